@@ -1,0 +1,1 @@
+"""The only code that operators share; imports no operator."""

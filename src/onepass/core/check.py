@@ -1,0 +1,27 @@
+"""Argument checks that every operator words the same way: what was given, what is accepted."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+
+
+def tensor(op: str, name: str, value: object) -> None:
+    """Refuse anything but a tensor."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{op}: {name} must be a tensor, got {type(value).__name__}")
+
+
+def floating(op: str, name: str, value: Tensor) -> None:
+    """Refuse tensors that are not fp32, fp16, bf16 or fp64."""
+    tensor(op, name, value)
+    if value.dtype not in FLOATS:
+        raise TypeError(f"{op}: {name} must be float32, float16, bfloat16 or float64, got {value.dtype}")
+
+
+def same_device(op: str, name: str, value: Tensor, other_name: str, other: Tensor) -> None:
+    """Refuse two tensors on different devices."""
+    if value.device != other.device:
+        raise ValueError(f"{op}: {name} is on {value.device} but {other_name} is on {other.device}; move one of them")

@@ -1,0 +1,88 @@
+"""Which path a tensor takes, and the few facts every Triton launch needs."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+import math
+import os
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Triton decides this when a kernel is decorated, so it can't change after import either.
+INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
+# "auto" takes Triton wherever it runs; "torch" forces the plain path (to compare, or to let Inductor fuse).
+BACKEND = os.environ.get("ONEPASS_BACKEND", "auto")
+
+# Every launch states this: Triton 3.9 warns that the default changes in 3.10.
+OPTIONS = {"enable_fp_fusion": True}
+
+
+@functools.cache
+def triton_installed() -> bool:
+    """True when `import triton` would find a package; nothing is imported."""
+    return importlib.util.find_spec("triton") is not None
+
+
+def path(x: Tensor) -> tuple[str, str]:
+    """("triton" | "torch", why) for a tensor like x: what `onepass doctor` shows."""
+    if BACKEND == "torch":
+        return "torch", "ONEPASS_BACKEND=torch"
+    if not triton_installed():
+        return "torch", "Triton is not installed"
+    if x.dtype == torch.float64:
+        return "torch", "float64: the kernels compute in float32"
+    if x.is_cuda:
+        return "triton", f"{x.device} with Triton"
+    if INTERPRET:
+        return "triton", "TRITON_INTERPRET=1"
+    return "torch", f"device {x.device.type} has no Triton path"
+
+
+def uses_triton(x: Tensor) -> bool:
+    """Tell whether a tensor like x goes to the Triton kernels: `path` without the words, for the hot path."""
+    return (x.is_cuda or INTERPRET) and x.dtype != torch.float64 and BACKEND != "torch" and triton_installed()
+
+
+_NO_GUARD = contextlib.nullcontext()
+
+
+def device_guard(x: Tensor) -> contextlib.AbstractContextManager[Any]:
+    """Launch on x's device, not on the current one; free when they agree."""
+    if not x.is_cuda or x.device.index == torch.cuda.current_device():
+        return _NO_GUARD
+    return torch.cuda.device(x.device)
+
+
+@functools.cache
+def _sm_count(index: int) -> int:
+    return torch.cuda.get_device_properties(index).multi_processor_count
+
+
+def sm_count(x: Tensor) -> int:
+    """Number of multiprocessors of x's GPU (4 under the interpreter, where programs run one after another)."""
+    return _sm_count(x.device.index) if x.is_cuda else 4
+
+
+def cdiv(a: int, b: int) -> int:
+    """⌈a / b⌉."""
+    return -(-a // b)
+
+
+def next_power_of_2(n: int) -> int:
+    """Smallest power of two ≥ n (1 for n ≤ 1)."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def as_rows(x: Tensor) -> Tensor:
+    """(..., n) → (rows, n) with unit column stride, as a view wherever strides allow one.
+
+    A slice, a row step or an expanded leading dimension stays a view; only a
+    layout that no (row stride, 1) pair describes is copied.
+    """
+    n = x.shape[-1]
+    rows = x.reshape(math.prod(x.shape[:-1]), n)
+    return rows if n <= 1 or rows.stride(-1) == 1 else rows.contiguous()

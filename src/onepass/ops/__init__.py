@@ -1,0 +1,1 @@
+"""One folder per operator: README, reference, kernels, op, spec."""

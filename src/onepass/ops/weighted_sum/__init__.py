@@ -1,0 +1,1 @@
+"""Row-wise weighted sum; see README.md in this folder."""

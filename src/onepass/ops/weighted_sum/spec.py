@@ -1,0 +1,132 @@
+"""What weighted_sum promises, what its kernels may cost, what it is measured against."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onepass.core.spec import BadCall, Case, Kernel, Sample, Spec
+
+from .op import backward_op, forward_op, weighted_sum
+from .reference import reference
+
+
+def _samples(make: Callable[..., Tensor]) -> Iterator[Sample]:
+    yield Sample("vector", (make(33), make(33)))
+    yield Sample("one column", (make(3, 1), make(1)))
+    yield Sample("rows", (make(6, 10), make(10)))
+    yield Sample("3-d, odd width", (make(2, 3, 33), make(33)))
+    yield Sample("several vectors", (make(5, 70), make(4, 70)))
+    yield Sample("one of several", (make(5, 7), make(1, 7)))
+    yield Sample("sixteen vectors", (make(3, 130), make(16, 130)))
+    yield Sample("two column tiles", (make(3, 5000), make(5000)))
+    yield Sample("no columns", (make(4, 0), make(0)))
+    yield Sample("no rows", (make(0, 4), make(4)))
+    yield Sample("no rows, vectors", (make(0, 4), make(2, 4)))
+
+
+def _opchecks() -> Iterator[tuple[Any, tuple[Any, ...]]]:
+    for w in (torch.randn(10), torch.randn(3, 10)):
+        x = torch.randn(2, 6, 10, requires_grad=True)
+        y = torch.randn(x.shape[:-1] + w.shape[:-1])
+        yield forward_op, (x, w.requires_grad_(), torch.float32)
+        yield backward_op, (y, x.detach(), w.detach(), True, True)
+        yield backward_op, (y, x.detach(), w.detach(), False, True)
+
+
+_BAD = (
+    BadCall(
+        "width", lambda: weighted_sum(torch.ones(2, 3), torch.ones(4)), ValueError, r"weight must be .*D = 3.*\(4,\)"
+    ),
+    BadCall("3-d weight", lambda: weighted_sum(torch.ones(2, 3), torch.ones(1, 1, 3)), ValueError, "weight must be"),
+    BadCall("17 vectors", lambda: weighted_sum(torch.ones(2, 3), torch.ones(17, 3)), ValueError, "R = 17"),
+    BadCall("0-d x", lambda: weighted_sum(torch.ones(()), torch.ones(1)), ValueError, "0-d"),
+    BadCall("integer x", lambda: weighted_sum(torch.ones(2, 3, dtype=torch.int64), torch.ones(3)), TypeError, "int64"),
+    BadCall("list", lambda: weighted_sum([1.0], torch.ones(1)), TypeError, "x must be a tensor, got list"),  # type: ignore[arg-type]
+)
+
+SPECS = [
+    Spec(
+        name="weighted_sum",
+        op=weighted_sum,
+        reference=reference,
+        samples=_samples,
+        bad_calls=_BAD,
+        opchecks=_opchecks,
+    )
+]
+
+
+def _forward_kernel() -> Any:
+    from .kernels_triton import forward_kernel
+
+    return forward_kernel
+
+
+def _backward_kernel() -> Any:
+    from .kernels_triton import backward_kernel
+
+    return backward_kernel
+
+
+def _kernels() -> Iterator[Kernel]:
+    sizes = {"x_row_stride": "i32", "n_rows": "i32", "n_cols": "i32"}
+    divisible = ("x_ptr", "w_ptr", "y_ptr", "dy_ptr", "dx_ptr", "dw_ptr", "x_row_stride", "n_cols")
+    for t in ("bf16", "fp32"):
+        pointers = {f"{p}_ptr": f"*{t}" for p in ("dy", "x", "w", "y", "dx")}
+        for cols, rows, vectors in ((64, 64, 1), (512, 8, 1), (4096, 1, 1), (512, 8, 4)):
+            tile = {"N_VECTORS": vectors, "PADDED_VECTORS": vectors, "BLOCK_R": rows, "BLOCK_C": cols}
+            name = f"{t} {rows}x{cols} R={vectors}"
+            yield Kernel(
+                f"weighted_sum forward {name}", _forward_kernel,
+                {k: pointers[k] for k in ("x_ptr", "w_ptr", "y_ptr")} | sizes, tile, divisible,
+            )  # fmt: skip
+            yield Kernel(
+                f"weighted_sum backward {name}", _backward_kernel,
+                {k: pointers[k] for k in ("dy_ptr", "x_ptr", "w_ptr", "dx_ptr")} | {"dw_ptr": "*fp32"} | sizes,
+                {**tile, "NEED_X": True, "NEED_W": True}, divisible, max_registers=255,
+            )  # fmt: skip
+
+
+KERNELS = list(_kernels())
+
+
+def _impls(x: Tensor, w: Tensor) -> dict[str, Callable[[], Tensor]]:
+    compiled = torch.compile(lambda a, b: (a * b).sum(-1))
+    return {
+        "onepass": lambda: weighted_sum(x, w),
+        "x @ w": lambda: x @ w,
+        "(x*w).sum": lambda: (x * w).sum(-1),
+        "einsum": lambda: torch.einsum("nd,d->n", x, w),
+        "torch.compile (x*w).sum": lambda: compiled(x, w),
+    }
+
+
+def _case(rows: int, cols: int, dtype: torch.dtype, stage: str) -> Case:
+    def make() -> Mapping[str, Callable[[], Any]]:
+        need = stage == "backward"
+        x = torch.randn(rows, cols, device="cuda", dtype=dtype).requires_grad_(need)
+        w = torch.randn(cols, device="cuda", dtype=dtype).requires_grad_(need)
+        impls = _impls(x, w)
+        if not need:
+            return impls
+        dy = torch.randn(rows, device="cuda", dtype=dtype)
+
+        def grads(y: Tensor) -> Callable[[], Any]:
+            return lambda: torch.autograd.grad(y, (x, w), dy, retain_graph=True)
+
+        return {name: grads(f()) for name, f in impls.items()}
+
+    floor = rows * cols * dtype.itemsize * (1 if stage == "forward" else 2)
+    return Case("weighted_sum", stage, {"rows": rows, "cols": cols}, dtype, floor, make, check=2e-2)
+
+
+CASES = [
+    _case(rows, cols, dtype, stage)
+    for rows, cols in ((1048576, 64), (131072, 320), (262144, 512), (65536, 4096), (8192, 32768))
+    for dtype in (torch.bfloat16, torch.float32)
+    for stage in ("forward", "backward")
+]
