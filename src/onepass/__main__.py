@@ -1,0 +1,45 @@
+"""The command `onepass` (also `python -m onepass`): a list of commands, each in its own module."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+from onepass import __version__
+from onepass.core.errors import UserError
+
+# every module here has `add_command(subparsers)` and imports its heavy parts only when its command runs
+COMMANDS = ("onepass.doctor.cli", "onepass.train.cli", "onepass.train.show", "onepass.bench.cli")
+
+
+def parser() -> argparse.ArgumentParser:
+    """Build the argument parser of every command."""
+    top = argparse.ArgumentParser(prog="onepass", description="One-pass PyTorch operators and conditional computation.")
+    top.add_argument("--version", action="version", version=f"onepass {__version__}")
+    commands = top.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for module in COMMANDS:
+        importlib.import_module(module).add_command(commands)
+    return top
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; return its exit code (2 for a user's mistake, 130 when interrupted)."""
+    args = parser().parse_args(argv)
+    try:
+        return int(args.run(args))
+    except UserError as error:
+        print(f"onepass {args.command}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"onepass {args.command}: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # the reader of our output went away (`onepass bench | head`): nothing is wrong here
+        sys.stderr.close()
+        return 141
+
+
+if __name__ == "__main__":
+    sys.exit(main())
