@@ -5,11 +5,16 @@ Three kinds of declaration, each with one reader:
 * `Spec` → tests/contract: values, gradients, strides, dtypes, errors, compile, torch.func, determinism;
 * `Kernel` → tests/codegen: registers, spills and load widths, without a GPU;
 * `Case` → `onepass bench`: sizes, byte floors and rivals.
+
+A spec.py holds lists of them: SPECS, KERNELS, CASES; and RIVALS, a mapping from import name to distribution
+({"liger_kernel": "liger-kernel"}) of the packages its cases compare with, whose versions the bench records and whose
+absence it names.
 """
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import pkgutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -107,18 +112,62 @@ class Kernel:
 
 
 @dataclass(frozen=True)
+class Missing:
+    """Stands in `Case.make`'s mapping for a rival that can't run here: the bench names it and goes on."""
+
+    needs: str
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """An implementation whose set-up runs only when its turn comes (and is freed afterwards).
+
+    Use it for what is costly or may fail: a backward pass needs its forward first, a rival may not import.
+    `build()` returns the thunk to time. An ImportError inside counts as `Missing`, any other exception as a failure
+    of this implementation alone.
+    """
+
+    build: Callable[[], Callable[[], Any]]
+
+
+def optional(import_name: str) -> Any:
+    """Return the module `import_name`, or None when it is not installed or does not import here."""
+    try:
+        return importlib.import_module(import_name)
+    except ImportError:
+        return None
+
+
+def backward_of(forward: Callable[[], Tensor], inputs: Sequence[Tensor], grad: Tensor) -> Prepared:
+    """Return the backward pass of `forward()` with respect to `inputs`, as an implementation to time."""
+
+    def build() -> Callable[[], Any]:
+        out = forward()
+        return lambda: torch.autograd.grad(out, tuple(inputs), grad, retain_graph=True)
+
+    return Prepared(build)
+
+
+Impl = Callable[[], Any] | Prepared | Missing
+
+
+@dataclass(frozen=True)
 class Case:
     """One row of the benchmark: an operator at a size, ours and the rivals', over the bytes it must move.
 
     Attributes:
-        op: operator name, the JSON file's name.
+        op: operator name as the record shows it; results are filed by operator folder.
         stage: "forward", "backward" or "step".
         params: what the case is, for the record ({"rows": 4096, "cols": 1024}).
         dtype: element type.
         floor_bytes: the fewest bytes that must move.
-        make: builds inputs on the GPU and returns {impl name: thunk}. A thunk of a rival that is not installed is
-            left out by `rivals`. "onepass" is ours.
-        check: tolerance of the comparison of every impl's result with ours before timing (None: not comparable).
+        make: builds inputs (seed already set) on `device` and returns {impl name: impl}. "onepass" is ours and comes
+            first; an impl is a thunk, a `Prepared`, or `Missing("distribution")` for a rival that is not installed
+            (see `optional`). Names of rivals that compile contain "torch.compile": `--no-compile` leaves them out.
+            Inputs are random, never zeros.
+        check: largest |theirs − ours| accepted, relative to the largest |ours|, compared before timing; thunks return
+            the same tensors in the same order (None: not comparable, e.g. an in-place step).
+        device: where `make` puts its inputs.
     """
 
     op: str
@@ -126,28 +175,34 @@ class Case:
     params: Mapping[str, Any]
     dtype: torch.dtype
     floor_bytes: int
-    make: Callable[[], Mapping[str, Callable[[], Any]]]
+    make: Callable[[], Mapping[str, Impl]]
     check: float | None = None
+    device: str = "cuda"
 
 
-def _spec_modules() -> Iterator[Any]:
+def folders() -> list[str]:
+    """Names of the operator folders that have a `spec.py`."""
     import onepass.ops
 
-    for package in sorted(m.name for m in pkgutil.iter_modules(onepass.ops.__path__) if m.ispkg):
-        if importlib.util.find_spec(f"onepass.ops.{package}.spec") is not None:
-            yield importlib.import_module(f"onepass.ops.{package}.spec")
+    names = sorted(m.name for m in pkgutil.iter_modules(onepass.ops.__path__) if m.ispkg)
+    return [n for n in names if importlib.util.find_spec(f"onepass.ops.{n}.spec") is not None]
+
+
+def load(folder: str) -> Any:
+    """Return the module onepass.ops.<folder>.spec."""
+    return importlib.import_module(f"onepass.ops.{folder}.spec")
 
 
 def all_specs() -> list[Spec]:
     """Every operator's contract."""
-    return [s for m in _spec_modules() for s in getattr(m, "SPECS", ())]
+    return [s for f in folders() for s in getattr(load(f), "SPECS", ())]
 
 
 def all_kernels() -> list[Kernel]:
     """Every kernel compilation under a budget."""
-    return [k for m in _spec_modules() for k in getattr(m, "KERNELS", ())]
+    return [k for f in folders() for k in getattr(load(f), "KERNELS", ())]
 
 
 def all_cases() -> list[Case]:
     """Every benchmark case."""
-    return [c for m in _spec_modules() for c in getattr(m, "CASES", ())]
+    return [c for f in folders() for c in getattr(load(f), "CASES", ())]
