@@ -1,4 +1,4 @@
-"""Which tests run where: `gpu` needs CUDA, `interpret` needs TRITON_INTERPRET=1."""
+"""Which tests run where: `gpu` needs CUDA, `interpret` needs TRITON_INTERPRET=1. The rest of a job is deselected."""
 
 from __future__ import annotations
 
@@ -10,12 +10,17 @@ import torch
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if "gpu" in item.keywords and not torch.cuda.is_available():
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
-        if "interpret" in item.keywords and not INTERPRET:
-            item.add_marker(pytest.mark.skip(reason="needs TRITON_INTERPRET=1"))
+def _belongs_here(item: pytest.Item) -> bool:
+    if "gpu" in item.keywords and not torch.cuda.is_available():
+        return False
+    return INTERPRET or "interpret" not in item.keywords
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    elsewhere = [item for item in items if not _belongs_here(item)]
+    if elsewhere:
+        config.hook.pytest_deselected(items=elsewhere)
+        items[:] = [item for item in items if _belongs_here(item)]
 
 
 @pytest.fixture(autouse=True)

@@ -31,6 +31,19 @@ def _is_plain(args: tuple[Any, ...]) -> bool:
     return all(type(a) in _PLAIN_TYPES for a in args if isinstance(a, torch.Tensor))
 
 
+def _outside_autocast(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Run fn with autocast off: the dtypes handed in decide, and inner matmuls keep their precision."""
+
+    def run(*args: Any) -> Any:
+        for device in ("cuda", "cpu"):
+            if torch.is_autocast_enabled(device):
+                with torch.autocast(device, enabled=False):
+                    return run(*args)
+        return fn(*args)
+
+    return run
+
+
 def bind(
     *,
     forward: Callable[..., Outputs],
@@ -54,6 +67,8 @@ def bind(
             `run` is `backward` in the form that suits the path.
         n_public: how many outputs the user sees.
     """
+
+    gradients = _outside_autocast(gradients)
 
     def public(out: Outputs) -> Any:
         if isinstance(out, torch.Tensor):
@@ -107,9 +122,7 @@ def bind(
         setup_context=save,
     )
 
-    def call(*args: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return public(forward_op(*args))
+    def enter(*args: Any) -> Any:
         if torch._C._are_functorch_transforms_active():
             return public(Func.apply(*args))  # type: ignore[no-untyped-call]
         if _is_plain(args):
@@ -117,5 +130,12 @@ def bind(
                 return Eager.apply(*args)  # type: ignore[no-untyped-call]
             return public(forward(*args))
         return public(forward_op(*args))
+
+    eager_enter = _outside_autocast(enter)
+
+    def call(*args: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return public(forward_op(*args))
+        return eager_enter(*args)
 
     return call

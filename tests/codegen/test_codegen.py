@@ -1,0 +1,100 @@
+"""The speed gate that needs no GPU: every kernel, compiled for every target, within its budget.
+
+Triton's package carries cuobjdump and nvdisasm: registers, local memory (spills) and the width of global loads
+are read from the machine code itself.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conftest import INTERPRET
+from onepass.core.spec import Kernel, all_kernels
+
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),
+    pytest.mark.skipif(INTERPRET, reason="the interpreter compiles nothing"),
+]
+
+NVIDIA = (80, 90, 100)
+KERNELS = [pytest.param(k, id=k.name) for k in all_kernels()]
+
+
+def _compile(kernel: Kernel, target: Any) -> Any:
+    import triton
+    from triton.compiler import ASTSource
+
+    fn = kernel.fn()
+    constexprs = {(fn.arg_names.index(k),): v for k, v in kernel.constexprs.items()}
+    signature = {n: kernel.signature.get(n, "constexpr") for n in fn.arg_names}
+    missing = [n for n in fn.arg_names if n not in kernel.signature and n not in kernel.constexprs]
+    assert not missing, f"the spec of {kernel.name} says nothing about {missing}"
+    attrs = {(fn.arg_names.index(n),): [["tt.divisibility", 16]] for n in kernel.divisible if n in kernel.signature}
+    options = {"num_warps": kernel.num_warps, "num_stages": kernel.num_stages, "enable_fp_fusion": True}
+    source = ASTSource(fn=fn, signature=signature, constexprs=constexprs, attrs=attrs)
+    return triton.compile(source, target=target, options=options)
+
+
+def _tool(name: str, *args: str) -> str:
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
+    return subprocess.run([str(tool), *args], capture_output=True, text=True, check=True).stdout
+
+
+def _usage(cubin: Path) -> tuple[int, int]:
+    """(registers per thread, bytes of stack and local memory) as cuobjdump reports them."""
+    found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", _tool("cuobjdump", "-res-usage", str(cubin)))
+    assert found, "cuobjdump printed no resource usage"
+    registers, stack, local = map(int, found.groups())
+    return registers, stack + local
+
+
+@pytest.mark.parametrize("arch", NVIDIA, ids=lambda a: f"sm_{a}")
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_nvidia(kernel: Kernel, arch: int, tmp_path: Path) -> None:
+    from triton.backends.compiler import GPUTarget
+
+    compiled = _compile(kernel, GPUTarget("cuda", arch, 32))
+    cubin = tmp_path / "kernel.cubin"
+    cubin.write_bytes(compiled.asm["cubin"])
+    registers, spilled = _usage(cubin)
+    assert registers <= kernel.max_registers, f"{registers} registers, budget {kernel.max_registers}"
+    assert spilled <= kernel.max_spill_bytes, f"{spilled} bytes of local memory, budget {kernel.max_spill_bytes}"
+    if kernel.vector_loads:
+        # LDG: plain loads; LDGSTS and UBLKCP: asynchronous copies of a pipelined loop
+        sass = _tool("nvdisasm", "-c", str(cubin))
+        wide = re.findall(r"\bLDG\.E[\w.]*\.(?:128|256)\b|\bLDGSTS\.E[\w.]*\.128\b|\bUBLKCP\b|\bUTMALDG\b", sass)
+        narrow = sorted(set(re.findall(r"\bLDG\.[\w.]+|\bLDGSTS\.[\w.]+", sass)))
+        assert wide, f"no 16-byte load; found {narrow}"
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_amd(kernel: Kernel) -> None:
+    from triton.backends.compiler import GPUTarget
+
+    compiled = _compile(kernel, GPUTarget("hip", "gfx942", 64))
+    spills = re.search(r"\.vgpr_spill_count:\s+(\d+)", compiled.asm["amdgcn"])
+    assert spills is not None
+    assert int(spills[1]) == 0 or kernel.max_spill_bytes, f"{spills[1]} vector registers spilled"
+
+
+def test_every_operator_with_kernels_is_gated() -> None:
+    """A kernel that no spec declares would escape the gate."""
+    import onepass.ops
+
+    gated = {k.fn().fn.__module__.split(".")[2] for k in all_kernels()}
+    with_kernels = {
+        p.parent.name
+        for root in onepass.ops.__path__
+        for p in Path(root).glob("*/kernels_triton.py")
+        if os.access(p, os.R_OK)
+    }
+    assert gated == with_kernels

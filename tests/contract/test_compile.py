@@ -1,0 +1,72 @@
+"""Promise 5: torch.compile(fullgraph=True), forward and backward, and export, all through the registered op."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from conftest import INTERPRET
+from harness import DEVICES, build, call, compare_gradients, float64, gradients, sample_names, spec_samples, specs
+from onepass.core.spec import Spec
+
+pytestmark = pytest.mark.skipif(INTERPRET, reason="compiled code calls the registered op, which is tested eagerly")
+
+
+@pytest.fixture(autouse=True)
+def _fresh_dynamo() -> None:
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("spec", "name"), spec_samples())
+def test_fullgraph(spec: Spec, name: str, device: str) -> None:
+    sample = build(spec, name, device, torch.float32)
+    compiled = torch.compile(spec.op, fullgraph=True, backend="aot_eager")
+    rtol, atol = spec.tolerances[torch.float32]
+    for a, e in zip(call(compiled, sample), call(spec.reference, float64(sample)), strict=True):
+        torch.testing.assert_close(a.detach().cpu().double(), e, rtol=rtol, atol=atol)
+    torch._dynamo.reset()
+    compiled = torch.compile(spec.op, fullgraph=True, backend="aot_eager")
+    compare_gradients(spec, gradients(compiled, sample), gradients(spec.reference, float64(sample)), torch.float32)
+
+
+def _typical(spec: Spec) -> str:
+    """A sample with rows and columns, to compile for real."""
+    return next(n for n in sample_names_of(spec) if "row" in n or "3-d" in n)
+
+
+def sample_names_of(spec: Spec) -> list[str]:
+    from harness import SPECS
+
+    return sample_names(SPECS.index(spec))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("spec", specs())
+def test_inductor(spec: Spec, device: str) -> None:
+    """The real compiler, with neighbours that it fuses among themselves."""
+    sample = build(spec, _typical(spec), device, torch.float32)
+
+    def neighbours(*args: Any, **kwargs: Any) -> Any:
+        out = spec.op(args[0] * 1.0, *args[1:], **kwargs)
+        return out * 1.0 if isinstance(out, torch.Tensor) else out
+
+    compiled = torch.compile(neighbours, fullgraph=True)
+    compare_gradients(spec, gradients(compiled, sample), gradients(spec.reference, float64(sample)), torch.float32)
+
+
+@pytest.mark.parametrize("spec", specs())
+def test_export(spec: Spec) -> None:
+    sample = build(spec, _typical(spec), "cpu", torch.float32)
+
+    class Module(torch.nn.Module):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return spec.op(*args, **kwargs)
+
+    exported = torch.export.export(Module(), sample.args, sample.kwargs)
+    assert any("onepass" in str(node.target) for node in exported.graph.nodes)
+    for a, e in zip(call(exported.module(), sample), call(spec.op, sample), strict=True):
+        torch.testing.assert_close(a, e)

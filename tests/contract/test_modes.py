@@ -1,0 +1,111 @@
+"""Promise 4 and 5: determinism, no unwritten output, FakeTensor, checkpointing, autocast, CUDA graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch._subclasses import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
+
+from conftest import INTERPRET
+from harness import DEVICES, build, call, gradients, leaves, replace, spec_samples
+from onepass.core.spec import Spec
+
+
+@pytest.fixture
+def _nan_filled() -> Iterator[None]:
+    """`torch.empty` hands out NaN: what a kernel forgets to write shows."""
+    old = torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    yield
+    torch.utils.deterministic.fill_uninitialized_memory = old
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("_nan_filled")
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("spec", "name"), spec_samples())
+def test_every_output_is_written(spec: Spec, name: str, device: str) -> None:
+    sample = build(spec, name, device, torch.float32)
+    expected_nan = [bool(t.isnan().any()) for t in call(spec.reference, sample)]
+    assert [bool(t.isnan().any()) for t in call(spec.op, sample)] == expected_nan
+    for key, grad in gradients(spec.op, sample).items():
+        assert grad is None or not grad.isnan().any(), f"gradient of {key}"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("spec", "name"), spec_samples())
+def test_bit_for_bit_repeatable(spec: Spec, name: str, device: str) -> None:
+    sample = build(spec, name, device, torch.float32)
+    first = [*call(spec.op, sample), *gradients(spec.op, sample).values()]
+    for _ in range(2 if INTERPRET else 5):
+        again = [*call(spec.op, sample), *gradients(spec.op, sample).values()]
+        for a, b in zip(first, again, strict=True):
+            if a is not None:
+                torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.skipif(INTERPRET, reason="no kernel runs")
+@pytest.mark.parametrize(("spec", "name"), spec_samples())
+def test_fake_tensors(spec: Spec, name: str) -> None:
+    """Shapes, dtypes and strides are known without computing."""
+    sample = build(spec, name, "cpu", torch.float32)
+    real = call(spec.op, sample)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fake_sample = replace(sample, {k: mode.from_tensor(t.detach()) for k, t in leaves(sample).items()})
+        fake = call(spec.op, fake_sample)
+    for f, r in zip(fake, real, strict=True):
+        assert (f.shape, f.dtype, f.stride()) == (r.shape, r.dtype, r.stride())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("spec", "name"), spec_samples())
+def test_activation_checkpointing(spec: Spec, name: str, device: str) -> None:
+    sample = build(spec, name, device, torch.float32)
+
+    def recomputed(*args, **kwargs):
+        return checkpoint(lambda *a: spec.op(*a, **kwargs), *args, use_reentrant=False)
+
+    plain, again = gradients(spec.op, sample), gradients(recomputed, sample)
+    for key, grad in plain.items():
+        if grad is not None:
+            torch.testing.assert_close(again[key], grad, rtol=0, atol=0)
+
+
+@pytest.mark.skipif(INTERPRET, reason="bfloat16")
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("spec", "name"), spec_samples())
+def test_under_autocast(spec: Spec, name: str, device: str) -> None:
+    """Autocast changes neighbours, not us: the dtypes handed in decide."""
+    sample = build(spec, name, device, torch.float32)
+    with torch.autocast(device, dtype=torch.bfloat16):
+        inside = call(spec.op, sample)
+    for a, b in zip(inside, call(spec.op, sample), strict=True):
+        assert a.dtype == b.dtype
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("spec", "name"), spec_samples())
+def test_cuda_graph(spec: Spec, name: str) -> None:
+    """Captured once, replayed on new numbers: no host synchronisation, no hidden allocation."""
+    sample = build(spec, name, "cuda", torch.float32)
+    if not isinstance(sample.args[0], torch.Tensor) or not sample.args[0].numel():
+        pytest.skip("nothing to launch")
+    static = sample.args[0].clone()
+    captured = replace(sample, {0: static})
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        call(spec.op, captured)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outs = call(spec.op, captured)
+    new = sample.args[0] * 0.7 + 0.1
+    static.copy_(new)
+    graph.replay()
+    for a, e in zip(outs, call(spec.op, replace(sample, {0: new})), strict=True):
+        torch.testing.assert_close(a, e, rtol=0, atol=0)

@@ -1,0 +1,149 @@
+"""How the contract tests turn an operator's spec into calls: dtypes, devices, upcasting, gradients."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from conftest import INTERPRET
+from onepass.core.spec import Sample, Spec, all_specs
+
+SPECS = all_specs()
+SEED = 20
+
+# the interpreter does not emulate bfloat16 faithfully; float64 never reaches a kernel
+CPU_DTYPES = (
+    [torch.float32, torch.float16] if INTERPRET else [torch.float32, torch.float16, torch.bfloat16, torch.float64]
+)
+GPU_DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+DEVICES_AND_DTYPES = [pytest.param("cpu", d, id=f"cpu-{str(d)[6:]}") for d in CPU_DTYPES] + [
+    pytest.param("cuda", d, id=f"cuda-{str(d)[6:]}", marks=pytest.mark.gpu) for d in GPU_DTYPES
+]
+DEVICES = [pytest.param("cpu", id="cpu"), pytest.param("cuda", id="cuda", marks=pytest.mark.gpu)]
+
+
+def maker(device: str, dtype: torch.dtype) -> Callable[..., Tensor]:
+    """`make(*shape)`: standard normal, the same values for every dtype and device up to rounding."""
+    generator = torch.Generator().manual_seed(SEED)
+    return lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64).to(device, dtype)
+
+
+@functools.cache
+def sample_names(spec_index: int) -> list[str]:
+    """Names of a spec's samples, for the test ids."""
+    return [s.name for s in SPECS[spec_index].samples(maker("cpu", torch.float32))]
+
+
+def spec_samples() -> list[Any]:
+    """(spec, sample name) for every operator: the parameters of most contract tests."""
+    return [
+        pytest.param(spec, name, id=f"{spec.name}-{name}") for i, spec in enumerate(SPECS) for name in sample_names(i)
+    ]
+
+
+def specs() -> list[Any]:
+    """One parameter per operator."""
+    return [pytest.param(spec, id=spec.name) for spec in SPECS]
+
+
+def build(spec: Spec, name: str, device: str, dtype: torch.dtype) -> Sample:
+    """The named sample with tensors of this dtype on this device."""
+    return next(s for s in spec.samples(maker(device, dtype)) if s.name == name)
+
+
+def floats(sample: Sample) -> dict[int | str, Tensor]:
+    """Floating-point tensors among the arguments, by position or keyword."""
+    items: Iterator[tuple[int | str, Any]] = iter([*enumerate(sample.args), *sample.kwargs.items()])
+    return {k: v for k, v in items if isinstance(v, Tensor) and v.is_floating_point()}
+
+
+def replace(sample: Sample, new: dict[int | str, Tensor]) -> Sample:
+    """The sample with some tensors exchanged."""
+    args = tuple(new.get(i, a) for i, a in enumerate(sample.args))
+    return Sample(sample.name, args, {k: new.get(k, v) for k, v in sample.kwargs.items()})
+
+
+def leaves(sample: Sample) -> dict[int | str, Tensor]:
+    """Fresh leaf tensors (same strides) that want gradients, one per floating-point argument."""
+    return {k: t.detach().requires_grad_() for k, t in floats(sample).items()}
+
+
+def float64(sample: Sample) -> Sample:
+    """The same numbers in float64 on the CPU: what the definition is evaluated on."""
+
+    def up(v: Any) -> Any:
+        if not isinstance(v, Tensor):
+            return v
+        return v.detach().cpu().double() if v.is_floating_point() else v.cpu()
+
+    return Sample(sample.name, tuple(map(up, sample.args)), {k: up(v) for k, v in sample.kwargs.items()})
+
+
+def outputs(out: Any) -> list[Tensor]:
+    """Floating-point results, always as a list."""
+    found = [out] if isinstance(out, Tensor) else list(out)
+    return [t for t in found if t.is_floating_point()]
+
+
+def call(fn: Callable[..., Any], sample: Sample) -> list[Tensor]:
+    """fn(*args, **kwargs) as a list of floating-point tensors."""
+    return outputs(fn(*sample.args, **sample.kwargs))
+
+
+def upstream(outs: list[Tensor]) -> list[Tensor]:
+    """Random upstream gradients, the same for every path; float64 on CPU, cast where used."""
+    generator = torch.Generator().manual_seed(SEED + 1)
+    return [torch.randn(o.shape, generator=generator, dtype=torch.float64) for o in outs]
+
+
+def gradients(
+    fn: Callable[..., Any], sample: Sample, wanted: list[int | str] | None = None
+) -> dict[int | str, Tensor | None]:
+    """Gradients of Σ out·upstream with respect to every (wanted) floating-point argument; None where unused."""
+    inputs = leaves(sample)
+    for key, leaf in inputs.items():
+        leaf.requires_grad_(wanted is None or key in wanted)
+    outs = call(fn, replace(sample, inputs))
+    pairs = [(o, g.to(o.device, o.dtype)) for o, g in zip(outs, upstream(outs), strict=True) if o.requires_grad]
+    keys = [k for k, t in inputs.items() if t.requires_grad]
+    if not pairs:
+        return dict.fromkeys(keys)
+    grads = torch.autograd.grad(
+        [o for o, _ in pairs], [inputs[k] for k in keys], [g for _, g in pairs], allow_unused=True
+    )
+    return dict(zip(keys, grads, strict=True))
+
+
+def close(actual: Tensor, expected: Tensor, rtol: float, atol: float, what: str) -> None:
+    """Compare with a float64 expectation on the CPU."""
+    assert actual.shape == expected.shape, f"{what}: shape {tuple(actual.shape)}, expected {tuple(expected.shape)}"
+    torch.testing.assert_close(
+        actual.detach().cpu().double(), expected.detach().double(), rtol=rtol, atol=atol, msg=lambda m: f"{what}: {m}"
+    )
+
+
+def compare_gradients(
+    spec: Spec,
+    actual: dict[int | str, Tensor | None],
+    expected: dict[int | str, Tensor | None],
+    dtype: torch.dtype,
+    dtypes: dict[int | str, torch.dtype] | None = None,
+) -> None:
+    """Each gradient against float64, scaled by the largest entry: sums over rows round relative to their terms."""
+    rtol, atol = spec.tolerances[dtype]
+    for key, grad in actual.items():
+        want = expected[key]
+        if want is None or want.numel() == 0:
+            assert grad is None or not grad.any(), f"gradient of {key}: expected none"
+            continue
+        assert grad is not None, f"gradient of {key} is missing"
+        if dtypes is not None:
+            assert grad.dtype == dtypes[key], f"gradient of {key} has dtype {grad.dtype}, expected {dtypes[key]}"
+        scale = max(1.0, float(want.abs().max()))
+        close(grad, want, spec.grad_factor * rtol, spec.grad_factor * atol * scale, f"gradient of {key}")
