@@ -31,6 +31,22 @@ def _is_plain(args: tuple[Any, ...]) -> bool:
     return all(type(a) in _PLAIN_TYPES for a in args if isinstance(a, torch.Tensor))
 
 
+def _vmap_by_loop(op: Any) -> Callable[..., Any]:
+    """vmap rule of an op: one call per batch element, stacked (torch's own fallback does the same, with a warning)."""
+
+    def rule(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> Any:
+        def element(i: int) -> tuple[Any, ...]:
+            return tuple(a if d is None else a.select(d, i) for a, d in zip(args, in_dims, strict=True))
+
+        results = [op(*element(i)) for i in range(info.batch_size)]
+        if isinstance(results[0], Tensor):
+            return torch.stack(results), 0
+        stacked = tuple(torch.stack(parts) for parts in zip(*results, strict=True))
+        return stacked, (0,) * len(stacked)
+
+    return rule
+
+
 def _outside_autocast(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Run fn with autocast off: the dtypes handed in decide, and inner matmuls keep their precision."""
 
@@ -130,6 +146,9 @@ def bind(
                 return Eager.apply(*args)  # type: ignore[no-untyped-call]
             return public(forward(*args))
         return public(forward_op(*args))
+
+    for op in (forward_op, backward_op):
+        op.register_vmap(_vmap_by_loop(op))
 
     eager_enter = _outside_autocast(enter)
 
