@@ -32,7 +32,7 @@ def _is_plain(args: tuple[Any, ...]) -> bool:
 
 
 def _vmap_by_loop(op: Any) -> Callable[..., Any]:
-    """vmap rule of an op: one call per batch element, stacked (torch's own fallback does the same, with a warning)."""
+    """Give an op's vmap rule: one call per batch element, stacked (as torch's fallback does, without its warning)."""
 
     def rule(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> Any:
         def element(i: int) -> tuple[Any, ...]:
