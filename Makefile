@@ -26,7 +26,7 @@ interpret: .venv-dev/ready
 	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 .venv-dev/bin/pytest -q -n $(JOBS) --dist worksteal tests/contract tests/ops $(ARGS)
 
 doctest: .venv-dev/ready
-	OMP_NUM_THREADS=1 .venv-dev/bin/pytest -q --doctest-modules --ignore-glob='*kernels_*' src README.md --doctest-glob='README.md'
+	OMP_NUM_THREADS=1 .venv-dev/bin/pytest -q --doctest-modules --ignore-glob='*kernels_*' src
 
 clean:
 	rm -rf .venv .venv-dev .mypy_cache .pytest_cache .ruff_cache .hypothesis
