@@ -134,7 +134,8 @@ def optional(import_name: str) -> Any:
     """Return the module `import_name`, or None when it is not installed or does not import here."""
     try:
         return importlib.import_module(import_name)
-    except ImportError:
+    except Exception:
+        # other people's packages raise anything at import: a missing symbol, an unknown GPU, a version check
         return None
 
 

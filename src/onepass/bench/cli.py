@@ -1,0 +1,148 @@
+"""`onepass bench`: measure operators on this machine."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from onepass.core.errors import UserError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from onepass.core.spec import Case
+
+DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "fp64": "float64"}
+STAGES = ("forward", "backward", "step")
+QUICK_MS, MEASURE_MS = 15.0, 60.0
+
+_EPILOG = """\
+examples:
+  onepass bench weighted_sum --dtype bf16 --no-compile
+  onepass bench norm --case 4096 --stage backward
+  onepass bench --json benchmarks/results/h200/     (one file per operator folder)
+  onepass bench --report benchmarks/results/h200    (tables and plots from what is there)
+
+% of copy is the operator's byte floor over its time, against a device copy measured in the same run.
+A median of calls with cold caches; host µs is the wall time of enqueueing one call.
+"""
+
+
+def add_command(subparsers: Any) -> None:
+    """Add `onepass bench`."""
+    parser = subparsers.add_parser(
+        "bench",
+        help="measure operators against a device copy and installed rivals",
+        description="Measure operators against a device copy and the rivals that are installed, in one run.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("ops", nargs="*", metavar="op", help="operators or operator folders (default: all)")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="write the records; a directory gets a file per folder"
+    )
+    parser.add_argument("--list", action="store_true", help="list the cases and stop")
+    parser.add_argument("--stage", metavar="PASS", help="only this pass: forward, backward or step")
+    parser.add_argument("--case", default="", metavar="TEXT", help="only cases whose name contains TEXT (see --list)")
+    parser.add_argument("--dtype", metavar="DTYPE", help="only this dtype: fp32, fp16, bf16 or fp64")
+    parser.add_argument("--device", metavar="DEVICE", help="cuda or cpu (default: cuda where there is one)")
+    parser.add_argument("--quick", action="store_true", help="shorter measurements, rougher medians")
+    parser.add_argument("--no-compile", action="store_true", help="leave out rivals that torch.compile builds")
+    parser.add_argument("--report", type=Path, metavar="DIR", help="build tables and plots from the JSON files in DIR")
+    parser.set_defaults(run=run)
+
+
+def _one_of(option: str, given: str | None, accepted: Iterable[str]) -> None:
+    if given is not None and given not in accepted:
+        raise UserError(f"{option} {given!r}: accepted are {', '.join(accepted)}")
+
+
+def all_cases() -> list[tuple[str, Case]]:
+    """(operator folder, case) of every case there is."""
+    from onepass.core import spec
+
+    return [(f, c) for f in spec.folders() for c in getattr(spec.load(f), "CASES", ())]
+
+
+def select(cases: Sequence[tuple[str, Case]], args: argparse.Namespace) -> list[tuple[str, Case]]:
+    """Cases that the arguments ask for; UserError when there is no such operator or nothing is left."""
+    from onepass.core.about import dtype_name
+
+    from .runner import label
+
+    _one_of("--stage", args.stage, STAGES)
+    _one_of("--dtype", args.dtype, (*DTYPES, *DTYPES.values()))
+    _one_of("--device", args.device, ("cuda", "cpu"))
+    accepted = sorted({f for f, _ in cases} | {c.op for _, c in cases})
+    for op in args.ops:
+        if op not in accepted:
+            raise UserError(f"unknown operator {op!r}: accepted are {', '.join(accepted)}")
+    dtype = DTYPES.get(args.dtype, args.dtype)
+    found = [
+        (f, c)
+        for f, c in cases
+        if (not args.ops or f in args.ops or c.op in args.ops)
+        and args.stage in (None, c.stage)
+        and dtype in (None, dtype_name(c.dtype))
+        and args.case in label(c.params)
+        and args.device in (None, c.device)
+    ]
+    if not found:
+        raise UserError("no case matches; `onepass bench --list` shows what there is")
+    return found
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=120)
+
+
+def _list(cases: Sequence[tuple[str, Case]], console: Console) -> None:
+    from onepass.core.about import dtype_name
+
+    from .runner import label
+
+    for folder, case in cases:
+        line = f"{folder}  {case.op}  {case.stage}  {dtype_name(case.dtype)}  {label(case.params)}"
+        console.print(line + ("" if case.device == "cuda" else f"  ({case.device})"), markup=False, soft_wrap=True)
+
+
+def _here(cases: list[tuple[str, Case]], device: str | None) -> tuple[str, list[tuple[str, Case]]]:
+    import torch
+
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UserError("--device cuda: torch sees no CUDA GPU here; `onepass doctor` says more")
+    here = [(f, c) for f, c in cases if c.device == device]
+    if not here and device == "cpu":
+        raise UserError("these cases need a CUDA GPU and torch sees none here; `onepass doctor` says more")
+    if not here:
+        raise UserError("these cases are for the CPU: add --device cpu")
+    return device, here
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command; 1 when one of our own implementations failed."""
+    console = _console()
+    if args.report is not None:
+        from .report import build
+
+        for path in build(args.report):
+            console.print(f"wrote {path}", markup=False, soft_wrap=True)
+        return 0
+    cases = select(all_cases(), args)
+    if args.list:
+        _list(cases, console)
+        return 0
+    device, cases = _here(cases, args.device)
+
+    from .session import Session
+    from .timers import CpuTimer, CudaTimer
+
+    kind = CudaTimer if device == "cuda" else CpuTimer
+    session = Session(cases, device, console, args.json, compile=not args.no_compile)
+    return session.run(kind(measure_ms=QUICK_MS if args.quick else MEASURE_MS))

@@ -1,0 +1,111 @@
+"""Results as JSON: a list whose first entry describes the run and whose others are measurements."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from onepass.core.about import dtype_name
+from onepass.core.errors import UserError
+
+from .roofline import copy_pct, gbps
+from .runner import DISAGREES, FAILED, MISSING, OK, Result
+
+FIELDS = ("op", "pass", "case", "dtype", "impl", "us", "gbps", "copy_pct", "host_us")
+
+
+def record(result: Result, copy_gbps: float) -> dict[str, Any]:
+    """One timed result as the record that is kept."""
+    case = result.case
+    if result.us is None or result.host_us is None:
+        raise ValueError(f"{result.impl} was not timed: {result.note}")
+    return {
+        "op": case.op,
+        "pass": case.stage,
+        "case": dict(case.params),
+        "dtype": dtype_name(case.dtype),
+        "impl": result.impl,
+        "us": round(result.us, 2),
+        "gbps": round(gbps(case.floor_bytes, result.us), 1),
+        "copy_pct": round(copy_pct(case.floor_bytes, result.us, copy_gbps), 1),
+        "host_us": round(result.host_us, 2),
+    }
+
+
+def _problem(result: Result) -> dict[str, Any]:
+    case = result.case
+    told = {"op": case.op, "pass": case.stage, "case": dict(case.params), "dtype": dtype_name(case.dtype)}
+    return told | {"impl": result.impl, "note": result.note}
+
+
+def document(
+    about: Mapping[str, Any],
+    results: Sequence[Result],
+    copy_gbps: float,
+    *,
+    missing: Iterable[str] = (),
+    complete: bool,
+) -> list[dict[str, Any]]:
+    """Header, then one record per implementation that agreed with ours; what went wrong is told in the header."""
+    absent = sorted({r.note for r in results if r.status == MISSING} | set(missing))
+    header = {
+        "header": True,
+        **about,
+        "copy_gbps": round(copy_gbps, 1),
+        "complete": complete,
+        "missing": absent,
+        "failed": [_problem(r) for r in results if r.status == FAILED],
+        "disagreeing": [_problem(r) for r in results if r.status == DISAGREES],
+    }
+    return [header, *(record(r, copy_gbps) for r in results if r.status == OK)]
+
+
+def write(path: Path, entries: Sequence[Mapping[str, Any]]) -> None:
+    """Write a document, one entry per line."""
+    write_text(path, "[\n" + ",\n".join(json.dumps(e, default=str, ensure_ascii=False) for e in entries) + "\n]\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace the file at once: a reader sees the old text or the new one, never half of it."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            os.chmod(temporary, 0o644)  # mkstemp's files are private
+            os.replace(temporary, path)
+        except BaseException:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(temporary)
+            raise
+    except OSError as error:
+        raise UserError(f"can't write {path}: {error.strerror or error}") from error
+
+
+def read(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """(header, records) of a results file."""
+    try:
+        entries = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"can't read {path}: {error.strerror or error}") from error
+    except ValueError as error:
+        raise UserError(f"{path} is no JSON: {error}") from error
+    if not isinstance(entries, list) or not entries or not all(isinstance(e, dict) for e in entries):
+        raise UserError(f"{path} holds no benchmark results: a list of records with a header is expected")
+    headers = [e for e in entries if e.get("header")]
+    records = [e for e in entries if not e.get("header")]
+    if len(headers) != 1:
+        raise UserError(f"{path} has {len(headers)} header records, 1 is expected")
+    for entry in records:
+        lacking = [f for f in FIELDS if f not in entry]
+        if lacking:
+            raise UserError(f"{path}: a record lacks {', '.join(lacking)}")
+    return headers[0], records

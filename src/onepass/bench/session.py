@@ -1,0 +1,113 @@
+"""One run of the bench: a copy, every case, tables as they become complete, records that survive an interruption."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import datetime, timezone
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from onepass.core.about import device_name, dtype_name, versions
+from onepass.core.spec import Case
+
+from . import records, rivals, runner, table
+from .timers import Timer
+
+
+def json_path(target: Path, folder: str) -> Path:
+    """Return the file that takes a folder's records: target itself, or <folder>.json when target is a directory."""
+    return target / f"{folder}.json" if target.is_dir() or not target.suffix else target
+
+
+class Session:
+    """Measure cases, show them and write them to `json`."""
+
+    def __init__(
+        self,
+        cases: Sequence[tuple[str, Case]],
+        device: str,
+        console: Console,
+        json: Path | None = None,
+        *,
+        compile: bool = True,
+    ) -> None:
+        # a table holds one operator, pass and dtype
+        self.cases = sorted(cases, key=lambda fc: (fc[0], fc[1].op, fc[1].stage, str(fc[1].dtype)))
+        self.console = console
+        self.json = json
+        self.compile = compile
+        installed, self.missing = rivals.availability(rivals.known(dict.fromkeys(f for f, _ in cases)))
+        self.about: dict[str, Any] = {
+            **versions(),
+            "gpu": device_name(torch.device(device)),
+            "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
+            "rivals": installed,
+        }
+        self.copy_gbps = 0.0
+        self.results: list[runner.Result] = []
+        self._shown = 0
+
+    def save(self, complete: bool) -> list[Path]:
+        """Write what has been measured, when there is somewhere to write it."""
+        if self.json is None:
+            return []
+        files: dict[Path, list[runner.Result]] = {}
+        for result in self.results:
+            files.setdefault(json_path(self.json, result.folder), []).append(result)
+        for path, found in files.items():
+            records.write(
+                path, records.document(self.about, found, self.copy_gbps, missing=self.missing, complete=complete)
+            )
+        return list(files)
+
+    def _show(self, final: bool) -> None:
+        groups = [list(g) for _, g in groupby(self.results[self._shown :], key=table.group_key)]
+        for group in groups if final else groups[:-1]:
+            self.console.print(table.table(group, self.copy_gbps))
+            self._shown += len(group)
+
+    def _measure(self, timer: Timer) -> str:
+        """Measure everything; return why it stopped early, or an empty string."""
+        done = 0
+        with self.console.status("measuring") as status:
+
+            def started(case: Case, impl: str) -> None:
+                where = f"{case.op} {case.stage} {dtype_name(case.dtype)} {runner.label(case.params)}"
+                status.update(f"{done}/{len(self.cases)} cases · {where} · {impl}")
+
+            try:
+                for result in runner.run(self.cases, timer, compile=self.compile, started=started):
+                    if self.results and self.results[-1].case is not result.case:
+                        done += 1
+                        self.save(complete=False)
+                    self.results.append(result)
+                    self._show(final=False)
+            except runner.DeviceLostError as error:
+                return str(error)
+            except KeyboardInterrupt:
+                self.save(complete=False)
+                raise
+        return ""
+
+    def run(self, timer: Timer) -> int:
+        """Return 1 when one of our own implementations failed or the device was lost, else 0."""
+        self.copy_gbps = timer.copy_gbps()
+        print_ = self.console.print
+        print_(f"{self.about['gpu']}: copy {self.copy_gbps:.0f} GB/s (bytes read + written)", markup=False)
+        if self.missing:
+            print_(f"not installed, skipped: {', '.join(self.missing)}", markup=False)
+        lost = self._measure(timer)
+        self._show(final=True)
+        absent = sorted({f"{r.impl} (needs {r.note})" for r in self.results if r.status == runner.MISSING})
+        if absent:
+            print_(f"skipped: {', '.join(absent)}", markup=False)
+        for path in self.save(complete=not lost):
+            print_(f"wrote {path}", markup=False, soft_wrap=True)
+        if lost:
+            print_(f"stopped: {lost}", style="red", markup=False)
+        broken = any(r.impl == runner.OURS and r.status != runner.OK for r in self.results)
+        return 1 if lost or broken else 0

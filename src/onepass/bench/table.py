@@ -1,0 +1,63 @@
+"""Results on the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich import box
+from rich.markup import escape
+from rich.table import Table
+
+from onepass.core.about import dtype_name
+
+from .roofline import copy_pct, gbps, speedup
+from .runner import FAILED, MISSING, OK, OURS, SKIPPED, Result, label
+
+
+def fastest_rival(results: Sequence[Result]) -> float | None:
+    """Time of the fastest rival that agrees with us."""
+    times = [r.us for r in results if r.status == OK and r.impl != OURS and r.us is not None]
+    return min(times, default=None)
+
+
+def _row(result: Result, copy_gbps: float, rival_us: float | None) -> list[str]:
+    if result.us is None or result.host_us is None:
+        style = "red" if result.status == FAILED else "dim"
+        return ["–", "–", "–", "–", f"[{style}]{escape(f'{result.status}: {result.note}')}[/]"]
+    floor = result.case.floor_bytes
+    ratio = "" if rival_us is None else f"{speedup(result.us, rival_us):.2f}×"
+    if result.status != OK:
+        ratio = f"[red]{escape(f'{result.status}: {result.note}')}[/]"
+    return [
+        f"{result.us:.1f}",
+        f"{gbps(floor, result.us):.0f}",
+        f"{copy_pct(floor, result.us, copy_gbps):.0f}",
+        f"{result.host_us:.1f}",
+        ratio,
+    ]
+
+
+def group_key(result: Result) -> tuple[str, str, str]:
+    """What one table holds: an operator, a pass, a dtype."""
+    return result.case.op, result.case.stage, dtype_name(result.case.dtype)
+
+
+def table(results: Sequence[Result], copy_gbps: float) -> Table:
+    """One table for results of one operator, pass and dtype; what was skipped is left out, what failed is not."""
+    shown = Table(title=" · ".join(group_key(results[0])), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in ("case", "implementation"):
+        shown.add_column(name, no_wrap=True)
+    for name in ("µs", "GB/s", "% of copy", "host µs"):
+        shown.add_column(name, justify="right", no_wrap=True)
+    shown.add_column("× fastest rival", overflow="fold")
+    cases: dict[str, list[Result]] = {}
+    for result in results:
+        cases.setdefault(label(result.case.params), []).append(result)
+    for name, found in cases.items():
+        rival_us = fastest_rival(found)
+        visible = [r for r in found if r.status not in (MISSING, SKIPPED)]
+        for i, result in enumerate(visible):
+            style = "bold" if result.impl == OURS else None
+            row = _row(result, copy_gbps, rival_us)
+            shown.add_row(escape(name) if i == 0 else "", escape(result.impl), *row, style=style)
+    return shown

@@ -1,0 +1,153 @@
+"""How long a call takes: on the device with cold caches, and on the host that enqueues it."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+
+Thunk = Callable[[], Any]
+
+# as triton.testing.do_bench: written before every repetition, larger than any L2
+FLUSH_BYTES = 256 << 20
+COPY_BYTES = 2 << 30
+
+
+class Timer(Protocol):
+    """What the runner asks of a device."""
+
+    def us(self, call: Thunk) -> float:
+        """Median time of one call with cold caches, in microseconds."""
+
+    def host_us(self, call: Thunk) -> float:
+        """Median wall time of enqueueing one call on an idle device, in microseconds."""
+
+    def copy_gbps(self) -> float:
+        """Return the bandwidth of a large copy, bytes read plus bytes written."""
+
+    def synchronize(self) -> None:
+        """Wait for the device; raises when an earlier call broke it."""
+
+
+@contextmanager
+def _no_collection() -> Any:
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _repetitions(cost_ms: float, budget_ms: float, least: int, most: int) -> int:
+    return max(least, min(most, int(budget_ms / max(cost_ms, 1e-3))))
+
+
+class CudaTimer:
+    """CUDA events around each call, the L2 overwritten in between; the current device and stream."""
+
+    def __init__(self, measure_ms: float = 60.0, warmup_ms: float = 10.0) -> None:
+        self.measure_ms = measure_ms
+        self.warmup_ms = warmup_ms
+        self._flush = torch.empty(FLUSH_BYTES // 4, dtype=torch.int32, device="cuda")
+
+    def _device_times(self, call: Thunk, repetitions: int) -> list[float]:
+        event: Any = torch.cuda.Event
+        events = [(event(enable_timing=True), event(enable_timing=True)) for _ in range(repetitions)]
+        for start, end in events:
+            self._flush.zero_()
+            start.record()
+            call()
+            end.record()
+        torch.cuda.synchronize()
+        return [1e3 * start.elapsed_time(end) for start, end in events]
+
+    def us(self, call: Thunk) -> float:
+        call()  # compiles, allocates
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        first = self._device_times(call, 2)
+        cost_ms = 500 * (time.perf_counter() - began)
+        if cost_ms > self.measure_ms:
+            # a slow rival: these two and one more are enough
+            return statistics.median(first + self._device_times(call, 1))
+        self._device_times(call, _repetitions(cost_ms, self.warmup_ms, 1, 25))
+        return statistics.median(self._device_times(call, _repetitions(cost_ms, self.measure_ms, 5, 200)))
+
+    def host_us(self, call: Thunk) -> float:
+        times: list[float] = []
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        call()
+        torch.cuda.synchronize()
+        cost_ms = 1e3 * (time.perf_counter() - began)
+        # short calls run ten between two waits, as in a training step; the launch queue takes about a thousand kernels
+        batch = 10 if cost_ms < 1.0 else 1
+        deadline = began + 0.5e-3 * self.measure_ms
+        with _no_collection():
+            while len(times) < 3 or (len(times) < 300 and time.perf_counter() < deadline):
+                for _ in range(batch):
+                    start = time.perf_counter_ns()
+                    call()
+                    times.append(1e-3 * (time.perf_counter_ns() - start))
+                torch.cuda.synchronize()
+        return statistics.median(times)
+
+    def copy_gbps(self) -> float:
+        free, _ = torch.cuda.mem_get_info()
+        words = min(COPY_BYTES, free // 4) // 4
+        # random bits: a bus that carries zeros is no measure of one that carries data
+        source = torch.empty(words, dtype=torch.int32, device="cuda").random_()
+        target = torch.empty_like(source)
+        for _ in range(100):
+            # an idle GPU needs a moment to raise its clocks
+            target.copy_(source)
+        us = self.us(lambda: target.copy_(source))
+        return 2 * 4 * words / us / 1e3
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize()
+
+
+class CpuTimer:
+    """Wall time; a buffer larger than most last-level caches is written in between."""
+
+    def __init__(self, measure_ms: float = 60.0, warmup_ms: float = 10.0, copy_bytes: int = FLUSH_BYTES) -> None:
+        self.measure_ms = measure_ms
+        self.warmup_ms = warmup_ms
+        self.copy_bytes = copy_bytes
+        self._flush = torch.empty(FLUSH_BYTES // 4, dtype=torch.int32)
+
+    def _times(self, call: Thunk, budget_ms: float, flush: bool) -> list[float]:
+        times: list[float] = []
+        deadline = time.perf_counter() + 1e-3 * budget_ms
+        with _no_collection():
+            while len(times) < 3 or (len(times) < 200 and time.perf_counter() < deadline):
+                if flush:
+                    self._flush.zero_()
+                start = time.perf_counter_ns()
+                call()
+                times.append(1e-3 * (time.perf_counter_ns() - start))
+        return times
+
+    def us(self, call: Thunk) -> float:
+        self._times(call, self.warmup_ms, flush=False)
+        # the flush takes longer than most calls: let it have its share of time
+        return statistics.median(self._times(call, 10 * self.measure_ms, flush=True))
+
+    def host_us(self, call: Thunk) -> float:
+        return statistics.median(self._times(call, self.measure_ms, flush=False))
+
+    def copy_gbps(self) -> float:
+        source = torch.empty(self.copy_bytes // 4, dtype=torch.int32).random_()
+        target = torch.empty_like(source)
+        return 2 * self.copy_bytes / self.us(lambda: target.copy_(source)) / 1e3
+
+    def synchronize(self) -> None:
+        """Calls on the CPU have ended when they return."""

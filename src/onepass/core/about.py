@@ -1,0 +1,76 @@
+"""Which versions and which machine: for `onepass doctor`, bug reports and benchmark records. No private names."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import re
+import subprocess
+from pathlib import Path
+
+import torch
+
+import onepass
+
+
+def distribution_version(*names: str) -> str | None:
+    """Version of the first of these distributions that is installed."""
+    for name in names:
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def nvidia_driver() -> str | None:
+    """Return the NVIDIA driver's version as nvidia-smi tells it; None without the tool or a working driver."""
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.splitlines()[0].strip() if done.stdout.strip() else None
+
+
+def versions() -> dict[str, str | None]:
+    """Every version that decides what runs; None for what is absent."""
+    return {
+        "onepass": onepass.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": distribution_version("triton", "pytorch-triton", "pytorch-triton-rocm", "triton-windows"),
+        "cuda": torch.version.cuda or (f"HIP {torch.version.hip}" if torch.version.hip else None),
+        "driver": nvidia_driver(),
+        "os": f"{platform.system()} {platform.release()} {platform.machine()}",
+    }
+
+
+def cpu_name() -> str:
+    """Return the processor's model name and how many cores this process may use."""
+    name = platform.processor() or platform.machine()
+    try:
+        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+        name = found[1].strip() if found else name
+    except OSError:
+        # /proc exists on Linux only
+        pass
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return f"{name}, {cores} cores"
+
+
+def device_name(device: torch.device) -> str:
+    """Return the model name of a device."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
+
+
+def one_line(error: BaseException) -> str:
+    """Return an exception's type and the first line of its message."""
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0] if text else ''}"[:200]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Shorten a dtype's name: "bfloat16", not "torch.bfloat16"."""
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,1 @@
+"""Is this installation healthy: versions, devices, paths taken, and a self-test of every operator."""

@@ -1,0 +1,83 @@
+"""What is installed and what is wrong with it, before any operator runs."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+
+import torch
+
+from onepass.core.about import cpu_name, one_line
+
+# what the kernels are written for; older ones are not tested
+LEAST = {"torch": (2, 11), "triton": (3, 6)}
+SETTINGS = (
+    "ONEPASS_BACKEND",
+    "TRITON_INTERPRET",
+    "CUDA_VISIBLE_DEVICES",
+    "PYTORCH_ALLOC_CONF",
+    "PYTORCH_CUDA_ALLOC_CONF",
+)
+
+
+@dataclass(frozen=True)
+class Device:
+    """One device as doctor shows it."""
+
+    device: torch.device
+    name: str
+    details: str
+
+
+def numbers(version: str) -> tuple[int, ...]:
+    """Read "2.11.0+cu130" as (2, 11, 0)."""
+    found = re.match(r"\d+(\.\d+)*", version)
+    return tuple(int(n) for n in found[0].split(".")) if found else ()
+
+
+def devices() -> tuple[list[Device], list[str]]:
+    """List the CPU and every CUDA device, and those that torch counts but can't use."""
+    found = [Device(torch.device("cpu"), cpu_name(), f"torch uses {torch.get_num_threads()} threads")]
+    unusable = []
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        device = torch.device("cuda", index)
+        try:
+            about = torch.cuda.get_device_properties(index)
+            torch.zeros(1, device=device).cpu()
+        except Exception as error:
+            unusable.append(f"{device} can't be used: {one_line(error)}")
+            continue
+        details = (
+            f"{about.multi_processor_count} SMs, {about.total_memory / 2**30:.0f} GiB, "
+            f"capability {about.major}.{about.minor}"
+        )
+        found.append(Device(device, about.name, details))
+    return found, unusable
+
+
+def settings() -> dict[str, str]:
+    """Environment variables that change which path is taken, where set."""
+    return {name: os.environ[name] for name in SETTINGS if name in os.environ}
+
+
+def problems(versions: dict[str, str | None]) -> list[str]:
+    """Tell what can't work as installed."""
+    found = []
+    for name, least in LEAST.items():
+        version = versions.get(name)
+        wanted = ".".join(map(str, least))
+        if version is not None and numbers(version) < least:
+            found.append(f"{name} {version} is older than {wanted}: pip install --upgrade {name}")
+    return found
+
+
+def advice(versions: dict[str, str | None]) -> list[str]:
+    """Tell what works but could be faster."""
+    found = []
+    if torch.cuda.is_available() and versions.get("triton") is None:
+        found.append("Triton is not installed: CUDA tensors take the slower torch path (pip install triton)")
+    if not torch.cuda.is_available() and versions.get("driver") is not None:
+        reason = "this torch is built without CUDA" if torch.version.cuda is None else "torch can't use it"
+        found.append(f"there is an NVIDIA driver ({versions['driver']}), but {reason}")
+    return found

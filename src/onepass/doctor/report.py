@@ -1,0 +1,74 @@
+"""The plain-text block for a bug report: what matters, and nothing about whose machine it is."""
+
+from __future__ import annotations
+
+import getpass
+import platform
+import re
+from collections.abc import Sequence
+
+import torch
+
+from onepass.core.about import dtype_name
+from onepass.core.launch import path
+
+from .facts import Device
+from .selftest import Verdict
+
+_PATH = re.compile(r"(?<![\w./])(?:~|[A-Za-z]:)?(?:[\\/][\w.+@-]+)+[\\/]([\w.+@-]+)")
+
+
+def scrub(text: str) -> str:
+    """Take directories, the user's name and the host's name out of a text; file names stay."""
+    text = _PATH.sub(r".../\1", text)
+    try:
+        names = [getpass.getuser(), platform.node()]
+    except (KeyError, OSError):
+        # a user id without an entry in the password database has no name to hide
+        names = [platform.node()]
+    for name in names:
+        if len(name) > 2 and name not in ("root", "localhost"):
+            text = re.sub(rf"\b{re.escape(name)}\b", "...", text)
+    return text
+
+
+def taken_path(verdict: Verdict) -> tuple[str, str]:
+    """(path, why) of an operator's tensors on a device in a dtype."""
+    return path(torch.empty(0, device=verdict.device, dtype=verdict.dtype))
+
+
+def outcome(verdict: Verdict) -> str:
+    """Tell in a few words how a self-test ended."""
+    count = f"{verdict.ran}/{verdict.samples}"
+    if verdict.problems:
+        return f"WRONG in {len(verdict.problems)} of {verdict.ran}"
+    if not verdict.ran:
+        return "no time (use --full)"
+    return f"ok, {count} samples, error up to {100 * verdict.worst:.0f} % of the tolerance"
+
+
+def told(verdict: Verdict) -> list[str]:
+    """Tell every problem of a self-test with the place where it showed."""
+    where = f"{verdict.operator} on {verdict.device} in {dtype_name(verdict.dtype)}"
+    return [f"{where}: {problem}" for problem in verdict.problems]
+
+
+def block(
+    versions: dict[str, str | None],
+    devices: Sequence[Device],
+    settings: dict[str, str],
+    verdicts: Sequence[Verdict],
+    problems: Sequence[str],
+    advice: Sequence[str],
+) -> str:
+    """Everything that doctor found, as ASCII text without colour, paths or names."""
+    lines = ["onepass doctor", ", ".join(f"{name} {version or 'none'}" for name, version in versions.items())]
+    lines += [f"{d.device}: {d.name}; {d.details}" for d in devices]
+    lines += [f"{name}={value}" for name, value in settings.items()]
+    for verdict in verdicts:
+        taken, why = taken_path(verdict)
+        place = f"{verdict.operator} {verdict.device} {dtype_name(verdict.dtype)}"
+        lines.append(f"{place}: {taken} ({why}); {outcome(verdict)}")
+    lines += [f"problem: {p}" for p in problems] or ["problems: none"]
+    lines += [f"advice: {a}" for a in advice]
+    return scrub("\n".join(lines)).encode("ascii", "replace").decode()

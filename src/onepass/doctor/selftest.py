@@ -1,0 +1,195 @@
+"""Every operator against its float64 definition, on the devices and in the dtypes of this machine."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onepass.core.about import one_line
+from onepass.core.spec import DEFAULT_TOLERANCES, Sample, Spec
+
+SEED = 20
+# the first fp32 sample of every operator always runs; the others while there is time
+SECONDS = 12.0
+
+
+@dataclass
+class Verdict:
+    """What the self-test of one operator on one device and dtype gave."""
+
+    operator: str
+    device: torch.device
+    dtype: torch.dtype
+    ran: int = 0
+    samples: int = 0
+    worst: float = 0.0  # largest error over the tolerance: ≤ 1 is right
+    problems: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Check:
+    """One sample: `run()` gives its largest error over the tolerance, or raises."""
+
+    verdict: Verdict
+    sample: str
+    run: Callable[[], float]
+
+
+def maker(device: torch.device, dtype: torch.dtype) -> Callable[..., Tensor]:
+    """`make(*shape)` for `Spec.samples`: standard normal, fixed seed, same values everywhere up to rounding."""
+    generator = torch.Generator().manual_seed(SEED)
+    return lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64).to(device, dtype)
+
+
+def _floats(sample: Sample) -> dict[int | str, Tensor]:
+    items: list[tuple[int | str, Any]] = [*enumerate(sample.args), *sample.kwargs.items()]
+    return {k: v for k, v in items if isinstance(v, Tensor) and v.is_floating_point()}
+
+
+def _exchange(sample: Sample, new: dict[int | str, Tensor]) -> Sample:
+    args = tuple(new.get(i, a) for i, a in enumerate(sample.args))
+    return Sample(sample.name, args, {k: new.get(k, v) for k, v in sample.kwargs.items()})
+
+
+def _float64(sample: Sample) -> Sample:
+    def up(v: Any) -> Any:
+        if not isinstance(v, Tensor):
+            return v
+        return v.detach().cpu().double() if v.is_floating_point() else v.cpu()
+
+    return Sample(sample.name, tuple(map(up, sample.args)), {k: up(v) for k, v in sample.kwargs.items()})
+
+
+def _run(fn: Callable[..., Any], sample: Sample) -> tuple[list[Tensor], dict[int | str, Tensor | None]]:
+    """Floating-point results, and the gradient of Σ result·random for every floating-point argument."""
+    leaves = {k: t.detach().requires_grad_() for k, t in _floats(sample).items()}
+    called = _exchange(sample, leaves)
+    out = fn(*called.args, **called.kwargs)
+    outs = [t for t in ([out] if isinstance(out, Tensor) else out) if t.is_floating_point()]
+    generator = torch.Generator().manual_seed(SEED + 1)
+    upstream = [torch.randn(o.shape, generator=generator, dtype=torch.float64).to(o.device, o.dtype) for o in outs]
+    pairs = [(o, g) for o, g in zip(outs, upstream, strict=True) if o.requires_grad]
+    if not pairs:
+        return outs, {}
+    results, weights = zip(*pairs, strict=True)
+    grads = torch.autograd.grad(results, list(leaves.values()), weights, allow_unused=True)
+    return outs, dict(zip(leaves, grads, strict=True))
+
+
+def _ratio(actual: Tensor, expected: Tensor, rtol: float, atol: float) -> float:
+    """Largest |actual − expected| over its tolerance; infinite where only one of them is a number."""
+    if actual.shape != expected.shape:
+        raise ValueError(f"shape {tuple(actual.shape)}, expected {tuple(expected.shape)}")
+    if not actual.numel():
+        return 0.0
+    a, b = actual.detach().cpu().double(), expected.detach()
+    same = (a == b) | (a.isnan() & b.isnan())
+    gap = torch.where(same, 0.0, (a - b).abs() / (atol + rtol * b.abs()))
+    return float(gap.nan_to_num(nan=torch.inf).max())
+
+
+def check_sample(spec: Spec, sample: Sample, dtype: torch.dtype) -> float:
+    """Largest error of values and gradients over its tolerance; raises when shapes or gradients don't fit."""
+    rtol, atol = spec.tolerances[dtype]
+    outs, grads = _run(spec.op, sample)
+    wanted, wanted_grads = _run(spec.reference, _float64(sample))
+    if len(outs) != len(wanted):
+        raise ValueError(f"{len(outs)} results, expected {len(wanted)}")
+    worst = max((_ratio(o, w, rtol, atol) for o, w in zip(outs, wanted, strict=True)), default=0.0)
+    for key, grad in grads.items():
+        want = wanted_grads.get(key)
+        if want is None or grad is None:
+            if any(g is not None and bool(g.any()) for g in (want, grad)):
+                raise ValueError(f"gradient of argument {key} is {'missing' if grad is None else 'not zero'}")
+            continue
+        # sums over rows round relative to their largest entry
+        scale = max(1.0, float(want.abs().max())) if want.numel() else 1.0
+        worst = max(worst, _ratio(grad, want, spec.grad_factor * rtol, spec.grad_factor * atol * scale))
+    return worst
+
+
+def spec_checks(spec: Spec, device: torch.device, dtype: torch.dtype) -> Iterator[Check]:
+    """One check per sample of an operator."""
+    verdict = Verdict(spec.name, device, dtype)
+    try:
+        samples = list(spec.samples(maker(device, dtype)))
+    except Exception as error:
+        yield Check(verdict, "samples", functools.partial(_raise, error))
+        return
+    verdict.samples = len(samples)
+    for sample in samples:
+        yield Check(verdict, sample.name, functools.partial(check_sample, spec, sample, dtype))
+
+
+def _raise(error: Exception) -> float:
+    raise error
+
+
+def lion_checks(device: torch.device, dtype: torch.dtype) -> Iterator[Check]:
+    """Three steps of the Lion optimizer against its formula in float64."""
+    yield Check(Verdict("Lion", device, dtype, samples=1), "three steps", functools.partial(check_lion, device, dtype))
+
+
+def check_lion(device: torch.device, dtype: torch.dtype) -> float:
+    """Largest error of parameters and momenta over its tolerance."""
+    from onepass.optim import Lion
+
+    lr, (beta1, beta2), decay = 0.0625, (0.9, 0.99), 0.5
+    make = maker(device, dtype)
+    start = [make(33), make(5, 70), make(4097)]
+    # no gradient near zero, so that rounding a momentum can't turn a sign
+    steps = [[(g := make(*p.shape)).sign() + g / 4 for p in start] for _ in range(3)]
+    ours = [p.clone().requires_grad_() for p in start]
+    optimizer = Lion(ours, lr=lr, betas=(beta1, beta2), weight_decay=decay)
+    wanted = [p.cpu().double() for p in start]
+    momenta = [torch.zeros_like(p) for p in wanted]
+    for grads in steps:
+        for i, grad in enumerate(grads):
+            ours[i].grad = grad.clone()
+            g = grad.cpu().double()
+            direction = (beta1 * momenta[i] + (1 - beta1) * g).sign()
+            wanted[i] = wanted[i] - lr * (direction + decay * wanted[i])
+            momenta[i] = beta2 * momenta[i] + (1 - beta2) * g
+        optimizer.step()
+    rtol, atol = DEFAULT_TOLERANCES[dtype]
+    worst = max(_ratio(p, w, rtol, atol) for p, w in zip(ours, wanted, strict=True))
+    for p, m in zip(ours, momenta, strict=True):
+        state = optimizer.state[p]["exp_avg"]
+        worst = max(worst, _ratio(state, m, rtol, atol * float(m.abs().max())))
+    return worst
+
+
+def perform(
+    checks: Sequence[Iterator[Check]],
+    seconds: float = SECONDS,
+    *,
+    started: Callable[[Verdict], None] = lambda verdict: None,
+    clock: Callable[[], float] = time.monotonic,
+) -> list[Verdict]:
+    """Run checks in turns, one of each operator first, until all are done or the time is up."""
+    verdicts: dict[int, Verdict] = {}
+    deadline = clock() + seconds
+    for turn, row in enumerate(zip_longest(*checks)):
+        for check in filter(None, row):
+            verdict = check.verdict
+            verdicts[id(verdict)] = verdict
+            if clock() > deadline and (turn or verdict.dtype != torch.float32):
+                continue
+            started(verdict)
+            verdict.ran += 1
+            try:
+                ratio = check.run()
+            except Exception as error:
+                verdict.problems.append(f"{check.sample}: {one_line(error)}")
+                continue
+            verdict.worst = max(verdict.worst, ratio)
+            if ratio > 1:
+                verdict.problems.append(f"{check.sample}: error is {ratio:.3g} times the tolerance")
+    return list(verdicts.values())
