@@ -1,1 +1,1 @@
-"""The names and arguments of well-known public kernels, over onepass operators: change one import line, nothing else."""
+"""Names and arguments of well-known public kernels over onepass operators: change one import line, nothing else."""

@@ -1,4 +1,4 @@
-"""Modules over the operators; names, arguments and state_dict keys follow `torch.nn` wherever torch has the same thing."""
+"""Modules over the operators; names, arguments and state_dict keys are `torch.nn`'s where torch has the same thing."""
 
 from .norm import LayerNorm, RMSNorm
 from .routed import Routed, RoutedFeedForward

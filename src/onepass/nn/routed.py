@@ -42,8 +42,8 @@ class Routed(nn.Module):
         k: how many tokens of each sequence the heavy branch sees: an int ≥ 0 (at most n are taken), or a float
             0 < k ≤ 1, a share of n: ``max(1, round(k·n))``. n is the padded length.
 
-    Shapes: ``routed(x, mask=None)`` with x ``(batch, n, dim)`` of any float dtype and strides, mask ``(batch, n)`` bool,
-    True at real tokens, gives y like x; ``routed(x, mask, return_routing=True)`` gives ``(y, RouterOutput)``.
+    Shapes: ``routed(x, mask=None)`` with x ``(batch, n, dim)`` of any float dtype and strides, mask ``(batch, n)``
+    bool, True at real tokens, gives y like x; ``routed(x, mask, return_routing=True)`` gives ``(y, RouterOutput)``.
 
     Masked tokens get the light output and never the heavy one. Rows with fewer real tokens than k use those they have.
     No row's output depends on another row. There is no residual inside: write ``x + routed(x)``.
@@ -122,7 +122,7 @@ class Routed(nn.Module):
     def _same_shape(self, branch: str, out: Tensor, shape: torch.Size) -> None:
         if out.shape != shape:
             raise ValueError(
-                f"{type(self).__name__}: the {branch} branch must keep the shape {tuple(shape)}, it gave {tuple(out.shape)}"
+                f"{type(self).__name__}: the {branch} branch must keep the shape {tuple(shape)}, got {tuple(out.shape)}"
             )
 
     def extra_repr(self) -> str:

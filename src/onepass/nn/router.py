@@ -60,8 +60,8 @@ class Router(nn.Module):
         device, dtype: of the vectors.
 
     Shapes: ``router(x, k, mask=None)`` with x ``(batch, n, dim)``, k an int ≥ 0 and mask ``(batch, n)`` bool, True at
-    real tokens, gives a `RouterOutput` of ``min(k, n)`` choices per row. Masked tokens are never chosen. Rows do not see
-    each other. With k ≥ the number of real tokens there is nothing to choose: all gates are 1 and carry no gradient.
+    real tokens, gives a `RouterOutput` of ``min(k, n)`` choices per row. Masked tokens are never chosen. Rows do not
+    see each other. With k ≥ the number of real tokens nothing is left to choose: all gates are 1, without gradient.
 
     Raises:
         TypeError: x is no floating-point tensor, k no int, mask not bool.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -47,14 +48,15 @@ def _forward(x: Tensor, weight: Tensor, out_dtype: torch.dtype) -> Tensor:
 
 def _backward(dy: Tensor, x: Tensor, weight: Tensor, need_x: bool, need_w: bool) -> tuple[Tensor, Tensor]:
     vectors = _vectors(weight)
-    rows = as_rows(x)
-    dy = dy.reshape(len(rows), len(vectors)).contiguous()  # `.sum().backward()` hands a stride-0 dy
+    # without a gradient of the weight x is not looked at, not even to make rows of it
+    rows = as_rows(x) if need_w else None
+    dy = dy.reshape(math.prod(x.shape[:-1]), len(vectors)).contiguous()  # `.sum().backward()` hands a stride-0 dy
     if uses_triton(x):
         from . import kernels_triton
 
-        dx, dw = kernels_triton.backward(dy, rows, vectors.contiguous(), need_x, need_w)
+        dx, dw = kernels_triton.backward(dy, rows, vectors.contiguous(), x.shape[-1], x.dtype, need_x, need_w)
     else:
-        dx, dw = torch_path.backward(dy, rows, vectors, need_x, need_w)
+        dx, dw = torch_path.backward(dy, rows, vectors, x.dtype, need_x)
     return (dx.view(x.shape) if need_x else dx), (dw.view(weight.shape) if need_w else dw)
 
 

@@ -13,12 +13,15 @@ def reference(x: Tensor, weight: Tensor, *, out_dtype: torch.dtype | None = None
     return (x.to(acc) @ weight.to(acc).mT if weight.dim() == 2 else x.to(acc) @ weight.to(acc)).to(out)
 
 
-def backward(dy: Tensor, x: Tensor, weight: Tensor, need_x: bool, need_w: bool) -> tuple[Tensor, Tensor]:
-    """Dx = Σ_r dy[..., r]·weight[r]; dweight[r] = Σ_rows dy[..., r]·x; rows flattened, weight (R, D)."""
-    acc = torch.promote_types(torch.promote_types(x.dtype, weight.dtype), torch.float32)
-    dx, dw = x.new_empty(0), weight.new_empty(0)
+def backward(dy: Tensor, x: Tensor | None, weight: Tensor, x_dtype: torch.dtype, need_x: bool) -> tuple[Tensor, Tensor]:
+    """Dx = Σ_r dy[..., r]·weight[r]; dweight[r] = Σ_rows dy[..., r]·x; rows flattened, weight (R, D).
+
+    x is None when dweight is not needed; what is not needed comes back empty.
+    """
+    acc = torch.promote_types(torch.promote_types(x_dtype, weight.dtype), torch.float32)
+    dx, dw = weight.new_empty(0, dtype=x_dtype), weight.new_empty(0)
     if need_x:
-        dx = (dy.to(acc) @ weight.to(acc)).to(x.dtype)
-    if need_w:
+        dx = (dy.to(acc) @ weight.to(acc)).to(x_dtype)
+    if x is not None:
         dw = (dy.to(acc).mT @ x.to(acc)).to(weight.dtype)
     return dx, dw
