@@ -1,0 +1,132 @@
+"""One file holds all that a run needs to go on: weights, momentum, step, configuration. Nothing in it can run code.
+
+It is a safetensors file: `model/…` and `optimizer/<parameter>/<state>` tensors, and in its header one JSON record
+with a SHA-256 over record and tensors. As there is one file and it is replaced whole, its parts can't come from two
+different steps. No random state is needed: every draw is a function of seed and step.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from onepass.core.errors import UserError
+from onepass.train import files
+from onepass.train.config import Config, from_json
+
+NAME = "checkpoint.safetensors"
+
+
+@dataclass
+class Checkpoint:
+    """What was read from a file and found whole."""
+
+    path: Path
+    config: Config
+    step: int
+    metrics_bytes: int  # length of metrics.jsonl at this step
+    seconds: float  # spent training up to this step
+    tensors: dict[str, Tensor]
+    scalars: dict[str, dict[str, float]]  # the optimizer's states that are plain numbers
+
+
+def _digest(record: str, tensors: dict[str, Tensor]) -> str:
+    digest = hashlib.sha256(record.encode())
+    for name in sorted(tensors):
+        value = tensors[name]
+        digest.update(f"\n{name} {value.dtype} {tuple(value.shape)}\n".encode())
+        digest.update(value.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def save(
+    path: Path, model: nn.Module, optimizer: Optimizer, config: Config, *, step: int, metrics_bytes: int, seconds: float
+) -> None:
+    """Write the checkpoint, replacing the one before in one stroke."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    tensors = {f"model/{name}": value for name, value in model.state_dict().items()}
+    scalars: dict[str, dict[str, float]] = {}
+    for parameter, state in optimizer.state.items():
+        name = names[id(parameter)]
+        for key, value in state.items():
+            if isinstance(value, Tensor):
+                tensors[f"optimizer/{name}/{key}"] = value
+            elif isinstance(value, int | float):
+                scalars.setdefault(name, {})[key] = value
+    tensors = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
+    values = {
+        "config": config.to_json(),
+        "step": step,
+        "metrics_bytes": metrics_bytes,
+        "seconds": seconds,
+        "scalars": scalars,
+    }
+    record = json.dumps(values, sort_keys=True)
+    metadata = {"onepass": record, "sha256": _digest(record, tensors)}
+    files.write(path, safetensors.torch.save(tensors, metadata))
+
+
+def load(path: Path) -> Checkpoint:
+    """Read a checkpoint; a file that is cut, damaged or something else is refused with one line."""
+    where = f"{path} can't be used: "
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise UserError(f"can't read {path}: {(error.strerror or str(error)).lower()}") from None
+    if len(content) < 8 or len(content) < 8 + int.from_bytes(content[:8], "little"):
+        raise UserError(f"{where}it is cut off after {len(content):,} bytes")
+    try:
+        tensors = safetensors.torch.load(content)
+        # the header was parsed by safetensors just now: a length, then that many bytes of JSON
+        metadata = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")]).get("__metadata__", {})
+        record, digest = metadata["onepass"], metadata["sha256"]
+    except KeyError:
+        raise UserError(f"{where}it is no checkpoint of an onepass run") from None
+    except Exception as error:
+        # a damaged header surfaces as any of a dozen exceptions, depending on the byte
+        raise UserError(f"{where}it is cut off or damaged ({str(error).splitlines()[0]:.80})") from None
+    if _digest(record, tensors) != digest:
+        raise UserError(f"{where}it is damaged (its SHA-256 does not fit its content)")
+    values = json.loads(record)
+    config = from_json(values["config"], f"{path}: ")
+    return Checkpoint(
+        path, config, values["step"], values["metrics_bytes"], values["seconds"], tensors, values["scalars"]
+    )
+
+
+def restore_model(checkpoint: Checkpoint, model: nn.Module) -> None:
+    """Put the weights into a model of the checkpoint's configuration."""
+    weights = {
+        name.removeprefix("model/"): value for name, value in checkpoint.tensors.items() if name.startswith("model/")
+    }
+    own = model.state_dict()
+    for name in sorted(own.keys() | weights.keys()):
+        here, there = (str(tuple(side[name].shape)) if name in side else "absent" for side in (own, weights))
+        if here != there:
+            raise UserError(
+                f"{checkpoint.path} is of another configuration: {name} is {there} there and {here} in this model"
+            )
+    model.load_state_dict(weights)
+
+
+def restore_optimizer(checkpoint: Checkpoint, model: nn.Module, optimizer: Optimizer) -> None:
+    """Put the momentum back where it was; learning rate and decay come from the configuration."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    states: dict[int, dict[str, object]] = {}
+    order = [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
+    for index, name in enumerate(order):
+        prefix = f"optimizer/{name}/"
+        state: dict[str, object] = {
+            key.removeprefix(prefix): value for key, value in checkpoint.tensors.items() if key.startswith(prefix)
+        }
+        state.update(checkpoint.scalars.get(name, {}))
+        if state:
+            states[index] = state
+    optimizer.load_state_dict({"state": states, "param_groups": optimizer.state_dict()["param_groups"]})

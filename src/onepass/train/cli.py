@@ -1,0 +1,294 @@
+"""`onepass train`: options, the run's beginning and its last lines."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from onepass.core.errors import UserError
+
+if TYPE_CHECKING:
+    from onepass.train.config import Config
+    from onepass.train.data import Corpus
+    from onepass.train.loop import Training
+    from onepass.train.run import Run
+
+HELP = "train a routed encoder on text and see which bytes it spends its compute on"
+TEXT = """\
+Train a routed encoder to guess hidden bytes of the files it is given (15 % of the bytes, all of them behind a mask
+token). Every byte passes a light branch; in each block a router chooses the few that also get a heavy branch.
+Directories are read with all the text files below them. Each whole file is learned from or measured on, by a hash of
+its path. With no PATH it reads the sources of Python's own standard library."""
+EXAMPLES = """\
+examples:
+  onepass train                              a few minutes on a CPU; everything is left in runs/<time>
+  onepass train ~/notes --out runs/notes     your own text
+  onepass train --resume                     go on with the newest run below runs/, as if it had never stopped
+  onepass show runs/notes letter.txt         see the routing of any other file
+
+what is left in DIR:
+  routing.html, routing.png   a validation text, every byte shaded by the blocks that gave it their heavy branch
+  loss.png, metrics.jsonl     bits per byte over the steps
+  checkpoint.safetensors      weights, momentum and place; config.json and data.json say what the run is
+"""
+# options that decide the result, as they are named in a configuration
+SETTINGS = ("preset", "route", "steps", "seed", "device", "batch", "seq", "dim", "blocks", "lr")
+CHECKPOINT_EVERY = 50
+PRESET_HELP = "cpu: 16 × 256 bytes a step, < 4 minutes on 2 cores; gpu: 8 × 8192 bytes, bf16"
+ROUTE_HELP = "who chooses the heavy branch's bytes: a learned router, chance at the same compute, nobody"
+NUMBERS = {
+    "steps": "training steps",
+    "seed": "of weights, data order and hidden bytes (default: 0)",
+    "batch": "sequences a step",
+    "seq": "bytes a sequence",
+    "dim": "width of a token",
+    "blocks": "number of blocks",
+    "lr": "peak learning rate (default: 0.001)",
+}
+
+
+def number(low: float, high: float, kind: type[int] | type[float] = int) -> Callable[[str], int | float]:
+    """Make an argparse type: a number within limits."""
+
+    def convert(text: str) -> int | float:
+        try:
+            value = kind(text)
+        except ValueError:
+            what = "a whole number" if kind is int else "a number"
+            raise argparse.ArgumentTypeError(f"must be {what}, got {text!r}") from None
+        if not low <= value <= high:
+            raise argparse.ArgumentTypeError(f"must be from {low:,} to {high:,}, got {text}")
+        return value
+
+    return convert
+
+
+def one_line_errors(parser: argparse.ArgumentParser) -> None:
+    """Let a mistyped option end the command with one line instead of the whole usage."""
+
+    def error(message: str) -> NoReturn:
+        parser.exit(2, f"{parser.prog}: {message}\n")
+
+    parser.error = error  # type: ignore[method-assign]
+
+
+def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `train` to the command line."""
+    from onepass.train.config import PRESETS, RANGES, ROUTES
+
+    parser = commands.add_parser(
+        "train", help=HELP, description=TEXT, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    one_line_errors(parser)
+    add = parser.add_argument
+    add("paths", nargs="*", metavar="PATH", help="text files or directories (default: Python's standard library)")
+    add("--out", type=Path, metavar="DIR", help="the run's directory (default: runs/<time>; with --resume the newest)")
+    add("--preset", choices=tuple(PRESETS), help=f"{PRESET_HELP} (default: by the device)")
+    add("--device", choices=("auto", "cpu", "cuda"), help="where to train (default: auto, cuda if there is one)")
+    add("--route", choices=ROUTES, help=f"{ROUTE_HELP} (default: learned)")
+    for name, what in NUMBERS.items():
+        kind = float if name == "lr" else int
+        values = [str(preset[name]) for preset in PRESETS.values() if name in preset]
+        default = f" (default: {' or '.join(values)}, by preset)" if values else ""
+        limits = number(*RANGES[name], kind)
+        add(f"--{name}", type=limits, metavar="X" if kind is float else "N", help=what + default)
+    every = f"steps between checkpoints (default: {CHECKPOINT_EVERY})"
+    add("--checkpoint-every", type=number(1, 10**9), metavar="N", default=CHECKPOINT_EVERY, help=every)
+    again = parser.add_mutually_exclusive_group()
+    again.add_argument("--resume", action="store_true", help="go on from the last checkpoint, bit for bit on a CPU")
+    again.add_argument(
+        "--force", action="store_true", help="start over in the directory of a run, whose files are lost"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Train, draw, and say what came of it."""
+    import torch
+
+    from onepass.train import loop, progress
+    from onepass.train.run import Run, fresh_out, newest
+
+    run_ = Run(args.out or (newest() if args.resume else fresh_out()))
+    if args.resume and not run_.path.is_dir():
+        raise UserError(f"there is no run in {run_.path} (no such directory); leave out --resume to start one")
+    if not args.resume:
+        run_.refuse_overwriting(args.force)
+    config, corpus = resumed(args, run_) if args.resume else started(args)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(config.threads)
+        with run_.locked():
+            if not args.resume:
+                run_.create(config, corpus.manifest())
+            return train(args, run_, config, corpus)
+    except loop.InterruptedRunError as stop:
+        progress.say(f"stopped after {stop.step:,} of {config.steps:,} steps, all of them saved")
+        progress.say(f"go on with: onepass train --resume --out {shlex.quote(str(run_.path))}")
+        return 128 + stop.signum
+    except torch.OutOfMemoryError:
+        raise UserError(
+            f"the device has too little memory for {config.batch} × {config.seq:,} bytes a step; lower --batch or --seq"
+        ) from None
+    finally:
+        torch.set_num_threads(threads)
+
+
+def pick_device(wanted: str | None) -> str:
+    """Turn auto into a device, and refuse one that is not there."""
+    import torch
+
+    cuda = torch.cuda.is_available()
+    if wanted == "cuda" and not cuda:
+        raise UserError("--device cuda: torch sees no CUDA device here; use --device cpu")
+    return "cuda" if cuda and wanted != "cpu" else "cpu"
+
+
+def started(args: argparse.Namespace) -> tuple[Config, Corpus]:
+    """Read the data and settle the configuration of a new run."""
+    import torch
+
+    from onepass.train import config as configs
+    from onepass.train import data
+
+    device = pick_device(args.device)
+    preset = args.preset or ("gpu" if device == "cuda" else "cpu")
+    corpus = data.load(args.paths)
+    # the gpu preset's bf16 needs a GPU that has it; a CPU would only be slowed down
+    bf16 = preset == "gpu" and device == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    given = {name: getattr(args, name) for name in SETTINGS if name not in ("preset", "device")}
+    given = {**given, "route": args.route or "learned", "seed": args.seed or 0}
+    config = configs.build(
+        preset,
+        device=device,
+        precision="bf16" if bf16 else "fp32",
+        threads=torch.get_num_threads(),
+        data=corpus.digest,
+        paths=tuple(os.path.abspath(path) for path in args.paths),
+        **given,
+    )
+    for part, text in (("training", corpus.training), ("validation", corpus.validation)):
+        if len(text) < config.seq:
+            raise UserError(
+                f"a sequence of {config.seq:,} bytes is longer than the {part} data ({len(text):,} bytes); "
+                f"give more text or a smaller --seq"
+            )
+    return config, corpus
+
+
+def resumed(args: argparse.Namespace, run_: Run) -> tuple[Config, Corpus]:
+    """Read the configuration of a run and see that nothing given now, nor its data, differs from it."""
+    from onepass.train import config as configs
+    from onepass.train import data
+
+    config = run_.config()
+    given = {name: getattr(args, name) for name in SETTINGS}
+    if args.device == "auto":
+        given["device"] = None
+    if difference := configs.difference(config, given):
+        raise UserError(f"--resume: {difference}; leave the option out, or start another run")
+    pick_device(config.device)
+    corpus = data.load(args.paths or config.paths)
+    if corpus.digest != config.data:
+        what = data.changed(corpus, run_ / "data.json")
+        raise UserError(f"--resume: the data has changed since the run began: {what}; put it back or start another run")
+    return config, corpus
+
+
+def train(args: argparse.Namespace, run_: Run, config: Config, corpus: Corpus) -> int:
+    """Train in a directory that is ours, then leave pictures and a summary."""
+    from onepass.train import checkpoint as checkpoints
+    from onepass.train import loop, progress
+
+    saved = run_.checkpoint() if args.resume else None
+    if saved and saved.config != config:
+        values = saved.config.as_dict()
+        name = next(name for name, value in config.as_dict().items() if value != values[name])
+        raise UserError(
+            f"{saved.path} is of another configuration: {name} is {str(values[name])[:40]} there "
+            f"and {str(getattr(config, name))[:40]} in config.json"
+        )
+    training = loop.Training(config, corpus, run_, args.checkpoint_every)
+    training.restore(saved)
+    introduce(training)
+    display = progress.Display(config.steps, training.step)
+    try:
+        training.go(display)
+    finally:
+        display.close()
+    conclude(training, (run_ / checkpoints.NAME).name)
+    return 0
+
+
+def introduce(training: Training) -> None:
+    """Say what is read, what is trained and where."""
+    from onepass.train.progress import say
+
+    config, corpus = training.config, training.corpus
+    measured = sum(source.validation for source in corpus.sources)
+    say(
+        f"data        {len(corpus.sources):,} files; {len(corpus.training) / 1e6:,.1f} MB to learn from, "
+        f"{len(corpus.validation) / 1e6:,.1f} MB ({measured or 1:,} files) to measure on"
+    )
+    for note in corpus.notes:
+        say(f"            {note}")
+    heavy = f"heavy branch for {100 * config.routed:g} % of the bytes, {config.route} routing"
+    heavy = "no heavy branch" if config.route == "none" else heavy
+    say(f"model       {parameters(training):,} parameters: {config.blocks} blocks of width {config.dim}, {heavy}")
+    step = f"steps of {config.batch} × {config.seq:,} bytes on {config.device}, {config.precision}"
+    after = f", going on after step {training.step:,}" if training.step else ""
+    say(f"run         {training.run.path}: {config.steps:,} {step}{after}")
+
+
+def parameters(training: Training) -> int:
+    """Count the trained numbers."""
+    return sum(parameter.numel() for parameter in training.model.parameters())
+
+
+def conclude(training: Training, checkpoint: str) -> None:
+    """Measure, draw the pictures, print the last lines."""
+    from onepass.train import data, files, html, pictures
+    from onepass.train import run as runs
+    from onepass.train.progress import say
+    from onepass.train.trace import trace
+
+    config, corpus, run_ = training.config, training.corpus, training.run
+    measured = training.finish()
+    unigram = data.unigram_entropy(corpus.validation, config.seq, config.final_windows)
+    files.write(run_ / runs.LOSS, pictures.loss_png(run_.metrics(), config, unigram))
+    name, content = validation_text(corpus, 3 * config.seq)
+    training.model.eval()
+    traced = trace(training.model, config, name, content, max(8192, config.seq))
+    source = f"{name} (validation), {measured.bits:.2f} bits per byte after {training.step:,} steps, {run_.path.name}"
+    files.write(run_ / f"{runs.PICTURE}.png", pictures.routing_png(traced, source))
+    files.write(run_ / f"{runs.PICTURE}.html", html.page(traced, source))
+    change = 100 * (measured.bits / unigram - 1) if unigram else 0.0
+    say()
+    beside = f"byte-unigram entropy of the same text {unigram:.3f} ({change:+.0f} %)"
+    say(f"validation  {measured.bits:.3f} bits per byte; {beside}")
+    say(f"parameters  {parameters(training):,}")
+    say(f"speed       {training.speed():,.0f} tokens/s")
+    each, once = 100 * measured.routed, 100 * measured.touched
+    say(f"routed      {each:.1f} % of the tokens in each block; {once:.1f} % in one block at least")
+    names = [f"{runs.PICTURE}.html", f"{runs.PICTURE}.png", runs.LOSS, runs.METRICS, runs.CONFIG, checkpoint]
+    say(f"files       {run_.path}{os.sep} {'  '.join(names)}")
+
+
+def validation_text(corpus: Corpus, enough: int) -> tuple[str, bytes]:
+    """Choose the validation file for the picture: the first in order of hash that fills a page, or else the longest."""
+    from onepass.train.data import position
+
+    measured = [source for source in corpus.sources if source.validation]
+    if not measured:
+        return corpus.sources[0].name, corpus.validation.tobytes()
+    measured.sort(key=lambda source: position(source.name))
+    for source in measured:
+        # short lines would leave most of the page white
+        if len(source.content) >= max(enough, 30 * source.content.count(b"\n")):
+            return source.name, source.content
+    longest = max(measured, key=lambda source: len(source.content))
+    return longest.name, longest.content

@@ -1,0 +1,146 @@
+"""What a run is: every number that decides its result, its two presets, and how it is written down and compared."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from dataclasses import dataclass
+
+from onepass.core.errors import UserError
+
+ROUTES = ("learned", "random", "none")
+DEVICES = ("cpu", "cuda")
+PRECISIONS = ("fp32", "bf16")
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Config:
+    """One run. Runs that differ in `paths` alone give the same numbers on the same CPU and software."""
+
+    preset: str
+    route: str  # who chooses the tokens of the heavy branch: see ROUTES
+    device: str
+    precision: str  # of the matrix products; parameters and momentum are always fp32
+    seed: int
+    steps: int
+    batch: int  # sequences a step
+    seq: int  # bytes a sequence
+    dim: int
+    blocks: int
+    heads: int
+    routed: float  # share of a sequence's tokens that the heavy branch gets
+    light_mult: float
+    heavy_mult: float
+    masked: float  # share of the bytes that are hidden and have to be guessed
+    lr: float
+    warmup: int
+    weight_decay: float
+    eval_every: int
+    eval_windows: int  # validation sequences of the curve
+    final_windows: int  # validation sequences of the last lines
+    threads: int  # CPU threads: the order of a sum depends on it
+    data: str  # digest of the data's names and bytes
+    paths: tuple[str, ...]  # where the data was; empty: the standard library's sources
+
+    def as_dict(self) -> dict[str, object]:
+        return {"onepass_run": FORMAT, **dataclasses.asdict(self), "paths": list(self.paths)}
+
+    def to_json(self) -> str:
+        return json.dumps(self.as_dict(), indent=2) + "\n"
+
+
+# what a preset decides; the command line may override most of it
+PRESETS: dict[str, dict[str, int | float]] = {
+    "cpu": {
+        "steps": 800, "batch": 16, "seq": 256, "dim": 128, "blocks": 3, "heads": 4, "routed": 0.125,
+        "eval_windows": 128, "final_windows": 1024,
+    },
+    "gpu": {
+        "steps": 2000, "batch": 8, "seq": 8192, "dim": 512, "blocks": 6, "heads": 8, "routed": 0.0625,
+        "eval_windows": 16, "final_windows": 128,
+    },
+}  # fmt: skip
+COMMON: dict[str, int | float] = {
+    "light_mult": 0.5, "heavy_mult": 4.0, "masked": 0.15, "lr": 1e-3, "weight_decay": 0.1,
+}  # fmt: skip
+
+# smallest and largest accepted value of every number
+RANGES: dict[str, tuple[float, float]] = {
+    "seed": (0, 2**63 - 1), "steps": (1, 10**9), "batch": (1, 2**16), "seq": (8, 2**20), "dim": (8, 2**14),
+    "blocks": (1, 256), "heads": (1, 512), "routed": (1e-6, 1.0), "light_mult": (1e-4, 64.0), "heavy_mult": (1e-4, 64.0),
+    "masked": (0.01, 0.9), "lr": (0.0, 10.0), "warmup": (0, 10**9), "weight_decay": (0.0, 10.0),
+    "eval_every": (1, 10**9), "eval_windows": (1, 10**6), "final_windows": (1, 10**6), "threads": (1, 4096),
+}  # fmt: skip
+CHOICES = {"preset": tuple(PRESETS), "route": ROUTES, "device": DEVICES, "precision": PRECISIONS}
+
+
+def build(preset: str, **values: object) -> Config:
+    """Make a configuration from a preset; `values` (those that are not None) win over it."""
+    merged: dict[str, object] = {**COMMON, **PRESETS[preset], "preset": preset}
+    merged.update({name: value for name, value in values.items() if value is not None})
+    steps, dim = merged["steps"], merged["dim"]
+    if isinstance(steps, int):
+        merged.setdefault("warmup", min(100, steps // 10))
+        merged.setdefault("eval_every", max(1, steps // 10))
+    if values.get("heads") is None and isinstance(dim, int) and dim % (2 * int(str(merged["heads"]))):
+        # a width of the user's own: the most heads whose width is even, which the rotary positions need
+        merged["heads"] = next((heads for heads in (8, 4, 2) if dim % (2 * heads) == 0), 1)
+    return checked(merged, "")
+
+
+def checked(values: dict[str, object], where: str) -> Config:
+    """Turn a dictionary into a Config, refusing anything that is missing, unknown, of a wrong type or out of range."""
+    fields = {field.name: str(field.type) for field in dataclasses.fields(Config)}
+    if missing := sorted(fields.keys() - values.keys()):
+        raise UserError(f"{where}{missing[0]} is missing")
+    if unknown := sorted(values.keys() - fields.keys()):
+        raise UserError(f"{where}{unknown[0]} is unknown to this version of onepass")
+    clean: dict[str, object] = {}
+    for name, kind in fields.items():
+        value = values[name]
+        if kind == "int" and not (isinstance(value, int) and not isinstance(value, bool)):
+            raise UserError(f"{where}{name} must be a whole number, got {value!r:.40}")
+        if kind == "float":
+            if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < math.inf:
+                raise UserError(f"{where}{name} must be a number, got {value!r:.40}")
+            value = float(value)
+        if kind == "str" and not isinstance(value, str):
+            raise UserError(f"{where}{name} must be a text, got {value!r:.40}")
+        if name in CHOICES and value not in CHOICES[name]:
+            raise UserError(f"{where}{name} must be one of {', '.join(CHOICES[name])}, got {value!r:.40}")
+        if name in RANGES and isinstance(value, int | float) and not RANGES[name][0] <= value <= RANGES[name][1]:
+            low, high = RANGES[name]
+            raise UserError(f"{where}{name} must be from {low:,} to {high:,}, got {value}")
+        if name == "paths":
+            if not isinstance(value, list | tuple) or not all(isinstance(path, str) for path in value):
+                raise UserError(f"{where}paths must be a list of texts, got {value!r:.40}")
+            value = tuple(value)
+        clean[name] = value
+    config = Config(**clean)  # type: ignore[arg-type]
+    if config.dim % (2 * config.heads):
+        raise UserError(
+            f"{where}dim must be a multiple of 2 × heads (rotary positions turn pairs), "
+            f"got dim {config.dim} and {config.heads} heads"
+        )
+    return config
+
+
+def from_json(text: str, where: str) -> Config:
+    """Read a configuration; `where` begins every message."""
+    try:
+        values = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{where}is no JSON ({error!s:.80})") from None
+    if not isinstance(values, dict) or values.pop("onepass_run", None) != FORMAT:
+        raise UserError(f"{where}is no configuration of an onepass run (format {FORMAT})")
+    return checked(values, where)
+
+
+def difference(run: Config, given: dict[str, object]) -> str | None:
+    """Name the first value of `given` that the run was not started with; None when all agree."""
+    for name, value in given.items():
+        if name != "paths" and value is not None and getattr(run, name) != value:
+            return f"{name} is {value} here and {getattr(run, name)} in the run"
+    return None

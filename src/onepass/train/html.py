@@ -1,0 +1,138 @@
+"""The routing picture as a page: one self-contained file, no script, no address that it would fetch anything from."""
+
+from __future__ import annotations
+
+from html import escape
+from itertools import groupby
+
+import numpy as np
+
+from onepass.train.colours import INK, QUIET, WRONG, shade
+from onepass.train.trace import Trace, cells, name_of
+
+_STYLE = """
+:root {{ color-scheme: light; }}
+body {{ margin: 2rem auto; max-width: 62rem; padding: 0 1rem; background: #fff; color: {ink};
+ font: 16px/1.5 system-ui, sans-serif; }}
+h1 {{ font-size: 1.4rem; margin: 0; }}
+p {{ margin: .3rem 0; }}
+.about {{ color: #555c66; }}
+.key {{ display: flex; flex-wrap: wrap; gap: .3rem 1rem; align-items: center; margin: .7rem 0; font-size: .92rem; }}
+.key b {{ display: inline-block; min-width: 1.5em; padding: 0 .3em;
+ border: 1px solid #cfd5dc; font: 14px/1.5 ui-monospace, monospace; text-align: center; }}
+label {{ cursor: pointer; margin-right: .8rem; }}
+pre {{ font: 14px/1.65 ui-monospace, "DejaVu Sans Mono", Menlo, Consolas, monospace; white-space: pre-wrap;
+ overflow-wrap: anywhere; border-top: 1px solid #cfd5dc; padding-top: 1rem;
+ direction: ltr; unicode-bidi: bidi-override; tab-size: 8; }}
+pre i {{ font-style: normal; color: {quiet}; }}
+pre u {{ display: inline-block; width: .25em; height: 1em; vertical-align: -.15em; text-decoration: none; }}
+.h {{ outline: 1.5px solid {ink}; outline-offset: -1.5px; border-radius: 2px; }}
+.w {{ outline-color: {wrong}; color: {wrong}; font-weight: 700; }}
+"""
+
+
+def page(trace: Trace, source: str) -> str:
+    """Draw every byte of the trace; `source` says in words where text and model come from."""
+    blocks = trace.config.blocks
+    style = [_STYLE.format(ink=INK, quiet=QUIET, wrong=WRONG)]
+    # the chosen radio button decides which classes have a colour: cN counts blocks, rN is one block's choice
+    for block in range(1, blocks + 1):
+        style.append(f"#all:checked ~ pre .c{block} {{ background: {shade(block, blocks)}; }}")
+        style.append(f"#b{block}:checked ~ pre .r{block} {{ background: {shade(1, 1)}; }}")
+    # a label stands beside its button only in the reader's eye: the buttons must be the text's elder siblings
+    buttons = ['<input type="radio" name="pick" id="all" checked><label for="all"> all blocks </label>']
+    buttons += [
+        f'<input type="radio" name="pick" id="b{block}"><label for="b{block}"> block {block} </label>'
+        for block in range(1, blocks + 1)
+    ]
+    key = [
+        f'<span><b style="background: {shade(count, blocks)}">a</b> {count_words(count)}</span>'
+        for count in range(blocks + 1)
+    ]
+    key.append('<span><b class="h">a</b> hidden from the model, guessed right</span>')
+    key.append('<span><b class="h w">a</b> hidden, guessed wrong</span>')
+    return "\n".join(
+        [
+            "<!doctype html>",
+            '<html lang="en"><head><meta charset="utf-8">',
+            '<meta name="viewport" content="width=device-width, initial-scale=1">',
+            # belt and braces: even a fault in the escaping below could load or run nothing
+            "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">",
+            f"<title>Routing of {_safe(trace.name)}</title>",
+            f"<style>{chr(10).join(style)}</style></head><body>",
+            "<h1>Which bytes get the heavy branch</h1>",
+            f'<p class="about">{_safe(source)}</p>',
+            f'<p class="about">{_safe(numbers(trace))}</p>',
+            f'<div class="key">{"".join(key)}</div>',
+            "<p>Show the choices of</p>",
+            "".join(buttons),
+            f"<pre>{_text(trace)}</pre>",
+            "</body></html>",
+            "",
+        ]
+    )
+
+
+def numbers(trace: Trace) -> str:
+    """Put the trace into one sentence."""
+    config = trace.config
+    n = max(len(trace.content), 1)
+    right = int((trace.guess == np.frombuffer(trace.content, dtype=np.uint8)).sum())
+    hidden = int(trace.hidden.sum())
+    if config.route == "none":
+        chosen = f"{config.blocks} blocks with a light branch only"
+    else:
+        chosen = (
+            f"{config.blocks} blocks, {config.route} routing: each gives {100 * trace.routed.mean():.1f} % "
+            f"of the bytes its heavy branch; {100 * (trace.counts > 0).sum() / n:.1f} % get one at least"
+        )
+    guessed = f"{hidden:,} bytes hidden, {right:,} guessed right"
+    whole = "" if len(trace.content) == trace.total else f"; the first {len(trace.content):,} of {trace.total:,} bytes"
+    return f"{chosen}. {guessed}{whole}."
+
+
+def count_words(count: int) -> str:
+    """Name a shade in the legend."""
+    return "in no block" if count == 0 else f"in {count} block" + "s" * (count > 1)
+
+
+def _safe(text: str) -> str:
+    """Escape a text for the page, also what no UTF-8 file could hold."""
+    return escape(text.encode("utf-8", "replace").decode())
+
+
+def _text(trace: Trace) -> str:
+    counts, shown = trace.counts, cells(trace.content)
+    out: list[str] = []
+
+    def look(place: int) -> tuple[str, str]:
+        """Return class names and tool tip: neighbours that agree in both share an element."""
+        blocks = [block + 1 for block in range(trace.config.blocks) if trace.routed[block, place]]
+        names = [f"c{counts[place]}", *(f"r{block}" for block in blocks)] if blocks else []
+        tip = ""
+        if trace.hidden[place]:
+            value, guess = trace.content[place], int(trace.guess[place])
+            names.append("h" if guess == value else "h w")
+            chance = 100 * trace.chance[place]
+            tip = f"hidden {name_of(value)}: guessed {name_of(guess)}, gave the true byte {chance:.0f} %"
+        if blocks:
+            tip += ("; " if tip else "") + "heavy branch in block " + ", ".join(map(str, blocks))
+        return " ".join(names), tip
+
+    for (names, tip), places in groupby(range(len(shown)), key=look):
+        # a tool tip about one hidden byte must not run on into its neighbour
+        for group in [[place] for place in places] if "hidden" in tip else [list(places)]:
+            text = "".join(_glyph(shown[place]) for place in group)
+            title = f' title="{escape(tip)}"' if tip else ""
+            # an outline around a line feed would reach into the next line
+            inside = text.rstrip("\n")
+            out.append((f'<span class="{names}"{title}>{inside}</span>' if names else inside) + text[len(inside) :])
+    return "".join(out)
+
+
+def _glyph(character: str) -> str:
+    if character == "\n":
+        return "<i>↵</i>\n"
+    if character in {"·", "⇥"}:
+        return f"<i>{character}</i>"
+    return _safe(character) if character else "<u></u>"

@@ -1,0 +1,219 @@
+"""The training loop: steps, measurements, checkpoints, and an end that can come at any time."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from types import FrameType
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from onepass.core.errors import UserError
+from onepass.optim import Lion
+from onepass.train import checkpoint as checkpoints
+from onepass.train import data
+from onepass.train.config import Config
+from onepass.train.model import MEASURING_DRAWS, RoutedEncoder, new, parameter_groups
+from onepass.train.progress import Display
+from onepass.train.run import Run
+
+FLUSH = 10  # steps between two readings of the loss: a GPU need not wait for each
+
+
+class InterruptedRunError(Exception):
+    """The run was asked to stop by a signal, after `step` steps, and saved a checkpoint."""
+
+    def __init__(self, signum: int, step: int) -> None:
+        super().__init__(signum, step)
+        self.signum, self.step = signum, step
+
+
+@dataclass
+class Measured:
+    """What the validation text says about a model."""
+
+    bits: float  # per hidden byte
+    routed: float  # share of the tokens that a block gives its heavy branch
+    touched: float  # share of the tokens that at least one block does
+    hidden: float  # share of the hidden tokens that a block gives its heavy branch
+
+
+@dataclass
+class Training:
+    """A model, its optimizer and its place in the run."""
+
+    config: Config
+    corpus: data.Corpus
+    run: Run
+    checkpoint_every: int
+    step: int = 0
+    seconds: float = 0.0  # spent in steps, over the whole run
+    metrics_bytes: int = 0
+    pending: list[tuple[int, Tensor, float]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.device = torch.device(self.config.device)
+        self.model: RoutedEncoder = new(self.config).to(self.device)
+        groups = parameter_groups(self.model, self.config.weight_decay)
+        self.optimizer = Lion(groups, lr=self.config.lr)
+
+    def restore(self, checkpoint: checkpoints.Checkpoint | None) -> None:
+        """Go to where the checkpoint is, or to the beginning when there is none."""
+        if checkpoint:
+            checkpoints.restore_model(checkpoint, self.model)
+            checkpoints.restore_optimizer(checkpoint, self.model, self.optimizer)
+            self.step, self.seconds = checkpoint.step, checkpoint.seconds
+        self.metrics_bytes = checkpoint.metrics_bytes if checkpoint else 0
+        self.run.rewind(self.metrics_bytes)
+
+    def save(self) -> None:
+        """Write a checkpoint of this moment; the metrics it speaks of are on the disk by then."""
+        checkpoints.save(
+            self.run / checkpoints.NAME, self.model, self.optimizer, self.config,
+            step=self.step, metrics_bytes=self.metrics_bytes, seconds=self.seconds,
+        )  # fmt: skip
+
+    def go(self, display: Display) -> None:
+        """Train from the present step to the last."""
+        config = self.config
+        with stop_signals() as stopped:
+            if self.step == 0:
+                self.save()
+            self.model.train()
+            clock = time.perf_counter()
+            while self.step < config.steps and not stopped:
+                self.pending.append((self.step + 1, self._one_step(), learning_rate(config, self.step)))
+                self.step += 1
+                save = self.step % self.checkpoint_every == 0 or self.step == config.steps or bool(stopped)
+                measure = self.step % config.eval_every == 0 and self.step < config.steps
+                if not (save or measure or self.step % FLUSH == 0):
+                    continue
+                steps = len(self.pending)
+                loss = self._flush()
+                now = time.perf_counter()
+                speed = steps * config.batch * config.seq / (now - clock)
+                self.seconds += now - clock
+                display.update(self.step, loss, loss / math.log(2), speed)
+                if measure:
+                    bits = self.measure(config.eval_windows)
+                    self._log_measured(bits)
+                    display.note(f"validation after {self.step:,} steps: {bits.bits:.3f} bits per byte")
+                if save:
+                    self.save()
+                clock = time.perf_counter()
+            if stopped:
+                raise InterruptedRunError(stopped[0], self.step)
+
+    def _one_step(self) -> Tensor:
+        config = self.config
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate(config, self.step)
+        batch = data.training_batch(
+            self.corpus.training, config.batch, config.seq, config.masked, config.seed, self.step
+        )
+        loss = self._loss(batch)[0]
+        self.optimizer.zero_grad(set_to_none=True)
+        loss.backward()  # type: ignore[no-untyped-call]
+        self.optimizer.step()
+        return loss.detach()
+
+    def _loss(self, batch: data.Batch, draw: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the mean cross entropy of the hidden bytes in nats, who was chosen, and where bytes were hidden."""
+        parts = (torch.from_numpy(part) for part in (batch.tokens, batch.hidden, batch.bytes))
+        tokens, hidden, value = (part.to(self.device, non_blocking=True) for part in parts)
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.precision == "bf16"):
+            logits, chosen = self.model(tokens, hidden, draw=batch.draw if draw is None else draw)
+        return F.cross_entropy(logits.flatten(0, 1), value.flatten()), chosen, hidden
+
+    def _flush(self) -> float:
+        """Write the losses since the last time; return the last one."""
+        losses = torch.stack([loss for _, loss, _ in self.pending]).tolist()
+        lines = []
+        for (step, _, lr), loss in zip(self.pending, losses, strict=True):
+            if not math.isfinite(loss):
+                raise UserError(f"the loss is {loss} at step {step}; try a smaller --lr (it is {self.config.lr})")
+            lines.append(json.dumps({"step": step, "loss": loss, "bits_per_byte": loss / math.log(2), "lr": lr}) + "\n")
+        self.metrics_bytes = self.run.append("".join(lines))
+        self.pending.clear()
+        return float(losses[-1])
+
+    def _log_measured(self, measured: Measured) -> None:
+        row = {
+            "step": self.step, "validation_bits_per_byte": measured.bits, "routed": measured.routed,
+            "routed_once_at_least": measured.touched, "routed_of_hidden": measured.hidden,
+            "tokens_per_s": self.speed(), "seconds": self.seconds,
+        }  # fmt: skip
+        self.metrics_bytes = self.run.append(json.dumps(row) + "\n")
+
+    def finish(self) -> Measured:
+        """Measure the trained model on the larger part of the validation text and log it."""
+        # a finished run that is resumed measures again: its metrics end where the last checkpoint says
+        measured = self.measure(self.config.final_windows)
+        self._log_measured(measured)
+        return measured
+
+    def speed(self) -> float:
+        """Tokens per second of all steps so far, measurements and checkpoints left out."""
+        return self.step * self.config.batch * self.config.seq / max(self.seconds, 1e-9)
+
+    @torch.no_grad()
+    def measure(self, windows: int) -> Measured:
+        """Measure bits per byte and the routers' choices on `windows` validation sequences."""
+        config = self.config
+        self.model.eval()
+        nats = torch.zeros((), dtype=torch.float64, device=self.device)
+        routed, touched, hidden_routed = (torch.zeros((), dtype=torch.int64, device=self.device) for _ in range(3))
+        tokens, hidden = 0, 0
+        for batch in data.validation_batches(self.corpus.validation, config.batch, config.seq, config.masked, windows):
+            loss, chosen, places = self._loss(batch, MEASURING_DRAWS + batch.draw)
+            nats += loss.double() * batch.hidden.size
+            tokens, hidden = tokens + batch.tokens.size, hidden + batch.hidden.size
+            counts = torch.zeros(batch.tokens.shape, dtype=torch.int64, device=self.device)
+            for indices in chosen:
+                counts.scatter_add_(1, indices.clamp_min(0), (indices >= 0).long())
+            routed += counts.sum()
+            touched += (counts > 0).sum()
+            hidden_routed += counts.gather(1, places).sum()
+        self.model.train()
+        blocks = config.blocks
+        return Measured(
+            nats.item() / hidden / math.log(2), routed.item() / tokens / blocks, touched.item() / tokens,
+            hidden_routed.item() / hidden / blocks,
+        )  # fmt: skip
+
+
+def learning_rate(config: Config, step: int) -> float:
+    """Rise linearly over the warm-up, then fall along half a cosine to zero at the last step."""
+    if step < config.warmup:
+        return config.lr * (step + 1) / config.warmup
+    share = (step - config.warmup) / max(1, config.steps - config.warmup)
+    return config.lr * 0.5 * (1 + math.cos(math.pi * share))
+
+
+@contextlib.contextmanager
+def stop_signals() -> Iterator[list[int]]:
+    """Collect SIGINT and SIGTERM instead of dying in the middle of a step; a second SIGINT interrupts as usual."""
+    received: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield received
+        return
+
+    def remember(signum: int, frame: FrameType | None) -> None:
+        if received and signum == signal.SIGINT:
+            raise KeyboardInterrupt
+        received.append(signum)
+
+    before = {number: signal.signal(number, remember) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,71 @@
+"""What a run says while it works: a bar on a terminal, plain lines anywhere else."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+LINES = 20  # plain lines of a whole run
+
+
+def clock(seconds: float) -> str:
+    """Write a duration as 1:05 or 2:03:00."""
+    whole = max(0, round(seconds))
+    hours, minutes = divmod(whole // 60, 60)
+    return f"{hours}:{minutes:02}:{whole % 60:02}" if hours else f"{minutes}:{whole % 60:02}"
+
+
+def say(text: str = "") -> None:
+    """Print a line at once, also into a pipe."""
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+class Display:
+    """Loss, bits per byte, tokens/s and time left of a run of `total` steps that begins at `step`."""
+
+    def __init__(self, total: int, step: int) -> None:
+        self.total, self.first = total, step
+        self.started = time.perf_counter()
+        self.line = -1  # number of the last plain line
+        self.bar: Progress | None = None
+        if sys.stdout.isatty() and os.environ.get("TERM") != "dumb":
+            self._start_bar(step)
+
+    def _start_bar(self, step: int) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+        self.bar = Progress(
+            MofNCompleteColumn(), BarColumn(bar_width=None), TextColumn("{task.fields[state]}", markup=False),
+            console=Console(file=sys.stdout, highlight=False), expand=True,
+        )  # fmt: skip
+        self.bar.start()
+        self.task = self.bar.add_task("train", total=self.total, completed=step, state="first steps …")
+
+    def update(self, step: int, loss: float, bits: float, speed: float) -> None:
+        """Show the state after `step` steps; off a terminal, only a few times a run."""
+        done = step - self.first
+        left = (time.perf_counter() - self.started) / max(done, 1) * (self.total - step)
+        state = f"loss {loss:.3f}  {bits:.2f} bits/byte  {speed:,.0f} tokens/s  {clock(left)} left"
+        if self.bar:
+            self.bar.update(self.task, completed=step, state=state)
+        elif step * LINES // self.total != self.line or step == self.total:
+            self.line = step * LINES // self.total
+            say(f"step {step:>{len(str(self.total))}}/{self.total}  {state}")
+
+    def note(self, text: str) -> None:
+        """Put a line above the bar."""
+        if self.bar:
+            self.bar.console.print(text, markup=False)
+        else:
+            say(text)
+
+    def close(self) -> None:
+        if self.bar:
+            self.bar.stop()

@@ -1,0 +1,60 @@
+"""`onepass show`: the routing picture of any file, by the model of a run."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from onepass.core.errors import UserError
+from onepass.train.cli import number, one_line_errors
+
+TEXT = """\
+Draw the routing of any file as `onepass train` does for a validation text: every byte shaded by the number of blocks
+that gave it their heavy branch. Leaves <FILE's name>.routing.html and .png in the run's directory, or in --out DIR."""
+
+
+def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `show` to the command line."""
+    parser = commands.add_parser("show", help="draw which bytes of any file a trained run routes", description=TEXT)
+    one_line_errors(parser)
+    parser.add_argument("directory", type=Path, metavar="RUN", help="directory of a run, as left by `onepass train`")
+    parser.add_argument("file", type=Path, metavar="FILE", help="any text")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="where to leave the pictures (default: RUN)")
+    limit = number(1, 2**24)
+    parser.add_argument(
+        "--bytes", type=limit, default=65536, metavar="N", help="how much of it to read (default: 65536)"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Load the model, trace the file, write both pictures."""
+    from onepass.train import checkpoint, data, files
+    from onepass.train.progress import say
+    from onepass.train.run import PICTURE
+
+    where = args.directory / checkpoint.NAME
+    if not where.exists():
+        raise UserError(f"there is no run with a checkpoint in {args.directory} (no {checkpoint.NAME})")
+    content = data.read_text(args.file)
+    saved = checkpoint.load(where)
+    out = args.out or args.directory
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"can't use {out}: {data.reason(error)}") from None
+
+    from onepass.train import html, pictures
+    from onepass.train.model import new
+    from onepass.train.trace import trace
+
+    model = new(saved.config)
+    checkpoint.restore_model(saved, model)
+    traced = trace(model.eval(), saved.config, args.file.name, content, args.bytes)
+    source = f"{args.file.name}, by {args.directory.resolve().name} after {saved.step:,} steps"
+    page, picture = (out / f"{args.file.name}.{PICTURE}.{kind}" for kind in ("html", "png"))
+    files.write(page, html.page(traced, source))
+    files.write(picture, pictures.routing_png(traced, source))
+    say(html.numbers(traced))
+    say(f"files  {page}  {picture}")
+    return 0

@@ -1,0 +1,85 @@
+"""What a trained encoder did with a text: the bytes each block gave its heavy branch, the guesses at hidden ones."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from onepass.train import data
+from onepass.train.config import Config
+from onepass.train.model import MEASURING_DRAWS, RoutedEncoder
+
+
+@dataclass
+class Trace:
+    """One text, byte by byte. All arrays have the text's length; `routed` has one row per block."""
+
+    name: str
+    content: bytes
+    total: int  # bytes of the whole file, of which `content` is the beginning
+    config: Config
+    routed: NDArray[np.bool_]
+    hidden: NDArray[np.bool_]
+    guess: NDArray[np.int64]  # most likely byte, −1 where nothing was hidden
+    chance: NDArray[np.float64]  # the probability that the encoder gave to the true byte, where it was hidden
+
+    @property
+    def counts(self) -> NDArray[np.int64]:
+        counts: NDArray[np.int64] = self.routed.sum(axis=0, dtype=np.int64)
+        return counts
+
+
+@torch.no_grad()
+def trace(model: RoutedEncoder, config: Config, name: str, content: bytes, limit: int) -> Trace:
+    """Run the encoder over the first `limit` bytes in sequences of the configured length, hiding its usual share."""
+    text = np.frombuffer(content[:limit], dtype=np.uint8).astype(np.int64)
+    n = len(text)
+    routed = np.zeros((config.blocks, n), dtype=bool)
+    hidden = np.zeros(n, dtype=bool)
+    guess, chance = np.full(n, -1, dtype=np.int64), np.zeros(n)
+    device = next(model.parameters()).device
+    draws = data.generator(0, data.MEASURING, 1)
+    for start in range(0, n, config.seq):
+        batch = data.hide(text[None, start : start + config.seq], config.masked, draws, start)
+        tokens, asked = torch.from_numpy(batch.tokens).to(device), torch.from_numpy(batch.hidden).to(device)
+        with torch.autocast(device.type, torch.bfloat16, enabled=config.precision == "bf16"):
+            logits, chosen = model(tokens, asked, draw=MEASURING_DRAWS + start)
+        for block, indices in enumerate(chosen[:, 0].cpu().numpy()):
+            routed[block, start + indices[indices >= 0]] = True
+        places = start + batch.hidden[0]
+        hidden[places] = True
+        guess[places] = logits[0].argmax(-1).cpu().numpy()
+        likely = logits[0].double().softmax(-1).cpu().gather(-1, torch.from_numpy(batch.bytes[0])[:, None])
+        chance[places] = likely[:, 0].numpy()
+    return Trace(name, content[:limit], len(content), config, routed, hidden, guess, chance)
+
+
+def cells(content: bytes) -> list[str]:
+    """Give every byte something to show: its character, or "" for the later bytes of a character that has several.
+
+    A line feed stays itself; what has no shape of its own, or would move its neighbours about, becomes a middle dot.
+    """
+    shown: list[str] = []
+    place = 0
+    while place < len(content):
+        first = content[place]
+        length = 1 if first < 0xC0 else 2 if first < 0xE0 else 3 if first < 0xF0 else 4
+        try:
+            character = content[place : place + length].decode()
+        except UnicodeDecodeError:
+            character, length = "·", 1
+        if character == "\t":
+            character = "⇥"
+        elif character != "\n" and not character.isprintable():
+            character = "·"
+        shown += [character] + [""] * (length - 1)
+        place += length
+    return shown
+
+
+def name_of(value: int) -> str:
+    """Write a byte as a reader knows it: 'e' or 0x0a."""
+    return f"'{chr(value)}'" if 0x20 < value < 0x7F else f"0x{value:02x}"
