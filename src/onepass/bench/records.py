@@ -65,6 +65,16 @@ def document(
     return [header, *(record(r, copy_gbps) for r in results if r.status == OK)]
 
 
+def check_writable(path: Path) -> None:
+    """Refuse a target that can't be written before minutes of measuring."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"can't write {path}: {error.strerror or error}") from error
+    if path.is_dir() or not os.access(path.parent, os.W_OK):
+        raise UserError(f"can't write {path}: {'it is a directory' if path.is_dir() else 'permission denied'}")
+
+
 def write(path: Path, entries: Sequence[Mapping[str, Any]]) -> None:
     """Write a document, one entry per line."""
     write_text(path, "[\n" + ",\n".join(json.dumps(e, default=str, ensure_ascii=False) for e in entries) + "\n]\n")

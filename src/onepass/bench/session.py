@@ -95,6 +95,8 @@ class Session:
 
     def run(self, timer: Timer) -> int:
         """Return 1 when one of our own implementations failed or the device was lost, else 0."""
+        for folder in dict.fromkeys(f for f, _ in self.cases) if self.json is not None else ():
+            records.check_writable(json_path(self.json, folder))
         self.copy_gbps = timer.copy_gbps()
         print_ = self.console.print
         print_(f"{self.about['gpu']}: copy {self.copy_gbps:.0f} GB/s (bytes read + written)", markup=False)

@@ -77,7 +77,7 @@ def _run(fn: Callable[..., Any], sample: Sample) -> tuple[list[Tensor], dict[int
     upstream = [torch.randn(o.shape, generator=generator, dtype=torch.float64).to(o.device, o.dtype) for o in outs]
     pairs = [(o, g) for o, g in zip(outs, upstream, strict=True) if o.requires_grad]
     if not pairs:
-        return outs, {}
+        return outs, dict.fromkeys(leaves)
     results, weights = zip(*pairs, strict=True)
     grads = torch.autograd.grad(results, list(leaves.values()), weights, allow_unused=True)
     return outs, dict(zip(leaves, grads, strict=True))
@@ -103,8 +103,8 @@ def check_sample(spec: Spec, sample: Sample, dtype: torch.dtype) -> float:
     if len(outs) != len(wanted):
         raise ValueError(f"{len(outs)} results, expected {len(wanted)}")
     worst = max((_ratio(o, w, rtol, atol) for o, w in zip(outs, wanted, strict=True)), default=0.0)
-    for key, grad in grads.items():
-        want = wanted_grads.get(key)
+    for key, want in wanted_grads.items():
+        grad = grads[key]
         if want is None or grad is None:
             if any(g is not None and bool(g.any()) for g in (want, grad)):
                 raise ValueError(f"gradient of argument {key} is {'missing' if grad is None else 'not zero'}")

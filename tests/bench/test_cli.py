@@ -1,0 +1,162 @@
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from bench.fakes import FakeTimer, case, everything, fake_operator, thunk
+from onepass.__main__ import main
+from onepass.bench import timers
+from onepass.bench.records import FIELDS, read
+
+__all__ = ["fake_operator"]  # pytest finds the fixture under its name
+
+pytestmark = pytest.mark.usefixtures("fake_operator")
+
+
+@pytest.fixture(autouse=True)
+def _fake_timer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timers, "CpuTimer", lambda **options: FakeTimer())
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+def test_table(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "fakes", "--stage", "forward"]) == 0
+    out = capsys.readouterr().out
+    assert "copy 1000 GB/s" in out
+    assert "not installed, skipped: surely-not-installed" in out
+    assert "absent (needs absent-package)" in out
+    assert "late (needs far_away)" in out
+    ours = next(line for line in out.splitlines() if "onepass" in line).split()
+    # 100 kB in 10 µs are 10 GB/s, 1 % of the copy; the fastest rival that is right takes 15 µs
+    assert ours == ["4x8", "onepass", "10.0", "10", "1", "3.0", "1.50×"]
+    assert "disagrees: off by" in next(line for line in out.splitlines() if "wrong" in line)
+    assert "failed: RuntimeError: kaput" in out
+
+
+def test_json(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "result.json"
+    assert main(["bench", "--json", str(path)]) == 0
+    header, *records = json.loads(path.read_text())
+    assert header["header"] is True
+    assert header["complete"] is True
+    assert header["copy_gbps"] == 1000.0
+    for key in ("onepass", "python", "torch", "triton", "cuda", "driver", "os", "gpu", "date"):
+        assert key in header
+    assert header["torch"] == torch.__version__
+    assert list(header["rivals"]) == ["torch"]
+    assert header["missing"] == ["absent-package", "far_away", "surely-not-installed"]
+    assert [(p["impl"], p["pass"]) for p in header["failed"]] == [("raises", "backward"), ("raises", "forward")]
+    assert {p["impl"] for p in header["disagreeing"]} == {"wrong"}
+    assert all(tuple(r) == FIELDS for r in records)
+    assert {r["impl"] for r in records} == {"onepass", "agrees", "torch.compile of it"}
+    assert records[-3] == {
+        "op": "fake", "pass": "forward", "case": {"rows": 4, "cols": 8}, "dtype": "float32", "impl": "onepass",
+        "us": 10.0, "gbps": 10.0, "copy_pct": 1.0, "host_us": 3.0,
+    }  # fmt: skip
+
+
+def test_a_directory_gets_a_file_per_folder(tmp_path: Path) -> None:
+    assert main(["bench", "--json", str(tmp_path / "gpu")]) == 0
+    assert [p.name for p in (tmp_path / "gpu").iterdir()] == ["fakes.json"]
+
+
+def test_list_and_filters(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "fake", "--list"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "fakes  fake  forward  float32  4x8  (cpu)",
+        "fakes  fake  backward  float32  16x8  (cpu)",
+    ]
+    assert main(["bench", "--list", "--case", "16", "--dtype", "fp32", "--stage", "backward"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 1
+
+
+def test_no_compile(tmp_path: Path) -> None:
+    path = tmp_path / "r.json"
+    assert main(["bench", "--no-compile", "--quick", "--json", str(path)]) == 0
+    assert "compile" not in path.read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["nothing"], "unknown operator 'nothing': accepted are fake, fakes"),
+        (["--dtype", "int8"], "--dtype 'int8': accepted are fp32"),
+        (["--stage", "sideways"], "--stage 'sideways': accepted are forward, backward, step"),
+        (["--device", "tpu"], "--device 'tpu': accepted are cuda, cpu"),
+        (["--case", "999"], "no case matches"),
+        (["--device", "cuda"], "no case matches"),
+        (["--report", "nowhere"], "nowhere: no such directory"),
+        (["--json", "/dev/null/x.json"], "can't write /dev/null/x.json"),
+    ],
+)
+def test_mistakes_cost_one_line(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", *arguments]) == 2
+    err = capsys.readouterr().err
+    assert words in err
+    assert err.startswith("onepass bench: ")
+    assert err.count("\n") == 1
+
+
+def test_cases_for_a_gpu_need_one(fake_operator: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:
+    fake_operator.CASES = [case(everything, device="cuda")]
+    assert main(["bench"]) == 2
+    assert "need a CUDA GPU" in capsys.readouterr().err
+
+
+def test_own_failure_is_exit_code_1(fake_operator: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:
+    fake_operator.CASES = [case(lambda: {"onepass": thunk(ValueError("no [good] reason"))})]
+    assert main(["bench"]) == 1
+    assert "failed: ValueError: no [good] reason" in capsys.readouterr().out
+
+
+def test_an_interruption_keeps_what_was_measured(fake_operator: SimpleNamespace, tmp_path: Path) -> None:
+    def interrupt() -> Any:
+        raise KeyboardInterrupt
+
+    fake_operator.CASES.append(case(lambda: {"onepass": interrupt}, op="later"))
+    path = tmp_path / "r.json"
+    assert main(["bench", "--json", str(path)]) == 130
+    header, records = read(path)
+    assert header["complete"] is False
+    assert len(records) == 6
+
+
+def test_a_lost_device_keeps_what_was_measured(
+    fake_operator: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    timer = FakeTimer()
+    monkeypatch.setattr(timers, "CpuTimer", lambda **options: timer)
+
+    def breaks() -> Any:
+        timer.lost = True
+        raise RuntimeError("launch failed")
+
+    fake_operator.CASES.append(case(lambda: {"onepass": breaks}, op="later"))
+    path = tmp_path / "r.json"
+    assert main(["bench", "--json", str(path)]) == 1
+    assert "stopped: onepass at later 4x8 broke the device" in capsys.readouterr().out
+    assert len(read(path)[1]) == 6
+    assert read(path)[0]["complete"] is False
+
+
+def test_a_target_without_permission(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    assert main(["bench", "--json", str(tmp_path / "r.json")]) == 2
+    assert "permission denied" in capsys.readouterr().err
+
+
+def test_help(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["bench", "--help"])
+    assert stop.value.code == 0
+    out = capsys.readouterr().out
+    for option in ("--json", "--list", "--stage", "--case", "--dtype", "--quick", "--no-compile", "--report"):
+        assert option in out

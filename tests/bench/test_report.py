@@ -1,0 +1,104 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from onepass.bench.records import read, write
+from onepass.bench.report import build, caption, table
+from onepass.core.errors import UserError
+
+HEADER = {
+    "header": True, "gpu": "NVIDIA H200", "copy_gbps": 4274.0, "torch": "2.11.0", "triton": "3.6.0",
+    "onepass": "0.1.0", "rivals": {"liger-kernel": "0.8.5"}, "complete": True,
+}  # fmt: skip
+
+
+def record(impl: str, us: float, cols: int = 128, stage: str = "forward", dtype: str = "bfloat16") -> dict[str, Any]:
+    return {
+        "op": "layer_norm", "pass": stage, "case": {"rows": 8, "cols": cols}, "dtype": dtype, "impl": impl,
+        "us": us, "gbps": 1.0, "copy_pct": 100 * 30 / us, "host_us": 5.0,
+    }  # fmt: skip
+
+
+RECORDS = [
+    record("liger", 60.0), record("onepass", 30.0), record("onepass", 50.0, 256), record("liger", 40.0, 256),
+    record("onepass", 33.0, 256, "backward"), record("only once", 90.0, 256),
+]  # fmt: skip
+
+
+def test_table() -> None:
+    assert table(RECORDS) == (
+        "| layer_norm forward, bfloat16 | onepass | liger | only once |\n"
+        "|---|---|---|---|\n"
+        "| 8x128 | **30 (100%)** | 60 (50%) | – |\n"
+        "| 8x256 | 50 (60%) | **40 (75%)** | 90 (33%) |\n"
+        "\n"
+        "| layer_norm backward, bfloat16 | onepass |\n"
+        "|---|---|\n"
+        "| 8x256 | **33 (91%)** |\n"
+    )
+
+
+def test_caption() -> None:
+    assert caption(HEADER) == (
+        "NVIDIA H200, copy 4274 GB/s; torch 2.11.0, triton 3.6.0, onepass 0.1.0, liger-kernel 0.8.5"
+    )
+    assert caption({**HEADER, "complete": False}).endswith("(incomplete run)")
+
+
+def test_build(tmp_path: Path) -> None:
+    write(tmp_path / "norm.json", [HEADER, *RECORDS, record("onepass", 50.0, dtype="float32")])
+    assert build(tmp_path) == [tmp_path / "norm.md", tmp_path / "norm.png"]
+    text = (tmp_path / "norm.md").read_text()
+    assert text.startswith("NVIDIA H200, copy 4274 GB/s")
+    assert "![% of copy](norm.png)" in text
+    assert (tmp_path / "norm.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_is_written_is_what_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "norm.json"
+    write(path, [HEADER, *RECORDS])
+    assert read(path) == (HEADER, RECORDS)
+    assert len(path.read_text().splitlines()) == 2 + 1 + len(RECORDS)
+    assert [p.name for p in tmp_path.iterdir()] == ["norm.json"]
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "norm.json"
+    write(path, [HEADER])
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(UserError, match="No space left"):
+        write(path, [HEADER, *RECORDS])
+    assert read(path) == (HEADER, [])
+    assert [p.name for p in tmp_path.iterdir()] == ["norm.json"]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[", "is no JSON"),
+        ("{}", "holds no benchmark results"),
+        ("[]", "holds no benchmark results"),
+        ('[{"op": "x"}]', "0 header records"),
+        (json.dumps([HEADER, {"op": "x"}]), "a record lacks pass, case"),
+        (json.dumps([HEADER]), "no measurements"),
+    ],
+)
+def test_broken_files(tmp_path: Path, text: str, words: str) -> None:
+    (tmp_path / "norm.json").write_text(text)
+    with pytest.raises(UserError, match=words):
+        build(tmp_path)
+
+
+def test_nothing_to_report(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"no \.json files"):
+        build(tmp_path)
+    with pytest.raises(UserError, match="no such directory"):
+        build(tmp_path / "missing")

@@ -1,0 +1,160 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from bench.fakes import FakeTimer, case, everything, thunk
+from onepass.bench import runner
+from onepass.bench.compare import all_zero, disagreement, error
+from onepass.bench.runner import DISAGREES, FAILED, MISSING, OK, SKIPPED, DeviceLostError, label
+from onepass.core.spec import Prepared, backward_of, optional
+
+
+def results(*cases: Any, timer: FakeTimer | None = None, **options: Any) -> dict[str, runner.Result]:
+    found = runner.run([("fakes", c) for c in cases], timer or FakeTimer(), **options)
+    return {r.impl: r for r in found}
+
+
+def test_every_implementation_ends_up_where_it_belongs() -> None:
+    found = results(case(everything))
+    assert {n: r.status for n, r in found.items()} == {
+        "onepass": OK, "agrees": OK, "wrong": DISAGREES, "raises": FAILED, "absent": MISSING, "late": MISSING,
+        "torch.compile of it": OK,
+    }  # fmt: skip
+    assert next(iter(found)) == "onepass"
+    assert (found["onepass"].us, found["onepass"].host_us) == (10.0, 3.0)
+    assert found["raises"].note == "RuntimeError: kaput"
+    assert found["absent"].note == "absent-package"
+    assert found["late"].note == "far_away"
+
+
+def test_a_disagreeing_rival_is_timed_and_says_by_how_much() -> None:
+    wrong = results(case(everything))["wrong"]
+    assert wrong.us == 1.0
+    assert "off by" in wrong.note
+    assert "0.001 accepted" in wrong.note
+
+
+def test_without_compile() -> None:
+    assert results(case(everything), compile=False)["torch.compile of it"].status == SKIPPED
+
+
+def test_a_failing_own_implementation_ends_the_case_but_not_the_run() -> None:
+    broken = case(lambda: {"onepass": thunk(ValueError("ours")), "agrees": thunk(torch.ones(2))})
+    found = list(runner.run([("fakes", broken), ("fakes", case(everything))], FakeTimer()))
+    assert [(r.impl, r.status) for r in found[:2]] == [("onepass", FAILED), ("onepass", OK)]
+
+
+def test_inputs_that_cannot_be_built_are_reported() -> None:
+    def make() -> dict[str, Callable[[], Any]]:
+        raise torch.OutOfMemoryError("too large")
+
+    found = results(case(make))["onepass"]
+    assert found.status == FAILED
+    assert "too large" in found.note
+
+
+def test_inputs_come_from_a_fixed_seed() -> None:
+    drawn = []
+
+    def make() -> dict[str, Callable[[], Any]]:
+        drawn.append(torch.randn(5))
+        return {"onepass": thunk(drawn[-1])}
+
+    results(case(make), case(make))
+    torch.testing.assert_close(drawn[0], drawn[1], rtol=0, atol=0)
+
+
+def test_zeros_are_not_worth_measuring() -> None:
+    found = results(case(lambda: {"onepass": thunk(torch.zeros(3))}))["onepass"]
+    assert found.status == DISAGREES
+    assert "zero" in found.note
+
+
+def test_preparation_waits_for_its_turn() -> None:
+    order = []
+
+    def build() -> Callable[[], Any]:
+        order.append("built")
+        return thunk(torch.ones(2))
+
+    def make() -> dict[str, Any]:
+        order.append("made")
+        return {"onepass": thunk(torch.ones(2)), "rival": Prepared(build)}
+
+    results(case(make), started=lambda c, impl: order.append(impl))
+    assert order == ["made", "onepass", "rival", "built"]
+
+
+def test_backward_of_gives_gradients_again_and_again() -> None:
+    x = torch.randn(3, requires_grad=True)
+    call = backward_of(lambda: x**2, (x,), torch.ones(3)).build()
+    for _ in range(2):
+        torch.testing.assert_close(call()[0], 2 * x.detach())
+
+
+def test_a_lost_device_ends_the_run() -> None:
+    timer = FakeTimer()
+
+    def breaks() -> Any:
+        timer.lost = True
+        raise RuntimeError("launch failed")
+
+    with pytest.raises(DeviceLostError, match=r"breaks.*illegal memory access"):
+        results(case(lambda: {"onepass": thunk(torch.ones(1)), "breaks": breaks}), timer=timer)
+
+
+def test_optional() -> None:
+    assert optional("surely_not_installed") is None
+    assert optional("math") is not None
+
+
+@pytest.mark.parametrize(
+    ("params", "text"),
+    [
+        ({"rows": 64, "cols": 1024}, "64x1024"),
+        ({"rows": 64, "cols": 1024, "T": 20, "eps": 0.1}, "64x1024 T=20 eps=0.1"),
+        ({"model": "gpt2-124M", "state": "int8"}, "gpt2-124M int8"),
+        ({}, ""),
+    ],
+)
+def test_labels(params: dict[str, Any], text: str) -> None:
+    assert label(params) == text
+
+
+class TestComparison:
+    def test_one_wrong_entry_among_many_shows(self) -> None:
+        ours = torch.randn(1000, 100)
+        theirs = ours.clone()
+        theirs[500, 50] += 1
+        assert disagreement(ours, theirs, 2e-2)
+        assert disagreement(ours, ours + 1e-3, 2e-2) is None
+
+    def test_is_relative_to_the_largest_value(self) -> None:
+        assert error(torch.tensor([100.0, 0.0]), torch.tensor([101.0, 0.0])) == pytest.approx(0.01)
+
+    @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+    def test_numbers_against_no_numbers(self, bad: float) -> None:
+        assert disagreement(torch.ones(2), torch.tensor([1.0, bad]), 0.5)
+        assert disagreement(torch.tensor([1.0, bad]), torch.ones(2), 0.5)
+        assert disagreement(torch.tensor([1.0, bad]), torch.tensor([1.0, bad]), 0.5) is None
+
+    def test_structure(self) -> None:
+        a = torch.ones(2)
+        assert disagreement((a, a), a, 1.0) == "1 results against our 2"
+        assert "nothing against our tensor" in str(disagreement((a, a), (a, None), 1.0))
+        assert disagreement((a, None), [a, None], 1.0) is None
+        assert "shape (3,)" in str(disagreement(a, torch.ones(3), 1.0))
+
+    def test_integers_and_empty_tensors(self) -> None:
+        assert disagreement(torch.tensor([2**40]), torch.tensor([2**40 + 1]), 0.0)
+        assert disagreement(torch.empty(0), torch.empty(0), 0.0) is None
+        assert not all_zero(torch.empty(0))
+        assert not all_zero((None, torch.tensor([0.0, 1.0])))
+
+    def test_results_must_be_tensors(self) -> None:
+        with pytest.raises(TypeError, match="got str"):
+            disagreement(torch.ones(1), "text", 1.0)

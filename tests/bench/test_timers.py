@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from onepass.bench import timers
+from onepass.bench.roofline import copy_pct, gbps, speedup
+from onepass.bench.timers import CpuTimer, CudaTimer
+
+
+@pytest.fixture
+def cpu_timer(monkeypatch: pytest.MonkeyPatch) -> CpuTimer:
+    monkeypatch.setattr(timers, "FLUSH_BYTES", 1 << 20)
+    return CpuTimer(measure_ms=1.0, warmup_ms=1.0, copy_bytes=1 << 22)
+
+
+def test_cpu_times(cpu_timer: CpuTimer) -> None:
+    for measured in (cpu_timer.us(lambda: time.sleep(0.002)), cpu_timer.host_us(lambda: time.sleep(0.002))):
+        assert 2000 <= measured < 50_000
+
+
+def test_cpu_copy(cpu_timer: CpuTimer) -> None:
+    assert 0.01 < cpu_timer.copy_gbps() < 10_000
+
+
+def test_roofline() -> None:
+    # 4 MB in 2 µs are 2000 GB/s
+    assert gbps(4_000_000, 2.0) == 2000
+    assert copy_pct(4_000_000, 2.0, 4000.0) == 50
+    assert speedup(10.0, 15.0) == 1.5
+
+
+def test_repetitions() -> None:
+    assert timers._repetitions(1.0, 60.0, 5, 200) == 60
+    assert timers._repetitions(1e-9, 60.0, 5, 200) == 200
+    assert timers._repetitions(1e9, 60.0, 5, 200) == 5
+
+
+@pytest.mark.gpu
+def test_cuda_times() -> None:
+    timer = CudaTimer(measure_ms=20.0)
+    copy = timer.copy_gbps()
+    assert 50 < copy < 20_000
+    x = torch.randn(1 << 26, device="cuda")
+    y = torch.empty_like(x)
+    us = timer.us(lambda: y.copy_(x))
+    # a copy of a quarter of a gigabyte runs at nearly the speed of a large one
+    assert 0.5 * copy < gbps(2 * 4 * x.numel(), us) < 1.5 * copy
+    assert 0.5 < timer.host_us(lambda: y.copy_(x)) < us
+
+
+@pytest.mark.gpu
+def test_cuda_caches_are_cold() -> None:
+    timer = CudaTimer(measure_ms=20.0)
+    x = torch.randn(1 << 20, device="cuda")
+    cold = timer.us(x.sum)
+    timer._flush = torch.empty(1, device="cuda")
+    assert cold > timer.us(x.sum)
+
+
+@pytest.mark.gpu
+def test_slow_calls_are_repeated_little() -> None:
+    calls = []
+
+    def slow() -> None:
+        calls.append(1)
+        torch.cuda._sleep(200_000_000)
+
+    assert CudaTimer(measure_ms=20.0).us(slow) > 20_000
+    assert len(calls) == 4

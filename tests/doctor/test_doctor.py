@@ -1,0 +1,263 @@
+from __future__ import annotations
+
+import getpass
+import platform
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import onepass.__main__ as entry
+from onepass.__main__ import main
+from onepass.core import about, launch, spec
+from onepass.core.spec import Sample, Spec
+from onepass.doctor import cli, facts, report, selftest
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _only_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(entry, "COMMANDS", ("onepass.doctor.cli",))
+
+
+def samples(make: Callable[..., Tensor]) -> Iterator[Sample]:
+    yield Sample("vector", (make(3),))
+    yield Sample("matrix", (make(2, 3),))
+
+
+def double(x: Tensor) -> Tensor:
+    return 2 * x
+
+
+def operator(op: Callable[..., Any], name: str = "double", reference: Callable[..., Any] = double) -> Spec:
+    return Spec(name=name, op=op, reference=reference, samples=samples)
+
+
+def install(monkeypatch: pytest.MonkeyPatch, *specs: Spec) -> None:
+    """Let these be all the operators there are."""
+    monkeypatch.setattr(spec, "folders", lambda: ["fakes"])
+    monkeypatch.setattr(spec, "load", lambda folder: SimpleNamespace(SPECS=specs))
+    monkeypatch.setattr(selftest, "lion_checks", lambda device, dtype: iter(()))
+
+
+class WrongGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+def raising(x: Tensor) -> Tensor:
+    raise RuntimeError("no such kernel\nlong story")
+
+
+def nan_at_the_end(x: Tensor) -> Tensor:
+    y = (2 * x).flatten()
+    return torch.cat([y[:-1], y[-1:] * torch.nan]).view_as(x)
+
+
+def test_healthy(capsys: pytest.CaptureFixture[str]) -> None:
+    code = main(["doctor"])
+    out = capsys.readouterr().out
+    assert code == 0, out
+    assert "all is well" in out
+    for name in ["weighted_sum", "Lion", *(s.name for s in spec.all_specs())]:
+        assert f"\n{name} cpu float32: " in out
+    assert "problems: none" in out
+    assert torch.__version__ in out
+    assert platform.python_version() in out
+
+
+@pytest.mark.parametrize(
+    ("op", "words"),
+    [
+        (lambda x: 2.001 * x, "times the tolerance"),
+        (WrongGradient.apply, "times the tolerance"),
+        (nan_at_the_end, "inf times the tolerance"),
+        (raising, "RuntimeError: no such kernel"),
+        (lambda x: 2 * x[..., :1], "shape (1,), expected (3,)"),
+        (lambda x: (2 * x, x), "2 results, expected 1"),
+        (lambda x: 2 * x.detach() + 0 * x.sum().detach(), "gradient"),
+    ],
+)
+def test_a_broken_operator_is_named_and_the_others_go_on(
+    op: Callable[..., Any], words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    install(monkeypatch, operator(op, "broken"), operator(double, "sound"))
+    assert main(["doctor"]) == 1
+    out = capsys.readouterr().out
+    assert "sound cpu float32: torch (device cpu has no Triton path); ok, 2/2 samples" in out
+    assert "problem: broken on cpu in float32: vector: " in out
+    assert words in out
+    assert "Traceback" not in out
+    assert "2 problems found" in out
+
+
+def test_samples_that_raise(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def no_samples(make: Callable[..., Tensor]) -> Iterator[Sample]:
+        raise LookupError("lost")
+
+    install(monkeypatch, Spec(name="double", op=double, reference=double, samples=no_samples))
+    assert main(["doctor"]) == 1
+    assert "double on cpu in float32: samples: LookupError: lost" in capsys.readouterr().out
+
+
+def test_an_operator_that_does_not_import(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(spec, "folders", lambda: ["absent"])
+    monkeypatch.setattr(selftest, "lion_checks", lambda device, dtype: iter(()))
+    assert main(["doctor"]) == 1
+    assert "onepass.ops.absent does not import: ModuleNotFoundError" in capsys.readouterr().out
+
+
+def test_a_wrong_lion(monkeypatch: pytest.MonkeyPatch) -> None:
+    from onepass.optim import Lion
+
+    class Forgetful(Lion):
+        def step(self, closure: Any = None) -> Any:
+            for group in self.param_groups:
+                group["weight_decay"] = 0.0
+            return super().step(closure)
+
+    assert selftest.check_lion(CPU, torch.float32) <= 1
+    monkeypatch.setattr("onepass.optim.Lion", Forgetful)
+    assert selftest.check_lion(CPU, torch.float32) > 1
+
+
+def test_without_triton(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(launch, "triton_installed", lambda: False)
+    monkeypatch.setattr(about.importlib.metadata, "version", _no_triton(about.importlib.metadata.version))
+    install(monkeypatch, operator(double))
+    assert main(["doctor"]) == 0
+    out = capsys.readouterr().out
+    assert "triton none" in out
+    assert "double cpu float32: torch (Triton is not installed)" in out
+
+
+def _no_triton(version: Callable[[str], str]) -> Callable[[str], str]:
+    def lookup(name: str) -> str:
+        if "triton" in name:
+            raise about.importlib.metadata.PackageNotFoundError(name)
+        return version(name)
+
+    return lookup
+
+
+def test_old_versions_are_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert facts.problems({"torch": "2.10.1+cu128", "triton": "3.6.0"}) == [
+        "torch 2.10.1+cu128 is older than 2.11: pip install --upgrade torch"
+    ]
+    assert facts.problems({"torch": "2.11.0", "triton": None}) == []
+    assert facts.problems({"torch": "3.0", "triton": "3.10.0"}) == []
+
+
+def test_a_driver_that_torch_cannot_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert facts.advice({"driver": "580.1", "triton": "3.6"}) == [
+        "there is an NVIDIA driver (580.1), but this torch is built without CUDA"
+    ]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert "slower torch path" in facts.advice({"driver": "580.1", "triton": None})[0]
+
+
+def test_a_gpu_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(index: int) -> Any:
+        raise RuntimeError("CUDA error: no kernel image")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", broken)
+    found, problems = facts.devices()
+    assert [d.device.type for d in found] == ["cpu"]
+    assert problems == ["cuda:0 can't be used: RuntimeError: CUDA error: no kernel image"]
+
+
+def test_settings_are_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("ONEPASS_BACKEND", "torch")
+    install(monkeypatch, operator(double))
+    main(["doctor"])
+    assert "ONEPASS_BACKEND=torch" in capsys.readouterr().out
+
+
+class TestTime:
+    def test_first_fp32_samples_run_even_when_time_is_up(self) -> None:
+        now = iter(range(1000))
+        checks = [selftest.spec_checks(operator(double, n), CPU, torch.float32) for n in ("a", "b")]
+        checks.append(selftest.spec_checks(operator(double, "a"), CPU, torch.bfloat16))
+        found = selftest.perform(checks, seconds=0.5, clock=lambda: next(now))
+        assert [(v.ran, v.samples) for v in found] == [(1, 2), (1, 2), (0, 2)]
+        assert report.outcome(found[2]) == "no time (use --full)"
+
+    def test_everything_runs_when_there_is_time(self) -> None:
+        checks = [selftest.spec_checks(operator(double), CPU, torch.bfloat16)]
+        assert selftest.perform(checks)[0].ran == 2
+
+
+class TestBlock:
+    @pytest.mark.parametrize(
+        ("text", "kept"),
+        [
+            ("can't open /home/ada/private/lib/kernel.so: no", "can't open .../kernel.so: no"),
+            ("~/work/x.py line 3", ".../x.py line 3"),
+            (r"C:\Users\ada\x.py", ".../x.py"),
+            ("float32 and/or bfloat16, 3/4 samples", "float32 and/or bfloat16, 3/4 samples"),
+        ],
+    )
+    def test_directories_are_scrubbed(self, text: str, kept: str) -> None:
+        assert report.scrub(text) == kept
+
+    def test_names_are_scrubbed(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(getpass, "getuser", lambda: "lovelace")
+        monkeypatch.setattr(platform, "node", lambda: "secret-host")
+        assert report.scrub("lovelace at secret-host") == "... at ..."
+
+    def test_nameless_users(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def nobody() -> str:
+            raise KeyError("getpwuid(): uid not found: 4711")
+
+        monkeypatch.setattr(getpass, "getuser", nobody)
+        assert report.scrub("text") == "text"
+
+    def test_is_plain_and_private(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+        def leaky(x: Tensor) -> Tensor:
+            raise OSError("/home/ada/cache/kernel.cubin: gone")
+
+        monkeypatch.setattr(getpass, "getuser", lambda: "lovelace")
+        install(monkeypatch, operator(leaky, "leaky_of_lovelace"))
+        main(["doctor"])
+        text = capsys.readouterr().out.split("```")[1]
+        assert text.isascii()
+        assert "\x1b" not in text
+        assert "/home" not in text
+        assert ".../kernel.cubin: gone" in text
+
+
+def test_help(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["doctor", "--help"])
+    assert stop.value.code == 0
+    assert "--full" in capsys.readouterr().out
+
+
+def test_plan_covers_every_device() -> None:
+    cuda = facts.Device(torch.device("cuda", 0), "GPU", "")
+    cpu = facts.Device(CPU, "CPU", "")
+    checks, problems = cli.plan([cpu, cuda])
+    operators = len(spec.all_specs()) + 1
+    assert len(checks) == operators * 3
+    assert problems == []
+
+
+@pytest.mark.gpu
+def test_healthy_on_the_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    code = main(["doctor", "--full"])
+    out = capsys.readouterr().out
+    assert code == 0, out
+    assert "weighted_sum cuda:0 bfloat16: triton (cuda:0 with Triton); ok" in out
