@@ -72,23 +72,80 @@ def _backward_kernel() -> Any:
     return backward_kernel
 
 
+def _finish_kernel() -> Any:
+    from .kernels_triton import finish_kernel
+
+    return finish_kernel
+
+
+_UNITS = {"x_row_units": "i32", "n_rows": "i32", "n_col_units": "i32"}
+# (width, vectors) → the launch table's choice and a register budget, for bf16 and fp32;
+# forward: UNIT, BLOCK_R, BLOCK_C, warps, registers; backward: UNIT, UNROLL, BLOCK_R, BLOCK_C, warps, registers
+_FORWARD = {
+    "bf16": {
+        (64, 1): (16, 128, 64, 4, 80),
+        (512, 1): (16, 16, 512, 4, 96),
+        (3000, 1): (8, 8, 1024, 4, 104),
+        (4096, 1): (16, 8, 1024, 4, 80),
+        (4096, 4): (16, 4, 1024, 4, 128),
+        (4096, 16): (16, 2, 1024, 4, 168),
+    },
+    "fp32": {
+        (64, 1): (16, 64, 64, 4, 64),
+        (100, 1): (4, 32, 128, 4, 80),
+        (4096, 1): (16, 8, 512, 4, 64),
+        (4096, 4): (16, 4, 512, 4, 96),
+    },
+}
+_BACKWARD = {
+    "bf16": {
+        (64, 1): (16, 8, 32, 64, 8, 96),
+        (512, 1): (16, 8, 2, 512, 4, 96),
+        (3000, 1): (8, 8, 1, 1024, 4, 80),
+        (4096, 1): (16, 8, 1, 1024, 4, 80),
+        (4096, 4): (16, 4, 1, 1024, 4, 128),
+        (4096, 16): (16, 2, 1, 512, 4, 255),
+    },
+    "fp32": {
+        (64, 1): (16, 8, 16, 64, 8, 80),
+        (4096, 1): (16, 8, 1, 512, 4, 80),
+        (4096, 4): (16, 4, 1, 512, 4, 96),
+    },
+}
+
+
 def _kernels() -> Iterator[Kernel]:
-    sizes = {"x_row_stride": "i32", "n_rows": "i32", "n_cols": "i32"}
-    divisible = ("x_ptr", "w_ptr", "y_ptr", "dy_ptr", "dx_ptr", "dw_ptr", "x_row_stride", "n_cols")
+    # 16 divides the count of units where it divides width / UNIT: Triton's own specialisation of integer arguments
+    def divisible(cols: int, unit: int) -> tuple[str, ...]:
+        pointers = ("x_ptr", "w_ptr", "y_ptr", "dy_ptr", "dx_ptr", "dw_ptr")
+        return pointers + (("x_row_units", "n_col_units") if cols // unit % 16 == 0 else ())
+
     for t in ("bf16", "fp32"):
         pointers = {f"{p}_ptr": f"*{t}" for p in ("dy", "x", "w", "y", "dx")}
-        for cols, rows, vectors in ((64, 64, 1), (512, 8, 1), (4096, 1, 1), (512, 8, 4)):
-            tile = {"N_VECTORS": vectors, "PADDED_VECTORS": vectors, "BLOCK_R": rows, "BLOCK_C": cols}
-            name = f"{t} {rows}x{cols} R={vectors}"
+        widest = 8 if t == "bf16" else 4
+        for (cols, vectors), (unit, block_r, block_c, warps, registers) in _FORWARD[t].items():
             yield Kernel(
-                f"weighted_sum forward {name}", _forward_kernel,
-                {k: pointers[k] for k in ("x_ptr", "w_ptr", "y_ptr")} | sizes, tile, divisible,
+                f"weighted_sum forward {t} D={cols} R={vectors}", _forward_kernel,
+                {k: pointers[k] for k in ("x_ptr", "w_ptr", "y_ptr")} | _UNITS | {"split_tiles": "i32"},
+                {"UNIT": unit, "N_VECTORS": vectors, "VECTOR": min(unit, widest), "BLOCK_R": block_r,
+                 "BLOCK_C": block_c, "EVEN_C": cols % block_c == 0},
+                divisible(cols, unit), num_warps=warps, max_registers=registers, vector_loads=unit >= widest,
             )  # fmt: skip
+        for (cols, vectors), (unit, unroll, block_r, block_c, warps, registers) in _BACKWARD[t].items():
             yield Kernel(
-                f"weighted_sum backward {name}", _backward_kernel,
-                {k: pointers[k] for k in ("dy_ptr", "x_ptr", "w_ptr", "dx_ptr")} | {"dw_ptr": "*fp32"} | sizes,
-                {**tile, "NEED_X": True, "NEED_W": True}, divisible, max_registers=255,
+                f"weighted_sum backward {t} D={cols} R={vectors}", _backward_kernel,
+                {k: pointers[k] for k in ("dy_ptr", "x_ptr", "w_ptr", "dx_ptr")} | {"dw_ptr": "*fp32"} | _UNITS,
+                {"UNIT": unit, "N_VECTORS": vectors, "NEED_X": True, "NEED_W": True, "UNROLL": unroll,
+                 "BLOCK_R": block_r, "BLOCK_C": block_c, "EVEN_C": cols % block_c == 0},
+                divisible(cols, unit), num_warps=warps, max_registers=registers,
+                # sixteen vectors leave registers for half a vector of columns
+                vector_loads=unit >= widest and (vectors <= 4 or t == "fp32"),
             )  # fmt: skip
+    yield Kernel(
+        "weighted_sum finish", _finish_kernel,
+        {"parts_ptr": "*fp32", "out_ptr": "*bf16", "n_parts": "i32", "n": "i32"},
+        {"BLOCK_P": 256, "BLOCK_C": 16}, ("parts_ptr", "out_ptr", "n"), max_registers=96,
+    )  # fmt: skip
 
 
 KERNELS = list(_kernels())
