@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from onepass.core.spec import Case
 
 DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "fp64": "float64"}
-STAGES = ("forward", "backward", "step")
 QUICK_MS, MEASURE_MS = 15.0, 60.0
 
 _EPILOG = """\
@@ -70,7 +69,7 @@ def select(cases: Sequence[tuple[str, Case]], args: argparse.Namespace) -> list[
     """Cases that the arguments ask for; UserError when there is no such operator or nothing is left."""
     from onepass.core.about import dtype_name
 
-    from .runner import label
+    from .runner import STAGES, label
 
     _one_of("--stage", args.stage, STAGES)
     _one_of("--dtype", args.dtype, (*DTYPES, *DTYPES.values()))

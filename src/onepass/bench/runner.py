@@ -19,6 +19,7 @@ from .timers import Timer
 
 OURS = "onepass"
 SEED = 20
+STAGES = ("forward", "backward", "step")
 
 # what a result can be; only "ok" becomes a record
 OK, DISAGREES, FAILED, MISSING, SKIPPED = "ok", "disagrees", "failed", "missing", "skipped"

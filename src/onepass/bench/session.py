@@ -35,8 +35,8 @@ class Session:
         *,
         compile: bool = True,
     ) -> None:
-        # a table holds one operator, pass and dtype
-        self.cases = sorted(cases, key=lambda fc: (fc[0], fc[1].op, fc[1].stage, str(fc[1].dtype)))
+        # a table holds one operator, dtype and pass
+        self.cases = sorted(cases, key=lambda fc: (fc[0], fc[1].op, str(fc[1].dtype), runner.STAGES.index(fc[1].stage)))
         self.console = console
         self.json = json
         self.compile = compile
@@ -95,8 +95,9 @@ class Session:
 
     def run(self, timer: Timer) -> int:
         """Return 1 when one of our own implementations failed or the device was lost, else 0."""
-        for folder in dict.fromkeys(f for f, _ in self.cases) if self.json is not None else ():
-            records.check_writable(json_path(self.json, folder))
+        if self.json is not None:
+            for folder in dict.fromkeys(f for f, _ in self.cases):
+                records.check_writable(json_path(self.json, folder))
         self.copy_gbps = timer.copy_gbps()
         print_ = self.console.print
         print_(f"{self.about['gpu']}: copy {self.copy_gbps:.0f} GB/s (bytes read + written)", markup=False)

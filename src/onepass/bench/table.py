@@ -20,6 +20,10 @@ def fastest_rival(results: Sequence[Result]) -> float | None:
     return min(times, default=None)
 
 
+def _number(value: float) -> str:
+    return f"{value:.0f}" if value >= 10 else f"{value:.1f}"
+
+
 def _row(result: Result, copy_gbps: float, rival_us: float | None) -> list[str]:
     if result.us is None or result.host_us is None:
         style = "red" if result.status == FAILED else "dim"
@@ -30,8 +34,8 @@ def _row(result: Result, copy_gbps: float, rival_us: float | None) -> list[str]:
         ratio = f"[red]{escape(f'{result.status}: {result.note}')}[/]"
     return [
         f"{result.us:.1f}",
-        f"{gbps(floor, result.us):.0f}",
-        f"{copy_pct(floor, result.us, copy_gbps):.0f}",
+        _number(gbps(floor, result.us)),
+        _number(copy_pct(floor, result.us, copy_gbps)),
         f"{result.host_us:.1f}",
         ratio,
     ]
