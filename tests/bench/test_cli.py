@@ -46,7 +46,7 @@ def test_json(tmp_path: Path) -> None:
     assert header["header"] is True
     assert header["complete"] is True
     assert header["copy_gbps"] == 1000.0
-    for key in ("onepass", "python", "torch", "triton", "cuda", "driver", "os", "gpu", "date"):
+    for key in ("onepass", "python", "torch", "triton", "cuda", "driver", "os", "gpu", "date", "settings"):
         assert key in header
     assert header["torch"] == torch.__version__
     assert list(header["rivals"]) == ["torch"]
@@ -107,6 +107,8 @@ def test_cases_for_a_gpu_need_one(fake_operator: SimpleNamespace, capsys: pytest
     fake_operator.CASES = [case(everything, device="cuda")]
     assert main(["bench"]) == 2
     assert "need a CUDA GPU" in capsys.readouterr().err
+    assert main(["bench", "--device", "cuda"]) == 2
+    assert "torch sees no CUDA GPU" in capsys.readouterr().err
 
 
 def test_own_failure_is_exit_code_1(fake_operator: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:

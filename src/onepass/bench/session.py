@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from rich.markup import escape
 
-from onepass.core.about import device_name, dtype_name, versions
+from onepass.core.about import device_name, dtype_name, settings, versions
 from onepass.core.spec import Case
 
 from . import records, rivals, runner, table
@@ -45,6 +46,7 @@ class Session:
             **versions(),
             "gpu": device_name(torch.device(device)),
             "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
+            "settings": settings(),
             "rivals": installed,
         }
         self.copy_gbps = 0.0
@@ -77,7 +79,7 @@ class Session:
 
             def started(case: Case, impl: str) -> None:
                 where = f"{case.op} {case.stage} {dtype_name(case.dtype)} {runner.label(case.params)}"
-                status.update(f"{done}/{len(self.cases)} cases · {where} · {impl}")
+                status.update(escape(f"{done}/{len(self.cases)} cases · {where} · {impl}"))
 
             try:
                 for result in runner.run(self.cases, timer, compile=self.compile, started=started):

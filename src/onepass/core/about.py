@@ -11,7 +11,13 @@ from pathlib import Path
 
 import torch
 
-import onepass
+SETTINGS = (
+    "ONEPASS_BACKEND",
+    "TRITON_INTERPRET",
+    "CUDA_VISIBLE_DEVICES",
+    "PYTORCH_ALLOC_CONF",
+    "PYTORCH_CUDA_ALLOC_CONF",
+)
 
 
 def distribution_version(*names: str) -> str | None:
@@ -36,8 +42,10 @@ def nvidia_driver() -> str | None:
 
 def versions() -> dict[str, str | None]:
     """Every version that decides what runs; None for what is absent."""
+    from onepass import __version__
+
     return {
-        "onepass": onepass.__version__,
+        "onepass": __version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
         "triton": distribution_version("triton", "pytorch-triton", "pytorch-triton-rocm", "triton-windows"),
@@ -45,6 +53,11 @@ def versions() -> dict[str, str | None]:
         "driver": nvidia_driver(),
         "os": f"{platform.system()} {platform.release()} {platform.machine()}",
     }
+
+
+def settings() -> dict[str, str]:
+    """Environment variables that change which path is taken, where set."""
+    return {name: os.environ[name] for name in SETTINGS if name in os.environ}
 
 
 def cpu_name() -> str:

@@ -97,8 +97,9 @@ def _show_verdicts(console: Console, verdicts: Sequence[Verdict]) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the command; 1 when something is wrong."""
     from rich.console import Console
+    from rich.markup import escape
 
-    from onepass.core.about import dtype_name
+    from onepass.core.about import dtype_name, settings
     from onepass.core.about import versions as all_versions
 
     from . import facts, report, selftest
@@ -115,7 +116,8 @@ def run(args: argparse.Namespace) -> int:
     with console.status("testing") as status:
 
         def started(verdict: Verdict) -> None:
-            status.update(f"testing {verdict.operator} on {verdict.device} in {dtype_name(verdict.dtype)}")
+            where = f"{verdict.operator} on {verdict.device} in {dtype_name(verdict.dtype)}"
+            status.update(f"testing {escape(where)}")
 
         seconds = math.inf if args.full else selftest.SECONDS
         verdicts = selftest.perform(checks, seconds, started=started)
@@ -130,7 +132,7 @@ def run(args: argparse.Namespace) -> int:
     console.print("paste this into a bug report:", style="bold")
     # plain print: no colour and no wrapping, so that it survives copying
     print("```")
-    print(report.block(versions, devices, facts.settings(), verdicts, problems, advice))
+    print(report.block(versions, devices, settings(), verdicts, problems, advice))
     print("```")
     if problems:
         console.print(f"{len(problems)} problem{'s' * (len(problems) > 1)} found", style="bold red")

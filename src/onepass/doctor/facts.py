@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from dataclasses import dataclass
 
@@ -12,13 +11,6 @@ from onepass.core.about import cpu_name, one_line
 
 # what the kernels are written for; older ones are not tested
 LEAST = {"torch": (2, 11), "triton": (3, 6)}
-SETTINGS = (
-    "ONEPASS_BACKEND",
-    "TRITON_INTERPRET",
-    "CUDA_VISIBLE_DEVICES",
-    "PYTORCH_ALLOC_CONF",
-    "PYTORCH_CUDA_ALLOC_CONF",
-)
 
 
 @dataclass(frozen=True)
@@ -54,11 +46,6 @@ def devices() -> tuple[list[Device], list[str]]:
         )
         found.append(Device(device, about.name, details))
     return found, unusable
-
-
-def settings() -> dict[str, str]:
-    """Environment variables that change which path is taken, where set."""
-    return {name: os.environ[name] for name in SETTINGS if name in os.environ}
 
 
 def problems(versions: dict[str, str | None]) -> list[str]:

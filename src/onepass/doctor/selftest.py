@@ -67,15 +67,17 @@ def _float64(sample: Sample) -> Sample:
     return Sample(sample.name, tuple(map(up, sample.args)), {k: up(v) for k, v in sample.kwargs.items()})
 
 
-def _run(fn: Callable[..., Any], sample: Sample) -> tuple[list[Tensor], dict[int | str, Tensor | None]]:
-    """Floating-point results, and the gradient of Σ result·random for every floating-point argument."""
+def _run(
+    fn: Callable[..., Any], sample: Sample, dtype: torch.dtype
+) -> tuple[list[Tensor], dict[int | str, Tensor | None]]:
+    """Floating-point results, and the gradient of Σ result·(random in dtype) for every floating-point argument."""
     leaves = {k: t.detach().requires_grad_() for k, t in _floats(sample).items()}
     called = _exchange(sample, leaves)
     out = fn(*called.args, **called.kwargs)
     outs = [t for t in ([out] if isinstance(out, Tensor) else out) if t.is_floating_point()]
     generator = torch.Generator().manual_seed(SEED + 1)
-    upstream = [torch.randn(o.shape, generator=generator, dtype=torch.float64).to(o.device, o.dtype) for o in outs]
-    pairs = [(o, g) for o, g in zip(outs, upstream, strict=True) if o.requires_grad]
+    upstream = [torch.randn(o.shape, generator=generator, dtype=torch.float64).to(dtype) for o in outs]
+    pairs = [(o, g.to(o.device, o.dtype)) for o, g in zip(outs, upstream, strict=True) if o.requires_grad]
     if not pairs:
         return outs, dict.fromkeys(leaves)
     results, weights = zip(*pairs, strict=True)
@@ -98,8 +100,8 @@ def _ratio(actual: Tensor, expected: Tensor, rtol: float, atol: float) -> float:
 def check_sample(spec: Spec, sample: Sample, dtype: torch.dtype) -> float:
     """Largest error of values and gradients over its tolerance; raises when shapes or gradients don't fit."""
     rtol, atol = spec.tolerances[dtype]
-    outs, grads = _run(spec.op, sample)
-    wanted, wanted_grads = _run(spec.reference, _float64(sample))
+    outs, grads = _run(spec.op, sample, dtype)
+    wanted, wanted_grads = _run(spec.reference, _float64(sample), dtype)
     if len(outs) != len(wanted):
         raise ValueError(f"{len(outs)} results, expected {len(wanted)}")
     worst = max((_ratio(o, w, rtol, atol) for o, w in zip(outs, wanted, strict=True)), default=0.0)
