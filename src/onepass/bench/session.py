@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.markup import escape
+from rich.live import Live
+from rich.text import Text
 
 from onepass.core.about import device_name, dtype_name, settings, versions
 from onepass.core.spec import Case
@@ -75,11 +76,12 @@ class Session:
     def _measure(self, timer: Timer) -> str:
         """Measure everything; return why it stopped early, or an empty string."""
         done = 0
-        with self.console.status("measuring") as status:
+        # no spinner: its thread would share the interpreter with the calls whose host time is taken
+        with Live(console=self.console, auto_refresh=False, transient=True) as live:
 
             def started(case: Case, impl: str) -> None:
                 where = f"{case.op} {case.stage} {dtype_name(case.dtype)} {runner.label(case.params)}"
-                status.update(escape(f"{done}/{len(self.cases)} cases · {where} · {impl}"))
+                live.update(Text(f"{done}/{len(self.cases)} cases · {where} · {impl}", "dim"), refresh=True)
 
             try:
                 for result in runner.run(self.cases, timer, compile=self.compile, started=started):
