@@ -1,0 +1,176 @@
+"""What weighted_sum promises beyond the contract: any shape and stride, only the work that is asked for, launches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from conftest import INTERPRET
+from onepass import weighted_sum
+from onepass.ops.weighted_sum.spec import _BACKWARD, _FORWARD
+
+
+@st.composite
+def _inputs(draw: st.DrawFn) -> tuple[Tensor, Tensor]:
+    """X (rows…, D) with steps, offsets, expansion or swapped dimensions; weight (D,) or (R, D) with a step."""
+    dim = draw(st.integers(0, 40) | st.sampled_from([64, 100, 129]))
+    lead = draw(st.lists(st.integers(0, 4), max_size=2))
+    step, offset = draw(st.integers(1, 3)), draw(st.integers(0, 2))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**16)))
+    dtype = draw(st.sampled_from([torch.float32, torch.float16] + ([] if INTERPRET else [torch.bfloat16])))
+    x = torch.randn([*lead, dim * step + offset], generator=generator).to(dtype)[..., offset::step]
+    if len(lead) == 2 and draw(st.booleans()):
+        x = x.transpose(0, 1)
+    if len(lead) == 1 and draw(st.booleans()):
+        x = x[:1].expand(lead[0] if x.shape[0] else 0, dim)
+    vectors = draw(st.none() | st.integers(1, 4))
+    weight = torch.randn([*([] if vectors is None else [vectors]), dim], generator=generator)
+    return x, weight.to(draw(st.sampled_from([dtype, torch.float32])))
+
+
+@settings(max_examples=25 if INTERPRET else 120, deadline=None)
+@given(_inputs())
+def test_values_and_gradients_whatever_the_layout(inputs: tuple[Tensor, Tensor]) -> None:
+    x, weight = (t.detach().requires_grad_() for t in inputs)
+    y = weighted_sum(x, weight)
+    x64, w64 = (t.detach().double().requires_grad_() for t in inputs)
+    y64 = x64 @ (w64.mT if w64.dim() == 2 else w64)
+    tolerance = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+    torch.testing.assert_close(y.double(), y64, rtol=tolerance[y.dtype], atol=tolerance[y.dtype])
+    dy = torch.randn(y.shape, dtype=torch.float64).to(y.dtype)
+    grads = torch.autograd.grad(y, (x, weight), dy)
+    for ours, theirs in zip(grads, torch.autograd.grad(y64, (x64, w64), dy.double()), strict=True):
+        limit = 4 * tolerance[ours.dtype]
+        torch.testing.assert_close(ours.double(), theirs, rtol=limit, atol=limit)
+
+
+def test_x_is_not_read_when_only_its_own_gradient_is_wanted() -> None:
+    """The memory of x is given back before backward: reading one element would be an error or a crash."""
+    for x in (torch.randn(6, 10), torch.randn(10, 6).t()):
+        weight = torch.randn(10)
+        x.requires_grad_()
+        y = weighted_sum(x, weight)
+        x.untyped_storage().resize_(0)
+        (dx,) = torch.autograd.grad(y, x, torch.ones(6))
+        torch.testing.assert_close(dx, weight.expand(6, 10))
+
+
+def test_the_gradient_of_x_is_not_made_when_only_the_weight_wants_one() -> None:
+    x, weight = torch.randn(1000, 500), torch.randn(500, requires_grad=True)
+    y = weighted_sum(x, weight)
+    with _Written(x) as sizes:
+        torch.autograd.grad(y, weight, torch.ones(1000))
+    assert x.numel() not in sizes
+    assert weight.numel() in sizes
+
+
+class _Written(TorchDispatchMode):
+    """Element counts of every tensor that an operation returned in memory other than x's."""
+
+    def __init__(self, x: Tensor) -> None:
+        super().__init__()
+        self.storage = x.untyped_storage().data_ptr()
+        self.sizes: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        tensors = (t for t in tree_leaves(out) if isinstance(t, Tensor))
+        self.sizes.update(t.numel() for t in tensors if t.untyped_storage().data_ptr() != self.storage)
+        return out
+
+    def __enter__(self) -> set[int]:  # type: ignore[override]
+        super().__enter__()
+        return self.sizes
+
+
+def test_no_columns_give_zeros() -> None:
+    weight = torch.ones(0, requires_grad=True)
+    y = weighted_sum(torch.ones(3, 0, requires_grad=True), weight)
+    assert y.tolist() == [0, 0, 0]
+    y.sum().backward()
+    assert weight.grad is not None
+    assert weight.grad.shape == (0,)
+
+
+def test_no_rows_give_a_zero_weight_gradient() -> None:
+    weight = torch.randn(3, 5, requires_grad=True)
+    y = weighted_sum(torch.randn(0, 5), weight)
+    assert y.shape == (0, 3)
+    y.sum().backward()
+    assert weight.grad is not None
+    assert not weight.grad.any()
+
+
+def test_rows_do_not_see_each_other() -> None:
+    x, weight = torch.randn(37, 130), torch.randn(2, 130)
+    y = weighted_sum(x, weight)
+    x[5] = torch.inf
+    again = weighted_sum(x, weight)
+    assert torch.equal(y[:5], again[:5])
+    assert torch.equal(y[6:], again[6:])
+
+
+def test_one_rounding_at_the_end() -> None:
+    # 2048 + 1 is 2048 in fp16: a running sum in fp16 would stay there
+    x = torch.ones(1, 4096, dtype=torch.float16)
+    assert weighted_sum(x, x[0]).item() == 4096
+
+
+def test_long_rows_use_several_programs() -> None:
+    """2 rows of 20000 columns: split columns forward (four programs under the interpreter), one group backward."""
+    x, weight = torch.randn(2, 20000, requires_grad=True), torch.randn(20000, requires_grad=True)
+    y = weighted_sum(x, weight)
+    expected = x.detach().double() @ weight.detach().double()
+    torch.testing.assert_close(y.double(), expected, rtol=1e-4, atol=1e-3)
+    dx, dw = torch.autograd.grad(y, (x, weight), torch.tensor([1.0, -2.0]))
+    torch.testing.assert_close(dw, x.detach()[0] - 2 * x.detach()[1])
+    torch.testing.assert_close(dx[1], -2 * weight.detach())
+
+
+class TestLaunch:
+    """The launch formulas, and that the code generation gate compiles what they give."""
+
+    @pytest.fixture(autouse=True)
+    def _kernels(self) -> None:
+        pytest.importorskip("triton")
+
+    @pytest.mark.parametrize(("name", "size"), [("bf16", 2), ("fp32", 4)])
+    def test_the_gate_compiles_what_is_launched(self, name: str, size: int) -> None:
+        from onepass.ops.weighted_sum import kernels_triton as k
+
+        for (cols, vectors), (unit, *tile, _) in _FORWARD[name].items():
+            assert unit == k._unit(cols, cols)
+            assert tuple(tile) == k._forward_tile(1 << 20, cols, min(unit, 16 // size), vectors)
+        for (cols, vectors), (unit, *tile, _) in _BACKWARD[name].items():
+            assert unit == k._unit(cols, cols)
+            assert tuple(tile) == k._backward_tile(1 << 20, cols, min(unit, 16 // size), vectors)
+
+    @given(st.integers(1, 1 << 22), st.integers(1, 1 << 21), st.sampled_from([1, 2, 4, 8]), st.integers(1, 16))
+    def test_tiles_are_powers_of_two_and_waste_little(self, rows: int, cols: int, vector: int, vectors: int) -> None:
+        from onepass.ops.weighted_sum import kernels_triton as k
+
+        forward = k._forward_tile(rows, cols, vector, vectors)
+        backward = k._backward_tile(rows, cols, vector, vectors)
+        for tile in (forward, backward):
+            assert all(v > 0 and v & (v - 1) == 0 for v in tile)
+        for block_c, width in ((forward[1], vector), (backward[2], min(vector, 4) if vectors > 4 else vector)):
+            if cols > 8 * width:
+                assert -(-cols // block_c) * block_c < 1.07 * (cols + 8 * width)
+        # one thread never holds more than eight vectors of x
+        assert forward[0] * forward[1] <= 8 * forward[2] * 32 * vector
+
+    def test_widths_that_16_does_not_divide_keep_wide_loads(self) -> None:
+        from onepass.ops.weighted_sum.kernels_triton import _unit
+
+        assert _unit(3000, 3000) == 8
+        assert _unit(100, 100) == 4
+        assert _unit(33, 33) == 1
+        assert _unit(64, 100) == 4
+        assert _unit(64, 0) == 16
