@@ -1,0 +1,73 @@
+"""lion-pytorch's names over `onepass.optim.Lion`: `from onepass.compat.lion_pytorch import Lion`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from onepass.ops.lion.op import lion_
+from onepass.optim.lion import Lion as _Lion
+
+
+class Lion(_Lion):
+    """lion-pytorch 0.2.5's constructor.
+
+    Args:
+        params, lr, betas, weight_decay: as there.
+        use_triton: accepted; onepass picks the path itself.
+        decoupled_weight_decay: decay by weight_decay·lr / (the constructor's lr), in every group.
+
+    The trajectory is lion-pytorch's up to rounding. Parameters in 16 bits keep nothing beside themselves, as there; use
+    `onepass.optim.Lion` to train them as in fp32.
+
+    Example:
+        >>> import torch
+        >>> w = torch.ones(2, requires_grad=True)
+        >>> optimizer = Lion([w], lr=0.5)
+        >>> w.sum().backward()
+        >>> optimizer.step()
+        >>> w.detach()
+        tensor([0.5000, 0.5000])
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        use_triton: bool = False,
+        decoupled_weight_decay: bool = False,
+    ) -> None:
+        self._init_lr = float(lr)
+        super().__init__(
+            params,
+            lr=lr,
+            betas=betas,
+            weight_decay=weight_decay,
+            decouple_lr=decoupled_weight_decay,
+            low_precision="none",
+        )
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if self.defaults["decouple_lr"]:
+            param_group.setdefault("peak_lr", self._init_lr)
+        super().add_param_group(param_group)
+
+
+@torch.no_grad()
+def update_fn(p: Tensor, grad: Tensor, exp_avg: Tensor, lr: float, wd: float, beta1: float, beta2: float) -> None:
+    """One Lion update of `p` and `exp_avg` in place; any device, dtype and strides.
+
+    Example:
+        >>> import torch
+        >>> p, m = torch.ones(2), torch.zeros(2)
+        >>> update_fn(p, torch.tensor([1.0, -1.0]), m, lr=0.5, wd=0.0, beta1=0.9, beta2=0.99)
+        >>> p
+        tensor([0.5000, 1.5000])
+    """
+    hyper = torch.tensor([[lr, wd, beta1, 1 - beta1, beta2, 1 - beta2, 1.0, 0.0]], dtype=torch.float64)
+    lion_([p], [grad], [exp_avg], [], [0], hyper, "none")

@@ -1,0 +1,1 @@
+"""The Lion update over many tensors; see README.md in this folder."""

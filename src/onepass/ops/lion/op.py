@@ -1,0 +1,164 @@
+"""The Lion step as one mutating op over lists of tensors: checks, registration, the choice of path."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.library import custom_op
+
+from onepass.core.launch import uses_triton
+
+from . import torch_path
+from .reference import Number
+from .table import Plan, rows_to_bytes
+from .torch_path import KAHAN, NONE, REMAINDER, Row
+
+MODES = {"none": NONE, "remainder": REMAINDER, "kahan": KAHAN}
+
+
+def _check(
+    params: Sequence[Tensor], grads: Sequence[Tensor], exp_avgs: Sequence[Tensor], extras: Sequence[Tensor], mode: str
+) -> None:
+    if mode not in MODES:
+        raise ValueError(f"lion_: mode must be one of {', '.join(MODES)}, got {mode!r}")
+    n_extras = 0 if mode == "none" else len(params)
+    if not len(params) == len(grads) == len(exp_avgs) or len(extras) != n_extras:
+        raise ValueError(
+            f"lion_: every parameter needs a gradient, a momentum and, unless mode is 'none', an extra tensor; got "
+            f"{len(params)} params, {len(grads)} grads, {len(exp_avgs)} exp_avgs, {len(extras)} extras (mode {mode!r})"
+        )
+    for i, (p, *others) in enumerate(zip(params, grads, exp_avgs, *([extras] if extras else []), strict=True)):
+        if mode == "remainder" and p.dtype != torch.bfloat16:
+            raise TypeError(f"lion_: mode 'remainder' takes bfloat16 parameters, got {p.dtype} (params[{i}])")
+        for name, t in zip(("grads", "exp_avgs", "extras"), others, strict=False):
+            if t.shape != p.shape or t.device != p.device:
+                raise ValueError(
+                    f"lion_: {name}[{i}] must be {tuple(p.shape)} on {p.device} like its parameter, got "
+                    f"{tuple(t.shape)} on {t.device}"
+                )
+
+
+def _strides(t: Tensor) -> list[tuple[int, int]]:
+    # the stride of a dimension of size 1 says nothing
+    return [(stride, n) for stride, n in zip(t.stride(), t.shape, strict=True) if n != 1]
+
+
+def same_dense_layout(p: Tensor, *others: Tensor | None) -> bool:
+    """True when all cover their memory in the same order without gaps, so that the update may take them for vectors."""
+    tensors = [p, *(t for t in others if t is not None)]
+    if all(t.is_contiguous() for t in tensors):
+        return True
+    strides = _strides(p)
+    covered = 1
+    for stride, n in sorted(strides):
+        if stride != covered:
+            return False
+        covered *= n
+    return all(_strides(t) == strides for t in tensors)
+
+
+def split_complex(t: Tensor) -> Tensor:
+    """Real view of a complex tensor (copied when it is a lazy conjugate); any other tensor as it is."""
+    return torch.view_as_real(t.resolve_conj().resolve_neg()) if t.is_complex() else t
+
+
+def update_list_(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    extras: Sequence[Tensor],
+    mode: int,
+    row: Row,
+) -> None:
+    """One param group on the torch path: CPU tile by tile, other devices and odd layouts tensor by tensor."""
+    batches: dict[object, list[int]] = {}
+    for i, (param, grad, exp_avg) in enumerate(zip(params, grads, exp_avgs, strict=True)):
+        extra = extras[i] if extras else None
+        if param.device.type == "cpu" and same_dense_layout(param, grad, exp_avg, extra):
+            batches.setdefault((param.dtype, grad.dtype, exp_avg.dtype), []).append(i)
+            continue
+        torch_path.plain_(
+            param, grad, exp_avg, extra, mode, lr=row.lr, weight_decay=row.weight_decay, betas=(row.beta1, row.beta2),
+            factor=row.factor, cautious=None, cautious_weight_decay=bool(row.cautious_decay),
+        )  # fmt: skip
+    for where in batches.values():
+        p, g, m, e = ([c[i] for i in where] if c else [] for c in (params, grads, exp_avgs, extras))
+        torch_path.update_(p, g, m, e, mode, row)
+
+
+def _step(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    extras: Sequence[Tensor],
+    groups: Sequence[int],
+    hyper: Tensor,
+    mode: str,
+    grad_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
+) -> None:
+    """Update `params`, `exp_avgs` and `extras` in place; nothing when `found_inf` is non-zero.
+
+    hyper: (number of groups, 8), the fields of `Row`, on the CPU or on the parameters' device; `groups[i]` is the row
+    of `params[i]`.
+    """
+    _check(params, grads, exp_avgs, extras, mode)
+    code = MODES[mode]
+    columns = [[split_complex(t) for t in c] for c in (params, grads, exp_avgs)]
+    extra: list[Tensor | None] = [*extras] if extras else [None] * len(params)
+    fused = [
+        i
+        for i, (p, g, m) in enumerate(zip(*columns, strict=True))
+        if all(map(uses_triton, (p, g, m))) and same_dense_layout(p, g, m, extra[i])
+    ]
+    if fused:
+        p, g, m = ([c[i] for i in fused] for c in columns)
+        e = [extra[i] for i in fused]
+        plan = Plan(p, g, m, e, [code] * len(fused), [groups[i] for i in fused], len(hyper))
+        on_host = hyper.device.type == "cpu"
+        rows = [Row(*r) for r in hyper.tolist()] if on_host else [Row(*[0.0] * 8)] * len(hyper)
+        scalars = [] if on_host else list(hyper.reshape(-1).unbind())
+        plan.run(
+            (p, g, m, e), rows_to_bytes(rows), device_rows=(range(len(scalars)), scalars), grad_scale=grad_scale,
+            found_inf=found_inf,
+        )  # fmt: skip
+        torch.autograd.graph.increment_version([*p, *m, *(t for t in e if t is not None)])
+    taken = set(fused)
+    rest = [i for i in range(len(params)) if i not in taken]
+    if not rest or (found_inf is not None and bool(found_inf)):
+        return
+    for k, values in enumerate(hyper.tolist()):
+        row = Row(*values)
+        if grad_scale is not None:
+            row = row._replace(factor=row.factor / float(grad_scale))
+        own = [i for i in rest if groups[i] == k]
+        if own:
+            p, g, m = ([c[i] for i in own] for c in columns)
+            update_list_(p, g, m, [extras[i] for i in own] if extras else [], code, row)
+
+
+_schema = (
+    "(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] extras, int[] groups, Tensor hyper, "
+    "str mode, Tensor? grad_scale=None, Tensor? found_inf=None) -> ()"
+)
+lion_ = custom_op("onepass::lion_", _step, mutates_args=("params", "exp_avgs", "extras"), schema=_schema)
+
+
+@lion_.register_fake
+def _(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    extras: Sequence[Tensor],
+    groups: Sequence[int],
+    hyper: Tensor,
+    mode: str,
+    grad_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
+) -> None:
+    _check(params, grads, exp_avgs, extras, mode)
+
+
+__all__ = ["KAHAN", "MODES", "NONE", "REMAINDER", "Number", "Row", "lion_", "same_dense_layout", "split_complex"]

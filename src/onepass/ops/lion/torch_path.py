@@ -1,0 +1,218 @@
+"""The Lion update without Triton: tile by tile for CPU, and a plain form that takes every option."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .reference import Number, join, reference, split
+
+# what a 16-bit parameter keeps beside itself (the same numbers as in kernels_triton, which CPU users can't import)
+NONE, REMAINDER, KAHAN = 0, 1, 2
+
+# elements that go through all steps before the next ones are touched: a few megabytes, which stay in cache
+TILE = 1 << 20
+# tensors smaller than this are worked on together: one gather costs less than a handful of calls for each
+SMALL = 1 << 15
+# `addr` rounds differently in the scalar code at the end of its vector loop; lengths of whole lanes never reach it
+LANES = 64
+
+
+class Row(NamedTuple):
+    """A param group's hyperparameters as the kernels take them; fp32 on the device."""
+
+    lr: float
+    weight_decay: float
+    beta1: float
+    rest1: float  # 1 − β1, subtracted in double precision
+    beta2: float
+    rest2: float
+    factor: float  # on the gradient: −1 to maximise
+    cautious_decay: float  # 0 or 1
+
+
+def accumulator(*tensors: Tensor) -> torch.dtype:
+    """fp64 when any tensor is, else fp32."""
+    return torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
+
+
+def widen(p: Tensor, extra: Tensor | None, mode: int, dtype: torch.dtype) -> Tensor:
+    """The full-precision parameter; p itself when it is one already."""
+    if mode == REMAINDER and extra is not None:
+        return join(p, extra)
+    if mode == KAHAN and extra is not None:
+        return p.to(dtype) + extra.to(dtype)
+    return p.to(dtype)
+
+
+def narrow_(p: Tensor, extra: Tensor | None, mode: int, value: Tensor) -> None:
+    """Write the full-precision parameter back to what is stored."""
+    if mode == REMAINDER and extra is not None:
+        high, low = split(value)
+        p.copy_(high)
+        extra.copy_(low)
+        return
+    if value is not p:
+        p.copy_(value)
+    if mode == KAHAN and extra is not None:
+        lost = value - p.to(value.dtype)
+        # an infinite weight has nothing to compensate: inf − inf would turn it into nan
+        extra.copy_(torch.where(lost.isfinite(), lost, torch.zeros_like(lost)))
+
+
+def plain_(
+    p: Tensor,
+    g: Tensor,
+    m: Tensor,
+    extra: Tensor | None,
+    mode: int,
+    *,
+    lr: Number,
+    weight_decay: Number,
+    betas: tuple[float, float],
+    factor: Number,
+    cautious: float | None,
+    cautious_weight_decay: bool,
+    differentiable: bool = False,
+) -> None:
+    """Update one tensor in place from the definition: any layout, any option, tensor hyperparameters without a sync."""
+    dtype = accumulator(p, g, m)
+    if differentiable:
+        # autograd saves what it multiplies; the in-place writes below must not reach that
+        p_now, m_now = p.clone(), m.clone()
+    else:
+        p_now, m_now = p, m
+    new_p, new_m = reference(
+        widen(p_now, extra, mode, dtype), g.to(dtype) * factor, m_now.to(dtype), lr=lr, weight_decay=weight_decay,
+        betas=betas, cautious=cautious, cautious_weight_decay=cautious_weight_decay,
+    )  # fmt: skip
+    narrow_(p, extra, mode, new_p)
+    m.copy_(new_m)
+
+
+# sign(u) as a clamp, which lets nan through: u·SCALE is at least CLIP for the smallest denormal number, and only
+# finite gradients beyond 1e21 could overflow
+_SCALE = {torch.float32: 2.0**56, torch.float64: 2.0**300}
+_CLIP = {torch.float32: 2.0**-96, torch.float64: 2.0**-774}
+
+
+def _advance_(p: Tensor, g: Tensor, m: Tensor, row: Row, u: Tensor, in_lanes: bool) -> None:
+    """Advance fp32 or fp64 vectors that stay in cache; u is room to work in.
+
+    Whole lanes take four passes, because `addr` with a vector of one is a·x + b·y in a single pass. Others take
+    passes that round alike wherever an element lies, so that a result doesn't depend on what else is updated.
+    """
+    scale, clip = _SCALE[p.dtype], _CLIP[p.dtype]
+    if in_lanes:
+        one, wide, wide_u = p.new_ones(1), m.unsqueeze(0), u.unsqueeze(0)
+        torch.addr(wide, one, g, beta=row.beta1 * scale, alpha=row.rest1 * row.factor * scale, out=wide_u)
+        wide.addr_(one, g, beta=row.beta2, alpha=row.rest2 * row.factor)
+    else:
+        torch.mul(m, row.beta1 * scale, out=u).add_(g, alpha=row.rest1 * row.factor * scale)
+        m.mul_(row.beta2).add_(g, alpha=row.rest2 * row.factor)
+    u.clamp_(-clip, clip)
+    decay = row.weight_decay * clip
+    if row.cautious_decay:
+        u.add_(p * (u.sign() * p.sign() > 0), alpha=decay)
+        decay = 0.0
+    torch._fused_sgd_(
+        [p], [u], [], weight_decay=decay, momentum=0.0, lr=row.lr / clip, dampening=0.0, nesterov=False,
+        maximize=False, is_first_step=False,
+    )  # fmt: skip
+
+
+def _tile_(
+    p: Tensor, g: Tensor, m: Tensor, extra: Tensor | None, mode: int, row: Row, room: Tensor, in_lanes: bool
+) -> None:
+    dtype = room.dtype
+    wide_p, wide_m = widen(p, extra, mode, dtype), m.to(dtype)
+    _advance_(wide_p, g.to(dtype), wide_m, row, room[: p.numel()], in_lanes)
+    narrow_(p, extra, mode, wide_p)
+    if wide_m is not m:
+        m.copy_(wide_m)
+
+
+def _flat(t: Tensor) -> Tensor:
+    return t.view(-1) if t.is_contiguous() else t.as_strided((t.numel(),), (1,))
+
+
+def _batches(sizes: Sequence[int], tile: int) -> Iterator[list[int]]:
+    """Indices of short vectors, as many together as fill a tile."""
+    batch: list[int] = []
+    filled = 0
+    for i, n in enumerate(sizes):
+        if not n:
+            continue
+        if batch and filled + n > tile:
+            yield batch
+            batch, filled = [], 0
+        batch.append(i)
+        filled += n
+    if batch:
+        yield batch
+
+
+def _together_(columns: Sequence[Sequence[Tensor]], mode: int, row: Row, room: Tensor) -> None:
+    """Update short vectors as one."""
+    sizes = [p.numel() for p in columns[0]]
+    for batch in _batches(sizes, room.numel()):
+        whole = [torch.cat([c[i] for i in batch]) for c in columns]
+        _tile_(whole[0], whole[1], whole[2], whole[3] if mode else None, mode, row, room, False)
+        lengths = [sizes[i] for i in batch]
+        for j, column in enumerate(columns):
+            if j != 1:  # all but the gradient
+                torch._foreach_copy_([column[i] for i in batch], list(torch.split(whole[j], lengths)))
+
+
+def update_(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    extras: Sequence[Tensor],
+    mode: int,
+    row: Row,
+) -> None:
+    """Update CPU tensors of one param group and one dtype combination in place.
+
+    A parameter and its gradient, momentum and extra must share dense strides. `extras` is empty for mode NONE.
+    """
+    grain = LANES * torch.get_num_threads()
+    tile = TILE // grain * grain
+    room = params[0].new_empty(
+        min(tile, sum(p.numel() for p in params)), dtype=accumulator(params[0], grads[0], exp_avgs[0])
+    )
+    short: list[list[Tensor]] = [[] for _ in range(4 if mode else 3)]
+    for tensors in zip(*(c for c in (params, grads, exp_avgs, extras) if c), strict=True):
+        n = tensors[0].numel()
+        flat = [_flat(t) for t in tensors]
+        whole = n - n % grain if n >= SMALL else 0
+        if whole:
+            for piece in zip(*(torch.split(v[:whole], tile) for v in flat), strict=True):
+                _tile_(piece[0], piece[1], piece[2], piece[3] if mode else None, mode, row, room, True)
+            flat = [v[whole:] for v in flat]
+        if whole < n:
+            for column, v in zip(short, flat, strict=True):
+                column.append(v)
+    if short[0]:
+        _together_(short, mode, row, room)
+
+
+def foreach_(params: list[Tensor], grads: list[Tensor], exp_avgs: list[Tensor], row: Row) -> None:
+    """Update fp32 or fp64 tensors of one dtype in place with torch's multi-tensor calls, on any device."""
+    big = 127 if params[0].dtype == torch.float32 else 1023
+    clip = 2.0 ** (-22 if params[0].dtype == torch.float32 else -51)
+    u = torch._foreach_mul(exp_avgs, row.beta1)
+    torch._foreach_add_(u, grads, alpha=row.rest1 * row.factor)
+    torch._foreach_mul_(exp_avgs, row.beta2)
+    torch._foreach_add_(exp_avgs, grads, alpha=row.rest2 * row.factor)
+    # sign(u) by clamping, as above: nan stays nan
+    torch._foreach_mul_(u, 2.0**big)
+    torch._foreach_clamp_max_(u, clip)
+    torch._foreach_clamp_min_(u, -clip)
+    torch._foreach_mul_(u, 1 / clip)
+    if row.weight_decay:
+        torch._foreach_add_(u, params, alpha=row.weight_decay)
+    torch._foreach_add_(params, u, alpha=-row.lr)

@@ -1,0 +1,5 @@
+"""Optimizers."""
+
+from onepass.optim.lion import Lion
+
+__all__ = ["Lion"]
