@@ -1,0 +1,1 @@
+"""Layer and RMS normalisation; see README.md in this folder."""

@@ -1,0 +1,314 @@
+"""Triton kernels of layer_norm and rms_norm: one family, the operator and its options are constexprs or None pointers.
+
+A row lives in registers as chunks of `BLOCK_C` columns, so that a width such as 5120 wastes no lanes; rows too wide
+for that are walked tile by tile (the `wide_` kernels). The width is a constexpr: it belongs to the model, every
+column mask then folds away or proves its alignment, and 16-byte loads follow. The number of rows is an argument.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+# smallest normal float: 1/TINY is finite
+TINY = tl.constexpr(1.1754943508222875e-38)
+
+
+@triton.jit
+def in_tile(rows, cols, n_rows, N_COLS: tl.constexpr, MASK_ROWS: tl.constexpr, MASK_COLS: tl.constexpr):
+    """Mask of a (rows, cols) tile, with only the parts that can be false."""
+    if MASK_ROWS and MASK_COLS:
+        mask = (rows < n_rows)[:, None] & (cols < N_COLS)[None, :]
+    elif MASK_ROWS:
+        mask = (rows < n_rows)[:, None]
+    else:
+        mask = (cols < N_COLS)[None, :]
+    return mask
+
+
+@triton.jit
+def load_tile(ptr, offsets, mask, MASKED: tl.constexpr):
+    """Load as fp32; zero where masked."""
+    if MASKED:
+        x = tl.load(ptr + offsets, mask=mask, other=0.0)
+    else:
+        x = tl.load(ptr + offsets)
+    return x.to(tl.float32)
+
+
+@triton.jit
+def store_tile(ptr, offsets, value, mask, MASKED: tl.constexpr):
+    if MASKED:
+        tl.store(ptr + offsets, value.to(ptr.dtype.element_ty), mask=mask)
+    else:
+        tl.store(ptr + offsets, value.to(ptr.dtype.element_ty))
+
+
+@triton.jit
+def add_residual(x, r_ptr, s_ptr, offsets, mask, MASKED: tl.constexpr):
+    """X + residual as s will hold it: backward sees the rounded s, so forward must normalise that one."""
+    if r_ptr is not None:
+        x = (x + load_tile(r_ptr, offsets, mask, MASKED)).to(s_ptr.dtype.element_ty).to(tl.float32)
+    return x
+
+
+@triton.jit
+def load_vector(ptr, cols, N_COLS: tl.constexpr, BLOCK_R: tl.constexpr, MASKED: tl.constexpr):
+    """(N_COLS,) as a tile of equal rows: loaded in the layout of x, where a 1-D load would pay a layout conversion."""
+    offsets = tl.zeros((BLOCK_R,), tl.int32)[:, None] + cols[None, :]
+    return load_tile(ptr, offsets, offsets < N_COLS, MASKED)
+
+
+@triton.jit
+def signed_scale(largest, smallest):
+    """±m of `stable`: the sign tells whether max(x) or −min(x) is the m."""
+    return tl.where(largest > 0, largest, tl.where(smallest < 0, smallest, 1.0))
+
+
+@triton.jit(do_not_specialize=["x_row_stride", "r_row_stride", "n_rows"])
+def forward_kernel(
+    x_ptr,  # (n_rows, N_COLS), unit column stride
+    r_ptr,  # (n_rows, N_COLS), unit column stride; None: no residual
+    w_ptr,  # (N_COLS,) or None
+    b_ptr,  # (N_COLS,) or None
+    y_ptr,  # (n_rows, N_COLS), contiguous
+    s_ptr,  # (n_rows, N_COLS), contiguous; None without residual
+    stats_ptr,  # (1 to 3, n_rows) fp32: 1/σ, mean, ±m
+    x_row_stride,  # in units of VEC elements, so that Triton can prove the alignment of every row
+    r_row_stride,
+    n_rows,
+    eps,
+    offset,
+    N_COLS: tl.constexpr,
+    VEC: tl.constexpr,
+    HAS_MEAN: tl.constexpr,
+    STABLE: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """One tile of whole rows per program, held in registers between the statistics and the result."""
+    CHUNKS: tl.constexpr = (N_COLS + BLOCK_C - 1) // BLOCK_C
+    MASK_ROWS: tl.constexpr = BLOCK_R > 1
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    x_rows = (rows * x_row_stride * VEC)[:, None]
+    y_rows = (rows * N_COLS)[:, None]
+
+    xs = ()
+    for i in tl.static_range(CHUNKS):
+        cols = i * BLOCK_C + tl.arange(0, BLOCK_C)
+        mask = in_tile(rows, cols, n_rows, N_COLS, MASK_ROWS, (i + 1) * BLOCK_C > N_COLS)
+        x = load_tile(x_ptr, x_rows + cols[None, :], mask, MASK_ROWS or (i + 1) * BLOCK_C > N_COLS)
+        if r_ptr is not None:
+            r_offsets = (rows * r_row_stride * VEC)[:, None] + cols[None, :]
+            x = add_residual(x, r_ptr, s_ptr, r_offsets, mask, MASK_ROWS or (i + 1) * BLOCK_C > N_COLS)
+            store_tile(s_ptr, y_rows + cols[None, :], x, mask, MASK_ROWS or (i + 1) * BLOCK_C > N_COLS)
+        xs = xs + (x,)
+
+    if STABLE:
+        largest = tl.full((BLOCK_R,), float("-inf"), tl.float32)
+        smallest = tl.full((BLOCK_R,), float("inf"), tl.float32)
+        for i in tl.static_range(CHUNKS):
+            ok = (i * BLOCK_C + tl.arange(0, BLOCK_C) < N_COLS)[None, :]
+            largest = tl.maximum(largest, tl.max(tl.where(ok, xs[i], float("-inf")), 1))
+            smallest = tl.minimum(smallest, tl.min(tl.where(ok, xs[i], float("inf")), 1))
+        signed = signed_scale(largest, smallest)
+        # statistics in units of max|x|: no row overflows or underflows, however huge its values
+        unit = tl.maximum(largest, -smallest)
+        unit = tl.where(unit > 0, tl.maximum(unit, TINY), 1.0)
+        per_unit = 1.0 / unit
+        relative = signed * per_unit
+        eps_row = eps * relative * relative
+        scaled = ()
+        for i in tl.static_range(CHUNKS):
+            scaled = scaled + (xs[i] * per_unit[:, None],)
+        xs = scaled
+    else:
+        eps_row = eps
+
+    if HAS_MEAN:
+        total = xs[0]
+        for i in tl.static_range(1, CHUNKS):
+            total += xs[i]
+        mean = tl.sum(total, 1) / N_COLS
+        centred = ()
+        for i in tl.static_range(CHUNKS):
+            d = xs[i] - mean[:, None]
+            if (i + 1) * BLOCK_C > N_COLS:
+                d = tl.where((i * BLOCK_C + tl.arange(0, BLOCK_C) < N_COLS)[None, :], d, 0.0)
+            centred = centred + (d,)
+        xs = centred
+    square = xs[0] * xs[0]
+    for i in tl.static_range(1, CHUNKS):
+        square += xs[i] * xs[i]
+    rstd = tl.rsqrt(tl.sum(square, 1) / N_COLS + eps_row)
+
+    for i in tl.static_range(CHUNKS):
+        cols = i * BLOCK_C + tl.arange(0, BLOCK_C)
+        mask = in_tile(rows, cols, n_rows, N_COLS, MASK_ROWS, (i + 1) * BLOCK_C > N_COLS)
+        y = xs[i] * rstd[:, None]
+        if w_ptr is not None:
+            y *= load_vector(w_ptr, cols, N_COLS, BLOCK_R, (i + 1) * BLOCK_C > N_COLS) + offset
+        if b_ptr is not None:
+            y += load_vector(b_ptr, cols, N_COLS, BLOCK_R, (i + 1) * BLOCK_C > N_COLS)
+        store_tile(y_ptr, y_rows + cols[None, :], y, mask, MASK_ROWS or (i + 1) * BLOCK_C > N_COLS)
+
+    if STABLE:
+        rstd = rstd * per_unit
+        mean = mean * unit
+        tl.store(stats_ptr + n_rows + n_rows + rows, signed, mask=rows < n_rows)
+    if HAS_MEAN:
+        tl.store(stats_ptr + n_rows + rows, mean, mask=rows < n_rows)
+    tl.store(stats_ptr + rows, rstd, mask=rows < n_rows)
+
+
+@triton.jit(do_not_specialize=["x_row_stride", "dy_row_stride", "ds_row_stride", "n_rows"])
+def backward_kernel(
+    dy_ptr,  # (n_rows, N_COLS), unit column stride
+    ds_ptr,  # (n_rows, N_COLS), unit column stride: gradient of x + residual; None: none
+    x_ptr,  # (n_rows, N_COLS), unit column stride
+    w_ptr,  # (N_COLS,) or None
+    stats_ptr,  # (1 to 3, n_rows) fp32: 1/σ, mean, ±m
+    dx_ptr,  # (n_rows, N_COLS), contiguous; None: not needed
+    dw_ptr,  # (programs, N_COLS) fp32; None: not needed
+    db_ptr,  # (programs, N_COLS) fp32; None: not needed
+    x_row_stride,  # in units of VEC elements
+    dy_row_stride,
+    ds_row_stride,
+    n_rows,
+    eps,
+    offset,
+    N_COLS: tl.constexpr,
+    VEC: tl.constexpr,
+    HAS_MEAN: tl.constexpr,
+    STABLE: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Every program takes each P-th tile of rows; the next tiles are on their way while it works on one.
+
+    x and dy are read once and dx is written once; the sums over rows for dw and db stay in registers until the end,
+    so there is one partial row per program, not one per tile.
+    """
+    CHUNKS: tl.constexpr = (N_COLS + BLOCK_C - 1) // BLOCK_C
+    MASK_ROWS: tl.constexpr = BLOCK_R > 1
+    program = tl.program_id(0)
+    ws = ()
+    dw = ()
+    db = ()
+    for i in tl.static_range(CHUNKS):
+        if w_ptr is not None:
+            cols = i * BLOCK_C + tl.arange(0, BLOCK_C)
+            ws = ws + (load_tile(w_ptr, cols, cols < N_COLS, (i + 1) * BLOCK_C > N_COLS) + offset,)
+        dw = dw + (tl.zeros((BLOCK_R, BLOCK_C), tl.float32),)
+        db = db + (tl.zeros((BLOCK_R, BLOCK_C), tl.float32),)
+
+    for tile in tl.range(program, tl.cdiv(n_rows, BLOCK_R), tl.num_programs(0), num_stages=STAGES):
+        rows = (tile * BLOCK_R + tl.arange(0, BLOCK_R)).to(tl.int64)
+        row_ok = rows < n_rows
+        rstd = tl.load(stats_ptr + rows, mask=row_ok, other=0.0)
+        if HAS_MEAN:
+            mean = tl.load(stats_ptr + n_rows + rows, mask=row_ok, other=0.0)
+        if STABLE:
+            signed = tl.load(stats_ptr + n_rows + n_rows + rows, mask=row_ok, other=1.0)
+        ns = ()
+        gs = ()
+        new_dw = ()
+        new_db = ()
+        if STABLE:
+            attained = tl.zeros((BLOCK_R,), tl.float32)
+        for i in tl.static_range(CHUNKS):
+            cols = i * BLOCK_C + tl.arange(0, BLOCK_C)
+            mask = in_tile(rows, cols, n_rows, N_COLS, MASK_ROWS, (i + 1) * BLOCK_C > N_COLS)
+            x_offsets = (rows * x_row_stride * VEC)[:, None] + cols[None, :]
+            dy_offsets = (rows * dy_row_stride * VEC)[:, None] + cols[None, :]
+            n = load_tile(x_ptr, x_offsets, mask, MASK_ROWS or (i + 1) * BLOCK_C > N_COLS)
+            g = load_tile(dy_ptr, dy_offsets, mask, MASK_ROWS or (i + 1) * BLOCK_C > N_COLS)
+            if STABLE:
+                attained += tl.sum((mask & (n == signed[:, None])).to(tl.float32), 1)
+            if HAS_MEAN:
+                n -= mean[:, None]
+            n *= rstd[:, None]
+            if dw_ptr is not None:
+                new_dw = new_dw + (dw[i] + g * n,)
+            else:
+                new_dw = new_dw + (dw[i],)
+            if db_ptr is not None:
+                new_db = new_db + (db[i] + g,)
+            else:
+                new_db = new_db + (db[i],)
+            if w_ptr is not None:
+                g *= ws[i][None, :]
+            ns = ns + (n,)
+            gs = gs + (g,)
+        dw = new_dw
+        db = new_db
+
+        if dx_ptr is not None:
+            products = gs[0] * ns[0]
+            for i in tl.static_range(1, CHUNKS):
+                products += gs[i] * ns[i]
+            a = tl.sum(products, 1) / N_COLS
+            if HAS_MEAN:
+                total = gs[0]
+                for i in tl.static_range(1, CHUNKS):
+                    total += gs[i]
+                c = tl.sum(total, 1) / N_COLS
+            if STABLE:
+                # ties share the gradient of m evenly; the values of a row that attain ±m are bit-equal to it
+                share = N_COLS * a * eps * (signed * rstd) * rstd / tl.maximum(attained, 1.0)
+            for i in tl.static_range(CHUNKS):
+                cols = i * BLOCK_C + tl.arange(0, BLOCK_C)
+                mask = in_tile(rows, cols, n_rows, N_COLS, MASK_ROWS, (i + 1) * BLOCK_C > N_COLS)
+                dx = gs[i] - ns[i] * a[:, None]
+                if HAS_MEAN:
+                    dx -= c[:, None]
+                dx *= rstd[:, None]
+                if ds_ptr is not None:
+                    ds_offsets = (rows * ds_row_stride * VEC)[:, None] + cols[None, :]
+                    dx += load_tile(ds_ptr, ds_offsets, mask, MASK_ROWS or (i + 1) * BLOCK_C > N_COLS)
+                if STABLE:
+                    x_offsets = (rows * x_row_stride * VEC)[:, None] + cols[None, :]
+                    x = load_tile(x_ptr, x_offsets, mask, MASK_ROWS or (i + 1) * BLOCK_C > N_COLS)
+                    dx -= tl.where(x == signed[:, None], share[:, None], 0.0)
+                dx_offsets = (rows * N_COLS)[:, None] + cols[None, :]
+                store_tile(dx_ptr, dx_offsets, dx, mask, MASK_ROWS or (i + 1) * BLOCK_C > N_COLS)
+
+    for i in tl.static_range(CHUNKS):
+        cols = i * BLOCK_C + tl.arange(0, BLOCK_C)
+        out = program * N_COLS + cols
+        if dw_ptr is not None:
+            tl.store(dw_ptr + out, tl.sum(dw[i], 0), mask=cols < N_COLS)
+        if db_ptr is not None:
+            tl.store(db_ptr + out, tl.sum(db[i], 0), mask=cols < N_COLS)
+
+
+@triton.jit(do_not_specialize=["n_partials"])
+def finish_kernel(
+    partials_ptr,  # (1 or 2, n_partials, N_COLS) fp32, contiguous: of dw, then of db, whichever are needed
+    dw_ptr,  # (N_COLS,), dtype of the weight; None: not needed
+    db_ptr,  # (N_COLS,), dtype of the bias; None: not needed
+    n_partials,
+    N_COLS: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """Sum the partial rows of dw and of db, always in the same order, and round once."""
+    which = tl.program_id(1)
+    cols = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
+    partials_ptr += which.to(tl.int64) * n_partials * N_COLS
+    total = tl.zeros((BLOCK_P, BLOCK_C), tl.float32)
+    for start in range(0, n_partials, BLOCK_P):
+        rows = start + tl.arange(0, BLOCK_P)
+        mask = (rows < n_partials)[:, None] & (cols < N_COLS)[None, :]
+        total += tl.load(partials_ptr + rows.to(tl.int64)[:, None] * N_COLS + cols[None, :], mask=mask, other=0.0)
+    result = tl.sum(total, 0)
+    if dw_ptr is not None and db_ptr is not None:
+        if which == 0:
+            tl.store(dw_ptr + cols, result.to(dw_ptr.dtype.element_ty), mask=cols < N_COLS)
+        else:
+            tl.store(db_ptr + cols, result.to(db_ptr.dtype.element_ty), mask=cols < N_COLS)
+    elif dw_ptr is not None:
+        tl.store(dw_ptr + cols, result.to(dw_ptr.dtype.element_ty), mask=cols < N_COLS)
+    else:
+        tl.store(db_ptr + cols, result.to(db_ptr.dtype.element_ty), mask=cols < N_COLS)

@@ -1,0 +1,295 @@
+"""`layer_norm` and `rms_norm`: checks, registration with the dispatcher, autograd, the public functions."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import custom_op
+
+from onepass.core import check
+from onepass.core.bind import bind
+from onepass.core.launch import uses_triton
+
+from . import torch_path
+
+
+def _check(op: str, x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, eps: float) -> None:
+    check.floating(op, "x", x)
+    if x.dim() < 1:
+        raise ValueError(f"{op}: x must have at least one dimension, got a 0-d tensor")
+    for name, vector in (("weight", weight), ("bias", bias)):
+        if vector is not None:
+            check.floating(op, name, vector)
+            if vector.dim() != 1 or vector.shape[0] != x.shape[-1]:
+                raise ValueError(
+                    f"{op}: {name} must be ({x.shape[-1]},), the last dimension of x {tuple(x.shape)}; "
+                    f"got {tuple(vector.shape)}"
+                )
+            check.same_device(op, name, vector, "x", x)
+    if residual is not None:
+        check.floating(op, "residual", residual)
+        if residual.shape != x.shape:
+            raise ValueError(f"{op}: residual must have the shape of x {tuple(x.shape)}; got {tuple(residual.shape)}")
+        check.same_device(op, "residual", residual, "x", x)
+    if eps < 0:
+        raise ValueError(f"{op}: eps must be ≥ 0, got {eps}")
+
+
+def _on_triton(x: Tensor, residual: Tensor | None) -> bool:
+    return uses_triton(x) and (residual is None or residual.dtype != torch.float64)
+
+
+def _empty_stats(x: Tensor, has_mean: bool, stable: bool) -> Tensor:
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    return x.new_zeros((1 + has_mean + stable, math.prod(x.shape[:-1])), dtype=dtype)
+
+
+def _vector(v: Tensor | None) -> Tensor | None:
+    return v if v is None or v.is_contiguous() else v.contiguous()
+
+
+def _forward(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, offset: float, has_mean: bool, stable: bool
+) -> tuple[Tensor, Tensor]:
+    if not x.numel():
+        return torch.empty(x.shape, dtype=x.dtype, device=x.device), _empty_stats(x, has_mean, stable)
+    if not uses_triton(x):
+        return torch_path.forward(x, weight, bias, eps, offset, has_mean, stable, x.dtype)
+    from . import launch
+
+    y, _, stats = launch.forward(x, None, _vector(weight), _vector(bias), eps, offset, has_mean, stable)
+    return y, stats
+
+
+def _forward_residual(
+    x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, offset: float,
+    has_mean: bool, stable: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    if x.numel() and _on_triton(x, residual):
+        from . import launch
+
+        y, s, stats = launch.forward(x, residual, _vector(weight), _vector(bias), eps, offset, has_mean, stable)
+        assert s is not None
+        return y, s, stats
+    s = torch.add(x, residual).contiguous()
+    if not x.numel():
+        return torch.empty(x.shape, dtype=x.dtype, device=x.device), s, _empty_stats(s, has_mean, stable)
+    y, stats = torch_path.forward(s, weight, bias, eps, offset, has_mean, stable, x.dtype)
+    return y, s, stats
+
+
+def _backward(
+    dy: Tensor, ds: Tensor | None, x: Tensor, stats: Tensor, weight: Tensor | None, bias_dtype: torch.dtype,
+    eps: float, offset: float, has_mean: bool, stable: bool, need_x: bool, need_w: bool, need_b: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    w_dtype = x.dtype if weight is None else weight.dtype
+    dx: Tensor | None
+    if not x.numel():
+        n = x.shape[-1]
+        dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        return dx, x.new_zeros(n, dtype=w_dtype), x.new_zeros(n, dtype=bias_dtype)
+    if uses_triton(x):
+        from . import launch
+
+        dx, dw, db = launch.backward(
+            dy, ds, x, stats, _vector(weight), bias_dtype, eps, offset, has_mean, stable, need_x, need_w, need_b
+        )
+    else:
+        dx, dw, db = torch_path.backward(dy, x, stats, weight, eps, offset, has_mean, stable, need_x, need_w, need_b)
+        if dx is not None:
+            dx = (dx if ds is None else dx.to(stats.dtype) + ds).to(x.dtype)
+        dw = None if dw is None else dw.to(w_dtype)
+        db = None if db is None else db.to(bias_dtype)
+    return (
+        x.new_empty(0) if dx is None else dx,
+        x.new_empty(0, dtype=w_dtype) if dw is None else dw,
+        x.new_empty(0, dtype=bias_dtype) if db is None else db,
+    )
+
+
+forward_op = custom_op("onepass::norm", _forward, mutates_args=())
+forward_residual_op = custom_op("onepass::norm_residual", _forward_residual, mutates_args=())
+backward_op = custom_op("onepass::norm_backward", _backward, mutates_args=())
+
+
+@forward_op.register_fake
+def _(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, offset: float, has_mean: bool, stable: bool
+) -> tuple[Tensor, Tensor]:
+    _check("norm", x, weight, bias, None, eps)
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device), _empty_stats(x, has_mean, stable)
+
+
+@forward_residual_op.register_fake
+def _(
+    x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, offset: float,
+    has_mean: bool, stable: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    _check("norm", x, weight, bias, residual, eps)
+    s = torch.empty(x.shape, dtype=torch.promote_types(x.dtype, residual.dtype), device=x.device)
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    return y, s, _empty_stats(s, has_mean, stable)
+
+
+@backward_op.register_fake
+def _(
+    dy: Tensor, ds: Tensor | None, x: Tensor, stats: Tensor, weight: Tensor | None, bias_dtype: torch.dtype,
+    eps: float, offset: float, has_mean: bool, stable: bool, need_x: bool, need_w: bool, need_b: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    n = x.shape[-1]
+    return (
+        torch.empty(x.shape if need_x else (0,), dtype=x.dtype, device=x.device),
+        x.new_empty(n if need_w else 0, dtype=x.dtype if weight is None else weight.dtype),
+        x.new_empty(n if need_b else 0, dtype=bias_dtype),
+    )
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    x, weight, bias, *ctx.options = inputs
+    ctx.set_materialize_grads(False)
+    ctx.bias_dtype = x.dtype if bias is None else bias.dtype
+    ctx.save_for_backward(x, output[1], weight)
+
+
+def _gradients(ctx: Any, run: Any, dy: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+    if dy is None:
+        return (None,) * 7
+    x, stats, weight = ctx.saved_tensors
+    need_x, need_w, need_b = ctx.needs_input_grad[:3]
+    dx, dw, db = run(dy, None, x, stats, weight, ctx.bias_dtype, *ctx.options, need_x, need_w, need_b)
+    return dx if need_x else None, dw if need_w else None, db if need_b else None, None, None, None, None
+
+
+def _save_residual(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    x, residual, weight, bias, *ctx.options = inputs
+    ctx.set_materialize_grads(False)
+    ctx.dtypes = x.dtype, residual.dtype
+    ctx.bias_dtype = x.dtype if bias is None else bias.dtype
+    ctx.save_for_backward(output[1], output[2], weight)
+
+
+def _gradients_residual(ctx: Any, run: Any, dy: Tensor | None, ds: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+    need_x, need_r, need_w, need_b = ctx.needs_input_grad[:4]
+    d, dw, db = ds, None, None
+    if dy is not None:
+        s, stats, weight = ctx.saved_tensors
+        need_s = need_x or need_r
+        d, dw, db = run(dy, ds, s, stats, weight, ctx.bias_dtype, *ctx.options, need_s, need_w, need_b)
+    # the sum hands both of its terms the same gradient: one tensor, as torch.add does
+    dx, dr = (d.to(t) if need and d is not None else None for t, need in zip(ctx.dtypes, (need_x, need_r), strict=True))
+    return dx, dr, dw if need_w else None, db if need_b else None, None, None, None, None
+
+
+_norm = bind(
+    forward=_forward, forward_op=forward_op, backward=_backward, backward_op=backward_op,
+    save=_save, gradients=_gradients,
+)  # fmt: skip
+_norm_residual = bind(
+    forward=_forward_residual, forward_op=forward_residual_op, backward=_backward, backward_op=backward_op,
+    save=_save_residual, gradients=_gradients_residual, n_public=2,
+)  # fmt: skip
+
+
+def layer_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    eps: float = 1e-5,
+    stable: bool = False,
+    residual: Tensor | None = None,
+) -> Any:
+    r"""Layer normalisation over the last dimension, in one pass over ``x``.
+
+    .. math:: y = w\,\frac{s - \mathrm{mean}(s)}{\sqrt{\mathrm{var}(s) + \varepsilon\, m^2}} + b, \qquad s = x
+        \;(+\ \mathrm{residual})
+
+    with :math:`m = 1`, or with ``stable=True`` :math:`m = \max(s)`: the same as normalising :math:`s/m`, which keeps
+    rows of huge activations in range. Where :math:`\max(s) \le 0` that would flip the sign of the row or divide by
+    zero; there :math:`m = \max|s|`, and 1 for a row of zeros. Statistics are in fp32 (fp64 for fp64 inputs).
+
+    Args:
+        x: ``(..., N)``, fp32, fp16, bf16 or fp64, any strides.
+        weight: ``(N,)`` or None, of any of these dtypes, not necessarily x's.
+        bias: ``(N,)`` or None, likewise.
+        eps: added to the variance; ≥ 0.
+        stable: normalise :math:`s/m` instead of :math:`s`.
+        residual: ``(..., N)``, added to x first; the sum is returned too.
+
+    Returns:
+        y, shape and dtype of ``x``; with ``residual`` the pair ``(y, s)``, where s has the promoted dtype of the two.
+
+    Gradients flow to x, residual, weight and bias, through both outputs; only those asked for are computed, and they
+    are the same bit for bit from run to run. Backward keeps x (or s) and 8 bytes per row, 12 if stable.
+
+    Raises:
+        TypeError: a tensor is not floating-point.
+        ValueError: shapes don't fit, eps is negative, or the tensors are on different devices.
+
+    Source: Ba, Kiros, Hinton 2016, arXiv:1607.06450; ``stable`` is the option of triton-transformer, after CogView,
+    arXiv:2105.13290.
+
+    Example:
+        >>> import torch, onepass
+        >>> onepass.layer_norm(torch.tensor([[1.0, 3.0], [5.0, 5.0]]))
+        tensor([[-1.0000,  1.0000],
+                [ 0.0000,  0.0000]])
+        >>> y, s = onepass.layer_norm(torch.ones(2), residual=torch.tensor([0.0, 2.0]))
+        >>> s
+        tensor([1., 3.])
+    """
+    _check("layer_norm", x, weight, bias, residual, eps)
+    if residual is None:
+        return _norm(x, weight, bias, eps, 0.0, True, stable)
+    return _norm_residual(x, residual, weight, bias, eps, 0.0, True, stable)
+
+
+def rms_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    *,
+    eps: float = 1e-6,
+    offset: float = 0.0,
+    residual: Tensor | None = None,
+) -> Any:
+    r"""Root-mean-square normalisation over the last dimension, in one pass over ``x``.
+
+    .. math:: y = (\mathrm{offset} + w)\,\frac{s}{\sqrt{\mathrm{mean}(s^2) + \varepsilon}}, \qquad s = x
+        \;(+\ \mathrm{residual})
+
+    The mean of squares is in fp32 (fp64 for fp64 inputs).
+
+    Args:
+        x: ``(..., N)``, fp32, fp16, bf16 or fp64, any strides.
+        weight: ``(N,)`` or None, of any of these dtypes, not necessarily x's.
+        eps: added to the mean of squares; ≥ 0.
+        offset: added to the weight (1.0 where a model stores weight − 1); without weight it plays no part.
+        residual: ``(..., N)``, added to x first; the sum is returned too.
+
+    Returns:
+        y, shape and dtype of ``x``; with ``residual`` the pair ``(y, s)``, where s has the promoted dtype of the two.
+
+    Gradients flow to x, residual and weight, through both outputs; only those asked for are computed, and they are
+    the same bit for bit from run to run. Backward keeps x (or s) and 4 bytes per row.
+
+    Raises:
+        TypeError: a tensor is not floating-point.
+        ValueError: shapes don't fit, eps is negative, or the tensors are on different devices.
+
+    Source: Zhang, Sennrich 2019, arXiv:1910.07467.
+
+    Example:
+        >>> import torch, onepass
+        >>> onepass.rms_norm(torch.tensor([3.0, 4.0]), torch.tensor([0.0, 1.0]), offset=1.0)
+        tensor([0.8485, 2.2627])
+    """
+    _check("rms_norm", x, weight, None, residual, eps)
+    if residual is None:
+        return _norm(x, weight, None, eps, float(offset), False, False)
+    return _norm_residual(x, residual, weight, None, eps, float(offset), False, False)
+
+
+__all__ = ["backward_op", "forward_op", "forward_residual_op", "layer_norm", "rms_norm"]

@@ -1,0 +1,81 @@
+"""Launch shapes of the norm kernels: formulas instead of autotuning, so that no call runs a kernel twice."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+from onepass.core.launch import cdiv, next_power_of_2
+
+WARP = 32
+# beyond these a program can't hold its part of a row in registers, and the `wide_` kernels take over
+MAX_FORWARD_COLS = 32768
+MAX_BACKWARD_COLS = 8192
+# programs of the wide kernels
+WIDE_COLS = 8192
+WIDE_WARPS = 16
+WIDE_STAGES = 3
+APPLY_COLS = 2048
+APPLY_WARPS = 4
+APPLY_PROGRAMS_PER_SM = 4
+# share of L2 that a group of rows may fill between the two passes of the wide backward
+L2_SHARE = 0.6
+
+
+class Tile(NamedTuple):
+    """Rows and columns of a tile, warps that share it, and buffers of the software pipeline plus one."""
+
+    rows: int
+    cols: int
+    warps: int
+    stages: int = 1
+
+
+def vector(itemsize: int) -> int:
+    """Elements of a 16-byte load."""
+    return max(1, 16 // itemsize)
+
+
+@functools.cache
+def forward_tile(n_cols: int, itemsize: int) -> Tile:
+    """Tile of `forward_kernel`: about 32 elements per thread, in chunks of one 16-byte load per thread.
+
+    Up to 2048 columns a warp owns a row, so that no reduction crosses warps; the chunk being the warps' joint load,
+    a width that is no power of two wastes less than one chunk.
+    """
+    load = WARP * vector(itemsize)
+    if n_cols <= load:
+        cols = next_power_of_2(n_cols)
+        return Tile(rows=16 * load // cols, cols=cols, warps=4)
+    if n_cols <= 2048:
+        return Tile(rows=4, cols=load, warps=4)
+    # 40 rather than 32 elements: 5 · 2^k columns keep fewer, fully used warps
+    warps = min(32, next_power_of_2(cdiv(n_cols, 40 * WARP)))
+    return Tile(rows=1, cols=warps * load, warps=warps)
+
+
+@functools.cache
+def backward_tile(n_cols: int, itemsize: int, tensors: int, shared_bytes: int) -> Tile:
+    """Tile of `backward_kernel`: the fewest idle lanes within what registers hold.
+
+    A thread keeps five fp32 values per element (x, dy, w, dw, db): 16 elements fit 128 registers (16 warps), 24 fit
+    the 255 of 8 warps, which hide latency a little worse (counted as a tenth of a row). Among equals the larger tile
+    wins: it has more rows in flight and fewer reductions. `tensors` of the tile's size are buffered by the pipeline.
+    """
+    vec = vector(itemsize)
+    best, best_cost = None, 0.0
+    for warps, elements, penalty in ((16, 16, 1.0), (8, 24, 1.1)):
+        load = warps * WARP * vec
+        rows = 1
+        while load // rows >= min(WARP * vec, next_power_of_2(n_cols)):
+            cols = load // rows
+            chunks = cdiv(n_cols, cols)
+            cost = penalty * chunks * cols / n_cols
+            if chunks * vec <= elements and (best is None or cost <= best_cost):
+                # a single chunk leaves registers for more rows per thread
+                best, best_cost = Tile(rows * (elements // vec if chunks == 1 else 1), cols, warps), cost
+            rows *= 2
+    if best is None:
+        raise ValueError(f"a row of {n_cols} columns does not fit one program")
+    buffer = best.rows * cdiv(n_cols, best.cols) * best.cols * itemsize * tensors
+    return best._replace(stages=1 + max(1, min(3, (shared_bytes - 4096) // buffer)))
