@@ -1,0 +1,1 @@
+"""Differentiable top-k: coor_descent, soft_topk, topk; see README.md in this folder."""

@@ -1,0 +1,208 @@
+"""`soft_topk`: checks, registration with the dispatcher, autograd, the public function."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.library import custom_op
+
+from onepass.core.bind import bind
+from onepass.core.launch import as_rows, uses_triton
+
+from . import arguments, torch_path
+from .torch_path import KINDS
+
+
+def _check(scores: Tensor, k: Tensor | float, eps: Tensor | float, mask: Tensor | None, kind: object) -> None:
+    arguments.scores("soft_topk", scores)
+    arguments.positive("soft_topk", "k", k, scores)
+    arguments.positive("soft_topk", "eps", eps, scores)
+    arguments.mask("soft_topk", mask, scores)
+    if kind not in KINDS:
+        raise ValueError(f"soft_topk: kind must be one of {', '.join(KINDS)}; got {kind!r}")
+
+
+def _forward(
+    scores: Tensor,
+    k: Tensor | None,
+    eps: Tensor | None,
+    mask: Tensor | None,
+    k_value: float,
+    eps_value: float,
+    kind: int,
+) -> tuple[Tensor, Tensor]:
+    if uses_triton(scores):
+        from . import kernels_triton
+
+        y, state = kernels_triton.forward(
+            as_rows(scores), arguments.per_row(k, scores), arguments.per_row(eps, scores),
+            arguments.mask_rows(mask, scores), k_value, eps_value, kind,
+        )  # fmt: skip
+        return y.view(scores.shape), state
+    rows, k_rows, eps_rows = arguments.torch_rows(scores, k, eps, mask, k_value, eps_value)
+    y, state = torch_path.soft_forward(rows, k_rows, eps_rows, kind)
+    return y.to(scores.dtype).view(scores.shape), state
+
+
+def _backward(
+    gy: Tensor,
+    scores: Tensor,
+    state: Tensor,
+    k: Tensor | None,
+    eps: Tensor | None,
+    mask: Tensor | None,
+    eps_value: float,
+    kind: int,
+    need_scores: bool,
+    need_k: bool,
+    need_eps: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    if uses_triton(scores):
+        from . import kernels_triton
+
+        ds, dk, deps = kernels_triton.backward(
+            as_rows(gy), as_rows(scores), state, arguments.per_row(eps, scores),
+            arguments.mask_rows(mask, scores), eps_value, kind, need_scores, need_k, need_eps,
+        )  # fmt: skip
+    else:
+        rows, _, eps_rows = arguments.torch_rows(scores, None, eps, mask, 1.0, eps_value)
+        ds, dk, deps = torch_path.soft_backward(
+            gy.reshape(rows.shape).to(rows.dtype), rows, state, eps_rows, kind, need_eps
+        )
+    nothing = scores.new_empty(0)
+    return (
+        ds.to(scores.dtype).view(scores.shape) if need_scores else nothing,
+        arguments.to_shape(dk, k, scores) if need_k and k is not None else nothing,
+        arguments.to_shape(deps, eps, scores) if need_eps and eps is not None else nothing.clone(),
+    )
+
+
+forward_op = custom_op("onepass::soft_topk", _forward, mutates_args=())
+backward_op = custom_op("onepass::soft_topk_backward", _backward, mutates_args=())
+
+
+@forward_op.register_fake
+def _(
+    scores: Tensor,
+    k: Tensor | None,
+    eps: Tensor | None,
+    mask: Tensor | None,
+    k_value: float,
+    eps_value: float,
+    kind: int,
+) -> tuple[Tensor, Tensor]:
+    _check(scores, k_value if k is None else k, eps_value if eps is None else eps, mask, KINDS[kind])
+    rows = 1
+    for size in scores.shape[:-1]:
+        rows = rows * size
+    return scores.new_empty(scores.shape), scores.new_empty((rows, 2), dtype=arguments.accumulator(scores))
+
+
+@backward_op.register_fake
+def _(
+    gy: Tensor,
+    scores: Tensor,
+    state: Tensor,
+    k: Tensor | None,
+    eps: Tensor | None,
+    mask: Tensor | None,
+    eps_value: float,
+    kind: int,
+    need_scores: bool,
+    need_k: bool,
+    need_eps: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return (
+        scores.new_empty(scores.shape if need_scores else (0,)),
+        k.new_empty(k.shape) if need_k and k is not None else scores.new_empty(0),
+        eps.new_empty(eps.shape) if need_eps and eps is not None else scores.new_empty(0),
+    )
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    scores, k, eps, mask, _, eps_value, kind = inputs
+    ctx.save_for_backward(scores, output[1], k, eps, mask)
+    ctx.options = eps_value, kind
+    ctx.set_materialize_grads(False)
+
+
+def _gradients(ctx: Any, run: Any, gy: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+    if gy is None:
+        return (None,) * 7
+    scores, state, k, eps, mask = ctx.saved_tensors
+    needs = (
+        ctx.needs_input_grad[0],
+        k is not None and ctx.needs_input_grad[1],
+        eps is not None and ctx.needs_input_grad[2],
+    )
+    grads = run(gy, scores, state, k, eps, mask, *ctx.options, *needs)
+    return (*(g if need else None for g, need in zip(grads, needs, strict=True)), None, None, None, None)
+
+
+_call = bind(
+    forward=_forward, forward_op=forward_op, backward=_backward, backward_op=backward_op,
+    save=_save, gradients=_gradients,
+)  # fmt: skip
+
+
+def soft_topk(
+    scores: Tensor,
+    k: Tensor | float,
+    *,
+    eps: Tensor | float = 0.1,
+    mask: Tensor | None = None,
+    kind: str = "capped_exp",
+) -> Tensor:
+    r"""Differentiable top-k over the last dimension: gates in [0, 1] that sum to ``k`` in every row.
+
+    .. math:: y_i = \varphi\!\left(\frac{s_i + c}{\varepsilon}\right), \qquad
+              c \text{ such that } \sum_i y_i = k
+
+    ============== ============================== =======================================================
+    ``kind``       φ(u)                           known as
+    ============== ============================== =======================================================
+    ``capped_exp`` min(1, eᵘ)                     coordinate descent (CoLT5, ALIGNER) at convergence
+    ``sigmoid``    1/(1 + e⁻ᵘ)                    SOFT top-k, entropic optimal transport
+    ``laplace``    CDF of the Laplace distribution LapSum
+    ``clamp``      clamp(u + ½, 0, 1)             budget sparsemax; exact zeros and ones
+    ============== ============================== =======================================================
+
+    The threshold is solved for, not iterated towards: ``capped_exp`` and ``clamp`` exactly (their active sets are
+    finite), the others by a safeguarded Newton method. One implicit backward gives the gradients of all inputs.
+
+    Args:
+        scores: ``(..., n)``, fp32, fp16, bf16 or fp64, any strides, n of any size. Computed in fp32 (fp64 for fp64).
+        k: how many to choose, > 0, fractions allowed: a number or a tensor that broadcasts to ``scores.shape[:-1]``.
+        eps: temperature, > 0: a number or a tensor that broadcasts to ``scores.shape[:-1]``. Small is hard.
+        mask: bool, broadcasts to ``scores``; True = may be chosen. Masked entries get 0 and no gradient.
+        kind: the gate function, see above.
+
+    Returns:
+        Gates like ``scores``. Rows with at most ``k`` valid entries get 1 on all of them (and zero gradients), rows
+        with no valid entry 0. Scores of -inf are never chosen; those of +inf are saturated, and share k evenly when
+        there are more than k of them. A NaN among the valid scores makes its row NaN.
+
+    Gradients flow to ``scores`` and to tensor ``k`` and ``eps`` (in their own shape and dtype), and are the same bit
+    for bit from run to run.
+
+    Raises:
+        TypeError: scores is no floating-point tensor, mask is not bool, k or eps is no number or real tensor.
+        ValueError: shapes don't broadcast, devices differ, kind is unknown, k or eps is not > 0. Tensors on a GPU are
+            not looked into, since the host would have to wait: there k ≤ 0 or eps ≤ 0 gives NaN rows.
+
+    Source: CoLT5 (arXiv 2303.09752), ALIGNER (2211.01267), SOFT (2002.06504), LapSum (2503.06242).
+
+    Example:
+        >>> import torch, onepass
+        >>> y = onepass.soft_topk(torch.tensor([3.0, 1.0, 2.0, -1.0]), 2, eps=0.5)
+        >>> [round(v, 3) for v in y.tolist()], round(y.sum().item(), 3)
+        ([1.0, 0.119, 0.879, 0.002], 2.0)
+    """
+    _check(scores, k, eps, mask, kind)
+    k_tensor, k_value = arguments.split(k)
+    eps_tensor, eps_value = arguments.split(eps)
+    return _call(scores, k_tensor, eps_tensor, mask, k_value, eps_value, KINDS.index(kind))  # type: ignore[no-any-return]
+
+
+__all__ = ["KINDS", "backward_op", "forward_op", "soft_topk"]

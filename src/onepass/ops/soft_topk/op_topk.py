@@ -1,0 +1,117 @@
+"""`topk`: hard selection on the scores, with gates that carry the gradient of soft_topk."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.library import custom_op
+
+from . import arguments
+from .op import KINDS, soft_topk
+
+
+class TopK(NamedTuple):
+    """What :func:`topk` returns; every tensor is ``(..., k)``."""
+
+    values: Tensor
+    indices: Tensor
+    gates: Tensor
+
+
+def _select(scores: Tensor, mask: Tensor | None, k: int) -> Tensor:
+    """Indices of the k largest valid scores, largest first, ties by lowest index, -1 where there are no more.
+
+    Selection by a threshold, no sort of the row: everything above the k-th largest, then as many of those equal to
+    it as are still needed, in the order of the columns. Only the k survivors are sorted.
+    """
+    keys = scores if mask is None else scores.masked_fill(~mask, -math.inf)
+    keys = torch.where(keys.isnan(), math.inf, keys)
+    n = keys.shape[-1]
+    kept = min(k, n)
+    out = torch.full((*keys.shape[:-1], k), -1, dtype=torch.int64, device=keys.device)
+    if not kept or not keys.numel():
+        return out
+    threshold = keys.topk(kept, dim=-1, sorted=True).values[..., -1:]
+    above = keys > threshold
+    level = keys == threshold
+    room = kept - above.sum(-1, keepdim=True)
+    chosen = above | (level & (level.cumsum(-1) <= room))
+    # the survivors' columns, in ascending order: each goes to the slot that counts those before it, the rest to a spare
+    slot = torch.where(chosen, chosen.cumsum(-1) - 1, kept)
+    columns = torch.arange(n, device=keys.device).expand(keys.shape)
+    indices = out.new_empty((*keys.shape[:-1], kept + 1)).scatter_(-1, slot, columns)[..., :kept]
+    ordered, order = keys.gather(-1, indices).sort(dim=-1, descending=True, stable=True)
+    out[..., :kept] = torch.where(ordered == -math.inf, -1, indices.gather(-1, order))
+    return out
+
+
+select_op = custom_op("onepass::topk_select", _select, mutates_args=())
+
+
+@select_op.register_fake
+def _(scores: Tensor, mask: Tensor | None, k: int) -> Tensor:
+    return scores.new_empty((*scores.shape[:-1], k), dtype=torch.int64)
+
+
+def topk(
+    scores: Tensor,
+    k: int,
+    *,
+    eps: Tensor | float = 0.1,
+    mask: Tensor | None = None,
+    kind: str = "capped_exp",
+) -> TopK:
+    r"""The k largest scores of each row, with gates of value 1 through which :func:`onepass.soft_topk` is trained.
+
+    Selection is hard and on the scores themselves (soft gates tie at exactly 1); the gates are straight-through:
+
+    .. math:: g_j = 1 \quad\text{forward}, \qquad \mathrm{d}g_j = \mathrm{d}\,\text{soft\_topk}(s, k)_{i_j}
+              \quad\text{backward.}
+
+    Args:
+        scores: ``(..., n)``, fp32, fp16, bf16 or fp64, any strides.
+        k: how many to choose, an int ≥ 0. k = 0 gives empty tensors; k > n is allowed.
+        eps: temperature of the gates' gradient, see :func:`onepass.soft_topk`.
+        mask: bool, broadcasts to ``scores``; masked entries are never selected.
+        kind: gate function of the gradient, see :func:`onepass.soft_topk`.
+
+    Returns:
+        ``TopK(values, indices, gates)``, each ``(..., k)``: the selected scores in descending order (ties by lowest
+        index; NaN counts as largest), their int64 indices, the gates. Where a row has fewer than k valid entries, the
+        rest is value -inf, index -1, gate 0. Values pass the plain gradient of a gather, gates that of soft_topk.
+
+    Raises:
+        TypeError: scores is no floating-point tensor, k is no int, mask is not bool.
+        ValueError: k < 0, shapes don't broadcast, eps is not > 0, kind is unknown.
+
+    Source: CoLT5 (arXiv 2303.09752).
+
+    Example:
+        >>> import torch, onepass
+        >>> top = onepass.topk(torch.tensor([3.0, 1.0, 2.0, -1.0]), 2)
+        >>> top.values.tolist(), top.indices.tolist(), top.gates.tolist()
+        ([3.0, 2.0], [0, 2], [1.0, 1.0])
+    """
+    arguments.scores("topk", scores)
+    arguments.whole("topk", "k", k, 0)
+    arguments.positive("topk", "eps", eps, scores)
+    arguments.mask("topk", mask, scores)
+    if kind not in KINDS:
+        raise ValueError(f"topk: kind must be one of {', '.join(KINDS)}; got {kind!r}")
+    indices = select_op(scores.detach(), mask, k)
+    if k == 0 or scores.shape[-1] == 0:
+        empty = scores.new_full(indices.shape, -math.inf)
+        return TopK(empty, indices, torch.zeros_like(empty))
+    soft = soft_topk(scores, k, eps=eps, mask=mask, kind=kind)
+    present = indices >= 0
+    safe = indices.clamp(min=0)
+    values = torch.where(present, scores.gather(-1, safe), -math.inf)
+    soft = soft.gather(-1, safe)
+    gates = torch.where(present, 1 + (soft - soft.detach()), 0.0)
+    return TopK(values, indices, gates)
+
+
+__all__ = ["TopK", "select_op", "topk"]

@@ -1,0 +1,208 @@
+"""The torch path (CPU, float64, no Triton): the whole state of a row is one threshold.
+
+Rows are (R, n) in fp32 or fp64 with every entry that may not be chosen at -inf; k and eps are (R, 1).
+A solved row is (ref, c): its gates are φ((s - ref)/eps - c). Two numbers, because ref alone can't be
+more exact than its own rounding, and scores far from zero would feel that divided by eps.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+KINDS = ("capped_exp", "sigmoid", "laplace", "clamp")
+CAPPED_EXP, SIGMOID, LAPLACE, CLAMP = range(4)
+
+# far enough to saturate every gate, finite so that -inf scores stay -inf
+ALL_ONES = -1e30
+MAX_PASSES = 64
+# a bracket this many eps wide is left to Newton alone; a wider one is bisected after a few Newton steps
+NARROW = 16.0
+STREAK = 4
+# beyond this many eps a threshold is only a place to look at, its digits don't matter
+FAR = 1e4
+# columns looked at for the first guess, elements that stay in the cache between the passes of a chunk
+SAMPLE = 128
+CHUNK = 1 << 18
+
+
+def offsets(s: Tensor, ref: Tensor, eps: Tensor) -> Tensor:
+    """(s - ref)/eps; where ref is +inf the +inf scores share k among themselves: 0 for them, -inf for the rest."""
+    x = (s - ref).div_(eps)
+    endless = ref == math.inf
+    if s.is_cuda or bool(endless.any()):
+        x = torch.where(endless, torch.where(s == math.inf, 0.0, -math.inf).to(s.dtype), x)
+    return x
+
+
+def phi(x: Tensor, kind: int) -> Tensor:
+    """The gate; `clamp` is measured from its lower edge, so that small gates keep their digits. Overwrites x."""
+    if kind == CAPPED_EXP:
+        return x.clamp_(max=0).exp_()
+    if kind == SIGMOID:
+        return x.sigmoid_()
+    if kind == LAPLACE:
+        tail = x.abs().neg_().exp_().mul_(0.5)
+        return torch.where(x < 0, tail, 1 - tail)
+    return x.clamp_(0, 1)
+
+
+def slope(x: Tensor, kind: int) -> Tensor:
+    """φ'(x), zero where the gate is saturated."""
+    if kind == CAPPED_EXP:
+        return torch.where(x > 0, 0.0, x.clamp(max=0).exp()).to(x.dtype)
+    if kind == SIGMOID:
+        y = x.sigmoid()
+        return y * (-x).sigmoid_()
+    if kind == LAPLACE:
+        return x.abs().neg_().exp_().mul_(0.5)
+    return ((x > 0) & (x < 1)).to(x.dtype)
+
+
+def inverse(p: Tensor, kind: int) -> Tensor:
+    """φ⁻¹(p): where equal scores must lie to get p each."""
+    if kind == CAPPED_EXP:
+        return p.log()
+    if kind == SIGMOID:
+        return p.log() - torch.log1p(-p)
+    if kind == LAPLACE:
+        return torch.where(p < 0.5, (2 * p).log(), -(2 * (1 - p)).log())
+    return p
+
+
+def _measure(s: Tensor, ref: Tensor, c: Tensor, k: Tensor, eps: Tensor, kind: int) -> tuple[Tensor, Tensor, Tensor]:
+    """One pass over the rows: (Σ gates at (ref, c), size of the saturated set, Newton's step for c)."""
+    n = s.shape[-1]
+    x = (s - ref).div_(eps).sub_(c)
+    if kind == CAPPED_EXP:
+        saturated = x > 0
+        count = saturated.sum(-1, keepdim=True).to(x.dtype)
+        rest = x.masked_fill_(saturated, -math.inf).exp_().sum(-1, keepdim=True)
+        # exact for this saturated set, and never below the root; with k or more saturated, Newton on the sum itself
+        step = torch.where(count < k, (rest / (k - count)).log(), (count + rest - k) / rest)
+        return count + rest, count, torch.where(rest > 0, step, math.nan)
+    dy = slope(x, kind).sum(-1, keepdim=True)
+    y = phi(x, kind)
+    total = y.sum(-1, keepdim=True)
+    if kind == CLAMP:
+        return total, dy, (total - k) / dy
+    # the tails are exponential: Newton on the logarithm of the smaller side
+    rest = (1 - y).sum(-1, keepdim=True)
+    step = torch.where(k < 0.5 * n, total / dy * (total / k).log(), -rest / dy * (rest / (rest + total - k)).log())
+    return total, dy, torch.where(step.isfinite(), step, (total - k) / dy)
+
+
+def _first_guess(s: Tensor, k: Tensor) -> Tensor:
+    sample = s[:, :: max(1, s.shape[-1] // SAMPLE)].sort(dim=-1, descending=True).values
+    rank = (k * (sample.shape[-1] / s.shape[-1])).long().clamp_(0, sample.shape[-1] - 1)
+    return sample.gather(-1, rank)
+
+
+def _solve(s: Tensor, k: Tensor, eps: Tensor, kind: int) -> tuple[Tensor, Tensor]:
+    n = s.shape[-1]
+    lo, hi = torch.aminmax(s, dim=-1, keepdim=True)
+    count, endless = torch.full_like(lo, n), torch.zeros_like(lo)
+    if s.is_cuda or not bool((hi - lo).isfinite().all()):
+        finite = s.isfinite()
+        count = finite.sum(-1, keepdim=True).to(s.dtype)
+        endless = (s == math.inf).sum(-1, keepdim=True).to(s.dtype)
+        lo = torch.where(finite, s, math.inf).amin(-1, keepdim=True)
+        hi = torch.where(finite, s, -math.inf).amax(-1, keepdim=True)
+        poison = torch.where(s.isnan().any(-1, keepdim=True), math.nan, 0.0)
+        lo, hi = lo + poison, hi + poison
+        full = torch.where(count > 0, lo, poison)
+    else:
+        full = lo
+    k = torch.where((k > 0) & (eps > 0), k, math.nan)
+    ones = k >= count + endless
+    shared = ~ones & (endless >= k)
+    # closed forms: everybody gets 1; or the +inf scores share k evenly
+    share = k / endless
+    shift = torch.where(ones, ALL_ONES, torch.where(share < 1, -inverse(share.clamp(max=1), kind), ALL_ONES))
+    ref = torch.where(ones, full, math.inf)
+    done = ones | shared | k.isnan() | full.isnan()
+    ref = torch.where(k.isnan() | full.isnan(), math.nan, ref)
+
+    # from here on thresholds are in units of eps, relative to a ref that moves along
+    edge = inverse((k - endless) / count, kind)
+    guess = _first_guess(s, k)
+    base = torch.where((guess >= lo) & (guess <= hi), guess, 0.5 * lo + 0.5 * hi)
+    # a bracket end is a pair as well: moving it into the coordinates of each ref in turn would blur it
+    lo_ref, hi_ref, lo_c, hi_c = lo, hi, -edge, -edge
+    c = (lo_ref - base) / eps + lo_c
+    c = torch.minimum(c.clamp(min=0), (hi_ref - base) / eps + hi_c)
+    f_lo, f_hi = count + endless, endless
+    last, streak = torch.full_like(c, -1), torch.zeros_like(c)
+    small = 1e-8 if s.dtype == torch.float64 else 2e-4
+    tiny = torch.finfo(s.dtype).eps
+    for i in range(MAX_PASSES):
+        moved = base + eps * c
+        d = (moved - base) / eps
+        base, c = moved, torch.where(d.abs() < FAR, c - d, 0.0)
+        lo, hi = (lo_ref - base) / eps + lo_c, (hi_ref - base) / eps + hi_c
+        total, state, step = _measure(s, base, c, k, eps, kind)
+        if kind == CAPPED_EXP:
+            arrived = (state < k) & ((state == last) | (step == 0))
+        elif kind == CLAMP:
+            arrived = (total - k).abs() <= 16 * tiny * k
+        else:
+            arrived = step.abs() <= small
+        arrived |= (hi - lo <= 4 * tiny) | (i == MAX_PASSES - 1)
+        newly = arrived & ~done
+        ref = torch.where(newly, base, ref)
+        shift = torch.where(newly, torch.where(step.abs() < 1, c + step, c), shift)
+        done = done | newly
+        if not s.is_cuda and bool(done.all()):
+            break
+        low = total >= k
+        lo, lo_ref, lo_c = torch.where(low, c, lo), torch.where(low, base, lo_ref), torch.where(low, c, lo_c)
+        hi, hi_ref, hi_c = torch.where(low, hi, c), torch.where(low, hi_ref, base), torch.where(low, hi_c, c)
+        f_lo, f_hi = torch.where(low, total, f_lo), torch.where(low, f_hi, total)
+        target = c + step
+        if kind == CAPPED_EXP:
+            bound = (state < k) & (target < hi)
+            hi, hi_ref, hi_c = (torch.where(bound, a, b) for a, b in ((target, hi), (base, hi_ref), (target, hi_c)))
+        slack = 4 * tiny * (1 + c.abs())
+        inside = (target >= lo - slack) & (target <= hi + slack)
+        newton = inside & ((streak < STREAK) | (hi - lo <= NARROW))
+        streak = torch.where(newton, streak + 1, 0.0)
+        last = torch.where(newton & (state < k), state, -1.0)
+        between = lo + (hi - lo) * ((f_lo - k) / (f_lo - f_hi) if i % 2 else 0.5)
+        c = torch.where(newton, target, between)
+    return ref, shift
+
+
+def solve(s: Tensor, k: Tensor, eps: Tensor, kind: int) -> tuple[Tensor, Tensor]:
+    """(ref, c), both (R, 1), with Σ φ((s - ref)/eps - c) = k in every row."""
+    step = max(1, CHUNK // max(1, s.shape[-1]))
+    if s.is_cuda or s.shape[0] <= step:
+        return _solve(s, k, eps, kind)
+    parts = [_solve(s[i : i + step], k[i : i + step], eps[i : i + step], kind) for i in range(0, len(s), step)]
+    refs, shifts = zip(*parts, strict=True)
+    return torch.cat(refs), torch.cat(shifts)
+
+
+def soft_forward(s: Tensor, k: Tensor, eps: Tensor, kind: int) -> tuple[Tensor, Tensor]:
+    """Gates (R, n) and the solution (R, 2) of every row."""
+    if not s.shape[-1]:
+        return s.clone(), s.new_zeros(len(s), 2)
+    ref, c = solve(s, k, eps, kind)
+    return phi(offsets(s, ref, eps).sub_(c), kind), torch.cat((ref, c), -1)
+
+
+def soft_backward(
+    gy: Tensor, s: Tensor, state: Tensor, eps: Tensor, kind: int, need_eps: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(ds (R, n), dk (R, 1), deps (R, 1)) by the implicit function theorem: one formula for every kind."""
+    x = offsets(s, state[:, :1], eps).sub_(state[:, 1:])
+    w = slope(x, kind)
+    live = w > 0
+    gw = torch.where(live, gy * w, 0.0)
+    total = w.sum(-1, keepdim=True)
+    q = torch.where(total == 0, 0.0, gw.sum(-1, keepdim=True) / total)
+    deps = torch.zeros_like(q)
+    if need_eps:
+        deps = torch.where(live, (q * w - gw) * x, 0.0).sum(-1, keepdim=True) / eps
+    return (gw - q * w).div_(eps), q, deps
