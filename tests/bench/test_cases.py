@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 
@@ -36,3 +37,9 @@ def test_rivals_are_declared_by_import_name() -> None:
     installed, missing = availability(rivals)
     assert len(installed) + len(missing) == len(rivals)
     assert "unknown version" not in installed.values()
+
+
+def test_a_spec_speaks_for_its_own_rivals(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "lion_pytorch" in known(["lion"])
+    monkeypatch.setattr(spec, "load", lambda folder: SimpleNamespace(RIVALS={"b": "b-kernels", "a": "a"}))
+    assert known(["lion"]) == {"a": "a", "b": "b-kernels"}

@@ -6,9 +6,9 @@ Three kinds of declaration, each with one reader:
 * `Kernel` → tests/codegen: registers, spills and load widths, without a GPU;
 * `Case` → `onepass bench`: sizes, byte floors and rivals.
 
-A spec.py holds lists of them: SPECS, KERNELS, CASES; and RIVALS, a mapping from import name to distribution
+A spec.py holds lists of them: SPECS, KERNELS, CASES; and may hold RIVALS, a mapping from import name to distribution
 ({"liger_kernel": "liger-kernel"}) of the packages its cases compare with, whose versions the bench records and whose
-absence it names.
+absence it names (without it: bench/rivals.py's list).
 """
 
 from __future__ import annotations
