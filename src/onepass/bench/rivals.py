@@ -8,7 +8,6 @@ from collections.abc import Iterable, Mapping
 from onepass.core import spec
 from onepass.core.about import distribution_version
 
-
 # import name → distribution, per operator folder; a spec.py with RIVALS of its own speaks for itself
 KNOWN: Mapping[str, Mapping[str, str]] = {
     "lion": {
