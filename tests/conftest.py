@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 
-INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
+from onepass.core.launch import INTERPRET
 
 
 def _belongs_here(item: pytest.Item) -> bool:

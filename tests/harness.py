@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from conftest import INTERPRET
+from onepass.core.launch import INTERPRET
 from onepass.core.spec import Sample, Spec, all_specs
 
 SPECS = all_specs()

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from conftest import INTERPRET
+from onepass.core.launch import INTERPRET
 from onepass.core.spec import Kernel, all_kernels
 
 pytestmark = [

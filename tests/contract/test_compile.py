@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from conftest import INTERPRET
 from harness import DEVICES, build, call, compare_gradients, float64, gradients, sample_names, spec_samples, specs
+from onepass.core.launch import INTERPRET
 from onepass.core.spec import Spec
 
 pytestmark = pytest.mark.skipif(INTERPRET, reason="compiled code calls the registered op, which is tested eagerly")

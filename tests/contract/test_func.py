@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from conftest import INTERPRET
 from harness import build, call, compare_gradients, float64, floats, gradients, replace, spec_samples
+from onepass.core.launch import INTERPRET
 from onepass.core.spec import Sample, Spec
 
 pytestmark = pytest.mark.skipif(INTERPRET, reason="torch.func reaches the registered op, which is tested eagerly")

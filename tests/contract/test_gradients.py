@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from conftest import INTERPRET
 from harness import (
     DEVICES,
     DEVICES_AND_DTYPES,
@@ -19,6 +18,7 @@ from harness import (
     replace,
     spec_samples,
 )
+from onepass.core.launch import INTERPRET
 from onepass.core.spec import Spec
 
 

@@ -9,8 +9,8 @@ import torch
 from torch._subclasses import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
-from conftest import INTERPRET
 from harness import DEVICES, build, call, gradients, leaves, replace, spec_samples
+from onepass.core.launch import INTERPRET
 from onepass.core.spec import Spec
 
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.library import opcheck
 
-from conftest import INTERPRET
 from harness import SPECS
+from onepass.core.launch import INTERPRET
 
 pytestmark = pytest.mark.skipif(INTERPRET, reason="the dispatcher is the same in both jobs")
 

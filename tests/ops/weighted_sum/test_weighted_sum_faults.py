@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from conftest import INTERPRET
+from onepass.core.launch import INTERPRET
 from onepass import weighted_sum
 
 DEVICES = [pytest.param("cpu", id="cpu"), pytest.param("cuda", id="cuda", marks=pytest.mark.gpu)]

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from conftest import INTERPRET
+from onepass.core.launch import INTERPRET
 from onepass import weighted_sum
 from onepass.ops.weighted_sum.spec import _BACKWARD, _FORWARD
 
