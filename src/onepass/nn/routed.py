@@ -114,10 +114,11 @@ class Routed(nn.Module):
         missing = indices < 0
         rows = indices.clamp_min(0) + torch.arange(batch, device=indices.device)[:, None, None] * n
         chosen = tokens.index_select(0, rows.reshape(-1)).masked_fill(missing.reshape(-1, 1), 0)
-        chosen = chosen.view(batch, routes * k, -1)
+        chosen = chosen.view(batch, routes * k, tokens.shape[-1])
         out = self.heavy(chosen)
         self._same_shape("heavy", out, chosen.shape)
-        return out.view(batch, routes, k, -1) * gates.masked_fill(missing, 0)[..., None], rows
+        gated = out.view(batch, routes, k, tokens.shape[-1]) * gates.masked_fill(missing, 0)[..., None]
+        return gated, rows
 
     def _same_shape(self, branch: str, out: Tensor, shape: torch.Size) -> None:
         if out.shape != shape:

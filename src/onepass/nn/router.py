@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from onepass.core import check
-from onepass.ops.soft_topk.op import soft_topk, topk
+from onepass.ops.soft_topk.op import KINDS, soft_topk
+from onepass.ops.soft_topk.op_topk import select_op, topk
 from onepass.ops.weighted_sum.op import MAX_VECTORS, weighted_sum
 
-KINDS = ("capped_exp", "sigmoid", "laplace", "clamp")
 SCORES = ("normalised", "cosine")
 GATES = ("soft", "straight_through")
 # the ε of RMSNorm: a token of zeros scores 0 and its gradient stays finite
@@ -134,7 +134,7 @@ class Router(nn.Module):
         if self.gate == "straight_through":
             chosen = topk(scores, k, eps=self.eps, mask=mask, kind=self.kind)
             return RouterOutput(chosen.indices, chosen.gates, scores)
-        indices = topk(scores.detach(), k, eps=self.eps, mask=mask, kind=self.kind).indices
+        indices = select_op(scores.detach(), mask, k)
         soft = soft_topk(scores, k, eps=self.eps, mask=mask, kind=self.kind)
         gates = soft.gather(-1, indices.clamp_min(0)).where(indices >= 0, 0)
         return RouterOutput(indices, gates, scores)
