@@ -91,14 +91,18 @@ def load(path: Path) -> Checkpoint:
         raise UserError(f"{where}it is no checkpoint of an onepass run") from None
     except Exception as error:
         # a damaged header surfaces as any of a dozen exceptions, depending on the byte
-        raise UserError(f"{where}it is cut off or damaged ({str(error).splitlines()[0]:.80})") from None
+        why = (str(error).splitlines() or [type(error).__name__])[0]
+        raise UserError(f"{where}it is cut off or damaged ({why:.80})") from None
     if _digest(record, tensors) != digest:
         raise UserError(f"{where}it is damaged (its SHA-256 does not fit its content)")
-    values = json.loads(record)
-    config = from_json(values["config"], f"{path}: ")
-    return Checkpoint(
-        path, config, values["step"], values["metrics_bytes"], values["seconds"], tensors, values["scalars"]
-    )
+    try:
+        values = json.loads(record)
+        config = from_json(values["config"], f"{path}: ")
+        numbers = int(values["step"]), int(values["metrics_bytes"]), float(values["seconds"])
+        scalars = {str(name): dict(state) for name, state in values["scalars"].items()}
+    except (ValueError, TypeError, KeyError, AttributeError):
+        raise UserError(f"{where}it was written by another version of onepass") from None
+    return Checkpoint(path, config, *numbers, tensors, scalars)
 
 
 def restore_model(checkpoint: Checkpoint, model: nn.Module) -> None:

@@ -69,9 +69,10 @@ COMMON: dict[str, int | float] = {
 # smallest and largest accepted value of every number
 RANGES: dict[str, tuple[float, float]] = {
     "seed": (0, 2**63 - 1), "steps": (1, 10**9), "batch": (1, 2**16), "seq": (8, 2**20), "dim": (8, 2**14),
-    "blocks": (1, 256), "heads": (1, 512), "routed": (1e-6, 1.0), "light_mult": (1e-4, 64.0), "heavy_mult": (1e-4, 64.0),
-    "masked": (0.01, 0.9), "lr": (0.0, 10.0), "warmup": (0, 10**9), "weight_decay": (0.0, 10.0),
-    "eval_every": (1, 10**9), "eval_windows": (1, 10**6), "final_windows": (1, 10**6), "threads": (1, 4096),
+    "blocks": (1, 256), "heads": (1, 512), "routed": (1e-6, 1.0), "light_mult": (1e-4, 64.0),
+    "heavy_mult": (1e-4, 64.0), "masked": (0.01, 0.9), "lr": (0.0, 10.0), "warmup": (0, 10**9),
+    "weight_decay": (0.0, 10.0), "eval_every": (1, 10**9), "eval_windows": (1, 10**6), "final_windows": (1, 10**6),
+    "threads": (1, 4096),
 }  # fmt: skip
 CHOICES = {"preset": tuple(PRESETS), "route": ROUTES, "device": DEVICES, "precision": PRECISIONS}
 
@@ -102,22 +103,21 @@ def checked(values: dict[str, object], where: str) -> Config:
         value = values[name]
         if kind == "int" and not (isinstance(value, int) and not isinstance(value, bool)):
             raise UserError(f"{where}{name} must be a whole number, got {value!r:.40}")
-        if kind == "float":
-            if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < math.inf:
-                raise UserError(f"{where}{name} must be a number, got {value!r:.40}")
-            value = float(value)
+        number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < math.inf
+        if kind == "float" and not number:
+            raise UserError(f"{where}{name} must be a number, got {value!r:.40}")
         if kind == "str" and not isinstance(value, str):
             raise UserError(f"{where}{name} must be a text, got {value!r:.40}")
         if name in CHOICES and value not in CHOICES[name]:
             raise UserError(f"{where}{name} must be one of {', '.join(CHOICES[name])}, got {value!r:.40}")
         if name in RANGES and isinstance(value, int | float) and not RANGES[name][0] <= value <= RANGES[name][1]:
             low, high = RANGES[name]
-            raise UserError(f"{where}{name} must be from {low:,} to {high:,}, got {value}")
+            raise UserError(f"{where}{name} must be from {low:,} to {high:,}, got {value!s:.40}")
         if name == "paths":
             if not isinstance(value, list | tuple) or not all(isinstance(path, str) for path in value):
                 raise UserError(f"{where}paths must be a list of texts, got {value!r:.40}")
             value = tuple(value)
-        clean[name] = value
+        clean[name] = float(value) if kind == "float" and isinstance(value, int) else value
     config = Config(**clean)  # type: ignore[arg-type]
     if config.dim % (2 * config.heads):
         raise UserError(

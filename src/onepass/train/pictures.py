@@ -48,7 +48,7 @@ def loss_png(metrics: str, config: Config, unigram: float) -> bytes:
         steps, bits = np.array(train).T
         axes.plot(steps, bits, color="#b9d4ef", linewidth=0.8, label="training, each step")
         axes.plot(steps, _smooth(bits), color="#2f78bd", linewidth=1.8, label="training, smoothed")
-        lowest = min([*bits, *(value for _, value in valid)])
+        lowest = min([*bits, unigram, *(value for _, value in valid)])
         # the first steps, above the 8 bits of a blind guess, would squeeze the rest
         axes.set_ylim(0.93 * lowest, max(8.5, unigram + 1) if max(bits) > 8 else None)
     if valid:

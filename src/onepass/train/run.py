@@ -54,21 +54,26 @@ class Run:
         except FileNotFoundError:
             return
         except NotADirectoryError:
-            raise UserError(f"{self.path} is a file; --out must name a directory") from None
+            raise UserError(f"{self.path} is a file or below one; --out must name a directory") from None
         except OSError as error:
             raise UserError(f"can't read {self.path}: {(error.strerror or str(error)).lower()}") from None
-        foreign = [name for name in names if not _is_own(name)]
+        # every run has its lock: a stray config.json without one belongs to something else
+        foreign = [name for name in names if not _is_own(name) or LOCK not in names]
         if foreign:
             raise UserError(f"{self.path} holds other things than a run ({foreign[0]!r:.60}); choose another --out")
-        if names and names != [LOCK] and not force:
+        # what is left when a run was killed before it began: with config.json it begins
+        beginnings = {LOCK, DATA, DATA + files.SUFFIX, CONFIG + files.SUFFIX}
+        if set(names) - beginnings and not force:
             raise UserError(f"{self.path} already holds a run; add --resume to go on or --force to start over")
 
     def create(self, config: Config, manifest: str) -> None:
         """Make the directory and write what the run is. config.json comes last: with it the run exists."""
-        if self.path.is_dir():
+        try:
             for name in sorted(os.listdir(self.path)):
                 if name != LOCK:
                     (self / name).unlink()
+        except OSError as error:
+            raise UserError(f"can't empty {self.path}: {(error.strerror or str(error)).lower()}") from None
         files.write(self / DATA, manifest)
         files.write(self / CONFIG, config.to_json())
 

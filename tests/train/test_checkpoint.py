@@ -1,0 +1,237 @@
+from __future__ import annotations
+
+import json
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save
+
+from onepass.__main__ import main
+from onepass.core.errors import UserError
+from onepass.optim import Lion
+from onepass.train import checkpoint
+from onepass.train.config import Config, build, from_json
+from onepass.train.model import RoutedEncoder, new, parameter_groups
+from train.tiny import TINY
+
+FUZZ = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+def small(**values: object) -> Config:
+    rest = {"route": "learned", "seed": 0, "dim": 8, "blocks": 1, "seq": 16, "batch": 2, "steps": 5, "device": "cpu"}
+    return build("cpu", **{**rest, "precision": "fp32", "threads": 1, "data": "d", "paths": ("a", "b"), **values})
+
+
+def trained(config: Config) -> tuple[RoutedEncoder, Lion]:
+    model = new(config)
+    optimizer = Lion(parameter_groups(model, 0.1), lr=1e-3)
+    tokens = torch.randint(257, (2, 16))
+    model(tokens, tokens[:, :3] % 16).logits.square().mean().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A whole checkpoint."""
+    path = tmp_path_factory.mktemp("good") / checkpoint.NAME
+    model, optimizer = trained(small())
+    checkpoint.save(path, model, optimizer, small(), step=3, metrics_bytes=77, seconds=1.5)
+    return path
+
+
+def test_round_trip(tmp_path: Path):
+    config = small()
+    model, optimizer = trained(config)
+    path = tmp_path / checkpoint.NAME
+    checkpoint.save(path, model, optimizer, config, step=3, metrics_bytes=77, seconds=1.5)
+    saved = checkpoint.load(path)
+    assert (saved.config, saved.step, saved.metrics_bytes, saved.seconds) == (config, 3, 77, 1.5)
+
+    torch.manual_seed(1)
+    other = RoutedEncoder(config)
+    other_optimizer = Lion(parameter_groups(other, 0.1), lr=1e-3)
+    checkpoint.restore_model(saved, other)
+    checkpoint.restore_optimizer(saved, other, other_optimizer)
+    assert all(torch.equal(value, other.state_dict()[name]) for name, value in model.state_dict().items())
+    ours, theirs = optimizer.state_dict()["state"], other_optimizer.state_dict()["state"]
+    assert len(ours) == len(list(model.parameters()))
+    assert all(torch.equal(state["exp_avg"], theirs[index]["exp_avg"]) for index, state in ours.items())
+
+
+def test_nothing_in_it_is_pickled(good: Path):
+    with pytest.raises(pickle.UnpicklingError):
+        pickle.loads(good.read_bytes())
+    header = good.read_bytes()[8 : 8 + int.from_bytes(good.read_bytes()[:8], "little")]
+    assert {entry["dtype"] for name, entry in json.loads(header).items() if name != "__metadata__"} == {"F32"}
+
+
+def refused(content: bytes, path: Path) -> str:
+    path.write_bytes(content)
+    with pytest.raises(UserError) as caught:
+        checkpoint.load(path)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert str(path) in message
+    return message
+
+
+@FUZZ
+@given(share=st.floats(0, 1, exclude_max=True))
+def test_truncated(good: Path, tmp_path: Path, share: float):
+    content = good.read_bytes()
+    assert "cut off" in refused(content[: int(share * len(content))], tmp_path / "cut")
+
+
+@FUZZ
+@given(st.data())
+def test_flipped_bits(good: Path, tmp_path: Path, data: st.DataObject):
+    content = bytearray(good.read_bytes())
+    header = 8 + int.from_bytes(content[:8], "little")
+    # half of the flips in the header, which is a small part of the file
+    last = header if data.draw(st.booleans()) else len(content)
+    for place in data.draw(st.lists(st.integers(0, last - 1), min_size=1, max_size=3, unique=True)):
+        content[place] ^= 1 << data.draw(st.integers(0, 7))
+    path = tmp_path / "flipped"
+    path.write_bytes(bytes(content))
+    try:
+        saved = checkpoint.load(path)
+    except UserError as error:
+        message = str(error)
+    else:
+        message = ""
+        # what changes nothing that is read, such as the white space that pads the header, may pass
+        whole = checkpoint.load(good)
+        assert (saved.config, saved.step) == (whole.config, whole.step)
+        assert all(torch.equal(value, whole.tensors[name]) for name, value in saved.tensors.items())
+    assert "\n" not in message
+
+
+@FUZZ
+@given(st.binary(max_size=200))
+def test_any_bytes(tmp_path: Path, content: bytes):
+    refused(content, tmp_path / "noise")
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        None,
+        {"onepass": "{}"},
+        {"onepass": "{}", "sha256": "0"},
+        {"onepass": "[]", "sha256": "sum"},
+        {"onepass": '{"config": 3, "step": 1}', "sha256": "sum"},
+        {"onepass": '{"config": "{}", "step": "x", "metrics_bytes": 0, "seconds": 0, "scalars": {}}', "sha256": "sum"},
+    ],
+)
+def test_other_safetensors_files(tmp_path: Path, metadata: dict[str, str] | None):
+    tensors = {"a": torch.zeros(2)}
+    if metadata and metadata.get("sha256") == "sum":
+        metadata = {**metadata, "sha256": checkpoint._digest(metadata["onepass"], tensors)}
+    refused(save(tensors, metadata), tmp_path / "other")
+
+
+def test_weights_of_another_model(good: Path):
+    saved = checkpoint.load(good)
+    with pytest.raises(UserError, match=r"another configuration: .*norm.weight is \(8,\) there and \(16,\) in"):
+        checkpoint.restore_model(saved, new(small(dim=16)))
+    with pytest.raises(UserError, match=r"another configuration: blocks.1.* is absent there"):
+        checkpoint.restore_model(saved, new(small(blocks=2)))
+
+
+TEXT = small().to_json()
+
+
+def test_config_round_trip():
+    assert from_json(TEXT, "") == small()
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_damaged_configurations(data: st.DataObject):
+    content = bytearray(TEXT.encode())
+    for place in data.draw(st.lists(st.integers(0, len(content) - 1), max_size=3)):
+        content[place] = data.draw(st.integers(0, 255))
+    content = content[: data.draw(st.integers(0, len(content)))] if data.draw(st.booleans()) else content
+    one_line(content.decode("utf-8", "replace"))
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.just(10**400),
+    lambda inner: st.lists(inner, max_size=3),
+    max_leaves=4,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(name=st.sampled_from(sorted(json.loads(TEXT))), value=JSON)
+def test_configurations_with_any_value(name: str, value: object):
+    one_line(json.dumps({**json.loads(TEXT), name: value}))
+
+
+def one_line(text: str) -> None:
+    message = "config.json: "
+    try:
+        config = from_json(text, "config.json: ")
+    except UserError as error:
+        message = str(error)
+    else:
+        assert from_json(config.to_json(), "") == config
+    assert message.startswith("config.json: ")
+    assert "\n" not in message
+
+
+def test_nested_too_deeply():
+    one_line("[" * 100_000)
+
+
+@pytest.fixture
+def finished(train: Callable[..., int], tmp_path: Path) -> Path:
+    """A run that is over."""
+    assert train("--out", tmp_path / "run") == 0
+    return tmp_path / "run"
+
+
+def resume(run: Path, texts: Path, capsys: pytest.CaptureFixture[str], *options: str) -> str:
+    capsys.readouterr()
+    assert main(["train", str(texts), *TINY, "--resume", "--out", str(run), *options]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    return said
+
+
+def test_what_resuming_refuses(finished: Path, texts: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    assert "steps is 20 here and 12 in the run" in resume(finished, texts, capsys, "--steps", "20")
+    assert "route is none here and learned in the run" in resume(finished, texts, capsys, "--route", "none")
+
+    path = finished / checkpoint.NAME
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-100])
+    assert "cut off" in resume(finished, texts, capsys)
+    path.write_bytes(whole)
+
+    assert main(["train", str(texts), *TINY, "--seed", "5", "--out", str(tmp_path / "other")]) == 0
+    shutil.copy(tmp_path / "other" / checkpoint.NAME, path)
+    assert "is of another configuration: seed is 5 there and 0 in config.json" in resume(finished, texts, capsys)
+    path.write_bytes(whole)
+
+    metrics = (finished / "metrics.jsonl").read_bytes()
+    (finished / "metrics.jsonl").write_bytes(metrics[:50])
+    assert "fewer than" in resume(finished, texts, capsys)
+    (finished / "metrics.jsonl").write_bytes(metrics)
+
+    (texts / "1.txt").write_text("something else")
+    assert "the data has changed since the run began: '1.txt' changed" in resume(finished, texts, capsys)
+
+    (finished / "config.json").write_text("{")
+    assert "config.json: is no JSON" in resume(finished, texts, capsys)
+    (finished / "config.json").write_bytes(b"\xff")
+    assert "is no JSON" in resume(finished, texts, capsys)
+    (finished / "config.json").unlink()
+    assert "there is no run in" in resume(finished, texts, capsys)

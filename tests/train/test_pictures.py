@@ -1,0 +1,209 @@
+from __future__ import annotations
+
+import json
+import re
+import warnings
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from onepass.__main__ import main
+from onepass.train import html, pictures
+from onepass.train.colours import INK, WRONG, shade
+from onepass.train.model import new
+from onepass.train.trace import Trace, cells, trace
+from train.test_checkpoint import small
+
+PNG = b"\x89PNG\r\n\x1a\n"
+TAGS = {
+    "html",
+    "head",
+    "meta",
+    "title",
+    "style",
+    "body",
+    "h1",
+    "p",
+    "div",
+    "span",
+    "b",
+    "input",
+    "label",
+    "pre",
+    "i",
+    "u",
+}
+EVIL = "</pre><script>alert(1)</script><img src=x onerror=alert(1)> & \"quotes\" 'too' &lt;b&gt;\n"
+
+
+def traced(content: bytes, name: str = "text.txt", **values: object) -> Trace:
+    config = small(**values)
+    return trace(new(config).eval(), config, name, content, 4096)
+
+
+class Reader(HTMLParser):
+    """What a browser would make of the page: its tags, its links, the text of <pre>, the class of every character."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.links: list[str] = []
+        self.text: list[tuple[str, str]] = []
+        self.within: list[tuple[str, str]] = []
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.links += [value or "" for name, value in attributes if name in {"src", "href", "action", "onerror"}]
+        if tag not in {"meta", "input"}:
+            self.within.append((tag, dict(attributes).get("class") or ""))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.within.pop()[0] == tag
+
+    def handle_data(self, data: str) -> None:
+        if any(tag == "pre" for tag, _ in self.within):
+            names = " ".join(name for tag, name in self.within if tag == "span")
+            self.text += [(character, names) for character in data]
+
+
+def test_cells():
+    assert cells(b"a\tb\n") == ["a", "⇥", "b", "\n"]
+    assert cells("é日".encode()) == ["é", "", "日", "", ""]
+    assert cells(b"\xff\xc3(\x07") == ["·", "·", "(", "·"]
+    assert cells("\u202e".encode()) == ["·", "", ""]
+
+
+@given(st.binary(max_size=60))
+def test_a_cell_for_every_byte(content: bytes):
+    assert len(cells(content)) == len(content)
+
+
+def test_trace():
+    content = ("routed bytes and others, " * 9).encode()
+    seen = traced(content, blocks=3)
+    assert seen.routed.shape == (3, len(content))
+    # 14 sequences of 16 bytes and one byte more: an eighth of each, at least one byte
+    assert (seen.routed.sum(axis=1) == 14 * 2 + 1).all()
+    assert (seen.counts == seen.routed.sum(axis=0)).all()
+    assert seen.hidden.sum() == 14 * 2 + 1
+    assert ((seen.guess >= 0) == seen.hidden).all()
+    assert ((seen.chance > 0) == seen.hidden).all()
+
+
+def test_the_page_shows_every_byte_with_its_choices():
+    content = b"def f(x):\n    return x < 3 and x > 1\n" * 6
+    seen = traced(content, blocks=2)
+    reader = Reader(html.page(seen, "here"))
+    shown = "".join(character for character, _ in reader.text)
+    assert shown.replace("↵", "") == content.decode()
+    names = [names for character, names in reader.text if character != "\n"]
+    for place, count in enumerate(seen.counts):
+        assert (f"c{count}" in names[place].split()) == bool(count)
+        for block in range(2):
+            assert (f"r{block + 1}" in names[place].split()) == seen.routed[block, place]
+        assert ("h" in names[place].split()) == seen.hidden[place]
+        assert ("w" in names[place].split()) == (seen.hidden[place] and seen.guess[place] != content[place])
+
+
+@settings(max_examples=30, deadline=None)
+@given(text=st.text(max_size=80), name=st.text(max_size=20))
+def test_no_text_breaks_out(text: str, name: str):
+    content = (EVIL + text).encode("utf-8", "surrogatepass")
+    page = html.page(traced(content, name), EVIL + name)
+    reader = Reader(page)
+    assert set(reader.tags) <= TAGS
+    assert reader.links == []
+    assert not re.search(
+        r"https?:|//|url\(|@import", re.sub(r"<pre>.*</pre>", "", page, flags=re.DOTALL).replace(EVIL, "")
+    )
+    shown = "".join(character for character, _ in reader.text)
+    assert shown.startswith(EVIL.replace("\n", "↵\n"))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"a", b"\n", "é日本\u202e\n\t$x^2$ \\ %s".encode(), bytes(range(1, 256)) * 3, b"x" * 3000, b"\n" * 300],
+    ids=["one", "line feed", "unicode", "every byte", "long line", "many lines"],
+)
+@pytest.mark.parametrize("blocks", [1, 9])
+def test_pictures_of_any_text(content: bytes, blocks: int):
+    seen = traced(content, "$na_me^$日.txt", blocks=blocks)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert pictures.routing_png(seen, "$so_urce^$日").startswith(PNG)
+    Reader(html.page(seen, "here"))
+
+
+def test_shades_can_be_told_apart_and_read_on():
+    def light(colour: str) -> float:
+        parts = [int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5)]
+        linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    def contrast(one: str, other: str) -> float:
+        high, low = sorted((light(one), light(other)), reverse=True)
+        return (high + 0.05) / (low + 0.05)
+
+    for blocks in (1, 2, 3, 6, 12):
+        shades = [shade(count, blocks) for count in range(blocks + 1)]
+        assert len(set(shades)) == blocks + 1
+        assert sorted(map(light, shades), reverse=True) == list(map(light, shades))
+        assert min(contrast(colour, INK) for colour in shades) > 4.5
+        assert contrast(shades[0], WRONG) > 4.5
+
+
+def test_loss_picture():
+    lines = [{"step": step, "bits_per_byte": 8.0 / step} for step in range(1, 9)]
+    lines += [{"step": 4, "validation_bits_per_byte": 3.0}]
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for step in (1, 4):
+            first = "".join(text.splitlines(keepends=True)[:step])
+            assert pictures.loss_png(first, small(), 4.4).startswith(PNG)
+        assert pictures.loss_png(text, small(), 4.4).startswith(PNG)
+
+
+def test_smoothing_keeps_a_constant():
+    assert pictures._smooth(np.full(50, 3.0)) == pytest.approx(3.0)
+
+
+def test_show(train: Callable[..., int], texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    run = tmp_path / "run"
+    assert train("--out", run) == 0
+    for name in ("routing.png", "loss.png"):
+        assert (run / name).read_bytes().startswith(PNG)
+    assert "Which bytes get the heavy branch" in (run / "routing.html").read_text()
+    (tmp_path / "a letter.txt").write_text("Dear reader,\n" + EVIL)
+
+    assert main(["show", str(run), str(tmp_path / "a letter.txt")]) == 0
+    assert (
+        main(
+            [
+                "show",
+                str(run),
+                str(tmp_path / "a letter.txt"),
+                "--out",
+                str(tmp_path / "new" / "place"),
+                "--bytes",
+                "20",
+            ]
+        )
+        == 0
+    )
+    for folder in (run, tmp_path / "new" / "place"):
+        page = (folder / "a letter.txt.routing.html").read_text()
+        assert "Dear" in re.sub("<[^>]*>", "", page)
+        assert "<script" not in page
+        assert (folder / "a letter.txt.routing.png").read_bytes().startswith(PNG)
+    assert "the first 20 of" in page
+    capsys.readouterr()
+    # a directory with pictures of ours is still a run, and may be started over
+    assert train("--out", run, "--force") == 0
+    assert not (run / "a letter.txt.routing.png").exists()
