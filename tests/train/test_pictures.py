@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import warnings
 from collections.abc import Callable
@@ -203,6 +204,10 @@ def test_show(train: Callable[..., int], texts: Path, tmp_path: Path, capsys: py
         assert "<script" not in page
         assert (folder / "a letter.txt.routing.png").read_bytes().startswith(PNG)
     assert "the first 20 of" in page
+    # a name that is no text
+    strange = os.fsdecode(bytes(tmp_path) + b"/caf\xe9.txt")
+    Path(strange).write_text("some text")
+    assert main(["show", str(run), strange]) == 0
     capsys.readouterr()
     # a directory with pictures of ours is still a run, and may be started over
     assert train("--out", run, "--force") == 0

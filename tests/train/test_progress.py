@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from onepass.train.progress import LINES, Display, clock
+from onepass.train.progress import LINES, Display, clock, say
 
 
 class Terminal(io.StringIO):
@@ -48,6 +48,13 @@ def test_no_bar_on_a_dumb_terminal(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("TERM", "dumb")
     play(50)
     assert "\x1b" not in terminal.getvalue()
+
+
+def test_a_terminal_that_knows_ascii_only(monkeypatch: pytest.MonkeyPatch):
+    raw = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
+    say("16 × 256 bytes of caf\udce9")
+    assert raw.getvalue() == b"16 \\xd7 256 bytes of caf\\udce9\n"
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(0, "0:00"), (65.4, "1:05"), (3599.9, "1:00:00"), (-1, "0:00")])

@@ -211,3 +211,17 @@ def test_force_spares_what_is_no_run(train: Train, tmp_path: Path, capsys: pytes
         assert "holds other things than a run" in capsys.readouterr().err
         assert (folder / name).read_text() == "precious"
         assert [entry.name for entry in folder.iterdir()] == [name]
+
+
+@pytest.mark.gpu
+def test_the_gpu_preset(texts: Path, tmp_path: Path):
+    from onepass.__main__ import main
+
+    options = ["--preset", "gpu", "--seq", "64", "--batch", "2", "--dim", "64", "--blocks", "2", "--steps", "6"]
+    out = ["--out", str(tmp_path / "run")]
+    assert main(["train", str(texts), *options, *out, "--checkpoint-every", "4"]) == 0
+    config = json.loads((tmp_path / "run/config.json").read_text())
+    assert (config["device"], config["precision"]) == ("cuda", "bf16")
+    assert all(value.dtype == torch.float32 for value in load_file(tmp_path / "run/checkpoint.safetensors").values())
+    assert main(["train", "--resume", *out]) == 0
+    assert len([row for row in rows(tmp_path / "run") if "loss" in row]) == 6

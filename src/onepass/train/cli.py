@@ -38,7 +38,6 @@ what is left in DIR:
 # options that decide the result, as they are named in a configuration
 SETTINGS = ("preset", "route", "steps", "seed", "device", "batch", "seq", "dim", "blocks", "lr")
 CHECKPOINT_EVERY = 50
-PRESET_HELP = "cpu: 16 × 256 bytes a step, < 4 minutes on 2 cores; gpu: 8 × 8192 bytes, bf16"
 ROUTE_HELP = "who chooses the heavy branch's bytes: a learned router, chance at the same compute, nobody"
 NUMBERS = {
     "steps": "training steps",
@@ -87,7 +86,9 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     add = parser.add_argument
     add("paths", nargs="*", metavar="PATH", help="text files or directories (default: Python's standard library)")
     add("--out", type=Path, metavar="DIR", help="the run's directory (default: runs/<time>; with --resume the newest)")
-    add("--preset", choices=tuple(PRESETS), help=f"{PRESET_HELP} (default: by the device)")
+    cpu, gpu = (f"{preset['batch']} × {preset['seq']} bytes a step" for preset in (PRESETS["cpu"], PRESETS["gpu"]))
+    sizes = f"cpu: {cpu}, < 4 minutes on 2 cores; gpu: {gpu}, bf16 (default: by the device)"
+    add("--preset", choices=tuple(PRESETS), help=sizes)
     add("--device", choices=("auto", "cpu", "cuda"), help="where to train (default: auto, cuda if there is one)")
     add("--route", choices=ROUTES, help=f"{ROUTE_HELP} (default: learned)")
     for name, what in NUMBERS.items():
@@ -182,6 +183,8 @@ def started(args: argparse.Namespace) -> tuple[Config, Corpus]:
 
 def resumed(args: argparse.Namespace, run_: Run) -> tuple[Config, Corpus]:
     """Read the configuration of a run and see that nothing given now, nor its data, differs from it."""
+    import torch
+
     from onepass.train import config as configs
     from onepass.train import data
 
@@ -191,7 +194,8 @@ def resumed(args: argparse.Namespace, run_: Run) -> tuple[Config, Corpus]:
         given["device"] = None
     if difference := configs.difference(config, given):
         raise UserError(f"--resume: {difference}; leave the option out, or start another run")
-    pick_device(config.device)
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise UserError("--resume: the run was on a CUDA device, and torch sees none here; start another run")
     corpus = data.load(args.paths or config.paths)
     if corpus.digest != config.data:
         what = data.changed(corpus, run_ / "data.json")
@@ -226,14 +230,13 @@ def train(args: argparse.Namespace, run_: Run, config: Config, corpus: Corpus) -
 
 def introduce(training: Training) -> None:
     """Say what is read, what is trained and where."""
-    from onepass.train.progress import say
+    from onepass.train.progress import say, size
 
     config, corpus = training.config, training.corpus
     measured = sum(source.validation for source in corpus.sources)
-    say(
-        f"data        {len(corpus.sources):,} files; {len(corpus.training) / 1e6:,.1f} MB to learn from, "
-        f"{len(corpus.validation) / 1e6:,.1f} MB ({measured or 1:,} files) to measure on"
-    )
+    learned = f"{size(len(corpus.training))} to learn from ({len(corpus.sources) - measured:,} files)"
+    held_out = f"{size(len(corpus.validation))} to measure on ({measured or 1:,})"
+    say(f"data        {learned}, {held_out}")
     for note in corpus.notes:
         say(f"            {note}")
     heavy = f"heavy branch for {100 * config.routed:g} % of the bytes, {config.route} routing"

@@ -20,9 +20,16 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{whole % 60:02}" if hours else f"{minutes}:{whole % 60:02}"
 
 
+def size(count: int) -> str:
+    """Write a number of bytes as 620 bytes, 84.0 kB or 10.4 MB."""
+    return f"{count:,} bytes" if count < 1000 else f"{count / 1e3:.1f} kB" if count < 1e6 else f"{count / 1e6:,.1f} MB"
+
+
 def say(text: str = "") -> None:
     """Print a line at once, also into a pipe."""
-    sys.stdout.write(text + "\n")
+    # a terminal that knows no é, and file names that are no text, must not end a run
+    encoding = sys.stdout.encoding or "utf-8"
+    sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding) + "\n")
     sys.stdout.flush()
 
 
