@@ -45,10 +45,8 @@ def peak_lr(group: dict[str, Any]) -> float:
 def hyperparameters(group: dict[str, Any]) -> tuple[float | Tensor, float | Tensor]:
     """(lr, weight decay relative to lr); a tensor only where reading it would wait for a device."""
     lr, wd = group["lr"], group["weight_decay"]
-    if isinstance(lr, Tensor) and lr.device.type == "cpu" and not group["differentiable"]:
-        lr = float(lr)
-    if isinstance(wd, Tensor) and wd.device.type == "cpu" and not group["differentiable"]:
-        wd = float(wd)
+    if not (group["differentiable"] or torch.compiler.is_compiling()):
+        lr, wd = (float(t) if isinstance(t, Tensor) and t.device.type == "cpu" else t for t in (lr, wd))
     if group["decouple_lr"]:
         wd = wd / peak_lr(group)
     return lr, wd

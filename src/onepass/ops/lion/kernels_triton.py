@@ -102,7 +102,15 @@ def update_tile(
 @triton.jit
 def pointer(word_ptr, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
     """An address from the table, with the promise that lets the compiler use 16-byte loads."""
-    address = tl.load(word_ptr).to(tl.pointer_type(TYPE))
+    word = tl.load(word_ptr)
+    if TYPE == "fp32":
+        address = word.to(tl.pointer_type(tl.float32))
+    elif TYPE == "bf16":
+        address = word.to(tl.pointer_type(tl.bfloat16))
+    elif TYPE == "fp16":
+        address = word.to(tl.pointer_type(tl.float16))
+    else:
+        address = word.to(tl.pointer_type(tl.int16))
     if ALIGNED:
         address = tl.multiple_of(address, 16)
     return address
@@ -166,9 +174,7 @@ def step_kernel(
         )  # fmt: skip
 
 
-TYPES = {
-    torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.int16: tl.int16,
-}  # fmt: skip
+TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 def launch(
@@ -187,9 +193,9 @@ def launch(
 ) -> None:
     """Update every tensor of a table; dtypes of (parameter, gradient, momentum)."""
     p_type, g_type, m_type = (TYPES[t] for t in dtypes)
-    e_type = tl.int16 if mode == REMAINDER else p_type
+    e_type = p_type
     if mode == REMAINDER:
-        p_type = tl.int16
+        p_type = e_type = "i16"
     with device_guard(table):
         step_kernel[(n_tiles,)](
             table, table if grad_scale is None else grad_scale, table if found_inf is None else found_inf,

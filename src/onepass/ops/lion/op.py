@@ -19,19 +19,19 @@ MODES = {"none": NONE, "remainder": REMAINDER, "kahan": KAHAN}
 
 
 def _check(
-    params: Sequence[Tensor], grads: Sequence[Tensor], exp_avgs: Sequence[Tensor], extras: Sequence[Tensor], mode: str
+    params: Sequence[Tensor], grads: Sequence[Tensor], exp_avgs: Sequence[Tensor], extras: Sequence[Tensor], kind: str
 ) -> None:
-    if mode not in MODES:
-        raise ValueError(f"lion_: mode must be one of {', '.join(MODES)}, got {mode!r}")
-    n_extras = 0 if mode == "none" else len(params)
+    if kind not in MODES:
+        raise ValueError(f"lion_: kind must be one of {', '.join(MODES)}, got {kind!r}")
+    n_extras = 0 if kind == "none" else len(params)
     if not len(params) == len(grads) == len(exp_avgs) or len(extras) != n_extras:
         raise ValueError(
-            f"lion_: every parameter needs a gradient, a momentum and, unless mode is 'none', an extra tensor; got "
-            f"{len(params)} params, {len(grads)} grads, {len(exp_avgs)} exp_avgs, {len(extras)} extras (mode {mode!r})"
+            f"lion_: every parameter needs a gradient, a momentum and, unless kind is 'none', an extra tensor; got "
+            f"{len(params)} params, {len(grads)} grads, {len(exp_avgs)} exp_avgs, {len(extras)} extras (kind {kind!r})"
         )
     for i, (p, *others) in enumerate(zip(params, grads, exp_avgs, *([extras] if extras else []), strict=True)):
-        if mode == "remainder" and p.dtype != torch.bfloat16:
-            raise TypeError(f"lion_: mode 'remainder' takes bfloat16 parameters, got {p.dtype} (params[{i}])")
+        if kind == "remainder" and p.dtype != torch.bfloat16:
+            raise TypeError(f"lion_: kind 'remainder' takes bfloat16 parameters, got {p.dtype} (params[{i}])")
         for name, t in zip(("grads", "exp_avgs", "extras"), others, strict=False):
             if t.shape != p.shape or t.device != p.device:
                 raise ValueError(
@@ -95,7 +95,7 @@ def _step(
     extras: Sequence[Tensor],
     groups: Sequence[int],
     hyper: Tensor,
-    mode: str,
+    kind: str,
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
 ) -> None:
@@ -104,8 +104,8 @@ def _step(
     hyper: (number of groups, 8), the fields of `Row`, on the CPU or on the parameters' device; `groups[i]` is the row
     of `params[i]`.
     """
-    _check(params, grads, exp_avgs, extras, mode)
-    code = MODES[mode]
+    _check(params, grads, exp_avgs, extras, kind)
+    code = MODES[kind]
     columns = [[split_complex(t) for t in c] for c in (params, grads, exp_avgs)]
     extra: list[Tensor | None] = [*extras] if extras else [None] * len(params)
     fused = [
@@ -141,7 +141,7 @@ def _step(
 
 _schema = (
     "(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] extras, int[] groups, Tensor hyper, "
-    "str mode, Tensor? grad_scale=None, Tensor? found_inf=None) -> ()"
+    "str kind, Tensor? grad_scale=None, Tensor? found_inf=None) -> ()"
 )
 lion_ = custom_op("onepass::lion_", _step, mutates_args=("params", "exp_avgs", "extras"), schema=_schema)
 
@@ -154,11 +154,11 @@ def _(
     extras: Sequence[Tensor],
     groups: Sequence[int],
     hyper: Tensor,
-    mode: str,
+    kind: str,
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
 ) -> None:
-    _check(params, grads, exp_avgs, extras, mode)
+    _check(params, grads, exp_avgs, extras, kind)
 
 
 __all__ = ["KAHAN", "MODES", "NONE", "REMAINDER", "Number", "Row", "lion_", "same_dense_layout", "split_complex"]

@@ -202,7 +202,10 @@ class Plan:
         found_inf: Tensor | None = None,
         capturable: bool = False,
     ) -> bool:
-        """Update all tensors (parameters, gradients, momenta, extras); False, with nothing done, when an address is not as aligned as its launch relies on."""
+        """Update (parameters, gradients, momenta, extras).
+
+        Returns False, with nothing done, when an address is not as aligned as its launch relies on.
+        """
         params, grads, exp_avgs, extras = columns
         address = torch.Tensor.data_ptr
         addresses = [

@@ -1,0 +1,62 @@
+"""The original's names: its trajectory step by step in float64, and its update_fn."""
+
+from __future__ import annotations
+
+import lion_pytorch
+import pytest
+import torch
+from lion_pytorch.lion_pytorch import update_fn as their_update_fn
+
+from onepass.compat.lion_pytorch import Lion, update_fn
+
+
+@pytest.mark.parametrize("use_triton", [False, True])
+@pytest.mark.parametrize("decoupled", [False, True])
+def test_trajectory(use_triton: bool, decoupled: bool) -> None:
+    a = [torch.randn(s, dtype=torch.float64, requires_grad=True) for s in ((3, 4), (17,), ())]
+    b = [p.detach().clone().requires_grad_() for p in a]
+    groups = [[{"params": ps[:2]}, {"params": ps[2:], "lr": 0.3, "weight_decay": 0.5}] for ps in (a, b)]
+    theirs = lion_pytorch.Lion(groups[0], 1e-2, (0.8, 0.95), 0.1, decoupled_weight_decay=decoupled)
+    ours = Lion(groups[1], 1e-2, (0.8, 0.95), 0.1, use_triton, decoupled)
+    for _ in range(12):
+        for p, q in zip(a, b, strict=True):
+            p.grad = torch.randn_like(p)
+            q.grad = p.grad.clone()
+        theirs.step()
+        ours.step()
+        for p, q in zip(a, b, strict=True):
+            assert torch.allclose(p, q, rtol=1e-13, atol=1e-13)
+            assert torch.allclose(theirs.state[p]["exp_avg"], ours.state[q]["exp_avg"], rtol=1e-13, atol=1e-14)
+
+
+def test_update_fn_in_place() -> None:
+    for shape in ((5,), (70, 30), ()):
+        p, g, m = (torch.randn(shape, dtype=torch.float64) for _ in range(3))
+        q, n = p.clone(), m.clone()
+        their_update_fn(p, g, m, 1e-2, 0.1, 0.9, 0.99)
+        update_fn(q, g, n, 1e-2, 0.1, 0.9, 0.99)
+        assert torch.allclose(p, q, rtol=1e-14, atol=1e-14)
+        assert torch.allclose(m, n, rtol=1e-14, atol=1e-14)
+
+
+def test_update_fn_takes_a_parameter_and_transposed_memory() -> None:
+    p = torch.nn.Parameter(torch.randn(4, 6).t())
+    g, m = torch.randn(6, 4), torch.zeros(6, 4)
+    q, n = p.detach().clone(), m.clone()
+    update_fn(p, g, m, 1e-2, 0.1, 0.9, 0.99)
+    their_update_fn(q, g, n, 1e-2, 0.1, 0.9, 0.99)
+    assert torch.allclose(p, q, atol=1e-6)
+    assert torch.allclose(m, n, atol=1e-7)
+
+
+def test_16_bit_parameters_keep_no_extra_state() -> None:
+    p = torch.ones(3, dtype=torch.bfloat16, requires_grad=True)
+    optimizer = Lion([p], lr=0.5)
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    assert list(optimizer.state[p]) == ["exp_avg"]
+
+
+def test_bad_hyperparameters() -> None:
+    with pytest.raises(ValueError, match="Invalid learning rate"):
+        Lion([torch.ones(1, requires_grad=True)], lr=-1.0)

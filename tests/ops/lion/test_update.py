@@ -1,0 +1,195 @@
+"""The update itself: against float64, in every dtype mix; ties, nan, inf; the remainder's arithmetic."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+from onepass.core.launch import INTERPRET
+from onepass.ops.lion.op import lion_
+from onepass.ops.lion.reference import join, reference, split
+from onepass.ops.lion.torch_path import SMALL, TILE, Row, foreach_, update_
+
+# with β1 = 0.9 some 16-bit numbers are exact ties, g = −9·m, whose sign is a matter of rounding
+B1, B2 = 0.9137, 0.8071
+HYPER = torch.tensor(
+    [[1e-3, 0.1, B1, 1 - B1, 0.99, 0.01, 1.0, 0.0], [2e-2, 0.0, B2, 1 - B2, 0.9, 0.1, -1.0, 0.0]], dtype=torch.float64
+)
+ROW = Row(*HYPER[0].tolist())
+SHAPES = [(5,), (3, 700), (0,), (), (33, 64), (1024,), (2049,)]
+HALF_ULP = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+EXTRA = {"none": None, "remainder": torch.int16, "kahan": None}
+
+
+def expected(p: Tensor, g: Tensor, m: Tensor, row: Tensor) -> tuple[Tensor, Tensor]:
+    lr, wd, beta1, _, beta2, _, factor, _ = row.tolist()
+    return reference(p.double(), g.double() * factor, m.double(), lr=lr, weight_decay=wd, betas=(beta1, beta2))
+
+
+def assert_near(got: Tensor, want: Tensor, ulp: float) -> None:
+    error = (got.double() - want).abs()
+    assert bool((error <= want.abs() * ulp * 1.01 + 1e-6).all()), f"error {error.max()}"
+
+
+def check_step(dtypes: tuple[torch.dtype, ...], mode: str, shapes: list[tuple[int, ...]], device: str = "cpu") -> None:
+    def make(dtype: torch.dtype, scale: float) -> list[Tensor]:
+        return [(torch.randn(s) * scale).to(device, dtype) for s in shapes]
+
+    params, grads, momenta = make(dtypes[0], 1.0), make(dtypes[1], 1.0), make(dtypes[2], 0.1)
+    extras = []
+    if mode != "none":
+        extras = [torch.zeros(s, dtype=EXTRA[mode] or dtypes[0], device=device) for s in shapes]
+    groups = [i % 2 for i in range(len(shapes))]
+    want = [expected(p, g, m, HYPER[k].to(device)) for p, g, m, k in zip(params, grads, momenta, groups, strict=True)]
+    lion_(params, grads, momenta, extras, groups, HYPER, mode)
+    # interpreted conversions to 16 bits truncate
+    factor = 2.0 if INTERPRET else 1.0
+    for i, (new_p, new_m) in enumerate(want):
+        assert_near(momenta[i], new_m, factor * HALF_ULP[dtypes[2]])
+        if mode == "remainder":
+            assert_near(join(params[i], extras[i]), new_p, 2.0**-23)
+        elif mode == "kahan":
+            # two numbers of 8 (11) bits hold the sum to at least 16 (19)
+            precision = HALF_ULP[dtypes[0]] ** 2 * 4
+            assert_near(params[i].double() + extras[i].double(), new_p, factor * max(precision, 2.0**-22))
+        else:
+            assert_near(params[i], new_p, factor * HALF_ULP[dtypes[0]] + 2.0**-23)
+
+
+F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
+# under the interpreter bf16 can't be relied on
+MIXES = [m for m in itertools.product((F32, F16, BF16), repeat=3) if not (INTERPRET and BF16 in m)]
+
+
+@pytest.mark.parametrize("dtypes", MIXES, ids=lambda d: "-".join(str(t)[6:] for t in d))
+def test_every_dtype_mix(dtypes: tuple[torch.dtype, ...]) -> None:
+    check_step(dtypes, "none", SHAPES)
+
+
+@pytest.mark.parametrize("momentum", [F32, F16] if INTERPRET else [F32, BF16])
+def test_remainder(momentum: torch.dtype) -> None:
+    # the kernel handles a bf16 parameter as integers, so that this holds under the interpreter too
+    check_step((BF16, F16 if INTERPRET else BF16, momentum), "remainder", SHAPES)
+
+
+@pytest.mark.parametrize("dtype", [F16] if INTERPRET else [F16, BF16])
+def test_kahan(dtype: torch.dtype) -> None:
+    check_step((dtype, dtype, dtype), "kahan", SHAPES)
+
+
+@pytest.mark.interpret
+def test_interpreted_kernel_finds_every_tensor_of_a_crowded_map() -> None:
+    # 40 tensors within the first span of 32 tiles, then one that crosses spans
+    check_step((F32, F32, F32), "none", [(7 + i,) for i in range(40)] + [(40 * 1024 + 3,), (1,)])
+
+
+def test_together_is_one_at_a_time_bit_for_bit() -> None:
+    # large, short, and with tails, together and one at a time: the same bits
+    sizes = [TILE + SMALL + 13, SMALL, SMALL - 1, 1, 0, 63, 64, 65, 1000]
+    params, grads, momenta = ([torch.randn(n) for n in sizes] for _ in range(3))
+    together = [p.clone() for p in params], [m.clone() for m in momenta]
+    update_(together[0], grads, together[1], [], 0, ROW)
+    for i in range(len(sizes)):
+        update_([params[i]], [grads[i]], [momenta[i]], [], 0, ROW)
+        assert torch.equal(params[i], together[0][i])
+        assert torch.equal(momenta[i], together[1][i])
+
+
+@pytest.mark.parametrize("path", ["tiles", "small", "foreach"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_special_gradients(path: str, dtype: torch.dtype) -> None:
+    inf, nan = float("inf"), float("nan")
+    tiny = torch.finfo(dtype).smallest_normal * 2.0**-10
+    g = torch.tensor([nan, inf, -inf, 0.0, 1.0, -tiny, tiny, 1e20, -1e20, -0.0], dtype=dtype)
+    m = torch.tensor([1.0, -1.0, 1.0, 0.0, -1.0, 0.0, 0.0, -1e20, 1e20, 0.0], dtype=dtype)
+    p = torch.ones_like(g)
+    row = ROW._replace(beta1=0.5, rest1=0.5, weight_decay=0.0, lr=0.25)
+    if path == "tiles":
+        g, m, p = (t.repeat(SMALL) for t in (g, m, p))
+    if path == "foreach":
+        foreach_([p], [g], [m], row)
+    else:
+        update_([p], [g], [m], [], 0, row)
+    p, m = p[:10], m[:10]
+    want = torch.tensor([nan, 0.75, 1.25, 1.0, 1.0, 1.25, 0.75, 1.0, 1.0, 1.0], dtype=dtype)
+    assert torch.equal(p.nan_to_num(7.0), want.nan_to_num(7.0))
+    assert m[0].isnan()
+    assert m[1] == inf
+    assert m[2] == -inf
+
+
+def test_reference_is_the_formula() -> None:
+    p, g, m = (torch.randn(100, dtype=torch.float64) for _ in range(3))
+    new_p, new_m = reference(p, g, m, lr=0.1, weight_decay=0.5, betas=(0.9, 0.99))
+    assert torch.allclose(new_p, p * (1 - 0.1 * 0.5) - 0.1 * torch.sign(0.9 * m + 0.1 * g), atol=1e-15)
+    assert torch.allclose(new_m, 0.99 * m + 0.01 * g, atol=1e-15)
+
+
+def test_split_and_join_are_inverse_on_every_kind_of_number() -> None:
+    bits = torch.randint(-(2**31), 2**31 - 1, (1 << 18,), dtype=torch.int32)
+    edges = [0, 1, 0x7FFF, 0x8000, 0x8001, 0x7F7F7FFF, 0x7F7F8000, 0x7F7FFFFF, 0x7F800000, 0x3F807FFF, 0x3F808000]
+    edge = torch.tensor(edges, dtype=torch.int32)
+    x = torch.cat([bits, edge, edge | -(2**31)]).view(torch.float32)
+    high, low = split(x)
+    assert torch.equal(high.isnan(), x.isnan())
+    kept = ~x.isnan()
+    assert torch.equal(join(high, low).view(torch.int32)[kept], x.view(torch.int32)[kept])
+    finite = kept & (x.abs() < 1e38)
+    nearest = x.to(torch.bfloat16)
+    # half up differs from half to even at exact halves alone
+    differs = finite & (high != nearest)
+    assert bool((low[differs] == -(2**15)).all())
+
+
+def test_op_skips_when_found_inf_and_unscales() -> None:
+    p, g, m = torch.ones(3), torch.full((3,), 4.0), torch.zeros(3)
+    lion_([p], [g], [m], [], [0], HYPER, "none", torch.tensor(2.0), torch.tensor(1.0))
+    assert torch.equal(p, torch.ones(3))
+    assert torch.equal(m, torch.zeros(3))
+    lion_([p], [g], [m], [], [0], HYPER, "none", torch.tensor(2.0), torch.tensor(0.0))
+    assert torch.allclose(m, torch.full((3,), 0.02))
+
+
+def test_op_writes_through_strides() -> None:
+    base = torch.randn(6, 10)
+    for p, g in (
+        (base.clone().t(), torch.randn(6, 10).t()),  # dense, alike
+        (base.clone().t(), torch.randn(10, 6)),  # dense, unlike
+        (base.clone()[:, ::2], torch.randn(6, 5)),  # with gaps
+    ):
+        m = torch.randn_like(g) * 0.1
+        want = reference(p.double(), g.double(), m.double(), lr=1e-3, weight_decay=0.1, betas=(B1, 0.99))
+        lion_([p], [g], [m], [], [0], HYPER, "none")
+        assert torch.allclose(p.double(), want[0], atol=1e-6)
+        assert torch.allclose(m.double(), want[1], atol=1e-6)
+
+
+def test_op_passes_opcheck() -> None:
+    def lists() -> list[list[Tensor]]:
+        return [[torch.randn(3, 4), torch.randn(5)] for _ in range(3)]
+
+    torch.library.opcheck(lion_, (*lists(), [], [0, 1], HYPER, "none"))
+    params, grads, momenta = ([t.bfloat16() for t in ts] for ts in lists())
+    extras = [torch.zeros_like(p, dtype=torch.int16) for p in params]
+    torch.library.opcheck(lion_, (params, grads, momenta, extras, [0, 1], HYPER, "remainder"))
+
+
+@pytest.mark.parametrize(
+    ("args", "error", "match"),
+    [
+        (([torch.ones(2)], [], [torch.ones(2)], [], [0], HYPER, "none"), ValueError, "1 params, 0 grads"),
+        (([torch.ones(2)], [torch.ones(3)], [torch.ones(2)], [], [0], HYPER, "none"), ValueError, r"grads\[0\].*3"),
+        (([torch.ones(2)], [torch.ones(2)], [torch.ones(2)], [], [0], HYPER, "fast"), ValueError, "got 'fast'"),
+        (([torch.ones(2)], [torch.ones(2)], [torch.ones(2)], [], [0], HYPER, "kahan"), ValueError, "0 extras"),
+        (
+            ([torch.ones(2)], [torch.ones(2)], [torch.ones(2)], [torch.ones(2)], [0], HYPER, "remainder"),
+            TypeError, "bfloat16 parameters, got torch.float32",
+        ),
+    ],
+)  # fmt: skip
+def test_op_refuses(args: tuple[object, ...], error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        lion_(*args)

@@ -1,0 +1,528 @@
+"""Lion as an optimizer: trajectories, options, groups, schedulers, layouts, errors."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import lion_pytorch
+import lion_pytorch.cautious_lion
+import pytest
+import torch
+from torch import Tensor
+
+from onepass.ops.lion.reference import join
+from onepass.optim import Lion
+
+SHAPES = [(3, 4), (5,), (0,), (), (130, 300)]
+
+
+def make_params(dtype: torch.dtype = torch.float32, shapes: Any = SHAPES) -> list[Tensor]:
+    return [torch.randn(s).to(dtype).requires_grad_() for s in shapes]
+
+
+def clones(params: list[Tensor], dtype: torch.dtype | None = None) -> list[Tensor]:
+    return [p.detach().to(dtype or p.dtype, copy=True).requires_grad_() for p in params]
+
+
+def set_grads(*lists: list[Tensor], scale: float = 1.0) -> None:
+    for group in zip(*lists, strict=True):
+        g = torch.randn(group[0].shape)
+        for p in group:
+            p.grad = (g.to(group[0].dtype) * scale).to(p.dtype)
+
+
+def run(n: int, *pairs: tuple[torch.optim.Optimizer, list[Tensor]], scale: float = 1.0) -> None:
+    for _ in range(n):
+        set_grads(*(params for _, params in pairs), scale=scale)
+        for optimizer, _ in pairs:
+            optimizer.step()
+
+
+def assert_same(a: list[Tensor], b: list[Tensor]) -> None:
+    for x, y in zip(a, b, strict=True):
+        assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("foreach", [None, True, False])
+@pytest.mark.parametrize("weight_decay", [0.0, 0.3])
+@pytest.mark.parametrize("decoupled", [False, True])
+def test_is_lion_pytorch_in_float64(foreach: bool | None, weight_decay: float, decoupled: bool) -> None:
+    a = make_params(torch.float64)
+    b = clones(a)
+    theirs = lion_pytorch.Lion(a, lr=1e-2, weight_decay=weight_decay, decoupled_weight_decay=decoupled)
+    ours = Lion(b, lr=1e-2, weight_decay=weight_decay, decouple_lr=decoupled, foreach=foreach)
+    for _ in range(10):
+        run(1, (theirs, a), (ours, b))
+        for x, y in zip(a, b, strict=True):
+            assert torch.allclose(x, y, rtol=1e-14, atol=1e-14)
+
+
+@pytest.mark.parametrize("cautious", [True, 0.25])
+@pytest.mark.parametrize("cautious_decay", [False, True])
+def test_cautious_is_lion_pytorchs(cautious: float, cautious_decay: bool) -> None:
+    a = make_params(torch.float64, [(3, 4), (5,), (40,)])
+    b = clones(a)
+    theirs = lion_pytorch.cautious_lion.Lion(
+        a, lr=1e-2, weight_decay=0.3, cautious_factor=float(cautious is not True) * cautious, cautious_wd=cautious_decay
+    )
+    ours = Lion(b, lr=1e-2, weight_decay=0.3, cautious=cautious, cautious_weight_decay=cautious_decay)
+    run(6, (theirs, a), (ours, b))
+    # theirs computes the masked decay in fp32
+    tolerance = 1e-7 if cautious_decay else 1e-13
+    for x, y in zip(a, b, strict=True):
+        assert torch.allclose(x, y, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("foreach", [None, False])
+def test_cautious_weight_decay_alone(foreach: bool | None) -> None:
+    p = torch.tensor([2.0, -2.0, 2.0], requires_grad=True)
+    optimizer = Lion([p], lr=0.5, weight_decay=0.5, cautious_weight_decay=True, foreach=foreach)
+    p.grad = torch.tensor([1.0, 1.0, 0.0])
+    optimizer.step()
+    # towards zero: sign and decay; away: sign alone; no update: no decay
+    assert torch.equal(p, torch.tensor([1.0, -2.5, 2.0]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_scaling_all_gradients_changes_nothing(dtype: torch.dtype) -> None:
+    a = make_params(dtype)
+    b, c = clones(a), clones(a)
+    ones = [Lion(p, lr=1e-2, weight_decay=0.1, state_dtype=torch.float32) for p in (a, b, c)]
+    for _ in range(5):
+        set_grads(a)
+        for x, y, z in zip(a, b, c, strict=True):
+            assert x.grad is not None
+            # powers of two that no 16-bit number overflows or underflows at
+            y.grad, z.grad = x.grad * 2.0**8, x.grad.float().mul(2.0**-8).to(dtype)
+        keep = [x.grad.float().mul(2.0**-8) == z.grad.float() for x, z in zip(a, c, strict=True)]  # type: ignore[union-attr]
+        assert dtype == torch.float16 or all(bool(k.all()) for k in keep)
+        for optimizer in ones:
+            optimizer.step()
+    assert_same(a, b)
+    if dtype != torch.float16:
+        assert_same(a, c)
+
+
+def test_many_tensors_at_once_are_one_at_a_time() -> None:
+    a = make_params(shapes=[(n,) for n in (1, 17, 63, 64, 1000, 40_000, 65_537)])
+    b = clones(a)
+    together = Lion(a, lr=1e-2, weight_decay=0.1)
+    apart = [Lion([p], lr=1e-2, weight_decay=0.1) for p in b]
+    for _ in range(4):
+        set_grads(a, b)
+        together.step()
+        for optimizer in apart:
+            optimizer.step()
+    assert_same(a, b)
+
+
+@pytest.mark.parametrize("foreach", [None, False])
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
+def test_bf16_with_remainder_is_fp32_bit_for_bit(foreach: bool | None, state_dtype: torch.dtype) -> None:
+    low = make_params(torch.bfloat16)
+    full = clones(low, torch.float32)
+    ours = Lion(low, lr=3e-6, weight_decay=0.1, low_precision="remainder", state_dtype=state_dtype, foreach=foreach)
+    oracle = Lion(full, lr=3e-6, weight_decay=0.1, state_dtype=state_dtype, foreach=foreach)
+    for _ in range(12):
+        run(1, (ours, low), (oracle, full))
+        for p, q in zip(low, full, strict=True):
+            assert torch.equal(join(p.detach(), ours.state[p]["remainder"]), q)
+            assert ours.state[p]["remainder"].dtype == torch.int16
+    assert any(bool((q != p).any()) for p, q in zip(low, full, strict=True))
+
+
+def test_weight_decay_survives_bf16_and_tiny_rates() -> None:
+    # a plain bf16 weight can't lose 1e-5 of itself; with a remainder it must. A compensation in bf16 makes 16 bits of
+    # it, whose own rounding is as large as the step: it loses some, but most of the decay happens
+    for dtype, low_precision, tolerance in (
+        (torch.bfloat16, "remainder", 1e-3), (torch.bfloat16, "kahan", 0.15), (torch.float16, "kahan", 1e-3),
+    ):  # fmt: skip
+        p = torch.ones(1000, dtype=dtype, requires_grad=True)
+        optimizer = Lion([p], lr=1e-4, weight_decay=0.1, low_precision=low_precision)
+        p.grad = torch.zeros_like(p)
+        for _ in range(2000):
+            optimizer.step()
+        want = (1 - 1e-5) ** 2000
+        state = optimizer.state[p]
+        full = join(p.detach(), state["remainder"]) if low_precision == "remainder" else p + state["kahan_comp"].float()
+        assert torch.allclose(full.float() - 1, torch.full((1000,), want - 1), rtol=tolerance)
+
+
+@pytest.mark.parametrize("foreach", [None, True, False])
+def test_fp32_decay_at_tiny_lr_times_wd(foreach: bool | None) -> None:
+    # 1 − 1e-7 in fp32 is 1 − 1.19e-7: with that factor the weights together would lose 19 % too much
+    p = (1 + torch.rand(1 << 16)).requires_grad_()
+    before = p.detach().double()
+    optimizer = Lion([p], lr=1e-6, weight_decay=0.1, foreach=foreach)
+    p.grad = torch.zeros_like(p)
+    optimizer.step()
+    lost = (before - p.detach().double()).sum() / (before.sum() * 1e-7)
+    assert abs(lost - 1) < 0.05
+    wrong = (before - (before.float() * (1 - torch.tensor(1e-6) * 0.1)).double()).sum() / (before.sum() * 1e-7)
+    assert abs(wrong - 1) > 0.15
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_groups_differ_in_everything(dtype: torch.dtype) -> None:
+    options: list[dict[str, Any]] = [
+        {"lr": 1e-2, "betas": (0.8, 0.9)},
+        {"lr": 2e-2, "weight_decay": 0.3, "maximize": True},
+        {"lr": 1e-1, "decouple_lr": True, "weight_decay": 0.01, "peak_lr": 0.2},
+        {"cautious": True},
+        {"foreach": False, "cautious_weight_decay": True, "weight_decay": 0.5},
+        {"state_dtype": torch.bfloat16},
+    ]
+    a = make_params(dtype, [(7,), (50,)] * len(options))
+    b = clones(a)
+    grouped = Lion([{"params": a[2 * i : 2 * i + 2], **o} for i, o in enumerate(options)], lr=1e-3)
+    apart = [
+        Lion([{"params": b[2 * i : 2 * i + 2], **o}], lr=1e-3)
+        for i, o in enumerate(options)
+    ]  # fmt: skip
+    for _ in range(4):
+        set_grads(a, b)
+        grouped.step()
+        for optimizer in apart:
+            optimizer.step()
+    assert_same(a, b)
+
+
+def test_decouple_lr_is_per_group() -> None:
+    a = [torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True)]
+    optimizer = Lion([{"params": a[:1], "lr": 0.1}, {"params": a[1:], "lr": 0.01}], weight_decay=0.5, decouple_lr=True)
+    for group in optimizer.param_groups:
+        group["lr"] /= 2
+    for p in a:
+        p.grad = torch.zeros(3)
+    optimizer.step()
+    # half the peak rate: half the decay, whatever the rate is
+    assert torch.allclose(a[0], torch.full((3,), 0.75))
+    assert torch.allclose(a[1], torch.full((3,), 0.75))
+
+
+def test_maximize() -> None:
+    a = make_params()
+    b = clones(a)
+    up, down = Lion(a, lr=1e-2, weight_decay=0.1, maximize=True), Lion(b, lr=1e-2, weight_decay=0.1)
+    for _ in range(3):
+        set_grads(a)
+        for p, q in zip(a, b, strict=True):
+            assert p.grad is not None
+            q.grad = -p.grad
+        up.step()
+        down.step()
+    assert_same(a, b)
+
+
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_tensor_lr_and_weight_decay(shape: tuple[int, ...]) -> None:
+    a = make_params()
+    b = clones(a)
+    tensors = Lion(a, lr=torch.full(shape, 1e-2), weight_decay=torch.full(shape, 0.25))
+    numbers = Lion(b, lr=float(torch.tensor(1e-2)), weight_decay=0.25)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(tensors, 0.5)
+    for i in range(3):
+        numbers.param_groups[0]["lr"] = float(torch.tensor(1e-2)) * 0.5**i
+        run(1, (tensors, a), (numbers, b))
+        scheduler.step()
+    assert_same(a, b)
+
+
+def test_schedulers_that_write_lr_and_betas() -> None:
+    a = make_params(torch.float64)
+    b = clones(a)
+    theirs = lion_pytorch.Lion(a, lr=1e-2, weight_decay=0.1)
+    ours = Lion(b, lr=1e-2, weight_decay=0.1)
+    schedulers = [
+        torch.optim.lr_scheduler.OneCycleLR(o, max_lr=1e-1, total_steps=9, cycle_momentum=True) for o in (theirs, ours)
+    ]
+    for _ in range(8):
+        run(1, (theirs, a), (ours, b))
+        for scheduler in schedulers:
+            scheduler.step()
+    assert ours.param_groups[0]["betas"] != (0.9, 0.99)
+    for x, y in zip(a, b, strict=True):
+        assert torch.allclose(x, y, rtol=1e-13, atol=1e-13)
+
+
+def test_lambda_lr_and_edits_of_groups() -> None:
+    a = make_params(torch.float64)
+    b = clones(a)
+    theirs, ours = lion_pytorch.Lion(a, lr=1e-2), Lion(b, lr=1e-2)
+    schedulers = [torch.optim.lr_scheduler.LambdaLR(o, lambda i: 1 / (i + 1)) for o in (theirs, ours)]
+    for i in range(6):
+        if i == 2:
+            for o in (theirs, ours):
+                o.param_groups[0]["weight_decay"] = 0.5
+        if i == 4:
+            extra = torch.randn(4, dtype=torch.float64)
+            for o, params in ((theirs, a), (ours, b)):
+                params.append(extra.clone().requires_grad_())
+                o.add_param_group({"params": [params[-1]], "lr": 0.3})
+        run(1, (theirs, a), (ours, b))
+        if i < 4:
+            for scheduler in schedulers:
+                scheduler.step()
+    for x, y in zip(a, b, strict=True):
+        assert torch.allclose(x, y, rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.parametrize("foreach", [None, True, False])
+def test_ties_inf_and_nan(foreach: bool | None) -> None:
+    p = torch.ones(4, requires_grad=True)
+    optimizer = Lion([p], lr=0.25, foreach=foreach)
+    p.grad = torch.tensor([0.0, float("inf"), float("-inf"), float("nan")])
+    optimizer.step()
+    assert torch.equal(p[:3], torch.tensor([1.0, 0.75, 1.25]))
+    assert p[3].isnan()
+    m = optimizer.state[p]["exp_avg"]
+    assert torch.equal(m[:3], torch.tensor([0.0, float("inf"), float("-inf")]))
+    assert m[3].isnan()
+    p.grad = torch.zeros(4)
+    optimizer.step()
+    assert p[3].isnan()
+
+
+def test_nan_reaches_a_bf16_weight_with_remainder() -> None:
+    p = torch.ones(2, dtype=torch.bfloat16, requires_grad=True)
+    optimizer = Lion([p], lr=0.25)
+    p.grad = torch.tensor([float("nan"), 1.0], dtype=torch.bfloat16)
+    optimizer.step()
+    assert p[0].isnan()
+    assert p[1] == 0.75
+
+
+def test_closure_returns_the_loss_with_gradients_enabled() -> None:
+    p = torch.tensor([3.0], requires_grad=True)
+    optimizer = Lion([p], lr=0.5)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = (p * p).sum()
+        loss.backward()
+        return loss
+
+    with torch.no_grad():
+        loss = optimizer.step(closure)
+    assert loss == 9.0
+    assert p.item() == 2.5
+
+
+def test_complex_parameters_are_pairs_of_reals() -> None:
+    a = [torch.randn(3, 5, dtype=torch.complex64, requires_grad=True)]
+    b = [torch.view_as_real(a[0].detach()).clone().requires_grad_()]
+    for options in ({}, {"foreach": False}, {"foreach": True}):
+        ours, real = Lion(a, lr=1e-2, weight_decay=0.1, **options), Lion(b, lr=1e-2, weight_decay=0.1, **options)
+        for _ in range(3):
+            a[0].grad = torch.randn(3, 5, dtype=torch.complex64)
+            b[0].grad = torch.view_as_real(a[0].grad).clone()
+            ours.step()
+            real.step()
+        assert torch.allclose(torch.view_as_real(a[0].detach()), b[0], rtol=0, atol=1e-7)
+    a[0].grad = torch.randn(3, 5, dtype=torch.complex64).conj()
+    ours.step()
+
+
+def test_sparse_gradients_are_refused() -> None:
+    p = torch.ones(3, requires_grad=True)
+    p.grad = torch.ones(3).to_sparse()
+    for optimizer in (Lion([p]), Lion([p], foreach=False)):
+        with pytest.raises(RuntimeError, match="Lion does not support sparse gradients"):
+            optimizer.step()
+    dense = torch.ones(3, requires_grad=True)
+    dense.grad = torch.ones(3)
+    optimizer = Lion([dense])
+    optimizer.step()
+    dense.grad = torch.ones(3).to_sparse()
+    with pytest.raises(RuntimeError, match="sparse"):
+        optimizer.step()
+
+
+def test_missing_gradients_are_skipped_and_may_come_back() -> None:
+    p, q = torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True)
+    optimizer = Lion([{"params": [p]}, {"params": [q]}], lr=0.5)
+    optimizer.step()
+    assert not optimizer.state
+    for give in ((p,), (p, q), (q,), (), (p, q)):
+        optimizer.zero_grad()
+        before = p.detach().clone(), q.detach().clone()
+        for x in give:
+            x.grad = torch.ones(3)
+        optimizer.step()
+        for x, old in zip((p, q), before, strict=True):
+            assert torch.equal(x, old - 0.5 * any(x is y for y in give))
+
+
+@pytest.mark.parametrize("layout", ["transposed", "channels_last", "gaps", "unlike"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_any_layout_is_updated_in_place(layout: str, dtype: torch.dtype) -> None:
+    base = torch.randn(2, 3, 4, 5).to(dtype)
+    p = {
+        "transposed": base.transpose(0, 3), "channels_last": base.to(memory_format=torch.channels_last),
+        "gaps": torch.cat([base, base], -1)[..., ::2], "unlike": base.permute(3, 1, 0, 2),
+    }[layout].detach().requires_grad_()  # fmt: skip
+    address = p.data_ptr()
+    q = p.detach().clone(memory_format=torch.contiguous_format).requires_grad_()
+    a, b = Lion([p], lr=1e-2, weight_decay=0.1), Lion([q], lr=1e-2, weight_decay=0.1)
+    for i in range(3):
+        g = torch.randn(p.shape).to(dtype)
+        p.grad = g if layout == "unlike" or i == 2 else torch.empty_like(p.detach()).copy_(g)
+        q.grad = g.clone()
+        a.step()
+        b.step()
+    assert p.data_ptr() == address
+    assert torch.allclose(p, q, rtol=1e-5, atol=1e-6)
+
+
+def test_hooks_run() -> None:
+    p = torch.ones(2, requires_grad=True)
+    optimizer = Lion([p], lr=0.5)
+    seen: list[str] = []
+    optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
+    optimizer.register_step_post_hook(lambda *_: seen.append("after"))
+    p.grad = torch.ones(2)
+    optimizer.step()
+    assert seen == ["before", "after"]
+
+
+def test_replaced_parameter_data_gradients_and_state() -> None:
+    p = torch.ones(100, requires_grad=True)
+    optimizer = Lion([p], lr=0.5)
+    p.grad = torch.ones(100)
+    optimizer.step()
+    p.data = torch.full((100,), 7.0)
+    p.grad.data = torch.full((100,), -100.0)
+    optimizer.step()
+    assert torch.equal(p, torch.full((100,), 7.5))
+    optimizer.state[p]["exp_avg"] = torch.full((100,), 1e6)
+    optimizer.step()
+    assert torch.equal(p, torch.full((100,), 7.0))
+    optimizer.state.clear()
+    optimizer.step()
+    assert torch.equal(p, torch.full((100,), 7.5))
+
+
+def test_gradients_are_not_kept_alive() -> None:
+    import weakref
+
+    p = torch.ones(10, requires_grad=True)
+    optimizer = Lion([p])
+    p.grad = torch.ones(10)
+    gone = weakref.ref(p.grad)
+    optimizer.step()
+    optimizer.zero_grad()
+    assert gone() is None
+
+
+def test_autograd_notices_the_write() -> None:
+    p = torch.ones(3, requires_grad=True)
+    loss = (p * p).sum()
+    p.grad = torch.ones(3)
+    Lion([p]).step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_grad_scaler_scales_and_skips() -> None:
+    for dtype in (torch.float32, torch.float16):
+        p = torch.ones(3, dtype=dtype, requires_grad=True)
+        q = torch.ones(3, dtype=dtype, requires_grad=True)
+        scaled, plain = Lion([p], lr=0.25, state_dtype=torch.float32), Lion([q], lr=0.25, state_dtype=torch.float32)
+        scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+        for g in ([1.0, -2.0, 3.0], [float("inf"), 1.0, 1.0], [0.5, 0.5, -9.0]):
+            scaler.scale(torch.ones(()))
+            p.grad = torch.tensor(g, dtype=dtype) * 256
+            scaler.step(scaled)
+            skip = not all(abs(x) < 1e30 for x in g)
+            if not skip:
+                q.grad = torch.tensor(g, dtype=dtype)
+                # the scale halves after an overflow
+                p_scale = 256 / scaler.get_scale()
+                q.grad *= p_scale
+                plain.step()
+            scaler.update()
+            assert torch.equal(p, q)
+            assert torch.equal(scaled.state[p]["exp_avg"], plain.state[q]["exp_avg"])
+
+
+def test_differentiable_step() -> None:
+    def final_loss(lr: Tensor, wd: Tensor, start: Tensor) -> Tensor:
+        p = start.clone()
+        optimizer = Lion([p], lr=lr, weight_decay=wd, differentiable=True)
+        for _ in range(2):
+            p.grad = torch.cos(torch.arange(3, dtype=torch.float64))
+            optimizer.step()
+        return (p * p).sum()
+
+    inputs = tuple(torch.tensor(x, dtype=torch.float64, requires_grad=True) for x in (0.1, 0.2, [1.0, -2.0, 0.5]))
+    assert torch.autograd.gradcheck(final_loss, inputs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_compiled_step_is_the_step(dtype: torch.dtype) -> None:
+    a = make_params(dtype, [(3, 4), (5,)])
+    b = clones(a)
+    eager, compiled = (
+        Lion(p, lr=torch.tensor(1e-2), weight_decay=0.1, state_dtype=torch.float32) for p in (a, b)
+    )  # fmt: skip
+    step = torch.compile(compiled.step, backend="aot_eager")
+    for _ in range(3):
+        set_grads(a, b)
+        eager.step()
+        step()
+    assert_same(a, b)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "match"),
+    [
+        ({"lr": -1.0}, ValueError, "Invalid learning rate: -1.0"),
+        ({"lr": float("nan")}, ValueError, "Invalid learning rate: nan"),
+        ({"lr": torch.ones(2)}, ValueError, "Tensor lr must be 1-element"),
+        ({"betas": (1.0, 0.99)}, ValueError, "Invalid beta parameter at index 0: 1.0"),
+        ({"betas": (0.9, -0.1)}, ValueError, "Invalid beta parameter at index 1: -0.1"),
+        ({"betas": (0.9,)}, ValueError, "Invalid betas"),
+        ({"weight_decay": -0.5}, ValueError, "Invalid weight_decay value: -0.5"),
+        ({"cautious": 1.5}, ValueError, r"Invalid cautious value: 1.5; a bool or a factor in \[0, 1\]"),
+        ({"state_dtype": "int8"}, ValueError, "Invalid state_dtype: 'int8'; None, torch.float32 and torch.bfloat16"),
+        ({"low_precision": "stochastic"}, ValueError, "low_precision: 'stochastic'; auto, none, remainder, kahan"),
+        ({"fused": True, "differentiable": True}, RuntimeError, "`fused` does not support `differentiable`"),
+        ({"fused": True, "foreach": True}, RuntimeError, "cannot be `True` together"),
+        ({"fused": True, "cautious": True}, RuntimeError, "`fused` does not support `cautious`"),
+        ({"differentiable": True, "low_precision": "kahan"}, ValueError, "not differentiable"),
+        ({"decouple_lr": True, "lr": 0.0}, ValueError, "give the param group a 'peak_lr'"),
+    ],
+)  # fmt: skip
+def test_bad_options(options: dict[str, Any], error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        Lion([torch.ones(2, requires_grad=True)], **options)
+    good = Lion([torch.ones(2, requires_grad=True)], differentiable=False)
+    with pytest.raises(error, match=match):
+        good.add_param_group({"params": [torch.ones(2, requires_grad=True)], **options})
+    assert len(good.param_groups) == 1
+
+
+def test_bad_parameters() -> None:
+    with pytest.raises(TypeError, match="floating-point or complex tensors, got torch"):
+        Lion([torch.ones(2, dtype=torch.int64)])
+    with pytest.raises(ValueError, match="takes bfloat16 parameters, got float16"):
+        Lion([torch.ones(2, dtype=torch.float16)], low_precision="remainder")
+    with pytest.raises(ValueError, match="no complex form"):
+        Lion([torch.ones(2, dtype=torch.complex64)], state_dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="empty parameter list"):
+        Lion([])
+
+
+def test_deepcopy_and_pickle_go_on() -> None:
+    import pickle
+
+    p = torch.ones(3, requires_grad=True)
+    optimizer = Lion([p], lr=0.5)
+    p.grad = torch.ones(3)
+    optimizer.step()
+    for twin in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        (q,) = twin.param_groups[0]["params"]
+        q.grad = torch.ones(3)
+        twin.step()
+        assert torch.equal(q, torch.zeros(3))

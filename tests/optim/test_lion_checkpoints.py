@@ -1,0 +1,199 @@
+"""Saving and resuming: bit for bit, dtypes kept, checkpoints of other Lions."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import lion_pytorch
+import pytest
+import torch
+from torch import Tensor
+
+from onepass.ops.lion.reference import join
+from onepass.optim import Lion
+
+SHAPES = [(3, 4), (5,), (40_001,)]
+KINDS: list[tuple[torch.dtype, dict[str, Any]]] = [
+    (torch.float32, {}),
+    (torch.float32, {"state_dtype": torch.bfloat16}),
+    (torch.bfloat16, {}),
+    (torch.bfloat16, {"state_dtype": torch.float32}),
+    (torch.bfloat16, {"low_precision": "kahan"}),
+    (torch.bfloat16, {"low_precision": "none"}),
+    (torch.float16, {}),
+    (torch.float64, {}),
+    (torch.complex64, {"state_dtype": torch.float32}),
+]
+
+
+def train(optimizer: torch.optim.Optimizer, params: list[Tensor], steps: range) -> None:
+    for i in steps:
+        for j, p in enumerate(params):
+            generator = torch.Generator().manual_seed(1000 * i + j)
+            p.grad = torch.randn(p.shape, dtype=torch.float32, generator=generator).to(p.dtype)
+        optimizer.step()
+
+
+def through_disk(state: dict[str, Any]) -> dict[str, Any]:
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    buffer.seek(0)
+    loaded: dict[str, Any] = torch.load(buffer, weights_only=True)
+    return loaded
+
+
+@pytest.mark.parametrize(("dtype", "options"), KINDS, ids=str)
+def test_resumed_is_uninterrupted(dtype: torch.dtype, options: dict[str, Any]) -> None:
+    start = [torch.randn(s).to(dtype) for s in SHAPES]
+    a = [p.clone().requires_grad_() for p in start]
+    through = Lion(a, lr=1e-3, weight_decay=0.1, **options)
+    train(through, a, range(4))
+    weights, state = [p.detach().clone() for p in a], through_disk(through.state_dict())
+    b = [p.requires_grad_() for p in weights]
+    resumed = Lion(b, lr=9.0)
+    resumed.load_state_dict(state)
+    kept = {key: t.clone() for key, t in state["state"][0].items()}
+    for p, q in zip(a, b, strict=True):
+        for key, value in through.state[p].items():
+            assert resumed.state[q][key].dtype == value.dtype
+            assert torch.equal(resumed.state[q][key], value)
+    train(through, a, range(4, 9))
+    train(resumed, b, range(4, 9))
+    for p, q in zip(a, b, strict=True):
+        assert torch.equal(p, q)
+        for key, value in through.state[p].items():
+            assert torch.equal(resumed.state[q][key], value)
+    for key, value in kept.items():
+        assert torch.equal(state["state"][0][key], value), "stepping must not write into the checkpoint"
+
+
+def test_state_dict_of_a_running_optimizer_does_not_tie_two_together() -> None:
+    p, q = torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True)
+    a, b = Lion([p], lr=0.5), Lion([q], lr=0.5)
+    train(a, [p], range(1))
+    b.load_state_dict(a.state_dict())
+    before = b.state[q]["exp_avg"].clone()
+    train(a, [p], range(1, 2))
+    assert torch.equal(b.state[q]["exp_avg"], before)
+
+
+def test_state_dtype_of_the_group_wins() -> None:
+    p = torch.ones(3, requires_grad=True)
+    theirs = lion_pytorch.Lion([p])
+    train(theirs, [p], range(2))
+    ours = Lion([p], state_dtype=torch.bfloat16)
+    ours.load_state_dict(theirs.state_dict())
+    assert ours.state[p]["exp_avg"].dtype == torch.bfloat16
+    assert ours.param_groups[0]["state_dtype"] == torch.bfloat16
+
+
+def test_lion_pytorch_checkpoint_goes_on() -> None:
+    a = [torch.randn(s, dtype=torch.float64, requires_grad=True) for s in SHAPES]
+    theirs = lion_pytorch.Lion(a, lr=1e-2, betas=(0.8, 0.95), weight_decay=0.1)
+    train(theirs, a, range(4))
+    b = [p.detach().clone().requires_grad_() for p in a]
+    ours = Lion(b, lr=1.0)
+    ours.load_state_dict(through_disk(theirs.state_dict()))
+    train(theirs, a, range(4, 9))
+    train(ours, b, range(4, 9))
+    for p, q in zip(a, b, strict=True):
+        assert torch.allclose(p, q, rtol=1e-13, atol=1e-13)
+
+
+def test_optimi_checkpoint_goes_on() -> None:
+    optimi = pytest.importorskip("optimi")
+    a = [torch.randn(s, dtype=torch.float64, requires_grad=True) for s in SHAPES]
+    theirs = optimi.Lion(a, lr=1e-2, betas=(0.8, 0.95), weight_decay=0.1)
+    train(theirs, a, range(4))
+    b = [p.detach().clone().requires_grad_() for p in a]
+    ours = Lion(b, lr=1.0)
+    ours.load_state_dict(theirs.state_dict())
+    assert ours.param_groups[0]["betas"] == (0.8, 0.95)
+    train(theirs, a, range(4, 9))
+    train(ours, b, range(4, 9))
+    for p, q in zip(a, b, strict=True):
+        assert torch.allclose(p, q, rtol=1e-12, atol=1e-12)
+
+
+def test_optimi_compensation_becomes_a_remainder() -> None:
+    optimi = pytest.importorskip("optimi")
+    p = torch.randn(1000).bfloat16().requires_grad_()
+    theirs = optimi.Lion([p], lr=1e-5, foreach=False, triton=False)
+    train(theirs, [p], range(7))
+    comp = theirs.state[p]["kahan_comp"].float()
+    assert bool(comp.any())
+    ours = Lion([p], lr=1e-5)
+    ours.load_state_dict(theirs.state_dict())
+    state, _ = ours.prepare_state(p, ours.param_groups[0])
+    assert list(state) == ["exp_avg", "remainder"]
+    full = join(p.detach(), state["remainder"])
+    # where the compensation is at most half a unit of the weight, 24 bits hold the sum
+    fits = comp.abs() <= (p.detach().float().abs() * 2.0**-9)
+    assert torch.allclose(full[fits], (p.detach().float() + comp)[fits], rtol=2.0**-22, atol=0)
+
+
+def test_timm_style_state_goes_on() -> None:
+    # timm's Lion keeps exp_avg and groups of lr, betas, weight_decay, caution, maximize, foreach
+    p = torch.ones(3, requires_grad=True)
+    optimizer = Lion([p], lr=1.0)
+    group = {
+        "lr": 0.5, "betas": (0.9, 0.99), "weight_decay": 0.0, "caution": False, "maximize": False, "foreach": None,
+        "params": [0],
+    }  # fmt: skip
+    optimizer.load_state_dict({"state": {0: {"exp_avg": torch.full((3,), -100.0)}}, "param_groups": [group]})
+    p.grad = torch.ones(3)
+    optimizer.step()
+    assert torch.equal(p, torch.full((3,), 1.5))
+
+
+def test_peak_lr_survives_a_checkpoint_without_one() -> None:
+    p, q = torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True)
+    plain = Lion([p], lr=0.5)
+    train(plain, [p], range(1))
+    decoupled = Lion([q], lr=0.25, decouple_lr=True)
+    state = plain.state_dict()
+    del state["param_groups"][0]["decouple_lr"]
+    decoupled.load_state_dict(state)
+    assert decoupled.param_groups[0]["peak_lr"] == 0.25
+    assert decoupled.param_groups[0]["decouple_lr"] is True
+
+
+def test_load_hooks_see_and_change_the_state() -> None:
+    p = torch.ones(3, dtype=torch.bfloat16, requires_grad=True)
+    optimizer = Lion([p], lr=0.5)
+    train(optimizer, [p], range(1))
+    seen = []
+
+    def before(_: Any, state: dict[str, Any]) -> dict[str, Any]:
+        state = {**state, "state": {0: {**state["state"][0], "exp_avg": torch.full((3,), 2.0)}}}
+        return state
+
+    optimizer.register_load_state_dict_pre_hook(before)
+    optimizer.register_load_state_dict_post_hook(lambda o: seen.append(o.state[p]["remainder"].dtype))
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert torch.equal(optimizer.state[p]["exp_avg"], torch.full((3,), 2.0))
+    assert seen == [torch.int16]
+
+
+def test_distributed_checkpoint_round_trip(tmp_path: Any) -> None:
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+
+    model = torch.nn.Linear(5, 3).bfloat16()
+    optimizer = Lion(model.parameters(), lr=1e-2)
+    train(optimizer, list(model.parameters()), range(3))
+    state = get_optimizer_state_dict(model, optimizer)
+    dcp.save(state, checkpoint_id=str(tmp_path), no_dist=True)
+    twin = torch.nn.Linear(5, 3).bfloat16()
+    twin.load_state_dict(model.state_dict())
+    other = Lion(twin.parameters(), lr=1e-2)
+    train(other, list(twin.parameters()), range(1))
+    twin.load_state_dict(model.state_dict())
+    target = get_optimizer_state_dict(twin, other)
+    dcp.load(target, checkpoint_id=str(tmp_path), no_dist=True)
+    set_optimizer_state_dict(twin, other, target)
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        for key, value in optimizer.state[p].items():
+            assert other.state[q][key].dtype == value.dtype
+            assert torch.equal(other.state[q][key], value)
