@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from onepass.train import files, loop
+from onepass.train import checkpoint, files, loop
 from train.tiny import TINY, rows
 
 Train = Callable[..., int]
@@ -183,6 +183,18 @@ def test_a_signal_saves_and_says_how_to_go_on(
     assert train("--out", out, "--resume") == 0
     assert train("--out", tmp_path / "whole") == 0
     same(tmp_path / "whole", out)
+
+
+def test_a_signal_between_a_step_and_its_checkpoint(train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def interrupted(self: loop.Training, windows: int) -> loop.Measured:
+        # the loop has decided by now that this step needs no checkpoint
+        os.kill(os.getpid(), signal.SIGINT)
+        return loop.Measured(0.0, 0.0, 0.0, 0.0)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop.Training, "measure", interrupted)
+        assert train("--out", tmp_path / "run") == 130
+    assert checkpoint.load(tmp_path / "run/checkpoint.safetensors").step == 1
 
 
 def test_only_one_process_at_a_time(train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -57,6 +57,7 @@ class Training:
     step: int = 0
     seconds: float = 0.0  # spent in steps, over the whole run
     metrics_bytes: int = 0
+    saved: int = -1  # step of the last checkpoint
     pending: list[tuple[int, Tensor, float]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -80,6 +81,7 @@ class Training:
             self.run / checkpoints.NAME, self.model, self.optimizer, self.config,
             step=self.step, metrics_bytes=self.metrics_bytes, seconds=self.seconds,
         )  # fmt: skip
+        self.saved = self.step
 
     def go(self, display: Display) -> None:
         """Train from the present step to the last."""
@@ -92,7 +94,7 @@ class Training:
             while self.step < config.steps and not stopped:
                 self.pending.append((self.step + 1, self._one_step(), learning_rate(config, self.step)))
                 self.step += 1
-                save = self.step % self.checkpoint_every == 0 or self.step == config.steps or bool(stopped)
+                save = self.step % self.checkpoint_every == 0 or self.step == config.steps
                 measure = self.step % config.eval_every == 0 and self.step < config.steps
                 if not (save or measure or self.step % FLUSH == 0):
                     continue
@@ -110,6 +112,11 @@ class Training:
                     self.save()
                 clock = time.perf_counter()
             if stopped:
+                # the signal may have come at any line above
+                if self.pending:
+                    self._flush()
+                if self.saved != self.step:
+                    self.save()
                 raise InterruptedRunError(stopped[0], self.step)
 
     def _one_step(self) -> Tensor:
