@@ -93,7 +93,8 @@ class TestK:
         [
             (3, 10, 3),
             (30, 10, 10),
-            (0.25, 10, 3),
+            (0.25, 10, 2),
+            (0.26, 10, 3),
             (0.24, 10, 2),
             (0.01, 10, 1),
             (1.0, 10, 10),
@@ -209,10 +210,9 @@ class TestModesOfPyTorch:
         assert len(plain) == len(again) == len(wanted)
         assert all(map(torch.equal, plain, again))
 
-    @pytest.mark.parametrize("routes", [1, 2])
-    def test_compile_in_one_graph(self, routes: int) -> None:
+    def test_compile_in_one_graph(self) -> None:
         torch._dynamo.reset()
-        layer = RoutedFeedForward(DIM, 0.2, router=Router(DIM, routes))
+        layer = RoutedFeedForward(DIM, 0.2, router=Router(DIM, 2))
         compiled = torch.compile(copy.deepcopy(layer), fullgraph=True, backend="aot_eager", dynamic=True)
         for n in (20, 31):
             x, mask = _tokens(2, n, DIM), torch.arange(n) < torch.tensor([[n], [n // 2]])

@@ -92,7 +92,7 @@ class Routed(nn.Module):
         """How many tokens of n to choose."""
         if isinstance(self.k, int) or n == 0:
             return min(int(self.k), n)
-        return max(1, int(self.k * n + 0.5))
+        return max(1, round(self.k * n))
 
     def _light(self, x: Tensor, tokens: Tensor) -> Tensor:
         """The light output as (batch·n, dim), in memory of its own that may be added to."""
@@ -113,11 +113,13 @@ class Routed(nn.Module):
         # a missing token (-1) is a token of zeros with gate 0 on the first row: it adds an exact 0 whatever lies there
         missing = indices < 0
         rows = indices.clamp_min(0) + torch.arange(batch, device=indices.device)[:, None, None] * n
-        chosen = tokens.index_select(0, rows.reshape(-1)).masked_fill(missing.reshape(-1, 1), 0)
-        chosen = chosen.view(batch, routes * k, tokens.shape[-1])
+        # one gather per route: a row that several routes chose would meet itself in the gather's gradient, in any order
+        parts = [tokens.index_select(0, rows[:, r].reshape(-1)).view(batch, k, tokens.shape[-1]) for r in range(routes)]
+        chosen = parts[0] if routes == 1 else torch.cat(parts, 1)
+        chosen = chosen.masked_fill(missing.reshape(batch, routes * k, 1), 0)
         out = self.heavy(chosen)
         self._same_shape("heavy", out, chosen.shape)
-        gated = out.view(batch, routes, k, tokens.shape[-1]) * gates.masked_fill(missing, 0)[..., None]
+        gated = out.reshape(batch, routes, k, tokens.shape[-1]) * gates.masked_fill(missing, 0)[..., None]
         return gated, rows
 
     def _same_shape(self, branch: str, out: Tensor, shape: torch.Size) -> None:
