@@ -63,7 +63,7 @@ def _backward(
 
         ds, dk, deps = kernels_triton.backward(
             as_rows(gy), as_rows(scores), state, arguments.per_row(eps, scores),
-            arguments.mask_rows(mask, scores), eps_value, kind, need_scores, need_k, need_eps,
+            arguments.mask_rows(mask, scores), eps_value, kind, need_scores, need_eps,
         )  # fmt: skip
     else:
         rows, _, eps_rows = arguments.torch_rows(scores, None, eps, mask, 1.0, eps_value)

@@ -77,7 +77,7 @@ def _backward(
 
         ds, dk = kernels_descent.backward(
             as_rows(gy), as_rows(scores), trace, arguments.per_row(k, scores), arguments.mask_rows(mask, scores),
-            k_value, n_iters, eps, eps_init, eps_decay, need_scores,
+            k_value, n_iters, eps, eps_init, eps_decay,
         )  # fmt: skip
     else:
         rows, k_rows, _ = arguments.torch_rows(scores, k, None, mask, k_value, eps)

@@ -1,0 +1,93 @@
+"""What the Triton kernels of this folder share: loads, sums of pairs, and the launch shapes."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from onepass.core.launch import INTERPRET, cdiv, next_power_of_2
+
+LOG2E = tl.constexpr(1.4426950408889634)
+INF = tl.constexpr(float("inf"))
+# the interpreter runs a reduction with its own combine function element by element
+SEPARATE = tl.constexpr(INTERPRET)
+
+# elements one warp holds in registers, and the longest row one program does
+PER_WARP = 1024
+MAX_COLS = 32768
+# columns of a long row that one program takes, and the most programs per row (their partial sums are all read by each)
+CHUNK = 8192
+MAX_SPLITS = 256
+# columns of such a chunk in registers at a time
+TILE = 4096
+
+
+@triton.jit
+def add_pairs(a0, b0, a1, b1):
+    return a0 + a1, b0 + b1
+
+
+@triton.jit
+def pair_sum(a, b, axis: tl.constexpr):
+    """Both sums over one axis, through one exchange between the warps."""
+    if SEPARATE:
+        return tl.sum(a, axis), tl.sum(b, axis)
+    return tl.reduce((a, b), axis, add_pairs)
+
+
+@triton.jit
+def load_scores(s_ptr, mask_ptr, rows, cols, s_row_stride, mask_row_stride, n_rows, n_cols, HAS_MASK: tl.constexpr):
+    """(rows × cols) of scores in fp32, -inf where masked or outside."""
+    inside = (rows[:, None] < n_rows) & (cols[None, :] < n_cols)
+    s = tl.load(s_ptr + rows[:, None] * s_row_stride + cols[None, :], mask=inside, other=-float("inf")).to(tl.float32)
+    if HAS_MASK:
+        allowed = tl.load(mask_ptr + rows[:, None] * mask_row_stride + cols[None, :], mask=inside, other=0)
+        s = tl.where(allowed != 0, s, -INF)
+    return s
+
+
+@triton.jit
+def load_option(ptr, stride, value, rows, n_rows, HAS: tl.constexpr):
+    """K or eps of each row: from a tensor of any dtype, or one number for all."""
+    if HAS:
+        return tl.load(ptr + rows * stride, mask=rows < n_rows, other=1.0).to(tl.float32)
+    return tl.zeros(rows.shape, tl.float32) + value
+
+
+class Shape(NamedTuple):
+    """Rows and columns of one program's tile, warps, programs along the rows and along the columns of a row."""
+
+    block_r: int
+    block_c: int
+    warps: int
+    programs: int
+    splits: int
+    chunk: int
+
+
+def shape(n_rows: int, n_cols: int, per_warp: int = PER_WARP, max_cols: int = MAX_COLS) -> Shape:
+    """The one launch formula. It depends on n_cols alone (but for the grid), so a row's result never depends on others.
+
+    Up to max_cols columns a row stays in one program's registers, with several rows per warp when they are short;
+    beyond, a row is cut into chunks, one program each.
+    """
+    if n_cols <= max_cols:
+        block_c = next_power_of_2(n_cols)
+        block_r = max(1, min(16, per_warp // block_c))
+        return Shape(block_r, block_c, max(1, block_c // per_warp), cdiv(n_rows, block_r), 1, block_c)
+    chunk = cdiv(max(CHUNK, cdiv(n_cols, MAX_SPLITS)), TILE) * TILE
+    return Shape(1, TILE, TILE // PER_WARP, n_rows, cdiv(n_cols, chunk), chunk)
+
+
+def stride(value: Tensor | None) -> int:
+    """Step between the rows of an optional tensor."""
+    return 0 if value is None else value.stride(0)
+
+
+def scratch(like: Tensor, *size: int) -> Tensor:
+    """An uninitialised fp32 buffer beside a tensor."""
+    return torch.empty(size, dtype=torch.float32, device=like.device)

@@ -1,0 +1,436 @@
+"""Triton kernels of coor_descent and their launchers.
+
+A row's whole state is the threshold -a, kept as ref + off with ref near it. With E = exp((s - ref)/eps) in registers a
+step is one clipped sum, u ← Σ min(E, u)/k: no exponential until eps changes or the threshold leaves E's range.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from onepass.core.launch import OPTIONS, cdiv, device_guard, next_power_of_2
+
+from .kernels_common import INF, LOG2E, TILE, load_option, load_scores, pair_sum, scratch, shape, stride
+
+# exponents of E stay trustworthy this many eps around its ref
+WINDOW = tl.constexpr(40.0)
+# backward holds three numbers per element
+BACKWARD_PER_WARP = 512
+BACKWARD_MAX_COLS = 16384
+
+
+@triton.jit
+def epsilon(t, first, log2_decay, last):
+    """Eps of step t, counted from 0; an exact `first` without decay, an exact `last` once there."""
+    return tl.maximum(first * tl.exp2(t * log2_decay), last)
+
+
+@triton.jit
+def count_and_top(s):
+    """How many entries may be chosen (NaN when one of them is), and the largest of them."""
+    ones = tl.where(s != s, s, tl.where(s > -INF, 1.0, 0.0))
+    return tl.sum(ones, 1), tl.max(s, 1)
+
+
+@triton.jit
+def first_threshold(valid, top, k, eps):
+    """(ref, off, top): a_1 does not depend on the scores; ref stays at or below the largest of them."""
+    k = tl.where(k > 0, k, float("nan"))
+    threshold = eps * tl.log(tl.maximum(valid, 1.0, propagate_nan=tl.PropagateNan.ALL) / k)
+    top = tl.where((valid > 0) & (threshold == threshold), top, threshold)
+    ref = tl.minimum(top, threshold, propagate_nan=tl.PropagateNan.ALL)
+    return ref, threshold - ref, top
+
+
+@triton.jit
+def forward_kernel(
+    s_ptr,  # (n_rows, n_cols) any float, unit column stride
+    k_ptr,  # (n_rows,) any float, or nothing
+    mask_ptr,  # (n_rows, n_cols) uint8, unit column stride, or nothing
+    y_ptr,  # (n_rows, n_cols) like s, contiguous
+    trace_ptr,  # (n_rows, 2 * n_iters) fp32, contiguous, or nothing
+    s_row_stride,
+    k_stride,
+    mask_row_stride,
+    n_rows,
+    n_cols,
+    k_value,
+    n_iters,
+    eps_first,
+    eps_last,
+    log2_decay,
+    HAS_K: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    TRACE: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """Whole rows in registers: E alone; the scores are read again (from L2) when E has to be made anew."""
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    cols = tl.arange(0, BLOCK_C)
+    s = load_scores(s_ptr, mask_ptr, rows, cols, s_row_stride, mask_row_stride, n_rows, n_cols, HAS_MASK)
+    k = load_option(k_ptr, k_stride, k_value, rows, n_rows, HAS_K)
+    eps = epsilon(0, eps_first, log2_decay, eps_last)
+    valid, top = count_and_top(s)
+    ref, off, top = first_threshold(valid, top, k, eps)
+    start = ref
+    trace = trace_ptr + rows * (2 * n_iters)
+    if TRACE:
+        tl.store(trace, off, mask=rows < n_rows)
+        tl.store(trace + 2 * n_iters - 1, start, mask=rows < n_rows)
+    e = tl.exp2((s - ref[:, None]) * (LOG2E / eps))
+    for t in range(1, n_iters + 1):
+        fresh = epsilon(t, eps_first, log2_decay, eps_last)
+        moved = tl.minimum(top, ref + off, propagate_nan=tl.PropagateNan.ALL)
+        leaves = tl.where(fresh != eps, 1, ((tl.abs(off) > WINDOW * eps) & (moved != ref)).to(tl.int32))
+        eps = fresh
+        if tl.max(leaves, 0) > 0:
+            off = tl.where(leaves > 0, (ref - moved) + off, off)
+            ref = tl.where(leaves > 0, moved, ref)
+            s = load_scores(s_ptr, mask_ptr, rows, cols, s_row_stride, mask_row_stride, n_rows, n_cols, HAS_MASK)
+            e = tl.exp2((s - ref[:, None]) * (LOG2E / eps))
+        if t < n_iters:
+            u = tl.exp2(off * (LOG2E / eps))[:, None]
+            clipped = tl.minimum(e, u, propagate_nan=tl.PropagateNan.ALL)
+            if TRACE:
+                total, saturated = pair_sum(clipped, tl.where(e > u, 1.0, 0.0), 1)
+                tl.store(trace + n_iters + t - 1, saturated, mask=rows < n_rows)
+            else:
+                total = tl.sum(clipped, 1)
+            off = eps * tl.log(tl.where(valid == 0, k, total) / k)
+            if TRACE:
+                tl.store(trace + t, (ref - start) + off, mask=rows < n_rows)
+    y = e * tl.exp2(-off * (LOG2E / eps))[:, None]
+    y = tl.where(y > 1.0, 1.0, y)
+    inside = (rows[:, None] < n_rows) & (cols[None, :] < n_cols)
+    tl.store(y_ptr + rows[:, None] * n_cols + cols[None, :], y.to(y_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def ends_kernel(
+    s_ptr,  # (n_rows, n_cols) any float, unit column stride
+    mask_ptr,  # (n_rows, n_cols) uint8, unit column stride, or nothing
+    partial_ptr,  # (n_rows, n_splits, 2) fp32: valid entries, largest score
+    s_row_stride,
+    mask_row_stride,
+    n_rows,
+    n_cols,
+    chunk,
+    HAS_MASK: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """Long rows, first look: one chunk of one row per program."""
+    row = tl.program_id(0).to(tl.int64)
+    rows = row + tl.arange(0, 1)
+    valid = tl.zeros((1,), tl.float32)
+    top = tl.full((1,), -INF, tl.float32)
+    for tile in range(0, chunk, BLOCK_C):
+        cols = tl.program_id(1) * chunk + tile + tl.arange(0, BLOCK_C)
+        s = load_scores(s_ptr, mask_ptr, rows, cols, s_row_stride, mask_row_stride, n_rows, n_cols, HAS_MASK)
+        count, largest = count_and_top(s)
+        valid += count
+        top = tl.maximum(top, largest)
+    out = partial_ptr + (rows * tl.num_programs(1) + tl.program_id(1)) * 2
+    tl.store(out, valid)
+    tl.store(out + 1, top)
+
+
+@triton.jit
+def step_kernel(
+    s_ptr,  # (n_rows, n_cols) any float, unit column stride
+    k_ptr,  # (n_rows,) any float, or nothing
+    mask_ptr,  # (n_rows, n_cols) uint8, unit column stride, or nothing
+    y_ptr,  # (n_rows, n_cols) like s, contiguous; written by the last step
+    trace_ptr,  # (n_rows, 2 * n_iters) fp32, contiguous, or nothing
+    state_ptr,  # (2, n_rows, 5) fp32: ref, off, start, top, valid entries; read from one half, written to the other
+    partial_ptr,  # (2, n_rows, n_splits, 2) fp32: Σ min(E, u) and saturated entries, likewise
+    s_row_stride,
+    k_stride,
+    mask_row_stride,
+    n_rows,
+    n_cols,
+    chunk,
+    k_value,
+    t,
+    n_iters,
+    eps_before,
+    eps,
+    HAS_K: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    TRACE: tl.constexpr,
+    FIRST: tl.constexpr,
+    LAST: tl.constexpr,
+    N_SPLITS: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """Long rows, step t: every program finishes the last step from all partial sums, then adds its own to the next."""
+    row = tl.program_id(0).to(tl.int64)
+    split = tl.program_id(1)
+    n_splits = tl.num_programs(1)
+    rows = row + tl.arange(0, 1)
+    k = load_option(k_ptr, k_stride, k_value, rows, n_rows, HAS_K)
+    read, write = (t - 1) % 2, t % 2
+    here = tl.arange(0, N_SPLITS)[None, :]
+    partial = partial_ptr + ((read * n_rows + rows[:, None]) * n_splits + here) * 2
+    first = tl.load(partial, mask=here < n_splits, other=0.0)
+    second = tl.load(partial + 1, mask=here < n_splits, other=-INF if FIRST else 0.0)
+    trace = trace_ptr + rows * (2 * n_iters)
+    if FIRST:
+        valid, top = tl.sum(first, 1), tl.max(second, 1)
+        ref, off, top = first_threshold(valid, top, k, eps_before)
+        start = ref
+        if TRACE and split == 0:
+            tl.store(trace + 2 * n_iters - 1, start)
+    else:
+        state = state_ptr + (read * n_rows + rows) * 5
+        ref = tl.load(state)
+        start = tl.load(state + 2)
+        top = tl.load(state + 3)
+        valid = tl.load(state + 4)
+        total, saturated = tl.sum(first, 1), tl.sum(second, 1)
+        off = eps_before * tl.log(tl.where(valid == 0, k, total) / k)
+        if TRACE and split == 0:
+            tl.store(trace + n_iters + t - 2, saturated)
+    if TRACE and split == 0:
+        tl.store(trace + t - 1, (ref - start) + off)
+    moved = tl.minimum(top, ref + off, propagate_nan=tl.PropagateNan.ALL)
+    off = (ref - moved) + off
+    ref = moved
+    u = tl.exp2(off * (LOG2E / eps))[:, None]
+    if LAST:
+        scale = tl.exp2(-off * (LOG2E / eps))[:, None]
+        for tile in range(0, chunk, BLOCK_C):
+            cols = split * chunk + tile + tl.arange(0, BLOCK_C)
+            s = load_scores(s_ptr, mask_ptr, rows, cols, s_row_stride, mask_row_stride, n_rows, n_cols, HAS_MASK)
+            y = tl.exp2((s - ref[:, None]) * (LOG2E / eps)) * scale
+            y = tl.where(y > 1.0, 1.0, y)
+            out = y_ptr + rows[:, None] * n_cols + cols[None, :]
+            tl.store(out, y.to(y_ptr.dtype.element_ty), mask=cols[None, :] < n_cols)
+    else:
+        total = tl.zeros((1,), tl.float32)
+        saturated = tl.zeros((1,), tl.float32)
+        for tile in range(0, chunk, BLOCK_C):
+            cols = split * chunk + tile + tl.arange(0, BLOCK_C)
+            s = load_scores(s_ptr, mask_ptr, rows, cols, s_row_stride, mask_row_stride, n_rows, n_cols, HAS_MASK)
+            e = tl.exp2((s - ref[:, None]) * (LOG2E / eps))
+            clipped = tl.minimum(e, u, propagate_nan=tl.PropagateNan.ALL)
+            a, b = pair_sum(clipped, tl.where(e > u, 1.0, 0.0), 1)
+            total += a
+            saturated += b
+        out = partial_ptr + ((write * n_rows + rows) * n_splits + split) * 2
+        tl.store(out, total)
+        tl.store(out + 1, saturated)
+        if split == 0:
+            state = state_ptr + (write * n_rows + rows) * 5
+            tl.store(state, ref)
+            tl.store(state + 1, off)
+            tl.store(state + 2, start)
+            tl.store(state + 3, top)
+            tl.store(state + 4, valid)
+
+
+@triton.jit
+def last_gradient(z, gy, level, eps):
+    """What reaches s + a_T: the gradient of the unsaturated gates."""
+    x = (z - level[:, None]) * (LOG2E / eps)
+    y = tl.exp2(x)
+    return tl.where((x <= 0) & (y > 0), gy * y, 0.0) * (1.0 / eps)
+
+
+@triton.jit
+def load_gradient(gy_ptr, rows, cols, gy_row_stride, n_rows, n_cols):
+    inside = (rows[:, None] < n_rows) & (cols[None, :] < n_cols)
+    return tl.load(gy_ptr + rows[:, None] * gy_row_stride + cols[None, :], mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def gradient_sum_kernel(
+    gy_ptr,  # (n_rows, n_cols) any float, unit column stride
+    s_ptr,  # (n_rows, n_cols) any float, unit column stride
+    mask_ptr,  # (n_rows, n_cols) uint8, unit column stride, or nothing
+    trace_ptr,  # (n_rows, 2 * n_iters) fp32, contiguous
+    partial_ptr,  # (n_rows, n_splits) fp32
+    gy_row_stride,
+    s_row_stride,
+    mask_row_stride,
+    n_rows,
+    n_cols,
+    chunk,
+    n_iters,
+    eps_first,
+    eps_last,
+    log2_decay,
+    HAS_MASK: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """Long rows: the one row reduction of backward, one chunk per program."""
+    rows = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
+    trace = trace_ptr + rows * (2 * n_iters)
+    start = tl.load(trace + 2 * n_iters - 1)
+    level = tl.load(trace + n_iters - 1)
+    eps = epsilon(n_iters, eps_first, log2_decay, eps_last)
+    da = tl.zeros((1,), tl.float32)
+    for tile in range(0, chunk, BLOCK_C):
+        cols = tl.program_id(1) * chunk + tile + tl.arange(0, BLOCK_C)
+        s = load_scores(s_ptr, mask_ptr, rows, cols, s_row_stride, mask_row_stride, n_rows, n_cols, HAS_MASK)
+        gy = load_gradient(gy_ptr, rows, cols, gy_row_stride, n_rows, n_cols)
+        da += tl.sum(last_gradient(s - start[:, None], gy, level, eps), 1)
+    tl.store(partial_ptr + rows * tl.num_programs(1) + tl.program_id(1), da)
+
+
+@triton.jit
+def backward_kernel(
+    gy_ptr,  # (n_rows, n_cols) any float, unit column stride
+    s_ptr,  # (n_rows, n_cols) any float, unit column stride
+    k_ptr,  # (n_rows,) any float, or nothing
+    mask_ptr,  # (n_rows, n_cols) uint8, unit column stride, or nothing
+    trace_ptr,  # (n_rows, 2 * n_iters) fp32, contiguous
+    partial_ptr,  # (n_rows, n_splits) fp32, or nothing when a program holds whole rows
+    ds_ptr,  # (n_rows, n_cols) like s, contiguous
+    dk_ptr,  # (n_rows,) fp32
+    gy_row_stride,
+    s_row_stride,
+    k_stride,
+    mask_row_stride,
+    n_rows,
+    n_cols,
+    n_splits,
+    k_value,
+    n_iters,
+    eps_first,
+    eps_last,
+    log2_decay,
+    HAS_K: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    N_SPLITS: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """From da_T down the scalar recursion; an element collects the weight of every step it took part in.
+
+    Steps that share an eps share one exponential per element, made when eps changes.
+    """
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    cols = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    in_rows = rows < n_rows
+    s = load_scores(s_ptr, mask_ptr, rows, cols, s_row_stride, mask_row_stride, n_rows, n_cols, HAS_MASK)
+    gy = load_gradient(gy_ptr, rows, cols, gy_row_stride, n_rows, n_cols)
+    k = load_option(k_ptr, k_stride, k_value, rows, n_rows, HAS_K)
+    trace = trace_ptr + rows * (2 * n_iters)
+    z = s - tl.load(trace + 2 * n_iters - 1, mask=in_rows, other=0.0)[:, None]
+    here = tl.load(trace + n_iters - 1, mask=in_rows, other=0.0)
+    ds = last_gradient(z, gy, here, epsilon(n_iters, eps_first, log2_decay, eps_last))
+    if N_SPLITS > 0:
+        parts = tl.arange(0, N_SPLITS)[None, :]
+        da = tl.sum(tl.load(partial_ptr + rows[:, None] * n_splits + parts, mask=parts < n_splits, other=0.0), 1)
+    else:
+        da = tl.sum(ds, 1)
+    dk = tl.zeros((BLOCK_R,), tl.float32)
+    weight = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
+    base = here
+    eps = epsilon(n_iters - 1, eps_first, log2_decay, eps_last)
+    for back in range(1, n_iters):
+        t = n_iters - back
+        before = tl.load(trace + t - 1, mask=in_rows, other=0.0)
+        saturated = tl.load(trace + n_iters + t - 1, mask=in_rows, other=0.0)
+        fresh = epsilon(t, eps_first, log2_decay, eps_last)
+        stale = tl.where(fresh != eps, 1, (tl.abs(here - base) > WINDOW * eps).to(tl.int32))
+        if tl.max(stale, 0) > 0:
+            # above 80 lie only entries that were saturated, whose weight is zero
+            e = tl.exp2(tl.minimum((z - base[:, None]) * (LOG2E / eps), 80.0))
+            ds = tl.where(stale[:, None] > 0, ds - weight * e, ds)
+            weight = tl.where(stale[:, None] > 0, 0.0, weight)
+            base = tl.where(stale > 0, here, base)
+        eps = fresh
+        scale = LOG2E / eps
+        dk += eps * da
+        share = da / k
+        weight += tl.where(z <= before[:, None], (share * tl.exp2((base - here) * scale))[:, None], 0.0)
+        da = tl.where(saturated == 0, 0.0, share * saturated * tl.exp2((before - here) * scale))
+        here = before
+    e = tl.exp2(tl.minimum((z - base[:, None]) * (LOG2E / eps), 80.0))
+    ds -= weight * e
+    dk += epsilon(0, eps_first, log2_decay, eps_last) * da
+    inside = in_rows[:, None] & (cols[None, :] < n_cols)
+    tl.store(ds_ptr + rows[:, None] * n_cols + cols[None, :], ds.to(ds_ptr.dtype.element_ty), mask=inside)
+    if tl.program_id(1) == 0:
+        tl.store(dk_ptr + rows, dk / k, mask=in_rows)
+
+
+def _eps_arguments(eps: float, eps_init: float, eps_decay: float) -> tuple[float, float, float]:
+    return max(eps_init, eps), eps, math.log2(eps_decay)
+
+
+def forward(
+    s: Tensor, k: Tensor | None, mask: Tensor | None, k_value: float, n_iters: int,
+    eps: float, eps_init: float, eps_decay: float, want_trace: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """S (rows, n) with unit column stride → gates (rows, n), trace (rows, 2T) or (rows, 0)."""
+    n_rows, n_cols = s.shape
+    y = torch.empty((n_rows, n_cols), dtype=s.dtype, device=s.device)
+    trace = scratch(s, n_rows, 2 * n_iters if want_trace else 0)
+    if not y.numel():
+        return y, trace.zero_()
+    plan = shape(n_rows, n_cols)
+    first, last, log2_decay = _eps_arguments(eps, eps_init, eps_decay)
+    flags = {"HAS_K": k is not None, "HAS_MASK": mask is not None, "TRACE": want_trace}
+    with device_guard(s):
+        if plan.splits == 1:
+            forward_kernel[(plan.programs,)](
+                s, k, mask, y, trace, s.stride(0), stride(k), stride(mask), n_rows, n_cols, k_value, n_iters,
+                first, last, log2_decay, **flags, BLOCK_R=plan.block_r, BLOCK_C=plan.block_c,
+                num_warps=plan.warps, **OPTIONS,
+            )  # fmt: skip
+            return y, trace
+        grid = (n_rows, plan.splits)
+        state = scratch(s, 2, n_rows, 5)
+        partial = scratch(s, 2, n_rows, plan.splits, 2)
+        ends_kernel[grid](
+            s, mask, partial, s.stride(0), stride(mask), n_rows, n_cols, plan.chunk,
+            HAS_MASK=mask is not None, BLOCK_C=plan.block_c, num_warps=plan.warps, **OPTIONS,
+        )  # fmt: skip
+        epsilons = [max(first * eps_decay**t, last) for t in range(n_iters + 1)]
+        for t in range(1, n_iters + 1):
+            step_kernel[grid](
+                s, k, mask, y, trace, state, partial, s.stride(0), stride(k), stride(mask), n_rows, n_cols,
+                plan.chunk, k_value, t, n_iters, epsilons[t - 1], epsilons[t], **flags,
+                FIRST=t == 1, LAST=t == n_iters, N_SPLITS=next_power_of_2(plan.splits), BLOCK_C=plan.block_c,
+                num_warps=plan.warps, **OPTIONS,
+            )  # fmt: skip
+    return y, trace
+
+
+def backward(
+    gy: Tensor, s: Tensor, trace: Tensor, k: Tensor | None, mask: Tensor | None, k_value: float, n_iters: int,
+    eps: float, eps_init: float, eps_decay: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Gy and s (rows, n) with unit column stride → ds (rows, n) like s, dk (rows, 1) fp32."""
+    n_rows, n_cols = s.shape
+    ds = torch.empty((n_rows, n_cols), dtype=s.dtype, device=s.device)
+    dk = scratch(s, n_rows, 1)
+    if not ds.numel():
+        return ds, dk.zero_()
+    first, last, log2_decay = _eps_arguments(eps, eps_init, eps_decay)
+    plan = shape(n_rows, n_cols, BACKWARD_PER_WARP, BACKWARD_MAX_COLS)
+    partial = None
+    block_c, warps, col_programs = plan.block_c, plan.warps, 1
+    with device_guard(s):
+        if plan.splits > 1:
+            partial = scratch(s, n_rows, plan.splits)
+            gradient_sum_kernel[(n_rows, plan.splits)](
+                gy, s, mask, trace, partial, gy.stride(0), s.stride(0), stride(mask), n_rows, n_cols, plan.chunk,
+                n_iters, first, last, log2_decay, HAS_MASK=mask is not None, BLOCK_C=TILE, num_warps=4, **OPTIONS,
+            )  # fmt: skip
+            block_c, warps, col_programs = TILE, TILE // BACKWARD_PER_WARP, cdiv(n_cols, TILE)
+        backward_kernel[(plan.programs, col_programs)](
+            gy, s, k, mask, trace, partial, ds, dk, gy.stride(0), s.stride(0), stride(k), stride(mask), n_rows, n_cols,
+            plan.splits, k_value, n_iters, first, last, log2_decay, HAS_K=k is not None, HAS_MASK=mask is not None,
+            N_SPLITS=0 if partial is None else next_power_of_2(plan.splits), BLOCK_R=plan.block_r, BLOCK_C=block_c,
+            num_warps=warps, **OPTIONS,
+        )  # fmt: skip
+    return ds, dk

@@ -1,0 +1,638 @@
+"""Triton kernels of soft_topk and their launchers.
+
+Every kind is solved by the same search for one threshold (base, c), y = φ((s - base)/eps - c): a pass over the row
+gives two sums, `advance` turns them into the next threshold. Short rows make their passes in registers; long ones as a
+bounded sequence of launches, in which the programs of a row share partial sums and the host never looks.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from onepass.core.launch import OPTIONS, device_guard, next_power_of_2
+
+from .kernels_common import INF, LOG2E, SEPARATE, load_option, load_scores, pair_sum, scratch, shape, stride
+
+CAPPED_EXP = tl.constexpr(0)
+SIGMOID = tl.constexpr(1)
+LAPLACE = tl.constexpr(2)
+CLAMP = tl.constexpr(3)
+
+# far enough to saturate every gate, finite so that -inf scores stay -inf
+ALL_ONES = tl.constexpr(-1e30)
+# a bracket this many eps wide is left to Newton alone; a wider one is divided after a few Newton steps
+NARROW = tl.constexpr(16.0)
+STREAK = tl.constexpr(4.0)
+# beyond this many eps a threshold is only a place to look at, its digits don't matter
+FAR = tl.constexpr(1e4)
+# exponents of E stay trustworthy this many eps around its base
+WINDOW = tl.constexpr(40.0)
+# rounding of fp32, and the Newton step whose square is below it
+TINY = tl.constexpr(1.2e-7)
+SMALL = tl.constexpr(2e-4)
+
+MAX_PASSES = tl.constexpr(64)
+# launches of the search in long rows; each costs little once the row is solved
+LONG_PASSES = 40
+# longest row held in registers: the kinds without a shared exponential also hold the scores
+LONGEST = (32768, 16384, 16384, 16384)
+BACKWARD_LONGEST = 16384
+N_STATE = tl.constexpr(12)
+
+
+@triton.jit
+def offsets(s, base, eps):
+    """(s - base)/eps; where base is +inf the +inf scores share k: 0 for them, -inf for the rest."""
+    shared = tl.where(s == INF, 0.0, -INF)
+    return tl.where(base[:, None] == INF, shared, (s - base[:, None]) * (1.0 / eps)[:, None])
+
+
+@triton.jit
+def gates_and_slopes(x, KIND: tl.constexpr):
+    """φ(x) and φ'(x); `clamp` is measured from its lower edge."""
+    if KIND == CAPPED_EXP:
+        y = tl.exp2(x * LOG2E)
+        saturated = x > 0
+        w = tl.where(saturated, 0.0, y)
+        y = tl.where(saturated, 1.0, y)
+    elif KIND == SIGMOID:
+        e = tl.exp2(-tl.abs(x) * LOG2E)
+        r = 1.0 / (1.0 + e)
+        w = e * r * r
+        y = tl.where(x < 0, e * r, r)
+    elif KIND == LAPLACE:
+        w = 0.5 * tl.exp2(-tl.abs(x) * LOG2E)
+        y = tl.where(x < 0, w, 1.0 - w)
+    else:
+        w = tl.where((x > 0) & (x < 1), 1.0, 0.0)
+        y = tl.where(x > 1, 1.0, tl.where(x < 0, 0.0, x))
+    return y, w
+
+
+@triton.jit
+def inverse(p, KIND: tl.constexpr):
+    """φ⁻¹(p)."""
+    if KIND == CAPPED_EXP:
+        x = tl.log(p)
+    elif KIND == SIGMOID:
+        x = tl.log(p) - tl.log(1.0 - p)
+    elif KIND == LAPLACE:
+        x = tl.where(p < 0.5, tl.log(2.0 * p), -tl.log(2.0 * (1.0 - p)))
+    else:
+        x = p
+    return x
+
+
+@triton.jit
+def combine_ends(n0, sum0, endless0, lo0, hi0, n1, sum1, endless1, lo1, hi1):
+    return n0 + n1, sum0 + sum1, endless0 + endless1, tl.minimum(lo0, lo1), tl.maximum(hi0, hi1)
+
+
+@triton.jit
+def ends(s):
+    """Of each row: finite entries (NaN if one is NaN), their sum, +inf entries, smallest and largest finite entry."""
+    finite = tl.abs(s) < INF
+    n = tl.where(s != s, s, tl.where(finite, 1.0, 0.0))
+    total = tl.where(finite, s, 0.0)
+    endless = tl.where(s == INF, 1.0, 0.0)
+    lo = tl.where(finite, s, INF)
+    hi = tl.where(finite, s, -INF)
+    if SEPARATE:
+        return tl.sum(n, 1), tl.sum(total, 1), tl.sum(endless, 1), tl.min(lo, 1), tl.max(hi, 1)
+    return tl.reduce((n, total, endless, lo, hi), 1, combine_ends)
+
+
+@triton.jit
+def begin(count, mean, variance, endless, lo, hi, k, eps, KIND: tl.constexpr):
+    """Bracket and first guess of the search, or the answer where it has a closed form."""
+    k = tl.where((k > 0) & (eps > 0), k, float("nan"))
+    nan = (count != count) | (k != k)
+    ones = k >= count + endless
+    shared = (endless >= k) & (ones == 0)
+    done = tl.where(nan | ones | shared, 1.0, 0.0)
+    # equal scores at either end of the row bound the threshold
+    edge = inverse((k - endless) / count, KIND)
+    # scores as a normal distribution seen through the gate's own noise: a guess, only its distance costs passes
+    p = tl.minimum(tl.maximum(k / (count + endless), 1e-6), 1.0 - 1e-6)
+    z = 4.91 * (tl.exp2(0.14 * tl.log2(1.0 - p)) - tl.exp2(0.14 * tl.log2(p)))
+    if KIND == CAPPED_EXP:
+        base = mean + eps + z * tl.sqrt(variance + eps * eps)
+    elif KIND == SIGMOID:
+        base = mean + z * tl.sqrt(variance + 3.29 * eps * eps)
+    elif KIND == LAPLACE:
+        base = mean + z * tl.sqrt(variance + 2.0 * eps * eps)
+    else:
+        base = mean - 0.5 * eps + z * tl.sqrt(variance + 0.083 * eps * eps)
+    base = tl.where((base >= lo - edge * eps) & (base <= hi - edge * eps), base, 0.5 * lo + 0.5 * hi - edge * eps)
+    share = k / endless
+    closed = tl.where(share < 1, -inverse(share, KIND), ALL_ONES)
+    c = tl.where(nan, 0.0, tl.where(ones, ALL_ONES, tl.where(shared, closed, 0.0)))
+    base = tl.where(ones, tl.where(count > 0, lo, 0.0), tl.where(shared, INF, base))
+    base = tl.where(nan, float("nan"), base)
+    return base, c, edge, done
+
+
+@triton.jit
+def rebase(base, c, done, eps):
+    """The same threshold with a base that is as near as fp32 can say, and c what is missing."""
+    moved = base + eps * c
+    d = (moved - base) / eps
+    left = tl.where(tl.abs(d) < FAR, c - d, 0.0)
+    return tl.where(done > 0, base, moved), tl.where(done > 0, c, left)
+
+
+@triton.jit
+def newton(a, b, c, k, n, KIND: tl.constexpr):
+    """From the two sums of a pass: Σ gates, size of the saturated set (or Σ slopes), Newton's step for c.
+
+    For capped_exp the sums are of the unsaturated gates and of the saturated entries; else of gates and slopes.
+    """
+    if KIND == CAPPED_EXP:
+        total = a + b
+        # exact for this saturated set, and never below the root; with k or more saturated, Newton on the sum itself
+        step = tl.where(b < k, tl.log(a / (k - b)), (total - k) / a)
+        step = tl.where(a > 0, step, float("nan"))
+    else:
+        total = a
+        plain = (a - k) / b
+        step = plain
+        if KIND != CLAMP:
+            # the tails are exponential: Newton on the logarithm of the smaller side
+            rest = n - a
+            step = tl.where(k < 0.5 * n, a / b * tl.log(a / k), -rest / b * tl.log(rest / (n - k)))
+            step = tl.where(tl.abs(step) < INF, step, plain)
+    return total, b, step
+
+
+@triton.jit
+def advance(
+    base, c, lo_base, lo_c, hi_base, hi_c, f_lo, f_hi, last, streak, done, total, size, step, k, eps, odd,
+    KIND: tl.constexpr,
+):  # fmt: skip
+    """One step of the search: test for arrival, tighten the bracket, Newton where it is trusted, else divide.
+
+    A bracket end is a pair like the threshold itself, so that it keeps its digits when base moves.
+    """
+    lo = (lo_base - base) / eps + lo_c
+    hi = (hi_base - base) / eps + hi_c
+    if KIND == CAPPED_EXP:
+        arrived = (size < k) & ((size == last) | (step == 0))
+    elif KIND == CLAMP:
+        arrived = tl.abs(total - k) <= 16 * TINY * k
+    else:
+        arrived = tl.abs(step) <= SMALL
+    arrived = arrived | (hi - lo <= 4 * TINY)
+    low = total >= k
+    lo = tl.where(low, c, lo)
+    lo_base = tl.where(low, base, lo_base)
+    lo_c = tl.where(low, c, lo_c)
+    f_lo = tl.where(low, total, f_lo)
+    hi = tl.where(low, hi, c)
+    hi_base = tl.where(low, hi_base, base)
+    hi_c = tl.where(low, hi_c, c)
+    f_hi = tl.where(low, f_hi, total)
+    target = c + step
+    if KIND == CAPPED_EXP:
+        bound = (size < k) & (target < hi)
+        hi = tl.where(bound, target, hi)
+        hi_base = tl.where(bound, base, hi_base)
+        hi_c = tl.where(bound, target, hi_c)
+    slack = 4 * TINY * (1.0 + tl.abs(c))
+    inside = (target >= lo - slack) & (target <= hi + slack)
+    trusted = inside & ((streak < STREAK) | (hi - lo <= NARROW))
+    streak = tl.where(trusted, streak + 1, 0.0)
+    last = tl.where(trusted & (size < k), size, -1.0)
+    between = lo + (hi - lo) * tl.where(odd, (f_lo - k) / (f_lo - f_hi), 0.5)
+    finish = tl.where(tl.abs(step) < 1, target, c)
+    c = tl.where(done > 0, c, tl.where(arrived, finish, tl.where(trusted, target, between)))
+    done = tl.where(arrived, 1.0, done)
+    return c, lo_base, lo_c, hi_base, hi_c, f_lo, f_hi, last, streak, done
+
+
+@triton.jit
+def forward_kernel(
+    s_ptr,  # (n_rows, n_cols) any float, unit column stride
+    k_ptr,  # (n_rows,) any float, or nothing
+    eps_ptr,  # (n_rows,) any float, or nothing
+    mask_ptr,  # (n_rows, n_cols) uint8, unit column stride, or nothing
+    y_ptr,  # (n_rows, n_cols) like s, contiguous
+    solution_ptr,  # (n_rows, 2) fp32: base and c
+    s_row_stride,
+    k_stride,
+    eps_stride,
+    mask_row_stride,
+    n_rows,
+    n_cols,
+    k_value,
+    eps_value,
+    KIND: tl.constexpr,
+    HAS_K: tl.constexpr,
+    HAS_EPS: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """Whole rows in registers.
+
+    capped_exp keeps E = exp((s - base)/eps) there instead of the scores: its passes need no exponential, and the
+    scores are read again (from L2) in the rare case that the threshold leaves E's range.
+    """
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    cols = tl.arange(0, BLOCK_C)
+    inside = (rows[:, None] < n_rows) & (cols[None, :] < n_cols)
+    k = load_option(k_ptr, k_stride, k_value, rows, n_rows, HAS_K)
+    eps = load_option(eps_ptr, eps_stride, eps_value, rows, n_rows, HAS_EPS)
+    s = load_scores(s_ptr, mask_ptr, rows, cols, s_row_stride, mask_row_stride, n_rows, n_cols, HAS_MASK)
+    count, total, endless, lo_base, hi_base = ends(s)
+    mean = total / count
+    centred = tl.where(tl.abs(s) < INF, s - mean[:, None], 0.0)
+    base, c, edge, done = begin(
+        count, mean, tl.sum(centred * centred, 1) / count, endless, lo_base, hi_base, k, eps, KIND
+    )
+    n = count + endless
+    lo_c = -edge
+    hi_c = -edge
+    f_lo = n
+    f_hi = endless
+    last = tl.full((BLOCK_R,), -1.0, tl.float32)
+    streak = tl.zeros((BLOCK_R,), tl.float32)
+    if KIND == CAPPED_EXP:
+        s = tl.exp2(offsets(s, base, eps) * LOG2E)
+    i = 0
+    left = 1.0 - tl.min(done, 0)
+    while (i < MAX_PASSES) & (left > 0):
+        if KIND == CAPPED_EXP:
+            leaves = tl.where((done == 0) & (tl.abs(c) > WINDOW), 1, 0)
+            if tl.max(leaves, 0) > 0:
+                moved, rest = rebase(base, c, done, eps)
+                base = tl.where(leaves > 0, moved, base)
+                c = tl.where(leaves > 0, rest, c)
+                s = load_scores(s_ptr, mask_ptr, rows, cols, s_row_stride, mask_row_stride, n_rows, n_cols, HAS_MASK)
+                s = tl.exp2(offsets(s, base, eps) * LOG2E)
+            u = tl.exp2(c * LOG2E)
+            saturated = s > u[:, None]
+            a, b = pair_sum(tl.where(saturated, 0.0, s), tl.where(saturated, 1.0, 0.0), 1)
+            a = a / u
+        else:
+            base, c = rebase(base, c, done, eps)
+            y, w = gates_and_slopes((s - base[:, None]) * (1.0 / eps)[:, None] - c[:, None], KIND)
+            a, b = pair_sum(y, w, 1)
+        total, size, step = newton(a, b, c, k, n, KIND)
+        c, lo_base, lo_c, hi_base, hi_c, f_lo, f_hi, last, streak, done = advance(
+            base, c, lo_base, lo_c, hi_base, hi_c, f_lo, f_hi, last, streak, done, total, size, step, k, eps,
+            i % 2 == 1, KIND,
+        )  # fmt: skip
+        i += 1
+        left = 1.0 - tl.min(done, 0)
+    if KIND == CAPPED_EXP:
+        # rows of all ones have their smallest score as base; any scale does, but inf would meet the zeros of the mask
+        y = s * tl.exp2(tl.minimum(-c * LOG2E, 100.0))[:, None]
+        y = tl.where(y > 1.0, 1.0, y)
+    else:
+        y, w = gates_and_slopes(offsets(s, base, eps) - c[:, None], KIND)
+    tl.store(y_ptr + rows[:, None] * n_cols + cols[None, :], y.to(y_ptr.dtype.element_ty), mask=inside)
+    tl.store(solution_ptr + rows * 2, base, mask=rows < n_rows)
+    tl.store(solution_ptr + rows * 2 + 1, c, mask=rows < n_rows)
+
+
+@triton.jit
+def ends_kernel(
+    s_ptr,  # (n_rows, n_cols) any float, unit column stride
+    mask_ptr,  # (n_rows, n_cols) uint8, unit column stride, or nothing
+    partial_ptr,  # (n_rows, n_splits, 6) fp32: finite entries, sum, +inf entries, smallest, largest, Σ squares
+    s_row_stride,
+    mask_row_stride,
+    n_rows,
+    n_cols,
+    chunk,
+    HAS_MASK: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """Long rows, first look: one chunk of one row per program; sums are of s - (the row's first score)."""
+    rows = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
+    pivot = tl.load(s_ptr + rows * s_row_stride).to(tl.float32)
+    pivot = tl.where(tl.abs(pivot) < INF, pivot, 0.0)
+    n = tl.zeros((1,), tl.float32)
+    total = tl.zeros((1,), tl.float32)
+    endless = tl.zeros((1,), tl.float32)
+    squares = tl.zeros((1,), tl.float32)
+    lo = tl.full((1,), INF, tl.float32)
+    hi = tl.full((1,), -INF, tl.float32)
+    for tile in range(0, chunk, BLOCK_C):
+        cols = tl.program_id(1) * chunk + tile + tl.arange(0, BLOCK_C)
+        s = load_scores(s_ptr, mask_ptr, rows, cols, s_row_stride, mask_row_stride, n_rows, n_cols, HAS_MASK)
+        n1, _, endless1, lo1, hi1 = ends(s)
+        moved = tl.where(tl.abs(s) < INF, s - pivot[:, None], 0.0)
+        total1, squares1 = pair_sum(moved, moved * moved, 1)
+        n, total, endless, lo, hi = combine_ends(n, total, endless, lo, hi, n1, total1, endless1, lo1, hi1)
+        squares += squares1
+    out = partial_ptr + (rows * tl.num_programs(1) + tl.program_id(1)) * 6
+    tl.store(out, n)
+    tl.store(out + 1, total)
+    tl.store(out + 2, endless)
+    tl.store(out + 3, lo)
+    tl.store(out + 4, hi)
+    tl.store(out + 5, squares)
+
+
+@triton.jit
+def pass_kernel(
+    s_ptr,  # (n_rows, n_cols) any float, unit column stride
+    k_ptr,  # (n_rows,) any float, or nothing
+    eps_ptr,  # (n_rows,) any float, or nothing
+    mask_ptr,  # (n_rows, n_cols) uint8, unit column stride, or nothing
+    y_ptr,  # (n_rows, n_cols) like s, contiguous; written by the last pass
+    solution_ptr,  # (n_rows, 2) fp32: base and c; written by the last pass
+    ends_ptr,  # (n_rows, n_splits, 6) fp32: from ends_kernel
+    state_ptr,  # (2, n_rows, N_STATE) fp32; read from one half, written to the other
+    partial_ptr,  # (2, n_rows, n_splits, 2) fp32: the two sums of a pass, likewise
+    s_row_stride,
+    k_stride,
+    eps_stride,
+    mask_row_stride,
+    n_rows,
+    n_cols,
+    chunk,
+    k_value,
+    eps_value,
+    turn,
+    KIND: tl.constexpr,
+    HAS_K: tl.constexpr,
+    HAS_EPS: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    FIRST: tl.constexpr,
+    LAST: tl.constexpr,
+    N_SPLITS: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """Long rows, one pass: every program of a row takes the same step from all partial sums, then adds its own."""
+    split = tl.program_id(1)
+    n_splits = tl.num_programs(1)
+    rows = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
+    k = load_option(k_ptr, k_stride, k_value, rows, n_rows, HAS_K)
+    eps = load_option(eps_ptr, eps_stride, eps_value, rows, n_rows, HAS_EPS)
+    here = tl.arange(0, N_SPLITS)[None, :]
+    there = here < n_splits
+    read, write = turn % 2, (turn + 1) % 2
+    if FIRST:
+        partial = ends_ptr + (rows[:, None] * n_splits + here) * 6
+        count = tl.sum(tl.load(partial, mask=there, other=0.0), 1)
+        shift = tl.sum(tl.load(partial + 1, mask=there, other=0.0), 1) / count
+        endless = tl.sum(tl.load(partial + 2, mask=there, other=0.0), 1)
+        lo_base = tl.min(tl.load(partial + 3, mask=there, other=float("inf")), 1)
+        hi_base = tl.max(tl.load(partial + 4, mask=there, other=-float("inf")), 1)
+        squares = tl.sum(tl.load(partial + 5, mask=there, other=0.0), 1) / count
+        pivot = tl.load(s_ptr + rows * s_row_stride).to(tl.float32)
+        mean = shift + tl.where(tl.abs(pivot) < INF, pivot, 0.0)
+        variance = tl.maximum(squares - shift * shift, 0.0)
+        base, c, edge, done = begin(count, mean, variance, endless, lo_base, hi_base, k, eps, KIND)
+        n = count + endless
+        lo_c = -edge
+        hi_c = -edge
+        f_lo = n
+        f_hi = endless
+        last = tl.full((1,), -1.0, tl.float32)
+        streak = tl.zeros((1,), tl.float32)
+    else:
+        state = state_ptr + (read * n_rows + rows) * N_STATE
+        base = tl.load(state)
+        c = tl.load(state + 1)
+        lo_base = tl.load(state + 2)
+        lo_c = tl.load(state + 3)
+        hi_base = tl.load(state + 4)
+        hi_c = tl.load(state + 5)
+        f_lo = tl.load(state + 6)
+        f_hi = tl.load(state + 7)
+        last = tl.load(state + 8)
+        streak = tl.load(state + 9)
+        done = tl.load(state + 10)
+        n = tl.load(state + 11)
+        partial = partial_ptr + ((read * n_rows + rows[:, None]) * n_splits + here) * 2
+        a = tl.sum(tl.load(partial, mask=there, other=0.0), 1)
+        b = tl.sum(tl.load(partial + 1, mask=there, other=0.0), 1)
+        total, size, step = newton(a, b, c, k, n, KIND)
+        c, lo_base, lo_c, hi_base, hi_c, f_lo, f_hi, last, streak, done = advance(
+            base, c, lo_base, lo_c, hi_base, hi_c, f_lo, f_hi, last, streak, done, total, size, step, k, eps,
+            turn % 2 == 0, KIND,
+        )  # fmt: skip
+    base, c = rebase(base, c, done, eps)
+    if LAST:
+        for tile in range(0, chunk, BLOCK_C):
+            cols = split * chunk + tile + tl.arange(0, BLOCK_C)
+            s = load_scores(s_ptr, mask_ptr, rows, cols, s_row_stride, mask_row_stride, n_rows, n_cols, HAS_MASK)
+            y, w = gates_and_slopes(offsets(s, base, eps) - c[:, None], KIND)
+            out = y_ptr + rows[:, None] * n_cols + cols[None, :]
+            tl.store(out, y.to(y_ptr.dtype.element_ty), mask=cols[None, :] < n_cols)
+        if split == 0:
+            tl.store(solution_ptr + rows * 2, base)
+            tl.store(solution_ptr + rows * 2 + 1, c)
+    else:
+        if split == 0:
+            state = state_ptr + (write * n_rows + rows) * N_STATE
+            tl.store(state, base)
+            tl.store(state + 1, c)
+            tl.store(state + 2, lo_base)
+            tl.store(state + 3, lo_c)
+            tl.store(state + 4, hi_base)
+            tl.store(state + 5, hi_c)
+            tl.store(state + 6, f_lo)
+            tl.store(state + 7, f_hi)
+            tl.store(state + 8, last)
+            tl.store(state + 9, streak)
+            tl.store(state + 10, done)
+            tl.store(state + 11, n)
+        # a solved row reads its (stale) sums no more
+        if tl.min(done, 0) == 0:
+            a = tl.zeros((1,), tl.float32)
+            b = tl.zeros((1,), tl.float32)
+            for tile in range(0, chunk, BLOCK_C):
+                cols = split * chunk + tile + tl.arange(0, BLOCK_C)
+                s = load_scores(s_ptr, mask_ptr, rows, cols, s_row_stride, mask_row_stride, n_rows, n_cols, HAS_MASK)
+                x = (s - base[:, None]) * (1.0 / eps)[:, None] - c[:, None]
+                y, w = gates_and_slopes(x, KIND)
+                if KIND == CAPPED_EXP:
+                    y, w = w, tl.where(x > 0, 1.0, 0.0)
+                a1, b1 = pair_sum(y, w, 1)
+                a += a1
+                b += b1
+            out = partial_ptr + ((write * n_rows + rows) * n_splits + split) * 2
+            tl.store(out, a)
+            tl.store(out + 1, b)
+
+
+@triton.jit
+def weigh(
+    gy_ptr, s_ptr, mask_ptr, rows, cols, gy_row_stride, s_row_stride, mask_row_stride, n_rows, n_cols, base, c, eps,
+    KIND: tl.constexpr, HAS_MASK: tl.constexpr,
+):  # fmt: skip
+    """φ' and gy·φ' of a tile, and the offsets where φ' is not zero."""
+    inside = (rows[:, None] < n_rows) & (cols[None, :] < n_cols)
+    s = load_scores(s_ptr, mask_ptr, rows, cols, s_row_stride, mask_row_stride, n_rows, n_cols, HAS_MASK)
+    gy = tl.load(gy_ptr + rows[:, None] * gy_row_stride + cols[None, :], mask=inside, other=0.0).to(tl.float32)
+    x = offsets(s, base, eps) - c[:, None]
+    _, w = gates_and_slopes(x, KIND)
+    return w, tl.where(w > 0, gy * w, 0.0), tl.where(w > 0, x, 0.0)
+
+
+@triton.jit
+def backward_kernel(
+    gy_ptr,  # (n_rows, n_cols) any float, unit column stride
+    s_ptr,  # (n_rows, n_cols) any float, unit column stride
+    eps_ptr,  # (n_rows,) any float, or nothing
+    mask_ptr,  # (n_rows, n_cols) uint8, unit column stride, or nothing
+    solution_ptr,  # (n_rows, 2) fp32: base and c
+    partial_ptr,  # (n_rows, n_splits, 4) fp32: Σ w, Σ gy·w, Σ w·x, Σ gy·w·x; nothing when a program holds whole rows
+    ds_ptr,  # (n_rows, n_cols) like s, contiguous
+    dk_ptr,  # (n_rows,) fp32
+    deps_ptr,  # (n_rows,) fp32
+    gy_row_stride,
+    s_row_stride,
+    eps_stride,
+    mask_row_stride,
+    n_rows,
+    n_cols,
+    n_splits,
+    chunk,
+    eps_value,
+    KIND: tl.constexpr,
+    HAS_EPS: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    NEED_S: tl.constexpr,
+    NEED_EPS: tl.constexpr,
+    SUMS_ONLY: tl.constexpr,
+    N_SPLITS: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """Ds = w·(gy - q)/eps with q = Σ gy·w / Σ w: for whole rows in one go, for long rows sums first, then the rest."""
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    in_rows = rows < n_rows
+    split = tl.program_id(1)
+    eps = load_option(eps_ptr, eps_stride, eps_value, rows, n_rows, HAS_EPS)
+    base = tl.load(solution_ptr + rows * 2, mask=in_rows, other=0.0)
+    c = tl.load(solution_ptr + rows * 2 + 1, mask=in_rows, other=0.0)
+    if N_SPLITS == 0:
+        cols = tl.arange(0, BLOCK_C)
+        w, gw, x = weigh(
+            gy_ptr, s_ptr, mask_ptr, rows, cols, gy_row_stride, s_row_stride, mask_row_stride, n_rows, n_cols,
+            base, c, eps, KIND, HAS_MASK,
+        )  # fmt: skip
+        sum_w, sum_gw = pair_sum(w, gw, 1)
+        if NEED_EPS:
+            sum_wx, sum_gwx = pair_sum(w * x, gw * x, 1)
+    elif SUMS_ONLY:
+        sum_w = tl.zeros((BLOCK_R,), tl.float32)
+        sum_gw = tl.zeros((BLOCK_R,), tl.float32)
+        sum_wx = tl.zeros((BLOCK_R,), tl.float32)
+        sum_gwx = tl.zeros((BLOCK_R,), tl.float32)
+        for tile in range(0, chunk, BLOCK_C):
+            cols = split * chunk + tile + tl.arange(0, BLOCK_C)
+            w, gw, x = weigh(
+                gy_ptr, s_ptr, mask_ptr, rows, cols, gy_row_stride, s_row_stride, mask_row_stride, n_rows, n_cols,
+                base, c, eps, KIND, HAS_MASK,
+            )  # fmt: skip
+            a, b = pair_sum(w, gw, 1)
+            sum_w += a
+            sum_gw += b
+            if NEED_EPS:
+                a, b = pair_sum(w * x, gw * x, 1)
+                sum_wx += a
+                sum_gwx += b
+        out = partial_ptr + (rows * n_splits + split) * 4
+        tl.store(out, sum_w)
+        tl.store(out + 1, sum_gw)
+        tl.store(out + 2, sum_wx)
+        tl.store(out + 3, sum_gwx)
+    else:
+        here = tl.arange(0, N_SPLITS)[None, :]
+        partial = partial_ptr + (rows[:, None] * n_splits + here) * 4
+        sum_w = tl.sum(tl.load(partial, mask=here < n_splits, other=0.0), 1)
+        sum_gw = tl.sum(tl.load(partial + 1, mask=here < n_splits, other=0.0), 1)
+        sum_wx = tl.sum(tl.load(partial + 2, mask=here < n_splits, other=0.0), 1)
+        sum_gwx = tl.sum(tl.load(partial + 3, mask=here < n_splits, other=0.0), 1)
+    if SUMS_ONLY == 0:
+        q = tl.where(sum_w == 0, 0.0, sum_gw / sum_w)
+        if split == 0:
+            tl.store(dk_ptr + rows, q, mask=in_rows)
+            if NEED_EPS:
+                tl.store(deps_ptr + rows, (q * sum_wx - sum_gwx) / eps, mask=in_rows)
+        if NEED_S:
+            if N_SPLITS == 0:
+                ds = (gw - q[:, None] * w) * (1.0 / eps)[:, None]
+                inside = in_rows[:, None] & (cols[None, :] < n_cols)
+                tl.store(ds_ptr + rows[:, None] * n_cols + cols[None, :], ds.to(ds_ptr.dtype.element_ty), mask=inside)
+            else:
+                for tile in range(0, chunk, BLOCK_C):
+                    cols = split * chunk + tile + tl.arange(0, BLOCK_C)
+                    w, gw, x = weigh(
+                        gy_ptr, s_ptr, mask_ptr, rows, cols, gy_row_stride, s_row_stride, mask_row_stride, n_rows,
+                        n_cols, base, c, eps, KIND, HAS_MASK,
+                    )  # fmt: skip
+                    ds = (gw - q[:, None] * w) * (1.0 / eps)[:, None]
+                    out = ds_ptr + rows[:, None] * n_cols + cols[None, :]
+                    tl.store(out, ds.to(ds_ptr.dtype.element_ty), mask=cols[None, :] < n_cols)
+
+
+def forward(
+    s: Tensor, k: Tensor | None, eps: Tensor | None, mask: Tensor | None, k_value: float, eps_value: float, kind: int
+) -> tuple[Tensor, Tensor]:
+    """S (rows, n) with unit column stride → gates (rows, n), solution (rows, 2)."""
+    n_rows, n_cols = s.shape
+    y = torch.empty((n_rows, n_cols), dtype=s.dtype, device=s.device)
+    solution = scratch(s, n_rows, 2)
+    if not y.numel():
+        return y, solution.zero_()
+    plan = shape(n_rows, n_cols, max_cols=LONGEST[kind])
+    flags = {"KIND": kind, "HAS_K": k is not None, "HAS_EPS": eps is not None, "HAS_MASK": mask is not None}
+    strides = (s.stride(0), stride(k), stride(eps), stride(mask))
+    with device_guard(s):
+        if plan.splits == 1:
+            forward_kernel[(plan.programs,)](
+                s, k, eps, mask, y, solution, *strides, n_rows, n_cols, k_value, eps_value, **flags,
+                BLOCK_R=plan.block_r, BLOCK_C=plan.block_c, num_warps=plan.warps, **OPTIONS,
+            )  # fmt: skip
+            return y, solution
+        grid = (n_rows, plan.splits)
+        first_look = scratch(s, n_rows, plan.splits, 6)
+        state = scratch(s, 2, n_rows, N_STATE.value)
+        partial = scratch(s, 2, n_rows, plan.splits, 2)
+        ends_kernel[grid](
+            s, mask, first_look, s.stride(0), stride(mask), n_rows, n_cols, plan.chunk, HAS_MASK=mask is not None,
+            BLOCK_C=plan.block_c, num_warps=plan.warps, **OPTIONS,
+        )  # fmt: skip
+        for turn in range(LONG_PASSES + 1):
+            pass_kernel[grid](
+                s, k, eps, mask, y, solution, first_look, state, partial, *strides, n_rows, n_cols, plan.chunk,
+                k_value, eps_value, turn, **flags, FIRST=turn == 0, LAST=turn == LONG_PASSES,
+                N_SPLITS=next_power_of_2(plan.splits), BLOCK_C=plan.block_c, num_warps=plan.warps, **OPTIONS,
+            )  # fmt: skip
+    return y, solution
+
+
+def backward(
+    gy: Tensor, s: Tensor, solution: Tensor, eps: Tensor | None, mask: Tensor | None, eps_value: float, kind: int,
+    need_s: bool, need_eps: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gy and s (rows, n) with unit column stride → ds (rows, n) like s or empty, dk and deps (rows, 1) fp32."""
+    n_rows, n_cols = s.shape
+    ds = torch.empty((n_rows, n_cols) if need_s else (0,), dtype=s.dtype, device=s.device)
+    dk = scratch(s, n_rows, 1)
+    deps = scratch(s, n_rows if need_eps else 0, 1)
+    if not s.numel():
+        return ds, dk.zero_(), deps.zero_()
+    plan = shape(n_rows, n_cols, max_cols=BACKWARD_LONGEST)
+    whole = plan.splits == 1
+    partial = None if whole else scratch(s, n_rows, plan.splits, 4)
+    with device_guard(s):
+        for sums_only in (False,) if whole else (True, False):
+            backward_kernel[(plan.programs, plan.splits)](
+                gy, s, eps, mask, solution, partial, ds, dk, deps, gy.stride(0), s.stride(0), stride(eps),
+                stride(mask), n_rows, n_cols, plan.splits, plan.chunk, eps_value, KIND=kind,
+                HAS_EPS=eps is not None, HAS_MASK=mask is not None, NEED_S=need_s, NEED_EPS=need_eps,
+                SUMS_ONLY=sums_only, N_SPLITS=0 if whole else next_power_of_2(plan.splits), BLOCK_R=plan.block_r,
+                BLOCK_C=plan.block_c, num_warps=plan.warps, **OPTIONS,
+            )  # fmt: skip
+    return ds, dk, deps
