@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from onepass.core.launch import INTERPRET
 from onepass.ops.lion.reference import join
 from onepass.optim import Lion
 
@@ -132,6 +133,7 @@ def test_bf16_with_remainder_is_fp32_bit_for_bit(foreach: bool | None, state_dty
     assert any(bool((q != p).any()) for p, q in zip(low, full, strict=True))
 
 
+@pytest.mark.skipif(INTERPRET, reason="thousands of steps; and interpreted conversions to bf16 truncate")
 def test_weight_decay_survives_bf16_and_tiny_rates() -> None:
     # a plain bf16 weight can't lose 1e-5 of itself; with a remainder it must. A compensation in bf16 makes 16 bits of
     # it, whose own rounding is as large as the step: it loses some, but most of the decay happens
