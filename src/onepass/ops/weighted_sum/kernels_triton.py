@@ -5,7 +5,6 @@ end. Widths and strides come in units of `UNIT` elements, so that the compiler s
 loads then survive at widths such as 3000 or 100, where Triton's own "divisible by 16" does not hold.
 """
 
-# ruff: noqa: RUF005 - Triton adds tuples, it does not unpack them
 from __future__ import annotations
 
 import math
@@ -35,26 +34,26 @@ def forward_kernel(
     EVEN_C: tl.constexpr,  # n_cols is a multiple of BLOCK_C
 ):
     """One tile of rows and one share of the columns per program; each tile of x serves all vectors."""
-    n_cols = n_col_units * UNIT
+    n_cols = tl.cast(n_col_units, tl.int64) * UNIT
     rows = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     cols = tl.arange(0, BLOCK_C)
     # rows past the end read the last row and are not stored
     x_rows = x_ptr + tl.minimum(rows, n_rows - 1)[:, None] * x_row_units * UNIT
     # a thread sums its own VECTOR neighbours at once, so that an accumulator costs a few registers per vector
     accs = (tl.zeros((BLOCK_R, BLOCK_C // VECTOR), tl.float32),) * N_VECTORS
-    first = tl.program_id(1) * split_tiles * BLOCK_C
+    first = tl.program_id(1).to(tl.int64) * split_tiles * BLOCK_C
     for start in range(first, tl.minimum(first + split_tiles * BLOCK_C, n_cols), BLOCK_C):
-        here = start + cols
+        in_cols = cols < n_cols - start
         if EVEN_C:
-            x = tl.load(x_rows + here[None, :]).to(tl.float32)
+            x = tl.load(x_rows + start + cols[None, :]).to(tl.float32)
         else:
-            x = tl.load(x_rows + here[None, :], mask=(here < n_cols)[None, :], other=0.0).to(tl.float32)
+            x = tl.load(x_rows + start + cols[None, :], mask=in_cols[None, :], other=0.0).to(tl.float32)
         new = ()
         for r in tl.static_range(N_VECTORS):
             if EVEN_C:
-                w = tl.load(w_ptr + tl.cast(n_cols, tl.int64) * r + here).to(tl.float32)
+                w = tl.load(w_ptr + (n_cols * r + start) + cols).to(tl.float32)
             else:
-                w = tl.load(w_ptr + tl.cast(n_cols, tl.int64) * r + here, mask=here < n_cols, other=0.0).to(tl.float32)
+                w = tl.load(w_ptr + (n_cols * r + start) + cols, mask=in_cols, other=0.0).to(tl.float32)
             product = tl.reshape(x * w[None, :], (BLOCK_R, BLOCK_C // VECTOR, VECTOR))
             new = new + (accs[r] + tl.sum(product, 2),)
         accs = new
@@ -83,17 +82,18 @@ def backward_kernel(
     EVEN_C: tl.constexpr,  # n_cols is a multiple of BLOCK_C
 ):
     """One tile of columns and every n-th tile of UNROLL·BLOCK_R rows per program: w and dw stay in registers."""
-    n_cols = n_col_units * UNIT
+    n_cols = tl.cast(n_col_units, tl.int64) * UNIT
     group = tl.program_id(1)
-    cols = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
-    in_cols = (cols < n_cols) | EVEN_C
+    first = tl.program_id(0).to(tl.int64) * BLOCK_C
+    cols = tl.arange(0, BLOCK_C)
+    in_cols = (cols < n_cols - first) | EVEN_C
     ws = ()
     if NEED_X:
         for r in tl.static_range(N_VECTORS):
             if EVEN_C:
-                w = tl.load(w_ptr + tl.cast(n_cols, tl.int64) * r + cols)
+                w = tl.load(w_ptr + (n_cols * r + first) + cols)
             else:
-                w = tl.load(w_ptr + tl.cast(n_cols, tl.int64) * r + cols, mask=in_cols, other=0.0)
+                w = tl.load(w_ptr + (n_cols * r + first) + cols, mask=in_cols, other=0.0)
             ws = ws + (w.to(tl.float32),)
     dws = (tl.zeros((BLOCK_R, BLOCK_C), tl.float32),) * N_VECTORS
     for tile in tl.range(group, tl.cdiv(n_rows, UNROLL * BLOCK_R), tl.num_programs(1)):
@@ -106,7 +106,8 @@ def backward_kernel(
             in_rows = rows < n_rows
             if NEED_W:
                 mask = in_rows[:, None] if EVEN_C else in_rows[:, None] & in_cols[None, :]
-                xs = xs + (tl.load(x_ptr + rows[:, None] * x_row_units * UNIT + cols[None, :], mask=mask, other=0.0),)
+                x_rows = x_ptr + first + rows[:, None] * x_row_units * UNIT
+                xs = xs + (tl.load(x_rows + cols[None, :], mask=mask, other=0.0),)
             for r in tl.static_range(N_VECTORS):
                 dy = tl.load(dy_ptr + rows * N_VECTORS + r, mask=in_rows, other=0.0)
                 dys = dys + (dy.to(tl.float32)[:, None],)
@@ -117,7 +118,8 @@ def backward_kernel(
                 dx = dys[u * N_VECTORS] * ws[0][None, :]
                 for r in tl.static_range(1, N_VECTORS):
                     dx += dys[u * N_VECTORS + r] * ws[r][None, :]
-                tl.store(dx_ptr + rows[:, None] * n_cols + cols[None, :], dx.to(dx_ptr.dtype.element_ty), mask=mask)
+                dx_rows = dx_ptr + first + rows[:, None] * n_cols
+                tl.store(dx_rows + cols[None, :], dx.to(dx_ptr.dtype.element_ty), mask=mask)
             if NEED_W:
                 x = xs[u].to(tl.float32)
                 new = ()
@@ -126,8 +128,8 @@ def backward_kernel(
                 dws = new
     if NEED_W:
         for r in tl.static_range(N_VECTORS):
-            out = (tl.cast(group, tl.int64) * N_VECTORS + r) * n_cols + cols
-            tl.store(dw_ptr + out, tl.sum(dws[r], 0).to(dw_ptr.dtype.element_ty), mask=in_cols)
+            out = (tl.cast(group, tl.int64) * N_VECTORS + r) * n_cols + first
+            tl.store(dw_ptr + out + cols, tl.sum(dws[r], 0).to(dw_ptr.dtype.element_ty), mask=in_cols)
 
 
 @triton.jit
