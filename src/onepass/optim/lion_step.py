@@ -167,7 +167,7 @@ class Work:
             [self.groups[j] for j in self.fused],
             n_groups,
         )
-        self.touched = [*params, *exp_avgs, *(e for e in extras if e is not None)]
+        self.updated = params
         self.all_fused = len(self.fused) == len(self.where) and not self.sharded
 
     def _local_columns(self, live: list[Tensor]) -> list[list[Any]]:
@@ -187,7 +187,10 @@ class Work:
         states = optimizer.state
         if len(states) != len(self.all_states) or not all(map(is_, states.values(), self.all_states)):
             return False
-        if not all(map(is_, [s.get("exp_avg") for s in self.states], self.exp_avgs)):
+        try:
+            if not all(map(is_, [s["exp_avg"] for s in self.states], self.exp_avgs)):
+                return False
+        except KeyError:
             return False
         if self.any_extra and not all(
             mode == NONE or s.get(EXTRA_KEYS[mode]) is e
@@ -195,10 +198,13 @@ class Work:
         ):
             return False
         live = [g for g in grads if g is not None]
-        if [g.dtype for g in live] != self.dtypes or [g.layout for g in live].count(torch.strided) != len(live):
+        if [g.dtype for g in live] != self.dtypes:
             return False
         if self.strides is None:
-            return all(map(torch.Tensor.is_contiguous, live))
+            try:
+                return all(map(torch.Tensor.is_contiguous, live))
+            except RuntimeError:  # the gradients are sparse now
+                return False
         return [g.stride() for g in live] == self.strides
 
     def run(self, optimizer: Lion, grads: list[Tensor | None]) -> None:
@@ -261,7 +267,8 @@ class Work:
         if self.plan is not None and not self.plan.run(own, hyper, **options):
             self._make_plan(own, len(groups))
             self.plan.run(own, hyper, **options)
-        torch.autograd.graph.increment_version(self.touched)
+        # autograd saves parameters; a raw write must not pass it by
+        torch.autograd.graph.increment_version(self.updated)
 
 
 def _scaled(row: Row, scale: float | None) -> Row:

@@ -9,12 +9,7 @@ from torch import Tensor
 
 from onepass.core.launch import OPTIONS, device_guard
 
-# what a 16-bit parameter keeps beside itself
-NONE, REMAINDER, KAHAN = 0, 1, 2
-# int64 words that one param group takes in the table: 8 fp32 hyperparameters
-GROUP_WORDS = 4
-BLOCK = 1024
-NUM_WARPS = 4
+from .torch_path import REMAINDER
 
 
 @triton.jit
@@ -188,8 +183,8 @@ def launch(
     span: int,
     grad_scale: Tensor | None,
     found_inf: Tensor | None,
-    block: int = BLOCK,
-    num_warps: int = NUM_WARPS,
+    block: int,
+    num_warps: int,
 ) -> None:
     """Update every tensor of a table; dtypes of (parameter, gradient, momentum)."""
     p_type, g_type, m_type = (TYPES[t] for t in dtypes)

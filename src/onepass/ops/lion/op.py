@@ -11,7 +11,6 @@ from torch.library import custom_op
 from onepass.core.launch import uses_triton
 
 from . import torch_path
-from .reference import Number
 from .table import Plan, rows_to_bytes
 from .torch_path import KAHAN, NONE, REMAINDER, Row
 
@@ -161,4 +160,4 @@ def _(
     _check(params, grads, exp_avgs, extras, kind)
 
 
-__all__ = ["KAHAN", "MODES", "NONE", "REMAINDER", "Number", "Row", "lion_", "same_dense_layout", "split_complex"]
+__all__ = ["KAHAN", "MODES", "NONE", "REMAINDER", "Row", "lion_", "same_dense_layout", "split_complex"]

@@ -59,7 +59,9 @@ class Launch:
     num_warps: int = 4
 
     _table: Tensor | None = None
-    _head: bytes = b""
+    _hyper: bytes = b""
+    _addresses: list[list[int]] = field(default_factory=list)
+    _moved: bool = True
     _body: bytes = b""
     _captured: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     _spare: Tensor | None = None
@@ -93,46 +95,65 @@ class Launch:
             return None
         return torch.empty(n_bytes // 8, dtype=torch.int64, pin_memory=True)
 
-    def table(self, hyper: bytes, addresses: Sequence[Sequence[int]], *, capturable: bool) -> Tensor:
-        """The up-to-date table; `addresses`: of gradients, parameters, momenta, extras of this launch."""
+    def move(self, addresses: list[list[int]]) -> bool:
+        """Take the addresses of gradients, parameters, momenta and extras; False when the launch can't."""
+        if addresses != self._addresses:
+            if self.aligned and any(a & 15 for column in addresses for a in column):
+                return False
+            self._addresses, self._moved = addresses, True
+        return True
+
+    def table(self, hyper: bytes, capturable: bool) -> Tensor:
+        """Return the up-to-date table."""
+        capturing = _capturing(self.device)
+        if self._table is not None and not capturing and not self._moved:
+            if hyper != self._hyper:
+                self._send(self._table, hyper, self._pinned(len(hyper)))
+                self._hyper = hyper
+            self._keep_spare(capturable)
+            return self._table
         words = array("q")
-        for column in addresses:
+        for column in self._addresses:
             words.extend(column)
         head = hyper + words.tobytes()
         n_words = (len(head) + len(self._body)) // 8
-        if _capturing(self.device):
+        if capturing:
             # a graph copies from this memory at every replay, so that nothing else may write to it or to its table
             spare, self._spare = self._spare, None
             pinned = spare if spare is not None and len(spare) >= n_words else self._pinned(8 * n_words)
             table = torch.empty(n_words, dtype=torch.int64, device=self.device)
             self._captured.append((table, self._send(table, head + self._body, pinned)))
-            return table
+            return table  # `_moved` stays: the table of steps outside the graph still has the old addresses
         if self._table is None:
             self._table = torch.empty(n_words, dtype=torch.int64, device=self.device)
             self._send(self._table, head + self._body, self._pinned(8 * n_words))
-        elif head != self._head:
-            same_addresses = head[len(hyper) :] == self._head[len(hyper) :]
-            changed = hyper if same_addresses else head
-            self._send(self._table, changed, self._pinned(len(changed)))
-        self._head = head
-        if capturable and self._spare is None:
-            self._spare = self._pinned(8 * n_words)
+        else:
+            self._send(self._table, head, self._pinned(len(head)))
+        self._hyper, self._moved = hyper, False
+        self._keep_spare(capturable)
         return self._table
+
+    def _keep_spare(self, capturable: bool) -> None:
+        # pinned memory for the next capture, during which none should be allocated
+        if capturable and self._spare is None and self._table is not None:
+            self._spare = self._pinned(8 * len(self._table))
 
     def run(
         self,
         hyper: bytes,
-        addresses: Sequence[Sequence[int]],
         *,
         device_rows: tuple[Sequence[int], Sequence[Tensor]] = ((), ()),
         grad_scale: Tensor | None = None,
         found_inf: Tensor | None = None,
         capturable: bool = False,
     ) -> None:
-        """Launch. `device_rows`: positions in the flattened hyperparameters and the device scalars that go there."""
+        """Launch, after `move`.
+
+        `device_rows`: positions in the flattened hyperparameters, and the device scalars that go there.
+        """
         from . import kernels_triton
 
-        table = self.table(hyper, addresses, capturable=capturable)
+        table = self.table(hyper, capturable)
         if device_rows[0]:
             scalars = table.view(torch.float32)
             torch._foreach_copy_(
@@ -156,7 +177,10 @@ def _address(t: Tensor | None) -> int:
 
 
 class Plan:
-    """The launches of one set of tensors. Gradients may move from step to step; dtypes and layouts may not."""
+    """The launches of one set of parameters and states.
+
+    Memory may move from step to step (that of states only when their parameters' does); dtypes and layouts may not.
+    """
 
     def __init__(
         self,
@@ -190,7 +214,9 @@ class Plan:
             launch.close()
         self._whole = len(self.launches) == 1 and len(self.launches[0].where) == len(params)
         self._extra = any(mode != NONE for mode in modes)
-        self._no_extras = [0] * len(params)
+        self._at_params: list[int] = []
+        self._at_exp_avgs: list[int] = []
+        self._at_extras: list[int] = [0] * len(params)
 
     def run(
         self,
@@ -208,21 +234,19 @@ class Plan:
         """
         params, grads, exp_avgs, extras = columns
         address = torch.Tensor.data_ptr
-        addresses = [
-            list(map(address, grads)),
-            list(map(address, params)),
-            list(map(address, exp_avgs)),
-            list(map(_address, extras)) if self._extra else self._no_extras,
-        ]
-        work = []
+        at_params = list(map(address, params))
+        if at_params != self._at_params:
+            # states move along with parameters; otherwise the same tensors are where they were
+            self._at_params, self._at_exp_avgs = at_params, list(map(address, exp_avgs))
+            if self._extra:
+                self._at_extras = list(map(_address, extras))
+        addresses = [list(map(address, grads)), at_params, self._at_exp_avgs, self._at_extras]
         for launch in self.launches:
-            own = addresses if self._whole else [[c[i] for i in launch.where] for c in addresses]
-            if launch.aligned and any(a & 15 for c in own for a in c):
+            if not launch.move(addresses if self._whole else [[c[i] for i in launch.where] for c in addresses]):
                 return False
-            work.append((launch, own))
-        for launch, own in work:
+        for launch in self.launches:
             launch.run(
-                hyper, own, device_rows=device_rows, grad_scale=grad_scale, found_inf=found_inf, capturable=capturable
+                hyper, device_rows=device_rows, grad_scale=grad_scale, found_inf=found_inf, capturable=capturable
             )
         return True
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .reference import Number, join, reference, split
 
-# what a 16-bit parameter keeps beside itself (the same numbers as in kernels_triton, which CPU users can't import)
+# what a 16-bit parameter keeps beside itself; the kernel knows them as MODE 0, 1, 2
 NONE, REMAINDER, KAHAN = 0, 1, 2
 
 # elements that go through all steps before the next ones are touched: a few megabytes, which stay in cache
