@@ -77,8 +77,8 @@ def loss_png(metrics: str, config: Config, unigram: float) -> bytes:
 
 
 def _smooth(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Average exponentially over about a fortieth of the curve, without the pull towards zero at its beginning."""
-    keep = 1 - 1 / max(2.0, len(values) / 40)
+    """Average exponentially over about an eightieth of the curve, without the pull towards zero at its beginning."""
+    keep = 1 - 1 / max(2.0, len(values) / 80)
     out, total, weight = np.empty(len(values)), 0.0, 0.0
     for place, value in enumerate(values):
         total, weight = keep * total + (1 - keep) * value, keep * weight + (1 - keep)
