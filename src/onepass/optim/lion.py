@@ -57,7 +57,8 @@ class Lion(Optimizer):
             without `capturable`.
 
     The momentum is `state[p]["exp_avg"]`, so that checkpoints of lion-pytorch, optimi and timm load. States keep their
-    dtype in `load_state_dict`. Works with `torch.amp.GradScaler` without waiting for the device.
+    dtype in `load_state_dict`. DTensor parameters are updated shard by shard; their gradients must have the same
+    placements (and `cautious` is refused for them). Works with `torch.amp.GradScaler` without waiting for the device.
 
     Source: Chen et al., Symbolic Discovery of Optimization Algorithms (arXiv 2302.06675).
 

@@ -95,6 +95,7 @@ class Work:
         self.flat = flat
         self.mask = [g is not None for g in grads]
         self.signature = signature(optimizer.param_groups)
+        self.cautious = [cautious_factor(group) is not None for group in optimizer.param_groups]
         self.where: list[int] = []  # places of updated parameters in flat
         self.groups: list[int] = []
         self.states: list[dict[str, Any]] = []
@@ -174,8 +175,12 @@ class Work:
         params = [self.flat[i] for i in self.where]
         if not self.sharded:
             return [params, live, self.exp_avgs, self.extras]
-        for p, g, m in zip(params, live, self.exp_avgs, strict=True):
+        for p, g, m, k in zip(params, live, self.exp_avgs, self.groups, strict=True):
             check_placements(p, g, m)
+            if self.cautious[k] and hasattr(p, "to_local"):
+                raise ValueError(
+                    "Lion: cautious needs a mean over all shards, which DTensor parameters don't have here yet"
+                )
         return [[None if t is None else local(t) for t in c] for c in (params, live, self.exp_avgs, self.extras)]
 
     def fits(self, optimizer: Lion, flat: list[Tensor], grads: list[Tensor | None]) -> bool:

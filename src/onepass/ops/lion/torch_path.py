@@ -13,8 +13,8 @@ from .reference import Number, join, reference, split
 # what a 16-bit parameter keeps beside itself; the kernel knows them as MODE 0, 1, 2
 NONE, REMAINDER, KAHAN = 0, 1, 2
 
-# elements that go through all steps before the next ones are touched: a few megabytes, which stay in cache
-TILE = 1 << 20
+# elements per thread that go through all steps before the next ones are touched: a few megabytes, which stay in cache
+TILE = 1 << 19
 # tensors smaller than this are worked on together: one gather costs less than a handful of calls for each
 SMALL = 1 << 15
 # `addr` rounds differently in the scalar code at the end of its vector loop; lengths of whole lanes never reach it
@@ -179,8 +179,8 @@ def update_(
 
     A parameter and its gradient, momentum and extra must share dense strides. `extras` is empty for mode NONE.
     """
-    grain = LANES * torch.get_num_threads()
-    tile = TILE // grain * grain
+    threads = torch.get_num_threads()
+    grain, tile = LANES * threads, TILE * threads
     room = params[0].new_empty(
         min(tile, sum(p.numel() for p in params)), dtype=accumulator(params[0], grads[0], exp_avgs[0])
     )
