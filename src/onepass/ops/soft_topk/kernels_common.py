@@ -19,6 +19,8 @@ SEPARATE = tl.constexpr(INTERPRET)
 # elements one warp holds in registers, and the longest row one program does
 PER_WARP = 1024
 MAX_COLS = 32768
+# most rows of one program
+MAX_ROWS = 32
 # columns of a long row that one program takes, and the most programs per row (their partial sums are all read by each)
 CHUNK = 8192
 MAX_SPLITS = 256
@@ -77,8 +79,8 @@ def shape(n_rows: int, n_cols: int, per_warp: int = PER_WARP, max_cols: int = MA
     """
     if n_cols <= max_cols:
         block_c = next_power_of_2(n_cols)
-        block_r = max(1, min(16, per_warp // block_c))
-        return Shape(block_r, block_c, max(1, block_c // per_warp), cdiv(n_rows, block_r), 1, block_c)
+        block_r = max(1, min(MAX_ROWS, per_warp // block_c))
+        return Shape(block_r, block_c, min(32, max(1, block_c // per_warp)), cdiv(n_rows, block_r), 1, block_c)
     chunk = cdiv(max(CHUNK, cdiv(n_cols, MAX_SPLITS)), TILE) * TILE
     return Shape(1, TILE, TILE // PER_WARP, n_rows, cdiv(n_cols, chunk), chunk)
 

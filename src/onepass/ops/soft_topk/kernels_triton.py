@@ -14,7 +14,18 @@ from torch import Tensor
 
 from onepass.core.launch import OPTIONS, device_guard, next_power_of_2
 
-from .kernels_common import INF, LOG2E, SEPARATE, load_option, load_scores, pair_sum, scratch, shape, stride
+from .kernels_common import (
+    INF,
+    LOG2E,
+    SEPARATE,
+    Shape,
+    load_option,
+    load_scores,
+    pair_sum,
+    scratch,
+    shape,
+    stride,
+)
 
 CAPPED_EXP = tl.constexpr(0)
 SIGMOID = tl.constexpr(1)
@@ -40,6 +51,9 @@ LONG_PASSES = 40
 # longest row held in registers: the kinds without a shared exponential also hold the scores
 LONGEST = (32768, 16384, 16384, 16384)
 BACKWARD_LONGEST = 16384
+# half of what registers allow: more warps hide what a pass waits for; but the scores of a long row need them all
+ELEMENTS_PER_WARP = 512
+CROWDED = 8192
 N_STATE = tl.constexpr(12)
 
 
@@ -576,6 +590,12 @@ def backward_kernel(
                     tl.store(out, ds.to(ds_ptr.dtype.element_ty), mask=cols[None, :] < n_cols)
 
 
+def forward_shape(n_rows: int, n_cols: int, kind: int) -> Shape:
+    """The launch of the forward pass."""
+    crowded = n_cols > CROWDED and kind != CAPPED_EXP.value
+    return shape(n_rows, n_cols, ELEMENTS_PER_WARP * (2 if crowded else 1), LONGEST[kind])
+
+
 def forward(
     s: Tensor, k: Tensor | None, eps: Tensor | None, mask: Tensor | None, k_value: float, eps_value: float, kind: int
 ) -> tuple[Tensor, Tensor]:
@@ -585,7 +605,7 @@ def forward(
     solution = scratch(s, n_rows, 2)
     if not y.numel():
         return y, solution.zero_()
-    plan = shape(n_rows, n_cols, max_cols=LONGEST[kind])
+    plan = forward_shape(n_rows, n_cols, kind)
     flags = {"KIND": kind, "HAS_K": k is not None, "HAS_EPS": eps is not None, "HAS_MASK": mask is not None}
     strides = (s.stride(0), stride(k), stride(eps), stride(mask))
     with device_guard(s):
@@ -623,7 +643,7 @@ def backward(
     deps = scratch(s, n_rows if need_eps else 0, 1)
     if not s.numel():
         return ds, dk.zero_(), deps.zero_()
-    plan = shape(n_rows, n_cols, max_cols=BACKWARD_LONGEST)
+    plan = shape(n_rows, n_cols, ELEMENTS_PER_WARP, BACKWARD_LONGEST)
     whole = plan.splits == 1
     partial = None if whole else scratch(s, n_rows, plan.splits, 4)
     with device_guard(s):
