@@ -4,7 +4,7 @@ Rows are (R, n) in fp32 or fp64 with every entry that may not be chosen at -inf,
 is left of the iteration is the threshold -a: an entry above it is saturated. A threshold is kept as ref + off, ref
 near it, and E = exp((s - ref)/eps) serves every step that shares an eps: the step is u ← Σ min(E, u)/k.
 
-The trace (R, 2T) is what backward needs: T thresholds relative to a ref, T - 1 counts of saturated entries, the ref.
+The trace (R, 2T) is what backward needs: T thresholds relative to a ref, T - 1 counts of entries above them, the ref.
 """
 
 from __future__ import annotations
@@ -27,72 +27,89 @@ def schedule(n_iters: int, eps: float, eps_init: float | None, eps_decay: float)
 
 
 def forward(s: Tensor, k: Tensor, epsilons: list[float], want_trace: bool) -> tuple[Tensor, Tensor]:
-    """Gates (R, n) and the trace ((R, 0) when not wanted)."""
+    """Gates (R, n) and the trace ((R, 0) when not wanted; here without the counts, which backward finds by itself)."""
     steps = len(epsilons) - 1
     if not s.numel():
         return s.clone(), s.new_zeros(len(s), 2 * steps if want_trace else 0)
-    rows = torch.where((k > 0), k, math.nan)
+    k = torch.where(k > 0, k, math.nan)
     valid = (s != -math.inf).sum(-1, keepdim=True).to(s.dtype)
     top = s.amax(-1, keepdim=True)
-    off = epsilons[0] * (valid.clamp(min=1) / rows).log()
+    off = epsilons[0] * (valid.clamp(min=1) / k).log()
     top = torch.where(valid > 0, top, off)
     start = ref = torch.minimum(top, off)
     off = off - ref
-    thresholds, counts = [off], []
-    ratios, buffer = torch.empty(0), torch.empty_like(s)
+    nobody = (valid == 0).to(s.dtype) * k
+    thresholds = [off]
+    ratios, clipped = torch.empty_like(s), torch.empty_like(s)
     for t in range(1, steps + 1):
         eps = epsilons[t]
         moved = torch.minimum(top, ref + off)
-        if t > 1 and eps == epsilons[t - 1] and not s.is_cuda:
+        stale = t == 1 or eps != epsilons[t - 1] or s.is_cuda
+        if not stale:
             leaves = (off.abs() > WINDOW * eps) & (moved != ref)
             stale, moved = bool(leaves.any()), torch.where(leaves, moved, ref)
-        else:
-            stale = True
         if stale:
             off, ref = (ref - moved) + off, moved
-            ratios = torch.sub(s, ref, out=buffer).div_(eps).exp_()
+            torch.sub(s, ref, out=ratios).div_(eps).exp_()
         level = (off / eps).exp()
-        if t == steps:
-            break
-        total = torch.minimum(ratios, level).sum(-1, keepdim=True)
-        if want_trace:
-            counts.append((ratios > level).sum(-1, keepdim=True).to(s.dtype))
-        off = eps * (torch.where(valid > 0, total, rows) / rows).log()
-        thresholds.append((ref - start) + off)
+        if t < steps:
+            total = torch.minimum(ratios, level, out=clipped).sum(-1, keepdim=True)
+            off = eps * ((total + nobody) / k).log()
+            thresholds.append((ref - start) + off)
     y = ratios.mul_(1 / level).clamp_(max=1)
     if not want_trace:
         return y, s.new_empty(len(s), 0)
-    return y, torch.cat((*thresholds, *counts, start), -1)
+    return y, torch.cat((*thresholds, s.new_zeros(len(s), steps - 1), start), -1)
 
 
 def backward(gy: Tensor, s: Tensor, trace: Tensor, k: Tensor, epsilons: list[float]) -> tuple[Tensor, Tensor]:
-    """(ds (R, n), dk (R, 1)); entries share one exponential per distinct eps, the recursion is scalar."""
-    steps = len(epsilons) - 1
+    """(ds (R, n), dk (R, 1)): a recursion over T numbers per row, and one exponential per element and distinct eps.
+
+    An entry takes part in every step whose threshold before it was not yet passed: with the thresholds sorted, one
+    search per entry finds its steps, and running sums of the steps' weights do the rest.
+    """
+    steps, n = len(epsilons) - 1, s.shape[-1]
     if not s.numel():
         return s.clone(), torch.zeros_like(k)
-    level, count, start = trace[:, :steps], trace[:, steps : 2 * steps - 1], trace[:, -1:]
-    z = s - start
+    level, z = trace[:, :steps], s - trace[:, -1:]
     last = level[:, -1:]
-    y = ((z - last) / epsilons[-1]).exp_()
-    g = torch.where((z <= last) & (y > 0), gy * y, 0.0).div_(epsilons[-1])
-    da = g.sum(-1, keepdim=True)
-    dk = torch.zeros_like(da)
-    ratios, weights = torch.zeros_like(s), torch.zeros_like(s)
-    base, eps = last, -1.0
-    for t in range(steps - 1, 0, -1):
-        here, before = level[:, t : t + 1], level[:, t - 1 : t]
-        dk += epsilons[t] * da
-        stale = True
-        if epsilons[t] == eps and not s.is_cuda:
-            stale = bool(((here - base).abs() > WINDOW * eps).any())
-        if stale:
-            g.addcmul_(weights, ratios, value=-1)
-            base, eps = here, epsilons[t]
-            # above 80 only saturated entries, whose weight is zero, are cut
-            ratios = ((z - base) / eps).clamp_(max=80).exp_()
-            weights.zero_()
-        weights += torch.where(z <= before, da / k * ((base - here) / eps).exp(), 0.0)
-        saturated = count[:, t - 1 : t]
-        da = torch.where(saturated == 0, 0.0, da * saturated * ((before - here) / eps).exp() / k)
-    dk += epsilons[0] * da
-    return g.addcmul_(weights, ratios, value=-1), dk / k
+    x = (z - last).div_(epsilons[-1])
+    y = torch.exp(x).mul_(torch.le(x, 0, out=x))
+    g = torch.where(y > 0, gy * y, 0.0).div_(epsilons[-1])
+    eps = level.new_tensor(epsilons[:-1])
+    ascending, order = level.sort(dim=-1)
+    place = torch.searchsorted(ascending, z)
+    # entries above each threshold: those whose place lies behind it
+    slots = torch.arange(len(s), device=s.device)[:, None] * (steps + 1) + place
+    histogram = torch.bincount(slots.view(-1), minlength=len(s) * (steps + 1)).view(len(s), steps + 1)
+    above = (n - histogram.cumsum(-1)[:, :-1]).to(s.dtype)
+    count = torch.empty_like(level).scatter_(-1, order, above)[:, :-1]
+    # da of step t is da of the last one times the shares that every later step passed on
+    passed = count * ((level[:, :-1] - level[:, 1:]) / eps[1:]).exp() / k
+    passed = torch.where(count == 0, 0.0, passed).flip(-1).cumprod(-1).flip(-1)
+    da = g.sum(-1, keepdim=True) * torch.cat((passed, torch.ones_like(last)), -1)
+    for first, end in _groups(level, epsilons):
+        base = level[:, end - 1 : end]
+        weight = torch.zeros_like(level)
+        weight[:, first - 1 : end - 1] = da[:, first:end] / k * ((base - level[:, first:end]) / epsilons[first]).exp()
+        weight = weight.gather(-1, order).flip(-1).cumsum(-1).flip(-1)
+        weight = torch.cat((weight, torch.zeros_like(last)), -1).gather(-1, place)
+        # above 80 lie only entries that were saturated, whose weight is zero
+        g.addcmul_(torch.sub(z, base, out=x).div_(epsilons[first]).clamp_(max=80).exp_(), weight, value=-1)
+    return g, (da * eps).sum(-1, keepdim=True) / k
+
+
+def _groups(level: Tensor, epsilons: list[float]) -> list[tuple[int, int]]:
+    """Runs [first, end) of steps that can share an exponential: one eps, thresholds within the window of the last."""
+    out = []
+    end = level.shape[-1]
+    while end > 1:
+        first = end - 1
+        while first > 1 and epsilons[first - 1] == epsilons[end - 1] and not level.is_cuda:
+            spread = (level[:, first - 1] - level[:, end - 1]).abs()
+            if bool((spread > WINDOW * epsilons[first]).any()):
+                break
+            first -= 1
+        out.append((first, end))
+        end = first
+    return out
