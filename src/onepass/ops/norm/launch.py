@@ -61,7 +61,7 @@ def forward(
             forward_kernel[(cdiv(n_rows, tile.rows),)](*args, tile.rows, tile.cols, num_warps=tile.warps, **OPTIONS)
         else:
             wide_forward_kernel[(n_rows,)](
-                *args, shapes.WIDE_COLS, shapes.WIDE_STAGES, num_warps=shapes.WIDE_WARPS, **OPTIONS
+                *args, shapes.WIDE_BYTES // itemsize, shapes.WIDE_STAGES, num_warps=shapes.WIDE_WARPS, **OPTIONS
             )
     return y, s, stats
 
@@ -88,7 +88,7 @@ def backward(
         groups, n_partials = _wide_groups(x, n_rows, n_cols, l2)
     else:
         tensors = 2 if ds is None else 3
-        tile = shapes.backward_tile(n_cols, max(x.element_size(), dy.element_size()), tensors, shared)
+        tile = shapes.backward_tile(n_cols, max(x.element_size(), dy.element_size()), tensors, shared, stable)
         n_partials = min(sm_count(x), cdiv(n_rows, tile.rows))
     partials = dw_part = db_part = None
     if need_w or need_b:
@@ -134,7 +134,7 @@ def _wide_backward(
         if dx is not None:
             wide_sums_kernel[(rows,)](
                 dy, x, weight, stats, sums, x_stride, dy_stride, n_rows, first, eps, offset, n_cols, vec,
-                has_mean, stable, shapes.WIDE_COLS, shapes.WIDE_STAGES, num_warps=shapes.WIDE_WARPS, **OPTIONS,
+                has_mean, stable, shapes.WIDE_BYTES // x.element_size(), shapes.WIDE_STAGES, num_warps=shapes.WIDE_WARPS, **OPTIONS,
             )  # fmt: skip
         wide_apply_kernel[(cdiv(n_cols, shapes.APPLY_COLS), splits)](
             dy, ds, x, weight, stats, sums, dx, dw, db, x_stride, dy_stride, ds_stride, n_rows, first, rows, offset,

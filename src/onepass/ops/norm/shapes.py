@@ -12,7 +12,7 @@ WARP = 32
 MAX_FORWARD_COLS = 32768
 MAX_BACKWARD_COLS = 8192
 # programs of the wide kernels
-WIDE_COLS = 8192
+WIDE_BYTES = 16384
 WIDE_WARPS = 16
 WIDE_STAGES = 3
 APPLY_COLS = 2048
@@ -55,16 +55,18 @@ def forward_tile(n_cols: int, itemsize: int) -> Tile:
 
 
 @functools.cache
-def backward_tile(n_cols: int, itemsize: int, tensors: int, shared_bytes: int) -> Tile:
+def backward_tile(n_cols: int, itemsize: int, tensors: int, shared_bytes: int, stable: bool = False) -> Tile:
     """Tile of `backward_kernel`: the fewest idle lanes within what registers hold.
 
     A thread keeps five fp32 values per element (x, dy, w, dw, db): 16 elements fit 128 registers (16 warps), 24 fit
     the 255 of 8 warps, which hide latency a little worse (counted as a tenth of a row). Among equals the larger tile
     wins: it has more rows in flight and fewer reductions. `tensors` of the tile's size are buffered by the pipeline.
+    `stable` needs a few registers more, which tiles of several rows do not have.
     """
+    fits = ((16, 8, 1.0), (8, 16, 1.1)) if stable and n_cols <= 4096 else ((16, 16, 1.0), (8, 24, 1.1))
     vec = vector(itemsize)
     best, best_cost = None, 0.0
-    for warps, elements, penalty in ((16, 16, 1.0), (8, 24, 1.1)):
+    for warps, elements, penalty in fits:
         load = warps * WARP * vec
         rows = 1
         while load // rows >= min(WARP * vec, next_power_of_2(n_cols)):

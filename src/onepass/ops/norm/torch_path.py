@@ -38,7 +38,8 @@ def forward(
     s: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, offset: float, has_mean: bool, stable: bool,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """S (..., n), not empty → y of `dtype` and statistics (1 to 3, rows): 1/σ, then the mean, then ±m."""
+    """S (..., n), not empty → y of `dtype`, contiguous, and statistics (1 to 3, rows): 1/σ, then the mean, then ±m."""
+    s = s.contiguous()
     wide, n = _wide(s), s.shape[-1]
     if has_mean and not stable:
         x, weight, bias = _native_arguments(s, weight, bias)
@@ -73,6 +74,7 @@ def backward(
     stable: bool, need_x: bool, need_w: bool, need_b: bool,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """The gradients that are needed, of x, weight and bias, the latter two in fp32 or wider; the others are None."""
+    x, dy = x.contiguous(), dy.contiguous()
     wide, n = _wide(x), x.shape[-1]
     column = (*x.shape[:-1], 1)
     rstd = stats[0].view(column)
