@@ -134,10 +134,11 @@ def _wide_backward(
         if dx is not None:
             wide_sums_kernel[(rows,)](
                 dy, x, weight, stats, sums, x_stride, dy_stride, n_rows, first, eps, offset, n_cols, vec,
-                has_mean, stable, shapes.WIDE_BYTES // x.element_size(), shapes.WIDE_STAGES, num_warps=shapes.WIDE_WARPS, **OPTIONS,
+                has_mean, stable, shapes.SUMS_BYTES // x.element_size(), shapes.SUMS_STAGES,
+                num_warps=shapes.SUMS_WARPS, **OPTIONS,
             )  # fmt: skip
         wide_apply_kernel[(cdiv(n_cols, shapes.APPLY_COLS), splits)](
             dy, ds, x, weight, stats, sums, dx, dw, db, x_stride, dy_stride, ds_stride, n_rows, first, rows, offset,
-            n_cols, vec, has_mean, stable, shapes.APPLY_COLS, shapes.WIDE_STAGES, num_warps=shapes.APPLY_WARPS,
+            n_cols, vec, has_mean, stable, shapes.APPLY_COLS, shapes.APPLY_STAGES, num_warps=shapes.APPLY_WARPS,
             **OPTIONS,
         )  # fmt: skip

@@ -11,12 +11,11 @@ WARP = 32
 # beyond these a program can't hold its part of a row in registers, and the `wide_` kernels take over
 MAX_FORWARD_COLS = 32768
 MAX_BACKWARD_COLS = 8192
-# programs of the wide kernels
-WIDE_BYTES = 16384
-WIDE_WARPS = 16
-WIDE_STAGES = 3
-APPLY_COLS = 2048
-APPLY_WARPS = 4
+# programs of the wide kernels: bytes of a row per step, warps, buffers of the software pipeline plus one
+WIDE_BYTES, WIDE_WARPS, WIDE_STAGES = 16384, 16, 3
+# two or three of these fit a multiprocessor: one reduces while another loads
+SUMS_BYTES, SUMS_WARPS, SUMS_STAGES = 8192, 8, 4
+APPLY_COLS, APPLY_WARPS, APPLY_STAGES = 2048, 4, 3
 APPLY_PROGRAMS_PER_SM = 4
 # share of L2 that a group of rows may fill between the two passes of the wide backward
 L2_SHARE = 0.6
