@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -54,6 +54,17 @@ select_op = custom_op("onepass::topk_select", _select, mutates_args=())
 @select_op.register_fake
 def _(scores: Tensor, mask: Tensor | None, k: int) -> Tensor:
     return scores.new_empty((*scores.shape[:-1], k), dtype=torch.int64)
+
+
+@select_op.register_vmap
+def _(info: Any, in_dims: tuple[int | None, ...], scores: Tensor, mask: Tensor | None, k: int) -> tuple[Tensor, int]:
+    """Rows are independent: a mapped dimension is one more leading dimension."""
+    scores_dim, mask_dim, _ = in_dims
+    rows = scores.movedim(scores_dim, 0) if scores_dim is not None else scores.expand(info.batch_size, *scores.shape)
+    if mask is not None and mask_dim is not None:
+        mask = mask.movedim(mask_dim, 0)
+        mask = mask.reshape(mask.shape[0], *(1,) * (rows.dim() - mask.dim()), *mask.shape[1:])
+    return select_op(rows, mask, k), 0
 
 
 def topk(

@@ -11,7 +11,7 @@ from .torch_path import KINDS
 
 
 def _per_row(value: Tensor | float, scores: Tensor) -> Tensor:
-    rows = torch.as_tensor(value, device=scores.device).to(scores.dtype)
+    rows = torch.as_tensor(value, dtype=scores.dtype, device=scores.device)
     return rows.expand(scores.shape[:-1])[..., None]
 
 
@@ -99,3 +99,20 @@ def soft_topk(
     c = root + torch.where(slope > 0, (k_rows - total(root, s, eps_rows)) / safe, 0.0)
     y = torch.where(full, torch.ones_like(s), gate((s + c) / eps_rows, kind))
     return torch.where(valid, y, 0.0)
+
+
+def topk(
+    scores: Tensor,
+    k: int,
+    *,
+    eps: Tensor | float = 0.1,
+    mask: Tensor | None = None,
+    kind: str = "capped_exp",
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(values, indices, gates) by a stable sort of the valid scores; gates are 1 with soft_topk's gradient."""
+    valid = _valid(scores, mask)
+    order = torch.where(valid, scores, -math.inf).sort(dim=-1, descending=True, stable=True).indices[..., :k]
+    present = valid.gather(-1, order)
+    soft = soft_topk(scores, k, eps=eps, mask=mask, kind=kind).gather(-1, order) if k else scores[..., :0]
+    values = torch.where(present, scores.gather(-1, order), -math.inf)
+    return values, torch.where(present, order, -1), torch.where(present, soft - soft.detach() + 1, 0.0)

@@ -71,7 +71,7 @@ def backward(gy: Tensor, s: Tensor, trace: Tensor, k: Tensor, epsilons: list[flo
     steps, n = len(epsilons) - 1, s.shape[-1]
     if not s.numel():
         return s.clone(), torch.zeros_like(k)
-    level, z = trace[:, :steps], s - trace[:, -1:]
+    level, z = trace[:, :steps], (s - trace[:, -1:]).contiguous()
     last = level[:, -1:]
     x = (z - last).div_(epsilons[-1])
     y = torch.exp(x).mul_(torch.le(x, 0, out=x))
