@@ -34,7 +34,10 @@ def _shared_samples(make: Callable[..., Tensor]) -> Iterator[Sample]:
 
 
 def _ties(make: Callable[..., Tensor], rows: int, cols: int) -> Tensor:
-    """Whole numbers with ties at the top: rows of either sign, rows whose maximum is 0, rows of zeros."""
+    """Whole numbers with ties at the top: rows of either sign, rows whose maximum is 0, rows of zeros.
+
+    More than 300 of them: no finite difference has the slope that ties share.
+    """
     x = (2 * make(rows, cols)).round()
     x[1::4] = -x[1::4].abs() - 1
     x[2::4] = -x[2::4].abs()
@@ -51,7 +54,7 @@ def _layer_norm_samples(make: Callable[..., Tensor]) -> Iterator[Sample]:
     for eps in (1e-5, 0.1):
         options = {"stable": True, "eps": eps}
         yield Sample(f"stable, eps={eps}", (make(6, 33), make(33), make(33)), options)
-        yield Sample(f"stable, ties, eps={eps}", (_ties(make, 9, 12), make(12), make(12)), options)
+        yield Sample(f"stable, ties, eps={eps}", (_ties(make, 9, 40), make(40), make(40)), options)
     yield Sample("stable, ties, wide", (_ties(make, 4, 8200), make(8200)), {"stable": True, "eps": 0.1})
     residual = _ties(make, 8, 20)
     yield Sample("stable, residual", (_ties(make, 8, 20), make(20)), {"stable": True, "eps": 0.1, "residual": residual})

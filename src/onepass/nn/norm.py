@@ -1,0 +1,123 @@
+"""`LayerNorm` and `RMSNorm`: torch's modules on onepass kernels, with the residual sum and `stable` on top."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from onepass.ops.norm.op import layer_norm, rms_norm
+
+
+def _over_last_dims(
+    name: str,
+    shape: tuple[int, ...],
+    x: Tensor,
+    vectors: tuple[Tensor | None, ...],
+    residual: Tensor | None,
+    norm: Callable[..., Any],
+) -> Any:
+    """Normalise over several last dimensions as over one: they are flattened and given back."""
+    if tuple(x.shape[-len(shape) :]) != shape:
+        raise ValueError(f"{name}: x must end in normalized_shape {shape}, got {tuple(x.shape)}")
+    if len(shape) == 1:
+        return norm(x, *vectors, residual=residual)
+    flat = [None if t is None else t.flatten(-len(shape)) for t in (x, *vectors, residual)]
+    out = norm(*flat[:-1], residual=flat[-1])
+    return out.view(x.shape) if residual is None else tuple(t.view(x.shape) for t in out)
+
+
+class LayerNorm(nn.LayerNorm):
+    r"""``torch.nn.LayerNorm`` with the same arguments and state_dict, and two things more.
+
+    ``stable=True`` normalises :math:`x/\max(x)` instead of :math:`x` (see `onepass.layer_norm`), and
+    ``forward(x, residual)`` normalises ``x + residual`` and returns ``(y, x + residual)``.
+
+    Args:
+        normalized_shape: the last dimensions of x, an int or a sequence.
+        eps: added to the variance.
+        elementwise_affine: learn a weight (and a bias); weight starts at 1, bias at 0.
+        bias: learn a bias.
+        device, dtype: of weight and bias; they need not have x's dtype.
+        stable: keep rows of huge activations in range.
+
+    The result has x's dtype; statistics are in fp32 whatever the dtypes (fp64 for fp64).
+
+    Raises:
+        ValueError: x does not end in normalized_shape, or residual has another shape.
+
+    Example:
+        >>> import torch
+        >>> from onepass.nn import LayerNorm
+        >>> norm = LayerNorm(4)
+        >>> norm(torch.tensor([1.0, 1.0, 3.0, 3.0])).detach()
+        tensor([-1.0000, -1.0000,  1.0000,  1.0000])
+        >>> y, s = norm(torch.ones(2, 4), residual=torch.ones(2, 4))
+        >>> s.detach().unique()
+        tensor([2.])
+    """
+
+    def __init__(
+        self,
+        normalized_shape: Any,
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        stable: bool = False,
+    ) -> None:
+        super().__init__(normalized_shape, eps, elementwise_affine, bias, device, dtype)
+        self.stable = stable
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Any:
+        """Y, or ``(y, x + residual)``."""
+
+        def norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None) -> Any:
+            return layer_norm(x, weight, bias, eps=self.eps, stable=self.stable, residual=residual)
+
+        return _over_last_dims(type(self).__name__, self.normalized_shape, x, (self.weight, self.bias), residual, norm)
+
+    def extra_repr(self) -> str:
+        return super().extra_repr() + (", stable=True" if self.stable else "")
+
+
+class RMSNorm(nn.RMSNorm):
+    r"""``torch.nn.RMSNorm`` with the same arguments and state_dict, and a residual sum.
+
+    ``forward(x, residual)`` normalises ``x + residual`` and returns ``(y, x + residual)``.
+
+    Args:
+        normalized_shape: the last dimensions of x, an int or a sequence.
+        eps: added to the mean of squares; None: the machine epsilon of the statistics (fp32, or fp64 for fp64).
+        elementwise_affine: learn a weight, which starts at 1.
+        device, dtype: of the weight; it need not have x's dtype.
+
+    The result has x's dtype; statistics are in fp32 whatever the dtypes (fp64 for fp64).
+
+    Raises:
+        ValueError: x does not end in normalized_shape, or residual has another shape.
+
+    Example:
+        >>> import torch
+        >>> from onepass.nn import RMSNorm
+        >>> RMSNorm(2, elementwise_affine=False)(torch.tensor([3.0, 4.0]))
+        tensor([0.8485, 1.1314])
+    """
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Any:
+        """Y, or ``(y, x + residual)``."""
+        eps = self.eps
+        if eps is None:
+            eps = torch.finfo(torch.float64 if x.dtype == torch.float64 else torch.float32).eps
+
+        def norm(x: Tensor, weight: Tensor | None, residual: Tensor | None) -> Any:
+            return rms_norm(x, weight, eps=eps, residual=residual)
+
+        return _over_last_dims(type(self).__name__, self.normalized_shape, x, (self.weight,), residual, norm)
+
+
+__all__ = ["LayerNorm", "RMSNorm"]
