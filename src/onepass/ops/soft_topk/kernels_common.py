@@ -11,6 +11,11 @@ from torch import Tensor
 
 from onepass.core.launch import INTERPRET, cdiv, next_power_of_2
 
+CAPPED_EXP = tl.constexpr(0)
+SIGMOID = tl.constexpr(1)
+LAPLACE = tl.constexpr(2)
+CLAMP = tl.constexpr(3)
+
 LOG2E = tl.constexpr(1.4426950408889634)
 INF = tl.constexpr(float("inf"))
 # the interpreter runs a reduction with its own combine function element by element
@@ -18,6 +23,8 @@ SEPARATE = tl.constexpr(INTERPRET)
 
 # elements one warp holds in registers, and the longest row one program does
 PER_WARP = 1024
+# half of what registers allow: more warps hide what a pass waits for
+HALF_PER_WARP = 512
 MAX_COLS = 32768
 # most rows of one program
 MAX_ROWS = 32
@@ -58,6 +65,35 @@ def load_option(ptr, stride, value, rows, n_rows, HAS: tl.constexpr):
     if HAS:
         return tl.load(ptr + rows * stride, mask=rows < n_rows, other=1.0).to(tl.float32)
     return tl.zeros(rows.shape, tl.float32) + value
+
+
+@triton.jit
+def offsets(s, base, eps):
+    """(s - base)/eps; where base is +inf the +inf scores share k: 0 for them, -inf for the rest."""
+    shared = tl.where(s == INF, 0.0, -INF)
+    return tl.where(base[:, None] == INF, shared, (s - base[:, None]) * (1.0 / eps)[:, None])
+
+
+@triton.jit
+def gates_and_slopes(x, KIND: tl.constexpr):
+    """φ(x) and φ'(x); `clamp` is measured from its lower edge."""
+    if KIND == CAPPED_EXP:
+        y = tl.exp2(x * LOG2E)
+        saturated = x > 0
+        w = tl.where(saturated, 0.0, y)
+        y = tl.where(saturated, 1.0, y)
+    elif KIND == SIGMOID:
+        e = tl.exp2(-tl.abs(x) * LOG2E)
+        r = 1.0 / (1.0 + e)
+        w = e * r * r
+        y = tl.where(x < 0, e * r, r)
+    elif KIND == LAPLACE:
+        w = 0.5 * tl.exp2(-tl.abs(x) * LOG2E)
+        y = tl.where(x < 0, w, 1.0 - w)
+    else:
+        w = tl.where((x > 0) & (x < 1), 1.0, 0.0)
+        y = tl.where(x > 1, 1.0, tl.where(x < 0, 0.0, x))
+    return y, w
 
 
 class Shape(NamedTuple):

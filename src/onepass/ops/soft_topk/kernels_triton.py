@@ -15,22 +15,24 @@ from torch import Tensor
 from onepass.core.launch import OPTIONS, device_guard, next_power_of_2
 
 from .kernels_common import (
+    CAPPED_EXP,
+    CLAMP,
+    HALF_PER_WARP,
     INF,
+    LAPLACE,
     LOG2E,
     SEPARATE,
+    SIGMOID,
     Shape,
+    gates_and_slopes,
     load_option,
     load_scores,
+    offsets,
     pair_sum,
     scratch,
     shape,
     stride,
 )
-
-CAPPED_EXP = tl.constexpr(0)
-SIGMOID = tl.constexpr(1)
-LAPLACE = tl.constexpr(2)
-CLAMP = tl.constexpr(3)
 
 # far enough to saturate every gate, finite so that -inf scores stay -inf
 ALL_ONES = tl.constexpr(-1e30)
@@ -50,40 +52,9 @@ MAX_PASSES = tl.constexpr(64)
 LONG_PASSES = 40
 # longest row held in registers: the kinds without a shared exponential also hold the scores
 LONGEST = (32768, 16384, 16384, 16384)
-BACKWARD_LONGEST = 16384
-# half of what registers allow: more warps hide what a pass waits for; but the scores of a long row need them all
-ELEMENTS_PER_WARP = 512
+# beyond this the scores of a row need all registers
 CROWDED = 8192
 N_STATE = tl.constexpr(12)
-
-
-@triton.jit
-def offsets(s, base, eps):
-    """(s - base)/eps; where base is +inf the +inf scores share k: 0 for them, -inf for the rest."""
-    shared = tl.where(s == INF, 0.0, -INF)
-    return tl.where(base[:, None] == INF, shared, (s - base[:, None]) * (1.0 / eps)[:, None])
-
-
-@triton.jit
-def gates_and_slopes(x, KIND: tl.constexpr):
-    """φ(x) and φ'(x); `clamp` is measured from its lower edge."""
-    if KIND == CAPPED_EXP:
-        y = tl.exp2(x * LOG2E)
-        saturated = x > 0
-        w = tl.where(saturated, 0.0, y)
-        y = tl.where(saturated, 1.0, y)
-    elif KIND == SIGMOID:
-        e = tl.exp2(-tl.abs(x) * LOG2E)
-        r = 1.0 / (1.0 + e)
-        w = e * r * r
-        y = tl.where(x < 0, e * r, r)
-    elif KIND == LAPLACE:
-        w = 0.5 * tl.exp2(-tl.abs(x) * LOG2E)
-        y = tl.where(x < 0, w, 1.0 - w)
-    else:
-        w = tl.where((x > 0) & (x < 1), 1.0, 0.0)
-        y = tl.where(x > 1, 1.0, tl.where(x < 0, 0.0, x))
-    return y, w
 
 
 @triton.jit
@@ -477,123 +448,10 @@ def pass_kernel(
             tl.store(out + 1, b)
 
 
-@triton.jit
-def weigh(
-    gy_ptr, s_ptr, mask_ptr, rows, cols, gy_row_stride, s_row_stride, mask_row_stride, n_rows, n_cols, base, c, eps,
-    KIND: tl.constexpr, HAS_MASK: tl.constexpr,
-):  # fmt: skip
-    """φ' and gy·φ' of a tile, and the offsets where φ' is not zero."""
-    inside = (rows[:, None] < n_rows) & (cols[None, :] < n_cols)
-    s = load_scores(s_ptr, mask_ptr, rows, cols, s_row_stride, mask_row_stride, n_rows, n_cols, HAS_MASK)
-    gy = tl.load(gy_ptr + rows[:, None] * gy_row_stride + cols[None, :], mask=inside, other=0.0).to(tl.float32)
-    x = offsets(s, base, eps) - c[:, None]
-    _, w = gates_and_slopes(x, KIND)
-    return w, tl.where(w > 0, gy * w, 0.0), tl.where(w > 0, x, 0.0)
-
-
-@triton.jit
-def backward_kernel(
-    gy_ptr,  # (n_rows, n_cols) any float, unit column stride
-    s_ptr,  # (n_rows, n_cols) any float, unit column stride
-    eps_ptr,  # (n_rows,) any float, or nothing
-    mask_ptr,  # (n_rows, n_cols) uint8, unit column stride, or nothing
-    solution_ptr,  # (n_rows, 2) fp32: base and c
-    partial_ptr,  # (n_rows, n_splits, 4) fp32: Σ w, Σ gy·w, Σ w·x, Σ gy·w·x; nothing when a program holds whole rows
-    ds_ptr,  # (n_rows, n_cols) like s, contiguous
-    dk_ptr,  # (n_rows,) fp32
-    deps_ptr,  # (n_rows,) fp32
-    gy_row_stride,
-    s_row_stride,
-    eps_stride,
-    mask_row_stride,
-    n_rows,
-    n_cols,
-    n_splits,
-    chunk,
-    eps_value,
-    KIND: tl.constexpr,
-    HAS_EPS: tl.constexpr,
-    HAS_MASK: tl.constexpr,
-    NEED_S: tl.constexpr,
-    NEED_EPS: tl.constexpr,
-    SUMS_ONLY: tl.constexpr,
-    N_SPLITS: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-):
-    """Ds = w·(gy - q)/eps with q = Σ gy·w / Σ w: for whole rows in one go, for long rows sums first, then the rest."""
-    rows = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
-    in_rows = rows < n_rows
-    split = tl.program_id(1)
-    eps = load_option(eps_ptr, eps_stride, eps_value, rows, n_rows, HAS_EPS)
-    base = tl.load(solution_ptr + rows * 2, mask=in_rows, other=0.0)
-    c = tl.load(solution_ptr + rows * 2 + 1, mask=in_rows, other=0.0)
-    if N_SPLITS == 0:
-        cols = tl.arange(0, BLOCK_C)
-        w, gw, x = weigh(
-            gy_ptr, s_ptr, mask_ptr, rows, cols, gy_row_stride, s_row_stride, mask_row_stride, n_rows, n_cols,
-            base, c, eps, KIND, HAS_MASK,
-        )  # fmt: skip
-        sum_w, sum_gw = pair_sum(w, gw, 1)
-        if NEED_EPS:
-            sum_wx, sum_gwx = pair_sum(w * x, gw * x, 1)
-    elif SUMS_ONLY:
-        sum_w = tl.zeros((BLOCK_R,), tl.float32)
-        sum_gw = tl.zeros((BLOCK_R,), tl.float32)
-        sum_wx = tl.zeros((BLOCK_R,), tl.float32)
-        sum_gwx = tl.zeros((BLOCK_R,), tl.float32)
-        for tile in range(0, chunk, BLOCK_C):
-            cols = split * chunk + tile + tl.arange(0, BLOCK_C)
-            w, gw, x = weigh(
-                gy_ptr, s_ptr, mask_ptr, rows, cols, gy_row_stride, s_row_stride, mask_row_stride, n_rows, n_cols,
-                base, c, eps, KIND, HAS_MASK,
-            )  # fmt: skip
-            a, b = pair_sum(w, gw, 1)
-            sum_w += a
-            sum_gw += b
-            if NEED_EPS:
-                a, b = pair_sum(w * x, gw * x, 1)
-                sum_wx += a
-                sum_gwx += b
-        out = partial_ptr + (rows * n_splits + split) * 4
-        tl.store(out, sum_w)
-        tl.store(out + 1, sum_gw)
-        tl.store(out + 2, sum_wx)
-        tl.store(out + 3, sum_gwx)
-    else:
-        here = tl.arange(0, N_SPLITS)[None, :]
-        partial = partial_ptr + (rows[:, None] * n_splits + here) * 4
-        sum_w = tl.sum(tl.load(partial, mask=here < n_splits, other=0.0), 1)
-        sum_gw = tl.sum(tl.load(partial + 1, mask=here < n_splits, other=0.0), 1)
-        sum_wx = tl.sum(tl.load(partial + 2, mask=here < n_splits, other=0.0), 1)
-        sum_gwx = tl.sum(tl.load(partial + 3, mask=here < n_splits, other=0.0), 1)
-    if SUMS_ONLY == 0:
-        q = tl.where(sum_w == 0, 0.0, sum_gw / sum_w)
-        if split == 0:
-            tl.store(dk_ptr + rows, q, mask=in_rows)
-            if NEED_EPS:
-                tl.store(deps_ptr + rows, (q * sum_wx - sum_gwx) / eps, mask=in_rows)
-        if NEED_S:
-            if N_SPLITS == 0:
-                ds = (gw - q[:, None] * w) * (1.0 / eps)[:, None]
-                inside = in_rows[:, None] & (cols[None, :] < n_cols)
-                tl.store(ds_ptr + rows[:, None] * n_cols + cols[None, :], ds.to(ds_ptr.dtype.element_ty), mask=inside)
-            else:
-                for tile in range(0, chunk, BLOCK_C):
-                    cols = split * chunk + tile + tl.arange(0, BLOCK_C)
-                    w, gw, x = weigh(
-                        gy_ptr, s_ptr, mask_ptr, rows, cols, gy_row_stride, s_row_stride, mask_row_stride, n_rows,
-                        n_cols, base, c, eps, KIND, HAS_MASK,
-                    )  # fmt: skip
-                    ds = (gw - q[:, None] * w) * (1.0 / eps)[:, None]
-                    out = ds_ptr + rows[:, None] * n_cols + cols[None, :]
-                    tl.store(out, ds.to(ds_ptr.dtype.element_ty), mask=cols[None, :] < n_cols)
-
-
 def forward_shape(n_rows: int, n_cols: int, kind: int) -> Shape:
     """The launch of the forward pass."""
     crowded = n_cols > CROWDED and kind != CAPPED_EXP.value
-    return shape(n_rows, n_cols, ELEMENTS_PER_WARP * (2 if crowded else 1), LONGEST[kind])
+    return shape(n_rows, n_cols, HALF_PER_WARP * (2 if crowded else 1), LONGEST[kind])
 
 
 def forward(
@@ -630,29 +488,3 @@ def forward(
                 N_SPLITS=next_power_of_2(plan.splits), BLOCK_C=plan.block_c, num_warps=plan.warps, **OPTIONS,
             )  # fmt: skip
     return y, solution
-
-
-def backward(
-    gy: Tensor, s: Tensor, solution: Tensor, eps: Tensor | None, mask: Tensor | None, eps_value: float, kind: int,
-    need_s: bool, need_eps: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gy and s (rows, n) with unit column stride → ds (rows, n) like s or empty, dk and deps (rows, 1) fp32."""
-    n_rows, n_cols = s.shape
-    ds = torch.empty((n_rows, n_cols) if need_s else (0,), dtype=s.dtype, device=s.device)
-    dk = scratch(s, n_rows, 1)
-    deps = scratch(s, n_rows if need_eps else 0, 1)
-    if not s.numel():
-        return ds, dk.zero_(), deps.zero_()
-    plan = shape(n_rows, n_cols, ELEMENTS_PER_WARP, BACKWARD_LONGEST)
-    whole = plan.splits == 1
-    partial = None if whole else scratch(s, n_rows, plan.splits, 4)
-    with device_guard(s):
-        for sums_only in (False,) if whole else (True, False):
-            backward_kernel[(plan.programs, plan.splits)](
-                gy, s, eps, mask, solution, partial, ds, dk, deps, gy.stride(0), s.stride(0), stride(eps),
-                stride(mask), n_rows, n_cols, plan.splits, plan.chunk, eps_value, KIND=kind,
-                HAS_EPS=eps is not None, HAS_MASK=mask is not None, NEED_S=need_s, NEED_EPS=need_eps,
-                SUMS_ONLY=sums_only, N_SPLITS=0 if whole else next_power_of_2(plan.splits), BLOCK_R=plan.block_r,
-                BLOCK_C=plan.block_c, num_warps=plan.warps, **OPTIONS,
-            )  # fmt: skip
-    return ds, dk, deps

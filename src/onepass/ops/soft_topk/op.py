@@ -59,9 +59,9 @@ def _backward(
     need_eps: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     if uses_triton(scores):
-        from . import kernels_triton
+        from . import kernels_backward
 
-        ds, dk, deps = kernels_triton.backward(
+        ds, dk, deps = kernels_backward.backward(
             as_rows(gy), as_rows(scores), state, arguments.per_row(eps, scores),
             arguments.mask_rows(mask, scores), eps_value, kind, need_scores, need_eps,
         )  # fmt: skip

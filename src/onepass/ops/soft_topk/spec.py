@@ -199,7 +199,7 @@ _CROWDED = {(0, 32768): 256, (1, 16384): 32}
 def _kernels() -> Iterator[Kernel]:
     if _triton_missing():
         return
-    from . import kernels_common, kernels_descent, kernels_triton
+    from . import kernels_backward, kernels_common, kernels_descent, kernels_triton
 
     plain = {"HAS_K": False, "HAS_EPS": False, "HAS_MASK": False}
     for dtype, kind, cols in _FORWARD_SHAPES:
@@ -218,12 +218,12 @@ def _kernels() -> Iterator[Kernel]:
             {"HAS_K": False, "HAS_MASK": False, "TRACE": True, "BLOCK_R": plan.block_r, "BLOCK_C": cols},
             _DIVISIBLE, num_warps=plan.warps, max_registers=160,
         )  # fmt: skip
-        if cols > kernels_triton.BACKWARD_LONGEST:
+        if cols > kernels_backward.LONGEST:
             continue
-        plan = kernels_common.shape(1 << 16, cols, kernels_triton.ELEMENTS_PER_WARP)
+        plan = kernels_common.shape(1 << 16, cols, kernels_common.HALF_PER_WARP)
         yield Kernel(
             f"soft_topk backward {dtype} {plan.block_r}x{cols}",
-            _kernel("kernels_triton", "backward_kernel"), _signature(_BACKWARD, dtype),
+            _kernel("kernels_backward", "backward_kernel"), _signature(_BACKWARD, dtype),
             {"KIND": 0, "HAS_EPS": False, "HAS_MASK": False, "NEED_S": True, "NEED_EPS": False, "SUMS_ONLY": False,
              "N_SPLITS": 0, "BLOCK_R": plan.block_r, "BLOCK_C": cols},
             _DIVISIBLE, num_warps=plan.warps, max_registers=80,
