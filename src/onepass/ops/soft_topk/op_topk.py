@@ -67,6 +67,22 @@ def _(info: Any, in_dims: tuple[int | None, ...], scores: Tensor, mask: Tensor |
     return select_op(rows, mask, k), 0
 
 
+def select(scores: Tensor, k: int, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(values, indices) of the k largest valid scores; see :func:`topk`."""
+    arguments.whole("topk", "k", k, 0)
+    arguments.mask("topk", mask, scores)
+    indices = select_op(scores.detach(), mask, k)
+    if k == 0 or scores.shape[-1] == 0:
+        return scores.new_full(indices.shape, -math.inf), indices
+    return torch.where(indices >= 0, scores.gather(-1, indices.clamp(min=0)), -math.inf), indices
+
+
+def gates(soft: Tensor, indices: Tensor) -> Tensor:
+    """1 with the gradient of the soft gate at each index, 0 where the index is -1."""
+    chosen = soft.gather(-1, indices.clamp(min=0))
+    return torch.where(indices >= 0, 1 + (chosen - chosen.detach()), 0.0)
+
+
 def topk(
     scores: Tensor,
     k: int,
@@ -107,22 +123,13 @@ def topk(
         ([3.0, 2.0], [0, 2], [1.0, 1.0])
     """
     arguments.scores("topk", scores)
-    arguments.whole("topk", "k", k, 0)
     arguments.positive("topk", "eps", eps, scores)
-    arguments.mask("topk", mask, scores)
     if kind not in KINDS:
         raise ValueError(f"topk: kind must be one of {', '.join(KINDS)}; got {kind!r}")
-    indices = select_op(scores.detach(), mask, k)
-    if k == 0 or scores.shape[-1] == 0:
-        empty = scores.new_full(indices.shape, -math.inf)
-        return TopK(empty, indices, torch.zeros_like(empty))
-    soft = soft_topk(scores, k, eps=eps, mask=mask, kind=kind)
-    present = indices >= 0
-    safe = indices.clamp(min=0)
-    values = torch.where(present, scores.gather(-1, safe), -math.inf)
-    soft = soft.gather(-1, safe)
-    gates = torch.where(present, 1 + (soft - soft.detach()), 0.0)
-    return TopK(values, indices, gates)
+    values, indices = select(scores, k, mask)
+    if not values.numel() or scores.shape[-1] == 0:
+        return TopK(values, indices, torch.zeros_like(values))
+    return TopK(values, indices, gates(soft_topk(scores, k, eps=eps, mask=mask, kind=kind), indices))
 
 
-__all__ = ["TopK", "select_op", "topk"]
+__all__ = ["TopK", "gates", "select", "select_op", "topk"]

@@ -1,0 +1,114 @@
+"""The names and arguments of colt5-attention's coordinate descent, over onepass.
+
+Change ``from colt5_attention.triton_coor_descent import triton_coor_descent`` (or ``coor_descent``, ``topk``) into an
+import from here and nothing else. What differs, because the original's answer is a fault:
+
+* masks: entries that may not be chosen get gate 0 whatever the dtype, rows without a valid entry are all 0 (the
+  original masks with the most negative float, which is -inf in 16 bits), and ``topk`` never selects them;
+* ``topk`` selects on the scores and leaves them as they are: the original selects on, and returns, score × gate, so
+  that the gradient that reaches a negative score has the wrong sign;
+* any dtype, any row length, any shape of ``k`` that broadcasts, on CPU as on CUDA.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+import onepass
+from onepass.core import check
+from onepass.ops.soft_topk.op_topk import gates, select
+
+
+class TopkReturn(NamedTuple):
+    """What :func:`topk` returns, each ``(..., k)``; the last two are None when it is not differentiable."""
+
+    values: Tensor
+    indices: Tensor
+    coor_descent_values: Tensor | None
+    gates: Tensor | None
+
+
+def coor_descent(
+    s: Tensor,
+    *,
+    n_iters: int,
+    k: Tensor | float,
+    eps: float = 1e-1,
+    eps_init: float | None = None,
+    eps_decay: float = 1.0,
+    mask: Tensor | None = None,
+) -> Tensor:
+    """``colt5_attention.coor_descent.coor_descent``: see :func:`onepass.coor_descent`.
+
+    Example:
+        >>> import torch
+        >>> from onepass.compat.colt5_attention import coor_descent
+        >>> y = coor_descent(torch.tensor([3.0, 1.0, 2.0, -1.0]), n_iters=20, k=2, eps=0.5)
+        >>> [round(v, 3) for v in y.tolist()]
+        [1.0, 0.12, 0.89, 0.002]
+    """
+    return onepass.coor_descent(s, n_iters=n_iters, k=k, eps=eps, eps_init=eps_init, eps_decay=eps_decay, mask=mask)
+
+
+def triton_coor_descent(
+    s: Tensor,
+    *,
+    n_iters: int,
+    k: Tensor | float,
+    eps: float = 1e-1,
+    eps_init: float | None = None,
+    eps_decay: float = 1.0,
+    mask: Tensor | None = None,
+    checkpoint_segments: int = 1,
+) -> Tensor:
+    """``colt5_attention.triton_coor_descent.triton_coor_descent``.
+
+    ``checkpoint_segments`` is accepted and has nothing to do: backward recomputes no iteration.
+    """
+    return coor_descent(s, n_iters=n_iters, k=k, eps=eps, eps_init=eps_init, eps_decay=eps_decay, mask=mask)
+
+
+def topk(
+    x: Tensor,
+    k: int,
+    coor_descent_k_ratio: float = 9 / 8,
+    n_iters: int = 20,
+    eps: float = 1e-1,
+    eps_init: float | None = None,
+    eps_decay: float = 1.0,
+    mask: Tensor | None = None,
+    fused: bool = False,
+    non_differentiable: bool = False,
+) -> TopkReturn:
+    """``colt5_attention.topk.topk``: hard selection with straight-through gates over T steps of coordinate descent.
+
+    Values are the selected scores, in descending order; gates are 1 with the gradient of the descent, which aims at
+    ``k · coor_descent_k_ratio``. Rows with fewer than k valid entries are filled up with value -inf, index -1, gate 0.
+    ``fused`` is accepted; onepass picks the path itself.
+
+    Example:
+        >>> import torch
+        >>> from onepass.compat.colt5_attention import topk
+        >>> top = topk(torch.tensor([3.0, -1.0, 2.0, 1.0]), k=2, mask=torch.tensor([False, True, True, True]))
+        >>> top.values.tolist(), top.indices.tolist(), top.gates.tolist()
+        ([2.0, 1.0], [2, 3], [1.0, 1.0])
+    """
+    if coor_descent_k_ratio < 1:
+        raise ValueError(f"topk: coor_descent_k_ratio must be ≥ 1, got {coor_descent_k_ratio}")
+    if k < 1:
+        raise ValueError(f"topk: k must be ≥ 1, got {k}")
+    check.floating("topk", "x", x)
+    if x.dim() < 1:
+        raise ValueError("topk: x must have at least one dimension, got a 0-d tensor")
+    values, indices = select(x, k, mask)
+    if non_differentiable or not indices.numel():
+        return TopkReturn(values, indices, None, None)
+    soft = coor_descent(
+        x, n_iters=n_iters, k=min(k * coor_descent_k_ratio, x.shape[-1]), eps=eps, eps_init=eps_init,
+        eps_decay=eps_decay, mask=mask,
+    )  # fmt: skip
+    chosen = torch.where(indices >= 0, soft.gather(-1, indices.clamp(min=0)), 0.0)
+    return TopkReturn(values, indices, chosen, gates(soft, indices))

@@ -1,0 +1,166 @@
+"""`compat.colt5_attention`: the originals' names and arguments, and their own modules running on ours."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from onepass.compat import colt5_attention as ours
+
+theirs = pytest.importorskip("colt5_attention")
+their_descent = pytest.importorskip("colt5_attention.coor_descent").coor_descent
+their_topk = pytest.importorskip("colt5_attention.topk").topk
+
+SCHEDULES: list[dict[str, Any]] = [
+    {"n_iters": 20, "eps": 0.3},
+    {"n_iters": 20, "eps": 0.3, "eps_init": 4.0, "eps_decay": 0.7},
+    {"n_iters": 3, "eps": 1.0},
+]
+
+
+def _names(fn: Any) -> list[tuple[str, Any]]:
+    return [(p.name, p.default) for p in inspect.signature(fn).parameters.values()]
+
+
+def test_signatures_are_the_originals() -> None:
+    assert _names(ours.coor_descent) == _names(their_descent)
+    assert _names(ours.topk) == _names(their_topk)
+    segments = ("checkpoint_segments", 1)
+    assert _names(ours.triton_coor_descent) == [*_names(their_descent), segments]
+    assert ours.TopkReturn._fields == ("values", "indices", "coor_descent_values", "gates")
+
+
+@pytest.mark.parametrize("options", SCHEDULES, ids=str)
+@pytest.mark.parametrize("masked", [False, True])
+def test_coor_descent_is_the_eager_original(options: dict[str, Any], masked: bool) -> None:
+    s = torch.randn(3, 40, dtype=torch.float64, requires_grad=True)
+    mask = torch.rand(3, 40) > 0.3 if masked else None
+    gy = torch.randn_like(s)
+    expected = their_descent(s, k=5.5, mask=mask, **options)
+    for fn in (ours.coor_descent, lambda *a, **kw: ours.triton_coor_descent(*a, **kw, checkpoint_segments=4)):
+        actual = fn(s, k=5.5, mask=mask, **options)
+        torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(
+            torch.autograd.grad(actual, s, gy),
+            torch.autograd.grad(expected, s, gy, retain_graph=True),
+            rtol=1e-7,
+            atol=1e-8,
+        )
+
+
+@pytest.fixture
+def _patched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their modules, their imports, our function: what a user does who wants the speed without touching the model."""
+    # the module imports Triton at its top
+    module = pytest.importorskip("colt5_attention.triton_coor_descent")
+    monkeypatch.setattr(module, "triton_coor_descent", ours.triton_coor_descent)
+
+
+def _feed_forward(use_triton: bool) -> torch.nn.Module:
+    torch.manual_seed(3)
+    return theirs.ConditionalRoutedFeedForward(
+        16, num_heavy_tokens=5, use_triton=use_triton, router_kwargs={"eps": 0.3, "eps_init": 4.0, "eps_decay": 0.7}
+    ).double()
+
+
+@pytest.mark.usefixtures("_patched")
+@pytest.mark.parametrize("masked", [False, True])
+def test_their_feed_forward_runs_on_ours(masked: bool) -> None:
+    eager, fused = _feed_forward(False), _feed_forward(True)
+    assert fused.router.coor_descent.func is ours.triton_coor_descent
+    x = torch.randn(2, 24, 16, dtype=torch.float64)
+    mask = torch.arange(24) < 20 if masked else None
+    mask = None if mask is None else mask.expand(2, 24)
+    results = []
+    for model in (eager, fused):
+        inputs = x.clone().requires_grad_()
+        out = model(inputs, mask=mask)
+        out.square().sum().backward()
+        results.append((out.detach(), inputs.grad, [p.grad for p in model.parameters()]))
+    torch.testing.assert_close(results[1][0], results[0][0], rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(results[1][1], results[0][1], rtol=1e-7, atol=1e-7)
+    torch.testing.assert_close(results[1][2], results[0][2], rtol=1e-7, atol=1e-7)
+
+
+def test_their_topk_runs_on_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    s = torch.randn(3, 30, dtype=torch.float64).abs().requires_grad_()
+    expected = their_topk(s, 4, eps=0.3)
+    # the package's attribute of that name is the function, not the module
+    monkeypatch.setattr(sys.modules["colt5_attention.topk"], "coor_descent", ours.coor_descent)
+    actual = their_topk(s, 4, eps=0.3)
+    gy = torch.randn(3, 4, dtype=torch.float64)
+    for name in ("values", "coor_descent_values", "gates"):
+        torch.testing.assert_close(getattr(actual, name), getattr(expected, name), rtol=1e-9, atol=1e-9)
+    assert torch.equal(actual.indices, expected.indices)
+    torch.testing.assert_close(
+        torch.autograd.grad(actual.gates, s, gy), torch.autograd.grad(expected.gates, s, gy), rtol=1e-7, atol=1e-8
+    )
+
+
+def test_topk_agrees_where_the_original_is_right() -> None:
+    """Positive scores, no mask: selection, gates and their gradients are the original's."""
+    s = (torch.rand(3, 30, dtype=torch.float64) + 0.5).requires_grad_()
+    a, b = ours.topk(s, 4, eps=0.3), their_topk(s, 4, eps=0.3)
+    assert torch.equal(a.indices, b.indices)
+    gy = torch.randn(3, 4, dtype=torch.float64)
+    for name in ("values", "coor_descent_values", "gates"):
+        torch.testing.assert_close(getattr(a, name), getattr(b, name), rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(
+        torch.autograd.grad(a.gates, s, gy), torch.autograd.grad(b.gates, s, gy), rtol=1e-7, atol=1e-8
+    )
+
+
+def test_topk_never_selects_masked_entries() -> None:
+    s = torch.tensor([[5.0, 4.0, 3.0, 2.0]])
+    mask = torch.tensor([[False, True, False, True]])
+    assert their_topk(s, 2, mask=mask).indices.tolist() == [[0, 1]]
+    top = ours.topk(s, 3, mask=mask)
+    assert top.indices.tolist() == [[1, 3, -1]]
+    assert top.values.tolist() == [[4.0, 2.0, float("-inf")]]
+    assert top.gates is not None
+    assert top.gates.tolist() == [[1.0, 1.0, 0.0]]
+
+
+def test_topk_gradients_have_the_sign_of_the_gate() -> None:
+    """The original multiplies scores by gates: for negative scores more gate means less value."""
+    s = torch.tensor([[-1.0, -1.2, -1.4, -1.6, -1.8]], dtype=torch.float64, requires_grad=True)
+    (wrong,) = torch.autograd.grad(their_topk(s, 1, eps=0.5).values.sum() - s[:, 0].sum(), s)
+    assert wrong[0, 0] < 0
+    top = ours.topk(s, 1, eps=0.5)
+    assert top.gates is not None
+    (right,) = torch.autograd.grad(top.gates.sum(), s, retain_graph=True)
+    assert right[0, 0] > 0
+    (plain,) = torch.autograd.grad(top.values.sum(), s)
+    assert plain.tolist() == [[1.0, 0.0, 0.0, 0.0, 0.0]]
+
+
+def test_topk_not_differentiable() -> None:
+    top = ours.topk(torch.tensor([3.0, 1.0, 2.0]), 2, non_differentiable=True)
+    assert top.values.tolist() == [3.0, 2.0]
+    assert top.coor_descent_values is None
+    assert top.gates is None
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "match"),
+    [
+        ({"k": 0}, "k must be ≥ 1, got 0"),
+        ({"k": 2, "coor_descent_k_ratio": 0.5}, "coor_descent_k_ratio must be ≥ 1, got 0.5"),
+    ],
+)
+def test_refused(kwargs: dict[str, Any], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        ours.topk(torch.randn(2, 5), **kwargs)
+
+
+def test_half_precision_masks() -> None:
+    """Where the original fills with the most negative 16-bit float, divides by eps and meets inf."""
+    s = torch.randn(2, 16, dtype=torch.float16)
+    mask = torch.arange(16) < 10
+    y = ours.coor_descent(s, n_iters=20, k=3.0, eps=0.3, mask=mask)
+    expected = their_descent(s.double(), n_iters=20, k=3.0, eps=0.3, mask=mask)
+    torch.testing.assert_close(y.double(), expected, rtol=2e-3, atol=2e-3)
