@@ -47,6 +47,9 @@ WINDOW = tl.constexpr(40.0)
 TINY = tl.constexpr(1.2e-7)
 SMALL = tl.constexpr(2e-4)
 
+# terms that underflowed would be missing from a sum as small as this
+UNDERFLOWN = tl.constexpr(1e-25)
+
 MAX_PASSES = tl.constexpr(64)
 # launches of the search in long rows; each costs little once the row is solved
 LONG_PASSES = 40
@@ -138,7 +141,7 @@ def newton(a, b, c, k, n, KIND: tl.constexpr):
     if KIND == CAPPED_EXP:
         total = a + b
         # exact for this saturated set, and never below the root; with k or more saturated, Newton on the sum itself
-        step = tl.where(b < k, tl.log(a / (k - b)), (total - k) / a)
+        step = tl.where(b < k, tl.log(a) - tl.log(k - b), (total - k) / a)
         step = tl.where(a > 0, step, float("nan"))
     else:
         total = a
@@ -260,7 +263,7 @@ def forward_kernel(
             u = tl.exp2(c * LOG2E)
             saturated = s > u[:, None]
             a, b = pair_sum(tl.where(saturated, 0.0, s), tl.where(saturated, 1.0, 0.0), 1)
-            a = a / u
+            a = tl.where(a > UNDERFLOWN, a / u, 0.0)
         else:
             base, c = rebase(base, c, done, eps)
             y, w = gates_and_slopes((s - base[:, None]) * (1.0 / eps)[:, None] - c[:, None], KIND)
@@ -443,6 +446,8 @@ def pass_kernel(
                 a1, b1 = pair_sum(y, w, 1)
                 a += a1
                 b += b1
+            if KIND == CAPPED_EXP:
+                a = tl.where(a > UNDERFLOWN, a, 0.0)
             out = partial_ptr + ((write * n_rows + rows) * n_splits + split) * 2
             tl.store(out, a)
             tl.store(out + 1, b)

@@ -87,8 +87,9 @@ def _measure(s: Tensor, ref: Tensor, c: Tensor, k: Tensor, eps: Tensor, kind: in
         # exp(0) is exactly 1, so what is left is exactly the unsaturated part
         rest = x.clamp_(max=0).exp_().sub_(saturated).sum(-1, keepdim=True)
         # exact for this saturated set, and never below the root; with k or more saturated, Newton on the sum itself
-        step = torch.where(count < k, (rest / (k - count)).log(), (count + rest - k) / rest)
-        return count + rest, count, torch.where(rest > 0, step, math.nan)
+        step = torch.where(count < k, rest.log() - (k - count).log(), (count + rest - k) / rest)
+        # terms that underflowed would be missing from a sum as small as this
+        return count + rest, count, torch.where(rest > 1e13 * torch.finfo(x.dtype).tiny, step, math.nan)
     dy = slope(x, kind).sum(-1, keepdim=True)
     y = phi(x, kind)
     total = y.sum(-1, keepdim=True)

@@ -1,0 +1,268 @@
+"""soft_topk: properties of the definition, oracles, accuracy over distributions, edges."""
+
+from __future__ import annotations
+
+import math
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+from torch import Tensor
+
+import onepass
+from onepass.ops.soft_topk.torch_path import KINDS
+from ops.soft_topk.distributions import NAMES, draw
+
+ALL_KINDS = pytest.mark.parametrize("kind", KINDS)
+rows = st.builds(
+    lambda seed, n, name: draw(name, 2, n, seed),
+    st.integers(0, 2**20), st.integers(2, 70), st.sampled_from(NAMES),
+)  # fmt: skip
+shares = st.floats(0.02, 0.98)
+temperatures = st.sampled_from([0.03, 0.1, 1.0, 10.0])
+kinds = st.sampled_from(KINDS)
+shifts = st.sampled_from([-1000.0, -3.0, 7.0, 4096.0])
+scales = st.sampled_from([0.25, 2.0, 8.0])
+
+
+def _k(s: Tensor, share: float) -> float:
+    """A k inside (0, n) that is no whole number: at whole numbers hard gates have a kink."""
+    return min(max(share * s.shape[-1], 0.3), s.shape[-1] - 0.2) + 0.0123
+
+
+@settings(max_examples=60, deadline=None)
+@given(rows, shares, temperatures, kinds)
+def test_sum_order_and_range(s: Tensor, share: float, eps: float, kind: str) -> None:
+    k = _k(s, share)
+    y = onepass.soft_topk(s, k, eps=eps, kind=kind)
+    torch.testing.assert_close(y.sum(-1), torch.full((2,), k, dtype=s.dtype), rtol=1e-9, atol=0)
+    assert (y >= 0).all()
+    assert (y <= 1).all()
+    order = s.argsort(dim=-1, descending=True, stable=True)
+    assert (y.gather(-1, order).diff(dim=-1) <= 1e-12).all()
+    hard = s.topk(math.floor(k)).values[..., -1:] if k >= 1 else None
+    if hard is not None:
+        assert (y.masked_fill(s < hard, 1).amin(-1) >= y.masked_fill(s >= hard, 0).amax(-1) - 1e-12).all()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    rows, shares, temperatures, kinds, st.sampled_from([-1000.0, -3.0, 7.0, 4096.0]), st.sampled_from([0.25, 2.0, 8.0])
+)
+def test_shift_scale_permutation(s: Tensor, share: float, eps: float, kind: str, shift: float, scale: float) -> None:
+    k = _k(s, share)
+    y = onepass.soft_topk(s, k, eps=eps, kind=kind)
+    moved = s + shift
+    # what the shift itself rounds away is not the operator's
+    torch.testing.assert_close(
+        onepass.soft_topk(moved, k, eps=eps, kind=kind), onepass.soft_topk(moved - shift, k, eps=eps, kind=kind),
+        rtol=1e-6, atol=1e-8,
+    )  # fmt: skip
+    torch.testing.assert_close(onepass.soft_topk(s * scale, k, eps=eps * scale, kind=kind), y, rtol=1e-8, atol=1e-10)
+    order = torch.randperm(s.shape[-1], generator=torch.Generator().manual_seed(1))
+    torch.testing.assert_close(
+        onepass.soft_topk(s[:, order], k, eps=eps, kind=kind), y[:, order], rtol=1e-8, atol=1e-10
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(rows, shares, temperatures, kinds)
+def test_gradients_sum_to_zero_and_dk_is_their_mean(s: Tensor, share: float, eps: float, kind: str) -> None:
+    s = s.requires_grad_()
+    k = torch.tensor(_k(s, share), dtype=s.dtype, requires_grad=True)
+    y = onepass.soft_topk(s, k, eps=eps, kind=kind)
+    gy = torch.randn(y.shape, generator=torch.Generator().manual_seed(3), dtype=y.dtype)
+    ds, dk = torch.autograd.grad(y, (s, k), gy, retain_graph=True)
+    assert (ds.sum(-1).abs() <= 1e-9 * (1 + ds.abs().sum(-1))).all()
+    # a gradient that is the same everywhere moves no gate, and k only
+    ones_s, ones_k = torch.autograd.grad(y, (s, k), torch.ones_like(y))
+    assert ones_s.abs().max() <= 1e-9 / eps
+    slope = ones_k.item()
+    assert slope == pytest.approx(2.0) or slope in (0.0, 1.0)
+    if kind == "capped_exp":
+        open_ = y < 1
+        weight = torch.where(open_, y, 0.0).detach()
+        q = (gy * weight).sum(-1) / weight.sum(-1)
+        assert dk.item() == pytest.approx(q.sum().item(), rel=1e-6, abs=1e-9)
+
+
+@settings(max_examples=40, deadline=None)
+@given(rows, shares, temperatures)
+def test_saturation_is_a_threshold(s: Tensor, share: float, eps: float) -> None:
+    """capped_exp: a gate is 1 exactly above the threshold, and its logarithm is linear in the score below."""
+    y = onepass.soft_topk(s, _k(s, share), eps=eps)
+    for scores, gates in zip(s, y, strict=True):
+        free = (gates < 1) & (gates > 1e-200)
+        threshold = scores[free] - eps * gates[free].log()
+        spread = 1e-9 * (1 + scores.abs().max())
+        assert threshold.max() - threshold.min() <= spread
+        assert (scores[gates == 1] >= threshold.mean() - spread).all()
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("eps", [1.0, 0.1, 0.03])
+@ALL_KINDS
+def test_float32_rows_sum_to_k(name: str, eps: float, kind: str) -> None:
+    """|Σy - k| ≤ 1e-6·k for every distribution."""
+    for n in (40, 1000, 8192):
+        s = draw(name, 3, n, seed=n).float()
+        for share in (0.002, 0.125, 0.7):
+            k = max(share * n, 0.5) + 0.3
+            y = onepass.soft_topk(s, k, eps=eps, kind=kind)
+            error = (y.double().sum(-1) - k).abs().max().item() / k
+            assert error <= 1e-6, f"n = {n}, k = {k}: {error:.1e}"
+
+
+@pytest.mark.parametrize("shift", [-1e5, -1000.0, 1000.0, 3e6])
+@ALL_KINDS
+def test_float32_survives_any_shift(shift: float, kind: str) -> None:
+    s = torch.randn(3, 2000) + shift
+    for eps in (0.03, 1.0):
+        y = onepass.soft_topk(s, 250, eps=eps, kind=kind)
+        expected = onepass.soft_topk(s.double(), 250, eps=eps, kind=kind)
+        assert ((y.double().sum(-1) - 250).abs() <= 250e-6).all()
+        torch.testing.assert_close(y.double(), expected, rtol=0, atol=2e-5 if kind != "clamp" else 1e-4)
+
+
+def test_clamp_is_entmax_budget() -> None:
+    entmax = pytest.importorskip("entmax")
+    s = torch.randn(6, 50, dtype=torch.float64, requires_grad=True)
+    for k in (1.5, 7.3, 40.0):
+        gy = torch.randn(6, 50, dtype=torch.float64)
+        expected = entmax.budget_bisect(s, budget=k, n_iter=100)
+        actual = onepass.soft_topk(s, k, eps=1.0, kind="clamp")
+        torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(
+            torch.autograd.grad(actual, s, gy)[0], torch.autograd.grad(expected, s, gy)[0], rtol=1e-7, atol=1e-8
+        )
+
+
+def test_capped_exp_is_coordinate_descent_at_convergence() -> None:
+    s = torch.randn(3, 60, dtype=torch.float64)
+    many = onepass.coor_descent(s, n_iters=3000, k=7.5, eps=0.2)
+    torch.testing.assert_close(onepass.soft_topk(s, 7.5, eps=0.2), many, rtol=1e-9, atol=1e-9)
+
+
+def test_rival_definitions_agree() -> None:
+    from onepass.ops.soft_topk.rivals import lapsum, sinkhorn
+
+    s = torch.randn(4, 100, dtype=torch.float64)
+    torch.testing.assert_close(
+        onepass.soft_topk(s, 12.5, eps=0.3, kind="laplace"), lapsum(s, 12.5, 0.3), rtol=1e-7, atol=1e-9
+    )
+    soft = onepass.soft_topk(s, 12.5, eps=1.0, kind="sigmoid")
+    torch.testing.assert_close(soft, sinkhorn(s, 12.5, 1.0, 500), rtol=1e-7, atol=1e-9)
+
+
+@ALL_KINDS
+def test_gradcheck_with_k_and_eps(kind: str) -> None:
+    s = torch.randn(2, 3, 9, dtype=torch.float64, requires_grad=True)
+    k = torch.tensor([[2.3], [3.6]], dtype=torch.float64, requires_grad=True)
+    eps = torch.tensor([0.8, 1.0, 1.3], dtype=torch.float64, requires_grad=True)
+    mask = torch.arange(9) != 4
+    assert torch.autograd.gradcheck(
+        lambda s, k, eps: onepass.soft_topk(s, k, eps=eps, mask=mask, kind=kind), (s, k, eps), eps=1e-7, atol=1e-5
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_gradients_of_k_and_eps_in_their_own_dtype_and_shape(dtype: torch.dtype) -> None:
+    s = torch.randn(2, 3, 20)
+    for shape in ((), (1,), (3,), (2, 1), (2, 3)):
+        k = torch.full(shape, 4.5).to(dtype).requires_grad_()
+        eps = torch.full(shape, 0.5).to(dtype).requires_grad_()
+        y = onepass.soft_topk(s, k, eps=eps)
+        dk, deps = torch.autograd.grad(y.square().sum(), (k, eps))
+        assert (dk.shape, dk.dtype, deps.shape, deps.dtype) == (k.shape, dtype, eps.shape, dtype)
+        wide = [t.detach().double().expand(2, 3).clone().requires_grad_() for t in (k, eps)]
+        expected = torch.autograd.grad(onepass.soft_topk(s.double(), wide[0], eps=wide[1]).square().sum(), wide)
+        for a, e in zip((dk, deps), expected, strict=True):
+            tolerance = 8 * torch.finfo(dtype).eps + 1e-5
+            torch.testing.assert_close(a.double(), e.sum_to_size(shape), rtol=tolerance, atol=tolerance)
+
+
+def test_integer_k_tensors() -> None:
+    s = torch.randn(2, 20)
+    assert torch.equal(onepass.soft_topk(s, torch.tensor([3, 4])), onepass.soft_topk(s, torch.tensor([3.0, 4.0])))
+
+
+@ALL_KINDS
+def test_k_at_least_the_valid_entries(kind: str) -> None:
+    s = torch.randn(4, 10, requires_grad=True)
+    mask = torch.arange(10) < torch.tensor([[0], [3], [4], [10]])
+    k = torch.tensor(4.0, requires_grad=True)
+    y = onepass.soft_topk(s, k, mask=mask, kind=kind)
+    assert torch.equal(y[:3], mask[:3].float())
+    torch.testing.assert_close(y[3].sum(), torch.tensor(4.0))
+    ds, dk = torch.autograd.grad(y[:3].sum(), (s, k))
+    assert not ds.any()
+    assert dk == 0
+
+
+@ALL_KINDS
+def test_infinite_scores(kind: str) -> None:
+    inf = math.inf
+    s = torch.tensor([
+        [inf, 0.5, 0.2, -inf, 0.1],  # one saturated, 1.5 left for the finite ones
+        [inf, inf, inf, 0.5, -inf],  # three share 2.5
+        [inf, inf, -inf, -inf, -inf],  # fewer candidates than k
+        [-inf, -inf, -inf, -inf, -inf],  # no candidate
+    ])  # fmt: skip
+    y = onepass.soft_topk(s, 2.5, kind=kind)
+    assert y[0, 0] == 1
+    assert y[0, 3] == 0
+    torch.testing.assert_close(y[0].sum(), torch.tensor(2.5))
+    torch.testing.assert_close(y[1], torch.tensor([2.5 / 3, 2.5 / 3, 2.5 / 3, 0, 0]))
+    assert y[2].tolist() == [1, 1, 0, 0, 0]
+    assert not y[3].any()
+    s.requires_grad_()
+    (ds,) = torch.autograd.grad(onepass.soft_topk(s, 2.5, kind=kind), s, torch.randn(4, 5))
+    assert ds.isfinite().all()
+
+
+@ALL_KINDS
+def test_nan_poisons_its_row_alone(kind: str) -> None:
+    s = torch.randn(4, 30)
+    clean = onepass.soft_topk(s, 4, kind=kind)
+    s[1, 7] = math.nan
+    y = onepass.soft_topk(s, 4, kind=kind)
+    assert y[1].isnan().all()
+    assert torch.equal(y[[0, 2, 3]], clean[[0, 2, 3]])
+    hidden = torch.arange(30) != 7
+    assert onepass.soft_topk(s, 4, mask=hidden, kind=kind).isfinite().all()
+
+
+@ALL_KINDS
+def test_upstream_nan_where_nothing_can_change(kind: str) -> None:
+    s = torch.randn(2, 10, requires_grad=True)
+    mask = torch.arange(10) < 8
+    (ds,) = torch.autograd.grad(
+        onepass.soft_topk(s, 3, mask=mask, kind=kind), s, torch.where(mask, 1.0, math.nan).expand(2, 10)
+    )
+    assert ds.isfinite().all()
+
+
+@ALL_KINDS
+def test_rows_do_not_know_each_other(kind: str) -> None:
+    s = torch.randn(6, 300)
+    y = onepass.soft_topk(s, 20, kind=kind)
+    other = torch.cat((s[:2], 1e6 * torch.tan(torch.randn(4, 300))))
+    assert torch.equal(onepass.soft_topk(other, 20, kind=kind)[:2], y[:2])
+
+
+def test_a_million_columns() -> None:
+    s = torch.randn(2, 1 << 20, requires_grad=True)
+    y = onepass.soft_topk(s, 1000)
+    assert ((y.double().sum(-1) - 1000).abs() <= 1e-3).all()
+    (ds,) = torch.autograd.grad(y, s, torch.randn_like(s))
+    assert (ds.double().sum(-1).abs() <= 1e-5 * ds.abs().sum(-1)).all()
+
+
+def test_saved_for_backward() -> None:
+    """The scores, which exist anyway, and two numbers per row."""
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        s = torch.randn(4, 1000, requires_grad=True)
+        onepass.soft_topk(s, 10)
+    assert sum(t.numel() for t in saved if t.data_ptr() != s.data_ptr()) == 4 * 2
