@@ -86,11 +86,16 @@ def _backward(
     eps: float, offset: float, has_mean: bool, stable: bool, need_x: bool, need_w: bool, need_b: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     w_dtype = x.dtype if weight is None else weight.dtype
-    dx: Tensor | None
     if not x.numel():
         n = x.shape[-1]
-        dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        return dx, x.new_zeros(n, dtype=w_dtype), x.new_zeros(n, dtype=bias_dtype)
+        return (
+            torch.empty(x.shape if need_x else (0,), dtype=x.dtype, device=x.device),
+            x.new_zeros(n if need_w else 0, dtype=w_dtype),
+            x.new_zeros(n if need_b else 0, dtype=bias_dtype),
+        )
+    dx: Tensor | None
+    dw: Tensor | None
+    db: Tensor | None
     if uses_triton(x):
         from . import launch
 
@@ -98,9 +103,8 @@ def _backward(
             dy, ds, x, stats, _vector(weight), bias_dtype, eps, offset, has_mean, stable, need_x, need_w, need_b
         )
     else:
-        dx, dw, db = torch_path.backward(dy, x, stats, weight, eps, offset, has_mean, stable, need_x, need_w, need_b)
-        if dx is not None:
-            dx = (dx if ds is None else dx.to(stats.dtype) + ds).to(x.dtype)
+        needs = (need_x, need_w, need_b)
+        dx, dw, db = torch_path.backward(dy, ds, x, stats, weight, eps, offset, has_mean, stable, needs)
         dw = None if dw is None else dw.to(w_dtype)
         db = None if db is None else db.to(bias_dtype)
     return (

@@ -1,37 +1,40 @@
-"""The torch path: CPU, float64, no Triton. Native kernels where torch has them, formulas elsewhere."""
+"""The torch path: CPU, float64, no Triton. Native kernels where torch has them, formulas elsewhere.
+
+Everything that takes several passes over a row, or widens it, runs on groups of rows that stay in a core's cache.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from .reference import stable_scale
 
+# elements per group: 512 KiB in fp32
+GROUP = 1 << 17
+
+Needs = tuple[bool, bool, bool]
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
+
 
 def _wide(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def _native_arguments(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """X, weight and bias such that torch's kernels keep their statistics in fp32 or wider.
-
-    Given a 16-bit x, torch does so only when the weight is fp32 (it then calls the types mixed); its CUDA kernels
-    take no mixed types, so there x itself is widened.
-    """
-    wide = _wide(x)
-    if weight is not None:
-        weight = weight.to(wide)
-    elif x.dtype != wide and not x.is_cuda:
-        weight = torch.ones(x.shape[-1], dtype=wide, device=x.device)
-    return x.to(wide) if x.is_cuda else x, weight, None if bias is None else bias.to(wide)
+def _groups(x: Tensor) -> Iterator[slice]:
+    rows = max(1, GROUP // x.shape[-1])
+    # on a GPU a group would be a launch
+    step = len(x) if x.is_cuda else rows
+    return (slice(start, start + step) for start in range(0, len(x), step))
 
 
-def _effective_weight(weight: Tensor | None, offset: float, dtype: torch.dtype) -> Tensor | None:
+def _weight(weight: Tensor | None, offset: float, dtype: torch.dtype) -> Tensor | None:
     if weight is None:
         return None
-    return weight.to(dtype) + offset if offset else weight.to(dtype)
+    weight = weight.to(dtype)
+    return weight + offset if offset else weight
 
 
 def forward(
@@ -39,80 +42,102 @@ def forward(
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """S (..., n), not empty → y of `dtype`, contiguous, and statistics (1 to 3, rows): 1/σ, then the mean, then ±m."""
-    s = s.contiguous()
     wide, n = _wide(s), s.shape[-1]
+    w, b = _weight(weight, offset, wide), None if bias is None else bias.to(wide)
     if has_mean and not stable:
-        x, weight, bias = _native_arguments(s, weight, bias)
-        y, mean, rstd = torch.native_layer_norm(x, (n,), weight, bias, eps)
+        if s.dtype != wide and s.is_cuda:
+            s = s.to(wide)
+        elif s.dtype != wide and w is None:
+            # given a 16-bit x, torch's CPU kernel keeps fp32 statistics only beside an fp32 weight
+            w = torch.ones(n, dtype=wide)
+        y, mean, rstd = torch.native_layer_norm(s, (n,), w, b, eps)
         return y.to(dtype), torch.cat((rstd.view(1, -1), mean.view(1, -1)))
-    w = _effective_weight(weight, offset, wide)
-    if not has_mean:
-        square = torch.linalg.vector_norm(s, 2, -1, keepdim=True, dtype=wide).square_()
-        rstd = square.div_(n).add_(eps).rsqrt_()
-        y = s * rstd
-        stats = rstd.view(1, -1)
-    else:
-        f = s.to(wide)
-        m, magnitude = stable_scale(f), f.abs().amax(-1, keepdim=True)
-        # in units of max|x| no row overflows or underflows, however huge its values
-        unit = torch.where(magnitude > 0, magnitude, torch.ones_like(magnitude))
-        f = f / unit
-        var, mean = torch.var_mean(f, -1, correction=0, keepdim=True)
-        rstd = (var + eps * (m / unit).square()).rsqrt()
-        y = (f - mean).mul_(rstd)
-        signed = torch.where(s.amax(-1, keepdim=True) > 0, m, -m)
-        stats = torch.stack([(rstd / unit).view(-1), (mean * unit).view(-1), signed.view(-1)])
-    if w is not None:
-        y.mul_(w)
-    if bias is not None:
-        y.add_(bias)
-    return y.to(dtype), stats
+    rows = s.reshape(-1, n)
+    y = torch.empty(rows.shape, dtype=dtype, device=s.device)
+    stats = torch.empty((1 + has_mean + stable, len(rows)), dtype=wide, device=s.device)
+    for group in _groups(rows):
+        f = rows[group]
+        if has_mean:
+            f, stats[:, group] = _stable_forward(f.to(wide), eps)
+        else:
+            square = torch.linalg.vector_norm(f, 2, -1, keepdim=True, dtype=wide).square_()
+            rstd = square.div_(n).add_(eps).rsqrt_()
+            f, stats[0, group] = f * rstd, rstd[:, 0]
+        if w is not None:
+            f.mul_(w)
+        if b is not None:
+            f.add_(b)
+        y[group] = f
+    return y.view(s.shape), stats
+
+
+def _stable_forward(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    m, magnitude = stable_scale(x), x.abs().amax(-1, keepdim=True)
+    # in units of max|x| no row overflows or underflows, however huge its values
+    unit = torch.where(magnitude > 0, magnitude, torch.ones_like(magnitude))
+    signed = torch.where(x.amax(-1, keepdim=True) > 0, m, -m)
+    x = x / unit
+    var, mean = torch.var_mean(x, -1, correction=0, keepdim=True)
+    rstd = (var + eps * (m / unit).square()).rsqrt()
+    return (x - mean).mul_(rstd), torch.stack([(rstd / unit)[:, 0], (mean * unit)[:, 0], signed[:, 0]])
 
 
 def backward(
-    dy: Tensor, x: Tensor, stats: Tensor, weight: Tensor | None, eps: float, offset: float, has_mean: bool,
-    stable: bool, need_x: bool, need_w: bool, need_b: bool,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-    """The gradients that are needed, of x, weight and bias, the latter two in fp32 or wider; the others are None."""
-    x, dy = x.contiguous(), dy.contiguous()
+    dy: Tensor, ds: Tensor | None, x: Tensor, stats: Tensor, weight: Tensor | None, eps: float, offset: float,
+    has_mean: bool, stable: bool, needs: Needs,
+) -> Gradients:  # fmt: skip
+    """Of x (in its dtype), weight and bias (in fp32 or wider) the gradients that are needed, contiguous."""
     wide, n = _wide(x), x.shape[-1]
-    column = (*x.shape[:-1], 1)
-    rstd = stats[0].view(column)
-    if not has_mean:
-        return _rms_backward(dy, x, rstd, _effective_weight(weight, offset, wide), need_x, need_w)
-    mean = stats[1].view(column)
-    native_x, native_w, _ = _native_arguments(x, weight, None)
-    # a bias gradient is only computed for a bias; its values play no part
-    b = torch.empty(n, dtype=wide, device=x.device) if need_b else None
-    needs = [need_x, need_w, need_b]
-    dx, dw, db = torch.ops.aten.native_layer_norm_backward(
-        dy.to(native_x.dtype), native_x, (n,), mean, rstd, native_w, b, needs
-    )
-    if need_x and stable:
-        dx = dx.to(wide) - _stable_term(dy, x, stats[2].view(column), mean, rstd, weight, eps)
-    return dx, dw, db
+    w = _weight(weight, offset, wide)
+    shape = x.shape
+    # given 16-bit tensors torch would sum dw and db in 16 bits too, so that they are widened, group by group
+    dy, x, ds = dy.reshape(-1, n), x.reshape(-1, n), None if ds is None else ds.reshape(-1, n)
+    whole = has_mean and not stable and x.dtype == wide
+    groups = [slice(None)] if whole else list(_groups(x))
+    if len(groups) == 1:
+        dx, dw, db = _rows_backward(dy.to(wide), x.to(wide), stats, w, eps, has_mean, stable, needs)
+        if dx is not None:
+            dx = (dx if ds is None else dx + ds).to(x.dtype).view(shape)
+        return dx, dw, db
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if needs[0] else None
+    sums = [torch.zeros(n, dtype=wide, device=x.device) if need else None for need in needs[1:]]
+    for group in groups:
+        part, *totals = _rows_backward(
+            dy[group].to(wide), x[group].to(wide), stats[:, group], w, eps, has_mean, stable, needs
+        )
+        if dx is not None and part is not None:
+            dx[group] = part if ds is None else part + ds[group]
+        for total, more in zip(sums, totals, strict=True):
+            if total is not None and more is not None:
+                total += more
+    return None if dx is None else dx.view(shape), sums[0], sums[1]
 
 
-def _rms_backward(
-    dy: Tensor, x: Tensor, rstd: Tensor, w: Tensor | None, need_x: bool, need_w: bool
-) -> tuple[Tensor | None, Tensor | None, None]:
-    n = x * rstd
-    dy = dy.to(n.dtype)
-    dw = (dy * n).flatten(0, -2).sum(0) if need_w and x.dim() > 1 else (dy * n if need_w else None)
-    if not need_x:
-        return None, dw, None
+def _rows_backward(
+    dy: Tensor, x: Tensor, stats: Tensor, w: Tensor | None, eps: float, has_mean: bool, stable: bool, needs: Needs
+) -> Gradients:
+    """Everything (rows, n) and wide."""
+    n_cols = x.shape[-1]
+    rstd = stats[0, :, None]
+    if has_mean and not stable:
+        # a bias gradient is only computed for a bias; its values play no part
+        b = x.new_empty(n_cols) if needs[2] else None
+        return torch.ops.aten.native_layer_norm_backward(  # type: ignore[no-any-return]
+            dy, x, (n_cols,), stats[1, :, None], rstd, w, b, needs
+        )
+    n = (x - stats[1, :, None]).mul_(rstd) if has_mean else x * rstd
+    dw = (dy * n).sum(0) if needs[1] else None
+    db = dy.sum(0) if needs[2] else None
+    if not needs[0]:
+        return None, dw, db
     g = dy if w is None else dy * w
-    a = torch.linalg.vecdot(g, n).unsqueeze(-1).div_(x.shape[-1])
-    return torch.addcmul(g, n, a, value=-1).mul_(rstd), dw, None
-
-
-def _stable_term(
-    dy: Tensor, x: Tensor, signed: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, eps: float
-) -> Tensor:
-    f = x.to(mean.dtype)
-    n = (f - mean) * rstd
-    g = dy.to(n.dtype) if weight is None else dy * weight.to(n.dtype)
-    attained = f == signed
-    share = torch.linalg.vecdot(g, n).unsqueeze(-1) / attained.sum(-1, keepdim=True).clamp_(min=1)
-    term: Tensor = attained * (share * eps * (signed * rstd) * rstd)
-    return term
+    total = torch.linalg.vecdot(g, n)[:, None]
+    if has_mean:
+        g = g - g.mean(-1, keepdim=True)
+    dx = torch.addcmul(g, n, total / n_cols, value=-1).mul_(rstd)
+    if stable:
+        # the gradient of m, shared evenly by the positions that attain it
+        signed = stats[2, :, None]
+        attained = x == signed
+        dx -= attained * (total / attained.sum(-1, keepdim=True).clamp_(min=1) * eps * (signed * rstd) * rstd)
+    return dx, dw, db

@@ -1,0 +1,100 @@
+"""The norm modules stand in for torch's: constructor, state_dict, results; and what they add."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import onepass.nn
+from onepass import layer_norm
+
+LAYER_NORM_CASES = [
+    ((8,), {}),
+    (8, {"eps": 1e-3}),
+    ([3, 8], {}),
+    ((2, 3, 8), {"bias": False}),
+    (8, {"bias": False}),
+    (8, {"elementwise_affine": False}),
+    ([3, 8], {"elementwise_affine": False}),
+]
+
+
+def _shuffle(module: nn.Module) -> None:
+    for p in module.parameters():
+        nn.init.normal_(p)
+
+
+@pytest.mark.parametrize(("shape", "options"), LAYER_NORM_CASES)
+def test_layer_norm_is_torchs(shape, options: dict) -> None:
+    theirs, ours = nn.LayerNorm(shape, **options), onepass.nn.LayerNorm(shape, **options)
+    assert isinstance(ours, nn.LayerNorm)
+    assert repr(ours) == repr(theirs)
+    _shuffle(theirs)
+    ours.load_state_dict(theirs.state_dict())
+    x = torch.randn(4, 2, 3, 8)
+    torch.testing.assert_close(ours(x), theirs(x))
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        (ga,) = torch.autograd.grad(ours(x).square().sum(), a)
+        (gb,) = torch.autograd.grad(theirs(x).square().sum(), b)
+        assert ga.shape == gb.shape
+        torch.testing.assert_close(ga, gb, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("shape", [8, [3, 8]])
+@pytest.mark.parametrize("options", [{}, {"eps": 1e-3}, {"elementwise_affine": False}])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_rms_norm_is_torchs(shape, options: dict, dtype: torch.dtype) -> None:
+    theirs, ours = (m(shape, **options, dtype=dtype) for m in (nn.RMSNorm, onepass.nn.RMSNorm))
+    assert isinstance(ours, nn.RMSNorm)
+    assert repr(ours) == repr(theirs)
+    _shuffle(theirs)
+    ours.load_state_dict(theirs.state_dict())
+    x = torch.randn(4, 2, 3, 8).to(dtype)
+    torch.testing.assert_close(ours(x), theirs(x))
+
+
+@pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm"])
+@pytest.mark.parametrize("shape", [(8,), (3, 8)])
+def test_residual(name: str, shape: tuple[int, ...]) -> None:
+    norm = getattr(onepass.nn, name)(shape)
+    _shuffle(norm)
+    x, r = (torch.randn(5, 3, 8, requires_grad=True) for _ in range(2))
+    y, s = norm(x, r)
+    assert torch.equal(s, x + r)
+    torch.testing.assert_close(y, norm(x + r))
+    got = torch.autograd.grad((y.square() + s).sum(), (x, r))
+    s2 = x + r
+    torch.testing.assert_close(got, torch.autograd.grad((norm(s2).square() + s2).sum(), (x, r)), rtol=1e-4, atol=1e-5)
+
+
+def test_stable() -> None:
+    norm = onepass.nn.LayerNorm(16, eps=0.1, stable=True)
+    assert "stable=True" in repr(norm)
+    x = torch.randn(3, 16)
+    torch.testing.assert_close(norm(x), layer_norm(x, eps=0.1, stable=True))
+    assert copy.deepcopy(norm).stable
+
+
+def test_half_precision_activations_with_full_precision_weights() -> None:
+    x = torch.randn(4, 16).bfloat16()
+    assert onepass.nn.LayerNorm(16)(x).dtype == torch.bfloat16
+    assert onepass.nn.RMSNorm(16)(x).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm"])
+def test_a_wrong_shape_is_named(name: str) -> None:
+    norm = getattr(onepass.nn, name)((3, 8))
+    for shape in [(8,), (2, 3, 7), (2, 4, 8)]:
+        with pytest.raises(ValueError, match=rf"{name}: x must end in normalized_shape \(3, 8\), got"):
+            norm(torch.randn(shape))
+    with pytest.raises(ValueError, match="residual must have the shape of x"):
+        norm(torch.randn(2, 3, 8), torch.randn(3, 8))
+
+
+def test_on_the_meta_device() -> None:
+    norm = onepass.nn.LayerNorm(8, device="meta", dtype=torch.bfloat16)
+    assert norm.weight.is_meta
+    assert norm.weight.dtype == torch.bfloat16

@@ -1,0 +1,150 @@
+"""What public implementations have got wrong, one test each."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from conftest import INTERPRET
+from onepass import layer_norm, rms_norm
+from onepass.nn import LayerNorm
+from onepass.ops.norm.op import forward_op
+from onepass.ops.norm.reference import layer_norm as reference
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+pytestmark = pytest.mark.parametrize("device", DEVICES)
+
+
+@pytest.mark.skipif(INTERPRET, reason="bfloat16")
+@pytest.mark.parametrize("weight", [False, True])
+def test_statistics_of_16_bit_rows_are_fp32(device: str, weight: bool) -> None:
+    x = (torch.randn(50, 640, dtype=torch.float64) + 3).to(device, torch.bfloat16)
+    w = torch.ones(640, device=device, dtype=torch.bfloat16) if weight else None
+    stats = forward_op(x, w, None, 1e-5, 0.0, True, False)[1]
+    assert stats.dtype == torch.float32
+    exact = x.double()
+    torch.testing.assert_close(stats[1].double(), exact.mean(-1), rtol=1e-6, atol=1e-6)
+    rstd = (exact.var(-1, correction=0) + 1e-5).rsqrt()
+    torch.testing.assert_close(stats[0].double(), rstd, rtol=1e-5, atol=0)
+
+
+def test_variance_far_from_zero(device: str) -> None:
+    """E[x²] − mean² in fp32 would be 28 % off here."""
+    x = torch.randn(20, 512, dtype=torch.float64) + 1000
+    x = x.float()
+    y = layer_norm(x.to(device))
+    torch.testing.assert_close(y.cpu().double(), reference(x.double()), rtol=1e-3, atol=1e-3)
+
+
+def test_bias_starts_at_zero(device: str) -> None:
+    assert not LayerNorm(16, device=device).bias.any()
+
+
+@pytest.mark.parametrize("norm", [layer_norm, rms_norm])
+def test_upstream_gradient_is_left_alone(device: str, norm) -> None:
+    x, r = (torch.randn(8, 40, device=device, requires_grad=True) for _ in range(2))
+    dy, ds = (torch.randn(8, 40, device=device) for _ in range(2))
+    kept = dy.clone(), ds.clone()
+    torch.autograd.grad(norm(x, residual=r), (x, r), (dy, ds))
+    assert torch.equal(dy, kept[0])
+    assert torch.equal(ds, kept[1])
+
+
+@pytest.mark.parametrize("norm", [layer_norm, rms_norm])
+@pytest.mark.parametrize("used", ["y", "s", "both"])
+def test_both_outputs_of_the_residual_form_have_gradients(device: str, norm, used: str) -> None:
+    x, r = (torch.randn(4, 12, device=device, requires_grad=True) for _ in range(2))
+    w = torch.randn(12, device=device, requires_grad=True)
+    g = torch.randn(2, 4, 12, device=device)
+
+    def loss(y: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
+        return (y * g[0] * (used != "s")).sum() + (s * g[1] * (used != "y")).sum()
+
+    y, s = norm(x, w, residual=r)
+    if used == "s":
+        got = torch.autograd.grad((s * g[1]).sum(), (x, r))
+        torch.testing.assert_close(got, (g[1], g[1]), rtol=0, atol=0)
+        return
+    got = torch.autograd.grad(loss(y, s), (x, r, w)) if used == "both" else torch.autograd.grad(y, (x, r, w), g[0])
+    plain = x + r
+    expected = torch.autograd.grad(loss(norm(plain, w), plain), (x, r, w))
+    torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize("cols", [3, 100, 3000, 5120])
+def test_variance_of_a_width_that_is_no_power_of_two(device: str, cols: int) -> None:
+    x = torch.randn(3, cols) + 5
+    torch.testing.assert_close(layer_norm(x.to(device)).cpu(), F.layer_norm(x, (cols,)), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("norm", [layer_norm, rms_norm])
+@pytest.mark.parametrize("shape", [(0, 16), (2, 0, 16)])
+def test_backward_of_no_rows(device: str, norm, shape: tuple[int, ...]) -> None:
+    x = torch.randn(shape, device=device, requires_grad=True)
+    w = torch.randn(16, device=device, requires_grad=True)
+    dx, dw = torch.autograd.grad(norm(x, w).sum(), (x, w))
+    assert dx.shape == shape
+    assert torch.equal(dw, torch.zeros_like(w))
+
+
+@pytest.mark.parametrize("norm", [layer_norm, rms_norm])
+def test_zero_gamma(device: str, norm) -> None:
+    """An implementation that recovers x from y divides by gamma."""
+    x = torch.randn(6, 33, device=device, requires_grad=True)
+    w = torch.randn(33, device=device)
+    w[::3] = 0
+    w.requires_grad_()
+    dy = torch.randn(6, 33, device=device)
+    got = torch.autograd.grad(norm(x, w), (x, w), dy)
+    wide = [t.detach().double().requires_grad_() for t in (x, w)]
+    expected = torch.autograd.grad(norm(*wide), wide, dy.double())
+    for a, e in zip(got, expected, strict=True):
+        torch.testing.assert_close(a.double(), e, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("norm", [layer_norm, rms_norm])
+@pytest.mark.parametrize("layout", ["transposed", "expanded", "stepped", "scalar"])
+def test_any_layout_of_dy(device: str, norm, layout: str) -> None:
+    x = torch.randn(12, 20, device=device, requires_grad=True)
+    w = torch.randn(20, device=device, requires_grad=True)
+    dy = {
+        "transposed": torch.randn(20, 12, device=device).t(),
+        "expanded": torch.randn(20, device=device).expand(12, 20),
+        "stepped": torch.randn(24, 40, device=device)[::2, ::2],
+        "scalar": torch.randn((), device=device).expand(12, 20),
+    }[layout]
+    got = torch.autograd.grad(norm(x, w), (x, w), dy)
+    expected = torch.autograd.grad(norm(x, w), (x, w), dy.contiguous())
+    torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.skipif(INTERPRET, reason="nothing is compiled")
+def test_no_compilation_per_number_of_rows(device: str) -> None:
+    """Neither Dynamo nor Triton may specialise on the rows: a batch of another size is no other program."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compiled = torch.compile(lambda x, w: rms_norm(x, w) + 1, backend="aot_eager", fullgraph=True, dynamic=True)
+    w = torch.ones(10, device=device)
+    for rows in (4, 7, 16, 32):
+        compiled(torch.randn(rows, 10, device=device), w)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    if device == "cuda":
+        from onepass.ops.norm import kernels_triton
+
+        x = torch.randn(64, 10, device=device)
+        rms_norm(x, w)
+        cache = kernels_triton.forward_kernel.device_caches[x.device.index][0]
+        before = len(cache)
+        for rows in (1, 2, 16, 17, 33):
+            rms_norm(x[:rows], w)
+        assert len(cache) == before
+
+
+def test_no_limit_on_the_width(device: str) -> None:
+    cols = 1000 if INTERPRET else 300_001
+    x = torch.randn(2, cols, device=device, requires_grad=True)
+    y = layer_norm(x)
+    (dx,) = torch.autograd.grad(y, x, torch.ones_like(y))
+    torch.testing.assert_close(y.detach().cpu(), F.layer_norm(x.detach().cpu(), (cols,)), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(dx, torch.zeros_like(dx), rtol=0, atol=1e-5)

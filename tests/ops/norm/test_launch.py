@@ -1,0 +1,112 @@
+"""Launch shapes for every width, and the kernels for wide rows made small enough for the interpreter."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+from conftest import INTERPRET
+from onepass import layer_norm, rms_norm
+from onepass.core.launch import cdiv
+from onepass.ops.norm import reference, shapes
+
+WIDTHS = [*range(1, 40), 64, 100, 127, 300, 511, 768, 1000, 1024, 2047, 3000, 4096, 5120, 6144, 7168, 8191, 8192]
+WIDE = [9000, 12288, 16384, 20480, 32767, 32768]
+
+
+def _is_power_of_two(n: int) -> bool:
+    return n > 0 and n & (n - 1) == 0
+
+
+@pytest.mark.parametrize("itemsize", [2, 4])
+def test_forward_tiles(itemsize: int) -> None:
+    for cols in WIDTHS + WIDE:
+        tile = shapes.forward_tile(cols, itemsize)
+        assert all(map(_is_power_of_two, (tile.rows, tile.cols, tile.warps)))
+        chunks = cdiv(cols, tile.cols)
+        per_thread = tile.rows * chunks * tile.cols / (32 * tile.warps)
+        assert per_thread <= 64, "a row must fit the registers"
+        assert cols <= 128 or chunks * tile.cols - cols < max(256, cols / 3), "idle lanes"
+
+
+@pytest.mark.parametrize("stable", [False, True])
+@pytest.mark.parametrize("shared", [49152, 101376, 166912, 232448])
+@pytest.mark.parametrize("itemsize", [2, 4])
+def test_backward_tiles(itemsize: int, shared: int, stable: bool) -> None:
+    for cols, tensors in itertools.product(WIDTHS, (2, 3)):
+        tile = shapes.backward_tile(cols, itemsize, tensors, shared, stable)
+        assert all(map(_is_power_of_two, (tile.rows, tile.cols, tile.warps)))
+        chunks = cdiv(cols, tile.cols)
+        per_thread = tile.rows * chunks * tile.cols / (32 * tile.warps)
+        assert per_thread <= (16 if tile.warps == 16 else 24)
+        buffered = (tile.stages - 1) * tensors * tile.rows * chunks * tile.cols * itemsize
+        assert tile.stages == 2 or buffered <= shared - 4096
+
+
+def test_a_row_that_fits_no_program_is_refused() -> None:
+    with pytest.raises(ValueError, match="8193 columns"):
+        shapes.backward_tile(8193, 2, 2, 232448)
+
+
+@pytest.fixture
+def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (
+        ("MAX_FORWARD_COLS", 16), ("MAX_BACKWARD_COLS", 16), ("WIDE_BYTES", 128), ("SUMS_BYTES", 128),
+        ("APPLY_COLS", 64),
+    ):  # fmt: skip
+        monkeypatch.setattr(shapes, name, value)
+
+
+@pytest.mark.interpret
+@pytest.mark.usefixtures("_small_tiles")
+@pytest.mark.parametrize("cols", [17, 64, 150])
+@pytest.mark.parametrize("l2", [1, 1500, 1 << 20])
+def test_rows_in_tiles(cols: int, l2: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every width in tiles, and rows in groups of one, of a few, of all."""
+    from onepass.ops.norm import launch
+
+    monkeypatch.setattr(launch, "_limits", lambda x: (232448, l2))
+    x, r = torch.randn(5, cols) + 2, torch.randn(5, cols)
+    ties = (2 * torch.randn(5, cols)).round()
+    ties[1] = -ties[1].abs() - 1
+    ties[2] = 0
+    ties[3] *= 1e12
+    w, b = torch.randn(cols), torch.randn(cols)
+    for norm, definition, args, options in (
+        (layer_norm, reference.layer_norm, (x, w, b), {}),
+        (layer_norm, reference.layer_norm, (x, None, b), {}),
+        (layer_norm, reference.layer_norm, (ties, w, b), {"stable": True, "eps": 0.1}),
+        (layer_norm, reference.layer_norm, (x, w, b), {"residual": r}),
+        (rms_norm, reference.rms_norm, (x, w), {"offset": 1.0}),
+        (rms_norm, reference.rms_norm, (x,), {"residual": r}),
+    ):
+        _compare(norm, definition, args, options)
+
+
+def _compare(norm, definition, args: tuple[Tensor | None, ...], options: dict) -> None:
+    def run(fn, up) -> list[Tensor]:
+        leaves = [None if t is None else up(t).clone().requires_grad_() for t in args]
+        kwargs = {k: up(v).clone().requires_grad_() if isinstance(v, Tensor) else v for k, v in options.items()}
+        out = fn(*leaves, **kwargs)
+        outs = list(out) if isinstance(out, tuple) else [out]
+        wanted = [t for t in (*leaves, *kwargs.values()) if isinstance(t, Tensor)]
+        dys = [torch.arange(o.numel()).view(o.shape).to(o).sin() for o in outs]
+        return [*outs, *torch.autograd.grad(outs, wanted, dys)]
+
+    for a, e in zip(run(norm, lambda t: t), run(definition, lambda t: t.double()), strict=True):
+        torch.testing.assert_close(a.detach().double(), e.detach(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.skipif(INTERPRET, reason="an interpreted kernel has no parameters")
+def test_kernels_do_not_specialise_on_rows_or_strides() -> None:
+    pytest.importorskip("triton")
+    from onepass.ops.norm import kernels_triton, kernels_wide
+
+    for module in (kernels_triton, kernels_wide):
+        for name in dir(module):
+            for p in getattr(getattr(module, name), "params", ()) if name.endswith("_kernel") else ():
+                if not p.is_constexpr and not p.name.endswith("_ptr") and p.name not in ("eps", "offset"):
+                    assert p.do_not_specialize, f"{name}: {p.name}"

@@ -1,0 +1,186 @@
+"""torch's own norms as independent oracles, mixed dtypes, and what backward keeps in memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from conftest import INTERPRET
+from onepass import layer_norm, rms_norm
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+WIDTHS = (1, 7, 100, 768, 1300) if INTERPRET else (1, 7, 100, 768, 1024, 3000, 5120, 8192)
+GPU_WIDTHS = (16384, 20000, 32768, 40000, 65536, 131072, 262144)
+
+
+def _compare(ours, theirs, tensors: list[Tensor], rtol: float = 1e-4, atol: float = 1e-4) -> None:
+    a, b = ([t.detach().clone().requires_grad_() for t in tensors] for _ in range(2))
+    y, z = ours(*a), theirs(*b)
+    torch.testing.assert_close(y, z, rtol=rtol, atol=atol)
+    dy = torch.randn_like(z)
+    for g, e in zip(torch.autograd.grad(y, a, dy), torch.autograd.grad(z, b, dy), strict=True):
+        scale = max(1.0, float(e.abs().max()))
+        torch.testing.assert_close(g, e, rtol=rtol, atol=atol * scale)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("cols", WIDTHS)
+def test_torch_layer_norm(device: str, cols: int) -> None:
+    x = torch.randn(5, 3, cols, device=device) * 2 + 1
+    w, b = (torch.randn(cols, device=device) for _ in range(2))
+    if cols == 1:  # its variance is 0: torch multiplies the rounding of x − mean by 1/sqrt(eps)
+        x = x.round()
+    _compare(layer_norm, lambda *t: F.layer_norm(t[0], (cols,), *t[1:]), [x, w, b])
+    _compare(layer_norm, lambda *t: F.layer_norm(t[0], (cols,), *t[1:]), [x, w])
+    _compare(layer_norm, lambda *t: F.layer_norm(t[0], (cols,)), [x])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("cols", WIDTHS)
+def test_torch_rms_norm(device: str, cols: int) -> None:
+    x, w = torch.randn(5, 3, cols, device=device), torch.randn(cols, device=device)
+    _compare(lambda *t: rms_norm(*t, eps=1e-3), lambda x, w: F.rms_norm(x, (cols,), w, 1e-3), [x, w])
+    _compare(lambda *t: rms_norm(*t, eps=1e-3, offset=1.0), lambda x, w: F.rms_norm(x, (cols,), w + 1, 1e-3), [x, w])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("cols", GPU_WIDTHS)
+def test_wide_rows(cols: int, dtype: torch.dtype) -> None:
+    x = torch.randn(37, cols, device="cuda").to(dtype)
+    w, b = (torch.randn(cols, device="cuda").to(dtype) for _ in range(2))
+    tolerance = 2e-4 if dtype == torch.float32 else 3e-2
+    _compare(layer_norm, lambda *t: F.layer_norm(t[0], (cols,), *t[1:]), [x, w, b], tolerance, tolerance)
+    r = torch.randn_like(x)
+
+    def unfused(x: Tensor, r: Tensor, w: Tensor) -> Tensor:
+        s = x + r
+        return F.rms_norm(s, (cols,), w, 1e-6) + s
+
+    _compare(lambda x, r, w: sum(rms_norm(x, w, residual=r)), unfused, [x, r, w], 2 * tolerance, 2 * tolerance)
+
+
+@pytest.mark.skipif(INTERPRET, reason="bfloat16")
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("x_dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("w_dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("bias", [False, True])
+def test_mixed_dtypes(device: str, x_dtype: torch.dtype, w_dtype: torch.dtype, bias: bool) -> None:
+    x = torch.randn(6, 96, device=device).to(x_dtype).requires_grad_()
+    w = torch.randn(96, device=device).to(w_dtype).requires_grad_()
+    b = torch.randn(96, device=device).requires_grad_() if bias else None
+    dy = torch.randn(6, 96, device=device).to(x_dtype)
+    leaves = [t for t in (x, w, b) if t is not None]
+    y = layer_norm(x, w, b)
+    assert y.dtype == x_dtype
+    got = torch.autograd.grad(y, leaves, dy)
+    wide = [t.detach().double().requires_grad_() for t in leaves]
+    exact = F.layer_norm(wide[0], (96,), *wide[1:])
+    tolerance = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+    torch.testing.assert_close(y.double(), exact, rtol=tolerance[x_dtype], atol=tolerance[x_dtype])
+    for leaf, g, e in zip(leaves, got, torch.autograd.grad(exact, wide, dy.double()), strict=True):
+        assert g.dtype == leaf.dtype
+        t = max(tolerance[leaf.dtype], 1e-5)
+        torch.testing.assert_close(g.double(), e, rtol=t, atol=t * float(e.abs().max()))
+
+
+@pytest.mark.skipif(INTERPRET, reason="bfloat16")
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_residual_stream_of_higher_precision(device: str) -> None:
+    x = torch.randn(5, 40, device=device).bfloat16().requires_grad_()
+    r = torch.randn(5, 40, device=device, requires_grad=True)
+    y, s = layer_norm(x, residual=r)
+    assert (y.dtype, s.dtype) == (torch.bfloat16, torch.float32)
+    assert torch.equal(s, x.float() + r)
+    dx, dr = torch.autograd.grad((y.float() * torch.arange(40.0, device=device)).sum() + s.sum(), (x, r))
+    assert (dx.dtype, dr.dtype) == (torch.bfloat16, torch.float32)
+    assert torch.equal(dx, dr.bfloat16())
+
+
+def test_both_terms_of_the_sum_get_one_gradient() -> None:
+    x, r = (torch.randn(5, 40, requires_grad=True) for _ in range(2))
+    y, s = rms_norm(x, residual=r)
+    seen = []
+    for t in (x, r):
+        t.register_hook(lambda g: seen.append(g.data_ptr()))
+    (y.sum() + s.sum()).backward()
+    assert len(set(seen)) == 1
+    assert torch.equal(x.grad, r.grad)
+    x.grad.zero_()
+    assert r.grad.any(), "the .grad of two leaves must not share memory"
+
+
+def _saved_bytes(run) -> list[int]:
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        out = run()
+    del out
+    unique = {t.untyped_storage().data_ptr(): t.numel() * t.element_size() for t in saved}
+    return sorted(unique.values())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_what_backward_keeps(device: str, dtype: torch.dtype) -> None:
+    rows, cols = 32, 64
+    x, r = (torch.randn(rows, cols, device=device).to(dtype).requires_grad_() for _ in range(2))
+    w, b = (torch.ones(cols, device=device, dtype=dtype, requires_grad=True) for _ in range(2))
+    row, weight = x.numel() * x.element_size(), cols * x.element_size()
+    assert _saved_bytes(lambda: layer_norm(x, w, b)) == sorted([row, 8 * rows, weight])
+    assert _saved_bytes(lambda: layer_norm(x, w, b, stable=True)) == sorted([row, 12 * rows, weight])
+    assert _saved_bytes(lambda: layer_norm(x, w, b, residual=r)) == sorted([row, 8 * rows, weight])
+    assert _saved_bytes(lambda: rms_norm(x, w)) == sorted([row, 4 * rows, weight])
+    assert _saved_bytes(lambda: rms_norm(x)) == sorted([row, 4 * rows])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("rows", "cols"), [(8192, 1024), (4096, 8192), (512, 65536)])
+def test_peak_memory_of_backward(rows: int, cols: int) -> None:
+    x = torch.randn(rows, cols, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    w, b = (torch.ones(cols, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
+    dy = torch.randn_like(x)
+    for _ in range(2):
+        y = layer_norm(x, w, b)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        grads = torch.autograd.grad(y, (x, w, b), dy)
+        peak = torch.cuda.max_memory_allocated() - before
+        del grads
+    sms = torch.cuda.get_device_properties(0).multi_processor_count
+    assert peak <= x.numel() * 2 + sms * cols * 8 + 2**20
+
+
+@pytest.mark.gpu
+def test_more_than_2_31_elements() -> None:
+    """Offsets beyond 32 bits, in both directions."""
+    cols = 8192
+    rows = 2**31 // cols + 3
+    x = torch.empty(rows, cols, device="cuda", dtype=torch.bfloat16).normal_().requires_grad_()
+    w = torch.randn(cols, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    y = layer_norm(x, w)
+    tail = x.detach()[-3:].float().requires_grad_()
+    expected = F.layer_norm(tail, (cols,), w.detach().float())
+    torch.testing.assert_close(y[-3:].float(), expected, rtol=2e-2, atol=2e-2)
+    dy = torch.zeros_like(y)
+    dy[-3:].normal_()
+    dx, dw = torch.autograd.grad(y, (x, w), dy)
+    assert not dx[:-3].any()
+    (want,) = torch.autograd.grad(expected, tail, dy[-3:].float())
+    torch.testing.assert_close(dx[-3:].float(), want, rtol=2e-2, atol=2e-2)
+    n = F.layer_norm(tail.detach(), (cols,))
+    torch.testing.assert_close(dw.float(), (n * dy[-3:].float()).sum(0), rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cols", [100, 1024, 5120, 40000])
+def test_twenty_repetitions_are_bit_identical(cols: int) -> None:
+    x = torch.randn(1000, cols, device="cuda", requires_grad=True)
+    w, b = (torch.randn(cols, device="cuda", requires_grad=True) for _ in range(2))
+    dy = torch.randn_like(x)
+    first = torch.autograd.grad(layer_norm(x, w, b), (x, w, b), dy)
+    for _ in range(20):
+        for a, e in zip(torch.autograd.grad(layer_norm(x, w, b), (x, w, b), dy), first, strict=True):
+            assert torch.equal(a, e)
