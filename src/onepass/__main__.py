@@ -6,6 +6,7 @@ import argparse
 import importlib
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from onepass import __version__
 from onepass.core.errors import UserError
@@ -14,9 +15,16 @@ from onepass.core.errors import UserError
 COMMANDS = ("onepass.doctor.cli", "onepass.train.cli", "onepass.train.show", "onepass.bench.cli")
 
 
+class Parser(argparse.ArgumentParser):
+    """A mistyped option ends a command with one line, not with the whole usage; subparsers inherit this."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}\n")
+
+
 def parser() -> argparse.ArgumentParser:
     """Build the argument parser of every command."""
-    top = argparse.ArgumentParser(prog="onepass", description="One-pass PyTorch operators and conditional computation.")
+    top = Parser(prog="onepass", description="One-pass PyTorch operators and conditional computation.")
     top.add_argument("--version", action="version", version=f"onepass {__version__}")
     commands = top.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for module in COMMANDS:
@@ -30,7 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return int(args.run(args))
     except UserError as error:
-        print(f"onepass {args.command}: {error}", file=sys.stderr)
+        # a path may contain a newline; the message stays on one line
+        print(f"onepass {args.command}: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(f"onepass {args.command}: interrupted", file=sys.stderr)

@@ -7,7 +7,7 @@ import os
 import shlex
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from onepass.core.errors import UserError
 
@@ -66,15 +66,6 @@ def number(low: float, high: float, kind: type[int] | type[float] = int) -> Call
     return convert
 
 
-def one_line_errors(parser: argparse.ArgumentParser) -> None:
-    """Let a mistyped option end the command with one line instead of the whole usage."""
-
-    def error(message: str) -> NoReturn:
-        parser.exit(2, f"{parser.prog}: {message}\n")
-
-    parser.error = error  # type: ignore[method-assign]
-
-
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add `train` to the command line."""
     from onepass.train.config import PRESETS, RANGES, ROUTES
@@ -82,7 +73,6 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     parser = commands.add_parser(
         "train", help=HELP, description=TEXT, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    one_line_errors(parser)
     add = parser.add_argument
     add("paths", nargs="*", metavar="PATH", help="text files or directories (default: Python's standard library)")
     add("--out", type=Path, metavar="DIR", help="the run's directory (default: runs/<time>; with --resume the newest)")

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from onepass.core.errors import UserError
-from onepass.train.cli import number, one_line_errors
+from onepass.train.cli import number
 
 TEXT = """\
 Draw the routing of any file as `onepass train` does for a validation text: every byte shaded by the number of blocks
@@ -16,7 +16,6 @@ that gave it their heavy branch. Leaves <FILE's name>.routing.html and .png in t
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add `show` to the command line."""
     parser = commands.add_parser("show", help="draw which bytes of any file a trained run routes", description=TEXT)
-    one_line_errors(parser)
     parser.add_argument("directory", type=Path, metavar="RUN", help="directory of a run, as left by `onepass train`")
     parser.add_argument("file", type=Path, metavar="FILE", help="any text")
     parser.add_argument("--out", type=Path, metavar="DIR", help="where to leave the pictures (default: RUN)")
