@@ -487,11 +487,12 @@ def test_compiled_step_is_the_step(dtype: torch.dtype) -> None:
         ({"betas": (0.9,)}, ValueError, "Invalid betas"),
         ({"weight_decay": -0.5}, ValueError, "Invalid weight_decay value: -0.5"),
         ({"cautious": 1.5}, ValueError, r"Invalid cautious value: 1.5; a bool or a factor in \[0, 1\]"),
-        ({"state_dtype": "int8"}, ValueError, "Invalid state_dtype: 'int8'; None, torch.float32 and torch.bfloat16"),
-        ({"low_precision": "stochastic"}, ValueError, "low_precision: 'stochastic'; auto, none, remainder, kahan"),
+        ({"state_dtype": "int4"}, ValueError, "Invalid state_dtype: 'int4'; None, torch.float32, torch.bfloat16 and 'in"),
+        ({"state_dtype": "int8", "differentiable": True}, ValueError, "'int8' is not differentiable"),
+        ({"low_precision": "sr"}, ValueError, "low_precision: 'sr'; auto, none, remainder, kahan, stochastic are"),
+        ({"seed": 0.5}, TypeError, "Invalid seed: 0.5; a whole number"),
         ({"fused": True, "differentiable": True}, RuntimeError, "`fused` does not support `differentiable`"),
         ({"fused": True, "foreach": True}, RuntimeError, "cannot be `True` together"),
-        ({"fused": True, "cautious": True}, RuntimeError, "`fused` does not support `cautious`"),
         ({"differentiable": True, "low_precision": "kahan"}, ValueError, "not differentiable"),
         ({"decouple_lr": True, "lr": 0.0}, ValueError, "give the param group a 'peak_lr'"),
     ],
@@ -510,8 +511,9 @@ def test_bad_parameters() -> None:
         Lion([torch.ones(2, dtype=torch.int64)])
     with pytest.raises(ValueError, match="takes bfloat16 parameters, got float16"):
         Lion([torch.ones(2, dtype=torch.float16)], low_precision="remainder")
-    with pytest.raises(ValueError, match="no complex form"):
-        Lion([torch.ones(2, dtype=torch.complex64)], state_dtype=torch.bfloat16)
+    for dtype in (torch.bfloat16, "int8"):
+        with pytest.raises(ValueError, match="no complex form"):
+            Lion([torch.ones(2, dtype=torch.complex64)], state_dtype=dtype)
     with pytest.raises(ValueError, match="empty parameter list"):
         Lion([])
 

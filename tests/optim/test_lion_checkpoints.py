@@ -125,7 +125,7 @@ def test_optimi_compensation_becomes_a_remainder() -> None:
     assert bool(comp.any())
     ours = Lion([p], lr=1e-5)
     ours.load_state_dict(theirs.state_dict())
-    state, _ = ours.prepare_state(p, ours.param_groups[0])
+    state, _ = ours.prepare_state(p, ours.param_groups[0], 0)
     assert list(state) == ["exp_avg", "remainder"]
     full = join(p.detach(), state["remainder"])
     # where the compensation is at most half a unit of the weight, 24 bits hold the sum

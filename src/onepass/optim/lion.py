@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT, _use_grad_for_differentiable
 
-from onepass.ops.lion.op import KAHAN, NONE, REMAINDER
+from onepass.ops.lion.op import KAHAN, REMAINDER, STOCHASTIC
 from onepass.ops.lion.reference import join
-from onepass.optim.lion_step import EXTRA_KEYS, Work, compiled_step
+from onepass.ops.lion.storage import dequantize, quantize_, scales_for, stream_word
+from onepass.optim.lion_step import Work, compiled_step
+from onepass.optim.options import EXTRA_KEYS, SCALE_KEY, check_options, check_parameters, mode_of, momentum_dtype
 
-_LOW_PRECISION = ("auto", "none", "remainder", "kahan")
-_STATE_DTYPES = (None, torch.float32, torch.bfloat16)
-_COMPLEX_STATE = {torch.float32: torch.complex64}
+# what a checkpoint may hold for a parameter
+_STATES = ("exp_avg", SCALE_KEY, "remainder", "kahan_comp", "rounding")
 
 
 class Lion(Optimizer):
@@ -46,15 +47,21 @@ class Lion(Optimizer):
         cautious: drop (True) or scale (a factor in [0, 1]) updates that disagree with the gradient's sign, and rescale
             the rest by the mean (arXiv 2411.16085).
         cautious_weight_decay: decay only weights that the update moves towards zero (arXiv 2510.12402).
-        state_dtype: dtype of the momentum: None for the parameter's, torch.float32 or torch.bfloat16.
+        state_dtype: dtype of the momentum: None for the parameter's, torch.float32, torch.bfloat16, or "int8": a byte
+            per element with an fp32 scale for each 256 (parameters of fewer than 4096 elements keep their dtype).
         low_precision: for 16-bit parameters. "remainder" (bf16) keeps an int16 beside each weight and trains bit for
-            bit as in fp32; "kahan" keeps the rounding error in the parameter's dtype; "none" keeps nothing, and loses
+            bit as in fp32; "kahan" keeps the rounding error in the parameter's dtype; "stochastic" keeps nothing and
+            rounds up or down at random, so that small updates happen on average; "none" keeps nothing, and loses
             updates and weight decay at small learning rates. "auto" is remainder for bf16 and kahan for fp16.
+        seed: of stochastic rounding. Equal seeds round alike, on every device and however tensors are grouped.
 
     Raises:
         ValueError, TypeError: an option is out of range; the message says what is accepted.
         RuntimeError: sparse gradients; `fused=True` with options or tensors that the kernel can't take; graph capture
             without `capturable`.
+
+    `onepass.optim.clip_grad_norm` leaves its coefficient in `clip_coefficient`, by which the next step multiplies the
+    gradients; `zero_grad` forgets it.
 
     The momentum is `state[p]["exp_avg"]`, so that checkpoints of lion-pytorch, optimi and timm load. States keep their
     dtype in `load_state_dict`. DTensor parameters are updated shard by shard; their gradients must have the same
@@ -76,6 +83,10 @@ class Lion(Optimizer):
     # GradScaler then hands us its scale and its verdict as device tensors instead of waiting for them
     _step_supports_amp_scaling = True
     _work: Work | None = None
+    # a device scalar that the next step multiplies gradients by
+    clip_coefficient: Tensor | None = None
+    # set by `release_gradients`: its hooks step inside backward
+    releasing: bool = False
 
     def __init__(
         self,
@@ -92,24 +103,25 @@ class Lion(Optimizer):
         decouple_lr: bool = False,
         cautious: bool | float = False,
         cautious_weight_decay: bool = False,
-        state_dtype: torch.dtype | None = None,
+        state_dtype: torch.dtype | str | None = None,
         low_precision: str = "auto",
+        seed: int = 0,
     ) -> None:
         defaults = {
             "lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize, "foreach": foreach,
             "fused": fused, "capturable": capturable, "differentiable": differentiable, "decouple_lr": decouple_lr,
             "cautious": cautious, "cautious_weight_decay": cautious_weight_decay, "state_dtype": state_dtype,
-            "low_precision": low_precision,
+            "low_precision": low_precision, "seed": seed,
         }  # fmt: skip
-        _check_options(defaults)
+        check_options(defaults)
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
-            _check_options(group)
-            _check_parameters(group)
+            check_options(group)
+            check_parameters(group)
             if group["decouple_lr"]:
                 group.setdefault("peak_lr", float(group["lr"]))
                 if not group["peak_lr"] > 0:
@@ -160,29 +172,45 @@ class Lion(Optimizer):
         ids = chain.from_iterable(g["params"] for g in saved["param_groups"])
         owners = ((p, group) for group in self.param_groups for p in group["params"])
         for key, (p, group) in zip(ids, owners, strict=True):
+            shapes = {SCALE_KEY: (scales_for(p.numel()),), "rounding": ()}
             for name, value in saved["state"].get(key, {}).items():
-                if name not in ("exp_avg", "remainder", "kahan_comp") or not isinstance(value, Tensor):
+                if name not in _STATES or not isinstance(value, Tensor):
                     continue
-                dtype = _momentum_dtype(p, group) if name == "exp_avg" and group["state_dtype"] is not None else None
-                if value.shape != p.shape and name != "exp_avg":
+                if name != "exp_avg" and value.shape != shapes.get(name, p.shape):
                     del self.state[p][name]  # a placeholder of another optimizer
                     continue
+                dtype = value.dtype
+                if name == "exp_avg" and group["state_dtype"] not in (None, "int8") and dtype != torch.int8:
+                    dtype = momentum_dtype(p, group)
                 # a copy even where nothing is converted: the checkpoint stays what it was
-                self.state[p][name] = value.detach().to(p.device, dtype or value.dtype, copy=True)
+                self.state[p][name] = value.detach().to(p.device, dtype, copy=True)
 
-    def prepare_state(self, p: Tensor, group: dict[str, Any]) -> tuple[dict[str, Any], int]:
-        """The state of a parameter, made where it is missing, and how its 16-bit value is kept."""
-        mode = _mode(p, group)
+    def prepare_state(self, p: Tensor, group: dict[str, Any], index: int) -> tuple[dict[str, Any], int]:
+        """The state of a parameter, made where it is missing, and how its 16-bit value is kept.
+
+        `index` is the parameter's place among all: its random stream.
+        """
+        mode, momentum = mode_of(p, group), momentum_dtype(p, group)
         state = self.state[p]
-        key = EXTRA_KEYS[mode]
-        if "exp_avg" in state and (not key or key in state):
+        key, old = EXTRA_KEYS[mode], state.get("exp_avg")
+        requantize = old is not None and (old.dtype == torch.int8) != (momentum == torch.int8)
+        if old is not None and not requantize and (not key or key in state):
             return state, mode
         if p.is_cuda and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 "Lion: take a step before capturing: a graph that makes its state would reset it each replay"
             )
-        if "exp_avg" not in state:
-            state["exp_avg"] = torch.zeros_like(p, dtype=_momentum_dtype(p, group), memory_format=torch.preserve_format)
+        if old is None or requantize:
+            value = None
+            if old is not None:
+                value = dequantize(old, state.pop(SCALE_KEY)) if old.dtype == torch.int8 else old
+            state["exp_avg"] = torch.zeros_like(p, dtype=momentum, memory_format=torch.preserve_format)
+            if momentum == torch.int8:
+                state[SCALE_KEY] = torch.zeros(scales_for(p.numel()), device=p.device)
+                if value is not None:
+                    quantize_(value, state["exp_avg"], state[SCALE_KEY])
+            elif value is not None:
+                state["exp_avg"].copy_(value)
         if mode == REMAINDER and key not in state:
             state[key] = torch.zeros_like(p, dtype=torch.int16, memory_format=torch.preserve_format)
             if "kahan_comp" in state:
@@ -191,7 +219,25 @@ class Lion(Optimizer):
             state[key] = torch.zeros_like(p, memory_format=torch.preserve_format)
             if "remainder" in state:
                 state[key].copy_(join(p.detach(), state.pop("remainder")) - p.detach().float())
+        elif mode == STOCHASTIC and key not in state:
+            # of the seed and the place alone: neither torch's generators nor the order of first updates matter
+            state[key] = torch.full((), stream_word(group["seed"], index), dtype=torch.int64, device=p.device)
         return state, mode
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients, and the clip coefficient that was meant for them."""
+        self.clip_coefficient = None
+        super().zero_grad(set_to_none)
+
+    def current_work(self) -> tuple[Work, list[Tensor]]:
+        """The layout of a step now, and its gradients."""
+        work = self._work
+        live = None if work is None else work.gradients(self)
+        if work is None or live is None:
+            grads = [p.grad for group in self.param_groups for p in group["params"]]
+            work = self._work = Work(self, grads)
+            live = [g for g in grads if g is not None]
+        return work, live
 
     @_use_grad_for_differentiable
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -203,84 +249,23 @@ class Lion(Optimizer):
         if torch.compiler.is_compiling():
             compiled_step(self)
             return loss
-        flat = [p for group in self.param_groups for p in group["params"]]
-        grads = [p.grad for p in flat]
-        if flat and flat[0].is_cuda and torch.cuda.is_current_stream_capturing():
-            self._check_capturable()
-        if self._work is None or not self._work.fits(self, flat, grads):
-            self._work = Work(self, flat, grads)
-        self._work.run(self, grads)
+        self._check_capturable()
+        work, live = self.current_work()
+        try:
+            work.run(self, live)
+        finally:
+            self.clip_coefficient = None
         return loss
 
     def _check_capturable(self) -> None:
+        # asked first: a question to CUDA would start it on a machine that trains on the CPU
+        started: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        if not started or not torch.cuda.is_current_stream_capturing():
+            return
         if not all(group["capturable"] for group in self.param_groups):
             raise RuntimeError(
                 "Attempting CUDA graph capture of step() for an instance of Lion but param_groups' capturable is False."
             )
-
-
-def _check_options(group: dict[str, Any]) -> None:
-    lr, wd, betas = group["lr"], group["weight_decay"], group["betas"]
-    if isinstance(lr, Tensor) and lr.numel() != 1:
-        raise ValueError(f"Tensor lr must be 1-element, got shape {tuple(lr.shape)}")
-    if isinstance(wd, Tensor) and wd.numel() != 1:
-        raise ValueError(f"Tensor weight_decay must be 1-element, got shape {tuple(wd.shape)}")
-    if not lr >= 0.0:
-        raise ValueError(f"Invalid learning rate: {lr}")
-    if len(betas) != 2 or any(isinstance(b, Tensor) for b in betas):
-        raise ValueError(f"Invalid betas: {betas}; Lion takes two numbers")
-    for i, beta in enumerate(betas):
-        if not 0.0 <= beta < 1.0:
-            raise ValueError(f"Invalid beta parameter at index {i}: {beta}")
-    if not wd >= 0.0:
-        raise ValueError(f"Invalid weight_decay value: {wd}")
-    if not 0.0 <= float(group["cautious"]) <= 1.0:
-        raise ValueError(f"Invalid cautious value: {group['cautious']}; a bool or a factor in [0, 1] is accepted")
-    if group["state_dtype"] not in _STATE_DTYPES:
-        raise ValueError(
-            f"Invalid state_dtype: {group['state_dtype']!r}; None, torch.float32 and torch.bfloat16 are accepted"
-        )
-    if group["low_precision"] not in _LOW_PRECISION:
-        raise ValueError(f"Invalid low_precision: {group['low_precision']!r}; {', '.join(_LOW_PRECISION)} are accepted")
-    if group["fused"]:
-        if group["differentiable"]:
-            raise RuntimeError("`fused` does not support `differentiable`")
-        if group["foreach"]:
-            raise RuntimeError("`fused` and `foreach` cannot be `True` together.")
-        if float(group["cautious"]) not in (0.0, 1.0) or group["cautious"] is True:
-            raise RuntimeError("`fused` does not support `cautious`, which needs a mean before the update")
-    if group["differentiable"] and group["low_precision"] in ("remainder", "kahan"):
-        raise ValueError(f"low_precision={group['low_precision']!r} is not differentiable; auto and none are accepted")
-
-
-def _check_parameters(group: dict[str, Any]) -> None:
-    for p in group["params"]:
-        if not (p.is_floating_point() or p.is_complex()):
-            raise TypeError(f"Lion: parameters must be floating-point or complex tensors, got {p.dtype}")
-        if group["low_precision"] == "remainder" and p.dtype == torch.float16:
-            raise ValueError("low_precision='remainder' takes bfloat16 parameters, got float16; use 'kahan' or 'auto'")
-        _momentum_dtype(p, group)
-
-
-def _mode(p: Tensor, group: dict[str, Any]) -> int:
-    if p.dtype not in (torch.bfloat16, torch.float16) or group["low_precision"] == "none" or group["differentiable"]:
-        return NONE
-    if group["low_precision"] == "auto":
-        return REMAINDER if p.dtype == torch.bfloat16 else KAHAN
-    if group["low_precision"] == "kahan":
-        return KAHAN
-    if p.dtype == torch.float16:
-        raise ValueError("low_precision='remainder' takes bfloat16 parameters, got float16; use 'kahan' or 'auto'")
-    return REMAINDER
-
-
-def _momentum_dtype(p: Tensor, group: dict[str, Any]) -> torch.dtype:
-    dtype: torch.dtype = group["state_dtype"] or p.dtype
-    if p.is_complex() and dtype != p.dtype:
-        if dtype not in _COMPLEX_STATE:
-            raise ValueError(f"state_dtype={dtype} has no complex form for a {p.dtype} parameter; None is accepted")
-        return _COMPLEX_STATE[dtype]
-    return dtype
 
 
 def _lr_to_device(group: dict[str, Any]) -> None:

@@ -3,65 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from operator import is_
+from operator import attrgetter, is_
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from onepass.core.launch import uses_triton
-from onepass.ops.lion.op import KAHAN, NONE, REMAINDER, Row, lion_, same_dense_layout, split_complex, update_list_
-from onepass.ops.lion.table import Plan, rows_to_bytes
+from onepass.ops.lion.op import NONE, STOCHASTIC, Row, lion_, same_dense_layout, split_complex, update_list_
+from onepass.ops.lion.table import Columns, Plan, Rows, Scalars, pack_rows
 from onepass.ops.lion.torch_path import foreach_, plain_
+from onepass.optim.options import EXTRA_KEYS, MODES, ROUTING, SCALE_KEY, cautious_factor, hyperparameters, row_of
 
 if TYPE_CHECKING:
     from onepass.optim.lion import Lion
 
-MODE_NAMES = {NONE: "none", REMAINDER: "remainder", KAHAN: "kahan"}
-EXTRA_KEYS = {NONE: "", REMAINDER: "remainder", KAHAN: "kahan_comp"}
-# the options that decide the path; lr, betas and weight_decay may change at any step
-ROUTING = (
-    "foreach", "fused", "differentiable", "capturable", "cautious", "cautious_weight_decay", "low_precision",
-    "state_dtype",
-)  # fmt: skip
-
-
-def cautious_factor(group: dict[str, Any]) -> float | None:
-    """What updates that disagree with the gradient are multiplied by; None when nothing is."""
-    value = group["cautious"]
-    factor = (0.0 if value else 1.0) if isinstance(value, bool) else float(value)
-    return None if factor == 1.0 else factor
-
-
-def peak_lr(group: dict[str, Any]) -> float:
-    """The learning rate at which a group with decouple_lr decays by exactly weight_decay."""
-    for key in ("max_lr", "peak_lr", "initial_lr"):
-        value = group.get(key)
-        if value is not None and float(value) > 0:
-            return float(value)
-    raise ValueError("decouple_lr=True needs a positive peak learning rate: give the param group a 'peak_lr'")
-
-
-def hyperparameters(group: dict[str, Any]) -> tuple[float | Tensor, float | Tensor]:
-    """(lr, weight decay relative to lr); a tensor only where reading it would wait for a device."""
-    lr, wd = group["lr"], group["weight_decay"]
-    if not (group["differentiable"] or torch.compiler.is_compiling()):
-        lr, wd = (float(t) if isinstance(t, Tensor) and t.device.type == "cpu" else t for t in (lr, wd))
-    if group["decouple_lr"]:
-        wd = wd / peak_lr(group)
-    return lr, wd
-
-
-def row_of(group: dict[str, Any]) -> tuple[Row, list[tuple[int, Tensor]]]:
-    """The group's row for the kernels, and (column, tensor) for what only the device knows."""
-    lr, wd = hyperparameters(group)
-    on_device = [(column, t) for column, t in ((0, lr), (1, wd)) if isinstance(t, Tensor)]
-    beta1, beta2 = group["betas"]
-    return Row(
-        0.0 if isinstance(lr, Tensor) else float(lr), 0.0 if isinstance(wd, Tensor) else float(wd),
-        beta1, 1.0 - beta1, beta2, 1.0 - beta2, -1.0 if group["maximize"] else 1.0,
-        1.0 if group["cautious_weight_decay"] else 0.0,
-    ), on_device  # fmt: skip
+MODE_NAMES = {mode: name for name, mode in MODES.items()}
+_grad = attrgetter("grad")
 
 
 def local(t: Tensor) -> Tensor:
@@ -80,9 +38,47 @@ def check_placements(p: Tensor, g: Tensor, m: Tensor) -> None:
         )
 
 
-def signature(groups: Sequence[dict[str, Any]]) -> list[list[Any]]:
-    """What must stay the same for a layout to hold."""
-    return [[g[key] for key in ROUTING] for g in groups]
+def check_dense(g: Tensor) -> None:
+    """Refuse a sparse gradient."""
+    if g.layout != torch.strided:
+        raise RuntimeError(f"Lion does not support sparse gradients, got one of layout {g.layout}")
+
+
+class Layouts:
+    """Tells whether gradients still have the dtypes and strides they had.
+
+    Every step asks, about every gradient: torch's own guard, one call for all tensors, answers in a third of the time
+    that a Python expression takes. It says no more often than needed (after a change of grad mode, for one); then, and
+    where a version of torch hasn't got it, the tensors are looked at one by one.
+    """
+
+    def __init__(self, grads: Sequence[Tensor]) -> None:
+        self._dtypes = [g.dtype for g in grads]
+        self._strides = None if all(g.is_contiguous() for g in grads) else [g.stride() for g in grads]
+        self._check: Callable[..., bool] | None = None
+        try:
+            guards: Any = torch._C._dynamo.guards
+            guard = guards.TensorGuards(
+                *grads,
+                dynamic_dims_sizes=[[None] * g.dim() for g in grads],
+                dynamic_dims_strides=[list(g.stride()) for g in grads],
+            )
+            self._check = guard.check
+        except (AttributeError, TypeError, ValueError, RuntimeError):
+            pass
+
+    def hold(self, grads: Sequence[Tensor]) -> bool:
+        """Tell whether these gradients are laid out like those of the constructor."""
+        try:
+            if self._check is not None and self._check(*grads):
+                return True
+            if any(g is None for g in grads) or [g.dtype for g in grads] != self._dtypes:
+                return False
+            if self._strides is None:
+                return all(map(torch.Tensor.is_contiguous, grads))
+            return [g.stride() for g in grads] == self._strides
+        except (TypeError, RuntimeError):  # a gradient is missing or sparse now
+            return False
 
 
 class Work:
@@ -91,193 +87,231 @@ class Work:
     Holds parameters and states, never gradients: those may be freed between steps.
     """
 
-    def __init__(self, optimizer: Lion, flat: list[Tensor], grads: list[Tensor | None]) -> None:
-        self.flat = flat
-        self.mask = [g is not None for g in grads]
-        self.signature = signature(optimizer.param_groups)
-        self.cautious = [cautious_factor(group) is not None for group in optimizer.param_groups]
-        self.where: list[int] = []  # places of updated parameters in flat
+    def __init__(self, optimizer: Lion, grads: Sequence[Tensor | None], *, part: bool = False) -> None:
+        """`grads` are those of all parameters, group by group; `part`: others than these don't matter."""
+        groups = optimizer.param_groups
+        self.lists = [list(group["params"]) for group in groups]
+        self.signature = [[g[key] for key in ROUTING] for g in groups]
+        self.params: list[Tensor] = []  # those that are updated
+        self.idle: list[Tensor] = []
         self.groups: list[int] = []
-        self.states: list[dict[str, Any]] = []
+        states: list[dict[str, Any]] = []
         self.modes: list[int] = []
-        i = 0
-        for k, group in enumerate(optimizer.param_groups):
-            for p in group["params"]:
-                g = grads[i]
-                if g is not None:
-                    if g.layout != torch.strided:
-                        raise RuntimeError(f"Lion does not support sparse gradients, got one of layout {g.layout}")
-                    self.where.append(i)
-                    self.groups.append(k)
-                    state, mode = optimizer.prepare_state(p, group)
-                    self.states.append(state)
-                    self.modes.append(mode)
-                i += 1
-        self.all_states = list(optimizer.state.values())
-        self.exp_avgs = [s["exp_avg"] for s in self.states]
-        self.extras: list[Tensor | None] = [
-            s[EXTRA_KEYS[mode]] if mode else None for s, mode in zip(self.states, self.modes, strict=True)
-        ]
-        self.any_extra = any(self.modes)
+        flat = ((p, k) for k, params in enumerate(self.lists) for p in params)
+        for index, ((p, k), g) in enumerate(zip(flat, grads, strict=True)):
+            if g is None:
+                if not part:
+                    self.idle.append(p)
+                continue
+            check_dense(g)
+            state, mode = optimizer.prepare_state(p, groups[k], index)
+            self.params.append(p)
+            self.groups.append(k)
+            states.append(state)
+            self.modes.append(mode)
+        keys = {"exp_avg", *(EXTRA_KEYS[mode] for mode in self.modes if mode)}
+        if any(SCALE_KEY in s for s in states):
+            keys.add(SCALE_KEY)
+        self.kept = [(key, [s.get(key) for s in optimizer.state.values()]) for key in sorted(keys)]
         live = [g for g in grads if g is not None]
-        self.dtypes = [g.dtype for g in live]
-        self.strides = None if all(g.is_contiguous() for g in live) else [g.stride() for g in live]
-        self.sharded = any(hasattr(flat[i], "to_local") for i in self.where)
+        self.layouts = Layouts(live)
+        self.sharded = any(hasattr(p, "to_local") for p in self.params)
+        self.columns = Columns(
+            self.params, (), [s["exp_avg"] for s in states],
+            [s[EXTRA_KEYS[mode]] if mode else None for s, mode in zip(states, self.modes, strict=True)],
+            [s.get(SCALE_KEY) for s in states],
+        )  # fmt: skip
+        self.rounding = [s["rounding"] for s, mode in zip(states, self.modes, strict=True) if mode == STOCHASTIC]
         self._sort(optimizer, live)
 
     def _sort(self, optimizer: Lion, live: list[Tensor]) -> None:
-        columns = self._local_columns(live)
+        columns = self._local_columns(optimizer, live)
         self.fused: list[int] = []
         self.foreach: dict[object, list[int]] = {}
         self.listed: dict[object, list[int]] = {}
         self.plain: list[int] = []
-        for j, (p, g, m, e) in enumerate(zip(*columns, strict=True)):
-            group = optimizer.param_groups[self.groups[j]]
-            simple = not group["differentiable"] and cautious_factor(group) is None
-            vectors = simple and same_dense_layout(p, g, m, e) and (not p.is_complex() or not g.is_conj())
+        for j, (p, g, m, e, s) in enumerate(zip(*columns, strict=True)):
+            group, mode = optimizer.param_groups[self.groups[j]], self.modes[j]
+            # the word of a random stream has no element per weight
+            vectors = same_dense_layout(p, g, m, None if mode == STOCHASTIC else e)
+            vectors = vectors and not group["differentiable"] and (not p.is_complex() or not g.is_conj())
             triton = vectors and not group["foreach"] and group["fused"] is not False
             if triton and all(map(uses_triton, (p, g, m))) and (group["fused"] or group["foreach"] is None):
                 self.fused.append(j)
                 continue
-            if group["fused"] and p.is_cuda and not (simple and vectors):
+            if group["fused"] and p.is_cuda and not vectors:
                 raise RuntimeError(
-                    "`fused=True` requires dense parameters of supported dtypes with gradients laid out alike, and no "
-                    f"`cautious`; got a parameter {p.dtype} {tuple(p.shape)} of strides {p.stride()} with a gradient "
-                    f"{g.dtype} of strides {g.stride()}"
+                    "`fused=True` requires dense parameters of supported dtypes with gradients laid out alike, got a "
+                    f"parameter {p.dtype} {tuple(p.shape)} of strides {p.stride()} with a gradient {g.dtype} of "
+                    f"strides {g.stride()}"
                 )
+            simple = cautious_factor(group) is None and s is None and mode != STOCHASTIC
+            simple = simple and not group["differentiable"]
             one_type = p.dtype == g.dtype == m.dtype and p.dtype in (torch.float32, torch.float64)
             decay_simple = not group["cautious_weight_decay"]
             if simple and decay_simple and one_type and (group["foreach"] or (p.is_cuda and group["foreach"] is None)):
                 self.foreach.setdefault((self.groups[j], p.device, p.dtype), []).append(j)
-            elif vectors and p.device.type == "cpu" and group["foreach"] is None:
-                self.listed.setdefault((self.groups[j], self.modes[j]), []).append(j)
+            elif simple and vectors and p.device.type == "cpu" and group["foreach"] is None:
+                self.listed.setdefault((self.groups[j], mode), []).append(j)
             else:
                 self.plain.append(j)
+        self.all_fused = len(self.fused) == len(self.params) and not self.sharded
         self.plan: Plan | None = None
         if self.fused:
-            self._make_plan([[c[j] for j in self.fused] for c in columns], len(optimizer.param_groups))
+            self._make_plan(optimizer, columns)
 
-    def _make_plan(self, columns: list[list[Any]], n_groups: int) -> None:
-        params, grads, exp_avgs, extras = columns
-        self.plan = Plan(
-            params,
-            grads,
-            exp_avgs,
-            extras,
-            [self.modes[j] for j in self.fused],
-            [self.groups[j] for j in self.fused],
-            n_groups,
-        )
-        self.updated = params
-        self.all_fused = len(self.fused) == len(self.where) and not self.sharded
+    def _make_plan(self, optimizer: Lion, columns: Columns) -> Plan:
+        own = self.fused
+        careful = [cautious_factor(group) is not None for group in optimizer.param_groups]
+        groups = [self.groups[j] for j in own]
+        self.plan = Plan(columns.take(own), [self.modes[j] for j in own], groups, [careful[k] for k in groups])
+        return self.plan
 
-    def _local_columns(self, live: list[Tensor]) -> list[list[Any]]:
-        params = [self.flat[i] for i in self.where]
+    def _local_columns(self, optimizer: Lion, live: list[Tensor]) -> Columns:
+        columns = self.columns._replace(grads=live)
         if not self.sharded:
-            return [params, live, self.exp_avgs, self.extras]
-        for p, g, m, k in zip(params, live, self.exp_avgs, self.groups, strict=True):
+            return columns
+        for p, g, m, k in zip(self.params, live, columns.exp_avgs, self.groups, strict=True):
             check_placements(p, g, m)
-            if self.cautious[k] and hasattr(p, "to_local"):
+            if cautious_factor(optimizer.param_groups[k]) is not None and hasattr(p, "to_local"):
                 raise ValueError(
                     "Lion: cautious needs a mean over all shards, which DTensor parameters don't have here yet"
                 )
-        return [[None if t is None else local(t) for t in c] for c in (params, live, self.exp_avgs, self.extras)]
+        return Columns(*([None if t is None else local(t) for t in c] for c in columns))  # type: ignore[arg-type]
 
-    def fits(self, optimizer: Lion, flat: list[Tensor], grads: list[Tensor | None]) -> bool:
-        """Tell whether everything but values and addresses is as it was."""
-        if len(flat) != len(self.flat) or not all(map(is_, flat, self.flat)):
-            return False
-        if [g is not None for g in grads] != self.mask or signature(optimizer.param_groups) != self.signature:
-            return False
-        states = optimizer.state
-        if len(states) != len(self.all_states) or not all(map(is_, states.values(), self.all_states)):
-            return False
-        try:
-            if not all(map(is_, [s["exp_avg"] for s in self.states], self.exp_avgs)):
-                return False
-        except KeyError:
-            return False
-        if self.any_extra and not all(
-            mode == NONE or s.get(EXTRA_KEYS[mode]) is e
-            for s, mode, e in zip(self.states, self.modes, self.extras, strict=True)
-        ):
-            return False
-        live = [g for g in grads if g is not None]
-        if [g.dtype for g in live] != self.dtypes:
-            return False
-        if self.strides is None:
-            try:
-                return all(map(torch.Tensor.is_contiguous, live))
-            except RuntimeError:  # the gradients are sparse now
-                return False
-        return [g.stride() for g in live] == self.strides
-
-    def run(self, optimizer: Lion, grads: list[Tensor | None]) -> None:
-        """Update everything."""
-        live = [g for g in grads if g is not None]
+    def gradients(self, optimizer: Lion) -> list[Tensor] | None:
+        """The gradients to step with; None when anything but values and addresses is not as it was."""
         groups = optimizer.param_groups
-        grad_scale: Tensor | None = getattr(optimizer, "grad_scale", None)
-        found_inf: Tensor | None = getattr(optimizer, "found_inf", None)
-        columns = self._local_columns(live)
+        if len(groups) != len(self.lists):
+            return None
+        for group, params, options in zip(groups, self.lists, self.signature, strict=True):
+            if len(group["params"]) != len(params) or not all(map(is_, group["params"], params)):
+                return None
+            if [group[key] for key in ROUTING] != options:
+                return None
+        states = optimizer.state.values()
+        for key, kept in self.kept:
+            try:
+                now = [s[key] for s in states]
+            except KeyError:
+                now = [s.get(key) for s in states]
+            if len(now) != len(kept) or not all(map(is_, now, kept)):
+                return None
+        live = list(map(_grad, self.params))
+        if (self.idle and any(p.grad is not None for p in self.idle)) or not self.layouts.hold(live):
+            return None
+        return live
+
+    def run(self, optimizer: Lion, live: list[Tensor]) -> None:
+        """Update everything."""
+        groups = optimizer.param_groups
+        scalars = Scalars(
+            getattr(optimizer, "grad_scale", None), optimizer.clip_coefficient, getattr(optimizer, "found_inf", None)
+        )
         if self.plan is not None:
-            self._run_fused(groups, columns, grad_scale, found_inf)
-        if not (self.foreach or self.listed or self.plain) or (found_inf is not None and bool(found_inf)):
-            return
-        scale = None if grad_scale is None else 1.0 / float(grad_scale)
+            rows = rows_of(groups)
+            self.plan = self._current_plan(optimizer, live)
+            self.plan.step(rows, scalars, any(group["capturable"] for group in groups))
+            # autograd saves parameters; a raw write must not pass it by
+            torch.autograd.graph.increment_version(self.params)
+        if not self.all_fused and not (scalars.found_inf is not None and bool(scalars.found_inf)):
+            self._run_others(groups, self._local_columns(optimizer, live), _factor(scalars))
+        if self.rounding:
+            torch._foreach_add_(self.rounding, 1)
+
+    def _current_plan(self, optimizer: Lion, live: list[Tensor]) -> Plan:
+        """The plan, knowing where everything is now."""
+        plan = self.plan
+        assert plan is not None
+        if self.all_fused:
+            if plan.refresh(live):
+                return plan
+            columns = self.columns._replace(grads=live)
+        else:
+            columns = self._local_columns(optimizer, live)
+            own = [columns.grads[j] for j in self.fused]
+            if not self.sharded and plan.refresh(own):
+                return plan
+        plan = self._make_plan(optimizer, columns)
+        plan.refresh([columns.grads[j] for j in self.fused])
+        return plan
+
+    def norm(self, optimizer: Lion, live: list[Tensor], max_norm: Tensor, grad_scale: Tensor | None) -> Tensor | None:
+        """(sum of squares, norm, clip coefficient) in one launch per dtype; None when the kernel can't take all."""
+        if not self.all_fused or self.plan is None or len({launch.device for launch in self.plan.launches}) != 1:
+            return None
+        self.plan = self._current_plan(optimizer, live)
+        device = self.plan.launches[0].device
+        scale = Scalars(grad_scale).to(device)[0]
+        return self.plan.norm(rows_of(optimizer.param_groups), max_norm.to(device), scale)
+
+    def _run_others(self, groups: Any, columns: Columns, factor: float | Tensor | None) -> None:
         for own in self.foreach.values():
             params, gradients, exp_avgs = ([split_complex(c[j]) for j in own] for c in columns[:3])
             row, on_device = row_of(groups[self.groups[own[0]]])
-            if on_device:
-                self.run_plain(groups, columns, own, scale)
+            if on_device or isinstance(factor, Tensor):
+                self._run_plain(groups, columns, own, factor)
             else:
-                foreach_(params, gradients, exp_avgs, _scaled(row, scale))
+                foreach_(params, gradients, exp_avgs, _scaled(row, factor))
         for own in self.listed.values():
             mode = self.modes[own[0]]
             params, gradients, exp_avgs = ([split_complex(c[j]) for j in own] for c in columns[:3])
+            extras = [e for e in (columns.extras[j] for j in own) if e is not None] if mode else []
             row, _ = row_of(groups[self.groups[own[0]]])
             update_list_(
-                params, gradients, exp_avgs, [columns[3][j] for j in own] if mode else [], mode, _scaled(row, scale)
+                params, gradients, exp_avgs, extras, mode, _scaled(row, None if factor is None else float(factor))
             )
-        self.run_plain(groups, columns, self.plain, scale)
+        self._run_plain(groups, columns, self.plain, factor)
 
-    def run_plain(self, groups: Any, columns: list[list[Any]], where: list[int], scale: float | None) -> None:
+    def _run_plain(self, groups: Any, columns: Columns, where: list[int], factor: float | Tensor | None) -> None:
         """Tensor by tensor, from the definition."""
         for j in where:
             group = groups[self.groups[j]]
-            lr, wd = hyperparameters(group)
             p, g, m = (split_complex(c[j]) for c in columns[:3])
-            plain_(
-                p, g, m, columns[3][j], self.modes[j], lr=lr, weight_decay=wd, betas=group["betas"],
-                factor=(-1.0 if group["maximize"] else 1.0) * (1.0 if scale is None else scale),
-                cautious=cautious_factor(group), cautious_weight_decay=group["cautious_weight_decay"],
-                differentiable=group["differentiable"],
-            )  # fmt: skip
-
-    def _run_fused(
-        self, groups: Any, columns: list[list[Any]], grad_scale: Tensor | None, found_inf: Tensor | None
-    ) -> None:
-        rows, positions, scalars = [], [], []
-        for k, group in enumerate(groups):
-            row, on_device = row_of(group)
-            rows.append(row)
-            for column, t in on_device:
-                positions.append(8 * k + column)
-                scalars.append(t)
-        own: Any = columns if self.all_fused else [[c[j] for j in self.fused] for c in columns]
-        options: dict[str, Any] = {
-            "device_rows": (positions, scalars), "grad_scale": grad_scale, "found_inf": found_inf,
-            "capturable": any(group["capturable"] for group in groups),
-        }  # fmt: skip
-        hyper = rows_to_bytes(rows)
-        if self.plan is not None and not self.plan.run(own, hyper, **options):
-            self._make_plan(own, len(groups))
-            self.plan.run(own, hyper, **options)
-        # autograd saves parameters; a raw write must not pass it by
-        torch.autograd.graph.increment_version(self.updated)
+            scale: Any = 1.0 if factor is None else factor
+            plain_group_(group, p, g, m, columns.extras[j], self.modes[j], columns.scales[j], scale)
 
 
-def _scaled(row: Row, scale: float | None) -> Row:
-    return row if scale is None else row._replace(factor=row.factor * scale)
+def plain_group_(
+    group: dict[str, Any], p: Tensor, g: Tensor, m: Tensor, extra: Tensor | None, mode: int, scales: Tensor | None,
+    factor: float | Tensor = 1.0,
+) -> None:  # fmt: skip
+    """One tensor with its group's options, from the definition."""
+    lr, wd = hyperparameters(group)
+    if isinstance(factor, Tensor):
+        factor = factor.to(p.device)
+    plain_(
+        p, g, m, extra, mode, lr=lr, weight_decay=wd, betas=group["betas"],
+        factor=factor * (-1.0 if group["maximize"] else 1.0), cautious=cautious_factor(group),
+        cautious_weight_decay=group["cautious_weight_decay"], differentiable=group["differentiable"], scales=scales,
+    )  # fmt: skip
+
+
+def rows_of(groups: Sequence[dict[str, Any]]) -> Rows:
+    """All groups' hyperparameters as the table has them."""
+    rows, places, scalars = [], [], []
+    for k, group in enumerate(groups):
+        row, on_device = row_of(group)
+        rows.append(row)
+        for field, t in on_device:
+            places.append((k, field))
+            scalars.append(t)
+    return pack_rows(rows, places, scalars)
+
+
+def _factor(scalars: Scalars) -> float | Tensor | None:
+    """What gradients are multiplied by; a number where that doesn't wait for a device."""
+    scale, clip = scalars.grad_scale, scalars.clip
+    if scale is None and clip is None:
+        return None
+    if all(t is None or t.device.type == "cpu" for t in (scale, clip)):
+        return (1.0 if clip is None else float(clip)) / (1.0 if scale is None else float(scale))
+    factor = torch.ones((), device=(clip if clip is not None else scale).device) if clip is None else clip  # type: ignore[union-attr]
+    return factor if scale is None else factor / scale.to(factor.device)
+
+
+def _scaled(row: Row, factor: float | None) -> Row:
+    return row if factor is None else row._replace(factor=row.factor * factor)
 
 
 def compiled_step(optimizer: Lion) -> None:
@@ -285,41 +319,40 @@ def compiled_step(optimizer: Lion) -> None:
     groups = optimizer.param_groups
     lists: dict[int, tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor], list[int]]] = {}
     rows = []
+    index = -1
     for k, group in enumerate(groups):
         row, on_device = row_of(group)
-        values: list[Any] = list(row)
-        for column, t in on_device:
-            values[column] = t
+        values: list[Any] = list(row[:8])
+        for field, t in on_device:
+            values[field] = t
         rows.append(values)
         for p in group["params"]:
+            index += 1
             g = p.grad
             if g is None:
                 continue
-            if g.layout != torch.strided:
-                raise RuntimeError(f"Lion does not support sparse gradients, got one of layout {g.layout}")
-            state, mode = optimizer.prepare_state(p, group)
-            key = EXTRA_KEYS[mode]
-            if group["differentiable"] or cautious_factor(group) is not None:
-                lr, wd = hyperparameters(group)
-                plain_(
-                    split_complex(p), split_complex(g), split_complex(state["exp_avg"]), state.get(key), mode,
-                    lr=lr, weight_decay=wd, betas=group["betas"], factor=-1.0 if group["maximize"] else 1.0,
-                    cautious=cautious_factor(group), cautious_weight_decay=group["cautious_weight_decay"],
-                    differentiable=group["differentiable"],
-                )  # fmt: skip
+            check_dense(g)
+            state, mode = optimizer.prepare_state(p, group, index)
+            key, scales = EXTRA_KEYS[mode], state.get(SCALE_KEY)
+            plain = group["differentiable"] or cautious_factor(group) is not None or scales is not None
+            if plain or mode == STOCHASTIC:
+                p_real, g_real, m_real = split_complex(p), split_complex(g), split_complex(state["exp_avg"])
+                plain_group_(group, p_real, g_real, m_real, state.get(key), mode, scales)
+                if mode == STOCHASTIC:
+                    state[key].add_(1)
                 continue
             own = lists.setdefault(mode, ([], [], [], [], []))
             own[0].append(p)
             own[1].append(g)
             own[2].append(state["exp_avg"])
-            if key:
+            if mode != NONE:
                 own[3].append(state[key])
             own[4].append(k)
-    for mode, (params, grads, exp_avgs, extras, index) in lists.items():
+    for mode, (params, grads, exp_avgs, extras, which) in lists.items():
         if any(isinstance(v, Tensor) for row in rows for v in row):
             device = params[0].device
             hyper = torch.stack([torch.as_tensor(v, dtype=torch.float32, device=device) for r in rows for v in r])
             hyper = hyper.reshape(len(rows), -1)
         else:
             hyper = torch.tensor(rows, dtype=torch.float64)
-        lion_(params, grads, exp_avgs, extras, index, hyper, MODE_NAMES[mode])
+        lion_(params, grads, exp_avgs, extras, which, hyper, MODE_NAMES[mode])

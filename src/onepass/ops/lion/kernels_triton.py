@@ -1,4 +1,4 @@
-"""The Triton kernel of the Lion update: one launch over a table of tensors."""
+"""The Triton kernels of Lion: the step over a table of tensors, and the norm of their gradients."""
 
 from __future__ import annotations
 
@@ -7,24 +7,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from onepass.core.launch import OPTIONS, device_guard
+from onepass.core.launch import OPTIONS, device_guard, sm_count
 
-from .torch_path import REMAINDER
+from .storage import REMAINDER, STOCHASTIC
 
 
 @triton.jit
-def lion_update(p, g, m, lr, wd, beta1, rest1, beta2, rest2, cautious_decay):
-    """fp32 in, (p, m) out. Every product that is added is an explicit fma, so that all variants of the kernel round
-    alike: that is what makes bf16 + remainder the same bits as fp32.
-    """
-    u = tl.fma(g, rest1, m * beta1)
-    # a nan compares unequal to itself and must reach the weight
-    s = tl.where(u > 0, 1.0, tl.where(u < 0, -1.0, tl.where(u == 0, 0.0, u)))
-    # cautious_decay is 0 or 1: decay only what the update moves towards zero
-    decay = tl.where(s * p > 0, wd, wd * (1.0 - cautious_decay))
-    p = tl.fma(tl.fma(p, decay, s), -lr, p)
-    m = tl.fma(g, rest2, m * beta2)
-    return p, m
+def sign(u):
+    """−1, 0 or 1; a nan compares unequal to itself and must reach the weight."""
+    return tl.where(u > 0, 1.0, tl.where(u < 0, -1.0, tl.where(u == 0, 0.0, u)))
 
 
 @triton.jit
@@ -42,56 +33,184 @@ def split_bits(x):
 
 
 @triton.jit
-def update_tile(
-    p_ptr,  # (n,) of a tensor's memory: parameter; int16 bits of bf16 when MODE is REMAINDER
-    g_ptr,  # (n,) gradient
-    m_ptr,  # (n,) momentum
-    e_ptr,  # (n,) int16 remainder or compensation in the parameter's dtype; unused when MODE is NONE
-    offset, n, factor, lr, wd, beta1, rest1, beta2, rest2, cautious_decay,
-    MODE: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr,
+def mix(x):
+    """A 32-bit hash of uint32: two multiplications, three shifts."""
+    x = (x ^ (x >> 16)) * 0x7FEB352D
+    x = (x ^ (x >> 15)) * 0x846CA68B
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def stream_keys(word_ptr):
+    """The two keys of one step of one tensor, from its int64 word."""
+    word = tl.load(word_ptr)
+    low = word.to(tl.uint32)
+    key0 = mix(low ^ mix((word >> 32).to(tl.uint32)))
+    return key0, mix(key0 + low)
+
+
+@triton.jit
+def round_stochastically(x, offset, at, key0, key1, P_TYPE: tl.constexpr, BLOCK: tl.constexpr):
+    """fp32 → bf16 bits (int16) or fp16, up with the probability of the part that is cut off."""
+    lane = offset.to(tl.uint32) + tl.arange(0, BLOCK).to(tl.uint32)
+    # a tile lies on one side of every multiple of 2^32
+    r = lane ^ mix(key0 ^ (offset >> 32).to(tl.uint32))
+    r = (r ^ (r >> 16)) * 0x7FEB352D
+    r = ((r ^ (r >> 15)) + key1) * 0x846CA68B
+    noise = (r >> 16).to(tl.int32)
+    finite = tl.abs(x) < float("inf")
+    bits = x.to(tl.int32, bitcast=True)
+    if P_TYPE == "i16":
+        special = tl.where(x == x, bits, 0x7FC00000)
+        rounded = (tl.where(finite, bits + noise, special) >> 16).to(tl.int16)
+    else:
+        cut = ((bits + (noise & 0x1FFF)) & -0x2000).to(tl.float32, bitcast=True)
+        # below the smallest normal number the spacing is 2^-24 whatever the exponent
+        steps = tl.floor(tl.abs(x) * 16777216.0 + noise.to(tl.float32) * (1.0 / 65536.0))
+        small = tl.where(x < 0, -steps, steps) * (1.0 / 16777216.0)
+        cut = tl.where(tl.abs(x) < 6.103515625e-05, small, cut)
+        rounded = tl.where(finite, cut, x).to(tl.float16)
+    return rounded
+
+
+@triton.jit
+def from_codes(code, scale):
+    """int8 codes and scales as wide as they → fp32: (code / 127)^4·scale with the code's sign; −128 is nan."""
+    x = code.to(tl.float32) * (1.0 / 127.0)
+    square = x * x
+    value = square * square * scale
+    return tl.where(code == -128, float("nan"), tl.where(x < 0, -value, value))
+
+
+@triton.jit
+def to_codes(x, BLOCK: tl.constexpr):
+    """fp32 (BLOCK,) → int8 codes (BLOCK,) and fp32 scales (BLOCK / 256,), the largest finite values of each block."""
+    blocks = tl.reshape(x, (BLOCK // 256, 256))
+    size = tl.where(blocks == blocks, tl.abs(blocks), 0.0)
+    largest = tl.max(size, 1)
+    scale = tl.where(largest > 0, tl.minimum(tl.maximum(largest, 2.0**-120), 2.0**120), 0.0)
+    inverse = tl.where(largest > 0, 1.0 / tl.maximum(scale, 2.0**-120), 0.0)
+    share = tl.minimum(tl.abs(blocks) * inverse[:, None], 1.0)
+    code = (tl.sqrt(tl.sqrt(share)) * 127.0 + 0.5).to(tl.int32)
+    code = tl.where(blocks < 0, -code, code)
+    code = tl.where(blocks == blocks, code, -128)
+    return tl.reshape(code.to(tl.int8), (BLOCK,)), scale
+
+
+@triton.jit
+def load_momentum(
+    m_ptr,  # (n,) momentum, or its int8 codes
+    s_ptr,  # (⌈n / 256⌉,) fp32 scales of the codes; unused for other momenta
+    offset, n, at, M_TYPE: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    at = offset + tl.arange(0, BLOCK)
     if MASKED:
-        inside = at < n
+        m = tl.load(m_ptr + at, mask=at < n, other=0)
+    else:
+        m = tl.load(m_ptr + at)
+    if M_TYPE == "i8":
+        which = offset // 256 + tl.arange(0, BLOCK // 256)
+        scale = tl.load(s_ptr + which, mask=which * 256 < n, other=0.0)
+        blocks = tl.reshape(m, (BLOCK // 256, 256))
+        value = tl.reshape(from_codes(blocks, scale[:, None]), (BLOCK,))
+    else:
+        value = m.to(tl.float32)
+    return value
+
+
+@triton.jit
+def agreement(
+    g_ptr, m_ptr, s_ptr, offset, n, factor, beta1, rest1, M_TYPE: tl.constexpr, MASKED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """1 where the update has the gradient's sign, else 0; pointers as in `update_tile`."""
+    at = offset + tl.arange(0, BLOCK)
+    m = load_momentum(m_ptr, s_ptr, offset, n, at, M_TYPE, MASKED, BLOCK)
+    if MASKED:
+        g = tl.load(g_ptr + at, mask=at < n, other=0)
+    else:
+        g = tl.load(g_ptr + at)
+    g = g.to(tl.float32) * factor
+    # a product of signs: that of tiny numbers would be zero
+    return (sign(tl.fma(g, rest1, m * beta1)) * g > 0).to(tl.int32)
+
+
+@triton.jit
+def update_tile(
+    p_ptr,  # (n,) of a tensor's memory: parameter; int16 bits of bf16 when MODE is REMAINDER or STOCHASTIC
+    g_ptr,  # (n,) gradient
+    m_ptr,  # (n,) momentum, or its int8 codes
+    e_ptr,  # (n,) int16 remainder or compensation in the parameter's dtype; unused in other modes
+    s_ptr,  # (⌈n / 256⌉,) fp32 scales of the codes; unused for other momenta
+    offset, n, factor, lr, wd, beta1, rest1, beta2, rest2, cautious_decay, agreeing, disagreeing, key0, key1,
+    P_TYPE: tl.constexpr, M_TYPE: tl.constexpr, MODE: tl.constexpr, CAUTIOUS: tl.constexpr, STREAM: tl.constexpr,
+    MASKED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Every product that is added is an explicit fma, so that all variants of the kernel round alike: that is what
+    makes bf16 + remainder the same bits as fp32.
+    """
+    # STREAM: gradients are read for the last time here, and nothing written is read again soon
+    first: tl.constexpr = "evict_first" if STREAM else ""
+    through: tl.constexpr = ".cs" if STREAM else ""
+    at = offset + tl.arange(0, BLOCK)
+    inside = at < n
+    m = load_momentum(m_ptr, s_ptr, offset, n, at, M_TYPE, MASKED, BLOCK)
+    if MASKED:
         p = tl.load(p_ptr + at, mask=inside, other=0)
         g = tl.load(g_ptr + at, mask=inside, other=0)
-        m = tl.load(m_ptr + at, mask=inside, other=0)
-        if MODE != 0:
+        if MODE == 1 or MODE == 2:
             e = tl.load(e_ptr + at, mask=inside, other=0)
     else:
         p = tl.load(p_ptr + at)
-        g = tl.load(g_ptr + at)
-        m = tl.load(m_ptr + at)
-        if MODE != 0:
+        g = tl.load(g_ptr + at, eviction_policy=first)
+        if MODE == 1 or MODE == 2:
             e = tl.load(e_ptr + at)
     if MODE == 1:
         value = join_bits(p, e)
     elif MODE == 2:
         value = p.to(tl.float32) + e.to(tl.float32)
+    elif P_TYPE == "i16":
+        value = (p.to(tl.int32) << 16).to(tl.float32, bitcast=True)
     else:
         value = p.to(tl.float32)
-    new, new_m = lion_update(
-        value, g.to(tl.float32) * factor, m.to(tl.float32), lr, wd, beta1, rest1, beta2, rest2, cautious_decay
-    )
+
+    g = g.to(tl.float32) * factor
+    s = sign(tl.fma(g, rest1, m * beta1))
+    if CAUTIOUS:
+        s = s * tl.where(s * g > 0, agreeing, disagreeing)
+    # cautious_decay is 0 or 1: decay only what the update moves towards zero
+    decay = tl.where(s * value > 0, wd, wd * (1.0 - cautious_decay))
+    new = tl.fma(tl.fma(value, decay, s), -lr, value)
+    new_m = tl.fma(g, rest2, m * beta2)
+
     if MODE == 1:
         new_p, new_e = split_bits(new)
+    elif MODE == 3:
+        new_p = round_stochastically(new, offset, at, key0, key1, P_TYPE, BLOCK)
     else:
         new_p = new.to(p.dtype)
         if MODE == 2:
             lost = new - new_p.to(tl.float32)
             # an infinite weight has nothing to compensate: inf − inf would turn it into nan
             new_e = tl.where(tl.abs(lost) < float("inf"), lost, 0.0).to(e.dtype)
-    new_m = new_m.to(m.dtype)
+    if M_TYPE == "i8":
+        if MASKED:
+            # what lies behind the end was loaded as zeros and can't be the largest
+            new_m = tl.where(inside, new_m, 0.0)
+        new_m, scale = to_codes(new_m, BLOCK)
+        which = offset // 256 + tl.arange(0, BLOCK // 256)
+        tl.store(s_ptr + which, scale, mask=which * 256 < n)
+    else:
+        new_m = new_m.to(m_ptr.dtype.element_ty)
     if MASKED:
         tl.store(p_ptr + at, new_p, mask=inside)
         tl.store(m_ptr + at, new_m, mask=inside)
-        if MODE != 0:
+        if MODE == 1 or MODE == 2:
             tl.store(e_ptr + at, new_e, mask=inside)
     else:
-        tl.store(p_ptr + at, new_p)
-        tl.store(m_ptr + at, new_m)
-        if MODE != 0:
-            tl.store(e_ptr + at, new_e)
+        tl.store(p_ptr + at, new_p, cache_modifier=through)
+        tl.store(m_ptr + at, new_m, cache_modifier=through)
+        if MODE == 1 or MODE == 2:
+            tl.store(e_ptr + at, new_e, cache_modifier=through)
 
 
 @triton.jit
@@ -104,6 +223,10 @@ def pointer(word_ptr, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
         address = word.to(tl.pointer_type(tl.bfloat16))
     elif TYPE == "fp16":
         address = word.to(tl.pointer_type(tl.float16))
+    elif TYPE == "i8":
+        address = word.to(tl.pointer_type(tl.int8))
+    elif TYPE == "i64":
+        address = word.to(tl.pointer_type(tl.int64))
     else:
         address = word.to(tl.pointer_type(tl.int16))
     if ALIGNED:
@@ -111,41 +234,55 @@ def pointer(word_ptr, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
     return address
 
 
+@triton.jit
+def find_tensor(first_ptr, coarse_ptr, chunk, n_tensors, SPAN: tl.constexpr):
+    """The tensor that a chunk belongs to.
+
+    A coarse map says where the span of chunks begins; the tensors that begin inside it are counted in one load.
+    """
+    begin = tl.load(coarse_ptr + chunk // SPAN)
+    ahead = begin + 1 + tl.arange(0, SPAN)
+    starts = tl.load(first_ptr + ahead, mask=ahead < n_tensors, other=0x7FFFFFFFFFFF)
+    return begin + tl.sum((starts <= chunk).to(tl.int32), 0)
+
+
 @triton.jit(do_not_specialize=["n_tensors", "n_groups"])
 def step_kernel(
-    table_ptr,  # int64 words as table.py lays them out: hyperparameters, addresses, sizes, groups, tiles
+    table_ptr,  # int64 words as table.py lays them out: hyperparameters, addresses, sizes, groups, chunks
     scale_ptr,  # () fp32: gradients are this much too large; any pointer when HAS_SCALE is false
+    clip_ptr,  # () fp32: what gradients are multiplied by; any pointer when HAS_CLIP is false
     found_inf_ptr,  # () fp32: non-zero skips the step; any pointer when HAS_FOUND_INF is false
+    agreed_ptr,  # (n_tensors,) int64: elements whose update agrees with the gradient; any pointer unless CAUTIOUS
     n_tensors,
     n_groups,
     P_TYPE: tl.constexpr, G_TYPE: tl.constexpr, M_TYPE: tl.constexpr, E_TYPE: tl.constexpr,
-    MODE: tl.constexpr, ALIGNED: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_FOUND_INF: tl.constexpr,
-    SPAN: tl.constexpr, BLOCK: tl.constexpr,
+    MODE: tl.constexpr, ALIGNED: tl.constexpr, CAUTIOUS: tl.constexpr,
+    HAS_SCALE: tl.constexpr, HAS_CLIP: tl.constexpr, HAS_FOUND_INF: tl.constexpr, COUNT: tl.constexpr,
+    STREAM: tl.constexpr, SPAN: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """One tile of one tensor per program."""
+    """One chunk, TILES·BLOCK elements of one tensor, per program.
+
+    COUNT: nothing is updated, but the elements whose update agrees with the gradient are counted.
+    """
     if HAS_FOUND_INF:
         if tl.load(found_inf_ptr) != 0:
             return
-    tile = tl.program_id(0)
-    address_ptr = table_ptr + n_groups * 4
-    size_ptr = address_ptr + n_tensors * 4
-    first_tile_ptr = size_ptr + n_tensors * 2
+    chunk = tl.program_id(0)
+    address_ptr = table_ptr + n_groups * 5
+    size_ptr = address_ptr + n_tensors * 5
+    first_ptr = size_ptr + n_tensors * 2
+    tensor = find_tensor(first_ptr, first_ptr + n_tensors, chunk, n_tensors, SPAN)
 
-    # a coarse map says where the span of tiles begins; the tensors that begin inside it are counted in one load
-    begin = tl.load(first_tile_ptr + n_tensors + tile // SPAN)
-    ahead = begin + 1 + tl.arange(0, SPAN)
-    starts = tl.load(first_tile_ptr + ahead, mask=ahead < n_tensors, other=0x7FFFFFFF)
-    tensor = begin + tl.sum((starts <= tile).to(tl.int32), 0)
-
-    offset = (tile - tl.load(first_tile_ptr + tensor)) * BLOCK
+    begin = (chunk - tl.load(first_ptr + tensor)) * (BLOCK * TILES)
     n = tl.load(size_ptr + tensor)
     group = tl.load(size_ptr + n_tensors + tensor)
     g_ptr = pointer(address_ptr + tensor, G_TYPE, ALIGNED)
     p_ptr = pointer(address_ptr + n_tensors + tensor, P_TYPE, ALIGNED)
     m_ptr = pointer(address_ptr + n_tensors * 2 + tensor, M_TYPE, ALIGNED)
     e_ptr = pointer(address_ptr + n_tensors * 3 + tensor, E_TYPE, ALIGNED)
+    s_ptr = pointer(address_ptr + n_tensors * 4 + tensor, "fp32", ALIGNED)
 
-    hyper_ptr = table_ptr.to(tl.pointer_type(tl.float32)) + group * 8
+    hyper_ptr = table_ptr.to(tl.pointer_type(tl.float32)) + group * 10
     lr = tl.load(hyper_ptr)
     wd = tl.load(hyper_ptr + 1)
     beta1 = tl.load(hyper_ptr + 2)
@@ -154,48 +291,207 @@ def step_kernel(
     rest2 = tl.load(hyper_ptr + 5)
     factor = tl.load(hyper_ptr + 6)
     cautious_decay = tl.load(hyper_ptr + 7)
+    if HAS_CLIP:
+        factor = factor * tl.load(clip_ptr)
     if HAS_SCALE:
         factor = factor / tl.load(scale_ptr)
 
-    if offset + BLOCK <= n:
-        update_tile(
-            p_ptr, g_ptr, m_ptr, e_ptr, offset, n, factor, lr, wd, beta1, rest1, beta2, rest2, cautious_decay,
-            MODE, False, BLOCK,
-        )  # fmt: skip
+    if COUNT:
+        agreed = tl.zeros((BLOCK,), tl.int32)
+        if begin + BLOCK * TILES <= n:
+            for tile in range(TILES):
+                agreed += agreement(
+                    g_ptr, m_ptr, s_ptr, begin + tile * BLOCK, n, factor, beta1, rest1, M_TYPE, False, BLOCK
+                )
+        else:
+            for tile in range(TILES):
+                agreed += agreement(
+                    g_ptr, m_ptr, s_ptr, begin + tile * BLOCK, n, factor, beta1, rest1, M_TYPE, True, BLOCK
+                )
+        # integers: the order of the sum doesn't matter
+        tl.atomic_add(agreed_ptr + tensor, tl.sum(agreed, 0).to(tl.int64), sem="relaxed")
     else:
-        update_tile(
-            p_ptr, g_ptr, m_ptr, e_ptr, offset, n, factor, lr, wd, beta1, rest1, beta2, rest2, cautious_decay,
-            MODE, True, BLOCK,
-        )  # fmt: skip
+        agreeing = 1.0
+        disagreeing = 0.0
+        if CAUTIOUS:
+            lowered = tl.load(hyper_ptr + 8)
+            share = tl.load(agreed_ptr + tensor).to(tl.float32) / n.to(tl.float32)
+            agreeing = 1.0 / tl.maximum(share + (1.0 - share) * lowered, 1e-5)
+            disagreeing = lowered * agreeing
+        key0 = 0
+        key1 = 0
+        if MODE == 3:
+            key0, key1 = stream_keys(e_ptr)
+        if begin + BLOCK * TILES <= n:
+            for tile in range(TILES):
+                update_tile(
+                    p_ptr, g_ptr, m_ptr, e_ptr, s_ptr, begin + tile * BLOCK, n, factor, lr, wd, beta1, rest1, beta2,
+                    rest2, cautious_decay, agreeing, disagreeing, key0, key1,
+                    P_TYPE, M_TYPE, MODE, CAUTIOUS, STREAM, False, BLOCK,
+                )  # fmt: skip
+        else:
+            for tile in range(TILES):
+                offset = begin + tile * BLOCK
+                if offset < n:
+                    update_tile(
+                        p_ptr, g_ptr, m_ptr, e_ptr, s_ptr, offset, n, factor, lr, wd, beta1, rest1, beta2, rest2,
+                        cautious_decay, agreeing, disagreeing, key0, key1,
+                        P_TYPE, M_TYPE, MODE, CAUTIOUS, False, True, BLOCK,
+                    )  # fmt: skip
 
 
-TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+@triton.jit(do_not_specialize=["n_tensors", "n_groups", "n_chunks"])
+def norm_kernel(
+    table_ptr,  # the table that the step reads too
+    before_ptr,  # () fp32: sum of squares of earlier launches; any pointer when HAS_BEFORE is false
+    partial_ptr,  # (programs,) fp32: room for the sums of the programs
+    ticket_ptr,  # () int32, zero before and after
+    out_ptr,  # (3,) fp32: sum of squares so far, its root, clip coefficient
+    max_norm_ptr,  # () fp32
+    scale_ptr,  # () fp32: gradients are this much too large; any pointer when HAS_SCALE is false
+    n_tensors,
+    n_groups,
+    n_chunks,
+    G_TYPE: tl.constexpr, ALIGNED: tl.constexpr, HAS_BEFORE: tl.constexpr, HAS_SCALE: tl.constexpr,
+    SPAN: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, PROGRAMS: tl.constexpr,
+):  # fmt: skip
+    """Norm of all gradients. Each program sums a run of chunks; the last one to finish adds up the programs' sums in
+    their order, so that the result is the same bits each time.
+    """
+    program = tl.program_id(0)
+    address_ptr = table_ptr + n_groups * 5
+    size_ptr = address_ptr + n_tensors * 5
+    first_ptr = size_ptr + n_tensors * 2
+    coarse_ptr = first_ptr + n_tensors
+    chunk = (program.to(tl.int64) * n_chunks) // PROGRAMS
+    end = ((program + 1).to(tl.int64) * n_chunks) // PROGRAMS
+    total = tl.zeros((BLOCK,), tl.float32)
+    while chunk < end:
+        tensor = find_tensor(first_ptr, coarse_ptr, chunk, n_tensors, SPAN)
+        first = tl.load(first_ptr + tensor)
+        n = tl.load(size_ptr + tensor)
+        g_ptr = pointer(address_ptr + tensor, G_TYPE, ALIGNED)
+        # as far as this program's run and this tensor go
+        offset = (chunk - first) * CHUNK
+        until = tl.minimum((end - first) * CHUNK, n)
+        while offset + BLOCK <= until:
+            g = tl.load(g_ptr + offset + tl.arange(0, BLOCK)).to(tl.float32)
+            total += g * g
+            offset += BLOCK
+        if offset < until:
+            at = offset + tl.arange(0, BLOCK)
+            g = tl.load(g_ptr + at, mask=at < until, other=0.0).to(tl.float32)
+            total += g * g
+        chunk = first + (until + CHUNK - 1) // CHUNK
+    tl.store(partial_ptr + program, tl.sum(total, 0))
+    tl.debug_barrier()
+    if tl.atomic_add(ticket_ptr, 1, sem="acq_rel") == PROGRAMS - 1:
+        lane = tl.arange(0, 1024)
+        squares = tl.zeros((1024,), tl.float32)
+        for start in range(0, PROGRAMS, 1024):
+            inside = start + lane < PROGRAMS
+            # past the L1 cache, which may hold older sums
+            squares += tl.load(partial_ptr + start + lane, mask=inside, other=0.0, cache_modifier=".cg")
+        square = tl.sum(squares, 0)
+        if HAS_BEFORE:
+            square += tl.load(before_ptr)
+        norm = tl.sqrt(square)
+        if HAS_SCALE:
+            norm = norm / tl.load(scale_ptr)
+        clip = tl.load(max_norm_ptr) / (norm + 1e-6)
+        tl.store(out_ptr, square)
+        tl.store(out_ptr + 1, norm)
+        # a nan norm must reach the weights, as with torch's clipping
+        tl.store(out_ptr + 2, tl.where(clip > 1.0, 1.0, clip))
+        tl.store(ticket_ptr, 0)
+
+
+TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int8: "i8"}
 
 
 def launch(
     table: Tensor,
-    n_tiles: int,
+    n_chunks: int,
     n_tensors: int,
     n_groups: int,
     dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
     mode: int,
     aligned: bool,
-    span: int,
+    agreed: Tensor | None,
     grad_scale: Tensor | None,
+    clip: Tensor | None,
     found_inf: Tensor | None,
-    block: int,
-    num_warps: int,
+    shape: tuple[int, int, int, int, bool],
 ) -> None:
-    """Update every tensor of a table; dtypes of (parameter, gradient, momentum)."""
+    """Update every tensor of a table.
+
+    Args:
+        table: as `table.py` lays it out.
+        n_chunks: of all tensors.
+        n_tensors: in the table.
+        n_groups: in the table.
+        dtypes: of parameter, gradient, momentum.
+        mode: how a 16-bit parameter is kept.
+        aligned: all addresses are multiples of 16.
+        agreed: for cautious updates, a counter per tensor.
+        grad_scale: gradients are divided by it.
+        clip: gradients are multiplied by it.
+        found_inf: non-zero skips everything.
+        shape: span of the map, elements of a tile, tiles of a chunk, warps, whether to use streaming caches.
+    """
     p_type, g_type, m_type = (TYPES[t] for t in dtypes)
     e_type = p_type
     if mode == REMAINDER:
         p_type = e_type = "i16"
+    elif mode == STOCHASTIC:
+        e_type = "i64"
+        p_type = "i16" if dtypes[0] == torch.bfloat16 else p_type
+    span, block, tiles, num_warps, stream = shape
+    counts = (False,)
+    if agreed is not None:
+        agreed.zero_()
+        counts = (True, False)
     with device_guard(table):
-        step_kernel[(n_tiles,)](
-            table, table if grad_scale is None else grad_scale, table if found_inf is None else found_inf,
-            n_tensors, n_groups,
-            P_TYPE=p_type, G_TYPE=g_type, M_TYPE=m_type, E_TYPE=e_type, MODE=mode, ALIGNED=aligned,
-            HAS_SCALE=grad_scale is not None, HAS_FOUND_INF=found_inf is not None, SPAN=span, BLOCK=block,
-            num_warps=num_warps, **OPTIONS,
+        for count in counts:
+            step_kernel[(n_chunks,)](
+                table, table if grad_scale is None else grad_scale, table if clip is None else clip,
+                table if found_inf is None else found_inf, table if agreed is None else agreed, n_tensors, n_groups,
+                P_TYPE=p_type, G_TYPE=g_type, M_TYPE=m_type, E_TYPE=e_type, MODE=mode, ALIGNED=aligned,
+                CAUTIOUS=agreed is not None, HAS_SCALE=grad_scale is not None, HAS_CLIP=clip is not None,
+                HAS_FOUND_INF=found_inf is not None, COUNT=count, STREAM=stream, SPAN=span, BLOCK=block, TILES=tiles,
+                num_warps=num_warps, **OPTIONS,
+            )  # fmt: skip
+
+
+def norm_programs(table: Tensor) -> int:
+    """Programs of a norm launch: all that are resident at once."""
+    return 8 * sm_count(table)
+
+
+def launch_norm(
+    table: Tensor,
+    n_chunks: int,
+    n_tensors: int,
+    n_groups: int,
+    dtype: torch.dtype,
+    aligned: bool,
+    before: Tensor | None,
+    room: tuple[Tensor, Tensor],
+    out: Tensor,
+    max_norm: Tensor,
+    grad_scale: Tensor | None,
+    span: int,
+    chunk: int,
+) -> None:
+    """Norm and clip coefficient of the gradients in a table, added to the sum of squares `before`.
+
+    `room` is (partial sums, ticket).
+    """
+    programs = norm_programs(table)
+    with device_guard(table):
+        norm_kernel[(programs,)](
+            table, table if before is None else before, *room, out, max_norm,
+            table if grad_scale is None else grad_scale, n_tensors, n_groups, n_chunks,
+            G_TYPE=TYPES[dtype], ALIGNED=aligned, HAS_BEFORE=before is not None, HAS_SCALE=grad_scale is not None,
+            SPAN=span, CHUNK=chunk, BLOCK=2048, PROGRAMS=programs, num_warps=8, **OPTIONS,
         )  # fmt: skip

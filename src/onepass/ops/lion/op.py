@@ -11,8 +11,9 @@ from torch.library import custom_op
 from onepass.core.launch import uses_triton
 
 from . import torch_path
-from .table import Plan, rows_to_bytes
-from .torch_path import KAHAN, NONE, REMAINDER, Row
+from .storage import KAHAN, NONE, REMAINDER, STOCHASTIC
+from .table import Columns, Plan, Scalars, pack_rows
+from .torch_path import Row
 
 MODES = {"none": NONE, "remainder": REMAINDER, "kahan": KAHAN}
 
@@ -115,14 +116,14 @@ def _step(
     if fused:
         p, g, m = ([c[i] for i in fused] for c in columns)
         e = [extra[i] for i in fused]
-        plan = Plan(p, g, m, e, [code] * len(fused), [groups[i] for i in fused], len(hyper))
-        on_host = hyper.device.type == "cpu"
-        rows = [Row(*r) for r in hyper.tolist()] if on_host else [Row(*[0.0] * 8)] * len(hyper)
-        scalars = [] if on_host else list(hyper.reshape(-1).unbind())
-        plan.run(
-            (p, g, m, e), rows_to_bytes(rows), device_rows=(range(len(scalars)), scalars), grad_scale=grad_scale,
-            found_inf=found_inf,
-        )  # fmt: skip
+        plan = Plan(Columns(p, g, m, e, [None] * len(fused)), [code] * len(fused), [groups[i] for i in fused])
+        if hyper.device.type == "cpu":
+            rows = pack_rows([Row(*r) for r in hyper.tolist()])
+        else:
+            places = [(k, field) for k in range(len(hyper)) for field in range(8)]
+            rows = pack_rows([Row(*[0.0] * 8)] * len(hyper), places, list(hyper.reshape(-1).unbind()))
+        plan.refresh(g)
+        plan.step(rows, Scalars(grad_scale, None, found_inf))
         torch.autograd.graph.increment_version([*p, *m, *(t for t in e if t is not None)])
     taken = set(fused)
     rest = [i for i in range(len(params)) if i not in taken]
@@ -160,4 +161,4 @@ def _(
     _check(params, grads, exp_avgs, extras, kind)
 
 
-__all__ = ["KAHAN", "MODES", "NONE", "REMAINDER", "Row", "lion_", "same_dense_layout", "split_complex"]
+__all__ = ["KAHAN", "MODES", "NONE", "REMAINDER", "STOCHASTIC", "Row", "lion_", "same_dense_layout", "split_complex"]

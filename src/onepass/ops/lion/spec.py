@@ -14,6 +14,8 @@ from torch import Tensor
 
 from onepass.core.spec import Case, Kernel, Spec
 
+from .table import shape_of
+
 SPECS: list[Spec] = []
 
 
@@ -23,9 +25,16 @@ def _step_kernel() -> Any:
     return step_kernel
 
 
+def _norm_kernel() -> Any:
+    from .kernels_triton import norm_kernel
+
+    return norm_kernel
+
+
 def _kernels() -> Iterator[Kernel]:
     signature = {
-        "table_ptr": "*i64", "scale_ptr": "*fp32", "found_inf_ptr": "*fp32", "n_tensors": "i32", "n_groups": "i32",
+        "table_ptr": "*i64", "scale_ptr": "*fp32", "clip_ptr": "*fp32", "found_inf_ptr": "*fp32", "agreed_ptr": "*i64",
+        "n_tensors": "i32", "n_groups": "i32",
     }  # fmt: skip
     types = (
         # mode, parameter, gradient, momentum, extra
@@ -39,18 +48,44 @@ def _kernels() -> Iterator[Kernel]:
         ("bf16 + remainder, fp32 momentum", 1, "i16", "bf16", "fp32", "i16"),
         ("bf16 + kahan", 2, "bf16", "bf16", "bf16", "bf16"),
         ("fp16 + kahan", 2, "fp16", "fp16", "fp16", "fp16"),
+        ("bf16, stochastic", 3, "i16", "bf16", "bf16", "i64"),
+        ("fp16, stochastic", 3, "fp16", "fp16", "fp16", "i64"),
+        ("fp32, int8 momentum", 0, "fp32", "fp32", "i8", "fp32"),
+        ("bf16, int8 momentum", 0, "bf16", "bf16", "i8", "bf16"),
+        ("bf16 + remainder, int8 momentum", 1, "i16", "bf16", "i8", "i16"),
+        ("bf16, stochastic, int8 momentum", 3, "i16", "bf16", "i8", "i64"),
     )
+    variants = ((True, False, False), (False, False, False), (True, True, False), (True, True, True))
     for name, mode, p, g, m, e in types:
-        for aligned in (True, False):
+        for aligned, cautious, count in variants:
+            if cautious and g == "fp16":
+                continue
+            words = [name, *(["cautious"] * cautious), *(["count"] * count), *(["unaligned"] * (not aligned))]
+            shape = shape_of(p, m)
             yield Kernel(
-                f"lion {name}{'' if aligned else ', unaligned'}", _step_kernel, signature,
+                f"lion {', '.join(words)}", _step_kernel, signature,
                 {
                     "P_TYPE": p, "G_TYPE": g, "M_TYPE": m, "E_TYPE": e, "MODE": mode, "ALIGNED": aligned,
-                    "HAS_SCALE": True, "HAS_FOUND_INF": True, "SPAN": 32, "BLOCK": 1024,
+                    "CAUTIOUS": cautious, "COUNT": count, "HAS_SCALE": True, "HAS_CLIP": True, "HAS_FOUND_INF": True,
+                    "STREAM": shape.stream, "SPAN": 32, "BLOCK": shape.block, "TILES": shape.tiles,
                 },
-                divisible=("table_ptr", "scale_ptr", "found_inf_ptr"), num_warps=4,
-                max_registers=64 if aligned else 128, vector_loads=aligned,
+                divisible=("table_ptr", "scale_ptr", "clip_ptr", "found_inf_ptr", "agreed_ptr"),
+                num_warps=shape.num_warps, max_registers=64 if aligned else 128, vector_loads=aligned,
             )  # fmt: skip
+    for g in ("fp32", "bf16", "fp16"):
+        yield Kernel(
+            f"gradient norm {g}", _norm_kernel,
+            {
+                "table_ptr": "*i64", "before_ptr": "*fp32", "partial_ptr": "*fp32", "ticket_ptr": "*i32",
+                "out_ptr": "*fp32", "max_norm_ptr": "*fp32", "scale_ptr": "*fp32", "n_tensors": "i32",
+                "n_groups": "i32", "n_chunks": "i32",
+            },
+            {
+                "G_TYPE": g, "ALIGNED": True, "HAS_BEFORE": True, "HAS_SCALE": True, "SPAN": 32, "CHUNK": 4096,
+                "BLOCK": 2048, "PROGRAMS": 1056,
+            },
+            divisible=("table_ptr", "partial_ptr"), num_warps=8, max_registers=64,
+        )  # fmt: skip
 
 
 KERNELS = list(_kernels())

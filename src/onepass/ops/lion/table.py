@@ -2,13 +2,13 @@
 
 All words are int64, in this order, for n tensors in G param groups:
 
-* 4·G words: per group 8 fp32 hyperparameters, the fields of `Row`;
-* n each: addresses of gradients, parameters, momenta, extras;
+* 5·G words: per group 10 fp32 hyperparameters, the fields of `Row` and one of padding;
+* n each: addresses of gradients, parameters, momenta, extras, scales;
 * n each: sizes in elements; param groups;
-* n: first tile of each tensor; then the tensor of every SPAN-th tile.
+* n: first chunk of each tensor; then the tensor of every SPAN-th chunk.
 
-The head (hyperparameters and addresses) is sent again when one of them changed, in one asynchronous copy from
-pinned memory; the rest is sent once.
+Between steps only the hyperparameters are sent again, and the gradients' addresses when they moved: in one
+asynchronous copy from pinned memory. The rest is sent once, and again when parameters moved.
 """
 
 from __future__ import annotations
@@ -16,71 +16,148 @@ from __future__ import annotations
 import struct
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from onepass.core.launch import cdiv
 
-from .torch_path import NONE, Row
+from .torch_path import Row
 
-ROW_BYTES = 32
+ROW_FLOATS = 10
 REAL = {torch.complex64: torch.float32, torch.complex32: torch.float16}
 
 
-def rows_to_bytes(rows: Sequence[Row]) -> bytes:
-    """All groups' hyperparameters as fp32."""
-    return struct.pack(f"{8 * len(rows)}f", *(x for row in rows for x in row))
+class Shape(NamedTuple):
+    """How a launch cuts tensors up: elements of a tile, tiles of a program, warps, streaming caches."""
+
+    block: int
+    tiles: int
+    num_warps: int
+    stream: bool
+
+
+def shape_of(p_type: object, m_type: object) -> Shape:
+    """Shape of a launch; the types as the kernel names them or as torch does."""
+    return Shape(1024, 1, 4, False)
+
+
+class Scalars(NamedTuple):
+    """Device scalars that a step takes into account without waiting for them."""
+
+    grad_scale: Tensor | None = None  # gradients are divided by it
+    clip: Tensor | None = None  # gradients are multiplied by it
+    found_inf: Tensor | None = None  # non-zero skips the step
+
+    def to(self, device: torch.device) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Return all of them as fp32 on the device."""
+        return tuple(  # type: ignore[return-value]
+            t if t is None or (t.dtype == torch.float32 and t.device == device)
+            else t.to(device, torch.float32, non_blocking=True)
+            for t in self
+        )  # fmt: skip
+
+
+class Rows(NamedTuple):
+    """Hyperparameters of all groups: as bytes, and those that only the device knows with their places."""
+
+    packed: bytes
+    places: Sequence[int] = ()
+    scalars: Sequence[Tensor] = ()
+
+
+def pack_rows(rows: Sequence[Row], places: Sequence[tuple[int, int]] = (), scalars: Sequence[Tensor] = ()) -> Rows:
+    """Lay out hyperparameters; `places` are (group, field) of the device scalars."""
+    packed = struct.pack("9f4x" * len(rows), *(x for row in rows for x in row))
+    return Rows(packed, [ROW_FLOATS * k + field for k, field in places], scalars)
+
+
+class Columns(NamedTuple):
+    """Parallel lists of tensors: parameters, gradients, momenta, what modes keep beside, scales of int8 momenta."""
+
+    params: Sequence[Tensor]
+    grads: Sequence[Tensor]
+    exp_avgs: Sequence[Tensor]
+    extras: Sequence[Tensor | None]
+    scales: Sequence[Tensor | None]
+
+    def take(self, where: Sequence[int]) -> Columns:
+        """Return the columns of some tensors."""
+        return Columns(*([c[i] for i in where] for c in self))  # type: ignore[arg-type]
 
 
 def _capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-@dataclass
 class Launch:
-    """The tensors of one device, dtype combination and alignment: one kernel launch a step.
+    """The tensors of one device, dtype combination, mode and alignment: one kernel launch a step.
 
     Attributes:
-        where: the tensors' places in the step's lists.
+        where: the tensors' places in the plan's columns.
         dtypes: of parameter, gradient, momentum (real ones: a complex number counts as two).
     """
 
-    device: torch.device
-    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype]
-    mode: int
-    aligned: bool
-    n_groups: int
-    where: list[int] = field(default_factory=list)
-    sizes: list[int] = field(default_factory=list)
-    groups: list[int] = field(default_factory=list)
-    block: int = 1024
-    num_warps: int = 4
-
-    _table: Tensor | None = None
-    _hyper: bytes = b""
-    _addresses: list[list[int]] = field(default_factory=list)
-    _moved: bool = True
-    _body: bytes = b""
-    _captured: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    _spare: Tensor | None = None
-    n_tiles: int = 0
-    span: int = 32
+    def __init__(
+        self,
+        device: torch.device,
+        dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
+        mode: int,
+        aligned: bool,
+        cautious: bool,
+    ) -> None:
+        self.device, self.dtypes, self.mode, self.aligned, self.cautious = device, dtypes, mode, aligned, cautious
+        self.where: list[int] = []
+        self.sizes: list[int] = []
+        self.groups: list[int] = []
+        self.shape = shape_of(dtypes[0], dtypes[2])
+        self._table: Tensor | None = None
+        self._sent = b""  # hyperparameters of the table on the device
+        self._grads = array("q")
+        self._fixed = b""  # all other addresses
+        self._grads_moved = self._fixed_moved = True
+        self._captured: list[tuple[Tensor, Tensor | None]] = []
+        self._spare: list[Tensor] = []
+        self._agreed: Tensor | None = None
 
     def close(self) -> None:
-        """Every tensor is known: lay out the tiles."""
-        tiles = torch.tensor([cdiv(n, self.block) for n in self.sizes], dtype=torch.int64)
-        ends = tiles.cumsum(0)
-        self.n_tiles = int(ends[-1])
+        """Every tensor is known: lay out the chunks."""
+        self.chunk = self.shape.block * self.shape.tiles
+        chunks = torch.tensor([cdiv(n, self.chunk) for n in self.sizes], dtype=torch.int64)
+        ends = chunks.cumsum(0)
+        self.n_chunks = int(ends[-1])
         # a larger span makes a smaller map; a span of 32 is counted within one warp
-        self.span = 32 if self.n_tiles <= 1 << 21 else 128
-        coarse = torch.searchsorted(ends, torch.arange(0, self.n_tiles, self.span), right=True)
+        self.span = 32 if self.n_chunks <= 1 << 21 else 128
+        coarse = torch.searchsorted(ends, torch.arange(0, self.n_chunks, self.span), right=True)
         words = array("q", self.sizes)
         words.extend(self.groups)
-        words.extend((ends - tiles).tolist())
+        words.extend((ends - chunks).tolist())
         words.extend(coarse.tolist())
         self._body = words.tobytes()
+
+    def take_grads(self, addresses: Sequence[int]) -> bool:
+        """Take new addresses of gradients; False when the launch can't, with the old ones kept."""
+        words = array("q", addresses)
+        if self.aligned and not _multiples_of_16(words):
+            return False
+        self._grads, self._grads_moved = words, True
+        return True
+
+    def take_fixed(self, addresses: Sequence[Sequence[int]]) -> bool:
+        """Take new addresses of everything else."""
+        words = array("q")
+        for column in addresses:
+            words.extend(column)
+        if self.aligned and not _multiples_of_16(words):
+            return False
+        self._fixed, self._fixed_moved = words.tobytes(), True
+        return True
+
+    def _pinned(self, n_bytes: int) -> Tensor | None:
+        if self.device.type != "cuda":
+            return None
+        return torch.empty(n_bytes // 8, dtype=torch.int64, pin_memory=True)
 
     def _send(self, table: Tensor, data: bytes, pinned: Tensor | None) -> Tensor:
         source = torch.frombuffer(bytearray(data), dtype=torch.int64)
@@ -90,121 +167,96 @@ class Launch:
         table[: len(source)].copy_(source, non_blocking=True)
         return source
 
-    def _pinned(self, n_bytes: int) -> Tensor | None:
-        if self.device.type != "cuda":
-            return None
-        return torch.empty(n_bytes // 8, dtype=torch.int64, pin_memory=True)
-
-    def move(self, addresses: list[list[int]]) -> bool:
-        """Take the addresses of gradients, parameters, momenta and extras; False when the launch can't."""
-        if addresses != self._addresses:
-            if self.aligned and any(a & 15 for column in addresses for a in column):
-                return False
-            self._addresses, self._moved = addresses, True
-        return True
-
-    def table(self, hyper: bytes, capturable: bool) -> Tensor:
+    def table(self, packed: bytes, capturable: bool = False) -> Tensor:
         """Return the up-to-date table."""
-        capturing = _capturing(self.device)
-        if self._table is not None and not capturing and not self._moved:
-            if hyper != self._hyper:
-                self._send(self._table, hyper, self._pinned(len(hyper)))
-                self._hyper = hyper
-            self._keep_spare(capturable)
-            return self._table
-        words = array("q")
-        for column in self._addresses:
-            words.extend(column)
-        head = hyper + words.tobytes()
-        n_words = (len(head) + len(self._body)) // 8
-        if capturing:
-            # a graph copies from this memory at every replay, so that nothing else may write to it or to its table
-            spare, self._spare = self._spare, None
-            pinned = spare if spare is not None and len(spare) >= n_words else self._pinned(8 * n_words)
-            table = torch.empty(n_words, dtype=torch.int64, device=self.device)
-            self._captured.append((table, self._send(table, head + self._body, pinned)))
-            return table  # `_moved` stays: the table of steps outside the graph still has the old addresses
-        if self._table is None:
-            self._table = torch.empty(n_words, dtype=torch.int64, device=self.device)
-            self._send(self._table, head + self._body, self._pinned(8 * n_words))
+        if _capturing(self.device):
+            # a graph copies from this memory at every replay, so that nothing else may write to it or to its table;
+            # what moved stays marked: the table of steps outside the graph still has the old addresses
+            data = packed + self._grads.tobytes() + self._fixed + self._body
+            pinned = self._spare.pop() if self._spare else self._pinned(len(data))
+            own = torch.empty(len(data) // 8, dtype=torch.int64, device=self.device)
+            self._captured.append((own, self._send(own, data, pinned)))
+            return own
+        if self._table is None or self._fixed_moved:
+            data = packed + self._grads.tobytes() + self._fixed + self._body
+        elif self._grads_moved:
+            data = packed + self._grads.tobytes()
         else:
-            self._send(self._table, head, self._pinned(len(head)))
-        self._hyper, self._moved = hyper, False
-        self._keep_spare(capturable)
-        return self._table
+            data = b"" if packed == self._sent else packed
+        if data:
+            if self._table is None:
+                self._table = torch.empty(len(data) // 8, dtype=torch.int64, device=self.device)
+            self._send(self._table, data, self._pinned(len(data)))
+            self._sent, self._grads_moved, self._fixed_moved = packed, False, False
+        table = self._table
+        assert table is not None
+        while capturable and table.is_cuda and len(self._spare) < 2:
+            # for the next capture, during which no pinned memory should be allocated: one for a norm, one for a step
+            self._spare.append(torch.empty(len(table), dtype=torch.int64, pin_memory=True))
+        return table
 
-    def _keep_spare(self, capturable: bool) -> None:
-        # pinned memory for the next capture, during which none should be allocated
-        if capturable and self._spare is None and self._table is not None:
-            self._spare = self._pinned(8 * len(self._table))
-
-    def run(
-        self,
-        hyper: bytes,
-        *,
-        device_rows: tuple[Sequence[int], Sequence[Tensor]] = ((), ()),
-        grad_scale: Tensor | None = None,
-        found_inf: Tensor | None = None,
-        capturable: bool = False,
-    ) -> None:
-        """Launch, after `move`.
-
-        `device_rows`: positions in the flattened hyperparameters, and the device scalars that go there.
-        """
+    def step(self, rows: Rows, scalars: Scalars, capturable: bool) -> None:
+        """Launch the update."""
         from . import kernels_triton
 
-        table = self.table(hyper, capturable)
-        if device_rows[0]:
-            scalars = table.view(torch.float32)
+        table = self.table(rows.packed, capturable)
+        if rows.places:
+            fields = table.view(torch.float32)
             torch._foreach_copy_(
-                [scalars[i].reshape(t.shape) for i, t in zip(*device_rows, strict=True)],
-                [t.to(self.device) for t in device_rows[1]],
+                [fields[i].reshape(t.shape) for i, t in zip(rows.places, rows.scalars, strict=True)],
+                [t.to(self.device) for t in rows.scalars],
             )
+        if self.cautious and self._agreed is None:
+            self._agreed = torch.empty(len(self.sizes), dtype=torch.int64, device=self.device)
         kernels_triton.launch(
-            table, self.n_tiles, len(self.where), self.n_groups, self.dtypes, self.mode, self.aligned, self.span,
-            _scalar(grad_scale, self.device), _scalar(found_inf, self.device), self.block, self.num_warps,
+            table, self.n_chunks, len(self.sizes), len(rows.packed) // (4 * ROW_FLOATS), self.dtypes, self.mode,
+            self.aligned, self._agreed, *scalars.to(self.device), (self.span, *self.shape),
+        )  # fmt: skip
+
+    def norm(self, rows: Rows, before: Tensor | None, room: Any, out: Tensor, max_norm: Tensor, scale: Any) -> None:
+        """Launch the norm of the gradients, on top of the sum of squares `before`."""
+        from . import kernels_triton
+
+        kernels_triton.launch_norm(
+            self.table(rows.packed), self.n_chunks, len(self.sizes), len(rows.packed) // (4 * ROW_FLOATS),
+            self.dtypes[1], self.aligned, before, room, out, max_norm, scale, self.span, self.chunk,
         )  # fmt: skip
 
 
-def _scalar(value: Tensor | None, device: torch.device) -> Tensor | None:
-    if value is None or (value.dtype == torch.float32 and value.device == device):
-        return value
-    return value.to(device, torch.float32, non_blocking=True)
+def _multiples_of_16(words: array[int]) -> bool:
+    return not words or not bool((torch.frombuffer(words, dtype=torch.int64) & 15).any())
 
 
 def _address(t: Tensor | None) -> int:
     return 0 if t is None else t.data_ptr()
 
 
+_data_ptr = torch.Tensor.data_ptr
+
+
 class Plan:
     """The launches of one set of parameters and states.
 
     Memory may move from step to step (that of states only when their parameters' does); dtypes and layouts may not.
+    Gradients are not kept.
     """
 
     def __init__(
-        self,
-        params: Sequence[Tensor],
-        grads: Sequence[Tensor],
-        exp_avgs: Sequence[Tensor],
-        extras: Sequence[Tensor | None],
-        modes: Sequence[int],
-        groups: Sequence[int],
-        n_groups: int,
-        *,
-        block: int = 1024,
-        num_warps: int = 4,
+        self, columns: Columns, modes: Sequence[int], groups: Sequence[int], cautious: Sequence[bool] | None = None
     ) -> None:
+        self.fixed = columns._replace(grads=())
+        self.launches: list[Launch] = []
         launches: dict[object, Launch] = {}
-        for i, (p, g, m, e, mode) in enumerate(zip(params, grads, exp_avgs, extras, modes, strict=True)):
+        for i, (p, g, m, e, s) in enumerate(zip(*columns, strict=True)):
             size = p.numel() * (2 if p.is_complex() else 1)
             if not size:
                 continue
-            aligned = not (_address(p) | _address(g) | _address(m) | _address(e)) & 15
+            aligned = not (_address(p) | _address(g) | _address(m) | _address(e) | _address(s)) & 15
             dtypes = (REAL.get(p.dtype, p.dtype), REAL.get(g.dtype, g.dtype), REAL.get(m.dtype, m.dtype))
-            key = (p.device, dtypes, mode, aligned)
+            careful = cautious is not None and cautious[i]
+            key = (p.device, dtypes, modes[i], aligned, careful)
             if key not in launches:
-                launches[key] = Launch(p.device, dtypes, mode, aligned, n_groups, block=block, num_warps=num_warps)
+                launches[key] = Launch(p.device, dtypes, modes[i], aligned, careful)
             launch = launches[key]
             launch.where.append(i)
             launch.sizes.append(size)
@@ -212,43 +264,53 @@ class Plan:
         self.launches = list(launches.values())
         for launch in self.launches:
             launch.close()
-        self._whole = len(self.launches) == 1 and len(self.launches[0].where) == len(params)
-        self._extra = any(mode != NONE for mode in modes)
+        self._whole = len(self.launches) == 1 and len(self.launches[0].where) == len(columns.params)
         self._at_params: list[int] = []
-        self._at_exp_avgs: list[int] = []
-        self._at_extras: list[int] = [0] * len(params)
+        self._at_grads: list[int] = []
 
-    def run(
-        self,
-        columns: tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor], Sequence[Tensor | None]],
-        hyper: bytes,
-        *,
-        device_rows: tuple[Sequence[int], Sequence[Tensor]] = ((), ()),
-        grad_scale: Tensor | None = None,
-        found_inf: Tensor | None = None,
-        capturable: bool = False,
-    ) -> bool:
-        """Update (parameters, gradients, momenta, extras).
+    def refresh(self, grads: Sequence[Tensor]) -> bool:
+        """Look where everything is now.
 
-        Returns False, with nothing done, when an address is not as aligned as its launch relies on.
+        Returns False when an address is not as aligned as its launch relies on: then a new plan is needed.
         """
-        params, grads, exp_avgs, extras = columns
-        address = torch.Tensor.data_ptr
-        at_params = list(map(address, params))
+        at_grads, at_params = list(map(_data_ptr, grads)), list(map(_data_ptr, self.fixed.params))
+        if at_grads != self._at_grads:
+            for launch in self.launches:
+                if not launch.take_grads(at_grads if self._whole else [at_grads[i] for i in launch.where]):
+                    self._at_grads = []
+                    return False
+            self._at_grads = at_grads
         if at_params != self._at_params:
             # states move along with parameters; otherwise the same tensors are where they were
-            self._at_params, self._at_exp_avgs = at_params, list(map(address, exp_avgs))
-            if self._extra:
-                self._at_extras = list(map(_address, extras))
-        addresses = [list(map(address, grads)), at_params, self._at_exp_avgs, self._at_extras]
-        for launch in self.launches:
-            if not launch.move(addresses if self._whole else [[c[i] for i in launch.where] for c in addresses]):
-                return False
-        for launch in self.launches:
-            launch.run(
-                hyper, device_rows=device_rows, grad_scale=grad_scale, found_inf=found_inf, capturable=capturable
-            )
+            others = [at_params, *(list(map(_address, c)) for c in self.fixed[2:])]
+            for launch in self.launches:
+                if not launch.take_fixed([[c[i] for i in launch.where] for c in others]):
+                    self._at_params = []
+                    return False
+            self._at_params = at_params
         return True
 
+    def step(self, rows: Rows, scalars: Scalars, capturable: bool = False) -> None:
+        """Update everything, after `refresh`."""
+        for launch in self.launches:
+            launch.step(rows, scalars, capturable)
 
-__all__ = ["Launch", "Plan", "rows_to_bytes"]
+    def norm(self, rows: Rows, max_norm: Tensor, grad_scale: Tensor | None) -> Tensor:
+        """(sum of squares, norm, clip coefficient) of the gradients of a single device, after `refresh`."""
+        from .kernels_triton import norm_programs
+
+        device = self.launches[0].device
+        out = torch.empty(len(self.launches), 3, dtype=torch.float32, device=device)
+        room = (
+            torch.empty(norm_programs(out), dtype=torch.float32, device=device),
+            torch.zeros((), dtype=torch.int32, device=device),
+        )
+        before: Tensor | None = None
+        for i, launch in enumerate(self.launches):
+            # each on top of the one before
+            launch.norm(rows, before, room, out[i], max_norm, grad_scale)
+            before = out[i, 0]
+        return out[-1]
+
+
+__all__ = ["Columns", "Launch", "Plan", "Rows", "Scalars", "Shape", "pack_rows", "shape_of"]

@@ -8,10 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .reference import Number, join, reference, split
-
-# what a 16-bit parameter keeps beside itself; the kernel knows them as MODE 0, 1, 2
-NONE, REMAINDER, KAHAN = 0, 1, 2
+from .reference import Number, reference
+from .storage import dequantize, narrow_, quantize_, widen
 
 # elements per thread that go through all steps before the next ones are touched: a few megabytes, which stay in cache
 TILE = 1 << 19
@@ -32,35 +30,12 @@ class Row(NamedTuple):
     rest2: float
     factor: float  # on the gradient: −1 to maximise
     cautious_decay: float  # 0 or 1
+    cautious: float = 1.0  # what updates that disagree with the gradient are multiplied by
 
 
 def accumulator(*tensors: Tensor) -> torch.dtype:
     """fp64 when any tensor is, else fp32."""
     return torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
-
-
-def widen(p: Tensor, extra: Tensor | None, mode: int, dtype: torch.dtype) -> Tensor:
-    """The full-precision parameter; p itself when it is one already."""
-    if mode == REMAINDER and extra is not None:
-        return join(p, extra)
-    if mode == KAHAN and extra is not None:
-        return p.to(dtype) + extra.to(dtype)
-    return p.to(dtype)
-
-
-def narrow_(p: Tensor, extra: Tensor | None, mode: int, value: Tensor) -> None:
-    """Write the full-precision parameter back to what is stored."""
-    if mode == REMAINDER and extra is not None:
-        high, low = split(value)
-        p.copy_(high)
-        extra.copy_(low)
-        return
-    if value is not p:
-        p.copy_(value)
-    if mode == KAHAN and extra is not None:
-        lost = value - p.to(value.dtype)
-        # an infinite weight has nothing to compensate: inf − inf would turn it into nan
-        extra.copy_(torch.where(lost.isfinite(), lost, torch.zeros_like(lost)))
 
 
 def plain_(
@@ -77,8 +52,15 @@ def plain_(
     cautious: float | None,
     cautious_weight_decay: bool,
     differentiable: bool = False,
+    scales: Tensor | None = None,
 ) -> None:
-    """Update one tensor in place from the definition: any layout, any option, tensor hyperparameters without a sync."""
+    """Update one tensor in place from the definition: any layout, any option, tensor hyperparameters without a sync.
+
+    With `scales`, m holds int8 codes.
+    """
+    codes = None
+    if scales is not None:
+        codes, m = m, dequantize(m, scales)
     dtype = accumulator(p, g, m)
     if differentiable:
         # autograd saves what it multiplies; the in-place writes below must not reach that
@@ -90,7 +72,10 @@ def plain_(
         betas=betas, cautious=cautious, cautious_weight_decay=cautious_weight_decay,
     )  # fmt: skip
     narrow_(p, extra, mode, new_p)
-    m.copy_(new_m)
+    if codes is not None and scales is not None:
+        quantize_(new_m, codes, scales)
+    else:
+        m.copy_(new_m)
 
 
 # sign(u) as a clamp, which lets nan through: u·SCALE is at least CLIP for the smallest denormal number, and only

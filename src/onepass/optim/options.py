@@ -1,0 +1,143 @@
+"""Lion's options: what is accepted, and what they mean for a parameter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onepass.ops.lion.op import KAHAN, NONE, REMAINDER, STOCHASTIC, Row
+
+LOW_PRECISION = ("auto", "none", "remainder", "kahan", "stochastic")
+STATE_DTYPES = (None, torch.float32, torch.bfloat16, "int8")
+COMPLEX_STATE = {torch.float32: torch.complex64}
+# momenta of smaller parameters (gains, biases) stay in the parameter's dtype: there is nothing to save
+SMALL_INT8 = 4096
+
+EXTRA_KEYS = {NONE: "", REMAINDER: "remainder", KAHAN: "kahan_comp", STOCHASTIC: "rounding"}
+SCALE_KEY = "exp_avg_scale"
+MODES = {"none": NONE, "remainder": REMAINDER, "kahan": KAHAN, "stochastic": STOCHASTIC}
+# the options that decide the path; lr, betas and weight_decay may change at any step
+ROUTING = (
+    "foreach", "fused", "differentiable", "capturable", "cautious", "cautious_weight_decay", "low_precision",
+    "state_dtype",
+)  # fmt: skip
+
+
+def check_options(group: dict[str, Any]) -> None:
+    """Refuse what is out of range, in torch.optim's words."""
+    lr, wd, betas = group["lr"], group["weight_decay"], group["betas"]
+    if isinstance(lr, Tensor) and lr.numel() != 1:
+        raise ValueError(f"Tensor lr must be 1-element, got shape {tuple(lr.shape)}")
+    if isinstance(wd, Tensor) and wd.numel() != 1:
+        raise ValueError(f"Tensor weight_decay must be 1-element, got shape {tuple(wd.shape)}")
+    if not lr >= 0.0:
+        raise ValueError(f"Invalid learning rate: {lr}")
+    if len(betas) != 2 or any(isinstance(b, Tensor) for b in betas):
+        raise ValueError(f"Invalid betas: {betas}; Lion takes two numbers")
+    for i, beta in enumerate(betas):
+        if not 0.0 <= beta < 1.0:
+            raise ValueError(f"Invalid beta parameter at index {i}: {beta}")
+    if not wd >= 0.0:
+        raise ValueError(f"Invalid weight_decay value: {wd}")
+    if not 0.0 <= float(group["cautious"]) <= 1.0:
+        raise ValueError(f"Invalid cautious value: {group['cautious']}; a bool or a factor in [0, 1] is accepted")
+    if group["state_dtype"] not in STATE_DTYPES:
+        raise ValueError(
+            f"Invalid state_dtype: {group['state_dtype']!r}; None, torch.float32, torch.bfloat16 and 'int8' are "
+            "accepted"
+        )
+    if group["low_precision"] not in LOW_PRECISION:
+        raise ValueError(f"Invalid low_precision: {group['low_precision']!r}; {', '.join(LOW_PRECISION)} are accepted")
+    if not isinstance(group["seed"], int):
+        raise TypeError(f"Invalid seed: {group['seed']!r}; a whole number is accepted")
+    if group["fused"]:
+        if group["differentiable"]:
+            raise RuntimeError("`fused` does not support `differentiable`")
+        if group["foreach"]:
+            raise RuntimeError("`fused` and `foreach` cannot be `True` together.")
+    if group["differentiable"]:
+        if group["low_precision"] not in ("auto", "none"):
+            raise ValueError(
+                f"low_precision={group['low_precision']!r} is not differentiable; auto and none are accepted"
+            )
+        if group["state_dtype"] == "int8":
+            raise ValueError("state_dtype='int8' is not differentiable; None, torch.float32 and torch.bfloat16 are")
+
+
+def check_parameters(group: dict[str, Any]) -> None:
+    """Refuse parameters that the group's options have no meaning for."""
+    for p in group["params"]:
+        if not (p.is_floating_point() or p.is_complex()):
+            raise TypeError(f"Lion: parameters must be floating-point or complex tensors, got {p.dtype}")
+        mode_of(p, group)
+        momentum_dtype(p, group)
+
+
+def mode_of(p: Tensor, group: dict[str, Any]) -> int:
+    """How a parameter's value is kept: NONE but for 16-bit ones."""
+    if p.dtype not in (torch.bfloat16, torch.float16) or group["low_precision"] == "none" or group["differentiable"]:
+        return NONE
+    if group["low_precision"] == "auto":
+        return REMAINDER if p.dtype == torch.bfloat16 else KAHAN
+    mode = MODES[group["low_precision"]]
+    if mode == REMAINDER and p.dtype == torch.float16:
+        raise ValueError("low_precision='remainder' takes bfloat16 parameters, got float16; use 'kahan' or 'auto'")
+    return mode
+
+
+def momentum_dtype(p: Tensor, group: dict[str, Any]) -> torch.dtype:
+    """What a parameter's momentum is kept in."""
+    asked = group["state_dtype"]
+    if asked == "int8":
+        if p.is_complex():
+            raise ValueError(f"state_dtype='int8' has no complex form for a {p.dtype} parameter; None is accepted")
+        if hasattr(p, "to_local"):
+            raise ValueError("state_dtype='int8' does not take DTensor parameters: its blocks would straddle shards")
+        return torch.int8 if p.numel() >= SMALL_INT8 else p.dtype
+    dtype: torch.dtype = asked or p.dtype
+    if p.is_complex() and dtype != p.dtype:
+        if dtype not in COMPLEX_STATE:
+            raise ValueError(f"state_dtype={dtype} has no complex form for a {p.dtype} parameter; None is accepted")
+        return COMPLEX_STATE[dtype]
+    return dtype
+
+
+def cautious_factor(group: dict[str, Any]) -> float | None:
+    """What updates that disagree with the gradient are multiplied by; None when nothing is."""
+    value = group["cautious"]
+    factor = (0.0 if value else 1.0) if isinstance(value, bool) else float(value)
+    return None if factor == 1.0 else factor
+
+
+def peak_lr(group: dict[str, Any]) -> float:
+    """The learning rate at which a group with decouple_lr decays by exactly weight_decay."""
+    for key in ("max_lr", "peak_lr", "initial_lr"):
+        value = group.get(key)
+        if value is not None and float(value) > 0:
+            return float(value)
+    raise ValueError("decouple_lr=True needs a positive peak learning rate: give the param group a 'peak_lr'")
+
+
+def hyperparameters(group: dict[str, Any]) -> tuple[float | Tensor, float | Tensor]:
+    """(lr, weight decay relative to lr); a tensor only where reading it would wait for a device."""
+    lr, wd = group["lr"], group["weight_decay"]
+    if not (group["differentiable"] or torch.compiler.is_compiling()):
+        lr, wd = (float(t) if isinstance(t, Tensor) and t.device.type == "cpu" else t for t in (lr, wd))
+    if group["decouple_lr"]:
+        wd = wd / peak_lr(group)
+    return lr, wd
+
+
+def row_of(group: dict[str, Any]) -> tuple[Row, list[tuple[int, Tensor]]]:
+    """The group's row for the kernels, and (field, tensor) for what only the device knows."""
+    lr, wd = hyperparameters(group)
+    on_device = [(field, t) for field, t in ((0, lr), (1, wd)) if isinstance(t, Tensor)]
+    beta1, beta2 = group["betas"]
+    cautious = cautious_factor(group)
+    return Row(
+        0.0 if isinstance(lr, Tensor) else float(lr), 0.0 if isinstance(wd, Tensor) else float(wd),
+        beta1, 1.0 - beta1, beta2, 1.0 - beta2, -1.0 if group["maximize"] else 1.0,
+        1.0 if group["cautious_weight_decay"] else 0.0, 1.0 if cautious is None else cautious,
+    ), on_device  # fmt: skip
