@@ -25,7 +25,7 @@ def _shared_samples(make: Callable[..., Tensor]) -> Iterator[Sample]:
     yield Sample("3-d, odd width", (make(2, 3, 33), make(33)))
     yield Sample("many narrow rows", (make(300, 5), make(5)))
     yield Sample("width of several chunks", (make(5, 700), make(700)))
-    yield Sample("one row per program", (make(3, 3000), make(3000)))
+    yield Sample("one row per program", (make(2, 3000), make(3000)))
     yield Sample("residual", (make(4, 40), make(40)), {"residual": make(4, 40)})
     yield Sample("residual, no weight", (make(2, 3, 7),), {"residual": make(2, 3, 7)})
     yield Sample("no rows", (make(0, 4), make(4)))
@@ -50,12 +50,11 @@ def _layer_norm_samples(make: Callable[..., Tensor]) -> Iterator[Sample]:
     yield Sample("weight and bias", (make(6, 10), make(10), make(10)))
     yield Sample("bias alone", (make(6, 10), None, make(10)))
     yield Sample("all, residual", (make(2, 3, 100), make(100), make(100)), {"residual": make(2, 3, 100), "eps": 0.1})
-    yield Sample("backward in tiles", (make(3, 9000), make(9000), make(9000)))
+    yield Sample("backward in tiles", (make(2, 8200), make(8200), make(8200)))
     for eps in (1e-5, 0.1):
         options = {"stable": True, "eps": eps}
         yield Sample(f"stable, eps={eps}", (make(6, 33), make(33), make(33)), options)
         yield Sample(f"stable, ties, eps={eps}", (_ties(make, 9, 40), make(40), make(40)), options)
-    yield Sample("stable, ties, wide", (_ties(make, 4, 8200), make(8200)), {"stable": True, "eps": 0.1})
     residual = _ties(make, 8, 20)
     yield Sample("stable, residual", (_ties(make, 8, 20), make(20)), {"stable": True, "eps": 0.1, "residual": residual})
 
@@ -64,7 +63,7 @@ def _rms_norm_samples(make: Callable[..., Tensor]) -> Iterator[Sample]:
     yield from _shared_samples(make)
     yield Sample("offset", (make(6, 10), make(10)), {"offset": 1.0, "eps": 1e-3})
     yield Sample("offset, residual", (make(3, 130), make(130)), {"offset": 1.0, "residual": make(3, 130)})
-    yield Sample("backward in tiles", (make(3, 9000), make(9000)))
+    yield Sample("backward in tiles", (make(2, 8200), make(8200)))
 
 
 def _opchecks(has_mean: bool, stable: bool = False) -> Iterator[tuple[Any, tuple[Any, ...]]]:
