@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import chain
-from typing import Any
+from typing import Any, ClassVar
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -80,6 +81,8 @@ class Lion(Optimizer):
         tensor([ 0.9000, -1.9000])
     """
 
+    # `clip_grad_norm` finds the optimizer of its parameters here
+    instances: ClassVar[WeakSet[Lion]] = WeakSet()
     # GradScaler then hands us its scale and its verdict as device tensors instead of waiting for them
     _step_supports_amp_scaling = True
     _work: Work | None = None
@@ -115,6 +118,7 @@ class Lion(Optimizer):
         }  # fmt: skip
         check_options(defaults)
         super().__init__(params, defaults)
+        Lion.instances.add(self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
@@ -137,6 +141,7 @@ class Lion(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._work = None
+        Lion.instances.add(self)
         for group in self.param_groups:
             if "betas" not in group and "beta1" in group and "beta2" in group:
                 group["betas"] = (group.pop("beta1"), group.pop("beta2"))

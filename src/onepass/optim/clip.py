@@ -1,0 +1,135 @@
+"""Clip gradients by their norm without writing them: the optimizer's next step multiplies by the coefficient."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import chain
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+
+from onepass.optim.lion import Lion
+
+_ROOM: dict[tuple[torch.device, float], Tensor] = {}
+
+
+def clip_grad_norm(
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float | Tensor,
+    *,
+    optimizer: Lion | None = None,
+    grad_scale: Tensor | None = None,
+) -> Tensor:
+    r"""Clip the gradients of a `Lion` by their total norm, leaving the multiplication to its next step.
+
+    .. math:: ‖g‖ = \sqrt{\sum g_i^2}, \qquad g \leftarrow g·\min(1, max\_norm / (‖g‖ + 10^{-6}))
+
+    The gradients are read once here and not written: `torch.nn.utils.clip_grad_norm_` reads them twice and writes
+    them. `p.grad` keeps its values; the coefficient is used by the next `step` and forgotten after it, or at
+    `zero_grad`. On CUDA it is one kernel launch per gradient dtype, gives the same bits each time, and nothing waits
+    for the device.
+
+    Args:
+        parameters: all parameters that the optimizer updates, or those of them that have gradients; a norm of some
+            would clip the others unseen.
+        max_norm: largest norm that is left alone, a number or a 0-dim tensor.
+        optimizer: whose step shall clip. By default, the one `Lion` that was made with these parameters.
+        grad_scale: with a GradScaler whose `unscale_` is not called, its scale
+            (`scaler.scale(torch.ones((), device=...))`); the norm is then that of the unscaled gradients.
+
+    Returns:
+        Norm of all gradients before clipping, a 0-dim tensor on their device: fp32, or fp64 when they are.
+
+    Raises:
+        ValueError: `max_norm` is negative; no `Lion` or several have these parameters; some parameters with gradients
+            are another's, or missing.
+        RuntimeError: the optimizer steps inside backward (`release_gradients`), before all gradients are known.
+
+    Example:
+        >>> import torch
+        >>> from onepass.optim import Lion, clip_grad_norm
+        >>> w = torch.tensor([3.0, -4.0], requires_grad=True)
+        >>> optimizer = Lion([w], lr=0.1)
+        >>> (w * w).sum().backward()
+        >>> clip_grad_norm([w], 1.0)
+        tensor(10.)
+        >>> optimizer.step()
+        >>> optimizer.state[w]["exp_avg"]
+        tensor([ 0.0060, -0.0080])
+    """
+    params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    if not isinstance(max_norm, Tensor) and not max_norm >= 0:
+        raise ValueError(f"clip_grad_norm: max_norm must be at least 0, got {max_norm}")
+    owner = _owner(params) if optimizer is None else optimizer
+    _check_complete(owner, params)
+    if owner.releasing:
+        raise RuntimeError(
+            "clip_grad_norm: release_gradients steps inside backward, before the norm of all gradients is known; "
+            "clip by value in a hook, or don't release"
+        )
+    with torch.no_grad():
+        norm, owner.clip_coefficient = _norm(owner, params, max_norm, grad_scale)
+    return norm
+
+
+def _owner(params: list[Tensor]) -> Lion:
+    wanted = {id(p) for p in params}
+    owners: WeakSet[Lion] = Lion.instances
+    found = [o for o in owners if any(id(p) in wanted for group in o.param_groups for p in group["params"])]
+    if len(found) != 1:
+        raise ValueError(
+            f"clip_grad_norm: {len(found) or 'no'} onepass.optim.Lion {'have' if found else 'has'} these parameters; "
+            "give the one to clip for as optimizer="
+        )
+    return found[0]
+
+
+def _check_complete(optimizer: Lion, params: list[Tensor]) -> None:
+    own = set(map(id, chain.from_iterable(group["params"] for group in optimizer.param_groups)))
+    given = set(map(id, params))
+    if own == given:
+        return
+    if any(id(p) not in own and p.grad is not None for p in params):
+        raise ValueError(
+            "clip_grad_norm: some of the parameters with gradients are not the optimizer's; its step can't clip them"
+        )
+    if any(id(p) not in given and p.grad is not None for group in optimizer.param_groups for p in group["params"]):
+        raise ValueError(
+            "clip_grad_norm: the optimizer has more parameters with gradients than were given; give all of them"
+        )
+
+
+def _norm(
+    optimizer: Lion, params: list[Tensor], max_norm: float | Tensor, grad_scale: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    work, live = optimizer.current_work()
+    if not live:
+        return torch.zeros((), device=params[0].device if params else None), None
+    if work.all_fused:
+        found = work.norm(optimizer, live, _on_device(max_norm, live[0].device), grad_scale)
+        if found is not None:
+            return found[1], found[2]
+    norm = torch.linalg.vector_norm(torch.stack([_norm_of(g).to(live[0].device) for g in live]))
+    if grad_scale is not None:
+        norm = norm / grad_scale.to(norm.device)
+    limit = max_norm.to(norm.device) if isinstance(max_norm, Tensor) else max_norm
+    return norm, (limit / (norm + 1e-6)).clamp(max=1.0)
+
+
+def _norm_of(g: Tensor) -> Tensor:
+    wide = torch.float32 if g.dtype in (torch.float16, torch.bfloat16) else None
+    norm: Tensor = torch.linalg.vector_norm(g, dtype=wide)
+    whole = getattr(norm, "full_tensor", None)
+    return norm if whole is None else whole()
+
+
+def _on_device(max_norm: float | Tensor, device: torch.device) -> Tensor:
+    if isinstance(max_norm, Tensor):
+        return max_norm.to(device, torch.float32)
+    key = (device, float(max_norm))
+    if key not in _ROOM:
+        if len(_ROOM) > 64:  # a max_norm that changes each step
+            _ROOM.clear()
+        _ROOM[key] = torch.full((), float(max_norm), device=device)
+    return _ROOM[key]

@@ -1,0 +1,242 @@
+"""`clip_grad_norm`, whose factor the next step applies, and `release_gradients`, which steps inside backward."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from onepass.core.launch import INTERPRET
+from onepass.optim import Lion, clip_grad_norm, release_gradients
+
+
+def pair(dtype: torch.dtype = torch.float32) -> tuple[list[Tensor], list[Tensor]]:
+    a = [torch.randn(s).to(dtype).requires_grad_() for s in [(3, 4), (5000,), (0,), ()]]
+    return a, [p.detach().clone().requires_grad_() for p in a]
+
+
+def give(*lists: list[Tensor], scale: float = 1.0) -> None:
+    for group in zip(*lists, strict=True):
+        g = torch.randn(group[0].shape).to(group[0].dtype) * scale
+        for p in group:
+            p.grad = g.clone()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16])
+@pytest.mark.parametrize("max_norm", [0.5, 1e6, 0.0])
+def test_clipping_is_torchs(dtype: torch.dtype, max_norm: float) -> None:
+    a, b = pair(dtype)
+    ours, theirs = (Lion(x, lr=1e-2, state_dtype=torch.float32, low_precision="auto") for x in (a, b))
+    for _ in range(3):
+        give(a, b)
+        before = [p.grad.clone() for p in a if p.grad is not None]
+        norm = clip_grad_norm(a, max_norm)
+        wide = [p.grad.double() for p in b if p.grad is not None]
+        want = torch.nn.utils.get_total_norm(wide)
+        assert norm.shape == ()
+        assert abs(norm - want) <= 1e-5 * want
+        for g, p in zip(before, a, strict=True):
+            assert p.grad is not None
+            assert torch.equal(g, p.grad), "gradients must not be written"
+        for p, g in zip(b, wide, strict=True):
+            p.grad = None
+            p.grad = (g * min(1.0, max_norm / (float(want) + 1e-6))).to(dtype)
+        ours.step()
+        theirs.step()
+        assert ours.clip_coefficient is None
+    for p, q in zip(a, b, strict=True):
+        m, n = ours.state[p]["exp_avg"], theirs.state[q]["exp_avg"]
+        assert torch.allclose(m, n, rtol=1e-2 if dtype == torch.float16 else 1e-5, atol=1e-7)
+
+
+def test_the_coefficient_is_for_one_step_and_zero_grad_forgets_it() -> None:
+    p = torch.zeros(4, requires_grad=True)
+    optimizer = Lion([p], betas=(0.9, 0.5))
+    p.grad = torch.full((4,), 3.0)
+    assert clip_grad_norm(p, 1.0) == 6.0
+    optimizer.zero_grad()
+    assert optimizer.clip_coefficient is None
+    p.grad = torch.full((4,), 3.0)
+    optimizer.step()
+    assert torch.equal(optimizer.state[p]["exp_avg"], torch.full((4,), 1.5))
+    clip_grad_norm([p], torch.tensor(3.0))
+    optimizer.step()
+    assert torch.allclose(optimizer.state[p]["exp_avg"], torch.full((4,), 1.5))
+
+
+def test_clipping_with_a_loss_scale() -> None:
+    p, q = torch.zeros(4, requires_grad=True), torch.zeros(4, requires_grad=True)
+    scaled, plain = Lion([p]), Lion([q])
+    p.grad, q.grad = torch.full((4,), 3.0 * 256), torch.full((4,), 3.0)
+    scaled.grad_scale = torch.tensor(256.0)
+    assert clip_grad_norm([p], 1.0, grad_scale=torch.tensor(256.0)) == clip_grad_norm([q], 1.0) == 6.0
+    scaled.step()
+    plain.step()
+    assert torch.allclose(scaled.state[p]["exp_avg"], plain.state[q]["exp_avg"])
+
+
+def test_nan_norm_reaches_the_weights() -> None:
+    p, q = torch.ones(3, requires_grad=True), torch.ones(2, requires_grad=True)
+    optimizer = Lion([p, q])
+    p.grad, q.grad = torch.tensor([1.0, float("nan"), 1.0]), torch.ones(2)
+    assert clip_grad_norm([p, q], 1.0).isnan()
+    optimizer.step()
+    assert bool(p.isnan().all())
+    assert bool(q.isnan().all())
+
+
+def test_whose_gradients_are_clipped() -> None:
+    a, b = pair()
+    first, second = Lion(a), Lion(b)
+    give(a, b)
+    with pytest.raises(ValueError, match="2 onepass.optim.Lion have these parameters"):
+        clip_grad_norm([*a, *b], 1.0)
+    with pytest.raises(ValueError, match="no onepass.optim.Lion has these"):
+        clip_grad_norm([torch.ones(2, requires_grad=True)], 1.0)
+    with pytest.raises(ValueError, match="not the optimizer's"):
+        clip_grad_norm([*a, *b], 1.0, optimizer=first)
+    with pytest.raises(ValueError, match="more parameters with gradients than were given"):
+        clip_grad_norm(b[:1], 1.0)
+    with pytest.raises(ValueError, match="max_norm must be at least 0, got -1"):
+        clip_grad_norm(a, -1.0)
+    assert first.clip_coefficient is None
+    clip_grad_norm(b, 1.0)
+    assert second.clip_coefficient is not None
+    for p in b:
+        p.grad = None
+    assert clip_grad_norm(b, 1.0) == 0.0
+    gone = weakref.ref(second)
+    del second
+    assert gone() is None, "the registry must not keep optimizers alive"
+
+
+def test_a_deleted_optimizers_successor_is_found() -> None:
+    p = torch.ones(2, requires_grad=True)
+    Lion([p])
+    optimizer = Lion([p])
+    p.grad = torch.ones(2)
+    clip_grad_norm([p], 1.0)
+    assert optimizer.clip_coefficient is not None
+
+
+@pytest.mark.interpret
+def test_interpreted_norm_kernel() -> None:
+    params = [torch.randn(n).requires_grad_() for n in (1, 1023, 1024, 70_001, 300)]
+    params.append(torch.randn(50).half().requires_grad_())
+    optimizer = Lion(params)
+    give(params)
+    want = torch.nn.utils.get_total_norm([p.grad.double() for p in params if p.grad is not None])
+    norms = [clip_grad_norm(params, 2.0) for _ in range(3)]
+    assert optimizer._work is not None
+    assert optimizer._work.all_fused
+    assert all(torch.equal(n, norms[0]) for n in norms)
+    assert abs(norms[0] - want) < 1e-5 * want
+    assert optimizer.clip_coefficient is not None
+    assert abs(optimizer.clip_coefficient - 2.0 / want) < 1e-6
+    momenta = [p.grad.float() * (2.0 / float(want)) * 0.01 for p in params if p.grad is not None]
+    optimizer.step()
+    for p, m in zip(params, momenta, strict=True):
+        assert torch.allclose(optimizer.state[p]["exp_avg"].float(), m, rtol=1e-2 if p.dtype == torch.half else 1e-5)
+
+
+def models(**options: Any) -> list[tuple[nn.Module, Lion]]:
+    torch.manual_seed(0)
+    made = []
+    for _ in range(2):
+        torch.manual_seed(1)
+        tied = nn.Linear(16, 16)
+        model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), tied, nn.Tanh(), tied, nn.Tanh(), nn.Linear(16, 300))
+        decayed = [p for p in model.parameters() if p.dim() > 1]
+        others = [p for p in model.parameters() if p.dim() < 2]
+        groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others}]
+        made.append((model, Lion(groups, lr=1e-2, **options)))
+    return made
+
+
+@pytest.mark.parametrize("bucket_bytes", [0, 1000, 1 << 30])
+@pytest.mark.parametrize("options", [{}, {"cautious": True}, {"state_dtype": "int8"}], ids=str)
+def test_released_is_the_normal_step(bucket_bytes: int, options: dict[str, Any]) -> None:
+    (model, optimizer), (twin, normal) = models(**options)
+    handle = release_gradients(model, optimizer, bucket_bytes=bucket_bytes)
+    schedulers = [torch.optim.lr_scheduler.ExponentialLR(o, 0.5) for o in (optimizer, normal)]
+    for i in range(4):
+        x = torch.randn(5, 8)
+        model(x).square().sum().backward()
+        if bucket_bytes == 0:
+            assert all(p.grad is None for p in model.parameters())
+        elif bucket_bytes == 1000:
+            assert any(p.grad is None for p in model.parameters())
+        optimizer.step()
+        assert all(p.grad is None for p in model.parameters()), "a second backward would add to what is left"
+        normal.zero_grad()
+        twin(x).square().sum().backward()
+        normal.step()
+        for scheduler in schedulers:
+            scheduler.step()
+        if i == 1:
+            optimizer.load_state_dict(optimizer.state_dict())
+        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+            assert torch.equal(p, q)
+    handle.remove()
+    x = torch.randn(5, 8)
+    for m, o in ((model, optimizer), (twin, normal)):
+        o.zero_grad()
+        m(x).square().sum().backward()
+        assert all(p.grad is not None for p in m.parameters())
+        o.step()
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+def test_released_accumulation_updates_with_the_sum() -> None:
+    (model, optimizer), (twin, normal) = models()
+    with release_gradients(model, optimizer, bucket_bytes=0) as handle:
+        for _ in range(3):
+            xs = torch.randn(3, 5, 8)
+            with handle.accumulate():
+                for x in xs[:2]:
+                    model(x).square().sum().backward()
+            model(xs[2]).square().sum().backward()
+            assert all(p.grad is None for p in model.parameters())
+            optimizer.step()
+            normal.zero_grad()
+            for x in xs:
+                twin(x).square().sum().backward()
+            normal.step()
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(p, q)
+    assert not optimizer.releasing
+
+
+@pytest.mark.skipif(INTERPRET, reason="nothing of it is the kernel's")
+def test_gradients_die_during_backward() -> None:
+    alive: list[int] = []
+    layers = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(8)))
+    optimizer = Lion(layers.parameters())
+    release_gradients(layers, optimizer, bucket_bytes=2 * 64 * 64 * 4)
+    for layer in layers:
+        layer.weight.register_post_accumulate_grad_hook(
+            lambda _: alive.append(sum(p.grad is not None for p in layers.parameters()))
+        )
+    layers(torch.randn(2, 64)).sum().backward()
+    assert max(alive) <= 2
+
+
+def test_release_refuses() -> None:
+    (model, optimizer), (other, _) = models()
+    with pytest.raises(TypeError, match="must be an onepass.optim.Lion, got SGD"):
+        release_gradients(model, torch.optim.SGD(model.parameters()))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="none of the model's parameters"):
+        release_gradients(other, optimizer)
+    with pytest.raises(ValueError, match="bucket_bytes must be at least 0, got -1"):
+        release_gradients(model, optimizer, bucket_bytes=-1)
+    handle = release_gradients(model, optimizer)
+    with pytest.raises(ValueError, match="releases already"):
+        release_gradients(model, optimizer)
+    with pytest.raises(RuntimeError, match="steps inside backward"):
+        clip_grad_norm(model.parameters(), 1.0)
+    handle.remove()
+    release_gradients(model, optimizer)

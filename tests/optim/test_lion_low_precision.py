@@ -1,0 +1,257 @@
+"""Momenta in int8 and stochastic rounding: arithmetic, exactness, what survives, on the CPU and in the kernel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from onepass.core.launch import INTERPRET
+from onepass.ops.lion.reference import reference
+from onepass.ops.lion.storage import (
+    INT8_BLOCK,
+    dequantize,
+    quantize_,
+    random_bits,
+    round_stochastically,
+    scales_for,
+    stream_word,
+)
+from onepass.optim import Lion
+
+# the interpreter's conversions to bf16 truncate, but the stochastic path handles bf16 as integers
+BF16 = torch.bfloat16
+
+
+def codes_of(x: Tensor) -> tuple[Tensor, Tensor]:
+    codes = torch.zeros_like(x, dtype=torch.int8, memory_format=torch.preserve_format)
+    scales = torch.zeros(scales_for(x.numel()))
+    quantize_(x, codes, scales)
+    return codes, scales
+
+
+def test_codes_keep_signs_zeros_and_three_percent() -> None:
+    x = torch.randn(5000) * torch.randn(5000).mul(2).exp()
+    x[::7] = 0.0
+    codes, scales = codes_of(x)
+    y = dequantize(codes, scales)
+    largest = torch.nn.functional.pad(x.abs(), (0, scales_for(5000) * INT8_BLOCK - 5000)).view(-1, INT8_BLOCK).amax(1)
+    assert torch.equal(scales, largest)
+    assert torch.equal(y == 0, codes == 0)
+    assert bool((y[::7] == 0).all())
+    fine = x.abs() > 1e-5 * largest.repeat_interleave(INT8_BLOCK)[:5000]
+    # code c covers ((c ± ½)/127)^4
+    c = codes.abs().float().clamp_min(1)
+    assert bool(((y - x).abs()[fine] <= (x.abs() * ((1 + 0.5 / c) ** 4 - (1 - 0.5 / c) ** 4))[fine]).all())
+    assert bool((y.sign() == x.sign())[fine].all())
+    top = x.abs() > 0.5 * largest.repeat_interleave(INT8_BLOCK)[:5000]
+    assert ((y - x).abs()[top] / x.abs()[top]).max() < 0.02
+    again, scales_again = codes_of(y)
+    assert torch.equal(again, codes), "what was written must read back as itself"
+    assert torch.allclose(scales_again, scales, rtol=1e-6)
+
+
+@pytest.mark.parametrize("exponent", [-100, -20, 20, 100])
+def test_codes_are_scale_invariant(exponent: int) -> None:
+    x = torch.randn(3000)
+    codes, scales = codes_of(x)
+    other, other_scales = codes_of(x * 2.0**exponent)
+    assert torch.equal(codes, other)
+    assert torch.equal(scales * 2.0**exponent, other_scales)
+
+
+def test_codes_of_special_numbers() -> None:
+    inf, nan = float("inf"), float("nan")
+    codes, scales = codes_of(torch.tensor([1.0, -inf, nan, 0.0]))
+    y = dequantize(codes, scales)
+    assert y[1] < -1e36
+    assert y[2].isnan()
+    assert y[3] == 0
+    codes, scales = codes_of(torch.tensor([1.0, nan, -2.0]))
+    assert scales == 2.0
+    assert dequantize(codes, scales)[2] == -2.0
+    assert torch.equal(codes_of(torch.zeros(300))[1], torch.zeros(2))
+    y = dequantize(*codes_of(torch.tensor([1e-42, -1e-42])))
+    assert torch.equal(y, torch.zeros(2)) or bool((y.sign() == torch.tensor([1.0, -1.0])).all())
+
+
+def test_codes_follow_strides() -> None:
+    x = torch.randn(60, 50).t()
+    codes, scales = codes_of(x)
+    flat_codes, flat_scales = codes_of(x.t().contiguous())
+    assert codes.stride() == x.stride()
+    assert torch.equal(codes.t(), flat_codes)
+    assert torch.equal(scales, flat_scales)
+    assert torch.equal(dequantize(codes, scales).t(), dequantize(flat_codes, flat_scales))
+
+
+def test_stochastic_rounding_is_unbiased_and_to_a_neighbour() -> None:
+    for dtype, drop in ((BF16, 16), (torch.float16, 13)):
+        x = torch.tensor([1.0 + 2.0**-12, -3.3, 1e-3, 0.0, 7.0]).repeat_interleave(40_000)
+        noise = random_bits(torch.tensor(stream_word(3, 0)), len(x))
+        y = round_stochastically(x, noise, dtype).float()
+        ulp = ((x.view(torch.int32) & 0x7F800000).view(torch.float32) * 2.0 ** (drop - 23)).view(5, -1)[:, 0]
+        error = (y - x).view(5, -1)
+        assert bool((error.abs().amax(1) <= ulp).all())
+        # the standard deviation of a mean of 40 000 is at most ulp/400
+        assert bool((error.mean(1).abs() <= ulp / 80).all())
+        assert torch.equal(y.view(5, -1)[3:], x.view(5, -1)[3:]), "what fits must stay"
+    special = torch.tensor([float("nan"), float("inf"), -float("inf"), 3e38])
+    y = round_stochastically(special, torch.full((4,), 0xFFFF), BF16)
+    assert y[0].isnan()
+    assert torch.equal(y[1:3].float(), special[1:3])
+
+
+def test_half_precision_below_the_normal_numbers() -> None:
+    x = torch.full((100_000,), 3.3 * 2.0**-24)
+    y = round_stochastically(x, random_bits(torch.tensor(5), len(x)), torch.float16).float() * 2.0**24
+    assert set(y.unique().tolist()) == {3.0, 4.0}
+    assert abs(y.mean() - 3.3) < 0.01
+
+
+def test_random_bits_are_random() -> None:
+    draws = [random_bits(torch.tensor(stream_word(seed, i) + step), 1 << 16)
+             for seed in (0, 1) for i in (0, 1) for step in (0, 1, 2)]  # fmt: skip
+    x = torch.stack(draws).double() / 2**16 - 0.5
+    assert x.mean(1).abs().max() < 5 / 12**0.5 / 256
+    correlation = torch.corrcoef(x) - torch.eye(len(x))
+    assert correlation.abs().max() < 5 / 256
+    lagged = (x[:, 1:] * x[:, :-1]).mean(1) * 12
+    assert lagged.abs().max() < 5 / 256
+
+
+@pytest.mark.skipif(INTERPRET, reason="thousands of steps")
+def test_stochastic_rounding_moves_where_plain_bf16_stands_still() -> None:
+    p, q = (torch.ones(20_000, dtype=BF16, requires_grad=True) for _ in range(2))
+    ours, plain = Lion([p], lr=1e-5, low_precision="stochastic"), Lion([q], lr=1e-5, low_precision="none")
+    for _ in range(200):
+        p.grad = torch.ones_like(p)
+        q.grad = torch.ones_like(q)
+        ours.step()
+        plain.step()
+    assert torch.equal(q, torch.ones_like(q))
+    assert abs(p.double().mean() - (1 - 200 * 1e-5)) < 2e-4
+
+
+def test_int8_follows_the_formula() -> None:
+    n = 6000
+    p = torch.randn(n, requires_grad=True)
+    optimizer = Lion([p], lr=1e-3, weight_decay=0.1, state_dtype="int8")
+    for _ in range(3):
+        p.grad = torch.randn(n)
+        old, state = p.detach().double(), optimizer.state[p]
+        m = dequantize(state["exp_avg"], state["exp_avg_scale"]).double() if state else torch.zeros(n).double()
+        want, new_m = reference(old, p.grad.double(), m, lr=1e-3, weight_decay=0.1)
+        optimizer.step()
+        assert ((p.double() - want).abs() > 1e-6).sum() <= 2
+        state = optimizer.state[p]
+        assert state["exp_avg"].dtype == torch.int8
+        assert state["exp_avg_scale"].shape == (scales_for(n),)
+        codes, scales = codes_of(new_m.float())
+        # a code may differ by one where fp32 rounds to the other side
+        assert ((codes.int() - state["exp_avg"].int()).abs() > 1).sum() == 0
+        assert (codes != state["exp_avg"]).sum() <= n // 500
+        assert torch.allclose(scales, state["exp_avg_scale"], rtol=1e-6)
+
+
+@pytest.mark.parametrize("exponent", [-20, 20])
+def test_int8_lion_is_scale_invariant(exponent: int) -> None:
+    a = torch.randn(5000, requires_grad=True)
+    b = a.detach().clone().requires_grad_()
+    one, other = (Lion([x], lr=1e-2, state_dtype="int8") for x in (a, b))
+    for _ in range(4):
+        a.grad = torch.randn(5000)
+        b.grad = a.grad * 2.0**exponent
+        one.step()
+        other.step()
+    assert torch.equal(a, b)
+    assert torch.equal(one.state[a]["exp_avg"], other.state[b]["exp_avg"])
+
+
+def test_small_tensors_and_groups_opt_out_of_int8() -> None:
+    small, large, other = (torch.ones(n, dtype=BF16, requires_grad=True) for n in (4095, 4096, 4096))
+    optimizer = Lion(
+        [{"params": [small, large]}, {"params": [other], "state_dtype": torch.float32}], state_dtype="int8",
+        low_precision="stochastic",
+    )  # fmt: skip
+    for p in (small, large, other):
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    assert [optimizer.state[p]["exp_avg"].dtype for p in (small, large, other)] == [BF16, torch.int8, torch.float32]
+    assert "exp_avg_scale" not in optimizer.state[small]
+
+
+def test_state_dtype_may_change_between_steps() -> None:
+    p = torch.zeros(5000, requires_grad=True)
+    optimizer = Lion([p], lr=1.0)
+    p.grad = torch.linspace(-1, 1, 5000)
+    for dtype in (None, "int8", torch.float32, "int8", None):
+        optimizer.param_groups[0]["state_dtype"] = dtype
+        optimizer.step()
+        assert (optimizer.state[p]["exp_avg"].dtype == torch.int8) == (dtype == "int8")
+        assert ("exp_avg_scale" in optimizer.state[p]) == (dtype == "int8")
+    assert torch.equal(p.detach(), -5 * p.grad.sign())
+
+
+def test_stochastic_is_a_function_of_seed_place_and_step() -> None:
+    start = [torch.randn(n).to(BF16) for n in (5, 5000, 300)]
+
+    def train(seed: int, groups: list[list[int]], steps: int = 3) -> list[Tensor]:
+        params = [p.clone().requires_grad_() for p in start]
+        optimizer = Lion(
+            [{"params": [params[i] for i in g]} for g in groups], lr=1e-4, low_precision="stochastic", seed=seed,
+            betas=(0.9137, 0.99),
+        )  # fmt: skip
+        for step in range(steps):
+            for i, p in enumerate(params):
+                p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(10 * step + i)).to(BF16)
+            torch.rand(1)
+            optimizer.step()
+        return [p.detach() for p in params]
+
+    one = train(1, [[0, 1, 2]])
+    for same in (train(1, [[0, 1, 2]]), train(1, [[0], [1], [2]])):
+        assert all(map(torch.equal, one, same))
+    other = train(2, [[0, 1, 2]])
+    assert not torch.equal(one[1], other[1])
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [
+        (torch.float32, {"state_dtype": "int8"}),
+        (torch.float16, {"low_precision": "stochastic", "state_dtype": torch.float32}),
+        (BF16, {"low_precision": "stochastic", "state_dtype": torch.float32}),
+        (BF16, {"low_precision": "remainder", "state_dtype": "int8"}),
+        (torch.float32, {"cautious": True, "cautious_weight_decay": True}),
+        (torch.float32, {"cautious": 0.3, "state_dtype": "int8"}),
+    ],
+    ids=str,
+)
+def test_interpreted_kernel_is_the_torch_path(dtype: torch.dtype, options: dict[str, Any]) -> None:
+    sizes = [7, 4096, 5001, 300]
+    a = [(torch.randn(n)).to(dtype).requires_grad_() for n in sizes]
+    b = [p.detach().clone().requires_grad_() for p in a]
+    kernel = Lion(a, lr=1e-3, weight_decay=0.1, betas=(0.9137, 0.99), **options)
+    plain = Lion(b, lr=1e-3, weight_decay=0.1, betas=(0.9137, 0.99), fused=False, foreach=False, **options)
+    for _ in range(2):
+        for p, q in zip(a, b, strict=True):
+            p.grad = torch.randn(p.shape).to(torch.float16 if dtype == torch.float16 else torch.float32).to(dtype)
+            q.grad = p.grad.clone()
+        kernel.step()
+        plain.step()
+        assert kernel._work is not None
+        assert kernel._work.all_fused
+        assert plain._work is not None
+        assert not plain._work.fused
+    for p, q in zip(a, b, strict=True):
+        differ = (p.double() - q.double()).abs() > 1e-6 + 2.0**-9 * q.double().abs() * (dtype != torch.float32)
+        assert differ.sum() <= 1 + p.numel() // 1000
+        for key, value in plain.state[q].items():
+            other = kernel.state[p][key]
+            assert other.dtype == value.dtype
+            if value.dtype == torch.int8:
+                assert (other != value).sum() <= p.numel() // 200
