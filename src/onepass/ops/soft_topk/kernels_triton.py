@@ -188,7 +188,8 @@ def advance(
         hi = tl.where(bound, target, hi)
         hi_base = tl.where(bound, base, hi_base)
         hi_c = tl.where(bound, target, hi_c)
-    slack = 4 * TINY * (1.0 + tl.abs(c))
+    # capped_exp steps onto a bound it just made; for the others either end was looked at, going there again is a circle
+    slack = 4 * TINY * (1.0 + tl.abs(c)) * (1 if KIND == CAPPED_EXP else -1)
     inside = (target >= lo - slack) & (target <= hi + slack)
     trusted = inside & ((streak < STREAK) | (hi - lo <= NARROW))
     streak = tl.where(trusted, streak + 1, 0.0)
@@ -249,6 +250,8 @@ def forward_kernel(
     streak = tl.zeros((BLOCK_R,), tl.float32)
     if KIND == CAPPED_EXP:
         s = tl.exp2(offsets(s, base, eps) * LOG2E)
+        # rows of all ones have their smallest score as base; any scale does, but inf would meet the zeros of the mask
+        u = tl.exp2(tl.maximum(c * LOG2E, -100.0))
     i = 0
     left = 1.0 - tl.min(done, 0)
     while (i < MAX_PASSES) & (left > 0):
@@ -260,24 +263,28 @@ def forward_kernel(
                 c = tl.where(leaves > 0, rest, c)
                 s = load_scores(s_ptr, mask_ptr, rows, cols, s_row_stride, mask_row_stride, n_rows, n_cols, HAS_MASK)
                 s = tl.exp2(offsets(s, base, eps) * LOG2E)
-            u = tl.exp2(c * LOG2E)
+                u = tl.where(leaves > 0, tl.exp2(c * LOG2E), u)
             saturated = s > u[:, None]
-            a, b = pair_sum(tl.where(saturated, 0.0, s), tl.where(saturated, 1.0, 0.0), 1)
-            a = tl.where(a > UNDERFLOWN, a / u, 0.0)
+            raw, b = pair_sum(tl.where(saturated, 0.0, s), tl.where(saturated, 1.0, 0.0), 1)
+            a = tl.where(raw > UNDERFLOWN, raw / u, 0.0)
         else:
             base, c = rebase(base, c, done, eps)
             y, w = gates_and_slopes((s - base[:, None]) * (1.0 / eps)[:, None] - c[:, None], KIND)
             a, b = pair_sum(y, w, 1)
         total, size, step = newton(a, b, c, k, n, KIND)
+        target = tl.where((done == 0) & (size < k), c + step, float("nan"))
+        free = done == 0
         c, lo_base, lo_c, hi_base, hi_c, f_lo, f_hi, last, streak, done = advance(
             base, c, lo_base, lo_c, hi_base, hi_c, f_lo, f_hi, last, streak, done, total, size, step, k, eps,
             i % 2 == 1, KIND,
         )  # fmt: skip
+        if KIND == CAPPED_EXP:
+            # e^c, but a Newton step never went through the logarithm: rows sum to k to the last digits
+            u = tl.where(free, tl.where(c == target, raw / (k - b), tl.exp2(c * LOG2E)), u)
         i += 1
         left = 1.0 - tl.min(done, 0)
     if KIND == CAPPED_EXP:
-        # rows of all ones have their smallest score as base; any scale does, but inf would meet the zeros of the mask
-        y = s * tl.exp2(tl.minimum(-c * LOG2E, 100.0))[:, None]
+        y = s * (1.0 / u)[:, None]
         y = tl.where(y > 1.0, 1.0, y)
     else:
         y, w = gates_and_slopes(offsets(s, base, eps) - c[:, None], KIND)

@@ -171,7 +171,8 @@ def _solve(s: Tensor, k: Tensor, eps: Tensor, kind: int) -> tuple[Tensor, Tensor
         if kind == CAPPED_EXP:
             bound = (state < k) & (target < hi)
             hi, hi_ref, hi_c = (torch.where(bound, a, b) for a, b in ((target, hi), (base, hi_ref), (target, hi_c)))
-        slack = 4 * tiny * (1 + c.abs())
+        # capped_exp steps onto a bound it just made; the others have looked at both ends, going back is a circle
+        slack = 4 * tiny * (1 + c.abs()) * (1 if kind == CAPPED_EXP else -1)
         inside = (target >= lo - slack) & (target <= hi + slack)
         newton = inside & ((streak < STREAK) | (hi - lo <= NARROW))
         streak = torch.where(newton, streak + 1, 0.0)
