@@ -1,0 +1,141 @@
+"""The kernels on a GPU: distributions, launch shapes, long rows, no host synchronisation, CUDA graphs, repetitions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import onepass
+from onepass.ops.soft_topk.torch_path import KINDS
+from ops.soft_topk.distributions import NAMES, draw
+
+pytestmark = pytest.mark.gpu
+
+ALL_KINDS = pytest.mark.parametrize("kind", KINDS)
+# one program for several rows, a row per program up to the largest, the first that is cut into chunks, a million
+WIDTHS = (1, 3, 17, 64, 100, 1000, 1024, 5000, 8192, 16384, 16385, 32768, 32769, 100003, 1 << 20)
+DESCENTS: list[dict[str, Any]] = [
+    {"n_iters": 50, "eps": 0.1},
+    {"n_iters": 20, "eps": 0.03, "eps_init": 4.0, "eps_decay": 0.7},
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@ALL_KINDS
+def test_rows_sum_to_k(name: str, kind: str) -> None:
+    for n in (40, 1000, 8192, 40000):
+        s = draw(name, 5, n, seed=n).float().cuda()
+        for eps in (1.0, 0.1, 0.03):
+            for share in (0.002, 0.125, 0.7):
+                k = max(share * n, 0.5) + 0.3
+                y = onepass.soft_topk(s, k, eps=eps, kind=kind)
+                error = (y.double().sum(-1) - k).abs().max().item() / k
+                assert error <= 1e-6, f"n = {n}, k = {k}, eps = {eps}: {error:.1e}"
+
+
+@pytest.mark.parametrize("n", WIDTHS)
+@ALL_KINDS
+def test_soft_topk_at_every_launch_shape(n: int, kind: str) -> None:
+    s = torch.randn(3, n, device="cuda", requires_grad=True)
+    k = torch.tensor(0.3 * n + 0.123, device="cuda", requires_grad=True)
+    eps = torch.tensor([0.5, 0.7, 1.1], device="cuda", requires_grad=True)
+    wide = [t.detach().cpu().double().requires_grad_() for t in (s, k, eps)]
+    y = onepass.soft_topk(s, k, eps=eps, kind=kind)
+    expected = onepass.soft_topk(wide[0], wide[1], eps=wide[2], kind=kind)
+    torch.testing.assert_close(y.cpu().double(), expected, rtol=1e-5, atol=1e-5)
+    gy = torch.randn(3, n, dtype=torch.float64)
+    actual = torch.autograd.grad(y, (s, k, eps), gy.float().cuda())
+    for a, e in zip(actual, torch.autograd.grad(expected, wide, gy), strict=True):
+        assert (a.cpu().double() - e).abs().max() <= 1e-4 * max(1.0, e.abs().max().item())
+
+
+@pytest.mark.parametrize("n", WIDTHS)
+@pytest.mark.parametrize("options", DESCENTS, ids=["constant", "schedule"])
+def test_coor_descent_at_every_launch_shape(n: int, options: dict[str, Any]) -> None:
+    s = torch.randn(3, n, device="cuda", requires_grad=True)
+    k = torch.tensor(0.3 * n + 0.123, device="cuda", requires_grad=True)
+    wide = [t.detach().cpu().double().requires_grad_() for t in (s, k)]
+    y = onepass.coor_descent(s, k=k, **options)
+    expected = onepass.coor_descent(wide[0], k=wide[1], **options)
+    torch.testing.assert_close(y.cpu().double(), expected, rtol=0, atol=3e-5)
+    # upstream gradient only where no entry lies beside the last threshold, the sharpest of the kinks
+    gy = torch.randn(3, n, dtype=torch.float64) * ((expected < 1 - 1e-3) | (expected == 1))
+    actual = torch.autograd.grad(y, (s, k), gy.float().cuda())
+    for a, e in zip(actual, torch.autograd.grad(expected, wide, gy), strict=True):
+        close = (a.cpu().double() - e).abs() <= 1e-3 * max(1.0, e.abs().max().item())
+        # an entry beside an earlier kink may fall to either side
+        assert close.double().mean() >= 1 - 3 / max(n, 30)
+
+
+@pytest.mark.parametrize("n", [1000, 40000])
+def test_the_host_never_waits(n: int) -> None:
+    s = torch.randn(3, n, device="cuda", requires_grad=True)
+    k, eps = torch.full((3,), 20.5, device="cuda", requires_grad=True), torch.tensor(0.3, device="cuda")
+    mask = torch.rand(3, n, device="cuda") > 0.2
+    gy = torch.randn_like(s)
+
+    def everything() -> None:
+        for kind in KINDS:
+            torch.autograd.grad(onepass.soft_topk(s, k, eps=eps, mask=mask, kind=kind), (s, k), gy)
+        torch.autograd.grad(onepass.coor_descent(s, n_iters=6, k=k, mask=mask), (s, k), gy)
+        torch.autograd.grad(onepass.topk(s, 20, eps=eps, mask=mask).gates.sum(), s)
+
+    everything()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        everything()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("n", [1000, 100003])
+def test_cuda_graph(n: int) -> None:
+    s = torch.randn(2, n, device="cuda")
+    onepass.soft_topk(s, 20)
+    onepass.coor_descent(s, n_iters=5, k=20)
+    onepass.topk(s, 20)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        soft, hard = onepass.soft_topk(s, 20), onepass.topk(s, 20)
+        descent = onepass.coor_descent(s, n_iters=5, k=20)
+    s.copy_(torch.randn_like(s))
+    graph.replay()
+    assert torch.equal(soft, onepass.soft_topk(s, 20))
+    assert torch.equal(descent, onepass.coor_descent(s, n_iters=5, k=20))
+    assert torch.equal(hard.indices, onepass.topk(s, 20).indices)
+
+
+@pytest.mark.parametrize("n", [100, 8192, 100003])
+def test_twenty_repetitions_are_the_same_bits(n: int) -> None:
+    s = torch.randn(9, n, device="cuda", requires_grad=True)
+    gy = torch.randn_like(s)
+
+    def once() -> list[torch.Tensor]:
+        soft, descent = onepass.soft_topk(s, n / 9), onepass.coor_descent(s, n_iters=9, k=n / 9)
+        return [soft, descent, *torch.autograd.grad((soft, descent), s, (gy, gy))]
+
+    first = once()
+    for _ in range(20):
+        assert all(torch.equal(a, b) for a, b in zip(first, once(), strict=True))
+    # and a row's bits do not depend on how many rows there are
+    assert torch.equal(onepass.soft_topk(s[:2], n / 9), first[0][:2])
+
+
+def test_values_that_are_not_looked_into_give_nan() -> None:
+    s = torch.randn(3, 50, device="cuda")
+    k = torch.tensor([2.0, 0.0, -1.0], device="cuda")
+    for y in (onepass.soft_topk(s, k), onepass.coor_descent(s, n_iters=5, k=k)):
+        assert y[0].isfinite().all()
+        assert y[1:].isnan().all()
+    assert onepass.soft_topk(s, 2, eps=-k[1:].view(2, 1).expand(2, 3)[0]).isnan().all()
+
+
+def test_more_than_2_to_the_31_elements() -> None:
+    rows, n = 140000, 16384
+    s = torch.randn(1, n, device="cuda", dtype=torch.bfloat16).expand(rows, n)
+    y = onepass.soft_topk(s, 1000)
+    assert torch.equal(y[-1], y[0])
+    assert torch.equal(y[rows // 2], y[0])
