@@ -92,9 +92,9 @@ def test_whose_gradients_are_clipped() -> None:
     a, b = pair()
     first, second = Lion(a), Lion(b)
     give(a, b)
-    with pytest.raises(ValueError, match="2 onepass.optim.Lion have these parameters"):
+    with pytest.raises(ValueError, match=r"2 onepass\.optim\.Lion have these parameters"):
         clip_grad_norm([*a, *b], 1.0)
-    with pytest.raises(ValueError, match="no onepass.optim.Lion has these"):
+    with pytest.raises(ValueError, match=r"no onepass\.optim\.Lion has these"):
         clip_grad_norm([torch.ones(2, requires_grad=True)], 1.0)
     with pytest.raises(ValueError, match="not the optimizer's"):
         clip_grad_norm([*a, *b], 1.0, optimizer=first)
@@ -227,7 +227,7 @@ def test_gradients_die_during_backward() -> None:
 
 def test_release_refuses() -> None:
     (model, optimizer), (other, _) = models()
-    with pytest.raises(TypeError, match="must be an onepass.optim.Lion, got SGD"):
+    with pytest.raises(TypeError, match=r"must be an onepass\.optim\.Lion, got SGD"):
         release_gradients(model, torch.optim.SGD(model.parameters()))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="none of the model's parameters"):
         release_gradients(other, optimizer)

@@ -487,7 +487,7 @@ def test_compiled_step_is_the_step(dtype: torch.dtype) -> None:
         ({"betas": (0.9,)}, ValueError, "Invalid betas"),
         ({"weight_decay": -0.5}, ValueError, "Invalid weight_decay value: -0.5"),
         ({"cautious": 1.5}, ValueError, r"Invalid cautious value: 1.5; a bool or a factor in \[0, 1\]"),
-        ({"state_dtype": "int4"}, ValueError, "Invalid state_dtype: 'int4'; None, torch.float32, torch.bfloat16 and 'in"),
+        ({"state_dtype": "int4"}, ValueError, "Invalid state_dtype: 'int4'; None, torch.float32, torch.bfloat16 and"),
         ({"state_dtype": "int8", "differentiable": True}, ValueError, "'int8' is not differentiable"),
         ({"low_precision": "sr"}, ValueError, "low_precision: 'sr'; auto, none, remainder, kahan, stochastic are"),
         ({"seed": 0.5}, TypeError, "Invalid seed: 0.5; a whole number"),

@@ -131,5 +131,5 @@ def _on_device(max_norm: float | Tensor, device: torch.device) -> Tensor:
     if key not in _ROOM:
         if len(_ROOM) > 64:  # a max_norm that changes each step
             _ROOM.clear()
-        _ROOM[key] = torch.full((), float(max_norm), device=device)
+        _ROOM[key] = torch.full((), float(max_norm), dtype=torch.float32, device=device)
     return _ROOM[key]

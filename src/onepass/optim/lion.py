@@ -211,7 +211,7 @@ class Lion(Optimizer):
                 value = dequantize(old, state.pop(SCALE_KEY)) if old.dtype == torch.int8 else old
             state["exp_avg"] = torch.zeros_like(p, dtype=momentum, memory_format=torch.preserve_format)
             if momentum == torch.int8:
-                state[SCALE_KEY] = torch.zeros(scales_for(p.numel()), device=p.device)
+                state[SCALE_KEY] = torch.zeros(scales_for(p.numel()), dtype=torch.float32, device=p.device)
                 if value is not None:
                     quantize_(value, state["exp_avg"], state[SCALE_KEY])
             elif value is not None:

@@ -135,7 +135,7 @@ def quantize_(value: Tensor, codes: Tensor, scales: Tensor) -> None:
     laid_out = torch.empty_like(codes, dtype=torch.float32, memory_format=torch.preserve_format)
     laid_out.copy_(value)
     n = codes.numel()
-    padded = torch.zeros(len(scales) * INT8_BLOCK, device=codes.device)
+    padded = torch.zeros(len(scales) * INT8_BLOCK, dtype=torch.float32, device=codes.device)
     padded[:n] = _vector(laid_out)
     blocks = padded.view(-1, INT8_BLOCK)
     largest = blocks.nan_to_num(0.0, float("inf"), float("-inf")).abs().amax(1)

@@ -1,0 +1,373 @@
+"""torch's own harness for optimizers: its `OptimizerInfo`, its error inputs, and the checks of its optimizer tests.
+
+torch ships the declarations (torch.testing._internal.common_optimizers) and not the tests; these are the same checks,
+driven by the same declarations.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from onepass.core.launch import INTERPRET
+from onepass.optim import Lion
+
+common = pytest.importorskip("torch.testing._internal.common_optimizers")
+pytestmark = pytest.mark.skipif(INTERPRET, reason="the paths are compared elsewhere; interpreted it takes minutes")
+
+
+def inputs(device: str, dtype: torch.dtype | None = None) -> list[Any]:
+    made = common.OptimizerInput
+    cuda = [
+        made(params=None, kwargs={"capturable": True, "weight_decay": 0.1}, desc="capturable"),
+        made(params=None, kwargs={"capturable": True, "lr": torch.tensor(0.001)}, desc="capturable with tensor lr"),
+    ]
+    return [
+        made(params=None, kwargs={}, desc="default"),
+        made(params=None, kwargs={"lr": 1e-3}, desc="non-default lr"),
+        made(params=None, kwargs={"lr": torch.tensor(0.001)}, desc="tensor lr"),
+        made(params=None, kwargs={"betas": (0.8, 0.95)}, desc="non-default betas"),
+        made(params=None, kwargs={"weight_decay": 0.1}, desc="nonzero weight decay"),
+        made(params=None, kwargs={"weight_decay": 0.1, "maximize": True}, desc="maximize, weight decay"),
+        made(params=None, kwargs={"weight_decay": 0.1, "decouple_lr": True}, desc="decoupled"),
+        made(params=None, kwargs={"cautious": True}, desc="cautious"),
+        made(params=None, kwargs={"cautious": 0.5, "cautious_weight_decay": True, "weight_decay": 0.1}, desc="both"),
+        *(cuda if "cuda" in device else []),
+    ]
+
+
+def error_inputs(device: str, dtype: torch.dtype) -> list[Any]:
+    found = common.get_error_inputs_for_all_optims(device, dtype)
+    if "cpu" in device:
+        for kwargs, error, words in (
+            ({"lr": -1.0}, ValueError, "Invalid learning rate: -1.0"),
+            ({"betas": (1.0, 0.0)}, ValueError, "Invalid beta parameter at index 0: 1.0"),
+            ({"betas": (0.0, 1.0)}, ValueError, "Invalid beta parameter at index 1: 1.0"),
+            ({"weight_decay": -1}, ValueError, "Invalid weight_decay value: -1"),
+        ):
+            made = common.OptimizerInput(params=None, kwargs=kwargs, desc=words)
+            found.append(common.ErrorOptimizerInput(made, error_type=error, error_regex=words))
+    return found
+
+
+INFO = common.OptimizerInfo(
+    Lion,
+    optim_inputs_func=inputs,
+    optim_error_inputs_func=error_inputs,
+    supported_impls=("foreach", "differentiable", "fused"),
+    not_og_supported_flags=(),
+    has_capturable_arg=True,
+    supports_fused_on=("cuda",),
+)
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+on_devices = pytest.mark.parametrize("device", DEVICES)
+
+
+def all_inputs(device: str, skip: tuple[str, ...] = ()) -> list[dict[str, Any]]:
+    found = common._get_optim_inputs_including_global_cliquey_kwargs(device, torch.float32, INFO, skip=skip)
+    kwargs = [i.kwargs for i in found]
+    # torch leaves foreach out on the CPU; here it is a path there too
+    kwargs += [{**k, "foreach": True} for k in kwargs if device == "cpu" and not k.get("differentiable")]
+    return [k for k in kwargs if not (k.get("fused") and k.get("capturable") is False)]
+
+
+def run(optimizer: Any, params: list[Tensor], steps: int, grad: Callable[[Tensor], Tensor] | None = None) -> None:
+    for _ in range(steps):
+        for p in params:
+            p.grad = torch.ones_like(p) if grad is None else grad(p)
+        optimizer.step()
+
+
+@on_devices
+def test_errors(device: str) -> None:
+    for bad in INFO.optim_error_inputs_func(device=device, dtype=torch.float32):
+        given = bad.optimizer_error_input
+        params = [torch.randn(1, device=device, requires_grad=True)] if given.params is None else given.params
+        if issubclass(bad.error_type, Warning):
+            with pytest.warns(bad.error_type, match=bad.error_regex):
+                Lion(params, **given.kwargs)
+        else:
+            with pytest.raises(bad.error_type, match=bad.error_regex):
+                Lion(params, **given.kwargs)
+
+
+@on_devices
+@pytest.mark.parametrize("contiguous", [True, False])
+@pytest.mark.parametrize("scheduled", [True, False])
+def test_goes_in_the_right_direction(device: str, contiguous: bool, scheduled: bool) -> None:
+    for kwargs in all_inputs(device, skip=("differentiable",)):
+        weight = torch.randn((10, 5) if contiguous else (10, 5, 2), device=device)
+        weight = nn.Parameter(weight if contiguous else weight[..., 0])
+        bias = nn.Parameter(torch.randn(10, device=device))
+        x = torch.randn(5, device=device)
+        optimizer = Lion([weight, bias], **{"lr": 1e-2, **kwargs})
+        schedulers = [StepLR(optimizer, gamma=0.9, step_size=10), ReduceLROnPlateau(optimizer)] if scheduled else []
+
+        def closure(optimizer: Lion = optimizer, weight: Tensor = weight, bias: Tensor = bias, x: Tensor = x) -> Tensor:
+            optimizer.zero_grad()
+            loss = (weight.mv(x) + bias).pow(2).sum()
+            loss.backward()
+            return loss
+
+        first = closure().item()
+        for _ in range(20):
+            loss = optimizer.step(closure)
+            for scheduler in schedulers:
+                scheduler.step(loss) if isinstance(scheduler, ReduceLROnPlateau) else scheduler.step()
+        last = closure().item()
+        assert last > first if kwargs.get("maximize") else last < first
+
+
+@on_devices
+@pytest.mark.parametrize("flag", ["foreach", "fused"])
+def test_implementations_agree(device: str, flag: str) -> None:
+    for given in INFO.optim_inputs_func(device=device):
+        results, states = [], []
+        for value in (False, True):
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(2, 3), nn.Sigmoid(), nn.Linear(3, 1), nn.Sigmoid()).to(device).double()
+            if flag == "fused":
+                model = model.float()
+            optimizer = Lion(model.parameters(), **{**given.kwargs, "foreach": False, flag: value})
+            x = torch.tensor([0.1, 0.2, 0.3, 0.4, 0.5, 0.6], device=device, dtype=next(model.parameters()).dtype)
+            for i in range(7):
+                optimizer.zero_grad()
+                model(x.view(3, 2)).sum().backward()
+                if i == 3:
+                    # a missing gradient, one of zeros
+                    model[2].bias.grad = None
+                    model[0].bias.grad.zero_()
+                optimizer.step()
+            results.append([p.detach().clone() for p in model.parameters()])
+            states.append([optimizer.state[p] for p in model.parameters()])
+        for a, b in zip(*results, strict=True):
+            torch.testing.assert_close(a, b)
+        for s, t in zip(*states, strict=True):
+            assert s.keys() == t.keys()
+            for key in s:
+                torch.testing.assert_close(s[key], t[key])
+
+
+@on_devices
+def test_param_groups_weight_decay_and_lr(device: str) -> None:
+    for kwargs in all_inputs(device, skip=("differentiable",)):
+        for options in ({"weight_decay": 10.0}, {"lr": 0.0}):
+            weight = nn.Parameter(torch.randn(10, 5, device=device))
+            bias = nn.Parameter(torch.randn(10, device=device))
+            given = {
+                "lr": 1e-2,
+                **{
+                    k: v for k, v in kwargs.items() if k not in ("weight_decay", "decouple_lr", "cautious_weight_decay")
+                },
+            }
+            optimizer = Lion([{"params": [weight], **options}, {"params": [bias]}], **given)
+            before = weight.detach().clone(), bias.detach().clone()
+            run(optimizer, [weight, bias], 1, torch.zeros_like if "weight_decay" in options else None)
+            moved = [not torch.equal(p, q) for p, q in zip((weight, bias), before, strict=True)]
+            assert moved == ([True, False] if "weight_decay" in options else [False, True])
+
+
+@on_devices
+@pytest.mark.parametrize("zeros", [False, True])
+def test_step_without_gradients_or_with_zeros_does_nothing(device: str, zeros: bool) -> None:
+    for kwargs in all_inputs(device, skip=("differentiable",)):
+        params = [torch.randn(3, 2, device=device, requires_grad=True) for _ in range(3)]
+        before = [p.detach().clone() for p in params]
+        optimizer = Lion(params, **{**kwargs, "weight_decay": 0.0})
+        for p in params:
+            p.grad = torch.zeros_like(p) if zeros else None
+        optimizer.step()
+        for p, q in zip(params, before, strict=True):
+            assert torch.equal(p, q)
+        assert len(optimizer.state) == (3 if zeros else 0)
+
+
+@on_devices
+def test_state_dict_is_deterministic_and_resumes(device: str) -> None:
+    for kwargs in all_inputs(device, skip=("differentiable",)):
+        weight = nn.Parameter(torch.randn(2, 3, device=device))
+        bias = nn.Parameter(torch.randn(2, device=device))
+        x = torch.randn(3, device=device)
+
+        def closure(optimizer: Any, weight: Tensor, bias: Tensor, x: Tensor = x) -> Tensor:
+            optimizer.zero_grad()
+            loss = (weight.mv(x) + bias).pow(2).sum()
+            loss.backward()
+            return loss
+
+        optimizer = Lion([weight, bias], **kwargs)
+        for _ in range(5):
+            optimizer.step(functools.partial(closure, optimizer, weight, bias))
+        state = copy.deepcopy(optimizer.state_dict())
+        twin_weight, twin_bias = (nn.Parameter(p.detach().clone()) for p in (weight, bias))
+        twin = Lion([twin_weight, twin_bias], **kwargs)
+        # keys that older states don't have are taken from the defaults
+        for group in state["param_groups"]:
+            for key in ("foreach", "fused", "maximize", "capturable", "differentiable", "seed", "cautious"):
+                if kwargs.get(key) is None:
+                    group.pop(key, None)
+        twin.load_state_dict(state)
+        for _ in range(5):
+            optimizer.step(functools.partial(closure, optimizer, weight, bias))
+            twin.step(functools.partial(closure, twin, twin_weight, twin_bias))
+            assert torch.equal(weight, twin_weight)
+            assert torch.equal(bias, twin_bias)
+        twin.param_groups[0]["lr"] = 7.0
+        assert optimizer.param_groups[0]["lr"] != 7.0
+
+
+@on_devices
+def test_save_load_with_weights_only(device: str) -> None:
+    for kwargs in all_inputs(device, skip=("differentiable",)):
+        p = torch.randn(3, device=device, requires_grad=True)
+        optimizer = Lion([p], **kwargs)
+        run(optimizer, [p], 3)
+        with io.BytesIO() as file:
+            torch.save(optimizer.state_dict(), file)
+            file.seek(0)
+            loaded = torch.load(file, weights_only=True)
+        now = optimizer.state_dict()
+        assert loaded["param_groups"] == now["param_groups"]
+        assert torch.equal(loaded["state"][0]["exp_avg"], now["state"][0]["exp_avg"])
+
+
+def test_named_parameters_and_their_names_in_a_state() -> None:
+    model = nn.Linear(2, 3)
+    optimizer = Lion(model.named_parameters())
+    run(optimizer, list(model.parameters()), 1)
+    state = optimizer.state_dict()
+    assert state["param_groups"][0]["param_names"] == ["weight", "bias"]
+    plain = Lion(model.parameters())
+    plain.load_state_dict(state)
+    named = Lion(model.named_parameters())
+    named.load_state_dict(state)
+    assert named.param_groups[0]["param_names"] == ["weight", "bias"]
+
+
+def test_hooks() -> None:
+    calls: list[str] = []
+    p = torch.ones(2, requires_grad=True)
+    optimizer = Lion([p])
+    handles = [
+        optimizer.register_step_pre_hook(lambda *_: calls.append("pre")),
+        optimizer.register_step_post_hook(lambda *_: calls.append("post")),
+        register_optimizer_step_pre_hook(lambda *_: calls.append("global pre")),
+        register_optimizer_step_post_hook(lambda *_: calls.append("global post")),
+        optimizer.register_state_dict_pre_hook(lambda _: calls.append("state pre")),
+        optimizer.register_state_dict_post_hook(lambda _, state: calls.append("state post")),
+        optimizer.register_load_state_dict_pre_hook(lambda _, state: calls.append("load pre")),
+        optimizer.register_load_state_dict_post_hook(lambda _: calls.append("load post")),
+    ]
+    run(optimizer, [p], 1)
+    optimizer.load_state_dict(optimizer.state_dict())
+    want = ["global pre", "pre", "post", "global post", "state pre", "state post", "load pre", "load post"]
+    assert calls == want
+    for handle in handles:
+        handle.remove()
+    run(optimizer, [p], 1)
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert calls == want
+
+
+def test_deepcopy_copies_all_public_attributes() -> None:
+    for kwargs in all_inputs("cpu"):
+        params = [torch.randn(2, 3), torch.randn(2, 3)]
+        optimizer = Lion([nn.Parameter(p) for p in params], **kwargs)
+        twin = copy.deepcopy(optimizer)
+        assert {k for k in optimizer.__dict__ if not k.startswith("_")} == {
+            k for k in twin.__dict__ if not k.startswith("_")
+        }
+        pickle.loads(pickle.dumps(twin)).state_dict()
+
+
+@on_devices
+def test_complex_is_pairs_of_reals(device: str) -> None:
+    for kwargs in all_inputs(device, skip=("differentiable",)):
+        if kwargs.get("cautious") not in (None, False):
+            continue
+        a = torch.randn(10, 5, device=device, dtype=torch.complex64, requires_grad=True)
+        real, imaginary = (part.clone().detach().requires_grad_() for part in (a.detach().real, a.detach().imag))
+        one, two = Lion([a], **kwargs), Lion([real, imaginary], **kwargs)
+        for _ in range(3):
+            a.grad = torch.randn_like(a)
+            real.grad, imaginary.grad = a.grad.real.clone(), a.grad.imag.clone()
+            one.step()
+            two.step()
+            torch.testing.assert_close(torch.complex(real.detach(), imaginary.detach()), a.detach())
+
+
+@on_devices
+def test_defaults_take_the_path_of_the_device(device: str) -> None:
+    p = torch.ones(100, device=device, requires_grad=True)
+    optimizer = Lion([p])
+    with patch("onepass.optim.lion_step.plain_") as slow:
+        run(optimizer, [p], 1)
+    slow.assert_not_called()
+    assert optimizer._work is not None
+    assert bool(optimizer._work.fused) == (device == "cuda")
+    assert bool(optimizer._work.listed) == (device == "cpu")
+
+
+def test_default_dtype_does_not_matter() -> None:
+    results = []
+    for dtype in (torch.float32, torch.float64):
+        torch.set_default_dtype(dtype)
+        try:
+            torch.manual_seed(0)
+            params = [torch.randn(n, dtype=torch.float32, requires_grad=True) for n in (7, 5000)]
+            optimizer = Lion(params, lr=1e-2, weight_decay=0.1, state_dtype="int8")
+            run(optimizer, params, 3, lambda p: p.detach().cos())
+        finally:
+            torch.set_default_dtype(torch.float32)
+        results.append((params, [s for p in params for s in optimizer.state[p].values()]))
+    for a, b in zip(results[0][0] + results[0][1], results[1][0] + results[1][1], strict=True):
+        assert a.dtype == b.dtype
+        assert torch.equal(a, b)
+
+
+@pytest.mark.gpu
+def test_mixed_devices_and_dtypes() -> None:
+    params = [
+        torch.ones(n, device=device, dtype=dtype, requires_grad=True)
+        for n in (3, 5000) for device in ("cpu", "cuda") for dtype in (torch.float64, torch.float32, torch.bfloat16)
+    ]  # fmt: skip
+    optimizer = Lion(params, lr=0.5)
+    run(optimizer, params, 1)
+    for p in params:
+        assert bool((p == 0.5).all())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("flag", ["foreach", "fused"])
+def test_grad_scaling_with_autocast(flag: str) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1)).cuda()
+    optimizer = Lion(model.parameters(), lr=1e-2, **{flag: True})
+    scaler = torch.amp.GradScaler("cuda", init_scale=128.0)
+    x = torch.randn(16, 8, device="cuda")
+    losses = []
+    for i in range(10):
+        optimizer.zero_grad()
+        with torch.autocast("cuda", torch.float16):
+            loss = (model(x).float() - 3).square().mean()
+        scaler.scale(loss).backward()
+        if i == 4:
+            next(model.parameters()).grad.fill_(float("inf"))
+            before = [p.detach().clone() for p in model.parameters()]
+        scaler.step(optimizer)
+        scaler.update()
+        if i == 4:
+            assert all(map(torch.equal, model.parameters(), before))
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    assert scaler.get_scale() == 64.0
