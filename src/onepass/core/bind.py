@@ -20,6 +20,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
+# what most calls consist of
+_PLAIN_ARGUMENTS = frozenset((*_PLAIN_TYPES, type(None), bool, int, float))
 
 Outputs = Tensor | tuple[Tensor, ...]
 
@@ -28,6 +30,8 @@ def _is_plain(args: tuple[Any, ...]) -> bool:
     """True when nothing but eager autograd will look at this call: no mode, no tensor subclass."""
     if torch._C._len_torch_dispatch_stack():
         return False
+    if _PLAIN_ARGUMENTS.issuperset(map(type, args)):
+        return True
     return all(type(a) in _PLAIN_TYPES for a in args if isinstance(a, torch.Tensor))
 
 
@@ -51,10 +55,11 @@ def _outside_autocast(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Run fn with autocast off: the dtypes handed in decide, and inner matmuls keep their precision."""
 
     def run(*args: Any) -> Any:
-        for device in ("cuda", "cpu"):
-            if torch.is_autocast_enabled(device):
-                with torch.autocast(device, enabled=False):
-                    return run(*args)
+        if torch._C._is_any_autocast_enabled():
+            for device in ("cuda", "cpu"):
+                if torch.is_autocast_enabled(device):
+                    with torch.autocast(device, enabled=False):
+                        return run(*args)
         return fn(*args)
 
     return run
@@ -91,6 +96,10 @@ def bind(
             return out
         return out[0] if n_public == 1 else tuple(out[:n_public])
 
+    @once_differentiable
+    def refuse_second(ctx: Any, *grads: Any) -> Any:
+        return gradients(ctx, backward, *grads)
+
     class Eager(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, *args: Any) -> Any:
@@ -99,9 +108,9 @@ def bind(
             return public(out)
 
         @staticmethod
-        @once_differentiable
         def backward(ctx: Any, *grads: Any) -> Any:
-            return gradients(ctx, backward, *grads)
+            # gradients are recorded only under create_graph=True; the guard against that costs time otherwise
+            return refuse_second(ctx, *grads) if torch.is_grad_enabled() else gradients(ctx, backward, *grads)
 
     class FuncBackward(torch.autograd.Function):
         generate_vmap_rule = True
