@@ -7,7 +7,7 @@ import functools
 import importlib.util
 import math
 import os
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,6 +45,80 @@ def path(x: Tensor) -> tuple[str, str]:
 def uses_triton(x: Tensor) -> bool:
     """Tell whether a tensor like x goes to the Triton kernels: `path` without the words, for the hot path."""
     return (x.is_cuda or INTERPRET) and x.dtype != torch.float64 and BACKEND != "torch" and triton_installed()
+
+
+_INT32_MAX = 2**31 - 1
+
+
+class _Compiled(NamedTuple):
+    """A compiled kernel and what running it takes."""
+
+    run: Any
+    function: Any
+    metadata: Any
+    get_stream: Any
+    hooks: Any
+    kernel: Any  # keeps the id in the key taken
+
+
+_compiled: dict[tuple[Any, ...], _Compiled] = {}
+
+
+def launch(
+    kernel: Any,
+    grid: tuple[int, int, int],
+    tensors: tuple[Tensor | None, ...],
+    numbers: tuple[int | float, ...],
+    constants: tuple[Any, ...],
+    num_warps: int,
+    maxnreg: int | None = None,
+) -> None:
+    """Launch `kernel[grid](*tensors, *numbers, *constants)`, skipping Triton's work per call where nothing has changed.
+
+    Triton binds every argument anew at each launch to find out which compilation it needs; with two dozen arguments
+    this takes longer than a small kernel runs. The answer depends only on what is the key here, as long as pointers
+    are 16-byte aligned and integers fit 32 bits (kernels take theirs as `do_not_specialize`, and floats must be
+    floats). In any other case, and while a profiler's launch hooks are set, the launch is Triton's own.
+    """
+    options = OPTIONS if maxnreg is None else OPTIONS | {"maxnreg": maxnreg}
+    first = tensors[0]
+    if INTERPRET or first is None or not first.is_cuda or max(numbers) > _INT32_MAX:
+        kernel[grid](*tensors, *numbers, *constants, num_warps=num_warps, **options)
+        return
+    pointers: list[int | None] = []
+    device = first.device.index
+    key: list[Any] = [id(kernel), device, num_warps, maxnreg, constants]
+    alignment = 0
+    for tensor in tensors:
+        if tensor is None:
+            pointers.append(None)
+            key.append(None)
+        else:
+            pointer = tensor.data_ptr()
+            alignment |= pointer
+            pointers.append(pointer)
+            key.append(tensor.dtype)
+    entry = _compiled.get(tuple(key))
+    if entry is None or alignment & 15 or entry.hooks.launch_enter_hook.calls or entry.hooks.launch_exit_hook.calls:
+        compiled = kernel[grid](*tensors, *numbers, *constants, num_warps=num_warps, **options)
+        if not alignment & 15:
+            _remember(tuple(key), kernel, compiled)
+        return
+    stream = entry.get_stream(device)
+    entry.run(*grid, stream, entry.function, entry.metadata, None, None, None, *pointers, *numbers, *constants)
+
+
+def _remember(key: tuple[Any, ...], kernel: Any, compiled: Any) -> None:
+    """Keep a compiled kernel if this Triton is built as we know it; with another one every launch is the plain one."""
+    from triton import knobs
+    from triton.runtime import driver
+
+    hooks = knobs.runtime
+    known = all(hasattr(compiled, name) for name in ("run", "function", "packed_metadata"))
+    if known and hasattr(hooks.launch_enter_hook, "calls") and hasattr(hooks.launch_exit_hook, "calls"):
+        _compiled[key] = _Compiled(
+            compiled.run, compiled.function, compiled.packed_metadata, driver.active.get_current_stream, hooks, kernel
+        )
 
 
 _NO_GUARD = contextlib.nullcontext()
