@@ -20,6 +20,10 @@ KINDS: list[tuple[torch.dtype, dict[str, Any]]] = [
     (torch.bfloat16, {}),
     (torch.bfloat16, {"state_dtype": torch.float32}),
     (torch.bfloat16, {"low_precision": "kahan"}),
+    (torch.bfloat16, {"low_precision": "stochastic"}),
+    (torch.bfloat16, {"low_precision": "stochastic", "state_dtype": "int8", "seed": 7}),
+    (torch.bfloat16, {"state_dtype": "int8"}),
+    (torch.float32, {"state_dtype": "int8", "cautious": True}),
     (torch.bfloat16, {"low_precision": "none"}),
     (torch.float16, {}),
     (torch.float64, {}),
@@ -197,3 +201,49 @@ def test_distributed_checkpoint_round_trip(tmp_path: Any) -> None:
         for key, value in optimizer.state[p].items():
             assert other.state[q][key].dtype == value.dtype
             assert torch.equal(other.state[q][key], value)
+
+
+def test_int8_and_stochastic_states_resume_through_distributed_checkpoint(tmp_path: Any) -> None:
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+
+    def build() -> tuple[torch.nn.Module, Lion]:
+        model = torch.nn.Linear(80, 70).bfloat16()
+        return model, Lion(model.parameters(), lr=1e-3, state_dtype="int8", low_precision="stochastic")
+
+    model, optimizer = build()
+    train(optimizer, list(model.parameters()), range(3))
+    dcp.save(get_optimizer_state_dict(model, optimizer), checkpoint_id=str(tmp_path), no_dist=True)
+    twin, other = build()
+    train(other, list(twin.parameters()), range(1))
+    twin.load_state_dict(model.state_dict())
+    target = get_optimizer_state_dict(twin, other)
+    dcp.load(target, checkpoint_id=str(tmp_path), no_dist=True)
+    set_optimizer_state_dict(twin, other, target)
+    for m, o in ((model, optimizer), (twin, other)):
+        train(o, list(m.parameters()), range(3, 5))
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(p, q)
+        assert optimizer.state[p].keys() == other.state[q].keys()
+        for key, value in optimizer.state[p].items():
+            assert other.state[q][key].dtype == value.dtype
+            assert torch.equal(other.state[q][key], value)
+    assert {"exp_avg", "exp_avg_scale", "rounding"} == set(optimizer.state[model.weight])
+
+
+def test_checkpoints_of_others_become_int8() -> None:
+    p = torch.zeros(5000, requires_grad=True)
+    theirs = lion_pytorch.Lion([p])
+    train(theirs, [p], range(2))
+    m = theirs.state[p]["exp_avg"].clone()
+    ours = Lion([p], state_dtype="int8")
+    ours.load_state_dict(theirs.state_dict())
+    assert torch.equal(ours.state[p]["exp_avg"], m), "converted only when it is needed"
+    before = p.detach().clone()
+    p.grad = torch.zeros_like(p)
+    ours.step()
+    assert ours.state[p]["exp_avg"].dtype == torch.int8
+    # what 127 levels over 8 decades can't hold is zero; the signs of all else are kept
+    moved = p.detach() != before
+    assert bool((moved | (m.abs() < 1e-7 * m.abs().max())).all())
+    assert torch.equal((p.detach() - before).sign()[moved], -m.sign()[moved])

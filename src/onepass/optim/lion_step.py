@@ -306,12 +306,9 @@ def _factor(scalars: Scalars) -> float | Tensor | None:
         return None
     if all(t is None or t.device.type == "cpu" for t in (scale, clip)):
         return (1.0 if clip is None else float(clip)) / (1.0 if scale is None else float(scale))
-    factor = (
-        torch.ones((), dtype=torch.float32, device=(clip if clip is not None else scale).device)
-        if clip is None
-        else clip
-    )  # type: ignore[union-attr]
-    return factor if scale is None else factor / scale.to(factor.device)
+    if scale is None:
+        return clip
+    return scale.reciprocal() if clip is None else clip / scale.to(clip.device)
 
 
 def _scaled(row: Row, factor: float | None) -> Row:

@@ -6,13 +6,14 @@ An op that only mutates lists has no values and gradients to compare, so there i
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from onepass.core.spec import Case, Kernel, Spec
+from onepass.core.spec import Case, Impl, Kernel, Missing, Prepared, Spec
 
 from .table import shape_of
 
@@ -70,7 +71,7 @@ def _kernels() -> Iterator[Kernel]:
                     "STREAM": shape.stream, "SPAN": 32, "BLOCK": shape.block, "TILES": shape.tiles,
                 },
                 divisible=("table_ptr", "scale_ptr", "clip_ptr", "found_inf_ptr", "agreed_ptr"),
-                num_warps=shape.num_warps, max_registers=64 if aligned else 128, vector_loads=aligned,
+                num_warps=shape.num_warps, max_registers=(64 if m != "i8" and mode != 3 else 80) if aligned else 128, vector_loads=aligned,
             )  # fmt: skip
     for g in ("fp32", "bf16", "fp16"):
         yield Kernel(
@@ -124,59 +125,127 @@ def count(shapes: Sequence[tuple[int, ...]]) -> int:
     return sum(torch.Size(s).numel() for s in shapes)
 
 
-def _rivals(params: list[Tensor]) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Constructors of the rivals that are installed; each failure to import is a rival left out."""
+# import name → distribution
+RIVALS = {
+    "bitsandbytes": "bitsandbytes",
+    "flashoptim": "flashoptim",
+    "lion_pytorch": "lion-pytorch",
+    "optimi": "torch-optimi",
+}
+_OPTIONS = {"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0.1}
+_ADAMW = {"lr": 1e-4, "weight_decay": 0.1, "fused": True}
+# name → (module, class, options)
+_PLAIN: Mapping[str, tuple[str, str, dict[str, Any]]] = {
+    "lion-pytorch": ("lion_pytorch", "Lion", _OPTIONS),
+    "lion-pytorch foreach": ("lion_pytorch.foreach", "Lion", _OPTIONS),
+    "lion-pytorch triton": ("lion_pytorch", "Lion", {**_OPTIONS, "use_triton": True}),
+    "optimi": ("optimi", "Lion", {**_OPTIONS, "kahan_sum": False}),
+    "bitsandbytes": ("bitsandbytes.optim", "Lion", _OPTIONS),
+    "flashoptim": ("flashoptim", "FlashLion", _OPTIONS),
+    "torch AdamW fused": ("torch.optim", "AdamW", _ADAMW),
+}
+_KAHAN: Mapping[str, tuple[str, str, dict[str, Any]]] = {
+    "optimi kahan": ("optimi", "Lion", {**_OPTIONS, "kahan_sum": True}),
+}
+_INT8: Mapping[str, tuple[str, str, dict[str, Any]]] = {
+    "bitsandbytes 8 bit": ("bitsandbytes.optim", "Lion8bit", _OPTIONS),
+    "flashoptim": ("flashoptim", "FlashLion", _OPTIONS),
+}
 
-    def found(module: str) -> Any:
-        try:
-            return importlib.import_module(module)
-        except ImportError:
-            return None
 
-    options = {"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0.1}
-    if lib := found("lion_pytorch"):
-        yield "lion-pytorch", lambda: lib.Lion(params, **options)
-        yield "lion-pytorch triton", lambda: lib.Lion(params, use_triton=True, **options)
-    if foreach := found("lion_pytorch.foreach"):
-        yield "lion-pytorch foreach", lambda: foreach.Lion(params, **options)
-    if optimi := found("optimi"):
-        yield "optimi", lambda: optimi.Lion(params, kahan_sum=False, **options)
-    if bnb := found("bitsandbytes"):
-        yield "bitsandbytes", lambda: bnb.optim.Lion(params, **options)
-    if flash := found("flashoptim"):
-        yield "flashoptim", lambda: flash.FlashLion(params, **options)
-    yield "torch AdamW fused", lambda: torch.optim.AdamW(params, lr=1e-4, weight_decay=0.1, fused=True)
+def _prepared(build: Callable[[list[Tensor]], Any], shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> Prepared:
+    """An optimizer over parameters of its own: two of them never hold memory at a time."""
 
-
-def _case(model: str, dtype: torch.dtype, low_precision: str) -> Case:
-    shapes = MODELS[model]()
-    bytes_each = 5 * dtype.itemsize + (0 if low_precision == "none" else 2 * 2)
-
-    def make() -> Mapping[str, Callable[[], Any]]:
-        from onepass.optim import Lion
-
+    def make() -> Callable[[], Any]:
         params = [torch.randn(s, device="cuda", dtype=dtype).requires_grad_() for s in shapes]
         for p in params:
             p.grad = torch.randn_like(p)
-        ours = Lion(params, lr=1e-4, weight_decay=0.1, low_precision=low_precision)
-        impls: dict[str, Callable[[], Any]] = {"onepass": ours.step}
-        if low_precision == "none":
-            for name, build in _rivals(params):
-                try:
-                    impls[name] = build().step
-                except (RuntimeError, ImportError, AttributeError, TypeError):
-                    # an installed rival may still lack what it needs on this machine
-                    continue
+        step: Callable[[], Any] = build(params).step
+        return step
+
+    return Prepared(make)
+
+
+def _rival(module: str, name: str, options: dict[str, Any]) -> Callable[[list[Tensor]], Any]:
+    return lambda params: getattr(importlib.import_module(module), name)(params, **options)
+
+
+def floor_bytes(dtype: torch.dtype, momentum: torch.dtype | str, low_precision: str, clip: bool = False) -> float:
+    """Fewest bytes per element: 2P + G + 2M, 4 for a remainder or compensation, G once more for a norm."""
+    state = 2 * (1 + 4 / 256) if momentum == "int8" else 2 * momentum.itemsize  # type: ignore[union-attr]
+    kept = 4 if low_precision in ("remainder", "kahan") else 0
+    return (4 if clip else 3) * dtype.itemsize + state + kept
+
+
+def _case(
+    model: str, dtype: torch.dtype, low_precision: str, momentum: torch.dtype | str | None = None, *,
+    cautious: bool = False, clip: bool = False, rivals: Mapping[str, tuple[str, str, dict[str, Any]]] | None = None,
+) -> Case:  # fmt: skip
+    shapes = MODELS[model]()
+    elements = count(shapes)
+    each = floor_bytes(dtype, momentum or dtype, low_precision, clip) + (dtype.itemsize * 2 if cautious else 0)
+
+    def ours(params: list[Tensor]) -> Any:
+        from onepass.optim import Lion, clip_grad_norm
+
+        optimizer = Lion(
+            params, lr=1e-4, weight_decay=0.1, low_precision=low_precision, state_dtype=momentum, cautious=cautious
+        )
+        if not clip:
+            return optimizer
+
+        class Clipped:
+            def step(self) -> None:
+                clip_grad_norm(params, 1.0)
+                optimizer.step()
+
+        return Clipped()
+
+    def torch_clip(params: list[Tensor]) -> Any:
+        optimizer = torch.optim.AdamW(params, lr=1e-4, weight_decay=0.1, fused=True)
+
+        class Clipped:
+            def step(self) -> None:
+                torch.nn.utils.clip_grad_norm_(params, 1.0)
+                optimizer.step()
+
+        return Clipped()
+
+    def make() -> Mapping[str, Impl]:
+        impls: dict[str, Impl] = {"onepass": _prepared(ours, shapes, dtype)}
+        if clip:
+            impls["torch clip_grad_norm_ + AdamW fused"] = _prepared(torch_clip, shapes, dtype)
+        for name, (module, cls, options) in (rivals or {}).items():
+            top = module.partition(".")[0]
+            missing = top in RIVALS and importlib.util.find_spec(top) is None
+            impls[name] = Missing(RIVALS[top]) if missing else _prepared(_rival(module, cls, options), shapes, dtype)
         return impls
 
-    params = {"model": model, "tensors": len(shapes), "elements": count(shapes), "low_precision": low_precision}
-    return Case("lion", "step", params, dtype, count(shapes) * bytes_each, make)
+    params: dict[str, Any] = {
+        "model": model, "tensors": len(shapes), "elements": elements, "low_precision": low_precision
+    }  # fmt: skip
+    if momentum is not None:
+        params["momentum"] = str(momentum).removeprefix("torch.")
+    if cautious:
+        params["cautious"] = "cautious"
+    if clip:
+        params["clip"] = "clip"
+    return Case("lion", "step", params, dtype, round(elements * each), make)
 
 
-CASES = [
-    _case(model, dtype, low_precision)
-    for model in MODELS
-    for dtype, low_precision in (
-        (torch.float32, "none"), (torch.bfloat16, "none"), (torch.bfloat16, "remainder"), (torch.bfloat16, "kahan"),
-    )
-]  # fmt: skip
+def _cases() -> Iterator[Case]:
+    fp32, bf16 = torch.float32, torch.bfloat16
+    for model in MODELS:
+        yield _case(model, fp32, "none", rivals=_PLAIN)
+        yield _case(model, bf16, "none", rivals=_PLAIN)
+        yield _case(model, bf16, "remainder")
+        yield _case(model, bf16, "kahan", rivals=_KAHAN)
+        yield _case(model, bf16, "stochastic")
+        yield _case(model, fp32, "none", "int8", rivals=_INT8)
+        yield _case(model, bf16, "none", "int8", rivals=_INT8)
+        yield _case(model, bf16, "remainder", "int8")
+        yield _case(model, bf16, "none", cautious=True)
+        yield _case(model, bf16, "none", clip=True)
+
+
+CASES = list(_cases())
