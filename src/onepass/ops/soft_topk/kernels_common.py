@@ -115,7 +115,8 @@ def shape(n_rows: int, n_cols: int, per_warp: int = PER_WARP, max_cols: int = MA
     """
     if n_cols <= max_cols:
         block_c = next_power_of_2(n_cols)
-        block_r = max(1, min(MAX_ROWS, per_warp // block_c))
+        # rows that share a warp need registers for the state of each
+        block_r = max(1, min(MAX_ROWS, per_warp // (2 * block_c)))
         return Shape(block_r, block_c, min(32, max(1, block_c // per_warp)), cdiv(n_rows, block_r), 1, block_c)
     chunk = cdiv(max(CHUNK, cdiv(n_cols, MAX_SPLITS)), TILE) * TILE
     return Shape(1, TILE, TILE // PER_WARP, n_rows, cdiv(n_cols, chunk), chunk)
