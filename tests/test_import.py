@@ -47,13 +47,16 @@ def test_works_without_triton() -> None:
     assert out.split() == ["32.0", "False"]
 
 
+def test_submodules_without_importing_them() -> None:
+    out = _run(
+        "import onepass, sys; print('onepass.nn' in sys.modules, onepass.nn.Router.__name__, 'optim' in dir(onepass))"
+    )
+    assert out.split() == ["False", "Router", "True"]
+
+
 @pytest.mark.slow
 def test_adds_less_than_60_ms_to_torch() -> None:
-    """The fastest of several tries: the machine may be busy with other tests."""
-    times = [
-        float(
-            _run("import time, torch; t = time.perf_counter(); import onepass; print(1000 * (time.perf_counter() - t))")
-        )
-        for _ in range(5)
-    ]
+    """Processor time, the least of several tries: the machine may be busy with other tests."""
+    code = "import time, torch; t = time.process_time(); import onepass; print(1000 * (time.process_time() - t))"
+    times = [float(_run(code)) for _ in range(5)]
     assert min(times) < 60, f"import onepass took {min(times):.0f} ms beyond torch"

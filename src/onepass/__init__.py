@@ -1,5 +1,8 @@
 """PyTorch operators that pass over memory once, and the conditional computation they exist for."""
 
+import importlib
+from typing import Any
+
 from onepass.ops.norm.op import layer_norm, rms_norm
 from onepass.ops.soft_topk.op import soft_topk
 from onepass.ops.soft_topk.op_descent import coor_descent
@@ -7,5 +10,19 @@ from onepass.ops.soft_topk.op_topk import TopK, topk
 from onepass.ops.weighted_sum.op import weighted_sum
 
 __version__ = "0.1.0"
+
+_LAZY = ("compat", "nn", "optim")
+
+
+def __getattr__(name: str) -> Any:
+    """`onepass.nn` and its like are imported when first touched, so that `import onepass` stays quick."""
+    if name in _LAZY:
+        return importlib.import_module(f"onepass.{name}")
+    raise AttributeError(f"module 'onepass' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY})
+
 
 __all__ = ["TopK", "__version__", "coor_descent", "layer_norm", "rms_norm", "soft_topk", "topk", "weighted_sum"]
