@@ -127,6 +127,9 @@ def _norm_of(g: Tensor) -> Tensor:
 def _on_device(max_norm: float | Tensor, device: torch.device) -> Tensor:
     if isinstance(max_norm, Tensor):
         return max_norm.to(device, torch.float32)
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        # the graph's own memory: nothing outside may use it
+        return torch.full((), float(max_norm), dtype=torch.float32, device=device)
     key = (device, float(max_norm))
     if key not in _ROOM:
         if len(_ROOM) > 64:  # a max_norm that changes each step

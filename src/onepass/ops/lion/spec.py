@@ -63,6 +63,7 @@ def _kernels() -> Iterator[Kernel]:
                 continue
             words = [name, *(["cautious"] * cautious), *(["count"] * count), *(["unaligned"] * (not aligned))]
             shape = shape_of(p, m)
+            budget = 80 if m == "i8" or mode == 3 else 64
             yield Kernel(
                 f"lion {', '.join(words)}", _step_kernel, signature,
                 {
@@ -71,7 +72,7 @@ def _kernels() -> Iterator[Kernel]:
                     "STREAM": shape.stream, "SPAN": 32, "BLOCK": shape.block, "TILES": shape.tiles,
                 },
                 divisible=("table_ptr", "scale_ptr", "clip_ptr", "found_inf_ptr", "agreed_ptr"),
-                num_warps=shape.num_warps, max_registers=(64 if m != "i8" and mode != 3 else 80) if aligned else 128, vector_loads=aligned,
+                num_warps=shape.num_warps, max_registers=budget if aligned else 128, vector_loads=aligned,
             )  # fmt: skip
     for g in ("fp32", "bf16", "fp16"):
         yield Kernel(

@@ -1,0 +1,238 @@
+"""Train the main job's model with several optimizers on the same data: losses, optimizer memory, time of a step.
+
+    python benchmarks/lion_training.py --out benchmarks/results/h200/lion_training --steps 2000
+
+writes lion_training.json, .png (loss curves) and .md (a table) beside each other. `--preset cpu --steps 30 --dim 16` and
+so on make it small. Each arm starts from the same weights and sees the same batches; the matrix products are in bf16
+on CUDA for all of them. The arm with bf16 weights and remainders also trains a shadow: an fp32 Lion that is given the
+same gradients, whose weights must be the same bits after every step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import onepass
+from onepass.ops.lion.reference import join
+from onepass.optim import Lion
+from onepass.train import config as configs
+from onepass.train import data
+from onepass.train.loop import learning_rate
+from onepass.train.model import MEASURING_DRAWS, new, parameter_groups
+
+# arm → (dtype of the parameters, optimizer's options; None: AdamW)
+ARMS: dict[str, tuple[torch.dtype, dict[str, Any] | None]] = {
+    "Lion fp32": (torch.float32, {}),
+    "Lion bf16 + remainder": (torch.bfloat16, {"low_precision": "remainder"}),
+    "Lion bf16 + remainder, int8 momentum": (torch.bfloat16, {"low_precision": "remainder", "state_dtype": "int8"}),
+    "AdamW fused fp32": (torch.float32, None),
+    "Lion bf16, stochastic": (torch.bfloat16, {"low_precision": "stochastic"}),
+    "Lion bf16, nothing kept": (torch.bfloat16, {"low_precision": "none"}),
+}
+DEFAULT_ARMS = list(ARMS)[:4]
+SHADOWED = "Lion bf16 + remainder"
+
+
+def tensor_bytes(tensors: Any) -> int:
+    """Bytes of all tensors."""
+    return sum(t.nbytes for t in tensors if isinstance(t, Tensor))
+
+
+class Shadow:
+    """An fp32 Lion beside a bf16 one with remainders, given the same gradients."""
+
+    def __init__(self, optimizer: Lion) -> None:
+        self.low = [p for group in optimizer.param_groups for p in group["params"]]
+        self.full = [p.detach().float().requires_grad_() for p in self.low]
+        it = iter(self.full)
+        groups = [
+            {"params": [next(it) for _ in group["params"]], "weight_decay": group["weight_decay"]}
+            for group in optimizer.param_groups
+        ]
+        self.optimizer = Lion(groups, state_dtype=torch.bfloat16)
+        self.of = optimizer
+        self.equal = True
+
+    def step(self) -> None:
+        """Follow; call before the step of the other."""
+        for own, group in zip(self.optimizer.param_groups, self.of.param_groups, strict=True):
+            own["lr"] = group["lr"]
+        for p, q in zip(self.low, self.full, strict=True):
+            q.grad = None if p.grad is None else p.grad.float()
+        self.optimizer.step()
+
+    def compare(self) -> None:
+        """Call after the step of the other."""
+        for p, q in zip(self.low, self.full, strict=True):
+            if "remainder" in self.of.state[p]:
+                self.equal &= torch.equal(join(p.detach(), self.of.state[p]["remainder"]), q)
+
+
+def timed(step: Callable[[], Any], device: str) -> Callable[[], float]:
+    """Run a step; give a function that returns its milliseconds later."""
+    if device == "cpu":
+        start = time.perf_counter()
+        step()
+        took = (time.perf_counter() - start) * 1e3
+        return lambda: took
+    events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    events[0].record()
+    step()
+    events[1].record()
+    return lambda: events[0].elapsed_time(events[1])
+
+
+def loss_of(model: nn.Module, batch: data.Batch, config: configs.Config, draw: int) -> Tensor:
+    """Mean cross entropy of the hidden bytes in nats."""
+    parts = (torch.from_numpy(part).to(config.device) for part in (batch.tokens, batch.hidden, batch.bytes))
+    tokens, hidden, value = parts
+    with torch.autocast(config.device, torch.bfloat16, enabled=config.precision == "bf16"):
+        logits, _ = model(tokens, hidden, draw=draw)
+    return F.cross_entropy(logits.flatten(0, 1).float(), value.flatten())
+
+
+@torch.no_grad()
+def validation_bits(model: nn.Module, corpus: data.Corpus, config: configs.Config) -> float:
+    """Bits per hidden byte of the validation text."""
+    model.eval()
+    nats, count = 0.0, 0
+    batches = data.validation_batches(corpus.validation, config.batch, config.seq, config.masked, config.eval_windows)
+    for batch in batches:
+        nats += loss_of(model, batch, config, MEASURING_DRAWS + batch.draw).item() * batch.hidden.size
+        count += batch.hidden.size
+    model.train()
+    return nats / count / math.log(2)
+
+
+def train(arm: str, corpus: data.Corpus, config: configs.Config, adamw_factor: float) -> dict[str, Any]:
+    """Train one arm from the beginning."""
+    dtype, options = ARMS[arm]
+    model: nn.Module = new(config).to(config.device, dtype)
+    groups = parameter_groups(model, config.weight_decay)
+    factor = 1.0
+    optimizer: torch.optim.Optimizer
+    if options is None:
+        # Lion's rates are known to be several times smaller than AdamW's, its weight decay larger by the same factor
+        factor = adamw_factor
+        for group in groups:
+            group["weight_decay"] = float(str(group["weight_decay"])) / factor
+        optimizer = torch.optim.AdamW(groups, lr=config.lr * factor, betas=(0.9, 0.99), fused=True)
+    else:
+        optimizer = Lion(groups, lr=config.lr, **options)
+    shadow = Shadow(optimizer) if arm == SHADOWED and isinstance(optimizer, Lion) else None
+    losses: list[Tensor] = []
+    times: list[Callable[[], float]] = []
+    begin = time.perf_counter()
+    for step in range(config.steps):
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(config, step) * factor
+        batch = data.training_batch(corpus.training, config.batch, config.seq, config.masked, config.seed, step)
+        loss = loss_of(model, batch, config, batch.draw)
+        optimizer.zero_grad()
+        loss.backward()
+        if shadow:
+            shadow.step()
+        times.append(timed(optimizer.step, config.device))
+        if shadow:
+            shadow.compare()
+        losses.append(loss.detach())
+        if step % max(1, config.steps // 10) == 0:
+            print(f"{arm}: step {step:,} of {config.steps:,}, loss {loss.item():.4f}", flush=True)
+    if config.device == "cuda":
+        torch.cuda.synchronize()
+    params = list(model.parameters())
+    state = tensor_bytes(v for s in optimizer.state.values() for v in s.values())
+    bits = validation_bits(model, corpus, config)
+    return {
+        "arm": arm, "validation_bits_per_byte": bits, "parameters": sum(p.numel() for p in params),
+        "parameter_bytes": tensor_bytes(params), "optimizer_bytes": state,
+        "gradient_bytes": tensor_bytes(p.grad for p in params),
+        "optimizer_step_ms": statistics.median(t() for t in times[len(times) // 5 :]),
+        "seconds": time.perf_counter() - begin, "losses": torch.stack(losses).float().tolist(),
+        **({} if shadow is None else {"bit_identical_to_fp32": shadow.equal}),
+    }  # fmt: skip
+
+
+def picture(results: list[dict[str, Any]], path: Path) -> None:
+    """Loss curves of all arms."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
+    for result in results:
+        bits = [loss / math.log(2) for loss in result["losses"]]
+        width = max(1, len(bits) // 100)
+        means = [statistics.fmean(bits[max(0, i + 1 - width) : i + 1]) for i in range(len(bits))]
+        axes.plot(range(1, len(bits) + 1), means, linewidth=1.2, label=result["arm"])
+    axes.set(
+        xlabel="step", ylabel=f"bits per hidden byte (mean of {width} steps)", title="Same data, same first weights"
+    )
+    axes.legend(frameon=False)
+    axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def table(results: list[dict[str, Any]]) -> str:
+    """All arms in Markdown."""
+    rows = [
+        "| | validation bits per byte | last 5 % of losses, bits | weights + optimizer MB | bytes a weight | step, ms |",
+        "|---|---|---|---|---|---|",
+    ]
+    for r in results:
+        tail = r["losses"][-max(1, len(r["losses"]) // 20) :]
+        kept = r["parameter_bytes"] + r["optimizer_bytes"]
+        same = {True: " (the bits of fp32 training)", False: " (NOT the bits of fp32 training)", None: ""}
+        rows.append(
+            f"| {r['arm']}{same[r.get('bit_identical_to_fp32')]} | {r['validation_bits_per_byte']:.4f} | "
+            f"{statistics.fmean(tail) / math.log(2):.4f} | {kept / 1e6:.1f} | {kept / r['parameters']:.2f} | "
+            f"{r['optimizer_step_ms']:.3f} |"
+        )
+    return "\n".join(rows) + "\n"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Read the command line, train, write."""
+    parser = argparse.ArgumentParser(description="Lion's modes and AdamW on the main job's data")
+    parser.add_argument("paths", nargs="*", help="text to learn from (default: the standard library's sources)")
+    parser.add_argument("--out", type=Path, default=Path("lion_training"), help="where to write, without a suffix")
+    parser.add_argument("--preset", choices=list(configs.PRESETS), help="default: gpu with CUDA, else cpu")
+    parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=DEFAULT_ARMS)
+    parser.add_argument("--adamw-factor", type=float, default=3.0, help="AdamW's rate over Lion's")
+    for name, kind in (("steps", int), ("batch", int), ("seq", int), ("dim", int), ("blocks", int), ("lr", float)):
+        parser.add_argument(f"--{name}", type=kind)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args(argv)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    corpus = data.load(args.paths)
+    config = configs.build(
+        args.preset or ("gpu" if device == "cuda" else "cpu"), device=device, route="learned", seed=args.seed,
+        precision="bf16" if device == "cuda" else "fp32", threads=torch.get_num_threads(), data=corpus.digest, paths=(),
+        **{name: getattr(args, name) for name in ("steps", "batch", "seq", "dim", "blocks", "lr")},
+    )  # fmt: skip
+    results = [train(arm, corpus, config, args.adamw_factor) for arm in args.arms]
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    gpu = torch.cuda.get_device_name() if device == "cuda" else "cpu"
+    header = {"onepass": onepass.__version__, "torch": torch.__version__, "device": gpu, "config": config.as_dict()}
+    args.out.with_suffix(".json").write_text(json.dumps({**header, "arms": results}) + "\n")
+    args.out.with_suffix(".md").write_text(table(results))
+    picture(results, args.out.with_suffix(".png"))
+    print(table(results))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
