@@ -2,11 +2,13 @@
 
     python benchmarks/lion_training.py --out benchmarks/results/h200/lion_training --steps 2000
 
-writes lion_training.json, .png (loss curves) and .md (a table) beside each other. `--preset cpu --steps 30 --dim 16` and
-so on make it small. Each arm starts from the same weights and sees the same batches; the matrix products are in bf16
+writes lion_training.json, .png (loss curves) and .md (a table) beside each other. `--preset cpu --steps 30 --dim 16`
+and so on make it small. Each arm starts from the same weights and sees the same batches; the matrix products are in bf16
 on CUDA for all of them. The arm with bf16 weights and remainders also trains a shadow: an fp32 Lion that is given the
 same gradients, whose weights must be the same bits after every step.
 """
+
+# ruff: noqa: T201
 
 from __future__ import annotations
 
@@ -189,7 +191,7 @@ def picture(results: list[dict[str, Any]], path: Path) -> None:
 def table(results: list[dict[str, Any]]) -> str:
     """All arms in Markdown."""
     rows = [
-        "| | validation bits per byte | last 5 % of losses, bits | weights + optimizer MB | bytes a weight | step, ms |",
+        "| | validation bits per byte | last 5 % of losses, bits | weights + states, MB | bytes a weight | step, ms |",
         "|---|---|---|---|---|---|",
     ]
     for r in results:
