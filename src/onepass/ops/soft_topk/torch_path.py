@@ -23,6 +23,8 @@ NARROW = 16.0
 STREAK = 4
 # beyond this many eps a threshold is only a place to look at, its digits don't matter
 FAR = 1e4
+# capped_exp makes its exponentials anew when the threshold is this many eps away from their ref: e^c rounds by c
+REACH = 6.0
 # columns looked at for the first guess, elements that stay in the cache between the passes of a chunk
 SAMPLE = 128
 CHUNK = 1 << 18
@@ -78,18 +80,9 @@ def inverse(p: Tensor, kind: int) -> Tensor:
 
 
 def _measure(s: Tensor, ref: Tensor, c: Tensor, k: Tensor, eps: Tensor, kind: int) -> tuple[Tensor, Tensor, Tensor]:
-    """One pass over the rows: (Σ gates at (ref, c), size of the saturated set, Newton's step for c)."""
+    """One pass over the rows: (Σ gates at (ref, c), Σ slopes, Newton's step for c)."""
     n = s.shape[-1]
     x = (s - ref).div_(eps).sub_(c)
-    if kind == CAPPED_EXP:
-        saturated = _above(x)
-        count = saturated.sum(-1, keepdim=True)
-        # exp(0) is exactly 1, so what is left is exactly the unsaturated part
-        rest = x.clamp_(max=0).exp_().sub_(saturated).sum(-1, keepdim=True)
-        # exact for this saturated set, and never below the root; with k or more saturated, Newton on the sum itself
-        step = torch.where(count < k, rest.log() - (k - count).log(), (count + rest - k) / rest)
-        # terms that underflowed would be missing from a sum as small as this
-        return count + rest, count, torch.where(rest > 1e13 * torch.finfo(x.dtype).tiny, step, math.nan)
     dy = slope(x, kind).sum(-1, keepdim=True)
     y = phi(x, kind)
     total = y.sum(-1, keepdim=True)
@@ -99,6 +92,23 @@ def _measure(s: Tensor, ref: Tensor, c: Tensor, k: Tensor, eps: Tensor, kind: in
     rest = (1 - y).sum(-1, keepdim=True)
     step = torch.where(k < 0.5 * n, total / dy * (total / k).log(), -rest / dy * (rest / (rest + total - k)).log())
     return total, dy, torch.where(step.isfinite(), step, (total - k) / dy)
+
+
+def _measure_ratios(
+    ratios: Tensor, c: Tensor, k: Tensor, buffers: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same pass of capped_exp, from exp((s - ref)/eps) without an exponential; the second is the saturated set."""
+    level = c.exp()
+    saturated = torch.gt(ratios, level, out=buffers[0])
+    count = saturated.sum(-1, keepdim=True)
+    # level - level·1 is exactly 0, so what is left is exactly the unsaturated part
+    rest = torch.minimum(ratios, level, out=buffers[1]).addcmul_(saturated, level, value=-1).sum(-1, keepdim=True)
+    # terms that underflowed would be missing from a sum as small as this
+    usable = rest > 1e13 * torch.finfo(c.dtype).tiny
+    rest = rest / level
+    # exact for this saturated set, and never below the root; with k or more saturated, Newton on the sum itself
+    step = torch.where(count < k, rest.log() - (k - count).log(), (count + rest - k) / rest)
+    return count + rest, count, torch.where(usable, step, math.nan)
 
 
 def _first_guess(s: Tensor, k: Tensor) -> Tensor:
@@ -144,13 +154,23 @@ def _solve(s: Tensor, k: Tensor, eps: Tensor, kind: int) -> tuple[Tensor, Tensor
     last, streak = torch.full_like(c, -1), torch.zeros_like(c)
     small = 1e-8 if s.dtype == torch.float64 else 2e-4
     tiny = torch.finfo(s.dtype).eps
+    capped = kind == CAPPED_EXP
+    ratios, *buffers = (torch.empty_like(s) for _ in range(3 if capped else 1))
     for i in range(MAX_PASSES):
-        moved = base + eps * c
-        d = (moved - base) / eps
-        base, c = moved, torch.where(d.abs() < FAR, c - d, 0.0)
+        far = (c.abs() > REACH) & ~done if capped else torch.ones_like(done)
+        stale = i == 0 or s.is_cuda or not capped or bool(far.any())
+        if stale:
+            moved = torch.where(far, base + eps * c, base)
+            d = (moved - base) / eps
+            base, c = moved, torch.where(d.abs() < FAR, c - d, 0.0)
         lo, hi = (lo_ref - base) / eps + lo_c, (hi_ref - base) / eps + hi_c
-        total, state, step = _measure(s, base, c, k, eps, kind)
-        if kind == CAPPED_EXP:
+        if capped:
+            if stale:
+                torch.sub(s, base, out=ratios).div_(eps).exp_()
+            total, state, step = _measure_ratios(ratios, c, k, (buffers[0], buffers[1]))
+        else:
+            total, state, step = _measure(s, base, c, k, eps, kind)
+        if capped:
             arrived = (state < k) & ((state == last) | (step == 0))
         elif kind == CLAMP:
             arrived = (total - k).abs() <= 16 * tiny * k
@@ -168,11 +188,11 @@ def _solve(s: Tensor, k: Tensor, eps: Tensor, kind: int) -> tuple[Tensor, Tensor
         hi, hi_ref, hi_c = torch.where(low, hi, c), torch.where(low, hi_ref, base), torch.where(low, hi_c, c)
         f_lo, f_hi = torch.where(low, total, f_lo), torch.where(low, f_hi, total)
         target = c + step
-        if kind == CAPPED_EXP:
+        if capped:
             bound = (state < k) & (target < hi)
             hi, hi_ref, hi_c = (torch.where(bound, a, b) for a, b in ((target, hi), (base, hi_ref), (target, hi_c)))
         # capped_exp steps onto a bound it just made; the others have looked at both ends, going back is a circle
-        slack = 4 * tiny * (1 + c.abs()) * (1 if kind == CAPPED_EXP else -1)
+        slack = 4 * tiny * (1 + c.abs()) * (1 if capped else -1)
         inside = (target >= lo - slack) & (target <= hi + slack)
         newton = inside & ((streak < STREAK) | (hi - lo <= NARROW))
         streak = torch.where(newton, streak + 1, 0.0)
