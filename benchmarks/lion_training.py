@@ -3,9 +3,9 @@
     python benchmarks/lion_training.py --out benchmarks/results/h200/lion_training --steps 2000
 
 writes lion_training.json, .png (loss curves) and .md (a table) beside each other. `--preset cpu --steps 30 --dim 16`
-and so on make it small. Each arm starts from the same weights and sees the same batches; the matrix products are in bf16
-on CUDA for all of them. The arm with bf16 weights and remainders also trains a shadow: an fp32 Lion that is given the
-same gradients, whose weights must be the same bits after every step.
+and so on make it small. Each arm starts from the same weights and sees the same batches; the matrix products are in
+bf16 on CUDA for all of them. The arm with bf16 weights and remainders also trains a shadow: an fp32 Lion that is given
+the same gradients, whose weights must be the same bits after every step.
 """
 
 # ruff: noqa: T201

@@ -149,6 +149,11 @@ def test_timm_style_state_goes_on() -> None:
     p.grad = torch.ones(3)
     optimizer.step()
     assert torch.equal(p, torch.full((3,), 1.5))
+    assert optimizer.param_groups[0]["cautious"] is False
+    group["caution"] = True
+    optimizer.load_state_dict({"state": {}, "param_groups": [group]})
+    assert optimizer.param_groups[0]["cautious"] is True
+    assert "caution" not in optimizer.param_groups[0]
 
 
 def test_peak_lr_survives_a_checkpoint_without_one() -> None:

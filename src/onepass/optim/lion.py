@@ -145,6 +145,8 @@ class Lion(Optimizer):
         for group in self.param_groups:
             if "betas" not in group and "beta1" in group and "beta2" in group:
                 group["betas"] = (group.pop("beta1"), group.pop("beta2"))
+            if "caution" in group:  # timm's name
+                group.setdefault("cautious", group.pop("caution"))
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
             _lr_to_device(group)
