@@ -1,4 +1,4 @@
-"""int8, stochastic, cautious, clipping and releasing on CUDA: against the CPU, repeated, regrouped, resumed, captured."""
+"""int8, stochastic, cautious, clipping and releasing on CUDA: against the CPU, repeated, resumed, captured."""
 
 from __future__ import annotations
 
