@@ -11,9 +11,12 @@ from hypothesis import given, settings
 from torch import Tensor
 
 import onepass
+from onepass.core.launch import INTERPRET
 from onepass.ops.soft_topk.torch_path import KINDS
 from ops.soft_topk.distributions import NAMES, draw
 
+# the interpreter takes a millisecond per program and pass
+SIZES, SHARES = ((40,), (0.02, 0.7)) if INTERPRET else ((40, 1000, 8192), (0.002, 0.125, 0.7))
 ALL_KINDS = pytest.mark.parametrize("kind", KINDS)
 rows = st.builds(
     lambda seed, n, name: draw(name, 2, n, seed),
@@ -105,9 +108,9 @@ def test_saturation_is_a_threshold(s: Tensor, share: float, eps: float) -> None:
 @ALL_KINDS
 def test_float32_rows_sum_to_k(name: str, eps: float, kind: str) -> None:
     """|Σy - k| ≤ 1e-6·k for every distribution."""
-    for n in (40, 1000, 8192):
+    for n in SIZES:
         s = draw(name, 3, n, seed=n).float()
-        for share in (0.002, 0.125, 0.7):
+        for share in SHARES:
             k = max(share * n, 0.5) + 0.3
             y = onepass.soft_topk(s, k, eps=eps, kind=kind)
             error = (y.double().sum(-1) - k).abs().max().item() / k
@@ -251,6 +254,7 @@ def test_rows_do_not_know_each_other(kind: str) -> None:
     assert torch.equal(onepass.soft_topk(other, 20, kind=kind)[:2], y[:2])
 
 
+@pytest.mark.skipif(INTERPRET, reason="a bounded sequence of launches over a million columns")
 def test_a_million_columns() -> None:
     s = torch.randn(2, 1 << 20, requires_grad=True)
     y = onepass.soft_topk(s, 1000)
@@ -266,3 +270,34 @@ def test_saved_for_backward() -> None:
         s = torch.randn(4, 1000, requires_grad=True)
         onepass.soft_topk(s, 10)
     assert sum(t.numel() for t in saved if t.data_ptr() != s.data_ptr()) == 4 * 2
+
+
+@pytest.mark.interpret
+@ALL_KINDS
+def test_chunks_of_long_rows(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels for rows of any length, at a length that the interpreter can bear."""
+    from onepass.ops.soft_topk import kernels_backward, kernels_triton
+
+    monkeypatch.setattr(kernels_triton, "LONGEST", (256,) * 4)
+    monkeypatch.setattr(kernels_backward, "LONGEST", 256)
+    _short_chunks(monkeypatch)
+    s = torch.randn(3, 3000, requires_grad=True)
+    s.data[1, 3] = math.inf
+    k = torch.tensor([2.5, 100.3, 2999.9], requires_grad=True)
+    eps = torch.tensor(0.2, requires_grad=True)
+    mask = torch.arange(3000) % 50 != 7
+    y = onepass.soft_topk(s, k, eps=eps, mask=mask, kind=kind)
+    wide = [t.detach().double().requires_grad_() for t in (s, k, eps)]
+    expected = onepass.soft_topk(wide[0], wide[1], eps=wide[2], mask=mask, kind=kind)
+    torch.testing.assert_close(y.double(), expected, rtol=0, atol=1e-5)
+    gy = torch.randn(3, 3000)
+    actual = torch.autograd.grad(y, (s, k, eps), gy)
+    for a, e in zip(actual, torch.autograd.grad(expected, wide, gy.double()), strict=True):
+        assert (a - e).abs().max() <= 1e-4 * max(1.0, e.abs().max().item())
+
+
+def _short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    from onepass.ops.soft_topk import kernels_common
+
+    monkeypatch.setattr(kernels_common, "CHUNK", 1024)
+    monkeypatch.setattr(kernels_common, "TILE", 1024)
