@@ -76,14 +76,14 @@ def test_nvidia(kernel: Kernel, arch: int, tmp_path: Path) -> None:
         assert wide, f"no 16-byte load; found {narrow}"
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", [pytest.param(k, id=k.name) for k in all_kernels() if k.amd])
 def test_amd(kernel: Kernel) -> None:
     from triton.backends.compiler import GPUTarget
 
     compiled = _compile(kernel, GPUTarget("hip", "gfx942", 64))
     spills = re.search(r"\.vgpr_spill_count:\s+(\d+)", compiled.asm["amdgcn"])
     assert spills is not None
-    assert int(spills[1]) == 0 or kernel.max_spill_bytes, f"{spills[1]} vector registers spilled"
+    assert int(spills[1]) <= kernel.max_amd_spills, f"{spills[1]} vector registers spilled"
 
 
 def test_every_operator_with_kernels_is_gated() -> None:

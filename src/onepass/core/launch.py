@@ -70,24 +70,22 @@ def launch(
     tensors: tuple[Tensor | None, ...],
     numbers: tuple[int | float, ...],
     constants: tuple[Any, ...],
-    num_warps: int,
-    maxnreg: int | None = None,
+    **options: Any,
 ) -> None:
-    """Launch `kernel[grid](*tensors, *numbers, *constants)`, skipping Triton's work per call where nothing has changed.
+    """Launch `kernel[grid](*tensors, *numbers, *constants, **options)` without Triton's work per call.
 
     Triton binds every argument anew at each launch to find out which compilation it needs; with two dozen arguments
     this takes longer than a small kernel runs. The answer depends only on what is the key here, as long as pointers
     are 16-byte aligned and integers fit 32 bits (kernels take theirs as `do_not_specialize`, and floats must be
     floats). In any other case, and while a profiler's launch hooks are set, the launch is Triton's own.
     """
-    options = OPTIONS if maxnreg is None else OPTIONS | {"maxnreg": maxnreg}
     first = tensors[0]
     if INTERPRET or first is None or not first.is_cuda or max(numbers) > _INT32_MAX:
-        kernel[grid](*tensors, *numbers, *constants, num_warps=num_warps, **options)
+        kernel[grid](*tensors, *numbers, *constants, **options, **OPTIONS)
         return
     pointers: list[int | None] = []
     device = first.device.index
-    key: list[Any] = [id(kernel), device, num_warps, maxnreg, constants]
+    key: list[Any] = [id(kernel), device, constants, *options.items()]
     alignment = 0
     for tensor in tensors:
         if tensor is None:
@@ -100,7 +98,7 @@ def launch(
             key.append(tensor.dtype)
     entry = _compiled.get(tuple(key))
     if entry is None or alignment & 15 or entry.hooks.launch_enter_hook.calls or entry.hooks.launch_exit_hook.calls:
-        compiled = kernel[grid](*tensors, *numbers, *constants, num_warps=num_warps, **options)
+        compiled = kernel[grid](*tensors, *numbers, *constants, **options, **OPTIONS)
         if not alignment & 15:
             _remember(tuple(key), kernel, compiled)
         return

@@ -97,6 +97,8 @@ class Kernel:
         max_registers: budget per thread on NVIDIA targets.
         max_spill_bytes: local memory for spills allowed (0 for everything a launch table uses).
         vector_loads: 16-byte global loads must appear.
+        max_amd_spills: vector registers spilled allowed on AMD (0 is the aim; a number states what is left).
+        amd: False for a kernel that only NVIDIA GPUs run (another one stands in for it on AMD).
     """
 
     name: str
@@ -109,6 +111,8 @@ class Kernel:
     max_registers: int = 128
     max_spill_bytes: int = 0
     vector_loads: bool = True
+    max_amd_spills: int = 0
+    amd: bool = True
 
 
 @dataclass(frozen=True)

@@ -73,7 +73,7 @@ def forward_kernel(
     b_ptr,  # (N_COLS,) or None
     y_ptr,  # (n_rows, N_COLS), contiguous
     s_ptr,  # (n_rows, N_COLS), contiguous; None without residual
-    stats_ptr,  # (1 to 3, n_rows) fp32: 1/σ, mean, ±m
+    stats_ptr,  # (1 to 3, n_rows) fp32: 1/σ, mean, ±m; None: not needed
     x_row_stride,  # in units of VEC elements, so that Triton can prove the alignment of every row
     r_row_stride,
     n_rows,
@@ -152,13 +152,14 @@ def forward_kernel(
             y += load_vector(b_ptr, cols, N_COLS, BLOCK_R, (i + 1) * BLOCK_C > N_COLS)
         store_tile(y_ptr, y_rows + cols[None, :], y, mask, MASK_ROWS or (i + 1) * BLOCK_C > N_COLS)
 
-    if STABLE:
-        rstd = rstd * per_unit
-        mean = mean * unit
-        tl.store(stats_ptr + n_rows + n_rows + rows, signed, mask=rows < n_rows)
-    if HAS_MEAN:
-        tl.store(stats_ptr + n_rows + rows, mean, mask=rows < n_rows)
-    tl.store(stats_ptr + rows, rstd, mask=rows < n_rows)
+    if stats_ptr is not None:
+        if STABLE:
+            rstd = rstd * per_unit
+            mean = mean * unit
+            tl.store(stats_ptr + n_rows + n_rows + rows, signed, mask=rows < n_rows)
+        if HAS_MEAN:
+            tl.store(stats_ptr + n_rows + rows, mean, mask=rows < n_rows)
+        tl.store(stats_ptr + rows, rstd, mask=rows < n_rows)
 
 
 @triton.jit
@@ -186,8 +187,7 @@ def backward_kernel(
     w_ptr,  # (N_COLS,) or None
     stats_ptr,  # (1 to 3, n_rows) fp32: 1/σ, mean, ±m
     dx_ptr,  # (n_rows, N_COLS), contiguous; None: not needed
-    dw_ptr,  # (programs, N_COLS) fp32; None: not needed
-    db_ptr,  # (programs, N_COLS) fp32; None: not needed
+    partials_ptr,  # (1 or 2, programs, N_COLS) fp32: of dw, then of db, whichever are needed; None: neither
     x_row_stride,  # in units of VEC elements
     dy_row_stride,
     ds_row_stride,
@@ -198,6 +198,8 @@ def backward_kernel(
     VEC: tl.constexpr,
     HAS_MEAN: tl.constexpr,
     STABLE: tl.constexpr,
+    NEED_W: tl.constexpr,
+    NEED_B: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
     STAGES: tl.constexpr,
@@ -246,11 +248,11 @@ def backward_kernel(
             n *= rstd[:, None]
             if STABLE:
                 n = mark(n, hit)
-            if dw_ptr is not None:
+            if NEED_W:
                 new_dw = new_dw + (dw[i] + g * n,)
             else:
                 new_dw = new_dw + (dw[i],)
-            if db_ptr is not None:
+            if NEED_B:
                 new_db = new_db + (db[i] + g,)
             else:
                 new_db = new_db + (db[i],)
@@ -297,13 +299,15 @@ def backward_kernel(
                 dx_offsets = (rows * N_COLS)[:, None] + cols[None, :]
                 store_tile(dx_ptr, dx_offsets, dx, mask, MASK_ROWS or (i + 1) * BLOCK_C > N_COLS)
 
-    for i in tl.static_range(CHUNKS):
-        cols = i * BLOCK_C + tl.arange(0, BLOCK_C)
-        out = program * N_COLS + cols
-        if dw_ptr is not None:
-            tl.store(dw_ptr + out, tl.sum(dw[i], 0), mask=cols < N_COLS)
-        if db_ptr is not None:
-            tl.store(db_ptr + out, tl.sum(db[i], 0), mask=cols < N_COLS)
+    if NEED_W or NEED_B:
+        for i in tl.static_range(CHUNKS):
+            cols = i * BLOCK_C + tl.arange(0, BLOCK_C)
+            out = partials_ptr + program.to(tl.int64) * N_COLS
+            if NEED_W:
+                tl.store(out + cols, tl.sum(dw[i], 0), mask=cols < N_COLS)
+                out += tl.num_programs(0).to(tl.int64) * N_COLS
+            if NEED_B:
+                tl.store(out + cols, tl.sum(db[i], 0), mask=cols < N_COLS)
 
 
 @triton.jit(do_not_specialize=["n_partials"])

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from onepass.core.launch import OPTIONS, as_rows, cdiv, device_guard, next_power_of_2, sm_count
+from onepass.core.launch import INTERPRET, as_rows, cdiv, device_guard, launch, next_power_of_2, sm_count
 
 from . import shapes
+from .kernels_team import team_backward_kernel, team_forward_kernel
 from .kernels_triton import backward_kernel, finish_kernel, forward_kernel
 from .kernels_wide import wide_apply_kernel, wide_forward_kernel, wide_sums_kernel
+
+TICKET = True
+TEAM_OPTIONS: dict[str, Any] = {}
 
 
 @functools.cache
@@ -26,6 +31,11 @@ def _limits(x: Tensor) -> tuple[int, int]:
     return _device_limits(x.device.index) if x.is_cuda else (232448, 1 << 16)
 
 
+def _teams_run(x: Tensor, size: int) -> bool:
+    """Whether a team's programs run at the same time, which they wait for each other to do; NVIDIA only."""
+    return not INTERPRET and torch.version.hip is None and 2 * size <= sm_count(x)
+
+
 def _rows(x: Tensor, n_cols: int) -> tuple[Tensor, int]:
     """A tensor whose memory the kernels may walk, and its row stride."""
     if x.is_contiguous():
@@ -34,14 +44,18 @@ def _rows(x: Tensor, n_cols: int) -> tuple[Tensor, int]:
     return rows, rows.stride(0) if rows.shape[0] > 1 else n_cols
 
 
+def _empty(x: Tensor) -> Tensor:
+    return torch.empty_like(x) if x.is_contiguous() else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
 def forward(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, offset: float,
-    has_mean: bool, stable: bool,
-) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
-    """X (..., n) → y, s (None without residual) and the statistics (1 to 3, rows)."""
+    has_mean: bool, stable: bool, need_stats: bool = True,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+    """X (..., n) → y, s (None without residual) and the statistics (1 to 3, rows), if needed."""
     n_cols = x.shape[-1]
     n_rows = x.numel() // n_cols
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    y = _empty(x)
     s, r_stride, itemsize = None, 0, x.element_size()
     source, x_stride = _rows(x, n_cols)
     if residual is not None:
@@ -49,21 +63,43 @@ def forward(
         s = torch.empty(x.shape, dtype=dtype, device=x.device)
         residual, r_stride = _rows(residual, n_cols)
         itemsize = dtype.itemsize
-    stats = torch.empty((1 + has_mean + stable, n_rows), dtype=torch.float32, device=x.device)
+    stats = None
+    if need_stats:
+        stats = torch.empty((1 + has_mean + stable, n_rows), dtype=torch.float32, device=x.device)
     vec = math.gcd(8, x_stride, r_stride)
-    args = (
-        source, residual, weight, bias, y, s, stats, x_stride // vec, r_stride // vec, n_rows, eps, offset,
-        n_cols, vec, has_mean, stable,
-    )  # fmt: skip
+    tensors = (source, residual, weight, bias, y, s, stats)
+    numbers = (x_stride // vec, r_stride // vec, n_rows, float(eps), float(offset))
+    constants = (n_cols, vec, has_mean, stable)
     with device_guard(x):
         if n_cols <= shapes.MAX_FORWARD_COLS:
             tile = shapes.forward_tile(n_cols, itemsize)
-            forward_kernel[(cdiv(n_rows, tile.rows),)](*args, tile.rows, tile.cols, num_warps=tile.warps, **OPTIONS)
+            grid = (cdiv(n_rows, tile.rows), 1, 1)
+            launch(forward_kernel, grid, tensors, numbers, (*constants, tile.rows, tile.cols), num_warps=tile.warps)
+            return y, s, stats
+        team = shapes.forward_team(n_cols, itemsize)
+        if _teams_run(x, team.size):
+            words = _words(x, team, n_rows, 3 if stable else 1)
+            _launch_team(team_forward_kernel, x, team, n_rows, (*tensors, words), numbers, constants)
         else:
-            wide_forward_kernel[(n_rows,)](
-                *args, shapes.WIDE_BYTES // itemsize, shapes.WIDE_STAGES, num_warps=shapes.WIDE_WARPS, **OPTIONS
+            more = (shapes.WIDE_BYTES // itemsize, shapes.WIDE_STAGES)
+            launch(
+                wide_forward_kernel, (n_rows, 1, 1), tensors, numbers, (*constants, *more), num_warps=shapes.WIDE_WARPS
             )
     return y, s, stats
+
+
+def _words(x: Tensor, team: shapes.Team, n_rows: int, kinds: int) -> Tensor:
+    teams = team.teams(n_rows, sm_count(x))
+    return torch.zeros(4 * teams * team.rows * kinds * team.size + 1, dtype=torch.int64, device=x.device)
+
+
+def _launch_team(
+    kernel: Any, x: Tensor, team: shapes.Team, n_rows: int, tensors: tuple[Tensor | None, ...],
+    numbers: tuple[int | float, ...], constants: tuple[Any, ...],
+) -> None:  # fmt: skip
+    programs = team.teams(n_rows, sm_count(x)) * team.size
+    shape = (team.cols, team.size, team.width(), team.rows, team.lag, team.stages, TICKET)
+    launch(kernel, (programs, 1, 1), tensors, numbers, (*constants, *shape), num_warps=team.warps, **TEAM_OPTIONS)
 
 
 def backward(
@@ -73,7 +109,7 @@ def backward(
     """Dx in x's dtype, dw in weight's, db in `bias_dtype`; what is not needed is None."""
     n_cols = x.shape[-1]
     n_rows = x.numel() // n_cols
-    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if need_x else None
+    dx = _empty(x) if need_x else None
     dw = torch.empty_like(weight) if need_w and weight is not None else None
     db = torch.empty(n_cols, dtype=bias_dtype, device=x.device) if need_b else None
     source, x_stride = _rows(x, n_cols)
@@ -81,64 +117,73 @@ def backward(
     ds_stride = 0
     if ds is not None:
         ds, ds_stride = _rows(ds, n_cols)
+    itemsize = max(x.element_size(), dy.element_size())
     vec = math.gcd(8, x_stride, dy_stride, ds_stride)
-    shared, l2 = _limits(x)
-    wide = n_cols > shapes.MAX_BACKWARD_COLS
-    if wide:
-        groups, n_partials = _wide_groups(x, n_rows, n_cols, l2)
-    else:
+    numbers = (x_stride // vec, dy_stride // vec, ds_stride // vec, n_rows, float(eps), float(offset))
+    constants = (n_cols, vec, has_mean, stable, need_w, need_b)
+    team = tile = None
+    if n_cols <= shapes.MAX_BACKWARD_COLS:
         tensors = 2 if ds is None else 3
-        tile = shapes.backward_tile(n_cols, max(x.element_size(), dy.element_size()), tensors, shared, stable)
-        n_partials = min(sm_count(x), cdiv(n_rows, tile.rows))
-    partials = dw_part = db_part = None
+        tile = shapes.backward_tile(n_cols, itemsize, tensors, _limits(x)[0], stable)
+        n_partials = min(tile.per_sm * sm_count(x), cdiv(n_rows, tile.rows))
+    else:
+        team = shapes.backward_team(n_cols, itemsize)
+        if need_x and _teams_run(x, team.size):
+            n_partials = team.teams(n_rows, sm_count(x))
+        else:
+            team = None
+            group, n_partials = _wide_groups(x, n_rows, n_cols)
+    partials = None
     if need_w or need_b:
         partials = torch.empty((need_w + need_b, n_partials, n_cols), dtype=torch.float32, device=x.device)
-        dw_part = partials[0] if need_w else None
-        db_part = partials[-1] if need_b else None
-    strides = (x_stride // vec, dy_stride // vec, ds_stride // vec)
     with device_guard(x):
-        if wide:
-            _wide_backward(
-                dy, ds, source, weight, stats, dx, dw_part, db_part, strides, n_rows, eps, offset, n_cols, vec,
-                has_mean, stable, groups, n_partials,
+        if tile is not None:
+            launch(
+                backward_kernel, (n_partials, 1, 1), (dy, ds, source, weight, stats, dx, partials), numbers,
+                (*constants, tile.rows, tile.cols, tile.stages), num_warps=tile.warps,
             )  # fmt: skip
+        elif team is not None:
+            words = _words(x, team, n_rows, 2 if stable else 1)
+            pointers = (dy, ds, source, weight, stats, dx, partials, words)
+            _launch_team(team_backward_kernel, x, team, n_rows, pointers, numbers, constants)
         else:
-            backward_kernel[(n_partials,)](
-                dy, ds, source, weight, stats, dx, dw_part, db_part, *strides, n_rows, eps, offset, n_cols, vec,
-                has_mean, stable, tile.rows, tile.cols, tile.stages, num_warps=tile.warps, **OPTIONS,
-            )  # fmt: skip
+            _wide_backward(dy, ds, source, weight, stats, dx, partials, numbers, constants, group, n_partials)
         if partials is not None:
             # 32 columns are a full 128-byte line, and enough programs even for a narrow row
-            finish_kernel[(cdiv(n_cols, 32), partials.shape[0])](
-                partials, dw, db, n_partials, n_cols, min(256, next_power_of_2(n_partials)), 32, num_warps=4, **OPTIONS
-            )
+            grid = (cdiv(n_cols, 32), need_w + need_b, 1)
+            block = min(256, next_power_of_2(n_partials))
+            launch(finish_kernel, grid, (partials, dw, db), (n_partials,), (n_cols, block, 32), num_warps=4)
     return dx, dw, db
 
 
-def _wide_groups(x: Tensor, n_rows: int, n_cols: int, l2: int) -> tuple[int, int]:
+def _wide_groups(x: Tensor, n_rows: int, n_cols: int) -> tuple[int, int]:
     """(rows per group, row splits): a group's x and dy stay in L2 between the two passes over them."""
-    rows = max(1, min(n_rows, int(l2 * shapes.L2_SHARE) // (2 * n_cols * x.element_size())))
+    rows = max(1, min(n_rows, int(_limits(x)[1] * shapes.L2_SHARE) // (2 * n_cols * x.element_size())))
     splits = shapes.APPLY_PROGRAMS_PER_SM * sm_count(x) // cdiv(n_cols, shapes.APPLY_COLS)
     return rows, max(1, min(splits, rows))
 
 
 def _wide_backward(
     dy: Tensor, ds: Tensor | None, x: Tensor, weight: Tensor | None, stats: Tensor, dx: Tensor | None,
-    dw: Tensor | None, db: Tensor | None, strides: tuple[int, int, int], n_rows: int, eps: float, offset: float,
-    n_cols: int, vec: int, has_mean: bool, stable: bool, group: int, splits: int,
+    partials: Tensor | None, numbers: tuple[Any, ...], constants: tuple[Any, ...], group: int, splits: int,
 ) -> None:  # fmt: skip
-    x_stride, dy_stride, ds_stride = strides
+    x_stride, dy_stride, ds_stride, n_rows, eps, offset = numbers
+    n_cols, vec, has_mean, stable, need_w, need_b = constants
+    dw = partials[0] if need_w and partials is not None else None
+    db = partials[-1] if need_b and partials is not None else None
     sums = torch.empty(3 * group, dtype=torch.float32, device=x.device)
     for first in range(0, n_rows, group):
         rows = min(group, n_rows - first)
         if dx is not None:
-            wide_sums_kernel[(rows,)](
-                dy, x, weight, stats, sums, x_stride, dy_stride, n_rows, first, eps, offset, n_cols, vec,
-                has_mean, stable, shapes.SUMS_BYTES // x.element_size(), shapes.SUMS_STAGES,
-                num_warps=shapes.SUMS_WARPS, **OPTIONS,
+            launch(
+                wide_sums_kernel, (rows, 1, 1), (dy, x, weight, stats, sums),
+                (x_stride, dy_stride, n_rows, first, eps, offset),
+                (n_cols, vec, has_mean, stable, shapes.SUMS_BYTES // x.element_size(), shapes.SUMS_STAGES),
+                num_warps=shapes.SUMS_WARPS,
             )  # fmt: skip
-        wide_apply_kernel[(cdiv(n_cols, shapes.APPLY_COLS), splits)](
-            dy, ds, x, weight, stats, sums, dx, dw, db, x_stride, dy_stride, ds_stride, n_rows, first, rows, offset,
-            n_cols, vec, has_mean, stable, shapes.APPLY_COLS, shapes.APPLY_STAGES, num_warps=shapes.APPLY_WARPS,
-            **OPTIONS,
+        launch(
+            wide_apply_kernel, (cdiv(n_cols, shapes.APPLY_COLS), splits, 1),
+            (dy, ds, x, weight, stats, sums, dx, dw, db),
+            (x_stride, dy_stride, ds_stride, n_rows, first, rows, offset),
+            (n_cols, vec, has_mean, stable, shapes.APPLY_COLS, shapes.APPLY_STAGES), num_warps=shapes.APPLY_WARPS,
         )  # fmt: skip

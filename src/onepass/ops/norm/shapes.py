@@ -22,12 +22,13 @@ L2_SHARE = 0.6
 
 
 class Tile(NamedTuple):
-    """Rows and columns of a tile, warps that share it, and buffers of the software pipeline plus one."""
+    """Rows and columns of a tile, warps that share it, buffers of the software pipeline plus one, programs per SM."""
 
     rows: int
     cols: int
     warps: int
     stages: int = 1
+    per_sm: int = 1
 
 
 def vector(itemsize: int) -> int:
@@ -45,7 +46,7 @@ def forward_tile(n_cols: int, itemsize: int) -> Tile:
     load = WARP * vector(itemsize)
     if n_cols <= load:
         cols = next_power_of_2(n_cols)
-        return Tile(rows=16 * load // cols, cols=cols, warps=4)
+        return Tile(rows=(16 if itemsize == 2 else 8) * load // cols, cols=cols, warps=4)
     if n_cols <= 2048:
         return Tile(rows=4, cols=load, warps=4)
     # 40 rather than 32 elements: 5 · 2^k columns keep fewer, fully used warps
@@ -62,6 +63,14 @@ def backward_tile(n_cols: int, itemsize: int, tensors: int, shared_bytes: int, s
     wins: it has more rows in flight and fewer reductions. `tensors` of the tile's size are buffered by the pipeline.
     `stable` needs a few registers more, which tiles of several rows do not have.
     """
+    room = shared_bytes - 4096
+    if (768 if itemsize == 2 else 512) < n_cols <= 3072:
+        # chunks of 1024 columns in small programs, two of them where they fit: while one reduces, the other loads
+        rows = 2 if n_cols <= 1024 else 1
+        per_sm = 1 if itemsize == 4 and n_cols > 2048 else 2
+        buffer = rows * (cdiv(n_cols, 1024) * 1024 * itemsize * tensors + 12)
+        if room // per_sm >= buffer:
+            return Tile(rows, 1024, 8, 1 + min(3, room // per_sm // buffer), per_sm)
     fits = ((16, 8, 1.0), (8, 16, 1.1)) if stable and n_cols <= 4096 else ((16, 16, 1.0), (8, 24, 1.1))
     vec = vector(itemsize)
     best, best_cost = None, 0.0
@@ -78,5 +87,46 @@ def backward_tile(n_cols: int, itemsize: int, tensors: int, shared_bytes: int, s
             rows *= 2
     if best is None:
         raise ValueError(f"a row of {n_cols} columns does not fit one program")
-    buffer = best.rows * cdiv(n_cols, best.cols) * best.cols * itemsize * tensors
-    return best._replace(stages=1 + max(1, min(3, (shared_bytes - 4096) // buffer)))
+    # a row's statistics are buffered like its elements
+    row_bytes = cdiv(n_cols, best.cols) * best.cols * itemsize * tensors + 12
+    rows = best.rows
+    while rows > 1 and rows * row_bytes > room:
+        rows //= 2
+    return best._replace(rows=rows, stages=1 + max(1, min(3, room // (rows * row_bytes))))
+
+
+class Team(NamedTuple):
+    """How the kernels for wide rows share a row.
+
+    Each of `size` programs has `cols` columns; a turn is `rows` rows, and what the members tell each other in one
+    turn is used `lag` turns later.
+    """
+
+    cols: int
+    size: int
+    warps: int
+    rows: int
+    lag: int
+    stages: int
+
+    def width(self) -> int:
+        """Lanes that read the members' words."""
+        return next_power_of_2(self.size)
+
+    def teams(self, n_rows: int, programs: int) -> int:
+        """Number of teams: as many as `programs` allow, or fewer where that takes no more turns."""
+        teams = max(1, min(programs // self.size, cdiv(n_rows, self.rows)))
+        turns = cdiv(n_rows, teams * self.rows)
+        return cdiv(n_rows, turns * self.rows)
+
+
+def forward_team(n_cols: int, itemsize: int) -> Team:
+    """Team of `team_forward_kernel`."""
+    return Team(cols=8192, size=cdiv(n_cols, 8192), warps=16, rows=1, lag=0, stages=3)
+
+
+def backward_team(n_cols: int, itemsize: int) -> Team:
+    """Team of `team_backward_kernel`."""
+    if itemsize == 2:
+        return Team(cols=8192, size=cdiv(n_cols, 8192), warps=16, rows=1, lag=int(n_cols > 65536), stages=3)
+    return Team(cols=4096, size=cdiv(n_cols, 4096), warps=8, rows=2, lag=int(n_cols >= 65536), stages=3)

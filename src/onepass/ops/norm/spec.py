@@ -138,6 +138,22 @@ def _wide(name: str) -> Callable[[], Any]:
     return fn
 
 
+def _team(name: str) -> Callable[[], Any]:
+    def fn() -> Any:
+        from . import kernels_team
+
+        return getattr(kernels_team, name)
+
+    return fn
+
+
+def _team_constants(team: shapes.Team) -> dict[str, Any]:
+    return {
+        "BLOCK_C": team.cols, "TEAM": team.size, "WIDTH": team.width(), "R": team.rows, "LAG": team.lag,
+        "STAGES": team.stages, "TICKET": True,
+    }  # fmt: skip
+
+
 _NUMBERS = {"n_rows": "i32", "eps": "fp32", "offset": "fp32"}
 _FORWARD_STRIDES = {"x_row_stride": "i32", "r_row_stride": "i32"}
 _BACKWARD_STRIDES = {"x_row_stride": "i32", "dy_row_stride": "i32", "ds_row_stride": "i32"}
@@ -145,21 +161,23 @@ _DIVISIBLE = (
     *(f"{p}_ptr" for p in ("x", "r", "w", "b", "y", "s", "dy", "ds", "dx", "dw", "db")),
     "stats_ptr",
     "sums_ptr",
+    "partials_ptr",
+    "words_ptr",
 )
 _SHARED_BYTES = 232448  # of an H200
-# sixteen warps of 64 lanes leave AMD 128 registers, and a few are spilled there; NVIDIA's stacks grow by 8 bytes, so
-# that this still asks for none of them
-_AMD_SPILLS = 1
+# sixteen warps of 64 lanes leave AMD 128 registers; what is left to spill there
+_AMD_SPILLS = 17
 
 
 def _kernels() -> Iterator[Kernel]:
     for t, size in (("bf16", 2), ("fp32", 4)):
         pointers = {f"{p}_ptr": f"*{t}" for p in ("x", "r", "w", "b", "y", "s", "dy", "ds", "dx")}
-        floats = {f"{p}_ptr": "*fp32" for p in ("stats", "dw", "db", "sums")}
+        floats = {f"{p}_ptr": "*fp32" for p in ("stats", "dw", "db", "sums", "partials")}
         forward = {k: pointers[k] for k in ("x_ptr", "w_ptr", "b_ptr", "y_ptr")}
         forward |= {"stats_ptr": "*fp32"} | _FORWARD_STRIDES | _NUMBERS
         backward = {k: pointers[k] for k in ("dy_ptr", "x_ptr", "w_ptr", "dx_ptr")} | _NUMBERS | _BACKWARD_STRIDES
-        backward |= {k: floats[k] for k in ("stats_ptr", "dw_ptr", "db_ptr")}
+        backward |= {k: floats[k] for k in ("stats_ptr", "partials_ptr")}
+        both = {"NEED_W": True, "NEED_B": True}
         plain = {"VEC": 8, "HAS_MEAN": True, "STABLE": False}
         no_residual, no_ds = {"r_ptr": None, "s_ptr": None}, {"ds_ptr": None}
 
@@ -181,17 +199,31 @@ def _kernels() -> Iterator[Kernel]:
             tile = shapes.backward_tile(cols, size, 2, _SHARED_BYTES)
             yield Kernel(
                 f"norm backward {t} N={cols}", _narrow("backward_kernel"), backward,
-                plain | no_ds
+                plain | both | no_ds
                 | {"N_COLS": cols, "BLOCK_R": tile.rows, "BLOCK_C": tile.cols, "STAGES": tile.stages},
-                _DIVISIBLE, num_warps=tile.warps, max_registers=registers, max_spill_bytes=_AMD_SPILLS,
+                _DIVISIBLE, num_warps=tile.warps, max_registers=registers, max_amd_spills=_AMD_SPILLS,
             )  # fmt: skip
         tile = shapes.backward_tile(2048, size, 3, _SHARED_BYTES, stable=True)
         yield Kernel(
             f"norm backward {t} N=2048 stable residual", _narrow("backward_kernel"),
             backward | {"ds_ptr": pointers["ds_ptr"]},
-            plain | {"N_COLS": 2048, "STABLE": True, "BLOCK_R": tile.rows, "BLOCK_C": tile.cols, "STAGES": tile.stages},
-            _DIVISIBLE, num_warps=tile.warps,
+            plain | both
+            | {"N_COLS": 2048, "STABLE": True, "BLOCK_R": tile.rows, "BLOCK_C": tile.cols, "STAGES": tile.stages},
+            _DIVISIBLE, num_warps=tile.warps, max_amd_spills=_AMD_SPILLS,
         )  # fmt: skip
+
+        for cols in (40000, 65536, 262144):
+            forward_team, backward_team = shapes.forward_team(cols, size), shapes.backward_team(cols, size)
+            yield Kernel(
+                f"norm team forward {t} N={cols}", _team("team_forward_kernel"), forward | {"words_ptr": "*i64"},
+                plain | no_residual | {"N_COLS": cols} | _team_constants(forward_team),
+                _DIVISIBLE, num_warps=forward_team.warps, max_registers=128, amd=False,
+            )  # fmt: skip
+            yield Kernel(
+                f"norm team backward {t} N={cols}", _team("team_backward_kernel"), backward | {"words_ptr": "*i64"},
+                plain | both | no_ds | {"N_COLS": cols} | _team_constants(backward_team),
+                _DIVISIBLE, num_warps=backward_team.warps, max_registers=256 * 8 // backward_team.warps, amd=False,
+            )  # fmt: skip
 
         wide = plain | {"N_COLS": 262144}
         yield Kernel(
@@ -206,7 +238,8 @@ def _kernels() -> Iterator[Kernel]:
             wide | {"BLOCK_C": shapes.SUMS_BYTES // size, "STAGES": shapes.SUMS_STAGES},
             _DIVISIBLE, num_warps=shapes.SUMS_WARPS,
         )  # fmt: skip
-        apply = {k: v for k, v in backward.items() if k != "eps"}
+        apply = {k: v for k, v in backward.items() if k not in ("eps", "partials_ptr")}
+        apply |= {k: floats[k] for k in ("dw_ptr", "db_ptr")}
         yield Kernel(
             f"norm wide apply {t}", _wide("wide_apply_kernel"),
             apply | {"sums_ptr": "*fp32", "first_row": "i32", "group_rows": "i32"},
@@ -216,7 +249,7 @@ def _kernels() -> Iterator[Kernel]:
     yield Kernel(
         "norm finish", _narrow("finish_kernel"),
         {"partials_ptr": "*fp32", "dw_ptr": "*bf16", "db_ptr": "*bf16", "n_partials": "i32"},
-        {"N_COLS": 8192, "BLOCK_P": 256, "BLOCK_C": 32}, ("partials_ptr", *_DIVISIBLE), max_registers=192,
+        {"N_COLS": 8192, "BLOCK_P": 256, "BLOCK_C": 32}, _DIVISIBLE, max_registers=192,
     )  # fmt: skip
 
 

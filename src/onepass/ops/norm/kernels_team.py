@@ -1,0 +1,387 @@
+"""Triton kernels for rows wider than one program holds: a team of programs per row, one read and one write.
+
+A team's programs share the columns and walk the rows together. Each keeps its part of a row on chip, writes the sums
+over it as one 64-bit word to global memory and waits for the words of the others. Data and signal are the same word:
+its lowest bit is the parity of the turn, which differs from what the slot held before, so neither fences nor a second
+round trip are needed. Four slots take turns; with one turn of lag between writing and waiting, no program can be more
+than two turns ahead, so that none overwrites a word before it is read.
+
+A program's place is the order in which it started: the programs of a team start one after another, so all but the
+last team are complete and running, and finish even when other kernels hold the rest of the GPU.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .kernels_triton import TINY, add_pairs, load_tile, signed_scale
+
+# polls, about a minute: a missing member ends in a CUDA error instead of a hang
+PATIENCE = tl.constexpr(1 << 27)
+
+
+@triton.jit
+def pair(low, high):
+    """Two 32-bit values as one 64-bit word."""
+    low = low.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
+    return (high.to(tl.int32, bitcast=True).to(tl.int64) << 32) | low
+
+
+@triton.jit
+def low_half(words):
+    return words.to(tl.int32).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def high_half(words):
+    return (words >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def with_parity(x, parity):
+    """X with its lowest bit replaced: half an fp32 rounding."""
+    return ((x.to(tl.int32, bitcast=True) & -2) | parity).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def parity_of(turn):
+    """1 for the first round over the four slots, which hold zeros before; then alternating."""
+    return 1 - ((turn >> 2) & 1)
+
+
+@triton.jit
+def await_words(ptr, parity, TEAM: tl.constexpr, WIDTH: tl.constexpr):
+    """The words of all members, once they are there; beyond TEAM the last one again."""
+    address = (ptr + tl.minimum(tl.arange(0, WIDTH), TEAM - 1)).to(tl.int64)
+    # in assembly because a `while` would keep Triton from pipelining the loop around it
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .pred missing, lost;
+        .reg .b64 bit;
+        .reg .b32 polls;
+        mov.b32 polls, 0;
+        POLL:
+        ld.relaxed.gpu.global.b64 $0, [$1];
+        and.b64 bit, $0, 1;
+        add.u32 polls, polls, 1;
+        setp.gt.u32 lost, polls, $3;
+        @lost trap;
+        setp.ne.b64 missing, bit, $2;
+        @missing bra POLL;
+        }""",
+        "=&l,l,l,r",
+        [address, parity.to(tl.int64), PATIENCE],
+        dtype=tl.int64,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def take_place(words_ptr, SLOTS: tl.constexpr, TEAM: tl.constexpr, TICKET: tl.constexpr):
+    """(team, member, number of teams) in the order of starting; the counter lies behind the slots of all teams."""
+    teams = tl.num_programs(0) // TEAM
+    if TICKET:
+        place = tl.atomic_add(words_ptr + teams * SLOTS, 1, sem="relaxed").to(tl.int32)
+    else:
+        place = tl.program_id(0)
+    return place // TEAM, place % TEAM, teams
+
+
+@triton.jit
+def load_part(ptr, cols, live, N_COLS: tl.constexpr, MASKED: tl.constexpr, ALL_LIVE: tl.constexpr):
+    """A part of a row in its own dtype; zero beyond the width and in rows that do not exist."""
+    if ALL_LIVE and not MASKED:
+        x = tl.load(ptr + cols)
+    else:
+        x = tl.load(ptr + cols, mask=cols < tl.where(live, N_COLS, 0), other=0.0)
+    return x
+
+
+@triton.jit
+def store_part(ptr, cols, value, live, N_COLS: tl.constexpr, MASKED: tl.constexpr, ALL_LIVE: tl.constexpr):
+    value = value.to(ptr.dtype.element_ty)
+    if ALL_LIVE and not MASKED:
+        tl.store(ptr + cols, value)
+    else:
+        tl.store(ptr + cols, value, mask=cols < tl.where(live, N_COLS, 0))
+
+
+@triton.jit(do_not_specialize=["x_row_stride", "r_row_stride", "n_rows"])
+def team_forward_kernel(
+    x_ptr,  # (n_rows, N_COLS), unit column stride
+    r_ptr,  # (n_rows, N_COLS), unit column stride; None: no residual
+    w_ptr,  # (N_COLS,) or None
+    b_ptr,  # (N_COLS,) or None
+    y_ptr,  # (n_rows, N_COLS), contiguous
+    s_ptr,  # (n_rows, N_COLS), contiguous; None without residual
+    stats_ptr,  # (1 to 3, n_rows) fp32: 1/σ, mean, ±m; None: not needed
+    words_ptr,  # (teams, 4, R, 1 or 3, TEAM) int64 zeros, and one more
+    x_row_stride,  # in units of VEC elements
+    r_row_stride,
+    n_rows,
+    eps,
+    offset,
+    N_COLS: tl.constexpr,
+    VEC: tl.constexpr,
+    HAS_MEAN: tl.constexpr,
+    STABLE: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    TEAM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    R: tl.constexpr,
+    LAG: tl.constexpr,
+    STAGES: tl.constexpr,
+    TICKET: tl.constexpr,
+):
+    """R rows of a team's every turn; y of the rows of LAG turns ago, whose words have arrived meanwhile."""
+    MASKED: tl.constexpr = N_COLS % BLOCK_C != 0
+    ALL_LIVE: tl.constexpr = LAG == 0 and R == 1
+    KINDS: tl.constexpr = 3 if STABLE else 1
+    SLOT: tl.constexpr = R * KINDS * TEAM
+    team, member, teams = take_place(words_ptr, 4 * SLOT, TEAM, TICKET)
+    words_ptr += team * (4 * SLOT)
+    cols = member * BLOCK_C + tl.arange(0, BLOCK_C)
+    count = tl.minimum(N_COLS - member * BLOCK_C, BLOCK_C).to(tl.float32)
+    if w_ptr is not None:
+        w = load_part(w_ptr, cols, True, N_COLS, MASKED, True)
+    if b_ptr is not None:
+        b = load_part(b_ptr, cols, True, N_COLS, MASKED, True)
+    previous = ()
+    if LAG:
+        for _ in tl.static_range(R):
+            if r_ptr is not None:
+                previous = previous + (tl.zeros((BLOCK_C,), s_ptr.dtype.element_ty),)
+            else:
+                previous = previous + (tl.zeros((BLOCK_C,), x_ptr.dtype.element_ty),)
+
+    turn = 0
+    for first in tl.range(team * R, n_rows + LAG * teams * R, teams * R, num_stages=STAGES):
+        parts = ()
+        parity = parity_of(turn)
+        slot = words_ptr + (turn & 3) * SLOT
+        for k in tl.static_range(R):
+            row = tl.cast(first + k, tl.int64)
+            live = row < n_rows
+            x = load_part(x_ptr + row * x_row_stride * VEC, cols, live, N_COLS, MASKED, ALL_LIVE)
+            if r_ptr is not None:
+                r = load_part(r_ptr + row * r_row_stride * VEC, cols, live, N_COLS, MASKED, ALL_LIVE)
+                x = (x.to(tl.float32) + r.to(tl.float32)).to(s_ptr.dtype.element_ty)
+                store_part(s_ptr + row * N_COLS, cols, x, live, N_COLS, MASKED, ALL_LIVE)
+            parts = parts + (x,)
+        for k in tl.static_range(R):
+            f = parts[k].to(tl.float32)
+            if STABLE:
+                # in units of the part's max|x|: no part overflows or underflows
+                largest = tl.max(tl.where(cols < N_COLS, f, float("-inf")), 0)
+                smallest = tl.min(tl.where(cols < N_COLS, f, float("inf")), 0)
+                tl.atomic_xchg(slot + (k * KINDS + 1) * TEAM + member, pair(parity, largest), sem="relaxed")
+                tl.atomic_xchg(slot + (k * KINDS + 2) * TEAM + member, pair(parity, smallest), sem="relaxed")
+                f *= 1.0 / tl.maximum(tl.maximum(largest, -smallest), TINY)
+            if HAS_MEAN:
+                mean = tl.sum(f, 0) / count
+                f -= mean
+                if MASKED:
+                    f = tl.where(cols < N_COLS, f, 0.0)
+                square = tl.sum(f * f, 0)
+            else:
+                square = tl.sum(f * f, 0)
+                mean = square
+            word = pair(with_parity(square, parity), mean)
+            tl.atomic_xchg(slot + k * KINDS * TEAM + member, word, sem="relaxed")
+
+        if LAG:
+            ready = previous
+            previous = parts
+        else:
+            ready = parts
+        parity = parity_of(turn - LAG)
+        slot = words_ptr + ((turn - LAG) & 3) * SLOT
+        members = tl.arange(0, WIDTH)
+        counts = tl.where(members < TEAM, tl.minimum(N_COLS - members * BLOCK_C, BLOCK_C), 0).to(tl.float32)
+        for k in tl.static_range(R):
+            row = tl.cast(first - LAG * teams * R + k, tl.int64)
+            live = (row >= 0) & (row < n_rows)
+            words = await_words(slot + k * KINDS * TEAM, parity, TEAM, WIDTH)
+            squares = tl.where(members < TEAM, low_half(words), 0.0)
+            means = high_half(words)
+            eps_row = eps
+            if STABLE:
+                tops = high_half(await_words(slot + (k * KINDS + 1) * TEAM, parity, TEAM, WIDTH))
+                bottoms = high_half(await_words(slot + (k * KINDS + 2) * TEAM, parity, TEAM, WIDTH))
+                largest = tl.max(tops, 0)
+                smallest = tl.min(bottoms, 0)
+                signed = signed_scale(largest, smallest)
+                unit = tl.maximum(largest, -smallest)
+                unit = tl.where(unit > 0, tl.maximum(unit, TINY), 1.0)
+                per_unit = 1.0 / unit
+                eps_row = eps * (signed * per_unit) * (signed * per_unit)
+                scale = tl.maximum(tl.maximum(tops, -bottoms), TINY) * per_unit
+                squares *= scale * scale
+                means *= scale
+            if HAS_MEAN:
+                # sums of squares about each part's own mean, moved to the common one
+                mean = tl.sum(counts * means, 0) / N_COLS
+                squares += counts * (means - mean) * (means - mean)
+            rstd = tl.rsqrt(tl.sum(squares, 0) / N_COLS + eps_row)
+            y = ready[k].to(tl.float32)
+            if STABLE:
+                y *= per_unit
+            if HAS_MEAN:
+                y -= mean
+            y *= rstd
+            if w_ptr is not None:
+                y *= w.to(tl.float32) + offset
+            if b_ptr is not None:
+                y += b.to(tl.float32)
+            store_part(y_ptr + row * N_COLS, cols, y, live, N_COLS, MASKED, ALL_LIVE)
+            if stats_ptr is not None:
+                mine = live & (member == 0)
+                if STABLE:
+                    rstd *= per_unit
+                    mean *= unit
+                    tl.store(stats_ptr + n_rows + n_rows + row, signed, mask=mine)
+                if HAS_MEAN:
+                    tl.store(stats_ptr + n_rows + row, mean, mask=mine)
+                tl.store(stats_ptr + row, rstd, mask=mine)
+        turn += 1
+
+
+@triton.jit(do_not_specialize=["x_row_stride", "dy_row_stride", "ds_row_stride", "n_rows"])
+def team_backward_kernel(
+    dy_ptr,  # (n_rows, N_COLS), unit column stride
+    ds_ptr,  # (n_rows, N_COLS), unit column stride: gradient of x + residual; None: none
+    x_ptr,  # (n_rows, N_COLS), unit column stride
+    w_ptr,  # (N_COLS,) or None
+    stats_ptr,  # (1 to 3, n_rows) fp32: 1/σ, mean, ±m
+    dx_ptr,  # (n_rows, N_COLS), contiguous
+    partials_ptr,  # (1 or 2, teams, N_COLS) fp32: of dw, then of db, whichever are needed; None: neither
+    words_ptr,  # (teams, 4, R, 1 or 2, TEAM) int64 zeros, and one more
+    x_row_stride,  # in units of VEC elements
+    dy_row_stride,
+    ds_row_stride,
+    n_rows,
+    eps,
+    offset,
+    N_COLS: tl.constexpr,
+    VEC: tl.constexpr,
+    HAS_MEAN: tl.constexpr,
+    STABLE: tl.constexpr,
+    NEED_W: tl.constexpr,
+    NEED_B: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    TEAM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    R: tl.constexpr,
+    LAG: tl.constexpr,
+    STAGES: tl.constexpr,
+    TICKET: tl.constexpr,
+):
+    """R rows of a team's every turn: dw and db in registers, dx of the rows of LAG turns ago."""
+    MASKED: tl.constexpr = N_COLS % BLOCK_C != 0
+    ALL_LIVE: tl.constexpr = LAG == 0 and R == 1
+    KINDS: tl.constexpr = 2 if STABLE else 1
+    SLOT: tl.constexpr = R * KINDS * TEAM
+    team, member, teams = take_place(words_ptr, 4 * SLOT, TEAM, TICKET)
+    words_ptr += team * (4 * SLOT)
+    cols = member * BLOCK_C + tl.arange(0, BLOCK_C)
+    dw = tl.zeros((BLOCK_C,), tl.float32)
+    db = tl.zeros((BLOCK_C,), tl.float32)
+    if w_ptr is not None:
+        w = load_tile(w_ptr, cols, cols < N_COLS, MASKED) + offset
+    old_xs = ()
+    old_dys = ()
+    if LAG:
+        for _ in tl.static_range(R):
+            old_xs = old_xs + (tl.zeros((BLOCK_C,), x_ptr.dtype.element_ty),)
+            old_dys = old_dys + (tl.zeros((BLOCK_C,), dy_ptr.dtype.element_ty),)
+
+    turn = 0
+    for first in tl.range(team * R, n_rows + LAG * teams * R, teams * R, num_stages=STAGES):
+        xs = ()
+        dys = ()
+        for k in tl.static_range(R):
+            row = tl.cast(first + k, tl.int64)
+            live = row < n_rows
+            x_row = x_ptr + row * x_row_stride * VEC
+            dy_row = dy_ptr + row * dy_row_stride * VEC
+            xs = xs + (load_part(x_row, cols, live, N_COLS, MASKED, ALL_LIVE),)
+            dys = dys + (load_part(dy_row, cols, live, N_COLS, MASKED, ALL_LIVE),)
+        parity = parity_of(turn)
+        slot = words_ptr + (turn & 3) * SLOT
+        for k in tl.static_range(R):
+            row = tl.cast(first + k, tl.int64)
+            live = row < n_rows
+            n = xs[k].to(tl.float32)
+            g = dys[k].to(tl.float32)
+            if STABLE:
+                signed = tl.load(stats_ptr + n_rows + n_rows + row, mask=live, other=1.0)
+                attained = tl.sum(((n == signed) & (cols < N_COLS)).to(tl.int32), 0)
+                word = pair(parity, attained)
+                tl.atomic_xchg(slot + (k * KINDS + 1) * TEAM + member, word, sem="relaxed")
+            if HAS_MEAN:
+                n -= tl.load(stats_ptr + n_rows + row, mask=live, other=0.0)
+            n *= tl.load(stats_ptr + row, mask=live, other=0.0)
+            if NEED_W:
+                dw += g * n
+            if NEED_B:
+                db += g
+            if w_ptr is not None:
+                g *= w
+            if HAS_MEAN:
+                a, c = tl.reduce((g * n, g), 0, add_pairs)
+            else:
+                a = tl.sum(g * n, 0)
+                c = a
+            tl.atomic_xchg(slot + k * KINDS * TEAM + member, pair(with_parity(a, parity), c), sem="relaxed")
+
+        if LAG:
+            ready_xs = old_xs
+            ready_dys = old_dys
+            old_xs = xs
+            old_dys = dys
+        else:
+            ready_xs = xs
+            ready_dys = dys
+        parity = parity_of(turn - LAG)
+        slot = words_ptr + ((turn - LAG) & 3) * SLOT
+        in_team = tl.arange(0, WIDTH) < TEAM
+        for k in tl.static_range(R):
+            row = tl.cast(first - LAG * teams * R + k, tl.int64)
+            live = (row >= 0) & (row < n_rows)
+            rstd = tl.load(stats_ptr + row, mask=live, other=0.0)
+            words = await_words(slot + k * KINDS * TEAM, parity, TEAM, WIDTH)
+            a = tl.sum(tl.where(in_team, low_half(words), 0.0), 0) / N_COLS
+            x = ready_xs[k].to(tl.float32)
+            n = x
+            if HAS_MEAN:
+                n -= tl.load(stats_ptr + n_rows + row, mask=live, other=0.0)
+            n *= rstd
+            dx = ready_dys[k].to(tl.float32)
+            if w_ptr is not None:
+                dx *= w
+            dx -= n * a
+            if HAS_MEAN:
+                dx -= tl.sum(tl.where(in_team, high_half(words), 0.0), 0) / N_COLS
+            dx *= rstd
+            if ds_ptr is not None:
+                ds_row = ds_ptr + row * ds_row_stride * VEC
+                dx += load_part(ds_row, cols, live, N_COLS, MASKED, ALL_LIVE).to(tl.float32)
+            if STABLE:
+                signed = tl.load(stats_ptr + n_rows + n_rows + row, mask=live, other=1.0)
+                words = await_words(slot + (k * KINDS + 1) * TEAM, parity, TEAM, WIDTH)
+                attained = tl.sum(tl.where(in_team, (words >> 32).to(tl.int32), 0), 0)
+                # the values of a row that attain ±m are bit-equal to it; ties share the gradient of m evenly
+                share = N_COLS * a * eps * (signed * rstd) * rstd / tl.maximum(attained, 1)
+                dx -= tl.where(x == signed, share, 0.0)
+            store_part(dx_ptr + row * N_COLS, cols, dx, live, N_COLS, MASKED, ALL_LIVE)
+        turn += 1
+
+    if NEED_W or NEED_B:
+        out = partials_ptr + team.to(tl.int64) * N_COLS
+        if NEED_W:
+            tl.store(out + cols, dw, mask=cols < N_COLS)
+            out += teams.to(tl.int64) * N_COLS
+        if NEED_B:
+            tl.store(out + cols, db, mask=cols < N_COLS)
