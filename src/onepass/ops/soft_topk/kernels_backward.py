@@ -12,6 +12,7 @@ from onepass.core.launch import OPTIONS, device_guard, next_power_of_2
 from .kernels_common import (
     HALF_PER_WARP,
     gates_and_slopes,
+    load_gradient,
     load_option,
     load_scores,
     offsets,
@@ -19,6 +20,9 @@ from .kernels_common import (
     scratch,
     shape,
     stride,
+    tile_cols,
+    tile_rows,
+    within,
 )
 
 # longest row that one program holds in registers
@@ -28,13 +32,12 @@ LONGEST = 16384
 @triton.jit
 def weigh(
     gy_ptr, s_ptr, mask_ptr, rows, cols, gy_row_stride, s_row_stride, mask_row_stride, n_rows, n_cols, base, c, eps,
-    KIND: tl.constexpr, HAS_MASK: tl.constexpr,
+    KIND: tl.constexpr, HAS_MASK: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """φ' and gy·φ' of a tile, and the offsets where φ' is not zero."""
-    inside = (rows[:, None] < n_rows) & (cols[None, :] < n_cols)
-    s = load_scores(s_ptr, mask_ptr, rows, cols, s_row_stride, mask_row_stride, n_rows, n_cols, HAS_MASK)
-    gy = tl.load(gy_ptr + rows[:, None] * gy_row_stride + cols[None, :], mask=inside, other=0.0).to(tl.float32)
-    x = offsets(s, base, eps) - c[:, None]
+    s = load_scores(s_ptr, mask_ptr, rows, cols, s_row_stride, mask_row_stride, n_rows, n_cols, HAS_MASK, BLOCK_R)
+    gy = load_gradient(gy_ptr, rows, cols, gy_row_stride, n_rows, n_cols, BLOCK_R)
+    x = offsets(s, base, eps) - c
     _, w = gates_and_slopes(x, KIND)
     return w, tl.where(w > 0, gy * w, 0.0), tl.where(w > 0, x, 0.0)
 
@@ -70,37 +73,37 @@ def backward_kernel(
     BLOCK_C: tl.constexpr,
 ):
     """Ds = w·(gy - q)/eps with q = Σ gy·w / Σ w: for whole rows in one go, for long rows sums first, then the rest."""
-    rows = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    rows = tile_rows(BLOCK_R)
     in_rows = rows < n_rows
     split = tl.program_id(1)
     eps = load_option(eps_ptr, eps_stride, eps_value, rows, n_rows, HAS_EPS)
     base = tl.load(solution_ptr + rows * 2, mask=in_rows, other=0.0)
     c = tl.load(solution_ptr + rows * 2 + 1, mask=in_rows, other=0.0)
     if N_SPLITS == 0:
-        cols = tl.arange(0, BLOCK_C)
+        cols = tile_cols(0, BLOCK_R, BLOCK_C)
         w, gw, x = weigh(
             gy_ptr, s_ptr, mask_ptr, rows, cols, gy_row_stride, s_row_stride, mask_row_stride, n_rows, n_cols,
-            base, c, eps, KIND, HAS_MASK,
+            base, c, eps, KIND, HAS_MASK, BLOCK_R,
         )  # fmt: skip
-        sum_w, sum_gw = pair_sum(w, gw, 1)
+        sum_w, sum_gw = pair_sum(w, gw, BLOCK_R)
         if NEED_EPS:
-            sum_wx, sum_gwx = pair_sum(w * x, gw * x, 1)
+            sum_wx, sum_gwx = pair_sum(w * x, gw * x, BLOCK_R)
     elif SUMS_ONLY:
-        sum_w = tl.zeros((BLOCK_R,), tl.float32)
-        sum_gw = tl.zeros((BLOCK_R,), tl.float32)
-        sum_wx = tl.zeros((BLOCK_R,), tl.float32)
-        sum_gwx = tl.zeros((BLOCK_R,), tl.float32)
+        sum_w = 0.0
+        sum_gw = 0.0
+        sum_wx = 0.0
+        sum_gwx = 0.0
         for tile in range(0, chunk, BLOCK_C):
             cols = split * chunk + tile + tl.arange(0, BLOCK_C)
             w, gw, x = weigh(
                 gy_ptr, s_ptr, mask_ptr, rows, cols, gy_row_stride, s_row_stride, mask_row_stride, n_rows, n_cols,
-                base, c, eps, KIND, HAS_MASK,
+                base, c, eps, KIND, HAS_MASK, BLOCK_R,
             )  # fmt: skip
-            a, b = pair_sum(w, gw, 1)
+            a, b = pair_sum(w, gw, BLOCK_R)
             sum_w += a
             sum_gw += b
             if NEED_EPS:
-                a, b = pair_sum(w * x, gw * x, 1)
+                a, b = pair_sum(w * x, gw * x, BLOCK_R)
                 sum_wx += a
                 sum_gwx += b
         out = partial_ptr + (rows * n_splits + split) * 4
@@ -109,12 +112,12 @@ def backward_kernel(
         tl.store(out + 2, sum_wx)
         tl.store(out + 3, sum_gwx)
     else:
-        here = tl.arange(0, N_SPLITS)[None, :]
-        partial = partial_ptr + (rows[:, None] * n_splits + here) * 4
-        sum_w = tl.sum(tl.load(partial, mask=here < n_splits, other=0.0), 1)
-        sum_gw = tl.sum(tl.load(partial + 1, mask=here < n_splits, other=0.0), 1)
-        sum_wx = tl.sum(tl.load(partial + 2, mask=here < n_splits, other=0.0), 1)
-        sum_gwx = tl.sum(tl.load(partial + 3, mask=here < n_splits, other=0.0), 1)
+        here = tl.arange(0, N_SPLITS)
+        partial = partial_ptr + (rows * n_splits + here) * 4
+        sum_w = tl.sum(tl.load(partial, mask=here < n_splits, other=0.0), 0)
+        sum_gw = tl.sum(tl.load(partial + 1, mask=here < n_splits, other=0.0), 0)
+        sum_wx = tl.sum(tl.load(partial + 2, mask=here < n_splits, other=0.0), 0)
+        sum_gwx = tl.sum(tl.load(partial + 3, mask=here < n_splits, other=0.0), 0)
     if SUMS_ONLY == 0:
         q = tl.where(sum_w == 0, 0.0, sum_gw / sum_w)
         if split == 0:
@@ -123,19 +126,19 @@ def backward_kernel(
                 tl.store(deps_ptr + rows, (q * sum_wx - sum_gwx) / eps, mask=in_rows)
         if NEED_S:
             if N_SPLITS == 0:
-                ds = (gw - q[:, None] * w) * (1.0 / eps)[:, None]
-                inside = in_rows[:, None] & (cols[None, :] < n_cols)
-                tl.store(ds_ptr + rows[:, None] * n_cols + cols[None, :], ds.to(ds_ptr.dtype.element_ty), mask=inside)
+                ds = (gw - q * w) * (1.0 / eps)
+                inside = within(rows, cols, n_rows, n_cols, BLOCK_R)
+                tl.store(ds_ptr + rows * n_cols + cols, ds.to(ds_ptr.dtype.element_ty), mask=inside)
             else:
                 for tile in range(0, chunk, BLOCK_C):
                     cols = split * chunk + tile + tl.arange(0, BLOCK_C)
                     w, gw, x = weigh(
                         gy_ptr, s_ptr, mask_ptr, rows, cols, gy_row_stride, s_row_stride, mask_row_stride, n_rows,
-                        n_cols, base, c, eps, KIND, HAS_MASK,
+                        n_cols, base, c, eps, KIND, HAS_MASK, BLOCK_R,
                     )  # fmt: skip
-                    ds = (gw - q[:, None] * w) * (1.0 / eps)[:, None]
-                    out = ds_ptr + rows[:, None] * n_cols + cols[None, :]
-                    tl.store(out, ds.to(ds_ptr.dtype.element_ty), mask=cols[None, :] < n_cols)
+                    ds = (gw - q * w) * (1.0 / eps)
+                    out = ds_ptr + rows * n_cols + cols
+                    tl.store(out, ds.to(ds_ptr.dtype.element_ty), mask=cols < n_cols)
 
 
 def backward(

@@ -21,11 +21,9 @@ INF = tl.constexpr(float("inf"))
 # the interpreter runs a reduction with its own combine function element by element
 SEPARATE = tl.constexpr(INTERPRET)
 
-# elements one warp holds in registers, and the longest row one program does
+# elements one warp holds in registers: as many as they allow, or half, since more warps hide what a pass waits for
 PER_WARP = 1024
-# half of what registers allow: more warps hide what a pass waits for
 HALF_PER_WARP = 512
-MAX_COLS = 32768
 # most rows of one program
 MAX_ROWS = 32
 # columns of a long row that one program takes, and the most programs per row (their partial sums are all read by each)
@@ -35,43 +33,119 @@ MAX_SPLITS = 256
 TILE = 4096
 
 
+# A tile is (rows × cols), with rows (R, 1), cols (1, C) and everything kept per row (R, 1); but with one row, rows and
+# what is kept per row are scalars and the tile is (C,): tensors of one element cost Triton 3.6 dearly.
+
+
+@triton.jit
+def tile_rows(BLOCK_R: tl.constexpr):
+    """The rows of this program."""
+    first = tl.program_id(0).to(tl.int64) * BLOCK_R
+    if BLOCK_R > 1:
+        first += tl.arange(0, BLOCK_R)[:, None]
+    return first
+
+
+@triton.jit
+def tile_cols(first, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
+    """BLOCK_C columns from `first` on."""
+    cols = first + tl.arange(0, BLOCK_C)
+    if BLOCK_R > 1:
+        cols = cols[None, :]
+    return cols
+
+
+@triton.jit
+def within(rows, cols, n_rows, n_cols, BLOCK_R: tl.constexpr):
+    """Where a tile lies inside of the tensor."""
+    if BLOCK_R > 1:
+        inside = (rows < n_rows) & (cols < n_cols)
+    else:
+        inside = cols < n_cols
+    return inside
+
+
+@triton.jit
+def row_sum(x, BLOCK_R: tl.constexpr):
+    """Sum of each row."""
+    if BLOCK_R > 1:
+        total = tl.sum(x, 1, keep_dims=True)
+    else:
+        total = tl.sum(x, 0)
+    return total
+
+
+@triton.jit
+def row_max(x, BLOCK_R: tl.constexpr):
+    """Largest of each row."""
+    if BLOCK_R > 1:
+        top = tl.max(x, 1, keep_dims=True)
+    else:
+        top = tl.max(x, 0)
+    return top
+
+
+@triton.jit
+def largest(x, BLOCK_R: tl.constexpr):
+    """Of a number per row, the largest."""
+    if BLOCK_R > 1:
+        x = tl.max(x)
+    return x
+
+
 @triton.jit
 def add_pairs(a0, b0, a1, b1):
     return a0 + a1, b0 + b1
 
 
 @triton.jit
-def pair_sum(a, b, axis: tl.constexpr):
-    """Both sums over one axis, through one exchange between the warps."""
+def pair_sum(a, b, BLOCK_R: tl.constexpr):
+    """Both sums of each row, through one exchange between the warps."""
     if SEPARATE:
-        return tl.sum(a, axis), tl.sum(b, axis)
-    return tl.reduce((a, b), axis, add_pairs)
+        a, b = row_sum(a, BLOCK_R), row_sum(b, BLOCK_R)
+    elif BLOCK_R > 1:
+        a, b = tl.reduce((a, b), 1, add_pairs, keep_dims=True)
+    else:
+        a, b = tl.reduce((a, b), 0, add_pairs)
+    return a, b
 
 
 @triton.jit
-def load_scores(s_ptr, mask_ptr, rows, cols, s_row_stride, mask_row_stride, n_rows, n_cols, HAS_MASK: tl.constexpr):
-    """(rows × cols) of scores in fp32, -inf where masked or outside."""
-    inside = (rows[:, None] < n_rows) & (cols[None, :] < n_cols)
-    s = tl.load(s_ptr + rows[:, None] * s_row_stride + cols[None, :], mask=inside, other=-float("inf")).to(tl.float32)
+def load_scores(
+    s_ptr, mask_ptr, rows, cols, s_row_stride, mask_row_stride, n_rows, n_cols, HAS_MASK: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    """A tile of scores in fp32, -inf where masked or outside."""
+    inside = within(rows, cols, n_rows, n_cols, BLOCK_R)
+    s = tl.load(s_ptr + rows * s_row_stride + cols, mask=inside, other=-float("inf")).to(tl.float32)
     if HAS_MASK:
-        allowed = tl.load(mask_ptr + rows[:, None] * mask_row_stride + cols[None, :], mask=inside, other=0)
+        allowed = tl.load(mask_ptr + rows * mask_row_stride + cols, mask=inside, other=0)
         s = tl.where(allowed != 0, s, -INF)
     return s
+
+
+@triton.jit
+def load_gradient(gy_ptr, rows, cols, gy_row_stride, n_rows, n_cols, BLOCK_R: tl.constexpr):
+    """A tile of the upstream gradient in fp32, 0 outside."""
+    inside = within(rows, cols, n_rows, n_cols, BLOCK_R)
+    return tl.load(gy_ptr + rows * gy_row_stride + cols, mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def load_option(ptr, stride, value, rows, n_rows, HAS: tl.constexpr):
     """K or eps of each row: from a tensor of any dtype, or one number for all."""
     if HAS:
-        return tl.load(ptr + rows * stride, mask=rows < n_rows, other=1.0).to(tl.float32)
-    return tl.zeros(rows.shape, tl.float32) + value
+        option = tl.load(ptr + rows * stride, mask=rows < n_rows, other=1.0).to(tl.float32)
+    else:
+        option = rows.to(tl.float32) * 0.0 + value
+    return option
 
 
 @triton.jit
 def offsets(s, base, eps):
     """(s - base)/eps; where base is +inf the +inf scores share k: 0 for them, -inf for the rest."""
     shared = tl.where(s == INF, 0.0, -INF)
-    return tl.where(base[:, None] == INF, shared, (s - base[:, None]) * (1.0 / eps)[:, None])
+    return tl.where(base == INF, shared, (s - base) * (1.0 / eps))
 
 
 @triton.jit
@@ -107,7 +181,7 @@ class Shape(NamedTuple):
     chunk: int
 
 
-def shape(n_rows: int, n_cols: int, per_warp: int = PER_WARP, max_cols: int = MAX_COLS) -> Shape:
+def shape(n_rows: int, n_cols: int, per_warp: int, max_cols: int) -> Shape:
     """The one launch formula. It depends on n_cols alone (but for the grid), so a row's result never depends on others.
 
     Up to max_cols columns a row stays in one program's registers, with several rows per warp when they are short;

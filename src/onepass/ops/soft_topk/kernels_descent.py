@@ -15,12 +15,32 @@ from torch import Tensor
 
 from onepass.core.launch import OPTIONS, cdiv, device_guard, next_power_of_2
 
-from .kernels_common import INF, LOG2E, TILE, load_option, load_scores, pair_sum, scratch, shape, stride
+from .kernels_common import (
+    HALF_PER_WARP,
+    INF,
+    LOG2E,
+    PER_WARP,
+    TILE,
+    largest,
+    load_gradient,
+    load_option,
+    load_scores,
+    pair_sum,
+    row_max,
+    row_sum,
+    scratch,
+    shape,
+    stride,
+    tile_cols,
+    tile_rows,
+    within,
+)
 
 # exponents of E stay trustworthy this many eps around its ref
 WINDOW = tl.constexpr(40.0)
+# longest row that one program holds in registers
+FORWARD_MAX_COLS = 32768
 # backward holds three numbers per element
-BACKWARD_PER_WARP = 512
 BACKWARD_MAX_COLS = 16384
 
 
@@ -31,10 +51,10 @@ def epsilon(t, first, log2_decay, last):
 
 
 @triton.jit
-def count_and_top(s):
+def count_and_top(s, BLOCK_R: tl.constexpr):
     """How many entries may be chosen (NaN when one of them is), and the largest of them."""
     ones = tl.where(s != s, s, tl.where(s > -INF, 1.0, 0.0))
-    return tl.sum(ones, 1), tl.max(s, 1)
+    return row_sum(ones, BLOCK_R), row_max(s, BLOCK_R)
 
 
 @triton.jit
@@ -71,44 +91,46 @@ def forward_kernel(
     BLOCK_C: tl.constexpr,
 ):
     """Whole rows in registers: E alone; the scores are read again (from L2) when E has to be made anew."""
-    rows = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
-    cols = tl.arange(0, BLOCK_C)
-    s = load_scores(s_ptr, mask_ptr, rows, cols, s_row_stride, mask_row_stride, n_rows, n_cols, HAS_MASK)
+    rows = tile_rows(BLOCK_R)
+    cols = tile_cols(0, BLOCK_R, BLOCK_C)
+    s = load_scores(s_ptr, mask_ptr, rows, cols, s_row_stride, mask_row_stride, n_rows, n_cols, HAS_MASK, BLOCK_R)
     k = load_option(k_ptr, k_stride, k_value, rows, n_rows, HAS_K)
     eps = epsilon(0, eps_first, log2_decay, eps_last)
-    valid, top = count_and_top(s)
+    valid, top = count_and_top(s, BLOCK_R)
     ref, off, top = first_threshold(valid, top, k, eps)
     start = ref
     trace = trace_ptr + rows * (2 * n_iters)
     if TRACE:
         tl.store(trace, off, mask=rows < n_rows)
         tl.store(trace + 2 * n_iters - 1, start, mask=rows < n_rows)
-    e = tl.exp2((s - ref[:, None]) * (LOG2E / eps))
+    e = tl.exp2((s - ref) * (LOG2E / eps))
     for t in range(1, n_iters + 1):
         fresh = epsilon(t, eps_first, log2_decay, eps_last)
         moved = tl.minimum(top, ref + off, propagate_nan=tl.PropagateNan.ALL)
         leaves = tl.where(fresh != eps, 1, ((tl.abs(off) > WINDOW * eps) & (moved != ref)).to(tl.int32))
         eps = fresh
-        if tl.max(leaves, 0) > 0:
+        if largest(leaves, BLOCK_R) > 0:
             off = tl.where(leaves > 0, (ref - moved) + off, off)
             ref = tl.where(leaves > 0, moved, ref)
-            s = load_scores(s_ptr, mask_ptr, rows, cols, s_row_stride, mask_row_stride, n_rows, n_cols, HAS_MASK)
-            e = tl.exp2((s - ref[:, None]) * (LOG2E / eps))
+            s = load_scores(
+                s_ptr, mask_ptr, rows, cols, s_row_stride, mask_row_stride, n_rows, n_cols, HAS_MASK, BLOCK_R
+            )
+            e = tl.exp2((s - ref) * (LOG2E / eps))
         if t < n_iters:
-            u = tl.exp2(off * (LOG2E / eps))[:, None]
+            u = tl.exp2(off * (LOG2E / eps))
             clipped = tl.minimum(e, u, propagate_nan=tl.PropagateNan.ALL)
             if TRACE:
-                total, saturated = pair_sum(clipped, tl.where(e > u, 1.0, 0.0), 1)
+                total, saturated = pair_sum(clipped, tl.where(e > u, 1.0, 0.0), BLOCK_R)
                 tl.store(trace + n_iters + t - 1, saturated, mask=rows < n_rows)
             else:
-                total = tl.sum(clipped, 1)
+                total = row_sum(clipped, BLOCK_R)
             off = eps * tl.log(tl.where(valid == 0, k, total) / k)
             if TRACE:
                 tl.store(trace + t, (ref - start) + off, mask=rows < n_rows)
-    y = e * tl.exp2(-off * (LOG2E / eps))[:, None]
+    y = e * tl.exp2(-off * (LOG2E / eps))
     y = tl.where(y > 1.0, 1.0, y)
-    inside = (rows[:, None] < n_rows) & (cols[None, :] < n_cols)
-    tl.store(y_ptr + rows[:, None] * n_cols + cols[None, :], y.to(y_ptr.dtype.element_ty), mask=inside)
+    inside = within(rows, cols, n_rows, n_cols, BLOCK_R)
+    tl.store(y_ptr + rows * n_cols + cols, y.to(y_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -125,16 +147,15 @@ def ends_kernel(
     BLOCK_C: tl.constexpr,
 ):
     """Long rows, first look: one chunk of one row per program."""
-    row = tl.program_id(0).to(tl.int64)
-    rows = row + tl.arange(0, 1)
-    valid = tl.zeros((1,), tl.float32)
-    top = tl.full((1,), -INF, tl.float32)
+    rows = tile_rows(1)
+    valid = 0.0
+    top = -INF
     for tile in range(0, chunk, BLOCK_C):
         cols = tl.program_id(1) * chunk + tile + tl.arange(0, BLOCK_C)
-        s = load_scores(s_ptr, mask_ptr, rows, cols, s_row_stride, mask_row_stride, n_rows, n_cols, HAS_MASK)
-        count, largest = count_and_top(s)
+        s = load_scores(s_ptr, mask_ptr, rows, cols, s_row_stride, mask_row_stride, n_rows, n_cols, HAS_MASK, 1)
+        count, highest = count_and_top(s, 1)
         valid += count
-        top = tl.maximum(top, largest)
+        top = tl.maximum(top, highest)
     out = partial_ptr + (rows * tl.num_programs(1) + tl.program_id(1)) * 2
     tl.store(out, valid)
     tl.store(out + 1, top)
@@ -169,19 +190,18 @@ def step_kernel(
     BLOCK_C: tl.constexpr,
 ):
     """Long rows, step t: every program finishes the last step from all partial sums, then adds its own to the next."""
-    row = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
     n_splits = tl.num_programs(1)
-    rows = row + tl.arange(0, 1)
+    rows = tile_rows(1)
     k = load_option(k_ptr, k_stride, k_value, rows, n_rows, HAS_K)
     read, write = (t - 1) % 2, t % 2
-    here = tl.arange(0, N_SPLITS)[None, :]
-    partial = partial_ptr + ((read * n_rows + rows[:, None]) * n_splits + here) * 2
+    here = tl.arange(0, N_SPLITS)
+    partial = partial_ptr + ((read * n_rows + rows) * n_splits + here) * 2
     first = tl.load(partial, mask=here < n_splits, other=0.0)
     second = tl.load(partial + 1, mask=here < n_splits, other=-INF if FIRST else 0.0)
     trace = trace_ptr + rows * (2 * n_iters)
     if FIRST:
-        valid, top = tl.sum(first, 1), tl.max(second, 1)
+        valid, top = tl.sum(first, 0), tl.max(second, 0)
         ref, off, top = first_threshold(valid, top, k, eps_before)
         start = ref
         if TRACE and split == 0:
@@ -192,7 +212,7 @@ def step_kernel(
         start = tl.load(state + 2)
         top = tl.load(state + 3)
         valid = tl.load(state + 4)
-        total, saturated = tl.sum(first, 1), tl.sum(second, 1)
+        total, saturated = tl.sum(first, 0), tl.sum(second, 0)
         off = eps_before * tl.log(tl.where(valid == 0, k, total) / k)
         if TRACE and split == 0:
             tl.store(trace + n_iters + t - 2, saturated)
@@ -201,23 +221,23 @@ def step_kernel(
     moved = tl.minimum(top, ref + off, propagate_nan=tl.PropagateNan.ALL)
     off = (ref - moved) + off
     ref = moved
-    u = tl.exp2(off * (LOG2E / eps))[:, None]
+    u = tl.exp2(off * (LOG2E / eps))
     if LAST:
-        scale = tl.exp2(-off * (LOG2E / eps))[:, None]
+        scale = tl.exp2(-off * (LOG2E / eps))
         for tile in range(0, chunk, BLOCK_C):
             cols = split * chunk + tile + tl.arange(0, BLOCK_C)
-            s = load_scores(s_ptr, mask_ptr, rows, cols, s_row_stride, mask_row_stride, n_rows, n_cols, HAS_MASK)
-            y = tl.exp2((s - ref[:, None]) * (LOG2E / eps)) * scale
+            s = load_scores(s_ptr, mask_ptr, rows, cols, s_row_stride, mask_row_stride, n_rows, n_cols, HAS_MASK, 1)
+            y = tl.exp2((s - ref) * (LOG2E / eps)) * scale
             y = tl.where(y > 1.0, 1.0, y)
-            out = y_ptr + rows[:, None] * n_cols + cols[None, :]
-            tl.store(out, y.to(y_ptr.dtype.element_ty), mask=cols[None, :] < n_cols)
+            out = y_ptr + rows * n_cols + cols
+            tl.store(out, y.to(y_ptr.dtype.element_ty), mask=cols < n_cols)
     else:
-        total = tl.zeros((1,), tl.float32)
-        saturated = tl.zeros((1,), tl.float32)
+        total = 0.0
+        saturated = 0.0
         for tile in range(0, chunk, BLOCK_C):
             cols = split * chunk + tile + tl.arange(0, BLOCK_C)
-            s = load_scores(s_ptr, mask_ptr, rows, cols, s_row_stride, mask_row_stride, n_rows, n_cols, HAS_MASK)
-            e = tl.exp2((s - ref[:, None]) * (LOG2E / eps))
+            s = load_scores(s_ptr, mask_ptr, rows, cols, s_row_stride, mask_row_stride, n_rows, n_cols, HAS_MASK, 1)
+            e = tl.exp2((s - ref) * (LOG2E / eps))
             clipped = tl.minimum(e, u, propagate_nan=tl.PropagateNan.ALL)
             a, b = pair_sum(clipped, tl.where(e > u, 1.0, 0.0), 1)
             total += a
@@ -237,15 +257,9 @@ def step_kernel(
 @triton.jit
 def last_gradient(z, gy, level, eps):
     """What reaches s + a_T: the gradient of the unsaturated gates."""
-    x = (z - level[:, None]) * (LOG2E / eps)
+    x = (z - level) * (LOG2E / eps)
     y = tl.exp2(x)
     return tl.where((x <= 0) & (y > 0), gy * y, 0.0) * (1.0 / eps)
-
-
-@triton.jit
-def load_gradient(gy_ptr, rows, cols, gy_row_stride, n_rows, n_cols):
-    inside = (rows[:, None] < n_rows) & (cols[None, :] < n_cols)
-    return tl.load(gy_ptr + rows[:, None] * gy_row_stride + cols[None, :], mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -269,21 +283,21 @@ def gradient_sum_kernel(
     BLOCK_C: tl.constexpr,
 ):
     """Long rows: the one row reduction of backward, one chunk per program."""
-    rows = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
+    rows = tile_rows(1)
     trace = trace_ptr + rows * (2 * n_iters)
     start = tl.load(trace + 2 * n_iters - 1)
     level = tl.load(trace + n_iters - 1)
     eps = epsilon(n_iters, eps_first, log2_decay, eps_last)
-    da = tl.zeros((1,), tl.float32)
+    da = 0.0
     for tile in range(0, chunk, BLOCK_C):
         cols = tl.program_id(1) * chunk + tile + tl.arange(0, BLOCK_C)
-        s = load_scores(s_ptr, mask_ptr, rows, cols, s_row_stride, mask_row_stride, n_rows, n_cols, HAS_MASK)
-        gy = load_gradient(gy_ptr, rows, cols, gy_row_stride, n_rows, n_cols)
-        da += tl.sum(last_gradient(s - start[:, None], gy, level, eps), 1)
+        s = load_scores(s_ptr, mask_ptr, rows, cols, s_row_stride, mask_row_stride, n_rows, n_cols, HAS_MASK, 1)
+        gy = load_gradient(gy_ptr, rows, cols, gy_row_stride, n_rows, n_cols, 1)
+        da += tl.sum(last_gradient(s - start, gy, level, eps), 0)
     tl.store(partial_ptr + rows * tl.num_programs(1) + tl.program_id(1), da)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_iters", "n_changing"])
 def backward_kernel(
     gy_ptr,  # (n_rows, n_cols) any float, unit column stride
     s_ptr,  # (n_rows, n_cols) any float, unit column stride
@@ -302,6 +316,7 @@ def backward_kernel(
     n_splits,
     k_value,
     n_iters,
+    n_changing,
     eps_first,
     eps_last,
     log2_decay,
@@ -313,57 +328,89 @@ def backward_kernel(
 ):
     """From da_T down the scalar recursion; an element collects the weight of every step it took part in.
 
-    Steps that share an eps share one exponential per element, made when eps changes.
+    The last steps share one eps, so also one exponential per element, and in units of it (d = da·e^((base - here)/eps))
+    the recursion needs none. Before step n_changing eps may change every time.
     """
-    rows = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
-    cols = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    rows = tile_rows(BLOCK_R)
+    cols = tile_cols(tl.program_id(1) * BLOCK_C, BLOCK_R, BLOCK_C)
     in_rows = rows < n_rows
-    s = load_scores(s_ptr, mask_ptr, rows, cols, s_row_stride, mask_row_stride, n_rows, n_cols, HAS_MASK)
-    gy = load_gradient(gy_ptr, rows, cols, gy_row_stride, n_rows, n_cols)
+    s = load_scores(s_ptr, mask_ptr, rows, cols, s_row_stride, mask_row_stride, n_rows, n_cols, HAS_MASK, BLOCK_R)
+    gy = load_gradient(gy_ptr, rows, cols, gy_row_stride, n_rows, n_cols, BLOCK_R)
     k = load_option(k_ptr, k_stride, k_value, rows, n_rows, HAS_K)
     trace = trace_ptr + rows * (2 * n_iters)
-    z = s - tl.load(trace + 2 * n_iters - 1, mask=in_rows, other=0.0)[:, None]
+    z = s - tl.load(trace + 2 * n_iters - 1, mask=in_rows, other=0.0)
     here = tl.load(trace + n_iters - 1, mask=in_rows, other=0.0)
     ds = last_gradient(z, gy, here, epsilon(n_iters, eps_first, log2_decay, eps_last))
     if N_SPLITS > 0:
-        parts = tl.arange(0, N_SPLITS)[None, :]
-        da = tl.sum(tl.load(partial_ptr + rows[:, None] * n_splits + parts, mask=parts < n_splits, other=0.0), 1)
+        parts = tl.arange(0, N_SPLITS)
+        da = tl.sum(tl.load(partial_ptr + rows * n_splits + parts, mask=parts < n_splits, other=0.0), 0)
     else:
-        da = tl.sum(ds, 1)
-    dk = tl.zeros((BLOCK_R,), tl.float32)
-    weight = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
-    base = here
-    eps = epsilon(n_iters - 1, eps_first, log2_decay, eps_last)
-    for back in range(1, n_iters):
-        t = n_iters - back
-        before = tl.load(trace + t - 1, mask=in_rows, other=0.0)
-        saturated = tl.load(trace + n_iters + t - 1, mask=in_rows, other=0.0)
-        fresh = epsilon(t, eps_first, log2_decay, eps_last)
-        stale = tl.where(fresh != eps, 1, (tl.abs(here - base) > WINDOW * eps).to(tl.int32))
-        if tl.max(stale, 0) > 0:
-            # above 80 lie only entries that were saturated, whose weight is zero
-            e = tl.exp2(tl.minimum((z - base[:, None]) * (LOG2E / eps), 80.0))
-            ds = tl.where(stale[:, None] > 0, ds - weight * e, ds)
-            weight = tl.where(stale[:, None] > 0, 0.0, weight)
-            base = tl.where(stale > 0, here, base)
-        eps = fresh
+        da = row_sum(ds, BLOCK_R)
+    per_k = 1.0 / k
+    dk = tl.zeros_like(here)
+    t = n_iters - 1
+    # the next step's numbers are on their way while this one is done
+    before = tl.load(trace + tl.maximum(t - 1, 0), mask=in_rows, other=0.0)
+    saturated = tl.load(trace + n_iters + tl.maximum(t - 1, 0), mask=in_rows, other=0.0)
+    if t >= n_changing:
+        eps = epsilon(t, eps_first, log2_decay, eps_last)
         scale = LOG2E / eps
-        dk += eps * da
-        share = da / k
-        weight += tl.where(z <= before[:, None], (share * tl.exp2((base - here) * scale))[:, None], 0.0)
-        da = tl.where(saturated == 0, 0.0, share * saturated * tl.exp2((before - here) * scale))
+        weight = tl.zeros_like(z)
+        base = here
+        while (t >= n_changing) & (t > 0):
+            next_before = tl.load(trace + tl.maximum(t - 2, 0), mask=in_rows, other=0.0)
+            next_saturated = tl.load(trace + n_iters + tl.maximum(t - 2, 0), mask=in_rows, other=0.0)
+            if HAS_K:
+                dk += eps * da * tl.exp2((here - base) * scale)
+            weight += tl.where(z <= before, da, 0.0)
+            da *= saturated * per_k
+            here = before
+            leaves = tl.abs(here - base) > WINDOW * eps
+            if largest(leaves.to(tl.int32), BLOCK_R) > 0:
+                # above 80 lie only entries that were saturated, whose weight is zero
+                ds -= per_k * weight * tl.exp2(tl.minimum((z - base) * scale, 80.0))
+                weight = tl.zeros_like(z)
+                da = tl.where(da == 0, 0.0, da * tl.exp2((here - base) * scale))
+                base = here
+            before = next_before
+            saturated = next_saturated
+            t -= 1
+        ds -= per_k * weight * tl.exp2(tl.minimum((z - base) * scale, 80.0))
+        da = tl.where(da == 0, 0.0, da * tl.exp2((here - base) * scale))
+    while t > 0:
+        next_before = tl.load(trace + tl.maximum(t - 2, 0), mask=in_rows, other=0.0)
+        next_saturated = tl.load(trace + n_iters + tl.maximum(t - 2, 0), mask=in_rows, other=0.0)
+        eps = epsilon(t, eps_first, log2_decay, eps_last)
+        scale = LOG2E / eps
+        if HAS_K:
+            dk += eps * da
+        da *= per_k
+        ds -= tl.where(z <= before, da * tl.exp2((z - here) * scale), 0.0)
+        da = tl.where(saturated == 0, 0.0, da * saturated * tl.exp2((before - here) * scale))
         here = before
-    e = tl.exp2(tl.minimum((z - base[:, None]) * (LOG2E / eps), 80.0))
-    ds -= weight * e
-    dk += epsilon(0, eps_first, log2_decay, eps_last) * da
-    inside = in_rows[:, None] & (cols[None, :] < n_cols)
-    tl.store(ds_ptr + rows[:, None] * n_cols + cols[None, :], ds.to(ds_ptr.dtype.element_ty), mask=inside)
-    if tl.program_id(1) == 0:
-        tl.store(dk_ptr + rows, dk / k, mask=in_rows)
+        before = next_before
+        saturated = next_saturated
+        t -= 1
+    inside = within(rows, cols, n_rows, n_cols, BLOCK_R)
+    tl.store(ds_ptr + rows * n_cols + cols, ds.to(ds_ptr.dtype.element_ty), mask=inside)
+    if HAS_K:
+        dk += epsilon(0, eps_first, log2_decay, eps_last) * da
+        if tl.program_id(1) == 0:
+            tl.store(dk_ptr + rows, dk * per_k, mask=in_rows)
 
 
 def _eps_arguments(eps: float, eps_init: float, eps_decay: float) -> tuple[float, float, float]:
     return max(eps_init, eps), eps, math.log2(eps_decay)
+
+
+def _n_changing(n_iters: int, eps: float, eps_init: float, eps_decay: float) -> int:
+    """Number of the step, counted from 0, from which on eps is the same for all."""
+    if eps_decay == 1 or (eps_decay < 1 and eps_init <= eps):
+        return 0
+    if eps_decay > 1:
+        return n_iters
+    # one more than exact arithmetic says: the kernel's own rounding may be late
+    return min(n_iters, math.ceil(math.log(eps / eps_init) / math.log(eps_decay)) + 1)
 
 
 def forward(
@@ -376,7 +423,7 @@ def forward(
     trace = scratch(s, n_rows, 2 * n_iters if want_trace else 0)
     if not y.numel():
         return y, trace.zero_()
-    plan = shape(n_rows, n_cols)
+    plan = shape(n_rows, n_cols, PER_WARP, FORWARD_MAX_COLS)
     first, last, log2_decay = _eps_arguments(eps, eps_init, eps_decay)
     flags = {"HAS_K": k is not None, "HAS_MASK": mask is not None, "TRACE": want_trace}
     with device_guard(s):
@@ -409,14 +456,14 @@ def backward(
     gy: Tensor, s: Tensor, trace: Tensor, k: Tensor | None, mask: Tensor | None, k_value: float, n_iters: int,
     eps: float, eps_init: float, eps_decay: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Gy and s (rows, n) with unit column stride → ds (rows, n) like s, dk (rows, 1) fp32."""
+    """Gy and s (rows, n) with unit column stride → ds (rows, n) like s, dk (rows, 1) fp32 (unset for a number k)."""
     n_rows, n_cols = s.shape
     ds = torch.empty((n_rows, n_cols), dtype=s.dtype, device=s.device)
     dk = scratch(s, n_rows, 1)
     if not ds.numel():
         return ds, dk.zero_()
     first, last, log2_decay = _eps_arguments(eps, eps_init, eps_decay)
-    plan = shape(n_rows, n_cols, BACKWARD_PER_WARP, BACKWARD_MAX_COLS)
+    plan = shape(n_rows, n_cols, HALF_PER_WARP, BACKWARD_MAX_COLS)
     partial = None
     block_c, warps, col_programs = plan.block_c, plan.warps, 1
     with device_guard(s):
@@ -426,10 +473,11 @@ def backward(
                 gy, s, mask, trace, partial, gy.stride(0), s.stride(0), stride(mask), n_rows, n_cols, plan.chunk,
                 n_iters, first, last, log2_decay, HAS_MASK=mask is not None, BLOCK_C=TILE, num_warps=4, **OPTIONS,
             )  # fmt: skip
-            block_c, warps, col_programs = TILE, TILE // BACKWARD_PER_WARP, cdiv(n_cols, TILE)
+            block_c, warps, col_programs = TILE, TILE // HALF_PER_WARP, cdiv(n_cols, TILE)
         backward_kernel[(plan.programs, col_programs)](
             gy, s, k, mask, trace, partial, ds, dk, gy.stride(0), s.stride(0), stride(k), stride(mask), n_rows, n_cols,
-            plan.splits, k_value, n_iters, first, last, log2_decay, HAS_K=k is not None, HAS_MASK=mask is not None,
+            plan.splits, k_value, n_iters, _n_changing(n_iters, eps, eps_init, eps_decay), first, last, log2_decay,
+            HAS_K=k is not None, HAS_MASK=mask is not None,
             N_SPLITS=0 if partial is None else next_power_of_2(plan.splits), BLOCK_R=plan.block_r, BLOCK_C=block_c,
             num_warps=warps, **OPTIONS,
         )  # fmt: skip

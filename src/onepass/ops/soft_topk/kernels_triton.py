@@ -25,13 +25,19 @@ from .kernels_common import (
     SIGMOID,
     Shape,
     gates_and_slopes,
+    largest,
     load_option,
     load_scores,
     offsets,
     pair_sum,
+    row_max,
+    row_sum,
     scratch,
     shape,
     stride,
+    tile_cols,
+    tile_rows,
+    within,
 )
 
 # far enough to saturate every gate, finite so that -inf scores stay -inf
@@ -80,7 +86,7 @@ def combine_ends(n0, sum0, endless0, lo0, hi0, n1, sum1, endless1, lo1, hi1):
 
 
 @triton.jit
-def ends(s):
+def ends(s, BLOCK_R: tl.constexpr):
     """Of each row: finite entries (NaN if one is NaN), their sum, +inf entries, smallest and largest finite entry."""
     finite = tl.abs(s) < INF
     n = tl.where(s != s, s, tl.where(finite, 1.0, 0.0))
@@ -89,8 +95,13 @@ def ends(s):
     lo = tl.where(finite, s, INF)
     hi = tl.where(finite, s, -INF)
     if SEPARATE:
-        return tl.sum(n, 1), tl.sum(total, 1), tl.sum(endless, 1), tl.min(lo, 1), tl.max(hi, 1)
-    return tl.reduce((n, total, endless, lo, hi), 1, combine_ends)
+        n, total, endless = row_sum(n, BLOCK_R), row_sum(total, BLOCK_R), row_sum(endless, BLOCK_R)
+        lo, hi = -row_max(-lo, BLOCK_R), row_max(hi, BLOCK_R)
+    elif BLOCK_R > 1:
+        n, total, endless, lo, hi = tl.reduce((n, total, endless, lo, hi), 1, combine_ends, keep_dims=True)
+    else:
+        n, total, endless, lo, hi = tl.reduce((n, total, endless, lo, hi), 0, combine_ends)
+    return n, total, endless, lo, hi
 
 
 @triton.jit
@@ -229,48 +240,50 @@ def forward_kernel(
     capped_exp keeps E = exp((s - base)/eps) there instead of the scores: its passes need no exponential, and the
     scores are read again (from L2) in the rare case that the threshold leaves E's range.
     """
-    rows = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
-    cols = tl.arange(0, BLOCK_C)
-    inside = (rows[:, None] < n_rows) & (cols[None, :] < n_cols)
+    rows = tile_rows(BLOCK_R)
+    cols = tile_cols(0, BLOCK_R, BLOCK_C)
+    inside = within(rows, cols, n_rows, n_cols, BLOCK_R)
     k = load_option(k_ptr, k_stride, k_value, rows, n_rows, HAS_K)
     eps = load_option(eps_ptr, eps_stride, eps_value, rows, n_rows, HAS_EPS)
-    s = load_scores(s_ptr, mask_ptr, rows, cols, s_row_stride, mask_row_stride, n_rows, n_cols, HAS_MASK)
-    count, total, endless, lo_base, hi_base = ends(s)
+    s = load_scores(s_ptr, mask_ptr, rows, cols, s_row_stride, mask_row_stride, n_rows, n_cols, HAS_MASK, BLOCK_R)
+    count, total, endless, lo_base, hi_base = ends(s, BLOCK_R)
     mean = total / count
-    centred = tl.where(tl.abs(s) < INF, s - mean[:, None], 0.0)
+    centred = tl.where(tl.abs(s) < INF, s - mean, 0.0)
     base, c, edge, done = begin(
-        count, mean, tl.sum(centred * centred, 1) / count, endless, lo_base, hi_base, k, eps, KIND
+        count, mean, row_sum(centred * centred, BLOCK_R) / count, endless, lo_base, hi_base, k, eps, KIND
     )
     n = count + endless
     lo_c = -edge
     hi_c = -edge
     f_lo = n
     f_hi = endless
-    last = tl.full((BLOCK_R,), -1.0, tl.float32)
-    streak = tl.zeros((BLOCK_R,), tl.float32)
+    last = tl.zeros_like(k) - 1.0
+    streak = tl.zeros_like(k)
     if KIND == CAPPED_EXP:
         s = tl.exp2(offsets(s, base, eps) * LOG2E)
         # rows of all ones have their smallest score as base; any scale does, but inf would meet the zeros of the mask
         u = tl.exp2(tl.maximum(c * LOG2E, -100.0))
     i = 0
-    left = 1.0 - tl.min(done, 0)
+    left = largest(1.0 - done, BLOCK_R)
     while (i < MAX_PASSES) & (left > 0):
         if KIND == CAPPED_EXP:
             leaves = tl.where((done == 0) & (tl.abs(c) > WINDOW), 1, 0)
-            if tl.max(leaves, 0) > 0:
+            if largest(leaves, BLOCK_R) > 0:
                 moved, rest = rebase(base, c, done, eps)
                 base = tl.where(leaves > 0, moved, base)
                 c = tl.where(leaves > 0, rest, c)
-                s = load_scores(s_ptr, mask_ptr, rows, cols, s_row_stride, mask_row_stride, n_rows, n_cols, HAS_MASK)
+                s = load_scores(
+                    s_ptr, mask_ptr, rows, cols, s_row_stride, mask_row_stride, n_rows, n_cols, HAS_MASK, BLOCK_R
+                )
                 s = tl.exp2(offsets(s, base, eps) * LOG2E)
                 u = tl.where(leaves > 0, tl.exp2(c * LOG2E), u)
-            saturated = s > u[:, None]
-            raw, b = pair_sum(tl.where(saturated, 0.0, s), tl.where(saturated, 1.0, 0.0), 1)
+            saturated = s > u
+            raw, b = pair_sum(tl.where(saturated, 0.0, s), tl.where(saturated, 1.0, 0.0), BLOCK_R)
             a = tl.where(raw > UNDERFLOWN, raw / u, 0.0)
         else:
             base, c = rebase(base, c, done, eps)
-            y, w = gates_and_slopes((s - base[:, None]) * (1.0 / eps)[:, None] - c[:, None], KIND)
-            a, b = pair_sum(y, w, 1)
+            y, w = gates_and_slopes((s - base) * (1.0 / eps) - c, KIND)
+            a, b = pair_sum(y, w, BLOCK_R)
         total, size, step = newton(a, b, c, k, n, KIND)
         target = tl.where((done == 0) & (size < k), c + step, float("nan"))
         free = done == 0
@@ -282,13 +295,13 @@ def forward_kernel(
             # e^c, but a Newton step never went through the logarithm: rows sum to k to the last digits
             u = tl.where(free, tl.where(c == target, raw / (k - b), tl.exp2(c * LOG2E)), u)
         i += 1
-        left = 1.0 - tl.min(done, 0)
+        left = largest(1.0 - done, BLOCK_R)
     if KIND == CAPPED_EXP:
-        y = s * (1.0 / u)[:, None]
+        y = s * (1.0 / u)
         y = tl.where(y > 1.0, 1.0, y)
     else:
-        y, w = gates_and_slopes(offsets(s, base, eps) - c[:, None], KIND)
-    tl.store(y_ptr + rows[:, None] * n_cols + cols[None, :], y.to(y_ptr.dtype.element_ty), mask=inside)
+        y, w = gates_and_slopes(offsets(s, base, eps) - c, KIND)
+    tl.store(y_ptr + rows * n_cols + cols, y.to(y_ptr.dtype.element_ty), mask=inside)
     tl.store(solution_ptr + rows * 2, base, mask=rows < n_rows)
     tl.store(solution_ptr + rows * 2 + 1, c, mask=rows < n_rows)
 
@@ -307,20 +320,20 @@ def ends_kernel(
     BLOCK_C: tl.constexpr,
 ):
     """Long rows, first look: one chunk of one row per program; sums are of s - (the row's first score)."""
-    rows = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
+    rows = tile_rows(1)
     pivot = tl.load(s_ptr + rows * s_row_stride).to(tl.float32)
     pivot = tl.where(tl.abs(pivot) < INF, pivot, 0.0)
-    n = tl.zeros((1,), tl.float32)
-    total = tl.zeros((1,), tl.float32)
-    endless = tl.zeros((1,), tl.float32)
-    squares = tl.zeros((1,), tl.float32)
-    lo = tl.full((1,), INF, tl.float32)
-    hi = tl.full((1,), -INF, tl.float32)
+    n = 0.0
+    total = 0.0
+    endless = 0.0
+    squares = 0.0
+    lo = INF
+    hi = -INF
     for tile in range(0, chunk, BLOCK_C):
         cols = tl.program_id(1) * chunk + tile + tl.arange(0, BLOCK_C)
-        s = load_scores(s_ptr, mask_ptr, rows, cols, s_row_stride, mask_row_stride, n_rows, n_cols, HAS_MASK)
-        n1, _, endless1, lo1, hi1 = ends(s)
-        moved = tl.where(tl.abs(s) < INF, s - pivot[:, None], 0.0)
+        s = load_scores(s_ptr, mask_ptr, rows, cols, s_row_stride, mask_row_stride, n_rows, n_cols, HAS_MASK, 1)
+        n1, _, endless1, lo1, hi1 = ends(s, 1)
+        moved = tl.where(tl.abs(s) < INF, s - pivot, 0.0)
         total1, squares1 = pair_sum(moved, moved * moved, 1)
         n, total, endless, lo, hi = combine_ends(n, total, endless, lo, hi, n1, total1, endless1, lo1, hi1)
         squares += squares1
@@ -366,20 +379,20 @@ def pass_kernel(
     """Long rows, one pass: every program of a row takes the same step from all partial sums, then adds its own."""
     split = tl.program_id(1)
     n_splits = tl.num_programs(1)
-    rows = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
+    rows = tile_rows(1)
     k = load_option(k_ptr, k_stride, k_value, rows, n_rows, HAS_K)
     eps = load_option(eps_ptr, eps_stride, eps_value, rows, n_rows, HAS_EPS)
-    here = tl.arange(0, N_SPLITS)[None, :]
+    here = tl.arange(0, N_SPLITS)
     there = here < n_splits
     read, write = turn % 2, (turn + 1) % 2
     if FIRST:
-        partial = ends_ptr + (rows[:, None] * n_splits + here) * 6
-        count = tl.sum(tl.load(partial, mask=there, other=0.0), 1)
-        shift = tl.sum(tl.load(partial + 1, mask=there, other=0.0), 1) / count
-        endless = tl.sum(tl.load(partial + 2, mask=there, other=0.0), 1)
-        lo_base = tl.min(tl.load(partial + 3, mask=there, other=float("inf")), 1)
-        hi_base = tl.max(tl.load(partial + 4, mask=there, other=-float("inf")), 1)
-        squares = tl.sum(tl.load(partial + 5, mask=there, other=0.0), 1) / count
+        partial = ends_ptr + (rows * n_splits + here) * 6
+        count = tl.sum(tl.load(partial, mask=there, other=0.0), 0)
+        shift = tl.sum(tl.load(partial + 1, mask=there, other=0.0), 0) / count
+        endless = tl.sum(tl.load(partial + 2, mask=there, other=0.0), 0)
+        lo_base = tl.min(tl.load(partial + 3, mask=there, other=float("inf")), 0)
+        hi_base = tl.max(tl.load(partial + 4, mask=there, other=-float("inf")), 0)
+        squares = tl.sum(tl.load(partial + 5, mask=there, other=0.0), 0) / count
         pivot = tl.load(s_ptr + rows * s_row_stride).to(tl.float32)
         mean = shift + tl.where(tl.abs(pivot) < INF, pivot, 0.0)
         variance = tl.maximum(squares - shift * shift, 0.0)
@@ -389,8 +402,8 @@ def pass_kernel(
         hi_c = -edge
         f_lo = n
         f_hi = endless
-        last = tl.full((1,), -1.0, tl.float32)
-        streak = tl.zeros((1,), tl.float32)
+        last = -1.0
+        streak = 0.0
     else:
         state = state_ptr + (read * n_rows + rows) * N_STATE
         base = tl.load(state)
@@ -405,9 +418,9 @@ def pass_kernel(
         streak = tl.load(state + 9)
         done = tl.load(state + 10)
         n = tl.load(state + 11)
-        partial = partial_ptr + ((read * n_rows + rows[:, None]) * n_splits + here) * 2
-        a = tl.sum(tl.load(partial, mask=there, other=0.0), 1)
-        b = tl.sum(tl.load(partial + 1, mask=there, other=0.0), 1)
+        partial = partial_ptr + ((read * n_rows + rows) * n_splits + here) * 2
+        a = tl.sum(tl.load(partial, mask=there, other=0.0), 0)
+        b = tl.sum(tl.load(partial + 1, mask=there, other=0.0), 0)
         total, size, step = newton(a, b, c, k, n, KIND)
         c, lo_base, lo_c, hi_base, hi_c, f_lo, f_hi, last, streak, done = advance(
             base, c, lo_base, lo_c, hi_base, hi_c, f_lo, f_hi, last, streak, done, total, size, step, k, eps,
@@ -417,10 +430,10 @@ def pass_kernel(
     if LAST:
         for tile in range(0, chunk, BLOCK_C):
             cols = split * chunk + tile + tl.arange(0, BLOCK_C)
-            s = load_scores(s_ptr, mask_ptr, rows, cols, s_row_stride, mask_row_stride, n_rows, n_cols, HAS_MASK)
-            y, w = gates_and_slopes(offsets(s, base, eps) - c[:, None], KIND)
-            out = y_ptr + rows[:, None] * n_cols + cols[None, :]
-            tl.store(out, y.to(y_ptr.dtype.element_ty), mask=cols[None, :] < n_cols)
+            s = load_scores(s_ptr, mask_ptr, rows, cols, s_row_stride, mask_row_stride, n_rows, n_cols, HAS_MASK, 1)
+            y, w = gates_and_slopes(offsets(s, base, eps) - c, KIND)
+            out = y_ptr + rows * n_cols + cols
+            tl.store(out, y.to(y_ptr.dtype.element_ty), mask=cols < n_cols)
         if split == 0:
             tl.store(solution_ptr + rows * 2, base)
             tl.store(solution_ptr + rows * 2 + 1, c)
@@ -440,13 +453,13 @@ def pass_kernel(
             tl.store(state + 10, done)
             tl.store(state + 11, n)
         # a solved row reads its (stale) sums no more
-        if tl.min(done, 0) == 0:
-            a = tl.zeros((1,), tl.float32)
-            b = tl.zeros((1,), tl.float32)
+        if done == 0:
+            a = 0.0
+            b = 0.0
             for tile in range(0, chunk, BLOCK_C):
                 cols = split * chunk + tile + tl.arange(0, BLOCK_C)
-                s = load_scores(s_ptr, mask_ptr, rows, cols, s_row_stride, mask_row_stride, n_rows, n_cols, HAS_MASK)
-                x = (s - base[:, None]) * (1.0 / eps)[:, None] - c[:, None]
+                s = load_scores(s_ptr, mask_ptr, rows, cols, s_row_stride, mask_row_stride, n_rows, n_cols, HAS_MASK, 1)
+                x = (s - base) * (1.0 / eps) - c
                 y, w = gates_and_slopes(x, KIND)
                 if KIND == CAPPED_EXP:
                     y, w = w, tl.where(x > 0, 1.0, 0.0)

@@ -161,7 +161,7 @@ def _kernel(module: str, name: str) -> Callable[[], Any]:
 
 
 _SIZES = ("s_row_stride", "gy_row_stride", "k_stride", "eps_stride", "mask_row_stride", "n_rows", "n_cols", "n_splits",
-          "chunk", "turn", "t", "n_iters")  # fmt: skip
+          "chunk", "turn", "t", "n_iters", "n_changing")  # fmt: skip
 _NUMBERS = ("k_value", "eps_value", "eps_first", "eps_last", "log2_decay", "eps_before", "eps")
 _DIVISIBLE = ("s_ptr", "y_ptr", "gy_ptr", "ds_ptr", "mask_ptr", "s_row_stride", "gy_row_stride", "mask_row_stride",
               "n_cols", "chunk")  # fmt: skip
@@ -184,7 +184,7 @@ _DESCENT = ("s_ptr k_ptr mask_ptr y_ptr trace_ptr s_row_stride k_stride mask_row
 _DESCENT_STEP = ("s_ptr k_ptr mask_ptr y_ptr trace_ptr state_ptr partial_ptr s_row_stride k_stride mask_row_stride "
                  "n_rows n_cols chunk k_value t n_iters eps_before eps")  # fmt: skip
 _DESCENT_BACKWARD = ("gy_ptr s_ptr k_ptr mask_ptr trace_ptr partial_ptr ds_ptr dk_ptr gy_row_stride s_row_stride "
-                     "k_stride mask_row_stride n_rows n_cols n_splits k_value n_iters eps_first eps_last "
+                     "k_stride mask_row_stride n_rows n_cols n_splits k_value n_iters n_changing eps_first eps_last "
                      "log2_decay")  # fmt: skip
 
 
@@ -193,7 +193,7 @@ _FORWARD_SHAPES = (
     ("fp32", 1, 8192), ("fp32", 2, 8192), ("fp32", 3, 8192), ("fp32", 1, 16384),
 )  # fmt: skip
 # a row of 32 registers per thread leaves few for the state of the search: some of it waits in local memory
-_CROWDED = {(0, 32768): 256, (1, 16384): 32}
+_CROWDED = {(0, 8192): 8, (0, 32768): 256, (1, 16384): 32}
 
 
 def _kernels() -> Iterator[Kernel]:
@@ -211,7 +211,7 @@ def _kernels() -> Iterator[Kernel]:
             num_warps=plan.warps, max_registers=168, max_spill_bytes=_CROWDED.get((kind, cols), 0),
         )  # fmt: skip
     for dtype, cols in (("fp32", 64), ("fp32", 1024), ("fp32", 8192), ("fp32", 32768), ("bf16", 8192)):
-        plan = kernels_common.shape(1 << 16, cols)
+        plan = kernels_common.shape(1 << 16, cols, kernels_common.PER_WARP, kernels_descent.FORWARD_MAX_COLS)
         yield Kernel(
             f"coor_descent forward {dtype} {plan.block_r}x{cols}",
             _kernel("kernels_descent", "forward_kernel"), _signature(_DESCENT, dtype),
@@ -220,7 +220,7 @@ def _kernels() -> Iterator[Kernel]:
         )  # fmt: skip
         if cols > kernels_backward.LONGEST:
             continue
-        plan = kernels_common.shape(1 << 16, cols, kernels_common.HALF_PER_WARP)
+        plan = kernels_common.shape(1 << 16, cols, kernels_common.HALF_PER_WARP, kernels_backward.LONGEST)
         yield Kernel(
             f"soft_topk backward {dtype} {plan.block_r}x{cols}",
             _kernel("kernels_backward", "backward_kernel"), _signature(_BACKWARD, dtype),
@@ -228,14 +228,14 @@ def _kernels() -> Iterator[Kernel]:
              "N_SPLITS": 0, "BLOCK_R": plan.block_r, "BLOCK_C": cols},
             _DIVISIBLE, num_warps=plan.warps, max_registers=80,
         )  # fmt: skip
-        plan = kernels_common.shape(1 << 16, cols, kernels_descent.BACKWARD_PER_WARP)
+        plan = kernels_common.shape(1 << 16, cols, kernels_common.HALF_PER_WARP, kernels_descent.BACKWARD_MAX_COLS)
         yield Kernel(
             f"coor_descent backward {dtype} {plan.block_r}x{cols}",
             _kernel("kernels_descent", "backward_kernel"), _signature(_DESCENT_BACKWARD, dtype),
             {"HAS_K": False, "HAS_MASK": False, "N_SPLITS": 0, "BLOCK_R": plan.block_r, "BLOCK_C": cols},
             _DIVISIBLE, num_warps=plan.warps, max_registers=128,
         )  # fmt: skip
-    plan = kernels_common.shape(2, 1 << 20)
+    plan = kernels_triton.forward_shape(2, 1 << 20, 0)
     long = {"FIRST": False, "LAST": False, "N_SPLITS": plan.splits, "BLOCK_C": plan.block_c}
     yield Kernel(
         "soft_topk pass over long rows", _kernel("kernels_triton", "pass_kernel"), _signature(_PASS, "fp32"),
