@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
+from onepass.core.launch import as_rows, uses_triton
+
 from . import arguments
 from .op import KINDS, soft_topk
 
@@ -27,6 +29,11 @@ def _select(scores: Tensor, mask: Tensor | None, k: int) -> Tensor:
     Selection by a threshold, no sort of the row: everything above the k-th largest, then as many of those equal to
     it as are still needed, in the order of the columns. Only the k survivors are sorted.
     """
+    if uses_triton(scores):
+        from . import kernels_select
+
+        indices = kernels_select.select(as_rows(scores), arguments.mask_rows(mask, scores), k)
+        return indices.view(*scores.shape[:-1], k)
     keys = scores if mask is None else scores.masked_fill(~mask, -math.inf)
     keys = torch.where(keys.isnan(), math.inf, keys)
     n = keys.shape[-1]

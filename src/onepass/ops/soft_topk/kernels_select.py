@@ -1,0 +1,387 @@
+"""Triton kernels that find the k largest scores of a row: a threshold, then what lies above it, then a sort of k.
+
+Scores become int32 keys in the same order (NaN like +inf, -0 like 0), so a threshold is an integer and ties are exact.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from onepass.core.launch import cdiv, device_guard, launch, next_power_of_2, sm_count
+
+# the key of -inf: what is not above it is never chosen
+NOTHING = tl.constexpr(-2139095041)
+LARGEST = tl.constexpr(2147483647)
+# a key and a column in one int64, below all of which there is
+PAD = tl.constexpr(-9200000000000000000)
+LOW = tl.constexpr(4294967295)
+
+# longest row in the registers of one program, and the elements of one warp there
+MAX_COLS = 32768
+PER_WARP = 1024
+# longer rows: elements in registers at a time, fewest of one program, most programs per row, and per multiprocessor
+TILE = 4096
+CHUNK = 8192
+MAX_SPLITS = 256
+PER_SM = 4
+# most survivors of a row that one program sorts, and elements of one warp there
+MAX_SORTED = 4096
+SORT_PER_WARP = 256
+# digits that distinguish two scores: the rest of a key is the same for all scores of a 16-bit dtype
+DIGITS = {torch.bfloat16: 2, torch.float16: 3}
+INTS = ["s_row_stride", "mask_row_stride", "n_rows", "n_cols", "n_splits", "tiles", "k"]
+
+
+@triton.jit
+def to_float(key):
+    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def to_key(s):
+    s = tl.where(s != s, float("inf"), s)
+    bits = tl.where(s == 0.0, 0.0, s).to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def load_keys(s_ptr, mask_ptr, s_offset, mask_offset, inside, HAS_MASK: tl.constexpr):
+    """Keys of scores, NOTHING where masked or outside."""
+    s = tl.load(s_ptr + s_offset, mask=inside, other=-float("inf")).to(tl.float32)
+    if HAS_MASK:
+        allowed = tl.load(mask_ptr + mask_offset, mask=inside, other=0)
+        s = tl.where(allowed != 0, s, -float("inf"))
+    return to_key(s)
+
+
+@triton.jit
+def put(out_ptr, value_ptr, at, key, cols, chosen, PACKED: tl.constexpr):
+    """Leave a survivor: key and column in one number that sorts by score, then by column; or value and column."""
+    if PACKED:
+        tl.store(out_ptr + at, (key.to(tl.int64) << 32) | (0x7FFFFFFF - cols.to(tl.int64)), mask=chosen)
+    else:
+        tl.store(out_ptr + at, cols.to(tl.int64), mask=chosen)
+        tl.store(value_ptr + at, to_float(key), mask=chosen)
+
+
+@triton.jit(do_not_specialize=INTS)
+def select_kernel(
+    s_ptr,  # (n_rows, n_cols) scores, any float dtype
+    mask_ptr,  # (n_rows, n_cols) uint8 or None
+    out_ptr,  # (n_rows, k) int64: packed survivors, or their columns
+    value_ptr,  # (n_rows, k) fp32: their scores, unless packed
+    s_row_stride,  # in UNITs, as n_cols: a multiple of 16 elements is loaded 16 bytes at a time
+    mask_row_stride,
+    n_rows,
+    n_cols,
+    k,
+    UNIT: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    PACKED: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):
+    n_cols = n_cols * UNIT
+    s_row_stride = s_row_stride * UNIT
+    rows = (tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)).to(tl.int64)[:, None]
+    cols = tl.arange(0, BLOCK_C)[None, :]
+    present = rows < n_rows
+    key = load_keys(
+        s_ptr, mask_ptr, rows * s_row_stride + cols, rows * mask_row_stride + cols, present & (cols < n_cols), HAS_MASK
+    )
+    valid = tl.sum((key > NOTHING).to(tl.int32), 1)
+    few = valid <= k
+    # at least k keys are ≥ lo, fewer than k are ≥ hi
+    lo = tl.where(few, NOTHING, tl.min(tl.where(key > NOTHING, key, LARGEST), 1))
+    hi = tl.where(few, NOTHING, tl.max(key, 1)) + 1
+    n_lo = valid
+    n_hi = tl.zeros((BLOCK_R,), tl.int32)
+    turn = 0
+    while tl.max((lo + 1 < hi).to(tl.int32), 0) > 0:
+        middle = (lo & hi) + ((lo ^ hi) >> 1)
+        if turn % 3 != 2:
+            # where the k-th would be if the scores between were spread evenly
+            low = to_float(lo)
+            share = (n_lo - k).to(tl.float32) / tl.maximum(n_lo - n_hi, 1).to(tl.float32)
+            guess = low + (to_float(hi) - low) * share
+            middle = tl.where(tl.abs(guess) < float("inf"), to_key(guess), middle)
+            middle = tl.minimum(tl.maximum(middle, lo + 1), hi - 1)
+        count = tl.sum((key >= middle[:, None]).to(tl.int32), 1)
+        enough = count >= k
+        # a solved row asks about lo again
+        lo = tl.where(enough, middle, lo)
+        n_lo = tl.where(enough, count, n_lo)
+        hi = tl.where(enough, tl.where(count == k, middle + 1, hi), middle)
+        n_hi = tl.where(enough, n_hi, count)
+        turn += 1
+    room = (k - tl.sum((key > lo[:, None]).to(tl.int32), 1))[:, None]
+    kept = tl.where(few, valid, k)[:, None]
+    above_before = tl.zeros((BLOCK_R, 1), tl.int32)
+    level_before = tl.zeros((BLOCK_R, 1), tl.int32)
+    # the keys are read again, from the cache: what a scan needs does not fit beside them
+    for start in range(0, BLOCK_C, BLOCK_T):
+        here = (start + tl.arange(0, BLOCK_T))[None, :]
+        near = load_keys(
+            s_ptr, mask_ptr, rows * s_row_stride + here, rows * mask_row_stride + here, present & (here < n_cols),
+            HAS_MASK,
+        )  # fmt: skip
+        above = near > lo[:, None]
+        level = (near == lo[:, None]) & (near > NOTHING)
+        # both counts up to a column through one scan
+        ones = (above.to(tl.int32) << 16) | level.to(tl.int32)
+        total = tl.sum(ones, 1)
+        if tl.max(total, 0) > 0:
+            both = tl.cumsum(ones, 1)
+            n_level = level_before + (both & 0xFFFF)
+            chosen = above | (level & (n_level <= room))
+            slot = above_before + (both >> 16) + tl.minimum(n_level, room) - 1
+            put(out_ptr, value_ptr, rows * k + slot, near, here, chosen, PACKED)
+        above_before += (total >> 16)[:, None]
+        level_before += (total & 0xFFFF)[:, None]
+        empty = present & (here >= kept) & (here < k)
+        if PACKED:
+            tl.store(out_ptr + rows * k + here, tl.full((BLOCK_R, BLOCK_T), PAD, tl.int64), mask=empty)
+        else:
+            tl.store(out_ptr + rows * k + here, tl.full((BLOCK_R, BLOCK_T), -1, tl.int64), mask=empty)
+            tl.store(value_ptr + rows * k + here, tl.full((BLOCK_R, BLOCK_T), -float("inf"), tl.float32), mask=empty)
+
+
+@triton.jit(do_not_specialize=["n_rows", "k", "n_out"])
+def sort_kernel(
+    packed_ptr,  # (n_rows, k) int64 survivors
+    out_ptr,  # (n_rows, n_out) int64 columns, best score first, -1 where there are no more
+    n_rows,
+    k,
+    n_out,
+    BLOCK_R: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    rows = (tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)).to(tl.int64)
+    cols = tl.arange(0, BLOCK_K)
+    present = (rows < n_rows)[:, None]
+    packed = tl.load(packed_ptr + rows[:, None] * k + cols[None, :], mask=present & (cols[None, :] < k), other=PAD)
+    packed = tl.sort(packed, 1, descending=True)
+    index = tl.where((packed >> 32) <= NOTHING, -1, 0x7FFFFFFF - (packed & LOW))
+    tl.store(out_ptr + rows[:, None] * n_out + cols[None, :], index, mask=present & (cols[None, :] < k))
+
+
+@triton.jit
+def next_digit(totals_ptr, state_ptr, row, n_rows, k, PASS: tl.constexpr):
+    """Digits of the k-th largest key known after PASS passes, and how many keys that begin with them are wanted."""
+    digit = tl.arange(0, 256)
+    if PASS == 1:
+        prefix = -128
+        wanted = k
+    else:
+        state = state_ptr + ((PASS - 1) * n_rows + row) * 2
+        prefix = tl.load(state) * 256
+        wanted = tl.load(state + 1)
+    count = tl.load(totals_ptr + ((PASS - 1) * n_rows + row) * 256 + digit)
+    from_top = tl.sum(count, 0) - tl.cumsum(count, 0) + count
+    found = tl.sum((from_top >= wanted).to(tl.int32), 0) - 1
+    beyond = tl.sum(tl.where(digit > found, count, 0), 0)
+    return prefix + found, wanted - beyond, found
+
+
+@triton.jit(do_not_specialize=INTS)
+def count_kernel(
+    s_ptr,  # (n_rows, n_cols) scores, any float dtype
+    mask_ptr,  # (n_rows, n_cols) uint8 or None
+    totals_ptr,  # (N_PASSES, n_rows, 256) int32, zeros at first: keys by digit, among those that begin as the k-th
+    state_ptr,  # (N_PASSES, n_rows, 2) int32: the digits so far, keys still wanted
+    ranks_ptr,  # (n_rows, n_splits, 257) int32: keys of a chunk that are at least ..., after the last pass
+    s_row_stride,  # in UNITs, as n_cols: a multiple of 16 elements is loaded 16 bytes at a time
+    mask_row_stride,
+    n_rows,
+    n_cols,
+    n_splits,
+    tiles,
+    k,
+    UNIT: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    PASS: tl.constexpr,
+    LAST: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    n_cols = n_cols * UNIT
+    s_row_stride = s_row_stride * UNIT
+    row = tl.program_id(0).to(tl.int64)
+    split = tl.program_id(1)
+    digits = tl.arange(0, 256)
+    shift: tl.constexpr = 24 - 8 * PASS
+    prefix = 0
+    if PASS > 0:
+        prefix, wanted, _ = next_digit(totals_ptr, state_ptr, row, n_rows, k, PASS)
+        if split == 0:
+            state = state_ptr + (PASS * n_rows + row) * 2
+            tl.store(state, prefix)
+            tl.store(state + 1, wanted)
+    counts = tl.zeros((256,), tl.int32)
+    above = 0
+    for tile in range(split * tiles, (split + 1) * tiles):
+        cols = tile * BLOCK_C + tl.arange(0, BLOCK_C)
+        inside = cols < n_cols
+        key = load_keys(s_ptr, mask_ptr, row * s_row_stride + cols, row * mask_row_stride + cols, inside, HAS_MASK)
+        if PASS == 0:
+            counts += tl.histogram((key >> 24) + 128, 256, mask=inside)
+        else:
+            lead = key >> (shift + 8)
+            same = inside & (lead == prefix)
+            if LAST:
+                above += tl.sum((inside & (lead > prefix)).to(tl.int32), 0)
+            if tl.max(same.to(tl.int32), 0) > 0:
+                counts += tl.histogram((key >> shift) & 255, 256, mask=same)
+    # sums of integers: the same in any order
+    tl.atomic_add(totals_ptr + (PASS * n_rows + row) * 256 + digits, counts, mask=counts > 0, sem="relaxed")
+    if LAST:
+        ranks = ranks_ptr + (row * n_splits + split) * 257
+        tl.store(ranks + digits, above + tl.sum(counts, 0) - tl.cumsum(counts, 0) + counts)
+        tl.store(ranks + 256, above)
+
+
+@triton.jit(do_not_specialize=INTS)
+def collect_kernel(
+    s_ptr,  # (n_rows, n_cols) scores, any float dtype
+    mask_ptr,  # (n_rows, n_cols) uint8 or None
+    totals_ptr,  # as count_kernel left them
+    state_ptr,
+    ranks_ptr,
+    out_ptr,  # (n_rows, k) int64: packed survivors, or their columns; padding at first
+    value_ptr,  # (n_rows, k) fp32: their scores, unless packed; -inf at first
+    s_row_stride,  # in UNITs, as n_cols: a multiple of 16 elements is loaded 16 bytes at a time
+    mask_row_stride,
+    n_rows,
+    n_cols,
+    n_splits,
+    tiles,
+    k,
+    UNIT: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    PACKED: tl.constexpr,
+    N_PASSES: tl.constexpr,
+    N_SPLITS: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    n_cols = n_cols * UNIT
+    s_row_stride = s_row_stride * UNIT
+    row = tl.program_id(0).to(tl.int64)
+    split = tl.program_id(1)
+    shift: tl.constexpr = 32 - 8 * N_PASSES
+    threshold, room, digit = next_digit(totals_ptr, state_ptr, row, n_rows, k, N_PASSES)
+    here = tl.arange(0, N_SPLITS)
+    ranks = ranks_ptr + (row * n_splits + here) * 257 + digit
+    least = tl.sum(tl.load(ranks, mask=here < split, other=0), 0)
+    above_before = tl.sum(tl.load(ranks + 1, mask=here < split, other=0), 0)
+    level_before = least - above_before
+    for tile in range(split * tiles, (split + 1) * tiles):
+        cols = tile * BLOCK_C + tl.arange(0, BLOCK_C)
+        inside = cols < n_cols
+        key = load_keys(s_ptr, mask_ptr, row * s_row_stride + cols, row * mask_row_stride + cols, inside, HAS_MASK)
+        above = inside & ((key >> shift) > threshold)
+        level = inside & ((key >> shift) == threshold)
+        ones = (above.to(tl.int32) << 16) | level.to(tl.int32)
+        total = tl.sum(ones, 0)
+        if total > 0:
+            both = tl.cumsum(ones, 0)
+            n_level = level_before + (both & 0xFFFF)
+            # -inf counts, but is left out: its slot stays padding
+            chosen = (above | (level & (n_level <= room))) & (key > NOTHING)
+            slot = above_before + (both >> 16) + tl.minimum(n_level, room) - 1
+            put(out_ptr, value_ptr, row * k + slot, key, cols, chosen, PACKED)
+        above_before += total >> 16
+        level_before += total & 0xFFFF
+
+
+class Plan(NamedTuple):
+    """A launch: rows, columns, warps of one program; programs along a row (1: whole rows) and the tiles of each."""
+
+    block_r: int
+    block_c: int
+    warps: int
+    splits: int
+    tiles: int
+
+
+def plan(n_rows: int, n_cols: int, sms: int) -> Plan:
+    """The launch formula. What is selected does not depend on it, so it may look at everything."""
+    if n_cols <= MAX_COLS:
+        block_c = next_power_of_2(n_cols)
+        return Plan(max(1, min(32, 512 // block_c)), block_c, max(1, block_c // PER_WARP), 1, 1)
+    splits = min(MAX_SPLITS, max(1, cdiv(PER_SM * sms, n_rows)))
+    tiles = cdiv(max(CHUNK, cdiv(n_cols, splits)), TILE)
+    return Plan(1, TILE, 8, cdiv(n_cols, tiles * TILE), tiles)
+
+
+def sort_shape(k: int) -> tuple[int, int, int]:
+    """(rows of a program, columns, warps) of the sort of k survivors."""
+    block_k = next_power_of_2(k)
+    block_r = max(1, min(32, SORT_PER_WARP // block_k))
+    return block_r, block_k, max(1, min(16, block_k // SORT_PER_WARP))
+
+
+def _collect(s: Tensor, mask: Tensor | None, k: int, packed: bool) -> tuple[Tensor, Tensor]:
+    """The k survivors of each row in no order that matters: (packed or columns, scores)."""
+    n_rows, n_cols = s.shape
+    shape = plan(n_rows, n_cols, sm_count(s))
+    has_mask = mask is not None
+    unit = 16 if n_cols % 16 == 0 and s.stride(0) % 16 == 0 else 1
+    sizes = (s.stride(0) // unit, mask.stride(0) if mask is not None else 0, n_rows, n_cols // unit)
+    if shape.splits == 1:
+        out = torch.empty((n_rows, k), dtype=torch.int64, device=s.device)
+        values = out if packed else torch.empty((n_rows, k), dtype=torch.float32, device=s.device)
+        launch(
+            select_kernel, (cdiv(n_rows, shape.block_r), 1, 1), (s, mask, out, values),
+            (*sizes, k), (unit, has_mask, packed, shape.block_r, shape.block_c, min(shape.block_c, TILE)),
+            num_warps=shape.warps,
+        )  # fmt: skip
+        return out, values
+    out = torch.full((n_rows, k), PAD.value if packed else -1, dtype=torch.int64, device=s.device)
+    values = out if packed else torch.full((n_rows, k), -float("inf"), dtype=torch.float32, device=s.device)
+    digits = DIGITS.get(s.dtype, 4)
+    totals = torch.zeros((digits, n_rows, 256), dtype=torch.int32, device=s.device)
+    state = torch.empty((digits, n_rows, 2), dtype=torch.int32, device=s.device)
+    ranks = torch.empty((n_rows, shape.splits, 257), dtype=torch.int32, device=s.device)
+    grid = (n_rows, shape.splits, 1)
+    numbers = (*sizes, shape.splits, shape.tiles, k)
+    for digit in range(digits):
+        launch(
+            count_kernel, grid, (s, mask, totals, state, ranks), numbers,
+            (unit, has_mask, digit, digit == digits - 1, shape.block_c), num_warps=shape.warps,
+        )  # fmt: skip
+    launch(
+        collect_kernel, grid, (s, mask, totals, state, ranks, out, values), numbers,
+        (unit, has_mask, packed, digits, next_power_of_2(shape.splits), shape.block_c), num_warps=shape.warps,
+    )  # fmt: skip
+    return out, values
+
+
+def select(s: Tensor, mask: Tensor | None, k: int) -> Tensor:
+    """S (rows, n) with unit column stride → columns (rows, k) int64 of the k largest, best first, then -1."""
+    n_rows, n_cols = s.shape
+    kept = min(k, n_cols)
+    # beyond n there is nothing to choose
+    indices = torch.empty((n_rows, k), dtype=torch.int64, device=s.device)
+    if kept < k:
+        indices[:, kept:] = -1
+    if not kept or not n_rows:
+        return indices
+    packed = kept <= MAX_SORTED
+    with device_guard(s):
+        out, values = _collect(s, mask, kept, packed)
+        if packed:
+            block_r, block_k, warps = sort_shape(kept)
+            launch(
+                sort_kernel, (cdiv(n_rows, block_r), 1, 1), (out, indices), (n_rows, kept, k), (block_r, block_k),
+                num_warps=warps,
+            )  # fmt: skip
+        else:
+            # columns ascend among the survivors, so a stable sort leaves ties in the order of the columns
+            order = values.sort(dim=-1, descending=True, stable=True).indices
+            indices[:, :kept] = out.gather(-1, order)
+    return indices
