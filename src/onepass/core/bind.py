@@ -115,6 +115,9 @@ def bind(
             # gradients are recorded only under create_graph=True; the guard against that costs time otherwise
             return refuse_second(ctx, *grads) if torch.is_grad_enabled() else gradients(ctx, backward, *grads)
 
+    # what Function.apply does beyond this concerns torch.func, which never gets here
+    eager: Callable[..., Any] = super(torch.autograd.Function, Eager).apply
+
     class FuncBackward(torch.autograd.Function):
         generate_vmap_rule = True
 
@@ -155,7 +158,7 @@ def bind(
             return public(Func.apply(*args))  # type: ignore[no-untyped-call]
         if _is_plain(args):
             if torch.is_grad_enabled() and any(a.requires_grad for a in args if isinstance(a, torch.Tensor)):
-                return Eager.apply(*args)  # type: ignore[no-untyped-call]
+                return eager(*args)
             return public(unrecorded(*args))
         return public(forward_op(*args))
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .kernels_triton import TINY, add_pairs, load_tile, signed_scale
+from .kernels_triton import TINY, add_pairs, signed_scale
 
 # polls, about a minute: a missing member ends in a CUDA error instead of a hang
 PATIENCE = tl.constexpr(1 << 27)
@@ -24,8 +24,8 @@ PATIENCE = tl.constexpr(1 << 27)
 @triton.jit
 def pair(low, high):
     """Two 32-bit values as one 64-bit word."""
-    low = low.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
-    return (high.to(tl.int32, bitcast=True).to(tl.int64) << 32) | low
+    low = tl.cast(low, tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
+    return (tl.cast(high, tl.int32, bitcast=True).to(tl.int64) << 32) | low
 
 
 @triton.jit
@@ -289,7 +289,7 @@ def team_backward_kernel(
     dw = tl.zeros((BLOCK_C,), tl.float32)
     db = tl.zeros((BLOCK_C,), tl.float32)
     if w_ptr is not None:
-        w = load_tile(w_ptr, cols, cols < N_COLS, MASKED) + offset
+        w = load_part(w_ptr, cols, True, N_COLS, MASKED, True)
     old_xs = ()
     old_dys = ()
     if LAG:
@@ -328,7 +328,7 @@ def team_backward_kernel(
             if NEED_B:
                 db += g
             if w_ptr is not None:
-                g *= w
+                g *= w.to(tl.float32) + offset
             if HAS_MEAN:
                 a, c = tl.reduce((g * n, g), 0, add_pairs)
             else:
@@ -360,7 +360,7 @@ def team_backward_kernel(
             n *= rstd
             dx = ready_dys[k].to(tl.float32)
             if w_ptr is not None:
-                dx *= w
+                dx *= w.to(tl.float32) + offset
             dx -= n * a
             if HAS_MEAN:
                 dx -= tl.sum(tl.where(in_team, high_half(words), 0.0), 0) / N_COLS

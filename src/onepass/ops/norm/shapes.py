@@ -65,12 +65,12 @@ def backward_tile(n_cols: int, itemsize: int, tensors: int, shared_bytes: int, s
     """
     room = shared_bytes - 4096
     if (768 if itemsize == 2 else 512) < n_cols <= 3072:
-        # chunks of 1024 columns in small programs, two of them where they fit: while one reduces, the other loads
-        rows = 2 if n_cols <= 1024 else 1
+        # chunks of 4 or 8 elements per thread in small programs, two of them where they fit: while one reduces, the other loads
+        rows, cols = 2 if n_cols <= 1024 else 1, 2048 if itemsize == 2 and 1536 < n_cols <= 2048 else 1024
         per_sm = 1 if itemsize == 4 and n_cols > 2048 else 2
-        buffer = rows * (cdiv(n_cols, 1024) * 1024 * itemsize * tensors + 12)
+        buffer = rows * (cdiv(n_cols, cols) * cols * itemsize * tensors + 12)
         if room // per_sm >= buffer:
-            return Tile(rows, 1024, 8, 1 + min(3, room // per_sm // buffer), per_sm)
+            return Tile(rows, cols, 8, 1 + min(3, room // per_sm // buffer), per_sm)
     fits = ((16, 8, 1.0), (8, 16, 1.1)) if stable and n_cols <= 4096 else ((16, 16, 1.0), (8, 24, 1.1))
     vec = vector(itemsize)
     best, best_cost = None, 0.0
