@@ -76,7 +76,7 @@ def forward(
             grid = (cdiv(n_rows, tile.rows), 1, 1)
             launch(forward_kernel, grid, tensors, numbers, (*constants, tile.rows, tile.cols), num_warps=tile.warps)
             return y, s, stats
-        team = shapes.forward_team(n_cols, itemsize)
+        team = shapes.forward_team(n_cols, itemsize, 1 if residual is None else 2, _limits(x)[0])
         if _teams_run(x, team.size):
             words = _words(x, team, n_rows, 3 if stable else 1)
             _launch_team(team_forward_kernel, x, team, n_rows, (*tensors, words), numbers, constants)
@@ -121,13 +121,13 @@ def backward(
     vec = math.gcd(8, x_stride, dy_stride, ds_stride)
     numbers = (x_stride // vec, dy_stride // vec, ds_stride // vec, n_rows, float(eps), float(offset))
     constants = (n_cols, vec, has_mean, stable, need_w, need_b)
+    tensors = 2 if ds is None else 3
     team = tile = None
     if n_cols <= shapes.MAX_BACKWARD_COLS:
-        tensors = 2 if ds is None else 3
         tile = shapes.backward_tile(n_cols, itemsize, tensors, _limits(x)[0], stable)
         n_partials = min(tile.per_sm * sm_count(x), cdiv(n_rows, tile.rows))
     else:
-        team = shapes.backward_team(n_cols, itemsize)
+        team = shapes.backward_team(n_cols, itemsize, tensors, _limits(x)[0], stable)
         if need_x and _teams_run(x, team.size):
             n_partials = team.teams(n_rows, sm_count(x))
         else:

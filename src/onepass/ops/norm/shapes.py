@@ -65,7 +65,7 @@ def backward_tile(n_cols: int, itemsize: int, tensors: int, shared_bytes: int, s
     """
     room = shared_bytes - 4096
     if (768 if itemsize == 2 else 512) < n_cols <= 3072:
-        # chunks of 4 or 8 elements per thread in small programs, two of them where they fit: while one reduces, the other loads
+        # 4 or 8 elements of a chunk per thread, in small programs, two where they fit: one reduces while another loads
         rows, cols = 2 if n_cols <= 1024 else 1, 2048 if itemsize == 2 and 1536 < n_cols <= 2048 else 1024
         per_sm = 1 if itemsize == 4 and n_cols > 2048 else 2
         buffer = rows * (cdiv(n_cols, cols) * cols * itemsize * tensors + 12)
@@ -120,13 +120,22 @@ class Team(NamedTuple):
         return cdiv(n_rows, turns * self.rows)
 
 
-def forward_team(n_cols: int, itemsize: int) -> Team:
-    """Team of `team_forward_kernel`."""
-    return Team(cols=8192, size=cdiv(n_cols, 8192), warps=16, rows=1, lag=0, stages=3)
+def _team(
+    n_cols: int, cols: int, warps: int, rows: int, lag: int, stages: int, row_bytes: int, shared_bytes: int
+) -> Team:
+    buffers = (shared_bytes - 4096) // (rows * cols * row_bytes)
+    return Team(cols, cdiv(n_cols, cols), warps, rows, lag, 1 + max(0, min(stages - 1, buffers)))
 
 
-def backward_team(n_cols: int, itemsize: int) -> Team:
+@functools.cache
+def forward_team(n_cols: int, itemsize: int, tensors: int, shared_bytes: int) -> Team:
+    """Team of `team_forward_kernel`; `tensors` are read, through shared memory."""
+    return _team(n_cols, 8192, 16, 1, 0, 3, itemsize * tensors, shared_bytes)
+
+
+@functools.cache
+def backward_team(n_cols: int, itemsize: int, tensors: int, shared_bytes: int, stable: bool = False) -> Team:
     """Team of `team_backward_kernel`."""
     if itemsize == 2:
-        return Team(cols=8192, size=cdiv(n_cols, 8192), warps=16, rows=1, lag=int(n_cols > 65536), stages=3)
-    return Team(cols=4096, size=cdiv(n_cols, 4096), warps=8, rows=2, lag=int(n_cols >= 65536), stages=3)
+        return _team(n_cols, 8192, 16, 1, int(n_cols > 65536 and not stable), 3, itemsize * tensors, shared_bytes)
+    return _team(n_cols, 4096, 8, 2, int(n_cols >= 65536), 3, itemsize * tensors, shared_bytes)

@@ -213,7 +213,8 @@ def _kernels() -> Iterator[Kernel]:
         )  # fmt: skip
 
         for cols in (40000, 65536, 262144):
-            forward_team, backward_team = shapes.forward_team(cols, size), shapes.backward_team(cols, size)
+            forward_team = shapes.forward_team(cols, size, 1, _SHARED_BYTES)
+            backward_team = shapes.backward_team(cols, size, 2, _SHARED_BYTES)
             yield Kernel(
                 f"norm team forward {t} N={cols}", _team("team_forward_kernel"), forward | {"words_ptr": "*i64"},
                 plain | no_residual | {"N_COLS": cols} | _team_constants(forward_team),
