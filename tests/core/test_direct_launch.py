@@ -1,0 +1,122 @@
+"""`launch`: a remembered compilation is run again only where Triton would have chosen it again."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from onepass.core import launch as core
+from onepass.core.launch import INTERPRET, launch
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.skipif(INTERPRET, reason="nothing is compiled")
+
+
+class _OnGpu:
+    """What `launch` looks at in a CUDA tensor."""
+
+    is_cuda = True
+    device = SimpleNamespace(index=0)
+
+    def __init__(self, dtype: torch.dtype = torch.float32, address: int = 4096) -> None:
+        self.dtype, self.address = dtype, address
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+class _Kernel:
+    """Stands in for a Triton kernel: counts the launches that Triton itself would do, and those it is spared."""
+
+    def __init__(self) -> None:
+        self.plain: list[tuple[Any, ...]] = []
+        self.direct: list[tuple[Any, ...]] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def run(*args: Any, **options: Any) -> Any:
+            self.plain.append((grid, args, options))
+            return SimpleNamespace(run=lambda *a: self.direct.append(a), function="f", packed_metadata="m")
+
+        return run
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> _Kernel:
+    from triton.runtime import driver
+
+    monkeypatch.setattr(core, "_compiled", {})
+    stand_in = SimpleNamespace(get_current_stream=lambda device: 7 + device)
+    monkeypatch.setattr(type(driver), "active", property(lambda self: stand_in))
+    return _Kernel()
+
+
+def _launch(
+    kernel: _Kernel, *tensors: Any, numbers: tuple[Any, ...] = (5, 0.5), constants: Any = (16,), **options: Any
+):
+    launch(kernel, (3, 1, 1), tensors, numbers, constants, num_warps=4, **options)
+
+
+def test_the_second_launch_runs_what_the_first_compiled(kernel: _Kernel) -> None:
+    _launch(kernel, _OnGpu(), None)
+    _launch(kernel, _OnGpu(address=8192), None, numbers=(6, 0.25))
+    assert len(kernel.plain) == 1
+    assert kernel.direct == [(3, 1, 1, 7, "f", "m", None, None, None, 8192, None, 6, 0.25, 16)]
+
+
+@pytest.mark.parametrize(
+    ("tensors", "others"),
+    [
+        ((_OnGpu(torch.bfloat16), None), {}),
+        ((_OnGpu(), _OnGpu()), {}),
+        ((_OnGpu(), None), {"constants": (32,)}),
+        ((_OnGpu(), None), {"maxnreg": 128}),
+        ((_OnGpu(address=4104), None), {}),
+        ((_OnGpu(), None), {"numbers": (2**31, 0.5)}),
+    ],
+    ids=["dtype", "another tensor", "constants", "options", "alignment", "64-bit integer"],
+)
+def test_another_compilation(kernel: _Kernel, tensors: tuple[Any, ...], others: dict[str, Any]) -> None:
+    _launch(kernel, _OnGpu(), None)
+    for _ in range(1 + (tensors[0].address % 16 > 0 or "numbers" in others)):
+        _launch(kernel, *tensors, **others)
+        assert not kernel.direct
+    assert len(kernel.plain) >= 2
+    _launch(kernel, _OnGpu(), None)
+    assert len(kernel.direct) == 1, "the first one is still there"
+
+
+def test_a_profilers_hook_sees_every_launch(kernel: _Kernel) -> None:
+    from triton import knobs
+
+    def hook(metadata: Any) -> None:
+        pass
+
+    _launch(kernel, _OnGpu())
+    knobs.runtime.launch_enter_hook.add(hook)
+    try:
+        _launch(kernel, _OnGpu())
+    finally:
+        knobs.runtime.launch_enter_hook.remove(hook)
+    assert len(kernel.plain) == 2
+    assert not kernel.direct
+
+
+@pytest.mark.gpu
+def test_misaligned_views_and_streams_on_a_gpu() -> None:
+    from onepass import rms_norm
+
+    def check(x: Tensor) -> None:
+        want = x.double() * (x.double().square().mean(-1, keepdim=True) + 1e-6).rsqrt()
+        torch.testing.assert_close(rms_norm(x).double(), want, rtol=1e-5, atol=1e-5)
+
+    storage = torch.randn(4 * 1024 + 8, device="cuda")
+    for _ in range(3):
+        for offset in (0, 1, 2, 4):
+            check(storage[offset : offset + 4096].view(4, 1024))
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        check(storage[:4096].view(4, 1024))
