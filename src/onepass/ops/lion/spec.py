@@ -67,7 +67,7 @@ def _kernels() -> Iterator[Kernel]:
                 continue
             words = [name, *(["cautious"] * cautious), *(["count"] * count), *(["unaligned"] * (not aligned))]
             shape = shape_of(p, m)
-            budget = 80 if m == "i8" or mode == 3 else 72 if cautious else 64
+            budget = 80 if m == "i8" or mode == 3 else 72 if cautious or mode == 1 else 64
             yield Kernel(
                 f"lion {', '.join(words)}", _step_kernel, signature,
                 {
