@@ -1,0 +1,266 @@
+"""What must hold for soft_topk whatever the scores: by hypothesis in float64 on the CPU, with fixed seeds on a GPU."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+from torch import Tensor
+
+import onepass
+from onepass.ops.soft_topk.torch_path import KINDS
+from ops.soft_topk.distributions import NAMES, draw
+
+
+class Problem(NamedTuple):
+    scores: Tensor
+    k: Tensor  # per row, between whole numbers: hard gates have a kink at them
+    eps: float
+    mask: Tensor | None
+    kind: str
+
+    def gates(self, scores: Tensor | None = None, k: Tensor | None = None, eps: float | None = None) -> Tensor:
+        return onepass.soft_topk(
+            self.scores if scores is None else scores, self.k if k is None else k,
+            eps=self.eps if eps is None else eps, mask=self.mask, kind=self.kind,
+        )  # fmt: skip
+
+    def valid(self) -> Tensor:
+        return torch.ones_like(self.scores, dtype=torch.bool) if self.mask is None else self.mask
+
+
+def problem(seed: int, rows: int, cols: int, name: str, share: float, eps: float, masked: bool, kind: str) -> Problem:
+    # multiples of 1/64 below 2^14: every shift and scale below is exact, so only the operator can err
+    scores = ((draw(name, rows, cols, seed).clamp(-4096, 4096) * 64).round() / 64).float().double()
+    generator = torch.Generator().manual_seed(seed)
+    mask = torch.rand(rows, cols, generator=generator) > 0.3 if masked else None
+    spread = torch.arange(rows, dtype=torch.float64) / (4 * rows)
+    k = (share * cols * (1 - spread)).floor() + 0.3
+    return Problem(scores, k, eps, mask, kind)
+
+
+problems = st.builds(
+    problem, st.integers(0, 2**20), st.just(3), st.integers(2, 60), st.sampled_from(NAMES), st.floats(0.02, 0.97),
+    st.sampled_from([0.03, 0.1, 1.0, 10.0]), st.booleans(), st.sampled_from(KINDS),
+)  # fmt: skip
+
+
+def on_gpu(cols: int, name: str, kind: str, masked: bool) -> Problem:
+    p = problem(cols, 3, cols, name, 0.11, 0.25, masked, kind)
+    mask = None if p.mask is None else p.mask.cuda()
+    return Problem(p.scores.float().cuda(), p.k.float().cuda(), p.eps, mask, kind)
+
+
+def check_sum(p: Problem, rtol: float) -> None:
+    y, valid = p.gates(), p.valid()
+    assert not y[~valid].any()
+    assert ((y >= 0) & (y <= 1)).all()
+    expected = torch.minimum(p.k, valid.sum(-1)).double()
+    torch.testing.assert_close(y.double().sum(-1), expected, rtol=rtol, atol=0)
+
+
+def check_shift_scale_permutation(p: Problem, atol: float) -> None:
+    y = p.gates()
+    for shift in (-1000.0, 3.0, 4096.0):
+        torch.testing.assert_close(p.gates(p.scores + shift), y, rtol=0, atol=atol)
+    for scale in (0.25, 8.0):
+        torch.testing.assert_close(p.gates(p.scores * scale, eps=p.eps * scale), y, rtol=0, atol=atol)
+    order = torch.randperm(y.shape[-1], generator=torch.Generator().manual_seed(1)).to(y.device)
+    moved = Problem(p.scores[:, order], p.k, p.eps, None if p.mask is None else p.mask[:, order], p.kind)
+    torch.testing.assert_close(moved.gates(), y[:, order], rtol=0, atol=atol)
+
+
+def slopes(y: Tensor, kind: str) -> Tensor:
+    """φ' as a function of φ, which every kind allows."""
+    if kind == "capped_exp":
+        return torch.where(y < 1, y, 0.0)
+    if kind == "sigmoid":
+        return y * (1 - y)
+    if kind == "laplace":
+        return torch.minimum(y, 1 - y)
+    return ((y > 0) & (y < 1)).double()
+
+
+def check_gradients(p: Problem, tolerance: float) -> None:
+    """Σds = 0, dk = q, and ds = w·(gy - q)/eps with the w that the gates themselves tell."""
+    s, k = p.scores.clone().requires_grad_(), p.k.clone().requires_grad_()
+    y = p.gates(s, k)
+    gy = torch.randn(y.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64).to(y)
+    ds, dk = (g.double() for g in torch.autograd.grad(y, (s, k), gy))
+    assert (ds.sum(-1).abs() <= tolerance * (1 + ds.abs().sum(-1))).all()
+    w = slopes(y.detach().double(), p.kind)
+    w[p.k >= p.valid().sum(-1)] = 0
+    # gates that underflow tell nothing about a quotient of two of them
+    total = w.sum(-1)
+    plain = (total > 1e-3) | (total == 0)
+    q = (gy.double() * w).sum(-1) / total.clamp(min=1e-3)
+    torch.testing.assert_close(dk[plain], q[plain], rtol=tolerance, atol=10 * tolerance)
+    expected = w * (gy.double() - q[:, None]) / p.eps
+    torch.testing.assert_close(ds[plain], expected[plain], rtol=tolerance, atol=10 * tolerance / p.eps)
+
+
+def check_threshold(p: Problem) -> None:
+    """A higher score never has a smaller gate; gates are 1 from one score on, and the largest are torch.topk's."""
+    y = p.gates().masked_fill(~p.valid(), -1)
+    hidden = p.scores.masked_fill(~p.valid(), -math.inf)
+    for scores, gates, k in zip(hidden, y, p.k, strict=True):
+        chosen = int(min(k.item(), (gates >= 0).sum().item()))
+        ordered = gates[scores.argsort(descending=True, stable=True)]
+        # exp2 of a GPU is exact to two bits, so not quite monotone
+        assert (ordered.diff() <= (1e-6 if y.is_cuda else 0)).all()
+        full = gates == 1
+        if full.any() and not full.all():
+            assert scores[full].min() > scores[~full].max()
+        if chosen:
+            index = scores.topk(chosen).indices
+            torch.testing.assert_close(gates[index].sort().values, gates.topk(chosen).values.flip(0), rtol=0, atol=1e-6)
+
+
+def check_isolation(p: Problem) -> None:
+    """A row's bits do not depend on what the other rows hold."""
+    y = p.gates()
+    for other in (p.scores * 1e6, torch.full_like(p.scores, math.nan), torch.full_like(p.scores, -math.inf)):
+        assert torch.equal(p.gates(torch.cat((p.scores[:1], other[1:])))[0], y[0])
+
+
+def check_isolation_from_their_number(p: Problem) -> None:
+    """Nor on how many there are. (The CPU's vectorised exponential differs from its scalar one by a bit.)"""
+    y = p.gates()
+    for i in range(len(y)):
+        mask = None if p.mask is None else p.mask[i : i + 1]
+        alone = onepass.soft_topk(p.scores[i : i + 1], p.k[i : i + 1], eps=p.eps, mask=mask, kind=p.kind)
+        assert torch.equal(alone[0], y[i])
+
+
+@settings(max_examples=60, deadline=None)
+@given(problems)
+def test_sum(p: Problem) -> None:
+    check_sum(p, 1e-9)
+
+
+@settings(max_examples=40, deadline=None)
+@given(problems)
+def test_shift_scale_permutation(p: Problem) -> None:
+    check_shift_scale_permutation(p, 1e-8)
+
+
+@settings(max_examples=60, deadline=None)
+@given(problems)
+def test_gradients(p: Problem) -> None:
+    check_gradients(p, 1e-6)
+
+
+@settings(max_examples=60, deadline=None)
+@given(problems)
+def test_threshold(p: Problem) -> None:
+    check_threshold(p)
+
+
+@settings(max_examples=40, deadline=None)
+@given(problems, st.sampled_from([torch.float32, torch.float64, torch.bfloat16]))
+def test_isolation(p: Problem, dtype: torch.dtype) -> None:
+    check_isolation(p._replace(scores=p.scores.to(dtype)))
+
+
+specials = st.sampled_from([math.nan, math.inf, -math.inf, 0.0, -0.0, 1e4, -1e4, 1e-40, 1.5])
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(specials, min_size=1, max_size=12), st.floats(0.1, 14), st.sampled_from(KINDS))
+def test_special_scores_end_and_mean_what_they_say(values: list[float], k: float, kind: str) -> None:
+    s = torch.tensor(values)
+    y = onepass.soft_topk(s, k, kind=kind)
+    if s.isnan().any():
+        assert y.isnan().all()
+        return
+    assert not y[s == -math.inf].any()
+    candidates = int((s > -math.inf).sum())
+    assert y.double().sum().item() == pytest.approx(min(k, candidates), rel=2e-6, abs=1e-30)
+    endless = s == math.inf
+    if endless.any():
+        share = min(1.0, k / int(endless.sum()))
+        assert y[endless].tolist() == pytest.approx([share] * int(endless.sum()), rel=1e-6)
+
+
+# whole rows, several to a program and one; rows in chunks
+GPU_WIDTHS = (60, 1000, 8192, 32768, 100003)
+on_every_width = [
+    pytest.mark.gpu,
+    pytest.mark.parametrize("cols", GPU_WIDTHS),
+    pytest.mark.parametrize("name", ["bimodal", "ties"]),
+    pytest.mark.parametrize("kind", KINDS),
+    pytest.mark.parametrize("masked", [False, True]),
+]
+
+
+class TestOnGpu:
+    pytestmark = on_every_width
+
+    def test_sum(self, cols: int, name: str, kind: str, masked: bool) -> None:
+        check_sum(on_gpu(cols, name, kind, masked), 1e-6)
+
+    def test_shift_scale_permutation(self, cols: int, name: str, kind: str, masked: bool) -> None:
+        check_shift_scale_permutation(on_gpu(cols, name, kind, masked), 1e-5)
+
+    def test_gradients(self, cols: int, name: str, kind: str, masked: bool) -> None:
+        check_gradients(on_gpu(cols, name, kind, masked), 1e-4)
+
+    def test_threshold(self, cols: int, name: str, kind: str, masked: bool) -> None:
+        check_threshold(on_gpu(cols, name, kind, masked))
+
+    def test_isolation(self, cols: int, name: str, kind: str, masked: bool) -> None:
+        p = on_gpu(cols, name, kind, masked)
+        check_isolation(p)
+        check_isolation_from_their_number(p)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cols", GPU_WIDTHS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_special_rows_on_gpu(cols: int, kind: str) -> None:
+    """NaN poisons its row alone and ends; +inf is saturated or shares k; -inf is never chosen."""
+    s = torch.randn(7, cols, device="cuda")
+    k = 5.5
+    clean = onepass.soft_topk(s, k, kind=kind)
+    s[1, cols // 2] = math.nan
+    s[2] = math.nan
+    s[3, :3] = math.inf
+    s[4, : 2 * 11] = math.inf
+    s[5, 4:] = -math.inf
+    s[6] = -math.inf
+    leaf = s.clone().requires_grad_()
+    y = onepass.soft_topk(leaf, k, kind=kind)
+    (ds,) = torch.autograd.grad(y, leaf, torch.randn_like(y))
+    torch.cuda.synchronize()
+    y = y.detach()
+    assert torch.equal(y[0], clean[0])
+    assert y[1:3].isnan().all()
+    assert (y[3, :3] == 1).all()
+    assert y[3].double().sum().item() == pytest.approx(k, rel=1e-6)
+    torch.testing.assert_close(y[4, : 2 * 11], torch.full_like(y[4, : 2 * 11], k / 22))
+    assert not y[4, 2 * 11 :].any()
+    assert (y[5, :4] == 1).all()
+    assert not y[5, 4:].any()
+    assert not y[6].any()
+    assert ds[[0, 3, 4, 5, 6]].isfinite().all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cols", GPU_WIDTHS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_twenty_repetitions_on_gpu(cols: int, kind: str) -> None:
+    p = on_gpu(cols, "normal", kind, True)
+    s, k = p.scores.clone().requires_grad_(), p.k.clone().requires_grad_()
+    gy = torch.randn_like(s)
+
+    def once() -> tuple[Tensor, ...]:
+        y = p.gates(s, k)
+        return (y, *torch.autograd.grad(y, (s, k), gy), *onepass.topk(p.scores, 50, mask=p.mask, kind=kind))
+
+    first = once()
+    for _ in range(20):
+        assert all(torch.equal(a, b) for a, b in zip(first, once(), strict=True))
