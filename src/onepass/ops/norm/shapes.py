@@ -135,7 +135,12 @@ def forward_team(n_cols: int, itemsize: int, tensors: int, shared_bytes: int) ->
 
 @functools.cache
 def backward_team(n_cols: int, itemsize: int, tensors: int, shared_bytes: int, stable: bool = False) -> Team:
-    """Team of `team_backward_kernel`."""
-    if itemsize == 2:
-        return _team(n_cols, 8192, 16, 1, int(n_cols > 65536 and not stable), 3, itemsize * tensors, shared_bytes)
-    return _team(n_cols, 4096, 8, 2, int(n_cols >= 65536), 3, itemsize * tensors, shared_bytes)
+    """Team of `team_backward_kernel`.
+
+    Up to eight members answer each other within a turn. Beyond that waiting for the slowest costs more than keeping
+    the rows of two turns in registers, for which a program has half as many columns.
+    """
+    if itemsize == 2 and n_cols <= 65536:
+        return _team(n_cols, 8192, 16, 1, 0, 3, itemsize * tensors, shared_bytes)
+    rows = 1 if itemsize == 4 and stable else 2
+    return _team(n_cols, 4096, 8, rows, int(n_cols >= 65536), 3, itemsize * tensors, shared_bytes)
