@@ -1,4 +1,4 @@
-"""The selection kernels against a stable sort: every launch shape, ties, masks, special scores, padding, CUDA graphs."""
+"""The selection kernels against a stable sort: launch shapes, ties, masks, special scores, padding, CUDA graphs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What coor_descent and soft_topk are measured against, and where."""
+"""What coor_descent, soft_topk and topk are measured against, and where."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from torch import Tensor
 from onepass.core.spec import Case, Impl, Missing, Prepared, backward_of, optional
 
 from . import reference, rivals
-from .op import soft_topk
+from .op import KINDS, soft_topk
 from .op_descent import coor_descent
+from .op_topk import topk
 
 # the published defaults, and those of the later paper
 SCHEDULES: Mapping[str, Mapping[str, Any]] = {
@@ -21,6 +22,12 @@ SCHEDULES: Mapping[str, Mapping[str, Any]] = {
 }
 DESCENT_CELLS = ((4096, 1024), (1024, 8192), (256, 32768))
 SEGMENTS = (1, 4, 10)
+# over n with as many elements, over T, over eps
+WIDTHS = (256, 1024, 4096, 32768, 131072, 1 << 20)
+ELEMENTS = 1 << 26
+STEPS = (5, 10, 20, 100)
+TEMPERATURES = (1.0, 0.3, 0.1, 0.03, 0.01)
+TOPK_CELLS = ((64, 32768, 2048), (1024, 8192, 512), (4096, 1024, 64), (8, 1 << 20, 65536))
 
 
 def _descent_impls(s: Tensor, k: float, options: Mapping[str, Any]) -> dict[str, Callable[[], Tensor]]:
@@ -39,10 +46,29 @@ def _descent_impls(s: Tensor, k: float, options: Mapping[str, Any]) -> dict[str,
     return found
 
 
-def _descent_case(rows: int, cols: int, name: str, stage: str) -> Case:
+def _graphed(prepare: Callable[[], Callable[[], Any]]) -> Prepared:
+    """The replay of a CUDA graph of the call that `prepare` returns."""
+
+    def build() -> Callable[[], Any]:
+        # autograd runs a backward pass on the stream of its forward pass: both belong on the stream of the capture
+        new_stream: Any = torch.cuda.Stream
+        stream, graph = new_stream(), torch.cuda.CUDAGraph()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            run = prepare()
+            run()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph, stream=stream):
+            run()
+        return graph.replay
+
+    return Prepared(build)
+
+
+def _descent_case(rows: int, cols: int, name: str, options: Mapping[str, Any], stage: str) -> Case:
     def make() -> Mapping[str, Impl]:
         s = torch.randn(rows, cols, device="cuda").requires_grad_(stage == "backward")
-        impls = _descent_impls(s, cols / 8, SCHEDULES[name])
+        impls = _descent_impls(s, cols / 8, options)
         missing = {} if "colt5 eager" in impls else {"colt5": Missing("colt5-attention")}
         if stage == "forward":
             return {**impls, **missing}
@@ -55,7 +81,7 @@ def _descent_case(rows: int, cols: int, name: str, stage: str) -> Case:
     return Case("coor_descent", stage, params, torch.float32, floor, make, check=2e-3 if stage == "forward" else None)
 
 
-def _rivals(s: Tensor, k: float, eps: float, kind: str) -> dict[str, Impl]:
+def _rivals(s: Tensor, k: float, eps: float, kind: str) -> dict[str, Callable[[], Tensor] | Missing]:
     if kind == "clamp":
         entmax = optional("entmax")
         if entmax is None:
@@ -65,53 +91,97 @@ def _rivals(s: Tensor, k: float, eps: float, kind: str) -> dict[str, Impl]:
         return {"LapSum by sorting": lambda: rivals.lapsum(s, k, eps)}
     if kind == "sigmoid":
         torchsort = optional("torchsort")
-        ranks: Impl = Missing("torchsort") if torchsort is None else lambda: torchsort.soft_rank(s)
+        ranks: Any = Missing("torchsort") if torchsort is None else lambda: torchsort.soft_rank(s)
         return {"SOFT by Sinkhorn (200)": lambda: rivals.sinkhorn(s, k, eps), "torchsort soft_rank": ranks}
     return {"coor_descent T=50": lambda: coor_descent(s, n_iters=50, k=k, eps=eps)}
 
 
-def _soft_case(rows: int, cols: int, kind: str, eps: float, stage: str, dtype: torch.dtype) -> Case:
+def _soft_case(
+    rows: int, cols: int, kind: str, eps: float, stage: str, dtype: torch.dtype, against: bool = False
+) -> Case:
     def make() -> Mapping[str, Impl]:
         s = torch.randn(rows, cols, device="cuda", dtype=dtype).requires_grad_(stage == "backward")
         k = cols / 8
+        gy = torch.randn(rows, cols, device="cuda", dtype=dtype)
 
         def ours() -> Tensor:
             return soft_topk(s, k, eps=eps, kind=kind)
 
-        if stage == "forward":
-            return {"onepass": ours, **_rivals(s, k, eps, kind)}
-        gy = torch.randn(rows, cols, device="cuda", dtype=dtype)
+        def staged(run: Callable[[], Tensor]) -> Impl:
+            return run if stage == "forward" else backward_of(run, (s,), gy)
 
-        def replayed() -> Callable[[], Any]:
-            y = ours()
-            graph = torch.cuda.CUDAGraph()
-            torch.autograd.grad(y, s, gy, retain_graph=True)
-            with torch.cuda.graph(graph):
-                torch.autograd.grad(y, s, gy, retain_graph=True)
-            return graph.replay
+        def prepare() -> Callable[[], Any]:
+            return ours if stage == "forward" else backward_of(ours, (s,), gy).build()
 
-        graphed: dict[str, Impl] = {"onepass, CUDA graph": Prepared(replayed)} if rows < 8 else {}
-        return {"onepass": backward_of(ours, (s,), gy), **graphed}
+        impls: dict[str, Impl] = {"onepass": staged(ours)}
+        if rows < 8:
+            impls["onepass, CUDA graph"] = _graphed(prepare)
+        if against:
+            others = _rivals(s, k, eps, kind)
+            impls |= {name: f if isinstance(f, Missing) else staged(f) for name, f in others.items()}
+        return impls
 
     floor = rows * cols * dtype.itemsize * (2 if stage == "forward" else 3)
     params = {"rows": rows, "cols": cols, "kind": kind, "eps": eps}
     return Case("soft_topk", stage, params, dtype, floor, make)
 
 
+def _topk_case(rows: int, cols: int, k: int, stage: str) -> Case:
+    """Selection with trainable gates; the rival puts them together from torch.topk and our soft_topk."""
+
+    def make() -> Mapping[str, Impl]:
+        s = torch.randn(rows, cols, device="cuda", requires_grad=True)
+
+        def ours() -> tuple[Tensor, Tensor]:
+            found = topk(s, k)
+            return found.values, found.gates
+
+        def apart() -> tuple[Tensor, Tensor]:
+            values, indices = torch.topk(s, k)
+            soft = soft_topk(s, k).gather(-1, indices)
+            return values, soft + (1 - soft).detach()
+
+        if stage == "forward":
+            hard = {"torch.topk without gates": lambda: torch.topk(s.detach(), k)}
+            graphs = {"onepass, CUDA graph": _graphed(lambda: lambda: topk(s.detach(), k))}
+            return {"onepass": ours, "torch.topk + soft_topk": apart, **hard, **graphs}
+        gy = torch.randn(rows, k, device="cuda")
+
+        def gradient(run: Callable[[], tuple[Tensor, Tensor]]) -> Impl:
+            return backward_of(lambda: run()[1], (s,), gy)
+
+        return {"onepass": gradient(ours), "torch.topk + soft_topk": gradient(apart)}
+
+    # forward: a value, an index and a gate for each of k; backward: the gates' gradients, scores, and theirs
+    floor = rows * (cols * 4 + k * 16) if stage == "forward" else rows * (cols * 8 + k * 12)
+    return Case("topk", stage, {"rows": rows, "cols": cols, "k": k}, torch.float32, floor, make)
+
+
 def _cases() -> Iterator[Case]:
-    for name in SCHEDULES:
+    for name, options in SCHEDULES.items():
         for rows, cols in DESCENT_CELLS:
             for stage in ("forward", "backward"):
-                yield _descent_case(rows, cols, name, stage)
+                yield _descent_case(rows, cols, name, options, stage)
+    for steps in STEPS:
+        for stage in ("forward", "backward"):
+            yield _descent_case(1024, 8192, f"T={steps} eps=0.1", {"n_iters": steps, "eps": 0.1}, stage)
     for dtype in (torch.float32, torch.bfloat16):
-        for eps in (1.0, 0.1, 0.03):
+        for eps in TEMPERATURES if dtype == torch.float32 else (1.0, 0.1, 0.03):
             yield _soft_case(8192, 8192, "capped_exp", eps, "forward", dtype)
         for kind in ("sigmoid", "laplace", "clamp"):
-            yield _soft_case(8192, 8192, kind, 0.1, "forward", dtype)
-        yield _soft_case(8192, 8192, "capped_exp", 0.1, "backward", dtype)
-        yield _soft_case(65536, 256, "capped_exp", 0.1, "forward", dtype)
+            yield _soft_case(8192, 8192, kind, 0.1, "forward", dtype, against=True)
+        for kind in KINDS if dtype == torch.float32 else ("capped_exp",):
+            yield _soft_case(8192, 8192, kind, 0.1, "backward", dtype)
+    for kind in KINDS:
+        for stage in ("forward", "backward"):
+            yield _soft_case(1024, 8192, kind, 0.1, stage, torch.float32, against=True)
+    for cols in WIDTHS:
+        for stage in ("forward", "backward"):
+            yield _soft_case(ELEMENTS // cols, cols, "capped_exp", 0.1, stage, torch.float32)
     for stage in ("forward", "backward"):
         yield _soft_case(2, 1 << 20, "capped_exp", 0.1, stage, torch.float32)
+        for rows, cols, k in TOPK_CELLS:
+            yield _topk_case(rows, cols, k, stage)
 
 
 CASES = list(_cases())
