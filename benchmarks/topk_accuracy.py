@@ -129,7 +129,7 @@ def main() -> None:
         f"{where}, torch {torch.__version__}, {args.rows}×{args.cols} normal scores in fp32, k = n/8, "
         f"eps = {EPS} where nothing else is said.",
         "",
-        "| | | largest error of y | largest \\|Σy − k\\|/k | 1 − cosine of ds | bytes per element kept for backward besides s and y |",
+        "| | | error of y | \\|Σy − k\\|/k | 1 − cosine of ds | bytes per element kept for backward besides s, y |",
         "|---|---|---|---|---|---|",
     ]
     for entry in entries(k):
