@@ -24,14 +24,17 @@ LOW = tl.constexpr(4294967295)
 # longest row in the registers of one program, and the elements of one warp there
 MAX_COLS = 32768
 PER_WARP = 1024
+# elements of one warp in a scan
+PER_SCAN = 256
 # longer rows: elements in registers at a time, fewest of one program, most programs per row, and per multiprocessor
 TILE = 4096
 CHUNK = 8192
 MAX_SPLITS = 256
 PER_SM = 4
-# most survivors of a row that one program sorts, and elements of one warp there
+# most survivors of a row that one program sorts, and elements of one warp there when there are rows enough, or few
 MAX_SORTED = 4096
-SORT_PER_WARP = 256
+SORT_PER_WARP = 512
+SORT_PER_WARP_OF_FEW = 64
 # digits that distinguish two scores: the rest of a key is the same for all scores of a 16-bit dtype
 DIGITS = {torch.bfloat16: 2, torch.float16: 3}
 INTS = ["s_row_stride", "mask_row_stride", "n_rows", "n_cols", "n_splits", "tiles", "k"]
@@ -100,26 +103,12 @@ def select_kernel(
     # at least k keys are ≥ lo, fewer than k are ≥ hi
     lo = tl.where(few, NOTHING, tl.min(tl.where(key > NOTHING, key, LARGEST), 1))
     hi = tl.where(few, NOTHING, tl.max(key, 1)) + 1
-    n_lo = valid
-    n_hi = tl.zeros((BLOCK_R,), tl.int32)
-    turn = 0
     while tl.max((lo + 1 < hi).to(tl.int32), 0) > 0:
         middle = (lo & hi) + ((lo ^ hi) >> 1)
-        if turn % 3 != 2:
-            # where the k-th would be if the scores between were spread evenly
-            low = to_float(lo)
-            share = (n_lo - k).to(tl.float32) / tl.maximum(n_lo - n_hi, 1).to(tl.float32)
-            guess = low + (to_float(hi) - low) * share
-            middle = tl.where(tl.abs(guess) < float("inf"), to_key(guess), middle)
-            middle = tl.minimum(tl.maximum(middle, lo + 1), hi - 1)
         count = tl.sum((key >= middle[:, None]).to(tl.int32), 1)
-        enough = count >= k
-        # a solved row asks about lo again
-        lo = tl.where(enough, middle, lo)
-        n_lo = tl.where(enough, count, n_lo)
-        hi = tl.where(enough, tl.where(count == k, middle + 1, hi), middle)
-        n_hi = tl.where(enough, n_hi, count)
-        turn += 1
+        # exactly k: solved, and a solved row asks about lo again
+        hi = tl.where(count < k, middle, tl.where(count == k, middle + 1, hi))
+        lo = tl.where(count < k, lo, middle)
     room = (k - tl.sum((key > lo[:, None]).to(tl.int32), 1))[:, None]
     kept = tl.where(few, valid, k)[:, None]
     above_before = tl.zeros((BLOCK_R, 1), tl.int32)
@@ -318,11 +307,11 @@ def plan(n_rows: int, n_cols: int, sms: int) -> Plan:
     return Plan(1, TILE, 8, cdiv(n_cols, tiles * TILE), tiles)
 
 
-def sort_shape(k: int) -> tuple[int, int, int]:
+def sort_shape(n_rows: int, k: int, sms: int) -> tuple[int, int, int]:
     """(rows of a program, columns, warps) of the sort of k survivors."""
     block_k = next_power_of_2(k)
-    block_r = max(1, min(32, SORT_PER_WARP // block_k))
-    return block_r, block_k, max(1, min(16, block_k // SORT_PER_WARP))
+    per_warp = SORT_PER_WARP if n_rows > PER_SM * sms else SORT_PER_WARP_OF_FEW
+    return max(1, min(32, 256 // block_k)), block_k, max(1, min(32, block_k // per_warp))
 
 
 def _collect(s: Tensor, mask: Tensor | None, k: int, packed: bool) -> tuple[Tensor, Tensor]:
@@ -337,7 +326,7 @@ def _collect(s: Tensor, mask: Tensor | None, k: int, packed: bool) -> tuple[Tens
         values = out if packed else torch.empty((n_rows, k), dtype=torch.float32, device=s.device)
         launch(
             select_kernel, (cdiv(n_rows, shape.block_r), 1, 1), (s, mask, out, values),
-            (*sizes, k), (unit, has_mask, packed, shape.block_r, shape.block_c, min(shape.block_c, TILE)),
+            (*sizes, k), (unit, has_mask, packed, shape.block_r, shape.block_c, min(shape.block_c, PER_SCAN * shape.warps, TILE)),
             num_warps=shape.warps,
         )  # fmt: skip
         return out, values
@@ -375,7 +364,7 @@ def select(s: Tensor, mask: Tensor | None, k: int) -> Tensor:
     with device_guard(s):
         out, values = _collect(s, mask, kept, packed)
         if packed:
-            block_r, block_k, warps = sort_shape(kept)
+            block_r, block_k, warps = sort_shape(n_rows, kept, sm_count(s))
             launch(
                 sort_kernel, (cdiv(n_rows, block_r), 1, 1), (out, indices), (n_rows, kept, k), (block_r, block_k),
                 num_warps=warps,
