@@ -166,13 +166,20 @@ def _block_c(n_cols: int, vector: int, threads: int) -> int:
 
 
 def _forward_tile(n_rows: int, n_cols: int, vector: int, n_vectors: int) -> tuple[int, int, int]:
-    """(BLOCK_R, BLOCK_C, num_warps): every thread has 2 to 8 loads under way."""
+    """(BLOCK_R, BLOCK_C, num_warps), timed on an H200: short programs for one vector, few warps a row for several.
+
+    One vector: two loads per thread and many programs. Several: every vector costs a reduction across the warps of a
+    row, so one or two warps take a row and each thread has eight loads under way.
+    """
+    several = 1 < n_vectors <= 4
     block_c = _block_c(n_cols, vector, 128)
+    if several and n_cols > block_c:
+        block_c = _block_c(n_cols, vector, 64)
     # a loop over columns wants each warp's share of w in its own registers: as many warps as a row of the tile fills
-    warps = 4 if n_cols <= block_c else min(4, max(1, block_c // (32 * vector)))
+    warps = (1 if several else 4) if n_cols <= block_c else min(4, max(1, block_c // (32 * vector)))
     if block_c < 32 * vector:
         warps = 4
-    loads = 8 if n_vectors == 1 else 4 if n_vectors <= 4 else 2
+    loads = 8 if several and block_c >= 32 * vector else 4 if several else 2
     block_r = max(1, loads * warps * 32 * vector // block_c)
     return min(block_r, next_power_of_2(n_rows)), block_c, warps
 
