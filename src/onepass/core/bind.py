@@ -74,7 +74,6 @@ def bind(
     save: Callable[[Any, tuple[Any, ...], Any], None],
     gradients: Callable[..., tuple[Any, ...]],
     n_public: int = 1,
-    inference: Callable[..., Outputs] | None = None,
 ) -> Callable[..., Any]:
     """Return `call(*args)`, differentiable on every path, giving the first `n_public` outputs.
 
@@ -88,11 +87,9 @@ def bind(
         gradients: `gradients(ctx, run, *grads)` → one gradient or None per argument of `forward`;
             `run` is `backward` in the form that suits the path.
         n_public: how many outputs the user sees.
-        inference: `forward` without what only backward needs, for plain calls that record nothing.
     """
 
     gradients = _outside_autocast(gradients)
-    unrecorded = forward if inference is None else inference
 
     def public(out: Outputs) -> Any:
         if isinstance(out, torch.Tensor):
@@ -159,7 +156,7 @@ def bind(
         if _is_plain(args):
             if torch.is_grad_enabled() and any(a.requires_grad for a in args if isinstance(a, torch.Tensor)):
                 return eager(*args)
-            return public(unrecorded(*args))
+            return public(forward(*args))
         return public(forward_op(*args))
 
     for op in (forward_op, backward_op):

@@ -79,13 +79,10 @@ def await_words(ptr, parity, TEAM: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def take_place(words_ptr, SLOTS: tl.constexpr, TEAM: tl.constexpr, TICKET: tl.constexpr):
+def take_place(words_ptr, SLOTS: tl.constexpr, TEAM: tl.constexpr):
     """(team, member, number of teams) in the order of starting; the counter lies behind the slots of all teams."""
     teams = tl.num_programs(0) // TEAM
-    if TICKET:
-        place = tl.atomic_add(words_ptr + teams * SLOTS, 1, sem="relaxed").to(tl.int32)
-    else:
-        place = tl.program_id(0)
+    place = tl.atomic_add(words_ptr + teams * SLOTS, 1, sem="relaxed").to(tl.int32)
     return place // TEAM, place % TEAM, teams
 
 
@@ -116,7 +113,7 @@ def team_forward_kernel(
     b_ptr,  # (N_COLS,) or None
     y_ptr,  # (n_rows, N_COLS), contiguous
     s_ptr,  # (n_rows, N_COLS), contiguous; None without residual
-    stats_ptr,  # (1 to 3, n_rows) fp32: 1/σ, mean, ±m; None: not needed
+    stats_ptr,  # (1 to 3, n_rows) fp32: 1/σ, mean, ±m
     words_ptr,  # (teams, 4, R, 1 or 3, TEAM) int64 zeros, and one more
     x_row_stride,  # in units of VEC elements
     r_row_stride,
@@ -133,14 +130,13 @@ def team_forward_kernel(
     R: tl.constexpr,
     LAG: tl.constexpr,
     STAGES: tl.constexpr,
-    TICKET: tl.constexpr,
 ):
     """R rows of a team's every turn; y of the rows of LAG turns ago, whose words have arrived meanwhile."""
     MASKED: tl.constexpr = N_COLS % BLOCK_C != 0
     ALL_LIVE: tl.constexpr = LAG == 0 and R == 1
     KINDS: tl.constexpr = 3 if STABLE else 1
     SLOT: tl.constexpr = R * KINDS * TEAM
-    team, member, teams = take_place(words_ptr, 4 * SLOT, TEAM, TICKET)
+    team, member, teams = take_place(words_ptr, 4 * SLOT, TEAM)
     words_ptr += team * (4 * SLOT)
     cols = member * BLOCK_C + tl.arange(0, BLOCK_C)
     count = tl.minimum(N_COLS - member * BLOCK_C, BLOCK_C).to(tl.float32)
@@ -236,15 +232,14 @@ def team_forward_kernel(
             if b_ptr is not None:
                 y += b.to(tl.float32)
             store_part(y_ptr + row * N_COLS, cols, y, live, N_COLS, MASKED, ALL_LIVE)
-            if stats_ptr is not None:
-                mine = live & (member == 0)
-                if STABLE:
-                    rstd *= per_unit
-                    mean *= unit
-                    tl.store(stats_ptr + n_rows + n_rows + row, signed, mask=mine)
-                if HAS_MEAN:
-                    tl.store(stats_ptr + n_rows + row, mean, mask=mine)
-                tl.store(stats_ptr + row, rstd, mask=mine)
+            mine = live & (member == 0)
+            if STABLE:
+                rstd *= per_unit
+                mean *= unit
+                tl.store(stats_ptr + n_rows + n_rows + row, signed, mask=mine)
+            if HAS_MEAN:
+                tl.store(stats_ptr + n_rows + row, mean, mask=mine)
+            tl.store(stats_ptr + row, rstd, mask=mine)
         turn += 1
 
 
@@ -276,14 +271,13 @@ def team_backward_kernel(
     R: tl.constexpr,
     LAG: tl.constexpr,
     STAGES: tl.constexpr,
-    TICKET: tl.constexpr,
 ):
     """R rows of a team's every turn: dw and db in registers, dx of the rows of LAG turns ago."""
     MASKED: tl.constexpr = N_COLS % BLOCK_C != 0
     ALL_LIVE: tl.constexpr = LAG == 0 and R == 1
     KINDS: tl.constexpr = 2 if STABLE else 1
     SLOT: tl.constexpr = R * KINDS * TEAM
-    team, member, teams = take_place(words_ptr, 4 * SLOT, TEAM, TICKET)
+    team, member, teams = take_place(words_ptr, 4 * SLOT, TEAM)
     words_ptr += team * (4 * SLOT)
     cols = member * BLOCK_C + tl.arange(0, BLOCK_C)
     dw = tl.zeros((BLOCK_C,), tl.float32)
@@ -310,6 +304,9 @@ def team_backward_kernel(
             dys = dys + (load_part(dy_row, cols, live, N_COLS, MASKED, ALL_LIVE),)
         parity = parity_of(turn)
         slot = words_ptr + (turn & 3) * SLOT
+        ns = ()
+        gs = ()
+        rstds = ()
         for k in tl.static_range(R):
             row = tl.cast(first + k, tl.int64)
             live = row < n_rows
@@ -322,7 +319,8 @@ def team_backward_kernel(
                 tl.atomic_xchg(slot + (k * KINDS + 1) * TEAM + member, word, sem="relaxed")
             if HAS_MEAN:
                 n -= tl.load(stats_ptr + n_rows + row, mask=live, other=0.0)
-            n *= tl.load(stats_ptr + row, mask=live, other=0.0)
+            rstd = tl.load(stats_ptr + row, mask=live, other=0.0)
+            n *= rstd
             if NEED_W:
                 dw += g * n
             if NEED_B:
@@ -335,6 +333,9 @@ def team_backward_kernel(
                 a = tl.sum(g * n, 0)
                 c = a
             tl.atomic_xchg(slot + k * KINDS * TEAM + member, pair(with_parity(a, parity), c), sem="relaxed")
+            ns = ns + (n,)
+            gs = gs + (g,)
+            rstds = rstds + (rstd,)
 
         if LAG:
             ready_xs = old_xs
@@ -350,17 +351,24 @@ def team_backward_kernel(
         for k in tl.static_range(R):
             row = tl.cast(first - LAG * teams * R + k, tl.int64)
             live = (row >= 0) & (row < n_rows)
-            rstd = tl.load(stats_ptr + row, mask=live, other=0.0)
+            if LAG:
+                rstd = tl.load(stats_ptr + row, mask=live, other=0.0)
+            else:
+                rstd = rstds[k]
             words = await_words(slot + k * KINDS * TEAM, parity, TEAM, WIDTH)
             a = tl.sum(tl.where(in_team, low_half(words), 0.0), 0) / N_COLS
-            x = ready_xs[k].to(tl.float32)
-            n = x
-            if HAS_MEAN:
-                n -= tl.load(stats_ptr + n_rows + row, mask=live, other=0.0)
-            n *= rstd
-            dx = ready_dys[k].to(tl.float32)
-            if w_ptr is not None:
-                dx *= w.to(tl.float32) + offset
+            if LAG:
+                # only the raw values were kept: they take half the registers
+                n = ready_xs[k].to(tl.float32)
+                if HAS_MEAN:
+                    n -= tl.load(stats_ptr + n_rows + row, mask=live, other=0.0)
+                n *= rstd
+                dx = ready_dys[k].to(tl.float32)
+                if w_ptr is not None:
+                    dx *= w.to(tl.float32) + offset
+            else:
+                n = ns[k]
+                dx = gs[k]
             dx -= n * a
             if HAS_MEAN:
                 dx -= tl.sum(tl.where(in_team, high_half(words), 0.0), 0) / N_COLS
@@ -374,7 +382,7 @@ def team_backward_kernel(
                 attained = tl.sum(tl.where(in_team, (words >> 32).to(tl.int32), 0), 0)
                 # the values of a row that attain ±m are bit-equal to it; ties share the gradient of m evenly
                 share = N_COLS * a * eps * (signed * rstd) * rstd / tl.maximum(attained, 1)
-                dx -= tl.where(x == signed, share, 0.0)
+                dx -= tl.where(ready_xs[k].to(tl.float32) == signed, share, 0.0)
             store_part(dx_ptr + row * N_COLS, cols, dx, live, N_COLS, MASKED, ALL_LIVE)
         turn += 1
 

@@ -73,7 +73,7 @@ def forward_kernel(
     b_ptr,  # (N_COLS,) or None
     y_ptr,  # (n_rows, N_COLS), contiguous
     s_ptr,  # (n_rows, N_COLS), contiguous; None without residual
-    stats_ptr,  # (1 to 3, n_rows) fp32: 1/σ, mean, ±m; None: not needed
+    stats_ptr,  # (1 to 3, n_rows) fp32: 1/σ, mean, ±m
     x_row_stride,  # in units of VEC elements, so that Triton can prove the alignment of every row
     r_row_stride,
     n_rows,
@@ -152,14 +152,13 @@ def forward_kernel(
             y += load_vector(b_ptr, cols, N_COLS, BLOCK_R, (i + 1) * BLOCK_C > N_COLS)
         store_tile(y_ptr, y_rows + cols[None, :], y, mask, MASK_ROWS or (i + 1) * BLOCK_C > N_COLS)
 
-    if stats_ptr is not None:
-        if STABLE:
-            rstd = rstd * per_unit
-            mean = mean * unit
-            tl.store(stats_ptr + n_rows + n_rows + rows, signed, mask=rows < n_rows)
-        if HAS_MEAN:
-            tl.store(stats_ptr + n_rows + rows, mean, mask=rows < n_rows)
-        tl.store(stats_ptr + rows, rstd, mask=rows < n_rows)
+    if STABLE:
+        rstd = rstd * per_unit
+        mean = mean * unit
+        tl.store(stats_ptr + n_rows + n_rows + rows, signed, mask=rows < n_rows)
+    if HAS_MEAN:
+        tl.store(stats_ptr + n_rows + rows, mean, mask=rows < n_rows)
+    tl.store(stats_ptr + rows, rstd, mask=rows < n_rows)
 
 
 @triton.jit

@@ -16,7 +16,7 @@ def wide_forward_kernel(
     b_ptr,  # (N_COLS,) or None
     y_ptr,  # (n_rows, N_COLS), contiguous
     s_ptr,  # (n_rows, N_COLS), contiguous; None without residual
-    stats_ptr,  # (1 to 3, n_rows) fp32: 1/σ, mean, ±m; None: not needed
+    stats_ptr,  # (1 to 3, n_rows) fp32: 1/σ, mean, ±m
     x_row_stride,  # in units of VEC elements
     r_row_stride,
     n_rows,
@@ -96,12 +96,11 @@ def wide_forward_kernel(
             y += load_tile(b_ptr, cols, cols < N_COLS, MASKED)
         store_tile(y_ptr, cols, y, cols < N_COLS, MASKED)
 
-    if stats_ptr is not None:
-        tl.store(stats_ptr + row, rstd * per_unit)
-        if HAS_MEAN:
-            tl.store(stats_ptr + n_rows + row, shift / per_unit)
-        if STABLE:
-            tl.store(stats_ptr + n_rows + n_rows + row, signed)
+    tl.store(stats_ptr + row, rstd * per_unit)
+    if HAS_MEAN:
+        tl.store(stats_ptr + n_rows + row, shift / per_unit)
+    if STABLE:
+        tl.store(stats_ptr + n_rows + n_rows + row, signed)
 
 
 @triton.jit(do_not_specialize=["x_row_stride", "dy_row_stride", "n_rows", "first_row"])

@@ -16,9 +16,6 @@ from .kernels_team import team_backward_kernel, team_forward_kernel
 from .kernels_triton import backward_kernel, finish_kernel, forward_kernel
 from .kernels_wide import wide_apply_kernel, wide_forward_kernel, wide_sums_kernel
 
-TICKET = True
-TEAM_OPTIONS: dict[str, Any] = {}
-
 
 @functools.cache
 def _device_limits(index: int) -> tuple[int, int]:
@@ -50,9 +47,9 @@ def _empty(x: Tensor) -> Tensor:
 
 def forward(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, offset: float,
-    has_mean: bool, stable: bool, need_stats: bool = True,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    """X (..., n) → y, s (None without residual) and the statistics (1 to 3, rows), if needed."""
+    has_mean: bool, stable: bool,
+) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
+    """X (..., n) → y, s (None without residual) and the statistics (1 to 3, rows)."""
     n_cols = x.shape[-1]
     n_rows = x.numel() // n_cols
     y = _empty(x)
@@ -63,15 +60,13 @@ def forward(
         s = torch.empty(x.shape, dtype=dtype, device=x.device)
         residual, r_stride = _rows(residual, n_cols)
         itemsize = dtype.itemsize
-    stats = None
-    if need_stats:
-        stats = torch.empty((1 + has_mean + stable, n_rows), dtype=torch.float32, device=x.device)
+    stats = torch.empty((1 + has_mean + stable, n_rows), dtype=torch.float32, device=x.device)
     vec = math.gcd(8, x_stride, r_stride)
     tensors = (source, residual, weight, bias, y, s, stats)
     numbers = (x_stride // vec, r_stride // vec, n_rows, float(eps), float(offset))
     constants = (n_cols, vec, has_mean, stable)
     with device_guard(x):
-        if n_cols <= shapes.MAX_FORWARD_COLS:
+        if n_cols <= shapes.MAX_FORWARD_COLS and (n_cols <= 16384 or itemsize == 2 or not _teams_run(x, 8)):
             tile = shapes.forward_tile(n_cols, itemsize)
             grid = (cdiv(n_rows, tile.rows), 1, 1)
             launch(forward_kernel, grid, tensors, numbers, (*constants, tile.rows, tile.cols), num_warps=tile.warps)
@@ -98,8 +93,8 @@ def _launch_team(
     numbers: tuple[int | float, ...], constants: tuple[Any, ...],
 ) -> None:  # fmt: skip
     programs = team.teams(n_rows, sm_count(x)) * team.size
-    shape = (team.cols, team.size, team.width(), team.rows, team.lag, team.stages, TICKET)
-    launch(kernel, (programs, 1, 1), tensors, numbers, (*constants, *shape), num_warps=team.warps, **TEAM_OPTIONS)
+    shape = (team.cols, team.size, team.width(), team.rows, team.lag, team.stages)
+    launch(kernel, (programs, 1, 1), tensors, numbers, (*constants, *shape), num_warps=team.warps)
 
 
 def backward(

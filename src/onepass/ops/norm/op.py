@@ -61,18 +61,7 @@ def _forward(
     from . import launch
 
     y, _, stats = launch.forward(x, None, _vector(weight), _vector(bias), eps, offset, has_mean, stable)
-    assert stats is not None
     return y, stats
-
-
-def _inference(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, offset: float, has_mean: bool, stable: bool
-) -> Tensor:
-    if not uses_triton(x) or not x.numel():
-        return _forward(x, weight, bias, eps, offset, has_mean, stable)[0]
-    from . import launch
-
-    return launch.forward(x, None, _vector(weight), _vector(bias), eps, offset, has_mean, stable, False)[0]
 
 
 def _forward_residual(
@@ -84,7 +73,6 @@ def _forward_residual(
 
         y, s, stats = launch.forward(x, residual, _vector(weight), _vector(bias), eps, offset, has_mean, stable)
         assert s is not None
-        assert stats is not None
         return y, s, stats
     s = torch.add(x, residual).contiguous()
     if not x.numel():
@@ -201,7 +189,7 @@ def _gradients_residual(ctx: Any, run: Any, dy: Tensor | None, ds: Tensor | None
 
 _norm = bind(
     forward=_forward, forward_op=forward_op, backward=_backward, backward_op=backward_op,
-    save=_save, gradients=_gradients, inference=_inference,
+    save=_save, gradients=_gradients,
 )  # fmt: skip
 _norm_residual = bind(
     forward=_forward_residual, forward_op=forward_residual_op, backward=_backward, backward_op=backward_op,

@@ -46,9 +46,9 @@ def forward_tile(n_cols: int, itemsize: int) -> Tile:
     load = WARP * vector(itemsize)
     if n_cols <= load:
         cols = next_power_of_2(n_cols)
-        return Tile(rows=(16 if itemsize == 2 else 8) * load // cols, cols=cols, warps=4)
+        return Tile(rows=4 * load // cols, cols=cols, warps=2)
     if n_cols <= 2048:
-        return Tile(rows=4, cols=load, warps=4)
+        return Tile(rows=1, cols=2 * load, warps=2) if n_cols % (2 * load) == 0 else Tile(rows=2, cols=load, warps=2)
     # 40 rather than 32 elements: 5 · 2^k columns keep fewer, fully used warps
     warps = min(32, next_power_of_2(cdiv(n_cols, 40 * WARP)))
     return Tile(rows=1, cols=warps * load, warps=warps)
@@ -130,17 +130,19 @@ def _team(
 @functools.cache
 def forward_team(n_cols: int, itemsize: int, tensors: int, shared_bytes: int) -> Team:
     """Team of `team_forward_kernel`; `tensors` are read, through shared memory."""
-    return _team(n_cols, 8192, 16, 1, 0, 3, itemsize * tensors, shared_bytes)
+    if itemsize == 2 and n_cols <= 131072 and n_cols % 16384 == 0:
+        return _team(n_cols, 16384, 16, 1, 0, 3, itemsize * tensors, shared_bytes)
+    return _team(n_cols, 8192, 16, 2, int(n_cols > 40960), 3, itemsize * tensors, shared_bytes)
 
 
 @functools.cache
 def backward_team(n_cols: int, itemsize: int, tensors: int, shared_bytes: int, stable: bool = False) -> Team:
     """Team of `team_backward_kernel`.
 
-    Up to eight members answer each other within a turn. Beyond that waiting for the slowest costs more than keeping
-    the rows of two turns in registers, for which a program has half as many columns.
+    A turn of lag hides how long the members wait for each other, and costs the registers for the rows of two turns.
     """
-    if itemsize == 2 and n_cols <= 65536:
-        return _team(n_cols, 8192, 16, 1, 0, 3, itemsize * tensors, shared_bytes)
-    rows = 1 if itemsize == 4 and stable else 2
-    return _team(n_cols, 4096, 8, rows, int(n_cols >= 65536), 3, itemsize * tensors, shared_bytes)
+    if itemsize == 2 and not stable:
+        # a partly filled last member needs registers for its mask, which two turns do not leave
+        lag = int(n_cols > 16384 and n_cols % 8192 == 0)
+        return _team(n_cols, 8192, 16, 1, lag, 3, itemsize * tensors, shared_bytes)
+    return _team(n_cols, 4096, 8, 1 if stable else 2, int(n_cols >= 65536), 3, itemsize * tensors, shared_bytes)
