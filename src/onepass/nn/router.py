@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from onepass.core import check
-from onepass.ops.soft_topk.op import KINDS, soft_topk
-from onepass.ops.soft_topk.op_topk import select_op, topk
+from onepass.ops.soft_topk.op import KINDS
+from onepass.ops.soft_topk.op_topk import choose
 from onepass.ops.weighted_sum.op import MAX_VECTORS, weighted_sum
 
 SCORES = ("normalised", "cosine")
@@ -131,13 +131,8 @@ class Router(nn.Module):
             return RouterOutput(none.long(), none, scores)
         if mask is not None and self.num_routes > 1:
             mask = mask[:, None]
-        if self.gate == "straight_through":
-            chosen = topk(scores, k, eps=self.eps, mask=mask, kind=self.kind)
-            return RouterOutput(chosen.indices, chosen.gates, scores)
-        indices = select_op(scores.detach(), mask, k)
-        soft = soft_topk(scores, k, eps=self.eps, mask=mask, kind=self.kind)
-        gates = soft.gather(-1, indices.clamp_min(0)).where(indices >= 0, 0)
-        return RouterOutput(indices, gates, scores)
+        chosen = choose(scores, k, self.eps, mask, self.kind, self.gate == "straight_through")
+        return RouterOutput(chosen.indices, chosen.gates, scores)
 
     def _check(self, x: Tensor, k: int, mask: Tensor | None) -> None:
         check.floating("Router", "x", x)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import onepass
-from onepass.ops.soft_topk.op_topk import select_op
+from onepass.ops.soft_topk.op_topk import choose, select_op
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
@@ -65,6 +65,44 @@ def test_kernels_interpreted(sorted_here: bool, long: bool, monkeypatch: pytest.
     n = 150 if long else 40
     for k in (1, 9) if sorted_here else (1, 9, n, n + 3):
         compare(n, k, "cpu")
+
+
+def compare_gradients(n: int, k: int, dtype: torch.dtype, hard: bool, device: str) -> None:
+    """The fused operator against its parts: values, gates, gradients through both."""
+    s = torch.randn(3, n, device=device).to(dtype).requires_grad_()
+    eps = torch.tensor(0.7, device=device, requires_grad=True)
+    mask = torch.rand(3, n, device=device) > 0.3
+    top = choose(s, k, eps, mask, "sigmoid", hard)
+    present = top.indices >= 0
+    soft = onepass.soft_topk(s, k, eps=eps, mask=mask, kind="sigmoid").gather(-1, top.indices.clamp(min=0))
+    expected = torch.where(present, 1 + (soft - soft.detach()) if hard else soft, 0.0)
+    assert torch.equal(top.gates, expected)
+    values = torch.where(present, s.gather(-1, top.indices.clamp(min=0)), -math.inf)
+    assert torch.equal(top.values, values)
+    gy, gv = torch.randn(2, 3, k, device=device).to(dtype)
+    actual = torch.autograd.grad((top.gates, top.values), (s, eps), (gy, gv))
+    theirs = torch.autograd.grad((expected, values), (s, eps), (gy, gv))
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    for a, e in zip(actual, theirs, strict=True):
+        torch.testing.assert_close(a, e, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("hard", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_fused_gates_interpreted(dtype: torch.dtype, hard: bool) -> None:
+    compare_gradients(30, 5, dtype, hard, "cpu")
+    compare_gradients(6, 9, dtype, hard, "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("hard", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("n", "k"), [(30, 5), (1000, 1003), (8192, 700), (20000, 9000), (100003, 300), (100003, 50000)]
+)
+def test_fused_gates_on_gpu(n: int, k: int, dtype: torch.dtype, hard: bool) -> None:
+    compare_gradients(n, k, dtype, hard, "cuda")
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")

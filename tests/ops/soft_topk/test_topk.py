@@ -13,7 +13,7 @@ from torch.library import opcheck
 
 import onepass
 from onepass.ops.soft_topk import reference
-from onepass.ops.soft_topk.op_topk import select_op
+from onepass.ops.soft_topk.op_topk import backward_op, choose, forward_op, select_op
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
 
@@ -78,6 +78,21 @@ def test_masked_entries_are_never_selected() -> None:
     assert onepass.topk(s, 2, mask=torch.zeros(4, dtype=torch.bool)).indices.tolist() == [[-1, -1]]
 
 
+@pytest.mark.parametrize("kind", ["capped_exp", "sigmoid"])
+def test_soft_gates_of_the_chosen(kind: str) -> None:
+    """What a router takes: the gates of soft_topk where it chose, with their gradient."""
+    s = torch.randn(3, 20, dtype=torch.float64, requires_grad=True)
+    eps = torch.tensor(0.6, dtype=torch.float64, requires_grad=True)
+    mask = torch.arange(20) > torch.tensor([[2], [15], [8]])
+    top = choose(s, 6, eps, mask, kind, False)
+    soft = onepass.soft_topk(s, 6, eps=eps, mask=mask, kind=kind)
+    expected = soft.gather(-1, top.indices.clamp(min=0)) * (top.indices >= 0)
+    assert torch.equal(top.gates, expected)
+    gy = torch.randn(3, 6, dtype=torch.float64)
+    actual = torch.autograd.grad(top.gates, (s, eps), gy)
+    torch.testing.assert_close(actual, torch.autograd.grad(expected, (s, eps), gy))
+
+
 def test_padding_sends_no_gradient() -> None:
     s = torch.randn(2, 3, requires_grad=True)
     top = onepass.topk(s, 5)
@@ -133,6 +148,16 @@ def test_opcheck() -> None:
     s = torch.randn(2, 3, 10)
     opcheck(select_op, (s, None, 4))
     opcheck(select_op, (s, torch.arange(10) > 3, 12))
+    eps, mask = torch.tensor([[0.5], [0.7]], requires_grad=True), torch.arange(10) > 3
+    s.requires_grad_()
+    opcheck(forward_op, (s, eps, mask, 4, 0.0, 0, True))
+    opcheck(forward_op, (s, None, None, 12, 0.3, 1, False))
+    values, indices, _, state = forward_op(s.detach(), eps.detach(), mask, 4, 0.0, 0, True)
+    known = (s.detach(), indices, state, eps.detach(), mask, 0.0, 0)
+    for grads in ((torch.randn_like(values), torch.randn_like(values)), (None, torch.randn_like(values))):
+        opcheck(backward_op, (*grads, *known, True, True))
+    opcheck(backward_op, (torch.randn_like(values), None, *known, True, True))
+    opcheck(backward_op, (torch.randn_like(values), None, *known, True, False))
 
 
 def test_compiles_into_one_graph() -> None:

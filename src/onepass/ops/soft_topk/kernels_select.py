@@ -141,23 +141,86 @@ def select_kernel(
             tl.store(value_ptr + rows * k + here, tl.full((BLOCK_R, BLOCK_T), -float("inf"), tl.float32), mask=empty)
 
 
-@triton.jit(do_not_specialize=["n_rows", "k", "n_out"])
+@triton.jit
+def fetch(index, at, wanted, s_ptr, y_ptr, value_ptr, gate_ptr, s_row, y_row, HARD: tl.constexpr):
+    """Scores and gates of chosen columns; -inf and 0 where there is none."""
+    found = wanted & (index >= 0)
+    score = tl.load(s_ptr + s_row + index, mask=found, other=-float("inf"))
+    gate = tl.load(y_ptr + y_row + index, mask=found, other=0.0)
+    if HARD:
+        # NaN stays NaN
+        gate = tl.where(found, 1.0 + (gate - gate), 0.0)
+    tl.store(value_ptr + at, score, mask=wanted)
+    tl.store(gate_ptr + at, gate.to(gate_ptr.dtype.element_ty), mask=wanted)
+
+
+@triton.jit(do_not_specialize=["s_row_stride", "n_rows", "n_cols", "k"])
 def sort_kernel(
     packed_ptr,  # (n_rows, k) int64 survivors
-    out_ptr,  # (n_rows, n_out) int64 columns, best score first, -1 where there are no more
+    out_ptr,  # (n_rows, k) int64 columns, best score first, -1 where there are no more
+    s_ptr,  # (n_rows, n_cols) scores, and of the same dtype, unless only columns are wanted:
+    y_ptr,  # (n_rows, n_cols) soft gates
+    value_ptr,  # (n_rows, k) their scores
+    gate_ptr,  # (n_rows, k) their gates
+    s_row_stride,
     n_rows,
+    n_cols,
     k,
-    n_out,
+    FETCH: tl.constexpr,
+    HARD: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    rows = (tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)).to(tl.int64)
-    cols = tl.arange(0, BLOCK_K)
-    present = (rows < n_rows)[:, None]
-    packed = tl.load(packed_ptr + rows[:, None] * k + cols[None, :], mask=present & (cols[None, :] < k), other=PAD)
+    rows = (tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)).to(tl.int64)[:, None]
+    cols = tl.arange(0, BLOCK_K)[None, :]
+    wanted = (rows < n_rows) & (cols < k)
+    at = rows * k + cols
+    packed = tl.load(packed_ptr + at, mask=wanted, other=PAD)
     packed = tl.sort(packed, 1, descending=True)
     index = tl.where((packed >> 32) <= NOTHING, -1, 0x7FFFFFFF - (packed & LOW))
-    tl.store(out_ptr + rows[:, None] * n_out + cols[None, :], index, mask=present & (cols[None, :] < k))
+    tl.store(out_ptr + at, index, mask=wanted)
+    if FETCH:
+        fetch(index, at, wanted, s_ptr, y_ptr, value_ptr, gate_ptr, rows * s_row_stride, rows * n_cols, HARD)
+
+
+@triton.jit(do_not_specialize=["s_row_stride", "n_cols", "k", "total"])
+def fetch_kernel(
+    index_ptr,  # (n_rows, k) int64
+    s_ptr,  # as for sort_kernel
+    y_ptr,
+    value_ptr,
+    gate_ptr,
+    s_row_stride,
+    n_cols,
+    k,
+    total,
+    HARD: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    wanted = at < total
+    index = tl.load(index_ptr + at, mask=wanted, other=-1)
+    row = at // k
+    fetch(index, at, wanted, s_ptr, y_ptr, value_ptr, gate_ptr, row * s_row_stride, row * n_cols, HARD)
+
+
+@triton.jit(do_not_specialize=["n_cols", "k", "total"])
+def spread_kernel(
+    index_ptr,  # (n_rows, k) int64, no column twice in a row
+    g_ptr,  # (n_rows, k) gradients
+    out_ptr,  # (n_rows, n_cols) what they are added to
+    n_cols,
+    k,
+    total,
+    BLOCK: tl.constexpr,
+):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    index = tl.load(index_ptr + at, mask=at < total, other=-1)
+    found = index >= 0
+    g = tl.load(g_ptr + at, mask=found, other=0.0).to(tl.float32)
+    out = out_ptr + (at // k) * n_cols + index
+    g += tl.load(out, mask=found, other=0.0).to(tl.float32)
+    tl.store(out, g.to(out_ptr.dtype.element_ty), mask=found)
 
 
 @triton.jit
@@ -324,10 +387,10 @@ def _collect(s: Tensor, mask: Tensor | None, k: int, packed: bool) -> tuple[Tens
     if shape.splits == 1:
         out = torch.empty((n_rows, k), dtype=torch.int64, device=s.device)
         values = out if packed else torch.empty((n_rows, k), dtype=torch.float32, device=s.device)
+        scan = min(shape.block_c, PER_SCAN * shape.warps, TILE)
         launch(
-            select_kernel, (cdiv(n_rows, shape.block_r), 1, 1), (s, mask, out, values),
-            (*sizes, k), (unit, has_mask, packed, shape.block_r, shape.block_c, min(shape.block_c, PER_SCAN * shape.warps, TILE)),
-            num_warps=shape.warps,
+            select_kernel, (cdiv(n_rows, shape.block_r), 1, 1), (s, mask, out, values), (*sizes, k),
+            (unit, has_mask, packed, shape.block_r, shape.block_c, scan), num_warps=shape.warps,
         )  # fmt: skip
         return out, values
     out = torch.full((n_rows, k), PAD.value if packed else -1, dtype=torch.int64, device=s.device)
@@ -350,27 +413,57 @@ def _collect(s: Tensor, mask: Tensor | None, k: int, packed: bool) -> tuple[Tens
     return out, values
 
 
-def select(s: Tensor, mask: Tensor | None, k: int) -> Tensor:
-    """S (rows, n) with unit column stride → columns (rows, k) int64 of the k largest, best first, then -1."""
+class Found(NamedTuple):
+    """Columns (rows, k) int64 of the k largest, best first, then -1; scores and gates there, where gates were given."""
+
+    indices: Tensor
+    values: Tensor
+    gates: Tensor
+
+
+def select(s: Tensor, mask: Tensor | None, k: int, soft: Tensor | None = None, hard: bool = True) -> Found:
+    """S (rows, n) with unit column stride, its soft gates if theirs are wanted (contiguous), hard: 1 in their place."""
     n_rows, n_cols = s.shape
     kept = min(k, n_cols)
-    # beyond n there is nothing to choose
     indices = torch.empty((n_rows, k), dtype=torch.int64, device=s.device)
-    if kept < k:
-        indices[:, kept:] = -1
-    if not kept or not n_rows:
-        return indices
-    packed = kept <= MAX_SORTED
+    values = indices if soft is None else torch.empty((n_rows, k), dtype=s.dtype, device=s.device)
+    gates = indices if soft is None else torch.empty((n_rows, k), dtype=s.dtype, device=s.device)
+    packed = k <= min(n_cols, MAX_SORTED)
+    if not indices.numel():
+        return Found(indices, values, gates)
     with device_guard(s):
-        out, values = _collect(s, mask, kept, packed)
+        if kept:
+            out, scores = _collect(s, mask, kept, packed)
         if packed:
-            block_r, block_k, warps = sort_shape(n_rows, kept, sm_count(s))
+            block_r, block_k, warps = sort_shape(n_rows, k, sm_count(s))
             launch(
-                sort_kernel, (cdiv(n_rows, block_r), 1, 1), (out, indices), (n_rows, kept, k), (block_r, block_k),
-                num_warps=warps,
+                sort_kernel, (cdiv(n_rows, block_r), 1, 1), (out, indices, s, soft, values, gates),
+                (s.stride(0), n_rows, n_cols, k), (soft is not None, hard, block_r, block_k), num_warps=warps,
             )  # fmt: skip
-        else:
+            return Found(indices, values, gates)
+        if kept < k:
+            # beyond n there is nothing to choose
+            indices[:, kept:] = -1
+        if kept:
             # columns ascend among the survivors, so a stable sort leaves ties in the order of the columns
-            order = values.sort(dim=-1, descending=True, stable=True).indices
+            order = scores.sort(dim=-1, descending=True, stable=True).indices
             indices[:, :kept] = out.gather(-1, order)
-    return indices
+        if soft is not None:
+            total = indices.numel()
+            launch(
+                fetch_kernel, (cdiv(total, 1024), 1, 1), (indices, s, soft, values, gates),
+                (s.stride(0), n_cols, k, total), (hard, 1024), num_warps=4,
+            )  # fmt: skip
+    return Found(indices, values, gates)
+
+
+def spread(g: Tensor, indices: Tensor, out: Tensor) -> None:
+    """out[row, indices[row, j]] += g[row, j] where there is such a column; out (rows, n) is contiguous."""
+    total = indices.numel()
+    if not total:
+        return
+    with device_guard(out):
+        launch(
+            spread_kernel, (cdiv(total, 1024), 1, 1), (indices, g.contiguous(), out),
+            (out.shape[-1], indices.shape[-1], total), (1024,), num_warps=4,
+        )  # fmt: skip

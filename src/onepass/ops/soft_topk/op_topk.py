@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
+from onepass.core.bind import bind
 from onepass.core.launch import as_rows, uses_triton
 
-from . import arguments
-from .op import KINDS, soft_topk
+from . import arguments, op
+from .op import KINDS
 
 
 class TopK(NamedTuple):
@@ -32,8 +33,8 @@ def _select(scores: Tensor, mask: Tensor | None, k: int) -> Tensor:
     if uses_triton(scores):
         from . import kernels_select
 
-        indices = kernels_select.select(as_rows(scores), arguments.mask_rows(mask, scores), k)
-        return indices.view(*scores.shape[:-1], k)
+        found = kernels_select.select(as_rows(scores), arguments.mask_rows(mask, scores), k)
+        return found.indices.view(*scores.shape[:-1], k)
     keys = scores if mask is None else scores.masked_fill(~mask, -math.inf)
     keys = torch.where(keys.isnan(), math.inf, keys)
     n = keys.shape[-1]
@@ -90,6 +91,127 @@ def gates(soft: Tensor, indices: Tensor) -> Tensor:
     return torch.where(indices >= 0, 1 + (chosen - chosen.detach()), 0.0)
 
 
+def _forward(
+    scores: Tensor, eps: Tensor | None, mask: Tensor | None, k: int, eps_value: float, kind: int, hard: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(values, indices, gates, solution of soft_topk); hard: gates of 1 in place of the soft ones."""
+    soft, state = op._forward(scores, None, eps, mask, float(k), eps_value, kind)
+    shape = (*scores.shape[:-1], k)
+    if uses_triton(scores):
+        from . import kernels_select
+
+        rows, soft_rows = as_rows(scores), soft.view(-1, scores.shape[-1])
+        found = kernels_select.select(rows, arguments.mask_rows(mask, scores), k, soft_rows, hard)
+        return found.values.view(shape), found.indices.view(shape), found.gates.view(shape), state
+    indices = _select(scores, mask, k)
+    columns, present = indices.clamp(min=0), indices >= 0
+    chosen = soft.gather(-1, columns)
+    gates = torch.where(present, 1 + (chosen - chosen) if hard else chosen, 0.0)
+    return torch.where(present, scores.gather(-1, columns), -math.inf), indices, gates, state
+
+
+def _spread(g: Tensor, indices: Tensor, out: Tensor) -> None:
+    """Add each gradient to the column that it belongs to."""
+    if uses_triton(out):
+        from . import kernels_select
+
+        n = out.shape[-1]
+        kernels_select.spread(g.reshape(-1, g.shape[-1]), indices.reshape(-1, g.shape[-1]), out.view(-1, n))
+    else:
+        out.scatter_add_(-1, indices.clamp(min=0), torch.where(indices >= 0, g, 0.0).to(out.dtype))
+
+
+def _backward(
+    g_values: Tensor | None,
+    g_gates: Tensor | None,
+    scores: Tensor,
+    indices: Tensor,
+    state: Tensor,
+    eps: Tensor | None,
+    mask: Tensor | None,
+    eps_value: float,
+    kind: int,
+    need_scores: bool,
+    need_eps: bool,
+) -> tuple[Tensor, Tensor]:
+    ds, deps = scores.new_empty(0), (scores if eps is None else eps).new_empty(0)
+    if g_gates is not None:
+        gy = torch.zeros(scores.shape, dtype=scores.dtype, device=scores.device)
+        _spread(g_gates, indices, gy)
+        ds, _, deps = op._backward(gy, scores, state, None, eps, mask, eps_value, kind, need_scores, False, need_eps)
+    elif need_eps and eps is not None:
+        deps = torch.zeros_like(eps)
+    if need_scores and g_gates is None:
+        ds = torch.zeros(scores.shape, dtype=scores.dtype, device=scores.device)
+    if need_scores and g_values is not None:
+        _spread(g_values, indices, ds)
+    return ds, deps
+
+
+forward_op = custom_op("onepass::topk", _forward, mutates_args=())
+backward_op = custom_op("onepass::topk_backward", _backward, mutates_args=())
+
+
+@forward_op.register_fake
+def _(
+    scores: Tensor, eps: Tensor | None, mask: Tensor | None, k: int, eps_value: float, kind: int, hard: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    rows = 1
+    for size in scores.shape[:-1]:
+        rows = rows * size
+    shape = (*scores.shape[:-1], k)
+    state = scores.new_empty((rows, 2), dtype=arguments.accumulator(scores))
+    return scores.new_empty(shape), scores.new_empty(shape, dtype=torch.int64), scores.new_empty(shape), state
+
+
+@backward_op.register_fake
+def _(
+    g_values: Tensor | None,
+    g_gates: Tensor | None,
+    scores: Tensor,
+    indices: Tensor,
+    state: Tensor,
+    eps: Tensor | None,
+    mask: Tensor | None,
+    eps_value: float,
+    kind: int,
+    need_scores: bool,
+    need_eps: bool,
+) -> tuple[Tensor, Tensor]:
+    deps = eps.new_empty(eps.shape) if need_eps and eps is not None else (scores if eps is None else eps).new_empty(0)
+    return scores.new_empty(scores.shape if need_scores else (0,)), deps
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    scores, eps, mask, _, eps_value, kind, _ = inputs
+    ctx.save_for_backward(scores, output[1], output[3], eps, mask)
+    ctx.options = eps_value, kind
+    ctx.set_materialize_grads(False)
+
+
+def _gradients(
+    ctx: Any, run: Any, g_values: Tensor | None, _indices: Any, g_gates: Tensor | None, *_: Any
+) -> tuple[Tensor | None, ...]:
+    if g_values is None and g_gates is None:
+        return (None,) * 7
+    scores, indices, state, eps, mask = ctx.saved_tensors
+    needs = ctx.needs_input_grad[0], eps is not None and ctx.needs_input_grad[1]
+    grads = run(g_values, g_gates, scores, indices, state, eps, mask, *ctx.options, *needs)
+    return (*(g if need else None for g, need in zip(grads, needs, strict=True)), None, None, None, None, None)
+
+
+_call = bind(
+    forward=_forward, forward_op=forward_op, backward=_backward, backward_op=backward_op,
+    save=_save, gradients=_gradients, n_public=3,
+)  # fmt: skip
+
+
+def choose(scores: Tensor, k: int, eps: Tensor | float, mask: Tensor | None, kind: str, hard: bool) -> TopK:
+    """What topk does once its arguments are checked, k ≥ 1, n ≥ 1; gates are soft_topk's own unless hard."""
+    eps_tensor, eps_value = arguments.split(eps)
+    return TopK(*_call(scores, eps_tensor, mask, k, eps_value, KINDS.index(kind), hard))
+
+
 def topk(
     scores: Tensor,
     k: int,
@@ -133,10 +255,12 @@ def topk(
     arguments.positive("topk", "eps", eps, scores)
     if kind not in KINDS:
         raise ValueError(f"topk: kind must be one of {', '.join(KINDS)}; got {kind!r}")
-    values, indices = select(scores, k, mask)
-    if not values.numel() or scores.shape[-1] == 0:
+    arguments.whole("topk", "k", k, 0)
+    arguments.mask("topk", mask, scores)
+    if k == 0 or scores.shape[-1] == 0:
+        values, indices = select(scores, k, mask)
         return TopK(values, indices, torch.zeros_like(values))
-    return TopK(values, indices, gates(soft_topk(scores, k, eps=eps, mask=mask, kind=kind), indices))
+    return choose(scores, k, eps, mask, kind, True)
 
 
-__all__ = ["TopK", "gates", "select", "select_op", "topk"]
+__all__ = ["TopK", "choose", "gates", "select", "select_op", "topk"]
