@@ -14,7 +14,7 @@ from torch import Tensor
 
 from onepass.core.spec import BadCall, Kernel, Sample, Spec
 
-from . import op, op_descent, reference
+from . import op, op_descent, reference, spec_select
 from .cases import CASES
 from .op import KINDS, soft_topk
 from .op_descent import coor_descent
@@ -254,4 +254,4 @@ def _triton_missing() -> bool:
     return not triton_installed()
 
 
-KERNELS = list(_kernels())
+KERNELS = [*_kernels(), *spec_select.KERNELS]
