@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from onepass.core.launch import INTERPRET
 from onepass import weighted_sum
+from onepass.core.launch import INTERPRET
 
 DEVICES = [pytest.param("cpu", id="cpu"), pytest.param("cuda", id="cuda", marks=pytest.mark.gpu)]
 

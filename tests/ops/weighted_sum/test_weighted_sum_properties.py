@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from onepass.core.launch import INTERPRET
 from onepass import weighted_sum
+from onepass.core.launch import INTERPRET
 from onepass.ops.weighted_sum.spec import _BACKWARD, _FORWARD
 
 

@@ -1,0 +1,37 @@
+"""Parameters, gradients and steps that the tests of Lion share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+SHAPES = [(3, 4), (5,), (0,), (), (130, 300)]
+
+
+def make_params(dtype: torch.dtype = torch.float32, shapes: Any = SHAPES) -> list[Tensor]:
+    return [torch.randn(s).to(dtype).requires_grad_() for s in shapes]
+
+
+def clones(params: list[Tensor], dtype: torch.dtype | None = None) -> list[Tensor]:
+    return [p.detach().to(dtype or p.dtype, copy=True).requires_grad_() for p in params]
+
+
+def set_grads(*lists: list[Tensor], scale: float = 1.0) -> None:
+    for group in zip(*lists, strict=True):
+        g = torch.randn(group[0].shape)
+        for p in group:
+            p.grad = (g.to(group[0].dtype) * scale).to(p.dtype)
+
+
+def run(n: int, *pairs: tuple[torch.optim.Optimizer, list[Tensor]], scale: float = 1.0) -> None:
+    for _ in range(n):
+        set_grads(*(params for _, params in pairs), scale=scale)
+        for optimizer, _ in pairs:
+            optimizer.step()
+
+
+def assert_same(a: list[Tensor], b: list[Tensor]) -> None:
+    for x, y in zip(a, b, strict=True):
+        assert torch.equal(x, y)

@@ -1,0 +1,250 @@
+"""Lion as a torch.optim citizen: closures, layouts, hooks, GradScaler, compile, bad options, copies."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lion_params import assert_same, clones, make_params, set_grads
+from onepass.optim import Lion
+
+
+def test_closure_returns_the_loss_with_gradients_enabled() -> None:
+    p = torch.tensor([3.0], requires_grad=True)
+    optimizer = Lion([p], lr=0.5)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = (p * p).sum()
+        loss.backward()
+        return loss
+
+    with torch.no_grad():
+        loss = optimizer.step(closure)
+    assert loss == 9.0
+    assert p.item() == 2.5
+
+
+def test_complex_parameters_are_pairs_of_reals() -> None:
+    a = [torch.randn(3, 5, dtype=torch.complex64, requires_grad=True)]
+    b = [torch.view_as_real(a[0].detach()).clone().requires_grad_()]
+    for options in ({}, {"foreach": False}, {"foreach": True}):
+        ours, real = Lion(a, lr=1e-2, weight_decay=0.1, **options), Lion(b, lr=1e-2, weight_decay=0.1, **options)
+        for _ in range(3):
+            a[0].grad = torch.randn(3, 5, dtype=torch.complex64)
+            b[0].grad = torch.view_as_real(a[0].grad).clone()
+            ours.step()
+            real.step()
+        assert torch.allclose(torch.view_as_real(a[0].detach()), b[0], rtol=0, atol=1e-7)
+    a[0].grad = torch.randn(3, 5, dtype=torch.complex64).conj()
+    ours.step()
+
+
+def test_sparse_gradients_are_refused() -> None:
+    p = torch.ones(3, requires_grad=True)
+    p.grad = torch.ones(3).to_sparse()
+    for optimizer in (Lion([p]), Lion([p], foreach=False)):
+        with pytest.raises(RuntimeError, match="Lion does not support sparse gradients"):
+            optimizer.step()
+    dense = torch.ones(3, requires_grad=True)
+    dense.grad = torch.ones(3)
+    optimizer = Lion([dense])
+    optimizer.step()
+    dense.grad = torch.ones(3).to_sparse()
+    with pytest.raises(RuntimeError, match="sparse"):
+        optimizer.step()
+
+
+def test_missing_gradients_are_skipped_and_may_come_back() -> None:
+    p, q = torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True)
+    optimizer = Lion([{"params": [p]}, {"params": [q]}], lr=0.5)
+    optimizer.step()
+    assert not optimizer.state
+    for give in ((p,), (p, q), (q,), (), (p, q)):
+        optimizer.zero_grad()
+        before = p.detach().clone(), q.detach().clone()
+        for x in give:
+            x.grad = torch.ones(3)
+        optimizer.step()
+        for x, old in zip((p, q), before, strict=True):
+            assert torch.equal(x, old - 0.5 * any(x is y for y in give))
+
+
+@pytest.mark.parametrize("layout", ["transposed", "channels_last", "gaps", "unlike"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_any_layout_is_updated_in_place(layout: str, dtype: torch.dtype) -> None:
+    base = torch.randn(2, 3, 4, 5).to(dtype)
+    p = {
+        "transposed": base.transpose(0, 3), "channels_last": base.to(memory_format=torch.channels_last),
+        "gaps": torch.cat([base, base], -1)[..., ::2], "unlike": base.permute(3, 1, 0, 2),
+    }[layout].detach().requires_grad_()  # fmt: skip
+    address = p.data_ptr()
+    q = p.detach().clone(memory_format=torch.contiguous_format).requires_grad_()
+    a, b = Lion([p], lr=1e-2, weight_decay=0.1), Lion([q], lr=1e-2, weight_decay=0.1)
+    for i in range(3):
+        g = torch.randn(p.shape).to(dtype)
+        p.grad = g if layout == "unlike" or i == 2 else torch.empty_like(p.detach()).copy_(g)
+        q.grad = g.clone()
+        a.step()
+        b.step()
+    assert p.data_ptr() == address
+    assert torch.allclose(p, q, rtol=1e-5, atol=1e-6)
+
+
+def test_hooks_run() -> None:
+    p = torch.ones(2, requires_grad=True)
+    optimizer = Lion([p], lr=0.5)
+    seen: list[str] = []
+    optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
+    optimizer.register_step_post_hook(lambda *_: seen.append("after"))
+    p.grad = torch.ones(2)
+    optimizer.step()
+    assert seen == ["before", "after"]
+
+
+def test_replaced_parameter_data_gradients_and_state() -> None:
+    p = torch.ones(100, requires_grad=True)
+    optimizer = Lion([p], lr=0.5)
+    p.grad = torch.ones(100)
+    optimizer.step()
+    p.data = torch.full((100,), 7.0)
+    p.grad.data = torch.full((100,), -100.0)
+    optimizer.step()
+    assert torch.equal(p, torch.full((100,), 7.5))
+    optimizer.state[p]["exp_avg"] = torch.full((100,), 1e6)
+    optimizer.step()
+    assert torch.equal(p, torch.full((100,), 7.0))
+    optimizer.state.clear()
+    optimizer.step()
+    assert torch.equal(p, torch.full((100,), 7.5))
+
+
+def test_gradients_are_not_kept_alive() -> None:
+    import weakref
+
+    p = torch.ones(10, requires_grad=True)
+    optimizer = Lion([p])
+    p.grad = torch.ones(10)
+    gone = weakref.ref(p.grad)
+    optimizer.step()
+    optimizer.zero_grad()
+    assert gone() is None
+
+
+def test_autograd_notices_the_write() -> None:
+    p = torch.ones(3, requires_grad=True)
+    loss = (p * p).sum()
+    p.grad = torch.ones(3)
+    Lion([p]).step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_grad_scaler_scales_and_skips() -> None:
+    for dtype in (torch.float32, torch.float16):
+        p = torch.ones(3, dtype=dtype, requires_grad=True)
+        q = torch.ones(3, dtype=dtype, requires_grad=True)
+        scaled, plain = Lion([p], lr=0.25, state_dtype=torch.float32), Lion([q], lr=0.25, state_dtype=torch.float32)
+        scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+        for g in ([1.0, -2.0, 3.0], [float("inf"), 1.0, 1.0], [0.5, 0.5, -9.0]):
+            scaler.scale(torch.ones(()))
+            p.grad = torch.tensor(g, dtype=dtype) * 256
+            scaler.step(scaled)
+            skip = not all(abs(x) < 1e30 for x in g)
+            if not skip:
+                q.grad = torch.tensor(g, dtype=dtype)
+                # the scale halves after an overflow
+                p_scale = 256 / scaler.get_scale()
+                q.grad *= p_scale
+                plain.step()
+            scaler.update()
+            assert torch.equal(p, q)
+            assert torch.equal(scaled.state[p]["exp_avg"], plain.state[q]["exp_avg"])
+
+
+def test_differentiable_step() -> None:
+    def final_loss(lr: Tensor, wd: Tensor, start: Tensor) -> Tensor:
+        p = start.clone()
+        optimizer = Lion([p], lr=lr, weight_decay=wd, differentiable=True)
+        for _ in range(2):
+            p.grad = torch.cos(torch.arange(3, dtype=torch.float64))
+            optimizer.step()
+        return (p * p).sum()
+
+    inputs = tuple(torch.tensor(x, dtype=torch.float64, requires_grad=True) for x in (0.1, 0.2, [1.0, -2.0, 0.5]))
+    assert torch.autograd.gradcheck(final_loss, inputs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_compiled_step_is_the_step(dtype: torch.dtype) -> None:
+    a = make_params(dtype, [(3, 4), (5,)])
+    b = clones(a)
+    eager, compiled = (
+        Lion(p, lr=torch.tensor(1e-2), weight_decay=0.1, state_dtype=torch.float32) for p in (a, b)
+    )  # fmt: skip
+    step = torch.compile(compiled.step, backend="aot_eager")
+    for _ in range(3):
+        set_grads(a, b)
+        eager.step()
+        step()
+    assert_same(a, b)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "match"),
+    [
+        ({"lr": -1.0}, ValueError, "Invalid learning rate: -1.0"),
+        ({"lr": float("nan")}, ValueError, "Invalid learning rate: nan"),
+        ({"lr": torch.ones(2)}, ValueError, "Tensor lr must be 1-element"),
+        ({"betas": (1.0, 0.99)}, ValueError, "Invalid beta parameter at index 0: 1.0"),
+        ({"betas": (0.9, -0.1)}, ValueError, "Invalid beta parameter at index 1: -0.1"),
+        ({"betas": (0.9,)}, ValueError, "Invalid betas"),
+        ({"weight_decay": -0.5}, ValueError, "Invalid weight_decay value: -0.5"),
+        ({"cautious": 1.5}, ValueError, r"Invalid cautious value: 1.5; a bool or a factor in \[0, 1\]"),
+        ({"state_dtype": "int4"}, ValueError, "Invalid state_dtype: 'int4'; None, torch.float32, torch.bfloat16 and"),
+        ({"state_dtype": "int8", "differentiable": True}, ValueError, "'int8' is not differentiable"),
+        ({"low_precision": "sr"}, ValueError, "low_precision: 'sr'; auto, none, remainder, kahan, stochastic are"),
+        ({"seed": 0.5}, TypeError, "Invalid seed: 0.5; a whole number"),
+        ({"fused": True, "differentiable": True}, RuntimeError, "`fused` does not support `differentiable`"),
+        ({"fused": True, "foreach": True}, RuntimeError, "cannot be `True` together"),
+        ({"differentiable": True, "low_precision": "kahan"}, ValueError, "not differentiable"),
+        ({"decouple_lr": True, "lr": 0.0}, ValueError, "give the param group a 'peak_lr'"),
+    ],
+)  # fmt: skip
+def test_bad_options(options: dict[str, Any], error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        Lion([torch.ones(2, requires_grad=True)], **options)
+    good = Lion([torch.ones(2, requires_grad=True)], differentiable=False)
+    with pytest.raises(error, match=match):
+        good.add_param_group({"params": [torch.ones(2, requires_grad=True)], **options})
+    assert len(good.param_groups) == 1
+
+
+def test_bad_parameters() -> None:
+    with pytest.raises(TypeError, match="floating-point or complex tensors, got torch"):
+        Lion([torch.ones(2, dtype=torch.int64)])
+    with pytest.raises(ValueError, match="takes bfloat16 parameters, got float16"):
+        Lion([torch.ones(2, dtype=torch.float16)], low_precision="remainder")
+    for dtype in (torch.bfloat16, "int8"):
+        with pytest.raises(ValueError, match="no complex form"):
+            Lion([torch.ones(2, dtype=torch.complex64)], state_dtype=dtype)
+    with pytest.raises(ValueError, match="empty parameter list"):
+        Lion([])
+
+
+def test_deepcopy_and_pickle_go_on() -> None:
+    import pickle
+
+    p = torch.ones(3, requires_grad=True)
+    optimizer = Lion([p], lr=0.5)
+    p.grad = torch.ones(3)
+    optimizer.step()
+    for twin in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        (q,) = twin.param_groups[0]["params"]
+        q.grad = torch.ones(3)
+        twin.step()
+        assert torch.equal(q, torch.zeros(3))
