@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from onepass.core.launch import OPTIONS, device_guard, next_power_of_2
+from onepass.core.launch import device_guard, launch, next_power_of_2
 
 from .kernels_common import (
     HALF_PER_WARP,
+    SIZES,
     gates_and_slopes,
     load_gradient,
     load_option,
@@ -42,7 +45,7 @@ def weigh(
     return w, tl.where(w > 0, gy * w, 0.0), tl.where(w > 0, x, 0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def backward_kernel(
     gy_ptr,  # (n_rows, n_cols) any float, unit column stride
     s_ptr,  # (n_rows, n_cols) any float, unit column stride
@@ -71,8 +74,13 @@ def backward_kernel(
     N_SPLITS: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    VEC: tl.constexpr,
 ):
     """Ds = w·(gy - q)/eps with q = Σ gy·w / Σ w: for whole rows in one go, for long rows sums first, then the rest."""
+    gy_row_stride *= VEC
+    s_row_stride *= VEC
+    mask_row_stride *= VEC
+    n_cols *= VEC
     rows = tile_rows(BLOCK_R)
     in_rows = rows < n_rows
     split = tl.program_id(1)
@@ -155,13 +163,15 @@ def backward(
     plan = shape(n_rows, n_cols, HALF_PER_WARP, LONGEST)
     whole = plan.splits == 1
     partial = None if whole else scratch(s, n_rows, plan.splits, 4)
+    vec = math.gcd(16, n_cols, gy.stride(0), s.stride(0), stride(mask))
+    strides = (gy.stride(0) // vec, s.stride(0) // vec, stride(eps), stride(mask) // vec)
+    n_splits = 0 if whole else next_power_of_2(plan.splits)
     with device_guard(s):
         for sums_only in (False,) if whole else (True, False):
-            backward_kernel[(plan.programs, plan.splits)](
-                gy, s, eps, mask, solution, partial, ds, dk, deps, gy.stride(0), s.stride(0), stride(eps),
-                stride(mask), n_rows, n_cols, plan.splits, plan.chunk, eps_value, KIND=kind,
-                HAS_EPS=eps is not None, HAS_MASK=mask is not None, NEED_S=need_s, NEED_EPS=need_eps,
-                SUMS_ONLY=sums_only, N_SPLITS=0 if whole else next_power_of_2(plan.splits), BLOCK_R=plan.block_r,
-                BLOCK_C=plan.block_c, num_warps=plan.warps, **OPTIONS,
+            launch(
+                backward_kernel, (plan.programs, plan.splits, 1), (gy, s, eps, mask, solution, partial, ds, dk, deps),
+                (*strides, n_rows, n_cols // vec, plan.splits, plan.chunk, eps_value),
+                (kind, eps is not None, mask is not None, need_s, need_eps, sums_only, n_splits, plan.block_r,
+                 plan.block_c, vec), num_warps=plan.warps,
             )  # fmt: skip
     return ds, dk, deps

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from onepass.core.launch import INTERPRET, cdiv, next_power_of_2
+from onepass.core.launch import INTERPRET, cdiv, next_power_of_2, sm_count
 
 CAPPED_EXP = tl.constexpr(0)
 SIGMOID = tl.constexpr(1)
@@ -20,6 +20,14 @@ LOG2E = tl.constexpr(1.4426950408889634)
 INF = tl.constexpr(float("inf"))
 # the interpreter runs a reduction with its own combine function element by element
 SEPARATE = tl.constexpr(INTERPRET)
+
+# arguments that kernels take as they come, so that `launch` can skip Triton's look at them
+SIZES = (
+    "gy_row_stride", "s_row_stride", "k_stride", "eps_stride", "mask_row_stride", "n_rows", "n_cols", "n_splits",
+    "chunk", "n_iters", "n_changing",
+)  # fmt: skip
+# polls before a program stops waiting for its team
+PATIENCE = tl.constexpr(1 << 20)
 
 # elements one warp holds in registers: as many as they allow, or half, since more warps hide what a pass waits for
 PER_WARP = 1024
@@ -168,6 +176,56 @@ def gates_and_slopes(x, KIND: tl.constexpr):
         w = tl.where((x > 0) & (x < 1), 1.0, 0.0)
         y = tl.where(x > 1, 1.0, tl.where(x < 0, 0.0, x))
     return y, w
+
+
+@triton.jit
+def post(ptr, first, second, turn):
+    """Hand any float and a number ≥ 0 to the team; the latter's sign tells the two turns apart that share a word."""
+    low = first.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
+    high = (second.to(tl.int32, bitcast=True) & 0x7FFFFFFF) | ((1 - (turn // 2) % 2) << 31)
+    tl.atomic_xchg(ptr, (high.to(tl.int64) << 32) | low, sem="relaxed")
+
+
+@triton.jit
+def fetch(ptr, turn, TEAM: tl.constexpr, WIDTH: tl.constexpr):
+    """What every member posted in this turn (the last one's repeated up to WIDTH). Never waits for ever."""
+    ptrs = ptr + tl.minimum(tl.arange(0, WIDTH), TEAM - 1)
+    negative = (turn // 2) % 2 == 0
+    words = tl.load(ptrs, volatile=True)
+    tries = 0
+    while (tl.min(((words < 0) == negative).to(tl.int32), 0) == 0) & (tries < PATIENCE):
+        words = tl.load(ptrs, volatile=True)
+        tries += 1
+    first = words.to(tl.int32).to(tl.float32, bitcast=True)
+    second = ((words >> 32).to(tl.int32) & 0x7FFFFFFF).to(tl.float32, bitcast=True)
+    return first, second
+
+
+class Team(NamedTuple):
+    """Programs per row, rows at a time, columns of a program, and the launch options."""
+
+    size: int
+    teams: int
+    block_c: int
+    options: dict[str, Any]
+
+
+def team_of(s: Tensor, block_c: int, warps: int, per_sm: int) -> Team | None:
+    """The launch of a team per long row, whose programs must all fit on the GPU at once; None where they can't."""
+    if INTERPRET or torch.version.hip is not None:
+        return None
+    n_rows, n_cols = s.shape
+    size = cdiv(n_cols, block_c)
+    teams = min(n_rows, sm_count(s) * per_sm // size)
+    if not teams:
+        return None
+    return Team(size, teams, block_c, {"launch_cooperative_grid": True, **resident(warps, per_sm)})
+
+
+def resident(warps: int, per_sm: int) -> dict[str, Any]:
+    """Launch options under which a multiprocessor of an NVIDIA GPU (65536 registers) holds several programs."""
+    limit = {} if torch.version.hip is not None else {"maxnreg": min(248, 65536 // (32 * warps * per_sm) // 8 * 8)}
+    return {"num_warps": warps, **limit}
 
 
 class Shape(NamedTuple):

@@ -13,24 +13,29 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from onepass.core.launch import OPTIONS, cdiv, device_guard, next_power_of_2
+from onepass.core.launch import OPTIONS, cdiv, device_guard, launch, next_power_of_2
 
 from .kernels_common import (
     HALF_PER_WARP,
     INF,
     LOG2E,
     PER_WARP,
+    SIZES,
     TILE,
+    fetch,
     largest,
     load_gradient,
     load_option,
     load_scores,
     pair_sum,
+    post,
+    resident,
     row_max,
     row_sum,
     scratch,
     shape,
     stride,
+    team_of,
     tile_cols,
     tile_rows,
     within,
@@ -38,6 +43,8 @@ from .kernels_common import (
 
 # exponents of E stay trustworthy this many eps around its ref
 WINDOW = tl.constexpr(40.0)
+# columns of a program of a team, its warps, programs per multiprocessor
+TEAM = (16384, 8, 2)
 # longest row that one program holds in registers
 FORWARD_MAX_COLS = 32768
 # backward holds three numbers per element
@@ -67,7 +74,7 @@ def first_threshold(valid, top, k, eps):
     return ref, threshold - ref, top
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def forward_kernel(
     s_ptr,  # (n_rows, n_cols) any float, unit column stride
     k_ptr,  # (n_rows,) any float, or nothing
@@ -89,8 +96,12 @@ def forward_kernel(
     TRACE: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    VEC: tl.constexpr,
 ):
     """Whole rows in registers: E alone; the scores are read again (from L2) when E has to be made anew."""
+    s_row_stride *= VEC
+    mask_row_stride *= VEC
+    n_cols *= VEC
     rows = tile_rows(BLOCK_R)
     cols = tile_cols(0, BLOCK_R, BLOCK_C)
     s = load_scores(s_ptr, mask_ptr, rows, cols, s_row_stride, mask_row_stride, n_rows, n_cols, HAS_MASK, BLOCK_R)
@@ -131,6 +142,91 @@ def forward_kernel(
     y = tl.where(y > 1.0, 1.0, y)
     inside = within(rows, cols, n_rows, n_cols, BLOCK_R)
     tl.store(y_ptr + rows * n_cols + cols, y.to(y_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def team_kernel(
+    s_ptr,  # (n_rows, n_cols) any float, unit column stride
+    k_ptr,  # (n_rows,) any float, or nothing
+    mask_ptr,  # (n_rows, n_cols) uint8, unit column stride, or nothing
+    y_ptr,  # (n_rows, n_cols) like s, contiguous
+    trace_ptr,  # (n_rows, 2 * n_iters) fp32, contiguous, or nothing
+    words_ptr,  # (teams, 4, TEAM) int64, zero: twice a first look, twice the sums of a step
+    s_row_stride,
+    k_stride,
+    mask_row_stride,
+    n_rows,
+    n_cols,
+    k_value,
+    n_iters,
+    eps_first,
+    eps_last,
+    log2_decay,
+    HAS_K: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    TRACE: tl.constexpr,
+    TEAM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    VEC: tl.constexpr,
+):
+    """Long rows: forward_kernel for a team of programs, each with its chunk of the row; all take the same steps."""
+    s_row_stride *= VEC
+    mask_row_stride *= VEC
+    n_cols *= VEC
+    team = tl.program_id(0) // TEAM
+    member = tl.program_id(0) % TEAM
+    words_ptr += team * (4 * TEAM)
+    cols = member * BLOCK_C + tl.arange(0, BLOCK_C)
+    here = tl.arange(0, WIDTH) < TEAM
+    visit = 0
+    turn = 0
+    for index in range(team, n_rows, tl.num_programs(0) // TEAM):
+        row = tl.cast(index, tl.int64)
+        k = load_option(k_ptr, k_stride, k_value, row, n_rows, HAS_K)
+        s = load_scores(s_ptr, mask_ptr, row, cols, s_row_stride, mask_row_stride, n_rows, n_cols, HAS_MASK, 1)
+        valid, top = count_and_top(s, 1)
+        words = words_ptr + (visit % 2) * TEAM
+        post(words + member, top, valid, visit)
+        tops, valids = fetch(words, visit, TEAM, WIDTH)
+        visit += 1
+        valid = tl.sum(tl.where(here, valids, 0.0), 0)
+        eps = epsilon(0, eps_first, log2_decay, eps_last)
+        ref, off, top = first_threshold(valid, tl.max(tops, 0), k, eps)
+        start = ref
+        trace = trace_ptr + row * (2 * n_iters)
+        if TRACE:
+            if member == 0:
+                tl.store(trace, off)
+                tl.store(trace + 2 * n_iters - 1, start)
+        e = tl.exp2((s - ref) * (LOG2E / eps))
+        for t in range(1, n_iters + 1):
+            fresh = epsilon(t, eps_first, log2_decay, eps_last)
+            moved = tl.minimum(top, ref + off, propagate_nan=tl.PropagateNan.ALL)
+            leaves = (fresh != eps) | ((tl.abs(off) > WINDOW * eps) & (moved != ref))
+            eps = fresh
+            if leaves:
+                off = (ref - moved) + off
+                ref = moved
+                s = load_scores(s_ptr, mask_ptr, row, cols, s_row_stride, mask_row_stride, n_rows, n_cols, HAS_MASK, 1)
+                e = tl.exp2((s - ref) * (LOG2E / eps))
+            if t < n_iters:
+                u = tl.exp2(off * (LOG2E / eps))
+                clipped = tl.minimum(e, u, propagate_nan=tl.PropagateNan.ALL)
+                total, saturated = pair_sum(clipped, tl.where(e > u, 1.0, 0.0), 1)
+                words = words_ptr + (2 + turn % 2) * TEAM
+                post(words + member, total, saturated, turn)
+                totals, saturateds = fetch(words, turn, TEAM, WIDTH)
+                turn += 1
+                total = tl.sum(tl.where(here, totals, 0.0), 0)
+                off = eps * tl.log(tl.where(valid == 0, k, total) / k)
+                if TRACE:
+                    if member == 0:
+                        tl.store(trace + n_iters + t - 1, tl.sum(tl.where(here, saturateds, 0.0), 0))
+                        tl.store(trace + t, (ref - start) + off)
+        y = e * tl.exp2(-off * (LOG2E / eps))
+        y = tl.where(y > 1.0, 1.0, y)
+        tl.store(y_ptr + row * n_cols + cols, y.to(y_ptr.dtype.element_ty), mask=cols < n_cols)
 
 
 @triton.jit
@@ -262,7 +358,7 @@ def last_gradient(z, gy, level, eps):
     return tl.where((x <= 0) & (y > 0), gy * y, 0.0) * (1.0 / eps)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def gradient_sum_kernel(
     gy_ptr,  # (n_rows, n_cols) any float, unit column stride
     s_ptr,  # (n_rows, n_cols) any float, unit column stride
@@ -281,8 +377,13 @@ def gradient_sum_kernel(
     log2_decay,
     HAS_MASK: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    VEC: tl.constexpr,
 ):
     """Long rows: the one row reduction of backward, one chunk per program."""
+    gy_row_stride *= VEC
+    s_row_stride *= VEC
+    mask_row_stride *= VEC
+    n_cols *= VEC
     rows = tile_rows(1)
     trace = trace_ptr + rows * (2 * n_iters)
     start = tl.load(trace + 2 * n_iters - 1)
@@ -297,7 +398,7 @@ def gradient_sum_kernel(
     tl.store(partial_ptr + rows * tl.num_programs(1) + tl.program_id(1), da)
 
 
-@triton.jit(do_not_specialize=["n_iters", "n_changing"])
+@triton.jit(do_not_specialize=SIZES)
 def backward_kernel(
     gy_ptr,  # (n_rows, n_cols) any float, unit column stride
     s_ptr,  # (n_rows, n_cols) any float, unit column stride
@@ -325,15 +426,20 @@ def backward_kernel(
     N_SPLITS: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    VEC: tl.constexpr,
 ):
     """From da_T down the scalar recursion; an element collects the weight of every step it took part in.
 
     The last steps share one eps, so also one exponential per element, and in units of it (d = da·e^((base - here)/eps))
     the recursion needs none. Before step n_changing eps may change every time.
     """
+    gy_row_stride *= VEC
+    s_row_stride *= VEC
+    mask_row_stride *= VEC
+    n_cols *= VEC
     rows = tile_rows(BLOCK_R)
-    cols = tile_cols(tl.program_id(1) * BLOCK_C, BLOCK_R, BLOCK_C)
     in_rows = rows < n_rows
+    cols = tile_cols(tl.program_id(1) * BLOCK_C, BLOCK_R, BLOCK_C)
     s = load_scores(s_ptr, mask_ptr, rows, cols, s_row_stride, mask_row_stride, n_rows, n_cols, HAS_MASK, BLOCK_R)
     gy = load_gradient(gy_ptr, rows, cols, gy_row_stride, n_rows, n_cols, BLOCK_R)
     k = load_option(k_ptr, k_stride, k_value, rows, n_rows, HAS_K)
@@ -405,10 +511,8 @@ def _eps_arguments(eps: float, eps_init: float, eps_decay: float) -> tuple[float
 
 def _n_changing(n_iters: int, eps: float, eps_init: float, eps_decay: float) -> int:
     """Number of the step, counted from 0, from which on eps is the same for all."""
-    if eps_decay == 1 or (eps_decay < 1 and eps_init <= eps):
-        return 0
-    if eps_decay > 1:
-        return n_iters
+    if eps_decay >= 1 or eps_init <= eps:
+        return n_iters if eps_decay > 1 else 0
     # one more than exact arithmetic says: the kernel's own rounding may be late
     return min(n_iters, math.ceil(math.log(eps / eps_init) / math.log(eps_decay)) + 1)
 
@@ -424,24 +528,32 @@ def forward(
     if not y.numel():
         return y, trace.zero_()
     plan = shape(n_rows, n_cols, PER_WARP, FORWARD_MAX_COLS)
-    first, last, log2_decay = _eps_arguments(eps, eps_init, eps_decay)
+    schedule = _eps_arguments(eps, eps_init, eps_decay)
     flags = {"HAS_K": k is not None, "HAS_MASK": mask is not None, "TRACE": want_trace}
+    vec = math.gcd(16, n_cols, s.stride(0), stride(mask))
+    numbers = (s.stride(0) // vec, stride(k), stride(mask) // vec, n_rows, n_cols // vec, k_value, n_iters, *schedule)
     with device_guard(s):
         if plan.splits == 1:
-            forward_kernel[(plan.programs,)](
-                s, k, mask, y, trace, s.stride(0), stride(k), stride(mask), n_rows, n_cols, k_value, n_iters,
-                first, last, log2_decay, **flags, BLOCK_R=plan.block_r, BLOCK_C=plan.block_c,
-                num_warps=plan.warps, **OPTIONS,
+            launch(
+                forward_kernel, (plan.programs, 1, 1), (s, k, mask, y, trace), numbers,
+                (*flags.values(), plan.block_r, plan.block_c, vec), num_warps=plan.warps,
+            )  # fmt: skip
+            return y, trace
+        team = team_of(s, *TEAM)
+        if team is not None:
+            words = torch.zeros(team.teams * 4 * team.size, dtype=torch.int64, device=s.device)
+            launch(
+                team_kernel, (team.teams * team.size, 1, 1), (s, k, mask, y, trace, words), numbers,
+                (*flags.values(), team.size, next_power_of_2(team.size), team.block_c, vec), **team.options,
             )  # fmt: skip
             return y, trace
         grid = (n_rows, plan.splits)
-        state = scratch(s, 2, n_rows, 5)
-        partial = scratch(s, 2, n_rows, plan.splits, 2)
+        state, partial = scratch(s, 2, n_rows, 5), scratch(s, 2, n_rows, plan.splits, 2)
         ends_kernel[grid](
             s, mask, partial, s.stride(0), stride(mask), n_rows, n_cols, plan.chunk,
             HAS_MASK=mask is not None, BLOCK_C=plan.block_c, num_warps=plan.warps, **OPTIONS,
         )  # fmt: skip
-        epsilons = [max(first * eps_decay**t, last) for t in range(n_iters + 1)]
+        epsilons = [max(schedule[0] * eps_decay**t, eps) for t in range(n_iters + 1)]
         for t in range(1, n_iters + 1):
             step_kernel[grid](
                 s, k, mask, y, trace, state, partial, s.stride(0), stride(k), stride(mask), n_rows, n_cols,
@@ -462,23 +574,26 @@ def backward(
     dk = scratch(s, n_rows, 1)
     if not ds.numel():
         return ds, dk.zero_()
-    first, last, log2_decay = _eps_arguments(eps, eps_init, eps_decay)
+    schedule = _eps_arguments(eps, eps_init, eps_decay)
     plan = shape(n_rows, n_cols, HALF_PER_WARP, BACKWARD_MAX_COLS)
-    partial = None
+    partial = scratch(s, n_rows, plan.splits) if plan.splits > 1 else None
+    vec = math.gcd(16, n_cols, gy.stride(0), s.stride(0), stride(mask))
+    strides = (gy.stride(0) // vec, s.stride(0) // vec, stride(k), stride(mask) // vec)
     block_c, warps, col_programs = plan.block_c, plan.warps, 1
     with device_guard(s):
-        if plan.splits > 1:
-            partial = scratch(s, n_rows, plan.splits)
-            gradient_sum_kernel[(n_rows, plan.splits)](
-                gy, s, mask, trace, partial, gy.stride(0), s.stride(0), stride(mask), n_rows, n_cols, plan.chunk,
-                n_iters, first, last, log2_decay, HAS_MASK=mask is not None, BLOCK_C=TILE, num_warps=4, **OPTIONS,
+        if partial is not None:
+            launch(
+                gradient_sum_kernel, (n_rows, plan.splits, 1), (gy, s, mask, trace, partial),
+                (*strides[:2], strides[3], n_rows, n_cols // vec, plan.chunk, n_iters, *schedule),
+                (mask is not None, TILE, vec), num_warps=4,
             )  # fmt: skip
             block_c, warps, col_programs = TILE, TILE // HALF_PER_WARP, cdiv(n_cols, TILE)
-        backward_kernel[(plan.programs, col_programs)](
-            gy, s, k, mask, trace, partial, ds, dk, gy.stride(0), s.stride(0), stride(k), stride(mask), n_rows, n_cols,
-            plan.splits, k_value, n_iters, _n_changing(n_iters, eps, eps_init, eps_decay), first, last, log2_decay,
-            HAS_K=k is not None, HAS_MASK=mask is not None,
-            N_SPLITS=0 if partial is None else next_power_of_2(plan.splits), BLOCK_R=plan.block_r, BLOCK_C=block_c,
-            num_warps=warps, **OPTIONS,
+        n_splits = 0 if partial is None else next_power_of_2(plan.splits)
+        launch(
+            backward_kernel, (plan.programs, col_programs, 1), (gy, s, k, mask, trace, partial, ds, dk),
+            (*strides, n_rows, n_cols // vec, plan.splits, k_value, n_iters,
+             _n_changing(n_iters, eps, eps_init, eps_decay), *schedule),
+            (k is not None, mask is not None, n_splits, plan.block_r, block_c, vec),
+            **(resident(warps, 2) if warps == 16 else {"num_warps": warps}),
         )  # fmt: skip
     return ds, dk

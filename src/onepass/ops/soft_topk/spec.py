@@ -168,7 +168,7 @@ _DIVISIBLE = ("s_ptr", "y_ptr", "gy_ptr", "ds_ptr", "mask_ptr", "s_row_stride", 
 
 
 def _signature(names: str, dtype: str) -> dict[str, str]:
-    types = dict.fromkeys(_SIZES, "i32") | dict.fromkeys(_NUMBERS, "fp32") | {"mask_ptr": "*u8"}
+    types = dict.fromkeys(_SIZES, "i32") | dict.fromkeys(_NUMBERS, "fp32") | {"mask_ptr": "*u8", "words_ptr": "*i64"}
     types |= dict.fromkeys(("s_ptr", "y_ptr", "gy_ptr", "ds_ptr"), f"*{dtype}")
     return {n: types.get(n, "*fp32") for n in names.split()}
 
@@ -192,8 +192,10 @@ _FORWARD_SHAPES = (
     ("fp32", 0, 64), ("fp32", 0, 1024), ("fp32", 0, 8192), ("fp32", 0, 16384), ("fp32", 0, 32768), ("bf16", 0, 8192),
     ("fp32", 1, 8192), ("fp32", 2, 8192), ("fp32", 3, 8192), ("fp32", 1, 16384),
 )  # fmt: skip
-# a row of 32 registers per thread leaves few for the state of the search: some of it waits in local memory
-_CROWDED = {(0, 8192): 8, (0, 32768): 256, (1, 16384): 32}
+# a row of 32 registers per thread leaves few for the state of the search: some of it waits in local memory. At launch
+# 8192 and 16384 columns get fewer registers still (`forward_options`): more rows at once gain more than spills cost
+_CROWDED = {(0, 8192): 16, (1, 8192): 16, (2, 8192): 24, (3, 8192): 16, (0, 16384): 32, (0, 32768): 256, (1, 16384): 32}
+_AMD_CROWDED = {(1, 16384): 2}
 
 
 def _kernels() -> Iterator[Kernel]:
@@ -207,15 +209,16 @@ def _kernels() -> Iterator[Kernel]:
         yield Kernel(
             f"soft_topk forward {KINDS[kind]} {dtype} {plan.block_r}x{cols}",
             _kernel("kernels_triton", "forward_kernel"), _signature(_FORWARD, dtype),
-            {**plain, "KIND": kind, "BLOCK_R": plan.block_r, "BLOCK_C": cols}, _DIVISIBLE,
-            num_warps=plan.warps, max_registers=168, max_spill_bytes=_CROWDED.get((kind, cols), 0),
+            {**plain, "KIND": kind, "BLOCK_R": plan.block_r, "BLOCK_C": cols, "VEC": 16}, _DIVISIBLE,
+            num_warps=plan.warps, max_registers=176, max_spill_bytes=_CROWDED.get((kind, cols), 0),
+            max_amd_spills=_AMD_CROWDED.get((kind, cols), 0),
         )  # fmt: skip
     for dtype, cols in (("fp32", 64), ("fp32", 1024), ("fp32", 8192), ("fp32", 32768), ("bf16", 8192)):
         plan = kernels_common.shape(1 << 16, cols, kernels_common.PER_WARP, kernels_descent.FORWARD_MAX_COLS)
         yield Kernel(
             f"coor_descent forward {dtype} {plan.block_r}x{cols}",
             _kernel("kernels_descent", "forward_kernel"), _signature(_DESCENT, dtype),
-            {"HAS_K": False, "HAS_MASK": False, "TRACE": True, "BLOCK_R": plan.block_r, "BLOCK_C": cols},
+            {"HAS_K": False, "HAS_MASK": False, "TRACE": True, "BLOCK_R": plan.block_r, "BLOCK_C": cols, "VEC": 16},
             _DIVISIBLE, num_warps=plan.warps, max_registers=160,
         )  # fmt: skip
         if cols > kernels_backward.LONGEST:
@@ -225,14 +228,14 @@ def _kernels() -> Iterator[Kernel]:
             f"soft_topk backward {dtype} {plan.block_r}x{cols}",
             _kernel("kernels_backward", "backward_kernel"), _signature(_BACKWARD, dtype),
             {"KIND": 0, "HAS_EPS": False, "HAS_MASK": False, "NEED_S": True, "NEED_EPS": False, "SUMS_ONLY": False,
-             "N_SPLITS": 0, "BLOCK_R": plan.block_r, "BLOCK_C": cols},
+             "N_SPLITS": 0, "BLOCK_R": plan.block_r, "BLOCK_C": cols, "VEC": 16},
             _DIVISIBLE, num_warps=plan.warps, max_registers=80,
         )  # fmt: skip
         plan = kernels_common.shape(1 << 16, cols, kernels_common.HALF_PER_WARP, kernels_descent.BACKWARD_MAX_COLS)
         yield Kernel(
             f"coor_descent backward {dtype} {plan.block_r}x{cols}",
             _kernel("kernels_descent", "backward_kernel"), _signature(_DESCENT_BACKWARD, dtype),
-            {"HAS_K": False, "HAS_MASK": False, "N_SPLITS": 0, "BLOCK_R": plan.block_r, "BLOCK_C": cols},
+            {"HAS_K": False, "HAS_MASK": False, "N_SPLITS": 0, "BLOCK_R": plan.block_r, "BLOCK_C": cols, "VEC": 16},
             _DIVISIBLE, num_warps=plan.warps, max_registers=128,
         )  # fmt: skip
     plan = kernels_triton.forward_shape(2, 1 << 20, 0)
@@ -240,6 +243,22 @@ def _kernels() -> Iterator[Kernel]:
     yield Kernel(
         "soft_topk pass over long rows", _kernel("kernels_triton", "pass_kernel"), _signature(_PASS, "fp32"),
         {**plain, **long, "KIND": 0}, _DIVISIBLE, num_warps=plan.warps, max_registers=128,
+    )  # fmt: skip
+    block, warps, _ = kernels_triton.TEAM
+    team = {"TEAM": 64, "WIDTH": 64, "BLOCK_C": block}
+    for kind in (0, 1):
+        yield Kernel(
+            f"soft_topk team {KINDS[kind]}", _kernel("kernels_triton", "team_kernel"),
+            _signature(_FORWARD.replace("solution_ptr", "solution_ptr words_ptr"), "fp32"),
+            {**plain, **team, "KIND": kind, "VEC": 16}, _DIVISIBLE, num_warps=warps,
+            max_registers=224, max_spill_bytes=16, amd=False,
+        )  # fmt: skip
+    block, warps, _ = kernels_descent.TEAM
+    yield Kernel(
+        "coor_descent team", _kernel("kernels_descent", "team_kernel"),
+        _signature(_DESCENT.replace("trace_ptr", "trace_ptr words_ptr"), "fp32"),
+        {"HAS_K": False, "HAS_MASK": False, "TRACE": True, **team, "BLOCK_C": block, "VEC": 16}, _DIVISIBLE,
+        num_warps=warps, max_registers=176, amd=False,
     )  # fmt: skip
     yield Kernel(
         "coor_descent step over long rows", _kernel("kernels_descent", "step_kernel"),
