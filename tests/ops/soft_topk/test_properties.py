@@ -110,14 +110,16 @@ def check_threshold(p: Problem) -> None:
     for scores, gates, k in zip(hidden, y, p.k, strict=True):
         chosen = int(min(k.item(), (gates >= 0).sum().item()))
         ordered = gates[scores.argsort(descending=True, stable=True)]
-        # exp2 of a GPU is exact to two bits, so not quite monotone
-        assert (ordered.diff() <= (1e-6 if y.is_cuda else 0)).all()
+        # a GPU's exp2 is not quite monotone, and a CPU's vectorised one differs from its scalar one by a bit
+        assert (ordered.diff() <= (1e-6 if y.is_cuda else 4e-16)).all()
         full = gates == 1
         if full.any() and not full.all():
-            assert scores[full].min() > scores[~full].max()
+            assert scores[full].min() >= scores[~full].max()
         if chosen:
             index = scores.topk(chosen).indices
-            torch.testing.assert_close(gates[index].sort().values, gates.topk(chosen).values.flip(0), rtol=0, atol=1e-6)
+            torch.testing.assert_close(
+                gates[index].sort().values, gates.topk(chosen).values.flip(0), rtol=0, atol=1e-6 if y.is_cuda else 4e-16
+            )
 
 
 def check_isolation(p: Problem) -> None:
