@@ -202,6 +202,10 @@ def advance(
     slack = 4 * TINY * (1.0 + tl.abs(c)) * (1 if KIND == CAPPED_EXP else -1)
     inside = (target >= lo - slack) & (target <= hi + slack)
     trusted = inside & ((streak < STREAK) | (hi - lo <= NARROW))
+    if KIND != CAPPED_EXP:
+        # a leap across the bracket is worth less than its middle: from where gates are saturated Newton goes to the
+        # other end and back for ever
+        trusted = trusted & (tl.abs(step) <= 0.5 * (hi - lo))
     streak = tl.where(trusted, streak + 1, 0.0)
     last = tl.where(trusted & (size < k), size, -1.0)
     between = lo + (hi - lo) * tl.where(odd, (f_lo - k) / (f_lo - f_hi), 0.5)

@@ -179,7 +179,7 @@ def forward_kernel(
         free = done == 0
         c, lo_base, lo_c, hi_base, hi_c, f_lo, f_hi, last, streak, done = advance(
             base, c, lo_base, lo_c, hi_base, hi_c, f_lo, f_hi, last, streak, done, total, size, step, k, eps,
-            i % 2 == 1, KIND,
+            i % 3 == 1, KIND,
         )  # fmt: skip
         if KIND == CAPPED_EXP:
             # e^c, but a Newton step never went through the logarithm: rows sum to k to the last digits
@@ -296,7 +296,7 @@ def team_kernel(
             target = tl.where(size < k, c + step, float("nan"))
             c, lo_base, lo_c, hi_base, hi_c, f_lo, f_hi, last, streak, done = advance(
                 base, c, lo_base, lo_c, hi_base, hi_c, f_lo, f_hi, last, streak, done, total, size, step, k, eps,
-                i % 2 == 1, KIND,
+                i % 3 == 1, KIND,
             )  # fmt: skip
             if KIND == CAPPED_EXP:
                 u = tl.where(c == target, raw / (k - b), tl.exp2(c * LOG2E))
@@ -429,7 +429,7 @@ def pass_kernel(
         total, size, step = newton(a, b, c, k, n, KIND)
         c, lo_base, lo_c, hi_base, hi_c, f_lo, f_hi, last, streak, done = advance(
             base, c, lo_base, lo_c, hi_base, hi_c, f_lo, f_hi, last, streak, done, total, size, step, k, eps,
-            turn % 2 == 0, KIND,
+            turn % 3 == 0, KIND,
         )  # fmt: skip
     base, c = rebase(base, c, done, eps)
     if LAST:
