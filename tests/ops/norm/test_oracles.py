@@ -149,7 +149,7 @@ def test_peak_memory_of_backward(rows: int, cols: int) -> None:
         grads = torch.autograd.grad(y, (x, w, b), dy)
         peak = torch.cuda.max_memory_allocated() - before
         del grads
-    # two programs per multiprocessor for 16-bit rows up to 2048: faster, at one more partial row each
+    # two programs per multiprocessor for narrow rows: faster, at one more partial row each
     programs = torch.cuda.get_device_properties(0).multi_processor_count * (2 if cols <= 2048 else 1)
     assert peak <= x.numel() * 2 + programs * cols * 8 + 2**20
 
