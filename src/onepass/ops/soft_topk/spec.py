@@ -195,7 +195,7 @@ _FORWARD_SHAPES = (
 # a row of 32 registers per thread leaves few for the state of the search: some of it waits in local memory. At launch
 # 8192 and 16384 columns get fewer registers still (`forward_options`): more rows at once gain more than spills cost
 _CROWDED = {(0, 8192): 16, (1, 8192): 16, (2, 8192): 24, (3, 8192): 16, (0, 16384): 32, (0, 32768): 256, (1, 16384): 32}
-_AMD_CROWDED = {(1, 16384): 2}
+_AMD_CROWDED = {(1, 16384): 4}
 
 
 def _kernels() -> Iterator[Kernel]:
