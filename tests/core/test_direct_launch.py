@@ -49,7 +49,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> _Kernel:
     from triton.runtime import driver
 
     monkeypatch.setattr(core, "_compiled", {})
-    stand_in = SimpleNamespace(get_current_stream=lambda device: 7 + device)
+    stand_in = SimpleNamespace(get_current_stream=lambda device: 7 + device, get_current_device=lambda: 0)
     monkeypatch.setattr(type(driver), "active", property(lambda self: stand_in))
     return _Kernel()
 
@@ -87,6 +87,43 @@ def test_another_compilation(kernel: _Kernel, tensors: tuple[Any, ...], others: 
     assert len(kernel.plain) >= 2
     _launch(kernel, _OnGpu(), None)
     assert len(kernel.direct) == 1, "the first one is still there"
+
+
+class CudaLauncher:
+    """Triton 3.6's, with a C function that takes anything."""
+
+    launch = staticmethod(print)
+    launch_cooperative_grid, launch_pdl = False, True
+    global_scratch_size, profile_scratch_size = 0, 0
+
+    def __call__(self, *args: Any) -> None:
+        raise AssertionError("the launcher's Python was to be spared")
+
+
+def test_triton_3_6s_c_launcher_is_called_without_the_python_around_it(
+    kernel: _Kernel, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import triton
+
+    compiled = SimpleNamespace(run=CudaLauncher(), function="f", packed_metadata="m")
+    monkeypatch.setattr(_Kernel, "__getitem__", lambda self, grid: lambda *args, **options: compiled)
+    monkeypatch.setattr(triton, "__version__", "3.6.0")
+    for _ in range(2):
+        _launch(kernel, _OnGpu())
+    assert capsys.readouterr().out == "3 1 1 7 f False True None None m None None None 4096 5 0.5 16\n"
+
+
+def test_other_launchers_are_called_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    import triton
+
+    monkeypatch.setattr(triton, "__version__", "3.6.0")
+    assert core._only_calls_c(CudaLauncher())
+    for name, value in (("global_scratch_size", 128), ("profile_scratch_size", 8), ("launch", lambda *args: None)):
+        launcher = CudaLauncher()
+        setattr(launcher, name, value)
+        assert not core._only_calls_c(launcher)
+    monkeypatch.setattr(triton, "__version__", "3.9.0")
+    assert not core._only_calls_c(CudaLauncher())
 
 
 def test_a_profilers_hook_sees_every_launch(kernel: _Kernel) -> None:

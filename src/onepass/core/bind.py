@@ -19,26 +19,37 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from .replay import replayed
+
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 # what most calls consist of
-_PLAIN_ARGUMENTS = frozenset((*_PLAIN_TYPES, type(None), bool, int, float))
+_PLAIN_ARGUMENTS = frozenset((*_PLAIN_TYPES, type(None), bool, int, float, str, torch.dtype))
 
-Outputs = Tensor | tuple[Tensor, ...]
+Outputs = Tensor | tuple[Tensor | None, ...]
 
 
 def _is_plain(args: tuple[Any, ...]) -> bool:
-    """True when nothing but eager autograd will look at this call: no mode, no tensor subclass."""
-    if torch._C._len_torch_dispatch_stack():
+    """True when nothing but eager autograd will look at this call: no transform, no mode, no tensor subclass."""
+    if torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack():
         return False
     if _PLAIN_ARGUMENTS.issuperset(map(type, args)):
         return True
     return all(type(a) in _PLAIN_TYPES for a in args if isinstance(a, torch.Tensor))
 
 
-def _vmap_by_loop(op: Any) -> Callable[..., Any]:
-    """Give an op's vmap rule: one call per batch element, stacked (as torch's fallback does, without its warning)."""
+def batch_first(tensor: Tensor, dim: int | None, size: int) -> Tensor:
+    """A vmapped tensor with its batch in front; one that is not batched is repeated, as a view."""
+    return tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
+
+
+def _vmap_rule(op: Any, at_once: Callable[..., Any] | None) -> Callable[..., Any]:
+    """Give an op's vmap rule: `at_once` if it can, else one call per batch element, stacked (torch's rule warns)."""
 
     def rule(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> Any:
+        answer = None if at_once is None else at_once(info.batch_size, in_dims, *args)
+        if answer is not None:
+            return answer
+
         def element(i: int) -> tuple[Any, ...]:
             return tuple(a if d is None else a.select(d, i) for a, d in zip(args, in_dims, strict=True))
 
@@ -74,6 +85,11 @@ def bind(
     save: Callable[[Any, tuple[Any, ...], Any], None],
     gradients: Callable[..., tuple[Any, ...]],
     n_public: int = 1,
+    check: Callable[..., None] = lambda *args: None,
+    replay: bool = False,
+    native: Callable[..., Any] | None = None,
+    vmap_forward: Callable[..., Any] | None = None,
+    vmap_backward: Callable[..., Any] | None = None,
 ) -> Callable[..., Any]:
     """Return `call(*args)`, differentiable on every path, giving the first `n_public` outputs.
 
@@ -81,15 +97,31 @@ def bind(
         forward: the kernels; positional arguments, returns a tensor or a tuple of which the first
             `n_public` belong to the user and the rest are saved for backward.
         forward_op: the `torch.library.custom_op` around `forward`.
-        backward: the backward kernels. A gradient that was not asked for comes back as an empty tensor.
-        backward_op: the `custom_op` around `backward`.
+        backward: the backward kernels. A gradient that was not asked for comes back as None, or as an empty tensor.
+        backward_op: the `custom_op` around `backward`, with an empty tensor for what was not asked for.
         save: `save(ctx, inputs, output)`: what backward will need.
         gradients: `gradients(ctx, run, *grads)` → one gradient or None per argument of `forward`;
             `run` is `backward` in the form that suits the path.
         n_public: how many outputs the user sees.
+        check: refuses bad arguments; not repeated for layouts that it has seen.
+        native: torch's own differentiable operator where that does as well: a plain eager call tries it first, and goes
+            on with what is here if it returns None.
+        vmap_forward: `vmap_forward(batch_size, in_dims, *args)` → (outputs, out_dims) by one call of `forward_op`, or
+            None where it takes one call per batch element.
+        vmap_backward: the same for `backward_op`.
+        replay: `forward` and `backward` launch by `core.launch.launch` alone, so that a call may be replayed.
     """
 
     gradients = _outside_autocast(gradients)
+    kernels = forward
+
+    def checked(*args: Any) -> Outputs:
+        check(*args)
+        return kernels(*args)
+
+    forward, backward = _outside_autocast(checked), _outside_autocast(backward)
+    if replay:
+        forward, backward = replayed(forward), replayed(backward)
 
     def public(out: Outputs) -> Any:
         if isinstance(out, torch.Tensor):
@@ -150,23 +182,30 @@ def bind(
         setup_context=save,
     )
 
-    def enter(*args: Any) -> Any:
+    forward_op.register_vmap(_vmap_rule(forward_op, vmap_forward))
+    backward_op.register_vmap(_vmap_rule(backward_op, vmap_backward))
+
+    @_outside_autocast
+    def through_dispatcher(*args: Any) -> Any:
+        check(*args)
         if torch._C._are_functorch_transforms_active():
             return public(Func.apply(*args))  # type: ignore[no-untyped-call]
-        if _is_plain(args):
-            if torch.is_grad_enabled() and any(a.requires_grad for a in args if isinstance(a, torch.Tensor)):
-                return eager(*args)
-            return public(forward(*args))
         return public(forward_op(*args))
-
-    for op in (forward_op, backward_op):
-        op.register_vmap(_vmap_by_loop(op))
-
-    eager_enter = _outside_autocast(enter)
 
     def call(*args: Any) -> Any:
         if torch.compiler.is_compiling():
+            check(*args)
             return public(forward_op(*args))
-        return eager_enter(*args)
+        if not _is_plain(args):
+            return through_dispatcher(*args)
+        if native is not None and isinstance(args[0], Tensor):
+            out = native(*args)
+            if out is not None:
+                return out
+        if torch.is_grad_enabled():
+            for a in args:
+                if isinstance(a, Tensor) and a.requires_grad:
+                    return eager(*args)
+        return public(forward(*args))
 
     return call

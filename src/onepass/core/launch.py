@@ -7,6 +7,9 @@ import functools
 import importlib.util
 import math
 import os
+import threading
+import types
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -50,18 +53,40 @@ def uses_triton(x: Tensor) -> bool:
 _INT32_MAX = 2**31 - 1
 
 
-class _Compiled(NamedTuple):
-    """A compiled kernel and what running it takes."""
+class Compiled(NamedTuple):
+    """A compiled kernel: `run(*grid, stream, *head, *pointers, *numbers, *constants)` launches it."""
 
     run: Any
-    function: Any
-    metadata: Any
+    head: tuple[Any, ...]
+    get_device: Any
     get_stream: Any
     hooks: Any
     kernel: Any  # keeps the id in the key taken
 
 
-_compiled: dict[tuple[Any, ...], _Compiled] = {}
+_compiled: dict[tuple[Any, ...], Compiled] = {}
+
+
+class _Recording(threading.local):
+    recorder: Any = None
+
+
+_recording = _Recording()
+
+
+def is_recording() -> bool:
+    """Whether launches of this thread are being noted."""
+    return _recording.recorder is not None
+
+
+@contextlib.contextmanager
+def recording(recorder: Any) -> Iterator[None]:
+    """Tell `recorder.launched` of every launch in this thread."""
+    _recording.recorder = recorder
+    try:
+        yield
+    finally:
+        _recording.recorder = None
 
 
 def launch(
@@ -81,6 +106,8 @@ def launch(
     """
     first = tensors[0]
     if INTERPRET or first is None or not first.is_cuda or max(numbers) > _INT32_MAX:
+        if _recording.recorder is not None:
+            _recording.recorder.launched(None, grid, tensors, ())
         kernel[grid](*tensors, *numbers, *constants, **options, **OPTIONS)
         return
     pointers: list[int | None] = []
@@ -98,12 +125,15 @@ def launch(
             key.append(tensor.dtype)
     entry = _compiled.get(tuple(key))
     if entry is None or alignment & 15 or entry.hooks.launch_enter_hook.calls or entry.hooks.launch_exit_hook.calls:
+        if _recording.recorder is not None:
+            _recording.recorder.launched(None, grid, tensors, ())
         compiled = kernel[grid](*tensors, *numbers, *constants, **options, **OPTIONS)
         if not alignment & 15:
             _remember(tuple(key), kernel, compiled)
         return
-    stream = entry.get_stream(device)
-    entry.run(*grid, stream, entry.function, entry.metadata, None, None, None, *pointers, *numbers, *constants)
+    if _recording.recorder is not None:
+        _recording.recorder.launched(entry, grid, tensors, (*numbers, *constants))
+    entry.run(*grid, entry.get_stream(device), *entry.head, *pointers, *numbers, *constants)
 
 
 def _remember(key: tuple[Any, ...], kernel: Any, compiled: Any) -> None:
@@ -114,9 +144,28 @@ def _remember(key: tuple[Any, ...], kernel: Any, compiled: Any) -> None:
     hooks = knobs.runtime
     known = all(hasattr(compiled, name) for name in ("run", "function", "packed_metadata"))
     if known and hasattr(hooks.launch_enter_hook, "calls") and hasattr(hooks.launch_exit_hook, "calls"):
-        _compiled[key] = _Compiled(
-            compiled.run, compiled.function, compiled.packed_metadata, driver.active.get_current_stream, hooks, kernel
-        )
+        run: Any = compiled.run
+        head: tuple[Any, ...] = (compiled.function, compiled.packed_metadata, None, None, None)
+        if _only_calls_c(run):
+            options = (run.launch_cooperative_grid, run.launch_pdl)
+            head = (compiled.function, *options, None, None, compiled.packed_metadata, None, None, None)
+            run = run.launch
+        active = driver.active
+        get_device = getattr(torch._C, "_cuda_getDevice", active.get_current_device)
+        _compiled[key] = Compiled(run, head, get_device, active.get_current_stream, hooks, kernel)
+
+
+def _only_calls_c(launcher: Any) -> bool:
+    """Whether it is the launcher of Triton 3.6 with no more to do than call its C function, 1 to 2 µs of Python."""
+    from triton import __version__
+
+    return (
+        __version__.startswith("3.6.")
+        and type(launcher).__name__ == "CudaLauncher"
+        # no tensor descriptors to unpack, no memory to allocate
+        and isinstance(launcher.launch, types.BuiltinFunctionType)
+        and launcher.global_scratch_size == launcher.profile_scratch_size == 0
+    )
 
 
 _NO_GUARD = contextlib.nullcontext()

@@ -94,6 +94,7 @@ class Kernel:
         constexprs: argument → value.
         divisible: arguments the launcher guarantees to be multiples of 16.
         num_warps, num_stages: launch options.
+        maxnreg: registers per thread that the launch allows on NVIDIA targets (0: as many as the compiler takes).
         max_registers: budget per thread on NVIDIA targets.
         max_spill_bytes: local memory for spills allowed (0 for everything a launch table uses).
         vector_loads: 16-byte global loads must appear.
@@ -108,6 +109,7 @@ class Kernel:
     divisible: Sequence[str] = ()
     num_warps: int = 4
     num_stages: int = 3
+    maxnreg: int = 0
     max_registers: int = 128
     max_spill_bytes: int = 0
     vector_loads: bool = True

@@ -1,0 +1,360 @@
+"""`replayed`: a call is replayed only where the replay is the same call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from onepass.core import launch as core
+from onepass.core import replay
+from onepass.core.replay import replayed
+
+
+class _Gpu:
+    """A GPU made of CPU tensors: one kernel, y = a·x (+ b), whose launches are seen."""
+
+    def __init__(self) -> None:
+        self.launched: list[tuple[Any, ...]] = []
+        self.hooks = SimpleNamespace(
+            launch_enter_hook=SimpleNamespace(calls=[]), launch_exit_hook=SimpleNamespace(calls=[])
+        )
+        self.device: Any = None
+        self.tensors: dict[int, Tensor] = {}
+
+    def launch(self, grid: tuple[int, int, int], tensors: tuple[Tensor | None, ...], a: float) -> None:
+        """What `core.launch.launch` does with a kernel that it remembers."""
+        entry = core.Compiled(self.run, ("head",), lambda: self.device, lambda device: "stream", self.hooks, None)
+        if core._recording.recorder is not None:
+            core._recording.recorder.launched(entry, grid, tensors, (a,))
+        self.run(*grid, "stream", "head", *(None if t is None else t.data_ptr() for t in tensors), a)
+
+    def run(self, *args: Any) -> None:
+        self.launched.append(args)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> _Gpu:
+    monkeypatch.setattr(replay, "_on_gpu", lambda x: True)
+    return _Gpu()
+
+
+def _counted(function: Callable[..., Any]) -> tuple[Callable[..., Any], list[int]]:
+    calls = [0]
+
+    def run(*args: Any) -> Any:
+        calls[0] += 1
+        return function(*args)
+
+    return replayed(run), calls
+
+
+def _scale(gpu: _Gpu) -> Callable[..., Any]:
+    def scale(x: Tensor, bias: Tensor | None, a: float) -> tuple[Tensor, Tensor | None]:
+        y, sums = torch.empty_like(x), torch.zeros(3, len(x), dtype=torch.float64)
+        gpu.launch((len(x), 1, 1), (x, bias, y, sums), a)
+        gpu.launch((1, 1, 1), (x[None], sums[0]), a)
+        return y, None
+
+    return scale
+
+
+def test_the_third_call_launches_the_same_with_its_own_tensors(gpu: _Gpu) -> None:
+    run, calls = _counted(_scale(gpu))
+    for _ in range(2):
+        run(torch.randn(4, 8), None, 0.5)
+    x = torch.randn(4, 8)
+    gpu.launched.clear()
+    y, none = run(x, None, 0.5)
+    assert calls == [2]
+    assert (y.shape, y.dtype, none) == (x.shape, x.dtype, None)
+    (first, second) = gpu.launched
+    assert first[:7] == (4, 1, 1, "stream", "head", x.data_ptr(), None)
+    assert first[7] == y.data_ptr()
+    assert first[9] == 0.5
+    assert second == (1, 1, 1, "stream", "head", x.data_ptr(), first[8], 0.5)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda x: (x[:3], None, 0.5),
+        lambda x: (x.t(), None, 0.5),
+        lambda x: (x.double(), None, 0.5),
+        lambda x: (x, x, 0.5),
+        lambda x: (x, None, 0.25),
+    ],
+    ids=["shape", "stride", "dtype", "another tensor", "value"],
+)
+def test_another_layout_is_another_call(gpu: _Gpu, other: Callable[[Tensor], tuple[Any, ...]]) -> None:
+    run, calls = _counted(_scale(gpu))
+    x = torch.randn(8, 8)
+    for _ in range(3):
+        run(x, None, 0.5)
+    assert calls == [2]
+    run(*other(x))
+    assert calls == [3]
+
+
+@pytest.mark.parametrize("shape", [(64, 1024), (3, 5, 384)])
+@pytest.mark.parametrize("name", ["weighted_sum", "layer_norm", "rms_norm", "residual"])
+def test_the_operators_calls_are_replayed(
+    gpu: _Gpu, name: str, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing but allocations, views and launches lies between their arguments and their results."""
+    pytest.importorskip("triton")
+    from onepass.ops.norm import launch as norm_launch
+    from onepass.ops.norm import op as norm
+    from onepass.ops.weighted_sum import kernels_triton, op
+
+    def launch(kernel: Any, grid: Any, tensors: Any, numbers: Any, constants: Any, **options: Any) -> None:
+        gpu.launch(grid, tensors, 1.0)
+
+    for module in (norm_launch, kernels_triton):
+        monkeypatch.setattr(module, "launch", launch)
+    for module in (norm, op):
+        monkeypatch.setattr(module, "uses_triton", lambda x: True)
+    x, w, r = torch.randn(shape), torch.randn(shape[-1]), torch.randn(shape)
+    if name == "weighted_sum":
+        run, calls = _counted(op._forward)
+        back, back_calls = _counted(op._backward)
+        forward, backward = (x, w, None), (torch.randn(shape[:-1]), x, w, True, True)
+    else:
+        has_mean = name != "rms_norm"
+        options, b = (1e-5, 0.0, has_mean, False), torch.randn(shape[-1]) if has_mean else None
+        given = (x, r, w, b) if name == "residual" else (x, w, b)
+        run, calls = _counted(norm._forward_residual if name == "residual" else norm._forward)
+        back, back_calls = _counted(norm._backward)
+        forward = (*given, *options)
+        stats = torch.randn(1 + has_mean, x.numel() // shape[-1])
+        backward = (r, None, x, stats, w, torch.float32, *options, True, True, has_mean)
+    for _ in range(5):
+        run(*forward)
+        back(*backward)
+    assert (calls, back_calls) == ([2], [2])
+
+
+def _copied(x: Tensor, launch: Callable[..., None]) -> Tensor:
+    y = torch.empty_like(x)
+    launch((1, 1, 1), (x.t().contiguous(), y), 1.0)
+    return y
+
+
+def _filled(x: Tensor, launch: Callable[..., None]) -> Tensor:
+    y = torch.empty_like(x).fill_(2)
+    launch((1, 1, 1), (x, y), 1.0)
+    return y
+
+
+def _looked_at(x: Tensor, launch: Callable[..., None]) -> Tensor:
+    y = torch.empty_like(x)
+    launch((1, 1, 1), (x, y), x[0, 0].item())
+    return y
+
+
+def _part(x: Tensor, launch: Callable[..., None]) -> Tensor:
+    y = torch.empty_like(x)
+    launch((1, 1, 1), (x, y[1]), 1.0)
+    return y
+
+
+def _own_argument(x: Tensor, launch: Callable[..., None]) -> Tensor:
+    launch((1, 1, 1), (x, x), 1.0)
+    return x
+
+
+def _a_view(x: Tensor, launch: Callable[..., None]) -> Tensor:
+    y = torch.empty_like(x)
+    launch((1, 1, 1), (x, y), 1.0)
+    return y.view(-1)
+
+
+_CONSTANT = torch.ones(8)
+
+
+def _a_stranger(x: Tensor, launch: Callable[..., None]) -> Tensor:
+    y = torch.empty_like(x)
+    launch((1, 1, 1), (x, _CONSTANT, y), 1.0)
+    return y
+
+
+def _two_parts(x: Tensor, launch: Callable[..., None]) -> tuple[Tensor, Tensor]:
+    y = torch.empty(2, *x.shape)
+    launch((1, 1, 1), (x, y), 1.0)
+    return y[0], y[1]
+
+
+def _no_elements(x: Tensor, launch: Callable[..., None]) -> Tensor:
+    launch((1, 1, 1), (x, torch.empty_like(x)), 1.0)
+    return torch.empty(0)
+
+
+def _nothing_launched(x: Tensor, launch: Callable[..., None]) -> Tensor:
+    return torch.empty_like(x)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        _copied, _filled, _looked_at, _part, _own_argument, _a_view, _a_stranger, _two_parts, _no_elements,
+        _nothing_launched,
+    ],
+)  # fmt: skip
+def test_what_cannot_be_replayed_runs_as_written_for_ever(gpu: _Gpu, function: Callable[..., Any]) -> None:
+    run, calls = _counted(lambda x: function(x, gpu.launch))
+    for _ in range(5):
+        run(torch.randn(4, 4))
+    assert calls == [5]
+
+
+def test_a_call_that_only_writes_to_its_arguments_returns_none_again(gpu: _Gpu) -> None:
+    run, calls = _counted(lambda x, into: gpu.launch((1, 1, 1), (x, into), 1.0))
+    for _ in range(4):
+        x, into = torch.randn(4, 4), torch.empty(4, 4)
+        gpu.launched.clear()
+        assert run(x, into) is None
+        assert gpu.launched[0][5:7] == (x.data_ptr(), into.data_ptr())
+    assert calls == [2]
+
+
+def test_one_tensor_returned_twice(gpu: _Gpu) -> None:
+    def function(x: Tensor) -> tuple[Tensor, Tensor]:
+        y = torch.empty_like(x)
+        gpu.launch((1, 1, 1), (x, y), 1.0)
+        return y, y
+
+    run, calls = _counted(function)
+    for _ in range(4):
+        a, b = run(torch.randn(4, 4))
+        assert a is b
+    assert calls == [2]
+
+
+def test_a_replayed_call_inside_another_is_seen(gpu: _Gpu) -> None:
+    inner, inner_calls = _counted(_scale(gpu))
+
+    def function(x: Tensor) -> Tensor:
+        y, _ = inner(x, None, 0.5)
+        return y
+
+    for _ in range(3):
+        inner(torch.randn(4, 8), None, 0.5)
+    assert inner_calls == [2]
+    run, calls = _counted(function)
+    for _ in range(4):
+        gpu.launched.clear()
+        run(torch.randn(4, 8))
+        assert len(gpu.launched) == 2
+    assert calls == [2]
+
+
+def test_overlapping_arguments_are_not_recorded(gpu: _Gpu) -> None:
+    run, calls = _counted(_scale(gpu))
+    storage = torch.randn(64)
+    for _ in range(4):
+        run(storage[:32].view(4, 8), storage[16:48].view(4, 8), 0.5)
+    assert calls == [4]
+    for _ in range(3):
+        run(storage[:32].view(4, 8), storage[32:].view(4, 8), 0.5)
+    assert calls == [5]
+
+
+def test_a_launch_that_triton_does_itself_is_not_replayed(gpu: _Gpu) -> None:
+    def function(x: Tensor) -> Tensor:
+        y = torch.empty_like(x)
+        gpu.launch((1, 1, 1), (x, y), 1.0)
+        if core._recording.recorder is not None:
+            core._recording.recorder.launched(None, (1, 1, 1), (x, y), ())
+        return y
+
+    run, calls = _counted(function)
+    for _ in range(5):
+        run(torch.randn(4, 4))
+    assert calls == [5]
+
+
+def test_misaligned_tensors_other_devices_and_profilers_run_as_written(gpu: _Gpu) -> None:
+    run, calls = _counted(_scale(gpu))
+    x = torch.randn(4, 8)
+    for _ in range(3):
+        run(x, None, 0.5)
+    storage = torch.randn(33)
+    assert (storage[1:].data_ptr() & 15) == 4
+    run(storage[1:].view(4, 8), None, 0.5)
+    assert calls == [3]
+    gpu.device = 1
+    run(x, None, 0.5)
+    assert calls == [4]
+    gpu.device = None
+    gpu.hooks.launch_enter_hook.calls.append(print)
+    run(x, None, 0.5)
+    assert calls == [5]
+    gpu.hooks.launch_enter_hook.calls.clear()
+    run(x, None, 0.5)
+    assert calls == [5]
+
+
+def test_a_tensor_given_twice_is_not_taken_for_two(gpu: _Gpu) -> None:
+    run, calls = _counted(_scale(gpu))
+    x = torch.randn(4, 8)
+    for _ in range(3):
+        run(x, x, 0.5)
+    assert calls == [3]
+    for _ in range(2):
+        gpu.launched.clear()
+        bias = torch.randn(4, 8)
+        run(x, bias, 0.5)
+        assert gpu.launched[0][5:7] == (x.data_ptr(), bias.data_ptr())
+    assert calls == [4]
+
+
+def test_an_error_leaves_no_recording_behind(gpu: _Gpu) -> None:
+    def function(x: Tensor) -> Tensor:
+        raise ValueError("no")
+
+    run = replayed(function)
+    for _ in range(3):
+        with pytest.raises(ValueError, match="no"):
+            run(torch.randn(2))
+    assert core._recording.recorder is None
+    assert not torch._C._len_torch_dispatch_stack()
+
+
+def test_memory_of_layouts_is_bounded(gpu: _Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replay, "_MAX_PLANS", 4)
+    run, calls = _counted(_scale(gpu))
+    for n in range(1, 20):
+        run(torch.randn(n, 8), None, 0.5)
+    assert calls == [19]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_replays_on_a_gpu_give_the_same_bits(dtype: torch.dtype) -> None:
+    from onepass import layer_norm, rms_norm, weighted_sum
+
+    calls: list[Callable[..., Any]] = [
+        lambda x, w, b, r: layer_norm(x, w, b),
+        lambda x, w, b, r: layer_norm(x, w, b, residual=r),
+        lambda x, w, b, r: rms_norm(x, w),
+        lambda x, w, b, r: weighted_sum(x, w),
+    ]
+    for shape in ((64, 1024), (4, 40960), (5, 33)):
+        for call in calls:
+            first = None
+            x, r = (torch.randn(shape, device="cuda", dtype=dtype) for _ in range(2))
+            w, b = (torch.randn(shape[-1], device="cuda", dtype=dtype) for _ in range(2))
+            dy = torch.randn(shape, device="cuda", dtype=dtype)
+            for _ in range(5):
+                # other addresses every time
+                inputs = [t.clone().requires_grad_() for t in (x, w, b, r)]
+                y = call(*inputs)
+                y = y[0] if isinstance(y, tuple) else y
+                grads = torch.autograd.grad(y, inputs, dy.view(-1)[: y.numel()].view(y.shape), allow_unused=True)
+                results = [y, *(g for g in grads if g is not None)]
+                first = first or results
+                assert all(torch.equal(a, c) for a, c in zip(first, results, strict=True))
