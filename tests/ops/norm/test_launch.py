@@ -13,6 +13,9 @@ from onepass import layer_norm, rms_norm
 from onepass.core.launch import cdiv
 from onepass.ops.norm import reference, shapes
 
+triton = pytest.importorskip("triton")
+tl = pytest.importorskip("triton.language")
+
 WIDTHS = [*range(1, 40), 64, 100, 127, 300, 511, 768, 1000, 1024, 2047, 3000, 4096, 5120, 6144, 7168, 8191, 8192]
 WIDE = [9000, 12288, 16384, 20480, 32767, 32768]
 
@@ -44,6 +47,17 @@ def test_backward_tiles(itemsize: int, shared: int, stable: bool) -> None:
         assert per_thread <= (16 if tile.warps == 16 else 24)
         buffered = (tile.stages - 1) * tensors * tile.rows * chunks * tile.cols * itemsize
         assert tile.stages == 2 or buffered <= shared - 4096
+
+
+def test_packed_rows_are_shared_in_equal_parts_of_whole_loads() -> None:
+    for cols in (16392, 18432, 20000, 32768, 40000, 53248, 65536, 131072, 262144, 1_000_000):
+        packed = shapes.packed(cols)
+        assert packed is not None, cols
+        assert cols % (8 * packed.size) == 0
+        assert cols / packed.size <= packed.warps * shapes.PACKED_WARP_COLS
+        assert packed.size <= packed.width() < 2 * packed.size
+        assert packed.size == 1 or cols / packed.size > 2048
+    assert shapes.packed(32767) is None, "neighbours would not share a word in every row"
 
 
 def test_a_row_that_fits_no_program_is_refused() -> None:
@@ -86,6 +100,42 @@ def test_rows_in_tiles(cols: int, l2: int, monkeypatch: pytest.MonkeyPatch) -> N
         _compare(norm, definition, args, options)
 
 
+@triton.jit
+def _narrow(low, high, dtype: tl.constexpr):
+    """What the assembly does, in the language that the interpreter knows."""
+    low = low.to(dtype).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+    return (high.to(dtype).to(tl.int16, bitcast=True).to(tl.int32) << 16) | low
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("cols", [256, 512, 600, 1024])
+@pytest.mark.parametrize("norm", [layer_norm, rms_norm])
+def test_packed_rows(norm, cols: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole and partly filled chunks; a mean of a thousand σ; a sum that is rounded before its statistics."""
+    from onepass.ops.norm import kernels_packed
+
+    used = []
+    monkeypatch.setattr(kernels_packed, "narrow", _narrow)
+    monkeypatch.setattr(shapes, "MIN_PACKED_COLS", 16)
+    monkeypatch.setattr(shapes, "packed", lambda n: used.append(n) or shapes.Packed(1, 1))
+    x, r, w, b = (torch.randn(*shape).half() for shape in ((5, cols), (5, cols), (cols,), (cols,)))
+    x[1] += 1000
+    vectors = (w, b) if norm is layer_norm else (w,)
+    definition = reference.layer_norm if norm is layer_norm else reference.rms_norm
+
+    def check(got: Tensor, s: Tensor, *args: Tensor | None) -> None:
+        want = definition(s.double(), *(None if v is None else v.double() for v in args))
+        torch.testing.assert_close(got.double(), want, rtol=2e-3, atol=2e-3)
+
+    check(norm(x, *vectors), x, *vectors)
+    check(norm(x), x)
+    check(norm(x[::2], *vectors), x[::2], *vectors)
+    y, s = norm(x, *vectors, residual=r)
+    torch.testing.assert_close(s, x + r, rtol=0, atol=0)
+    check(y, s, *vectors)
+    assert used == [cols] * 4
+
+
 def _compare(norm, definition, args: tuple[Tensor | None, ...], options: dict) -> None:
     def run(fn, up) -> list[Tensor]:
         leaves = [None if t is None else up(t).clone().requires_grad_() for t in args]
@@ -103,9 +153,9 @@ def _compare(norm, definition, args: tuple[Tensor | None, ...], options: dict) -
 @pytest.mark.skipif(INTERPRET, reason="an interpreted kernel has no parameters")
 def test_kernels_do_not_specialise_on_rows_or_strides() -> None:
     pytest.importorskip("triton")
-    from onepass.ops.norm import kernels_triton, kernels_wide
+    from onepass.ops.norm import kernels_packed, kernels_team, kernels_triton, kernels_wide
 
-    for module in (kernels_triton, kernels_wide):
+    for module in (kernels_triton, kernels_packed, kernels_team, kernels_wide):
         for name in dir(module):
             for p in getattr(getattr(module, name), "params", ()) if name.endswith("_kernel") else ():
                 if not p.is_constexpr and not p.name.endswith("_ptr") and p.name not in ("eps", "offset"):

@@ -90,7 +90,7 @@ def test_programs_agree(rows: int, lag: int, has_mean: bool, stable: bool, resid
     stats, partials = _shared(torch.zeros(3, n_rows)), _shared(torch.zeros(1 + has_mean, teams, n_cols))
     shape = {
         "N_COLS": n_cols, "VEC": 1, "HAS_MEAN": has_mean, "STABLE": stable, "BLOCK_C": block, "TEAM": size,
-        "WIDTH": next_power_of_2(size), "R": rows, "LAG": lag, "STAGES": 1,
+        "WIDTH": next_power_of_2(size), "R": rows, "LAG": lag, "STAGES": 1, "COOPERATIVE": False,
     }  # fmt: skip
 
     def words(kinds: int) -> Tensor:

@@ -21,11 +21,11 @@ WIDTHS = [8193, 16384, 20001, 32768, 32769, 40000, 65536, 131073, 262144, 524288
 def test_teams_cover_the_row_and_all_rows(make, itemsize: int, shared: int) -> None:
     for cols, rows, programs in itertools.product(WIDTHS, (1, 5, 1000, 100_000), (20, 132)):
         team = make(cols, itemsize, 2, shared)
-        assert (team.stages - 1) * 2 * team.rows * team.cols * itemsize < shared
+        assert team.per_sm * (team.stages - 1) * 2 * team.rows * team.cols * itemsize < shared
         assert (team.size - 1) * team.cols < cols <= team.size * team.cols
         assert team.size <= team.width() < 2 * team.size
         teams = team.teams(rows, programs)
-        most = max(1, min(programs // team.size, cdiv(rows, team.rows)))
+        most = max(1, min(team.per_sm * programs // team.size, cdiv(rows, team.rows)))
         assert 1 <= teams <= most
         assert cdiv(rows, teams * team.rows) == cdiv(rows, most * team.rows), "fewer teams, but no more turns"
 
@@ -89,12 +89,31 @@ def test_every_width(norm, definition, options: dict, dtype: torch.dtype) -> Non
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("cols", [32768, 65536, 131072])
-def test_twenty_times_the_same_bits(cols: int) -> None:
-    call = _call(layer_norm, 200, cols, torch.bfloat16, {"stable": True})
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=lambda d: str(d)[6:])
+@pytest.mark.parametrize("stable", [False, True])
+@pytest.mark.parametrize("cols", [128, 768, 1024, 3000, 8192, 16384, 32768, 40000, 65536, 131072, 300_000])
+def test_twenty_times_the_same_bits(cols: int, stable: bool, dtype: torch.dtype) -> None:
+    call = _call(layer_norm, max(40, 2**22 // cols), cols, dtype, {"stable": True} if stable else {})
     first = _run(layer_norm, *call)
     for _ in range(20):
         assert all(map(torch.equal, first, _run(layer_norm, *call)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=lambda d: str(d)[6:])
+def test_large_teams_on_six_streams_at_once(dtype: torch.dtype) -> None:
+    """More kernels at a time than could all have a few of a large team's programs running and the rest waiting."""
+    call = _call(layer_norm, 30, 262144, dtype, {})
+    expected = _run(layer_norm, *call)
+    streams = [torch.cuda.Stream() for _ in range(6)]
+    torch.cuda.synchronize()
+    for _ in range(5):
+        results = []
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                results.append(_run(layer_norm, *call))
+        torch.cuda.synchronize()
+        assert all(torch.equal(g, w) for got in results for g, w in zip(got, expected, strict=True))
 
 
 @pytest.mark.gpu
@@ -124,7 +143,7 @@ def test_in_a_graph_and_on_three_streams() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("cols", [1024, 40000])
+@pytest.mark.parametrize("cols", [1024, 40000, 131072])
 def test_more_than_two_billion_elements(cols: int) -> None:
     rows = 2**31 // cols + 5
     x = torch.empty(rows, cols, device="cuda", dtype=torch.bfloat16).normal_().requires_grad_()

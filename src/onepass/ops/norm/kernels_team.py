@@ -6,8 +6,9 @@ its lowest bit is the parity of the turn, which differs from what the slot held 
 round trip are needed. Four slots take turns; with one turn of lag between writing and waiting, no program can be more
 than two turns ahead, so that none overwrites a word before it is read.
 
-A program's place is the order in which it started: the programs of a team start one after another, so all but the
-last team are complete and running, and finish even when other kernels hold the rest of the GPU.
+A cooperative launch starts all programs at once or none. Without one a program's place is the order in which it
+started: the programs of a team start one after another, so all but the last team are complete and running, and finish
+even when other kernels hold the rest of the GPU.
 """
 
 from __future__ import annotations
@@ -79,10 +80,13 @@ def await_words(ptr, parity, TEAM: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def take_place(words_ptr, SLOTS: tl.constexpr, TEAM: tl.constexpr):
-    """(team, member, number of teams) in the order of starting; the counter lies behind the slots of all teams."""
+def take_place(words_ptr, SLOTS: tl.constexpr, TEAM: tl.constexpr, COOPERATIVE: tl.constexpr):
+    """(team, member, number of teams); the counter of those that have started lies behind the slots of all teams."""
     teams = tl.num_programs(0) // TEAM
-    place = tl.atomic_add(words_ptr + teams * SLOTS, 1, sem="relaxed").to(tl.int32)
+    if COOPERATIVE:
+        place = tl.program_id(0)
+    else:
+        place = tl.atomic_add(words_ptr + teams * SLOTS, 1, sem="relaxed").to(tl.int32)
     return place // TEAM, place % TEAM, teams
 
 
@@ -94,6 +98,15 @@ def load_part(ptr, cols, live, N_COLS: tl.constexpr, MASKED: tl.constexpr, ALL_L
     else:
         x = tl.load(ptr + cols, mask=cols < tl.where(live, N_COLS, 0), other=0.0)
     return x
+
+
+@triton.jit
+def gain(w, offset, HAS_MEAN: tl.constexpr):
+    """What n is multiplied by, in fp32; rms_norm alone has an offset."""
+    w = w.to(tl.float32)
+    if not HAS_MEAN:
+        w += offset
+    return w
 
 
 @triton.jit
@@ -130,13 +143,14 @@ def team_forward_kernel(
     R: tl.constexpr,
     LAG: tl.constexpr,
     STAGES: tl.constexpr,
+    COOPERATIVE: tl.constexpr,
 ):
     """R rows of a team's every turn; y of the rows of LAG turns ago, whose words have arrived meanwhile."""
     MASKED: tl.constexpr = N_COLS % BLOCK_C != 0
     ALL_LIVE: tl.constexpr = LAG == 0 and R == 1
     KINDS: tl.constexpr = 3 if STABLE else 1
     SLOT: tl.constexpr = R * KINDS * TEAM
-    team, member, teams = take_place(words_ptr, 4 * SLOT, TEAM)
+    team, member, teams = take_place(words_ptr, 4 * SLOT, TEAM, COOPERATIVE)
     words_ptr += team * (4 * SLOT)
     cols = member * BLOCK_C + tl.arange(0, BLOCK_C)
     count = tl.minimum(N_COLS - member * BLOCK_C, BLOCK_C).to(tl.float32)
@@ -228,7 +242,7 @@ def team_forward_kernel(
                 y -= mean
             y *= rstd
             if w_ptr is not None:
-                y *= w.to(tl.float32) + offset
+                y *= gain(w, offset, HAS_MEAN)
             if b_ptr is not None:
                 y += b.to(tl.float32)
             store_part(y_ptr + row * N_COLS, cols, y, live, N_COLS, MASKED, ALL_LIVE)
@@ -271,13 +285,14 @@ def team_backward_kernel(
     R: tl.constexpr,
     LAG: tl.constexpr,
     STAGES: tl.constexpr,
+    COOPERATIVE: tl.constexpr,
 ):
     """R rows of a team's every turn: dw and db in registers, dx of the rows of LAG turns ago."""
     MASKED: tl.constexpr = N_COLS % BLOCK_C != 0
     ALL_LIVE: tl.constexpr = LAG == 0 and R == 1
     KINDS: tl.constexpr = 2 if STABLE else 1
     SLOT: tl.constexpr = R * KINDS * TEAM
-    team, member, teams = take_place(words_ptr, 4 * SLOT, TEAM)
+    team, member, teams = take_place(words_ptr, 4 * SLOT, TEAM, COOPERATIVE)
     words_ptr += team * (4 * SLOT)
     cols = member * BLOCK_C + tl.arange(0, BLOCK_C)
     dw = tl.zeros((BLOCK_C,), tl.float32)
@@ -317,16 +332,18 @@ def team_backward_kernel(
                 attained = tl.sum(((n == signed) & (cols < N_COLS)).to(tl.int32), 0)
                 word = pair(parity, attained)
                 tl.atomic_xchg(slot + (k * KINDS + 1) * TEAM + member, word, sem="relaxed")
-            if HAS_MEAN:
-                n -= tl.load(stats_ptr + n_rows + row, mask=live, other=0.0)
+            # sums of products, which take one instruction, rather than products of sums
             rstd = tl.load(stats_ptr + row, mask=live, other=0.0)
-            n *= rstd
+            if HAS_MEAN:
+                n = n * rstd - tl.load(stats_ptr + n_rows + row, mask=live, other=0.0) * rstd
+            else:
+                n *= rstd
             if NEED_W:
                 dw += g * n
             if NEED_B:
                 db += g
             if w_ptr is not None:
-                g *= w.to(tl.float32) + offset
+                g *= gain(w, offset, HAS_MEAN)
             if HAS_MEAN:
                 a, c = tl.reduce((g * n, g), 0, add_pairs)
             else:
@@ -357,22 +374,23 @@ def team_backward_kernel(
                 rstd = rstds[k]
             words = await_words(slot + k * KINDS * TEAM, parity, TEAM, WIDTH)
             a = tl.sum(tl.where(in_team, low_half(words), 0.0), 0) / N_COLS
+            slope = -a * rstd
+            shift = 0.0
+            if HAS_MEAN:
+                shift = -tl.sum(tl.where(in_team, high_half(words), 0.0), 0) / N_COLS * rstd
             if LAG:
                 # only the raw values were kept: they take half the registers
                 n = ready_xs[k].to(tl.float32)
-                if HAS_MEAN:
-                    n -= tl.load(stats_ptr + n_rows + row, mask=live, other=0.0)
-                n *= rstd
-                dx = ready_dys[k].to(tl.float32)
+                g = ready_dys[k].to(tl.float32)
                 if w_ptr is not None:
-                    dx *= w.to(tl.float32) + offset
+                    g *= gain(w, offset, HAS_MEAN)
+                slope *= rstd
+                if HAS_MEAN:
+                    shift -= tl.load(stats_ptr + n_rows + row, mask=live, other=0.0) * slope
             else:
                 n = ns[k]
-                dx = gs[k]
-            dx -= n * a
-            if HAS_MEAN:
-                dx -= tl.sum(tl.where(in_team, high_half(words), 0.0), 0) / N_COLS
-            dx *= rstd
+                g = gs[k]
+            dx = g * rstd + (n * slope + shift)
             if ds_ptr is not None:
                 ds_row = ds_ptr + row * ds_row_stride * VEC
                 dx += load_part(ds_row, cols, live, N_COLS, MASKED, ALL_LIVE).to(tl.float32)

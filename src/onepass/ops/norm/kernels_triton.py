@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
 # smallest normal float: 1/TINY is finite
 TINY = tl.constexpr(1.1754943508222875e-38)
@@ -56,7 +57,11 @@ def add_residual(x, r_ptr, s_ptr, offsets, mask, MASKED: tl.constexpr):
 def load_vector(ptr, cols, N_COLS: tl.constexpr, BLOCK_R: tl.constexpr, MASKED: tl.constexpr):
     """(N_COLS,) as a tile of equal rows: loaded in the layout of x, where a 1-D load would pay a layout conversion."""
     offsets = tl.zeros((BLOCK_R,), tl.int32)[:, None] + cols[None, :]
-    return load_tile(ptr, offsets, offsets < N_COLS, MASKED)
+    if MASKED:
+        v = tl.load(ptr + offsets, mask=offsets < N_COLS, other=0.0)
+    else:
+        v = tl.load(ptr + offsets)
+    return v
 
 
 @triton.jit
@@ -85,8 +90,12 @@ def forward_kernel(
     STABLE: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
-    """One tile of whole rows per program, held in registers between the statistics and the result."""
+    """One tile of whole rows per program, held in registers between the statistics and the result.
+
+    EARLY: w and b are read along with x, where registers allow: nothing is left to wait for after the statistics.
+    """
     CHUNKS: tl.constexpr = (N_COLS + BLOCK_C - 1) // BLOCK_C
     MASK_ROWS: tl.constexpr = BLOCK_R > 1
     rows = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -103,6 +112,15 @@ def forward_kernel(
             x = add_residual(x, r_ptr, s_ptr, r_offsets, mask, MASK_ROWS or (i + 1) * BLOCK_C > N_COLS)
             store_tile(s_ptr, y_rows + cols[None, :], x, mask, MASK_ROWS or (i + 1) * BLOCK_C > N_COLS)
         xs = xs + (x,)
+    ws = ()
+    bs = ()
+    if EARLY:
+        for i in tl.static_range(CHUNKS):
+            cols = i * BLOCK_C + tl.arange(0, BLOCK_C)
+            if w_ptr is not None:
+                ws = ws + (load_vector(w_ptr, cols, N_COLS, BLOCK_R, (i + 1) * BLOCK_C > N_COLS),)
+            if b_ptr is not None:
+                bs = bs + (load_vector(b_ptr, cols, N_COLS, BLOCK_R, (i + 1) * BLOCK_C > N_COLS),)
 
     if STABLE:
         largest = tl.full((BLOCK_R,), float("-inf"), tl.float32)
@@ -147,9 +165,17 @@ def forward_kernel(
         mask = in_tile(rows, cols, n_rows, N_COLS, MASK_ROWS, (i + 1) * BLOCK_C > N_COLS)
         y = xs[i] * rstd[:, None]
         if w_ptr is not None:
-            y *= load_vector(w_ptr, cols, N_COLS, BLOCK_R, (i + 1) * BLOCK_C > N_COLS) + offset
+            if EARLY:
+                w = ws[i].to(tl.float32)
+            else:
+                w = load_vector(w_ptr, cols, N_COLS, BLOCK_R, (i + 1) * BLOCK_C > N_COLS).to(tl.float32)
+            # rms_norm alone has an offset
+            y *= w if HAS_MEAN else w + offset
         if b_ptr is not None:
-            y += load_vector(b_ptr, cols, N_COLS, BLOCK_R, (i + 1) * BLOCK_C > N_COLS)
+            if EARLY:
+                y += bs[i].to(tl.float32)
+            else:
+                y += load_vector(b_ptr, cols, N_COLS, BLOCK_R, (i + 1) * BLOCK_C > N_COLS).to(tl.float32)
         store_tile(y_ptr, y_rows + cols[None, :], y, mask, MASK_ROWS or (i + 1) * BLOCK_C > N_COLS)
 
     if STABLE:
@@ -242,9 +268,11 @@ def backward_kernel(
             g = load_tile(dy_ptr, dy_offsets, mask, MASK_ROWS or (i + 1) * BLOCK_C > N_COLS)
             if STABLE:
                 hit = mask & (n == signed[:, None])
+            # sums of products, which take one instruction, rather than products of sums
             if HAS_MEAN:
-                n -= mean[:, None]
-            n *= rstd[:, None]
+                n = n * rstd[:, None] - (mean * rstd)[:, None]
+            else:
+                n *= rstd[:, None]
             if STABLE:
                 n = mark(n, hit)
             if NEED_W:
@@ -286,10 +314,9 @@ def backward_kernel(
             for i in tl.static_range(CHUNKS):
                 cols = i * BLOCK_C + tl.arange(0, BLOCK_C)
                 mask = in_tile(rows, cols, n_rows, N_COLS, MASK_ROWS, (i + 1) * BLOCK_C > N_COLS)
-                dx = gs[i] - ns[i] * a[:, None]
+                dx = gs[i] * rstd[:, None] - ns[i] * (a * rstd)[:, None]
                 if HAS_MEAN:
-                    dx -= c[:, None]
-                dx *= rstd[:, None]
+                    dx -= (c * rstd)[:, None]
                 if ds_ptr is not None:
                     ds_offsets = (rows * ds_row_stride * VEC)[:, None] + cols[None, :]
                     dx += load_tile(ds_ptr, ds_offsets, mask, MASK_ROWS or (i + 1) * BLOCK_C > N_COLS)
@@ -318,8 +345,14 @@ def finish_kernel(
     N_COLS: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    WAITS: tl.constexpr,
 ):
-    """Sum the partial rows of dw and of db, always in the same order, and round once."""
+    """Sum the partial rows of dw and of db, always in the same order, and round once.
+
+    WAITS: launched before the kernel ahead of it has ended, which hides the time that launching takes.
+    """
+    if WAITS:
+        gdc_wait()
     which = tl.program_id(1)
     cols = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     partials_ptr += which.to(tl.int64) * n_partials * N_COLS

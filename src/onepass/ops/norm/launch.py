@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onepass.core.launch import INTERPRET, as_rows, cdiv, device_guard, launch, next_power_of_2, sm_count
+from onepass.core.launch import INTERPRET, as_rows, cdiv, device_guard, launch, sm_count
 
 from . import shapes
+from .kernels_packed import packed_forward_kernel, zeros_kernel
 from .kernels_team import team_backward_kernel, team_forward_kernel
 from .kernels_triton import backward_kernel, finish_kernel, forward_kernel
 from .kernels_wide import wide_apply_kernel, wide_forward_kernel, wide_sums_kernel
@@ -26,6 +27,16 @@ def _device_limits(index: int) -> tuple[int, int]:
 
 def _limits(x: Tensor) -> tuple[int, int]:
     return _device_limits(x.device.index) if x.is_cuda else (232448, 1 << 16)
+
+
+@functools.cache
+def _has_dependent_launch(index: int) -> bool:
+    return torch.version.hip is None and torch.cuda.get_device_capability(index) >= (9, 0)
+
+
+def _dependent_launch(x: Tensor) -> bool:
+    """Whether a kernel may be launched before the one ahead of it has ended, and wait for it by itself."""
+    return x.is_cuda and _has_dependent_launch(x.device.index)
 
 
 def _teams_run(x: Tensor, size: int) -> bool:
@@ -66,10 +77,28 @@ def forward(
     numbers = (x_stride // vec, r_stride // vec, n_rows, float(eps), float(offset))
     constants = (n_cols, vec, has_mean, stable)
     with device_guard(x):
+        packed = None if stable else _packed(source, residual, weight, bias, itemsize, vec)
+        if packed is not None:
+            words = None
+            waits = packed.size > 1 and _dependent_launch(x)
+            n_words = n_rows * packed.size
+            if waits:
+                words = torch.empty(n_words, dtype=torch.int64, device=x.device)
+                launch(zeros_kernel, (cdiv(n_words, 1024), 1, 1), (words,), (n_words,), (1024,), num_warps=4)
+            elif packed.size > 1:
+                words = torch.zeros(n_words, dtype=torch.int64, device=x.device)
+            strides, scalars = numbers[:3], numbers[3:]
+            launch(
+                packed_forward_kernel, (n_words, 1, 1), (*tensors, words), (*strides, 0, *scalars),
+                (n_cols, vec, has_mean, packed.cols(), packed.size, packed.width(), waits),
+                num_warps=packed.warps, maxnreg=shapes.PACKED_REGISTERS, launch_pdl=waits,
+            )  # fmt: skip
+            return y, s, stats
         if n_cols <= shapes.MAX_FORWARD_COLS and (n_cols <= 16384 or itemsize == 2 or not _teams_run(x, 8)):
             tile = shapes.forward_tile(n_cols, itemsize)
             grid = (cdiv(n_rows, tile.rows), 1, 1)
-            launch(forward_kernel, grid, tensors, numbers, (*constants, tile.rows, tile.cols), num_warps=tile.warps)
+            shape = (tile.rows, tile.cols, shapes.forward_early(n_cols, itemsize))
+            launch(forward_kernel, grid, tensors, numbers, (*constants, *shape), num_warps=tile.warps)
             return y, s, stats
         team = shapes.forward_team(n_cols, itemsize, 1 if residual is None else 2, _limits(x)[0])
         if _teams_run(x, team.size):
@@ -83,6 +112,19 @@ def forward(
     return y, s, stats
 
 
+def _packed(
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, itemsize: int, vec: int
+) -> shapes.Packed | None:
+    """How `packed_forward_kernel` shares a row of x, if it can: all in 16 bits, neighbours in one aligned word."""
+    if itemsize != 2 or x.shape[-1] <= shapes.MIN_PACKED_COLS or vec % 2 or torch.version.hip is not None:
+        return None
+    for tensor in (x, residual, weight, bias):
+        if tensor is not None and (tensor.element_size() != 2 or tensor.data_ptr() % 4):
+            return None
+    packed = shapes.packed(x.shape[-1])
+    return packed if packed is not None and (packed.size == 1 or _teams_run(x, packed.size)) else None
+
+
 def _words(x: Tensor, team: shapes.Team, n_rows: int, kinds: int) -> Tensor:
     teams = team.teams(n_rows, sm_count(x))
     return torch.zeros(4 * teams * team.rows * kinds * team.size + 1, dtype=torch.int64, device=x.device)
@@ -93,8 +135,11 @@ def _launch_team(
     numbers: tuple[int | float, ...], constants: tuple[Any, ...],
 ) -> None:  # fmt: skip
     programs = team.teams(n_rows, sm_count(x)) * team.size
-    shape = (team.cols, team.size, team.width(), team.rows, team.lag, team.stages)
-    launch(kernel, (programs, 1, 1), tensors, numbers, (*constants, *shape), num_warps=team.warps)
+    shape = (team.cols, team.size, team.width(), team.rows, team.lag, team.stages, team.cooperative)
+    launch(
+        kernel, (programs, 1, 1), tensors, numbers, (*constants, *shape), num_warps=team.warps,
+        maxnreg=team.registers(), launch_cooperative_grid=team.cooperative,
+    )  # fmt: skip
 
 
 def backward(
@@ -119,7 +164,7 @@ def backward(
     tensors = 2 if ds is None else 3
     team = tile = None
     if n_cols <= shapes.MAX_BACKWARD_COLS:
-        tile = shapes.backward_tile(n_cols, itemsize, tensors, _limits(x)[0], stable)
+        tile = shapes.backward_tile(n_cols, itemsize, tensors, _limits(x)[0], stable, need_w + need_b)
         n_partials = min(tile.per_sm * sm_count(x), cdiv(n_rows, tile.rows))
     else:
         team = shapes.backward_team(n_cols, itemsize, tensors, _limits(x)[0], stable)
@@ -144,10 +189,12 @@ def backward(
         else:
             _wide_backward(dy, ds, source, weight, stats, dx, partials, numbers, constants, group, n_partials)
         if partials is not None:
-            # 32 columns are a full 128-byte line, and enough programs even for a narrow row
-            grid = (cdiv(n_cols, 32), need_w + need_b, 1)
-            block = min(256, next_power_of_2(n_partials))
-            launch(finish_kernel, grid, (partials, dw, db), (n_partials,), (n_cols, block, 32), num_warps=4)
+            rows, cols = shapes.finish_tile(n_partials, n_cols)
+            waits = _dependent_launch(x)
+            launch(
+                finish_kernel, (cdiv(n_cols, cols), need_w + need_b, 1), (partials, dw, db), (n_partials,),
+                (n_cols, rows, cols, waits), num_warps=4, **({"launch_pdl": True} if waits else {}),
+            )  # fmt: skip
     return dx, dw, db
 
 

@@ -10,13 +10,16 @@ from torch import Tensor
 from torch.library import custom_op
 
 from onepass.core import check
-from onepass.core.bind import bind
+from onepass.core.bind import batch_first, bind
 from onepass.core.launch import uses_triton
 
 from . import torch_path
 
 
-def _check(op: str, x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, eps: float) -> None:
+def _check(
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, has_mean: bool
+) -> None:
+    op = "layer_norm" if has_mean else "rms_norm"
     check.floating(op, "x", x)
     if x.dim() < 1:
         raise ValueError(f"{op}: x must have at least one dimension, got a 0-d tensor")
@@ -84,46 +87,51 @@ def _forward_residual(
 def _backward(
     dy: Tensor, ds: Tensor | None, x: Tensor, stats: Tensor, weight: Tensor | None, bias_dtype: torch.dtype,
     eps: float, offset: float, has_mean: bool, stable: bool, need_x: bool, need_w: bool, need_b: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> torch_path.Gradients:  # fmt: skip
     w_dtype = x.dtype if weight is None else weight.dtype
     if not x.numel():
         n = x.shape[-1]
         return (
-            torch.empty(x.shape if need_x else (0,), dtype=x.dtype, device=x.device),
-            x.new_zeros(n if need_w else 0, dtype=w_dtype),
-            x.new_zeros(n if need_b else 0, dtype=bias_dtype),
+            torch.empty(x.shape, dtype=x.dtype, device=x.device) if need_x else None,
+            x.new_zeros(n, dtype=w_dtype) if need_w else None,
+            x.new_zeros(n, dtype=bias_dtype) if need_b else None,
         )
-    dx: Tensor | None
-    dw: Tensor | None
-    db: Tensor | None
     if uses_triton(x):
         from . import launch
 
-        dx, dw, db = launch.backward(
+        return launch.backward(
             dy, ds, x, stats, _vector(weight), bias_dtype, eps, offset, has_mean, stable, need_x, need_w, need_b
         )
-    else:
-        needs = (need_x, need_w, need_b)
-        dx, dw, db = torch_path.backward(dy, ds, x, stats, weight, eps, offset, has_mean, stable, needs)
-        dw = None if dw is None else dw.to(w_dtype)
-        db = None if db is None else db.to(bias_dtype)
+    needs = (need_x, need_w, need_b)
+    dx, dw, db = torch_path.backward(dy, ds, x, stats, weight, eps, offset, has_mean, stable, needs)
+    return dx, None if dw is None else dw.to(w_dtype), None if db is None else db.to(bias_dtype)
+
+
+def _backward_all(
+    dy: Tensor, ds: Tensor | None, x: Tensor, stats: Tensor, weight: Tensor | None, bias_dtype: torch.dtype,
+    eps: float, offset: float, has_mean: bool, stable: bool, need_x: bool, need_w: bool, need_b: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """`_backward` as an op, which can't return None: what is not needed is empty."""
+    dx, dw, db = _backward(
+        dy, ds, x, stats, weight, bias_dtype, eps, offset, has_mean, stable, need_x, need_w, need_b
+    )  # fmt: skip
     return (
         x.new_empty(0) if dx is None else dx,
-        x.new_empty(0, dtype=w_dtype) if dw is None else dw,
+        x.new_empty(0, dtype=x.dtype if weight is None else weight.dtype) if dw is None else dw,
         x.new_empty(0, dtype=bias_dtype) if db is None else db,
     )
 
 
 forward_op = custom_op("onepass::norm", _forward, mutates_args=())
 forward_residual_op = custom_op("onepass::norm_residual", _forward_residual, mutates_args=())
-backward_op = custom_op("onepass::norm_backward", _backward, mutates_args=())
+backward_op = custom_op("onepass::norm_backward", _backward_all, mutates_args=())
 
 
 @forward_op.register_fake
 def _(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, offset: float, has_mean: bool, stable: bool
 ) -> tuple[Tensor, Tensor]:
-    _check("norm", x, weight, bias, None, eps)
+    _check(x, None, weight, bias, eps, has_mean)
     return torch.empty(x.shape, dtype=x.dtype, device=x.device), _empty_stats(x, has_mean, stable)
 
 
@@ -132,7 +140,7 @@ def _(
     x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, offset: float,
     has_mean: bool, stable: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    _check("norm", x, weight, bias, residual, eps)
+    _check(x, residual, weight, bias, eps, has_mean)
     s = torch.empty(x.shape, dtype=torch.promote_types(x.dtype, residual.dtype), device=x.device)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     return y, s, _empty_stats(s, has_mean, stable)
@@ -187,13 +195,45 @@ def _gradients_residual(ctx: Any, run: Any, dy: Tensor | None, ds: Tensor | None
     return dx, dr, dw if need_w else None, db if need_b else None, None, None, None, None
 
 
+InDims = tuple[int | None, ...]
+
+
+def _vmap_forward(
+    size: int, in_dims: InDims, x: Tensor, weight: Tensor | None, bias: Tensor | None, *options: Any
+) -> Any:
+    """A batch is more rows, as long as all share weight and bias."""
+    if in_dims[1] is not None or in_dims[2] is not None:
+        return None
+    y, stats = forward_op(batch_first(x, in_dims[0], size), weight, bias, *options)
+    return (y, stats.unflatten(1, (size, -1)) if stats.numel() else stats.new_empty(len(stats), size, 0)), (0, 1)
+
+
+def _vmap_backward(
+    size: int, in_dims: InDims, dy: Tensor, ds: Tensor | None, x: Tensor, stats: Tensor, weight: Tensor | None,
+    *options: Any,
+) -> Any:  # fmt: skip
+    """Likewise, but each batch element has its own gradients of weight and bias."""
+    need_x, need_w, need_b = options[-3:]
+    if in_dims[4] is not None or need_w or need_b or not need_x:
+        return None
+    dy, x = batch_first(dy, in_dims[0], size), batch_first(x, in_dims[2], size)
+    ds = None if ds is None else batch_first(ds, in_dims[1], size)
+    stats = batch_first(stats, in_dims[3], size).movedim(0, 1).flatten(1)
+    return backward_op(dy, ds, x, stats, weight, *options), (0, None, None)
+
+
 _norm = bind(
     forward=_forward, forward_op=forward_op, backward=_backward, backward_op=backward_op,
-    save=_save, gradients=_gradients,
+    save=_save, gradients=_gradients, replay=True, native=torch_path.native,
+    vmap_forward=_vmap_forward, vmap_backward=_vmap_backward,
+    check=lambda x, weight, bias, eps, offset, has_mean, stable: _check(x, None, weight, bias, eps, has_mean),
 )  # fmt: skip
 _norm_residual = bind(
     forward=_forward_residual, forward_op=forward_residual_op, backward=_backward, backward_op=backward_op,
-    save=_save_residual, gradients=_gradients_residual, n_public=2,
+    save=_save_residual, gradients=_gradients_residual, n_public=2, replay=True, vmap_backward=_vmap_backward,
+    check=lambda x, residual, weight, bias, eps, offset, has_mean, stable: _check(
+        x, residual, weight, bias, eps, has_mean
+    ),
 )  # fmt: skip
 
 
@@ -245,7 +285,6 @@ def layer_norm(
         >>> s
         tensor([1., 3.])
     """
-    _check("layer_norm", x, weight, bias, residual, eps)
     if residual is None:
         return _norm(x, weight, bias, eps, 0.0, True, stable)
     return _norm_residual(x, residual, weight, bias, eps, 0.0, True, stable)
@@ -290,7 +329,6 @@ def rms_norm(
         >>> onepass.rms_norm(torch.tensor([3.0, 4.0]), torch.tensor([0.0, 1.0]), offset=1.0)
         tensor([0.8485, 2.2627])
     """
-    _check("rms_norm", x, weight, None, residual, eps)
     if residual is None:
         return _norm(x, weight, None, eps, float(offset), False, False)
     return _norm_residual(x, residual, weight, None, eps, float(offset), False, False)

@@ -11,6 +11,10 @@ WARP = 32
 # beyond these a program can't hold its part of a row in registers, and the `wide_` kernels take over
 MAX_FORWARD_COLS = 32768
 MAX_BACKWARD_COLS = 8192
+# `packed_forward_kernel`: narrower rows are as fast without it; columns of a warp, registers of a thread; warps of a
+# program that is alone with a row, and of a team's member; members of a team before these grow
+MIN_PACKED_COLS, PACKED_WARP_COLS, PACKED_REGISTERS = 16384, 2048, 64
+PACKED_ALONE_WARPS, PACKED_TEAM_WARPS, PACKED_TEAM = 16, 4, 16
 # programs of the wide kernels: bytes of a row per step, warps, buffers of the software pipeline plus one
 WIDE_BYTES, WIDE_WARPS, WIDE_STAGES = 16384, 16, 3
 # two or three of these fit a multiprocessor: one reduces while another loads
@@ -54,36 +58,63 @@ def forward_tile(n_cols: int, itemsize: int) -> Tile:
     return Tile(rows=1, cols=warps * load, warps=warps)
 
 
+def forward_early(n_cols: int, itemsize: int) -> bool:
+    """Whether `forward_kernel` reads w and b along with x: 1 to 3 % in fp32, where a thread holds all three."""
+    return itemsize == 4 and 2048 < n_cols <= 8192
+
+
+def finish_tile(n_partials: int, n_cols: int) -> tuple[int, int]:
+    """(partial rows, columns) at a time in a program of `finish_kernel`.
+
+    32 columns are a full 128-byte line, and enough programs even for a narrow row.
+    """
+    rows = min(256, next_power_of_2(n_partials))
+    return rows, max(32, min(256, 4096 // rows, next_power_of_2(n_cols)))
+
+
 @functools.cache
-def backward_tile(n_cols: int, itemsize: int, tensors: int, shared_bytes: int, stable: bool = False) -> Tile:
+def backward_tile(
+    n_cols: int, itemsize: int, tensors: int, shared_bytes: int, stable: bool = False, sums: int = 2
+) -> Tile:
     """Tile of `backward_kernel`: the fewest idle lanes within what registers hold.
 
     A thread keeps five fp32 values per element (x, dy, w, dw, db): 16 elements fit 128 registers (16 warps), 24 fit
     the 255 of 8 warps, which hide latency a little worse (counted as a tenth of a row). Among equals the larger tile
     wins: it has more rows in flight and fewer reductions. `tensors` of the tile's size are buffered by the pipeline.
-    `stable` needs a few registers more, which tiles of several rows do not have.
+    `stable` needs a few registers more, which tiles of several rows do not have. `sums` of dw and db are needed.
     """
     room = shared_bytes - 4096
-    if (768 if itemsize == 2 else 512) < n_cols <= 3072:
-        # 4 or 8 elements of a chunk per thread, in small programs, two where they fit: one reduces while another loads
-        rows, cols = 2 if n_cols <= 1024 else 1, 2048 if itemsize == 2 and 1536 < n_cols <= 2048 else 1024
+    cols = next_power_of_2(n_cols)
+    # idle lanes cost more where instructions, not bytes, are what there is too many of
+    if n_cols <= 2048 and (8 * cols <= 9 * n_cols if itemsize == 2 else 3 * cols <= 4 * n_cols):
+        # 16 elements per thread, in whole rows. Two small programs are up to 5 % faster than one, but their partial
+        # sums take twice the bytes: only where there is one kind of them
+        per_sm = 1 if sums == 2 else 2
+        warps, rows, row_bytes = 8 // per_sm, 4096 // (per_sm * cols), cols * itemsize * tensors + 12
+        while rows > 1 and 2 * rows * row_bytes > room // per_sm:
+            rows //= 2
+        return Tile(rows, cols, warps, 1 + max(1, min(3, room // (per_sm * rows * row_bytes))), per_sm)
+    if 1024 < n_cols <= 3072:
+        # in small programs, two where they fit: one reduces while another loads
+        cols, warps = (512, 4) if itemsize == 2 else (1024, 8)
         per_sm = 1 if itemsize == 4 and n_cols > 2048 else 2
-        buffer = rows * (cdiv(n_cols, cols) * cols * itemsize * tensors + 12)
+        buffer = cdiv(n_cols, cols) * cols * itemsize * tensors + 12
         if room // per_sm >= buffer:
-            return Tile(rows, cols, 8, 1 + min(3, room // per_sm // buffer), per_sm)
+            return Tile(1, cols, warps, 1 + min(3, room // per_sm // buffer), per_sm)
     fits = ((16, 8, 1.0), (8, 16, 1.1)) if stable and n_cols <= 4096 else ((16, 16, 1.0), (8, 24, 1.1))
     vec = vector(itemsize)
-    best, best_cost = None, 0.0
+    best, best_cost = None, (0.0, 0)
     for warps, elements, penalty in fits:
         load = warps * WARP * vec
         rows = 1
         while load // rows >= min(WARP * vec, next_power_of_2(n_cols)):
             cols = load // rows
             chunks = cdiv(n_cols, cols)
-            cost = penalty * chunks * cols / n_cols
-            if chunks * vec <= elements and (best is None or cost <= best_cost):
-                # a single chunk leaves registers for more rows per thread
-                best, best_cost = Tile(rows * (elements // vec if chunks == 1 else 1), cols, warps), cost
+            # a single chunk leaves registers for more rows per thread
+            tile = Tile(rows * (elements // vec if chunks == 1 else 1), cols, warps)
+            cost = (penalty * chunks * cols / n_cols, -tile.rows * chunks * cols)
+            if chunks * vec <= elements and (best is None or cost < best_cost):
+                best, best_cost = tile, cost
             rows *= 2
     if best is None:
         raise ValueError(f"a row of {n_cols} columns does not fit one program")
@@ -95,11 +126,43 @@ def backward_tile(n_cols: int, itemsize: int, tensors: int, shared_bytes: int, s
     return best._replace(rows=rows, stages=1 + max(1, min(3, room // (rows * row_bytes))))
 
 
+class Packed(NamedTuple):
+    """Programs per row of `packed_forward_kernel`, and warps of each."""
+
+    size: int
+    warps: int
+
+    def cols(self) -> int:
+        """Columns that its threads load at once."""
+        return self.warps * WARP * vector(2)
+
+    def width(self) -> int:
+        """Lanes that read the members' words."""
+        return next_power_of_2(self.size)
+
+
+@functools.cache
+def packed(n_cols: int) -> Packed | None:
+    """How programs share a 16-bit row: in equal parts of whole 16-byte loads; None where such parts would be small.
+
+    64 columns per thread take half of the 64 registers at which a multiprocessor runs 32 warps. Alone with a row, they
+    are two programs of 16, so that one loads while the other stores; members of teams, who wait more, eight of 4.
+    """
+    warps = PACKED_ALONE_WARPS if n_cols <= PACKED_ALONE_WARPS * PACKED_WARP_COLS else PACKED_TEAM_WARPS
+    while cdiv(n_cols, warps * PACKED_WARP_COLS) > PACKED_TEAM:
+        warps *= 2
+    least = cdiv(n_cols, warps * PACKED_WARP_COLS)
+    for size in range(least, 2 * least + 1):
+        if n_cols % (size * vector(2)) == 0:
+            return Packed(size, warps)
+    return None
+
+
 class Team(NamedTuple):
     """How the kernels for wide rows share a row.
 
     Each of `size` programs has `cols` columns; a turn is `rows` rows, and what the members tell each other in one
-    turn is used `lag` turns later.
+    turn is used `lag` turns later. `cooperative`: all programs, `per_sm` on a multiprocessor, start at once or none.
     """
 
     cols: int
@@ -108,14 +171,20 @@ class Team(NamedTuple):
     rows: int
     lag: int
     stages: int
+    per_sm: int = 1
+    cooperative: bool = False
 
     def width(self) -> int:
         """Lanes that read the members' words."""
         return next_power_of_2(self.size)
 
-    def teams(self, n_rows: int, programs: int) -> int:
-        """Number of teams: as many as `programs` allow, or fewer where that takes no more turns."""
-        teams = max(1, min(programs // self.size, cdiv(n_rows, self.rows)))
+    def registers(self) -> int | None:
+        """Registers per thread that leave room for `per_sm` programs; None: as many as the compiler takes."""
+        return None if self.per_sm == 1 else 65536 // (self.per_sm * self.warps * WARP)
+
+    def teams(self, n_rows: int, multiprocessors: int) -> int:
+        """Number of teams: as many as run at a time, or fewer where that takes no more turns."""
+        teams = max(1, min(self.per_sm * multiprocessors // self.size, cdiv(n_rows, self.rows)))
         turns = cdiv(n_rows, teams * self.rows)
         return cdiv(n_rows, turns * self.rows)
 
@@ -132,7 +201,9 @@ def forward_team(n_cols: int, itemsize: int, tensors: int, shared_bytes: int) ->
     """Team of `team_forward_kernel`; `tensors` are read, through shared memory."""
     if itemsize == 2 and n_cols <= 131072 and n_cols % 16384 == 0:
         return _team(n_cols, 16384, 16, 1, 0, 3, itemsize * tensors, shared_bytes)
-    return _team(n_cols, 8192, 16, 2, int(n_cols > 40960), 3, itemsize * tensors, shared_bytes)
+    lag = int(n_cols > 40960)
+    team = _team(n_cols, 8192, 16, 2, lag, 3, itemsize * tensors, shared_bytes)
+    return team._replace(cooperative=lag == 1)
 
 
 @functools.cache
@@ -142,7 +213,14 @@ def backward_team(n_cols: int, itemsize: int, tensors: int, shared_bytes: int, s
     A turn of lag hides how long the members wait for each other, and costs the registers for the rows of two turns.
     """
     if itemsize == 2 and not stable:
+        if n_cols <= 131072 and shared_bytes >= 163840:
+            # some programs of a multiprocessor wait while others work
+            per_sm = 4 if n_cols <= 65536 else 2
+            cols, warps = 8192 // per_sm, 16 // per_sm
+            team = _team(n_cols, cols, warps, 1, 1, 3, itemsize * tensors, shared_bytes // per_sm)
+            return team._replace(per_sm=per_sm, cooperative=True)
         # a partly filled last member needs registers for its mask, which two turns do not leave
-        lag = int(n_cols > 16384 and n_cols % 8192 == 0)
-        return _team(n_cols, 8192, 16, 1, lag, 3, itemsize * tensors, shared_bytes)
-    return _team(n_cols, 4096, 8, 1 if stable else 2, int(n_cols >= 65536), 3, itemsize * tensors, shared_bytes)
+        team = _team(n_cols, 8192, 16, 1, int(n_cols % 8192 == 0), 3, itemsize * tensors, shared_bytes)
+        return team._replace(cooperative=True)
+    team = _team(n_cols, 4096, 8, 1 if stable else 2, int(n_cols >= 65536), 3, itemsize * tensors, shared_bytes)
+    return team._replace(cooperative=team.size >= 32)

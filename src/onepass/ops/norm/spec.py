@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from onepass.core.spec import BadCall, Case, Impl, Kernel, Missing, Prepared, Sample, Spec, backward_of, optional
+from onepass.core.spec import BadCall, Kernel, Sample, Spec
 
 from . import reference, shapes
+from .cases import CASES, RIVALS
 from .op import backward_op, forward_op, forward_residual_op, layer_norm, rms_norm
-
-RIVALS = {"liger_kernel": "liger-kernel", "quack": "quack-kernels"}
 
 
 def _shared_samples(make: Callable[..., Tensor]) -> Iterator[Sample]:
@@ -129,6 +127,15 @@ def _narrow(name: str) -> Callable[[], Any]:
     return fn
 
 
+def _packed(name: str) -> Callable[[], Any]:
+    def fn() -> Any:
+        from . import kernels_packed
+
+        return getattr(kernels_packed, name)
+
+    return fn
+
+
 def _wide(name: str) -> Callable[[], Any]:
     def fn() -> Any:
         from . import kernels_wide
@@ -150,7 +157,7 @@ def _team(name: str) -> Callable[[], Any]:
 def _team_constants(team: shapes.Team) -> dict[str, Any]:
     return {
         "BLOCK_C": team.cols, "TEAM": team.size, "WIDTH": team.width(), "R": team.rows, "LAG": team.lag,
-        "STAGES": team.stages,
+        "STAGES": team.stages, "COOPERATIVE": team.cooperative,
     }  # fmt: skip
 
 
@@ -181,27 +188,47 @@ def _kernels() -> Iterator[Kernel]:
         plain = {"VEC": 8, "HAS_MEAN": True, "STABLE": False}
         no_residual, no_ds = {"r_ptr": None, "s_ptr": None}, {"ds_ptr": None}
 
-        for cols, registers in ((128, 72), (768, 64), (1024, 80), (4096, 64), (5120, 72), (8192, 64), (16384, 96)):
-            tile = shapes.forward_tile(cols, size)
+        for cols, registers in (
+            (128, 72), (768, 64), (1024, 80), (3000, 128), (4096, 128), (5120, 144), (8192, 128), (16384, 96),
+        ):  # fmt: skip
+            tile, early = shapes.forward_tile(cols, size), shapes.forward_early(cols, size)
             yield Kernel(
                 f"norm forward {t} N={cols}", _narrow("forward_kernel"), forward,
-                plain | no_residual | {"N_COLS": cols, "BLOCK_R": tile.rows, "BLOCK_C": tile.cols},
+                plain | no_residual | {"N_COLS": cols, "BLOCK_R": tile.rows, "BLOCK_C": tile.cols, "EARLY": early},
                 _DIVISIBLE, num_warps=tile.warps, max_registers=registers,
             )  # fmt: skip
         tile = shapes.forward_tile(32768, size)
         yield Kernel(
             f"norm forward {t} N=32768 stable residual", _narrow("forward_kernel"),
             forward | {k: pointers[k] for k in ("r_ptr", "s_ptr")},
-            plain | {"N_COLS": 32768, "STABLE": True, "BLOCK_R": tile.rows, "BLOCK_C": tile.cols},
+            plain | {"N_COLS": 32768, "STABLE": True, "BLOCK_R": tile.rows, "BLOCK_C": tile.cols, "EARLY": False},
             _DIVISIBLE, num_warps=tile.warps, max_registers=64,
         )  # fmt: skip
-        for cols, registers in ((128, 128), (768, 224), (1024, 128), (4096, 128), (5120, 224), (8192, 128)):
+        for cols, residual in ((20480, False), (32768, True), (40000, False), (131072, False)) if size == 2 else ():
+            packed = shapes.packed(cols)
+            assert packed is not None
+            sources = {k: pointers[k] for k in ("r_ptr", "s_ptr")} if residual else {}
+            words = {"words_ptr": "*i64"} if packed.size > 1 else {}
+            absent = ({} if residual else no_residual) | ({} if words else {"words_ptr": None})
+            shape = {"BLOCK_C": packed.cols(), "TEAM": packed.size, "WIDTH": packed.width(), "WAITS": False}
+            yield Kernel(
+                f"norm packed forward {t} N={cols}{' residual' if residual else ''}", _packed("packed_forward_kernel"),
+                forward | sources | words | {"zero": "i32"},
+                {"N_COLS": cols, "VEC": 8, "HAS_MEAN": True} | shape | absent, _DIVISIBLE, num_warps=packed.warps,
+                maxnreg=shapes.PACKED_REGISTERS, max_registers=shapes.PACKED_REGISTERS, amd=False,
+            )  # fmt: skip
+        # one program of 8 warps on a multiprocessor may use all 255 registers, as sm_100 likes to
+        for cols, registers in (
+            (128, 192), (768, 224), (1024, 192), (2048, 192), (3000, 224), (4096, 128), (5120, 224), (8192, 128),
+        ):  # fmt: skip
             tile = shapes.backward_tile(cols, size, 2, _SHARED_BYTES)
             yield Kernel(
                 f"norm backward {t} N={cols}", _narrow("backward_kernel"), backward,
                 plain | both | no_ds
                 | {"N_COLS": cols, "BLOCK_R": tile.rows, "BLOCK_C": tile.cols, "STAGES": tile.stages},
                 _DIVISIBLE, num_warps=tile.warps, max_registers=registers, max_amd_spills=_AMD_SPILLS,
+                # 4 elements of a chunk per thread: faster than 8, and 8 bytes in 16 bits
+                vector_loads=tile.rows * tile.cols * size >= 16 * 32 * tile.warps,
             )  # fmt: skip
         tile = shapes.backward_tile(2048, size, 3, _SHARED_BYTES, stable=True)
         yield Kernel(
@@ -209,7 +236,7 @@ def _kernels() -> Iterator[Kernel]:
             backward | {"ds_ptr": pointers["ds_ptr"]},
             plain | both
             | {"N_COLS": 2048, "STABLE": True, "BLOCK_R": tile.rows, "BLOCK_C": tile.cols, "STAGES": tile.stages},
-            _DIVISIBLE, num_warps=tile.warps, max_amd_spills=_AMD_SPILLS,
+            _DIVISIBLE, num_warps=tile.warps, max_registers=256 * 8 // tile.warps, max_amd_spills=_AMD_SPILLS,
         )  # fmt: skip
 
         for cols in (40000, 65536, 262144):
@@ -225,9 +252,10 @@ def _kernels() -> Iterator[Kernel]:
             yield Kernel(
                 f"norm team backward {t} N={cols}", _team("team_backward_kernel"), backward | {"words_ptr": "*i64"},
                 plain | both | no_ds | {"N_COLS": cols} | _team_constants(backward_team),
-                _DIVISIBLE, num_warps=backward_team.warps, max_registers=256 * 8 // backward_team.warps, amd=False,
-                # two turns of rows fill all registers: none spilled on sm_90, a few on the others
-                max_spill_bytes=16 if backward_team.lag and size == 2 else 0,
+                _DIVISIBLE, num_warps=backward_team.warps, maxnreg=backward_team.registers() or 0, amd=False,
+                max_registers=backward_team.registers() or 256 * 8 // backward_team.warps,
+                # two turns of rows fill all registers: 8 bytes spilled on sm_90, 32 on sm_100
+                max_spill_bytes=32 if backward_team.lag and size == 2 else 0,
             )  # fmt: skip
 
         wide = plain | {"N_COLS": 262144}
@@ -254,137 +282,10 @@ def _kernels() -> Iterator[Kernel]:
     yield Kernel(
         "norm finish", _narrow("finish_kernel"),
         {"partials_ptr": "*fp32", "dw_ptr": "*bf16", "db_ptr": "*bf16", "n_partials": "i32"},
-        {"N_COLS": 8192, "BLOCK_P": 256, "BLOCK_C": 32}, _DIVISIBLE, max_registers=192,
+        {"N_COLS": 8192, "BLOCK_P": 256, "BLOCK_C": 32, "WAITS": False}, _DIVISIBLE, max_registers=192,
     )  # fmt: skip
 
 
 KERNELS = list(_kernels())
-
-
-def _layer_norm_rivals(x: Tensor, w: Tensor, b: Tensor) -> dict[str, Callable[[], Tensor] | Missing]:
-    n = (x.shape[-1],)
-    compiled = torch.compile(F.layer_norm)
-    impls: dict[str, Callable[[], Tensor] | Missing] = {
-        "onepass": lambda: layer_norm(x, w, b),
-        "F.layer_norm": lambda: F.layer_norm(x, n, w, b),
-        "torch.compile": lambda: compiled(x, n, w, b),
-        "liger": Missing("liger-kernel"),
-    }
-    liger = optional("liger_kernel.ops.layer_norm")
-    if liger is not None:
-        impls["liger"] = lambda: liger.LigerLayerNormFunction.apply(x, w, b, 1e-5)
-    return impls
-
-
-def _rms_norm_rivals(x: Tensor, w: Tensor) -> dict[str, Callable[[], Tensor] | Missing]:
-    n = (x.shape[-1],)
-    compiled = torch.compile(F.rms_norm)
-    impls: dict[str, Callable[[], Tensor] | Missing] = {
-        "onepass": lambda: rms_norm(x, w),
-        "F.rms_norm": lambda: F.rms_norm(x, n, w, 1e-6),
-        "torch.compile": lambda: compiled(x, n, w, 1e-6),
-        "liger": Missing("liger-kernel"),
-        "quack": Missing("quack-kernels"),
-    }
-    liger, quack = optional("liger_kernel.ops.rms_norm"), optional("quack.rmsnorm")
-    if liger is not None:
-        # in_place would overwrite the upstream gradient that everyone here shares
-        impls["liger"] = lambda: liger.LigerRMSNormFunction.apply(x, w, 1e-6, 0.0, "llama", False)
-    if quack is not None:
-        impls["quack"] = lambda: quack.rmsnorm(x, w, eps=1e-6)
-    return impls
-
-
-def _quack_layer_norm(x: Tensor, w: Tensor, b: Tensor, dy: Tensor | None) -> Impl:
-    """Quack's layer norm is no autograd function and takes fp32 weights only."""
-    quack = optional("quack.rmsnorm")
-    if quack is None:
-        return Missing("quack-kernels")
-
-    def build() -> Callable[[], Any]:
-        data, weight, bias = x.detach(), w.detach().float(), b.detach().float()
-        if dy is None:
-            return lambda: quack.layernorm_fwd(data, weight, bias, eps=1e-5)
-        _, rstd, mean = quack.layernorm_fwd(data, weight, bias, eps=1e-5, return_rstd=True, return_mean=True)
-        return lambda: quack.layernorm_bwd(data, weight, dy, rstd, mean)
-
-    return Prepared(build)
-
-
-def _case(op: str, rows: int, cols: int, dtype: torch.dtype, stage: str) -> Case:
-    def make() -> Mapping[str, Impl]:
-        need = stage == "backward"
-        x, w, b = (torch.randn(*shape, device="cuda", dtype=dtype) for shape in ((rows, cols), (cols,), (cols,)))
-        inputs = [t.requires_grad_(need) for t in ((x, w, b) if op == "layer_norm" else (x, w))]
-        impls = _layer_norm_rivals(x, w, b) if op == "layer_norm" else _rms_norm_rivals(x, w)
-        dy = torch.randn_like(x) if need else None
-        made: dict[str, Impl] = {
-            name: impl if dy is None or isinstance(impl, Missing) else backward_of(impl, inputs, dy)
-            for name, impl in impls.items()
-        }
-        if op == "layer_norm":
-            made["quack"] = _quack_layer_norm(x, w, b, dy)
-        return made
-
-    floor = rows * cols * dtype.itemsize * (2 if stage == "forward" else 3)
-    check = 1e-3 if dtype == torch.float32 else 5e-2
-    return Case(op, stage, {"rows": rows, "cols": cols}, dtype, floor, make, check)
-
-
-def _residual_case(rows: int, cols: int, dtype: torch.dtype, stage: str) -> Case:
-    """X + residual, normalised: four tensors move, forward (x, residual → s, y) and backward (dy, ds, s → ds)."""
-
-    def make() -> Mapping[str, Impl]:
-        need = stage == "backward"
-        x, r, dy, ds = (torch.randn(rows, cols, device="cuda", dtype=dtype) for _ in range(4))
-        w = torch.randn(cols, device="cuda", dtype=dtype)
-        inputs = [t.requires_grad_(need) for t in (x, r, w)]
-
-        def pair() -> tuple[Tensor, Tensor]:
-            s = x + r
-            return rms_norm(s, w), s
-
-        compiled = torch.compile(lambda: (F.rms_norm(x + r, (cols,), w, 1e-6), x + r))
-        impls: dict[str, Callable[[], Any]] = {
-            "onepass": lambda: rms_norm(x, w, residual=r),
-            "add, then onepass": pair,
-            "torch.compile": compiled,
-        }
-        quack = optional("quack.rmsnorm")
-        made: dict[str, Impl] = {} if quack is not None else {"quack": Missing("quack-kernels")}
-        if quack is not None:
-            impls["quack"] = lambda: quack.rmsnorm(x, w, residual=r, eps=1e-6, prenorm=True)
-
-        def grads(impl: Callable[[], Any]) -> Callable[[], Callable[[], Any]]:
-            def build() -> Callable[[], Any]:
-                out = impl()
-                return lambda: torch.autograd.grad(out, inputs, (dy, ds), retain_graph=True)
-
-            return build
-
-        return made | {name: Prepared(grads(f)) if need else f for name, f in impls.items()}
-
-    check = 1e-3 if dtype == torch.float32 else 5e-2
-    params = {"rows": rows, "cols": cols, "residual": True}
-    return Case("rms_norm", stage, params, dtype, 4 * rows * cols * dtype.itemsize, make, check)
-
-
-# the sizes of the bars: 2^25 … 2^27 elements, fewer where the rows are wide
-_SIZES = (
-    (262144, 128), (65536, 768), (32768, 1024), (32768, 4096), (16384, 5120), (16384, 8192), (4096, 16384),
-    (4096, 32768), (1024, 65536), (1024, 131072), (512, 262144),
-)  # fmt: skip
-CASES = [
-    _case(op, rows, cols, dtype, stage)
-    for op in ("layer_norm", "rms_norm")
-    for rows, cols in _SIZES
-    for dtype in (torch.bfloat16, torch.float32)
-    for stage in ("forward", "backward")
-] + [
-    _residual_case(rows, cols, dtype, stage)
-    for rows, cols in ((32768, 1024), (32768, 4096), (16384, 8192))
-    for dtype in (torch.bfloat16, torch.float32)
-    for stage in ("forward", "backward")
-]
 
 __all__ = ["CASES", "KERNELS", "RIVALS", "SPECS"]

@@ -1,19 +1,25 @@
 """The torch path: CPU, float64, no Triton. Native kernels where torch has them, formulas elsewhere.
 
-Everything that takes several passes over a row, or widens it, runs on groups of rows that stay in a core's cache.
+Everything that takes several passes over a row, or widens it, runs on groups of rows that stay in a core's cache. Where
+torch's own operator is as exact and as fast, `native` is all there is to do, backward included.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
+from onepass.core import check
+from onepass.core.launch import INTERPRET
+
 from .reference import stable_scale
 
-# elements per group: 512 KiB in fp32
-GROUP = 1 << 17
+# elements per group: 1 MiB in fp32
+GROUP = 1 << 18
+# up to here the passes that F.rms_norm is composed of cost less than calling our formulas; so many elements
+SMALL = 1 << 19
 
 Needs = tuple[bool, bool, bool]
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
@@ -37,6 +43,38 @@ def _weight(weight: Tensor | None, offset: float, dtype: torch.dtype) -> Tensor 
     return weight + offset if offset else weight
 
 
+def native(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, offset: float, has_mean: bool, stable: bool
+) -> Tensor | None:
+    """F.layer_norm or F.rms_norm where it keeps what we promise and takes no longer; else None. CPU, differentiable.
+
+    Torch sums a 16-bit layer norm's dw and db in 16 bits (12 % off after 4096 rows): where gradients are wanted, small
+    ones are widened and large ones left to us. So are large RMS norms: torch's are passes over the whole tensor.
+    """
+    if INTERPRET or not x.is_cpu or stable or torch._C._is_any_autocast_enabled() or not eps >= 0:
+        return None
+    if not x.numel() or not x.dim() or x.dtype not in check.FLOATS:
+        return None
+    dtype, n_cols, size = x.dtype, x.shape[-1], x.numel()
+    for v in (weight, bias):
+        if v is not None and (v.dtype != dtype or v.shape != (n_cols,) or not v.is_cpu):
+            return None
+    if has_mean:
+        if dtype.itemsize == 2 and torch.is_grad_enabled():
+            for t in (x, weight, bias):
+                if t is not None and t.requires_grad:
+                    return _native_widened(x, weight, bias, eps) if size <= SMALL else None
+        return torch.layer_norm(x, (n_cols,), weight, bias, eps)
+    if size > SMALL or (offset and weight is not None):
+        return None
+    return torch.rms_norm(x, (n_cols,), weight, eps)
+
+
+def _native_widened(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    w, b = (None if v is None else v.float() for v in (weight, bias))
+    return torch.layer_norm(x.float(), x.shape[-1:], w, b, eps).to(x.dtype)
+
+
 def forward(
     s: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, offset: float, has_mean: bool, stable: bool,
     dtype: torch.dtype,
@@ -56,18 +94,18 @@ def forward(
     y = torch.empty(rows.shape, dtype=dtype, device=s.device)
     stats = torch.empty((1 + has_mean + stable, len(rows)), dtype=wide, device=s.device)
     for group in _groups(rows):
-        f = rows[group]
+        f, out = rows[group].to(wide), y[group]
         if has_mean:
-            f, stats[:, group] = _stable_forward(f.to(wide), eps)
+            f, stats[:, group] = _stable_forward(f, eps)
         else:
-            square = torch.linalg.vector_norm(f, 2, -1, keepdim=True, dtype=wide).square_()
-            rstd = square.div_(n).add_(eps).rsqrt_()
-            f, stats[0, group] = f * rstd, rstd[:, 0]
+            rstd = torch.linalg.vector_norm(f, 2, -1, keepdim=True).square_().div_(n).add_(eps).rsqrt_()
+            f, stats[0, group] = torch.mul(f, rstd, out=out if dtype == wide else None), rstd[:, 0]
         if w is not None:
             f.mul_(w)
         if b is not None:
             f.add_(b)
-        y[group] = f
+        if f is not out:
+            out.copy_(f)
     return y.view(s.shape), stats
 
 
@@ -90,27 +128,47 @@ def backward(
     wide, n = _wide(x), x.shape[-1]
     w = _weight(weight, offset, wide)
     shape = x.shape
-    # given 16-bit tensors torch would sum dw and db in 16 bits too, so that they are widened, group by group
     dy, x, ds = dy.reshape(-1, n), x.reshape(-1, n), None if ds is None else ds.reshape(-1, n)
-    whole = has_mean and not stable and x.dtype == wide
-    groups = [slice(None)] if whole else list(_groups(x))
-    if len(groups) == 1:
-        dx, dw, db = _rows_backward(dy.to(wide), x.to(wide), stats, w, eps, has_mean, stable, needs)
-        if dx is not None:
-            dx = (dx if ds is None else dx + ds).to(x.dtype).view(shape)
-        return dx, dw, db
-    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if needs[0] else None
+    layer_norm = has_mean and not stable
+    if layer_norm and x.dtype == wide:
+        dx, dw, db = _rows_backward(dy.to(wide), x, stats, w, eps, has_mean, stable, needs)
+        return None if dx is None else (dx if ds is None else dx + ds).view(shape), dw, db
+    need_x, dx = needs[0], None
+    if layer_norm and need_x and ds is None and dy.dtype == x.dtype and x.is_cpu:
+        # of 16-bit tensors torch's kernel gives an exact dx beside an fp32 weight, but sums dw and db in 16 bits
+        ones = torch.ones(n, dtype=wide) if w is None else w
+        dx, need_x = _native_backward(dy, x, stats, ones, (True, False, False))[0], False
+    elif need_x:
+        dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    needs = (need_x, *needs[1:])
     sums = [torch.zeros(n, dtype=wide, device=x.device) if need else None for need in needs[1:]]
-    for group in groups:
-        part, *totals = _rows_backward(
-            dy[group].to(wide), x[group].to(wide), stats[:, group], w, eps, has_mean, stable, needs
-        )
+    widen = _widener(x), _widener(dy)
+    for group in _groups(x) if any(needs) else ():
+        f, g = (into(t[group]) for into, t in zip(widen, (x, dy), strict=True))
+        part, *totals = _rows_backward(g, f, stats[:, group], w, eps, has_mean, stable, needs)
         if dx is not None and part is not None:
             dx[group] = part if ds is None else part + ds[group]
         for total, more in zip(sums, totals, strict=True):
             if total is not None and more is not None:
                 total += more
     return None if dx is None else dx.view(shape), sums[0], sums[1]
+
+
+def _widener(t: Tensor) -> Callable[[Tensor], Tensor]:
+    """Widens one group of rows of t after the other into the same memory: fresh pages take longer than the sums."""
+    wide = _wide(t)
+    if t.dtype == wide:
+        return lambda rows: rows
+    memory = torch.empty((min(len(t), max(1, GROUP // t.shape[-1])), t.shape[-1]), dtype=wide, device=t.device)
+    return lambda rows: memory[: len(rows)].copy_(rows)
+
+
+def _native_backward(dy: Tensor, x: Tensor, stats: Tensor, w: Tensor | None, needs: Needs) -> Gradients:
+    # a bias gradient is only computed for a bias; its values play no part
+    b = stats.new_empty(x.shape[-1]) if needs[2] else None
+    return torch.ops.aten.native_layer_norm_backward(  # type: ignore[no-any-return]
+        dy, x, x.shape[-1:], stats[1, :, None], stats[0, :, None], w, b, needs
+    )
 
 
 def _rows_backward(
@@ -120,11 +178,7 @@ def _rows_backward(
     n_cols = x.shape[-1]
     rstd = stats[0, :, None]
     if has_mean and not stable:
-        # a bias gradient is only computed for a bias; its values play no part
-        b = x.new_empty(n_cols) if needs[2] else None
-        return torch.ops.aten.native_layer_norm_backward(  # type: ignore[no-any-return]
-            dy, x, (n_cols,), stats[1, :, None], rstd, w, b, needs
-        )
+        return _native_backward(dy, x, stats, w, needs)
     n = (x - stats[1, :, None]).mul_(rstd) if has_mean else x * rstd
     dw = (dy * n).sum(0) if needs[1] else None
     db = dy.sum(0) if needs[2] else None

@@ -1,0 +1,145 @@
+"""What `onepass bench` measures of the norms, and against whom."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from onepass.core.spec import Case, Impl, Missing, Prepared, backward_of, optional
+
+from .op import layer_norm, rms_norm
+
+RIVALS = {"liger_kernel": "liger-kernel", "quack": "quack-kernels"}
+
+
+def _layer_norm_rivals(x: Tensor, w: Tensor, b: Tensor) -> dict[str, Callable[[], Tensor] | Missing]:
+    n = (x.shape[-1],)
+    compiled = torch.compile(F.layer_norm)
+    impls: dict[str, Callable[[], Tensor] | Missing] = {
+        "onepass": lambda: layer_norm(x, w, b),
+        "F.layer_norm": lambda: F.layer_norm(x, n, w, b),
+        "torch.compile": lambda: compiled(x, n, w, b),
+        "liger": Missing("liger-kernel"),
+    }
+    liger = optional("liger_kernel.ops.layer_norm")
+    if liger is not None:
+        impls["liger"] = lambda: liger.LigerLayerNormFunction.apply(x, w, b, 1e-5)
+    return impls
+
+
+def _rms_norm_rivals(x: Tensor, w: Tensor) -> dict[str, Callable[[], Tensor] | Missing]:
+    n = (x.shape[-1],)
+    compiled = torch.compile(F.rms_norm)
+    impls: dict[str, Callable[[], Tensor] | Missing] = {
+        "onepass": lambda: rms_norm(x, w),
+        "F.rms_norm": lambda: F.rms_norm(x, n, w, 1e-6),
+        "torch.compile": lambda: compiled(x, n, w, 1e-6),
+        "liger": Missing("liger-kernel"),
+        "quack": Missing("quack-kernels"),
+    }
+    liger, quack = optional("liger_kernel.ops.rms_norm"), optional("quack.rmsnorm")
+    if liger is not None:
+        # in_place would overwrite the upstream gradient that everyone here shares
+        impls["liger"] = lambda: liger.LigerRMSNormFunction.apply(x, w, 1e-6, 0.0, "llama", False)
+    if quack is not None:
+        impls["quack"] = lambda: quack.rmsnorm(x, w, eps=1e-6)
+    return impls
+
+
+def _quack_layer_norm(x: Tensor, w: Tensor, b: Tensor, dy: Tensor | None) -> Impl:
+    """Quack's layer norm is no autograd function and takes fp32 weights only."""
+    quack = optional("quack.rmsnorm")
+    if quack is None:
+        return Missing("quack-kernels")
+
+    def build() -> Callable[[], Any]:
+        data, weight, bias = x.detach(), w.detach().float(), b.detach().float()
+        if dy is None:
+            return lambda: quack.layernorm_fwd(data, weight, bias, eps=1e-5)
+        _, rstd, mean = quack.layernorm_fwd(data, weight, bias, eps=1e-5, return_rstd=True, return_mean=True)
+        return lambda: quack.layernorm_bwd(data, weight, dy, rstd, mean)
+
+    return Prepared(build)
+
+
+def _case(op: str, rows: int, cols: int, dtype: torch.dtype, stage: str) -> Case:
+    def make() -> Mapping[str, Impl]:
+        need = stage == "backward"
+        x, w, b = (torch.randn(*shape, device="cuda", dtype=dtype) for shape in ((rows, cols), (cols,), (cols,)))
+        inputs = [t.requires_grad_(need) for t in ((x, w, b) if op == "layer_norm" else (x, w))]
+        impls = _layer_norm_rivals(x, w, b) if op == "layer_norm" else _rms_norm_rivals(x, w)
+        dy = torch.randn_like(x) if need else None
+        made: dict[str, Impl] = {
+            name: impl if dy is None or isinstance(impl, Missing) else backward_of(impl, inputs, dy)
+            for name, impl in impls.items()
+        }
+        if op == "layer_norm":
+            made["quack"] = _quack_layer_norm(x, w, b, dy)
+        return made
+
+    floor = rows * cols * dtype.itemsize * (2 if stage == "forward" else 3)
+    check = 1e-3 if dtype == torch.float32 else 5e-2
+    return Case(op, stage, {"rows": rows, "cols": cols}, dtype, floor, make, check)
+
+
+def _residual_case(rows: int, cols: int, dtype: torch.dtype, stage: str) -> Case:
+    """X + residual, normalised: four tensors move, forward (x, residual → s, y) and backward (dy, ds, s → ds)."""
+
+    def make() -> Mapping[str, Impl]:
+        need = stage == "backward"
+        x, r, dy, ds = (torch.randn(rows, cols, device="cuda", dtype=dtype) for _ in range(4))
+        w = torch.randn(cols, device="cuda", dtype=dtype)
+        inputs = [t.requires_grad_(need) for t in (x, r, w)]
+
+        def pair() -> tuple[Tensor, Tensor]:
+            s = x + r
+            return rms_norm(s, w), s
+
+        compiled = torch.compile(lambda: (F.rms_norm(x + r, (cols,), w, 1e-6), x + r))
+        impls: dict[str, Callable[[], Any]] = {
+            "onepass": lambda: rms_norm(x, w, residual=r),
+            "add, then onepass": pair,
+            "torch.compile": compiled,
+        }
+        quack = optional("quack.rmsnorm")
+        made: dict[str, Impl] = {} if quack is not None else {"quack": Missing("quack-kernels")}
+        if quack is not None:
+            impls["quack"] = lambda: quack.rmsnorm(x, w, residual=r, eps=1e-6, prenorm=True)
+
+        def grads(impl: Callable[[], Any]) -> Callable[[], Callable[[], Any]]:
+            def build() -> Callable[[], Any]:
+                out = impl()
+                return lambda: torch.autograd.grad(out, inputs, (dy, ds), retain_graph=True)
+
+            return build
+
+        return made | {name: Prepared(grads(f)) if need else f for name, f in impls.items()}
+
+    check = 1e-3 if dtype == torch.float32 else 5e-2
+    params = {"rows": rows, "cols": cols, "residual": True}
+    return Case("rms_norm", stage, params, dtype, 4 * rows * cols * dtype.itemsize, make, check)
+
+
+# the sizes of the bars: 2^25 … 2^27 elements, fewer where the rows are wide
+_SIZES = (
+    (262144, 128), (65536, 768), (32768, 1024), (32768, 4096), (16384, 5120), (16384, 8192), (4096, 16384),
+    (4096, 32768), (1024, 65536), (1024, 131072), (512, 262144),
+)  # fmt: skip
+CASES = [
+    _case(op, rows, cols, dtype, stage)
+    for op in ("layer_norm", "rms_norm")
+    for rows, cols in _SIZES
+    for dtype in (torch.bfloat16, torch.float32)
+    for stage in ("forward", "backward")
+] + [
+    _residual_case(rows, cols, dtype, stage)
+    for rows, cols in ((32768, 1024), (32768, 4096), (16384, 8192))
+    for dtype in (torch.bfloat16, torch.float32)
+    for stage in ("forward", "backward")
+]
+
+__all__ = ["CASES", "RIVALS"]
