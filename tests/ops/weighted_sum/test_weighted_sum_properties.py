@@ -14,7 +14,8 @@ from torch.utils._pytree import tree_leaves
 
 from onepass import weighted_sum
 from onepass.core.launch import INTERPRET
-from onepass.ops.weighted_sum.spec import _BACKWARD, _FORWARD
+from onepass.ops.weighted_sum import op
+from onepass.ops.weighted_sum.spec import _BACKWARD, _FORWARD, _WEIGHT
 
 
 @st.composite
@@ -49,6 +50,40 @@ def test_values_and_gradients_whatever_the_layout(inputs: tuple[Tensor, Tensor])
     for ours, theirs in zip(grads, torch.autograd.grad(y64, (x64, w64), dy.double()), strict=True):
         limit = 4 * tolerance[ours.dtype]
         torch.testing.assert_close(ours.double(), theirs, rtol=limit, atol=limit)
+
+
+@pytest.mark.parametrize("device", [pytest.param("cpu"), pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("vectors", [None, 3])
+def test_columns_are_read_where_they_are(device: str, vectors: int | None) -> None:
+    """A transposed x is neither copied nor answered by a gradient in rows, whatever its leading dimensions."""
+    weight = torch.randn(*([] if vectors is None else [vectors]), 70, device=device, requires_grad=True)
+    for x in (torch.randn(70, 40, device=device).mT, torch.randn(70, 8, 9, device=device).movedim(0, -1)):
+        x.requires_grad_()
+        # the public function takes another path where a mode looks on: what it calls is asked
+        with _Written(x) as sizes, torch.no_grad():
+            y = op._forward(x, weight, None)
+        if x.is_cuda or INTERPRET:
+            assert x.numel() not in sizes
+        torch.testing.assert_close(y, x @ (weight if vectors is None else weight.mT), rtol=1e-5, atol=1e-4)
+        dx, dw = torch.autograd.grad(weighted_sum(x, weight), (x, weight), torch.ones_like(y))
+        if x.is_cuda or INTERPRET:
+            assert dx.stride() == x.stride()
+        spread = weight.detach() if vectors is None else weight.detach().sum(0)
+        torch.testing.assert_close(dx, spread.expand(x.shape))
+        total = x.detach().flatten(0, -2).sum(0)
+        torch.testing.assert_close(dw, total.expand(weight.shape), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("device", [pytest.param("cpu"), pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(("rows", "dim", "vectors"), [(64, 64, 2), (100, 200, 3), (130, 512, 16)])
+def test_sixteen_bit_vectors(device: str, rows: int, dim: int, vectors: int) -> None:
+    """Wide enough for the tensor cores' kernel, in whole tiles and not: products are exact, sums are fp32."""
+    x = torch.randn(rows, dim, device=device, dtype=torch.float16)
+    weight = torch.randn(vectors, dim, device=device, dtype=torch.float16)
+    exact = x.double() @ weight.double().mT
+    y = weighted_sum(x, weight, out_dtype=torch.float32)
+    torch.testing.assert_close(y.double(), exact, rtol=1e-5, atol=1e-5 * dim)
+    assert torch.equal(weighted_sum(x, weight), weighted_sum(x, weight))
 
 
 def test_x_is_not_read_when_only_its_own_gradient_is_wanted() -> None:
@@ -151,20 +186,30 @@ class TestLaunch:
         for (cols, vectors), (unit, *tile, _) in _BACKWARD[name].items():
             assert unit == k._unit(cols, cols)
             assert tuple(tile) == k._backward_tile(1 << 20, cols, min(unit, 16 // size), vectors)
+        for (cols, dtype), (unit, *tile, _) in _WEIGHT.items():
+            if dtype == name:
+                assert unit == k._unit(cols, cols)
+                assert tuple(tile) == k._weight_tile(1 << 20, cols, min(unit, 16 // size))
+        assert k._dot_tile(64) == (64, 64, 4, 4)
+        assert k._dot_tile(512) == k._dot_tile(3000) == (64, 128, 4, 4)
 
     @given(st.integers(1, 1 << 22), st.integers(1, 1 << 21), st.sampled_from([1, 2, 4, 8]), st.integers(1, 16))
     def test_tiles_are_powers_of_two_and_waste_little(self, rows: int, cols: int, vector: int, vectors: int) -> None:
         from onepass.ops.weighted_sum import kernels_triton as k
 
-        forward = k._forward_tile(rows, cols, vector, vectors)
-        backward = k._backward_tile(rows, cols, vector, vectors)
-        for tile in (forward, backward):
-            assert all(v > 0 and v & (v - 1) == 0 for v in tile)
-        for block_c, width in ((forward[1], vector), (backward[2], min(vector, 4) if vectors > 4 else vector)):
+        block_r, block_c, warps = k._forward_tile(rows, cols, vector, vectors)
+        tiles = [(block_r, block_c, warps, vector)]
+        unroll, block_r, block_c, warps = k._backward_tile(rows, cols, vector, vectors)
+        assert unroll * block_r * block_c <= 8 * warps * 32 * vector
+        tiles.append((block_r, block_c, warps, min(vector, 4) if vectors > 4 else vector))
+        block_r, block_c, _, warps = k._weight_tile(rows, cols, vector)
+        tiles.append((block_r, block_c, warps, vector))
+        for block_r, block_c, warps, width in tiles:
+            assert all(v > 0 and v & (v - 1) == 0 for v in (block_r, block_c, warps))
             if cols > 8 * width:
                 assert -(-cols // block_c) * block_c < 1.07 * (cols + 8 * width)
-        # one thread never holds more than eight vectors of x
-        assert forward[0] * forward[1] <= 8 * forward[2] * 32 * vector
+            # one thread never holds more than eight vectors of x
+            assert block_r * block_c <= 8 * warps * 32 * width
 
     def test_widths_that_16_does_not_divide_keep_wide_loads(self) -> None:
         from onepass.ops.weighted_sum.kernels_triton import _unit

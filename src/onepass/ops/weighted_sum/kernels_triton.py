@@ -14,10 +14,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from onepass.core.launch import OPTIONS, cdiv, device_guard, next_power_of_2, sm_count
+from onepass.core.launch import cdiv, device_guard, launch, next_power_of_2, sm_count
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["x_row_units", "n_rows", "n_col_units", "split_tiles"])
 def forward_kernel(
     x_ptr,  # (n_rows, n_cols), unit column stride
     w_ptr,  # (N_VECTORS, n_cols), contiguous
@@ -62,7 +62,42 @@ def forward_kernel(
         tl.store(y_ptr + out + r, tl.sum(accs[r], 1).to(y_ptr.dtype.element_ty), mask=rows < n_rows)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["x_row_units", "n_rows", "n_col_units"])
+def dot_forward_kernel(
+    x_ptr,  # (n_rows, n_cols), unit column stride, 16-bit
+    w_ptr,  # (N_VECTORS, n_cols), contiguous, of x's dtype
+    y_ptr,  # (n_rows, N_VECTORS), contiguous
+    x_row_units,  # row stride of x / UNIT
+    n_rows,
+    n_col_units,  # n_cols / UNIT
+    UNIT: tl.constexpr,
+    N_VECTORS: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    EVEN_C: tl.constexpr,  # n_cols is a multiple of BLOCK_C
+    STAGES: tl.constexpr,
+):
+    """A tile of rows per program, all vectors at once: 16-bit products are exact in tensor cores, sums are fp32."""
+    n_cols = tl.cast(n_col_units, tl.int64) * UNIT
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    cols = tl.arange(0, BLOCK_C)
+    vectors = tl.arange(0, 16)
+    x_rows = x_ptr + tl.minimum(rows, n_rows - 1)[:, None] * x_row_units * UNIT
+    w_rows = w_ptr + vectors[None, :] * n_cols
+    acc = tl.zeros((BLOCK_R, 16), tl.float32)
+    for start in tl.range(0, n_cols, BLOCK_C, num_stages=STAGES):
+        in_cols = (cols < n_cols - start) | EVEN_C
+        if EVEN_C:
+            x = tl.load(x_rows + start + cols[None, :])
+        else:
+            x = tl.load(x_rows + start + cols[None, :], mask=in_cols[None, :], other=0.0)
+        w = tl.load(w_rows + start + cols[:, None], mask=in_cols[:, None] & (vectors < N_VECTORS)[None, :], other=0.0)
+        acc = tl.dot(x, w, acc)
+    mask = (rows < n_rows)[:, None] & (vectors < N_VECTORS)[None, :]
+    tl.store(y_ptr + rows[:, None] * N_VECTORS + vectors[None, :], acc.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["x_row_units", "n_rows", "n_col_units"])
 def backward_kernel(
     dy_ptr,  # (n_rows, N_VECTORS), contiguous
     x_ptr,  # (n_rows, n_cols), unit column stride; not read without NEED_W
@@ -132,16 +167,50 @@ def backward_kernel(
             tl.store(dw_ptr + out + cols, tl.sum(dws[r], 0).to(dw_ptr.dtype.element_ty), mask=in_cols)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["x_row_units", "n_rows", "n_col_units"])
+def weight_kernel(
+    dy_ptr,  # (n_rows,)
+    x_ptr,  # (n_rows, n_cols), unit column stride
+    dw_ptr,  # (row groups, n_cols), contiguous; the result itself when there is one group, else fp32 parts
+    x_row_units,  # row stride of x / UNIT
+    n_rows,
+    n_col_units,  # n_cols / UNIT
+    UNIT: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    EVEN_C: tl.constexpr,  # n_cols is a multiple of BLOCK_C
+    STAGES: tl.constexpr,
+):
+    """The gradient of a single weight alone: as `backward_kernel`, with x going through a software pipeline."""
+    n_cols = tl.cast(n_col_units, tl.int64) * UNIT
+    group = tl.program_id(1)
+    first = tl.program_id(0).to(tl.int64) * BLOCK_C
+    cols = tl.arange(0, BLOCK_C)
+    in_cols = (cols < n_cols - first) | EVEN_C
+    dw = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
+    for tile in tl.range(group, tl.cdiv(n_rows, BLOCK_R), tl.num_programs(1), num_stages=STAGES):
+        rows = tl.cast(tile, tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+        in_rows = rows < n_rows
+        mask = in_rows[:, None] if EVEN_C else in_rows[:, None] & in_cols[None, :]
+        dy = tl.load(dy_ptr + rows, mask=in_rows, other=0.0).to(tl.float32)[:, None]
+        x_rows = x_ptr + first + rows[:, None] * x_row_units * UNIT
+        dw += dy * tl.load(x_rows + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+    out = tl.cast(group, tl.int64) * n_cols + first
+    tl.store(dw_ptr + out + cols, tl.sum(dw, 0).to(dw_ptr.dtype.element_ty), mask=in_cols)
+
+
+@triton.jit(do_not_specialize=["n_parts", "n_units"])
 def finish_kernel(
     parts_ptr,  # (n_parts, n) fp32, contiguous
     out_ptr,  # (n,)
     n_parts,
-    n,
+    n_units,  # n / UNIT
+    UNIT: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
     """Sum the parts in a fixed order and round once."""
+    n = tl.cast(n_units, tl.int64) * UNIT
     cols = tl.program_id(0).to(tl.int64) * BLOCK_C + tl.arange(0, BLOCK_C)
     acc = tl.zeros((BLOCK_P, BLOCK_C), tl.float32)
     for start in range(0, n_parts, BLOCK_P):
@@ -168,7 +237,7 @@ def _block_c(n_cols: int, vector: int, threads: int) -> int:
 def _forward_tile(n_rows: int, n_cols: int, vector: int, n_vectors: int) -> tuple[int, int, int]:
     """(BLOCK_R, BLOCK_C, num_warps), timed on an H200: short programs for one vector, few warps a row for several.
 
-    One vector: two loads per thread and many programs. Several: every vector costs a reduction across the warps of a
+    One vector: four loads per thread and many programs. Several: every vector costs a reduction across the warps of a
     row, so one or two warps take a row and each thread has eight loads under way.
     """
     several = 1 < n_vectors <= 4
@@ -179,9 +248,17 @@ def _forward_tile(n_rows: int, n_cols: int, vector: int, n_vectors: int) -> tupl
     warps = (1 if several else 4) if n_cols <= block_c else min(4, max(1, block_c // (32 * vector)))
     if block_c < 32 * vector:
         warps = 4
-    loads = 8 if several and block_c >= 32 * vector else 4 if several else 2
+    if several:
+        loads = 8 if block_c >= 32 * vector else 4
+    else:
+        loads = 2 if n_vectors > 4 or (n_cols > block_c and (vector < 8 or block_c < 32 * vector)) else 4
     block_r = max(1, loads * warps * 32 * vector // block_c)
     return min(block_r, next_power_of_2(n_rows)), block_c, warps
+
+
+def _dot_tile(n_cols: int) -> tuple[int, int, int, int]:
+    """(BLOCK_R, BLOCK_C, STAGES, num_warps) of the tensor cores' kernel."""
+    return 64, 64 if n_cols <= 64 else 128, 4, 4
 
 
 def _backward_tile(n_rows: int, n_cols: int, vector: int, n_vectors: int) -> tuple[int, int, int, int]:
@@ -195,9 +272,23 @@ def _backward_tile(n_rows: int, n_cols: int, vector: int, n_vectors: int) -> tup
     return min(unroll, next_power_of_2(cdiv(n_rows, block_r))), block_r, block_c, warps
 
 
+def _weight_tile(n_rows: int, n_cols: int, vector: int) -> tuple[int, int, int, int]:
+    """(BLOCK_R, BLOCK_C, STAGES, num_warps): four vectors of x per thread, three times as many on their way."""
+    block_c = _block_c(n_cols, vector, 128)
+    warps = 8 if block_c <= 16 * vector else 4
+    return min(4 * warps * 32 * vector // block_c, next_power_of_2(n_rows)), block_c, 4, warps
+
+
 def _groups(x: Tensor, row_tiles: int, col_tiles: int, warps: int) -> int:
     """How many programs share the rows of one tile of columns: about 24 warps on each multiprocessor in all."""
     return max(1, min(row_tiles, sm_count(x) * 24 // warps // col_tiles))
+
+
+def _in_two_passes(dx: Tensor, n_vectors: int) -> bool:
+    """Reading x for dw first and writing dx then: a long stream of reads, then of writes, beats the two mixed."""
+    size = dx.element_size()
+    wide = dx.shape[-1] * size >= (256 if size == 4 else 2048)
+    return n_vectors == 1 and wide and dx.numel() * size >= 1 << 28
 
 
 def _splits(x: Tensor, row_tiles: int, col_tiles: int) -> int:
@@ -207,68 +298,116 @@ def _splits(x: Tensor, row_tiles: int, col_tiles: int) -> int:
 
 
 def _finish(parts: Tensor, out: Tensor) -> None:
-    n_parts, n = len(parts), out.numel()
+    n_parts, n = parts.shape[0], out.numel()
     block_p = min(256, next_power_of_2(n_parts))
     block_c = min(128, max(16, 4096 // block_p))
-    finish_kernel[(cdiv(n, block_c),)](
-        parts, out, n_parts, n, BLOCK_P=block_p, BLOCK_C=block_c, num_warps=4, **OPTIONS
-    )  # fmt: skip
+    unit = _unit(n, n)
+    constants = (unit, block_p, block_c)
+    launch(finish_kernel, (cdiv(n, block_c), 1, 1), (parts, out), (n_parts, n // unit), constants, num_warps=4)
 
 
-def forward(x: Tensor, weight: Tensor, out_dtype: torch.dtype) -> Tensor:
-    """X (rows, D) with unit column stride, weight (R, D) contiguous → y (rows, R)."""
+def forward(x: Tensor, weight: Tensor, y: Tensor) -> None:
+    """Fill y (rows, R) from x (rows, D) and weight (R, D); no dimension is 0. All contiguous but x (`is_columns`)."""
+    with device_guard(x):
+        if not is_columns(x):
+            _forward_pass(x, weight, y)
+            return
+        # y.T = weight·x.T: what dweight is to rows, y is to columns
+        one = weight.shape[0] == 1
+        out = y.view(1, len(x)) if one else torch.empty((len(weight), len(x)), dtype=y.dtype, device=y.device)
+        _backward_pass(weight.mT.contiguous(), x.mT, None, None, out)
+        if not one:
+            y.copy_(out.mT.view(y.shape))
+
+
+def backward(dy: Tensor, x: Tensor | None, weight: Tensor, dx: Tensor | None, dw: Tensor | None) -> None:
+    """Fill dx (rows, D) and dw (R, D) from dy (rows, R), x (rows, D) and weight (R, D); no dimension is 0.
+
+    All contiguous but x and dx, which are both rows or both columns (`is_columns`). What is not wanted is None, and x
+    without dw.
+    """
+    with device_guard(dy):
+        if is_columns(x if dx is None else dx):
+            columns = dy.mT.contiguous()
+            if dw is not None and x is not None:
+                one = len(dw) == 1
+                out = dw if one else torch.empty_like(dw.mT, memory_format=torch.contiguous_format)
+                _forward_pass(x.mT, columns, out)
+                if not one:
+                    dw.copy_(out.mT)
+            if dx is not None:
+                _backward_pass(weight.mT.contiguous(), None, columns, dx.mT, None)
+        elif dx is not None and dw is not None and _in_two_passes(dx, len(dw)):
+            _backward_pass(dy, x, None, None, dw)
+            _backward_pass(dy, None, weight, dx, None)
+        else:
+            _backward_pass(dy, x, weight, dx, dw)
+
+
+def is_columns(x: Tensor | None) -> bool:
+    """Whether the matrix lies in memory column by column, as a transposed one does."""
+    return x is not None and x.stride(0) == 1 and x.stride(1) != 1 and len(x) > 1 and x.shape[1] > 1
+
+
+def _forward_pass(x: Tensor, weight: Tensor, y: Tensor) -> None:
     n_rows, n_cols = x.shape
     n_vectors = weight.shape[0]
-    if not n_rows or not n_cols:
-        return torch.zeros((n_rows, n_vectors), dtype=out_dtype, device=x.device)
-    y = torch.empty((n_rows, n_vectors), dtype=out_dtype, device=x.device)
     unit = _unit(n_cols, x.stride(0))
     vector = min(unit, 16 // x.element_size())
+    if n_vectors > 1 and x.dtype == weight.dtype and vector == 8 and min(n_rows, n_cols) >= 64:
+        block_r, block_c, stages, warps = _dot_tile(n_cols)
+        launch(
+            dot_forward_kernel, (cdiv(n_rows, block_r), 1, 1), (x, weight, y),
+            (x.stride(0) // unit, n_rows, n_cols // unit),
+            (unit, n_vectors, block_r, block_c, n_cols % block_c == 0, stages), num_warps=warps,
+        )  # fmt: skip
+        return
     block_r, block_c, warps = _forward_tile(n_rows, n_cols, vector, n_vectors)
     row_tiles, col_tiles = cdiv(n_rows, block_r), cdiv(n_cols, block_c)
     split_tiles = cdiv(col_tiles, _splits(x, row_tiles, col_tiles))
     splits = cdiv(col_tiles, split_tiles)
     parts = y if splits == 1 else torch.empty((splits, n_rows, n_vectors), dtype=torch.float32, device=x.device)
-    with device_guard(x):
-        forward_kernel[(row_tiles, splits)](
-            x, weight, parts, x.stride(0) // unit, n_rows, n_cols // unit, split_tiles,
-            UNIT=unit, N_VECTORS=n_vectors, VECTOR=min(vector, block_c), BLOCK_R=block_r, BLOCK_C=block_c,
-            EVEN_C=n_cols % block_c == 0, num_warps=warps, **OPTIONS,
-        )  # fmt: skip
-        if splits > 1:
-            _finish(parts, y)
-    return y
+    launch(
+        forward_kernel, (row_tiles, splits, 1), (x, weight, parts),
+        (x.stride(0) // unit, n_rows, n_cols // unit, split_tiles),
+        (unit, n_vectors, min(vector, block_c), block_r, block_c, n_cols % block_c == 0), num_warps=warps,
+    )  # fmt: skip
+    if splits > 1:
+        _finish(parts, y)
 
 
-def backward(
-    dy: Tensor, x: Tensor | None, weight: Tensor, n_cols: int, x_dtype: torch.dtype, need_x: bool, need_w: bool
-) -> tuple[Tensor, Tensor]:
-    """Dy (rows, R) contiguous → dx (rows, D) and dweight (R, D); what is not needed comes back empty.
-
-    x (rows, D) with unit column stride may be None when dweight is not needed.
-    """
-    n_rows, n_vectors = dy.shape
-    dx = torch.empty((n_rows, n_cols) if need_x else (0,), dtype=x_dtype, device=dy.device)
-    dw = torch.empty_like(weight) if need_w else weight.new_empty(0)
-    if not n_rows or not n_cols:
-        return dx, dw.zero_()
-    source = dy if x is None else x
+def _backward_pass(dy: Tensor, x: Tensor | None, weight: Tensor | None, dx: Tensor | None, dw: Tensor | None) -> None:
+    shape = dw if weight is None else weight
+    like = dx if x is None else x
+    assert shape is not None
+    assert like is not None
+    n_vectors, n_cols = shape.shape
+    n_rows = len(like)
     row_stride = n_cols if x is None else x.stride(0)
     unit = _unit(n_cols, row_stride)
-    unroll, block_r, block_c, warps = _backward_tile(
-        n_rows, n_cols, min(unit, 16 // x_dtype.itemsize), n_vectors
-    )  # fmt: skip
-    row_tiles, col_tiles = cdiv(n_rows, unroll * block_r), cdiv(n_cols, block_c)
-    groups = _groups(source, row_tiles, col_tiles, warps)
-    parts = dw
-    if need_w and groups > 1:
-        parts = torch.empty((groups, n_vectors, n_cols), dtype=torch.float32, device=dy.device)
-    with device_guard(dy):
-        backward_kernel[(col_tiles, groups)](
-            dy, source, weight, dx, parts, row_stride // unit, n_rows, n_cols // unit,
-            UNIT=unit, N_VECTORS=n_vectors, NEED_X=need_x, NEED_W=need_w, UNROLL=unroll, BLOCK_R=block_r,
-            BLOCK_C=block_c, EVEN_C=n_cols % block_c == 0, num_warps=warps, **OPTIONS,
+    vector = min(unit, 16 // like.element_size())
+    alone = dx is None and n_vectors == 1
+    if alone:
+        block_r, block_c, stages, warps = _weight_tile(n_rows, n_cols, vector)
+        row_tiles = cdiv(n_rows, block_r)
+    else:
+        unroll, block_r, block_c, warps = _backward_tile(n_rows, n_cols, vector, n_vectors)
+        row_tiles = cdiv(n_rows, unroll * block_r)
+    col_tiles = cdiv(n_cols, block_c)
+    parts, groups = dw, min(row_tiles, 65535)
+    if dw is not None:
+        groups = _groups(dy, row_tiles, col_tiles, warps)
+        if groups > 1:
+            parts = torch.empty((groups, n_vectors, n_cols), dtype=torch.float32, device=dy.device)
+    grid, numbers = (col_tiles, groups, 1), (row_stride // unit, n_rows, n_cols // unit)
+    if alone:
+        constants = (unit, block_r, block_c, n_cols % block_c == 0, stages)
+        launch(weight_kernel, grid, (dy, x, parts), numbers, constants, num_warps=warps)
+    else:
+        launch(
+            backward_kernel, grid, (dy, x, weight, dx, parts), numbers,
+            (unit, n_vectors, dx is not None, dw is not None, unroll, block_r, block_c, n_cols % block_c == 0),
+            num_warps=warps,
         )  # fmt: skip
-        if need_w and groups > 1:
-            _finish(parts, dw)
-    return dx, dw
+    if dw is not None and parts is not None and groups > 1:
+        _finish(parts, dw)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.library import custom_op
 
 from onepass.core import check
-from onepass.core.bind import bind
+from onepass.core.bind import batch_first, bind
 from onepass.core.launch import as_rows, uses_triton
 
 from . import reference as torch_path
@@ -37,42 +37,86 @@ def _vectors(weight: Tensor) -> Tensor:
     return weight if weight.dim() == 2 else weight[None]
 
 
-def _forward(x: Tensor, weight: Tensor, out_dtype: torch.dtype) -> Tensor:
+def _in_columns(x: Tensor) -> bool:
+    """Whether a Triton kernel reads x column by column: many rows, transposed, such as `(D, rows).mT`."""
+    if x.stride(-1) == 1 or x.shape[-1] <= 1 or not uses_triton(x):
+        return False
+    rows = 1
+    for size, stride in zip(reversed(x.shape[:-1]), reversed(x.stride()[:-1]), strict=True):
+        if size != 1 and stride != rows:
+            return False
+        rows *= size
+    return rows >= 32
+
+
+def _matrix(x: Tensor) -> Tensor:
+    """(..., D) → (rows, D) for the kernels; a copy only where no row or column of it has stride 1."""
+    return x.view(-1, x.shape[-1]) if _in_columns(x) else as_rows(x)
+
+
+def _empty_gradient(x: Tensor) -> Tensor:
+    """For the gradient of x: in columns where x is, else contiguous."""
+    if not _in_columns(x):
+        return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    *lead, n_cols = x.shape
+    strides = (*(math.prod(lead[i + 1 :]) for i in range(len(lead))), math.prod(lead))
+    return torch.empty_strided((*lead, n_cols), strides, dtype=x.dtype, device=x.device)
+
+
+def _forward(x: Tensor, weight: Tensor, out_dtype: torch.dtype | None) -> Tensor:
+    dtype = out_dtype or torch.promote_types(x.dtype, weight.dtype)
     if not uses_triton(x):
-        return torch_path.reference(x, weight, out_dtype=out_dtype)
+        return torch_path.reference(x, weight, out_dtype=dtype)
+    shape = x.shape[:-1] + weight.shape[:-1]
+    if not x.numel():
+        return torch.zeros(shape, dtype=dtype, device=x.device)
     from . import kernels_triton
 
-    y = kernels_triton.forward(as_rows(x), _vectors(weight).contiguous(), out_dtype)
-    return y.view(x.shape[:-1] + weight.shape[:-1])
+    y = torch.empty(shape, dtype=dtype, device=x.device)
+    kernels_triton.forward(_matrix(x), _vectors(weight).contiguous(), y)
+    return y
 
 
-def _backward(dy: Tensor, x: Tensor, weight: Tensor, need_x: bool, need_w: bool) -> tuple[Tensor, Tensor]:
+def _backward(dy: Tensor, x: Tensor, weight: Tensor, need_x: bool, need_w: bool) -> tuple[Tensor | None, Tensor | None]:
     vectors = _vectors(weight)
-    # without a gradient of the weight x is not looked at, not even to make rows of it
-    rows = as_rows(x) if need_w else None
+    # without a gradient of the weight x is not looked at, not even to make a matrix of it
+    rows = _matrix(x) if need_w else None
     dy = dy.reshape(math.prod(x.shape[:-1]), len(vectors)).contiguous()  # `.sum().backward()` hands a stride-0 dy
-    if uses_triton(x):
-        from . import kernels_triton
-
-        dx, dw = kernels_triton.backward(dy, rows, vectors.contiguous(), x.shape[-1], x.dtype, need_x, need_w)
-    else:
+    if not uses_triton(x):
         dx, dw = torch_path.backward(dy, rows, vectors, x.dtype, need_x)
-    return (dx.view(x.shape) if need_x else dx), (dw.view(weight.shape) if need_w else dw)
+        return (dx.view(x.shape) if need_x else None), (dw.view(weight.shape) if need_w else None)
+    from . import kernels_triton
+
+    new_x = _empty_gradient(x) if need_x else None
+    new_w = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device) if need_w else None
+    if not x.numel():
+        return new_x, None if new_w is None else new_w.zero_()
+    if need_x or need_w:
+        matrices = (None if t is None else t.view(-1, x.shape[-1]) for t in (new_x, new_w))
+        kernels_triton.backward(dy, rows, vectors.contiguous(), *matrices)
+    return new_x, new_w
+
+
+def _backward_all(dy: Tensor, x: Tensor, weight: Tensor, need_x: bool, need_w: bool) -> tuple[Tensor, Tensor]:
+    """`_backward` as an op, which can't return None: what is not needed is empty."""
+    dx, dw = _backward(dy, x, weight, need_x, need_w)
+    return x.new_empty(0) if dx is None else dx, weight.new_empty(0) if dw is None else dw
 
 
 forward_op = custom_op("onepass::weighted_sum", _forward, mutates_args=())
-backward_op = custom_op("onepass::weighted_sum_backward", _backward, mutates_args=())
+backward_op = custom_op("onepass::weighted_sum_backward", _backward_all, mutates_args=())
 
 
 @forward_op.register_fake
-def _(x: Tensor, weight: Tensor, out_dtype: torch.dtype) -> Tensor:
+def _(x: Tensor, weight: Tensor, out_dtype: torch.dtype | None) -> Tensor:
     _check(x, weight)
-    return x.new_empty(x.shape[:-1] + weight.shape[:-1], dtype=out_dtype)
+    dtype = out_dtype or torch.promote_types(x.dtype, weight.dtype)
+    return x.new_empty(x.shape[:-1] + weight.shape[:-1], dtype=dtype)
 
 
 @backward_op.register_fake
 def _(dy: Tensor, x: Tensor, weight: Tensor, need_x: bool, need_w: bool) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape if need_x else (0,)), weight.new_empty(weight.shape if need_w else (0,))
+    return _empty_gradient(x) if need_x else x.new_empty(0), weight.new_empty(weight.shape if need_w else (0,))
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -86,9 +130,30 @@ def _gradients(ctx: Any, run: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     return dx if need_x else None, dw if need_w else None, None
 
 
+InDims = tuple[int | None, ...]
+
+
+def _vmap_forward(size: int, in_dims: InDims, x: Tensor, weight: Tensor, out_dtype: torch.dtype | None) -> Any:
+    """A batch is more rows, as long as all share the weight."""
+    if in_dims[1] is not None:
+        return None
+    return forward_op(batch_first(x, in_dims[0], size), weight, out_dtype), 0
+
+
+def _vmap_backward(
+    size: int, in_dims: InDims, dy: Tensor, x: Tensor, weight: Tensor, need_x: bool, need_w: bool
+) -> Any:
+    """Likewise, but each batch element has its own gradient of the weight."""
+    if in_dims[2] is not None or need_w or not need_x:
+        return None
+    dy, x = batch_first(dy, in_dims[0], size), batch_first(x, in_dims[1], size)
+    return backward_op(dy, x, weight, True, False), (0, None)
+
+
 _call = bind(
     forward=_forward, forward_op=forward_op, backward=_backward, backward_op=backward_op,
-    save=_save, gradients=_gradients,
+    save=_save, gradients=_gradients, replay=True, check=lambda x, weight, out_dtype: _check(x, weight),
+    vmap_forward=_vmap_forward, vmap_backward=_vmap_backward,
 )  # fmt: skip
 
 
@@ -122,8 +187,7 @@ def weighted_sum(x: Tensor, weight: Tensor, *, out_dtype: torch.dtype | None = N
         >>> onepass.weighted_sum(x, torch.tensor([1.0, 0.0, -1.0]))
         tensor([-2., -2.])
     """
-    _check(x, weight)
-    return _call(x, weight, out_dtype or torch.promote_types(x.dtype, weight.dtype))  # type: ignore[no-any-return]
+    return _call(x, weight, out_dtype)  # type: ignore[no-any-return]
 
 
 __all__ = ["MAX_VECTORS", "backward_op", "forward_op", "weighted_sum"]

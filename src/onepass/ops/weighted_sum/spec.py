@@ -66,6 +66,18 @@ def _forward_kernel() -> Any:
     return forward_kernel
 
 
+def _dot_forward_kernel() -> Any:
+    from .kernels_triton import dot_forward_kernel
+
+    return dot_forward_kernel
+
+
+def _weight_kernel() -> Any:
+    from .kernels_triton import weight_kernel
+
+    return weight_kernel
+
+
 def _backward_kernel() -> Any:
     from .kernels_triton import backward_kernel
 
@@ -79,26 +91,26 @@ def _finish_kernel() -> Any:
 
 
 _UNITS = {"x_row_units": "i32", "n_rows": "i32", "n_col_units": "i32"}
-# (width, vectors) → the launch table's choice and a register budget, for bf16 and fp32;
-# forward: UNIT, BLOCK_R, BLOCK_C, warps, registers; backward: UNIT, UNROLL, BLOCK_R, BLOCK_C, warps, registers
+# (width, vectors) → the launch table's choice and a register budget, for bf16 and fp32
+# UNIT, BLOCK_R, BLOCK_C, warps, registers
 _FORWARD = {
     "bf16": {
-        (64, 1): (16, 32, 64, 4, 40),
-        (512, 1): (16, 4, 512, 4, 48),
-        (512, 4): (16, 4, 512, 1, 152),
-        (3000, 1): (8, 2, 1024, 4, 40),
-        (4096, 1): (16, 2, 1024, 4, 40),
-        (4096, 4): (16, 8, 512, 2, 144),
+        (64, 1): (16, 64, 64, 4, 64),
+        (512, 1): (16, 8, 512, 4, 64),
+        (3000, 1): (8, 4, 1024, 4, 64),
+        (4096, 1): (16, 4, 1024, 4, 64),
+        (100, 4): (4, 8, 128, 1, 152),
         (4096, 16): (16, 2, 1024, 4, 144),
     },
     "fp32": {
-        (64, 1): (16, 16, 64, 4, 48),
-        (100, 1): (4, 8, 128, 4, 40),
+        (64, 1): (16, 32, 64, 4, 64),
+        (100, 1): (4, 16, 128, 4, 64),
         (512, 4): (16, 2, 512, 1, 112),
         (4096, 1): (16, 2, 512, 4, 48),
         (4096, 4): (16, 8, 256, 2, 112),
     },
 }
+# UNIT, UNROLL, BLOCK_R, BLOCK_C, warps, registers
 _BACKWARD = {
     "bf16": {
         (64, 1): (16, 8, 32, 64, 8, 96),
@@ -114,14 +126,17 @@ _BACKWARD = {
         (4096, 4): (16, 4, 1, 512, 4, 96),
     },
 }
+# (width, dtype) → UNIT, BLOCK_R, BLOCK_C, STAGES, warps, registers
+_WEIGHT = {
+    (64, "fp32"): (16, 64, 64, 4, 8, 80),
+    (4096, "fp32"): (16, 4, 512, 4, 4, 80),
+    (3000, "bf16"): (8, 4, 1024, 4, 4, 96),
+    (4096, "bf16"): (16, 4, 1024, 4, 4, 96),
+}
 
 
 def _kernels() -> Iterator[Kernel]:
-    # 16 divides the count of units where it divides width / UNIT: Triton's own specialisation of integer arguments
-    def divisible(cols: int, unit: int) -> tuple[str, ...]:
-        pointers = ("x_ptr", "w_ptr", "y_ptr", "dy_ptr", "dx_ptr", "dw_ptr")
-        return pointers + (("x_row_units", "n_col_units") if cols // unit % 16 == 0 else ())
-
+    divisible = ("x_ptr", "w_ptr", "y_ptr", "dy_ptr", "dx_ptr", "dw_ptr")
     for t in ("bf16", "fp32"):
         pointers = {f"{p}_ptr": f"*{t}" for p in ("dy", "x", "w", "y", "dx")}
         widest = 8 if t == "bf16" else 4
@@ -131,7 +146,7 @@ def _kernels() -> Iterator[Kernel]:
                 {k: pointers[k] for k in ("x_ptr", "w_ptr", "y_ptr")} | _UNITS | {"split_tiles": "i32"},
                 {"UNIT": unit, "N_VECTORS": vectors, "VECTOR": min(unit, widest), "BLOCK_R": block_r,
                  "BLOCK_C": block_c, "EVEN_C": cols % block_c == 0},
-                divisible(cols, unit), num_warps=warps, max_registers=registers, vector_loads=unit >= widest,
+                divisible, num_warps=warps, max_registers=registers, vector_loads=unit >= widest,
             )  # fmt: skip
         for (cols, vectors), (unit, unroll, block_r, block_c, warps, registers) in _BACKWARD[t].items():
             yield Kernel(
@@ -139,14 +154,30 @@ def _kernels() -> Iterator[Kernel]:
                 {k: pointers[k] for k in ("dy_ptr", "x_ptr", "w_ptr", "dx_ptr")} | {"dw_ptr": "*fp32"} | _UNITS,
                 {"UNIT": unit, "N_VECTORS": vectors, "NEED_X": True, "NEED_W": True, "UNROLL": unroll,
                  "BLOCK_R": block_r, "BLOCK_C": block_c, "EVEN_C": cols % block_c == 0},
-                divisible(cols, unit), num_warps=warps, max_registers=registers,
+                divisible, num_warps=warps, max_registers=registers,
                 # sixteen vectors leave registers for half a vector of columns
                 vector_loads=unit >= widest and (vectors <= 4 or t == "fp32"),
             )  # fmt: skip
+    for (cols, t), (unit, block_r, block_c, stages, warps, registers) in _WEIGHT.items():
+        yield Kernel(
+            f"weighted_sum dw {t} D={cols}", _weight_kernel,
+            {"dy_ptr": f"*{t}", "x_ptr": f"*{t}", "dw_ptr": "*fp32"} | _UNITS,
+            {"UNIT": unit, "BLOCK_R": block_r, "BLOCK_C": block_c, "EVEN_C": cols % block_c == 0, "STAGES": stages},
+            divisible, num_warps=warps, max_registers=registers,
+        )  # fmt: skip
+    for cols in (64, 512, 3000):
+        block_c = 64 if cols == 64 else 128
+        yield Kernel(
+            f"weighted_sum dot bf16 D={cols} R=4", _dot_forward_kernel,
+            {"x_ptr": "*bf16", "w_ptr": "*bf16", "y_ptr": "*bf16"} | _UNITS,
+            {"UNIT": 8 if cols == 3000 else 16, "N_VECTORS": 4, "BLOCK_R": 64, "BLOCK_C": block_c,
+             "EVEN_C": cols % block_c == 0, "STAGES": 4},
+            divisible, num_warps=4, max_registers=128,
+        )  # fmt: skip
     yield Kernel(
         "weighted_sum finish", _finish_kernel,
-        {"parts_ptr": "*fp32", "out_ptr": "*bf16", "n_parts": "i32", "n": "i32"},
-        {"BLOCK_P": 256, "BLOCK_C": 16}, ("parts_ptr", "out_ptr", "n"), max_registers=96,
+        {"parts_ptr": "*fp32", "out_ptr": "*bf16", "n_parts": "i32", "n_units": "i32"},
+        {"UNIT": 16, "BLOCK_P": 256, "BLOCK_C": 16}, ("parts_ptr", "out_ptr"), max_registers=96,
     )  # fmt: skip
 
 
@@ -183,9 +214,19 @@ def _case(rows: int, cols: int, dtype: torch.dtype, stage: str) -> Case:
     return Case("weighted_sum", stage, {"rows": rows, "cols": cols}, dtype, floor, make, check=2e-2)
 
 
+def _vectors_case(rows: int, cols: int, vectors: int) -> Case:
+    def make() -> Mapping[str, Callable[[], Any]]:
+        x = torch.randn(rows, cols, device="cuda", dtype=torch.bfloat16)
+        w = torch.randn(vectors, cols, device="cuda", dtype=torch.bfloat16)
+        return {"onepass": lambda: weighted_sum(x, w), "x @ w": lambda: x @ w.mT}
+
+    params = {"rows": rows, "cols": cols, "vectors": vectors}
+    return Case("weighted_sum", "forward", params, torch.bfloat16, rows * cols * 2, make, check=2e-2)
+
+
 CASES = [
     _case(rows, cols, dtype, stage)
     for rows, cols in ((1048576, 64), (131072, 320), (262144, 512), (65536, 4096), (8192, 32768))
     for dtype in (torch.bfloat16, torch.float32)
     for stage in ("forward", "backward")
-]
+] + [_vectors_case(rows, cols, vectors) for rows, cols in ((262144, 512), (65536, 4096)) for vectors in (4, 16)]
