@@ -173,13 +173,13 @@ def test_trace_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("options", SCHEDULES[2:4], ids=["constant", "schedule"])
 def test_chunks_of_long_rows(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels for rows of any length, at a length that the interpreter can bear."""
-    from onepass.ops.soft_topk import kernels_common, kernels_descent
+    from onepass.ops.soft_topk import kernels_common, kernels_descent, kernels_descent_backward
 
     monkeypatch.setattr(kernels_common, "CHUNK", 1024)
-    for module in (kernels_common, kernels_descent):
+    for module in (kernels_common, kernels_descent_backward):
         monkeypatch.setattr(module, "TILE", 1024)
     monkeypatch.setattr(kernels_descent, "FORWARD_MAX_COLS", 256)
-    monkeypatch.setattr(kernels_descent, "BACKWARD_MAX_COLS", 256)
+    monkeypatch.setattr(kernels_descent_backward, "LONGEST", 256)
     s = torch.randn(3, 3000, requires_grad=True)
     k = torch.tensor([2.5, 100.3, 700.0], requires_grad=True)
     mask = torch.arange(3000) % 50 != 7

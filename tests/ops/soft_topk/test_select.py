@@ -52,18 +52,19 @@ def compare(n: int, k: int, device: str) -> None:
 
 
 @pytest.mark.interpret
-@pytest.mark.parametrize("sorted_here", [True, False], ids=["sorted by the kernel", "sorted by torch"])
+@pytest.mark.parametrize("sorted_here", [True, False], ids=["sorted by one program", "merged runs"])
 @pytest.mark.parametrize("long", [False, True], ids=["whole rows", "chunks"])
 def test_kernels_interpreted(sorted_here: bool, long: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     from onepass.ops.soft_topk import kernels_select
 
     if not sorted_here:
-        monkeypatch.setattr(kernels_select, "MAX_SORTED", 0)
+        for name, value in (("MAX_SORTED", 4), ("RUN", 4), ("MERGED", 16)):
+            monkeypatch.setattr(kernels_select, name, value)
     if long:
         for name, value in (("MAX_COLS", 16), ("TILE", 32), ("CHUNK", 64)):
             monkeypatch.setattr(kernels_select, name, value)
     n = 150 if long else 40
-    for k in (1, 9) if sorted_here else (1, 9, n, n + 3):
+    for k in (1, 9) if sorted_here else (17, n + 3):
         compare(n, k, "cpu")
 
 

@@ -63,6 +63,31 @@ def test_gates_carry_the_gradient_of_soft_topk(kind: str) -> None:
     torch.testing.assert_close(actual_gradients, expected_gradients, rtol=1e-8, atol=1e-9)
 
 
+@pytest.mark.parametrize(("n", "k"), [(700, 40), (33000, 40)])
+@pytest.mark.parametrize("wanted", ["gates", "values", "both"])
+def test_gradients_are_those_of_a_gather(n: int, k: int, wanted: str) -> None:
+    """Of soft_topk's gates and of the scores, at every launch shape; eps has a gradient of its own."""
+    s = torch.randn(2, n, requires_grad=True)
+    eps = torch.tensor([0.7, 1.1], requires_grad=True)
+    mask = torch.rand(2, n) > 0.3
+    mask[1, k - 10 :] = False
+    top = onepass.topk(s, k, eps=eps, mask=mask)
+    here, present = top.indices.clamp(min=0), top.indices >= 0
+    soft = torch.where(present, onepass.soft_topk(s, k, eps=eps, mask=mask).gather(-1, here), 0.0)
+    values = torch.where(present, s.gather(-1, here), 0.0)
+    gates_gradient, values_gradient = torch.randn(2, 2, k)
+    pairs = {
+        "gates": ((top.gates,), (soft,), (gates_gradient,)),
+        "values": ((top.values,), (values,), (values_gradient,)),
+        "both": ((top.gates, top.values), (soft, values), (gates_gradient, values_gradient)),
+    }
+    ours, theirs, gradients = pairs[wanted]
+    inputs = (s,) if wanted == "values" else (s, eps)
+    actual = torch.autograd.grad(ours, inputs, gradients)
+    expected = torch.autograd.grad(theirs, inputs, gradients)
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+
+
 def test_selection_is_on_the_scores_not_on_saturated_gates() -> None:
     """With eps this large for these scores many gates would tie at exactly 1."""
     s = torch.tensor([[10.0, 30.0, 20.0, 50.0, 40.0, -90.0]])

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from onepass.core.spec import Case, Impl, Missing, Prepared, backward_of, optional
 
-from . import reference, rivals
+from . import rivals
 from .op import KINDS, soft_topk
 from .op_descent import coor_descent
 from .op_topk import topk
@@ -21,6 +21,7 @@ SCHEDULES: Mapping[str, Mapping[str, Any]] = {
     "T=20 eps=4→0.03": {"n_iters": 20, "eps": 0.03, "eps_init": 4.0, "eps_decay": 0.7},
 }
 DESCENT_CELLS = ((4096, 1024), (1024, 8192), (256, 32768))
+COMPILED = (1024, 8192)
 SEGMENTS = (1, 4, 10)
 # over n with as many elements, over T, over eps
 WIDTHS = (256, 1024, 4096, 32768, 131072, 1 << 20)
@@ -30,7 +31,7 @@ TEMPERATURES = (1.0, 0.3, 0.1, 0.03, 0.01)
 TOPK_CELLS = ((64, 32768, 2048), (1024, 8192, 512), (4096, 1024, 64), (8, 1 << 20, 65536))
 
 
-def _descent_impls(s: Tensor, k: float, options: Mapping[str, Any]) -> dict[str, Callable[[], Tensor]]:
+def _descent_impls(s: Tensor, k: float, options: Mapping[str, Any], compiled: bool) -> dict[str, Callable[[], Tensor]]:
     found: dict[str, Callable[[], Tensor]] = {"onepass": lambda: coor_descent(s, k=k, **options)}
     eager = optional("colt5_attention.coor_descent")
     kernel = optional("colt5_attention.triton_coor_descent")
@@ -41,8 +42,10 @@ def _descent_impls(s: Tensor, k: float, options: Mapping[str, Any]) -> dict[str,
             found[f"colt5 triton segments={segments}"] = lambda n=segments: kernel.triton_coor_descent(  # type: ignore[misc]
                 s, k=k, checkpoint_segments=n, **options
             )
-    compiled = torch.compile(reference.coor_descent)
-    found["torch.compile of the iteration"] = lambda: compiled(s, k=k, **options)
+    if compiled:
+        # each shape and schedule takes ten seconds to trace, so not everywhere
+        iteration = torch.compile(rivals.descent, fullgraph=True)
+        found["torch.compile of the iteration"] = lambda: iteration(s, k=k, **options)
     return found
 
 
@@ -68,7 +71,7 @@ def _graphed(prepare: Callable[[], Callable[[], Any]]) -> Prepared:
 def _descent_case(rows: int, cols: int, name: str, options: Mapping[str, Any], stage: str) -> Case:
     def make() -> Mapping[str, Impl]:
         s = torch.randn(rows, cols, device="cuda").requires_grad_(stage == "backward")
-        impls = _descent_impls(s, cols / 8, options)
+        impls = _descent_impls(s, cols / 8, options, name in SCHEDULES and (rows, cols) == COMPILED)
         missing = {} if "colt5 eager" in impls else {"colt5": Missing("colt5-attention")}
         if stage == "forward":
             return {**impls, **missing}

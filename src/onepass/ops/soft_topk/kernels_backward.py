@@ -63,7 +63,7 @@ def backward_kernel(
     n_rows,
     n_cols,
     n_splits,
-    chunk,
+    tiles,
     eps_value,
     KIND: tl.constexpr,
     HAS_EPS: tl.constexpr,
@@ -101,8 +101,8 @@ def backward_kernel(
         sum_gw = 0.0
         sum_wx = 0.0
         sum_gwx = 0.0
-        for tile in range(0, chunk, BLOCK_C):
-            cols = split * chunk + tile + tl.arange(0, BLOCK_C)
+        for tile in range(tiles):
+            cols = (split * tiles + tile) * BLOCK_C + tl.arange(0, BLOCK_C)
             w, gw, x = weigh(
                 gy_ptr, s_ptr, mask_ptr, rows, cols, gy_row_stride, s_row_stride, mask_row_stride, n_rows, n_cols,
                 base, c, eps, KIND, HAS_MASK, BLOCK_R,
@@ -138,8 +138,8 @@ def backward_kernel(
                 inside = within(rows, cols, n_rows, n_cols, BLOCK_R)
                 tl.store(ds_ptr + rows * n_cols + cols, ds.to(ds_ptr.dtype.element_ty), mask=inside)
             else:
-                for tile in range(0, chunk, BLOCK_C):
-                    cols = split * chunk + tile + tl.arange(0, BLOCK_C)
+                for tile in range(tiles):
+                    cols = (split * tiles + tile) * BLOCK_C + tl.arange(0, BLOCK_C)
                     w, gw, x = weigh(
                         gy_ptr, s_ptr, mask_ptr, rows, cols, gy_row_stride, s_row_stride, mask_row_stride, n_rows,
                         n_cols, base, c, eps, KIND, HAS_MASK, BLOCK_R,
@@ -170,7 +170,7 @@ def backward(
         for sums_only in (False,) if whole else (True, False):
             launch(
                 backward_kernel, (plan.programs, plan.splits, 1), (gy, s, eps, mask, solution, partial, ds, dk, deps),
-                (*strides, n_rows, n_cols // vec, plan.splits, plan.chunk, eps_value),
+                (*strides, n_rows, n_cols // vec, plan.splits, plan.chunk // plan.block_c, eps_value),
                 (kind, eps is not None, mask is not None, need_s, need_eps, sums_only, n_splits, plan.block_r,
                  plan.block_c, vec), num_warps=plan.warps,
             )  # fmt: skip

@@ -24,7 +24,7 @@ SEPARATE = tl.constexpr(INTERPRET)
 # arguments that kernels take as they come, so that `launch` can skip Triton's look at them
 SIZES = (
     "gy_row_stride", "s_row_stride", "k_stride", "eps_stride", "mask_row_stride", "n_rows", "n_cols", "n_splits",
-    "chunk", "n_iters", "n_changing",
+    "tiles", "n_iters", "n_changing",
 )  # fmt: skip
 # polls before a program stops waiting for its team
 PATIENCE = tl.constexpr(1 << 20)
@@ -32,6 +32,8 @@ PATIENCE = tl.constexpr(1 << 20)
 # elements one warp holds in registers: as many as they allow, or half, since more warps hide what a pass waits for
 PER_WARP = 1024
 HALF_PER_WARP = 512
+# columns beyond which a warp holds twice as much, so that several rows fit, or fewer warps have to wait
+CROWDED = 4096
 # most rows of one program
 MAX_ROWS = 32
 # columns of a long row that one program takes, and the most programs per row (their partial sums are all read by each)
@@ -199,6 +201,19 @@ def fetch(ptr, turn, TEAM: tl.constexpr, WIDTH: tl.constexpr):
     first = words.to(tl.int32).to(tl.float32, bitcast=True)
     second = ((words >> 32).to(tl.int32) & 0x7FFFFFFF).to(tl.float32, bitcast=True)
     return first, second
+
+
+@triton.jit
+def together(a, b, words_ptr, member, turn, TEAM: tl.constexpr, WIDTH: tl.constexpr):
+    """Both sums over the team (the second is of numbers ≥ 0), if there is one."""
+    if TEAM > 0:
+        words = words_ptr + (turn % 2) * TEAM
+        post(words + member, a, b, turn)
+        a, b = fetch(words, turn, TEAM, WIDTH)
+        here = tl.arange(0, WIDTH) < TEAM
+        a = tl.sum(tl.where(here, a, 0.0), 0)
+        b = tl.sum(tl.where(here, b, 0.0), 0)
+    return a, b, turn + 1
 
 
 class Team(NamedTuple):

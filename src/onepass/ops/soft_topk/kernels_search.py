@@ -25,24 +25,23 @@ from .kernels_common import (
 
 # far enough to saturate every gate, finite so that -inf scores stay -inf
 ALL_ONES = tl.constexpr(-1e30)
-# a bracket this many eps wide is left to Newton alone; a wider one is divided after a few Newton steps
-NARROW = tl.constexpr(16.0)
-STREAK = tl.constexpr(4.0)
 # beyond this many eps a threshold is only a place to look at, its digits don't matter
 FAR = tl.constexpr(1e4)
-# exponents of E stay trustworthy this many eps around its base
-WINDOW = tl.constexpr(40.0)
 # rounding of fp32, and the Newton step whose square is below it
 TINY = tl.constexpr(1.2e-7)
 SMALL = tl.constexpr(2e-4)
 # terms that underflowed would be missing from a sum as small as this
 UNDERFLOWN = tl.constexpr(1e-25)
 
-# passes of a search, and how many of them before it asks for a bracket
-MAX_PASSES = tl.constexpr(64)
+# passes without a bracket, then with one
 SWIFT_PASSES = tl.constexpr(10)
+MAX_PASSES = tl.constexpr(160)
 # a guess this many eps off is beyond a step without a bracket
 REACH = tl.constexpr(16.0)
+# columns from which a quarter of a row is enough for a guess
+QUARTER = tl.constexpr(2048)
+# how far a bracket in units of eps may reach before its other end becomes the base
+NEAR = tl.constexpr(32.0)
 
 
 @triton.jit
@@ -101,20 +100,35 @@ def load_pivot(s_ptr, rows, s_row_stride, n_rows):
 
 
 @triton.jit
-def begin(pivot, count, total, squares, endless, lo, hi, k, eps, KIND: tl.constexpr):
-    """From the first look: bracket and first guess of the search, or the answer where it has a closed form."""
+def add_triples(a0, b0, c0, a1, b1, c1):
+    return a0 + a1, b0 + b1, c0 + c1
+
+
+@triton.jit
+def moments(s, pivot, SAMPLE: tl.constexpr, BLOCK_R: tl.constexpr):
+    """Of each row: entries that may be chosen, Σ d, Σ d² with d = s - pivot; of every fourth column where SAMPLE."""
+    if SAMPLE:
+        s, _ = tl.split(tl.reshape(s, (s.shape[0] // 2, 2)))
+        s, _ = tl.split(tl.reshape(s, (s.shape[0] // 2, 2)))
+    allowed = s != -INF
+    n = tl.where(allowed, 1.0, 0.0)
+    d = tl.where(allowed, s - pivot, 0.0)
+    if SEPARATE:
+        n, total, squares = row_sum(n, BLOCK_R), row_sum(d, BLOCK_R), row_sum(d * d, BLOCK_R)
+    elif BLOCK_R > 1:
+        n, total, squares = tl.reduce((n, d, d * d), 1, add_triples, keep_dims=True)
+    else:
+        n, total, squares = tl.reduce((n, d, d * d), 0, add_triples)
+    return n, total, squares
+
+
+@triton.jit
+def guess(pivot, count, total, squares, p, eps, KIND: tl.constexpr):
+    """Scores as a normal distribution seen through the gate's own noise: a guess, only its distance costs passes."""
     shift = total / count
     mean = pivot + shift
     variance = tl.maximum(squares / count - shift * shift, 0.0)
-    k = tl.where((k > 0) & (eps > 0), k, float("nan"))
-    nan = (count != count) | (k != k)
-    ones = k >= count + endless
-    shared = (endless >= k) & (ones == 0)
-    done = tl.where(nan | ones | shared, 1.0, 0.0)
-    # equal scores at either end of the row bound the threshold
-    edge = inverse((k - endless) / count, KIND)
-    # scores as a normal distribution seen through the gate's own noise: a guess, only its distance costs passes
-    p = tl.minimum(tl.maximum(k / (count + endless), 1e-6), 1.0 - 1e-6)
+    p = tl.minimum(tl.maximum(p, 1e-6), 1.0 - 1e-6)
     z = 4.91 * (tl.exp2(0.14 * tl.log2(1.0 - p)) - tl.exp2(0.14 * tl.log2(p)))
     if KIND == CAPPED_EXP:
         base = mean + eps + z * tl.sqrt(variance + eps * eps)
@@ -124,13 +138,27 @@ def begin(pivot, count, total, squares, endless, lo, hi, k, eps, KIND: tl.conste
         base = mean + z * tl.sqrt(variance + 2.0 * eps * eps)
     else:
         base = mean - 0.5 * eps + z * tl.sqrt(variance + 0.083 * eps * eps)
+    return base
+
+
+@triton.jit
+def begin(pivot, count, total, squares, endless, lo, hi, k, eps, KIND: tl.constexpr):
+    """From the first look: bracket and first guess of the search, or the answer where it has a closed form."""
+    k = tl.where((k > 0) & (eps > 0), k, float("nan"))
+    nan = (count != count) | (k != k)
+    ones = k >= count + endless
+    shared = (endless >= k) & (ones == 0)
+    done = tl.where(nan | ones | shared, 1.0, 0.0)
+    edge = inverse((k - endless) / count, KIND)
+    base = guess(pivot, count, total, squares, k / (count + endless), eps, KIND)
     base = tl.where((base >= lo - edge * eps) & (base <= hi - edge * eps), base, 0.5 * lo + 0.5 * hi - edge * eps)
     share = k / endless
     closed = tl.where(share < 1, -inverse(share, KIND), ALL_ONES)
     c = tl.where(nan, 0.0, tl.where(ones, ALL_ONES, tl.where(shared, closed, 0.0)))
     base = tl.where(ones, tl.where(count > 0, lo, 0.0), tl.where(shared, INF, base))
     base = tl.where(nan, float("nan"), base)
-    return base, c, edge, done
+    lo_key, hi_key = bracket(lo, hi, edge, eps)
+    return base, c, lo_key, hi_key, done
 
 
 @triton.jit
@@ -166,60 +194,82 @@ def newton(a, b, c, k, n, KIND: tl.constexpr):
 
 
 @triton.jit
-def advance(
-    base, c, lo_base, lo_c, hi_base, hi_c, f_lo, f_hi, last, streak, done, total, size, step, k, eps, odd,
-    KIND: tl.constexpr,
-):  # fmt: skip
-    """One step of the search: test for arrival, tighten the bracket, Newton where it is trusted, else divide.
+def to_key(x):
+    """Integers in the order of fp32 numbers, neighbours next to each other."""
+    bits = x.to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
-    A bracket end is a pair like the threshold itself, so that it keeps its digits when base moves.
+
+@triton.jit
+def to_number(key):
+    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def bracket(lo, hi, edge, eps):
+    """Ends of the threshold, as keys: equal scores at either end of the row bound it."""
+    infinite = to_key(tl.zeros_like(lo) + INF)
+    return tl.maximum(to_key(lo - edge * eps) - 1, -infinite - 1), tl.minimum(to_key(hi - edge * eps) + 1, infinite)
+
+
+@triton.jit
+def advance(base, c, lo, hi, fine, last, done, total, size, step, k, eps, i, KIND: tl.constexpr):
+    """One step of the bracketed search, which ends for any scores: test for arrival, tighten, Newton or divide.
+
+    At first the bracket's ends are keys of bases, and c is what rounding left of Newton's target. Dividing keys closes
+    any bracket in 32 steps, however many orders of magnitude it spans. Once no base lies between its ends, the rest is
+    in units of eps from the nearer end (fine), and the ends are keys of c.
     """
-    lo = (lo_base - base) / eps + lo_c
-    hi = (hi_base - base) / eps + hi_c
     if KIND == CAPPED_EXP:
         arrived = (size < k) & ((size == last) | (step == 0))
     elif KIND == CLAMP:
-        arrived = tl.abs(total - k) <= 16 * TINY * k
+        arrived = tl.abs(total - k) <= 4 * TINY * k
     else:
         arrived = tl.abs(step) <= SMALL
-    arrived = arrived | (hi - lo <= 4 * TINY)
+    # in the gap between two groups of scores no gate changes, and any threshold is right
+    arrived = arrived | (tl.abs(total - k) <= 2 * TINY * k)
     low = total >= k
-    lo = tl.where(low, c, lo)
-    lo_base = tl.where(low, base, lo_base)
-    lo_c = tl.where(low, c, lo_c)
-    f_lo = tl.where(low, total, f_lo)
-    hi = tl.where(low, hi, c)
-    hi_base = tl.where(low, hi_base, base)
-    hi_c = tl.where(low, hi_c, c)
-    f_hi = tl.where(low, f_hi, total)
-    target = c + step
-    if KIND == CAPPED_EXP:
-        bound = (size < k) & (target < hi)
-        hi = tl.where(bound, target, hi)
-        hi_base = tl.where(bound, base, hi_base)
-        hi_c = tl.where(bound, target, hi_c)
-    # capped_exp steps onto a bound it just made; for the others either end was looked at, going there again is a circle
-    slack = 4 * TINY * (1.0 + tl.abs(c)) * (1 if KIND == CAPPED_EXP else -1)
-    inside = (target >= lo - slack) & (target <= hi + slack)
-    trusted = inside & ((streak < STREAK) | (hi - lo <= NARROW))
-    if KIND != CAPPED_EXP:
-        # a leap across the bracket is worth less than its middle: from where gates are saturated Newton goes to the
-        # other end and back for ever
-        trusted = trusted & (tl.abs(step) <= 0.5 * (hi - lo))
-    streak = tl.where(trusted, streak + 1, 0.0)
-    last = tl.where(trusted & (size < k), size, -1.0)
-    between = lo + (hi - lo) * tl.where(odd, (f_lo - k) / (f_lo - f_hi), 0.5)
-    finish = tl.where(tl.abs(step) < 1, target, c)
-    c = tl.where(done > 0, c, tl.where(arrived, finish, tl.where(trusted, target, between)))
+    coarse = fine == 0
+    at = to_key(tl.where(coarse, base, c))
+    lo = tl.where(low, tl.maximum(lo, at - (coarse & (c < 0)).to(tl.int32)), lo)
+    hi = tl.where(low, hi, tl.minimum(hi, at + (coarse & (c > 0)).to(tl.int32)))
+    middle = (lo & hi) + ((lo ^ hi) >> 1)
+    closed = middle <= lo
+    arrived = arrived | (closed & (fine > 0))
+    aim = c + step
+    moved = base + eps * aim
+    left = tl.where(tl.abs(aim) < FAR, aim - (moved - base) / eps, 0.0)
+    goal = to_key(tl.where(coarse, moved, aim))
+    # most scores are solved by Newton; where it goes in circles, every fourth step and then every step divides
+    newton = (goal > lo) & (goal < hi) & (tl.abs(step) < INF) & (i % 4 != 3) & (i % 64 < 32)
+    last = tl.where(newton & (size < k), size, -1.0)
+    halfway = to_number(middle)
+    reach = to_number(hi)
+    enter = closed & coarse
+    gap = (reach - to_number(lo)) / eps
+    flip = (fine > 0) & low & (c > NEAR) & (2.002 * c >= reach)
+    next_base = tl.where(coarse, tl.where(newton, moved, halfway), base)
+    next_base = tl.where(enter, to_number(lo), tl.where(flip, base + eps * reach, next_base))
+    next_c = tl.where(coarse, tl.where(newton, left, 0.0), tl.where(newton, aim, halfway))
+    next_c = tl.where(enter, 0.5 * gap, tl.where(flip, 0.5 * (c - reach), next_c))
+    lo = tl.where(enter, 0, tl.where(flip, to_key(c - reach), lo))
+    hi = tl.where(enter, to_key(gap), tl.where(flip, 0, hi))
+    fine = tl.where(enter, 1.0, fine)
+    finish = tl.where(tl.abs(step) < 1, aim, c)
+    if KIND == CLAMP:
+        # unless many equal gates would feel its rounding more
+        finish = tl.where(tl.abs(total - k) <= size * TINY * tl.abs(c), c, finish)
+    base = tl.where((done > 0) | arrived, base, next_base)
+    c = tl.where(done > 0, c, tl.where(arrived, finish, next_c))
     done = tl.where(arrived, 1.0, done)
-    return c, lo_base, lo_c, hi_base, hi_c, f_lo, f_hi, last, streak, done
+    return base, c, lo, hi, fine, last, done
 
 
 @triton.jit
 def swift_step(u, raw, b, last, k):
     """One step of the active set on u = e^c, for capped_exp: (next u, whether it may be trusted, whether it is exact).
 
-    Raw is the sum of the unsaturated entries of E, b the number of the saturated ones, last that of the step before.
+    Raw is the sum of the entries of E below u, b the number of the others, last that of the step before.
     """
     newton = u * tl.exp2(tl.minimum((raw + (b - k) * u) / raw, REACH) * LOG2E)
     new = tl.where(b < k, raw / (k - b), newton)

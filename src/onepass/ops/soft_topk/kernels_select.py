@@ -5,12 +5,14 @@ Scores become int32 keys in the same order (NaN like +inf, -0 like 0), so a thre
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.nn.functional import pad
 
 from onepass.core.launch import cdiv, device_guard, launch, next_power_of_2, sm_count
 
@@ -35,14 +37,15 @@ PER_SM = 4
 MAX_SORTED = 4096
 SORT_PER_WARP = 512
 SORT_PER_WARP_OF_FEW = 64
+# survivors of a row that do not fit one program: sorted runs, how many of them are merged at a time, tiles of a merge
+RUN = 1024
+WAYS = 4
+MERGED = 256
+# keys of a tile that are counted one by one
+FEW = tl.constexpr(64)
 # digits that distinguish two scores: the rest of a key is the same for all scores of a 16-bit dtype
 DIGITS = {torch.bfloat16: 2, torch.float16: 3}
 INTS = ["s_row_stride", "mask_row_stride", "n_rows", "n_cols", "n_splits", "tiles", "k"]
-
-
-@triton.jit
-def to_float(key):
-    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -63,21 +66,16 @@ def load_keys(s_ptr, mask_ptr, s_offset, mask_offset, inside, HAS_MASK: tl.const
 
 
 @triton.jit
-def put(out_ptr, value_ptr, at, key, cols, chosen, PACKED: tl.constexpr):
-    """Leave a survivor: key and column in one number that sorts by score, then by column; or value and column."""
-    if PACKED:
-        tl.store(out_ptr + at, (key.to(tl.int64) << 32) | (0x7FFFFFFF - cols.to(tl.int64)), mask=chosen)
-    else:
-        tl.store(out_ptr + at, cols.to(tl.int64), mask=chosen)
-        tl.store(value_ptr + at, to_float(key), mask=chosen)
+def put(out_ptr, at, key, cols, chosen):
+    """Leave a survivor: key and column in one number that sorts by score, then by column."""
+    tl.store(out_ptr + at, (key.to(tl.int64) << 32) | (0x7FFFFFFF - cols.to(tl.int64)), mask=chosen)
 
 
 @triton.jit(do_not_specialize=INTS)
 def select_kernel(
     s_ptr,  # (n_rows, n_cols) scores, any float dtype
     mask_ptr,  # (n_rows, n_cols) uint8 or None
-    out_ptr,  # (n_rows, k) int64: packed survivors, or their columns
-    value_ptr,  # (n_rows, k) fp32: their scores, unless packed
+    out_ptr,  # (n_rows, k) int64: packed survivors
     s_row_stride,  # in UNITs, as n_cols: a multiple of 16 elements is loaded 16 bytes at a time
     mask_row_stride,
     n_rows,
@@ -85,7 +83,6 @@ def select_kernel(
     k,
     UNIT: tl.constexpr,
     HAS_MASK: tl.constexpr,
-    PACKED: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -130,15 +127,11 @@ def select_kernel(
             n_level = level_before + (both & 0xFFFF)
             chosen = above | (level & (n_level <= room))
             slot = above_before + (both >> 16) + tl.minimum(n_level, room) - 1
-            put(out_ptr, value_ptr, rows * k + slot, near, here, chosen, PACKED)
+            put(out_ptr, rows * k + slot, near, here, chosen)
         above_before += (total >> 16)[:, None]
         level_before += (total & 0xFFFF)[:, None]
         empty = present & (here >= kept) & (here < k)
-        if PACKED:
-            tl.store(out_ptr + rows * k + here, tl.full((BLOCK_R, BLOCK_T), PAD, tl.int64), mask=empty)
-        else:
-            tl.store(out_ptr + rows * k + here, tl.full((BLOCK_R, BLOCK_T), -1, tl.int64), mask=empty)
-            tl.store(value_ptr + rows * k + here, tl.full((BLOCK_R, BLOCK_T), -float("inf"), tl.float32), mask=empty)
+        tl.store(out_ptr + rows * k + here, tl.full((BLOCK_R, BLOCK_T), PAD, tl.int64), mask=empty)
 
 
 @triton.jit
@@ -152,6 +145,12 @@ def fetch(index, at, wanted, s_ptr, y_ptr, value_ptr, gate_ptr, s_row, y_row, HA
         gate = tl.where(found, 1.0 + (gate - gate), 0.0)
     tl.store(value_ptr + at, score, mask=wanted)
     tl.store(gate_ptr + at, gate.to(gate_ptr.dtype.element_ty), mask=wanted)
+
+
+@triton.jit
+def to_column(packed):
+    """The column of a survivor, -1 for padding."""
+    return tl.where((packed >> 32) <= NOTHING, -1, 0x7FFFFFFF - (packed & LOW))
 
 
 @triton.jit(do_not_specialize=["s_row_stride", "n_rows", "n_cols", "k"])
@@ -177,15 +176,29 @@ def sort_kernel(
     at = rows * k + cols
     packed = tl.load(packed_ptr + at, mask=wanted, other=PAD)
     packed = tl.sort(packed, 1, descending=True)
-    index = tl.where((packed >> 32) <= NOTHING, -1, 0x7FFFFFFF - (packed & LOW))
+    index = to_column(packed)
     tl.store(out_ptr + at, index, mask=wanted)
     if FETCH:
         fetch(index, at, wanted, s_ptr, y_ptr, value_ptr, gate_ptr, rows * s_row_stride, rows * n_cols, HARD)
 
 
-@triton.jit(do_not_specialize=["s_row_stride", "n_cols", "k", "total"])
-def fetch_kernel(
-    index_ptr,  # (n_rows, k) int64
+@triton.jit(do_not_specialize=["k"])
+def run_kernel(
+    packed_ptr,  # (n_rows, k) int64 survivors
+    out_ptr,  # (n_rows, k) int64: every BLOCK of a row in descending order
+    k,
+    BLOCK: tl.constexpr,
+):
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    at = tl.program_id(0).to(tl.int64) * k + cols
+    packed = tl.load(packed_ptr + at, mask=cols < k, other=PAD)
+    tl.store(out_ptr + at, tl.sort(packed, 0, descending=True), mask=cols < k)
+
+
+@triton.jit(do_not_specialize=["s_row_stride", "n_cols", "k", "run", "steps"])
+def merge_kernel(
+    packed_ptr,  # (n_rows, k) int64 survivors in sorted runs
+    out_ptr,  # (n_rows, k) int64: runs WAYS as long; in the last round columns, -1 where there are no more
     s_ptr,  # as for sort_kernel
     y_ptr,
     value_ptr,
@@ -193,34 +206,42 @@ def fetch_kernel(
     s_row_stride,
     n_cols,
     k,
-    total,
+    run,
+    steps,
+    LAST: tl.constexpr,
+    FETCH: tl.constexpr,
     HARD: tl.constexpr,
+    WAYS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    wanted = at < total
-    index = tl.load(index_ptr + at, mask=wanted, other=-1)
-    row = at // k
-    fetch(index, at, wanted, s_ptr, y_ptr, value_ptr, gate_ptr, row * s_row_stride, row * n_cols, HARD)
-
-
-@triton.jit(do_not_specialize=["n_cols", "k", "total"])
-def spread_kernel(
-    index_ptr,  # (n_rows, k) int64, no column twice in a row
-    g_ptr,  # (n_rows, k) gradients
-    out_ptr,  # (n_rows, n_cols) what they are added to
-    n_cols,
-    k,
-    total,
-    BLOCK: tl.constexpr,
-):
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    index = tl.load(index_ptr + at, mask=at < total, other=-1)
-    found = index >= 0
-    g = tl.load(g_ptr + at, mask=found, other=0.0).to(tl.float32)
-    out = out_ptr + (at // k) * n_cols + index
-    g += tl.load(out, mask=found, other=0.0).to(tl.float32)
-    tl.store(out, g.to(out_ptr.dtype.element_ty), mask=found)
+    """Each survivor finds by bisection how many of the neighbouring runs come before it: that is its place."""
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = cols < k
+    mine = tl.load(packed_ptr + row * k + cols, mask=inside, other=PAD)
+    own = cols // run
+    first = own // WAYS * WAYS
+    other = first[:, None] + tl.arange(0, WAYS)[None, :]
+    start = other * run
+    # paddings are equal: those of earlier runs come first
+    earlier = other < own[:, None]
+    lo = tl.zeros((BLOCK, WAYS), tl.int32)
+    hi = tl.where(other == own[:, None], 0, tl.minimum(tl.maximum(k - start, 0), run))
+    for _ in range(steps):
+        middle = (lo + hi) // 2
+        open = (lo < hi) & inside[:, None]
+        theirs = tl.load(packed_ptr + row * k + start + middle, mask=open, other=PAD)
+        before = (theirs > mine[:, None]) | (earlier & (theirs == mine[:, None]))
+        lo = tl.where(open & before, middle + 1, lo)
+        hi = tl.where(open & (before == 0), middle, hi)
+    place = row * k + first * run + (cols - own * run) + tl.sum(lo, 1)
+    if LAST:
+        index = to_column(mine)
+        tl.store(out_ptr + place, index, mask=inside)
+        if FETCH:
+            fetch(index, place, inside, s_ptr, y_ptr, value_ptr, gate_ptr, row * s_row_stride, row * n_cols, HARD)
+    else:
+        tl.store(out_ptr + place, mine, mask=inside)
 
 
 @triton.jit
@@ -287,8 +308,13 @@ def count_kernel(
             same = inside & (lead == prefix)
             if LAST:
                 above += tl.sum((inside & (lead > prefix)).to(tl.int32), 0)
-            if tl.max(same.to(tl.int32), 0) > 0:
-                counts += tl.histogram((key >> shift) & 255, 256, mask=same)
+            n_same = tl.sum(same.to(tl.int32), 0)
+            digit = (key >> shift) & 255
+            if (n_same > FEW) | (LAST & (n_same > 0)):
+                counts += tl.histogram(digit, 256, mask=same)
+            elif n_same > 0:
+                # one by one, without a histogram of everything else
+                tl.atomic_add(totals_ptr + (PASS * n_rows + row) * 256 + digit, 1, mask=same, sem="relaxed")
     # sums of integers: the same in any order
     tl.atomic_add(totals_ptr + (PASS * n_rows + row) * 256 + digits, counts, mask=counts > 0, sem="relaxed")
     if LAST:
@@ -304,8 +330,7 @@ def collect_kernel(
     totals_ptr,  # as count_kernel left them
     state_ptr,
     ranks_ptr,
-    out_ptr,  # (n_rows, k) int64: packed survivors, or their columns; padding at first
-    value_ptr,  # (n_rows, k) fp32: their scores, unless packed; -inf at first
+    out_ptr,  # (n_rows, k) int64: packed survivors; padding at first
     s_row_stride,  # in UNITs, as n_cols: a multiple of 16 elements is loaded 16 bytes at a time
     mask_row_stride,
     n_rows,
@@ -315,7 +340,6 @@ def collect_kernel(
     k,
     UNIT: tl.constexpr,
     HAS_MASK: tl.constexpr,
-    PACKED: tl.constexpr,
     N_PASSES: tl.constexpr,
     N_SPLITS: tl.constexpr,
     BLOCK_C: tl.constexpr,
@@ -345,7 +369,7 @@ def collect_kernel(
             # -inf counts, but is left out: its slot stays padding
             chosen = (above | (level & (n_level <= room))) & (key > NOTHING)
             slot = above_before + (both >> 16) + tl.minimum(n_level, room) - 1
-            put(out_ptr, value_ptr, row * k + slot, key, cols, chosen, PACKED)
+            put(out_ptr, row * k + slot, key, cols, chosen)
         above_before += total >> 16
         level_before += total & 0xFFFF
 
@@ -377,8 +401,8 @@ def sort_shape(n_rows: int, k: int, sms: int) -> tuple[int, int, int]:
     return max(1, min(32, 256 // block_k)), block_k, max(1, min(32, block_k // per_warp))
 
 
-def _collect(s: Tensor, mask: Tensor | None, k: int, packed: bool) -> tuple[Tensor, Tensor]:
-    """The k survivors of each row in no order that matters: (packed or columns, scores)."""
+def _collect(s: Tensor, mask: Tensor | None, k: int) -> Tensor:
+    """The k survivors of each row, packed, in no order that matters."""
     n_rows, n_cols = s.shape
     shape = plan(n_rows, n_cols, sm_count(s))
     has_mask = mask is not None
@@ -386,15 +410,13 @@ def _collect(s: Tensor, mask: Tensor | None, k: int, packed: bool) -> tuple[Tens
     sizes = (s.stride(0) // unit, mask.stride(0) if mask is not None else 0, n_rows, n_cols // unit)
     if shape.splits == 1:
         out = torch.empty((n_rows, k), dtype=torch.int64, device=s.device)
-        values = out if packed else torch.empty((n_rows, k), dtype=torch.float32, device=s.device)
         scan = min(shape.block_c, PER_SCAN * shape.warps, TILE)
         launch(
-            select_kernel, (cdiv(n_rows, shape.block_r), 1, 1), (s, mask, out, values), (*sizes, k),
-            (unit, has_mask, packed, shape.block_r, shape.block_c, scan), num_warps=shape.warps,
+            select_kernel, (cdiv(n_rows, shape.block_r), 1, 1), (s, mask, out), (*sizes, k),
+            (unit, has_mask, shape.block_r, shape.block_c, scan), num_warps=shape.warps,
         )  # fmt: skip
-        return out, values
-    out = torch.full((n_rows, k), PAD.value if packed else -1, dtype=torch.int64, device=s.device)
-    values = out if packed else torch.full((n_rows, k), -float("inf"), dtype=torch.float32, device=s.device)
+        return out
+    out = torch.full((n_rows, k), PAD.value, dtype=torch.int64, device=s.device)
     digits = DIGITS.get(s.dtype, 4)
     totals = torch.zeros((digits, n_rows, 256), dtype=torch.int32, device=s.device)
     state = torch.empty((digits, n_rows, 2), dtype=torch.int32, device=s.device)
@@ -407,10 +429,10 @@ def _collect(s: Tensor, mask: Tensor | None, k: int, packed: bool) -> tuple[Tens
             (unit, has_mask, digit, digit == digits - 1, shape.block_c), num_warps=shape.warps,
         )  # fmt: skip
     launch(
-        collect_kernel, grid, (s, mask, totals, state, ranks, out, values), numbers,
-        (unit, has_mask, packed, digits, next_power_of_2(shape.splits), shape.block_c), num_warps=shape.warps,
+        collect_kernel, grid, (s, mask, totals, state, ranks, out), numbers,
+        (unit, has_mask, digits, next_power_of_2(shape.splits), shape.block_c), num_warps=shape.warps,
     )  # fmt: skip
-    return out, values
+    return out
 
 
 class Found(NamedTuple):
@@ -424,46 +446,38 @@ class Found(NamedTuple):
 def select(s: Tensor, mask: Tensor | None, k: int, soft: Tensor | None = None, hard: bool = True) -> Found:
     """S (rows, n) with unit column stride, its soft gates if theirs are wanted (contiguous), hard: 1 in their place."""
     n_rows, n_cols = s.shape
-    kept = min(k, n_cols)
+    if k > n_cols:
+        # beyond n there is nothing to choose
+        found = select(s, mask, n_cols, soft, hard)
+        more = (0, k - n_cols)
+        indices = pad(found.indices, more, value=-1)
+        if soft is None:
+            return Found(indices, indices, indices)
+        return Found(indices, pad(found.values, more, value=-math.inf), pad(found.gates, more))
     indices = torch.empty((n_rows, k), dtype=torch.int64, device=s.device)
     values = indices if soft is None else torch.empty((n_rows, k), dtype=s.dtype, device=s.device)
     gates = indices if soft is None else torch.empty((n_rows, k), dtype=s.dtype, device=s.device)
-    packed = k <= min(n_cols, MAX_SORTED)
     if not indices.numel():
         return Found(indices, values, gates)
+    wanted = soft is not None, hard
     with device_guard(s):
-        if kept:
-            out, scores = _collect(s, mask, kept, packed)
-        if packed:
+        out = _collect(s, mask, k)
+        if k <= MAX_SORTED:
             block_r, block_k, warps = sort_shape(n_rows, k, sm_count(s))
             launch(
                 sort_kernel, (cdiv(n_rows, block_r), 1, 1), (out, indices, s, soft, values, gates),
-                (s.stride(0), n_rows, n_cols, k), (soft is not None, hard, block_r, block_k), num_warps=warps,
+                (s.stride(0), n_rows, n_cols, k), (*wanted, block_r, block_k), num_warps=warps,
             )  # fmt: skip
             return Found(indices, values, gates)
-        if kept < k:
-            # beyond n there is nothing to choose
-            indices[:, kept:] = -1
-        if kept:
-            # columns ascend among the survivors, so a stable sort leaves ties in the order of the columns
-            order = scores.sort(dim=-1, descending=True, stable=True).indices
-            indices[:, :kept] = out.gather(-1, order)
-        if soft is not None:
-            total = indices.numel()
+        runs = torch.empty_like(out)
+        launch(run_kernel, (n_rows, cdiv(k, RUN), 1), (out, runs), (k,), (RUN,), num_warps=16)
+        run = RUN
+        while run < k:
+            last = run * WAYS >= k
             launch(
-                fetch_kernel, (cdiv(total, 1024), 1, 1), (indices, s, soft, values, gates),
-                (s.stride(0), n_cols, k, total), (hard, 1024), num_warps=4,
+                merge_kernel, (n_rows, cdiv(k, MERGED), 1),
+                (runs, indices if last else out, s, soft, values, gates),
+                (s.stride(0), n_cols, k, run, run.bit_length()), (last, *wanted, WAYS, MERGED), num_warps=4,
             )  # fmt: skip
+            runs, out, run = out, runs, run * WAYS
     return Found(indices, values, gates)
-
-
-def spread(g: Tensor, indices: Tensor, out: Tensor) -> None:
-    """out[row, indices[row, j]] += g[row, j] where there is such a column; out (rows, n) is contiguous."""
-    total = indices.numel()
-    if not total:
-        return
-    with device_guard(out):
-        launch(
-            spread_kernel, (cdiv(total, 1024), 1, 1), (indices, g.contiguous(), out),
-            (out.shape[-1], indices.shape[-1], total), (1024,), num_warps=4,
-        )  # fmt: skip

@@ -23,7 +23,6 @@ from .kernels_common import (
     HALF_PER_WARP,
     INF,
     LOG2E,
-    PER_WARP,
     SIZES,
     Shape,
     fetch,
@@ -34,27 +33,28 @@ from .kernels_common import (
     offsets,
     pair_sum,
     post,
-    resident,
     scratch,
     shape,
     stride,
     team_of,
     tile_cols,
     tile_rows,
+    together,
     within,
 )
 from .kernels_search import (
     MAX_PASSES,
+    QUARTER,
     REACH,
     SMALL,
     SWIFT_PASSES,
     TINY,
-    UNDERFLOWN,
-    WINDOW,
     advance,
     begin,
     first_look,
+    guess,
     load_pivot,
+    moments,
     newton,
     rebase,
     swift_step,
@@ -64,11 +64,154 @@ from .kernels_search import (
 LONG_PASSES = 64
 # longest row held in the registers of one program: the kinds without a shared exponential also hold the scores
 LONGEST = (32768, 16384, 16384, 16384)
-# beyond this a warp holds twice as much, so that several rows fit
-CROWDED = 4096
 # columns of a program of a team, its warps, programs per multiprocessor
 TEAM = (8192, 8, 2)
-N_STATE = tl.constexpr(12)
+# warps and registers per thread (0: as many as the compiler takes) of one program, by kind and columns, as measured
+TABLE: tuple[dict[int, tuple[int, int]], ...] = (
+    {512: (1, 80), 1024: (1, 80), 2048: (1, 128), 4096: (2, 128), 8192: (8, 64), 16384: (8, 128), 32768: (32, 0)},
+    {8192: (8, 64), 16384: (16, 64)},
+    {8192: (8, 80), 16384: (16, 64)},
+    {8192: (4, 128), 16384: (8, 128)},
+)
+N_STATE = tl.constexpr(8)
+
+
+@triton.jit
+def highest(a, words_ptr, member, turn, TEAM: tl.constexpr, WIDTH: tl.constexpr):
+    """The largest of the team."""
+    if TEAM > 0:
+        words = words_ptr + (turn % 2) * TEAM
+        post(words + member, a, tl.abs(a), turn)
+        a, _ = fetch(words, turn, TEAM, WIDTH)
+        a = tl.max(a, 0)
+    return a, turn + 1
+
+
+@triton.jit
+def measure(s, base, c, eps, KIND: tl.constexpr, BLOCK_R: tl.constexpr):
+    """The two sums of a pass that `newton` wants."""
+    x = (s - base) * (1.0 / eps) - c
+    y, w = gates_and_slopes(x, KIND)
+    if KIND == CAPPED_EXP:
+        y, w = w, tl.where(x > 0, 1.0, 0.0)
+    return pair_sum(y, w, BLOCK_R)
+
+
+@triton.jit
+def solve(
+    s_ptr, k_ptr, eps_ptr, mask_ptr, y_ptr, solution_ptr, words_ptr, rows, cols, s_row_stride, k_stride, eps_stride,
+    mask_row_stride, n_rows, n_cols, k_value, eps_value, member, visit, turn,
+    KIND: tl.constexpr, HAS_K: tl.constexpr, HAS_EPS: tl.constexpr, HAS_MASK: tl.constexpr, TEAM: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """Rows in registers, of one program each or of a team: a guess, Newton, and the bracketed search where that fails.
+
+    capped_exp keeps E = exp((s - base)/eps) instead of the scores: its passes need no exponential. The scores are read
+    again (from L2) for the rare row that takes the bracketed search.
+    """
+    turn = tl.cast(turn, tl.int32)
+    inside = within(rows, cols, n_rows, n_cols, BLOCK_R)
+    k = load_option(k_ptr, k_stride, k_value, rows, n_rows, HAS_K)
+    eps = load_option(eps_ptr, eps_stride, eps_value, rows, n_rows, HAS_EPS)
+    s = load_scores(s_ptr, mask_ptr, rows, cols, s_row_stride, mask_row_stride, n_rows, n_cols, HAS_MASK, BLOCK_R)
+    pivot = load_pivot(s_ptr, rows, s_row_stride, n_rows)
+    sample: tl.constexpr = KIND == CAPPED_EXP and BLOCK_R == 1 and BLOCK_C >= QUARTER
+    n, total, squares = moments(s, pivot, sample, BLOCK_R)
+    if TEAM > 0:
+        words = words_ptr + (2 + visit % 2) * TEAM
+        post(words + member, squares, squares, visit)
+    total, n, turn = together(total, n, words_ptr, member, turn, TEAM, WIDTH)
+    if TEAM > 0:
+        squares, _beside = fetch(words, visit, TEAM, WIDTH)
+        squares = tl.sum(tl.where(tl.arange(0, WIDTH) < TEAM, squares, 0.0), 0)
+    base = guess(pivot, n, total, squares, k / (n * (4.0 if sample else 1.0)), eps, KIND)
+    # a NaN or an infinity among the scores is one of base
+    swift = tl.where((k > 0) & (eps > 0) & (k < n_cols) & (tl.abs(base) < INF), 1.0, 0.0)
+    if KIND != CAPPED_EXP:
+        swift = tl.where(k < n, swift, 0.0)
+    done = tl.zeros_like(swift)
+    c = tl.zeros_like(swift)
+    u = c + 1.0
+    last = c - 1.0
+    i = 0
+    if KIND == CAPPED_EXP:
+        s = tl.exp2((s - base) * (1.0 / eps) * LOG2E)
+        while (i < SWIFT_PASSES) & (largest(swift, BLOCK_R) > 0):
+            # entries at the threshold count as saturated: with k of them there is nothing left to solve for here
+            below = s < u
+            raw, b = pair_sum(tl.where(below, s, 0.0), tl.where(below, 0.0, 1.0), BLOCK_R)
+            raw, b, turn = together(raw, b, words_ptr, member, turn, TEAM, WIDTH)
+            new, good, exact = swift_step(u, raw, b, last, k)
+            good = good & (swift > 0)
+            u = tl.where(good, new, u)
+            last = tl.where(b < k, b, -1.0)
+            done = tl.where(good & exact, 1.0, done)
+            swift = tl.where(good & (exact == 0), 1.0, 0.0)
+            i += 1
+        c = tl.log(u)
+    else:
+        while (i < SWIFT_PASSES) & (largest(swift, BLOCK_R) > 0):
+            base, c = rebase(base, c, 1.0 - swift, eps)
+            a, b = measure(s, base, c, eps, KIND, BLOCK_R)
+            a, b, turn = together(a, b, words_ptr, member, turn, TEAM, WIDTH)
+            total, size, step = newton(a, b, c, k, n, KIND)
+            good = (swift > 0) & (tl.abs(step) < REACH)
+            if KIND == CLAMP:
+                exact = good & (tl.abs(total - k) <= 4 * TINY * k)
+                # one more step, unless many equal gates would feel its rounding more
+                worse = exact & (tl.abs(total - k) <= size * TINY * tl.abs(c))
+                c = tl.where(good & (worse == 0), c + step, c)
+            else:
+                exact = good & (tl.abs(step) <= SMALL)
+                c = tl.where(good, c + step, c)
+            done = tl.where(exact, 1.0, done)
+            swift = tl.where(good & (exact == 0), 1.0, 0.0)
+            i += 1
+    if largest(1.0 - done, BLOCK_R) > 0:
+        solved = done
+        if KIND == CAPPED_EXP:
+            s = load_scores(
+                s_ptr, mask_ptr, rows, cols, s_row_stride, mask_row_stride, n_rows, n_cols, HAS_MASK, BLOCK_R
+            )
+        n, total, squares, endless, lo, hi = first_look(s, pivot, BLOCK_R)
+        n, endless, turn = together(n, endless, words_ptr, member, turn, TEAM, WIDTH)
+        total, squares, turn = together(total, squares, words_ptr, member, turn, TEAM, WIDTH)
+        lo, turn = highest(-lo, words_ptr, member, turn, TEAM, WIDTH)
+        hi, turn = highest(hi, words_ptr, member, turn, TEAM, WIDTH)
+        first, shift, lo_key, hi_key, closed = begin(pivot, n, total, squares, endless, -lo, hi, k, eps, KIND)
+        base = tl.where(solved > 0, base, first)
+        c = tl.where(solved > 0, c, shift)
+        done = tl.maximum(solved, closed)
+        n += endless
+        fine = tl.zeros_like(done)
+        last = fine - 1.0
+        i = 0
+        while (i < MAX_PASSES) & (largest(1.0 - done, BLOCK_R) > 0):
+            a, b = measure(s, base, c, eps, KIND, BLOCK_R)
+            a, b, turn = together(a, b, words_ptr, member, turn, TEAM, WIDTH)
+            total, size, step = newton(a, b, c, k, n, KIND)
+            base, c, lo_key, hi_key, fine, last, done = advance(
+                base, c, lo_key, hi_key, fine, last, done, total, size, step, k, eps, i, KIND
+            )
+            i += 1
+        if KIND == CAPPED_EXP:
+            y, _ = gates_and_slopes(offsets(s, base, eps) - c, KIND)
+            if BLOCK_R > 1:
+                # rows that were solved before keep their bits, whoever their neighbours are
+                e = tl.exp2((s - base) * (1.0 / eps) * LOG2E) * (1.0 / u)
+                y = tl.where(solved > 0, tl.where(e > 1.0, 1.0, e), y)
+            tl.store(y_ptr + rows * n_cols + cols, y.to(y_ptr.dtype.element_ty), mask=inside)
+    elif KIND == CAPPED_EXP:
+        y = s * (1.0 / u)
+        y = tl.where(y > 1.0, 1.0, y)
+        tl.store(y_ptr + rows * n_cols + cols, y.to(y_ptr.dtype.element_ty), mask=inside)
+    if KIND != CAPPED_EXP:
+        y, _ = gates_and_slopes(offsets(s, base, eps) - c, KIND)
+        tl.store(y_ptr + rows * n_cols + cols, y.to(y_ptr.dtype.element_ty), mask=inside)
+    if member == 0:
+        tl.store(solution_ptr + rows * 2, base, mask=rows < n_rows)
+        tl.store(solution_ptr + rows * 2 + 1, c, mask=rows < n_rows)
+    return turn
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -95,105 +238,12 @@ def forward_kernel(
     BLOCK_C: tl.constexpr,
     VEC: tl.constexpr,
 ):
-    """Whole rows in registers.
-
-    capped_exp keeps E = exp((s - base)/eps) there instead of the scores: its passes need no exponential, and the
-    scores are read again (from L2) in the rare case that the threshold leaves E's range.
-    """
-    s_row_stride *= VEC
-    mask_row_stride *= VEC
-    n_cols *= VEC
-    rows = tile_rows(BLOCK_R)
-    cols = tile_cols(0, BLOCK_R, BLOCK_C)
-    inside = within(rows, cols, n_rows, n_cols, BLOCK_R)
-    k = load_option(k_ptr, k_stride, k_value, rows, n_rows, HAS_K)
-    eps = load_option(eps_ptr, eps_stride, eps_value, rows, n_rows, HAS_EPS)
-    s = load_scores(s_ptr, mask_ptr, rows, cols, s_row_stride, mask_row_stride, n_rows, n_cols, HAS_MASK, BLOCK_R)
-    pivot = load_pivot(s_ptr, rows, s_row_stride, n_rows)
-    count, total, squares, endless, lo_base, hi_base = first_look(s, pivot, BLOCK_R)
-    base, c, edge, done = begin(pivot, count, total, squares, endless, lo_base, hi_base, k, eps, KIND)
-    n = count + endless
-    # nearly every row is solved by steps that need no bracket
-    swift = 1.0 - done
-    i = 0
-    if KIND == CAPPED_EXP:
-        s = tl.exp2(offsets(s, base, eps) * LOG2E)
-        # rows of all ones have their smallest score as base; any scale does, but inf would meet the zeros of the mask
-        u = tl.exp2(tl.maximum(c * LOG2E, -100.0))
-        last = tl.zeros_like(k) - 1.0
-        while (i < SWIFT_PASSES) & (largest(swift, BLOCK_R) > 0):
-            saturated = s > u
-            raw, b = pair_sum(tl.where(saturated, 0.0, s), tl.where(saturated, 1.0, 0.0), BLOCK_R)
-            new, good, exact = swift_step(u, raw, b, last, k)
-            good = good & (swift > 0)
-            u = tl.where(good, new, u)
-            c = tl.where(good, tl.log(u), c)
-            last = tl.where(b < k, b, -1.0)
-            done = tl.where(good & exact, 1.0, done)
-            swift = tl.where(good & (exact == 0), 1.0, 0.0)
-            i += 1
-    else:
-        while (i < SWIFT_PASSES) & (largest(swift, BLOCK_R) > 0):
-            base, c = rebase(base, c, done, eps)
-            y, w = gates_and_slopes((s - base) * (1.0 / eps) - c, KIND)
-            a, b = pair_sum(y, w, BLOCK_R)
-            total, size, step = newton(a, b, c, k, n, KIND)
-            good = (swift > 0) & (tl.abs(step) < REACH)
-            c = tl.where(good, c + step, c)
-            if KIND == CLAMP:
-                exact = good & (tl.abs(total - k) <= 16 * TINY * k)
-            else:
-                exact = good & (tl.abs(step) <= SMALL)
-            done = tl.where(exact, 1.0, done)
-            swift = tl.where(good & (exact == 0), 1.0, 0.0)
-            i += 1
-    lo_c = -edge
-    hi_c = -edge
-    f_lo = n
-    f_hi = endless
-    last = tl.zeros_like(k) - 1.0
-    streak = tl.zeros_like(k)
-    i = 0
-    left = largest(1.0 - done, BLOCK_R)
-    while (i < MAX_PASSES) & (left > 0):
-        if KIND == CAPPED_EXP:
-            leaves = tl.where((done == 0) & (tl.abs(c) > WINDOW), 1, 0)
-            if largest(leaves, BLOCK_R) > 0:
-                moved, rest = rebase(base, c, done, eps)
-                base = tl.where(leaves > 0, moved, base)
-                c = tl.where(leaves > 0, rest, c)
-                s = load_scores(
-                    s_ptr, mask_ptr, rows, cols, s_row_stride, mask_row_stride, n_rows, n_cols, HAS_MASK, BLOCK_R
-                )
-                s = tl.exp2(offsets(s, base, eps) * LOG2E)
-                u = tl.where(leaves > 0, tl.exp2(c * LOG2E), u)
-            saturated = s > u
-            raw, b = pair_sum(tl.where(saturated, 0.0, s), tl.where(saturated, 1.0, 0.0), BLOCK_R)
-            a = tl.where(raw > UNDERFLOWN, raw / u, 0.0)
-        else:
-            base, c = rebase(base, c, done, eps)
-            y, w = gates_and_slopes((s - base) * (1.0 / eps) - c, KIND)
-            a, b = pair_sum(y, w, BLOCK_R)
-        total, size, step = newton(a, b, c, k, n, KIND)
-        target = tl.where((done == 0) & (size < k), c + step, float("nan"))
-        free = done == 0
-        c, lo_base, lo_c, hi_base, hi_c, f_lo, f_hi, last, streak, done = advance(
-            base, c, lo_base, lo_c, hi_base, hi_c, f_lo, f_hi, last, streak, done, total, size, step, k, eps,
-            i % 3 == 1, KIND,
-        )  # fmt: skip
-        if KIND == CAPPED_EXP:
-            # e^c, but a Newton step never went through the logarithm: rows sum to k to the last digits
-            u = tl.where(free, tl.where(c == target, raw / (k - b), tl.exp2(c * LOG2E)), u)
-        i += 1
-        left = largest(1.0 - done, BLOCK_R)
-    if KIND == CAPPED_EXP:
-        y = s * (1.0 / u)
-        y = tl.where(y > 1.0, 1.0, y)
-    else:
-        y, w = gates_and_slopes(offsets(s, base, eps) - c, KIND)
-    tl.store(y_ptr + rows * n_cols + cols, y.to(y_ptr.dtype.element_ty), mask=inside)
-    tl.store(solution_ptr + rows * 2, base, mask=rows < n_rows)
-    tl.store(solution_ptr + rows * 2 + 1, c, mask=rows < n_rows)
+    """Whole rows in the registers of one program."""
+    solve(
+        s_ptr, k_ptr, eps_ptr, mask_ptr, y_ptr, solution_ptr, None, tile_rows(BLOCK_R), tile_cols(0, BLOCK_R, BLOCK_C),
+        s_row_stride * VEC, k_stride, eps_stride, mask_row_stride * VEC, n_rows, n_cols * VEC, k_value, eps_value,
+        0, 0, 0, KIND, HAS_K, HAS_EPS, HAS_MASK, 0, 1, BLOCK_R, BLOCK_C,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -204,7 +254,7 @@ def team_kernel(
     mask_ptr,  # (n_rows, n_cols) uint8, unit column stride, or nothing
     y_ptr,  # (n_rows, n_cols) like s, contiguous
     solution_ptr,  # (n_rows, 2) fp32: base and c
-    words_ptr,  # (teams, 10, TEAM) int64, zero: twice four words of a first look, twice the two sums of a pass
+    words_ptr,  # (teams, 4, TEAM) int64, zero: twice the two sums of a pass, twice what a first look has beside them
     s_row_stride,
     k_stride,
     eps_stride,
@@ -222,94 +272,19 @@ def team_kernel(
     BLOCK_C: tl.constexpr,
     VEC: tl.constexpr,
 ):
-    """Long rows: forward_kernel for a team of programs, each with its chunk of the row; all take the same steps."""
-    s_row_stride *= VEC
-    mask_row_stride *= VEC
-    n_cols *= VEC
+    """Long rows, each for a team of programs with a chunk of it: all take the same steps."""
     team = tl.program_id(0) // TEAM
     member = tl.program_id(0) % TEAM
-    words_ptr += team * (10 * TEAM)
-    cols = member * BLOCK_C + tl.arange(0, BLOCK_C)
     visit = 0
     turn = 0
-    for index in range(team, n_rows, tl.num_programs(0) // TEAM):
-        row = tl.cast(index, tl.int64)
-        k = load_option(k_ptr, k_stride, k_value, row, n_rows, HAS_K)
-        eps = load_option(eps_ptr, eps_stride, eps_value, row, n_rows, HAS_EPS)
-        s = load_scores(s_ptr, mask_ptr, row, cols, s_row_stride, mask_row_stride, n_rows, n_cols, HAS_MASK, 1)
-        pivot = load_pivot(s_ptr, row, s_row_stride, n_rows)
-        count, total, squares, endless, lo_base, hi_base = first_look(s, pivot, 1)
-        words = words_ptr + (visit % 2) * (4 * TEAM)
-        post(words + member, count, endless, visit)
-        post(words + TEAM + member, total, squares, visit)
-        post(words + 2 * TEAM + member, lo_base, endless, visit)
-        post(words + 3 * TEAM + member, hi_base, endless, visit)
-        here = tl.arange(0, WIDTH) < TEAM
-        counts, endlesses = fetch(words, visit, TEAM, WIDTH)
-        totals, squareses = fetch(words + TEAM, visit, TEAM, WIDTH)
-        los, _ = fetch(words + 2 * TEAM, visit, TEAM, WIDTH)
-        his, _ = fetch(words + 3 * TEAM, visit, TEAM, WIDTH)
+    for row in range(team, n_rows, tl.num_programs(0) // TEAM):
+        turn = solve(
+            s_ptr, k_ptr, eps_ptr, mask_ptr, y_ptr, solution_ptr, words_ptr + team * (4 * TEAM),
+            tl.cast(row, tl.int64), member * BLOCK_C + tl.arange(0, BLOCK_C), s_row_stride * VEC, k_stride, eps_stride,
+            mask_row_stride * VEC, n_rows, n_cols * VEC, k_value, eps_value, member, visit, turn,
+            KIND, HAS_K, HAS_EPS, HAS_MASK, TEAM, WIDTH, 1, BLOCK_C,
+        )  # fmt: skip
         visit += 1
-        count = tl.sum(tl.where(here, counts, 0.0), 0)
-        endless = tl.sum(tl.where(here, endlesses, 0.0), 0)
-        total = tl.sum(tl.where(here, totals, 0.0), 0)
-        squares = tl.sum(tl.where(here, squareses, 0.0), 0)
-        lo_base = tl.min(los, 0)
-        hi_base = tl.max(his, 0)
-        base, c, edge, done = begin(pivot, count, total, squares, endless, lo_base, hi_base, k, eps, KIND)
-        n = count + endless
-        lo_c = -edge
-        hi_c = -edge
-        f_lo = n
-        f_hi = endless
-        last = tl.zeros_like(k) - 1.0
-        streak = tl.zeros_like(k)
-        if KIND == CAPPED_EXP:
-            s = tl.exp2(offsets(s, base, eps) * LOG2E)
-            u = tl.exp2(tl.maximum(c * LOG2E, -100.0))
-        i = 0
-        while (i < MAX_PASSES) & (done == 0):
-            if KIND == CAPPED_EXP:
-                if tl.abs(c) > WINDOW:
-                    base, c = rebase(base, c, done, eps)
-                    s = load_scores(
-                        s_ptr, mask_ptr, row, cols, s_row_stride, mask_row_stride, n_rows, n_cols, HAS_MASK, 1
-                    )
-                    s = tl.exp2(offsets(s, base, eps) * LOG2E)
-                    u = tl.exp2(c * LOG2E)
-                saturated = s > u
-                raw, b = pair_sum(tl.where(saturated, 0.0, s), tl.where(saturated, 1.0, 0.0), 1)
-            else:
-                base, c = rebase(base, c, done, eps)
-                y, w = gates_and_slopes((s - base) * (1.0 / eps) - c, KIND)
-                raw, b = pair_sum(y, w, 1)
-            words = words_ptr + (8 + turn % 2) * TEAM
-            post(words + member, raw, b, turn)
-            raws, bs = fetch(words, turn, TEAM, WIDTH)
-            turn += 1
-            raw = tl.sum(tl.where(here, raws, 0.0), 0)
-            b = tl.sum(tl.where(here, bs, 0.0), 0)
-            a = raw
-            if KIND == CAPPED_EXP:
-                a = tl.where(raw > UNDERFLOWN, raw / u, 0.0)
-            total, size, step = newton(a, b, c, k, n, KIND)
-            target = tl.where(size < k, c + step, float("nan"))
-            c, lo_base, lo_c, hi_base, hi_c, f_lo, f_hi, last, streak, done = advance(
-                base, c, lo_base, lo_c, hi_base, hi_c, f_lo, f_hi, last, streak, done, total, size, step, k, eps,
-                i % 3 == 1, KIND,
-            )  # fmt: skip
-            if KIND == CAPPED_EXP:
-                u = tl.where(c == target, raw / (k - b), tl.exp2(c * LOG2E))
-            i += 1
-        if KIND == CAPPED_EXP:
-            y = s * (1.0 / u)
-            y = tl.where(y > 1.0, 1.0, y)
-        else:
-            y, w = gates_and_slopes(offsets(s, base, eps) - c, KIND)
-        tl.store(y_ptr + row * n_cols + cols, y.to(y_ptr.dtype.element_ty), mask=cols < n_cols)
-        if member == 0:
-            tl.store(solution_ptr + row * 2, base)
-            tl.store(solution_ptr + row * 2 + 1, c)
 
 
 @triton.jit
@@ -401,42 +376,32 @@ def pass_kernel(
         hi_base = tl.max(tl.load(partial + 4, mask=there, other=-float("inf")), 0)
         squares = tl.sum(tl.load(partial + 5, mask=there, other=0.0), 0)
         pivot = load_pivot(s_ptr, rows, s_row_stride, n_rows)
-        base, c, edge, done = begin(pivot, count, total, squares, endless, lo_base, hi_base, k, eps, KIND)
+        base, c, lo, hi, done = begin(pivot, count, total, squares, endless, lo_base, hi_base, k, eps, KIND)
         n = count + endless
-        lo_c = -edge
-        hi_c = -edge
-        f_lo = n
-        f_hi = endless
         last = -1.0
-        streak = 0.0
+        fine = 0.0
     else:
         state = state_ptr + (read * n_rows + rows) * N_STATE
         base = tl.load(state)
         c = tl.load(state + 1)
-        lo_base = tl.load(state + 2)
-        lo_c = tl.load(state + 3)
-        hi_base = tl.load(state + 4)
-        hi_c = tl.load(state + 5)
-        f_lo = tl.load(state + 6)
-        f_hi = tl.load(state + 7)
-        last = tl.load(state + 8)
-        streak = tl.load(state + 9)
-        done = tl.load(state + 10)
-        n = tl.load(state + 11)
+        lo = tl.load(state + 2).to(tl.int32, bitcast=True)
+        hi = tl.load(state + 3).to(tl.int32, bitcast=True)
+        fine = tl.load(state + 4)
+        last = tl.load(state + 5)
+        done = tl.load(state + 6)
+        n = tl.load(state + 7)
         partial = partial_ptr + ((read * n_rows + rows) * n_splits + here) * 2
         a = tl.sum(tl.load(partial, mask=there, other=0.0), 0)
         b = tl.sum(tl.load(partial + 1, mask=there, other=0.0), 0)
         total, size, step = newton(a, b, c, k, n, KIND)
-        c, lo_base, lo_c, hi_base, hi_c, f_lo, f_hi, last, streak, done = advance(
-            base, c, lo_base, lo_c, hi_base, hi_c, f_lo, f_hi, last, streak, done, total, size, step, k, eps,
-            turn % 3 == 0, KIND,
-        )  # fmt: skip
-    base, c = rebase(base, c, done, eps)
+        base, c, lo, hi, fine, last, done = advance(
+            base, c, lo, hi, fine, last, done, total, size, step, k, eps, turn - 1, KIND
+        )
     if LAST:
         for tile in range(0, chunk, BLOCK_C):
             cols = split * chunk + tile + tl.arange(0, BLOCK_C)
             s = load_scores(s_ptr, mask_ptr, rows, cols, s_row_stride, mask_row_stride, n_rows, n_cols, HAS_MASK, 1)
-            y, w = gates_and_slopes(offsets(s, base, eps) - c, KIND)
+            y, _ = gates_and_slopes(offsets(s, base, eps) - c, KIND)
             out = y_ptr + rows * n_cols + cols
             tl.store(out, y.to(y_ptr.dtype.element_ty), mask=cols < n_cols)
         if split == 0:
@@ -447,16 +412,12 @@ def pass_kernel(
             state = state_ptr + (write * n_rows + rows) * N_STATE
             tl.store(state, base)
             tl.store(state + 1, c)
-            tl.store(state + 2, lo_base)
-            tl.store(state + 3, lo_c)
-            tl.store(state + 4, hi_base)
-            tl.store(state + 5, hi_c)
-            tl.store(state + 6, f_lo)
-            tl.store(state + 7, f_hi)
-            tl.store(state + 8, last)
-            tl.store(state + 9, streak)
-            tl.store(state + 10, done)
-            tl.store(state + 11, n)
+            tl.store(state + 2, lo.to(tl.float32, bitcast=True))
+            tl.store(state + 3, hi.to(tl.float32, bitcast=True))
+            tl.store(state + 4, fine)
+            tl.store(state + 5, last)
+            tl.store(state + 6, done)
+            tl.store(state + 7, n)
         # a solved row reads its (stale) sums no more
         if done == 0:
             a = 0.0
@@ -464,15 +425,9 @@ def pass_kernel(
             for tile in range(0, chunk, BLOCK_C):
                 cols = split * chunk + tile + tl.arange(0, BLOCK_C)
                 s = load_scores(s_ptr, mask_ptr, rows, cols, s_row_stride, mask_row_stride, n_rows, n_cols, HAS_MASK, 1)
-                x = (s - base) * (1.0 / eps) - c
-                y, w = gates_and_slopes(x, KIND)
-                if KIND == CAPPED_EXP:
-                    y, w = w, tl.where(x > 0, 1.0, 0.0)
-                a1, b1 = pair_sum(y, w, 1)
+                a1, b1 = measure(s, base, c, eps, KIND, 1)
                 a += a1
                 b += b1
-            if KIND == CAPPED_EXP:
-                a = tl.where(a > UNDERFLOWN, a, 0.0)
             out = partial_ptr + ((write * n_rows + rows) * n_splits + split) * 2
             tl.store(out, a)
             tl.store(out + 1, b)
@@ -480,16 +435,16 @@ def pass_kernel(
 
 def forward_shape(n_rows: int, n_cols: int, kind: int) -> Shape:
     """The launch of the forward pass."""
-    return shape(n_rows, n_cols, PER_WARP if n_cols > CROWDED else HALF_PER_WARP, LONGEST[kind])
+    plan = shape(n_rows, n_cols, HALF_PER_WARP, LONGEST[kind])
+    if plan.splits > 1 or plan.block_r > 1:
+        return plan
+    return plan._replace(warps=TABLE[kind].get(plan.block_c, (plan.warps, 0))[0])
 
 
 def forward_options(plan: Shape, kind: int) -> dict[str, Any]:
-    """Launch options of the forward pass: wide rows wait for each other less when several are there at once."""
-    per_sm = {8192: 3, 16384: 2}.get(plan.block_c, 0)
-    # the steps of clamp need more registers
-    if per_sm == 0 or kind == CLAMP.value:
-        return {"num_warps": plan.warps}
-    return resident(plan.warps, per_sm)
+    """Launch options of the forward pass: rows wait for each other less when several are there at once."""
+    limit = TABLE[kind].get(plan.block_c, (0, 0))[1] if plan.block_r == 1 and torch.version.hip is None else 0
+    return {"num_warps": plan.warps, **({"maxnreg": limit} if limit else {})}
 
 
 def forward(
@@ -515,7 +470,7 @@ def forward(
             return y, solution
         team = team_of(s, *TEAM)
         if team is not None:
-            words = torch.zeros(team.teams * 10 * team.size, dtype=torch.int64, device=s.device)
+            words = torch.zeros(team.teams * 4 * team.size, dtype=torch.int64, device=s.device)
             launch(
                 team_kernel, (team.teams * team.size, 1, 1), (s, k, eps, mask, y, solution, words), numbers,
                 (*flags.values(), team.size, next_power_of_2(team.size), team.block_c, vec), **team.options,

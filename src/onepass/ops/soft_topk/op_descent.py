@@ -73,9 +73,9 @@ def _backward(
     need_k: bool,
 ) -> tuple[Tensor, Tensor]:
     if uses_triton(scores):
-        from . import kernels_descent
+        from . import kernels_descent_backward
 
-        ds, dk = kernels_descent.backward(
+        ds, dk = kernels_descent_backward.backward(
             as_rows(gy), as_rows(scores), trace, arguments.per_row(k, scores), arguments.mask_rows(mask, scores),
             k_value, n_iters, eps, eps_init, eps_decay,
         )  # fmt: skip

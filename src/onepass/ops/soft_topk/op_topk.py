@@ -110,17 +110,6 @@ def _forward(
     return torch.where(present, scores.gather(-1, columns), -math.inf), indices, gates, state
 
 
-def _spread(g: Tensor, indices: Tensor, out: Tensor) -> None:
-    """Add each gradient to the column that it belongs to."""
-    if uses_triton(out):
-        from . import kernels_select
-
-        n = out.shape[-1]
-        kernels_select.spread(g.reshape(-1, g.shape[-1]), indices.reshape(-1, g.shape[-1]), out.view(-1, n))
-    else:
-        out.scatter_add_(-1, indices.clamp(min=0), torch.where(indices >= 0, g, 0.0).to(out.dtype))
-
-
 def _backward(
     g_values: Tensor | None,
     g_gates: Tensor | None,
@@ -134,17 +123,32 @@ def _backward(
     need_scores: bool,
     need_eps: bool,
 ) -> tuple[Tensor, Tensor]:
-    ds, deps = scores.new_empty(0), (scores if eps is None else eps).new_empty(0)
+    nothing, no_deps = scores.new_empty(0), (scores if eps is None else eps).new_empty(0)
+    if uses_triton(scores):
+        from . import kernels_topk
+
+        rows_of_k = (-1, indices.shape[-1])
+        ds, deps = kernels_topk.backward(
+            None if g_gates is None else g_gates.reshape(rows_of_k),
+            None if g_values is None else g_values.reshape(rows_of_k), indices.view(rows_of_k), as_rows(scores), state,
+            arguments.per_row(eps, scores), arguments.mask_rows(mask, scores), eps_value, kind, need_scores, need_eps,
+        )  # fmt: skip
+        return (
+            ds.view(scores.shape) if need_scores else nothing,
+            arguments.to_shape(deps, eps, scores) if need_eps and eps is not None else no_deps,
+        )
+    ds, deps = nothing, no_deps
+    columns, present = indices.clamp(min=0), indices >= 0
     if g_gates is not None:
-        gy = torch.zeros(scores.shape, dtype=scores.dtype, device=scores.device)
-        _spread(g_gates, indices, gy)
+        gy = scores.new_zeros(scores.shape).scatter_add_(
+            -1, columns, torch.where(present, g_gates, 0.0).to(scores.dtype)
+        )
         ds, _, deps = op._backward(gy, scores, state, None, eps, mask, eps_value, kind, need_scores, False, need_eps)
     elif need_eps and eps is not None:
         deps = torch.zeros_like(eps)
-    if need_scores and g_gates is None:
-        ds = torch.zeros(scores.shape, dtype=scores.dtype, device=scores.device)
     if need_scores and g_values is not None:
-        _spread(g_values, indices, ds)
+        ds = scores.new_zeros(scores.shape) if g_gates is None else ds
+        ds.scatter_add_(-1, columns, torch.where(present, g_values, 0.0).to(scores.dtype))
     return ds, deps
 
 

@@ -19,7 +19,9 @@ from .cases import CASES
 from .op import KINDS, soft_topk
 from .op_descent import coor_descent
 
-__all__ = ["CASES", "KERNELS", "SPECS"]
+__all__ = ["CASES", "KERNELS", "RIVALS", "SPECS"]
+
+RIVALS = {"colt5_attention": "colt5-attention", "entmax": "entmax"}
 
 _SCHEDULE = {"n_iters": 20, "eps": 0.03, "eps_init": 4.0, "eps_decay": 0.7}
 
@@ -161,7 +163,7 @@ def _kernel(module: str, name: str) -> Callable[[], Any]:
 
 
 _SIZES = ("s_row_stride", "gy_row_stride", "k_stride", "eps_stride", "mask_row_stride", "n_rows", "n_cols", "n_splits",
-          "chunk", "turn", "t", "n_iters", "n_changing")  # fmt: skip
+          "chunk", "tiles", "turn", "t", "n_iters", "n_changing")  # fmt: skip
 _NUMBERS = ("k_value", "eps_value", "eps_first", "eps_last", "log2_decay", "eps_before", "eps")
 _DIVISIBLE = ("s_ptr", "y_ptr", "gy_ptr", "ds_ptr", "mask_ptr", "s_row_stride", "gy_row_stride", "mask_row_stride",
               "n_cols", "chunk")  # fmt: skip
@@ -178,9 +180,9 @@ _FORWARD = ("s_ptr k_ptr eps_ptr mask_ptr y_ptr solution_ptr s_row_stride k_stri
 _PASS = ("s_ptr k_ptr eps_ptr mask_ptr y_ptr solution_ptr ends_ptr state_ptr partial_ptr s_row_stride k_stride "
          "eps_stride mask_row_stride n_rows n_cols chunk k_value eps_value turn")  # fmt: skip
 _BACKWARD = ("gy_ptr s_ptr eps_ptr mask_ptr solution_ptr partial_ptr ds_ptr dk_ptr deps_ptr gy_row_stride s_row_stride "
-             "eps_stride mask_row_stride n_rows n_cols n_splits chunk eps_value")  # fmt: skip
+             "eps_stride mask_row_stride n_rows n_cols n_splits tiles eps_value")  # fmt: skip
 _DESCENT = ("s_ptr k_ptr mask_ptr y_ptr trace_ptr s_row_stride k_stride mask_row_stride n_rows n_cols k_value n_iters "
-            "eps_first eps_last log2_decay")  # fmt: skip
+            "n_changing eps_first eps_last log2_decay")  # fmt: skip
 _DESCENT_STEP = ("s_ptr k_ptr mask_ptr y_ptr trace_ptr state_ptr partial_ptr s_row_stride k_stride mask_row_stride "
                  "n_rows n_cols chunk k_value t n_iters eps_before eps")  # fmt: skip
 _DESCENT_BACKWARD = ("gy_ptr s_ptr k_ptr mask_ptr trace_ptr partial_ptr ds_ptr dk_ptr gy_row_stride s_row_stride "
@@ -192,16 +194,19 @@ _FORWARD_SHAPES = (
     ("fp32", 0, 64), ("fp32", 0, 1024), ("fp32", 0, 8192), ("fp32", 0, 16384), ("fp32", 0, 32768), ("bf16", 0, 8192),
     ("fp32", 1, 8192), ("fp32", 2, 8192), ("fp32", 3, 8192), ("fp32", 1, 16384),
 )  # fmt: skip
-# a row of 32 registers per thread leaves few for the state of the search: some of it waits in local memory. At launch
-# 8192 and 16384 columns get fewer registers still (`forward_options`): more rows at once gain more than spills cost
-_CROWDED = {(0, 8192): 16, (1, 8192): 16, (2, 8192): 24, (3, 8192): 16, (0, 16384): 32, (0, 32768): 256, (1, 16384): 32}
-_AMD_CROWDED = {(1, 16384): 4}
+# bytes of local memory under the launch's register limit: more rows under way gain more than the bracketed search
+# (which few rows take) loses by waiting there
+_CROWDED = {
+    (0, 1024): 160, (0, 8192): 320, (0, 16384): 304, (0, 32768): 704, (1, 8192): 304, (2, 8192): 192, (3, 8192): 480,
+    (1, 16384): 304,
+}  # fmt: skip
+_DESCENT_CROWDED = {8192: 128, 32768: 128}
 
 
 def _kernels() -> Iterator[Kernel]:
     if _triton_missing():
         return
-    from . import kernels_backward, kernels_common, kernels_descent, kernels_triton
+    from . import kernels_backward, kernels_common, kernels_descent, kernels_descent_backward, kernels_triton
 
     plain = {"HAS_K": False, "HAS_EPS": False, "HAS_MASK": False}
     for dtype, kind, cols in _FORWARD_SHAPES:
@@ -210,16 +215,17 @@ def _kernels() -> Iterator[Kernel]:
             f"soft_topk forward {KINDS[kind]} {dtype} {plan.block_r}x{cols}",
             _kernel("kernels_triton", "forward_kernel"), _signature(_FORWARD, dtype),
             {**plain, "KIND": kind, "BLOCK_R": plan.block_r, "BLOCK_C": cols, "VEC": 16}, _DIVISIBLE,
-            num_warps=plan.warps, max_registers=176, max_spill_bytes=_CROWDED.get((kind, cols), 0),
-            max_amd_spills=_AMD_CROWDED.get((kind, cols), 0),
+            **kernels_triton.forward_options(plan, kind), max_registers=176,
+            max_spill_bytes=_CROWDED.get((kind, cols), 0),
         )  # fmt: skip
     for dtype, cols in (("fp32", 64), ("fp32", 1024), ("fp32", 8192), ("fp32", 32768), ("bf16", 8192)):
-        plan = kernels_common.shape(1 << 16, cols, kernels_common.PER_WARP, kernels_descent.FORWARD_MAX_COLS)
+        plan = kernels_descent.forward_shape(1 << 16, cols)
         yield Kernel(
             f"coor_descent forward {dtype} {plan.block_r}x{cols}",
             _kernel("kernels_descent", "forward_kernel"), _signature(_DESCENT, dtype),
             {"HAS_K": False, "HAS_MASK": False, "TRACE": True, "BLOCK_R": plan.block_r, "BLOCK_C": cols, "VEC": 16},
-            _DIVISIBLE, num_warps=plan.warps, max_registers=160,
+            _DIVISIBLE, **kernels_descent.forward_options(plan), max_registers=160,
+            max_spill_bytes=_DESCENT_CROWDED.get(cols, 0),
         )  # fmt: skip
         if cols > kernels_backward.LONGEST:
             continue
@@ -231,10 +237,10 @@ def _kernels() -> Iterator[Kernel]:
              "N_SPLITS": 0, "BLOCK_R": plan.block_r, "BLOCK_C": cols, "VEC": 16},
             _DIVISIBLE, num_warps=plan.warps, max_registers=80,
         )  # fmt: skip
-        plan = kernels_common.shape(1 << 16, cols, kernels_common.HALF_PER_WARP, kernels_descent.BACKWARD_MAX_COLS)
+        plan = kernels_common.shape(1 << 16, cols, kernels_common.HALF_PER_WARP, kernels_descent_backward.LONGEST)
         yield Kernel(
             f"coor_descent backward {dtype} {plan.block_r}x{cols}",
-            _kernel("kernels_descent", "backward_kernel"), _signature(_DESCENT_BACKWARD, dtype),
+            _kernel("kernels_descent_backward", "backward_kernel"), _signature(_DESCENT_BACKWARD, dtype),
             {"HAS_K": False, "HAS_MASK": False, "N_SPLITS": 0, "BLOCK_R": plan.block_r, "BLOCK_C": cols, "VEC": 16},
             _DIVISIBLE, num_warps=plan.warps, max_registers=128,
         )  # fmt: skip
@@ -244,21 +250,21 @@ def _kernels() -> Iterator[Kernel]:
         "soft_topk pass over long rows", _kernel("kernels_triton", "pass_kernel"), _signature(_PASS, "fp32"),
         {**plain, **long, "KIND": 0}, _DIVISIBLE, num_warps=plan.warps, max_registers=128,
     )  # fmt: skip
-    block, warps, _ = kernels_triton.TEAM
+    block, warps, per_sm = kernels_triton.TEAM
     team = {"TEAM": 64, "WIDTH": 64, "BLOCK_C": block}
     for kind in (0, 1):
         yield Kernel(
             f"soft_topk team {KINDS[kind]}", _kernel("kernels_triton", "team_kernel"),
             _signature(_FORWARD.replace("solution_ptr", "solution_ptr words_ptr"), "fp32"),
-            {**plain, **team, "KIND": kind, "VEC": 16}, _DIVISIBLE, num_warps=warps,
-            max_registers=224, max_spill_bytes=16, amd=False,
+            {**plain, **team, "KIND": kind, "VEC": 16}, _DIVISIBLE,
+            **kernels_common.resident(warps, per_sm), max_registers=128, max_spill_bytes=256 if kind else 16, amd=False,
         )  # fmt: skip
-    block, warps, _ = kernels_descent.TEAM
+    block, warps, per_sm = kernels_descent.TEAM
     yield Kernel(
         "coor_descent team", _kernel("kernels_descent", "team_kernel"),
         _signature(_DESCENT.replace("trace_ptr", "trace_ptr words_ptr"), "fp32"),
         {"HAS_K": False, "HAS_MASK": False, "TRACE": True, **team, "BLOCK_C": block, "VEC": 16}, _DIVISIBLE,
-        num_warps=warps, max_registers=176, amd=False,
+        **kernels_common.resident(warps, per_sm), max_registers=128, max_spill_bytes=16, amd=False,
     )  # fmt: skip
     yield Kernel(
         "coor_descent step over long rows", _kernel("kernels_descent", "step_kernel"),

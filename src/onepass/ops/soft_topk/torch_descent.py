@@ -16,6 +16,8 @@ from torch import Tensor
 
 # exponents of E stay trustworthy this many eps around its ref
 WINDOW = 40.0
+# steps between two looks at whether a threshold left its window
+BATCH = 8
 
 
 def schedule(n_iters: int, eps: float, eps_init: float | None, eps_decay: float) -> list[float]:
@@ -39,27 +41,49 @@ def forward(s: Tensor, k: Tensor, epsilons: list[float], want_trace: bool) -> tu
     start = ref = torch.minimum(top, off)
     off = off - ref
     nobody = (valid == 0).to(s.dtype) * k
-    thresholds = [off]
+    level, eps = (off / epsilons[0]).exp(), epsilons[0]
+    levels, refs = [level], [ref]
     ratios, clipped = torch.empty_like(s), torch.empty_like(s)
-    for t in range(1, steps + 1):
-        eps = epsilons[t]
-        moved = torch.minimum(top, ref + off)
-        stale = t == 1 or eps != epsilons[t - 1] or s.is_cuda
-        if not stale:
-            leaves = (off.abs() > WINDOW * eps) & (moved != ref)
-            stale, moved = bool(leaves.any()), torch.where(leaves, moved, ref)
-        if stale:
-            off, ref = (ref - moved) + off, moved
+    t = 1
+    while True:
+        fresh = t == 1 or epsilons[t] != eps
+        leaves = ~_within(level)
+        if fresh or s.is_cuda or bool(leaves.any()):
+            off = eps * level.log()
+            moved = torch.minimum(top, ref + off)
+            if not fresh:
+                moved = torch.where(leaves, moved, ref)
+            shifted = moved != ref
+            level = torch.where(shifted | (epsilons[t] != eps), (((ref - moved) + off) / epsilons[t]).exp(), level)
+            ref, eps = moved, epsilons[t]
             torch.sub(s, ref, out=ratios).div_(eps).exp_()
-        level = (off / eps).exp()
-        if t < steps:
-            total = torch.minimum(ratios, level, out=clipped).sum(-1, keepdim=True)
-            off = eps * ((total + nobody) / k).log()
-            thresholds.append((ref - start) + off)
+        if t == steps:
+            break
+        # a step is a clipped sum and a division; several go without a look, and again one by one if one went too far
+        first, end = t, t + 1
+        while end < steps and end - first < BATCH and epsilons[end] == eps and not s.is_cuda:
+            end += 1
+        batch = []
+        for _ in range(first, end):
+            level = torch.minimum(ratios, level, out=clipped).sum(-1, keepdim=True).add_(nobody).div_(k)
+            batch.append(level)
+        if len(batch) > 1 and not bool(_within(torch.cat(batch, -1)).all()):
+            batch = batch[:1]
+            level = batch[0]
+        levels += batch
+        refs += [ref] * len(batch)
+        t = first + len(batch)
     y = ratios.mul_(1 / level).clamp_(max=1)
     if not want_trace:
         return y, s.new_empty(len(s), 0)
-    return y, torch.cat((*thresholds, s.new_zeros(len(s), steps - 1), start), -1)
+    thresholds = torch.cat(levels, -1).log() * level.new_tensor(epsilons[:steps])
+    thresholds += torch.cat(refs, -1) - start
+    return y, torch.cat((thresholds, s.new_zeros(len(s), steps - 1), start), -1)
+
+
+def _within(level: Tensor) -> Tensor:
+    """Where exponentials of these thresholds are trustworthy (or NaN)."""
+    return ~((level > math.exp(WINDOW)) | (level < math.exp(-WINDOW)))
 
 
 def backward(gy: Tensor, s: Tensor, trace: Tensor, k: Tensor, epsilons: list[float]) -> tuple[Tensor, Tensor]:

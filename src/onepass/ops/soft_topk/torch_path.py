@@ -17,10 +17,10 @@ CAPPED_EXP, SIGMOID, LAPLACE, CLAMP = range(4)
 
 # far enough to saturate every gate, finite so that -inf scores stay -inf
 ALL_ONES = -1e30
-MAX_PASSES = 64
-# a bracket this many eps wide is left to Newton alone; a wider one is bisected after a few Newton steps
-NARROW = 16.0
-STREAK = 4
+MAX_PASSES = 160
+# passes without a bracket, and the Newton steps (in units of eps) that they may take
+SWIFT_PASSES = 10
+SWIFT_REACH = 16.0
 # beyond this many eps a threshold is only a place to look at, its digits don't matter
 FAR = 1e4
 # capped_exp makes its exponentials anew when the threshold is this many eps away from their ref: e^c rounds by c
@@ -117,6 +117,114 @@ def _first_guess(s: Tensor, k: Tensor) -> Tensor:
     return sample.gather(-1, rank)
 
 
+def _key(x: Tensor) -> Tensor:
+    """Integers in the order of floating-point numbers, neighbours next to each other."""
+    bits = x.view(torch.int64 if x.dtype == torch.float64 else torch.int32)
+    return bits ^ ((bits >> (8 * x.itemsize - 1)) & torch.iinfo(bits.dtype).max)
+
+
+def _number(key: Tensor) -> Tensor:
+    bits = key ^ ((key >> (8 * key.itemsize - 1)) & torch.iinfo(key.dtype).max)
+    return bits.view(torch.float64 if key.dtype == torch.int64 else torch.float32)
+
+
+def _swift(s: Tensor, base: Tensor, k: Tensor, eps: Tensor, kind: int, done: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Newton without a bracket, which solves nearly every row: (ref, c, solved)."""
+    c, last, lost = torch.zeros_like(base), torch.full_like(base, -1), done
+    found = torch.zeros_like(done)
+    tiny = torch.finfo(s.dtype).eps
+    capped = kind == CAPPED_EXP
+    ratios, *buffers = (torch.empty_like(s) for _ in range(3 if capped else 1))
+    for i in range(SWIFT_PASSES):
+        moves = ~(lost | found)
+        if capped:
+            moves &= c.abs() > REACH
+        stale = not capped or i == 0 or s.is_cuda or bool(moves.any())
+        if stale:
+            moved = torch.where(moves, base + eps * c, base)
+            c, base = torch.where(moves, c - (moved - base) / eps, c), moved
+        if capped:
+            if stale:
+                torch.sub(s, base, out=ratios).div_(eps).exp_()
+            total, state, step = _measure_ratios(ratios, c, k, (buffers[0], buffers[1]))
+            exact = (state < k) & ((state == last) | (step == 0))
+            last = torch.where(state < k, state, -1.0)
+        else:
+            total, state, step = _measure(s, base, c, k, eps, kind)
+            exact = (total - k).abs() <= 4 * tiny * k if kind == CLAMP else step.abs() <= _small(s)
+        good = (step.abs() < SWIFT_REACH) & ~lost & ~found
+        # one more step, unless many equal gates of clamp would feel its rounding more
+        worse = exact & ((total - k).abs() <= state * tiny * c.abs()) if kind == CLAMP else ~good
+        c = torch.where(good & ~worse, c + step, c)
+        found, lost = found | (good & exact), lost | ~(good | found)
+        if not s.is_cuda and bool((found | lost).all()):
+            break
+    return base, c, found
+
+
+def _small(s: Tensor) -> float:
+    """A Newton step whose square is below rounding."""
+    return 1e-8 if s.dtype == torch.float64 else 2e-4
+
+
+def _search(
+    s: Tensor, base: Tensor, lo: Tensor, hi: Tensor, k: Tensor, eps: Tensor, kind: int, done: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The bracketed search: (ref, c) for any scores, see `kernels_search.advance`."""
+    tiny = torch.finfo(s.dtype).eps
+    infinite = torch.full_like(lo, math.inf)
+    lo = torch.maximum(_key(lo) - 1, _key(-infinite))
+    hi = torch.minimum(_key(hi) + 1, _key(infinite))
+    c, last, fine = torch.zeros_like(base), torch.full_like(base, -1), torch.zeros_like(done)
+    capped = kind == CAPPED_EXP
+    for i in range(MAX_PASSES):
+        if capped:
+            x = (s - base).div_(eps).sub_(c)
+            above = (x > 0).sum(-1, keepdim=True).to(s.dtype)
+            rest = slope(x, kind).sum(-1, keepdim=True)
+            total, state = rest + above, above
+            step = torch.where(above < k, rest.log() - (k - above).log(), (total - k) / rest)
+            arrived = (state < k) & ((state == last) | (step == 0))
+        else:
+            total, state, step = _measure(s, base, c, k, eps, kind)
+            arrived = (total - k).abs() <= 4 * tiny * k if kind == CLAMP else step.abs() <= _small(s)
+        arrived |= (total - k).abs() <= 2 * tiny * k
+        low = total >= k
+        at = _key(torch.where(fine, c, base))
+        lo = torch.where(low, torch.maximum(lo, at - (~fine & (c < 0)).to(at.dtype)), lo)
+        hi = torch.where(low, hi, torch.minimum(hi, at + (~fine & (c > 0)).to(at.dtype)))
+        middle = (lo & hi) + ((lo ^ hi) >> 1)
+        closed = middle <= lo
+        aim = c + step
+        moved = base + eps * aim
+        left = torch.where(aim.abs() < FAR, aim - (moved - base) / eps, 0.0)
+        goal = _key(torch.where(fine, aim, moved))
+        newton = (goal > lo) & (goal < hi) & step.isfinite() & (i % 4 != 3) & (i % 64 < 32)
+        last = torch.where(newton & (state < k), state, -1.0)
+        arrived |= fine & closed
+        finish = torch.where(step.abs() < 1, aim, c)
+        if kind == CLAMP:
+            finish = torch.where((total - k).abs() <= state * tiny * c.abs(), c, finish)
+        # no number lies between the ends: the rest is in units of eps, from the nearer end
+        end, gap = _number(lo), (_number(hi) - _number(lo)) / eps
+        enter = closed & ~fine
+        reach = _number(hi)
+        flip = fine & low & (c > 32) & (2.002 * c >= reach)
+        next_base = torch.where(fine, base, torch.where(newton, moved, _number(middle)))
+        next_c = torch.where(fine, torch.where(newton, aim, _number(middle)), torch.where(newton, left, 0.0))
+        next_base = torch.where(enter, end, torch.where(flip, base + eps * reach, next_base))
+        next_c = torch.where(enter, 0.5 * gap, torch.where(flip, 0.5 * (c - reach), next_c))
+        lo = torch.where(enter, 0, torch.where(flip, _key(c - reach), lo))
+        hi = torch.where(enter, _key(gap), torch.where(flip, 0, hi))
+        base = torch.where(done | arrived, base, next_base)
+        c = torch.where(done, c, torch.where(arrived, finish, next_c))
+        fine |= enter
+        done = done | arrived
+        if not s.is_cuda and bool(done.all()):
+            break
+    return base, c
+
+
 def _solve(s: Tensor, k: Tensor, eps: Tensor, kind: int) -> tuple[Tensor, Tensor]:
     n = s.shape[-1]
     # (aminmax along a dimension takes twenty times as long as these two)
@@ -140,66 +248,24 @@ def _solve(s: Tensor, k: Tensor, eps: Tensor, kind: int) -> tuple[Tensor, Tensor
     share = k / endless
     shift = torch.where(ones, ALL_ONES, torch.where(share < 1, -inverse(share.clamp(max=1), kind), ALL_ONES))
     ref = torch.where(ones, full, math.inf)
-    done = ones | shared | k.isnan() | full.isnan()
+    closed = ones | shared | k.isnan() | full.isnan()
     ref = torch.where(k.isnan() | full.isnan(), math.nan, ref)
 
-    # from here on thresholds are in units of eps, relative to a ref that moves along
-    edge = inverse((k - endless) / count, kind)
+    # equal scores at either end of the row bound the threshold
+    edge = eps * inverse((k - endless) / count, kind)
+    lo, hi = lo - edge, hi - edge
     guess = _first_guess(s, k)
-    base = torch.where((guess >= lo) & (guess <= hi), guess, 0.5 * lo + 0.5 * hi)
-    # a bracket end is a pair as well: moving it into the coordinates of each ref in turn would blur it
-    lo_ref, hi_ref, lo_c, hi_c = lo, hi, -edge, -edge
-    c = (lo_ref - base) / eps + lo_c
-    c = torch.minimum(c.clamp(min=0), (hi_ref - base) / eps + hi_c)
-    f_lo, f_hi = count + endless, endless
-    last, streak = torch.full_like(c, -1), torch.zeros_like(c)
-    small = 1e-8 if s.dtype == torch.float64 else 2e-4
-    tiny = torch.finfo(s.dtype).eps
-    capped = kind == CAPPED_EXP
-    ratios, *buffers = (torch.empty_like(s) for _ in range(3 if capped else 1))
-    for i in range(MAX_PASSES):
-        far = (c.abs() > REACH) & ~done if capped else torch.ones_like(done)
-        stale = i == 0 or s.is_cuda or not capped or bool(far.any())
-        if stale:
-            moved = torch.where(far, base + eps * c, base)
-            d = (moved - base) / eps
-            base, c = moved, torch.where(d.abs() < FAR, c - d, 0.0)
-        lo, hi = (lo_ref - base) / eps + lo_c, (hi_ref - base) / eps + hi_c
-        if capped:
-            if stale:
-                torch.sub(s, base, out=ratios).div_(eps).exp_()
-            total, state, step = _measure_ratios(ratios, c, k, (buffers[0], buffers[1]))
-        else:
-            total, state, step = _measure(s, base, c, k, eps, kind)
-        if capped:
-            arrived = (state < k) & ((state == last) | (step == 0))
-        elif kind == CLAMP:
-            arrived = (total - k).abs() <= 16 * tiny * k
-        else:
-            arrived = step.abs() <= small
-        arrived |= (hi - lo <= 4 * tiny) | (i == MAX_PASSES - 1)
-        newly = arrived & ~done
-        ref = torch.where(newly, base, ref)
-        shift = torch.where(newly, torch.where(step.abs() < 1, c + step, c), shift)
-        done = done | newly
-        if not s.is_cuda and bool(done.all()):
-            break
-        low = total >= k
-        lo, lo_ref, lo_c = torch.where(low, c, lo), torch.where(low, base, lo_ref), torch.where(low, c, lo_c)
-        hi, hi_ref, hi_c = torch.where(low, hi, c), torch.where(low, hi_ref, base), torch.where(low, hi_c, c)
-        f_lo, f_hi = torch.where(low, total, f_lo), torch.where(low, f_hi, total)
-        target = c + step
-        if capped:
-            bound = (state < k) & (target < hi)
-            hi, hi_ref, hi_c = (torch.where(bound, a, b) for a, b in ((target, hi), (base, hi_ref), (target, hi_c)))
-        # capped_exp steps onto a bound it just made; the others have looked at both ends, going back is a circle
-        slack = 4 * tiny * (1 + c.abs()) * (1 if capped else -1)
-        inside = (target >= lo - slack) & (target <= hi + slack)
-        newton = inside & ((streak < STREAK) | (hi - lo <= NARROW))
-        streak = torch.where(newton, streak + 1, 0.0)
-        last = torch.where(newton & (state < k), state, -1.0)
-        between = lo + (hi - lo) * ((f_lo - k) / (f_lo - f_hi) if i % 2 else 0.5)
-        c = torch.where(newton, target, between)
+    guess = torch.where((guess >= lo) & (guess <= hi), guess, 0.5 * lo + 0.5 * hi)
+    base, c, found = _swift(s, guess, k, eps, kind, closed)
+    ref, shift = torch.where(closed, ref, base), torch.where(closed, shift, c)
+    rest = ~(found | closed)
+    if s.is_cuda:
+        base, c = _search(s, guess, lo, hi, k, eps, kind, ~rest)
+        return torch.where(rest, base, ref), torch.where(rest, c, shift)
+    if bool(rest.any()):
+        at = rest[:, 0].nonzero()[:, 0]
+        base, c = _search(s[at], guess[at], lo[at], hi[at], k[at], eps[at], kind, ~rest[at])
+        ref, shift = ref.index_copy(0, at, base), shift.index_copy(0, at, c)
     return ref, shift
 
 

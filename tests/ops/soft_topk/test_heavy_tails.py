@@ -1,0 +1,68 @@
+"""Scores that span any number of orders of magnitude: rows sum to k, and gates are those of float64."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+import onepass
+from onepass.core.launch import INTERPRET
+from onepass.ops.soft_topk.torch_path import KINDS
+
+pytestmark = pytest.mark.skipif(INTERPRET, reason="a hundred passes over a thousand rows")
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+SEEDS = range(48)
+
+
+def hostile(seed: int, n: int, generator: torch.Generator) -> Tensor:
+    """(n,) fp32: Cauchy, outliers, two groups, ties, every magnitude, few levels, a huge pair, a step."""
+
+    def uniform(*shape: int) -> Tensor:
+        return torch.rand(*shape, generator=generator, dtype=torch.float64)
+
+    normal, u = torch.randn(n, generator=generator, dtype=torch.float64), uniform(n)
+    scale = 10 ** (12 * uniform(1) - 4)
+    few = max(1, n // 3)
+    pair = 1e-3 * normal
+    pair[0], pair[-1] = 1e30, -1e30
+    outliers = normal.clone()
+    outliers[:few] *= 10 ** (30 * uniform(1))
+    rows = (
+        (math.pi * (u - 0.5)).tan() * scale,
+        outliers,
+        normal * 10 ** (4 * uniform(1) - 3) + (u > uniform(1)) * 10 ** (32 * uniform(1) - 2),
+        (2 * normal).round() * scale,
+        normal.sign() * 10 ** (60 * u - 30),
+        (4 * u).floor() * 10 ** (30 * uniform(1) - 3),
+        pair,
+        normal + 1e7 * scale * (u > 0.5) + 1e7 * (uniform(1) - 0.5),
+    )
+    return rows[seed % len(rows)].float()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_rows_sum_to_k_whatever_the_scores(seed: int, device: str) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    n = int(torch.randint(5, 300, (1,), generator=generator))
+    if device == "cuda":
+        # a few widths, that few kernels be compiled: several rows of a program's, one, a wide one, a team's
+        n = (48, 272, 5008, 40000)[seed // 8 % 4]
+    s = hostile(seed, n, generator)
+    eps = 10 ** (-4 * torch.rand(1, generator=generator)).item()
+    descending = s.sort(descending=True).values
+    # as many as lie above the widest gap, and beside that
+    gap = int((descending[:-1] - descending[1:]).argmax()) + 1
+    for k in (0.01 * n + 0.3, n / 8, 0.7 * n, gap, gap + 0.5, gap + 1e-3):
+        if k >= n:
+            continue
+        for kind in KINDS:
+            y = onepass.soft_topk(s.to(device), k, eps=eps, kind=kind).double().cpu()
+            assert abs(y.sum().item() - k) <= 1e-6 * k, (kind, n, k, gap, eps)
+            exact = onepass.soft_topk(s.double(), k, eps=eps, kind=kind)
+            assert abs(exact.sum().item() - k) <= 1e-9 * k, (kind, n, k, gap, eps)
+            # what a sum may be off (1e-6 k, and k itself is rounded to fp32) can be the gate of a single entry
+            assert (y - exact).abs().max() <= max(1e-4, 1e-6 * k), (kind, n, k, gap, eps)
