@@ -255,3 +255,24 @@ def test_interpreted_kernel_is_the_torch_path(dtype: torch.dtype, options: dict[
             assert other.dtype == value.dtype
             if value.dtype == torch.int8:
                 assert (other != value).sum() <= p.numel() // 200
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_every_code_in_every_place(device: str, dtype: torch.dtype) -> None:
+    """Without a gradient momenta shrink, all of a block alike: codes stay, and weights move by their signs."""
+    blocks = torch.stack([torch.arange(-128, 128).roll(i) for i in range(17)])
+    codes = blocks.to(torch.int8).view(-1).to(device)
+    scales = torch.logspace(-30, 30, 17).to(device)
+    p = torch.zeros(codes.numel(), dtype=dtype, device=device, requires_grad=True)
+    p.grad = torch.zeros_like(p)
+    optimizer = Lion([p], lr=0.5, betas=(0.9, 0.75), state_dtype="int8", low_precision="none")
+    optimizer.state[p].update(exp_avg=codes.clone(), exp_avg_scale=scales.clone())
+    optimizer.step()
+    state = optimizer.state[p]
+    assert torch.equal(state["exp_avg"], codes)
+    assert torch.allclose(state["exp_avg_scale"], scales * 0.75, rtol=1e-6, atol=0)
+    want = -0.5 * codes.sign().float()
+    want[codes == -128] = float("nan")
+    assert torch.equal(p.detach().float().nan_to_num(7.0), want.nan_to_num(7.0))

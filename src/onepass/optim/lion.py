@@ -34,9 +34,9 @@ class Lion(Optimizer):
 
     Args:
         params: parameters, named parameters, or param groups; groups may differ in every option.
-        lr: learning rate, a number or a tensor.
+        lr: learning rate, a number or a tensor; 3 to 10 times smaller than AdamW's.
         betas: β1 for the update, β2 for the momentum, each in [0, 1).
-        weight_decay: λ, a number or a tensor.
+        weight_decay: λ, a number or a tensor; as much larger than AdamW's as lr is smaller.
         maximize: ascend instead of descend.
         foreach: True takes torch's multi-tensor calls (fp32 and fp64 parameters), False goes tensor by tensor.
         fused: True insists on the Triton kernel on CUDA, False refuses it; by default it is used wherever it can be.

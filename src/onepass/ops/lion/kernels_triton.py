@@ -7,15 +7,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from onepass.core.launch import OPTIONS, device_guard, sm_count
+from onepass.core.launch import INTERPRET, device_guard, sm_count
+from onepass.core.launch import launch as launch_kernel
 
+from .kernels_codes import load_codes, store_scales, to_codes
 from .storage import REMAINDER, STOCHASTIC
 
 
 @triton.jit
 def sign(u):
-    """−1, 0 or 1; a nan compares unequal to itself and must reach the weight."""
-    return tl.where(u > 0, 1.0, tl.where(u < 0, -1.0, tl.where(u == 0, 0.0, u)))
+    """−1, 0 or 1; |nan| > 0 is false, so that a nan stays one: it must reach the weight."""
+    one = ((u.to(tl.int32, bitcast=True) & -0x80000000) | 0x3F800000).to(tl.float32, bitcast=True)
+    return tl.where(tl.abs(u) > 0, one, u)
 
 
 @triton.jit
@@ -74,64 +77,39 @@ def round_stochastically(x, offset, at, key0, key1, P_TYPE: tl.constexpr, BLOCK:
 
 
 @triton.jit
-def from_codes(code, scale):
-    """int8 codes and scales as wide as they → fp32: (code / 127)^4·scale with the code's sign; −128 is nan."""
-    x = code.to(tl.float32) * (1.0 / 127.0)
-    square = x * x
-    value = square * square * scale
-    return tl.where(code == -128, float("nan"), tl.where(x < 0, -value, value))
-
-
-@triton.jit
-def to_codes(x, BLOCK: tl.constexpr):
-    """fp32 (BLOCK,) → int8 codes (BLOCK,) and fp32 scales (BLOCK / 256,), the largest finite values of each block."""
-    blocks = tl.reshape(x, (BLOCK // 256, 256))
-    size = tl.where(blocks == blocks, tl.abs(blocks), 0.0)
-    largest = tl.max(size, 1)
-    scale = tl.where(largest > 0, tl.minimum(tl.maximum(largest, 2.0**-120), 2.0**120), 0.0)
-    inverse = tl.where(largest > 0, 1.0 / tl.maximum(scale, 2.0**-120), 0.0)
-    share = tl.minimum(tl.abs(blocks) * inverse[:, None], 1.0)
-    code = (tl.sqrt(tl.sqrt(share)) * 127.0 + 0.5).to(tl.int32)
-    code = tl.where(blocks < 0, -code, code)
-    code = tl.where(blocks == blocks, code, -128)
-    return tl.reshape(code.to(tl.int8), (BLOCK,)), scale
-
-
-@triton.jit
 def load_momentum(
     m_ptr,  # (n,) momentum, or its int8 codes
     s_ptr,  # (⌈n / 256⌉,) fp32 scales of the codes; unused for other momenta
-    offset, n, at, M_TYPE: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr,
+    offset, n, at, beta1, beta2, M_TYPE: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
+    """β1·m and β2·m in fp32."""
     if MASKED:
         m = tl.load(m_ptr + at, mask=at < n, other=0)
     else:
         m = tl.load(m_ptr + at)
     if M_TYPE == "i8":
-        which = offset // 256 + tl.arange(0, BLOCK // 256)
-        scale = tl.load(s_ptr + which, mask=which * 256 < n, other=0.0)
-        blocks = tl.reshape(m, (BLOCK // 256, 256))
-        value = tl.reshape(from_codes(blocks, scale[:, None]), (BLOCK,))
+        m1, m2 = load_codes(m, s_ptr, offset, n, beta1, beta2, MASKED, BLOCK, PTX)
     else:
-        value = m.to(tl.float32)
-    return value
+        m1 = m.to(tl.float32) * beta1
+        m2 = m.to(tl.float32) * beta2
+    return m1, m2
 
 
 @triton.jit
 def agreement(
     g_ptr, m_ptr, s_ptr, offset, n, factor, beta1, rest1, M_TYPE: tl.constexpr, MASKED: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """1 where the update has the gradient's sign, else 0; pointers as in `update_tile`."""
     at = offset + tl.arange(0, BLOCK)
-    m = load_momentum(m_ptr, s_ptr, offset, n, at, M_TYPE, MASKED, BLOCK)
+    m1, _ = load_momentum(m_ptr, s_ptr, offset, n, at, beta1, beta1, M_TYPE, MASKED, BLOCK, PTX)
     if MASKED:
         g = tl.load(g_ptr + at, mask=at < n, other=0)
     else:
         g = tl.load(g_ptr + at)
-    g = g.to(tl.float32) * factor
+    g = g.to(tl.float32)
     # a product of signs: that of tiny numbers would be zero
-    return (sign(tl.fma(g, rest1, m * beta1)) * g > 0).to(tl.int32)
+    return (sign(tl.fma(g, rest1 * factor, m1)) * (g * factor) > 0).to(tl.int32)
 
 
 @triton.jit
@@ -142,8 +120,8 @@ def update_tile(
     e_ptr,  # (n,) int16 remainder or compensation in the parameter's dtype; unused in other modes
     s_ptr,  # (⌈n / 256⌉,) fp32 scales of the codes; unused for other momenta
     offset, n, factor, lr, wd, beta1, rest1, beta2, rest2, cautious_decay, agreeing, disagreeing, key0, key1,
-    P_TYPE: tl.constexpr, M_TYPE: tl.constexpr, MODE: tl.constexpr, CAUTIOUS: tl.constexpr, STREAM: tl.constexpr,
-    MASKED: tl.constexpr, BLOCK: tl.constexpr,
+    P_TYPE: tl.constexpr, M_TYPE: tl.constexpr, MODE: tl.constexpr, CAUTIOUS: tl.constexpr,
+    CAUTIOUS_DECAY: tl.constexpr, STREAM: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """Every product that is added is an explicit fma, so that all variants of the kernel round alike: that is what
     makes bf16 + remainder the same bits as fp32.
@@ -153,7 +131,7 @@ def update_tile(
     through: tl.constexpr = ".cs" if STREAM else ""
     at = offset + tl.arange(0, BLOCK)
     inside = at < n
-    m = load_momentum(m_ptr, s_ptr, offset, n, at, M_TYPE, MASKED, BLOCK)
+    m1, m2 = load_momentum(m_ptr, s_ptr, offset, n, at, beta1, beta2, M_TYPE, MASKED, BLOCK, PTX)
     if MASKED:
         p = tl.load(p_ptr + at, mask=inside, other=0)
         g = tl.load(g_ptr + at, mask=inside, other=0)
@@ -173,14 +151,16 @@ def update_tile(
     else:
         value = p.to(tl.float32)
 
-    g = g.to(tl.float32) * factor
-    s = sign(tl.fma(g, rest1, m * beta1))
+    g = g.to(tl.float32)
+    s = sign(tl.fma(g, rest1 * factor, m1))
     if CAUTIOUS:
-        s = s * tl.where(s * g > 0, agreeing, disagreeing)
-    # cautious_decay is 0 or 1: decay only what the update moves towards zero
-    decay = tl.where(s * value > 0, wd, wd * (1.0 - cautious_decay))
+        s = s * tl.where(s * (g * factor) > 0, agreeing, disagreeing)
+    decay = wd
+    if CAUTIOUS_DECAY:
+        # cautious_decay is 0 or 1: decay only what the update moves towards zero
+        decay = tl.where(s * value > 0, wd, wd * (1.0 - cautious_decay))
     new = tl.fma(tl.fma(value, decay, s), -lr, value)
-    new_m = tl.fma(g, rest2, m * beta2)
+    new_m = tl.fma(g, rest2 * factor, m2)
 
     if MODE == 1:
         new_p, new_e = split_bits(new)
@@ -196,9 +176,7 @@ def update_tile(
         if MASKED:
             # what lies behind the end was loaded as zeros and can't be the largest
             new_m = tl.where(inside, new_m, 0.0)
-        new_m, scale = to_codes(new_m, BLOCK)
-        which = offset // 256 + tl.arange(0, BLOCK // 256)
-        tl.store(s_ptr + which, scale, mask=which * 256 < n)
+        new_m = to_codes(new_m, store_scales(new_m, s_ptr, offset, n, MASKED, BLOCK, PTX), PTX)
     else:
         new_m = new_m.to(m_ptr.dtype.element_ty)
     if MASKED:
@@ -256,9 +234,9 @@ def step_kernel(
     n_tensors,
     n_groups,
     P_TYPE: tl.constexpr, G_TYPE: tl.constexpr, M_TYPE: tl.constexpr, E_TYPE: tl.constexpr,
-    MODE: tl.constexpr, ALIGNED: tl.constexpr, CAUTIOUS: tl.constexpr,
+    MODE: tl.constexpr, ALIGNED: tl.constexpr, CAUTIOUS: tl.constexpr, CAUTIOUS_DECAY: tl.constexpr,
     HAS_SCALE: tl.constexpr, HAS_CLIP: tl.constexpr, HAS_FOUND_INF: tl.constexpr, COUNT: tl.constexpr,
-    STREAM: tl.constexpr, SPAN: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr,
+    STREAM: tl.constexpr, SPAN: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """One chunk, TILES·BLOCK elements of one tensor, per program.
 
@@ -298,16 +276,12 @@ def step_kernel(
 
     if COUNT:
         agreed = tl.zeros((BLOCK,), tl.int32)
-        if begin + BLOCK * TILES <= n:
-            for tile in range(TILES):
-                agreed += agreement(
-                    g_ptr, m_ptr, s_ptr, begin + tile * BLOCK, n, factor, beta1, rest1, M_TYPE, False, BLOCK
-                )
-        else:
-            for tile in range(TILES):
-                agreed += agreement(
-                    g_ptr, m_ptr, s_ptr, begin + tile * BLOCK, n, factor, beta1, rest1, M_TYPE, True, BLOCK
-                )
+        for tile in range(TILES):
+            offset = begin + tile * BLOCK
+            if offset + BLOCK <= n:
+                agreed += agreement(g_ptr, m_ptr, s_ptr, offset, n, factor, beta1, rest1, M_TYPE, False, BLOCK, PTX)
+            elif offset < n:
+                agreed += agreement(g_ptr, m_ptr, s_ptr, offset, n, factor, beta1, rest1, M_TYPE, True, BLOCK, PTX)
         # integers: the order of the sum doesn't matter
         tl.atomic_add(agreed_ptr + tensor, tl.sum(agreed, 0).to(tl.int64), sem="relaxed")
     else:
@@ -322,22 +296,20 @@ def step_kernel(
         key1 = 0
         if MODE == 3:
             key0, key1 = stream_keys(e_ptr)
-        if begin + BLOCK * TILES <= n:
-            for tile in range(TILES):
+        for tile in range(TILES):
+            offset = begin + tile * BLOCK
+            if offset + BLOCK <= n:
                 update_tile(
-                    p_ptr, g_ptr, m_ptr, e_ptr, s_ptr, begin + tile * BLOCK, n, factor, lr, wd, beta1, rest1, beta2,
-                    rest2, cautious_decay, agreeing, disagreeing, key0, key1,
-                    P_TYPE, M_TYPE, MODE, CAUTIOUS, STREAM, False, BLOCK,
+                    p_ptr, g_ptr, m_ptr, e_ptr, s_ptr, offset, n, factor, lr, wd, beta1, rest1, beta2, rest2,
+                    cautious_decay, agreeing, disagreeing, key0, key1, P_TYPE, M_TYPE, MODE, CAUTIOUS, CAUTIOUS_DECAY,
+                    STREAM, False, BLOCK, PTX,
                 )  # fmt: skip
-        else:
-            for tile in range(TILES):
-                offset = begin + tile * BLOCK
-                if offset < n:
-                    update_tile(
-                        p_ptr, g_ptr, m_ptr, e_ptr, s_ptr, offset, n, factor, lr, wd, beta1, rest1, beta2, rest2,
-                        cautious_decay, agreeing, disagreeing, key0, key1,
-                        P_TYPE, M_TYPE, MODE, CAUTIOUS, False, True, BLOCK,
-                    )  # fmt: skip
+            elif offset < n:
+                update_tile(
+                    p_ptr, g_ptr, m_ptr, e_ptr, s_ptr, offset, n, factor, lr, wd, beta1, rest1, beta2, rest2,
+                    cautious_decay, agreeing, disagreeing, key0, key1, P_TYPE, M_TYPE, MODE, CAUTIOUS, CAUTIOUS_DECAY,
+                    False, True, BLOCK, PTX,
+                )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["n_tensors", "n_groups", "n_chunks"])
@@ -346,7 +318,7 @@ def norm_kernel(
     before_ptr,  # () fp32: sum of squares of earlier launches; any pointer when HAS_BEFORE is false
     partial_ptr,  # (programs,) fp32: room for the sums of the programs
     ticket_ptr,  # () int32, zero before and after
-    out_ptr,  # (3,) fp32: sum of squares so far, its root, clip coefficient
+    out_ptr,  # (3, 4) fp32, in the first column: sum of squares so far, its root, clip coefficient
     max_norm_ptr,  # () fp32
     scale_ptr,  # () fp32: gradients are this much too large; any pointer when HAS_SCALE is false
     n_tensors,
@@ -400,11 +372,14 @@ def norm_kernel(
             norm = norm / tl.load(scale_ptr)
         clip = tl.load(max_norm_ptr) / (norm + 1e-6)
         tl.store(out_ptr, square)
-        tl.store(out_ptr + 1, norm)
+        tl.store(out_ptr + 4, norm)
         # a nan norm must reach the weights, as with torch's clipping
-        tl.store(out_ptr + 2, tl.where(clip > 1.0, 1.0, clip))
+        tl.store(out_ptr + 8, tl.where(clip > 1.0, 1.0, clip))
         tl.store(ticket_ptr, 0)
 
+
+# inline assembly is NVIDIA's
+PTX = not INTERPRET and torch.version.hip is None
 
 TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int8: "i8"}
 
@@ -418,6 +393,7 @@ def launch(
     mode: int,
     aligned: bool,
     agreed: Tensor | None,
+    cautious_decay: bool,
     grad_scale: Tensor | None,
     clip: Tensor | None,
     found_inf: Tensor | None,
@@ -434,6 +410,7 @@ def launch(
         mode: how a 16-bit parameter is kept.
         aligned: all addresses are multiples of 16.
         agreed: for cautious updates, a counter per tensor.
+        cautious_decay: some group has a cautious weight decay.
         grad_scale: gradients are divided by it.
         clip: gradients are multiplied by it.
         found_inf: non-zero skips everything.
@@ -453,13 +430,19 @@ def launch(
         counts = (True, False)
     with device_guard(table):
         for count in counts:
-            step_kernel[(n_chunks,)](
-                table, table if grad_scale is None else grad_scale, table if clip is None else clip,
-                table if found_inf is None else found_inf, table if agreed is None else agreed, n_tensors, n_groups,
-                P_TYPE=p_type, G_TYPE=g_type, M_TYPE=m_type, E_TYPE=e_type, MODE=mode, ALIGNED=aligned,
-                CAUTIOUS=agreed is not None, HAS_SCALE=grad_scale is not None, HAS_CLIP=clip is not None,
-                HAS_FOUND_INF=found_inf is not None, COUNT=count, STREAM=stream, SPAN=span, BLOCK=block, TILES=tiles,
-                num_warps=num_warps, **OPTIONS,
+            launch_kernel(
+                step_kernel, (n_chunks, 1, 1),
+                (
+                    table, table if grad_scale is None else grad_scale, table if clip is None else clip,
+                    table if found_inf is None else found_inf, table if agreed is None else agreed,
+                ),
+                (n_tensors, n_groups),
+                (
+                    p_type, g_type, m_type, e_type, mode, aligned, agreed is not None, cautious_decay,
+                    grad_scale is not None, clip is not None, found_inf is not None, count, stream, span, block, tiles,
+                    PTX,
+                ),
+                num_warps=num_warps,
             )  # fmt: skip
 
 
@@ -489,9 +472,13 @@ def launch_norm(
     """
     programs = norm_programs(table)
     with device_guard(table):
-        norm_kernel[(programs,)](
-            table, table if before is None else before, *room, out, max_norm,
-            table if grad_scale is None else grad_scale, n_tensors, n_groups, n_chunks,
-            G_TYPE=TYPES[dtype], ALIGNED=aligned, HAS_BEFORE=before is not None, HAS_SCALE=grad_scale is not None,
-            SPAN=span, CHUNK=chunk, BLOCK=2048, PROGRAMS=programs, num_warps=8, **OPTIONS,
+        launch_kernel(
+            norm_kernel, (programs, 1, 1),
+            (
+                table, table if before is None else before, *room, out, max_norm,
+                table if grad_scale is None else grad_scale,
+            ),
+            (n_tensors, n_groups, n_chunks),
+            (TYPES[dtype], aligned, before is not None, grad_scale is not None, span, chunk, 2048, programs),
+            num_warps=8,
         )  # fmt: skip

@@ -116,12 +116,15 @@ def _step(
     if fused:
         p, g, m = ([c[i] for i in fused] for c in columns)
         e = [extra[i] for i in fused]
-        plan = Plan(Columns(p, g, m, e, [None] * len(fused)), [code] * len(fused), [groups[i] for i in fused])
+        cautious_decay = True  # nobody knows here what the device has
         if hyper.device.type == "cpu":
             rows = pack_rows([Row(*r) for r in hyper.tolist()])
+            cautious_decay = bool(hyper[:, 7].any())
         else:
             places = [(k, field) for k in range(len(hyper)) for field in range(8)]
             rows = pack_rows([Row(*[0.0] * 8)] * len(hyper), places, list(hyper.reshape(-1).unbind()))
+        own = [groups[i] for i in fused]
+        plan = Plan(Columns(p, g, m, e, [None] * len(fused)), [code] * len(fused), own, None, cautious_decay)
         plan.refresh(g)
         plan.step(rows, Scalars(grad_scale, None, found_inf))
         torch.autograd.graph.increment_version([*p, *m, *(t for t in e if t is not None)])

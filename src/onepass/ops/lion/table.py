@@ -42,9 +42,9 @@ def shape_of(p_type: object, m_type: object) -> Shape:
     """Shape of a launch; the types as the kernel names them or as torch does.
 
     Timed on an H200: two tiles a program hide the load latency that 16-bit tiles of 1024 leave open (94 → 100 % of
-    copy), int8 momentum wants more of them, since it waits for instructions and not for memory.
+    copy). With int8 momenta, programs of one warp, which has all elements of a scale, wait for no other warp.
     """
-    return Shape(1024, 8 if m_type in ("i8", torch.int8) else 2, 4, False)
+    return Shape(256, 8, 1, False) if m_type in ("i8", torch.int8) else Shape(1024, 2, 4, False)
 
 
 class Scalars(NamedTuple):
@@ -110,8 +110,10 @@ class Launch:
         mode: int,
         aligned: bool,
         cautious: bool,
+        cautious_decay: bool,
     ) -> None:
-        self.device, self.dtypes, self.mode, self.aligned, self.cautious = device, dtypes, mode, aligned, cautious
+        self.device, self.dtypes, self.mode, self.aligned = device, dtypes, mode, aligned
+        self.cautious, self.cautious_decay = cautious, cautious_decay
         self.where: list[int] = []
         self.sizes: list[int] = []
         self.groups: list[int] = []
@@ -214,7 +216,7 @@ class Launch:
             self._agreed = torch.empty(len(self.sizes), dtype=torch.int64, device=self.device)
         kernels_triton.launch(
             table, self.n_chunks, len(self.sizes), len(rows.packed) // (4 * ROW_FLOATS), self.dtypes, self.mode,
-            self.aligned, self._agreed, *scalars.to(self.device), (self.span, *self.shape),
+            self.aligned, self._agreed, self.cautious_decay, *scalars.to(self.device), (self.span, *self.shape),
         )  # fmt: skip
 
     def norm(self, rows: Rows, before: Tensor | None, room: Any, out: Tensor, max_norm: Tensor, scale: Any) -> None:
@@ -236,6 +238,8 @@ def _address(t: Tensor | None) -> int:
 
 
 _data_ptr = torch.Tensor.data_ptr
+# torch's CUDA builds compare addresses in one call: (tensors, addresses, places) → bool
+_addresses_equal: Any = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
 
 
 class Plan:
@@ -246,9 +250,14 @@ class Plan:
     """
 
     def __init__(
-        self, columns: Columns, modes: Sequence[int], groups: Sequence[int], cautious: Sequence[bool] | None = None
+        self,
+        columns: Columns,
+        modes: Sequence[int],
+        groups: Sequence[int],
+        cautious: Sequence[bool] | None = None,
+        cautious_decay: bool = False,
     ) -> None:
-        self.fixed = columns._replace(grads=())
+        self.fixed = columns._replace(params=list(columns.params), grads=())
         self.launches: list[Launch] = []
         launches: dict[object, Launch] = {}
         for i, (p, g, m, e, s) in enumerate(zip(*columns, strict=True)):
@@ -260,7 +269,7 @@ class Plan:
             careful = cautious is not None and cautious[i]
             key = (p.device, dtypes, modes[i], aligned, careful)
             if key not in launches:
-                launches[key] = Launch(p.device, dtypes, modes[i], aligned, careful)
+                launches[key] = Launch(p.device, dtypes, modes[i], aligned, careful, cautious_decay)
             launch = launches[key]
             launch.where.append(i)
             launch.sizes.append(size)
@@ -271,20 +280,22 @@ class Plan:
         self._whole = len(self.launches) == 1 and len(self.launches[0].where) == len(columns.params)
         self._at_params: list[int] = []
         self._at_grads: list[int] = []
+        self._places = list(range(len(columns.params)))
 
-    def refresh(self, grads: Sequence[Tensor]) -> bool:
+    def refresh(self, grads: list[Tensor]) -> bool:
         """Look where everything is now.
 
         Returns False when an address is not as aligned as its launch relies on: then a new plan is needed.
         """
-        at_grads, at_params = list(map(_data_ptr, grads)), list(map(_data_ptr, self.fixed.params))
-        if at_grads != self._at_grads:
+        if not self._are_at(grads, self._at_grads):
+            at_grads = list(map(_data_ptr, grads))
             for launch in self.launches:
                 if not launch.take_grads(at_grads if self._whole else [at_grads[i] for i in launch.where]):
                     self._at_grads = []
                     return False
             self._at_grads = at_grads
-        if at_params != self._at_params:
+        if not self._are_at(self.fixed.params, self._at_params):
+            at_params = list(map(_data_ptr, self.fixed.params))
             # states move along with parameters; otherwise the same tensors are where they were
             others = [at_params, *(list(map(_address, c)) for c in self.fixed[2:])]
             for launch in self.launches:
@@ -293,6 +304,13 @@ class Plan:
                     return False
             self._at_params = at_params
         return True
+
+    def _are_at(self, tensors: Sequence[Tensor], addresses: list[int]) -> bool:
+        if len(addresses) != len(tensors):
+            return False
+        if _addresses_equal is None:
+            return list(map(_data_ptr, tensors)) == addresses
+        return bool(_addresses_equal(tensors, addresses, self._places))
 
     def step(self, rows: Rows, scalars: Scalars, capturable: bool = False) -> None:
         """Update everything, after `refresh`."""
@@ -304,7 +322,8 @@ class Plan:
         from .kernels_triton import norm_programs
 
         device = self.launches[0].device
-        out = torch.empty(len(self.launches), 3, dtype=torch.float32, device=device)
+        # 16 bytes apart, which is what kernels are compiled for
+        out = torch.empty(len(self.launches), 3, 4, dtype=torch.float32, device=device)
         room = (
             torch.empty(norm_programs(out), dtype=torch.float32, device=device),
             torch.zeros((), dtype=torch.int32, device=device),
@@ -313,8 +332,8 @@ class Plan:
         for i, launch in enumerate(self.launches):
             # each on top of the one before
             launch.norm(rows, before, room, out[i], max_norm, grad_scale)
-            before = out[i, 0]
-        return out[-1]
+            before = out[i, 0, 0]
+        return out[-1, :, 0]
 
 
 __all__ = ["Columns", "Launch", "Plan", "Rows", "Scalars", "Shape", "pack_rows", "shape_of"]
