@@ -1,0 +1,137 @@
+"""What score, gather, scatter_add and fork are measured against; modules have theirs in `onepass.nn.cases`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onepass.core.spec import Case, Impl, Prepared, backward_of
+
+from . import reference
+from .op import gather, scatter_add, score
+from .op_fork import fork
+
+# batch, n, dim, k: k·dim·2 bytes are 64 MB a batch in the first three, 8 MB in the last
+CELLS = ((8, 65536, 1024, 4096), (8, 131072, 512, 8192), (2, 65536, 4096, 4096), (2, 32768, 1024, 2048))
+DTYPES = (torch.bfloat16, torch.float32)
+
+
+def _choice(batch: int, n: int, k: int) -> Tensor:
+    return torch.rand(batch, n, device="cuda").argsort(-1)[:, :k].contiguous()
+
+
+def _flat(indices: Tensor, n: int) -> Tensor:
+    return (indices + torch.arange(len(indices), device=indices.device)[:, None] * n).view(-1)
+
+
+def _rows_case(op: str, batch: int, n: int, dim: int, k: int, dtype: torch.dtype, stage: str) -> Case:
+    def make() -> Mapping[str, Impl]:
+        x, indices = torch.randn(batch, n, dim, device="cuda", dtype=dtype), _choice(batch, n, k)
+        rows, flat = x.view(-1, dim), _flat(indices, n)
+        if op == "gather":
+            return {
+                "onepass": lambda: gather(x, indices),
+                "index_select": lambda: rows.index_select(0, flat).view(batch, k, dim),
+            }
+        update, gates = torch.randn(batch, k, dim, device="cuda", dtype=dtype), torch.rand(batch, k, device="cuda")
+
+        def composed() -> Tensor:
+            return rows.index_add_(0, flat, (update * gates[..., None]).to(dtype).view(-1, dim))
+
+        if op == "gather, gated add":
+            return {
+                "onepass": lambda: scatter_add(rows, gather(x, indices), gates, indices, inplace=True),
+                "index_select, index_add_": lambda: rows.index_add_(
+                    0, flat, (rows.index_select(0, flat) * gates.view(-1, 1)).to(dtype)
+                ),
+            }
+        if stage == "forward":
+            return {
+                "onepass": lambda: scatter_add(rows, update, gates, indices, inplace=True),
+                "index_add_": composed,
+            }
+        dy, wanted = torch.randn_like(x), (update.requires_grad_(), gates.requires_grad_())
+        return {
+            "onepass": backward_of(lambda: scatter_add(x, update, gates, indices), wanted, dy),
+            "index_add": backward_of(
+                lambda: rows.index_add(0, flat, (update * gates[..., None]).to(dtype).view(-1, dim)).view_as(x),
+                wanted, dy,
+            ),
+        }  # fmt: skip
+
+    moved = {"gather": 2, "gated add": 3, "gather, gated add": 5}[op]
+    params = {"batch": batch, "n": n, "dim": dim, "k": k}
+    # what adds in place never gives the same twice
+    check = 0.0 if op == "gather" else 2e-2 if stage == "backward" else None
+    return Case(op, stage, params, dtype, moved * batch * k * dim * dtype.itemsize, make, check=check)
+
+
+def _score_case(batch: int, n: int, dim: int, dtype: torch.dtype, stage: str) -> Case:
+    def make() -> Mapping[str, Impl]:
+        x = torch.randn(batch, n, dim, device="cuda", dtype=dtype, requires_grad=stage == "backward")
+        weight = torch.randn(dim, device="cuda", requires_grad=stage == "backward")
+        ds = torch.randn(batch, n, device="cuda")
+        compiled = torch.compile(reference.score, dynamic=False)
+        impls: dict[str, Callable[[], Tensor]] = {
+            "onepass": lambda: score(x, weight),
+            "torch": lambda: reference.score(x, weight),
+            "torch.compile": lambda: compiled(x, weight),
+        }
+        if stage == "forward":
+            return impls
+        return {name: backward_of(run, (x, weight), ds) for name, run in impls.items()}
+
+    floor = batch * n * dim * dtype.itemsize * (1 if stage == "forward" else 2)
+    return Case("score", stage, {"batch": batch, "n": n, "dim": dim}, dtype, floor, make, check=2e-2)
+
+
+def _fork_case(batch: int, n: int, dim: int, dtype: torch.dtype, stage: str) -> Case:
+    """Norm in bf16 and scores from one read; the rival reads twice and adds two gradients."""
+
+    def make() -> Mapping[str, Impl]:
+        need = stage == "backward"
+        x = torch.randn(batch, n, dim, device="cuda", dtype=dtype, requires_grad=need)
+        weight, vector = torch.rand(dim, device="cuda"), torch.randn(dim, device="cuda")
+        wanted = (x, weight.requires_grad_(need), vector.requires_grad_(need))
+
+        def ours() -> tuple[Tensor, Tensor]:
+            f = fork(x, weight, vector, eps=1e-6, score_eps=1e-6, dtype=torch.bfloat16, k=1)
+            return f.normed, f.scores
+
+        def apart() -> tuple[Tensor, Tensor]:
+            return torch.nn.functional.rms_norm(x, (dim,), weight, 1e-6).bfloat16(), score(x, vector)
+
+        if not need:
+            return {"onepass": ours, "rms_norm, score": apart}
+        dn, ds = torch.randn(batch, n, dim, device="cuda").bfloat16(), torch.randn(batch, n, device="cuda")
+
+        def gradient(run: Callable[[], tuple[Tensor, Tensor]]) -> Impl:
+            def build() -> Callable[[], Any]:
+                outs = run()
+                return lambda: torch.autograd.grad(outs, wanted, (dn, ds), retain_graph=True)
+
+            return Prepared(build)
+
+        return {"onepass": gradient(ours), "rms_norm, score": gradient(apart)}
+
+    elements = batch * n * dim
+    floor = elements * (dtype.itemsize + 2) if stage == "forward" else elements * (2 * dtype.itemsize + 2)
+    return Case("fork", stage, {"batch": batch, "n": n, "dim": dim}, dtype, floor, make, check=2e-2)
+
+
+def _cases() -> Iterator[Case]:
+    for dtype in DTYPES:
+        for cell in CELLS:
+            for op in ("gather", "gated add", "gather, gated add"):
+                yield _rows_case(op, *cell, dtype, "forward")
+            yield _rows_case("gated add", *cell, dtype, "backward")
+        for batch, n, dim in ((2, 32768, 1024), (2, 32768, 512), (2, 65536, 4096)):
+            for stage in ("forward", "backward"):
+                yield _score_case(batch, n, dim, dtype, stage)
+                yield _fork_case(batch, n, dim, dtype, stage)
+
+
+CASES = list(_cases())

@@ -1,0 +1,190 @@
+"""Triton kernels of `score` and their launchers: one read of x serves the dot products and the length."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from onepass.core.launch import cdiv, device_guard, launch, next_power_of_2, sm_count
+from onepass.core.replay import replayed
+
+from .kernels_triton import strided
+
+INTS = ["x_batch_stride", "x_row_stride", "n", "total", "groups"]
+
+# columns of a tile that one thread loads at once are added up at once: an accumulator costs a register per row and sum
+FORWARD_WARPS = 4
+BACKWARD_WARPS = 8
+# warps per multiprocessor that the backward kernel fills
+RESIDENT_WARPS = 24
+
+
+@triton.jit(do_not_specialize=INTS)
+def forward_kernel(
+    x_ptr,  # (batch, n, D), unit column stride
+    v_ptr,  # (R, D), contiguous
+    s_ptr,  # (batch, R, n) fp32, contiguous
+    inverse_ptr,  # (batch, n) fp32: 1/rms
+    x_batch_stride,  # in units of VEC elements
+    x_row_stride,
+    n,
+    total,  # batch·n
+    eps,
+    D: tl.constexpr,
+    VEC: tl.constexpr,
+    R: tl.constexpr,
+    VECTOR: tl.constexpr,  # neighbours that one thread loads
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    inside = rows < total
+    batch, token = rows // n, rows % n
+    x_rows = x_ptr + ((batch * x_batch_stride + token * x_row_stride) * VEC)[:, None]
+    square = tl.zeros((BLOCK_R, BLOCK_C // VECTOR), tl.float32)
+    dots = (square,) * R
+    for start in range(0, D, BLOCK_C):
+        cols = start + tl.arange(0, BLOCK_C)
+        x = tl.load(x_rows + cols[None, :], mask=inside[:, None] & (cols < D)[None, :], other=0.0).to(tl.float32)
+        square += tl.sum(tl.reshape(x * x, (BLOCK_R, BLOCK_C // VECTOR, VECTOR)), 2)
+        new = ()
+        for r in tl.static_range(R):
+            v = tl.load(v_ptr + r * D + cols, mask=cols < D, other=0.0).to(tl.float32)
+            new = new + (dots[r] + tl.sum(tl.reshape(x * v[None, :], (BLOCK_R, BLOCK_C // VECTOR, VECTOR)), 2),)
+        dots = new
+    inverse = tl.rsqrt(tl.sum(square, 1) / D + eps)
+    tl.store(inverse_ptr + rows, inverse, mask=inside)
+    for r in tl.static_range(R):
+        tl.store(s_ptr + (batch * R + r) * n + token, tl.sum(dots[r], 1) * inverse, mask=inside)
+
+
+@triton.jit(do_not_specialize=INTS)
+def backward_kernel(
+    ds_ptr,  # (batch, R, n), contiguous
+    x_ptr,  # (batch, n, D), unit column stride
+    v_ptr,  # (R, D), contiguous
+    s_ptr,  # (batch, R, n) fp32
+    inverse_ptr,  # (batch, n) fp32
+    dx_ptr,  # (batch, n, D), contiguous; None: not needed
+    dv_ptr,  # (groups, R, D) fp32, contiguous: parts; None: not needed
+    x_batch_stride,  # in units of VEC elements
+    x_row_stride,
+    n,
+    total,  # batch·n
+    D: tl.constexpr,
+    VEC: tl.constexpr,
+    R: tl.constexpr,
+    UNROLL: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """One tile of columns and every n-th tile of UNROLL·BLOCK_R rows per program: v and dv stay in registers.
+
+    With the forward's results at hand no sum over a row is left: dx = Σ ds·v/rms − (Σ ds·s)·x/(d·rms²).
+    """
+    group = tl.program_id(1)
+    cols = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
+    in_cols = cols < D
+    vs = ()
+    for r in tl.static_range(R):
+        vs = vs + (tl.load(v_ptr + r * D + cols, mask=in_cols, other=0.0).to(tl.float32),)
+    dvs = (tl.zeros((BLOCK_R, BLOCK_C), tl.float32),) * R
+    for tile in tl.range(group, tl.cdiv(total, UNROLL * BLOCK_R), tl.num_programs(1)):
+        top = tl.cast(tile, tl.int64) * (UNROLL * BLOCK_R) + tl.arange(0, BLOCK_R)
+        # every load of the tile before its first store: the compiler can't move a load over one
+        xs = ()
+        alongs = ()
+        backs = ()
+        for u in tl.static_range(UNROLL):
+            rows = top + u * BLOCK_R
+            inside = rows < total
+            batch, token = rows // n, rows % n
+            inverse = tl.load(inverse_ptr + rows, mask=inside, other=0.0)
+            back = tl.zeros((BLOCK_R,), tl.float32)
+            live = rows < 0
+            for r in tl.static_range(R):
+                at = (batch * R + r) * n + token
+                ds = tl.load(ds_ptr + at, mask=inside, other=0.0).to(tl.float32)
+                moved = ds != 0.0
+                live = live | moved
+                back += tl.where(moved, ds * tl.load(s_ptr + at, mask=inside, other=0.0), 0.0)
+                alongs = alongs + (tl.where(moved, ds * inverse, 0.0)[:, None],)
+            x_rows = x_ptr + ((batch * x_batch_stride + token * x_row_stride) * VEC)[:, None]
+            # a token whose scores have no gradient is not read: what it holds, NaN included, plays no part
+            xs = xs + (tl.load(x_rows + cols[None, :], mask=live[:, None] & in_cols[None, :], other=0.0),)
+            backs = backs + (tl.where(live, back * inverse * inverse / D, 0.0)[:, None],)
+        for u in tl.static_range(UNROLL):
+            rows = top + u * BLOCK_R
+            x = xs[u].to(tl.float32)
+            dx = -backs[u] * x
+            new = ()
+            for r in tl.static_range(R):
+                dx += alongs[u * R + r] * vs[r][None, :]
+                new = new + (dvs[r] + alongs[u * R + r] * x,)
+            dvs = new
+            if dx_ptr is not None:
+                mask = (rows < total)[:, None] & in_cols[None, :]
+                tl.store(dx_ptr + (rows * D)[:, None] + cols[None, :], dx.to(dx_ptr.dtype.element_ty), mask=mask)
+    if dv_ptr is not None:
+        for r in tl.static_range(R):
+            tl.store(dv_ptr + (group * R + r) * D + cols, tl.sum(dvs[r], 0), mask=in_cols)
+
+
+def _block_c(d: int, vector: int) -> int:
+    """Widest tile of columns, up to one 16-byte load for each of 128 threads, that wastes hardly more than the best."""
+    if d <= 8 * vector:
+        return next_power_of_2(d)
+    widths = [v * vector for v in (8, 16, 32, 64, 128)]
+    padded = {c: cdiv(d, c) * c for c in widths}
+    return max(c for c in widths if padded[c] <= 1.07 * min(padded.values()))
+
+
+@replayed
+def forward(x: Tensor, vectors: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """X (batch, n, d), vectors (R, d) contiguous → scores (batch, R, n) and 1/rms (batch, n)."""
+    x, batch_stride, row_stride = strided(x)
+    batch, n, d = x.shape
+    routes, total = len(vectors), batch * n
+    scores = torch.empty((batch, routes, n), dtype=torch.float32, device=x.device)
+    inverse = torch.empty((batch, n), dtype=torch.float32, device=x.device)
+    vec = math.gcd(8, batch_stride, row_stride)
+    vector = min(vec, 16 // x.element_size())
+    block_c = _block_c(d, vector)
+    # two loads per thread; several vectors cost a reduction each, for which more rows at a time are cheaper
+    loads = 4 if routes > 1 and x.element_size() == 2 else 2
+    block_r = min(next_power_of_2(total), max(1, loads * FORWARD_WARPS * 32 * vector // block_c))
+    with device_guard(x):
+        launch(
+            forward_kernel, (cdiv(total, block_r), 1, 1), (x, vectors, scores, inverse),
+            (batch_stride // vec, row_stride // vec, n, total, float(eps)),
+            (d, vec, routes, min(vector, block_c), block_r, block_c), num_warps=FORWARD_WARPS,
+        )  # fmt: skip
+    return scores, inverse
+
+
+def backward(
+    ds: Tensor, x: Tensor, vectors: Tensor, scores: Tensor, inverse: Tensor, need_x: bool, need_w: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """Ds (batch, R, n) contiguous → dx and the gradient of the vectors."""
+    x, batch_stride, row_stride = strided(x)
+    batch, n, d = x.shape
+    routes, total = len(vectors), batch * n
+    dx = torch.empty((batch, n, d), dtype=x.dtype, device=x.device) if need_x else None
+    vec = math.gcd(8, batch_stride, row_stride)
+    block_c = _block_c(d, min(vec, (16 if routes <= 4 else 8) // x.element_size()))
+    unroll = 4 if routes <= 2 else 2 if routes <= 4 and x.element_size() == 2 else 1
+    block_r = max(1, BACKWARD_WARPS * 32 * min(vec, 16 // x.element_size()) // block_c // (1 if routes <= 4 else 4))
+    tiles, columns = cdiv(total, unroll * block_r), cdiv(d, block_c)
+    groups = max(1, min(tiles, sm_count(x) * RESIDENT_WARPS // BACKWARD_WARPS // columns))
+    parts = torch.empty((groups, routes, d), dtype=torch.float32, device=x.device) if need_w else None
+    with device_guard(x):
+        launch(
+            backward_kernel, (columns, groups, 1), (ds, x, vectors, scores, inverse, dx, parts),
+            (batch_stride // vec, row_stride // vec, n, total), (d, vec, routes, unroll, block_r, block_c),
+            num_warps=BACKWARD_WARPS,
+        )  # fmt: skip
+    return dx, None if parts is None else parts.sum(0).to(vectors.dtype)

@@ -1,0 +1,193 @@
+"""Triton kernels that move chosen rows, and their launchers.
+
+A token without an index (−1) is never read or written; the indices of one launch are unique within a sequence, so no
+two programs write one row.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from onepass.core.launch import cdiv, device_guard, launch, next_power_of_2
+from onepass.core.replay import replayed
+
+INTS = ["x_batch_stride", "x_row_stride", "dy_batch_stride", "dy_row_stride", "n", "k", "routes", "route", "total"]
+
+# elements of one program of a row kernel, and its warps: four 16-byte loads of a 16-bit tensor per thread
+ELEMENTS = 4096
+WARPS = 4
+
+
+@triton.jit
+def named(index_ptr, at, inside, n):
+    """(indices, which of them name one of n tokens)."""
+    index = tl.load(index_ptr + at, mask=inside, other=-1)
+    return index, (index >= 0) & (index < n)
+
+
+@triton.jit(do_not_specialize=INTS)
+def gather_kernel(
+    x_ptr,  # (batch, n, D), unit column stride
+    index_ptr,  # (batch, k) int64
+    y_ptr,  # (batch, k, D), contiguous
+    x_batch_stride,  # in units of VEC elements, so that Triton can prove the alignment of every row
+    x_row_stride,
+    n,
+    k,
+    total,  # batch·k
+    D: tl.constexpr,
+    VEC: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    index, found = named(index_ptr, rows, rows < total, n)
+    x_rows = x_ptr + (((rows // k) * x_batch_stride + index * x_row_stride) * VEC)[:, None]
+    for start in tl.static_range(0, D, BLOCK_C):
+        cols = (start + tl.arange(0, BLOCK_C))[None, :]
+        x = tl.load(x_rows + cols, mask=found[:, None] & (cols < D), other=0.0)
+        tl.store(y_ptr + (rows * D)[:, None] + cols, x, mask=(rows < total)[:, None] & (cols < D))
+
+
+@triton.jit(do_not_specialize=INTS)
+def add_kernel(
+    y_ptr,  # (batch, n, D), contiguous: what is added to
+    u_ptr,  # (batch, routes, k, D), contiguous
+    g_ptr,  # (batch, routes, k), contiguous; None: 1
+    index_ptr,  # (batch, routes, k) int64, contiguous
+    n,
+    k,
+    routes,
+    route,  # the one that this launch adds
+    total,  # batch·k
+    D: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    batch = rows // k
+    at = (batch * routes + route) * k + rows % k
+    index, found = named(index_ptr, at, rows < total, n)
+    if g_ptr is not None:
+        gate = tl.load(g_ptr + at, mask=found, other=0.0).to(tl.float32)
+    y_rows = y_ptr + ((batch * n + index) * D)[:, None]
+    for start in tl.static_range(0, D, BLOCK_C):
+        cols = (start + tl.arange(0, BLOCK_C))[None, :]
+        mask = found[:, None] & (cols < D)
+        u = tl.load(u_ptr + (at * D)[:, None] + cols, mask=mask, other=0.0).to(tl.float32)
+        y = tl.load(y_rows + cols, mask=mask, other=0.0).to(tl.float32)
+        if g_ptr is not None:
+            u *= gate[:, None]
+        tl.store(y_rows + cols, (y + u).to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=INTS)
+def add_backward_kernel(
+    dy_ptr,  # (batch, n, D), unit column stride
+    u_ptr,  # (batch, k, D), contiguous; read for dg alone
+    g_ptr,  # (batch, k), contiguous; None: 1
+    index_ptr,  # (batch, k) int64, contiguous; k counts all routes
+    du_ptr,  # (batch, k, D), contiguous; None: not needed
+    dg_ptr,  # (batch, k), contiguous; None: not needed
+    dy_batch_stride,  # in units of VEC elements
+    dy_row_stride,
+    n,
+    k,
+    total,  # batch·k
+    D: tl.constexpr,
+    VEC: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """One read of the chosen rows of dy serves both gradients."""
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    inside = rows < total
+    index, found = named(index_ptr, rows, inside, n)
+    if g_ptr is not None:
+        gate = tl.load(g_ptr + rows, mask=found, other=0.0).to(tl.float32)
+    dy_rows = dy_ptr + (((rows // k) * dy_batch_stride + index * dy_row_stride) * VEC)[:, None]
+    dot = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
+    for start in tl.static_range(0, D, BLOCK_C):
+        cols = (start + tl.arange(0, BLOCK_C))[None, :]
+        mask = found[:, None] & (cols < D)
+        own = (rows * D)[:, None] + cols
+        dy = tl.load(dy_rows + cols, mask=mask, other=0.0).to(tl.float32)
+        if dg_ptr is not None:
+            dot += dy * tl.load(u_ptr + own, mask=mask, other=0.0).to(tl.float32)
+        if du_ptr is not None:
+            if g_ptr is not None:
+                dy *= gate[:, None]
+            tl.store(du_ptr + own, dy.to(du_ptr.dtype.element_ty), mask=inside[:, None] & (cols < D))
+    if dg_ptr is not None:
+        tl.store(dg_ptr + rows, tl.sum(dot, 1).to(dg_ptr.dtype.element_ty), mask=inside)
+
+
+def tile(d: int) -> tuple[int, int]:
+    """(BLOCK_R, BLOCK_C): as much of a row as one program takes at a time, and rows to make up ELEMENTS."""
+    block_c = min(ELEMENTS, next_power_of_2(d))
+    return min(64, ELEMENTS // block_c), block_c
+
+
+def strided(x: Tensor) -> tuple[Tensor, int, int]:
+    """X (batch, n, d) with unit column stride, and its batch and row strides; copied only where it has none."""
+    if x.stride(-1) != 1 and x.shape[-1] > 1:
+        x = x.contiguous()
+    return x, x.stride(0), x.stride(1)
+
+
+@replayed
+def gather(x: Tensor, indices: Tensor) -> Tensor:
+    """X (batch, n, d), indices (batch, k) contiguous → (batch, k, d)."""
+    x, batch_stride, row_stride = strided(x)
+    (_, n, d), total = x.shape, indices.numel()
+    y = torch.empty((*indices.shape, d), dtype=x.dtype, device=x.device)
+    vec = math.gcd(8, batch_stride, row_stride)
+    block_r, block_c = tile(d)
+    with device_guard(x):
+        launch(
+            gather_kernel, (cdiv(total, block_r), 1, 1), (x, indices, y),
+            (batch_stride // vec, row_stride // vec, n, indices.shape[1], total), (d, vec, block_r, block_c),
+            num_warps=WARPS,
+        )  # fmt: skip
+    return y
+
+
+@replayed
+def add_rows(y: Tensor, update: Tensor, gates: Tensor | None, indices: Tensor) -> tuple[()]:
+    """Y (rows, d) contiguous += gates·update, in place; update (batch, R, k, d), gates and indices (batch, R, k)."""
+    batch, routes, k = indices.shape
+    d, total = y.shape[-1], batch * k
+    block_r, block_c = tile(d)
+    with device_guard(y):
+        for route in range(routes):
+            # one launch a route: a row that several chose is added to in their order
+            launch(
+                add_kernel, (cdiv(total, block_r), 1, 1), (y, update, gates, indices),
+                (y.shape[0] // batch, k, routes, route, total), (d, block_r, block_c), num_warps=WARPS,
+            )  # fmt: skip
+    return ()
+
+
+@replayed
+def add_backward(
+    dy: Tensor, update: Tensor, gates: Tensor | None, indices: Tensor, need_u: bool, need_g: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """Dy (batch, n, d) → du and dg; update (batch, k, d), gates and indices (batch, k), contiguous."""
+    dy, batch_stride, row_stride = strided(dy)
+    (_, n, d), total = dy.shape, indices.numel()
+    du = torch.empty_like(update) if need_u else None
+    dg = torch.empty_like(gates) if need_g and gates is not None else None
+    vec = math.gcd(8, batch_stride, row_stride)
+    block_r, block_c = tile(d)
+    with device_guard(dy):
+        launch(
+            add_backward_kernel, (cdiv(total, block_r), 1, 1), (dy, update, gates, indices, du, dg),
+            (batch_stride // vec, row_stride // vec, n, indices.shape[1], total), (d, vec, block_r, block_c),
+            num_warps=WARPS,
+        )  # fmt: skip
+    return du, dg

@@ -1,0 +1,256 @@
+"""`gather` and `scatter_add`: registration with the dispatcher, autograd, the public functions; `score` beside them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.library import custom_op
+
+from onepass.core.bind import bind
+from onepass.core.eager import plain
+from onepass.core.launch import uses_triton
+
+from . import arguments, torch_path
+from .arguments import MAX_VECTORS
+from .op_score import score
+
+
+def _by_route(indices: Tensor) -> Tensor:
+    """(batch, R, k) of (batch, k) or (batch, R, k)."""
+    return indices if indices.dim() == 3 else indices[:, None]
+
+
+def _on_triton(*tensors: Tensor | None) -> bool:
+    return all(t is None or uses_triton(t) for t in tensors)
+
+
+def _add_rows(y: Tensor, update: Tensor, gates: Tensor | None, indices: Tensor) -> None:
+    """Y (rows, d), contiguous, += gates·update in place, one route after another."""
+    batch, routes, k = _by_route(indices).shape
+    if not indices.numel() or not y.numel():
+        return
+    n = y.shape[0] // batch
+    indices, update = indices.reshape(batch, routes, k), update.reshape(batch, routes, k, y.shape[-1])
+    gates = None if gates is None else gates.reshape(batch, routes, k)
+    if _on_triton(y, update, gates):
+        from . import kernels_triton
+
+        kernels_triton.add_rows(
+            y, update.contiguous(), None if gates is None else gates.contiguous(), indices.contiguous()
+        )
+        return
+    for r in range(routes):
+        torch_path.add_rows(y, update[:, r], None if gates is None else gates[:, r], indices[:, r], n)
+
+
+def _gather(x: Tensor, indices: Tensor) -> Tensor:
+    if not indices.numel() or not x.numel():
+        return x.new_zeros((*indices.shape, x.shape[-1]))
+    flat = indices.flatten(1)
+    if uses_triton(x):
+        from . import kernels_triton
+
+        return kernels_triton.gather(x, flat.contiguous()).view(*indices.shape, x.shape[-1])  # type: ignore[no-any-return]
+    return torch_path.gather(x, flat).view(*indices.shape, x.shape[-1])
+
+
+def _gather_backward(dy: Tensor, indices: Tensor, n: int) -> Tensor:
+    dx = dy.new_zeros((indices.shape[0] * n, dy.shape[-1]))
+    _add_rows(dx, dy, None, indices)
+    return dx.view(indices.shape[0], n, dy.shape[-1])
+
+
+gather_op = custom_op("onepass::routing_gather", _gather, mutates_args=())
+gather_backward_op = custom_op("onepass::routing_gather_backward", _gather_backward, mutates_args=())
+
+
+@gather_op.register_fake
+def _(x: Tensor, indices: Tensor) -> Tensor:
+    arguments.gather(x, indices)
+    return x.new_empty((*indices.shape, x.shape[-1]))
+
+
+@gather_backward_op.register_fake
+def _(dy: Tensor, indices: Tensor, n: int) -> Tensor:
+    return dy.new_empty((indices.shape[0], n, dy.shape[-1]))
+
+
+def _save_gather(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(inputs[1])
+    ctx.n = inputs[0].shape[1]
+
+
+def _gather_gradients(ctx: Any, run: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    return run(dy, *ctx.saved_tensors, ctx.n), None
+
+
+_call_gather = bind(
+    forward=_gather, forward_op=gather_op, backward=_gather_backward, backward_op=gather_backward_op,
+    save=_save_gather, gradients=_gather_gradients,
+)  # fmt: skip
+
+
+def gather(x: Tensor, indices: Tensor) -> Tensor:
+    r"""Rows of ``x`` by index: :math:`y_{bj} = x_{b\,i_{bj}}`, zeros where :math:`i_{bj}` names no token.
+
+    Args:
+        x: ``(batch, n, dim)``, fp32, fp16, bf16 or fp64, any strides.
+        indices: ``(batch, k)`` or ``(batch, R, k)`` int64. −1, as anything outside 0 … n−1, stands for "missing": it
+            gives zeros, and nothing is read. No token twice within a route (the last dimension): the gradient of a
+            repeated one would be incomplete.
+
+    Returns:
+        ``(batch, k, dim)`` or ``(batch, R, k, dim)``, dtype of ``x``.
+
+    The gradient of x is the same bit for bit from run to run; a token that several routes name gets their gradients one
+    after another.
+
+    Raises:
+        TypeError: x is no floating-point tensor, indices is not int64.
+        ValueError: shapes don't fit, or the tensors are on different devices.
+
+    Example:
+        >>> import torch
+        >>> from onepass.ops.routing.op import gather
+        >>> gather(torch.tensor([[[1.0, 2.0], [3.0, 4.0]]]), torch.tensor([[1, -1]]))
+        tensor([[[3., 4.],
+                 [0., 0.]]])
+    """
+    arguments.gather(x, indices)
+    return _call_gather(x, indices)  # type: ignore[no-any-return]
+
+
+def _scatter(y: Tensor, update: Tensor, gates: Tensor | None, indices: Tensor) -> Tensor:
+    out = torch.empty(y.shape, dtype=y.dtype, device=y.device).copy_(y)
+    _add_rows(out.view(-1, y.shape[-1]), update, gates, indices)
+    return out
+
+
+def _scatter_backward(
+    dy: Tensor, update: Tensor, gates: Tensor | None, indices: Tensor, need_u: bool, need_g: bool
+) -> tuple[Tensor, Tensor]:
+    du: Tensor | None
+    dg: Tensor | None
+    batch, d = indices.shape[0], dy.shape[-1]
+    if not indices.numel() or not dy.numel():
+        du, dg = torch.zeros_like(update), None if gates is None else torch.zeros_like(gates)
+    else:
+        u, i = update.reshape(batch, -1, d).contiguous(), indices.reshape(batch, -1).contiguous()
+        g = None if gates is None else gates.reshape(batch, -1).contiguous()
+        if _on_triton(dy, update, gates):
+            from . import kernels_triton
+
+            du, dg = kernels_triton.add_backward(dy.reshape(batch, -1, d), u, g, i, need_u, need_g)
+        else:
+            rows = dy.reshape(-1, d)
+            du, dg = torch_path.scatter_backward(rows, u, g, i, len(rows) // batch, need_u, need_g)
+    return (
+        du.view(update.shape) if need_u and du is not None else update.new_empty(0),
+        dg.view(gates.shape)
+        if need_g and gates is not None and dg is not None
+        else (update if gates is None else gates).new_empty(0),
+    )
+
+
+scatter_op = custom_op("onepass::routing_scatter_add", _scatter, mutates_args=())
+scatter_backward_op = custom_op("onepass::routing_scatter_add_backward", _scatter_backward, mutates_args=())
+
+
+@scatter_op.register_fake
+def _(y: Tensor, update: Tensor, gates: Tensor | None, indices: Tensor) -> Tensor:
+    arguments.scatter_add(y, update, gates, indices)
+    return torch.empty(y.shape, dtype=y.dtype, device=y.device)
+
+
+@scatter_backward_op.register_fake
+def _(
+    dy: Tensor, update: Tensor, gates: Tensor | None, indices: Tensor, need_u: bool, need_g: bool
+) -> tuple[Tensor, Tensor]:
+    return (
+        torch.empty(update.shape if need_u else (0,), dtype=update.dtype, device=update.device),
+        torch.empty(gates.shape, dtype=gates.dtype, device=gates.device)
+        if need_g and gates is not None
+        else (update if gates is None else gates).new_empty(0),
+    )
+
+
+def _save_scatter(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[1:])
+
+
+def _scatter_gradients(ctx: Any, run: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    update, gates, indices = ctx.saved_tensors
+    need_y, need_u, need_g = ctx.needs_input_grad[:3]
+    du, dg = run(dy, update, gates, indices, need_u, need_g) if need_u or need_g else (None, None)
+    return dy if need_y else None, du if need_u else None, dg if need_g else None, None
+
+
+_call_scatter = bind(
+    forward=_scatter, forward_op=scatter_op, backward=_scatter_backward, backward_op=scatter_backward_op,
+    save=_save_scatter, gradients=_scatter_gradients,
+)  # fmt: skip
+
+
+class _InPlace(torch.autograd.Function):
+    """`scatter_add` that writes into y."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, update: Tensor, gates: Tensor | None, indices: Tensor) -> Tensor:
+        _add_rows(y.view(-1, y.shape[-1]), update, gates, indices)
+        ctx.mark_dirty(y)
+        ctx.save_for_backward(update, gates, indices)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        return _scatter_gradients(ctx, _scatter_backward, dy)
+
+
+def scatter_add(y: Tensor, update: Tensor, gates: Tensor | None, indices: Tensor, *, inplace: bool = False) -> Tensor:
+    r"""Add gated rows: :math:`y_{b\,i_{bj}} \mathrel{+}= g_{bj}\,u_{bj}`; what no index names stays as it is.
+
+    Products and sums are in fp32 (fp64 if a tensor is) with one rounding, to y's dtype.
+
+    Args:
+        y: ``(batch, n, dim)``, or its rows ``(batch·n, dim)``; fp32, fp16, bf16 or fp64.
+        update: u, ``(batch, k, dim)`` or ``(batch, R, k, dim)``, of any of these dtypes.
+        gates: g, ``(batch, k)`` or ``(batch, R, k)``, of any of these dtypes; None: 1.
+        indices: ``(batch, k)`` or ``(batch, R, k)`` int64. −1, as anything outside 0 … n−1, is left out. No token twice
+            within a route; the routes are added one after another.
+        inplace: y is the caller's own and may be overwritten. Plain eager PyTorch then writes into it and returns it
+            (y must be no leaf that wants a gradient; give the flat rows rather than a view of them, for which autograd
+            copies the whole gradient). Under torch.compile and torch.func the result is a new tensor all the same.
+
+    Returns:
+        The sum, shape and dtype of ``y``.
+
+    The gradient of y is dy, untouched; those of update, :math:`g\,dy_i`, and of the gates, :math:`\langle dy_i,
+    u\rangle`, come from one pass over the chosen rows. All are the same bit for bit from run to run.
+
+    Raises:
+        TypeError: a tensor is not floating-point, indices is not int64.
+        ValueError: shapes don't fit, or the tensors are on different devices.
+
+    Example:
+        >>> import torch
+        >>> from onepass.ops.routing.op import scatter_add
+        >>> y, u = torch.zeros(1, 3, 2), torch.tensor([[[1.0, 2.0], [3.0, 4.0]]])
+        >>> scatter_add(y, u, torch.tensor([[1.0, 0.5]]), torch.tensor([[2, 0]]))
+        tensor([[[1.5000, 2.0000],
+                 [0.0000, 0.0000],
+                 [1.0000, 2.0000]]])
+    """
+    arguments.scatter_add(y, update, gates, indices)
+    if inplace and plain(y, update, gates, indices) and y.is_contiguous():
+        if torch.is_grad_enabled():
+            return _InPlace.apply(y, update, gates, indices)  # type: ignore[no-untyped-call, no-any-return]
+        _add_rows(y.view(-1, y.shape[-1]), update, gates, indices)
+        return y
+    return _call_scatter(y, update, gates, indices)  # type: ignore[no-any-return]
+
+
+__all__ = ["MAX_VECTORS", "gather", "gather_op", "scatter_add", "scatter_op", "score"]

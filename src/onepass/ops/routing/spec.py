@@ -1,0 +1,137 @@
+"""What score, gather and scatter_add promise; KERNELS and CASES are in files of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onepass.core.spec import BadCall, Sample, Spec
+
+from . import op_score, reference
+from .cases import CASES
+from .op import gather, gather_backward_op, gather_op, scatter_add, scatter_backward_op, scatter_op, score
+from .spec_kernels import KERNELS
+
+
+def _score_samples(make: Callable[..., Tensor]) -> Iterator[Sample]:
+    yield Sample("one token", (make(1, 1, 7), make(7)))
+    yield Sample("3-d, odd width", (make(2, 5, 33), make(33)))
+    yield Sample("one column", (make(2, 3, 1), make(1)))
+    yield Sample("several vectors", (make(2, 5, 70), make(4, 70)))
+    yield Sample("one of several", (make(2, 3, 8), make(1, 8)))
+    yield Sample("sixteen vectors", (make(1, 3, 130), make(16, 130)))
+    yield Sample("large eps", (make(2, 3, 16), make(16)), {"eps": 0.5})
+    # routing vectors are N(0, 1/d): a wide sum of order 1, not of order √d, is what the tolerance is meant for
+    yield Sample("two column tiles", (make(1, 2, 5000), make(5000) * 5000**-0.5))
+    yield Sample("no tokens", (make(2, 0, 4), make(4)))
+    yield Sample("no batch", (make(0, 3, 4), make(2, 4)))
+
+
+def _choice(batch: int, n: int, k: int, device: torch.device, routes: int = 0, missing: bool = True) -> Tensor:
+    """K different tokens per row and route; one in four missing."""
+    generator = torch.Generator().manual_seed(7)
+    shape = (batch, routes, n) if routes else (batch, n)
+    indices = torch.rand(shape, generator=generator).argsort(-1)[..., :k]
+    if missing:
+        indices[..., 3::4] = -1
+    return indices.to(device)
+
+
+def _gather_samples(make: Callable[..., Tensor]) -> Iterator[Sample]:
+    for name, batch, n, k, d, routes in (
+        ("one token", 1, 1, 1, 7, 0),
+        ("3-d, odd width", 2, 9, 5, 33, 0),
+        ("several routes", 2, 9, 4, 20, 3),
+        ("all tokens", 2, 6, 6, 16, 0),
+        ("two column tiles", 1, 4, 3, 5000, 0),
+        ("none", 2, 5, 0, 8, 0),
+        ("no batch", 0, 5, 2, 8, 0),
+    ):
+        x = make(batch, n, d)
+        yield Sample(name, (x, _choice(batch, n, k, x.device, routes)))
+    x = make(2, 0, 4)
+    yield Sample("no tokens", (x, torch.full((2, 3), -1, device=x.device)))
+
+
+def _scatter_samples(make: Callable[..., Tensor]) -> Iterator[Sample]:
+    for name, batch, n, k, d, routes in (
+        ("one token", 1, 1, 1, 7, 0),
+        ("3-d, odd width", 2, 9, 5, 33, 0),
+        ("several routes", 2, 9, 4, 20, 3),
+        ("all tokens", 2, 6, 6, 16, 0),
+        ("two column tiles", 1, 4, 3, 5000, 0),
+        ("none", 2, 5, 0, 8, 0),
+        ("no batch", 0, 5, 2, 8, 0),
+    ):
+        y = make(batch, n, d)
+        indices = _choice(batch, n, k, y.device, routes)
+        yield Sample(name, (y, make(*indices.shape, d), make(*indices.shape), indices))
+    y = make(2 * 9, 12)
+    indices = _choice(2, 9, 4, y.device)
+    yield Sample("flat rows", (y, make(2, 4, 12), make(2, 4), indices))
+    yield Sample("no gates", (y, make(2, 4, 12), None, indices))
+
+
+def _score_opchecks() -> Iterator[tuple[Any, tuple[Any, ...]]]:
+    for w in (torch.randn(10), torch.randn(3, 10)):
+        x = torch.randn(2, 6, 10, requires_grad=True)
+        yield op_score.forward_op, (x, w.clone().requires_grad_(), 1e-6)
+        s, inverse = op_score.forward_op(x.detach(), w, 1e-6)
+        yield op_score.backward_op, (torch.randn_like(s), x.detach(), w, s, inverse, True, True)
+        yield op_score.backward_op, (torch.randn_like(s), x.detach(), w, s, inverse, False, True)
+
+
+def _gather_opchecks() -> Iterator[tuple[Any, tuple[Any, ...]]]:
+    for routes in (0, 2):
+        indices = _choice(2, 6, 4, torch.device("cpu"), routes)
+        yield gather_op, (torch.randn(2, 6, 10, requires_grad=True), indices)
+        yield gather_backward_op, (torch.randn(*indices.shape, 10), indices, 6)
+
+
+def _scatter_opchecks() -> Iterator[tuple[Any, tuple[Any, ...]]]:
+    for routes in (0, 2):
+        indices = _choice(2, 6, 4, torch.device("cpu"), routes)
+        x, u = torch.randn(2, 6, 10, requires_grad=True), torch.randn(*indices.shape, 10, requires_grad=True)
+        gates = torch.rand(indices.shape, requires_grad=True)
+        yield scatter_op, (x, u, gates, indices)
+        yield scatter_op, (x, u, None, indices)
+        yield scatter_backward_op, (x.detach(), u.detach(), gates.detach(), indices, True, True)
+        yield scatter_backward_op, (x.detach(), u.detach(), gates.detach(), indices, False, True)
+
+
+_X, _I = torch.ones(2, 5, 3), torch.zeros(2, 1, dtype=torch.int64)
+_U, _G = torch.ones(2, 1, 3), torch.ones(2, 1)
+
+_BAD_SCORE = (
+    BadCall("2-d x", lambda: score(torch.ones(2, 3), torch.ones(3)), ValueError, r"x must be \(batch, n, dim\)"),
+    BadCall("width", lambda: score(_X, torch.ones(4)), ValueError, r"weight must be .*dim = 3.*\(4,\)"),
+    BadCall("17 vectors", lambda: score(_X, torch.ones(17, 3)), ValueError, "R = 17"),
+    BadCall("no columns", lambda: score(torch.ones(2, 3, 0), torch.ones(0)), ValueError, "dim ≥ 1"),
+    BadCall("eps", lambda: score(_X, torch.ones(3), eps=-1.0), ValueError, "eps must be ≥ 0, got -1.0"),
+    BadCall("integer x", lambda: score(torch.ones(2, 3, 4, dtype=torch.int64), torch.ones(4)), TypeError, "int64"),
+)
+_BAD_GATHER = (
+    BadCall("2-d x", lambda: gather(torch.ones(2, 3), _I), ValueError, r"x must be \(batch, n, dim\)"),
+    BadCall("int32", lambda: gather(_X, _I.int()), TypeError, "indices must be int64, got torch.int32"),
+    BadCall("1-d indices", lambda: gather(_X, _I[0]), ValueError, r"indices must be .*got \(1,\)"),
+    BadCall("batch", lambda: gather(_X, _I[:1]), ValueError, "must have the batch 2"),
+)
+_BAD_SCATTER = (
+    BadCall("y", lambda: scatter_add(torch.ones(3, 5, 3), _U, _G, _I), ValueError, "y must be .*batch = 2"),
+    BadCall("rows", lambda: scatter_add(torch.ones(5, 3), _U, _G, _I), ValueError, "y must be .*batch = 2"),
+    BadCall("update", lambda: scatter_add(_X, torch.ones(2, 2, 3), _G, _I), ValueError, r"update must be \(2, 1, 3\)"),
+    BadCall("gates", lambda: scatter_add(_X, _U, torch.ones(2), _I), ValueError, r"gates must .*\(2, 1\), got \(2,\)"),
+    BadCall("int32", lambda: scatter_add(_X, _U, _G, _I.int()), TypeError, "indices must be int64"),
+    BadCall("bool gates", lambda: scatter_add(_X, _U, _G.bool(), _I), TypeError, "gates must be float32.*bool"),
+)
+
+SPECS = [
+    Spec("score", score, reference.score, _score_samples, _BAD_SCORE, _score_opchecks),
+    Spec("gather", gather, reference.gather, _gather_samples, _BAD_GATHER, _gather_opchecks),
+    Spec("scatter_add", scatter_add, reference.scatter_add, _scatter_samples, _BAD_SCATTER, _scatter_opchecks),
+]
+
+__all__ = ["CASES", "KERNELS", "SPECS"]

@@ -1,0 +1,84 @@
+"""The kernel of rotary positions: one read, one write, angles made on the way."""
+
+from __future__ import annotations
+
+import math
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from onepass.core.launch import cdiv, device_guard, launch, next_power_of_2
+
+# 1/2π as a sum of which the first part is exact in fp32 (as which a constant may reach the compiler)
+_HIGH = round(2**20 / (2 * math.pi)) / 2**20
+TURNS_HIGH = tl.constexpr(_HIGH)
+TURNS_LOW = tl.constexpr(1 / (2 * math.pi) - _HIGH)
+TURN = tl.constexpr(2 * math.pi)
+
+
+STRIDES = [f"{t}_{d}" for t in ("x", "out") for d in ("batch", "row", "head")]
+INTS = [*STRIDES, "position_batch", "n", "heads"]
+
+
+@triton.jit(do_not_specialize=INTS)
+def rotary_kernel(
+    x_ptr,  # (batch, n, heads, 2·HALF), unit stride in the last dimension
+    positions_ptr,  # (batch or 1, n) int64, or None: 0 … n−1
+    out_ptr,  # (batch, n, heads, 2·HALF), likewise; may be x
+    x_batch, x_row, x_head, out_batch, out_row, out_head,  # strides
+    position_batch,  # stride of positions, 0 when shared
+    n, heads,
+    log2_base_high, log2_base_low,  # of the series of speeds; their sum is right to more than fp32
+    UNIT: tl.constexpr,  # strides are given in this many elements
+    HALF: tl.constexpr,
+    INVERSE: tl.constexpr,  # turn back
+    HAS_POSITIONS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """All heads of a few tokens per program: their cosines and sines are computed once."""
+    rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    b = tl.program_id(1).to(tl.int64)
+    cols = tl.arange(0, BLOCK_C)
+    inside = (rows < n)[:, None] & (cols < HALF)[None, :]
+    if HAS_POSITIONS:
+        positions = tl.load(positions_ptr + b * position_batch + rows, mask=rows < n, other=0)
+    else:
+        positions = rows
+    # in fp32 a million radians are right to 0.06 only: angles are fp64 until they are less than a turn
+    log2_base = tl.cast(log2_base_high, tl.float64) + tl.cast(log2_base_low, tl.float64)
+    radians = positions.to(tl.float64)[:, None] * tl.exp2((cols.to(tl.float64) / HALF) * -log2_base)[None, :]
+    turns = radians * TURNS_HIGH + radians * TURNS_LOW
+    angle = ((turns - tl.floor(turns)) * TURN).to(tl.float32)
+    cos = tl.cos(angle)
+    sin = tl.sin(angle)
+    if INVERSE:
+        sin = -sin
+    x_ptr += b * x_batch * UNIT + rows.to(tl.int64)[:, None] * (x_row * UNIT) + cols[None, :]
+    out_ptr += b * out_batch * UNIT + rows.to(tl.int64)[:, None] * (out_row * UNIT) + cols[None, :]
+    for head in tl.range(0, heads, num_stages=4):
+        left = tl.load(x_ptr + head * x_head * UNIT, mask=inside, other=0.0).to(tl.float32)
+        right = tl.load(x_ptr + head * x_head * UNIT + HALF, mask=inside, other=0.0).to(tl.float32)
+        kind = out_ptr.dtype.element_ty
+        tl.store(out_ptr + head * out_head * UNIT, (left * cos - right * sin).to(kind), mask=inside)
+        tl.store(out_ptr + head * out_head * UNIT + HALF, (left * sin + right * cos).to(kind), mask=inside)
+
+
+def rotate(x: Tensor, positions: Tensor | None, base: float, inverse: bool, out: Tensor) -> None:
+    """Write x (B, N, H, D), turned by its positions (B or 1, N), into out, which may be x."""
+    batch, n, heads, width = x.shape
+    half = width // 2
+    block_c = max(16, next_power_of_2(half))
+    block_n = max(4, 512 // block_c)
+    log2_base = math.log2(base)
+    high = round(log2_base * 2**16) / 2**16
+    strides = *x.stride()[:3], *out.stride()[:3]
+    unit = 16 if all(s % 16 == 0 for s in strides) else 1
+    position_batch = 0 if positions is None or len(positions) == 1 else positions.stride(0)
+    with device_guard(x):
+        launch(
+            rotary_kernel, (cdiv(n, block_n), batch, 1), (x, positions, out),
+            (*(s // unit for s in strides), position_batch, n, heads, high, log2_base - high),
+            (unit, half, inverse, positions is not None, block_n, block_c), num_warps=2,
+        )  # fmt: skip

@@ -1,0 +1,339 @@
+"""Kernels of attention over runs of keys, and their launchers: one pass forward, two backward, none with atomics."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from onepass.core.launch import cdiv, device_guard, launch
+
+from .shapes import shape
+
+STRIDES = [f"{t}_{d}" for t in "qkv" for d in ("batch", "row", "head")]
+INTS = [*STRIDES, "dq_row", "dkv_row", "span_batch", "tile_batch", "n", "m", "heads"]
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _load(ptr, start, rows, row_stride, cols, inside, D: tl.constexpr, BLOCK_D: tl.constexpr, FULL: tl.constexpr):
+    """A tile (rows, BLOCK_D) of the head at ptr + start; zeros beyond its width and, unless FULL, where not inside."""
+    at = ptr + start + rows.to(tl.int64)[:, None] * row_stride + cols[None, :]
+    if FULL and D == BLOCK_D:
+        return tl.load(at)
+    if FULL:
+        return tl.load(at, mask=(cols < D)[None, :], other=0.0)
+    if D == BLOCK_D:
+        return tl.load(at, mask=inside[:, None], other=0.0)
+    return tl.load(at, mask=inside[:, None] & (cols < D)[None, :], other=0.0)
+
+
+@triton.jit
+def _keep(mask_ptr, b, keys, n_keys, HAS_MASK: tl.constexpr):
+    """Which keys may be looked at."""
+    if HAS_MASK:
+        return tl.load(mask_ptr + b * n_keys + keys, mask=keys < n_keys, other=0) != 0
+    return keys < n_keys
+
+
+@triton.jit
+def _thirds(low, full_low, full_high, high, BLOCK: tl.constexpr):
+    """[low, high) in three: tiles of which all is seen are in the middle; low, and the middle's ends, lie on the grid.
+
+    The order of the tiles stays: what other queries see adds or moves none of those that count for a query.
+    """
+    full_low = tl.minimum(tl.maximum(tl.cdiv(full_low, BLOCK) * BLOCK, low), high)
+    full_high = tl.maximum(tl.minimum(full_high // BLOCK * BLOCK, high), full_low)
+    return full_low, full_high
+
+
+@triton.jit(do_not_specialize=INTS)
+def forward_kernel(
+    q_ptr,  # (batch, n, heads, width), unit stride in width
+    k_ptr,  # (batch, m, heads, width), likewise
+    v_ptr,  # (batch, m, heads, width), likewise
+    first_ptr,  # (batch or 1, n) int32
+    last_ptr,  # (batch or 1, n) int32
+    mask_ptr,  # (batch, m) uint8, or None
+    out_ptr,  # (batch, n, heads, width), contiguous
+    lse_ptr,  # (batch, heads, n) fp32, in units of log 2
+    q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head,  # strides
+    span_batch,  # stride of first and last, 0 when shared
+    n, m, heads, scale,
+    UNIT: tl.constexpr,  # strides are given in this many elements
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    PRECISION: tl.constexpr,  # of fp32 products, see tl.dot
+):  # fmt: skip
+    """One tile of queries of one head: a running softmax over the tiles of keys that any of them sees."""
+    queries = tl.program_id(0) * BLOCK_Q + tl.arange(0, BLOCK_Q)
+    head = tl.program_id(1) % heads
+    b = (tl.program_id(1) // heads).to(tl.int64)
+    cols = tl.arange(0, BLOCK_D)
+    real = queries < n
+    first = tl.load(first_ptr + b * span_batch + queries, mask=real, other=2147483647)
+    last = tl.load(last_ptr + b * span_batch + queries, mask=real, other=0)
+    low = tl.maximum(tl.min(first, 0), 0) // BLOCK_K * BLOCK_K
+    high = tl.minimum(tl.max(last, 0), m)
+    seen_by_all = tl.max(tl.where(real, first, 0), 0), tl.minimum(tl.min(tl.where(real, last, m), 0), m)
+    full_low, full_high = _thirds(low, seen_by_all[0], seen_by_all[1], high, BLOCK_K)
+    q = _load(q_ptr, (b * q_batch + head * q_head) * UNIT, queries, q_row * UNIT, cols, real, D, BLOCK_D, False)
+    k_start = (b * k_batch + head * k_head) * UNIT
+    v_start = (b * v_batch + head * v_head) * UNIT
+    top = tl.full((BLOCK_Q,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_Q,), tl.float32)
+    acc = tl.zeros((BLOCK_Q, BLOCK_D), tl.float32)
+    for part in tl.static_range(3):
+        begin = low if part == 0 else (full_low if part == 1 else full_high)
+        end = full_low if part == 0 else (full_high if part == 1 else high)
+        for start in tl.range(begin, end, BLOCK_K):
+            keys = start + tl.arange(0, BLOCK_K)
+            keep = _keep(mask_ptr, b, keys, m, HAS_MASK)
+            k = _load(k_ptr, k_start, keys, k_row * UNIT, cols, keep, D, BLOCK_D, part == 1 and not HAS_MASK)
+            scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+            if part != 1 or HAS_MASK:
+                seen = (keys[None, :] >= first[:, None]) & (keys[None, :] < last[:, None]) & keep[None, :]
+                scores = tl.where(seen, scores, float("-inf"))
+            new_top = tl.maximum(top, tl.max(scores, 1))
+            # before the first key that a query sees its maximum is −inf, and −inf − −inf is no number
+            base = tl.where(new_top == float("-inf"), 0.0, new_top) * (scale * LOG2_E)
+            p = tl.exp2(scores * (scale * LOG2_E) - base[:, None])
+            shrink = tl.exp2(top * (scale * LOG2_E) - base)
+            total = total * shrink + tl.sum(p, 1)
+            v = _load(v_ptr, v_start, keys, v_row * UNIT, cols, keep, D, BLOCK_D, part == 1 and not HAS_MASK)
+            acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
+            top = new_top
+    acc = acc / tl.where(total > 0, total, 1.0)[:, None]
+    rows = (b * n + queries)[:, None] * heads + head
+    inside = real[:, None] & (cols < D)[None, :]
+    tl.store(out_ptr + rows.to(tl.int64) * D + cols[None, :], acc.to(out_ptr.dtype.element_ty), mask=inside)
+    lse = tl.where(total > 0, top * (scale * LOG2_E) + tl.log2(total), float("inf"))
+    tl.store(lse_ptr + (b * heads + head) * n + queries, lse, mask=real)
+
+
+@triton.jit(do_not_specialize=INTS)
+def queries_kernel(
+    dout_ptr,  # (batch, n, heads, width), contiguous
+    q_ptr,  # (batch, n, heads, width), unit stride in width
+    k_ptr,  # (batch, m, heads, width), likewise
+    v_ptr,  # (batch, m, heads, width), likewise
+    out_ptr,  # (batch, n, heads, width), contiguous
+    lse_ptr,  # (batch, heads, n) fp32, in units of log 2
+    first_ptr,  # (batch or 1, n) int32
+    last_ptr,  # (batch or 1, n) int32
+    mask_ptr,  # (batch, m) uint8, or None
+    dq_ptr,  # (batch, n, heads, width), rows dq_row apart, otherwise contiguous
+    delta_ptr,  # (batch, heads, n) fp32: Σ dout·out, left for keys_kernel
+    q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head,  # strides
+    dq_row, span_batch,  # more strides; span_batch is 0 when first and last are shared
+    n, m, heads, scale,
+    UNIT: tl.constexpr,  # strides are given in this many elements
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    HAS_MASK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Dq of one tile of queries: the forward's loop with the softmax already known."""
+    queries = tl.program_id(0) * BLOCK_Q + tl.arange(0, BLOCK_Q)
+    head = tl.program_id(1) % heads
+    b = (tl.program_id(1) // heads).to(tl.int64)
+    cols = tl.arange(0, BLOCK_D)
+    real = queries < n
+    first = tl.load(first_ptr + b * span_batch + queries, mask=real, other=2147483647)
+    last = tl.load(last_ptr + b * span_batch + queries, mask=real, other=0)
+    low = tl.maximum(tl.min(first, 0), 0) // BLOCK_K * BLOCK_K
+    high = tl.minimum(tl.max(last, 0), m)
+    seen_by_all = tl.max(tl.where(real, first, 0), 0), tl.minimum(tl.min(tl.where(real, last, m), 0), m)
+    full_low, full_high = _thirds(low, seen_by_all[0], seen_by_all[1], high, BLOCK_K)
+    own = b * n * heads * D + head * D
+    q = _load(q_ptr, (b * q_batch + head * q_head) * UNIT, queries, q_row * UNIT, cols, real, D, BLOCK_D, False)
+    dout = _load(dout_ptr, own, queries, heads * D, cols, real, D, BLOCK_D, False)
+    out = _load(out_ptr, own, queries, heads * D, cols, real, D, BLOCK_D, False)
+    per_row = (b * heads + head) * n + queries
+    lse = tl.load(lse_ptr + per_row, mask=real, other=float("inf"))
+    delta = tl.sum(dout.to(tl.float32) * out.to(tl.float32), 1)
+    tl.store(delta_ptr + per_row, delta, mask=real)
+    k_start = (b * k_batch + head * k_head) * UNIT
+    v_start = (b * v_batch + head * v_head) * UNIT
+    dq = tl.zeros((BLOCK_Q, BLOCK_D), tl.float32)
+    for part in tl.static_range(3):
+        begin = low if part == 0 else (full_low if part == 1 else full_high)
+        end = full_low if part == 0 else (full_high if part == 1 else high)
+        for start in tl.range(begin, end, BLOCK_K):
+            keys = start + tl.arange(0, BLOCK_K)
+            keep = _keep(mask_ptr, b, keys, m, HAS_MASK)
+            k = _load(k_ptr, k_start, keys, k_row * UNIT, cols, keep, D, BLOCK_D, part == 1 and not HAS_MASK)
+            v = _load(v_ptr, v_start, keys, v_row * UNIT, cols, keep, D, BLOCK_D, part == 1 and not HAS_MASK)
+            scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+            p = tl.exp2(scores * (scale * LOG2_E) - lse[:, None])
+            if part != 1 or HAS_MASK:
+                seen = (keys[None, :] >= first[:, None]) & (keys[None, :] < last[:, None]) & keep[None, :]
+                p = tl.where(seen, p, 0.0)
+            ds = p * (tl.dot(dout, tl.trans(v), input_precision=PRECISION) - delta[:, None])
+            dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
+    inside = real[:, None] & (cols < D)[None, :]
+    at = dq_ptr + (b * n + queries)[:, None] * (dq_row * UNIT) + head * D + cols[None, :]
+    tl.store(at, (dq * scale).to(dq_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=INTS)
+def keys_kernel(
+    dout_ptr,  # (batch, n, heads, width), contiguous
+    q_ptr,  # (batch, n, heads, width), unit stride in width
+    k_ptr,  # (batch, m, heads, width), likewise
+    v_ptr,  # (batch, m, heads, width), likewise
+    lse_ptr,  # (batch, heads, n) fp32, in units of log 2
+    delta_ptr,  # (batch, heads, n) fp32
+    first_ptr,  # (batch or 1, n) int32
+    last_ptr,  # (batch or 1, n) int32
+    mask_ptr,  # (batch, m) uint8, or None
+    begin_ptr,  # (batch or 1, 2, tiles of keys) int32: the first query that sees some of the tile; its last key
+    end_ptr,  # the same: one past the last query that sees its first key; that sees some of it
+    dk_ptr,  # (batch, m, heads, width), rows dkv_row apart, otherwise contiguous
+    dv_ptr,  # likewise
+    q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head,  # strides
+    dkv_row, span_batch, tile_batch,  # more strides; the last two are 0 when shared
+    n, m, heads, scale,
+    UNIT: tl.constexpr,  # strides are given in this many elements
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    HAS_MASK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Dk and dv of one tile of keys: over the tiles of queries that see any of them, which lie side by side."""
+    keys = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)
+    head = tl.program_id(1) % heads
+    b = (tl.program_id(1) // heads).to(tl.int64)
+    cols = tl.arange(0, BLOCK_D)
+    keep = _keep(mask_ptr, b, keys, m, HAS_MASK)
+    k = _load(k_ptr, (b * k_batch + head * k_head) * UNIT, keys, k_row * UNIT, cols, keep, D, BLOCK_D, False)
+    v = _load(v_ptr, (b * v_batch + head * v_head) * UNIT, keys, v_row * UNIT, cols, keep, D, BLOCK_D, False)
+    tile = b * tile_batch + tl.program_id(0)
+    tiles = tl.num_programs(0)
+    low = tl.load(begin_ptr + tile) // BLOCK_Q * BLOCK_Q
+    high = tl.load(end_ptr + tiles + tile)
+    full_low, full_high = _thirds(low, tl.load(begin_ptr + tiles + tile), tl.load(end_ptr + tile), high, BLOCK_Q)
+    q_start = (b * q_batch + head * q_head) * UNIT
+    dout_start = b * n * heads * D + head * D
+    first_ptr += b * span_batch
+    last_ptr += b * span_batch
+    lse_ptr += (b * heads + head) * n
+    delta_ptr += (b * heads + head) * n
+    dk = tl.zeros((BLOCK_K, BLOCK_D), tl.float32)
+    dv = tl.zeros((BLOCK_K, BLOCK_D), tl.float32)
+    for part in tl.static_range(3):
+        begin = low if part == 0 else (full_low if part == 1 else full_high)
+        end = full_low if part == 0 else (full_high if part == 1 else high)
+        for start in tl.range(begin, end, BLOCK_Q):
+            queries = start + tl.arange(0, BLOCK_Q)
+            real = queries < n
+            lse = tl.load(lse_ptr + queries, mask=real, other=float("inf"))
+            delta = tl.load(delta_ptr + queries, mask=real, other=0.0)
+            q = _load(q_ptr, q_start, queries, q_row * UNIT, cols, real, D, BLOCK_D, part == 1)
+            dout = _load(dout_ptr, dout_start, queries, heads * D, cols, real, D, BLOCK_D, part == 1)
+            scores = tl.dot(k, tl.trans(q), input_precision=PRECISION)
+            p = tl.exp2(scores * (scale * LOG2_E) - lse[None, :])
+            if HAS_MASK:
+                p = tl.where(keep[:, None], p, 0.0)
+            if part != 1:
+                first = tl.load(first_ptr + queries, mask=real, other=2147483647)
+                last = tl.load(last_ptr + queries, mask=real, other=0)
+                p = tl.where((keys[:, None] >= first[None, :]) & (keys[:, None] < last[None, :]), p, 0.0)
+            dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision=PRECISION)
+            ds = p * (tl.dot(v, tl.trans(dout), input_precision=PRECISION) - delta[None, :])
+            dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
+    inside = (keys < m)[:, None] & (cols < D)[None, :]
+    at = (b * m + keys)[:, None] * (dkv_row * UNIT) + head * D + cols[None, :]
+    tl.store(dk_ptr + at, (dk * scale).to(dk_ptr.dtype.element_ty), mask=inside)
+    tl.store(dv_ptr + at, dv.to(dv_ptr.dtype.element_ty), mask=inside)
+
+
+def precision(dtype: torch.dtype) -> str:
+    """How fp32 is multiplied: as torch's own matrix products are, in three TF32 parts where those are exact."""
+    if dtype != torch.float32 or torch.version.hip is not None:
+        return "ieee"
+    return "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+
+
+def _strides(*tensors: Tensor) -> tuple[int, tuple[int, ...]]:
+    """(UNIT, strides in it): a kernel that knows strides as multiples of 16 elements loads 16 bytes at a time."""
+    strides = tuple(s for t in tensors for s in t.stride()[:3])
+    unit = 16 if all(s % 16 == 0 for s in strides) else 1
+    return unit, tuple(s // unit for s in strides)
+
+
+def _constants(kernel: str, unit: int, width: int, mask: Tensor | None, dtype: torch.dtype) -> Any:
+    """Queries and keys of a tile; all of a kernel's constants; its launch options."""
+    products = precision(dtype)
+    block_q, block_k, block_d, warps, stages = shape(kernel, width, dtype, products)
+    constants = unit, block_q, block_k, width, block_d, mask is not None, products
+    return block_q, block_k, constants, {"num_warps": warps, "num_stages": stages}
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, mask: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Output, and the softmax's denominators as base-2 logarithms (B, H, N)."""
+    batch, n, heads, width = q.shape
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    lse = torch.empty((batch, heads, n), dtype=torch.float32, device=q.device)
+    unit, strides = _strides(q, k, v)
+    block_q, _, constants, options = _constants("forward", unit, width, mask, q.dtype)
+    span_batch = first.stride(0) if len(first) > 1 else 0
+    with device_guard(q):
+        launch(
+            forward_kernel, (cdiv(n, block_q), batch * heads, 1),
+            (q, k, v, first, last, mask, out, lse), (*strides, span_batch, n, k.shape[1], heads, float(scale)),
+            constants, **options,
+        )  # fmt: skip
+    return out, lse
+
+
+def _askers(first: Tensor, last: Tensor, m: int, block: int) -> tuple[Tensor, Tensor]:
+    """For each tile of keys: the first query that sees some of it, or its last key; where no query sees … any more.
+
+    (rows, 2, tiles) each: of the spans' ends those beyond the tile's first, and its last key; of their beginnings those
+    not beyond its first, and not beyond its last key.
+    """
+    # a last key beyond the end makes the last tile one that nobody sees whole: right, and one operation less
+    kind: Any = {"device": first.device, "dtype": torch.int32}
+    edges = torch.cat((torch.arange(0, m, block, **kind), torch.arange(block - 1, m + block - 1, block, **kind)))
+    edges = edges.expand(len(first), -1).contiguous()
+    return tuple(torch.searchsorted(t.contiguous(), edges, right=True, out_int32=True) for t in (last, first))  # type: ignore[return-value]
+
+
+def backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    first: Tensor,
+    last: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    grads: tuple[Tensor, Tensor, Tensor],
+) -> None:
+    """Write dq, dk, dv into `grads`: rows of (heads, width), any distance apart, dk's and dv's the same."""
+    batch, n, heads, width = q.shape
+    m = k.shape[1]
+    dq, dk, dv = grads
+    delta = torch.empty_like(lse)
+    unit, (*strides, _, dq_row, _, _, dkv_row, _) = _strides(q, k, v, dq, dk)
+    span_batch = first.stride(0) if len(first) > 1 else 0
+    sizes = n, m, heads, float(scale)
+    with device_guard(q):
+        block_q, _, constants, options = _constants("queries", unit, width, mask, q.dtype)
+        launch(
+            queries_kernel, (cdiv(n, block_q), batch * heads, 1),
+            (dout, q, k, v, out, lse, first, last, mask, dq, delta), (*strides, dq_row, span_batch, *sizes),
+            constants, **options,
+        )  # fmt: skip
+        _, block_k, constants, options = _constants("keys", unit, width, mask, q.dtype)
+        begin, end = _askers(first, last, m, block_k)
+        launch(
+            keys_kernel, (cdiv(m, block_k), batch * heads, 1),
+            (dout, q, k, v, lse, delta, first, last, mask, begin, end, dk, dv),
+            (*strides, dkv_row, span_batch, begin.stride(0) if len(begin) > 1 else 0, *sizes),
+            constants, **options,
+        )  # fmt: skip

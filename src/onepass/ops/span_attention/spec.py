@@ -1,0 +1,225 @@
+"""What span_attention promises, what its kernels may cost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onepass.core.spec import BadCall, Kernel, Sample, Spec
+
+from . import op_rotary, torch_rotary
+from .op import backward_op, forward_op, span_attention
+from .op_rotary import rotary, rotary_attention
+from .reference import reference
+from .shapes import shape
+
+
+def _qkv(make: Callable[..., Tensor], batch: int, n: int, m: int, heads: int, width: int) -> tuple[Tensor, ...]:
+    return make(batch, n, heads, width), make(batch, m, heads, width), make(batch, m, heads, width)
+
+
+def _samples(make: Callable[..., Tensor]) -> Iterator[Sample]:
+    device = make(1).device
+    i = torch.arange(40, device=device)
+    window = i // 8 * 8
+    yield Sample("window", (*_qkv(make, 2, 40, 40, 2, 16), window - 8, window + 16))
+    yield Sample("causal window", (*_qkv(make, 1, 40, 40, 1, 16), window - 8, i + 1))
+    some = torch.arange(40, device=device) % 3 != 0
+    mask = torch.stack((some, some & (i > 20)))
+    yield Sample("mask", (*_qkv(make, 2, 40, 40, 1, 16), window - 8, window + 16), {"mask": mask})
+    ends = torch.stack((i // 10 * 3, torch.full_like(i, 7)))
+    yield Sample("prefix per row", (*_qkv(make, 2, 40, 13, 2, 8), torch.zeros_like(ends), ends))
+    yield Sample("odd width", (*_qkv(make, 1, 5, 9, 2, 5), torch.zeros_like(i[:5]), i[:5] + 5))
+    yield Sample("scale", (*_qkv(make, 1, 3, 4, 1, 4), i[:3], i[:3] + 2), {"scale": 0.3})
+    many = torch.arange(150, device=device)
+    yield Sample("two tiles", (*_qkv(make, 1, 150, 200, 1, 16), many, many + 45))
+    yield Sample("no key seen", (*_qkv(make, 1, 4, 3, 1, 8), i[:4], i[:4]))
+    yield Sample("no keys", (*_qkv(make, 2, 4, 0, 1, 8), i[:4], i[:4] + 1))
+    yield Sample("no queries", (*_qkv(make, 2, 0, 4, 1, 8), i[:0], i[:0]))
+
+
+def _opchecks() -> Iterator[tuple[Any, tuple[Any, ...]]]:
+    q, k, v = (torch.randn(2, 5, 2, 4, requires_grad=True) for _ in range(3))
+    i = torch.arange(5, dtype=torch.int32)[None]
+    out, lse = forward_op(q.detach(), k.detach(), v.detach(), i, i + 2, None, 0.5)
+    yield forward_op, (q, k, v, i, i + 2, torch.ones(2, 5, dtype=torch.bool), 0.5)
+    yield (
+        backward_op,
+        (torch.randn(2, 5, 2, 4), q.detach(), k.detach(), v.detach(), out, lse, i, i + 2, None, 0.5),
+    )
+
+
+def _call(q: Any = None, k: Any = None, first: Any = None, last: Any = None, **options: Any) -> Callable[[], Tensor]:
+    q = torch.ones(2, 3, 1, 4) if q is None else q
+    k = torch.ones(2, 5, 1, 4) if k is None else k
+    i = torch.arange(3)
+    return lambda: span_attention(q, k, k, i if first is None else first, i if last is None else last, **options)
+
+
+_BAD = (
+    BadCall("3-d q", _call(q=torch.ones(2, 3, 4)), ValueError, r"q must be \(batch, length, heads, width\)"),
+    BadCall("integer q", _call(q=torch.ones(2, 3, 1, 4).long()), TypeError, "int64"),
+    BadCall("mixed dtypes", _call(k=torch.ones(2, 5, 1, 4).double()), TypeError, "one dtype"),
+    BadCall("other width", _call(k=torch.ones(2, 5, 1, 6)), ValueError, "q's batch, heads and width"),
+    BadCall("float span", _call(first=torch.ones(3)), TypeError, "first must be int32 or int64"),
+    BadCall("short span", _call(last=torch.arange(2)), ValueError, r"last must be \(n,\)"),
+    BadCall("float mask", _call(mask=torch.ones(2, 5)), TypeError, "mask must be bool"),
+    BadCall("scale", _call(scale=0.0), ValueError, "scale must be a finite number > 0, got 0.0"),
+    BadCall("mask of queries", _call(mask=torch.ones(2, 3).bool()), ValueError, "mask must be"),
+)
+
+
+def _rotary_samples(make: Callable[..., Tensor]) -> Iterator[Sample]:
+    positions = torch.tensor([[0, 7, 100_000], [3, 2, 1]], device=make(1).device)
+    yield Sample("in order", (make(2, 5, 3, 8),))
+    yield Sample("positions", (make(2, 3, 2, 16), positions))
+    yield Sample("shared positions", (make(2, 3, 1, 6), positions[0]))
+    yield Sample("base", (make(1, 40, 1, 4),), {"base": 100.0})
+    yield Sample("no tokens", (make(2, 0, 3, 8),))
+
+
+def _packed_samples(make: Callable[..., Tensor]) -> Iterator[Sample]:
+    i = torch.arange(40, device=make(1).device)
+    window = i // 8 * 8
+    yield Sample("window", (make(2, 40, 3, 2, 16), window - 8, window + 16))
+    yield Sample("mask", (make(1, 40, 3, 1, 8), window - 8, i + 1), {"mask": (i % 3 != 0)[None]})
+    yield Sample("options", (make(1, 7, 3, 2, 6), i[:7], i[:7] + 3), {"base": 100.0, "scale": 0.3})
+    yield Sample("no tokens", (make(2, 0, 3, 1, 8), i[:0], i[:0]))
+
+
+def _rotary_opchecks() -> Iterator[tuple[Any, tuple[Any, ...]]]:
+    x = torch.randn(2, 3, 2, 4, requires_grad=True)
+    yield op_rotary.rotary_op, (x, torch.tensor([[5, 6, 7]]), 100.0, False)
+    yield op_rotary.rotary_op, (x, None, 100.0, True)
+
+
+def _packed_opchecks() -> Iterator[tuple[Any, tuple[Any, ...]]]:
+    qkv = torch.randn(2, 5, 3, 2, 4, requires_grad=True)
+    i = torch.arange(5, dtype=torch.int32)[None]
+    rest = (i, i + 2, torch.ones(2, 5, dtype=torch.bool), 100.0, 0.5)
+    yield op_rotary.forward_op, (qkv, *rest)
+    saved = op_rotary.forward_op(qkv.detach(), *rest)
+    yield op_rotary.backward_op, (torch.randn(2, 5, 2, 4), qkv.detach(), *saved, *rest)
+
+
+_ROTARY_BAD = (
+    BadCall("3-d x", lambda: rotary(torch.ones(2, 3, 4)), ValueError, r"x must be \(batch, n, heads, width\)"),
+    BadCall("odd width", lambda: rotary(torch.ones(2, 3, 1, 5)), ValueError, "must be even, got 5"),
+    BadCall("integer x", lambda: rotary(torch.ones(2, 3, 1, 4).int()), TypeError, "int32"),
+    BadCall("positions", lambda: rotary(torch.ones(2, 3, 1, 4), torch.arange(4)), ValueError, "positions must be"),
+    BadCall("floats", lambda: rotary(torch.ones(2, 3, 1, 4), torch.ones(3)), TypeError, "positions must be int64"),
+)
+_PACKED_BAD = (
+    BadCall(
+        "not packed",
+        lambda: rotary_attention(torch.ones(2, 3, 1, 4), torch.arange(3), torch.arange(3)),
+        ValueError,
+        r"qkv must be \(batch, n, 3, heads, width\)",
+    ),
+    BadCall(
+        "short span",
+        lambda: rotary_attention(torch.ones(2, 3, 3, 1, 4), torch.arange(2), torch.arange(3)),
+        ValueError,
+        "rotary_attention: first must be",
+    ),
+)
+
+SPECS = [
+    Spec(
+        name="rotary",
+        op=rotary,
+        reference=torch_rotary.reference,
+        samples=_rotary_samples,
+        bad_calls=_ROTARY_BAD,
+        opchecks=_rotary_opchecks,
+    ),
+    Spec(
+        name="rotary_attention",
+        op=rotary_attention,
+        reference=torch_rotary.attention_reference,
+        samples=_packed_samples,
+        bad_calls=_PACKED_BAD,
+        opchecks=_packed_opchecks,
+    ),
+    Spec(
+        name="span_attention",
+        op=span_attention,
+        reference=reference,
+        samples=_samples,
+        bad_calls=_BAD,
+        opchecks=_opchecks,
+    ),
+]
+
+
+def _kernel(name: str) -> Callable[[], Any]:
+    def get() -> Any:
+        from . import kernels_triton
+
+        return getattr(kernels_triton, name)
+
+    return get
+
+
+_STRIDES = [f"{t}_{d}" for t in "qkv" for d in ("batch", "row", "head")]
+_NUMBERS = [*_STRIDES, "span_batch", "n", "m", "heads"]
+_COMMON = dict.fromkeys(_NUMBERS, "i32") | {"scale": "fp32"}
+
+
+def _pointers(names: str, element: str) -> dict[str, str]:
+    kinds = {"first": "*i32", "last": "*i32", "begin": "*i32", "end": "*i32", "mask": "*u8", "lse": "*fp32"}
+    return {f"{n}_ptr": kinds.get(n, "*fp32" if n == "delta" else f"*{element}") for n in names.split()}
+
+
+_KERNELS = {
+    "forward": "q k v first last mask out lse",
+    "queries": "dout q k v out lse first last mask dq delta",
+    "keys": "dout q k v lse delta first last mask begin end dk dv",
+}
+_MORE = {"forward": {}, "queries": {"dq_row": "i32"}, "keys": {"dkv_row": "i32", "tile_batch": "i32"}}
+# element type, products → registers of forward, queries, keys
+_BUDGETS = {("bf16", "ieee"): (208, 255, 255), ("fp32", "tf32"): (255, 255, 255), ("fp32", "tf32x3"): (255, 255, 255)}
+# bytes, on sm_80 alone
+_SPILLS = {"queries bf16 ieee": 8, "keys fp32 tf32": 120}
+
+
+def _kernels() -> Iterator[Kernel]:
+    for (element, precision), budgets in _BUDGETS.items():
+        dtype = torch.bfloat16 if element == "bf16" else torch.float32
+        for (name, pointers), budget in zip(_KERNELS.items(), budgets, strict=True):
+            block_q, block_k, block_d, warps, stages = shape(name, 64, dtype, precision)
+            signature = _pointers(pointers, element)
+            kind = f"{name} {element} {precision}"
+            yield Kernel(
+                f"span_attention {kind}", _kernel(f"{name}_kernel"),
+                signature | _COMMON | _MORE[name],
+                {"UNIT": 16, "BLOCK_Q": block_q, "BLOCK_K": block_k, "D": 64, "BLOCK_D": block_d, "HAS_MASK": False,
+                 "PRECISION": precision},
+                tuple(signature), num_warps=warps, num_stages=stages, max_registers=budget,
+                max_spill_bytes=_SPILLS.get(kind, 0), amd=element == "bf16",
+            )  # fmt: skip
+
+
+def _rotary_kernel() -> Any:
+    from .kernels_rotary import rotary_kernel
+
+    return rotary_kernel
+
+
+def _rotary_kernels() -> Iterator[Kernel]:
+    strides = [f"{t}_{d}" for t in ("x", "out") for d in ("batch", "row", "head")]
+    numbers = dict.fromkeys([*strides, "position_batch", "n", "heads"], "i32")
+    floats = dict.fromkeys(("log2_base_high", "log2_base_low"), "fp32")
+    pointers = {"x_ptr": "*bf16", "positions_ptr": "*i64", "out_ptr": "*bf16"}
+    # the stack is cos and sin's own, for angles that do not occur here
+    yield Kernel(
+        "rotary", _rotary_kernel, pointers | numbers | floats,
+        {"UNIT": 16, "HALF": 32, "INVERSE": False, "HAS_POSITIONS": True, "BLOCK_N": 16, "BLOCK_C": 32},
+        tuple(pointers), num_warps=2, max_registers=72, max_spill_bytes=32,
+    )  # fmt: skip
+
+
+KERNELS = [*_kernels(), *_rotary_kernels()]

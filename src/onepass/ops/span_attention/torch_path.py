@@ -1,0 +1,102 @@
+"""What runs on a CPU, in float64 and without Triton: tiles of queries × keys, those that any query of the tile sees.
+
+Tiles lie on a fixed grid, as in the kernels: what other queries see may add a tile to a query's sums, but then one of
+exact zeros. Otherwise a result could depend, in its last bit, on who else is asking.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+QUERIES = KEYS = 128
+
+
+class _Rows:
+    """A tile of queries of one sequence: `at` (slice), and the tiles of keys that any of them sees."""
+
+    def __init__(self, b: int, at: slice, first: Tensor, last: Tensor, n_keys: int, mask: Tensor | None) -> None:
+        self.b, self.at, self.mask = b, at, mask
+        self.first, self.last = first[min(b, len(first) - 1), at, None], last[min(b, len(last) - 1), at, None]
+        low, high = max(int(self.first.min()), 0), min(int(self.last.max()), n_keys)
+        starts = range(low // KEYS * KEYS, high, KEYS) if low < high else ()
+        self.tiles = [slice(start, min(start + KEYS, n_keys)) for start in starts]
+
+    def scores(self, q: Tensor, k: Tensor, tile: slice, scale: float) -> Tensor:
+        """Scores (heads, queries, keys) of one tile; −inf where a query does not see a key."""
+        keys = torch.arange(tile.start, tile.stop, device=q.device)
+        seen = (keys >= self.first) & (keys < self.last)
+        if self.mask is not None:
+            seen = seen & self.mask[self.b, tile]
+        return (self.of(q, self.at) @ self.keys(k, tile).mT * scale).masked_fill_(~seen, -math.inf)
+
+    def of(self, t: Tensor, at: slice) -> Tensor:
+        """Rows of a (batch, length, heads, width) tensor as (heads, rows, width), in fp32 or wider."""
+        return t[self.b, at].transpose(0, 1).to(torch.promote_types(t.dtype, torch.float32))
+
+    def keys(self, t: Tensor, tile: slice) -> Tensor:
+        """`of` for keys or values; zeros where masked: whatever lies in padding must not reach a product."""
+        rows = self.of(t, tile)
+        return rows if self.mask is None else rows.masked_fill(~self.mask[self.b, tile, None], 0.0)
+
+
+def _rows(q: Tensor, k: Tensor, first: Tensor, last: Tensor, mask: Tensor | None) -> Iterator[_Rows]:
+    n = q.shape[1]
+    for b in range(q.shape[0]):
+        for start in range(0, n, QUERIES):
+            rows = _Rows(b, slice(start, min(start + QUERIES, n)), first, last, k.shape[1], mask)
+            if rows.tiles:
+                yield rows
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, mask: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Output (B, N, H, D) and the logarithm of each softmax's denominator (B, H, N), +inf where no key is seen."""
+    out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
+    acc = torch.promote_types(q.dtype, torch.float32)
+    lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), math.inf, dtype=acc, device=q.device)
+    for rows in _rows(q, k, first, last, mask):
+        scores = [rows.scores(q, k, tile, scale) for tile in rows.tiles]
+        top = torch.stack([s.amax(-1) for s in scores]).amax(0)
+        top.masked_fill_(top == -math.inf, 0.0)
+        total, y = torch.zeros_like(top), torch.zeros_like(rows.of(q, rows.at))
+        for s, tile in zip(scores, rows.tiles, strict=True):
+            p = (s - top[..., None]).exp_()
+            total += p.sum(-1)
+            y += p @ rows.keys(v, tile)
+        lse[rows.b, :, rows.at] = torch.where(total > 0, top + total.log(), math.inf)
+        y = torch.where(total[..., None] > 0, y / total[..., None], 0.0)
+        out[rows.b, rows.at] = y.transpose(0, 1).to(q.dtype)
+    return out, lse
+
+
+def backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    first: Tensor,
+    last: Tensor,
+    mask: Tensor | None,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Dq, dk, dv by the formulas of softmax's gradient; tiles are visited in order, so sums repeat bit for bit."""
+    acc = torch.promote_types(q.dtype, torch.float32)
+    dq, dk, dv = (torch.zeros(t.shape, dtype=acc, device=t.device) for t in (q, k, v))
+    for rows in _rows(q, k, first, last, mask):
+        b, at = rows.b, rows.at
+        qs, do = rows.of(q, at), rows.of(dout, at)
+        delta = (do * rows.of(out, at)).sum(-1, keepdim=True)
+        for tile in rows.tiles:
+            p = (rows.scores(q, k, tile, scale) - lse[b, :, at, None]).exp_()
+            ds = p * (do @ rows.keys(v, tile).mT - delta) * scale
+            dq[b, at] += (ds @ rows.keys(k, tile)).transpose(0, 1)
+            dk[b, tile] += (ds.mT @ qs).transpose(0, 1)
+            dv[b, tile] += (p.mT @ do).transpose(0, 1)
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)

@@ -1,0 +1,175 @@
+"""fork and light_heavy: the same as norm, score, gather, linear layers and scatter_add put together."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from onepass.core.launch import INTERPRET
+from onepass.ops.routing import reference
+from onepass.ops.routing.op_feed_forward import Probe, Weights, _cast, _push, light_heavy
+from onepass.ops.routing.op_fork import Fork, fork
+
+DEVICES = [pytest.param("cpu", id="cpu"), pytest.param("cuda", id="cuda", marks=pytest.mark.gpu)]
+pytestmark = pytest.mark.parametrize("device", DEVICES)
+
+EPS = 1e-5
+
+
+def _limits(device: str) -> tuple[torch.dtype, float]:
+    """The kernels compute in fp32; what torch computes is compared in float64."""
+    return (torch.float32, 2e-5) if device == "cuda" or INTERPRET else (torch.float64, 1e-12)
+
+
+def _norm(x: Tensor, weight: Tensor | None) -> Tensor:
+    n = x * (x.square().mean(-1, keepdim=True) + EPS).rsqrt()
+    return n if weight is None else n * weight
+
+
+def _close(ours: list[Tensor | None], theirs: list[Tensor | None], limit: float) -> None:
+    for a, b in zip(ours, theirs, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None and b is not None:
+            scale = max(1.0, float(b.detach().abs().max())) if b.numel() else 1.0
+            torch.testing.assert_close(a.detach().double(), b.detach().double(), rtol=limit, atol=limit * scale)
+
+
+def _grads(outs: list[Tensor], inputs: list[Tensor], upstream: list[Tensor]) -> list[Tensor | None]:
+    pairs = [(o, g.to(o)) for o, g in zip(outs, upstream, strict=True)]
+    return list(torch.autograd.grad([o for o, _ in pairs], inputs, [g for _, g in pairs], allow_unused=True))
+
+
+def _fork(x: Tensor, weight: Tensor | None, vectors: Tensor, k: int, dtype: torch.dtype) -> Fork:
+    return fork(x, weight, vectors, eps=EPS, score_eps=1e-6, dtype=dtype, k=k)
+
+
+@pytest.mark.parametrize("dim", [7, 64, 200, 1024, 1500, 2500] if not INTERPRET else [7, 200, 2500])
+@pytest.mark.parametrize("vectors", ["one", "three"])
+@pytest.mark.parametrize("with_weight", [True, False])
+def test_fork_is_norm_score_and_gather(device: str, dim: int, vectors: str, with_weight: bool) -> None:
+    dtype, limit = _limits(device)
+    x = torch.randn(2, 9, dim, dtype=dtype, device=device, requires_grad=True)
+    weight = torch.rand(dim, dtype=dtype, device=device, requires_grad=True) if with_weight else None
+    shape = (dim,) if vectors == "one" else (3, dim)
+    v = torch.randn(shape, dtype=dtype, device=device, requires_grad=True)
+    indices = torch.tensor([[3, -1, 0, 8], [5, 4, 1, -1]], device=device)
+    f = _fork(x, weight, v, 4, dtype)
+    f.choice.indices = indices
+    # the slot's gradient is that of the gathered tokens
+    chosen = torch.randn(2, 4, dim, dtype=dtype, device=device)
+    ds = torch.randn_like(f.scores)
+    ds[..., ::3] = 0
+    upstream = [torch.randn_like(f.normed), ds, chosen]
+    inputs = [t for t in (x, weight, v) if t is not None]
+    ours = _grads([f.normed, f.scores, f.slot], inputs, upstream)
+    wide = {t: t.detach().double().requires_grad_() for t in inputs}
+    x64, v64, w64 = wide[x], wide[v], wide[weight] if weight is not None else None
+    outs = [_norm(x64, w64), reference.score(x64, v64), reference.gather(x64, indices)]
+    _close([f.normed, f.scores], outs[:2], limit)
+    _close(ours, _grads(outs, [*wide.values()], upstream), limit)
+
+
+def test_the_slot_holds_no_memory(device: str) -> None:
+    x, v = torch.randn(2, 40, 64, device=device), torch.randn(64, device=device)
+    f = _fork(x, None, v, 20, x.dtype)
+    assert f.slot.shape == (2, 20, 64)
+    assert f.slot.untyped_storage().nbytes() <= 8
+
+
+@pytest.mark.parametrize("used", list(itertools.product([False, True], repeat=3))[1:])
+def test_fork_takes_the_gradients_that_there_are(device: str, used: tuple[bool, bool, bool]) -> None:
+    dtype, limit = _limits(device)
+    x, v = (torch.randn(s, dtype=dtype, device=device, requires_grad=True) for s in ((2, 9, 32), (32,)))
+    indices = torch.tensor([[3, 0], [5, -1]], device=device)
+    f = _fork(x, None, v, 2, dtype)
+    f.choice.indices = indices
+    x64, v64 = x.detach().double().requires_grad_(), v.detach().double().requires_grad_()
+    ours = [f.normed, f.scores, f.slot]
+    theirs = [_norm(x64, None), reference.score(x64, v64), reference.gather(x64, indices)]
+    upstream = [torch.randn(o.shape, dtype=dtype, device=device) for o in theirs]
+    ours, theirs, upstream = ([o for o, u in zip(t, used, strict=True) if u] for t in (ours, theirs, upstream))
+    a, b = _grads(ours, [x, v], upstream), _grads(theirs, [x64, v64], upstream)
+    # a gradient that autograd calls unused is one of zeros here
+    _close([t if e is not None else None for t, e in zip(a, b, strict=True)], b, limit)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("wanted", ["all", "tokens", "gates", "light", "heavy", "norms"])
+def test_light_heavy_is_the_composition(device: str, bias: bool, wanted: str) -> None:
+    dtype, limit = _limits(device)
+
+    def make(*shape: int) -> Tensor:
+        return torch.randn(*shape, dtype=dtype, device=device) / shape[-1] ** 0.5
+
+    def branch(hidden: int) -> Weights:
+        return Weights(make(hidden, 32), make(hidden) if bias else None, make(32, hidden), make(32) if bias else None)
+
+    x, gates = make(2, 9, 32) * 6, torch.rand(2, 3, dtype=dtype, device=device)
+    norm, heavy_norm, v = torch.rand(32, device=device).to(dtype), torch.rand(32, device=device).to(dtype), make(32) * 6
+    light, heavy = branch(16), branch(64)
+    groups = {"tokens": [x], "gates": [gates], "light": [*light], "heavy": [*heavy], "norms": [norm, heavy_norm]}
+    leaves = [t for g, ts in groups.items() if wanted in (g, "all") for t in ts if t is not None]
+    for t in leaves:
+        t.requires_grad_()
+    indices = torch.tensor([[3, -1, 0], [5, 4, 1]], device=device)
+    f = _fork(x, norm, v, 3, dtype)
+    y = light_heavy(f, x, gates, indices, light, heavy, heavy_norm, EPS)
+    wide = {
+        id(t): t.detach().double().requires_grad_(t.requires_grad)
+        for ts in groups.values()
+        for t in ts
+        if t is not None
+    }
+
+    def up(t: Tensor | None) -> Tensor:
+        return wide[id(t)] if t is not None else torch.zeros((), dtype=torch.float64, device=device)
+
+    def run(tokens: Tensor, w: Weights) -> Tensor:
+        return F.gelu(tokens @ up(w.up).mT + up(w.up_bias)) @ up(w.down).mT + up(w.down_bias)
+
+    x64 = up(x)
+    out = run(_norm(reference.gather(x64, indices), up(heavy_norm)), heavy)
+    expected = reference.scatter_add(run(_norm(x64, up(norm)), light), out, up(gates), indices)
+    _close([y], [expected], limit)
+    dy = torch.randn(y.shape, dtype=dtype, device=device)
+    _close(_grads([y], leaves, [dy]), _grads([expected], [wide[id(t)] for t in leaves], [dy]), 4 * limit)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_the_probe_teaches_the_vectors_alone(device: str, masked: bool) -> None:
+    """Each third token's score gets the length of its dy, less the mean over the real ones of its sequence."""
+    dtype, limit = _limits(device)
+    x, v = (torch.randn(s, dtype=dtype, device=device, requires_grad=True) for s in ((2, 10, 32), (32,)))
+    mask = torch.ones(2, 10, dtype=torch.bool, device=device)
+    mask[0, 6:] = False
+    dy = torch.randn(2, 10, 32, dtype=dtype, device=device)
+    push = _push(dy, Probe(3, 0.2, mask if masked else None))
+    real = (mask if masked else torch.ones_like(mask))[:, ::3]
+    lengths = dy[:, ::3].double().norm(dim=-1) * real
+    expected = -0.6 * (lengths - lengths.sum(-1, keepdim=True) / real.sum(-1, keepdim=True)) * real
+    _close([push], [expected], limit)
+    f = fork(x, None, v, eps=EPS, score_eps=1e-6, dtype=dtype, k=1, every=3)
+    assert f.probe is not None
+    dn, ds = torch.randn_like(f.normed), torch.randn_like(f.scores)
+    ours = _grads([f.normed, f.scores, f.probe], [x, v], [dn, ds, push])
+    x64, v64 = x.detach().double().requires_grad_(), v.detach().double().requires_grad_()
+    theirs = _grads([_norm(x64, None), reference.score(x64, v64)], [x64, v64], [dn, ds])
+    (taught,) = torch.autograd.grad(reference.score(x64, v64)[:, ::3], v64, expected)
+    assert theirs[1] is not None
+    _close(ours, [theirs[0], theirs[1] + taught], limit)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_weights_are_cast_together(device: str, bias: bool) -> None:
+    dtype = torch.float16
+    shapes = [(40, 24), (40,), (24, 40), (24,), (96, 24), (96,), (24, 96), (24,)]
+    weights = tuple(torch.randn(s, device=device) if bias or len(s) == 2 else None for s in shapes)
+    for cast, w in zip(_cast(weights, dtype), weights, strict=True):
+        assert (cast is None) == (w is None)
+        if cast is not None and w is not None:
+            assert torch.equal(cast, w.to(dtype))
+    assert _cast(weights, torch.float32) is weights

@@ -1,0 +1,92 @@
+"""Attention over runs of keys: several tiles of each kind, and that a query's result is nobody else's business."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from onepass.ops.span_attention.op import span_attention
+from onepass.ops.span_attention.op_rotary import rotary, rotary_attention
+from onepass.ops.span_attention.reference import reference
+
+
+def _random(*shape: int, seed: int = 1) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def _windows(n: int, window: int, causal: bool) -> tuple[Tensor, Tensor]:
+    i = torch.arange(n)
+    start = i // window * window
+    return start - window, i + 1 if causal else start + 2 * window
+
+
+def _prefixes(n: int, m: int) -> tuple[Tensor, Tensor]:
+    last = torch.randint(0, m + 1, (n,), generator=torch.Generator().manual_seed(2)).sort().values
+    return torch.zeros_like(last), last
+
+
+@pytest.mark.parametrize(
+    ("n", "m", "spans"),
+    [
+        pytest.param(300, 300, _windows(300, 64, True), id="causal windows"),
+        pytest.param(300, 300, _windows(300, 128, False), id="windows of whole tiles"),
+        pytest.param(200, 333, _prefixes(200, 333), id="prefixes"),
+        pytest.param(130, 257, (torch.arange(130), torch.full((130,), 400)), id="beyond the end"),
+    ],
+)
+def test_tiles_seen_whole_in_part_and_not_at_all(n: int, m: int, spans: tuple[Tensor, Tensor]) -> None:
+    q, k, v = (_random(1, rows, 1, 16, seed=rows).requires_grad_() for rows in (n, m, m + 1))
+    v = v[:, :m]
+    y = span_attention(q, k, v, *spans)
+    dy = _random(*y.shape, seed=3)
+    ours = torch.autograd.grad(y, (q, k, v), dy)
+    exact = [t.detach().double().requires_grad_() for t in (q, k, v)]
+    z = reference(*exact, *spans)
+    torch.testing.assert_close(y.double(), z, rtol=1e-5, atol=1e-5)
+    for ours_, theirs in zip(ours, torch.autograd.grad(z, exact, dy.double()), strict=True):
+        torch.testing.assert_close(ours_.double(), theirs, rtol=2e-5, atol=2e-5)
+
+
+def test_what_other_queries_see_changes_no_bit() -> None:
+    """A later query that sees more keys adds tiles to the loop: of exact zeros for the earlier ones."""
+    q, k, v = _random(1, 100, 1, 16), _random(1, 400, 1, 16, seed=2), _random(1, 400, 1, 16, seed=3)
+    first, last = torch.zeros(100, dtype=torch.int64), torch.arange(100)
+    before = span_attention(q, k, v, first, last)
+    last[60:] = 390
+    assert torch.equal(span_attention(q, k, v, first, last)[:, :60], before[:, :60])
+
+
+@pytest.mark.parametrize("value", [1e30, torch.inf, torch.nan])
+def test_masked_keys_are_not_read(value: float) -> None:
+    q, k, v = _random(2, 20, 1, 16), _random(2, 40, 1, 16, seed=2), _random(2, 40, 1, 16, seed=3)
+    mask = torch.rand(2, 40, generator=torch.Generator().manual_seed(4)) < 0.6
+    spans = torch.zeros(20, dtype=torch.int64), torch.full((20,), 40)
+    before = span_attention(q, k, v, *spans, mask=mask)
+    k[~mask], v[~mask] = value, value
+    assert torch.equal(span_attention(q, k, v, *spans, mask=mask), before)
+
+
+def test_large_scores_stay_in_range() -> None:
+    q, k, v = (300 * _random(1, 20, 1, 16, seed=s) for s in (1, 2, 3))
+    spans = torch.zeros(20, dtype=torch.int64), torch.full((20,), 20)
+    expected = reference(q.double(), k.double(), v.double(), *spans)
+    torch.testing.assert_close(span_attention(q, k, v, *spans).double(), expected, rtol=1e-4, atol=1e-2)
+
+
+def test_rotary_keeps_lengths_and_depends_on_distance() -> None:
+    q, k = _random(1, 1, 1, 16), _random(1, 1, 1, 16, seed=2)
+    turned = rotary(q, torch.tensor([123_456]))
+    torch.testing.assert_close(turned.norm(), q.norm())
+    near = (rotary(q, torch.tensor([7])) * rotary(k, torch.tensor([3]))).sum()
+    far = (rotary(q, torch.tensor([1_000_004])) * rotary(k, torch.tensor([1_000_000]))).sum()
+    torch.testing.assert_close(near, far, rtol=1e-5, atol=1e-5)
+
+
+def test_packed_is_its_parts() -> None:
+    qkv = _random(2, 40, 3, 2, 16).requires_grad_()
+    spans, dy = _windows(40, 8, True), _random(2, 40, 2, 16, seed=2)
+    q, k, v = qkv.unbind(2)
+    y, z = rotary_attention(qkv, *spans), span_attention(rotary(q), rotary(k), v, *spans)
+    torch.testing.assert_close(y, z)
+    torch.testing.assert_close(torch.autograd.grad(y, qkv, dy), torch.autograd.grad(z, qkv, dy))
