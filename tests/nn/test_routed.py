@@ -37,7 +37,7 @@ def _definition(layer: Routed, x: Tensor, routing: RouterOutput) -> Tensor:
 @pytest.mark.parametrize("kind", ["feed-forward", "any modules"])
 @pytest.mark.parametrize("masked", [False, True])
 def test_values_and_gradients_are_those_of_the_definition(routes: int, kind: str, masked: bool) -> None:
-    router = Router(DIM, routes)
+    router = Router(DIM, routes, explore=0)
     layer: Routed = (
         RoutedFeedForward(DIM, 4, router=router)
         if kind == "feed-forward"
@@ -131,19 +131,28 @@ class TestK:
 
 
 class TestMask:
-    def test_masked_tokens_get_the_light_output_alone(self) -> None:
-        layer, x = RoutedFeedForward(DIM, 4), _tokens(2, 12, DIM)
-        mask = torch.rand(2, 12, generator=torch.Generator().manual_seed(3)) < 0.6
+    @staticmethod
+    def _light_alone(layer: RoutedFeedForward, x: Tensor, mask: Tensor, where: Tensor) -> None:
+        """Y at `where` is the light output, and the heavy branch's weights play no part in it, to the bit."""
         y = layer(x, mask)
-        assert torch.equal(y[~mask], layer.light(x.view(-1, DIM)).view(x.shape)[~mask])
+        torch.testing.assert_close(y[where], layer.light(x.view(-1, DIM)).view(x.shape)[where])
+        other = copy.deepcopy(layer)
+        for p in other.heavy.parameters():
+            nn.init.normal_(p)
+        z = other(x, mask)
+        assert torch.equal(z[where], y[where])
+        assert not torch.equal(z, y)
+
+    def test_masked_tokens_get_the_light_output_alone(self) -> None:
+        mask = torch.rand(2, 12, generator=torch.Generator().manual_seed(3)) < 0.6
+        self._light_alone(RoutedFeedForward(DIM, 4), _tokens(2, 12, DIM), mask, ~mask)
 
     def test_a_fully_masked_row_is_the_light_branch(self) -> None:
         layer, x = RoutedFeedForward(DIM, 4), _tokens(2, 12, DIM)
         mask = torch.ones(2, 12, dtype=torch.bool)
         mask[1] = False
-        y = layer(x, mask)
-        assert torch.equal(y[1], layer.light(x.view(-1, DIM)).view(x.shape)[1])
-        y.sum().backward()
+        self._light_alone(layer, x, mask, ~mask)
+        layer(x, mask).sum().backward()
         assert all(p.grad is not None and p.grad.isfinite().all() for p in layer.parameters())
 
     @pytest.mark.parametrize("value", [torch.inf, torch.nan, 3e38])

@@ -27,7 +27,7 @@ def test_scores_are_those_of_the_formula() -> None:
     x = _tokens(2, 7, 16).double()
     router = Router(16, num_routes=3, dtype=torch.float64)
     rms = x.square().mean(-1, keepdim=True).sqrt()
-    expected = torch.einsum("bnd,rd->brn", x / rms, router.weight) / 4
+    expected = torch.einsum("bnd,rd->brn", x / rms, router.weight)
     torch.testing.assert_close(router(x, 2).scores, expected, rtol=1e-5, atol=1e-5)
     cosine = Router(16, score="cosine", dtype=torch.float64)
     expected = 4 * torch.cosine_similarity(x, cosine.weight[0], dim=-1)

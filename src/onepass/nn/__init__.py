@@ -1,8 +1,28 @@
 """Modules over the operators; names, arguments and state_dict keys are `torch.nn`'s where torch has the same thing."""
 
+from .attention import AttentionRouting, RoutedAttention
+from .block import BlockRouting, RoutedBlock
+from .causal import CausalRouter
+from .cross_attention import RoutedCrossAttention
+from .local_attention import LocalAttention
 from .norm import LayerNorm, RMSNorm
 from .routed import Routed, RoutedFeedForward
 from .router import Router, RouterOutput
 from .weighted_sum import WeightedSum
 
-__all__ = ["LayerNorm", "RMSNorm", "Routed", "RoutedFeedForward", "Router", "RouterOutput", "WeightedSum"]
+__all__ = [
+    "AttentionRouting",
+    "BlockRouting",
+    "CausalRouter",
+    "LayerNorm",
+    "LocalAttention",
+    "RMSNorm",
+    "Routed",
+    "RoutedAttention",
+    "RoutedBlock",
+    "RoutedCrossAttention",
+    "RoutedFeedForward",
+    "Router",
+    "RouterOutput",
+    "WeightedSum",
+]

@@ -18,14 +18,15 @@ def _over_last_dims(
     vectors: tuple[Tensor | None, ...],
     residual: Tensor | None,
     norm: Callable[..., Any],
+    **options: Any,
 ) -> Any:
     """Normalise over several last dimensions as over one: they are flattened and given back."""
-    if tuple(x.shape[-len(shape) :]) != shape:
+    if x.shape[-len(shape) :] != shape:
         raise ValueError(f"{name}: x must end in normalized_shape {shape}, got {tuple(x.shape)}")
     if len(shape) == 1:
-        return norm(x, *vectors, residual=residual)
+        return norm(x, *vectors, residual=residual, **options)
     flat = [None if t is None else t.flatten(-len(shape)) for t in (x, *vectors, residual)]
-    out = norm(*flat[:-1], residual=flat[-1])
+    out = norm(*flat[:-1], residual=flat[-1], **options)
     return out.view(x.shape) if residual is None else tuple(t.view(x.shape) for t in out)
 
 
@@ -75,11 +76,10 @@ class LayerNorm(nn.LayerNorm):
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Any:
         """Y, or ``(y, x + residual)``."""
-
-        def norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None) -> Any:
-            return layer_norm(x, weight, bias, eps=self.eps, stable=self.stable, residual=residual)
-
-        return _over_last_dims(type(self).__name__, self.normalized_shape, x, (self.weight, self.bias), residual, norm)
+        return _over_last_dims(
+            type(self).__name__, self.normalized_shape, x, (self.weight, self.bias), residual, layer_norm,
+            eps=self.eps, stable=self.stable,
+        )  # fmt: skip
 
     def extra_repr(self) -> str:
         return super().extra_repr() + (", stable=True" if self.stable else "")
@@ -113,11 +113,9 @@ class RMSNorm(nn.RMSNorm):
         eps = self.eps
         if eps is None:
             eps = torch.finfo(torch.float64 if x.dtype == torch.float64 else torch.float32).eps
-
-        def norm(x: Tensor, weight: Tensor | None, residual: Tensor | None) -> Any:
-            return rms_norm(x, weight, eps=eps, residual=residual)
-
-        return _over_last_dims(type(self).__name__, self.normalized_shape, x, (self.weight,), residual, norm)
+        return _over_last_dims(
+            type(self).__name__, self.normalized_shape, x, (self.weight,), residual, rms_norm, eps=eps
+        )
 
 
 __all__ = ["LayerNorm", "RMSNorm"]

@@ -3,32 +3,16 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .norm import RMSNorm
-from .router import Router, RouterOutput
+from onepass.core.eager import plain
+from onepass.ops.routing.op import gather, scatter_add
+from onepass.ops.routing.op_feed_forward import Probe, light_heavy
+from onepass.ops.routing.op_fork import fits, fork
 
-
-class FeedForward(nn.Module):
-    """``down(gelu(up(norm(x))))``: one branch of `RoutedFeedForward`, with a norm of its own."""
-
-    def __init__(
-        self,
-        dim: int,
-        hidden: int,
-        *,
-        bias: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__()
-        self.norm = RMSNorm(dim, device=device, dtype=dtype)
-        self.up = nn.Linear(dim, hidden, bias=bias, device=device, dtype=dtype)
-        self.down = nn.Linear(hidden, dim, bias=bias, device=device, dtype=dtype)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.gelu(self.up(self.norm(x))))  # type: ignore[no-any-return]
+from .explore import explore
+from .feed_forward import FeedForward, untouched
+from .router import NORM_EPS, Router, RouterOutput
 
 
 class Routed(nn.Module):
@@ -78,14 +62,12 @@ class Routed(nn.Module):
         if x.dim() != 3:
             raise ValueError(f"{type(self).__name__}: x must be (batch, n, dim), got {tuple(x.shape)}")
         routing: RouterOutput = self.router(x, self._count(x.shape[1]), mask)
-        # one flat list of tokens: whole rows move, and a row index can't leave its sequence
-        tokens = x.reshape(-1, x.shape[-1])
-        y = self._light(x, tokens)
+        y = self._light(x)
         if routing.indices.shape[-1]:
-            update, rows = self._heavy(tokens, routing, x.shape[1])
-            for route in range(rows.shape[1]):
-                y.index_add_(0, rows[:, route].reshape(-1), update[:, route].reshape(-1, x.shape[-1]).to(y.dtype))
-        y = y.view(x.shape)
+            update = self._heavy(x, routing.indices)
+            y = scatter_add(y, update, routing.gates, routing.indices, inplace=self._owns_light_output())
+        y = explore(y, x, self.router, routing.indices.shape[-1], mask)
+        y = y.reshape(x.shape)
         return (y, routing) if return_routing else y
 
     def _count(self, n: int) -> int:
@@ -94,33 +76,27 @@ class Routed(nn.Module):
             return min(int(self.k), n)
         return max(1, round(self.k * n))
 
-    def _light(self, x: Tensor, tokens: Tensor) -> Tensor:
-        """The light output as (batch·n, dim), in memory of its own that may be added to."""
+    def _light(self, x: Tensor) -> Tensor:
+        """The light output; as rows (batch·n, dim) where it may be added to: autograd dislikes writes to a view."""
         if isinstance(self.light, FeedForward):
-            # ends in a linear layer, whose output nobody else holds and whose backward does not need it
-            return self.light(tokens)  # type: ignore[no-any-return]
+            return self.light(x.reshape(-1, x.shape[-1]))  # type: ignore[no-any-return]
         y = self.light(x)
         self._same_shape("light", y, x.shape)
-        # an arbitrary module may return its input, or have saved its output for backward
-        return y.reshape(tokens.shape).clone()  # type: ignore[no-any-return]
+        return y  # type: ignore[no-any-return]
 
-    def _heavy(self, tokens: Tensor, routing: RouterOutput, n: int) -> tuple[Tensor, Tensor]:
-        """Gated heavy output (batch, R, k, dim), and the row of `tokens` that each belongs to (batch, R, k)."""
-        indices, gates = routing.indices, routing.gates
-        if indices.dim() == 2:
-            indices, gates = indices[:, None], gates[:, None]
-        batch, routes, k = indices.shape
-        # a missing token (-1) is a token of zeros with gate 0 on the first row: it adds an exact 0 whatever lies there
-        missing = indices < 0
-        rows = indices.clamp_min(0) + torch.arange(batch, device=indices.device)[:, None, None] * n
-        # one gather per route: a row that several routes chose would meet itself in the gather's gradient, in any order
-        parts = [tokens.index_select(0, rows[:, r].reshape(-1)).view(batch, k, tokens.shape[-1]) for r in range(routes)]
-        chosen = parts[0] if routes == 1 else torch.cat(parts, 1)
-        chosen = chosen.masked_fill(missing.reshape(batch, routes * k, 1), 0)
+    def _owns_light_output(self) -> bool:
+        """Whether nobody else has the light output: an arbitrary module may return its input, or a hook keep it.
+
+        A plain `FeedForward` ends in a linear layer, whose output is new and not needed in backward.
+        """
+        return plain() and isinstance(self.light, FeedForward) and self.light.is_plain()
+
+    def _heavy(self, x: Tensor, indices: Tensor) -> Tensor:
+        """Heavy output (batch, k, dim) or (batch, R, k, dim); a missing token is one of zeros, its output unused."""
+        chosen = gather(x, indices).flatten(1, -2)
         out = self.heavy(chosen)
         self._same_shape("heavy", out, chosen.shape)
-        gated = out.reshape(batch, routes, k, tokens.shape[-1]) * gates.masked_fill(missing, 0)[..., None]
-        return gated, rows
+        return out.reshape(*indices.shape, x.shape[-1])  # type: ignore[no-any-return]
 
     def _same_shape(self, branch: str, out: Tensor, shape: torch.Size) -> None:
         if out.shape != shape:
@@ -186,3 +162,56 @@ class RoutedFeedForward(Routed):
 
         light, heavy = branch("light_mult", light_mult), branch("heavy_mult", heavy_mult)
         super().__init__(light, heavy, router or Router(dim, device=device, dtype=dtype), k)
+
+    def forward(
+        self, x: Tensor, mask: Tensor | None = None, return_routing: bool = False
+    ) -> Tensor | tuple[Tensor, RouterOutput]:
+        dtype = self._fused_dtype(x, mask)
+        if dtype is None:
+            return super().forward(x, mask, return_routing)
+        light, heavy, router, k = self.light, self.heavy, self.router, self._count(x.shape[1])
+        assert isinstance(light, FeedForward)
+        assert isinstance(heavy, FeedForward)
+        assert isinstance(router, Router)
+        router.check(x, k, mask)
+        norm, n = light.norm, x.shape[1]
+        # the exploring gradient of a cosine router is left to `explore`
+        probed = router.explores(k, n) and router.score == "normalised"
+        probe = Probe(n // k, router.explore, mask) if probed else None
+        forked = fork(
+            x, norm.weight, router.vectors(), eps=light.norm_eps(x), score_eps=NORM_EPS, dtype=dtype, k=k,
+            every=probe.every if probe else 0,
+        )  # fmt: skip
+        routing = router.decide(router.scaled(forked.scores), k, mask)
+        y = light_heavy(
+            forked, x, routing.gates, routing.indices, light.weights(), heavy.weights(), heavy.norm.weight,
+            heavy.norm_eps(x), probe,
+        )  # fmt: skip
+        if probe is None:
+            y = explore(y, x, router, k, mask)
+        return (y, routing) if return_routing else y
+
+    def _fused_dtype(self, x: Tensor, mask: Tensor | None) -> torch.dtype | None:
+        """What the branches compute in where two autograd nodes can stand in for the composition of modules.
+
+        None where they can't: something else looks at the call (a compiler, a transform, a hook), the branches or the
+        router are not the default ones, or there is nothing to choose.
+        """
+        if not plain(x, mask):
+            return None
+        light, heavy, router = self.light, self.heavy, self.router
+        if type(light) is not FeedForward or type(heavy) is not FeedForward or type(router) is not Router:
+            return None
+        if not (x.dim() == 3 and x.numel() and self.k and router.num_routes == 1 and fits(x.shape[-1])):
+            return None
+        linear = (*light.weights(), *heavy.weights())
+        tensors = (router.weight, light.norm.weight, heavy.norm.weight, *linear)
+        if not (plain(*tensors) and light.is_plain() and heavy.is_plain() and untouched(router)):
+            return None
+        dtypes = {w.dtype for w in linear if w is not None}
+        if torch.is_autocast_enabled(x.device.type):
+            return None if torch.float64 in (x.dtype, *dtypes) else torch.get_autocast_dtype(x.device.type)
+        return x.dtype if dtypes == {x.dtype} else None
+
+
+__all__ = ["FeedForward", "Routed", "RoutedFeedForward"]

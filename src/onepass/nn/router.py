@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from onepass.core import check
+from onepass.ops.routing.op import MAX_VECTORS, score
 from onepass.ops.soft_topk.op import KINDS
 from onepass.ops.soft_topk.op_topk import choose
-from onepass.ops.weighted_sum.op import MAX_VECTORS, weighted_sum
 
 SCORES = ("normalised", "cosine")
 GATES = ("soft", "straight_through")
@@ -38,13 +38,15 @@ class Router(nn.Module):
     r"""Score every token against a learned vector, choose the k best, gate them differentiably.
 
     .. math::
-        s_i = \frac{1}{\sqrt d}\,\Big\langle \frac{x_i}{\mathrm{rms}(x_i)}, v\Big\rangle, \qquad
-        g = \mathrm{soft\_topk}(s, k, \varepsilon), \qquad v \sim \mathcal N(0, 1)
+        s_i = \Big\langle \frac{x_i}{\mathrm{rms}(x_i)}, v\Big\rangle, \qquad
+        g = \mathrm{soft\_topk}(s, k, \varepsilon), \qquad v \sim \mathcal N(0, 1/d)
 
     The defaults are chosen to learn. Scores start with a standard deviation of 1 at every width, so that ε means the
     same everywhere; the gates come from the converged operator with the k that is selected, so that some of the
     selected tokens are not saturated and the vector gets a gradient from the first step (a raw dot product with
-    ε = 0.03 and 9/8·k gets exactly zero: every selected gate is 1).
+    ε = 0.03 and 9/8·k gets exactly zero: every selected gate is 1). The vector's entries are as small as those of a
+    linear layer, so that optimizers with steps of a given size, as Adam's and Lion's, can turn it in good time; and
+    in training also tokens that were not chosen teach it (`explore`).
 
     Args:
         dim: width of the tokens.
@@ -57,6 +59,9 @@ class Router(nn.Module):
         gate: what the heavy output is multiplied by. "soft": the soft gate itself, so that a token that barely made
             it counts for less. "straight_through": 1, with the gradient of the soft gate. In a first comparison on
             text "soft" gave the lower loss and is the default.
+        explore: weight of the gradient from tokens that were not chosen: the routed layers let the size of their
+            output's gradient at a sample of all tokens push these tokens' scores up, in training mode alone; see
+            `onepass.nn.explore.explore`. 0 turns it off; then ``weight.grad`` is that of the gates alone.
         device, dtype: of the vectors.
 
     Shapes: ``router(x, k, mask=None)`` with x ``(batch, n, dim)``, k an int ≥ 0 and mask ``(batch, n)`` bool, True at
@@ -86,6 +91,7 @@ class Router(nn.Module):
         kind: str = "capped_exp",
         score: str = "normalised",
         gate: str = "soft",
+        explore: float = 0.1,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -96,36 +102,42 @@ class Router(nn.Module):
             raise ValueError(f"Router: num_routes must be 1 to {MAX_VECTORS}, got {num_routes}")
         if not eps > 0:
             raise ValueError(f"Router: eps must be > 0, got {eps}")
+        if not 0 <= explore < math.inf:
+            raise ValueError(f"Router: explore must be a finite number ≥ 0, got {explore}")
         for name, value, accepted in (("kind", kind, KINDS), ("score", score, SCORES), ("gate", gate, GATES)):
             if value not in accepted:
                 raise ValueError(f"Router: {name} must be one of {', '.join(accepted)}; got {value!r}")
         self.dim, self.num_routes, self.eps = dim, num_routes, eps
-        self.kind, self.score, self.gate = kind, score, gate
+        self.kind, self.score, self.gate, self.explore = kind, score, gate, explore
         self.weight = nn.Parameter(torch.empty(num_routes, dim, device=device, dtype=dtype))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the routing vectors anew from N(0, 1)."""
-        nn.init.normal_(self.weight)
+        """Draw the routing vectors anew from N(0, 1/dim)."""
+        nn.init.normal_(self.weight, std=self.dim**-0.5)
 
     def scores(self, x: Tensor) -> Tensor:
         """Tokens ``(batch, n, dim)`` → scores ``(batch, n)``, or ``(batch, R, n)`` for R routes."""
-        dtype = torch.promote_types(x.dtype, torch.float32)
-        weight = self.weight if self.num_routes > 1 else self.weight[0]
-        dot = weighted_sum(x, weight, out_dtype=dtype)
-        # x/rms(x)/√d = x/|x|: the two passes over x leave nothing of x's size behind
-        square = torch.linalg.vector_norm(x, dim=-1, dtype=dtype).square()
-        inverse = torch.rsqrt(square + self.dim * NORM_EPS)
-        scores = dot * inverse if self.num_routes == 1 else (dot * inverse[..., None]).mT
+        return self.scaled(score(x, self.vectors(), eps=NORM_EPS))
+
+    def vectors(self) -> Tensor:
+        """What `onepass.ops.routing.op.score` takes: ``(dim,)``, or ``(R, dim)`` for R routes."""
+        return self.weight if self.num_routes > 1 else self.weight.view(self.dim)
+
+    def scaled(self, scores: Tensor) -> Tensor:
+        """Scores of this router from those that `onepass.ops.routing.op.score` gives."""
         if self.score == "cosine":
-            length = torch.linalg.vector_norm(self.weight, dim=-1, dtype=dtype)
-            scores = scores * (math.sqrt(self.dim) / (length if self.num_routes == 1 else length[:, None]))
+            length = torch.linalg.vector_norm(self.weight, dim=-1, dtype=scores.dtype)
+            scores = scores / (length if self.num_routes == 1 else length[:, None])
         return scores
 
     def forward(self, x: Tensor, k: int, mask: Tensor | None = None) -> RouterOutput:
-        self._check(x, k, mask)
-        scores = self.scores(x)
-        k = min(k, x.shape[1])
+        self.check(x, k, mask)
+        return self.decide(self.scores(x), k, mask)
+
+    def decide(self, scores: Tensor, k: int, mask: Tensor | None = None) -> RouterOutput:
+        """Choose and gate by the scores of this router; the arguments have been checked."""
+        k = min(k, scores.shape[-1])
         if k == 0:
             none = scores[..., :0]
             return RouterOutput(none.long(), none, scores)
@@ -134,7 +146,13 @@ class Router(nn.Module):
         chosen = choose(scores, k, self.eps, mask, self.kind, self.gate == "straight_through")
         return RouterOutput(chosen.indices, chosen.gates, scores)
 
-    def _check(self, x: Tensor, k: int, mask: Tensor | None) -> None:
+    def explores(self, k: int, n: int) -> bool:
+        """Whether a backward pass over k of n tokens will also be taught by tokens that were not chosen."""
+        asked = self.training and self.explore > 0 and 0 < k < n
+        return asked and torch.is_grad_enabled() and self.weight.requires_grad
+
+    def check(self, x: Tensor, k: int, mask: Tensor | None) -> None:
+        """Refuse what :meth:`forward` can't take."""
         check.floating("Router", "x", x)
         if x.dim() != 3 or x.shape[-1] != self.dim:
             raise ValueError(f"Router: x must be (batch, n, {self.dim}), got {tuple(x.shape)}")
@@ -153,5 +171,5 @@ class Router(nn.Module):
     def extra_repr(self) -> str:
         return (
             f"{self.dim}, num_routes={self.num_routes}, eps={self.eps}, kind={self.kind!r}, score={self.score!r}, "
-            f"gate={self.gate!r}"
+            f"gate={self.gate!r}, explore={self.explore}"
         )

@@ -1,0 +1,280 @@
+"""`RoutedAttention`: near tokens see each other; a few queries, routed, attend to a few routed keys from anywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from onepass.core.eager import plain
+from onepass.ops.routing.op import gather, scatter_add
+from onepass.ops.routing.op_fork import fits, fork
+from onepass.ops.span_attention.op import span_attention
+from onepass.ops.span_attention.op_rotary import rotary
+
+from .attention_node import Plan, near_and_far
+from .causal import CausalRouter, choose_per_block
+from .count import check_count, count
+from .explore import explore
+from .feed_forward import untouched
+from .local_attention import LocalAttention, check_heads, neighbours
+from .norm import RMSNorm
+from .router import NORM_EPS, Router, RouterOutput
+
+Choose = Callable[[Tensor, int, "Tensor | None"], RouterOutput]
+
+
+class AttentionRouting(NamedTuple):
+    """What `RoutedAttention` and `RoutedCrossAttention` chose: two `RouterOutput`.
+
+    Attributes:
+        q: the tokens that attend, and the gates on what they get.
+        kv: the tokens (cross-attention: memories) that they attend to, and the gates on the values.
+    """
+
+    q: RouterOutput
+    kv: RouterOutput
+
+
+class HeavyAttention(nn.Module):
+    """Attention of chosen queries (batch, k_q, dim) to chosen memories (batch, k_kv, dim), both normed; gated values.
+
+    It returns ``out(attention) − null``: what a token gets on top of the `null` vector that every token gets.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        dim_head: int,
+        *,
+        dim_context: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.heads, self.dim_head = heads, dim_head
+        dim_context = dim if dim_context is None else dim_context
+        inner = heads * dim_head
+        self.norm_q = RMSNorm(dim, device=device, dtype=dtype)
+        self.norm_kv = RMSNorm(dim_context, device=device, dtype=dtype)
+        self.q = nn.Linear(dim, inner, bias=False, device=device, dtype=dtype)
+        self.kv = nn.Linear(dim_context, 2 * inner, bias=False, device=device, dtype=dtype)
+        self.out = nn.Linear(inner, dim, bias=False, device=device, dtype=dtype)
+
+    def forward(
+        self,
+        queries: Tensor,
+        memories: Tensor,
+        routing: AttentionRouting,
+        null: Tensor,
+        last: Tensor,
+        *,
+        turned: bool,
+        mask: Tensor | None,
+    ) -> Tensor:
+        q = self.q(queries).unflatten(-1, (self.heads, self.dim_head))
+        k, v = self.kv(memories).unflatten(-1, (2, self.heads, self.dim_head)).unbind(2)
+        if turned:
+            # a missing token (−1) has some angle as well; nobody looks at it
+            q, k = rotary(q, routing.q.indices), rotary(k, routing.kv.indices)
+        # the gate scales what a token says, not how loudly it is heard: no term inside the softmax, so flash attention
+        # needs no bias, and a token whose gate falls to 0 falls silent
+        v = v * routing.kv.gates.to(v.dtype)[..., None, None]
+        y = span_attention(q, k, v, torch.zeros_like(last), last, mask=mask)
+        return F.linear(y.flatten(2), self.out.weight, -null)
+
+
+class RoutedAttention(nn.Module):
+    r"""Local attention for every token; for k_q routed tokens also attention to k_kv routed tokens from anywhere.
+
+    .. math::
+        y_i = \mathrm{local}(x)_i + (1 - g_i)\,\nu + g_i\,
+              \mathrm{out}\Big(\sum_{j \in K} \mathrm{softmax}_j(q_i\cdot k_j)\, h_j v_j\Big)
+
+    with g the gates of the routed queries (0 for all others), h those of the routed keys and values K, and ν the
+    learned output (`null`) of tokens that are not routed. Both branches norm their own inputs and turn queries and
+    keys by the rotary angles of the original positions. There is no residual inside: write ``x + attention(x)``.
+
+    With ``causal=True`` no output depends on a later token, bit for bit: local windows look back alone; queries are
+    chosen by a running threshold (`CausalRouter`); keys and values by a quota ``max(1, round(window·k_kv/n))`` of
+    every window, chosen when it is complete, and a query of window b sees the choices of the windows before b, which
+    are the first entries of one list: nothing is copied per window.
+
+    Args:
+        dim: width of the tokens.
+        k_q, k_kv: how many tokens attend, and how many are attended to: ints, or shares 0 < k ≤ 1 of n (see `Routed`).
+        heads, dim_head: heads of the heavy branch, and their channels (even).
+        light_heads: heads of the local attention; default: heads.
+        window: tokens of a local window (see `LocalAttention`).
+        causal: for language models.
+        router_q, router_kv: default `Router` (causal queries: `CausalRouter`); modules with their call signature and
+            one route. With causal, router_kv is called on windows as if each were a sequence, and router_q must
+            return its choice in the order of the tokens.
+        device, dtype: of all parameters.
+
+    Shapes: ``attention(x, mask=None)`` with x ``(batch, n, dim)`` of any float dtype, mask ``(batch, n)`` bool, True
+    at real tokens, gives y like x; ``attention(x, mask, return_routing=True)`` gives ``(y, AttentionRouting)``.
+    Masked tokens are neither chosen nor seen. No row's output depends on another row.
+
+    Raises:
+        TypeError: k_q or k_kv is neither int nor float.
+        ValueError: a size is out of range.
+
+    Source: CoLT5 (arXiv:2303.09752).
+
+    Example:
+        >>> import torch
+        >>> from onepass.nn import RoutedAttention
+        >>> attention = RoutedAttention(32, k_q=1 / 16, k_kv=1 / 8, heads=2, dim_head=16, window=16)
+        >>> y, routing = attention(torch.randn(2, 128, 32), return_routing=True)
+        >>> y.shape, routing.q.indices.shape, routing.kv.indices.shape
+        (torch.Size([2, 128, 32]), torch.Size([2, 8]), torch.Size([2, 16]))
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        k_q: int | float,
+        k_kv: int | float,
+        *,
+        heads: int = 8,
+        dim_head: int = 64,
+        light_heads: int | None = None,
+        window: int = 128,
+        causal: bool = False,
+        router_q: nn.Module | None = None,
+        router_kv: nn.Module | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        check_heads("RoutedAttention", dim, heads, dim_head)
+        check_count("RoutedAttention", "k_q", k_q)
+        check_count("RoutedAttention", "k_kv", k_kv)
+        self.dim, self.k_q, self.k_kv, self.window, self.causal = dim, k_q, k_kv, window, causal
+        self.light = LocalAttention(
+            dim, heads=light_heads or heads, dim_head=dim_head, window=window, causal=causal, device=device, dtype=dtype
+        )
+        self.heavy = HeavyAttention(dim, heads, dim_head, device=device, dtype=dtype)
+        if router_q is None:
+            router_q = (
+                CausalRouter(dim, block=window, device=device, dtype=dtype)
+                if causal
+                else Router(dim, device=device, dtype=dtype)
+            )
+        self.router_q = router_q
+        self.router_kv = router_kv or Router(dim, device=device, dtype=dtype)
+        self.null = nn.Parameter(torch.zeros(dim, device=device, dtype=dtype))
+
+    def forward(
+        self, x: Tensor, mask: Tensor | None = None, return_routing: bool = False
+    ) -> Tensor | tuple[Tensor, AttentionRouting]:
+        if x.dim() != 3 or x.shape[-1] != self.dim:
+            raise ValueError(f"RoutedAttention: x must be (batch, n, {self.dim}), got {tuple(x.shape)}")
+        dtype = self._fused_dtype(x, mask)
+        y, routing = self._composed(x, mask) if dtype is None else self._fused(x, mask, dtype)
+        y = explore(y, x, self.router_q, routing.q.indices.shape[1], mask).view(x.shape)
+        return (y, routing) if return_routing else y
+
+    def _composed(self, x: Tensor, mask: Tensor | None) -> tuple[Tensor, AttentionRouting]:
+        """The output as (batch·n, dim), module by module."""
+        routing = self._choose(self.router_q, self.router_kv, x, x, mask)
+        y = self.light.rows(self.light.norm(x), mask, self.null)
+        q, kv = routing.q.indices, routing.kv.indices
+        if q.shape[1] and kv.shape[1]:
+            heavy = self.heavy
+            tokens = heavy.norm_q(gather(x, q)), heavy.norm_kv(gather(x, kv))
+            last, seen = self._seen(routing, x.shape[1], mask)
+            update = heavy(*tokens, routing, self.null, last, turned=True, mask=seen)
+            y = scatter_add(y, update, routing.q.gates, q, inplace=plain())
+        return y, routing
+
+    def _choose(
+        self, choose_q: Choose, choose_kv: Choose, of_q: Tensor, of_kv: Tensor, mask: Tensor | None
+    ) -> AttentionRouting:
+        """Routing by routers called with tokens, or by their `decide` called with scores."""
+        n = of_q.shape[1]
+        k_q, k_kv = count(self.k_q, n), count(self.k_kv, n)
+        q = choose_q(of_q, k_q, mask)
+        if not self.causal or k_kv == 0:
+            return AttentionRouting(q, choose_kv(of_kv, k_kv, mask))
+        quota = min(self.window, max(1, round(self.window * k_kv / n)))
+        return AttentionRouting(q, choose_per_block(choose_kv, of_kv, quota, self.window, mask))
+
+    def _fused(self, x: Tensor, mask: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, AttentionRouting]:
+        """The same in two autograd nodes: one read of x norms it and scores it twice, one node does the rest."""
+        light, heavy, q, kv, n = self.light, self.heavy, self.router_q, self.router_kv, x.shape[1]
+        assert isinstance(q, Router)
+        assert isinstance(kv, Router)
+        q.check(x, 0, mask)
+        eps = light.norm.eps
+        if eps is None:
+            eps = torch.finfo(torch.float64 if x.dtype == torch.float64 else torch.float32).eps
+        # the choice is made in fp32 whatever the branches compute in
+        with torch.autocast(x.device.type, enabled=False):
+            room = 2 * max(self._length_kv(n), count(self.k_q, n))
+            vectors = torch.cat((q.weight, kv.weight))
+            forked = fork(x, light.norm.weight, vectors, eps=eps, score_eps=NORM_EPS, dtype=dtype, k=room)
+            of_q, of_kv = forked.scores.unbind(1)
+            routing = self._choose(q.decide, kv.decide, q.scaled(of_q), kv.scaled(of_kv), mask)
+        last, seen = self._seen(routing, n, mask)
+        first_near, last_near = neighbours(n, light.window, light.causal, x.device)
+        plan = Plan(
+            mask, first_near[None], last_near[None], seen, last.view(-1, last.shape[-1]).to(torch.int32),
+            light.heads, heavy.heads, heavy.dim_head, eps,
+        )  # fmt: skip
+        weights = (
+            heavy.norm_q.weight, heavy.norm_kv.weight, self.null, light.qkv.weight, light.out.weight, heavy.q.weight,
+            heavy.kv.weight, heavy.out.weight,
+        )  # fmt: skip
+        gates, indices = (routing.q.gates, routing.kv.gates), (routing.q.indices, routing.kv.indices)
+        return near_and_far(forked, x, gates, indices, weights, plan), routing
+
+    def _seen(self, routing: AttentionRouting, n: int, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """How many of the chosen keys each chosen query sees, and which of them are there (None: all)."""
+        q, kv = routing.q.indices, routing.kv.indices
+        there = kv >= 0 if mask is not None or (self.causal and n % self.window != 0) else None
+        if not self.causal:
+            return torch.full(q.shape[1:], kv.shape[1], dtype=torch.int32, device=q.device), there
+        quota = kv.shape[1] // -(-n // self.window)
+        # missing queries come last: as they see everything, the numbers never decrease
+        return torch.where(q >= 0, q // self.window * quota, kv.shape[1]), there
+
+    def _length_kv(self, n: int) -> int:
+        """How many keys and values are chosen of n tokens, missing ones included."""
+        k = count(self.k_kv, n)
+        if not self.causal or k == 0:
+            return k
+        return -(-n // self.window) * min(self.window, max(1, round(self.window * k / n)))
+
+    def _fused_dtype(self, x: Tensor, mask: Tensor | None) -> torch.dtype | None:
+        """What the branches compute in where `fork` can stand in for norms, scores and gathers of their own.
+
+        None where it can't: something else looks at the call (a compiler, a transform, a hook), the routers are not
+        ours, or there is nothing to choose.
+        """
+        if not (plain(x, mask) and x.numel() and self.k_q and self.k_kv and fits(x.shape[-1])):
+            return None
+        q, kv, light, heavy = self.router_q, self.router_kv, self.light, self.heavy
+        if type(q) not in (Router, CausalRouter) or type(kv) is not Router or not untouched(*self.modules()):
+            return None
+        if {type(m) for m in self.modules()} - _KINDS or q.num_routes != 1 or kv.num_routes != 1:
+            return None
+        norms = light.norm, heavy.norm_q, heavy.norm_kv
+        if len({norm.eps for norm in norms}) > 1 or not plain(*self.parameters()):
+            return None
+        dtypes = {w.dtype for w in self.parameters()}
+        if torch.is_autocast_enabled(x.device.type):
+            return None if torch.float64 in (x.dtype, *dtypes) else torch.get_autocast_dtype(x.device.type)
+        return x.dtype if dtypes == {x.dtype} else None
+
+    def extra_repr(self) -> str:
+        return f"{self.dim}, k_q={self.k_q}, k_kv={self.k_kv}, window={self.window}, causal={self.causal}"
+
+
+# what the fused form knows how to stand in for
+_KINDS = {RoutedAttention, LocalAttention, HeavyAttention, Router, CausalRouter, RMSNorm, nn.Linear}

@@ -1,0 +1,116 @@
+"""`RoutedBlock`: routed attention, then a routed feed-forward, each added to the residual stream."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .attention import AttentionRouting, RoutedAttention
+from .causal import CausalRouter
+from .count import check_count
+from .routed import RoutedFeedForward
+from .router import RouterOutput
+
+
+class BlockRouting(NamedTuple):
+    """What a `RoutedBlock` chose.
+
+    Attributes:
+        attention: an `AttentionRouting`: queries, and keys with values.
+        feed_forward: the `RouterOutput` of the feed-forward.
+    """
+
+    attention: AttentionRouting
+    feed_forward: RouterOutput
+
+
+class RoutedBlock(nn.Module):
+    r"""A transformer block that spends heavy compute on k tokens: ``h = x + attention(x)``, ``y = h + ff(h)``.
+
+    `RoutedAttention` and `RoutedFeedForward` with pre-norm residuals (the norms are inside, one per branch).
+
+    Args:
+        dim: width of the tokens.
+        k: how many tokens the heavy feed-forward sees: an int, or a share 0 < k ≤ 1 of n.
+        k_q: how many queries the heavy attention sees; default: k.
+        k_kv: how many keys and values it sees; default: 2·k (a share: at most 1).
+        heads, dim_head, light_heads, window: as `RoutedAttention`.
+        light_mult, heavy_mult, bias: as `RoutedFeedForward`.
+        causal: no output depends on a later token: for language models.
+        device, dtype: of all parameters.
+
+    Shapes: ``block(x, mask=None)`` with x ``(batch, n, dim)`` of any float dtype, mask ``(batch, n)`` bool, True at
+    real tokens, gives y like x; ``block(x, mask, return_routing=True)`` gives ``(y, BlockRouting)``. Works under
+    autocast, `torch.compile` and activation checkpointing.
+
+    Raises:
+        TypeError: a k is neither int nor float.
+        ValueError: a size is out of range.
+
+    Source: CoLT5 (arXiv:2303.09752).
+
+    Example:
+        >>> import torch
+        >>> from onepass.nn import RoutedBlock
+        >>> block = RoutedBlock(32, k=1 / 16, heads=2, dim_head=16, window=16)
+        >>> mask = torch.arange(128) < torch.tensor([[128], [90]])
+        >>> y, routing = block(torch.randn(2, 128, 32), mask, return_routing=True)
+        >>> y.shape, routing.feed_forward.indices.shape, routing.attention.kv.indices.shape
+        (torch.Size([2, 128, 32]), torch.Size([2, 8]), torch.Size([2, 16]))
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        k: int | float,
+        *,
+        k_q: int | float | None = None,
+        k_kv: int | float | None = None,
+        heads: int = 8,
+        dim_head: int = 64,
+        light_heads: int | None = None,
+        window: int = 128,
+        light_mult: float = 0.5,
+        heavy_mult: float = 4,
+        bias: bool = True,
+        causal: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        check_count("RoutedBlock", "k", k)
+        if k_kv is None:
+            k_kv = min(1.0, 2 * k) if isinstance(k, float) else 2 * k
+        self.attention = RoutedAttention(
+            dim,
+            k if k_q is None else k_q,
+            k_kv,
+            heads=heads,
+            dim_head=dim_head,
+            light_heads=light_heads,
+            window=window,
+            causal=causal,
+            device=device,
+            dtype=dtype,
+        )
+        self.feed_forward = RoutedFeedForward(
+            dim,
+            k,
+            light_mult=light_mult,
+            heavy_mult=heavy_mult,
+            router=CausalRouter(dim, block=window, device=device, dtype=dtype) if causal else None,
+            bias=bias,
+            device=device,
+            dtype=dtype,
+        )
+
+    def forward(
+        self, x: Tensor, mask: Tensor | None = None, return_routing: bool = False
+    ) -> Tensor | tuple[Tensor, BlockRouting]:
+        y, attention = self.attention(x, mask, return_routing=True)
+        x = x + y
+        y, feed_forward = self.feed_forward(x, mask, return_routing=True)
+        x = x + y
+        return (x, BlockRouting(attention, feed_forward)) if return_routing else x

@@ -1,0 +1,176 @@
+"""What the modules are measured against: `onepass bench routing` takes these along with the operators' cases.
+
+They are not in the operator's spec because operators know nothing of modules. Weights differ between implementations,
+so results are not compared; the byte floor is a formal one (x, y and their gradients).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from onepass.core.spec import Case, Impl, Missing, Prepared, optional
+
+from .attention import RoutedAttention
+from .block import RoutedBlock
+from .feed_forward import FeedForward
+from .norm import RMSNorm
+from .routed import RoutedFeedForward
+
+RIVALS = {"colt5_attention": "colt5-attention"}
+
+
+@contextlib.contextmanager
+def _tf32() -> Iterator[None]:
+    """What fp32 training on such a GPU takes for its matrix products, ours and the rivals'."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def both_passes(module: Callable[[], nn.Module], x: Tensor, autocast: bool, tf32: bool = False) -> Prepared:
+    """Forward and backward of a module built when its turn comes, with gradients of x and of all parameters."""
+
+    def build() -> Callable[[], Any]:
+        layer = module().to(x.device)
+        wanted = (x, *layer.parameters())
+
+        def forward() -> Tensor:
+            with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+                return layer(x)  # type: ignore[no-any-return]
+
+        dy = torch.randn_like(forward().detach())
+
+        def run() -> None:
+            # as a training step does: gradients of the last one are gone, new ones are written
+            with _tf32() if tf32 else contextlib.nullcontext():
+                torch.autograd.grad(forward(), wanted, dy, allow_unused=True)
+
+        return run
+
+    return Prepared(build)
+
+
+def graphed(passes: Prepared) -> Prepared:
+    """The replay of a CUDA graph of both passes: what is left when the host costs nothing."""
+
+    def build() -> Callable[[], Any]:
+        # autograd runs a backward pass on the stream of its forward pass: both belong on the stream of the capture
+        new_stream: Any = torch.cuda.Stream
+        stream, graph = new_stream(), torch.cuda.CUDAGraph()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            run = passes.build()
+            for _ in range(3):
+                run()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph, stream=stream):
+            run()
+        return graph.replay
+
+    return Prepared(build)
+
+
+def _feed_forward(batch: int, n: int, dim: int, dtype: torch.dtype) -> Case:
+    autocast = dtype == torch.bfloat16
+
+    def make() -> Mapping[str, Impl]:
+        x = torch.randn(batch, n, dim, device="cuda", requires_grad=True)
+
+        def of(module: Callable[[], nn.Module]) -> Prepared:
+            return both_passes(module, x, autocast, tf32=not autocast)
+
+        ours, dense = of(lambda: RoutedFeedForward(dim, 1 / 16)), of(lambda: FeedForward(dim, 4 * dim))
+        impls: dict[str, Impl] = {
+            "onepass": ours,
+            "dense": dense,
+            "light alone": of(lambda: FeedForward(dim, dim // 2)),
+        }
+        if autocast:
+            return impls | {"onepass, CUDA graph": graphed(ours), "dense, CUDA graph": graphed(dense)}
+        # its kernels know fp32 alone: under autocast it fails
+        colt5 = optional("colt5_attention")
+        for kernel in (False, True):
+            name = "colt5 triton" if kernel else "colt5 eager"
+            options = {"num_heavy_tokens": n // 16, "use_triton": kernel}
+            impls[name] = (
+                Missing("colt5-attention")
+                if colt5 is None
+                else of(lambda o=options: colt5.ConditionalRoutedFeedForward(dim, **o))  # type: ignore[misc]
+            )
+        return impls
+
+    floor = 4 * batch * n * dim * dtype.itemsize
+    params = {"batch": batch, "n": n, "dim": dim, "k": n // 16}
+    return Case("routed_feed_forward", "forward+backward", params, dtype, floor, make)
+
+
+class DenseBlock(nn.Module):
+    """What a `RoutedBlock` stands in for: flash attention of all to all, a dense feed-forward 4 times as wide."""
+
+    def __init__(self, dim: int, heads: int = 8, dim_head: int = 64) -> None:
+        super().__init__()
+        self.heads, self.dim_head = heads, dim_head
+        self.norm = RMSNorm(dim)
+        self.qkv = nn.Linear(dim, 3 * heads * dim_head, bias=False)
+        self.out = nn.Linear(heads * dim_head, dim, bias=False)
+        self.feed_forward = FeedForward(dim, 4 * dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, self.heads, self.dim_head)).permute(2, 0, 3, 1, 4)
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        return x + self.feed_forward(x)  # type: ignore[no-any-return]
+
+
+def _block(n: int, dim: int, dtype: torch.dtype, causal: bool) -> Case:
+    """k_q = k = n/16, k_kv = n/8; the residual stream in fp32, in bf16 the branches under autocast, in fp32 TF32."""
+    autocast, batch = dtype == torch.bfloat16, 2
+
+    def make() -> Mapping[str, Impl]:
+        x = torch.randn(batch, n, dim, device="cuda", requires_grad=True)
+
+        def impl(module: Callable[[], nn.Module]) -> Prepared:
+            return both_passes(module, x, autocast, not autocast)
+
+        impls: dict[str, Impl] = {"onepass": impl(lambda: RoutedBlock(dim, 1 / 16, k_kv=1 / 8, causal=causal))}
+        if autocast:
+            if not causal:
+                impls["dense flash"] = impl(lambda: DenseBlock(dim))
+                impls["attention alone"] = impl(lambda: RoutedAttention(dim, 1 / 16, 1 / 8))
+            return impls
+        # its kernels know fp32 alone: under autocast it fails
+        colt5 = optional("colt5_attention")
+        names = "num_heavy_ff_tokens", "num_heavy_attn_tokens_q", "num_heavy_attn_tokens_kv"
+        counts = dict(zip(names, (n // 16, n // 16, n // 8), strict=True))
+        impls["colt5 triton"] = (
+            Missing("colt5-attention")
+            if colt5 is None
+            else impl(lambda: colt5.ConditionalRoutedTransformerBlock(dim, use_triton=True, **counts))
+        )
+        return impls
+
+    params = {"batch": batch, "n": n, "dim": dim, "k": n // 16, "causal": causal}
+    return Case("routed_block", "forward+backward", params, dtype, 4 * batch * n * dim * dtype.itemsize, make)
+
+
+def _cases() -> Iterator[Case]:
+    for n in (32768, 8192):
+        for dim in (1024, 512):
+            yield _block(n, dim, torch.bfloat16, False)
+    yield _block(32768, 1024, torch.bfloat16, True)
+    yield _block(32768, 1024, torch.float32, False)
+    for dtype in (torch.bfloat16, torch.float32):
+        for n in (32768, 8192):
+            for dim in (1024, 512):
+                yield _feed_forward(2, n, dim, dtype)
+
+
+CASES: Mapping[str, Sequence[Case]] = {"routing": list(_cases())}

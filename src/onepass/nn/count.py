@@ -1,0 +1,18 @@
+"""How many of n tokens to choose: an int, or a share of n."""
+
+from __future__ import annotations
+
+
+def check_count(module: str, name: str, k: int | float) -> None:
+    """Refuse anything but an int ≥ 0 or a float 0 < k ≤ 1."""
+    if isinstance(k, bool) or not isinstance(k, (int, float)):
+        raise TypeError(f"{module}: {name} must be an int or a float, got {type(k).__name__}")
+    if (isinstance(k, int) and k < 0) or (isinstance(k, float) and not 0 < k <= 1):
+        raise ValueError(f"{module}: {name} must be an int ≥ 0 or a share 0 < {name} ≤ 1 of n, got {k}")
+
+
+def count(k: int | float, n: int) -> int:
+    """At most n of n tokens for an int, ``max(1, round(k·n))`` for a share, none of none."""
+    if isinstance(k, int) or n == 0:
+        return min(int(k), n)
+    return max(1, round(k * n))

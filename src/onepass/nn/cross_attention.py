@@ -1,0 +1,117 @@
+"""`RoutedCrossAttention`: a few routed tokens read a few routed memories out of a million."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from onepass.core.eager import plain
+from onepass.ops.routing.op import gather, scatter_add
+
+from .attention import AttentionRouting, HeavyAttention
+from .count import check_count, count
+from .explore import explore
+from .local_attention import check_heads
+from .router import Router, RouterOutput
+
+
+class RoutedCrossAttention(nn.Module):
+    r"""k_q routed tokens attend to k_kv routed memories; all other tokens get a learned vector.
+
+    .. math::
+        y_i = (1 - g_i)\,\nu + g_i\,
+              \mathrm{out}\Big(\sum_{j \in K} \mathrm{softmax}_j(q_i\cdot k_j)\, h_j v_j\Big)
+
+    with g the gates of the routed tokens (0 for all others), h those of the routed memories K, and ν (`null`)
+    learned. A memory is read once, to be scored; only the k_kv chosen ones are gathered, normed and projected, so a
+    million of them cost one pass over their bytes. Two sequences share no positions: nothing is rotated here.
+    There is no residual inside: write ``x + attention(x, context)``.
+
+    Args:
+        dim: width of the tokens.
+        k_q, k_kv: how many tokens attend, and to how many memories: ints, or shares 0 < k ≤ 1 of the tokens and of
+            the memories (see `Routed`).
+        heads, dim_head: number of heads, and channels of each (even).
+        dim_context: width of the memories; default: dim.
+        router_q, router_kv: default `Router`; modules with its call signature and one route.
+        device, dtype: of all parameters.
+
+    Shapes: ``attention(x, context, mask=None, context_mask=None)`` with x ``(batch, n, dim)``, context ``(batch, m,
+    dim_context)``, mask ``(batch, n)`` and context_mask ``(batch, m)`` bool, True at what is real, gives y like x;
+    with ``return_routing=True`` ``(y, AttentionRouting)``. What is masked is neither chosen nor seen. A row without
+    memories gives its tokens ``(1 − g)·null``.
+
+    Raises:
+        TypeError: k_q or k_kv is neither int nor float.
+        ValueError: a size is out of range, or x and context don't fit together.
+
+    Source: CoLT5 (arXiv:2303.09752).
+
+    Example:
+        >>> import torch
+        >>> from onepass.nn import RoutedCrossAttention
+        >>> attention = RoutedCrossAttention(32, k_q=8, k_kv=64, heads=2, dim_head=16)
+        >>> attention(torch.randn(2, 100, 32), torch.randn(2, 5000, 32)).shape
+        torch.Size([2, 100, 32])
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        k_q: int | float,
+        k_kv: int | float,
+        *,
+        heads: int = 8,
+        dim_head: int = 64,
+        dim_context: int | None = None,
+        router_q: nn.Module | None = None,
+        router_kv: nn.Module | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        check_heads("RoutedCrossAttention", dim, heads, dim_head)
+        check_count("RoutedCrossAttention", "k_q", k_q)
+        check_count("RoutedCrossAttention", "k_kv", k_kv)
+        self.dim, self.k_q, self.k_kv = dim, k_q, k_kv
+        self.dim_context = dim if dim_context is None else dim_context
+        self.heavy = HeavyAttention(dim, heads, dim_head, dim_context=self.dim_context, device=device, dtype=dtype)
+        self.router_q = router_q or Router(dim, device=device, dtype=dtype)
+        self.router_kv = router_kv or Router(self.dim_context, device=device, dtype=dtype)
+        self.null = nn.Parameter(torch.zeros(dim, device=device, dtype=dtype))
+
+    def forward(
+        self,
+        x: Tensor,
+        context: Tensor,
+        mask: Tensor | None = None,
+        context_mask: Tensor | None = None,
+        return_routing: bool = False,
+    ) -> Tensor | tuple[Tensor, AttentionRouting]:
+        if x.dim() != 3 or x.shape[-1] != self.dim:
+            raise ValueError(f"RoutedCrossAttention: x must be (batch, n, {self.dim}), got {tuple(x.shape)}")
+        if context.dim() != 3 or context.shape[0] != x.shape[0] or context.shape[-1] != self.dim_context:
+            raise ValueError(
+                f"RoutedCrossAttention: context must be ({x.shape[0]}, m, {self.dim_context}), "
+                f"got {tuple(context.shape)}"
+            )
+        q: RouterOutput = self.router_q(x, count(self.k_q, x.shape[1]), mask)
+        kv: RouterOutput = self.router_kv(context, count(self.k_kv, context.shape[1]), context_mask)
+        routing = AttentionRouting(q, kv)
+        k_kv = kv.indices.shape[1]
+        update = self.heavy(
+            self.heavy.norm_q(gather(x, q.indices)),
+            self.heavy.norm_kv(gather(context, kv.indices)),
+            routing,
+            self.null,
+            torch.full(q.indices.shape[1:], k_kv, dtype=torch.int32, device=x.device),
+            turned=False,
+            mask=None if context_mask is None else kv.indices >= 0,
+        )
+        y = self.null.to(update.dtype).repeat(x.shape[0] * x.shape[1], 1)
+        y = scatter_add(y, update, q.gates, q.indices, inplace=plain())
+        y = explore(y, x, self.router_q, q.indices.shape[1], mask).view(x.shape)
+        return (y, routing) if return_routing else y
+
+    def extra_repr(self) -> str:
+        return f"{self.dim}, k_q={self.k_q}, k_kv={self.k_kv}"

@@ -1,0 +1,92 @@
+"""`LocalAttention`: every token attends to the tokens near it; the light branch of `RoutedAttention`."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from onepass.ops.span_attention.op_rotary import rotary_attention
+
+from .norm import RMSNorm
+
+
+def neighbours(n: int, window: int, causal: bool, device: torch.device) -> tuple[Tensor, Tensor]:
+    """First and last + 1 of the tokens that each of n tokens sees: its window, the one before, and the one after.
+
+    With `causal` there is no window after, and nothing after the token itself.
+    """
+    i = torch.arange(n, device=device, dtype=torch.int32)
+    start = i // window * window
+    return (start - window).clamp_min(0), i + 1 if causal else (start + 2 * window).clamp_max(n)
+
+
+class LocalAttention(nn.Module):
+    r"""Attention within windows: a token sees its own window, the one before and, unless causal, the one after.
+
+    ``y = out(attention(rotary(qkv(rms_norm(x)))))``; token i sees the tokens of the windows ⌊i/w⌋ − 1 to ⌊i/w⌋ + 1
+    (causal: those of ⌊i/w⌋ − 1 and ⌊i/w⌋ up to itself). There is no residual inside.
+
+    Args:
+        dim: width of the tokens.
+        heads, dim_head: number of heads, and channels of each (even).
+        window: tokens of a window, w.
+        causal: no token sees a later one.
+        device, dtype: of all parameters.
+
+    Shapes: ``attention(x, mask=None)`` with x ``(batch, n, dim)``, mask ``(batch, n)`` bool, True at real tokens,
+    gives y like x. Masked tokens are seen by nobody. Any n, also one that is no multiple of w.
+
+    Raises:
+        ValueError: dim, heads or window < 1, or dim_head odd.
+
+    Source: Beltagy et al., Longformer (arXiv:2004.05150), in blocks as in CoLT5 (arXiv:2303.09752).
+
+    Example:
+        >>> import torch
+        >>> from onepass.nn.local_attention import LocalAttention
+        >>> LocalAttention(32, heads=2, dim_head=16, window=8)(torch.randn(2, 50, 32)).shape
+        torch.Size([2, 50, 32])
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        *,
+        heads: int = 8,
+        dim_head: int = 64,
+        window: int = 128,
+        causal: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        check_heads("LocalAttention", dim, heads, dim_head)
+        if window < 1:
+            raise ValueError(f"LocalAttention: window must be ≥ 1, got {window}")
+        self.heads, self.dim_head, self.window, self.causal = heads, dim_head, window, causal
+        self.norm = RMSNorm(dim, device=device, dtype=dtype)
+        self.qkv = nn.Linear(dim, 3 * heads * dim_head, bias=False, device=device, dtype=dtype)
+        self.out = nn.Linear(heads * dim_head, dim, bias=False, device=device, dtype=dtype)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        return self.rows(self.norm(x), mask).view(x.shape)
+
+    def rows(self, normed: Tensor, mask: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+        """From normed tokens the output as (batch·n, dim), new memory; `bias` (dim,) is in every row."""
+        batch, n, _ = normed.shape
+        qkv = self.qkv(normed).view(batch, n, 3, self.heads, self.dim_head)
+        first, last = neighbours(n, self.window, self.causal, normed.device)
+        y = rotary_attention(qkv, first, last, mask=mask)
+        return F.linear(y.view(batch * n, self.heads * self.dim_head), self.out.weight, bias)
+
+    def extra_repr(self) -> str:
+        return f"heads={self.heads}, dim_head={self.dim_head}, window={self.window}, causal={self.causal}"
+
+
+def check_heads(name: str, dim: int, heads: int, dim_head: int) -> None:
+    """Refuse sizes that no attention has."""
+    if dim < 1 or heads < 1:
+        raise ValueError(f"{name}: dim and heads must be ≥ 1, got {dim} and {heads}")
+    if dim_head < 2 or dim_head % 2:
+        raise ValueError(f"{name}: dim_head must be even (rotary positions turn pairs of channels), got {dim_head}")

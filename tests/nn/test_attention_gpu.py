@@ -1,0 +1,149 @@
+"""Routed attention on CUDA: the CPU's float64 values, the same bits every time, and nobody reads whom they must not."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from onepass.nn import RoutedAttention, RoutedBlock, RoutedCrossAttention
+from onepass.nn.local_attention import neighbours
+from onepass.ops.span_attention.op import span_attention
+from onepass.ops.span_attention.op_rotary import rotary_attention
+from onepass.ops.span_attention.reference import reference
+from onepass.ops.span_attention.torch_rotary import attention_reference
+
+pytestmark = pytest.mark.gpu
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+# relative to the largest value: rounding of inputs, of the probabilities and of the result
+ERROR = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
+
+
+def _worst(actual: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> float:
+    pairs = zip(actual, expected, strict=True)
+    return max(((a.double() - e).abs().max() / e.abs().max()).item() for a, e in pairs)
+
+
+def _mask(n: int) -> Tensor:
+    mask = torch.rand(2, n, device="cuda") < 0.8
+    mask[1, n // 2 :] = False
+    return mask
+
+
+@pytest.mark.parametrize(
+    ("dtype", "width"),
+    [*((dtype, 64) for dtype in DTYPES), *((torch.bfloat16, width) for width in (16, 40, 128)), (torch.float32, 40)],
+)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
+def test_local_windows_of_several_tiles(dtype: torch.dtype, width: int, causal: bool, masked: bool) -> None:
+    n = 700
+    qkv = torch.randn(2, n, 3, 2, width, device="cuda").to(dtype).requires_grad_()
+    first, last = neighbours(n, 100, causal, qkv.device)
+    mask = _mask(n) if masked else None
+    y = rotary_attention(qkv, first, last, mask=mask)
+    dy = torch.randn_like(y)
+    ours = y, *torch.autograd.grad(y, qkv, dy)
+    exact = qkv.detach().double().requires_grad_()
+    z = attention_reference(exact, first, last, mask=mask)
+    assert _worst(ours, (z, *torch.autograd.grad(z, exact, dy.double()))) < ERROR[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_prefixes_of_different_rows(dtype: torch.dtype) -> None:
+    """The shape of causal routing: each query sees the first few of one list of keys."""
+    q, k, v = (torch.randn(2, n, 3, 64, device="cuda").to(dtype).requires_grad_() for n in (300, 530, 530))
+    last = torch.randint(0, 531, (2, 300), device="cuda").sort(-1).values
+    y = span_attention(q, k, v, torch.zeros_like(last), last)
+    dy = torch.randn_like(y)
+    ours = y, *torch.autograd.grad(y, (q, k, v), dy, retain_graph=True)
+    again = torch.autograd.grad(y, (q, k, v), dy)
+    assert all(torch.equal(a, b) for a, b in zip(ours[1:], again, strict=True))
+    exact = [t.detach().double().requires_grad_() for t in (q, k, v)]
+    z = reference(*exact, torch.zeros_like(last), last)
+    assert _worst(ours, (z, *torch.autograd.grad(z, exact, dy.double()))) < ERROR[dtype]
+
+
+def _layers() -> list[nn.Module]:
+    torch.manual_seed(0)
+    sizes = {"heads": 2, "dim_head": 32, "window": 64}
+    return [
+        RoutedAttention(96, 1 / 16, 1 / 8, **sizes),
+        RoutedAttention(96, 1 / 16, 1 / 8, causal=True, **sizes),
+        RoutedBlock(96, 1 / 16, **sizes),
+        RoutedBlock(96, 1 / 16, causal=True, **sizes),
+    ]
+
+
+@pytest.mark.parametrize("which", range(4))
+@pytest.mark.parametrize("masked", [False, True])
+def test_modules_give_the_values_of_the_cpu(which: int, masked: bool) -> None:
+    layer = _layers()[which]
+    x, mask = torch.randn(2, 1000, 96), _mask(1000).cpu() if masked else None
+    expected = copy.deepcopy(layer).double()(x.double(), mask)
+    y = layer.cuda()(x.cuda(), None if mask is None else mask.cuda())
+    torch.testing.assert_close(y.cpu().double(), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("which", range(4))
+def test_the_same_bits_every_time(which: int) -> None:
+    layer = _layers()[which].cuda()
+    x = torch.randn(2, 1000, 96, device="cuda", requires_grad=True)
+    runs = []
+    for _ in range(4):
+        with torch.autocast("cuda", torch.bfloat16):
+            y = layer(x)
+        runs.append((y, *torch.autograd.grad(y.float().square().sum(), [x, *layer.parameters()])))
+    assert all(torch.equal(a, b) for run in runs[1:] for a, b in zip(runs[0], run, strict=True))
+
+
+@pytest.mark.parametrize("which", [1, 3])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_no_later_token_counts(which: int, autocast: bool) -> None:
+    layer = _layers()[which].cuda()
+    x = torch.randn(1, 500, 96, device="cuda")
+    with torch.no_grad(), torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+        before = layer(x)
+        for i in range(0, 500, 7):
+            other = x.clone()
+            other[:, i] = 10 * torch.randn(96, device="cuda")
+            assert torch.equal(layer(other)[:, :i], before[:, :i]), f"token {i} changed an earlier output"
+
+
+@pytest.mark.parametrize("which", range(4))
+def test_isolation_of_sequences_and_padding(which: int) -> None:
+    layer, mask = _layers()[which].cuda(), _mask(1000)
+    x = torch.randn(2, 1000, 96, device="cuda")
+    with torch.no_grad(), torch.autocast("cuda", torch.bfloat16):
+        before = layer(x, mask)
+        other = x.clone()
+        other[~mask] = torch.nan
+        assert torch.equal(layer(other, mask)[mask], before[mask])
+        other[1] = 10 * torch.randn(1000, 96, device="cuda")
+        assert torch.equal(layer(other, mask)[0][mask[0]], before[0][mask[0]])
+
+
+def test_a_memory_of_a_million_tokens_is_read_and_not_projected() -> None:
+    layer = RoutedCrossAttention(128, 64, 512, heads=2, dim_head=32).cuda()
+    x, context = torch.randn(1, 256, 128, device="cuda"), torch.randn(1, 2**20, 128, device="cuda").bfloat16()
+    with torch.autocast("cuda", torch.bfloat16):
+        layer(x, context).sum().backward()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        layer(x, context).sum().backward()
+    # scores, gates and their gradients are a few numbers per memory; its projection would be 256 bytes
+    assert torch.cuda.max_memory_allocated() - before < 2**20 * 128
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_compiled_with_inductor(causal: bool) -> None:
+    torch._dynamo.reset()
+    layer = _layers()[2 + causal].cuda().eval()
+    x = torch.randn(2, 512, 96, device="cuda")
+    y = torch.compile(layer, fullgraph=True)(x)
+    torch.testing.assert_close(y, layer(x), rtol=1e-3, atol=1e-3)
+    y.square().sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in layer.parameters())

@@ -1,0 +1,187 @@
+"""`RoutedBlock`: attention and feed-forward on the residual stream; faults of the public library by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from onepass.nn import CausalRouter, RoutedBlock, RoutedCrossAttention
+from onepass.nn.causal import choose_per_block
+from onepass.nn.router import Router
+
+DIM, WINDOW = 12, 8
+
+
+def _tokens(*shape: int, seed: int = 1) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def _block(causal: bool = False, k: float = 1 / 4, **kwargs: Any) -> RoutedBlock:
+    torch.manual_seed(2)
+    return RoutedBlock(DIM, k, heads=2, dim_head=6, window=WINDOW, causal=causal, **kwargs)
+
+
+def _mask(n: int) -> Tensor:
+    return torch.arange(n) < torch.tensor([[n], [n // 2], [0]])
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
+def test_each_half_is_added_to_the_residual_stream(causal: bool, masked: bool) -> None:
+    block, x = _block(causal).double(), _tokens(3, 20, DIM).double()
+    mask = _mask(20) if masked else None
+    y, routing = block(x, mask, return_routing=True)
+    h, attention = block.attention(x, mask, return_routing=True)
+    h = x + h
+    f, feed_forward = block.feed_forward(h, mask, return_routing=True)
+    torch.testing.assert_close(y, h + f)
+    assert torch.equal(routing.attention.q.indices, attention.q.indices)
+    assert torch.equal(routing.attention.kv.indices, attention.kv.indices)
+    assert torch.equal(routing.feed_forward.indices, feed_forward.indices)
+
+
+class TestK:
+    @pytest.mark.parametrize(
+        ("kwargs", "expected"),
+        [
+            ({"k": 1 / 16}, (1 / 16, 1 / 16, 1 / 8)),
+            ({"k": 0.75}, (0.75, 0.75, 1.0)),
+            ({"k": 6}, (6, 6, 12)),
+            ({"k": 6, "k_q": 3, "k_kv": 5}, (6, 3, 5)),
+            ({"k": 0.5, "k_q": 3}, (0.5, 3, 1.0)),
+        ],
+    )
+    def test_defaults(self, kwargs: dict[str, Any], expected: tuple[float, ...]) -> None:
+        block = _block(**kwargs)
+        assert (block.feed_forward.k, block.attention.k_q, block.attention.k_kv) == expected
+
+    @pytest.mark.parametrize(("k", "error"), [(-1, ValueError), (1.5, ValueError), ("3", TypeError), (None, TypeError)])
+    def test_other_values_are_refused(self, k: Any, error: type[Exception]) -> None:
+        with pytest.raises(error, match="must be an int"):
+            _block(k=k)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_routers_are_found_by_name(causal: bool) -> None:
+    names = {n for n, _ in _block(causal).named_parameters() if "router" in n}
+    assert names == {"attention.router_q.weight", "attention.router_kv.weight", "feed_forward.router.weight"}
+
+
+def test_a_causal_block_routes_queries_and_feed_forward_by_the_past() -> None:
+    block = _block(True)
+    assert isinstance(block.attention.router_q, CausalRouter)
+    assert isinstance(block.feed_forward.router, CausalRouter)
+    assert block.attention.light.causal
+
+
+class TestIsolation:
+    @pytest.mark.parametrize("causal", [False, True])
+    def test_other_sequences(self, causal: bool) -> None:
+        block, x = _block(causal), _tokens(3, 40, DIM)
+        before = block(x)
+        x[1] = 30 * _tokens(40, DIM, seed=9)
+        after = block(x)
+        assert torch.equal(before[[0, 2]], after[[0, 2]])
+
+    @pytest.mark.parametrize("causal", [False, True])
+    @pytest.mark.parametrize("value", [7.0, torch.nan])
+    def test_masked_tokens(self, causal: bool, value: float) -> None:
+        block, x, mask = _block(causal), _tokens(3, 40, DIM), _mask(40)
+        before = block(x, mask)
+        x[~mask] = value
+        assert torch.equal(block(x, mask)[mask], before[mask])
+
+
+class TestModesOfPyTorch:
+    @pytest.mark.parametrize("causal", [False, True])
+    @pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16])
+    def test_autocast(self, causal: bool, x_dtype: torch.dtype) -> None:
+        block, x = _block(causal), _tokens(3, 40, DIM).to(x_dtype).requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            y = block(x, _mask(40))
+        assert y.dtype == x_dtype
+        y.float().square().sum().backward()
+        assert all(p.grad is not None and p.grad.isfinite().all() for p in block.parameters())
+
+    @pytest.mark.parametrize("causal", [False, True])
+    def test_compile(self, causal: bool) -> None:
+        torch._dynamo.reset()
+        block, x, mask = _block(causal).eval(), _tokens(3, 21, DIM), _mask(21)
+        expected, y = block(x, mask), torch.compile(block, fullgraph=True, backend="aot_eager")(x, mask)
+        torch.testing.assert_close(y, expected)
+        dy = _tokens(3, 21, DIM, seed=5)
+        ours = torch.autograd.grad(y, list(block.parameters()), dy)
+        torch.testing.assert_close(ours, torch.autograd.grad(expected, list(block.parameters()), dy))
+
+    @pytest.mark.parametrize("causal", [False, True])
+    def test_checkpoint_repeats_bit_for_bit(self, causal: bool) -> None:
+        block, x = _block(causal), _tokens(3, 40, DIM).requires_grad_()
+        expected = torch.autograd.grad(block(x).square().sum(), [x, *block.parameters()])
+        y = checkpoint(block, x, use_reentrant=False)
+        actual = torch.autograd.grad(y.square().sum(), [x, *block.parameters()])
+        assert all(torch.equal(a, e) for a, e in zip(actual, expected, strict=True))
+
+
+class TestFaultsOfThePublicLibrary:
+    """Those of the eight that the feed-forward can't have; the others are in test_routing_faults.py."""
+
+    @pytest.mark.parametrize("masked", [False, True])
+    def test_fault_1_cross_attention_raises_name_error(self, masked: bool) -> None:
+        layer = RoutedCrossAttention(DIM, 4, 8, heads=2, dim_head=6)
+        mask = _mask(20) if masked else None
+        context_mask = _mask(64) if masked else None
+        assert layer(_tokens(3, 20, DIM), _tokens(3, 64, DIM), mask, context_mask).shape == (3, 20, DIM)
+
+    @pytest.mark.parametrize("n", [16, 20, 3])
+    def test_fault_2_block_wise_routing_raises_index_error(self, n: int) -> None:
+        out = choose_per_block(Router(DIM), _tokens(3, n, DIM), 2, WINDOW, _mask(n))
+        assert out.indices.shape == (3, 2 * -(-n // WINDOW))
+        assert (out.indices < n).all()
+
+    @pytest.mark.parametrize("causal", [False, True])
+    def test_fault_3_several_routes_with_a_batch_read_other_sequences(self, causal: bool) -> None:
+        block, x = _block(causal), _tokens(3, 40, DIM).requires_grad_()
+        (grad,) = torch.autograd.grad(block(x)[1].square().sum(), x)
+        assert grad[1].any()
+        assert not grad[[0, 2]].any()
+
+    def test_fault_4_a_later_token_changes_an_earlier_output(self) -> None:
+        block, x = _block(True), _tokens(1, 48, DIM)
+        before = block(x)
+        for i in range(48):
+            other = x.clone()
+            other[:, i] = 30 * _tokens(DIM, seed=i)
+            assert torch.equal(block(other)[:, :i], before[:, :i])
+
+    @pytest.mark.parametrize("causal", [False, True])
+    def test_fault_5_masked_tokens_are_selected(self, causal: bool) -> None:
+        mask = torch.rand(3, 40, generator=torch.Generator().manual_seed(3)) < 0.3
+        _, routing = _block(causal, k=1 / 2)(_tokens(3, 40, DIM), mask, return_routing=True)
+        for choice in (*routing.attention, routing.feed_forward):
+            assert mask.gather(1, choice.indices.clamp_min(0))[choice.indices >= 0].all()
+            assert not choice.gates[choice.indices < 0].any()
+
+    def test_fault_7_the_documented_configuration_crashes(self) -> None:
+        """The README's block, with a mask, under autocast, and an image as tokens."""
+        block = RoutedBlock(32, k=32, k_q=32, k_kv=64, heads=2, dim_head=16)
+        mask = torch.ones(2, 512, dtype=torch.bool)
+        mask[1, 300:] = False
+        with torch.autocast("cpu", torch.bfloat16):
+            y = block(_tokens(2, 512, 32), mask)
+        y.sum().backward()
+        image = _tokens(2, 32, 8, 8)
+        assert block(image.flatten(2).mT).mT.reshape(image.shape).isfinite().all()
+
+    @pytest.mark.parametrize("causal", [False, True])
+    def test_fault_8_the_default_routers_get_no_gradient(self, causal: bool) -> None:
+        torch.manual_seed(0)
+        block = RoutedBlock(64, 1 / 16, heads=2, dim_head=16, causal=causal).eval()
+        block(torch.randn(1, 2048, 64)).square().sum().backward()
+        for name, p in block.named_parameters():
+            if "router" in name:
+                assert p.grad is not None
+                assert p.grad.norm() > 1e-3, name

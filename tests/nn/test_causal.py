@@ -1,0 +1,190 @@
+"""Language models: no output depends on a later token, bit for bit; the rules that choose without looking ahead."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from onepass.nn import CausalRouter, RoutedAttention, RoutedBlock, RoutedFeedForward, Router
+from onepass.nn.causal import arrivals, choose_per_block, running_threshold
+
+DIM, WINDOW = 16, 8
+
+
+def _tokens(*shape: int, seed: int = 1) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def _attention() -> nn.Module:
+    return RoutedAttention(DIM, 1 / 4, 1 / 4, heads=2, dim_head=8, window=WINDOW, causal=True)
+
+
+def _feed_forward() -> nn.Module:
+    return RoutedFeedForward(DIM, 1 / 4, router=CausalRouter(DIM, block=WINDOW, memory=2 * WINDOW))
+
+
+def _block() -> nn.Module:
+    return RoutedBlock(DIM, 1 / 4, heads=2, dim_head=8, window=WINDOW, causal=True)
+
+
+MODULES = [_attention, _feed_forward, _block]
+
+
+class TestNoLaterTokenCounts:
+    """Every position is perturbed in turn; what stands before it must not change by one bit."""
+
+    @pytest.mark.parametrize("make", MODULES)
+    @pytest.mark.parametrize("n", [5 * WINDOW, 4 * WINDOW + 3])
+    @pytest.mark.parametrize("masked", [False, True])
+    def test_perturbed_positions(self, make: Callable[[], nn.Module], n: int, masked: bool) -> None:
+        torch.manual_seed(3)
+        layer, x = make(), _tokens(2, n, DIM)
+        mask = torch.rand(2, n, generator=torch.Generator().manual_seed(4)) < 0.7 if masked else None
+        before = layer(x, mask)
+        for i in range(n):
+            other = x.clone()
+            # a little, so that choices stay, and enough to turn them over
+            other[:, i] += (0.1, 50.0)[i % 2] * _tokens(2, DIM, seed=10 + i)
+            after = layer(other, mask)
+            assert torch.equal(after[:, :i], before[:, :i]), f"token {i} changed an earlier output"
+            if mask is None:
+                assert not torch.equal(after[:, i], before[:, i])
+
+    @pytest.mark.parametrize("make", MODULES)
+    def test_gradients(self, make: Callable[[], nn.Module]) -> None:
+        """No earlier output has a gradient in a later token."""
+        torch.manual_seed(3)
+        layer, x = make().double(), _tokens(1, 5 * WINDOW, DIM).double().requires_grad_()
+        y = layer(x)
+        for i in range(0, x.shape[1], 3):
+            (grad,) = torch.autograd.grad(y[:, i].sum(), x, retain_graph=True)
+            assert not grad[:, i + 1 :].any()
+            assert grad[:, i].any()
+
+    def test_a_later_window_reads_what_earlier_ones_chose(self) -> None:
+        """Causality is not bought by looking at nothing: far tokens do reach later ones."""
+        torch.manual_seed(3)
+        layer, x = _attention().double(), _tokens(1, 10 * WINDOW, DIM).double().requires_grad_()
+        y, routing = layer(x, return_routing=True)
+        last = int(routing.q.indices.max())
+        assert last >= 3 * WINDOW
+        (grad,) = torch.autograd.grad(y[0, last].sum(), x)
+        far = grad[0, : (last // WINDOW - 1) * WINDOW].abs().sum(-1)
+        chosen = routing.kv.indices[0]
+        assert (far[chosen[chosen < len(far)]] > 0).all()
+
+    def test_the_first_window_is_local_attention_alone(self) -> None:
+        layer, x = _attention(), _tokens(1, 3 * WINDOW, DIM)
+        nn.init.normal_(layer.null)
+        y, routing = layer(x, return_routing=True)
+        gates = torch.zeros(1, 3 * WINDOW).scatter_add(1, routing.q.indices.clamp_min(0), routing.q.gates)
+        nothing = layer.light(x) + layer.null - gates[..., None] * layer.null
+        torch.testing.assert_close(y[:, :WINDOW], nothing[:, :WINDOW])
+
+
+def _threshold(scores: Tensor, k: int, block: int, memory: int, mask: Tensor) -> Tensor:
+    """Token by token, from lists."""
+    out = torch.empty_like(scores)
+    for b, row in enumerate(scores.tolist()):
+        for i in range(len(row)):
+            start = i // block * block
+            past = range(max(0, start - memory), start) if start else range(i)
+            known = sorted((row[j] for j in past if mask[b, j]), reverse=True)
+            rank = len(known) * k // len(row)
+            out[b, i] = known[rank] if rank < len(known) else -math.inf
+    return out
+
+
+@pytest.mark.parametrize(
+    ("n", "block", "memory"), [(64, 8, 16), (61, 8, 64), (5, 8, 8), (40, 1, 7), (8, 8, 8), (1, 4, 4)]
+)
+@pytest.mark.parametrize("k", [1, 5, 16, 64])
+@pytest.mark.parametrize("masked", [False, True])
+def test_threshold_is_the_rank_in_the_past(n: int, block: int, memory: int, k: int, masked: bool) -> None:
+    k = min(k, n)
+    scores = _tokens(3, n)
+    mask = torch.rand(3, n, generator=torch.Generator().manual_seed(5)) < 0.6 if masked else torch.ones(3, n).bool()
+    actual = running_threshold(scores, k, block, memory, mask if masked else None)
+    assert torch.equal(actual, _threshold(scores, k, block, memory, mask))
+
+
+@pytest.mark.parametrize("n", [48, 45, 3])
+@pytest.mark.parametrize("k", [1, 6, 17])
+@pytest.mark.parametrize("share", [0.1, 0.5, 1.0])
+def test_arrivals_keep_to_the_budget(n: int, k: int, share: float) -> None:
+    k, block = min(k, n), 8
+    wants = torch.rand(4, n, generator=torch.Generator().manual_seed(6)) < share
+    actual = arrivals(wants, k, block)
+    assert actual.shape == (4, k)
+    for b in range(4):
+        taken: list[int] = []
+        for i in range(n):
+            seen = min((i // block + 1) * block, n)
+            if wants[b, i] and len(taken) < math.ceil(k * seen / n):
+                taken.append(i)
+        assert actual[b].tolist() == taken + [-1] * (k - len(taken))
+
+
+class TestCausalRouter:
+    def test_the_share_is_kept_on_a_long_sequence(self) -> None:
+        out = CausalRouter(64)(_tokens(2, 8192, 64), 512)
+        assert ((out.indices >= 0).sum(-1) >= 0.9 * 512).all()
+
+    def test_a_shift_of_all_scores_changes_the_choice_little(self) -> None:
+        """The threshold follows: no score level is special."""
+        router = CausalRouter(64)
+        with torch.no_grad():
+            direction = router.weight[0] / router.weight[0].norm()
+        out = router(_tokens(2, 8192, 64) - 3 * direction, 512)
+        assert (out.scores < 0).float().mean() > 0.9
+        assert ((out.indices >= 0).sum(-1) >= 0.9 * 512).all()
+
+    def test_every_chosen_gate_has_a_gradient(self) -> None:
+        router = CausalRouter(64).double()
+        out = router(_tokens(2, 1024, 64).double(), 64)
+        found = out.indices >= 0
+        assert (out.gates[found] > 0.5).all()
+        (grad,) = torch.autograd.grad(out.gates.sum(), out.scores)
+        chosen = grad.gather(1, out.indices.clamp_min(0))
+        # a token without a past has no threshold: its gate is 1
+        assert (chosen[found & (out.indices > 0)] > 0).all()
+
+    def test_all_of_a_sequence(self) -> None:
+        x = _tokens(2, 20, DIM)
+        assert CausalRouter(DIM, block=8, memory=8)(x, 20).indices.tolist() == [list(range(20))] * 2
+
+    @pytest.mark.parametrize(("k", "batch", "n"), [(0, 2, 9), (3, 0, 9), (3, 2, 0)])
+    def test_nothing_to_choose(self, k: int, batch: int, n: int) -> None:
+        out = CausalRouter(DIM)(torch.randn(batch, n, DIM), k)
+        assert out.indices.shape == out.gates.shape == (batch, min(k, n))
+
+    @pytest.mark.parametrize("kwargs", [{"block": 0}, {"block": 8, "memory": 12}, {"block": 8, "memory": 0}])
+    def test_bad_sizes(self, kwargs: dict[str, int]) -> None:
+        with pytest.raises(ValueError, match=r"CausalRouter: (block|memory) must be"):
+            CausalRouter(DIM, **kwargs)
+
+    def test_masked_tokens_count_nowhere(self) -> None:
+        router, x = CausalRouter(DIM, block=8, memory=16), _tokens(2, 64, DIM)
+        mask = torch.rand(2, 64, generator=torch.Generator().manual_seed(7)) < 0.5
+        out = router(x, 16, mask)
+        assert mask.gather(1, out.indices.clamp_min(0))[out.indices >= 0].all()
+        x[~mask] = torch.nan
+        again = router(x, 16, mask)
+        assert torch.equal(again.indices, out.indices)
+        assert torch.equal(again.gates, out.gates)
+
+
+def test_choice_per_block_is_each_blocks_own() -> None:
+    router, x = Router(DIM), _tokens(2, 21, DIM)
+    out = choose_per_block(router, x, 3, 8, None)
+    assert out.indices.shape == (2, 9)
+    for b in range(2):
+        for block in range(3):
+            alone = router(x[b : b + 1, block * 8 : (block + 1) * 8], 3)
+            own = out.indices[b, block * 3 : block * 3 + 3]
+            assert torch.equal(own, alone.indices[0] + block * 8)
+            torch.testing.assert_close(out.gates[b, block * 3 : block * 3 + 3], alone.gates[0])
