@@ -17,16 +17,18 @@ if TYPE_CHECKING:
     from onepass.train.loop import Training
     from onepass.train.run import Run
 
-HELP = "train a routed encoder on text and see which bytes it spends its compute on"
+HELP = "train a routed model on text and see which bytes it spends its compute on"
 TEXT = """\
-Train a routed encoder to guess hidden bytes of the files it is given (15 % of the bytes, all of them behind a mask
-token). Every byte passes a light branch; in each block a router chooses the few that also get a heavy branch.
-Directories are read with all the text files below them. Each whole file is learned from or measured on, by a hash of
-its path. With no PATH it reads the sources of Python's own standard library."""
+Train a routed model on the files it is given: an encoder that guesses hidden bytes (15 % of the bytes, all of them
+behind a mask token), or with --task causal a language model that guesses each byte from those before it. Every byte
+passes a light branch; in each block a router chooses the few that also get a heavy branch. Directories are read with
+all the text files below them. Each whole file is learned from or measured on, by a hash of its path. With no PATH it
+reads the sources of Python's own standard library."""
 EXAMPLES = """\
 examples:
   onepass train                              a few minutes on a CPU; everything is left in runs/<time>
   onepass train ~/notes --out runs/notes     your own text
+  onepass train --task causal --steps 400    a language model, routed by what it has read so far
   onepass train --resume                     go on with the newest run below runs/, as if it had never stopped
   onepass show runs/notes letter.txt         see the routing of any other file
 
@@ -36,7 +38,7 @@ what is left in DIR:
   checkpoint.safetensors      weights, momentum and place; config.json and data.json say what the run is
 """
 # options that decide the result, as they are named in a configuration
-SETTINGS = ("preset", "route", "steps", "seed", "device", "batch", "seq", "dim", "blocks", "lr")
+SETTINGS = ("preset", "task", "route", "steps", "seed", "device", "batch", "seq", "dim", "blocks", "lr")
 CHECKPOINT_EVERY = 50
 ROUTE_HELP = "who chooses the heavy branch's bytes: a learned router, chance at the same compute, nobody"
 NUMBERS = {
@@ -68,7 +70,7 @@ def number(low: float, high: float, kind: type[int] | type[float] = int) -> Call
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add `train` to the command line."""
-    from onepass.train.config import PRESETS, RANGES, ROUTES
+    from onepass.train.config import PRESETS, RANGES, ROUTES, TASKS
 
     parser = commands.add_parser(
         "train", help=HELP, description=TEXT, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -79,6 +81,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     cpu, gpu = (f"{preset['batch']} × {preset['seq']} bytes a step" for preset in (PRESETS["cpu"], PRESETS["gpu"]))
     sizes = f"cpu: {cpu}, < 4 minutes on 2 cores; gpu: {gpu}, bf16 (default: by the device)"
     add("--preset", choices=tuple(PRESETS), help=sizes)
+    add("--task", choices=TASKS, help="guess hidden bytes, or each next byte (default: masked)")
     add("--device", choices=("auto", "cpu", "cuda"), help="where to train (default: auto, cuda if there is one)")
     add("--route", choices=ROUTES, help=f"{ROUTE_HELP} (default: learned)")
     for name, what in NUMBERS.items():
@@ -152,7 +155,7 @@ def started(args: argparse.Namespace) -> tuple[Config, Corpus]:
     # the gpu preset's bf16 needs a GPU that has it; a CPU would only be slowed down
     bf16 = preset == "gpu" and device == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
     given = {name: getattr(args, name) for name in SETTINGS if name not in ("preset", "device")}
-    given = {**given, "route": args.route or "learned", "seed": args.seed or 0}
+    given = {**given, "task": args.task or "masked", "route": args.route or "learned", "seed": args.seed or 0}
     config = configs.build(
         preset,
         device=device,
@@ -239,7 +242,7 @@ def introduce(training: Training) -> None:
 
 def parameters(training: Training) -> int:
     """Count the trained numbers."""
-    return sum(parameter.numel() for parameter in training.model.parameters())
+    return sum(parameter.numel() for parameter in training.model.parameters() if parameter.requires_grad)
 
 
 def conclude(training: Training, checkpoint: str) -> None:

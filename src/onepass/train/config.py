@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from onepass.core.errors import UserError
 
+TASKS = ("masked", "causal")
 ROUTES = ("learned", "random", "none")
 DEVICES = ("cpu", "cuda")
 PRECISIONS = ("fp32", "bf16")
@@ -20,6 +21,7 @@ class Config:
     """One run. Runs that differ in `paths` alone give the same numbers on the same CPU and software."""
 
     preset: str
+    task: str  # guess hidden bytes, or each next byte: see TASKS
     route: str  # who chooses the tokens of the heavy branch: see ROUTES
     device: str
     precision: str  # of the matrix products; parameters and momentum are always fp32
@@ -33,6 +35,7 @@ class Config:
     routed: float  # share of a sequence's tokens that the heavy branch gets
     light_mult: float
     heavy_mult: float
+    window: int  # bytes of a local attention window (causal: masked attention sees every byte)
     masked: float  # share of the bytes that are hidden and have to be guessed
     lr: float
     warmup: int
@@ -44,6 +47,11 @@ class Config:
     data: str  # digest of the data's names and bytes
     paths: tuple[str, ...]  # where the data was; empty: the standard library's sources
 
+    @property
+    def hides(self) -> float | None:
+        """Share of the bytes that are hidden; None where each next byte is asked for."""
+        return None if self.task == "causal" else self.masked
+
     def as_dict(self) -> dict[str, object]:
         return {"onepass_run": FORMAT, **dataclasses.asdict(self), "paths": list(self.paths)}
 
@@ -54,11 +62,11 @@ class Config:
 # what a preset decides; the command line may override most of it
 PRESETS: dict[str, dict[str, int | float]] = {
     "cpu": {
-        "steps": 800, "batch": 16, "seq": 256, "dim": 128, "blocks": 3, "heads": 4, "routed": 0.125,
+        "steps": 800, "batch": 16, "seq": 256, "dim": 128, "blocks": 3, "heads": 4, "routed": 0.125, "window": 64,
         "eval_windows": 128, "final_windows": 1024,
     },
     "gpu": {
-        "steps": 2000, "batch": 8, "seq": 8192, "dim": 512, "blocks": 6, "heads": 8, "routed": 0.0625,
+        "steps": 2000, "batch": 8, "seq": 8192, "dim": 512, "blocks": 6, "heads": 8, "routed": 0.0625, "window": 128,
         "eval_windows": 16, "final_windows": 128,
     },
 }  # fmt: skip
@@ -70,16 +78,16 @@ COMMON: dict[str, int | float] = {
 RANGES: dict[str, tuple[float, float]] = {
     "seed": (0, 2**63 - 1), "steps": (1, 10**9), "batch": (1, 2**16), "seq": (8, 2**20), "dim": (8, 2**14),
     "blocks": (1, 256), "heads": (1, 512), "routed": (1e-6, 1.0), "light_mult": (1e-4, 64.0),
-    "heavy_mult": (1e-4, 64.0), "masked": (0.01, 0.9), "lr": (0.0, 10.0), "warmup": (0, 10**9),
+    "heavy_mult": (1e-4, 64.0), "window": (1, 2**20), "masked": (0.01, 0.9), "lr": (0.0, 10.0), "warmup": (0, 10**9),
     "weight_decay": (0.0, 10.0), "eval_every": (1, 10**9), "eval_windows": (1, 10**6), "final_windows": (1, 10**6),
     "threads": (1, 4096),
 }  # fmt: skip
-CHOICES = {"preset": tuple(PRESETS), "route": ROUTES, "device": DEVICES, "precision": PRECISIONS}
+CHOICES = {"preset": tuple(PRESETS), "task": TASKS, "route": ROUTES, "device": DEVICES, "precision": PRECISIONS}
 
 
 def build(preset: str, **values: object) -> Config:
     """Make a configuration from a preset; `values` (those that are not None) win over it."""
-    merged: dict[str, object] = {**COMMON, **PRESETS[preset], "preset": preset}
+    merged: dict[str, object] = {"task": "masked", **COMMON, **PRESETS[preset], "preset": preset}
     merged.update({name: value for name, value in values.items() if value is not None})
     steps, dim = merged["steps"], merged["dim"]
     if isinstance(steps, int):
@@ -135,7 +143,8 @@ def from_json(text: str, where: str) -> Config:
         raise UserError(f"{where}is no JSON ({error!s:.80})") from None
     if not isinstance(values, dict) or values.pop("onepass_run", None) != FORMAT:
         raise UserError(f"{where}is no configuration of an onepass run (format {FORMAT})")
-    return checked(values, where)
+    # runs from before there was a choice
+    return checked({"task": "masked", "window": 64, **values}, where)
 
 
 def difference(run: Config, given: dict[str, object]) -> str | None:

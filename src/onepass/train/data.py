@@ -200,7 +200,7 @@ def generator(seed: int, purpose: int, step: int) -> np.random.Generator:
 
 @dataclass
 class Batch:
-    """Sequences with hidden bytes: `tokens` (b, n) as a model sees them, `hidden` (b, m) where, `bytes` (b, m) what."""
+    """Sequences with bytes to guess: `tokens` (b, n) as a model sees them, `hidden` (b, m) where, `bytes` what."""
 
     tokens: Ints
     hidden: Ints
@@ -222,11 +222,23 @@ def hide(windows: Ints, share: float, draws: np.random.Generator, draw: int) -> 
     return Batch(tokens, places, np.take_along_axis(windows, places, axis=1), draw)
 
 
-def training_batch(text: Bytes, batch: int, seq: int, share: float, seed: int, step: int) -> Batch:
-    """Draw the sequences of one training step, anywhere in the text."""
+def shift(windows: Ints, draw: int) -> Batch:
+    """Ask for every byte of a sequence, shown the one before it: MASK, a byte of no text, where a sequence begins."""
+    tokens = np.roll(windows, 1, axis=1)
+    tokens[:, :1] = MASK
+    return Batch(tokens, np.broadcast_to(np.arange(windows.shape[1]), windows.shape).copy(), windows, draw)
+
+
+def ask(windows: Ints, share: float | None, draws: np.random.Generator, draw: int) -> Batch:
+    """Hide a share of the bytes, or ask for each next one (None)."""
+    return shift(windows, draw) if share is None else hide(windows, share, draws, draw)
+
+
+def training_batch(text: Bytes, batch: int, seq: int, share: float | None, seed: int, step: int) -> Batch:
+    """Draw the sequences of one training step, anywhere in the text; `share` as in `ask`."""
     draws = generator(seed, TRAINING, step)
     starts = draws.integers(0, len(text) - seq + 1, size=(batch, 1))
-    return hide(text[starts + np.arange(seq)].astype(np.int64), share, draws, step)
+    return ask(text[starts + np.arange(seq)].astype(np.int64), share, draws, step)
 
 
 def validation_starts(text: Bytes, seq: int, count: int) -> Ints:
@@ -235,14 +247,14 @@ def validation_starts(text: Bytes, seq: int, count: int) -> Ints:
     return np.linspace(0, len(text) - seq, count).astype(np.int64)
 
 
-def validation_batches(text: Bytes, batch: int, seq: int, share: float, count: int) -> Iterator[Batch]:
+def validation_batches(text: Bytes, batch: int, seq: int, share: float | None, count: int) -> Iterator[Batch]:
     """Give the sequences that measure a model. They and what they hide are the same for every seed and every run."""
     starts = validation_starts(text, seq, count)
     # one stream for all of them: what is hidden does not depend on the batch size
     draws = generator(0, MEASURING, 0)
     for first in range(0, len(starts), batch):
         windows = text[starts[first : first + batch, None] + np.arange(seq)].astype(np.int64)
-        yield hide(windows, share, draws, first)
+        yield ask(windows, share, draws, first)
 
 
 def unigram_entropy(text: Bytes, seq: int, count: int) -> float:

@@ -49,8 +49,9 @@ def page(trace: Trace, source: str) -> str:
         f'<span><b style="background: {shade(count, blocks)}">a</b> {count_words(count)}</span>'
         for count in range(blocks + 1)
     ]
-    key.append('<span><b class="h">a</b> hidden from the model, guessed right</span>')
-    key.append('<span><b class="h w">a</b> hidden, guessed wrong</span>')
+    if trace.config.hides is not None:
+        key.append('<span><b class="h">a</b> hidden from the model, guessed right</span>')
+        key.append('<span><b class="h w">a</b> hidden, guessed wrong</span>')
     return "\n".join(
         [
             "<!doctype html>",
@@ -87,6 +88,8 @@ def numbers(trace: Trace) -> str:
             f"of the bytes its heavy branch; {100 * (trace.counts > 0).sum() / n:.1f} % get one at least"
         )
     guessed = f"{hidden:,} bytes hidden, {right:,} guessed right"
+    if config.hides is None:
+        guessed = f"Of {len(trace.content):,} bytes {right:,} guessed right from those before"
     whole = "" if len(trace.content) == trace.total else f"; the first {len(trace.content):,} of {trace.total:,} bytes"
     return f"{chosen}. {guessed}{whole}."
 

@@ -21,7 +21,7 @@ from onepass.optim import Lion
 from onepass.train import checkpoint as checkpoints
 from onepass.train import data
 from onepass.train.config import Config
-from onepass.train.model import MEASURING_DRAWS, RoutedEncoder, new, parameter_groups
+from onepass.train.model import MEASURING_DRAWS, Model, new, parameter_groups
 from onepass.train.progress import Display
 from onepass.train.run import Run
 
@@ -62,7 +62,7 @@ class Training:
 
     def __post_init__(self) -> None:
         self.device = torch.device(self.config.device)
-        self.model: RoutedEncoder = new(self.config).to(self.device)
+        self.model: Model = new(self.config).to(self.device)
         groups = parameter_groups(self.model, self.config.weight_decay)
         self.optimizer = Lion(groups, lr=self.config.lr)
 
@@ -124,7 +124,7 @@ class Training:
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(config, self.step)
         batch = data.training_batch(
-            self.corpus.training, config.batch, config.seq, config.masked, config.seed, self.step
+            self.corpus.training, config.batch, config.seq, config.hides, config.seed, self.step
         )
         loss = self._loss(batch)[0]
         self.optimizer.zero_grad(set_to_none=True)
@@ -179,7 +179,7 @@ class Training:
         nats = torch.zeros((), dtype=torch.float64, device=self.device)
         routed, touched, hidden_routed = (torch.zeros((), dtype=torch.int64, device=self.device) for _ in range(3))
         tokens, hidden = 0, 0
-        for batch in data.validation_batches(self.corpus.validation, config.batch, config.seq, config.masked, windows):
+        for batch in data.validation_batches(self.corpus.validation, config.batch, config.seq, config.hides, windows):
             loss, chosen, places = self._loss(batch, MEASURING_DRAWS + batch.draw)
             nats += loss.double() * batch.hidden.size
             tokens, hidden = tokens + batch.tokens.size, hidden + batch.hidden.size

@@ -1,4 +1,4 @@
-"""The routed encoder: it reads a sequence of bytes, some of them hidden, and guesses the hidden ones."""
+"""The models of both tasks: an encoder that guesses hidden bytes, a language model that guesses each next one."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from onepass.nn import RMSNorm, RoutedFeedForward, RouterOutput
+from onepass.nn import RMSNorm, RoutedFeedForward
 from onepass.nn.routed import FeedForward
 from onepass.train.config import Config
 from onepass.train.data import VOCABULARY
+from onepass.train.language import ByteModel
+from onepass.train.routes import RandomRouter, use_chance, use_nobody
 
 ROTARY_BASE = 10_000.0
 # draws of a random router while measuring must not repeat those of training
@@ -19,40 +21,18 @@ MEASURING_DRAWS = 2**40
 
 
 class Guess(NamedTuple):
-    """What the encoder says: `logits` (batch, m, 256) at the asked places, `chosen` (blocks, batch, k) heavy tokens."""
+    """What a model says: `logits` (batch, m, 256) at the asked places, `chosen` (blocks, batch, k) heavy tokens."""
 
     logits: Tensor
     chosen: Tensor
 
 
-class RandomRouter(nn.Module):
-    """Choose k random tokens and give all of them gate 1: what a learned router has to beat at equal compute.
-
-    `draw` names the choice: equal draws choose equal tokens, whatever was asked before, so nothing random has to be
-    saved with a checkpoint.
-    """
-
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        self.seed = seed
-        self.draw = 0
-
-    def forward(self, x: Tensor, k: int, mask: Tensor | None = None) -> RouterOutput:
-        random = torch.Generator().manual_seed((self.seed * 1_000_003 + self.draw) % 2**63)
-        scores = torch.rand(x.shape[:2], generator=random).to(x.device)
-        if mask is not None:
-            scores = scores.masked_fill(~mask, -1.0)
-        best, indices = scores.topk(min(k, x.shape[1]), dim=-1)
-        real = best >= 0
-        return RouterOutput(indices.where(real, -1), real.to(x.dtype), scores)
-
-
 class Attention(nn.Module):
-    """Pre-norm attention of every token to every token, with rotary positions; no residual inside."""
+    """Pre-norm attention to every token, or to every earlier one, with rotary positions; no residual inside."""
 
-    def __init__(self, dim: int, heads: int, blocks: int) -> None:
+    def __init__(self, dim: int, heads: int, blocks: int, *, causal: bool = False) -> None:
         super().__init__()
-        self.heads = heads
+        self.heads, self.causal = heads, causal
         self.norm = RMSNorm(dim)
         self.qkv = nn.Linear(dim, 3 * dim, bias=False)
         self.out = nn.Linear(dim, dim, bias=False)
@@ -63,7 +43,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         b, n, dim = x.shape
         q, k, v = self.qkv(self.norm(x)).view(b, n, 3, self.heads, dim // self.heads).permute(2, 0, 3, 1, 4)
-        y = F.scaled_dot_product_attention(rotate(q, cos, sin), rotate(k, cos, sin), v)
+        y = F.scaled_dot_product_attention(rotate(q, cos, sin), rotate(k, cos, sin), v, is_causal=self.causal)
         return self.out(y.transpose(1, 2).reshape(b, n, dim))  # type: ignore[no-any-return]
 
 
@@ -137,11 +117,36 @@ class RoutedEncoder(nn.Module):
         return Guess(self.head(self.norm(x)).float(), torch.stack(chosen))
 
 
-def new(config: Config) -> RoutedEncoder:
+class RoutedLanguageModel(ByteModel):
+    """A causal `ByteModel` of a configuration, called as the encoder is."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(
+            config.dim, config.blocks, k=config.routed, heads=config.heads, window=min(config.window, config.seq),
+            causal=True, light_mult=config.light_mult, heavy_mult=config.heavy_mult,
+        )  # fmt: skip
+        if config.route == "random":
+            use_chance(self, seed=config.seed)
+        elif config.route == "none":
+            use_nobody(self)
+
+    def forward(self, tokens: Tensor, asked: Tensor, *, draw: int = 0) -> Guess:  # type: ignore[override]
+        """Guess each byte of (batch, n) from those before it, of which `tokens` is the last; `asked` is every place."""
+        for module in self.modules():
+            if isinstance(module, RandomRouter):
+                module.draw = draw
+        logits, routing = super().forward(tokens)
+        return Guess(logits, torch.stack([block.feed_forward.indices for block in routing]))
+
+
+Model = RoutedEncoder | RoutedLanguageModel
+
+
+def new(config: Config) -> Model:
     """Make the model of a configuration with its initial weights, leaving torch's global random state as it was."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
-        return RoutedEncoder(config)
+        return RoutedLanguageModel(config) if config.task == "causal" else RoutedEncoder(config)
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:

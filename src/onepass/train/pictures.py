@@ -68,7 +68,7 @@ def loss_png(metrics: str, config: Config, unigram: float) -> bytes:
     )  # fmt: skip
     axes.set_xlim(0, config.steps * 1.05)
     axes.set_xlabel(f"step ({config.batch} × {config.seq:,} bytes each)")
-    axes.set_ylabel("bits per hidden byte")
+    axes.set_ylabel("bits per byte" if config.hides is None else "bits per hidden byte")
     axes.set_title(f"{config.route} routing, {config.blocks} blocks of {config.dim}, seed {config.seed}", loc="left")
     axes.legend(frameon=False, loc="upper right")
     axes.grid(alpha=0.25)
@@ -123,7 +123,7 @@ def routing_png(trace: Trace, source: str) -> bytes:
     words = textwrap.wrap(numbers(trace) + part, 150)
     for row, line_of_words in enumerate(words[:2]):
         axes.text(MARGIN, MARGIN + 0.6 + 0.2 * row, line_of_words, **small)
-    _legend(axes, MARGIN + 1.08, blocks)
+    _legend(axes, MARGIN + 1.08, blocks, trace.config.hides is not None)
 
     top = MARGIN + head
     counts = trace.counts
@@ -174,7 +174,7 @@ def _glyph(axes: Any, character: str, colour: str, corners: list[tuple[float, fl
     axes.add_collection(stamps)
 
 
-def _legend(axes: Any, y: float, blocks: int) -> None:
+def _legend(axes: Any, y: float, blocks: int, hidden: bool) -> None:
     x = MARGIN
     box: dict[str, Any] = {"ha": "left", "va": "center", "fontsize": 9.5, "color": INK}
     # with many blocks, name the ends of the scale and leave the middle to the eye
@@ -185,7 +185,8 @@ def _legend(axes: Any, y: float, blocks: int) -> None:
         if count in named:
             axes.text(x + 0.07, y + HIGH / 2, count_words(count), **box)
             x += 1.02
-    for colour, words in ((INK, "hidden from the model, guessed right"), (WRONG, "hidden, guessed wrong")):
+    outlines = ((INK, "hidden from the model, guessed right"), (WRONG, "hidden, guessed wrong"))
+    for colour, words in outlines if hidden else ():
         x += 0.15
         _glyph(axes, "a", colour, [(x, y)])
         _boxes(axes, [(x, y)], None, colour)

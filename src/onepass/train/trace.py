@@ -1,4 +1,4 @@
-"""What a trained encoder did with a text: the bytes each block gave its heavy branch, the guesses at hidden ones."""
+"""What a trained model did with a text: the bytes each block gave its heavy branch, and what it guessed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from onepass.train import data
 from onepass.train.config import Config
-from onepass.train.model import MEASURING_DRAWS, RoutedEncoder
+from onepass.train.model import MEASURING_DRAWS, Model
 
 
 @dataclass
@@ -23,8 +23,8 @@ class Trace:
     config: Config
     routed: NDArray[np.bool_]
     hidden: NDArray[np.bool_]
-    guess: NDArray[np.int64]  # most likely byte, −1 where nothing was hidden
-    chance: NDArray[np.float64]  # the probability that the encoder gave to the true byte, where it was hidden
+    guess: NDArray[np.int64]  # most likely byte, −1 where nothing was asked
+    chance: NDArray[np.float64]  # the probability that the model gave to the true byte, where it was asked
 
     @property
     def counts(self) -> NDArray[np.int64]:
@@ -33,8 +33,8 @@ class Trace:
 
 
 @torch.no_grad()
-def trace(model: RoutedEncoder, config: Config, name: str, content: bytes, limit: int) -> Trace:
-    """Run the encoder over the first `limit` bytes in sequences of the configured length, hiding its usual share."""
+def trace(model: Model, config: Config, name: str, content: bytes, limit: int) -> Trace:
+    """Run the model over the first `limit` bytes in sequences of the configured length, asking as in training."""
     text = np.frombuffer(content[:limit], dtype=np.uint8).astype(np.int64)
     n = len(text)
     routed = np.zeros((config.blocks, n), dtype=bool)
@@ -43,14 +43,15 @@ def trace(model: RoutedEncoder, config: Config, name: str, content: bytes, limit
     device = next(model.parameters()).device
     draws = data.generator(0, data.MEASURING, 1)
     for start in range(0, n, config.seq):
-        batch = data.hide(text[None, start : start + config.seq], config.masked, draws, start)
+        batch = data.ask(text[None, start : start + config.seq], config.hides, draws, start)
         tokens, asked = torch.from_numpy(batch.tokens).to(device), torch.from_numpy(batch.hidden).to(device)
         with torch.autocast(device.type, torch.bfloat16, enabled=config.precision == "bf16"):
             logits, chosen = model(tokens, asked, draw=MEASURING_DRAWS + start)
         for block, indices in enumerate(chosen[:, 0].cpu().numpy()):
             routed[block, start + indices[indices >= 0]] = True
         places = start + batch.hidden[0]
-        hidden[places] = True
+        # nothing is hidden from a language model but what comes later
+        hidden[places] = config.hides is not None
         guess[places] = logits[0].argmax(-1).cpu().numpy()
         likely = logits[0].double().softmax(-1).cpu().gather(-1, torch.from_numpy(batch.bytes[0])[:, None])
         chance[places] = likely[:, 0].numpy()

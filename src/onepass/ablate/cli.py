@@ -1,0 +1,192 @@
+"""`onepass ablate`: train every arm with every seed, then put tables and curves beside the records."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import math
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from onepass.core.errors import UserError
+from onepass.train.cli import number, pick_device
+
+if TYPE_CHECKING:
+    import torch
+
+HELP = "does learned routing beat chance? the planted task and real text, arm by arm"
+TEXT = """\
+Compare who chooses the tokens of the heavy branch, at equal steps, data and initial weights:
+
+  learned  a router                     random  chance, at the same compute
+  oracle   the planted tokens           light   nobody: no heavy branch
+  dense    every token sees one branch, of the width that makes a step take as long as the learned arm's
+
+Each arm with each seed leaves one JSON in DIR when it is done. What is there already is not trained again, so a
+stopped command goes on where it was, and several may share the work and the directory."""
+EXAMPLES = """\
+examples:
+  onepass ablate planted --size small              about two minutes on a CPU; leaves runs/ablate
+  onepass ablate planted --start adverse           routers begin pointing away from what they have to find
+  onepass ablate text --task causal --arm learned --arm random --seed 0 --seed 1
+  onepass ablate report runs/ablate                tables and curves of all records in a directory
+"""
+TASKS = {
+    "planted": "long sequences of filler in which a few tokens, to be told by their content, carry a computation",
+    "text": "hidden bytes, or each next byte, of the sources of Python's standard library",
+}
+SEEDS = 5
+
+
+def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `ablate` and what it consists of to the command line."""
+    form = argparse.RawDescriptionHelpFormatter
+    parser = commands.add_parser("ablate", help=HELP, description=TEXT, epilog=EXAMPLES, formatter_class=form)
+    kinds = parser.add_subparsers(dest="kind", metavar="WHAT", required=True)
+    for task, what in TASKS.items():
+        one = kinds.add_parser(task, help=what, description=TEXT, formatter_class=form)
+        add = one.add_argument
+        if task == "text":
+            add("--task", choices=("masked", "causal"), default="masked", help="what to guess (default: masked)")
+        else:
+            where = "where learned routers begin: anywhere, or pointing away from the planted tokens"
+            add("--start", choices=("random", "adverse"), default="random", help=where)
+        add("--arm", action="append", metavar="ARM", help="one arm; may be repeated (default: all)")
+        seeds = f"may be repeated (default: 0 to {SEEDS - 1})"
+        add("--seed", action="append", type=number(0, 2**31), metavar="N", help=seeds)
+        add("--size", choices=("small", "full"), help="small: for a CPU; full: for a GPU (default: by the device)")
+        add("--steps", type=number(1, 10**8), metavar="N", help="training steps (default: by the size)")
+        add("--seconds", type=number(1, 10**8, float), metavar="X", help="stop after this time, keeping what there is")
+        add("--device", choices=("auto", "cpu", "cuda"), help="where to train (default: auto, cuda if there is one)")
+        add("--out", type=Path, default=Path("runs/ablate"), metavar="DIR", help="default: runs/ablate")
+        add("--calibrate", action="store_true", help="only find the dense arm's width; do so before sharing a GPU")
+        one.set_defaults(run=run)
+    report = kinds.add_parser("report", help="tables and curves of the records in a directory")
+    report.add_argument("out", type=Path, metavar="DIR")
+    report.set_defaults(run=write_report)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Train what is missing, then write the report."""
+    import torch
+
+    from onepass.train.progress import say
+
+    deadline = time.monotonic() + args.seconds if args.seconds else math.inf
+    module: Any = importlib.import_module(f"onepass.ablate.{args.kind}")
+    arms = tuple(dict.fromkeys(args.arm or module.ARMS))
+    if unknown := [arm for arm in arms if arm not in module.ARMS]:
+        raise UserError(f"--arm {unknown[0]}: must be one of {', '.join(module.ARMS)}")
+    device = torch.device(pick_device(args.device))
+    trials = Trials(args, module, device)
+    try:
+        args.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"can't use {args.out}: {(error.strerror or str(error)).lower()}") from None
+    if args.calibrate:
+        say(f"dense  hidden width {trials.hidden()['hidden']:,}")
+        return 0
+    # all arms of a seed before the next seed: what there is at any moment is paired
+    for seed in dict.fromkeys(args.seed or range(SEEDS)):
+        for arm in arms:
+            if time.monotonic() < deadline:
+                trials.one(arm, int(seed), deadline)
+    return 0 if args.arm else write_report(args)
+
+
+class Trials:
+    """The records of one task in one directory."""
+
+    def __init__(self, args: argparse.Namespace, module: Any, device: torch.device) -> None:
+        import dataclasses
+
+        self.module, self.device, self.out = module, device, args.out
+        size = module.SIZES[args.size or ("full" if device.type == "cuda" else "small")]
+        changes: dict[str, Any] = {"steps": args.steps} if args.steps else {}
+        self.options: dict[str, Any] = {}
+        if args.kind == "planted":
+            self.name = "planted" + (f"-{args.start}" if args.start != "random" else "")
+            changes["start"] = args.start
+        else:
+            self.name = f"text-{args.task}"
+            self.options["causal"] = args.task == "causal"
+        self.size = dataclasses.replace(size, **changes)
+
+    def task(self, arm: str, seed: int, hidden: int = 0) -> Any:
+        """Build one arm with one seed."""
+        return self.module.Task(arm, seed, self.size, self.device, hidden, **self.options)
+
+    def one(self, arm: str, seed: int, deadline: float) -> None:
+        """Train one arm with one seed, unless its record is there."""
+        from onepass.ablate import runner
+        from onepass.ablate.display import Display
+
+        path = self.out / f"{self.name}.{arm}.{seed}.json"
+        if path.exists():
+            return
+        dense = self.hidden() if arm == "dense" else {"hidden": 0}
+        task = self.task(arm, seed, int(dense["hidden"]))
+        with Display(f"{self.name} {arm} {seed}", self.size.steps) as display:
+            result = runner.train(
+                task, self.size.steps, self.size.lr, weight_decay=getattr(self.size, "weight_decay", 0.0),
+                deadline=deadline, say=display.update,
+            )  # fmt: skip
+        record = {"task": self.name, "arm": arm, "seed": seed, **about(self.device), "size": task.describe(), **result}
+        runner.save(path, {**record, **({"dense": dense} if arm == "dense" else {})})
+
+    def hidden(self) -> dict[str, Any]:
+        """Find the dense arm's hidden width, or read what an earlier command found."""
+        import json
+
+        from onepass.ablate import runner
+
+        path = self.out / f"{self.name}.width.json"
+        if path.exists():
+            return dict(json.loads(path.read_text()))
+        lr = self.size.lr
+        learned = runner.Timed(self.task("learned", 0), lr)
+
+        def fits(units: int) -> bool:
+            wanted, took = runner.race([learned, runner.Timed(self.task("dense", 0, units * 16), lr)])
+            return took <= wanted
+
+        # the widest that is not slower: double, then halve the distance
+        low, high = 0, 1
+        while high <= 64 * self.size.dim // 16 and fits(high):
+            low, high = high, 2 * high
+        while high - low > max(1, low // 8):
+            middle = (low + high) // 2
+            low, high = (middle, high) if fits(middle) else (low, middle)
+        hidden = 16 * max(1, low)
+        # the records' own times may be of runs that shared the device
+        arms = {arm: self.task(arm, 0, hidden) for arm in self.module.ARMS}
+        ms = runner.race([runner.Timed(task, lr) for task in arms.values()])
+        found = {"hidden": hidden, "slower": low == 0, "ms": dict(zip(arms, ms, strict=True))}
+        runner.save(path, found)
+        return found
+
+
+def about(device: torch.device) -> dict[str, str]:
+    """Name the hardware and the software of a record."""
+    import torch
+
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    return {"device": name, "torch": torch.__version__}
+
+
+def write_report(args: argparse.Namespace) -> int:
+    """Write tables and curves of a directory's records, and show the tables."""
+    from onepass.ablate import curves, tables
+    from onepass.train import files
+    from onepass.train.progress import say
+
+    records = tables.load(args.out)
+    if not records:
+        raise UserError(f"there are no records of `onepass ablate` in {args.out}")
+    table = tables.markdown(records)
+    files.write(args.out / "report.md", table)
+    for task in sorted({record["task"] for record in records}):
+        files.write(args.out / f"{task}.png", curves.png([one for one in records if one["task"] == task]))
+    say(table)
+    return 0

@@ -1,0 +1,187 @@
+"""Train one arm with one seed and write down what became of it; the same for every task."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from onepass.optim import Lion
+from onepass.train import files
+from onepass.train.model import parameter_groups
+
+POINTS = 24  # measurements over a run, the first before the first step
+WARMUP = 0.1  # share of the steps over which the learning rate rises
+
+
+class Task(Protocol):
+    """What is trained: a model, the tensors of each step, a loss of them, and figures."""
+
+    arm: str
+    device: torch.device
+    model: nn.Module
+
+    def inputs(self, step: int) -> tuple[Tensor, ...]: ...
+    def loss(self, *inputs: Tensor) -> Tensor: ...
+    def measure(self, last: bool) -> dict[str, Any]: ...
+    def describe(self) -> dict[str, Any]: ...
+
+
+class Step:
+    """One training step, forward to update; on CUDA forward and backward are one graph, which takes the host out."""
+
+    def __init__(self, task: Task, lr: float, weight_decay: float = 0.0) -> None:
+        self.task, self.lr = task, lr
+        self.optimizer = Lion(parameter_groups(task.model, weight_decay), lr=lr)
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.static: tuple[Tensor, ...] = ()
+        self.captured: Tensor | None = None
+        self.why_eager = "" if task.device.type == "cuda" else "no CUDA device"
+
+    def __call__(self, inputs: tuple[Tensor, ...], share: float) -> Tensor:
+        """Take a step at `share` of the peak learning rate; return the loss before it."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.lr * share
+        if self.graph is None and not self.why_eager:
+            self._capture(inputs)
+        if self.graph is None:
+            self.optimizer.zero_grad(set_to_none=True)
+            loss = self._forward_backward(inputs)
+        else:
+            for static, new in zip(self.static, inputs, strict=True):
+                static.copy_(new)
+            self.graph.replay()
+            loss = self.captured  # type: ignore[assignment]
+        self.optimizer.step()
+        return loss.detach()
+
+    def _forward_backward(self, inputs: tuple[Tensor, ...]) -> Tensor:
+        # no cache of cast weights: one from before a capture would be read inside it
+        bf16 = self.task.device.type == "cuda"
+        with torch.autocast(self.task.device.type, torch.bfloat16, enabled=bf16, cache_enabled=False):
+            loss = self.task.loss(*inputs)
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss
+
+    def _capture(self, inputs: tuple[Tensor, ...]) -> None:
+        self.static = tuple(tensor.clone() for tensor in inputs)
+        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                self._forward_backward(self.static)
+        torch.cuda.current_stream().wait_stream(side)
+        self.optimizer.zero_grad(set_to_none=True)
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph):
+                self.captured = self._forward_backward(self.static)
+            self.graph = graph
+        except RuntimeError as error:
+            self.why_eager = str(error).splitlines()[0]
+            torch.cuda.synchronize()
+            self.optimizer.zero_grad(set_to_none=True)
+
+
+def rate(step: int, steps: int) -> float:
+    """Share of the peak learning rate: a short rise, then half a cosine to zero."""
+    warmup = max(1, round(WARMUP * steps))
+    if step < warmup:
+        return (step + 1) / warmup
+    return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
+
+
+def train(
+    task: Task,
+    steps: int,
+    lr: float,
+    *,
+    weight_decay: float = 0.0,
+    deadline: float = math.inf,
+    say: Callable[[int, dict[str, Any]], None] = lambda step, figures: None,
+) -> dict[str, Any]:
+    """Train to the last step or to the deadline (of `time.monotonic`); return curve, figures and speed."""
+    one = Step(task, lr, weight_decay)
+    marks = {round(point * steps / POINTS) for point in range(POINTS)}
+    curve: list[dict[str, Any]] = []
+    spent, done, clock = 0.0, 0, time.perf_counter()
+    # the first steps compile kernels and capture the graph: no part of the speed
+    settled = min(20, steps // 2)
+    for step in range(steps):
+        if step in marks or time.monotonic() > deadline:
+            synchronize(task.device)
+            spent += time.perf_counter() - clock if step > settled else 0.0
+            if time.monotonic() > deadline:
+                break
+            curve.append({"step": step, **measure(task, False)})
+            say(step, curve[-1])
+            clock = time.perf_counter()
+        elif step == settled:
+            synchronize(task.device)
+            clock = time.perf_counter()
+        one(task.inputs(step), rate(step, steps))
+        done = step + 1
+    else:
+        synchronize(task.device)
+        spent += time.perf_counter() - clock
+    final = measure(task, True)
+    say(done, final)
+    return {
+        "steps": steps,
+        "steps_done": done,
+        "ms_per_step": round(1e3 * spent / max(1, done - settled), 3),
+        "graph": one.graph is not None,
+        "why_eager": one.why_eager,
+        "parameters": sum(p.numel() for p in task.model.parameters() if p.requires_grad),
+        "curve": curve,
+        "final": {"step": done, **final},
+    }
+
+
+def measure(task: Task, last: bool) -> dict[str, Any]:
+    """Figures of the model as it would be used, in the precision that it trains in."""
+    task.model.eval()
+    with torch.autocast(task.device.type, torch.bfloat16, enabled=task.device.type == "cuda"):
+        figures = task.measure(last)
+    task.model.train()
+    return figures
+
+
+class Timed:
+    """A training step with its data at hand, warm."""
+
+    def __init__(self, task: Task, lr: float) -> None:
+        self.step, self.inputs, self.device = Step(task, lr), task.inputs(0), task.device
+        for _ in range(5):
+            self.step(self.inputs, 0.0)
+
+    def ms(self) -> float:
+        """Take one step; return how long it took."""
+        synchronize(self.device)
+        start = time.perf_counter()
+        self.step(self.inputs, 0.0)
+        synchronize(self.device)
+        return 1e3 * (time.perf_counter() - start)
+
+
+def race(runners: Sequence[Timed], rounds: int = 30) -> list[float]:
+    """Median milliseconds of a step of each, taken in turn: what else the device does meets all of them alike."""
+    times = [[one.ms() for one in runners] for _ in range(rounds)]
+    return [sorted(column)[rounds // 2] for column in zip(*times, strict=True)]
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for the device."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def save(path: Path, record: dict[str, Any]) -> None:
+    """Write one run's record in one stroke: a file that is there is whole."""
+    files.write(path, json.dumps(record, indent=1) + "\n")

@@ -1,0 +1,56 @@
+"""A byte model of routed blocks: routed attention and routed feed-forward, causal or not."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from onepass.nn import RMSNorm, RoutedBlock
+from onepass.nn.block import BlockRouting
+from onepass.train.data import VOCABULARY
+
+NEIGHBOURS = 7  # bytes that the convolution behind the embedding looks at
+
+
+class ByteModel(nn.Module):
+    """Byte embeddings, a depthwise convolution over neighbours, routed blocks, logits over the 256 bytes.
+
+    With ``causal`` the convolution looks back alone, as do the blocks: no output depends on a later byte.
+    """
+
+    def __init__(
+        self, dim: int, blocks: int, *, k: int | float, heads: int, window: int, causal: bool,
+        light_mult: float = 0.5, heavy_mult: float = 4.0,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.causal = causal
+        self.embedding = nn.Embedding(VOCABULARY, dim)
+        self.neighbours = nn.Conv1d(dim, dim, NEIGHBOURS, groups=dim)
+        self.blocks = nn.ModuleList(
+            RoutedBlock(
+                dim, k, heads=heads, dim_head=dim // heads, window=window, causal=causal, light_mult=light_mult,
+                heavy_mult=heavy_mult,
+            )
+            for _ in range(blocks)
+        )  # fmt: skip
+        self.norm = RMSNorm(dim)
+        self.head = nn.Linear(dim, 256)
+        nn.init.normal_(self.head.weight, std=dim**-0.5)
+        nn.init.zeros_(self.head.bias)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Tokens (batch, n) → (batch, n, dim), each with something of its neighbours."""
+        x = self.embedding(tokens)
+        around = (NEIGHBOURS - 1, 0) if self.causal else (NEIGHBOURS // 2, NEIGHBOURS // 2)
+        return x + self.neighbours(F.pad(x.mT, around)).mT  # type: ignore[no-any-return]
+
+    def forward(self, tokens: Tensor, asked: Tensor | None = None) -> tuple[Tensor, list[BlockRouting]]:
+        """Return fp32 logits at every place of (batch, n), or at `asked` (batch, m), and what each block chose."""
+        x = self.embed(tokens)
+        routing: list[BlockRouting] = []
+        for block in self.blocks:
+            x, chosen = block(x, return_routing=True)
+            routing.append(chosen)
+        if asked is not None:
+            x = x.gather(1, asked[..., None].expand(-1, -1, x.shape[-1]))
+        return self.head(self.norm(x)).float(), routing
