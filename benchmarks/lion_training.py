@@ -1,11 +1,13 @@
 """Train the main job's model with several optimizers on the same data: losses, optimizer memory, time of a step.
 
-    python benchmarks/lion_training.py --out benchmarks/results/h200/lion_training --steps 2000
+    python benchmarks/lion_training.py --out benchmarks/results/h200/raw/lion_training --steps 2000
 
 writes lion_training.json, .png (loss curves) and .md (a table) beside each other. `--preset cpu --steps 30 --dim 16`
-and so on make it small. Each arm starts from the same weights and sees the same batches; the matrix products are in
-bf16 on CUDA for all of them. The arm with bf16 weights and remainders also trains a shadow: an fp32 Lion that is given
-the same gradients, whose weights must be the same bits after every step.
+and so on make it small; `--together` gives each arm a process of its own, all at the same time (one GPU has room for
+them, and a step is bound by its host). Each arm starts from the same weights and sees the same batches; the matrix
+products are in bf16 on CUDA for all of them. The arm with bf16 weights and remainders also trains a shadow: an fp32
+Lion that is given the same gradients, whose weights must be the same bits after every step. How long a step of the
+optimizer takes is measured at the end, alone: fifty steps in a row, on the wall.
 """
 
 # ruff: noqa: T201
@@ -16,8 +18,10 @@ import argparse
 import json
 import math
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -81,20 +85,6 @@ class Shadow:
                 self.equal &= torch.equal(join(p.detach(), self.of.state[p]["remainder"]), q)
 
 
-def timed(step: Callable[[], Any], device: str) -> Callable[[], float]:
-    """Run a step; give a function that returns its milliseconds later."""
-    if device == "cpu":
-        start = time.perf_counter()
-        step()
-        took = (time.perf_counter() - start) * 1e3
-        return lambda: took
-    events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    events[0].record()
-    step()
-    events[1].record()
-    return lambda: events[0].elapsed_time(events[1])
-
-
 def loss_of(model: nn.Module, batch: data.Batch, config: configs.Config, draw: int) -> Tensor:
     """Mean cross entropy of the hidden bytes in nats."""
     parts = (torch.from_numpy(part).to(config.device) for part in (batch.tokens, batch.hidden, batch.bytes))
@@ -117,24 +107,41 @@ def validation_bits(model: nn.Module, corpus: data.Corpus, config: configs.Confi
     return nats / count / math.log(2)
 
 
-def train(arm: str, corpus: data.Corpus, config: configs.Config, adamw_factor: float) -> dict[str, Any]:
-    """Train one arm from the beginning."""
+def build(arm: str, config: configs.Config, adamw_factor: float) -> tuple[nn.Module, torch.optim.Optimizer, float]:
+    """The model, its optimizer, and what learning rates are multiplied by."""
     dtype, options = ARMS[arm]
     model: nn.Module = new(config).to(config.device, dtype)
     groups = parameter_groups(model, config.weight_decay)
-    factor = 1.0
-    optimizer: torch.optim.Optimizer
-    if options is None:
-        # Lion's rates are known to be several times smaller than AdamW's, its weight decay larger by the same factor
-        factor = adamw_factor
-        for group in groups:
-            group["weight_decay"] = float(str(group["weight_decay"])) / factor
-        optimizer = torch.optim.AdamW(groups, lr=config.lr * factor, betas=(0.9, 0.99), fused=True)
-    else:
-        optimizer = Lion(groups, lr=config.lr, **options)
+    if options is not None:
+        return model, Lion(groups, lr=config.lr, **options), 1.0
+    # Lion's rates are known to be several times smaller than AdamW's, its weight decay larger by the same factor
+    for group in groups:
+        group["weight_decay"] = float(str(group["weight_decay"])) / adamw_factor
+    optimizer = torch.optim.AdamW(groups, lr=config.lr * adamw_factor, betas=(0.9, 0.99), fused=True)
+    return model, optimizer, adamw_factor
+
+
+def step_ms(arm: str, config: configs.Config, adamw_factor: float, steps: int = 50) -> float:
+    """Milliseconds of a step of the optimizer alone."""
+    model, optimizer, _ = build(arm, config, adamw_factor)
+    for p in model.parameters():
+        p.grad = torch.randn_like(p)
+    times = []
+    for _ in range(4):
+        start = time.perf_counter()
+        for _ in range(steps):
+            optimizer.step()
+        if config.device == "cuda":
+            torch.cuda.synchronize()
+        times.append((time.perf_counter() - start) / steps * 1e3)
+    return min(times[1:])
+
+
+def train(arm: str, corpus: data.Corpus, config: configs.Config, adamw_factor: float) -> dict[str, Any]:
+    """Train one arm from the beginning."""
+    model, optimizer, factor = build(arm, config, adamw_factor)
     shadow = Shadow(optimizer) if arm == SHADOWED and isinstance(optimizer, Lion) else None
     losses: list[Tensor] = []
-    times: list[Callable[[], float]] = []
     begin = time.perf_counter()
     for step in range(config.steps):
         for group in optimizer.param_groups:
@@ -145,7 +152,7 @@ def train(arm: str, corpus: data.Corpus, config: configs.Config, adamw_factor: f
         loss.backward()
         if shadow:
             shadow.step()
-        times.append(timed(optimizer.step, config.device))
+        optimizer.step()
         if shadow:
             shadow.compare()
         losses.append(loss.detach())
@@ -160,10 +167,24 @@ def train(arm: str, corpus: data.Corpus, config: configs.Config, adamw_factor: f
         "arm": arm, "validation_bits_per_byte": bits, "parameters": sum(p.numel() for p in params),
         "parameter_bytes": tensor_bytes(params), "optimizer_bytes": state,
         "gradient_bytes": tensor_bytes(p.grad for p in params),
-        "optimizer_step_ms": statistics.median(t() for t in times[len(times) // 5 :]),
         "seconds": time.perf_counter() - begin, "losses": torch.stack(losses).float().tolist(),
         **({} if shadow is None else {"bit_identical_to_fp32": shadow.equal}),
     }  # fmt: skip
+
+
+def train_together(arms: list[str], argv: list[str]) -> list[dict[str, Any]]:
+    """Train every arm in a process of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        files = [Path(folder, str(i)) for i in range(len(arms))]
+        command = [sys.executable, __file__, *(a for a in argv if a != "--together"), "--only"]
+        running = [
+            subprocess.Popen([*command, "--arms", arm, "--out", str(file)])
+            for arm, file in zip(arms, files, strict=True)
+        ]
+        failed = [arm for arm, process in zip(arms, running, strict=True) if process.wait()]
+        if failed:
+            raise SystemExit(f"failed: {', '.join(failed)}")
+        return [json.loads(file.with_suffix(".json").read_text())["arms"][0] for file in files]
 
 
 def picture(results: list[dict[str, Any]], path: Path) -> None:
@@ -213,6 +234,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("lion_training"), help="where to write, without a suffix")
     parser.add_argument("--preset", choices=list(configs.PRESETS), help="default: gpu with CUDA, else cpu")
     parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=DEFAULT_ARMS)
+    parser.add_argument("--together", action="store_true", help="all arms at the same time")
+    parser.add_argument("--only", action="store_true", help=argparse.SUPPRESS)  # train, write the JSON and stop
     parser.add_argument("--adamw-factor", type=float, default=3.0, help="AdamW's rate over Lion's")
     for name, kind in (("steps", int), ("batch", int), ("seq", int), ("dim", int), ("blocks", int), ("lr", float)):
         parser.add_argument(f"--{name}", type=kind)
@@ -225,11 +248,18 @@ def main(argv: list[str] | None = None) -> int:
         precision="bf16" if device == "cuda" else "fp32", threads=torch.get_num_threads(), data=corpus.digest, paths=(),
         **{name: getattr(args, name) for name in ("steps", "batch", "seq", "dim", "blocks", "lr")},
     )  # fmt: skip
-    results = [train(arm, corpus, config, args.adamw_factor) for arm in args.arms]
+    if args.together:
+        results = train_together(args.arms, sys.argv[1:] if argv is None else argv)
+    else:
+        results = [train(arm, corpus, config, args.adamw_factor) for arm in args.arms]
+    for result in results if not args.only else ():
+        result["optimizer_step_ms"] = step_ms(result["arm"], config, args.adamw_factor)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     gpu = torch.cuda.get_device_name() if device == "cuda" else "cpu"
     header = {"onepass": onepass.__version__, "torch": torch.__version__, "device": gpu, "config": config.as_dict()}
     args.out.with_suffix(".json").write_text(json.dumps({**header, "arms": results}) + "\n")
+    if args.only:
+        return 0
     args.out.with_suffix(".md").write_text(table(results))
     picture(results, args.out.with_suffix(".png"))
     print(table(results))

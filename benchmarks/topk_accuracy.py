@@ -1,6 +1,7 @@
-"""Error against float64, and memory kept for backward, of every differentiable top-k: a markdown table.
+"""Error against float64, and memory kept for backward, of every differentiable top-k: a table and a record of it.
 
-python benchmarks/topk_accuracy.py [--device cuda] [--rows 64] [--cols 8192] [--out FILE.md]
+python benchmarks/topk_accuracy.py [--device cuda] [--rows 64] [--cols 8192] [--out DIR]
+writes DIR/soft_topk.json and .md (benchmarks/results/<gpu>/accuracy); seconds on a GPU.
 """
 
 # ruff: noqa: T201
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,7 +20,7 @@ from torch import Tensor
 
 import onepass
 from onepass.core.spec import optional
-from onepass.ops.soft_topk import reference, rivals
+from onepass.ops.soft_topk import rivals
 
 SCHEDULES: dict[str, dict[str, Any]] = {
     "T=50, eps 0.1": {"n_iters": 50, "eps": 0.1},
@@ -56,9 +58,7 @@ def entries(k: float) -> Iterator[Entry]:
                     what, f"colt5 Triton, {n} segments",
                     lambda s, o=o, n=n: kernel.triton_coor_descent(s, k=k, checkpoint_segments=n, **o), exact, False,
                 )  # fmt: skip
-        if torch.cuda.is_available():
-            compiled = torch.compile(reference.coor_descent)
-            yield Entry(what, "torch.compile", lambda s, o=o, f=compiled: f(s, k=k, **o), exact, False)
+        yield Entry(what, "torch", lambda s, o=o: rivals.descent(s, k=k, **o), exact, False)
     others: dict[str, list[tuple[str, Callable[[Tensor], Tensor]]]] = {
         "sigmoid": [("SOFT by Sinkhorn (200)", lambda s: rivals.sinkhorn(s, k, EPS))],
         "laplace": [("LapSum by sorting", lambda s: rivals.lapsum(s, k, EPS))],
@@ -97,8 +97,8 @@ def kept_bytes(run: Callable[[Tensor], Tensor], s: Tensor) -> int:
     return sum(size for pointer, size in saved.items() if pointer not in gone)
 
 
-def measure(entry: Entry, s: Tensor, gy: Tensor, k: float) -> str:
-    """Return the row of the table."""
+def measure(entry: Entry, s: Tensor, gy: Tensor, k: float) -> dict[str, float | None]:
+    """Errors of one implementation, and what it keeps."""
     leaf, wide = s.clone().requires_grad_(), s.double().requires_grad_()
     entry.run(leaf)  # compiles
     kept = kept_bytes(entry.run, leaf) / s.numel()
@@ -108,8 +108,33 @@ def measure(entry: Entry, s: Tensor, gy: Tensor, k: float) -> str:
     error = (y.double() - exact).abs().max().item()
     off = ((y.double().sum(-1) - k).abs().max() / k).item()
     cosine = torch.cosine_similarity(ds.double().flatten(), true.flatten(), 0).item()
-    sums = f"{off:.1e}" if entry.sums_to_k else "–"
-    return f"| {entry.what} | {entry.name} | {error:.1e} | {sums} | {1 - cosine:.1e} | {kept:.3g} |"
+    return {
+        "error_of_y": error,
+        "sum_off": off if entry.sums_to_k else None,
+        "one_minus_cosine_of_ds": 1 - cosine,
+        "kept_bytes_per_element": kept,
+    }
+
+
+def table(record: dict[str, Any]) -> str:
+    """The record as markdown."""
+    lines = [
+        f"{record['device']}, torch {record['torch']}, {record['rows']}×{record['cols']} normal scores in fp32, "
+        f"k = n/8, eps = {EPS} where nothing else is said.",
+        "",
+        "| | | error of y | \\|Σy − k\\|/k | 1 − cosine of ds | bytes per element kept for backward besides s, y |",
+        "|---|---|---|---|---|---|",
+    ]
+    for r in record["results"]:
+        if "failed" in r:
+            lines.append(f"| {r['what']} | {r['impl']} | failed: {r['failed']} | – | – | – |")
+            continue
+        sums = "–" if r["sum_off"] is None else f"{r['sum_off']:.1e}"
+        lines.append(
+            f"| {r['what']} | {r['impl']} | {r['error_of_y']:.1e} | {sums} | {r['one_minus_cosine_of_ds']:.1e} | "
+            f"{r['kept_bytes_per_element']:.3g} |"
+        )
+    return "\n".join(lines) + "\n"
 
 
 def main() -> None:
@@ -124,25 +149,26 @@ def main() -> None:
     s = torch.randn(args.rows, args.cols).to(args.device)
     gy = torch.randn(args.rows, args.cols).to(args.device)
     k = args.cols / 8
-    where = torch.cuda.get_device_name() if s.is_cuda else "CPU"
-    lines = [
-        f"{where}, torch {torch.__version__}, {args.rows}×{args.cols} normal scores in fp32, k = n/8, "
-        f"eps = {EPS} where nothing else is said.",
-        "",
-        "| | | error of y | \\|Σy − k\\|/k | 1 − cosine of ds | bytes per element kept for backward besides s, y |",
-        "|---|---|---|---|---|---|",
-    ]
+    results: list[dict[str, Any]] = []
     for entry in entries(k):
+        result: dict[str, Any] = {"what": entry.what, "impl": entry.name}
         try:
-            lines.append(measure(entry, s, gy, k))
+            result |= measure(entry, s, gy, k)
         except Exception as error:
-            words = str(error).splitlines()[0][:80] if str(error) else type(error).__name__
-            lines.append(f"| {entry.what} | {entry.name} | failed: {words} | – | – | – |")
-    text = "\n".join(lines) + "\n"
-    print(text)
+            result["failed"] = str(error).splitlines()[0][:80] if str(error) else type(error).__name__
+        results.append(result)
+    record = {
+        "device": torch.cuda.get_device_name() if s.is_cuda else "CPU",
+        "torch": torch.__version__,
+        "rows": args.rows,
+        "cols": args.cols,
+        "results": results,
+    }
+    print(table(record))
     if args.out is not None:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(text, encoding="utf-8")
+        args.out.mkdir(parents=True, exist_ok=True)
+        (args.out / "soft_topk.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        (args.out / "soft_topk.md").write_text(table(record), encoding="utf-8")
 
 
 if __name__ == "__main__":

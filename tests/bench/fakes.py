@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import onepass.__main__ as entry
+from onepass.bench import cases
 from onepass.core import spec
 from onepass.core.spec import Case, Impl, Missing, Prepared
 
@@ -30,6 +31,12 @@ class FakeTimer:
 
     def copy_gbps(self) -> float:
         return self.copy
+
+    def held_bytes(self) -> int:
+        return 1 << 20
+
+    def peak_bytes(self, call: Callable[[], Any]) -> tuple[int, Any]:
+        return 3 << 20, call()
 
     def synchronize(self) -> None:
         if self.lost:
@@ -81,5 +88,6 @@ def fake_operator(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     )
     monkeypatch.setattr(spec, "folders", lambda: ["fakes"])
     monkeypatch.setattr(spec, "load", lambda folder: module)
+    monkeypatch.setattr(cases, "MODULES", ())
     monkeypatch.setattr(entry, "COMMANDS", ("onepass.bench.cli",))
     return module

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from onepass.bench.cli import all_cases
+from onepass.bench.cases import all_cases
 from onepass.bench.rivals import availability, known
 from onepass.bench.runner import STAGES, label
 from onepass.core import spec

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
+from onepass.bench.plot import draw, panels
 from onepass.bench.records import read, write
-from onepass.bench.report import build, caption, table
+from onepass.bench.report import build, caption, page, table
 from onepass.core.errors import UserError
 
 HEADER = {
@@ -31,15 +32,51 @@ RECORDS = [
 
 def test_table() -> None:
     assert table(RECORDS) == (
-        "| layer_norm forward, bfloat16 | onepass | liger | only once |\n"
-        "|---|---|---|---|\n"
-        "| 8x128 | **30 (100%)** | 60 (50%) | – |\n"
-        "| 8x256 | 50 (60%) | **40 (75%)** | 90 (33%) |\n"
+        "| layer_norm forward, bfloat16 | onepass | liger | only once | × fastest rival |\n"
+        "|---|---|---|---|---|\n"
+        "| 8x128 | **30 (100%)** | 60 (50%) | – | 2.00× |\n"
+        "| 8x256 | 50 (60%) | **40 (75%)** | 90 (33%) | 0.80× |\n"
         "\n"
-        "| layer_norm backward, bfloat16 | onepass |\n"
-        "|---|---|\n"
-        "| 8x256 | **33 (91%)** |\n"
+        "| layer_norm backward, bfloat16 | onepass | × fastest rival |\n"
+        "|---|---|---|\n"
+        "| 8x256 | **33 (91%)** | – |\n"
     )
+
+
+def test_memory_and_host_time_have_tables() -> None:
+    more = {**record("onepass", 30.0), "peak_mib": 12.5, "kept_mib": 4.0, "host_us": None}
+    text = page(HEADER, [more, record("liger", 60.0)], [])
+    assert "## Memory" in text
+    assert "| 8x128 | 12.5 (4) | – |" in text
+    assert "## Host time" in text
+    assert "| 8x128 | – | 5 |" in text
+    assert "## Memory" not in page(HEADER, RECORDS, [])
+
+
+def test_what_went_wrong_is_told() -> None:
+    told = {"op": "layer_norm", "pass": "forward", "case": {"rows": 8}, "dtype": "float32", "impl": "x", "note": "off"}
+    text = page({**HEADER, "failed": [told]}, RECORDS, [])
+    assert "## Failed\n- x at layer_norm forward 8 float32: off" in text
+    assert "Disagreeing" not in text
+
+
+def test_panels() -> None:
+    """Lines through the largest case of each width where there are enough widths; the rest are bars."""
+    wide = [record("onepass", 30.0, cols) for cols in (128, 256, 512)]
+    small = {**wide[0], "case": {"rows": 2, "cols": 128}}
+    other = {**wide[0], "case": {"rows": 8, "cols": 128, "eps": 0.1}}
+    lines, bars = panels([*wide, small, other])
+    assert (lines.over_width, bars.over_width) == (True, False)
+    assert lines.records == wide
+    assert bars.records == [small, other]
+    assert [p.over_width for p in panels(wide[:2])] == [False]
+
+
+def test_a_picture_per_operator(tmp_path: Path) -> None:
+    other = {**RECORDS[1], "op": "gather, add", "pass": "step", "case": {"model": "a|b"}}
+    found = draw(HEADER, [*RECORDS, other], tmp_path / "norm.json")
+    assert [p.name for p in found] == ["norm-layer_norm.png", "norm-gather_add.png"]
+    assert all(p.read_bytes().startswith(b"\x89PNG") for p in found)
 
 
 def test_caption() -> None:

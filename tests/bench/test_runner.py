@@ -1,5 +1,11 @@
 from __future__ import annotations
 
+import contextlib
+import gc
+import signal
+import threading
+import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +15,7 @@ import torch
 from bench.fakes import FakeTimer, case, everything, thunk
 from onepass.bench import runner
 from onepass.bench.compare import all_zero, disagreement, error
+from onepass.bench.limit import TookTooLongError, limit
 from onepass.bench.runner import DISAGREES, FAILED, MISSING, OK, SKIPPED, DeviceLostError, label
 from onepass.core.spec import Prepared, backward_of, optional
 
@@ -107,6 +114,86 @@ def test_a_lost_device_ends_the_run() -> None:
         results(case(lambda: {"onepass": thunk(torch.ones(1)), "breaks": breaks}), timer=timer)
 
 
+def test_memory_is_counted_above_what_was_there() -> None:
+    class Growing(FakeTimer):
+        held = 100
+
+        def held_bytes(self) -> int:
+            return self.held
+
+        def peak_bytes(self, call: Callable[[], Any]) -> tuple[int, Any]:
+            return self.held + 7, call()
+
+    timer = Growing()
+
+    def build() -> Callable[[], Any]:
+        timer.held += 30
+        return thunk(torch.ones(2))
+
+    found = results(case(lambda: {"onepass": Prepared(build)}), timer=timer)["onepass"]
+    assert (found.kept, found.peak) == (30, 37)
+
+
+def test_what_one_implementation_held_is_gone_before_the_next() -> None:
+    class Big:
+        pass
+
+    alive: list[weakref.ref[Big]] = []
+
+    def build() -> Callable[[], Any]:
+        gc.collect()
+        assert not [r for r in alive if r() is not None]
+        big = Big()
+        alive.append(weakref.ref(big))
+        return lambda: (big, torch.ones(2))[1]
+
+    names = ("onepass", "a", "b")
+    found = results(case(lambda: {n: Prepared(build) for n in names}))
+    assert {n: found[n].status for n in names} == dict.fromkeys(names, OK)
+
+
+def test_slow_calls_have_no_host_time() -> None:
+    found = results(case(lambda: {"onepass": thunk(torch.ones(2), us=60_000.0)}))["onepass"]
+    assert (found.us, found.host_us) == (60_000.0, None)
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="no timer signals here")
+class TestLimit:
+    def test_it_ends_what_catches_exceptions(self) -> None:
+        with pytest.raises(TookTooLongError, match=r"longer than 0\.05 s"), limit(0.05):
+            while True:
+                with contextlib.suppress(Exception):
+                    time.sleep(0.01)
+
+    def test_only_rivals_are_given_up(self) -> None:
+        def slow() -> torch.Tensor:
+            time.sleep(0.03)
+            return torch.ones(2)
+
+        found = results(case(lambda: {"onepass": slow, "rival": slow}), limit_s=0.02)
+        assert (found["onepass"].status, found["rival"].status) == (OK, FAILED)
+
+    def test_it_leaves_no_alarm_behind(self) -> None:
+        before = signal.getsignal(signal.SIGALRM)
+        with limit(0.05):
+            pass
+        time.sleep(0.08)
+        assert signal.getsignal(signal.SIGALRM) is before
+
+    def test_none_off_the_main_thread(self) -> None:
+        ended: list[bool] = []
+
+        def work() -> None:
+            with limit(0.01):
+                time.sleep(0.03)
+            ended.append(True)
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+        assert ended == [True]
+
+
 def test_optional() -> None:
     assert optional("surely_not_installed") is None
     assert optional("math") is not None
@@ -117,7 +204,7 @@ def test_optional() -> None:
     [
         ({"rows": 64, "cols": 1024}, "64x1024"),
         ({"rows": 64, "cols": 1024, "T": 20, "eps": 0.1}, "64x1024 T=20 eps=0.1"),
-        ({"model": "gpt2-124M", "state": "int8"}, "gpt2-124M int8"),
+        ({"model": "gpt2-124M", "tensors": 148, "elements": 124439808, "state": "int8"}, "gpt2-124M int8"),
         ({}, ""),
     ],
 )

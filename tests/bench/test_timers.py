@@ -13,12 +13,31 @@ from onepass.bench.timers import CpuTimer, CudaTimer
 @pytest.fixture
 def cpu_timer(monkeypatch: pytest.MonkeyPatch) -> CpuTimer:
     monkeypatch.setattr(timers, "FLUSH_BYTES", 1 << 20)
-    return CpuTimer(measure_ms=1.0, warmup_ms=1.0, copy_bytes=1 << 22)
+    return CpuTimer(measure_ms=1.0, copy_bytes=1 << 22)
 
 
 def test_cpu_times(cpu_timer: CpuTimer) -> None:
     for measured in (cpu_timer.us(lambda: time.sleep(0.002)), cpu_timer.host_us(lambda: time.sleep(0.002))):
         assert 2000 <= measured < 50_000
+
+
+def test_cpu_implementations_take_turns(cpu_timer: CpuTimer) -> None:
+    order: list[str] = []
+
+    def first() -> None:
+        order.append("first")
+        time.sleep(0.001)
+
+    fast, slow = cpu_timer.us_each([first, lambda: (order.append("second"), time.sleep(0.004))])
+    assert fast < slow
+    assert order[:4] == ["first", "second", "first", "second"]
+    fast, slow = cpu_timer.host_us_each([first, lambda: time.sleep(0.004)])
+    assert fast < slow
+
+
+def test_cpu_memory_is_not_counted(cpu_timer: CpuTimer) -> None:
+    assert cpu_timer.held_bytes() is None
+    assert cpu_timer.peak_bytes(lambda: 3) == (None, 3)
 
 
 def test_cpu_copy(cpu_timer: CpuTimer) -> None:
@@ -76,4 +95,14 @@ def test_slow_calls_are_repeated_little() -> None:
         torch.cuda._sleep(200_000_000)
 
     assert CudaTimer(measure_ms=20.0).us(slow) > 20_000
-    assert len(calls) == 4
+    assert len(calls) == 3
+
+
+@pytest.mark.gpu
+def test_cuda_memory() -> None:
+    timer = CudaTimer()
+    x = torch.randn(1 << 20, device="cuda")
+    before = timer.held_bytes()
+    peak, y = timer.peak_bytes(lambda: (x + 1) + 2)
+    assert peak - before == 2 * x.nbytes
+    assert timer.held_bytes() - before == y.nbytes

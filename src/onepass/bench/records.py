@@ -16,13 +16,19 @@ from onepass.core.errors import UserError
 from .roofline import copy_pct, gbps
 from .runner import DISAGREES, FAILED, MISSING, OK, Result
 
+# what every record has; those of early runs have no more, later ones memory as well
 FIELDS = ("op", "pass", "case", "dtype", "impl", "us", "gbps", "copy_pct", "host_us")
+MEMORY = ("peak_mib", "kept_mib")
+
+
+def _mib(size: int | None) -> float | None:
+    return None if size is None else round(size / 2**20, 3)
 
 
 def record(result: Result, copy_gbps: float) -> dict[str, Any]:
     """One timed result as the record that is kept."""
     case = result.case
-    if result.us is None or result.host_us is None:
+    if result.us is None:
         raise ValueError(f"{result.impl} was not timed: {result.note}")
     return {
         "op": case.op,
@@ -33,7 +39,9 @@ def record(result: Result, copy_gbps: float) -> dict[str, Any]:
         "us": round(result.us, 2),
         "gbps": round(gbps(case.floor_bytes, result.us), 1),
         "copy_pct": round(copy_pct(case.floor_bytes, result.us, copy_gbps), 1),
-        "host_us": round(result.host_us, 2),
+        "host_us": None if result.host_us is None else round(result.host_us, 2),
+        "peak_mib": _mib(result.peak),
+        "kept_mib": _mib(result.kept),
     }
 
 
@@ -61,6 +69,7 @@ def document(
         "missing": absent,
         "failed": [_problem(r) for r in results if r.status == FAILED],
         "disagreeing": [_problem(r) for r in results if r.status == DISAGREES],
+        "seconds": round(sum(r.seconds for r in results), 1),
     }
     return [header, *(record(r, copy_gbps) for r in results if r.status == OK)]
 

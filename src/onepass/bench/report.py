@@ -1,15 +1,17 @@
-"""Committed results as a markdown table and a plot: what the READMEs show."""
+"""Committed results as markdown tables and plots: what the READMEs show."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from onepass.core.errors import UserError
 
+from .bars import table as bars_table
+from .plot import draw
 from .records import read, write_text
-from .runner import OURS, label
+from .runner import OURS, is_rival, label
 
 Record = Mapping[str, Any]
 
@@ -27,26 +29,41 @@ def _groups(records: Sequence[Record], *fields: str) -> dict[tuple[str, ...], li
     return found
 
 
-def _cell(record: Record | None, best: float) -> str:
-    if record is None:
-        return "–"
+def _time(record: Record, best: float) -> str:
     text = f"{record['us']:.4g} ({record['copy_pct']:.0f}%)"
     return f"**{text}**" if record["us"] <= best else text
 
 
-def table(records: Sequence[Record]) -> str:
-    """Markdown: a row per case, a column per implementation, microseconds and % of copy; the fastest in bold."""
+def _host(record: Record, best: float) -> str:
+    return "–" if record["host_us"] is None else f"{record['host_us']:.4g}"
+
+
+def _memory(record: Record, best: float) -> str:
+    peak, kept = record.get("peak_mib"), record.get("kept_mib")
+    return "–" if peak is None or kept is None else f"{peak:.4g} ({kept:.3g})"
+
+
+def ratio(row: Mapping[str, Record]) -> str:
+    """Say how many times longer the fastest rival takes than we do; below 1 when it is faster."""
+    rivals = [float(r["us"]) for name, r in row.items() if is_rival(name)]
+    return f"{min(rivals) / float(row[OURS]['us']):.2f}×" if rivals and OURS in row else "–"
+
+
+def table(records: Sequence[Record], cell: Callable[[Record, float], str] = _time) -> str:
+    """Markdown: a row per case, a column per implementation; of times the fastest in bold, and ours against rivals'."""
     blocks = []
     for (op, stage, dtype), group in _groups(records, "op", "pass", "dtype").items():
         impls = _ordered([str(r["impl"]) for r in group], OURS)
-        lines = [f"| {op} {stage}, {dtype} | " + " | ".join(i.replace("|", "\\|") for i in impls) + " |"]
-        lines.append("|---" * (1 + len(impls)) + "|")
+        heads = [f"{op} {stage}, {dtype}", *(i.replace("|", "\\|") for i in impls)]
+        heads += ["× fastest rival"] if cell is _time else []
+        lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
         cases: dict[str, dict[str, Record]] = {}
         for record in group:
             cases.setdefault(label(record["case"]), {})[str(record["impl"])] = record
         for name, row in cases.items():
             best = min(float(r["us"]) for r in row.values())
-            lines.append(f"| {name} | " + " | ".join(_cell(row.get(i), best) for i in impls) + " |")
+            cells = [name, *(cell(row[i], best) if i in row else "–" for i in impls)]
+            lines.append(f"| {' | '.join(cells + ([ratio(row)] if cell is _time else []))} |")
         blocks.append("\n".join(lines))
     return "\n\n".join(blocks) + "\n"
 
@@ -60,49 +77,28 @@ def caption(header: Record) -> str:
     return text if header.get("complete", True) else f"{text} (incomplete run)"
 
 
-def plot(header: Record, records: Sequence[Record], path: Path) -> None:
-    """Draw % of copy over the cases: a row of panels per operator and dtype, a column per pass."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    stages = _ordered([str(r["pass"]) for r in sorted(records, key=lambda r: r["pass"] != "forward")])
-    rows = _groups(records, "op", "dtype")
-    figure = Figure(figsize=(1.5 + 6 * len(stages), 0.8 + 3.6 * len(rows)), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots(len(rows), len(stages), squeeze=False)
-    impls = _ordered([str(r["impl"]) for r in records], OURS)
-    for line, ((op, dtype), group) in zip(axes, rows.items(), strict=True):
-        for panel, stage in zip(line, stages, strict=True):
-            found = [r for r in group if r["pass"] == stage]
-            panel.set_title(f"{op} {stage}, {dtype}", loc="left", fontsize=10)
-            if not found:
-                panel.set_axis_off()
-                continue
-            names = _ordered([label(r["case"]) for r in found])
-            for i, impl in enumerate(impls):
-                points = [(names.index(label(r["case"])), r["copy_pct"]) for r in found if r["impl"] == impl]
-                if not points:
-                    continue
-                ours = impl == OURS
-                xs, ys = zip(*sorted(points), strict=True)
-                panel.plot(
-                    xs, ys, label=impl, color="black" if ours else f"C{(i - 1) % 10}", linewidth=2.6 if ours else 1.3,
-                    marker="o" if ours else ".", zorder=3 if ours else 2, linestyle="-" if i <= 10 else "--",
-                )  # fmt: skip
-            panel.axhline(100, color="0.6", linewidth=0.8, linestyle=":")
-            panel.set_xticks(range(len(names)), names, rotation=30, ha="right", fontsize=8)
-            panel.set_ylim(bottom=0)
-            panel.set_ylabel("% of copy", fontsize=9)
-            panel.grid(axis="y", color="0.92")
-            panel.legend(fontsize=7, framealpha=0.8)
-    figure.suptitle(
-        f"{header.get('gpu', '')}: share of a device copy ({header.get('copy_gbps', 0):.0f} GB/s)", fontsize=11
-    )
-    figure.savefig(path, dpi=110, metadata={"Software": None})
+def page(header: Record, records: Sequence[Record], pictures: Sequence[Path]) -> str:
+    """Everything that a results file says: times, pictures, host time, memory, what went wrong."""
+    parts = [f"{caption(header)}. Microseconds (% of copy).", table(records)]
+    parts += [f"![% of copy]({picture.name})\n" for picture in pictures]
+    bars = bars_table(records) if "H200" in str(header.get("gpu")) else ""
+    parts += [f"## Bars\n{bars}"] if bars else []
+    if any(r["host_us"] is not None for r in records):
+        what = "with warm caches" if header.get("device") == "cpu" else "until the call returns, on an idle device"
+        parts += [f"## Host time\nMicroseconds {what}.", table(records, _host)]
+    if any(r.get("peak_mib") is not None for r in records):
+        parts += ["## Memory\nMiB above the inputs: the most during a call (of which kept).", table(records, _memory)]
+    for field in ("failed", "disagreeing"):
+        told = [
+            f"- {p['impl']} at {p['op']} {p['pass']} {label(p['case'])} {p['dtype']}: {p['note']}"
+            for p in header.get(field) or []
+        ]
+        parts += [f"## {field.capitalize()}\n" + "\n".join(told) + "\n"] if told else []
+    return "\n\n".join(part.rstrip("\n") for part in parts) + "\n"
 
 
 def build(directory: Path) -> list[Path]:
-    """Write <name>.md and <name>.png beside every <name>.json in a directory; return their paths."""
+    """Write <name>.md and its pictures beside every <name>.json in a directory; return their paths."""
     if not directory.is_dir():
         raise UserError(
             f"--report {directory}: no such directory; give one that holds results of `onepass bench --json`"
@@ -110,18 +106,13 @@ def build(directory: Path) -> list[Path]:
     sources = sorted(directory.glob("*.json"))
     if not sources:
         raise UserError(f"--report {directory}: no .json files; write some with `onepass bench --json {directory}/`")
-    written = []
+    written: list[Path] = []
     for source in sources:
         header, records = read(source)
         if not records:
             raise UserError(f"{source} has a header but no measurements")
-        text, picture = source.with_suffix(".md"), source.with_suffix(".png")
-        try:
-            plot(header, records, picture)
-        except OSError as error:
-            raise UserError(f"can't write {picture}: {error.strerror or error}") from error
-        write_text(
-            text, f"{caption(header)}. Microseconds (% of copy).\n\n{table(records)}\n![% of copy]({picture.name})\n"
-        )
-        written += [text, picture]
+        pictures = draw(header, records, source)
+        text = source.with_suffix(".md")
+        write_text(text, page(header, records, pictures))
+        written += [text, *pictures]
     return written

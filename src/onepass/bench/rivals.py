@@ -3,31 +3,29 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 
 from onepass.core import spec
 from onepass.core.about import distribution_version
 
-# import name → distribution, per operator folder; a spec.py with RIVALS of its own speaks for itself
+from .cases import modules
+
+# import name → distribution, of operator folders whose spec.py has no RIVALS of its own
 KNOWN: Mapping[str, Mapping[str, str]] = {
-    "lion": {
-        "bitsandbytes": "bitsandbytes",
-        "flashoptim": "flashoptim",
-        "lion_pytorch": "lion-pytorch",
-        "optimi": "torch-optimi",
-    },
-    "norm": {"liger_kernel": "liger-kernel", "quack": "quack-kernels"},
     "routing": {"colt5_attention": "colt5-attention"},
     "soft_topk": {"colt5_attention": "colt5-attention", "entmax": "entmax"},
 }
 
 
-def known(folders: Iterable[str]) -> dict[str, str]:
+def known(folders: Collection[str]) -> dict[str, str]:
     """Import name → distribution of every rival of these operators."""
     found: dict[str, str] = {}
     for folder in folders:
         declared: Mapping[str, str] | None = getattr(spec.load(folder), "RIVALS", None)
         found.update(KNOWN.get(folder, {}) if declared is None else declared)
+    for module in modules():
+        if set(module.CASES) & set(folders):
+            found.update(module.RIVALS)
     return dict(sorted(found.items()))
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,11 +17,16 @@ from onepass.core.about import one_line
 from onepass.core.spec import Case, Missing, Prepared
 
 from .compare import all_zero, disagreement
-from .timers import Timer
+from .limit import TookTooLongError, limit
+from .timers import CpuTimer, Timer
 
 OURS = "onepass"
 SEED = 20
-STAGES = ("forward", "backward", "step")
+STAGES = ("forward", "backward", "forward+backward", "step")
+# facts about a case that its other words imply: recorded, but no part of its name
+IMPLIED = ("tensors", "elements")
+# the host time of a call that takes longer than this says nothing new
+SLOW_US = 50_000.0
 
 # what a result can be; only "ok" becomes a record
 OK, DISAGREES, FAILED, MISSING, SKIPPED = "ok", "disagrees", "failed", "missing", "skipped"
@@ -27,7 +34,10 @@ OK, DISAGREES, FAILED, MISSING, SKIPPED = "ok", "disagrees", "failed", "missing"
 
 @dataclass(frozen=True)
 class Result:
-    """One implementation at one case; times are None when it was not timed, `note` says why or what is wrong."""
+    """One implementation at one case; times are None when it was not timed, `note` says why or what is wrong.
+
+    Memory is in bytes above the inputs: `kept` stays between calls, `peak` is the most during a call, `kept` included.
+    """
 
     folder: str
     case: Case
@@ -36,6 +46,23 @@ class Result:
     us: float | None = None
     host_us: float | None = None
     note: str = ""
+    peak: int | None = None
+    kept: int | None = None
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class _Ready:
+    """An implementation that ran, and how it compares with ours."""
+
+    name: str
+    call: Callable[[], Any]
+    result: Any  # ours alone keeps its result, which the others are compared with
+    status: str
+    note: str
+    peak: int | None
+    kept: int | None
+    began: float
 
 
 class DeviceLostError(Exception):
@@ -45,8 +72,13 @@ class DeviceLostError(Exception):
 def label(params: Mapping[str, Any]) -> str:
     """Name a case in a few characters: {"rows": 64, "cols": 1024, "k": 9} → "64x1024 k=9"."""
     sizes = [str(params[k]) for k in ("rows", "cols") if k in params]
-    others = [f"{k}={v}" if not isinstance(v, str) else v for k, v in params.items() if k not in ("rows", "cols")]
+    others = [v if isinstance(v, str) else f"{k}={v}" for k, v in params.items() if k not in ("rows", "cols", *IMPLIED)]
     return " ".join((["x".join(sizes)] if sizes else []) + others)
+
+
+def is_rival(impl: str) -> bool:
+    """Tell whether an implementation is somebody else's, called as ours is: not from a CUDA graph."""
+    return not impl.startswith(OURS) and "CUDA graph" not in impl
 
 
 def compiles(impl: str) -> bool:
@@ -61,6 +93,7 @@ def release() -> None:
         # a second shape would otherwise be compiled as a dynamic one, and the ninth not at all
         dynamo.reset()
     gc.collect()
+    gc.freeze()  # what is left belongs to modules: the next collections need not look at it
     torch.cuda.empty_cache()
 
 
@@ -71,30 +104,40 @@ def _check_device(timer: Timer, after: str) -> None:
         raise DeviceLostError(f"{after} broke the device: {one_line(error)}") from error
 
 
-def _measure(
-    folder: str, case: Case, name: str, impl: Prepared | Callable[[], Any], ours: Any, timer: Timer
-) -> tuple[Result, Any]:
-    """Time one implementation; also return its result (for ours, which the others are compared with)."""
-    thunk = impl.build() if isinstance(impl, Prepared) else impl
-    result = thunk()
-    timer.synchronize()
-    status, note = OK, ""
-    if case.check is not None:
-        if name == OURS:
-            wrong = "the result is zero everywhere: nothing to measure" if all_zero(result) else None
-        else:
-            wrong = disagreement(ours, result, case.check)
-        if wrong:
-            status, note = DISAGREES, wrong
-    kept = result if name == OURS and case.check is not None else None
-    del result
-    return Result(folder, case, name, status, timer.us(thunk), timer.host_us(thunk), note), kept
+def _prepare(
+    case: Case, name: str, impl: Prepared | Callable[[], Any], ours: Any, timer: Timer, limit_s: float
+) -> _Ready:
+    """Build an implementation, let it compile (rivals for `limit_s` at most), weigh it and compare it with ours."""
+    began, before = time.perf_counter(), timer.held_bytes()
+    with limit(0 if name == OURS else limit_s):
+        call = impl.build() if isinstance(impl, Prepared) else impl
+        call()
+        timer.synchronize()
+        kept = timer.held_bytes()
+        peak, result = timer.peak_bytes(call)
+        status, note = OK, ""
+        if case.check is not None:
+            if name == OURS:
+                wrong = "the result is zero everywhere: nothing to measure" if all_zero(result) else None
+            else:
+                wrong = disagreement(ours, result, case.check)
+            if wrong:
+                status, note = DISAGREES, wrong
+    peak = None if peak is None or before is None else peak - before
+    kept = None if kept is None or before is None else kept - before
+    result = result if name == OURS and case.check is not None else None
+    return _Ready(name, call, result, status, note, peak, kept, began)
 
 
-def run_case(
-    folder: str, case: Case, timer: Timer, *, compile: bool = True, started: Callable[[str], None] = lambda impl: None
-) -> Iterator[Result]:
-    """Measure every implementation of one case, ours first."""
+def _timed(folder: str, case: Case, ready: _Ready, us: float, host_us: float | None) -> Result:
+    spent = time.perf_counter() - ready.began
+    return Result(folder, case, ready.name, ready.status, us, host_us, ready.note, ready.peak, ready.kept, spent)
+
+
+def _ready(
+    folder: str, case: Case, timer: Timer, compile: bool, limit_s: float, started: Callable[[str], None]
+) -> Iterator[_Ready | Result]:
+    """Each implementation of a case, ours first: ready to be timed, or why it is not."""
     torch.manual_seed(SEED)
     try:
         impls = dict(case.make())
@@ -112,17 +155,22 @@ def run_case(
             yield Result(folder, case, name, SKIPPED, note="--no-compile")
             continue
         started(name)
+        began = time.perf_counter()
         try:
-            result, kept = _measure(folder, case, name, impl, ours, timer)
-            ours = kept if name == OURS else ours
+            ready = _prepare(case, name, impl, ours, timer, limit_s)
+            ours = ready.result if name == OURS else ours
+            del impl
+            yield ready
+            del ready
+            continue
         except ImportError as error:
-            status = FAILED if name == OURS else MISSING
-            result = Result(folder, case, name, status, note=error.name or one_line(error))
+            status, note = FAILED if name == OURS else MISSING, error.name or one_line(error)
+        except TookTooLongError as error:
+            status, note = FAILED, str(error)
         except Exception as error:
-            result = Result(folder, case, name, FAILED, note=one_line(error))
-        yield result
-        del impl
-        if result.status == FAILED:
+            status, note = FAILED, one_line(error)
+        yield Result(folder, case, name, status, note=note, seconds=time.perf_counter() - began)
+        if status == FAILED:
             gc.collect()
             _check_device(timer, f"{name} at {case.op} {label(case.params)}")
             if name == OURS:
@@ -130,19 +178,65 @@ def run_case(
                 return
 
 
+def run_case(
+    folder: str,
+    case: Case,
+    timer: Timer,
+    *,
+    compile: bool = True,
+    limit_s: float = 0.0,
+    started: Callable[[str], None] = lambda impl: None,
+) -> Iterator[Result]:
+    """Measure every implementation of one case, ours first."""
+    waiting: list[_Ready] = []
+    for found in _ready(folder, case, timer, compile, limit_s, started):
+        if isinstance(found, Result):
+            yield found
+        elif isinstance(timer, CpuTimer):
+            waiting.append(found)
+        else:
+            try:
+                us = timer.us(found.call)
+                result = _timed(folder, case, found, us, timer.host_us(found.call) if us < SLOW_US else None)
+            except Exception as error:
+                _check_device(timer, f"{found.name} at {case.op} {label(case.params)}")
+                result = Result(folder, case, found.name, FAILED, note=one_line(error))
+            yield result
+        del found  # and with it its memory, before the next one is built
+    if isinstance(timer, CpuTimer) and waiting:
+        calls = [ready.call for ready in waiting]
+        for ready, us, host_us in zip(waiting, timer.us_each(calls), timer.host_us_each(calls), strict=True):
+            yield _timed(folder, case, ready, us, host_us)
+
+
 def run(
     cases: Sequence[tuple[str, Case]],
     timer: Timer,
     *,
     compile: bool = True,
+    limit_s: float = 0.0,
     started: Callable[[Case, str], None] = lambda case, impl: None,
 ) -> Iterator[Result]:
     """Measure (folder, case) pairs one after another; raises DeviceLostError when the device no longer answers."""
-    import torch._functorch.config as functorch_config
-
-    # compiled backwards are timed again and again over one graph, which donated buffers forbid
-    with functorch_config.patch(donated_buffer=False):
+    with _kept_graphs():
         for folder, case in cases:
             release()
-            yield from run_case(folder, case, timer, compile=compile, started=functools.partial(started, case))
+            on = functools.partial(started, case)
+            yield from run_case(folder, case, timer, compile=compile, limit_s=limit_s, started=on)
     release()
+
+
+def compile_only(cases: Sequence[tuple[str, Case]], timer: Timer, *, limit_s: float = 0.0) -> None:
+    """Call every implementation once, so that compilers' caches on disk know it; errors are left to the measurement."""
+    with _kept_graphs():
+        for folder, case in cases:
+            release()
+            for _ in _ready(folder, case, timer, True, limit_s, lambda impl: None):
+                pass
+
+
+def _kept_graphs() -> contextlib.AbstractContextManager[Any]:
+    """Compiled backwards are timed again and again over one graph, which donated buffers forbid."""
+    import torch._functorch.config as functorch_config
+
+    return functorch_config.patch(donated_buffer=False)  # type: ignore[no-any-return]

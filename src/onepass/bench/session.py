@@ -36,15 +36,18 @@ class Session:
         json: Path | None = None,
         *,
         compile: bool = True,
+        limit_s: float = 0.0,
     ) -> None:
         # a table holds one operator, dtype and pass
         self.cases = sorted(cases, key=lambda fc: (fc[0], fc[1].op, str(fc[1].dtype), runner.STAGES.index(fc[1].stage)))
         self.console = console
         self.json = json
         self.compile = compile
+        self.limit_s = limit_s
         installed, self.missing = rivals.availability(rivals.known(dict.fromkeys(f for f, _ in cases)))
         self.about: dict[str, Any] = {
             **versions(),
+            "device": device,
             "gpu": device_name(torch.device(device)),
             "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
             "settings": settings(),
@@ -84,7 +87,9 @@ class Session:
                 live.update(Text(f"{done}/{len(self.cases)} cases · {where} · {impl}", "dim"), refresh=True)
 
             try:
-                for result in runner.run(self.cases, timer, compile=self.compile, started=started):
+                for result in runner.run(
+                    self.cases, timer, compile=self.compile, limit_s=self.limit_s, started=started
+                ):
                     if self.results and self.results[-1].case is not result.case:
                         done += 1
                         self.save(complete=False)
@@ -112,6 +117,10 @@ class Session:
         absent = sorted({f"{r.impl} (needs {r.note})" for r in self.results if r.status == runner.MISSING})
         if absent:
             print_(f"skipped: {', '.join(absent)}", markup=False)
+        slow = sorted(self.results, key=lambda r: -r.seconds)[:5]
+        if slow and slow[0].seconds > 2:
+            told = ", ".join(f"{r.impl} at {r.case.op} {runner.label(r.case.params)} {r.seconds:.0f} s" for r in slow)
+            print_(f"{sum(r.seconds for r in self.results):.0f} s in all; longest: {told}", style="dim", markup=False)
         for path in self.save(complete=not lost):
             print_(f"wrote {path}", markup=False, soft_wrap=True)
         if lost:

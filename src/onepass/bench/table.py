@@ -11,12 +11,12 @@ from rich.table import Table
 from onepass.core.about import dtype_name
 
 from .roofline import copy_pct, gbps, speedup
-from .runner import FAILED, MISSING, OK, OURS, SKIPPED, Result, label
+from .runner import FAILED, MISSING, OK, OURS, SKIPPED, Result, is_rival, label
 
 
 def fastest_rival(results: Sequence[Result]) -> float | None:
     """Time of the fastest rival that agrees with us."""
-    times = [r.us for r in results if r.status == OK and r.impl != OURS and r.us is not None]
+    times = [r.us for r in results if r.status == OK and is_rival(r.impl) and r.us is not None]
     return min(times, default=None)
 
 
@@ -25,9 +25,9 @@ def _number(value: float) -> str:
 
 
 def _row(result: Result, copy_gbps: float, rival_us: float | None) -> list[str]:
-    if result.us is None or result.host_us is None:
+    if result.us is None:
         style = "red" if result.status == FAILED else "dim"
-        return ["–", "–", "–", "–", f"[{style}]{escape(f'{result.status}: {result.note}')}[/]"]
+        return ["–", "–", "–", "–", "–", f"[{style}]{escape(f'{result.status}: {result.note}')}[/]"]
     floor = result.case.floor_bytes
     ratio = "" if rival_us is None else f"{speedup(result.us, rival_us):.2f}×"
     if result.status != OK:
@@ -36,7 +36,8 @@ def _row(result: Result, copy_gbps: float, rival_us: float | None) -> list[str]:
         f"{result.us:.1f}",
         _number(gbps(floor, result.us)),
         _number(copy_pct(floor, result.us, copy_gbps)),
-        f"{result.host_us:.1f}",
+        "–" if result.host_us is None else f"{result.host_us:.1f}",
+        "–" if result.peak is None else _number(result.peak / 2**20),
         ratio,
     ]
 
@@ -51,9 +52,9 @@ def table(results: Sequence[Result], copy_gbps: float) -> Table:
     shown = Table(title=" · ".join(group_key(results[0])), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     for name in ("case", "implementation"):
         shown.add_column(name, no_wrap=True)
-    for name in ("µs", "GB/s", "% of copy", "host µs"):
+    for name in ("µs", "GB/s", "% of copy", "host µs", "peak MiB"):
         shown.add_column(name, justify="right", no_wrap=True)
-    shown.add_column("× fastest rival", overflow="fold")
+    shown.add_column("× rival", overflow="fold", min_width=7)
     cases: dict[str, list[Result]] = {}
     for result in results:
         cases.setdefault(label(result.case.params), []).append(result)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -32,6 +32,12 @@ class Timer(Protocol):
 
     def synchronize(self) -> None:
         """Wait for the device; raises when an earlier call broke it."""
+
+    def held_bytes(self) -> int | None:
+        """Return how much memory tensors take now; None where nobody counts."""
+
+    def peak_bytes(self, call: Thunk) -> tuple[int | None, Any]:
+        """Return the most memory that tensors took during a call, and the call's result."""
 
 
 @contextmanager
@@ -69,8 +75,6 @@ class CudaTimer:
         return [1e3 * start.elapsed_time(end) for start, end in events]
 
     def us(self, call: Thunk) -> float:
-        call()  # compiles, allocates
-        torch.cuda.synchronize()
         began = time.perf_counter()
         first = self._device_times(call, 2)
         cost_ms = 500 * (time.perf_counter() - began)
@@ -114,35 +118,57 @@ class CudaTimer:
     def synchronize(self) -> None:
         torch.cuda.synchronize()
 
+    def held_bytes(self) -> int:
+        return torch.cuda.memory_allocated()
+
+    def peak_bytes(self, call: Thunk) -> tuple[int, Any]:
+        torch.cuda.reset_peak_memory_stats()
+        result = call()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated(), result
+
 
 class CpuTimer:
-    """Wall time; a buffer larger than most last-level caches is written in between."""
+    """Wall time; a buffer larger than most last-level caches is written in between.
 
-    def __init__(self, measure_ms: float = 60.0, warmup_ms: float = 10.0, copy_bytes: int = FLUSH_BYTES) -> None:
+    A CPU's speed drifts while others use it, so implementations that are compared take turns: `us_each`,
+    `host_us_each`.
+    """
+
+    def __init__(self, measure_ms: float = 60.0, copy_bytes: int = FLUSH_BYTES) -> None:
         self.measure_ms = measure_ms
-        self.warmup_ms = warmup_ms
         self.copy_bytes = copy_bytes
         self._flush = torch.empty(FLUSH_BYTES // 4, dtype=torch.int32)
 
-    def _times(self, call: Thunk, budget_ms: float, flush: bool) -> list[float]:
-        times: list[float] = []
-        deadline = time.perf_counter() + 1e-3 * budget_ms
+    def _rounds(self, calls: Sequence[Thunk], budget_ms: float, flush: bool) -> list[float]:
+        times: list[list[float]] = [[] for _ in calls]
+        deadline = time.perf_counter() + 1e-3 * budget_ms * len(calls)
         with _no_collection():
-            while len(times) < 3 or (len(times) < 200 and time.perf_counter() < deadline):
-                if flush:
-                    self._flush.zero_()
-                start = time.perf_counter_ns()
-                call()
-                times.append(1e-3 * (time.perf_counter_ns() - start))
-        return times
+            while len(times[0]) < 5 or (len(times[0]) < 300 and time.perf_counter() < deadline):
+                for call, found in zip(calls, times, strict=True):
+                    if flush:
+                        self._flush.zero_()
+                    else:
+                        call()  # the others have used the caches
+                    start = time.perf_counter_ns()
+                    call()
+                    found.append(1e-3 * (time.perf_counter_ns() - start))
+        return [statistics.median(t) for t in times]
+
+    def us_each(self, calls: Sequence[Thunk]) -> list[float]:
+        """Median time of one call of each with cold caches."""
+        # the flush takes longer than most calls: let it have its share of time
+        return self._rounds(calls, 10 * self.measure_ms, flush=True)
+
+    def host_us_each(self, calls: Sequence[Thunk]) -> list[float]:
+        """Median time of one call of each with warm caches."""
+        return self._rounds(calls, self.measure_ms, flush=False)
 
     def us(self, call: Thunk) -> float:
-        self._times(call, self.warmup_ms, flush=False)
-        # the flush takes longer than most calls: let it have its share of time
-        return statistics.median(self._times(call, 10 * self.measure_ms, flush=True))
+        return self.us_each([call])[0]
 
     def host_us(self, call: Thunk) -> float:
-        return statistics.median(self._times(call, self.measure_ms, flush=False))
+        return self.host_us_each([call])[0]
 
     def copy_gbps(self) -> float:
         source = torch.empty(self.copy_bytes // 4, dtype=torch.int32).random_()
@@ -151,3 +177,9 @@ class CpuTimer:
 
     def synchronize(self) -> None:
         """Calls on the CPU have ended when they return."""
+
+    def held_bytes(self) -> None:
+        """Nobody counts the CPU's memory."""
+
+    def peak_bytes(self, call: Thunk) -> tuple[None, Any]:
+        return None, call()

@@ -1,0 +1,274 @@
+"""What benchmarks/sanitize.py runs: every operator, forward and backward, on tiny odd shapes, compared in float64."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onepass.core import launch, spec
+from onepass.core.spec import Sample, Spec
+
+Call = tuple[str, Callable[[], None]]
+PLANTED = "planted"
+FP32, BF16 = torch.float32, torch.bfloat16
+# without a GPU the calls take the torch path: enough to try this file
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def maker(dtype: torch.dtype) -> Callable[..., Tensor]:
+    """`make(*shape)`: random numbers, drawn on the CPU so that no kernel but ours writes the inputs."""
+    generator = torch.Generator().manual_seed(20)
+    return lambda *shape: torch.randn(*shape, generator=generator).to(dtype).to(DEVICE)
+
+
+def _outputs(out: Any) -> list[Tensor]:
+    return [t for t in ([out] if isinstance(out, Tensor) else list(out)) if t.is_floating_point()]
+
+
+def _run(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], upstream: list[Tensor]) -> list[Tensor]:
+    """Outputs and gradients with respect to every floating-point tensor; upstream gradients are drawn when empty."""
+    leaves = [v.requires_grad_() for v in (*args, *kwargs.values()) if isinstance(v, Tensor) and v.is_floating_point()]
+    outs = _outputs(fn(*args, **kwargs))
+    if not upstream:
+        upstream += [torch.randn(o.shape, generator=torch.Generator().manual_seed(1)).to(o.dtype) for o in outs]
+    grads = torch.autograd.grad(outs, leaves, [g.to(o) for o, g in zip(outs, upstream, strict=True)], allow_unused=True)
+    given = [torch.zeros_like(v) if g is None else g for v, g in zip(leaves, grads, strict=True)]
+    return [o.detach() for o in outs] + given
+
+
+def _wide(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return value.detach().cpu().double() if value.is_floating_point() else value.cpu()
+
+
+def check(fn: Callable[..., Any], reference: Callable[..., Any], sample: Sample, tolerance: float) -> None:
+    """One call with its backward pass, compared with the definition in float64 on the CPU."""
+    args, kwargs = tuple(map(_wide, sample.args)), {k: _wide(v) for k, v in sample.kwargs.items()}
+    upstream: list[Tensor] = []
+    actual = [t.cpu().double() for t in _run(fn, sample.args, dict(sample.kwargs), upstream)]
+    for a, e in zip(actual, _run(reference, args, kwargs, upstream), strict=True):
+        scale = max(1.0, float(e.abs().max())) if e.numel() else 1.0
+        torch.testing.assert_close(a, e, rtol=tolerance, atol=tolerance * scale)
+
+
+def of_spec(found: Spec, dtype: torch.dtype, names: tuple[str, ...] = ()) -> Iterator[Call]:
+    """The calls that an operator's contract makes, or those of these names."""
+    samples = [s for s in found.samples(maker(dtype)) if not names or s.name in names]
+    missing = set(names) - {s.name for s in samples}
+    if missing:
+        raise ValueError(f"{found.name} has no sample {', '.join(sorted(missing))}")
+    return of_samples(found, dtype, samples)
+
+
+def of_samples(found: Spec, dtype: torch.dtype, samples: list[Sample]) -> Iterator[Call]:
+    """Calls of an operator with these samples, but for empty ones."""
+    tolerance = found.grad_factor * found.tolerances[dtype].rtol
+    for sample in samples:
+        if all(v.numel() for v in (*sample.args, *sample.kwargs.values()) if isinstance(v, Tensor)):
+            name = f"{found.name}, {sample.name}, {str(dtype)[6:]}"
+            yield name, lambda s=sample: check(found.op, found.reference, s, tolerance)  # type: ignore[misc]
+
+
+class few_multiprocessors:  # noqa: N801 - used as a function
+    """Pretend that the GPU is too small for teams of programs: long rows take the other kernels."""
+
+    def __enter__(self) -> None:
+        self.count = launch._sm_count
+        launch._sm_count = lambda index: 2  # type: ignore[assignment]
+
+    def __exit__(self, *_: object) -> None:
+        launch._sm_count = self.count
+
+
+def _on_few(calls: Iterator[Call]) -> Iterator[Call]:
+    def within(call: Callable[[], None]) -> None:
+        with few_multiprocessors():
+            call()
+
+    for name, call in calls:
+        yield f"{name}, few multiprocessors", lambda c=call: within(c)  # type: ignore[misc]
+
+
+def norm() -> Iterator[Call]:
+    """Rows of every kernel: several per program, one, a team, in passes."""
+    layer, rms = spec.load("norm").SPECS
+    yield from of_spec(
+        layer, FP32, ("3-d, odd width", "one column", "width of several chunks", "all, residual", "backward in tiles",
+                      "stable, ties, eps=0.1", "stable, residual"),
+    )  # fmt: skip
+    yield from of_spec(layer, BF16, ("width of several chunks", "backward in tiles"))
+    yield from of_spec(rms, FP32, ("offset, residual",))
+    yield from of_spec(rms, BF16, ("one row per program", "residual"))
+    for dtype in (FP32, BF16):
+        make = maker(dtype)
+        odd, even = (make(3, 40003), make(40003), make(40003)), (make(3, 40960), make(40960))
+        stable = [Sample("stable team", odd, {"stable": True, "eps": 0.1})]
+        residual = [Sample("team, residual", even, {"residual": make(3, 40960)})]
+        yield from of_samples(layer, dtype, stable)
+        yield from of_samples(rms, dtype, residual)
+        yield from _on_few(of_samples(layer, dtype, stable))
+        yield from _on_few(of_samples(rms, dtype, residual))
+
+
+def weighted_sum() -> Iterator[Call]:
+    """Every sample, several 16-bit vectors over a whole tile, and the weight's gradient alone."""
+    (found,) = spec.load("weighted_sum").SPECS
+    for dtype in (BF16, FP32):
+        make = maker(dtype)
+        x, tolerance = make(70, 136), found.grad_factor * found.tolerances[dtype].rtol
+        yield from of_samples(found, dtype, [Sample("a tile, four vectors", (make(70, 136), make(4, 136)))])
+        alone = Sample("weight alone", (make(136),))
+        ours, theirs = functools.partial(found.op, x), functools.partial(found.reference, _wide(x))
+        yield f"weighted_sum, weight alone, {str(dtype)[6:]}", functools.partial(check, ours, theirs, alone, tolerance)
+        yield from of_spec(found, dtype)
+
+
+def soft_topk() -> Iterator[Call]:
+    """Short rows, rows of a team and rows in passes, the hard selection of each."""
+    from onepass import topk
+
+    soft, descent = spec.load("soft_topk").SPECS
+
+    def select(s: Tensor, k: int, mask: Tensor | None) -> None:
+        found = topk(s.detach().requires_grad_(), k, mask=mask)
+        (found.values.sum() + found.gates.square().sum()).backward()
+        allowed = s.detach().cpu() if mask is None else s.detach().cpu().masked_fill(~mask.cpu(), -torch.inf)
+        torch.testing.assert_close(found.values.detach().cpu(), allowed.topk(k).values, rtol=0, atol=0)
+
+    make = maker(FP32)
+    # the slowest under a tool first
+    s = make(2, 40003)
+    for found, options in ((soft, {"k": 4000.5, "eps": 0.5}), (descent, {"n_iters": 4, "k": 4000.5, "eps": 0.5})):
+        long = [Sample("long", (s,), options)]
+        yield from of_samples(found, FP32, long)
+        yield from _on_few(of_samples(found, FP32, long))
+    for n, k in ((33, 5), (1000, 100), (5000, 3000), (40003, 700)):
+        s = make(3, n)
+        mask = (torch.arange(n) % 7 != 3).to(DEVICE)
+        for m in (None, mask):
+            yield f"topk, {n}, k={k}{'' if m is None else ', mask'}", lambda a=(s, k, m): select(*a)  # type: ignore[misc]
+    yield from of_spec(
+        soft, FP32, ("rows, capped_exp", "rows, sigmoid", "rows, laplace", "rows, clamp",
+                     "k and eps tensors, capped_exp", "mask, 0-d k", "wide"),
+    )  # fmt: skip
+    yield from of_spec(descent, FP32, ("rows", "schedule, k tensor", "mask, 0-d k", "wide"))
+    for found in (soft, descent):
+        yield from of_spec(found, BF16, ("wide",))
+
+
+def routing() -> Iterator[Call]:
+    """Every sample of the operators, and the modules whose kernels no operator calls alone."""
+    from onepass.nn import RoutedAttention, RoutedFeedForward
+
+    def both(build: Callable[[], torch.nn.Module], shape: tuple[int, ...], mask: bool) -> None:
+        torch.manual_seed(4)
+        here = build().to(DEVICE)
+        there = copy.deepcopy(here).cpu()
+        real = torch.arange(shape[1])[None] < torch.tensor([[shape[1]], [shape[1] - 9]]) if mask else None
+        x = torch.randn(*shape)
+        found = []
+        for module, device in ((here, DEVICE), (there, "cpu")):
+            y = module(x.to(device), None if real is None else real.to(device))
+            y.square().sum().backward()
+            found.append([y.detach().cpu(), *(p.grad.cpu() for p in module.parameters() if p.grad is not None)])
+        for a, e in zip(*found, strict=True):
+            torch.testing.assert_close(a, e, rtol=1e-3, atol=1e-3 * max(1.0, float(e.abs().max())))
+
+    for mask in (False, True):
+        yield (
+            f"RoutedFeedForward{', mask' * mask}",
+            lambda m=mask: both(lambda: RoutedFeedForward(33, 5), (2, 41, 33), m),
+        )  # type: ignore[misc]
+        yield (
+            f"RoutedAttention{', mask' * mask}",
+            lambda m=mask: both(lambda: RoutedAttention(48, 9, 11, heads=2, dim_head=16, window=8), (2, 41, 48), m),  # type: ignore[misc]
+        )
+    for found in spec.load("routing").SPECS:
+        for dtype in (FP32, BF16):
+            yield from of_spec(found, dtype)
+
+
+def lion() -> Iterator[Call]:
+    """Two steps in every mode over sizes around a tile, compared with the same steps on the CPU."""
+    from onepass.optim import Lion, clip_grad_norm
+
+    shapes = [(), (1,), (7,), (33, 5), (1025,), (4097,), (3, 3001)]
+
+    def steps(dtype: torch.dtype, device: str, clip: bool, offset: int, options: dict[str, Any]) -> list[Tensor]:
+        generator = torch.Generator().manual_seed(3)
+
+        def draw(*shape: int) -> Tensor:
+            n = torch.Size(shape).numel()
+            flat = torch.randn(n + offset, generator=generator).to(dtype).to(device)
+            return flat[offset:].view(shape)
+
+        params = [draw(*s).requires_grad_() for s in shapes]
+        optimizer = Lion(params, lr=1e-2, weight_decay=0.1, **options)
+        for _ in range(2):
+            for p in params:
+                p.grad = draw(*p.shape)
+            if clip:
+                clip_grad_norm(params, 1.0)
+            optimizer.step()
+        return [p.detach().cpu().float() for p in params]
+
+    def both(dtype: torch.dtype, clip: bool, offset: int, options: dict[str, Any]) -> None:
+        for a, e in zip(*(steps(dtype, d, clip, offset, options) for d in (DEVICE, "cpu")), strict=True):
+            torch.testing.assert_close(a, e, rtol=2e-2, atol=2e-2)
+
+    modes: list[tuple[torch.dtype, dict[str, Any]]] = [
+        (FP32, {}), (BF16, {"low_precision": "none"}), (BF16, {"low_precision": "remainder"}),
+        (BF16, {"low_precision": "kahan"}), (BF16, {"low_precision": "stochastic"}), (FP32, {"state_dtype": "int8"}),
+        (BF16, {"low_precision": "remainder", "state_dtype": "int8"}), (FP32, {"cautious": True}),
+        (BF16, {"low_precision": "none", "cautious": 0.5}),
+    ]  # fmt: skip
+    for (dtype, options), (clip, offset) in itertools.product(modes, ((False, 0), (True, 1))):
+        name = f"lion {str(dtype)[6:]} {options}{', clip' if clip else ''}{', unaligned' if offset else ''}"
+        yield name, lambda a=(dtype, clip, offset, options): both(*a)  # type: ignore[misc]
+
+
+def planted() -> Iterator[Call]:
+    """An error for each tool: a load beyond the end, two writers of one shared word, a load of what nobody wrote."""
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def planted_kernel(x_ptr, y_ptr, offset):  # type: ignore[no-untyped-def]
+        at = tl.arange(0, 128)
+        x = tl.load(x_ptr + at + offset)
+        x = tl.inline_asm_elementwise(
+            "{ .shared .align 4 .b32 word; st.volatile.shared.b32 [word], $1; ld.volatile.shared.b32 $0, [word]; }",
+            "=r,r", [x], dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+        tl.store(y_ptr + at, x)
+
+    def launched() -> None:
+        x = torch.empty(128, dtype=torch.int32, device="cuda")
+        y = torch.empty_like(x)
+        planted_kernel[(1,)](x, y, 64)
+        torch.cuda.synchronize()
+
+    yield "planted", launched
+
+
+OWN: dict[str, Callable[[], Iterator[Call]]] = {
+    "lion": lion, "norm": norm, "routing": routing, "soft_topk": soft_topk,
+    "weighted_sum": weighted_sum, PLANTED: planted,
+}  # fmt: skip
+
+
+def calls(op: str) -> Iterator[Call]:
+    """What is run for an operator: its own list above, or every sample of its contract."""
+    if op in OWN:
+        yield from OWN[op]()
+        return
+    for found in getattr(spec.load(op), "SPECS", ()):
+        for dtype in (FP32, BF16):
+            yield from of_spec(found, dtype)

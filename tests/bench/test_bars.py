@@ -1,0 +1,104 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from onepass.bench.bars import BARS, Bar, rows, table
+from onepass.bench.cases import all_cases
+from onepass.bench.runner import STAGES
+
+
+def record(impl: str, us: float, cols: int = 128, **more: Any) -> dict[str, Any]:
+    return {
+        "op": "layer_norm", "pass": "forward", "case": {"rows": 8, "cols": cols}, "dtype": "float32", "impl": impl,
+        "us": us, "gbps": 1.0, "copy_pct": 1000 / us, "host_us": 20.0,
+    } | more  # fmt: skip
+
+
+def words(bar: str, asked: str, records: list[dict[str, Any]]) -> str:
+    """What the table says of the bar with these words."""
+    line = next(x for x in table(records).splitlines() if bar in x)
+    cells = [c.strip() for c in line.strip("|").split("|")]
+    assert cells[1] == asked
+    return ", ".join(c for c in cells[2:] if c)
+
+
+def test_the_worst_cell_speaks() -> None:
+    found = [record("onepass", 10.0), record("onepass", 12.5, 768), record("onepass", 1.0, 4096)]
+    assert words("forward, 128 to 1024", "≥ 85 % of copy", found) == "80, 8x768 float32, 1 of 2"
+
+
+def test_a_rival_is_compared_in_its_own_case() -> None:
+    found = [
+        record("onepass", 10.0), record("liger", 15.0), record("onepass, CUDA graph", 1.0),
+        record("onepass", 30.0, 768), record("quack", 27.0, 768), record("onepass", 1.0, 4096),
+    ]  # fmt: skip
+    assert words("layer_norm forward, fastest rival", "≥ 1×", found) == "0.9, 8x768 float32, 1 of 2"
+
+
+def test_at_most() -> None:
+    found = [
+        record("onepass", 10.0),
+        record("onepass", 10.0, 768, host_us=26.0),
+        record("onepass", 1.0, 8, host_us=None),
+    ]
+    assert words("layer_norm forward, host time", "≤ 25 µs", found) == "26, 8x768 float32, 1 of 2"
+
+
+def test_not_measured_is_said() -> None:
+    found = [record("onepass", 10.0)]
+    assert words("layer_norm backward, fastest rival", "≥ 1×", found) == "not measured"
+    assert words("layer_norm forward, above 32768", "≥ 75 % of copy", found) == "not measured"
+
+
+def test_other_operators_are_left_out() -> None:
+    assert table([record("onepass", 1.0, op="nothing")]) == ""
+    assert "soft_topk" not in table([record("onepass", 1.0)])
+
+
+DECLARED = rows(
+    {
+        "op": c.op, "pass": c.stage, "case": c.params, "dtype": str(c.dtype).removeprefix("torch."), "impl": "onepass",
+        "us": 1.0, "copy_pct": 1.0, "host_us": 1.0,
+    } for _, c in all_cases() if c.device == "cuda"
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("bar", BARS, ids=lambda b: f"{b.op} {b.stage} {b.words}")
+def test_every_bar_has_a_declared_case(bar: Bar) -> None:
+    assert bar.stage in STAGES
+    ops = {row.op for row in DECLARED}
+    if bar.op not in ops:
+        pytest.skip(f"{bar.op} has no cases yet")
+    assert [row for row in DECLARED if (row.op, row.stage) == (bar.op, bar.stage) and bar.where(row)]
+
+
+def module(impl: str, us: float, peak: float, **case: Any) -> dict[str, Any]:
+    found = record(impl, us, op="routed_block", dtype="bfloat16", peak_mib=peak, kept_mib=0.0)
+    return {**found, "pass": "forward+backward", "case": {"batch": 2, "n": 32768, "dim": 1024, "causal": False} | case}
+
+
+def test_memory_is_compared_with_the_smallest_rival() -> None:
+    found = [module("onepass", 1.0, 30.0), module("dense", 6.0, 60.0), module("dense flash", 7.0, 40.0)]
+    assert words("memory of dense", "≤ 0.6×", found) == "0.75, batch=2 n=32768 dim=1024 causal=False bfloat16, 0 of 1"
+    assert words("routed_block forward+backward, d=1024, 2×32768, dense flash", "≥ 5×", found).startswith("6, ")
+
+
+def test_causal_blocks_have_no_bar() -> None:
+    found = [module("onepass", 1.0, 30.0, causal=True), module("dense", 2.0, 60.0, causal=True)]
+    assert words("memory of dense", "≤ 0.6×", found) == "not measured"
+
+
+def test_parts_of_a_feed_forward() -> None:
+    found = [module(i, us, 1.0) | {"op": "routed_feed_forward"} for i, us in (("onepass", 3.0), ("dense", 16.0))]
+    assert words("light + dense/16", "≤ 1.25×", found) == "not measured"
+    found.append(module("onepass, light alone", 2.0, 1.0) | {"op": "routed_feed_forward"})
+    assert words("light + dense/16", "≤ 1.25×", found).startswith("1, ")
+
+
+def test_graphs_are_compared_with_graphs() -> None:
+    times = {"onepass": 4.0, "dense": 8.0, "onepass, CUDA graph": 2.0, "dense, CUDA graph": 3.0}
+    found = [module(i, us, 1.0) | {"op": "routed_feed_forward"} for i, us in times.items()]
+    assert words("d=1024, 2×32768, dense |", "≥ 2×", found).startswith("2, ")
+    assert words("2×32768, dense, both CUDA graphs", "≥ 2×", found).startswith("1.5, ")

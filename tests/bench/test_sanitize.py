@@ -1,0 +1,76 @@
+"""benchmarks/sanitize.py without a sanitizer: its calls compute what they claim, and its verdict can be bad."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from onepass.core import spec
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "sanitize.py"
+
+
+@pytest.fixture(scope="module")
+def sanitize() -> Iterator[ModuleType]:
+    sys.path.insert(0, str(SCRIPT.parent))
+    found = importlib.util.spec_from_file_location("sanitize", SCRIPT)
+    assert found is not None
+    assert found.loader is not None
+    module = importlib.util.module_from_spec(found)
+    found.loader.exec_module(module)
+    yield module
+    sys.path.remove(str(SCRIPT.parent))
+
+
+@pytest.fixture(scope="module")
+def calls(sanitize: ModuleType) -> ModuleType:
+    return sys.modules["sanitize_calls"]
+
+
+@pytest.mark.parametrize("op", spec.folders())
+def test_every_operator_has_calls_that_agree(calls: ModuleType, op: str) -> None:
+    found = list(itertools.islice(calls.calls(op), 6))
+    assert found, f"{op}: nothing to run"
+    for _, call in found:
+        call()
+
+
+def test_a_wrong_result_is_an_error(calls: ModuleType) -> None:
+    make = calls.maker(calls.FP32)
+    sample = spec.Sample("x", (make(3),))
+    with pytest.raises(AssertionError):
+        calls.check(lambda x: 2 * x, lambda x: 2.1 * x, sample, 1e-3)
+
+
+def test_what_a_log_says(sanitize: ModuleType) -> None:
+    clean = 'RESULT {"calls": 3, "wrong": 0}\n========= ERROR SUMMARY: 0 errors\n'
+    assert sanitize.read_log(clean) == {"errors": 0, "calls": 3, "wrong": 0}
+    race = "========= RACECHECK SUMMARY: 2 hazards displayed (2 errors, 0 warnings)\n"
+    assert sanitize.read_log(race) == {"errors": 2}
+    assert sanitize.read_log("killed")["errors"] is None
+
+
+@pytest.mark.parametrize(("planted", "ours", "code"), [(1, 0, 0), (0, 0, 1), (1, 1, 1)])
+def test_verdict(
+    sanitize: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, planted: int, ours: int, code: int
+) -> None:
+    """Clean is: no error in the operator, and the planted one seen."""
+    tool = tmp_path / "compute-sanitizer"
+    tool.write_text(
+        f"#!{sys.executable}\nimport sys\nprint('RESULT {{\"wrong\": 0}}')\n"
+        f"print('ERROR SUMMARY: %d errors' % ({planted} if 'planted' in sys.argv else {ours}))\n"
+    )
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    arguments = ["sanitize.py", "--op", "weighted_sum", "--op", "planted", "--tool", "memcheck", "--processes", "1"]
+    monkeypatch.setattr(sys, "argv", arguments)
+    command = sanitize._command
+    monkeypatch.setattr(sanitize, "_command", lambda *given: command(*given) if given[2] else ["true"])
+    assert sanitize.main() == code
