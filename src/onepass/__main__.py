@@ -12,7 +12,7 @@ from onepass import __version__
 from onepass.core.errors import UserError
 
 # every module here has `add_command(subparsers)` and imports its heavy parts only when its command runs
-COMMANDS = ("onepass.doctor.cli", "onepass.train.cli", "onepass.train.show", "onepass.bench.cli")
+COMMANDS = ("onepass.doctor.cli", "onepass.train.cli", "onepass.train.show", "onepass.ablate.cli", "onepass.bench.cli")
 
 
 class Parser(argparse.ArgumentParser):

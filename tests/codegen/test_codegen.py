@@ -38,6 +38,8 @@ def _compile(kernel: Kernel, target: Any) -> Any:
     assert not missing, f"the spec of {kernel.name} says nothing about {missing}"
     attrs = {(fn.arg_names.index(n),): [["tt.divisibility", 16]] for n in kernel.divisible if n in kernel.signature}
     options = {"num_warps": kernel.num_warps, "num_stages": kernel.num_stages, "enable_fp_fusion": True}
+    if kernel.maxnreg and target.backend == "cuda":
+        options["maxnreg"] = kernel.maxnreg
     source = ASTSource(fn=fn, signature=signature, constexprs=constexprs, attrs=attrs)
     return triton.compile(source, target=target, options=options)
 
