@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import onepass
 from onepass.core import launch as core
 from onepass.core.launch import INTERPRET, launch
 
@@ -140,6 +143,17 @@ def test_a_profilers_hook_sees_every_launch(kernel: _Kernel) -> None:
         knobs.runtime.launch_enter_hook.remove(hook)
     assert len(kernel.plain) == 2
     assert not kernel.direct
+
+
+def test_a_launch_past_the_recorder_is_written_nowhere() -> None:
+    """`kernel[grid](...)` stands in `launch_specialized` alone; a spec only declares."""
+    found = []
+    root = Path(onepass.__file__).parent
+    for path in root.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript) and path.name != "spec.py":
+                found.append((str(path.relative_to(root)), ast.unparse(node.func)))
+    assert found == [("core/launch.py", "kernel[grid]")]
 
 
 @pytest.mark.gpu

@@ -89,6 +89,16 @@ def recording(recorder: Any) -> Iterator[None]:
         _recording.recorder = None
 
 
+def launch_specialized(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> Any:
+    """Launch `kernel[grid](*args, **options)` as Triton does, compiled for what it finds in the arguments.
+
+    The only place that may: a recorder hears of every launch, of this one that it can't be replayed.
+    """
+    if _recording.recorder is not None:
+        _recording.recorder.refuse()
+    return kernel[grid](*args, **options, **OPTIONS)
+
+
 def launch(
     kernel: Any,
     grid: tuple[int, int, int],
@@ -106,9 +116,7 @@ def launch(
     """
     first = tensors[0]
     if INTERPRET or first is None or not first.is_cuda or max(numbers) > _INT32_MAX:
-        if _recording.recorder is not None:
-            _recording.recorder.launched(None, grid, tensors, ())
-        kernel[grid](*tensors, *numbers, *constants, **options, **OPTIONS)
+        launch_specialized(kernel, grid, *tensors, *numbers, *constants, **options)
         return
     pointers: list[int | None] = []
     device = first.device.index
@@ -125,9 +133,7 @@ def launch(
             key.append(tensor.dtype)
     entry = _compiled.get(tuple(key))
     if entry is None or alignment & 15 or entry.hooks.launch_enter_hook.calls or entry.hooks.launch_exit_hook.calls:
-        if _recording.recorder is not None:
-            _recording.recorder.launched(None, grid, tensors, ())
-        compiled = kernel[grid](*tensors, *numbers, *constants, **options, **OPTIONS)
+        compiled = launch_specialized(kernel, grid, *tensors, *numbers, *constants, **options)
         if not alignment & 15:
             _remember(tuple(key), kernel, compiled)
         return

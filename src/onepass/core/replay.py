@@ -65,12 +65,13 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.replayable = False
         return out
 
-    def launched(self, entry: Compiled | None, grid: Any, tensors: tuple[Tensor | None, ...], tail: Any) -> None:
-        """Note a launch of a remembered kernel; None: Triton's own launch, which can't be replayed."""
-        if entry is None:
-            self.replayable = False
-        else:
-            self.launches.append((entry, grid, [self._place(t) for t in tensors], tail))
+    def launched(self, entry: Compiled, grid: Any, tensors: tuple[Tensor | None, ...], tail: Any) -> None:
+        """Note a launch of a remembered kernel."""
+        self.launches.append((entry, grid, [self._place(t) for t in tensors], tail))
+
+    def refuse(self) -> None:
+        """Note that the call did what can't be replayed."""
+        self.replayable = False
 
     def _place(self, tensor: Tensor | None) -> int | None:
         """Where a replay finds the tensor, or the one that a view starts at; None for no memory."""

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from onepass.core.launch import OPTIONS, device_guard, launch, next_power_of_2
+from onepass.core.launch import device_guard, launch, launch_specialized, next_power_of_2
 
 from .kernels_common import (
     CROWDED,
@@ -406,16 +406,16 @@ def forward(
             return y, trace
         grid = (n_rows, plan.splits)
         state, partial = scratch(s, 2, n_rows, 5), scratch(s, 2, n_rows, plan.splits, 2)
-        ends_kernel[grid](
-            s, mask, partial, s.stride(0), stride(mask), n_rows, n_cols, plan.chunk,
-            HAS_MASK=mask is not None, BLOCK_C=plan.block_c, num_warps=plan.warps, **OPTIONS,
+        launch_specialized(
+            ends_kernel, grid, s, mask, partial, s.stride(0), stride(mask), n_rows, n_cols, plan.chunk,
+            HAS_MASK=mask is not None, BLOCK_C=plan.block_c, num_warps=plan.warps,
         )  # fmt: skip
         epsilons = [max(schedule[0] * eps_decay**t, eps) for t in range(n_iters + 1)]
         for t in range(1, n_iters + 1):
-            step_kernel[grid](
-                s, k, mask, y, trace, state, partial, s.stride(0), stride(k), stride(mask), n_rows, n_cols,
-                plan.chunk, k_value, t, n_iters, epsilons[t - 1], epsilons[t], **flags,
+            launch_specialized(
+                step_kernel, grid, s, k, mask, y, trace, state, partial, s.stride(0), stride(k), stride(mask), n_rows,
+                n_cols, plan.chunk, k_value, t, n_iters, epsilons[t - 1], epsilons[t], **flags,
                 FIRST=t == 1, LAST=t == n_iters, N_SPLITS=next_power_of_2(plan.splits), BLOCK_C=plan.block_c,
-                num_warps=plan.warps, **OPTIONS,
+                num_warps=plan.warps,
             )  # fmt: skip
     return y, trace

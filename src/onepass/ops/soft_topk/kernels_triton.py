@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from onepass.core.launch import OPTIONS, device_guard, launch, next_power_of_2
+from onepass.core.launch import device_guard, launch, launch_specialized, next_power_of_2
 
 from .kernels_common import (
     CAPPED_EXP,
@@ -480,14 +480,14 @@ def forward(
         first_look = scratch(s, n_rows, plan.splits, 6)
         state = scratch(s, 2, n_rows, N_STATE.value)
         partial = scratch(s, 2, n_rows, plan.splits, 2)
-        ends_kernel[grid](
-            s, mask, first_look, s.stride(0), stride(mask), n_rows, n_cols, plan.chunk, HAS_MASK=mask is not None,
-            BLOCK_C=plan.block_c, num_warps=plan.warps, **OPTIONS,
+        launch_specialized(
+            ends_kernel, grid, s, mask, first_look, s.stride(0), stride(mask), n_rows, n_cols, plan.chunk,
+            HAS_MASK=mask is not None, BLOCK_C=plan.block_c, num_warps=plan.warps,
         )  # fmt: skip
         for turn in range(LONG_PASSES + 1):
-            pass_kernel[grid](
-                s, k, eps, mask, y, solution, first_look, state, partial, *strides, n_rows, n_cols, plan.chunk,
-                k_value, eps_value, turn, **flags, FIRST=turn == 0, LAST=turn == LONG_PASSES,
-                N_SPLITS=next_power_of_2(plan.splits), BLOCK_C=plan.block_c, num_warps=plan.warps, **OPTIONS,
+            launch_specialized(
+                pass_kernel, grid, s, k, eps, mask, y, solution, first_look, state, partial, *strides, n_rows, n_cols,
+                plan.chunk, k_value, eps_value, turn, **flags, FIRST=turn == 0, LAST=turn == LONG_PASSES,
+                N_SPLITS=next_power_of_2(plan.splits), BLOCK_C=plan.block_c, num_warps=plan.warps,
             )  # fmt: skip
     return y, solution
