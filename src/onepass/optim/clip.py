@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import chain
+from operator import is_
 from weakref import WeakSet
 
 import torch
@@ -73,10 +74,21 @@ def clip_grad_norm(
     return norm
 
 
+def _parameters(optimizer: Lion) -> list[Tensor]:
+    return [*chain.from_iterable(group["params"] for group in optimizer.param_groups)]
+
+
+def _same(a: list[Tensor], b: list[Tensor]) -> bool:
+    # the usual question, answered in C: sets of a thousand addresses take seven times as long
+    return len(a) == len(b) and all(map(is_, a, b))
+
+
 def _owner(params: list[Tensor]) -> Lion:
-    wanted = {id(p) for p in params}
+    def has(own: list[Tensor]) -> bool:
+        return _same(own, params) or not set(map(id, params)).isdisjoint(map(id, own))
+
     owners: WeakSet[Lion] = Lion.instances
-    found = [o for o in owners if any(id(p) in wanted for group in o.param_groups for p in group["params"])]
+    found = [o for o in owners if has(_parameters(o))]
     if len(found) != 1:
         raise ValueError(
             f"clip_grad_norm: {len(found) or 'no'} onepass.optim.Lion {'have' if found else 'has'} these parameters; "
@@ -86,15 +98,15 @@ def _owner(params: list[Tensor]) -> Lion:
 
 
 def _check_complete(optimizer: Lion, params: list[Tensor]) -> None:
-    own = set(map(id, chain.from_iterable(group["params"] for group in optimizer.param_groups)))
-    given = set(map(id, params))
-    if own == given:
+    everything = _parameters(optimizer)
+    if _same(everything, params):
         return
+    own, given = set(map(id, everything)), set(map(id, params))
     if any(id(p) not in own and p.grad is not None for p in params):
         raise ValueError(
             "clip_grad_norm: some of the parameters with gradients are not the optimizer's; its step can't clip them"
         )
-    if any(id(p) not in given and p.grad is not None for group in optimizer.param_groups for p in group["params"]):
+    if any(id(p) not in given and p.grad is not None for p in everything):
         raise ValueError(
             "clip_grad_norm: the optimizer has more parameters with gradients than were given; give all of them"
         )
