@@ -55,7 +55,7 @@ def _counted(function: Callable[..., Any]) -> tuple[Callable[..., Any], list[int
 
 def _scale(gpu: _Gpu) -> Callable[..., Any]:
     def scale(x: Tensor, bias: Tensor | None, a: float) -> tuple[Tensor, Tensor | None]:
-        y, sums = torch.empty_like(x), torch.zeros(3, len(x), dtype=torch.float64)
+        y, sums = torch.empty_like(x), torch.empty(3, len(x), dtype=torch.float64)
         gpu.launch((len(x), 1, 1), (x, bias, y, sums), a)
         gpu.launch((1, 1, 1), (x[None], sums[0]), a)
         return y, None
@@ -100,10 +100,15 @@ def test_another_layout_is_another_call(gpu: _Gpu, other: Callable[[Tensor], tup
     assert calls == [3]
 
 
-@pytest.mark.parametrize("shape", [(64, 1024), (3, 5, 384)])
-@pytest.mark.parametrize("name", ["weighted_sum", "layer_norm", "rms_norm", "residual"])
+# one program or several for a row, teams that are launched one way or the other, forward and backward
+_WIDTHS = [(64, 1024), (3, 5, 384), (9, 768), (2, 3000), (4, 5120), (4, 16384), (3, 40000), (2, 65536), (2, 262144)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", _WIDTHS, ids=str)
+@pytest.mark.parametrize("name", ["weighted_sum", "layer_norm", "rms_norm", "stable", "residual"])
 def test_the_operators_calls_are_replayed(
-    gpu: _Gpu, name: str, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+    gpu: _Gpu, name: str, shape: tuple[int, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing but allocations, views and launches lies between their arguments and their results."""
     pytest.importorskip("triton")
@@ -116,22 +121,25 @@ def test_the_operators_calls_are_replayed(
 
     for module in (norm_launch, kernels_triton):
         monkeypatch.setattr(module, "launch", launch)
+        monkeypatch.setattr(module, "sm_count", lambda x: 132)
+    monkeypatch.setattr(norm_launch, "_dependent_launch", lambda x: True)
     for module in (norm, op):
         monkeypatch.setattr(module, "uses_triton", lambda x: True)
-    x, w, r = torch.randn(shape), torch.randn(shape[-1]), torch.randn(shape)
+    x, w, r = (torch.empty(size, dtype=dtype) for size in (shape, shape[-1], shape))
     if name == "weighted_sum":
         run, calls = _counted(op._forward)
         back, back_calls = _counted(op._backward)
-        forward, backward = (x, w, None), (torch.randn(shape[:-1]), x, w, True, True)
+        forward, backward = (x, w, None), (torch.empty(shape[:-1], dtype=dtype), x, w, True, True)
     else:
-        has_mean = name != "rms_norm"
-        options, b = (1e-5, 0.0, has_mean, False), torch.randn(shape[-1]) if has_mean else None
+        has_mean, stable = name != "rms_norm", name == "stable"
+        options, b = (1e-5, 0.0, has_mean, stable), torch.empty(shape[-1], dtype=dtype) if has_mean else None
         given = (x, r, w, b) if name == "residual" else (x, w, b)
         run, calls = _counted(norm._forward_residual if name == "residual" else norm._forward)
         back, back_calls = _counted(norm._backward)
         forward = (*given, *options)
-        stats = torch.randn(1 + has_mean, x.numel() // shape[-1])
-        backward = (r, None, x, stats, w, torch.float32, *options, True, True, has_mean)
+        stats = torch.empty(1 + has_mean + stable, x.numel() // shape[-1])
+        ds = torch.empty(shape, dtype=dtype) if name == "residual" else None
+        backward = (r, ds, x, stats, w, dtype, *options, True, True, has_mean)
     for _ in range(5):
         run(*forward)
         back(*backward)
@@ -141,6 +149,12 @@ def test_the_operators_calls_are_replayed(
 def _copied(x: Tensor, launch: Callable[..., None]) -> Tensor:
     y = torch.empty_like(x)
     launch((1, 1, 1), (x.t().contiguous(), y), 1.0)
+    return y
+
+
+def _zeroed(x: Tensor, launch: Callable[..., None]) -> Tensor:
+    y = torch.zeros(x.shape)
+    launch((1, 1, 1), (x, y), 1.0)
     return y
 
 
@@ -200,7 +214,7 @@ def _nothing_launched(x: Tensor, launch: Callable[..., None]) -> Tensor:
 @pytest.mark.parametrize(
     "function",
     [
-        _copied, _filled, _looked_at, _part, _own_argument, _a_view, _a_stranger, _two_parts, _no_elements,
+        _copied, _zeroed, _filled, _looked_at, _part, _own_argument, _a_view, _a_stranger, _two_parts, _no_elements,
         _nothing_launched,
     ],
 )  # fmt: skip
@@ -260,6 +274,41 @@ def test_overlapping_arguments_are_not_recorded(gpu: _Gpu) -> None:
     assert calls == [4]
     for _ in range(3):
         run(storage[:32].view(4, 8), storage[32:].view(4, 8), 0.5)
+    assert calls == [5]
+
+
+def test_what_stood_in_the_way_once_does_not_for_ever(gpu: _Gpu) -> None:
+    """A profiler's hook, a misaligned tensor or a first compilation while the call was recorded."""
+    in_the_way = [True]
+
+    def function(x: Tensor) -> Tensor:
+        y = torch.empty_like(x)
+        if in_the_way[0]:
+            core.launch_specialized({(1,): lambda *args, **options: None}, (1,), x, y)
+        else:
+            gpu.launch((1, 1, 1), (x, y), 1.0)
+        return y
+
+    run, calls = _counted(function)
+    for _ in range(4):
+        run(torch.randn(4, 4))
+    in_the_way[0] = False
+    for _ in range(8):
+        run(torch.randn(4, 4))
+    # the second, third, fifth call is recorded
+    assert calls == [5]
+
+
+def test_an_allocation_elsewhere_is_not_replayed_here(gpu: _Gpu) -> None:
+    def function(x: Tensor) -> Tensor:
+        y = torch.empty_like(x)
+        torch.empty(4, device="meta")
+        gpu.launch((1, 1, 1), (x, y), 1.0)
+        return y
+
+    run, calls = _counted(function)
+    for _ in range(5):
+        run(torch.randn(4, 4))
     assert calls == [5]
 
 

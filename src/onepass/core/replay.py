@@ -1,15 +1,16 @@
 """Run again what a call did: its branches and launch shapes depend on layouts alone, and layouts repeat.
 
 The first call with given layouts runs as written, the second is recorded, later ones are replayed: allocate, launch.
-Only allocations, views and launches can be replayed. Any other operation (a copy, a sum, a look at a value) shows in
-the dispatcher while recording, and then such calls go on running as written.
+Only allocations without contents, views and launches can be replayed. Any other operation (zeros, a copy, a sum, a look
+at a value) shows in the dispatcher while recording, and then such calls go on running as written.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from itertools import pairwise
-from operator import attrgetter, itemgetter
+from types import CodeType
 from typing import Any
 
 import torch
@@ -20,10 +21,9 @@ from .launch import Compiled, is_recording, recording
 
 _aten = torch.ops.aten
 _EMPTY = (_aten.empty.memory_format, _aten.empty_like.default, _aten.empty_strided.default, _aten.new_empty.default)
-_ZEROS = (_aten.zeros.default, _aten.new_zeros.default)
 # depends on its arguments alone, no tensor among them
 _QUESTIONS = (_aten.promote_types.default,)
-_PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
+_PLAIN_TYPES = frozenset((torch.Tensor, torch.nn.Parameter))
 # layouts remembered per operator; where there are more, they do not repeat
 _MAX_PLANS = 4096
 
@@ -39,10 +39,6 @@ def _empty_on(device: torch.device) -> Callable[..., Tensor]:
     return lambda shape, stride, dtype: torch.empty_strided(shape, stride, dtype=dtype, device=device)
 
 
-def _zeros_on(device: torch.device) -> Callable[..., Tensor]:
-    return lambda shape, stride, dtype: torch.zeros(shape, dtype=dtype, device=device)
-
-
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """What one call allocates and launches; tensors are named by their place in `pool`: arguments, then allocations."""
 
@@ -56,11 +52,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if func in _EMPTY or func in _ZEROS:
+        if func in _EMPTY and out.device == self.pool[0].device:
             self.pool.append(out)
-            self.allocations.append(
-                (_zeros_on if func in _ZEROS else _empty_on, tuple(out.shape), out.stride(), out.dtype)
-            )
+            self.allocations.append((tuple(out.shape), out.stride(), out.dtype))
         elif not func.is_view and func not in _QUESTIONS:
             self.replayable = False
         return out
@@ -91,70 +85,64 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             new = place is not None and place >= self.n_args and _layouts((t,)) == _layouts((self.pool[place],))
             if t is not None and not new:
                 return None
-            outs.append(None if place is None else place - self.n_args)
+            outs.append(place)
         return _plan(self, outs, isinstance(out, tuple)) if self.replayable and self.launches else None
 
 
-def _pick(places: list[int]) -> Callable[[list[int | None]], tuple[int | None, ...]]:
-    return itemgetter(*places) if len(places) > 1 else lambda pointers: (pointers[places[0]],)
+@functools.cache
+def _code(program: str) -> CodeType:
+    # values are names in it, so calls that do the same with other sizes share it
+    return compile(program, "<replay>", "exec")
 
 
 def _plan(recorder: _Recorder, outs: list[int | None], several: bool) -> Plan:
-    launches, n_args, device = recorder.launches, recorder.n_args, recorder.pool[0].device
-    allocations = [(make(device), *layout) for make, *layout in recorder.allocations]
-    inputs = sorted({p for _, _, places, _ in launches for p in places if p is not None and p < n_args})
-    # the pointers of a replay: those of the arguments that are used, of the allocations, and a null pointer
-    order: dict[int | None, int] = {
-        p: i for i, p in enumerate((*inputs, *range(n_args, n_args + len(allocations)), None))
-    }
-    steps = [
-        (entry.run, grid, entry.head, _pick([order[p] for p in places]), tail) for entry, grid, places, tail in launches
-    ]
-    index, entry = device.index, launches[0][0]
-    get_device, get_stream = entry.get_device, entry.get_stream
-    enter, leave = entry.hooks.launch_enter_hook, entry.hooks.launch_exit_hook
+    """Write the call down as a program: loops over what was recorded take longer than what they do."""
+    device, n_args, launches = recorder.pool[0].device, recorder.n_args, recorder.launches
+    places = {place for _, _, tensors, _ in launches for place in tensors if place is not None}
+    inputs = sorted(place for place in places if place < n_args)
+    first = launches[0][0]
+    names: dict[str, Any] = {
+        "index": device.index, "get_device": first.get_device, "get_stream": first.get_stream,
+        "enter": first.hooks.launch_enter_hook, "leave": first.hooks.launch_exit_hook, "empty": _empty_on(device),
+    }  # fmt: skip
 
-    def replay(args: tuple[Any, ...]) -> Any:
-        pointers: list[int | None] = []
-        alignment = 0
-        for i in inputs:
-            pointer = args[i].data_ptr()
-            alignment |= pointer
-            pointers.append(pointer)
-        if alignment & 15 or get_device() != index or enter.calls or leave.calls:
-            return NotImplemented
-        made = [make(shape, stride, dtype) for make, shape, stride, dtype in allocations]
-        for tensor in made:
-            pointers.append(tensor.data_ptr())
-        pointers.append(None)
-        stream = get_stream(index)
-        for run, grid, head, pick, tail in steps:
-            run(*grid, stream, *head, *pick(pointers), *tail)
-        if several:
-            return tuple([None if i is None else made[i] for i in outs])
-        return None if outs[0] is None else made[outs[0]]
+    def named(*values: Any) -> str:
+        """Names for these values, as arguments."""
+        new = {f"c{len(names) + i}": value for i, value in enumerate(values)}
+        names.update(new)
+        return ", ".join(new)
 
-    return replay
+    lines = ["def replay(args):"]
+    lines += [f"p{i} = args[{i}].data_ptr()" for i in inputs]
+    misaligned = f"({' | '.join(f'p{i}' for i in inputs) or 0}) & 15"
+    lines.append(f"if {misaligned} or get_device() != index or enter.calls or leave.calls: return NotImplemented")
+    for i, layout in enumerate(recorder.allocations, n_args):
+        lines.append(f"t{i} = empty({named(*layout)})")
+        if i in places:
+            lines.append(f"p{i} = t{i}.data_ptr()")
+    lines.append("stream = get_stream(index)")
+    for entry, grid, tensors, tail in launches:
+        pointers = ", ".join("None" if place is None else f"p{place}" for place in tensors)
+        lines.append(f"{named(entry.run)}({named(*grid)}, stream, {named(*entry.head)}, {pointers}, {named(*tail)})")
+    made = ["None" if place is None else f"t{place}" for place in outs]
+    lines.append("return " + "".join(f"{t}, " if several else t for t in made))
+    exec(_code("\n    ".join(lines)), names)
+    return names["replay"]  # type: ignore[no-any-return]
 
 
 def _on_gpu(x: Any) -> bool:
     return type(x) in _PLAIN_TYPES and x.is_cuda
 
 
-_of_tensor = attrgetter("shape", "dtype", "device")
-
-
 def _layouts(args: tuple[Any, ...]) -> tuple[Any, ...]:
     """All that a call depends on but the values in its tensors."""
-    key: list[Any] = []
-    for a in args:
-        kind = type(a)
-        if kind in _PLAIN_TYPES:
-            key.append(_of_tensor(a))
-            key.append(a.stride())
-        else:
-            key.append(a)
-    return tuple(key)
+    return tuple(
+        [
+            # where it is contiguous its shape says it all, in less time
+            (a.shape, a.is_contiguous() or a.stride(), a.dtype, a.get_device()) if type(a) in _PLAIN_TYPES else a
+            for a in args
+        ]
+    )
 
 
 def _overlap(tensors: list[Tensor]) -> bool:
@@ -172,17 +160,16 @@ def replayed(function: Callable[..., Any]) -> Callable[..., Any]:
     Its positional arguments are a tensor, and tensors, None and hashable values; it returns tensors that it allocated,
     or a tuple of such and None, and launches kernels by `core.launch.launch` alone, where the recorder sees them.
     """
-    plans: dict[tuple[Any, ...], Plan | None] = {}
-    seen: set[tuple[Any, ...]] = set()
+    plans: dict[tuple[Any, ...], Plan] = {}
+    seen: dict[tuple[Any, ...], int] = {}
 
     def record(key: tuple[Any, ...], args: tuple[Any, ...]) -> Any:
-        if _overlap([a for a in args if isinstance(a, Tensor)]):
-            # which of two tensors in one place a launch was given would not be known; others like them may be apart
-            return function(*args)
         recorder = _Recorder(args)
         with recorder, recording(recorder):
             out = function(*args)
-        plans[key] = recorder.plan(out)
+        plan = recorder.plan(out)
+        if plan is not None:
+            plans[key] = plan
         return out
 
     def run(*args: Any) -> Any:
@@ -193,15 +180,18 @@ def replayed(function: Callable[..., Any]) -> Callable[..., Any]:
         plan = plans.get(key)
         if plan is not None:
             out = plan(args)
-            if out is not NotImplemented:
-                return out
-        elif key not in plans:
-            if key in seen:
-                return record(key, args)
-            if len(seen) >= _MAX_PLANS:
-                seen.clear()
-                plans.clear()
-            seen.add(key)
-        return function(*args)
+            return function(*args) if out is NotImplemented else out
+        if len(seen) >= _MAX_PLANS and key not in seen:
+            seen.clear()
+            plans.clear()
+        # what stood in the way (a profiler, a misaligned tensor, a first compilation) may have passed: the second call
+        # is recorded, and where that gave no plan the third, the fifth, the ninth, …
+        times = seen.get(key, 0)
+        due = times > 0 and not times & (times - 1)
+        # which of two tensors in one place a launch was given would not be known; others like them may be apart
+        if due and _overlap([a for a in args if isinstance(a, Tensor)]):
+            return function(*args)
+        seen[key] = times + 1
+        return record(key, args) if due else function(*args)
 
     return run

@@ -79,17 +79,11 @@ def forward(
     with device_guard(x):
         packed = None if stable else _packed(source, residual, weight, bias, itemsize, vec)
         if packed is not None:
-            words = None
-            waits = packed.size > 1 and _dependent_launch(x)
-            n_words = n_rows * packed.size
-            if waits:
-                words = torch.empty(n_words, dtype=torch.int64, device=x.device)
-                launch(zeros_kernel, (cdiv(n_words, 1024), 1, 1), (words,), (n_words,), (1024,), num_warps=4)
-            elif packed.size > 1:
-                words = torch.zeros(n_words, dtype=torch.int64, device=x.device)
+            programs, waits = n_rows * packed.size, packed.size > 1 and _dependent_launch(x)
+            words = _words(x, programs) if packed.size > 1 else None
             strides, scalars = numbers[:3], numbers[3:]
             launch(
-                packed_forward_kernel, (n_words, 1, 1), (*tensors, words), (*strides, 0, *scalars),
+                packed_forward_kernel, (programs, 1, 1), (*tensors, words), (*strides, 0, *scalars),
                 (n_cols, vec, has_mean, packed.cols(), packed.size, packed.width(), waits),
                 num_warps=packed.warps, maxnreg=shapes.PACKED_REGISTERS, launch_pdl=waits,
             )  # fmt: skip
@@ -102,7 +96,7 @@ def forward(
             return y, s, stats
         team = shapes.forward_team(n_cols, itemsize, 1 if residual is None else 2, _limits(x)[0])
         if _teams_run(x, team.size):
-            words = _words(x, team, n_rows, 3 if stable else 1)
+            words = _team_words(x, team, n_rows, 3 if stable else 1)
             _launch_team(team_forward_kernel, x, team, n_rows, (*tensors, words), numbers, constants)
         else:
             more = (shapes.WIDE_BYTES // itemsize, shapes.WIDE_STAGES)
@@ -125,9 +119,15 @@ def _packed(
     return packed if packed is not None and (packed.size == 1 or _teams_run(x, packed.size)) else None
 
 
-def _words(x: Tensor, team: shapes.Team, n_rows: int, kinds: int) -> Tensor:
-    teams = team.teams(n_rows, sm_count(x))
-    return torch.zeros(4 * teams * team.rows * kinds * team.size + 1, dtype=torch.int64, device=x.device)
+def _words(x: Tensor, n_words: int) -> Tensor:
+    """Zeros, by a launch that a recorder of the call sees and a kernel after it can wait for from within."""
+    words = torch.empty(n_words, dtype=torch.int64, device=x.device)
+    launch(zeros_kernel, (cdiv(n_words, 1024), 1, 1), (words,), (n_words,), (1024,), num_warps=4)
+    return words
+
+
+def _team_words(x: Tensor, team: shapes.Team, n_rows: int, kinds: int) -> Tensor:
+    return _words(x, 4 * team.teams(n_rows, sm_count(x)) * team.rows * kinds * team.size + 1)
 
 
 def _launch_team(
@@ -183,7 +183,7 @@ def backward(
                 (*constants, tile.rows, tile.cols, tile.stages), num_warps=tile.warps,
             )  # fmt: skip
         elif team is not None:
-            words = _words(x, team, n_rows, 2 if stable else 1)
+            words = _team_words(x, team, n_rows, 2 if stable else 1)
             pointers = (dy, ds, source, weight, stats, dx, partials, words)
             _launch_team(team_backward_kernel, x, team, n_rows, pointers, numbers, constants)
         else:
