@@ -84,6 +84,7 @@ def test_gradcheck(spec: Spec, name: str) -> None:
     assert torch.autograd.gradcheck(fn, tuple(t.contiguous() for t in inputs.values()), fast_mode=True)
 
 
+@pytest.mark.skipif(INTERPRET, reason="autograd's business: the kernels are the same")
 @pytest.mark.parametrize(("spec", "name"), spec_samples())
 def test_second_derivative_is_right_or_refused_loudly(spec: Spec, name: str) -> None:
     """Our kernels have no second derivative and must raise; where torch's own operator does the work, its are right."""

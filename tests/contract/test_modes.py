@@ -36,12 +36,13 @@ def test_every_output_is_written(spec: Spec, name: str, device: str) -> None:
         assert grad is None or not grad.isnan().any(), f"gradient of {key}"
 
 
+@pytest.mark.skipif(INTERPRET, reason="programs run one after another: nothing can differ")
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("spec", "name"), spec_samples())
 def test_bit_for_bit_repeatable(spec: Spec, name: str, device: str) -> None:
     sample = build(spec, name, device, torch.float32)
     first = [*call(spec.op, sample), *gradients(spec.op, sample).values()]
-    for _ in range(2 if INTERPRET else 5):
+    for _ in range(5):
         again = [*call(spec.op, sample), *gradients(spec.op, sample).values()]
         for a, b in zip(first, again, strict=True):
             if a is not None:
@@ -61,6 +62,7 @@ def test_fake_tensors(spec: Spec, name: str) -> None:
         assert (f.shape, f.dtype, f.stride()) == (r.shape, r.dtype, r.stride())
 
 
+@pytest.mark.skipif(INTERPRET, reason="autograd's business: the kernels are the same")
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("spec", "name"), spec_samples())
 def test_activation_checkpointing(spec: Spec, name: str, device: str) -> None:
