@@ -1,0 +1,89 @@
+"""benchmarks/everything.py without a GPU: its jobs exist, share the GPUs, and end in time."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import sys
+import time
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "everything.py"
+
+
+@pytest.fixture(scope="module")
+def everything() -> ModuleType:
+    found = importlib.util.spec_from_file_location("everything", SCRIPT)
+    assert found is not None
+    assert found.loader is not None
+    module = importlib.util.module_from_spec(found)
+    # the annotations of its tuples are looked up there
+    sys.modules["everything"] = module
+    found.loader.exec_module(module)
+    return module
+
+
+def _python(code: str) -> list[str]:
+    return [sys.executable, "-c", code]
+
+
+def test_every_operator_is_measured_and_every_test_folder_run(everything: ModuleType, tmp_path: Path) -> None:
+    from onepass.core import spec
+
+    commands = [job.command for job in everything.jobs(tmp_path)]
+    # span_attention has no measurements of its own: the routed blocks built on it are part of routing's
+    measured = {f for f in spec.folders() if any(c.stage for c in getattr(spec.load(f), "CASES", ()))}
+    assert measured == set(everything.PARTS)
+    tests = {Path(a) for c in commands for a in c if "/tests/" in a}
+    assert all(t.is_dir() for t in tests)
+    with_gpu = {
+        p
+        for p in (SCRIPT.parents[1] / "tests").rglob("test_*.py")
+        if "mark.gpu" in p.read_text() or "DEVICES" in p.read_text()
+    }
+    assert with_gpu
+    assert [p for p in with_gpu if not any(t in p.parents for t in tests)] == []
+
+
+def test_each_gpu_has_one_job_at_a_time(everything: ModuleType, tmp_path: Path) -> None:
+    note = (
+        "import os, time; t = time.time(); time.sleep(0.3); print(os.environ['CUDA_VISIBLE_DEVICES'], t, time.time())"
+    )
+    todo = [everything.Job("measure", f"j{i}", 0.05, _python(note)) for i in range(5)]
+    done = everything.drive(todo, 2, tmp_path, 1, say=lambda line: None)
+    assert [d.code for d in done] == [0] * 5
+    spans: dict[str, list[tuple[float, float]]] = {}
+    for log in (tmp_path / "logs").iterdir():
+        gpu, start, end = log.read_text().split()
+        spans.setdefault(gpu, []).append((float(start), float(end)))
+    assert set(spans) == {"0", "1"}
+    for found in spans.values():
+        found.sort()
+        assert all(a[1] <= b[0] for a, b in itertools.pairwise(found))
+
+
+def test_phases_follow_each_other_and_failures_are_told(everything: ModuleType, tmp_path: Path) -> None:
+    said: list[str] = []
+    todo = [
+        everything.Job("train", "last", 0.01, _python("pass")),
+        everything.Job("compile", "first", 0.01, _python("import sys; sys.exit(3)")),
+        everything.Job("measure", "long", 60, _python("pass")),
+    ]
+    done = everything.drive(todo, 1, tmp_path, 1, say=said.append)
+    assert [(d.job.name, d.code) for d in done] == [("first", 3), ("long", "no time left"), ("last", 0)]
+    assert "first: exit code 3" in said[0]
+
+
+def test_a_job_that_hangs_is_interrupted_and_may_write(everything: ModuleType, tmp_path: Path) -> None:
+    code = (
+        "import time\n"
+        "try:\n    time.sleep(100)\nexcept KeyboardInterrupt:\n    print('kept', flush=True); time.sleep(0.2)"
+    )
+    began = time.monotonic()
+    (done,) = everything.drive([everything.Job("check", "hangs", 0.02, _python(code))], 1, tmp_path, 1, say=str)
+    assert done.code == "interrupted"
+    assert time.monotonic() - began < 15
+    assert (tmp_path / "logs" / "hangs.log").read_text().split() == ["kept"]
