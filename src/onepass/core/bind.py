@@ -19,22 +19,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from .eager import unwatched
 from .replay import replayed
 
-_PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
-# what most calls consist of
-_PLAIN_ARGUMENTS = frozenset((*_PLAIN_TYPES, type(None), bool, int, float, str, torch.dtype))
-
 Outputs = Tensor | tuple[Tensor | None, ...]
-
-
-def _is_plain(args: tuple[Any, ...]) -> bool:
-    """True when nothing but eager autograd will look at this call: no transform, no mode, no tensor subclass."""
-    if torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack():
-        return False
-    if _PLAIN_ARGUMENTS.issuperset(map(type, args)):
-        return True
-    return all(type(a) in _PLAIN_TYPES for a in args if isinstance(a, torch.Tensor))
 
 
 def batch_first(tensor: Tensor, dim: int | None, size: int) -> Tensor:
@@ -196,7 +184,7 @@ def bind(
         if torch.compiler.is_compiling():
             check(*args)
             return public(forward_op(*args))
-        if not _is_plain(args):
+        if not unwatched(args):
             return through_dispatcher(*args)
         if native is not None and isinstance(args[0], Tensor):
             out = native(*args)

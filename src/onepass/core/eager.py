@@ -1,17 +1,25 @@
-"""Whether a call is plain eager PyTorch: what a module asks before it takes a path that nothing else can look into."""
+"""Whether a call is plain eager PyTorch: what is asked before taking a path that nothing else can look into."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-_PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
+PLAIN_TYPES = frozenset((torch.Tensor, torch.nn.Parameter))
+# what most calls consist of
+_PLAIN_ARGUMENTS = PLAIN_TYPES | {type(None), bool, int, float, str, torch.dtype}
+
+
+def unwatched(args: tuple[Any, ...]) -> bool:
+    """True when nothing but autograd will look at these arguments: no transform, no mode, no tensor subclass."""
+    if torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack():
+        return False
+    if _PLAIN_ARGUMENTS.issuperset(map(type, args)):
+        return True
+    return all(type(a) in PLAIN_TYPES for a in args if isinstance(a, torch.Tensor))
 
 
 def plain(*tensors: torch.Tensor | None) -> bool:
-    """True when only eager autograd will see these tensors: no compiler, no torch.func, no mode, no tensor subclass."""
-    return (
-        not torch.compiler.is_compiling()
-        and not torch._C._are_functorch_transforms_active()
-        and not torch._C._len_torch_dispatch_stack()
-        and all(t is None or type(t) in _PLAIN_TYPES for t in tensors)
-    )
+    """`unwatched`, and no compiler either."""
+    return not torch.compiler.is_compiling() and unwatched(tensors)

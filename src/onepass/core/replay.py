@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .eager import PLAIN_TYPES
 from .launch import Compiled, is_recording, recording
 
 _aten = torch.ops.aten
 _EMPTY = (_aten.empty.memory_format, _aten.empty_like.default, _aten.empty_strided.default, _aten.new_empty.default)
 # depends on its arguments alone, no tensor among them
 _QUESTIONS = (_aten.promote_types.default,)
-_PLAIN_TYPES = frozenset((torch.Tensor, torch.nn.Parameter))
 # layouts remembered per operator; where there are more, they do not repeat
 _MAX_PLANS = 4096
 
@@ -131,7 +131,7 @@ def _plan(recorder: _Recorder, outs: list[int | None], several: bool) -> Plan:
 
 
 def _on_gpu(x: Any) -> bool:
-    return type(x) in _PLAIN_TYPES and x.is_cuda
+    return type(x) in PLAIN_TYPES and x.is_cuda
 
 
 def _layouts(args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -139,7 +139,7 @@ def _layouts(args: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(
         [
             # where it is contiguous its shape says it all, in less time
-            (a.shape, a.is_contiguous() or a.stride(), a.dtype, a.get_device()) if type(a) in _PLAIN_TYPES else a
+            (a.shape, a.is_contiguous() or a.stride(), a.dtype, a.get_device()) if type(a) in PLAIN_TYPES else a
             for a in args
         ]
     )

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from onepass.core import check
+from onepass.core.eager import plain
 from onepass.core.launch import as_rows
-
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def scores(op: str, value: Tensor) -> None:
@@ -79,13 +78,7 @@ def _broadcasts(shape: torch.Size, to: torch.Size) -> bool:
 
 def _visible(value: Tensor) -> bool:
     """Values can be read without a wait and without upsetting whoever traces this call."""
-    return (
-        not torch.compiler.is_compiling()
-        and value.device.type == "cpu"
-        and type(value) in _PLAIN
-        and not torch._C._len_torch_dispatch_stack()
-        and not torch._C._are_functorch_transforms_active()
-    )
+    return plain(value) and value.device.type == "cpu"
 
 
 def split(value: Tensor | float) -> tuple[Tensor | None, float]:
