@@ -97,10 +97,13 @@ class TestK:
 
     @pytest.mark.parametrize("causal", [False, True])
     @pytest.mark.parametrize(("k_q", "k_kv"), [(0, 4), (4, 0), (0, 0)])
-    def test_nothing_chosen_is_local_attention(self, k_q: int, k_kv: int, causal: bool) -> None:
+    def test_nothing_chosen(self, k_q: int, k_kv: int, causal: bool) -> None:
+        """Without queries it is local attention and ν; without keys a query gets less of ν and nothing for it."""
         layer, x = _layer(k_q, k_kv, causal=causal), _tokens(2, 20, DIM)
-        assert torch.equal(layer(x), layer.light.rows(layer.light.norm(x), None, layer.null).view(x.shape))
-        layer(x).sum().backward()
+        y, routing = layer(x, return_routing=True)
+        gates = torch.zeros(2, 21).scatter(1, routing.q.indices % 21, routing.q.gates)[:, :20]
+        torch.testing.assert_close(y, layer.light(x) + (1 - gates)[..., None] * layer.null)
+        y.sum().backward()
 
     @pytest.mark.parametrize("causal", [False, True])
     @pytest.mark.parametrize(("batch", "n"), [(0, 20), (2, 0), (2, 1)])
@@ -121,12 +124,21 @@ class TestK:
         [
             ({"heads": 0}, "heads must be ≥ 1"),
             ({"dim_head": 5}, "dim_head must be even"),
+            ({"light_heads": 0}, "heads must be ≥ 1"),
             ({"window": 0}, "window must be ≥ 1"),
+            ({"window": 2.5}, "window must be an int, got float"),
+            ({"heads": "2"}, "heads must be an int, got str"),
         ],
     )
-    def test_sizes_are_checked(self, kwargs: dict[str, int], match: str) -> None:
-        with pytest.raises(ValueError, match=match):
+    def test_sizes_are_checked(self, kwargs: dict[str, Any], match: str) -> None:
+        error = ValueError if "≥" in match or "even" in match else TypeError
+        with pytest.raises(error, match=match):
             RoutedAttention(DIM, 1, 1, **kwargs)
+
+    @pytest.mark.parametrize("x", [[1.0], torch.ones(2, 4, DIM, dtype=torch.int64)])
+    def test_what_is_no_tensor_of_floats_is_refused(self, x: Any) -> None:
+        with pytest.raises(TypeError, match="RoutedAttention: x must be"):
+            _layer()(x)
 
     def test_another_width_is_refused(self) -> None:
         with pytest.raises(ValueError, match=r"x must be \(batch, n, 12\), got \(2, 4, 11\)"):

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from onepass.nn import CausalRouter, RoutedFeedForward, Router
+from onepass.nn.explore import explore
 
 DIM, N, K, BATCH, STEPS = 32, 128, 8, 8, 300
 
@@ -100,6 +101,17 @@ def test_exploring_learns_nothing_from_padding() -> None:
     other = torch.where(mask[..., None], x, 1e3)
     dy = dy * mask[..., None]
     assert torch.equal(_exploring(layer, x, dy, mask)[1], _exploring(layer, other, dy, mask)[1])
+
+
+def test_exploring_learns_nothing_from_the_gradient_of_padding() -> None:
+    router, x, dy = Router(DIM), torch.randn(3, 50, DIM), torch.randn(3, 50, DIM)
+    mask = torch.arange(50) < torch.tensor([[50], [23], [1]])
+    grads = []
+    for filler in (0.0, torch.nan):
+        y = explore(2 * x.clone().requires_grad_(), x, router, 8, mask)
+        grads += torch.autograd.grad(y, router.weight, dy.masked_fill(~mask[..., None], filler))
+    assert grads[0].any()
+    assert torch.equal(*grads)
 
 
 def test_exploring_under_transforms_and_a_compiler() -> None:

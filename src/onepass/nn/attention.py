@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from onepass.core import check
 from onepass.core.eager import plain
 from onepass.ops.routing.op import gather, scatter_add
 from onepass.ops.routing.op_fork import fits, fork
@@ -42,7 +42,9 @@ class AttentionRouting(NamedTuple):
 class HeavyAttention(nn.Module):
     """Attention of chosen queries (batch, k_q, dim) to chosen memories (batch, k_kv, dim), both normed; gated values.
 
-    It returns ``out(attention) − null``: what a token gets on top of the `null` vector that every token gets.
+    It returns ``out(attention) − null``: what a token gets on top of the `null` vector that every token gets. `last`
+    ``(k_q,)`` or ``(batch, k_q)``: how many of the memories a query sees, of those that `mask` says are there.
+    `turned`: by rotary positions, those that the routing names.
     """
 
     def __init__(
@@ -85,7 +87,8 @@ class HeavyAttention(nn.Module):
         # needs no bias, and a token whose gate falls to 0 falls silent
         v = v * routing.kv.gates.to(v.dtype)[..., None, None]
         y = span_attention(q, k, v, torch.zeros_like(last), last, mask=mask)
-        return F.linear(y.flatten(2), self.out.weight, -null)
+        y = self.out(y.flatten(2))
+        return y - null.to(y.dtype)  # type: ignore[no-any-return]
 
 
 class RoutedAttention(nn.Module):
@@ -113,7 +116,7 @@ class RoutedAttention(nn.Module):
         causal: for language models.
         router_q, router_kv: default `Router` (causal queries: `CausalRouter`); modules with their call signature and
             one route. With causal, router_kv is called on windows as if each were a sequence, and router_q must
-            return its choice in the order of the tokens.
+            choose by the past alone and in the order of the tokens, which a plain `Router` does not.
         device, dtype: of all parameters.
 
     Shapes: ``attention(x, mask=None)`` with x ``(batch, n, dim)`` of any float dtype, mask ``(batch, n)`` bool, True
@@ -121,8 +124,8 @@ class RoutedAttention(nn.Module):
     Masked tokens are neither chosen nor seen. No row's output depends on another row.
 
     Raises:
-        TypeError: k_q or k_kv is neither int nor float.
-        ValueError: a size is out of range.
+        TypeError: k_q or k_kv is neither int nor float, or a size is no int.
+        ValueError: a size is out of range, or a router has several routes or does not fit causal.
 
     Source: CoLT5 (arXiv:2303.09752).
 
@@ -155,10 +158,14 @@ class RoutedAttention(nn.Module):
         check_heads("RoutedAttention", dim, heads, dim_head)
         check_count("RoutedAttention", "k_q", k_q)
         check_count("RoutedAttention", "k_kv", k_kv)
+        check_routers("RoutedAttention", router_q, router_kv)
+        if causal and type(router_q) is Router:
+            raise ValueError("RoutedAttention: with causal, router_q must be as CausalRouter: a Router looks ahead")
         self.dim, self.k_q, self.k_kv, self.window, self.causal = dim, k_q, k_kv, window, causal
         self.light = LocalAttention(
-            dim, heads=light_heads or heads, dim_head=dim_head, window=window, causal=causal, device=device, dtype=dtype
-        )
+            dim, heads=heads if light_heads is None else light_heads, dim_head=dim_head, window=window, causal=causal,
+            device=device, dtype=dtype,
+        )  # fmt: skip
         self.heavy = HeavyAttention(dim, heads, dim_head, device=device, dtype=dtype)
         if router_q is None:
             router_q = (
@@ -167,12 +174,13 @@ class RoutedAttention(nn.Module):
                 else Router(dim, device=device, dtype=dtype)
             )
         self.router_q = router_q
-        self.router_kv = router_kv or Router(dim, device=device, dtype=dtype)
+        self.router_kv = Router(dim, device=device, dtype=dtype) if router_kv is None else router_kv
         self.null = nn.Parameter(torch.zeros(dim, device=device, dtype=dtype))
 
     def forward(
         self, x: Tensor, mask: Tensor | None = None, return_routing: bool = False
     ) -> Tensor | tuple[Tensor, AttentionRouting]:
+        check.floating("RoutedAttention", "x", x)
         if x.dim() != 3 or x.shape[-1] != self.dim:
             raise ValueError(f"RoutedAttention: x must be (batch, n, {self.dim}), got {tuple(x.shape)}")
         dtype = self._fused_dtype(x, mask)
@@ -183,9 +191,10 @@ class RoutedAttention(nn.Module):
     def _composed(self, x: Tensor, mask: Tensor | None) -> tuple[Tensor, AttentionRouting]:
         """The output as (batch·n, dim), module by module."""
         routing = self._choose(self.router_q, self.router_kv, x, x, mask)
-        y = self.light.rows(self.light.norm(x), mask, self.null)
+        y = self.light(x, mask).flatten(0, 1)
+        y = y + self.null.to(y.dtype)
         q, kv = routing.q.indices, routing.kv.indices
-        if q.shape[1] and kv.shape[1]:
+        if q.shape[1]:
             heavy = self.heavy
             tokens = heavy.norm_q(gather(x, q)), heavy.norm_kv(gather(x, kv))
             last, seen = self._seen(routing, x.shape[1], mask)
@@ -198,12 +207,10 @@ class RoutedAttention(nn.Module):
     ) -> AttentionRouting:
         """Routing by routers called with tokens, or by their `decide` called with scores."""
         n = of_q.shape[1]
-        k_q, k_kv = count(self.k_q, n), count(self.k_kv, n)
-        q = choose_q(of_q, k_q, mask)
-        if not self.causal or k_kv == 0:
-            return AttentionRouting(q, choose_kv(of_kv, k_kv, mask))
-        quota = min(self.window, max(1, round(self.window * k_kv / n)))
-        return AttentionRouting(q, choose_per_block(choose_kv, of_kv, quota, self.window, mask))
+        q = choose_q(of_q, count(self.k_q, n), mask)
+        if not self.causal or n == 0:
+            return AttentionRouting(q, choose_kv(of_kv, count(self.k_kv, n), mask))
+        return AttentionRouting(q, choose_per_block(choose_kv, of_kv, self._quota(n), self.window, mask))
 
     def _fused(self, x: Tensor, mask: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, AttentionRouting]:
         """The same in two autograd nodes: one read of x norms it and scores it twice, one node does the rest."""
@@ -211,9 +218,7 @@ class RoutedAttention(nn.Module):
         assert isinstance(q, Router)
         assert isinstance(kv, Router)
         q.check(x, 0, mask)
-        eps = light.norm.eps
-        if eps is None:
-            eps = torch.finfo(torch.float64 if x.dtype == torch.float64 else torch.float32).eps
+        eps = light.norm.eps_for(x)
         # the choice is made in fp32 whatever the branches compute in
         with torch.autocast(x.device.type, enabled=False):
             room = 2 * max(self._length_kv(n), count(self.k_q, n))
@@ -237,19 +242,23 @@ class RoutedAttention(nn.Module):
     def _seen(self, routing: AttentionRouting, n: int, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """How many of the chosen keys each chosen query sees, and which of them are there (None: all)."""
         q, kv = routing.q.indices, routing.kv.indices
-        there = kv >= 0 if mask is not None or (self.causal and n % self.window != 0) else None
+        # a Router finds as many as it is asked for
+        whole = mask is None and type(self.router_kv) is Router and not (self.causal and n % self.window)
+        there = None if whole else kv >= 0
         if not self.causal:
             return torch.full(q.shape[1:], kv.shape[1], dtype=torch.int32, device=q.device), there
         quota = kv.shape[1] // -(-n // self.window)
         # missing queries come last: as they see everything, the numbers never decrease
         return torch.where(q >= 0, q // self.window * quota, kv.shape[1]), there
 
-    def _length_kv(self, n: int) -> int:
-        """How many keys and values are chosen of n tokens, missing ones included."""
+    def _quota(self, n: int) -> int:
+        """How many keys and values each window of n > 0 tokens gives, missing ones included."""
         k = count(self.k_kv, n)
-        if not self.causal or k == 0:
-            return k
-        return -(-n // self.window) * min(self.window, max(1, round(self.window * k / n)))
+        return min(self.window, max(1, round(self.window * k / n))) if k else 0
+
+    def _length_kv(self, n: int) -> int:
+        """How many keys and values are chosen of n > 0 tokens, missing ones included."""
+        return -(-n // self.window) * self._quota(n) if self.causal else count(self.k_kv, n)
 
     def _fused_dtype(self, x: Tensor, mask: Tensor | None) -> torch.dtype | None:
         """What the branches compute in where `fork` can stand in for norms, scores and gathers of their own.
@@ -262,7 +271,9 @@ class RoutedAttention(nn.Module):
         q, kv, light, heavy = self.router_q, self.router_kv, self.light, self.heavy
         if type(q) not in (Router, CausalRouter) or type(kv) is not Router or not untouched(*self.modules()):
             return None
-        if {type(m) for m in self.modules()} - _KINDS or q.num_routes != 1 or kv.num_routes != 1:
+        if {type(m) for m in self.modules()} - _KINDS:
+            return None
+        if any(isinstance(m, nn.Linear) and m.bias is not None for m in self.modules()):
             return None
         norms = light.norm, heavy.norm_q, heavy.norm_kv
         if len({norm.eps for norm in norms}) > 1 or not plain(*self.parameters()):
@@ -274,6 +285,13 @@ class RoutedAttention(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.dim}, k_q={self.k_q}, k_kv={self.k_kv}, window={self.window}, causal={self.causal}"
+
+
+def check_routers(module: str, router_q: nn.Module | None, router_kv: nn.Module | None) -> None:
+    """Refuse routers of several routes: attention has one list of queries, and one of keys."""
+    for name, router in (("router_q", router_q), ("router_kv", router_kv)):
+        if isinstance(router, Router) and router.num_routes != 1:
+            raise ValueError(f"{module}: {name} must have one route, got num_routes = {router.num_routes}")
 
 
 # what the fused form knows how to stand in for

@@ -46,7 +46,7 @@ class RoutedBlock(nn.Module):
     autocast, `torch.compile` and activation checkpointing.
 
     Raises:
-        TypeError: a k is neither int nor float.
+        TypeError: a k is neither int nor float, or a size is no int.
         ValueError: a size is out of range.
 
     Source: CoLT5 (arXiv:2303.09752).

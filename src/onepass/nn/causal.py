@@ -113,7 +113,8 @@ def common_shift(scores: Tensor, threshold: Tensor, eps: float, block: int, mask
     gate = torch.sigmoid((scores.detach() - threshold) / eps)
     slope = gate * (1 - gate)
     if mask is not None:
-        slope, scores = slope * mask, scores.masked_fill(~mask, 0)
+        # whatever lies in a padded token, even NaN, stays out
+        slope, scores = slope.masked_fill(~mask, 0), scores.masked_fill(~mask, 0)
     sums = F.pad(torch.stack((slope * scores, slope)), (0, -n % block)).reshape(2, len(slope), -1, block).sum(-1)
     weighted, weight = sums.cumsum(-1).roll(1, -1).unbind(0)
     first = torch.arange(weight.shape[-1], device=scores.device) == 0

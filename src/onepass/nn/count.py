@@ -1,6 +1,14 @@
-"""How many of n tokens to choose: an int, or a share of n."""
+"""Sizes of modules, and how many of n tokens to choose: an int, or a share of n."""
 
 from __future__ import annotations
+
+
+def check_size(module: str, name: str, size: int) -> None:
+    """Refuse anything but an int ≥ 1."""
+    if isinstance(size, bool) or not isinstance(size, int):
+        raise TypeError(f"{module}: {name} must be an int, got {type(size).__name__}")
+    if size < 1:
+        raise ValueError(f"{module}: {name} must be ≥ 1, got {size}")
 
 
 def check_count(module: str, name: str, k: int | float) -> None:

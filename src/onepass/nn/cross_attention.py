@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from onepass.core import check
 from onepass.core.eager import plain
 from onepass.ops.routing.op import gather, scatter_add
 
-from .attention import AttentionRouting, HeavyAttention
+from .attention import AttentionRouting, HeavyAttention, check_routers
 from .count import check_count, count
 from .explore import explore
 from .local_attention import check_heads
@@ -42,8 +43,8 @@ class RoutedCrossAttention(nn.Module):
     memories gives its tokens ``(1 − g)·null``.
 
     Raises:
-        TypeError: k_q or k_kv is neither int nor float.
-        ValueError: a size is out of range, or x and context don't fit together.
+        TypeError: k_q or k_kv is neither int nor float, or a size is no int.
+        ValueError: a size is out of range, a router has several routes, or x and context don't fit together.
 
     Source: CoLT5 (arXiv:2303.09752).
 
@@ -73,11 +74,12 @@ class RoutedCrossAttention(nn.Module):
         check_heads("RoutedCrossAttention", dim, heads, dim_head)
         check_count("RoutedCrossAttention", "k_q", k_q)
         check_count("RoutedCrossAttention", "k_kv", k_kv)
+        check_routers("RoutedCrossAttention", router_q, router_kv)
         self.dim, self.k_q, self.k_kv = dim, k_q, k_kv
         self.dim_context = dim if dim_context is None else dim_context
         self.heavy = HeavyAttention(dim, heads, dim_head, dim_context=self.dim_context, device=device, dtype=dtype)
-        self.router_q = router_q or Router(dim, device=device, dtype=dtype)
-        self.router_kv = router_kv or Router(self.dim_context, device=device, dtype=dtype)
+        self.router_q = Router(dim, device=device, dtype=dtype) if router_q is None else router_q
+        self.router_kv = Router(self.dim_context, device=device, dtype=dtype) if router_kv is None else router_kv
         self.null = nn.Parameter(torch.zeros(dim, device=device, dtype=dtype))
 
     def forward(
@@ -88,6 +90,8 @@ class RoutedCrossAttention(nn.Module):
         context_mask: Tensor | None = None,
         return_routing: bool = False,
     ) -> Tensor | tuple[Tensor, AttentionRouting]:
+        check.floating("RoutedCrossAttention", "x", x)
+        check.floating("RoutedCrossAttention", "context", context)
         if x.dim() != 3 or x.shape[-1] != self.dim:
             raise ValueError(f"RoutedCrossAttention: x must be (batch, n, {self.dim}), got {tuple(x.shape)}")
         if context.dim() != 3 or context.shape[0] != x.shape[0] or context.shape[-1] != self.dim_context:
@@ -106,7 +110,8 @@ class RoutedCrossAttention(nn.Module):
             self.null,
             torch.full(q.indices.shape[1:], k_kv, dtype=torch.int32, device=x.device),
             turned=False,
-            mask=None if context_mask is None else kv.indices >= 0,
+            # a Router finds as many as it is asked for
+            mask=None if context_mask is None and type(self.router_kv) is Router else kv.indices >= 0,
         )
         y = self.null.to(update.dtype).repeat(x.shape[0] * x.shape[1], 1)
         y = scatter_add(y, update, q.gates, q.indices, inplace=plain())

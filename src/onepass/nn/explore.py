@@ -82,9 +82,10 @@ class _Explore(torch.autograd.Function):
             gain = gain - gain.mean(-1, keepdim=True)
         else:
             real = mask[:, :: ctx.stride]
-            mean = (gain * real).sum(-1, keepdim=True) / real.sum(-1, keepdim=True).clamp_min(1)
-            gain = (gain - mean) * real
             # whatever lies in a padded token, even NaN, stays out
+            gain = gain.masked_fill(~real, 0)
+            mean = gain.sum(-1, keepdim=True) / real.sum(-1, keepdim=True).clamp_min(1)
+            gain = (gain - mean) * real
             sample = sample.masked_fill(~real[..., None], 0)
         square = torch.linalg.vector_norm(sample, dim=-1).square()
         push = gain * torch.rsqrt(square + dim * NORM_EPS) * (-ctx.strength * ctx.stride * math.sqrt(dim))

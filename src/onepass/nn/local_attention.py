@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from onepass.ops.span_attention.op_rotary import rotary_attention
 
+from .count import check_size
 from .norm import RMSNorm
 
 
@@ -38,7 +38,8 @@ class LocalAttention(nn.Module):
     gives y like x. Masked tokens are seen by nobody. Any n, also one that is no multiple of w.
 
     Raises:
-        ValueError: dim, heads or window < 1, or dim_head odd.
+        TypeError: dim, heads, dim_head or window is no int.
+        ValueError: one of them is < 1, or dim_head is odd.
 
     Source: Beltagy et al., Longformer (arXiv:2004.05150), in blocks as in CoLT5 (arXiv:2303.09752).
 
@@ -62,23 +63,16 @@ class LocalAttention(nn.Module):
     ) -> None:
         super().__init__()
         check_heads("LocalAttention", dim, heads, dim_head)
-        if window < 1:
-            raise ValueError(f"LocalAttention: window must be ≥ 1, got {window}")
+        check_size("LocalAttention", "window", window)
         self.heads, self.dim_head, self.window, self.causal = heads, dim_head, window, causal
         self.norm = RMSNorm(dim, device=device, dtype=dtype)
         self.qkv = nn.Linear(dim, 3 * heads * dim_head, bias=False, device=device, dtype=dtype)
         self.out = nn.Linear(heads * dim_head, dim, bias=False, device=device, dtype=dtype)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        return self.rows(self.norm(x), mask).view(x.shape)
-
-    def rows(self, normed: Tensor, mask: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
-        """From normed tokens the output as (batch·n, dim), new memory; `bias` (dim,) is in every row."""
-        batch, n, _ = normed.shape
-        qkv = self.qkv(normed).view(batch, n, 3, self.heads, self.dim_head)
-        first, last = neighbours(n, self.window, self.causal, normed.device)
-        y = rotary_attention(qkv, first, last, mask=mask)
-        return F.linear(y.view(batch * n, self.heads * self.dim_head), self.out.weight, bias)
+        qkv = self.qkv(self.norm(x)).unflatten(-1, (3, self.heads, self.dim_head))
+        first, last = neighbours(x.shape[1], self.window, self.causal, x.device)
+        return self.out(rotary_attention(qkv, first, last, mask=mask).flatten(2))  # type: ignore[no-any-return]
 
     def extra_repr(self) -> str:
         return f"heads={self.heads}, dim_head={self.dim_head}, window={self.window}, causal={self.causal}"
@@ -86,7 +80,7 @@ class LocalAttention(nn.Module):
 
 def check_heads(name: str, dim: int, heads: int, dim_head: int) -> None:
     """Refuse sizes that no attention has."""
-    if dim < 1 or heads < 1:
-        raise ValueError(f"{name}: dim and heads must be ≥ 1, got {dim} and {heads}")
-    if dim_head < 2 or dim_head % 2:
+    for what, size in (("dim", dim), ("heads", heads), ("dim_head", dim_head)):
+        check_size(name, what, size)
+    if dim_head % 2:
         raise ValueError(f"{name}: dim_head must be even (rotary positions turn pairs of channels), got {dim_head}")

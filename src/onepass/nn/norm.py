@@ -110,12 +110,14 @@ class RMSNorm(nn.RMSNorm):
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Any:
         """Y, or ``(y, x + residual)``."""
-        eps = self.eps
-        if eps is None:
-            eps = torch.finfo(torch.float64 if x.dtype == torch.float64 else torch.float32).eps
         return _over_last_dims(
-            type(self).__name__, self.normalized_shape, x, (self.weight,), residual, rms_norm, eps=eps
+            type(self).__name__, self.normalized_shape, x, (self.weight,), residual, rms_norm, eps=self.eps_for(x)
         )
+
+    def eps_for(self, x: Tensor) -> float:
+        """The ε that x is normalised with."""
+        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+        return torch.finfo(wide).eps if self.eps is None else self.eps
 
 
 __all__ = ["LayerNorm", "RMSNorm"]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from onepass.ops.span_attention.op import span_attention
+from onepass.ops.span_attention.op import forward, span_attention
 from onepass.ops.span_attention.op_rotary import rotary, rotary_attention
 from onepass.ops.span_attention.reference import reference
 
@@ -90,3 +90,12 @@ def test_packed_is_its_parts() -> None:
     y, z = rotary_attention(qkv, *spans), span_attention(rotary(q), rotary(k), v, *spans)
     torch.testing.assert_close(y, z)
     torch.testing.assert_close(torch.autograd.grad(y, qkv, dy), torch.autograd.grad(z, qkv, dy))
+
+
+def test_autocast_of_a_caller_rounds_nothing() -> None:
+    """`forward` is called inside autograd nodes as well, where nobody has turned autocast off."""
+    q, k, v = (_random(2, 20, 1, 16, seed=s) for s in (1, 2, 3))
+    spans = torch.zeros(1, 20, dtype=torch.int32), torch.full((1, 20), 20, dtype=torch.int32)
+    expected = forward(q, k, v, *spans, None, 0.25)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert all(map(torch.equal, forward(q, k, v, *spans, None, 0.25), expected))

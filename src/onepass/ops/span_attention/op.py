@@ -72,7 +72,9 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """Output, and the softmax's denominators for backward: `span_attention` without autograd, arguments checked."""
     if not uses_triton(q):
-        return torch_path.forward(q, k, v, first, last, mask, scale)
+        # a caller's autocast would round the products of forward and not those of backward
+        with torch.autocast(q.device.type, enabled=False):
+            return torch_path.forward(q, k, v, first, last, mask, scale)
     if not q.numel() or not k.numel():
         lse = torch.full(_rows(q), math.inf, dtype=torch.float32, device=q.device)
         return torch.zeros(q.shape, dtype=q.dtype, device=q.device), lse
