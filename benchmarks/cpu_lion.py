@@ -1,4 +1,4 @@
-"""Lion's step on two CPU cores against lion-pytorch: eager, foreach and its update compiled.
+"""Lion's step on two CPU cores, as it is and with `fused=True`, against lion-pytorch: eager, foreach, compiled.
 
     python benchmarks/cpu_lion.py [--json benchmarks/results/cpu/lion.json] [--threads 2]
 
@@ -9,6 +9,7 @@ that others use disturbs them alike; `onepass bench --report benchmarks/results/
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -60,17 +61,17 @@ def compiled(params: list[Tensor]) -> Step:
 
 
 def cases() -> list[Case]:
-    """Every set of shapes in fp32."""
+    """Every set of shapes in fp32, without a compiler and with one."""
     rival = optional("lion_pytorch")
     found = []
-    for name, shapes in SHAPES.items():
+    for (name, shapes), fused in itertools.product(SHAPES.items(), (None, True)):
 
-        def make(shapes: Sequence[tuple[int, ...]] = shapes) -> Mapping[str, Impl]:
+        def make(shapes: Sequence[tuple[int, ...]] = shapes, fused: bool | None = fused) -> Mapping[str, Impl]:
             def impl(build: Callable[[list[Tensor]], Step]) -> Impl:
                 return Missing("lion-pytorch") if rival is None else prepared(build, shapes, torch.float32)
 
             return {
-                "onepass": prepared(lambda params: Lion(params, **OPTIONS).step, shapes, torch.float32),
+                "onepass": prepared(lambda params: Lion(params, fused=fused, **OPTIONS).step, shapes, torch.float32),
                 "lion-pytorch": impl(lambda params: rival.Lion(params, **OPTIONS).step),
                 "lion-pytorch foreach": impl(
                     lambda params: optional("lion_pytorch.foreach").Lion(params, **OPTIONS).step
@@ -79,7 +80,7 @@ def cases() -> list[Case]:
             }
 
         elements = count(shapes)
-        told = {"model": name, "tensors": len(shapes), "elements": elements}
+        told = {"model": name, "tensors": len(shapes), "elements": elements, **({"fused": "fused"} if fused else {})}
         floor = round(elements * floor_bytes(torch.float32, torch.float32, "none"))
         found.append(Case("lion", "step", told, torch.float32, floor, make, device="cpu"))
     return found

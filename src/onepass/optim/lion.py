@@ -40,6 +40,8 @@ class Lion(Optimizer):
         maximize: ascend instead of descend.
         foreach: True takes torch's multi-tensor calls (fp32 and fp64 parameters), False goes tensor by tensor.
         fused: True insists on the Triton kernel on CUDA, False refuses it; by default it is used wherever it can be.
+            On a CPU, True has the update compiled by torch.compile into a single pass over memory: about twice as
+            fast, for a C++ compiler and some seconds at the first step.
         capturable: allows CUDA graph capture; the learning rate becomes a tensor on the device, which schedulers write
             to, so that a replay sees it. Take one step before capturing.
         differentiable: lets autograd see the step.

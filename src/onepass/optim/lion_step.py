@@ -275,10 +275,9 @@ class Work:
             mode = self.modes[own[0]]
             params, gradients, exp_avgs = ([split_complex(c[j]) for j in own] for c in columns[:3])
             extras = [e for e in (columns.extras[j] for j in own) if e is not None] if mode else []
-            row, _ = row_of(groups[self.groups[own[0]]])
-            update_list_(
-                params, gradients, exp_avgs, extras, mode, _scaled(row, None if factor is None else float(factor))
-            )
+            group = groups[self.groups[own[0]]]
+            row = _scaled(row_of(group)[0], None if factor is None else float(factor))
+            update_list_(params, gradients, exp_avgs, extras, mode, row, compiled=bool(group["fused"]))
         self._run_plain(groups, columns, self.plain, factor)
 
     def _run_plain(self, groups: Any, columns: Columns, where: list[int], factor: float | Tensor | None) -> None:

@@ -86,19 +86,20 @@ def test_interpreted_kernel_finds_every_tensor_of_a_crowded_map() -> None:
     check_step((F32, F32, F32), "none", [(7 + i,) for i in range(40)] + [(40 * 1024 + 3,), (1,)])
 
 
-def test_together_is_one_at_a_time_bit_for_bit() -> None:
+@pytest.mark.parametrize("compiled", [False, True])
+def test_together_is_one_at_a_time_bit_for_bit(compiled: bool) -> None:
     # large, short, and with tails, together and one at a time: the same bits
     sizes = [TILE + SMALL + 13, SMALL, SMALL - 1, 1, 0, 63, 64, 65, 1000]
     params, grads, momenta = ([torch.randn(n) for n in sizes] for _ in range(3))
     together = [p.clone() for p in params], [m.clone() for m in momenta]
-    update_(together[0], grads, together[1], [], 0, ROW)
+    update_(together[0], grads, together[1], [], 0, ROW, compiled=compiled)
     for i in range(len(sizes)):
-        update_([params[i]], [grads[i]], [momenta[i]], [], 0, ROW)
+        update_([params[i]], [grads[i]], [momenta[i]], [], 0, ROW, compiled=compiled)
         assert torch.equal(params[i], together[0][i])
         assert torch.equal(momenta[i], together[1][i])
 
 
-@pytest.mark.parametrize("path", ["tiles", "small", "foreach"])
+@pytest.mark.parametrize("path", ["tiles", "small", "foreach", "compiled"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_special_gradients(path: str, dtype: torch.dtype) -> None:
     inf, nan = float("inf"), float("nan")
@@ -112,7 +113,7 @@ def test_special_gradients(path: str, dtype: torch.dtype) -> None:
     if path == "foreach":
         foreach_([p], [g], [m], row)
     else:
-        update_([p], [g], [m], [], 0, row)
+        update_([p], [g], [m], [], 0, row, compiled=path == "compiled")
     p, m = p[:10], m[:10]
     want = torch.tensor([nan, 0.75, 1.25, 1.0, 1.0, 1.25, 0.75, 1.0, 1.0, 1.0], dtype=dtype)
     assert torch.equal(p.nan_to_num(7.0), want.nan_to_num(7.0))

@@ -71,8 +71,10 @@ def update_list_(
     extras: Sequence[Tensor],
     mode: int,
     row: Row,
+    *,
+    compiled: bool = False,
 ) -> None:
-    """One param group on the torch path: CPU tile by tile, other devices and odd layouts tensor by tensor."""
+    """One param group on the torch path: CPU tile by tile or compiled, other devices and odd layouts one by one."""
     batches: dict[object, list[int]] = {}
     for i, (param, grad, exp_avg) in enumerate(zip(params, grads, exp_avgs, strict=True)):
         extra = extras[i] if extras else None
@@ -85,7 +87,7 @@ def update_list_(
         )  # fmt: skip
     for where in batches.values():
         p, g, m, e = ([c[i] for i in where] if c else [] for c in (params, grads, exp_avgs, extras))
-        torch_path.update_(p, g, m, e, mode, row)
+        torch_path.update_(p, g, m, e, mode, row, compiled=compiled)
 
 
 def _step(

@@ -10,7 +10,8 @@ Number = float | Tensor
 
 def sign(u: Tensor) -> Tensor:
     """−1, 0 or 1, and nan where u is nan (torch.sign gives 0 there, which would hide it from the weight)."""
-    return torch.where(u.isnan(), u, u.sign())
+    # isnan would do; compiled for a CPU it is done one number at a time, a comparison is not
+    return torch.where(u == u, u.sign(), u)
 
 
 def reference(
@@ -64,6 +65,6 @@ def split(x: Tensor) -> tuple[Tensor, Tensor]:
     Half up, and not to even, because only then does every remainder fit in 16 bits. A nan becomes the one whose upper
     half is a nan too.
     """
-    bits = torch.where(x.isnan(), torch.tensor(0x7FC00000, dtype=torch.int32, device=x.device), x.view(torch.int32))
+    bits = torch.where(x == x, x.view(torch.int32), torch.tensor(0x7FC00000, dtype=torch.int32, device=x.device))
     high = (bits + 0x8000) >> 16
     return high.to(torch.int16).view(torch.bfloat16), (bits - (high << 16)).to(torch.int16)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from .compiled import one_pass
 from .reference import Number, reference
 from .storage import dequantize, narrow_, quantize_, widen
 
@@ -107,6 +108,8 @@ def _advance_(p: Tensor, g: Tensor, m: Tensor, row: Row, u: Tensor, in_lanes: bo
         [p], [u], [], weight_decay=decay, momentum=0.0, lr=row.lr / clip, dampening=0.0, nesterov=False,
         maximize=False, is_first_step=False,
     )  # fmt: skip
+    # torch's fused call doesn't tell autograd
+    torch.autograd.graph.increment_version(p)
 
 
 def _tile_(
@@ -140,12 +143,31 @@ def _batches(sizes: Sequence[int], tile: int) -> Iterator[list[int]]:
         yield batch
 
 
-def _together_(columns: Sequence[Sequence[Tensor]], mode: int, row: Row, room: Tensor) -> None:
+# (parameter, gradient, momentum, extra, whether the vectors are whole lanes): updates them in place
+Advance = Callable[[Tensor, Tensor, Tensor, "Tensor | None", bool], None]
+
+
+def _in_tiles(mode: int, row: Row, room: Tensor) -> Advance:
+    return lambda p, g, m, extra, in_lanes: _tile_(p, g, m, extra, mode, row, room, in_lanes)
+
+
+def _compiled(mode: int, row: Row, dtype: torch.dtype) -> Advance:
+    update = one_pass(mode, bool(row.cautious_decay))
+    rest1, rest2 = row.rest1 * row.factor, row.rest2 * row.factor
+    hyper = torch.tensor([row.lr, row.weight_decay, row.beta1, rest1, row.beta2, rest2], dtype=dtype)
+
+    def advance(p: Tensor, g: Tensor, m: Tensor, extra: Tensor | None, in_lanes: bool) -> None:
+        update(p, g, m, extra, hyper)
+
+    return advance
+
+
+def _together_(columns: Sequence[Sequence[Tensor]], tile: int, advance: Advance) -> None:
     """Update short vectors as one."""
     sizes = [p.numel() for p in columns[0]]
-    for batch in _batches(sizes, room.numel()):
+    for batch in _batches(sizes, tile):
         whole = [torch.cat([c[i] for i in batch]) for c in columns]
-        _tile_(whole[0], whole[1], whole[2], whole[3] if mode else None, mode, row, room, False)
+        advance(whole[0], whole[1], whole[2], whole[3] if len(whole) > 3 else None, False)
         lengths = [sizes[i] for i in batch]
         for j, column in enumerate(columns):
             if j != 1:  # all but the gradient
@@ -159,30 +181,35 @@ def update_(
     extras: Sequence[Tensor],
     mode: int,
     row: Row,
+    *,
+    compiled: bool = False,
 ) -> None:
     """Update CPU tensors of one param group and one dtype combination in place.
 
     A parameter and its gradient, momentum and extra must share dense strides. `extras` is empty for mode NONE.
+    `compiled`: in one pass over memory, which takes a C++ compiler.
     """
     threads = torch.get_num_threads()
-    grain, tile = LANES * threads, TILE * threads
-    room = params[0].new_empty(
-        min(tile, sum(p.numel() for p in params)), dtype=accumulator(params[0], grads[0], exp_avgs[0])
-    )
+    tile = min(TILE * threads, sum(p.numel() for p in params))
+    dtype = accumulator(params[0], grads[0], exp_avgs[0])
+    if compiled:
+        advance, grain, longest = _compiled(mode, row, dtype), 1, max(p.numel() for p in params)
+    else:
+        advance, grain, longest = _in_tiles(mode, row, params[0].new_empty(tile, dtype=dtype)), LANES * threads, tile
     short: list[list[Tensor]] = [[] for _ in range(4 if mode else 3)]
     for tensors in zip(*(c for c in (params, grads, exp_avgs, extras) if c), strict=True):
         n = tensors[0].numel()
         flat = [_flat(t) for t in tensors]
         whole = n - n % grain if n >= SMALL else 0
         if whole:
-            for piece in zip(*(torch.split(v[:whole], tile) for v in flat), strict=True):
-                _tile_(piece[0], piece[1], piece[2], piece[3] if mode else None, mode, row, room, True)
+            for piece in zip(*(torch.split(v[:whole], longest) for v in flat), strict=True):
+                advance(piece[0], piece[1], piece[2], piece[3] if mode else None, True)
             flat = [v[whole:] for v in flat]
         if whole < n:
             for column, v in zip(short, flat, strict=True):
                 column.append(v)
     if short[0]:
-        _together_(short, mode, row, room)
+        _together_(short, tile, advance)
 
 
 def foreach_(params: list[Tensor], grads: list[Tensor], exp_avgs: list[Tensor], row: Row) -> None:
