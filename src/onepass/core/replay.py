@@ -1,8 +1,8 @@
 """Run again what a call did: its branches and launch shapes depend on layouts alone, and layouts repeat.
 
 The first call with given layouts runs as written, the second is recorded, later ones are replayed: allocate, launch.
-Only allocations without contents, views and launches can be replayed. Any other operation (zeros, a copy, a sum, a look
-at a value) shows in the dispatcher while recording, and then such calls go on running as written.
+Only allocations, views and launches can be replayed. Any other operation (a copy, a sum, a look at a value) shows in
+the dispatcher while recording, and then such calls go on running as written.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from .launch import Compiled, is_recording, recording
 
 _aten = torch.ops.aten
 _EMPTY = (_aten.empty.memory_format, _aten.empty_like.default, _aten.empty_strided.default, _aten.new_empty.default)
+_ZEROS = (_aten.zeros.default, _aten.new_zeros.default)
 # depends on its arguments alone, no tensor among them
 _QUESTIONS = (_aten.promote_types.default,)
 # layouts remembered per operator; where there are more, they do not repeat
@@ -39,6 +40,10 @@ def _empty_on(device: torch.device) -> Callable[..., Tensor]:
     return lambda shape, stride, dtype: torch.empty_strided(shape, stride, dtype=dtype, device=device)
 
 
+def _zeros_on(device: torch.device) -> Callable[..., Tensor]:
+    return lambda shape, stride, dtype: torch.zeros(shape, dtype=dtype, device=device)
+
+
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """What one call allocates and launches; tensors are named by their place in `pool`: arguments, then allocations."""
 
@@ -46,15 +51,16 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         # the pool keeps its tensors until the recording ends, so that an address belongs to one of them
         self.pool, self.n_args = list(args), len(args)
-        self.allocations: list[tuple[Any, ...]] = []
+        self.allocations: list[tuple[str, tuple[Any, ...]]] = []
         self.launches: list[tuple[Compiled, tuple[int, int, int], list[int | None], tuple[Any, ...]]] = []
         self.replayable = True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if func in _EMPTY and out.device == self.pool[0].device:
+        if (func in _EMPTY or func in _ZEROS) and out.device == self.pool[0].device:
             self.pool.append(out)
-            self.allocations.append((tuple(out.shape), out.stride(), out.dtype))
+            make = "zeros" if func in _ZEROS else "empty"
+            self.allocations.append((make, (tuple(out.shape), out.stride(), out.dtype)))
         elif not func.is_view and func not in _QUESTIONS:
             self.replayable = False
         return out
@@ -103,7 +109,8 @@ def _plan(recorder: _Recorder, outs: list[int | None], several: bool) -> Plan:
     first = launches[0][0]
     names: dict[str, Any] = {
         "index": device.index, "get_device": first.get_device, "get_stream": first.get_stream,
-        "enter": first.hooks.launch_enter_hook, "leave": first.hooks.launch_exit_hook, "empty": _empty_on(device),
+        "enter": first.hooks.launch_enter_hook, "leave": first.hooks.launch_exit_hook,
+        "empty": _empty_on(device), "zeros": _zeros_on(device),
     }  # fmt: skip
 
     def named(*values: Any) -> str:
@@ -116,8 +123,8 @@ def _plan(recorder: _Recorder, outs: list[int | None], several: bool) -> Plan:
     lines += [f"p{i} = args[{i}].data_ptr()" for i in inputs]
     misaligned = f"({' | '.join(f'p{i}' for i in inputs) or 0}) & 15"
     lines.append(f"if {misaligned} or get_device() != index or enter.calls or leave.calls: return NotImplemented")
-    for i, layout in enumerate(recorder.allocations, n_args):
-        lines.append(f"t{i} = empty({named(*layout)})")
+    for i, (make, layout) in enumerate(recorder.allocations, n_args):
+        lines.append(f"t{i} = {make}({named(*layout)})")
         if i in places:
             lines.append(f"p{i} = t{i}.data_ptr()")
     lines.append("stream = get_stream(index)")
