@@ -229,6 +229,18 @@ def test_a_call_that_only_writes_to_its_arguments_returns_none_again(gpu: _Gpu) 
     assert calls == [2]
 
 
+def test_the_first_argument_may_be_missing(gpu: _Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replay, "_on_gpu", lambda x: isinstance(x, Tensor))
+    scale = _scale(gpu)
+    run, calls = _counted(lambda nothing, x, a: scale(x, nothing, a))
+    for _ in range(4):
+        x = torch.randn(4, 8)
+        gpu.launched.clear()
+        run(None, x, 0.5)
+        assert gpu.launched[0][5] == x.data_ptr()
+    assert calls == [2]
+
+
 def test_zeros_are_zeros_again(gpu: _Gpu) -> None:
     def function(x: Tensor) -> Tensor:
         y = torch.zeros(x.shape, dtype=torch.int64)

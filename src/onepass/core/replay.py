@@ -51,13 +51,14 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         # the pool keeps its tensors until the recording ends, so that an address belongs to one of them
         self.pool, self.n_args = list(args), len(args)
+        self.device: torch.device = next(a.device for a in args if isinstance(a, Tensor))
         self.allocations: list[tuple[str, tuple[Any, ...]]] = []
         self.launches: list[tuple[Compiled, tuple[int, int, int], list[int | None], tuple[Any, ...]]] = []
         self.replayable = True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if (func in _EMPTY or func in _ZEROS) and out.device == self.pool[0].device:
+        if (func in _EMPTY or func in _ZEROS) and out.device == self.device:
             self.pool.append(out)
             make = "zeros" if func in _ZEROS else "empty"
             self.allocations.append((make, (tuple(out.shape), out.stride(), out.dtype)))
@@ -103,7 +104,7 @@ def _code(program: str) -> CodeType:
 
 def _plan(recorder: _Recorder, outs: list[int | None], several: bool) -> Plan:
     """Write the call down as a program: loops over what was recorded take longer than what they do."""
-    device, n_args, launches = recorder.pool[0].device, recorder.n_args, recorder.launches
+    device, n_args, launches = recorder.device, recorder.n_args, recorder.launches
     places = {place for _, _, tensors, _ in launches for place in tensors if place is not None}
     inputs = sorted(place for place in places if place < n_args)
     first = launches[0][0]
@@ -164,8 +165,9 @@ def _overlap(tensors: list[Tensor]) -> bool:
 def replayed(function: Callable[..., Any]) -> Callable[..., Any]:
     """Give `function` a memory of how it runs on CUDA tensors of a given layout.
 
-    Its positional arguments are a tensor, and tensors, None and hashable values; it returns tensors that it allocated,
-    or a tuple of such and None, and launches kernels by `core.launch.launch` alone, where the recorder sees them.
+    Its positional arguments are tensors, None and hashable values, and the first that is not None is a tensor. It returns
+    tensors that it allocated, or a tuple of such and None, and launches kernels by `core.launch.launch` alone, where the
+    recorder sees them.
     """
     plans: dict[tuple[Any, ...], Plan] = {}
     seen: dict[tuple[Any, ...], int] = {}
@@ -180,7 +182,10 @@ def replayed(function: Callable[..., Any]) -> Callable[..., Any]:
         return out
 
     def run(*args: Any) -> Any:
-        if not _on_gpu(args[0]) or is_recording():
+        first = args[0]
+        if first is None:
+            first = next((a for a in args if a is not None), None)
+        if not _on_gpu(first) or is_recording():
             # a recorder outside must see what happens inside
             return function(*args)
         key = _layouts(args)
