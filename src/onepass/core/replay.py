@@ -165,9 +165,9 @@ def _overlap(tensors: list[Tensor]) -> bool:
 def replayed(function: Callable[..., Any]) -> Callable[..., Any]:
     """Give `function` a memory of how it runs on CUDA tensors of a given layout.
 
-    Its positional arguments are tensors, None and hashable values, and the first that is not None is a tensor. It returns
-    tensors that it allocated, or a tuple of such and None, and launches kernels by `core.launch.launch` alone, where the
-    recorder sees them.
+    Its positional arguments are tensors, None and hashable values, and the first that is not None is a tensor. It
+    returns tensors that it allocated, or a tuple of such and None, and launches kernels by `core.launch.launch` alone,
+    where the recorder sees them.
     """
     plans: dict[tuple[Any, ...], Plan] = {}
     seen: dict[tuple[Any, ...], int] = {}
