@@ -2,7 +2,7 @@
 
 python benchmarks/host.py [--calls 2000]
 
-On a GPU the calls are real, ten between two waits; below the operators stand their launches, kernel by kernel. Without
+On a GPU the calls are real, ten between two waits; below an operator stand its launches, kernel by kernel. Without
 a GPU, CPU tensors take the kernels' path and the launches do nothing: the time of the Python code, of allocations on a
 CPU and of the autograd engine without its threads.
 """
@@ -140,6 +140,17 @@ def calls_of(forward: Callable[[], Tensor], inputs: tuple[Tensor, ...]) -> tuple
     return lambda: torch.autograd.grad(y, inputs, dy, retain_graph=True), both
 
 
+def show_launches(name: str, rows: int, cols: int, n_calls: int) -> None:
+    """Print what the launches of forward and backward take, kernel by kernel."""
+    with launches_timed() as launches:
+        # another number of rows runs the same kernels, and its second call is recorded with the clocks in it
+        for other, forward, inputs in operators(*inputs_of(rows + 8, cols)):
+            if other == name:
+                microseconds(calls_of(forward, inputs)[1], n_calls)
+    for kernel, times in launches.items():
+        print(f"    launch of {kernel:24} {show(times)}")
+
+
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -164,13 +175,8 @@ def main() -> None:
                 with torch.autograd.set_multithreading_enabled(False):
                     found["in one thread"] = microseconds(both, n_calls)
             print(f"{name:13}" + "".join(f" {stage} {show(times)} " for stage, times in found.items()))
-        if ON_GPU:
-            with launches_timed() as launches:
-                # another number of rows runs the same kernels, and its second call is recorded with the clocks in it
-                for _, forward, inputs in operators(*inputs_of(rows + 8, cols)):
-                    microseconds(calls_of(forward, inputs)[1], n_calls // 4)
-            for kernel, times in launches.items():
-                print(f"    launch of {kernel:24} {show(times)}")
+            if ON_GPU:
+                show_launches(name, rows, cols, n_calls // 4)
 
 
 if __name__ == "__main__":
