@@ -67,6 +67,7 @@ def jobs(out: Path) -> list[Job]:
             found.append(Job("measure", f"{folder}.{i}", minutes, [*command, "--json", str(_part(out, folder, i))]))
     found += [
         Job("measure", "topk_accuracy", 0.5, run("topk_accuracy", "--out", str(out / "accuracy"))),
+        Job("measure", "host", 0.5, run("host")),
         Job("measure", "lion_first_step", 0.5, run("lion_first_step", "--out", str(out / "raw/lion_first_step"))),
         Job("check", "sanitize", 4, run("sanitize", "--json", str(out / "raw/sanitize.json"))),
     ]
