@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -380,6 +381,21 @@ def test_a_tensor_given_twice_is_not_taken_for_two(gpu: _Gpu) -> None:
         run(x, bias, 0.5)
         assert gpu.launched[0][5:7] == (x.data_ptr(), bias.data_ptr())
     assert calls == [4]
+
+
+def test_threads_record_and_replay_side_by_side(gpu: _Gpu) -> None:
+    run = replayed(_scale(gpu))
+
+    def calls(n: int) -> list[tuple[Tensor, Tensor]]:
+        inputs = [torch.randn(4, 8 + i % 5) for i in range(n)]
+        return [(x, run(x, None, 0.5)[0]) for x in inputs]
+
+    with ThreadPoolExecutor(4) as threads:
+        found = [pair for pairs in threads.map(calls, [50] * 4) for pair in pairs]
+    launched = {args[5:8] for args in gpu.launched if args[0] == 4}
+    assert launched == {(x.data_ptr(), None, y.data_ptr()) for x, y in found}
+    assert len(launched) == 200
+    assert core._recording.recorder is None
 
 
 def test_an_error_leaves_no_recording_behind(gpu: _Gpu) -> None:
