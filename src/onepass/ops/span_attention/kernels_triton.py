@@ -50,6 +50,19 @@ def _thirds(low, full_low, full_high, high, BLOCK: tl.constexpr):
     return full_low, full_high
 
 
+@triton.jit
+def _runs(first_ptr, last_ptr, start, queries, n, m, BLOCK: tl.constexpr):
+    """First and last keys of a tile of queries; where the three parts of their tiles of keys begin, and the end."""
+    real = queries < n
+    first = tl.load(first_ptr + start + queries, mask=real, other=2147483647)
+    last = tl.load(last_ptr + start + queries, mask=real, other=0)
+    low = tl.maximum(tl.min(first, 0), 0) // BLOCK * BLOCK
+    high = tl.minimum(tl.max(last, 0), m)
+    seen_by_all = tl.max(tl.where(real, first, 0), 0), tl.minimum(tl.min(tl.where(real, last, m), 0), m)
+    full_low, full_high = _thirds(low, seen_by_all[0], seen_by_all[1], high, BLOCK)
+    return first, last, low, full_low, full_high, high
+
+
 @triton.jit(do_not_specialize=INTS)
 def forward_kernel(
     q_ptr,  # (batch, n, heads, width), unit stride in width
@@ -74,12 +87,7 @@ def forward_kernel(
     b = (tl.program_id(1) // heads).to(tl.int64)
     cols = tl.arange(0, BLOCK_D)
     real = queries < n
-    first = tl.load(first_ptr + b * span_batch + queries, mask=real, other=2147483647)
-    last = tl.load(last_ptr + b * span_batch + queries, mask=real, other=0)
-    low = tl.maximum(tl.min(first, 0), 0) // BLOCK_K * BLOCK_K
-    high = tl.minimum(tl.max(last, 0), m)
-    seen_by_all = tl.max(tl.where(real, first, 0), 0), tl.minimum(tl.min(tl.where(real, last, m), 0), m)
-    full_low, full_high = _thirds(low, seen_by_all[0], seen_by_all[1], high, BLOCK_K)
+    first, last, low, full_low, full_high, high = _runs(first_ptr, last_ptr, b * span_batch, queries, n, m, BLOCK_K)
     q = _load(q_ptr, (b * q_batch + head * q_head) * UNIT, queries, q_row * UNIT, cols, real, D, BLOCK_D, False)
     k_start = (b * k_batch + head * k_head) * UNIT
     v_start = (b * v_batch + head * v_head) * UNIT
@@ -140,12 +148,7 @@ def queries_kernel(
     b = (tl.program_id(1) // heads).to(tl.int64)
     cols = tl.arange(0, BLOCK_D)
     real = queries < n
-    first = tl.load(first_ptr + b * span_batch + queries, mask=real, other=2147483647)
-    last = tl.load(last_ptr + b * span_batch + queries, mask=real, other=0)
-    low = tl.maximum(tl.min(first, 0), 0) // BLOCK_K * BLOCK_K
-    high = tl.minimum(tl.max(last, 0), m)
-    seen_by_all = tl.max(tl.where(real, first, 0), 0), tl.minimum(tl.min(tl.where(real, last, m), 0), m)
-    full_low, full_high = _thirds(low, seen_by_all[0], seen_by_all[1], high, BLOCK_K)
+    first, last, low, full_low, full_high, high = _runs(first_ptr, last_ptr, b * span_batch, queries, n, m, BLOCK_K)
     own = b * n * heads * D + head * D
     q = _load(q_ptr, (b * q_batch + head * q_head) * UNIT, queries, q_row * UNIT, cols, real, D, BLOCK_D, False)
     dout = _load(dout_ptr, own, queries, heads * D, cols, real, D, BLOCK_D, False)

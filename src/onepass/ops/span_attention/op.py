@@ -76,7 +76,7 @@ def forward(
         with torch.autocast(q.device.type, enabled=False):
             return torch_path.forward(q, k, v, first, last, mask, scale)
     if not q.numel() or not k.numel():
-        lse = torch.full(_rows(q), math.inf, dtype=torch.float32, device=q.device)
+        lse = torch.full(_lse_shape(q), math.inf, dtype=torch.float32, device=q.device)
         return torch.zeros(q.shape, dtype=q.dtype, device=q.device), lse
     from . import kernels_triton
 
@@ -96,9 +96,9 @@ def backward(
     mask: Tensor | None,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
-    backward_into((dq, dk, dv), dout, q, k, v, out, lse, first, last, mask, scale)
-    return dq, dk, dv
+    grads = _like(q, k, v)
+    backward_into(grads, dout, q, k, v, out, lse, first, last, mask, scale)
+    return grads
 
 
 def backward_into(
@@ -130,8 +130,13 @@ def backward_into(
         kernels_triton.backward(dout.contiguous(), q, k, v, out, lse, first, last, _bytes(mask), scale, grads)
 
 
-def _rows(q: Tensor) -> tuple[int, int, int]:
+def _lse_shape(q: Tensor) -> tuple[int, int, int]:
     return q.shape[0], q.shape[2], q.shape[1]
+
+
+def _like(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
+    return dq, dk, dv
 
 
 def _bytes(mask: Tensor | None) -> Tensor | None:
@@ -143,28 +148,14 @@ backward_op = custom_op("onepass::span_attention_backward", backward, mutates_ar
 
 
 @forward_op.register_fake
-def _(
-    q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, mask: Tensor | None, scale: float
-) -> tuple[Tensor, Tensor]:
-    lse = q.new_empty(_rows(q), dtype=torch.promote_types(q.dtype, torch.float32))
+def _(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    lse = q.new_empty(_lse_shape(q), dtype=torch.promote_types(q.dtype, torch.float32))
     return torch.empty(q.shape, dtype=q.dtype, device=q.device), lse
 
 
 @backward_op.register_fake
-def _(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    first: Tensor,
-    last: Tensor,
-    mask: Tensor | None,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
-    return dq, dk, dv
+def _(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return _like(q, k, v)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -237,4 +228,4 @@ def span_attention(
     return _call(q, k, v, first, last, mask, scale)  # type: ignore[no-any-return]
 
 
-__all__ = ["backward_into", "backward_op", "forward", "forward_op", "span_attention"]
+__all__ = ["backward_into", "backward_op", "checked_scale", "checked_spans", "forward", "forward_op", "span_attention"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -39,12 +40,8 @@ rotary_backward_op = custom_op("onepass::rotary_backward", _rotary, mutates_args
 
 
 @rotary_op.register_fake
-def _(x: Tensor, positions: Tensor | None, base: float, inverse: bool) -> Tensor:
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
-
-
 @rotary_backward_op.register_fake
-def _(x: Tensor, positions: Tensor | None, base: float, inverse: bool) -> Tensor:
+def _(x: Tensor, *rest: Any) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
@@ -64,9 +61,11 @@ _call_rotary = bind(
 )  # fmt: skip
 
 
-def _check_positions(name: str, positions: Tensor | None, x: Tensor) -> None:
+def _check(name: str, x: Tensor, positions: Tensor | None, base: float) -> None:
     if x.shape[-1] % 2:
         raise ValueError(f"{name}: the width of a head must be even, got {x.shape[-1]}")
+    if not 0 < base < math.inf:
+        raise ValueError(f"{name}: base must be a finite number > 0, got {base}")
     if positions is None:
         return
     check.tensor(name, "positions", positions)
@@ -99,7 +98,7 @@ def rotary(x: Tensor, positions: Tensor | None = None, *, base: float = BASE) ->
 
     Raises:
         TypeError: x is no floating-point tensor, or positions is not int64.
-        ValueError: shapes don't fit, or the tensors are on different devices.
+        ValueError: shapes don't fit, base is not > 0, or the tensors are on different devices.
 
     Source: Su et al., RoFormer (arXiv:2104.09864).
 
@@ -115,7 +114,7 @@ def rotary(x: Tensor, positions: Tensor | None = None, *, base: float = BASE) ->
     check.floating("rotary", "x", x)
     if x.dim() != 4:
         raise ValueError(f"rotary: x must be (batch, n, heads, width), got {tuple(x.shape)}")
-    _check_positions("rotary", positions, x)
+    _check("rotary", x, positions, base)
     positions = positions[None] if positions is not None and positions.dim() == 1 else positions
     return _call_rotary(x, positions, float(base), False)  # type: ignore[no-any-return]
 
@@ -167,9 +166,7 @@ backward_op = custom_op("onepass::rotary_attention_backward", packed_backward, m
 
 
 @forward_op.register_fake
-def _(
-    qkv: Tensor, first: Tensor, last: Tensor, mask: Tensor | None, base: float, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(qkv: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     batch, n, _, heads, width = qkv.shape
     out = torch.empty((batch, n, heads, width), dtype=qkv.dtype, device=qkv.device)
     acc = torch.promote_types(qkv.dtype, torch.float32)
@@ -178,18 +175,7 @@ def _(
 
 
 @backward_op.register_fake
-def _(
-    dout: Tensor,
-    qkv: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    turned: Tensor,
-    first: Tensor,
-    last: Tensor,
-    mask: Tensor | None,
-    base: float,
-    scale: float,
-) -> Tensor:
+def _(dout: Tensor, qkv: Tensor, *rest: Any) -> Tensor:
     return torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
 
 
@@ -235,7 +221,7 @@ def rotary_attention(
 
     Raises:
         TypeError: as `span_attention`.
-        ValueError: qkv is not packed as above, its width is odd, or as `span_attention`.
+        ValueError: qkv is not packed as above, its width is odd, base is not > 0, or as `span_attention`.
 
     Example:
         >>> import torch
@@ -247,7 +233,7 @@ def rotary_attention(
     check.floating("rotary_attention", "qkv", qkv)
     if qkv.dim() != 5 or qkv.shape[2] != 3:
         raise ValueError(f"rotary_attention: qkv must be (batch, n, 3, heads, width), got {tuple(qkv.shape)}")
-    _check_positions("rotary_attention", None, qkv)
+    _check("rotary_attention", qkv, None, base)
     first, last = op.checked_spans("rotary_attention", qkv, qkv, first, last, mask)
     scale = op.checked_scale("rotary_attention", scale, qkv.shape[-1])
     return _call(qkv, first, last, mask, float(base), scale)  # type: ignore[no-any-return]

@@ -110,6 +110,7 @@ _ROTARY_BAD = (
     BadCall("odd width", lambda: rotary(torch.ones(2, 3, 1, 5)), ValueError, "must be even, got 5"),
     BadCall("integer x", lambda: rotary(torch.ones(2, 3, 1, 4).int()), TypeError, "int32"),
     BadCall("positions", lambda: rotary(torch.ones(2, 3, 1, 4), torch.arange(4)), ValueError, "positions must be"),
+    BadCall("base", lambda: rotary(torch.ones(2, 3, 1, 4), base=0.0), ValueError, "base must be a finite number > 0"),
     BadCall("floats", lambda: rotary(torch.ones(2, 3, 1, 4), torch.ones(3)), TypeError, "positions must be int64"),
 )
 _PACKED_BAD = (
