@@ -1,4 +1,4 @@
-"""The two ways of `RoutedFeedForward`: as two autograd nodes in plain eager, and as the modules it consists of."""
+"""The two ways of `RoutedFeedForward`: as one autograd node in plain eager, and as the modules it consists of."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ on_devices = pytest.mark.parametrize("device", DEVICES)
 def counted() -> Iterator[list[int]]:
     """How often the fused way was taken."""
     calls = [0]
-    real = routed_module.light_heavy
+    real = routed_module.light_and_heavy
 
     def spy(*args: Any) -> Any:
         calls[0] += 1
         return real(*args)
 
-    with patch.object(routed_module, "light_heavy", spy):
+    with patch.object(routed_module, "light_and_heavy", spy):
         yield calls
 
 

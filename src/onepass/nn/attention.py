@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from onepass.core import check
 from onepass.core.eager import plain
+from onepass.ops.routing.norms import fits
 from onepass.ops.routing.op import gather, scatter_add
-from onepass.ops.routing.op_fork import fits, fork
+from onepass.ops.routing.op_fork import fork
 from onepass.ops.span_attention.op import span_attention
 from onepass.ops.span_attention.op_rotary import rotary
 
@@ -222,10 +223,10 @@ class RoutedAttention(nn.Module):
         # the choice is made in fp32 whatever the branches compute in
         with torch.autocast(x.device.type, enabled=False):
             room = 2 * max(self._length_kv(n), count(self.k_q, n))
-            vectors = torch.cat((q.weight, kv.weight))
+            vectors = torch.cat((q.directions(), kv.directions()))
             forked = fork(x, light.norm.weight, vectors, eps=eps, score_eps=NORM_EPS, dtype=dtype, k=room)
             of_q, of_kv = forked.scores.unbind(1)
-            routing = self._choose(q.decide, kv.decide, q.scaled(of_q), kv.scaled(of_kv), mask)
+            routing = self._choose(q.decide, kv.decide, of_q, of_kv, mask)
         last, seen = self._seen(routing, n, mask)
         first_near, last_near = neighbours(n, light.window, light.causal, x.device)
         plan = Plan(

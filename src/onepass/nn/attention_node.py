@@ -18,8 +18,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from onepass.core.products import cast, weight_gradient
-from onepass.ops.routing.op import _scatter_backward, scatter_add
-from onepass.ops.routing.op_fork import Fork, norm_backward, norm_forward
+from onepass.ops.routing.norms import norm_backward, norm_forward
+from onepass.ops.routing.op import scatter_add
+from onepass.ops.routing.op_fork import Fork
+from onepass.ops.routing.rows import scatter_backward
 from onepass.ops.span_attention import op as span
 from onepass.ops.span_attention.op_rotary import BASE, packed_backward, split, turn
 
@@ -108,7 +110,8 @@ class _NearAndFar(torch.autograd.Function):
             if needs[7 + which]:
                 d_weights[which] = weight_gradient(dy, x, dtypes[1 + which])
 
-        d_update, d_gates_q = _scatter_backward(dy.view(x.shape), update, gates_q, at_q, True, needs[2])
+        d_update, d_gates_q = scatter_backward(dy.view(x.shape), update, gates_q, at_q, True, needs[2])
+        assert d_update is not None
         du = d_update.to(tokens.dtype).view(-1, dim)
         flat = far.view(len(du), -1)
         gradient(4, du, flat)

@@ -7,8 +7,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
-from onepass.ops.routing.op_feed_forward import Weights
-
 from .norm import RMSNorm
 
 
@@ -32,10 +30,17 @@ class FeedForward(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return self.down(F.gelu(self.up(self.norm(x))))  # type: ignore[no-any-return]
 
-    def weights(self) -> Weights:
-        """Of the two linear layers."""
-        up, down = self.up, self.down
-        return Weights(up.weight, up.bias, down.weight, down.bias)
+    def layers(self) -> tuple[nn.Module, nn.Module, nn.Module]:
+        """The norm and the two linear layers."""
+        # not as attributes: a module looks for those in three places, which adds up where calls are short
+        own = self._modules
+        return own["norm"], own["up"], own["down"]  # type: ignore[return-value]
+
+    def weights(self) -> tuple[Tensor | None, ...]:
+        """Of the two linear layers: weight and bias, weight and bias."""
+        _, up, down = self.layers()
+        first, second = up._parameters, down._parameters
+        return first["weight"], first["bias"], second["weight"], second["bias"]
 
     def norm_eps(self, x: Tensor) -> float:
         """The ε of the norm for an x of this dtype."""
@@ -44,11 +49,11 @@ class FeedForward(nn.Module):
 
     def is_plain(self) -> bool:
         """Whether a call runs what stands in `forward` and nothing else."""
-        norm, up, down = self.norm, self.up, self.down
-        kinds = type(self) is FeedForward and type(norm) is RMSNorm and type(up) is type(down) is nn.Linear
-        return kinds and untouched(self, norm, up, down)
+        layers = self.layers()
+        return type(self) is FeedForward and [type(m) for m in layers] == _KINDS and untouched(self, *layers)
 
 
+_KINDS = [RMSNorm, nn.Linear, nn.Linear]
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -58,6 +63,9 @@ def untouched(*modules: nn.Module) -> bool:
         return False
     for m in modules:
         state = m.__dict__
-        if "forward" in state or any(state[hooks] for hooks in _HOOKS):
+        if "forward" in state:
             return False
+        for hooks in _HOOKS:
+            if state[hooks]:
+                return False
     return True

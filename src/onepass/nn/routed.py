@@ -6,13 +6,14 @@ import torch
 from torch import Tensor, nn
 
 from onepass.core.eager import plain
+from onepass.ops.routing.norms import fits
 from onepass.ops.routing.op import gather, scatter_add
-from onepass.ops.routing.op_feed_forward import Probe, light_heavy
-from onepass.ops.routing.op_fork import fits, fork
 
+from .count import check_count, count
 from .explore import explore
 from .feed_forward import FeedForward, untouched
-from .router import NORM_EPS, Router, RouterOutput
+from .feed_forward_node import light_and_heavy
+from .router import Router, RouterOutput
 
 
 class Routed(nn.Module):
@@ -50,10 +51,7 @@ class Routed(nn.Module):
 
     def __init__(self, light: nn.Module, heavy: nn.Module, router: nn.Module, k: int | float) -> None:
         super().__init__()
-        if isinstance(k, bool) or not isinstance(k, (int, float)):
-            raise TypeError(f"{type(self).__name__}: k must be an int or a float, got {type(k).__name__}")
-        if (isinstance(k, int) and k < 0) or (isinstance(k, float) and not 0 < k <= 1):
-            raise ValueError(f"{type(self).__name__}: k must be an int ≥ 0 or a share 0 < k ≤ 1 of n, got {k}")
+        check_count(type(self).__name__, "k", k)
         self.light, self.heavy, self.router, self.k = light, heavy, router, k
 
     def forward(
@@ -61,7 +59,7 @@ class Routed(nn.Module):
     ) -> Tensor | tuple[Tensor, RouterOutput]:
         if x.dim() != 3:
             raise ValueError(f"{type(self).__name__}: x must be (batch, n, dim), got {tuple(x.shape)}")
-        routing: RouterOutput = self.router(x, self._count(x.shape[1]), mask)
+        routing: RouterOutput = self.router(x, count(self.k, x.shape[1]), mask)
         y = self._light(x)
         if routing.indices.shape[-1]:
             update = self._heavy(x, routing.indices)
@@ -69,12 +67,6 @@ class Routed(nn.Module):
         y = explore(y, x, self.router, routing.indices.shape[-1], mask)
         y = y.reshape(x.shape)
         return (y, routing) if return_routing else y
-
-    def _count(self, n: int) -> int:
-        """How many tokens of n to choose."""
-        if isinstance(self.k, int) or n == 0:
-            return min(int(self.k), n)
-        return max(1, round(self.k * n))
 
     def _light(self, x: Tensor) -> Tensor:
         """The light output; as rows (batch·n, dim) where it may be added to: autograd dislikes writes to a view."""
@@ -169,44 +161,34 @@ class RoutedFeedForward(Routed):
         dtype = self._fused_dtype(x, mask)
         if dtype is None:
             return super().forward(x, mask, return_routing)
-        light, heavy, router, k = self.light, self.heavy, self.router, self._count(x.shape[1])
+        light, heavy, router = self.light, self.heavy, self.router
         assert isinstance(light, FeedForward)
         assert isinstance(heavy, FeedForward)
         assert isinstance(router, Router)
+        k = count(self.k, x.shape[1])
         router.check(x, k, mask)
-        norm, n = light.norm, x.shape[1]
-        # the exploring gradient of a cosine router is left to `explore`
-        probed = router.explores(k, n) and router.score == "normalised"
-        probe = Probe(n // k, router.explore, mask) if probed else None
-        forked = fork(
-            x, norm.weight, router.vectors(), eps=light.norm_eps(x), score_eps=NORM_EPS, dtype=dtype, k=k,
-            every=probe.every if probe else 0,
+        plan = router.plan(k, x.shape[1], dtype, light.norm_eps(x), heavy.norm_eps(x))
+        norms = light.norm.weight, heavy.norm.weight
+        y, *routing = light_and_heavy(
+            x, router.directions(), *norms, mask, plan, *light.weights(), *heavy.weights()
         )  # fmt: skip
-        routing = router.decide(router.scaled(forked.scores), k, mask)
-        y = light_heavy(
-            forked, x, routing.gates, routing.indices, light.weights(), heavy.weights(), heavy.norm.weight,
-            heavy.norm_eps(x), probe,
-        )  # fmt: skip
-        if probe is None:
-            y = explore(y, x, router, k, mask)
-        return (y, routing) if return_routing else y
+        return (y, RouterOutput(*routing)) if return_routing else y
 
     def _fused_dtype(self, x: Tensor, mask: Tensor | None) -> torch.dtype | None:
-        """What the branches compute in where two autograd nodes can stand in for the composition of modules.
+        """What the branches compute in where one autograd node can stand in for the composition of modules.
 
-        None where they can't: something else looks at the call (a compiler, a transform, a hook), the branches or the
+        None where it can't: something else looks at the call (a compiler, a transform, a hook), the branches or the
         router are not the default ones, or there is nothing to choose.
         """
-        if not plain(x, mask):
-            return None
         light, heavy, router = self.light, self.heavy, self.router
         if type(light) is not FeedForward or type(heavy) is not FeedForward or type(router) is not Router:
             return None
         if not (x.dim() == 3 and x.numel() and self.k and router.num_routes == 1 and fits(x.shape[-1])):
             return None
+        if not (light.is_plain() and heavy.is_plain() and untouched(router)):
+            return None
         linear = (*light.weights(), *heavy.weights())
-        tensors = (router.weight, light.norm.weight, heavy.norm.weight, *linear)
-        if not (plain(*tensors) and light.is_plain() and heavy.is_plain() and untouched(router)):
+        if not plain(x, mask, router.weight, light.norm.weight, heavy.norm.weight, *linear):
             return None
         dtypes = {w.dtype for w in linear if w is not None}
         if torch.is_autocast_enabled(x.device.type):

@@ -13,6 +13,8 @@ from onepass.ops.routing.op import MAX_VECTORS, score
 from onepass.ops.soft_topk.op import KINDS
 from onepass.ops.soft_topk.op_topk import choose
 
+from .feed_forward_node import Plan
+
 SCORES = ("normalised", "cosine")
 GATES = ("soft", "straight_through")
 # the ε of RMSNorm: a token of zeros scores 0 and its gradient stays finite
@@ -118,18 +120,16 @@ class Router(nn.Module):
 
     def scores(self, x: Tensor) -> Tensor:
         """Tokens ``(batch, n, dim)`` → scores ``(batch, n)``, or ``(batch, R, n)`` for R routes."""
-        return self.scaled(score(x, self.vectors(), eps=NORM_EPS))
+        vectors = self.directions()
+        return score(x, vectors if self.num_routes > 1 else vectors[0], eps=NORM_EPS)
 
-    def vectors(self) -> Tensor:
-        """What `onepass.ops.routing.op.score` takes: ``(dim,)``, or ``(R, dim)`` for R routes."""
-        return self.weight if self.num_routes > 1 else self.weight.view(self.dim)
-
-    def scaled(self, scores: Tensor) -> Tensor:
-        """Scores of this router from those that `onepass.ops.routing.op.score` gives."""
-        if self.score == "cosine":
-            length = torch.linalg.vector_norm(self.weight, dim=-1, dtype=scores.dtype)
-            scores = scores / (length if self.num_routes == 1 else length[:, None])
-        return scores
+    def directions(self) -> Tensor:
+        """The vectors ``(R, dim)`` that `onepass.ops.routing.op.score` takes: "cosine" makes their lengths 1."""
+        if self.score != "cosine":
+            return self.weight
+        dtype = torch.promote_types(self.weight.dtype, torch.float32)
+        length: Tensor = torch.linalg.vector_norm(self.weight, dim=-1, keepdim=True, dtype=dtype)
+        return self.weight / length
 
     def forward(self, x: Tensor, k: int, mask: Tensor | None = None) -> RouterOutput:
         self.check(x, k, mask)
@@ -145,6 +145,12 @@ class Router(nn.Module):
             mask = mask[:, None]
         chosen = choose(scores, k, self.eps, mask, self.kind, self.gate == "straight_through")
         return RouterOutput(chosen.indices, chosen.gates, scores)
+
+    def plan(self, k: int, n: int, dtype: torch.dtype, light_eps: float, heavy_eps: float) -> Plan:
+        """What `light_and_heavy` asks of this router."""
+        every = n // k if self.explores(k, n) else 0
+        kind, hard = KINDS.index(self.kind), self.gate == "straight_through"
+        return Plan(dtype, k, light_eps, heavy_eps, NORM_EPS, self.eps, kind, hard, every, self.explore)
 
     def explores(self, k: int, n: int) -> bool:
         """Whether a backward pass over k of n tokens will also be taught by tokens that were not chosen."""

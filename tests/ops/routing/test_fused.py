@@ -1,4 +1,4 @@
-"""fork and light_heavy: the same as norm, score, gather, linear layers and scatter_add put together."""
+"""fork: the same as norm, score and gather put together; what stands between the products of a feed-forward."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ import itertools
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from onepass.core.launch import INTERPRET
-from onepass.ops.routing import reference
-from onepass.ops.routing.op_feed_forward import Probe, Weights, _cast, _push, light_heavy
+from onepass.ops.routing import branch, reference
+from onepass.ops.routing.norms import norm_backward_into, norm_forward, norm_parts
 from onepass.ops.routing.op_fork import Fork, fork
 
 DEVICES = [pytest.param("cpu", id="cpu"), pytest.param("cuda", id="cuda", marks=pytest.mark.gpu)]
@@ -97,70 +96,34 @@ def test_fork_takes_the_gradients_that_there_are(device: str, used: tuple[bool, 
     _close([t if e is not None else None for t, e in zip(a, b, strict=True)], b, limit)
 
 
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("wanted", ["all", "tokens", "gates", "light", "heavy", "norms"])
-def test_light_heavy_is_the_composition(device: str, bias: bool, wanted: str) -> None:
-    dtype, limit = _limits(device)
-
-    def make(*shape: int) -> Tensor:
-        return torch.randn(*shape, dtype=dtype, device=device) / shape[-1] ** 0.5
-
-    def branch(hidden: int) -> Weights:
-        return Weights(make(hidden, 32), make(hidden) if bias else None, make(32, hidden), make(32) if bias else None)
-
-    x, gates = make(2, 9, 32) * 6, torch.rand(2, 3, dtype=dtype, device=device)
-    norm, heavy_norm, v = torch.rand(32, device=device).to(dtype), torch.rand(32, device=device).to(dtype), make(32) * 6
-    light, heavy = branch(16), branch(64)
-    groups = {"tokens": [x], "gates": [gates], "light": [*light], "heavy": [*heavy], "norms": [norm, heavy_norm]}
-    leaves = [t for g, ts in groups.items() if wanted in (g, "all") for t in ts if t is not None]
-    for t in leaves:
-        t.requires_grad_()
-    indices = torch.tensor([[3, -1, 0], [5, 4, 1]], device=device)
-    f = _fork(x, norm, v, 3, dtype)
-    y = light_heavy(f, x, gates, indices, light, heavy, heavy_norm, EPS)
-    wide = {
-        id(t): t.detach().double().requires_grad_(t.requires_grad)
-        for ts in groups.values()
-        for t in ts
-        if t is not None
-    }
-
-    def up(t: Tensor | None) -> Tensor:
-        return wide[id(t)] if t is not None else torch.zeros((), dtype=torch.float64, device=device)
-
-    def run(tokens: Tensor, w: Weights) -> Tensor:
-        return F.gelu(tokens @ up(w.up).mT + up(w.up_bias)) @ up(w.down).mT + up(w.down_bias)
-
-    x64 = up(x)
-    out = run(_norm(reference.gather(x64, indices), up(heavy_norm)), heavy)
-    expected = reference.scatter_add(run(_norm(x64, up(norm)), light), out, up(gates), indices)
-    _close([y], [expected], limit)
-    dy = torch.randn(y.shape, dtype=dtype, device=device)
-    _close(_grads([y], leaves, [dy]), _grads([expected], [wide[id(t)] for t in leaves], [dy]), 4 * limit)
-
-
 @pytest.mark.parametrize("masked", [False, True])
-def test_the_probe_teaches_the_vectors_alone(device: str, masked: bool) -> None:
-    """Each third token's score gets the length of its dy, less the mean over the real ones of its sequence."""
+def test_the_probe_compares_lengths(device: str, masked: bool) -> None:
+    """The length of each third dy, less the mean over the real ones of its sequence."""
     dtype, limit = _limits(device)
-    x, v = (torch.randn(s, dtype=dtype, device=device, requires_grad=True) for s in ((2, 10, 32), (32,)))
     mask = torch.ones(2, 10, dtype=torch.bool, device=device)
     mask[0, 6:] = False
     dy = torch.randn(2, 10, 32, dtype=dtype, device=device)
-    push = _push(dy, Probe(3, 0.2, mask if masked else None))
+    push = branch.probe(dy, mask if masked else None, 3, -0.6)
     real = (mask if masked else torch.ones_like(mask))[:, ::3]
     lengths = dy[:, ::3].double().norm(dim=-1) * real
     expected = -0.6 * (lengths - lengths.sum(-1, keepdim=True) / real.sum(-1, keepdim=True)) * real
     _close([push], [expected], limit)
-    f = fork(x, None, v, eps=EPS, score_eps=1e-6, dtype=dtype, k=1, every=3)
-    assert f.probe is not None
-    dn, ds = torch.randn_like(f.normed), torch.randn_like(f.scores)
-    ours = _grads([f.normed, f.scores, f.probe], [x, v], [dn, ds, push])
-    x64, v64 = x.detach().double().requires_grad_(), v.detach().double().requires_grad_()
-    theirs = _grads([_norm(x64, None), reference.score(x64, v64)], [x64, v64], [dn, ds])
-    (taught,) = torch.autograd.grad(reference.score(x64, v64)[:, ::3], v64, expected)
+
+
+def test_what_the_probe_finds_teaches_the_vectors_alone(device: str) -> None:
+    dtype, limit = _limits(device)
+    x, v = (torch.randn(s, dtype=dtype, device=device) for s in ((2, 10, 32), (32,)))
+    normed, scores, stats = norm_forward(x, None, None, v, EPS, 1e-6, dtype)
+    dn, ds = torch.randn_like(normed), torch.randn_like(scores)
+    push = torch.randn(2, 4, dtype=dtype, device=device)
+    parts = norm_parts(x, 20, None, v)
+    dx = norm_backward_into(parts, dn, x, None, None, v, stats, scores, ds, True, push, 3)
+    x64, v64 = x.double().requires_grad_(), v.double().requires_grad_()
+    outs = [_norm(x64, None), reference.score(x64, v64)]
+    theirs = _grads(outs, [x64, v64], [dn, ds])
+    (taught,) = torch.autograd.grad(reference.score(x64, v64)[:, ::3], v64, push.double())
     assert theirs[1] is not None
-    _close(ours, [theirs[0], theirs[1] + taught], limit)
+    _close([dx, parts.sum(0)[32:]], [theirs[0], theirs[1] + taught], limit)
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -168,8 +131,7 @@ def test_weights_are_cast_together(device: str, bias: bool) -> None:
     dtype = torch.float16
     shapes = [(40, 24), (40,), (24, 40), (24,), (96, 24), (96,), (24, 96), (24,)]
     weights = tuple(torch.randn(s, device=device) if bias or len(s) == 2 else None for s in shapes)
-    for cast, w in zip(_cast(weights, dtype), weights, strict=True):
+    for cast, w in zip(branch.cast(weights, dtype), weights, strict=True):
         assert (cast is None) == (w is None)
         if cast is not None and w is not None:
             assert torch.equal(cast, w.to(dtype))
-    assert _cast(weights, torch.float32) is weights

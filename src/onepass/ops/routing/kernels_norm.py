@@ -224,13 +224,15 @@ def forward(
     x: Tensor, indices: Tensor | None, weight: Tensor | None, vectors: Tensor | None, eps: float, score_eps: float,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
-    """X (batch, n, d) → y (batch, m, d) of `dtype`, scores (batch, R, m) where there are vectors, statistics."""
+    """X (batch, n, d) → y (batch, m, d) of `dtype`, scores (batch, R, m) or (batch, m) of vectors, statistics."""
     x, batch_stride, row_stride = strided(x)
     batch, n, d = x.shape
     m = n if indices is None else indices.shape[1]
-    routes = 0 if vectors is None else len(vectors)
+    routes = 0 if vectors is None else vectors.numel() // d
     y = torch.empty((batch, m, d), dtype=dtype, device=x.device)
-    scores = torch.empty((batch, routes, m), dtype=torch.float32, device=x.device) if routes else None
+    scores = None
+    if vectors is not None:
+        scores = torch.empty((batch, *vectors.shape[:-1], m), dtype=torch.float32, device=x.device)
     stats = torch.empty((2 if routes else 1, batch * m), dtype=torch.float32, device=x.device)
     vec = math.gcd(8, batch_stride, row_stride)
     block_r, block_c, warps = _forward_tile(d, x.element_size())
@@ -262,7 +264,7 @@ def backward(
     x, batch_stride, row_stride = strided(x)
     batch, n, d = x.shape
     m = dy.shape[1]
-    routes = 0 if vectors is None else len(vectors)
+    routes = 0 if vectors is None else vectors.numel() // d
     vec = math.gcd(8, batch_stride, row_stride)
     block_r, block_c, warps, stages, _ = _backward_tile(d)
     grid = programs(x, batch * m, d) if parts is None else parts.shape[0]

@@ -16,34 +16,7 @@ from onepass.core.launch import uses_triton
 from . import arguments, torch_path
 from .arguments import MAX_VECTORS
 from .op_score import score
-
-
-def _by_route(indices: Tensor) -> Tensor:
-    """(batch, R, k) of (batch, k) or (batch, R, k)."""
-    return indices if indices.dim() == 3 else indices[:, None]
-
-
-def _on_triton(*tensors: Tensor | None) -> bool:
-    return all(t is None or uses_triton(t) for t in tensors)
-
-
-def _add_rows(y: Tensor, update: Tensor, gates: Tensor | None, indices: Tensor) -> None:
-    """Y (rows, d), contiguous, += gates·update in place, one route after another."""
-    batch, routes, k = _by_route(indices).shape
-    if not indices.numel() or not y.numel():
-        return
-    n = y.shape[0] // batch
-    indices, update = indices.reshape(batch, routes, k), update.reshape(batch, routes, k, y.shape[-1])
-    gates = None if gates is None else gates.reshape(batch, routes, k)
-    if _on_triton(y, update, gates):
-        from . import kernels_triton
-
-        kernels_triton.add_rows(
-            y, update.contiguous(), None if gates is None else gates.contiguous(), indices.contiguous()
-        )
-        return
-    for r in range(routes):
-        torch_path.add_rows(y, update[:, r], None if gates is None else gates[:, r], indices[:, r], n)
+from .rows import add_rows, scatter_backward
 
 
 def _gather(x: Tensor, indices: Tensor) -> Tensor:
@@ -59,7 +32,7 @@ def _gather(x: Tensor, indices: Tensor) -> Tensor:
 
 def _gather_backward(dy: Tensor, indices: Tensor, n: int) -> Tensor:
     dx = dy.new_zeros((indices.shape[0] * n, dy.shape[-1]))
-    _add_rows(dx, dy, None, indices)
+    add_rows(dx, dy, None, indices)
     return dx.view(indices.shape[0], n, dy.shape[-1])
 
 
@@ -125,38 +98,23 @@ def gather(x: Tensor, indices: Tensor) -> Tensor:
 
 def _scatter(y: Tensor, update: Tensor, gates: Tensor | None, indices: Tensor) -> Tensor:
     out = torch.empty(y.shape, dtype=y.dtype, device=y.device).copy_(y)
-    _add_rows(out.view(-1, y.shape[-1]), update, gates, indices)
+    add_rows(out.view(-1, y.shape[-1]), update, gates, indices)
     return out
 
 
-def _scatter_backward(
+def _scatter_backward_all(
     dy: Tensor, update: Tensor, gates: Tensor | None, indices: Tensor, need_u: bool, need_g: bool
 ) -> tuple[Tensor, Tensor]:
-    du: Tensor | None
-    dg: Tensor | None
-    batch, d = indices.shape[0], dy.shape[-1]
-    if not indices.numel() or not dy.numel():
-        du, dg = torch.zeros_like(update), None if gates is None else torch.zeros_like(gates)
-    else:
-        u, i = update.reshape(batch, -1, d).contiguous(), indices.reshape(batch, -1).contiguous()
-        g = None if gates is None else gates.reshape(batch, -1).contiguous()
-        if _on_triton(dy, update, gates):
-            from . import kernels_triton
-
-            du, dg = kernels_triton.add_backward(dy.reshape(batch, -1, d), u, g, i, need_u, need_g)
-        else:
-            rows = dy.reshape(-1, d)
-            du, dg = torch_path.scatter_backward(rows, u, g, i, len(rows) // batch, need_u, need_g)
+    """`scatter_backward` as an op, which can't return None: what is not needed is empty."""
+    du, dg = scatter_backward(dy, update, gates, indices, need_u, need_g)
     return (
-        du.view(update.shape) if need_u and du is not None else update.new_empty(0),
-        dg.view(gates.shape)
-        if need_g and gates is not None and dg is not None
-        else (update if gates is None else gates).new_empty(0),
+        update.new_empty(0) if du is None else du,
+        (update if gates is None else gates).new_empty(0) if dg is None else dg,
     )
 
 
 scatter_op = custom_op("onepass::routing_scatter_add", _scatter, mutates_args=())
-scatter_backward_op = custom_op("onepass::routing_scatter_add_backward", _scatter_backward, mutates_args=())
+scatter_backward_op = custom_op("onepass::routing_scatter_add_backward", _scatter_backward_all, mutates_args=())
 
 
 @scatter_op.register_fake
@@ -189,7 +147,7 @@ def _scatter_gradients(ctx: Any, run: Any, dy: Tensor) -> tuple[Tensor | None, .
 
 
 _call_scatter = bind(
-    forward=_scatter, forward_op=scatter_op, backward=_scatter_backward, backward_op=scatter_backward_op,
+    forward=_scatter, forward_op=scatter_op, backward=scatter_backward, backward_op=scatter_backward_op,
     save=_save_scatter, gradients=_scatter_gradients,
 )  # fmt: skip
 
@@ -199,7 +157,7 @@ class _InPlace(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, update: Tensor, gates: Tensor | None, indices: Tensor) -> Tensor:
-        _add_rows(y.view(-1, y.shape[-1]), update, gates, indices)
+        add_rows(y.view(-1, y.shape[-1]), update, gates, indices)
         ctx.mark_dirty(y)
         ctx.save_for_backward(update, gates, indices)
         return y
@@ -207,7 +165,7 @@ class _InPlace(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Any:
-        return _scatter_gradients(ctx, _scatter_backward, dy)
+        return _scatter_gradients(ctx, scatter_backward, dy)
 
 
 def scatter_add(y: Tensor, update: Tensor, gates: Tensor | None, indices: Tensor, *, inplace: bool = False) -> Tensor:
@@ -248,7 +206,7 @@ def scatter_add(y: Tensor, update: Tensor, gates: Tensor | None, indices: Tensor
     if inplace and plain(y, update, gates, indices) and y.is_contiguous():
         if torch.is_grad_enabled():
             return _InPlace.apply(y, update, gates, indices)  # type: ignore[no-untyped-call, no-any-return]
-        _add_rows(y.view(-1, y.shape[-1]), update, gates, indices)
+        add_rows(y.view(-1, y.shape[-1]), update, gates, indices)
         return y
     return _call_scatter(y, update, gates, indices)  # type: ignore[no-any-return]
 

@@ -91,10 +91,11 @@ def norm_forward(
     x: Tensor, indices: Tensor | None, weight: Tensor | None, vectors: Tensor | None, eps: float, score_eps: float,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
-    """RMS norm of all tokens, or of those that indices (batch, m) name: y, scores (batch, R, m), statistics."""
+    """RMS norm of all tokens, or of those that indices (batch, m) name: y, scores (batch, [R,] m), statistics."""
     scores = None
     if vectors is not None:
-        scores, inverse = score_forward(x, vectors, score_eps)
+        scores, inverse = score_forward(x, vectors.view(-1, x.shape[-1]), score_eps)
+        scores = scores.view(len(x), *vectors.shape[:-1], -1)
     f = (x if indices is None else gather(x, indices)).to(_wide(x.dtype))
     rstd = torch.linalg.vector_norm(f, dim=-1, keepdim=True).square().div_(x.shape[-1]).add_(eps).rsqrt_()
     y = f * rstd
@@ -118,8 +119,9 @@ def norm_backward(
         g = g * weight.to(wide)
     dx = torch.addcmul(g, n, (g * n).mean(-1, keepdim=True), value=-1).mul_(rstd)
     if vectors is not None and scores is not None and ds is not None:
-        inverse = stats[1].view(x.shape[:2])
-        more, dv = score_backward(ds, x, vectors, scores, inverse, need_x, need_w)
+        inverse, shape = stats[1].view(x.shape[:2]), (x.shape[0], -1, x.shape[1])
+        vectors = vectors.view(-1, x.shape[-1])
+        more, dv = score_backward(ds.view(shape), x, vectors, scores.view(shape), inverse, need_x, need_w)
         dx = dx if more is None else dx + more
         if dv is not None:
             grads.append(dv.to(wide))

@@ -436,27 +436,34 @@ def _collect(s: Tensor, mask: Tensor | None, k: int) -> Tensor:
 
 
 class Found(NamedTuple):
-    """Columns (rows, k) int64 of the k largest, best first, then -1; scores and gates there, where gates were given."""
+    """Columns (…, k) int64 of the k largest, best first, then -1; scores and gates there, where gates were given."""
 
     indices: Tensor
     values: Tensor
     gates: Tensor
 
 
-def select(s: Tensor, mask: Tensor | None, k: int, soft: Tensor | None = None, hard: bool = True) -> Found:
-    """S (rows, n) with unit column stride, its soft gates if theirs are wanted (contiguous), hard: 1 in their place."""
+def select(
+    s: Tensor, mask: Tensor | None, k: int, soft: Tensor | None = None, hard: bool = True,
+    lead: tuple[int, ...] | None = None,
+) -> Found:  # fmt: skip
+    """S (rows, n) with unit column stride, its soft gates if theirs are wanted (contiguous), hard: 1 in their place.
+
+    The results are (*lead, k) where the rows are those of a tensor (*lead, n).
+    """
     n_rows, n_cols = s.shape
+    lead = (n_rows,) if lead is None else lead
     if k > n_cols:
         # beyond n there is nothing to choose
-        found = select(s, mask, n_cols, soft, hard)
+        found = select(s, mask, n_cols, soft, hard, lead)
         more = (0, k - n_cols)
         indices = pad(found.indices, more, value=-1)
         if soft is None:
             return Found(indices, indices, indices)
         return Found(indices, pad(found.values, more, value=-math.inf), pad(found.gates, more))
-    indices = torch.empty((n_rows, k), dtype=torch.int64, device=s.device)
-    values = indices if soft is None else torch.empty((n_rows, k), dtype=s.dtype, device=s.device)
-    gates = indices if soft is None else torch.empty((n_rows, k), dtype=s.dtype, device=s.device)
+    indices = torch.empty((*lead, k), dtype=torch.int64, device=s.device)
+    values = indices if soft is None else torch.empty((*lead, k), dtype=s.dtype, device=s.device)
+    gates = indices if soft is None else torch.empty((*lead, k), dtype=s.dtype, device=s.device)
     if not indices.numel():
         return Found(indices, values, gates)
     wanted = soft is not None, hard

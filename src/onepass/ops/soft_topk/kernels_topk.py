@@ -341,15 +341,17 @@ def _strides(x: Tensor | None) -> tuple[int, int]:
 
 def backward(
     gates: Tensor | None, values: Tensor | None, indices: Tensor, s: Tensor, solution: Tensor, eps: Tensor | None,
-    mask: Tensor | None, eps_value: float, kind: int, need_s: bool, need_eps: bool,
+    mask: Tensor | None, eps_value: float, kind: int, need_s: bool, need_eps: bool, shape_of_s: tuple[int, ...],
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Gradients of gates and values (rows, k) or nothing, columns (rows, k), s (rows, n) → ds and deps (rows, 1).
+
+    Ds has `shape_of_s`, the scores' shape before they were rows; each is empty where it is not needed.
 
     S has unit column stride, the columns are contiguous, the gradients have any strides.
     """
     n_rows, n_cols = s.shape
     k = indices.shape[1]
-    ds = torch.empty((n_rows, n_cols) if need_s else (0,), dtype=s.dtype, device=s.device)
+    ds = torch.empty(shape_of_s if need_s else (0,), dtype=s.dtype, device=s.device)
     deps = scratch(s, n_rows if need_eps else 0, 1)
     if gates is None:
         deps.zero_()

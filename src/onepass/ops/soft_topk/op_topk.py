@@ -91,18 +91,22 @@ def gates(soft: Tensor, indices: Tensor) -> Tensor:
     return torch.where(indices >= 0, 1 + (chosen - chosen.detach()), 0.0)
 
 
-def _forward(
+def forward(
     scores: Tensor, eps: Tensor | None, mask: Tensor | None, k: int, eps_value: float, kind: int, hard: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(values, indices, gates, solution of soft_topk); hard: gates of 1 in place of the soft ones."""
+    """(values, indices, gates, solution of soft_topk); hard: gates of 1 in place of the soft ones.
+
+    Without checks and autograd, for nodes that go on from there; k ≥ 1, n ≥ 1.
+    """
     soft, state = op._forward(scores, None, eps, mask, float(k), eps_value, kind)
-    shape = (*scores.shape[:-1], k)
     if uses_triton(scores):
         from . import kernels_select
 
         rows, soft_rows = as_rows(scores), soft.view(-1, scores.shape[-1])
-        found = kernels_select.select(rows, arguments.mask_rows(mask, scores), k, soft_rows, hard)
-        return found.values.view(shape), found.indices.view(shape), found.gates.view(shape), state
+        found = kernels_select.select(
+            rows, arguments.mask_rows(mask, scores), k, soft_rows, hard, tuple(scores.shape[:-1])
+        )
+        return found.values, found.indices, found.gates, state
     indices = _select(scores, mask, k)
     columns, present = indices.clamp(min=0), indices >= 0
     chosen = soft.gather(-1, columns)
@@ -110,7 +114,49 @@ def _forward(
     return torch.where(present, scores.gather(-1, columns), -math.inf), indices, gates, state
 
 
-def _backward(
+def backward(
+    g_values: Tensor | None,
+    g_gates: Tensor | None,
+    scores: Tensor,
+    indices: Tensor,
+    state: Tensor,
+    eps: Tensor | None,
+    mask: Tensor | None,
+    eps_value: float,
+    kind: int,
+    need_scores: bool,
+    need_eps: bool,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of scores and eps, None where not needed, from those of what `forward` returned."""
+    need_eps = need_eps and eps is not None
+    if uses_triton(scores):
+        from . import kernels_topk
+
+        rows_of_k = (-1, indices.shape[-1])
+        ds, deps = kernels_topk.backward(
+            None if g_gates is None else g_gates.reshape(rows_of_k),
+            None if g_values is None else g_values.reshape(rows_of_k), indices.view(rows_of_k), as_rows(scores), state,
+            arguments.per_row(eps, scores), arguments.mask_rows(mask, scores), eps_value, kind, need_scores, need_eps,
+            tuple(scores.shape),
+        )  # fmt: skip
+        return (
+            ds if need_scores else None,
+            arguments.to_shape(deps, eps, scores) if need_eps and eps is not None else None,
+        )
+    columns, present = indices.clamp(min=0), indices >= 0
+    ds = scores.new_zeros(scores.shape)
+    of_eps = None if eps is None else torch.zeros_like(eps)
+    if g_gates is not None:
+        gy = scores.new_zeros(scores.shape).scatter_add_(
+            -1, columns, torch.where(present, g_gates, 0.0).to(scores.dtype)
+        )
+        ds, _, of_eps = op._backward(gy, scores, state, None, eps, mask, eps_value, kind, need_scores, False, need_eps)
+    if need_scores and g_values is not None:
+        ds.scatter_add_(-1, columns, torch.where(present, g_values, 0.0).to(scores.dtype))
+    return ds if need_scores else None, of_eps if need_eps else None
+
+
+def _backward_all(
     g_values: Tensor | None,
     g_gates: Tensor | None,
     scores: Tensor,
@@ -123,37 +169,18 @@ def _backward(
     need_scores: bool,
     need_eps: bool,
 ) -> tuple[Tensor, Tensor]:
-    nothing, no_deps = scores.new_empty(0), (scores if eps is None else eps).new_empty(0)
-    if uses_triton(scores):
-        from . import kernels_topk
-
-        rows_of_k = (-1, indices.shape[-1])
-        ds, deps = kernels_topk.backward(
-            None if g_gates is None else g_gates.reshape(rows_of_k),
-            None if g_values is None else g_values.reshape(rows_of_k), indices.view(rows_of_k), as_rows(scores), state,
-            arguments.per_row(eps, scores), arguments.mask_rows(mask, scores), eps_value, kind, need_scores, need_eps,
-        )  # fmt: skip
-        return (
-            ds.view(scores.shape) if need_scores else nothing,
-            arguments.to_shape(deps, eps, scores) if need_eps and eps is not None else no_deps,
-        )
-    ds, deps = nothing, no_deps
-    columns, present = indices.clamp(min=0), indices >= 0
-    if g_gates is not None:
-        gy = scores.new_zeros(scores.shape).scatter_add_(
-            -1, columns, torch.where(present, g_gates, 0.0).to(scores.dtype)
-        )
-        ds, _, deps = op._backward(gy, scores, state, None, eps, mask, eps_value, kind, need_scores, False, need_eps)
-    elif need_eps and eps is not None:
-        deps = torch.zeros_like(eps)
-    if need_scores and g_values is not None:
-        ds = scores.new_zeros(scores.shape) if g_gates is None else ds
-        ds.scatter_add_(-1, columns, torch.where(present, g_values, 0.0).to(scores.dtype))
-    return ds, deps
+    """`backward` as an op, which can't return None: what is not needed is empty."""
+    ds, deps = backward(
+        g_values, g_gates, scores, indices, state, eps, mask, eps_value, kind, need_scores, need_eps
+    )  # fmt: skip
+    return (
+        scores.new_empty(0) if ds is None else ds,
+        (scores if eps is None else eps).new_empty(0) if deps is None else deps,
+    )
 
 
-forward_op = custom_op("onepass::topk", _forward, mutates_args=())
-backward_op = custom_op("onepass::topk_backward", _backward, mutates_args=())
+forward_op = custom_op("onepass::topk", forward, mutates_args=())
+backward_op = custom_op("onepass::topk_backward", _backward_all, mutates_args=())
 
 
 @forward_op.register_fake
@@ -205,8 +232,8 @@ def _gradients(
 
 
 _call = bind(
-    forward=_forward, forward_op=forward_op, backward=_backward, backward_op=backward_op,
-    save=_save, gradients=_gradients, n_public=3,
+    forward=forward, forward_op=forward_op, backward=backward, backward_op=backward_op,
+    save=_save, gradients=_gradients, n_public=3, replay=True,
 )  # fmt: skip
 
 
@@ -267,4 +294,4 @@ def topk(
     return choose(scores, k, eps, mask, kind, True)
 
 
-__all__ = ["TopK", "choose", "gates", "select", "select_op", "topk"]
+__all__ = ["TopK", "backward", "choose", "forward", "gates", "select", "select_op", "topk"]

@@ -1,0 +1,75 @@
+"""RMS norm of all tokens, with their scores, or of chosen ones: by kernels or by torch, without checks and autograd."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import torch_path
+from .rows import on_triton
+
+
+def fits(d: int) -> bool:
+    """Whether a program can hold a row of d columns."""
+    return d <= 4096
+
+
+def norm_forward(
+    x: Tensor, indices: Tensor | None, weight: Tensor | None, vectors: Tensor | None, eps: float, score_eps: float,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
+    """RMS norm of all tokens or of those that indices (batch, m) name → y (batch, m, d), scores, statistics.
+
+    Scores are (batch, m) for a vector (d,), (batch, R, m) for vectors (R, d), None for None.
+    """
+    if on_triton(x, weight, vectors):
+        from . import kernels_norm
+
+        return kernels_norm.forward(x, indices, weight, vectors, eps, score_eps, dtype)  # type: ignore[no-any-return]
+    return torch_path.norm_forward(x, indices, weight, vectors, eps, score_eps, dtype)
+
+
+def norm_backward_into(
+    parts: Tensor | None, dy: Tensor, x: Tensor, indices: Tensor | None, weight: Tensor | None,
+    vectors: Tensor | None, stats: Tensor, scores: Tensor | None, ds: Tensor | None, need_x: bool,
+    push: Tensor | None = None, every: int = 1,
+) -> Tensor | None:  # fmt: skip
+    """Dx for each row of :func:`norm_forward`; the gradients of weight and vectors, as parts, in the first columns.
+
+    `parts` is None where they are not needed; `push` (batch, tokens / every) is more of ds at each `every`-th token,
+    for the vectors alone.
+    """
+    if on_triton(x, weight, vectors):
+        from . import kernels_norm
+
+        (dx,) = kernels_norm.backward(dy, x, indices, weight, vectors, stats, scores, ds, push, every, need_x, parts)
+        return dx  # type: ignore[no-any-return]
+    dx, grads = torch_path.norm_backward(
+        dy, x, indices, weight, vectors, stats, scores, ds, push, every, need_x, parts is not None
+    )  # fmt: skip
+    if parts is not None and grads is not None:
+        parts[:, : grads.numel()] = grads.view(1, -1)
+    return dx
+
+
+def norm_parts(x: Tensor, rows: int, weight: Tensor | None, vectors: Tensor | None) -> Tensor:
+    """What :func:`norm_backward_into` takes as parts, for the gradients of both: to be added up over its rows."""
+    width = x.shape[-1] + (0 if vectors is None else vectors.numel())
+    if not on_triton(x, weight, vectors):
+        return torch.empty((1, width), dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
+    from . import kernels_norm
+
+    return torch.empty((kernels_norm.programs(x, rows, x.shape[-1]), width), dtype=torch.float32, device=x.device)
+
+
+def norm_backward(
+    dy: Tensor, x: Tensor, indices: Tensor | None, weight: Tensor | None, vectors: Tensor | None, stats: Tensor,
+    scores: Tensor | None, ds: Tensor | None, need_x: bool, need_w: bool,
+) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+    """Gradients of :func:`norm_forward`: dx for each of its rows; (1 + R, d) of weight and vectors."""
+    parts = norm_parts(x, dy.shape[0] * dy.shape[1], weight, vectors) if need_w else None
+    dx = norm_backward_into(parts, dy, x, indices, weight, vectors, stats, scores, ds, need_x)
+    return dx, None if parts is None else parts.sum(0).view(-1, x.shape[-1])
+
+
+__all__ = ["fits", "norm_backward", "norm_backward_into", "norm_forward", "norm_parts"]
