@@ -9,7 +9,7 @@ from torch import Tensor
 
 from onepass import layer_norm, rms_norm
 from onepass.core.launch import INTERPRET
-from onepass.ops.norm.torch_path import SMALL, native
+from onepass.ops.norm.native import SMALL, WIDENED, native
 
 pytestmark = pytest.mark.skipif(INTERPRET, reason="kernels run on the CPU")
 
@@ -29,7 +29,7 @@ def test_layer_norm_is_torchs_where_nothing_is_widened(dtype: torch.dtype) -> No
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("rows", [SMALL // 256, SMALL // 64 + 1], ids=["small", "large"])
+@pytest.mark.parametrize("rows", [WIDENED // 64, WIDENED // 32, SMALL // 64 + 1], ids=["widened", "at once", "groups"])
 @pytest.mark.parametrize("has_mean", [True, False], ids=["layer_norm", "rms_norm"])
 def test_sixteen_bit_gradients_are_rounded_once(dtype: torch.dtype, rows: int, has_mean: bool) -> None:
     """F.layer_norm's dw is 12 % off after 4096 rows of bf16."""
@@ -45,6 +45,36 @@ def test_sixteen_bit_gradients_are_rounded_once(dtype: torch.dtype, rows: int, h
     for a, e in zip(actual, expected, strict=True):
         assert a.dtype == dtype
         assert float((a.double() - e).detach().abs().max()) <= limit * float(e.detach().abs().max())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("rows", [WIDENED // 32, SMALL // 64], ids=["at once", "groups"])
+@pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (0, 2)])
+def test_sixteen_bit_gradients_asked_for_alone(dtype: torch.dtype, rows: int, wanted: tuple[int, ...]) -> None:
+    tensors = _tensors(rows, 64, dtype)
+    dy = torch.randn(rows, 64).to(dtype)
+    together = torch.autograd.grad(layer_norm(*tensors), tensors, dy)
+    apart = [t.detach().requires_grad_(i in wanted) for i, t in enumerate(tensors)]
+    for i, d in zip(wanted, torch.autograd.grad(layer_norm(*apart), [apart[i] for i in wanted], dy), strict=True):
+        # fp32 terms of order 1 cancel in dx, in another order
+        torch.testing.assert_close(d, together[i], rtol=torch.finfo(dtype).eps, atol=1e-6)
+
+
+def test_sixteen_bit_without_weight_and_bias() -> None:
+    x = _tensors(WIDENED // 32, 64, torch.bfloat16)[0]
+    dy = torch.randn(x.shape).bfloat16()
+    x64 = x.detach().double().requires_grad_()
+    y, y64 = layer_norm(x), F.layer_norm(x64, (64,))
+    torch.testing.assert_close(y.double(), y64, rtol=8e-3, atol=8e-3)
+    (dx,), (dx64,) = torch.autograd.grad(y, x, dy), torch.autograd.grad(y64, x64, dy.double())
+    torch.testing.assert_close(dx.double(), dx64, rtol=8e-3, atol=8e-3)
+
+
+def test_sixteen_bit_refuses_second_derivatives() -> None:
+    x = _tensors(WIDENED // 32, 64, torch.bfloat16)[0]
+    (dx,) = torch.autograd.grad(layer_norm(x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dx.sum().backward()
 
 
 def _options(**changed: object) -> tuple[object, ...]:
@@ -71,7 +101,7 @@ def test_what_is_left_to_us() -> None:
     assert native(*_options(x=many)) is not None
     half = many.bfloat16()
     assert native(*_options(x=half, w=None, b=None)) is not None
-    assert native(*_options(x=half.requires_grad_(), w=None, b=None)) is None
+    assert native(*_options(x=half.requires_grad_(), w=None, b=None)) is not None
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert native(*_options()) is None
         assert layer_norm(x, w).dtype == torch.float32

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from conftest import INTERPRET
 from onepass import layer_norm, rms_norm
-from onepass.ops.norm.torch_path import SMALL
+from onepass.ops.norm.native import SMALL
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 WIDTHS = (1, 7, 100, 768, 1300) if INTERPRET else (1, 7, 100, 768, 1024, 3000, 5120, 8192)

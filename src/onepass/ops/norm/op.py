@@ -14,6 +14,7 @@ from onepass.core.bind import batch_first, bind
 from onepass.core.launch import uses_triton
 
 from . import torch_path
+from .native import native
 
 
 def _check(
@@ -224,7 +225,7 @@ def _vmap_backward(
 
 _norm = bind(
     forward=_forward, forward_op=forward_op, backward=_backward, backward_op=backward_op,
-    save=_save, gradients=_gradients, replay=True, native=torch_path.native,
+    save=_save, gradients=_gradients, replay=True, native=native,
     vmap_forward=_vmap_forward, vmap_backward=_vmap_backward,
     check=lambda x, weight, bias, eps, offset, has_mean, stable: _check(x, None, weight, bias, eps, has_mean),
 )  # fmt: skip

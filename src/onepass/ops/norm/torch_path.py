@@ -1,7 +1,6 @@
 """The torch path: CPU, float64, no Triton. Native kernels where torch has them, formulas elsewhere.
 
-Everything that takes several passes over a row, or widens it, runs on groups of rows that stay in a core's cache. Where
-torch's own operator is as exact and as fast, `native` is all there is to do, backward included.
+Everything that takes several passes over a row, or widens it, runs on groups of rows that stay in a core's cache.
 """
 
 from __future__ import annotations
@@ -11,15 +10,10 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from onepass.core import check
-from onepass.core.launch import INTERPRET
-
 from .reference import stable_scale
 
 # elements per group: 1 MiB in fp32
 GROUP = 1 << 18
-# up to here the passes that F.rms_norm is composed of cost less than calling our formulas; so many elements
-SMALL = 1 << 19
 
 Needs = tuple[bool, bool, bool]
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
@@ -41,38 +35,6 @@ def _weight(weight: Tensor | None, offset: float, dtype: torch.dtype) -> Tensor 
         return None
     weight = weight.to(dtype)
     return weight + offset if offset else weight
-
-
-def native(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, offset: float, has_mean: bool, stable: bool
-) -> Tensor | None:
-    """F.layer_norm or F.rms_norm where it keeps what we promise and takes no longer; else None. CPU, differentiable.
-
-    Torch sums a 16-bit layer norm's dw and db in 16 bits (12 % off after 4096 rows): where gradients are wanted, small
-    ones are widened and large ones left to us. So are large RMS norms: torch's are passes over the whole tensor.
-    """
-    if INTERPRET or not x.is_cpu or stable or torch._C._is_any_autocast_enabled() or not eps >= 0:
-        return None
-    if not x.numel() or not x.dim() or x.dtype not in check.FLOATS:
-        return None
-    dtype, n_cols, size = x.dtype, x.shape[-1], x.numel()
-    for v in (weight, bias):
-        if v is not None and (v.dtype != dtype or v.shape != (n_cols,) or not v.is_cpu):
-            return None
-    if has_mean:
-        if dtype.itemsize == 2 and torch.is_grad_enabled():
-            for t in (x, weight, bias):
-                if t is not None and t.requires_grad:
-                    return _native_widened(x, weight, bias, eps) if size <= SMALL else None
-        return torch.layer_norm(x, (n_cols,), weight, bias, eps)
-    if size > SMALL or (offset and weight is not None):
-        return None
-    return torch.rms_norm(x, (n_cols,), weight, eps)
-
-
-def _native_widened(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    w, b = (None if v is None else v.float() for v in (weight, bias))
-    return torch.layer_norm(x.float(), x.shape[-1:], w, b, eps).to(x.dtype)
 
 
 def forward(
@@ -133,14 +95,11 @@ def backward(
     if layer_norm and x.dtype == wide:
         dx, dw, db = _rows_backward(dy.to(wide), x, stats, w, eps, has_mean, stable, needs)
         return None if dx is None else (dx if ds is None else dx + ds).view(shape), dw, db
-    need_x, dx = needs[0], None
-    if layer_norm and need_x and ds is None and dy.dtype == x.dtype and x.is_cpu:
-        # of 16-bit tensors torch's kernel gives an exact dx beside an fp32 weight, but sums dw and db in 16 bits
+    if layer_norm and x.is_cpu and dy.dtype == x.dtype and (ds is None or not needs[0]):
         ones = torch.ones(n, dtype=wide) if w is None else w
-        dx, need_x = _native_backward(dy, x, stats, ones, (True, False, False))[0], False
-    elif need_x:
-        dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    needs = (need_x, *needs[1:])
+        dx, dw, db = sixteen_bit_backward(dy, x, stats[1], stats[0], ones, needs)
+        return None if dx is None else dx.view(shape), dw, db
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if needs[0] else None
     sums = [torch.zeros(n, dtype=wide, device=x.device) if need else None for need in needs[1:]]
     widen = _widener(x), _widener(dy)
     for group in _groups(x) if any(needs) else ():
@@ -163,11 +122,41 @@ def _widener(t: Tensor) -> Callable[[Tensor], Tensor]:
     return lambda rows: memory[: len(rows)].copy_(rows)
 
 
-def _native_backward(dy: Tensor, x: Tensor, stats: Tensor, w: Tensor | None, needs: Needs) -> Gradients:
+def sixteen_bit_backward(dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, w: Tensor, needs: Needs) -> Gradients:
+    """Layer norm's backward on a CPU: dy and x (rows, n) in 16 bits, the rest in fp32; dw and db in fp32.
+
+    Beside an fp32 weight torch's kernel gives an exact dx of 16-bit rows, but sums dw and db in 16 bits all the same.
+    """
+    if needs[1] or needs[2]:
+        if x.numel() <= GROUP:
+            dx, dw, db = _native_backward(dy.float(), x.float(), mean, rstd, w, needs)
+            return None if dx is None else dx.to(x.dtype), dw, db
+        dw, db = _widened_sums(dy, x, mean, rstd, w, needs[1:])
+    else:
+        dw = db = None
+    dx = _native_backward(dy, x, mean, rstd, w, (True, False, False))[0] if needs[0] else None
+    return dx, dw, db
+
+
+def _widened_sums(
+    dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, w: Tensor, needs: tuple[bool, bool]
+) -> tuple[Tensor | None, Tensor | None]:
+    sums = [torch.zeros_like(w) if need else None for need in needs]
+    widen_dy, widen_x = _widener(dy), _widener(x)
+    for group in _groups(x):
+        g, f = widen_dy(dy[group]), widen_x(x[group])
+        _, *part = _native_backward(g, f, mean[group], rstd[group], w, (False, *needs))
+        for total, more in zip(sums, part, strict=True):
+            if total is not None and more is not None:
+                total += more
+    return sums[0], sums[1]
+
+
+def _native_backward(dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, w: Tensor | None, needs: Needs) -> Gradients:
     # a bias gradient is only computed for a bias; its values play no part
-    b = stats.new_empty(x.shape[-1]) if needs[2] else None
+    b = (mean.new_empty(x.shape[-1]) if w is None else w) if needs[2] else None
     return torch.ops.aten.native_layer_norm_backward(  # type: ignore[no-any-return]
-        dy, x, x.shape[-1:], stats[1, :, None], stats[0, :, None], w, b, needs
+        dy, x, x.shape[-1:], mean, rstd, w, b, needs
     )
 
 
@@ -178,7 +167,7 @@ def _rows_backward(
     n_cols = x.shape[-1]
     rstd = stats[0, :, None]
     if has_mean and not stable:
-        return _native_backward(dy, x, stats, w, needs)
+        return _native_backward(dy, x, stats[1, :, None], rstd, w, needs)
     n = (x - stats[1, :, None]).mul_(rstd) if has_mean else x * rstd
     dw = (dy * n).sum(0) if needs[1] else None
     db = dy.sum(0) if needs[2] else None

@@ -1,0 +1,94 @@
+"""What a plain eager call on a CPU runs: torch's own differentiable operators, where they keep what we promise.
+
+Small calls take as long as what surrounds the kernel, so this is short: one look at the arguments, then torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from onepass.core import check
+from onepass.core.launch import INTERPRET
+
+from .torch_path import sixteen_bit_backward
+
+# up to here the passes that F.rms_norm is composed of cost less than calling our formulas; so many elements
+SMALL = 1 << 19
+# up to here conversions that autograd records take less of a 16-bit layer norm's time than a Function in Python
+WIDENED = 1 << 16
+
+
+def native(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, offset: float, has_mean: bool, stable: bool
+) -> Tensor | None:
+    """Layer or RMS norm by torch's operators where that is exact and takes no longer; else None. CPU, differentiable.
+
+    Torch keeps a 16-bit layer norm's statistics, and sums its dw and db, in 16 bits (12 % off after 4096 rows): where
+    gradients are wanted they are ours. Large RMS norms are left to us: torch's are passes over the whole tensor.
+    """
+    if INTERPRET or not x.is_cpu or stable or torch._C._is_any_autocast_enabled() or not eps >= 0:
+        return None
+    if not x.numel() or not x.dim() or x.dtype not in check.FLOATS:
+        return None
+    dtype, n_cols = x.dtype, x.shape[-1]
+    for v in (weight, bias):
+        if v is not None and (v.dtype != dtype or v.shape != (n_cols,) or not v.is_cpu):
+            return None
+    if has_mean:
+        if dtype.itemsize == 2 and torch.is_grad_enabled():
+            for t in (x, weight, bias):
+                if t is not None and t.requires_grad:
+                    small = x.numel() <= WIDENED
+                    return (_widened if small else _sixteen_bit)(x, weight, bias, eps)
+        return torch.layer_norm(x, (n_cols,), weight, bias, eps)
+    if x.numel() > SMALL or (offset and weight is not None):
+        return None
+    return torch.rms_norm(x, (n_cols,), weight, eps)
+
+
+def _widened(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    w, b = (None if v is None else v.float() for v in (weight, bias))
+    return torch.layer_norm(x.float(), x.shape[-1:], w, b, eps).to(x.dtype)
+
+
+def _wide_weight(weight: Tensor | None, x: Tensor) -> Tensor:
+    # torch's kernel keeps fp32 statistics of 16-bit rows only beside an fp32 weight
+    return torch.ones(x.shape[-1]) if weight is None else weight.float()
+
+
+class _SixteenBit(torch.autograd.Function):
+    """Layer norm of 16-bit tensors with statistics and sums in fp32."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+        b = None if bias is None else bias.float()
+        y, mean, rstd = torch.native_layer_norm(x, x.shape[-1:], _wide_weight(weight, x), b, eps)
+        ctx.save_for_backward(x, weight, mean, rstd)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        # gradients are recorded only under create_graph=True; the guard against that costs time otherwise
+        return _refuse_second(ctx, dy) if torch.is_grad_enabled() else _gradients(ctx, dy)
+
+
+def _gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    x, weight, mean, rstd = ctx.saved_tensors
+    n_cols, w = x.shape[-1], _wide_weight(weight, x)
+    dx, dw, db = sixteen_bit_backward(
+        dy.reshape(-1, n_cols), x.reshape(-1, n_cols), mean.view(-1), rstd.view(-1), w, ctx.needs_input_grad[:3]
+    )
+    dx, dw, db = (None if d is None else d.to(x.dtype) for d in (dx, dw, db))
+    return None if dx is None else dx.view(x.shape), dw, db, None
+
+
+_refuse_second = once_differentiable(_gradients)
+# what Function.apply does beyond this concerns torch.func, which never gets here
+_sixteen_bit: Callable[..., Tensor] = super(torch.autograd.Function, _SixteenBit).apply
+
+__all__ = ["SMALL", "native"]
