@@ -2,12 +2,16 @@
 
     python benchmarks/lion_training.py --out benchmarks/results/h200/raw/lion_training --steps 2000
 
-writes lion_training.json, .png (loss curves) and .md (a table) beside each other. `--preset cpu --steps 30 --dim 16`
+writes lion_training.json, .png (loss curves) and .md (tables) beside each other. `--preset cpu --steps 30 --dim 16`
 and so on make it small; `--together` gives each arm a process of its own, all at the same time (one GPU has room for
 them, and a step is bound by its host). Each arm starts from the same weights and sees the same batches; the matrix
 products are in bf16 on CUDA for all of them. The arm with bf16 weights and remainders also trains a shadow: an fp32
 Lion that is given the same gradients, whose weights must be the same bits after every step. How long a step of the
 optimizer takes is measured at the end, alone: fifty steps in a row, on the wall.
+
+Both optimizers are tuned alike: `--tune 300` first tries as many rates and betas for Lion as for AdamW, over 300 steps
+each, and trains with the best of each; without it they are the best that a CPU found. Everything outside the blocks
+(embedding, convolution, output layer) gets ten times the rate of the blocks from both, see OUTSIDE.
 """
 
 # ruff: noqa: T201
@@ -15,6 +19,8 @@ optimizer takes is measured at the end, alone: fifty steps in a row, on the wall
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import itertools
 import json
 import math
 import statistics
@@ -23,7 +29,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -50,6 +56,24 @@ DEFAULT_ARMS = list(ARMS)[:4]
 SHADOWED = "Lion bf16 + remainder"
 
 
+class Setting(NamedTuple):
+    """What is tuned."""
+
+    lr: float  # of the blocks
+    betas: tuple[float, float]
+
+
+# what --tune tries, as many for each
+TRIED = {
+    "Lion": ((1e-3, 2e-3, 4e-3), ((0.9, 0.99), (0.9, 0.95), (0.8, 0.9))),
+    "AdamW": ((5e-3, 1e-2, 2e-2), ((0.9, 0.999), (0.9, 0.99), (0.9, 0.95))),
+}
+SETTINGS = {"Lion": Setting(4e-3, (0.8, 0.9)), "AdamW": Setting(1e-2, (0.9, 0.999))}
+# rate of all that is outside the blocks over theirs. AdamW takes what is too large for the blocks' matrices well, a
+# sign update does not: with one rate for all, Lion's is too small for the output layer or too large for the blocks
+OUTSIDE = 10.0
+
+
 def tensor_bytes(tensors: Any) -> int:
     """Bytes of all tensors."""
     return sum(t.nbytes for t in tensors if isinstance(t, Tensor))
@@ -73,7 +97,7 @@ class Shadow:
     def step(self) -> None:
         """Follow; call before the step of the other."""
         for own, group in zip(self.optimizer.param_groups, self.of.param_groups, strict=True):
-            own["lr"] = group["lr"]
+            own["lr"], own["betas"] = group["lr"], group["betas"]
         for p, q in zip(self.low, self.full, strict=True):
             q.grad = None if p.grad is None else p.grad.float()
         self.optimizer.step()
@@ -107,23 +131,25 @@ def validation_bits(model: nn.Module, corpus: data.Corpus, config: configs.Confi
     return nats / count / math.log(2)
 
 
-def build(arm: str, config: configs.Config, adamw_factor: float) -> tuple[nn.Module, torch.optim.Optimizer, float]:
-    """The model, its optimizer, and what learning rates are multiplied by."""
+def build(arm: str, config: configs.Config, settings: dict[str, Setting]) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """The model and its optimizer; a group's `peak` is the rate that the schedule starts from."""
     dtype, options = ARMS[arm]
     model: nn.Module = new(config).to(config.device, dtype)
-    groups = parameter_groups(model, config.weight_decay)
-    if options is not None:
-        return model, Lion(groups, lr=config.lr, **options), 1.0
-    # Lion's rates are known to be several times smaller than AdamW's, its weight decay larger by the same factor
-    for group in groups:
-        group["weight_decay"] = float(str(group["weight_decay"])) / adamw_factor
-    optimizer = torch.optim.AdamW(groups, lr=config.lr * adamw_factor, betas=(0.9, 0.99), fused=True)
-    return model, optimizer, adamw_factor
+    inside = {id(p) for name, p in model.named_parameters() if name.startswith("blocks")}
+    chosen = settings["AdamW" if options is None else "Lion"]
+    groups = []
+    for group, blocks in itertools.product(parameter_groups(model, config.weight_decay), (True, False)):
+        params = [p for p in group["params"] if (id(p) in inside) == blocks]  # type: ignore[attr-defined]
+        peak = chosen.lr * (1.0 if blocks else OUTSIDE)
+        groups.append({**group, "params": params, "lr": peak, "peak": peak})
+    if options is None:
+        return model, torch.optim.AdamW(groups, betas=chosen.betas, fused=True)
+    return model, Lion(groups, betas=chosen.betas, **options)
 
 
-def step_ms(arm: str, config: configs.Config, adamw_factor: float, steps: int = 50) -> float:
+def step_ms(arm: str, config: configs.Config, settings: dict[str, Setting], steps: int = 50) -> float:
     """Milliseconds of a step of the optimizer alone."""
-    model, optimizer, _ = build(arm, config, adamw_factor)
+    model, optimizer = build(arm, config, settings)
     for p in model.parameters():
         p.grad = torch.randn_like(p)
     times = []
@@ -137,15 +163,15 @@ def step_ms(arm: str, config: configs.Config, adamw_factor: float, steps: int = 
     return min(times[1:])
 
 
-def train(arm: str, corpus: data.Corpus, config: configs.Config, adamw_factor: float) -> dict[str, Any]:
+def train(arm: str, corpus: data.Corpus, config: configs.Config, settings: dict[str, Setting]) -> dict[str, Any]:
     """Train one arm from the beginning."""
-    model, optimizer, factor = build(arm, config, adamw_factor)
+    model, optimizer = build(arm, config, settings)
     shadow = Shadow(optimizer) if arm == SHADOWED and isinstance(optimizer, Lion) else None
     losses: list[Tensor] = []
     begin = time.perf_counter()
     for step in range(config.steps):
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(config, step) * factor
+            group["lr"] = group["peak"] * learning_rate(config, step) / config.lr
         batch = data.training_batch(corpus.training, config.batch, config.seq, config.masked, config.seed, step)
         loss = loss_of(model, batch, config, batch.draw)
         optimizer.zero_grad()
@@ -172,11 +198,26 @@ def train(arm: str, corpus: data.Corpus, config: configs.Config, adamw_factor: f
     }  # fmt: skip
 
 
-def train_together(arms: list[str], argv: list[str]) -> list[dict[str, Any]]:
+def tune(corpus: data.Corpus, config: configs.Config) -> tuple[dict[str, Setting], list[dict[str, Any]]]:
+    """The best setting of each optimizer after `config.steps` steps in fp32, and all that were tried."""
+    best, tried = {}, []
+    for name, arm in (("Lion", "Lion fp32"), ("AdamW", "AdamW fused fp32")):
+        for setting in itertools.starmap(Setting, itertools.product(*TRIED[name])):
+            bits = train(arm, corpus, config, {name: setting})["validation_bits_per_byte"]
+            tried.append({"optimizer": name, **setting._asdict(), "steps": config.steps, "validation_bits": bits})
+            print(f"{name} {setting.lr:g} {setting.betas}: {bits:.4f} bits", flush=True)
+        own = [t for t in tried if t["optimizer"] == name]
+        chosen = min(own, key=lambda t: t["validation_bits"])
+        best[name] = Setting(chosen["lr"], chosen["betas"])
+    return best, tried
+
+
+def train_together(arms: list[str], argv: list[str], settings: dict[str, Setting]) -> list[dict[str, Any]]:
     """Train every arm in a process of its own."""
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder, str(i)) for i in range(len(arms))]
-        command = [sys.executable, __file__, *(a for a in argv if a != "--together"), "--only"]
+        command = [sys.executable, __file__, *(a for a in argv if a != "--together"), "--tune", "0", "--only"]
+        command += ["--settings", json.dumps(settings)]
         running = [
             subprocess.Popen([*command, "--arms", arm, "--out", str(file)])
             for arm, file in zip(arms, files, strict=True)
@@ -227,6 +268,15 @@ def table(results: list[dict[str, Any]]) -> str:
     return "\n".join(rows) + "\n"
 
 
+def tuning_table(tried: list[dict[str, Any]]) -> str:
+    """All settings tried in Markdown."""
+    rows = ["", "| tried | rate of the blocks | betas | steps | validation bits per byte |", "|---|---|---|---|---|"]
+    for t in tried:
+        betas = ", ".join(f"{beta:g}" for beta in t["betas"])
+        rows.append(f"| {t['optimizer']} | {t['lr']:g} | {betas} | {t['steps']} | {t['validation_bits']:.4f} |")
+    return "\n".join(rows) + "\n" if tried else ""
+
+
 def main(argv: list[str] | None = None) -> int:
     """Read the command line, train, write."""
     parser = argparse.ArgumentParser(description="Lion's modes and AdamW on the main job's data")
@@ -236,9 +286,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=DEFAULT_ARMS)
     parser.add_argument("--together", action="store_true", help="all arms at the same time")
     parser.add_argument("--only", action="store_true", help=argparse.SUPPRESS)  # train, write the JSON and stop
-    parser.add_argument("--adamw-factor", type=float, default=3.0, help="AdamW's rate over Lion's")
-    for name, kind in (("steps", int), ("batch", int), ("seq", int), ("dim", int), ("blocks", int), ("lr", float)):
-        parser.add_argument(f"--{name}", type=kind)
+    parser.add_argument("--tune", type=int, default=0, metavar="STEPS", help="try rates and betas over so many steps")
+    parser.add_argument("--settings", type=json.loads, default=SETTINGS, help=argparse.SUPPRESS)  # of --together
+    for name in ("steps", "batch", "seq", "dim", "blocks"):
+        parser.add_argument(f"--{name}", type=int)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -246,21 +297,29 @@ def main(argv: list[str] | None = None) -> int:
     config = configs.build(
         args.preset or ("gpu" if device == "cuda" else "cpu"), device=device, route="learned", seed=args.seed,
         precision="bf16" if device == "cuda" else "fp32", threads=torch.get_num_threads(), data=corpus.digest, paths=(),
-        **{name: getattr(args, name) for name in ("steps", "batch", "seq", "dim", "blocks", "lr")},
+        **{name: getattr(args, name) for name in ("steps", "batch", "seq", "dim", "blocks")},
     )  # fmt: skip
+    settings: dict[str, Setting] = {name: Setting(*given) for name, given in args.settings.items()}
+    tried: list[dict[str, Any]] = []
+    if args.tune:
+        short = dataclasses.replace(config, steps=args.tune, warmup=min(100, args.tune // 10))
+        settings, tried = tune(corpus, short)
     if args.together:
-        results = train_together(args.arms, sys.argv[1:] if argv is None else argv)
+        results = train_together(args.arms, sys.argv[1:] if argv is None else argv, settings)
     else:
-        results = [train(arm, corpus, config, args.adamw_factor) for arm in args.arms]
+        results = [train(arm, corpus, config, settings) for arm in args.arms]
     for result in results if not args.only else ():
-        result["optimizer_step_ms"] = step_ms(result["arm"], config, args.adamw_factor)
+        result["optimizer_step_ms"] = step_ms(result["arm"], config, settings)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     gpu = torch.cuda.get_device_name() if device == "cuda" else "cpu"
-    header = {"onepass": onepass.__version__, "torch": torch.__version__, "device": gpu, "config": config.as_dict()}
+    header: dict[str, Any] = {
+        "onepass": onepass.__version__, "torch": torch.__version__, "device": gpu, "config": config.as_dict(),
+        "settings": settings, "outside": OUTSIDE, "tried": tried,
+    }  # fmt: skip
     args.out.with_suffix(".json").write_text(json.dumps({**header, "arms": results}) + "\n")
     if args.only:
         return 0
-    args.out.with_suffix(".md").write_text(table(results))
+    args.out.with_suffix(".md").write_text(table(results) + tuning_table(tried))
     picture(results, args.out.with_suffix(".png"))
     print(table(results))
     return 0

@@ -26,7 +26,7 @@ def test_every_arm_learns_and_is_written_down(tmp_path: Path, capsys: pytest.Cap
     text = tmp_path / "text.txt"
     text.write_text("the quick brown fox jumps over the lazy dog. " * 400)
     out = tmp_path / "results" / "lion"
-    sizes = ["--steps", "30", "--dim", "32", "--blocks", "1", "--seq", "64", "--batch", "8", "--lr", "3e-3"]
+    sizes = ["--steps", "30", "--dim", "32", "--blocks", "1", "--seq", "64", "--batch", "8"]
     assert script.main([str(text), "--out", str(out), *sizes, "--arms", *script.ARMS]) == 0
     results = json.loads(out.with_suffix(".json").read_text())["arms"]
     assert [r["arm"] for r in results] == list(script.ARMS)
