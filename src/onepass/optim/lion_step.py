@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from onepass.core.launch import uses_triton
-from onepass.ops.lion.op import NONE, STOCHASTIC, Row, lion_, same_dense_layout, split_complex, update_list_
+from onepass.ops.lion.op import NONE, STOCHASTIC, Row, lion_, same_dense_layout, split_complex
 from onepass.ops.lion.table import Columns, Plan, Rows, Scalars, pack_rows
-from onepass.ops.lion.torch_path import foreach_, plain_
+from onepass.ops.lion.torch_path import foreach_, plain_, update_
 from onepass.optim.options import EXTRA_KEYS, MODES, ROUTING, SCALE_KEY, cautious_factor, hyperparameters, row_of
 
 if TYPE_CHECKING:
@@ -171,7 +171,7 @@ class Work:
             if simple and decay_simple and one_type and (group["foreach"] or (p.is_cuda and group["foreach"] is None)):
                 self.foreach.setdefault((self.groups[j], p.device, p.dtype), []).append(j)
             elif simple and vectors and p.device.type == "cpu" and group["foreach"] is None:
-                self.listed.setdefault((self.groups[j], mode), []).append(j)
+                self.listed.setdefault((self.groups[j], mode, p.dtype, g.dtype, m.dtype), []).append(j)
             else:
                 self.plain.append(j)
         self.all_fused = len(self.fused) == len(self.params) and not self.sharded
@@ -273,11 +273,13 @@ class Work:
                 foreach_(params, gradients, exp_avgs, _scaled(row, factor))
         for own in self.listed.values():
             mode = self.modes[own[0]]
-            params, gradients, exp_avgs = ([split_complex(c[j]) for j in own] for c in columns[:3])
+            params, gradients, exp_avgs = ([c[j] for j in own] for c in columns[:3])
+            if params[0].is_complex():
+                params, gradients, exp_avgs = (list(map(split_complex, c)) for c in (params, gradients, exp_avgs))
             extras = [e for e in (columns.extras[j] for j in own) if e is not None] if mode else []
             group = groups[self.groups[own[0]]]
             row = _scaled(row_of(group)[0], None if factor is None else float(factor))
-            update_list_(params, gradients, exp_avgs, extras, mode, row, compiled=bool(group["fused"]))
+            update_(params, gradients, exp_avgs, extras, mode, row, compiled=bool(group["fused"]))
         self._run_plain(groups, columns, self.plain, factor)
 
     def _run_plain(self, groups: Any, columns: Columns, where: list[int], factor: float | Tensor | None) -> None:

@@ -71,10 +71,8 @@ def update_list_(
     extras: Sequence[Tensor],
     mode: int,
     row: Row,
-    *,
-    compiled: bool = False,
 ) -> None:
-    """One param group on the torch path: CPU tile by tile or compiled, other devices and odd layouts one by one."""
+    """One param group on the torch path: CPU tile by tile, other devices and odd layouts tensor by tensor."""
     batches: dict[object, list[int]] = {}
     for i, (param, grad, exp_avg) in enumerate(zip(params, grads, exp_avgs, strict=True)):
         extra = extras[i] if extras else None
@@ -87,7 +85,7 @@ def update_list_(
         )  # fmt: skip
     for where in batches.values():
         p, g, m, e = ([c[i] for i in where] if c else [] for c in (params, grads, exp_avgs, extras))
-        torch_path.update_(p, g, m, e, mode, row, compiled=compiled)
+        torch_path.update_(p, g, m, e, mode, row)
 
 
 def _step(

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from .compiled import one_pass
 from .reference import Number, reference
@@ -16,6 +17,8 @@ from .storage import dequantize, narrow_, quantize_, widen
 TILE = 1 << 19
 # tensors smaller than this are worked on together: one gather costs less than a handful of calls for each
 SMALL = 1 << 15
+# elements gathered at a time: they stay in cache, and torch's allocator has room for them from the time before
+GATHERED = 1 << 16
 # `addr` rounds differently in the scalar code at the end of its vector loop; lengths of whole lanes never reach it
 LANES = 64
 
@@ -127,14 +130,14 @@ def _flat(t: Tensor) -> Tensor:
     return t.view(-1) if t.is_contiguous() else t.as_strided((t.numel(),), (1,))
 
 
-def _batches(sizes: Sequence[int], tile: int) -> Iterator[list[int]]:
-    """Indices of short vectors, as many together as fill a tile."""
+def _batches(sizes: Sequence[int]) -> Iterator[list[int]]:
+    """Indices of short tensors, as many as are gathered at a time."""
     batch: list[int] = []
     filled = 0
     for i, n in enumerate(sizes):
         if not n:
             continue
-        if batch and filled + n > tile:
+        if batch and filled + n > GATHERED:
             yield batch
             batch, filled = [], 0
         batch.append(i)
@@ -162,16 +165,16 @@ def _compiled(mode: int, row: Row, dtype: torch.dtype) -> Advance:
     return advance
 
 
-def _together_(columns: Sequence[Sequence[Tensor]], tile: int, advance: Advance) -> None:
-    """Update short vectors as one."""
-    sizes = [p.numel() for p in columns[0]]
-    for batch in _batches(sizes, tile):
-        whole = [torch.cat([c[i] for i in batch]) for c in columns]
+def _together_(columns: Sequence[Sequence[Tensor]], advance: Advance) -> None:
+    """Update short tensors as one vector."""
+    for batch in _batches([p.numel() for p in columns[0]]):
+        own = [[c[i] for i in batch] for c in columns]
+        whole = [_flatten_dense_tensors(c) for c in own]  # type: ignore[no-untyped-call]
         advance(whole[0], whole[1], whole[2], whole[3] if len(whole) > 3 else None, False)
-        lengths = [sizes[i] for i in batch]
-        for j, column in enumerate(columns):
+        for j, column in enumerate(own):
             if j != 1:  # all but the gradient
-                torch._foreach_copy_([column[i] for i in batch], list(torch.split(whole[j], lengths)))
+                parts = _unflatten_dense_tensors(whole[j], column)  # type: ignore[no-untyped-call]
+                torch._foreach_copy_(column, parts)
 
 
 def update_(
@@ -199,7 +202,7 @@ def update_(
     short: list[list[Tensor]] = [[] for _ in range(4 if mode else 3)]
     for tensors in zip(*(c for c in (params, grads, exp_avgs, extras) if c), strict=True):
         n = tensors[0].numel()
-        flat = [_flat(t) for t in tensors]
+        flat = [t if n < SMALL and t.is_contiguous() else _flat(t) for t in tensors]
         whole = n - n % grain if n >= SMALL else 0
         if whole:
             for piece in zip(*(torch.split(v[:whole], longest) for v in flat), strict=True):
@@ -209,7 +212,7 @@ def update_(
             for column, v in zip(short, flat, strict=True):
                 column.append(v)
     if short[0]:
-        _together_(short, tile, advance)
+        _together_(short, advance)
 
 
 def foreach_(params: list[Tensor], grads: list[Tensor], exp_avgs: list[Tensor], row: Row) -> None:
