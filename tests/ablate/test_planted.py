@@ -10,6 +10,7 @@ import torch
 
 from onepass.__main__ import main
 from onepass.ablate import planted, runner, tables
+from onepass.ablate.cli import ARMS
 from onepass.nn import Router
 
 SMALL = planted.SIZES["small"]
@@ -39,7 +40,7 @@ def test_only_planted_tokens_want_something_and_it_is_no_linear_function() -> No
 
 
 def test_arms_of_a_seed_share_data_and_initial_weights() -> None:
-    arms = {arm: planted.Task(arm, 3, SMALL, CPU, 64) for arm in planted.ARMS}
+    arms = {arm: planted.Task(arm, 3, SMALL, CPU, 64) for arm in ARMS["planted"]}
     batches = {arm: task.inputs(0)[0] for arm, task in arms.items()}
     weights = {arm: dict(task.model.named_parameters()) for arm, task in arms.items()}
     for arm in ("random", "oracle", "light"):

@@ -247,3 +247,13 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
         "--warm", "--limit",
     ):  # fmt: skip
         assert option in out
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("--limit", "-1"), ("--limit", "soon"), ("--warm", "-3"), ("--warm", "2.5")]
+)
+def test_numbers_out_of_range_are_refused(given: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["bench", *given.split()])
+    assert stop.value.code == 2
+    assert f"argument {given.split()[0]}: must be" in capsys.readouterr().err

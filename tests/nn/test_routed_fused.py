@@ -264,3 +264,12 @@ def test_the_branch_is_what_its_layers_say() -> None:
     branch, x = FeedForward(DIM, 40).double(), torch.randn(5, DIM, dtype=torch.float64)
     expected = branch.down(nn.functional.gelu(branch.up(nn.functional.rms_norm(x, (DIM,), branch.norm.weight))))
     torch.testing.assert_close(branch(x), expected)
+
+
+def test_autocast_does_not_round_the_scores() -> None:
+    layer, x = RoutedFeedForward(64, 4), torch.randn(2, 40, 64)
+    expected = layer(x, return_routing=True)[1]
+    with torch.autocast("cpu", torch.bfloat16):
+        actual = layer(x, return_routing=True)[1]
+    assert torch.equal(actual.scores, expected.scores)
+    assert torch.equal(actual.gates, expected.gates)

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from onepass.core.errors import UserError
-from onepass.train.cli import number, pick_device
+from onepass.core.options import number
+from onepass.train.cli import pick_device
 
 if TYPE_CHECKING:
     import torch
@@ -20,7 +21,7 @@ TEXT = """\
 Compare who chooses the tokens of the heavy branch, at equal steps, data and initial weights:
 
   learned  a router                     random  chance, at the same compute
-  oracle   the planted tokens           light   nobody: no heavy branch
+  oracle   the planted tokens (planted) light   nobody: no heavy branch
   dense    every token sees one branch, of the width that makes a step take as long as the learned arm's
 
 Each arm with each seed leaves one JSON in DIR when it is done. What is there already is not trained again, so a
@@ -35,6 +36,10 @@ examples:
 TASKS = {
     "planted": "long sequences of filler in which a few tokens, to be told by their content, carry a computation",
     "text": "hidden bytes, or each next byte, of the sources of Python's standard library",
+}
+ARMS = {
+    "planted": ("learned", "random", "oracle", "light", "dense"),
+    "text": ("learned", "random", "light", "dense"),
 }
 SEEDS = 5
 
@@ -52,7 +57,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         else:
             where = "where learned routers begin: anywhere, or pointing away from the planted tokens"
             add("--start", choices=("random", "adverse"), default="random", help=where)
-        add("--arm", action="append", metavar="ARM", help="one arm; may be repeated (default: all)")
+        add("--arm", action="append", choices=ARMS[task], help="one arm; may be repeated (default: all)")
         seeds = f"may be repeated (default: 0 to {SEEDS - 1})"
         add("--seed", action="append", type=number(0, 2**31), metavar="N", help=seeds)
         add("--size", choices=("small", "full"), help="small: for a CPU; full: for a GPU (default: by the device)")
@@ -75,9 +80,6 @@ def run(args: argparse.Namespace) -> int:
 
     deadline = time.monotonic() + args.seconds if args.seconds else math.inf
     module: Any = importlib.import_module(f"onepass.ablate.{args.kind}")
-    arms = tuple(dict.fromkeys(args.arm or module.ARMS))
-    if unknown := [arm for arm in arms if arm not in module.ARMS]:
-        raise UserError(f"--arm {unknown[0]}: must be one of {', '.join(module.ARMS)}")
     device = torch.device(pick_device(args.device))
     trials = Trials(args, module, device)
     try:
@@ -89,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     # all arms of a seed before the next seed: what there is at any moment is paired
     for seed in dict.fromkeys(args.seed or range(SEEDS)):
-        for arm in arms:
+        for arm in dict.fromkeys(args.arm or ARMS[args.kind]):
             if time.monotonic() < deadline:
                 trials.one(arm, int(seed), deadline)
     return 0 if args.arm else write_report(args)
@@ -101,7 +103,7 @@ class Trials:
     def __init__(self, args: argparse.Namespace, module: Any, device: torch.device) -> None:
         import dataclasses
 
-        self.module, self.device, self.out = module, device, args.out
+        self.module, self.kind, self.device, self.out = module, args.kind, device, args.out
         size = module.SIZES[args.size or ("full" if device.type == "cuda" else "small")]
         changes: dict[str, Any] = {"steps": args.steps} if args.steps else {}
         self.options: dict[str, Any] = {}
@@ -160,7 +162,7 @@ class Trials:
             low, high = (middle, high) if fits(middle) else (low, middle)
         hidden = 16 * max(1, low)
         # the records' own times may be of runs that shared the device
-        arms = {arm: self.task(arm, 0, hidden) for arm in self.module.ARMS}
+        arms = {arm: self.task(arm, 0, hidden) for arm in ARMS[self.kind]}
         ms = runner.race([runner.Timed(task, lr) for task in arms.values()])
         found = {"hidden": hidden, "slower": low == 0, "ms": dict(zip(arms, ms, strict=True))}
         runner.save(path, found)

@@ -40,8 +40,6 @@ SIZES = {
     "small": Size(dim=32, n=256, k=16, batch=16, steps=450, lr=4e-3),
     "full": Size(dim=128, n=4096, k=128, batch=16, steps=3000, lr=2e-3),
 }
-STARTS = ("random", "adverse")
-ARMS = ("learned", "random", "oracle", "light", "dense")
 
 
 @dataclass(frozen=True)

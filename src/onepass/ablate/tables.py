@@ -115,8 +115,9 @@ def _paired(arms: dict[str, dict[int, Record]], what: str) -> list[str]:
         differences = [other[seed] - learned[seed] for seed in learned if seed in other]
         if arm != "learned" and differences:
             wins = sum(difference > 0 for difference in differences)
-            error = np.std(differences, ddof=1) / len(differences) ** 0.5 if len(differences) > 1 else float("nan")
-            rows.append(f"| {arm} − learned | {spread(differences)} | {error:.4f} | {wins} of {len(differences)} |")
+            seeds = len(differences)
+            error = f"{np.std(differences, ddof=1) / seeds**0.5:.4f}" if seeds > 1 else "–"
+            rows.append(f"| {arm} − learned | {spread(differences)} | {error} | {wins} of {seeds} |")
     if not rows:
         return []
     head = "| paired by seed | mean ± spread of the differences | standard error | learned is lower |"

@@ -19,8 +19,6 @@ from onepass.train.language import ByteModel
 from onepass.train.model import Attention, angles
 from onepass.train.routes import DeviceRandomRouter, use_chance, use_nobody
 
-ARMS = ("learned", "random", "light", "dense")
-
 
 @dataclass(frozen=True)
 class Size:

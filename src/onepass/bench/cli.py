@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from onepass.core.errors import UserError
+from onepass.core.options import number
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -58,12 +59,14 @@ def add_command(subparsers: Any) -> None:
     parser.add_argument("--no-compile", action="store_true", help="leave out rivals that torch.compile builds")
     parser.add_argument(
         "--limit",
-        type=float,
+        type=number(0, 86_400, float),
         default=LIMIT_S,
         metavar="S",
-        help=f"give up on a rival not ready in S s ({LIMIT_S:g})",
+        help=f"give up on a rival not ready in S s (default: {LIMIT_S:g}; 0: never)",
     )
-    parser.add_argument("--warm", type=int, default=0, metavar="N", help="first compile everything, in N processes")
+    parser.add_argument(
+        "--warm", type=number(0, 1024), default=0, metavar="N", help="first compile everything, in N processes"
+    )
     parser.add_argument("--compile-only", action="store_true", help="call everything once and measure nothing")
     parser.add_argument(
         "--merge", type=Path, nargs="+", metavar="FILE", help="write the first FILE from the others, parts of one run"

@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from onepass.core.errors import UserError
+from onepass.core.options import number
 
 if TYPE_CHECKING:
     from onepass.train.config import Config
@@ -50,22 +50,6 @@ NUMBERS = {
     "blocks": "number of blocks",
     "lr": "peak learning rate (default: 0.001)",
 }
-
-
-def number(low: float, high: float, kind: type[int] | type[float] = int) -> Callable[[str], int | float]:
-    """Make an argparse type: a number within limits."""
-
-    def convert(text: str) -> int | float:
-        try:
-            value = kind(text)
-        except ValueError:
-            what = "a whole number" if kind is int else "a number"
-            raise argparse.ArgumentTypeError(f"must be {what}, got {text!r}") from None
-        if not low <= value <= high:
-            raise argparse.ArgumentTypeError(f"must be from {low:,} to {high:,}, got {text}")
-        return value
-
-    return convert
 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from onepass.core.errors import UserError
-from onepass.train.cli import number
+from onepass.core.options import number
 
 TEXT = """\
 Draw the routing of any file as `onepass train` does for a validation text: every byte shaded by the number of blocks

@@ -26,7 +26,9 @@ def norm_forward(
         from . import kernels_norm
 
         return kernels_norm.forward(x, indices, weight, vectors, eps, score_eps, dtype)  # type: ignore[no-any-return]
-    return torch_path.norm_forward(x, indices, weight, vectors, eps, score_eps, dtype)
+    # a caller's autocast would round the scores, by which tokens are chosen, to 16 bits
+    with torch.autocast(x.device.type, enabled=False):
+        return torch_path.norm_forward(x, indices, weight, vectors, eps, score_eps, dtype)
 
 
 def norm_backward_into(
