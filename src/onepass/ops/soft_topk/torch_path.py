@@ -26,8 +26,8 @@ FAR = 1e4
 # capped_exp makes its exponentials anew when the threshold is this many eps away from their ref: e^c rounds by c
 REACH = 6.0
 # columns looked at for the first guess, elements that stay in the cache between the passes of a chunk
-SAMPLE = 128
-CHUNK = 1 << 19
+SAMPLE = 64
+CHUNK = 1 << 17
 
 
 def offsets(s: Tensor, ref: Tensor, eps: Tensor) -> Tensor:
@@ -94,23 +94,6 @@ def _measure(s: Tensor, ref: Tensor, c: Tensor, k: Tensor, eps: Tensor, kind: in
     return total, dy, torch.where(step.isfinite(), step, (total - k) / dy)
 
 
-def _measure_ratios(
-    ratios: Tensor, c: Tensor, k: Tensor, buffers: tuple[Tensor, Tensor]
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The same pass of capped_exp, from exp((s - ref)/eps) without an exponential; the second is the saturated set."""
-    level = c.exp()
-    saturated = torch.gt(ratios, level, out=buffers[0])
-    count = saturated.sum(-1, keepdim=True)
-    # level - level·1 is exactly 0, so what is left is exactly the unsaturated part
-    rest = torch.minimum(ratios, level, out=buffers[1]).addcmul_(saturated, level, value=-1).sum(-1, keepdim=True)
-    # terms that underflowed would be missing from a sum as small as this
-    usable = rest > 1e13 * torch.finfo(c.dtype).tiny
-    rest = rest / level
-    # exact for this saturated set, and never below the root; with k or more saturated, Newton on the sum itself
-    step = torch.where(count < k, rest.log() - (k - count).log(), (count + rest - k) / rest)
-    return count + rest, count, torch.where(usable, step, math.nan)
-
-
 def _first_guess(s: Tensor, k: Tensor) -> Tensor:
     sample = s[:, :: max(1, s.shape[-1] // SAMPLE)].sort(dim=-1, descending=True).values
     rank = (k * (sample.shape[-1] / s.shape[-1])).long().clamp_(0, sample.shape[-1] - 1)
@@ -130,28 +113,13 @@ def _number(key: Tensor) -> Tensor:
 
 def _swift(s: Tensor, base: Tensor, k: Tensor, eps: Tensor, kind: int, done: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Newton without a bracket, which solves nearly every row: (ref, c, solved)."""
-    c, last, lost = torch.zeros_like(base), torch.full_like(base, -1), done
-    found = torch.zeros_like(done)
+    c, lost, found = torch.zeros_like(base), done, torch.zeros_like(done)
     tiny = torch.finfo(s.dtype).eps
-    capped = kind == CAPPED_EXP
-    ratios, *buffers = (torch.empty_like(s) for _ in range(3 if capped else 1))
-    for i in range(SWIFT_PASSES):
-        moves = ~(lost | found)
-        if capped:
-            moves &= c.abs() > REACH
-        stale = not capped or i == 0 or s.is_cuda or bool(moves.any())
-        if stale:
-            moved = torch.where(moves, base + eps * c, base)
-            c, base = torch.where(moves, c - (moved - base) / eps, c), moved
-        if capped:
-            if stale:
-                torch.sub(s, base, out=ratios).div_(eps).exp_()
-            total, state, step = _measure_ratios(ratios, c, k, (buffers[0], buffers[1]))
-            exact = (state < k) & ((state == last) | (step == 0))
-            last = torch.where(state < k, state, -1.0)
-        else:
-            total, state, step = _measure(s, base, c, k, eps, kind)
-            exact = (total - k).abs() <= 4 * tiny * k if kind == CLAMP else step.abs() <= _small(s)
+    for _ in range(SWIFT_PASSES):
+        moved = torch.where(lost | found, base, base + eps * c)
+        c, base = torch.where(lost | found, c, c - (moved - base) / eps), moved
+        total, state, step = _measure(s, base, c, k, eps, kind)
+        exact = (total - k).abs() <= 4 * tiny * k if kind == CLAMP else step.abs() <= _small(s)
         good = (step.abs() < SWIFT_REACH) & ~lost & ~found
         # one more step, unless many equal gates of clamp would feel its rounding more
         worse = exact & ((total - k).abs() <= state * tiny * c.abs()) if kind == CLAMP else ~good
@@ -160,6 +128,47 @@ def _swift(s: Tensor, base: Tensor, k: Tensor, eps: Tensor, kind: int, done: Ten
         if not s.is_cuda and bool((found | lost).all()):
             break
     return base, c, found
+
+
+def _swift_capped(s: Tensor, base: Tensor, k: Tensor, eps: Tensor, done: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The same for capped_exp, in units of E = exp((s - ref)/eps): passes without an exponential, few small operations.
+
+    With m entries above the level u and S the sum of the others, the level that is exact for these m is S/(k - m).
+    """
+    n, largest = s.shape[-1], torch.finfo(s.dtype).max
+    # terms that underflowed would be missing from a sum as small as this
+    least = 1e13 * torch.finfo(s.dtype).tiny
+    lost, found = done, torch.zeros_like(done)
+    level, last = torch.ones_like(base), torch.full_like(base, -1)
+    # finite, because what is above the level is multiplied by zero
+    ratios = torch.sub(s, base).div_(eps).exp_().clamp_(max=largest)
+    below = torch.empty_like(s)
+    for _ in range(SWIFT_PASSES):
+        torch.le(ratios, level, out=below)
+        count = n - below.sum(-1, keepdim=True)
+        rest = below.mul_(ratios).sum(-1, keepdim=True)
+        lacking = k - count
+        enough = lacking > 0
+        q = lacking * level / rest
+        # with k or more above, Newton on the sum itself
+        factor = torch.where(enough, 1 / q, (1 - q).exp_())
+        good = (factor.log().abs() < SWIFT_REACH) & (rest > least)
+        open_ = ~(lost | found)
+        level = torch.where(good & open_, level * factor, level)
+        arrived = good & open_ & enough & ((count == last) | (factor == 1))
+        found, lost = found | arrived, lost | (open_ & ~good)
+        last = torch.where(enough, count, -1.0)
+        if s.is_cuda or bool((found | lost).all()):
+            c = level.log()
+            moves = (found if not s.is_cuda else ~lost) & (c.abs() > REACH)
+            if not s.is_cuda and not bool(moves.any()):
+                break
+            moved = torch.where(moves, base + eps * c, base)
+            level = torch.where(moves, (c - (moved - base) / eps).exp(), level)
+            base, found = moved, found & ~moves
+            last = torch.where(moves, -1.0, last)
+            torch.sub(s, base, out=ratios).div_(eps).exp_().clamp_(max=largest)
+    return base, level.log(), found
 
 
 def _small(s: Tensor) -> float:
@@ -256,7 +265,10 @@ def _solve(s: Tensor, k: Tensor, eps: Tensor, kind: int) -> tuple[Tensor, Tensor
     lo, hi = lo - edge, hi - edge
     guess = _first_guess(s, k)
     guess = torch.where((guess >= lo) & (guess <= hi), guess, 0.5 * lo + 0.5 * hi)
-    base, c, found = _swift(s, guess, k, eps, kind, closed)
+    if kind == CAPPED_EXP:
+        base, c, found = _swift_capped(s, guess, k, eps, closed)
+    else:
+        base, c, found = _swift(s, guess, k, eps, kind, closed)
     ref, shift = torch.where(closed, ref, base), torch.where(closed, shift, c)
     rest = ~(found | closed)
     if s.is_cuda:
@@ -269,22 +281,18 @@ def _solve(s: Tensor, k: Tensor, eps: Tensor, kind: int) -> tuple[Tensor, Tensor
     return ref, shift
 
 
-def solve(s: Tensor, k: Tensor, eps: Tensor, kind: int) -> tuple[Tensor, Tensor]:
-    """(ref, c), both (R, 1), with Σ φ((s - ref)/eps - c) = k in every row."""
-    step = max(1, CHUNK // max(1, s.shape[-1]))
-    if s.is_cuda or s.shape[0] <= step:
-        return _solve(s, k, eps, kind)
-    parts = [_solve(s[i : i + step], k[i : i + step], eps[i : i + step], kind) for i in range(0, len(s), step)]
-    refs, shifts = zip(*parts, strict=True)
-    return torch.cat(refs), torch.cat(shifts)
-
-
 def soft_forward(s: Tensor, k: Tensor, eps: Tensor, kind: int) -> tuple[Tensor, Tensor]:
-    """Gates (R, n) and the solution (R, 2) of every row."""
+    """Gates (R, n) and the solution (R, 2) of every row: (ref, c) with Σ φ((s - ref)/eps - c) = k."""
     if not s.shape[-1]:
         return s.clone(), s.new_zeros(len(s), 2)
-    ref, c = solve(s, k, eps, kind)
-    return phi(offsets(s, ref, eps).sub_(c), kind), torch.cat((ref, c), -1)
+    y, state = torch.empty_like(s), s.new_empty(len(s), 2)
+    step = max(1, len(s) if s.is_cuda else CHUNK // s.shape[-1])
+    for i in range(0, len(s), step):
+        rows = slice(i, i + step)
+        ref, c = _solve(s[rows], k[rows], eps[rows], kind)
+        y[rows] = phi(offsets(s[rows], ref, eps[rows]).sub_(c), kind)
+        torch.cat((ref, c), -1, out=state[rows])
+    return y, state
 
 
 def soft_backward(
