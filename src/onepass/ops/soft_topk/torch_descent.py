@@ -154,7 +154,7 @@ def _backward(
 
     # how many entries lie above each threshold
     count = torch.empty_like(level[:, :-1])
-    columns, counts = level.split(1, -1), count.split(1, -1)
+    columns, counts = level.split(1, -1), count.split(1, -1)  # type: ignore[no-untyped-call]
     between = {}
     for first, end in groups:
         apart = min(end - 1, first - 1 + APART) if not z.is_cuda and end - first > 2 * APART else end - 1
@@ -179,7 +179,7 @@ def _backward(
             weight.zero_()
         else:
             searched.weigh(shares[:, apart:], z, weight)
-        for column, share in zip(columns[first - 1 :], shares.split(1, -1)[:apart], strict=False):
+        for column, share in zip(columns[first - 1 :], shares.split(1, -1)[:apart], strict=False):  # type: ignore[no-untyped-call]
             weight.addcmul_(torch.le(z, column, out=above), share)
         g.addcmul_(ratios, weight, value=-1)
     return (da * eps).sum(-1, keepdim=True) / k
