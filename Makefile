@@ -23,7 +23,7 @@ unit: .venv-dev/ready
 
 # the Triton kernels themselves, run by Triton's interpreter on the CPU
 interpret: .venv-dev/ready
-	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 .venv-dev/bin/pytest -q -n $(JOBS) --dist worksteal tests/contract tests/ops $(ARGS)
+	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 .venv-dev/bin/pytest -q -n $(JOBS) --dist worksteal tests/contract tests/ops tests/core/test_replay_kernels.py $(ARGS)
 
 doctest: .venv-dev/ready
 	OMP_NUM_THREADS=1 .venv-dev/bin/pytest -q --doctest-modules --ignore-glob='*kernels_*' src
