@@ -107,12 +107,17 @@ def _advance_(p: Tensor, g: Tensor, m: Tensor, row: Row, u: Tensor, in_lanes: bo
     if row.cautious_decay:
         u.add_(p * (u.sign() * p.sign() > 0), alpha=decay)
         decay = 0.0
+    _descend_([p], [u], row.lr / clip, decay)
+
+
+def _descend_(params: list[Tensor], updates: list[Tensor], lr: float, decay: float) -> None:
+    """Add −lr·(update + decay·p) to each p, in one pass."""
     torch._fused_sgd_(
-        [p], [u], [], weight_decay=decay, momentum=0.0, lr=row.lr / clip, dampening=0.0, nesterov=False,
+        params, updates, [], weight_decay=decay, momentum=0.0, lr=lr, dampening=0.0, nesterov=False,
         maximize=False, is_first_step=False,
     )  # fmt: skip
     # torch's fused call doesn't tell autograd
-    torch.autograd.graph.increment_version(p)
+    torch.autograd.graph.increment_version(params)
 
 
 def _tile_(
@@ -177,6 +182,18 @@ def _together_(columns: Sequence[Sequence[Tensor]], advance: Advance) -> None:
                 torch._foreach_copy_(column, parts)
 
 
+def _each_(params: list[Tensor], grads: list[Tensor], exp_avgs: list[Tensor], row: Row) -> None:
+    """Update short tensors one by one, in torch's loops over lists: what `_advance_` does, in the same order."""
+    scale, clip = _SCALE[params[0].dtype], _CLIP[params[0].dtype]
+    u = torch._foreach_mul(exp_avgs, row.beta1 * scale)
+    torch._foreach_add_(u, grads, alpha=row.rest1 * row.factor * scale)
+    torch._foreach_mul_(exp_avgs, row.beta2)
+    torch._foreach_add_(exp_avgs, grads, alpha=row.rest2 * row.factor)
+    torch._foreach_clamp_min_(u, -clip)
+    torch._foreach_clamp_max_(u, clip)
+    _descend_(params, list(u), row.lr / clip, row.weight_decay * clip)
+
+
 def update_(
     params: Sequence[Tensor],
     grads: Sequence[Tensor],
@@ -211,7 +228,11 @@ def update_(
         if whole < n:
             for column, v in zip(short, flat, strict=True):
                 column.append(v)
-    if short[0]:
+    if not short[0]:
+        return
+    if not mode and not row.cautious_decay and {t.dtype for column in short for t in column} == {dtype}:
+        _each_(*short, row)
+    else:
         _together_(short, advance)
 
 
