@@ -11,7 +11,7 @@ optimizer takes is measured at the end, alone: fifty steps in a row, on the wall
 
 Both optimizers are tuned alike: `--tune 300` first tries as many rates and betas for Lion as for AdamW, over 300 steps
 each, and trains with the best of each; without it they are the best that a CPU found. Everything outside the blocks
-(embedding, convolution, output layer) gets ten times the rate of the blocks from both, see OUTSIDE.
+(embedding, convolution, output layer) gets ten times the rate of the blocks from both, as `onepass train` does.
 """
 
 # ruff: noqa: T201
@@ -69,9 +69,6 @@ TRIED = {
     "AdamW": ((5e-3, 1e-2, 2e-2), ((0.9, 0.999), (0.9, 0.99), (0.9, 0.95))),
 }
 SETTINGS = {"Lion": Setting(4e-3, (0.8, 0.9)), "AdamW": Setting(1e-2, (0.9, 0.999))}
-# rate of all that is outside the blocks over theirs. AdamW takes what is too large for the blocks' matrices well, a
-# sign update does not: with one rate for all, Lion's is too small for the output layer or too large for the blocks
-OUTSIDE = 10.0
 
 
 def tensor_bytes(tensors: Any) -> int:
@@ -135,13 +132,10 @@ def build(arm: str, config: configs.Config, settings: dict[str, Setting]) -> tup
     """The model and its optimizer; a group's `peak` is the rate that the schedule starts from."""
     dtype, options = ARMS[arm]
     model: nn.Module = new(config).to(config.device, dtype)
-    inside = {id(p) for name, p in model.named_parameters() if name.startswith("blocks")}
     chosen = settings["AdamW" if options is None else "Lion"]
-    groups = []
-    for group, blocks in itertools.product(parameter_groups(model, config.weight_decay), (True, False)):
-        params = [p for p in group["params"] if (id(p) in inside) == blocks]  # type: ignore[attr-defined]
-        peak = chosen.lr * (1.0 if blocks else OUTSIDE)
-        groups.append({**group, "params": params, "lr": peak, "peak": peak})
+    groups = parameter_groups(model, config.weight_decay, config.outside)
+    for group in groups:
+        group["lr"] = group["peak"] = chosen.lr * group["scale"]  # type: ignore[operator]
     if options is None:
         return model, torch.optim.AdamW(groups, betas=chosen.betas, fused=True)
     return model, Lion(groups, betas=chosen.betas, **options)
@@ -314,7 +308,7 @@ def main(argv: list[str] | None = None) -> int:
     gpu = torch.cuda.get_device_name() if device == "cuda" else "cpu"
     header: dict[str, Any] = {
         "onepass": onepass.__version__, "torch": torch.__version__, "device": gpu, "config": config.as_dict(),
-        "settings": settings, "outside": OUTSIDE, "tried": tried,
+        "settings": settings, "tried": tried,
     }  # fmt: skip
     args.out.with_suffix(".json").write_text(json.dumps({**header, "arms": results}) + "\n")
     if args.only:

@@ -109,14 +109,21 @@ def test_random_router_is_uniform():
     assert counts / counts.sum() == pytest.approx(1 / 16, rel=0.12)
 
 
-def test_decay_is_for_matrices():
+def test_decay_is_for_matrices_and_high_rates_for_what_no_block_holds():
     model = new(config())
-    groups = parameter_groups(model, 0.1)
-    decayed = {id(parameter) for parameter in groups[0]["params"]}
-    names = {name for name, parameter in model.named_parameters() if id(parameter) in decayed}
-    assert names
-    assert not [name for name in names if "norm" in name or "bias" in name or "embedding" in name or "router" in name]
-    assert sum(len(group["params"]) for group in groups) == len(list(model.parameters()))
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    groups = parameter_groups(model, 0.1, 10.0)
+    where = {names[id(p)]: (group["scale"], group["weight_decay"]) for group in groups for p in group["params"]}
+    assert sorted(where) == sorted(names.values())
+    kept_small = {name for name, (_, decay) in where.items() if decay == 0.1}
+    assert kept_small
+    assert {"head.weight", "blocks.0.attention.qkv.weight"} <= kept_small
+    assert not [n for n in kept_small if "norm" in n or "bias" in n or "embedding" in n or "router" in n]
+    outside = {name for name, (scale, _) in where.items() if scale == 10.0}
+    assert {"embedding.weight", "head.weight", "head.bias"} <= outside
+    assert not [name for name in outside if name.startswith("blocks.")]
+    assert {scale for scale, _ in where.values()} == {1.0, 10.0}
+    assert {group["scale"] for group in parameter_groups(model, 0.1)} == {1.0}
 
 
 def test_schedule():

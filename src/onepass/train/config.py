@@ -37,7 +37,10 @@ class Config:
     heavy_mult: float
     window: int  # bytes of a local attention window (causal: masked attention sees every byte)
     masked: float  # share of the bytes that are hidden and have to be guessed
-    lr: float
+    lr: float  # of the blocks, at its peak
+    outside: float  # the rate of all that no block holds (embedding, convolution, head), over that of the blocks
+    beta1: float  # of Lion
+    beta2: float
     warmup: int
     weight_decay: float
     eval_every: int
@@ -70,15 +73,19 @@ PRESETS: dict[str, dict[str, int | float]] = {
         "eval_windows": 16, "final_windows": 128,
     },
 }  # fmt: skip
+# `outside`: one rate for all would be too small for the output layer or too large for the blocks' matrices. AdamW takes
+# too large a rate well, an update by signs does not
 COMMON: dict[str, int | float] = {
-    "light_mult": 0.5, "heavy_mult": 4.0, "masked": 0.15, "lr": 1e-3, "weight_decay": 0.1,
+    "light_mult": 0.5, "heavy_mult": 4.0, "masked": 0.15, "lr": 1e-3, "outside": 10.0, "beta1": 0.9,
+    "beta2": 0.95, "weight_decay": 0.1,
 }  # fmt: skip
 
 # smallest and largest accepted value of every number
 RANGES: dict[str, tuple[float, float]] = {
     "seed": (0, 2**63 - 1), "steps": (1, 10**9), "batch": (1, 2**16), "seq": (8, 2**20), "dim": (8, 2**14),
     "blocks": (1, 256), "heads": (1, 512), "routed": (1e-6, 1.0), "light_mult": (1e-4, 64.0),
-    "heavy_mult": (1e-4, 64.0), "window": (1, 2**20), "masked": (0.01, 0.9), "lr": (0.0, 10.0), "warmup": (0, 10**9),
+    "heavy_mult": (1e-4, 64.0), "window": (1, 2**20), "masked": (0.01, 0.9), "lr": (0.0, 10.0),
+    "outside": (0.0, 1e4), "beta1": (0.0, 0.999999), "beta2": (0.0, 0.999999), "warmup": (0, 10**9),
     "weight_decay": (0.0, 10.0), "eval_every": (1, 10**9), "eval_windows": (1, 10**6), "final_windows": (1, 10**6),
     "threads": (1, 4096),
 }  # fmt: skip
@@ -144,7 +151,8 @@ def from_json(text: str, where: str) -> Config:
     if not isinstance(values, dict) or values.pop("onepass_run", None) != FORMAT:
         raise UserError(f"{where}is no configuration of an onepass run (format {FORMAT})")
     # runs from before there was a choice
-    return checked({"task": "masked", "window": 64, **values}, where)
+    then = {"task": "masked", "window": 64, "outside": 1.0, "beta1": 0.9, "beta2": 0.99}
+    return checked({**then, **values}, where)
 
 
 def difference(run: Config, given: dict[str, object]) -> str | None:

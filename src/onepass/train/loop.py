@@ -63,8 +63,8 @@ class Training:
     def __post_init__(self) -> None:
         self.device = torch.device(self.config.device)
         self.model: Model = new(self.config).to(self.device)
-        groups = parameter_groups(self.model, self.config.weight_decay)
-        self.optimizer = Lion(groups, lr=self.config.lr)
+        groups = parameter_groups(self.model, self.config.weight_decay, self.config.outside)
+        self.optimizer = Lion(groups, lr=self.config.lr, betas=(self.config.beta1, self.config.beta2))
 
     def restore(self, checkpoint: checkpoints.Checkpoint | None) -> None:
         """Go to where the checkpoint is, or to the beginning when there is none."""
@@ -122,7 +122,7 @@ class Training:
     def _one_step(self) -> Tensor:
         config = self.config
         for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(config, self.step)
+            group["lr"] = group["scale"] * learning_rate(config, self.step)
         batch = data.training_batch(
             self.corpus.training, config.batch, config.seq, config.hides, config.seed, self.step
         )

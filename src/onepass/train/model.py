@@ -149,11 +149,14 @@ def new(config: Config) -> Model:
         return RoutedLanguageModel(config) if config.task == "causal" else RoutedEncoder(config)
 
 
-def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:
-    """Weight decay for the matrices that multiply tokens, none for embeddings, gains, biases and routing vectors."""
-    decayed: list[nn.Parameter] = []
-    others: list[nn.Parameter] = []
+def parameter_groups(model: nn.Module, weight_decay: float, outside: float = 1.0) -> list[dict[str, object]]:
+    """Groups with a `scale` for the learning rate, `outside` for all that no block holds, and with a weight decay.
+
+    Decay is for the matrices that multiply tokens, not for embeddings, gains, biases and routing vectors.
+    """
+    groups: dict[tuple[float, float], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         plain = parameter.dim() < 2 or name.startswith(("embedding", "neighbours")) or "router" in name
-        (others if plain else decayed).append(parameter)
-    return [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+        scale = 1.0 if name.startswith("blocks.") else outside
+        groups.setdefault((scale, 0.0 if plain else weight_decay), []).append(parameter)
+    return [{"params": params, "scale": scale, "weight_decay": decay} for (scale, decay), params in groups.items()]
