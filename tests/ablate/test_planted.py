@@ -75,4 +75,4 @@ def test_without_exploring_an_adverse_start_is_never_left() -> None:
     for module in task.model.modules():
         if isinstance(module, Router):
             module.explore = 0.0
-    assert runner.train(task, size.steps, size.lr)["final"]["picked"] < 0.05
+    assert runner.train(task, size.steps, size.rates())["final"]["picked"] < 0.05

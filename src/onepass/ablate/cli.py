@@ -131,8 +131,7 @@ class Trials:
         task = self.task(arm, seed, int(dense["hidden"]))
         with Display(f"{self.name} {arm} {seed}", self.size.steps) as display:
             result = runner.train(
-                task, self.size.steps, self.size.lr, weight_decay=getattr(self.size, "weight_decay", 0.0),
-                deadline=deadline, say=display.update,
+                task, self.size.steps, self.size.rates(), deadline=deadline, say=display.update
             )  # fmt: skip
         record = {"task": self.name, "arm": arm, "seed": seed, **about(self.device), "size": task.describe(), **result}
         runner.save(path, {**record, **({"dense": dense} if arm == "dense" else {})})
@@ -146,11 +145,10 @@ class Trials:
         path = self.out / f"{self.name}.width.json"
         if path.exists():
             return dict(json.loads(path.read_text()))
-        lr = self.size.lr
-        learned = runner.Timed(self.task("learned", 0), lr)
+        learned = runner.Timed(self.task("learned", 0))
 
         def fits(units: int) -> bool:
-            wanted, took = runner.race([learned, runner.Timed(self.task("dense", 0, units * 16), lr)])
+            wanted, took = runner.race([learned, runner.Timed(self.task("dense", 0, units * 16))])
             return took <= wanted
 
         # the widest that is not slower: double, then halve the distance
@@ -163,7 +161,7 @@ class Trials:
         hidden = 16 * max(1, low)
         # the records' own times may be of runs that shared the device
         arms = {arm: self.task(arm, 0, hidden) for arm in ARMS[self.kind]}
-        ms = runner.race([runner.Timed(task, lr) for task in arms.values()])
+        ms = runner.race([runner.Timed(task) for task in arms.values()])
         found = {"hidden": hidden, "slower": low == 0, "ms": dict(zip(arms, ms, strict=True))}
         runner.save(path, found)
         return found

@@ -19,6 +19,8 @@ from onepass.nn import RoutedFeedForward, Router, RouterOutput
 from onepass.nn.routed import FeedForward
 from onepass.train.routes import DeviceRandomRouter, use_chance, use_nobody
 
+from .runner import Rates
+
 
 @dataclass(frozen=True)
 class Size:
@@ -34,6 +36,10 @@ class Size:
     heavy_mult: float = 4.0
     feature: float = 2.0
     start: str = "random"
+
+    def rates(self) -> Rates:
+        """What the optimizer is given."""
+        return Rates(self.lr)
 
 
 SIZES = {

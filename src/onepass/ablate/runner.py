@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -33,12 +33,22 @@ class Task(Protocol):
     def describe(self) -> dict[str, Any]: ...
 
 
+class Rates(NamedTuple):
+    """What Lion is given, at the peak of the schedule."""
+
+    lr: float
+    weight_decay: float = 0.0
+    outside: float = 1.0  # rate of what no block holds, over that of the blocks
+    beta2: float = 0.99
+
+
 class Step:
     """One training step, forward to update; on CUDA forward and backward are one graph, which takes the host out."""
 
-    def __init__(self, task: Task, lr: float, weight_decay: float = 0.0) -> None:
-        self.task, self.lr = task, lr
-        self.optimizer = Lion(parameter_groups(task.model, weight_decay), lr=lr)
+    def __init__(self, task: Task, rates: Rates) -> None:
+        self.task, self.lr = task, rates.lr
+        groups = parameter_groups(task.model, rates.weight_decay, rates.outside)
+        self.optimizer = Lion(groups, lr=rates.lr, betas=(0.9, rates.beta2))
         self.graph: torch.cuda.CUDAGraph | None = None
         self.static: tuple[Tensor, ...] = ()
         self.captured: Tensor | None = None
@@ -47,7 +57,7 @@ class Step:
     def __call__(self, inputs: tuple[Tensor, ...], share: float) -> Tensor:
         """Take a step at `share` of the peak learning rate; return the loss before it."""
         for group in self.optimizer.param_groups:
-            group["lr"] = self.lr * share
+            group["lr"] = self.lr * group["scale"] * share
         if self.graph is None and not self.why_eager:
             self._capture(inputs)
         if self.graph is None:
@@ -100,14 +110,13 @@ def rate(step: int, steps: int) -> float:
 def train(
     task: Task,
     steps: int,
-    lr: float,
+    rates: Rates,
     *,
-    weight_decay: float = 0.0,
     deadline: float = math.inf,
     say: Callable[[int, dict[str, Any]], None] = lambda step, figures: None,
 ) -> dict[str, Any]:
     """Train to the last step or to the deadline (of `time.monotonic`); return curve, figures and speed."""
-    one = Step(task, lr, weight_decay)
+    one = Step(task, rates)
     marks = {round(point * steps / POINTS) for point in range(POINTS)}
     curve: list[dict[str, Any]] = []
     spent, done, clock = 0.0, 0, time.perf_counter()
@@ -156,8 +165,8 @@ def measure(task: Task, last: bool) -> dict[str, Any]:
 class Timed:
     """A training step with its data at hand, warm."""
 
-    def __init__(self, task: Task, lr: float) -> None:
-        self.step, self.inputs, self.device = Step(task, lr), task.inputs(0), task.device
+    def __init__(self, task: Task) -> None:
+        self.step, self.inputs, self.device = Step(task, Rates(0.0)), task.inputs(0), task.device
         for _ in range(5):
             self.step(self.inputs, 0.0)
 

@@ -19,6 +19,8 @@ from onepass.train.language import ByteModel
 from onepass.train.model import Attention, angles
 from onepass.train.routes import DeviceRandomRouter, use_chance, use_nobody
 
+from .runner import Rates
+
 
 @dataclass(frozen=True)
 class Size:
@@ -34,9 +36,16 @@ class Size:
     window: int = 128
     masked: float = 0.15
     lr: float = 4e-4
+    # as `onepass train`
+    outside: float = 10.0
+    beta2: float = 0.95
     weight_decay: float = 0.1
     curve_windows: int = 32
     final_windows: int = 384
+
+    def rates(self) -> Rates:
+        """What the optimizer is given."""
+        return Rates(self.lr, self.weight_decay, self.outside, self.beta2)
 
 
 SIZES = {

@@ -231,7 +231,7 @@ def update_(
     if not short[0]:
         return
     if not mode and not row.cautious_decay and {t.dtype for column in short for t in column} == {dtype}:
-        _each_(*short, row)
+        _each_(short[0], short[1], short[2], row)
     else:
         _together_(short, advance)
 
