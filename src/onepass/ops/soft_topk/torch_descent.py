@@ -123,9 +123,9 @@ def backward(gy: Tensor, s: Tensor, trace: Tensor, k: Tensor, epsilons: list[flo
     """
     if not s.numel():
         return s.clone(), torch.zeros_like(k)
-    ds, dk = torch.empty_like(s), torch.empty_like(k)
-    first = s[_chunks(s)[0]]
-    buffers = [torch.empty_like(first) for _ in range(4)]
+    # rows in one piece, whatever the strides of s
+    ds, dk = torch.empty_like(s, memory_format=torch.contiguous_format), torch.empty_like(k)
+    buffers = [torch.empty_like(ds[_chunks(s)[0]]) for _ in range(4)]
     for rows in _chunks(s):
         z, *rest = (b[: len(s[rows])] for b in buffers)
         torch.sub(s[rows], trace[rows, -1:], out=z)
