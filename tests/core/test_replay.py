@@ -4,57 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from fake_gpu import FakeGpu, counted
 from onepass.core import launch as core
 from onepass.core import replay
 from onepass.core.replay import replayed
 
 
-class _Gpu:
-    """A GPU made of CPU tensors: one kernel, y = a·x (+ b), whose launches are seen."""
-
-    def __init__(self) -> None:
-        self.launched: list[tuple[Any, ...]] = []
-        self.hooks = SimpleNamespace(
-            launch_enter_hook=SimpleNamespace(calls=[]), launch_exit_hook=SimpleNamespace(calls=[])
-        )
-        self.device: Any = None
-        self.tensors: dict[int, Tensor] = {}
-
-    def launch(self, grid: tuple[int, int, int], tensors: tuple[Tensor | None, ...], a: float) -> None:
-        """What `core.launch.launch` does with a kernel that it remembers."""
-        entry = core.Compiled(self.run, ("head",), lambda: self.device, lambda device: "stream", self.hooks, None)
-        if core._recording.recorder is not None:
-            core._recording.recorder.launched(entry, grid, tensors, (a,))
-        self.run(*grid, "stream", "head", *(None if t is None else t.data_ptr() for t in tensors), a)
-
-    def run(self, *args: Any) -> None:
-        self.launched.append(args)
-
-
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> _Gpu:
+def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     monkeypatch.setattr(replay, "_on_gpu", lambda x: True)
-    return _Gpu()
+    return FakeGpu()
 
 
-def _counted(function: Callable[..., Any]) -> tuple[Callable[..., Any], list[int]]:
-    calls = [0]
-
-    def run(*args: Any) -> Any:
-        calls[0] += 1
-        return function(*args)
-
-    return replayed(run), calls
-
-
-def _scale(gpu: _Gpu) -> Callable[..., Any]:
+def _scale(gpu: FakeGpu) -> Callable[..., Any]:
     def scale(x: Tensor, bias: Tensor | None, a: float) -> tuple[Tensor, Tensor | None]:
         y, sums = torch.empty_like(x), torch.zeros(3, len(x), dtype=torch.float64)
         gpu.launch((len(x), 1, 1), (x, bias, y, sums), a)
@@ -64,8 +32,8 @@ def _scale(gpu: _Gpu) -> Callable[..., Any]:
     return scale
 
 
-def test_the_third_call_launches_the_same_with_its_own_tensors(gpu: _Gpu) -> None:
-    run, calls = _counted(_scale(gpu))
+def test_the_third_call_launches_the_same_with_its_own_tensors(gpu: FakeGpu) -> None:
+    run, calls = counted(_scale(gpu))
     for _ in range(2):
         run(torch.randn(4, 8), None, 0.5)
     x = torch.randn(4, 8)
@@ -91,60 +59,14 @@ def test_the_third_call_launches_the_same_with_its_own_tensors(gpu: _Gpu) -> Non
     ],
     ids=["shape", "stride", "dtype", "another tensor", "value"],
 )
-def test_another_layout_is_another_call(gpu: _Gpu, other: Callable[[Tensor], tuple[Any, ...]]) -> None:
-    run, calls = _counted(_scale(gpu))
+def test_another_layout_is_another_call(gpu: FakeGpu, other: Callable[[Tensor], tuple[Any, ...]]) -> None:
+    run, calls = counted(_scale(gpu))
     x = torch.randn(8, 8)
     for _ in range(3):
         run(x, None, 0.5)
     assert calls == [2]
     run(*other(x))
     assert calls == [3]
-
-
-# one program or several for a row, teams that are launched one way or the other, forward and backward
-_WIDTHS = [(64, 1024), (3, 5, 384), (9, 768), (2, 3000), (4, 5120), (4, 16384), (3, 40000), (2, 65536), (2, 262144)]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", _WIDTHS, ids=str)
-@pytest.mark.parametrize("name", ["weighted_sum", "layer_norm", "rms_norm", "stable", "residual"])
-def test_the_operators_calls_are_replayed(
-    gpu: _Gpu, name: str, shape: tuple[int, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nothing but allocations, views and launches lies between their arguments and their results."""
-    pytest.importorskip("triton")
-    from onepass.ops.norm import launch as norm_launch
-    from onepass.ops.norm import op as norm
-    from onepass.ops.weighted_sum import kernels_triton, op
-
-    def launch(kernel: Any, grid: Any, tensors: Any, numbers: Any, constants: Any, **options: Any) -> None:
-        gpu.launch(grid, tensors, 1.0)
-
-    for module in (norm_launch, kernels_triton):
-        monkeypatch.setattr(module, "launch", launch)
-        monkeypatch.setattr(module, "sm_count", lambda x: 132)
-    monkeypatch.setattr(norm_launch, "_dependent_launch", lambda x: True)
-    for module in (norm, op):
-        monkeypatch.setattr(module, "uses_triton", lambda x: True)
-    x, w, r = (torch.empty(size, dtype=dtype) for size in (shape, shape[-1], shape))
-    if name == "weighted_sum":
-        run, calls = _counted(op._forward)
-        back, back_calls = _counted(op._backward)
-        forward, backward = (x, w, None), (torch.empty(shape[:-1], dtype=dtype), x, w, True, True)
-    else:
-        has_mean, stable = name != "rms_norm", name == "stable"
-        options, b = (1e-5, 0.0, has_mean, stable), torch.empty(shape[-1], dtype=dtype) if has_mean else None
-        given = (x, r, w, b) if name == "residual" else (x, w, b)
-        run, calls = _counted(norm._forward_residual if name == "residual" else norm._forward)
-        back, back_calls = _counted(norm._backward)
-        forward = (*given, *options)
-        stats = torch.empty(1 + has_mean + stable, x.numel() // shape[-1])
-        ds = torch.empty(shape, dtype=dtype) if name == "residual" else None
-        backward = (r, ds, x, stats, w, dtype, *options, True, True, has_mean)
-    for _ in range(5):
-        run(*forward)
-        back(*backward)
-    assert (calls, back_calls) == ([2], [2])
 
 
 def _copied(x: Tensor, launch: Callable[..., None]) -> Tensor:
@@ -213,15 +135,15 @@ def _nothing_launched(x: Tensor, launch: Callable[..., None]) -> Tensor:
         _nothing_launched,
     ],
 )  # fmt: skip
-def test_what_cannot_be_replayed_runs_as_written_for_ever(gpu: _Gpu, function: Callable[..., Any]) -> None:
-    run, calls = _counted(lambda x: function(x, gpu.launch))
+def test_what_cannot_be_replayed_runs_as_written_for_ever(gpu: FakeGpu, function: Callable[..., Any]) -> None:
+    run, calls = counted(lambda x: function(x, gpu.launch))
     for _ in range(5):
         run(torch.randn(4, 4))
     assert calls == [5]
 
 
-def test_a_call_that_only_writes_to_its_arguments_returns_none_again(gpu: _Gpu) -> None:
-    run, calls = _counted(lambda x, into: gpu.launch((1, 1, 1), (x, into), 1.0))
+def test_a_call_that_only_writes_to_its_arguments_returns_none_again(gpu: FakeGpu) -> None:
+    run, calls = counted(lambda x, into: gpu.launch((1, 1, 1), (x, into), 1.0))
     for _ in range(4):
         x, into = torch.randn(4, 4), torch.empty(4, 4)
         gpu.launched.clear()
@@ -230,10 +152,10 @@ def test_a_call_that_only_writes_to_its_arguments_returns_none_again(gpu: _Gpu) 
     assert calls == [2]
 
 
-def test_the_first_argument_may_be_missing(gpu: _Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_argument_may_be_missing(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replay, "_on_gpu", lambda x: isinstance(x, Tensor))
     scale = _scale(gpu)
-    run, calls = _counted(lambda nothing, x, a: scale(x, nothing, a))
+    run, calls = counted(lambda nothing, x, a: scale(x, nothing, a))
     for _ in range(4):
         x = torch.randn(4, 8)
         gpu.launched.clear()
@@ -242,13 +164,13 @@ def test_the_first_argument_may_be_missing(gpu: _Gpu, monkeypatch: pytest.Monkey
     assert calls == [2]
 
 
-def test_zeros_are_zeros_again(gpu: _Gpu) -> None:
+def test_zeros_are_zeros_again(gpu: FakeGpu) -> None:
     def function(x: Tensor) -> Tensor:
         y = torch.zeros(x.shape, dtype=torch.int64)
         gpu.launch((1, 1, 1), (x, y), 1.0)
         return y
 
-    run, calls = _counted(function)
+    run, calls = counted(function)
     for _ in range(4):
         y = run(torch.randn(64, 64))
         assert y.dtype == torch.int64
@@ -258,21 +180,21 @@ def test_zeros_are_zeros_again(gpu: _Gpu) -> None:
     assert calls == [2]
 
 
-def test_one_tensor_returned_twice(gpu: _Gpu) -> None:
+def test_one_tensor_returned_twice(gpu: FakeGpu) -> None:
     def function(x: Tensor) -> tuple[Tensor, Tensor]:
         y = torch.empty_like(x)
         gpu.launch((1, 1, 1), (x, y), 1.0)
         return y, y
 
-    run, calls = _counted(function)
+    run, calls = counted(function)
     for _ in range(4):
         a, b = run(torch.randn(4, 4))
         assert a is b
     assert calls == [2]
 
 
-def test_a_replayed_call_inside_another_is_seen(gpu: _Gpu) -> None:
-    inner, inner_calls = _counted(_scale(gpu))
+def test_a_replayed_call_inside_another_is_seen(gpu: FakeGpu) -> None:
+    inner, inner_calls = counted(_scale(gpu))
 
     def function(x: Tensor) -> Tensor:
         y, _ = inner(x, None, 0.5)
@@ -281,7 +203,7 @@ def test_a_replayed_call_inside_another_is_seen(gpu: _Gpu) -> None:
     for _ in range(3):
         inner(torch.randn(4, 8), None, 0.5)
     assert inner_calls == [2]
-    run, calls = _counted(function)
+    run, calls = counted(function)
     for _ in range(4):
         gpu.launched.clear()
         run(torch.randn(4, 8))
@@ -289,8 +211,8 @@ def test_a_replayed_call_inside_another_is_seen(gpu: _Gpu) -> None:
     assert calls == [2]
 
 
-def test_overlapping_arguments_are_not_recorded(gpu: _Gpu) -> None:
-    run, calls = _counted(_scale(gpu))
+def test_overlapping_arguments_are_not_recorded(gpu: FakeGpu) -> None:
+    run, calls = counted(_scale(gpu))
     storage = torch.randn(64)
     for _ in range(4):
         run(storage[:32].view(4, 8), storage[16:48].view(4, 8), 0.5)
@@ -300,7 +222,7 @@ def test_overlapping_arguments_are_not_recorded(gpu: _Gpu) -> None:
     assert calls == [5]
 
 
-def test_what_stood_in_the_way_once_does_not_for_ever(gpu: _Gpu) -> None:
+def test_what_stood_in_the_way_once_does_not_for_ever(gpu: FakeGpu) -> None:
     """A profiler's hook, a misaligned tensor or a first compilation while the call was recorded."""
     in_the_way = [True]
 
@@ -312,7 +234,7 @@ def test_what_stood_in_the_way_once_does_not_for_ever(gpu: _Gpu) -> None:
             gpu.launch((1, 1, 1), (x, y), 1.0)
         return y
 
-    run, calls = _counted(function)
+    run, calls = counted(function)
     for _ in range(4):
         run(torch.randn(4, 4))
     in_the_way[0] = False
@@ -322,34 +244,34 @@ def test_what_stood_in_the_way_once_does_not_for_ever(gpu: _Gpu) -> None:
     assert calls == [5]
 
 
-def test_an_allocation_elsewhere_is_not_replayed_here(gpu: _Gpu) -> None:
+def test_an_allocation_elsewhere_is_not_replayed_here(gpu: FakeGpu) -> None:
     def function(x: Tensor) -> Tensor:
         y = torch.empty_like(x)
         torch.empty(4, device="meta")
         gpu.launch((1, 1, 1), (x, y), 1.0)
         return y
 
-    run, calls = _counted(function)
+    run, calls = counted(function)
     for _ in range(5):
         run(torch.randn(4, 4))
     assert calls == [5]
 
 
-def test_a_launch_that_triton_does_itself_is_not_replayed(gpu: _Gpu) -> None:
+def test_a_launch_that_triton_does_itself_is_not_replayed(gpu: FakeGpu) -> None:
     def function(x: Tensor) -> Tensor:
         y = torch.empty_like(x)
         gpu.launch((1, 1, 1), (x, y), 1.0)
         core.launch_specialized({(1,): lambda *args, **options: None}, (1,), x, y)
         return y
 
-    run, calls = _counted(function)
+    run, calls = counted(function)
     for _ in range(5):
         run(torch.randn(4, 4))
     assert calls == [5]
 
 
-def test_misaligned_tensors_other_devices_and_profilers_run_as_written(gpu: _Gpu) -> None:
-    run, calls = _counted(_scale(gpu))
+def test_misaligned_tensors_other_devices_and_profilers_run_as_written(gpu: FakeGpu) -> None:
+    run, calls = counted(_scale(gpu))
     x = torch.randn(4, 8)
     for _ in range(3):
         run(x, None, 0.5)
@@ -369,8 +291,8 @@ def test_misaligned_tensors_other_devices_and_profilers_run_as_written(gpu: _Gpu
     assert calls == [5]
 
 
-def test_a_tensor_given_twice_is_not_taken_for_two(gpu: _Gpu) -> None:
-    run, calls = _counted(_scale(gpu))
+def test_a_tensor_given_twice_is_not_taken_for_two(gpu: FakeGpu) -> None:
+    run, calls = counted(_scale(gpu))
     x = torch.randn(4, 8)
     for _ in range(3):
         run(x, x, 0.5)
@@ -383,7 +305,7 @@ def test_a_tensor_given_twice_is_not_taken_for_two(gpu: _Gpu) -> None:
     assert calls == [4]
 
 
-def test_threads_record_and_replay_side_by_side(gpu: _Gpu) -> None:
+def test_threads_record_and_replay_side_by_side(gpu: FakeGpu) -> None:
     run = replayed(_scale(gpu))
 
     def calls(n: int) -> list[tuple[Tensor, Tensor]]:
@@ -398,7 +320,7 @@ def test_threads_record_and_replay_side_by_side(gpu: _Gpu) -> None:
     assert core._recording.recorder is None
 
 
-def test_an_error_leaves_no_recording_behind(gpu: _Gpu) -> None:
+def test_an_error_leaves_no_recording_behind(gpu: FakeGpu) -> None:
     def function(x: Tensor) -> Tensor:
         raise ValueError("no")
 
@@ -410,37 +332,9 @@ def test_an_error_leaves_no_recording_behind(gpu: _Gpu) -> None:
     assert not torch._C._len_torch_dispatch_stack()
 
 
-def test_memory_of_layouts_is_bounded(gpu: _Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_of_layouts_is_bounded(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replay, "_MAX_PLANS", 4)
-    run, calls = _counted(_scale(gpu))
+    run, calls = counted(_scale(gpu))
     for n in range(1, 20):
         run(torch.randn(n, 8), None, 0.5)
     assert calls == [19]
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_replays_on_a_gpu_give_the_same_bits(dtype: torch.dtype) -> None:
-    from onepass import layer_norm, rms_norm, weighted_sum
-
-    calls: list[Callable[..., Any]] = [
-        lambda x, w, b, r: layer_norm(x, w, b),
-        lambda x, w, b, r: layer_norm(x, w, b, residual=r),
-        lambda x, w, b, r: rms_norm(x, w),
-        lambda x, w, b, r: weighted_sum(x, w),
-    ]
-    for shape in ((64, 1024), (4, 40960), (5, 33)):
-        for call in calls:
-            first = None
-            x, r = (torch.randn(shape, device="cuda", dtype=dtype) for _ in range(2))
-            w, b = (torch.randn(shape[-1], device="cuda", dtype=dtype) for _ in range(2))
-            dy = torch.randn(shape, device="cuda", dtype=dtype)
-            for _ in range(5):
-                # other addresses every time
-                inputs = [t.clone().requires_grad_() for t in (x, w, b, r)]
-                y = call(*inputs)
-                y = y[0] if isinstance(y, tuple) else y
-                grads = torch.autograd.grad(y, inputs, dy.view(-1)[: y.numel()].view(y.shape), allow_unused=True)
-                results = [y, *(g for g in grads if g is not None)]
-                first = first or results
-                assert all(torch.equal(a, c) for a, c in zip(first, results, strict=True))
