@@ -68,9 +68,6 @@ DECLARED = rows(
 @pytest.mark.parametrize("bar", BARS, ids=lambda b: f"{b.op} {b.stage} {b.words}")
 def test_every_bar_has_a_declared_case(bar: Bar) -> None:
     assert bar.stage in STAGES
-    ops = {row.op for row in DECLARED}
-    if bar.op not in ops:
-        pytest.skip(f"{bar.op} has no cases yet")
     assert [row for row in DECLARED if (row.op, row.stage) == (bar.op, bar.stage) and bar.where(row)]
 
 

@@ -42,11 +42,6 @@ class FeedForward(nn.Module):
         first, second = up._parameters, down._parameters
         return first["weight"], first["bias"], second["weight"], second["bias"]
 
-    def norm_eps(self, x: Tensor) -> float:
-        """The ε of the norm for an x of this dtype."""
-        eps: float | None = self.norm.eps
-        return torch.finfo(torch.float64 if x.dtype == torch.float64 else torch.float32).eps if eps is None else eps
-
     def is_plain(self) -> bool:
         """Whether a call runs what stands in `forward` and nothing else."""
         layers = self.layers()

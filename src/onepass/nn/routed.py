@@ -117,6 +117,8 @@ class RoutedFeedForward(Routed):
         device, dtype: of all parameters.
 
     Shapes, masks and errors: as `Routed`. Works under autocast, `torch.compile` and activation checkpointing.
+    Losses on the returned gates and scores reach x and the router. In plain eager calls y is no function of these two
+    for autograd: its gradient passes through the choice inside.
 
     Raises:
         TypeError: k is neither int nor float.
@@ -167,7 +169,7 @@ class RoutedFeedForward(Routed):
         assert isinstance(router, Router)
         k = count(self.k, x.shape[1])
         router.check(x, k, mask)
-        plan = router.plan(k, x.shape[1], dtype, light.norm_eps(x), heavy.norm_eps(x))
+        plan = router.plan(k, x.shape[1], dtype, light.norm.eps_for(x), heavy.norm.eps_for(x))
         norms = light.norm.weight, heavy.norm.weight
         y, *routing = light_and_heavy(
             x, router.directions(), *norms, mask, plan, *light.weights(), *heavy.weights()
