@@ -52,7 +52,7 @@ def test_each_gpu_has_one_job_at_a_time(everything: ModuleType, tmp_path: Path) 
     note = (
         "import os, time; t = time.time(); time.sleep(0.3); print(os.environ['CUDA_VISIBLE_DEVICES'], t, time.time())"
     )
-    todo = [everything.Job("measure", f"j{i}", 0.05, _python(note)) for i in range(5)]
+    todo = [everything.Job("measure", f"j{i}", 0.1, _python(note)) for i in range(5)]
     done = everything.drive(todo, 2, tmp_path, 1, say=lambda line: None)
     assert [d.code for d in done] == [0] * 5
     spans: dict[str, list[tuple[float, float]]] = {}
@@ -68,8 +68,8 @@ def test_each_gpu_has_one_job_at_a_time(everything: ModuleType, tmp_path: Path) 
 def test_phases_follow_each_other_and_failures_are_told(everything: ModuleType, tmp_path: Path) -> None:
     said: list[str] = []
     todo = [
-        everything.Job("train", "last", 0.01, _python("pass")),
-        everything.Job("compile", "first", 0.01, _python("import sys; sys.exit(3)")),
+        everything.Job("train", "last", 0.1, _python("pass")),
+        everything.Job("compile", "first", 0.1, _python("import sys; sys.exit(3)")),
         everything.Job("measure", "long", 60, _python("pass")),
     ]
     done = everything.drive(todo, 1, tmp_path, 1, say=said.append)
