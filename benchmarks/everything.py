@@ -5,8 +5,8 @@
     python benchmarks/everything.py --list                       the jobs, how long they take, and stop
 
 Phases, one after another: compile (fills the compilers' caches, all cores), measure (one process per GPU and nothing
-beside it, as host times count), check (the tests marked gpu, compute-sanitizer), train (routing and optimizers on real
-text). A job's output is in OUT/logs/<job>.log; measurements end up merged in OUT, with tables and pictures, laid out as
+beside it, as host times count), check (the tests marked gpu, compute-sanitizer; several on a GPU, which they leave idle
+most of the time), train (routing and optimizers on real text; step times count). A job's output is in OUT/logs/<job>.log; measurements end up merged in OUT, with tables and pictures, laid out as
 benchmarks/results/<gpu> is. A job that would not end within --minutes is not begun; one that takes three times as long
 as planned is interrupted, and keeps what it has written.
 """
@@ -29,6 +29,7 @@ from typing import NamedTuple
 
 BENCHMARKS = Path(__file__).parent
 PHASES = ("compile", "measure", "check", "train")
+CHECKS_PER_GPU = 4
 # processes that measure one operator folder's cases, and minutes that each takes on an H200 with every rival installed
 PARTS = {"norm": (4, 1.5), "soft_topk": (4, 2.0), "weighted_sum": (2, 1.5), "lion": (1, 1.0), "routing": (1, 1.0)}
 TESTS = ("contract core bench doctor train", "nn", "ops/norm ops/weighted_sum ops/lion", "ops/soft_topk", "optim",
@@ -36,7 +37,7 @@ TESTS = ("contract core bench doctor train", "nn", "ops/norm ops/weighted_sum op
 
 
 class Job(NamedTuple):
-    """A command that has a GPU to itself."""
+    """A command that has a GPU to itself, or in the check phase shares it."""
 
     phase: str
     name: str
@@ -138,7 +139,8 @@ def drive(todo: list[Job], gpus: int, out: Path, minutes: float, say: Callable[[
                 done.append(_run(job, gpu, out, deadline))
                 say(f"{done[-1].seconds:6.0f} s  GPU {gpu}  {job.name}: {_outcome(done[-1].code)}")
 
-        threads = [threading.Thread(target=work, args=(gpu,)) for gpu in range(gpus)]
+        at_once = CHECKS_PER_GPU if phase == "check" else 1
+        threads = [threading.Thread(target=work, args=(gpu,)) for gpu in range(gpus) for _ in range(at_once)]
         for thread in threads:
             thread.start()
         for thread in threads:

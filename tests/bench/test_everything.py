@@ -65,6 +65,17 @@ def test_each_gpu_has_one_job_at_a_time(everything: ModuleType, tmp_path: Path) 
         assert all(a[1] <= b[0] for a, b in itertools.pairwise(found))
 
 
+def test_checks_share_a_gpu(everything: ModuleType, tmp_path: Path) -> None:
+    wait_for_all = (
+        "import sys, time, pathlib; here = pathlib.Path(sys.argv[1]); (here / sys.argv[2]).touch(); i = 0\n"
+        "while len(list(here.iterdir())) < 4: i += 1; time.sleep(0.01); i < 3000 or sys.exit(3)"
+    )
+    met = tmp_path / "met"
+    met.mkdir()
+    todo = [everything.Job("check", f"j{i}", 0.5, [*_python(wait_for_all), str(met), str(i)]) for i in range(4)]
+    assert [d.code for d in everything.drive(todo, 1, tmp_path, 3, say=lambda line: None)] == [0] * 4
+
+
 def test_phases_follow_each_other_and_failures_are_told(everything: ModuleType, tmp_path: Path) -> None:
     said: list[str] = []
     todo = [
