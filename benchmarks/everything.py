@@ -6,9 +6,10 @@
 
 Phases, one after another: compile (fills the compilers' caches, all cores), measure (one process per GPU and nothing
 beside it, as host times count), check (the tests marked gpu, compute-sanitizer; several on a GPU, which they leave idle
-most of the time), train (routing and optimizers on real text; step times count). A job's output is in OUT/logs/<job>.log; measurements end up merged in OUT, with tables and pictures, laid out as
-benchmarks/results/<gpu> is. A job that would not end within --minutes is not begun; one that takes three times as long
-as planned is interrupted, and keeps what it has written.
+most of the time), train (routing and optimizers on real text; step times count). A job's output is in
+OUT/logs/<job>.log; measurements end up merged in OUT, with tables and pictures, as in benchmarks/results/<gpu>.
+A job that would not end within --minutes is not begun; one that takes three times as long as planned is interrupted,
+and keeps what it has written.
 """
 
 # ruff: noqa: T201
