@@ -36,8 +36,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
 
 
 def local(layer: RoutedAttention, x: Tensor, mask: Tensor) -> Tensor:
-    """One sequence (n, dim) through the light branch."""
-    light, n = layer.light, len(x)
+    """One sequence (n, dim) through the light branch; masked tokens count as zeros."""
+    light, n, x = layer.light, len(x), x * mask[:, None]
     q, k, v = light.qkv(rms(x, light.norm.weight)).view(n, 3, light.heads, light.dim_head).unbind(1)
     window = torch.arange(n) // light.window
     seen = (window[:, None] - window[None]).abs() <= 1

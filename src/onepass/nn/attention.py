@@ -122,7 +122,7 @@ class RoutedAttention(nn.Module):
 
     Shapes: ``attention(x, mask=None)`` with x ``(batch, n, dim)`` of any float dtype, mask ``(batch, n)`` bool, True
     at real tokens, gives y like x; ``attention(x, mask, return_routing=True)`` gives ``(y, AttentionRouting)``.
-    Masked tokens are neither chosen nor seen. No row's output depends on another row.
+    Masked tokens are neither chosen nor seen, and count as zeros whatever they hold. No row depends on another.
 
     Raises:
         TypeError: k_q or k_kv is neither int nor float, or a size is no int.
@@ -224,7 +224,7 @@ class RoutedAttention(nn.Module):
         with torch.autocast(x.device.type, enabled=False):
             room = 2 * max(self._length_kv(n), count(self.k_q, n))
             vectors = torch.cat((q.directions(), kv.directions()))
-            forked = fork(x, light.norm.weight, vectors, eps=eps, score_eps=NORM_EPS, dtype=dtype, k=room)
+            forked = fork(x, light.norm.weight, vectors, eps=eps, score_eps=NORM_EPS, dtype=dtype, k=room, mask=mask)
             of_q, of_kv = forked.scores.unbind(1)
             routing = self._choose(q.decide, kv.decide, of_q, of_kv, mask)
         last, seen = self._seen(routing, n, mask)

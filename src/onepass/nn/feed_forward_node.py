@@ -50,7 +50,7 @@ def _before_products(
 ) -> tuple[Any, ...]:  # fmt: skip
     """Norm and score, choose, norm the chosen; copies of the weights in the branches' dtype, if it is another."""
     normed, scores, stats = norm_forward(
-        x, None, light_norm, vectors.view(-1), plan.light_eps, plan.score_eps, plan.dtype
+        x, None, light_norm, vectors.view(-1), plan.light_eps, plan.score_eps, plan.dtype, mask
     )  # fmt: skip
     assert scores is not None
     _, indices, gates, state = op_topk.forward(scores, None, mask, plan.k, plan.gate_eps, plan.kind, plan.hard)
@@ -127,7 +127,7 @@ def _after_backward_products(
         scored = scores, d_scores.contiguous()
     own = norm_parts(x, rows, light_norm, vector) if need_sums else None
     dx = norm_backward_into(
-        own, d_normed, x, None, light_norm, vector, stats, scored[0], scored[1], need_x, push, plan.every
+        own, d_normed, x, None, light_norm, vector, stats, scored[0], scored[1], need_x, push, plan.every, mask
     )  # fmt: skip
     if dx is not None and d_rows is not None:
         # dx is ours alone: no tensor of the size of x for what the few chosen tokens add

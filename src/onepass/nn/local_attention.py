@@ -9,6 +9,7 @@ from onepass.ops.span_attention.op_rotary import rotary_attention
 
 from .count import check_size
 from .norm import RMSNorm
+from .padding import zero_padding
 
 
 def neighbours(n: int, window: int, causal: bool, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -35,11 +36,12 @@ class LocalAttention(nn.Module):
         device, dtype: of all parameters.
 
     Shapes: ``attention(x, mask=None)`` with x ``(batch, n, dim)``, mask ``(batch, n)`` bool, True at real tokens,
-    gives y like x. Masked tokens are seen by nobody. Any n, also one that is no multiple of w.
+    gives y like x. Masked tokens are seen by nobody, and count as zeros whatever they hold. Any n, also one that is no
+    multiple of w.
 
     Raises:
         TypeError: dim, heads, dim_head or window is no int.
-        ValueError: one of them is < 1, or dim_head is odd.
+        ValueError: one of them is < 1, dim_head is odd, or shapes don't fit.
 
     Source: Beltagy et al., Longformer (arXiv:2004.05150), in blocks as in CoLT5 (arXiv:2303.09752).
 
@@ -70,6 +72,7 @@ class LocalAttention(nn.Module):
         self.out = nn.Linear(heads * dim_head, dim, bias=False, device=device, dtype=dtype)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        x = zero_padding("LocalAttention", x, mask)
         qkv = self.qkv(self.norm(x)).unflatten(-1, (3, self.heads, self.dim_head))
         first, last = neighbours(x.shape[1], self.window, self.causal, x.device)
         return self.out(rotary_attention(qkv, first, last, mask=mask).flatten(2))  # type: ignore[no-any-return]

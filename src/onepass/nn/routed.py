@@ -13,6 +13,7 @@ from .count import check_count, count
 from .explore import explore
 from .feed_forward import FeedForward, untouched
 from .feed_forward_node import light_and_heavy
+from .padding import zero_padding
 from .router import Router, RouterOutput
 
 
@@ -116,9 +117,9 @@ class RoutedFeedForward(Routed):
         bias: biases in the linear layers.
         device, dtype: of all parameters.
 
-    Shapes, masks and errors: as `Routed`. Works under autocast, `torch.compile` and activation checkpointing.
-    Losses on the returned gates and scores reach x and the router. In plain eager calls y is no function of these two
-    for autograd: its gradient passes through the choice inside.
+    Shapes, masks and errors: as `Routed`; masked tokens count as zeros whatever they hold. Works under autocast,
+    `torch.compile` and activation checkpointing. Losses on the returned gates and scores reach x and the router. In
+    plain eager calls y is no function of these two for autograd: its gradient passes through the choice inside.
 
     Raises:
         TypeError: k is neither int nor float.
@@ -162,7 +163,7 @@ class RoutedFeedForward(Routed):
     ) -> Tensor | tuple[Tensor, RouterOutput]:
         dtype = self._fused_dtype(x, mask)
         if dtype is None:
-            return super().forward(x, mask, return_routing)
+            return super().forward(zero_padding("RoutedFeedForward", x, mask), mask, return_routing)
         light, heavy, router = self.light, self.heavy, self.router
         assert isinstance(light, FeedForward)
         assert isinstance(heavy, FeedForward)

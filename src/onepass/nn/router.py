@@ -14,6 +14,7 @@ from onepass.ops.soft_topk.op import KINDS
 from onepass.ops.soft_topk.op_topk import choose
 
 from .feed_forward_node import Plan
+from .padding import check_mask
 
 SCORES = ("normalised", "cosine")
 GATES = ("soft", "straight_through")
@@ -166,13 +167,7 @@ class Router(nn.Module):
             raise TypeError(f"Router: k must be an int, got {type(k).__name__}")
         if k < 0:
             raise ValueError(f"Router: k must be ≥ 0, got {k}")
-        if mask is None:
-            return
-        check.tensor("Router", "mask", mask)
-        if mask.dtype != torch.bool:
-            raise TypeError(f"Router: mask must be bool (True = real token), got {mask.dtype}")
-        if mask.shape != x.shape[:2]:
-            raise ValueError(f"Router: mask must be (batch, n) = {tuple(x.shape[:2])}, got {tuple(mask.shape)}")
+        check_mask("Router", x, mask)
 
     def extra_repr(self) -> str:
         return (

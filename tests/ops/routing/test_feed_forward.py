@@ -46,7 +46,7 @@ def _ours(t: dict[Any, Tensor | None], mask: Tensor | None, plan: Plan) -> tuple
 
 
 def _definition(t: dict[Any, Tensor | None], mask: Tensor | None, indices: Tensor, plan: Plan) -> list[Tensor]:
-    """Y, gates and scores in float64, for a given choice."""
+    """Y, gates and scores in float64, for a given choice; masked tokens count as zeros."""
 
     def norm(x: Tensor, weight: Any) -> Tensor:
         return x * (x.square().mean(-1, keepdim=True) + plan.light_eps).rsqrt() * weight
@@ -59,6 +59,7 @@ def _definition(t: dict[Any, Tensor | None], mask: Tensor | None, indices: Tenso
     x, vectors = t["x"], t["vectors"]
     assert x is not None
     assert vectors is not None
+    x = x if mask is None else x * mask[..., None]
     scores = reference.score(x, vectors[0], eps=plan.score_eps)
     soft = soft_topk(scores, plan.k, eps=plan.gate_eps, mask=mask)
     found, columns = reference.present(indices, N)

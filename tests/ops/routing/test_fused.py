@@ -126,6 +126,31 @@ def test_what_the_probe_finds_teaches_the_vectors_alone(device: str) -> None:
     _close([dx, parts.sum(0)[32:]], [theirs[0], theirs[1] + taught], limit)
 
 
+@pytest.mark.parametrize("dim", [32, 2100])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_masked_tokens_are_zeros_whatever_they_hold(device: str, dim: int, value: float) -> None:
+    """Their x, and the gradients that come in for them, even NaN."""
+    dtype, limit = _limits(device)
+    x, w = torch.randn(2, 9, dim, dtype=dtype, device=device), torch.rand(dim, dtype=dtype, device=device)
+    v = torch.randn(2, dim, dtype=dtype, device=device)
+    mask = torch.tensor([[True, False, True, True, True, False, True, True, False], [False] * 9], device=device)
+    x[~mask] = value
+    normed, scores, stats = norm_forward(x, None, w, v, EPS, 1e-6, dtype, mask)
+    dn, ds = torch.randn_like(normed), torch.randn(2, 2, 9, dtype=dtype, device=device)
+    dn[~mask], ds.mT[~mask] = value, value
+    parts = norm_parts(x, 18, w, v)
+    dx = norm_backward_into(parts, dn, x, None, w, v, stats, scores, ds, True, mask=mask)
+    x64, w64, v64 = (t.double().requires_grad_() for t in (x, w, v))
+    real = x64.masked_fill(~mask[..., None], 0)
+    outs = [_norm(real, w64), reference.score(real, v64)]
+    upstream = [dn.masked_fill(~mask[..., None], 0), ds.masked_fill(~mask[:, None], 0)]
+    grads = _grads(outs, [x64, w64, v64], upstream)
+    assert grads[1] is not None
+    assert grads[2] is not None
+    _close([normed, scores], outs, limit)
+    _close([dx, parts.sum(0)], [grads[0], torch.cat((grads[1], grads[2].flatten()))], limit)
+
+
 @pytest.mark.parametrize("bias", [True, False])
 def test_weights_are_cast_together(device: str, bias: bool) -> None:
     dtype = torch.float16

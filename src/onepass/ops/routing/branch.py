@@ -12,6 +12,7 @@ from torch import Tensor
 from onepass.core.launch import uses_triton
 
 from . import torch_path
+from .rows import as_bytes
 
 
 def cast(weights: tuple[Tensor | None, ...], dtype: torch.dtype) -> tuple[Tensor | None, ...]:
@@ -63,9 +64,7 @@ def probe(dy: Tensor, mask: Tensor | None, every: int, scale: float) -> Tensor:
         return torch_path.probe(dy, mask, every, scale)
     from . import kernels_probe
 
-    return kernels_probe.probe(  # type: ignore[no-any-return]
-        dy, None if mask is None else mask.contiguous().view(torch.uint8), every, scale
-    )
+    return kernels_probe.probe(dy, as_bytes(mask), every, scale)  # type: ignore[no-any-return]
 
 
 __all__ = ["cast", "column_sums", "gelu_backward", "new_parts", "probe"]

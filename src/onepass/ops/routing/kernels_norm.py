@@ -20,11 +20,13 @@ INTS = ["x_batch_stride", "x_row_stride", "n", "m", "total", "every", "n_push", 
 
 
 @triton.jit
-def token_of(index_ptr, rows, total, n, m):
-    """(sequence, token, which rows there are) of rows that are all tokens, or the m chosen ones of each sequence."""
+def token_of(index_ptr, mask_ptr, rows, total, n, m):
+    """(sequence, token, which rows to read) of rows that are all tokens, or the m chosen ones of each sequence."""
     inside = rows < total
     if index_ptr is None:
         token = rows % m
+        if mask_ptr is not None:
+            inside = inside & (tl.load(mask_ptr + rows, mask=inside, other=0) != 0)
     else:
         token, inside = named(index_ptr, rows, inside, n)
     return rows // m, token, inside
@@ -34,6 +36,7 @@ def token_of(index_ptr, rows, total, n, m):
 def forward_kernel(
     x_ptr,  # (batch, n, D), unit column stride
     index_ptr,  # (batch, m) int64; None: all tokens, m = n
+    mask_ptr,  # (batch, n) uint8, 0 where a token is one of zeros and is not read; None: nowhere, or with indices
     w_ptr,  # (D,) or None
     v_ptr,  # (R, D), contiguous; None where R = 0
     y_ptr,  # (batch, m, D), contiguous, of any dtype
@@ -54,7 +57,7 @@ def forward_kernel(
 ):
     CHUNKS: tl.constexpr = (D + BLOCK_C - 1) // BLOCK_C
     rows = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
-    batch, token, found = token_of(index_ptr, rows, total, n, m)
+    batch, token, found = token_of(index_ptr, mask_ptr, rows, total, n, m)
     x_rows = x_ptr + ((batch * x_batch_stride + token * x_row_stride) * VEC)[:, None]
     xs = ()
     for i in tl.static_range(CHUNKS):
@@ -89,6 +92,7 @@ def backward_kernel(
     dy_ptr,  # (batch, m, D), contiguous
     x_ptr,  # (batch, n, D), unit column stride
     index_ptr,  # (batch, m) int64; None: all tokens, m = n
+    mask_ptr,  # (batch, n) uint8, 0 where a token is one of zeros and is not read; None: nowhere, or with indices
     w_ptr,  # (D,) or None
     v_ptr,  # (R, D), contiguous; None where R = 0
     stats_ptr,  # (1 or 2, batch·m) fp32
@@ -127,7 +131,7 @@ def backward_kernel(
             vs = vs + (tl.load(v_ptr + r * D + cols, mask=cols < D, other=0.0).to(tl.float32),)
     for tile in tl.range(program, tl.cdiv(total, BLOCK_R), tl.num_programs(0), num_stages=STAGES):
         rows = tl.cast(tile, tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
-        batch, token, found = token_of(index_ptr, rows, total, n, m)
+        batch, token, found = token_of(index_ptr, mask_ptr, rows, total, n, m)
         x_rows = x_ptr + ((batch * x_batch_stride + token * x_row_stride) * VEC)[:, None]
         rstd = tl.load(stats_ptr + rows, mask=rows < total, other=1.0)[:, None]
         ns = ()
@@ -221,8 +225,8 @@ def _backward_tile(d: int) -> tuple[int, int, int, int, int]:
 
 @replayed
 def forward(
-    x: Tensor, indices: Tensor | None, weight: Tensor | None, vectors: Tensor | None, eps: float, score_eps: float,
-    dtype: torch.dtype,
+    x: Tensor, indices: Tensor | None, mask: Tensor | None, weight: Tensor | None, vectors: Tensor | None, eps: float,
+    score_eps: float, dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
     """X (batch, n, d) → y (batch, m, d) of `dtype`, scores (batch, R, m) or (batch, m) of vectors, statistics."""
     x, batch_stride, row_stride = strided(x)
@@ -238,7 +242,7 @@ def forward(
     block_r, block_c, warps = _forward_tile(d, x.element_size())
     with device_guard(x):
         launch(
-            forward_kernel, (cdiv(batch * m, block_r), 1, 1), (x, indices, weight, vectors, y, scores, stats),
+            forward_kernel, (cdiv(batch * m, block_r), 1, 1), (x, indices, mask, weight, vectors, y, scores, stats),
             (batch_stride // vec, row_stride // vec, n, m, batch * m, float(eps), float(score_eps)),
             (d, vec, routes, block_r, block_c), num_warps=warps,
         )  # fmt: skip
@@ -253,8 +257,9 @@ def programs(x: Tensor, rows: int, d: int) -> int:
 
 @replayed
 def backward(
-    dy: Tensor, x: Tensor, indices: Tensor | None, weight: Tensor | None, vectors: Tensor | None, stats: Tensor,
-    scores: Tensor | None, ds: Tensor | None, push: Tensor | None, every: int, need_x: bool, parts: Tensor | None,
+    dy: Tensor, x: Tensor, indices: Tensor | None, mask: Tensor | None, weight: Tensor | None, vectors: Tensor | None,
+    stats: Tensor, scores: Tensor | None, ds: Tensor | None, push: Tensor | None, every: int, need_x: bool,
+    parts: Tensor | None,
 ) -> tuple[Tensor | None]:  # fmt: skip
     """Dy (batch, m, d) contiguous → (dx (batch, m, d) in x's dtype,).
 
@@ -271,7 +276,7 @@ def backward(
     dx = torch.empty((batch, m, d), dtype=x.dtype, device=x.device) if need_x else None
     with device_guard(x):
         launch(
-            backward_kernel, (grid, 1, 1), (dy, x, indices, weight, vectors, stats, scores, ds, push, dx, parts),
+            backward_kernel, (grid, 1, 1), (dy, x, indices, mask, weight, vectors, stats, scores, ds, push, dx, parts),
             (
                 batch_stride // vec, row_stride // vec, n, m, batch * m, every,
                 0 if push is None else push.shape[1], 0 if parts is None else parts.stride(0),

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from . import torch_path
-from .rows import on_triton
+from .rows import as_bytes, on_triton
 
 
 def fits(d: int) -> bool:
@@ -16,25 +16,28 @@ def fits(d: int) -> bool:
 
 def norm_forward(
     x: Tensor, indices: Tensor | None, weight: Tensor | None, vectors: Tensor | None, eps: float, score_eps: float,
-    dtype: torch.dtype,
+    dtype: torch.dtype, mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
     """RMS norm of all tokens or of those that indices (batch, m) name → y (batch, m, d), scores, statistics.
 
-    Scores are (batch, m) for a vector (d,), (batch, R, m) for vectors (R, d), None for None.
+    Scores are (batch, m) for a vector (d,), (batch, R, m) for vectors (R, d), None for None. `mask` (batch, n), of all
+    tokens alone: one that is False there is one of zeros, whatever it holds, and has no gradient.
     """
     if on_triton(x, weight, vectors):
         from . import kernels_norm
 
-        return kernels_norm.forward(x, indices, weight, vectors, eps, score_eps, dtype)  # type: ignore[no-any-return]
+        return kernels_norm.forward(  # type: ignore[no-any-return]
+            x, indices, as_bytes(mask), weight, vectors, eps, score_eps, dtype
+        )  # fmt: skip
     # a caller's autocast would round the scores, by which tokens are chosen, to 16 bits
     with torch.autocast(x.device.type, enabled=False):
-        return torch_path.norm_forward(x, indices, weight, vectors, eps, score_eps, dtype)
+        return torch_path.norm_forward(x, indices, mask, weight, vectors, eps, score_eps, dtype)
 
 
 def norm_backward_into(
     parts: Tensor | None, dy: Tensor, x: Tensor, indices: Tensor | None, weight: Tensor | None,
     vectors: Tensor | None, stats: Tensor, scores: Tensor | None, ds: Tensor | None, need_x: bool,
-    push: Tensor | None = None, every: int = 1,
+    push: Tensor | None = None, every: int = 1, mask: Tensor | None = None,
 ) -> Tensor | None:  # fmt: skip
     """Dx for each row of :func:`norm_forward`; the gradients of weight and vectors, as parts, in the first columns.
 
@@ -44,10 +47,12 @@ def norm_backward_into(
     if on_triton(x, weight, vectors):
         from . import kernels_norm
 
-        (dx,) = kernels_norm.backward(dy, x, indices, weight, vectors, stats, scores, ds, push, every, need_x, parts)
+        (dx,) = kernels_norm.backward(
+            dy, x, indices, as_bytes(mask), weight, vectors, stats, scores, ds, push, every, need_x, parts
+        )  # fmt: skip
         return dx  # type: ignore[no-any-return]
     dx, grads = torch_path.norm_backward(
-        dy, x, indices, weight, vectors, stats, scores, ds, push, every, need_x, parts is not None
+        dy, x, indices, mask, weight, vectors, stats, scores, ds, push, every, need_x, parts is not None
     )  # fmt: skip
     if parts is not None and grads is not None:
         parts[:, : grads.numel()] = grads.view(1, -1)
@@ -66,11 +71,11 @@ def norm_parts(x: Tensor, rows: int, weight: Tensor | None, vectors: Tensor | No
 
 def norm_backward(
     dy: Tensor, x: Tensor, indices: Tensor | None, weight: Tensor | None, vectors: Tensor | None, stats: Tensor,
-    scores: Tensor | None, ds: Tensor | None, need_x: bool, need_w: bool,
+    scores: Tensor | None, ds: Tensor | None, need_x: bool, need_w: bool, mask: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
     """Gradients of :func:`norm_forward`: dx for each of its rows; (1 + R, d) of weight and vectors."""
     parts = norm_parts(x, dy.shape[0] * dy.shape[1], weight, vectors) if need_w else None
-    dx = norm_backward_into(parts, dy, x, indices, weight, vectors, stats, scores, ds, need_x)
+    dx = norm_backward_into(parts, dy, x, indices, weight, vectors, stats, scores, ds, need_x, mask=mask)
     return dx, None if parts is None else parts.sum(0).view(-1, x.shape[-1])
 
 

@@ -65,11 +65,11 @@ class _Fork(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor | None, vectors: Tensor, eps: float, score_eps: float,
-        dtype: torch.dtype, k: int, choice: Choice,
+        dtype: torch.dtype, k: int, choice: Choice, mask: Tensor | None,
     ) -> Any:  # fmt: skip
-        normed, scores, stats = norm_forward(x, None, weight, vectors, eps, score_eps, dtype)
+        normed, scores, stats = norm_forward(x, None, weight, vectors, eps, score_eps, dtype, mask)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(x, weight, vectors, stats, scores)
+        ctx.save_for_backward(x, weight, vectors, stats, scores, mask)
         ctx.choice = choice
         slot = torch.empty_strided((x.shape[0], k, x.shape[2]), (0, 0, 0), dtype=x.dtype, device=x.device)
         return normed, scores, slot
@@ -78,14 +78,14 @@ class _Fork(torch.autograd.Function):
     @as_forward_did
     def backward(ctx: Any, grads_out: tuple[Tensor | None, ...]) -> Any:
         dn, ds, dslot = grads_out
-        x, weight, vectors, stats, scores = ctx.saved_tensors
+        x, weight, vectors, stats, scores, mask = ctx.saved_tensors
         need_x, need_w, need_v = ctx.needs_input_grad[:3]
         if dn is None:
             dn = torch.zeros_like(x)
         of_scores, known = (vectors, scores) if ds is not None else (None, None)
         dx, grads = norm_backward(
             dn.contiguous(), x, None, weight, of_scores, stats, known, None if ds is None else ds.contiguous(), need_x,
-            (need_w and weight is not None) or (need_v and ds is not None),
+            (need_w and weight is not None) or (need_v and ds is not None), mask,
         )  # fmt: skip
         if dx is not None and dslot is not None:
             # dx is ours alone: no tensor of the size of x for what the few chosen tokens add
@@ -94,7 +94,7 @@ class _Fork(torch.autograd.Function):
         dv = None
         if need_v and ds is not None and grads is not None:
             dv = grads[1:].to(vectors.dtype).view(vectors.shape)
-        return dx, dw, dv, None, None, None, None, None
+        return dx, dw, dv, None, None, None, None, None, None
 
 
 # what Function.apply does beyond this concerns torch.func, which never gets here
@@ -102,15 +102,18 @@ _fork: Callable[..., tuple[Tensor, Tensor, Tensor]] = super(torch.autograd.Funct
 
 
 def fork(
-    x: Tensor, weight: Tensor | None, vectors: Tensor, *, eps: float, score_eps: float, dtype: torch.dtype, k: int
-) -> Fork:
+    x: Tensor, weight: Tensor | None, vectors: Tensor, *, eps: float, score_eps: float, dtype: torch.dtype, k: int,
+    mask: Tensor | None = None,
+) -> Fork:  # fmt: skip
     """RMS norm of ``x`` ``(batch, n, dim)``, in `dtype`, and its scores as :func:`score` gives them; see `Fork`.
+
+    Tokens where the mask ``(batch, n)`` is False count as zeros, whatever they hold.
 
     Only for calls that `core.eager.plain` grants and widths that `fits` grants; the arguments have been checked.
     """
     choice = Choice()
     weight = None if weight is None else weight.contiguous()
-    return Fork(*_fork(x, weight, vectors.contiguous(), eps, score_eps, dtype, k, choice), choice)
+    return Fork(*_fork(x, weight, vectors.contiguous(), eps, score_eps, dtype, k, choice, mask), choice)
 
 
 __all__ = ["Choice", "Fork", "as_forward_did", "fork"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from onepass.core.launch import uses_triton
@@ -12,6 +13,11 @@ from . import torch_path
 def on_triton(*tensors: Tensor | None) -> bool:
     """Whether kernels compute what these tensors take part in."""
     return all(t is None or uses_triton(t) for t in tensors)
+
+
+def as_bytes(mask: Tensor | None) -> Tensor | None:
+    """A mask as kernels take it."""
+    return None if mask is None else mask.contiguous().view(torch.uint8)
 
 
 def add_rows(y: Tensor, update: Tensor, gates: Tensor | None, indices: Tensor) -> tuple[()]:

@@ -73,7 +73,7 @@ def _score(t: str) -> Iterator[Kernel]:
         )  # fmt: skip
 
 
-# (dtype of x, width, scores or a choice of rows) → forward: BLOCK_C, warps, registers;
+# (dtype of x, width, scores, of some tokens or of all, or a choice of rows) → forward: BLOCK_C, warps, registers;
 # backward: BLOCK_R, BLOCK_C, warps, stages, registers
 _NORM = {
     ("fp32", 512, "scores"): (256, 2, 40, 2, 512, 4, 3, 128),
@@ -83,6 +83,8 @@ _NORM = {
     ("bf16", 1024, "rows"): (512, 2, 40, 1, 1024, 4, 3, 104),
     ("bf16", 2048, "scores"): (512, 2, 72, 1, 1024, 8, 3, 112),
     ("bf16", 4096, "scores"): (1024, 4, 72, 1, 4096, 16, 2, 112),
+    ("fp32", 1024, "masked scores"): (256, 2, 56, 1, 1024, 4, 3, 128),
+    ("bf16", 1024, "masked scores"): (512, 2, 56, 1, 1024, 4, 3, 128),
 }
 
 
@@ -90,8 +92,13 @@ def _norm() -> Iterator[Kernel]:
     for (t, d, what), (cols, warps, registers, rows, b_cols, b_warps, stages, more) in _NORM.items():
         common = {"x_ptr": f"*{t}", "w_ptr": "*fp32", "stats_ptr": "*fp32"}
         common |= _i32("x_batch_stride", "x_row_stride", "n", "m", "total")
-        shape: dict[str, Any] = {"D": d, "VEC": 8, "R": int(what == "scores")}
-        if what == "scores":
+        scored, masked = "scores" in what, "masked" in what
+        shape: dict[str, Any] = {"D": d, "VEC": 8, "R": int(scored)}
+        if masked:
+            common |= {"mask_ptr": "*u8"}
+        else:
+            shape |= {"mask_ptr": None}
+        if scored:
             common |= {"v_ptr": "*fp32", "s_ptr": "*fp32"}
             shape |= {"index_ptr": None}
         else:
@@ -104,7 +111,7 @@ def _norm() -> Iterator[Kernel]:
         )  # fmt: skip
         signature = common | {"dy_ptr": "*bf16", "dx_ptr": f"*{t}", "parts_ptr": "*fp32"}
         signature |= _i32("every", "n_push", "parts_stride")
-        if what == "scores":
+        if scored:
             signature |= {"ds_ptr": "*fp32", "push_ptr": "*fp32"}
         else:
             shape |= {"ds_ptr": None, "push_ptr": None}

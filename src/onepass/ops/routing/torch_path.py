@@ -87,11 +87,17 @@ def scatter_backward(
     return du, dg
 
 
+def zero_padding(x: Tensor, mask: Tensor | None) -> Tensor:
+    """X (batch, n, d) with zeros where the mask (batch, n) is False, whatever stands there."""
+    return x if mask is None else x.masked_fill(~mask[..., None], 0)
+
+
 def norm_forward(
-    x: Tensor, indices: Tensor | None, weight: Tensor | None, vectors: Tensor | None, eps: float, score_eps: float,
-    dtype: torch.dtype,
+    x: Tensor, indices: Tensor | None, mask: Tensor | None, weight: Tensor | None, vectors: Tensor | None, eps: float,
+    score_eps: float, dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
     """RMS norm of all tokens, or of those that indices (batch, m) name: y, scores (batch, [R,] m), statistics."""
+    x = zero_padding(x, mask)
     scores = None
     if vectors is not None:
         scores, inverse = score_forward(x, vectors.view(-1, x.shape[-1]), score_eps)
@@ -106,10 +112,12 @@ def norm_forward(
 
 
 def norm_backward(
-    dy: Tensor, x: Tensor, indices: Tensor | None, weight: Tensor | None, vectors: Tensor | None, stats: Tensor,
-    scores: Tensor | None, ds: Tensor | None, push: Tensor | None, every: int, need_x: bool, need_w: bool,
+    dy: Tensor, x: Tensor, indices: Tensor | None, mask: Tensor | None, weight: Tensor | None, vectors: Tensor | None,
+    stats: Tensor, scores: Tensor | None, ds: Tensor | None, push: Tensor | None, every: int, need_x: bool,
+    need_w: bool,
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
     """Dy (batch, m, d) → dx (batch, m, d) in x's dtype; the gradients (1 + R, d) of weight and vectors."""
+    x, dy = zero_padding(x, mask), zero_padding(dy, mask)
     wide = _wide(x.dtype)
     f = (x if indices is None else gather(x, indices)).to(wide)
     rstd = stats[0].view(*dy.shape[:2], 1)
@@ -120,8 +128,9 @@ def norm_backward(
     dx = torch.addcmul(g, n, (g * n).mean(-1, keepdim=True), value=-1).mul_(rstd)
     if vectors is not None and scores is not None and ds is not None:
         inverse, shape = stats[1].view(x.shape[:2]), (x.shape[0], -1, x.shape[1])
-        vectors = vectors.view(-1, x.shape[-1])
-        more, dv = score_backward(ds.view(shape), x, vectors, scores.view(shape), inverse, need_x, need_w)
+        vectors, ds = vectors.view(-1, x.shape[-1]), ds.view(shape)
+        ds = ds if mask is None else ds.where(mask[:, None], 0)
+        more, dv = score_backward(ds, x, vectors, scores.view(shape), inverse, need_x, need_w)
         dx = dx if more is None else dx + more
         if dv is not None:
             grads.append(dv.to(wide))

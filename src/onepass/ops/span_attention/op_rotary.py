@@ -212,7 +212,8 @@ def rotary_attention(
         qkv: ``(batch, n, 3, heads, width)``: what a linear layer gives for q, k and v, width even.
         first: the first key of each query's run, see `span_attention`.
         last: one past its last key.
-        mask: ``(batch, n)`` bool, True at tokens that may be seen.
+        mask: ``(batch, n)`` bool, True at tokens that may be seen. A masked token still asks: its own query must be a
+            number, see the README.
         base: see `rotary`; positions are 0 … n−1.
         scale: of the scores; default 1/√width.
 

@@ -1,0 +1,30 @@
+"""Masks of padded batches: what they must look like, and how what lies in padding is kept out of every sum."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from onepass.core import check
+
+
+def check_mask(module: str, x: Tensor, mask: Tensor | None) -> None:
+    """Refuse what is no mask (batch, n) of tokens x (batch, n, dim)."""
+    if mask is None:
+        return
+    check.tensor(module, "mask", mask)
+    if mask.dtype != torch.bool:
+        raise TypeError(f"{module}: mask must be bool (True = real token), got {mask.dtype}")
+    if mask.shape != x.shape[:2]:
+        raise ValueError(f"{module}: mask must be (batch, n) = {tuple(x.shape[:2])}, got {tuple(mask.shape)}")
+
+
+def zero_padding(module: str, x: Tensor, mask: Tensor | None) -> Tensor:
+    """X with zeros where the mask is False.
+
+    A masked token's gradient of 0 does not do: the gradient of a weight is a sum over all tokens, and 0·NaN is NaN.
+    """
+    if x.dim() != 3:
+        raise ValueError(f"{module}: x must be (batch, n, dim), got {tuple(x.shape)}")
+    check_mask(module, x, mask)
+    return x if mask is None else x.masked_fill(~mask[..., None], 0)
