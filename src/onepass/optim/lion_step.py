@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +13,17 @@ from onepass.core.launch import uses_triton
 from onepass.ops.lion.op import NONE, STOCHASTIC, Row, lion_, same_dense_layout, split_complex
 from onepass.ops.lion.table import Columns, Plan, Rows, Scalars, pack_rows
 from onepass.ops.lion.torch_path import foreach_, plain_, update_
-from onepass.optim.options import EXTRA_KEYS, MODES, ROUTING, SCALE_KEY, cautious_factor, hyperparameters, row_of
+from onepass.optim.options import (
+    EXTRA_KEYS,
+    MODES,
+    SCALE_KEY,
+    cautious_factor,
+    hyperparameters,
+    may_vary,
+    numbers,
+    routing,
+    row_of,
+)
 
 if TYPE_CHECKING:
     from onepass.optim.lion import Lion
@@ -58,7 +68,7 @@ class Objects:
     def are(self, objects: list[Any]) -> bool:
         """Tell whether these are the objects of the constructor."""
         try:
-            return objects == self._kept and all(objects[i] is t for i, t in self._singles)
+            return objects == self._kept and (not self._singles or all(objects[i] is t for i, t in self._singles))
         except Exception:  # what tensors say of a comparison with others depends on their shapes, devices and types
             return False
 
@@ -110,7 +120,7 @@ class Work:
         """`grads` are those of all parameters, group by group; `part`: others than these don't matter."""
         groups = optimizer.param_groups
         self.lists = [Objects(group["params"]) for group in groups]
-        self.signature = [[g[key] for key in ROUTING] for g in groups]
+        self.signature = list(map(routing, groups))
         self.params: list[Tensor] = []  # those that are updated
         self.idle: list[Tensor] = []
         self.groups: list[int] = []
@@ -176,6 +186,7 @@ class Work:
                 self.plain.append(j)
         self.all_fused = len(self.fused) == len(self.params) and not self.sharded
         self.plan: Plan | None = None
+        self._known: tuple[list[tuple[Any, ...]], Rows] | None = None
         if self.fused:
             self._make_plan(optimizer, columns)
 
@@ -205,12 +216,12 @@ class Work:
         if len(groups) != len(self.lists):
             return None
         for group, params, options in zip(groups, self.lists, self.signature, strict=True):
-            if not params.are(group["params"]) or [group[key] for key in ROUTING] != options:
+            if not params.are(group["params"]) or routing(group) != options:
                 return None
         states = optimizer.state.values()
         for key, kept in self.kept:
             try:
-                now = [s[key] for s in states]
+                now = list(map(itemgetter(key), states))
             except KeyError:
                 now = [s.get(key) for s in states]
             if not kept.are(now):
@@ -227,7 +238,7 @@ class Work:
             getattr(optimizer, "grad_scale", None), optimizer.clip_coefficient, getattr(optimizer, "found_inf", None)
         )
         if self.plan is not None:
-            rows = rows_of(groups)
+            rows = self._rows(groups)
             self.plan = self._current_plan(optimizer, live)
             self.plan.step(rows, scalars, any(group["capturable"] for group in groups))
             # autograd saves parameters; a raw write must not pass it by
@@ -236,6 +247,16 @@ class Work:
             self._run_others(groups, self._local_columns(optimizer, live), _factor(scalars))
         if self.rounding:
             torch._foreach_add_(self.rounding, 1)
+
+    def _rows(self, groups: Sequence[dict[str, Any]]) -> Rows:
+        """All groups' hyperparameters, laid out anew only when a number changed."""
+        now = list(map(numbers, groups))
+        varying = any(map(may_vary, now))
+        if varying or self._known is None or now != self._known[0]:
+            rows = rows_of(groups)
+            self._known = None if varying else (now, rows)
+            return rows
+        return self._known[1]
 
     def _current_plan(self, optimizer: Lion, live: list[Tensor]) -> Plan:
         """The plan, knowing where everything is now."""
@@ -261,7 +282,7 @@ class Work:
         self.plan = self._current_plan(optimizer, live)
         device = self.plan.launches[0].device
         scale = Scalars(grad_scale).to(device)[0]
-        return self.plan.norm(rows_of(optimizer.param_groups), max_norm.to(device), scale)
+        return self.plan.norm(self._rows(optimizer.param_groups), max_norm.to(device), scale)
 
     def _run_others(self, groups: Any, columns: Columns, factor: float | Tensor | None) -> None:
         for own in self.foreach.values():

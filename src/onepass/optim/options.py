@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -18,11 +19,21 @@ SMALL_INT8 = 4096
 EXTRA_KEYS = {NONE: "", REMAINDER: "remainder", KAHAN: "kahan_comp", STOCHASTIC: "rounding"}
 SCALE_KEY = "exp_avg_scale"
 MODES = {"none": NONE, "remainder": REMAINDER, "kahan": KAHAN, "stochastic": STOCHASTIC}
-# the options that decide the path; lr, betas and weight_decay may change at any step
-ROUTING = (
+# of a group: the options that decide the path, and the numbers that may change at any step
+routing = itemgetter(
     "foreach", "fused", "differentiable", "capturable", "cautious", "cautious_weight_decay", "low_precision",
     "state_dtype",
 )  # fmt: skip
+numbers = itemgetter("lr", "weight_decay", "betas", "decouple_lr", "maximize", "cautious_weight_decay", "cautious")
+
+
+def may_vary(values: tuple[Any, ...]) -> bool:
+    """Tell whether the same `numbers` may mean something else later.
+
+    Tensors and lists may be written to; a decay that is independent of lr depends on a peak besides.
+    """
+    lr, weight_decay, betas, decouple_lr, *_ = values
+    return isinstance(lr, Tensor) or isinstance(weight_decay, Tensor) or isinstance(betas, list) or decouple_lr
 
 
 def check_options(group: dict[str, Any]) -> None:
