@@ -1,11 +1,25 @@
-"""Which tests run where: `gpu` needs CUDA, `interpret` needs TRITON_INTERPRET=1. The rest of a job is deselected."""
+"""Which tests run where: `gpu` needs CUDA, `interpret` needs TRITON_INTERPRET=1. The rest of a job is deselected.
+
+Hypothesis tries the same examples in every run; HYPOTHESIS_PROFILE=random looks for others.
+"""
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
+from hypothesis import settings
 
+from interpreter import patch_once_per_launch
 from onepass.core.launch import INTERPRET
+
+settings.register_profile("repeatable", derandomize=True, deadline=None)
+settings.register_profile("random", deadline=None)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
+
+if INTERPRET:
+    patch_once_per_launch()
 
 
 def _belongs_here(item: pytest.Item) -> bool:

@@ -20,7 +20,7 @@ from onepass.train.config import Config, build, from_json
 from onepass.train.model import RoutedEncoder, new, parameter_groups
 from train.tiny import TINY
 
-FUZZ = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+FUZZ = settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def small(**values: object) -> Config:
@@ -152,7 +152,7 @@ def test_config_round_trip():
     assert from_json(TEXT, "") == small()
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.data())
 def test_damaged_configurations(data: st.DataObject):
     content = bytearray(TEXT.encode())
@@ -169,7 +169,7 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(name=st.sampled_from(sorted(json.loads(TEXT))), value=JSON)
 def test_configurations_with_any_value(name: str, value: object):
     one_line(json.dumps({**json.loads(TEXT), name: value}))

@@ -112,7 +112,7 @@ def test_the_page_shows_every_byte_with_its_choices():
         assert ("w" in names[place].split()) == (seen.hidden[place] and seen.guess[place] != content[place])
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(text=st.text(max_size=80), name=st.text(max_size=20))
 def test_no_text_breaks_out(text: str, name: str):
     content = (EVIL + text).encode("utf-8", "surrogatepass")

@@ -33,9 +33,7 @@ def _lay_out(shape: tuple[int, int], dtype: torch.dtype, layout: str) -> Tensor:
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered")
-@settings(
-    max_examples=15 if INTERPRET else 120, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True
-)
+@settings(max_examples=15 if INTERPRET else 120, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_values_and_gradients(data: st.DataObject) -> None:
     draw = data.draw

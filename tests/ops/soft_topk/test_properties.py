@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from torch import Tensor
 
 import onepass
+from onepass.core.launch import INTERPRET
 from onepass.ops.soft_topk.torch_path import KINDS
 from ops.soft_topk.distributions import NAMES, draw
 
@@ -141,31 +142,31 @@ def check_isolation_from_their_number(p: Problem) -> None:
         assert torch.equal(alone[0], y[i])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(problems)
 def test_sum(p: Problem) -> None:
     check_sum(p, 1e-9)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(problems)
 def test_shift_scale_permutation(p: Problem) -> None:
     check_shift_scale_permutation(p, 1e-8)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(problems)
 def test_gradients(p: Problem) -> None:
     check_gradients(p, 1e-6)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(problems)
 def test_threshold(p: Problem) -> None:
     check_threshold(p)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=12 if INTERPRET else 40)
 @given(problems, st.sampled_from([torch.float32, torch.float64, torch.bfloat16]))
 def test_isolation(p: Problem, dtype: torch.dtype) -> None:
     check_isolation(p._replace(scores=p.scores.to(dtype)))
@@ -174,7 +175,7 @@ def test_isolation(p: Problem, dtype: torch.dtype) -> None:
 specials = st.sampled_from([math.nan, math.inf, -math.inf, 0.0, -0.0, 1e4, -1e4, 1e-40, 1.5])
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=30 if INTERPRET else 100)
 @given(st.lists(specials, min_size=1, max_size=12), st.floats(0.1, 14), st.sampled_from(KINDS))
 def test_special_scores_end_and_mean_what_they_say(values: list[float], k: float, kind: str) -> None:
     s = torch.tensor(values)

@@ -61,9 +61,9 @@ def test_kernels_interpreted(sorted_here: bool, long: bool, monkeypatch: pytest.
         for name, value in (("MAX_SORTED", 4), ("RUN", 4), ("MERGED", 16)):
             monkeypatch.setattr(kernels_select, name, value)
     if long:
-        for name, value in (("MAX_COLS", 16), ("TILE", 32), ("CHUNK", 64)):
+        for name, value in (("MAX_COLS", 16), ("TILE", 16), ("CHUNK", 32)):
             monkeypatch.setattr(kernels_select, name, value)
-    n = 150 if long else 40
+    n = 75 if long else 40
     for k in (1, 9) if sorted_here else (17, n + 3):
         compare(n, k, "cpu")
 

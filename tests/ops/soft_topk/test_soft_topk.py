@@ -34,7 +34,7 @@ def _k(s: Tensor, share: float) -> float:
     return min(max(share * s.shape[-1], 0.3), s.shape[-1] - 0.2) + 0.0123
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(rows, shares, temperatures, kinds)
 def test_sum_order_and_range(s: Tensor, share: float, eps: float, kind: str) -> None:
     k = _k(s, share)
@@ -49,7 +49,7 @@ def test_sum_order_and_range(s: Tensor, share: float, eps: float, kind: str) -> 
         assert (y.masked_fill(s < hard, 1).amin(-1) >= y.masked_fill(s >= hard, 0).amax(-1) - 1e-12).all()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     rows, shares, temperatures, kinds, st.sampled_from([-1000.0, -3.0, 7.0, 4096.0]), st.sampled_from([0.25, 2.0, 8.0])
 )
@@ -69,7 +69,7 @@ def test_shift_scale_permutation(s: Tensor, share: float, eps: float, kind: str,
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(rows, shares, temperatures, kinds)
 def test_gradients_sum_to_zero_and_dk_is_their_mean(s: Tensor, share: float, eps: float, kind: str) -> None:
     s = s.requires_grad_()
@@ -90,7 +90,7 @@ def test_gradients_sum_to_zero_and_dk_is_their_mean(s: Tensor, share: float, eps
         assert dk.item() == pytest.approx(q.sum().item(), rel=1e-6, abs=1e-9)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(rows, shares, temperatures)
 def test_saturation_is_a_threshold(s: Tensor, share: float, eps: float) -> None:
     """capped_exp: a gate is 1 exactly above the threshold, and its logarithm is linear in the score below."""
@@ -103,18 +103,18 @@ def test_saturation_is_a_threshold(s: Tensor, share: float, eps: float) -> None:
         assert (scores[gates == 1] >= threshold.mean() - spread).all()
 
 
-@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("eps", [1.0, 0.1, 0.03])
 @ALL_KINDS
-def test_float32_rows_sum_to_k(name: str, eps: float, kind: str) -> None:
+def test_float32_rows_sum_to_k(eps: float, kind: str) -> None:
     """|Σy - k| ≤ 1e-6·k for every distribution."""
     for n in SIZES:
-        s = draw(name, 3, n, seed=n).float()
+        s = torch.cat([draw(name, 3, n, seed=n) for name in NAMES]).float()
         for share in SHARES:
             k = max(share * n, 0.5) + 0.3
             y = onepass.soft_topk(s, k, eps=eps, kind=kind)
-            error = (y.double().sum(-1) - k).abs().max().item() / k
-            assert error <= 1e-6, f"n = {n}, k = {k}: {error:.1e}"
+            errors = (y.double().sum(-1) - k).abs() / k
+            worst = int(errors.argmax())
+            assert errors[worst] <= 1e-6, f"{NAMES[worst // 3]}, n = {n}, k = {k}: {errors[worst]:.1e}"
 
 
 @pytest.mark.parametrize("shift", [-1e5, -1000.0, 1000.0, 3e6])

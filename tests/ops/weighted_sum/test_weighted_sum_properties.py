@@ -36,7 +36,7 @@ def _inputs(draw: st.DrawFn) -> tuple[Tensor, Tensor]:
     return x, weight.to(draw(st.sampled_from([dtype, torch.float32])))
 
 
-@settings(max_examples=25 if INTERPRET else 120, deadline=None)
+@settings(max_examples=25 if INTERPRET else 120)
 @given(_inputs())
 def test_values_and_gradients_whatever_the_layout(inputs: tuple[Tensor, Tensor]) -> None:
     x, weight = (t.detach().requires_grad_() for t in inputs)
