@@ -106,17 +106,17 @@ def accumulator(like: Tensor) -> torch.dtype:
     return torch.promote_types(like.dtype, torch.float32)
 
 
-def torch_rows(
-    like: Tensor, k: Tensor | None, eps: Tensor | None, allowed: Tensor | None, k_value: float, eps_value: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(scores, k, eps) as the torch path takes them: (R, n), (R, 1), (R, 1), -inf where masked."""
-    acc = accumulator(like)
+def torch_rows(like: Tensor, allowed: Tensor | None) -> Tensor:
+    """The scores as the torch path takes them: (R, n), -inf where masked."""
     if allowed is not None:
         like = like.masked_fill(~allowed, -math.inf)
-    s = like.reshape(math.prod(like.shape[:-1]), like.shape[-1]).to(acc)
+    return like.reshape(math.prod(like.shape[:-1]), like.shape[-1]).to(accumulator(like))
 
-    def column(value: Tensor | None, default: float) -> Tensor:
-        rows = per_row(value, like)
-        return (s.new_full((len(s),), default) if rows is None else rows.to(acc))[:, None]
 
-    return s, column(k, k_value), column(eps, eps_value)
+def torch_column(value: Tensor | None, number: float, like: Tensor, rows: Tensor) -> Tensor:
+    """Likewise k or eps (R, 1), NaN where nobody could look whether it is > 0."""
+    given = per_row(value, like)
+    if given is None:
+        return rows.new_full((len(rows), 1), number)
+    given = given.to(rows.dtype)[:, None]
+    return torch.where(given > 0, given, math.nan)

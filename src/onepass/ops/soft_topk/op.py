@@ -40,8 +40,9 @@ def _forward(
             arguments.mask_rows(mask, scores), k_value, eps_value, kind,
         )  # fmt: skip
         return y.view(scores.shape), state
-    rows, k_rows, eps_rows = arguments.torch_rows(scores, k, eps, mask, k_value, eps_value)
-    y, state = torch_path.soft_forward(rows, k_rows, eps_rows, kind)
+    rows = arguments.torch_rows(scores, mask)
+    k_rows = arguments.torch_column(k, k_value, scores, rows)
+    y, state = torch_path.soft_forward(rows, k_rows, arguments.torch_column(eps, eps_value, scores, rows), kind)
     return y.to(scores.dtype).view(scores.shape), state
 
 
@@ -66,7 +67,8 @@ def _backward(
             arguments.mask_rows(mask, scores), eps_value, kind, need_scores, need_eps,
         )  # fmt: skip
     else:
-        rows, _, eps_rows = arguments.torch_rows(scores, None, eps, mask, 1.0, eps_value)
+        rows = arguments.torch_rows(scores, mask)
+        eps_rows = arguments.torch_column(eps, eps_value, scores, rows)
         ds, dk, deps = torch_path.soft_backward(
             gy.reshape(rows.shape).to(rows.dtype), rows, state, eps_rows, kind, need_eps
         )

@@ -52,9 +52,9 @@ def _forward(
             k_value, n_iters, eps, eps_init, eps_decay, want_trace,
         )  # fmt: skip
         return y.view(scores.shape), trace
-    rows, k_rows, _ = arguments.torch_rows(scores, k, None, mask, k_value, eps)
+    rows = arguments.torch_rows(scores, mask)
     epsilons = torch_descent.schedule(n_iters, eps, eps_init, eps_decay)
-    y, trace = torch_descent.forward(rows, k_rows, epsilons, want_trace)
+    y, trace = torch_descent.forward(rows, arguments.torch_column(k, k_value, scores, rows), epsilons, want_trace)
     return y.to(scores.dtype).view(scores.shape), trace
 
 
@@ -80,7 +80,8 @@ def _backward(
             k_value, n_iters, eps, eps_init, eps_decay,
         )  # fmt: skip
     else:
-        rows, k_rows, _ = arguments.torch_rows(scores, k, None, mask, k_value, eps)
+        rows = arguments.torch_rows(scores, mask)
+        k_rows = arguments.torch_column(k, k_value, scores, rows)
         epsilons = torch_descent.schedule(n_iters, eps, eps_init, eps_decay)
         ds, dk = torch_descent.backward(gy.reshape(rows.shape).to(rows.dtype), rows, trace, k_rows, epsilons)
     return (

@@ -36,84 +36,115 @@ def schedule(n_iters: int, eps: float, eps_init: float | None, eps_decay: float)
     return out
 
 
-def _chunks(s: Tensor) -> list[slice]:
-    """Rows that are solved together."""
-    step = len(s) if s.is_cuda else max(1, CHUNK // s.shape[-1])
-    return [slice(i, i + step) for i in range(0, len(s), step)]
+def _height(s: Tensor) -> int:
+    """Rows that are worked on together."""
+    return len(s) if s.is_cuda else max(1, CHUNK // s.shape[-1])
+
+
+class _Exponentials:
+    """E = exp((s - ref)/eps) of some rows, kept in `out`; rows longer than `room` are worked on in pieces."""
+
+    def __init__(self, s: Tensor, out: Tensor, room: Tensor) -> None:
+        width = max(1, len(room) // len(s))
+        self.pieces = [
+            (of_s, of_out, room[: of_s.numel()].view(of_s.shape))
+            for of_s, of_out in zip(*(x.split(width, -1) for x in (s, out)), strict=True)  # type: ignore[no-untyped-call]
+        ]
+
+    def make(self, ref: Tensor, eps: Tensor) -> None:
+        for s, out, _ in self.pieces:
+            torch.sub(s, ref, out=out).div_(eps).exp_()
+
+    def clipped_sum(self, level: Tensor) -> Tensor:
+        """Σ min(E, level)."""
+        sums = [torch.minimum(e, level, out=room).sum(-1, keepdim=True) for _, e, room in self.pieces]
+        return sums[0] if len(sums) == 1 else torch.cat(sums, -1).sum(-1, keepdim=True)
+
+    def become_gates(self, level: Tensor) -> None:
+        factor, one = level.reciprocal(), level.new_ones(())
+        for _, out, _ in self.pieces:
+            torch.minimum(out.mul_(factor), one, out=out)
 
 
 def forward(s: Tensor, k: Tensor, epsilons: list[float], want_trace: bool) -> tuple[Tensor, Tensor]:
     """Gates (R, n) and the trace ((R, 0) when not wanted; here without the counts, which backward finds by itself)."""
     width = 2 * (len(epsilons) - 1) if want_trace else 0
-    if not s.numel():
-        return s.clone(), s.new_zeros(len(s), width)
-    y, trace = torch.empty_like(s), s.new_zeros(len(s), width)
-    clipped = torch.empty_like(s[_chunks(s)[0]])
-    for rows in _chunks(s):
-        _forward(s[rows], k[rows], epsilons, y[rows], clipped[: len(s[rows])], trace[rows])
+    y, trace = torch.empty_like(s, memory_format=torch.contiguous_format), s.new_zeros(len(s), width)
+    if s.numel():
+        room = s.new_empty(s.numel() if s.is_cuda else min(s.numel(), CHUNK))
+        chunks = (x.split(_height(s)) for x in (s, k, y, trace))  # type: ignore[no-untyped-call]
+        for of_s, of_k, gates, notes in zip(*chunks, strict=True):
+            _forward(of_s, of_k, epsilons, _Exponentials(of_s, gates, room), notes)
     return y, trace
 
 
-def _forward(s: Tensor, k: Tensor, epsilons: list[float], ratios: Tensor, clipped: Tensor, trace: Tensor) -> None:
-    """Fill `ratios` with the gates of some rows, and their trace if it has room."""
-    steps = len(epsilons) - 1
-    k = torch.where(k > 0, k, math.nan)
+def _forward(s: Tensor, k: Tensor, epsilons: list[float], ratios: _Exponentials, trace: Tensor) -> None:
+    """Give some rows their gates, and their trace if it has room."""
+    steps, wanted = len(epsilons) - 1, trace.shape[-1] > 0
+    # a column by a Python number takes torch three times as long as by a tensor
+    eps = s.new_full((), epsilons[0])
     top = s.amax(-1, keepdim=True)
-    full = not s.is_cuda and s.amin().item() > -math.inf
-    if full:
-        valid = torch.full_like(top, s.shape[-1])
+    nobody = None
+    if not s.is_cuda and s.amin().item() > -math.inf:
+        off = (k / s.shape[-1]).log_().mul_(eps).neg_()
     else:
-        valid = torch.ne(s, -math.inf, out=clipped).sum(-1, keepdim=True)
-    off = epsilons[0] * (valid.clamp(min=1) / k).log_()
-    top = torch.where(valid > 0, top, off)
+        valid = (s != -math.inf).sum(-1, keepdim=True)
+        off = (k / valid.clamp(min=1)).log_().mul_(eps).neg_()
+        top = torch.where(valid > 0, top, off)
+        nobody = (valid == 0) * k
     start = ref = torch.minimum(top, off)
     off = off - ref
-    nobody = (valid == 0).to(s.dtype) * k
-    # one row of each for a step, which torch fills faster than it joins columns
-    levels, refs = s.new_empty(steps, len(s), 1), s.new_empty(steps, len(s), 1)
-    slots = levels.unbind()
-    level, eps = torch.exp(off / epsilons[0], out=slots[0]), epsilons[0]
-    refs[0] = ref
-    t = 1
+    if wanted:
+        trace[:, :1], trace[:, -1:] = off, start
+    level = (off / eps).exp_()
+    t, now, leaves = 1, epsilons[0], None
     while True:
-        fresh = t == 1 or epsilons[t] != eps
-        leaves = ~_within(level)
-        if fresh or s.is_cuda or bool(leaves.any()):
+        if epsilons[t] != now or leaves is not None:
             off = eps * level.log()
             moved = torch.minimum(top, ref + off)
-            if not fresh:
+            if epsilons[t] != now:
+                now, leaves = epsilons[t], None
+                eps = s.new_full((), now)
+            if leaves is not None:
                 moved = torch.where(leaves, moved, ref)
-            shifted = moved != ref
-            level = torch.where(shifted | (epsilons[t] != eps), (((ref - moved) + off) / epsilons[t]).exp(), level)
-            ref, eps = moved, epsilons[t]
-            torch.sub(s, ref, out=ratios).div_(eps).exp_()
+            fresh = (ref - moved).add_(off).div_(eps).exp_()
+            level = fresh if leaves is None else torch.where(leaves, fresh, level)
+            ref = moved
+        ratios.make(ref, eps)
         if t == steps:
             break
-        # a step is a clipped sum and a division; all steps of an eps go without a look, and those after one that
-        # went too far go again
-        end = t + 1
-        while end < steps and epsilons[end] == eps and not s.is_cuda:
-            end += 1
-        for slot in slots[t:end]:
-            torch.sum(torch.minimum(ratios, level, out=clipped), -1, keepdim=True, out=slot)
-            level = (slot if full else slot.add_(nobody)).div_(k)
-        if end - t > 1:
-            fine = _within(levels[t:end]).flatten(1).all(-1)
-            if not bool(fine.all()):
-                end = t + 1 + int(fine.to(torch.uint8).argmin())
-        level = slots[end - 1]
-        refs[t:end] = ref
-        t = end
-    ratios.mul_(1 / level).clamp_(max=1)
-    if trace.shape[-1]:
-        thresholds = levels.log_().mul_(level.new_tensor(epsilons[:steps])[:, None, None]).add_(refs - start)
-        trace[:, :steps] = thresholds[..., 0].t()
-        trace[:, -1:] = start
+        # a step is a clipped sum and a division; all steps of an eps go without a look, unless nobody may look
+        first = t
+        levels: list[Tensor] = []
+        while t < steps and epsilons[t] == now and not (levels and s.is_cuda):
+            total = ratios.clipped_sum(level)
+            level = (total if nobody is None else total.add_(nobody)).div_(k)
+            levels.append(level)
+            t += 1
+        # levels go one way as long as their ref stays: the last one tells whether any has left
+        leaves = _leaves(level)
+        if leaves is not None and not s.is_cuda:
+            # steps after the first that went too far go again
+            at, leaves = next((i, out) for i, x in enumerate(levels) if (out := _leaves(x)) is not None)
+            t, level = first + at + 1, levels[at]
+        if wanted:
+            thresholds = torch.cat(levels[: t - first]).log_().mul_(eps).view(t - first, len(s))
+            trace[:, first:t] = thresholds.t() + (ref - start)
+        if leaves is None and t == steps and epsilons[t] == now:
+            break
+    ratios.become_gates(level)
 
 
-def _within(level: Tensor) -> Tensor:
-    """Where exponentials of these thresholds are trustworthy (or NaN)."""
-    return ~((level > math.exp(WINDOW)) | (level < math.exp(-WINDOW)))
+def _leaves(level: Tensor) -> Tensor | None:
+    """Where the exponentials beside these levels are no longer trustworthy; None if nowhere, as far as one may look."""
+    lowest, highest = math.exp(-WINDOW), math.exp(WINDOW)
+    if not level.is_cuda:
+        low, high = torch.aminmax(level)
+        if low.item() >= lowest and high.item() <= highest:
+            return None
+    # NaN stays where it is
+    out = (level > highest) | (level < lowest)
+    return out if level.is_cuda or bool(out.any()) else None
 
 
 def backward(gy: Tensor, s: Tensor, trace: Tensor, k: Tensor, epsilons: list[float]) -> tuple[Tensor, Tensor]:
@@ -125,11 +156,13 @@ def backward(gy: Tensor, s: Tensor, trace: Tensor, k: Tensor, epsilons: list[flo
         return s.clone(), torch.zeros_like(k)
     # rows in one piece, whatever the strides of s
     ds, dk = torch.empty_like(s, memory_format=torch.contiguous_format), torch.empty_like(k)
-    buffers = [torch.empty_like(ds[_chunks(s)[0]]) for _ in range(4)]
-    for rows in _chunks(s):
-        z, *rest = (b[: len(s[rows])] for b in buffers)
-        torch.sub(s[rows], trace[rows, -1:], out=z)
-        dk[rows] = _backward(gy[rows], z, trace[rows, : len(epsilons) - 1], k[rows], epsilons, ds[rows], rest)
+    height, thresholds = _height(s), trace[:, : len(epsilons) - 1]
+    buffers = [torch.empty_like(ds[:height]) for _ in range(4)]
+    chunks = (x.split(height) for x in (gy, s, trace[:, -1:], thresholds, k, ds, dk))  # type: ignore[no-untyped-call]
+    for upstream, of_s, ref, level, of_k, of_ds, of_dk in zip(*chunks, strict=True):
+        z, *rest = (b[: len(of_s)] for b in buffers)
+        torch.sub(of_s, ref, out=z)
+        of_dk.copy_(_backward(upstream, z, level, of_k, epsilons, of_ds, rest))
     return ds, dk
 
 
@@ -154,12 +187,11 @@ def _backward(
 
     # how many entries lie above each threshold
     count = torch.empty_like(level[:, :-1])
-    columns, counts = level.split(1, -1), count.split(1, -1)  # type: ignore[no-untyped-call]
     between = {}
     for first, end in groups:
         apart = min(end - 1, first - 1 + APART) if not z.is_cuda and end - first > 2 * APART else end - 1
         for t in range(first - 1, apart):
-            torch.sum(torch.gt(z, columns[t], out=above), -1, keepdim=True, out=counts[t])
+            torch.sum(torch.gt(z, level[:, t : t + 1], out=above), -1, keepdim=True, out=count[:, t : t + 1])
         if apart < end - 1:
             between[first] = _Between(z, level[:, apart : end - 1], above, weight)
             count[:, apart : end - 1] = between[first].count
@@ -179,8 +211,9 @@ def _backward(
             weight.zero_()
         else:
             searched.weigh(shares[:, apart:], z, weight)
-        for column, share in zip(columns[first - 1 :], shares.split(1, -1)[:apart], strict=False):  # type: ignore[no-untyped-call]
-            weight.addcmul_(torch.le(z, column, out=above), share)
+        for t in range(apart):
+            torch.le(z, level[:, first - 1 + t : first + t], out=above)
+            weight.addcmul_(above, shares[:, t : t + 1])
         g.addcmul_(ratios, weight, value=-1)
     return (da * eps).sum(-1, keepdim=True) / k
 
