@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
+from collections import Counter
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+import torch
 from torch import Tensor
 
 from onepass.core import launch as core
+from onepass.core import replay
 from onepass.core.replay import replayed
 
 
@@ -42,3 +47,68 @@ def counted(function: Callable[..., Any]) -> tuple[Callable[..., Any], list[int]
         return function(*args)
 
     return replayed(run), calls
+
+
+class Host:
+    """CPU tensors that take the way of CUDA tensors; counts launches, and how often a stretch of a node ran as written.
+
+    `node`: a module whose functions made by `replayed` get a memory of their own.
+    """
+
+    # a class's: what one test recorded another may replay
+    launches = 0
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, node: Any) -> None:
+        from onepass.ops.routing import branch, kernels_branch, kernels_cast, kernels_norm, kernels_probe, rows
+        from onepass.ops.routing import kernels_triton as kernels_rows
+        from onepass.ops.soft_topk import kernels_select, kernels_topk, kernels_triton, op, op_topk
+        from onepass.ops.span_attention import kernels_rotary, op_rotary
+        from onepass.ops.span_attention import kernels_triton as kernels_span
+        from onepass.ops.span_attention import op as op_span
+
+        Host.launches = 0
+        self.written: Counter[str] = Counter()
+        none = SimpleNamespace(calls=[])
+        hooks = SimpleNamespace(launch_enter_hook=none, launch_exit_hook=none)
+
+        def run(*args: Any) -> None:
+            Host.launches += 1
+
+        entry = core.Compiled(run, (None,), lambda: None, lambda device: None, hooks, None)
+
+        def launch(kernel: Any, grid: Any, tensors: Any, numbers: Any, constants: Any, **options: Any) -> None:
+            if core._recording.recorder is not None:
+                core._recording.recorder.launched(entry, grid, tensors, (*numbers, *constants))
+            run()
+
+        for module in (kernels_rows, kernels_branch, kernels_cast, kernels_norm, kernels_probe, kernels_triton,
+                       kernels_select, kernels_topk, kernels_rotary, kernels_span):  # fmt: skip
+            monkeypatch.setattr(module, "launch", launch)
+        for module in (branch, rows, op, op_topk, op_rotary, op_span):
+            monkeypatch.setattr(module, "uses_triton", lambda x: True)
+        monkeypatch.setattr(replay, "_on_gpu", lambda x: True)
+        self.stretches = [
+            name for name, f in vars(node).items() if getattr(f, "__qualname__", "") == "replayed.<locals>.run"
+        ]
+        for name in self.stretches:
+            monkeypatch.setattr(node, name, self._counted(name, getattr(node, name)))
+
+    def _counted(self, name: str, stretch: Any) -> Callable[..., Any]:
+        function = inspect.getclosurevars(stretch).nonlocals["function"]
+
+        def written(*args: Any) -> Any:
+            self.written[name] += 1
+            return function(*args)
+
+        return replayed(written)
+
+
+def torch_calls(run: Callable[[], Any]) -> Counter[str]:
+    """What torch is called for, by name; not what that calls in turn."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
+        run()
+    return Counter(
+        e.name.removeprefix("aten::")
+        for e in seen.events()
+        if e.name.startswith("aten::") and (e.cpu_parent is None or not e.cpu_parent.name.startswith("aten::"))
+    )

@@ -87,12 +87,6 @@ def _looked_at(x: Tensor, launch: Callable[..., None]) -> Tensor:
     return y
 
 
-def _part(x: Tensor, launch: Callable[..., None]) -> Tensor:
-    y = torch.empty_like(x)
-    launch((1, 1, 1), (x, y[1]), 1.0)
-    return y
-
-
 def _own_argument(x: Tensor, launch: Callable[..., None]) -> Tensor:
     launch((1, 1, 1), (x, x), 1.0)
     return x
@@ -131,7 +125,7 @@ def _nothing_launched(x: Tensor, launch: Callable[..., None]) -> Tensor:
 @pytest.mark.parametrize(
     "function",
     [
-        _copied, _filled, _looked_at, _part, _own_argument, _a_view, _a_stranger, _two_parts, _no_elements,
+        _copied, _filled, _looked_at, _own_argument, _a_view, _a_stranger, _two_parts, _no_elements,
         _nothing_launched,
     ],
 )  # fmt: skip
@@ -140,6 +134,20 @@ def test_what_cannot_be_replayed_runs_as_written_for_ever(gpu: FakeGpu, function
     for _ in range(5):
         run(torch.randn(4, 4))
     assert calls == [5]
+
+
+def test_parts_of_tensors_are_found_where_they_begin(gpu: FakeGpu) -> None:
+    def function(x: Tensor) -> Tensor:
+        y = torch.empty_like(x)
+        gpu.launch((1, 1, 1), (x[2], y[1], y[:, 1:]), 1.0)
+        return y
+
+    run, calls = counted(function)
+    for _ in range(4):
+        x = torch.randn(4, 4)
+        y = run(x)
+        assert gpu.launched[-1][5:8] == (x[2].data_ptr(), y[1].data_ptr(), y.data_ptr() + 4)
+    assert calls == [2]
 
 
 def test_a_call_that_only_writes_to_its_arguments_returns_none_again(gpu: FakeGpu) -> None:

@@ -44,6 +44,10 @@ def _zeros_on(device: torch.device) -> Callable[..., Tensor]:
     return lambda shape, stride, dtype: torch.zeros(shape, dtype=dtype, device=device)
 
 
+# an address: a tensor's place in the recorder's pool, and how many bytes into it
+Place = tuple[int, int]
+
+
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """What one call allocates and launches; tensors are named by their place in `pool`: arguments, then allocations."""
 
@@ -53,7 +57,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.pool, self.n_args = list(args), len(args)
         self.device: torch.device = next(a.device for a in args if isinstance(a, Tensor))
         self.allocations: list[tuple[str, tuple[Any, ...]]] = []
-        self.launches: list[tuple[Compiled, tuple[int, int, int], list[int | None], tuple[Any, ...]]] = []
+        self.launches: list[tuple[Compiled, tuple[int, int, int], list[Place | None], tuple[Any, ...]]] = []
         self.replayable = True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -74,13 +78,15 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Note that the call did what can't be replayed."""
         self.replayable = False
 
-    def _place(self, tensor: Tensor | None) -> int | None:
-        """Where a replay finds the tensor, or the one that a view starts at; None for no memory."""
+    def _place(self, tensor: Tensor | None) -> Place | None:
+        """Where a replay finds the tensor, or what it is a view of; None for no memory."""
         if tensor is None or not tensor.data_ptr():
             return None
-        for place, known in enumerate(self.pool):
-            if isinstance(known, Tensor) and known.data_ptr() == tensor.data_ptr():
-                return place
+        for index, known in enumerate(self.pool):
+            if isinstance(known, Tensor) and known.data_ptr():
+                start, end = _extent(known)
+                if start <= tensor.data_ptr() < end:
+                    return index, tensor.data_ptr() - start
         self.replayable = False
         return None
 
@@ -88,11 +94,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """The recorded call as a function of its arguments; None where that would not be the same call."""
         outs: list[int | None] = []
         for t in out if isinstance(out, tuple) else (out,):
-            place = self._place(t)
-            new = place is not None and place >= self.n_args and _layouts((t,)) == _layouts((self.pool[place],))
+            index, offset = self._place(t) or (-1, 0)
+            new = index >= self.n_args and not offset and _layouts((t,)) == _layouts((self.pool[index],))
             if t is not None and not new:
                 return None
-            outs.append(place)
+            outs.append(None if t is None else index)
         return _plan(self, outs, isinstance(out, tuple)) if self.replayable and self.launches else None
 
 
@@ -105,7 +111,7 @@ def _code(program: str) -> CodeType:
 def _plan(recorder: _Recorder, outs: list[int | None], several: bool) -> Plan:
     """Write the call down as a program: loops over what was recorded take longer than what they do."""
     device, n_args, launches = recorder.device, recorder.n_args, recorder.launches
-    places = {place for _, _, tensors, _ in launches for place in tensors if place is not None}
+    places = {place[0] for _, _, tensors, _ in launches for place in tensors if place is not None}
     inputs = sorted(place for place in places if place < n_args)
     first = launches[0][0]
     names: dict[str, Any] = {
@@ -120,6 +126,12 @@ def _plan(recorder: _Recorder, outs: list[int | None], several: bool) -> Plan:
         names.update(new)
         return ", ".join(new)
 
+    def address(place: Place | None) -> str:
+        if place is None:
+            return "None"
+        index, offset = place
+        return f"p{index} + {named(offset)}" if offset else f"p{index}"
+
     lines = ["def replay(args):"]
     lines += [f"p{i} = args[{i}].data_ptr()" for i in inputs]
     misaligned = f"({' | '.join(f'p{i}' for i in inputs) or 0}) & 15"
@@ -130,7 +142,7 @@ def _plan(recorder: _Recorder, outs: list[int | None], several: bool) -> Plan:
             lines.append(f"p{i} = t{i}.data_ptr()")
     lines.append("stream = get_stream(index)")
     for entry, grid, tensors, tail in launches:
-        pointers = ", ".join("None" if place is None else f"p{place}" for place in tensors)
+        pointers = ", ".join(map(address, tensors))
         lines.append(f"{named(entry.run)}({named(*grid)}, stream, {named(*entry.head)}, {pointers}, {named(*tail)})")
     made = ["None" if place is None else f"t{place}" for place in outs]
     lines.append("return " + "".join(f"{t}, " if several else t for t in made))
@@ -153,12 +165,14 @@ def _layouts(args: tuple[Any, ...]) -> tuple[Any, ...]:
     )
 
 
+def _extent(t: Tensor) -> tuple[int, int]:
+    """Address of its first byte, and of the one after its last."""
+    last = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
+    return t.data_ptr(), t.data_ptr() + (last + 1) * t.element_size()
+
+
 def _overlap(tensors: list[Tensor]) -> bool:
-    ends = []
-    for t in tensors:
-        last = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
-        ends.append((t.data_ptr(), t.data_ptr() + (last + 1) * t.element_size()))
-    ends.sort()
+    ends = sorted(map(_extent, tensors))
     return any(start < end for (_, end), (start, _) in pairwise(ends))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,11 +17,12 @@ from onepass.ops.span_attention.op import span_attention
 from onepass.ops.span_attention.op_rotary import rotary
 
 from .attention_node import Plan, near_and_far
+from .attention_runs import Runs, near_runs, whole_runs
 from .causal import CausalRouter, choose_per_block
 from .count import check_count, count
 from .explore import explore
 from .feed_forward import untouched
-from .local_attention import LocalAttention, check_heads, neighbours
+from .local_attention import LocalAttention, check_heads
 from .norm import RMSNorm
 from .router import NORM_EPS, Router, RouterOutput
 
@@ -222,35 +223,41 @@ class RoutedAttention(nn.Module):
         eps = light.norm.eps_for(x)
         # the choice is made in fp32 whatever the branches compute in
         with torch.autocast(x.device.type, enabled=False):
-            room = 2 * max(self._length_kv(n), count(self.k_q, n))
+            ks = count(self.k_q, n), self._length_kv(n)
             vectors = torch.cat((q.directions(), kv.directions()))
-            forked = fork(x, light.norm.weight, vectors, eps=eps, score_eps=NORM_EPS, dtype=dtype, k=room, mask=mask)
+            forked = fork(x, light.norm.weight, vectors, eps=eps, score_eps=NORM_EPS, dtype=dtype, ks=ks, mask=mask)
             of_q, of_kv = forked.scores.unbind(1)
             routing = self._choose(q.decide, kv.decide, of_q, of_kv, mask)
-        last, seen = self._seen(routing, n, mask)
-        first_near, last_near = neighbours(n, light.window, light.causal, x.device)
-        plan = Plan(
-            mask, first_near[None], last_near[None], seen, last.view(-1, last.shape[-1]).to(torch.int32),
-            light.heads, heavy.heads, heavy.dim_head, eps,
-        )  # fmt: skip
+        queries = x.device, dtype, heavy.dim_head
+        near = near_runs(n, light.window, light.causal, queries)
+        if self.causal:
+            last, there = self._seen(routing, n, mask)
+            last = last.to(torch.int32)
+            far = Runs(there, torch.zeros_like(last), last, None, None)
+        else:
+            far = whole_runs(*ks, queries)._replace(mask=self._there(routing, n, mask))
+        plan = Plan(dtype, light.heads, heavy.heads, heavy.dim_head, eps, torch.get_float32_matmul_precision())
         weights = (
             heavy.norm_q.weight, heavy.norm_kv.weight, self.null, light.qkv.weight, light.out.weight, heavy.q.weight,
             heavy.kv.weight, heavy.out.weight,
         )  # fmt: skip
         gates, indices = (routing.q.gates, routing.kv.gates), (routing.q.indices, routing.kv.indices)
-        return near_and_far(forked, x, gates, indices, weights, plan), routing
+        return near_and_far(forked, x, gates, indices, weights, (near._replace(mask=mask), far), plan), routing
 
     def _seen(self, routing: AttentionRouting, n: int, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """How many of the chosen keys each chosen query sees, and which of them are there (None: all)."""
-        q, kv = routing.q.indices, routing.kv.indices
-        # a Router finds as many as it is asked for
-        whole = mask is None and type(self.router_kv) is Router and not (self.causal and n % self.window)
-        there = None if whole else kv >= 0
+        q, kv, there = routing.q.indices, routing.kv.indices, self._there(routing, n, mask)
         if not self.causal:
             return torch.full(q.shape[1:], kv.shape[1], dtype=torch.int32, device=q.device), there
         quota = kv.shape[1] // -(-n // self.window)
         # missing queries come last: as they see everything, the numbers never decrease
         return torch.where(q >= 0, q // self.window * quota, kv.shape[1]), there
+
+    def _there(self, routing: AttentionRouting, n: int, mask: Tensor | None) -> Tensor | None:
+        """Which of the chosen keys are there; None: all."""
+        # a Router finds as many as it is asked for
+        whole = mask is None and type(self.router_kv) is Router and not (self.causal and n % self.window)
+        return None if whole else routing.kv.indices >= 0
 
     def _quota(self, n: int) -> int:
         """How many keys and values each window of n > 0 tokens gives, missing ones included."""
@@ -269,17 +276,21 @@ class RoutedAttention(nn.Module):
         """
         if not (plain(x, mask) and x.numel() and self.k_q and self.k_kv and fits(x.shape[-1])):
             return None
-        q, kv, light, heavy = self.router_q, self.router_kv, self.light, self.heavy
-        if type(q) not in (Router, CausalRouter) or type(kv) is not Router or not untouched(*self.modules()):
+        # not by attributes nor by `modules`, which take longer than all else in here
+        own = self._modules
+        branches = own["light"], own["heavy"]
+        inner = [m for branch in branches for m in branch._modules.values()]  # type: ignore[union-attr]
+        parts: list[Any] = [self, own["router_kv"], *branches, *inner, own["router_q"]]
+        *kinds, of_q = map(type, parts)
+        if kinds != _KINDS or of_q not in (Router, CausalRouter) or not untouched(*parts):
             return None
-        if {type(m) for m in self.modules()} - _KINDS:
+        if len({m.eps for m in parts if type(m) is RMSNorm}) > 1:
             return None
-        if any(isinstance(m, nn.Linear) and m.bias is not None for m in self.modules()):
+        weights = [p for m in parts for p in m._parameters.values() if p is not None]
+        # one each, and ν: no bias
+        if len(weights) != _WEIGHTS or not plain(*weights):
             return None
-        norms = light.norm, heavy.norm_q, heavy.norm_kv
-        if len({norm.eps for norm in norms}) > 1 or not plain(*self.parameters()):
-            return None
-        dtypes = {w.dtype for w in self.parameters()}
+        dtypes = {w.dtype for w in weights}
         if torch.is_autocast_enabled(x.device.type):
             return None if torch.float64 in (x.dtype, *dtypes) else torch.get_autocast_dtype(x.device.type)
         return x.dtype if dtypes == {x.dtype} else None
@@ -295,5 +306,9 @@ def check_routers(module: str, router_q: nn.Module | None, router_kv: nn.Module 
             raise ValueError(f"{module}: {name} must have one route, got num_routes = {router.num_routes}")
 
 
-# what the fused form knows how to stand in for
-_KINDS = {RoutedAttention, LocalAttention, HeavyAttention, Router, CausalRouter, RMSNorm, nn.Linear}
+# what the fused form knows how to stand in for, in the order of `_modules`; with the other router eleven have weights
+_KINDS = [
+    RoutedAttention, Router, LocalAttention, HeavyAttention, RMSNorm, nn.Linear, nn.Linear, RMSNorm, RMSNorm, nn.Linear,
+    nn.Linear, nn.Linear,
+]  # fmt: skip
+_WEIGHTS = 11

@@ -3,8 +3,9 @@
     y = out(attention(normed)) + ν        y_i += g_i·(out'(attention'(norm_q(x_i), norm_kv(x_K))) − ν)
 
 What the node saves over their composition: the chosen tokens are normed as they are gathered, their gradients are added
-in place to those of all tokens (through the slot of `fork`), weights are cast together, their gradients leave the
-product in their own dtype, and the host starts its kernels without an autograd node and a dispatch for each.
+in place to those of all tokens (through the slots of `fork`), weights are cast together, their gradients leave the
+product in their own dtype. Between the matrix products, which are torch's, stand stretches of kernels; each is one call
+for `core.replay`, so that the host does little more than to launch them.
 """
 
 from __future__ import annotations
@@ -13,143 +14,205 @@ import math
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from onepass.core.products import cast, weight_gradient
-from onepass.ops.routing.norms import norm_backward, norm_forward
-from onepass.ops.routing.op import scatter_add
-from onepass.ops.routing.op_fork import Fork
-from onepass.ops.routing.rows import scatter_backward
+from onepass.core.products import weight_gradient
+from onepass.core.replay import replayed
+from onepass.ops.routing import branch
+from onepass.ops.routing.norms import norm_backward_into, norm_forward, norm_parts
+from onepass.ops.routing.op_fork import Fork, as_forward_did
+from onepass.ops.routing.rows import add_rows, scatter_backward
 from onepass.ops.span_attention import op as span
-from onepass.ops.span_attention.op_rotary import BASE, packed_backward, split, turn
+from onepass.ops.span_attention.op_rotary import BASE, packed_gradient, split, turn
+
+from .attention_runs import Runs
 
 
 class Plan(NamedTuple):
-    """What does not change with the weights: who sees whom, and the sizes."""
+    """What does not change with the tensors."""
 
-    mask: Tensor | None  # (batch, n) bool: tokens that the near branch may see
-    near_first: Tensor  # (1, n) int32
-    near_last: Tensor
-    far_mask: Tensor | None  # (batch, k_kv) bool: chosen keys that are there
-    far_last: Tensor  # (1 or batch, k_q) int32: how many of the chosen keys a chosen query sees
+    dtype: torch.dtype  # of the branches
     near_heads: int
     far_heads: int
     width: int
     eps: float  # of the norms of the chosen tokens
+    precision: str  # of fp32 products: kernels are compiled for it
+
+
+@replayed
+def _before_products(
+    x: Tensor, at_q: Tensor, at_kv: Tensor, norm_q: Tensor, norm_kv: Tensor, plan: Plan, *weights: Tensor
+) -> tuple[Any, ...]:
+    """Norms of the chosen tokens; copies of the weights in the branches' dtype, if it is another."""
+    chosen_q, *_ = norm_forward(x, at_q, norm_q, None, plan.eps, 0.0, plan.dtype)
+    chosen_kv, *_ = norm_forward(x, at_kv, norm_kv, None, plan.eps, 0.0, plan.dtype)
+    other = any(w.dtype != plan.dtype for w in weights)
+    copies = branch.cast((*weights, None, None), plan.dtype)[:6] if other else ()
+    return chosen_q, chosen_kv, *copies
+
+
+@replayed
+def _attend(
+    qkv: Tensor, q: Tensor, kv: Tensor, gated: Tensor, at_q: Tensor, at_kv: Tensor, plan: Plan,
+    near_mask: Tensor | None, near_first: Tensor, near_last: Tensor,
+    far_mask: Tensor | None, far_first: Tensor, far_last: Tensor,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Queries and keys are turned where they lie, nobody else has them; both attentions."""
+    scale = 1 / math.sqrt(plan.width)
+    near_qk, near_v = split(qkv)
+    turn(near_qk, None, BASE, False, near_qk)
+    near_q, near_k = near_qk.chunk(2, dim=2)
+    near, near_lse = span.forward(near_q, near_k, near_v, near_first, near_last, near_mask, scale)
+    k = kv.select(2, 0)
+    turn(q, at_q, BASE, False, q)
+    turn(k, at_kv, BASE, False, k)
+    far, far_lse = span.forward(q, k, gated, far_first, far_last, far_mask, scale)
+    return near, near_lse, far, far_lse
+
+
+_add_chosen = replayed(add_rows)
+
+
+@replayed
+def _before_backward_products(
+    dy: Tensor, update: Tensor, gates: Tensor, x: Tensor, at_q: Tensor, at_kv: Tensor, norm_q: Tensor,
+    norm_kv: Tensor, plan: Plan, need_gates: bool,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """Gradients of the far branch's output and of the queries' gates; the norms again: cheaper to make than to keep."""
+    d_update, d_gates = scatter_backward(dy, update, gates, at_q, True, need_gates)
+    chosen_q, _, stats_q = norm_forward(x, at_q, norm_q, None, plan.eps, 0.0, plan.dtype)
+    chosen_kv, _, stats_kv = norm_forward(x, at_kv, norm_kv, None, plan.eps, 0.0, plan.dtype)
+    return d_update, d_gates, chosen_q, stats_q, chosen_kv, stats_kv
+
+
+@replayed
+def _attend_backward(
+    d_near: Tensor, qkv: Tensor, near: Tensor, near_lse: Tensor, d_far: Tensor, q: Tensor, kv: Tensor, gated: Tensor,
+    far: Tensor, far_lse: Tensor, at_q: Tensor, at_kv: Tensor, plan: Plan,
+    near_mask: Tensor | None, near_first: Tensor, near_last: Tensor, near_begin: Tensor | None, near_end: Tensor | None,
+    far_mask: Tensor | None, far_first: Tensor, far_last: Tensor, far_begin: Tensor | None, far_end: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Through both attentions and the turns: gradients of qkv, q and kv, of the latter's values before their gates."""
+    scale = 1 / math.sqrt(plan.width)
+    d_qkv = packed_gradient(
+        d_near, qkv, near, near_lse, split(qkv)[0], near_first, near_last, near_mask, BASE, scale,
+        None if near_begin is None or near_end is None else (near_begin, near_end),
+    )  # fmt: skip
+    dq, dkv = torch.empty_like(q), torch.empty_like(kv)
+    dk = dkv.select(2, 0)
+    span.backward_into(
+        (dq, dk, dkv.select(2, 1)), d_far, q, kv.select(2, 0), gated, far, far_lse, far_first, far_last, far_mask,
+        scale, None if far_begin is None or far_end is None else (far_begin, far_end),
+    )  # fmt: skip
+    turn(dq, at_q, BASE, True, dq)
+    turn(dk, at_kv, BASE, True, dk)
+    return d_qkv, dq, dkv
+
+
+@replayed
+def _after_backward_products(
+    d_q: Tensor, d_kv: Tensor, x: Tensor, at_q: Tensor, at_kv: Tensor, norm_q: Tensor, norm_kv: Tensor,
+    stats_q: Tensor, stats_kv: Tensor, need_x: bool, need_q: bool, need_kv: bool,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """Through the norms of the chosen: gradients of the tokens, and parts of those of the norms' weights."""
+    parts_q = norm_parts(x, at_q.numel(), norm_q, None) if need_q else None
+    parts_kv = norm_parts(x, at_kv.numel(), norm_kv, None) if need_kv else None
+    rows_q = rows_kv = None
+    if need_x or need_q:
+        rows_q = norm_backward_into(parts_q, d_q, x, at_q, norm_q, None, stats_q, None, None, need_x)
+    if need_x or need_kv:
+        rows_kv = norm_backward_into(parts_kv, d_kv, x, at_kv, norm_kv, None, stats_kv, None, None, need_x)
+    return rows_q, parts_q, rows_kv, parts_kv
+
+
+def _gated(v: Tensor, gates: Tensor) -> Tensor:
+    return v * gates.to(v.dtype)[..., None, None]
 
 
 class _NearAndFar(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, normed: Tensor, slot: Tensor, gates_q: Tensor, gates_kv: Tensor, norm_q: Tensor, norm_kv: Tensor,
-        null: Tensor, qkv_w: Tensor, near_out_w: Tensor, q_w: Tensor, kv_w: Tensor, far_out_w: Tensor,
-        x: Tensor, at_q: Tensor, at_kv: Tensor, plan: Plan,
+        ctx: Any, normed: Tensor, slot_q: Tensor, slot_kv: Tensor, gates_q: Tensor, gates_kv: Tensor, norm_q: Tensor,
+        norm_kv: Tensor, null: Tensor, qkv_w: Tensor, near_out_w: Tensor, q_w: Tensor, kv_w: Tensor, far_out_w: Tensor,
+        x: Tensor, at_q: Tensor, at_kv: Tensor, near_runs: Runs, far_runs: Runs, plan: Plan,
     ) -> Tensor:  # fmt: skip
         batch, n, dim = normed.shape
-        heads, width, dtype, scale = plan.far_heads, plan.width, normed.dtype, 1 / math.sqrt(plan.width)
         weights = null, qkv_w, near_out_w, q_w, kv_w, far_out_w
-        ctx.dtypes = tuple(w.dtype for w in weights)
-        bias, qkv_c, near_out_c, q_c, kv_c, far_out_c = cast(weights, dtype)
+        chosen_q, chosen_kv, *copies = _before_products(x, at_q, at_kv, norm_q, norm_kv, plan, *weights)
+        bias, qkv_c, near_out_c, q_c, kv_c, far_out_c = copies or weights
         tokens = normed.view(-1, dim)
-        qkv = torch.mm(tokens, qkv_c.t()).view(batch, n, 3, plan.near_heads, width)
-        # queries and keys are turned where they lie: nobody else has them
-        near_qk, near_v = split(qkv)
-        turn(near_qk, None, BASE, False, near_qk)
-        near_q, near_k = near_qk.chunk(2, dim=2)
-        near, near_lse = span.forward(near_q, near_k, near_v, plan.near_first, plan.near_last, plan.mask, scale)
-        y = torch.addmm(bias, near.view(batch * n, -1), near_out_c.t())
-
-        chosen_q, *_ = norm_forward(x, at_q, norm_q, None, plan.eps, 0.0, dtype)
-        chosen_kv, *_ = norm_forward(x, at_kv, norm_kv, None, plan.eps, 0.0, dtype)
-        q = torch.mm(chosen_q.view(-1, dim), q_c.t()).view(batch, -1, heads, width)
-        kv = torch.mm(chosen_kv.view(-1, dim), kv_c.t()).view(batch, -1, 2, heads, width)
-        k, v = kv.unbind(2)
-        turn(q, at_q, BASE, False, q)
-        turn(k, at_kv, BASE, False, k)
-        gated = v * gates_kv.to(dtype)[..., None, None]
-        first = torch.zeros_like(plan.far_last)
-        far, far_lse = span.forward(q, k, gated, first, plan.far_last, plan.far_mask, scale)
-        update = torch.addmm(-bias, far.view(q.shape[0] * q.shape[1], -1), far_out_c.t()).view(batch, -1, dim)
-        y = scatter_add(y, update, gates_q, at_q, inplace=True)
-
-        ctx.plan = plan
-        ctx.save_for_backward(
-            tokens, qkv, near, near_lse, q, kv, far, far_lse,
-            update, gates_q, gates_kv, norm_q, norm_kv, qkv_c, near_out_c, q_c, kv_c, far_out_c, x, at_q, at_kv,
-            plan.mask, plan.near_first, plan.near_last, plan.far_mask, plan.far_last,
+        qkv = torch.mm(tokens, qkv_c.t()).view(batch, n, 3, plan.near_heads, plan.width)
+        q = torch.mm(chosen_q.view(-1, dim), q_c.t()).view(batch, -1, plan.far_heads, plan.width)
+        kv = torch.mm(chosen_kv.view(-1, dim), kv_c.t()).view(batch, -1, 2, plan.far_heads, plan.width)
+        gated = _gated(kv.select(2, 1), gates_kv)
+        near, near_lse, far, far_lse = _attend(
+            qkv, q, kv, gated, at_q, at_kv, plan, *near_runs[:3], *far_runs[:3]
         )  # fmt: skip
+        y = torch.addmm(bias, near.view(batch * n, -1), near_out_c.t())
+        update = torch.addmm(-bias, far.view(batch * q.shape[1], -1), far_out_c.t()).view(chosen_q.shape)
+        _add_chosen(y, update, gates_q, at_q)
+        ctx.save_for_backward(
+            tokens, qkv, near, near_lse, q, kv, far, far_lse, update, gates_q, gates_kv, norm_q, norm_kv, qkv_c,
+            near_out_c, q_c, kv_c, far_out_c, x, at_q, at_kv, *near_runs, *far_runs,
+        )  # fmt: skip
+        ctx.plan, ctx.dtypes = plan, [w.dtype for w in weights]
         return y
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> Any:
-        if torch.is_autocast_enabled(dy.device.type):
-            # the dtypes of forward decide, not where backward is called from
-            with torch.autocast(dy.device.type, enabled=False):
-                return _NearAndFar._backward(ctx, dy)
-        return _NearAndFar._backward(ctx, dy)
-
-    @staticmethod
-    def _backward(ctx: Any, dy: Tensor) -> Any:
+    @as_forward_did
+    def backward(ctx: Any, grads_out: tuple[Tensor | None, ...]) -> Any:
         (
-            tokens, qkv, near, near_lse, q, kv, far, far_lse,
-            update, gates_q, gates_kv, norm_q, norm_kv, qkv_c, near_out_c, q_c, kv_c, far_out_c, x, at_q, at_kv,
-            mask, near_first, near_last, far_mask, far_last,
+            tokens, qkv, near, near_lse, q, kv, far, far_lse, update, gates_q, gates_kv, norm_q, norm_kv, qkv_c,
+            near_out_c, q_c, kv_c, far_out_c, x, at_q, at_kv, *runs,
         ) = ctx.saved_tensors  # fmt: skip
-        needs, dtypes, scale = ctx.needs_input_grad, ctx.dtypes, 1 / math.sqrt(ctx.plan.width)
-        batch, n, dim = x.shape
-        d_weights: list[Tensor | None] = [None] * 5
-        # cheaper to make again than to keep
-        chosen_q, _, stats_q = norm_forward(x, at_q, norm_q, None, ctx.plan.eps, 0.0, tokens.dtype)
-        chosen_kv, _, stats_kv = norm_forward(x, at_kv, norm_kv, None, ctx.plan.eps, 0.0, tokens.dtype)
-        gated = kv[:, :, 1] * gates_kv.to(kv.dtype)[..., None, None]
+        near_runs, far_runs = Runs(*runs[:5]), Runs(*runs[5:])
+        (
+            need_normed, need_x, _, need_gates, need_gates_kv, need_norm_q, need_norm_kv, need_null, *needs,
+        ) = ctx.needs_input_grad[:13]  # fmt: skip
+        plan, dtypes, dim, precision = ctx.plan, ctx.dtypes, x.shape[-1], torch.get_float32_matmul_precision()
+        if precision != plan.precision:
+            # other kernels, other tiles of keys
+            plan = plan._replace(precision=precision)
+            near_runs, far_runs = (r._replace(begin=None, end=None) for r in (near_runs, far_runs))
+        grads: list[Tensor | None] = [None] * 5
 
         def gradient(which: int, dy: Tensor, x: Tensor) -> None:
-            if needs[7 + which]:
-                d_weights[which] = weight_gradient(dy, x, dtypes[1 + which])
+            if needs[which]:
+                grads[which] = weight_gradient(dy, x.view(len(dy), -1), dtypes[1 + which])
 
-        d_update, d_gates_q = scatter_backward(dy.view(x.shape), update, gates_q, at_q, True, needs[2])
-        assert d_update is not None
-        du = d_update.to(tokens.dtype).view(-1, dim)
-        flat = far.view(len(du), -1)
-        gradient(4, du, flat)
-        d_far = torch.mm(du, far_out_c).view(far.shape)
-        dq, dkv, (k, v) = torch.empty_like(q), torch.empty_like(kv), kv.unbind(2)
-        dk, dv = dkv.unbind(2)
-        first = torch.zeros_like(far_last)
-        span.backward_into((dq, dk, dv), d_far, q, k, gated, far, far_lse, first, far_last, far_mask, scale)
-        turn(dq, at_q, BASE, True, dq)
-        turn(dk, at_kv, BASE, True, dk)
-        d_gates_kv = torch.linalg.vecdot(dv.flatten(2).to(gates_kv.dtype), v.flatten(2).to(gates_kv.dtype))
+        dy = grads_out[0].to(plan.dtype).contiguous()  # type: ignore[union-attr]
+        d_update, d_gates_q, chosen_q, stats_q, chosen_kv, stats_kv = _before_backward_products(
+            dy.view(x.shape), update, gates_q, x, at_q, at_kv, norm_q, norm_kv, plan, need_gates
+        )
+        du, v = d_update.view(-1, dim), kv.select(2, 1)
+        gradient(1, dy, near)
+        gradient(4, du, far)
+        d_null = (dy.sum(0, dtype=dtypes[0]) - du.sum(0, dtype=dtypes[0])) if need_null else None
+        d_near, d_far = torch.mm(dy, near_out_c).view(near.shape), torch.mm(du, far_out_c).view(far.shape)
+        if far_runs.begin is None:
+            begin, end = span.edges(q, far_runs.first, far_runs.last, kv.shape[1]) or (None, None)
+            far_runs = far_runs._replace(begin=begin, end=end)
+        d_qkv, dq, dkv = _attend_backward(
+            d_near, qkv, near, near_lse, d_far, q, kv, _gated(v, gates_kv), far, far_lse, at_q, at_kv, plan, *near_runs,
+            *far_runs,
+        )  # fmt: skip
+        dv, d_gates_kv = dkv.select(2, 1), None
+        if need_gates_kv:
+            d_gates_kv = torch.linalg.vecdot(dv.flatten(2).to(gates_kv.dtype), v.flatten(2).to(gates_kv.dtype))
         dv.mul_(gates_kv.to(dv.dtype)[..., None, None])
-        dq, dkv = dq.view(len(du), -1), dkv.view(batch * kv.shape[1], -1)
-        gradient(2, dq, chosen_q.view(-1, dim))
-        gradient(3, dkv, chosen_kv.view(-1, dim))
-        d_chosen = torch.mm(dq, q_c).view(chosen_q.shape), torch.mm(dkv, kv_c).view(chosen_kv.shape)
-        d_slot = x.new_empty(batch, 2, max(q.shape[1], kv.shape[1]), dim) if needs[1] else None
-        d_norms: list[Tensor | None] = []
-        for part, (at, norm, stats) in enumerate(((at_q, norm_q, stats_q), (at_kv, norm_kv, stats_kv))):
-            need = needs[4 + part]
-            rows, grads = norm_backward(d_chosen[part], x, at, norm, None, stats, None, None, needs[1], need)
-            if d_slot is not None and rows is not None:
-                d_slot[:, part, : at.shape[1]] = rows
-            d_norms.append(grads[0].to(norm.dtype) if need and grads is not None else None)
-
-        dy = dy.to(tokens.dtype)
-        flat = near.view(batch * n, -1)
-        gradient(1, dy, flat)
-        d_null = (dy.sum(0, dtype=dtypes[0]) - du.sum(0, dtype=dtypes[0])) if needs[6] else None
-        d_near = torch.mm(dy, near_out_c).view(near.shape)
-        d_qkv = packed_backward(d_near, qkv, near, near_lse, split(qkv)[0], near_first, near_last, mask, BASE, scale)
-        d_qkv = d_qkv.view(batch * n, -1)
+        d_qkv, dq, dkv = d_qkv.view(len(dy), -1), dq.view(len(du), -1), dkv.view(at_kv.numel(), -1)
         gradient(0, d_qkv, tokens)
-        d_normed = torch.mm(d_qkv, qkv_c).view(x.shape) if needs[0] else None
-        d_slot = None if d_slot is None else d_slot.flatten(1, 2)
+        gradient(2, dq, chosen_q)
+        gradient(3, dkv, chosen_kv)
+        d_normed = torch.mm(d_qkv, qkv_c).view(x.shape) if need_normed else None
+        rows_q, parts_q, rows_kv, parts_kv = _after_backward_products(
+            torch.mm(dq, q_c).view(chosen_q.shape), torch.mm(dkv, kv_c).view(chosen_kv.shape), x, at_q, at_kv,
+            norm_q, norm_kv, stats_q, stats_kv, need_x, need_norm_q, need_norm_kv,
+        )  # fmt: skip
+        d_norms = [None if p is None else p.sum(0).to(w.dtype) for p, w in ((parts_q, norm_q), (parts_kv, norm_kv))]
         return (
-            d_normed, d_slot, d_gates_q if needs[2] else None, d_gates_kv, *d_norms, d_null, *d_weights,
-            None, None, None, None,
+            d_normed, rows_q, rows_kv, d_gates_q, d_gates_kv, *d_norms, d_null, *grads,
+            None, None, None, None, None, None,
         )  # fmt: skip
 
 
@@ -159,19 +222,18 @@ _near_and_far = super(torch.autograd.Function, _NearAndFar).apply
 
 def near_and_far(
     forked: Fork, x: Tensor, gates: tuple[Tensor, Tensor], indices: tuple[Tensor, Tensor], weights: tuple[Tensor, ...],
-    plan: Plan,
+    runs: tuple[Runs, Runs], plan: Plan,
 ) -> Tensor:  # fmt: skip
     """Both branches and their gated sum, rows (batch·n, dim) of the dtype of `forked.normed`; see the module.
 
     `gates` and `indices` are those of the queries and of the keys, ``(batch, k)`` each, k ≥ 1; `forked` is a `fork` of
-    x with room for twice the longer list. `weights`: of the norms of chosen queries and keys, ν, then of the linear
-    layers qkv and out of the near branch, q, kv and out of the far one. For calls that `fork` takes.
+    x with a slot for each of the two. `weights`: of the norms of chosen queries and keys, ν, then of the linear layers
+    qkv and out of the near branch, q, kv and out of the far one. For calls that `fork` takes.
     """
-    longest = max(i.shape[1] for i in indices)
-    # a token may be in both lists, and their gradients must not meet: one route each
-    forked.choice.indices = torch.stack([F.pad(i, (0, longest - i.shape[1]), value=-1) for i in indices], 1)
+    # a token may be in both lists, and their gradients must not meet: one slot each
+    forked.choice.indices = indices
     return _near_and_far(  # type: ignore[no-any-return, no-untyped-call]
-        forked.normed, forked.slot, *gates, *weights, x.detach(), *indices, plan
+        forked.normed, *forked.slots, *gates, *weights, x.detach(), *indices, *runs, plan
     )
 
 

@@ -42,8 +42,8 @@ def _grads(outs: list[Tensor], inputs: list[Tensor], upstream: list[Tensor]) -> 
     return list(torch.autograd.grad([o for o, _ in pairs], inputs, [g for _, g in pairs], allow_unused=True))
 
 
-def _fork(x: Tensor, weight: Tensor | None, vectors: Tensor, k: int, dtype: torch.dtype) -> Fork:
-    return fork(x, weight, vectors, eps=EPS, score_eps=1e-6, dtype=dtype, k=k)
+def _fork(x: Tensor, weight: Tensor | None, vectors: Tensor, ks: tuple[int, ...], dtype: torch.dtype) -> Fork:
+    return fork(x, weight, vectors, eps=EPS, score_eps=1e-6, dtype=dtype, ks=ks)
 
 
 @pytest.mark.parametrize("dim", [7, 64, 200, 1024, 1500, 2500] if not INTERPRET else [7, 200, 2500])
@@ -56,27 +56,28 @@ def test_fork_is_norm_score_and_gather(device: str, dim: int, vectors: str, with
     shape = (dim,) if vectors == "one" else (3, dim)
     v = torch.randn(shape, dtype=dtype, device=device, requires_grad=True)
     indices = torch.tensor([[3, -1, 0, 8], [5, 4, 1, -1]], device=device)
-    f = _fork(x, weight, v, 4, dtype)
-    f.choice.indices = indices
-    # the slot's gradient is that of the gathered tokens
-    chosen = torch.randn(2, 4, dim, dtype=dtype, device=device)
+    others = torch.tensor([[0], [5]], device=device)
+    f = _fork(x, weight, v, (4, 1), dtype)
+    f.choice.indices = indices, others
+    # a slot's gradient is that of the gathered tokens
+    chosen, more = (torch.randn(2, k, dim, dtype=dtype, device=device) for k in (4, 1))
     ds = torch.randn_like(f.scores)
     ds[..., ::3] = 0
-    upstream = [torch.randn_like(f.normed), ds, chosen]
+    upstream = [torch.randn_like(f.normed), ds, chosen, more]
     inputs = [t for t in (x, weight, v) if t is not None]
-    ours = _grads([f.normed, f.scores, f.slot], inputs, upstream)
+    ours = _grads([f.normed, f.scores, *f.slots], inputs, upstream)
     wide = {t: t.detach().double().requires_grad_() for t in inputs}
     x64, v64, w64 = wide[x], wide[v], wide[weight] if weight is not None else None
-    outs = [_norm(x64, w64), reference.score(x64, v64), reference.gather(x64, indices)]
+    outs = [_norm(x64, w64), reference.score(x64, v64), *(reference.gather(x64, i) for i in f.choice.indices)]
     _close([f.normed, f.scores], outs[:2], limit)
     _close(ours, _grads(outs, [*wide.values()], upstream), limit)
 
 
 def test_the_slot_holds_no_memory(device: str) -> None:
     x, v = torch.randn(2, 40, 64, device=device), torch.randn(64, device=device)
-    f = _fork(x, None, v, 20, x.dtype)
-    assert f.slot.shape == (2, 20, 64)
-    assert f.slot.untyped_storage().nbytes() <= 8
+    (slot,) = _fork(x, None, v, (20,), x.dtype).slots
+    assert slot.shape == (2, 20, 64)
+    assert slot.untyped_storage().nbytes() <= 8
 
 
 @pytest.mark.parametrize("used", list(itertools.product([False, True], repeat=3))[1:])
@@ -84,10 +85,10 @@ def test_fork_takes_the_gradients_that_there_are(device: str, used: tuple[bool, 
     dtype, limit = _limits(device)
     x, v = (torch.randn(s, dtype=dtype, device=device, requires_grad=True) for s in ((2, 9, 32), (32,)))
     indices = torch.tensor([[3, 0], [5, -1]], device=device)
-    f = _fork(x, None, v, 2, dtype)
-    f.choice.indices = indices
+    f = _fork(x, None, v, (2,), dtype)
+    f.choice.indices = (indices,)
     x64, v64 = x.detach().double().requires_grad_(), v.detach().double().requires_grad_()
-    ours = [f.normed, f.scores, f.slot]
+    ours = [f.normed, f.scores, *f.slots]
     theirs = [_norm(x64, None), reference.score(x64, v64), reference.gather(x64, indices)]
     upstream = [torch.randn(o.shape, dtype=dtype, device=device) for o in theirs]
     ours, theirs, upstream = ([o for o, u in zip(t, used, strict=True) if u] for t in (ours, theirs, upstream))

@@ -98,7 +98,7 @@ def _fork_case(batch: int, n: int, dim: int, dtype: torch.dtype, stage: str) -> 
         wanted = (x, weight.requires_grad_(need), vector.requires_grad_(need))
 
         def ours() -> tuple[Tensor, Tensor]:
-            f = fork(x, weight, vector, eps=1e-6, score_eps=1e-6, dtype=torch.bfloat16, k=1)
+            f = fork(x, weight, vector, eps=1e-6, score_eps=1e-6, dtype=torch.bfloat16, ks=())
             return f.normed, f.scores
 
         def apart() -> tuple[Tensor, Tensor]:

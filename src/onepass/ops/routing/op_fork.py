@@ -1,7 +1,7 @@
 """`fork`: one read of the tokens for the light branch's norm and the router's scores, one sum of their gradients.
 
-Plain eager PyTorch only: its gradient for the tokens that the heavy branch takes comes in through `slot`, a stand-in
-that holds no memory, and joins the rest in place. Elsewhere the same is a norm, `score` and `gather`.
+Plain eager PyTorch only: its gradient for the tokens that a heavy branch takes comes in through a slot, a stand-in that
+holds no memory, and joins the rest in place. Elsewhere the same is a norm, `score` and `gather`.
 """
 
 from __future__ import annotations
@@ -13,14 +13,16 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from onepass.core.replay import replayed
+
 from .norms import norm_backward, norm_forward
 from .rows import add_rows
 
 
 class Choice:
-    """Which tokens were chosen: told to the fork once the router has decided."""
+    """Which tokens were chosen, for each slot: told to the fork once the routers have decided."""
 
-    indices: Tensor
+    indices: tuple[Tensor, ...] = ()
 
 
 class Fork(NamedTuple):
@@ -29,14 +31,14 @@ class Fork(NamedTuple):
     Attributes:
         normed: ``(batch, n, dim)`` of the dtype asked for: RMS-normalised, times the weight.
         scores: ``(batch, n)``, or ``(batch, R, n)`` for vectors ``(R, dim)``, fp32 (fp64 for fp64).
-        slot: ``(batch, k, dim)`` without memory of its own: the gradient given to it is added to that of the tokens
-            that `choice.indices` names.
-        choice: set its `indices` ``(batch, k)`` before backward.
+        slots: for each k asked for ``(batch, k, dim)`` without memory of its own: the gradient given to it is added to
+            that of the tokens that `choice.indices` names.
+        choice: set its `indices`, ``(batch, k)`` for each slot, before backward.
     """
 
     normed: Tensor
     scores: Tensor
-    slot: Tensor
+    slots: tuple[Tensor, ...]
     choice: Choice
 
 
@@ -61,23 +63,28 @@ def as_forward_did(backward: Callable[[Any, tuple[Tensor | None, ...]], Any]) ->
     return run
 
 
+_add_chosen = replayed(add_rows)
+
+
 class _Fork(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor | None, vectors: Tensor, eps: float, score_eps: float,
-        dtype: torch.dtype, k: int, choice: Choice, mask: Tensor | None,
+        dtype: torch.dtype, ks: tuple[int, ...], choice: Choice, mask: Tensor | None,
     ) -> Any:  # fmt: skip
         normed, scores, stats = norm_forward(x, None, weight, vectors, eps, score_eps, dtype, mask)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, weight, vectors, stats, scores, mask)
         ctx.choice = choice
-        slot = torch.empty_strided((x.shape[0], k, x.shape[2]), (0, 0, 0), dtype=x.dtype, device=x.device)
-        return normed, scores, slot
+        slots = [
+            torch.empty_strided((x.shape[0], k, x.shape[2]), (0, 0, 0), dtype=x.dtype, device=x.device) for k in ks
+        ]
+        return normed, scores, *slots
 
     @staticmethod
     @as_forward_did
     def backward(ctx: Any, grads_out: tuple[Tensor | None, ...]) -> Any:
-        dn, ds, dslot = grads_out
+        dn, ds, *d_slots = grads_out
         x, weight, vectors, stats, scores, mask = ctx.saved_tensors
         need_x, need_w, need_v = ctx.needs_input_grad[:3]
         if dn is None:
@@ -87,9 +94,11 @@ class _Fork(torch.autograd.Function):
             dn.contiguous(), x, None, weight, of_scores, stats, known, None if ds is None else ds.contiguous(), need_x,
             (need_w and weight is not None) or (need_v and ds is not None), mask,
         )  # fmt: skip
-        if dx is not None and dslot is not None:
+        if dx is not None:
             # dx is ours alone: no tensor of the size of x for what the few chosen tokens add
-            add_rows(dx.view(-1, x.shape[-1]), dslot, None, ctx.choice.indices)
+            for i, d_slot in enumerate(d_slots):
+                if d_slot is not None:
+                    _add_chosen(dx.view(-1, x.shape[-1]), d_slot, None, ctx.choice.indices[i])
         dw = grads[0].to(weight.dtype) if need_w and weight is not None and grads is not None else None
         dv = None
         if need_v and ds is not None and grads is not None:
@@ -98,12 +107,12 @@ class _Fork(torch.autograd.Function):
 
 
 # what Function.apply does beyond this concerns torch.func, which never gets here
-_fork: Callable[..., tuple[Tensor, Tensor, Tensor]] = super(torch.autograd.Function, _Fork).apply
+_fork: Callable[..., tuple[Tensor, ...]] = super(torch.autograd.Function, _Fork).apply
 
 
 def fork(
-    x: Tensor, weight: Tensor | None, vectors: Tensor, *, eps: float, score_eps: float, dtype: torch.dtype, k: int,
-    mask: Tensor | None = None,
+    x: Tensor, weight: Tensor | None, vectors: Tensor, *, eps: float, score_eps: float, dtype: torch.dtype,
+    ks: tuple[int, ...], mask: Tensor | None = None,
 ) -> Fork:  # fmt: skip
     """RMS norm of ``x`` ``(batch, n, dim)``, in `dtype`, and its scores as :func:`score` gives them; see `Fork`.
 
@@ -113,7 +122,8 @@ def fork(
     """
     choice = Choice()
     weight = None if weight is None else weight.contiguous()
-    return Fork(*_fork(x, weight, vectors.contiguous(), eps, score_eps, dtype, k, choice, mask), choice)
+    normed, scores, *slots = _fork(x, weight, vectors.contiguous(), eps, score_eps, dtype, ks, choice, mask)
+    return Fork(normed, scores, tuple(slots), choice)
 
 
 __all__ = ["Choice", "Fork", "as_forward_did", "fork"]

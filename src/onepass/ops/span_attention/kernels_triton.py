@@ -291,12 +291,13 @@ def forward(
     return out, lse
 
 
-def _askers(first: Tensor, last: Tensor, m: int, block: int) -> tuple[Tensor, Tensor]:
-    """For each tile of keys: the first query that sees some of it, or its last key; where no query sees … any more.
+def askers(first: Tensor, last: Tensor, m: int, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """For each tile of `keys_kernel`: the first query that sees some of it, its last key; where none sees … any more.
 
     (rows, 2, tiles) each: of the spans' ends those beyond the tile's first, and its last key; of their beginnings those
     not beyond its first, and not beyond its last key.
     """
+    _, block, *_ = shape("keys", width, dtype, precision(dtype))
     # a last key beyond the end makes the last tile one that nobody sees whole: right, and one operation less
     kind: Any = {"device": first.device, "dtype": torch.int32}
     edges = torch.cat((torch.arange(0, m, block, **kind), torch.arange(block - 1, m + block - 1, block, **kind)))
@@ -316,8 +317,12 @@ def backward(
     mask: Tensor | None,
     scale: float,
     grads: tuple[Tensor, Tensor, Tensor],
+    edges: tuple[Tensor, Tensor] | None,
 ) -> None:
-    """Write dq, dk, dv into `grads`: rows of (heads, width), any distance apart, dk's and dv's the same."""
+    """Write dq, dk, dv into `grads`: rows of (heads, width), any distance apart, dk's and dv's the same.
+
+    `edges` are those of :func:`askers`, None where nobody has them yet.
+    """
     batch, n, heads, width = q.shape
     m = k.shape[1]
     dq, dk, dv = grads
@@ -333,7 +338,7 @@ def backward(
             constants, **options,
         )  # fmt: skip
         _, block_k, constants, options = _constants("keys", unit, width, mask, q.dtype)
-        begin, end = _askers(first, last, m, block_k)
+        begin, end = edges or askers(first, last, m, width, q.dtype)
         launch(
             keys_kernel, (cdiv(m, block_k), batch * heads, 1),
             (dout, q, k, v, lse, delta, first, last, mask, begin, end, dk, dv),

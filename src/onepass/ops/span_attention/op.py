@@ -113,8 +113,9 @@ def backward_into(
     last: Tensor,
     mask: Tensor | None,
     scale: float,
+    edges: tuple[Tensor, Tensor] | None = None,
 ) -> None:
-    """Write the gradients of q, k and v into `grads`, which may be parts of one tensor."""
+    """Write the gradients of q, k and v into `grads`, which may be parts of one tensor; `edges` as :func:`edges`."""
     if not uses_triton(q):
         found = torch_path.backward(dout, q, k, v, out, lse, first, last, mask, scale)
         for grad, value in zip(grads, found, strict=True):
@@ -127,7 +128,19 @@ def backward_into(
 
         q, k, v = map(_unit_width, (q, k, v))
         # `.sum().backward()` hands a stride-0 gradient
-        kernels_triton.backward(dout.contiguous(), q, k, v, out, lse, first, last, _bytes(mask), scale, grads)
+        kernels_triton.backward(dout.contiguous(), q, k, v, out, lse, first, last, _bytes(mask), scale, grads, edges)
+
+
+def edges(like: Tensor, first: Tensor, last: Tensor, m: int) -> tuple[Tensor, Tensor] | None:
+    """What `backward_into` otherwise finds out from runs of m keys; None where no kernel asks.
+
+    `like` has the width and dtype of the queries. For callers whose runs repeat, or who replay the rest.
+    """
+    if not uses_triton(like) or not m or not first.numel():
+        return None
+    from . import kernels_triton
+
+    return kernels_triton.askers(first, last, m, like.shape[-1], like.dtype)
 
 
 def _lse_shape(q: Tensor) -> tuple[int, int, int]:
@@ -228,4 +241,7 @@ def span_attention(
     return _call(q, k, v, first, last, mask, scale)  # type: ignore[no-any-return]
 
 
-__all__ = ["backward_into", "backward_op", "checked_scale", "checked_spans", "forward", "forward_op", "span_attention"]
+__all__ = [
+    "backward_into", "backward_op", "checked_scale", "checked_spans", "edges", "forward", "forward_op",
+    "span_attention",
+]  # fmt: skip

@@ -151,12 +151,20 @@ def packed_backward(
     scale: float,
 ) -> Tensor:
     """Gradient of qkv, in one piece."""
+    return packed_gradient(dout, qkv, out, lse, turned, first, last, mask, base, scale, None)
+
+
+def packed_gradient(
+    dout: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, turned: Tensor, first: Tensor, last: Tensor,
+    mask: Tensor | None, base: float, scale: float, edges: tuple[Tensor, Tensor] | None,
+) -> Tensor:  # fmt: skip
+    """`packed_backward` with `edges` as `op.backward_into` takes them."""
     _, v = split(qkv.contiguous())
     q, k = turned.chunk(2, dim=2)
     grad = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
     dqk, dv = split(grad)
     dq, dk = dqk.chunk(2, dim=2)
-    op.backward_into((dq, dk, dv), dout, q, k, v, out, lse, first, last, mask, scale)
+    op.backward_into((dq, dk, dv), dout, q, k, v, out, lse, first, last, mask, scale, edges)
     turn(dqk, None, base, True, dqk)
     return grad
 
@@ -240,4 +248,4 @@ def rotary_attention(
     return _call(qkv, first, last, mask, float(base), scale)  # type: ignore[no-any-return]
 
 
-__all__ = ["BASE", "packed_backward", "rotary", "rotary_attention", "split", "turn"]
+__all__ = ["BASE", "packed_gradient", "rotary", "rotary_attention", "split", "turn"]

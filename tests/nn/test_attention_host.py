@@ -1,0 +1,92 @@
+"""What one pass of `RoutedAttention` costs the host, counted: kernels are not run, what starts them is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fake_gpu import Host, torch_calls
+from onepass.core.launch import INTERPRET
+from onepass.nn import AttentionRouting, RoutedAttention, RouterOutput, attention_node
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.skipif(INTERPRET, reason="kernels are not run")
+
+
+@pytest.fixture
+def host(monkeypatch: pytest.MonkeyPatch) -> Host:
+    return Host(monkeypatch, attention_node)
+
+
+def _layer(causal: bool = False, **kwargs: Any) -> RoutedAttention:
+    return RoutedAttention(32, 1 / 16, 1 / 8, heads=2, dim_head=16, window=16, causal=causal, **kwargs).eval()
+
+
+def _pass(layer: RoutedAttention, x: Tensor, mask: Tensor | None, **cast: Any) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16, **cast):
+        y = layer(x, mask)
+    assert isinstance(y, Tensor)
+    torch.autograd.grad(y, [x, *layer.parameters()], torch.ones_like(y))
+    return y
+
+
+def _first_ones(scores: Tensor, k: int) -> RouterOutput:
+    return RouterOutput(torch.arange(k).expand(len(scores), k).contiguous(), scores[:, :k].contiguous(), scores)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
+def test_every_stretch_is_replayed(
+    host: Host, masked: bool, causal: bool, autocast: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer, x = _layer(causal), torch.randn(2, 64, 32, requires_grad=True)
+
+    # choices that no kernel has made: what is made of them by torch must be there
+    def choose(_q: Any, _kv: Any, of_q: Tensor, of_kv: Tensor, _mask: Any) -> AttentionRouting:
+        return AttentionRouting(_first_ones(of_q, 4), _first_ones(of_kv, 8))
+
+    monkeypatch.setattr(layer, "_choose", choose)
+    mask = torch.ones(2, 64, dtype=torch.bool) if masked else None
+    for _ in range(5):
+        _pass(layer, x, mask, enabled=autocast)
+    assert len(host.stretches) == 6
+    assert host.written == dict.fromkeys(host.stretches, 2)
+
+
+@pytest.mark.usefixtures("host")
+def test_launches() -> None:
+    """Forward: norm and scores, twice solve, select and sort, two norms, cast, three turns, two attentions, addition.
+
+    Backward: of the addition, two norms again, twice queries and keys, three turns, two norms, two choices, norm and
+    scores, two additions.
+    """
+    layer, x = _layer(), torch.randn(2, 64, 32, requires_grad=True)
+    for _ in range(3):
+        _pass(layer, x, None)
+    Host.launches = 0
+    with torch.autocast("cpu", torch.bfloat16):
+        y = layer(x)
+    assert Host.launches == 16
+    torch.autograd.grad(y, [x, *layer.parameters()], torch.ones_like(y))
+    assert Host.launches == 33
+
+
+@pytest.mark.usefixtures("host")
+def test_what_torch_is_called_for() -> None:
+    """Products, gates of values, sums of parts, and the views that these take; runs of keys are remembered."""
+    layer, x = _layer(), torch.randn(2, 64, 32, requires_grad=True)
+    for _ in range(3):
+        _pass(layer, x, None)
+    found = torch_calls(lambda: _pass(layer, x, None))
+    for own in ("ones_like", "to"):  # of this test: the gradient; of a CPU: products that give fp32 are cast
+        del found[own]
+    assert found == {
+        "mm": 13, "addmm": 2, "t": 10, "view": 29, "select": 4, "unsqueeze": 6, "mul": 2, "mul_": 1, "neg": 1, "sum": 5,
+        "sub": 1, "linalg_vecdot": 1, "flatten": 2, "reshape": 1, "slice": 1, "narrow": 2,
+        # both routers' vectors and scores together and apart, slots, x without its history
+        "cat": 1, "unbind": 1, "stack": 1, "empty": 1, "empty_strided": 2, "detach": 1,
+    }  # fmt: skip
