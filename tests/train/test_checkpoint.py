@@ -20,7 +20,7 @@ from onepass.train.config import Config, build, from_json
 from onepass.train.model import RoutedEncoder, new, parameter_groups
 from train.tiny import TINY
 
-FUZZ = settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+FUZZ = settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 
 
 def small(**values: object) -> Config:

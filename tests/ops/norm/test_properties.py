@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -33,7 +33,7 @@ def _lay_out(shape: tuple[int, int], dtype: torch.dtype, layout: str) -> Tensor:
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered")
-@settings(max_examples=15 if INTERPRET else 120, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=15 if INTERPRET else 120)
 @given(data=st.data())
 def test_values_and_gradients(data: st.DataObject) -> None:
     draw = data.draw

@@ -58,7 +58,7 @@ def test_kernels_interpreted(sorted_here: bool, long: bool, monkeypatch: pytest.
     from onepass.ops.soft_topk import kernels_select
 
     if not sorted_here:
-        for name, value in (("MAX_SORTED", 4), ("RUN", 4), ("MERGED", 16)):
+        for name, value in (("MAX_SORTED", 8), ("RUN", 8), ("MERGED", 16)):
             monkeypatch.setattr(kernels_select, name, value)
     if long:
         for name, value in (("MAX_COLS", 16), ("TILE", 16), ("CHUNK", 32)):

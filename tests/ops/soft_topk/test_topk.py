@@ -65,8 +65,7 @@ def test_gates_carry_the_gradient_of_soft_topk(kind: str) -> None:
 
 
 @pytest.mark.parametrize(("n", "k"), [(700, 40), (33000, 40)])
-@pytest.mark.parametrize("wanted", ["gates", "values", "both"])
-def test_gradients_are_those_of_a_gather(n: int, k: int, wanted: str) -> None:
+def test_gradients_are_those_of_a_gather(n: int, k: int) -> None:
     """Of soft_topk's gates and of the scores, at every launch shape; eps has a gradient of its own."""
     s = torch.randn(2, n, requires_grad=True)
     eps = torch.tensor([0.7, 1.1], requires_grad=True)
@@ -82,11 +81,21 @@ def test_gradients_are_those_of_a_gather(n: int, k: int, wanted: str) -> None:
         "values": ((top.values,), (values,), (values_gradient,)),
         "both": ((top.gates, top.values), (soft, values), (gates_gradient, values_gradient)),
     }
-    ours, theirs, gradients = pairs[wanted]
-    inputs = (s,) if wanted == "values" else (s, eps)
-    actual = torch.autograd.grad(ours, inputs, gradients)
-    expected = torch.autograd.grad(theirs, inputs, gradients)
-    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+    for wanted, (ours, theirs, gradients) in pairs.items():
+        inputs = (s,) if wanted == "values" else (s, eps)
+        actual = torch.autograd.grad(ours, inputs, gradients, retain_graph=True)
+        expected = torch.autograd.grad(theirs, inputs, gradients, retain_graph=True)
+        torch.testing.assert_close(
+            actual, expected, rtol=1e-4, atol=1e-5, msg=lambda m, wanted=wanted: f"{wanted}: {m}"
+        )
+
+
+def test_values_alone_have_the_gradient_of_a_gather() -> None:
+    """Without an upstream gradient of the gates, and with an eps that wants none."""
+    s, eps, gradient = torch.randn(3, 30, requires_grad=True), torch.tensor([0.3, 0.7, 1.1]), torch.randn(3, 5)
+    top = onepass.topk(s, 5, eps=eps, mask=torch.arange(30) % 3 > 0)
+    (actual,) = torch.autograd.grad(top.values, s, gradient)
+    assert torch.equal(actual, torch.zeros(3, 30).scatter(-1, top.indices, gradient))
 
 
 def test_selection_is_on_the_scores_not_on_saturated_gates() -> None:
@@ -170,6 +179,7 @@ def test_refused(call: Any, error: type[Exception], match: str) -> None:
         call()
 
 
+@pytest.mark.skipif(INTERPRET, reason="the dispatcher is the same in both jobs")
 def test_opcheck() -> None:
     s = torch.randn(2, 3, 10)
     opcheck(select_op, (s, None, 4))
