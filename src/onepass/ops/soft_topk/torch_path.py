@@ -130,45 +130,47 @@ def _swift(s: Tensor, base: Tensor, k: Tensor, eps: Tensor, kind: int, done: Ten
     return base, c, found
 
 
-def _swift_capped(s: Tensor, base: Tensor, k: Tensor, eps: Tensor, done: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The same for capped_exp, in units of E = exp((s - ref)/eps): passes without an exponential, few small operations.
+def _swift_capped(s: Tensor, k: Tensor, eps: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The same for capped_exp on a CPU, from scores as they come, and its gates into y.
 
-    With m entries above the level u and S the sum of the others, the level that is exact for these m is S/(k - m).
+    In units of E = exp((s - ref)/eps): passes without an exponential, few small operations. With m entries above the
+    level u and S the sum of the others, the level that is exact for these m is S/(k - m); there it stays.
     """
-    n, largest = s.shape[-1], torch.finfo(s.dtype).max
-    # terms that underflowed would be missing from a sum as small as this
-    least = 1e13 * torch.finfo(s.dtype).tiny
-    lost, found = done, torch.zeros_like(done)
-    level, last = torch.ones_like(base), torch.full_like(base, -1)
+    n = s.shape[-1]
+    base, solvable = _first_guess(s, k), None
+    if not (s.amin().item() > -math.inf and k.amax().item() < n):
+        count = (s > -math.inf).sum(-1, keepdim=True)
+        # what has a closed form is solved for any k, so that it ends with the others
+        solvable = k < count
+        k = torch.where(solvable, k, 0.5 * count)
+        base = torch.where(base.isfinite(), base, s.amax(-1, keepdim=True))
+    one, columns = s.new_ones(()), s.new_full((), n)
+    largest = one * torch.finfo(s.dtype).max
+    level, below = torch.ones_like(base), torch.empty_like(y)
     # finite, because what is above the level is multiplied by zero
-    ratios = torch.sub(s, base).div_(eps).exp_().clamp_(max=largest)
-    below = torch.empty_like(s)
+    torch.minimum(torch.sub(s, base, out=y).div_(eps).exp_(), largest, out=y)
     for _ in range(SWIFT_PASSES):
-        torch.le(ratios, level, out=below)
-        count = n - below.sum(-1, keepdim=True)
-        rest = below.mul_(ratios).sum(-1, keepdim=True)
-        lacking = k - count
-        enough = lacking > 0
-        q = lacking * level / rest
-        # with k or more above, Newton on the sum itself
-        factor = torch.where(enough, 1 / q, (1 - q).exp_())
-        good = (factor.log().abs() < SWIFT_REACH) & (rest > least)
-        open_ = ~(lost | found)
-        level = torch.where(good & open_, level * factor, level)
-        arrived = good & open_ & enough & ((count == last) | (factor == 1))
-        found, lost = found | arrived, lost | (open_ & ~good)
-        last = torch.where(enough, count, -1.0)
-        if s.is_cuda or bool((found | lost).all()):
+        torch.le(y, level, out=below)
+        lacking = k - (columns - below.sum(-1, keepdim=True))
+        rest = below.mul_(y).sum(-1, keepdim=True)
+        last, level = level, rest / lacking
+        if not lacking.amin().item() > 0:
+            # with k or more above, Newton on the sum itself
+            level = torch.where(lacking > 0, level, last * (1 - lacking * last / rest).exp_())
+        if torch.equal(level, last):
             c = level.log()
-            moves = (found if not s.is_cuda else ~lost) & (c.abs() > REACH)
-            if not s.is_cuda and not bool(moves.any()):
+            moves = c.abs() > REACH
+            if not bool(moves.any()):
                 break
             moved = torch.where(moves, base + eps * c, base)
-            level = torch.where(moves, (c - (moved - base) / eps).exp(), level)
-            base, found = moved, found & ~moves
-            last = torch.where(moves, -1.0, last)
-            torch.sub(s, base, out=ratios).div_(eps).exp_().clamp_(max=largest)
-    return base, level.log(), found
+            level = torch.where(moves, (c - (moved - base) / eps).exp_(), level)
+            base = moved
+            torch.minimum(torch.sub(s, base, out=y).div_(eps).exp_(), largest, out=y)
+    torch.minimum(y.mul_(level.reciprocal()), one, out=y)
+    c = level.log()
+    # terms that underflowed would be missing from a sum too small
+    found = (level == last) & (lacking > 0) & (rest > 1e13 * torch.finfo(s.dtype).tiny) & (c.abs() <= REACH)
+    return base, c, found if solvable is None else found & solvable
 
 
 def _small(s: Tensor) -> float:
@@ -265,12 +267,11 @@ def _solve(s: Tensor, k: Tensor, eps: Tensor, kind: int) -> tuple[Tensor, Tensor
     lo, hi = lo - edge, hi - edge
     guess = _first_guess(s, k)
     guess = torch.where((guess >= lo) & (guess <= hi), guess, 0.5 * lo + 0.5 * hi)
-    if kind == CAPPED_EXP:
-        base, c, found = _swift_capped(s, guess, k, eps, closed)
-    else:
+    rest = ~closed
+    if kind != CAPPED_EXP:
         base, c, found = _swift(s, guess, k, eps, kind, closed)
-    ref, shift = torch.where(closed, ref, base), torch.where(closed, shift, c)
-    rest = ~(found | closed)
+        ref, shift = torch.where(closed, ref, base), torch.where(closed, shift, c)
+        rest &= ~found
     if s.is_cuda:
         base, c = _search(s, guess, lo, hi, k, eps, kind, ~rest)
         return torch.where(rest, base, ref), torch.where(rest, c, shift)
@@ -283,16 +284,31 @@ def _solve(s: Tensor, k: Tensor, eps: Tensor, kind: int) -> tuple[Tensor, Tensor
 
 def soft_forward(s: Tensor, k: Tensor, eps: Tensor, kind: int) -> tuple[Tensor, Tensor]:
     """Gates (R, n) and the solution (R, 2) of every row: (ref, c) with Σ φ((s - ref)/eps - c) = k."""
-    if not s.shape[-1]:
+    if not s.numel():
         return s.clone(), s.new_zeros(len(s), 2)
-    y, state = torch.empty_like(s), s.new_empty(len(s), 2)
-    step = max(1, len(s) if s.is_cuda else CHUNK // s.shape[-1])
-    for i in range(0, len(s), step):
-        rows = slice(i, i + step)
-        ref, c = _solve(s[rows], k[rows], eps[rows], kind)
-        y[rows] = phi(offsets(s[rows], ref, eps[rows]).sub_(c), kind)
-        torch.cat((ref, c), -1, out=state[rows])
+    y = torch.empty_like(s, memory_format=torch.contiguous_format)
+    state = s.new_empty(len(s), 2)
+    height = len(s) if s.is_cuda else max(1, CHUNK // s.shape[-1])
+    chunks = (x.split(height) for x in (s, k, eps, y, state))  # type: ignore[no-untyped-call]
+    for of_s, of_k, of_eps, gates, solution in zip(*chunks, strict=True):
+        _fill(of_s, of_k, of_eps, gates, solution, kind)
     return y, state
+
+
+def _fill(s: Tensor, k: Tensor, eps: Tensor, y: Tensor, state: Tensor, kind: int) -> None:
+    """Gates and solution of some rows."""
+    if kind != CAPPED_EXP or s.is_cuda:
+        ref, c = _solve(s, k, eps, kind)
+        y.copy_(phi(offsets(s, ref, eps).sub_(c), kind))
+    else:
+        ref, c, found = _swift_capped(s, k, eps, y)
+        if not bool(found.all()):
+            at = (~found[:, 0]).nonzero()[:, 0]
+            some, of_eps = s[at], eps[at]
+            base, shift = _solve(some, k[at], of_eps, kind)
+            y[at] = phi(offsets(some, base, of_eps).sub_(shift), kind)
+            ref, c = ref.index_copy(0, at, base), c.index_copy(0, at, shift)
+    torch.cat((ref, c), -1, out=state)
 
 
 def soft_backward(
