@@ -287,8 +287,7 @@ class RoutedAttention(nn.Module):
         if len({m.eps for m in parts if type(m) is RMSNorm}) > 1:
             return None
         weights = [p for m in parts for p in m._parameters.values() if p is not None]
-        # one each, and ν: no bias
-        if len(weights) != _WEIGHTS or not plain(*weights):
+        if any(m._parameters.get("bias") is not None for m in inner) or not plain(*weights):
             return None
         dtypes = {w.dtype for w in weights}
         if torch.is_autocast_enabled(x.device.type):
@@ -306,9 +305,8 @@ def check_routers(module: str, router_q: nn.Module | None, router_kv: nn.Module 
             raise ValueError(f"{module}: {name} must have one route, got num_routes = {router.num_routes}")
 
 
-# what the fused form knows how to stand in for, in the order of `_modules`; with the other router eleven have weights
+# what the fused form knows how to stand in for, in the order of `_modules`; the queries' router is asked apart
 _KINDS = [
     RoutedAttention, Router, LocalAttention, HeavyAttention, RMSNorm, nn.Linear, nn.Linear, RMSNorm, RMSNorm, nn.Linear,
     nn.Linear, nn.Linear,
 ]  # fmt: skip
-_WEIGHTS = 11
