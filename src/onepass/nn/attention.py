@@ -279,7 +279,7 @@ class RoutedAttention(nn.Module):
         # not by attributes nor by `modules`, which take longer than all else in here
         own = self._modules
         branches = own["light"], own["heavy"]
-        inner = [m for branch in branches for m in branch._modules.values()]  # type: ignore[union-attr]
+        inner: list[Any] = [m for branch in branches for m in branch._modules.values()]  # type: ignore[union-attr]
         parts: list[Any] = [self, own["router_kv"], *branches, *inner, own["router_q"]]
         *kinds, of_q = map(type, parts)
         if kinds != _KINDS or of_q not in (Router, CausalRouter) or not untouched(*parts):
