@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from .compiled import one_pass
 from .reference import Number, reference
@@ -17,8 +16,8 @@ from .storage import dequantize, narrow_, quantize_, widen
 TILE = 1 << 19
 # tensors smaller than this are worked on together: one gather costs less than a handful of calls for each
 SMALL = 1 << 15
-# elements gathered at a time: they stay in cache, and torch's allocator has room for them from the time before
-GATHERED = 1 << 16
+# elements gathered at a time: they stay in cache, and torch copies fewer than 32768 without a meeting of threads
+GATHERED = SMALL - 1
 # `addr` rounds differently in the scalar code at the end of its vector loop; lengths of whole lanes never reach it
 LANES = 64
 
@@ -88,110 +87,85 @@ _SCALE = {torch.float32: 2.0**56, torch.float64: 2.0**300}
 _CLIP = {torch.float32: 2.0**-96, torch.float64: 2.0**-774}
 
 
-def _advance_(p: Tensor, g: Tensor, m: Tensor, row: Row, u: Tensor, in_lanes: bool) -> None:
-    """Advance fp32 or fp64 vectors that stay in cache; u is room to work in.
+def _advance_(p: Tensor, g: Tensor, m: Tensor, row: Row, u: Tensor) -> None:
+    """Advance fp32 or fp64 vectors of whole lanes that stay in cache; u is room to work in.
 
-    Whole lanes take four passes, because `addr` with a vector of one is a·x + b·y in a single pass. Others take
-    passes that round alike wherever an element lies, so that a result doesn't depend on what else is updated.
+    Four passes, because `addr` with a vector of one is a·x + b·y in a single pass.
     """
     scale, clip = _SCALE[p.dtype], _CLIP[p.dtype]
-    if in_lanes:
-        one, wide, wide_u = p.new_ones(1), m.unsqueeze(0), u.unsqueeze(0)
-        torch.addr(wide, one, g, beta=row.beta1 * scale, alpha=row.rest1 * row.factor * scale, out=wide_u)
-        wide.addr_(one, g, beta=row.beta2, alpha=row.rest2 * row.factor)
-    else:
-        torch.mul(m, row.beta1 * scale, out=u).add_(g, alpha=row.rest1 * row.factor * scale)
-        m.mul_(row.beta2).add_(g, alpha=row.rest2 * row.factor)
+    one, wide, wide_u = p.new_ones(1), m.unsqueeze(0), u.unsqueeze(0)
+    torch.addr(wide, one, g, beta=row.beta1 * scale, alpha=row.rest1 * row.factor * scale, out=wide_u)
+    wide.addr_(one, g, beta=row.beta2, alpha=row.rest2 * row.factor)
     u.clamp_(-clip, clip)
     decay = row.weight_decay * clip
     if row.cautious_decay:
         u.add_(p * (u.sign() * p.sign() > 0), alpha=decay)
         decay = 0.0
-    _descend_([p], [u], row.lr / clip, decay)
-
-
-def _descend_(params: list[Tensor], updates: list[Tensor], lr: float, decay: float) -> None:
-    """Add −lr·(update + decay·p) to each p, in one pass."""
+    # −lr·(update + decay·p), in one pass
     torch._fused_sgd_(
-        params, updates, [], weight_decay=decay, momentum=0.0, lr=lr, dampening=0.0, nesterov=False,
+        [p], [u], [], weight_decay=decay, momentum=0.0, lr=row.lr / clip, dampening=0.0, nesterov=False,
         maximize=False, is_first_step=False,
     )  # fmt: skip
     # torch's fused call doesn't tell autograd
-    torch.autograd.graph.increment_version(params)
+    torch.autograd.graph.increment_version([p])
 
 
-def _tile_(
-    p: Tensor, g: Tensor, m: Tensor, extra: Tensor | None, mode: int, row: Row, room: Tensor, in_lanes: bool
-) -> None:
+def _tile_(p: Tensor, g: Tensor, m: Tensor, extra: Tensor | None, mode: int, row: Row, room: Tensor) -> None:
     dtype = room.dtype
     wide_p, wide_m = widen(p, extra, mode, dtype), m.to(dtype)
-    _advance_(wide_p, g.to(dtype), wide_m, row, room[: p.numel()], in_lanes)
+    _advance_(wide_p, g.to(dtype), wide_m, row, room[: p.numel()])
     narrow_(p, extra, mode, wide_p)
     if wide_m is not m:
         m.copy_(wide_m)
 
 
 def _flat(t: Tensor) -> Tensor:
+    if t.dim() == 1:
+        return t
     return t.view(-1) if t.is_contiguous() else t.as_strided((t.numel(),), (1,))
 
 
-def _batches(sizes: Sequence[int]) -> Iterator[list[int]]:
-    """Indices of short tensors, as many as are gathered at a time."""
-    batch: list[int] = []
-    filled = 0
+def _batches(sizes: Sequence[int]) -> Iterator[slice]:
+    """Runs of short tensors, as many as are gathered at a time."""
+    first = filled = 0
     for i, n in enumerate(sizes):
-        if not n:
-            continue
-        if batch and filled + n > GATHERED:
-            yield batch
-            batch, filled = [], 0
-        batch.append(i)
+        if filled + n > GATHERED:
+            yield slice(first, i)
+            first, filled = i, 0
         filled += n
-    if batch:
-        yield batch
+    yield slice(first, len(sizes))
 
 
-# (parameter, gradient, momentum, extra, whether the vectors are whole lanes): updates them in place
-Advance = Callable[[Tensor, Tensor, Tensor, "Tensor | None", bool], None]
+# (parameter, gradient, momentum, extra): updates vectors in place
+Advance = Callable[[Tensor, Tensor, Tensor, "Tensor | None"], None]
 
 
 def _in_tiles(mode: int, row: Row, room: Tensor) -> Advance:
-    return lambda p, g, m, extra, in_lanes: _tile_(p, g, m, extra, mode, row, room, in_lanes)
+    return lambda p, g, m, extra: _tile_(p, g, m, extra, mode, row, room)
 
 
 def _compiled(mode: int, row: Row, dtype: torch.dtype) -> Advance:
     update = one_pass(mode, bool(row.cautious_decay))
     rest1, rest2 = row.rest1 * row.factor, row.rest2 * row.factor
     hyper = torch.tensor([row.lr, row.weight_decay, row.beta1, rest1, row.beta2, rest2], dtype=dtype)
-
-    def advance(p: Tensor, g: Tensor, m: Tensor, extra: Tensor | None, in_lanes: bool) -> None:
-        update(p, g, m, extra, hyper)
-
-    return advance
+    return lambda p, g, m, extra: update(p, g, m, extra, hyper)
 
 
-def _together_(columns: Sequence[Sequence[Tensor]], advance: Advance) -> None:
-    """Update short tensors as one vector."""
-    for batch in _batches([p.numel() for p in columns[0]]):
-        own = [[c[i] for i in batch] for c in columns]
-        whole = [_flatten_dense_tensors(c) for c in own]  # type: ignore[no-untyped-call]
-        advance(whole[0], whole[1], whole[2], whole[3] if len(whole) > 3 else None, False)
-        for j, column in enumerate(own):
+def _together_(columns: Sequence[Sequence[Tensor]], advance: Advance, grain: int) -> None:
+    """Update short vectors as one of a multiple of `grain` elements: gathered, worked on, and put back."""
+    sizes = [p.numel() for p in columns[0]]
+    rooms = [c[0].new_empty(min(GATHERED, sum(sizes)) + grain) for c in columns]
+    for batch in _batches(sizes):
+        filled = sum(sizes[batch])
+        gathered = [room[:filled] for room in rooms]
+        for whole, column in zip(gathered, columns, strict=True):
+            torch.cat(column[batch], out=whole)
+        # nobody reads what becomes of the elements behind the last tensor
+        p, g, m, *extra = (room[: filled + -filled % grain] for room in rooms)
+        advance(p, g, m, extra[0] if extra else None)
+        for j, column in enumerate(columns):
             if j != 1:  # all but the gradient
-                parts = _unflatten_dense_tensors(whole[j], column)  # type: ignore[no-untyped-call]
-                torch._foreach_copy_(column, parts)
-
-
-def _each_(params: list[Tensor], grads: list[Tensor], exp_avgs: list[Tensor], row: Row) -> None:
-    """Update short tensors one by one, in torch's loops over lists: what `_advance_` does, in the same order."""
-    scale, clip = _SCALE[params[0].dtype], _CLIP[params[0].dtype]
-    u = torch._foreach_mul(exp_avgs, row.beta1 * scale)
-    torch._foreach_add_(u, grads, alpha=row.rest1 * row.factor * scale)
-    torch._foreach_mul_(exp_avgs, row.beta2)
-    torch._foreach_add_(exp_avgs, grads, alpha=row.rest2 * row.factor)
-    torch._foreach_clamp_min_(u, -clip)
-    torch._foreach_clamp_max_(u, clip)
-    _descend_(params, list(u), row.lr / clip, row.weight_decay * clip)
+                torch.split_with_sizes_copy(gathered[j], sizes[batch], out=column[batch])
 
 
 def update_(
@@ -209,31 +183,28 @@ def update_(
     A parameter and its gradient, momentum and extra must share dense strides. `extras` is empty for mode NONE.
     `compiled`: in one pass over memory, which takes a C++ compiler.
     """
-    threads = torch.get_num_threads()
-    tile = min(TILE * threads, sum(p.numel() for p in params))
+    grain = LANES * torch.get_num_threads()
+    tile = TILE * torch.get_num_threads()
+    sizes = [p.numel() for p in params]
     dtype = accumulator(params[0], grads[0], exp_avgs[0])
+    room = GATHERED if compiled else min(tile, max(*sizes, GATHERED))
+    room = min(room, sum(sizes)) + grain
+    in_tiles = whole_advance = _in_tiles(mode, row, params[0].new_empty(room, dtype=dtype))
     if compiled:
-        advance, grain, longest = _compiled(mode, row, dtype), 1, max(p.numel() for p in params)
-    else:
-        advance, grain, longest = _in_tiles(mode, row, params[0].new_empty(tile, dtype=dtype)), LANES * threads, tile
-    short: list[list[Tensor]] = [[] for _ in range(4 if mode else 3)]
-    for tensors in zip(*(c for c in (params, grads, exp_avgs, extras) if c), strict=True):
-        n = tensors[0].numel()
-        flat = [t if n < SMALL and t.is_contiguous() else _flat(t) for t in tensors]
-        whole = n - n % grain if n >= SMALL else 0
-        if whole:
-            for piece in zip(*(torch.split(v[:whole], longest) for v in flat), strict=True):
-                advance(piece[0], piece[1], piece[2], piece[3] if mode else None, True)
-            flat = [v[whole:] for v in flat]
+        whole_advance, tile = _compiled(mode, row, dtype), max(sizes)
+    columns = [c for c in (params, grads, exp_avgs, extras) if c]
+    short = [[_flat(c[i]) for i, n in enumerate(sizes) if 0 < n < SMALL] for c in columns]
+    for i, n in enumerate(sizes):
+        if n < SMALL:
+            continue
+        whole, flat = n - n % grain, [_flat(c[i]) for c in columns]
+        for piece in zip(*(torch.split(v[:whole], tile) for v in flat), strict=True):
+            whole_advance(piece[0], piece[1], piece[2], piece[3] if mode else None)
         if whole < n:
             for column, v in zip(short, flat, strict=True):
-                column.append(v)
-    if not short[0]:
-        return
-    if not mode and not row.cautious_decay and {t.dtype for column in short for t in column} == {dtype}:
-        _each_(short[0], short[1], short[2], row)
-    else:
-        _together_(short, advance)
+                column.append(v[whole:])
+    if short[0]:
+        _together_(short, in_tiles, grain)
 
 
 def foreach_(params: list[Tensor], grads: list[Tensor], exp_avgs: list[Tensor], row: Row) -> None:
