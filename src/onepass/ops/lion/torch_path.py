@@ -151,7 +151,7 @@ def _compiled(mode: int, row: Row, dtype: torch.dtype) -> Advance:
     return lambda p, g, m, extra: update(p, g, m, extra, hyper)
 
 
-def _together_(columns: Sequence[Sequence[Tensor]], advance: Advance, grain: int) -> None:
+def _together_(columns: Sequence[list[Tensor]], advance: Advance, grain: int) -> None:
     """Update short vectors as one of a multiple of `grain` elements: gathered, worked on, and put back."""
     sizes = [p.numel() for p in columns[0]]
     rooms = [c[0].new_empty(min(GATHERED, sum(sizes)) + grain) for c in columns]
