@@ -10,6 +10,7 @@ from torch import Tensor
 
 import onepass
 from onepass.core.launch import INTERPRET
+from onepass.ops.soft_topk import torch_descent
 
 theirs = pytest.importorskip("colt5_attention.coor_descent").coor_descent
 
@@ -157,6 +158,22 @@ def test_a_million_columns() -> None:
     assert ds.isfinite().all()
     expected = theirs(s.detach(), n_iters=50, k=1000)
     torch.testing.assert_close(y.detach(), expected, rtol=0, atol=2e-5)
+
+
+@pytest.mark.skipif(INTERPRET, reason="the torch path")
+@pytest.mark.parametrize("options", [SCHEDULES[3], SCHEDULES[7]], ids=["schedule", "leaves its exponentials"])
+def test_rows_longer_than_the_cache(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The torch path clips long rows in pieces: the same numbers as in one."""
+    s = torch.randn(3, 300, dtype=torch.float64, requires_grad=True)
+    k = torch.tensor([2.5, 17.0, 200.0], dtype=torch.float64)
+    whole = onepass.coor_descent(s, k=k, **options)
+    (ds,) = torch.autograd.grad(whole.square().sum(), s)
+    monkeypatch.setattr(torch_descent, "CHUNK", 64)
+    pieces = onepass.coor_descent(s, k=k, **options)
+    torch.testing.assert_close(pieces, whole, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(pieces, theirs(s, k=k, **options), rtol=1e-10, atol=1e-12)
+    (ds_pieces,) = torch.autograd.grad(pieces.square().sum(), s)
+    torch.testing.assert_close(ds_pieces, ds, rtol=1e-9, atol=1e-11)
 
 
 def test_trace_is_small(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 # exponents of E stay trustworthy this many eps around its ref
 WINDOW = 40.0
-# elements of E, and of the copy that a step clips, that stay in the cache
+# elements of E, and of the copy that a step clips, that stay in the cache of a core
 CHUNK = 1 << 17
 # steps of an eps whose thresholds backward compares with every entry: the next ones lie close to each other, so
 # that few entries lie between them, and those are searched
@@ -36,9 +36,14 @@ def schedule(n_iters: int, eps: float, eps_init: float | None, eps_decay: float)
     return out
 
 
+def _room() -> int:
+    """Elements that stay in the caches of the cores at work."""
+    return CHUNK * torch.get_num_threads()
+
+
 def _height(s: Tensor) -> int:
     """Rows that are worked on together."""
-    return len(s) if s.is_cuda else max(1, CHUNK // s.shape[-1])
+    return len(s) if s.is_cuda else max(1, _room() // s.shape[-1])
 
 
 class _Exponentials:
@@ -71,7 +76,7 @@ def forward(s: Tensor, k: Tensor, epsilons: list[float], want_trace: bool) -> tu
     width = 2 * (len(epsilons) - 1) if want_trace else 0
     y, trace = torch.empty_like(s, memory_format=torch.contiguous_format), s.new_zeros(len(s), width)
     if s.numel():
-        room = s.new_empty(s.numel() if s.is_cuda else min(s.numel(), CHUNK))
+        room = s.new_empty(s.numel() if s.is_cuda else min(s.numel(), _room()))
         chunks = (x.split(_height(s)) for x in (s, k, y, trace))  # type: ignore[no-untyped-call]
         for of_s, of_k, gates, notes in zip(*chunks, strict=True):
             _forward(of_s, of_k, epsilons, _Exponentials(of_s, gates, room), notes)
