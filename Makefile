@@ -4,7 +4,7 @@ ARGS ?=
 JOBS ?= 2
 PIP = -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: run test lint types unit interpret doctest codegen clean
+.PHONY: run test lint types unit interpret doctest clean
 
 run: .venv/ready  ## train a routed transformer on the standard library's own sources
 	.venv/bin/onepass train $(ARGS)
@@ -27,9 +27,6 @@ interpret: .venv-dev/ready
 
 doctest: .venv-dev/ready
 	OMP_NUM_THREADS=1 .venv-dev/bin/pytest -q --doctest-modules --ignore-glob='*kernels_*' src
-
-codegen: .venv-dev/ready  ## every variant of every kernel for every target; `make unit` compiles all for sm_90 only
-	EVERY_TARGET=1 OMP_NUM_THREADS=1 .venv-dev/bin/pytest -q -n $(JOBS) --dist worksteal tests/codegen $(ARGS)
 
 clean:
 	rm -rf .venv .venv-dev .mypy_cache .pytest_cache .ruff_cache .hypothesis

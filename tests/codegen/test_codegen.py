@@ -1,8 +1,5 @@
 """The speed gate that needs no GPU: every kernel, compiled for every target, within its budget.
 
-All variants of a kernel are compiled for sm_90. The other targets get those that show each type and each branch of it
-(EVERY_TARGET=1, as `make codegen` sets it: all of them, too).
-
 Triton's package carries cuobjdump: registers and local memory (spills) are read from the machine code. The width of
 global loads is read from PTX, which fixes it (to disassemble takes as long as to compile).
 """
@@ -26,24 +23,8 @@ pytestmark = [
     pytest.mark.skipif(INTERPRET, reason="the interpreter compiles nothing"),
 ]
 
-KERNELS = list(all_kernels())
-
-
-def _telling() -> list[Kernel]:
-    """Variants that together have every argument type, flag and choice of each kernel; the largest come first."""
-    seen: dict[Any, set[tuple[str, Any]]] = {}
-    chosen = []
-    for kernel in sorted(KERNELS, key=lambda k: -k.max_registers):
-        # numbers above 4 are sizes: they take no branch of their own
-        flags = {(n, v) for n, v in kernel.constexprs.items() if not isinstance(v, int) or v <= 4}
-        known = seen.setdefault(kernel.fn(), set())
-        if not known >= flags | set(kernel.signature.items()):
-            known |= flags | set(kernel.signature.items())
-            chosen.append(kernel)
-    return chosen
-
-
-ELSEWHERE = KERNELS if os.environ.get("EVERY_TARGET") == "1" else _telling()
+NVIDIA = (80, 90, 100)
+KERNELS = [pytest.param(k, id=k.name) for k in all_kernels()]
 
 
 def _compile(kernel: Kernel, target: Any) -> Any:
@@ -78,14 +59,8 @@ def _usage(cubin: Path) -> tuple[int, int]:
     return registers, stack + local
 
 
-@pytest.mark.parametrize(
-    ("kernel", "arch"),
-    [
-        pytest.param(k, arch, id=f"{k.name}-sm_{arch}")
-        for arch, kernels in ((80, ELSEWHERE), (90, KERNELS), (100, ELSEWHERE))
-        for k in kernels
-    ],
-)
+@pytest.mark.parametrize("arch", NVIDIA, ids=lambda a: f"sm_{a}")
+@pytest.mark.parametrize("kernel", KERNELS)
 def test_nvidia(kernel: Kernel, arch: int, tmp_path: Path) -> None:
     from triton.backends.compiler import GPUTarget
 
@@ -102,7 +77,7 @@ def test_nvidia(kernel: Kernel, arch: int, tmp_path: Path) -> None:
         assert wide, f"no 16-byte load; found {sorted(loads)}"
 
 
-@pytest.mark.parametrize("kernel", [pytest.param(k, id=k.name) for k in ELSEWHERE if k.amd])
+@pytest.mark.parametrize("kernel", [pytest.param(k, id=k.name) for k in all_kernels() if k.amd])
 def test_amd(kernel: Kernel) -> None:
     from triton.backends.compiler import GPUTarget
 
@@ -116,7 +91,7 @@ def test_every_operator_with_kernels_is_gated() -> None:
     """A kernel that no spec declares would escape the gate."""
     import onepass.ops
 
-    gated = {k.fn().fn.__module__.split(".")[2] for k in KERNELS}
+    gated = {k.fn().fn.__module__.split(".")[2] for k in all_kernels()}
     with_kernels = {
         p.parent.name
         for root in onepass.ops.__path__
