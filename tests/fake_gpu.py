@@ -112,3 +112,34 @@ def torch_calls(run: Callable[[], Any]) -> Counter[str]:
         for e in seen.events()
         if e.name.startswith("aten::") and (e.cpu_parent is None or not e.cpu_parent.name.startswith("aten::"))
     )
+
+
+def autocast_pass(layer: torch.nn.Module, x: Tensor, mask: Tensor | None = None, **cast: Any) -> Tensor:
+    """Forward and backward under bf16 autocast; all gradients are asked for."""
+    with torch.autocast("cpu", torch.bfloat16, **cast):
+        y = layer(x, mask)
+    assert isinstance(y, Tensor)
+    torch.autograd.grad(y, [x, *layer.parameters()], torch.ones_like(y))
+    return y
+
+
+def launches(layer: torch.nn.Module, x: Tensor) -> tuple[int, int]:
+    """Launches of a forward pass, and of one with its backward pass, once everything is replayed."""
+    for _ in range(3):
+        autocast_pass(layer, x)
+    Host.launches = 0
+    with torch.autocast("cpu", torch.bfloat16):
+        y = layer(x)
+    forward = Host.launches
+    torch.autograd.grad(y, [x, *layer.parameters()], torch.ones_like(y))
+    return forward, Host.launches
+
+
+def torch_calls_of_a_pass(layer: torch.nn.Module, x: Tensor) -> Counter[str]:
+    """`torch_calls` of both passes, once everything is replayed."""
+    for _ in range(3):
+        autocast_pass(layer, x)
+    found = torch_calls(lambda: autocast_pass(layer, x))
+    for own in ("ones_like", "to"):  # of the test: the gradient; of a CPU: products that give fp32 are cast
+        del found[own]
+    return found

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fake_gpu import Host, torch_calls
+from fake_gpu import Host, autocast_pass, launches, torch_calls_of_a_pass
 from onepass.core.launch import INTERPRET
 from onepass.nn import AttentionRouting, RoutedAttention, RouterOutput, attention_node
 
@@ -23,14 +23,6 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Host:
 
 def _layer(causal: bool = False, **kwargs: Any) -> RoutedAttention:
     return RoutedAttention(32, 1 / 16, 1 / 8, heads=2, dim_head=16, window=16, causal=causal, **kwargs).eval()
-
-
-def _pass(layer: RoutedAttention, x: Tensor, mask: Tensor | None, **cast: Any) -> Tensor:
-    with torch.autocast("cpu", torch.bfloat16, **cast):
-        y = layer(x, mask)
-    assert isinstance(y, Tensor)
-    torch.autograd.grad(y, [x, *layer.parameters()], torch.ones_like(y))
-    return y
 
 
 def _first_ones(scores: Tensor, k: int) -> RouterOutput:
@@ -52,7 +44,7 @@ def test_every_stretch_is_replayed(
     monkeypatch.setattr(layer, "_choose", choose)
     mask = torch.ones(2, 64, dtype=torch.bool) if masked else None
     for _ in range(5):
-        _pass(layer, x, mask, enabled=autocast)
+        autocast_pass(layer, x, mask, enabled=autocast)
     assert len(host.stretches) == 6
     assert host.written == dict.fromkeys(host.stretches, 2)
 
@@ -65,26 +57,14 @@ def test_launches() -> None:
     scores, two additions.
     """
     layer, x = _layer(), torch.randn(2, 64, 32, requires_grad=True)
-    for _ in range(3):
-        _pass(layer, x, None)
-    Host.launches = 0
-    with torch.autocast("cpu", torch.bfloat16):
-        y = layer(x)
-    assert Host.launches == 16
-    torch.autograd.grad(y, [x, *layer.parameters()], torch.ones_like(y))
-    assert Host.launches == 33
+    assert launches(layer, x) == (16, 33)
 
 
 @pytest.mark.usefixtures("host")
 def test_what_torch_is_called_for() -> None:
     """Products, gates of values, sums of parts, and the views that these take; runs of keys are remembered."""
     layer, x = _layer(), torch.randn(2, 64, 32, requires_grad=True)
-    for _ in range(3):
-        _pass(layer, x, None)
-    found = torch_calls(lambda: _pass(layer, x, None))
-    for own in ("ones_like", "to"):  # of this test: the gradient; of a CPU: products that give fp32 are cast
-        del found[own]
-    assert found == {
+    assert torch_calls_of_a_pass(layer, x) == {
         "mm": 13, "addmm": 2, "t": 10, "view": 29, "select": 4, "unsqueeze": 6, "mul": 2, "mul_": 1, "neg": 1, "sum": 5,
         "sub": 1, "linalg_vecdot": 1, "flatten": 2, "reshape": 1, "slice": 1, "narrow": 2,
         # both routers' vectors and scores together and apart, slots, x without its history
