@@ -57,13 +57,13 @@ class _Interpreter:
             def run(gx: int, gy: int, gz: int, stream: Any, head: str, *rest: Any) -> None:
                 _Interpreter.replays += 1
                 tensors = [_at(address, dtype) for address, dtype in zip(rest, dtypes, strict=False)]
-                kernel[gx, gy, gz](*tensors, *rest[n:], **options, **core.OPTIONS)
+                kernel[gx, gy, gz](*tensors, *rest[n:], **(core.OPTIONS | options))
 
             entry = core.Compiled(run, ("head",), lambda: None, lambda index: None, self.hooks, kernel)
             recorder.launched(entry, grid, args[:n], args[n:])
         # what the interpreter does in torch is no part of the call
         with _disable_current_modes():
-            kernel[grid](*args, **options, **core.OPTIONS)
+            kernel[grid](*args, **(core.OPTIONS | options))
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
 # "auto" takes Triton wherever it runs; "torch" forces the plain path (to compare, or to let Inductor fuse).
 BACKEND = os.environ.get("ONEPASS_BACKEND", "auto")
 
-# Every launch states this: Triton 3.9 warns that the default changes in 3.10.
+# Every launch states this, unless it states otherwise: Triton 3.9 warns that the default changes in 3.10.
 OPTIONS = {"enable_fp_fusion": True}
 
 
@@ -96,7 +96,7 @@ def launch_specialized(kernel: Any, grid: tuple[int, ...], *args: Any, **options
     """
     if _recording.recorder is not None:
         _recording.recorder.refuse()
-    return kernel[grid](*args, **options, **OPTIONS)
+    return kernel[grid](*args, **(OPTIONS | options))
 
 
 def launch(

@@ -157,11 +157,15 @@ def forward(x: Tensor, vectors: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     # two loads per thread; several vectors cost a reduction each, for which more rows at a time are cheaper
     loads = 4 if routes > 1 and x.element_size() == 2 else 2
     block_r = min(next_power_of_2(total), max(1, loads * FORWARD_WARPS * 32 * vector // block_c))
+    # where a thread does not hold all VECTOR neighbours, lanes add each other's products: copies of such a sum agree
+    # bit for bit only if none of them contracts its own product into the addition. Likewise with VECTOR = 1, where a
+    # loop of one tile, D being known, leaves bare products
+    whole = 1 < vector <= block_r * block_c // (32 * FORWARD_WARPS) and x.data_ptr() % 16 == 0
     with device_guard(x):
         launch(
             forward_kernel, (cdiv(total, block_r), 1, 1), (x, vectors, scores, inverse),
             (batch_stride // vec, row_stride // vec, n, total, float(eps)),
-            (d, vec, routes, min(vector, block_c), block_r, block_c), num_warps=FORWARD_WARPS,
+            (d, vec, routes, min(vector, block_c), block_r, block_c), num_warps=FORWARD_WARPS, enable_fp_fusion=whole,
         )  # fmt: skip
     return scores, inverse
 

@@ -367,10 +367,14 @@ def _forward_pass(x: Tensor, weight: Tensor, y: Tensor) -> None:
     split_tiles = cdiv(col_tiles, _splits(x, row_tiles, col_tiles))
     splits = cdiv(col_tiles, split_tiles)
     parts = y if splits == 1 else torch.empty((splits, n_rows, n_vectors), dtype=torch.float32, device=x.device)
+    # where a thread does not hold all VECTOR neighbours, lanes add each other's products: copies of such a sum agree
+    # bit for bit only if none of them contracts its own product into the addition
+    whole = vector <= block_r * block_c // (32 * warps) and x.data_ptr() % 16 == 0
     launch(
         forward_kernel, (row_tiles, splits, 1), (x, weight, parts),
         (x.stride(0) // unit, n_rows, n_cols // unit, split_tiles),
-        (unit, n_vectors, min(vector, block_c), block_r, block_c, n_cols % block_c == 0), num_warps=warps,
+        (unit, n_vectors, min(vector, block_c), block_r, block_c, n_cols % block_c == 0),
+        num_warps=warps, enable_fp_fusion=whole,
     )  # fmt: skip
     if splits > 1:
         _finish(parts, y)

@@ -1,0 +1,114 @@
+"""Lanes that hold copies of one sum of products agree on every bit of it.
+
+A sum across lanes adds what a shuffle brought to a lane's own part. Both lanes of a pair get the same bits, for
+addition commutes; not so where a lane's own part is a bare product that the compiler contracts into the addition: one
+computes fma(x, w, x'·w' rounded), the other fma(x', w', x·w rounded). What they then store for the next step is a race.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from onepass.core.launch import INTERPRET
+from onepass.core.spec import load
+
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),
+    pytest.mark.skipif(INTERPRET, reason="the interpreter compiles nothing"),
+]
+
+
+def _launched(module: Any, monkeypatch: pytest.MonkeyPatch, call: Callable[[], Any]) -> dict[str, Any]:
+    """Arguments by name and options of the first launch of `call`."""
+    seen: list[dict[str, Any]] = []
+
+    def launch(kernel: Any, grid: Any, tensors: Any, numbers: Any, constants: Any, **options: Any) -> None:
+        named = dict(zip(kernel.arg_names, (*tensors, *numbers, *constants), strict=True))
+        seen.append({"kernel": kernel, "named": named, "options": options})
+
+    monkeypatch.setattr(module, "launch", launch)
+    call()
+    return seen[0]
+
+
+def _weighted_sum(monkeypatch: pytest.MonkeyPatch, x: Tensor, vectors: int) -> dict[str, Any]:
+    from onepass.ops.weighted_sum import kernels_triton
+
+    w, y = x.new_empty(vectors, x.shape[1]), x.new_empty(len(x), vectors)
+    return _launched(kernels_triton, monkeypatch, lambda: kernels_triton.forward(x, w, y))
+
+
+def _score(monkeypatch: pytest.MonkeyPatch, x: Tensor, vectors: int) -> dict[str, Any]:
+    from onepass.ops.routing import kernels_score
+
+    w = torch.empty(vectors, x.shape[1], device=x.device)
+    return _launched(kernels_score, monkeypatch, lambda: kernels_score.forward(x[None], w, 1e-6))
+
+
+def _ptx(found: dict[str, Any], **options: Any) -> str:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    signature, constants, attributes = {}, {}, {}
+    for i, (name, value) in enumerate(found["named"].items()):
+        if isinstance(value, Tensor):
+            signature[name] = "*fp32"
+            if value.data_ptr() % 16 == 0:
+                attributes[i,] = [["tt.divisibility", 16]]
+        elif name.isupper():
+            signature[name], constants[i,] = "constexpr", value
+        else:
+            signature[name] = "fp32" if isinstance(value, float) else "i32"
+    source = ASTSource(fn=found["kernel"], signature=signature, constexprs=constants, attrs=attributes)
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=found["options"] | options)
+    return str(compiled.asm["ptx"])
+
+
+def _contracted(ptx: str) -> int:
+    """Products that are contracted into the addition of what a shuffle brought."""
+    brought = set(re.findall(r"shfl\.sync\.bfly\.b32\s+(%\w+)", ptx))
+    brought |= {to for to, of in re.findall(r"mov\.b32\s+(%\w+), (%\w+);", ptx) if of in brought}
+    return sum(addend in brought for addend in re.findall(r"fma\.rn\.f32\s+%\w+, %\w+, %\w+, (%\w+);", ptx))
+
+
+# fewer elements than threads or vectors; a single tile of an odd width; a whole tile; one that starts off 16 bytes,
+# where loads of single elements leave the neighbours to other lanes
+@pytest.mark.parametrize(
+    ("launched", "shape", "vectors", "offset"),
+    [
+        (_weighted_sum, (6, 10), 1, 0), (_weighted_sum, (5, 70), 4, 0), (_weighted_sum, (1, 64), 1, 0),
+        (_weighted_sum, (64, 64), 1, 0), (_weighted_sum, (64, 64), 1, 1),
+        (_score, (6, 8), 1, 0), (_score, (3, 130), 16, 0), (_score, (99, 7), 1, 0),
+        (_score, (64, 64), 1, 0), (_score, (64, 64), 1, 1),
+    ],
+)  # fmt: skip
+def test_no_product_is_contracted_into_a_sum_across_lanes(
+    monkeypatch: pytest.MonkeyPatch, launched: Callable[..., Any], shape: tuple[int, int], vectors: int, offset: int
+) -> None:
+    x = torch.empty(math.prod(shape) + offset)[offset:].view(shape)
+    assert _contracted(_ptx(launched(monkeypatch, x, vectors))) == 0
+
+
+def test_contraction_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    for launched in (_weighted_sum, _score):
+        assert _contracted(_ptx(launched(monkeypatch, torch.empty(6, 8), 1), enable_fp_fusion=True)) > 0
+
+
+def test_fma_stays_at_the_widths_that_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads that hold their neighbours add no bare product across lanes."""
+    launched = {"weighted_sum": _weighted_sum, "score": _score}
+    cases = [c for folder in ("weighted_sum", "routing") for c in load(folder).CASES if c.op in launched]
+    assert {c.op for c in cases} == set(launched)
+    for case in cases:
+        x = torch.empty(256, case.params.get("cols") or case.params["dim"], dtype=case.dtype, device="meta")
+        options = launched[case.op](monkeypatch, x, case.params.get("vectors", 1))["options"]
+        assert options.get("enable_fp_fusion", True), case
