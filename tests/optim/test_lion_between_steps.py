@@ -11,7 +11,7 @@ from torch import Tensor
 from onepass.optim import Lion
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-SHAPES = [(1,), (300,), (), (8, 6)]
+SHAPES = [(1,), (300,), (), (8, 6), (5, 5)]
 
 Change = Callable[[Lion, list[Tensor]], None]
 
@@ -19,6 +19,18 @@ Change = Callable[[Lion, list[Tensor]], None]
 def moved_parameters(optimizer: Lion, params: list[Tensor]) -> None:
     for p in params:
         p.data = p.data.clone()
+
+
+def turned_parameter(optimizer: Lion, params: list[Tensor]) -> None:
+    params[3].data = params[3].data.t().contiguous().t()
+
+
+def turned_parameter_in_place(optimizer: Lion, params: list[Tensor]) -> None:
+    params[4].data = params[4].data.t()
+
+
+def narrow_parameter(optimizer: Lion, params: list[Tensor]) -> None:
+    params[1].data = params[1].data.bfloat16()
 
 
 def moved_gradients(optimizer: Lion, params: list[Tensor]) -> None:
@@ -63,7 +75,8 @@ def dropped_parameter(optimizer: Lion, params: list[Tensor]) -> None:
 
 
 CHANGES: list[Change] = [
-    moved_parameters, moved_gradients, moved_gradient_memory, transposed_gradient, replaced_states,
+    moved_parameters, turned_parameter, turned_parameter_in_place, narrow_parameter, moved_gradients,
+    moved_gradient_memory, transposed_gradient, replaced_states,
     negated_single_state, missing_gradient, new_rate, new_options, dropped_parameter,
 ]  # fmt: skip
 

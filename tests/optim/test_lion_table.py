@@ -158,6 +158,101 @@ def test_every_launch_reads_what_is_there(tables: Tables, plain: bool) -> None:
     assert len(tables) >= 2 * (len(CHANGES) - 3)
 
 
+def turned_elsewhere(p: Tensor) -> None:
+    p.data = p.data.t().contiguous().t()
+
+
+def turned_in_place(p: Tensor) -> None:
+    p.data = p.data.t()
+
+
+def turned_gradient_in_place(p: Tensor) -> None:
+    assert p.grad is not None
+    p.grad.data = p.grad.data.t()
+
+
+@pytest.mark.parametrize("change", [turned_elsewhere, turned_in_place, turned_gradient_in_place])
+def test_a_matrix_that_was_turned_leaves_the_launch(tables: Tables, change: Callable[[Tensor], None]) -> None:
+    """Its elements lie in another order than its gradient's: as vectors they would meet the wrong ones."""
+    matrix = torch.nn.Parameter(torch.randn(6, 6))
+    matrix.grad = torch.randn(6, 6)
+    optimizer = Lion([new(), matrix, new()], lr=0.125, weight_decay=0.5)
+    optimizer.step()
+    optimizer.step()
+    assert read(tables) == expected(optimizer)
+    change(matrix)
+    before, m = matrix.detach().clone(), optimizer.state[matrix]["exp_avg"].clone()
+    optimizer.step()
+    launched, _ = read(tables)
+    assert tables[-1][1] == 2
+    assert matrix.data_ptr() not in launched
+    u = 0.9 * m + 0.1 * matrix.grad
+    torch.testing.assert_close(matrix.detach(), before - 0.125 * (u.sign() + 0.5 * before))
+
+
+def test_what_a_matrix_left_in_another_shape_is_refused(tables: Tables) -> None:
+    """The start of a matrix has its address and strides; what its gradient has beyond isn't the launch's to touch."""
+    matrix = torch.nn.Parameter(torch.randn(6, 6))
+    optimizer = Lion([new(), matrix], lr=0.125)
+    for changes_gradient in (True, False):
+        matrix.grad = torch.randn(6, 6)
+        optimizer.step()
+        optimizer.step()
+        kept = len(tables)
+        changed = matrix.grad if changes_gradient else matrix
+        changed.data = changed.data[:3]
+        with pytest.raises(ValueError, match=r"shape \((3|6), 6\), its gradient \((6|3), 6\) and its exp_avg \(6, 6\)"):
+            optimizer.step()
+        assert len(tables) == kept
+
+
+def test_another_dtype_at_the_same_address_is_another_launch(tables: Tables) -> None:
+    matrix = torch.nn.Parameter(torch.randn(6, 6).bfloat16())
+    matrix.grad = torch.randn(6, 6).bfloat16()
+    optimizer = Lion([matrix], lr=0.125)
+    optimizer.step()
+    optimizer.step()
+    assert "kahan_comp" not in optimizer.state[matrix]
+    matrix.data = matrix.data.view(torch.float16)
+    optimizer.step()
+    assert "kahan_comp" in optimizer.state[matrix]
+
+
+@pytest.mark.parametrize(("key", "value", "words"), [
+    ("betas", (torch.tensor(0.5), 0.99), r"Invalid betas: \(tensor\(0.5000\), 0.99\); Lion takes two numbers"),
+    ("betas", (torch.tensor(0.9, dtype=torch.float64), 0.99), "Lion takes two numbers"),
+    ("betas", (0.5,), r"Invalid betas: \(0.5,\); Lion takes two numbers"),
+    ("cautious", torch.tensor(0.5), "Invalid cautious value"),
+])  # fmt: skip
+@pytest.mark.parametrize("launched", [True, False])
+def test_tensors_that_a_launch_would_not_read_again_are_refused(
+    request: pytest.FixtureRequest, launched: bool, key: str, value: Any, words: str
+) -> None:
+    """By a step in the constructor's words, also when their values are the old ones."""
+    if launched:
+        request.getfixturevalue("tables")
+    p = new()
+    with pytest.raises(ValueError, match=words):
+        Lion([p], **{key: value})
+    optimizer = Lion([p])
+    optimizer.step()
+    optimizer.param_groups[0][key] = value
+    before = p.detach().clone()
+    with pytest.raises(ValueError, match=words):
+        optimizer.step()
+    assert torch.equal(p, before)
+
+
+def test_a_rate_in_an_array_is_read_at_each_step(tables: Tables) -> None:
+    numpy = pytest.importorskip("numpy")
+    rate = numpy.array(0.5)
+    optimizer = Lion([new()], lr=rate)
+    for value in (0.5, 0.25):
+        rate[...] = value
+        optimizer.step()
+        assert read(tables)[1][0] == value
+
+
 def test_an_unchanged_step_lays_out_no_numbers(tables: Tables, monkeypatch: pytest.MonkeyPatch) -> None:
     from onepass.optim import lion_step
 

@@ -17,6 +17,7 @@ from onepass.optim.options import (
     EXTRA_KEYS,
     MODES,
     SCALE_KEY,
+    betas_of,
     cautious_factor,
     hyperparameters,
     may_vary,
@@ -24,6 +25,7 @@ from onepass.optim.options import (
     routing,
     row_of,
 )
+from onepass.optim.watch import Layouts, Objects
 
 if TYPE_CHECKING:
     from onepass.optim.lion import Lion
@@ -54,60 +56,19 @@ def check_dense(g: Tensor) -> None:
         raise RuntimeError(f"Lion does not support sparse gradients, got one of layout {g.layout}")
 
 
-class Objects:
-    """Tells whether a list still holds the same tensors, in a tenth of the time that `is` takes for each.
-
-    Lists are compared in C, by identity first. Two different tensors are compared by their values then: of more than
-    one element that raises, while single ones may be equal and are looked at again.
-    """
-
-    def __init__(self, objects: Sequence[Tensor | None]) -> None:
-        self._kept = list(objects)
-        self._singles = [(i, t) for i, t in enumerate(objects) if t is not None and t.numel() == 1]
-
-    def are(self, objects: list[Any]) -> bool:
-        """Tell whether these are the objects of the constructor."""
-        try:
-            return objects == self._kept and (not self._singles or all(objects[i] is t for i, t in self._singles))
-        except Exception:  # what tensors say of a comparison with others depends on their shapes, devices and types
-            return False
+def _may_be_turned(p: Tensor) -> bool:
+    """Whether other strides can mean another order of the same memory for this shape."""
+    sizes = [n for n in p.shape if n > 1]
+    return len(set(sizes)) < len(sizes)
 
 
-class Layouts:
-    """Tells whether gradients still have the dtypes and strides they had.
-
-    Every step asks, about every gradient: torch's own guard, one call for all tensors, answers in a third of the time
-    that a Python expression takes. It says no more often than needed (after a change of grad mode, for one); then, and
-    where a version of torch hasn't got it, the tensors are looked at one by one.
-    """
-
-    def __init__(self, grads: Sequence[Tensor]) -> None:
-        self._dtypes = [g.dtype for g in grads]
-        self._strides = None if all(g.is_contiguous() for g in grads) else [g.stride() for g in grads]
-        self._check: Callable[..., bool] | None = None
-        try:
-            guards: Any = torch._C._dynamo.guards
-            guard = guards.TensorGuards(
-                *grads,
-                dynamic_dims_sizes=[[None] * g.dim() for g in grads],
-                dynamic_dims_strides=[list(g.stride()) for g in grads],
-            )
-            self._check = guard.check
-        except (AttributeError, TypeError, ValueError, RuntimeError):
-            pass
-
-    def hold(self, grads: Sequence[Tensor]) -> bool:
-        """Tell whether these gradients are laid out like those of the constructor."""
-        try:
-            if self._check is not None and self._check(*grads):
-                return True
-            if any(g is None for g in grads) or [g.dtype for g in grads] != self._dtypes:
-                return False
-            if self._strides is None:
-                return all(map(torch.Tensor.is_contiguous, grads))
-            return [g.stride() for g in grads] == self._strides
-        except (TypeError, RuntimeError):  # a gradient is missing or sparse now
-            return False
+def check_shapes(p: Tensor, g: Tensor, m: Tensor) -> None:
+    """Refuse what is left of another shape after `p.data = ...`."""
+    if not p.shape == g.shape == m.shape:
+        raise ValueError(
+            f"Lion: a parameter has the shape {tuple(p.shape)}, its gradient {tuple(g.shape)} and its exp_avg "
+            f"{tuple(m.shape)}; they must agree: after giving a parameter another shape, free its gradient and state"
+        )
 
 
 class Work:
@@ -134,6 +95,7 @@ class Work:
                 continue
             check_dense(g)
             state, mode = optimizer.prepare_state(p, groups[k], index)
+            check_shapes(p, g, state["exp_avg"])
             self.params.append(p)
             self.groups.append(k)
             states.append(state)
@@ -143,8 +105,11 @@ class Work:
             keys.add(SCALE_KEY)
         self.kept = [(key, Objects([s.get(key) for s in optimizer.state.values()])) for key in sorted(keys)]
         live = [g for g in grads if g is not None]
-        self.layouts = Layouts(live)
         self.sharded = any(hasattr(p, "to_local") for p in self.params)
+        self.layouts = Layouts(self._shards(live))
+        self.own = Layouts(self._shards(self.params))
+        self.squares = [p for p in self.params if _may_be_turned(p)]
+        self.turned = Layouts(self.squares)
         self.columns = Columns(
             self.params, (), [s["exp_avg"] for s in states],
             [s[EXTRA_KEYS[mode]] if mode else None for s, mode in zip(states, self.modes, strict=True)],
@@ -163,7 +128,7 @@ class Work:
             group, mode = optimizer.param_groups[self.groups[j]], self.modes[j]
             # the word of a random stream has no element per weight
             vectors = same_dense_layout(p, g, m, None if mode == STOCHASTIC else e)
-            vectors = vectors and not group["differentiable"] and (not p.is_complex() or not g.is_conj())
+            vectors = vectors and not group["differentiable"] and not g.is_conj() and not g.is_neg()
             triton = vectors and not group["foreach"] and group["fused"] is not False
             if triton and all(map(uses_triton, (p, g, m))) and (group["fused"] or group["foreach"] is None):
                 self.fused.append(j)
@@ -227,9 +192,21 @@ class Work:
             if not kept.are(now):
                 return None
         live = list(map(_grad, self.params))
-        if (self.idle and any(p.grad is not None for p in self.idle)) or not self.layouts.hold(live):
+        if self.idle and any(p.grad is not None for p in self.idle):
             return None
-        return live
+        return live if self._hold(live) else None
+
+    def _hold(self, live: list[Tensor]) -> bool:
+        """Tell whether parameters and gradients are laid out as before."""
+        moved = self.plan is None or self.plan.params_moved()
+        if moved or not self.all_fused:
+            return self.layouts.hold(self._shards(live)) and self.own.hold(self._shards(self.params))
+        # where nothing moved, a square matrix may still have been turned. To change more takes a reinterpretation of
+        # memory that gradients don't follow, which isn't worth a pass over all parameters at each step
+        return self.layouts.hold(live) and (not self.squares or self.turned.hold(self.squares))
+
+    def _shards(self, tensors: list[Tensor]) -> list[Tensor]:
+        return list(map(local, tensors)) if self.sharded else tensors
 
     def run(self, optimizer: Lion, live: list[Tensor]) -> None:
         """Update everything."""
@@ -321,7 +298,7 @@ def plain_group_(
     if isinstance(factor, Tensor):
         factor = factor.to(p.device)
     plain_(
-        p, g, m, extra, mode, lr=lr, weight_decay=wd, betas=group["betas"],
+        p, g, m, extra, mode, lr=lr, weight_decay=wd, betas=betas_of(group),
         factor=factor * (-1.0 if group["maximize"] else 1.0), cautious=cautious_factor(group),
         cautious_weight_decay=group["cautious_weight_decay"], differentiable=group["differentiable"], scales=scales,
     )  # fmt: skip

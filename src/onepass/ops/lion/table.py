@@ -281,9 +281,18 @@ class Plan:
         self._at_params: list[int] = []
         self._at_grads: list[int] = []
         self._places = list(range(len(columns.params)))
+        self._moved = True
+
+    def params_moved(self) -> bool:
+        """Look where the parameters are now; the next `refresh` takes it from here.
+
+        Memory that they moved to may be laid out otherwise, for which a plan has no eyes: that is the caller's to ask.
+        """
+        self._moved = not self._are_at(self.fixed.params, self._at_params)
+        return self._moved
 
     def refresh(self, grads: list[Tensor]) -> bool:
-        """Look where everything is now.
+        """Take the addresses of now, those of parameters and states if `params_moved` found that they did.
 
         Returns False when an address is not as aligned as its launch relies on: then a new plan is needed.
         """
@@ -294,7 +303,7 @@ class Plan:
                     self._at_grads = []
                     return False
             self._at_grads = at_grads
-        if not self._are_at(self.fixed.params, self._at_params):
+        if self._moved:
             at_params = list(map(_data_ptr, self.fixed.params))
             # states move along with parameters; otherwise the same tensors are where they were
             others = [at_params, *(list(map(_address, c)) for c in self.fixed[2:])]
@@ -302,7 +311,7 @@ class Plan:
                 if not launch.take_fixed([[c[i] for i in launch.where] for c in others]):
                     self._at_params = []
                     return False
-            self._at_params = at_params
+            self._at_params, self._moved = at_params, False
         return True
 
     def _are_at(self, tensors: Sequence[Tensor], addresses: list[int]) -> bool:
