@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import itertools
 import os
+import pkgutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
+import torch
 
-from onepass.core import spec
+from onepass.core import launch, spec
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "sanitize.py"
 
@@ -40,6 +44,51 @@ def test_every_operator_has_calls_that_agree(calls: ModuleType, op: str) -> None
     assert found, f"{op}: nothing to run"
     for _, call in found:
         call()
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+@pytest.mark.skipif(launch.INTERPRET, reason="teams never run under the interpreter")
+# lion asks its tensors whether they are CUDA's; both of its kernels are in every step
+@pytest.mark.parametrize("op", [op for op in spec.folders() if op != "lion"])
+def test_calls_reach_every_kernel(
+    sanitize: ModuleType, calls: ModuleType, monkeypatch: pytest.MonkeyPatch, op: str
+) -> None:
+    """On a GPU of 132 multiprocessors, whose launches are noted here and compute nothing."""
+    launched: set[str] = set()
+
+    def note(kernel: Any, *args: Any, **options: Any) -> None:
+        launched.add(sanitize._where(kernel))
+
+    def on_gpu(x: Any, *args: Any) -> bool:
+        return bool(x.dtype != torch.float64)
+
+    monkeypatch.setattr(launch, "_sm_count", lambda index: 132)
+    pretended = {"launch": note, "launch_specialized": note, "uses_triton": on_gpu, "on_triton": on_gpu,
+                 "sm_count": lambda x: launch._sm_count(0)}  # fmt: skip
+    for folder in spec.folders():
+        package = importlib.import_module(f"onepass.ops.{folder}")
+        for found in pkgutil.iter_modules(package.__path__):
+            module = importlib.import_module(f"{package.__name__}.{found.name}")
+            for name in pretended.keys() & vars(module).keys():
+                monkeypatch.setattr(module, name, pretended[name])
+    monkeypatch.setattr(torch.testing, "assert_close", lambda *args, **options: None)
+    for _, call in calls.calls(op):
+        call()
+    assert sanitize.kernels(op) - launched == set()
+
+
+def test_calls_that_reach_more_come_first(sanitize: ModuleType) -> None:
+    reached = {"a": ["1"], "b": ["1", "2"], "c": [], "d": ["2", "3"], "e": ["3"]}
+    assert sanitize.reaching_more(reached) == ["b", "d"]
+    assert sanitize.reaching_more({}) == []
+
+
+def test_processes_of_a_tool_are_one_row(sanitize: ModuleType) -> None:
+    one = {"seconds": 2.0, "exit": 0, "errors": 1, "calls": 3, "wrong": 0, "launches": {"norm.kernels_triton.a": 2}}
+    row = sanitize.merged("norm", "memcheck", [one, one])
+    assert (row["errors"], row["calls"], row["launches"]) == (2, 6, {"norm.kernels_triton.a": 4})
+    assert set(row["kernels not launched"]) == sanitize.kernels("norm")
+    assert sanitize.merged("norm", "memcheck", [one, one | {"errors": None}])["errors"] is None
 
 
 def test_a_wrong_result_is_an_error(calls: ModuleType) -> None:
