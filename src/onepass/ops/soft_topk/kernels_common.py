@@ -190,17 +190,34 @@ def post(ptr, first, second, turn):
 
 @triton.jit
 def fetch(ptr, turn, TEAM: tl.constexpr, WIDTH: tl.constexpr):
-    """What every member posted in this turn (the last one's repeated up to WIDTH). Never waits for ever."""
-    ptrs = ptr + tl.minimum(tl.arange(0, WIDTH), TEAM - 1)
+    """What every member posted in this turn, 0 beyond them. Never waits for ever."""
+    ptrs = ptr + tl.arange(0, WIDTH)
+    here = tl.arange(0, WIDTH) < TEAM
     negative = (turn // 2) % 2 == 0
-    words = tl.load(ptrs, volatile=True)
+    words = tl.load(ptrs, mask=here, other=0, volatile=True)
     tries = 0
-    while (tl.min(((words < 0) == negative).to(tl.int32), 0) == 0) & (tries < PATIENCE):
-        words = tl.load(ptrs, volatile=True)
+    while (tl.min((((words < 0) == negative) | (here == 0)).to(tl.int32), 0) == 0) & (tries < PATIENCE):
+        words = tl.load(ptrs, mask=here, other=0, volatile=True)
         tries += 1
     first = words.to(tl.int32).to(tl.float32, bitcast=True)
     second = ((words >> 32).to(tl.int32) & 0x7FFFFFFF).to(tl.float32, bitcast=True)
     return first, second
+
+
+@triton.jit
+def add_ready(a0, b0, ready0, a1, b1, ready1):
+    return a0 + a1, b0 + b1, ready0 & ready1
+
+
+@triton.jit
+def look(ptr, turn, TEAM: tl.constexpr, WIDTH: tl.constexpr):
+    """Both sums of what the members have posted, and whether all have: one exchange between the warps."""
+    here = tl.arange(0, WIDTH) < TEAM
+    words = tl.load(ptr + tl.arange(0, WIDTH), mask=here, other=0, volatile=True)
+    first = words.to(tl.int32).to(tl.float32, bitcast=True)
+    second = ((words >> 32).to(tl.int32) & 0x7FFFFFFF).to(tl.float32, bitcast=True)
+    ready = (((words < 0) == ((turn // 2) % 2 == 0)) | (here == 0)).to(tl.int32)
+    return tl.reduce((first, second, ready), 0, add_ready)
 
 
 @triton.jit
@@ -209,19 +226,21 @@ def together(a, b, words_ptr, member, turn, TEAM: tl.constexpr, WIDTH: tl.conste
     if TEAM > 0:
         words = words_ptr + (turn % 2) * TEAM
         post(words + member, a, b, turn)
-        a, b = fetch(words, turn, TEAM, WIDTH)
-        here = tl.arange(0, WIDTH) < TEAM
-        a = tl.sum(tl.where(here, a, 0.0), 0)
-        b = tl.sum(tl.where(here, b, 0.0), 0)
+        ready = 0
+        tries = 0
+        while (ready == 0) & (tries < PATIENCE):
+            a, b, ready = look(words, turn, TEAM, WIDTH)
+            tries += 1
     return a, b, turn + 1
 
 
 class Team(NamedTuple):
-    """Programs per row, rows at a time, columns of a program, and the launch options."""
+    """Programs per row, rows at a time, columns of a program, words that are looked at, and the launch options."""
 
     size: int
     teams: int
     block_c: int
+    width: int
     options: dict[str, Any]
 
 
@@ -234,7 +253,9 @@ def team_of(s: Tensor, block_c: int, warps: int, per_sm: int) -> Team | None:
     teams = min(n_rows, sm_count(s) * per_sm // size)
     if not teams:
         return None
-    return Team(size, teams, block_c, {"launch_cooperative_grid": True, **resident(warps, per_sm)})
+    # a word per thread: with fewer, all warps would ask for the same ones
+    width = next_power_of_2(max(size, 32 * warps))
+    return Team(size, teams, block_c, width, {"launch_cooperative_grid": True, **resident(warps, per_sm)})
 
 
 def resident(warps: int, per_sm: int) -> dict[str, Any]:

@@ -104,8 +104,8 @@ def iterate(
         words = words_ptr + (2 + visit % 2) * TEAM
         post(words + member, top, valid, visit)
         top, valid = fetch(words, visit, TEAM, WIDTH)
-        top = tl.max(top, 0)
-        valid = tl.sum(tl.where(tl.arange(0, WIDTH) < TEAM, valid, 0.0), 0)
+        top = tl.max(tl.where(tl.arange(0, WIDTH) < TEAM, top, -INF), 0)
+        valid = tl.sum(valid, 0)
     eps = epsilon(0, eps_first, log2_decay, eps_last)
     ref, off, top = first_threshold(valid, top, k, eps)
     start = ref
@@ -401,7 +401,7 @@ def forward(
             words = torch.zeros(team.teams * 4 * team.size, dtype=torch.int64, device=s.device)
             launch(
                 team_kernel, (team.teams * team.size, 1, 1), (s, k, mask, y, trace, words), numbers,
-                (*flags.values(), team.size, next_power_of_2(team.size), team.block_c, vec), **team.options,
+                (*flags.values(), team.size, team.width, team.block_c, vec), **team.options,
             )  # fmt: skip
             return y, trace
         grid = (n_rows, plan.splits)

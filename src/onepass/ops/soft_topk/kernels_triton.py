@@ -83,7 +83,7 @@ def highest(a, words_ptr, member, turn, TEAM: tl.constexpr, WIDTH: tl.constexpr)
         words = words_ptr + (turn % 2) * TEAM
         post(words + member, a, tl.abs(a), turn)
         a, _ = fetch(words, turn, TEAM, WIDTH)
-        a = tl.max(a, 0)
+        a = tl.max(tl.where(tl.arange(0, WIDTH) < TEAM, a, -INF), 0)
     return a, turn + 1
 
 
@@ -123,7 +123,7 @@ def solve(
     total, n, turn = together(total, n, words_ptr, member, turn, TEAM, WIDTH)
     if TEAM > 0:
         squares, _beside = fetch(words, visit, TEAM, WIDTH)
-        squares = tl.sum(tl.where(tl.arange(0, WIDTH) < TEAM, squares, 0.0), 0)
+        squares = tl.sum(squares, 0)
     base = guess(pivot, n, total, squares, k / (n * (4.0 if sample else 1.0)), eps, KIND)
     # a NaN or an infinity among the scores is one of base
     swift = tl.where((k > 0) & (eps > 0) & (k < n_cols) & (tl.abs(base) < INF), 1.0, 0.0)
@@ -473,7 +473,7 @@ def forward(
             words = torch.zeros(team.teams * 4 * team.size, dtype=torch.int64, device=s.device)
             launch(
                 team_kernel, (team.teams * team.size, 1, 1), (s, k, eps, mask, y, solution, words), numbers,
-                (*flags.values(), team.size, next_power_of_2(team.size), team.block_c, vec), **team.options,
+                (*flags.values(), team.size, team.width, team.block_c, vec), **team.options,
             )  # fmt: skip
             return y, solution
         grid = (n_rows, plan.splits)

@@ -251,7 +251,7 @@ def _kernels() -> Iterator[Kernel]:
         {**plain, **long, "KIND": 0}, _DIVISIBLE, num_warps=plan.warps, max_registers=128,
     )  # fmt: skip
     block, warps, per_sm = kernels_triton.TEAM
-    team = {"TEAM": 64, "WIDTH": 64, "BLOCK_C": block}
+    team = {"TEAM": 64, "WIDTH": 256, "BLOCK_C": block}
     for kind in (0, 1):
         yield Kernel(
             f"soft_topk team {KINDS[kind]}", _kernel("kernels_triton", "team_kernel"),
@@ -264,7 +264,8 @@ def _kernels() -> Iterator[Kernel]:
         "coor_descent team", _kernel("kernels_descent", "team_kernel"),
         _signature(_DESCENT.replace("trace_ptr", "trace_ptr words_ptr"), "fp32"),
         {"HAS_K": False, "HAS_MASK": False, "TRACE": True, **team, "BLOCK_C": block, "VEC": 16}, _DIVISIBLE,
-        **kernels_common.resident(warps, per_sm), max_registers=128, max_spill_bytes=16, amd=False,
+        # 96 under Triton 3.9, 104 under 3.6: faster all the same than the exchange that spilled nothing
+        **kernels_common.resident(warps, per_sm), max_registers=128, max_spill_bytes=104, amd=False,
     )  # fmt: skip
     yield Kernel(
         "coor_descent step over long rows", _kernel("kernels_descent", "step_kernel"),
