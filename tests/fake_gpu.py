@@ -59,6 +59,8 @@ class Host:
     launches = 0
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, node: Any) -> None:
+        from onepass.ops.causal_choice import kernels_triton as kernels_causal
+        from onepass.ops.causal_choice import op as op_causal
         from onepass.ops.routing import branch, kernels_branch, kernels_cast, kernels_norm, kernels_probe, rows
         from onepass.ops.routing import kernels_triton as kernels_rows
         from onepass.ops.soft_topk import kernels_select, kernels_topk, kernels_triton, op, op_topk
@@ -82,9 +84,9 @@ class Host:
             run()
 
         for module in (kernels_rows, kernels_branch, kernels_cast, kernels_norm, kernels_probe, kernels_triton,
-                       kernels_select, kernels_topk, kernels_rotary, kernels_span):  # fmt: skip
+                       kernels_select, kernels_topk, kernels_rotary, kernels_span, kernels_causal):  # fmt: skip
             monkeypatch.setattr(module, "launch", launch)
-        for module in (branch, rows, op, op_topk, op_rotary, op_span):
+        for module in (branch, rows, op, op_topk, op_rotary, op_span, op_causal):
             monkeypatch.setattr(module, "uses_triton", lambda x: True)
         monkeypatch.setattr(replay, "_on_gpu", lambda x: True)
         self.stretches = [

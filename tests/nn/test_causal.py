@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from onepass.nn import CausalRouter, RoutedAttention, RoutedBlock, RoutedFeedForward, Router
-from onepass.nn.causal import arrivals, choose_per_block, running_threshold
+from onepass.nn.causal import choose_per_block
 
 DIM, WINDOW = 16, 8
 
@@ -84,49 +83,6 @@ class TestNoLaterTokenCounts:
         gates = torch.zeros(1, 3 * WINDOW).scatter_add(1, routing.q.indices.clamp_min(0), routing.q.gates)
         nothing = layer.light(x) + layer.null - gates[..., None] * layer.null
         torch.testing.assert_close(y[:, :WINDOW], nothing[:, :WINDOW])
-
-
-def _threshold(scores: Tensor, k: int, block: int, memory: int, mask: Tensor) -> Tensor:
-    """Token by token, from lists."""
-    out = torch.empty_like(scores)
-    for b, row in enumerate(scores.tolist()):
-        for i in range(len(row)):
-            start = i // block * block
-            past = range(max(0, start - memory), start) if start else range(i)
-            known = sorted((row[j] for j in past if mask[b, j]), reverse=True)
-            rank = len(known) * k // len(row)
-            out[b, i] = known[rank] if rank < len(known) else -math.inf
-    return out
-
-
-@pytest.mark.parametrize(
-    ("n", "block", "memory"), [(64, 8, 16), (61, 8, 64), (5, 8, 8), (40, 1, 7), (8, 8, 8), (1, 4, 4)]
-)
-@pytest.mark.parametrize("k", [1, 5, 16, 64])
-@pytest.mark.parametrize("masked", [False, True])
-def test_threshold_is_the_rank_in_the_past(n: int, block: int, memory: int, k: int, masked: bool) -> None:
-    k = min(k, n)
-    scores = _tokens(3, n)
-    mask = torch.rand(3, n, generator=torch.Generator().manual_seed(5)) < 0.6 if masked else torch.ones(3, n).bool()
-    actual = running_threshold(scores, k, block, memory, mask if masked else None)
-    assert torch.equal(actual, _threshold(scores, k, block, memory, mask))
-
-
-@pytest.mark.parametrize("n", [48, 45, 3])
-@pytest.mark.parametrize("k", [1, 6, 17])
-@pytest.mark.parametrize("share", [0.1, 0.5, 1.0])
-def test_arrivals_keep_to_the_budget(n: int, k: int, share: float) -> None:
-    k, block = min(k, n), 8
-    wants = torch.rand(4, n, generator=torch.Generator().manual_seed(6)) < share
-    actual = arrivals(wants, k, block)
-    assert actual.shape == (4, k)
-    for b in range(4):
-        taken: list[int] = []
-        for i in range(n):
-            seen = min((i // block + 1) * block, n)
-            if wants[b, i] and len(taken) < math.ceil(k * seen / n):
-                taken.append(i)
-        assert actual[b].tolist() == taken + [-1] * (k - len(taken))
 
 
 class TestCausalRouter:

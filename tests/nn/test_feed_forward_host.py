@@ -7,7 +7,7 @@ import torch
 
 from fake_gpu import Host, autocast_pass, launches, torch_calls_of_a_pass
 from onepass.core.launch import INTERPRET
-from onepass.nn import RoutedFeedForward, feed_forward_node
+from onepass.nn import CausalRouter, RoutedFeedForward, feed_forward_node
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(INTERPRET, reason="kernels are not run")
@@ -18,9 +18,14 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Host:
     return Host(monkeypatch, feed_forward_node)
 
 
+def _layer(causal: bool = False) -> RoutedFeedForward:
+    return RoutedFeedForward(32, 1 / 16, router=CausalRouter(32, block=16) if causal else None)
+
+
+@pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("masked", [False, True])
-def test_every_stretch_is_replayed(host: Host, masked: bool) -> None:
-    layer, x = RoutedFeedForward(32, 1 / 16), torch.randn(2, 64, 32, requires_grad=True)
+def test_every_stretch_is_replayed(host: Host, masked: bool, causal: bool) -> None:
+    layer, x = _layer(causal), torch.randn(2, 64, 32, requires_grad=True)
     mask = torch.ones(2, 64, dtype=torch.bool) if masked else None
     for _ in range(5):
         autocast_pass(layer, x, mask)
@@ -29,19 +34,24 @@ def test_every_stretch_is_replayed(host: Host, masked: bool) -> None:
 
 
 @pytest.mark.usefixtures("host")
-def test_one_node_and_its_kernels() -> None:
-    """7 launches forward: norm and scores, solve, select, sort, norm of the chosen, cast, addition; 11 backward."""
-    layer, x = RoutedFeedForward(32, 1 / 16), torch.randn(2, 64, 32, requires_grad=True)
+@pytest.mark.parametrize(("causal", "expected"), [(False, (7, 18)), (True, (6, 18))])
+def test_one_node_and_its_kernels(causal: bool, expected: tuple[int, int]) -> None:
+    """7 launches forward: norm and scores, solve, select, sort, norm of the chosen, cast, addition; 11 backward.
+
+    Causal: two in place of solve, select and sort, and two backward in place of one.
+    """
+    layer, x = _layer(causal), torch.randn(2, 64, 32, requires_grad=True)
     y = autocast_pass(layer, x)
     assert y.grad_fn is not None
     assert {type(node).__name__ for node, _ in y.grad_fn.next_functions if node is not None} == {"AccumulateGrad"}
-    assert launches(layer, x) == (7, 18)
+    assert launches(layer, x) == expected
 
 
 @pytest.mark.usefixtures("host")
-def test_what_torch_is_called_for() -> None:
+@pytest.mark.parametrize("causal", [False, True])
+def test_what_torch_is_called_for(causal: bool) -> None:
     """Products, GELUs, sums of parts, and the views that these take; kernels get theirs without torch."""
-    layer, x = RoutedFeedForward(32, 1 / 16), torch.randn(2, 64, 32, requires_grad=True)
+    layer, x = _layer(causal), torch.randn(2, 64, 32, requires_grad=True)
     assert torch_calls_of_a_pass(layer, x) == {
         "linear": 3, "addmm": 1, "mm": 8, "t": 5, "gelu": 2, "sum": 2, "split_with_sizes": 2, "view": 10,
     }  # fmt: skip

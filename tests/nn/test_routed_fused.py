@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import onepass.nn.routed as routed_module
-from onepass.nn import RoutedFeedForward, Router, RouterOutput
+from onepass.nn import CausalRouter, RoutedFeedForward, Router, RouterOutput
 from onepass.nn.feed_forward import FeedForward
 
 DIM = 24
@@ -69,16 +70,24 @@ def _both(
     return found
 
 
+ROUTERS = [
+    *(
+        pytest.param(partial(Router, DIM, **options), id=" ".join(map(str, options.values())) or "default")
+        for options in (
+            {}, {"explore": 3.0}, {"explore": 0}, {"score": "cosine"}, {"gate": "straight_through"}, {"kind": "sigmoid"}
+        )
+    ),
+    pytest.param(partial(CausalRouter, DIM, block=4, memory=8), id="causal"),
+]  # fmt: skip
+
+
 @on_devices
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"explore": 3.0}, {"explore": 0}, {"score": "cosine"}, {"gate": "straight_through"}, {"kind": "sigmoid"}],
-)
-def test_both_ways_give_the_same(device: str, masked: bool, bias: bool, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("router", ROUTERS)
+def test_both_ways_give_the_same(device: str, masked: bool, bias: bool, router: Callable[[], nn.Module]) -> None:
     dtype = torch.float64 if device == "cpu" else torch.float32
-    layer = RoutedFeedForward(DIM, 7, bias=bias, router=Router(DIM, **options)).to(device, dtype)
+    layer = RoutedFeedForward(DIM, 7, bias=bias, router=router()).to(device, dtype)
     x = torch.randn(3, 20, DIM, dtype=dtype, device=device, requires_grad=True)
     ours, theirs = _both(layer, x, _mask(device) if masked else None, [x, *layer.parameters()])
     limit = 1e-10 if device == "cpu" else 1e-4

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from onepass.ops.soft_topk.op_topk import select
+from onepass.ops.causal_choice.op import MEMORY, check_sizes, choose
 
+from .feed_forward_node import Plan
 from .router import Router, RouterOutput
-
-# past tokens from which a threshold is taken
-MEMORY = 2048
 
 
 class CausalRouter(Router):
@@ -34,7 +31,8 @@ class CausalRouter(Router):
 
     A chosen gate lies between ½ and 1 and always has a gradient in its own score (a capped exponential would be
     exactly 1 above the threshold, with none). Thresholds are statistics of the past; their gradient is that of a
-    threshold which keeps its share of the past (`common_shift`): scores that rise together change no gate.
+    threshold which keeps its share of the past (`onepass.ops.causal_choice`): scores that rise together change no
+    gate.
 
     Args:
         dim: width of the tokens.
@@ -72,102 +70,20 @@ class CausalRouter(Router):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(dim, eps=eps, score=score, device=device, dtype=dtype)
-        if block < 1:
-            raise ValueError(f"CausalRouter: block must be ≥ 1, got {block}")
-        if memory < block or memory % block:
-            raise ValueError(f"CausalRouter: memory must be a positive multiple of block = {block}, got {memory}")
+        check_sizes("CausalRouter", block, memory)
         self.block, self.memory = block, memory
 
     def decide(self, scores: Tensor, k: int, mask: Tensor | None = None) -> RouterOutput:
         """Choose by running thresholds; see the class."""
-        batch, n = scores.shape
-        k = min(k, n)
-        if k == 0 or batch == 0:
-            none = scores.new_zeros(batch, k)
-            return RouterOutput(none.long(), none, scores)
-        known = scores.detach()
-        threshold = running_threshold(known, k, self.block, self.memory, mask)
-        wants = known > threshold
-        indices = arrivals(wants if mask is None else wants & mask, k, self.block)
-        found, at = indices >= 0, indices.clamp_min(0)
-        above = torch.where(found, scores.gather(1, at), 0.0) - torch.where(found, threshold.gather(1, at), 0.0)
-        if torch.is_grad_enabled():
-            shift = common_shift(scores, threshold, self.eps, self.block, mask)
-            # one entry a token: a gather that meets a block several times has a gradient that sums in any order on CUDA
-            shift = shift[..., None].expand(-1, -1, self.block).reshape(batch, -1)
-            above = above - shift.gather(1, at)
-        return RouterOutput(indices, torch.where(found, torch.sigmoid(above / self.eps), 0.0), scores)
+        chosen = choose(scores, k, self.eps, self.block, self.memory, mask)
+        return RouterOutput(*chosen, scores)
+
+    def plan(self, k: int, n: int, dtype: torch.dtype, light_eps: float, heavy_eps: float) -> Plan:
+        """What `light_and_heavy` asks of this router."""
+        return super().plan(k, n, dtype, light_eps, heavy_eps)._replace(past=(self.block, self.memory))
 
     def extra_repr(self) -> str:
         return f"{self.dim}, eps={self.eps}, score={self.score!r}, block={self.block}, memory={self.memory}"
-
-
-def common_shift(scores: Tensor, threshold: Tensor, eps: float, block: int, mask: Tensor | None) -> Tensor:
-    """Zeros (batch, blocks) with the gradient that a threshold has when it keeps its share of the past.
-
-    If all scores rise together, so does the threshold, and no gate changes. Without that, a router whose gates help
-    learns above all to raise every score, along whatever its tokens have in common. As in soft top-k, the threshold
-    follows the mean of the scores weighted by their gates' slope; here over the blocks before.
-    """
-    n = scores.shape[1]
-    gate = torch.sigmoid((scores.detach() - threshold) / eps)
-    slope = gate * (1 - gate)
-    if mask is not None:
-        # whatever lies in a padded token, even NaN, stays out
-        slope, scores = slope.masked_fill(~mask, 0), scores.masked_fill(~mask, 0)
-    sums = F.pad(torch.stack((slope * scores, slope)), (0, -n % block)).reshape(2, len(slope), -1, block).sum(-1)
-    weighted, weight = sums.cumsum(-1).roll(1, -1).unbind(0)
-    first = torch.arange(weight.shape[-1], device=scores.device) == 0
-    mean = torch.where(first | (weight <= 0), 0.0, weighted / weight.clamp_min(torch.finfo(weight.dtype).tiny))
-    return (mean - mean.detach()).nan_to_num(0.0)
-
-
-def running_threshold(scores: Tensor, k: int, block: int, memory: int, mask: Tensor | None) -> Tensor:
-    """The score that the share k/n of the past exceeds, for each token of (batch, n); −inf without a past."""
-    batch, n = scores.shape
-    blocks = -(-n // block)
-    if mask is not None:
-        scores = scores.masked_fill(~mask, -math.inf)
-    padded = F.pad(scores, (memory, blocks * block - n), value=-math.inf)
-    # block b looks at the `memory` tokens before it; the first has nothing there
-    past = padded.unfold(1, memory, block)[:, 1:blocks]
-    later = _ranked(past.reshape(-1, memory), k, n).view(batch, blocks - 1, 1).expand(-1, -1, block)
-    head = padded[:, memory : memory + block]
-    before = torch.ones(block, block, dtype=torch.bool, device=scores.device).tril(-1)
-    own = head[:, None, :].expand(-1, block, -1).masked_fill(~before, -math.inf)
-    first = _ranked(own.reshape(-1, block), k, n).view(batch, 1, block)
-    return torch.cat((first, later), 1).view(batch, blocks * block)[:, :n]
-
-
-def _ranked(rows: Tensor, k: int, n: int) -> Tensor:
-    """Of each row's entries above −inf the one that ⌊count·k/n⌋ others precede, by size; −inf if there is none."""
-    count = (rows > -math.inf).sum(-1)
-    rank = count * k // n
-    length = rows.shape[-1]
-    values, _ = select(rows, min(length * k // n + 1, length), None)
-    found = values.gather(-1, rank.clamp_max(values.shape[-1] - 1)[:, None])[:, 0]
-    return torch.where(rank < count, found, -math.inf)
-
-
-def arrivals(wants: Tensor, k: int, block: int) -> Tensor:
-    """Indices (batch, k) of the first tokens that want to be chosen, as many as the budget of their time lets in.
-
-    By the end of block b at most ⌈k·(tokens so far)/n⌉ are in. −1 where fewer than k come.
-    """
-    batch, n = wants.shape
-    blocks = -(-n // block)
-    padded = F.pad(wants, (0, blocks * block - n)).view(batch, blocks, block)
-    rank = padded.cumsum(-1)
-    came = rank[..., -1].cumsum(-1)
-    tokens = torch.arange(1, blocks + 1, device=wants.device) * block
-    budget = (tokens.clamp_max(n) * k + n - 1) // n
-    # taken(b) = min(taken(b − 1) + came in b, budget(b)): a walk with a ceiling, in closed form
-    taken = came + (budget - came).cummin(-1).values.clamp_max(0)
-    room = taken.diff(dim=-1, prepend=taken.new_zeros(batch, 1))
-    let_in = (padded & (rank <= room[..., None])).view(batch, -1).cumsum(-1)
-    places = torch.arange(1, k + 1, device=wants.device).expand(batch, k).contiguous()
-    found = torch.searchsorted(let_in, places)
-    return torch.where(found < n, found, -1)
 
 
 def choose_per_block(

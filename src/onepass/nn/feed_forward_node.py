@@ -1,6 +1,6 @@
 """`light_and_heavy`: all of a routed feed-forward as one autograd node, for plain eager PyTorch.
 
-    y = down(gelu(up(norm(x))))        y_i += gate_i · down'(gelu(up'(norm'(x_i))))        for the k best scores i
+    y = down(gelu(up(norm(x))))        y_i += gate_i · down'(gelu(up'(norm'(x_i))))        for the chosen tokens i
 
 What the node saves over the composition of modules: one read of x norms it and scores it, the chosen tokens are normed
 as they are gathered, what the heavy branch gives and takes is added in place, weights are cast once and together, and
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from onepass.core.products import weight_gradient
 from onepass.core.replay import replayed
+from onepass.ops.causal_choice import op as causal_choice
 from onepass.ops.routing import branch
 from onepass.ops.routing.norms import norm_backward_into, norm_forward, norm_parts
 from onepass.ops.routing.op_fork import as_forward_did
@@ -41,6 +42,30 @@ class Plan(NamedTuple):
     hard: bool
     every: int  # each `every`-th token's gradient teaches the router (`nn.explore`), at this weight; 0: none does
     strength: float
+    past: tuple[int, int] | None = None  # block and memory of a choice by the past alone; None: the best of all
+
+
+def _choose(scores: Tensor, mask: Tensor | None, plan: Plan) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Gates, indices, and what `_choice_backward` needs besides."""
+    if plan.past is not None:
+        return causal_choice.forward(scores, mask, plan.k, plan.gate_eps, *plan.past)
+    _, indices, gates, state = op_topk.forward(scores, None, mask, plan.k, plan.gate_eps, plan.kind, plan.hard)
+    return gates, indices, state, None
+
+
+def _choice_backward(
+    d_gates: Tensor, scores: Tensor, mask: Tensor | None, plan: Plan, indices: Tensor, gates: Tensor, state: Tensor,
+    starts: Tensor | None,
+) -> Tensor | None:  # fmt: skip
+    """Gradient of the scores."""
+    if plan.past is not None and starts is not None:
+        return causal_choice.backward(
+            d_gates, scores, mask, gates, indices, state, starts, plan.gate_eps, *plan.past
+        )  # fmt: skip
+    ds, _ = op_topk.backward(
+        None, d_gates, scores, indices, state, None, mask, plan.gate_eps, plan.kind, True, False
+    )  # fmt: skip
+    return ds
 
 
 @replayed
@@ -53,13 +78,13 @@ def _before_products(
         x, None, light_norm, vectors.view(-1), plan.light_eps, plan.score_eps, plan.dtype, mask
     )  # fmt: skip
     assert scores is not None
-    _, indices, gates, state = op_topk.forward(scores, None, mask, plan.k, plan.gate_eps, plan.kind, plan.hard)
+    gates, indices, state, starts = _choose(scores, mask, plan)
     chosen, _, chosen_stats = norm_forward(x, indices, heavy_norm, None, plan.heavy_eps, 0.0, plan.dtype)
     # no view of its rows is returned: autograd forbids writing to one that a Function made
     y = torch.empty(x.shape, dtype=plan.dtype, device=x.device)
     other = any(w is not None and w.dtype != plan.dtype for w in weights)
     copies = branch.cast(weights, plan.dtype) if other else ()
-    return y, normed, scores, stats, indices, gates, state, chosen, chosen_stats, *copies
+    return y, normed, scores, stats, indices, gates, state, starts, chosen, chosen_stats, *copies
 
 
 _add_chosen = replayed(add_rows)
@@ -98,9 +123,9 @@ def _gelu_backward(
 @replayed
 def _after_backward_products(
     x: Tensor, vectors: Tensor, light_norm: Tensor | None, heavy_norm: Tensor | None, mask: Tensor | None, plan: Plan,
-    scores: Tensor, stats: Tensor, indices: Tensor, state: Tensor, chosen_stats: Tensor, d_normed: Tensor | None,
-    d_chosen: Tensor | None, d_gates: Tensor | None, d_scores: Tensor | None, push: Tensor | None,
-    parts: Tensor | None, need_x: bool, need_sums: bool,
+    scores: Tensor, stats: Tensor, indices: Tensor, gates: Tensor, state: Tensor, starts: Tensor | None,
+    chosen_stats: Tensor, d_normed: Tensor | None, d_chosen: Tensor | None, d_gates: Tensor | None,
+    d_scores: Tensor | None, push: Tensor | None, parts: Tensor | None, need_x: bool, need_sums: bool,
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
     """Through the norm of the chosen, the choice, then norm and scores: dx; sums for the light norm and the vectors."""
     rows, d_rows = x.numel() // x.shape[-1], None
@@ -113,9 +138,7 @@ def _after_backward_products(
     if not (need_x or need_sums):
         return None, None
     if d_gates is not None:
-        ds, _ = op_topk.backward(
-            None, d_gates, scores, indices, state, None, mask, plan.gate_eps, plan.kind, True, False
-        )  # fmt: skip
+        ds = _choice_backward(d_gates, scores, mask, plan, indices, gates, state, starts)
         d_scores = ds if d_scores is None or ds is None else ds + d_scores
     elif push is not None and d_scores is None:
         d_scores = torch.zeros_like(scores)
@@ -152,7 +175,7 @@ class _LightAndHeavy(torch.autograd.Function):
         ctx: Any, x: Tensor, vectors: Tensor, light_norm: Tensor | None, heavy_norm: Tensor | None,
         mask: Tensor | None, plan: Plan, *weights: Tensor | None,
     ) -> Any:  # fmt: skip
-        y, normed, scores, stats, indices, gates, state, chosen, chosen_stats, *copies = _before_products(
+        y, normed, scores, stats, indices, gates, state, starts, chosen, chosen_stats, *copies = _before_products(
             x, vectors, light_norm, heavy_norm, mask, plan, *weights
         )
         cast: Any = copies or weights
@@ -170,7 +193,7 @@ class _LightAndHeavy(torch.autograd.Function):
         update = F.linear(heavy_h, heavy_down, heavy_down_bias).view(chosen.shape)
         _add_chosen(rows, update, gates, indices)
         ctx.save_for_backward(
-            x, vectors, light_norm, heavy_norm, mask, scores, stats, indices, state, chosen_stats,
+            x, vectors, light_norm, heavy_norm, mask, scores, stats, indices, state, starts, chosen_stats,
             tokens, u, h, chosen, heavy_u, heavy_h, update, gates, up, down, heavy_up, heavy_down,
         )  # fmt: skip
         ctx.plan, ctx.dtypes = plan, [None if w is None else w.dtype for w in weights]
@@ -183,7 +206,7 @@ class _LightAndHeavy(torch.autograd.Function):
     def backward(ctx: Any, grads_out: tuple[Tensor | None, ...]) -> Any:
         dy, _, g_gates, g_scores = grads_out
         (
-            x, vectors, light_norm, heavy_norm, mask, scores, stats, indices, state, chosen_stats,
+            x, vectors, light_norm, heavy_norm, mask, scores, stats, indices, state, starts, chosen_stats,
             tokens, u, h, chosen, heavy_u, heavy_h, update, gates, up, down, heavy_up, heavy_down,
         ) = ctx.saved_tensors  # fmt: skip
         need_x, need_v, need_light_norm, need_heavy_norm, _, _, *needs = ctx.needs_input_grad
@@ -232,9 +255,9 @@ class _LightAndHeavy(torch.autograd.Function):
         dx = d_light_norm = d_vectors = None
         if need_x or need_v or need_light_norm or need_heavy_norm:
             dx, own = _after_backward_products(
-                x, vectors, light_norm, heavy_norm, mask, plan, scores, stats, indices, state, chosen_stats, d_normed,
-                d_chosen, d_gates, g_scores if need_gates else None, push, parts if need_heavy_norm else None, need_x,
-                need_v or need_light_norm,
+                x, vectors, light_norm, heavy_norm, mask, plan, scores, stats, indices, gates, state, starts,
+                chosen_stats, d_normed, d_chosen, d_gates, g_scores if need_gates else None, push,
+                parts if need_heavy_norm else None, need_x, need_v or need_light_norm,
             )  # fmt: skip
             if own is not None:
                 d_light_norm, *rest = own.sum(0).split_with_sizes((d,) * (own.shape[1] // d))

@@ -9,6 +9,7 @@ from onepass.core.eager import plain
 from onepass.ops.routing.norms import fits
 from onepass.ops.routing.op import gather, scatter_add
 
+from .causal import CausalRouter
 from .count import check_count, count
 from .explore import explore
 from .feed_forward import FeedForward, untouched
@@ -184,7 +185,9 @@ class RoutedFeedForward(Routed):
         router are not the default ones, or there is nothing to choose.
         """
         light, heavy, router = self.light, self.heavy, self.router
-        if type(light) is not FeedForward or type(heavy) is not FeedForward or type(router) is not Router:
+        if type(light) is not FeedForward or type(heavy) is not FeedForward:
+            return None
+        if type(router) is not Router and type(router) is not CausalRouter:
             return None
         if not (x.dim() == 3 and x.numel() and self.k and router.num_routes == 1 and fits(x.shape[-1])):
             return None

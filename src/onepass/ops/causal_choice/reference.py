@@ -1,0 +1,101 @@
+"""The definition in torch, gradients by autograd; its choice is what the torch path chooses by as well."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def reference(
+    scores: Tensor, k: int, *, eps: float = 0.3, block: int = 128, memory: int = 2048, mask: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Indices (batch, k) and gates of the tokens that a running threshold lets in; see `op.causal_choice`."""
+    batch, n = scores.shape
+    k = min(k, n)
+    if not (k and batch):
+        return scores.new_zeros(batch, k, dtype=torch.int64), scores.new_zeros(batch, k)
+    known = scores.detach()
+    threshold = per_token(running_threshold(known, k, block, memory, mask), n, block)
+    wants = known > threshold
+    indices, _ = arrivals(wants if mask is None else wants & mask, k, block)
+    found, at = indices >= 0, indices.clamp_min(0)
+    shift = common_shift(scores, threshold, eps, block, mask).repeat_interleave(block, 1)[:, :n]
+    above = (scores - shift).gather(1, at) - threshold.gather(1, at)
+    return indices, torch.where(found, torch.sigmoid(above.masked_fill(~found, 0.0) / eps), 0.0)
+
+
+def common_shift(scores: Tensor, threshold: Tensor, eps: float, block: int, mask: Tensor | None) -> Tensor:
+    """Zeros (batch, blocks) with the gradient that a threshold has when it keeps its share of the past.
+
+    If all scores rise together, so does the threshold, and no gate changes. Without that, a router whose gates help
+    learns above all to raise every score, along whatever its tokens have in common. As in soft top-k, the threshold
+    follows the mean of the scores weighted by their gates' slope; here over the blocks before.
+    """
+    n = scores.shape[1]
+    gate = torch.sigmoid((scores.detach() - threshold) / eps)
+    slope = gate * (1 - gate)
+    if mask is not None:
+        # whatever lies in a padded token, even NaN, stays out
+        slope, scores = slope.masked_fill(~mask, 0), scores.masked_fill(~mask, 0)
+    sums = F.pad(torch.stack((slope * scores, slope)), (0, -n % block)).reshape(2, len(slope), -1, block).sum(-1)
+    weighted, weight = sums.cumsum(-1).roll(1, -1).unbind(0)
+    first = torch.arange(weight.shape[-1], device=scores.device) == 0
+    mean = torch.where(first | (weight <= 0), 0.0, weighted / weight.clamp_min(torch.finfo(weight.dtype).tiny))
+    return (mean - mean.detach()).nan_to_num(0.0)
+
+
+def running_threshold(scores: Tensor, k: int, block: int, memory: int, mask: Tensor | None) -> Tensor:
+    """The score that the share k/n of the past exceeds; −inf without a past.
+
+    (batch, block + blocks − 1): of each token of the first block, then of each later block.
+    """
+    n = scores.shape[1]
+    blocks = -(-n // block)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -math.inf)
+    padded = F.pad(scores, (memory, blocks * block - n), value=-math.inf)
+    # block b looks at the `memory` tokens before it; the first has nothing there
+    past = padded.unfold(1, memory, block)[:, 1:blocks]
+    before = torch.ones(block, block, dtype=torch.bool, device=scores.device).tril(-1)
+    own = padded[:, None, memory : memory + block].expand(-1, block, -1).masked_fill(~before, -math.inf)
+    return torch.cat((_ranked(own, k, n), _ranked(past, k, n)), 1)
+
+
+def _ranked(rows: Tensor, k: int, n: int) -> Tensor:
+    """Of each row's entries above −inf the one that ⌊count·k/n⌋ others precede, by size; −inf if there is none."""
+    count = (rows > -math.inf).sum(-1)
+    rank = count * k // n
+    length = rows.shape[-1]
+    values = rows.topk(min(length * k // n + 1, length), dim=-1).values
+    found = values.gather(-1, rank.clamp_max(values.shape[-1] - 1)[..., None])[..., 0]
+    return torch.where(rank < count, found, -math.inf)
+
+
+def per_token(threshold: Tensor, n: int, block: int) -> Tensor:
+    """What `running_threshold` found, (batch, n)."""
+    later = threshold[:, block:].repeat_interleave(block, 1)
+    return torch.cat((threshold[:, :block], later), 1)[:, :n]
+
+
+def arrivals(wants: Tensor, k: int, block: int) -> tuple[Tensor, Tensor]:
+    """Indices (batch, k) of the first tokens that want to be chosen, as many as the budget of their time lets in.
+
+    By the end of block b at most ⌈k·(tokens so far)/n⌉ are in. −1 where fewer than k come. With them, (batch,
+    blocks + 1) int32, how many are in before each block, and at the end.
+    """
+    batch, n = wants.shape
+    blocks = -(-n // block)
+    padded = F.pad(wants, (0, blocks * block - n)).view(batch, blocks, block)
+    rank = padded.cumsum(-1)
+    came = rank[..., -1].cumsum(-1)
+    tokens = torch.arange(1, blocks + 1, device=wants.device) * block
+    budget = (tokens.clamp_max(n) * k + n - 1) // n
+    # taken(b) = min(taken(b − 1) + came in b, budget(b)): a walk with a ceiling, in closed form
+    taken = F.pad(came + (budget - came).cummin(-1).values.clamp_max(0), (1, 0))
+    let_in = (padded & (rank <= taken.diff(dim=-1)[..., None])).view(batch, -1).cumsum(-1)
+    places = torch.arange(1, k + 1, device=wants.device).expand(batch, k).contiguous()
+    found = torch.searchsorted(let_in, places)
+    return torch.where(found < n, found, -1), taken.to(torch.int32)

@@ -1,0 +1,100 @@
+"""What causal_choice promises, and what its kernels may cost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onepass.core.launch import next_power_of_2, triton_installed
+from onepass.core.spec import BadCall, Kernel, Sample, Spec
+
+from .op import backward_op, causal_choice, forward_op
+from .reference import reference
+
+
+def _mask(batch: int, n: int, device: torch.device) -> Tensor:
+    """One row in three lost, the last one whole."""
+    generator = torch.Generator().manual_seed(7)
+    mask = torch.rand(batch, n, generator=generator) < 0.6
+    mask[-1] = False
+    return mask.to(device)
+
+
+def _samples(make: Callable[..., Tensor]) -> Iterator[Sample]:
+    # more than 300 scores, or no gradient at all: that of a threshold is the one it should have, not one of its value
+    # (a score of the past), so differences between values of the gates are not its measure
+    yield Sample("one token", (make(1, 1), 1), {"block": 4, "memory": 4})
+    yield Sample("all tokens", (make(2, 9), 12), {"block": 8, "memory": 8})
+    yield Sample("part of a block at the end", (make(1, 301), 40), {"block": 32, "memory": 64, "eps": 0.1})
+    yield Sample("first block in two parts", (make(1, 320), 25), {"block": 64, "memory": 128})
+    yield Sample("blocks of no power of two", (make(1, 320), 160), {"block": 40, "memory": 80})
+    scores = make(3, 101)
+    yield Sample("mask", (scores, 40), {"block": 32, "memory": 64, "mask": _mask(3, 101, scores.device)})
+    yield Sample("none", (make(2, 5), 0))
+    yield Sample("no tokens", (make(2, 0), 3))
+    yield Sample("no batch", (make(0, 5), 3))
+
+
+def _opchecks() -> Iterator[tuple[Any, tuple[Any, ...]]]:
+    scores = torch.randn(2, 30)
+    for mask in (None, _mask(2, 30, scores.device)):
+        yield forward_op, (scores.clone().requires_grad_(), mask, 7, 0.3, 8, 16)
+        kept = forward_op(scores, mask, 7, 0.3, 8, 16)
+        yield backward_op, (torch.randn(2, 7), scores, mask, *kept, 0.3, 8, 16)
+
+
+_S = torch.ones(2, 6)
+_BAD = (
+    BadCall("1-d scores", lambda: causal_choice(torch.ones(6), 1), ValueError, r"scores must be \(batch, n\)"),
+    BadCall("integers", lambda: causal_choice(_S.long(), 1), TypeError, "int64"),
+    BadCall("k", lambda: causal_choice(_S, -1), ValueError, "k must be ≥ 0, got -1"),
+    BadCall("real k", lambda: causal_choice(_S, 1.5), TypeError, "k must be an int, got float"),  # type: ignore[arg-type]
+    BadCall("eps", lambda: causal_choice(_S, 1, eps=0.0), ValueError, "eps must be > 0, got 0.0"),
+    BadCall("block", lambda: causal_choice(_S, 1, block=0), ValueError, "block must be ≥ 1, got 0"),
+    BadCall("memory", lambda: causal_choice(_S, 1, block=8, memory=12), ValueError, "multiple of block = 8, got 12"),
+    BadCall("mask", lambda: causal_choice(_S, 1, mask=torch.ones(2, 5).bool()), ValueError, r"mask must be \(2, 6\)"),
+    BadCall("real mask", lambda: causal_choice(_S, 1, mask=_S), TypeError, "mask must be bool"),
+)
+
+SPECS = [Spec("causal_choice", causal_choice, reference, _samples, _BAD, _opchecks)]
+
+_TYPES = {
+    **dict.fromkeys(("s_ptr", "threshold_ptr", "gate_ptr", "dgate_ptr", "sums_ptr", "ds_ptr", "eps"), "fp32"),
+    **dict.fromkeys(("came_ptr", "start_ptr"), "i32"),
+    "index_ptr": "i64",
+    "mask_ptr": "u8",
+}
+
+
+def _kernel(title: str, fn: Any, masked: bool, warps: int, registers: int, constants: dict[str, Any]) -> Kernel:
+    constants = {"HAS_MASK": masked, **({} if masked else {"mask_ptr": None}), **constants}
+    pointers = [a for a in fn.arg_names if a.endswith("_ptr") and a not in constants]
+    signature = {
+        a: ("*" if a in pointers else "") + _TYPES.get(a, "i32") for a in fn.arg_names if a not in constants
+    }  # fmt: skip
+    # a block begins anywhere, so nothing here is loaded 16 bytes at a time
+    return Kernel(
+        title, lambda: fn, signature, constants, pointers, num_warps=warps, max_registers=registers, vector_loads=False
+    )
+
+
+def _kernels() -> Iterator[Kernel]:
+    if not triton_installed():
+        return
+    from . import kernels_triton as kt
+
+    for n, block, memory, masked in ((32768, 128, 2048, False), (65536, 8, 8192, True), (4096, 1024, 1024, False)):
+        s = kt.shape(n, block, memory)
+        title, tile = f"n={n} block={block}", {"BLOCK_B": s.block_b, "BLOCK_C": s.block_c}
+        constants = {"BLOCK_M": s.block_m, "BLOCK_R": s.block_r, "BLOCK_C": s.block_c}
+        yield _kernel(f"causal threshold {title}", kt.threshold_kernel, masked, s.warps, 80, constants)
+        constants = {"N_FIRST": next_power_of_2(s.n_first), "STEP": s.step, **tile}
+        yield _kernel(f"causal choose {title}", kt.choose_kernel, masked, 4, 80, constants)
+        yield _kernel(f"causal sums {title}", kt.sums_kernel, masked, 4, 80, tile)
+        yield _kernel(f"causal gradient {title}", kt.gradient_kernel, masked, 4, 96, {"STEP": s.step, **tile})
+
+
+KERNELS = list(_kernels())

@@ -1,0 +1,202 @@
+"""The choice by the past: the definition against lists, the kernels against the definition; what must not matter."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from onepass.core.launch import INTERPRET
+from onepass.ops.causal_choice import op, torch_path
+from onepass.ops.causal_choice.op import causal_choice
+from onepass.ops.causal_choice.reference import arrivals, per_token, reference, running_threshold
+
+EPS = 0.3
+
+
+def _scores(*shape: int, seed: int = 1) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def _mask(*shape: int) -> Tensor:
+    """Row 0 is whole, the last one has no token."""
+    mask = torch.rand(*shape, generator=torch.Generator().manual_seed(5)) < 0.6
+    mask[0], mask[-1] = True, False
+    return mask
+
+
+def _threshold(scores: Tensor, k: int, block: int, memory: int, mask: Tensor) -> Tensor:
+    """Token by token, from lists."""
+    out = torch.empty_like(scores)
+    for b, row in enumerate(scores.tolist()):
+        for i in range(len(row)):
+            start = i // block * block
+            past = range(max(0, start - memory), start) if start else range(i)
+            known = sorted((row[j] for j in past if mask[b, j]), reverse=True)
+            rank = len(known) * k // len(row)
+            out[b, i] = known[rank] if rank < len(known) else -math.inf
+    return out
+
+
+@pytest.mark.skipif(INTERPRET, reason="no kernel runs")
+@pytest.mark.parametrize(
+    ("n", "block", "memory"), [(64, 8, 16), (61, 8, 64), (5, 8, 8), (40, 1, 7), (8, 8, 8), (1, 4, 4)]
+)
+@pytest.mark.parametrize("k", [1, 5, 16, 64])
+@pytest.mark.parametrize("masked", [False, True])
+def test_threshold_is_the_rank_in_the_past(n: int, block: int, memory: int, k: int, masked: bool) -> None:
+    k = min(k, n)
+    scores = _scores(3, n)
+    mask = _mask(3, n) if masked else torch.ones(3, n).bool()
+    actual = per_token(running_threshold(scores, k, block, memory, mask if masked else None), n, block)
+    assert torch.equal(actual, _threshold(scores, k, block, memory, mask))
+
+
+@pytest.mark.skipif(INTERPRET, reason="no kernel runs")
+@pytest.mark.parametrize("n", [48, 45, 3])
+@pytest.mark.parametrize("k", [1, 6, 17])
+@pytest.mark.parametrize("share", [0.1, 0.5, 1.0])
+def test_arrivals_keep_to_the_budget(n: int, k: int, share: float) -> None:
+    k, block = min(k, n), 8
+    wants = torch.rand(4, n, generator=torch.Generator().manual_seed(6)) < share
+    actual, starts = arrivals(wants, k, block)
+    assert actual.shape == (4, k)
+    for b in range(4):
+        taken: list[int] = []
+        for i in range(n):
+            seen = min((i // block + 1) * block, n)
+            if wants[b, i] and len(taken) < math.ceil(k * seen / n):
+                taken.append(i)
+        assert actual[b].tolist() == taken + [-1] * (k - len(taken))
+        ends = [*range(0, n, block), n]
+        assert starts[b].tolist() == [sum(i < end for i in taken) for end in ends]
+
+
+def _gradient(choice: op.CausalChoice | tuple[Tensor, Tensor], scores: Tensor) -> Tensor:
+    gates = choice[1]
+    return torch.autograd.grad((gates * _scores(*gates.shape, seed=2).to(gates)).sum(), scores)[0]
+
+
+def _compare(scores: Tensor, k: int, block: int, memory: int, mask: Tensor | None) -> None:
+    """What the kernels do with these scores, against the definition in fp64 of the same scores."""
+    sizes = {"eps": EPS, "block": block, "memory": memory}
+    mine, wide = scores.clone().requires_grad_(), scores.double().requires_grad_()
+    actual, expected = causal_choice(mine, k, mask=mask, **sizes), reference(wide, k, mask=mask, **sizes)
+    assert torch.equal(actual.indices, expected[0])
+    torch.testing.assert_close(actual.gates.double(), expected[1], rtol=0, atol=1e-6)
+    grad = _gradient(expected, wide)
+    torch.testing.assert_close(
+        _gradient(actual, mine).double(), grad, rtol=0, atol=1e-6 * max(1.0, float(grad.abs().max()))
+    )
+    if k:
+        _, _, *state = op.forward(scores, mask, min(k, scores.shape[1]), EPS, block, memory)
+        _, _, *other = torch_path.forward(scores, mask, min(k, scores.shape[1]), EPS, block, memory)
+        for a, e in zip(state, other, strict=True):
+            assert torch.equal(a, e)
+
+
+SMALL = [
+    (3, 61, 20, 16, 32, True), (2, 40, 9, 8, 8, False), (2, 5, 3, 8, 8, False), (2, 12, 5, 1, 7, True),
+    (2, 150, 20, 64, 64, True), (2, 24, 24, 8, 8, False),
+]  # fmt: skip
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize(("batch", "n", "k", "block", "memory", "masked"), SMALL)
+def test_kernels_interpreted(batch: int, n: int, k: int, block: int, memory: int, masked: bool) -> None:
+    _compare(_scores(batch, n), k, block, memory, _mask(batch, n) if masked else None)
+
+
+@pytest.mark.interpret
+def test_walks_in_several_steps_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of more blocks than one step of a walk takes, at a length that the interpreter can bear."""
+    from onepass.ops.causal_choice import kernels_triton
+
+    monkeypatch.setattr(kernels_triton, "STEP", 4)
+    monkeypatch.setattr(kernels_triton, "TILE", 8)
+    _compare(_scores(1, 60), 25, 4, 8, None)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("batch", "n", "k", "block", "memory", "masked"),
+    [
+        *SMALL, (2, 8192, 512, 128, 2048, False), (3, 8190, 512, 128, 2048, True), (2, 65536, 4096, 128, 2048, True),
+        (2, 4000, 3999, 64, 8192, False), (2, 5000, 700, 1024, 1024, True), (2, 20000, 300, 8, 64, False),
+        (1, 1 << 20, 1 << 16, 128, 2048, False), (2, 5000, 700, 2048, 2048, True),
+    ],
+)  # fmt: skip
+def test_kernels_on_gpu(batch: int, n: int, k: int, block: int, memory: int, masked: bool) -> None:
+    mask = _mask(batch, n).cuda() if masked else None
+    _compare(_scores(batch, n).cuda(), k, block, memory, mask)
+    # scores that tie, and have zeros of both signs
+    _compare((_scores(batch, n) * 2).round().cuda() * 0.5, k, block, memory, mask)
+
+
+DEVICES = [pytest.param("cpu", id="cpu"), pytest.param("cuda", id="cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("masked", [False, True])
+def test_no_later_score_counts(device: str, masked: bool) -> None:
+    """Row i has score i changed: what stands before i is the same bit for bit."""
+    n, block, memory = 14, 4, 8
+    scores = _scores(1, n).expand(n + 1, n).clone()
+    mask = _mask(2, n)[:1].logical_and(_scores(1, n, seed=3) > -0.7).expand(n + 1, n).to(device) if masked else None
+    for i in range(n):
+        scores[i, i] = (3e38, -math.inf, math.inf, math.nan, 0.0)[i % 5]
+    indices, gates = causal_choice(scores.to(device), 6, block=block, memory=memory, mask=mask)
+    dense = torch.zeros(n + 1, n + 1, device=device).scatter_(1, indices % (n + 1), gates)
+    dense[:, n] = 0
+    assert dense[n].any()
+    for i in range(n):
+        assert torch.equal(dense[i, :i], dense[n, :i]), f"score {i} changed an earlier gate"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, 3e38])
+def test_scores_that_are_no_numbers(device: str, value: float) -> None:
+    """They end, and choose what the definition chooses."""
+    scores = _scores(2, 40)
+    scores[0, ::3] = value
+    scores[1] = value
+    sizes = {"eps": EPS, "block": 8, "memory": 16}
+    mine = scores.to(device).requires_grad_()
+    actual = causal_choice(mine, 10, **sizes)
+    expected = reference(scores.double(), 10, **sizes)
+    assert torch.equal(actual.indices.cpu(), expected[0])
+    torch.testing.assert_close(actual.gates.detach().cpu().double(), expected[1], rtol=0, atol=1e-6)
+    assert _gradient(actual, mine).isfinite().all() or not math.isfinite(value)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_what_lies_in_masked_tokens_is_not_read(device: str) -> None:
+    mask = _mask(3, 40).to(device)
+    found = []
+    for filler in (0.0, math.nan):
+        scores = _scores(3, 40).to(device).masked_fill(~mask, filler).requires_grad_()
+        choice = causal_choice(scores, 10, block=8, memory=16, mask=mask)
+        found.append((*choice, _gradient(choice, scores)))
+    for a, b in zip(*found, strict=True):
+        assert torch.equal(a, b)
+    assert not found[0][2][~mask].any()
+
+
+@pytest.mark.skipif(INTERPRET, reason="no kernel runs")
+@pytest.mark.gpu
+def test_sizes_that_no_kernel_takes() -> None:
+    _compare(_scores(2, 20000).cuda(), 900, 512, 1 << 14, None)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_scores_that_rise_together_have_no_gradient(device: str) -> None:
+    """Past the first block a gate's gradient sums to nothing over the scores it depends on."""
+    scores = _scores(1, 64).to(device).requires_grad_()
+    indices, gates = causal_choice(scores, 16, block=8, memory=16)
+    later = gates[indices >= 8]
+    assert later.numel() > 3
+    (grad,) = torch.autograd.grad(later.sum(), scores)
+    assert grad.any()
+    assert abs(float(grad.sum())) < 1e-5
