@@ -33,8 +33,8 @@ PHASES = ("compile", "measure", "check", "train")
 CHECKS_PER_GPU = 4
 # processes that measure one operator folder's cases, and minutes that each takes on an H200 with every rival installed
 PARTS = {"norm": (4, 1.5), "soft_topk": (4, 2.0), "weighted_sum": (2, 1.5), "lion": (1, 1.0), "routing": (1, 1.0)}
-TESTS = ("contract core bench doctor train", "nn", "ops/norm ops/weighted_sum ops/lion ops/causal_choice", "ops/soft_topk",
-         "optim", "ops/routing ops/span_attention compat")  # fmt: skip
+TESTS = ("contract core bench doctor train", "nn", "ops/norm ops/weighted_sum ops/lion ops/causal_choice",
+         "ops/soft_topk", "optim", "ops/routing ops/span_attention compat")  # fmt: skip
 
 
 class Job(NamedTuple):
