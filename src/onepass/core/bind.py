@@ -73,6 +73,7 @@ def bind(
     save: Callable[[Any, tuple[Any, ...], Any], None],
     gradients: Callable[..., tuple[Any, ...]],
     n_public: int = 1,
+    inference: Callable[..., Any] | None = None,
     check: Callable[..., None] = lambda *args: None,
     replay: bool = False,
     native: Callable[..., Any] | None = None,
@@ -91,6 +92,7 @@ def bind(
         gradients: `gradients(ctx, run, *grads)` → one gradient or None per argument of `forward`;
             `run` is `backward` in the form that suits the path.
         n_public: how many outputs the user sees.
+        inference: `forward` that makes the public outputs alone, for plain eager calls that nobody differentiates.
         check: refuses bad arguments; not repeated for layouts that it has seen.
         native: torch's own differentiable operator where that does as well: a plain eager call tries it first, and goes
             on with what is here if it returns None.
@@ -101,15 +103,19 @@ def bind(
     """
 
     gradients = _outside_autocast(gradients)
-    kernels = forward
 
-    def checked(*args: Any) -> Outputs:
-        check(*args)
-        return kernels(*args)
+    def checked(kernels: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            check(*args)
+            return kernels(*args)
 
-    forward, backward = _outside_autocast(checked), _outside_autocast(backward)
-    if replay:
-        forward, backward = replayed(forward), replayed(backward)
+        return run
+
+    def prepared(function: Callable[..., Any]) -> Callable[..., Any]:
+        function = _outside_autocast(function)
+        return replayed(function) if replay else function
+
+    forward, backward = prepared(checked(forward)), prepared(backward)
 
     def public(out: Outputs) -> Any:
         if isinstance(out, torch.Tensor):
@@ -180,6 +186,8 @@ def bind(
             return public(Func.apply(*args))  # type: ignore[no-untyped-call]
         return public(forward_op(*args))
 
+    infer = None if inference is None else prepared(checked(inference))
+
     def call(*args: Any) -> Any:
         if torch.compiler.is_compiling():
             check(*args)
@@ -194,6 +202,6 @@ def bind(
             for a in args:
                 if isinstance(a, Tensor) and a.requires_grad:
                     return eager(*args)
-        return public(forward(*args))
+        return public(forward(*args)) if infer is None else infer(*args)
 
     return call

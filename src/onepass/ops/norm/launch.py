@@ -58,9 +58,9 @@ def _empty(x: Tensor) -> Tensor:
 
 def forward(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, offset: float,
-    has_mean: bool, stable: bool,
-) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
-    """X (..., n) → y, s (None without residual) and the statistics (1 to 3, rows)."""
+    has_mean: bool, stable: bool, keep: bool = True,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+    """X (..., n) → y, s (None without residual) and the statistics (1 to 3, rows), None where not to be kept."""
     n_cols = x.shape[-1]
     n_rows = x.numel() // n_cols
     y = _empty(x)
@@ -71,13 +71,17 @@ def forward(
         s = torch.empty(x.shape, dtype=dtype, device=x.device)
         residual, r_stride = _rows(residual, n_cols)
         itemsize = dtype.itemsize
-    stats = torch.empty((1 + has_mean + stable, n_rows), dtype=torch.float32, device=x.device)
     vec = math.gcd(8, x_stride, r_stride)
-    tensors = (source, residual, weight, bias, y, s, stats)
     numbers = (x_stride // vec, r_stride // vec, n_rows, float(eps), float(offset))
     constants = (n_cols, vec, has_mean, stable)
+    packed = None if stable else _packed(source, residual, weight, bias, itemsize, vec)
+    whole = n_cols <= shapes.MAX_FORWARD_COLS and (n_cols <= 16384 or itemsize == 2 or not _teams_run(x, 8))
+    stats = None
+    # next to a wide row its statistics are nothing
+    if keep or packed is not None or not whole:
+        stats = torch.empty((1 + has_mean + stable, n_rows), dtype=torch.float32, device=x.device)
+    tensors = (source, residual, weight, bias, y, s, stats)
     with device_guard(x):
-        packed = None if stable else _packed(source, residual, weight, bias, itemsize, vec)
         if packed is not None:
             programs, waits = n_rows * packed.size, packed.size > 1 and _dependent_launch(x)
             words = _words(x, programs) if packed.size > 1 else None
@@ -88,7 +92,7 @@ def forward(
                 num_warps=packed.warps, maxnreg=shapes.PACKED_REGISTERS, launch_pdl=waits,
             )  # fmt: skip
             return y, s, stats
-        if n_cols <= shapes.MAX_FORWARD_COLS and (n_cols <= 16384 or itemsize == 2 or not _teams_run(x, 8)):
+        if whole:
             tile = shapes.forward_tile(n_cols, itemsize)
             grid = (cdiv(n_rows, tile.rows), 1, 1)
             shape = (tile.rows, tile.cols, shapes.forward_early(n_cols, itemsize))

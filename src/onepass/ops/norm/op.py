@@ -65,7 +65,18 @@ def _forward(
     from . import launch
 
     y, _, stats = launch.forward(x, None, _vector(weight), _vector(bias), eps, offset, has_mean, stable)
+    assert stats is not None
     return y, stats
+
+
+def _infer(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, offset: float, has_mean: bool, stable: bool
+) -> Tensor:
+    if not (x.numel() and uses_triton(x)):
+        return _forward(x, weight, bias, eps, offset, has_mean, stable)[0]
+    from . import launch
+
+    return launch.forward(x, None, _vector(weight), _vector(bias), eps, offset, has_mean, stable, keep=False)[0]
 
 
 def _forward_residual(
@@ -77,12 +88,25 @@ def _forward_residual(
 
         y, s, stats = launch.forward(x, residual, _vector(weight), _vector(bias), eps, offset, has_mean, stable)
         assert s is not None
+        assert stats is not None
         return y, s, stats
     s = torch.add(x, residual).contiguous()
     if not x.numel():
         return torch.empty(x.shape, dtype=x.dtype, device=x.device), s, _empty_stats(s, has_mean, stable)
     y, stats = torch_path.forward(s, weight, bias, eps, offset, has_mean, stable, x.dtype)
     return y, s, stats
+
+
+def _infer_residual(
+    x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, offset: float,
+    has_mean: bool, stable: bool,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    if not (x.numel() and _on_triton(x, residual)):
+        return _forward_residual(x, residual, weight, bias, eps, offset, has_mean, stable)[:2]
+    from . import launch
+
+    vectors = _vector(weight), _vector(bias)
+    return launch.forward(x, residual, *vectors, eps, offset, has_mean, stable, keep=False)[:2]
 
 
 def _backward(
@@ -224,14 +248,15 @@ def _vmap_backward(
 
 
 _norm = bind(
-    forward=_forward, forward_op=forward_op, backward=_backward, backward_op=backward_op,
+    forward=_forward, forward_op=forward_op, backward=_backward, backward_op=backward_op, inference=_infer,
     save=_save, gradients=_gradients, replay=True, native=native,
     vmap_forward=_vmap_forward, vmap_backward=_vmap_backward,
     check=lambda x, weight, bias, eps, offset, has_mean, stable: _check(x, None, weight, bias, eps, has_mean),
 )  # fmt: skip
 _norm_residual = bind(
     forward=_forward_residual, forward_op=forward_residual_op, backward=_backward, backward_op=backward_op,
-    save=_save_residual, gradients=_gradients_residual, n_public=2, replay=True, vmap_backward=_vmap_backward,
+    inference=_infer_residual, save=_save_residual, gradients=_gradients_residual, n_public=2, replay=True,
+    vmap_backward=_vmap_backward,
     check=lambda x, residual, weight, bias, eps, offset, has_mean, stable: _check(
         x, residual, weight, bias, eps, has_mean
     ),

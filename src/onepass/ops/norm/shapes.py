@@ -50,7 +50,7 @@ def forward_tile(n_cols: int, itemsize: int) -> Tile:
     load = WARP * vector(itemsize)
     if n_cols <= load:
         cols = next_power_of_2(n_cols)
-        return Tile(rows=4 * load // cols, cols=cols, warps=2)
+        return Tile(rows=1024 // cols, cols=cols, warps=2)
     if n_cols <= 2048:
         return Tile(rows=1, cols=2 * load, warps=2) if n_cols % (2 * load) == 0 else Tile(rows=2, cols=load, warps=2)
     # 40 rather than 32 elements: 5 · 2^k columns keep fewer, fully used warps

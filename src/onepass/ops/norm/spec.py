@@ -197,6 +197,14 @@ def _kernels() -> Iterator[Kernel]:
                 plain | no_residual | {"N_COLS": cols, "BLOCK_R": tile.rows, "BLOCK_C": tile.cols, "EARLY": early},
                 _DIVISIBLE, num_warps=tile.warps, max_registers=registers,
             )  # fmt: skip
+        tile = shapes.forward_tile(128, size)
+        inference = {k: v for k, v in forward.items() if k != "stats_ptr"}
+        yield Kernel(
+            f"norm forward {t} N=128 inference", _narrow("forward_kernel"), inference,
+            plain | no_residual
+            | {"stats_ptr": None, "N_COLS": 128, "BLOCK_R": tile.rows, "BLOCK_C": tile.cols, "EARLY": False},
+            _DIVISIBLE, num_warps=tile.warps, max_registers=72,
+        )  # fmt: skip
         tile = shapes.forward_tile(32768, size)
         yield Kernel(
             f"norm forward {t} N=32768 stable residual", _narrow("forward_kernel"),
