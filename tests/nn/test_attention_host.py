@@ -50,23 +50,32 @@ def test_every_stretch_is_replayed(
 
 
 @pytest.mark.usefixtures("host")
-def test_launches() -> None:
+@pytest.mark.parametrize(("causal", "expected"), [(False, (16, 33)), (True, (15, 33))])
+def test_launches(causal: bool, expected: tuple[int, int]) -> None:
     """Forward: norm and scores, twice solve, select and sort, two norms, cast, three turns, two attentions, addition.
 
     Backward: of the addition, two norms again, twice queries and keys, three turns, two norms, two choices, norm and
-    scores, two additions.
+    scores, two additions. Causal: queries take two launches to choose, and two backward.
     """
-    layer, x = _layer(), torch.randn(2, 64, 32, requires_grad=True)
-    assert launches(layer, x) == (16, 33)
+    layer, x = _layer(causal), torch.randn(2, 64, 32, requires_grad=True)
+    assert launches(layer, x) == expected
 
 
 @pytest.mark.usefixtures("host")
 def test_what_torch_is_called_for() -> None:
     """Products, gates of values, sums of parts, and the views that these take; runs of keys are remembered."""
-    layer, x = _layer(), torch.randn(2, 64, 32, requires_grad=True)
-    assert torch_calls_of_a_pass(layer, x) == {
+    x = torch.randn(2, 64, 32, requires_grad=True)
+    calls = torch_calls_of_a_pass(_layer(), x)
+    assert calls == {
         "mm": 13, "addmm": 2, "t": 10, "view": 29, "select": 4, "unsqueeze": 6, "mul": 2, "mul_": 1, "neg": 1, "sum": 5,
         "sub": 1, "linalg_vecdot": 1, "flatten": 2, "reshape": 1, "slice": 1, "narrow": 2,
         # both routers' vectors and scores together and apart, slots, x without its history
         "cat": 1, "unbind": 1, "stack": 1, "empty": 1, "empty_strided": 2, "detach": 1,
+    }  # fmt: skip
+    # causal: choices of windows in the sequence, what each query sees of them, and whose tiles of keys these are
+    more = torch_calls_of_a_pass(_layer(True), x) - calls
+    assert more == {
+        "view": 3, "reshape": 3, "arange": 3, "unsqueeze": 1, "add": 1, "ge": 2, "where": 2, "flatten": 1,
+        "floor_divide": 1, "mul": 1, "zeros_like": 1, "alias": 1,
+        "cat": 1, "expand": 1, "contiguous": 1, "searchsorted": 2,
     }  # fmt: skip

@@ -109,8 +109,8 @@ def choose_per_block(
     if mask is not None:
         mask = F.pad(mask, (0, missing)).view(batch * blocks, block)
     chosen = choose(values.reshape(batch * blocks, block, *rest), quota, mask)
-    start = torch.arange(blocks, device=values.device).mul(block).repeat(batch)[:, None]
-    indices = torch.where(chosen.indices >= 0, chosen.indices + start, -1)
-    shape = batch, blocks * indices.shape[1]
+    within = chosen.indices.view(batch, blocks, chosen.indices.shape[1])
+    start = torch.arange(0, blocks * block, block, device=values.device)[:, None]
+    indices = torch.where(within >= 0, within + start, -1).flatten(1)
     scores = chosen.scores.view(batch, blocks * block)[:, :n]
-    return RouterOutput(indices.view(shape), chosen.gates.view(shape), scores)
+    return RouterOutput(indices, chosen.gates.view(indices.shape), scores)
