@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from onepass.nn import RoutedFeedForward, Router
+from onepass.nn import CausalRouter, RoutedFeedForward, Router
 
 pytestmark = pytest.mark.gpu
 
@@ -82,8 +82,10 @@ def test_batch_elements_and_padding_do_not_reach_others(routes: int) -> None:
     assert torch.equal(routing.indices[:2], routing_z.indices[:2])
 
 
-def test_no_synchronisation_with_the_host() -> None:
-    layer, x, mask = RoutedFeedForward(DIM, 20).cuda(), _tokens(3, N, DIM).cuda(), _mask().cuda()
+@pytest.mark.parametrize("router", [Router, CausalRouter])
+def test_no_synchronisation_with_the_host(router: type[Router]) -> None:
+    layer = RoutedFeedForward(DIM, 20, router=router(DIM)).cuda()
+    x, mask = _tokens(3, N, DIM).cuda(), _mask().cuda()
     layer(x, mask).sum().backward()
     torch.cuda.set_sync_debug_mode("error")
     try:

@@ -86,7 +86,7 @@ def _kernels() -> Iterator[Kernel]:
         return
     from . import kernels_triton as kt
 
-    for n, block, memory, masked in ((32768, 128, 2048, False), (65536, 8, 8192, True), (4096, 1024, 1024, False)):
+    for n, block, memory, masked in ((32768, 128, 2048, False), (65536, 8, 8192, True)):
         s = kt.shape(n, block, memory)
         title, tile = f"n={n} block={block}", {"BLOCK_B": s.block_b, "BLOCK_C": s.block_c}
         constants = {"BLOCK_M": s.block_m, "BLOCK_R": s.block_r, "BLOCK_C": s.block_c}
