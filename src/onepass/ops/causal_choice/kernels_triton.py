@@ -156,12 +156,11 @@ def load_block(
     s_ptr, mask_ptr, threshold_ptr, row, b, s_row_stride, mask_row_stride, n_cols, block, n_blocks,
     HAS_MASK: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Of blocks b (N, 1): tokens, scores, thresholds, which tokens are real."""
+    """Of blocks b (N, 1): tokens, scores, thresholds, which tokens there are, which of these are real."""
     cols = tl.arange(0, BLOCK_C)[None, :]
     token = b * block + cols
     inside = (b < n_blocks) & (cols < block) & (token < n_cols)
     s, real = load_scores(s_ptr, mask_ptr, row * s_row_stride, row * mask_row_stride, token, inside, HAS_MASK)
-    # without masks of its own: a block of padding has some threshold, no token looks at it
     at = tl.where(b == 0, cols, block - 1 + b)
     threshold = tl.load(threshold_ptr + row * (block + n_blocks - 1) + at, mask=inside, other=0.0)
     return token, s, threshold, inside, real
