@@ -232,7 +232,8 @@ def test_special_rows_on_gpu(cols: int, kind: str) -> None:
     s = torch.randn(7, cols, device="cuda")
     k = 5.5
     clean = onepass.soft_topk(s, k, kind=kind)
-    s[1, cols // 2] = math.nan
+    # (no multiple of four: a guess may look at every fourth column)
+    s[1, cols // 2 + 1] = math.nan
     s[2] = math.nan
     s[3, :3] = math.inf
     s[4, : 2 * 11] = math.inf

@@ -40,8 +40,6 @@ MAX_PASSES = tl.constexpr(160)
 REACH = tl.constexpr(16.0)
 # columns from which a quarter of a row is enough for a guess
 QUARTER = tl.constexpr(2048)
-# how far a bracket in units of eps may reach before its other end becomes the base
-NEAR = tl.constexpr(32.0)
 
 
 @triton.jit
@@ -218,7 +216,8 @@ def advance(base, c, lo, hi, fine, last, done, total, size, step, k, eps, i, KIN
 
     At first the bracket's ends are keys of bases, and c is what rounding left of Newton's target. Dividing keys closes
     any bracket in 32 steps, however many orders of magnitude it spans. Once no base lies between its ends, the rest is
-    in units of eps from the nearer end (fine), and the ends are keys of c.
+    in units of eps from the nearer end, and the ends are keys of c. The first look between them says which is nearer
+    (fine is 1 there, 2 from then on): from the other, which may be some eps away, gates near 0 would lose their digits.
     """
     if KIND == CAPPED_EXP:
         arrived = (size < k) & ((size == last) | (step == 0))
@@ -247,14 +246,14 @@ def advance(base, c, lo, hi, fine, last, done, total, size, step, k, eps, i, KIN
     reach = to_number(hi)
     enter = closed & coarse
     gap = (reach - to_number(lo)) / eps
-    flip = (fine > 0) & low & (c > NEAR) & (2.002 * c >= reach)
+    flip = (fine == 1) & low
     next_base = tl.where(coarse, tl.where(newton, moved, halfway), base)
     next_base = tl.where(enter, to_number(lo), tl.where(flip, base + eps * reach, next_base))
     next_c = tl.where(coarse, tl.where(newton, left, 0.0), tl.where(newton, aim, halfway))
     next_c = tl.where(enter, 0.5 * gap, tl.where(flip, 0.5 * (c - reach), next_c))
     lo = tl.where(enter, 0, tl.where(flip, to_key(c - reach), lo))
     hi = tl.where(enter, to_key(gap), tl.where(flip, 0, hi))
-    fine = tl.where(enter, 1.0, fine)
+    fine = tl.where(enter, 1.0, tl.where(coarse, 0.0, 2.0))
     finish = tl.where(tl.abs(step) < 1, aim, c)
     if KIND == CLAMP:
         # unless many equal gates would feel its rounding more

@@ -125,7 +125,7 @@ def solve(
         squares, _beside = fetch(words, visit, TEAM, WIDTH)
         squares = tl.sum(squares, 0)
     base = guess(pivot, n, total, squares, k / (n * (4.0 if sample else 1.0)), eps, KIND)
-    # a NaN or an infinity among the scores is one of base
+    # a NaN or an infinity among the scores that were looked at is one of base
     swift = tl.where((k > 0) & (eps > 0) & (k < n_cols) & (tl.abs(base) < INF), 1.0, 0.0)
     if KIND != CAPPED_EXP:
         swift = tl.where(k < n, swift, 0.0)
@@ -137,9 +137,10 @@ def solve(
     if KIND == CAPPED_EXP:
         s = tl.exp2((s - base) * (1.0 / eps) * LOG2E)
         while (i < SWIFT_PASSES) & (largest(swift, BLOCK_R) > 0):
-            # entries at the threshold count as saturated: with k of them there is nothing left to solve for here
-            below = s < u
-            raw, b = pair_sum(tl.where(below, s, 0.0), tl.where(below, 0.0, 1.0), BLOCK_R)
+            # entries at the threshold count as saturated: with k of them there is nothing left to solve for here; a NaN
+            # is not at or above anything, so that it gets into the sum, also where no guess has looked at it
+            saturated = s >= u
+            raw, b = pair_sum(tl.where(saturated, 0.0, s), tl.where(saturated, 1.0, 0.0), BLOCK_R)
             raw, b, turn = together(raw, b, words_ptr, member, turn, TEAM, WIDTH)
             new, good, exact = swift_step(u, raw, b, last, k)
             good = good & (swift > 0)

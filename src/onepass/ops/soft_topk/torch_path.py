@@ -186,7 +186,8 @@ def _search(
     infinite = torch.full_like(lo, math.inf)
     lo = torch.maximum(_key(lo) - 1, _key(-infinite))
     hi = torch.minimum(_key(hi) + 1, _key(infinite))
-    c, last, fine = torch.zeros_like(base), torch.full_like(base, -1), torch.zeros_like(done)
+    c, last = torch.zeros_like(base), torch.full_like(base, -1)
+    fine, first = torch.zeros_like(done), torch.zeros_like(done)
     capped = kind == CAPPED_EXP
     for i in range(MAX_PASSES):
         if capped:
@@ -220,7 +221,8 @@ def _search(
         end, gap = _number(lo), (_number(hi) - _number(lo)) / eps
         enter = closed & ~fine
         reach = _number(hi)
-        flip = fine & low & (c > 32) & (2.002 * c >= reach)
+        # (the first look between the ends says which it is)
+        flip = first & low
         next_base = torch.where(fine, base, torch.where(newton, moved, _number(middle)))
         next_c = torch.where(fine, torch.where(newton, aim, _number(middle)), torch.where(newton, left, 0.0))
         next_base = torch.where(enter, end, torch.where(flip, base + eps * reach, next_base))
@@ -229,7 +231,7 @@ def _search(
         hi = torch.where(enter, _key(gap), torch.where(flip, 0, hi))
         base = torch.where(done | arrived, base, next_base)
         c = torch.where(done, c, torch.where(arrived, finish, next_c))
-        fine |= enter
+        fine, first = fine | enter, enter
         done = done | arrived
         if not s.is_cuda and bool(done.all()):
             break
