@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from lion_params import assert_same, clones, make_params, set_grads
 from onepass.optim import Lion
@@ -248,3 +249,29 @@ def test_deepcopy_and_pickle_go_on() -> None:
         q.grad = torch.ones(3)
         twin.step()
         assert torch.equal(q, torch.zeros(3))
+
+
+def test_a_step_is_named_in_profiles_and_runs_hooks() -> None:
+    """Also those that come and go after the first step, which torch's own wrapper is left out of."""
+    p = torch.ones(3, requires_grad=True)
+    p.grad = torch.ones(3)
+    optimizer = Lion([p])
+    optimizer.step()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        optimizer.step()
+    assert "Optimizer.step#Lion.step" in {event.key for event in profile.key_averages()}
+    seen: list[str] = []
+    handles = [
+        optimizer.register_step_pre_hook(lambda *_: seen.append("before")),
+        optimizer.register_step_post_hook(lambda *_: seen.append("after")),
+        register_optimizer_step_pre_hook(lambda *_: seen.append("before all")),
+        register_optimizer_step_post_hook(lambda *_: seen.append("after all")),
+    ]
+    for handle in handles:
+        optimizer.step()
+        handle.remove()
+    optimizer.step()
+    assert seen == [
+        "before all", "before", "after", "after all", "before all", "after", "after all", "before all", "after all",
+        "after all",
+    ]  # fmt: skip
