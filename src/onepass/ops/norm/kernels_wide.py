@@ -5,7 +5,26 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .kernels_triton import add_residual, load_tile, signed_scale, store_tile
+from .kernels_triton import add_residual, load_streamed, load_tile, signed_scale, store_tile
+
+
+@triton.jit
+def load_again(ptr, cols, mask, MASKED: tl.constexpr):
+    """What the first walk left in L2, which may go from there now."""
+    if MASKED:
+        x = tl.load(ptr + cols, mask=mask, other=0.0, eviction_policy="evict_first")
+    else:
+        x = tl.load(ptr + cols, eviction_policy="evict_first")
+    return x.to(tl.float32)
+
+
+@triton.jit
+def store_streamed(ptr, cols, value, mask, MASKED: tl.constexpr):
+    """Store what must not displace the rows that other programs have yet to walk again."""
+    if MASKED:
+        tl.store(ptr + cols, value.to(ptr.dtype.element_ty), mask=mask, eviction_policy="evict_first")
+    else:
+        tl.store(ptr + cols, value.to(ptr.dtype.element_ty), eviction_policy="evict_first")
 
 
 @triton.jit(do_not_specialize=["x_row_stride", "r_row_stride", "n_rows"])
@@ -59,7 +78,7 @@ def wide_forward_kernel(
     smallest = tl.full((BLOCK_C,), float("inf"), tl.float32)
     for start in tl.range(0, N_COLS, BLOCK_C, num_stages=STAGES):
         cols = start + tl.arange(0, BLOCK_C)
-        x = load_tile(x_ptr, cols, cols < N_COLS, MASKED)
+        x = load_streamed(x_ptr, cols, cols < N_COLS, MASKED)
         if r_ptr is not None:
             x = add_residual(x, r_ptr, s_ptr, cols, cols < N_COLS, MASKED)
             store_tile(s_ptr, cols, x, cols < N_COLS, MASKED)
@@ -87,14 +106,14 @@ def wide_forward_kernel(
 
     for start in tl.range(0, N_COLS, BLOCK_C, num_stages=STAGES):
         cols = start + tl.arange(0, BLOCK_C)
-        x = load_tile(x_ptr, cols, cols < N_COLS, MASKED)
+        x = load_again(x_ptr, cols, cols < N_COLS, MASKED)
         x = add_residual(x, r_ptr, s_ptr, cols, cols < N_COLS, MASKED)
         y = (x * per_unit - shift) * rstd
         if w_ptr is not None:
             y *= load_tile(w_ptr, cols, cols < N_COLS, MASKED) + offset
         if b_ptr is not None:
             y += load_tile(b_ptr, cols, cols < N_COLS, MASKED)
-        store_tile(y_ptr, cols, y, cols < N_COLS, MASKED)
+        store_streamed(y_ptr, cols, y, cols < N_COLS, MASKED)
 
     tl.store(stats_ptr + row, rstd * per_unit)
     if HAS_MEAN:

@@ -74,14 +74,23 @@ def forward(
     vec = math.gcd(8, x_stride, r_stride)
     numbers = (x_stride // vec, r_stride // vec, n_rows, float(eps), float(offset))
     constants = (n_cols, vec, has_mean, stable)
-    packed = None if stable else _packed(source, residual, weight, bias, itemsize, vec)
+    plain = not has_mean and not stable and residual is None
+    reread = shapes.reread(n_cols, itemsize, sm_count(x), _limits(x)[1]) if plain else None
+    packed = None if stable or reread else _packed(source, residual, weight, bias, itemsize, vec)
     whole = n_cols <= shapes.MAX_FORWARD_COLS and (n_cols <= 16384 or itemsize == 2 or not _teams_run(x, 8))
     stats = None
     # next to a wide row its statistics are nothing
-    if keep or packed is not None or not whole:
+    if keep or reread or packed is not None or not whole:
         stats = torch.empty((1 + has_mean + stable, n_rows), dtype=torch.float32, device=x.device)
     tensors = (source, residual, weight, bias, y, s, stats)
     with device_guard(x):
+        if reread is not None:
+            tile, registers = reread
+            launch(
+                wide_forward_kernel, (n_rows, 1, 1), tensors, numbers, (*constants, tile.cols, tile.stages),
+                num_warps=tile.warps, maxnreg=registers,
+            )  # fmt: skip
+            return y, s, stats
         if packed is not None:
             programs, waits = n_rows * packed.size, packed.size > 1 and _dependent_launch(x)
             words = _words(x, programs) if packed.size > 1 else None

@@ -266,6 +266,18 @@ def _kernels() -> Iterator[Kernel]:
                 max_spill_bytes=32 if backward_team.lag and size == 2 else 0,
             )  # fmt: skip
 
+        for cols in (32768, 24000, 65536) if size == 2 else (32768, 24000):
+            found = shapes.reread(cols, size, 132, 50 << 20)
+            assert found is not None
+            tile, registers = found
+            yield Kernel(
+                f"norm rms forward {t} N={cols}", _wide("wide_forward_kernel"),
+                {k: v for k, v in forward.items() if k != "b_ptr"},
+                plain | no_residual
+                | {"b_ptr": None, "HAS_MEAN": False, "N_COLS": cols, "BLOCK_C": tile.cols, "STAGES": tile.stages},
+                _DIVISIBLE, num_warps=tile.warps, maxnreg=registers, max_registers=registers, amd=False,
+            )  # fmt: skip
+
         wide = plain | {"N_COLS": 262144}
         yield Kernel(
             f"norm wide forward {t}", _wide("wide_forward_kernel"), forward,

@@ -50,7 +50,8 @@ def gather_kernel(
     x_rows = x_ptr + (((rows // k) * x_batch_stride + index * x_row_stride) * VEC)[:, None]
     for start in tl.static_range(0, D, BLOCK_C):
         cols = (start + tl.arange(0, BLOCK_C))[None, :]
-        x = tl.load(x_rows + cols, mask=found[:, None] & (cols < D), other=0.0)
+        # evict-last for what is read once: what is written leaves the L2 first, in an even stream
+        x = tl.load(x_rows + cols, mask=found[:, None] & (cols < D), other=0.0, eviction_policy="evict_last")
         tl.store(y_ptr + (rows * D)[:, None] + cols, x, mask=(rows < total)[:, None] & (cols < D))
 
 
@@ -79,8 +80,8 @@ def add_kernel(
     for start in tl.static_range(0, D, BLOCK_C):
         cols = (start + tl.arange(0, BLOCK_C))[None, :]
         mask = found[:, None] & (cols < D)
-        u = tl.load(u_ptr + (at * D)[:, None] + cols, mask=mask, other=0.0).to(tl.float32)
-        y = tl.load(y_rows + cols, mask=mask, other=0.0).to(tl.float32)
+        u = tl.load(u_ptr + (at * D)[:, None] + cols, mask=mask, other=0.0, eviction_policy="evict_last").to(tl.float32)
+        y = tl.load(y_rows + cols, mask=mask, other=0.0, eviction_policy="evict_last").to(tl.float32)
         if g_ptr is not None:
             u *= gate[:, None]
         tl.store(y_rows + cols, (y + u).to(y_ptr.dtype.element_ty), mask=mask)

@@ -142,7 +142,8 @@ def backward_kernel(
             if NEED_W:
                 mask = in_rows[:, None] if EVEN_C else in_rows[:, None] & in_cols[None, :]
                 x_rows = x_ptr + first + rows[:, None] * x_row_units * UNIT
-                xs = xs + (tl.load(x_rows + cols[None, :], mask=mask, other=0.0),)
+                # evict-last: what is written leaves the L2 first, in an even stream
+                xs = xs + (tl.load(x_rows + cols[None, :], mask=mask, other=0.0, eviction_policy="evict_last"),)
             for r in tl.static_range(N_VECTORS):
                 dy = tl.load(dy_ptr + rows * N_VECTORS + r, mask=in_rows, other=0.0)
                 dys = dys + (dy.to(tl.float32)[:, None],)
