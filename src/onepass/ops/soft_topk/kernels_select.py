@@ -33,6 +33,9 @@ TILE = 4096
 CHUNK = 8192
 MAX_SPLITS = 256
 PER_SM = 4
+# registers per thread of a program of 8 warps, so that PER_SM of them fit; elements at a time of the one that scans
+RESIDENT = 64
+COLLECTED = 2048
 # most survivors of a row that one program sorts, and elements of one warp there when there are rows enough, or few
 MAX_SORTED = 4096
 SORT_PER_WARP = 512
@@ -423,14 +426,17 @@ def _collect(s: Tensor, mask: Tensor | None, k: int) -> Tensor:
     ranks = torch.empty((n_rows, shape.splits, 257), dtype=torch.int32, device=s.device)
     grid = (n_rows, shape.splits, 1)
     numbers = (*sizes, shape.splits, shape.tiles, k)
+    collected = min(COLLECTED, shape.block_c)
+    options = {"num_warps": shape.warps, **({} if torch.version.hip is not None else {"maxnreg": RESIDENT})}
     for digit in range(digits):
         launch(
             count_kernel, grid, (s, mask, totals, state, ranks), numbers,
-            (unit, has_mask, digit, digit == digits - 1, shape.block_c), num_warps=shape.warps,
+            (unit, has_mask, digit, digit == digits - 1, shape.block_c), **options,
         )  # fmt: skip
     launch(
-        collect_kernel, grid, (s, mask, totals, state, ranks, out), numbers,
-        (unit, has_mask, digits, next_power_of_2(shape.splits), shape.block_c), num_warps=shape.warps,
+        collect_kernel, grid, (s, mask, totals, state, ranks, out),
+        (*sizes, shape.splits, shape.tiles * (shape.block_c // collected), k),
+        (unit, has_mask, digits, next_power_of_2(shape.splits), collected), **options,
     )  # fmt: skip
     return out
 

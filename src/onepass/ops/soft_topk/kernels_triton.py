@@ -23,6 +23,7 @@ from .kernels_common import (
     HALF_PER_WARP,
     INF,
     LOG2E,
+    SIGMOID,
     SIZES,
     Shape,
     fetch,
@@ -74,6 +75,8 @@ TABLE: tuple[dict[int, tuple[int, int]], ...] = (
     {8192: (4, 128), 16384: (8, 128)},
 )
 N_STATE = tl.constexpr(8)
+# exponentials end here where they are divided by: their gates are 1 long before; nothing that matters is below 1/HUGE
+HUGE = tl.constexpr(1e30)
 
 
 @triton.jit
@@ -88,13 +91,70 @@ def highest(a, words_ptr, member, turn, TEAM: tl.constexpr, WIDTH: tl.constexpr)
 
 
 @triton.jit
+def unit(x):
+    """X clipped to [0, 1], which costs nothing beside the operation that makes x."""
+    return tl.minimum(tl.maximum(x, 0.0), 1.0)
+
+
+@triton.jit
 def measure(s, base, c, eps, KIND: tl.constexpr, BLOCK_R: tl.constexpr):
     """The two sums of a pass that `newton` wants."""
     x = (s - base) * (1.0 / eps) - c
-    y, w = gates_and_slopes(x, KIND)
+    if KIND == CLAMP:
+        # unlike `gates_and_slopes` without regard to NaN: no row whose sums count has one
+        y = unit(x)
+        # 1 above 0, less 1 above 1: a comparison and a choice take twice as long as an operation that clips
+        w = unit(x * HUGE) - unit(x * HUGE - HUGE)
+    else:
+        y, w = gates_and_slopes(x, KIND)
     if KIND == CAPPED_EXP:
         y, w = w, tl.where(x > 0, 1.0, 0.0)
     return pair_sum(y, w, BLOCK_R)
+
+
+@triton.jit
+def exponentials(s, base, eps, KIND: tl.constexpr):
+    """E = exp((s - base)/eps); finite where it is divided by."""
+    e = tl.exp2((s - base) * (1.0 / eps) * LOG2E)
+    if KIND == SIGMOID:
+        e = tl.minimum(e, HUGE)
+    return e
+
+
+@triton.jit
+def measure_exponentials(e, u, KIND: tl.constexpr, BLOCK_R: tl.constexpr):
+    """The same two sums of sigmoid and laplace at c = log u, with one operation that is slow for each entry.
+
+    1/x is taken as rsqrt(x)²: a division looks at the size of its operands first.
+    """
+    if KIND == SIGMOID:
+        q = tl.rsqrt(e + u)
+        y = e * (q * q)
+        a, b = pair_sum(y, y * (q * q), BLOCK_R)
+        b *= u
+    else:
+        p = e * (1.0 / u)
+        q = tl.rsqrt(p)
+        # e^-|x|, of which a gate below is a half; above, what it lacks
+        small = tl.minimum(p, q * q)
+        a, b = pair_sum(unit(1.0 - q * q), small, BLOCK_R)
+        b *= 0.5
+        a += b
+    return a, b
+
+
+@triton.jit
+def gates_of_exponentials(e, u, KIND: tl.constexpr):
+    """The gates at c = log u."""
+    if KIND == CAPPED_EXP:
+        y = e * (1.0 / u)
+        y = tl.where(y > 1.0, 1.0, y)
+    elif KIND == SIGMOID:
+        y = e / (e + u)
+    else:
+        p = e * (1.0 / u)
+        y = tl.where(p < 1.0, 0.5 * p, 1.0 - 0.5 / p)
+    return y
 
 
 @triton.jit
@@ -106,8 +166,8 @@ def solve(
 ):  # fmt: skip
     """Rows in registers, of one program each or of a team: a guess, Newton, and the bracketed search where that fails.
 
-    capped_exp keeps E = exp((s - base)/eps) instead of the scores: its passes need no exponential. The scores are read
-    again (from L2) for the rare row that takes the bracketed search.
+    All kinds but clamp keep E = exp((s - base)/eps) instead of the scores: their passes need no exponential. The scores
+    are read again (from L2) for the rare row that takes the bracketed search.
     """
     turn = tl.cast(turn, tl.int32)
     inside = within(rows, cols, n_rows, n_cols, BLOCK_R)
@@ -150,27 +210,38 @@ def solve(
             swift = tl.where(good & (exact == 0), 1.0, 0.0)
             i += 1
         c = tl.log(u)
-    else:
+    elif KIND == CLAMP:
         while (i < SWIFT_PASSES) & (largest(swift, BLOCK_R) > 0):
             base, c = rebase(base, c, 1.0 - swift, eps)
             a, b = measure(s, base, c, eps, KIND, BLOCK_R)
             a, b, turn = together(a, b, words_ptr, member, turn, TEAM, WIDTH)
             total, size, step = newton(a, b, c, k, n, KIND)
             good = (swift > 0) & (tl.abs(step) < REACH)
-            if KIND == CLAMP:
-                exact = good & (tl.abs(total - k) <= 4 * TINY * k)
-                # one more step, unless many equal gates would feel its rounding more
-                worse = exact & (tl.abs(total - k) <= size * TINY * tl.abs(c))
-                c = tl.where(good & (worse == 0), c + step, c)
-            else:
-                exact = good & (tl.abs(step) <= SMALL)
-                c = tl.where(good, c + step, c)
+            exact = good & (tl.abs(total - k) <= 4 * TINY * k)
+            # one more step, unless many equal gates would feel its rounding more
+            worse = exact & (tl.abs(total - k) <= size * TINY * tl.abs(c))
+            c = tl.where(good & (worse == 0), c + step, c)
             done = tl.where(exact, 1.0, done)
             swift = tl.where(good & (exact == 0), 1.0, 0.0)
             i += 1
+    else:
+        s = exponentials(s, base, eps, KIND)
+        while (i < SWIFT_PASSES) & (largest(swift, BLOCK_R) > 0):
+            a, b = measure_exponentials(s, u, KIND, BLOCK_R)
+            a, b, turn = together(a, b, words_ptr, member, turn, TEAM, WIDTH)
+            total, size, step = newton(a, b, c, k, n, KIND)
+            # the last quotient is kept, not its logarithm: that rounds with |c|
+            new = u * tl.exp2(step * LOG2E)
+            good = (swift > 0) & (tl.abs(step) < REACH) & (new < 1e17) & (new > 1e-17)
+            exact = good & (tl.abs(step) <= SMALL)
+            u = tl.where(good, new, u)
+            done = tl.where(exact, 1.0, done)
+            swift = tl.where(good & (exact == 0), 1.0, 0.0)
+            i += 1
+        c = tl.log(u)
     if largest(1.0 - done, BLOCK_R) > 0:
         solved = done
-        if KIND == CAPPED_EXP:
+        if KIND != CLAMP:
             s = load_scores(
                 s_ptr, mask_ptr, rows, cols, s_row_stride, mask_row_stride, n_rows, n_cols, HAS_MASK, BLOCK_R
             )
@@ -195,18 +266,17 @@ def solve(
                 base, c, lo_key, hi_key, fine, last, done, total, size, step, k, eps, i, KIND
             )
             i += 1
-        if KIND == CAPPED_EXP:
+        if KIND != CLAMP:
             y, _ = gates_and_slopes(offsets(s, base, eps) - c, KIND)
             if BLOCK_R > 1:
                 # rows that were solved before keep their bits, whoever their neighbours are
-                e = tl.exp2((s - base) * (1.0 / eps) * LOG2E) * (1.0 / u)
-                y = tl.where(solved > 0, tl.where(e > 1.0, 1.0, e), y)
+                again = gates_of_exponentials(exponentials(s, base, eps, KIND), u, KIND)
+                y = tl.where(solved > 0, again, y)
             tl.store(y_ptr + rows * n_cols + cols, y.to(y_ptr.dtype.element_ty), mask=inside)
-    elif KIND == CAPPED_EXP:
-        y = s * (1.0 / u)
-        y = tl.where(y > 1.0, 1.0, y)
+    elif KIND != CLAMP:
+        y = gates_of_exponentials(s, u, KIND)
         tl.store(y_ptr + rows * n_cols + cols, y.to(y_ptr.dtype.element_ty), mask=inside)
-    if KIND != CAPPED_EXP:
+    if KIND == CLAMP:
         y, _ = gates_and_slopes(offsets(s, base, eps) - c, KIND)
         tl.store(y_ptr + rows * n_cols + cols, y.to(y_ptr.dtype.element_ty), mask=inside)
     if member == 0:

@@ -24,13 +24,22 @@ _TYPES = {
 
 
 def _kernel(
-    title: str, fn: Any, constants: dict[str, Any], warps: int, registers: int, *, wide: bool = True, **types: str
-) -> Kernel:
+    title: str,
+    fn: Any,
+    constants: dict[str, Any],
+    warps: int,
+    registers: int,
+    *,
+    wide: bool = True,
+    maxnreg: int = 0,
+    **types: str,
+) -> Kernel:  # fmt: skip
     signature = {a: t for a, t in {**_TYPES, **types}.items() if a in fn.arg_names and a not in constants}
     pointers = [a for a in signature if a.endswith("_ptr")]
     return Kernel(
-        title, lambda: fn, signature, constants, pointers, num_warps=warps, max_registers=registers, vector_loads=wide
-    )
+        title, lambda: fn, signature, constants, pointers, num_warps=warps, max_registers=registers, maxnreg=maxnreg,
+        vector_loads=wide,
+    )  # fmt: skip
 
 
 def _kernels() -> Iterator[Kernel]:
@@ -55,9 +64,9 @@ def _kernels() -> Iterator[Kernel]:
     yield _kernel("topk merge", ks.merge_kernel, blocks, 4, 120, wide=False)
     plan = ks.plan(8, 1 << 20, 132)
     digit = {**unmasked, "PASS": 3, "LAST": True, "BLOCK_C": plan.block_c}
-    yield _kernel("topk count, long rows", ks.count_kernel, digit, plan.warps, 96)
-    blocks = {**unmasked, "N_PASSES": 4, "N_SPLITS": 64, "BLOCK_C": plan.block_c}
-    yield _kernel("topk collect, long rows", ks.collect_kernel, blocks, plan.warps, 128)
+    yield _kernel("topk count, long rows", ks.count_kernel, digit, plan.warps, ks.RESIDENT, maxnreg=ks.RESIDENT)
+    blocks = {**unmasked, "N_PASSES": 4, "N_SPLITS": 64, "BLOCK_C": ks.COLLECTED}
+    yield _kernel("topk collect, long rows", ks.collect_kernel, blocks, plan.warps, ks.RESIDENT, maxnreg=ks.RESIDENT)
     given = {"value_ptr": None, "HAS_GATES": True, "HAS_VALUES": False}
     options = {"eps_ptr": None, "HAS_EPS": False, "mask_ptr": None, "HAS_MASK": False}
     needs = {"NEED_S": True, "NEED_EPS": False}
