@@ -162,7 +162,8 @@ def backward(gy: Tensor, s: Tensor, trace: Tensor, k: Tensor, epsilons: list[flo
     # rows in one piece, whatever the strides of s
     ds, dk = torch.empty_like(s, memory_format=torch.contiguous_format), torch.empty_like(k)
     height, thresholds = _height(s), trace[:, : len(epsilons) - 1]
-    buffers = [torch.empty_like(ds[:height]) for _ in range(4)]
+    # in one piece: four of them, given back one by one, go back to the system, and their pages fault in at each call
+    buffers = s.new_empty(4, min(height, len(s)), s.shape[-1])
     chunks = (x.split(height) for x in (gy, s, trace[:, -1:], thresholds, k, ds, dk))  # type: ignore[no-untyped-call]
     for upstream, of_s, ref, level, of_k, of_ds, of_dk in zip(*chunks, strict=True):
         z, *rest = (b[: len(of_s)] for b in buffers)
