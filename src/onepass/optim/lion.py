@@ -256,7 +256,7 @@ class Lion(Optimizer):
     def profile_hook_step(func: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap `step` as torch does, to run hooks and to name the step in profiles, but only where there is use for it.
 
-        torch announces each step by two calls through its dispatcher: a tenth of a step over a thousand small tensors.
+        torch announces each step by two calls through its dispatcher: 3 to 5 % of a step over a thousand small tensors.
         """
         announced = Optimizer.profile_hook_step(func)
 
