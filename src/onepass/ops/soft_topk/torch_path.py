@@ -146,13 +146,13 @@ def _swift_capped(s: Tensor, k: Tensor, eps: Tensor, y: Tensor) -> tuple[Tensor,
         base = torch.where(base.isfinite(), base, s.amax(-1, keepdim=True))
     one, columns = s.new_ones(()), s.new_full((), n)
     largest = one * torch.finfo(s.dtype).max
-    level, below = torch.ones_like(base), torch.empty_like(y)
+    # (the room is what the cores keep in their caches beside as many entries of E)
+    level, room = torch.ones_like(base), y.new_empty(min(y.numel(), CHUNK * torch.get_num_threads()))
     # finite, because what is above the level is multiplied by zero
     torch.minimum(torch.sub(s, base, out=y).div_(eps).exp_(), largest, out=y)
     for _ in range(SWIFT_PASSES):
-        torch.le(y, level, out=below)
-        lacking = k - (columns - below.sum(-1, keepdim=True))
-        rest = below.mul_(y).sum(-1, keepdim=True)
+        below, rest = _below(y, level, room)
+        lacking = k - (columns - below)
         last, level = level, rest / lacking
         if not lacking.amin().item() > 0:
             # with k or more above, Newton on the sum itself
@@ -171,6 +171,18 @@ def _swift_capped(s: Tensor, k: Tensor, eps: Tensor, y: Tensor) -> tuple[Tensor,
     # terms that underflowed would be missing from a sum too small
     found = (level == last) & (lacking > 0) & (rest > 1e13 * torch.finfo(s.dtype).tiny) & (c.abs() <= REACH)
     return base, c, found if solvable is None else found & solvable
+
+
+def _below(y: Tensor, level: Tensor, room: Tensor) -> tuple[Tensor, Tensor]:
+    """Of each row, how many entries are not above the level, and their sum; long rows in pieces that stay in the cache."""
+    counts, sums = [], []
+    for piece in y.split(max(1, len(room) // len(y)), -1):  # type: ignore[no-untyped-call]
+        below = torch.le(piece, level, out=room[: piece.numel()].view(piece.shape))
+        counts.append(below.sum(-1, keepdim=True))
+        sums.append(below.mul_(piece).sum(-1, keepdim=True))
+    if len(sums) == 1:
+        return counts[0], sums[0]
+    return torch.cat(counts, -1).sum(-1, keepdim=True), torch.cat(sums, -1).sum(-1, keepdim=True)
 
 
 def _small(s: Tensor) -> float:
@@ -317,17 +329,31 @@ def soft_backward(
     gy: Tensor, s: Tensor, state: Tensor, eps: Tensor, kind: int, need_eps: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(ds (R, n), dk (R, 1), deps (R, 1)) by the implicit function theorem: one formula for every kind."""
+    ds = torch.empty_like(s, memory_format=torch.contiguous_format)
+    height = max(1, CHUNK // max(1, s.shape[-1]))
+    if s.is_cuda or height >= len(s):
+        return ds, *_gradients(gy, s, state, eps, ds, kind, need_eps)
+    chunks = (x.split(height) for x in (gy, s, state, eps, ds))  # type: ignore[no-untyped-call]
+    of_rows = [_gradients(*chunk, kind, need_eps) for chunk in zip(*chunks, strict=True)]
+    q, deps = (torch.cat(x) for x in zip(*of_rows, strict=True))
+    return ds, q, deps
+
+
+def _gradients(
+    gy: Tensor, s: Tensor, state: Tensor, eps: Tensor, ds: Tensor, kind: int, need_eps: bool
+) -> tuple[Tensor, Tensor]:
+    """Fill in the scores' gradient of some rows; those of k and eps."""
     x = offsets(s, state[:, :1], eps).sub_(state[:, 1:])
     w = slope(x, kind)
-    gw = gy * w
-    part = gw.sum(-1, keepdim=True)
+    part = torch.mul(gy, w, out=ds).sum(-1, keepdim=True)
     if gy.is_cuda or not bool(part.isfinite().all()):
         # an upstream inf or NaN where nothing can change says nothing
-        gw = torch.where(w > 0, gw, 0.0)
-        part = gw.sum(-1, keepdim=True)
+        ds.copy_(torch.where(w > 0, ds, 0.0))
+        part = ds.sum(-1, keepdim=True)
     total = w.sum(-1, keepdim=True)
     q = torch.where(total == 0, 0.0, part / total)
     deps = torch.zeros_like(q)
     if need_eps:
-        deps = torch.where(w > 0, (q * w - gw) * x, 0.0).sum(-1, keepdim=True) / eps
-    return gw.sub_(w.mul_(q)).div_(eps), q, deps
+        deps = torch.where(w > 0, (q * w - ds) * x, 0.0).sum(-1, keepdim=True) / eps
+    ds.sub_(w.mul_(q)).div_(eps)
+    return q, deps
