@@ -174,7 +174,7 @@ def _swift_capped(s: Tensor, k: Tensor, eps: Tensor, y: Tensor) -> tuple[Tensor,
 
 
 def _below(y: Tensor, level: Tensor, room: Tensor) -> tuple[Tensor, Tensor]:
-    """Of each row, how many entries are not above the level, and their sum; long rows in pieces that stay in the cache."""
+    """Of each row, how many entries are not above the level, and their sum; a long row in pieces that stay cached."""
     counts, sums = [], []
     for piece in y.split(max(1, len(room) // len(y)), -1):  # type: ignore[no-untyped-call]
         below = torch.le(piece, level, out=room[: piece.numel()].view(piece.shape))
@@ -334,7 +334,7 @@ def soft_backward(
     if s.is_cuda or height >= len(s):
         return ds, *_gradients(gy, s, state, eps, ds, kind, need_eps)
     chunks = (x.split(height) for x in (gy, s, state, eps, ds))  # type: ignore[no-untyped-call]
-    of_rows = [_gradients(*chunk, kind, need_eps) for chunk in zip(*chunks, strict=True)]
+    of_rows = [_gradients(a, b, c, d, out, kind, need_eps) for a, b, c, d, out in zip(*chunks, strict=True)]
     q, deps = (torch.cat(x) for x in zip(*of_rows, strict=True))
     return ds, q, deps
 
