@@ -150,7 +150,8 @@ def gates_of_exponentials(e, u, KIND: tl.constexpr):
         y = e * (1.0 / u)
         y = tl.where(y > 1.0, 1.0, y)
     elif KIND == SIGMOID:
-        y = e / (e + u)
+        # not e/(e + u), which an approximate division leaves above 1, or below it for the larger of two scores
+        y = 1.0 / (1.0 + u / e)
     else:
         p = e * (1.0 / u)
         y = tl.where(p < 1.0, 0.5 * p, 1.0 - 0.5 / p)
