@@ -143,6 +143,13 @@ def test_float32_where_neighbouring_numbers_are_more_than_eps_apart(kind: str, d
         assert not y[:, m:].any()
 
 
+@pytest.mark.parametrize("seed", [1, 71, 357])
+def test_a_gap_below_k_saturated_scores(seed: int) -> None:
+    s, k = draw("cauchy", 1, 1000, seed).float(), 200.0
+    total = onepass.soft_topk(s, k, eps=1e-3).double().sum()
+    assert abs(total - k) <= 1e-6 * k
+
+
 def test_clamp_is_entmax_budget() -> None:
     entmax = pytest.importorskip("entmax")
     s = torch.randn(6, 50, dtype=torch.float64, requires_grad=True)

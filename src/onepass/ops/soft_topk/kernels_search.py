@@ -255,6 +255,9 @@ def advance(base, c, lo, hi, fine, last, done, total, size, step, k, eps, i, KIN
     hi = tl.where(enter, to_key(gap), tl.where(flip, 0, hi))
     fine = tl.where(enter, 1.0, tl.where(coarse, 0.0, 2.0))
     finish = tl.where(tl.abs(step) < 1, aim, c)
+    if KIND == CAPPED_EXP:
+        # with k saturated entries and a gap below them, where the sum is k already, a step would unsaturate some
+        finish = tl.where(size < k, finish, c)
     if KIND == CLAMP:
         # unless many equal gates would feel its rounding more
         finish = tl.where(tl.abs(total - k) <= size * TINY * tl.abs(c), c, finish)

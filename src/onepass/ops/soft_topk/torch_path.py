@@ -227,6 +227,9 @@ def _search(
         last = torch.where(newton & (state < k), state, -1.0)
         arrived |= fine & closed
         finish = torch.where(step.abs() < 1, aim, c)
+        if capped:
+            # with k saturated entries and a gap below them, where the sum is k already, a step would unsaturate some
+            finish = torch.where(state < k, finish, c)
         if kind == CLAMP:
             finish = torch.where((total - k).abs() <= state * tiny * c.abs(), c, finish)
         # no number lies between the ends: the rest is in units of eps, from the nearer end
