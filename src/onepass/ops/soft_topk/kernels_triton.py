@@ -77,6 +77,8 @@ TABLE: tuple[dict[int, tuple[int, int]], ...] = (
 N_STATE = tl.constexpr(8)
 # exponentials end here where they are divided by: their gates are 1 long before; nothing that matters is below 1/HUGE
 HUGE = tl.constexpr(1e30)
+# the largest fp32 number below 1
+BELOW_ONE = tl.constexpr(1 - 2.0**-24)
 
 
 @triton.jit
@@ -150,8 +152,11 @@ def gates_of_exponentials(e, u, KIND: tl.constexpr):
         y = e * (1.0 / u)
         y = tl.where(y > 1.0, 1.0, y)
     elif KIND == SIGMOID:
-        # not e/(e + u), which an approximate division leaves above 1, or below it for the larger of two scores
-        y = 1.0 / (1.0 + u / e)
+        # 1 where u is nothing beside E, and nowhere else: the division is approximate. As 1/(1 + u/E) it spills
+        t = e + u
+        y = e / t
+        y = tl.where(y > BELOW_ONE, BELOW_ONE, y)
+        y = tl.where(t == e, 1.0, y)
     else:
         p = e * (1.0 / u)
         y = tl.where(p < 1.0, 0.5 * p, 1.0 - 0.5 / p)
