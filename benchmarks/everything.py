@@ -77,7 +77,7 @@ def jobs(out: Path) -> list[Job]:
         paths = [str(BENCHMARKS.parent / "tests" / folder) for folder in folders.split()]
         name = "tests." + folders.replace("/", "-").replace(" ", ".")
         found.append(Job("check", name, 3, [*script, "-m", "pytest", "-q", "-m", "gpu", *paths]))
-    lion = run("lion_training", "--preset", "gpu", "--out", str(out / "raw/lion_training"))
+    lion = run("lion_training", "--preset", "gpu", "--tune", "300", "--out", str(out / "raw/lion_training"))
     found.append(Job("train", "lion_training", 3, lion))
     for task in ("planted", "text"):
         found.append(
