@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from fake_gpu import Host, autocast_pass, launches, torch_calls_of_a_pass
 from onepass.core.launch import INTERPRET
@@ -55,3 +58,26 @@ def test_what_torch_is_called_for(causal: bool) -> None:
     assert torch_calls_of_a_pass(layer, x) == {
         "linear": 3, "addmm": 1, "mm": 8, "t": 5, "gelu": 2, "sum": 2, "split_with_sizes": 2, "view": 10,
     }  # fmt: skip
+
+
+@pytest.mark.usefixtures("host")
+@pytest.mark.parametrize("kept", [False, True])
+def test_backward_lets_go_of_what_it_has_used(monkeypatch: pytest.MonkeyPatch, kept: bool) -> None:
+    """Not all tensors of the tokens' size live at once, unless the graph is kept for another backward."""
+    layer, x = _layer(), torch.randn(2, 80, 32, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = layer(x)
+    node: Any = y.grad_fn
+    # the light branch's: tokens, before and behind the GELU
+    used = [StorageWeakRef(t.untyped_storage()) for t in node.saved_tensors if t is not None and t.shape[:1] == (160,)]
+    alive: list[int] = []
+    after = feed_forward_node._after_backward_products
+
+    def note(*args: Any) -> Any:
+        alive.append(sum(not ref.expired() for ref in used))
+        return after(*args)
+
+    monkeypatch.setattr(feed_forward_node, "_after_backward_products", note)
+    torch.autograd.grad(y, x, torch.randn_like(y), retain_graph=kept)
+    assert len(used) == 3
+    assert alive == [3 if kept else 0]

@@ -209,6 +209,9 @@ class _LightAndHeavy(torch.autograd.Function):
             x, vectors, light_norm, heavy_norm, mask, scores, stats, indices, state, starts, chosen_stats,
             tokens, u, h, chosen, heavy_u, heavy_h, update, gates, up, down, heavy_up, heavy_down,
         ) = ctx.saved_tensors  # fmt: skip
+        # from here on this frame alone keeps them (unless the graph is kept), and lets go of what it has used: else the
+        # tensors of the tokens' size add up
+        ctx.maybe_clear_saved_tensors()
         need_x, need_v, need_light_norm, need_heavy_norm, _, _, *needs = ctx.needs_input_grad
         plan, dtypes, d, parts, push, d_normed, d_chosen = ctx.plan, ctx.dtypes, x.shape[-1], None, None, None, None
         grads: list[Tensor | None] = [None] * 8
@@ -226,28 +229,35 @@ class _LightAndHeavy(torch.autograd.Function):
                 dy, update, gates, indices, mask, plan, widths, offsets, need_update, need_gates,
                 plan.every > 0 and need_v,
             )  # fmt: skip
-            dy, dh, heavy_dh = dy.view(-1, d), None, None
+            dy, dh, heavy_dh, update = dy.view(-1, d), None, None, None
             if d_update is not None:
-                d_update, chosen = d_update.view(-1, d), chosen.view(-1, d)
+                shape, d_update, chosen = chosen.shape, d_update.view(-1, d), chosen.view(-1, d)
                 if needs[6]:
                     grads[6] = weight_gradient(d_update, heavy_h, dtypes[6])
                 if need_chosen or needs[4] or needs[5]:
                     heavy_dh = torch.mm(d_update, heavy_down)
+                d_update = heavy_h = None
             if needs[2]:
                 grads[2] = weight_gradient(dy, h, dtypes[2])
+            h = None
             if need_normed or needs[0] or needs[1]:
                 dh = torch.mm(dy, down)
+            dy = None
             _gelu_backward(u, dh, heavy_u, heavy_dh, parts, widths, offsets)
+            u = heavy_u = None
             if heavy_dh is not None:
                 if needs[4]:
                     grads[4] = weight_gradient(heavy_dh, chosen, dtypes[4])
                 if need_chosen:
-                    d_chosen = torch.mm(heavy_dh, heavy_up).view(update.shape)
+                    d_chosen = torch.mm(heavy_dh, heavy_up).view(shape)
+            heavy_dh = chosen = None
             if dh is not None:
                 if needs[0]:
                     grads[0] = weight_gradient(dh, tokens, dtypes[0])
+                tokens = None
                 if need_normed:
                     d_normed = torch.mm(dh, up).view(x.shape)
+            dh = tokens = None
         else:
             need_light_norm = need_heavy_norm = False
         if g_gates is not None and need_gates:
