@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from onepass.__main__ import main
-from onepass.ablate import tables
+from onepass.ablate import tables, text
+from onepass.train import data
 
 QUICK = ["--size", "small", "--device", "cpu", "--steps", "4"]
 
@@ -49,31 +50,28 @@ def test_a_time_limit_keeps_what_there_is(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("task", ["masked", "causal"])
 def test_text(tmp_path: Path, task: str) -> None:
-    options = [
-        "--size",
-        "small",
-        "--device",
-        "cpu",
-        "--steps",
-        "2",
-        "--seed",
-        "0",
-        "--arm",
-        "learned",
-        "--arm",
-        "random",
-    ]
-    assert main(["ablate", "text", "--task", task, *options, "--arm", "light", "--out", str(tmp_path)]) == 0
+    options = ["--size", "small", "--device", "cpu", "--steps", "2", "--seed", "0"]
+    arms = [word for arm in ("learned", "random", "light", "all") for word in ("--arm", arm)]
+    assert main(["ablate", "text", "--task", task, *options, *arms, "--out", str(tmp_path)]) == 0
     assert main(["ablate", "report", str(tmp_path)]) == 0
     records = tables.load(tmp_path)
-    assert [record["arm"] for record in records] == ["learned", "random", "light"]
+    assert [record["arm"] for record in records] == ["learned", "random", "light", "all"]
     final = records[0]["final"]
     assert 0 < final["bits"] < 12
     assert 0 < final["ff_chosen"] <= 1 / 16 + 1e-6
     assert ("ff_of_masked" in final) == (task == "masked")
     assert {"q_entropy", "kv_kept", "ff_shared"} <= final.keys()
     assert records[0]["parameters"] > records[1]["parameters"] > records[2]["parameters"]
+    # the same weights, whoever chooses
+    assert records[3]["parameters"] == records[0]["parameters"]
     assert (tmp_path / f"text-{task}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_at_full_size_torch_is_read_as_well() -> None:
+    corpus = data.load((), text.SIZES["full"].packages)
+    assert any(source.name.startswith("torch/nn/") for source in corpus.sources)
+    # 4000 steps of 8 sequences read most of it once
+    assert len(corpus.training) > 3e7
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import sys
-import time
 from pathlib import Path
 from types import ModuleType
 

@@ -22,6 +22,7 @@ Compare who chooses the tokens of the heavy branch, at equal steps, data and ini
 
   learned  a router                     random  chance, at the same compute
   oracle   the planted tokens (planted) light   nobody: no heavy branch
+  all      every token gets the heavy branch too (text): what there is to gain, at any price
   dense    every token sees one branch, of the width that makes a step take as long as the learned arm's
 
 Each arm with each seed leaves one JSON in DIR when it is done. What is there already is not trained again, so a
@@ -35,11 +36,11 @@ examples:
 """
 TASKS = {
     "planted": "long sequences of filler in which a few tokens, to be told by their content, carry a computation",
-    "text": "hidden bytes, or each next byte, of the sources of Python's standard library",
+    "text": "hidden bytes, or each next byte, of Python's own sources (full size: and of torch's)",
 }
 ARMS = {
     "planted": ("learned", "random", "oracle", "light", "dense"),
-    "text": ("learned", "random", "light", "dense"),
+    "text": ("learned", "random", "light", "dense", "all"),
 }
 SEEDS = 5
 

@@ -12,7 +12,10 @@ from matplotlib.figure import Figure
 
 from onepass.ablate.tables import Record, by_arm, figure
 
-COLOURS = {"learned": "#c23b22", "random": "#2f78bd", "oracle": "#2e8b57", "light": "#8a8f98", "dense": "#222a35"}
+COLOURS = {
+    "learned": "#c23b22", "random": "#2f78bd", "oracle": "#2e8b57", "light": "#8a8f98", "dense": "#222a35",
+    "all": "#c9962b",
+}  # fmt: skip
 # figures of the choices that are worth a panel, where a task has them
 PANELS = {
     "picked": "planted tokens that the router chooses",

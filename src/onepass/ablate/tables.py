@@ -11,7 +11,7 @@ import numpy as np
 
 from onepass.core.errors import UserError
 
-ORDER = ("learned", "random", "oracle", "light", "dense")
+ORDER = ("learned", "random", "oracle", "light", "dense", "all")
 GAP = 0.8  # share of the gap between random and oracle that a learned router must close
 Record = dict[str, Any]
 

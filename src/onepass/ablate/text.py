@@ -1,4 +1,4 @@
-"""Real text: guess hidden bytes, or each next byte, of Python's own sources."""
+"""Real text: guess hidden bytes, or each next byte, of Python's own sources and torch's."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ class Size:
     n: int
     batch: int
     steps: int
+    packages: tuple[str, ...] = ()  # their sources are read as well
     k: float = 1 / 16
     window: int = 128
     masked: float = 0.15
@@ -50,7 +51,8 @@ class Size:
 
 SIZES = {
     "small": Size(dim=32, blocks=2, heads=2, n=256, batch=4, steps=60, window=32, curve_windows=8, final_windows=32),
-    "full": Size(dim=256, blocks=4, heads=8, n=2048, batch=8, steps=4000),
+    # where the light branch sees far, or the text is read many times over, the heavy one has little to add: README
+    "full": Size(dim=256, blocks=4, heads=8, n=2048, batch=8, steps=4000, packages=("torch",), k=1 / 8, window=32),
 }
 
 
@@ -70,7 +72,8 @@ class DenseBlock(nn.Module):
 
 def build(arm: str, size: Size, causal: bool, hidden: int) -> ByteModel:
     """Make the model of an arm; equal seeds give equal initial weights to all arms with routed blocks."""
-    model = ByteModel(size.dim, size.blocks, k=size.k, heads=size.heads, window=size.window, causal=causal)
+    k = 1.0 if arm == "all" else size.k
+    model = ByteModel(size.dim, size.blocks, k=k, heads=size.heads, window=size.window, causal=causal)
     if arm == "dense":
         model.blocks = nn.ModuleList(
             DenseBlock(size.dim, size.heads, size.blocks, hidden, causal) for _ in range(size.blocks)
@@ -89,7 +92,7 @@ class Task:
         self, arm: str, seed: int, size: Size, device: torch.device, hidden: int = 0, *, causal: bool = False
     ) -> None:
         self.arm, self.size, self.device, self.causal = arm, size, device, causal
-        corpus = data.load(())
+        corpus = data.load((), size.packages)
         # the whole text lies on the device: a batch is an index
         self.training, self.validation = (
             torch.from_numpy(part.copy()).to(device) for part in (corpus.training, corpus.validation)

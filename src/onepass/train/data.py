@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 import os
 import stat
@@ -112,7 +113,15 @@ def _walk(root: Path, *, library: bool) -> Iterator[Path]:
                 yield path
 
 
-def _gather(paths: Sequence[str]) -> tuple[list[Source], list[str]]:
+def package(name: str) -> Path:
+    """Return where an installed package keeps its sources; it is looked up, not imported."""
+    spec = importlib.util.find_spec(name)
+    if spec is None or not spec.submodule_search_locations:
+        raise UserError(f"there is no installed package {name!r} to read")
+    return Path(next(iter(spec.submodule_search_locations)))
+
+
+def _gather(paths: Sequence[str], packages: Sequence[str]) -> tuple[list[Source], list[str]]:
     found: list[tuple[str, Path, bool]] = []
     for given in paths:
         root = Path(given)
@@ -121,8 +130,9 @@ def _gather(paths: Sequence[str]) -> tuple[list[Source], list[str]]:
         else:
             found.append((root.name, root, True))
     if not paths:
-        root = standard_library()
-        found = [(path.relative_to(root).as_posix(), path, False) for path in _walk(root, library=True)]
+        roots = [("", standard_library()), *((f"{name}/", package(name)) for name in packages)]
+        for prefix, root in roots:
+            found += [(prefix + path.relative_to(root).as_posix(), path, False) for path in _walk(root, library=True)]
     sources: list[Source] = []
     seen: set[str] = set()
     no_text, doubles = 0, 0
@@ -151,14 +161,16 @@ def position(name: str) -> float:
     return int.from_bytes(hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest()[:8], "big") / 2**64
 
 
-def load(paths: Sequence[str]) -> Corpus:
+def load(paths: Sequence[str], packages: Sequence[str] = ()) -> Corpus:
     """Read the files, and all text files of the directories, and part them into training and validation.
+
+    Without paths: the Python sources of the standard library and of the installed `packages`.
 
     A whole file goes to one part, by the hash of its path below the directory that was given. So that neither part
     is empty, a set of a few files gives at least the one with the smallest hash to validation and keeps at least the
     one with the largest for training. A single file can't be parted: its last tenth is the validation text.
     """
-    sources, notes = _gather(paths)
+    sources, notes = _gather(paths, packages)
     if len(sources) == 1:
         only = sources[0]
         cut = len(only.content) - len(only.content) // 10
