@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from fake_gpu import Host, autocast_pass, launches, torch_calls_of_a_pass
 from onepass.core.launch import INTERPRET
@@ -79,3 +80,29 @@ def test_what_torch_is_called_for() -> None:
         "floor_divide": 1, "mul": 1, "zeros_like": 1, "alias": 1,
         "cat": 1, "expand": 1, "contiguous": 1, "searchsorted": 2,
     }  # fmt: skip
+
+
+@pytest.mark.usefixtures("host")
+@pytest.mark.parametrize("kept", [False, True])
+def test_backward_lets_go_of_what_it_has_used(monkeypatch: pytest.MonkeyPatch, kept: bool) -> None:
+    """Not all tensors of the tokens' size live at once, unless the graph is kept for another backward."""
+    x = torch.randn(2, 64, 32, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = _layer()(x)
+    node: Any = y.grad_fn
+    while type(node).__name__ != "_NearAndFarBackward":
+        node = node.next_functions[0][0]
+    # the near branch's: tokens, queries with keys and values, what attention gave
+    large = (t for t in node.saved_tensors if t is not None and t.is_floating_point() and t.numel() >= 2 * 64 * 32)
+    used = [StorageWeakRef(t.untyped_storage()) for t in large if t.data_ptr() != x.data_ptr()]
+    alive: list[int] = []
+    after = attention_node._after_backward_products
+
+    def note(*args: Any) -> Any:
+        alive.append(sum(not ref.expired() for ref in used))
+        return after(*args)
+
+    monkeypatch.setattr(attention_node, "_after_backward_products", note)
+    torch.autograd.grad(y, x, torch.randn_like(y), retain_graph=kept)
+    assert len(used) == 3
+    assert alive == [3 if kept else 0]

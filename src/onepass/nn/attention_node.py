@@ -165,6 +165,8 @@ class _NearAndFar(torch.autograd.Function):
             tokens, qkv, near, near_lse, q, kv, far, far_lse, update, gates_q, gates_kv, norm_q, norm_kv, qkv_c,
             near_out_c, q_c, kv_c, far_out_c, x, at_q, at_kv, *runs,
         ) = ctx.saved_tensors  # fmt: skip
+        # from here on this frame alone keeps them (unless the graph is kept), and lets go of those of the tokens' size
+        ctx.maybe_clear_saved_tensors()
         near_runs, far_runs = Runs(*runs[:5]), Runs(*runs[5:])
         (
             need_normed, need_x, _, need_gates, need_gates_kv, need_norm_q, need_norm_kv, need_null, *needs,
@@ -196,15 +198,18 @@ class _NearAndFar(torch.autograd.Function):
             d_near, qkv, near, near_lse, d_far, q, kv, _gated(v, gates_kv), far, far_lse, at_q, at_kv, plan, *near_runs,
             *far_runs,
         )  # fmt: skip
+        del qkv, near, d_near
         dv, d_gates_kv = dkv.select(2, 1), None
         if need_gates_kv:
             d_gates_kv = torch.linalg.vecdot(dv.flatten(2).to(gates_kv.dtype), v.flatten(2).to(gates_kv.dtype))
         dv.mul_(gates_kv.to(dv.dtype)[..., None, None])
         d_qkv, dq, dkv = d_qkv.view(len(dy), -1), dq.view(len(du), -1), dkv.view(at_kv.numel(), -1)
         gradient(0, d_qkv, tokens)
+        del tokens
         gradient(2, dq, chosen_q)
         gradient(3, dkv, chosen_kv)
         d_normed = torch.mm(d_qkv, qkv_c).view(x.shape) if need_normed else None
+        del d_qkv
         rows_q, parts_q, rows_kv, parts_kv = _after_backward_products(
             torch.mm(dq, q_c).view(chosen_q.shape), torch.mm(dkv, kv_c).view(chosen_kv.shape), x, at_q, at_kv,
             norm_q, norm_kv, stats_q, stats_kv, need_x, need_norm_q, need_norm_kv,
