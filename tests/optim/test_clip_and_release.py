@@ -100,6 +100,8 @@ def test_whose_gradients_are_clipped() -> None:
         clip_grad_norm([*a, *b], 1.0, optimizer=first)
     with pytest.raises(ValueError, match="more parameters with gradients than were given"):
         clip_grad_norm(b[:1], 1.0)
+    with pytest.raises(TypeError, match=r"optimizer must be an onepass\.optim\.Lion, got SGD"):
+        clip_grad_norm(a, 1.0, optimizer=torch.optim.SGD(a))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="max_norm must be at least 0, got -1"):
         clip_grad_norm(a, -1.0)
     assert first.clip_coefficient is None
@@ -209,6 +211,41 @@ def test_released_accumulation_updates_with_the_sum() -> None:
     for p, q in zip(model.parameters(), twin.parameters(), strict=True):
         assert torch.equal(p, q)
     assert not optimizer.releasing
+
+
+@pytest.mark.parametrize("bucket_bytes", [0, 1000, 1 << 30])
+def test_released_closures_step_once(bucket_bytes: int) -> None:
+    (model, optimizer), (twin, normal) = models()
+    release_gradients(model, optimizer, bucket_bytes=bucket_bytes)
+    for _ in range(3):
+        x = torch.randn(5, 8)
+        for m, o in ((model, optimizer), (twin, normal)):
+
+            def closure(m: nn.Module = m, o: Lion = o, x: Tensor = x) -> Tensor:
+                o.zero_grad()
+                loss: Tensor = m(x).square().sum()
+                loss.backward()
+                return loss
+
+            o.step(closure)
+        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+            assert torch.equal(p, q)
+
+
+def test_released_steps_leave_no_gradient_that_did_not_arrive() -> None:
+    held, late, usual, added = (nn.Parameter(torch.ones(3)) for _ in range(4))
+    late.requires_grad_(False)
+    optimizer = Lion([held, late, usual], lr=0.25)
+    handle = release_gradients(nn.ParameterList([held, late, usual]), optimizer, bucket_bytes=0)
+    late.requires_grad_(True)
+    optimizer.add_param_group({"params": [added]})
+    with handle.accumulate():
+        held.sum().backward()
+    (late + usual + added).sum().backward()
+    optimizer.step()
+    for p in (held, late, usual, added):
+        assert p.grad is None
+        assert torch.equal(p, torch.full((3,), 0.75))
 
 
 @pytest.mark.skipif(INTERPRET, reason="nothing of it is the kernel's")

@@ -43,6 +43,7 @@ def clip_grad_norm(
         Norm of all gradients before clipping, a 0-dim tensor on their device: fp32, or fp64 when they are.
 
     Raises:
+        TypeError: `optimizer` is not a `Lion`.
         ValueError: `max_norm` is negative; no `Lion` or several have these parameters; some parameters with gradients
             are another's, or missing.
         RuntimeError: the optimizer steps inside backward (`release_gradients`), before all gradients are known.
@@ -63,6 +64,8 @@ def clip_grad_norm(
     if not isinstance(max_norm, Tensor) and not max_norm >= 0:
         raise ValueError(f"clip_grad_norm: max_norm must be at least 0, got {max_norm}")
     owner = _owner(params) if optimizer is None else optimizer
+    if not isinstance(owner, Lion):
+        raise TypeError(f"clip_grad_norm: optimizer must be an onepass.optim.Lion, got {type(owner).__name__}")
     _check_complete(owner, params)
     if owner.releasing:
         raise RuntimeError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from itertools import chain
 from types import TracebackType
 
 import torch
@@ -28,8 +29,7 @@ class ReleasedGradients:
         if not trained:
             raise ValueError("release_gradients: the optimizer has none of the model's parameters that want gradients")
         self._handles = [p.register_post_accumulate_grad_hook(self._arrived) for p in trained]  # type: ignore[no-untyped-call]
-        # what is left when backward is over must not stay to be added to by the next one
-        self._handles.append(optimizer.register_step_pre_hook(lambda *_: self.flush()))
+        self._handles.append(optimizer.register_step_post_hook(self._finish))
         optimizer.releasing = True
 
     def _arrived(self, p: Tensor) -> None:
@@ -41,9 +41,20 @@ class ReleasedGradients:
         if self._waiting_bytes >= self._bucket_bytes:
             self.flush()
 
+    def _finish(self, *_: object) -> None:
+        """Free what the step has used: it must not stay to be added to by the next backward.
+
+        Not all of that arrived here: not what `accumulate` held, nor gradients of parameters that weren't trained at
+        first.
+        """
+        self._waiting.clear()
+        self._waiting_bytes = 0
+        for p in chain.from_iterable(group["params"] for group in self._optimizer.param_groups):
+            p.grad = None
+
     @torch.no_grad()
     def flush(self) -> None:
-        """Update and free what has arrived and waits for its bucket to be full; `optimizer.step()` does it too."""
+        """Update and free what has arrived and waits for its bucket to be full."""
         waiting, self._waiting, self._waiting_bytes = self._waiting, {}, 0
         waiting = {key: p for key, p in waiting.items() if p.grad is not None}
         if not waiting:
@@ -95,7 +106,7 @@ def release_gradients(model: nn.Module, optimizer: Lion, *, bucket_bytes: int = 
     All gradients together are as large as the model; with this, at most `bucket_bytes` of them and the largest one
     exist at a time. Each parameter is updated when its gradient is complete, together with those that came just
     before it: the numbers are the same bits as without. Call `optimizer.step()` after backward as always: it updates
-    what is left, counts for schedulers and runs step hooks, and finds nothing else to do. The learning rate is the one
+    what is left, counts for schedulers and runs step hooks; then no gradient is left. The learning rate is the one
     that the groups have during backward, which is the one that a step right after it would use. Checkpoints are
     unchanged; take them after `step()`.
 
