@@ -189,6 +189,14 @@ def test_op_passes_opcheck() -> None:
             ([torch.ones(2)], [torch.ones(2)], [torch.ones(2)], [torch.ones(2)], [0], HYPER, "remainder"),
             TypeError, "bfloat16 parameters, got torch.float32",
         ),
+        # a kernel would read their bits as int16
+        (
+            (*[[torch.ones(2).bfloat16()]] * 4, [0], HYPER, "remainder"), TypeError, r"extras\[0\] must be torch.int16",
+        ),
+        # … and what lies behind the rows as a row
+        (([torch.ones(2)], [torch.ones(2)], [torch.ones(2)], [], [2], HYPER, "none"), ValueError, r"0 to 1.*got \[2\]"),
+        (([torch.ones(2)], [torch.ones(2)], [torch.ones(2)], [], [], HYPER, "none"), ValueError, "of 1 params"),
+        (([torch.ones(2)], [torch.ones(2)], [torch.ones(2)], [], [0], HYPER[:, :7], "none"), ValueError, r"\(2, 7\)"),
     ],
 )  # fmt: skip
 def test_op_refuses(args: tuple[object, ...], error: type[Exception], match: str) -> None:

@@ -19,7 +19,13 @@ MODES = {"none": NONE, "remainder": REMAINDER, "kahan": KAHAN}
 
 
 def _check(
-    params: Sequence[Tensor], grads: Sequence[Tensor], exp_avgs: Sequence[Tensor], extras: Sequence[Tensor], kind: str
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    extras: Sequence[Tensor],
+    groups: Sequence[int],
+    hyper: Tensor,
+    kind: str,
 ) -> None:
     if kind not in MODES:
         raise ValueError(f"lion_: kind must be one of {', '.join(MODES)}, got {kind!r}")
@@ -29,9 +35,19 @@ def _check(
             f"lion_: every parameter needs a gradient, a momentum and, unless kind is 'none', an extra tensor; got "
             f"{len(params)} params, {len(grads)} grads, {len(exp_avgs)} exp_avgs, {len(extras)} extras (kind {kind!r})"
         )
+    if hyper.dim() != 2 or hyper.shape[1] != 8:
+        raise ValueError(f"lion_: hyper must be (number of groups, 8), got {tuple(hyper.shape)}")
+    if len(groups) != len(params) or not all(0 <= k < len(hyper) for k in groups):
+        raise ValueError(
+            f"lion_: groups must name a row of hyper, 0 to {len(hyper) - 1}, for each of {len(params)} params, got "
+            f"{list(groups)}"
+        )
     for i, (p, *others) in enumerate(zip(params, grads, exp_avgs, *([extras] if extras else []), strict=True)):
         if kind == "remainder" and p.dtype != torch.bfloat16:
             raise TypeError(f"lion_: kind 'remainder' takes bfloat16 parameters, got {p.dtype} (params[{i}])")
+        wanted = torch.int16 if kind == "remainder" else p.dtype
+        if extras and extras[i].dtype != wanted:
+            raise TypeError(f"lion_: extras[{i}] must be {wanted} (kind {kind!r}), got {extras[i].dtype}")
         for name, t in zip(("grads", "exp_avgs", "extras"), others, strict=False):
             if t.shape != p.shape or t.device != p.device:
                 raise ValueError(
@@ -104,7 +120,7 @@ def _step(
     hyper: (number of groups, 8), the fields of `Row`, on the CPU or on the parameters' device; `groups[i]` is the row
     of `params[i]`.
     """
-    _check(params, grads, exp_avgs, extras, kind)
+    _check(params, grads, exp_avgs, extras, groups, hyper, kind)
     code = MODES[kind]
     columns = [[split_complex(t) for t in c] for c in (params, grads, exp_avgs)]
     extra: list[Tensor | None] = [*extras] if extras else [None] * len(params)
@@ -161,7 +177,7 @@ def _(
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
 ) -> None:
-    _check(params, grads, exp_avgs, extras, kind)
+    _check(params, grads, exp_avgs, extras, groups, hyper, kind)
 
 
 __all__ = ["KAHAN", "MODES", "NONE", "REMAINDER", "STOCHASTIC", "Row", "lion_", "same_dense_layout", "split_complex"]
