@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import lion_pytorch
 import pytest
 import torch
@@ -27,6 +29,28 @@ def test_trajectory(use_triton: bool, decoupled: bool) -> None:
         for p, q in zip(a, b, strict=True):
             assert torch.allclose(p, q, rtol=1e-13, atol=1e-13)
             assert torch.allclose(theirs.state[p]["exp_avg"], ours.state[q]["exp_avg"], rtol=1e-13, atol=1e-14)
+
+
+def test_the_constructors_rate_stays_the_peak() -> None:
+    """Under a scheduler that writes max_lr, after loading the original's checkpoint, in a copy."""
+    a = torch.randn(5, dtype=torch.float64, requires_grad=True)
+    b = a.detach().clone().requires_grad_()
+    theirs = lion_pytorch.Lion([a], 1e-2, weight_decay=0.3, decoupled_weight_decay=True)
+    ours = Lion([b], 1e-2, weight_decay=0.3, decoupled_weight_decay=True)
+    schedulers = [torch.optim.lr_scheduler.OneCycleLR(o, max_lr=0.1, total_steps=9) for o in (theirs, ours)]
+    for i in range(8):
+        if i == 4:
+            ours.load_state_dict(theirs.state_dict())
+        a.grad = torch.randn(5, dtype=torch.float64)
+        b.grad = a.grad.clone()
+        theirs.step()
+        ours.step()
+        for scheduler in schedulers:
+            scheduler.step()
+        assert torch.allclose(a, b, rtol=1e-13, atol=1e-13)
+    twin = copy.deepcopy(ours)
+    twin.add_param_group({"params": [torch.ones(2, requires_grad=True)], "lr": 0.5})
+    assert [group["peak_lr"] for group in twin.param_groups] == [1e-2, 1e-2]
 
 
 def test_update_fn_in_place() -> None:

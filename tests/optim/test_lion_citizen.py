@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from lion_params import assert_same, clones, make_params, set_grads
-from onepass.optim import Lion
+from onepass.optim import Lion, clip_grad_norm
 
 
 def test_closure_returns_the_loss_with_gradients_enabled() -> None:
@@ -195,9 +195,52 @@ def test_compiled_step_is_the_step(dtype: torch.dtype) -> None:
     assert_same(a, b)
 
 
+def test_compiled_step_clips_unscales_and_skips() -> None:
+    a, b = make_params(shapes=[(3, 4), (5,)]), make_params(shapes=[(3, 4), (5,)])
+    for p, q in zip(a, b, strict=True):
+        q.data.copy_(p)
+    eager, compiled = (Lion(p, lr=torch.tensor([1e-2]), weight_decay=0.1) for p in (a, b))
+    compiled.step = torch.compile(compiled.step, backend="aot_eager")  # type: ignore[method-assign]
+    for i in range(6):
+        for p, q in zip(a, b, strict=True):
+            p.grad = torch.randn(p.shape) * (float("inf") if i == 4 else 1.0)
+            q.grad = p.grad.clone()
+        for optimizer, params in ((eager, a), (compiled, b)):
+            if i in (1, 2):
+                clip_grad_norm(params, 0.5)
+            if i < 3:
+                optimizer.step()
+            else:
+                scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+                scaler.scale(torch.ones(()))
+                scaler.step(optimizer)
+            assert optimizer.clip_coefficient is None
+        assert_same(a, b)
+        for p, q in zip(a, b, strict=True):
+            assert torch.equal(eager.state[p]["exp_avg"], compiled.state[q]["exp_avg"])
+            assert bool(p.isfinite().all())
+
+
+def test_a_state_on_another_device_is_refused() -> None:
+    """A kernel would read another device's memory."""
+    p = torch.ones(3, dtype=torch.bfloat16, requires_grad=True)
+    p.grad = torch.ones_like(p)
+    optimizer = Lion([p], lr=0.25)
+    optimizer.step()
+    for key in ("exp_avg", "remainder"):
+        kept = optimizer.state[p][key]
+        optimizer.state[p][key] = kept.to("meta")
+        with pytest.raises(ValueError, match=f"a parameter is on cpu and its state {key} on meta"):
+            optimizer.step()
+        optimizer.state[p][key] = kept
+
+
 @pytest.mark.parametrize(
     ("options", "error", "match"),
     [
+        ({"lr": "1e-3"}, TypeError, "Invalid learning rate: '1e-3'; a number or a tensor"),
+        ({"weight_decay": None}, TypeError, "Invalid weight_decay value: None; a number or a tensor"),
+        ({"betas": 0.9}, ValueError, "Invalid betas: 0.9; Lion takes two numbers"),
         ({"lr": -1.0}, ValueError, "Invalid learning rate: -1.0"),
         ({"lr": float("nan")}, ValueError, "Invalid learning rate: nan"),
         ({"lr": torch.ones(2)}, ValueError, "Tensor lr must be 1-element"),

@@ -73,6 +73,17 @@ def test_rates_and_sizes_compile_nothing_again() -> None:
     assert graphs() == before
 
 
+def test_another_default_device_does_not_matter() -> None:
+    p = torch.ones(2 * SMALL, requires_grad=True)
+    p.grad = torch.ones_like(p)
+    torch.set_default_device("meta")
+    try:
+        Lion([p], lr=0.25, fused=True).step()
+    finally:
+        torch.set_default_device(None)
+    assert torch.equal(p, torch.full_like(p, 0.75))
+
+
 def test_resuming_is_going_on_bit_for_bit() -> None:
     a = make_params(torch.float32, SHAPES)
     first = Lion(a, lr=1e-3, fused=True)

@@ -285,6 +285,86 @@ def test_no_extra_memory() -> None:
     assert torch.cuda.memory_stats()[key + "peak"] - before - states < 1 << 20
 
 
+def test_states_follow_a_moved_model_through_their_state_dict() -> None:
+    model = torch.nn.Linear(3, 3)
+    optimizer = Lion(model.parameters(), lr=0.25)
+    for device in ("cpu", "cuda", "cpu"):
+        model.to(device)
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        if optimizer.state:
+            with pytest.raises(ValueError, match=r"its state exp_avg on c.*load_state_dict"):
+                optimizer.step()
+            optimizer.load_state_dict(optimizer.state_dict())
+        before = model.weight.detach().clone()
+        optimizer.step()
+        assert torch.equal(model.weight, before - 0.25)
+
+
+def test_states_that_were_on_the_cpu_meanwhile() -> None:
+    params = [p.requires_grad_() for p in make(torch.float32, [(1 << 16,)] * 40)]
+    twins = [p.detach().clone().requires_grad_() for p in params]
+    ours, twin = Lion(params, lr=0.25), Lion(twins, lr=0.25)
+    for i in range(4):
+        for p, q in zip(params, twins, strict=True):
+            p.grad = torch.randn_like(p)
+            q.grad = p.grad.clone()
+        if i == 2:
+            for state in ours.state.values():
+                state["exp_avg"].data = state["exp_avg"].data.cpu()
+            others = [torch.randn(1 << 16, device="cuda") for _ in range(80)]
+            kept = [t.clone() for t in others]
+            for state in ours.state.values():
+                state["exp_avg"].data = state["exp_avg"].data.cuda()
+        ours.step()
+        twin.step()
+    assert all(map(torch.equal, params, twins))
+    assert all(map(torch.equal, others, kept))
+
+
+def test_a_default_device_of_cuda() -> None:
+    torch.set_default_device("cuda")
+    try:
+        p = torch.ones(5, requires_grad=True)
+        p.grad = torch.ones(5)
+        optimizer = Lion([p], lr=0.25, capturable=True)
+        optimizer.step()
+        optimizer.step()
+    finally:
+        torch.set_default_device(None)
+    assert torch.equal(p, torch.full_like(p, 0.5))
+
+
+@pytest.mark.parametrize("cautious", [False, True])
+def test_a_graph_outlives_the_launch_that_it_captured(cautious: bool) -> None:
+    params = [p.requires_grad_() for p in make(torch.float32, [(1000,), (5000,)])]
+    twins = [p.detach().clone().requires_grad_() for p in params]
+    options: dict[str, Any] = {"lr": 0.01, "weight_decay": 0.1, "cautious": cautious}
+    captured, eager = Lion(params, capturable=True, **options), Lion(twins, **options)
+    for p, q in zip(params, twins, strict=True):
+        p.grad = torch.randn_like(p)
+        q.grad = p.grad.clone()
+    captured.step()
+    eager.step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured.step()
+    used = params[0].grad
+    for _ in range(4):
+        # without a gradient it is another launch; what the first one held is free to be given to others
+        params[0].grad = twins[0].grad = None
+        captured.step()
+        eager.step()
+        others = [torch.full((2,), 7, dtype=torch.int64, device="cuda") for _ in range(1000)]
+        pinned = [torch.full((n,), -1, dtype=torch.int64).pin_memory() for n in (16, 32, 64, 128)]
+        params[0].grad, twins[0].grad = used, None if used is None else used.clone()
+        graph.replay()
+        eager.step()
+        assert all(map(torch.equal, params, twins))
+        assert all(bool((t == 7).all()) for t in others)
+        assert all(bool((t == -1).all()) for t in pinned)
+
+
 def test_more_than_2_to_31_elements() -> None:
     n = 2**31 + 1025
     if torch.cuda.mem_get_info()[0] < 4 * 2 * n:

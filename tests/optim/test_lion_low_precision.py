@@ -187,12 +187,29 @@ def test_state_dtype_may_change_between_steps() -> None:
     p = torch.zeros(5000, requires_grad=True)
     optimizer = Lion([p], lr=1.0)
     p.grad = torch.linspace(-1, 1, 5000)
-    for dtype in (None, "int8", torch.float32, "int8", None):
+    for dtype in (None, "int8", torch.float32, "int8", torch.bfloat16, torch.float32):
         optimizer.param_groups[0]["state_dtype"] = dtype
         optimizer.step()
-        assert (optimizer.state[p]["exp_avg"].dtype == torch.int8) == (dtype == "int8")
+        want = torch.int8 if dtype == "int8" else dtype or torch.float32
+        assert optimizer.state[p]["exp_avg"].dtype == want
         assert ("exp_avg_scale" in optimizer.state[p]) == (dtype == "int8")
-    assert torch.equal(p.detach(), -5 * p.grad.sign())
+    assert torch.equal(p.detach(), -6 * p.grad.sign())
+
+
+@pytest.mark.parametrize("low_precision", ["auto", "kahan"])
+def test_what_a_bf16_weight_kept_is_read_as_such_when_it_becomes_fp16(low_precision: str) -> None:
+    p = torch.randn(1000).to(BF16).requires_grad_()
+    optimizer = Lion([p], lr=1e-4, low_precision=low_precision)
+    for _ in range(3):
+        p.grad = torch.randn(1000).to(BF16)
+        optimizer.step()
+    p.grad, p.data = None, p.data.half()
+    before = p.detach().float()
+    p.grad = torch.randn(1000).half()
+    optimizer.step()
+    # half a unit of bf16 was kept at most
+    assert bool(((p.detach().float() - before).abs() <= 2e-4 + before.abs() * 2.0**-7).all())
+    assert optimizer.state[p]["kahan_comp"].dtype == torch.float16
 
 
 def test_stochastic_is_a_function_of_seed_place_and_step() -> None:

@@ -5,7 +5,9 @@ The optimizer takes CPU tensors for a GPU's here, and the launch notes its table
 
 from __future__ import annotations
 
+import gc
 import struct
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -93,6 +95,12 @@ def parameter_data(optimizer: Lion) -> None:
     p.data = p.data.clone()
 
 
+def state_data(optimizer: Lion) -> None:
+    # as those do who keep states on the CPU between steps
+    for state in optimizer.state.values():
+        state["exp_avg"].data = state["exp_avg"].data.clone()
+
+
 def loaded_state(optimizer: Lion) -> None:
     optimizer.load_state_dict(optimizer.state_dict())
 
@@ -131,9 +139,10 @@ def new_peak(optimizer: Lion) -> None:
 
 
 CHANGES: list[Callable[[Lion], None]] = [
-    nothing, gradients_in_place, new_gradients, gradient_data, parameter_data, loaded_state, one_state, another_group,
-    gone_gradient, set_in_first("lr", 0.125), set_in_first("weight_decay", 0.5), set_in_first("betas", (0.5, 0.75)),
-    set_in_first("maximize", True), set_in_first("lr", torch.tensor(0.0625)), written_betas, written_rate, new_peak,
+    nothing, gradients_in_place, new_gradients, gradient_data, parameter_data, state_data, loaded_state, one_state,
+    another_group, gone_gradient, set_in_first("lr", 0.125), set_in_first("weight_decay", 0.5),
+    set_in_first("betas", (0.5, 0.75)), set_in_first("maximize", True), set_in_first("lr", torch.tensor(0.0625)),
+    written_betas, written_rate, new_peak,
 ]  # fmt: skip
 
 
@@ -241,6 +250,40 @@ def test_tensors_that_a_launch_would_not_read_again_are_refused(
     with pytest.raises(ValueError, match=words):
         optimizer.step()
     assert torch.equal(p, before)
+
+
+def test_what_a_graph_copies_from_stays_when_the_launch_goes(tables: Tables, monkeypatch: pytest.MonkeyPatch) -> None:
+    from onepass.ops.lion import table
+
+    optimizer = Lion([new(), new()])
+    optimizer.step()
+    sources: list[Any] = []
+    send = table.Launch._send
+
+    def noted(*args: Any) -> Tensor:
+        source = send(*args)
+        sources.append(weakref.ref(source.untyped_storage()))
+        return source
+
+    monkeypatch.setattr(table.Launch, "_send", noted)
+    monkeypatch.setattr(table, "_replayed", [])
+    monkeypatch.setattr(table, "_capturing", lambda device: True)
+    optimizer.step()
+    monkeypatch.setattr(table, "_capturing", lambda device: False)
+    optimizer.param_groups[0]["params"][0].grad = None
+    optimizer.step()
+    gc.collect()
+    assert [source() is not None for source in sources] == [True, False]
+
+
+def test_a_default_device_is_not_the_tables(tables: Tables) -> None:
+    optimizer = Lion([new(), new()])
+    torch.set_default_device("meta")
+    try:
+        optimizer.step()
+    finally:
+        torch.set_default_device(None)
+    assert read(tables) == expected(optimizer)
 
 
 def test_a_rate_in_an_array_is_read_at_each_step(tables: Tables) -> None:

@@ -42,7 +42,6 @@ class Lion(_Lion):
         use_triton: bool = False,
         decoupled_weight_decay: bool = False,
     ) -> None:
-        self._init_lr = float(lr)
         super().__init__(
             params,
             lr=lr,
@@ -54,7 +53,9 @@ class Lion(_Lion):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if self.defaults["decouple_lr"]:
-            param_group.setdefault("peak_lr", self._init_lr)
+            # the constructor's, as there, whatever OneCycleLR calls max_lr
+            param_group.setdefault("peak_lr", float(self.defaults["lr"]))
+            param_group["keep_peak_lr"] = True
         super().add_param_group(param_group)
 
 
@@ -69,5 +70,6 @@ def update_fn(p: Tensor, grad: Tensor, exp_avg: Tensor, lr: float, wd: float, be
         >>> p
         tensor([0.5000, 1.5000])
     """
-    hyper = torch.tensor([[lr, wd, beta1, 1 - beta1, beta2, 1 - beta2, 1.0, 0.0]], dtype=torch.float64)
+    row = [lr, wd, beta1, 1 - beta1, beta2, 1 - beta2, 1.0, 0.0]
+    hyper = torch.tensor([row], dtype=torch.float64, device="cpu")
     lion_([p], [grad], [exp_avg], [], [0], hyper, "none")

@@ -164,12 +164,12 @@ class Lion(Optimizer):
         optimi are understood; what they don't say is taken from this optimizer.
         """
         seen: dict[str, Any] = {}
-        peaks = [group.get("peak_lr") for group in self.param_groups]
+        peaks = [{key: g[key] for key in ("peak_lr", "keep_peak_lr") if key in g} for g in self.param_groups]
 
         def restore(_: Optimizer) -> None:
             for group, peak in zip(self.param_groups, peaks, strict=True):
-                if peak is not None:
-                    group.setdefault("peak_lr", peak)
+                for key, value in peak.items():
+                    group.setdefault(key, value)
             self._restore_dtypes(seen)
 
         # last before loading, to see what other hooks made of the state; first after it, so that they see ours
@@ -187,9 +187,9 @@ class Lion(Optimizer):
         for key, (p, group) in zip(ids, owners, strict=True):
             shapes = {SCALE_KEY: (scales_for(p.numel()),), "rounding": ()}
             for name, value in saved["state"].get(key, {}).items():
-                if name not in _STATES or not isinstance(value, Tensor):
+                if name not in _STATES:
                     continue
-                if name != "exp_avg" and value.shape != shapes.get(name, p.shape):
+                if not isinstance(value, Tensor) or (name != "exp_avg" and value.shape != shapes.get(name, p.shape)):
                     del self.state[p][name]  # a placeholder of another optimizer
                     continue
                 dtype = value.dtype
@@ -206,14 +206,19 @@ class Lion(Optimizer):
         mode, momentum = mode_of(p, group), momentum_dtype(p, group)
         state = self.state[p]
         key, old = EXTRA_KEYS[mode], state.get("exp_avg")
-        requantize = old is not None and (old.dtype == torch.int8) != (momentum == torch.int8)
-        if old is not None and not requantize and (not key or key in state):
+        convert = old is not None and old.dtype != momentum
+        if convert and group["state_dtype"] is None:
+            # a momentum keeps the dtype it was loaded with, or had before its parameter's was changed
+            convert = torch.int8 in (old.dtype, momentum)
+        # a compensation in bf16 that a kernel reads as fp16 would be a large number
+        misfit = mode == KAHAN and key in state and state[key].dtype != p.dtype
+        if old is not None and not convert and not misfit and (not key or key in state):
             return state, mode
         if p.is_cuda and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 "Lion: take a step before capturing: a graph that makes its state would reset it each replay"
             )
-        if old is None or requantize:
+        if old is None or convert:
             value = None
             if old is not None:
                 value = dequantize(old, state.pop(SCALE_KEY)) if old.dtype == torch.int8 else old
@@ -228,10 +233,13 @@ class Lion(Optimizer):
             state[key] = torch.zeros_like(p, dtype=torch.int16, memory_format=torch.preserve_format)
             if "kahan_comp" in state:
                 state[key].copy_(_remainder_of_sum(p, state.pop("kahan_comp")))
+        elif misfit:
+            state[key] = state[key].to(p.dtype)
         elif mode == KAHAN and key not in state:
             state[key] = torch.zeros_like(p, memory_format=torch.preserve_format)
-            if "remainder" in state:
-                state[key].copy_(join(p.detach(), state.pop("remainder")) - p.detach().float())
+            remainder = state.pop("remainder", None)
+            if remainder is not None and p.dtype == torch.bfloat16:
+                state[key].copy_(join(p.detach(), remainder) - p.detach().float())
         elif mode == STOCHASTIC and key not in state:
             # of the seed and the place alone: neither torch's generators nor the order of first updates matter
             state[key] = torch.full((), stream_word(group["seed"], index), dtype=torch.int64, device=p.device)
@@ -277,15 +285,23 @@ class Lion(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         if torch.compiler.is_compiling():
-            compiled_step(self)
+            scaled = (self.clip_coefficient, getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
+            if all(t is None for t in scaled):
+                compiled_step(self)
+            else:
+                _uncompiled_step(self)
             return loss
+        self._take_step()
+        return loss
+
+    def _take_step(self) -> None:
+        """What `step` does once the gradients are there."""
         self._check_capturable()
         work, live = self.current_work()
         try:
             work.run(self, live)
         finally:
             self.clip_coefficient = None
-        return loss
 
     def _check_capturable(self) -> None:
         # asked first: a question to CUDA would start it on a machine that trains on the CPU
@@ -296,6 +312,12 @@ class Lion(Optimizer):
             raise RuntimeError(
                 "Attempting CUDA graph capture of step() for an instance of Lion but param_groups' capturable is False."
             )
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _uncompiled_step(optimizer: Lion) -> None:
+    """The step of compiled code that has gradients to clip or to unscale: one launch anyway, and skipped as a whole."""
+    optimizer._take_step()
 
 
 def _lr_to_device(group: dict[str, Any]) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from onepass.core.launch import uses_triton
 from onepass.ops.lion.op import NONE, STOCHASTIC, Row, lion_, same_dense_layout, split_complex
 from onepass.ops.lion.table import Columns, Plan, Rows, Scalars, pack_rows
-from onepass.ops.lion.torch_path import foreach_, plain_, update_
+from onepass.ops.lion.torch_path import accumulator, foreach_, plain_, update_
 from onepass.optim.options import (
     EXTRA_KEYS,
     MODES,
@@ -62,8 +62,15 @@ def _may_be_turned(p: Tensor) -> bool:
     return len(set(sizes)) < len(sizes)
 
 
-def check_shapes(p: Tensor, g: Tensor, m: Tensor) -> None:
-    """Refuse what is left of another shape after `p.data = ...`."""
+def check_places(p: Tensor, g: Tensor, state: dict[str, Any]) -> None:
+    """Refuse what is left of another shape or on another device after `p.data = ...`."""
+    m = state["exp_avg"]
+    for name, t in (("gradient", g), *((f"state {key}", value) for key, value in state.items())):
+        if isinstance(t, Tensor) and t.device != p.device:
+            raise ValueError(
+                f"Lion: a parameter is on {p.device} and its {name} on {t.device}; they must be on one device: after "
+                "moving a model, load_state_dict(state_dict()) moves the states"
+            )
     if not p.shape == g.shape == m.shape:
         raise ValueError(
             f"Lion: a parameter has the shape {tuple(p.shape)}, its gradient {tuple(g.shape)} and its exp_avg "
@@ -95,7 +102,7 @@ class Work:
                 continue
             check_dense(g)
             state, mode = optimizer.prepare_state(p, groups[k], index)
-            check_shapes(p, g, state["exp_avg"])
+            check_places(p, g, state)
             self.params.append(p)
             self.groups.append(k)
             states.append(state)
@@ -197,7 +204,9 @@ class Work:
         return live if self._hold(live) else None
 
     def _hold(self, live: list[Tensor]) -> bool:
-        """Tell whether parameters and gradients are laid out as before."""
+        """Tell whether parameters and gradients are laid out as before, and momenta where they were."""
+        if self.plan is not None and self.plan.states_moved():
+            return False
         moved = self.plan is None or self.plan.params_moved()
         if moved or not self.all_fused:
             return self.layouts.hold(self._shards(live)) and self.own.hold(self._shards(self.params))
@@ -369,8 +378,9 @@ def compiled_step(optimizer: Lion) -> None:
     for mode, (params, grads, exp_avgs, extras, which) in lists.items():
         if any(isinstance(v, Tensor) for row in rows for v in row):
             device = params[0].device
-            hyper = torch.stack([torch.as_tensor(v, dtype=torch.float32, device=device) for r in rows for v in r])
+            dtype = accumulator(*params)
+            hyper = torch.stack([torch.as_tensor(v, dtype=dtype, device=device) for r in rows for v in r])
             hyper = hyper.reshape(len(rows), -1)
         else:
-            hyper = torch.tensor(rows, dtype=torch.float64)
+            hyper = torch.tensor(rows, dtype=torch.float64, device="cpu")
         lion_(params, grads, exp_avgs, extras, which, hyper, MODE_NAMES[mode])

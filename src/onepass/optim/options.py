@@ -45,7 +45,7 @@ def may_vary(values: tuple[Any, ...]) -> bool:
 def betas_of(group: dict[str, Any]) -> tuple[float, float]:
     """The group's betas, which steps read: numbers, for a launch can't wait for a device."""
     betas = group["betas"]
-    if len(betas) != 2 or any(isinstance(b, Tensor) for b in betas):
+    if not hasattr(betas, "__len__") or len(betas) != 2 or any(isinstance(b, Tensor) for b in betas):
         raise ValueError(f"Invalid betas: {betas}; Lion takes two numbers")
     beta1, beta2 = betas
     return beta1, beta2
@@ -54,6 +54,9 @@ def betas_of(group: dict[str, Any]) -> tuple[float, float]:
 def check_options(group: dict[str, Any]) -> None:
     """Refuse what is out of range, in torch.optim's words."""
     lr, wd = group["lr"], group["weight_decay"]
+    for name, value in (("learning rate", lr), ("weight_decay value", wd)):
+        if value is None or isinstance(value, str):
+            raise TypeError(f"Invalid {name}: {value!r}; a number or a tensor of one element is accepted")
     if isinstance(lr, Tensor) and lr.numel() != 1:
         raise ValueError(f"Tensor lr must be 1-element, got shape {tuple(lr.shape)}")
     if isinstance(wd, Tensor) and wd.numel() != 1:
@@ -138,7 +141,8 @@ def cautious_factor(group: dict[str, Any]) -> float | None:
 
 def peak_lr(group: dict[str, Any]) -> float:
     """The learning rate at which a group with decouple_lr decays by exactly weight_decay."""
-    for key in ("max_lr", "peak_lr", "initial_lr"):
+    # lion-pytorch's names keep the peak that they were made with
+    for key in ("peak_lr",) if "keep_peak_lr" in group else ("max_lr", "peak_lr", "initial_lr"):
         value = group.get(key)
         if value is not None and float(value) > 0:
             return float(value)
@@ -152,6 +156,8 @@ def hyperparameters(group: dict[str, Any]) -> tuple[float | Tensor, float | Tens
         lr, wd = (float(t) if isinstance(t, Tensor) and t.device.type == "cpu" else t for t in (lr, wd))
     if group["decouple_lr"]:
         wd = wd / peak_lr(group)
+    # of shape (1,), they would give a parameter without dimensions one
+    lr, wd = (t.reshape(()) if isinstance(t, Tensor) else t for t in (lr, wd))
     return lr, wd
 
 

@@ -91,6 +91,10 @@ class Columns(NamedTuple):
         return Columns(*([c[i] for i in where] for c in self))  # type: ignore[arg-type]
 
 
+# what graphs copy their tables from at each replay: they may outlive the launch, and nobody tells when one ends
+_replayed: list[Tensor] = []
+
+
 def _capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
@@ -123,19 +127,17 @@ class Launch:
         self._grads = array("q")
         self._fixed = b""  # all other addresses
         self._grads_moved = self._fixed_moved = True
-        self._captured: list[tuple[Tensor, Tensor | None]] = []
         self._spare: list[Tensor] = []
-        self._agreed: Tensor | None = None
 
     def close(self) -> None:
         """Every tensor is known: lay out the chunks."""
         self.chunk = self.shape.block * self.shape.tiles
-        chunks = torch.tensor([cdiv(n, self.chunk) for n in self.sizes], dtype=torch.int64)
+        chunks = torch.tensor([cdiv(n, self.chunk) for n in self.sizes], dtype=torch.int64, device="cpu")
         ends = chunks.cumsum(0)
         self.n_chunks = int(ends[-1])
         # a larger span makes a smaller map; a span of 32 is counted within one warp
         self.span = 32 if self.n_chunks <= 1 << 21 else 128
-        coarse = torch.searchsorted(ends, torch.arange(0, self.n_chunks, self.span), right=True)
+        coarse = torch.searchsorted(ends, torch.arange(0, self.n_chunks, self.span, device="cpu"), right=True)
         words = array("q", self.sizes)
         words.extend(self.groups)
         words.extend((ends - chunks).tolist())
@@ -163,7 +165,7 @@ class Launch:
     def _pinned(self, n_bytes: int) -> Tensor | None:
         if self.device.type != "cuda":
             return None
-        return torch.empty(n_bytes // 8, dtype=torch.int64, pin_memory=True)
+        return torch.empty(n_bytes // 8, dtype=torch.int64, device="cpu", pin_memory=True)
 
     def _send(self, table: Tensor, data: bytes, pinned: Tensor | None) -> Tensor:
         source = torch.frombuffer(bytearray(data), dtype=torch.int64)
@@ -176,12 +178,12 @@ class Launch:
     def table(self, packed: bytes, capturable: bool = False) -> Tensor:
         """Return the up-to-date table."""
         if _capturing(self.device):
-            # a graph copies from this memory at every replay, so that nothing else may write to it or to its table;
-            # what moved stays marked: the table of steps outside the graph still has the old addresses
+            # a graph copies from this memory at every replay, so that nothing else may ever write to it; its table is
+            # the graph's own. What moved stays marked: the table of steps outside the graph still has the old addresses
             data = packed + self._grads.tobytes() + self._fixed + self._body
             pinned = self._spare.pop() if self._spare else self._pinned(len(data))
             own = torch.empty(len(data) // 8, dtype=torch.int64, device=self.device)
-            self._captured.append((own, self._send(own, data, pinned)))
+            _replayed.append(self._send(own, data, pinned))
             return own
         if self._table is None or self._fixed_moved:
             data = packed + self._grads.tobytes() + self._fixed + self._body
@@ -198,7 +200,7 @@ class Launch:
         assert table is not None
         while capturable and table.is_cuda and len(self._spare) < 2:
             # for the next capture, during which no pinned memory should be allocated: one for a norm, one for a step
-            self._spare.append(torch.empty(len(table), dtype=torch.int64, pin_memory=True))
+            self._spare.append(torch.empty(len(table), dtype=torch.int64, device="cpu", pin_memory=True))
         return table
 
     def step(self, rows: Rows, scalars: Scalars, capturable: bool) -> None:
@@ -212,11 +214,10 @@ class Launch:
                 [fields[i].reshape(t.shape) for i, t in zip(rows.places, rows.scalars, strict=True)],
                 [t.to(self.device) for t in rows.scalars],
             )
-        if self.cautious and self._agreed is None:
-            self._agreed = torch.empty(len(self.sizes), dtype=torch.int64, device=self.device)
+        agreed = torch.empty(len(self.sizes), dtype=torch.int64, device=self.device) if self.cautious else None
         kernels_triton.launch(
             table, self.n_chunks, len(self.sizes), len(rows.packed) // (4 * ROW_FLOATS), self.dtypes, self.mode,
-            self.aligned, self._agreed, self.cautious_decay, *scalars.to(self.device), (self.span, *self.shape),
+            self.aligned, agreed, self.cautious_decay, *scalars.to(self.device), (self.span, *self.shape),
         )  # fmt: skip
 
     def norm(self, rows: Rows, before: Tensor | None, room: Any, out: Tensor, max_norm: Tensor, scale: Any) -> None:
@@ -279,9 +280,17 @@ class Plan:
             launch.close()
         self._whole = len(self.launches) == 1 and len(self.launches[0].where) == len(columns.params)
         self._at_params: list[int] = []
+        # who writes `state.data` moves all states, to the CPU and back: some of them tell; a look at each of a thousand
+        # would be a tenth of the host's time
+        self._some_states = columns.exp_avgs[:: max(1, len(columns.exp_avgs) // 16)]
+        self._at_states = list(map(_data_ptr, self._some_states))
         self._at_grads: list[int] = []
         self._places = list(range(len(columns.params)))
         self._moved = True
+
+    def states_moved(self) -> bool:
+        """Tell whether momenta got other memory: then a new plan is needed."""
+        return list(map(_data_ptr, self._some_states)) != self._at_states
 
     def params_moved(self) -> bool:
         """Look where the parameters are now; the next `refresh` takes it from here.

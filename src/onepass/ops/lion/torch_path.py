@@ -147,7 +147,7 @@ def _in_tiles(mode: int, row: Row, room: Tensor) -> Advance:
 def _compiled(mode: int, row: Row, dtype: torch.dtype) -> Advance:
     update = one_pass(mode, bool(row.cautious_decay))
     rest1, rest2 = row.rest1 * row.factor, row.rest2 * row.factor
-    hyper = torch.tensor([row.lr, row.weight_decay, row.beta1, rest1, row.beta2, rest2], dtype=dtype)
+    hyper = torch.tensor([row.lr, row.weight_decay, row.beta1, rest1, row.beta2, rest2], dtype=dtype, device="cpu")
     return lambda p, g, m, extra: update(p, g, m, extra, hyper)
 
 
