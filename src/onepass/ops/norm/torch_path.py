@@ -23,10 +23,13 @@ def _wide(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def _groups(x: Tensor) -> Iterator[slice]:
-    rows = max(1, GROUP // x.shape[-1])
+def _group_rows(x: Tensor) -> int:
     # on a GPU a group would be a launch
-    step = len(x) if x.is_cuda else rows
+    return len(x) if x.is_cuda else min(len(x), max(1, GROUP // x.shape[-1]))
+
+
+def _groups(x: Tensor) -> Iterator[slice]:
+    step = _group_rows(x)
     return (slice(start, start + step) for start in range(0, len(x), step))
 
 
@@ -53,10 +56,12 @@ def forward(
         y, mean, rstd = torch.native_layer_norm(s, (n,), w, b, eps)
         return y.to(dtype), torch.cat((rstd.view(1, -1), mean.view(1, -1)))
     rows = s.reshape(-1, n)
-    y = torch.empty(rows.shape, dtype=dtype, device=s.device)
+    # no view is returned: autograd lets nobody change one that a Function made in place
+    y = torch.empty(s.shape, dtype=dtype, device=s.device)
+    y_rows = y.view(-1, n)
     stats = torch.empty((1 + has_mean + stable, len(rows)), dtype=wide, device=s.device)
     for group in _groups(rows):
-        f, out = rows[group].to(wide), y[group]
+        f, out = rows[group].to(wide), y_rows[group]
         if has_mean:
             f, stats[:, group] = _stable_forward(f, eps)
         else:
@@ -68,7 +73,7 @@ def forward(
             f.add_(b)
         if f is not out:
             out.copy_(f)
-    return y.view(s.shape), stats
+    return y, stats
 
 
 def _stable_forward(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -118,7 +123,7 @@ def _widener(t: Tensor) -> Callable[[Tensor], Tensor]:
     wide = _wide(t)
     if t.dtype == wide:
         return lambda rows: rows
-    memory = torch.empty((min(len(t), max(1, GROUP // t.shape[-1])), t.shape[-1]), dtype=wide, device=t.device)
+    memory = torch.empty((_group_rows(t), t.shape[-1]), dtype=wide, device=t.device)
     return lambda rows: memory[: len(rows)].copy_(rows)
 
 
