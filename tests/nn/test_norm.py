@@ -90,8 +90,19 @@ def test_a_wrong_shape_is_named(name: str) -> None:
     for shape in [(8,), (2, 3, 7), (2, 4, 8)]:
         with pytest.raises(ValueError, match=rf"{name}: x must end in normalized_shape \(3, 8\), got"):
             norm(torch.randn(shape))
-    with pytest.raises(ValueError, match="residual must have the shape of x"):
-        norm(torch.randn(2, 3, 8), torch.randn(3, 8))
+    for shape in [(3, 8), (2, 8, 3), (2, 24), (24,)]:
+        with pytest.raises(ValueError, match=r"residual must have the shape of x \(2, 3, 8\); got"):
+            norm(torch.randn(2, 3, 8), torch.randn(shape))
+
+
+@pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm"])
+@pytest.mark.parametrize("shape", [(8,), (3, 8)])
+def test_what_is_no_tensor_is_named(name: str, shape: tuple[int, ...]) -> None:
+    norm = getattr(onepass.nn, name)(shape)
+    with pytest.raises(TypeError, match="x must be a tensor, got list"):
+        norm([1.0] * 8)
+    with pytest.raises(TypeError, match="residual must be a tensor, got list"):
+        norm(torch.randn(2, 3, 8), [1.0] * 8)
 
 
 def test_on_the_meta_device() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from onepass.core import check
 from onepass.ops.norm.op import layer_norm, rms_norm
 
 
@@ -25,6 +26,11 @@ def _over_last_dims(
         raise ValueError(f"{name}: x must end in normalized_shape {shape}, got {tuple(x.shape)}")
     if len(shape) == 1:
         return norm(x, *vectors, residual=residual, **options)
+    if residual is not None:
+        # flattened, (…, 3, 8) and (…, 8, 3) would be one shape
+        check.tensor(name, "residual", residual)
+        if residual.shape != x.shape:
+            raise ValueError(f"{name}: residual must have the shape of x {tuple(x.shape)}; got {tuple(residual.shape)}")
     flat = [None if t is None else t.flatten(-len(shape)) for t in (x, *vectors, residual)]
     out = norm(*flat[:-1], residual=flat[-1], **options)
     return out.view(x.shape) if residual is None else tuple(t.view(x.shape) for t in out)
@@ -47,6 +53,7 @@ class LayerNorm(nn.LayerNorm):
     The result has x's dtype; statistics are in fp32 whatever the dtypes (fp64 for fp64).
 
     Raises:
+        TypeError: x or residual is no floating-point tensor.
         ValueError: x does not end in normalized_shape, or residual has another shape.
 
     Example:
@@ -76,6 +83,7 @@ class LayerNorm(nn.LayerNorm):
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Any:
         """Y, or ``(y, x + residual)``."""
+        check.tensor(type(self).__name__, "x", x)
         return _over_last_dims(
             type(self).__name__, self.normalized_shape, x, (self.weight, self.bias), residual, layer_norm,
             eps=self.eps, stable=self.stable,
@@ -99,6 +107,7 @@ class RMSNorm(nn.RMSNorm):
     The result has x's dtype; statistics are in fp32 whatever the dtypes (fp64 for fp64).
 
     Raises:
+        TypeError: x or residual is no floating-point tensor.
         ValueError: x does not end in normalized_shape, or residual has another shape.
 
     Example:
@@ -110,6 +119,7 @@ class RMSNorm(nn.RMSNorm):
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Any:
         """Y, or ``(y, x + residual)``."""
+        check.tensor(type(self).__name__, "x", x)
         return _over_last_dims(
             type(self).__name__, self.normalized_shape, x, (self.weight,), residual, rms_norm, eps=self.eps_for(x)
         )
