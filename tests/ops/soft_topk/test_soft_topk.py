@@ -143,6 +143,16 @@ def test_float32_where_neighbouring_numbers_are_more_than_eps_apart(kind: str, d
         assert not y[:, m:].any()
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@ALL_KINDS
+def test_float32_threshold_nearer_to_the_number_above_every_score(kind: str, device: str) -> None:
+    """The nearer of two fp32 numbers is known after a look between them; that look is no step of Newton's."""
+    s, k = torch.randn(40, 1).to(device).expand(40, 4), 1e-3
+    for eps in (1e-8, 1e-9):
+        total = onepass.soft_topk(s, k, eps=eps, kind=kind).double().sum(-1)
+        torch.testing.assert_close(total, torch.full_like(total, k), rtol=2e-6, atol=0)
+
+
 @pytest.mark.parametrize("seed", [1, 71, 357])
 def test_a_gap_below_k_saturated_scores(seed: int) -> None:
     s, k = draw("cauchy", 1, 1000, seed).float(), 200.0

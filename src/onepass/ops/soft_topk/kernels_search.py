@@ -239,14 +239,14 @@ def advance(base, c, lo, hi, fine, last, done, total, size, step, k, eps, i, KIN
     moved = base + eps * aim
     left = tl.where(tl.abs(aim) < FAR, aim - (moved - base) / eps, 0.0)
     goal = to_key(tl.where(coarse, moved, aim))
+    flip = (fine == 1) & low
     # most scores are solved by Newton; where it goes in circles, every fourth step and then every step divides
-    newton = (goal > lo) & (goal < hi) & (tl.abs(step) < INF) & (i % 4 != 3) & (i % 64 < 32)
+    newton = (goal > lo) & (goal < hi) & (tl.abs(step) < INF) & (i % 4 != 3) & (i % 64 < 32) & (flip == 0)
     last = tl.where(newton & (size < k), size, -1.0)
     halfway = to_number(middle)
     reach = to_number(hi)
     enter = closed & coarse
     gap = (reach - to_number(lo)) / eps
-    flip = (fine == 1) & low
     next_base = tl.where(coarse, tl.where(newton, moved, halfway), base)
     next_base = tl.where(enter, to_number(lo), tl.where(flip, base + eps * reach, next_base))
     next_c = tl.where(coarse, tl.where(newton, left, 0.0), tl.where(newton, aim, halfway))

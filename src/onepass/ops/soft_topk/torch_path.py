@@ -223,7 +223,9 @@ def _search(
         moved = base + eps * aim
         left = torch.where(aim.abs() < FAR, aim - (moved - base) / eps, 0.0)
         goal = _key(torch.where(fine, aim, moved))
-        newton = (goal > lo) & (goal < hi) & step.isfinite() & (i % 4 != 3) & (i % 64 < 32)
+        # (the first look between the ends says which is nearer)
+        flip = first & low
+        newton = (goal > lo) & (goal < hi) & step.isfinite() & (i % 4 != 3) & (i % 64 < 32) & ~flip
         last = torch.where(newton & (state < k), state, -1.0)
         arrived |= fine & closed
         finish = torch.where(step.abs() < 1, aim, c)
@@ -236,8 +238,6 @@ def _search(
         end, gap = _number(lo), (_number(hi) - _number(lo)) / eps
         enter = closed & ~fine
         reach = _number(hi)
-        # (the first look between the ends says which it is)
-        flip = first & low
         next_base = torch.where(fine, base, torch.where(newton, moved, _number(middle)))
         next_c = torch.where(fine, torch.where(newton, aim, _number(middle)), torch.where(newton, left, 0.0))
         next_base = torch.where(enter, end, torch.where(flip, base + eps * reach, next_base))
