@@ -12,8 +12,13 @@ _PLAIN_ARGUMENTS = PLAIN_TYPES | {type(None), bool, int, float, str, torch.dtype
 
 
 def unwatched(args: tuple[Any, ...]) -> bool:
-    """True when nothing but autograd will look at these arguments: no transform, no mode, no tensor subclass."""
+    """True when nothing but autograd will look at these arguments: no transform, no mode, no tensor subclass.
+
+    Nor is the first a meta tensor: there is nothing to compute with, and the dispatcher knows shapes and dtypes.
+    """
     if torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack():
+        return False
+    if args and getattr(args[0], "is_meta", False):
         return False
     if _PLAIN_ARGUMENTS.issuperset(map(type, args)):
         return True
