@@ -58,6 +58,15 @@ def test_what_stands_in_for_a_linear_layer_is_asked(name: str, causal: bool) -> 
         assert not torch.allclose(layer(x), before), type(other)
 
 
+@pytest.mark.parametrize("name", LINEAR)
+def test_a_bias_that_is_no_parameter_counts(name: str) -> None:
+    x, layer = _tokens(2, 20, DIM), _layer()
+    before, linear = layer(x), layer.get_submodule(name)
+    del linear.bias
+    linear.register_buffer("bias", torch.ones(linear.out_features))  # type: ignore[arg-type]
+    assert not torch.allclose(layer(x), before)
+
+
 class FirstToken(nn.Module):
     """Choose the first token and nothing else, however many are asked for."""
 

@@ -125,6 +125,23 @@ class TestModesOfPyTorch:
         actual = torch.autograd.grad(y.square().sum(), [x, *block.parameters()])
         assert all(torch.equal(a, e) for a, e in zip(actual, expected, strict=True))
 
+    @pytest.mark.parametrize("causal", [False, True])
+    @pytest.mark.parametrize("masked", [False, True])
+    def test_shapes_of_meta_tensors(self, causal: bool, masked: bool) -> None:
+        block, x = _block(causal).to("meta"), torch.empty(3, 40, DIM, device="meta")
+        y = block(x, _mask(40).to("meta") if masked else None)
+        assert y.shape == x.shape
+        y.sum().backward()
+        assert all(p.grad is not None and p.grad.is_meta for p in block.parameters())
+
+    @pytest.mark.parametrize("name", ["attention", "feed_forward"])
+    @pytest.mark.parametrize("part", ["", "light.norm", "heavy"])
+    def test_parts_on_another_device_are_named(self, name: str, part: str) -> None:
+        layer, x = _block().get_submodule(name), _tokens(3, 40, DIM)
+        layer.get_submodule(part).to("meta")
+        with pytest.raises(ValueError, match="weight is on meta but x is on cpu"):
+            layer(x)
+
 
 class TestFaultsOfThePublicLibrary:
     """Those of the eight that the feed-forward can't have; the others are in test_routing_faults.py."""

@@ -91,12 +91,13 @@ def test_padding_gets_what_zeros_get(causal: bool) -> None:
     assert not dx[~mask].any()
 
 
-@pytest.mark.parametrize("name", ["local", "feed forward"])
+@pytest.mark.parametrize("name", LAYERS)
 def test_masks_are_checked(name: str) -> None:
     layer, x = LAYERS[name](False), torch.randn(2, 6, DIM)
     for mask, error, match in (
         (torch.ones(2, 6), TypeError, "mask must be bool"),
         (torch.ones(2, 5).bool(), ValueError, r"mask must be \(batch, n\) = \(2, 6\), got \(2, 5\)"),
+        (torch.ones(2, 6, device="meta").bool(), ValueError, "mask is on meta but x is on cpu"),
     ):
         with pytest.raises(error, match=match):
             layer(x, mask)

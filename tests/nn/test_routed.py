@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any
 
 import pytest
@@ -291,6 +292,20 @@ class TestErrors:
         with pytest.raises(ValueError, match=r"x must be \(batch, n, dim\), got \(9, 16\)"):
             RoutedFeedForward(DIM, 3)(_tokens(9, DIM))
 
-    def test_a_hidden_width_of_nothing(self) -> None:
-        with pytest.raises(ValueError, match=r"light_mult = 0\.01 of dim 16 leaves a hidden width of 0"):
-            RoutedFeedForward(DIM, 3, light_mult=0.01)
+    def test_what_is_no_tensor(self) -> None:
+        for layer in (RoutedFeedForward(DIM, 3), Routed(nn.Identity(), nn.Linear(DIM, DIM), Router(DIM), 3)):
+            with pytest.raises(TypeError, match=f"{type(layer).__name__}: x must be a tensor, got list"):
+                layer([[0.0]])
+
+    @pytest.mark.parametrize(
+        ("mult", "error", "match"),
+        [
+            (0.01, ValueError, r"light_mult = 0\.01 of dim 16 leaves a hidden width of 0\.16; it must be"),
+            (math.nan, ValueError, "light_mult = nan of dim 16 leaves a hidden width of nan"),
+            (math.inf, ValueError, "light_mult = inf of dim 16 leaves a hidden width of inf"),
+            ("2", TypeError, "light_mult must be a number, got str"),
+        ],
+    )
+    def test_hidden_widths_that_are_none(self, mult: Any, error: type[Exception], match: str) -> None:
+        with pytest.raises(error, match=f"RoutedFeedForward: {match}"):
+            RoutedFeedForward(DIM, 3, light_mult=mult)

@@ -165,6 +165,20 @@ class TestTheModulesAreCalledWhereSomethingElseLooksOn:
         nn.utils.parametrizations.weight_norm(layer.light.up)
         self._is_composed(layer)
 
+    @pytest.mark.parametrize("where", ["light.up", "heavy.down", "heavy.norm", "router"])
+    @pytest.mark.parametrize("put", [setattr, nn.Module.register_buffer])
+    def test_another_tensor_in_a_parameters_place(self, where: str, put: Callable[..., None]) -> None:
+        """As who shards, replicates, freezes or computes a weight leaves it."""
+        layer, x = RoutedFeedForward(DIM, 3), torch.randn(2, 9, DIM)
+        module, expected = layer.get_submodule(where), layer(x)
+        weight = module.weight.detach().clone().requires_grad_()
+        del module.weight
+        put(module, "weight", weight)
+        self._is_composed(layer)
+        y = layer(x)
+        torch.testing.assert_close(y, expected)
+        assert torch.autograd.grad(y.square().sum(), weight)[0].any()
+
     def test_branches_and_routers_of_ones_own(self) -> None:
         class Mine(Router):
             def forward(self, x: Tensor, k: int, mask: Tensor | None = None) -> RouterOutput:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import onepass
-from onepass.nn import Router
+from onepass.nn import CausalRouter, RoutedCrossAttention, Router
 
 
 def _tokens(*shape: int, seed: int = 1) -> Tensor:
@@ -149,6 +149,22 @@ class TestErrors:
     )
     def test_constructor(self, make, match: str) -> None:  # type: ignore[no-untyped-def]
         with pytest.raises(ValueError, match=match):
+            make()
+
+    @pytest.mark.parametrize(
+        ("make", "match"),
+        [
+            (lambda: Router(8.0), "Router: dim must be an int, got float"),
+            (lambda: Router(8, "2"), "Router: num_routes must be an int, got str"),
+            (lambda: Router(8, eps=torch.ones(())), "Router: eps must be a number, got Tensor"),
+            (lambda: Router(8, explore=None), "Router: explore must be a number, got NoneType"),
+            (lambda: CausalRouter(8, block=2.0), "CausalRouter: block must be an int, got float"),
+            (lambda: CausalRouter(8, memory=None), "CausalRouter: memory must be an int, got NoneType"),
+            (lambda: RoutedCrossAttention(8, 1, 1, dim_context="8"), "dim_context must be an int, got str"),
+        ],
+    )
+    def test_types(self, make, match: str) -> None:  # type: ignore[no-untyped-def]
+        with pytest.raises(TypeError, match=match):
             make()
 
     @pytest.mark.parametrize(

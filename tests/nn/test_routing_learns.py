@@ -136,6 +136,16 @@ def test_the_output_of_an_exploring_layer_may_be_written_to() -> None:
     torch.testing.assert_close(torch.autograd.grad(y, layer.router.weight, dy)[0], _exploring(layer, x, dy)[1])
 
 
+def test_exploring_leaves_no_edge_to_the_tokens() -> None:
+    """Compiled autograd can't add the None that it would carry."""
+    router, x = Router(8), torch.randn(2, 20, 8, requires_grad=True)
+    y = explore(torch.randn(2, 20, 8, requires_grad=True) * 1, x, router, 4)
+    assert y.grad_fn is not None
+    leaves = [getattr(node, "variable", None) for node, _ in y.grad_fn.next_functions]
+    assert any(leaf is router.weight for leaf in leaves)
+    assert not any(leaf is x for leaf in leaves)
+
+
 def test_explore_must_be_a_number_that_makes_sense() -> None:
     with pytest.raises(ValueError, match="explore must be a finite number ≥ 0, got -1"):
         Router(8, explore=-1)

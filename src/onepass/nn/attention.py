@@ -289,6 +289,9 @@ class RoutedAttention(nn.Module):
         weights = [p for m in parts for p in m._parameters.values() if p is not None]
         if any(m._parameters.get("bias") is not None for m in inner) or not plain(*weights):
             return None
+        # kernels take addresses: who has tensors on two devices shall meet a module that says so
+        if {w.device for w in weights} != {x.device}:
+            return None
         dtypes = {w.dtype for w in weights}
         if torch.is_autocast_enabled(x.device.type):
             return None if torch.float64 in (x.dtype, *dtypes) else torch.get_autocast_dtype(x.device.type)

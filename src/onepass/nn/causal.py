@@ -10,6 +10,7 @@ from torch import Tensor
 
 from onepass.ops.causal_choice.op import MEMORY, check_sizes, choose
 
+from .count import check_size
 from .feed_forward_node import Plan
 from .router import Router, RouterOutput
 
@@ -45,6 +46,7 @@ class CausalRouter(Router):
     may be chosen. Masked tokens are never chosen and count in no threshold.
 
     Raises:
+        TypeError: block or memory is no int; otherwise as `Router`.
         ValueError: block < 1, or memory is no positive multiple of it; otherwise as `Router`.
 
     Source: expert choice made causal, after Mixture-of-Depths (arXiv:2404.02258), which trains a second predictor
@@ -70,6 +72,8 @@ class CausalRouter(Router):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(dim, eps=eps, score=score, device=device, dtype=dtype)
+        check_size("CausalRouter", "block", block)
+        check_size("CausalRouter", "memory", memory)
         check_sizes("CausalRouter", block, memory)
         self.block, self.memory = block, memory
 

@@ -11,6 +11,12 @@ def check_size(module: str, name: str, size: int) -> None:
         raise ValueError(f"{module}: {name} must be ≥ 1, got {size}")
 
 
+def check_number(module: str, name: str, value: float) -> None:
+    """Refuse anything but an int or a float."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{module}: {name} must be a number, got {type(value).__name__}")
+
+
 def check_count(module: str, name: str, k: int | float) -> None:
     """Refuse anything but an int ≥ 0 or a float 0 < k ≤ 1."""
     if isinstance(k, bool) or not isinstance(k, (int, float)):

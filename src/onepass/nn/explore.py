@@ -42,7 +42,8 @@ def explore(y: Tensor, x: Tensor, router: nn.Module, k: int, mask: Tensor | None
         return y
     # a view made by a Function may not be written to later: y itself comes back where autograd alone looks on
     same = plain(y, x) and not y._is_view()
-    rest = x, router.weight, mask, n // k, router.explore, router.score == "cosine", same
+    # x is only looked at: an edge to it would bring autograd a None
+    rest = x.detach(), router.weight, mask, n // k, router.explore, router.score == "cosine", same
     return (_explore if same else _Explore.apply)(y, *rest)
 
 
@@ -74,7 +75,7 @@ class _Explore(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, mask = ctx.saved_tensors
-        x, weight, grad_rows = x.detach(), weight.detach(), grad.detach().view(x.shape)
+        weight, grad_rows = weight.detach(), grad.detach().view(x.shape)
         dim = x.shape[-1]
         dtype = torch.promote_types(x.dtype, torch.float32)
         sample = x[:, :: ctx.stride].to(dtype)
@@ -90,8 +91,8 @@ class _Explore(torch.autograd.Function):
             sample = sample.masked_fill(~real[..., None], 0)
         square = torch.linalg.vector_norm(sample, dim=-1).square()
         push = gain * torch.rsqrt(square + dim * NORM_EPS) * (-ctx.strength * ctx.stride * math.sqrt(dim))
-        # a backward inside autocast would round here
-        with torch.autocast(x.device.type, enabled=False):
+        # a backward inside autocast would round here; there is none for meta tensors
+        with torch.autocast("cpu" if x.is_meta else x.device.type, enabled=False):
             toward = (push.reshape(1, -1) @ sample.reshape(-1, dim)).expand(weight.shape)
         if ctx.cosine:
             # only the direction counts: the score divides by the vector's length

@@ -37,10 +37,9 @@ class FeedForward(nn.Module):
         return own["norm"], own["up"], own["down"]  # type: ignore[return-value]
 
     def weights(self) -> tuple[Tensor | None, ...]:
-        """Of the two linear layers: weight and bias, weight and bias."""
-        _, up, down = self.layers()
-        first, second = up._parameters, down._parameters
-        return first["weight"], first["bias"], second["weight"], second["bias"]
+        """The norm's weight; of the two linear layers weight and bias, weight and bias."""
+        norm, up, down = (m._parameters for m in self.layers())
+        return norm["weight"], up["weight"], up["bias"], down["weight"], down["bias"]
 
     def is_plain(self) -> bool:
         """Whether a call runs what stands in `forward` and nothing else."""
@@ -49,18 +48,20 @@ class FeedForward(nn.Module):
 
 
 _KINDS = [RMSNorm, nn.Linear, nn.Linear]
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def untouched(*modules: nn.Module) -> bool:
-    """Whether no hook, global ones included, and no forward set on an instance takes part in calling these modules."""
+    """Whether calling these modules is no more than what their classes say, with parameters of their own.
+
+    No hook, global ones included, no forward set on an instance, no other tensor in a parameter's place: a hypernetwork
+    puts a result there, a wrapper that shards or replicates a module a view, who freezes a weight a buffer.
+    """
     if torch_module._has_any_global_hook():  # type: ignore[no-untyped-call]
         return False
     for m in modules:
-        state = m.__dict__
-        if "forward" in state:
+        own = m.__dict__
+        if own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]:
             return False
-        for hooks in _HOOKS:
-            if state[hooks]:
-                return False
+        if "forward" in own or "weight" in own or "bias" in own or "null" in own or own["_buffers"]:
+            return False
     return True

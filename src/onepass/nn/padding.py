@@ -17,6 +17,7 @@ def check_mask(module: str, x: Tensor, mask: Tensor | None) -> None:
         raise TypeError(f"{module}: mask must be bool (True = real token), got {mask.dtype}")
     if mask.shape != x.shape[:2]:
         raise ValueError(f"{module}: mask must be (batch, n) = {tuple(x.shape[:2])}, got {tuple(mask.shape)}")
+    check.same_device(module, "mask", mask, "x", x)
 
 
 def zero_padding(module: str, x: Tensor, mask: Tensor | None) -> Tensor:
@@ -24,6 +25,7 @@ def zero_padding(module: str, x: Tensor, mask: Tensor | None) -> Tensor:
 
     A masked token's gradient of 0 does not do: the gradient of a weight is a sum over all tokens, and 0·NaN is NaN.
     """
+    check.tensor(module, "x", x)
     if x.dim() != 3:
         raise ValueError(f"{module}: x must be (batch, n, dim), got {tuple(x.shape)}")
     check_mask(module, x, mask)

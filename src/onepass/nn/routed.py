@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor, nn
 
+from onepass.core import check
 from onepass.core.eager import plain
 from onepass.ops.routing.norms import fits
 from onepass.ops.routing.op import gather, scatter_add
 
 from .causal import CausalRouter
-from .count import check_count, count
+from .count import check_count, check_number, check_size, count
 from .explore import explore
 from .feed_forward import FeedForward, untouched
 from .feed_forward_node import light_and_heavy
@@ -59,6 +62,7 @@ class Routed(nn.Module):
     def forward(
         self, x: Tensor, mask: Tensor | None = None, return_routing: bool = False
     ) -> Tensor | tuple[Tensor, RouterOutput]:
+        check.tensor(type(self).__name__, "x", x)
         if x.dim() != 3:
             raise ValueError(f"{type(self).__name__}: x must be (batch, n, dim), got {tuple(x.shape)}")
         routing: RouterOutput = self.router(x, count(self.k, x.shape[1]), mask)
@@ -123,7 +127,7 @@ class RoutedFeedForward(Routed):
     plain eager calls y is no function of these two for autograd: its gradient passes through the choice inside.
 
     Raises:
-        TypeError: k is neither int nor float.
+        TypeError: k is neither int nor float, dim no int, or a width no number.
         ValueError: k is out of range, or a hidden width comes out below 1.
 
     Source: CoLT5 (arXiv:2303.09752).
@@ -151,17 +155,23 @@ class RoutedFeedForward(Routed):
         dtype: torch.dtype | None = None,
     ) -> None:
         def branch(name: str, mult: float) -> FeedForward:
-            hidden = int(dim * mult)
-            if hidden < 1:
-                raise ValueError(f"RoutedFeedForward: {name} = {mult} of dim {dim} leaves a hidden width of {hidden}")
-            return FeedForward(dim, hidden, bias=bias, device=device, dtype=dtype)
+            check_number("RoutedFeedForward", name, mult)
+            if not 1 <= dim * mult < math.inf:
+                raise ValueError(
+                    f"RoutedFeedForward: {name} = {mult} of dim {dim} leaves a hidden width of {dim * mult:g}; "
+                    f"it must be finite and ≥ 1"
+                )
+            return FeedForward(dim, int(dim * mult), bias=bias, device=device, dtype=dtype)
 
+        check_size("RoutedFeedForward", "dim", dim)
         light, heavy = branch("light_mult", light_mult), branch("heavy_mult", heavy_mult)
-        super().__init__(light, heavy, router or Router(dim, device=device, dtype=dtype), k)
+        router = Router(dim, device=device, dtype=dtype) if router is None else router
+        super().__init__(light, heavy, router, k)
 
     def forward(
         self, x: Tensor, mask: Tensor | None = None, return_routing: bool = False
     ) -> Tensor | tuple[Tensor, RouterOutput]:
+        check.tensor("RoutedFeedForward", "x", x)
         dtype = self._fused_dtype(x, mask)
         if dtype is None:
             return super().forward(zero_padding("RoutedFeedForward", x, mask), mask, return_routing)
@@ -172,10 +182,8 @@ class RoutedFeedForward(Routed):
         k = count(self.k, x.shape[1])
         router.check(x, k, mask)
         plan = router.plan(k, x.shape[1], dtype, light.norm.eps_for(x), heavy.norm.eps_for(x))
-        norms = light.norm.weight, heavy.norm.weight
-        y, *routing = light_and_heavy(
-            x, router.directions(), *norms, mask, plan, *light.weights(), *heavy.weights()
-        )  # fmt: skip
+        (light_norm, *linear), (heavy_norm, *more) = light.weights(), heavy.weights()
+        y, *routing = light_and_heavy(x, router.directions(), light_norm, heavy_norm, mask, plan, *linear, *more)
         return (y, RouterOutput(*routing)) if return_routing else y
 
     def _fused_dtype(self, x: Tensor, mask: Tensor | None) -> torch.dtype | None:
@@ -193,8 +201,11 @@ class RoutedFeedForward(Routed):
             return None
         if not (light.is_plain() and heavy.is_plain() and untouched(router)):
             return None
-        linear = (*light.weights(), *heavy.weights())
-        if not plain(x, mask, router.weight, light.norm.weight, heavy.norm.weight, *linear):
+        (light_norm, *linear), (heavy_norm, *more) = light.weights(), heavy.weights()
+        linear += more
+        weights = router.weight, light_norm, heavy_norm, *linear
+        # kernels take addresses: who has tensors on two devices shall meet a module that says so
+        if not plain(x, mask, *weights) or {w.device for w in weights if w is not None} != {x.device}:
             return None
         dtypes = {w.dtype for w in linear if w is not None}
         if torch.is_autocast_enabled(x.device.type):

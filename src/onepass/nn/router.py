@@ -13,6 +13,7 @@ from onepass.ops.routing.op import MAX_VECTORS, score
 from onepass.ops.soft_topk.op import KINDS
 from onepass.ops.soft_topk.op_topk import choose
 
+from .count import check_number, check_size
 from .feed_forward_node import Plan
 from .padding import check_mask
 
@@ -72,8 +73,8 @@ class Router(nn.Module):
     see each other. With k ≥ the number of real tokens nothing is left to choose: all gates are 1, without gradient.
 
     Raises:
-        TypeError: x is no floating-point tensor, k no int, mask not bool.
-        ValueError: shapes don't fit, k < 0, or an option is unknown.
+        TypeError: a size is no int, eps or explore no number; x is no floating-point tensor, k no int, mask not bool.
+        ValueError: a size is out of range, an option is unknown; shapes don't fit, or k < 0.
 
     Source: conditional computation as in CoLT5 (arXiv:2303.09752), soft top-k routing from arXiv:2211.01267.
 
@@ -99,9 +100,11 @@ class Router(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if dim < 1:
-            raise ValueError(f"Router: dim must be ≥ 1, got {dim}")
-        if not 1 <= num_routes <= MAX_VECTORS:
+        check_size("Router", "dim", dim)
+        check_size("Router", "num_routes", num_routes)
+        check_number("Router", "eps", eps)
+        check_number("Router", "explore", explore)
+        if num_routes > MAX_VECTORS:
             raise ValueError(f"Router: num_routes must be 1 to {MAX_VECTORS}, got {num_routes}")
         if not eps > 0:
             raise ValueError(f"Router: eps must be > 0, got {eps}")
