@@ -79,10 +79,10 @@ def jobs(out: Path) -> list[Job]:
         found.append(Job("check", name, 3, [*script, "-m", "pytest", "-q", "-m", "gpu", *paths]))
     lion = run("lion_training", "--preset", "gpu", "--tune", "300", "--out", str(out / "raw/lion_training"))
     found.append(Job("train", "lion_training", 3, lion))
-    for task in ("planted", "text"):
-        found.append(
-            Job("train", f"ablate_{task}", 8, [*onepass, "ablate", task, "--out", str(out / f"ablate_{task}")])
-        )
+    for task, option, other, minutes in (("planted", "--start", "adverse", 8), ("text", "--task", "causal", 16)):
+        command = [*onepass, "ablate", task, "--out", str(out / f"ablate_{task}")]
+        found.append(Job("train", f"ablate_{task}", minutes, command))
+        found.append(Job("train", f"ablate_{task}_{other}", minutes, [*command, option, other]))
     return sorted(found, key=lambda job: (PHASES.index(job.phase), -job.minutes))
 
 
