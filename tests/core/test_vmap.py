@@ -66,3 +66,14 @@ def test_each_element_has_its_own_weight_gradient(name: str) -> None:
     weights = torch.randn(3, 8)
     own = torch.vmap(call)(batch, weights)
     torch.testing.assert_close(own, torch.stack([call(x, w) for x, w in zip(batch, weights, strict=True)]))
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_batch_of_upstream_gradients(name: str) -> None:
+    """`is_grads_batched` is a vmap of its own over the backward pass of a plain call."""
+    x, w = torch.randn(3, 8, requires_grad=True), torch.randn(8, requires_grad=True)
+    y = CALLS[name](x, w)
+    upstream = torch.randn(4, *y.shape)
+    batched = torch.autograd.grad(y, (x, w), upstream, is_grads_batched=True, retain_graph=True)
+    each = [torch.autograd.grad(y, (x, w), dy, retain_graph=True) for dy in upstream]
+    torch.testing.assert_close(batched, tuple(map(torch.stack, zip(*each, strict=True))))

@@ -17,9 +17,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_legacy_batchedtensor
 from torch.autograd.function import once_differentiable
 
-from .eager import unwatched
+from .eager import forward_mode, unwatched
 from .replay import replayed
 
 Outputs = Tensor | tuple[Tensor | None, ...]
@@ -50,7 +51,7 @@ def _vmap_rule(op: Any, at_once: Callable[..., Any] | None) -> Callable[..., Any
     return rule
 
 
-def _outside_autocast(fn: Callable[..., Any]) -> Callable[..., Any]:
+def outside_autocast(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Run fn with autocast off: the dtypes handed in decide, and inner matmuls keep their precision."""
 
     def run(*args: Any) -> Any:
@@ -102,7 +103,7 @@ def bind(
         replay: `forward` and `backward` launch by `core.launch.launch` alone, so that a call may be replayed.
     """
 
-    gradients = _outside_autocast(gradients)
+    gradients = outside_autocast(gradients)
 
     def checked(kernels: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any) -> Any:
@@ -112,7 +113,7 @@ def bind(
         return run
 
     def prepared(function: Callable[..., Any]) -> Callable[..., Any]:
-        function = _outside_autocast(function)
+        function = outside_autocast(function)
         return replayed(function) if replay else function
 
     forward, backward = prepared(checked(forward)), prepared(backward)
@@ -122,9 +123,19 @@ def bind(
             return out
         return out[0] if n_public == 1 else tuple(out[:n_public])
 
+    def refuse_tangents(ctx: Any, *tangents: Any) -> Any:
+        raise NotImplementedError(f"{forward_op._qualname}: forward-mode derivatives are not implemented")
+
+    def run_backward(ctx: Any, *grads: Any) -> Any:
+        for g in grads:
+            if g is not None and is_legacy_batchedtensor(g):
+                # is_grads_batched: the dispatcher takes such a batch apart, a kernel finds no memory
+                return gradients(ctx, backward_op, *grads)
+        return gradients(ctx, backward, *grads)
+
     @once_differentiable
     def refuse_second(ctx: Any, *grads: Any) -> Any:
-        return gradients(ctx, backward, *grads)
+        return run_backward(ctx, *grads)
 
     class Eager(torch.autograd.Function):
         @staticmethod
@@ -136,7 +147,9 @@ def bind(
         @staticmethod
         def backward(ctx: Any, *grads: Any) -> Any:
             # gradients are recorded only under create_graph=True; the guard against that costs time otherwise
-            return refuse_second(ctx, *grads) if torch.is_grad_enabled() else gradients(ctx, backward, *grads)
+            return refuse_second(ctx, *grads) if torch.is_grad_enabled() else run_backward(ctx, *grads)
+
+        jvp = staticmethod(refuse_tangents)
 
     # what Function.apply does beyond this concerns torch.func, which never gets here
     eager: Callable[..., Any] = super(torch.autograd.Function, Eager).apply
@@ -156,6 +169,8 @@ def bind(
         def backward(ctx: Any, *grads: Any) -> Any:
             raise NotImplementedError(f"{forward_op._qualname}: second derivatives are not implemented")
 
+        jvp = staticmethod(refuse_tangents)
+
     class Func(torch.autograd.Function):
         generate_vmap_rule = True
 
@@ -171,6 +186,8 @@ def bind(
         def backward(ctx: Any, *grads: Any) -> Any:
             return gradients(ctx, FuncBackward.apply, *grads)
 
+        jvp = staticmethod(refuse_tangents)
+
     forward_op.register_autograd(
         lambda ctx, *grads: gradients(ctx, backward_op, *grads),
         setup_context=save,
@@ -179,10 +196,11 @@ def bind(
     forward_op.register_vmap(_vmap_rule(forward_op, vmap_forward))
     backward_op.register_vmap(_vmap_rule(backward_op, vmap_backward))
 
-    @_outside_autocast
+    @outside_autocast
     def through_dispatcher(*args: Any) -> Any:
         check(*args)
-        if torch._C._are_functorch_transforms_active():
+        # a Function refuses tangents; the op would drop them
+        if torch._C._are_functorch_transforms_active() or forward_mode():
             return public(Func.apply(*args))  # type: ignore[no-untyped-call]
         return public(forward_op(*args))
 
@@ -190,6 +208,8 @@ def bind(
 
     def call(*args: Any) -> Any:
         if torch.compiler.is_compiling():
+            if forward_mode():
+                refuse_tangents(None)
             check(*args)
             return public(forward_op(*args))
         if not unwatched(args):

@@ -5,10 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 PLAIN_TYPES = frozenset((torch.Tensor, torch.nn.Parameter))
 # what most calls consist of
 _PLAIN_ARGUMENTS = PLAIN_TYPES | {type(None), bool, int, float, str, torch.dtype}
+
+
+def forward_mode() -> bool:
+    """Whether tensors may carry tangents (`forward_ad.dual_level`, jvp, linearize), which no kernel would see."""
+    return forward_ad._current_level >= 0
 
 
 def unwatched(args: tuple[Any, ...]) -> bool:
@@ -16,7 +22,7 @@ def unwatched(args: tuple[Any, ...]) -> bool:
 
     Nor is the first a meta tensor: there is nothing to compute with, and the dispatcher knows shapes and dtypes.
     """
-    if torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack():
+    if torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack() or forward_mode():
         return False
     if args and getattr(args[0], "is_meta", False):
         return False
