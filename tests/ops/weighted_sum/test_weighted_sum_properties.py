@@ -219,3 +219,26 @@ class TestLaunch:
         assert _unit(33, 33) == 1
         assert _unit(64, 100) == 4
         assert _unit(64, 0) == 16
+
+
+@pytest.mark.parametrize("device", [pytest.param("cpu"), pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_float64_weight_has_float64_sums(device: str) -> None:
+    """The result says float64, so kernels, which add up in fp32, must leave it to torch; whatever x's layout."""
+    for x in (torch.randn(40, 70, device=device), torch.randn(70, 40, device=device).mT):
+        x.requires_grad_()
+        weight = torch.randn(3, 70, device=device, dtype=torch.float64, requires_grad=True)
+        y, exact = weighted_sum(x, weight), x.double() @ weight.mT
+        torch.testing.assert_close(y, exact, rtol=1e-12, atol=1e-12)
+        dy = torch.randn_like(exact)
+        (dx, dw), expected = (torch.autograd.grad(out, (x, weight), dy) for out in (y, exact))
+        torch.testing.assert_close(dw, expected[1], rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(dx, expected[0])
+
+
+@pytest.mark.skipif(INTERPRET, reason="the kernels know no autocast")
+def test_the_op_itself_knows_no_autocast() -> None:
+    """What an exported program calls; autocast would multiply in bf16."""
+    x, weight = torch.randn(5, 70), torch.randn(70)
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = op.forward_op(x, weight, None)
+    assert torch.equal(inside, weighted_sum(x, weight))

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.library import custom_op
 
 from onepass.core import check
-from onepass.core.bind import batch_first, bind
+from onepass.core.bind import batch_first, bind, outside_autocast
 from onepass.core.launch import as_rows, uses_triton
 
 from . import reference as torch_path
@@ -18,7 +18,7 @@ from . import reference as torch_path
 MAX_VECTORS = 16
 
 
-def _check(x: Tensor, weight: Tensor) -> None:
+def _check(x: Tensor, weight: Tensor, out_dtype: torch.dtype | None) -> None:
     check.floating("weighted_sum", "x", x)
     check.floating("weighted_sum", "weight", weight)
     if x.dim() < 1:
@@ -31,15 +31,24 @@ def _check(x: Tensor, weight: Tensor) -> None:
     if weight.dim() == 2 and not 1 <= weight.shape[0] <= MAX_VECTORS:
         raise ValueError(f"weighted_sum: weight (R, D) takes 1 ≤ R ≤ {MAX_VECTORS} vectors, got R = {weight.shape[0]}")
     check.same_device("weighted_sum", "weight", weight, "x", x)
+    if out_dtype is not None and out_dtype not in check.FLOATS:
+        raise TypeError(
+            f"weighted_sum: out_dtype must be None, float32, float16, bfloat16 or float64, got {out_dtype!r}"
+        )
+
+
+def _on_triton(x: Tensor, weight: Tensor) -> bool:
+    # kernels add up in fp32
+    return uses_triton(x) and weight.dtype != torch.float64
 
 
 def _vectors(weight: Tensor) -> Tensor:
     return weight if weight.dim() == 2 else weight[None]
 
 
-def _in_columns(x: Tensor) -> bool:
+def _in_columns(x: Tensor, weight: Tensor) -> bool:
     """Whether a Triton kernel reads x column by column: many rows, transposed, such as `(D, rows).mT`."""
-    if x.stride(-1) == 1 or x.shape[-1] <= 1 or not uses_triton(x):
+    if x.stride(-1) == 1 or x.shape[-1] <= 1 or not _on_triton(x, weight):
         return False
     rows = 1
     for size, stride in zip(reversed(x.shape[:-1]), reversed(x.stride()[:-1]), strict=True):
@@ -49,14 +58,14 @@ def _in_columns(x: Tensor) -> bool:
     return rows >= 32
 
 
-def _matrix(x: Tensor) -> Tensor:
+def _matrix(x: Tensor, weight: Tensor) -> Tensor:
     """(..., D) → (rows, D) for the kernels; a copy only where no row or column of it has stride 1."""
-    return x.view(-1, x.shape[-1]) if _in_columns(x) else as_rows(x)
+    return x.view(-1, x.shape[-1]) if _in_columns(x, weight) else as_rows(x)
 
 
-def _empty_gradient(x: Tensor) -> Tensor:
+def _empty_gradient(x: Tensor, weight: Tensor) -> Tensor:
     """For the gradient of x: in columns where x is, else contiguous."""
-    if not _in_columns(x):
+    if not _in_columns(x, weight):
         return torch.empty(x.shape, dtype=x.dtype, device=x.device)
     *lead, n_cols = x.shape
     strides = (*(math.prod(lead[i + 1 :]) for i in range(len(lead))), math.prod(lead))
@@ -65,7 +74,7 @@ def _empty_gradient(x: Tensor) -> Tensor:
 
 def _forward(x: Tensor, weight: Tensor, out_dtype: torch.dtype | None) -> Tensor:
     dtype = out_dtype or torch.promote_types(x.dtype, weight.dtype)
-    if not uses_triton(x):
+    if not _on_triton(x, weight):
         return torch_path.reference(x, weight, out_dtype=dtype)
     shape = x.shape[:-1] + weight.shape[:-1]
     if not x.numel():
@@ -73,21 +82,21 @@ def _forward(x: Tensor, weight: Tensor, out_dtype: torch.dtype | None) -> Tensor
     from . import kernels_triton
 
     y = torch.empty(shape, dtype=dtype, device=x.device)
-    kernels_triton.forward(_matrix(x), _vectors(weight).contiguous(), y)
+    kernels_triton.forward(_matrix(x, weight), _vectors(weight).contiguous(), y)
     return y
 
 
 def _backward(dy: Tensor, x: Tensor, weight: Tensor, need_x: bool, need_w: bool) -> tuple[Tensor | None, Tensor | None]:
     vectors = _vectors(weight)
     # without a gradient of the weight x is not looked at, not even to make a matrix of it
-    rows = _matrix(x) if need_w else None
+    rows = _matrix(x, weight) if need_w else None
     dy = dy.reshape(math.prod(x.shape[:-1]), len(vectors)).contiguous()  # `.sum().backward()` hands a stride-0 dy
-    if not uses_triton(x):
+    if not _on_triton(x, weight):
         dx, dw = torch_path.backward(dy, rows, vectors, x.dtype, need_x)
         return (dx.view(x.shape) if need_x else None), (dw.view(weight.shape) if need_w else None)
     from . import kernels_triton
 
-    new_x = _empty_gradient(x) if need_x else None
+    new_x = _empty_gradient(x, weight) if need_x else None
     new_w = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device) if need_w else None
     if not x.numel():
         return new_x, None if new_w is None else new_w.zero_()
@@ -103,20 +112,25 @@ def _backward_all(dy: Tensor, x: Tensor, weight: Tensor, need_x: bool, need_w: b
     return x.new_empty(0) if dx is None else dx, weight.new_empty(0) if dw is None else dw
 
 
-forward_op = custom_op("onepass::weighted_sum", _forward, mutates_args=())
+def _forward_alone(x: Tensor, weight: Tensor, out_dtype: torch.dtype | None) -> Tensor:
+    """`_forward` as an op: an exported program may run under autocast, which would round the torch path's product."""
+    return outside_autocast(_forward)(x, weight, out_dtype)  # type: ignore[no-any-return]
+
+
+forward_op = custom_op("onepass::weighted_sum", _forward_alone, mutates_args=())
 backward_op = custom_op("onepass::weighted_sum_backward", _backward_all, mutates_args=())
 
 
 @forward_op.register_fake
 def _(x: Tensor, weight: Tensor, out_dtype: torch.dtype | None) -> Tensor:
-    _check(x, weight)
+    _check(x, weight, out_dtype)
     dtype = out_dtype or torch.promote_types(x.dtype, weight.dtype)
     return x.new_empty(x.shape[:-1] + weight.shape[:-1], dtype=dtype)
 
 
 @backward_op.register_fake
 def _(dy: Tensor, x: Tensor, weight: Tensor, need_x: bool, need_w: bool) -> tuple[Tensor, Tensor]:
-    return _empty_gradient(x) if need_x else x.new_empty(0), weight.new_empty(weight.shape if need_w else (0,))
+    return _empty_gradient(x, weight) if need_x else x.new_empty(0), weight.new_empty(weight.shape if need_w else (0,))
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -152,7 +166,7 @@ def _vmap_backward(
 
 _call = bind(
     forward=_forward, forward_op=forward_op, backward=_backward, backward_op=backward_op,
-    save=_save, gradients=_gradients, replay=True, check=lambda x, weight, out_dtype: _check(x, weight),
+    save=_save, gradients=_gradients, replay=True, check=_check,
     vmap_forward=_vmap_forward, vmap_backward=_vmap_backward,
 )  # fmt: skip
 
@@ -162,7 +176,7 @@ def weighted_sum(x: Tensor, weight: Tensor, *, out_dtype: torch.dtype | None = N
 
     .. math:: y_{\dots r} = \sum_d x_{\dots d}\, w_{r d}
 
-    Products and sums are in fp32 (fp64 for fp64 inputs) with one rounding at the end.
+    Products and sums are in fp32 (fp64 where x or weight is fp64) with one rounding at the end.
 
     Args:
         x: ``(..., D)``, fp32, fp16, bf16 or fp64, any strides.
@@ -176,7 +190,7 @@ def weighted_sum(x: Tensor, weight: Tensor, *, out_dtype: torch.dtype | None = N
     from run to run.
 
     Raises:
-        TypeError: x or weight is no floating-point tensor.
+        TypeError: x or weight is no floating-point tensor, or out_dtype no floating-point dtype.
         ValueError: shapes don't fit, R is out of range, or the tensors are on different devices.
 
     Source: the "weighted sum" exercise of Stanford's CS336, generalised to R vectors.

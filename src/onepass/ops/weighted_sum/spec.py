@@ -45,6 +45,12 @@ _BAD = (
     BadCall("17 vectors", lambda: weighted_sum(torch.ones(2, 3), torch.ones(17, 3)), ValueError, "R = 17"),
     BadCall("0-d x", lambda: weighted_sum(torch.ones(()), torch.ones(1)), ValueError, "0-d"),
     BadCall("integer x", lambda: weighted_sum(torch.ones(2, 3, dtype=torch.int64), torch.ones(3)), TypeError, "int64"),
+    BadCall(
+        "integer result",
+        lambda: weighted_sum(torch.ones(2, 3), torch.ones(3), out_dtype=torch.int32),
+        TypeError,
+        "out_dtype must be .*int32",
+    ),
     BadCall("list", lambda: weighted_sum([1.0], torch.ones(1)), TypeError, "x must be a tensor, got list"),  # type: ignore[arg-type]
 )
 
