@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import numbers
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -19,6 +22,14 @@ def floating(op: str, name: str, value: Tensor) -> None:
     tensor(op, name, value)
     if value.dtype not in FLOATS:
         raise TypeError(f"{op}: {name} must be float32, float16, bfloat16 or float64, got {value.dtype}")
+
+
+def not_negative(op: str, name: str, value: Any) -> None:
+    """Refuse what is no number ≥ 0."""
+    if not isinstance(value, (float, int, numbers.Real, torch.SymFloat, torch.SymInt)):
+        raise TypeError(f"{op}: {name} must be a number ≥ 0, got {type(value).__name__}")
+    if not value >= 0:
+        raise ValueError(f"{op}: {name} must be ≥ 0, got {value}")
 
 
 def same_device(op: str, name: str, value: Tensor, other_name: str, other: Tensor) -> None:

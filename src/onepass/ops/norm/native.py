@@ -31,13 +31,15 @@ def native(
     Torch keeps a 16-bit layer norm's statistics, and sums its dw and db, in 16 bits (12 % off after 4096 rows): where
     gradients are wanted they are ours. Large RMS norms are left to us: torch's are passes over the whole tensor.
     """
-    if INTERPRET or not x.is_cpu or stable or torch._C._is_any_autocast_enabled() or not eps >= 0:
+    if INTERPRET or not x.is_cpu or stable or torch._C._is_any_autocast_enabled():
+        return None
+    if not isinstance(eps, (float, int)) or not eps >= 0:
         return None
     if not x.numel() or not x.dim() or x.dtype not in check.FLOATS:
         return None
     dtype, n_cols = x.dtype, x.shape[-1]
     for v in (weight, bias):
-        if v is not None and (v.dtype != dtype or v.shape != (n_cols,) or not v.is_cpu):
+        if v is not None and not (isinstance(v, Tensor) and v.dtype == dtype and v.shape == (n_cols,) and v.is_cpu):
             return None
     if has_mean:
         if dtype.itemsize == 2 and torch.is_grad_enabled():

@@ -38,8 +38,7 @@ def _check(
         if residual.shape != x.shape:
             raise ValueError(f"{op}: residual must have the shape of x {tuple(x.shape)}; got {tuple(residual.shape)}")
         check.same_device(op, "residual", residual, "x", x)
-    if eps < 0:
-        raise ValueError(f"{op}: eps must be ≥ 0, got {eps}")
+    check.not_negative(op, "eps", eps)
 
 
 def _on_triton(x: Tensor, residual: Tensor | None) -> bool:
@@ -296,7 +295,7 @@ def layer_norm(
     are the same bit for bit from run to run. Backward keeps x (or s) and 8 bytes per row, 12 if stable.
 
     Raises:
-        TypeError: a tensor is not floating-point.
+        TypeError: a tensor is not floating-point, or eps no number.
         ValueError: shapes don't fit, eps is negative, or the tensors are on different devices.
 
     Source: Ba, Kiros, Hinton 2016, arXiv:1607.06450; ``stable`` is the option of triton-transformer, after CogView,
@@ -345,7 +344,7 @@ def rms_norm(
     the same bit for bit from run to run. Backward keeps x (or s) and 4 bytes per row.
 
     Raises:
-        TypeError: a tensor is not floating-point.
+        TypeError: a tensor is not floating-point, or eps no number.
         ValueError: shapes don't fit, eps is negative, or the tensors are on different devices.
 
     Source: Zhang, Sennrich 2019, arXiv:1910.07467.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -88,6 +89,9 @@ def _bad_calls(op: Callable[..., Any], name: str) -> Iterator[BadCall]:
         "residual", lambda: op(x, w, residual=w), ValueError, r"residual must have the shape.*\(2, 3\).*\(3,\)"
     )
     yield BadCall("eps", lambda: op(x, w, eps=-1.0), ValueError, "eps must be ≥ 0, got -1.0")
+    yield BadCall("eps nan", lambda: op(x, w, eps=math.nan), ValueError, "eps must be ≥ 0, got nan")
+    yield BadCall("eps None", lambda: op(x, w, eps=None), TypeError, "eps must be a number ≥ 0, got NoneType")
+    yield BadCall("weight list", lambda: op(x, [1.0] * 3), TypeError, "weight must be a tensor, got list")
     yield BadCall("device", lambda: op(x, w.to("meta")), ValueError, "weight is on meta but x is on cpu")
 
 
