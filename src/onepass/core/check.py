@@ -26,7 +26,9 @@ def floating(op: str, name: str, value: Tensor) -> None:
 
 def not_negative(op: str, name: str, value: Any) -> None:
     """Refuse what is no number ≥ 0."""
-    if not isinstance(value, (float, int, numbers.Real, torch.SymFloat, torch.SymInt)):
+    # numbers.Real: NumPy's, too
+    known = isinstance(value, (float, int, numbers.Real, torch.SymFloat, torch.SymInt))
+    if not known:
         raise TypeError(f"{op}: {name} must be a number ≥ 0, got {type(value).__name__}")
     if not value >= 0:
         raise ValueError(f"{op}: {name} must be ≥ 0, got {value}")

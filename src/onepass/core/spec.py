@@ -67,10 +67,9 @@ class Spec:
         samples: `samples(make)` yields `Sample`s; `make(*shape)` gives a random tensor of the dtype and device
             under test (fixed seed), so one declaration serves every dtype and device.
         bad_calls: calls that must raise.
-        torch_ops: the registered ops (for opcheck): name → sample arguments.
-        differentiable: parameters (by position or keyword) whose gradients are compared; default: all floating tensors.
-        tolerances: per dtype, for values; gradients get `grad_factor` times as much.
-        interpret: names of samples small enough for the Triton interpreter (None: all).
+        opchecks: yields (registered op, arguments) for `torch.library.opcheck`.
+        tolerances: per dtype, for values.
+        grad_factor: gradients get so many times as much.
     """
 
     name: str
