@@ -222,6 +222,25 @@ def test_integer_k_tensors() -> None:
     assert torch.equal(onepass.soft_topk(s, torch.tensor([3, 4])), onepass.soft_topk(s, torch.tensor([3.0, 4.0])))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@ALL_KINDS
+def test_numbers_that_float32_cannot_hold(kind: str, dtype: torch.dtype) -> None:
+    """A k that large takes everybody; with an eps that large all gates are equal."""
+    s = torch.randn(2, 8, dtype=dtype)
+    for huge in (math.inf, 1e60):
+        assert torch.equal(onepass.soft_topk(s, huge, kind=kind), torch.ones_like(s))
+        torch.testing.assert_close(onepass.soft_topk(s, 3, eps=huge, kind=kind), torch.full_like(s, 3 / 8))
+
+
+@pytest.mark.parametrize("shape", [(9,), (2, 9), (2, 3, 9)])
+def test_gates_may_be_changed_in_place(shape: tuple[int, ...]) -> None:
+    s, gy = torch.randn(shape, requires_grad=True), torch.randn(shape)
+    for call in (onepass.soft_topk, lambda s, k: onepass.coor_descent(s, n_iters=5, k=k)):
+        y = call(s, 2.5)
+        (expected,) = torch.autograd.grad(y, s, 2 * gy, retain_graph=True)
+        assert torch.equal(torch.autograd.grad(y.mul_(2), s, gy)[0], expected)
+
+
 @ALL_KINDS
 def test_k_at_least_the_valid_entries(kind: str) -> None:
     s = torch.randn(4, 10, requires_grad=True)

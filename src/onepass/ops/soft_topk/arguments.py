@@ -12,6 +12,9 @@ from onepass.core import check
 from onepass.core.eager import plain
 from onepass.core.launch import as_rows
 
+# of the fp32 numbers
+LARGEST = torch.finfo(torch.float32).max
+
 
 def scores(op: str, value: Tensor) -> None:
     """Refuse scores that are no floating-point tensor with a last dimension."""
@@ -54,12 +57,14 @@ def positive(op: str, name: str, value: Any, like: Tensor) -> None:
         raise ValueError(f"{op}: {name} must be > 0 everywhere, got a minimum of {value.min().item():g}")
 
 
-def number(op: str, name: str, value: Any) -> None:
-    """Refuse anything but a positive Python number."""
+def number(op: str, name: str, value: Any, most: float = math.inf) -> None:
+    """Refuse anything but a positive Python number, no larger than `most`."""
     if isinstance(value, bool) or not isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
         raise TypeError(f"{op}: {name} must be a number > 0, got {type(value).__name__}")
     if not value > 0:
         raise ValueError(f"{op}: {name} must be > 0, got {value}")
+    if value > most:
+        raise ValueError(f"{op}: {name} must be ≤ {most:.3g}, got {value}")
 
 
 def whole(op: str, name: str, value: Any, least: int) -> None:
@@ -82,8 +87,11 @@ def _visible(value: Tensor) -> bool:
 
 
 def split(value: Tensor | float) -> tuple[Tensor | None, float]:
-    """A tensor or a number → (tensor or None, number): a number needs no tensor, and no launch to fill one."""
-    return (value, 0.0) if isinstance(value, Tensor) else (None, float(value))
+    """A tensor or a number → (tensor or None, number): a number needs no tensor, and no launch to fill one.
+
+    A number that fp32 can't hold means what the largest that it can hold does.
+    """
+    return (value, 0.0) if isinstance(value, Tensor) else (None, float(min(value, LARGEST)))
 
 
 def per_row(value: Tensor | None, like: Tensor) -> Tensor | None:
@@ -111,6 +119,14 @@ def torch_rows(like: Tensor, allowed: Tensor | None) -> Tensor:
     if allowed is not None:
         like = like.masked_fill(~allowed, -math.inf)
     return like.reshape(math.prod(like.shape[:-1]), like.shape[-1]).to(accumulator(like))
+
+
+def from_rows(rows: Tensor, like: Tensor) -> Tensor:
+    """The torch path's gates in the scores' shape and dtype; no view, since nobody may change one in place."""
+    rows = rows.to(like.dtype)
+    if rows.shape == like.shape:
+        return rows
+    return torch.ops.aten._unsafe_view(rows, like.shape)  # type: ignore[no-any-return]
 
 
 def torch_column(value: Tensor | None, number: float, like: Tensor, rows: Tensor) -> Tensor:

@@ -375,11 +375,14 @@ def forward_options(plan: Shape) -> dict[str, Any]:
 
 def forward(
     s: Tensor, k: Tensor | None, mask: Tensor | None, k_value: float, n_iters: int,
-    eps: float, eps_init: float, eps_decay: float, want_trace: bool,
+    eps: float, eps_init: float, eps_decay: float, want_trace: bool, shape_of_s: tuple[int, ...],
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """S (rows, n) with unit column stride → gates (rows, n), trace (rows, 2T) or (rows, 0)."""
+    """S (rows, n) with unit column stride → gates, trace (rows, 2T) or (rows, 0).
+
+    Gates have `shape_of_s`, the scores' shape before they were rows: a view could not be changed in place.
+    """
     n_rows, n_cols = s.shape
-    y = torch.empty((n_rows, n_cols), dtype=s.dtype, device=s.device)
+    y = torch.empty(shape_of_s, dtype=s.dtype, device=s.device)
     trace = scratch(s, n_rows, 2 * n_iters if want_trace else 0)
     if not y.numel():
         return y, trace.zero_()

@@ -525,11 +525,15 @@ def forward_options(plan: Shape, kind: int) -> dict[str, Any]:
 
 
 def forward(
-    s: Tensor, k: Tensor | None, eps: Tensor | None, mask: Tensor | None, k_value: float, eps_value: float, kind: int
-) -> tuple[Tensor, Tensor]:
-    """S (rows, n) with unit column stride → gates (rows, n), solution (rows, 2)."""
+    s: Tensor, k: Tensor | None, eps: Tensor | None, mask: Tensor | None, k_value: float, eps_value: float, kind: int,
+    shape_of_s: tuple[int, ...],
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """S (rows, n) with unit column stride → gates, solution (rows, 2).
+
+    Gates have `shape_of_s`, the scores' shape before they were rows: a view could not be changed in place.
+    """
     n_rows, n_cols = s.shape
-    y = torch.empty((n_rows, n_cols), dtype=s.dtype, device=s.device)
+    y = torch.empty(shape_of_s, dtype=s.dtype, device=s.device)
     solution = scratch(s, n_rows, 2)
     if not y.numel():
         return y, solution.zero_()

@@ -37,13 +37,13 @@ def _forward(
 
         y, state = kernels_triton.forward(
             as_rows(scores), arguments.per_row(k, scores), arguments.per_row(eps, scores),
-            arguments.mask_rows(mask, scores), k_value, eps_value, kind,
+            arguments.mask_rows(mask, scores), k_value, eps_value, kind, scores.shape,
         )  # fmt: skip
-        return y.view(scores.shape), state
+        return y, state
     rows = arguments.torch_rows(scores, mask)
     k_rows = arguments.torch_column(k, k_value, scores, rows)
     y, state = torch_path.soft_forward(rows, k_rows, arguments.torch_column(eps, eps_value, scores, rows), kind)
-    return y.to(scores.dtype).view(scores.shape), state
+    return arguments.from_rows(y, scores), state
 
 
 def _backward(
@@ -72,11 +72,10 @@ def _backward(
         ds, dk, deps = torch_path.soft_backward(
             gy.reshape(rows.shape).to(rows.dtype), rows, state, eps_rows, kind, need_eps
         )
-    nothing = scores.new_empty(0)
     return (
-        ds.to(scores.dtype).view(scores.shape) if need_scores else nothing,
-        arguments.to_shape(dk, k, scores) if need_k and k is not None else nothing,
-        arguments.to_shape(deps, eps, scores) if need_eps and eps is not None else nothing.clone(),
+        ds.to(scores.dtype).view(scores.shape) if need_scores else scores.new_empty(0),
+        arguments.to_shape(dk, k, scores) if need_k and k is not None else scores.new_empty(0),
+        arguments.to_shape(deps, eps, scores) if need_eps and eps is not None else scores.new_empty(0),
     )
 
 

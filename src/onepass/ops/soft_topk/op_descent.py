@@ -26,10 +26,8 @@ def _check(
     arguments.scores("coor_descent", scores)
     arguments.whole("coor_descent", "n_iters", n_iters, 1)
     arguments.positive("coor_descent", "k", k, scores)
-    arguments.number("coor_descent", "eps", eps)
-    if eps_init is not None:
-        arguments.number("coor_descent", "eps_init", eps_init)
-    arguments.number("coor_descent", "eps_decay", eps_decay)
+    for name, value in (("eps", eps), ("eps_init", eps if eps_init is None else eps_init), ("eps_decay", eps_decay)):
+        arguments.number("coor_descent", name, value, arguments.LARGEST)
     arguments.mask("coor_descent", mask, scores)
 
 
@@ -49,13 +47,13 @@ def _forward(
 
         y, trace = kernels_descent.forward(
             as_rows(scores), arguments.per_row(k, scores), arguments.mask_rows(mask, scores),
-            k_value, n_iters, eps, eps_init, eps_decay, want_trace,
+            k_value, n_iters, eps, eps_init, eps_decay, want_trace, scores.shape,
         )  # fmt: skip
-        return y.view(scores.shape), trace
+        return y, trace
     rows = arguments.torch_rows(scores, mask)
     epsilons = torch_descent.schedule(n_iters, eps, eps_init, eps_decay)
     y, trace = torch_descent.forward(rows, arguments.torch_column(k, k_value, scores, rows), epsilons, want_trace)
-    return y.to(scores.dtype).view(scores.shape), trace
+    return arguments.from_rows(y, scores), trace
 
 
 def _backward(

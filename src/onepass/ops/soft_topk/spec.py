@@ -80,7 +80,7 @@ def _soft_opchecks() -> Iterator[tuple[Any, tuple[Any, ...]]]:
     state = op.forward_op(s.detach(), k.detach(), eps.detach(), allowed, 0.0, 0.0, 0)[1]
     yield op.forward_op, (s, k, eps, allowed, 0.0, 0.0, 0)
     yield op.forward_op, (s, None, None, None, 2.5, 0.5, 1)
-    for needs in ((True, True, True), (False, True, False)):
+    for needs in ((True, True, True), (False, True, False), (False, False, True)):
         gradient = _tensors(2, 3, 10)
         yield op.backward_op, (gradient, s.detach(), state, k.detach(), eps.detach(), allowed, 0.0, 0, *needs)
 
@@ -138,6 +138,7 @@ _BAD_DESCENT = (
     BadCall(
         "eps tensor", lambda: coor_descent(_S, n_iters=1, k=1, eps=_EPS), TypeError, "eps must be a number.*Tensor"
     ),
+    BadCall("eps inf", lambda: coor_descent(_S, n_iters=1, k=1, eps=math.inf), ValueError, r"eps must be ≤ 3.4e\+38"),
     BadCall("eps_decay", lambda: coor_descent(_S, n_iters=1, k=1, eps_decay=0), ValueError, "eps_decay must be > 0"),
 )
 
