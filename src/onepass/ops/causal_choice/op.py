@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -34,8 +35,10 @@ def _check(scores: Tensor, mask: Tensor | None, k: int, eps: float, block: int, 
             raise TypeError(f"causal_choice: {name} must be an int, got {type(value).__name__}")
     if k < 0:
         raise ValueError(f"causal_choice: k must be ≥ 0, got {k}")
-    if not eps > 0:
-        raise ValueError(f"causal_choice: eps must be > 0, got {eps}")
+    if isinstance(eps, bool) or not isinstance(eps, (int, float, torch.SymInt, torch.SymFloat)):
+        raise TypeError(f"causal_choice: eps must be a number, got {type(eps).__name__}")
+    if not 0 < eps < math.inf:
+        raise ValueError(f"causal_choice: eps must be finite and > 0, got {eps}")
     check_sizes("causal_choice", block, memory)
     if mask is not None:
         check.tensor("causal_choice", "mask", mask)
@@ -169,7 +172,7 @@ def causal_choice(
     Args:
         scores: ``(batch, n)``, fp32, fp16, bf16 or fp64, any strides.
         k: how many to choose, an int ≥ 0; at most n are.
-        eps: temperature ε of the gates, > 0.
+        eps: temperature ε of the gates, a finite number > 0.
         block: tokens that share a threshold, ≥ 1.
         memory: how far back it looks, in tokens; a multiple of block.
         mask: ``(batch, n)`` bool, True at real tokens; others are never chosen and count in no threshold.
@@ -179,8 +182,8 @@ def causal_choice(
         gates of the scores' dtype, then 0. NaN counts as +inf in a threshold, and is never chosen.
 
     Raises:
-        TypeError: scores is no floating-point tensor, a size no int, mask not bool.
-        ValueError: a size is out of range, or shapes don't fit.
+        TypeError: scores is no floating-point tensor, a size no int, eps no number, mask not bool.
+        ValueError: a size or eps is out of range, or shapes don't fit.
 
     Source: expert choice made causal, after Mixture-of-Depths (arXiv:2404.02258).
 

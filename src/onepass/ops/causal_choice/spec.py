@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -52,7 +53,9 @@ _BAD = (
     BadCall("integers", lambda: causal_choice(_S.long(), 1), TypeError, "int64"),
     BadCall("k", lambda: causal_choice(_S, -1), ValueError, "k must be ≥ 0, got -1"),
     BadCall("real k", lambda: causal_choice(_S, 1.5), TypeError, "k must be an int, got float"),  # type: ignore[arg-type]
-    BadCall("eps", lambda: causal_choice(_S, 1, eps=0.0), ValueError, "eps must be > 0, got 0.0"),
+    BadCall("eps", lambda: causal_choice(_S, 1, eps=0.0), ValueError, "eps must be finite and > 0, got 0.0"),
+    BadCall("infinite eps", lambda: causal_choice(_S, 1, eps=math.inf), ValueError, "finite and > 0, got inf"),
+    BadCall("eps tensor", lambda: causal_choice(_S, 1, eps=_S), TypeError, "eps must be a number, got Tensor"),  # type: ignore[arg-type]
     BadCall("block", lambda: causal_choice(_S, 1, block=0), ValueError, "block must be ≥ 1, got 0"),
     BadCall("memory", lambda: causal_choice(_S, 1, block=8, memory=12), ValueError, "multiple of block = 8, got 12"),
     BadCall("mask", lambda: causal_choice(_S, 1, mask=torch.ones(2, 5).bool()), ValueError, r"mask must be \(2, 6\)"),
