@@ -138,6 +138,14 @@ def test_topk_gradients_have_the_sign_of_the_gate() -> None:
     assert plain.tolist() == [[1.0, 0.0, 0.0, 0.0, 0.0]]
 
 
+@pytest.mark.parametrize(("rows", "n"), [(0, 4), (3, 0)])
+def test_topk_of_nothing_can_be_differentiated(rows: int, n: int) -> None:
+    top = ours.topk(torch.randn(rows, n), 2)
+    for part in (top.coor_descent_values, top.gates):
+        assert part is not None
+        assert part.tolist() == [[0.0, 0.0]] * rows
+
+
 def test_topk_not_differentiable() -> None:
     top = ours.topk(torch.tensor([3.0, 1.0, 2.0]), 2, non_differentiable=True)
     assert top.values.tolist() == [3.0, 2.0]
@@ -149,11 +157,13 @@ def test_topk_not_differentiable() -> None:
     ("kwargs", "match"),
     [
         ({"k": 0}, "k must be ≥ 1, got 0"),
+        ({"k": "2"}, "k must be an int, got str"),
         ({"k": 2, "coor_descent_k_ratio": 0.5}, "coor_descent_k_ratio must be ≥ 1, got 0.5"),
+        ({"k": 2, "coor_descent_k_ratio": "2"}, "coor_descent_k_ratio must be a number > 0, got str"),
     ],
 )
 def test_refused(kwargs: dict[str, Any], match: str) -> None:
-    with pytest.raises(ValueError, match=match):
+    with pytest.raises((TypeError, ValueError), match=match):
         ours.topk(torch.randn(2, 5), **kwargs)
 
 

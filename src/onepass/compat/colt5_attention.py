@@ -19,6 +19,7 @@ from torch import Tensor
 
 import onepass
 from onepass.core import check
+from onepass.ops.soft_topk import arguments
 from onepass.ops.soft_topk.op_topk import gates, select
 
 
@@ -96,16 +97,18 @@ def topk(
         >>> top.values.tolist(), top.indices.tolist(), top.gates.tolist()
         ([2.0, 1.0], [2, 3], [1.0, 1.0])
     """
+    arguments.number("topk", "coor_descent_k_ratio", coor_descent_k_ratio)
     if coor_descent_k_ratio < 1:
         raise ValueError(f"topk: coor_descent_k_ratio must be ≥ 1, got {coor_descent_k_ratio}")
-    if k < 1:
-        raise ValueError(f"topk: k must be ≥ 1, got {k}")
+    arguments.whole("topk", "k", k, 1)
     check.floating("topk", "x", x)
     if x.dim() < 1:
         raise ValueError("topk: x must have at least one dimension, got a 0-d tensor")
     values, indices = select(x, k, mask)
-    if non_differentiable or not indices.numel():
+    if non_differentiable:
         return TopkReturn(values, indices, None, None)
+    if x.shape[-1] == 0:
+        return TopkReturn(values, indices, torch.zeros_like(values), torch.zeros_like(values))
     soft = coor_descent(
         x, n_iters=n_iters, k=min(k * coor_descent_k_ratio, x.shape[-1]), eps=eps, eps_init=eps_init,
         eps_decay=eps_decay, mask=mask,
