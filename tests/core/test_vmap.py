@@ -69,6 +69,16 @@ def test_each_element_has_its_own_weight_gradient(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CALLS)
+def test_an_empty_batch(name: str) -> None:
+    batch, weights = torch.randn(0, 4, 8), torch.randn(8, 0)
+    call = CALLS[name]
+    assert torch.vmap(call, in_dims=(0, 1))(batch, weights).shape == (0, *call(torch.randn(4, 8), torch.ones(8)).shape)
+    grad = torch.func.grad(lambda x, w: call(x, w).square().sum(), argnums=(0, 1))
+    dx, dw = torch.vmap(grad, in_dims=(0, 1))(batch, weights)
+    assert (dx.shape, dw.shape) == ((0, 4, 8), (0, 8))
+
+
+@pytest.mark.parametrize("name", CALLS)
 def test_a_batch_of_upstream_gradients(name: str) -> None:
     """`is_grads_batched` is a vmap of its own over the backward pass of a plain call."""
     x, w = torch.randn(3, 8, requires_grad=True), torch.randn(8, requires_grad=True)

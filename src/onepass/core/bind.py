@@ -39,13 +39,21 @@ def _vmap_rule(op: Any, at_once: Callable[..., Any] | None) -> Callable[..., Any
         if answer is not None:
             return answer
 
+        size = info.batch_size
+        if not size:
+            # one made up tells the shapes of none
+            args = tuple(
+                a if d is None else a.new_zeros((*a.shape[:d], 1, *a.shape[d + 1 :]))
+                for a, d in zip(args, in_dims, strict=True)
+            )
+
         def element(i: int) -> tuple[Any, ...]:
             return tuple(a if d is None else a.select(d, i) for a, d in zip(args, in_dims, strict=True))
 
-        results = [op(*element(i)) for i in range(info.batch_size)]
+        results = [op(*element(i)) for i in range(max(size, 1))]
         if isinstance(results[0], Tensor):
-            return torch.stack(results), 0
-        stacked = tuple(torch.stack(parts) for parts in zip(*results, strict=True))
+            return torch.stack(results)[:size], 0
+        stacked = tuple(torch.stack(parts)[:size] for parts in zip(*results, strict=True))
         return stacked, (0,) * len(stacked)
 
     return rule
