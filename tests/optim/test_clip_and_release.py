@@ -213,6 +213,30 @@ def test_released_accumulation_updates_with_the_sum() -> None:
     assert not optimizer.releasing
 
 
+@pytest.mark.skipif(INTERPRET, reason="nothing of it is the kernel's")
+@pytest.mark.parametrize("bucket_bytes", [None, 0, 1000])
+def test_a_compiled_training_step_clips_or_releases(bucket_bytes: int | None) -> None:
+    (model, optimizer), (twin, normal) = models()
+    if bucket_bytes is not None:
+        release_gradients(model, optimizer, bucket_bytes=bucket_bytes)
+
+    def train(m: nn.Module, o: Lion, x: Tensor) -> None:
+        m(x).square().sum().backward()
+        if bucket_bytes is None:
+            clip_grad_norm(m.parameters(), 0.5)
+        o.step()
+        o.zero_grad()
+
+    compiled = torch.compile(train, backend="aot_eager")
+    for _ in range(3):
+        x = torch.randn(5, 8)
+        compiled(model, optimizer, x)
+        train(twin, normal, x)
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.allclose(p, q, rtol=1e-5, atol=1e-6)
+        assert torch.allclose(optimizer.state[p]["exp_avg"], normal.state[q]["exp_avg"], rtol=1e-4, atol=1e-7)
+
+
 @pytest.mark.parametrize("bucket_bytes", [0, 1000, 1 << 30])
 def test_released_closures_step_once(bucket_bytes: int) -> None:
     (model, optimizer), (twin, normal) = models()

@@ -157,6 +157,13 @@ def test_fused_true_refuses_what_it_cannot_do() -> None:
         Lion([p], fused=True).step()
     Lion([p], lr=0.5).step()
     assert torch.equal(p, torch.full((4, 3), 0.5, device="cuda"))
+    for dtype in (torch.float64, torch.complex128):
+        p = torch.ones(3, device="cuda", dtype=dtype, requires_grad=True)
+        p.grad = torch.ones_like(p)
+        with pytest.raises(RuntimeError, match="`fused=True` requires dense parameters of supported dtypes"):
+            Lion([p], fused=True).step()
+        Lion([p], lr=0.5).step()
+        assert torch.equal(p, torch.full_like(p, 0.5))
 
 
 @pytest.mark.parametrize("options", [{"foreach": True}, {"foreach": False}, {"fused": False}, {"cautious": True}])

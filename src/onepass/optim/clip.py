@@ -15,6 +15,8 @@ from onepass.optim.lion import Lion
 _ROOM: dict[tuple[torch.device, float], Tensor] = {}
 
 
+# what a step remembers is not for torch.compile to trace
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def clip_grad_norm(
     parameters: Tensor | Iterable[Tensor],
     max_norm: float | Tensor,

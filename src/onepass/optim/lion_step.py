@@ -11,7 +11,7 @@ from torch import Tensor
 
 from onepass.core.launch import uses_triton
 from onepass.ops.lion.op import NONE, STOCHASTIC, Row, lion_, same_dense_layout, split_complex
-from onepass.ops.lion.table import Columns, Plan, Rows, Scalars, pack_rows
+from onepass.ops.lion.table import KERNEL_DTYPES, Columns, Plan, Rows, Scalars, pack_rows
 from onepass.ops.lion.torch_path import accumulator, foreach_, plain_, update_
 from onepass.optim.options import (
     EXTRA_KEYS,
@@ -136,11 +136,12 @@ class Work:
             # the word of a random stream has no element per weight
             vectors = same_dense_layout(p, g, m, None if mode == STOCHASTIC else e)
             vectors = vectors and not group["differentiable"] and not g.is_conj() and not g.is_neg()
-            triton = vectors and not group["foreach"] and group["fused"] is not False
+            known = all(t.dtype in KERNEL_DTYPES for t in (p, g, m))
+            triton = vectors and known and not group["foreach"] and group["fused"] is not False
             if triton and all(map(uses_triton, (p, g, m))) and (group["fused"] or group["foreach"] is None):
                 self.fused.append(j)
                 continue
-            if group["fused"] and p.is_cuda and not vectors:
+            if group["fused"] and p.is_cuda and not (vectors and known):
                 raise RuntimeError(
                     "`fused=True` requires dense parameters of supported dtypes with gradients laid out alike, got a "
                     f"parameter {p.dtype} {tuple(p.shape)} of strides {p.stride()} with a gradient {g.dtype} of "

@@ -32,6 +32,8 @@ class ReleasedGradients:
         self._handles.append(optimizer.register_step_post_hook(self._finish))
         optimizer.releasing = True
 
+    # a hook in a backward that torch.compile traces stays as it is
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _arrived(self, p: Tensor) -> None:
         if self._holding or p.grad is None:
             return

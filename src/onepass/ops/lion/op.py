@@ -12,7 +12,7 @@ from onepass.core.launch import uses_triton
 
 from . import torch_path
 from .storage import KAHAN, NONE, REMAINDER, STOCHASTIC
-from .table import Columns, Plan, Scalars, pack_rows
+from .table import KERNEL_DTYPES, Columns, Plan, Scalars, pack_rows
 from .torch_path import Row
 
 MODES = {"none": NONE, "remainder": REMAINDER, "kahan": KAHAN}
@@ -127,7 +127,7 @@ def _step(
     fused = [
         i
         for i, (p, g, m) in enumerate(zip(*columns, strict=True))
-        if all(map(uses_triton, (p, g, m))) and same_dense_layout(p, g, m, extra[i])
+        if all(uses_triton(t) and t.dtype in KERNEL_DTYPES for t in (p, g, m)) and same_dense_layout(p, g, m, extra[i])
     ]
     if fused:
         p, g, m = ([c[i] for i in fused] for c in columns)

@@ -27,6 +27,8 @@ from .torch_path import Row
 
 ROW_FLOATS = 10
 REAL = {torch.complex64: torch.float32, torch.complex32: torch.float16}
+# what the kernels have a type for
+KERNEL_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.int8, *REAL})
 
 
 class Shape(NamedTuple):
@@ -354,4 +356,4 @@ class Plan:
         return out[-1, :, 0]
 
 
-__all__ = ["Columns", "Launch", "Plan", "Rows", "Scalars", "Shape", "pack_rows", "shape_of"]
+__all__ = ["KERNEL_DTYPES", "Columns", "Launch", "Plan", "Rows", "Scalars", "Shape", "pack_rows", "shape_of"]
