@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -46,10 +48,16 @@ def test_state_dict_round_trip() -> None:
 
 @pytest.mark.parametrize(
     ("args", "match"),
-    [((0,), "dim must be ≥ 1, got 0"), ((8, 0), "None or 1 to 16, got 0"), ((8, 17), "None or 1 to 16, got 17")],
+    [
+        ((0,), "dim must be ≥ 1, got 0"),
+        ((8, 0), "num_vectors must be ≥ 1, got 0"),
+        ((8, 17), "None or 1 to 16, got 17"),
+        ((8.0,), "dim must be an int, got float"),
+        ((8, "3"), "num_vectors must be an int, got str"),
+    ],
 )
-def test_errors(args: tuple[int, ...], match: str) -> None:
-    with pytest.raises(ValueError, match=match):
+def test_errors(args: tuple[Any, ...], match: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=match):
         WeightedSum(*args)
 
 

@@ -9,6 +9,8 @@ from torch import Tensor, nn
 
 from onepass.ops.weighted_sum.op import MAX_VECTORS, weighted_sum
 
+from .count import check_size
+
 
 class WeightedSum(nn.Module):
     r"""Weighted sums of the last dimension with learned weights: ``y[..., r] = Σ_d x[..., d]·weight[r, d]``.
@@ -26,6 +28,7 @@ class WeightedSum(nn.Module):
     Weights start uniform in ±1/√dim, as `nn.Linear`'s do.
 
     Raises:
+        TypeError: dim or num_vectors is no int.
         ValueError: dim < 1 or num_vectors out of range.
 
     Source: the "weighted sum" exercise of Stanford's CS336.
@@ -49,10 +52,11 @@ class WeightedSum(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if dim < 1:
-            raise ValueError(f"WeightedSum: dim must be ≥ 1, got {dim}")
-        if num_vectors is not None and not 1 <= num_vectors <= MAX_VECTORS:
-            raise ValueError(f"WeightedSum: num_vectors must be None or 1 to {MAX_VECTORS}, got {num_vectors}")
+        check_size("WeightedSum", "dim", dim)
+        if num_vectors is not None:
+            check_size("WeightedSum", "num_vectors", num_vectors)
+            if num_vectors > MAX_VECTORS:
+                raise ValueError(f"WeightedSum: num_vectors must be None or 1 to {MAX_VECTORS}, got {num_vectors}")
         self.dim, self.num_vectors, self.out_dtype = dim, num_vectors, out_dtype
         shape = (dim,) if num_vectors is None else (num_vectors, dim)
         self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
