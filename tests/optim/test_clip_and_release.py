@@ -124,26 +124,6 @@ def test_a_deleted_optimizers_successor_is_found() -> None:
     assert optimizer.clip_coefficient is not None
 
 
-@pytest.mark.interpret
-def test_interpreted_norm_kernel() -> None:
-    params = [torch.randn(n).requires_grad_() for n in (1, 1023, 1024, 70_001, 300)]
-    params.append(torch.randn(50).half().requires_grad_())
-    optimizer = Lion(params)
-    give(params)
-    want = torch.nn.utils.get_total_norm([p.grad.double() for p in params if p.grad is not None])
-    norms = [clip_grad_norm(params, 2.0) for _ in range(3)]
-    assert optimizer._work is not None
-    assert optimizer._work.all_fused
-    assert all(torch.equal(n, norms[0]) for n in norms)
-    assert abs(norms[0] - want) < 1e-5 * want
-    assert optimizer.clip_coefficient is not None
-    assert abs(optimizer.clip_coefficient - 2.0 / want) < 1e-6
-    momenta = [p.grad.float() * (2.0 / float(want)) * 0.01 for p in params if p.grad is not None]
-    optimizer.step()
-    for p, m in zip(params, momenta, strict=True):
-        assert torch.allclose(optimizer.state[p]["exp_avg"].float(), m, rtol=1e-2 if p.dtype == torch.half else 1e-5)
-
-
 def models(**options: Any) -> list[tuple[nn.Module, Lion]]:
     torch.manual_seed(0)
     made = []

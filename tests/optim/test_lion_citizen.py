@@ -45,15 +45,6 @@ def test_complex_parameters_are_pairs_of_reals() -> None:
     ours.step()
 
 
-@pytest.mark.interpret
-def test_dtypes_that_no_kernel_has_take_the_torch_path() -> None:
-    for dtype in (torch.complex128, torch.float8_e4m3fn):
-        p = torch.ones(3, dtype=dtype).requires_grad_()
-        p.grad = torch.ones(3).to(dtype)
-        Lion([p], lr=0.5).step()
-        assert torch.equal(p.detach().to(torch.complex128), torch.full((3,), 0.5, dtype=torch.complex128))
-
-
 def test_sparse_gradients_are_refused() -> None:
     p = torch.ones(3, requires_grad=True)
     p.grad = torch.ones(3).to_sparse()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
@@ -233,63 +231,3 @@ def test_stochastic_is_a_function_of_seed_place_and_step() -> None:
         assert all(map(torch.equal, one, same))
     other = train(2, [[0, 1, 2]])
     assert not torch.equal(one[1], other[1])
-
-
-@pytest.mark.interpret
-@pytest.mark.parametrize(
-    ("dtype", "options"),
-    [
-        (torch.float32, {"state_dtype": "int8"}),
-        (torch.float16, {"low_precision": "stochastic", "state_dtype": torch.float32}),
-        (BF16, {"low_precision": "stochastic", "state_dtype": torch.float32}),
-        (BF16, {"low_precision": "remainder", "state_dtype": "int8"}),
-        (torch.float32, {"cautious": True, "cautious_weight_decay": True}),
-        (torch.float32, {"cautious": 0.3, "state_dtype": "int8"}),
-    ],
-    ids=str,
-)
-def test_interpreted_kernel_is_the_torch_path(dtype: torch.dtype, options: dict[str, Any]) -> None:
-    sizes = [7, 4096, 5001, 300]
-    a = [(torch.randn(n)).to(dtype).requires_grad_() for n in sizes]
-    b = [p.detach().clone().requires_grad_() for p in a]
-    kernel = Lion(a, lr=1e-3, weight_decay=0.1, betas=(0.9137, 0.99), **options)
-    plain = Lion(b, lr=1e-3, weight_decay=0.1, betas=(0.9137, 0.99), fused=False, foreach=False, **options)
-    for _ in range(2):
-        for p, q in zip(a, b, strict=True):
-            p.grad = torch.randn(p.shape).to(torch.float16 if dtype == torch.float16 else torch.float32).to(dtype)
-            q.grad = p.grad.clone()
-        kernel.step()
-        plain.step()
-        assert kernel._work is not None
-        assert kernel._work.all_fused
-        assert plain._work is not None
-        assert not plain._work.fused
-    for p, q in zip(a, b, strict=True):
-        differ = (p.double() - q.double()).abs() > 1e-6 + 2.0**-9 * q.double().abs() * (dtype != torch.float32)
-        assert differ.sum() <= 1 + p.numel() // 1000
-        for key, value in plain.state[q].items():
-            other = kernel.state[p][key]
-            assert other.dtype == value.dtype
-            if value.dtype == torch.int8:
-                assert (other != value).sum() <= p.numel() // 200
-
-
-@pytest.mark.interpret
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_every_code_in_every_place(device: str, dtype: torch.dtype) -> None:
-    """Without a gradient momenta shrink, all of a block alike: codes stay, and weights move by their signs."""
-    blocks = torch.stack([torch.arange(-128, 128).roll(i) for i in range(17)])
-    codes = blocks.to(torch.int8).view(-1).to(device)
-    scales = torch.logspace(-30, 30, 17).to(device)
-    p = torch.zeros(codes.numel(), dtype=dtype, device=device, requires_grad=True)
-    p.grad = torch.zeros_like(p)
-    optimizer = Lion([p], lr=0.5, betas=(0.9, 0.75), state_dtype="int8", low_precision="none")
-    optimizer.state[p].update(exp_avg=codes.clone(), exp_avg_scale=scales.clone())
-    optimizer.step()
-    state = optimizer.state[p]
-    assert torch.equal(state["exp_avg"], codes)
-    assert torch.allclose(state["exp_avg_scale"], scales * 0.75, rtol=1e-6, atol=0)
-    want = -0.5 * codes.sign().float()
-    want[codes == -128] = float("nan")
-    assert torch.equal(p.detach().float().nan_to_num(7.0), want.nan_to_num(7.0))

@@ -1,0 +1,102 @@
+"""The kernels as the optimizer launches them, under the interpreter: every mode, every code, the norm, no dtype."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from onepass.optim import Lion, clip_grad_norm
+
+BF16 = torch.bfloat16
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [
+        (torch.float32, {"state_dtype": "int8"}),
+        (torch.float16, {"low_precision": "stochastic", "state_dtype": torch.float32}),
+        (BF16, {"low_precision": "stochastic", "state_dtype": torch.float32}),
+        (BF16, {"low_precision": "remainder", "state_dtype": "int8"}),
+        (torch.float32, {"cautious": True, "cautious_weight_decay": True}),
+        (torch.float32, {"cautious": 0.3, "state_dtype": "int8"}),
+    ],
+    ids=str,
+)
+def test_interpreted_kernel_is_the_torch_path(dtype: torch.dtype, options: dict[str, Any]) -> None:
+    sizes = [7, 4096, 5001, 300]
+    a = [(torch.randn(n)).to(dtype).requires_grad_() for n in sizes]
+    b = [p.detach().clone().requires_grad_() for p in a]
+    kernel = Lion(a, lr=1e-3, weight_decay=0.1, betas=(0.9137, 0.99), **options)
+    plain = Lion(b, lr=1e-3, weight_decay=0.1, betas=(0.9137, 0.99), fused=False, foreach=False, **options)
+    for _ in range(2):
+        for p, q in zip(a, b, strict=True):
+            p.grad = torch.randn(p.shape).to(torch.float16 if dtype == torch.float16 else torch.float32).to(dtype)
+            q.grad = p.grad.clone()
+        kernel.step()
+        plain.step()
+        assert kernel._work is not None
+        assert kernel._work.all_fused
+        assert plain._work is not None
+        assert not plain._work.fused
+    for p, q in zip(a, b, strict=True):
+        differ = (p.double() - q.double()).abs() > 1e-6 + 2.0**-9 * q.double().abs() * (dtype != torch.float32)
+        assert differ.sum() <= 1 + p.numel() // 1000
+        for key, value in plain.state[q].items():
+            other = kernel.state[p][key]
+            assert other.dtype == value.dtype
+            if value.dtype == torch.int8:
+                assert (other != value).sum() <= p.numel() // 200
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_every_code_in_every_place(device: str, dtype: torch.dtype) -> None:
+    """Without a gradient momenta shrink, all of a block alike: codes stay, and weights move by their signs."""
+    blocks = torch.stack([torch.arange(-128, 128).roll(i) for i in range(17)])
+    codes = blocks.to(torch.int8).view(-1).to(device)
+    scales = torch.logspace(-30, 30, 17).to(device)
+    p = torch.zeros(codes.numel(), dtype=dtype, device=device, requires_grad=True)
+    p.grad = torch.zeros_like(p)
+    optimizer = Lion([p], lr=0.5, betas=(0.9, 0.75), state_dtype="int8", low_precision="none")
+    optimizer.state[p].update(exp_avg=codes.clone(), exp_avg_scale=scales.clone())
+    optimizer.step()
+    state = optimizer.state[p]
+    assert torch.equal(state["exp_avg"], codes)
+    assert torch.allclose(state["exp_avg_scale"], scales * 0.75, rtol=1e-6, atol=0)
+    want = -0.5 * codes.sign().float()
+    want[codes == -128] = float("nan")
+    assert torch.equal(p.detach().float().nan_to_num(7.0), want.nan_to_num(7.0))
+
+
+@pytest.mark.interpret
+def test_interpreted_norm_kernel() -> None:
+    params = [torch.randn(n).requires_grad_() for n in (1, 1023, 1024, 70_001, 300)]
+    params.append(torch.randn(50).half().requires_grad_())
+    optimizer = Lion(params)
+    for p in params:
+        p.grad = torch.randn_like(p)
+    want = torch.nn.utils.get_total_norm([p.grad.double() for p in params if p.grad is not None])
+    norms = [clip_grad_norm(params, 2.0) for _ in range(3)]
+    assert optimizer._work is not None
+    assert optimizer._work.all_fused
+    assert all(torch.equal(n, norms[0]) for n in norms)
+    assert abs(norms[0] - want) < 1e-5 * want
+    assert optimizer.clip_coefficient is not None
+    assert abs(optimizer.clip_coefficient - 2.0 / want) < 1e-6
+    momenta = [p.grad.float() * (2.0 / float(want)) * 0.01 for p in params if p.grad is not None]
+    optimizer.step()
+    for p, m in zip(params, momenta, strict=True):
+        assert torch.allclose(optimizer.state[p]["exp_avg"].float(), m, rtol=1e-2 if p.dtype == torch.half else 1e-5)
+
+
+@pytest.mark.interpret
+def test_dtypes_that_no_kernel_has_take_the_torch_path() -> None:
+    for dtype in (torch.complex128, torch.float8_e4m3fn):
+        p = torch.ones(3, dtype=dtype).requires_grad_()
+        p.grad = torch.ones(3).to(dtype)
+        Lion([p], lr=0.5).step()
+        assert torch.equal(p.detach().to(torch.complex128), torch.full((3,), 0.5, dtype=torch.complex128))
