@@ -1,4 +1,4 @@
-"""Momenta in int8 and stochastic rounding: arithmetic, exactness, what survives, on the CPU and in the kernel."""
+"""Momenta in int8 and stochastic rounding: arithmetic, exactness, what survives."""
 
 from __future__ import annotations
 
