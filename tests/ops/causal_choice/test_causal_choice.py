@@ -172,6 +172,19 @@ def test_scores_that_are_no_numbers(device: str, value: float) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_an_infinite_score_concerns_the_gradient_of_later_blocks_alone(device: str) -> None:
+    """The mean that the gates of its own block follow is of the blocks before."""
+    scores, sizes = _scores(1, 24, seed=3), {"eps": EPS, "block": 4, "memory": 8}
+    scores[0, 5] = math.inf
+    mine, wide = scores.to(device).requires_grad_(), scores.double().requires_grad_()
+    actual, expected = (_gradient(causal_choice(s, 12, **sizes), s) for s in (mine, wide))
+    reference_gradient = _gradient(reference(wide, 12, **sizes), wide)
+    torch.testing.assert_close(expected, reference_gradient)
+    assert expected[0, :4].any()
+    torch.testing.assert_close(actual.cpu().double(), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_what_lies_in_masked_tokens_is_not_read(device: str) -> None:
     mask = _mask(3, 40).to(device)
     found = []

@@ -281,7 +281,7 @@ def sums_kernel(
 
 
 @triton.jit
-def load_shares(sums_ptr, b, n_blocks, weight, weighted):
+def load_shares(sums_ptr, first, b, n_blocks, weight, weighted):
     """What gates of blocks b take back per slope of the scores before them, and the sums over those, up to and with b.
 
     `weight` and `weighted`: Σ slope and Σ slope·score before the first of b.
@@ -290,8 +290,12 @@ def load_shares(sums_ptr, b, n_blocks, weight, weighted):
     slope = tl.load(sums_ptr + b, mask=inside, other=0.0)
     slope_score = tl.load(sums_ptr + n_blocks + b, mask=inside, other=0.0)
     got = tl.load(sums_ptr + 2 * n_blocks + b, mask=inside, other=0.0)
-    before = weight + tl.cumsum(slope, 0) - slope
-    mean = (weighted + tl.cumsum(slope_score, 0) - slope_score) / tl.maximum(before, TINY)
+    # sums of what lies before, not with a block less the block: what is not finite in it concerns later blocks alone
+    between = inside & (b > first)
+    before = weight + tl.cumsum(tl.load(sums_ptr + b - 1, mask=between, other=0.0), 0)
+    mean = (weighted + tl.cumsum(tl.load(sums_ptr + n_blocks + b - 1, mask=between, other=0.0), 0)) / tl.maximum(
+        before, TINY
+    )
     # the first block's thresholds follow nothing
     follows = (b > 0) & (before > 0) & (tl.abs(mean) < float("inf"))
     share = tl.where(follows, got / tl.maximum(before, TINY), 0.0)
@@ -331,10 +335,12 @@ def gradient_kernel(
         weight += tl.sum(tl.load(sums_ptr + b, mask=b < mine, other=0.0), 0)
         weighted += tl.sum(tl.load(sums_ptr + n_blocks + b, mask=b < mine, other=0.0), 0)
     b = mine + tl.arange(0, BLOCK_B)
-    share, weight, weighted = load_shares(sums_ptr, b, n_blocks, weight, weighted)
+    share, weight, weighted = load_shares(sums_ptr, mine, b, n_blocks, weight, weighted)
     later = tl.sum(share, 0) - tl.cumsum(share, 0)
     for start in range(mine + BLOCK_B, n_blocks, STEP):
-        others, weight, weighted = load_shares(sums_ptr, start + tl.arange(0, STEP), n_blocks, weight, weighted)
+        others, weight, weighted = load_shares(
+            sums_ptr, start, start + tl.arange(0, STEP), n_blocks, weight, weighted
+        )  # fmt: skip
         later += tl.sum(others, 0)
     token, s, threshold, present, real = load_block(
         s_ptr, mask_ptr, threshold_ptr, row, b[:, None], s_row_stride, mask_row_stride, n_cols, block, n_blocks,
