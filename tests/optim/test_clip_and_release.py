@@ -281,3 +281,5 @@ def test_release_refuses() -> None:
         clip_grad_norm(model.parameters(), 1.0)
     handle.remove()
     release_gradients(model, optimizer)
+    handle.remove()
+    assert optimizer.releasing, "removed for a second time, a handle has nothing to say"

@@ -201,6 +201,15 @@ def test_tensor_lr_and_weight_decay(shape: tuple[int, ...]) -> None:
     assert_same(a, b)
 
 
+def test_a_rate_on_another_device_is_read() -> None:
+    p = torch.ones(3, requires_grad=True)
+    p.grad = torch.ones(3)
+    optimizer = Lion([p])
+    optimizer.param_groups[0]["lr"] = torch.tensor(0.5, device="meta")
+    with pytest.raises(RuntimeError, match="meta"):
+        optimizer.step()
+
+
 def test_schedulers_that_write_lr_and_betas() -> None:
     a = make_params(torch.float64)
     b = clones(a)

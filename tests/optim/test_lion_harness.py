@@ -337,12 +337,15 @@ def test_default_dtype_does_not_matter() -> None:
 
 
 @pytest.mark.gpu
-def test_mixed_devices_and_dtypes() -> None:
+@pytest.mark.parametrize("foreach", [None, False])
+@pytest.mark.parametrize("capturable", [False, True])
+def test_mixed_devices_and_dtypes(capturable: bool, foreach: bool | None) -> None:
     params = [
         torch.ones(n, device=device, dtype=dtype, requires_grad=True)
-        for n in (3, 5000) for device in ("cpu", "cuda") for dtype in (torch.float64, torch.float32, torch.bfloat16)
+        for n in (3, 5000) for device in ("cuda", "cpu") for dtype in (torch.float64, torch.float32, torch.bfloat16)
     ]  # fmt: skip
-    optimizer = Lion(params, lr=0.5)
+    # capturable: the rate lives on the first parameter's device
+    optimizer = Lion(params, lr=0.5, capturable=capturable, foreach=foreach)
     run(optimizer, params, 1)
     for p in params:
         assert bool((p == 0.5).all())

@@ -286,7 +286,10 @@ class Work:
                 params, gradients, exp_avgs = (list(map(split_complex, c)) for c in (params, gradients, exp_avgs))
             extras = [e for e in (columns.extras[j] for j in own) if e is not None] if mode else []
             group = groups[self.groups[own[0]]]
-            row = _scaled(row_of(group)[0], None if factor is None else float(factor))
+            row, on_device = row_of(group)
+            for field, t in on_device:  # of another device than these tensors
+                row = row._replace(**{Row._fields[field]: float(t)})
+            row = _scaled(row, None if factor is None else float(factor))
             update_(params, gradients, exp_avgs, extras, mode, row, compiled=bool(group["fused"]))
         self._run_plain(groups, columns, self.plain, factor)
 
@@ -304,9 +307,7 @@ def plain_group_(
     factor: float | Tensor = 1.0,
 ) -> None:  # fmt: skip
     """One tensor with its group's options, from the definition."""
-    lr, wd = hyperparameters(group)
-    if isinstance(factor, Tensor):
-        factor = factor.to(p.device)
+    lr, wd, factor = (t.to(p.device) if isinstance(t, Tensor) else t for t in (*hyperparameters(group), factor))
     plain_(
         p, g, m, extra, mode, lr=lr, weight_decay=wd, betas=betas_of(group),
         factor=factor * (-1.0 if group["maximize"] else 1.0), cautious=cautious_factor(group),

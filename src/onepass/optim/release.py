@@ -86,6 +86,8 @@ class ReleasedGradients:
 
     def remove(self) -> None:
         """Take the hooks off; gradients that still wait are left to the next `optimizer.step()`."""
+        if not self._handles:
+            return
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
