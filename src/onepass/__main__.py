@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import io
+import os
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -34,6 +36,12 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; return its exit code (2 for a user's mistake, 130 when interrupted)."""
+    if sys.stdout is None:
+        # as a daemon finds it
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+    elif isinstance(sys.stdout, io.TextIOWrapper):
+        # an encoding that knows no × or µ must not end a run
+        sys.stdout.reconfigure(errors="backslashreplace")
     args = parser().parse_args(argv)
     try:
         return int(args.run(args))
@@ -48,6 +56,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         # the reader of our output went away (`onepass bench | head`): nothing is wrong here
         sys.stderr.close()
         return 141
+    except OSError as error:
+        # what no command foresees: a directory on the way that may not be entered, a full disk behind the output
+        where = f"can't use {error.filename}: " if error.filename else ""
+        print(f"onepass {args.command}: {where}{(error.strerror or str(error)).lower()}", file=sys.stderr)
+        return 2
 
 
 if __name__ == "__main__":

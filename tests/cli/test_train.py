@@ -145,6 +145,18 @@ def test_a_full_disk(capsys: pytest.CaptureFixture[str], text: Path, monkeypatch
     assert "can't write run/data.json: no space left on device" in refused(capsys, "train", text, *TINY, "--out", "run")
 
 
+@pytest.mark.parametrize("command", [["train", "--resume", "--out", "run"], ["show", "run", "letter"]])
+def test_a_directory_that_may_not_be_entered(
+    capsys: pytest.CaptureFixture[str], command: list[str], monkeypatch: pytest.MonkeyPatch
+):
+    def refuse(self: Path, **kwargs: bool) -> None:
+        raise PermissionError(13, "Permission denied", str(self))
+
+    # permissions don't stop root, whom tests may run as
+    monkeypatch.setattr(Path, "stat", refuse)
+    assert re.search("can't use run.*: permission denied", refused(capsys, *command))
+
+
 def test_a_loss_that_is_no_number(capsys: pytest.CaptureFixture[str], text: Path, monkeypatch: pytest.MonkeyPatch):
     real = torch.nn.functional.cross_entropy
     monkeypatch.setattr("onepass.train.loop.F.cross_entropy", lambda *args: real(*args) * float("nan"))
@@ -156,7 +168,7 @@ def test_show(capsys: pytest.CaptureFixture[str], text: Path):
     assert "there is no run with a checkpoint in nowhere" in refused(capsys, "show", "nowhere", text / "0.txt")
     assert main(["train", str(text), *TINY, "--steps", "2", "--out", "run"]) == 0
     assert "can't read nowhere: no such file" in refused(capsys, "show", "run", "nowhere")
-    assert "is neither a file nor a directory" in refused(capsys, "show", "run", text)
+    assert "text is a directory; give one file of text" in refused(capsys, "show", "run", text)
     Path("program").write_bytes(b"\0")
     assert "program is no text" in refused(capsys, "show", "run", "program")
     assert "can't use" in refused(capsys, "show", "run", text / "0.txt", "--out", text / "0.txt")
@@ -187,6 +199,10 @@ def test_as_a_process(text: Path):
     bad = subprocess.run([*command, "nowhere"], capture_output=True, text=True, check=False)
     assert (bad.returncode, bad.stdout) == (2, "")
     assert bad.stderr == "onepass train: can't read nowhere: no such file or directory\n"
+    ascii = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    told = subprocess.run([*command, "--help"], capture_output=True, text=True, check=False, env=ascii)
+    assert (told.returncode, told.stderr) == (0, "")
+    assert r"16 \xd7 256 bytes" in told.stdout
     good = subprocess.run([*command, str(text), *TINY, "--out", "run"], capture_output=True, text=True, check=False)
     assert (good.returncode, good.stderr) == (0, "")
     last = good.stdout.splitlines()[-5:]

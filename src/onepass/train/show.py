@@ -35,6 +35,8 @@ def run(args: argparse.Namespace) -> int:
     where = args.directory / checkpoint.NAME
     if not where.exists():
         raise UserError(f"there is no run with a checkpoint in {args.directory} (no {checkpoint.NAME})")
+    if args.file.is_dir():
+        raise UserError(f"{args.file} is a directory; give one file of text")
     content = data.read_text(args.file)
     saved = checkpoint.load(where)
     out = args.out or args.directory
