@@ -13,11 +13,12 @@ from torch.autograd import forward_ad
 from onepass import layer_norm, rms_norm, weighted_sum
 from onepass.core.launch import INTERPRET
 
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 CALLS: dict[str, Callable[[Tensor], Any]] = {
     "layer_norm": layer_norm,
-    "residual": lambda x: layer_norm(x, residual=torch.ones(3, 8))[0],
-    "rms_norm": lambda x: rms_norm(x, torch.ones(8), offset=1.0),
-    "weighted_sum": lambda x: weighted_sum(x, torch.ones(8)),
+    "residual": lambda x: layer_norm(x, residual=x.new_ones(3, 8))[0],
+    "rms_norm": lambda x: rms_norm(x, x.new_ones(8), offset=1.0),
+    "weighted_sum": lambda x: weighted_sum(x, x.new_ones(8)),
 }
 WAYS: dict[str, Callable[[Callable[[Tensor], Any], Tensor], Any]] = {
     "jvp": lambda call, x: torch.func.jvp(call, (x,), (x,)),
@@ -28,12 +29,13 @@ WAYS: dict[str, Callable[[Callable[[Tensor], Any], Tensor], Any]] = {
 REFUSED = "onepass::.*: forward-mode derivatives are not implemented"
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("requires_grad", [False, True])
-def test_dual_tensors_are_refused(name: str, requires_grad: bool) -> None:
-    x = torch.randn(3, 8, requires_grad=requires_grad)
+def test_dual_tensors_are_refused(name: str, requires_grad: bool, device: str) -> None:
+    x = torch.randn(3, 8, device=device, requires_grad=requires_grad)
     with forward_ad.dual_level(), pytest.raises(NotImplementedError, match=REFUSED):
-        CALLS[name](forward_ad.make_dual(x, torch.randn(3, 8)))
+        CALLS[name](forward_ad.make_dual(x, torch.randn(3, 8, device=device)))
 
 
 @pytest.mark.parametrize("name", CALLS)

@@ -78,12 +78,13 @@ def test_an_empty_batch(name: str) -> None:
     assert (dx.shape, dw.shape) == ((0, 4, 8), (0, 8))
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("name", CALLS)
-def test_a_batch_of_upstream_gradients(name: str) -> None:
+def test_a_batch_of_upstream_gradients(name: str, device: str) -> None:
     """`is_grads_batched` is a vmap of its own over the backward pass of a plain call."""
-    x, w = torch.randn(3, 8, requires_grad=True), torch.randn(8, requires_grad=True)
+    x, w = (torch.randn(shape, device=device, requires_grad=True) for shape in ((3, 8), (8,)))
     y = CALLS[name](x, w)
-    upstream = torch.randn(4, *y.shape)
+    upstream = torch.randn(4, *y.shape, device=device)
     batched = torch.autograd.grad(y, (x, w), upstream, is_grads_batched=True, retain_graph=True)
     each = [torch.autograd.grad(y, (x, w), dy, retain_graph=True) for dy in upstream]
     torch.testing.assert_close(batched, tuple(map(torch.stack, zip(*each, strict=True))))
