@@ -65,8 +65,10 @@ def _may_be_turned(p: Tensor) -> bool:
 def check_places(p: Tensor, g: Tensor, state: dict[str, Any]) -> None:
     """Refuse what is left of another shape or on another device after `p.data = ...`."""
     m = state["exp_avg"]
-    for name, t in (("gradient", g), *((f"state {key}", value) for key, value in state.items())):
-        if isinstance(t, Tensor) and t.device != p.device:
+    # what else a checkpoint brought (AdamW's step, on the CPU) is nobody's business
+    own = ((f"state {key}", state.get(key)) for key in ("exp_avg", SCALE_KEY, *EXTRA_KEYS.values()))
+    for name, t in (("gradient", g), *own):
+        if t is not None and t.device != p.device:
             raise ValueError(
                 f"Lion: a parameter is on {p.device} and its {name} on {t.device}; they must be on one device: after "
                 "moving a model, load_state_dict(state_dict()) moves the states"
