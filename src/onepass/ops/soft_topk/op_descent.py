@@ -203,7 +203,7 @@ def coor_descent(
     Raises:
         TypeError: scores is no floating-point tensor, mask is not bool, an option is no number.
         ValueError: shapes don't broadcast, devices differ, n_iters < 1, or k, eps, eps_init or eps_decay is not > 0
-            (a tensor k on a GPU is not looked into; there k ≤ 0 gives NaN rows).
+            (a tensor k on a GPU is not looked into; there k ≤ 0 gives NaN rows), or one of the last three is infinite.
 
     Source: Wright, Coordinate descent algorithms (arXiv 1502.04759); CoLT5 (2303.09752); ε-scaling as in 2304.04947.
 
