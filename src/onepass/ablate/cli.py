@@ -38,6 +38,7 @@ TASKS = {
     "planted": "long sequences of filler in which a few tokens, to be told by their content, carry a computation",
     "text": "hidden bytes, or each next byte, of Python's own sources (full size: and of torch's)",
 }
+REPORT = "tables and curves of the records in a directory"
 ARMS = {
     "planted": ("learned", "random", "oracle", "light", "dense"),
     "text": ("learned", "random", "light", "dense", "all"),
@@ -58,7 +59,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         else:
             where = "where learned routers begin: anywhere, or pointing away from the planted tokens"
             add("--start", choices=("random", "adverse"), default="random", help=where)
-        add("--arm", action="append", choices=ARMS[task], help="one arm; may be repeated (default: all)")
+        add("--arm", action="append", choices=ARMS[task], help="one arm; may be repeated (default: every arm)")
         seeds = f"may be repeated (default: 0 to {SEEDS - 1})"
         add("--seed", action="append", type=number(0, 2**31), metavar="N", help=seeds)
         add("--size", choices=("small", "full"), help="small: for a CPU; full: for a GPU (default: by the device)")
@@ -68,7 +69,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         add("--out", type=Path, default=Path("runs/ablate"), metavar="DIR", help="default: runs/ablate")
         add("--calibrate", action="store_true", help="only find the dense arm's width; do so before sharing a GPU")
         one.set_defaults(run=run)
-    report = kinds.add_parser("report", help="tables and curves of the records in a directory")
+    report = kinds.add_parser("report", help=REPORT, description=f"Write {REPORT}: report.md and a picture a task.")
     report.add_argument("out", type=Path, metavar="DIR")
     report.set_defaults(run=write_report)
 
