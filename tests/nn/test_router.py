@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
@@ -141,7 +143,8 @@ class TestErrors:
         [
             (lambda: Router(0), "dim must be ≥ 1, got 0"),
             (lambda: Router(8, 17), "num_routes must be 1 to 16, got 17"),
-            (lambda: Router(8, eps=0.0), "eps must be > 0, got 0.0"),
+            (lambda: Router(8, eps=0.0), "eps must be a finite number > 0, got 0.0"),
+            (lambda: Router(8, eps=math.inf), "eps must be a finite number > 0, got inf"),
             (lambda: Router(8, kind="hard"), "kind must be one of capped_exp.*got 'hard'"),
             (lambda: Router(8, score="dot"), "score must be one of normalised, cosine; got 'dot'"),
             (lambda: Router(8, gate="none"), "gate must be one of soft, straight_through; got 'none'"),

@@ -106,8 +106,8 @@ class Router(nn.Module):
         check_number("Router", "explore", explore)
         if num_routes > MAX_VECTORS:
             raise ValueError(f"Router: num_routes must be 1 to {MAX_VECTORS}, got {num_routes}")
-        if not eps > 0:
-            raise ValueError(f"Router: eps must be > 0, got {eps}")
+        if not 0 < eps < math.inf:
+            raise ValueError(f"Router: eps must be a finite number > 0, got {eps}")
         if not 0 <= explore < math.inf:
             raise ValueError(f"Router: explore must be a finite number ≥ 0, got {explore}")
         for name, value, accepted in (("kind", kind, KINDS), ("score", score, SCORES), ("gate", gate, GATES)):
