@@ -120,6 +120,9 @@ def _run(job: Job, gpu: int, out: Path, deadline: float) -> Done:
 
 def drive(todo: list[Job], gpus: int, out: Path, minutes: float, say: Callable[[str], None] = print) -> list[Done]:
     """Phase after phase, each GPU takes the next job as it becomes free."""
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        # a shell's background: the jobs would inherit deaf ears, and lose what they had not written
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     (out / "logs").mkdir(parents=True, exist_ok=True)
     (out / "parts").mkdir(exist_ok=True)
     (out / "raw").mkdir(exist_ok=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+import signal
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -87,11 +88,16 @@ def test_phases_follow_each_other_and_failures_are_told(everything: ModuleType, 
     assert "first: exit code 3" in said[0]
 
 
-def test_a_job_that_hangs_is_interrupted_and_may_write(everything: ModuleType, tmp_path: Path) -> None:
+@pytest.mark.parametrize("deaf", [False, True], ids=["", "background"])
+def test_a_job_that_hangs_is_interrupted_and_may_write(everything: ModuleType, tmp_path: Path, deaf: bool) -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN if deaf else signal.default_int_handler)
     code = (
         "import time\n"
         "try:\n    time.sleep(100)\nexcept KeyboardInterrupt:\n    print('kept', flush=True); time.sleep(0.2)"
     )
-    (done,) = everything.drive([everything.Job("check", "hangs", 0.05, _python(code))], 1, tmp_path, 1, say=str)
+    try:
+        (done,) = everything.drive([everything.Job("check", "hangs", 0.05, _python(code))], 1, tmp_path, 1, say=str)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert done.code == "interrupted"
     assert (tmp_path / "logs" / "hangs.log").read_text().split() == ["kept"]
