@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from onepass.core import launch as core
 from onepass.core import replay
@@ -103,6 +104,20 @@ class Host:
             return function(*args)
 
         return replayed(written)
+
+
+def still_held(monkeypatch: pytest.MonkeyPatch, node: Any, stretch: str, tensors: Iterable[Tensor]) -> list[int]:
+    """How many of the tensors' memories somebody still holds, noted whenever `node.stretch` is called."""
+    memories = [StorageWeakRef(t.untyped_storage()) for t in tensors]
+    noted: list[int] = []
+    function = getattr(node, stretch)
+
+    def note(*args: Any) -> Any:
+        noted.append(sum(not memory.expired() for memory in memories))
+        return function(*args)
+
+    monkeypatch.setattr(node, stretch, note)
+    return noted
 
 
 def torch_calls(run: Callable[[], Any]) -> Counter[str]:

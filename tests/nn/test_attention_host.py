@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
-from fake_gpu import Host, autocast_pass, launches, torch_calls_of_a_pass
+from fake_gpu import Host, autocast_pass, launches, still_held, torch_calls_of_a_pass
 from onepass.core.launch import INTERPRET
 from onepass.nn import AttentionRouting, RoutedAttention, RouterOutput, attention_node
 
@@ -93,16 +92,10 @@ def test_backward_lets_go_of_what_it_has_used(monkeypatch: pytest.MonkeyPatch, k
     while type(node).__name__ != "_NearAndFarBackward":
         node = node.next_functions[0][0]
     # the near branch's: tokens, queries with keys and values, what attention gave
-    large = (t for t in node.saved_tensors if t is not None and t.is_floating_point() and t.numel() >= 2 * 64 * 32)
-    used = [StorageWeakRef(t.untyped_storage()) for t in large if t.data_ptr() != x.data_ptr()]
-    alive: list[int] = []
-    after = attention_node._after_backward_products
-
-    def note(*args: Any) -> Any:
-        alive.append(sum(not ref.expired() for ref in used))
-        return after(*args)
-
-    monkeypatch.setattr(attention_node, "_after_backward_products", note)
-    torch.autograd.grad(y, x, torch.randn_like(y), retain_graph=kept)
+    saved = [t for t in node.saved_tensors if t is not None and t.is_floating_point() and t.numel() >= 2 * 64 * 32]
+    used = [t for t in saved if t.data_ptr() != x.data_ptr()]
     assert len(used) == 3
+    alive = still_held(monkeypatch, attention_node, "_after_backward_products", used)
+    del saved, used
+    torch.autograd.grad(y, x, torch.randn_like(y), retain_graph=kept)
     assert alive == [3 if kept else 0]

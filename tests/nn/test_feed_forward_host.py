@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
-from fake_gpu import Host, autocast_pass, launches, torch_calls_of_a_pass
+from fake_gpu import Host, autocast_pass, launches, still_held, torch_calls_of_a_pass
 from onepass.core.launch import INTERPRET
 from onepass.nn import CausalRouter, RoutedFeedForward, feed_forward_node
 
@@ -69,15 +68,9 @@ def test_backward_lets_go_of_what_it_has_used(monkeypatch: pytest.MonkeyPatch, k
         y = layer(x)
     node: Any = y.grad_fn
     # the light branch's: tokens, before and behind the GELU
-    used = [StorageWeakRef(t.untyped_storage()) for t in node.saved_tensors if t is not None and t.shape[:1] == (160,)]
-    alive: list[int] = []
-    after = feed_forward_node._after_backward_products
-
-    def note(*args: Any) -> Any:
-        alive.append(sum(not ref.expired() for ref in used))
-        return after(*args)
-
-    monkeypatch.setattr(feed_forward_node, "_after_backward_products", note)
-    torch.autograd.grad(y, x, torch.randn_like(y), retain_graph=kept)
+    used = [t for t in node.saved_tensors if t is not None and t.shape[:1] == (160,)]
     assert len(used) == 3
+    alive = still_held(monkeypatch, feed_forward_node, "_after_backward_products", used)
+    del used
+    torch.autograd.grad(y, x, torch.randn_like(y), retain_graph=kept)
     assert alive == [3 if kept else 0]
