@@ -24,8 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import onepass
-from onepass.core import launch as core
-from onepass.core import replay
+from onepass.core.launch import compiled as core
+from onepass.core.launch import replay
 from onepass.ops.norm import launch as norm_launch
 from onepass.ops.norm import op as norm_op
 from onepass.ops.weighted_sum import kernels_triton as sum_kernels
@@ -59,8 +59,8 @@ def without_gpu() -> None:
     entry = core.Compiled(NOTHING, head, lambda: None, lambda index: 0, hooks, None)
 
     def launch(kernel: Any, grid: Any, tensors: Any, numbers: Any, constants: Any, **options: Any) -> None:
-        if core._recording.recorder is not None:
-            core._recording.recorder.launched(entry, grid, tensors, (*numbers, *constants))
+        if core._recording.listener is not None:
+            core._recording.listener.launched(entry, grid, tensors, (*numbers, *constants))
 
     for module in (norm_launch, sum_kernels):
         module.launch, module.sm_count = launch, lambda x: 132

@@ -37,7 +37,8 @@ from typing import Any
 import torch
 from sanitize_calls import PLANTED, calls
 
-from onepass.core import launch, spec
+from onepass.core import spec
+from onepass.core.launch import compiled
 
 TOOLS = ("memcheck", "racecheck", "initcheck")
 
@@ -126,7 +127,7 @@ def _watch() -> Counter[str]:
 
     JITFunction.run = noted  # type: ignore[method-assign]
     # what is remembered is launched, and replayed, without `run`
-    launch._remember = lambda *_: None  # type: ignore[assignment]
+    compiled._remember = lambda *_: None  # type: ignore[assignment]
     return launched
 
 

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onepass.core import launch, spec
+from onepass.core import spec
+from onepass.core.launch import geometry
 from onepass.core.spec import Sample, Spec
 
 Call = tuple[str, Callable[[], None]]
@@ -83,11 +84,11 @@ class few_multiprocessors:  # noqa: N801 - used as a function
     """Pretend that the GPU is too small for teams of programs: long rows take the other kernels."""
 
     def __enter__(self) -> None:
-        self.count = launch._sm_count
-        launch._sm_count = lambda index: 1  # type: ignore[assignment]
+        self.count = geometry._sm_count
+        geometry._sm_count = lambda index: 1  # type: ignore[assignment]
 
     def __exit__(self, *_: object) -> None:
-        launch._sm_count = self.count
+        geometry._sm_count = self.count
 
 
 def _on_few(calls: Iterator[Call]) -> Iterator[Call]:

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from onepass.core import launch as core
-from onepass.core import replay
-from onepass.core.replay import replayed
+from onepass.core.launch import compiled as core
+from onepass.core.launch import replay, replayed
 
 
 class FakeGpu:
@@ -31,8 +30,8 @@ class FakeGpu:
     def launch(self, grid: tuple[int, int, int], tensors: tuple[Tensor | None, ...], a: float) -> None:
         """What `core.launch.launch` does with a kernel that it remembers."""
         entry = core.Compiled(self.run, ("head",), lambda: self.device, lambda device: "stream", self.hooks, None)
-        if core._recording.recorder is not None:
-            core._recording.recorder.launched(entry, grid, tensors, (a,))
+        if core._recording.listener is not None:
+            core._recording.listener.launched(entry, grid, tensors, (a,))
         self.run(*grid, "stream", "head", *(None if t is None else t.data_ptr() for t in tensors), a)
 
     def run(self, *args: Any) -> None:
@@ -80,8 +79,8 @@ class Host:
         entry = core.Compiled(run, (None,), lambda: None, lambda device: None, hooks, None)
 
         def launch(kernel: Any, grid: Any, tensors: Any, numbers: Any, constants: Any, **options: Any) -> None:
-            if core._recording.recorder is not None:
-                core._recording.recorder.launched(entry, grid, tensors, (*numbers, *constants))
+            if core._recording.listener is not None:
+                core._recording.listener.launched(entry, grid, tensors, (*numbers, *constants))
             run()
 
         for module in (kernels_rows, kernels_branch, kernels_cast, kernels_norm, kernels_probe, kernels_triton,

@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 import torch
 
-from onepass.core import launch, spec
+from onepass.core import spec
+from onepass.core.launch import INTERPRET, geometry
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "sanitize.py"
 
@@ -47,7 +48,7 @@ def test_every_operator_has_calls_that_agree(calls: ModuleType, op: str) -> None
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
-@pytest.mark.skipif(launch.INTERPRET, reason="teams never run under the interpreter")
+@pytest.mark.skipif(INTERPRET, reason="teams never run under the interpreter")
 # lion asks its tensors whether they are CUDA's; both of its kernels are in every step
 @pytest.mark.parametrize("op", [op for op in spec.folders() if op != "lion"])
 def test_calls_reach_every_kernel(
@@ -62,9 +63,9 @@ def test_calls_reach_every_kernel(
     def on_gpu(x: Any, *args: Any) -> bool:
         return bool(x.dtype != torch.float64)
 
-    monkeypatch.setattr(launch, "_sm_count", lambda index: 132)
+    monkeypatch.setattr(geometry, "_sm_count", lambda index: 132)
     pretended = {"launch": note, "launch_specialized": note, "uses_triton": on_gpu, "on_triton": on_gpu,
-                 "sm_count": lambda x: launch._sm_count(0)}  # fmt: skip
+                 "sm_count": lambda x: geometry._sm_count(0)}  # fmt: skip
     for folder in spec.folders():
         package = importlib.import_module(f"onepass.ops.{folder}")
         for found in pkgutil.iter_modules(package.__path__):

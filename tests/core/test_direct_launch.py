@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 import onepass
-from onepass.core import launch as core
 from onepass.core.launch import INTERPRET, launch
+from onepass.core.launch import compiled as core
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(INTERPRET, reason="nothing is compiled")
@@ -153,7 +153,7 @@ def test_a_launch_past_the_recorder_is_written_nowhere() -> None:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript) and path.name != "spec.py":
                 found.append((str(path.relative_to(root)), ast.unparse(node.func)))
-    assert found == [("core/launch.py", "kernel[grid]")]
+    assert found == [("core/launch/compiled.py", "kernel[grid]")]
 
 
 @pytest.mark.gpu

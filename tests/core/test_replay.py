@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from fake_gpu import FakeGpu, counted
-from onepass.core import launch as core
-from onepass.core import replay
-from onepass.core.replay import replayed
+from onepass.core.launch import compiled as core
+from onepass.core.launch import replay, replayed
 
 
 @pytest.fixture
@@ -325,7 +324,7 @@ def test_threads_record_and_replay_side_by_side(gpu: FakeGpu) -> None:
     launched = {args[5:8] for args in gpu.launched if args[0] == 4}
     assert launched == {(x.data_ptr(), None, y.data_ptr()) for x, y in found}
     assert len(launched) == 200
-    assert core._recording.recorder is None
+    assert core._recording.listener is None
 
 
 def test_an_error_leaves_no_recording_behind(gpu: FakeGpu) -> None:
@@ -336,7 +335,7 @@ def test_an_error_leaves_no_recording_behind(gpu: FakeGpu) -> None:
     for _ in range(3):
         with pytest.raises(ValueError, match="no"):
             run(torch.randn(2))
-    assert core._recording.recorder is None
+    assert core._recording.listener is None
     assert not torch._C._len_torch_dispatch_stack()
 
 
@@ -346,3 +345,12 @@ def test_memory_of_layouts_is_bounded(gpu: FakeGpu, monkeypatch: pytest.MonkeyPa
     for n in range(1, 20):
         run(torch.randn(n, 8), None, 0.5)
     assert calls == [19]
+
+
+def test_replay_can_be_turned_off(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`ONEPASS_REPLAY=0` is read at import, where `replayed` wraps an operator's functions."""
+    monkeypatch.setattr(replay, "REPLAY", False)
+    run, calls = counted(_scale(gpu))
+    for _ in range(5):
+        run(torch.randn(4, 8), None, 0.5)
+    assert calls == [5]

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from harness import SPECS, build, call, leaves, replace, sample_names
-from onepass.core import launch as core
-from onepass.core import replay
+from onepass.core.launch import compiled as core
+from onepass.core.launch import replay
 from onepass.core.spec import Spec
 from onepass.nn import RoutedAttention, RoutedFeedForward
 

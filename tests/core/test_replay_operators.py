@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fake_gpu import FakeGpu, counted
-from onepass.core import replay
+from onepass.core.launch import replay
 
 
 @pytest.fixture

@@ -12,7 +12,8 @@ from torch import Tensor
 
 import onepass.__main__ as entry
 from onepass.__main__ import main
-from onepass.core import about, launch, spec
+from onepass.core import about, spec
+from onepass.core.launch import backend
 from onepass.core.spec import Sample, Spec
 from onepass.doctor import cli, facts, report, selftest
 
@@ -131,7 +132,7 @@ def test_a_wrong_lion(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_without_triton(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(launch, "triton_installed", lambda: False)
+    monkeypatch.setattr(backend, "triton_installed", lambda: False)
     monkeypatch.setattr(about.importlib.metadata, "version", _no_triton(about.importlib.metadata.version))
     install(monkeypatch, operator(double))
     assert main(["doctor"]) == 0

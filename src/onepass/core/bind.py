@@ -21,7 +21,7 @@ from torch._C._functorch import is_legacy_batchedtensor
 from torch.autograd.function import once_differentiable
 
 from .eager import forward_mode, unwatched
-from .replay import replayed
+from .launch import replayed
 
 Outputs = Tensor | tuple[Tensor | None, ...]
 

@@ -5,7 +5,7 @@
 What the node saves over their composition: the chosen tokens are normed as they are gathered, their gradients are added
 in place to those of all tokens (through the slots of `fork`), weights are cast together, their gradients leave the
 product in their own dtype. Between the matrix products, which are torch's, stand stretches of kernels; each is one call
-for `core.replay`, so that the host does little more than to launch them.
+for `core.launch.replay`, so that the host does little more than to launch them.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from onepass.core.launch import replayed
 from onepass.core.products import weight_gradient
-from onepass.core.replay import replayed
 from onepass.ops.routing import branch
 from onepass.ops.routing.norms import norm_backward_into, norm_forward, norm_parts
 from onepass.ops.routing.op_fork import Fork, as_forward_did

@@ -5,7 +5,7 @@
 What the node saves over the composition of modules: one read of x norms it and scores it, the chosen tokens are normed
 as they are gathered, what the heavy branch gives and takes is added in place, weights are cast once and together, and
 their gradients leave the product in their own dtype. Between the matrix products, which are torch's, stand four
-stretches of kernels; each is one call for `core.replay`, so that the host does little more than to launch them.
+stretches of kernels; each is one call for `core.launch.replay`, so that the host does little more than to launch them.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from onepass.core.launch import replayed
 from onepass.core.products import weight_gradient
-from onepass.core.replay import replayed
 from onepass.ops.causal_choice import op as causal_choice
 from onepass.ops.routing import branch
 from onepass.ops.routing.norms import norm_backward_into, norm_forward, norm_parts

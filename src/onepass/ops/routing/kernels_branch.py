@@ -10,8 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from onepass.core.launch import cdiv, device_guard, launch, next_power_of_2, sm_count
-from onepass.core.replay import replayed
+from onepass.core.launch import cdiv, device_guard, launch, next_power_of_2, replayed, sm_count
 
 INTS = ["total", "parts_stride"]
 WARPS = 8

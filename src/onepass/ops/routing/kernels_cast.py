@@ -9,8 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from onepass.core.launch import cdiv, device_guard, launch
-from onepass.core.replay import replayed
+from onepass.core.launch import cdiv, device_guard, launch, replayed
 
 # linear layers of two branches, weights and biases
 TENSORS = 8

@@ -7,8 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from onepass.core.launch import cdiv, device_guard, launch
-from onepass.core.replay import replayed
+from onepass.core.launch import cdiv, device_guard, launch, replayed
 
 from .kernels_triton import WARPS, tile
 

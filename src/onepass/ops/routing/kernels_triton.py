@@ -13,8 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from onepass.core.launch import cdiv, device_guard, launch, next_power_of_2
-from onepass.core.replay import replayed
+from onepass.core.launch import cdiv, device_guard, launch, next_power_of_2, replayed
 
 INTS = ["x_batch_stride", "x_row_stride", "dy_batch_stride", "dy_row_stride", "n", "k", "routes", "route", "total"]
 

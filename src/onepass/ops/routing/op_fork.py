@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from onepass.core.replay import replayed
+from onepass.core.launch import replayed
 
 from .norms import norm_backward, norm_forward
 from .rows import add_rows

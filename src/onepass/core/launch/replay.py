@@ -1,13 +1,14 @@
-"""Run again what a call did: its branches and launch shapes depend on layouts alone, and layouts repeat.
+"""Replay calls: an operator's branches and launch shapes depend on layouts alone, and layouts repeat.
 
 The first call with given layouts runs as written, the second is recorded, later ones are replayed: allocate, launch.
-Only allocations, views and launches can be replayed. Any other operation (a copy, a sum, a look at a value) shows in
-the dispatcher while recording, and then such calls go on running as written.
+A replay repeats allocations, views and launches. Any other operation (a copy, a sum, a read of a value) shows in
+the dispatcher while recording, and then such calls go on running as written. `ONEPASS_REPLAY=0` turns replay off.
 """
 
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable
 from itertools import pairwise
 from types import CodeType
@@ -17,23 +18,27 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .eager import PLAIN_TYPES
-from .launch import Compiled, is_recording, recording
+from onepass.core.eager import PLAIN_TYPES
+
+from .compiled import Compiled, Grid, is_recording, launch_arguments, recording
+
+# read at import, as operators wrap their functions then
+REPLAY = os.environ.get("ONEPASS_REPLAY", "1") != "0"
 
 _aten = torch.ops.aten
 _EMPTY = (_aten.empty.memory_format, _aten.empty_like.default, _aten.empty_strided.default, _aten.new_empty.default)
 _ZEROS = (_aten.zeros.default, _aten.new_zeros.default)
-# depends on its arguments alone, no tensor among them
+# functions of dtypes alone: they read no tensor
 _QUESTIONS = (_aten.promote_types.default,)
-# layouts remembered per operator; where there are more, they do not repeat
+# layouts remembered per operator; a program with more of them rarely repeats one
 _MAX_PLANS = 4096
 
 Plan = Callable[[tuple[Any, ...]], Any]
 
 
 def _empty_on(device: torch.device) -> Callable[..., Tensor]:
-    """`empty_strided(shape, stride, dtype)` on the current device, which a replay has found to be this one."""
-    # what Inductor's programs allocate with: no dispatcher, half the time; takes tuples alone
+    """`empty_strided(shape, stride, dtype)` on the current device; a replay checks that it is this one."""
+    # Inductor's programs allocate with it: it skips the dispatcher and takes half the time; shapes must be tuples
     direct = getattr(torch._C._dynamo.guards, f"_empty_strided_{device.type}", None)
     if direct is not None:
         return direct  # type: ignore[no-any-return]
@@ -49,15 +54,15 @@ Place = tuple[int, int]
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """What one call allocates and launches; tensors are named by their place in `pool`: arguments, then allocations."""
+    """Records what one call allocates and launches; `pool` numbers its tensors: arguments, then allocations."""
 
     def __init__(self, args: tuple[Any, ...]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        # the pool keeps its tensors until the recording ends, so that an address belongs to one of them
+        # the pool keeps its tensors until the recording ends, so that an address belongs to one tensor only
         self.pool, self.n_args = list(args), len(args)
         self.device: torch.device = next(a.device for a in args if isinstance(a, Tensor))
         self.allocations: list[tuple[str, tuple[Any, ...]]] = []
-        self.launches: list[tuple[Compiled, tuple[int, int, int], list[Place | None], tuple[Any, ...]]] = []
+        self.launches: list[tuple[Compiled, Grid, list[Place | None], tuple[Any, ...]]] = []
         self.replayable = True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -70,16 +75,18 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.replayable = False
         return out
 
-    def launched(self, entry: Compiled, grid: Any, tensors: tuple[Tensor | None, ...], tail: Any) -> None:
-        """Note a launch of a remembered kernel."""
-        self.launches.append((entry, grid, [self._place(t) for t in tensors], tail))
+    def launched(
+        self, entry: Compiled, grid: Grid, tensors: tuple[Tensor | None, ...], scalars: tuple[Any, ...]
+    ) -> None:
+        """Note a launch of a compiled kernel."""
+        self.launches.append((entry, grid, [self._place(t) for t in tensors], scalars))
 
     def refuse(self) -> None:
-        """Note that the call did what can't be replayed."""
+        """Note that the call did something that a replay can't repeat."""
         self.replayable = False
 
     def _place(self, tensor: Tensor | None) -> Place | None:
-        """Where a replay finds the tensor, or what it is a view of; None for no memory."""
+        """Where a replay finds the tensor's memory; None for a tensor without memory."""
         if tensor is None or not tensor.data_ptr():
             return None
         for index, known in enumerate(self.pool):
@@ -91,7 +98,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return None
 
     def plan(self, out: Any) -> Plan | None:
-        """The recorded call as a function of its arguments; None where that would not be the same call."""
+        """The recorded call as a function of its arguments; None where a replay would differ from the call."""
         outs: list[int | None] = []
         for t in out if isinstance(out, tuple) else (out,):
             index, offset = self._place(t) or (-1, 0)
@@ -109,7 +116,7 @@ def _code(program: str) -> CodeType:
 
 
 def _plan(recorder: _Recorder, outs: list[int | None], several: bool) -> Plan:
-    """Write the call down as a program: loops over what was recorded take longer than what they do."""
+    """Write the call down as a program, which takes less host time than a loop over the record (README.md)."""
     device, n_args, launches = recorder.device, recorder.n_args, recorder.launches
     places = {place[0] for _, _, tensors, _ in launches for place in tensors if place is not None}
     inputs = sorted(place for place in places if place < n_args)
@@ -120,30 +127,31 @@ def _plan(recorder: _Recorder, outs: list[int | None], several: bool) -> Plan:
         "empty": _empty_on(device), "zeros": _zeros_on(device),
     }  # fmt: skip
 
-    def named(*values: Any) -> str:
-        """Names for these values, as arguments."""
+    def named(*values: Any) -> list[str]:
+        """Names for these values in the program."""
         new = {f"c{len(names) + i}": value for i, value in enumerate(values)}
         names.update(new)
-        return ", ".join(new)
+        return list(new)
 
     def address(place: Place | None) -> str:
         if place is None:
             return "None"
         index, offset = place
-        return f"p{index} + {named(offset)}" if offset else f"p{index}"
+        return f"p{index} + {named(offset)[0]}" if offset else f"p{index}"
 
     lines = ["def replay(args):"]
     lines += [f"p{i} = args[{i}].data_ptr()" for i in inputs]
     misaligned = f"({' | '.join(f'p{i}' for i in inputs) or 0}) & 15"
     lines.append(f"if {misaligned} or get_device() != index or enter.calls or leave.calls: return NotImplemented")
     for i, (make, layout) in enumerate(recorder.allocations, n_args):
-        lines.append(f"t{i} = {make}({named(*layout)})")
+        lines.append(f"t{i} = {make}({', '.join(named(*layout))})")
         if i in places:
             lines.append(f"p{i} = t{i}.data_ptr()")
     lines.append("stream = get_stream(index)")
-    for entry, grid, tensors, tail in launches:
-        pointers = ", ".join(map(address, tensors))
-        lines.append(f"{named(entry.run)}({named(*grid)}, stream, {named(*entry.head)}, {pointers}, {named(*tail)})")
+    for entry, grid, tensors, scalars in launches:
+        run, *head = named(entry.run, *entry.head)
+        arguments = launch_arguments(named(*grid), "stream", head, list(map(address, tensors)), named(*scalars))
+        lines.append(f"{run}({', '.join(arguments)})")
     made = ["None" if place is None else f"t{place}" for place in outs]
     lines.append("return " + "".join(f"{t}, " if several else t for t in made))
     exec(_code("\n    ".join(lines)), names)
@@ -155,10 +163,10 @@ def _on_gpu(x: Any) -> bool:
 
 
 def _layouts(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """All that a call depends on but the values in its tensors."""
+    """The key of a call: all that its launches depend on; the values in its tensors are left out."""
     return tuple(
         [
-            # where it is contiguous its shape says it all, in less time
+            # a contiguous tensor's shape gives its strides, and is quicker to read
             (a.shape, a.is_contiguous() or a.stride(), a.dtype, a.get_device()) if type(a) in PLAIN_TYPES else a
             for a in args
         ]
@@ -166,7 +174,7 @@ def _layouts(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _extent(t: Tensor) -> tuple[int, int]:
-    """Address of its first byte, and of the one after its last."""
+    """Address of the tensor's first byte, and of the byte after its last."""
     last = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
     return t.data_ptr(), t.data_ptr() + (last + 1) * t.element_size()
 
@@ -177,12 +185,14 @@ def _overlap(tensors: list[Tensor]) -> bool:
 
 
 def replayed(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Give `function` a memory of how it runs on CUDA tensors of a given layout.
+    """Let `function` replay its calls on CUDA tensors of layouts that it has seen.
 
-    Its positional arguments are tensors, None and hashable values, and the first that is not None is a tensor. It
-    returns tensors that it allocated, or a tuple of such and None, and launches kernels by `core.launch.launch` alone,
-    where the recorder sees them.
+    Its positional arguments are tensors, None and hashable values; the first that differs from None is a tensor. It
+    returns tensors that it allocated, or a tuple of such tensors and None, and launches kernels by
+    `core.launch.launch` alone, where the recorder sees them.
     """
+    if not REPLAY:
+        return function
     plans: dict[tuple[Any, ...], Plan] = {}
     seen: dict[tuple[Any, ...], int] = {}
 
@@ -210,11 +220,11 @@ def replayed(function: Callable[..., Any]) -> Callable[..., Any]:
         if len(seen) >= _MAX_PLANS and key not in seen:
             seen.clear()
             plans.clear()
-        # what stood in the way (a profiler, a misaligned tensor, a first compilation) may have passed: the second call
-        # is recorded, and where that gave no plan the third, the fifth, the ninth, …
+        # record the second call; where that gave no plan, also the third, the fifth, the ninth, …: what prevented it
+        # (a profiler, a misaligned tensor, a first compilation) may have passed
         times = seen.get(key, 0)
         due = times > 0 and not times & (times - 1)
-        # which of two tensors in one place a launch was given would not be known; others like them may be apart
+        # overlapping arguments make a pointer's owner ambiguous; other calls of this layout may have them apart
         if due and _overlap([a for a in args if isinstance(a, Tensor)]):
             return function(*args)
         seen[key] = times + 1

@@ -1,107 +1,93 @@
-"""Which path a tensor takes, and the few facts every Triton launch needs."""
+"""Launch a kernel through its compiled form, without Triton's work per call."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
-import importlib.util
-import math
-import os
 import threading
 import types
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-# Triton decides this when a kernel is decorated, so it can't change after import either.
-INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
-# "auto" takes Triton wherever it runs; "torch" forces the plain path (to compare, or to let Inductor fuse).
-BACKEND = os.environ.get("ONEPASS_BACKEND", "auto")
+from .backend import INTERPRET
 
 # Every launch states this, unless it states otherwise: Triton 3.9 warns that the default changes in 3.10.
 OPTIONS = {"enable_fp_fusion": True}
 
-
-@functools.cache
-def triton_installed() -> bool:
-    """True when `import triton` would find a package; nothing is imported."""
-    return importlib.util.find_spec("triton") is not None
-
-
-def path(x: Tensor) -> tuple[str, str]:
-    """("triton" | "torch", why) for a tensor like x: what `onepass doctor` shows."""
-    if BACKEND == "torch":
-        return "torch", "ONEPASS_BACKEND=torch"
-    if not triton_installed():
-        return "torch", "Triton is not installed"
-    if x.dtype == torch.float64:
-        return "torch", "float64: the kernels compute in float32"
-    if x.is_cuda:
-        return "triton", f"{x.device} with Triton"
-    if INTERPRET:
-        return "triton", "TRITON_INTERPRET=1"
-    return "torch", f"device {x.device.type} has no Triton path"
-
-
-def uses_triton(x: Tensor) -> bool:
-    """Tell whether a tensor like x goes to the Triton kernels: `path` without the words, for the hot path."""
-    return (x.is_cuda or INTERPRET) and x.dtype != torch.float64 and BACKEND != "torch" and triton_installed()
-
-
 _INT32_MAX = 2**31 - 1
+
+Grid = tuple[int, int, int]
+T = TypeVar("T")
 
 
 class Compiled(NamedTuple):
-    """A compiled kernel: `run(*grid, stream, *head, *pointers, *numbers, *constants)` launches it."""
+    """A compiled kernel: `run(*launch_arguments(…))` launches it."""
 
-    run: Any
-    head: tuple[Any, ...]
-    get_device: Any
-    get_stream: Any
+    run: Callable[..., Any]
+    head: tuple[Any, ...]  # what this launcher takes between the stream and the kernel's own arguments
+    get_device: Callable[[], int]
+    get_stream: Callable[[int], int]
     hooks: Any
-    kernel: Any  # keeps the id in the key taken
+    kernel: Any  # keeps the kernel alive, so that id(kernel) stays unique
 
 
-_compiled: dict[tuple[Any, ...], Compiled] = {}
+def launch_arguments(
+    grid: Sequence[T], stream: T, head: Sequence[T], pointers: Sequence[T], scalars: Sequence[T]
+) -> tuple[T, ...]:
+    """Put what a launch takes in the order of Triton's launchers; also for the names of these values in a program."""
+    return (*grid, stream, *head, *pointers, *scalars)
+
+
+class Listener(Protocol):
+    """Hears of every launch of its thread."""
+
+    def launched(
+        self, entry: Compiled, grid: Grid, tensors: tuple[Tensor | None, ...], scalars: tuple[Any, ...]
+    ) -> None:
+        """Note the launch of a compiled kernel."""
+
+    def refuse(self) -> None:
+        """Note a launch that can't be repeated from its compiled form."""
 
 
 class _Recording(threading.local):
-    recorder: Any = None
+    listener: Listener | None = None
 
 
 _recording = _Recording()
+_compiled: dict[tuple[Any, ...], Compiled] = {}
 
 
 def is_recording() -> bool:
-    """Whether launches of this thread are being noted."""
-    return _recording.recorder is not None
+    """Whether a listener hears of this thread's launches."""
+    return _recording.listener is not None
 
 
 @contextlib.contextmanager
-def recording(recorder: Any) -> Iterator[None]:
-    """Tell `recorder.launched` of every launch in this thread."""
-    _recording.recorder = recorder
+def recording(listener: Listener) -> Iterator[None]:
+    """Tell `listener` of every launch in this thread."""
+    _recording.listener = listener
     try:
         yield
     finally:
-        _recording.recorder = None
+        _recording.listener = None
 
 
 def launch_specialized(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> Any:
     """Launch `kernel[grid](*args, **options)` as Triton does, compiled for what it finds in the arguments.
 
-    The only place that may: a recorder hears of every launch, of this one that it can't be replayed.
+    The only place for such a launch: a listener hears of it, and refuses the call for replay.
     """
-    if _recording.recorder is not None:
-        _recording.recorder.refuse()
+    if _recording.listener is not None:
+        _recording.listener.refuse()
     return kernel[grid](*args, **(OPTIONS | options))
 
 
 def launch(
     kernel: Any,
-    grid: tuple[int, int, int],
+    grid: Grid,
     tensors: tuple[Tensor | None, ...],
     numbers: tuple[int | float, ...],
     constants: tuple[Any, ...],
@@ -137,13 +123,14 @@ def launch(
         if not alignment & 15:
             _remember(tuple(key), kernel, compiled)
         return
-    if _recording.recorder is not None:
-        _recording.recorder.launched(entry, grid, tensors, (*numbers, *constants))
-    entry.run(*grid, entry.get_stream(device), *entry.head, *pointers, *numbers, *constants)
+    scalars = (*numbers, *constants)
+    if _recording.listener is not None:
+        _recording.listener.launched(entry, grid, tensors, scalars)
+    entry.run(*launch_arguments(grid, entry.get_stream(device), entry.head, pointers, scalars))
 
 
 def _remember(key: tuple[Any, ...], kernel: Any, compiled: Any) -> None:
-    """Keep a compiled kernel if this Triton is built as we know it; with another one every launch is the plain one."""
+    """Keep a compiled kernel if this Triton has the parts that we know; with another Triton every launch is its own."""
     from triton import knobs
     from triton.runtime import driver
 
@@ -162,7 +149,7 @@ def _remember(key: tuple[Any, ...], kernel: Any, compiled: Any) -> None:
 
 
 def _only_calls_c(launcher: Any) -> bool:
-    """Whether it is the launcher of Triton 3.6 with no more to do than call its C function, 1 to 2 µs of Python."""
+    """Whether it is Triton 3.6's launcher with nothing to do but call its C function: calling that saves 1 to 2 µs."""
     from triton import __version__
 
     return (
@@ -182,34 +169,3 @@ def device_guard(x: Tensor) -> contextlib.AbstractContextManager[Any]:
     if not x.is_cuda or x.device.index == torch.cuda.current_device():
         return _NO_GUARD
     return torch.cuda.device(x.device)
-
-
-@functools.cache
-def _sm_count(index: int) -> int:
-    return torch.cuda.get_device_properties(index).multi_processor_count
-
-
-def sm_count(x: Tensor) -> int:
-    """Number of multiprocessors of x's GPU (4 under the interpreter, where programs run one after another)."""
-    return _sm_count(x.device.index) if x.is_cuda else 4
-
-
-def cdiv(a: int, b: int) -> int:
-    """⌈a / b⌉."""
-    return -(-a // b)
-
-
-def next_power_of_2(n: int) -> int:
-    """Smallest power of two ≥ n (1 for n ≤ 1)."""
-    return 1 << max(n - 1, 0).bit_length()
-
-
-def as_rows(x: Tensor) -> Tensor:
-    """(..., n) → (rows, n) with unit column stride, as a view wherever strides allow one.
-
-    A slice, a row step or an expanded leading dimension stays a view; only a
-    layout that no (row stride, 1) pair describes is copied.
-    """
-    n = x.shape[-1]
-    rows = x.reshape(math.prod(x.shape[:-1]), n)
-    return rows if n <= 1 or rows.stride(-1) == 1 else rows.contiguous()

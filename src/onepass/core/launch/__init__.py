@@ -1,0 +1,24 @@
+"""Launch Triton kernels with little host time: which path a tensor takes, compiled kernels, recording and replay.
+
+The one owner of Triton's private launch convention (`compiled.launch_arguments`). README.md has the measurements.
+"""
+
+from .backend import INTERPRET, path, triton_installed, uses_triton
+from .compiled import device_guard, launch, launch_specialized
+from .geometry import as_rows, cdiv, next_power_of_2, sm_count
+from .replay import replayed
+
+__all__ = [
+    "INTERPRET",
+    "as_rows",
+    "cdiv",
+    "device_guard",
+    "launch",
+    "launch_specialized",
+    "next_power_of_2",
+    "path",
+    "replayed",
+    "sm_count",
+    "triton_installed",
+    "uses_triton",
+]

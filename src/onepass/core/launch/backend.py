@@ -1,0 +1,41 @@
+"""Which path a tensor takes: the Triton kernels or torch."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+
+import torch
+from torch import Tensor
+
+# Triton reads this when a kernel is decorated, so it stays as it was at import.
+INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
+# "auto" takes Triton wherever it runs; "torch" forces the torch path (to compare, or to let Inductor fuse).
+BACKEND = os.environ.get("ONEPASS_BACKEND", "auto")
+
+
+@functools.cache
+def triton_installed() -> bool:
+    """True when `import triton` would find a package; nothing is imported."""
+    return importlib.util.find_spec("triton") is not None
+
+
+def path(x: Tensor) -> tuple[str, str]:
+    """("triton" | "torch", why) for a tensor like x: what `onepass doctor` shows."""
+    if BACKEND == "torch":
+        return "torch", "ONEPASS_BACKEND=torch"
+    if not triton_installed():
+        return "torch", "Triton is not installed"
+    if x.dtype == torch.float64:
+        return "torch", "float64: the kernels compute in float32"
+    if x.is_cuda:
+        return "triton", f"{x.device} with Triton"
+    if INTERPRET:
+        return "triton", "TRITON_INTERPRET=1"
+    return "torch", f"device {x.device.type} has no Triton path"
+
+
+def uses_triton(x: Tensor) -> bool:
+    """Whether a tensor like x goes to the Triton kernels: `path` without the words, for the hot path."""
+    return (x.is_cuda or INTERPRET) and x.dtype != torch.float64 and BACKEND != "torch" and triton_installed()
