@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
@@ -46,6 +48,38 @@ def test_tiles_seen_whole_in_part_and_not_at_all(n: int, m: int, spans: tuple[Te
     torch.testing.assert_close(y.double(), z, rtol=1e-5, atol=1e-5)
     for ours_, theirs in zip(ours, torch.autograd.grad(z, exact, dy.double()), strict=True):
         torch.testing.assert_close(ours_.double(), theirs, rtol=2e-5, atol=2e-5)
+
+
+def _stepped(t: Tensor) -> Tensor:
+    return torch.stack((t, t - 9), -1).flatten(-2)[..., ::2]
+
+
+LAYOUTS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
+    "first shared": (lambda t: t[0], lambda t: t),
+    "last shared": (lambda t: t, lambda t: t[0]),
+    "one number": (lambda t: t[0, 0].expand(6), lambda t: t[1, 5].expand(6)),
+    "one number for the batch": (lambda t: t[0, 0].expand(2, 6), lambda t: t),
+    "one row": (lambda t: t[0].expand(2, 6), lambda t: t),
+    "transposed": (lambda t: t.mT.contiguous().mT, lambda t: t),
+    "stepped": (_stepped, _stepped),
+    "stepped row": (lambda t: _stepped(t[0]), lambda t: _stepped(t[1])),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_runs_of_any_layout(name: str, dtype: torch.dtype) -> None:
+    """Kernels read first and last by address, with one stride for both."""
+    i = torch.arange(12, dtype=dtype).view(2, 6)
+    first, last = (layout(t) for layout, t in zip(LAYOUTS[name], (i // 4, i // 3 + 2), strict=True))
+    q, k, v, dy = (_random(2, 6, 1, 16, seed=s) for s in range(4))
+    ours, exact = ([t.to(d).requires_grad_() for t in (q, k, v)] for d in (torch.float32, torch.float64))
+    y = span_attention(*ours, first, last)
+    z = reference(*exact, first.expand(2, 6).contiguous(), last.expand(2, 6).contiguous())
+    torch.testing.assert_close(y.double(), z, rtol=1e-5, atol=1e-5)
+    grads = torch.autograd.grad(z, exact, dy.double())
+    for a, e in zip(torch.autograd.grad(y, ours, dy), grads, strict=True):
+        torch.testing.assert_close(a.double(), e, rtol=2e-5, atol=2e-5)
 
 
 def test_what_other_queries_see_changes_no_bit() -> None:

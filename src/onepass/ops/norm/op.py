@@ -120,6 +120,8 @@ def _backward(
             x.new_zeros(n, dtype=w_dtype) if need_w else None,
             x.new_zeros(n, dtype=bias_dtype) if need_b else None,
         )
+    # read by address, by the kernels and by torch's operator alike; a batching rule may hand over a view
+    stats = stats.contiguous()
     if uses_triton(x):
         from . import launch
 

@@ -67,6 +67,13 @@ def _unit_width(t: Tensor) -> Tensor:
     return t if t.stride(-1) == 1 else t.contiguous()
 
 
+def _runs(first: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
+    """First and last as the kernels read them, by address: contiguous, and both shared by the batch or neither."""
+    if len(first) != len(last):
+        first, last = torch.broadcast_tensors(first, last)  # type: ignore[no-untyped-call]
+    return first.contiguous(), last.contiguous()
+
+
 def forward(
     q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, mask: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
@@ -81,7 +88,7 @@ def forward(
     from . import kernels_triton
 
     q, k, v = map(_unit_width, (q, k, v))
-    return kernels_triton.forward(q, k, v, first, last, _bytes(mask), scale)
+    return kernels_triton.forward(q, k, v, *_runs(first, last), _bytes(mask), scale)
 
 
 def backward(
@@ -128,6 +135,7 @@ def backward_into(
 
         q, k, v = map(_unit_width, (q, k, v))
         # `.sum().backward()` hands a stride-0 gradient
+        first, last = _runs(first, last)
         kernels_triton.backward(dout.contiguous(), q, k, v, out, lse, first, last, _bytes(mask), scale, grads, edges)
 
 
@@ -140,7 +148,7 @@ def edges(like: Tensor, first: Tensor, last: Tensor, m: int) -> tuple[Tensor, Te
         return None
     from . import kernels_triton
 
-    return kernels_triton.askers(first, last, m, like.shape[-1], like.dtype)
+    return kernels_triton.askers(*_runs(first, last), m, like.shape[-1], like.dtype)
 
 
 def _lse_shape(q: Tensor) -> tuple[int, int, int]:
