@@ -74,6 +74,8 @@ def test_stride_0_upstream(spec: Spec, name: str, device: str) -> None:
 def test_gradcheck(spec: Spec, name: str) -> None:
     sample = build(spec, name, "cpu", torch.float64)
     inputs = leaves(sample)
+    if spec.surrogate:
+        pytest.skip("its gradients are not the slopes of its values")
     if not inputs or sum(t.numel() for t in inputs.values()) > 300 or not all(t.numel() for t in inputs.values()):
         pytest.skip("gradcheck perturbs every element: small samples only")
     keys = list(inputs)

@@ -48,7 +48,8 @@ def _vmap_rule(op: Any, at_once: Callable[..., Any] | None) -> Callable[..., Any
             )
 
         def element(i: int) -> tuple[Any, ...]:
-            return tuple(a if d is None else a.select(d, i) for a, d in zip(args, in_dims, strict=True))
+            # what forward saved for backward is read by address: no view of a batch that is not in front
+            return tuple(a if d is None else a.select(d, i).contiguous() for a, d in zip(args, in_dims, strict=True))
 
         results = [op(*element(i)) for i in range(max(size, 1))]
         if isinstance(results[0], Tensor):

@@ -70,6 +70,8 @@ class Spec:
         opchecks: yields (registered op, arguments) for `torch.library.opcheck`.
         tolerances: per dtype, for values.
         grad_factor: gradients get so many times as much.
+        surrogate: gradients are those that the operator should have (straight-through), not the slopes of its values,
+            so finite differences are no measure of them.
     """
 
     name: str
@@ -80,6 +82,7 @@ class Spec:
     opchecks: Callable[[], Iterator[tuple[Any, tuple[Any, ...]]]] = lambda: iter(())
     tolerances: Mapping[torch.dtype, Tolerance] = field(default_factory=lambda: DEFAULT_TOLERANCES)
     grad_factor: float = 4.0
+    surrogate: bool = False
 
 
 @dataclass(frozen=True)

@@ -25,9 +25,9 @@ def _mask(batch: int, n: int, device: torch.device) -> Tensor:
 
 
 def _samples(make: Callable[..., Tensor]) -> Iterator[Sample]:
-    # more than 300 scores, or no gradient at all: that of a threshold is the one it should have, not one of its value
-    # (a score of the past), so differences between values of the gates are not its measure
     yield Sample("one token", (make(1, 1), 1), {"block": 4, "memory": 4})
+    yield Sample("one row", (make(1, 30), 12), {"block": 4, "memory": 8})
+    yield Sample("rows", (make(3, 30), 12), {"block": 4, "memory": 8})
     yield Sample("all tokens", (make(2, 9), 12), {"block": 8, "memory": 8})
     yield Sample("part of a block at the end", (make(1, 301), 40), {"block": 32, "memory": 64, "eps": 0.1})
     yield Sample("first block in two parts", (make(1, 320), 25), {"block": 64, "memory": 128})
@@ -62,7 +62,8 @@ _BAD = (
     BadCall("real mask", lambda: causal_choice(_S, 1, mask=_S), TypeError, "mask must be bool"),
 )
 
-SPECS = [Spec("causal_choice", causal_choice, reference, _samples, _BAD, _opchecks)]
+# a threshold's gradient is the one that it should have, not that of its value, a score of the past
+SPECS = [Spec("causal_choice", causal_choice, reference, _samples, _BAD, _opchecks, surrogate=True)]
 
 _TYPES = {
     **dict.fromkeys(("s_ptr", "threshold_ptr", "gate_ptr", "dgate_ptr", "sums_ptr", "ds_ptr", "eps"), "fp32"),

@@ -230,8 +230,10 @@ def _vmap_forward(
     """A batch is more rows, as long as all share weight and bias."""
     if in_dims[1] is not None or in_dims[2] is not None:
         return None
-    y, stats = forward_op(batch_first(x, in_dims[0], size), weight, bias, *options)
-    return (y, stats.unflatten(1, (size, -1)) if stats.numel() else stats.new_empty(len(stats), size, 0)), (0, 1)
+    batch = batch_first(x, in_dims[0], size)
+    y, stats = forward_op(batch, weight, bias, *options)
+    # each element keeps its rows, in a batch of none too
+    return (y, stats.view(len(stats), size, math.prod(batch.shape[1:-1]))), (0, 1)
 
 
 def _vmap_backward(

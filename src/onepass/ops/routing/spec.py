@@ -20,6 +20,7 @@ def _score_samples(make: Callable[..., Tensor]) -> Iterator[Sample]:
     yield Sample("one token", (make(1, 1, 7), make(7)))
     yield Sample("3-d, odd width", (make(2, 5, 33), make(33)))
     yield Sample("one column", (make(2, 3, 1), make(1)))
+    yield Sample("one element", (make(1, 1, 1), make(2, 1)))
     yield Sample("several vectors", (make(2, 5, 70), make(4, 70)))
     yield Sample("one of several", (make(2, 3, 8), make(1, 8)))
     yield Sample("sixteen vectors", (make(1, 3, 130), make(16, 130)))
@@ -43,6 +44,7 @@ def _choice(batch: int, n: int, k: int, device: torch.device, routes: int = 0, m
 def _gather_samples(make: Callable[..., Tensor]) -> Iterator[Sample]:
     for name, batch, n, k, d, routes in (
         ("one token", 1, 1, 1, 7, 0),
+        ("one column", 2, 5, 3, 1, 2),
         ("3-d, odd width", 2, 9, 5, 33, 0),
         ("several routes", 2, 9, 4, 20, 3),
         ("all tokens", 2, 6, 6, 16, 0),
@@ -59,6 +61,7 @@ def _gather_samples(make: Callable[..., Tensor]) -> Iterator[Sample]:
 def _scatter_samples(make: Callable[..., Tensor]) -> Iterator[Sample]:
     for name, batch, n, k, d, routes in (
         ("one token", 1, 1, 1, 7, 0),
+        ("one column", 2, 5, 3, 1, 2),
         ("3-d, odd width", 2, 9, 5, 33, 0),
         ("several routes", 2, 9, 4, 20, 3),
         ("all tokens", 2, 6, 6, 16, 0),

@@ -6,6 +6,7 @@ import math
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from .torch_path import KINDS
 
@@ -115,4 +116,6 @@ def topk(
     present = valid.gather(-1, order)
     soft = soft_topk(scores, k, eps=eps, mask=mask, kind=kind).gather(-1, order) if k else scores[..., :0]
     values = torch.where(present, scores.gather(-1, order), -math.inf)
-    return values, torch.where(present, order, -1), torch.where(present, soft - soft.detach() + 1, 0.0)
+    gates = torch.where(present, soft - soft.detach() + 1, 0.0)
+    more = (0, k - order.shape[-1])
+    return pad(values, more, value=-math.inf), pad(torch.where(present, order, -1), more, value=-1), pad(gates, more)

@@ -1,7 +1,4 @@
-"""What coor_descent and soft_topk promise, and what their kernels may cost.
-
-topk has tests of its own: a straight-through gradient is no derivative that the generic contract could check.
-"""
+"""What coor_descent, soft_topk and topk promise, and what their kernels may cost."""
 
 from __future__ import annotations
 
@@ -14,10 +11,11 @@ from torch import Tensor
 
 from onepass.core.spec import BadCall, Kernel, Sample, Spec
 
-from . import op, op_descent, reference, spec_select
+from . import op, op_descent, op_topk, reference, spec_select
 from .cases import CASES
 from .op import KINDS, soft_topk
 from .op_descent import coor_descent
+from .op_topk import topk
 
 __all__ = ["CASES", "KERNELS", "RIVALS", "SPECS"]
 
@@ -46,7 +44,9 @@ def _soft_samples(make: Callable[..., Tensor]) -> Iterator[Sample]:
     yield Sample("k at least n", (make(3, 5), 5.0), {"eps": make(3).abs() + 0.2})
     yield Sample("k above some counts", (make(3, 9), torch.tensor([2.5, 12.0, 8.6], device=x.device).to(x.dtype)), {})
     yield Sample("vector", (make(33), 4.7), {"eps": 1.0})
+    yield Sample("one row", (make(1, 9), make(1).abs() + 2.2), {"eps": make(()).abs() + 0.4})
     yield Sample("one column", (make(3, 1), 0.4), {})
+    yield Sample("one element", (make(1, 1), 0.4), {})
     yield Sample("wide", (make(2, 1500), 150.5), {"eps": 0.3})
     yield Sample("no columns", (make(4, 0), 2.0), {})
     yield Sample("no rows", (make(0, 4), 2.0), {})
@@ -63,10 +63,25 @@ def _descent_samples(make: Callable[..., Tensor]) -> Iterator[Sample]:
     yield Sample("mask, 0-d k", (make(3, 40),), {"n_iters": 9, "k": make(()).abs() + 2.2, "mask": _mask(x, 3, 40)})
     yield Sample("k above n", (make(3, 5),), {"n_iters": 5, "k": 7.0})
     yield Sample("vector", (make(33),), {"n_iters": 12, "k": 4.5, "eps": 1.0})
+    yield Sample("one row", (make(1, 9),), {"n_iters": 6, "k": make(1).abs() + 2.2, "eps": 0.5})
     yield Sample("one column", (make(3, 1),), {"n_iters": 4, "k": 0.5})
+    yield Sample("one element", (make(1, 1),), {"n_iters": 4, "k": 0.5})
     yield Sample("wide", (make(2, 1500),), {"n_iters": 10, "k": 100.5, "eps": 0.5})
     yield Sample("no columns", (make(4, 0),), {"n_iters": 3, "k": 2.0})
     yield Sample("no rows", (make(0, 4),), {"n_iters": 3, "k": 2.0})
+
+
+def _topk_samples(make: Callable[..., Tensor]) -> Iterator[Sample]:
+    x = make(3, 20)
+    yield Sample("rows", (x, 4), {"eps": 0.5})
+    yield Sample("eps tensor, mask", (make(2, 3, 9), 4), {"eps": make(3).abs() + 0.4, "mask": _mask(x, 3, 9)})
+    yield Sample("sigmoid", (make(4, 9), 3), {"kind": "sigmoid", "eps": 0.5})
+    yield Sample("k above n", (make(2, 3), 5), {})
+    yield Sample("vector", (make(33), 4), {"eps": 1.0})
+    yield Sample("one row", (make(1, 9), 3), {"eps": make(()).abs() + 0.4})
+    yield Sample("one column", (make(3, 1), 1), {})
+    yield Sample("wide", (make(2, 1500), 150), {"eps": 0.3})
+    yield Sample("no rows", (make(0, 4), 2), {})
 
 
 def _tensors(*shape: int) -> Tensor:
@@ -94,6 +109,19 @@ def _descent_opchecks() -> Iterator[tuple[Any, tuple[Any, ...]]]:
     yield op_descent.forward_op, (s.detach(), None, None, 2.5, *options[1:], False)
     for needs in ((True, True), (False, True)):
         yield op_descent.backward_op, (_tensors(2, 3, 10), s.detach(), trace, k.detach(), allowed, *options, *needs)
+
+
+def _topk_opchecks() -> Iterator[tuple[Any, tuple[Any, ...]]]:
+    s, eps = _tensors(2, 3, 10).requires_grad_(), torch.tensor(0.5, requires_grad=True)
+    allowed = _mask(s, 10)
+    yield op_topk.select_op, (s.detach(), allowed, 4)
+    yield op_topk.forward_op, (s, eps, allowed, 4, 0.0, 0, True)
+    yield op_topk.forward_op, (s, None, None, 12, 0.5, 1, False)
+    values, indices, _, state = op_topk.forward_op(s.detach(), eps.detach(), allowed, 4, 0.0, 0, True)
+    saved = s.detach(), indices, state, eps.detach(), allowed, 0.0, 0
+    gradient = torch.ones_like(values)
+    yield op_topk.backward_op, (gradient, gradient, *saved, True, True)
+    yield op_topk.backward_op, (None, gradient, *saved, False, True)
 
 
 _S = torch.zeros(2, 3)
@@ -142,6 +170,15 @@ _BAD_DESCENT = (
     BadCall("eps_decay", lambda: coor_descent(_S, n_iters=1, k=1, eps_decay=0), ValueError, "eps_decay must be > 0"),
 )
 
+_BAD_TOPK = (
+    BadCall("list", lambda: topk([1.0], 1), TypeError, "topk: scores must be a tensor, got list"),  # type: ignore[arg-type]
+    BadCall("k negative", lambda: topk(_S, -1), ValueError, "topk: k must be ≥ 0, got -1"),
+    BadCall("k real", lambda: topk(_S, 1.5), TypeError, "topk: k must be an int, got float"),  # type: ignore[arg-type]
+    BadCall("eps", lambda: topk(_S, 1, eps=0.0), ValueError, "topk: eps must be > 0, got 0.0"),
+    BadCall("kind", lambda: topk(_S, 1, kind="hard"), ValueError, "topk: kind must be one of .*'hard'"),
+    BadCall("mask", lambda: topk(_S, 1, mask=torch.ones(2, 2).bool()), ValueError, "topk: mask must broadcast"),
+)
+
 SPECS = [
     Spec(
         name="soft_topk", op=soft_topk, reference=reference.soft_topk, samples=_soft_samples, bad_calls=_BAD_SOFT,
@@ -150,6 +187,11 @@ SPECS = [
     Spec(
         name="coor_descent", op=coor_descent, reference=reference.coor_descent, samples=_descent_samples,
         bad_calls=_BAD_DESCENT, opchecks=_descent_opchecks,
+    ),
+    # gates are 1, with the gradient of soft ones
+    Spec(
+        name="topk", op=topk, reference=reference.topk, samples=_topk_samples, bad_calls=_BAD_TOPK,
+        opchecks=_topk_opchecks, surrogate=True,
     ),
 ]  # fmt: skip
 

@@ -36,6 +36,9 @@ def _samples(make: Callable[..., Tensor]) -> Iterator[Sample]:
     yield Sample("scale", (*_qkv(make, 1, 3, 4, 1, 4), i[:3], i[:3] + 2), {"scale": 0.3})
     many = torch.arange(150, device=device)
     yield Sample("two tiles", (*_qkv(make, 1, 150, 200, 1, 16), many, many + 45))
+    yield Sample("one query, one key", (*_qkv(make, 1, 1, 1, 1, 1), i[:1], i[:1] + 1))
+    yield Sample("one query", (*_qkv(make, 1, 1, 5, 1, 4), i[:1], i[:1] + 4))
+    yield Sample("one column", (*_qkv(make, 2, 3, 4, 2, 1), i[:3], i[:3] + 2))
     yield Sample("no key seen", (*_qkv(make, 1, 4, 3, 1, 8), i[:4], i[:4]))
     yield Sample("no keys", (*_qkv(make, 2, 4, 0, 1, 8), i[:4], i[:4] + 1))
     yield Sample("no queries", (*_qkv(make, 2, 0, 4, 1, 8), i[:0], i[:0]))
@@ -78,6 +81,8 @@ def _rotary_samples(make: Callable[..., Tensor]) -> Iterator[Sample]:
     yield Sample("positions", (make(2, 3, 2, 16), positions))
     yield Sample("shared positions", (make(2, 3, 1, 6), positions[0]))
     yield Sample("base", (make(1, 40, 1, 4),), {"base": 100.0})
+    yield Sample("one pair", (make(2, 3, 2, 2), positions))
+    yield Sample("one token", (make(1, 1, 1, 6), positions[:1, 1:2]))
     yield Sample("no tokens", (make(2, 0, 3, 8),))
 
 
@@ -86,6 +91,8 @@ def _packed_samples(make: Callable[..., Tensor]) -> Iterator[Sample]:
     window = i // 8 * 8
     yield Sample("window", (make(2, 40, 3, 2, 16), window - 8, window + 16))
     yield Sample("mask", (make(1, 40, 3, 1, 8), window - 8, i + 1), {"mask": (i % 3 != 0)[None]})
+    yield Sample("one token, one head, one pair", (make(1, 1, 3, 1, 2), i[:1], i[:1] + 1))
+    yield Sample("one pair", (make(2, 5, 3, 2, 2), i[:5] - 2, i[:5] + 1))
     yield Sample("options", (make(1, 7, 3, 2, 6), i[:7], i[:7] + 3), {"base": 100.0, "scale": 0.3})
     yield Sample("no tokens", (make(2, 0, 3, 1, 8), i[:0], i[:0]))
 

@@ -16,7 +16,9 @@ from .reference import reference
 
 def _samples(make: Callable[..., Tensor]) -> Iterator[Sample]:
     yield Sample("vector", (make(33), make(33)))
+    yield Sample("one row", (make(1, 10), make(10)))
     yield Sample("one column", (make(3, 1), make(1)))
+    yield Sample("one element", (make(1, 1), make(1)))
     yield Sample("rows", (make(6, 10), make(10)))
     yield Sample("3-d, odd width", (make(2, 3, 33), make(33)))
     yield Sample("several vectors", (make(5, 70), make(4, 70)))

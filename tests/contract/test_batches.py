@@ -1,0 +1,138 @@
+"""Promise 5: Jacobians and batches of gradients, by every rule for a batch that an operator has, against float64.
+
+A batch may have no, one or two elements, lie in front or at the end, and be one of some arguments alone. Under
+TRITON_INTERPRET=1 the kernels get what the rules hand over, and read it by address.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from harness import SPECS, build, call, close, float64, floats, leaves, replace, spec_samples, specs, upstream
+from onepass.core.spec import Sample, Spec
+
+Tensors = dict[int | str, Tensor]
+
+# a Jacobian has a row per output
+SMALL = 90
+# rows and columns of the smallest argument: columns come in pairs, queries with their keys and values
+NARROWEST = {"rotary": (1, 2), "rotary_attention": (3, 2)}
+# which arguments are batched, whether upstream gradients are, and where the batch lies
+CASES = (
+    ("none", True, "in front"),
+    ("first", False, "in front"),
+    ("first", True, "at the end"),
+    ("others", True, "in front"),
+    ("all", False, "at the end"),
+    ("all", True, "in front"),
+)
+
+
+def _small() -> list[Any]:
+    return [
+        p for p in spec_samples()
+        if sum(t.numel() for t in floats(build(*p.values, "cpu", torch.float32)).values()) <= SMALL
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("spec", specs())
+def test_the_narrowest_cases_are_among_the_samples(spec: Spec) -> None:
+    """One row, no rows, one column."""
+    samples = [build(spec, p.values[1], "cpu", torch.float32) for p in spec_samples() if p.values[0] is spec]
+    shapes = [s.args[0].shape for s in samples]
+    rows, narrowest = NARROWEST.get(spec.name, (1, 1))
+    assert any(math.prod(shape[:-1]) == rows for shape in shapes), "no sample of one row"
+    assert any(not math.prod(shape[:-1]) for shape in shapes), "no sample without rows"
+    assert any(shape[-1] == narrowest and math.prod(shape) for shape in shapes), "no sample of one column"
+
+
+def _jacobians(spec: Spec, sample: Sample) -> list[Tensors]:
+    """Of each output of the definition, in float64, (elements, *shape of the argument) for each argument."""
+    wide = float64(sample)
+    inputs = leaves(wide)
+
+    def row(element: Tensor) -> Tensors:
+        found = torch.autograd.grad(element, list(inputs.values()), retain_graph=True, allow_unused=True)
+        return {k: torch.zeros_like(t) if g is None else g for (k, t), g in zip(inputs.items(), found, strict=True)}
+
+    outs = call(spec.reference, replace(wide, inputs))
+    rows = [[row(e) if o.requires_grad else _zeros(inputs) for e in o.flatten()] for o in outs]
+    return [{k: torch.stack([r[k] for r in of_out]) for k in inputs} if of_out else {} for of_out in rows]
+
+
+def _zeros(inputs: Tensors) -> Tensors:
+    return {k: torch.zeros_like(t) for k, t in inputs.items()}
+
+
+def _compare(spec: Spec, actual: Tensor, expected: Tensor, what: str) -> None:
+    if not expected.numel():
+        assert actual.shape == expected.shape
+        return
+    rtol, atol = spec.tolerances[torch.float32]
+    scale = max(1.0, float(expected.abs().max()))
+    close(actual, expected, spec.grad_factor * rtol, spec.grad_factor * atol * scale, what)
+
+
+@pytest.mark.parametrize(("spec", "name"), _small())
+def test_jacobians(spec: Spec, name: str) -> None:
+    sample = build(spec, name, "cpu", torch.float32)
+    inputs = floats(sample)
+    expected = _jacobians(spec, sample)
+    if not all(expected) or not all(t.numel() for t in inputs.values()):
+        pytest.skip("a Jacobian without elements")
+    actual = torch.func.jacrev(lambda tensors: tuple(call(spec.op, replace(sample, tensors))))(inputs)
+    for i, (ours, theirs) in enumerate(zip(actual, expected, strict=True)):
+        for key, t in inputs.items():
+            _compare(spec, ours[key].reshape(-1, *t.shape), theirs[key], f"output {i} by argument {key}")
+
+
+@pytest.mark.parametrize("size", [0, 1, 2])
+@pytest.mark.parametrize(("spec", "name"), _small())
+def test_batches_of_gradients(spec: Spec, name: str, size: int) -> None:
+    """vmap of a vjp, for whatever is batched: per-sample gradients, and many upstream gradients of one call."""
+    sample = build(spec, name, "cpu", torch.float32)
+    inputs = floats(sample)
+    gy = [g.float() for g in upstream(call(spec.op, sample))]
+
+    def pull(tensors: Tensors, gy: list[Tensor]) -> Tensors:
+        return torch.func.vjp(lambda t: call(spec.op, replace(sample, t)), tensors)[1](gy)[0]  # type: ignore[no-any-return]
+
+    def vjp64(tensors: Tensors, gy: list[Tensor]) -> Tensors:
+        wide = leaves(float64(replace(sample, tensors)))
+        outs = call(spec.reference, replace(float64(sample), wide))
+        pairs = [(o, g.double()) for o, g in zip(outs, gy, strict=True) if o.requires_grad]
+        found = torch.autograd.grad(
+            [o for o, _ in pairs], list(wide.values()), [g for _, g in pairs], allow_unused=True
+        ) if pairs else [None] * len(wide)  # fmt: skip
+        return {k: torch.zeros_like(t) if g is None else g for (k, t), g in zip(wide.items(), found, strict=True)}
+
+    for batched, many, place in CASES:
+        keys = {"none": [], "first": list(inputs)[:1], "others": list(inputs)[1:], "all": list(inputs)}[batched]
+        if not keys and not many:
+            continue
+
+        def stack(t: Tensor, place: str = place) -> Tensor:
+            elements = [t, 0.5 * t][:size]
+            dim = t.dim() if place == "at the end" else 0
+            return torch.stack(elements, dim) if size else t.new_empty((*t.shape[:dim], 0, *t.shape[dim:]))
+
+        dims = {k: (t.dim() if place == "at the end" else 0) if k in keys else None for k, t in inputs.items()}
+        g_dims = [(g.dim() if place == "at the end" else 0) if many else None for g in gy]
+        tensors = {k: stack(t) if k in keys else t for k, t in inputs.items()}
+        got = torch.vmap(pull, in_dims=(dims, g_dims))(tensors, [stack(g) if many else g for g in gy])
+        for k, t in inputs.items():
+            assert got[k].shape == (size, *t.shape)
+        for i, factor in enumerate((1, 0.5)[:size]):
+            element = {k: factor * t if k in keys else t for k, t in inputs.items()}
+            expected = vjp64(element, [factor * g if many else g for g in gy])
+            for k in inputs:
+                _compare(spec, got[k][i], expected[k], f"{batched} batched {place}, element {i}, argument {k}")
+
+
+def test_the_samples_of_every_operator_are_tried() -> None:
+    assert {p.values[0].name for p in _small()} == {spec.name for spec in SPECS}
