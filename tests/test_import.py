@@ -55,6 +55,32 @@ def test_submodules_without_importing_them() -> None:
     assert out.split() == ["False", "Router", "True"]
 
 
+@pytest.mark.parametrize(
+    "path",
+    ["nn.Router", "optim.Lion", "optim.clip_grad_norm", "compat.lion_pytorch.Lion", "compat.colt5_attention.topk",
+     "compat.triton_transformer.layernorm", "compat.cs336.WeightedSumFunc"],
+)  # fmt: skip
+def test_reached_from_the_package_alone(path: str) -> None:
+    """In an interpreter of its own: another test's imports would hide what is missing."""
+    out = _run(
+        "import sys, onepass\n"
+        f"before = 'onepass.{path.split('.')[0]}' in sys.modules\n"
+        f"print(before, onepass.{path}.__name__)"
+    )
+    assert out.split() == ["False", path.split(".")[-1]]
+
+
+def test_compat_says_what_it_has() -> None:
+    import onepass
+
+    names = ["colt5_attention", "cs336", "lion_pytorch", "triton_transformer"]
+    assert onepass.compat.__all__ == names
+    assert set(names) <= set(dir(onepass.compat))
+    assert not hasattr(onepass.compat, "bitsandbytes")
+    with pytest.raises(AttributeError, match="'bitsandbytes'; it has colt5_attention, cs336, lion_pytorch"):
+        _ = onepass.compat.bitsandbytes
+
+
 @pytest.mark.slow
 def test_adds_little_to_torch() -> None:
     """Processor time with bytecode at hand, as after an installation: 25 ms where torch itself takes 1.3 s."""

@@ -184,11 +184,11 @@ def test_fallbacks_agree(options: dict[str, Any], dtype: torch.dtype) -> None:
             assert ((p.cpu().double() - q.double()).abs() > 1e-2 * q.double().abs() + 1e-4).double().mean() < 1e-3
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_grad_scaler(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("dtype", "fused"), [(torch.float32, None), (torch.float32, True), (torch.float16, True)])
+def test_grad_scaler(dtype: torch.dtype, fused: bool | None) -> None:
     p = torch.ones(3000, dtype=dtype, device="cuda", requires_grad=True)
     q = p.detach().clone().requires_grad_()
-    scaled, plain = (Lion([x], lr=0.25, state_dtype=torch.float32, betas=BETAS) for x in (p, q))
+    scaled, plain = (Lion([x], lr=0.25, state_dtype=torch.float32, betas=BETAS, fused=fused) for x in (p, q))
     scaler = torch.amp.GradScaler("cuda", init_scale=256.0)
     for i in range(4):
         scaler.scale(torch.ones((), device="cuda"))
@@ -203,6 +203,32 @@ def test_grad_scaler(dtype: torch.dtype) -> None:
         scaler.update()
         assert torch.equal(p, q)
         assert torch.equal(scaled.state[p]["exp_avg"], plain.state[q]["exp_avg"])
+
+
+def test_the_scalers_step_does_not_wait_with_fused() -> None:
+    """Without it GradScaler reads found_inf itself; the kernel is taken either way."""
+    for fused in (None, True):
+        p = torch.ones(3000, device="cuda", requires_grad=True)
+        optimizer = Lion([p], lr=0.25, fused=fused)
+        scaler = torch.amp.GradScaler("cuda", init_scale=256.0)
+
+        def step(p: Tensor = p, optimizer: Lion = optimizer, scaler: Any = scaler) -> None:
+            p.grad = scaler.scale(torch.ones_like(p))
+            scaler.step(optimizer)
+            scaler.update()
+
+        step()
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            if fused:
+                step()
+            else:
+                with pytest.raises(RuntimeError, match="synchroniz"):
+                    step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert optimizer.current_work()[0].all_fused
 
 
 def test_step_does_not_wait_for_the_device() -> None:

@@ -129,7 +129,7 @@ def test_clipping_is_torchs_waits_for_nothing_and_repeats_its_bits(dtype: torch.
 
 def test_clipping_with_grad_scaler_and_mixed_dtypes() -> None:
     a = [torch.zeros(1000, device="cuda", dtype=t, requires_grad=True) for t in (torch.float32, torch.float16)]
-    optimizer = Lion(a, state_dtype=torch.float32)
+    optimizer = Lion(a, state_dtype=torch.float32, fused=True)
     scaler = torch.amp.GradScaler("cuda", init_scale=256.0)
     scale = scaler.scale(torch.ones((), device="cuda"))
     for p in a:

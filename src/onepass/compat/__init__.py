@@ -1,1 +1,36 @@
-"""Names and arguments of well-known public kernels over onepass operators: change one import line, nothing else."""
+"""Functions and optimizers of well-known public kernels over onepass: their names, argument order and defaults.
+
+One module per original; for what it has, change the import line and nothing else:
+
+=====================  =============================================================================================
+`lion_pytorch`         `Lion`, `update_fn`; the variants in lion-pytorch's `foreach` and `cautious_lion` are options of
+                       `onepass.optim.Lion`
+`colt5_attention`      `coor_descent`, `triton_coor_descent`, `topk`, `TopkReturn`; the modules (`Conditional…`, the
+                       router) have counterparts in `onepass.nn` with arguments and state_dict keys of their own
+`triton_transformer`   `layernorm`; no other layer
+`cs336`                `WeightedSumFunc`
+=====================  =============================================================================================
+
+Each is imported when first touched: ``onepass.compat.lion_pytorch.Lion`` works after ``import onepass``.
+Importing one of the originals' names that is not here raises an ImportError that says what to use instead.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__all__ = ["colt5_attention", "cs336", "lion_pytorch", "triton_transformer"]
+
+if TYPE_CHECKING:
+    from onepass.compat import colt5_attention, cs336, lion_pytorch, triton_transformer
+else:
+
+    def __getattr__(name: str) -> Any:
+        if name in __all__:
+            return importlib.import_module(f"{__name__}.{name}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -8,19 +8,38 @@ import from here and nothing else. What differs, because the original's answer i
 * ``topk`` selects on the scores and leaves them as they are: the original selects on, and returns, score × gate, so
   that the gradient that reaches a negative score has the wrong sign;
 * any dtype, any row length, any shape of ``k`` that broadcasts, on CPU as on CUDA.
+
+The original's modules are not here. `onepass.nn` has `RoutedFeedForward`, `RoutedAttention` (``causal=True`` for the
+autoregressive one), `RoutedCrossAttention`, `RoutedBlock` and `Router` in their place: other arguments, other
+state_dict keys, another initialisation. Nothing stands for `ConditionalRoutedImageAttention` and
+`ConditionalRoutedViT`.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 import onepass
+from onepass.compat.absent import absent
 from onepass.core import check
 from onepass.ops.soft_topk import arguments
 from onepass.ops.soft_topk.op_topk import gates, select
+
+__all__ = ["TopkReturn", "coor_descent", "topk", "triton_coor_descent"]
+
+_INSTEAD = {
+    "ConditionalRoutedFeedForward": "onepass.nn.RoutedFeedForward (other arguments and state_dict keys)",
+    "ConditionalRoutedAttention": "onepass.nn.RoutedAttention (other arguments and state_dict keys)",
+    "ConditionalRoutedAutoregressiveAttention": "onepass.nn.RoutedAttention with causal=True (other arguments)",
+    "ConditionalRoutedCrossAttention": "onepass.nn.RoutedCrossAttention (other arguments and state_dict keys)",
+    "ConditionalRoutedTransformerBlock": "onepass.nn.RoutedBlock (other arguments and state_dict keys)",
+    "CoordinateDescentRouter": "onepass.nn.Router (other arguments and state_dict keys)",
+    "ConditionalRoutedImageAttention": "the original; onepass.nn.RoutedAttention takes sequences, not images",
+    "ConditionalRoutedViT": "the original, or a vision transformer of onepass.nn.RoutedBlock",
+}
 
 
 class TopkReturn(NamedTuple):
@@ -115,3 +134,9 @@ def topk(
     )  # fmt: skip
     chosen = torch.where(indices >= 0, soft.gather(-1, indices.clamp(min=0)), 0.0)
     return TopkReturn(values, indices, chosen, gates(soft, indices))
+
+
+if not TYPE_CHECKING:  # a type checker must not take every name for one that exists
+
+    def __getattr__(name: str) -> Any:
+        raise absent(__name__, __all__, name, _INSTEAD)

@@ -1,15 +1,29 @@
-"""lion-pytorch's names over `onepass.optim.Lion`: `from onepass.compat.lion_pytorch import Lion`."""
+"""lion-pytorch's names over `onepass.optim.Lion`: `from onepass.compat.lion_pytorch import Lion`.
+
+`Lion` and `update_fn` are here. For ``lion_pytorch.foreach.Lion`` take `Lion`, which is one launch on CUDA and
+multi-tensor calls elsewhere; for ``lion_pytorch.cautious_lion.Lion`` take `onepass.optim.Lion` with ``cautious`` (its
+cautious_factor), ``cautious_weight_decay`` (its cautious_wd) and ``decouple_lr`` (its decoupled_weight_decay).
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from onepass.compat.absent import absent
 from onepass.ops.lion.op import lion_
 from onepass.optim.lion import Lion as _Lion
+
+__all__ = ["Lion", "update_fn"]
+
+_INSTEAD = {
+    "foreach": "Lion, which takes multi-tensor calls itself",
+    "cautious_lion": "onepass.optim.Lion with cautious, cautious_weight_decay and decouple_lr",
+    "triton": "update_fn of this module",
+}
 
 
 class Lion(_Lion):
@@ -73,3 +87,9 @@ def update_fn(p: Tensor, grad: Tensor, exp_avg: Tensor, lr: float, wd: float, be
     row = [lr, wd, beta1, 1 - beta1, beta2, 1 - beta2, 1.0, 0.0]
     hyper = torch.tensor([row], dtype=torch.float64, device="cpu")
     lion_([p], [grad], [exp_avg], [], [0], hyper, "none")
+
+
+if not TYPE_CHECKING:  # a type checker must not take every name for one that exists
+
+    def __getattr__(name: str) -> Any:
+        raise absent(__name__, __all__, name, _INSTEAD)

@@ -1,10 +1,20 @@
-"""triton-transformer's layer norm: ``layernorm(x, gamma, eps, use_triton, stable)``."""
+"""triton-transformer's layer norm: ``layernorm(x, gamma, eps, use_triton, stable)``.
+
+The layer norm alone; the original's `Transformer` and its other kernels are not here.
+"""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from torch import Tensor
 
+from onepass.compat.absent import absent
 from onepass.ops.norm.op import layer_norm
+
+__all__ = ["layernorm"]
+
+_INSTEAD = {"Transformer": "a transformer of your own with onepass.nn.LayerNorm(dim, stable=...)"}
 
 
 def layernorm(x: Tensor, gamma: Tensor, eps: float = 1e-5, use_triton: bool = False, stable: bool = False) -> Tensor:
@@ -28,4 +38,7 @@ def layernorm(x: Tensor, gamma: Tensor, eps: float = 1e-5, use_triton: bool = Fa
     return y
 
 
-__all__ = ["layernorm"]
+if not TYPE_CHECKING:  # a type checker must not take every name for one that exists
+
+    def __getattr__(name: str) -> Any:
+        raise absent(__name__, __all__, name, _INSTEAD)

@@ -177,7 +177,12 @@ class RoutedAttention(nn.Module):
             )
         self.router_q = router_q
         self.router_kv = Router(dim, device=device, dtype=dtype) if router_kv is None else router_kv
-        self.null = nn.Parameter(torch.zeros(dim, device=device, dtype=dtype))
+        self.null = nn.Parameter(torch.empty(dim, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Set `null` to 0; the modules inside have a `reset_parameters` of their own."""
+        nn.init.zeros_(self.null)
 
     def forward(
         self, x: Tensor, mask: Tensor | None = None, return_routing: bool = False

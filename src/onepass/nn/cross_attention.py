@@ -81,7 +81,12 @@ class RoutedCrossAttention(nn.Module):
         self.heavy = HeavyAttention(dim, heads, dim_head, dim_context=self.dim_context, device=device, dtype=dtype)
         self.router_q = Router(dim, device=device, dtype=dtype) if router_q is None else router_q
         self.router_kv = Router(self.dim_context, device=device, dtype=dtype) if router_kv is None else router_kv
-        self.null = nn.Parameter(torch.zeros(dim, device=device, dtype=dtype))
+        self.null = nn.Parameter(torch.empty(dim, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Set `null` to 0; the modules inside have a `reset_parameters` of their own."""
+        nn.init.zeros_(self.null)
 
     def forward(
         self,

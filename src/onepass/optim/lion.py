@@ -45,7 +45,7 @@ class Lion(Optimizer):
         foreach: True takes torch's multi-tensor calls (fp32 and fp64 parameters), False goes tensor by tensor.
         fused: True insists on the Triton kernel on CUDA, False refuses it; by default it is used wherever it can be.
             On a CPU, True has the update compiled by torch.compile into a single pass over memory: about twice as
-            fast, for a C++ compiler and some seconds at the first step.
+            fast, for a C++ compiler and some seconds at the first step. True also changes what GradScaler does, below.
         capturable: allows CUDA graph capture; the learning rate becomes a tensor on the device, which schedulers write
             to, so that a replay sees it. Take one step before capturing.
         differentiable: lets autograd see the step.
@@ -72,7 +72,12 @@ class Lion(Optimizer):
 
     The momentum is `state[p]["exp_avg"]`, so that checkpoints of lion-pytorch, optimi and timm load. States keep their
     dtype in `load_state_dict`. DTensor parameters are updated shard by shard; their gradients must have the same
-    placements (and `cautious` is refused for them). Works with `torch.amp.GradScaler` without waiting for the device.
+    placements (and `cautious` is refused for them).
+
+    With `torch.amp.GradScaler`, as for torch's AdamW: the scaler unscales the gradients in place, waits for the device
+    once per step to read whether one is inf or nan, and skips the step then. It refuses fp16 gradients. With
+    `fused=True` given to the constructor the step itself unscales and skips, on the device: the gradients keep their
+    scale, may be fp16, and the host waits for nothing. Lightning's `gradient_clip_val` under AMP needs the first way.
 
     Source: Chen et al., Symbolic Discovery of Optimization Algorithms (arXiv 2302.06675).
 
@@ -89,8 +94,6 @@ class Lion(Optimizer):
 
     # `clip_grad_norm` finds the optimizer of its parameters here
     instances: ClassVar[WeakSet[Lion]] = WeakSet()
-    # GradScaler then hands us its scale and its verdict as device tensors instead of waiting for them
-    _step_supports_amp_scaling = True
     _work: Work | None = None
     # a device scalar that the next step multiplies gradients by
     clip_coefficient: Tensor | None = None
@@ -124,7 +127,13 @@ class Lion(Optimizer):
         }  # fmt: skip
         check_options(defaults)
         super().__init__(params, defaults)
+        self._set_amp_scaling()
         Lion.instances.add(self)
+
+    def _set_amp_scaling(self) -> None:
+        # True: GradScaler hands scale and found_inf to the step as device tensors. Lightning refuses to clip then,
+        # because the gradients stay scaled; so it takes an explicit fused=True, as in torch
+        self._step_supports_amp_scaling = bool(self.defaults.get("fused"))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
@@ -147,6 +156,7 @@ class Lion(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._work = None
+        self._set_amp_scaling()
         Lion.instances.add(self)
         for group in self.param_groups:
             if "betas" not in group and "beta1" in group and "beta2" in group:

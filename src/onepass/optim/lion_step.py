@@ -234,8 +234,16 @@ class Work:
             torch.autograd.graph.increment_version(self.params)
         if not self.all_fused and not (scalars.found_inf is not None and bool(scalars.found_inf)):
             self._run_others(groups, self._local_columns(optimizer, live), _factor(scalars))
-        if self.rounding:
-            torch._foreach_add_(self.rounding, 1)
+        self._advance_rounding(scalars.found_inf)
+
+    def _advance_rounding(self, found_inf: Tensor | None) -> None:
+        """Give each random stream its next word; a skipped step leaves them where they are."""
+        if found_inf is None:
+            if self.rounding:
+                torch._foreach_add_(self.rounding, 1)
+            return
+        for word in self.rounding:
+            word.add_((found_inf.reshape(()) == 0).to(word.device, non_blocking=True))
 
     def _rows(self, groups: Sequence[dict[str, Any]]) -> Rows:
         """All groups' hyperparameters, laid out anew only when a number changed."""

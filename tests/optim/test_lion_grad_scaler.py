@@ -1,0 +1,189 @@
+"""Lion under `torch.amp.GradScaler`: who unscales, what a skipped step leaves, beside torch's AdamW."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lion_params import assert_same, clones, make_params
+from onepass.compat.lion_pytorch import Lion as CompatLion
+from onepass.optim import Lion, clip_grad_norm
+
+AdamW = torch.optim.AdamW
+SHAPES = [(3, 4), (5,), (), (70, 60)]
+# for each step: what gradients hold besides numbers; growth and back-off both happen on the way
+EVENTS = [None, None, "inf", None, None, None, "nan", "-inf", None, "everywhere", None, None, None, None, "last", None]
+
+
+def handed_over(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether GradScaler gives this optimizer its scale and found_inf, as it decides itself."""
+    return getattr(optimizer, "_step_supports_amp_scaling", False)
+
+
+def states_of(optimizer: torch.optim.Optimizer, params: list[Tensor]) -> list[dict[str, Tensor]]:
+    return [{k: v.clone() for k, v in optimizer.state[p].items()} for p in params]
+
+
+def assert_same_states(a: list[dict[str, Tensor]], b: list[dict[str, Tensor]]) -> None:
+    for x, y in zip(a, b, strict=True):
+        assert x.keys() == y.keys()
+        assert all(torch.equal(x[k], y[k]) for k in x)
+
+
+@pytest.mark.parametrize("fused", [None, False, True])
+def test_only_an_explicit_fused_takes_the_scale(fused: bool | None) -> None:
+    """As torch's AdamW does: Lightning refuses to clip gradients that stay scaled."""
+    p = torch.ones(3, requires_grad=True)
+    ours, theirs = Lion([p], fused=fused), AdamW([p], fused=fused)
+    assert handed_over(ours) == handed_over(theirs) == (fused is True)
+    assert handed_over(copy.deepcopy(ours)) == (fused is True)
+    assert handed_over(pickle.loads(pickle.dumps(ours))) == (fused is True)
+    # a checkpoint of a run with the other setting doesn't change what the constructor was asked for
+    ours.load_state_dict(Lion([p], fused=not fused).state_dict())
+    assert handed_over(ours) == (fused is True)
+    assert not handed_over(CompatLion([p]))
+
+
+@pytest.mark.parametrize("fused", [None, False, True])
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [
+        (torch.float32, {}),
+        (torch.bfloat16, {}),
+        (torch.bfloat16, {"low_precision": "stochastic", "state_dtype": "int8"}),
+        (torch.float32, {"cautious": True}),
+    ],
+    ids=["fp32", "remainder", "stochastic-int8", "cautious"],
+)
+def test_many_steps_with_infinite_gradients(dtype: torch.dtype, options: dict[str, Any], fused: bool | None) -> None:
+    """Bit for bit the run that leaves out what AdamW's scaler skips, with unscaled gradients and no scaler.
+
+    Scales are powers of two, so that scaling rounds nothing. A skipped step leaves parameters, momenta, remainders and
+    random streams as they were.
+    """
+    ours, by_hand, theirs = (make_params(dtype, SHAPES) for _ in range(3))
+    for p, q in zip(ours, by_hand, strict=True):
+        q.data.copy_(p)
+    scaled, plain = (Lion(x, lr=1e-2, weight_decay=0.1, fused=fused, **options) for x in (ours, by_hand))
+    adamw = AdamW(theirs, fused=fused)
+    new: Any = torch.amp.GradScaler
+    scalers = [new("cpu", init_scale=2.0**12, growth_interval=3) for _ in range(2)]
+    skipped = []
+    for step, event in enumerate(EVENTS):
+        for scaler in scalers:
+            scaler.scale(torch.ones(()))
+        scale = scalers[0].get_scale()
+        for i, (p, q, r) in enumerate(zip(ours, by_hand, theirs, strict=True)):
+            q.grad = torch.randn(q.shape).to(dtype)
+            p.grad = q.grad * scale
+            if event == "everywhere":
+                p.grad.fill_(float("inf"))
+            elif event == "last" and i == len(ours) - 1:
+                p.grad.view(-1)[-1] = float("inf")
+            elif event in ("inf", "-inf", "nan") and i == step % len(ours):
+                p.grad.view(-1)[0] = float(event)
+            r.grad = p.grad.clone()
+        before, their_before = clones(ours), clones(theirs)
+        state = states_of(scaled, ours)
+        scalers[0].step(scaled)
+        scalers[1].step(adamw)
+        for scaler in scalers:
+            scaler.update()
+        if all(map(torch.equal, theirs, their_before)):
+            skipped.append(step)
+            assert_same(ours, before)
+            if state[0]:
+                assert_same_states(states_of(scaled, ours), state)
+        else:
+            plain.step()
+        assert_same(ours, by_hand)
+        assert_same_states(states_of(scaled, ours), states_of(plain, by_hand))
+        assert scalers[0].get_scale() == scalers[1].get_scale()
+        assert not hasattr(scaled, "grad_scale")
+        assert not hasattr(scaled, "found_inf")
+    assert skipped == [step for step, event in enumerate(EVENTS) if event is not None]
+
+
+def test_a_first_step_that_is_skipped_leaves_the_parameters() -> None:
+    for fused in (False, True):
+        p = torch.ones(3, requires_grad=True)
+        optimizer = Lion([p], lr=0.5, weight_decay=0.5, fused=fused)
+        scaler = torch.amp.GradScaler("cpu")
+        scaler.scale(torch.ones(()))
+        p.grad = torch.full((3,), float("inf"))
+        scaler.step(optimizer)
+        assert torch.equal(p, torch.ones(3))
+        assert all(not s.any() for s in optimizer.state[p].values())
+
+
+def test_gradients_stay_scaled_with_fused_alone() -> None:
+    for fused, want in ((None, 2.0), (False, 2.0), (True, 128.0)):
+        p = torch.ones(3, requires_grad=True)
+        optimizer = Lion([p], fused=fused)
+        scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+        scaler.scale((2 * p).sum()).backward()
+        scaler.step(optimizer)
+        assert p.grad is not None
+        assert torch.equal(p.grad, torch.full((3,), want))
+
+
+def test_fp16_gradients_need_fused() -> None:
+    """GradScaler's own rule, for every optimizer: it unscales no fp16 gradient in place."""
+    for kind in (Lion, AdamW):
+        p = torch.ones(3, dtype=torch.float16, requires_grad=True)
+        scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+        scaler.scale(torch.ones(()))
+        p.grad = torch.full_like(p, 64.0)
+        with pytest.raises(ValueError, match="unscale FP16 gradients"):
+            scaler.step(kind([p]))
+    p, q = (torch.ones(3, dtype=torch.float16, requires_grad=True) for _ in range(2))
+    scaled, plain = (Lion([x], lr=0.25, state_dtype=torch.float32, fused=True) for x in (p, q))
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    for g in ([1.0, -2.0, 3.0], [float("inf"), 1.0, 1.0], [0.5, 0.5, -9.0]):
+        scaler.scale(torch.ones(()))
+        p.grad = torch.tensor(g, dtype=torch.float16) * scaler.get_scale()
+        scaler.step(scaled)
+        if max(g) < 1e30:
+            q.grad = torch.tensor(g, dtype=torch.float16)
+            plain.step()
+        scaler.update()
+        assert torch.equal(p, q)
+        assert torch.equal(scaled.state[p]["exp_avg"], plain.state[q]["exp_avg"])
+
+
+@pytest.mark.parametrize("unscale", [False, True])
+def test_clipping_of_scaled_gradients(unscale: bool) -> None:
+    """The norm is that of unscaled gradients, whether the scaler or the step divides by the scale."""
+    a = make_params(shapes=SHAPES)
+    b, c = clones(a), clones(a)
+    optimizers = [Lion(a, fused=False), Lion(b, fused=True), Lion(c)]
+    scalers = [torch.amp.GradScaler("cpu", init_scale=32.0) for _ in range(2)]
+    for _ in range(3):
+        grads = [torch.randn(p.shape) for p in a]
+        norms = []
+        for params, optimizer, scaler in zip((a, b), optimizers, scalers, strict=False):
+            scale = scaler.scale(torch.ones(()))
+            for p, g in zip(params, grads, strict=True):
+                p.grad = g * 32.0
+            if unscale:
+                scaler.unscale_(optimizer)
+                norms.append(clip_grad_norm(params, 0.5))
+            else:
+                norms.append(clip_grad_norm(params, 0.5, grad_scale=scale))
+            scaler.step(optimizer)
+            scaler.update()
+        for p, g in zip(c, grads, strict=True):
+            p.grad = g.clone()
+        norms.append(torch.nn.utils.clip_grad_norm_(c, 0.5))
+        optimizers[2].step()
+        for norm in norms[:2]:
+            torch.testing.assert_close(norm, norms[2])
+        for i, p in enumerate(c):
+            for params, optimizer in zip((a, b), optimizers, strict=False):
+                m = optimizer.state[params[i]]["exp_avg"]
+                torch.testing.assert_close(m, optimizers[2].state[p]["exp_avg"], rtol=1e-5, atol=1e-7)
