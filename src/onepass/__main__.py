@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from onepass import __version__
-from onepass.core.errors import UserError
+from onepass.core.errors import UserError, printable, reason
 
 # every module here has `add_command(subparsers)` and imports its heavy parts only when its command runs
 COMMANDS = ("onepass.doctor.cli", "onepass.train.cli", "onepass.train.show", "onepass.ablate.cli", "onepass.bench.cli")
@@ -21,7 +21,7 @@ class Parser(argparse.ArgumentParser):
     """A mistyped option ends a command with one line, not with the whole usage; subparsers inherit this."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}\n")
+        self.exit(2, f"{self.prog}: {printable(message)}\n")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -46,8 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return int(args.run(args))
     except UserError as error:
-        # a path may contain a newline; the message stays on one line
-        print(f"onepass {args.command}: {' '.join(str(error).split())}", file=sys.stderr)
+        # a path may contain a line feed, or orders to the terminal
+        print(f"onepass {args.command}: {printable(str(error))}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(f"onepass {args.command}: interrupted", file=sys.stderr)
@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         # what no command foresees: a directory on the way that may not be entered, a full disk behind the output
         where = f"can't use {error.filename}: " if error.filename else ""
-        print(f"onepass {args.command}: {where}{(error.strerror or str(error)).lower()}", file=sys.stderr)
+        print(f"onepass {args.command}: {printable(where + reason(error))}", file=sys.stderr)
         return 2
 
 

@@ -111,7 +111,7 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("os.fsync", full)
-    with pytest.raises(UserError, match="No space left"):
+    with pytest.raises(UserError, match="no space left"):
         write(path, [HEADER, *RECORDS])
     assert read(path) == (HEADER, [])
     assert [p.name for p in tmp_path.iterdir()] == ["norm.json"]

@@ -17,6 +17,7 @@ from onepass.core.errors import UserError
 from onepass.optim import Lion
 from onepass.train import checkpoint
 from onepass.train.config import Config, build, from_json
+from onepass.train.metrics import Mark
 from onepass.train.model import RoutedEncoder, new, parameter_groups
 from train.tiny import TINY
 
@@ -42,7 +43,7 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A whole checkpoint."""
     path = tmp_path_factory.mktemp("good") / checkpoint.NAME
     model, optimizer = trained(small())
-    checkpoint.save(path, model, optimizer, small(), step=3, metrics_bytes=77, seconds=1.5)
+    checkpoint.save(path, model, optimizer, small(), step=3, metrics=Mark(77, "d1"), seconds=1.5)
     return path
 
 
@@ -50,9 +51,10 @@ def test_round_trip(tmp_path: Path):
     config = small()
     model, optimizer = trained(config)
     path = tmp_path / checkpoint.NAME
-    checkpoint.save(path, model, optimizer, config, step=3, metrics_bytes=77, seconds=1.5)
+    checkpoint.save(path, model, optimizer, config, step=3, metrics=Mark(77, "d1"), seconds=1.5)
     saved = checkpoint.load(path)
-    assert (saved.config, saved.step, saved.metrics_bytes, saved.seconds) == (config, 3, 77, 1.5)
+    assert (saved.config, saved.step, saved.seconds) == (config, 3, 1.5)
+    assert (saved.metrics_bytes, saved.metrics_digest) == (77, "d1")
 
     torch.manual_seed(1)
     other = RoutedEncoder(config)

@@ -190,5 +190,6 @@ def write_report(args: argparse.Namespace) -> int:
     files.write(args.out / "report.md", table)
     for task in sorted({record["task"] for record in records}):
         files.write(args.out / f"{task}.png", curves.png([one for one in records if one["task"] == task]))
-    say(table)
+    for line in table.splitlines():
+        say(line)
     return 0

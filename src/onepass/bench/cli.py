@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from onepass.core.errors import UserError
+from onepass.core.errors import UserError, printable
 from onepass.core.options import number
 
 if TYPE_CHECKING:
@@ -166,13 +166,13 @@ def run(args: argparse.Namespace) -> int:
         from .report import build
 
         for path in build(args.report):
-            console.print(f"wrote {path}", markup=False, soft_wrap=True)
+            console.print(printable(f"wrote {path}"), markup=False, soft_wrap=True)
         return 0
     if args.merge is not None:
         from .merge import merge
 
         merge(args.merge[0], args.merge[1:])
-        console.print(f"wrote {args.merge[0]}", markup=False, soft_wrap=True)
+        console.print(printable(f"wrote {args.merge[0]}"), markup=False, soft_wrap=True)
         return 0
 
     from .cases import all_cases

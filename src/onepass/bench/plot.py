@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from onepass.core.errors import UserError
+from onepass.core import files
 
 from .runner import OURS, STAGES, label
 
@@ -156,10 +157,9 @@ def picture(header: Record, op: str, records: Sequence[Record], path: Path) -> N
         figure.legend(handles=handles, loc="outside lower center", ncols=columns, fontsize=8, frameon=False)
     copy = f"{header.get('copy_gbps', 0):.0f} GB/s"
     figure.suptitle(f"{op}: share of a device copy ({copy}) on {header.get('gpu', 'unknown device')}", fontsize=11)
-    try:
-        figure.savefig(path, dpi=110, metadata={"Software": None})
-    except OSError as error:
-        raise UserError(f"can't write {path}: {error.strerror or error}") from error
+    out = io.BytesIO()
+    figure.savefig(out, format="png", dpi=110, metadata={"Software": None})
+    files.write(path, out.getvalue())
 
 
 def draw(header: Record, records: Sequence[Record], source: Path) -> list[Path]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from onepass.core import files
 from onepass.core.about import dtype_name
 from onepass.core.errors import UserError
 
@@ -93,20 +92,9 @@ def write_text(path: Path, text: str) -> None:
     """Replace the file at once: a reader sees the old text or the new one, never half of it."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            os.chmod(temporary, 0o644)  # mkstemp's files are private
-            os.replace(temporary, path)
-        except BaseException:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(temporary)
-            raise
     except OSError as error:
         raise UserError(f"can't write {path}: {error.strerror or error}") from error
+    files.write(path, text)
 
 
 def read(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:

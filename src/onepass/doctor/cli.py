@@ -101,6 +101,7 @@ def run(args: argparse.Namespace) -> int:
 
     from onepass.core.about import dtype_name, settings
     from onepass.core.about import versions as all_versions
+    from onepass.core.errors import printable
 
     from . import facts, report, selftest
 
@@ -126,13 +127,14 @@ def run(args: argparse.Namespace) -> int:
     advice = facts.advice(versions)
 
     for problem in problems:
-        console.print(f"✗ {problem}", style="red", markup=False, soft_wrap=True)
+        console.print(printable(f"✗ {problem}"), style="red", markup=False, soft_wrap=True)
     for hint in advice:
-        console.print(f"! {hint}", style="yellow", markup=False, soft_wrap=True)
+        console.print(printable(f"! {hint}"), style="yellow", markup=False, soft_wrap=True)
     console.print("paste this into a bug report:", style="bold")
     # plain print: no colour and no wrapping, so that it survives copying
     print("```")
-    print(report.block(versions, devices, settings(), verdicts, problems, advice))
+    for line in report.block(versions, devices, settings(), verdicts, problems, advice).splitlines():
+        print(printable(line))
     print("```")
     if problems:
         console.print(f"{len(problems)} problem{'s' * (len(problems) > 1)} found", style="bold red")

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from onepass.core.errors import UserError
 from onepass.train import files
 from onepass.train.config import Config, from_json
+from onepass.train.metrics import Mark
 
 NAME = "checkpoint.safetensors"
 
@@ -32,6 +33,7 @@ class Checkpoint:
     config: Config
     step: int
     metrics_bytes: int  # length of metrics.jsonl at this step
+    metrics_digest: str | None  # of its last row then; None in checkpoints from before rows had digests
     seconds: float  # spent training up to this step
     tensors: dict[str, Tensor]
     scalars: dict[str, dict[str, float]]  # the optimizer's states that are plain numbers
@@ -47,7 +49,7 @@ def _digest(record: str, tensors: dict[str, Tensor]) -> str:
 
 
 def save(
-    path: Path, model: nn.Module, optimizer: Optimizer, config: Config, *, step: int, metrics_bytes: int, seconds: float
+    path: Path, model: nn.Module, optimizer: Optimizer, config: Config, *, step: int, metrics: Mark, seconds: float
 ) -> None:
     """Write the checkpoint, replacing the one before in one stroke."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -64,7 +66,8 @@ def save(
     values = {
         "config": config.to_json(),
         "step": step,
-        "metrics_bytes": metrics_bytes,
+        "metrics_bytes": metrics.length,
+        "metrics_digest": metrics.digest,
         "seconds": seconds,
         "scalars": scalars,
     }
@@ -76,10 +79,7 @@ def save(
 def load(path: Path) -> Checkpoint:
     """Read a checkpoint; a file that is cut, damaged or something else is refused with one line."""
     where = f"{path} can't be used: "
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise UserError(f"can't read {path}: {(error.strerror or str(error)).lower()}") from None
+    content = files.read(path)
     if len(content) < 8 or len(content) < 8 + int.from_bytes(content[:8], "little"):
         raise UserError(f"{where}it is cut off after {len(content):,} bytes")
     try:
@@ -98,11 +98,12 @@ def load(path: Path) -> Checkpoint:
     try:
         values = json.loads(record)
         config = from_json(values["config"], f"{path}: ")
-        numbers = int(values["step"]), int(values["metrics_bytes"]), float(values["seconds"])
+        step, length, seconds = int(values["step"]), int(values["metrics_bytes"]), float(values["seconds"])
+        digest = values.get("metrics_digest")
         scalars = {str(name): dict(state) for name, state in values["scalars"].items()}
     except (ValueError, TypeError, KeyError, AttributeError):
         raise UserError(f"{where}it was written by another version of onepass") from None
-    return Checkpoint(path, config, *numbers, tensors, scalars)
+    return Checkpoint(path, config, step, length, digest, seconds, tensors, scalars)
 
 
 def restore_model(checkpoint: Checkpoint, model: nn.Module) -> None:

@@ -91,18 +91,25 @@ def run(args: argparse.Namespace) -> int:
     from onepass.train import loop, progress
     from onepass.train.run import Run, fresh_out, newest
 
-    run_ = Run(args.out or (newest() if args.resume else fresh_out()))
-    if args.resume and not run_.path.is_dir():
-        raise UserError(f"there is no run in {run_.path} (no such directory); leave out --resume to start one")
-    if not args.resume:
-        run_.refuse_overwriting(args.force)
-    config, corpus = resumed(args, run_) if args.resume else started(args)
+    if args.resume:
+        run_ = Run(args.out or newest())
+        run_.refuse_absent()
+    else:
+        if args.out:
+            # at once; and again, below, when the directory is ours
+            Run(args.out).refuse_overwriting(args.force)
+        config, corpus = started(args)
+        run_ = Run(args.out or fresh_out())
     threads = torch.get_num_threads()
     try:
-        torch.set_num_threads(config.threads)
         with run_.locked():
-            if not args.resume:
+            if args.resume:
+                config, corpus = resumed(args, run_)
+            else:
+                # another process may have trained here while we read the data
+                run_.refuse_overwriting(args.force)
                 run_.create(config, corpus.manifest())
+            torch.set_num_threads(config.threads)
             return train(args, run_, config, corpus)
     except loop.InterruptedRunError as stop:
         progress.say(f"stopped after {stop.step:,} of {config.steps:,} steps, all of them saved")
@@ -163,7 +170,7 @@ def resumed(args: argparse.Namespace, run_: Run) -> tuple[Config, Corpus]:
     import torch
 
     from onepass.train import config as configs
-    from onepass.train import data
+    from onepass.train import data, files
 
     config = run_.config()
     given = {name: getattr(args, name) for name in SETTINGS}
@@ -177,6 +184,11 @@ def resumed(args: argparse.Namespace, run_: Run) -> tuple[Config, Corpus]:
     if corpus.digest != config.data:
         what = data.changed(corpus, run_ / "data.json")
         raise UserError(f"--resume: the data has changed since the run began: {what}; put it back or start another run")
+    if data.damaged(corpus, run_ / "data.json"):
+        # the data itself says what the list must be
+        run_.refuse_replaced()
+        files.write(run_ / "data.json", corpus.manifest())
+        corpus.notes.append("data.json was damaged or gone and is written anew")
     return config, corpus
 
 
@@ -239,7 +251,7 @@ def conclude(training: Training, checkpoint: str) -> None:
     config, corpus, run_ = training.config, training.corpus, training.run
     measured = training.finish()
     unigram = data.unigram_entropy(corpus.validation, config.seq, config.final_windows)
-    files.write(run_ / runs.LOSS, pictures.loss_png(run_.metrics(), config, unigram))
+    files.write(run_ / runs.LOSS, pictures.loss_png(run_.rows(), config, unigram))
     name, content = validation_text(corpus, 3 * config.seq)
     training.model.eval()
     traced = trace(training.model, config, name, content, max(8192, config.seq))

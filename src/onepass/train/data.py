@@ -6,7 +6,6 @@ import hashlib
 import importlib.util
 import json
 import os
-import stat
 import sysconfig
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +14,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from onepass.core.errors import UserError
+from onepass.core.errors import UserError, reason
+from onepass.train import files
 
 Bytes = NDArray[np.uint8]
 Ints = NDArray[np.int64]
@@ -76,24 +76,9 @@ def why_no_text(content: bytes) -> str | None:
     return None
 
 
-def reason(error: OSError) -> str:
-    """Say in a few words what the operating system refused."""
-    return (error.strerror or str(error)).lower()
-
-
-def read(path: Path) -> bytes:
-    """Read one file that the user named."""
-    try:
-        if not stat.S_ISREG(path.stat().st_mode):
-            raise UserError(f"{path} is neither a file nor a directory")
-        return path.read_bytes()
-    except OSError as error:
-        raise UserError(f"can't read {path}: {reason(error)}") from None
-
-
 def read_text(path: Path) -> bytes:
     """Read one file that the user named and refuse it when it is no text."""
-    content = read(path)
+    content = files.read(path)
     if why := why_no_text(content):
         raise UserError(f"{path} is no text ({why}); give files of text")
     return content
@@ -103,10 +88,10 @@ def _walk(root: Path, *, library: bool) -> Iterator[Path]:
     def refuse(error: OSError) -> None:
         raise UserError(f"can't read {error.filename}: {reason(error)}")
 
-    for folder, folders, files in os.walk(root, onerror=refuse):
+    for folder, folders, names in os.walk(root, onerror=refuse):
         hidden = SKIPPED if library else {"__pycache__"}
         folders[:] = sorted(name for name in folders if name not in hidden and not name.startswith("."))
-        for name in sorted(files):
+        for name in sorted(names):
             path = Path(folder, name)
             # a pipe or a socket in a directory would keep the reader waiting for ever
             if not name.startswith(".") and (not library or name.endswith(".py")) and path.is_file():
@@ -137,7 +122,7 @@ def _gather(paths: Sequence[str], packages: Sequence[str]) -> tuple[list[Source]
     seen: set[str] = set()
     no_text, doubles = 0, 0
     for name, path, named in found:
-        content = read_text(path) if named else read(path)
+        content = read_text(path) if named else files.read(path)
         if not named and why_no_text(content):
             no_text += 1
             continue
@@ -191,9 +176,9 @@ def load(paths: Sequence[str], packages: Sequence[str] = ()) -> Corpus:
 def changed(corpus: Corpus, manifest: Path) -> str:
     """Say what differs between the data of a run, as its manifest tells, and the data that is there now."""
     try:
-        rows = json.loads(manifest.read_text())
+        rows = json.loads(manifest.read_bytes())
         old = {str(row[0]): (int(row[1]), str(row[2])) for row in rows}
-    except (OSError, ValueError, TypeError, LookupError, RecursionError):
+    except (OSError, ValueError, TypeError, LookupError, OverflowError, RecursionError):
         return "its files are not the same"
     new = {source.name: (len(source.content), source.digest) for source in corpus.sources}
     gone, come = sorted(old.keys() - new.keys()), sorted(new.keys() - old.keys())
@@ -203,6 +188,14 @@ def changed(corpus: Corpus, manifest: Path) -> str:
             more = len(gone) + len(come) + len(other) - 1
             return f"{names[0]!r} {what}" + (f", and {more} more differ" if more else "")
     return "the order of its files is not the same"
+
+
+def damaged(corpus: Corpus, manifest: Path) -> bool:
+    """Say whether a run's manifest is anything but the list of this data, which is the run's."""
+    try:
+        return files.read(manifest) != corpus.manifest().encode()
+    except UserError:
+        return True
 
 
 def generator(seed: int, purpose: int, step: int) -> np.random.Generator:

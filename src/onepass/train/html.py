@@ -7,6 +7,7 @@ from itertools import groupby
 
 import numpy as np
 
+from onepass.core.errors import printable
 from onepass.train.colours import INK, QUIET, WRONG, shade
 from onepass.train.trace import Trace, cells, name_of
 
@@ -100,8 +101,8 @@ def count_words(count: int) -> str:
 
 
 def _safe(text: str) -> str:
-    """Escape a text for the page, also what no UTF-8 file could hold."""
-    return escape(text.encode("utf-8", "replace").decode())
+    """Escape a text for the page, also what no UTF-8 file could hold and what would turn the direction of reading."""
+    return escape(printable(text))
 
 
 def _text(trace: Trace) -> str:

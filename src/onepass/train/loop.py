@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import signal
 import threading
@@ -56,7 +55,6 @@ class Training:
     checkpoint_every: int
     step: int = 0
     seconds: float = 0.0  # spent in steps, over the whole run
-    metrics_bytes: int = 0
     saved: int = -1  # step of the last checkpoint
     pending: list[tuple[int, Tensor, float]] = field(default_factory=list)
 
@@ -72,14 +70,14 @@ class Training:
             checkpoints.restore_model(checkpoint, self.model)
             checkpoints.restore_optimizer(checkpoint, self.model, self.optimizer)
             self.step, self.seconds = checkpoint.step, checkpoint.seconds
-        self.metrics_bytes = checkpoint.metrics_bytes if checkpoint else 0
-        self.run.rewind(self.metrics_bytes)
+        self.run.rewind(checkpoint)
 
     def save(self) -> None:
         """Write a checkpoint of this moment; the metrics it speaks of are on the disk by then."""
+        self.run.refuse_replaced()
         checkpoints.save(
             self.run / checkpoints.NAME, self.model, self.optimizer, self.config,
-            step=self.step, metrics_bytes=self.metrics_bytes, seconds=self.seconds,
+            step=self.step, metrics=self.run.mark, seconds=self.seconds,
         )  # fmt: skip
         self.saved = self.step
 
@@ -100,9 +98,10 @@ class Training:
                     continue
                 steps = len(self.pending)
                 loss = self._flush()
-                now = time.perf_counter()
-                speed = steps * config.batch * config.seq / (now - clock)
-                self.seconds += now - clock
+                # two readings of a coarse clock may be equal
+                spent = max(time.perf_counter() - clock, 1e-9)
+                speed = steps * config.batch * config.seq / spent
+                self.seconds += spent
                 display.update(self.step, loss, loss / math.log(2), speed)
                 if measure:
                     bits = self.measure(config.eval_windows)
@@ -143,22 +142,27 @@ class Training:
     def _flush(self) -> float:
         """Write the losses since the last time; return the last one."""
         losses = torch.stack([loss for _, loss, _ in self.pending]).tolist()
-        lines = []
+        rows = []
         for (step, _, lr), loss in zip(self.pending, losses, strict=True):
-            if not math.isfinite(loss):
-                raise UserError(f"the loss is {loss} at step {step}; try a smaller --lr (it is {self.config.lr})")
-            lines.append(json.dumps({"step": step, "loss": loss, "bits_per_byte": loss / math.log(2), "lr": lr}) + "\n")
-        self.metrics_bytes = self.run.append("".join(lines))
+            self._refuse_infinite(loss, step)
+            rows.append({"step": step, "loss": loss, "bits_per_byte": loss / math.log(2), "lr": lr})
+        self.run.append(rows)
         self.pending.clear()
         return float(losses[-1])
 
+    def _refuse_infinite(self, loss: float, step: int) -> None:
+        if not math.isfinite(loss):
+            raise UserError(f"the loss is {loss} at step {step}; try a smaller --lr (it is {self.config.lr})")
+
     def _log_measured(self, measured: Measured) -> None:
+        # the last step may have spoiled the weights
+        self._refuse_infinite(measured.bits, self.step)
         row = {
             "step": self.step, "validation_bits_per_byte": measured.bits, "routed": measured.routed,
             "routed_once_at_least": measured.touched, "routed_of_hidden": measured.hidden,
             "tokens_per_s": self.speed(), "seconds": self.seconds,
         }  # fmt: skip
-        self.metrics_bytes = self.run.append(json.dumps(row) + "\n")
+        self.run.append([row])
 
     def finish(self) -> Measured:
         """Measure the trained model on the larger part of the validation text and log it."""

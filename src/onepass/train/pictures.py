@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import io
-import json
 import textwrap
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,11 @@ from matplotlib.patches import Rectangle
 from matplotlib.textpath import TextPath
 from matplotlib.transforms import Affine2D
 
+from onepass.core.errors import printable
 from onepass.train.colours import INK, QUIET, WRONG, shade
 from onepass.train.config import Config
 from onepass.train.html import count_words, numbers
+from onepass.train.metrics import Row
 from onepass.train.trace import Trace, cells
 
 COLUMNS, LINES = 100, 46
@@ -37,11 +39,14 @@ def _png(figure: Figure) -> bytes:
     return out.getvalue()
 
 
-def loss_png(metrics: str, config: Config, unigram: float) -> bytes:
+def loss_png(metrics: Iterable[Row], config: Config, unigram: float) -> bytes:
     """Draw bits per byte over steps: training (each step and smoothed), validation, and the unigram entropy to beat."""
-    rows = [json.loads(line) for line in metrics.splitlines()]
-    train = [(row["step"], row["bits_per_byte"]) for row in rows if "bits_per_byte" in row]
-    valid = [(row["step"], row["validation_bits_per_byte"]) for row in rows if "validation_bits_per_byte" in row]
+    train: list[tuple[int, float]] = []
+    valid: list[tuple[int, float]] = []
+    for row in metrics:
+        for points, name in ((train, "bits_per_byte"), (valid, "validation_bits_per_byte")):
+            if name in row:
+                points.append((row["step"], row[name]))
     figure = Figure(figsize=(8.5, 4.8), layout="constrained")
     axes = figure.add_subplot()
     if train:
@@ -197,4 +202,4 @@ def _legend(axes: Any, y: float, blocks: int, hidden: bool) -> None:
 def _printable(text: str) -> str:
     """Keep what the picture's font can show; a dollar sign would begin mathematics."""
     font = font_manager.get_font(Path(mpl.get_data_path(), "fonts", "ttf", "DejaVuSans.ttf"))
-    return "".join(c if ord(c) in font.get_charmap() else "▯" for c in text).replace("$", r"\$")
+    return "".join(c if ord(c) in font.get_charmap() else "▯" for c in printable(text)).replace("$", r"\$")

@@ -7,6 +7,8 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
+from onepass.core.errors import printable
+
 if TYPE_CHECKING:
     from rich.progress import Progress
 
@@ -26,10 +28,10 @@ def size(count: int) -> str:
 
 
 def say(text: str = "") -> None:
-    """Print a line at once, also into a pipe."""
-    # a terminal that knows no é, and file names that are no text, must not end a run
+    """Print one line at once, also into a pipe."""
+    # a terminal that knows no é must not end a run, and no file name may give it orders
     encoding = sys.stdout.encoding or "utf-8"
-    sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding) + "\n")
+    sys.stdout.write(printable(text).encode(encoding, "backslashreplace").decode(encoding) + "\n")
     sys.stdout.flush()
 
 
@@ -69,7 +71,7 @@ class Display:
     def note(self, text: str) -> None:
         """Put a line above the bar."""
         if self.bar:
-            self.bar.console.print(text, markup=False)
+            self.bar.console.print(printable(text), markup=False)
         else:
             say(text)
 

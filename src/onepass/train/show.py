@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from onepass.core.errors import UserError
+from onepass.core.errors import UserError, reason
 from onepass.core.options import number
 
 TEXT = """\
@@ -30,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
     """Load the model, trace the file, write both pictures."""
     from onepass.train import checkpoint, data, files
     from onepass.train.progress import say
-    from onepass.train.run import PICTURE
+    from onepass.train.run import METRICS, PICTURE, Run
 
     where = args.directory / checkpoint.NAME
     if not where.exists():
@@ -39,11 +39,14 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"{args.file} is a directory; give one file of text")
     content = data.read_text(args.file)
     saved = checkpoint.load(where)
+    # a model may be passed on without them
+    if (args.directory / METRICS).exists():
+        Run(args.directory).verify(saved)
     out = args.out or args.directory
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"can't use {out}: {data.reason(error)}") from None
+        raise UserError(f"can't use {out}: {reason(error)}") from None
 
     from onepass.train import html, pictures
     from onepass.train.model import new

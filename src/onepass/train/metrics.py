@@ -1,0 +1,75 @@
+"""The rows of metrics.jsonl. Each carries a digest over itself and all rows before it: damage anywhere shows.
+
+`digest` is the first 16 hex digits of the SHA-256 of the digest before (nothing before the first row), a line feed and
+the row as JSON without its digest. So a row that was changed, lost, added or moved fits no more. It guards against
+accidents, not against somebody who computes the digests anew. Rows of runs from before there were digests have none;
+they count for the digests of the rows after them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from onepass.core.errors import UserError
+
+Row = Mapping[str, Any]
+_KEY = b', "digest": "'
+_END = b'"}'
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A place in the metrics: how many bytes come before it, and the digest of the last row there."""
+
+    length: int = 0
+    digest: str = ""
+
+
+def _after(digest: str, row: bytes) -> str:
+    return hashlib.sha256(digest.encode() + b"\n" + row).hexdigest()[:16]
+
+
+def written(rows: Iterable[Row], mark: Mark) -> tuple[bytes, Mark]:
+    """Write rows that follow `mark`; return their lines and the place after them."""
+    lines, length, digest = [], mark.length, mark.digest
+    for row in rows:
+        text = json.dumps(row, allow_nan=False).encode()
+        digest = _after(digest, text)
+        lines.append(text[:-1] + _KEY + digest.encode() + _END + b"\n")
+        length += len(lines[-1])
+    return b"".join(lines), Mark(length, digest)
+
+
+def parsed(lines: Iterable[bytes], where: Path) -> Iterator[tuple[Row, Mark]]:
+    """Read lines one by one, each with the place after it; the first that is damaged is refused."""
+    mark, sealed = Mark(), False
+    for number, line in enumerate(lines, 1):
+        text, key, digest = line.removesuffix(b"\n").rpartition(_KEY)
+        text = text + b"}" if key else digest
+        mark = Mark(mark.length + len(line), _after(mark.digest, text))
+        # once rows have digests, all that follow have them
+        fits = digest == mark.digest.encode() + _END if key else not sealed
+        sealed = sealed or bool(key)
+        row = _row(text)
+        if not (fits and line.endswith(b"\n") and row):
+            raise UserError(f"{where} can't be used: line {number:,} is damaged, or a line before it is lost or moved")
+        yield row, mark
+
+
+def _row(text: bytes) -> Row | None:
+    """Read a row: names with finite numbers, the step among them. None when it is something else."""
+    try:
+        row = json.loads(text.decode())
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(row, dict) or type(row.get("step")) is not int:
+        return None
+    if not all(type(value) in (int, float) and abs(value) < math.inf for value in row.values()):
+        return None
+    return row

@@ -1,0 +1,154 @@
+"""Files are written whole or not at all, and never through a link."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from onepass.core import files
+from onepass.core.errors import UserError, printable
+
+
+@pytest.fixture
+def victim(tmp_path: Path) -> Path:
+    """A file outside the directory that is written to."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "victim").write_text("keep me")
+    return tmp_path / "victim"
+
+
+def test_a_planted_link_costs_its_target_nothing(victim: Path):
+    run = victim.parent / "run"
+    for name in ("page.partial", "page.0123abcd.partial", "page"):
+        (run / name).symlink_to(victim)
+    files.write(run / "page", "new")
+    assert victim.read_text() == "keep me"
+    assert (run / "page").read_text() == "new"
+    assert not (run / "page").is_symlink()
+
+
+def test_two_writers_of_one_path_share_no_temporary(victim: Path):
+    path = victim.parent / "run" / "page"
+    texts = [letter * 200_000 for letter in "abcd"]
+    torn: list[int] = []
+    done = threading.Event()
+
+    def look() -> None:
+        while not done.is_set():
+            if path.exists() and path.read_text() not in texts:
+                torn.append(1)
+
+    def work(text: str) -> None:
+        for _ in range(20):
+            files.write(path, text)
+
+    reader = threading.Thread(target=look)
+    writers = [threading.Thread(target=work, args=(text,)) for text in texts]
+    for thread in (reader, *writers):
+        thread.start()
+    for thread in writers:
+        thread.join()
+    done.set()
+    reader.join()
+    assert not torn
+    assert [entry.name for entry in path.parent.iterdir()] == ["page"]
+
+
+KILLED = """
+import sys
+from pathlib import Path
+from onepass.core import files
+path = Path(sys.argv[1])
+print("ready", flush=True)
+while True:
+    files.write(path, b"a" * 300_000)
+    files.write(path, b"b" * 300_000)
+"""
+
+
+def test_a_killed_writer_leaves_a_whole_file(victim: Path):
+    path = victim.parent / "run" / "page"
+    for _ in range(5):
+        process = subprocess.Popen([sys.executable, "-c", KILLED, str(path)], stdout=subprocess.PIPE)
+        assert process.stdout is not None
+        process.stdout.readline()
+        while not path.exists():
+            pass
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        process.stdout.close()
+        content = path.read_bytes()
+        assert len(content) == 300_000
+        assert len(set(content)) == 1
+    left = {entry.name for entry in path.parent.iterdir()} - {"page"}
+    assert all(files.partial_of(name) == "page" for name in left)
+
+
+@pytest.mark.parametrize("name", ["link", "nowhere", "pipe", "folder"])
+def test_what_is_no_regular_file_is_neither_extended_nor_cut(victim: Path, name: str):
+    path = victim.parent / "run" / name
+    if name == "link":
+        path.symlink_to(victim)
+    elif name == "nowhere":
+        path.symlink_to(victim.parent / "absent")
+    elif name == "pipe":
+        os.mkfifo(path)
+    else:
+        path.mkdir()
+    for change in (lambda: files.extend(path, b"more", 0), lambda: files.cut(path, 0)):
+        with pytest.raises(UserError, match=f"can't write .*{name}"):
+            change()
+    assert victim.read_text() == "keep me"
+    assert not (victim.parent / "absent").exists()
+
+
+def test_a_file_that_something_else_wrote_to_is_not_extended(victim: Path):
+    with pytest.raises(UserError, match="has 7 bytes instead of 3: something else wrote to it"):
+        files.extend(victim, b"more", 3)
+    files.extend(victim, b"!", 7)
+    assert victim.read_text() == "keep me!"
+    files.cut(victim, 4)
+    assert victim.read_text() == "keep"
+
+
+@pytest.mark.parametrize(
+    ("name", "final"),
+    [
+        ("page.0123abcd.partial", "page"),
+        ("page.partial", "page"),
+        ("a.routing.html.deadbeef.partial", "a.routing.html"),
+        ("page", None),
+        (".partial", None),
+        ("page.partial.txt", None),
+    ],
+)
+def test_names_of_unfinished_files(name: str, final: str | None):
+    assert files.partial_of(name) == final
+
+
+def test_names_that_no_file_can_have():
+    for name in ("a\0b", "\ud800"):
+        with pytest.raises(UserError, match="no file can have this name"):
+            files.read(Path(name))
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("plain é × 漢字 €", "plain é × 漢字 €"),
+        ("a\x1b]0;t\x07b", r"a\x1b]0;t\x07b"),
+        ("two\nlines\r", r"two\nlines\r"),
+        ("\u202etxt.exe", r"\u202etxt.exe"),
+        ("caf\udce9", r"caf\udce9"),
+        ("\x7f\x9b31m", r"\x7f\x9b31m"),
+        ("", ""),
+    ],
+)
+def test_printable(text: str, shown: str):
+    assert printable(text) == shown
