@@ -28,7 +28,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-BENCHMARKS = Path(__file__).parent
+BENCHMARKS = Path(__file__).resolve().parent
+# research and benchmarks are found from here
+ROOT = BENCHMARKS.parent
 PHASES = ("compile", "measure", "check", "train")
 CHECKS_PER_GPU = 4
 # processes that measure one operator folder's cases, and minutes that each takes on an H200 with every rival installed
@@ -74,13 +76,13 @@ def jobs(out: Path) -> list[Job]:
         Job("check", "sanitize", 4, run("sanitize", "--json", str(out / "raw/sanitize.json"))),
     ]
     for folders in TESTS:
-        paths = [str(BENCHMARKS.parent / "tests" / folder) for folder in folders.split()]
+        paths = [str(ROOT / "tests" / folder) for folder in folders.split()]
         name = "tests." + folders.replace("/", "-").replace(" ", ".")
         found.append(Job("check", name, 3, [*script, "-m", "pytest", "-q", "-m", "gpu", *paths]))
     lion = run("lion_training", "--preset", "gpu", "--tune", "300", "--out", str(out / "raw/lion_training"))
     found.append(Job("train", "lion_training", 3, lion))
     for task, option, other, minutes in (("planted", "--start", "adverse", 8), ("text", "--task", "causal", 16)):
-        command = [*onepass, "ablate", task, "--out", str(out / f"ablate_{task}")]
+        command = [sys.executable, "-m", "research.ablate", task, "--out", str(out / f"ablate_{task}")]
         found.append(Job("train", f"ablate_{task}", minutes, command))
         found.append(Job("train", f"ablate_{task}_{other}", minutes, [*command, option, other]))
     return sorted(found, key=lambda job: (PHASES.index(job.phase), -job.minutes))
@@ -100,7 +102,7 @@ def _run(job: Job, gpu: int, out: Path, deadline: float) -> Done:
         environment = os.environ | {"CUDA_VISIBLE_DEVICES": str(gpu)}
         process = subprocess.Popen(
             job.command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=environment,
-            start_new_session=True,
+            start_new_session=True, cwd=ROOT,
         )  # fmt: skip
         code: int | str
         try:
@@ -177,6 +179,7 @@ def main() -> int:
     )
     parser.add_argument("--list", action="store_true", help="list the jobs and stop")
     args = parser.parse_args()
+    args.out = args.out.resolve()
     todo = [j for j in jobs(args.out) if not args.only or any(t in f"{j.phase} {j.name}" for t in args.only)]
     if not todo:
         parser.error(f"--only {' '.join(args.only)}: no such job; --list shows them")

@@ -14,7 +14,7 @@ from onepass import __version__
 from onepass.core.errors import UserError, printable, reason
 
 # every module here has `add_command(subparsers)` and imports its heavy parts only when its command runs
-COMMANDS = ("onepass.doctor.cli", "onepass.train.cli", "onepass.train.show", "onepass.ablate.cli", "onepass.bench.cli")
+COMMANDS = ("onepass.doctor.cli", "onepass.train.cli", "onepass.train.show", "onepass.bench.cli")
 
 
 class Parser(argparse.ArgumentParser):
@@ -24,7 +24,7 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {printable(message)}\n")
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> Parser:
     """Build the argument parser of every command."""
     top = Parser(prog="onepass", description="One-pass PyTorch operators and conditional computation.")
     top.add_argument("--version", action="version", version=f"onepass {__version__}")
@@ -35,22 +35,28 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; return its exit code (2 for a user's mistake, 130 when interrupted)."""
+    """Run one command of `onepass`; return its exit code."""
+    return run_command(parser(), argv)
+
+
+def run_command(top: Parser, argv: Sequence[str] | None) -> int:
+    """Parse the arguments and call their `run`; return its exit code (2 for a user's mistake, 130 when interrupted)."""
     if sys.stdout is None:
         # as a daemon finds it
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     elif isinstance(sys.stdout, io.TextIOWrapper):
         # an encoding that knows no × or µ must not end a run
         sys.stdout.reconfigure(errors="backslashreplace")
-    args = parser().parse_args(argv)
+    args = top.parse_args(argv)
+    name = f"{top.prog} {args.command}" if "command" in args else top.prog
     try:
         return int(args.run(args))
     except UserError as error:
         # a path may contain a line feed, or orders to the terminal
-        print(f"onepass {args.command}: {printable(str(error))}", file=sys.stderr)
+        print(f"{name}: {printable(str(error))}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print(f"onepass {args.command}: interrupted", file=sys.stderr)
+        print(f"{name}: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
         # the reader of our output went away (`onepass bench | head`): nothing is wrong here
@@ -59,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         # what no command foresees: a directory on the way that may not be entered, a full disk behind the output
         where = f"can't use {error.filename}: " if error.filename else ""
-        print(f"onepass {args.command}: {printable(where + reason(error))}", file=sys.stderr)
+        print(f"{name}: {printable(where + reason(error))}", file=sys.stderr)
         return 2
 
 

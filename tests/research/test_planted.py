@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from onepass.__main__ import main
-from onepass.ablate import planted, runner, tables
-from onepass.ablate.cli import ARMS
 from onepass.nn import Router
+from research.ablate import planted, runner, tables
+from research.ablate.__main__ import ARMS, main
 
 SMALL = planted.SIZES["small"]
 CPU = torch.device("cpu")
@@ -58,10 +57,10 @@ def test_adverse_means_that_no_planted_token_is_chosen() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("start", ["adverse", "random"])
 def test_learned_routing_closes_four_fifths_of_the_gap(tmp_path: Path, start: str) -> None:
-    """The promise of `onepass ablate planted`, on the command's own records."""
+    """The promise of `python -m research.ablate planted`, on the command's own records."""
     arms = [word for arm in ("learned", "random", "oracle") for word in ("--arm", arm)]
     options = ["--size", "small", "--device", "cpu", "--start", start, "--seed", "0", *arms]
-    assert main(["ablate", "planted", *options, "--out", str(tmp_path)]) == 0
+    assert main(["planted", *options, "--out", str(tmp_path)]) == 0
     records = tables.by_arm(tables.load(tmp_path))
     assert records["random"][0]["final"]["picked"] < 0.1
     assert records["learned"][0]["final"]["picked"] > 0.85

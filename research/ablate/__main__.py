@@ -1,14 +1,17 @@
-"""`onepass ablate`: train every arm with every seed, then put tables and curves beside the records."""
+"""`research.ablate`: train every arm with every seed, then put tables and curves beside the records."""
 
 from __future__ import annotations
 
 import argparse
 import importlib
 import math
+import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from onepass.__main__ import Parser, run_command
 from onepass.core.errors import UserError
 from onepass.core.options import number
 from onepass.train.cli import pick_device
@@ -16,7 +19,6 @@ from onepass.train.cli import pick_device
 if TYPE_CHECKING:
     import torch
 
-HELP = "does learned routing beat chance? the planted task and real text, arm by arm"
 TEXT = """\
 Compare who chooses the tokens of the heavy branch, at equal steps, data and initial weights:
 
@@ -29,10 +31,10 @@ Each arm with each seed leaves one JSON in DIR when it is done. What is there al
 stopped command goes on where it was, and several may share the work and the directory."""
 EXAMPLES = """\
 examples:
-  onepass ablate planted --size small              about two minutes on a CPU; leaves runs/ablate
-  onepass ablate planted --start adverse           routers begin pointing away from what they have to find
-  onepass ablate text --task causal --arm learned --arm random --seed 0 --seed 1
-  onepass ablate report runs/ablate                tables and curves of all records in a directory
+  python -m research.ablate planted --size small     about two minutes on a CPU; leaves runs/ablate
+  python -m research.ablate planted --start adverse  routers begin pointing away from what they have to find
+  python -m research.ablate text --task causal --arm learned --arm random --seed 0 --seed 1
+  python -m research.ablate report runs/ablate       tables and curves of all records in a directory
 """
 TASKS = {
     "planted": "long sequences of filler in which a few tokens, to be told by their content, carry a computation",
@@ -46,10 +48,10 @@ ARMS = {
 SEEDS = 5
 
 
-def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add `ablate` and what it consists of to the command line."""
+def command_line() -> Parser:
+    """Build the parser of the tasks and of the report."""
     form = argparse.RawDescriptionHelpFormatter
-    parser = commands.add_parser("ablate", help=HELP, description=TEXT, epilog=EXAMPLES, formatter_class=form)
+    parser = Parser(prog="python -m research.ablate", description=TEXT, epilog=EXAMPLES, formatter_class=form)
     kinds = parser.add_subparsers(dest="kind", metavar="WHAT", required=True)
     for task, what in TASKS.items():
         one = kinds.add_parser(task, help=what, description=TEXT, formatter_class=form)
@@ -72,6 +74,12 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     report = kinds.add_parser("report", help=REPORT, description=f"Write {REPORT}: report.md and a picture a task.")
     report.add_argument("out", type=Path, metavar="DIR")
     report.set_defaults(run=write_report)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; return its exit code."""
+    return run_command(command_line(), argv)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -81,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
     from onepass.train.progress import say
 
     deadline = time.monotonic() + args.seconds if args.seconds else math.inf
-    module: Any = importlib.import_module(f"onepass.ablate.{args.kind}")
+    module: Any = importlib.import_module(f"research.ablate.{args.kind}")
     device = torch.device(pick_device(args.device))
     trials = Trials(args, module, device)
     try:
@@ -123,8 +131,8 @@ class Trials:
 
     def one(self, arm: str, seed: int, deadline: float) -> None:
         """Train one arm with one seed, unless its record is there."""
-        from onepass.ablate import runner
-        from onepass.ablate.display import Display
+        from research.ablate import runner
+        from research.ablate.display import Display
 
         path = self.out / f"{self.name}.{arm}.{seed}.json"
         if path.exists():
@@ -142,7 +150,7 @@ class Trials:
         """Find the dense arm's hidden width, or read what an earlier command found."""
         import json
 
-        from onepass.ablate import runner
+        from research.ablate import runner
 
         path = self.out / f"{self.name}.width.json"
         if path.exists():
@@ -179,13 +187,13 @@ def about(device: torch.device) -> dict[str, str]:
 
 def write_report(args: argparse.Namespace) -> int:
     """Write tables and curves of a directory's records, and show the tables."""
-    from onepass.ablate import curves, tables
     from onepass.train import files
     from onepass.train.progress import say
+    from research.ablate import curves, tables
 
     records = tables.load(args.out)
     if not records:
-        raise UserError(f"there are no records of `onepass ablate` in {args.out}")
+        raise UserError(f"there are no records of `research.ablate` in {args.out}")
     table = tables.markdown(records)
     files.write(args.out / "report.md", table)
     for task in sorted({record["task"] for record in records}):
@@ -193,3 +201,7 @@ def write_report(args: argparse.Namespace) -> int:
     for line in table.splitlines():
         say(line)
     return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,4 +1,4 @@
-"""What a run of `onepass ablate` shows while it goes on: a bar on a terminal, else one line when it is done."""
+"""What a run of `research.ablate` shows while it goes on: a bar on a terminal, else one line when it is done."""
 
 from __future__ import annotations
 

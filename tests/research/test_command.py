@@ -1,4 +1,4 @@
-"""`onepass ablate`: records, what is done again and what not, reports, refusals."""
+"""`research.ablate`: records, what is done again and what not, reports, refusals."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from onepass.__main__ import main
-from onepass.ablate import tables, text
 from onepass.train import data
+from research.ablate import tables, text
+from research.ablate.__main__ import main
 
 QUICK = ["--size", "small", "--device", "cpu", "--steps", "4"]
 
 
 def test_all_arms_leave_records_and_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["ablate", "planted", *QUICK, "--seed", "0", "--seed", "1", "--out", str(tmp_path)]) == 0
+    assert main(["planted", *QUICK, "--seed", "0", "--seed", "1", "--out", str(tmp_path)]) == 0
     names = {path.name for path in tmp_path.iterdir()}
     wanted = {
         f"planted.{arm}.{seed}.json" for arm in ("learned", "random", "oracle", "light", "dense") for seed in (0, 1)
@@ -32,7 +32,7 @@ def test_all_arms_leave_records_and_a_report(tmp_path: Path, capsys: pytest.Capt
 
 
 def test_what_is_there_is_not_trained_again(tmp_path: Path) -> None:
-    one = ["ablate", "planted", *QUICK, "--arm", "light", "--seed", "0", "--out", str(tmp_path)]
+    one = ["planted", *QUICK, "--arm", "light", "--seed", "0", "--out", str(tmp_path)]
     assert main(one) == 0
     path = tmp_path / "planted.light.0.json"
     path.write_text(path.read_text().replace('"seed": 0', '"seed": 77'))
@@ -42,7 +42,7 @@ def test_what_is_there_is_not_trained_again(tmp_path: Path) -> None:
 
 def test_a_time_limit_keeps_what_there_is(tmp_path: Path) -> None:
     options = ["--size", "small", "--device", "cpu", "--arm", "light", "--seed", "0", "--steps", "1000000"]
-    assert main(["ablate", "planted", *options, "--seconds", "3", "--out", str(tmp_path)]) == 0
+    assert main(["planted", *options, "--seconds", "3", "--out", str(tmp_path)]) == 0
     record = json.loads((tmp_path / "planted.light.0.json").read_text())
     assert 0 < record["steps_done"] < record["steps"] == 1_000_000
     assert record["final"]["loss"] > 0
@@ -52,8 +52,8 @@ def test_a_time_limit_keeps_what_there_is(tmp_path: Path) -> None:
 def test_text(tmp_path: Path, task: str) -> None:
     options = ["--size", "small", "--device", "cpu", "--steps", "2", "--seed", "0"]
     arms = [word for arm in ("learned", "random", "light", "all") for word in ("--arm", arm)]
-    assert main(["ablate", "text", "--task", task, *options, *arms, "--out", str(tmp_path)]) == 0
-    assert main(["ablate", "report", str(tmp_path)]) == 0
+    assert main(["text", "--task", task, *options, *arms, "--out", str(tmp_path)]) == 0
+    assert main(["report", str(tmp_path)]) == 0
     records = tables.load(tmp_path)
     assert [record["arm"] for record in records] == ["learned", "random", "light", "all"]
     final = records[0]["final"]
@@ -79,13 +79,13 @@ def test_at_full_size_torch_is_read_as_well() -> None:
     [
         (["planted", "--arm", "best"], "argument --arm: invalid choice: 'best'"),
         (["text", "--arm", "oracle"], "argument --arm: invalid choice: 'oracle'"),
-        (["report", "nowhere"], "there are no records of `onepass ablate` in nowhere"),
+        (["report", "nowhere"], "there are no records of `research.ablate` in nowhere"),
         (["planted", "--steps", "0"], "--steps: must be from 1"),
     ],
 )
 def test_refusals(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     try:
-        code = main(["ablate", *options])
+        code = main([*options])
     except SystemExit as stop:
         code = stop.code
     assert code == 2
@@ -96,14 +96,14 @@ def test_refusals(options: list[str], message: str, capsys: pytest.CaptureFixtur
 
 def test_a_damaged_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "planted.light.0.json").write_text("{")
-    assert main(["ablate", "report", str(tmp_path)]) == 2
-    assert "is no record of `onepass ablate`" in capsys.readouterr().err
+    assert main(["report", str(tmp_path)]) == 2
+    assert "is no record of `research.ablate`" in capsys.readouterr().err
 
 
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     for options in (["--help"], ["planted", "--help"], ["text", "--help"], ["report", "--help"]):
         with pytest.raises(SystemExit) as stop:
-            main(["ablate", *options])
+            main([*options])
         assert stop.value.code == 0
     said = capsys.readouterr().out
     assert [word for word in ["oracle", "--start", "--task", "--seed", "--calibrate", "DIR"] if word not in said] == []

@@ -10,7 +10,7 @@ import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from onepass.ablate.tables import Record, by_arm, figure
+from research.ablate.tables import Record, by_arm, figure
 
 COLOURS = {
     "learned": "#c23b22", "random": "#2f78bd", "oracle": "#2e8b57", "light": "#8a8f98", "dense": "#222a35",

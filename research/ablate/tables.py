@@ -1,4 +1,4 @@
-"""Tables of what `onepass ablate` left in a directory."""
+"""Tables of what `research.ablate` left in a directory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def load(folder: Path) -> list[Record]:
             record = json.loads(path.read_text())
             records.append((record["task"], ORDER.index(record["arm"]), record["seed"], record))
         except (OSError, ValueError, KeyError, TypeError):
-            raise UserError(f"{path} is no record of `onepass ablate`; move it away") from None
+            raise UserError(f"{path} is no record of `research.ablate`; move it away") from None
     return [one[-1] for one in sorted(records, key=lambda one: one[:3])]
 
 
