@@ -12,8 +12,10 @@ from typing import NoReturn
 
 from onepass import __version__
 from onepass.core.errors import UserError
+from onepass.core.extras import require
 
-# every module here has `add_command(subparsers)` and imports its heavy parts only when its command runs
+# every module here has `add_command(subparsers)`, imports its heavy parts only when its command runs, and names the
+# extra that they come with: `set_defaults(run=run, extra="train")`
 COMMANDS = ("onepass.doctor.cli", "onepass.train.cli", "onepass.train.show", "onepass.ablate.cli", "onepass.bench.cli")
 
 
@@ -44,6 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="backslashreplace")
     args = parser().parse_args(argv)
     try:
+        if extra := getattr(args, "extra", None):
+            require(extra)
         return int(args.run(args))
     except UserError as error:
         # a path may contain a newline; the message stays on one line
