@@ -1,46 +1,75 @@
-# Two commands set themselves up on a fresh machine: `make run` and `make test`.
+# Every target sets itself up on a fresh machine: `make run` for the demonstration, `make test` for the checks.
 PYTHON ?= python3
+# which torch to install, as pip writes it: make test TORCH='torch==2.13.*'
+TORCH ?= torch
+# what `make quick` compares with
+BASE ?= main
 ARGS ?=
 JOBS ?= 2
-PIP = -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: run test lint types unit interpret doctest clean
+DEV = .venv-dev/bin
+PYTEST = OMP_NUM_THREADS=1 $(DEV)/pytest -q
+PARALLEL = -n $(JOBS) --dist worksteal
+KERNELS = tests/contract tests/ops tests/core/test_replay_kernels.py
+PIP = -m pip install --quiet --disable-pip-version-check
+
+.PHONY: run quick test test-all slow lint types unit interpret doctest dist clean FORCE
 
 run: .venv/ready  ## train a routed transformer on the standard library's own sources
 	.venv/bin/onepass train $(ARGS)
 
-test: lint types unit interpret doctest  ## everything that needs no GPU
+quick: lint types  ## lint, types and the tests of what changed since BASE
+	tests=$$($(DEV)/python tests/changed.py $(BASE)) && { [ -z "$$tests" ] || $(PYTEST) $(PARALLEL) -m 'not slow' $$tests; }
+
+test: lint types unit interpret doctest  ## everything that needs no GPU, without the slow tests
+
+test-all: test slow dist  ## the slow tests and the built packages as well
 
 lint: .venv-dev/ready
-	.venv-dev/bin/ruff check .
-	.venv-dev/bin/ruff format --check .
+	$(DEV)/ruff check .
+	$(DEV)/ruff format --check .
 
 types: .venv-dev/ready
-	.venv-dev/bin/mypy
+	$(DEV)/mypy
 
 unit: .venv-dev/ready
-	OMP_NUM_THREADS=1 .venv-dev/bin/pytest -q -n $(JOBS) --dist worksteal $(ARGS)
+	$(PYTEST) $(PARALLEL) -m 'not slow' $(ARGS)
 
 # the Triton kernels themselves, run by Triton's interpreter on the CPU
 interpret: .venv-dev/ready
-	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 .venv-dev/bin/pytest -q -n $(JOBS) --dist worksteal tests/contract tests/ops tests/core/test_replay_kernels.py $(ARGS)
+	TRITON_INTERPRET=1 $(PYTEST) $(PARALLEL) -m 'not slow' $(KERNELS) $(ARGS)
 
 doctest: .venv-dev/ready
-	OMP_NUM_THREADS=1 .venv-dev/bin/pytest -q --doctest-modules --ignore-glob='*kernels_*' src
+	$(PYTEST) --doctest-modules --ignore-glob='*kernels_*' src
+
+slow: .venv-dev/ready
+	$(PYTEST) $(PARALLEL) -m slow $(ARGS)
+	TRITON_INTERPRET=1 $(PYTEST) $(PARALLEL) -m slow $(KERNELS) $(ARGS)
+
+dist: .venv-dev/ready  ## build sdist and wheel into dist/, check them and try the wheel with torch alone
+	$(DEV)/python tests/packages.py
 
 clean:
-	rm -rf .venv .venv-dev .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-dev .requirement .mypy_cache .pytest_cache .ruff_cache .hypothesis dist
 
-.venv/ready: pyproject.toml constraints.txt
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "onepass needs Python 3.10 or newer, this is " + sys.version)'
-	$(PYTHON) -m venv --clear .venv
-	.venv/bin/python $(PIP) 'pip>=25.1'
-	.venv/bin/python $(PIP) --editable .
+.venv/ready: pyproject.toml .requirement
+	$(NEW)
+	.venv/bin/python $(PIP) '$(TORCH)' --editable '.[train]'
 	touch $@
 
-.venv-dev/ready: pyproject.toml constraints.txt
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "onepass needs Python 3.10 or newer, this is " + sys.version)'
-	$(PYTHON) -m venv --clear .venv-dev
-	.venv-dev/bin/python $(PIP) 'pip>=25.1'
-	.venv-dev/bin/python $(PIP) --group dev --editable .
+.venv-dev/ready: pyproject.toml .requirement
+	$(NEW)
+	.venv-dev/bin/python $(PIP) '$(TORCH)' --editable '.[train,bench]' --group dev
 	touch $@
+
+# an environment; pip 25.1 is the first that knows --group
+define NEW
+$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "onepass needs Python 3.10 or newer, this is " + sys.version)'
+@echo 'installing $(TORCH) and what goes with it; on Linux the package index may give gigabytes of CUDA libraries'
+$(PYTHON) -m venv --clear $(@D)
+$(@D)/bin/python $(PIP) 'pip>=25.1'
+endef
+
+# its date changes with PYTHON or TORCH only, so that another choice makes another environment
+.requirement: FORCE
+	@echo '$(PYTHON) $(TORCH)' | cmp -s - $@ || echo '$(PYTHON) $(TORCH)' > $@

@@ -70,10 +70,10 @@ def command_line() -> Parser:
         add("--device", choices=("auto", "cpu", "cuda"), help="where to train (default: auto, cuda if there is one)")
         add("--out", type=Path, default=Path("runs/ablate"), metavar="DIR", help="default: runs/ablate")
         add("--calibrate", action="store_true", help="only find the dense arm's width; do so before sharing a GPU")
-        one.set_defaults(run=run)
+        one.set_defaults(run=run, extra="train")
     report = kinds.add_parser("report", help=REPORT, description=f"Write {REPORT}: report.md and a picture a task.")
     report.add_argument("out", type=Path, metavar="DIR")
-    report.set_defaults(run=write_report)
+    report.set_defaults(run=write_report, extra="train")
     return parser
 
 

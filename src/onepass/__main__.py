@@ -12,8 +12,10 @@ from typing import NoReturn
 
 from onepass import __version__
 from onepass.core.errors import UserError, printable, reason
+from onepass.core.extras import require
 
-# every module here has `add_command(subparsers)` and imports its heavy parts only when its command runs
+# every module here has `add_command(subparsers)`, imports its heavy parts only when its command runs, and names the
+# extra that they come with: `set_defaults(run=run, extra="train")`
 COMMANDS = ("onepass.doctor.cli", "onepass.train.cli", "onepass.train.show", "onepass.bench.cli")
 
 
@@ -50,6 +52,8 @@ def run_command(top: Parser, argv: Sequence[str] | None) -> int:
     args = top.parse_args(argv)
     name = f"{top.prog} {args.command}" if "command" in args else top.prog
     try:
+        if extra := getattr(args, "extra", None):
+            require(extra)
         return int(args.run(args))
     except UserError as error:
         # a path may contain a line feed, or orders to the terminal

@@ -72,7 +72,7 @@ def add_command(subparsers: Any) -> None:
         "--merge", type=Path, nargs="+", metavar="FILE", help="write the first FILE from the others, parts of one run"
     )
     parser.add_argument("--report", type=Path, metavar="DIR", help="build tables and plots from the JSON files in DIR")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, extra="bench")
 
 
 def _one_of(option: str, given: str | None, accepted: Iterable[str]) -> None:

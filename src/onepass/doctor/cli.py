@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
+import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from .facts import Device
     from .selftest import Check, Verdict
 
@@ -56,88 +56,81 @@ def plan(devices: Sequence[Device]) -> tuple[list[Iterator[Check]], list[str]]:
     return checks, problems
 
 
-def _show(console: Console, versions: dict[str, str | None], devices: Sequence[Device]) -> None:
-    from rich import box
-    from rich.markup import escape
-    from rich.table import Table
-
-    shown = Table(box=box.SIMPLE, show_header=False, pad_edge=False)
-    for name, version in versions.items():
-        shown.add_row(name, escape(version) if version else "[dim]none[/]")
-    for found in devices:
-        shown.add_row(str(found.device), f"{escape(found.name)} [dim]{escape(found.details)}[/]")
-    console.print(shown)
+def _is_terminal() -> bool:
+    return sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
 
 
-def _show_verdicts(console: Console, verdicts: Sequence[Verdict]) -> None:
-    from rich import box
-    from rich.markup import escape
-    from rich.table import Table
+def _coloured(text: str, colour: int) -> str:
+    """Put a text into a colour (31 red, 32 green, 33 yellow) where a terminal shows it."""
+    return f"\x1b[{colour}m{text}\x1b[0m" if _is_terminal() and not os.environ.get("NO_COLOR") else text
 
+
+def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Rows of cells as lines, each column as wide as its widest cell."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def _show(versions: dict[str, str | None], devices: Sequence[Device]) -> None:
+    rows = [(name, version or "none") for name, version in versions.items()]
+    rows += [(str(found.device), f"{found.name}, {found.details}") for found in devices]
+    print(*_columns(rows), "", sep="\n")
+
+
+def _show_verdicts(verdicts: Sequence[Verdict]) -> None:
     from onepass.core.about import dtype_name
 
     from .report import outcome, taken_path
 
-    shown = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in ("operator", "on", "path", "why", "self-test"):
-        shown.add_column(column)
+    rows: list[tuple[str, ...]] = [("operator", "on", "path", "why", "self-test")]
     for verdict in verdicts:
-        taken, why = taken_path(verdict)
-        style = "red" if verdict.problems else "green" if verdict.ran else "dim"
-        shown.add_row(
-            verdict.operator,
-            f"{verdict.device} {dtype_name(verdict.dtype)}",
-            taken,
-            f"[dim]{escape(why)}[/]",
-            f"[{style}]{outcome(verdict)}[/]",
-        )
-    console.print(shown)
+        where = f"{verdict.device} {dtype_name(verdict.dtype)}"
+        rows.append((verdict.operator, where, *taken_path(verdict), outcome(verdict)))
+    header, *lines = _columns(rows)
+    print(header)
+    for verdict, line in zip(verdicts, lines, strict=True):
+        print(_coloured(line, 31) if verdict.problems else line)
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the command; 1 when something is wrong."""
-    from rich.console import Console
-    from rich.markup import escape
-
     from onepass.core.about import dtype_name, settings
     from onepass.core.about import versions as all_versions
     from onepass.core.errors import printable
 
     from . import facts, report, selftest
 
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=140)
     versions = all_versions()
     devices, problems = facts.devices()
-    _show(console, versions, devices)
+    _show(versions, devices)
 
     checks, unloadable = plan(devices)
     problems += facts.problems(versions) + unloadable
-    with console.status("testing") as status:
 
-        def started(verdict: Verdict) -> None:
+    def started(verdict: Verdict) -> None:
+        if _is_terminal():
             where = f"{verdict.operator} on {verdict.device} in {dtype_name(verdict.dtype)}"
-            status.update(f"testing {escape(where)}")
+            # one line, written over by the next
+            print(f"\r\x1b[Ktesting {where}", end="", flush=True)
 
-        seconds = math.inf if args.full else selftest.SECONDS
-        verdicts = selftest.perform(checks, seconds, started=started)
-    _show_verdicts(console, verdicts)
+    verdicts = selftest.perform(checks, math.inf if args.full else selftest.SECONDS, started=started)
+    if _is_terminal():
+        print("\r\x1b[K", end="")
+    _show_verdicts(verdicts)
     problems += [line for v in verdicts for line in report.told(v)]
     advice = facts.advice(versions)
 
     for problem in problems:
-        console.print(printable(f"✗ {problem}"), style="red", markup=False, soft_wrap=True)
+        print(_coloured(printable(f"✗ {problem}"), 31))
     for hint in advice:
-        console.print(printable(f"! {hint}"), style="yellow", markup=False, soft_wrap=True)
-    console.print("paste this into a bug report:", style="bold")
-    # plain print: no colour and no wrapping, so that it survives copying
+        print(_coloured(printable(f"! {hint}"), 33))
+    print("\npaste this into a bug report:")
     print("```")
     for line in report.block(versions, devices, settings(), verdicts, problems, advice).splitlines():
         print(printable(line))
     print("```")
     if problems:
-        console.print(f"{len(problems)} problem{'s' * (len(problems) > 1)} found", style="bold red")
+        print(_coloured(f"{len(problems)} problem{'s' * (len(problems) > 1)} found", 31))
         return 1
-    console.print("all is well", style="bold green")
+    print(_coloured("all is well", 32))
     return 0

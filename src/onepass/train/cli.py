@@ -81,7 +81,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     again.add_argument(
         "--force", action="store_true", help="start over in the directory of a run, whose files are lost"
     )
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, extra="train")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -23,7 +23,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     parser.add_argument(
         "--bytes", type=limit, default=65536, metavar="N", help="how much of it to read (default: 65536)"
     )
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, extra="train")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -1,0 +1,141 @@
+"""What docs/stability.md freezes: public names, and the keys of everything that is saved.
+
+The listing stands in stability.json. A failure shows what differs; a wanted change is written down with
+`python tests/test_stability.py > tests/stability.json` and named in the changelog.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import pkgutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+LISTING = Path(__file__).with_name("stability.json")
+
+
+def public_names() -> dict[str, list[str]]:
+    """`__all__`, or where a module has none (the originals' names) what is defined in it."""
+    import onepass.compat
+
+    names = ["onepass", "onepass.nn", "onepass.optim"]
+    names += [f"onepass.compat.{found.name}" for found in pkgutil.iter_modules(onepass.compat.__path__)]
+    listed = {}
+    for name in names:
+        module = importlib.import_module(name)
+        own = [n for n, v in vars(module).items() if n[0] != "_" and getattr(v, "__module__", None) == name]
+        listed[name] = sorted(getattr(module, "__all__", own))
+    return listed
+
+
+def modules() -> dict[str, nn.Module]:
+    """Every module of `onepass.nn`, with what adds parameters."""
+    import onepass.nn as one
+
+    attention = {"heads": 2, "dim_head": 4}
+    return {
+        "CausalRouter": one.CausalRouter(8),
+        "LayerNorm": one.LayerNorm(8),
+        "LocalAttention": one.LocalAttention(8, **attention),
+        "RMSNorm": one.RMSNorm(8),
+        "Routed": one.Routed(nn.Linear(8, 8), nn.Linear(8, 8), one.Router(8), k=2),
+        "RoutedAttention": one.RoutedAttention(8, k_q=2, k_kv=2, **attention),
+        "RoutedAttention(causal=True)": one.RoutedAttention(8, k_q=2, k_kv=2, causal=True, **attention),
+        "RoutedBlock": one.RoutedBlock(8, k=2, **attention),
+        "RoutedBlock(causal=True)": one.RoutedBlock(8, k=2, causal=True, **attention),
+        "RoutedCrossAttention": one.RoutedCrossAttention(8, k_q=2, k_kv=2, **attention),
+        "RoutedFeedForward": one.RoutedFeedForward(8, k=2),
+        "Router": one.Router(8),
+        "WeightedSum": one.WeightedSum(8),
+        "WeightedSum(num_vectors=2)": one.WeightedSum(8, 2),
+    }
+
+
+LIONS: dict[str, dict[str, Any]] = {
+    "float32": {},
+    "bfloat16 remainder": {"dtype": torch.bfloat16},
+    "bfloat16 kahan": {"dtype": torch.bfloat16, "low_precision": "kahan"},
+    "bfloat16 stochastic": {"dtype": torch.bfloat16, "low_precision": "stochastic"},
+    "bfloat16 none": {"dtype": torch.bfloat16, "low_precision": "none"},
+    "float16": {"dtype": torch.float16},
+    "int8 momentum": {"state_dtype": "int8"},
+    "decouple_lr": {"decouple_lr": True},
+}
+
+
+def lion_keys(options: dict[str, Any]) -> dict[str, Any]:
+    """Keys of a parameter's state with their dtypes, and of a param group, after one step."""
+    from onepass.optim import Lion
+
+    p = torch.ones(4096, dtype=options.get("dtype", torch.float32)).requires_grad_()
+    optimizer = Lion([p], **{name: value for name, value in options.items() if name != "dtype"})
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    saved = optimizer.state_dict()
+    state = {key: str(value.dtype).removeprefix("torch.") for key, value in sorted(saved["state"][0].items())}
+    return {"state": state, "group": sorted(saved["param_groups"][0])}
+
+
+def checkpoint_keys() -> dict[str, Any]:
+    """What `onepass train` writes: names of tensors, header, record and configuration."""
+    from safetensors import safe_open
+
+    from onepass.optim import Lion
+    from onepass.train import checkpoint
+    from onepass.train.config import FORMAT, Config, build
+    from onepass.train.model import new, parameter_groups
+
+    listed: dict[str, Any] = {"config": sorted(f.name for f in dataclasses.fields(Config)), "format": FORMAT}
+    sizes = {"dim": 8, "blocks": 1, "seq": 16, "batch": 2, "steps": 1}
+    rest = {"route": "learned", "seed": 0, "device": "cpu", "precision": "fp32", "threads": 1, "data": "", "paths": ()}
+    for task in ("masked", "causal"):
+        config = build("cpu", task=task, **sizes, **rest)
+        model = new(config)
+        optimizer = Lion(parameter_groups(model, 0.1))
+        for p in model.parameters():
+            p.grad = torch.zeros_like(p)
+        optimizer.step()
+        with tempfile.TemporaryDirectory() as directory:
+            path = Path(directory) / checkpoint.NAME
+            checkpoint.save(path, model, optimizer, config, step=1, metrics_bytes=0, seconds=0.0)
+            with safe_open(path, "pt") as file:
+                listed[f"tensors, {task}"] = sorted(file.keys())
+                header = file.metadata()
+        listed["header"] = sorted(header)
+        listed["record"] = sorted(json.loads(header["onepass"]))
+    return listed
+
+
+def listing() -> dict[str, Any]:
+    """All that is frozen."""
+    return {
+        "names": public_names(),
+        "state_dict of modules": {name: sorted(module.state_dict()) for name, module in modules().items()},
+        "state of Lion": {name: lion_keys(options) for name, options in LIONS.items()},
+        "checkpoint.safetensors": checkpoint_keys(),
+    }
+
+
+def test_every_module_is_listed() -> None:
+    import onepass.nn
+
+    public = {name for name in onepass.nn.__all__ if isinstance(found := getattr(onepass.nn, name), type)
+              and issubclass(found, nn.Module)}  # fmt: skip
+    assert {name.split("(")[0] for name in modules()} == public
+
+
+def test_listing() -> None:
+    now, frozen = listing(), json.loads(LISTING.read_text())
+    for part in frozen:
+        assert now[part] == frozen[part], f"{part} is now\n{json.dumps(now[part], indent=1)}"
+    assert now.keys() == frozen.keys()
+
+
+if __name__ == "__main__":
+    print(json.dumps(listing(), indent=1))
