@@ -12,6 +12,7 @@ from torch import Tensor
 
 from onepass.ops.lion.reference import join
 from onepass.optim import Lion
+from onepass.optim.state import prepare_state
 
 SHAPES = [(3, 4), (5,), (40_001,)]
 KINDS: list[tuple[torch.dtype, dict[str, Any]]] = [
@@ -129,7 +130,8 @@ def test_optimi_compensation_becomes_a_remainder() -> None:
     assert bool(comp.any())
     ours = Lion([p], lr=1e-5)
     ours.load_state_dict(theirs.state_dict())
-    state, _ = ours.prepare_state(p, ours.param_groups[0], 0)
+    state = ours.state[p]
+    prepare_state(state, p, ours.param_groups[0], 0)
     assert list(state) == ["exp_avg", "remainder"]
     full = join(p.detach(), state["remainder"])
     # where the compensation is at most half a unit of the weight, 24 bits hold the sum

@@ -311,7 +311,7 @@ def test_complex_is_pairs_of_reals(device: str) -> None:
 def test_defaults_take_the_path_of_the_device(device: str) -> None:
     p = torch.ones(100, device=device, requires_grad=True)
     optimizer = Lion([p])
-    with patch("onepass.optim.lion_step.plain_") as slow:
+    with patch("onepass.optim.step.plain_") as slow:
         run(optimizer, [p], 1)
     slow.assert_not_called()
     assert optimizer._work is not None

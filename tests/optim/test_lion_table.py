@@ -27,7 +27,7 @@ SIZES = (1, 300, 64, 48)
 def tables(monkeypatch: pytest.MonkeyPatch) -> Tables:
     """(words, tensors, groups) of every launch."""
     from onepass.ops.lion import kernels_triton
-    from onepass.optim import lion_step
+    from onepass.optim import step as steps
 
     seen: Tables = []
 
@@ -35,7 +35,7 @@ def tables(monkeypatch: pytest.MonkeyPatch) -> Tables:
         seen.append((table.tolist(), n_tensors, n_groups))
 
     monkeypatch.setattr(kernels_triton, "launch", launch)
-    monkeypatch.setattr(lion_step, "uses_triton", lambda x: True)
+    monkeypatch.setattr(steps, "uses_triton", lambda x: True)
     return seen
 
 
@@ -297,12 +297,12 @@ def test_a_rate_in_an_array_is_read_at_each_step(tables: Tables) -> None:
 
 
 def test_an_unchanged_step_lays_out_no_numbers(tables: Tables, monkeypatch: pytest.MonkeyPatch) -> None:
-    from onepass.optim import lion_step
+    from onepass.optim import step as steps
 
     optimizer = Lion([{"params": [new()]} for _ in range(5)], lr=1e-3)
     optimizer.step()
-    rows_of, calls = lion_step.rows_of, []
-    monkeypatch.setattr(lion_step, "rows_of", lambda groups: calls.append(None) or rows_of(groups))
+    rows_of, calls = steps.rows_of, []
+    monkeypatch.setattr(steps, "rows_of", lambda groups: calls.append(None) or rows_of(groups))
     optimizer.step()
     assert not calls
     optimizer.param_groups[4]["lr"] = 1e-2

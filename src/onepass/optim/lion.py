@@ -15,14 +15,9 @@ from torch.optim.optimizer import Optimizer, ParamsT, _use_grad_for_differentiab
 from torch.optim.optimizer import _global_optimizer_post_hooks as _post_hooks
 from torch.optim.optimizer import _global_optimizer_pre_hooks as _pre_hooks
 
-from onepass.ops.lion.op import KAHAN, REMAINDER, STOCHASTIC
-from onepass.ops.lion.reference import join
-from onepass.ops.lion.storage import dequantize, quantize_, scales_for, stream_word
-from onepass.optim.lion_step import Work, compiled_step
-from onepass.optim.options import EXTRA_KEYS, SCALE_KEY, check_options, check_parameters, mode_of, momentum_dtype
-
-# what a checkpoint may hold for a parameter
-_STATES = ("exp_avg", SCALE_KEY, "remainder", "kahan_comp", "rounding")
+from onepass.optim.options import check_options, check_parameters
+from onepass.optim.state import load_state, rename_options
+from onepass.optim.step import Work, compiled_step
 
 
 class Lion(Optimizer):
@@ -159,10 +154,7 @@ class Lion(Optimizer):
         self._set_amp_scaling()
         Lion.instances.add(self)
         for group in self.param_groups:
-            if "betas" not in group and "beta1" in group and "beta2" in group:
-                group["betas"] = (group.pop("beta1"), group.pop("beta2"))
-            if "caution" in group:  # timm's name
-                group.setdefault("cautious", group.pop("caution"))
+            rename_options(group)
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
             _lr_to_device(group)
@@ -180,7 +172,10 @@ class Lion(Optimizer):
             for group, peak in zip(self.param_groups, peaks, strict=True):
                 for key, value in peak.items():
                     group.setdefault(key, value)
-            self._restore_dtypes(seen)
+            ids = chain.from_iterable(g["params"] for g in seen["param_groups"])
+            owners = ((p, group) for group in self.param_groups for p in group["params"])
+            for key, (p, group) in zip(ids, owners, strict=True):
+                load_state(seen["state"].get(key, {}), self.state, p, group)
 
         # last before loading, to see what other hooks made of the state; first after it, so that they see ours
         before = self.register_load_state_dict_pre_hook(lambda _, loaded: seen.update(loaded))
@@ -190,70 +185,6 @@ class Lion(Optimizer):
         finally:
             before.remove()
             after.remove()
-
-    def _restore_dtypes(self, saved: dict[str, Any]) -> None:
-        ids = chain.from_iterable(g["params"] for g in saved["param_groups"])
-        owners = ((p, group) for group in self.param_groups for p in group["params"])
-        for key, (p, group) in zip(ids, owners, strict=True):
-            shapes = {SCALE_KEY: (scales_for(p.numel()),), "rounding": ()}
-            for name, value in saved["state"].get(key, {}).items():
-                if name not in _STATES:
-                    continue
-                if not isinstance(value, Tensor) or (name != "exp_avg" and value.shape != shapes.get(name, p.shape)):
-                    del self.state[p][name]  # a placeholder of another optimizer
-                    continue
-                dtype = value.dtype
-                if name == "exp_avg" and group["state_dtype"] not in (None, "int8") and dtype != torch.int8:
-                    dtype = momentum_dtype(p, group)
-                # a copy even where nothing is converted: the checkpoint stays what it was
-                self.state[p][name] = value.detach().to(p.device, dtype, copy=True)
-
-    def prepare_state(self, p: Tensor, group: dict[str, Any], index: int) -> tuple[dict[str, Any], int]:
-        """The state of a parameter, made where it is missing, and how its 16-bit value is kept.
-
-        `index` is the parameter's place among all: its random stream.
-        """
-        mode, momentum = mode_of(p, group), momentum_dtype(p, group)
-        state = self.state[p]
-        key, old = EXTRA_KEYS[mode], state.get("exp_avg")
-        convert = old is not None and old.dtype != momentum
-        if convert and group["state_dtype"] is None:
-            # a momentum keeps the dtype it was loaded with, or had before its parameter's was changed
-            convert = torch.int8 in (old.dtype, momentum)
-        # a compensation in bf16 that a kernel reads as fp16 would be a large number
-        misfit = mode == KAHAN and key in state and state[key].dtype != p.dtype
-        if old is not None and not convert and not misfit and (not key or key in state):
-            return state, mode
-        if p.is_cuda and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                "Lion: take a step before capturing: a graph that makes its state would reset it each replay"
-            )
-        if old is None or convert:
-            value = None
-            if old is not None:
-                value = dequantize(old, state.pop(SCALE_KEY)) if old.dtype == torch.int8 else old
-            state["exp_avg"] = torch.zeros_like(p, dtype=momentum, memory_format=torch.preserve_format)
-            if momentum == torch.int8:
-                state[SCALE_KEY] = torch.zeros(scales_for(p.numel()), dtype=torch.float32, device=p.device)
-                if value is not None:
-                    quantize_(value, state["exp_avg"], state[SCALE_KEY])
-            elif value is not None:
-                state["exp_avg"].copy_(value)
-        if mode == REMAINDER and key not in state:
-            state[key] = torch.zeros_like(p, dtype=torch.int16, memory_format=torch.preserve_format)
-            if "kahan_comp" in state:
-                state[key].copy_(_remainder_of_sum(p, state.pop("kahan_comp")))
-        elif misfit:
-            state[key] = state[key].to(p.dtype)
-        elif mode == KAHAN and key not in state:
-            state[key] = torch.zeros_like(p, memory_format=torch.preserve_format)
-            remainder = state.pop("remainder", None)
-            if remainder is not None and p.dtype == torch.bfloat16:
-                state[key].copy_(join(p.detach(), remainder) - p.detach().float())
-        elif mode == STOCHASTIC and key not in state:
-            # of the seed and the place alone: neither torch's generators nor the order of first updates matter
-            state[key] = torch.full((), stream_word(group["seed"], index), dtype=torch.int64, device=p.device)
-        return state, mode
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients, and the clip coefficient that was meant for them."""
@@ -309,7 +240,7 @@ class Lion(Optimizer):
         self._check_capturable()
         work, live = self.current_work()
         try:
-            work.run(self, live)
+            work.run(self, live, self.clip_coefficient)
         finally:
             self.clip_coefficient = None
 
@@ -341,9 +272,3 @@ def _lr_to_device(group: dict[str, Any]) -> None:
         if isinstance(value, Tensor) or key == "lr":
             # a new tensor: one scheduler must not write to another group's
             group[key] = torch.as_tensor(value, dtype=torch.float32).detach().to(device, copy=True)
-
-
-def _remainder_of_sum(p: Tensor, compensation: Tensor) -> Tensor:
-    """Remainder that makes a bf16 weight stand for p + compensation, as near as 16 bits allow."""
-    bits = (p.detach().float() + compensation.float()).view(torch.int32)
-    return (bits - p.detach().float().view(torch.int32)).clamp(-(2**15), 2**15 - 1)

@@ -16,8 +16,6 @@ COMPLEX_STATE = {torch.float32: torch.complex64}
 # momenta of smaller parameters (gains, biases) stay in the parameter's dtype: there is nothing to save
 SMALL_INT8 = 4096
 
-EXTRA_KEYS = {NONE: "", REMAINDER: "remainder", KAHAN: "kahan_comp", STOCHASTIC: "rounding"}
-SCALE_KEY = "exp_avg_scale"
 MODES = {"none": NONE, "remainder": REMAINDER, "kahan": KAHAN, "stochastic": STOCHASTIC}
 # of a group: the options that decide the path, and the numbers that may change at any step
 routing = itemgetter(

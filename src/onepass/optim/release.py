@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from onepass.optim.lion import Lion
-from onepass.optim.lion_step import Work
+from onepass.optim.step import Work
 
 
 class ReleasedGradients:

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from operator import attrgetter, itemgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from onepass.core.launch import uses_triton
 from onepass.ops.lion.op import NONE, STOCHASTIC, Row, lion_, same_dense_layout, split_complex
 from onepass.ops.lion.table import KERNEL_DTYPES, Columns, Plan, Rows, Scalars, pack_rows
 from onepass.ops.lion.torch_path import accumulator, foreach_, plain_, update_
 from onepass.optim.options import (
-    EXTRA_KEYS,
     MODES,
-    SCALE_KEY,
     betas_of,
     cautious_factor,
     hyperparameters,
@@ -25,10 +24,8 @@ from onepass.optim.options import (
     routing,
     row_of,
 )
+from onepass.optim.state import EXTRA_KEYS, SCALE_KEY, check_placements, check_places, prepare_state
 from onepass.optim.watch import Layouts, Objects
-
-if TYPE_CHECKING:
-    from onepass.optim.lion import Lion
 
 MODE_NAMES = {mode: name for name, mode in MODES.items()}
 _grad = attrgetter("grad")
@@ -38,16 +35,6 @@ def local(t: Tensor) -> Tensor:
     """Shard of a DTensor that this rank holds; any other tensor as it is."""
     to_local: Callable[[], Tensor] | None = getattr(t, "to_local", None)
     return t if to_local is None else to_local()
-
-
-def check_placements(p: Tensor, g: Tensor, m: Tensor) -> None:
-    """A momentum or gradient placed unlike its parameter would update the wrong elements."""
-    placements = [getattr(t, "placements", None) for t in (p, g, m)]
-    if placements[1] != placements[0] or placements[2] != placements[0]:
-        raise ValueError(
-            f"Lion: a DTensor parameter, its gradient and its exp_avg must have equal placements, got {placements[0]}, "
-            f"{placements[1]} and {placements[2]}; redistribute the gradient"
-        )
 
 
 def check_dense(g: Tensor) -> None:
@@ -62,31 +49,13 @@ def _may_be_turned(p: Tensor) -> bool:
     return len(set(sizes)) < len(sizes)
 
 
-def check_places(p: Tensor, g: Tensor, state: dict[str, Any]) -> None:
-    """Refuse what is left of another shape or on another device after `p.data = ...`."""
-    m = state["exp_avg"]
-    # what else a checkpoint brought (AdamW's step, on the CPU) is nobody's business
-    own = ((f"state {key}", state.get(key)) for key in ("exp_avg", SCALE_KEY, *EXTRA_KEYS.values()))
-    for name, t in (("gradient", g), *own):
-        if t is not None and t.device != p.device:
-            raise ValueError(
-                f"Lion: a parameter is on {p.device} and its {name} on {t.device}; they must be on one device: after "
-                "moving a model, load_state_dict(state_dict()) moves the states"
-            )
-    if not p.shape == g.shape == m.shape:
-        raise ValueError(
-            f"Lion: a parameter has the shape {tuple(p.shape)}, its gradient {tuple(g.shape)} and its exp_avg "
-            f"{tuple(m.shape)}; they must agree: after giving a parameter another shape, free its gradient and state"
-        )
-
-
 class Work:
     """The tensors of a step, sorted by path.
 
     Holds parameters and states, never gradients: those may be freed between steps.
     """
 
-    def __init__(self, optimizer: Lion, grads: Sequence[Tensor | None], *, part: bool = False) -> None:
+    def __init__(self, optimizer: Optimizer, grads: Sequence[Tensor | None], *, part: bool = False) -> None:
         """`grads` are those of all parameters, group by group; `part`: others than these don't matter."""
         groups = optimizer.param_groups
         self.lists = [Objects(group["params"]) for group in groups]
@@ -103,7 +72,8 @@ class Work:
                     self.idle.append(p)
                 continue
             check_dense(g)
-            state, mode = optimizer.prepare_state(p, groups[k], index)
+            state = optimizer.state[p]
+            mode = prepare_state(state, p, groups[k], index)
             check_places(p, g, state)
             self.params.append(p)
             self.groups.append(k)
@@ -127,7 +97,7 @@ class Work:
         self.rounding = [s["rounding"] for s, mode in zip(states, self.modes, strict=True) if mode == STOCHASTIC]
         self._sort(optimizer, live)
 
-    def _sort(self, optimizer: Lion, live: list[Tensor]) -> None:
+    def _sort(self, optimizer: Optimizer, live: list[Tensor]) -> None:
         columns = self._local_columns(optimizer, live)
         self.fused: list[int] = []
         self.foreach: dict[object, list[int]] = {}
@@ -165,7 +135,7 @@ class Work:
         if self.fused:
             self._make_plan(optimizer, columns)
 
-    def _make_plan(self, optimizer: Lion, columns: Columns) -> Plan:
+    def _make_plan(self, optimizer: Optimizer, columns: Columns) -> Plan:
         own = self.fused
         careful = [cautious_factor(group) is not None for group in optimizer.param_groups]
         groups = [self.groups[j] for j in own]
@@ -173,7 +143,7 @@ class Work:
         self.plan = Plan(columns.take(own), [self.modes[j] for j in own], groups, [careful[k] for k in groups], decay)
         return self.plan
 
-    def _local_columns(self, optimizer: Lion, live: list[Tensor]) -> Columns:
+    def _local_columns(self, optimizer: Optimizer, live: list[Tensor]) -> Columns:
         columns = self.columns._replace(grads=live)
         if not self.sharded:
             return columns
@@ -185,7 +155,7 @@ class Work:
                 )
         return Columns(*([None if t is None else local(t) for t in c] for c in columns))  # type: ignore[arg-type]
 
-    def gradients(self, optimizer: Lion) -> list[Tensor] | None:
+    def gradients(self, optimizer: Optimizer) -> list[Tensor] | None:
         """The gradients to step with; None when anything but values and addresses is not as it was."""
         groups = optimizer.param_groups
         if len(groups) != len(self.lists):
@@ -220,12 +190,10 @@ class Work:
     def _shards(self, tensors: list[Tensor]) -> list[Tensor]:
         return list(map(local, tensors)) if self.sharded else tensors
 
-    def run(self, optimizer: Lion, live: list[Tensor]) -> None:
-        """Update everything."""
+    def run(self, optimizer: Optimizer, live: list[Tensor], clip: Tensor | None = None) -> None:
+        """Update everything; `clip` multiplies the gradients."""
         groups = optimizer.param_groups
-        scalars = Scalars(
-            getattr(optimizer, "grad_scale", None), optimizer.clip_coefficient, getattr(optimizer, "found_inf", None)
-        )
+        scalars = Scalars(getattr(optimizer, "grad_scale", None), clip, getattr(optimizer, "found_inf", None))
         if self.plan is not None:
             rows = self._rows(groups)
             self.plan = self._current_plan(optimizer, live)
@@ -255,7 +223,7 @@ class Work:
             return rows
         return self._known[1]
 
-    def _current_plan(self, optimizer: Lion, live: list[Tensor]) -> Plan:
+    def _current_plan(self, optimizer: Optimizer, live: list[Tensor]) -> Plan:
         """The plan, knowing where everything is now."""
         plan = self.plan
         assert plan is not None
@@ -272,7 +240,9 @@ class Work:
         plan.refresh([columns.grads[j] for j in self.fused])
         return plan
 
-    def norm(self, optimizer: Lion, live: list[Tensor], max_norm: Tensor, grad_scale: Tensor | None) -> Tensor | None:
+    def norm(
+        self, optimizer: Optimizer, live: list[Tensor], max_norm: Tensor, grad_scale: Tensor | None
+    ) -> Tensor | None:
         """(sum of squares, norm, clip coefficient) in one launch per dtype; None when the kernel can't take all."""
         if not self.all_fused or self.plan is None or len({launch.device for launch in self.plan.launches}) != 1:
             return None
@@ -353,7 +323,7 @@ def _scaled(row: Row, factor: float | None) -> Row:
     return row if factor is None else row._replace(factor=row.factor * factor)
 
 
-def compiled_step(optimizer: Lion) -> None:
+def compiled_step(optimizer: Optimizer) -> None:
     """One op per 16-bit mode, so that torch.compile sees one opaque call; plain torch where options need it."""
     groups = optimizer.param_groups
     lists: dict[int, tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor], list[int]]] = {}
@@ -371,7 +341,8 @@ def compiled_step(optimizer: Lion) -> None:
             if g is None:
                 continue
             check_dense(g)
-            state, mode = optimizer.prepare_state(p, group, index)
+            state = optimizer.state[p]
+            mode = prepare_state(state, p, group, index)
             key, scales = EXTRA_KEYS[mode], state.get(SCALE_KEY)
             plain = group["differentiable"] or cautious_factor(group) is not None or scales is not None
             if plain or mode == STOCHASTIC:

@@ -1,0 +1,127 @@
+"""The state of one parameter: what it is called, its dtypes, how it is made, converted, checked and loaded."""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onepass.ops.lion.op import KAHAN, NONE, REMAINDER, STOCHASTIC
+from onepass.ops.lion.reference import join
+from onepass.ops.lion.storage import dequantize, quantize_, scales_for, stream_word
+from onepass.optim.options import mode_of, momentum_dtype
+
+EXTRA_KEYS = {NONE: "", REMAINDER: "remainder", KAHAN: "kahan_comp", STOCHASTIC: "rounding"}
+SCALE_KEY = "exp_avg_scale"
+_OWN = ("exp_avg", SCALE_KEY, "remainder", "kahan_comp", "rounding")
+
+
+def prepare_state(state: dict[str, Any], p: Tensor, group: dict[str, Any], index: int) -> int:
+    """Make what is missing in a parameter's state, convert what its group's options changed; return its 16-bit mode.
+
+    `index` is the parameter's place among all: its random stream.
+    """
+    mode, momentum = mode_of(p, group), momentum_dtype(p, group)
+    key = EXTRA_KEYS[mode]
+    old: Any = state.get("exp_avg")
+    convert = old is not None and old.dtype != momentum
+    if convert and group["state_dtype"] is None:
+        # a momentum keeps the dtype it was loaded with, or had before its parameter's was changed
+        convert = torch.int8 in (old.dtype, momentum)
+    # a compensation in bf16 that a kernel reads as fp16 would be a large number
+    misfit = mode == KAHAN and key in state and state[key].dtype != p.dtype
+    if old is not None and not convert and not misfit and (not key or key in state):
+        return mode
+    if p.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "Lion: take a step before capturing: a graph that makes its state would reset it each replay"
+        )
+    if old is None or convert:
+        value = None
+        if old is not None:
+            value = dequantize(old, state.pop(SCALE_KEY)) if old.dtype == torch.int8 else old
+        state["exp_avg"] = torch.zeros_like(p, dtype=momentum, memory_format=torch.preserve_format)
+        if momentum == torch.int8:
+            state[SCALE_KEY] = torch.zeros(scales_for(p.numel()), dtype=torch.float32, device=p.device)
+            if value is not None:
+                quantize_(value, state["exp_avg"], state[SCALE_KEY])
+        elif value is not None:
+            state["exp_avg"].copy_(value)
+    if mode == REMAINDER and key not in state:
+        state[key] = torch.zeros_like(p, dtype=torch.int16, memory_format=torch.preserve_format)
+        if "kahan_comp" in state:
+            state[key].copy_(_remainder_of_sum(p, state.pop("kahan_comp")))
+    elif misfit:
+        state[key] = state[key].to(p.dtype)
+    elif mode == KAHAN and key not in state:
+        state[key] = torch.zeros_like(p, memory_format=torch.preserve_format)
+        remainder = state.pop("remainder", None)
+        if remainder is not None and p.dtype == torch.bfloat16:
+            state[key].copy_(join(p.detach(), remainder) - p.detach().float())
+    elif mode == STOCHASTIC and key not in state:
+        # of the seed and the place alone: neither torch's generators nor the order of first updates matter
+        state[key] = torch.full((), stream_word(group["seed"], index), dtype=torch.int64, device=p.device)
+    return mode
+
+
+def _remainder_of_sum(p: Tensor, compensation: Tensor) -> Tensor:
+    """Remainder that makes a bf16 weight stand for p + compensation, as near as 16 bits allow."""
+    bits = (p.detach().float() + compensation.float()).view(torch.int32)
+    return (bits - p.detach().float().view(torch.int32)).clamp(-(2**15), 2**15 - 1)
+
+
+def load_state(saved: dict[str, Any], states: MutableMapping[Tensor, Any], p: Tensor, group: dict[str, Any]) -> None:
+    """Put a parameter's saved state into `states` in the dtypes it was saved with; torch has cast it to the weight's.
+
+    Placeholders of another library are dropped; a group's `state_dtype` converts the momentum.
+    """
+    shapes = {SCALE_KEY: (scales_for(p.numel()),), "rounding": ()}
+    for name, value in saved.items():
+        if name not in _OWN:
+            continue
+        if not isinstance(value, Tensor) or (name != "exp_avg" and value.shape != shapes.get(name, p.shape)):
+            del states[p][name]
+            continue
+        dtype = value.dtype
+        if name == "exp_avg" and group["state_dtype"] not in (None, "int8") and dtype != torch.int8:
+            dtype = momentum_dtype(p, group)
+        # a copy even where nothing is converted: the checkpoint stays what it was
+        states[p][name] = value.detach().to(p.device, dtype, copy=True)
+
+
+def rename_options(group: dict[str, Any]) -> None:
+    """Give the options of a group that optimi or timm saved their names here."""
+    if "betas" not in group and "beta1" in group and "beta2" in group:
+        group["betas"] = (group.pop("beta1"), group.pop("beta2"))
+    if "caution" in group:
+        group.setdefault("cautious", group.pop("caution"))
+
+
+def check_placements(p: Tensor, g: Tensor, m: Tensor) -> None:
+    """A momentum or gradient placed unlike its parameter would update the wrong elements."""
+    placements = [getattr(t, "placements", None) for t in (p, g, m)]
+    if placements[1] != placements[0] or placements[2] != placements[0]:
+        raise ValueError(
+            f"Lion: a DTensor parameter, its gradient and its exp_avg must have equal placements, got {placements[0]}, "
+            f"{placements[1]} and {placements[2]}; redistribute the gradient"
+        )
+
+
+def check_places(p: Tensor, g: Tensor, state: dict[str, Any]) -> None:
+    """Refuse what is left of another shape or on another device after `p.data = ...`."""
+    m = state["exp_avg"]
+    # the kernels read these alone; other entries of a checkpoint (AdamW's step, on the CPU) may be anywhere
+    own = ((f"state {key}", state.get(key)) for key in ("exp_avg", SCALE_KEY, *EXTRA_KEYS.values()))
+    for name, t in (("gradient", g), *own):
+        if t is not None and t.device != p.device:
+            raise ValueError(
+                f"Lion: a parameter is on {p.device} and its {name} on {t.device}; they must be on one device: after "
+                "moving a model, load_state_dict(state_dict()) moves the states"
+            )
+    if not p.shape == g.shape == m.shape:
+        raise ValueError(
+            f"Lion: a parameter has the shape {tuple(p.shape)}, its gradient {tuple(g.shape)} and its exp_avg "
+            f"{tuple(m.shape)}; they must agree: after giving a parameter another shape, free its gradient and state"
+        )
