@@ -1,7 +1,8 @@
 """`make quick`: print the tests that concern what changed since the branch left BASE, work in progress included.
 
-A file of tests stands for itself. A source file stands for the tests of its folder, which `tests` mirrors; an operator's
-also for its contract. What everything rests on (core, tests' own helpers, pyproject.toml) stands for core and contract.
+A file of tests stands for itself. A source file stands for the tests of its folder, which `tests` mirrors; an
+operator's also for its contract. What everything rests on (core, the tests' own helpers, pyproject.toml) stands for
+core and contract.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -126,6 +127,32 @@ def close(actual: Tensor, expected: Tensor, rtol: float, atol: float, what: str)
     torch.testing.assert_close(
         actual.detach().cpu().double(), expected.detach().double(), rtol=rtol, atol=atol, msg=lambda m: f"{what}: {m}"
     )
+
+
+def tolerance(n_terms: int, dtype: torch.dtype) -> float:
+    """How far two sums of the same terms in different orders may lie apart, over the root of the sum of their squares.
+
+    CPUs add in different orders: the number of lanes, threads and BLAS' blocks decide. Adding the i-th of n terms of
+    about one size a rounds a partial sum of about a√i, by up to u = eps/2 of it. As errors of either sign these add up
+    to u·a·√(1 + 2 + … + n) ≈ u·a·n/√2, which is u·√(n/2) of the a√n that the whole sum is like; √2 times as much for
+    the difference of two sums, and four standard deviations: 4u√n.
+    """
+    return 2 * torch.finfo(dtype).eps * math.sqrt(max(n_terms, 1))
+
+
+def terms(sample: Sample) -> int:
+    """How many terms the longest sum of a call or of its backward pass can have: the elements of its largest tensor."""
+    return max((t.numel() for t in floats(sample).values()), default=1)
+
+
+def same_sums(actual: Tensor, expected: Tensor, n_terms: int, floor: tuple[float, float] = (1.3e-6, 1e-5)) -> None:
+    """Compare two computations of the same sums; the largest entry stands for the size that sums are like.
+
+    `floor` (torch's own rtol and atol for fp32) is for what else differs: a vectorised exp and the one for the tail.
+    """
+    scale = float(expected.detach().nan_to_num(0.0, 0.0, 0.0).abs().max()) if expected.numel() else 1.0
+    limit = tolerance(n_terms, expected.dtype)
+    torch.testing.assert_close(actual, expected, rtol=max(limit, floor[0]), atol=max(limit * scale, floor[1]))
 
 
 def compare_gradients(
