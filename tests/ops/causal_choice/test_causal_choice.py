@@ -213,3 +213,14 @@ def test_scores_that_rise_together_have_no_gradient(device: str) -> None:
     (grad,) = torch.autograd.grad(later.sum(), scores)
     assert grad.any()
     assert abs(float(grad.sum())) < 1e-5
+
+
+def test_a_threshold_of_nan_is_one_of_infinity() -> None:
+    """Nothing exceeds it, and the scores that met it keep their numbers for gradients."""
+    scores = torch.randn(1, 64)
+    scores[0, 10] = math.nan
+    scores.requires_grad_()
+    chosen = causal_choice(scores, 4, block=8, memory=16)
+    (ds,) = torch.autograd.grad(chosen.gates.sum(), scores)
+    assert (chosen.indices < 64).all()
+    assert ds.isnan().nonzero().tolist() == [[0, 10]]

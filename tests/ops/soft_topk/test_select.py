@@ -19,7 +19,7 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 def oracle(s: Tensor, mask: Tensor | None, k: int) -> Tensor:
     wide = s.float() if mask is None else s.float().masked_fill(~mask, -math.inf)
-    wide = wide.masked_fill(wide.isnan(), math.inf)
+    wide = wide.masked_fill(wide.isnan(), math.nan)
     values, indices = wide.sort(dim=-1, descending=True, stable=True)
     indices = indices.masked_fill(values == -math.inf, -1)[..., :k]
     return torch.nn.functional.pad(indices, (0, k - indices.shape[-1]), value=-1)
@@ -44,6 +44,31 @@ def kinds_of_rows(n: int, device: str) -> Iterator[tuple[str, Tensor, Tensor | N
     yield "far apart", (1.57 * normal).tan() * 1e30, None
     for dtype in DTYPES[1:]:
         yield str(dtype), normal.to(dtype), None
+    for dtype in DTYPES:
+        mixed = normal.to(dtype)
+        mixed[:, ::5], mixed[:, 1::5], mixed[:, 2::5] = math.inf, _nans(mixed[:, 1::5], dtype), -math.inf
+        # the first two rows whole, the others in part
+        allowed = (torch.rand(4, n) > 0.4) | (torch.arange(4) < 2)[:, None]
+        yield f"NaN, +inf and -inf, {dtype}", mixed[:, torch.randperm(n)], allowed.to(device)
+
+
+def _nans(like: Tensor, dtype: torch.dtype) -> Tensor:
+    """NaN of both signs and several payloads."""
+    bits = torch.int32 if dtype == torch.float32 else torch.int16
+    infinity = torch.tensor(math.inf, dtype=dtype).view(bits)
+    sign = torch.where(torch.rand(like.shape) < 0.5, torch.iinfo(bits).min, 0).to(bits)
+    return (infinity + torch.randint(1, 60, like.shape).to(bits) | sign).view(dtype).to(like.device)
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
+def test_nan_comes_before_infinity(dtype: torch.dtype) -> None:
+    """As in torch.topk; with more NaN than k, their order is that of the columns."""
+    s = torch.tensor([math.inf, math.nan, 1.0, -math.nan, math.inf, -math.inf], dtype=dtype)
+    for k, expected in ((1, [1]), (2, [1, 3]), (3, [1, 3, 0]), (5, [1, 3, 0, 4, 2]), (6, [1, 3, 0, 4, 2, -1])):
+        assert onepass.topk(s, k).indices.tolist() == expected
+    allowed = torch.tensor([True, False, True, True, True, True])
+    assert onepass.topk(s, 2, mask=allowed).indices.tolist() == [3, 0]
+    assert onepass.topk(s, 6, mask=s.isnan()).indices.tolist() == [1, 3, -1, -1, -1, -1]
 
 
 def compare(n: int, k: int, device: str) -> None:

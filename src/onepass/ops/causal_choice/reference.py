@@ -71,7 +71,8 @@ def _ranked(rows: Tensor, k: int, n: int) -> Tensor:
     length = rows.shape[-1]
     values = rows.topk(min(length * k // n + 1, length), dim=-1).values
     found = values.gather(-1, rank.clamp_max(values.shape[-1] - 1)[..., None])[..., 0]
-    return torch.where(rank < count, found, -math.inf)
+    # NaN is the largest: a threshold that nothing exceeds, and from which no gate has a gradient
+    return torch.where(rank < count, torch.where(found.isnan(), math.inf, found), -math.inf)
 
 
 def per_token(threshold: Tensor, n: int, block: int) -> Tensor:

@@ -1,6 +1,6 @@
 """Triton kernels that find the k largest scores of a row: a threshold, then what lies above it, then a sort of k.
 
-Scores become int32 keys in the same order (NaN like +inf, -0 like 0), so a threshold is an integer and ties are exact.
+Scores become int32 keys in the same order (NaN above +inf, -0 like 0), so a threshold is an integer and ties are exact.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from onepass.core.launch import cdiv, device_guard, launch, next_power_of_2, sm_
 # the key of -inf: what is not above it is never chosen
 NOTHING = tl.constexpr(-2139095041)
 LARGEST = tl.constexpr(2147483647)
+# the key of every NaN, whatever its sign and payload: above that of +inf in the leading digits of a 16-bit dtype too
+NAN = tl.constexpr(2143289344)
 # a key and a column in one int64, below all of which there is
 PAD = tl.constexpr(-9200000000000000000)
 LOW = tl.constexpr(4294967295)
@@ -53,9 +55,8 @@ INTS = ["s_row_stride", "mask_row_stride", "n_rows", "n_cols", "n_splits", "tile
 
 @triton.jit
 def to_key(s):
-    s = tl.where(s != s, float("inf"), s)
     bits = tl.where(s == 0.0, 0.0, s).to(tl.int32, bitcast=True)
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return tl.where(s != s, NAN, bits ^ ((bits >> 31) & 0x7FFFFFFF))
 
 
 @triton.jit

@@ -36,22 +36,25 @@ def _select(scores: Tensor, mask: Tensor | None, k: int) -> Tensor:
         found = kernels_select.select(as_rows(scores), arguments.mask_rows(mask, scores), k)
         return found.indices.view(*scores.shape[:-1], k)
     keys = scores if mask is None else scores.masked_fill(~mask, -math.inf)
-    keys = torch.where(keys.isnan(), math.inf, keys)
     n = keys.shape[-1]
     kept = min(k, n)
     out = torch.full((*keys.shape[:-1], k), -1, dtype=torch.int64, device=keys.device)
     if not kept or not keys.numel():
         return out
     threshold = keys.topk(kept, dim=-1, sorted=True).values[..., -1:]
-    above = keys > threshold
-    level = keys == threshold
+    # NaN is above everything else, of whatever sign, and level with itself
+    nan, nothing_above = keys.isnan(), threshold.isnan()
+    above = (keys > threshold) | (nan & ~nothing_above)
+    level = (keys == threshold) | (nan & nothing_above)
     room = kept - above.sum(-1, keepdim=True)
     chosen = above | (level & (level.cumsum(-1) <= room))
     # the survivors' columns, in ascending order: each goes to the slot that counts those before it, the rest to a spare
     slot = torch.where(chosen, chosen.cumsum(-1) - 1, kept)
     columns = torch.arange(n, device=keys.device).expand(keys.shape)
     indices = out.new_empty((*keys.shape[:-1], kept + 1)).scatter_(-1, slot, columns)[..., :kept]
-    ordered, order = keys.gather(-1, indices).sort(dim=-1, descending=True, stable=True)
+    found = keys.gather(-1, indices)
+    # a GPU's sort looks at the sign of a NaN
+    ordered, order = torch.where(found.isnan(), math.nan, found).sort(dim=-1, descending=True, stable=True)
     out[..., :kept] = torch.where(ordered == -math.inf, -1, indices.gather(-1, order))
     return out
 
