@@ -213,3 +213,21 @@ def as_rows(x: Tensor) -> Tensor:
     n = x.shape[-1]
     rows = x.reshape(math.prod(x.shape[:-1]), n)
     return rows if n <= 1 or rows.stride(-1) == 1 else rows.contiguous()
+
+
+def aligned(x: Tensor) -> Tensor:
+    """X, or a copy of it where it does not start on a 16-byte boundary.
+
+    How wide loads are decides which thread adds up what: the bits of a sum would depend on where x lies.
+    """
+    return x if x.data_ptr() % 16 == 0 else x.clone()
+
+
+def even_rows(x: Tensor, unit: int = 16) -> Tensor:
+    """X (..., n) with unit column stride, or a copy where its rows start less evenly than those of a contiguous one.
+
+    Then a launch takes gcd(unit, n) for what divides all strides, whatever they are, and sums are in one order.
+    """
+    divisor = math.gcd(unit, x.shape[-1])
+    even = all(s % divisor == 0 for s, size in zip(x.stride()[:-1], x.shape[:-1], strict=True) if size > 1)
+    return aligned(x) if even else x.contiguous()

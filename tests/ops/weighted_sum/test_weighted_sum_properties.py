@@ -182,7 +182,7 @@ class TestLaunch:
 
         for (cols, vectors), (unit, *tile, _) in _FORWARD[name].items():
             assert unit == k._unit(cols, cols)
-            assert tuple(tile) == k._forward_tile(1 << 20, cols, min(unit, 16 // size), vectors)
+            assert tuple(tile) == k._forward_tile(cols, min(unit, 16 // size), vectors)
         for (cols, vectors), (unit, *tile, _) in _BACKWARD[name].items():
             assert unit == k._unit(cols, cols)
             assert tuple(tile) == k._backward_tile(1 << 20, cols, min(unit, 16 // size), vectors)
