@@ -197,7 +197,7 @@ class TestLaunch:
     def test_tiles_are_powers_of_two_and_waste_little(self, rows: int, cols: int, vector: int, vectors: int) -> None:
         from onepass.ops.weighted_sum import kernels_triton as k
 
-        block_r, block_c, warps = k._forward_tile(rows, cols, vector, vectors)
+        block_r, block_c, warps = k._forward_tile(cols, vector, vectors)
         tiles = [(block_r, block_c, warps, vector)]
         unroll, block_r, block_c, warps = k._backward_tile(rows, cols, vector, vectors)
         assert unroll * block_r * block_c <= 8 * warps * 32 * vector
