@@ -182,7 +182,7 @@ class TestLaunch:
 
         for (cols, vectors), (unit, *tile, _) in _FORWARD[name].items():
             assert unit == k._unit(cols, cols)
-            assert tuple(tile) == k._forward_tile(1 << 20, cols, min(unit, 16 // size), vectors)
+            assert tuple(tile) == k._forward_tile(cols, min(unit, 16 // size), vectors)
         for (cols, vectors), (unit, *tile, _) in _BACKWARD[name].items():
             assert unit == k._unit(cols, cols)
             assert tuple(tile) == k._backward_tile(1 << 20, cols, min(unit, 16 // size), vectors)
@@ -197,7 +197,7 @@ class TestLaunch:
     def test_tiles_are_powers_of_two_and_waste_little(self, rows: int, cols: int, vector: int, vectors: int) -> None:
         from onepass.ops.weighted_sum import kernels_triton as k
 
-        block_r, block_c, warps = k._forward_tile(rows, cols, vector, vectors)
+        block_r, block_c, warps = k._forward_tile(cols, vector, vectors)
         tiles = [(block_r, block_c, warps, vector)]
         unroll, block_r, block_c, warps = k._backward_tile(rows, cols, vector, vectors)
         assert unroll * block_r * block_c <= 8 * warps * 32 * vector

@@ -5,14 +5,16 @@ The one owner of Triton's private launch convention (`compiled.launch_arguments`
 
 from .backend import INTERPRET, path, triton_installed, uses_triton
 from .compiled import device_guard, launch, launch_specialized
-from .geometry import as_rows, cdiv, next_power_of_2, sm_count
+from .geometry import aligned, as_rows, cdiv, even_rows, next_power_of_2, sm_count
 from .replay import replayed
 
 __all__ = [
     "INTERPRET",
+    "aligned",
     "as_rows",
     "cdiv",
     "device_guard",
+    "even_rows",
     "launch",
     "launch_specialized",
     "next_power_of_2",

@@ -38,3 +38,21 @@ def as_rows(x: Tensor) -> Tensor:
     n = x.shape[-1]
     rows = x.reshape(math.prod(x.shape[:-1]), n)
     return rows if n <= 1 or rows.stride(-1) == 1 else rows.contiguous()
+
+
+def aligned(x: Tensor) -> Tensor:
+    """Return x, or a copy of it where it starts off a 16-byte boundary.
+
+    The width of loads decides which thread adds up what; without the copy a sum's bits would depend on where x lies.
+    """
+    return x if x.data_ptr() % 16 == 0 else x.clone()
+
+
+def even_rows(x: Tensor, unit: int = 16) -> Tensor:
+    """Return x (..., n) of unit column stride, or a copy where its rows start less evenly than a contiguous tensor's.
+
+    A launch may then take gcd(unit, n) as a divisor of all strides, and sums are in one order whatever the layout.
+    """
+    divisor = math.gcd(unit, x.shape[-1])
+    even = all(s % divisor == 0 for s, size in zip(x.stride()[:-1], x.shape[:-1], strict=True) if size > 1)
+    return aligned(x) if even else x.contiguous()

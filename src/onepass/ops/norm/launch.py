@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onepass.core.launch import INTERPRET, as_rows, cdiv, device_guard, launch, sm_count
+from onepass.core.launch import INTERPRET, aligned, as_rows, cdiv, device_guard, even_rows, launch, sm_count
 
 from . import shapes
 from .kernels_packed import packed_forward_kernel, zeros_kernel
@@ -52,6 +52,14 @@ def _rows(x: Tensor, n_cols: int) -> tuple[Tensor, int]:
     return rows, rows.stride(0) if rows.shape[0] > 1 else n_cols
 
 
+def _even_rows(x: Tensor, n_cols: int) -> tuple[Tensor, int]:
+    """Likewise, but memory of which every row is read as one of a contiguous tensor would be: it has the same bits."""
+    if x.is_contiguous():
+        return aligned(x), n_cols
+    rows = even_rows(as_rows(x), 8)
+    return rows, rows.stride(0) if rows.shape[0] > 1 else n_cols
+
+
 def _empty(x: Tensor) -> Tensor:
     return torch.empty_like(x) if x.is_contiguous() else torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
@@ -65,13 +73,14 @@ def forward(
     n_rows = x.numel() // n_cols
     y = _empty(x)
     s, r_stride, itemsize = None, 0, x.element_size()
-    source, x_stride = _rows(x, n_cols)
+    source, x_stride = _even_rows(x, n_cols)
+    weight, bias = (None if v is None else aligned(v) for v in (weight, bias))
     if residual is not None:
         dtype = torch.promote_types(x.dtype, residual.dtype)
         s = torch.empty(x.shape, dtype=dtype, device=x.device)
-        residual, r_stride = _rows(residual, n_cols)
+        residual, r_stride = _even_rows(residual, n_cols)
         itemsize = dtype.itemsize
-    vec = math.gcd(8, x_stride, r_stride)
+    vec = math.gcd(8, n_cols)
     numbers = (x_stride // vec, r_stride // vec, n_rows, float(eps), float(offset))
     constants = (n_cols, vec, has_mean, stable)
     plain = not has_mean and not stable and residual is None
@@ -126,7 +135,7 @@ def _packed(
     if itemsize != 2 or x.shape[-1] <= shapes.MIN_PACKED_COLS or vec % 2 or torch.version.hip is not None:
         return None
     for tensor in (x, residual, weight, bias):
-        if tensor is not None and (tensor.element_size() != 2 or tensor.data_ptr() % 4):
+        if tensor is not None and tensor.element_size() != 2:
             return None
     packed = shapes.packed(x.shape[-1])
     return packed if packed is not None and (packed.size == 1 or _teams_run(x, packed.size)) else None

@@ -14,13 +14,12 @@ from torch.autograd.function import once_differentiable
 
 from onepass.core import check
 from onepass.core.launch import INTERPRET
+from onepass.core.sums import BLOCK
 
 from .torch_path import sixteen_bit_backward
 
 # up to here the passes that F.rms_norm is composed of cost less than calling our formulas; so many elements
 SMALL = 1 << 19
-# up to here conversions that autograd records take less of a 16-bit layer norm's time than a Function in Python
-WIDENED = 1 << 16
 
 
 def native(
@@ -45,17 +44,12 @@ def native(
         if dtype.itemsize == 2 and torch.is_grad_enabled():
             for t in (x, weight, bias):
                 if t is not None and t.requires_grad:
-                    small = x.numel() <= WIDENED
-                    return (_widened if small else _sixteen_bit)(x, weight, bias, eps)
+                    return _sixteen_bit(x, weight, bias, eps)
         return torch.layer_norm(x, (n_cols,), weight, bias, eps)
-    if x.numel() > SMALL or (offset and weight is not None):
+    # our formulas add up a row as torch does, but for long rows: there torch's order depends on how many there are
+    if x.numel() > SMALL or n_cols > BLOCK or (offset and weight is not None):
         return None
-    return torch.rms_norm(x, (n_cols,), weight, eps)
-
-
-def _widened(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    w, b = (None if v is None else v.float() for v in (weight, bias))
-    return torch.layer_norm(x.float(), x.shape[-1:], w, b, eps).to(x.dtype)
+    return torch.rms_norm(x.contiguous(), (n_cols,), weight, eps)
 
 
 def _wide_weight(weight: Tensor | None, x: Tensor) -> Tensor:

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from onepass.core.sums import row_sum
+
 from .reference import stable_scale
 
 # elements per group: 1 MiB in fp32
@@ -60,12 +62,14 @@ def forward(
     y = torch.empty(s.shape, dtype=dtype, device=s.device)
     y_rows = y.view(-1, n)
     stats = torch.empty((1 + has_mean + stable, len(rows)), dtype=wide, device=s.device)
+    room = s.new_empty((0 if has_mean else _group_rows(rows), n), dtype=wide)
     for group in _groups(rows):
         f, out = rows[group].to(wide), y_rows[group]
         if has_mean:
-            f, stats[:, group] = _stable_forward(f, eps)
+            f, stats[:, group] = _stable_forward(f.contiguous(), eps)
         else:
-            rstd = torch.linalg.vector_norm(f, 2, -1, keepdim=True).square_().div_(n).add_(eps).rsqrt_()
+            # the operations of torch.rms_norm, which small calls take instead: the same bits
+            rstd = row_sum(torch.mul(f, f, out=room[: len(f)])).div_(n).add_(eps).rsqrt_()
             f, stats[0, group] = torch.mul(f, rstd, out=out if dtype == wide else None), rstd[:, 0]
         if w is not None:
             f.mul_(w)
@@ -82,9 +86,11 @@ def _stable_forward(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     unit = torch.where(magnitude > 0, magnitude, torch.ones_like(magnitude))
     signed = torch.where(x.amax(-1, keepdim=True) > 0, m, -m)
     x = x / unit
-    var, mean = torch.var_mean(x, -1, correction=0, keepdim=True)
+    mean = row_sum(x).div_(x.shape[-1])
+    x -= mean
+    var = row_sum(x.square()).div_(x.shape[-1])
     rstd = (var + eps * (m / unit).square()).rsqrt()
-    return (x - mean).mul_(rstd), torch.stack([(rstd / unit)[:, 0], (mean * unit)[:, 0], signed[:, 0]])
+    return x.mul_(rstd), torch.stack([(rstd / unit)[:, 0], (mean * unit)[:, 0], signed[:, 0]])
 
 
 def backward(

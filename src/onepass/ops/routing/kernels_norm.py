@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from onepass.core.launch import cdiv, device_guard, launch, next_power_of_2, replayed, sm_count
+from onepass.core.launch import aligned, cdiv, device_guard, even_rows, launch, next_power_of_2, replayed, sm_count
 
 from .kernels_triton import named, strided
 
@@ -228,8 +228,9 @@ def forward(
     score_eps: float, dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
     """X (batch, n, d) → y (batch, m, d) of `dtype`, scores (batch, R, m) or (batch, m) of vectors, statistics."""
-    x, batch_stride, row_stride = strided(x)
-    batch, n, d = x.shape
+    x = even_rows(strided(x)[0], 8)
+    weight, vectors = (None if v is None else aligned(v) for v in (weight, vectors))
+    (batch, n, d), (batch_stride, row_stride) = x.shape, x.stride()[:2]
     m = n if indices is None else indices.shape[1]
     routes = 0 if vectors is None else vectors.numel() // d
     y = torch.empty((batch, m, d), dtype=dtype, device=x.device)
@@ -237,7 +238,7 @@ def forward(
     if vectors is not None:
         scores = torch.empty((batch, *vectors.shape[:-1], m), dtype=torch.float32, device=x.device)
     stats = torch.empty((2 if routes else 1, batch * m), dtype=torch.float32, device=x.device)
-    vec = math.gcd(8, batch_stride, row_stride)
+    vec = math.gcd(8, d)
     block_r, block_c, warps = _forward_tile(d, x.element_size())
     with device_guard(x):
         launch(

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from onepass.core.launch import cdiv, device_guard, launch, next_power_of_2, replayed, sm_count
+from onepass.core.launch import aligned, cdiv, device_guard, even_rows, launch, next_power_of_2, replayed, sm_count
 
 from .kernels_triton import strided
 
@@ -145,21 +145,22 @@ def _block_c(d: int, vector: int) -> int:
 @replayed
 def forward(x: Tensor, vectors: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """X (batch, n, d), vectors (R, d) contiguous → scores (batch, R, n) and 1/rms (batch, n)."""
-    x, batch_stride, row_stride = strided(x)
-    batch, n, d = x.shape
+    x, vectors = even_rows(strided(x)[0], 8), aligned(vectors)
+    (batch, n, d), (batch_stride, row_stride) = x.shape, x.stride()[:2]
     routes, total = len(vectors), batch * n
     scores = torch.empty((batch, routes, n), dtype=torch.float32, device=x.device)
     inverse = torch.empty((batch, n), dtype=torch.float32, device=x.device)
-    vec = math.gcd(8, batch_stride, row_stride)
+    vec = math.gcd(8, d)
     vector = min(vec, 16 // x.element_size())
     block_c = _block_c(d, vector)
     # two loads per thread; several vectors cost a reduction each, for which more rows at a time are cheaper
     loads = 4 if routes > 1 and x.element_size() == 2 else 2
-    block_r = min(next_power_of_2(total), max(1, loads * FORWARD_WARPS * 32 * vector // block_c))
+    # the number of rows plays no part: what a token scores does not depend on its company
+    block_r = max(1, loads * FORWARD_WARPS * 32 * vector // block_c)
     # where a thread does not hold all VECTOR neighbours, lanes add each other's products: copies of such a sum agree
     # bit for bit only if none of them contracts its own product into the addition. Likewise with VECTOR = 1, where a
     # loop of one tile, D being known, leaves bare products
-    whole = 1 < vector <= block_r * block_c // (32 * FORWARD_WARPS) and x.data_ptr() % 16 == 0
+    whole = 1 < vector <= block_r * block_c // (32 * FORWARD_WARPS)
     with device_guard(x):
         launch(
             forward_kernel, (cdiv(total, block_r), 1, 1), (x, vectors, scores, inverse),
@@ -173,8 +174,8 @@ def backward(
     ds: Tensor, x: Tensor, vectors: Tensor, scores: Tensor, inverse: Tensor, need_x: bool, need_w: bool
 ) -> tuple[Tensor | None, Tensor | None]:
     """Ds (batch, R, n) contiguous → dx and the gradient of the vectors."""
-    x, batch_stride, row_stride = strided(x)
-    batch, n, d = x.shape
+    x, vectors = even_rows(strided(x)[0], 8), aligned(vectors)
+    (batch, n, d), (batch_stride, row_stride) = x.shape, x.stride()[:2]
     routes, total = len(vectors), batch * n
     dx = torch.empty((batch, n, d), dtype=x.dtype, device=x.device) if need_x else None
     vec = math.gcd(8, batch_stride, row_stride)

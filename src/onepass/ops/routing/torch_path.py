@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from onepass.core.sums import row_sum
+
 
 def _wide(*dtypes: torch.dtype) -> torch.dtype:
     wide = torch.float32
@@ -23,10 +25,10 @@ def rows_of(indices: Tensor, n: int) -> tuple[Tensor, Tensor]:
 def score_forward(x: Tensor, vectors: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """X (batch, n, d), vectors (R, d) → scores (batch, R, n) and 1/rms (batch, n)."""
     wide = _wide(x.dtype, vectors.dtype)
-    f = x.to(wide)
-    inverse = torch.rsqrt(torch.linalg.vector_norm(f, dim=-1).square() / x.shape[-1] + eps)
-    # a product of three, not one of two broadcast: a token's score must not depend on where it stands in the batch
-    dots = torch.stack([torch.linalg.vecdot(f, v) for v in vectors.to(wide)], 1)
+    f = x.to(wide).contiguous()
+    inverse = torch.rsqrt(row_sum(f.square())[..., 0] / x.shape[-1] + eps)
+    # no matrix product: a token's score must not depend on where it stands, nor on its company
+    dots = torch.stack([row_sum(f * v)[..., 0] for v in vectors.to(wide)], 1)
     out = _wide(x.dtype)
     return (dots * inverse[:, None]).to(out), inverse.to(out)
 
@@ -102,8 +104,8 @@ def norm_forward(
     if vectors is not None:
         scores, inverse = score_forward(x, vectors.view(-1, x.shape[-1]), score_eps)
         scores = scores.view(len(x), *vectors.shape[:-1], -1)
-    f = (x if indices is None else gather(x, indices)).to(_wide(x.dtype))
-    rstd = torch.linalg.vector_norm(f, dim=-1, keepdim=True).square().div_(x.shape[-1]).add_(eps).rsqrt_()
+    f = (x if indices is None else gather(x, indices)).to(_wide(x.dtype)).contiguous()
+    rstd = row_sum(f.square()).div_(x.shape[-1]).add_(eps).rsqrt_()
     y = f * rstd
     if weight is not None:
         y = y * weight

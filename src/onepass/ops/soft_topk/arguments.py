@@ -115,10 +115,10 @@ def accumulator(like: Tensor) -> torch.dtype:
 
 
 def torch_rows(like: Tensor, allowed: Tensor | None) -> Tensor:
-    """The scores as the torch path takes them: (R, n), -inf where masked."""
+    """The scores as the torch path takes them: (R, n) contiguous, -inf where masked."""
     if allowed is not None:
         like = like.masked_fill(~allowed, -math.inf)
-    return like.reshape(math.prod(like.shape[:-1]), like.shape[-1]).to(accumulator(like))
+    return like.reshape(math.prod(like.shape[:-1]), like.shape[-1]).to(accumulator(like)).contiguous()
 
 
 def from_rows(rows: Tensor, like: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from onepass.core.launch import INTERPRET, cdiv, next_power_of_2, sm_count
+from onepass.core.launch import INTERPRET, aligned, cdiv, even_rows, next_power_of_2, sm_count
 
 CAPPED_EXP = tl.constexpr(0)
 SIGMOID = tl.constexpr(1)
@@ -288,6 +288,14 @@ def shape(n_rows: int, n_cols: int, per_warp: int, max_cols: int) -> Shape:
         return Shape(block_r, block_c, min(32, max(1, block_c // per_warp)), cdiv(n_rows, block_r), 1, block_c)
     chunk = cdiv(max(CHUNK, cdiv(n_cols, MAX_SPLITS)), TILE) * TILE
     return Shape(1, TILE, TILE // PER_WARP, n_rows, cdiv(n_cols, chunk), chunk)
+
+
+def even(
+    s: Tensor, k: Tensor | None, eps: Tensor | None, mask: Tensor | None
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """What a forward pass reads, copied where it lies unevenly: the order of a row's sums is then its width's alone."""
+    k, eps = (None if value is None else aligned(value) for value in (k, eps))
+    return even_rows(s), k, eps, None if mask is None else even_rows(mask)
 
 
 def stride(value: Tensor | None) -> int:

@@ -23,6 +23,7 @@ from .kernels_common import (
     PER_WARP,
     SIZES,
     Shape,
+    even,
     fetch,
     largest,
     load_option,
@@ -230,7 +231,7 @@ def team_kernel(
         visit += 1
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_rows"])
 def ends_kernel(
     s_ptr,  # (n_rows, n_cols) any float, unit column stride
     mask_ptr,  # (n_rows, n_cols) uint8, unit column stride, or nothing
@@ -258,7 +259,7 @@ def ends_kernel(
     tl.store(out + 1, top)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_rows"])
 def step_kernel(
     s_ptr,  # (n_rows, n_cols) any float, unit column stride
     k_ptr,  # (n_rows,) any float, or nothing
@@ -386,10 +387,11 @@ def forward(
     trace = scratch(s, n_rows, 2 * n_iters if want_trace else 0)
     if not y.numel():
         return y, trace.zero_()
+    s, k, _, mask = even(s, k, None, mask)
     plan = forward_shape(n_rows, n_cols)
     schedule = eps_arguments(eps, eps_init, eps_decay)
     flags = {"HAS_K": k is not None, "HAS_MASK": mask is not None, "TRACE": want_trace}
-    vec = math.gcd(16, n_cols, s.stride(0), stride(mask))
+    vec = math.gcd(16, n_cols)
     numbers = (s.stride(0) // vec, stride(k), stride(mask) // vec, n_rows, n_cols // vec, k_value, n_iters,
                n_changing_of(n_iters, eps, eps_init, eps_decay), *schedule)  # fmt: skip
     with device_guard(s):

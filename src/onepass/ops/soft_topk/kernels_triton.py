@@ -26,6 +26,7 @@ from .kernels_common import (
     SIGMOID,
     SIZES,
     Shape,
+    even,
     fetch,
     gates_and_slopes,
     largest,
@@ -364,7 +365,7 @@ def team_kernel(
         visit += 1
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_rows"])
 def ends_kernel(
     s_ptr,  # (n_rows, n_cols) any float, unit column stride
     mask_ptr,  # (n_rows, n_cols) uint8, unit column stride, or nothing
@@ -405,7 +406,7 @@ def ends_kernel(
     tl.store(out + 5, squares)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_rows"])
 def pass_kernel(
     s_ptr,  # (n_rows, n_cols) any float, unit column stride
     k_ptr,  # (n_rows,) any float, or nothing
@@ -537,10 +538,11 @@ def forward(
     solution = scratch(s, n_rows, 2)
     if not y.numel():
         return y, solution.zero_()
+    s, k, eps, mask = even(s, k, eps, mask)
     plan = forward_shape(n_rows, n_cols, kind)
     flags = {"KIND": kind, "HAS_K": k is not None, "HAS_EPS": eps is not None, "HAS_MASK": mask is not None}
     strides = (s.stride(0), stride(k), stride(eps), stride(mask))
-    vec = math.gcd(16, n_cols, strides[0], strides[3])
+    vec = math.gcd(16, n_cols)
     numbers = (strides[0] // vec, *strides[1:3], strides[3] // vec, n_rows, n_cols // vec, k_value, eps_value)
     with device_guard(s):
         if plan.splits == 1:

@@ -17,6 +17,8 @@ import math
 import torch
 from torch import Tensor
 
+from onepass.core.sums import block_sums
+
 # exponents of E stay trustworthy this many eps around its ref
 WINDOW = 40.0
 # elements of E, and of the copy that a step clips, that stay in the cache of a core
@@ -62,8 +64,9 @@ class _Exponentials:
 
     def clipped_sum(self, level: Tensor) -> Tensor:
         """Σ min(E, level)."""
-        sums = [torch.minimum(e, level, out=room).sum(-1, keepdim=True) for _, e, room in self.pieces]
-        return sums[0] if len(sums) == 1 else torch.cat(sums, -1).sum(-1, keepdim=True)
+        sums = [block_sums(torch.minimum(e, level, out=room)) for _, e, room in self.pieces]
+        blocks = sums[0] if len(sums) == 1 else torch.cat(sums, -1)
+        return blocks if blocks.shape[-1] == 1 else blocks.sum(-1, keepdim=True)
 
     def become_gates(self, level: Tensor) -> None:
         factor, one = level.reciprocal(), level.new_ones(())

@@ -12,6 +12,8 @@ import math
 import torch
 from torch import Tensor
 
+from onepass.core.sums import block_sums, row_sum
+
 KINDS = ("capped_exp", "sigmoid", "laplace", "clamp")
 CAPPED_EXP, SIGMOID, LAPLACE, CLAMP = range(4)
 
@@ -20,6 +22,7 @@ ALL_ONES = -1e30
 MAX_PASSES = 160
 # passes without a bracket, and the Newton steps (in units of eps) that they may take
 SWIFT_PASSES = 10
+SWIFT_MOVES = 3
 SWIFT_REACH = 16.0
 # beyond this many eps a threshold is only a place to look at, its digits don't matter
 FAR = 1e4
@@ -44,7 +47,8 @@ def phi(x: Tensor, kind: int) -> Tensor:
     if kind == CAPPED_EXP:
         return x.clamp_(max=0).exp_()
     if kind == SIGMOID:
-        return x.sigmoid_()
+        # (torch.sigmoid's last bit depends on the place in memory; exp's does not)
+        return x.neg_().exp_().add_(1).reciprocal_()
     if kind == LAPLACE:
         # the tail below zero, one minus it above; arithmetic, because torch.where takes ten times as long on a CPU
         tail = x.abs().neg_().exp_().mul_(0.5).copysign_(x.add_(0.0))
@@ -57,7 +61,8 @@ def slope(x: Tensor, kind: int) -> Tensor:
     if kind == CAPPED_EXP:
         return x.clamp(max=0).exp_().sub_(_above(x))
     if kind == SIGMOID:
-        return x.sigmoid().mul_((-x).sigmoid_())
+        e = x.abs().neg_().exp_()
+        return e.div_((1 + e).square_())
     if kind == LAPLACE:
         return x.abs().neg_().exp_().mul_(0.5)
     return torch.gt(x, 0, out=torch.empty_like(x)).mul_(torch.lt(x, 1, out=torch.empty_like(x)))
@@ -83,13 +88,13 @@ def _measure(s: Tensor, ref: Tensor, c: Tensor, k: Tensor, eps: Tensor, kind: in
     """One pass over the rows: (Σ gates at (ref, c), Σ slopes, Newton's step for c)."""
     n = s.shape[-1]
     x = (s - ref).div_(eps).sub_(c)
-    dy = slope(x, kind).sum(-1, keepdim=True)
+    dy = row_sum(slope(x, kind))
     y = phi(x, kind)
-    total = y.sum(-1, keepdim=True)
+    total = row_sum(y)
     if kind == CLAMP:
         return total, dy, (total - k) / dy
     # the tails are exponential: Newton on the logarithm of the smaller side
-    rest = (1 - y).sum(-1, keepdim=True)
+    rest = row_sum(1 - y)
     step = torch.where(k < 0.5 * n, total / dy * (total / k).log(), -rest / dy * (rest / (rest + total - k)).log())
     return total, dy, torch.where(step.isfinite(), step, (total - k) / dy)
 
@@ -150,26 +155,31 @@ def _swift_capped(s: Tensor, k: Tensor, eps: Tensor, y: Tensor) -> tuple[Tensor,
     level, room = torch.ones_like(base), y.new_empty(min(y.numel(), CHUNK * torch.get_num_threads()))
     # finite, because what is above the level is multiplied by zero
     torch.minimum(torch.sub(s, base, out=y).div_(eps).exp_(), largest, out=y)
-    for _ in range(SWIFT_PASSES):
-        below, rest = _below(y, level, room)
-        lacking = k - (columns - below)
-        last, level = level, rest / lacking
-        if not lacking.amin().item() > 0:
-            # with k or more above, Newton on the sum itself
-            level = torch.where(lacking > 0, level, last * (1 - lacking * last / rest).exp_())
-        if torch.equal(level, last):
-            c = level.log()
-            moves = c.abs() > REACH
-            if not bool(moves.any()):
+    # a row that has not arrived after these passes never does, and moves its ref only after them: how long other rows
+    # take then changes no bit of it
+    stays = torch.ones_like(base, dtype=torch.bool)
+    for _ in range(SWIFT_MOVES):
+        for _ in range(SWIFT_PASSES):
+            below, rest = _below(y, level, room)
+            lacking = k - (columns - below)
+            last, level = level, rest / lacking
+            if not lacking.amin().item() > 0:
+                # with k or more above, Newton on the sum itself
+                level = torch.where(lacking > 0, level, last * (1 - lacking * last / rest).exp_())
+            if torch.equal(level, last):
                 break
-            moved = torch.where(moves, base + eps * c, base)
-            level = torch.where(moves, (c - (moved - base) / eps).exp_(), level)
-            base = moved
-            torch.minimum(torch.sub(s, base, out=y).div_(eps).exp_(), largest, out=y)
+        c, stays = level.log(), stays & (level == last)
+        moves = (c.abs() > REACH) & stays
+        if not bool(moves.any()):
+            break
+        moved = torch.where(moves, base + eps * c, base)
+        level = torch.where(moves, (c - (moved - base) / eps).exp_(), level)
+        base = moved
+        torch.minimum(torch.sub(s, base, out=y).div_(eps).exp_(), largest, out=y)
     torch.minimum(y.mul_(level.reciprocal()), one, out=y)
     c = level.log()
     # terms that underflowed would be missing from a sum too small
-    found = (level == last) & (lacking > 0) & (rest > 1e13 * torch.finfo(s.dtype).tiny) & (c.abs() <= REACH)
+    found = stays & (level == last) & (lacking > 0) & (rest > 1e13 * torch.finfo(s.dtype).tiny) & (c.abs() <= REACH)
     return base, c, found if solvable is None else found & solvable
 
 
@@ -179,8 +189,8 @@ def _below(y: Tensor, level: Tensor, room: Tensor) -> tuple[Tensor, Tensor]:
     for piece in y.split(max(1, len(room) // len(y)), -1):  # type: ignore[no-untyped-call]
         below = torch.le(piece, level, out=room[: piece.numel()].view(piece.shape))
         counts.append(below.sum(-1, keepdim=True))
-        sums.append(below.mul_(piece).sum(-1, keepdim=True))
-    if len(sums) == 1:
+        sums.append(block_sums(below.mul_(piece)))
+    if len(sums) == 1 and sums[0].shape[-1] == 1:
         return counts[0], sums[0]
     return torch.cat(counts, -1).sum(-1, keepdim=True), torch.cat(sums, -1).sum(-1, keepdim=True)
 
@@ -205,7 +215,7 @@ def _search(
         if capped:
             x = (s - base).div_(eps).sub_(c)
             above = (x > 0).sum(-1, keepdim=True).to(s.dtype)
-            rest = slope(x, kind).sum(-1, keepdim=True)
+            rest = row_sum(slope(x, kind))
             total, state = rest + above, above
             step = torch.where(above < k, rest.log() - (k - above).log(), (total - k) / rest)
             arrived = (state < k) & ((state == last) | (step == 0))

@@ -16,6 +16,10 @@ from torch import Tensor
 
 from onepass.core.launch import cdiv, device_guard, launch, next_power_of_2, sm_count
 
+# column tiles of one program in forward, and columns with tensor cores: a longer row has several programs, or few long
+# rows would leave most of the GPU idle; at most so many programs
+SPLIT_TILES, DOT_SPLIT_COLS, MAX_SPLITS = 8, 8192, 1024
+
 
 @triton.jit(do_not_specialize=["x_row_units", "n_rows", "n_col_units", "split_tiles"])
 def forward_kernel(
@@ -62,14 +66,15 @@ def forward_kernel(
         tl.store(y_ptr + out + r, tl.sum(accs[r], 1).to(y_ptr.dtype.element_ty), mask=rows < n_rows)
 
 
-@triton.jit(do_not_specialize=["x_row_units", "n_rows", "n_col_units"])
+@triton.jit(do_not_specialize=["x_row_units", "n_rows", "n_col_units", "split_tiles"])
 def dot_forward_kernel(
     x_ptr,  # (n_rows, n_cols), unit column stride, 16-bit
     w_ptr,  # (N_VECTORS, n_cols), contiguous, of x's dtype
-    y_ptr,  # (n_rows, N_VECTORS), contiguous
+    y_ptr,  # (splits, n_rows, N_VECTORS), contiguous; the result itself when there is one split, else fp32 parts
     x_row_units,  # row stride of x / UNIT
     n_rows,
     n_col_units,  # n_cols / UNIT
+    split_tiles,  # column tiles per split
     UNIT: tl.constexpr,
     N_VECTORS: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -77,7 +82,10 @@ def dot_forward_kernel(
     EVEN_C: tl.constexpr,  # n_cols is a multiple of BLOCK_C
     STAGES: tl.constexpr,
 ):
-    """A tile of rows per program, all vectors at once: 16-bit products are exact in tensor cores, sums are fp32."""
+    """A tile of rows and a share of the columns per program, all vectors at once.
+
+    16-bit products are exact in tensor cores, sums are fp32.
+    """
     n_cols = tl.cast(n_col_units, tl.int64) * UNIT
     rows = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     cols = tl.arange(0, BLOCK_C)
@@ -85,7 +93,8 @@ def dot_forward_kernel(
     x_rows = x_ptr + tl.minimum(rows, n_rows - 1)[:, None] * x_row_units * UNIT
     w_rows = w_ptr + vectors[None, :] * n_cols
     acc = tl.zeros((BLOCK_R, 16), tl.float32)
-    for start in tl.range(0, n_cols, BLOCK_C, num_stages=STAGES):
+    first = tl.program_id(1).to(tl.int64) * split_tiles * BLOCK_C
+    for start in tl.range(first, tl.minimum(first + split_tiles * BLOCK_C, n_cols), BLOCK_C, num_stages=STAGES):
         in_cols = (cols < n_cols - start) | EVEN_C
         if EVEN_C:
             x = tl.load(x_rows + start + cols[None, :])
@@ -94,7 +103,8 @@ def dot_forward_kernel(
         w = tl.load(w_rows + start + cols[:, None], mask=in_cols[:, None] & (vectors < N_VECTORS)[None, :], other=0.0)
         acc = tl.dot(x, w, acc)
     mask = (rows < n_rows)[:, None] & (vectors < N_VECTORS)[None, :]
-    tl.store(y_ptr + rows[:, None] * N_VECTORS + vectors[None, :], acc.to(y_ptr.dtype.element_ty), mask=mask)
+    out = (tl.program_id(1).to(tl.int64) * n_rows + rows) * N_VECTORS
+    tl.store(y_ptr + out[:, None] + vectors[None, :], acc.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["x_row_units", "n_rows", "n_col_units"])
@@ -235,7 +245,7 @@ def _block_c(n_cols: int, vector: int, threads: int) -> int:
     return max(c for c in widths if padded[c] <= 1.07 * min(padded.values()))
 
 
-def _forward_tile(n_rows: int, n_cols: int, vector: int, n_vectors: int) -> tuple[int, int, int]:
+def _forward_tile(n_cols: int, vector: int, n_vectors: int) -> tuple[int, int, int]:
     """(BLOCK_R, BLOCK_C, num_warps), timed on an H200: short programs for one vector, few warps a row for several.
 
     One vector: four loads per thread and many programs. Several: every vector costs a reduction across the warps of a
@@ -253,8 +263,8 @@ def _forward_tile(n_rows: int, n_cols: int, vector: int, n_vectors: int) -> tupl
         loads = 8 if block_c >= 32 * vector else 4
     else:
         loads = 2 if n_vectors > 4 or (n_cols > block_c and (vector < 8 or block_c < 32 * vector)) else 4
-    block_r = max(1, loads * warps * 32 * vector // block_c)
-    return min(block_r, next_power_of_2(n_rows)), block_c, warps
+    # (the number of rows plays no part, here or in the splits: a row's sum is in one order, whatever its company)
+    return max(1, loads * warps * 32 * vector // block_c), block_c, warps
 
 
 def _dot_tile(n_cols: int) -> tuple[int, int, int, int]:
@@ -292,17 +302,10 @@ def _in_two_passes(dx: Tensor, n_vectors: int) -> bool:
     return n_vectors == 1 and wide and dx.numel() * size >= 1 << 28
 
 
-def _splits(x: Tensor, row_tiles: int, col_tiles: int) -> int:
-    """How many programs share one tile of rows: few long rows would leave most of the GPU idle."""
-    wanted = cdiv(4 * sm_count(x), row_tiles)
-    return 1 if wanted < 2 else max(1, min(wanted, col_tiles // 4))
-
-
-def _finish(parts: Tensor, out: Tensor) -> None:
+def _finish(parts: Tensor, out: Tensor, unit: int) -> None:
     n_parts, n = parts.shape[0], out.numel()
     block_p = min(256, next_power_of_2(n_parts))
     block_c = min(128, max(16, 4096 // block_p))
-    unit = _unit(n, n)
     constants = (unit, block_p, block_c)
     launch(finish_kernel, (cdiv(n, block_c), 1, 1), (parts, out), (n_parts, n // unit), constants, num_warps=4)
 
@@ -353,32 +356,36 @@ def is_columns(x: Tensor | None) -> bool:
 def _forward_pass(x: Tensor, weight: Tensor, y: Tensor) -> None:
     n_rows, n_cols = x.shape
     n_vectors = weight.shape[0]
-    unit = _unit(n_cols, x.stride(0))
+    row_stride = x.stride(0) if n_rows > 1 else n_cols
+    unit = _unit(n_cols, row_stride)
     vector = min(unit, 16 // x.element_size())
-    if n_vectors > 1 and x.dtype == weight.dtype and vector == 8 and min(n_rows, n_cols) >= 64:
+    dot = n_vectors > 1 and x.dtype == weight.dtype and vector == 8 and n_cols >= 64
+    if dot:
         block_r, block_c, stages, warps = _dot_tile(n_cols)
-        launch(
-            dot_forward_kernel, (cdiv(n_rows, block_r), 1, 1), (x, weight, y),
-            (x.stride(0) // unit, n_rows, n_cols // unit),
-            (unit, n_vectors, block_r, block_c, n_cols % block_c == 0, stages), num_warps=warps,
-        )  # fmt: skip
-        return
-    block_r, block_c, warps = _forward_tile(n_rows, n_cols, vector, n_vectors)
-    row_tiles, col_tiles = cdiv(n_rows, block_r), cdiv(n_cols, block_c)
-    split_tiles = cdiv(col_tiles, _splits(x, row_tiles, col_tiles))
-    splits = cdiv(col_tiles, split_tiles)
+        split_tiles = DOT_SPLIT_COLS // block_c
+    else:
+        block_r, block_c, warps = _forward_tile(n_cols, vector, n_vectors)
+        split_tiles = SPLIT_TILES
+    split_tiles = max(split_tiles, cdiv(n_cols, MAX_SPLITS * block_c))
+    row_tiles, splits = cdiv(n_rows, block_r), cdiv(n_cols, split_tiles * block_c)
     parts = y if splits == 1 else torch.empty((splits, n_rows, n_vectors), dtype=torch.float32, device=x.device)
-    # where a thread does not hold all VECTOR neighbours, lanes add each other's products: copies of such a sum agree
-    # bit for bit only if none of them contracts its own product into the addition
-    whole = vector <= block_r * block_c // (32 * warps) and x.data_ptr() % 16 == 0
-    launch(
-        forward_kernel, (row_tiles, splits, 1), (x, weight, parts),
-        (x.stride(0) // unit, n_rows, n_cols // unit, split_tiles),
-        (unit, n_vectors, min(vector, block_c), block_r, block_c, n_cols % block_c == 0),
-        num_warps=warps, enable_fp_fusion=whole,
-    )  # fmt: skip
+    numbers, even = (row_stride // unit, n_rows, n_cols // unit, split_tiles), n_cols % block_c == 0
+    if dot:
+        launch(
+            dot_forward_kernel, (row_tiles, splits, 1), (x, weight, parts), numbers,
+            (unit, n_vectors, block_r, block_c, even, stages), num_warps=warps,
+        )  # fmt: skip
+    else:
+        # where a thread does not hold all VECTOR neighbours, lanes add each other's products: copies of such a sum
+        # agree bit for bit only if none of them contracts its own product into the addition
+        whole = vector <= block_r * block_c // (32 * warps) and x.data_ptr() % 16 == 0
+        launch(
+            forward_kernel, (row_tiles, splits, 1), (x, weight, parts), numbers,
+            (unit, n_vectors, min(vector, block_c), block_r, block_c, even), num_warps=warps, enable_fp_fusion=whole,
+        )  # fmt: skip
     if splits > 1:
-        _finish(parts, y)
+        # the unit of any number of rows: another one would add the parts up in another order
+        _finish(parts, y, 1)
 
 
 def _backward_pass(dy: Tensor, x: Tensor | None, weight: Tensor | None, dx: Tensor | None, dw: Tensor | None) -> None:
@@ -415,4 +422,4 @@ def _backward_pass(dy: Tensor, x: Tensor | None, weight: Tensor | None, dx: Tens
             num_warps=warps,
         )  # fmt: skip
     if dw is not None and parts is not None and groups > 1:
-        _finish(parts, dw)
+        _finish(parts, dw, _unit(dw.numel(), dw.numel()))

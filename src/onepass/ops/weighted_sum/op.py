@@ -11,9 +11,9 @@ from torch.library import custom_op
 
 from onepass.core import check
 from onepass.core.bind import batch_first, bind, outside_autocast
-from onepass.core.launch import as_rows, uses_triton
+from onepass.core.launch import aligned, as_rows, even_rows, uses_triton
 
-from . import reference as torch_path
+from . import torch_path
 
 MAX_VECTORS = 16
 
@@ -75,14 +75,16 @@ def _empty_gradient(x: Tensor, weight: Tensor) -> Tensor:
 def _forward(x: Tensor, weight: Tensor, out_dtype: torch.dtype | None) -> Tensor:
     dtype = out_dtype or torch.promote_types(x.dtype, weight.dtype)
     if not _on_triton(x, weight):
-        return torch_path.reference(x, weight, out_dtype=dtype)
+        return torch_path.forward(x, weight, dtype)
     shape = x.shape[:-1] + weight.shape[:-1]
     if not x.numel():
         return torch.zeros(shape, dtype=dtype, device=x.device)
     from . import kernels_triton
 
     y = torch.empty(shape, dtype=dtype, device=x.device)
-    kernels_triton.forward(_matrix(x, weight), _vectors(weight).contiguous(), y)
+    rows = _matrix(x, weight)
+    rows = rows if kernels_triton.is_columns(rows) else even_rows(rows)
+    kernels_triton.forward(rows, aligned(_vectors(weight).contiguous()), y)
     return y
 
 
