@@ -44,3 +44,7 @@ clean:
 	.venv-dev/bin/python $(PIP) 'pip>=25.1'
 	.venv-dev/bin/python $(PIP) --group dev --editable .
 	touch $@
+
+.PHONY: soak
+soak: .venv/ready  ## stop the main job in the worst ways and resume it 50 times; 10 000 steps in flat memory
+	OMP_NUM_THREADS=1 .venv/bin/python benchmarks/soak.py --json benchmarks/results/cpu/soak.json $(ARGS)
