@@ -49,7 +49,7 @@ from onepass.train import checkpoint
 from onepass.train.run import METRICS, Run
 
 SIZE = ["--dim", "16", "--blocks", "2", "--seq", "32", "--batch", "2", "--device", "cpu"]
-STEPS_PER_RESUME = 40
+STEPS_PER_RESUME = 16
 EVERY = 5  # steps between checkpoints
 FAULTS = ("kill -9 at the start", "kill -9", "SIGTERM", "disk full", "clock set back")
 CLOCKED = {"seconds", "tokens_per_s", "digest"}  # a row's digest covers the other two
@@ -90,12 +90,17 @@ def ended(child: int) -> int | None:
 def wait(child: int, until: Callable[[], bool] = lambda: False) -> int | None:
     """Wait for a process's end, or for something else; return its exit code, None when it still runs."""
     deadline = time.monotonic() + PATIENCE
-    while (code := ended(child)) is None and not until():
-        if time.monotonic() > deadline:
+    code = None
+    try:
+        while (code := ended(child)) is None and not until():
+            if time.monotonic() > deadline:
+                raise SoakError(f"nothing happened for {PATIENCE:.0f} s")
+            time.sleep(0.002)
+    except BaseException:
+        if code is None:
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
-            raise SoakError(f"nothing happened for {PATIENCE:.0f} s")
-        time.sleep(0.002)
+        raise
     return code
 
 
@@ -161,8 +166,8 @@ class Soak:
     def stamp(self) -> int:
         return self.saved.stat().st_mtime_ns if self.saved.exists() else 0
 
-    def round(self, fault: str) -> None:
-        """Go on, meet a fault, and see what is left."""
+    def round(self, fault: str, step: int) -> None:
+        """Go on, meet a fault after `step` steps at the earliest, and see what is left."""
         known, draws = self.stamp(), self.draws
         seed, delay, leave = draws.randrange(2**32), draws.random(), draws.randrange(65536)
         limit = draws.randrange(1, 20_000)
@@ -177,7 +182,7 @@ class Soak:
         elif fault == "disk full" and not self.own_disk:
             code = wait(child)
         else:
-            code = wait(child, lambda: self.stamp() != known)
+            code = wait(child, lambda: self.stamp() != known and checkpoint.load(self.saved).step >= step)
             if code is not None:
                 raise SoakError(f"it ended with code {code} before it was stopped")
             if fault == "disk full":
@@ -219,7 +224,8 @@ class Soak:
         """Meet every fault, then train to the end."""
         for number, fault in enumerate(self.faults, 1):
             try:
-                self.round(fault)
+                # from the first steps to the last, over measurements and checkpoints
+                self.round(fault, int(0.9 * self.steps * number / len(self.faults)))
             except Exception as error:
                 said = self.log.read_text(errors="replace")[-2000:]
                 raise SoakError(f"round {number}, {fault}: {error}\n{said}") from error
