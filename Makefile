@@ -13,7 +13,7 @@ PARALLEL = -n $(JOBS) --dist worksteal
 KERNELS = tests/contract tests/ops tests/core/test_replay_kernels.py
 PIP = -m pip install --quiet --disable-pip-version-check
 
-.PHONY: run quick test test-all slow lint types unit interpret doctest dist clean FORCE
+.PHONY: run quick test test-all slow lint types unit interpret doctest dist soak clean FORCE
 
 run: .venv/ready  ## train a routed transformer on the standard library's own sources
 	.venv/bin/onepass train $(ARGS)
@@ -73,3 +73,6 @@ endef
 # its date changes with PYTHON or TORCH only, so that another choice makes another environment
 .requirement: FORCE
 	@echo '$(PYTHON) $(TORCH)' | cmp -s - $@ || echo '$(PYTHON) $(TORCH)' > $@
+
+soak: .venv/ready  ## stop the main job in the worst ways and resume it 50 times; 10 000 steps in flat memory
+	OMP_NUM_THREADS=1 .venv/bin/python benchmarks/soak.py --json benchmarks/results/cpu/soak.json $(ARGS)

@@ -1,0 +1,263 @@
+"""Damaged files of a run: one line, exit code 2, and nothing is lost by it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from onepass.__main__ import main
+from onepass.core.errors import UserError
+from onepass.train import data, metrics
+from onepass.train.checkpoint import load
+from onepass.train.metrics import Mark
+from onepass.train.run import Run
+from train.tiny import TINY, rows
+
+WHERE = Path("metrics.jsonl")
+ROWS = [{"step": step, "loss": 1 / step, "bits_per_byte": 1.5 / step, "lr": 1e-3} for step in range(1, 8)]
+LINES, END = metrics.written(ROWS, Mark())
+FUZZ = settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+def parsed(content: bytes) -> tuple[list[metrics.Row], Mark]:
+    found = list(metrics.parsed(content.splitlines(keepends=True), WHERE))
+    return [row for row, _ in found], found[-1][1] if found else Mark()
+
+
+def refused(content: bytes) -> str:
+    with pytest.raises(UserError) as caught:
+        parsed(content)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_rows_come_back():
+    assert parsed(LINES) == (ROWS, END)
+    assert END.length == len(LINES)
+    assert parsed(b"") == ([], Mark())
+    first, mark = metrics.written(ROWS[:3], Mark())
+    rest, end = metrics.written(ROWS[3:], mark)
+    assert (first + rest, end) == (LINES, END)
+    assert metrics.written([], mark) == (b"", mark)
+
+
+def test_the_digest_is_what_the_module_says():
+    import hashlib
+
+    digest = ""
+    for line, row in zip(LINES.decode().splitlines(), ROWS, strict=True):
+        digest = hashlib.sha256(f"{digest}\n{json.dumps(row)}".encode()).hexdigest()[:16]
+        assert json.loads(line) == {**row, "digest": digest}
+
+
+@FUZZ
+@given(st.data())
+def test_any_changed_byte_shows(data: st.DataObject):
+    content = bytearray(LINES)
+    place = data.draw(st.integers(0, len(content) - 1))
+    content[place] = data.draw(st.integers(0, 255).filter(lambda value: value != LINES[place]))
+    assert "is damaged, or a line before it is lost or moved" in refused(bytes(content))
+
+
+@FUZZ
+@given(st.permutations(range(len(ROWS))), st.integers(1, len(ROWS)))
+def test_lost_moved_and_doubled_lines_show(order: list[int], count: int):
+    lines = LINES.splitlines(keepends=True)
+    chosen = order[:count]
+    if chosen != list(range(count)):
+        refused(b"".join(lines[i] for i in chosen))
+    refused(b"".join(lines[: chosen[0] + 1]) + lines[chosen[0]])
+
+
+@FUZZ
+@given(st.binary(max_size=300))
+def test_noise(content: bytes):
+    if content:
+        refused(content)
+
+
+@FUZZ
+@given(st.integers(0, len(LINES) - 1))
+def test_a_cut_is_seen_beside_the_checkpoint(tmp_path: Path, length: int):
+    (tmp_path / "metrics.jsonl").write_bytes(LINES[:length])
+    with pytest.raises(UserError, match="fewer than the"):
+        Run(tmp_path).verify(saved(END))
+
+
+class Saved:
+    """What `verify` reads of a checkpoint."""
+
+    def __init__(self, length: int, digest: str | None) -> None:
+        self.metrics_bytes, self.metrics_digest = length, digest
+
+
+def saved(mark: Mark) -> Saved:
+    return Saved(mark.length, mark.digest)
+
+
+def test_verify(tmp_path: Path):
+    run = Run(tmp_path)
+    assert run.verify(saved(Mark())) == Mark()
+    (tmp_path / "metrics.jsonl").write_bytes(LINES + b"a torn line after the checkpoint")
+    assert run.verify(saved(END)) == END
+    with pytest.raises(UserError, match="of another run than checkpoint"):
+        run.verify(Saved(END.length, "0" * 16))
+    with pytest.raises(UserError, match="line 7 is damaged"):
+        run.verify(Saved(END.length - 1, END.digest))
+
+
+def test_runs_from_before_there_were_digests(tmp_path: Path):
+    old = b"".join(json.dumps(row).encode() + b"\n" for row in ROWS[:3])
+    (tmp_path / "metrics.jsonl").write_bytes(old)
+    run = Run(tmp_path)
+    mark = run.verify(Saved(len(old), None))
+    more, end = metrics.written(ROWS[3:], mark)
+    (tmp_path / "metrics.jsonl").write_bytes(old + more)
+    assert run.verify(saved(end)) == end
+    assert parsed(old + more)[0] == ROWS
+    # later rows seal the old ones, and none of them may lack its digest
+    refused(old.replace(b'"step": 2', b'"step": 9') + more)
+    refused(old[old.index(b"\n") + 1 :] + more)
+    stripped = b"".join(json.dumps(row).encode() + b"\n" for row in ROWS[-1:])
+    refused(old + more.splitlines(keepends=True)[0] + stripped)
+
+
+@pytest.mark.parametrize(
+    "row",
+    ["[]", "3", "null", "{}", '{"loss": 1}', '{"step": 1.0}', '{"step": true}', '{"step": "1"}',
+     '{"step": 1, "a": "b"}',
+     '{"step": 1, "loss": NaN}', '{"step": 1, "loss": Infinity}', '{"step": 1, "loss": null}', "[" * 100_000],
+)  # fmt: skip
+def test_old_rows_that_are_none(row: str):
+    refused(row.encode() + b"\n")
+
+
+@FUZZ
+@given(st.data())
+def test_a_damaged_manifest_never_ends_in_a_traceback(tmp_path: Path, data: st.DataObject):
+    corpus = manifest_corpus()
+    content = bytearray(corpus.manifest().encode())
+    for place in data.draw(st.lists(st.integers(0, len(content) - 1), max_size=3)):
+        content[place] = data.draw(st.integers(0, 255))
+    content = content[: data.draw(st.integers(0, len(content)))]
+    manifest_said(tmp_path, bytes(content))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"3", b"null", b"{}", b'{"a": 1}', b"[1]", b"[[]]", b"[{}]", b'[["a", Infinity, "b"]]', b'[["a", null, 1]]',
+     b'["ab", "cd"]', b"[" * 100_000, b"\xff\xfe"],
+)  # fmt: skip
+def test_a_manifest_that_is_none(tmp_path: Path, content: bytes):
+    manifest_said(tmp_path, content)
+
+
+def manifest_corpus() -> data.Corpus:
+    sources = [data.Source(name, repr(name).encode(), f"{name}{name}") for name in ("a", "b\n", "c\udce9")]
+    empty = data.np.zeros(0, dtype=data.np.uint8)
+    return data.Corpus(sources, empty, empty, "digest")
+
+
+def manifest_said(folder: Path, content: bytes) -> None:
+    path, corpus = folder / "data.json", manifest_corpus()
+    path.write_bytes(content)
+    assert data.damaged(corpus, path) == (content != corpus.manifest().encode())
+    assert "\n" not in data.changed(corpus, path)
+
+
+@pytest.fixture
+def finished(train: Callable[..., int], tmp_path: Path) -> Iterator[Path]:
+    """A run that is over; after the test it can still be resumed once its files are put back."""
+    run = tmp_path / "run"
+    assert train("--out", run, "--checkpoint-every", 5) == 0
+    whole = {path.name: path.read_bytes() for path in run.iterdir()}
+    before = rows(run)
+    yield run
+    for name, content in whole.items():
+        (run / name).unlink(missing_ok=True)
+        (run / name).write_bytes(content)
+    assert train("--out", run, "--resume") == 0
+    assert rows(run) == before
+
+
+def flipped(content: bytes) -> Iterator[bytes]:
+    for share in (0.02, 0.3, 0.7, 0.98):
+        place = int(share * len(content))
+        yield content[:place] + bytes([content[place] ^ 4]) + content[place + 1 :]
+    yield content[:-10]
+    yield b""
+
+
+@pytest.mark.parametrize("name", ["config.json", "metrics.jsonl", "checkpoint.safetensors"])
+def test_resume_and_show_refuse_damage(
+    finished: Path, texts: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str
+):
+    # not one step may be taken
+    monkeypatch.setattr("onepass.train.loop.Training.go", None)
+    content = (finished / name).read_bytes()
+    # the rows after the last checkpoint are written again in any case
+    certain = content[: load(finished / "checkpoint.safetensors").metrics_bytes] if name == "metrics.jsonl" else content
+    resume = ["train", str(texts), *TINY, "--resume", "--out", str(finished)]
+    show = ["show", str(finished), str(texts / "1.txt"), "--out", str(finished.parent / "shown")]
+    for bad in flipped(certain):
+        (finished / name).write_bytes(bad)
+        left = {path.name: path.read_bytes() for path in finished.iterdir()}
+        for command in [resume] if name == "config.json" else [resume, show]:
+            capsys.readouterr()
+            assert main(command) == 2
+            said = capsys.readouterr().err
+            assert said.count("\n") == 1
+            assert name in said
+        assert {path.name: path.read_bytes() for path in finished.iterdir()} == left
+    monkeypatch.undo()
+
+
+def test_what_is_gone(finished: Path, texts: Path, capsys: pytest.CaptureFixture[str]):
+    resume = ["train", str(texts), *TINY, "--resume", "--out", str(finished)]
+    saved = (finished / "checkpoint.safetensors").read_bytes()
+    lines = (finished / "metrics.jsonl").read_bytes()
+    (finished / "checkpoint.safetensors").unlink()
+    # to start over would cost the metrics
+    assert main(resume) == 2
+    assert "checkpoint.safetensors is gone; put it back" in capsys.readouterr().err
+    assert (finished / "metrics.jsonl").read_bytes() == lines
+    (finished / "checkpoint.safetensors").symlink_to(finished.parent / "unmounted")
+    assert main(resume) == 2
+    assert "no such file" in capsys.readouterr().err
+    (finished / "checkpoint.safetensors").unlink()
+    (finished / "checkpoint.safetensors").write_bytes(saved)
+    (finished / "metrics.jsonl").unlink()
+    assert main(resume) == 2
+    assert "has 0 bytes, fewer than" in capsys.readouterr().err
+    # a model may be passed on without its metrics
+    assert main(["show", str(finished), str(texts / "1.txt")]) == 0
+
+
+def test_a_damaged_list_of_data_is_mended(finished: Path, texts: Path, capsys: pytest.CaptureFixture[str]):
+    resume = ["train", str(texts), *TINY, "--resume", "--out", str(finished)]
+    whole = (finished / "data.json").read_bytes()
+    for bad in (b"{", whole[:-5], b""):
+        (finished / "data.json").write_bytes(bad)
+        assert main(resume) == 0
+        assert "data.json was damaged or gone and is written anew" in capsys.readouterr().out
+        assert (finished / "data.json").read_bytes() == whole
+    # with other data there is nothing to mend it by
+    (finished / "data.json").write_bytes(b"{")
+    text = (texts / "1.txt").read_text()
+    (texts / "1.txt").write_text("something else")
+    assert main(resume) == 2
+    assert "the data has changed since the run began: its files are not the same" in capsys.readouterr().err
+    (texts / "1.txt").write_text(text)
+
+
+@pytest.mark.parametrize("path", ["a\0b", "\ud800", "nowhere\n"])
+def test_paths_that_no_file_can_have(finished: Path, capsys: pytest.CaptureFixture[str], path: str):
+    values = json.loads((finished / "config.json").read_text())
+    (finished / "config.json").write_text(json.dumps({**values, "paths": [path]}))
+    assert main(["train", "--resume", "--out", str(finished)]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
