@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 CASES = """
 import onepass, torch
@@ -28,6 +30,7 @@ def _ab(*args: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
 
 
+@pytest.mark.slow
 def test_a_change_is_told(tmp_path: Path) -> None:
     (tmp_path / "cases.py").write_text(CASES)
     changed = tmp_path / "changed"

@@ -222,6 +222,7 @@ class TestModesOfPyTorch:
         assert len(plain) == len(again) == len(wanted)
         assert all(map(torch.equal, plain, again))
 
+    @pytest.mark.slow
     def test_compile_in_one_graph(self) -> None:
         torch._dynamo.reset()
         layer = RoutedFeedForward(DIM, 0.2, router=Router(DIM, 2))

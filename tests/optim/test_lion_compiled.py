@@ -35,7 +35,7 @@ def test_it_is_the_definition() -> None:
         assert torch.allclose(optimizer.state[p]["exp_avg"].double(), m, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("cautious_weight_decay", [False, True])
+@pytest.mark.parametrize("cautious_weight_decay", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_remainder_is_fp32_bit_for_bit(cautious_weight_decay: bool) -> None:
     low = make_params(torch.bfloat16, SHAPES)
     full = clones(low, torch.float32)

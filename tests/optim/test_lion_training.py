@@ -17,6 +17,7 @@ SCRIPT = Path(__file__).parents[2] / "benchmarks" / "lion_training.py"
 @pytest.mark.skipif(INTERPRET, reason="the interpreter's bf16 conversions truncate")
 @pytest.mark.skipif(not SCRIPT.exists(), reason="the script is in the repository, not in the package")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="written for the CPU's precision; the real run is the CUDA test")
+@pytest.mark.slow
 def test_every_arm_learns_and_is_written_down(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     spec = importlib.util.spec_from_file_location("lion_training", SCRIPT)
     assert spec is not None

@@ -14,6 +14,7 @@ from research.ablate.__main__ import main
 QUICK = ["--size", "small", "--device", "cpu", "--steps", "4"]
 
 
+@pytest.mark.slow
 def test_all_arms_leave_records_and_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["planted", *QUICK, "--seed", "0", "--seed", "1", "--out", str(tmp_path)]) == 0
     names = {path.name for path in tmp_path.iterdir()}
@@ -48,6 +49,7 @@ def test_a_time_limit_keeps_what_there_is(tmp_path: Path) -> None:
     assert record["final"]["loss"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", ["masked", "causal"])
 def test_text(tmp_path: Path, task: str) -> None:
     options = ["--size", "small", "--device", "cpu", "--steps", "2", "--seed", "0"]

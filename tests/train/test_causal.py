@@ -71,6 +71,7 @@ def test_every_parameter_in_use_gets_a_gradient():
         assert [name for name in silent if route != "none" or "null" not in name] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("route", ["learned", "random"])
 def test_resuming_changes_nothing(train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, route: str):
     options = ("--task", "causal", "--route", route, "--checkpoint-every", 3)

@@ -87,7 +87,7 @@ def test_interpreted_kernel_finds_every_tensor_of_a_crowded_map() -> None:
 
 
 # what a C++ compiler makes of it has nothing to do with Triton's interpreter
-@pytest.mark.parametrize("compiled", [False] if INTERPRET else [False, True])
+@pytest.mark.parametrize("compiled", [False] if INTERPRET else [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_together_is_one_at_a_time_bit_for_bit(compiled: bool) -> None:
     # large, short, and with tails, together and one at a time: the same bits
     sizes = [TILE + SMALL + 13, SMALL, SMALL - 1, 1, 0, 63, 64, 65, 1000]
