@@ -5,6 +5,7 @@ Small calls take as long as what surrounds the kernel, so this is short: one loo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -15,9 +16,9 @@ from torch.autograd.function import once_differentiable
 from onepass.core import check
 from onepass.core.launch import INTERPRET
 
-from .torch_path import sixteen_bit_backward
+from .torch_path import sixteen_bit_backward, sixteen_bit_forward
 
-# up to here the passes that F.rms_norm is composed of cost less than calling our formulas; so many elements
+# up to here the passes that an RMS norm is composed of cost less than calling our formulas; so many elements
 SMALL = 1 << 19
 # up to here conversions that autograd records take less of a 16-bit layer norm's time than a Function in Python
 WIDENED = 1 << 16
@@ -28,8 +29,8 @@ def native(
 ) -> Tensor | None:
     """Layer or RMS norm by torch's operators where that is exact and takes no longer; else None. CPU, differentiable.
 
-    Torch keeps a 16-bit layer norm's statistics, and sums its dw and db, in 16 bits (12 % off after 4096 rows): where
-    gradients are wanted they are ours. Large RMS norms are left to us: torch's are passes over the whole tensor.
+    Torch keeps a 16-bit layer norm's statistics, and sums its dw and db, in 16 bits (12 % off after 4096 rows), so these
+    are ours. Large RMS norms are left to us: what is recorded here are passes over the whole tensor.
     """
     if INTERPRET or not x.is_cpu or stable or torch._C._is_any_autocast_enabled():
         return None
@@ -42,15 +43,20 @@ def native(
         if v is not None and not (isinstance(v, Tensor) and v.dtype == dtype and v.shape == (n_cols,) and v.is_cpu):
             return None
     if has_mean:
-        if dtype.itemsize == 2 and torch.is_grad_enabled():
-            for t in (x, weight, bias):
-                if t is not None and t.requires_grad:
-                    small = x.numel() <= WIDENED
-                    return (_widened if small else _sixteen_bit)(x, weight, bias, eps)
+        if dtype.itemsize == 2:
+            return (_widened if x.numel() <= WIDENED else _sixteen_bit)(x, weight, bias, eps)
         return torch.layer_norm(x, (n_cols,), weight, bias, eps)
     if x.numel() > SMALL or (offset and weight is not None):
         return None
-    return torch.rms_norm(x, (n_cols,), weight, eps)
+    return _rms_norm(x, weight, eps)
+
+
+def _rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """By operators whose recorded gradients hold at every size: torch.rms_norm's take the cube of 1/rms, which is 0."""
+    f = x.float() if x.dtype.itemsize == 2 else x
+    rms = torch.linalg.vector_norm(f, dim=-1, keepdim=True) * (1 / math.sqrt(x.shape[-1]))
+    y = f * torch.hypot(rms, rms.new_tensor(math.sqrt(eps))).reciprocal()
+    return (y if weight is None else y * weight).to(x.dtype)
 
 
 def _widened(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
@@ -69,7 +75,7 @@ class _SixteenBit(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
         b = None if bias is None else bias.float()
-        y, mean, rstd = torch.native_layer_norm(x, x.shape[-1:], _wide_weight(weight, x), b, eps)
+        y, mean, rstd = sixteen_bit_forward(x, _wide_weight(weight, x), b, eps)
         ctx.save_for_backward(x, weight, mean, rstd)
         return y
 
