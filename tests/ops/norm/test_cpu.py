@@ -70,6 +70,54 @@ def test_sixteen_bit_without_weight_and_bias() -> None:
     torch.testing.assert_close(dx.double(), dx64, rtol=8e-3, atol=8e-3)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("eps", [1e-5, 1e-12])
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize("n", [1, 8, 1000])
+def test_constant_rows_are_zero(dtype: torch.dtype, eps: float, residual: bool, n: int) -> None:
+    """Exactly: y is the bias, below and above the size where conversions are recorded; a square is an fp32 number."""
+    rows = 2 * WIDENED // n
+    values = torch.cat((torch.zeros(1), torch.logspace(-6, 4.5, 50), -torch.logspace(-6, 4.5, 50)))
+    more = torch.tensor([1e6, -1e15, 1e18]) if dtype != torch.float16 else torch.tensor([6e4])
+    values = torch.cat((values, more)).to(dtype)
+    x = values[torch.arange(rows) % len(values)][:, None].expand(rows, n)
+    w, b = torch.rand(n).to(dtype), torch.randn(n).to(dtype)
+    for part in (x, x[: WIDENED // n // 2]):
+        for wanted in (False, True):
+            zeros = torch.zeros_like(part) if residual else None
+            y = layer_norm(part.detach().requires_grad_(wanted), w, b, eps=eps, residual=zeros)
+            assert torch.equal(y[0] if residual else y, b.expand(part.shape))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("offset", [0.0, 30.0, 1000.0])
+def test_sixteen_bit_rows_far_from_zero_are_rounded_once(dtype: torch.dtype, offset: float) -> None:
+    """Beside rows near zero, in one tensor that is not contiguous."""
+    x = (torch.randn(WIDENED // 32, 64) + offset * (torch.arange(64) % 2 == 0).repeat(WIDENED // 2048)[:, None]).to(dtype)
+    x = x.mT.contiguous().mT
+    y, exact = layer_norm(x), F.layer_norm(x.double(), (64,))
+    # an ulp of y, half an ulp where fp32's mean and differences have no part in it
+    torch.testing.assert_close(y.double(), exact, rtol=torch.finfo(dtype).eps, atol=2e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [1e-15, 1.0, 1e10, 1e13, 1e15, 1e17])
+@pytest.mark.parametrize("rows", [1, 4, SMALL // 256 + 1])
+def test_rms_norm_gradients_at_every_size(dtype: torch.dtype, size: float, rows: int) -> None:
+    """The cube of 1/rms is no fp32 number beyond 1e12; gradients of dy along x are what is projected out."""
+    x = (torch.randn(rows, 256) * size).to(dtype)
+    dy = (x.double() / size + 0.1 * torch.randn(rows, 256)).to(dtype)
+    w = torch.rand(256).to(dtype)
+    x64, w64 = x.double().requires_grad_(), w.double().requires_grad_()
+    y64 = x64 * torch.rsqrt(x64.square().mean(-1, keepdim=True) + 1e-6) * w64
+    ours = x.requires_grad_(), w.requires_grad_()
+    actual = torch.autograd.grad(rms_norm(*ours), ours, dy)
+    for a, e in zip(actual, torch.autograd.grad(y64, (x64, w64), dy.double()), strict=True):
+        # sums of 256 fp32 terms, and one rounding
+        limit = 256 * torch.finfo(torch.float32).eps + torch.finfo(dtype).eps
+        assert float((a.double() - e).abs().max()) <= limit * float(e.abs().max())
+
+
 def test_sixteen_bit_refuses_second_derivatives() -> None:
     x = _tensors(1 << 11, 64, torch.bfloat16)[0]
     (dx,) = torch.autograd.grad(layer_norm(x).square().sum(), x, create_graph=True)

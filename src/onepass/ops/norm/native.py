@@ -16,9 +16,9 @@ from onepass.core import check
 from onepass.core.launch import INTERPRET
 from onepass.core.sums import BLOCK
 
-from .torch_path import sixteen_bit_backward
+from .torch_path import sixteen_bit_backward, sixteen_bit_forward
 
-# up to here the passes that F.rms_norm is composed of cost less than calling our formulas; so many elements
+# up to here the passes that an RMS norm is composed of cost less than calling our formulas; so many elements
 SMALL = 1 << 19
 
 
@@ -27,8 +27,8 @@ def native(
 ) -> Tensor | None:
     """Layer or RMS norm by torch's operators where that is exact and takes no longer; else None. CPU, differentiable.
 
-    Torch keeps a 16-bit layer norm's statistics, and sums its dw and db, in 16 bits (12 % off after 4096 rows): where
-    gradients are wanted they are ours. Large RMS norms are left to us: torch's are passes over the whole tensor.
+    Torch keeps a 16-bit layer norm's statistics, and sums its dw and db, in 16 bits (12 % off after 4096 rows), so these
+    are ours. Large RMS norms are left to us: what is recorded here are passes over the whole tensor.
     """
     if INTERPRET or not x.is_cpu or stable or torch._C._is_any_autocast_enabled():
         return None
@@ -41,13 +41,14 @@ def native(
         if v is not None and not (isinstance(v, Tensor) and v.dtype == dtype and v.shape == (n_cols,) and v.is_cpu):
             return None
     if has_mean:
-        if dtype.itemsize == 2 and torch.is_grad_enabled():
-            for t in (x, weight, bias):
-                if t is not None and t.requires_grad:
-                    return _sixteen_bit(x, weight, bias, eps)
+        if dtype.itemsize == 2:
+            return _sixteen_bit(x, weight, bias, eps)
         return torch.layer_norm(x, (n_cols,), weight, bias, eps)
     # our formulas add up a row as torch does, but for long rows: there torch's order depends on how many there are
     if x.numel() > SMALL or n_cols > BLOCK or (offset and weight is not None):
+        return None
+    # torch records a gradient with the cube of 1/rms, which underflows from |x| of about 1e13 on: ours holds there
+    if torch.is_grad_enabled() and (x.requires_grad or (weight is not None and weight.requires_grad)):
         return None
     return torch.rms_norm(x.contiguous(), (n_cols,), weight, eps)
 
@@ -63,7 +64,7 @@ class _SixteenBit(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
         b = None if bias is None else bias.float()
-        y, mean, rstd = torch.native_layer_norm(x, x.shape[-1:], _wide_weight(weight, x), b, eps)
+        y, mean, rstd = sixteen_bit_forward(x, _wide_weight(weight, x), b, eps)
         ctx.save_for_backward(x, weight, mean, rstd)
         return y
 

@@ -5,6 +5,7 @@ Everything that takes several passes over a row, or widens it, runs on groups of
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 
 import torch
@@ -16,6 +17,8 @@ from .reference import stable_scale
 
 # elements per group: 1 MiB in fp32
 GROUP = 1 << 18
+# so many standard deviations from zero fp32 still holds a row's sum x/σ − mean/σ to 2⁻¹³, an eighth of a 16-bit ulp
+FAR = 1024.0
 
 Needs = tuple[bool, bool, bool]
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
@@ -50,12 +53,10 @@ def forward(
     wide, n = _wide(s), s.shape[-1]
     w, b = _weight(weight, offset, wide), None if bias is None else bias.to(wide)
     if has_mean and not stable:
-        if s.dtype != wide and s.is_cuda:
-            s = s.to(wide)
-        elif s.dtype != wide and w is None:
-            # given a 16-bit x, torch's CPU kernel keeps fp32 statistics only beside an fp32 weight
-            w = torch.ones(n, dtype=wide)
-        y, mean, rstd = torch.native_layer_norm(s, (n,), w, b, eps)
+        if s.dtype != wide and s.is_cpu:
+            y, mean, rstd = sixteen_bit_forward(s, torch.ones(n) if w is None else w, b, eps)
+        else:
+            y, mean, rstd = torch.native_layer_norm(s.to(wide), (n,), w, b, eps)
         return y.to(dtype), torch.cat((rstd.view(1, -1), mean.view(1, -1)))
     rows = s.reshape(-1, n)
     # no view is returned: autograd lets nobody change one that a Function made in place
@@ -131,6 +132,22 @@ def _widener(t: Tensor) -> Callable[[Tensor], Tensor]:
         return lambda rows: rows
     memory = torch.empty((_group_rows(t), t.shape[-1]), dtype=wide, device=t.device)
     return lambda rows: memory[: len(rows)].copy_(rows)
+
+
+def sixteen_bit_forward(x: Tensor, w: Tensor, b: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Layer norm on a CPU: x (..., n) in 16 bits, the rest in fp32 → y, mean, 1/σ.
+
+    Torch's kernel keeps fp32 statistics of 16-bit rows only beside an fp32 weight, and adds x/σ to −mean/σ, which does
+    not cancel to 0 in a constant row: such rows, and those far from zero, are done again in fp32.
+    """
+    n = x.shape[-1]
+    y, mean, rstd = torch.native_layer_norm(x, (n,), w, b, eps)
+    constant = rstd * math.sqrt(eps) > 0.99
+    again = (mean * rstd).abs() > torch.where(constant, 0.0, FAR)
+    if bool(again.any()):
+        again = again.view(-1)
+        y.view(-1, n)[again] = torch.layer_norm(x.reshape(-1, n)[again].float(), (n,), w, b, eps).to(y.dtype)
+    return y, mean, rstd
 
 
 def sixteen_bit_backward(dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, w: Tensor, needs: Needs) -> Gradients:
