@@ -25,8 +25,8 @@ SWIFT_REACH = 16.0
 FAR = 1e4
 # capped_exp makes its exponentials anew when the threshold is this many eps away from their ref: e^c rounds by c
 REACH = 6.0
-# scores this close to where a gate saturates count as saturated (capped_exp) or have no slope (clamp), in roundings: one
-# of them in the sum of many equal gates is not told from the gate of another score
+# scores this close to where a gate saturates, in roundings, count as saturated (capped_exp) or without slope (clamp): one
+# rounding in the sum of many equal gates is not told from the gate of another score
 EDGE = 16
 # columns looked at for the first guess, elements that stay in the cache between the passes of a chunk
 SAMPLE = 64
