@@ -33,8 +33,8 @@ SMALL = tl.constexpr(2e-4)
 # capped_exp takes scores this close to the threshold for saturated: one rounding in the sum of many equal gates is not
 # told from the gate of another score
 EDGE = tl.constexpr(16 * 1.2e-7)
-# a plain sum of gates leaves the threshold uncertain by its rounding over the slopes: more than FIRM is too much. Clamp's
-# slope changes where an entry enters or leaves the window: those this close to its edges are not counted
+# a plain sum of gates leaves the threshold uncertain by its rounding over the slopes: more than FIRM is too much. The
+# slope of clamp changes where an entry enters or leaves the window: those this close to its edges are not counted
 FIRM = tl.constexpr(5e-5)
 # terms that underflowed would be missing from a sum as small as this
 UNDERFLOWN = tl.constexpr(1e-25)
@@ -224,9 +224,10 @@ def newton(above, rest, slopes, k, n, KIND: tl.constexpr):
         step = tl.where(rest > 0, step, float("nan"))
     elif KIND != CLAMP:
         # far from the root, since the tails are exponential: Newton on the logarithm of the smaller side
-        side = tl.where(k < 0.5 * n, k, k - n)
-        log = (side + excess) / slopes * tl.log(1.0 + excess / side)
-        step = tl.where((tl.abs(excess) > 0.1 * tl.abs(side)) & (tl.abs(log) < INF), log, step)
+        left = tl.where(k < 0.5 * n, 0.0, n)
+        side = (above - left) + rest
+        log = side / slopes * tl.log(side / (k - left))
+        step = tl.where((tl.abs(excess) > 0.1 * tl.abs(k - left)) & (tl.abs(log) < INF), log, step)
     return excess, size, step
 
 

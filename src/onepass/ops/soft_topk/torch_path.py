@@ -25,8 +25,8 @@ SWIFT_REACH = 16.0
 FAR = 1e4
 # capped_exp makes its exponentials anew when the threshold is this many eps away from their ref: e^c rounds by c
 REACH = 6.0
-# scores this close to where a gate saturates, in roundings, count as saturated (capped_exp) or without slope (clamp): one
-# rounding in the sum of many equal gates is not told from the gate of another score
+# scores this close to where a gate saturates, in roundings, count as saturated (capped_exp) or have no slope (clamp):
+# one rounding in the sum of many equal gates is not told from the gate of another score
 EDGE = 16
 # columns looked at for the first guess, elements that stay in the cache between the passes of a chunk
 SAMPLE = 64
@@ -96,10 +96,9 @@ def _measure(
         below = torch.le(x, -EDGE * tiny, out=torch.empty_like(x))
         rest = x.clamp_(max=0).exp_().mul_(below).sum(-1, keepdim=True)
         above = s.shape[-1] - below.sum(-1, keepdim=True)
-        wanted = k - above
-        excess = rest - wanted
+        excess = rest + (above - k)
         # exact for this saturated set; with k or more saturated, Newton on the sum itself
-        return excess, above, torch.where(wanted > 0, torch.log1p(excess / wanted), excess / rest)
+        return excess, above, torch.where(above < k, (rest / (k - above)).log(), excess / rest)
     if kind == CLAMP:
         above = torch.gt(x, 0.5, out=torch.empty_like(x))
         tail = x.clamp_(0, 1).sub_(above).abs_()
@@ -114,13 +113,15 @@ def _measure(
     dy = slopes.sum(-1, keepdim=True)
     # (the tails of those above the threshold are what they lack)
     signed = torch.addcmul(tail, above, tail, value=-2)
-    excess = (above.sum(-1, keepdim=True) - k) + signed.sum(-1, keepdim=True)
+    count, rest = above.sum(-1, keepdim=True), signed.sum(-1, keepdim=True)
+    excess = (count - k) + rest
     step = excess / dy
     if kind != CLAMP:
-        # the tails are exponential: Newton on the logarithm of the smaller side
-        side = torch.where(k < 0.5 * n, k, k - n)
-        log = (side + excess) / dy * torch.log1p(excess / side)
-        step = torch.where(log.isfinite(), log, step)
+        # far from the root, since the tails are exponential: Newton on the logarithm of the smaller side
+        left = torch.where(k < 0.5 * n, 0.0, n)
+        side = (count - left) + rest
+        log = side / dy * (side / (k - left)).log()
+        step = torch.where((excess.abs() > 0.1 * (k - left).abs()) & log.isfinite(), log, step)
     return excess, dy, step
 
 
