@@ -69,7 +69,7 @@ def test_gates(kind: str) -> None:
     check_all(16384, kind)
 
 
-@ALL_KINDS
+@pytest.mark.parametrize("kind", ["sigmoid", "laplace", "clamp"])
 def test_mask_and_a_k_for_each_row(kind: str) -> None:
     n = 16384
     mask = torch.arange(n) % 8 != torch.tensor([[0], [1], [2], [3]])
@@ -85,18 +85,17 @@ def test_mask_and_a_k_for_each_row(kind: str) -> None:
             assert (y[i, mask[i]].double() - expected).abs().max() <= LARGEST, (name, i)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@ALL_KINDS
-def test_scores_of_16_bits(kind: str, dtype: torch.dtype) -> None:
-    """A gate is rounded, by half a unit in its last place; what small ones were off by before shows all the same."""
+@pytest.mark.parametrize("kind", ["sigmoid", "laplace"])
+def test_scores_of_16_bits(kind: str) -> None:
+    """A gate is rounded, by half a unit in its last place: little for a small one."""
     n = 16384
     k = torch.tensor([n - 1.0, n - 0.5, n - 0.0625, n - 1 / 512])
     for name, eps in (("normal", 1 / 64), ("ties", 1 / 32), ("bimodal", 1 / 64), ("low", 1 / 16)):
-        s = scores(name, n).to(dtype)
+        s = scores(name, n).half()
         y = onepass.soft_topk(s.expand(4, n), k, eps=eps, kind=kind)
         for row, of_k in zip(y, k.tolist(), strict=True):
             expected = solved(s, of_k, eps, kind)
-            rounding = expected * torch.finfo(dtype).eps / 2
+            rounding = expected * torch.finfo(torch.float16).eps / 2
             assert ((row.double() - expected).abs() <= LARGEST + rounding).all(), (name, of_k)
 
 
