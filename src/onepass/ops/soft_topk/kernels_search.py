@@ -30,6 +30,12 @@ FAR = tl.constexpr(1e4)
 # rounding of fp32, and the Newton step whose square is below it
 TINY = tl.constexpr(1.2e-7)
 SMALL = tl.constexpr(2e-4)
+# capped_exp takes scores this close to the threshold for saturated: one rounding in the sum of many equal gates is not
+# told from the gate of another score
+EDGE = tl.constexpr(16 * 1.2e-7)
+# a plain sum of gates leaves the threshold uncertain by its rounding over the slopes: more than FIRM is too much. The
+# slope of clamp changes where an entry enters or leaves the window: those this close to its edges are not counted
+FIRM = tl.constexpr(5e-5)
 # terms that underflowed would be missing from a sum as small as this
 UNDERFLOWN = tl.constexpr(1e-25)
 
@@ -43,16 +49,16 @@ QUARTER = tl.constexpr(2048)
 
 
 @triton.jit
-def inverse(p, KIND: tl.constexpr):
-    """φ⁻¹(p)."""
+def inverse(k, n, KIND: tl.constexpr):
+    """φ⁻¹(k/n). From n - k, which is exact where 1 - k/n is not."""
     if KIND == CAPPED_EXP:
-        x = tl.log(p)
+        x = tl.log(k / n)
     elif KIND == SIGMOID:
-        x = tl.log(p) - tl.log(1.0 - p)
+        x = tl.log(k / (n - k))
     elif KIND == LAPLACE:
-        x = tl.where(p < 0.5, tl.log(2.0 * p), -tl.log(2.0 * (1.0 - p)))
+        x = tl.where(k < 0.5 * n, tl.log(2.0 * (k / n)), -tl.log(2.0 * ((n - k) / n)))
     else:
-        x = p
+        x = k / n
     return x
 
 
@@ -103,6 +109,18 @@ def add_triples(a0, b0, c0, a1, b1, c1):
 
 
 @triton.jit
+def triple_sum(a, b, c, BLOCK_R: tl.constexpr):
+    """Three sums of each row, through one exchange between the warps."""
+    if SEPARATE:
+        a, b, c = row_sum(a, BLOCK_R), row_sum(b, BLOCK_R), row_sum(c, BLOCK_R)
+    elif BLOCK_R > 1:
+        a, b, c = tl.reduce((a, b, c), 1, add_triples, keep_dims=True)
+    else:
+        a, b, c = tl.reduce((a, b, c), 0, add_triples)
+    return a, b, c
+
+
+@triton.jit
 def moments(s, pivot, SAMPLE: tl.constexpr, BLOCK_R: tl.constexpr):
     """Of each row: entries that may be chosen, Σ d, Σ d² with d = s - pivot; of every fourth column where SAMPLE."""
     if SAMPLE:
@@ -111,13 +129,7 @@ def moments(s, pivot, SAMPLE: tl.constexpr, BLOCK_R: tl.constexpr):
     allowed = s != -INF
     n = tl.where(allowed, 1.0, 0.0)
     d = tl.where(allowed, s - pivot, 0.0)
-    if SEPARATE:
-        n, total, squares = row_sum(n, BLOCK_R), row_sum(d, BLOCK_R), row_sum(d * d, BLOCK_R)
-    elif BLOCK_R > 1:
-        n, total, squares = tl.reduce((n, d, d * d), 1, add_triples, keep_dims=True)
-    else:
-        n, total, squares = tl.reduce((n, d, d * d), 0, add_triples)
-    return n, total, squares
+    return triple_sum(n, d, d * d, BLOCK_R)
 
 
 @triton.jit
@@ -147,11 +159,10 @@ def begin(pivot, count, total, squares, endless, lo, hi, k, eps, KIND: tl.conste
     ones = k >= count + endless
     shared = (endless >= k) & (ones == 0)
     done = tl.where(nan | ones | shared, 1.0, 0.0)
-    edge = inverse((k - endless) / count, KIND)
+    edge = inverse(k - endless, count, KIND)
     base = guess(pivot, count, total, squares, k / (count + endless), eps, KIND)
     base = tl.where((base >= lo - edge * eps) & (base <= hi - edge * eps), base, 0.5 * lo + 0.5 * hi - edge * eps)
-    share = k / endless
-    closed = tl.where(share < 1, -inverse(share, KIND), ALL_ONES)
+    closed = tl.where(k < endless, -inverse(k, endless, KIND), ALL_ONES)
     c = tl.where(nan, 0.0, tl.where(ones, ALL_ONES, tl.where(shared, closed, 0.0)))
     base = tl.where(ones, tl.where(count > 0, lo, 0.0), tl.where(shared, INF, base))
     base = tl.where(nan, float("nan"), base)
@@ -169,26 +180,55 @@ def rebase(base, c, done, eps):
 
 
 @triton.jit
-def newton(a, b, c, k, n, KIND: tl.constexpr):
-    """From the two sums of a pass: Σ gates, size of the saturated set (or Σ slopes), Newton's step for c.
+def measure(s, base, c, eps, KIND: tl.constexpr, BLOCK_R: tl.constexpr):
+    """The sums of a pass: entries above, Σ of what gates differ by from 1 above and from 0 below, Σ slopes.
 
-    For capped_exp the sums are of the unsaturated gates and of the saturated entries; else of gates and slopes.
+    "Above" is the threshold, for capped_exp where gates saturate, for clamp the middle of its window. Entries are
+    counted, which is exact: a sum of many gates near 1 would have no digits left for the few that are not.
     """
+    x = (s - base) * (1.0 / eps) - c
     if KIND == CAPPED_EXP:
-        total = a + b
-        # exact for this saturated set, and never below the root; with k or more saturated, Newton on the sum itself
-        step = tl.where(b < k, tl.log(a) - tl.log(k - b), (total - k) / a)
-        step = tl.where(a > 0, step, float("nan"))
+        saturated = x > -EDGE
+        y = tl.where(saturated, 0.0, tl.exp2(x * LOG2E))
+        rest, above = pair_sum(y, tl.where(saturated, 1.0, 0.0), BLOCK_R)
+        slopes = rest
     else:
-        total = a
-        plain = (a - k) / b
-        step = plain
-        if KIND != CLAMP:
-            # the tails are exponential: Newton on the logarithm of the smaller side
-            rest = n - a
-            step = tl.where(k < 0.5 * n, a / b * tl.log(a / k), -rest / b * tl.log(rest / (n - k)))
-            step = tl.where(tl.abs(step) < INF, step, plain)
-    return total, b, step
+        if KIND == CLAMP:
+            high = x > 0.5
+            tail = tl.maximum(tl.where(high, 1.0 - x, x), 0.0)
+            w = tl.where(tail > EDGE, 1.0, 0.0)
+        else:
+            high = x > 0
+            e = tl.exp2(-tl.abs(x) * LOG2E)
+            if KIND == SIGMOID:
+                r = 1.0 / (1.0 + e)
+                tail = e * r
+                w = tail * r
+            else:
+                tail = 0.5 * e
+                w = tail
+        above, rest, slopes = triple_sum(tl.where(high, 1.0, 0.0), tl.where(high, -tail, tail), w, BLOCK_R)
+    return above, rest, slopes
+
+
+@triton.jit
+def newton(above, rest, slopes, k, n, KIND: tl.constexpr):
+    """From the sums of a pass: Σ gates - k, size of the saturated set (or Σ slopes), Newton's step for c."""
+    excess = (above - k) + rest
+    size = slopes
+    step = excess / slopes
+    if KIND == CAPPED_EXP:
+        size = above
+        # exact for this saturated set, and never below the root; with k or more saturated, Newton on the sum itself
+        step = tl.where(above < k, tl.log(rest / (k - above)), step)
+        step = tl.where(rest > 0, step, float("nan"))
+    elif KIND != CLAMP:
+        # far from the root, since the tails are exponential: Newton on the logarithm of the smaller side
+        left = tl.where(k < 0.5 * n, 0.0, n)
+        side = (above - left) + rest
+        log = side / slopes * tl.log(side / (k - left))
+        step = tl.where((tl.abs(excess) > 0.1 * tl.abs(k - left)) & (tl.abs(log) < INF), log, step)
+    return excess, size, step
 
 
 @triton.jit
@@ -211,7 +251,7 @@ def bracket(lo, hi, edge, eps):
 
 
 @triton.jit
-def advance(base, c, lo, hi, fine, last, done, total, size, step, k, eps, i, KIND: tl.constexpr):
+def advance(base, c, lo, hi, fine, last, done, excess, size, step, k, eps, i, KIND: tl.constexpr):
     """One step of the bracketed search, which ends for any scores: test for arrival, tighten, Newton or divide.
 
     At first the bracket's ends are keys of bases, and c is what rounding left of Newton's target. Dividing keys closes
@@ -222,12 +262,13 @@ def advance(base, c, lo, hi, fine, last, done, total, size, step, k, eps, i, KIN
     if KIND == CAPPED_EXP:
         arrived = (size < k) & ((size == last) | (step == 0))
     elif KIND == CLAMP:
-        arrived = tl.abs(total - k) <= 4 * TINY * k
+        arrived = tl.abs(excess) <= 4 * TINY * tl.minimum(k, size)
     else:
         arrived = tl.abs(step) <= SMALL
-    # in the gap between two groups of scores no gate changes, and any threshold is right
-    arrived = arrived | (tl.abs(total - k) <= 2 * TINY * k)
-    low = total >= k
+    # no gate is further from its value than their sum from k; in the gap between two groups of scores none changes, and
+    # any threshold is right
+    arrived = arrived | (tl.abs(excess) <= 4 * TINY * tl.minimum(k, 1.0))
+    low = excess >= 0
     coarse = fine == 0
     at = to_key(tl.where(coarse, base, c))
     lo = tl.where(low, tl.maximum(lo, at - (coarse & (c < 0)).to(tl.int32)), lo)
@@ -260,7 +301,7 @@ def advance(base, c, lo, hi, fine, last, done, total, size, step, k, eps, i, KIN
         finish = tl.where(size < k, finish, c)
     if KIND == CLAMP:
         # unless many equal gates would feel its rounding more
-        finish = tl.where(tl.abs(total - k) <= size * TINY * tl.abs(c), c, finish)
+        finish = tl.where(tl.abs(excess) <= size * TINY * tl.abs(c), c, finish)
     base = tl.where((done > 0) | arrived, base, next_base)
     c = tl.where(done > 0, c, tl.where(arrived, finish, next_c))
     done = tl.where(arrived, 1.0, done)

@@ -45,6 +45,8 @@ from .kernels_common import (
     within,
 )
 from .kernels_search import (
+    EDGE,
+    FIRM,
     MAX_PASSES,
     QUARTER,
     REACH,
@@ -56,6 +58,7 @@ from .kernels_search import (
     first_look,
     guess,
     load_pivot,
+    measure,
     moments,
     newton,
     rebase,
@@ -100,19 +103,18 @@ def unit(x):
 
 
 @triton.jit
-def measure(s, base, c, eps, KIND: tl.constexpr, BLOCK_R: tl.constexpr):
-    """The two sums of a pass that `newton` wants."""
+def measure_clipped(s, base, c, eps, BLOCK_R: tl.constexpr):
+    """Σ gates and Σ slopes of clamp, those within FIRM of an edge left out."""
     x = (s - base) * (1.0 / eps) - c
-    if KIND == CLAMP:
-        # unlike `gates_and_slopes` without regard to NaN: no row whose sums count has one
-        y = unit(x)
-        # 1 above 0, less 1 above 1: a comparison and a choice take twice as long as an operation that clips
-        w = unit(x * HUGE) - unit(x * HUGE - HUGE)
-    else:
-        y, w = gates_and_slopes(x, KIND)
-    if KIND == CAPPED_EXP:
-        y, w = w, tl.where(x > 0, 1.0, 0.0)
-    return pair_sum(y, w, BLOCK_R)
+    # 1 above 0, less 1 above 1: a comparison and a choice take twice as long as an operation that clips
+    w = unit(x * HUGE - FIRM * HUGE) - unit(x * HUGE - (1.0 - FIRM) * HUGE)
+    return pair_sum(unit(x), w, BLOCK_R)
+
+
+@triton.jit
+def firm(k, slopes):
+    """Whether a sum of gates that is off by its rounding tells where the threshold is."""
+    return 8 * TINY * k <= FIRM * slopes
 
 
 @triton.jit
@@ -206,7 +208,7 @@ def solve(
         while (i < SWIFT_PASSES) & (largest(swift, BLOCK_R) > 0):
             # entries at the threshold count as saturated: with k of them there is nothing left to solve for here; a NaN
             # is not at or above anything, so that it gets into the sum, also where no guess has looked at it
-            saturated = s >= u
+            saturated = s >= u * (1.0 - EDGE)
             raw, b = pair_sum(tl.where(saturated, 0.0, s), tl.where(saturated, 1.0, 0.0), BLOCK_R)
             raw, b, turn = together(raw, b, words_ptr, member, turn, TEAM, WIDTH)
             new, good, exact = swift_step(u, raw, b, last, k)
@@ -220,15 +222,15 @@ def solve(
     elif KIND == CLAMP:
         while (i < SWIFT_PASSES) & (largest(swift, BLOCK_R) > 0):
             base, c = rebase(base, c, 1.0 - swift, eps)
-            a, b = measure(s, base, c, eps, KIND, BLOCK_R)
+            a, b = measure_clipped(s, base, c, eps, BLOCK_R)
             a, b, turn = together(a, b, words_ptr, member, turn, TEAM, WIDTH)
-            total, size, step = newton(a, b, c, k, n, KIND)
+            excess, size, step = newton(0.0, a, b, k, n, KIND)
             good = (swift > 0) & (tl.abs(step) < REACH)
-            exact = good & (tl.abs(total - k) <= 4 * TINY * k)
+            exact = good & (tl.abs(excess) <= 4 * TINY * k)
             # one more step, unless many equal gates would feel its rounding more
-            worse = exact & (tl.abs(total - k) <= size * TINY * tl.abs(c))
+            worse = exact & (tl.abs(excess) <= size * TINY * tl.abs(c))
             c = tl.where(good & (worse == 0), c + step, c)
-            done = tl.where(exact, 1.0, done)
+            done = tl.where(exact & firm(k, size), 1.0, done)
             swift = tl.where(good & (exact == 0), 1.0, 0.0)
             i += 1
     else:
@@ -236,13 +238,13 @@ def solve(
         while (i < SWIFT_PASSES) & (largest(swift, BLOCK_R) > 0):
             a, b = measure_exponentials(s, u, KIND, BLOCK_R)
             a, b, turn = together(a, b, words_ptr, member, turn, TEAM, WIDTH)
-            total, size, step = newton(a, b, c, k, n, KIND)
+            _excess, size, step = newton(0.0, a, b, k, n, KIND)
             # the last quotient is kept, not its logarithm: that rounds with |c|
             new = u * tl.exp2(step * LOG2E)
             good = (swift > 0) & (tl.abs(step) < REACH) & (new < 1e17) & (new > 1e-17)
             exact = good & (tl.abs(step) <= SMALL)
             u = tl.where(good, new, u)
-            done = tl.where(exact, 1.0, done)
+            done = tl.where(exact & firm(k, size), 1.0, done)
             swift = tl.where(good & (exact == 0), 1.0, 0.0)
             i += 1
         c = tl.log(u)
@@ -266,11 +268,15 @@ def solve(
         last = fine - 1.0
         i = 0
         while (i < MAX_PASSES) & (largest(1.0 - done, BLOCK_R) > 0):
-            a, b = measure(s, base, c, eps, KIND, BLOCK_R)
-            a, b, turn = together(a, b, words_ptr, member, turn, TEAM, WIDTH)
-            total, size, step = newton(a, b, c, k, n, KIND)
+            above, rest, slopes = measure(s, base, c, eps, KIND, BLOCK_R)
+            rest, above, turn = together(rest, above, words_ptr, member, turn, TEAM, WIDTH)
+            if KIND == CAPPED_EXP:
+                slopes = rest
+            else:
+                slopes, _same, turn = together(slopes, slopes, words_ptr, member, turn, TEAM, WIDTH)
+            excess, size, step = newton(above, rest, slopes, k, n, KIND)
             base, c, lo_key, hi_key, fine, last, done = advance(
-                base, c, lo_key, hi_key, fine, last, done, total, size, step, k, eps, i, KIND
+                base, c, lo_key, hi_key, fine, last, done, excess, size, step, k, eps, i, KIND
             )
             i += 1
         if KIND != CLAMP:
@@ -416,7 +422,7 @@ def pass_kernel(
     solution_ptr,  # (n_rows, 2) fp32: base and c; written by the last pass
     ends_ptr,  # (n_rows, n_splits, 6) fp32: from ends_kernel
     state_ptr,  # (2, n_rows, N_STATE) fp32; read from one half, written to the other
-    partial_ptr,  # (2, n_rows, n_splits, 2) fp32: the two sums of a pass, likewise
+    partial_ptr,  # (2, n_rows, n_splits, 3) fp32: the sums of a pass, likewise
     s_row_stride,
     k_stride,
     eps_stride,
@@ -468,12 +474,13 @@ def pass_kernel(
         last = tl.load(state + 5)
         done = tl.load(state + 6)
         n = tl.load(state + 7)
-        partial = partial_ptr + ((read * n_rows + rows) * n_splits + here) * 2
-        a = tl.sum(tl.load(partial, mask=there, other=0.0), 0)
-        b = tl.sum(tl.load(partial + 1, mask=there, other=0.0), 0)
-        total, size, step = newton(a, b, c, k, n, KIND)
+        partial = partial_ptr + ((read * n_rows + rows) * n_splits + here) * 3
+        above = tl.sum(tl.load(partial, mask=there, other=0.0), 0)
+        rest = tl.sum(tl.load(partial + 1, mask=there, other=0.0), 0)
+        slopes = tl.sum(tl.load(partial + 2, mask=there, other=0.0), 0)
+        excess, size, step = newton(above, rest, slopes, k, n, KIND)
         base, c, lo, hi, fine, last, done = advance(
-            base, c, lo, hi, fine, last, done, total, size, step, k, eps, turn - 1, KIND
+            base, c, lo, hi, fine, last, done, excess, size, step, k, eps, turn - 1, KIND
         )
     if LAST:
         for tile in range(0, chunk, BLOCK_C):
@@ -498,17 +505,20 @@ def pass_kernel(
             tl.store(state + 7, n)
         # a solved row reads its (stale) sums no more
         if done == 0:
-            a = 0.0
-            b = 0.0
+            above = 0.0
+            rest = 0.0
+            slopes = 0.0
             for tile in range(0, chunk, BLOCK_C):
                 cols = split * chunk + tile + tl.arange(0, BLOCK_C)
                 s = load_scores(s_ptr, mask_ptr, rows, cols, s_row_stride, mask_row_stride, n_rows, n_cols, HAS_MASK, 1)
-                a1, b1 = measure(s, base, c, eps, KIND, 1)
-                a += a1
-                b += b1
-            out = partial_ptr + ((write * n_rows + rows) * n_splits + split) * 2
-            tl.store(out, a)
-            tl.store(out + 1, b)
+                above1, rest1, slopes1 = measure(s, base, c, eps, KIND, 1)
+                above += above1
+                rest += rest1
+                slopes += slopes1
+            out = partial_ptr + ((write * n_rows + rows) * n_splits + split) * 3
+            tl.store(out, above)
+            tl.store(out + 1, rest)
+            tl.store(out + 2, slopes)
 
 
 def forward_shape(n_rows: int, n_cols: int, kind: int) -> Shape:
@@ -562,7 +572,7 @@ def forward(
         grid = (n_rows, plan.splits)
         first_look = scratch(s, n_rows, plan.splits, 6)
         state = scratch(s, 2, n_rows, N_STATE.value)
-        partial = scratch(s, 2, n_rows, plan.splits, 2)
+        partial = scratch(s, 2, n_rows, plan.splits, 3)
         launch_specialized(
             ends_kernel, grid, s, mask, first_look, s.stride(0), stride(mask), n_rows, n_cols, plan.chunk,
             HAS_MASK=mask is not None, BLOCK_C=plan.block_c, num_warps=plan.warps,

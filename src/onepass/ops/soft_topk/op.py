@@ -184,6 +184,9 @@ def soft_topk(
         with no valid entry 0. Scores of -inf are never chosen; those of +inf are saturated, and share k evenly when
         there are more than k of them. A NaN among the valid scores makes its row NaN.
 
+    For k near the number of scores as for any other, gates are those of float64 (within 1e-4, tested up to n - ½) for
+    the same scores and the same ``k`` and ``eps`` in fp32, where k has steps of 1/64 at 200 000.
+
     Gradients flow to ``scores`` and to tensor ``k`` and ``eps`` (in their own shape and dtype), and are the same bit
     for bit from run to run.
 

@@ -28,6 +28,9 @@ SWIFT_REACH = 16.0
 FAR = 1e4
 # capped_exp makes its exponentials anew when the threshold is this many eps away from their ref: e^c rounds by c
 REACH = 6.0
+# scores this close to where a gate saturates, in roundings, count as saturated (capped_exp) or have no slope (clamp):
+# one rounding in the sum of many equal gates is not told from the gate of another score
+EDGE = 16
 # columns looked at for the first guess, elements that stay in the cache between the passes of a chunk
 SAMPLE = 64
 CHUNK = 1 << 17
@@ -73,30 +76,58 @@ def _above(x: Tensor) -> Tensor:
     return torch.gt(x, 0, out=torch.empty_like(x))
 
 
-def inverse(p: Tensor, kind: int) -> Tensor:
-    """φ⁻¹(p): where equal scores must lie to get p each."""
+def inverse(k: Tensor, n: Tensor, kind: int) -> Tensor:
+    """φ⁻¹(k/n): where n equal scores must lie to get k together. From n - k, which is exact where 1 - k/n is not."""
     if kind == CAPPED_EXP:
-        return p.log()
+        return (k / n).log()
     if kind == SIGMOID:
-        return p.log() - torch.log1p(-p)
+        return (k / (n - k)).log()
     if kind == LAPLACE:
-        return torch.where(p < 0.5, (2 * p).log(), -(2 * (1 - p)).log())
-    return p
+        return torch.where(k < 0.5 * n, (2 * (k / n)).log(), -(2 * ((n - k) / n)).log())
+    return k / n
 
 
-def _measure(s: Tensor, ref: Tensor, c: Tensor, k: Tensor, eps: Tensor, kind: int) -> tuple[Tensor, Tensor, Tensor]:
-    """One pass over the rows: (Σ gates at (ref, c), Σ slopes, Newton's step for c)."""
-    n = s.shape[-1]
+def _measure(
+    s: Tensor, ref: Tensor, c: Tensor, k: Tensor, n: Tensor, eps: Tensor, kind: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One pass over rows with n entries: (Σ gates at (ref, c) - k, saturated entries or Σ slopes, Newton's step for c).
+
+    A float32 sum of n gates near 1 has no digits left for the few that are not. So entries are counted, which is exact,
+    and summed is what the gates differ from 0 and 1 by, which is no more than a slope or two.
+    """
     x = (s - ref).div_(eps).sub_(c)
-    dy = row_sum(slope(x, kind))
-    y = phi(x, kind)
-    total = row_sum(y)
+    tiny = torch.finfo(s.dtype).eps
+    if kind == CAPPED_EXP:
+        below = torch.le(x, -EDGE * tiny, out=torch.empty_like(x))
+        rest = row_sum(x.clamp_(max=0).exp_().mul_(below))
+        above = s.shape[-1] - below.sum(-1, keepdim=True)
+        excess = rest + (above - k)
+        # exact for this saturated set; with k or more saturated, Newton on the sum itself
+        return excess, above, torch.where(above < k, (rest / (k - above)).log(), excess / rest)
     if kind == CLAMP:
-        return total, dy, (total - k) / dy
-    # the tails are exponential: Newton on the logarithm of the smaller side
-    rest = row_sum(1 - y)
-    step = torch.where(k < 0.5 * n, total / dy * (total / k).log(), -rest / dy * (rest / (rest + total - k)).log())
-    return total, dy, torch.where(step.isfinite(), step, (total - k) / dy)
+        above = torch.gt(x, 0.5, out=torch.empty_like(x))
+        tail = x.clamp_(0, 1).sub_(above).abs_()
+        slopes = torch.gt(tail, EDGE * tiny, out=torch.empty_like(x))
+    elif kind == SIGMOID:
+        above = _above(x)
+        tail = x.abs_().neg_().sigmoid_()
+        slopes = tail - tail * tail
+    else:
+        above = _above(x)
+        slopes = tail = x.abs_().neg_().exp_().mul_(0.5)
+    dy = row_sum(slopes)
+    # (the tails of those above the threshold are what they lack)
+    signed = torch.addcmul(tail, above, tail, value=-2)
+    count, rest = above.sum(-1, keepdim=True), row_sum(signed)
+    excess = (count - k) + rest
+    step = excess / dy
+    if kind != CLAMP:
+        # far from the root, since the tails are exponential: Newton on the logarithm of the smaller side
+        left = torch.where(k < 0.5 * n, 0.0, n)
+        side = (count - left) + rest
+        log = side / dy * (side / (k - left)).log()
+        step = torch.where((excess.abs() > 0.1 * (k - left).abs()) & log.isfinite(), log, step)
+    return excess, dy, step
 
 
 def _first_guess(s: Tensor, k: Tensor) -> Tensor:
@@ -116,18 +147,20 @@ def _number(key: Tensor) -> Tensor:
     return bits.view(torch.float64 if key.dtype == torch.int64 else torch.float32)
 
 
-def _swift(s: Tensor, base: Tensor, k: Tensor, eps: Tensor, kind: int, done: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _swift(
+    s: Tensor, base: Tensor, k: Tensor, n: Tensor, eps: Tensor, kind: int, done: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """Newton without a bracket, which solves nearly every row: (ref, c, solved)."""
     c, lost, found = torch.zeros_like(base), done, torch.zeros_like(done)
     tiny = torch.finfo(s.dtype).eps
     for _ in range(SWIFT_PASSES):
         moved = torch.where(lost | found, base, base + eps * c)
         c, base = torch.where(lost | found, c, c - (moved - base) / eps), moved
-        total, state, step = _measure(s, base, c, k, eps, kind)
-        exact = (total - k).abs() <= 4 * tiny * k if kind == CLAMP else step.abs() <= _small(s)
+        excess, state, step = _measure(s, base, c, k, n, eps, kind)
+        exact = excess.abs() <= 4 * tiny * torch.minimum(k, state) if kind == CLAMP else step.abs() <= _small(s)
         good = (step.abs() < SWIFT_REACH) & ~lost & ~found
         # one more step, unless many equal gates of clamp would feel its rounding more
-        worse = exact & ((total - k).abs() <= state * tiny * c.abs()) if kind == CLAMP else ~good
+        worse = exact & (excess.abs() <= state * tiny * c.abs()) if kind == CLAMP else ~good
         c = torch.where(good & ~worse, c + step, c)
         found, lost = found | (good & exact), lost | ~(good | found)
         if not s.is_cuda and bool((found | lost).all()):
@@ -151,8 +184,11 @@ def _swift_capped(s: Tensor, k: Tensor, eps: Tensor, y: Tensor) -> tuple[Tensor,
         base = torch.where(base.isfinite(), base, s.amax(-1, keepdim=True))
     one, columns = s.new_ones(()), s.new_full((), n)
     largest = one * torch.finfo(s.dtype).max
-    # (the room is what the cores keep in their caches beside as many entries of E)
-    level, room = torch.ones_like(base), y.new_empty(min(y.numel(), CHUNK * torch.get_num_threads()))
+    edge = 1 - EDGE * torch.finfo(s.dtype).eps
+    # a little above the guess, which is a score, so that equal scores are not all saturated
+    level = torch.full_like(base, 1.01)
+    # the room is what the cores keep in their caches beside as many entries of E
+    room = y.new_empty(min(y.numel(), CHUNK * torch.get_num_threads()))
     # finite, because what is above the level is multiplied by zero
     torch.minimum(torch.sub(s, base, out=y).div_(eps).exp_(), largest, out=y)
     # a row that has not arrived after these passes never does, and moves its ref only after them: how long other rows
@@ -160,7 +196,7 @@ def _swift_capped(s: Tensor, k: Tensor, eps: Tensor, y: Tensor) -> tuple[Tensor,
     stays = torch.ones_like(base, dtype=torch.bool)
     for _ in range(SWIFT_MOVES):
         for _ in range(SWIFT_PASSES):
-            below, rest = _below(y, level, room)
+            below, rest = _below(y, level * edge, room)
             lacking = k - (columns - below)
             last, level = level, rest / lacking
             if not lacking.amin().item() > 0:
@@ -201,7 +237,7 @@ def _small(s: Tensor) -> float:
 
 
 def _search(
-    s: Tensor, base: Tensor, lo: Tensor, hi: Tensor, k: Tensor, eps: Tensor, kind: int, done: Tensor
+    s: Tensor, base: Tensor, lo: Tensor, hi: Tensor, k: Tensor, n: Tensor, eps: Tensor, kind: int, done: Tensor
 ) -> tuple[Tensor, Tensor]:
     """The bracketed search: (ref, c) for any scores, see `kernels_search.advance`."""
     tiny = torch.finfo(s.dtype).eps
@@ -212,18 +248,14 @@ def _search(
     fine, first = torch.zeros_like(done), torch.zeros_like(done)
     capped = kind == CAPPED_EXP
     for i in range(MAX_PASSES):
+        excess, state, step = _measure(s, base, c, k, n, eps, kind)
         if capped:
-            x = (s - base).div_(eps).sub_(c)
-            above = (x > 0).sum(-1, keepdim=True).to(s.dtype)
-            rest = row_sum(slope(x, kind))
-            total, state = rest + above, above
-            step = torch.where(above < k, rest.log() - (k - above).log(), (total - k) / rest)
             arrived = (state < k) & ((state == last) | (step == 0))
         else:
-            total, state, step = _measure(s, base, c, k, eps, kind)
-            arrived = (total - k).abs() <= 4 * tiny * k if kind == CLAMP else step.abs() <= _small(s)
-        arrived |= (total - k).abs() <= 2 * tiny * k
-        low = total >= k
+            arrived = excess.abs() <= 4 * tiny * torch.minimum(k, state) if kind == CLAMP else step.abs() <= _small(s)
+        # no gate is further from its value than their sum from k
+        arrived |= excess.abs() <= 4 * tiny * k.clamp(max=1)
+        low = excess >= 0
         at = _key(torch.where(fine, c, base))
         lo = torch.where(low, torch.maximum(lo, at - (~fine & (c < 0)).to(at.dtype)), lo)
         hi = torch.where(low, hi, torch.minimum(hi, at + (~fine & (c > 0)).to(at.dtype)))
@@ -243,7 +275,7 @@ def _search(
             # with k saturated entries and a gap below them, where the sum is k already, a step would unsaturate some
             finish = torch.where(state < k, finish, c)
         if kind == CLAMP:
-            finish = torch.where((total - k).abs() <= state * tiny * c.abs(), c, finish)
+            finish = torch.where(excess.abs() <= state * tiny * c.abs(), c, finish)
         # no number lies between the ends: the rest is in units of eps, from the nearer end
         end, gap = _number(lo), (_number(hi) - _number(lo)) / eps
         enter = closed & ~fine
@@ -283,28 +315,27 @@ def _solve(s: Tensor, k: Tensor, eps: Tensor, kind: int) -> tuple[Tensor, Tensor
     ones = k >= count + endless
     shared = ~ones & (endless >= k)
     # closed forms: everybody gets 1; or the +inf scores share k evenly
-    share = k / endless
-    shift = torch.where(ones, ALL_ONES, torch.where(share < 1, -inverse(share.clamp(max=1), kind), ALL_ONES))
+    shift = torch.where(~ones & (endless > k), -inverse(k, endless, kind), ALL_ONES)
     ref = torch.where(ones, full, math.inf)
     closed = ones | shared | k.isnan() | full.isnan()
     ref = torch.where(k.isnan() | full.isnan(), math.nan, ref)
 
     # equal scores at either end of the row bound the threshold
-    edge = eps * inverse((k - endless) / count, kind)
+    edge = eps * inverse(k - endless, count, kind)
     lo, hi = lo - edge, hi - edge
     guess = _first_guess(s, k)
     guess = torch.where((guess >= lo) & (guess <= hi), guess, 0.5 * lo + 0.5 * hi)
-    rest = ~closed
+    rest, count = ~closed, count + endless
     if kind != CAPPED_EXP:
-        base, c, found = _swift(s, guess, k, eps, kind, closed)
+        base, c, found = _swift(s, guess, k, count, eps, kind, closed)
         ref, shift = torch.where(closed, ref, base), torch.where(closed, shift, c)
         rest &= ~found
     if s.is_cuda:
-        base, c = _search(s, guess, lo, hi, k, eps, kind, ~rest)
+        base, c = _search(s, guess, lo, hi, k, count, eps, kind, ~rest)
         return torch.where(rest, base, ref), torch.where(rest, c, shift)
     if bool(rest.any()):
         at = rest[:, 0].nonzero()[:, 0]
-        base, c = _search(s[at], guess[at], lo[at], hi[at], k[at], eps[at], kind, ~rest[at])
+        base, c = _search(s[at], guess[at], lo[at], hi[at], k[at], count[at], eps[at], kind, ~rest[at])
         ref, shift = ref.index_copy(0, at, base), shift.index_copy(0, at, c)
     return ref, shift
 

@@ -1,0 +1,131 @@
+"""k near the number of scores: what is solved for is told from thousands of gates near 1."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import onepass
+from onepass.ops.soft_topk import reference
+from onepass.ops.soft_topk.torch_path import KINDS
+
+ALL_KINDS = pytest.mark.parametrize("kind", KINDS)
+SCORES = ("normal", "linspace", "ties", "plateau", "bimodal", "shifted", "low")
+# the largest gap to a gate of float64 for the same scores, k and eps, both as float32 holds them
+LARGEST = 1e-4
+
+
+def scores(name: str, n: int) -> Tensor:
+    """(n,) fp32."""
+    normal = torch.randn(n, generator=torch.Generator().manual_seed(n))
+    low = torch.linspace(-1, 0, 12)
+    return {
+        "normal": normal,
+        "linspace": torch.linspace(-3, 3, n),
+        "ties": (2 * normal).round(),
+        # ten scores around thousands of equal ones
+        "plateau": torch.cat((1 + 0.3 * normal[:10], torch.ones(n - 10))),
+        "bimodal": normal + 20 * (normal.roll(1) > 0.8),
+        "shifted": normal + 1000,
+        # a dozen scores below thousands of equal ones
+        "low": torch.cat((low, torch.full((n - 12,), 0.05))),
+    }[name]
+
+
+def solved(s: Tensor, k: float, eps: float, kind: str) -> Tensor:
+    """Gates (n,) in float64, by bisection on Σ y - k as a count and what gates differ from 0 and 1 by."""
+    s = s.double()
+    if k >= len(s):
+        return torch.ones_like(s)
+    lo, hi = s.min() - 60 * eps, s.max() + 60 * eps
+    for _ in range(80):
+        middle = (lo + hi) / 2
+        u = (s - middle) / eps
+        if kind == "capped_exp":
+            high = reference.gate(u, kind).sum() >= k
+        else:
+            lacking = reference.gate(-u.abs(), kind)
+            high = (u > 0).sum() - k + torch.where(u > 0, -lacking, lacking).sum() >= 0
+        lo, hi = torch.where(high, middle, lo), torch.where(high, hi, middle)
+    return reference.gate((s - (lo + hi) / 2) / eps, kind)
+
+
+def check_all(n: int, kind: str, device: str = "cpu") -> None:
+    k = torch.tensor([n / 2 + 0.25, 0.9 * n, n - 5, n - 1, n - 0.5])
+    for eps in (1e-3, 0.03, 1.0):
+        given = torch.tensor(eps)
+        for name in SCORES:
+            s = scores(name, n)
+            y = onepass.soft_topk(s.to(device).expand(len(k), n), k.to(device), eps=given.to(device), kind=kind)
+            for row, of_k in zip(y.cpu(), k.double().tolist(), strict=True):
+                error = (row.double() - solved(s, of_k, given.double().item(), kind)).abs().max().item()
+                assert error <= LARGEST, f"{name}, n = {n}, k = {of_k}, eps = {eps}: {error:.1e}"
+
+
+@ALL_KINDS
+def test_gates(kind: str) -> None:
+    """One row of a program's under Triton's interpreter, the torch path elsewhere."""
+    check_all(16384, kind)
+
+
+@pytest.mark.parametrize("kind", ["sigmoid", "laplace", "clamp"])
+def test_mask_and_a_k_for_each_row(kind: str) -> None:
+    n = 16384
+    mask = torch.arange(n) % 8 != torch.tensor([[0], [1], [2], [3]])
+    valid = n - n // 8
+    k = torch.tensor([valid - 1.0, valid - 0.5, valid - 0.0625, valid])
+    for name, eps in (("normal", 1 / 64), ("ties", 1 / 32), ("bimodal", 1 / 64), ("shifted", 1 / 1024)):
+        s = scores(name, n).expand(4, n)
+        y = onepass.soft_topk(s, k, eps=eps, mask=mask, kind=kind)
+        assert not y[~mask].any()
+        assert (y[3, mask[3]] == 1).all()
+        for i in range(3):
+            expected = solved(s[i, mask[i]], k[i].item(), eps, kind)
+            assert (y[i, mask[i]].double() - expected).abs().max() <= LARGEST, (name, i)
+
+
+@pytest.mark.parametrize("kind", ["sigmoid", "laplace"])
+def test_scores_of_16_bits(kind: str) -> None:
+    """A gate is rounded, by half a unit in its last place: little for a small one."""
+    n = 16384
+    k = torch.tensor([n - 1.0, n - 0.5, n - 0.0625, n - 1 / 512])
+    for name, eps in (("normal", 1 / 64), ("ties", 1 / 32), ("bimodal", 1 / 64), ("low", 1 / 16)):
+        s = scores(name, n).half()
+        y = onepass.soft_topk(s.expand(4, n), k, eps=eps, kind=kind)
+        for row, of_k in zip(y, k.tolist(), strict=True):
+            expected = solved(s, of_k, eps, kind)
+            rounding = expected * torch.finfo(torch.float16).eps / 2
+            assert ((row.double() - expected).abs() <= LARGEST + rounding).all(), (name, of_k)
+
+
+@pytest.mark.parametrize("kind", ["sigmoid", "laplace"])
+def test_gradients(kind: str) -> None:
+    """They know the threshold from forward: what gates are off by, φ' is off by as well."""
+    s, k, eps = scores("low", 16384).requires_grad_(), torch.tensor(16379.5, requires_grad=True), torch.tensor(0.125)
+    eps.requires_grad_()
+    wide = [t.detach().double().requires_grad_() for t in (s, k, eps)]
+    gy = torch.randn(16384, generator=torch.Generator().manual_seed(1))
+    actual = torch.autograd.grad(onepass.soft_topk(s, k, eps=eps, kind=kind), (s, k, eps), gy)
+    expected = torch.autograd.grad(onepass.soft_topk(wide[0], wide[1], eps=wide[2], kind=kind), wide, gy.double())
+    for a, e in zip(actual, expected, strict=True):
+        assert (a.double() - e).abs().max() <= LARGEST * max(1.0, e.abs().max().item())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("n", [1024, 8192, 32768, 100000, 200000, 3 << 20])
+@ALL_KINDS
+def test_gates_on_a_gpu(n: int, kind: str) -> None:
+    """Every way of the kernels: a row of a program's, of a team's, and one that no team can hold."""
+    check_all(n, kind, "cuda")
+
+
+@pytest.mark.gpu
+@ALL_KINDS
+def test_a_row_does_not_know_the_others(kind: str) -> None:
+    for n in (300, 8192, 100000):
+        s = torch.stack([scores(name, n) for name in SCORES]).cuda()
+        k = torch.tensor([n - 1.0, n / 8, n - 0.5, 3.0, n - 7.0, n / 2, n - 1.0], device="cuda")
+        y = onepass.soft_topk(s, k, eps=0.01, kind=kind)
+        for i in range(len(s)):
+            assert torch.equal(onepass.soft_topk(s[i : i + 1], k[i : i + 1], eps=0.01, kind=kind), y[i : i + 1])
