@@ -70,6 +70,8 @@ class Spec:
         opchecks: yields (registered op, arguments) for `torch.library.opcheck`.
         tolerances: per dtype, for values.
         grad_factor: gradients get so many times as much.
+        of_rows: `of_rows(make, width)` gives calls, by name, of a tensor (rows, width) whose results are (rows, ...);
+            the bits of a row must depend on this row alone (docs/bits.md).
     """
 
     name: str
@@ -80,6 +82,7 @@ class Spec:
     opchecks: Callable[[], Iterator[tuple[Any, tuple[Any, ...]]]] = lambda: iter(())
     tolerances: Mapping[torch.dtype, Tolerance] = field(default_factory=lambda: DEFAULT_TOLERANCES)
     grad_factor: float = 4.0
+    of_rows: Callable[[Callable[..., Tensor], int], Mapping[str, Callable[[Tensor], Any]]] = lambda make, width: {}
 
 
 @dataclass(frozen=True)

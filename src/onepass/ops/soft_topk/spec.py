@@ -5,8 +5,9 @@ topk has tests of its own: a straight-through gradient is no derivative that the
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from . import op, op_descent, reference, spec_select
 from .cases import CASES
 from .op import KINDS, soft_topk
 from .op_descent import coor_descent
+from .op_topk import topk
 
 __all__ = ["CASES", "KERNELS", "RIVALS", "SPECS"]
 
@@ -142,14 +144,35 @@ _BAD_DESCENT = (
     BadCall("eps_decay", lambda: coor_descent(_S, n_iters=1, k=1, eps_decay=0), ValueError, "eps_decay must be > 0"),
 )
 
+
+def _soft_rows(make: Callable[..., Tensor], n: int) -> Mapping[str, Callable[[Tensor], Any]]:
+    k = max(1, n // 7)
+    calls: dict[str, Callable[[Tensor], Any]] = {
+        f"soft_topk, {kind}": functools.partial(soft_topk, k=k, eps=0.3, kind=kind) for kind in KINDS
+    }
+    return calls | {
+        "soft_topk, small eps": lambda x: soft_topk(x, k, eps=0.01),
+        "soft_topk, mask": lambda x: soft_topk(x, k, eps=0.3, mask=x.abs() < 2),
+        "topk": lambda x: topk(x, k, eps=0.3),
+    }
+
+
+def _descent_rows(make: Callable[..., Tensor], n: int) -> Mapping[str, Callable[[Tensor], Any]]:
+    k = max(1, n // 7)
+    return {
+        "coor_descent": lambda x: coor_descent(x, n_iters=20, k=k, eps=0.1),
+        "coor_descent, schedule": lambda x: coor_descent(x, k=k, **_SCHEDULE),
+    }
+
+
 SPECS = [
     Spec(
         name="soft_topk", op=soft_topk, reference=reference.soft_topk, samples=_soft_samples, bad_calls=_BAD_SOFT,
-        opchecks=_soft_opchecks,
+        opchecks=_soft_opchecks, of_rows=_soft_rows,
     ),
     Spec(
         name="coor_descent", op=coor_descent, reference=reference.coor_descent, samples=_descent_samples,
-        bad_calls=_BAD_DESCENT, opchecks=_descent_opchecks,
+        bad_calls=_BAD_DESCENT, opchecks=_descent_opchecks, of_rows=_descent_rows,
     ),
 ]  # fmt: skip
 
