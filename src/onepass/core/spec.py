@@ -72,6 +72,8 @@ class Spec:
         grad_factor: gradients get so many times as much.
         surrogate: gradients are those that the operator should have (straight-through), not the slopes of its values,
             so finite differences are no measure of them.
+        of_rows: `of_rows(make, width)` gives calls, by name, of a tensor (rows, width) whose results are (rows, ...);
+            the bits of a row must depend on this row alone (docs/bits.md).
     """
 
     name: str
@@ -83,6 +85,7 @@ class Spec:
     tolerances: Mapping[torch.dtype, Tolerance] = field(default_factory=lambda: DEFAULT_TOLERANCES)
     grad_factor: float = 4.0
     surrogate: bool = False
+    of_rows: Callable[[Callable[..., Tensor], int], Mapping[str, Callable[[Tensor], Any]]] = lambda make, width: {}
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -105,6 +105,28 @@ _LAYER_NORM_BAD = (
     ),
 )
 
+
+def _layer_norm_rows(make: Callable[..., Tensor], n: int) -> Mapping[str, Callable[[Tensor], Any]]:
+    w, b = make(n), make(n)
+    return {
+        "layer_norm": lambda x: layer_norm(x, w, b),
+        "layer_norm, no vectors": layer_norm,
+        "layer_norm, fp32 vectors": lambda x: layer_norm(x, w.float(), b.float()),
+        "layer_norm, stable": lambda x: layer_norm(x, w, b, stable=True),
+        "layer_norm, residual": lambda x: layer_norm(x, w, b, residual=x.flip(-1)),
+    }
+
+
+def _rms_norm_rows(make: Callable[..., Tensor], n: int) -> Mapping[str, Callable[[Tensor], Any]]:
+    w = make(n)
+    return {
+        "rms_norm": lambda x: rms_norm(x, w),
+        "rms_norm, no weight": rms_norm,
+        "rms_norm, offset": lambda x: rms_norm(x, w, offset=1.0),
+        "rms_norm, residual": lambda x: rms_norm(x, w, residual=x.flip(-1)),
+    }
+
+
 SPECS = [
     Spec(
         name="layer_norm",
@@ -113,6 +135,7 @@ SPECS = [
         samples=_layer_norm_samples,
         bad_calls=_LAYER_NORM_BAD,
         opchecks=lambda: iter((*_opchecks(True), *_opchecks(True, True))),
+        of_rows=_layer_norm_rows,
     ),
     Spec(
         name="rms_norm",
@@ -121,6 +144,7 @@ SPECS = [
         samples=_rms_norm_samples,
         bad_calls=tuple(_bad_calls(rms_norm, "rms_norm")),
         opchecks=lambda: _opchecks(False),
+        of_rows=_rms_norm_rows,
     ),
 ]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -131,8 +131,17 @@ _BAD_SCATTER = (
     BadCall("bool gates", lambda: scatter_add(_X, _U, _G.bool(), _I), TypeError, "gates must be float32.*bool"),
 )
 
+
+def _score_rows(make: Callable[..., Tensor], n: int) -> Mapping[str, Callable[[Tensor], Any]]:
+    one, three = make(n), make(3, n)
+    return {
+        "score": lambda x: score(x[None], one)[0],
+        "score, three": lambda x: score(x[None], three)[0].mT,
+    }
+
+
 SPECS = [
-    Spec("score", score, reference.score, _score_samples, _BAD_SCORE, _score_opchecks),
+    Spec("score", score, reference.score, _score_samples, _BAD_SCORE, _score_opchecks, of_rows=_score_rows),
     Spec("gather", gather, reference.gather, _gather_samples, _BAD_GATHER, _gather_opchecks),
     Spec("scatter_add", scatter_add, reference.scatter_add, _scatter_samples, _BAD_SCATTER, _scatter_opchecks),
 ]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -179,14 +180,35 @@ _BAD_TOPK = (
     BadCall("mask", lambda: topk(_S, 1, mask=torch.ones(2, 2).bool()), ValueError, "topk: mask must broadcast"),
 )
 
+
+def _soft_rows(make: Callable[..., Tensor], n: int) -> Mapping[str, Callable[[Tensor], Any]]:
+    k = max(1, n // 7)
+    calls: dict[str, Callable[[Tensor], Any]] = {
+        f"soft_topk, {kind}": functools.partial(soft_topk, k=k, eps=0.3, kind=kind) for kind in KINDS
+    }
+    return calls | {
+        "soft_topk, small eps": lambda x: soft_topk(x, k, eps=0.01),
+        "soft_topk, mask": lambda x: soft_topk(x, k, eps=0.3, mask=x.abs() < 2),
+        "topk": lambda x: topk(x, k, eps=0.3),
+    }
+
+
+def _descent_rows(make: Callable[..., Tensor], n: int) -> Mapping[str, Callable[[Tensor], Any]]:
+    k = max(1, n // 7)
+    return {
+        "coor_descent": lambda x: coor_descent(x, n_iters=20, k=k, eps=0.1),
+        "coor_descent, schedule": lambda x: coor_descent(x, k=k, **_SCHEDULE),
+    }
+
+
 SPECS = [
     Spec(
         name="soft_topk", op=soft_topk, reference=reference.soft_topk, samples=_soft_samples, bad_calls=_BAD_SOFT,
-        opchecks=_soft_opchecks,
+        opchecks=_soft_opchecks, of_rows=_soft_rows,
     ),
     Spec(
         name="coor_descent", op=coor_descent, reference=reference.coor_descent, samples=_descent_samples,
-        bad_calls=_BAD_DESCENT, opchecks=_descent_opchecks,
+        bad_calls=_BAD_DESCENT, opchecks=_descent_opchecks, of_rows=_descent_rows,
     ),
     # gates are 1, with the gradient of soft ones
     Spec(

@@ -56,6 +56,18 @@ _BAD = (
     BadCall("list", lambda: weighted_sum([1.0], torch.ones(1)), TypeError, "x must be a tensor, got list"),  # type: ignore[arg-type]
 )
 
+
+def _of_rows(make: Callable[..., Tensor], n: int) -> Mapping[str, Callable[[Tensor], Any]]:
+    one, four, sixteen = make(n), make(4, n), make(16, n)
+    return {
+        "weighted_sum": lambda x: weighted_sum(x, one),
+        "weighted_sum, out_dtype": lambda x: weighted_sum(x, one, out_dtype=torch.float32),
+        "weighted_sum, fp32 weight": lambda x: weighted_sum(x, one.float()),
+        "weighted_sum, four": lambda x: weighted_sum(x, four, out_dtype=torch.float32),
+        "weighted_sum, sixteen": lambda x: weighted_sum(x, sixteen, out_dtype=torch.float32),
+    }
+
+
 SPECS = [
     Spec(
         name="weighted_sum",
@@ -64,6 +76,7 @@ SPECS = [
         samples=_samples,
         bad_calls=_BAD,
         opchecks=_opchecks,
+        of_rows=_of_rows,
     )
 ]
 
