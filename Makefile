@@ -44,3 +44,8 @@ clean:
 	.venv-dev/bin/python $(PIP) 'pip>=25.1'
 	.venv-dev/bin/python $(PIP) --group dev --editable .
 	touch $@
+
+MINUTES ?= 10
+fuzz: .venv-dev/ready  ## attacks with fresh seeds, MINUTES long; findings go to fuzz-findings/
+	PYTHONPATH=src .venv-dev/bin/python -m fuzz --minutes $(MINUTES) --jobs $(JOBS) $(ARGS)
+.PHONY: fuzz

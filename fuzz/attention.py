@@ -64,7 +64,9 @@ def check_routing(case: Case, device: str) -> None:
         y = gather(leaf, indices)
         columns = at.where(found, torch.zeros_like(at)).flatten(1)
         if n:
-            want = x.cpu().gather(1, columns[..., None].expand(-1, -1, dim)).masked_fill(~found.flatten(1)[..., None], 0)
+            want = (
+                x.cpu().gather(1, columns[..., None].expand(-1, -1, dim)).masked_fill(~found.flatten(1)[..., None], 0)
+            )
             require(torch.equal(y.cpu().view(want.shape), want), tag, "not the rows that were asked for")
         dy = build({**case["x"], "shape": list(y.shape), "seed": case["up"], "layout": "contiguous"}, device)
         grad = torch.autograd.grad(y, leaf, dy)[0] if y.requires_grad else torch.zeros_like(x)
@@ -100,9 +102,7 @@ def check_routing(case: Case, device: str) -> None:
         compare(grads[1].reshape(want.shape), want, bound, f"{tag} gradient of gates")
 
 
-def _added(
-    y: Tensor, update: Tensor, gates: Tensor | None, at: Tensor, found: Tensor, got: Tensor, what: str
-) -> None:
+def _added(y: Tensor, update: Tensor, gates: Tensor | None, at: Tensor, found: Tensor, got: Tensor, what: str) -> None:
     """Compare with y + Σ over routes, one rounding to y's dtype per route."""
     out = wide(y)
     size = torch.zeros_like(out)
@@ -110,14 +110,22 @@ def _added(
     for route in range(at.shape[1]):
         if not out.shape[1] or not at.shape[-1]:
             break
-        columns = at[:, route].where(found[:, route], torch.zeros_like(at[:, route]))[..., None].expand(-1, -1, y.shape[-1])
+        columns = (
+            at[:, route].where(found[:, route], torch.zeros_like(at[:, route]))[..., None].expand(-1, -1, y.shape[-1])
+        )
         part = moved[:, route].masked_fill(~found[:, route, :, None], 0)
         out = out.scatter_add(1, columns, part)
         touched = torch.zeros_like(out).scatter_add(1, columns, part.abs())
         size = size + torch.where(touched > 0, out.abs() + touched, 0.0)
     acc = accumulator(y.dtype, update.dtype)
     bound = (4 * roundoff(acc) + 2 * roundoff(y.dtype)) * size + smallest(y.dtype) * (size > 0)
-    compare(got.reshape(out.shape), out, bound, what, rows=size.amax() < torch.finfo(y.dtype).max / 2 if size.numel() else None)
+    compare(
+        got.reshape(out.shape),
+        out,
+        bound,
+        what,
+        rows=size.amax() < torch.finfo(y.dtype).max / 2 if size.numel() else None,
+    )
 
 
 @st.composite
@@ -177,13 +185,20 @@ def check_span(case: Case, device: str) -> None:
     spread = (p * of_logit).sum(-1, keepdim=True)
     of_p = p * (of_logit + spread + 2 * half + length(m) * u)
     want = p @ c
-    bound = of_p @ c.abs() + (length(m) * u) * (p @ c.abs()) + half * want.abs() + smallest(q.dtype) * (1 + c.abs().sum(-2, keepdim=True))
+    bound = (
+        of_p @ c.abs()
+        + (length(m) * u) * (p @ c.abs())
+        + half * want.abs()
+        + smallest(q.dtype) * (1 + c.abs().sum(-2, keepdim=True))
+    )
     tag = f"span_attention {case['q']['dtype']}"
     certain = (of_logit.masked_fill(~seen, 0.0).amax((-1, -2), keepdim=True) < 0.1) if m and n else torch.ones(1).bool()
     compare(y.transpose(1, 2), want, bound, tag, rows=certain)
     if not (n and m and bool(certain.all())):
         return
-    dy = build({**case["q"], "shape": list(y.shape), "seed": case["up"], "layout": "contiguous", "fill": "normal"}, device)
+    dy = build(
+        {**case["q"], "shape": list(y.shape), "seed": case["up"], "layout": "contiguous", "fill": "normal"}, device
+    )
     grads = torch.autograd.grad(y, leaves, dy)
     g = wide(dy).transpose(1, 2)
     dp, dp_size = g @ c.transpose(-1, -2), g.abs() @ c.abs().transpose(-1, -2)
@@ -200,7 +215,9 @@ def check_span(case: Case, device: str) -> None:
         ("v", p.transpose(-1, -2) @ g, (of_p + length(n) * u * p + tiny).transpose(-1, -2) @ g.abs()),
     )  # fmt: skip
     for (name, full, allowance), grad in zip(expected, grads, strict=True):
-        compare(grad.transpose(1, 2), full, allowance + half * full.abs() + smallest(q.dtype), f"{tag} gradient of {name}")
+        compare(
+            grad.transpose(1, 2), full, allowance + half * full.abs() + smallest(q.dtype), f"{tag} gradient of {name}"
+        )
 
 
 @st.composite
@@ -269,11 +286,19 @@ def check_causal(case: Case, device: str) -> None:
         del known
         return
     expected, want = choice_reference(s64, case["k"], mask=real, **options)
-    require(torch.equal(indices.cpu(), expected), f"{tag} indices", f"{indices.tolist()} instead of {expected.tolist()}"[:900])
+    require(
+        torch.equal(indices.cpu(), expected),
+        f"{tag} indices",
+        f"{indices.tolist()} instead of {expected.tolist()}"[:900],
+    )
     if not indices.numel():
         return
     u = roundoff(accumulator(x.dtype))
-    threshold = per_token(running_threshold(s64, min(case["k"], x.shape[1]), case["block"], case["memory"], real), x.shape[1], case["block"])
+    threshold = per_token(
+        running_threshold(s64, min(case["k"], x.shape[1]), case["block"], case["memory"], real),
+        x.shape[1],
+        case["block"],
+    )
     at = expected.clamp_min(0)
     above = (s64.gather(1, at) - threshold.gather(1, at)).abs() / case["eps"]
     moved = torch.where(above.isfinite(), 4 * u * above, 0.0)

@@ -182,6 +182,4 @@ def norm_gradients(
     db = dy.sum(0)
     db_allowed = along * u * dy.abs().sum(0) + vectors * db.abs()
     floor = rounding.zero * (1 + rows)
-    return NormGradients(
-        (dx, dx_allowed), (dw, dw_allowed + floor * (1 + dy.abs().sum(0))), (db, db_allowed + floor)
-    )
+    return NormGradients((dx, dx_allowed), (dw, dw_allowed + floor * (1 + dy.abs().sum(0))), (db, db_allowed + floor))

@@ -37,13 +37,17 @@ SHORT = {
 @st.composite
 def _cases(draw: Any, device: str) -> Case:
     command = draw(st.sampled_from(("train", "train", "show", "ablate", "bench", "bench", "doctor", "?")))
-    words = st.sampled_from(WORDS) | st.text(st.characters(blacklist_categories=("Cs",), blacklist_characters="\0"), max_size=8)
+    words = st.sampled_from(WORDS) | st.text(
+        st.characters(blacklist_categories=("Cs",), blacklist_characters="\0"), max_size=8
+    )
     if command == "?":
         return {"op": command, "arguments": draw(st.lists(words, max_size=4)), "apart": False}
     option = st.sampled_from(OPTIONS[command])
     arguments = [command]
     for _ in range(draw(st.integers(0, 5))):
-        arguments += draw(st.one_of(words.map(lambda w: [w]), option.map(lambda o: [o]), st.tuples(option, words).map(list)))
+        arguments += draw(
+            st.one_of(words.map(lambda w: [w]), option.map(lambda o: [o]), st.tuples(option, words).map(list))
+        )
     return {"op": command, "arguments": arguments, "apart": draw(st.integers(0, 80)) == 80}
 
 

@@ -84,7 +84,9 @@ def damage(content: bytes, how: str, seed: int) -> bytes:
     if how == "flip":
         return content[:at] + bytes([draw.randrange(256)]) + content[at + 1 :]
     if how == "bit":
-        return content[:at] + bytes([content[at] ^ (1 << draw.randrange(8))]) + content[at + 1 :] if content else content
+        return (
+            content[:at] + bytes([content[at] ^ (1 << draw.randrange(8))]) + content[at + 1 :] if content else content
+        )
     if how == "cut":
         return content[:at]
     if how == "insert":
@@ -98,7 +100,11 @@ def damage(content: bytes, how: str, seed: int) -> bytes:
     if how == "empty":
         return b""
     if how == "letter":
-        return content[:at] + draw.choice((b"}", b"{", b'"', b",", b"9", b"-", b"\n", b"null", b"1e999", b"[")) + content[at + 1 :]
+        return (
+            content[:at]
+            + draw.choice((b"}", b"{", b'"', b",", b"9", b"-", b"\n", b"null", b"1e999", b"["))
+            + content[at + 1 :]
+        )
     return draw.randbytes(draw.choice((1, 8, 9, 100, 1000)))
 
 
@@ -154,7 +160,22 @@ def _records(device: str) -> st.SearchStrategy[Case]:
 
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
-VALUES: tuple[Any, ...] = (None, True, -1, 0, 1e400, float("nan"), "", "x\x1b[31m\n", [], {}, [None], {"a": 1}, "1", 10**400)
+VALUES: tuple[Any, ...] = (
+    None,
+    True,
+    -1,
+    0,
+    1e400,
+    float("nan"),
+    "",
+    "x\x1b[31m\n",
+    [],
+    {},
+    [None],
+    {"a": 1},
+    "1",
+    10**400,
+)
 
 
 @functools.cache
@@ -166,7 +187,9 @@ def records(kind: str) -> tuple[bytes, ...]:
         content = path.read_bytes()
         if len(content) > 400_000:
             continue
-        if (b'"arm"' in content) == (kind == "ablate report") and (b'"records"' in content or b'"arm"' in content or b'"stage"' in content):
+        if (b'"arm"' in content) == (kind == "ablate report") and (
+            b'"records"' in content or b'"arm"' in content or b'"stage"' in content
+        ):
             chosen.append(content)
     return tuple(chosen[:4])
 

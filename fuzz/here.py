@@ -79,8 +79,8 @@ def manners(answer: Answer, what: str, allowed: tuple[int, ...] = (0, 2)) -> Non
         raise FaultError(f"{what} {last.split(':')[0]}", last[:300], traceback=answer.trace[-1500:])
     require(answer.code in allowed, f"{what} exit code", f"{answer.code}: {answer.err[-300:]}")
     if answer.code == 2:
-        lines = answer.err.splitlines()
-        require(len(lines) == 1, f"{what} lines", f"{len(lines)} lines: {answer.err[:400]!r}")
+        lines = answer.err.count("\n")
+        require(lines == 1, f"{what} lines", f"{lines} lines: {answer.err[:400]!r}")
         raw = [c for c in answer.err.rstrip("\n") if ord(c) < 32 or 127 <= ord(c) < 160]
         require(not raw, f"{what} control characters", repr(answer.err[:300]))
     raw = [c for c in answer.out if (ord(c) < 32 and c not in "\n\t\r") or 127 <= ord(c) < 160]

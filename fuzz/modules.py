@@ -80,7 +80,11 @@ def _same(a: list[Tensor | None], b: list[Tensor | None], what: str) -> None:
         name = ("output", "gradient of x")[i] if i < 2 else "gradients of parameters"
         require((x is None) == (y is None), what, f"{name}: one is missing")
         if x is not None and y is not None:
-            require(torch.equal(x, y), f"{what} {name}", f"largest difference {float((x - y).abs().max()) if x.numel() else 0}")
+            require(
+                torch.equal(x, y),
+                f"{what} {name}",
+                f"largest difference {float((x - y).abs().max()) if x.numel() else 0}",
+            )
 
 
 def check_padding(case: Case, device: str) -> None:
@@ -96,7 +100,10 @@ def check_padding(case: Case, device: str) -> None:
     _same(actual, expected, what)
     if case["op"] == "cross":
         real = mask([case["batch"], 7], case["seed"] + 1, case["share"], device)
-        for memory in (context.masked_fill(~real[..., None], 0), context.masked_fill(~real[..., None], float(case["value"]))):
+        for memory in (
+            context.masked_fill(~real[..., None], 0),
+            context.masked_fill(~real[..., None], float(case["value"])),
+        ):
             actual = [layer(x, memory, context_mask=real).detach()]
             expected = actual if memory.isfinite().all() and not memory[~real].any() else expected
             _same(actual, expected, f"{what} of memories")
@@ -113,13 +120,19 @@ def check_isolation(case: Case, device: str) -> None:
     if case["batch"] > 1:
         other[1:] = _tokens(case, *other[1:].shape, seed=5, device=device) * 10
         after = _run(case, layer, other, given, context).detach()
-        require(torch.equal(after[0], before[0]), f"{case['op']} isolation", "another row of the batch changed this one")
+        require(
+            torch.equal(after[0], before[0]), f"{case['op']} isolation", "another row of the batch changed this one"
+        )
     if case["causal"] and case["op"] not in ("cross",):
         at = case["seed"] % case["n"]
         other = x.clone()
         other[:, at:] += 30 * _tokens(case, *other[:, at:].shape, seed=6, device=device)
         after = _run(case, layer, other, given, context).detach()
-        require(torch.equal(after[:, :at], before[:, :at]), f"{case['op']} looks ahead", f"token {at} changed an earlier output")
+        require(
+            torch.equal(after[:, :at], before[:, :at]),
+            f"{case['op']} looks ahead",
+            f"token {at} changed an earlier output",
+        )
 
 
 def check_longer(case: Case, device: str) -> None:

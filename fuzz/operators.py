@@ -107,7 +107,9 @@ def check_norm(case: Case, device: str) -> None:
         if case["x"]["fill"] == "constant" and residual is None and n <= 4096 and x.dtype.itemsize == 2 and has_mean:
             # 8 bits times n ≤ 2^12: the sum is exact in fp32, so the mean is the constant, and what is left is the bias
             exact = torch.zeros_like(want) if of_bias is None else of_bias.to(x.dtype).double().expand(want.shape)
-            compare(y.reshape(rows.shape), exact, torch.full_like(want, rounding.zero), _label(case, tag, "constant row"))
+            compare(
+                y.reshape(rows.shape), exact, torch.full_like(want, rounding.zero), _label(case, tag, "constant row")
+            )
     if not y.requires_grad:
         return
     dy = torch.ones_like(y).sum() if case["sum"] else None
@@ -133,7 +135,9 @@ def check_norm(case: Case, device: str) -> None:
     expected = bounds.norm_gradients(found, rows, dy64, ds64, gain, eps, has_mean, stable, both, vectors, stretch)
     largest = torch.finfo(acc).max / 64
     fits = found.fits & ((dy64 * gain).abs().amax(-1, keepdim=True) * n < largest)
-    fits &= (dy64 * gain).abs().amax(-1, keepdim=True) * n * found.inverse * found.normed.abs().amax(-1, keepdim=True) < largest
+    fits &= (dy64 * gain).abs().amax(-1, keepdim=True) * n * found.inverse * found.normed.abs().amax(
+        -1, keepdim=True
+    ) < largest
     small = max((smallest(t.dtype) for t in leaves.values()), default=0.0)
     pairs = {"x": expected.dx, "residual": expected.dx, "weight": expected.dw, "bias": expected.db}
     for (name, leaf), grad in zip(leaves.items(), grads, strict=True):
@@ -182,7 +186,13 @@ def check_sum(case: Case, device: str) -> None:
         y.reshape(want.shape), want, length(n) * u * size + roundoff(dtype) * want.abs() + floor, _label(case, tag, "y"),
         rows=size < largest,
     )  # fmt: skip
-    up = {"shape": list(y.shape), "dtype": str(dtype)[6:], "fill": case["up"], "layout": "contiguous", "seed": case["seed"]}
+    up = {
+        "shape": list(y.shape),
+        "dtype": str(dtype)[6:],
+        "fill": case["up"],
+        "layout": "contiguous",
+        "seed": case["seed"],
+    }
     dy = build(up, device)
     if not x.numel():
         return
@@ -268,11 +278,11 @@ def check_soft(case: Case, device: str) -> None:
     given, valid = _valid(case, x, device)
     eps, eps_rows = _parameter(case["eps"], case["eps_form"], rows, device)
     u = roundoff(accumulator(x.dtype))
-    zero = max(smallest(accumulator(x.dtype)), smallest(x.dtype))
+    zero = max(soft.vanishing(x.dtype), smallest(x.dtype))
     tag = f"{case['kind']} {case['scores']['dtype']}" + (" infinite" if "special" in case["scores"] else "")
     s64 = wide(x)
-    if case["k"] > 0.8 * n:
-        tag += " near n"
+    if case["k"] > n / 2:
+        tag += " k > n÷2"
     if case["op"] == "topk":
         k = math.ceil(case["k"])
         k_rows = torch.full((rows,), float(k), dtype=torch.float64)
@@ -299,7 +309,13 @@ def check_soft(case: Case, device: str) -> None:
             compare(out[i], row.y, bound, _label(case, tag, "gates"))
     if not out.requires_grad or any(bool(row.y.isnan().any()) for row in solved):
         return
-    up = {"shape": list(out.shape), "dtype": case["scores"]["dtype"], "fill": case["up"], "layout": "contiguous", "seed": case["seed"]}
+    up = {
+        "shape": list(out.shape),
+        "dtype": case["scores"]["dtype"],
+        "fill": case["up"],
+        "layout": "contiguous",
+        "seed": case["seed"],
+    }
     gy = build(up, device)
     grads = dict(zip(leaves, torch.autograd.grad(out, list(leaves.values()), gy, allow_unused=True), strict=True))
     g64 = wide(gy)
@@ -314,7 +330,9 @@ def _check_soft_gradients(
     eps_rows: Tensor, u: float, zero: float, tag: str,
 ) -> None:  # fmt: skip
     found = [
-        soft.gradients(row, g64[i], float(eps_rows[i]), u, roundoff(leaves["scores"].dtype), zero) if row.sharp else None
+        soft.gradients(row, g64[i], float(eps_rows[i]), u, roundoff(leaves["scores"].dtype), zero)
+        if row.sharp
+        else None
         for i, row in enumerate(solved)
     ]
     ds = grads["scores"]
@@ -392,8 +410,14 @@ def check_descent(case: Case, device: str) -> None:
     for _ in range(case["n_iters"]):
         schedule.append(max(schedule[-1] * case["eps_decay"], case["eps"]))
     u, v = roundoff(accumulator(x.dtype)), roundoff(x.dtype)
-    zero = max(smallest(accumulator(x.dtype)), smallest(x.dtype))
-    up = {"shape": list(y.shape), "dtype": case["scores"]["dtype"], "fill": case["up"], "layout": "contiguous", "seed": case["seed"]}
+    zero = max(soft.vanishing(x.dtype), smallest(x.dtype))
+    up = {
+        "shape": list(y.shape),
+        "dtype": case["scores"]["dtype"],
+        "fill": case["up"],
+        "layout": "contiguous",
+        "seed": case["seed"],
+    }
     gy = build(up, device)
     tag = case["scores"]["dtype"]
     s64, g64 = wide(x), wide(gy)
@@ -452,7 +476,13 @@ def check_score(case: Case, device: str) -> None:
     fits = found.fits & ((rows.abs() @ vectors.abs().T).amax(-1, keepdim=True) < largest)
     got = (s if weight.dim() == 2 else s[:, None]).transpose(1, 2).reshape(want.shape)
     compare(got, want, bound, _label(case, tag, "scores"), rows=fits)
-    up = {"shape": list(s.shape), "dtype": str(s.dtype)[6:], "fill": case["up"], "layout": "contiguous", "seed": case["seed"]}
+    up = {
+        "shape": list(s.shape),
+        "dtype": str(s.dtype)[6:],
+        "fill": case["up"],
+        "layout": "contiguous",
+        "seed": case["seed"],
+    }
     gs = build(up, device)
     dx, dw = torch.autograd.grad(s, [x, weight], gs)
     g = wide(gs if weight.dim() == 2 else gs[:, None]).transpose(1, 2).reshape(want.shape)
@@ -461,13 +491,23 @@ def check_score(case: Case, device: str) -> None:
     along_size = (gain_size * found.normed.abs()).mean(-1, keepdim=True)
     r, relative = found.inverse, found.of_inverse
     full = r * (gain - found.normed * along)
-    parts = (length(len(vectors)) * u + 3 * relative) * gain_size + (2 * stretch * u + 6 * stretch * relative) * found.normed.abs() * along_size
-    bound = r * parts + roundoff(x.dtype) * full.abs() + smallest(x.dtype) + smallest(acc) * r * (1 + found.normed.abs()) * dim * (1 + gain_size)
+    parts = (length(len(vectors)) * u + 3 * stretch * relative) * gain_size + (
+        2 * stretch * u + 6 * stretch * relative
+    ) * found.normed.abs() * along_size
+    bound = (
+        r * parts
+        + roundoff(x.dtype) * full.abs()
+        + smallest(x.dtype)
+        + smallest(acc) * r * (1 + found.normed.abs()) * dim * (1 + gain_size)
+    )
     inside = fits & (gain_size.amax(-1, keepdim=True) * dim * (1 + r) < largest)
     compare(dx.reshape(rows.shape), full, bound, _label(case, tag, "gradient of x"), rows=inside)
     if bool(inside.all()):
         full = g.T @ found.normed
-        bound = g.abs().T @ (found.normed.abs() * (length(len(rows)) * u + stretch * relative)) + roundoff(weight.dtype) * full.abs()
+        bound = (
+            g.abs().T @ (found.normed.abs() * (length(len(rows)) * u + stretch * relative))
+            + roundoff(weight.dtype) * full.abs()
+        )
         bound = bound + smallest(acc) * len(rows) * (1 + float(r.max())) + smallest(weight.dtype)
         compare(dw.reshape(full.shape), full, bound, _label(case, tag, "gradient of weight"))
 

@@ -10,8 +10,14 @@ from torch import Tensor
 
 from .bounds import length
 
-# a solver stops when the sum is within this many roundoffs of k, or of n − k where that is smaller
-STOP = 4.0
+# a solver knows a sum to this many roundoffs of k, or of n − k where that is smaller: four where it stops, one for the
+# sum and one for k
+STOP = 6.0
+
+
+def vanishing(dtype: torch.dtype) -> float:
+    """Gates below this may be 0: exponentials are kept relative to a base within e^16 of the threshold, and multiplied."""
+    return 2.0**-900 if dtype == torch.float64 else 2.0**-100
 
 
 def gate(u: Tensor, kind: str) -> Tensor:
@@ -189,7 +195,9 @@ def descend(
     y = (torch.minimum(t + a, torch.zeros_like(t)) / last).exp()
     of_arg = (of_a + 8 * u * (t.abs() + abs(a))) / last
     of_arg = torch.where(t + a - of_a > 0, 0.0, of_arg)
-    sharp = all(bool(((t + b).abs() > 4 * e + 16 * u * (t.abs() + abs(b))).all()) for b, e in zip(trace, errors, strict=True))
+    sharp = all(
+        bool(((t + b).abs() > 4 * e + 16 * u * (t.abs() + abs(b))).all()) for b, e in zip(trace, errors, strict=True)
+    )
     sharp = sharp and bool(of_arg[y > zero].max() < 0.05 if bool((y > zero).any()) else True)
     moved = y * torch.expm1(of_arg.clamp_max(80.0)) + 4 * u * y + v * y + zero
     # backward, with the sums of absolute terms beside it
@@ -205,10 +213,19 @@ def descend(
         ds, size = ds - da / k * term, size + of_da / k * term
         weight = float((~before).sum()) * math.exp(min(700.0, (trace[i] - trace[i - 1]) / steps[i])) / k
         da, of_da = da * weight, of_da * weight
-    worst = max(errors) / min(schedule) + 16 * u * (float(t[y > 0].abs().max()) + abs(a)) / min(schedule) if bool((y > 0).any()) else 0.0
+    worst = (
+        max(errors) / min(schedule) + 16 * u * (float(t[y > 0].abs().max()) + abs(a)) / min(schedule)
+        if bool((y > 0).any())
+        else 0.0
+    )
     relative = 4 * worst + u * length(len(t)) * 2 * len(steps)
     out, out_allowed, grad, grad_allowed = none.clone(), none + zero, none.clone(), none + zero
     out[valid], out_allowed[valid] = y, moved
-    grad[valid], grad_allowed[valid] = ds, relative * size + v * ds.abs() + zero * (1 + 1 / last) * (1 + float(g.abs().max()))
+    grad[valid], grad_allowed[valid] = (
+        ds,
+        relative * size + v * ds.abs() + zero * (1 + 1 / last) * (1 + float(g.abs().max())),
+    )
     floor = zero * (1 + 1 / k) * (1 + float(g.abs().max())) * (1 + 1 / last) * len(t)
-    return Descent(out, out_allowed, (grad, grad_allowed), (dk / k, relative * of_dk / k + floor), sharp and worst < 0.05)
+    return Descent(
+        out, out_allowed, (grad, grad_allowed), (dk / k, relative * of_dk / k + floor), sharp and worst < 0.05
+    )

@@ -67,7 +67,9 @@ def _values(fill: str, shape: list[int], generator: torch.Generator) -> Tensor:
     if fill == "constant":
         # one number per row, 8 significant bits, from 2^-10 to 2^20
         row = x[..., :1]
-        number = (row.sign() + (row == 0)) * torch.ldexp((row.abs() * 100).floor() % 128 + 128, (31 * _share(row)).floor() - 17)
+        number = (row.sign() + (row == 0)) * torch.ldexp(
+            (row.abs() * 100).floor() % 128 + 128, (31 * _share(row)).floor() - 17
+        )
         return number.expand(shape).clone()
     if fill == "shifted":
         return x + 1e3 * (1 + x[..., :1].abs() * 10)

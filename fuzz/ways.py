@@ -108,7 +108,9 @@ def _near(got: Tensor, want: Tensor, what: str, dtype: torch.dtype) -> None:
     scale = max(1.0, float(b.abs().max()))
     error = float((a - b).abs().max())
     allowed = math.sqrt(torch.finfo(dtype).eps) * scale
-    require(error <= allowed, what, f"differs by {error:.3g}, allowed is {allowed:.3g}", got=a.tolist(), want=b.tolist())
+    require(
+        error <= allowed, what, f"differs by {error:.3g}, allowed is {allowed:.3g}", got=a.tolist(), want=b.tolist()
+    )
 
 
 def _gradients(fn: Call, tensors: list[Tensor], seed: int) -> tuple[list[Tensor], list[Tensor | None]]:
