@@ -103,7 +103,8 @@ def replay(path: Path) -> int:
     except SkipCase:
         again = None
     print(
-        f"{finding['signature']}\nthen  {finding['message']}\nnow   {again['message'] if again else 'the promise holds'}"
+        f"{finding['signature']}\nthen  {finding['message']}\n"
+        f"now   {again['message'] if again else 'the promise holds'}"
     )
     return 1 if again else 0
 
@@ -115,7 +116,7 @@ def attack(args: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="onepass-fuzz-jobs-") as scratch:
         jobs = [Job(args, Path(scratch) / str(i), seed + i) for i in range(args.jobs)]
         try:
-            while any([job.alive() for job in jobs]):
+            while sum(job.alive() for job in jobs):
                 time.sleep(0.5)
         except KeyboardInterrupt:
             print("fuzz: interrupted; what is known so far:", file=sys.stderr)
@@ -179,7 +180,9 @@ class Job:
             code = self.process.wait()
         if code == 0 or any(death["turn"] == self.turn for death in self.deaths):
             return False
-        self.deaths.append({"turn": self.turn, **self._last_words(code)})
+        # 3: it said itself what happened, and needs a fresh start
+        if code != 3:
+            self.deaths.append({"turn": self.turn, **self._last_words(code)})
         self.turn += 1
         if time.time() > self.until - 5 or self.turn > 50:
             return False
@@ -246,7 +249,8 @@ def show(report: dict[str, Any], out: Path | None, folder: Path) -> None:
         print(f"{name:24} BROKEN: {why[:200]}")
     for finding in report["findings"]:
         print(
-            f"FINDING  {finding['signature']}  ({finding['times']} times)\n         {finding['message'][:200]!r}\n         {folder / finding['file']}"
+            f"FINDING  {finding['signature']}  ({finding['times']} times)\n"
+            f"         {finding['message'][:200]!r}\n         {folder / finding['file']}"
         )
     print(
         f"{report['cases']:,} cases, {len(report['findings'])} findings, seed {report['seed']}"

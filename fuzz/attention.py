@@ -1,4 +1,4 @@
-"""Operators behind the routed layers against float64: gather and scatter, attention over spans, rotary, causal choice."""
+"""The routed layers' operators against float64: gather and scatter, attention over spans, rotary, causal choice."""
 
 from __future__ import annotations
 
@@ -137,12 +137,16 @@ def _span_cases(draw: Any, device: str) -> Case:
     dtype = draw(st.sampled_from(dtypes(device)))
     fills = ("normal", "ties", "plateau", "outlier", "uniform")
     return {
-        "op": "span_attention", "q": draw(spec((batch, n, heads, width), dtype, fills=fills)),
+        "op": "span_attention",
+        "q": draw(spec((batch, n, heads, width), dtype, fills=fills)),
         "k": draw(spec((batch, m, heads, width), dtype, fills=fills)),
-        "v": draw(spec((batch, m, heads, width), dtype, fills=TOKENS)), "up": draw(SEEDS), "seed": draw(SEEDS),
-        "scale": draw(st.none() | st.sampled_from((0.01, 1.0))), "mask": draw(st.none() | st.sampled_from((0.0, 0.5, 0.9))),
+        "v": draw(spec((batch, m, heads, width), dtype, fills=TOKENS)),
+        "up": draw(SEEDS),
+        "seed": draw(SEEDS),
+        "scale": draw(st.none() | st.sampled_from((0.01, 1.0))),
+        "mask": draw(st.none() | st.sampled_from((0.0, 0.5, 0.9))),
         "spans": draw(st.sampled_from(("window", "causal", "random", "all", "none"))),
-    }  # fmt: skip
+    }
 
 
 def _spans(case: Case, n: int, m: int, device: str) -> tuple[Tensor, Tensor]:
@@ -211,9 +215,13 @@ def check_span(case: Case, device: str) -> None:
     tiny = smallest(q.dtype) * (1 + dp_size.amax((-1, -2), keepdim=True))
     expected = (
         ("q", scale * ds @ b, scale * (of_ds + length(m) * u * ds.abs() + tiny) @ b.abs()),
-        ("k", scale * ds.transpose(-1, -2) @ a, scale * (of_ds + length(n) * u * ds.abs() + tiny).transpose(-1, -2) @ a.abs()),
+        (
+            "k",
+            scale * ds.transpose(-1, -2) @ a,
+            scale * (of_ds + length(n) * u * ds.abs() + tiny).transpose(-1, -2) @ a.abs(),
+        ),
         ("v", p.transpose(-1, -2) @ g, (of_p + length(n) * u * p + tiny).transpose(-1, -2) @ g.abs()),
-    )  # fmt: skip
+    )
     for (name, full, allowance), grad in zip(expected, grads, strict=True):
         compare(
             grad.transpose(1, 2), full, allowance + half * full.abs() + smallest(q.dtype), f"{tag} gradient of {name}"
@@ -226,9 +234,12 @@ def _rotary_cases(draw: Any, device: str) -> Case:
     dtype = draw(st.sampled_from(dtypes(device)))
     shape = (draw(st.sampled_from((1, 2))), n, draw(st.sampled_from((1, 3))), draw(st.sampled_from((2, 6, 8, 64))))
     return {
-        "op": "rotary", "x": draw(spec(shape, dtype, fills=TOKENS)), "seed": draw(SEEDS),
-        "far": draw(st.none() | st.sampled_from((10, 100_000, 2**31))), "base": draw(st.sampled_from((1e4, 100.0, 5e5))),
-    }  # fmt: skip
+        "op": "rotary",
+        "x": draw(spec(shape, dtype, fills=TOKENS)),
+        "seed": draw(SEEDS),
+        "far": draw(st.none() | st.sampled_from((10, 100_000, 2**31))),
+        "base": draw(st.sampled_from((1e4, 100.0, 5e5))),
+    }
 
 
 def check_rotary(case: Case, device: str) -> None:
@@ -263,10 +274,15 @@ def _causal_cases(draw: Any, device: str) -> Case:
     if draw(st.integers(0, 3)) == 3:
         x["special"] = [[draw(st.sampled_from(("nan", "-inf", "inf"))), 0.1]]
     return {
-        "op": "causal_choice", "scores": x, "k": draw(st.one_of(st.integers(0, n + 2), st.sampled_from((1, n // 8, n)))),
-        "eps": draw(st.sampled_from((0.3, 1e-3, 10.0))), "block": block, "memory": block * draw(st.sampled_from((1, 2, 16))),
-        "mask": draw(st.none() | st.sampled_from((0.0, 0.5, 0.9))), "seed": draw(SEEDS),
-    }  # fmt: skip
+        "op": "causal_choice",
+        "scores": x,
+        "k": draw(st.one_of(st.integers(0, n + 2), st.sampled_from((1, n // 8, n)))),
+        "eps": draw(st.sampled_from((0.3, 1e-3, 10.0))),
+        "block": block,
+        "memory": block * draw(st.sampled_from((1, 2, 16))),
+        "mask": draw(st.none() | st.sampled_from((0.0, 0.5, 0.9))),
+        "seed": draw(SEEDS),
+    }
 
 
 def check_causal(case: Case, device: str) -> None:
@@ -308,8 +324,8 @@ def check_causal(case: Case, device: str) -> None:
 
 
 PROPERTIES = [
-    Property("gather and scatter", lambda d: _routing_cases(d), check_routing),
-    Property("attention over spans", lambda d: _span_cases(d), check_span),
-    Property("rotary", lambda d: _rotary_cases(d), check_rotary, share=0.5),
-    Property("causal choice", lambda d: _causal_cases(d), check_causal),
+    Property("gather and scatter", _routing_cases, check_routing),
+    Property("attention over spans", _span_cases, check_span),
+    Property("rotary", _rotary_cases, check_rotary, share=0.5),
+    Property("causal choice", _causal_cases, check_causal),
 ]

@@ -51,7 +51,7 @@ def no_pictures() -> contextlib.AbstractContextManager[object]:
     """Draw and do not encode: the pixels take most of a small run's time."""
     from onepass.train import pictures
 
-    return mock.patch.object(pictures, "_png", lambda *_, **__: b"")
+    return mock.patch.object(pictures, "_png", return_value=b"")
 
 
 @functools.cache
@@ -111,10 +111,14 @@ def damage(content: bytes, how: str, seed: int) -> bytes:
 def _damaged(device: str) -> st.SearchStrategy[Case]:
     return st.fixed_dictionaries(
         {
-            "op": st.just("resume"), "part": st.sampled_from(PARTS), "how": st.sampled_from(DAMAGES), "seed": SEEDS,
-            "command": st.sampled_from(("resume", "resume", "resume", "show")), "apart": st.integers(0, 60).map(lambda i: i == 60),
+            "op": st.just("resume"),
+            "part": st.sampled_from(PARTS),
+            "how": st.sampled_from(DAMAGES),
+            "seed": SEEDS,
+            "command": st.sampled_from(("resume", "resume", "resume", "show")),
+            "apart": st.integers(0, 60).map(lambda i: i == 60),
         }
-    )  # fmt: skip
+    )
 
 
 def check_run(case: Case, device: str) -> None:
@@ -148,6 +152,54 @@ def check_run(case: Case, device: str) -> None:
             require(not changed, f"{what} loses", f"refused ({answer.err.strip()[:120]}), but {changed} changed")
             return
         require(weights(home / "run") == expected, f"{what} goes on", "accepted, and the weights are others")
+
+
+def _links(device: str) -> st.SearchStrategy[Case]:
+    names = (
+        "config.json",
+        "data.json",
+        "metrics.jsonl",
+        "checkpoint.safetensors",
+        "loss.png",
+        "routing.png",
+        "routing.html",
+        ".lock",
+    )
+    return st.fixed_dictionaries(
+        {
+            "op": st.just("links"), "name": st.sampled_from(names), "partial": st.booleans(), "dangling": st.booleans(),
+            "command": st.sampled_from(("resume", "force", "show")),
+        }
+    )  # fmt: skip
+
+
+def check_links(case: Case, device: str) -> None:
+    """A symbolic link planted in a run's directory: whatever the command answers, the link's target stays as it was."""
+    with scratch() as place:
+        home = place / "copy"
+        shutil.copytree(unfinished_run(), home)
+        victim = place / "victim"
+        name = case["name"] + (".partial" if case["partial"] else "")
+        if case["command"] == "show":
+            name = f"1.txt.{name}"
+        link = home / "run" / name
+        content = link.read_bytes() if link.exists() else b"keep me"
+        if not case["dangling"]:
+            victim.write_bytes(content)
+        link.unlink(missing_ok=True)
+        link.symlink_to(victim)
+        arguments = {
+            "resume": ["train", "texts", "--resume", "--out", "run"], "show": ["show", "run", "texts/1.txt"],
+            "force": ["train", "texts", *TINY, "--steps", "2", "--force", "--out", "run"],
+        }[case["command"]]  # fmt: skip
+        with no_pictures():
+            answer = call(arguments, home)
+        what = f"{case['command']} beside a link" + (" of a partial file" if case["partial"] else "")
+        manners(answer, what)
+        if case["dangling"]:
+            require(not victim.exists(), what, f"{name}: the target was made")
+        else:
+            require(victim.read_bytes() == content, what, f"{name}: the target was written to")
 
 
 def _records(device: str) -> st.SearchStrategy[Case]:
@@ -247,13 +299,22 @@ def _texts(device: str) -> st.SearchStrategy[Case]:
     name = st.text(st.characters(blacklist_characters="/\0", blacklist_categories=("Cs",)), min_size=1, max_size=20)
     return st.fixed_dictionaries(
         {
-            "op": st.just("texts"), "command": st.sampled_from(("train", "show")), "seed": SEEDS,
+            "op": st.just("texts"),
+            "command": st.sampled_from(("train", "show")),
+            "seed": SEEDS,
             "files": st.lists(
-                st.tuples(name, st.one_of(st.binary(max_size=300), st.text(max_size=200).map(lambda t: t.encode("utf-8", "replace"))).map(bytes.hex), st.integers(1, 30)),
-                min_size=1, max_size=4,
+                st.tuples(
+                    name,
+                    st.one_of(
+                        st.binary(max_size=300), st.text(max_size=200).map(lambda t: t.encode("utf-8", "replace"))
+                    ).map(bytes.hex),
+                    st.integers(1, 30),
+                ),
+                min_size=1,
+                max_size=4,
             ),
         }
-    )  # fmt: skip
+    )
 
 
 def check_texts(case: Case, device: str) -> None:
@@ -278,6 +339,7 @@ def check_texts(case: Case, device: str) -> None:
 
 PROPERTIES = [
     Property("a damaged run", _damaged, check_run, ("cpu",), share=1.5, burst=8),
+    Property("a planted link", _links, check_links, ("cpu",), share=0.3, burst=8),
     Property("a damaged record", _records, check_records, ("cpu",), burst=8),
     Property("any text", _texts, check_texts, ("cpu",), burst=8),
 ]

@@ -24,12 +24,20 @@ def _cases(draw: Any, device: str) -> Case:
     n = draw(st.integers(1, 12 if device == "interpret" else 40))
     shares = st.one_of(st.integers(1, n + 2), st.sampled_from((0.1, 0.25, 1.0)))
     return {
-        "op": draw(st.sampled_from(LAYERS)), "n": n, "batch": draw(st.sampled_from((1, 2, 3))), "k": draw(shares),
-        "k_kv": draw(shares), "window": draw(st.sampled_from((1, 4, 8))), "causal": draw(st.booleans()),
-        "value": draw(st.sampled_from(("nan", "inf", "-inf", "1e30"))), "share": draw(st.sampled_from((0.0, 0.3, 0.7, 0.95))),
-        "composed": draw(st.booleans()), "train": draw(st.booleans()), "seed": draw(SEEDS),
+        "op": draw(st.sampled_from(LAYERS)),
+        "n": n,
+        "batch": draw(st.sampled_from((1, 2, 3))),
+        "k": draw(shares),
+        "k_kv": draw(shares),
+        "window": draw(st.sampled_from((1, 4, 8))),
+        "causal": draw(st.booleans()),
+        "value": draw(st.sampled_from(("nan", "inf", "-inf", "1e30"))),
+        "share": draw(st.sampled_from((0.0, 0.3, 0.7, 0.95))),
+        "composed": draw(st.booleans()),
+        "train": draw(st.booleans()),
+        "seed": draw(SEEDS),
         "dtype": draw(st.sampled_from(("float32", "float32", "float64"))) if device == "cpu" else "float32",
-    }  # fmt: skip
+    }
 
 
 def _layer(case: Case, device: str) -> nn.Module:
@@ -154,7 +162,7 @@ def check_longer(case: Case, device: str) -> None:
 
 
 PROPERTIES = [
-    Property("padding", lambda d: _cases(d), check_padding),
-    Property("isolation", lambda d: _cases(d), check_isolation),
-    Property("alone and padded", lambda d: _cases(d), check_longer, share=0.5),
+    Property("padding", _cases, check_padding),
+    Property("isolation", _cases, check_isolation),
+    Property("alone and padded", _cases, check_longer, share=0.5),
 ]

@@ -49,10 +49,15 @@ def _group(draw: Any, device: str) -> Case:
 def _cases(draw: Any, device: str) -> Case:
     path = draw(st.sampled_from(("default", "default", "foreach", "single", "unfused", "capturable")))
     return {
-        "op": "Lion", "groups": [draw(_group(device)) for _ in range(draw(st.sampled_from((1, 1, 2))))],
-        "path": path, "steps": draw(st.sampled_from((1, 2, 5))), "clip": draw(st.none() | st.sampled_from((0.1, 1e3, 0.0))),
-        "scale": draw(st.none() | st.sampled_from((1024.0, 0.5))), "found_inf": draw(st.booleans()), "seed": draw(SEEDS),
-    }  # fmt: skip
+        "op": "Lion",
+        "groups": [draw(_group(device)) for _ in range(draw(st.sampled_from((1, 1, 2))))],
+        "path": path,
+        "steps": draw(st.sampled_from((1, 2, 5))),
+        "clip": draw(st.none() | st.sampled_from((0.1, 1e3, 0.0))),
+        "scale": draw(st.none() | st.sampled_from((1024.0, 0.5))),
+        "found_inf": draw(st.booleans()),
+        "seed": draw(SEEDS),
+    }
 
 
 PATHS = {
@@ -347,11 +352,16 @@ def _without_peer() -> str | None:
 
 
 PROPERTIES = [
-    Property("Lion's step", lambda d: _cases(d), check_step, share=1.5),
-    Property("Lion's twins", lambda d: _twin_cases(d), check_twin),
-    Property("Lion and lion-pytorch", lambda d: _peer_cases(d), check_peer, ("cpu", "cuda"), share=0.5, lacks=_without_peer),
+    Property("Lion's step", _cases, check_step, share=1.5),
+    Property("Lion's twins", _twin_cases, check_twin),
+    Property("Lion and lion-pytorch", _peer_cases, check_peer, ("cpu", "cuda"), share=0.5, lacks=_without_peer),
     Property(
-        "Lion's refusals", lambda d: st.fixed_dictionaries({"op": st.just("Lion"), "p": spec((3, 2), "float32", fills=("normal",), layouts=("contiguous",))}),
-        check_refusals, share=0.1, burst=5,
+        "Lion's refusals",
+        lambda d: st.fixed_dictionaries(
+            {"op": st.just("Lion"), "p": spec((3, 2), "float32", fills=("normal",), layouts=("contiguous",))}
+        ),
+        check_refusals,
+        share=0.1,
+        burst=5,
     ),
-]  # fmt: skip
+]

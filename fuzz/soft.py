@@ -16,7 +16,7 @@ STOP = 6.0
 
 
 def vanishing(dtype: torch.dtype) -> float:
-    """Gates below this may be 0: exponentials are kept relative to a base within e^16 of the threshold, and multiplied."""
+    """Gates below this may be 0: exponentials are taken relative to a base within e^16 of the threshold."""
     return 2.0**-900 if dtype == torch.float64 else 2.0**-100
 
 

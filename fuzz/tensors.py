@@ -17,6 +17,8 @@ FILLS = (
 )  # fmt: skip
 # what loses no gradient to overflow: for properties that compare two ways of computing the same thing
 TAME = ("normal", "uniform", "ties", "plateau", "outlier")
+# of upstream gradients
+UPSTREAM = ("normal", "ties", "cauchy", "ones", "plateau", "outlier")
 LAYOUTS = ("contiguous", "transposed", "sliced", "stepped", "offset", "expanded")
 SEEDS = st.integers(0, 2**32 - 1)
 
@@ -107,6 +109,12 @@ def build(what: Spec, device: str) -> Tensor:
         where = torch.rand(shape, generator=generator) < share
         values = values.masked_fill(where, float(special))
     return lay_out(values, what["layout"], torch_device(device))
+
+
+def like(x: Tensor, case: dict[str, Any], device: str) -> Tensor:
+    """An upstream gradient for x: filled as the case's `up` says."""
+    options = {"fill": case["up"], "layout": "contiguous", "seed": case["seed"]}
+    return build({"shape": list(x.shape), "dtype": str(x.dtype).removeprefix("torch."), **options}, device)
 
 
 def lay_out(values: Tensor, layout: str, device: str) -> Tensor:

@@ -54,7 +54,7 @@ def _call(case: Case, device: str) -> tuple[Call, list[list[int]]]:
     batch = 1 if case["more"] else 2
     tokens = math.prod(rows) or 1
     if name == "score":
-        return lambda x, w: score(x, w), [[batch, tokens, n], [2, n] if flag else [n]]
+        return score, [[batch, tokens, n], [2, n] if flag else [n]]
     if name in ("gather", "scatter_add"):
         indices = choice(batch, tokens, tokens, 2 if flag else 0, case["seed"], device)
         if name == "gather":
@@ -66,7 +66,7 @@ def _call(case: Case, device: str) -> tuple[Call, list[list[int]]]:
         shape = [batch, tokens, 2, n]
         return lambda q, k, v: span_attention(q, k, v, first, last), [shape, shape, shape]
     if name == "rotary":
-        return lambda x: rotary(x), [[batch, tokens, 2, 2 * n]]
+        return rotary, [[batch, tokens, 2, 2 * n]]
     if name == "rotary_attention":
         first, last = _spans(tokens, torch.empty(0, device=where))
         return lambda x: rotary_attention(x, first, last), [[batch, tokens, 3, 2, 2 * n]]

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from . import attention, commands, files, modules, operators, optimizer, ways
+from . import attention, commands, files, modules, operators, optimizer, selection, ways
 from .engine import Property, Tally, explore
 
-SUITES = (operators, attention, ways, optimizer, modules, files, commands)
+SUITES = (operators, selection, attention, ways, optimizer, modules, files, commands)
 
 
 def properties() -> list[Property]:
@@ -68,8 +68,9 @@ def work(folder: Path, device: str, seconds: float, seed: int, only: list[str] |
 
 def _write(folder: Path, tally: Tally, left_out: dict[str, str], broken: dict[str, str]) -> None:
     counts = {
-        name: {"cases": n, "outside": tally.skipped[name], "seconds": tally.seconds[name]} for name, n in tally.tried.items()
-    }  # fmt: skip
+        name: {"cases": n, "outside": tally.skipped[name], "seconds": tally.seconds[name]}
+        for name, n in tally.tried.items()
+    }
     findings: list[dict[str, Any]] = [
         {**finding, "times": 1 + tally.again[signature]} for signature, finding in tally.findings.items()
     ]
