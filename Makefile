@@ -13,7 +13,7 @@ PARALLEL = -n $(JOBS) --dist worksteal
 KERNELS = tests/contract tests/ops tests/core/test_replay_kernels.py
 PIP = -m pip install --quiet --disable-pip-version-check
 
-.PHONY: run quick test test-all slow lint types unit interpret doctest dist soak clean FORCE
+.PHONY: run quick test test-all slow lint types unit interpret doctest dist fuzz soak clean FORCE
 
 run: .venv/ready  ## train a routed transformer on the standard library's own sources
 	.venv/bin/onepass train $(ARGS)
@@ -76,3 +76,7 @@ endef
 
 soak: .venv/ready  ## stop the main job in the worst ways and resume it 50 times; 10 000 steps in flat memory
 	OMP_NUM_THREADS=1 .venv/bin/python benchmarks/soak.py --json benchmarks/results/cpu/soak.json $(ARGS)
+
+MINUTES ?= 10
+fuzz: .venv-dev/ready  ## attacks with fresh seeds, MINUTES long; findings go to fuzz-findings/
+	PYTHONPATH=src .venv-dev/bin/python -m fuzz --minutes $(MINUTES) --jobs $(JOBS) $(ARGS)

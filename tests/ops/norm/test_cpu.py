@@ -13,6 +13,8 @@ from onepass.ops.norm.native import SMALL, native
 
 pytestmark = pytest.mark.skipif(INTERPRET, reason="kernels run on the CPU")
 
+MANY = 1 << 16  # elements
+
 
 def _tensors(rows: int, cols: int, dtype: torch.dtype) -> list[Tensor]:
     return [t.to(dtype).requires_grad_() for t in (torch.randn(rows, cols), torch.randn(cols), torch.randn(cols))]
@@ -75,14 +77,14 @@ def test_sixteen_bit_without_weight_and_bias() -> None:
 @pytest.mark.parametrize("residual", [False, True])
 @pytest.mark.parametrize("n", [1, 8, 1000])
 def test_constant_rows_are_zero(dtype: torch.dtype, eps: float, residual: bool, n: int) -> None:
-    """Exactly: y is the bias, below and above the size where conversions are recorded; a square is an fp32 number."""
-    rows = 2 * WIDENED // n
+    """Exactly: y is the bias, in few rows and in many; a square is an fp32 number."""
+    rows = 2 * MANY // n
     values = torch.cat((torch.zeros(1), torch.logspace(-6, 4.5, 50), -torch.logspace(-6, 4.5, 50)))
     more = torch.tensor([1e6, -1e15, 1e18]) if dtype != torch.float16 else torch.tensor([6e4])
     values = torch.cat((values, more)).to(dtype)
     x = values[torch.arange(rows) % len(values)][:, None].expand(rows, n)
     w, b = torch.rand(n).to(dtype), torch.randn(n).to(dtype)
-    for part in (x, x[: WIDENED // n // 2]):
+    for part in (x, x[: MANY // n // 2]):
         for wanted in (False, True):
             zeros = torch.zeros_like(part) if residual else None
             y = layer_norm(part.detach().requires_grad_(wanted), w, b, eps=eps, residual=zeros)
@@ -93,9 +95,7 @@ def test_constant_rows_are_zero(dtype: torch.dtype, eps: float, residual: bool, 
 @pytest.mark.parametrize("offset", [0.0, 30.0, 1000.0])
 def test_sixteen_bit_rows_far_from_zero_are_rounded_once(dtype: torch.dtype, offset: float) -> None:
     """Beside rows near zero, in one tensor that is not contiguous."""
-    x = (torch.randn(WIDENED // 32, 64) + offset * (torch.arange(64) % 2 == 0).repeat(WIDENED // 2048)[:, None]).to(
-        dtype
-    )
+    x = (torch.randn(MANY // 32, 64) + offset * (torch.arange(64) % 2 == 0).repeat(MANY // 2048)[:, None]).to(dtype)
     x = x.mT.contiguous().mT
     y, exact = layer_norm(x), F.layer_norm(x.double(), (64,))
     # an ulp of y, half an ulp where fp32's mean and differences have no part in it

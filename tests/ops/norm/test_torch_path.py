@@ -58,3 +58,21 @@ def test_a_result_may_be_changed_in_place(call) -> None:
     call(x).mul_(2).sum().backward()
     (expected,) = torch.autograd.grad(call(x).sum(), x)
     torch.testing.assert_close(x.grad, 2 * expected)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "call", [lambda x, r: layer_norm(x, residual=r, stable=True), lambda x, r: rms_norm(x, residual=r)]
+)
+def test_gradients_beside_an_fp64_residual(call, dtype: torch.dtype, rows: int) -> None:
+    """The sum is fp64 then, and y with its gradient narrower than it."""
+    x = torch.randn(rows, 8, dtype=dtype, requires_grad=True)
+    residual = torch.randn(rows, 8, dtype=torch.float64, requires_grad=True)
+    y, _ = call(x, residual)
+    dy = torch.randn_like(y)
+    dx, dr = torch.autograd.grad(y, (x, residual), dy)
+    wide = (x.detach().double().requires_grad_(), residual.detach().requires_grad_())
+    expected = torch.autograd.grad(call(*wide)[0], wide, dy.double())
+    torch.testing.assert_close(dr, expected[1], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(dx, expected[0].to(dtype))

@@ -27,8 +27,8 @@ def native(
 ) -> Tensor | None:
     """Layer or RMS norm by torch's operators where that is exact and takes no longer; else None. CPU, differentiable.
 
-    Torch keeps a 16-bit layer norm's statistics, and sums its dw and db, in 16 bits (12 % off after 4096 rows), so these
-    are ours. Large RMS norms are left to us: what is recorded here are passes over the whole tensor.
+    Torch keeps a 16-bit layer norm's statistics, and sums its dw and db, in 16 bits (12 % off after 4096 rows): these
+    are ours. Large RMS norms and their gradients are left to our formulas: torch's are passes over the whole tensor.
     """
     if INTERPRET or not x.is_cpu or stable or torch._C._is_any_autocast_enabled():
         return None

@@ -113,7 +113,8 @@ def backward(
         return None if dx is None else dx.view(shape), dw, db
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if needs[0] else None
     sums = [torch.zeros(n, dtype=wide, device=x.device) if need else None for need in needs[1:]]
-    widen = _widener(x), _widener(dy)
+    # dy has the dtype of y, which is narrower than x, the sum, beside an fp64 residual
+    widen = _widener(x, wide), _widener(dy, wide)
     for group in _groups(x) if any(needs) else ():
         f, g = (into(t[group]) for into, t in zip(widen, (x, dy), strict=True))
         part, *totals = _rows_backward(g, f, stats[:, group], w, eps, has_mean, stable, needs)
@@ -125,9 +126,8 @@ def backward(
     return None if dx is None else dx.view(shape), sums[0], sums[1]
 
 
-def _widener(t: Tensor) -> Callable[[Tensor], Tensor]:
+def _widener(t: Tensor, wide: torch.dtype) -> Callable[[Tensor], Tensor]:
     """Widens one group of rows of t after the other into the same memory: fresh pages take longer than the sums."""
-    wide = _wide(t)
     if t.dtype == wide:
         return lambda rows: rows
     memory = torch.empty((_group_rows(t), t.shape[-1]), dtype=wide, device=t.device)
@@ -170,7 +170,7 @@ def _widened_sums(
     dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, w: Tensor, needs: tuple[bool, bool]
 ) -> tuple[Tensor | None, Tensor | None]:
     sums = [torch.zeros_like(w) if need else None for need in needs]
-    widen_dy, widen_x = _widener(dy), _widener(x)
+    widen_dy, widen_x = _widener(dy, w.dtype), _widener(x, w.dtype)
     for group in _groups(x):
         g, f = widen_dy(dy[group]), widen_x(x[group])
         _, *part = _native_backward(g, f, mean[group], rstd[group], w, (False, *needs))

@@ -98,7 +98,7 @@ def gather(x: Tensor, indices: Tensor) -> Tensor:
 
 def _scatter(y: Tensor, update: Tensor, gates: Tensor | None, indices: Tensor) -> Tensor:
     out = torch.empty(y.shape, dtype=y.dtype, device=y.device).copy_(y)
-    add_rows(out.view(-1, y.shape[-1]), update, gates, indices)
+    add_rows(out.flatten(0, -2), update, gates, indices)
     return out
 
 
@@ -157,7 +157,7 @@ class _InPlace(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, update: Tensor, gates: Tensor | None, indices: Tensor) -> Tensor:
-        add_rows(y.view(-1, y.shape[-1]), update, gates, indices)
+        add_rows(y.flatten(0, -2), update, gates, indices)
         ctx.mark_dirty(y)
         ctx.save_for_backward(update, gates, indices)
         return y
@@ -206,7 +206,7 @@ def scatter_add(y: Tensor, update: Tensor, gates: Tensor | None, indices: Tensor
     if inplace and plain(y, update, gates, indices) and y.is_contiguous():
         if torch.is_grad_enabled():
             return _InPlace.apply(y, update, gates, indices)  # type: ignore[no-untyped-call, no-any-return]
-        add_rows(y.view(-1, y.shape[-1]), update, gates, indices)
+        add_rows(y.flatten(0, -2), update, gates, indices)
         return y
     return _call_scatter(y, update, gates, indices)  # type: ignore[no-any-return]
 

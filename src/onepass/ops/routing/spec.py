@@ -50,6 +50,7 @@ def _gather_samples(make: Callable[..., Tensor]) -> Iterator[Sample]:
         ("all tokens", 2, 6, 6, 16, 0),
         ("two column tiles", 1, 4, 3, 5000, 0),
         ("none", 2, 5, 0, 8, 0),
+        ("no columns", 2, 5, 3, 0, 0),
         ("no batch", 0, 5, 2, 8, 0),
     ):
         x = make(batch, n, d)
@@ -67,6 +68,7 @@ def _scatter_samples(make: Callable[..., Tensor]) -> Iterator[Sample]:
         ("all tokens", 2, 6, 6, 16, 0),
         ("two column tiles", 1, 4, 3, 5000, 0),
         ("none", 2, 5, 0, 8, 0),
+        ("no columns", 2, 5, 3, 0, 0),
         ("no batch", 0, 5, 2, 8, 0),
     ):
         y = make(batch, n, d)

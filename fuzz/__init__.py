@@ -1,0 +1,1 @@
+"""Attacks on onepass with fresh seeds: `python -m fuzz --help`, or `make fuzz MINUTES=10`."""
