@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from onepass.bench.plot import draw, panels
+from benchmarks.plot import draw, panels
+from benchmarks.report import build, caption, page, table
 from onepass.bench.records import read, write
-from onepass.bench.report import build, caption, page, table
 from onepass.core.errors import UserError
 
 HEADER = {
