@@ -50,8 +50,10 @@ def _cases(file: str, selection: Sequence[str]) -> dict[str, Any]:
     add_command(parser.add_subparsers())
     args = parser.parse_args(["bench", *selection])
     known = [(Path(file).stem, case) for case in runpy.run_path(file)["cases"]()] if file else all_cases()
-    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    here = [c for _, c in select(known, args) if c.device == device]
+    selected = [c for _, c in select(known, args)]
+    # one device at a time: its timer is not the other's
+    device = "cuda" if torch.cuda.is_available() and any(c.device == "cuda" for c in selected) else "cpu"
+    here = [c for c in selected if c.device == device]
     return {f"{c.op} {c.stage} {dtype_name(c.dtype)} {label(c.params)}": c for c in here}
 
 

@@ -55,7 +55,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--json", type=Path, metavar="FILE", help="write the records; a directory gets a file per folder"
     )
     parser.add_argument("--list", action="store_true", help="list the cases and stop")
-    parser.add_argument("--stage", metavar="PASS", help="only this pass: forward, backward, forward+backward or step")
+    parser.add_argument("--stage", metavar="PASS", help="only this pass, such as backward")
     parser.add_argument(
         "--case", action="append", metavar="TEXT", help="only cases whose name contains TEXT (see --list); repeatable"
     )
