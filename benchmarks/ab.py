@@ -2,7 +2,8 @@
 
     python benchmarks/ab.py HEAD . -- norm --case 4096 --stage forward
     python benchmarks/ab.py HEAD . /somewhere/else -- norm weighted_sum --dtype bf16
-    python benchmarks/ab.py HEAD . --cases benchmarks/cpu_topk.py
+    python benchmarks/ab.py HEAD . -- soft_topk --device cpu
+    python benchmarks/ab.py HEAD . --cases my_cases.py
 
 A version is a folder with a copy of the repository, or a git revision. Behind `--` stands what `onepass bench` takes to
 select cases (of which only ours is timed); --cases takes them from a Python file's `cases()` instead. Each version has
@@ -34,16 +35,26 @@ MEASURE_MS = 15.0
 
 def _cases(file: str, selection: Sequence[str]) -> dict[str, Any]:
     """What is to be timed: {name: Case}."""
-    from onepass.bench.cases import all_cases
+    import torch
+
     from onepass.bench.cli import add_command, select
     from onepass.bench.runner import label
     from onepass.core.about import dtype_name
+
+    try:
+        from benchmarks.modules import all_cases
+    except ImportError:  # a version that declares the modules' cases in the package
+        from onepass.bench.cases import all_cases
 
     parser = argparse.ArgumentParser(prog="ab.py")
     add_command(parser.add_subparsers())
     args = parser.parse_args(["bench", *selection])
     known = [(Path(file).stem, case) for case in runpy.run_path(file)["cases"]()] if file else all_cases()
-    return {f"{c.op} {c.stage} {dtype_name(c.dtype)} {label(c.params)}": c for _, c in select(known, args)}
+    selected = [c for _, c in select(known, args)]
+    # one device at a time: its timer is not the other's
+    device = "cuda" if torch.cuda.is_available() and any(c.device == "cuda" for c in selected) else "cpu"
+    here = [c for c in selected if c.device == device]
+    return {f"{c.op} {c.stage} {dtype_name(c.dtype)} {label(c.params)}": c for c in here}
 
 
 def worker(file: str, selection: Sequence[str]) -> None:
@@ -113,7 +124,7 @@ class Version:
 
     def __init__(self, name: str, folder: Path, file: str, selection: Sequence[str]) -> None:
         self.name = name
-        environment = os.environ | {"PYTHONPATH": str(folder / "src")}
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(folder / "src"), str(folder)))}
         command = [sys.executable, str(Path(__file__)), "--worker", file, *selection]
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment

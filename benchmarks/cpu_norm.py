@@ -1,6 +1,6 @@
 """Norms on the CPU against F.layer_norm and F.rms_norm: a table, and with --json the record that is kept.
 
-python benchmarks/cpu_norm.py [--threads 2] [--rounds 41] [--json benchmarks/results/cpu/norm.json]
+python benchmarks/cpu_norm.py [--threads 2] [--rounds 41] [--json benchmarks/results/cpu/raw/norm.json]
 
 A round runs torch, us and torch again, each for a few milliseconds; a time is the median over the rounds, and the ratio
 is the median of (us over the mean of the two beside it), so that a busy machine disturbs both alike.

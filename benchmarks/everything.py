@@ -35,7 +35,7 @@ PHASES = ("compile", "measure", "check", "train")
 CHECKS_PER_GPU = 4
 # processes that measure one operator folder's cases, and minutes that each takes on an H200 with every rival installed
 PARTS = {"norm": (4, 1.5), "soft_topk": (4, 2.0), "weighted_sum": (2, 1.5), "lion": (1, 1.0), "routing": (1, 1.0)}
-TESTS = ("contract core bench doctor train", "nn", "ops/norm ops/weighted_sum ops/lion ops/causal_choice",
+TESTS = ("contract core bench benchmarks doctor train", "nn", "ops/norm ops/weighted_sum ops/lion ops/causal_choice",
          "ops/soft_topk", "optim", "ops/routing ops/span_attention compat")  # fmt: skip
 
 
@@ -58,16 +58,16 @@ class Done(NamedTuple):
 
 def jobs(out: Path) -> list[Job]:
     """Everything there is to do, in order; the longest of a phase first."""
-    onepass, script = [sys.executable, "-m", "onepass"], [sys.executable, "-u"]
+    bench, script = [sys.executable, "-m", "benchmarks.run", "--device", "cuda"], [sys.executable, "-u"]
 
     def run(name: str, *args: str) -> list[str]:
         return [*script, str(BENCHMARKS / f"{name}.py"), *args]
 
     workers = str(max(2, (os.cpu_count() or 2) - 2))
-    found = [Job("compile", "compile", 2, [*onepass, "bench", "--compile-only", "--warm", workers])]
+    found = [Job("compile", "compile", 2, [*bench, "--compile-only", "--warm", workers])]
     for folder, (parts, minutes) in PARTS.items():
         for i in range(1, parts + 1):
-            command = [*onepass, "bench", folder, "--part", f"{i}/{parts}"]
+            command = [*bench, folder, "--part", f"{i}/{parts}"]
             found.append(Job("measure", f"{folder}.{i}", minutes, [*command, "--json", str(_part(out, folder, i))]))
     found += [
         Job("measure", "topk_accuracy", 0.5, run("topk_accuracy", "--out", str(out / "accuracy"))),
@@ -160,12 +160,12 @@ def _outcome(code: int | str) -> str:
 
 def merge(out: Path) -> None:
     """One file per operator folder from its parts, and tables and pictures from all of them."""
+    command = [sys.executable, "-m", "benchmarks.run"]
     for folder, (parts, _) in PARTS.items():
         found = [str(p) for p in (_part(out, folder, i) for i in range(1, parts + 1)) if p.exists()]
         if found:
-            merged = [sys.executable, "-m", "onepass", "bench", "--merge", str(out / f"{folder}.json"), *found]
-            subprocess.run(merged, check=False)
-    subprocess.run([sys.executable, "-m", "onepass", "bench", "--report", str(out)], check=False)
+            subprocess.run([*command, "--merge", str(out / f"{folder}.json"), *found], check=False, cwd=ROOT)
+    subprocess.run([*command, "--report", str(out)], check=False, cwd=ROOT)
 
 
 def main() -> int:

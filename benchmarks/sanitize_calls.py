@@ -141,7 +141,7 @@ def soft_topk() -> Iterator[Call]:
     """Short rows, rows of a team and rows in passes, the hard selection of each."""
     from onepass import topk
 
-    soft, descent = spec.load("soft_topk").SPECS
+    soft, descent, _ = spec.load("soft_topk").SPECS
 
     def select(s: Tensor, k: int, mask: Tensor | None) -> None:
         found = topk(s.detach().requires_grad_(), k, mask=mask)

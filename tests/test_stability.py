@@ -89,6 +89,7 @@ def checkpoint_keys() -> dict[str, Any]:
     from onepass.optim import Lion
     from onepass.train import checkpoint
     from onepass.train.config import FORMAT, Config, build
+    from onepass.train.metrics import Mark
     from onepass.train.model import new, parameter_groups
 
     listed: dict[str, Any] = {"config": sorted(f.name for f in dataclasses.fields(Config)), "format": FORMAT}
@@ -103,7 +104,7 @@ def checkpoint_keys() -> dict[str, Any]:
         optimizer.step()
         with tempfile.TemporaryDirectory() as directory:
             path = Path(directory) / checkpoint.NAME
-            checkpoint.save(path, model, optimizer, config, step=1, metrics_bytes=0, seconds=0.0)
+            checkpoint.save(path, model, optimizer, config, step=1, metrics=Mark(), seconds=0.0)
             with safe_open(path, "pt") as file:
                 listed[f"tensors, {task}"] = sorted(file.keys())
                 header = file.metadata()

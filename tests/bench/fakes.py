@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import onepass.__main__ as entry
-from onepass.bench import cases
 from onepass.core import spec
 from onepass.core.spec import Case, Impl, Missing, Prepared
 
@@ -88,6 +87,5 @@ def fake_operator(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     )
     monkeypatch.setattr(spec, "folders", lambda: ["fakes"])
     monkeypatch.setattr(spec, "load", lambda folder: module)
-    monkeypatch.setattr(cases, "MODULES", ())
     monkeypatch.setattr(entry, "COMMANDS", ("onepass.bench.cli",))
     return module

@@ -8,10 +8,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from onepass.bench.cases import all_cases
-from onepass.bench.rivals import availability, known
-from onepass.bench.runner import STAGES, label
+from bench.fakes import FakeTimer
+from benchmarks.modules import all_cases
+from onepass.bench.rivals import installed, known
+from onepass.bench.runner import FAILED, MISSING, OK, OURS, STAGES, label, run_case
 from onepass.core import spec
+from onepass.core.spec import Case
 
 CASES = all_cases()
 
@@ -32,11 +34,42 @@ def test_no_case_is_declared_twice() -> None:
     assert [what for what, n in seen.items() if n > 1] == []
 
 
+def test_every_operator_with_cases_has_some_for_a_cpu() -> None:
+    """`onepass bench --device cpu`; modules have none."""
+    wanted = {folder for folder in spec.folders() if getattr(spec.load(folder), "CASES", ())}
+    assert {folder for folder, case in CASES if case.device == "cpu"} == wanted
+
+
+def test_cases_for_a_cpu_are_small() -> None:
+    """The bytes that must move, of which some implementations keep several times as many."""
+    assert max(case.floor_bytes for _, case in CASES if case.device == "cpu") < 500e6
+
+
+SMALLEST: dict[str, Case] = {}
+for _, one in sorted(CASES, key=lambda pair: -pair[1].floor_bytes):
+    if one.device == "cpu":
+        SMALLEST[f"{one.op} {one.stage} {one.dtype}"] = one
+
+
+@pytest.mark.parametrize("case", SMALLEST.values(), ids=list(SMALLEST))
+def test_cases_for_a_cpu_run_there(case: Case) -> None:
+    """The smallest of each operator, pass and dtype: nothing fails, and no rival that needs a GPU is asked for."""
+    results = list(run_case("any", case, FakeTimer(), compile=False))
+    assert (results[0].impl, results[0].status) == (OURS, OK)
+    assert [(r.impl, r.note) for r in results if r.status == FAILED] == []
+    assert not [r.impl for r in results if any(word in r.impl for word in ("liger", "quack", "triton", "graph"))]
+    assert {r.note for r in results if r.status == MISSING} <= {
+        "lion-pytorch",
+        "colt5-attention",
+        "entmax",
+        "torchsort",
+    }
+
+
 def test_rivals_are_declared_by_import_name() -> None:
     rivals = known(spec.folders())
-    installed, missing = availability(rivals)
-    assert len(installed) + len(missing) == len(rivals)
-    assert "unknown version" not in installed.values()
+    assert set(installed(rivals)) <= set(rivals.values())
+    assert "unknown version" not in installed(rivals).values()
 
 
 def test_a_spec_speaks_for_its_own_rivals(monkeypatch: pytest.MonkeyPatch) -> None:

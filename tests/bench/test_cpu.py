@@ -1,40 +1,52 @@
-"""Measuring on the CPU from a script: the bench's own records, which the report renders."""
+"""`onepass bench --device cpu` with its own timer: what it shows, and what it keeps."""
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from bench.fakes import case
-from onepass.bench import timers
-from onepass.bench.cpu import measure
+from bench.fakes import case, fake_operator
+from onepass.__main__ import main
+from onepass.bench import cli, timers
 from onepass.bench.records import read
-from onepass.bench.report import build
+from onepass.bench.runner import run_case
+from onepass.bench.timers import CpuTimer
+
+__all__ = ["fake_operator"]  # pytest finds the fixture under its name
 
 
-def test_a_script_gets_the_records_of_the_bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def timer(monkeypatch: pytest.MonkeyPatch) -> CpuTimer:
     monkeypatch.setattr(timers, "FLUSH_BYTES", 1 << 20)
+    return CpuTimer(measure_ms=2.0, copy_bytes=1 << 20)
+
+
+def test_the_command(
+    fake_operator: SimpleNamespace, timer: CpuTimer, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.setattr(cli, "timer", lambda device, quick: timer)
     x = torch.randn(64, 128)
-    sums = case(lambda: {"onepass": lambda: x.sum(-1), "einsum": lambda: torch.einsum("nd->n", x)})
-    path = tmp_path / "norm.json"
-    assert measure("norm", [sums], path, measure_ms=2.0) == 0
+    impls = {"onepass": lambda: x.sum(-1), "einsum": lambda: torch.einsum("nd->n", x)}
+    fake_operator.CASES = [case(lambda: impls), case(lambda: impls, device="cuda")]
+    path = tmp_path / "sums.json"
+    assert main(["bench", "--device", "cpu", "--json", str(path)]) == 0
+    said = capsys.readouterr().out
+    assert "warm µs" in said
+    assert "host µs" not in said
     header, records = read(path)
-    assert header["complete"] is True
-    assert header["gpu"]
-    assert {r["impl"] for r in records} == {"onepass", "einsum"}
+    assert (header["device"], header["complete"], bool(header["gpu"])) == ("cpu", True, True)
+    assert [r["impl"] for r in records] == ["onepass", "einsum"]
     assert all(r["us"] > 0 and r["host_us"] > 0 and r["peak_mib"] is None for r in records)
-    assert path.with_suffix(".md") in build(tmp_path)
-    text = path.with_suffix(".md").read_text()
-    assert "with warm caches" in text
-    assert "## Bars" not in text
 
 
-def test_own_failure_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timers, "FLUSH_BYTES", 1 << 20)
-
-    def fails() -> torch.Tensor:
-        raise ValueError("no")
-
-    assert measure("norm", [case(lambda: {"onepass": fails})], tmp_path / "x.json", measure_ms=1.0) == 1
+def test_seconds_are_spent_once(timer: CpuTimer) -> None:
+    """Implementations take turns: what one of them took is no part of what another one took."""
+    x = torch.randn(256, 256)
+    began = time.perf_counter()
+    results = list(run_case("any", case(lambda: {name: lambda: x @ x for name in ("onepass", "a", "b")}), timer))
+    assert 0 < sum(r.seconds for r in results) <= time.perf_counter() - began

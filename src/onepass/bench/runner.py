@@ -62,7 +62,7 @@ class _Ready:
     note: str
     peak: int | None
     kept: int | None
-    began: float
+    seconds: float  # spent so far
 
 
 class DeviceLostError(Exception):
@@ -126,11 +126,11 @@ def _prepare(
     peak = None if peak is None or before is None else peak - before
     kept = None if kept is None or before is None else kept - before
     result = result if name == OURS and case.check is not None else None
-    return _Ready(name, call, result, status, note, peak, kept, began)
+    return _Ready(name, call, result, status, note, peak, kept, time.perf_counter() - began)
 
 
-def _timed(folder: str, case: Case, ready: _Ready, us: float, host_us: float | None) -> Result:
-    spent = time.perf_counter() - ready.began
+def _timed(folder: str, case: Case, ready: _Ready, us: float, host_us: float | None, seconds: float) -> Result:
+    spent = ready.seconds + seconds
     return Result(folder, case, ready.name, ready.status, us, host_us, ready.note, ready.peak, ready.kept, spent)
 
 
@@ -195,9 +195,11 @@ def run_case(
         elif isinstance(timer, CpuTimer):
             waiting.append(found)
         else:
+            began = time.perf_counter()
             try:
                 us = timer.us(found.call)
-                result = _timed(folder, case, found, us, timer.host_us(found.call) if us < SLOW_US else None)
+                host_us = timer.host_us(found.call) if us < SLOW_US else None
+                result = _timed(folder, case, found, us, host_us, time.perf_counter() - began)
             except Exception as error:
                 _check_device(timer, f"{found.name} at {case.op} {label(case.params)}")
                 result = Result(folder, case, found.name, FAILED, note=one_line(error))
@@ -205,8 +207,12 @@ def run_case(
         del found  # and with it its memory, before the next one is built
     if isinstance(timer, CpuTimer) and waiting:
         calls = [ready.call for ready in waiting]
-        for ready, us, host_us in zip(waiting, timer.us_each(calls), timer.host_us_each(calls), strict=True):
-            yield _timed(folder, case, ready, us, host_us)
+        began = time.perf_counter()
+        times = list(zip(waiting, timer.us_each(calls), timer.host_us_each(calls), strict=True))
+        # they took turns
+        each = (time.perf_counter() - began) / len(waiting)
+        for ready, us, host_us in times:
+            yield _timed(folder, case, ready, us, host_us, each)
 
 
 def run(
@@ -224,15 +230,6 @@ def run(
             on = functools.partial(started, case)
             yield from run_case(folder, case, timer, compile=compile, limit_s=limit_s, started=on)
     release()
-
-
-def compile_only(cases: Sequence[tuple[str, Case]], timer: Timer, *, limit_s: float = 0.0) -> None:
-    """Call every implementation once, so that compilers' caches on disk know it; errors are left to the measurement."""
-    with _kept_graphs():
-        for folder, case in cases:
-            release()
-            for _ in _ready(folder, case, timer, True, limit_s, lambda impl: None):
-                pass
 
 
 def _kept_graphs() -> contextlib.AbstractContextManager[Any]:

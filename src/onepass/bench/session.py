@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from itertools import groupby
 from pathlib import Path
@@ -26,12 +26,13 @@ def json_path(target: Path, folder: str) -> Path:
 
 
 class Session:
-    """Measure cases, show them and write them to `json`."""
+    """Measure cases, show them and write them to `json`; `known` has import name → distribution of the rivals."""
 
     def __init__(
         self,
         cases: Sequence[tuple[str, Case]],
         device: str,
+        known: Mapping[str, str],
         console: Console,
         json: Path | None = None,
         *,
@@ -44,14 +45,13 @@ class Session:
         self.json = json
         self.compile = compile
         self.limit_s = limit_s
-        installed, self.missing = rivals.availability(rivals.known(dict.fromkeys(f for f, _ in cases)))
         self.about: dict[str, Any] = {
             **versions(),
             "device": device,
             "gpu": device_name(torch.device(device)),
             "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
             "settings": settings(),
-            "rivals": installed,
+            "rivals": rivals.installed(known),
         }
         self.copy_gbps = 0.0
         self.results: list[runner.Result] = []
@@ -65,9 +65,7 @@ class Session:
         for result in self.results:
             files.setdefault(json_path(self.json, result.folder), []).append(result)
         for path, found in files.items():
-            records.write(
-                path, records.document(self.about, found, self.copy_gbps, missing=self.missing, complete=complete)
-            )
+            records.write(path, records.document(self.about, found, self.copy_gbps, complete=complete))
         return list(files)
 
     def _show(self, final: bool) -> None:
@@ -110,8 +108,6 @@ class Session:
         self.copy_gbps = timer.copy_gbps()
         print_ = self.console.print
         print_(f"{self.about['gpu']}: copy {self.copy_gbps:.0f} GB/s (bytes read + written)", markup=False)
-        if self.missing:
-            print_(f"not installed, skipped: {', '.join(self.missing)}", markup=False)
         lost = self._measure(timer)
         self._show(final=True)
         absent = sorted({f"{r.impl} (needs {r.note})" for r in self.results if r.status == runner.MISSING})

@@ -52,7 +52,8 @@ def table(results: Sequence[Result], copy_gbps: float) -> Table:
     shown = Table(title=" · ".join(group_key(results[0])), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     for name in ("case", "implementation"):
         shown.add_column(name, no_wrap=True)
-    for name in ("µs", "GB/s", "% of copy", "host µs", "peak MiB"):
+    host = "warm µs" if results[0].case.device == "cpu" else "host µs"
+    for name in ("µs", "GB/s", "% of copy", host, "peak MiB"):
         shown.add_column(name, justify="right", no_wrap=True)
     shown.add_column("× rival", overflow="fold", min_width=7)
     cases: dict[str, list[Result]] = {}

@@ -8,7 +8,7 @@ Three kinds of declaration, each with one reader:
 
 A spec.py holds lists of them: SPECS, KERNELS, CASES; and may hold RIVALS, a mapping from import name to distribution
 ({"liger_kernel": "liger-kernel"}) of the packages its cases compare with, whose versions the bench records and whose
-absence it names (without it: bench/rivals.py's list).
+absence it names.
 """
 
 from __future__ import annotations
@@ -213,8 +213,3 @@ def all_specs() -> list[Spec]:
 def all_kernels() -> list[Kernel]:
     """Every kernel compilation under a budget."""
     return [k for f in folders() for k in getattr(load(f), "KERNELS", ())]
-
-
-def all_cases() -> list[Case]:
-    """Every benchmark case."""
-    return [c for f in folders() for c in getattr(load(f), "CASES", ())]

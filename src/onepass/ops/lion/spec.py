@@ -142,7 +142,7 @@ RIVALS = {
     "lion_pytorch": "lion-pytorch",
     "optimi": "torch-optimi",
 }
-_OPTIONS = {"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0.1}
+_OPTIONS: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0.1}
 _ADAMW = {"lr": 1e-4, "weight_decay": 0.1, "fused": True}
 # name → (module, class, options)
 _PLAIN: Mapping[str, tuple[str, str, dict[str, Any]]] = {
@@ -162,11 +162,13 @@ _INT8: Mapping[str, tuple[str, str, dict[str, Any]]] = {
 }
 
 
-def _prepared(build: Callable[[list[Tensor]], Any], shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> Prepared:
+def _prepared(
+    build: Callable[[list[Tensor]], Any], shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: str = "cuda"
+) -> Prepared:
     """An optimizer over parameters of its own: two of them never hold memory at a time."""
 
     def make() -> Callable[[], Any]:
-        params = [torch.randn(s, device="cuda", dtype=dtype).requires_grad_() for s in shapes]
+        params = [torch.randn(s, device=device, dtype=dtype).requires_grad_() for s in shapes]
         for p in params:
             p.grad = torch.randn_like(p)
         step: Callable[[], Any] = build(params).step
@@ -242,6 +244,54 @@ def _case(
     return Case("lion", "step", params, dtype, round(elements * each), make)
 
 
+_CPU_MODELS: Mapping[str, Sequence[tuple[int, ...]]] = {
+    "one tensor of 16 M": [(1 << 24,)],
+    "3 layers of GPT-2": gpt2_124m()[2 : 2 + 36],
+    "300 small tensors": small_1000()[:300],
+}
+
+
+class _Compiled:
+    """lion-pytorch's update of one tensor, compiled, in a loop: what its optimizer does around it costs extra."""
+
+    def __init__(self, params: list[Tensor]) -> None:
+        from lion_pytorch.lion_pytorch import update_fn
+
+        self.update: Callable[..., Any] = torch.compile(update_fn)
+        self.pairs = [(p, torch.zeros_like(p)) for p in params]
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for p, m in self.pairs:
+            self.update(p, p.grad, m, 1e-4, 0.1, 0.9, 0.99)
+
+
+def _cpu_case(model: str, fused: bool) -> Case:
+    """Whole steps in fp32, as they are and compiled (`fused=True`)."""
+    shapes, fp32 = _CPU_MODELS[model], torch.float32
+
+    def ours(params: list[Tensor]) -> Any:
+        from onepass.optim import Lion
+
+        return Lion(params, fused=fused or None, **_OPTIONS)
+
+    def make() -> Mapping[str, Impl]:
+        rivals: dict[str, Callable[[list[Tensor]], Any]] = {
+            "lion-pytorch": _rival("lion_pytorch", "Lion", _OPTIONS),
+            "lion-pytorch foreach": _rival(*_PLAIN["lion-pytorch foreach"]),
+            "lion-pytorch torch.compile": _Compiled,
+        }
+        there = importlib.util.find_spec("lion_pytorch") is not None
+        return {"onepass": _prepared(ours, shapes, fp32, "cpu")} | {
+            name: _prepared(build, shapes, fp32, "cpu") if there else Missing("lion-pytorch")
+            for name, build in rivals.items()
+        }
+
+    elements = count(shapes)
+    params = {"model": model, "tensors": len(shapes), "elements": elements} | ({"fused": "fused"} if fused else {})
+    return Case("lion", "step", params, fp32, round(elements * floor_bytes(fp32, fp32, "none")), make, device="cpu")
+
+
 def _cases() -> Iterator[Case]:
     fp32, bf16 = torch.float32, torch.bfloat16
     for model in MODELS:
@@ -259,6 +309,9 @@ def _cases() -> Iterator[Case]:
     yield _case("llama-1b", fp32, "none", "int8")
     yield _case("llama-1b", bf16, "none", cautious=True)
     yield _case("llama-1b", bf16, "none", clip=True)
+    for model in _CPU_MODELS:
+        for fused in (False, True):
+            yield _cpu_case(model, fused)
 
 
 CASES = list(_cases())

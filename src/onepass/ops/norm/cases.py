@@ -23,8 +23,10 @@ def _layer_norm_rivals(x: Tensor, w: Tensor, b: Tensor) -> dict[str, Callable[[]
         "onepass": lambda: layer_norm(x, w, b),
         "F.layer_norm": lambda: F.layer_norm(x, n, w, b),
         "torch.compile": lambda: compiled(x, n, w, b),
-        "liger": Missing("liger-kernel"),
     }
+    if not x.is_cuda:
+        return impls
+    impls["liger"] = Missing("liger-kernel")
     liger = optional("liger_kernel.ops.layer_norm")
     if liger is not None:
         impls["liger"] = lambda: liger.LigerLayerNormFunction.apply(x, w, b, 1e-5)
@@ -38,9 +40,10 @@ def _rms_norm_rivals(x: Tensor, w: Tensor) -> dict[str, Callable[[], Tensor] | M
         "onepass": lambda: rms_norm(x, w),
         "F.rms_norm": lambda: F.rms_norm(x, n, w, 1e-6),
         "torch.compile": lambda: compiled(x, n, w, 1e-6),
-        "liger": Missing("liger-kernel"),
-        "quack": Missing("quack-kernels"),
     }
+    if not x.is_cuda:
+        return impls
+    impls |= {"liger": Missing("liger-kernel"), "quack": Missing("quack-kernels")}
     liger, quack = optional("liger_kernel.ops.rms_norm"), optional("quack.rmsnorm")
     if liger is not None:
         # in_place would overwrite the upstream gradient that everyone here shares
@@ -66,10 +69,10 @@ def _quack_layer_norm(x: Tensor, w: Tensor, b: Tensor, dy: Tensor | None) -> Imp
     return Prepared(build)
 
 
-def _case(op: str, rows: int, cols: int, dtype: torch.dtype, stage: str) -> Case:
+def _case(op: str, rows: int, cols: int, dtype: torch.dtype, stage: str, device: str = "cuda") -> Case:
     def make() -> Mapping[str, Impl]:
         need = stage == "backward"
-        x, w, b = (torch.randn(*shape, device="cuda", dtype=dtype) for shape in ((rows, cols), (cols,), (cols,)))
+        x, w, b = (torch.randn(*shape, device=device, dtype=dtype) for shape in ((rows, cols), (cols,), (cols,)))
         inputs = [t.requires_grad_(need) for t in ((x, w, b) if op == "layer_norm" else (x, w))]
         impls = _layer_norm_rivals(x, w, b) if op == "layer_norm" else _rms_norm_rivals(x, w)
         dy = torch.randn_like(x) if need else None
@@ -77,22 +80,22 @@ def _case(op: str, rows: int, cols: int, dtype: torch.dtype, stage: str) -> Case
             name: impl if dy is None or isinstance(impl, Missing) else backward_of(impl, inputs, dy)
             for name, impl in impls.items()
         }
-        if op == "layer_norm":
+        if op == "layer_norm" and device == "cuda":
             made["quack"] = _quack_layer_norm(x, w, b, dy)
         return made
 
     floor = rows * cols * dtype.itemsize * (2 if stage == "forward" else 3)
     check = 1e-3 if dtype == torch.float32 else 5e-2
-    return Case(op, stage, {"rows": rows, "cols": cols}, dtype, floor, make, check)
+    return Case(op, stage, {"rows": rows, "cols": cols}, dtype, floor, make, check, device)
 
 
-def _residual_case(rows: int, cols: int, dtype: torch.dtype, stage: str) -> Case:
+def _residual_case(rows: int, cols: int, dtype: torch.dtype, stage: str, device: str = "cuda") -> Case:
     """X + residual, normalised: four tensors move, forward (x, residual → s, y) and backward (dy, ds, s → ds)."""
 
     def make() -> Mapping[str, Impl]:
         need = stage == "backward"
-        x, r, dy, ds = (torch.randn(rows, cols, device="cuda", dtype=dtype) for _ in range(4))
-        w = torch.randn(cols, device="cuda", dtype=dtype)
+        x, r, dy, ds = (torch.randn(rows, cols, device=device, dtype=dtype) for _ in range(4))
+        w = torch.randn(cols, device=device, dtype=dtype)
         inputs = [t.requires_grad_(need) for t in (x, r, w)]
 
         def pair() -> tuple[Tensor, Tensor]:
@@ -105,8 +108,8 @@ def _residual_case(rows: int, cols: int, dtype: torch.dtype, stage: str) -> Case
             "add, then onepass": pair,
             "torch.compile": compiled,
         }
-        quack = optional("quack.rmsnorm")
-        made: dict[str, Impl] = {} if quack is not None else {"quack": Missing("quack-kernels")}
+        quack = optional("quack.rmsnorm") if device == "cuda" else None
+        made: dict[str, Impl] = {"quack": Missing("quack-kernels")} if device == "cuda" and quack is None else {}
         if quack is not None:
             impls["quack"] = lambda: quack.rmsnorm(x, w, residual=r, eps=1e-6, prenorm=True)
 
@@ -121,7 +124,7 @@ def _residual_case(rows: int, cols: int, dtype: torch.dtype, stage: str) -> Case
 
     check = 1e-3 if dtype == torch.float32 else 5e-2
     params = {"rows": rows, "cols": cols, "residual": True}
-    return Case("rms_norm", stage, params, dtype, 4 * rows * cols * dtype.itemsize, make, check)
+    return Case("rms_norm", stage, params, dtype, 4 * rows * cols * dtype.itemsize, make, check, device)
 
 
 # the sizes of the bars: 2^25 … 2^27 elements, fewer where the rows are wide
@@ -129,15 +132,19 @@ _SIZES = (
     (262144, 128), (65536, 768), (32768, 1024), (32768, 4096), (16384, 5120), (16384, 8192), (4096, 16384),
     (4096, 32768), (1024, 65536), (1024, 131072), (512, 262144),
 )  # fmt: skip
+_RESIDUAL_SIZES = ((32768, 1024), (32768, 4096), (16384, 8192))
+_CPU_SIZES = ((64, 1024), (2048, 1024), (2048, 4096))
 CASES = [
-    _case(op, rows, cols, dtype, stage)
+    _case(op, rows, cols, dtype, stage, device)
+    for device, sizes in (("cuda", _SIZES), ("cpu", _CPU_SIZES))
     for op in ("layer_norm", "rms_norm")
-    for rows, cols in _SIZES
+    for rows, cols in sizes
     for dtype in (torch.bfloat16, torch.float32)
     for stage in ("forward", "backward")
 ] + [
-    _residual_case(rows, cols, dtype, stage)
-    for rows, cols in ((32768, 1024), (32768, 4096), (16384, 8192))
+    _residual_case(rows, cols, dtype, stage, device)
+    for device, sizes in (("cuda", _RESIDUAL_SIZES), ("cpu", ((2048, 1024),)))
+    for rows, cols in sizes
     for dtype in (torch.bfloat16, torch.float32)
     for stage in ("forward", "backward")
 ]

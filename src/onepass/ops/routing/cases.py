@@ -1,4 +1,4 @@
-"""What score, gather, scatter_add and fork are measured against; modules have theirs in `onepass.nn.cases`."""
+"""What score, gather, scatter_add and fork are measured against; modules have theirs in `benchmarks/modules.py`."""
 
 from __future__ import annotations
 
@@ -16,27 +16,31 @@ from .op_fork import fork
 
 # batch, n, dim, k: k·dim·2 bytes are 64 MB a batch in the first three, 8 MB in the last
 CELLS = ((8, 65536, 1024, 4096), (8, 131072, 512, 8192), (2, 65536, 4096, 4096), (2, 32768, 1024, 2048))
+# small enough for a CPU
+CPU_CELL = (2, 8192, 512, 512)
 DTYPES = (torch.bfloat16, torch.float32)
 
 
-def _choice(batch: int, n: int, k: int) -> Tensor:
-    return torch.rand(batch, n, device="cuda").argsort(-1)[:, :k].contiguous()
+def _choice(batch: int, n: int, k: int, device: str) -> Tensor:
+    return torch.rand(batch, n, device=device).argsort(-1)[:, :k].contiguous()
 
 
 def _flat(indices: Tensor, n: int) -> Tensor:
     return (indices + torch.arange(len(indices), device=indices.device)[:, None] * n).view(-1)
 
 
-def _rows_case(op: str, batch: int, n: int, dim: int, k: int, dtype: torch.dtype, stage: str) -> Case:
+def _rows_case(
+    op: str, batch: int, n: int, dim: int, k: int, dtype: torch.dtype, stage: str, device: str = "cuda"
+) -> Case:
     def make() -> Mapping[str, Impl]:
-        x, indices = torch.randn(batch, n, dim, device="cuda", dtype=dtype), _choice(batch, n, k)
+        x, indices = torch.randn(batch, n, dim, device=device, dtype=dtype), _choice(batch, n, k, device)
         rows, flat = x.view(-1, dim), _flat(indices, n)
         if op == "gather":
             return {
                 "onepass": lambda: gather(x, indices),
                 "index_select": lambda: rows.index_select(0, flat).view(batch, k, dim),
             }
-        update, gates = torch.randn(batch, k, dim, device="cuda", dtype=dtype), torch.rand(batch, k, device="cuda")
+        update, gates = torch.randn(batch, k, dim, device=device, dtype=dtype), torch.rand(batch, k, device=device)
 
         def composed() -> Tensor:
             return rows.index_add_(0, flat, (update * gates[..., None]).to(dtype).view(-1, dim))
@@ -66,14 +70,14 @@ def _rows_case(op: str, batch: int, n: int, dim: int, k: int, dtype: torch.dtype
     params = {"batch": batch, "n": n, "dim": dim, "k": k}
     # what adds in place never gives the same twice
     check = 0.0 if op == "gather" else 2e-2 if stage == "backward" else None
-    return Case(op, stage, params, dtype, moved * batch * k * dim * dtype.itemsize, make, check=check)
+    return Case(op, stage, params, dtype, moved * batch * k * dim * dtype.itemsize, make, check, device)
 
 
-def _score_case(batch: int, n: int, dim: int, dtype: torch.dtype, stage: str) -> Case:
+def _score_case(batch: int, n: int, dim: int, dtype: torch.dtype, stage: str, device: str = "cuda") -> Case:
     def make() -> Mapping[str, Impl]:
-        x = torch.randn(batch, n, dim, device="cuda", dtype=dtype, requires_grad=stage == "backward")
-        weight = torch.randn(dim, device="cuda", requires_grad=stage == "backward")
-        ds = torch.randn(batch, n, device="cuda")
+        x = torch.randn(batch, n, dim, device=device, dtype=dtype, requires_grad=stage == "backward")
+        weight = torch.randn(dim, device=device, requires_grad=stage == "backward")
+        ds = torch.randn(batch, n, device=device)
         compiled = torch.compile(reference.score, dynamic=False)
         impls: dict[str, Callable[[], Tensor]] = {
             "onepass": lambda: score(x, weight),
@@ -85,16 +89,16 @@ def _score_case(batch: int, n: int, dim: int, dtype: torch.dtype, stage: str) ->
         return {name: backward_of(run, (x, weight), ds) for name, run in impls.items()}
 
     floor = batch * n * dim * dtype.itemsize * (1 if stage == "forward" else 2)
-    return Case("score", stage, {"batch": batch, "n": n, "dim": dim}, dtype, floor, make, check=2e-2)
+    return Case("score", stage, {"batch": batch, "n": n, "dim": dim}, dtype, floor, make, 2e-2, device)
 
 
-def _fork_case(batch: int, n: int, dim: int, dtype: torch.dtype, stage: str) -> Case:
+def _fork_case(batch: int, n: int, dim: int, dtype: torch.dtype, stage: str, device: str = "cuda") -> Case:
     """Norm in bf16 and scores from one read; the rival reads twice and adds two gradients."""
 
     def make() -> Mapping[str, Impl]:
         need = stage == "backward"
-        x = torch.randn(batch, n, dim, device="cuda", dtype=dtype, requires_grad=need)
-        weight, vector = torch.rand(dim, device="cuda"), torch.randn(dim, device="cuda")
+        x = torch.randn(batch, n, dim, device=device, dtype=dtype, requires_grad=need)
+        weight, vector = torch.rand(dim, device=device), torch.randn(dim, device=device)
         wanted = (x, weight.requires_grad_(need), vector.requires_grad_(need))
 
         def ours() -> tuple[Tensor, Tensor]:
@@ -106,7 +110,7 @@ def _fork_case(batch: int, n: int, dim: int, dtype: torch.dtype, stage: str) -> 
 
         if not need:
             return {"onepass": ours, "rms_norm, score": apart}
-        dn, ds = torch.randn(batch, n, dim, device="cuda").bfloat16(), torch.randn(batch, n, device="cuda")
+        dn, ds = torch.randn(batch, n, dim, device=device).bfloat16(), torch.randn(batch, n, device=device)
 
         def gradient(run: Callable[[], tuple[Tensor, Tensor]]) -> Impl:
             def build() -> Callable[[], Any]:
@@ -119,19 +123,21 @@ def _fork_case(batch: int, n: int, dim: int, dtype: torch.dtype, stage: str) -> 
 
     elements = batch * n * dim
     floor = elements * (dtype.itemsize + 2) if stage == "forward" else elements * (2 * dtype.itemsize + 2)
-    return Case("fork", stage, {"batch": batch, "n": n, "dim": dim}, dtype, floor, make, check=2e-2)
+    return Case("fork", stage, {"batch": batch, "n": n, "dim": dim}, dtype, floor, make, 2e-2, device)
 
 
 def _cases() -> Iterator[Case]:
-    for dtype in DTYPES:
-        for cell in CELLS:
-            for op in ("gather", "gated add", "gather, gated add"):
-                yield _rows_case(op, *cell, dtype, "forward")
-            yield _rows_case("gated add", *cell, dtype, "backward")
-        for batch, n, dim in ((2, 32768, 1024), (2, 32768, 512), (2, 65536, 4096)):
-            for stage in ("forward", "backward"):
-                yield _score_case(batch, n, dim, dtype, stage)
-                yield _fork_case(batch, n, dim, dtype, stage)
+    scored = ((2, 32768, 1024), (2, 32768, 512), (2, 65536, 4096))
+    for device, cells, shapes in (("cuda", CELLS, scored), ("cpu", (CPU_CELL,), (CPU_CELL[:3],))):
+        for dtype in DTYPES:
+            for cell in cells:
+                for op in ("gather", "gated add", "gather, gated add"):
+                    yield _rows_case(op, *cell, dtype, "forward", device)
+                yield _rows_case("gated add", *cell, dtype, "backward", device)
+            for batch, n, dim in shapes:
+                for stage in ("forward", "backward"):
+                    yield _score_case(batch, n, dim, dtype, stage, device)
+                    yield _fork_case(batch, n, dim, dtype, stage, device)
 
 
 CASES = list(_cases())

@@ -28,6 +28,8 @@ WIDTHS = (256, 1024, 4096, 32768, 131072, 1 << 20)
 ELEMENTS = 1 << 26
 STEPS = (5, 10, 20, 100)
 TEMPERATURES = (1.0, 0.3, 0.1, 0.03, 0.01)
+# small enough for a CPU
+CPU_CELLS = ((1, 1 << 20), (256, 8192), (16, 8192), (64, 1024))
 TOPK_CELLS = ((64, 32768, 2048), (1024, 8192, 512), (4096, 1024, 64), (8, 1 << 20, 65536))
 
 
@@ -37,7 +39,7 @@ def _descent_impls(s: Tensor, k: float, options: Mapping[str, Any], compiled: bo
     kernel = optional("colt5_attention.triton_coor_descent")
     if eager is not None:
         found["colt5 eager"] = lambda: eager.coor_descent(s, k=k, **options)
-    if kernel is not None:
+    if kernel is not None and s.is_cuda:
         for segments in SEGMENTS:
             found[f"colt5 triton segments={segments}"] = lambda n=segments: kernel.triton_coor_descent(  # type: ignore[misc]
                 s, k=k, checkpoint_segments=n, **options
@@ -68,20 +70,23 @@ def _graphed(prepare: Callable[[], Callable[[], Any]]) -> Prepared:
     return Prepared(build)
 
 
-def _descent_case(rows: int, cols: int, name: str, options: Mapping[str, Any], stage: str) -> Case:
+def _descent_case(
+    rows: int, cols: int, name: str, options: Mapping[str, Any], stage: str, device: str = "cuda"
+) -> Case:
     def make() -> Mapping[str, Impl]:
-        s = torch.randn(rows, cols, device="cuda").requires_grad_(stage == "backward")
-        impls = _descent_impls(s, cols / 8, options, name in SCHEDULES and (rows, cols) == COMPILED)
+        s = torch.randn(rows, cols, device=device).requires_grad_(stage == "backward")
+        impls = _descent_impls(s, cols / 8, options, name in SCHEDULES and (rows, cols) == COMPILED and s.is_cuda)
         missing = {} if "colt5 eager" in impls else {"colt5": Missing("colt5-attention")}
         if stage == "forward":
             return {**impls, **missing}
-        gy = torch.randn(rows, cols, device="cuda")
+        gy = torch.randn(rows, cols, device=device)
         return {**{label: backward_of(f, (s,), gy) for label, f in impls.items()}, **missing}
 
     floor = rows * cols * 4 * (2 if stage == "forward" else 3)
     params = {"rows": rows, "cols": cols, "schedule": name}
     # gradients of entries beside a kink may flip between two roundings of the same threshold
-    return Case("coor_descent", stage, params, torch.float32, floor, make, check=2e-3 if stage == "forward" else None)
+    check = 2e-3 if stage == "forward" else None
+    return Case("coor_descent", stage, params, torch.float32, floor, make, check, device)
 
 
 def _rivals(s: Tensor, k: float, eps: float, kind: str) -> dict[str, Callable[[], Tensor] | Missing]:
@@ -96,16 +101,25 @@ def _rivals(s: Tensor, k: float, eps: float, kind: str) -> dict[str, Callable[[]
         torchsort = optional("torchsort")
         ranks: Any = Missing("torchsort") if torchsort is None else lambda: torchsort.soft_rank(s)
         return {"SOFT by Sinkhorn (200)": lambda: rivals.sinkhorn(s, k, eps), "torchsort soft_rank": ranks}
-    return {"coor_descent T=50": lambda: coor_descent(s, n_iters=50, k=k, eps=eps)}
+    found: dict[str, Callable[[], Tensor] | Missing] = {
+        "coor_descent T=50": lambda: coor_descent(s, n_iters=50, k=k, eps=eps)
+    }
+    if not s.is_cuda:
+        eager = optional("colt5_attention.coor_descent")
+        found["colt5 eager T=50"] = (
+            Missing("colt5-attention") if eager is None else lambda: eager.coor_descent(s, n_iters=50, k=k, eps=eps)
+        )
+    return found
 
 
 def _soft_case(
-    rows: int, cols: int, kind: str, eps: float, stage: str, dtype: torch.dtype, against: bool = False
-) -> Case:
+    rows: int, cols: int, kind: str, eps: float, stage: str, dtype: torch.dtype, against: bool = False,
+    device: str = "cuda",
+) -> Case:  # fmt: skip
     def make() -> Mapping[str, Impl]:
-        s = torch.randn(rows, cols, device="cuda", dtype=dtype).requires_grad_(stage == "backward")
+        s = torch.randn(rows, cols, device=device, dtype=dtype).requires_grad_(stage == "backward")
         k = cols / 8
-        gy = torch.randn(rows, cols, device="cuda", dtype=dtype)
+        gy = torch.randn(rows, cols, device=device, dtype=dtype)
 
         def ours() -> Tensor:
             return soft_topk(s, k, eps=eps, kind=kind)
@@ -117,7 +131,7 @@ def _soft_case(
             return ours if stage == "forward" else backward_of(ours, (s,), gy).build()
 
         impls: dict[str, Impl] = {"onepass": staged(ours)}
-        if rows < 8:
+        if rows < 8 and device == "cuda":
             impls["onepass, CUDA graph"] = _graphed(prepare)
         if against:
             others = _rivals(s, k, eps, kind)
@@ -126,14 +140,14 @@ def _soft_case(
 
     floor = rows * cols * dtype.itemsize * (2 if stage == "forward" else 3)
     params = {"rows": rows, "cols": cols, "kind": kind, "eps": eps}
-    return Case("soft_topk", stage, params, dtype, floor, make)
+    return Case("soft_topk", stage, params, dtype, floor, make, device=device)
 
 
-def _topk_case(rows: int, cols: int, k: int, stage: str) -> Case:
+def _topk_case(rows: int, cols: int, k: int, stage: str, device: str = "cuda") -> Case:
     """Selection with trainable gates; the rival puts them together from torch.topk and our soft_topk."""
 
     def make() -> Mapping[str, Impl]:
-        s = torch.randn(rows, cols, device="cuda", requires_grad=True)
+        s = torch.randn(rows, cols, device=device, requires_grad=True)
 
         def ours() -> tuple[Tensor, Tensor]:
             found = topk(s, k)
@@ -145,10 +159,12 @@ def _topk_case(rows: int, cols: int, k: int, stage: str) -> Case:
             return values, soft + (1 - soft).detach()
 
         if stage == "forward":
-            hard = {"torch.topk without gates": lambda: torch.topk(s.detach(), k)}
-            graphs = {"onepass, CUDA graph": _graphed(lambda: lambda: topk(s.detach(), k))}
-            return {"onepass": ours, "torch.topk + soft_topk": apart, **hard, **graphs}
-        gy = torch.randn(rows, k, device="cuda")
+            impls: dict[str, Impl] = {"onepass": ours, "torch.topk + soft_topk": apart}
+            impls["torch.topk without gates"] = lambda: torch.topk(s.detach(), k)
+            if device == "cuda":
+                impls["onepass, CUDA graph"] = _graphed(lambda: lambda: topk(s.detach(), k))
+            return impls
+        gy = torch.randn(rows, k, device=device)
 
         def gradient(run: Callable[[], tuple[Tensor, Tensor]]) -> Impl:
             return backward_of(lambda: run()[1], (s,), gy)
@@ -157,7 +173,7 @@ def _topk_case(rows: int, cols: int, k: int, stage: str) -> Case:
 
     # forward: a value, an index and a gate for each of k; backward: the gates' gradients, scores, and theirs
     floor = rows * (cols * 4 + k * 16) if stage == "forward" else rows * (cols * 8 + k * 12)
-    return Case("topk", stage, {"rows": rows, "cols": cols, "k": k}, torch.float32, floor, make)
+    return Case("topk", stage, {"rows": rows, "cols": cols, "k": k}, torch.float32, floor, make, device=device)
 
 
 def _cases() -> Iterator[Case]:
@@ -185,6 +201,13 @@ def _cases() -> Iterator[Case]:
         yield _soft_case(2, 1 << 20, "capped_exp", 0.1, stage, torch.float32)
         for rows, cols, k in TOPK_CELLS:
             yield _topk_case(rows, cols, k, stage)
+    for stage in ("forward", "backward"):
+        for rows, cols in CPU_CELLS:
+            yield _soft_case(rows, cols, "capped_exp", 0.1, stage, torch.float32, against=True, device="cpu")
+            yield _descent_case(rows, cols, "T=50 eps=0.1", SCHEDULES["T=50 eps=0.1"], stage, "cpu")
+            yield _topk_case(rows, cols, cols // 16, stage, "cpu")
+        for kind in ("sigmoid", "laplace", "clamp"):
+            yield _soft_case(256, 8192, kind, 0.1, stage, torch.float32, against=True, device="cpu")
 
 
 CASES = list(_cases())

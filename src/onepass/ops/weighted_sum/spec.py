@@ -216,15 +216,15 @@ def _impls(x: Tensor, w: Tensor) -> dict[str, Callable[[], Tensor]]:
     }
 
 
-def _case(rows: int, cols: int, dtype: torch.dtype, stage: str) -> Case:
+def _case(rows: int, cols: int, dtype: torch.dtype, stage: str, device: str = "cuda") -> Case:
     def make() -> Mapping[str, Callable[[], Any]]:
         need = stage == "backward"
-        x = torch.randn(rows, cols, device="cuda", dtype=dtype).requires_grad_(need)
-        w = torch.randn(cols, device="cuda", dtype=dtype).requires_grad_(need)
+        x = torch.randn(rows, cols, device=device, dtype=dtype).requires_grad_(need)
+        w = torch.randn(cols, device=device, dtype=dtype).requires_grad_(need)
         impls = _impls(x, w)
         if not need:
             return impls
-        dy = torch.randn(rows, device="cuda", dtype=dtype)
+        dy = torch.randn(rows, device=device, dtype=dtype)
 
         def grads(y: Tensor) -> Callable[[], Any]:
             return lambda: torch.autograd.grad(y, (x, w), dy, retain_graph=True)
@@ -232,22 +232,30 @@ def _case(rows: int, cols: int, dtype: torch.dtype, stage: str) -> Case:
         return {name: grads(f()) for name, f in impls.items()}
 
     floor = rows * cols * dtype.itemsize * (1 if stage == "forward" else 2)
-    return Case("weighted_sum", stage, {"rows": rows, "cols": cols}, dtype, floor, make, check=2e-2)
+    return Case("weighted_sum", stage, {"rows": rows, "cols": cols}, dtype, floor, make, 2e-2, device)
 
 
-def _vectors_case(rows: int, cols: int, vectors: int) -> Case:
+def _vectors_case(rows: int, cols: int, vectors: int, device: str = "cuda") -> Case:
     def make() -> Mapping[str, Callable[[], Any]]:
-        x = torch.randn(rows, cols, device="cuda", dtype=torch.bfloat16)
-        w = torch.randn(vectors, cols, device="cuda", dtype=torch.bfloat16)
+        x = torch.randn(rows, cols, device=device, dtype=torch.bfloat16)
+        w = torch.randn(vectors, cols, device=device, dtype=torch.bfloat16)
         return {"onepass": lambda: weighted_sum(x, w), "x @ w": lambda: x @ w.mT}
 
     params = {"rows": rows, "cols": cols, "vectors": vectors}
-    return Case("weighted_sum", "forward", params, torch.bfloat16, rows * cols * 2, make, check=2e-2)
+    return Case("weighted_sum", "forward", params, torch.bfloat16, rows * cols * 2, make, 2e-2, device)
 
 
+_SIZES = ((1048576, 64), (131072, 320), (262144, 512), (65536, 4096), (8192, 32768))
+_CPU_SIZES = ((65536, 64), (8192, 512), (2048, 4096))
 CASES = [
-    _case(rows, cols, dtype, stage)
-    for rows, cols in ((1048576, 64), (131072, 320), (262144, 512), (65536, 4096), (8192, 32768))
+    _case(rows, cols, dtype, stage, device)
+    for device, sizes in (("cuda", _SIZES), ("cpu", _CPU_SIZES))
+    for rows, cols in sizes
     for dtype in (torch.bfloat16, torch.float32)
     for stage in ("forward", "backward")
-] + [_vectors_case(rows, cols, vectors) for rows, cols in ((262144, 512), (65536, 4096)) for vectors in (4, 16)]
+] + [
+    _vectors_case(rows, cols, vectors, device)
+    for device, sizes in (("cuda", ((262144, 512), (65536, 4096))), ("cpu", ((8192, 512),)))
+    for rows, cols in sizes
+    for vectors in (4, 16)
+]

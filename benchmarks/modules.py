@@ -1,6 +1,6 @@
-"""What the modules are measured against: `onepass bench routing` takes these along with the operators' cases.
+"""What the modules are measured against: `python -m benchmarks.run routing` takes these with the operators' cases.
 
-They are not in the operator's spec because operators know nothing of modules. Weights differ between implementations,
+Weights differ between implementations,
 so results are not compared; the byte floor is a formal one (x, y and their gradients).
 """
 
@@ -14,13 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from onepass.bench import cases
 from onepass.core.spec import Case, Impl, Missing, Prepared, optional
-
-from .attention import RoutedAttention
-from .block import RoutedBlock
-from .feed_forward import FeedForward
-from .norm import RMSNorm
-from .routed import RoutedFeedForward
+from onepass.nn.attention import RoutedAttention
+from onepass.nn.block import RoutedBlock
+from onepass.nn.feed_forward import FeedForward
+from onepass.nn.norm import RMSNorm
+from onepass.nn.routed import RoutedFeedForward
 
 RIVALS = {"colt5_attention": "colt5-attention"}
 
@@ -174,3 +174,8 @@ def _cases() -> Iterator[Case]:
 
 
 CASES: Mapping[str, Sequence[Case]] = {"routing": list(_cases())}
+
+
+def all_cases() -> list[tuple[str, Case]]:
+    """(folder, case) of every operator's cases, then of the modules', which are filed under an operator's folder."""
+    return [*cases.all_cases(), *((folder, case) for folder, found in CASES.items() for case in found)]

@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from onepass.bench.records import read, write
+from onepass.bench.runner import label
 from onepass.core.about import dtype_name
 from onepass.core.errors import UserError
 
-from .cases import all_cases
-from .records import read, write
-from .runner import label
+from .modules import all_cases
 
 # what has to be the same for results to stand in one table
 SAME = ("onepass", "python", "torch", "triton", "cuda", "driver", "os", "device", "gpu", "date")

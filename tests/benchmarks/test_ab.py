@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -22,12 +23,14 @@ def cases():
         return {"onepass": lambda: x + 0.5 * (changed and name == "other"), "rival": lambda: 1 / 0}
     for name in ("same", "other", "broken"):
         yield Case(name, "forward", {"cols": 1000}, torch.float32, 8000, lambda name=name: make(name), device="cpu")
+    yield Case("elsewhere", "forward", {"cols": 1000}, torch.float32, 8000, lambda: make("same"), device="cuda")
 """
 
 
 def _ab(*args: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(ROOT / "benchmarks" / "ab.py"), *args]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=300, env=environment)
 
 
 @pytest.mark.slow
@@ -38,6 +41,7 @@ def test_a_change_is_told(tmp_path: Path) -> None:
     (changed / "src").symlink_to(ROOT / "src")
     done = _ab(str(ROOT), str(changed), "--cases", str(tmp_path / "cases.py"), "--rounds", "1")
     assert done.returncode == 1, done.stderr
+    assert "elsewhere" not in done.stdout  # a CPU's timer would be wrong there
     same, other, broken = done.stdout.split(" forward float32 ")[1:]
     assert "same bits" in same
     assert "off by 2.5e-01" in other

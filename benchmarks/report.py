@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from onepass.bench.records import read, write_text
+from onepass.bench.runner import OURS, is_rival, label
 from onepass.core.errors import UserError
 
 from .bars import table as bars_table
 from .plot import draw
-from .records import read, write_text
-from .runner import OURS, is_rival, label
 
 Record = Mapping[str, Any]
 

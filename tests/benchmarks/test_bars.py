@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from onepass.bench.bars import BARS, Bar, rows, table
-from onepass.bench.cases import all_cases
+from benchmarks.bars import BARS, Bar, rows, table
+from benchmarks.modules import all_cases
 from onepass.bench.runner import STAGES
 
 

@@ -8,9 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from onepass.bench.runner import OURS, STAGES, label
 from onepass.core import files
-
-from .runner import OURS, STAGES, label
 
 Record = Mapping[str, Any]
 

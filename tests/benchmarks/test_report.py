@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
-from onepass.bench.plot import draw, panels
+from benchmarks import plot
+from benchmarks.plot import draw, panels
+from benchmarks.report import build, caption, page, table
 from onepass.bench.records import read, write
-from onepass.bench.report import build, caption, page, table
 from onepass.core.errors import UserError
 
 HEADER = {
@@ -139,3 +140,18 @@ def test_nothing_to_report(tmp_path: Path) -> None:
         build(tmp_path)
     with pytest.raises(UserError, match="no such directory"):
         build(tmp_path / "missing")
+
+
+COMMITTED = sorted((Path(__file__).parents[2] / "benchmarks" / "results").glob("*/*.json"))
+
+
+@pytest.mark.parametrize("source", COMMITTED, ids=lambda p: f"{p.parent.name}-{p.stem}")
+def test_committed_tables_are_those_of_the_committed_records(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only `*.json` with records of the bench stands beside tables: `--report` reads all of them."""
+    monkeypatch.setattr(plot, "picture", lambda *_: None)
+    header, records = read(source)
+    pictures = draw(header, records, source)
+    text = source.with_suffix(".md")
+    if text.exists():
+        assert all(path.exists() for path in pictures)
+        assert page(header, records, pictures) == text.read_text()

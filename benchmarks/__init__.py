@@ -1,0 +1,1 @@
+"""Measurements of this project: bars, cases of modules, a script per question; results/ holds what came out."""
