@@ -99,8 +99,8 @@ def test_no_product_is_contracted_into_a_sum_across_lanes(
 
 
 def test_contraction_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    for launched in (_weighted_sum, _score):
-        assert _contracted(_ptx(launched(monkeypatch, torch.empty(6, 8), 1), enable_fp_fusion=True)) > 0
+    for launched, x in ((_weighted_sum, torch.empty(64 * 64 + 1)[1:].view(64, 64)), (_score, torch.empty(6, 7))):
+        assert _contracted(_ptx(launched(monkeypatch, x, 1), enable_fp_fusion=True)) > 0
 
 
 def test_fma_stays_at_the_widths_that_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from harness import CPU_DTYPES, GPU_DTYPES, SPECS, maker
 from onepass.core.launch import INTERPRET
@@ -100,7 +100,8 @@ def modes(f: Function, x: Tensor) -> None:
         seen.append(f(t))
         return seen[-1]
 
-    first = next(t for t in _tensors(checkpoint(noted, leaf, use_reentrant=False)) if t.requires_grad)
+    with set_checkpoint_early_stop(False):
+        first = next(t for t in _tensors(checkpoint(noted, leaf, use_reentrant=False)) if t.requires_grad)
     first.sum().backward()
     assert len(seen) == 2
     for out in seen:
@@ -199,7 +200,7 @@ problems = st.builds(
 
 
 @pytest.mark.skipif(INTERPRET, reason="too slow")
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(problems, st.data())
 def test_any_rows_anywhere(p: Problem, data: st.DataObject) -> None:
     f, x = calls(p.name, "cpu", p.dtype, p.width), rows_of("cpu", p.dtype, p.rows, p.width) * p.scale
@@ -215,8 +216,8 @@ from test_bits import NAMES, calls, results, rows_of
 torch.set_num_threads(int(sys.argv[2]))
 out = {}
 for name in NAMES:
-    for dtype in (torch.float32, torch.bfloat16, torch.float64):
-        for rows, width in ((1, 70000), (3, 40000), (900, 100)):
+    for dtype in (torch.float32, torch.bfloat16):
+        for rows, width in ((1, 70000), (900, 100)):
             x = rows_of("cpu", dtype, rows, width)
             out[name, dtype, rows, width] = results(calls(name, "cpu", dtype, width)(x))
 torch.save(out, sys.argv[3])

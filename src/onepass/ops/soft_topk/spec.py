@@ -194,10 +194,10 @@ def _soft_rows(make: Callable[..., Tensor], n: int) -> Mapping[str, Callable[[Te
 
 
 def _descent_rows(make: Callable[..., Tensor], n: int) -> Mapping[str, Callable[[Tensor], Any]]:
-    k = max(1, n // 7)
+    k, schedule = max(1, n // 7), dict[str, Any](_SCHEDULE)
     return {
         "coor_descent": lambda x: coor_descent(x, n_iters=20, k=k, eps=0.1),
-        "coor_descent, schedule": lambda x: coor_descent(x, k=k, **_SCHEDULE),
+        "coor_descent, schedule": functools.partial(coor_descent, k=k, **schedule),
     }
 
 

@@ -190,7 +190,7 @@ def _kernels() -> Iterator[Kernel]:
         block_c = 64 if cols == 64 else 128
         yield Kernel(
             f"weighted_sum dot bf16 D={cols} R=4", _dot_forward_kernel,
-            {"x_ptr": "*bf16", "w_ptr": "*bf16", "y_ptr": "*bf16"} | _UNITS,
+            {"x_ptr": "*bf16", "w_ptr": "*bf16", "y_ptr": "*bf16"} | _UNITS | {"split_tiles": "i32"},
             {"UNIT": 8 if cols == 3000 else 16, "N_VECTORS": 4, "BLOCK_R": 64, "BLOCK_C": block_c,
              "EVEN_C": cols % block_c == 0, "STAGES": 4},
             divisible, num_warps=4, max_registers=128,
