@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import pytest
@@ -118,15 +120,22 @@ def compiled(f: Function, x: Tensor, backend: str) -> None:
 
 
 def on_cpu(test: Callable[..., None]) -> Any:
-    test = pytest.mark.parametrize("dtype", CPU_DTYPES, ids=lambda d: str(d)[6:])(test)
-    test = pytest.mark.parametrize("width", CPU_WIDTHS)(test)
-    return pytest.mark.parametrize("name", NAMES)(test)
+    """One test per operator's call: every width and dtype in turn."""
+    return _each(test, CPU_WIDTHS, CPU_DTYPES)
 
 
 def on_gpu(test: Callable[..., None]) -> Any:
-    test = pytest.mark.parametrize("dtype", GPU_DTYPES, ids=lambda d: str(d)[6:])(test)
-    test = pytest.mark.parametrize("width", GPU_WIDTHS)(test)
-    return pytest.mark.gpu(pytest.mark.parametrize("name", NAMES)(test))
+    return pytest.mark.gpu(_each(test, GPU_WIDTHS, GPU_DTYPES))
+
+
+def _each(test: Callable[..., None], widths: Sequence[int], dtypes: Sequence[torch.dtype]) -> Any:
+    @pytest.mark.parametrize("name", NAMES)
+    def run(name: str) -> None:
+        for width, dtype in itertools.product(widths, dtypes):
+            test(name, width, dtype)
+
+    run.__doc__ = test.__doc__
+    return run
 
 
 @on_cpu
@@ -135,11 +144,10 @@ def test_company(name: str, width: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.skipif(INTERPRET, reason="too slow")
-@pytest.mark.parametrize("dtype", CPU_DTYPES, ids=lambda d: str(d)[6:])
-@pytest.mark.parametrize("name", NAMES)
-def test_a_long_row_alone(name: str, dtype: torch.dtype) -> None:
+@functools.partial(_each, widths=[40000], dtypes=CPU_DTYPES)
+def test_a_long_row_alone(name: str, width: int, dtype: torch.dtype) -> None:
     """Torch shares the sum of one long row among threads, that of several never."""
-    f, x = calls(name, "cpu", dtype, 40000), rows_of("cpu", dtype, 3, 40000)
+    f, x = calls(name, "cpu", dtype, width), rows_of("cpu", dtype, 3, width)
     torch.set_num_threads(2)
     y = f(x)
     same(f(x[1:2]), y, slice(1, 2), "alone")
@@ -163,9 +171,7 @@ def test_modes(name: str, width: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.skipif(INTERPRET, reason="compiled code calls the registered op")
-@pytest.mark.parametrize("dtype", CPU_DTYPES, ids=lambda d: str(d)[6:])
-@pytest.mark.parametrize("width", [1, 257])
-@pytest.mark.parametrize("name", NAMES)
+@functools.partial(_each, widths=[257], dtypes=CPU_DTYPES)
 def test_compiled(name: str, width: int, dtype: torch.dtype) -> None:
     compiled(calls(name, "cpu", dtype, width), rows_of("cpu", dtype, 5, width), "aot_eager")
 
@@ -300,9 +306,7 @@ def test_replays_graphs_and_streams(name: str, width: int, dtype: torch.dtype) -
 
 @pytest.mark.gpu
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", GPU_DTYPES, ids=lambda d: str(d)[6:])
-@pytest.mark.parametrize("width", [7, 1000, 32768, 131072])
-@pytest.mark.parametrize("name", NAMES)
+@functools.partial(_each, widths=[7, 1000, 32768, 131072], dtypes=GPU_DTYPES)
 def test_compiled_on_gpu(name: str, width: int, dtype: torch.dtype) -> None:
     compiled(calls(name, "cuda", dtype, width), rows_of("cuda", dtype, 5, width), "inductor")
 

@@ -110,7 +110,9 @@ def _measure(
         slopes = torch.gt(tail, EDGE * tiny, out=torch.empty_like(x))
     elif kind == SIGMOID:
         above = _above(x)
-        tail = x.abs_().neg_().sigmoid_()
+        # not torch.sigmoid, as in phi
+        tail = x.abs_().neg_().exp_()
+        tail = tail.div_(1 + tail)
         slopes = tail - tail * tail
     else:
         above = _above(x)
