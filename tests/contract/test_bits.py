@@ -223,7 +223,7 @@ torch.set_num_threads(int(sys.argv[2]))
 out = {}
 for name in NAMES:
     for dtype in (torch.float32, torch.bfloat16):
-        for rows, width in ((1, 70000), (900, 100)):
+        for rows, width in ((1, 40000), (900, 100)):
             x = rows_of("cpu", dtype, rows, width)
             out[name, dtype, rows, width] = results(calls(name, "cpu", dtype, width)(x))
 torch.save(out, sys.argv[3])
@@ -232,11 +232,11 @@ torch.save(out, sys.argv[3])
 
 @pytest.mark.skipif(INTERPRET, reason="kernels know no threads")
 def test_threads(tmp_path: Any) -> None:
-    """One, two and three threads, each in a process of its own: what runs on several is cut by their number."""
+    """One thread and three, each in a process of its own: what runs on several is cut by their number."""
     here = os.path.dirname(__file__)
     path = os.pathsep.join([os.path.dirname(here), *sys.path])
     found = []
-    for threads in (1, 2, 3):
+    for threads in (1, 3):
         file = tmp_path / str(threads)
         environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": str(threads)}
         subprocess.run([sys.executable, "-c", _THREADS, here, str(threads), str(file)], check=True, env=environment)
