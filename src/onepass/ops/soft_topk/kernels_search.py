@@ -214,13 +214,14 @@ def measure(s, base, c, eps, KIND: tl.constexpr, BLOCK_R: tl.constexpr):
 @triton.jit
 def newton(above, rest, slopes, k, n, KIND: tl.constexpr):
     """From the sums of a pass: Σ gates - k, size of the saturated set (or Σ slopes), Newton's step for c."""
-    excess = (above - k) + rest
+    wanted = k - above
+    excess = rest - wanted
     size = slopes
     step = excess / slopes
     if KIND == CAPPED_EXP:
         size = above
         # exact for this saturated set, and never below the root; with k or more saturated, Newton on the sum itself
-        step = tl.where(above < k, tl.log(rest / (k - above)), step)
+        step = tl.where(wanted > 0, tl.log(rest / wanted), step)
         step = tl.where(rest > 0, step, float("nan"))
     elif KIND != CLAMP:
         # far from the root, since the tails are exponential: Newton on the logarithm of the smaller side

@@ -262,7 +262,7 @@ _FORWARD_SHAPES = (
 # bytes of local memory under the launch's register limit: more rows under way gain more than the bracketed search
 # (which few rows take) loses by waiting there
 _CROWDED = {
-    (0, 1024): 168, (0, 8192): 320, (0, 16384): 304, (0, 32768): 704, (1, 8192): 304, (2, 8192): 192, (3, 8192): 496,
+    (0, 1024): 168, (0, 8192): 336, (0, 16384): 304, (0, 32768): 704, (1, 8192): 304, (2, 8192): 192, (3, 8192): 496,
     (1, 16384): 304,
 }  # fmt: skip
 _DESCENT_CROWDED = {8192: 128, 32768: 128}
