@@ -121,7 +121,7 @@ def test_batches_of_gradients(spec: Spec, name: str, size: int) -> None:
 
         def pull(tensors: Tensors, gy: list[Tensor], wanted: list[int | str] = wanted) -> Tensors:
             known = replace(sample, tensors)
-            found = torch.func.vjp(lambda t: call(spec.op, replace(known, t)), {k: tensors[k] for k in wanted})
+            found = torch.func.vjp(lambda new: call(spec.op, replace(known, new)), {k: tensors[k] for k in wanted})
             return found[1](gy)[0]  # type: ignore[no-any-return]
 
         def stack(t: Tensor, place: str = place) -> Tensor:

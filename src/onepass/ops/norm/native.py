@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from onepass.core import check
+from onepass.core.eager import once
 from onepass.core.launch import INTERPRET
 
 from .torch_path import sixteen_bit_backward, sixteen_bit_forward
@@ -29,7 +29,7 @@ def native(
 ) -> Tensor | None:
     """Layer or RMS norm by torch's operators where that is exact and takes no longer; else None. CPU, differentiable.
 
-    Torch keeps a 16-bit layer norm's statistics, and sums its dw and db, in 16 bits (12 % off after 4096 rows), so these
+    Torch keeps a 16-bit layer norm's statistics, and sums its dw and db, in 16 bits (12 % off after 4096 rows): these
     are ours. Large RMS norms are left to us: what is recorded here are passes over the whole tensor.
     """
     if INTERPRET or not x.is_cpu or stable or torch._C._is_any_autocast_enabled():
@@ -43,6 +43,9 @@ def native(
         if v is not None and not (isinstance(v, Tensor) and v.dtype == dtype and v.shape == (n_cols,) and v.is_cpu):
             return None
     if has_mean:
+        if weight is None and bias is not None:
+            # torch's second derivative fails there, without a name
+            return None
         if dtype.itemsize == 2:
             return (_widened if x.numel() <= WIDENED else _sixteen_bit)(x, weight, bias, eps)
         return torch.layer_norm(x, (n_cols,), weight, bias, eps)
@@ -81,8 +84,7 @@ class _SixteenBit(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
-        # gradients are recorded only under create_graph=True; the guard against that costs time otherwise
-        return _refuse_second(ctx, dy) if torch.is_grad_enabled() else _gradients(ctx, dy)
+        return _once(ctx, dy)
 
 
 def _gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -95,7 +97,7 @@ def _gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     return None if dx is None else dx.view(x.shape), dw, db, None
 
 
-_refuse_second = once_differentiable(_gradients)
+_once = once("layer_norm", _gradients)
 # what Function.apply does beyond this concerns torch.func, which never gets here
 _sixteen_bit: Callable[..., Tensor] = super(torch.autograd.Function, _SixteenBit).apply
 
