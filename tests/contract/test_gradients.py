@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 
@@ -24,7 +21,7 @@ from harness import (
     terms,
 )
 from onepass.core.launch import INTERPRET
-from onepass.core.spec import Sample, Spec
+from onepass.core.spec import Spec
 
 
 @pytest.mark.parametrize(("device", "dtype"), DEVICES_AND_DTYPES)
@@ -86,31 +83,3 @@ def test_gradcheck(spec: Spec, name: str) -> None:
         return tuple(call(spec.op, replace(sample, dict(zip(keys, tensors, strict=True)))))
 
     assert torch.autograd.gradcheck(fn, tuple(t.contiguous() for t in inputs.values()), fast_mode=True)
-
-
-@pytest.mark.skipif(INTERPRET, reason="autograd's business: the kernels are the same")
-@pytest.mark.parametrize(("spec", "name"), spec_samples())
-def test_second_derivative_is_right_or_refused_loudly(spec: Spec, name: str) -> None:
-    """Our kernels have no second derivative and must raise; where torch's own operator does the work, its are right."""
-    sample = build(spec, name, "cpu", torch.float32)
-
-    def twice(fn: Callable[..., Any], sample: Sample) -> dict[int | str, torch.Tensor] | None:
-        inputs = leaves(sample)
-        outs = [o for o in call(fn, replace(sample, inputs)) if o.requires_grad]
-        grads = torch.autograd.grad(
-            [o.square().sum() for o in outs], list(inputs.values()), create_graph=True, allow_unused=True
-        )
-        again = [g.square().sum() for g in grads if g is not None and g.requires_grad and g.numel()]
-        if not again:
-            return None
-        torch.stack(again).sum().backward()
-        return {k: t.grad for k, t in inputs.items() if t.grad is not None}
-
-    try:
-        actual = twice(spec.op, sample)
-    except (RuntimeError, NotImplementedError):
-        return
-    if actual is not None:
-        expected = twice(spec.reference, float64(sample))
-        assert expected is not None
-        compare_gradients(spec, actual, expected, torch.float32)

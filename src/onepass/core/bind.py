@@ -18,9 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C._functorch import is_legacy_batchedtensor
-from torch.autograd.function import once_differentiable
 
-from .eager import forward_mode, unwatched
+from .eager import forward_mode, no_second, once, unwatched
 from .launch import replayed
 
 Outputs = Tensor | tuple[Tensor | None, ...]
@@ -76,6 +75,7 @@ def outside_autocast(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 def bind(
     *,
+    name: str,
     forward: Callable[..., Outputs],
     forward_op: Any,
     backward: Callable[..., Outputs],
@@ -93,6 +93,7 @@ def bind(
     """Return `call(*args)`, differentiable on every path, giving the first `n_public` outputs.
 
     Args:
+        name: of the public function, for messages.
         forward: the kernels; positional arguments, returns a tensor or a tuple of which the first
             `n_public` belong to the user and the rest are saved for backward.
         forward_op: the `torch.library.custom_op` around `forward`.
@@ -133,7 +134,10 @@ def bind(
         return out[0] if n_public == 1 else tuple(out[:n_public])
 
     def refuse_tangents(ctx: Any, *tangents: Any) -> Any:
-        raise NotImplementedError(f"{forward_op._qualname}: forward-mode derivatives are not implemented")
+        raise NotImplementedError(f"{name}: forward-mode derivatives are not implemented")
+
+    def refuse_second(ctx: Any, *grads: Any) -> Any:
+        raise NotImplementedError(no_second(name))
 
     def run_backward(ctx: Any, *grads: Any) -> Any:
         for g in grads:
@@ -142,9 +146,7 @@ def bind(
                 return gradients(ctx, backward_op, *grads)
         return gradients(ctx, backward, *grads)
 
-    @once_differentiable
-    def refuse_second(ctx: Any, *grads: Any) -> Any:
-        return run_backward(ctx, *grads)
+    run_once = once(name, run_backward)
 
     class Eager(torch.autograd.Function):
         @staticmethod
@@ -155,8 +157,7 @@ def bind(
 
         @staticmethod
         def backward(ctx: Any, *grads: Any) -> Any:
-            # gradients are recorded only under create_graph=True; the guard against that costs time otherwise
-            return refuse_second(ctx, *grads) if torch.is_grad_enabled() else run_backward(ctx, *grads)
+            return run_once(ctx, *grads)
 
         jvp = staticmethod(refuse_tangents)
 
@@ -174,10 +175,7 @@ def bind(
         def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
             pass
 
-        @staticmethod
-        def backward(ctx: Any, *grads: Any) -> Any:
-            raise NotImplementedError(f"{forward_op._qualname}: second derivatives are not implemented")
-
+        backward = staticmethod(refuse_second)
         jvp = staticmethod(refuse_tangents)
 
     class Func(torch.autograd.Function):
@@ -201,6 +199,8 @@ def bind(
         lambda ctx, *grads: gradients(ctx, backward_op, *grads),
         setup_context=save,
     )
+
+    backward_op.register_autograd(refuse_second, setup_context=lambda ctx, inputs, output: None)
 
     forward_op.register_vmap(_vmap_rule(forward_op, vmap_forward))
     backward_op.register_vmap(_vmap_rule(backward_op, vmap_backward))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -34,3 +35,52 @@ def unwatched(args: tuple[Any, ...]) -> bool:
 def plain(*tensors: torch.Tensor | None) -> bool:
     """`unwatched`, and no compiler either."""
     return not torch.compiler.is_compiling() and unwatched(tensors)
+
+
+class _Refused(torch.autograd.Function):
+    """The first n of some tensors, as if computed from all the others: differentiating them raises."""
+
+    @staticmethod
+    def forward(ctx: Any, message: str, n: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.message = message
+        return tuple(t.detach() for t in tensors[:n])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise NotImplementedError(ctx.message)
+
+
+def no_second(name: str) -> str:
+    """What to say to someone who differentiates a gradient of the operator `name`."""
+    return (
+        f"{name}: second derivatives are not implemented; "
+        "build this part of the model from torch's own operators where you need them"
+    )
+
+
+def once(name: str, backward: Callable[..., Any], leaves: bool = False) -> Callable[..., Any]:
+    """A Function's backward whose gradients can't be differentiated again; they say so, by the operator's name.
+
+    Torch's `once_differentiable` looks at the upstream gradients alone, and ties its error to nothing that a
+    `torch.autograd.grad` asks for: a penalty on the gradient would lose its part without a word. Here gradients depend
+    on what they were computed from: upstream gradients and what was saved, and with `leaves` the leaves among the
+    inputs, for a Function that saves copies of them.
+    """
+
+    def run(ctx: Any, *grads: Any) -> Any:
+        # gradients are recorded only under create_graph=True; the guard costs time otherwise
+        if not torch.is_grad_enabled():
+            return backward(ctx, *grads)
+        sources = [t for t in (*grads, *ctx.saved_tensors) if t is not None and t.requires_grad]
+        if leaves:
+            sources += [node.variable for node, _ in ctx.next_functions if hasattr(node, "variable")]
+        with torch.no_grad():
+            found = backward(ctx, *grads)
+        if not sources:
+            return found
+        several = found if isinstance(found, tuple) else (found,)
+        own = [g for g in several if g is not None]
+        refused = iter(_Refused.apply(no_second(name), len(own), *own, *sources))  # type: ignore[no-untyped-call]
+        return tuple(None if g is None else next(refused) for g in several)
+
+    return run

@@ -159,7 +159,7 @@ class _NearAndFar(torch.autograd.Function):
         return y
 
     @staticmethod
-    @as_forward_did
+    @as_forward_did("RoutedAttention")
     def backward(ctx: Any, grads_out: tuple[Tensor | None, ...]) -> Any:
         (
             tokens, qkv, near, near_lse, q, kv, far, far_lse, update, gates_q, gates_kv, norm_q, norm_kv, qkv_c,

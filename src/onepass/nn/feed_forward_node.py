@@ -202,7 +202,7 @@ class _LightAndHeavy(torch.autograd.Function):
         return y, indices, gates, scores
 
     @staticmethod
-    @as_forward_did
+    @as_forward_did("RoutedFeedForward")
     def backward(ctx: Any, grads_out: tuple[Tensor | None, ...]) -> Any:
         dy, _, g_gates, g_scores = grads_out
         (

@@ -129,7 +129,7 @@ def _gradients(ctx: Any, run: Any, g_gates: Tensor | None, *_: Any) -> tuple[Ten
 
 
 _call = bind(
-    forward=forward, forward_op=forward_op, backward=backward, backward_op=backward_op,
+    name="causal_choice", forward=forward, forward_op=forward_op, backward=backward, backward_op=backward_op,
     save=_save, gradients=_gradients, n_public=2, replay=True,
 )  # fmt: skip
 
@@ -184,6 +184,7 @@ def causal_choice(
     Raises:
         TypeError: scores is no floating-point tensor, a size no int, eps no number, mask not bool.
         ValueError: a size or eps is out of range, or shapes don't fit.
+        NotImplementedError: a second derivative, or a forward-mode one, is asked for.
 
     Source: expert choice made causal, after Mixture-of-Depths (arXiv:2404.02258).
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from onepass.core import check
+from onepass.core.eager import once
 from onepass.core.launch import INTERPRET
 from onepass.core.sums import BLOCK
 
@@ -41,6 +41,9 @@ def native(
         if v is not None and not (isinstance(v, Tensor) and v.dtype == dtype and v.shape == (n_cols,) and v.is_cpu):
             return None
     if has_mean:
+        if weight is None and bias is not None:
+            # torch's second derivative fails there, without a name
+            return None
         if dtype.itemsize == 2:
             return _sixteen_bit(x, weight, bias, eps)
         return torch.layer_norm(x, (n_cols,), weight, bias, eps)
@@ -70,8 +73,7 @@ class _SixteenBit(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
-        # gradients are recorded only under create_graph=True; the guard against that costs time otherwise
-        return _refuse_second(ctx, dy) if torch.is_grad_enabled() else _gradients(ctx, dy)
+        return _once(ctx, dy)
 
 
 def _gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -84,7 +86,7 @@ def _gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     return None if dx is None else dx.view(x.shape), dw, db, None
 
 
-_refuse_second = once_differentiable(_gradients)
+_once = once("layer_norm", _gradients)
 # what Function.apply does beyond this concerns torch.func, which never gets here
 _sixteen_bit: Callable[..., Tensor] = super(torch.autograd.Function, _SixteenBit).apply
 

@@ -251,12 +251,14 @@ def _vmap_backward(
 
 
 _norm = bind(
+    name="layer_norm, rms_norm",
     forward=_forward, forward_op=forward_op, backward=_backward, backward_op=backward_op, inference=_infer,
     save=_save, gradients=_gradients, replay=True, native=native,
     vmap_forward=_vmap_forward, vmap_backward=_vmap_backward,
     check=lambda x, weight, bias, eps, offset, has_mean, stable: _check(x, None, weight, bias, eps, has_mean),
 )  # fmt: skip
 _norm_residual = bind(
+    name="layer_norm, rms_norm",
     forward=_forward_residual, forward_op=forward_residual_op, backward=_backward, backward_op=backward_op,
     inference=_infer_residual, save=_save_residual, gradients=_gradients_residual, n_public=2, replay=True,
     vmap_backward=_vmap_backward,
@@ -301,6 +303,8 @@ def layer_norm(
     Raises:
         TypeError: a tensor is not floating-point, or eps no number.
         ValueError: shapes don't fit, eps is negative, or the tensors are on different devices.
+        NotImplementedError: a forward-mode derivative is asked for, or a second one where torch's own operator does not
+            do the work, as it does in plain eager calls on a CPU.
 
     Source: Ba, Kiros, Hinton 2016, arXiv:1607.06450; ``stable`` is the option of triton-transformer, after CogView,
     arXiv:2105.13290.
@@ -350,6 +354,8 @@ def rms_norm(
     Raises:
         TypeError: a tensor is not floating-point, or eps no number.
         ValueError: shapes don't fit, eps is negative, or the tensors are on different devices.
+        NotImplementedError: a forward-mode derivative is asked for, or a second one where torch's own operator does not
+            do the work, as it does in plain eager calls on a CPU.
 
     Source: Zhang, Sennrich 2019, arXiv:1910.07467.
 

@@ -6,11 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.library import custom_op
 
 from onepass.core.bind import bind
-from onepass.core.eager import plain
+from onepass.core.eager import once, plain
 from onepass.core.launch import uses_triton
 
 from . import arguments, torch_path
@@ -61,6 +60,7 @@ def _gather_gradients(ctx: Any, run: Any, dy: Tensor) -> tuple[Tensor | None, ..
 
 
 _call_gather = bind(
+    name="gather",
     forward=_gather, forward_op=gather_op, backward=_gather_backward, backward_op=gather_backward_op,
     save=_save_gather, gradients=_gather_gradients,
 )  # fmt: skip
@@ -84,6 +84,7 @@ def gather(x: Tensor, indices: Tensor) -> Tensor:
     Raises:
         TypeError: x is no floating-point tensor, indices is not int64.
         ValueError: shapes don't fit, or the tensors are on different devices.
+        NotImplementedError: a second derivative, or a forward-mode one, is asked for.
 
     Example:
         >>> import torch
@@ -147,6 +148,7 @@ def _scatter_gradients(ctx: Any, run: Any, dy: Tensor) -> tuple[Tensor | None, .
 
 
 _call_scatter = bind(
+    name="scatter_add",
     forward=_scatter, forward_op=scatter_op, backward=scatter_backward, backward_op=scatter_backward_op,
     save=_save_scatter, gradients=_scatter_gradients,
 )  # fmt: skip
@@ -163,9 +165,11 @@ class _InPlace(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Any:
-        return _scatter_gradients(ctx, scatter_backward, dy)
+        return _in_place_backward(ctx, dy)
+
+
+_in_place_backward = once("scatter_add", lambda ctx, dy: _scatter_gradients(ctx, scatter_backward, dy))
 
 
 def scatter_add(y: Tensor, update: Tensor, gates: Tensor | None, indices: Tensor, *, inplace: bool = False) -> Tensor:
@@ -192,6 +196,7 @@ def scatter_add(y: Tensor, update: Tensor, gates: Tensor | None, indices: Tensor
     Raises:
         TypeError: a tensor is not floating-point, indices is not int64.
         ValueError: shapes don't fit, or the tensors are on different devices.
+        NotImplementedError: a second derivative, or a forward-mode one, is asked for.
 
     Example:
         >>> import torch

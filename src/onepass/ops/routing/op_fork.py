@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from onepass.core.eager import once
 from onepass.core.launch import replayed
 
 from .norms import norm_backward, norm_forward
@@ -42,25 +42,23 @@ class Fork(NamedTuple):
     choice: Choice
 
 
-def as_forward_did(backward: Callable[[Any, tuple[Tensor | None, ...]], Any]) -> Callable[..., Any]:
-    """A Function's backward, given its gradients as a tuple: once, and in the dtypes of forward, not of a caller's."""
+Backward = Callable[[Any, tuple[Tensor | None, ...]], Any]
 
-    def outside_autocast(ctx: Any, grads: tuple[Tensor | None, ...]) -> Any:
-        if torch._C._is_any_autocast_enabled():
-            device = next((g.device.type for g in grads if g is not None), "cpu")
-            with torch.autocast(device, enabled=False):
-                return backward(ctx, grads)
-        return backward(ctx, grads)
 
-    @once_differentiable
-    def refuse_second(ctx: Any, *grads: Tensor | None) -> Any:
-        return outside_autocast(ctx, grads)
+def as_forward_did(name: str) -> Callable[[Backward], Callable[..., Any]]:
+    """For a Function's backward, given its gradients as a tuple: once, and in forward's dtypes, not in a caller's."""
 
-    def run(ctx: Any, *grads: Tensor | None) -> Any:
-        # gradients are recorded only under create_graph=True; the guard against that costs time otherwise
-        return refuse_second(ctx, *grads) if torch.is_grad_enabled() else outside_autocast(ctx, grads)
+    def decorate(backward: Backward) -> Callable[..., Any]:
+        def outside_autocast(ctx: Any, *grads: Tensor | None) -> Any:
+            if torch._C._is_any_autocast_enabled():
+                device = next((g.device.type for g in grads if g is not None), "cpu")
+                with torch.autocast(device, enabled=False):
+                    return backward(ctx, grads)
+            return backward(ctx, grads)
 
-    return run
+        return once(name, outside_autocast, leaves=True)
+
+    return decorate
 
 
 _add_chosen = replayed(add_rows)
@@ -82,7 +80,7 @@ class _Fork(torch.autograd.Function):
         return normed, scores, *slots
 
     @staticmethod
-    @as_forward_did
+    @as_forward_did("a routed block's norm and scores")
     def backward(ctx: Any, grads_out: tuple[Tensor | None, ...]) -> Any:
         dn, ds, *d_slots = grads_out
         x, weight, vectors, stats, scores, mask = ctx.saved_tensors

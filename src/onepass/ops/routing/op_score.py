@@ -77,7 +77,7 @@ def _gradients(ctx: Any, run: Any, ds: Tensor | None, *_: Any) -> tuple[Tensor |
 
 
 _call = bind(
-    forward=_forward, forward_op=forward_op, backward=_backward, backward_op=backward_op,
+    name="score", forward=_forward, forward_op=forward_op, backward=_backward, backward_op=backward_op,
     save=_save, gradients=_gradients,
 )  # fmt: skip
 
@@ -104,6 +104,7 @@ def score(x: Tensor, weight: Tensor, *, eps: float = 1e-6) -> Tensor:
     Raises:
         TypeError: x or weight is no floating-point tensor.
         ValueError: shapes don't fit, R is out of range, eps < 0, or the tensors are on different devices.
+        NotImplementedError: a second derivative, or a forward-mode one, is asked for.
 
     Source: CoLT5 (arXiv:2303.09752) scores with the raw dot product; the normalisation keeps ε of the gates meaningful.
 

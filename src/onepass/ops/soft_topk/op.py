@@ -142,7 +142,7 @@ def _gradients(ctx: Any, run: Any, gy: Tensor | None, *_: Any) -> tuple[Tensor |
 
 
 _call = bind(
-    forward=_forward, forward_op=forward_op, backward=_backward, backward_op=backward_op,
+    name="soft_topk", forward=_forward, forward_op=forward_op, backward=_backward, backward_op=backward_op,
     save=_save, gradients=_gradients,
 )  # fmt: skip
 
@@ -194,6 +194,7 @@ def soft_topk(
         TypeError: scores is no floating-point tensor, mask is not bool, k or eps is no number or real tensor.
         ValueError: shapes don't broadcast, devices differ, kind is unknown, k or eps is not > 0. Tensors on a GPU are
             not looked into, since the host would have to wait: there k ≤ 0 or eps ≤ 0 gives NaN rows.
+        NotImplementedError: a second derivative, or a forward-mode one, is asked for.
 
     Source: CoLT5 (arXiv 2303.09752), ALIGNER (2211.01267), SOFT (2002.06504), LapSum (2503.06242).
 

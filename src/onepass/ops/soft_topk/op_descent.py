@@ -150,7 +150,7 @@ def _gradients(ctx: Any, run: Any, gy: Tensor | None, *_: Any) -> tuple[Tensor |
 
 
 _call = bind(
-    forward=_forward, forward_op=forward_op, backward=_backward, backward_op=backward_op,
+    name="coor_descent", forward=_forward, forward_op=forward_op, backward=_backward, backward_op=backward_op,
     save=_save, gradients=_gradients,
 )  # fmt: skip
 
@@ -204,6 +204,7 @@ def coor_descent(
         TypeError: scores is no floating-point tensor, mask is not bool, an option is no number.
         ValueError: shapes don't broadcast, devices differ, n_iters < 1, or k, eps, eps_init or eps_decay is not > 0
             (a tensor k on a GPU is not looked into; there k ≤ 0 gives NaN rows), or one of the last three is infinite.
+        NotImplementedError: a second derivative, or a forward-mode one, is asked for.
 
     Source: Wright, Coordinate descent algorithms (arXiv 1502.04759); CoLT5 (2303.09752); ε-scaling as in 2304.04947.
 

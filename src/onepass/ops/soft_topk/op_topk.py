@@ -52,9 +52,9 @@ def _select(scores: Tensor, mask: Tensor | None, k: int) -> Tensor:
     slot = torch.where(chosen, chosen.cumsum(-1) - 1, kept)
     columns = torch.arange(n, device=keys.device).expand(keys.shape)
     indices = out.new_empty((*keys.shape[:-1], kept + 1)).scatter_(-1, slot, columns)[..., :kept]
-    found = keys.gather(-1, indices)
+    chosen_keys = keys.gather(-1, indices)
     # a GPU's sort looks at the sign of a NaN
-    ordered, order = torch.where(found.isnan(), math.nan, found).sort(dim=-1, descending=True, stable=True)
+    ordered, order = torch.where(chosen_keys.isnan(), math.nan, chosen_keys).sort(dim=-1, descending=True, stable=True)
     out[..., :kept] = torch.where(ordered == -math.inf, -1, indices.gather(-1, order))
     return out
 
@@ -235,7 +235,7 @@ def _gradients(
 
 
 _call = bind(
-    forward=forward, forward_op=forward_op, backward=backward, backward_op=backward_op,
+    name="topk", forward=forward, forward_op=forward_op, backward=backward, backward_op=backward_op,
     save=_save, gradients=_gradients, n_public=3, replay=True,
 )  # fmt: skip
 
@@ -276,6 +276,7 @@ def topk(
     Raises:
         TypeError: scores is no floating-point tensor, k is no int, mask is not bool.
         ValueError: k < 0, shapes don't broadcast, eps is not > 0, kind is unknown.
+        NotImplementedError: a second derivative, or a forward-mode one, is asked for.
 
     Source: CoLT5 (arXiv 2303.09752).
 

@@ -190,7 +190,7 @@ def _gradients(ctx: Any, run: Any, dout: Tensor, *_: Any) -> tuple[Tensor | None
 
 
 _call = bind(
-    forward=forward, forward_op=forward_op, backward=backward, backward_op=backward_op,
+    name="span_attention", forward=forward, forward_op=forward_op, backward=backward, backward_op=backward_op,
     save=_save, gradients=_gradients,
 )  # fmt: skip
 
@@ -230,6 +230,7 @@ def span_attention(
     Raises:
         TypeError: a dtype is none of these, or q, k and v differ in it.
         ValueError: shapes don't fit, scale is not > 0, or the tensors are on different devices.
+        NotImplementedError: a second derivative, or a forward-mode one, is asked for.
 
     Source: Dao, FlashAttention-2 (arXiv:2307.08691), with runs of keys in place of one causal flag.
 

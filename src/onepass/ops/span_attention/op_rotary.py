@@ -56,6 +56,7 @@ def _rotary_gradients(ctx: Any, run: Any, dy: Tensor) -> tuple[Tensor | None, ..
 
 
 _call_rotary = bind(
+    name="rotary",
     forward=_rotary, forward_op=rotary_op, backward=_rotary, backward_op=rotary_backward_op,
     save=_save_rotary, gradients=_rotary_gradients,
 )  # fmt: skip
@@ -99,6 +100,7 @@ def rotary(x: Tensor, positions: Tensor | None = None, *, base: float = BASE) ->
     Raises:
         TypeError: x is no floating-point tensor, or positions is not int64.
         ValueError: shapes don't fit, base is not > 0, or the tensors are on different devices.
+        NotImplementedError: a second derivative, or a forward-mode one, is asked for.
 
     Source: Su et al., RoFormer (arXiv:2104.09864).
 
@@ -197,6 +199,7 @@ def _gradients(ctx: Any, run: Any, dout: Tensor, *_: Any) -> tuple[Tensor | None
 
 
 _call = bind(
+    name="rotary_attention",
     forward=packed_forward, forward_op=forward_op, backward=packed_backward, backward_op=backward_op,
     save=_save, gradients=_gradients,
 )  # fmt: skip
@@ -231,6 +234,7 @@ def rotary_attention(
     Raises:
         TypeError: as `span_attention`.
         ValueError: qkv is not packed as above, its width is odd, base is not > 0, or as `span_attention`.
+        NotImplementedError: a second derivative, or a forward-mode one, is asked for.
 
     Example:
         >>> import torch

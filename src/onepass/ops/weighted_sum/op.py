@@ -167,7 +167,7 @@ def _vmap_backward(
 
 
 _call = bind(
-    forward=_forward, forward_op=forward_op, backward=_backward, backward_op=backward_op,
+    name="weighted_sum", forward=_forward, forward_op=forward_op, backward=_backward, backward_op=backward_op,
     save=_save, gradients=_gradients, replay=True, check=_check,
     vmap_forward=_vmap_forward, vmap_backward=_vmap_backward,
 )  # fmt: skip
@@ -194,6 +194,7 @@ def weighted_sum(x: Tensor, weight: Tensor, *, out_dtype: torch.dtype | None = N
     Raises:
         TypeError: x or weight is no floating-point tensor, or out_dtype no floating-point dtype.
         ValueError: shapes don't fit, R is out of range, or the tensors are on different devices.
+        NotImplementedError: a second derivative, or a forward-mode one, is asked for.
 
     Source: the "weighted sum" exercise of Stanford's CS336, generalised to R vectors.
 
