@@ -169,7 +169,8 @@ def test_there_is_one_writer():
             name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
             modes = [value.value for value in ast.walk(call) if isinstance(value, ast.Constant)]
             opens = name == "open" and any(isinstance(mode, str) and set(mode) & set("wax+") for mode in modes)
-            if opens or name in {"write_text", "write_bytes", "mkstemp", "NamedTemporaryFile"}:
+            method = isinstance(call.func, ast.Attribute) and name in {"write_text", "write_bytes"}
+            if opens or method or name in {"mkstemp", "NamedTemporaryFile"}:
                 others.append(f"{path.relative_to(root)}: {name}")
     # stdout of a process that has none
     assert others == ["__main__.py: open"]
