@@ -105,7 +105,7 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_command(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "fuzz", "--minutes", "0.05", "--jobs", "2", "--only", "rotary", "--seed", "3"]
+    command = [sys.executable, "-m", "fuzz", "--minutes", "0.01", "--jobs", "2", "--only", "rotary", "--seed", "3"]
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'src'}"}
     options = ["--out", str(tmp_path / "fuzz.json"), "--findings", str(tmp_path / "found")]
     done = subprocess.run(
