@@ -254,7 +254,7 @@ def check_rotary(case: Case, device: str) -> None:
     u, v = roundoff(accumulator(x.dtype)), roundoff(x.dtype)
     dy = build({**case["x"], "seed": case["seed"], "layout": "contiguous"}, device)
     (grad,) = torch.autograd.grad(y, x, dy)
-    # angles are fp64 until less than a turn is left; that is rounded (4 u), its cosine and sine (2), products, a sum (3)
+    # angles are fp64 until less than a turn is left; that is rounded (4 u), its cosine and sine (2), the products (3)
     angle = 2**-50 * float(case["far"] or x.shape[1])
     for what, got, source, inverse in (("", y, x, False), (" gradient", grad, dy, True)):
         want = rotate(wide(source), given, case["base"], inverse)
