@@ -99,21 +99,22 @@ def _measure(
         excess = rest + (above - k)
         # exact for this saturated set; with k or more saturated, Newton on the sum itself
         return excess, above, torch.where(above < k, (rest / (k - above)).log(), excess / rest)
+    # (in place throughout: a million columns' worth of new memory takes longer than to compute them)
     if kind == CLAMP:
         above = torch.gt(x, 0.5, out=torch.empty_like(x))
-        tail = x.clamp_(0, 1).sub_(above).abs_()
-        slopes = torch.gt(tail, EDGE * tiny, out=torch.empty_like(x))
-    elif kind == SIGMOID:
-        above = _above(x)
-        tail = x.abs_().neg_().sigmoid_()
-        slopes = tail - tail * tail
+        count = above.sum(-1, keepdim=True)
+        tail = x.clamp_(0, 1).sub_(above)
+        rest = tail.sum(-1, keepdim=True)
+        dy = torch.gt(tail.abs_(), EDGE * tiny, out=above).sum(-1, keepdim=True)
     else:
         above = _above(x)
-        slopes = tail = x.abs_().neg_().exp_().mul_(0.5)
-    dy = slopes.sum(-1, keepdim=True)
-    # (the tails of those above the threshold are what they lack)
-    signed = torch.addcmul(tail, above, tail, value=-2)
-    count, rest = above.sum(-1, keepdim=True), signed.sum(-1, keepdim=True)
+        count = above.sum(-1, keepdim=True)
+        x.abs_().neg_()
+        tail = x.sigmoid_() if kind == SIGMOID else x.exp_().mul_(0.5)
+        total = tail.sum(-1, keepdim=True)
+        # those above the threshold lack it
+        rest = total - 2 * above.mul_(tail).sum(-1, keepdim=True)
+        dy = total - tail.square_().sum(-1, keepdim=True) if kind == SIGMOID else total
     excess = (count - k) + rest
     step = excess / dy
     if kind != CLAMP:
