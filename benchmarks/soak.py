@@ -3,9 +3,9 @@
     python benchmarks/soak.py [--resumes 50] [--memory-steps 10000] [--seed 0] [--json FILE]
 
 One run trains to its end undisturbed. A second one, with the same options, is stopped again and again: killed while it
-starts, killed while it trains, asked to end, left without disk space, and with a clock that is set back before it is
-killed. After each stop its checkpoint and metrics have to be whole and no older than before. At the end both runs'
-metrics (but for what depends on the clock), weights and momentum have to be equal, bit for bit.
+starts, while it trains and while it writes a file, asked to end, left without disk space, and killed after its clock
+was set back. After each stop its checkpoint and metrics have to be whole and no older than before. At the end both
+runs' metrics (but for what depends on the clock), weights and momentum have to be equal, bit for bit.
 
 A third run takes many steps, and its memory has to stay flat. `ALLOWED` says what that means.
 
@@ -51,7 +51,7 @@ from onepass.train.run import METRICS, Run
 SIZE = ["--dim", "16", "--blocks", "2", "--seq", "32", "--batch", "2", "--device", "cpu"]
 STEPS_PER_RESUME = 16
 EVERY = 5  # steps between checkpoints
-FAULTS = ("kill -9 at the start", "kill -9", "SIGTERM", "disk full", "clock set back")
+FAULTS = ("kill -9 at the start", "kill -9", "kill -9 in a write", "SIGTERM", "disk full", "clock set back")
 CLOCKED = {"seconds", "tokens_per_s", "digest"}  # a row's digest covers the other two
 PATIENCE = 300.0  # seconds that a round may take
 # bytes a step by which the memory may grow: one forgotten tensor of one number weighs more (`tensor_bytes` measures it)
@@ -189,10 +189,19 @@ class Soak:
                 fill(self.root / "ballast", leave)
                 code = wait(child)
                 (self.root / "ballast").unlink()
+            elif fault == "kill -9 in a write":
+                self.meet_a_write()
+                code = self.stop(child, signal.SIGKILL, 0)
             else:
                 sign = signal.SIGTERM if fault == "SIGTERM" or (fault == "clock set back" and seed % 2) else None
                 code = self.stop(child, sign or signal.SIGKILL, 0.05 * delay)
         self.judge(fault, code)
+
+    def meet_a_write(self) -> None:
+        """Wait for a half-written file without a pause: it is there for less than a millisecond."""
+        deadline = time.monotonic() + 10
+        while not any(name.endswith(".partial") for name in os.listdir(self.out)) and time.monotonic() < deadline:
+            pass
 
     def stop(self, child: int, sign: signal.Signals, delay: float) -> int | None:
         """Send a signal after a while; return the exit code."""
