@@ -188,6 +188,9 @@ def _check_one(
         same = torch.equal(p.detach(), bits) and torch.equal(momentum(state, p), m)
         require(same, f"{label} left alone", "a parameter without a gradient, or of a skipped step, changed")
         return
+    if max(float(wide(grad).abs().max()), float(m.abs().max())) > 1e21 if grad.numel() else False:
+        # where the CPU's tiles scale updates beyond fp32's range, as a comment there says
+        label += " beyond 1e21"
     lr, wd = float(_options(group)["lr"]), group["weight_decay"]
     if group["decouple_lr"]:
         wd = wd / lr
