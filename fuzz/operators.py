@@ -118,7 +118,9 @@ def check_norm(case: Case, device: str) -> None:
             if exact:
                 only = torch.zeros_like(want) if of_bias is None else of_bias.expand(want.shape)
                 bound_of_bias = torch.full_like(want, rounding.zero) + rounding.v * only.abs()
-                compare(result.reshape(rows.shape), only, bound_of_bias, _label(case, tag, f"constant row {way}"))
+                compare(
+                    result.reshape(rows.shape), only, bound_of_bias, _label(case, tag, f"constant row {way}"), rows=fits
+                )
     if not y.requires_grad:
         return
     dy = torch.ones_like(y).sum() if case["sum"] else None
