@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import onepass
+from onepass.core import files
 from onepass.core.about import cpu_name, dtype_name
 
 SIZES = ((1, 64), (16, 128), (64, 1024), (512, 768), (2048, 1024), (2048, 4096))
@@ -115,7 +116,7 @@ def main() -> None:
         )
         if args.json:
             args.json.parent.mkdir(parents=True, exist_ok=True)
-            args.json.write_text(json.dumps([header, *records], indent=1) + "\n")
+            files.write(args.json, json.dumps([header, *records], indent=1) + "\n")
     print(f"{sum(r['kept'] for r in records)} of {len(records)} within {SHARE:.2f}× + {MICROSECONDS:.0f} µs")
 
 

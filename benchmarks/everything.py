@@ -28,6 +28,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+from onepass.core import files
+
 BENCHMARKS = Path(__file__).resolve().parent
 # research and benchmarks are found from here
 ROOT = BENCHMARKS.parent
@@ -98,7 +100,8 @@ def _run(job: Job, gpu: int, out: Path, deadline: float) -> Done:
     limit = min(began + 180 * job.minutes, deadline)
     if began + 60 * job.minutes > deadline:
         return Done(job, "no time left", 0)
-    with (out / "logs" / f"{job.name}.log").open("w") as log:
+    log_file = files.open_regular(out / "logs" / f"{job.name}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    with os.fdopen(log_file, "w") as log:
         environment = os.environ | {"CUDA_VISIBLE_DEVICES": str(gpu)}
         process = subprocess.Popen(
             job.command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=environment,

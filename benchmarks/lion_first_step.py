@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 
+from onepass.core import files
 from onepass.ops.lion.spec import MODELS
 from onepass.optim import Lion
 
@@ -106,8 +107,8 @@ def main() -> int:
         )
     about = f"First steps on {filled[0]['gpu']}, {args.model}, torch {filled[0]['torch']}.\n\n"
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.with_suffix(".json").write_text(json.dumps(filled, indent=1) + "\n")
-    args.out.with_suffix(".md").write_text(about + "\n".join(rows) + "\n")
+    files.write(args.out.with_suffix(".json"), json.dumps(filled, indent=1) + "\n")
+    files.write(args.out.with_suffix(".md"), about + "\n".join(rows) + "\n")
     print("\n".join(rows))
     return 0
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import io
 import itertools
 import json
 import math
@@ -36,6 +37,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import onepass
+from onepass.core import files
 from onepass.ops.lion.reference import join
 from onepass.optim import Lion
 from onepass.train import config as configs
@@ -209,17 +211,17 @@ def tune(corpus: data.Corpus, config: configs.Config) -> tuple[dict[str, Setting
 def train_together(arms: list[str], argv: list[str], settings: dict[str, Setting]) -> list[dict[str, Any]]:
     """Train every arm in a process of its own."""
     with tempfile.TemporaryDirectory() as folder:
-        files = [Path(folder, str(i)) for i in range(len(arms))]
+        outs = [Path(folder, str(i)) for i in range(len(arms))]
         command = [sys.executable, __file__, *(a for a in argv if a != "--together"), "--tune", "0", "--only"]
         command += ["--settings", json.dumps(settings)]
         running = [
             subprocess.Popen([*command, "--arms", arm, "--out", str(file)])
-            for arm, file in zip(arms, files, strict=True)
+            for arm, file in zip(arms, outs, strict=True)
         ]
         failed = [arm for arm, process in zip(arms, running, strict=True) if process.wait()]
         if failed:
             raise SystemExit(f"failed: {', '.join(failed)}")
-        return [json.loads(file.with_suffix(".json").read_text())["arms"][0] for file in files]
+        return [json.loads(file.with_suffix(".json").read_text())["arms"][0] for file in outs]
 
 
 def picture(results: list[dict[str, Any]], path: Path) -> None:
@@ -240,7 +242,9 @@ def picture(results: list[dict[str, Any]], path: Path) -> None:
     )
     axes.legend(frameon=False)
     axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=150)
+    out = io.BytesIO()
+    figure.savefig(out, format="png", dpi=150)
+    files.write(path, out.getvalue())
     plt.close(figure)
 
 
@@ -310,10 +314,10 @@ def main(argv: list[str] | None = None) -> int:
         "onepass": onepass.__version__, "torch": torch.__version__, "device": gpu, "config": config.as_dict(),
         "settings": settings, "tried": tried,
     }  # fmt: skip
-    args.out.with_suffix(".json").write_text(json.dumps({**header, "arms": results}) + "\n")
+    files.write(args.out.with_suffix(".json"), json.dumps({**header, "arms": results}) + "\n")
     if args.only:
         return 0
-    args.out.with_suffix(".md").write_text(table(results) + tuning_table(tried))
+    files.write(args.out.with_suffix(".md"), table(results) + tuning_table(tried))
     picture(results, args.out.with_suffix(".png"))
     print(table(results))
     return 0

@@ -37,7 +37,7 @@ from typing import Any
 import torch
 from sanitize_calls import PLANTED, calls
 
-from onepass.core import spec
+from onepass.core import files, spec
 from onepass.core.launch import compiled
 
 TOOLS = ("memcheck", "racecheck", "initcheck")
@@ -155,7 +155,7 @@ def _start(command: list[str], log: Path, gpu: str) -> tuple[Any, Path, float]:
     # freed blocks go back to the driver, so that a tool knows where every tensor ends
     environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTHONUNBUFFERED": "1"}
     environment |= {"CUDA_VISIBLE_DEVICES": gpu}
-    with log.open("w") as out:
+    with os.fdopen(files.open_regular(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "w") as out:
         process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environment)
     return process, log, time.perf_counter()
 
@@ -208,7 +208,7 @@ def drive(ops: list[str], tools: list[str], seconds: float, logs: Path, parts: i
             found = [_finish(*process, 2 * seconds + 30) for process in running]
             if tool is None:
                 reached = {name: which for part in found for name, which in part.get("reached", {}).items()}
-                (logs / f"{op}.order").write_text(json.dumps(reaching_more(reached)))
+                files.write(logs / f"{op}.order", json.dumps(reaching_more(reached)))
             table.append(merged(op, tool, found))
             print(json.dumps(table[-1]), flush=True)
     return table
@@ -240,7 +240,7 @@ def main() -> int:
         logs.mkdir(parents=True, exist_ok=True)
         table = drive(ops, args.tool or list(TOOLS), args.seconds, logs, args.processes)
     if args.json:
-        args.json.write_text(json.dumps(table, indent=1) + "\n")
+        files.write(args.json, json.dumps(table, indent=1) + "\n")
     under = [row for row in table if row["tool"] != "none"]
     clean = all(row["errors"] == 0 and row.get("wrong") == 0 for row in under if row["op"] != PLANTED)
     seen = all(row["errors"] for row in under if row["op"] == PLANTED)

@@ -324,7 +324,7 @@ def soak(root: Path, resumes: int, memory_steps: int, seed: int) -> dict[str, An
         disturbed.play()
         compared = compare(disk / "whole", disturbed.out)
         print(f"equal, bit for bit: {compared}", flush=True)
-        flat = memory(disk, root / "texts", memory_steps)
+        flat = memory(disk, root / "texts", memory_steps) if memory_steps else None
         print(f"memory: {flat}", flush=True)
     return {
         **versions(), "cpu": cpu_name(), "date": datetime.now(timezone.utc).date().isoformat(), "seed": seed,
@@ -339,7 +339,9 @@ def main() -> int:
     """Read the command line, soak, report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--resumes", type=int, default=50, help="faults, each followed by a resumption (default 50)")
-    parser.add_argument("--memory-steps", type=int, default=10_000, help="steps of the long run (default 10000)")
+    parser.add_argument(
+        "--memory-steps", type=int, default=10_000, help="steps of the long run (default 10000; 0: no such run)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the faults and their moments (default 0)")
     parser.add_argument("--json", type=Path, help="where to write the record")
     args = parser.parse_args()

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 import onepass
+from onepass.core import files
 from onepass.core.spec import optional
 from onepass.ops.soft_topk import rivals
 
@@ -167,8 +168,8 @@ def main() -> None:
     print(table(record))
     if args.out is not None:
         args.out.mkdir(parents=True, exist_ok=True)
-        (args.out / "soft_topk.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-        (args.out / "soft_topk.md").write_text(table(record), encoding="utf-8")
+        files.write(args.out / "soft_topk.json", json.dumps(record, indent=1) + "\n")
+        files.write(args.out / "soft_topk.md", table(record))
 
 
 if __name__ == "__main__":

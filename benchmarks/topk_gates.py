@@ -10,12 +10,14 @@ Float64 on the CPU, fixed seed: the same numbers everywhere.
 from __future__ import annotations
 
 import argparse
+import io
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import onepass
+from onepass.core import files
 
 KINDS = ("capped_exp", "sigmoid", "laplace", "clamp")
 TEMPERATURES = (1.0, 0.3, 0.1, 0.03)
@@ -73,7 +75,9 @@ def picture(path: Path) -> None:
     for panel in panels[3:]:
         panel.set_xlabel("score s   (dotted: the k-th largest)")
     figure.suptitle(f"Gates of {s.numel()} normal scores, k = {k}", fontsize=12)
-    figure.savefig(path, dpi=100, metadata={"Software": None})
+    out = io.BytesIO()
+    figure.savefig(out, format="png", dpi=100, metadata={"Software": None})
+    files.write(path, out.getvalue())
 
 
 def table(rows: int = 64, cols: int = 4096) -> str:

@@ -174,7 +174,7 @@ class Job:
         """Whether it still works; one that died is replaced."""
         code = self.process.poll()
         if code is None:
-            if time.time() < self.until + 300:
+            if time.time() < self.until + 150:
                 return True
             self.process.kill()
             code = self.process.wait()

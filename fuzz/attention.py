@@ -237,7 +237,7 @@ def _rotary_cases(draw: Any, device: str) -> Case:
         "op": "rotary",
         "x": draw(spec(shape, dtype, fills=TOKENS)),
         "seed": draw(SEEDS),
-        "far": draw(st.none() | st.sampled_from((10, 100_000, 2**31))),
+        "far": draw(st.none() | st.sampled_from((10, 100_000, 10**7))),
         "base": draw(st.sampled_from((1e4, 100.0, 5e5))),
     }
 
@@ -254,13 +254,13 @@ def check_rotary(case: Case, device: str) -> None:
     u, v = roundoff(accumulator(x.dtype)), roundoff(x.dtype)
     dy = build({**case["x"], "seed": case["seed"], "layout": "contiguous"}, device)
     (grad,) = torch.autograd.grad(y, x, dy)
-    # float64 angles are right to 2^-53 of themselves
+    # angles are fp64 until less than a turn is left; that is rounded (4 u), its cosine and sine (2), the products (3)
     angle = 2**-50 * float(case["far"] or x.shape[1])
     for what, got, source, inverse in (("", y, x, False), (" gradient", grad, dy, True)):
         want = rotate(wide(source), given, case["base"], inverse)
         half = wide(source).abs().unflatten(-1, (2, -1)).sum(-2)
         size = torch.cat((half, half), -1)
-        bound = (6 * u + angle) * size + v * want.abs() + smallest(x.dtype)
+        bound = (10 * u + angle) * size + v * want.abs() + smallest(x.dtype)
         compare(got, want, bound, f"rotary {case['x']['dtype']}{what}")
 
 

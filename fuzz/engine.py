@@ -25,6 +25,8 @@ Case = dict[str, Any]
 CASE_SECONDS = 120
 # how long one finding may be made smaller
 SHRINK_SECONDS = 20.0
+# after so long it is another property's turn
+TURN_SECONDS = 10.0
 
 
 class FaultError(AssertionError):
@@ -129,6 +131,8 @@ class Found(Exception):  # noqa: N818 - tells Hypothesis to look for a smaller o
 def explore(prop: Property, device: str, seed: int, tally: Tally, deadline: float, note: Path | None = None) -> None:
     """Try a burst of fresh cases; the smallest case of each new fault goes into `tally.findings`."""
     best: dict[str, Any] = {}
+    started, before = time.monotonic(), tally.tried[prop.name]
+    turn_until = min(deadline, started + TURN_SECONDS)
     shrinking_until = deadline + 60
 
     @with_seed(seed)
@@ -141,7 +145,8 @@ def explore(prop: Property, device: str, seed: int, tally: Tally, deadline: floa
     def once(case: Case) -> None:
         nonlocal best, shrinking_until
         now = time.monotonic()
-        if now > shrinking_until or (now > deadline and not best):
+        # one case at least, however slow the machine
+        if tally.tried[prop.name] > before and now > (shrinking_until if best else turn_until):
             return
         if note is not None:
             note.write_text(json.dumps({"property": prop.name, "case": case}))
@@ -163,7 +168,6 @@ def explore(prop: Property, device: str, seed: int, tally: Tally, deadline: floa
         best = finding
         raise Found(finding["signature"])
 
-    started = time.monotonic()
     try:
         once()
     except KeyboardInterrupt:

@@ -13,7 +13,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 FILLS = (
     "normal", "uniform", "ties", "plateau", "constant", "shifted", "cauchy", "outlier", "huge", "tiny", "wide", "ones",
-    "large",
+    "large", "big",
 )  # fmt: skip
 # what loses no gradient to overflow: for properties that compare two ways of computing the same thing
 TAME = ("normal", "uniform", "ties", "plateau", "outlier")
@@ -81,6 +81,8 @@ def _values(fill: str, shape: list[int], generator: torch.Generator) -> Tensor:
         return torch.where(uniform() < 0.02, x * 1e4, x)
     if fill == "huge":
         return x * 10.0 ** (8 + 22 * _share(x[..., :1]))
+    if fill == "big":
+        return x * 10.0 ** (10 + 7 * _share(x[..., :1]))
     if fill == "tiny":
         return x * 10.0 ** (-6 - 36 * _share(x[..., :1]))
     if fill == "wide":

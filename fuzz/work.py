@@ -48,7 +48,7 @@ def work(folder: Path, device: str, seconds: float, seed: int, only: list[str] |
     deadline = time.monotonic() + seconds
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        while time.monotonic() < deadline and chosen:
+        while chosen and (time.monotonic() < deadline or not tally.tried):
             # what had the least time for its share goes next; equals in an order of the seed
             prop = min(chosen, key=lambda p: (tally.seconds[p.name] / p.share, draw.random()))
             try:

@@ -152,3 +152,25 @@ def test_names_that_no_file_can_have():
 )
 def test_printable(text: str, shown: str):
     assert printable(text) == shown
+
+
+def test_there_is_one_writer():
+    """Whatever the package leaves on a disk goes through `files.write`; streams (a run's metrics) through `extend`."""
+    import ast
+
+    import onepass
+
+    root = Path(onepass.__file__).parent
+    others: list[str] = []
+    for path in sorted(root.rglob("*.py")):
+        for call in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(call, ast.Call) or path.name == "files.py":
+                continue
+            name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+            modes = [value.value for value in ast.walk(call) if isinstance(value, ast.Constant)]
+            opens = name == "open" and any(isinstance(mode, str) and set(mode) & set("wax+") for mode in modes)
+            method = isinstance(call.func, ast.Attribute) and name in {"write_text", "write_bytes"}
+            if opens or method or name in {"mkstemp", "NamedTemporaryFile"}:
+                others.append(f"{path.relative_to(root)}: {name}")
+    # stdout of a process that has none
+    assert others == ["__main__.py: open"]

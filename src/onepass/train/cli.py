@@ -170,7 +170,7 @@ def resumed(args: argparse.Namespace, run_: Run) -> tuple[Config, Corpus]:
     import torch
 
     from onepass.train import config as configs
-    from onepass.train import data, files
+    from onepass.train import data
 
     config = run_.config()
     given = {name: getattr(args, name) for name in SETTINGS}
@@ -186,8 +186,7 @@ def resumed(args: argparse.Namespace, run_: Run) -> tuple[Config, Corpus]:
         raise UserError(f"--resume: the data has changed since the run began: {what}; put it back or start another run")
     if data.damaged(corpus, run_ / "data.json"):
         # the data itself says what the list must be
-        run_.refuse_replaced()
-        files.write(run_ / "data.json", corpus.manifest())
+        run_.write("data.json", corpus.manifest())
         corpus.notes.append("data.json was damaged or gone and is written anew")
     return config, corpus
 
@@ -243,7 +242,7 @@ def parameters(training: Training) -> int:
 
 def conclude(training: Training, checkpoint: str) -> None:
     """Measure, draw the pictures, print the last lines."""
-    from onepass.train import data, files, html, pictures
+    from onepass.train import data, html, pictures
     from onepass.train import run as runs
     from onepass.train.progress import say
     from onepass.train.trace import trace
@@ -251,13 +250,13 @@ def conclude(training: Training, checkpoint: str) -> None:
     config, corpus, run_ = training.config, training.corpus, training.run
     measured = training.finish()
     unigram = data.unigram_entropy(corpus.validation, config.seq, config.final_windows)
-    files.write(run_ / runs.LOSS, pictures.loss_png(run_.rows(), config, unigram))
+    run_.write(runs.LOSS, pictures.loss_png(run_.rows(), config, unigram))
     name, content = validation_text(corpus, 3 * config.seq)
     training.model.eval()
     traced = trace(training.model, config, name, content, max(8192, config.seq))
     source = f"{name} (validation), {measured.bits:.2f} bits per byte after {training.step:,} steps, {run_.path.name}"
-    files.write(run_ / f"{runs.PICTURE}.png", pictures.routing_png(traced, source))
-    files.write(run_ / f"{runs.PICTURE}.html", html.page(traced, source))
+    run_.write(f"{runs.PICTURE}.png", pictures.routing_png(traced, source))
+    run_.write(f"{runs.PICTURE}.html", html.page(traced, source))
     change = 100 * (measured.bits / unigram - 1) if unigram else 0.0
     say()
     beside = f"byte-unigram entropy of the same text {unigram:.3f} ({change:+.0f} %)"

@@ -95,8 +95,13 @@ class Run:
                     (self / name).unlink()
         except OSError as error:
             raise UserError(f"can't empty {self.path}: {reason(error)}") from None
-        files.write(self / DATA, manifest)
-        files.write(self / CONFIG, config.to_json())
+        self.write(DATA, manifest)
+        self.write(CONFIG, config.to_json())
+
+    def write(self, name: str, content: bytes | str) -> None:
+        """Put a file into the directory, if that is still ours."""
+        self.refuse_replaced()
+        files.write(self / name, content)
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
