@@ -80,6 +80,7 @@ def _compare(spec: Spec, actual: Tensor, expected: Tensor, what: str) -> None:
     close(actual, expected, spec.grad_factor * rtol, spec.grad_factor * atol * scale, what)
 
 
+@pytest.mark.skipif(INTERPRET, reason="batches of gradients hand the kernels the same")
 @pytest.mark.parametrize(("spec", "name"), _small())
 def test_jacobians(spec: Spec, name: str) -> None:
     sample = build(spec, name, "cpu", torch.float32)
@@ -95,7 +96,7 @@ def test_jacobians(spec: Spec, name: str) -> None:
                 _compare(spec, ours[key].reshape(-1, *t.shape), theirs[key], f"output {i} by {key} of {keys}")
 
 
-@pytest.mark.parametrize("size", [0, 1, 2])
+@pytest.mark.parametrize("size", [2] if INTERPRET else [0, 1, 2])
 @pytest.mark.parametrize(("spec", "name"), _small())
 def test_batches_of_gradients(spec: Spec, name: str, size: int) -> None:
     """vmap of a vjp, for whatever is batched: per-sample gradients, and many upstream gradients of one call."""

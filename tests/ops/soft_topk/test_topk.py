@@ -9,12 +9,11 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given, settings
-from torch.library import opcheck
 
 import onepass
 from onepass.core.launch import INTERPRET
 from onepass.ops.soft_topk import reference
-from onepass.ops.soft_topk.op_topk import backward_op, choose, forward_op, select_op
+from onepass.ops.soft_topk.op_topk import choose
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
 
@@ -179,33 +178,6 @@ def test_refused(call: Any, error: type[Exception], match: str) -> None:
         call()
 
 
-@pytest.mark.skipif(INTERPRET, reason="the dispatcher is the same in both jobs")
-def test_opcheck() -> None:
-    s = torch.randn(2, 3, 10)
-    opcheck(select_op, (s, None, 4))
-    opcheck(select_op, (s, torch.arange(10) > 3, 12))
-    eps, mask = torch.tensor([[0.5], [0.7]], requires_grad=True), torch.arange(10) > 3
-    s.requires_grad_()
-    opcheck(forward_op, (s, eps, mask, 4, 0.0, 0, True))
-    opcheck(forward_op, (s, None, None, 12, 0.3, 1, False))
-    values, indices, _, state = forward_op(s.detach(), eps.detach(), mask, 4, 0.0, 0, True)
-    known = (s.detach(), indices, state, eps.detach(), mask, 0.0, 0)
-    for grads in ((torch.randn_like(values), torch.randn_like(values)), (None, torch.randn_like(values))):
-        opcheck(backward_op, (*grads, *known, True, True))
-    opcheck(backward_op, (torch.randn_like(values), None, *known, True, True))
-    opcheck(backward_op, (torch.randn_like(values), None, *known, True, False))
-
-
-def test_compiles_into_one_graph() -> None:
-    torch._dynamo.reset()
-    compiled = torch.compile(lambda s: onepass.topk(s, 3, eps=0.5), fullgraph=True, backend="aot_eager")
-    s = torch.randn(4, 12, requires_grad=True)
-    ours, eager = compiled(s), onepass.topk(s, 3, eps=0.5)
-    assert torch.equal(ours.indices, eager.indices)
-    gy = torch.randn(4, 3)
-    torch.testing.assert_close(torch.autograd.grad(ours.gates, s, gy), torch.autograd.grad(eager.gates, s, gy))
-
-
 @pytest.mark.parametrize("mask_dim", [None, 0])
 def test_vmap(mask_dim: int | None) -> None:
     s = torch.randn(3, 2, 12)
@@ -215,10 +187,3 @@ def test_vmap(mask_dim: int | None) -> None:
         expected = onepass.topk(s[i], 4, mask=mask[i] if mask_dim == 0 else mask)
         for a, e in zip(mapped, expected, strict=True):
             assert torch.equal(a[i], e)
-
-
-def test_torch_func_grad() -> None:
-    s, gy = torch.randn(4, 12), torch.randn(4, 3)
-    got = torch.func.grad(lambda s: (onepass.topk(s, 3, eps=0.5).gates * gy).sum())(s)
-    leaf = s.clone().requires_grad_()
-    torch.testing.assert_close(got, torch.autograd.grad(onepass.topk(leaf, 3, eps=0.5).gates, leaf, gy)[0])

@@ -270,8 +270,8 @@ def topk(
 
     Returns:
         ``TopK(values, indices, gates)``, each ``(..., k)``: the selected scores in descending order (ties by lowest
-        index; NaN counts as largest), their int64 indices, the gates. Where a row has fewer than k valid entries, the
-        rest is value -inf, index -1, gate 0. Values pass the plain gradient of a gather, gates that of soft_topk.
+        index; NaN before +inf), their int64 indices, the gates. Where a row has fewer than k valid entries, the rest
+        is value -inf, index -1, gate 0. Values pass the plain gradient of a gather, gates that of soft_topk.
 
     Raises:
         TypeError: scores is no floating-point tensor, k is no int, mask is not bool.

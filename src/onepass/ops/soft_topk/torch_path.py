@@ -104,23 +104,23 @@ def _measure(
         excess = rest + (above - k)
         # exact for this saturated set; with k or more saturated, Newton on the sum itself
         return excess, above, torch.where(above < k, (rest / (k - above)).log(), excess / rest)
+    # (in place throughout: a million columns' worth of new memory takes longer than to compute them)
     if kind == CLAMP:
         above = torch.gt(x, 0.5, out=torch.empty_like(x))
-        tail = x.clamp_(0, 1).sub_(above).abs_()
-        slopes = torch.gt(tail, EDGE * tiny, out=torch.empty_like(x))
-    elif kind == SIGMOID:
-        above = _above(x)
-        # not torch.sigmoid, as in phi
-        tail = x.abs_().neg_().exp_()
-        tail = tail.div_(1 + tail)
-        slopes = tail - tail * tail
+        count = above.sum(-1, keepdim=True)
+        tail = x.clamp_(0, 1).sub_(above)
+        rest = row_sum(tail)
+        dy = torch.gt(tail.abs_(), EDGE * tiny, out=above).sum(-1, keepdim=True)
     else:
         above = _above(x)
-        slopes = tail = x.abs_().neg_().exp_().mul_(0.5)
-    dy = row_sum(slopes)
-    # (the tails of those above the threshold are what they lack)
-    signed = torch.addcmul(tail, above, tail, value=-2)
-    count, rest = above.sum(-1, keepdim=True), row_sum(signed)
+        count = above.sum(-1, keepdim=True)
+        tail = x.abs_().neg_().exp_()
+        # not torch.sigmoid, as in phi
+        tail = tail.div_(1 + tail) if kind == SIGMOID else tail.mul_(0.5)
+        total = row_sum(tail)
+        # those above the threshold lack it
+        rest = total - 2 * row_sum(above.mul_(tail))
+        dy = total - row_sum(tail.square_()) if kind == SIGMOID else total
     excess = (count - k) + rest
     step = excess / dy
     if kind != CLAMP:
