@@ -23,6 +23,10 @@ def tests_for(name: str) -> list[str]:
             return [f"tests/ops/{operator}", "tests/contract"]
         case ("src", "onepass", package, _, *_) if package != "core":
             return [f"tests/{package}", *(["tests/cli"] if package == "train" else [])]
+        case ("benchmarks" | "research" as package, *_):
+            return [f"tests/{package}"]
+        case ("fuzz", *_):
+            return ["tests/test_fuzz.py"]
         case ("tests", *_, file) if file.startswith("test_"):
             return [name]
         case ("tests", folder, _, *_):

@@ -19,6 +19,8 @@ from changed import chosen
         (["tests/nn/test_norm.py"], ["tests/nn/test_norm.py"]),
         (["tests/nn/attention_oracle.py"], ["tests/nn"]),
         (["tests/test_that_was_removed.py", "docs/stability.md"], []),
+        (["benchmarks/run.py", "research/ablate/text.py"], ["tests/benchmarks", "tests/research"]),
+        (["fuzz/files.py"], ["tests/test_fuzz.py"]),
         (["README.md"], ["tests/test_readme.py"]),
     ],
 )

@@ -55,8 +55,6 @@ def test_doctor_with_torch_alone() -> None:
     [
         (["train"], "train", "matplotlib, numpy, rich, safetensors"),
         (["show", "run", "file"], "train", "matplotlib, numpy, rich, safetensors"),
-        (["ablate", "planted"], "train", "matplotlib, numpy, rich, safetensors"),
-        (["ablate", "report", "run"], "train", "matplotlib, numpy, rich, safetensors"),
         (["bench", "--list"], "bench", "matplotlib, rich"),
     ],
 )

@@ -25,7 +25,11 @@ def public_names() -> dict[str, list[str]]:
     import onepass.compat
 
     names = ["onepass", "onepass.nn", "onepass.optim"]
-    names += [f"onepass.compat.{found.name}" for found in pkgutil.iter_modules(onepass.compat.__path__)]
+    names += [
+        f"onepass.compat.{found.name}"
+        for found in pkgutil.iter_modules(onepass.compat.__path__)
+        if found.name[0] != "_"
+    ]
     listed = {}
     for name in names:
         module = importlib.import_module(name)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 import onepass
-from onepass.compat.absent import absent
+from onepass.compat._absent import absent
 from onepass.core import check
 from onepass.ops.soft_topk import arguments
 from onepass.ops.soft_topk.op_topk import gates, select

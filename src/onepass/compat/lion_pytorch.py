@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from onepass.compat.absent import absent
+from onepass.compat._absent import absent
 from onepass.ops.lion.op import lion_
 from onepass.optim.lion import Lion as _Lion
 

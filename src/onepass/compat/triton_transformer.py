@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from onepass.compat.absent import absent
+from onepass.compat._absent import absent
 from onepass.ops.norm.op import layer_norm
 
 __all__ = ["layernorm"]
