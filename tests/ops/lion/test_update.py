@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from onepass.core.launch import INTERPRET
-from onepass.ops.lion.op import lion_
+from onepass.ops.lion.op import REMAINDER, lion_
 from onepass.ops.lion.reference import join, reference, split
+from onepass.ops.lion.storage import narrow_
 from onepass.ops.lion.torch_path import SMALL, TILE, Row, foreach_, update_
 
 # with β1 = 0.9 some 16-bit numbers are exact ties, g = −9·m, whose sign is a matter of rounding
@@ -67,6 +68,16 @@ MIXES = [m for m in itertools.product((F32, F16, BF16), repeat=3) if not (INTERP
 @pytest.mark.parametrize("dtypes", MIXES, ids=lambda d: "-".join(str(t)[6:] for t in d))
 def test_every_dtype_mix(dtypes: tuple[torch.dtype, ...]) -> None:
     check_step(dtypes, "none", SHAPES)
+
+
+@pytest.mark.parametrize("shape", [(), (5,)])
+def test_remainder_beside_a_float64_gradient(shape: tuple[int, ...]) -> None:
+    """The update is computed in float64; the pair stores it as the fp32 number that it is."""
+    p, g = torch.randn(shape).to(torch.bfloat16), torch.randn(shape, dtype=torch.float64)
+    m, extra = torch.zeros(shape, dtype=torch.float64), torch.zeros(shape, dtype=torch.int16)
+    want, _ = expected(p, g, m, HYPER[0])
+    narrow_(p, extra, REMAINDER, want)
+    assert torch.equal(join(p, extra), want.float())
 
 
 @pytest.mark.parametrize("momentum", [F32, F16] if INTERPRET else [F32, BF16])

@@ -31,7 +31,8 @@ def widen(p: Tensor, extra: Tensor | None, mode: int, dtype: torch.dtype) -> Ten
 def narrow_(p: Tensor, extra: Tensor | None, mode: int, value: Tensor) -> None:
     """Write the full-precision parameter back to what is stored."""
     if mode == REMAINDER and extra is not None:
-        high, low = split(value)
+        # a float64 gradient or momentum makes the update float64; the pair holds an fp32 number
+        high, low = split(value.float())
         p.copy_(high)
         extra.copy_(low)
         return

@@ -157,15 +157,13 @@ def forward(x: Tensor, vectors: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     loads = 4 if routes > 1 and x.element_size() == 2 else 2
     # the number of rows plays no part: what a token scores does not depend on its company
     block_r = max(1, loads * FORWARD_WARPS * 32 * vector // block_c)
-    # where a thread does not hold all VECTOR neighbours, lanes add each other's products: copies of such a sum agree
-    # bit for bit only if none of them contracts its own product into the addition. Likewise with VECTOR = 1, where a
-    # loop of one tile, D being known, leaves bare products
-    whole = 1 < vector <= block_r * block_c // (32 * FORWARD_WARPS)
+    # products are not contracted into additions: the compiler contracts those of two rows of one thread differently,
+    # and lanes that add each other's products would disagree; a score's bits would depend on the token's place
     with device_guard(x):
         launch(
             forward_kernel, (cdiv(total, block_r), 1, 1), (x, vectors, scores, inverse),
             (batch_stride // vec, row_stride // vec, n, total, float(eps)),
-            (d, vec, routes, min(vector, block_c), block_r, block_c), num_warps=FORWARD_WARPS, enable_fp_fusion=whole,
+            (d, vec, routes, min(vector, block_c), block_r, block_c), num_warps=FORWARD_WARPS, enable_fp_fusion=False,
         )  # fmt: skip
     return scores, inverse
 
