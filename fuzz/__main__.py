@@ -24,7 +24,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 DEVICES = ("cpu", "cuda", "interpret")
 FINDINGS = ROOT / "fuzz-findings"
-OUT = ROOT / "benchmarks" / "results" / "cpu" / "fuzz.json"
+OUT = ROOT / "benchmarks" / "results" / "cpu" / "raw" / "fuzz.json"
 
 
 def main() -> int:
