@@ -75,7 +75,7 @@ endef
 	@echo '$(PYTHON) $(TORCH)' | cmp -s - $@ || echo '$(PYTHON) $(TORCH)' > $@
 
 soak: .venv/ready  ## stop the main job in the worst ways and resume it 50 times; 10 000 steps in flat memory
-	OMP_NUM_THREADS=1 .venv/bin/python benchmarks/soak.py --json benchmarks/results/cpu/soak.json $(ARGS)
+	OMP_NUM_THREADS=1 .venv/bin/python benchmarks/soak.py --json benchmarks/results/cpu/raw/soak.json $(ARGS)
 
 MINUTES ?= 10
 fuzz: .venv-dev/ready  ## attacks with fresh seeds, MINUTES long; findings go to fuzz-findings/

@@ -48,7 +48,6 @@ def test_errors(capsys: pytest.CaptureFixture[str]):
     assert SHOWN in said(capsys, "train", "--out", ORDERS, "--resume")
     assert SHOWN in said(capsys, "train", "--out", ORDERS)
     assert SHOWN in said(capsys, "show", ORDERS, ORDERS)
-    assert SHOWN in said(capsys, "bench", "--report", ORDERS)
     Path("folder").mkdir()
     Path("folder", ORDERS).touch()
     assert "holds other things than a run" in said(capsys, "train", __file__, "--out", "folder")
