@@ -104,6 +104,7 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "Lion and lion-pytorch" not in [p.name for p in chosen]
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "fuzz", "--minutes", "0.01", "--jobs", "2", "--only", "rotary", "--seed", "3"]
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'src'}"}

@@ -23,7 +23,7 @@ pytestmark = [
     pytest.mark.skipif(INTERPRET, reason="the interpreter compiles nothing"),
 ]
 
-# one target in every run, its neighbours in the slow one
+# one target in every run; its neighbours and AMD in the slow one
 NVIDIA = [90, *(pytest.param(arch, marks=pytest.mark.slow) for arch in (80, 100))]
 KERNELS = [pytest.param(k, id=k.name) for k in all_kernels()]
 
@@ -78,6 +78,7 @@ def test_nvidia(kernel: Kernel, arch: int, tmp_path: Path) -> None:
         assert wide, f"no 16-byte load; found {sorted(loads)}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernel", [pytest.param(k, id=k.name) for k in all_kernels() if k.amd])
 def test_amd(kernel: Kernel) -> None:
     from triton.backends.compiler import GPUTarget

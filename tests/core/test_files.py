@@ -72,6 +72,7 @@ while True:
 """
 
 
+@pytest.mark.slow
 def test_a_killed_writer_leaves_a_whole_file(victim: Path):
     path = victim.parent / "run" / "page"
     for _ in range(5):

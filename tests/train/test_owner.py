@@ -70,6 +70,7 @@ def drive(script: str, folder: Path, *arguments: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_of_several_starts_in_one_directory_one_wins(train: Train, texts: Path, tmp_path: Path):
     script = """
 for options in (["--out", "run"], ["--out", "run", "--resume"], ["--out", "run", "--force"]):
@@ -84,6 +85,7 @@ for options in (["--out", "run"], ["--out", "run", "--resume"], ["--out", "run",
     assert rows(tmp_path / "run") == rows(tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_starts_without_a_directory_get_one_each(texts: Path, tmp_path: Path):
     drive("codes, said = together(4)\nassert codes == [0] * 4, said", tmp_path, str(texts), *TINY)
     found = [rows(run) for run in (tmp_path / "runs").iterdir()]

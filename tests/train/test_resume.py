@@ -140,6 +140,7 @@ print(kills, partial)
 """
 
 
+@pytest.mark.slow
 def test_kill_9_again_and_again(train: Train, texts: Path, tmp_path: Path):
     arguments = [str(texts), *TINY, "--steps", "120", "--checkpoint-every", "1"]
     done = subprocess.run(
