@@ -21,11 +21,14 @@ from onepass.nn import RoutedAttention, RoutedFeedForward
 pytestmark = pytest.mark.interpret
 
 NAMES = ("layer_norm", "rms_norm", "weighted_sum", "topk")
+# without rows nothing is launched; eps that broadcasts is copied by torch: such calls have no replay
+UNREPLAYED = ("no rows", "eps tensor, mask")
 SAMPLES = [
     pytest.param(spec, name, id=f"{spec.name}-{name}")
     for i, spec in enumerate(SPECS)
     if spec.name in NAMES
     for name in sample_names(i)[1::6]
+    if name not in UNREPLAYED
 ]
 
 
@@ -49,7 +52,7 @@ class _Interpreter:
         )
 
     def launch(self, kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
-        recorder = core._recording.recorder
+        recorder = core._recording.listener
         if recorder is not None:
             n = next(i for i, a in enumerate(args) if not (a is None or isinstance(a, Tensor)))
             dtypes = [None if t is None else t.dtype for t in args[:n]]
