@@ -175,8 +175,8 @@ def soft_topk() -> Iterator[Call]:
 
 def routing() -> Iterator[Call]:
     """Kernels that no operator calls alone, modules that call them, and every sample of the operators."""
+    from onepass.fused import branch, norms
     from onepass.nn import RoutedAttention, RoutedFeedForward
-    from onepass.ops.routing import branch, norms
 
     make = maker(FP32)
 

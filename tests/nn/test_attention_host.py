@@ -10,7 +10,8 @@ from torch import Tensor
 
 from fake_gpu import Host, autocast_pass, launches, still_held, torch_calls_of_a_pass
 from onepass.core.launch import INTERPRET
-from onepass.nn import AttentionRouting, RoutedAttention, RouterOutput, attention_node
+from onepass.fused import attention as attention_node
+from onepass.nn import AttentionRouting, RoutedAttention, RouterOutput
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(INTERPRET, reason="kernels are not run")

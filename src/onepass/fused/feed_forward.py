@@ -1,4 +1,4 @@
-"""`light_and_heavy`: all of a routed feed-forward as one autograd node, for plain eager PyTorch.
+"""`routed_feed_forward`: all of a routed feed-forward as one autograd node, for plain eager PyTorch.
 
     y = down(gelu(up(norm(x))))        y_i += gate_i · down'(gelu(up'(norm'(x_i))))        for the chosen tokens i
 
@@ -22,11 +22,12 @@ from torch import Tensor
 from onepass.core.launch import replayed
 from onepass.core.products import weight_gradient
 from onepass.ops.causal_choice import op as causal_choice
-from onepass.ops.routing import branch
-from onepass.ops.routing.norms import norm_backward_into, norm_forward, norm_parts
-from onepass.ops.routing.op_fork import as_forward_did
 from onepass.ops.routing.rows import add_rows, scatter_backward
-from onepass.ops.soft_topk import op_topk
+from onepass.ops.topk import op as op_topk
+
+from . import branch
+from .fork import as_forward_did
+from .norms import norm_backward_into, norm_forward, norm_partials
 
 
 class Plan(NamedTuple):
@@ -40,15 +41,15 @@ class Plan(NamedTuple):
     gate_eps: float  # temperature of the gates, their kind (its place in KINDS), whether their values are 1
     kind: int
     hard: bool
-    every: int  # each `every`-th token's gradient teaches the router (`nn.explore`), at this weight; 0: none does
-    strength: float
-    past: tuple[int, int] | None = None  # block and memory of a choice by the past alone; None: the best of all
+    explore_stride: int  # each so many tokens one teaches the router (`nn.explore`); 0: none
+    explore_weight: float
+    causal: tuple[int, int] | None = None  # block and memory of a causal choice; None: the best of all tokens
 
 
 def _choose(scores: Tensor, mask: Tensor | None, plan: Plan) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Gates, indices, and what `_choice_backward` needs besides."""
-    if plan.past is not None:
-        return causal_choice.forward(scores, mask, plan.k, plan.gate_eps, *plan.past)
+    if plan.causal is not None:
+        return causal_choice.forward(scores, mask, plan.k, plan.gate_eps, *plan.causal)
     _, indices, gates, state = op_topk.forward(scores, None, mask, plan.k, plan.gate_eps, plan.kind, plan.hard)
     return gates, indices, state, None
 
@@ -58,9 +59,9 @@ def _choice_backward(
     starts: Tensor | None,
 ) -> Tensor | None:  # fmt: skip
     """Gradient of the scores."""
-    if plan.past is not None and starts is not None:
+    if plan.causal is not None and starts is not None:
         return causal_choice.backward(
-            d_gates, scores, mask, gates, indices, state, starts, plan.gate_eps, *plan.past
+            d_gates, scores, mask, gates, indices, state, starts, plan.gate_eps, *plan.causal
         )  # fmt: skip
     ds, _ = op_topk.backward(
         None, d_gates, scores, indices, state, None, mask, plan.gate_eps, plan.kind, True, False
@@ -93,30 +94,34 @@ _add_chosen = replayed(add_rows)
 @replayed
 def _before_backward_products(
     dy: Tensor, update: Tensor, gates: Tensor, indices: Tensor, mask: Tensor | None, plan: Plan,
-    widths: tuple[int, ...], offsets: tuple[int, ...], need_update: bool, need_gates: bool, need_push: bool,
+    widths: tuple[int, ...], offsets: tuple[int, ...], need_update: bool, need_gates: bool, need_explore: bool,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """The buffer for sums over rows, gradients of the heavy output and of the gates, the gradient that explores."""
     d = dy.shape[-1]
-    parts = branch.new_parts(dy, dy.numel() // d, sum(widths))
+    partials = branch.new_partials(dy, dy.numel() // d, sum(widths))
     d_update, d_gates = scatter_backward(dy, update, gates, indices, need_update, need_gates)
-    if parts is not None and widths[2]:
-        branch.column_sums(dy.view(-1, d), parts, offsets[2])
-    if parts is not None and widths[4] and d_update is not None:
-        branch.column_sums(d_update.view(-1, d), parts, offsets[4])
-    push = branch.probe(dy, mask, plan.every, -plan.strength * plan.every) if need_push else None
-    return parts, d_update, d_gates, push
+    if partials is not None and widths[2]:
+        branch.column_sums(dy.view(-1, d), partials, offsets[2])
+    if partials is not None and widths[4] and d_update is not None:
+        branch.column_sums(d_update.view(-1, d), partials, offsets[4])
+    explore_grad = (
+        branch.explore_gradient(dy, mask, plan.explore_stride, -plan.explore_weight * plan.explore_stride)
+        if need_explore
+        else None
+    )
+    return partials, d_update, d_gates, explore_grad
 
 
 @replayed
 def _gelu_backward(
-    u: Tensor, dh: Tensor | None, heavy_u: Tensor, heavy_dh: Tensor | None, parts: Tensor | None,
+    u: Tensor, dh: Tensor | None, heavy_u: Tensor, heavy_dh: Tensor | None, partials: Tensor | None,
     widths: tuple[int, ...], offsets: tuple[int, ...],
 ) -> tuple[()]:  # fmt: skip
     """Gradients behind each GELU take the place of those before it, and leave their sums."""
     if heavy_dh is not None:
-        branch.gelu_backward(heavy_dh, heavy_u, parts if widths[3] else None, offsets[3])
+        branch.gelu_backward(heavy_dh, heavy_u, partials if widths[3] else None, offsets[3])
     if dh is not None:
-        branch.gelu_backward(dh, u, parts if widths[1] else None, offsets[1])
+        branch.gelu_backward(dh, u, partials if widths[1] else None, offsets[1])
     return ()
 
 
@@ -125,7 +130,7 @@ def _after_backward_products(
     x: Tensor, vectors: Tensor, light_norm: Tensor | None, heavy_norm: Tensor | None, mask: Tensor | None, plan: Plan,
     scores: Tensor, stats: Tensor, indices: Tensor, gates: Tensor, state: Tensor, starts: Tensor | None,
     chosen_stats: Tensor, d_normed: Tensor | None, d_chosen: Tensor | None, d_gates: Tensor | None,
-    d_scores: Tensor | None, push: Tensor | None, parts: Tensor | None, need_x: bool, need_sums: bool,
+    d_scores: Tensor | None, explore_grad: Tensor | None, partials: Tensor | None, need_x: bool, need_sums: bool,
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
     """Through the norm of the chosen, the choice, then norm and scores: dx; sums for the light norm and the vectors."""
     rows, d_rows = x.numel() // x.shape[-1], None
@@ -133,14 +138,14 @@ def _after_backward_products(
     scored: tuple[Tensor | None, Tensor | None]
     if d_chosen is not None:
         d_rows = norm_backward_into(
-            parts, d_chosen, x, indices, heavy_norm, None, chosen_stats, None, None, need_x
+            partials, d_chosen, x, indices, heavy_norm, None, chosen_stats, None, None, need_x
         )  # fmt: skip
     if not (need_x or need_sums):
         return None, None
     if d_gates is not None:
         ds = _choice_backward(d_gates, scores, mask, plan, indices, gates, state, starts)
         d_scores = ds if d_scores is None or ds is None else ds + d_scores
-    elif push is not None and d_scores is None:
+    elif explore_grad is not None and d_scores is None:
         d_scores = torch.zeros_like(scores)
     if d_normed is None:
         d_normed = torch.zeros_like(x)
@@ -148,9 +153,10 @@ def _after_backward_products(
         vector, scored = None, (None, None)
     else:
         scored = scores, d_scores.contiguous()
-    own = norm_parts(x, rows, light_norm, vector) if need_sums else None
+    own = norm_partials(x, rows, light_norm, vector) if need_sums else None
     dx = norm_backward_into(
-        own, d_normed, x, None, light_norm, vector, stats, scored[0], scored[1], need_x, push, plan.every, mask
+        own, d_normed, x, None, light_norm, vector, stats, scored[0], scored[1], need_x, explore_grad,
+        plan.explore_stride, mask,
     )  # fmt: skip
     if dx is not None and d_rows is not None:
         # dx is ours alone: no tensor of the size of x for what the few chosen tokens add
@@ -169,7 +175,7 @@ def _as(t: Tensor, dtype: torch.dtype) -> Tensor:
     return t if t.dtype == dtype else t.to(dtype)
 
 
-class _LightAndHeavy(torch.autograd.Function):
+class _RoutedFeedForward(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, vectors: Tensor, light_norm: Tensor | None, heavy_norm: Tensor | None,
@@ -213,7 +219,15 @@ class _LightAndHeavy(torch.autograd.Function):
         # tensors of the tokens' size add up
         ctx.maybe_clear_saved_tensors()
         need_x, need_v, need_light_norm, need_heavy_norm, _, _, *needs = ctx.needs_input_grad
-        plan, dtypes, d, parts, push, d_normed, d_chosen = ctx.plan, ctx.dtypes, x.shape[-1], None, None, None, None
+        plan, dtypes, d, partials, explore_grad, d_normed, d_chosen = (
+            ctx.plan,
+            ctx.dtypes,
+            x.shape[-1],
+            None,
+            None,
+            None,
+            None,
+        )
         grads: list[Tensor | None] = [None] * 8
         d_heavy_norm = None
         need_gates = need_x or need_v
@@ -225,9 +239,9 @@ class _LightAndHeavy(torch.autograd.Function):
             widths, offsets = _columns(
                 (d, u.shape[1], d, heavy_u.shape[1], d), (need_heavy_norm, needs[1], needs[3], needs[5], needs[7])
             )
-            parts, d_update, d_gates, push = _before_backward_products(
+            partials, d_update, d_gates, explore_grad = _before_backward_products(
                 dy, update, gates, indices, mask, plan, widths, offsets, need_update, need_gates,
-                plan.every > 0 and need_v,
+                plan.explore_stride > 0 and need_v,
             )  # fmt: skip
             dy, dh, heavy_dh, update = dy.view(-1, d), None, None, None
             if d_update is not None:
@@ -243,7 +257,7 @@ class _LightAndHeavy(torch.autograd.Function):
             if need_normed or needs[0] or needs[1]:
                 dh = torch.mm(dy, down)
             dy = None
-            _gelu_backward(u, dh, heavy_u, heavy_dh, parts, widths, offsets)
+            _gelu_backward(u, dh, heavy_u, heavy_dh, partials, widths, offsets)
             u = heavy_u = None
             if heavy_dh is not None:
                 if needs[4]:
@@ -266,15 +280,15 @@ class _LightAndHeavy(torch.autograd.Function):
         if need_x or need_v or need_light_norm or need_heavy_norm:
             dx, own = _after_backward_products(
                 x, vectors, light_norm, heavy_norm, mask, plan, scores, stats, indices, gates, state, starts,
-                chosen_stats, d_normed, d_chosen, d_gates, g_scores if need_gates else None, push,
-                parts if need_heavy_norm else None, need_x, need_v or need_light_norm,
+                chosen_stats, d_normed, d_chosen, d_gates, g_scores if need_gates else None, explore_grad,
+                partials if need_heavy_norm else None, need_x, need_v or need_light_norm,
             )  # fmt: skip
             if own is not None:
                 d_light_norm, *rest = own.sum(0).split_with_sizes((d,) * (own.shape[1] // d))
                 d_light_norm = _as(d_light_norm, light_norm.dtype) if need_light_norm else None
                 d_vectors = _as(rest[0].view(vectors.shape), vectors.dtype) if need_v and rest else None
-        if parts is not None:
-            d_heavy_norm, *biases = parts.sum(0).split_with_sizes(widths)
+        if partials is not None:
+            d_heavy_norm, *biases = partials.sum(0).split_with_sizes(widths)
             d_heavy_norm = _as(d_heavy_norm, heavy_norm.dtype) if need_heavy_norm else None
             for i, total in zip((1, 3, 5, 7), biases, strict=True):
                 if needs[i]:
@@ -283,10 +297,10 @@ class _LightAndHeavy(torch.autograd.Function):
 
 
 # what Function.apply does beyond this concerns torch.func, which never gets here
-_light_and_heavy: Callable[..., Any] = super(torch.autograd.Function, _LightAndHeavy).apply
+_apply: Callable[..., Any] = super(torch.autograd.Function, _RoutedFeedForward).apply
 
 
-def light_and_heavy(
+def routed_feed_forward(
     x: Tensor, vectors: Tensor, light_norm: Tensor | None, heavy_norm: Tensor | None, mask: Tensor | None, plan: Plan,
     *weights: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
@@ -295,10 +309,10 @@ def light_and_heavy(
     `weights` are those of both branches, of each the first layer's and its bias or None, the second's and its bias;
     `vectors` (1, dim) is what scores. Gates and scores carry their gradients to x and the vectors; y's own goes there
     inside the node: asking for its gradient with respect to the gates returned finds no path.
-    Only for calls that `core.eager.plain` grants and widths that `fits` grants; the arguments have been checked, and
+    Callers make sure that `core.eager.plain` and `fits_one_program` hold, that the arguments are checked, and that
     there is something to choose.
     """
-    return _light_and_heavy(x, vectors, light_norm, heavy_norm, mask, plan, *weights)  # type: ignore[no-any-return]
+    return _apply(x, vectors, light_norm, heavy_norm, mask, plan, *weights)  # type: ignore[no-any-return]
 
 
-__all__ = ["Plan", "light_and_heavy"]
+__all__ = ["Plan", "routed_feed_forward"]

@@ -11,7 +11,15 @@ from torch import Tensor
 
 from onepass.ops.span_attention import op as span
 
-from .local_attention import neighbours
+
+def neighbours(n: int, window: int, causal: bool, device: torch.device) -> tuple[Tensor, Tensor]:
+    """First and last + 1 of the tokens that each of n tokens sees: its window, the one before, and the one after.
+
+    With `causal` there is no window after, and nothing after the token itself.
+    """
+    i = torch.arange(n, device=device, dtype=torch.int32)
+    start = i // window * window
+    return (start - window).clamp_min(0), i + 1 if causal else (start + 2 * window).clamp_max(n)
 
 
 class Runs(NamedTuple):
@@ -53,7 +61,7 @@ def _of(make: Make, sizes: tuple[int, ...], keys: int, queries: Queries) -> Runs
     return _kept(make, sizes, keys, device, dtype, width, torch.get_float32_matmul_precision())
 
 
-def near_runs(n: int, window: int, causal: bool, queries: Queries) -> Runs:
+def window_runs(n: int, window: int, causal: bool, queries: Queries) -> Runs:
     """Runs of `neighbours`."""
     return _of(neighbours, (n, window, causal), n, queries)
 
@@ -68,4 +76,4 @@ def whole_runs(n: int, keys: int, queries: Queries) -> Runs:
     return _of(_all, (n, keys), keys, queries)
 
 
-__all__ = ["Runs", "near_runs", "whole_runs"]
+__all__ = ["Runs", "neighbours", "whole_runs", "window_runs"]

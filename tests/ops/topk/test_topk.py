@@ -12,8 +12,8 @@ from hypothesis import given, settings
 
 import onepass
 from onepass.core.launch import INTERPRET
-from onepass.ops.soft_topk import reference
-from onepass.ops.soft_topk.op_topk import choose
+from onepass.ops.topk import reference
+from onepass.ops.topk.op import choose
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
 

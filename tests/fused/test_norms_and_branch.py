@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from onepass.core.launch import INTERPRET
-from onepass.ops.routing import branch, reference
-from onepass.ops.routing.norms import norm_backward_into, norm_forward, norm_parts
-from onepass.ops.routing.op_fork import Fork, fork
+from onepass.fused import branch
+from onepass.fused.fork import Fork, fork
+from onepass.fused.norms import norm_backward_into, norm_forward, norm_partials
+from onepass.ops.routing import reference
 
 DEVICES = [pytest.param("cpu", id="cpu"), pytest.param("cuda", id="cuda", marks=pytest.mark.gpu)]
 pytestmark = pytest.mark.parametrize("device", DEVICES)
@@ -104,11 +105,11 @@ def test_the_probe_compares_lengths(device: str, masked: bool) -> None:
     mask = torch.ones(2, 10, dtype=torch.bool, device=device)
     mask[0, 6:] = False
     dy = torch.randn(2, 10, 32, dtype=dtype, device=device)
-    push = branch.probe(dy, mask if masked else None, 3, -0.6)
+    explore_grad = branch.explore_gradient(dy, mask if masked else None, 3, -0.6)
     real = (mask if masked else torch.ones_like(mask))[:, ::3]
     lengths = dy[:, ::3].double().norm(dim=-1) * real
     expected = -0.6 * (lengths - lengths.sum(-1, keepdim=True) / real.sum(-1, keepdim=True)) * real
-    _close([push], [expected], limit)
+    _close([explore_grad], [expected], limit)
 
 
 def test_what_the_probe_finds_teaches_the_vectors_alone(device: str) -> None:
@@ -116,15 +117,15 @@ def test_what_the_probe_finds_teaches_the_vectors_alone(device: str) -> None:
     x, v = (torch.randn(s, dtype=dtype, device=device) for s in ((2, 10, 32), (32,)))
     normed, scores, stats = norm_forward(x, None, None, v, EPS, 1e-6, dtype)
     dn, ds = torch.randn_like(normed), torch.randn_like(scores)
-    push = torch.randn(2, 4, dtype=dtype, device=device)
-    parts = norm_parts(x, 20, None, v)
-    dx = norm_backward_into(parts, dn, x, None, None, v, stats, scores, ds, True, push, 3)
+    explore_grad = torch.randn(2, 4, dtype=dtype, device=device)
+    partials = norm_partials(x, 20, None, v)
+    dx = norm_backward_into(partials, dn, x, None, None, v, stats, scores, ds, True, explore_grad, 3)
     x64, v64 = x.double().requires_grad_(), v.double().requires_grad_()
     outs = [_norm(x64, None), reference.score(x64, v64)]
     theirs = _grads(outs, [x64, v64], [dn, ds])
-    (taught,) = torch.autograd.grad(reference.score(x64, v64)[:, ::3], v64, push.double())
+    (taught,) = torch.autograd.grad(reference.score(x64, v64)[:, ::3], v64, explore_grad.double())
     assert theirs[1] is not None
-    _close([dx, parts.sum(0)[32:]], [theirs[0], theirs[1] + taught], limit)
+    _close([dx, partials.sum(0)[32:]], [theirs[0], theirs[1] + taught], limit)
 
 
 @pytest.mark.parametrize("dim", [32, 2100])
@@ -139,8 +140,8 @@ def test_masked_tokens_are_zeros_whatever_they_hold(device: str, dim: int, value
     normed, scores, stats = norm_forward(x, None, w, v, EPS, 1e-6, dtype, mask)
     dn, ds = torch.randn_like(normed), torch.randn(2, 2, 9, dtype=dtype, device=device)
     dn[~mask], ds.mT[~mask] = value, value
-    parts = norm_parts(x, 18, w, v)
-    dx = norm_backward_into(parts, dn, x, None, w, v, stats, scores, ds, True, mask=mask)
+    partials = norm_partials(x, 18, w, v)
+    dx = norm_backward_into(partials, dn, x, None, w, v, stats, scores, ds, True, mask=mask)
     x64, w64, v64 = (t.double().requires_grad_() for t in (x, w, v))
     real = x64.masked_fill(~mask[..., None], 0)
     outs = [_norm(real, w64), reference.score(real, v64)]
@@ -149,7 +150,7 @@ def test_masked_tokens_are_zeros_whatever_they_hold(device: str, dim: int, value
     assert grads[1] is not None
     assert grads[2] is not None
     _close([normed, scores], outs, limit)
-    _close([dx, parts.sum(0)], [grads[0], torch.cat((grads[1], grads[2].flatten()))], limit)
+    _close([dx, partials.sum(0)], [grads[0], torch.cat((grads[1], grads[2].flatten()))], limit)
 
 
 @pytest.mark.parametrize("bias", [True, False])

@@ -10,8 +10,9 @@ from torch.library import custom_op
 
 from onepass.core.bind import bind
 from onepass.core.launch import as_rows, uses_triton
+from onepass.ops._shared import arguments
 
-from . import arguments, torch_descent
+from . import torch_path
 
 
 def _check(
@@ -43,16 +44,16 @@ def _forward(
     want_trace: bool,
 ) -> tuple[Tensor, Tensor]:
     if uses_triton(scores):
-        from . import kernels_descent
+        from . import kernels_triton
 
-        y, trace = kernels_descent.forward(
+        y, trace = kernels_triton.forward(
             as_rows(scores), arguments.per_row(k, scores), arguments.mask_rows(mask, scores),
             k_value, n_iters, eps, eps_init, eps_decay, want_trace, scores.shape,
         )  # fmt: skip
         return y, trace
     rows = arguments.torch_rows(scores, mask)
-    epsilons = torch_descent.schedule(n_iters, eps, eps_init, eps_decay)
-    y, trace = torch_descent.forward(rows, arguments.torch_column(k, k_value, scores, rows), epsilons, want_trace)
+    epsilons = torch_path.schedule(n_iters, eps, eps_init, eps_decay)
+    y, trace = torch_path.forward(rows, arguments.torch_column(k, k_value, scores, rows), epsilons, want_trace)
     return arguments.from_rows(y, scores), trace
 
 
@@ -71,17 +72,17 @@ def _backward(
     need_k: bool,
 ) -> tuple[Tensor, Tensor]:
     if uses_triton(scores):
-        from . import kernels_descent_backward
+        from . import kernels_backward
 
-        ds, dk = kernels_descent_backward.backward(
+        ds, dk = kernels_backward.backward(
             as_rows(gy), as_rows(scores), trace, arguments.per_row(k, scores), arguments.mask_rows(mask, scores),
             k_value, n_iters, eps, eps_init, eps_decay,
         )  # fmt: skip
     else:
         rows = arguments.torch_rows(scores, mask)
         k_rows = arguments.torch_column(k, k_value, scores, rows)
-        epsilons = torch_descent.schedule(n_iters, eps, eps_init, eps_decay)
-        ds, dk = torch_descent.backward(gy.reshape(rows.shape).to(rows.dtype), rows, trace, k_rows, epsilons)
+        epsilons = torch_path.schedule(n_iters, eps, eps_init, eps_decay)
+        ds, dk = torch_path.backward(gy.reshape(rows.shape).to(rows.dtype), rows, trace, k_rows, epsilons)
     return (
         ds.to(scores.dtype).view(scores.shape) if need_scores else scores.new_empty(0),
         arguments.to_shape(dk, k, scores) if need_k and k is not None else scores.new_empty(0),

@@ -15,8 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 from onepass.core.launch import device_guard, launch, launch_specialized, next_power_of_2
-
-from .kernels_common import (
+from onepass.ops._shared.kernels_mailbox import poll, publish, resident, team_of, team_sums
+from onepass.ops._shared.kernels_rows import (
     CROWDED,
     INF,
     LOG2E,
@@ -24,22 +24,17 @@ from .kernels_common import (
     SIZES,
     Shape,
     even,
-    fetch,
     largest,
     load_option,
     load_scores,
     pair_sum,
-    post,
-    resident,
     row_max,
     row_sum,
     scratch,
     shape,
     stride,
-    team_of,
     tile_cols,
     tile_rows,
-    together,
     within,
 )
 
@@ -88,8 +83,8 @@ def clipped_sum(e, u, TRACE: tl.constexpr, BLOCK_R: tl.constexpr):
 
 @triton.jit
 def iterate(
-    s_ptr, k_ptr, mask_ptr, y_ptr, trace_ptr, words_ptr, rows, cols, s_row_stride, k_stride, mask_row_stride, n_rows,
-    n_cols, k_value, n_iters, n_changing, eps_first, eps_last, log2_decay, member, visit, turn,
+    s_ptr, k_ptr, mask_ptr, y_ptr, trace_ptr, mailbox_ptr, rows, cols, s_row_stride, k_stride, mask_row_stride, n_rows,
+    n_cols, k_value, n_iters, n_changing, eps_first, eps_last, log2_decay, member, visit, phase,
     HAS_K: tl.constexpr, HAS_MASK: tl.constexpr, TRACE: tl.constexpr, TEAM: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):  # fmt: skip
@@ -97,14 +92,14 @@ def iterate(
 
     The scores are read again (from L2) when E has to be made anew.
     """
-    turn = tl.cast(turn, tl.int32)
+    phase = tl.cast(phase, tl.int32)
     s = load_scores(s_ptr, mask_ptr, rows, cols, s_row_stride, mask_row_stride, n_rows, n_cols, HAS_MASK, BLOCK_R)
     k = load_option(k_ptr, k_stride, k_value, rows, n_rows, HAS_K)
     valid, top = count_and_top(s, BLOCK_R)
     if TEAM > 0:
-        words = words_ptr + (2 + visit % 2) * TEAM
-        post(words + member, top, valid, visit)
-        top, valid = fetch(words, visit, TEAM, WIDTH)
+        slots = mailbox_ptr + (2 + visit % 2) * TEAM
+        publish(slots + member, top, valid, visit)
+        top, valid = poll(slots, visit, TEAM, WIDTH)
         top = tl.max(tl.where(tl.arange(0, WIDTH) < TEAM, top, -INF), 0)
         valid = tl.sum(valid, 0)
     eps = epsilon(0, eps_first, log2_decay, eps_last)
@@ -124,7 +119,7 @@ def iterate(
         if t < n_iters:
             e = tl.exp2((s - ref) * (LOG2E / eps))
             total, saturated = clipped_sum(e, tl.exp2(off * (LOG2E / eps)), TRACE, BLOCK_R)
-            total, saturated, turn = together(total, saturated, words_ptr, member, turn, TEAM, WIDTH)
+            total, saturated, phase = team_sums(total, saturated, mailbox_ptr, member, phase, TEAM, WIDTH)
             off = eps * tl.log(tl.where(valid == 0, k, total) / k)
             if TRACE:
                 tl.store(trace + n_iters + t - 1, saturated, mask=writes)
@@ -143,7 +138,7 @@ def iterate(
             e = tl.exp2((s - ref) * (LOG2E / eps))
         if t < n_iters:
             total, saturated = clipped_sum(e, tl.exp2(off * (LOG2E / eps)), TRACE, BLOCK_R)
-            total, saturated, turn = together(total, saturated, words_ptr, member, turn, TEAM, WIDTH)
+            total, saturated, phase = team_sums(total, saturated, mailbox_ptr, member, phase, TEAM, WIDTH)
             off = eps * tl.log(tl.where(valid == 0, k, total) / k)
             if TRACE:
                 tl.store(trace + n_iters + t - 1, saturated, mask=writes)
@@ -153,7 +148,7 @@ def iterate(
     y = tl.where(y > 1.0, 1.0, y)
     inside = within(rows, cols, n_rows, n_cols, BLOCK_R)
     tl.store(y_ptr + rows * n_cols + cols, y.to(y_ptr.dtype.element_ty), mask=inside)
-    return turn
+    return phase
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -196,7 +191,7 @@ def team_kernel(
     mask_ptr,  # (n_rows, n_cols) uint8, unit column stride, or nothing
     y_ptr,  # (n_rows, n_cols) like s, contiguous
     trace_ptr,  # (n_rows, 2 * n_iters) fp32, contiguous, or nothing
-    words_ptr,  # (teams, 4, TEAM) int64, zero: twice the sums of a step, twice a first look
+    mailbox_ptr,  # (teams, 4, TEAM) int64, zero: twice the sums of a step, twice a first look
     s_row_stride,
     k_stride,
     mask_row_stride,
@@ -220,19 +215,19 @@ def team_kernel(
     team = tl.program_id(0) // TEAM
     member = tl.program_id(0) % TEAM
     visit = 0
-    turn = 0
+    phase = 0
     for row in range(team, n_rows, tl.num_programs(0) // TEAM):
-        turn = iterate(
-            s_ptr, k_ptr, mask_ptr, y_ptr, trace_ptr, words_ptr + team * (4 * TEAM), tl.cast(row, tl.int64),
+        phase = iterate(
+            s_ptr, k_ptr, mask_ptr, y_ptr, trace_ptr, mailbox_ptr + team * (4 * TEAM), tl.cast(row, tl.int64),
             member * BLOCK_C + tl.arange(0, BLOCK_C), s_row_stride * VEC, k_stride, mask_row_stride * VEC, n_rows,
-            n_cols * VEC, k_value, n_iters, n_changing, eps_first, eps_last, log2_decay, member, visit, turn,
+            n_cols * VEC, k_value, n_iters, n_changing, eps_first, eps_last, log2_decay, member, visit, phase,
             HAS_K, HAS_MASK, TRACE, TEAM, WIDTH, 1,
         )  # fmt: skip
         visit += 1
 
 
 @triton.jit(do_not_specialize=["n_rows"])
-def ends_kernel(
+def stats_kernel(
     s_ptr,  # (n_rows, n_cols) any float, unit column stride
     mask_ptr,  # (n_rows, n_cols) uint8, unit column stride, or nothing
     partial_ptr,  # (n_rows, n_splits, 2) fp32: valid entries, largest score
@@ -260,7 +255,7 @@ def ends_kernel(
 
 
 @triton.jit(do_not_specialize=["n_rows"])
-def step_kernel(
+def iterate_kernel(
     s_ptr,  # (n_rows, n_cols) any float, unit column stride
     k_ptr,  # (n_rows,) any float, or nothing
     mask_ptr,  # (n_rows, n_cols) uint8, unit column stride, or nothing
@@ -403,23 +398,23 @@ def forward(
             return y, trace
         team = team_of(s, *TEAM)
         if team is not None:
-            words = torch.zeros(team.teams * 4 * team.size, dtype=torch.int64, device=s.device)
+            slots = torch.zeros(team.teams * 4 * team.size, dtype=torch.int64, device=s.device)
             launch(
-                team_kernel, (team.teams * team.size, 1, 1), (s, k, mask, y, trace, words), numbers,
+                team_kernel, (team.teams * team.size, 1, 1), (s, k, mask, y, trace, slots), numbers,
                 (*flags.values(), team.size, team.width, team.block_c, vec), **team.options,
             )  # fmt: skip
             return y, trace
         grid = (n_rows, plan.splits)
         state, partial = scratch(s, 2, n_rows, 5), scratch(s, 2, n_rows, plan.splits, 2)
         launch_specialized(
-            ends_kernel, grid, s, mask, partial, s.stride(0), stride(mask), n_rows, n_cols, plan.chunk,
+            stats_kernel, grid, s, mask, partial, s.stride(0), stride(mask), n_rows, n_cols, plan.chunk,
             HAS_MASK=mask is not None, BLOCK_C=plan.block_c, num_warps=plan.warps,
         )  # fmt: skip
         epsilons = [max(schedule[0] * eps_decay**t, eps) for t in range(n_iters + 1)]
         for t in range(1, n_iters + 1):
             launch_specialized(
-                step_kernel, grid, s, k, mask, y, trace, state, partial, s.stride(0), stride(k), stride(mask), n_rows,
-                n_cols, plan.chunk, k_value, t, n_iters, epsilons[t - 1], epsilons[t], **flags,
+                iterate_kernel, grid, s, k, mask, y, trace, state, partial, s.stride(0), stride(k), stride(mask),
+                n_rows, n_cols, plan.chunk, k_value, t, n_iters, epsilons[t - 1], epsilons[t], **flags,
                 FIRST=t == 1, LAST=t == n_iters, N_SPLITS=next_power_of_2(plan.splits), BLOCK_C=plan.block_c,
                 num_warps=plan.warps,
             )  # fmt: skip

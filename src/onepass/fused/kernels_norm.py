@@ -10,12 +10,11 @@ import triton.language as tl
 from torch import Tensor
 
 from onepass.core.launch import aligned, cdiv, device_guard, even_rows, launch, next_power_of_2, replayed, sm_count
-
-from .kernels_triton import named, strided
+from onepass.ops._shared.kernels_tokens import named, strided
 
 # a program keeps its rows in registers between the sums and the result
 MAX_COLS = 4096
-INTS = ["x_batch_stride", "x_row_stride", "n", "m", "total", "every", "n_push", "parts_stride"]
+INTS = ["x_batch_stride", "x_row_stride", "n", "m", "total", "stride", "n_explore", "partials_stride"]
 
 
 @triton.jit
@@ -97,17 +96,17 @@ def backward_kernel(
     stats_ptr,  # (1 or 2, batch·m) fp32
     s_ptr,  # (batch, R, m) fp32; None where R = 0
     ds_ptr,  # (batch, R, m); None where R = 0
-    push_ptr,  # (batch, m / every) fp32: more of ds at each `every`-th token, for dv alone; None: nothing
+    explore_grad_ptr,  # (batch, m / stride) fp32: more of ds at each `stride`-th token, for dv alone; None: nothing
     dx_ptr,  # (batch, m, D), contiguous; None: not needed
-    parts_ptr,  # (programs, ...) fp32: (1 + R)·D columns, of dw, then of dv; None: not needed
+    partials_ptr,  # (programs, ...) fp32: (1 + R)·D columns, of dw, then of dv; None: not needed
     x_batch_stride,  # in units of VEC elements
     x_row_stride,
     n,
     m,
     total,  # batch·m
-    every,
-    n_push,
-    parts_stride,
+    stride,
+    n_explore,
+    partials_stride,
     D: tl.constexpr,
     VEC: tl.constexpr,
     R: tl.constexpr,
@@ -115,7 +114,7 @@ def backward_kernel(
     BLOCK_C: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Every program takes each P-th tile of rows; the parts of dw and dv stay in registers until the end."""
+    """Every program takes each P-th tile of rows; the partials of dw and dv stay in registers until the end."""
     CHUNKS: tl.constexpr = (D + BLOCK_C - 1) // BLOCK_C
     program = tl.program_id(0)
     dws = (tl.zeros((BLOCK_R, BLOCK_C), tl.float32),) * CHUNKS
@@ -142,7 +141,7 @@ def backward_kernel(
             x = tl.load(x_rows + cols, mask=mask, other=0.0).to(tl.float32)
             g = tl.load(dy_ptr + (rows * D)[:, None] + cols, mask=mask, other=0.0).to(tl.float32)
             ns = ns + (x * rstd,)
-            if parts_ptr is not None:
+            if partials_ptr is not None:
                 new_dws = new_dws + (dws[i] + g * ns[i],)
             else:
                 new_dws = new_dws + (dws[i],)
@@ -164,14 +163,16 @@ def backward_kernel(
                 alongs = alongs + (tl.where(moved, ds * inverse, 0.0)[:, None],)
             # in units of n = x/rms; where scores have no gradient n plays no part: NaN must not reach v
             back = tl.where(live, back * inverse * inverse / D, 0.0)[:, None] / rstd
-            if parts_ptr is not None:
+            if partials_ptr is not None:
                 taught = live
                 extra = tl.zeros((BLOCK_R, 1), tl.float32)
-                if push_ptr is not None:
-                    probed = found & (token % every == 0)
-                    push = tl.load(push_ptr + batch * n_push + token // every, mask=probed, other=0.0)
-                    taught = live | (push != 0.0)
-                    extra = tl.where(push != 0.0, push * inverse, 0.0)[:, None]
+                if explore_grad_ptr is not None:
+                    probed = found & (token % stride == 0)
+                    explore_grad = tl.load(
+                        explore_grad_ptr + batch * n_explore + token // stride, mask=probed, other=0.0
+                    )
+                    taught = live | (explore_grad != 0.0)
+                    extra = tl.where(explore_grad != 0.0, explore_grad * inverse, 0.0)[:, None]
                 new_dvs = ()
                 for i in tl.static_range(CHUNKS):
                     x = tl.where(taught[:, None], ns[i] / rstd, 0.0)
@@ -192,10 +193,10 @@ def backward_kernel(
                         dx += alongs[r] * vs[i * R + r]
                 mask = (rows < total)[:, None] & (cols < D)
                 tl.store(dx_ptr + (rows * D)[:, None] + cols, dx.to(dx_ptr.dtype.element_ty), mask=mask)
-    if parts_ptr is not None:
+    if partials_ptr is not None:
         for i in tl.static_range(CHUNKS):
             cols = i * BLOCK_C + tl.arange(0, BLOCK_C)
-            out = parts_ptr + program.to(tl.int64) * parts_stride + cols
+            out = partials_ptr + program.to(tl.int64) * partials_stride + cols
             tl.store(out, tl.sum(dws[i], 0), mask=cols < D)
             for r in tl.static_range(R):
                 tl.store(out + (1 + r) * D, tl.sum(dvs[i * R + r], 0), mask=cols < D)
@@ -258,13 +259,13 @@ def programs(x: Tensor, rows: int, d: int) -> int:
 @replayed
 def backward(
     dy: Tensor, x: Tensor, indices: Tensor | None, mask: Tensor | None, weight: Tensor | None, vectors: Tensor | None,
-    stats: Tensor, scores: Tensor | None, ds: Tensor | None, push: Tensor | None, every: int, need_x: bool,
-    parts: Tensor | None,
+    stats: Tensor, scores: Tensor | None, ds: Tensor | None, explore_grad: Tensor | None, stride: int, need_x: bool,
+    partials: Tensor | None,
 ) -> tuple[Tensor | None]:  # fmt: skip
     """Dy (batch, m, d) contiguous → (dx (batch, m, d) in x's dtype,).
 
-    `parts` (programs, …), rows of unit column stride, takes (1 + R)·d columns: what each program adds to the gradients
-    of weight and vectors.
+    `partials` (programs, …), rows of unit column stride, takes (1 + R)·d columns: each program's share of the
+    gradients of weight and vectors.
     """
     x, batch_stride, row_stride = strided(x)
     batch, n, d = x.shape
@@ -272,14 +273,15 @@ def backward(
     routes = 0 if vectors is None else vectors.numel() // d
     vec = math.gcd(8, batch_stride, row_stride)
     block_r, block_c, warps, stages, _ = _backward_tile(d)
-    grid = programs(x, batch * m, d) if parts is None else parts.shape[0]
+    grid = programs(x, batch * m, d) if partials is None else partials.shape[0]
     dx = torch.empty((batch, m, d), dtype=x.dtype, device=x.device) if need_x else None
     with device_guard(x):
         launch(
-            backward_kernel, (grid, 1, 1), (dy, x, indices, mask, weight, vectors, stats, scores, ds, push, dx, parts),
+            backward_kernel, (grid, 1, 1),
+            (dy, x, indices, mask, weight, vectors, stats, scores, ds, explore_grad, dx, partials),
             (
-                batch_stride // vec, row_stride // vec, n, m, batch * m, every,
-                0 if push is None else push.shape[1], 0 if parts is None else parts.stride(0),
+                batch_stride // vec, row_stride // vec, n, m, batch * m, stride,
+                0 if explore_grad is None else explore_grad.shape[1], 0 if partials is None else partials.stride(0),
             ),
             (d, vec, routes, block_r, block_c, stages), num_warps=warps,
         )  # fmt: skip

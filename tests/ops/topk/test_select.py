@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import onepass
-from onepass.ops.soft_topk.op_topk import choose, select_op
+from onepass.ops.topk.op import choose, select_op
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
@@ -80,7 +80,7 @@ def compare(n: int, k: int, device: str) -> None:
 @pytest.mark.parametrize("sorted_here", [True, False], ids=["sorted by one program", "merged runs"])
 @pytest.mark.parametrize("long", [False, True], ids=["whole rows", "chunks"])
 def test_kernels_interpreted(sorted_here: bool, long: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    from onepass.ops.soft_topk import kernels_select
+    from onepass.ops.topk import kernels_select
 
     if not sorted_here:
         for name, value in (("MAX_SORTED", 8), ("RUN", 8), ("MERGED", 16)):
@@ -133,7 +133,7 @@ def test_fused_gates_on_gpu(n: int, k: int, dtype: torch.dtype, hard: bool) -> N
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 def test_the_launch_formula_covers_a_row() -> None:
-    from onepass.ops.soft_topk.kernels_select import MAX_COLS, MAX_SPLITS, plan
+    from onepass.ops.topk.kernels_select import MAX_COLS, MAX_SPLITS, plan
 
     for n in (1, 2, 31, 511, 513, 1024, 32767, MAX_COLS, MAX_COLS + 1, 100003, 1 << 20, 1 << 24):
         for rows in (1, 8, 1000):

@@ -14,13 +14,11 @@ import triton.language as tl
 from torch import Tensor
 
 from onepass.core.launch import cdiv, device_guard, launch, next_power_of_2
-
-from .kernels_common import (
+from onepass.ops._shared.kernels_gates import gates_and_slopes, offsets
+from onepass.ops._shared.kernels_rows import (
     PER_WARP,
-    gates_and_slopes,
     load_option,
     load_scores,
-    offsets,
     pair_sum,
     row_sum,
     scratch,

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import onepass
 from onepass.core.launch import INTERPRET
-from onepass.ops.soft_topk import torch_descent
+from onepass.ops.coor_descent import torch_path
 
 theirs = pytest.importorskip("colt5_attention.coor_descent").coor_descent
 
@@ -168,7 +168,7 @@ def test_rows_longer_than_the_cache(options: dict[str, Any], monkeypatch: pytest
     k = torch.tensor([2.5, 17.0, 200.0], dtype=torch.float64)
     whole = onepass.coor_descent(s, k=k, **options)
     (ds,) = torch.autograd.grad(whole.square().sum(), s)
-    monkeypatch.setattr(torch_descent, "CHUNK", 64)
+    monkeypatch.setattr(torch_path, "CHUNK", 64)
     pieces = onepass.coor_descent(s, k=k, **options)
     torch.testing.assert_close(pieces, whole, rtol=1e-12, atol=1e-14)
     torch.testing.assert_close(pieces, theirs(s, k=k, **options), rtol=1e-10, atol=1e-12)
@@ -190,13 +190,14 @@ def test_trace_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("options", SCHEDULES[2:4], ids=["constant", "schedule"])
 def test_chunks_of_long_rows(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels for rows of any length, at a length that the interpreter can bear."""
-    from onepass.ops.soft_topk import kernels_common, kernels_descent, kernels_descent_backward
+    from onepass.ops._shared import kernels_rows
+    from onepass.ops.coor_descent import kernels_backward, kernels_triton
 
-    monkeypatch.setattr(kernels_common, "CHUNK", 1024)
-    for module in (kernels_common, kernels_descent_backward):
+    monkeypatch.setattr(kernels_rows, "CHUNK", 1024)
+    for module in (kernels_rows, kernels_backward):
         monkeypatch.setattr(module, "TILE", 1024)
-    monkeypatch.setattr(kernels_descent, "FORWARD_MAX_COLS", 256)
-    monkeypatch.setattr(kernels_descent_backward, "LONGEST", 256)
+    monkeypatch.setattr(kernels_triton, "FORWARD_MAX_COLS", 256)
+    monkeypatch.setattr(kernels_backward, "LONGEST", 256)
     s = torch.randn(3, 3000, requires_grad=True)
     k = torch.tensor([2.5, 100.3, 700.0], requires_grad=True)
     mask = torch.arange(3000) % 50 != 7

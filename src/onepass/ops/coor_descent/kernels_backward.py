@@ -10,8 +10,8 @@ import triton.language as tl
 from torch import Tensor
 
 from onepass.core.launch import cdiv, device_guard, launch, next_power_of_2
-
-from .kernels_common import (
+from onepass.ops._shared.kernels_mailbox import resident
+from onepass.ops._shared.kernels_rows import (
     HALF_PER_WARP,
     LOG2E,
     SIZES,
@@ -20,7 +20,6 @@ from .kernels_common import (
     load_gradient,
     load_option,
     load_scores,
-    resident,
     row_sum,
     scratch,
     shape,
@@ -29,7 +28,8 @@ from .kernels_common import (
     tile_rows,
     within,
 )
-from .kernels_descent import WINDOW, eps_arguments, epsilon, n_changing_of
+
+from .kernels_triton import WINDOW, eps_arguments, epsilon, n_changing_of
 
 # longest row that one program holds in registers: three numbers per element
 LONGEST = 16384

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from onepass.core.launch import INTERPRET
-from onepass.nn.feed_forward_node import Plan, light_and_heavy
+from onepass.fused.feed_forward import Plan, routed_feed_forward
 from onepass.ops.routing import reference
 from onepass.ops.soft_topk.reference import soft_topk
 
@@ -42,7 +42,7 @@ def _ours(t: dict[Any, Tensor | None], mask: Tensor | None, plan: Plan) -> tuple
     x, vectors = t["x"], t["vectors"]
     assert x is not None
     assert vectors is not None
-    return light_and_heavy(x, vectors, t["light_norm"], t["heavy_norm"], mask, plan, *(t[i] for i in range(8)))
+    return routed_feed_forward(x, vectors, t["light_norm"], t["heavy_norm"], mask, plan, *(t[i] for i in range(8)))
 
 
 def _definition(t: dict[Any, Tensor | None], mask: Tensor | None, indices: Tensor, plan: Plan) -> list[Tensor]:

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from onepass.core.eager import once
 from onepass.core.launch import replayed
+from onepass.ops.routing.rows import add_rows
 
 from .norms import norm_backward, norm_forward
-from .rows import add_rows
 
 
 class Choice:
@@ -116,7 +116,7 @@ def fork(
 
     Tokens where the mask ``(batch, n)`` is False count as zeros, whatever they hold.
 
-    Only for calls that `core.eager.plain` grants and widths that `fits` grants; the arguments have been checked.
+    Callers make sure that `core.eager.plain` and `fits_one_program` hold, and that the arguments are checked.
     """
     choice = Choice()
     weight = None if weight is None else weight.contiguous()

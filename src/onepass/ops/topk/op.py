@@ -11,9 +11,10 @@ from torch.library import custom_op
 
 from onepass.core.bind import bind
 from onepass.core.launch import as_rows, uses_triton
-
-from . import arguments, op
-from .op import KINDS
+from onepass.ops._shared import arguments
+from onepass.ops.soft_topk.op import KINDS
+from onepass.ops.soft_topk.op import backward as soft_backward
+from onepass.ops.soft_topk.op import forward as soft_forward
 
 
 class TopK(NamedTuple):
@@ -101,7 +102,7 @@ def forward(
 
     Without checks and autograd, for nodes that go on from there; k ≥ 1, n ≥ 1.
     """
-    soft, state = op._forward(scores, None, eps, mask, float(k), eps_value, kind)
+    soft, state = soft_forward(scores, None, eps, mask, float(k), eps_value, kind)
     if uses_triton(scores):
         from . import kernels_select
 
@@ -133,10 +134,10 @@ def backward(
     """Gradients of scores and eps, None where not needed, from those of what `forward` returned."""
     need_eps = need_eps and eps is not None
     if uses_triton(scores):
-        from . import kernels_topk
+        from . import kernels_backward
 
         rows_of_k = (-1, indices.shape[-1])
-        ds, deps = kernels_topk.backward(
+        ds, deps = kernels_backward.backward(
             None if g_gates is None else g_gates.reshape(rows_of_k),
             None if g_values is None else g_values.reshape(rows_of_k), indices.view(rows_of_k), as_rows(scores), state,
             arguments.per_row(eps, scores), arguments.mask_rows(mask, scores), eps_value, kind, need_scores, need_eps,
@@ -153,7 +154,7 @@ def backward(
         gy = scores.new_zeros(scores.shape).scatter_add_(
             -1, columns, torch.where(present, g_gates, 0.0).to(scores.dtype)
         )
-        ds, _, of_eps = op._backward(gy, scores, state, None, eps, mask, eps_value, kind, need_scores, False, need_eps)
+        ds, _, of_eps = soft_backward(gy, scores, state, None, eps, mask, eps_value, kind, need_scores, False, need_eps)
     if need_scores and g_values is not None:
         ds.scatter_add_(-1, columns, torch.where(present, g_values, 0.0).to(scores.dtype))
     return ds if need_scores else None, of_eps if need_eps else None

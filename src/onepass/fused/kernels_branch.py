@@ -1,7 +1,7 @@
 """Triton kernels between the matrix products of a feed-forward's backward: GELU's gradient, sums over rows.
 
-Sums over rows (gradients of biases and of a norm's weight) are left as parts, a row of one buffer for each program, so
-that the sums of a whole backward pass are added up by one kernel in the end, always in the same order.
+Each program leaves its partial sums over rows (gradients of biases and of a norm's weight) in a row of one buffer. One
+kernel adds up those of a whole backward pass in the end, always in the same order.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from onepass.core.launch import cdiv, device_guard, launch, next_power_of_2, replayed, sm_count
 
-INTS = ["total", "parts_stride"]
+INTS = ["total", "partials_stride"]
 WARPS = 8
 # 16-byte loads of each tensor that a thread has under way
 SUMS_UNROLL = 4
@@ -24,9 +24,9 @@ PER_SM = 2
 @triton.jit(do_not_specialize=INTS)
 def sums_kernel(
     x_ptr,  # (total, D), contiguous
-    parts_ptr,  # (programs, ...) fp32: D columns of each row
+    partials_ptr,  # (programs, ...) fp32: D columns of each row
     total,
-    parts_stride,
+    partials_stride,
     D: tl.constexpr,
     OFFSET: tl.constexpr,  # first of the columns
     UNROLL: tl.constexpr,
@@ -43,7 +43,7 @@ def sums_kernel(
             rows = top + u * BLOCK_R
             mask = (rows < total)[:, None] & inside
             acc += tl.load(x_ptr + (rows * D)[:, None] + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-    out = parts_ptr + group.to(tl.int64) * parts_stride + OFFSET
+    out = partials_ptr + group.to(tl.int64) * partials_stride + OFFSET
     tl.store(out + cols, tl.sum(acc, 0), mask=cols < D)
 
 
@@ -51,9 +51,9 @@ def sums_kernel(
 def gelu_backward_kernel(
     dh_ptr,  # (total, D), contiguous; du takes its place
     u_ptr,  # (total, D), contiguous
-    parts_ptr,  # (programs, ...) fp32: D columns of each row take the sums of du; None: not needed
+    partials_ptr,  # (programs, ...) fp32: D columns of each row take the sums of du; None: not needed
     total,
-    parts_stride,
+    partials_stride,
     D: tl.constexpr,
     OFFSET: tl.constexpr,  # first of the columns
     UNROLL: tl.constexpr,
@@ -85,13 +85,13 @@ def gelu_backward_kernel(
             tl.store(dh_ptr + (rows * D)[:, None] + cols[None, :], du, mask=mask)
             # the sum of what the products see
             acc += du.to(tl.float32)
-    if parts_ptr is not None:
-        out = parts_ptr + group.to(tl.int64) * parts_stride + OFFSET
+    if partials_ptr is not None:
+        out = partials_ptr + group.to(tl.int64) * partials_stride + OFFSET
         tl.store(out + cols, tl.sum(acc, 0), mask=cols < D)
 
 
 def programs(x: Tensor, rows: int) -> int:
-    """How many programs share the rows in each of the kernels, and rows that the buffer of parts has."""
+    """How many programs share the rows in each of the kernels, and rows that the buffer of partials has."""
     return min(PER_SM * sm_count(x), max(1, cdiv(rows, 4)))
 
 
@@ -103,27 +103,28 @@ def _tile(x: Tensor) -> tuple[int, int]:
 
 
 @replayed
-def column_sums(x: Tensor, parts: Tensor, offset: int) -> tuple[()]:
-    """Leave the parts of the sums over the rows of x (rows, d) in d columns of `parts` from `offset` on."""
+def column_sums(x: Tensor, partials: Tensor, offset: int) -> tuple[()]:
+    """Leave the partials of the sums over the rows of x (rows, d) in d columns of `partials` from `offset` on."""
     rows, d = x.shape
     block_r, block_c = _tile(x)
     with device_guard(x):
         launch(
-            sums_kernel, (cdiv(d, block_c), parts.shape[0], 1), (x, parts), (rows, parts.shape[1]),
+            sums_kernel, (cdiv(d, block_c), partials.shape[0], 1), (x, partials), (rows, partials.shape[1]),
             (d, offset, SUMS_UNROLL, block_r, block_c), num_warps=WARPS,
         )  # fmt: skip
     return ()
 
 
 @replayed
-def gelu_backward(dh: Tensor, u: Tensor, parts: Tensor | None, offset: int) -> tuple[()]:
-    """Dh (rows, d) becomes du; the parts of its sums over the rows go to `parts` as in :func:`column_sums`."""
+def gelu_backward(dh: Tensor, u: Tensor, partials: Tensor | None, offset: int) -> tuple[()]:
+    """Dh (rows, d) becomes du; the partials of its sums over the rows go to `partials` as in :func:`column_sums`."""
     rows, d = u.shape
     block_r, block_c = _tile(u)
-    groups = programs(u, rows) if parts is None else parts.shape[0]
+    groups = programs(u, rows) if partials is None else partials.shape[0]
     with device_guard(u):
         launch(
-            gelu_backward_kernel, (cdiv(d, block_c), groups, 1), (dh, u, parts),
-            (rows, 0 if parts is None else parts.shape[1]), (d, offset, GELU_UNROLL, block_r, block_c), num_warps=WARPS,
+            gelu_backward_kernel, (cdiv(d, block_c), groups, 1), (dh, u, partials),
+            (rows, 0 if partials is None else partials.shape[1]), (d, offset, GELU_UNROLL, block_r, block_c),
+            num_warps=WARPS,
         )  # fmt: skip
     return ()

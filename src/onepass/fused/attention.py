@@ -1,4 +1,4 @@
-"""`near_and_far`: both branches of routed attention as one autograd node, for plain eager PyTorch.
+"""`routed_attention`: both branches of routed attention as one autograd node, for plain eager PyTorch.
 
     y = out(attention(normed)) + ν        y_i += g_i·(out'(attention'(norm_q(x_i), norm_kv(x_K))) − ν)
 
@@ -18,22 +18,22 @@ from torch import Tensor
 
 from onepass.core.launch import replayed
 from onepass.core.products import weight_gradient
-from onepass.ops.routing import branch
-from onepass.ops.routing.norms import norm_backward_into, norm_forward, norm_parts
-from onepass.ops.routing.op_fork import Fork, as_forward_did
 from onepass.ops.routing.rows import add_rows, scatter_backward
 from onepass.ops.span_attention import op as span
-from onepass.ops.span_attention.op_rotary import BASE, packed_gradient, split, turn
+from onepass.ops.span_attention.op_rotary import BASE, apply_rotary, packed_gradient, split
 
-from .attention_runs import Runs
+from . import branch
+from .fork import Fork, as_forward_did
+from .norms import norm_backward_into, norm_forward, norm_partials
+from .runs import Runs
 
 
 class Plan(NamedTuple):
     """What does not change with the tensors."""
 
     dtype: torch.dtype  # of the branches
-    near_heads: int
-    far_heads: int
+    light_heads: int
+    heavy_heads: int
     width: int
     eps: float  # of the norms of the chosen tokens
     precision: str  # of fp32 products: kernels are compiled for it
@@ -54,20 +54,20 @@ def _before_products(
 @replayed
 def _attend(
     qkv: Tensor, q: Tensor, kv: Tensor, gated: Tensor, at_q: Tensor, at_kv: Tensor, plan: Plan,
-    near_mask: Tensor | None, near_first: Tensor, near_last: Tensor,
-    far_mask: Tensor | None, far_first: Tensor, far_last: Tensor,
+    light_mask: Tensor | None, light_first: Tensor, light_last: Tensor,
+    heavy_mask: Tensor | None, heavy_first: Tensor, heavy_last: Tensor,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Queries and keys are turned where they lie, nobody else has them; both attentions."""
     scale = 1 / math.sqrt(plan.width)
-    near_qk, near_v = split(qkv)
-    turn(near_qk, None, BASE, False, near_qk)
-    near_q, near_k = near_qk.chunk(2, dim=2)
-    near, near_lse = span.forward(near_q, near_k, near_v, near_first, near_last, near_mask, scale)
+    light_qk, light_v = split(qkv)
+    apply_rotary(light_qk, None, BASE, False, light_qk)
+    light_q, light_k = light_qk.chunk(2, dim=2)
+    light, light_lse = span.forward(light_q, light_k, light_v, light_first, light_last, light_mask, scale)
     k = kv.select(2, 0)
-    turn(q, at_q, BASE, False, q)
-    turn(k, at_kv, BASE, False, k)
-    far, far_lse = span.forward(q, k, gated, far_first, far_last, far_mask, scale)
-    return near, near_lse, far, far_lse
+    apply_rotary(q, at_q, BASE, False, q)
+    apply_rotary(k, at_kv, BASE, False, k)
+    heavy, heavy_lse = span.forward(q, k, gated, heavy_first, heavy_last, heavy_mask, scale)
+    return light, light_lse, heavy, heavy_lse
 
 
 _add_chosen = replayed(add_rows)
@@ -78,7 +78,7 @@ def _before_backward_products(
     dy: Tensor, update: Tensor, gates: Tensor, x: Tensor, at_q: Tensor, at_kv: Tensor, norm_q: Tensor,
     norm_kv: Tensor, plan: Plan, need_gates: bool,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Gradients of the far branch's output and of the queries' gates; the norms again: cheaper to make than to keep."""
+    """Gradients of the heavy output and of the queries' gates; the norms again: cheaper to compute than to keep."""
     d_update, d_gates = scatter_backward(dy, update, gates, at_q, True, need_gates)
     chosen_q, _, stats_q = norm_forward(x, at_q, norm_q, None, plan.eps, 0.0, plan.dtype)
     chosen_kv, _, stats_kv = norm_forward(x, at_kv, norm_kv, None, plan.eps, 0.0, plan.dtype)
@@ -87,25 +87,26 @@ def _before_backward_products(
 
 @replayed
 def _attend_backward(
-    d_near: Tensor, qkv: Tensor, near: Tensor, near_lse: Tensor, d_far: Tensor, q: Tensor, kv: Tensor, gated: Tensor,
-    far: Tensor, far_lse: Tensor, at_q: Tensor, at_kv: Tensor, plan: Plan,
-    near_mask: Tensor | None, near_first: Tensor, near_last: Tensor, near_begin: Tensor | None, near_end: Tensor | None,
-    far_mask: Tensor | None, far_first: Tensor, far_last: Tensor, far_begin: Tensor | None, far_end: Tensor | None,
+    d_light: Tensor, qkv: Tensor, light: Tensor, light_lse: Tensor, d_heavy: Tensor, q: Tensor, kv: Tensor,
+    gated: Tensor, heavy: Tensor, heavy_lse: Tensor, at_q: Tensor, at_kv: Tensor, plan: Plan,
+    light_mask: Tensor | None, light_first: Tensor, light_last: Tensor, light_begin: Tensor | None,
+    light_end: Tensor | None, heavy_mask: Tensor | None, heavy_first: Tensor, heavy_last: Tensor,
+    heavy_begin: Tensor | None, heavy_end: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Through both attentions and the turns: gradients of qkv, q and kv, of the latter's values before their gates."""
     scale = 1 / math.sqrt(plan.width)
     d_qkv = packed_gradient(
-        d_near, qkv, near, near_lse, split(qkv)[0], near_first, near_last, near_mask, BASE, scale,
-        None if near_begin is None or near_end is None else (near_begin, near_end),
+        d_light, qkv, light, light_lse, split(qkv)[0], light_first, light_last, light_mask, BASE, scale,
+        None if light_begin is None or light_end is None else (light_begin, light_end),
     )  # fmt: skip
     dq, dkv = torch.empty_like(q), torch.empty_like(kv)
     dk = dkv.select(2, 0)
     span.backward_into(
-        (dq, dk, dkv.select(2, 1)), d_far, q, kv.select(2, 0), gated, far, far_lse, far_first, far_last, far_mask,
-        scale, None if far_begin is None or far_end is None else (far_begin, far_end),
+        (dq, dk, dkv.select(2, 1)), d_heavy, q, kv.select(2, 0), gated, heavy, heavy_lse, heavy_first, heavy_last,
+        heavy_mask, scale, None if heavy_begin is None or heavy_end is None else (heavy_begin, heavy_end),
     )  # fmt: skip
-    turn(dq, at_q, BASE, True, dq)
-    turn(dk, at_kv, BASE, True, dk)
+    apply_rotary(dq, at_q, BASE, True, dq)
+    apply_rotary(dk, at_kv, BASE, True, dk)
     return d_qkv, dq, dkv
 
 
@@ -114,46 +115,46 @@ def _after_backward_products(
     d_q: Tensor, d_kv: Tensor, x: Tensor, at_q: Tensor, at_kv: Tensor, norm_q: Tensor, norm_kv: Tensor,
     stats_q: Tensor, stats_kv: Tensor, need_x: bool, need_q: bool, need_kv: bool,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Through the norms of the chosen: gradients of the tokens, and parts of those of the norms' weights."""
-    parts_q = norm_parts(x, at_q.numel(), norm_q, None) if need_q else None
-    parts_kv = norm_parts(x, at_kv.numel(), norm_kv, None) if need_kv else None
+    """Through the norms of the chosen: gradients of the tokens, and partials of those of the norms' weights."""
+    partials_q = norm_partials(x, at_q.numel(), norm_q, None) if need_q else None
+    partials_kv = norm_partials(x, at_kv.numel(), norm_kv, None) if need_kv else None
     rows_q = rows_kv = None
     if need_x or need_q:
-        rows_q = norm_backward_into(parts_q, d_q, x, at_q, norm_q, None, stats_q, None, None, need_x)
+        rows_q = norm_backward_into(partials_q, d_q, x, at_q, norm_q, None, stats_q, None, None, need_x)
     if need_x or need_kv:
-        rows_kv = norm_backward_into(parts_kv, d_kv, x, at_kv, norm_kv, None, stats_kv, None, None, need_x)
-    return rows_q, parts_q, rows_kv, parts_kv
+        rows_kv = norm_backward_into(partials_kv, d_kv, x, at_kv, norm_kv, None, stats_kv, None, None, need_x)
+    return rows_q, partials_q, rows_kv, partials_kv
 
 
 def _gated(v: Tensor, gates: Tensor) -> Tensor:
     return v * gates.to(v.dtype)[..., None, None]
 
 
-class _NearAndFar(torch.autograd.Function):
+class _RoutedAttention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, normed: Tensor, slot_q: Tensor, slot_kv: Tensor, gates_q: Tensor, gates_kv: Tensor, norm_q: Tensor,
-        norm_kv: Tensor, null: Tensor, qkv_w: Tensor, near_out_w: Tensor, q_w: Tensor, kv_w: Tensor, far_out_w: Tensor,
-        x: Tensor, at_q: Tensor, at_kv: Tensor, near_runs: Runs, far_runs: Runs, plan: Plan,
+        norm_kv: Tensor, null: Tensor, qkv_w: Tensor, light_out_w: Tensor, q_w: Tensor, kv_w: Tensor,
+        heavy_out_w: Tensor, x: Tensor, at_q: Tensor, at_kv: Tensor, light_runs: Runs, heavy_runs: Runs, plan: Plan,
     ) -> Tensor:  # fmt: skip
         batch, n, dim = normed.shape
-        weights = null, qkv_w, near_out_w, q_w, kv_w, far_out_w
+        weights = null, qkv_w, light_out_w, q_w, kv_w, heavy_out_w
         chosen_q, chosen_kv, *copies = _before_products(x, at_q, at_kv, norm_q, norm_kv, plan, *weights)
-        bias, qkv_c, near_out_c, q_c, kv_c, far_out_c = copies or weights
+        bias, qkv_c, light_out_c, q_c, kv_c, heavy_out_c = copies or weights
         tokens = normed.view(-1, dim)
-        qkv = torch.mm(tokens, qkv_c.t()).view(batch, n, 3, plan.near_heads, plan.width)
-        q = torch.mm(chosen_q.view(-1, dim), q_c.t()).view(batch, -1, plan.far_heads, plan.width)
-        kv = torch.mm(chosen_kv.view(-1, dim), kv_c.t()).view(batch, -1, 2, plan.far_heads, plan.width)
+        qkv = torch.mm(tokens, qkv_c.t()).view(batch, n, 3, plan.light_heads, plan.width)
+        q = torch.mm(chosen_q.view(-1, dim), q_c.t()).view(batch, -1, plan.heavy_heads, plan.width)
+        kv = torch.mm(chosen_kv.view(-1, dim), kv_c.t()).view(batch, -1, 2, plan.heavy_heads, plan.width)
         gated = _gated(kv.select(2, 1), gates_kv)
-        near, near_lse, far, far_lse = _attend(
-            qkv, q, kv, gated, at_q, at_kv, plan, *near_runs[:3], *far_runs[:3]
+        light, light_lse, heavy, heavy_lse = _attend(
+            qkv, q, kv, gated, at_q, at_kv, plan, *light_runs[:3], *heavy_runs[:3]
         )  # fmt: skip
-        y = torch.addmm(bias, near.view(batch * n, -1), near_out_c.t())
-        update = torch.addmm(-bias, far.view(batch * q.shape[1], -1), far_out_c.t()).view(chosen_q.shape)
+        y = torch.addmm(bias, light.view(batch * n, -1), light_out_c.t())
+        update = torch.addmm(-bias, heavy.view(batch * q.shape[1], -1), heavy_out_c.t()).view(chosen_q.shape)
         _add_chosen(y, update, gates_q, at_q)
         ctx.save_for_backward(
-            tokens, qkv, near, near_lse, q, kv, far, far_lse, update, gates_q, gates_kv, norm_q, norm_kv, qkv_c,
-            near_out_c, q_c, kv_c, far_out_c, x, at_q, at_kv, *near_runs, *far_runs,
+            tokens, qkv, light, light_lse, q, kv, heavy, heavy_lse, update, gates_q, gates_kv, norm_q, norm_kv, qkv_c,
+            light_out_c, q_c, kv_c, heavy_out_c, x, at_q, at_kv, *light_runs, *heavy_runs,
         )  # fmt: skip
         ctx.plan, ctx.dtypes = plan, [w.dtype for w in weights]
         return y
@@ -162,12 +163,12 @@ class _NearAndFar(torch.autograd.Function):
     @as_forward_did("RoutedAttention")
     def backward(ctx: Any, grads_out: tuple[Tensor | None, ...]) -> Any:
         (
-            tokens, qkv, near, near_lse, q, kv, far, far_lse, update, gates_q, gates_kv, norm_q, norm_kv, qkv_c,
-            near_out_c, q_c, kv_c, far_out_c, x, at_q, at_kv, *runs,
+            tokens, qkv, light, light_lse, q, kv, heavy, heavy_lse, update, gates_q, gates_kv, norm_q, norm_kv, qkv_c,
+            light_out_c, q_c, kv_c, heavy_out_c, x, at_q, at_kv, *runs,
         ) = ctx.saved_tensors  # fmt: skip
         # from here on this frame alone keeps them (unless the graph is kept), and lets go of those of the tokens' size
         ctx.maybe_clear_saved_tensors()
-        near_runs, far_runs = Runs(*runs[:5]), Runs(*runs[5:])
+        light_runs, heavy_runs = Runs(*runs[:5]), Runs(*runs[5:])
         (
             need_normed, need_x, _, need_gates, need_gates_kv, need_norm_q, need_norm_kv, need_null, *needs,
         ) = ctx.needs_input_grad[:13]  # fmt: skip
@@ -175,7 +176,7 @@ class _NearAndFar(torch.autograd.Function):
         if precision != plan.precision:
             # other kernels, other tiles of keys
             plan = plan._replace(precision=precision)
-            near_runs, far_runs = (r._replace(begin=None, end=None) for r in (near_runs, far_runs))
+            light_runs, heavy_runs = (r._replace(begin=None, end=None) for r in (light_runs, heavy_runs))
         grads: list[Tensor | None] = [None] * 5
 
         def gradient(which: int, dy: Tensor, x: Tensor) -> None:
@@ -187,18 +188,18 @@ class _NearAndFar(torch.autograd.Function):
             dy.view(x.shape), update, gates_q, x, at_q, at_kv, norm_q, norm_kv, plan, need_gates
         )
         du, v = d_update.view(-1, dim), kv.select(2, 1)
-        gradient(1, dy, near)
-        gradient(4, du, far)
+        gradient(1, dy, light)
+        gradient(4, du, heavy)
         d_null = (dy.sum(0, dtype=dtypes[0]) - du.sum(0, dtype=dtypes[0])) if need_null else None
-        d_near, d_far = torch.mm(dy, near_out_c).view(near.shape), torch.mm(du, far_out_c).view(far.shape)
-        if far_runs.begin is None:
-            begin, end = span.edges(q, far_runs.first, far_runs.last, kv.shape[1]) or (None, None)
-            far_runs = far_runs._replace(begin=begin, end=end)
+        d_light, d_heavy = torch.mm(dy, light_out_c).view(light.shape), torch.mm(du, heavy_out_c).view(heavy.shape)
+        if heavy_runs.begin is None:
+            begin, end = span.edges(q, heavy_runs.first, heavy_runs.last, kv.shape[1]) or (None, None)
+            heavy_runs = heavy_runs._replace(begin=begin, end=end)
         d_qkv, dq, dkv = _attend_backward(
-            d_near, qkv, near, near_lse, d_far, q, kv, _gated(v, gates_kv), far, far_lse, at_q, at_kv, plan, *near_runs,
-            *far_runs,
+            d_light, qkv, light, light_lse, d_heavy, q, kv, _gated(v, gates_kv), heavy, heavy_lse, at_q, at_kv, plan,
+            *light_runs, *heavy_runs,
         )  # fmt: skip
-        del qkv, near, d_near
+        del qkv, light, d_light
         dv, d_gates_kv = dkv.select(2, 1), None
         if need_gates_kv:
             d_gates_kv = torch.linalg.vecdot(dv.flatten(2).to(gates_kv.dtype), v.flatten(2).to(gates_kv.dtype))
@@ -210,11 +211,13 @@ class _NearAndFar(torch.autograd.Function):
         gradient(3, dkv, chosen_kv)
         d_normed = torch.mm(d_qkv, qkv_c).view(x.shape) if need_normed else None
         del d_qkv
-        rows_q, parts_q, rows_kv, parts_kv = _after_backward_products(
+        rows_q, partials_q, rows_kv, partials_kv = _after_backward_products(
             torch.mm(dq, q_c).view(chosen_q.shape), torch.mm(dkv, kv_c).view(chosen_kv.shape), x, at_q, at_kv,
             norm_q, norm_kv, stats_q, stats_kv, need_x, need_norm_q, need_norm_kv,
         )  # fmt: skip
-        d_norms = [None if p is None else p.sum(0).to(w.dtype) for p, w in ((parts_q, norm_q), (parts_kv, norm_kv))]
+        d_norms = [
+            None if p is None else p.sum(0).to(w.dtype) for p, w in ((partials_q, norm_q), (partials_kv, norm_kv))
+        ]
         return (
             d_normed, rows_q, rows_kv, d_gates_q, d_gates_kv, *d_norms, d_null, *grads,
             None, None, None, None, None, None,
@@ -222,10 +225,10 @@ class _NearAndFar(torch.autograd.Function):
 
 
 # what Function.apply does beyond this concerns torch.func, which never gets here
-_near_and_far = super(torch.autograd.Function, _NearAndFar).apply
+_apply = super(torch.autograd.Function, _RoutedAttention).apply
 
 
-def near_and_far(
+def routed_attention(
     forked: Fork, x: Tensor, gates: tuple[Tensor, Tensor], indices: tuple[Tensor, Tensor], weights: tuple[Tensor, ...],
     runs: tuple[Runs, Runs], plan: Plan,
 ) -> Tensor:  # fmt: skip
@@ -233,13 +236,13 @@ def near_and_far(
 
     `gates` and `indices` are those of the queries and of the keys, ``(batch, k)`` each, k ≥ 1; `forked` is a `fork` of
     x with a slot for each of the two. `weights`: of the norms of chosen queries and keys, ν, then of the linear layers
-    qkv and out of the near branch, q, kv and out of the far one. For calls that `fork` takes.
+    qkv and out of the light branch, q, kv and out of the heavy one. For calls that `fork` takes.
     """
     # a token may be in both lists, and their gradients must not meet: one slot each
     forked.choice.indices = indices
-    return _near_and_far(  # type: ignore[no-any-return, no-untyped-call]
+    return _apply(  # type: ignore[no-any-return, no-untyped-call]
         forked.normed, *forked.slots, *gates, *weights, x.detach(), *indices, *runs, plan
     )
 
 
-__all__ = ["Plan", "near_and_far"]
+__all__ = ["Plan", "routed_attention"]

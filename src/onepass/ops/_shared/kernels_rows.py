@@ -1,20 +1,15 @@
-"""What the Triton kernels of this folder share: loads, sums of pairs, and the launch shapes."""
+"""Tiles of rows for Triton kernels: loads, sums of each row, and the launch shapes."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from onepass.core.launch import INTERPRET, aligned, cdiv, even_rows, next_power_of_2, sm_count
-
-CAPPED_EXP = tl.constexpr(0)
-SIGMOID = tl.constexpr(1)
-LAPLACE = tl.constexpr(2)
-CLAMP = tl.constexpr(3)
+from onepass.core.launch import INTERPRET, aligned, cdiv, even_rows, next_power_of_2
 
 LOG2E = tl.constexpr(1.4426950408889634)
 INF = tl.constexpr(float("inf"))
@@ -26,9 +21,6 @@ SIZES = (
     "gy_row_stride", "s_row_stride", "k_stride", "eps_stride", "mask_row_stride", "n_rows", "n_cols", "n_splits",
     "tiles", "n_iters", "n_changing",
 )  # fmt: skip
-# polls before a program stops waiting for its team
-PATIENCE = tl.constexpr(1 << 20)
-
 # elements one warp holds in registers: as many as they allow, or half, since more warps hide what a pass waits for
 PER_WARP = 1024
 HALF_PER_WARP = 512
@@ -149,119 +141,6 @@ def load_option(ptr, stride, value, rows, n_rows, HAS: tl.constexpr):
     else:
         option = rows.to(tl.float32) * 0.0 + value
     return option
-
-
-@triton.jit
-def offsets(s, base, eps):
-    """(s - base)/eps; where base is +inf the +inf scores share k: 0 for them, -inf for the rest."""
-    shared = tl.where(s == INF, 0.0, -INF)
-    return tl.where(base == INF, shared, (s - base) * (1.0 / eps))
-
-
-@triton.jit
-def gates_and_slopes(x, KIND: tl.constexpr):
-    """φ(x) and φ'(x); `clamp` is measured from its lower edge."""
-    if KIND == CAPPED_EXP:
-        y = tl.exp2(x * LOG2E)
-        saturated = x > 0
-        w = tl.where(saturated, 0.0, y)
-        y = tl.where(saturated, 1.0, y)
-    elif KIND == SIGMOID:
-        e = tl.exp2(-tl.abs(x) * LOG2E)
-        r = 1.0 / (1.0 + e)
-        w = e * r * r
-        y = tl.where(x < 0, e * r, r)
-    elif KIND == LAPLACE:
-        w = 0.5 * tl.exp2(-tl.abs(x) * LOG2E)
-        y = tl.where(x < 0, w, 1.0 - w)
-    else:
-        w = tl.where((x > 0) & (x < 1), 1.0, 0.0)
-        y = tl.where(x > 1, 1.0, tl.where(x < 0, 0.0, x))
-    return y, w
-
-
-@triton.jit
-def post(ptr, first, second, turn):
-    """Hand any float and a number ≥ 0 to the team; the latter's sign tells the two turns apart that share a word."""
-    low = first.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
-    high = (second.to(tl.int32, bitcast=True) & 0x7FFFFFFF) | ((1 - (turn // 2) % 2) << 31)
-    tl.atomic_xchg(ptr, (high.to(tl.int64) << 32) | low, sem="relaxed")
-
-
-@triton.jit
-def fetch(ptr, turn, TEAM: tl.constexpr, WIDTH: tl.constexpr):
-    """What every member posted in this turn, 0 beyond them. Never waits for ever."""
-    ptrs = ptr + tl.arange(0, WIDTH)
-    here = tl.arange(0, WIDTH) < TEAM
-    negative = (turn // 2) % 2 == 0
-    words = tl.load(ptrs, mask=here, other=0, volatile=True)
-    tries = 0
-    while (tl.min((((words < 0) == negative) | (here == 0)).to(tl.int32), 0) == 0) & (tries < PATIENCE):
-        words = tl.load(ptrs, mask=here, other=0, volatile=True)
-        tries += 1
-    first = words.to(tl.int32).to(tl.float32, bitcast=True)
-    second = ((words >> 32).to(tl.int32) & 0x7FFFFFFF).to(tl.float32, bitcast=True)
-    return first, second
-
-
-@triton.jit
-def add_ready(a0, b0, ready0, a1, b1, ready1):
-    return a0 + a1, b0 + b1, ready0 & ready1
-
-
-@triton.jit
-def look(ptr, turn, TEAM: tl.constexpr, WIDTH: tl.constexpr):
-    """Both sums of what the members have posted, and whether all have: one exchange between the warps."""
-    here = tl.arange(0, WIDTH) < TEAM
-    words = tl.load(ptr + tl.arange(0, WIDTH), mask=here, other=0, volatile=True)
-    first = words.to(tl.int32).to(tl.float32, bitcast=True)
-    second = ((words >> 32).to(tl.int32) & 0x7FFFFFFF).to(tl.float32, bitcast=True)
-    ready = (((words < 0) == ((turn // 2) % 2 == 0)) | (here == 0)).to(tl.int32)
-    return tl.reduce((first, second, ready), 0, add_ready)
-
-
-@triton.jit
-def together(a, b, words_ptr, member, turn, TEAM: tl.constexpr, WIDTH: tl.constexpr):
-    """Both sums over the team (the second is of numbers ≥ 0), if there is one."""
-    if TEAM > 0:
-        words = words_ptr + (turn % 2) * TEAM
-        post(words + member, a, b, turn)
-        ready = 0
-        tries = 0
-        while (ready == 0) & (tries < PATIENCE):
-            a, b, ready = look(words, turn, TEAM, WIDTH)
-            tries += 1
-    return a, b, turn + 1
-
-
-class Team(NamedTuple):
-    """Programs per row, rows at a time, columns of a program, words that are looked at, and the launch options."""
-
-    size: int
-    teams: int
-    block_c: int
-    width: int
-    options: dict[str, Any]
-
-
-def team_of(s: Tensor, block_c: int, warps: int, per_sm: int) -> Team | None:
-    """The launch of a team per long row, whose programs must all fit on the GPU at once; None where they can't."""
-    if INTERPRET or torch.version.hip is not None:
-        return None
-    n_rows, n_cols = s.shape
-    size = cdiv(n_cols, block_c)
-    teams = min(n_rows, sm_count(s) * per_sm // size)
-    if not teams:
-        return None
-    # a word per thread: with fewer, all warps would ask for the same ones
-    width = next_power_of_2(max(size, 32 * warps))
-    return Team(size, teams, block_c, width, {"launch_cooperative_grid": True, **resident(warps, per_sm)})
-
-
-def resident(warps: int, per_sm: int) -> dict[str, Any]:
-    """Launch options under which a multiprocessor of an NVIDIA GPU (65536 registers) holds several programs."""
-    limit = {} if torch.version.hip is not None else {"maxnreg": min(248, 65536 // (32 * warps * per_sm) // 8 * 8)}
-    return {"num_warps": warps, **limit}
 
 
 class Shape(NamedTuple):

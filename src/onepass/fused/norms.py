@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from onepass.ops.routing.rows import as_bytes, on_triton
+
 from . import torch_path
-from .rows import as_bytes, on_triton
 
 
-def fits(d: int) -> bool:
+def fits_one_program(d: int) -> bool:
     """Whether a program can hold a row of d columns."""
     return d <= 4096
 
@@ -35,32 +36,32 @@ def norm_forward(
 
 
 def norm_backward_into(
-    parts: Tensor | None, dy: Tensor, x: Tensor, indices: Tensor | None, weight: Tensor | None,
+    partials: Tensor | None, dy: Tensor, x: Tensor, indices: Tensor | None, weight: Tensor | None,
     vectors: Tensor | None, stats: Tensor, scores: Tensor | None, ds: Tensor | None, need_x: bool,
-    push: Tensor | None = None, every: int = 1, mask: Tensor | None = None,
+    explore_grad: Tensor | None = None, stride: int = 1, mask: Tensor | None = None,
 ) -> Tensor | None:  # fmt: skip
-    """Dx for each row of :func:`norm_forward`; the gradients of weight and vectors, as parts, in the first columns.
+    """Dx for each row of :func:`norm_forward`; the gradients of weight and vectors, as partials, in the first columns.
 
-    `parts` is None where they are not needed; `push` (batch, tokens / every) is more of ds at each `every`-th token,
-    for the vectors alone.
+    `partials` is None where they are not needed; `explore_grad` (batch, tokens / stride) adds to ds at each
+    `stride`-th token, for the vectors alone.
     """
     if on_triton(x, weight, vectors):
         from . import kernels_norm
 
         (dx,) = kernels_norm.backward(
-            dy, x, indices, as_bytes(mask), weight, vectors, stats, scores, ds, push, every, need_x, parts
+            dy, x, indices, as_bytes(mask), weight, vectors, stats, scores, ds, explore_grad, stride, need_x, partials
         )  # fmt: skip
         return dx  # type: ignore[no-any-return]
     dx, grads = torch_path.norm_backward(
-        dy, x, indices, mask, weight, vectors, stats, scores, ds, push, every, need_x, parts is not None
+        dy, x, indices, mask, weight, vectors, stats, scores, ds, explore_grad, stride, need_x, partials is not None
     )  # fmt: skip
-    if parts is not None and grads is not None:
-        parts[:, : grads.numel()] = grads.view(1, -1)
+    if partials is not None and grads is not None:
+        partials[:, : grads.numel()] = grads.view(1, -1)
     return dx
 
 
-def norm_parts(x: Tensor, rows: int, weight: Tensor | None, vectors: Tensor | None) -> Tensor:
-    """What :func:`norm_backward_into` takes as parts, for the gradients of both: to be added up over its rows."""
+def norm_partials(x: Tensor, rows: int, weight: Tensor | None, vectors: Tensor | None) -> Tensor:
+    """What :func:`norm_backward_into` takes as partials, for the gradients of both: to be added up over its rows."""
     width = x.shape[-1] + (0 if vectors is None else vectors.numel())
     if not on_triton(x, weight, vectors):
         return torch.empty((1, width), dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
@@ -74,9 +75,9 @@ def norm_backward(
     scores: Tensor | None, ds: Tensor | None, need_x: bool, need_w: bool, mask: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
     """Gradients of :func:`norm_forward`: dx for each of its rows; (1 + R, d) of weight and vectors."""
-    parts = norm_parts(x, dy.shape[0] * dy.shape[1], weight, vectors) if need_w else None
-    dx = norm_backward_into(parts, dy, x, indices, weight, vectors, stats, scores, ds, need_x, mask=mask)
-    return dx, None if parts is None else parts.sum(0).view(-1, x.shape[-1])
+    partials = norm_partials(x, dy.shape[0] * dy.shape[1], weight, vectors) if need_w else None
+    dx = norm_backward_into(partials, dy, x, indices, weight, vectors, stats, scores, ds, need_x, mask=mask)
+    return dx, None if partials is None else partials.sum(0).view(-1, x.shape[-1])
 
 
-__all__ = ["fits", "norm_backward", "norm_backward_into", "norm_forward", "norm_parts"]
+__all__ = ["fits_one_program", "norm_backward", "norm_backward_into", "norm_forward", "norm_partials"]
