@@ -67,7 +67,7 @@ def test_calls_reach_every_kernel(
     pretended = {"launch": note, "launch_specialized": note, "uses_triton": on_gpu, "on_triton": on_gpu,
                  "sm_count": lambda x: geometry._sm_count(0)}  # fmt: skip
     for folder in spec.folders():
-        package = importlib.import_module(f"onepass.ops.{folder}")
+        package = importlib.import_module(spec.package(folder))
         for found in pkgutil.iter_modules(package.__path__):
             module = importlib.import_module(f"{package.__name__}.{found.name}")
             for name in pretended.keys() & vars(module).keys():

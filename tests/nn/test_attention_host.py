@@ -90,9 +90,9 @@ def test_backward_lets_go_of_what_it_has_used(monkeypatch: pytest.MonkeyPatch, k
     with torch.autocast("cpu", torch.bfloat16):
         y = _layer()(x)
     node: Any = y.grad_fn
-    while type(node).__name__ != "_NearAndFarBackward":
+    while type(node).__name__ != "_RoutedAttentionBackward":
         node = node.next_functions[0][0]
-    # the near branch's: tokens, queries with keys and values, what attention gave
+    # the light branch's: tokens, queries with keys and values, what attention gave
     saved = [t for t in node.saved_tensors if t is not None and t.is_floating_point() and t.numel() >= 2 * 64 * 32]
     used = [t for t in saved if t.data_ptr() != x.data_ptr()]
     assert len(used) == 3

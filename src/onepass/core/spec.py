@@ -220,9 +220,14 @@ def folders() -> list[str]:
     return [*found, "fused"]
 
 
+def package(folder: str) -> str:
+    """Return the import name of a folder that has a spec."""
+    return f"onepass.{folder}" if folder == "fused" else f"onepass.ops.{folder}"
+
+
 def load(folder: str) -> Any:
     """Return the module `spec` of a folder."""
-    return importlib.import_module(f"onepass.{'' if folder == 'fused' else 'ops.'}{folder}.spec")
+    return importlib.import_module(f"{package(folder)}.spec")
 
 
 def all_specs() -> list[Spec]:
