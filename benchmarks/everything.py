@@ -41,7 +41,8 @@ PARTS = {
     "lion": (1, 1.0), "routing": (1, 0.5), "fused": (1, 0.5),
 }  # fmt: skip
 TESTS = ("contract core bench benchmarks doctor train", "nn", "ops/norm ops/weighted_sum ops/lion ops/causal_choice",
-         "ops/soft_topk", "ops/coor_descent ops/topk", "optim", "ops/routing ops/span_attention fused compat")  # fmt: skip
+         "ops/soft_topk", "ops/coor_descent ops/topk", "optim",
+         "ops/routing ops/span_attention fused compat")  # fmt: skip
 
 
 class Job(NamedTuple):
