@@ -18,11 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C._functorch import is_legacy_batchedtensor
+from torch.library import register_autograd, register_vmap
 
 from .eager import forward_mode, is_plain_eager_call, no_second, once
 from .launch import replayed
 
 Outputs = Tensor | tuple[Tensor | None, ...]
+
+_backwards: set[Any] = set()
 
 
 def batch_first(tensor: Tensor, dim: int | None, size: int) -> Tensor:
@@ -96,9 +99,9 @@ def bind(
         name: of the public function, for messages.
         forward: the kernels; positional arguments, returns a tensor or a tuple of which the first
             `n_public` belong to the user and the rest are saved for backward.
-        forward_op: the `torch.library.custom_op` around `forward`.
+        forward_op: the operator that `core.register` made of `forward`.
         backward: the backward kernels. A gradient that was not asked for comes back as None, or as an empty tensor.
-        backward_op: the `custom_op` around `backward`, with an empty tensor for what was not asked for.
+        backward_op: the operator made of `backward`, with an empty tensor for what was not asked for.
         save: `save(ctx, inputs, output)`: what backward will need.
         gradients: `gradients(ctx, run, *grads)` → one gradient or None per argument of `forward`;
             `run` is `backward` in the form that suits the path.
@@ -195,15 +198,13 @@ def bind(
 
         jvp = staticmethod(refuse_tangents)
 
-    forward_op.register_autograd(
-        lambda ctx, *grads: gradients(ctx, backward_op, *grads),
-        setup_context=save,
-    )
-
-    backward_op.register_autograd(refuse_second, setup_context=lambda ctx, inputs, output: None)
-
-    forward_op.register_vmap(_vmap_rule(forward_op, vmap_forward))
-    backward_op.register_vmap(_vmap_rule(backward_op, vmap_backward))
+    register_autograd(forward_op, lambda ctx, *grads: gradients(ctx, backward_op, *grads), setup_context=save)
+    register_vmap(forward_op, _vmap_rule(forward_op, vmap_forward))
+    # two forwards may share a backward
+    if backward_op not in _backwards:
+        _backwards.add(backward_op)
+        register_autograd(backward_op, refuse_second, setup_context=lambda ctx, inputs, output: None)
+        register_vmap(backward_op, _vmap_rule(backward_op, vmap_backward))
 
     @outside_autocast
     def through_dispatcher(*args: Any) -> Any:

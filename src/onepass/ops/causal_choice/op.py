@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.library import custom_op
 
 from onepass.core import check
 from onepass.core.bind import bind
 from onepass.core.launch import cdiv, uses_triton
+from onepass.core.register import register, register_fake
 
 from . import torch_path
 
@@ -91,11 +91,11 @@ def backward(
     return torch_path.backward(g_gates, scores, mask, gates, indices, thresholds, eps, block)
 
 
-forward_op = custom_op("onepass::causal_choice", forward, mutates_args=())
-backward_op = custom_op("onepass::causal_choice_backward", backward, mutates_args=())
+forward_op = register("causal_choice", forward)
+backward_op = register("causal_choice_backward", backward)
 
 
-@forward_op.register_fake
+@register_fake(forward_op)
 def _(
     scores: Tensor, mask: Tensor | None, k: int, eps: float, block: int, memory: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -109,7 +109,7 @@ def _(
     )
 
 
-@backward_op.register_fake
+@register_fake(backward_op)
 def _(
     g_gates: Tensor, scores: Tensor, mask: Tensor | None, gates: Tensor, indices: Tensor, thresholds: Tensor,
     starts: Tensor, eps: float, block: int, memory: int,

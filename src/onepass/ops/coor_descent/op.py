@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.library import custom_op
 
 from onepass.core.bind import bind
 from onepass.core.launch import as_rows, uses_triton
+from onepass.core.register import register, register_fake
 from onepass.ops._shared import arguments
 
 from . import torch_path
@@ -89,11 +89,11 @@ def _backward(
     )
 
 
-forward_op = custom_op("onepass::coor_descent", _forward, mutates_args=())
-backward_op = custom_op("onepass::coor_descent_backward", _backward, mutates_args=())
+forward_op = register("coor_descent", _forward)
+backward_op = register("coor_descent_backward", _backward)
 
 
-@forward_op.register_fake
+@register_fake(forward_op)
 def _(
     scores: Tensor,
     k: Tensor | None,
@@ -113,7 +113,7 @@ def _(
     return scores.new_empty(scores.shape), scores.new_empty((rows, width), dtype=arguments.accumulator(scores))
 
 
-@backward_op.register_fake
+@register_fake(backward_op)
 def _(
     gy: Tensor,
     scores: Tensor,

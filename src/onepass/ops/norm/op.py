@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.library import custom_op
 
 from onepass.core import check
 from onepass.core.bind import batch_first, bind
 from onepass.core.launch import uses_triton
+from onepass.core.register import register, register_fake
 
 from . import torch_path
 from .native import native
@@ -148,12 +148,12 @@ def _backward_all(
     )
 
 
-forward_op = custom_op("onepass::norm", _forward, mutates_args=())
-forward_residual_op = custom_op("onepass::norm_residual", _forward_residual, mutates_args=())
-backward_op = custom_op("onepass::norm_backward", _backward_all, mutates_args=())
+forward_op = register("norm", _forward)
+forward_residual_op = register("norm_residual", _forward_residual)
+backward_op = register("norm_backward", _backward_all)
 
 
-@forward_op.register_fake
+@register_fake(forward_op)
 def _(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, offset: float, has_mean: bool, stable: bool
 ) -> tuple[Tensor, Tensor]:
@@ -161,7 +161,7 @@ def _(
     return torch.empty(x.shape, dtype=x.dtype, device=x.device), _empty_stats(x, has_mean, stable)
 
 
-@forward_residual_op.register_fake
+@register_fake(forward_residual_op)
 def _(
     x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, offset: float,
     has_mean: bool, stable: bool,
@@ -172,7 +172,7 @@ def _(
     return y, s, _empty_stats(s, has_mean, stable)
 
 
-@backward_op.register_fake
+@register_fake(backward_op)
 def _(
     dy: Tensor, ds: Tensor | None, x: Tensor, stats: Tensor, weight: Tensor | None, bias_dtype: torch.dtype,
     eps: float, offset: float, has_mean: bool, stable: bool, need_x: bool, need_w: bool, need_b: bool,

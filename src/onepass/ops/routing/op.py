@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.library import custom_op
 
 from onepass.core.bind import bind
 from onepass.core.eager import once, plain
 from onepass.core.launch import uses_triton
+from onepass.core.register import register, register_fake
 
 from . import arguments, torch_path
 from .arguments import MAX_VECTORS
@@ -35,17 +35,17 @@ def _gather_backward(dy: Tensor, indices: Tensor, n: int) -> Tensor:
     return dx.view(indices.shape[0], n, dy.shape[-1])
 
 
-gather_op = custom_op("onepass::routing_gather", _gather, mutates_args=())
-gather_backward_op = custom_op("onepass::routing_gather_backward", _gather_backward, mutates_args=())
+gather_op = register("routing_gather", _gather)
+gather_backward_op = register("routing_gather_backward", _gather_backward)
 
 
-@gather_op.register_fake
+@register_fake(gather_op)
 def _(x: Tensor, indices: Tensor) -> Tensor:
     arguments.gather(x, indices)
     return x.new_empty((*indices.shape, x.shape[-1]))
 
 
-@gather_backward_op.register_fake
+@register_fake(gather_backward_op)
 def _(dy: Tensor, indices: Tensor, n: int) -> Tensor:
     return dy.new_empty((indices.shape[0], n, dy.shape[-1]))
 
@@ -114,17 +114,17 @@ def _scatter_backward_all(
     )
 
 
-scatter_op = custom_op("onepass::routing_scatter_add", _scatter, mutates_args=())
-scatter_backward_op = custom_op("onepass::routing_scatter_add_backward", _scatter_backward_all, mutates_args=())
+scatter_op = register("routing_scatter_add", _scatter)
+scatter_backward_op = register("routing_scatter_add_backward", _scatter_backward_all)
 
 
-@scatter_op.register_fake
+@register_fake(scatter_op)
 def _(y: Tensor, update: Tensor, gates: Tensor | None, indices: Tensor) -> Tensor:
     arguments.scatter_add(y, update, gates, indices)
     return torch.empty(y.shape, dtype=y.dtype, device=y.device)
 
 
-@scatter_backward_op.register_fake
+@register_fake(scatter_backward_op)
 def _(
     dy: Tensor, update: Tensor, gates: Tensor | None, indices: Tensor, need_u: bool, need_g: bool
 ) -> tuple[Tensor, Tensor]:

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.library import custom_op
 
 from onepass.core.bind import bind
 from onepass.core.launch import uses_triton
+from onepass.core.register import register, register_fake
 
 from . import arguments, torch_path
 
@@ -44,11 +44,11 @@ def _backward(
     return x.new_empty(0) if dx is None else dx, weight.new_empty(0) if dw is None else dw.view(weight.shape)
 
 
-forward_op = custom_op("onepass::routing_score", _forward, mutates_args=())
-backward_op = custom_op("onepass::routing_score_backward", _backward, mutates_args=())
+forward_op = register("routing_score", _forward)
+backward_op = register("routing_score_backward", _backward)
 
 
-@forward_op.register_fake
+@register_fake(forward_op)
 def _(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     arguments.score(x, weight, eps)
     dtype = torch.promote_types(x.dtype, torch.float32)
@@ -56,7 +56,7 @@ def _(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     return x.new_empty(shape, dtype=dtype), x.new_empty(x.shape[:2], dtype=dtype)
 
 
-@backward_op.register_fake
+@register_fake(backward_op)
 def _(
     ds: Tensor, x: Tensor, weight: Tensor, scores: Tensor, inverse: Tensor, need_x: bool, need_w: bool
 ) -> tuple[Tensor, Tensor]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
-from torch.library import custom_op
 
 from onepass.core.bind import bind
 from onepass.core.launch import as_rows, uses_triton
+from onepass.core.register import register, register_fake
 from onepass.ops._shared import arguments
 
 from . import torch_path
@@ -82,11 +82,11 @@ def backward(
     )
 
 
-forward_op = custom_op("onepass::soft_topk", forward, mutates_args=())
-backward_op = custom_op("onepass::soft_topk_backward", backward, mutates_args=())
+forward_op = register("soft_topk", forward)
+backward_op = register("soft_topk_backward", backward)
 
 
-@forward_op.register_fake
+@register_fake(forward_op)
 def _(
     scores: Tensor,
     k: Tensor | None,
@@ -103,7 +103,7 @@ def _(
     return scores.new_empty(scores.shape), scores.new_empty((rows, 2), dtype=arguments.accumulator(scores))
 
 
-@backward_op.register_fake
+@register_fake(backward_op)
 def _(
     gy: Tensor,
     scores: Tensor,

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.library import custom_op
 
 from onepass.core import check
 from onepass.core.bind import bind
 from onepass.core.launch import uses_triton
+from onepass.core.register import register, register_fake
 
 from . import torch_path
 
@@ -164,17 +164,17 @@ def _bytes(mask: Tensor | None) -> Tensor | None:
     return None if mask is None else mask.contiguous().view(torch.uint8)
 
 
-forward_op = custom_op("onepass::span_attention", forward, mutates_args=())
-backward_op = custom_op("onepass::span_attention_backward", backward, mutates_args=())
+forward_op = register("span_attention", forward)
+backward_op = register("span_attention_backward", backward)
 
 
-@forward_op.register_fake
+@register_fake(forward_op)
 def _(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     lse = q.new_empty(_lse_shape(q), dtype=torch.promote_types(q.dtype, torch.float32))
     return torch.empty(q.shape, dtype=q.dtype, device=q.device), lse
 
 
-@backward_op.register_fake
+@register_fake(backward_op)
 def _(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     return _like(q, k, v)
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.library import custom_op
 
 from onepass.core import check
 from onepass.core.bind import bind
 from onepass.core.launch import uses_triton
+from onepass.core.register import register, register_fake
 
 from . import op, torch_rotary
 
@@ -35,12 +35,12 @@ def _rotary(x: Tensor, positions: Tensor | None, base: float, inverse: bool) -> 
     return out
 
 
-rotary_op = custom_op("onepass::rotary", _rotary, mutates_args=())
-rotary_backward_op = custom_op("onepass::rotary_backward", _rotary, mutates_args=())
+rotary_op = register("rotary", _rotary)
+rotary_backward_op = register("rotary_backward", _rotary)
 
 
-@rotary_op.register_fake
-@rotary_backward_op.register_fake
+@register_fake(rotary_op)
+@register_fake(rotary_backward_op)
 def _(x: Tensor, *rest: Any) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
@@ -171,11 +171,11 @@ def packed_gradient(
     return grad
 
 
-forward_op = custom_op("onepass::rotary_attention", packed_forward, mutates_args=())
-backward_op = custom_op("onepass::rotary_attention_backward", packed_backward, mutates_args=())
+forward_op = register("rotary_attention", packed_forward)
+backward_op = register("rotary_attention_backward", packed_backward)
 
 
-@forward_op.register_fake
+@register_fake(forward_op)
 def _(qkv: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     batch, n, _, heads, width = qkv.shape
     out = torch.empty((batch, n, heads, width), dtype=qkv.dtype, device=qkv.device)
@@ -184,7 +184,7 @@ def _(qkv: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     return out, lse, torch.empty((batch, n, 2 * heads, width), dtype=qkv.dtype, device=qkv.device)
 
 
-@backward_op.register_fake
+@register_fake(backward_op)
 def _(dout: Tensor, qkv: Tensor, *rest: Any) -> Tensor:
     return torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
 

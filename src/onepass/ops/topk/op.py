@@ -7,10 +7,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.library import custom_op
+from torch.library import register_vmap
 
 from onepass.core.bind import bind
 from onepass.core.launch import as_rows, uses_triton
+from onepass.core.register import register, register_fake
 from onepass.ops._shared import arguments
 from onepass.ops.soft_topk.op import KINDS
 from onepass.ops.soft_topk.op import backward as soft_backward
@@ -60,16 +61,17 @@ def _select(scores: Tensor, mask: Tensor | None, k: int) -> Tensor:
     return out
 
 
-select_op = custom_op("onepass::topk_select", _select, mutates_args=())
+select_op = register("topk_select", _select)
 
 
-@select_op.register_fake
+@register_fake(select_op)
 def _(scores: Tensor, mask: Tensor | None, k: int) -> Tensor:
     return scores.new_empty((*scores.shape[:-1], k), dtype=torch.int64)
 
 
-@select_op.register_vmap
-def _(info: Any, in_dims: tuple[int | None, ...], scores: Tensor, mask: Tensor | None, k: int) -> tuple[Tensor, int]:
+def _select_batched(
+    info: Any, in_dims: tuple[int | None, ...], scores: Tensor, mask: Tensor | None, k: int
+) -> tuple[Tensor, int]:
     """Rows are independent: a mapped dimension is one more leading dimension."""
     scores_dim, mask_dim, _ = in_dims
     rows = scores.movedim(scores_dim, 0) if scores_dim is not None else scores.expand(info.batch_size, *scores.shape)
@@ -77,6 +79,9 @@ def _(info: Any, in_dims: tuple[int | None, ...], scores: Tensor, mask: Tensor |
         mask = mask.movedim(mask_dim, 0)
         mask = mask.reshape(mask.shape[0], *(1,) * (rows.dim() - mask.dim()), *mask.shape[1:])
     return select_op(rows, mask, k), 0
+
+
+register_vmap(select_op, _select_batched)
 
 
 def select(scores: Tensor, k: int, mask: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -183,11 +188,11 @@ def _backward_all(
     )
 
 
-forward_op = custom_op("onepass::topk", forward, mutates_args=())
-backward_op = custom_op("onepass::topk_backward", _backward_all, mutates_args=())
+forward_op = register("topk", forward)
+backward_op = register("topk_backward", _backward_all)
 
 
-@forward_op.register_fake
+@register_fake(forward_op)
 def _(
     scores: Tensor, eps: Tensor | None, mask: Tensor | None, k: int, eps_value: float, kind: int, hard: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -199,7 +204,7 @@ def _(
     return scores.new_empty(shape), scores.new_empty(shape, dtype=torch.int64), scores.new_empty(shape), state
 
 
-@backward_op.register_fake
+@register_fake(backward_op)
 def _(
     g_values: Tensor | None,
     g_gates: Tensor | None,

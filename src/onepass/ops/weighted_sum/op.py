@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.library import custom_op
 
 from onepass.core import check
 from onepass.core.bind import batch_first, bind, outside_autocast
 from onepass.core.launch import aligned, as_rows, even_rows, uses_triton
+from onepass.core.register import register, register_fake
 
 from . import torch_path
 
@@ -119,18 +119,18 @@ def _forward_alone(x: Tensor, weight: Tensor, out_dtype: torch.dtype | None) -> 
     return outside_autocast(_forward)(x, weight, out_dtype)  # type: ignore[no-any-return]
 
 
-forward_op = custom_op("onepass::weighted_sum", _forward_alone, mutates_args=())
-backward_op = custom_op("onepass::weighted_sum_backward", _backward_all, mutates_args=())
+forward_op = register("weighted_sum", _forward_alone)
+backward_op = register("weighted_sum_backward", _backward_all)
 
 
-@forward_op.register_fake
+@register_fake(forward_op)
 def _(x: Tensor, weight: Tensor, out_dtype: torch.dtype | None) -> Tensor:
     _check(x, weight, out_dtype)
     dtype = out_dtype or torch.promote_types(x.dtype, weight.dtype)
     return x.new_empty(x.shape[:-1] + weight.shape[:-1], dtype=dtype)
 
 
-@backward_op.register_fake
+@register_fake(backward_op)
 def _(dy: Tensor, x: Tensor, weight: Tensor, need_x: bool, need_w: bool) -> tuple[Tensor, Tensor]:
     return _empty_gradient(x, weight) if need_x else x.new_empty(0), weight.new_empty(weight.shape if need_w else (0,))
 
