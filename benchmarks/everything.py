@@ -36,9 +36,13 @@ ROOT = BENCHMARKS.parent
 PHASES = ("compile", "measure", "check", "train")
 CHECKS_PER_GPU = 4
 # processes that measure one operator folder's cases, and minutes that each takes on an H200 with every rival installed
-PARTS = {"norm": (4, 1.5), "soft_topk": (4, 2.0), "weighted_sum": (2, 1.5), "lion": (1, 1.0), "routing": (1, 1.0)}
+PARTS = {
+    "norm": (4, 1.5), "soft_topk": (2, 2.0), "coor_descent": (2, 2.0), "topk": (1, 1.0), "weighted_sum": (2, 1.5),
+    "lion": (1, 1.0), "routing": (1, 0.5), "fused": (1, 0.5),
+}  # fmt: skip
 TESTS = ("contract core bench benchmarks doctor train", "nn", "ops/norm ops/weighted_sum ops/lion ops/causal_choice",
-         "ops/soft_topk", "optim", "ops/routing ops/span_attention compat")  # fmt: skip
+         "ops/soft_topk", "ops/coor_descent ops/topk", "optim",
+         "ops/routing ops/span_attention fused compat")  # fmt: skip
 
 
 class Job(NamedTuple):

@@ -1,4 +1,4 @@
-"""What the modules are measured against: `python -m benchmarks.run routing` takes these with the operators' cases.
+"""What the modules are measured against: `python -m benchmarks.run fused` takes these with the operators' cases.
 
 Weights differ between implementations,
 so results are not compared; the byte floor is a formal one (x, y and their gradients).
@@ -173,7 +173,7 @@ def _cases() -> Iterator[Case]:
                 yield _feed_forward(2, n, dim, dtype)
 
 
-CASES: Mapping[str, Sequence[Case]] = {"routing": list(_cases())}
+CASES: Mapping[str, Sequence[Case]] = {"fused": list(_cases())}
 
 
 def all_cases() -> list[tuple[str, Case]]:

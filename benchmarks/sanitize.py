@@ -47,7 +47,7 @@ def kernels(op: str) -> set[str]:
     """Names of all kernels of an operator, those that its spec budgets among them."""
     from triton.runtime import KernelInterface
 
-    package = importlib.import_module(f"onepass.ops.{op}")
+    package = importlib.import_module(spec.package(op))
     modules = [importlib.import_module(f"{package.__name__}.{m.name}") for m in pkgutil.iter_modules(package.__path__)]
     there = [v for m in modules for name, v in vars(m).items() if name.endswith("_kernel")]
     budgeted = [k.fn() for k in getattr(spec.load(op), "KERNELS", ())]
@@ -55,7 +55,7 @@ def kernels(op: str) -> set[str]:
 
 
 def _where(kernel: Any) -> str:
-    return f"{kernel.fn.__module__.removeprefix('onepass.ops.')}.{kernel.fn.__name__}"
+    return f"{kernel.fn.__module__.removeprefix('onepass.').removeprefix('ops.')}.{kernel.fn.__name__}"
 
 
 def reaching_more(reached: Mapping[str, list[str]]) -> list[str]:

@@ -137,46 +137,62 @@ def weighted_sum() -> Iterator[Call]:
         yield from of_spec(found, dtype)
 
 
-def soft_topk() -> Iterator[Call]:
-    """Short rows, rows of a team and rows in passes, the hard selection of each."""
-    from onepass import topk
+def _long(found: Spec, n: int, options: dict[str, Any]) -> Iterator[Call]:
+    """One row just longer than what one program takes, shared by a team and in passes; wide gates take few steps."""
+    long = [Sample(f"long {n}", (maker(FP32)(1, n),), {"k": 4000.5, "eps": 4.0, **options})]
+    yield from of_samples(found, FP32, long)
+    yield from _on_few(of_samples(found, FP32, long))
 
-    soft, descent, _ = spec.load("soft_topk").SPECS
+
+def soft_topk() -> Iterator[Call]:
+    """Short rows, rows of a team and rows in passes."""
+    (found,) = spec.load("soft_topk").SPECS
+    yield from _long(found, 16387, {"kind": "sigmoid"})
+    yield from _long(found, 32771, {})
+    yield from of_spec(
+        found, FP32, ("rows, capped_exp", "rows, sigmoid", "rows, laplace", "rows, clamp",
+                      "k and eps tensors, capped_exp", "mask, 0-d k", "wide"),
+    )  # fmt: skip
+    yield from of_spec(found, BF16, ("wide",))
+
+
+def coor_descent() -> Iterator[Call]:
+    """Short rows, rows of a team and rows in passes."""
+    (found,) = spec.load("coor_descent").SPECS
+    yield from _long(found, 32771, {"n_iters": 3})
+    yield from of_spec(found, FP32, ("rows", "schedule, k tensor", "mask, 0-d k", "wide"))
+    yield from of_spec(found, BF16, ("wide",))
+
+
+def topk() -> Iterator[Call]:
+    """The hard selection of short and of long rows, and its gradient."""
+    import onepass
 
     def select(s: Tensor, k: int, mask: Tensor | None) -> None:
-        found = topk(s.detach().requires_grad_(), k, mask=mask)
+        found = onepass.topk(s.detach().requires_grad_(), k, mask=mask)
         (found.values.sum() + found.gates.square().sum()).backward()
         allowed = s.detach().cpu() if mask is None else s.detach().cpu().masked_fill(~mask.cpu(), -torch.inf)
         torch.testing.assert_close(found.values.detach().cpu(), allowed.topk(k).values, rtol=0, atol=0)
 
     make = maker(FP32)
-    # one row just longer than what one program takes, and wide gates: the fewest steps
-    for found, n, options in (
-        (soft, 16387, {"kind": "sigmoid", "k": 4000.5, "eps": 4.0}),
-        (descent, 32771, {"n_iters": 3, "k": 4000.5, "eps": 4.0}),
-        (soft, 32771, {"k": 4000.5, "eps": 4.0}),
-    ):
-        long = [Sample(f"long {n}", (make(1, n),), options)]
-        yield from of_samples(found, FP32, long)
-        yield from _on_few(of_samples(found, FP32, long))
     for n, k in ((33, 5), (1000, 100), (5000, 4500), (32771, 700)):
         s = make(3, n)
         mask = (torch.arange(n) % 7 != 3).to(DEVICE)
         for m in (None, mask):
             yield f"topk, {n}, k={k}{'' if m is None else ', mask'}", lambda a=(s, k, m): select(*a)  # type: ignore[misc]
-    yield from of_spec(
-        soft, FP32, ("rows, capped_exp", "rows, sigmoid", "rows, laplace", "rows, clamp",
-                     "k and eps tensors, capped_exp", "mask, 0-d k", "wide"),
-    )  # fmt: skip
-    yield from of_spec(descent, FP32, ("rows", "schedule, k tensor", "mask, 0-d k", "wide"))
-    for found in (soft, descent):
-        yield from of_spec(found, BF16, ("wide",))
 
 
 def routing() -> Iterator[Call]:
-    """Kernels that no operator calls alone, modules that call them, and every sample of the operators."""
+    """Every sample of the operators."""
+    for found in spec.load("routing").SPECS:
+        for dtype in (FP32, BF16):
+            yield from of_spec(found, dtype)
+
+
+def fused() -> Iterator[Call]:
+    """Kernels that no operator calls alone, and modules that call them."""
+    from onepass.fused import branch, norms
     from onepass.nn import RoutedAttention, RoutedFeedForward
-    from onepass.ops.routing import branch, norms
 
     make = maker(FP32)
 
@@ -228,9 +244,6 @@ def routing() -> Iterator[Call]:
             f"RoutedAttention{', mask' * mask}",
             lambda m=mask: both(lambda: RoutedAttention(48, 9, 11, heads=2, dim_head=16, window=8), (2, 41, 48), m),  # type: ignore[misc]
         )
-    for found in spec.load("routing").SPECS:
-        for dtype in (FP32, BF16):
-            yield from of_spec(found, dtype)
 
 
 def lion() -> Iterator[Call]:
@@ -297,8 +310,8 @@ def planted() -> Iterator[Call]:
 
 
 OWN: dict[str, Callable[[], Iterator[Call]]] = {
-    "lion": lion, "norm": norm, "routing": routing, "soft_topk": soft_topk,
-    "weighted_sum": weighted_sum, PLANTED: planted,
+    "coor_descent": coor_descent, "fused": fused, "lion": lion, "norm": norm, "routing": routing,
+    "soft_topk": soft_topk, "topk": topk, "weighted_sum": weighted_sum, PLANTED: planted,
 }  # fmt: skip
 
 

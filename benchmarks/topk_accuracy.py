@@ -21,6 +21,7 @@ from torch import Tensor
 import onepass
 from onepass.core import files
 from onepass.core.spec import optional
+from onepass.ops.coor_descent import rivals as descent_rivals
 from onepass.ops.soft_topk import rivals
 
 SCHEDULES: dict[str, dict[str, Any]] = {
@@ -59,7 +60,7 @@ def entries(k: float) -> Iterator[Entry]:
                     what, f"colt5 Triton, {n} segments",
                     lambda s, o=o, n=n: kernel.triton_coor_descent(s, k=k, checkpoint_segments=n, **o), exact, False,
                 )  # fmt: skip
-        yield Entry(what, "torch", lambda s, o=o: rivals.descent(s, k=k, **o), exact, False)
+        yield Entry(what, "torch", lambda s, o=o: descent_rivals.descent(s, k=k, **o), exact, False)
     others: dict[str, list[tuple[str, Callable[[Tensor], Tensor]]]] = {
         "sigmoid": [("SOFT by Sinkhorn (200)", lambda s: rivals.sinkhorn(s, k, EPS))],
         "laplace": [("LapSum by sorting", lambda s: rivals.lapsum(s, k, EPS))],

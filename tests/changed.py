@@ -19,8 +19,12 @@ def tests_for(name: str) -> list[str]:
     """Paths of the tests to run when this file changed; some may be absent."""
     path = PurePosixPath(name)
     match path.parts:
+        case ("src", "onepass", "ops", "_shared", *_):
+            return ["tests/ops", "tests/contract"]
         case ("src", "onepass", "ops", operator, *_):
             return [f"tests/ops/{operator}", "tests/contract"]
+        case ("src", "onepass", "fused", *_):
+            return ["tests/fused", "tests/nn"]
         case ("src", "onepass", package, _, *_) if package != "core":
             return [f"tests/{package}", *(["tests/cli"] if package == "train" else [])]
         case ("benchmarks" | "research" as package, *_):

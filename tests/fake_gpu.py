@@ -59,14 +59,17 @@ class Host:
     launches = 0
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, node: Any) -> None:
+        from onepass.fused import branch, kernels_branch, kernels_cast, kernels_explore, kernels_norm
         from onepass.ops.causal_choice import kernels_triton as kernels_causal
         from onepass.ops.causal_choice import op as op_causal
-        from onepass.ops.routing import branch, kernels_branch, kernels_cast, kernels_norm, kernels_probe, rows
         from onepass.ops.routing import kernels_triton as kernels_rows
-        from onepass.ops.soft_topk import kernels_select, kernels_topk, kernels_triton, op, op_topk
+        from onepass.ops.routing import rows
+        from onepass.ops.soft_topk import kernels_triton, op
         from onepass.ops.span_attention import kernels_rotary, op_rotary
         from onepass.ops.span_attention import kernels_triton as kernels_span
         from onepass.ops.span_attention import op as op_span
+        from onepass.ops.topk import kernels_backward, kernels_select
+        from onepass.ops.topk import op as op_topk
 
         Host.launches = 0
         self.written: Counter[str] = Counter()
@@ -83,8 +86,8 @@ class Host:
                 core._recording.listener.launched(entry, grid, tensors, (*numbers, *constants))
             run()
 
-        for module in (kernels_rows, kernels_branch, kernels_cast, kernels_norm, kernels_probe, kernels_triton,
-                       kernels_select, kernels_topk, kernels_rotary, kernels_span, kernels_causal):  # fmt: skip
+        for module in (kernels_rows, kernels_branch, kernels_cast, kernels_norm, kernels_explore, kernels_triton,
+                       kernels_select, kernels_backward, kernels_rotary, kernels_span, kernels_causal):  # fmt: skip
             monkeypatch.setattr(module, "launch", launch)
         for module in (branch, rows, op, op_topk, op_rotary, op_span, op_causal):
             monkeypatch.setattr(module, "uses_triton", lambda x: True)

@@ -3,10 +3,10 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from onepass.ops.coor_descent.op import coor_descent
 from onepass.ops.norm.op import layer_norm, rms_norm
 from onepass.ops.soft_topk.op import soft_topk
-from onepass.ops.soft_topk.op_descent import coor_descent
-from onepass.ops.soft_topk.op_topk import TopK, topk
+from onepass.ops.topk.op import TopK, topk
 from onepass.ops.weighted_sum.op import weighted_sum
 
 __version__ = "0.1.0"

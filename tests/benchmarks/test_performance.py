@@ -59,11 +59,11 @@ def test_other_records_change_the_page(results: Path) -> None:
     before = performance.page(results)
     assert line(before, *words)[6].startswith("**missed**, 0 of 1 (")
     assert "cuBLAS workspaces" in before
-    header, records = read(results / "h200" / "routing.json")
+    header, records = read(results / "h200" / "fused.json")
     for r in records:
         if r["op"] == "routed_block" and r["impl"] == "onepass":
             r["peak_mib"] = 1.0
-    write(results / "h200" / "routing.json", [header, *records])
+    write(results / "h200" / "fused.json", [header, *records])
     after = performance.page(results)
     assert line(after, *words)[6] == "met"
     assert "cuBLAS workspaces" not in after

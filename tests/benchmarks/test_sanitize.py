@@ -66,12 +66,12 @@ def test_calls_reach_every_kernel(
     monkeypatch.setattr(geometry, "_sm_count", lambda index: 132)
     pretended = {"launch": note, "launch_specialized": note, "uses_triton": on_gpu, "on_triton": on_gpu,
                  "sm_count": lambda x: geometry._sm_count(0)}  # fmt: skip
-    for folder in spec.folders():
-        package = importlib.import_module(f"onepass.ops.{folder}")
+    for name in (*map(spec.package, spec.folders()), "onepass.ops._shared"):
+        package = importlib.import_module(name)
         for found in pkgutil.iter_modules(package.__path__):
             module = importlib.import_module(f"{package.__name__}.{found.name}")
-            for name in pretended.keys() & vars(module).keys():
-                monkeypatch.setattr(module, name, pretended[name])
+            for patched in pretended.keys() & vars(module).keys():
+                monkeypatch.setattr(module, patched, pretended[patched])
     monkeypatch.setattr(torch.testing, "assert_close", lambda *args, **options: None)
     for _, call in calls.calls(op):
         call()

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from fake_gpu import Host, autocast_pass, launches, still_held, torch_calls_of_a_pass
 from onepass.core.launch import INTERPRET
-from onepass.nn import AttentionRouting, RoutedAttention, RouterOutput, attention_node
+from onepass.fused import attention as attention_node
+from onepass.nn import AttentionRouting, RoutedAttention, RouterOutput
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(INTERPRET, reason="kernels are not run")
@@ -89,9 +90,9 @@ def test_backward_lets_go_of_what_it_has_used(monkeypatch: pytest.MonkeyPatch, k
     with torch.autocast("cpu", torch.bfloat16):
         y = _layer()(x)
     node: Any = y.grad_fn
-    while type(node).__name__ != "_NearAndFarBackward":
+    while type(node).__name__ != "_RoutedAttentionBackward":
         node = node.next_functions[0][0]
-    # the near branch's: tokens, queries with keys and values, what attention gave
+    # the light branch's: tokens, queries with keys and values, what attention gave
     saved = [t for t in node.saved_tensors if t is not None and t.is_floating_point() and t.numel() >= 2 * 64 * 32]
     used = [t for t in saved if t.data_ptr() != x.data_ptr()]
     assert len(used) == 3

@@ -9,7 +9,8 @@ import torch
 
 from fake_gpu import Host, autocast_pass, launches, still_held, torch_calls_of_a_pass
 from onepass.core.launch import INTERPRET
-from onepass.nn import CausalRouter, RoutedFeedForward, feed_forward_node
+from onepass.fused import feed_forward as feed_forward_node
+from onepass.nn import CausalRouter, RoutedFeedForward
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(INTERPRET, reason="kernels are not run")

@@ -26,13 +26,13 @@ on_devices = pytest.mark.parametrize("device", DEVICES)
 def counted() -> Iterator[list[int]]:
     """How often the fused way was taken."""
     calls = [0]
-    real = routed_module.light_and_heavy
+    real = routed_module.routed_feed_forward
 
     def spy(*args: Any) -> Any:
         calls[0] += 1
         return real(*args)
 
-    with patch.object(routed_module, "light_and_heavy", spy):
+    with patch.object(routed_module, "routed_feed_forward", spy):
         yield calls
 
 

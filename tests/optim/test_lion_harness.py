@@ -316,7 +316,7 @@ def test_defaults_take_the_path_of_the_device(device: str) -> None:
     slow.assert_not_called()
     assert optimizer._work is not None
     assert bool(optimizer._work.fused) == (device == "cuda")
-    assert bool(optimizer._work.listed) == (device == "cpu")
+    assert bool(optimizer._work.foreach_cpu) == (device == "cpu")
 
 
 def test_default_dtype_does_not_matter() -> None:

@@ -25,8 +25,8 @@ from torch import Tensor
 import onepass
 from onepass.compat._absent import absent
 from onepass.core import check
-from onepass.ops.soft_topk import arguments
-from onepass.ops.soft_topk.op_topk import gates, select
+from onepass.ops._shared import arguments
+from onepass.ops.topk.op import gates, select
 
 __all__ = ["TopkReturn", "coor_descent", "topk", "triton_coor_descent"]
 

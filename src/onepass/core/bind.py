@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch._C._functorch import is_legacy_batchedtensor
 
-from .eager import forward_mode, no_second, once, unwatched
+from .eager import forward_mode, is_plain_eager_call, no_second, once
 from .launch import replayed
 
 Outputs = Tensor | tuple[Tensor | None, ...]
@@ -221,7 +221,7 @@ def bind(
                 refuse_tangents(None)
             check(*args)
             return public(forward_op(*args))
-        if not unwatched(args):
+        if not is_plain_eager_call(args):
             return through_dispatcher(*args)
         if native is not None and isinstance(args[0], Tensor):
             out = native(*args)

@@ -18,7 +18,7 @@ def forward_mode() -> bool:
     return forward_ad._current_level >= 0
 
 
-def unwatched(args: tuple[Any, ...]) -> bool:
+def is_plain_eager_call(args: tuple[Any, ...]) -> bool:
     """True when nothing but autograd will look at these arguments: no transform, no mode, no tensor subclass.
 
     Nor is the first a meta tensor: there is nothing to compute with, and the dispatcher knows shapes and dtypes.
@@ -33,8 +33,8 @@ def unwatched(args: tuple[Any, ...]) -> bool:
 
 
 def plain(*tensors: torch.Tensor | None) -> bool:
-    """`unwatched`, and no compiler either."""
-    return not torch.compiler.is_compiling() and unwatched(tensors)
+    """`is_plain_eager_call`, and no compiler either."""
+    return not torch.compiler.is_compiling() and is_plain_eager_call(tensors)
 
 
 class _Refused(torch.autograd.Function):

@@ -160,6 +160,25 @@ def backward_of(forward: Callable[[], Tensor], inputs: Sequence[Tensor], grad: T
     return Prepared(build)
 
 
+def graphed(prepare: Callable[[], Callable[[], Any]]) -> Prepared:
+    """Return the replay of a CUDA graph of the call that `prepare` returns, as an implementation to time."""
+
+    def build() -> Callable[[], Any]:
+        # autograd runs a backward pass on the stream of its forward pass: both belong on the stream of the capture
+        new_stream: Any = torch.cuda.Stream
+        stream, graph = new_stream(), torch.cuda.CUDAGraph()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            run = prepare()
+            run()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph, stream=stream):
+            run()
+        return graph.replay
+
+    return Prepared(build)
+
+
 Impl = Callable[[], Any] | Prepared | Missing
 
 
@@ -193,16 +212,22 @@ class Case:
 
 
 def folders() -> list[str]:
-    """Names of the operator folders that have a `spec.py`."""
+    """Names of the folders that have a `spec.py`: those of operators, and `fused`."""
     import onepass.ops
 
     names = sorted(m.name for m in pkgutil.iter_modules(onepass.ops.__path__) if m.ispkg)
-    return [n for n in names if importlib.util.find_spec(f"onepass.ops.{n}.spec") is not None]
+    found = [n for n in names if importlib.util.find_spec(f"onepass.ops.{n}.spec") is not None]
+    return [*found, "fused"]
+
+
+def package(folder: str) -> str:
+    """Return the import name of a folder that has a spec."""
+    return f"onepass.{folder}" if folder == "fused" else f"onepass.ops.{folder}"
 
 
 def load(folder: str) -> Any:
-    """Return the module onepass.ops.<folder>.spec."""
-    return importlib.import_module(f"onepass.ops.{folder}.spec")
+    """Return the module `spec` of a folder."""
+    return importlib.import_module(f"{package(folder)}.spec")
 
 
 def all_specs() -> list[Spec]:

@@ -45,7 +45,7 @@ def plan(devices: Sequence[Device]) -> tuple[list[Iterator[Check]], list[str]]:
         try:
             specs += getattr(spec.load(folder), "SPECS", ())
         except Exception as error:
-            problems.append(f"onepass.ops.{folder} does not import: {one_line(error)}")
+            problems.append(f"{spec.package(folder)} does not import: {one_line(error)}")
     checks: list[Iterator[Check]] = []
     for found in devices:
         dtypes = (torch.float32, torch.bfloat16) if found.device.type == "cuda" else (torch.float32,)

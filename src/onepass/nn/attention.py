@@ -1,4 +1,4 @@
-"""`RoutedAttention`: near tokens see each other; a few queries, routed, attend to a few routed keys from anywhere."""
+"""`RoutedAttention`: tokens attend to their neighbours, a few routed queries to a few routed keys from anywhere."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from torch import Tensor, nn
 
 from onepass.core import check
 from onepass.core.eager import plain
-from onepass.ops.routing.norms import fits
+from onepass.fused.attention import Plan, routed_attention
+from onepass.fused.fork import fork
+from onepass.fused.norms import fits_one_program
+from onepass.fused.runs import Runs, whole_runs, window_runs
 from onepass.ops.routing.op import gather, scatter_add
-from onepass.ops.routing.op_fork import fork
 from onepass.ops.span_attention.op import span_attention
 from onepass.ops.span_attention.op_rotary import rotary
 
-from .attention_node import Plan, near_and_far
-from .attention_runs import Runs, near_runs, whole_runs
 from .causal import CausalRouter, choose_per_block
 from .count import check_count, count
 from .explore import explore
-from .feed_forward import untouched
+from .feed_forward import has_no_overrides
 from .local_attention import LocalAttention, check_heads
 from .norm import RMSNorm
 from .router import NORM_EPS, Router, RouterOutput
@@ -240,20 +240,22 @@ class RoutedAttention(nn.Module):
             of_q, of_kv = forked.scores.unbind(1)
             routing = self._choose(q.decide, kv.decide, of_q, of_kv, mask)
         queries = x.device, dtype, heavy.dim_head
-        near = near_runs(n, light.window, light.causal, queries)
+        light_runs = window_runs(n, light.window, light.causal, queries)
         if self.causal:
             last, there = self._seen(routing, n, mask)
             last = last.to(torch.int32)
-            far = Runs(there, torch.zeros_like(last), last, None, None)
+            heavy_runs = Runs(there, torch.zeros_like(last), last, None, None)
         else:
-            far = whole_runs(*ks, queries)._replace(mask=self._there(routing, n, mask))
+            heavy_runs = whole_runs(*ks, queries)._replace(mask=self._there(routing, n, mask))
         plan = Plan(dtype, light.heads, heavy.heads, heavy.dim_head, eps, torch.get_float32_matmul_precision())
         weights = (
             heavy.norm_q.weight, heavy.norm_kv.weight, self.null, light.qkv.weight, light.out.weight, heavy.q.weight,
             heavy.kv.weight, heavy.out.weight,
         )  # fmt: skip
         gates, indices = (routing.q.gates, routing.kv.gates), (routing.q.indices, routing.kv.indices)
-        return near_and_far(forked, x, gates, indices, weights, (near._replace(mask=mask), far), plan), routing
+        return routed_attention(
+            forked, x, gates, indices, weights, (light_runs._replace(mask=mask), heavy_runs), plan
+        ), routing
 
     def _seen(self, routing: AttentionRouting, n: int, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """How many of the chosen keys each chosen query sees, and which of them are there (None: all)."""
@@ -285,7 +287,7 @@ class RoutedAttention(nn.Module):
         None where it can't: something else looks at the call (a compiler, a transform, a hook), the routers are not
         ours, or there is nothing to choose.
         """
-        if not (plain(x, mask) and x.numel() and self.k_q and self.k_kv and fits(x.shape[-1])):
+        if not (plain(x, mask) and x.numel() and self.k_q and self.k_kv and fits_one_program(x.shape[-1])):
             return None
         # not by attributes nor by `modules`, which take longer than all else in here
         own = self._modules
@@ -293,7 +295,7 @@ class RoutedAttention(nn.Module):
         inner: list[Any] = [m for branch in branches for m in branch._modules.values()]  # type: ignore[union-attr]
         parts: list[Any] = [self, own["router_kv"], *branches, *inner, own["router_q"]]
         *kinds, of_q = map(type, parts)
-        if kinds != _KINDS or of_q not in (Router, CausalRouter) or not untouched(*parts):
+        if kinds != _KINDS or of_q not in (Router, CausalRouter) or not has_no_overrides(*parts):
             return None
         if len({m.eps for m in parts if type(m) is RMSNorm}) > 1:
             return None

@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from onepass.fused.feed_forward import Plan
 from onepass.ops.causal_choice.op import MEMORY, check_sizes, choose
 
 from .count import check_size
-from .feed_forward_node import Plan
 from .router import Router, RouterOutput
 
 
@@ -83,8 +83,8 @@ class CausalRouter(Router):
         return RouterOutput(*chosen, scores)
 
     def plan(self, k: int, n: int, dtype: torch.dtype, light_eps: float, heavy_eps: float) -> Plan:
-        """What `light_and_heavy` asks of this router."""
-        return super().plan(k, n, dtype, light_eps, heavy_eps)._replace(past=(self.block, self.memory))
+        """What `routed_feed_forward` asks of this router."""
+        return super().plan(k, n, dtype, light_eps, heavy_eps)._replace(causal=(self.block, self.memory))
 
     def extra_repr(self) -> str:
         return f"{self.dim}, eps={self.eps}, score={self.score!r}, block={self.block}, memory={self.memory}"

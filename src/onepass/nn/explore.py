@@ -59,7 +59,7 @@ class _Explore(torch.autograd.Function):
         weight: Tensor,
         mask: Tensor | None,
         stride: int,
-        strength: float,
+        explore_weight: float,
         cosine: bool,
         same: bool,
     ) -> Tensor:
@@ -67,7 +67,7 @@ class _Explore(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        y, x, weight, mask, ctx.stride, ctx.strength, ctx.cosine, same = inputs
+        y, x, weight, mask, ctx.stride, ctx.explore_weight, ctx.cosine, same = inputs
         if same:
             ctx.mark_dirty(y)
         ctx.save_for_backward(x, weight, mask)
@@ -90,10 +90,10 @@ class _Explore(torch.autograd.Function):
             gain = (gain - mean) * real
             sample = sample.masked_fill(~real[..., None], 0)
         square = torch.linalg.vector_norm(sample, dim=-1).square()
-        push = gain * torch.rsqrt(square + dim * NORM_EPS) * (-ctx.strength * ctx.stride * math.sqrt(dim))
+        explore_grad = gain * torch.rsqrt(square + dim * NORM_EPS) * (-ctx.explore_weight * ctx.stride * math.sqrt(dim))
         # a backward inside autocast would round here; there is none for meta tensors
         with torch.autocast("cpu" if x.is_meta else x.device.type, enabled=False):
-            toward = (push.reshape(1, -1) @ sample.reshape(-1, dim)).expand(weight.shape)
+            toward = (explore_grad.reshape(1, -1) @ sample.reshape(-1, dim)).expand(weight.shape)
         if ctx.cosine:
             # only the direction counts: the score divides by the vector's length
             unit = F.normalize(weight.to(dtype), dim=-1)

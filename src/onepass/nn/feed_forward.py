@@ -44,13 +44,13 @@ class FeedForward(nn.Module):
     def is_plain(self) -> bool:
         """Whether a call runs what stands in `forward` and nothing else."""
         layers = self.layers()
-        return type(self) is FeedForward and [type(m) for m in layers] == _KINDS and untouched(self, *layers)
+        return type(self) is FeedForward and [type(m) for m in layers] == _KINDS and has_no_overrides(self, *layers)
 
 
 _KINDS = [RMSNorm, nn.Linear, nn.Linear]
 
 
-def untouched(*modules: nn.Module) -> bool:
+def has_no_overrides(*modules: nn.Module) -> bool:
     """Whether calling these modules is no more than what their classes say, with parameters of their own.
 
     No hook, global ones included, no forward set on an instance, no other tensor in a parameter's place: a hypernetwork

@@ -7,21 +7,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from onepass.fused.runs import neighbours
 from onepass.ops.span_attention.op_rotary import rotary_attention
 
 from .count import check_size
 from .norm import RMSNorm
 from .padding import zero_padding
-
-
-def neighbours(n: int, window: int, causal: bool, device: torch.device) -> tuple[Tensor, Tensor]:
-    """First and last + 1 of the tokens that each of n tokens sees: its window, the one before, and the one after.
-
-    With `causal` there is no window after, and nothing after the token itself.
-    """
-    i = torch.arange(n, device=device, dtype=torch.int32)
-    start = i // window * window
-    return (start - window).clamp_min(0), i + 1 if causal else (start + 2 * window).clamp_max(n)
 
 
 class LocalAttention(nn.Module):

@@ -10,14 +10,14 @@ from torch import Tensor, nn
 
 from onepass.core import check
 from onepass.core.eager import plain
-from onepass.ops.routing.norms import fits
+from onepass.fused.feed_forward import routed_feed_forward
+from onepass.fused.norms import fits_one_program
 from onepass.ops.routing.op import gather, scatter_add
 
 from .causal import CausalRouter
 from .count import check_count, check_number, check_size, count
 from .explore import explore
-from .feed_forward import FeedForward, untouched
-from .feed_forward_node import light_and_heavy
+from .feed_forward import FeedForward, has_no_overrides
 from .padding import zero_padding
 from .router import Router, RouterOutput
 
@@ -190,7 +190,7 @@ class RoutedFeedForward(Routed):
         router.check(x, k, mask)
         plan = router.plan(k, x.shape[1], dtype, light.norm.eps_for(x), heavy.norm.eps_for(x))
         (light_norm, *linear), (heavy_norm, *more) = light.weights(), heavy.weights()
-        y, *routing = light_and_heavy(x, router.directions(), light_norm, heavy_norm, mask, plan, *linear, *more)
+        y, *routing = routed_feed_forward(x, router.directions(), light_norm, heavy_norm, mask, plan, *linear, *more)
         return (y, RouterOutput(*routing)) if return_routing else y
 
     def _fused_dtype(self, x: Tensor, mask: Tensor | None) -> torch.dtype | None:
@@ -204,9 +204,9 @@ class RoutedFeedForward(Routed):
             return None
         if type(router) is not Router and type(router) is not CausalRouter:
             return None
-        if not (x.dim() == 3 and x.numel() and self.k and router.num_routes == 1 and fits(x.shape[-1])):
+        if not (x.dim() == 3 and x.numel() and self.k and router.num_routes == 1 and fits_one_program(x.shape[-1])):
             return None
-        if not (light.is_plain() and heavy.is_plain() and untouched(router)):
+        if not (light.is_plain() and heavy.is_plain() and has_no_overrides(router)):
             return None
         (light_norm, *linear), (heavy_norm, *more) = light.weights(), heavy.weights()
         linear += more

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from onepass.core import check
+from onepass.fused.feed_forward import Plan
 from onepass.ops.routing.op import MAX_VECTORS, score
 from onepass.ops.soft_topk.op import KINDS
-from onepass.ops.soft_topk.op_topk import choose
+from onepass.ops.topk.op import choose
 
 from .count import check_number, check_size
-from .feed_forward_node import Plan
 from .padding import check_mask
 
 SCORES = ("normalised", "cosine")
@@ -155,7 +155,7 @@ class Router(nn.Module):
         return RouterOutput(chosen.indices, chosen.gates, scores)
 
     def plan(self, k: int, n: int, dtype: torch.dtype, light_eps: float, heavy_eps: float) -> Plan:
-        """What `light_and_heavy` asks of this router."""
+        """What `routed_feed_forward` asks of this router."""
         every = n // k if self.explores(k, n) else 0
         kind, hard = KINDS.index(self.kind), self.gate == "straight_through"
         return Plan(dtype, k, light_eps, heavy_eps, NORM_EPS, self.eps, kind, hard, every, self.explore)

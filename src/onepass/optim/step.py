@@ -101,7 +101,7 @@ class Work:
         columns = self._local_columns(optimizer, live)
         self.fused: list[int] = []
         self.foreach: dict[object, list[int]] = {}
-        self.listed: dict[object, list[int]] = {}
+        self.foreach_cpu: dict[object, list[int]] = {}
         self.plain: list[int] = []
         for j, (p, g, m, e, s) in enumerate(zip(*columns, strict=True)):
             group, mode = optimizer.param_groups[self.groups[j]], self.modes[j]
@@ -126,7 +126,7 @@ class Work:
             if simple and decay_simple and one_type and (group["foreach"] or (p.is_cuda and group["foreach"] is None)):
                 self.foreach.setdefault((self.groups[j], p.device, p.dtype), []).append(j)
             elif simple and vectors and p.device.type == "cpu" and group["foreach"] is None:
-                self.listed.setdefault((self.groups[j], mode, p.dtype, g.dtype, m.dtype), []).append(j)
+                self.foreach_cpu.setdefault((self.groups[j], mode, p.dtype, g.dtype, m.dtype), []).append(j)
             else:
                 self.plain.append(j)
         self.all_fused = len(self.fused) == len(self.params) and not self.sharded
@@ -161,7 +161,7 @@ class Work:
         if len(groups) != len(self.lists):
             return None
         for group, params, options in zip(groups, self.lists, self.signature, strict=True):
-            if not params.are(group["params"]) or routing(group) != options:
+            if not params.same_objects(group["params"]) or routing(group) != options:
                 return None
         states = optimizer.state.values()
         for key, kept in self.kept:
@@ -169,7 +169,7 @@ class Work:
                 now = list(map(itemgetter(key), states))
             except KeyError:
                 now = [s.get(key) for s in states]
-            if not kept.are(now):
+            if not kept.same_objects(now):
                 return None
         live = list(map(_grad, self.params))
         if self.idle and any(p.grad is not None for p in self.idle):
@@ -182,10 +182,10 @@ class Work:
             return False
         moved = self.plan is None or self.plan.params_moved()
         if moved or not self.all_fused:
-            return self.layouts.hold(self._shards(live)) and self.own.hold(self._shards(self.params))
+            return self.layouts.unchanged(self._shards(live)) and self.own.unchanged(self._shards(self.params))
         # where nothing moved, a square matrix may still have been turned. To change more takes a reinterpretation of
         # memory that gradients don't follow, which isn't worth a pass over all parameters at each step
-        return self.layouts.hold(live) and (not self.squares or self.turned.hold(self.squares))
+        return self.layouts.unchanged(live) and (not self.squares or self.turned.unchanged(self.squares))
 
     def _shards(self, tensors: list[Tensor]) -> list[Tensor]:
         return list(map(local, tensors)) if self.sharded else tensors
@@ -259,7 +259,7 @@ class Work:
                 self._run_plain(groups, columns, own, factor)
             else:
                 foreach_(params, gradients, exp_avgs, _scaled(row, factor))
-        for own in self.listed.values():
+        for own in self.foreach_cpu.values():
             mode = self.modes[own[0]]
             params, gradients, exp_avgs = ([c[j] for j in own] for c in columns[:3])
             if params[0].is_complex():

@@ -20,7 +20,7 @@ class Objects:
         self._kept = list(objects)
         self._singles = [(i, t) for i, t in enumerate(objects) if t is not None and t.numel() == 1]
 
-    def are(self, objects: list[Any]) -> bool:
+    def same_objects(self, objects: list[Any]) -> bool:
         """Tell whether these are the objects of the constructor."""
         try:
             return objects == self._kept and (not self._singles or all(objects[i] is t for i, t in self._singles))
@@ -54,7 +54,7 @@ class Layouts:
         except (AttributeError, TypeError, ValueError, RuntimeError):
             pass
 
-    def hold(self, tensors: Sequence[Tensor]) -> bool:
+    def unchanged(self, tensors: Sequence[Tensor]) -> bool:
         """Tell whether these tensors are laid out like those of the constructor."""
         try:
             if self._check is not None and self._check(*tensors):

@@ -350,7 +350,7 @@ def test_chunks_of_long_rows(kind: str, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def _short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    from onepass.ops.soft_topk import kernels_common
+    from onepass.ops._shared import kernels_rows
 
-    monkeypatch.setattr(kernels_common, "CHUNK", 1024)
-    monkeypatch.setattr(kernels_common, "TILE", 1024)
+    monkeypatch.setattr(kernels_rows, "CHUNK", 1024)
+    monkeypatch.setattr(kernels_rows, "TILE", 1024)

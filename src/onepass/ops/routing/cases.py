@@ -1,18 +1,16 @@
-"""What score, gather, scatter_add and fork are measured against; modules have theirs in `benchmarks/modules.py`."""
+"""What score, gather and scatter_add are measured against; modules have theirs in `benchmarks/modules.py`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from onepass.core.spec import Case, Impl, Prepared, backward_of
+from onepass.core.spec import Case, Impl, backward_of
 
 from . import reference
 from .op import gather, scatter_add, score
-from .op_fork import fork
 
 # batch, n, dim, k: k·dim·2 bytes are 64 MB a batch in the first three, 8 MB in the last
 CELLS = ((8, 65536, 1024, 4096), (8, 131072, 512, 8192), (2, 65536, 4096, 4096), (2, 32768, 1024, 2048))
@@ -92,40 +90,6 @@ def _score_case(batch: int, n: int, dim: int, dtype: torch.dtype, stage: str, de
     return Case("score", stage, {"batch": batch, "n": n, "dim": dim}, dtype, floor, make, 2e-2, device)
 
 
-def _fork_case(batch: int, n: int, dim: int, dtype: torch.dtype, stage: str, device: str = "cuda") -> Case:
-    """Norm in bf16 and scores from one read; the rival reads twice and adds two gradients."""
-
-    def make() -> Mapping[str, Impl]:
-        need = stage == "backward"
-        x = torch.randn(batch, n, dim, device=device, dtype=dtype, requires_grad=need)
-        weight, vector = torch.rand(dim, device=device), torch.randn(dim, device=device)
-        wanted = (x, weight.requires_grad_(need), vector.requires_grad_(need))
-
-        def ours() -> tuple[Tensor, Tensor]:
-            f = fork(x, weight, vector, eps=1e-6, score_eps=1e-6, dtype=torch.bfloat16, ks=())
-            return f.normed, f.scores
-
-        def apart() -> tuple[Tensor, Tensor]:
-            return torch.nn.functional.rms_norm(x, (dim,), weight, 1e-6).bfloat16(), score(x, vector)
-
-        if not need:
-            return {"onepass": ours, "rms_norm, score": apart}
-        dn, ds = torch.randn(batch, n, dim, device=device).bfloat16(), torch.randn(batch, n, device=device)
-
-        def gradient(run: Callable[[], tuple[Tensor, Tensor]]) -> Impl:
-            def build() -> Callable[[], Any]:
-                outs = run()
-                return lambda: torch.autograd.grad(outs, wanted, (dn, ds), retain_graph=True)
-
-            return Prepared(build)
-
-        return {"onepass": gradient(ours), "rms_norm, score": gradient(apart)}
-
-    elements = batch * n * dim
-    floor = elements * (dtype.itemsize + 2) if stage == "forward" else elements * (2 * dtype.itemsize + 2)
-    return Case("fork", stage, {"batch": batch, "n": n, "dim": dim}, dtype, floor, make, 2e-2, device)
-
-
 def _cases() -> Iterator[Case]:
     scored = ((2, 32768, 1024), (2, 32768, 512), (2, 65536, 4096))
     for device, cells, shapes in (("cuda", CELLS, scored), ("cpu", (CPU_CELL,), (CPU_CELL[:3],))):
@@ -137,7 +101,6 @@ def _cases() -> Iterator[Case]:
             for batch, n, dim in shapes:
                 for stage in ("forward", "backward"):
                     yield _score_case(batch, n, dim, dtype, stage, device)
-                    yield _fork_case(batch, n, dim, dtype, stage, device)
 
 
 CASES = list(_cases())

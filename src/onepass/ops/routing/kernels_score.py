@@ -10,8 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from onepass.core.launch import aligned, cdiv, device_guard, even_rows, launch, next_power_of_2, replayed, sm_count
-
-from .kernels_triton import strided
+from onepass.ops._shared.kernels_tokens import strided
 
 INTS = ["x_batch_stride", "x_row_stride", "n", "total", "groups"]
 

@@ -13,20 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from onepass.core.launch import cdiv, device_guard, launch, next_power_of_2, replayed
+from onepass.core.launch import cdiv, device_guard, launch, replayed
+from onepass.ops._shared.kernels_tokens import WARPS, named, strided, tile
 
 INTS = ["x_batch_stride", "x_row_stride", "dy_batch_stride", "dy_row_stride", "n", "k", "routes", "route", "total"]
-
-# elements of one program of a row kernel, and its warps: four 16-byte loads of a 16-bit tensor per thread
-ELEMENTS = 4096
-WARPS = 4
-
-
-@triton.jit
-def named(index_ptr, at, inside, n):
-    """(indices, which of them name one of n tokens)."""
-    index = tl.load(index_ptr + at, mask=inside, other=-1)
-    return index, (index >= 0) & (index < n)
 
 
 @triton.jit(do_not_specialize=INTS)
@@ -125,19 +115,6 @@ def add_backward_kernel(
             tl.store(du_ptr + own, dy.to(du_ptr.dtype.element_ty), mask=inside[:, None] & (cols < D))
     if dg_ptr is not None:
         tl.store(dg_ptr + rows, tl.sum(dot, 1).to(dg_ptr.dtype.element_ty), mask=inside)
-
-
-def tile(d: int) -> tuple[int, int]:
-    """(BLOCK_R, BLOCK_C): as much of a row as one program takes at a time, and rows to make up ELEMENTS."""
-    block_c = min(ELEMENTS, next_power_of_2(d))
-    return min(64, ELEMENTS // block_c), block_c
-
-
-def strided(x: Tensor) -> tuple[Tensor, int, int]:
-    """X (batch, n, d) with unit column stride, and its batch and row strides; copied only where it has none."""
-    if x.stride(-1) != 1 and x.shape[-1] > 1:
-        x = x.contiguous()
-    return x, x.stride(0), x.stride(1)
 
 
 @replayed

@@ -1,1 +1,1 @@
-"""Differentiable top-k: coor_descent, soft_topk, topk; see README.md in this folder."""
+"""Differentiable top-k: gates that sum to k in every row; see README.md in this folder."""

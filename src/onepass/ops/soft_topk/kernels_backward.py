@@ -10,15 +10,13 @@ import triton.language as tl
 from torch import Tensor
 
 from onepass.core.launch import device_guard, launch, next_power_of_2
-
-from .kernels_common import (
+from onepass.ops._shared.kernels_gates import gates_and_slopes, offsets
+from onepass.ops._shared.kernels_rows import (
     HALF_PER_WARP,
     SIZES,
-    gates_and_slopes,
     load_gradient,
     load_option,
     load_scores,
-    offsets,
     pair_sum,
     scratch,
     shape,

@@ -9,19 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .kernels_common import (
-    CAPPED_EXP,
-    CLAMP,
-    INF,
-    LAPLACE,
-    LOG2E,
-    SEPARATE,
-    SIGMOID,
-    largest,
-    pair_sum,
-    row_max,
-    row_sum,
-)
+from onepass.ops._shared.kernels_gates import CAPPED_EXP, CLAMP, LAPLACE, SIGMOID
+from onepass.ops._shared.kernels_rows import INF, LOG2E, SEPARATE, largest, pair_sum, row_max, row_sum
 
 # far enough to saturate every gate, finite so that -inf scores stay -inf
 ALL_ONES = tl.constexpr(-1e30)

@@ -16,34 +16,27 @@ import triton.language as tl
 from torch import Tensor
 
 from onepass.core.launch import device_guard, launch, launch_specialized, next_power_of_2
-
-from .kernels_common import (
-    CAPPED_EXP,
-    CLAMP,
+from onepass.ops._shared.kernels_gates import CAPPED_EXP, CLAMP, SIGMOID, gates_and_slopes, offsets
+from onepass.ops._shared.kernels_mailbox import poll, publish, team_of, team_sums
+from onepass.ops._shared.kernels_rows import (
     HALF_PER_WARP,
     INF,
     LOG2E,
-    SIGMOID,
     SIZES,
     Shape,
     even,
-    fetch,
-    gates_and_slopes,
     largest,
     load_option,
     load_scores,
-    offsets,
     pair_sum,
-    post,
     scratch,
     shape,
     stride,
-    team_of,
     tile_cols,
     tile_rows,
-    together,
     within,
 )
+
 from .kernels_search import (
     EDGE,
     FIRM,
@@ -86,14 +79,14 @@ BELOW_ONE = tl.constexpr(1 - 2.0**-24)
 
 
 @triton.jit
-def highest(a, words_ptr, member, turn, TEAM: tl.constexpr, WIDTH: tl.constexpr):
+def highest(a, mailbox_ptr, member, phase, TEAM: tl.constexpr, WIDTH: tl.constexpr):
     """The largest of the team."""
     if TEAM > 0:
-        words = words_ptr + (turn % 2) * TEAM
-        post(words + member, a, tl.abs(a), turn)
-        a, _ = fetch(words, turn, TEAM, WIDTH)
+        slots = mailbox_ptr + (phase % 2) * TEAM
+        publish(slots + member, a, tl.abs(a), phase)
+        a, _ = poll(slots, phase, TEAM, WIDTH)
         a = tl.max(tl.where(tl.arange(0, WIDTH) < TEAM, a, -INF), 0)
-    return a, turn + 1
+    return a, phase + 1
 
 
 @triton.jit
@@ -168,8 +161,8 @@ def gates_of_exponentials(e, u, KIND: tl.constexpr):
 
 @triton.jit
 def solve(
-    s_ptr, k_ptr, eps_ptr, mask_ptr, y_ptr, solution_ptr, words_ptr, rows, cols, s_row_stride, k_stride, eps_stride,
-    mask_row_stride, n_rows, n_cols, k_value, eps_value, member, visit, turn,
+    s_ptr, k_ptr, eps_ptr, mask_ptr, y_ptr, solution_ptr, mailbox_ptr, rows, cols, s_row_stride, k_stride, eps_stride,
+    mask_row_stride, n_rows, n_cols, k_value, eps_value, member, visit, phase,
     KIND: tl.constexpr, HAS_K: tl.constexpr, HAS_EPS: tl.constexpr, HAS_MASK: tl.constexpr, TEAM: tl.constexpr,
     WIDTH: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
@@ -178,7 +171,7 @@ def solve(
     All kinds but clamp keep E = exp((s - base)/eps) instead of the scores: their passes need no exponential. The scores
     are read again (from L2) for the rare row that takes the bracketed search.
     """
-    turn = tl.cast(turn, tl.int32)
+    phase = tl.cast(phase, tl.int32)
     inside = within(rows, cols, n_rows, n_cols, BLOCK_R)
     k = load_option(k_ptr, k_stride, k_value, rows, n_rows, HAS_K)
     eps = load_option(eps_ptr, eps_stride, eps_value, rows, n_rows, HAS_EPS)
@@ -187,11 +180,11 @@ def solve(
     sample: tl.constexpr = KIND == CAPPED_EXP and BLOCK_R == 1 and BLOCK_C >= QUARTER
     n, total, squares = moments(s, pivot, sample, BLOCK_R)
     if TEAM > 0:
-        words = words_ptr + (2 + visit % 2) * TEAM
-        post(words + member, squares, squares, visit)
-    total, n, turn = together(total, n, words_ptr, member, turn, TEAM, WIDTH)
+        slots = mailbox_ptr + (2 + visit % 2) * TEAM
+        publish(slots + member, squares, squares, visit)
+    total, n, phase = team_sums(total, n, mailbox_ptr, member, phase, TEAM, WIDTH)
     if TEAM > 0:
-        squares, _beside = fetch(words, visit, TEAM, WIDTH)
+        squares, _beside = poll(slots, visit, TEAM, WIDTH)
         squares = tl.sum(squares, 0)
     base = guess(pivot, n, total, squares, k / (n * (4.0 if sample else 1.0)), eps, KIND)
     # a NaN or an infinity among the scores that were looked at is one of base
@@ -210,7 +203,7 @@ def solve(
             # is not at or above anything, so that it gets into the sum, also where no guess has looked at it
             saturated = s >= u * (1.0 - EDGE)
             raw, b = pair_sum(tl.where(saturated, 0.0, s), tl.where(saturated, 1.0, 0.0), BLOCK_R)
-            raw, b, turn = together(raw, b, words_ptr, member, turn, TEAM, WIDTH)
+            raw, b, phase = team_sums(raw, b, mailbox_ptr, member, phase, TEAM, WIDTH)
             new, good, exact = swift_step(u, raw, b, last, k)
             good = good & (swift > 0)
             u = tl.where(good, new, u)
@@ -223,7 +216,7 @@ def solve(
         while (i < SWIFT_PASSES) & (largest(swift, BLOCK_R) > 0):
             base, c = rebase(base, c, 1.0 - swift, eps)
             a, b = measure_clipped(s, base, c, eps, BLOCK_R)
-            a, b, turn = together(a, b, words_ptr, member, turn, TEAM, WIDTH)
+            a, b, phase = team_sums(a, b, mailbox_ptr, member, phase, TEAM, WIDTH)
             excess, size, step = newton(0.0, a, b, k, n, KIND)
             good = (swift > 0) & (tl.abs(step) < REACH)
             exact = good & (tl.abs(excess) <= 4 * TINY * k)
@@ -237,7 +230,7 @@ def solve(
         s = exponentials(s, base, eps, KIND)
         while (i < SWIFT_PASSES) & (largest(swift, BLOCK_R) > 0):
             a, b = measure_exponentials(s, u, KIND, BLOCK_R)
-            a, b, turn = together(a, b, words_ptr, member, turn, TEAM, WIDTH)
+            a, b, phase = team_sums(a, b, mailbox_ptr, member, phase, TEAM, WIDTH)
             _excess, size, step = newton(0.0, a, b, k, n, KIND)
             # the last quotient is kept, not its logarithm: that rounds with |c|
             new = u * tl.exp2(step * LOG2E)
@@ -255,10 +248,10 @@ def solve(
                 s_ptr, mask_ptr, rows, cols, s_row_stride, mask_row_stride, n_rows, n_cols, HAS_MASK, BLOCK_R
             )
         n, total, squares, endless, lo, hi = first_look(s, pivot, BLOCK_R)
-        n, endless, turn = together(n, endless, words_ptr, member, turn, TEAM, WIDTH)
-        total, squares, turn = together(total, squares, words_ptr, member, turn, TEAM, WIDTH)
-        lo, turn = highest(-lo, words_ptr, member, turn, TEAM, WIDTH)
-        hi, turn = highest(hi, words_ptr, member, turn, TEAM, WIDTH)
+        n, endless, phase = team_sums(n, endless, mailbox_ptr, member, phase, TEAM, WIDTH)
+        total, squares, phase = team_sums(total, squares, mailbox_ptr, member, phase, TEAM, WIDTH)
+        lo, phase = highest(-lo, mailbox_ptr, member, phase, TEAM, WIDTH)
+        hi, phase = highest(hi, mailbox_ptr, member, phase, TEAM, WIDTH)
         first, shift, lo_key, hi_key, closed = begin(pivot, n, total, squares, endless, -lo, hi, k, eps, KIND)
         base = tl.where(solved > 0, base, first)
         c = tl.where(solved > 0, c, shift)
@@ -269,11 +262,11 @@ def solve(
         i = 0
         while (i < MAX_PASSES) & (largest(1.0 - done, BLOCK_R) > 0):
             above, rest, slopes = measure(s, base, c, eps, KIND, BLOCK_R)
-            rest, above, turn = together(rest, above, words_ptr, member, turn, TEAM, WIDTH)
+            rest, above, phase = team_sums(rest, above, mailbox_ptr, member, phase, TEAM, WIDTH)
             if KIND == CAPPED_EXP:
                 slopes = rest
             else:
-                slopes, _same, turn = together(slopes, slopes, words_ptr, member, turn, TEAM, WIDTH)
+                slopes, _same, phase = team_sums(slopes, slopes, mailbox_ptr, member, phase, TEAM, WIDTH)
             excess, size, step = newton(above, rest, slopes, k, n, KIND)
             base, c, lo_key, hi_key, fine, last, done = advance(
                 base, c, lo_key, hi_key, fine, last, done, excess, size, step, k, eps, i, KIND
@@ -295,7 +288,7 @@ def solve(
     if member == 0:
         tl.store(solution_ptr + rows * 2, base, mask=rows < n_rows)
         tl.store(solution_ptr + rows * 2 + 1, c, mask=rows < n_rows)
-    return turn
+    return phase
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -338,7 +331,7 @@ def team_kernel(
     mask_ptr,  # (n_rows, n_cols) uint8, unit column stride, or nothing
     y_ptr,  # (n_rows, n_cols) like s, contiguous
     solution_ptr,  # (n_rows, 2) fp32: base and c
-    words_ptr,  # (teams, 4, TEAM) int64, zero: twice the two sums of a pass, twice what a first look has beside them
+    mailbox_ptr,  # (teams, 4, TEAM) int64, zero: twice the two sums of a pass, twice what a first look has beside them
     s_row_stride,
     k_stride,
     eps_stride,
@@ -360,19 +353,19 @@ def team_kernel(
     team = tl.program_id(0) // TEAM
     member = tl.program_id(0) % TEAM
     visit = 0
-    turn = 0
+    phase = 0
     for row in range(team, n_rows, tl.num_programs(0) // TEAM):
-        turn = solve(
-            s_ptr, k_ptr, eps_ptr, mask_ptr, y_ptr, solution_ptr, words_ptr + team * (4 * TEAM),
+        phase = solve(
+            s_ptr, k_ptr, eps_ptr, mask_ptr, y_ptr, solution_ptr, mailbox_ptr + team * (4 * TEAM),
             tl.cast(row, tl.int64), member * BLOCK_C + tl.arange(0, BLOCK_C), s_row_stride * VEC, k_stride, eps_stride,
-            mask_row_stride * VEC, n_rows, n_cols * VEC, k_value, eps_value, member, visit, turn,
+            mask_row_stride * VEC, n_rows, n_cols * VEC, k_value, eps_value, member, visit, phase,
             KIND, HAS_K, HAS_EPS, HAS_MASK, TEAM, WIDTH, 1, BLOCK_C,
         )  # fmt: skip
         visit += 1
 
 
 @triton.jit(do_not_specialize=["n_rows"])
-def ends_kernel(
+def stats_kernel(
     s_ptr,  # (n_rows, n_cols) any float, unit column stride
     mask_ptr,  # (n_rows, n_cols) uint8, unit column stride, or nothing
     partial_ptr,  # (n_rows, n_splits, 6) fp32: finite entries, sum, +inf entries, smallest, largest, Σ squares
@@ -413,14 +406,14 @@ def ends_kernel(
 
 
 @triton.jit(do_not_specialize=["n_rows"])
-def pass_kernel(
+def newton_kernel(
     s_ptr,  # (n_rows, n_cols) any float, unit column stride
     k_ptr,  # (n_rows,) any float, or nothing
     eps_ptr,  # (n_rows,) any float, or nothing
     mask_ptr,  # (n_rows, n_cols) uint8, unit column stride, or nothing
     y_ptr,  # (n_rows, n_cols) like s, contiguous; written by the last pass
     solution_ptr,  # (n_rows, 2) fp32: base and c; written by the last pass
-    ends_ptr,  # (n_rows, n_splits, 6) fp32: from ends_kernel
+    stats_ptr,  # (n_rows, n_splits, 6) fp32: from stats_kernel
     state_ptr,  # (2, n_rows, N_STATE) fp32; read from one half, written to the other
     partial_ptr,  # (2, n_rows, n_splits, 3) fp32: the sums of a pass, likewise
     s_row_stride,
@@ -432,7 +425,7 @@ def pass_kernel(
     chunk,
     k_value,
     eps_value,
-    turn,
+    i_pass,
     KIND: tl.constexpr,
     HAS_K: tl.constexpr,
     HAS_EPS: tl.constexpr,
@@ -450,9 +443,9 @@ def pass_kernel(
     eps = load_option(eps_ptr, eps_stride, eps_value, rows, n_rows, HAS_EPS)
     here = tl.arange(0, N_SPLITS)
     there = here < n_splits
-    read, write = turn % 2, (turn + 1) % 2
+    read, write = i_pass % 2, (i_pass + 1) % 2
     if FIRST:
-        partial = ends_ptr + (rows * n_splits + here) * 6
+        partial = stats_ptr + (rows * n_splits + here) * 6
         count = tl.sum(tl.load(partial, mask=there, other=0.0), 0)
         total = tl.sum(tl.load(partial + 1, mask=there, other=0.0), 0)
         endless = tl.sum(tl.load(partial + 2, mask=there, other=0.0), 0)
@@ -480,7 +473,7 @@ def pass_kernel(
         slopes = tl.sum(tl.load(partial + 2, mask=there, other=0.0), 0)
         excess, size, step = newton(above, rest, slopes, k, n, KIND)
         base, c, lo, hi, fine, last, done = advance(
-            base, c, lo, hi, fine, last, done, excess, size, step, k, eps, turn - 1, KIND
+            base, c, lo, hi, fine, last, done, excess, size, step, k, eps, i_pass - 1, KIND
         )
     if LAST:
         for tile in range(0, chunk, BLOCK_C):
@@ -563,9 +556,9 @@ def forward(
             return y, solution
         team = team_of(s, *TEAM)
         if team is not None:
-            words = torch.zeros(team.teams * 4 * team.size, dtype=torch.int64, device=s.device)
+            slots = torch.zeros(team.teams * 4 * team.size, dtype=torch.int64, device=s.device)
             launch(
-                team_kernel, (team.teams * team.size, 1, 1), (s, k, eps, mask, y, solution, words), numbers,
+                team_kernel, (team.teams * team.size, 1, 1), (s, k, eps, mask, y, solution, slots), numbers,
                 (*flags.values(), team.size, team.width, team.block_c, vec), **team.options,
             )  # fmt: skip
             return y, solution
@@ -574,13 +567,13 @@ def forward(
         state = scratch(s, 2, n_rows, N_STATE.value)
         partial = scratch(s, 2, n_rows, plan.splits, 3)
         launch_specialized(
-            ends_kernel, grid, s, mask, first_look, s.stride(0), stride(mask), n_rows, n_cols, plan.chunk,
+            stats_kernel, grid, s, mask, first_look, s.stride(0), stride(mask), n_rows, n_cols, plan.chunk,
             HAS_MASK=mask is not None, BLOCK_C=plan.block_c, num_warps=plan.warps,
         )  # fmt: skip
-        for turn in range(LONG_PASSES + 1):
+        for i_pass in range(LONG_PASSES + 1):
             launch_specialized(
-                pass_kernel, grid, s, k, eps, mask, y, solution, first_look, state, partial, *strides, n_rows, n_cols,
-                plan.chunk, k_value, eps_value, turn, **flags, FIRST=turn == 0, LAST=turn == LONG_PASSES,
+                newton_kernel, grid, s, k, eps, mask, y, solution, first_look, state, partial, *strides, n_rows, n_cols,
+                plan.chunk, k_value, eps_value, i_pass, **flags, FIRST=i_pass == 0, LAST=i_pass == LONG_PASSES,
                 N_SPLITS=next_power_of_2(plan.splits), BLOCK_C=plan.block_c, num_warps=plan.warps,
             )  # fmt: skip
     return y, solution

@@ -9,8 +9,9 @@ from torch.library import custom_op
 
 from onepass.core.bind import bind
 from onepass.core.launch import as_rows, uses_triton
+from onepass.ops._shared import arguments
 
-from . import arguments, torch_path
+from . import torch_path
 from .torch_path import KINDS
 
 
@@ -23,7 +24,7 @@ def _check(scores: Tensor, k: Tensor | float, eps: Tensor | float, mask: Tensor 
         raise ValueError(f"soft_topk: kind must be one of {', '.join(KINDS)}; got {kind!r}")
 
 
-def _forward(
+def forward(
     scores: Tensor,
     k: Tensor | None,
     eps: Tensor | None,
@@ -32,6 +33,7 @@ def _forward(
     eps_value: float,
     kind: int,
 ) -> tuple[Tensor, Tensor]:
+    """(gates, solution (rows, 2)) without checks and autograd, for operators that continue from them."""
     if uses_triton(scores):
         from . import kernels_triton
 
@@ -46,7 +48,7 @@ def _forward(
     return arguments.from_rows(y, scores), state
 
 
-def _backward(
+def backward(
     gy: Tensor,
     scores: Tensor,
     state: Tensor,
@@ -59,6 +61,7 @@ def _backward(
     need_k: bool,
     need_eps: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of scores, k and eps from the gates' gradient and the solution; empty where not needed."""
     if uses_triton(scores):
         from . import kernels_backward
 
@@ -79,8 +82,8 @@ def _backward(
     )
 
 
-forward_op = custom_op("onepass::soft_topk", _forward, mutates_args=())
-backward_op = custom_op("onepass::soft_topk_backward", _backward, mutates_args=())
+forward_op = custom_op("onepass::soft_topk", forward, mutates_args=())
+backward_op = custom_op("onepass::soft_topk_backward", backward, mutates_args=())
 
 
 @forward_op.register_fake
@@ -142,7 +145,7 @@ def _gradients(ctx: Any, run: Any, gy: Tensor | None, *_: Any) -> tuple[Tensor |
 
 
 _call = bind(
-    name="soft_topk", forward=_forward, forward_op=forward_op, backward=_backward, backward_op=backward_op,
+    name="soft_topk", forward=forward, forward_op=forward_op, backward=backward, backward_op=backward_op,
     save=_save, gradients=_gradients,
 )  # fmt: skip
 
@@ -210,4 +213,4 @@ def soft_topk(
     return _call(scores, k_tensor, eps_tensor, mask, k_value, eps_value, KINDS.index(kind))  # type: ignore[no-any-return]
 
 
-__all__ = ["KINDS", "backward_op", "forward_op", "soft_topk"]
+__all__ = ["KINDS", "backward", "backward_op", "forward", "forward_op", "soft_topk"]

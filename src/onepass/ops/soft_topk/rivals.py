@@ -1,25 +1,9 @@
-"""Other ways to a differentiable top-k, short, for the bench: the plain iteration, LapSum by sorting, Sinkhorn."""
+"""Other ways to a differentiable top-k, short, for the bench: LapSum by sorting, Sinkhorn."""
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
-
-
-def descent(
-    scores: Tensor, *, n_iters: int, k: float, eps: float = 0.1, eps_init: float | None = None, eps_decay: float = 1.0
-) -> Tensor:
-    """The T steps as torch operators that torch.compile takes in one graph: no mask, no edge cases."""
-    current = max(eps if eps_init is None else eps_init, eps)
-    b = -scores
-    a = torch.zeros_like(scores[..., :1])
-    for _ in range(n_iters):
-        a = current * (math.log(k) - ((scores + b) / current).logsumexp(-1, keepdim=True))
-        b = -(scores + a).relu()
-        current = max(current * eps_decay, eps)
-    return ((scores + a + b) / current).exp()
 
 
 def lapsum(scores: Tensor, k: float, eps: float) -> Tensor:

@@ -18,7 +18,7 @@ from . import op, torch_rotary
 BASE = 10_000.0
 
 
-def turn(x: Tensor, positions: Tensor | None, base: float, inverse: bool, out: Tensor) -> None:
+def apply_rotary(x: Tensor, positions: Tensor | None, base: float, inverse: bool, out: Tensor) -> None:
     """Write x, turned, into out, which may be x."""
     if not uses_triton(x):
         out.copy_(torch_rotary.rotate(x, positions, base, inverse))
@@ -31,7 +31,7 @@ def turn(x: Tensor, positions: Tensor | None, base: float, inverse: bool, out: T
 
 def _rotary(x: Tensor, positions: Tensor | None, base: float, inverse: bool) -> Tensor:
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    turn(x, positions, base, inverse, out)
+    apply_rotary(x, positions, base, inverse, out)
     return out
 
 
@@ -167,7 +167,7 @@ def packed_gradient(
     dqk, dv = split(grad)
     dq, dk = dqk.chunk(2, dim=2)
     op.backward_into((dq, dk, dv), dout, q, k, v, out, lse, first, last, mask, scale, edges)
-    turn(dqk, None, base, True, dqk)
+    apply_rotary(dqk, None, base, True, dqk)
     return grad
 
 
@@ -252,4 +252,4 @@ def rotary_attention(
     return _call(qkv, first, last, mask, float(base), scale)  # type: ignore[no-any-return]
 
 
-__all__ = ["BASE", "packed_gradient", "rotary", "rotary_attention", "split", "turn"]
+__all__ = ["BASE", "apply_rotary", "packed_gradient", "rotary", "rotary_attention", "split"]

@@ -1,0 +1,248 @@
+"""`routed_attention`: both branches of routed attention as one autograd node, for plain eager PyTorch.
+
+    y = out(attention(normed)) + ν        y_i += g_i·(out'(attention'(norm_q(x_i), norm_kv(x_K))) − ν)
+
+What the node saves over their composition: the chosen tokens are normed as they are gathered, their gradients are added
+in place to those of all tokens (through the slots of `fork`), weights are cast together, their gradients leave the
+product in their own dtype. Between the matrix products, which are torch's, stand stretches of kernels; each is one call
+for `core.launch.replay`, so that the host does little more than to launch them.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from onepass.core.launch import replayed
+from onepass.core.products import weight_gradient
+from onepass.ops.routing.rows import add_rows, scatter_backward
+from onepass.ops.span_attention import op as span
+from onepass.ops.span_attention.op_rotary import BASE, apply_rotary, packed_gradient, split
+
+from . import branch
+from .fork import Fork, as_forward_did
+from .norms import norm_backward_into, norm_forward, norm_partials
+from .runs import Runs
+
+
+class Plan(NamedTuple):
+    """What does not change with the tensors."""
+
+    dtype: torch.dtype  # of the branches
+    light_heads: int
+    heavy_heads: int
+    width: int
+    eps: float  # of the norms of the chosen tokens
+    precision: str  # of fp32 products: kernels are compiled for it
+
+
+@replayed
+def _before_products(
+    x: Tensor, at_q: Tensor, at_kv: Tensor, norm_q: Tensor, norm_kv: Tensor, plan: Plan, *weights: Tensor
+) -> tuple[Any, ...]:
+    """Norms of the chosen tokens; copies of the weights in the branches' dtype, if it is another."""
+    chosen_q, *_ = norm_forward(x, at_q, norm_q, None, plan.eps, 0.0, plan.dtype)
+    chosen_kv, *_ = norm_forward(x, at_kv, norm_kv, None, plan.eps, 0.0, plan.dtype)
+    other = any(w.dtype != plan.dtype for w in weights)
+    copies = branch.cast((*weights, None, None), plan.dtype)[:6] if other else ()
+    return chosen_q, chosen_kv, *copies
+
+
+@replayed
+def _attend(
+    qkv: Tensor, q: Tensor, kv: Tensor, gated: Tensor, at_q: Tensor, at_kv: Tensor, plan: Plan,
+    light_mask: Tensor | None, light_first: Tensor, light_last: Tensor,
+    heavy_mask: Tensor | None, heavy_first: Tensor, heavy_last: Tensor,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Queries and keys are turned where they lie, nobody else has them; both attentions."""
+    scale = 1 / math.sqrt(plan.width)
+    light_qk, light_v = split(qkv)
+    apply_rotary(light_qk, None, BASE, False, light_qk)
+    light_q, light_k = light_qk.chunk(2, dim=2)
+    light, light_lse = span.forward(light_q, light_k, light_v, light_first, light_last, light_mask, scale)
+    k = kv.select(2, 0)
+    apply_rotary(q, at_q, BASE, False, q)
+    apply_rotary(k, at_kv, BASE, False, k)
+    heavy, heavy_lse = span.forward(q, k, gated, heavy_first, heavy_last, heavy_mask, scale)
+    return light, light_lse, heavy, heavy_lse
+
+
+_add_chosen = replayed(add_rows)
+
+
+@replayed
+def _before_backward_products(
+    dy: Tensor, update: Tensor, gates: Tensor, x: Tensor, at_q: Tensor, at_kv: Tensor, norm_q: Tensor,
+    norm_kv: Tensor, plan: Plan, need_gates: bool,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """Gradients of the heavy output and of the queries' gates; the norms again: cheaper to compute than to keep."""
+    d_update, d_gates = scatter_backward(dy, update, gates, at_q, True, need_gates)
+    chosen_q, _, stats_q = norm_forward(x, at_q, norm_q, None, plan.eps, 0.0, plan.dtype)
+    chosen_kv, _, stats_kv = norm_forward(x, at_kv, norm_kv, None, plan.eps, 0.0, plan.dtype)
+    return d_update, d_gates, chosen_q, stats_q, chosen_kv, stats_kv
+
+
+@replayed
+def _attend_backward(
+    d_light: Tensor, qkv: Tensor, light: Tensor, light_lse: Tensor, d_heavy: Tensor, q: Tensor, kv: Tensor,
+    gated: Tensor, heavy: Tensor, heavy_lse: Tensor, at_q: Tensor, at_kv: Tensor, plan: Plan,
+    light_mask: Tensor | None, light_first: Tensor, light_last: Tensor, light_begin: Tensor | None,
+    light_end: Tensor | None, heavy_mask: Tensor | None, heavy_first: Tensor, heavy_last: Tensor,
+    heavy_begin: Tensor | None, heavy_end: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Through both attentions and the turns: gradients of qkv, q and kv, of the latter's values before their gates."""
+    scale = 1 / math.sqrt(plan.width)
+    d_qkv = packed_gradient(
+        d_light, qkv, light, light_lse, split(qkv)[0], light_first, light_last, light_mask, BASE, scale,
+        None if light_begin is None or light_end is None else (light_begin, light_end),
+    )  # fmt: skip
+    dq, dkv = torch.empty_like(q), torch.empty_like(kv)
+    dk = dkv.select(2, 0)
+    span.backward_into(
+        (dq, dk, dkv.select(2, 1)), d_heavy, q, kv.select(2, 0), gated, heavy, heavy_lse, heavy_first, heavy_last,
+        heavy_mask, scale, None if heavy_begin is None or heavy_end is None else (heavy_begin, heavy_end),
+    )  # fmt: skip
+    apply_rotary(dq, at_q, BASE, True, dq)
+    apply_rotary(dk, at_kv, BASE, True, dk)
+    return d_qkv, dq, dkv
+
+
+@replayed
+def _after_backward_products(
+    d_q: Tensor, d_kv: Tensor, x: Tensor, at_q: Tensor, at_kv: Tensor, norm_q: Tensor, norm_kv: Tensor,
+    stats_q: Tensor, stats_kv: Tensor, need_x: bool, need_q: bool, need_kv: bool,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """Through the norms of the chosen: gradients of the tokens, and partials of those of the norms' weights."""
+    partials_q = norm_partials(x, at_q.numel(), norm_q, None) if need_q else None
+    partials_kv = norm_partials(x, at_kv.numel(), norm_kv, None) if need_kv else None
+    rows_q = rows_kv = None
+    if need_x or need_q:
+        rows_q = norm_backward_into(partials_q, d_q, x, at_q, norm_q, None, stats_q, None, None, need_x)
+    if need_x or need_kv:
+        rows_kv = norm_backward_into(partials_kv, d_kv, x, at_kv, norm_kv, None, stats_kv, None, None, need_x)
+    return rows_q, partials_q, rows_kv, partials_kv
+
+
+def _gated(v: Tensor, gates: Tensor) -> Tensor:
+    return v * gates.to(v.dtype)[..., None, None]
+
+
+class _RoutedAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, normed: Tensor, slot_q: Tensor, slot_kv: Tensor, gates_q: Tensor, gates_kv: Tensor, norm_q: Tensor,
+        norm_kv: Tensor, null: Tensor, qkv_w: Tensor, light_out_w: Tensor, q_w: Tensor, kv_w: Tensor,
+        heavy_out_w: Tensor, x: Tensor, at_q: Tensor, at_kv: Tensor, light_runs: Runs, heavy_runs: Runs, plan: Plan,
+    ) -> Tensor:  # fmt: skip
+        batch, n, dim = normed.shape
+        weights = null, qkv_w, light_out_w, q_w, kv_w, heavy_out_w
+        chosen_q, chosen_kv, *copies = _before_products(x, at_q, at_kv, norm_q, norm_kv, plan, *weights)
+        bias, qkv_c, light_out_c, q_c, kv_c, heavy_out_c = copies or weights
+        tokens = normed.view(-1, dim)
+        qkv = torch.mm(tokens, qkv_c.t()).view(batch, n, 3, plan.light_heads, plan.width)
+        q = torch.mm(chosen_q.view(-1, dim), q_c.t()).view(batch, -1, plan.heavy_heads, plan.width)
+        kv = torch.mm(chosen_kv.view(-1, dim), kv_c.t()).view(batch, -1, 2, plan.heavy_heads, plan.width)
+        gated = _gated(kv.select(2, 1), gates_kv)
+        light, light_lse, heavy, heavy_lse = _attend(
+            qkv, q, kv, gated, at_q, at_kv, plan, *light_runs[:3], *heavy_runs[:3]
+        )  # fmt: skip
+        y = torch.addmm(bias, light.view(batch * n, -1), light_out_c.t())
+        update = torch.addmm(-bias, heavy.view(batch * q.shape[1], -1), heavy_out_c.t()).view(chosen_q.shape)
+        _add_chosen(y, update, gates_q, at_q)
+        ctx.save_for_backward(
+            tokens, qkv, light, light_lse, q, kv, heavy, heavy_lse, update, gates_q, gates_kv, norm_q, norm_kv, qkv_c,
+            light_out_c, q_c, kv_c, heavy_out_c, x, at_q, at_kv, *light_runs, *heavy_runs,
+        )  # fmt: skip
+        ctx.plan, ctx.dtypes = plan, [w.dtype for w in weights]
+        return y
+
+    @staticmethod
+    @as_forward_did("RoutedAttention")
+    def backward(ctx: Any, grads_out: tuple[Tensor | None, ...]) -> Any:
+        (
+            tokens, qkv, light, light_lse, q, kv, heavy, heavy_lse, update, gates_q, gates_kv, norm_q, norm_kv, qkv_c,
+            light_out_c, q_c, kv_c, heavy_out_c, x, at_q, at_kv, *runs,
+        ) = ctx.saved_tensors  # fmt: skip
+        # from here on this frame alone keeps them (unless the graph is kept), and lets go of those of the tokens' size
+        ctx.maybe_clear_saved_tensors()
+        light_runs, heavy_runs = Runs(*runs[:5]), Runs(*runs[5:])
+        (
+            need_normed, need_x, _, need_gates, need_gates_kv, need_norm_q, need_norm_kv, need_null, *needs,
+        ) = ctx.needs_input_grad[:13]  # fmt: skip
+        plan, dtypes, dim, precision = ctx.plan, ctx.dtypes, x.shape[-1], torch.get_float32_matmul_precision()
+        if precision != plan.precision:
+            # other kernels, other tiles of keys
+            plan = plan._replace(precision=precision)
+            light_runs, heavy_runs = (r._replace(begin=None, end=None) for r in (light_runs, heavy_runs))
+        grads: list[Tensor | None] = [None] * 5
+
+        def gradient(which: int, dy: Tensor, x: Tensor) -> None:
+            if needs[which]:
+                grads[which] = weight_gradient(dy, x.view(len(dy), -1), dtypes[1 + which])
+
+        dy = grads_out[0].to(plan.dtype).contiguous()  # type: ignore[union-attr]
+        d_update, d_gates_q, chosen_q, stats_q, chosen_kv, stats_kv = _before_backward_products(
+            dy.view(x.shape), update, gates_q, x, at_q, at_kv, norm_q, norm_kv, plan, need_gates
+        )
+        du, v = d_update.view(-1, dim), kv.select(2, 1)
+        gradient(1, dy, light)
+        gradient(4, du, heavy)
+        d_null = (dy.sum(0, dtype=dtypes[0]) - du.sum(0, dtype=dtypes[0])) if need_null else None
+        d_light, d_heavy = torch.mm(dy, light_out_c).view(light.shape), torch.mm(du, heavy_out_c).view(heavy.shape)
+        if heavy_runs.begin is None:
+            begin, end = span.edges(q, heavy_runs.first, heavy_runs.last, kv.shape[1]) or (None, None)
+            heavy_runs = heavy_runs._replace(begin=begin, end=end)
+        d_qkv, dq, dkv = _attend_backward(
+            d_light, qkv, light, light_lse, d_heavy, q, kv, _gated(v, gates_kv), heavy, heavy_lse, at_q, at_kv, plan,
+            *light_runs, *heavy_runs,
+        )  # fmt: skip
+        del qkv, light, d_light
+        dv, d_gates_kv = dkv.select(2, 1), None
+        if need_gates_kv:
+            d_gates_kv = torch.linalg.vecdot(dv.flatten(2).to(gates_kv.dtype), v.flatten(2).to(gates_kv.dtype))
+        dv.mul_(gates_kv.to(dv.dtype)[..., None, None])
+        d_qkv, dq, dkv = d_qkv.view(len(dy), -1), dq.view(len(du), -1), dkv.view(at_kv.numel(), -1)
+        gradient(0, d_qkv, tokens)
+        del tokens
+        gradient(2, dq, chosen_q)
+        gradient(3, dkv, chosen_kv)
+        d_normed = torch.mm(d_qkv, qkv_c).view(x.shape) if need_normed else None
+        del d_qkv
+        rows_q, partials_q, rows_kv, partials_kv = _after_backward_products(
+            torch.mm(dq, q_c).view(chosen_q.shape), torch.mm(dkv, kv_c).view(chosen_kv.shape), x, at_q, at_kv,
+            norm_q, norm_kv, stats_q, stats_kv, need_x, need_norm_q, need_norm_kv,
+        )  # fmt: skip
+        d_norms = [
+            None if p is None else p.sum(0).to(w.dtype) for p, w in ((partials_q, norm_q), (partials_kv, norm_kv))
+        ]
+        return (
+            d_normed, rows_q, rows_kv, d_gates_q, d_gates_kv, *d_norms, d_null, *grads,
+            None, None, None, None, None, None,
+        )  # fmt: skip
+
+
+# what Function.apply does beyond this concerns torch.func, which never gets here
+_apply = super(torch.autograd.Function, _RoutedAttention).apply
+
+
+def routed_attention(
+    forked: Fork, x: Tensor, gates: tuple[Tensor, Tensor], indices: tuple[Tensor, Tensor], weights: tuple[Tensor, ...],
+    runs: tuple[Runs, Runs], plan: Plan,
+) -> Tensor:  # fmt: skip
+    """Both branches and their gated sum, rows (batch·n, dim) of the dtype of `forked.normed`; see the module.
+
+    `gates` and `indices` are those of the queries and of the keys, ``(batch, k)`` each, k ≥ 1; `forked` is a `fork` of
+    x with a slot for each of the two. `weights`: of the norms of chosen queries and keys, ν, then of the linear layers
+    qkv and out of the light branch, q, kv and out of the heavy one. For calls that `fork` takes.
+    """
+    # a token may be in both lists, and their gradients must not meet: one slot each
+    forked.choice.indices = indices
+    return _apply(  # type: ignore[no-any-return, no-untyped-call]
+        forked.normed, *forked.slots, *gates, *weights, x.detach(), *indices, *runs, plan
+    )
+
+
+__all__ = ["Plan", "routed_attention"]

@@ -1,0 +1,70 @@
+"""What stands between the matrix products of a feed-forward's branches, by kernels or by torch, without autograd.
+
+Sums over rows (gradients of biases and of a norm's weight) are left as partials in one buffer, so that those of a whole
+backward pass are added up together.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from onepass.core.launch import uses_triton
+from onepass.ops.routing.rows import as_bytes
+
+from . import torch_path
+
+
+def cast(weights: tuple[Tensor | None, ...], dtype: torch.dtype) -> tuple[Tensor | None, ...]:
+    """A copy of each of eight as `dtype`, by one kernel if it can; None for None."""
+    there = [t for t in weights if t is not None]
+    if uses_triton(there[0]) and all(t.is_contiguous() and t.dtype != dtype for t in there):
+        from . import kernels_cast
+
+        return kernels_cast.cast(*weights, dtype)  # type: ignore[no-any-return]
+    return tuple(None if t is None else t.to(dtype) for t in weights)
+
+
+def new_partials(like: Tensor, rows: int, width: int) -> Tensor | None:
+    """A buffer for partials of sums over that many rows, `width` columns together, like the kernels fill it."""
+    if not width:
+        return None
+    if not uses_triton(like):
+        return torch.empty((1, width), dtype=torch.promote_types(like.dtype, torch.float32), device=like.device)
+    from . import kernels_branch
+
+    return torch.empty((kernels_branch.programs(like, rows), width), dtype=torch.float32, device=like.device)
+
+
+def column_sums(x: Tensor, partials: Tensor, offset: int) -> None:
+    """Parts of the sums of x (rows, width) over its rows, in columns from `offset` on."""
+    if uses_triton(x):
+        from . import kernels_branch
+
+        kernels_branch.column_sums(x, partials, offset)
+        return
+    partials[:, offset : offset + x.shape[1]] = x.sum(0, dtype=partials.dtype)
+
+
+def gelu_backward(dh: Tensor, u: Tensor, partials: Tensor | None, offset: int) -> None:
+    """Dh of h = gelu(u) becomes du, both (rows, width); its sums as in :func:`column_sums`, unless partials is None."""
+    if uses_triton(dh):
+        from . import kernels_branch
+
+        kernels_branch.gelu_backward(dh, u, partials, offset)
+        return
+    dh.copy_(torch.ops.aten.gelu_backward(dh, u))
+    if partials is not None:
+        column_sums(dh, partials, offset)
+
+
+def explore_gradient(dy: Tensor, mask: Tensor | None, stride: int, scale: float) -> Tensor:
+    """Scale·(length − its mean) of each `stride`-th row of dy (batch, n, d), over the real tokens of a sequence."""
+    if not uses_triton(dy):
+        return torch_path.explore_gradient(dy, mask, stride, scale)
+    from . import kernels_explore
+
+    return kernels_explore.explore_gradient(dy, as_bytes(mask), stride, scale)  # type: ignore[no-any-return]
+
+
+__all__ = ["cast", "column_sums", "explore_gradient", "gelu_backward", "new_partials"]

@@ -1,0 +1,318 @@
+"""`routed_feed_forward`: all of a routed feed-forward as one autograd node, for plain eager PyTorch.
+
+    y = down(gelu(up(norm(x))))        y_i += gate_i · down'(gelu(up'(norm'(x_i))))        for the chosen tokens i
+
+What the node saves over the composition of modules: one read of x norms it and scores it, the chosen tokens are normed
+as they are gathered, what the heavy branch gives and takes is added in place, weights are cast once and together, and
+their gradients leave the product in their own dtype. Between the matrix products, which are torch's, stand four
+stretches of kernels; each is one call for `core.launch.replay`, so that the host does little more than to launch them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from onepass.core.launch import replayed
+from onepass.core.products import weight_gradient
+from onepass.ops.causal_choice import op as causal_choice
+from onepass.ops.routing.rows import add_rows, scatter_backward
+from onepass.ops.topk import op as op_topk
+
+from . import branch
+from .fork import as_forward_did
+from .norms import norm_backward_into, norm_forward, norm_partials
+
+
+class Plan(NamedTuple):
+    """What does not change with the tensors."""
+
+    dtype: torch.dtype  # of the branches
+    k: int
+    light_eps: float  # of the norms
+    heavy_eps: float
+    score_eps: float
+    gate_eps: float  # temperature of the gates, their kind (its place in KINDS), whether their values are 1
+    kind: int
+    hard: bool
+    explore_stride: int  # each so many tokens one teaches the router (`nn.explore`); 0: none
+    explore_weight: float
+    causal: tuple[int, int] | None = None  # block and memory of a causal choice; None: the best of all tokens
+
+
+def _choose(scores: Tensor, mask: Tensor | None, plan: Plan) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Gates, indices, and what `_choice_backward` needs besides."""
+    if plan.causal is not None:
+        return causal_choice.forward(scores, mask, plan.k, plan.gate_eps, *plan.causal)
+    _, indices, gates, state = op_topk.forward(scores, None, mask, plan.k, plan.gate_eps, plan.kind, plan.hard)
+    return gates, indices, state, None
+
+
+def _choice_backward(
+    d_gates: Tensor, scores: Tensor, mask: Tensor | None, plan: Plan, indices: Tensor, gates: Tensor, state: Tensor,
+    starts: Tensor | None,
+) -> Tensor | None:  # fmt: skip
+    """Gradient of the scores."""
+    if plan.causal is not None and starts is not None:
+        return causal_choice.backward(
+            d_gates, scores, mask, gates, indices, state, starts, plan.gate_eps, *plan.causal
+        )  # fmt: skip
+    ds, _ = op_topk.backward(
+        None, d_gates, scores, indices, state, None, mask, plan.gate_eps, plan.kind, True, False
+    )  # fmt: skip
+    return ds
+
+
+@replayed
+def _before_products(
+    x: Tensor, vectors: Tensor, light_norm: Tensor | None, heavy_norm: Tensor | None, mask: Tensor | None, plan: Plan,
+    *weights: Tensor | None,
+) -> tuple[Any, ...]:  # fmt: skip
+    """Norm and score, choose, norm the chosen; copies of the weights in the branches' dtype, if it is another."""
+    normed, scores, stats = norm_forward(
+        x, None, light_norm, vectors.view(-1), plan.light_eps, plan.score_eps, plan.dtype, mask
+    )  # fmt: skip
+    assert scores is not None
+    gates, indices, state, starts = _choose(scores, mask, plan)
+    chosen, _, chosen_stats = norm_forward(x, indices, heavy_norm, None, plan.heavy_eps, 0.0, plan.dtype)
+    # no view of its rows is returned: autograd forbids writing to one that a Function made
+    y = torch.empty(x.shape, dtype=plan.dtype, device=x.device)
+    other = any(w is not None and w.dtype != plan.dtype for w in weights)
+    copies = branch.cast(weights, plan.dtype) if other else ()
+    return y, normed, scores, stats, indices, gates, state, starts, chosen, chosen_stats, *copies
+
+
+_add_chosen = replayed(add_rows)
+
+
+@replayed
+def _before_backward_products(
+    dy: Tensor, update: Tensor, gates: Tensor, indices: Tensor, mask: Tensor | None, plan: Plan,
+    widths: tuple[int, ...], offsets: tuple[int, ...], need_update: bool, need_gates: bool, need_explore: bool,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """The buffer for sums over rows, gradients of the heavy output and of the gates, the gradient that explores."""
+    d = dy.shape[-1]
+    partials = branch.new_partials(dy, dy.numel() // d, sum(widths))
+    d_update, d_gates = scatter_backward(dy, update, gates, indices, need_update, need_gates)
+    if partials is not None and widths[2]:
+        branch.column_sums(dy.view(-1, d), partials, offsets[2])
+    if partials is not None and widths[4] and d_update is not None:
+        branch.column_sums(d_update.view(-1, d), partials, offsets[4])
+    explore_grad = (
+        branch.explore_gradient(dy, mask, plan.explore_stride, -plan.explore_weight * plan.explore_stride)
+        if need_explore
+        else None
+    )
+    return partials, d_update, d_gates, explore_grad
+
+
+@replayed
+def _gelu_backward(
+    u: Tensor, dh: Tensor | None, heavy_u: Tensor, heavy_dh: Tensor | None, partials: Tensor | None,
+    widths: tuple[int, ...], offsets: tuple[int, ...],
+) -> tuple[()]:  # fmt: skip
+    """Gradients behind each GELU take the place of those before it, and leave their sums."""
+    if heavy_dh is not None:
+        branch.gelu_backward(heavy_dh, heavy_u, partials if widths[3] else None, offsets[3])
+    if dh is not None:
+        branch.gelu_backward(dh, u, partials if widths[1] else None, offsets[1])
+    return ()
+
+
+@replayed
+def _after_backward_products(
+    x: Tensor, vectors: Tensor, light_norm: Tensor | None, heavy_norm: Tensor | None, mask: Tensor | None, plan: Plan,
+    scores: Tensor, stats: Tensor, indices: Tensor, gates: Tensor, state: Tensor, starts: Tensor | None,
+    chosen_stats: Tensor, d_normed: Tensor | None, d_chosen: Tensor | None, d_gates: Tensor | None,
+    d_scores: Tensor | None, explore_grad: Tensor | None, partials: Tensor | None, need_x: bool, need_sums: bool,
+) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+    """Through the norm of the chosen, the choice, then norm and scores: dx; sums for the light norm and the vectors."""
+    rows, d_rows = x.numel() // x.shape[-1], None
+    vector: Tensor | None = vectors.view(-1)
+    scored: tuple[Tensor | None, Tensor | None]
+    if d_chosen is not None:
+        d_rows = norm_backward_into(
+            partials, d_chosen, x, indices, heavy_norm, None, chosen_stats, None, None, need_x
+        )  # fmt: skip
+    if not (need_x or need_sums):
+        return None, None
+    if d_gates is not None:
+        ds = _choice_backward(d_gates, scores, mask, plan, indices, gates, state, starts)
+        d_scores = ds if d_scores is None or ds is None else ds + d_scores
+    elif explore_grad is not None and d_scores is None:
+        d_scores = torch.zeros_like(scores)
+    if d_normed is None:
+        d_normed = torch.zeros_like(x)
+    if d_scores is None:
+        vector, scored = None, (None, None)
+    else:
+        scored = scores, d_scores.contiguous()
+    own = norm_partials(x, rows, light_norm, vector) if need_sums else None
+    dx = norm_backward_into(
+        own, d_normed, x, None, light_norm, vector, stats, scored[0], scored[1], need_x, explore_grad,
+        plan.explore_stride, mask,
+    )  # fmt: skip
+    if dx is not None and d_rows is not None:
+        # dx is ours alone: no tensor of the size of x for what the few chosen tokens add
+        add_rows(dx.view(rows, -1), d_rows, None, indices)
+    return dx, own
+
+
+@lru_cache(256)
+def _columns(sizes: tuple[int, ...], wanted: tuple[bool, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Widths of sums over rows, 0 for one that is not wanted, and where each begins in their common buffer."""
+    widths = tuple(size if need else 0 for size, need in zip(sizes, wanted, strict=True))
+    return widths, (0, *accumulate(widths[:-1]))
+
+
+def _as(t: Tensor, dtype: torch.dtype) -> Tensor:
+    return t if t.dtype == dtype else t.to(dtype)
+
+
+class _RoutedFeedForward(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, vectors: Tensor, light_norm: Tensor | None, heavy_norm: Tensor | None,
+        mask: Tensor | None, plan: Plan, *weights: Tensor | None,
+    ) -> Any:  # fmt: skip
+        y, normed, scores, stats, indices, gates, state, starts, chosen, chosen_stats, *copies = _before_products(
+            x, vectors, light_norm, heavy_norm, mask, plan, *weights
+        )
+        cast: Any = copies or weights
+        up, up_bias, down, down_bias, heavy_up, heavy_up_bias, heavy_down, heavy_down_bias = cast
+        d = x.shape[-1]
+        tokens, rows = normed.view(-1, d), y.view(-1, d)
+        u = F.linear(tokens, up, up_bias)
+        h = F.gelu(u)
+        if down_bias is None:
+            torch.mm(h, down.t(), out=rows)
+        else:
+            torch.addmm(down_bias, h, down.t(), out=rows)
+        heavy_u = F.linear(chosen.view(-1, d), heavy_up, heavy_up_bias)
+        heavy_h = F.gelu(heavy_u)
+        update = F.linear(heavy_h, heavy_down, heavy_down_bias).view(chosen.shape)
+        _add_chosen(rows, update, gates, indices)
+        ctx.save_for_backward(
+            x, vectors, light_norm, heavy_norm, mask, scores, stats, indices, state, starts, chosen_stats,
+            tokens, u, h, chosen, heavy_u, heavy_h, update, gates, up, down, heavy_up, heavy_down,
+        )  # fmt: skip
+        ctx.plan, ctx.dtypes = plan, [None if w is None else w.dtype for w in weights]
+        ctx.mark_non_differentiable(indices)
+        ctx.set_materialize_grads(False)
+        return y, indices, gates, scores
+
+    @staticmethod
+    @as_forward_did("RoutedFeedForward")
+    def backward(ctx: Any, grads_out: tuple[Tensor | None, ...]) -> Any:
+        dy, _, g_gates, g_scores = grads_out
+        (
+            x, vectors, light_norm, heavy_norm, mask, scores, stats, indices, state, starts, chosen_stats,
+            tokens, u, h, chosen, heavy_u, heavy_h, update, gates, up, down, heavy_up, heavy_down,
+        ) = ctx.saved_tensors  # fmt: skip
+        # from here on this frame alone keeps them (unless the graph is kept), and lets go of what it has used: else the
+        # tensors of the tokens' size add up
+        ctx.maybe_clear_saved_tensors()
+        need_x, need_v, need_light_norm, need_heavy_norm, _, _, *needs = ctx.needs_input_grad
+        plan, dtypes, d, partials, explore_grad, d_normed, d_chosen = (
+            ctx.plan,
+            ctx.dtypes,
+            x.shape[-1],
+            None,
+            None,
+            None,
+            None,
+        )
+        grads: list[Tensor | None] = [None] * 8
+        d_heavy_norm = None
+        need_gates = need_x or need_v
+        d_gates = None
+        if dy is not None:
+            dy, need_chosen = dy.contiguous(), need_x or need_heavy_norm
+            need_normed, need_update = need_x or need_light_norm, need_chosen or True in needs[4:]
+            # the norm's first: its kernel knows no offset
+            widths, offsets = _columns(
+                (d, u.shape[1], d, heavy_u.shape[1], d), (need_heavy_norm, needs[1], needs[3], needs[5], needs[7])
+            )
+            partials, d_update, d_gates, explore_grad = _before_backward_products(
+                dy, update, gates, indices, mask, plan, widths, offsets, need_update, need_gates,
+                plan.explore_stride > 0 and need_v,
+            )  # fmt: skip
+            dy, dh, heavy_dh, update = dy.view(-1, d), None, None, None
+            if d_update is not None:
+                shape, d_update, chosen = chosen.shape, d_update.view(-1, d), chosen.view(-1, d)
+                if needs[6]:
+                    grads[6] = weight_gradient(d_update, heavy_h, dtypes[6])
+                if need_chosen or needs[4] or needs[5]:
+                    heavy_dh = torch.mm(d_update, heavy_down)
+                d_update = heavy_h = None
+            if needs[2]:
+                grads[2] = weight_gradient(dy, h, dtypes[2])
+            h = None
+            if need_normed or needs[0] or needs[1]:
+                dh = torch.mm(dy, down)
+            dy = None
+            _gelu_backward(u, dh, heavy_u, heavy_dh, partials, widths, offsets)
+            u = heavy_u = None
+            if heavy_dh is not None:
+                if needs[4]:
+                    grads[4] = weight_gradient(heavy_dh, chosen, dtypes[4])
+                if need_chosen:
+                    d_chosen = torch.mm(heavy_dh, heavy_up).view(shape)
+            heavy_dh = chosen = None
+            if dh is not None:
+                if needs[0]:
+                    grads[0] = weight_gradient(dh, tokens, dtypes[0])
+                tokens = None
+                if need_normed:
+                    d_normed = torch.mm(dh, up).view(x.shape)
+            dh = tokens = None
+        else:
+            need_light_norm = need_heavy_norm = False
+        if g_gates is not None and need_gates:
+            d_gates = g_gates if d_gates is None else d_gates + g_gates
+        dx = d_light_norm = d_vectors = None
+        if need_x or need_v or need_light_norm or need_heavy_norm:
+            dx, own = _after_backward_products(
+                x, vectors, light_norm, heavy_norm, mask, plan, scores, stats, indices, gates, state, starts,
+                chosen_stats, d_normed, d_chosen, d_gates, g_scores if need_gates else None, explore_grad,
+                partials if need_heavy_norm else None, need_x, need_v or need_light_norm,
+            )  # fmt: skip
+            if own is not None:
+                d_light_norm, *rest = own.sum(0).split_with_sizes((d,) * (own.shape[1] // d))
+                d_light_norm = _as(d_light_norm, light_norm.dtype) if need_light_norm else None
+                d_vectors = _as(rest[0].view(vectors.shape), vectors.dtype) if need_v and rest else None
+        if partials is not None:
+            d_heavy_norm, *biases = partials.sum(0).split_with_sizes(widths)
+            d_heavy_norm = _as(d_heavy_norm, heavy_norm.dtype) if need_heavy_norm else None
+            for i, total in zip((1, 3, 5, 7), biases, strict=True):
+                if needs[i]:
+                    grads[i] = _as(total, dtypes[i])
+        return dx, d_vectors, d_light_norm, d_heavy_norm, None, None, *grads
+
+
+# what Function.apply does beyond this concerns torch.func, which never gets here
+_apply: Callable[..., Any] = super(torch.autograd.Function, _RoutedFeedForward).apply
+
+
+def routed_feed_forward(
+    x: Tensor, vectors: Tensor, light_norm: Tensor | None, heavy_norm: Tensor | None, mask: Tensor | None, plan: Plan,
+    *weights: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """(y, of x's shape and the branches' dtype; indices, gates, scores), see the module's docstring.
+
+    `weights` are those of both branches, of each the first layer's and its bias or None, the second's and its bias;
+    `vectors` (1, dim) is what scores. Gates and scores carry their gradients to x and the vectors; y's own goes there
+    inside the node: asking for its gradient with respect to the gates returned finds no path.
+    Callers make sure that `core.eager.plain` and `fits_one_program` hold, that the arguments are checked, and that
+    there is something to choose.
+    """
+    return _apply(x, vectors, light_norm, heavy_norm, mask, plan, *weights)  # type: ignore[no-any-return]
+
+
+__all__ = ["Plan", "routed_feed_forward"]

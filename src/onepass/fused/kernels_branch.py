@@ -1,0 +1,130 @@
+"""Triton kernels between the matrix products of a feed-forward's backward: GELU's gradient, sums over rows.
+
+Each program leaves its partial sums over rows (gradients of biases and of a norm's weight) in a row of one buffer. One
+kernel adds up those of a whole backward pass in the end, always in the same order.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from onepass.core.launch import cdiv, device_guard, launch, next_power_of_2, replayed, sm_count
+
+INTS = ["total", "partials_stride"]
+WARPS = 8
+# 16-byte loads of each tensor that a thread has under way
+SUMS_UNROLL = 4
+GELU_UNROLL = 4
+# programs that share the rows: two for each multiprocessor
+PER_SM = 2
+
+
+@triton.jit(do_not_specialize=INTS)
+def sums_kernel(
+    x_ptr,  # (total, D), contiguous
+    partials_ptr,  # (programs, ...) fp32: D columns of each row
+    total,
+    partials_stride,
+    D: tl.constexpr,
+    OFFSET: tl.constexpr,  # first of the columns
+    UNROLL: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    group = tl.program_id(1)
+    cols = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
+    inside = (cols < D)[None, :]
+    acc = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
+    for tile in tl.range(group, tl.cdiv(total, UNROLL * BLOCK_R), tl.num_programs(1)):
+        top = tl.cast(tile, tl.int64) * (UNROLL * BLOCK_R) + tl.arange(0, BLOCK_R)
+        for u in tl.static_range(UNROLL):
+            rows = top + u * BLOCK_R
+            mask = (rows < total)[:, None] & inside
+            acc += tl.load(x_ptr + (rows * D)[:, None] + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+    out = partials_ptr + group.to(tl.int64) * partials_stride + OFFSET
+    tl.store(out + cols, tl.sum(acc, 0), mask=cols < D)
+
+
+@triton.jit(do_not_specialize=INTS)
+def gelu_backward_kernel(
+    dh_ptr,  # (total, D), contiguous; du takes its place
+    u_ptr,  # (total, D), contiguous
+    partials_ptr,  # (programs, ...) fp32: D columns of each row take the sums of du; None: not needed
+    total,
+    partials_stride,
+    D: tl.constexpr,
+    OFFSET: tl.constexpr,  # first of the columns
+    UNROLL: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """Du = dh·(Φ(u) + u·φ(u)) with the normal distribution function Φ and its density φ."""
+    group = tl.program_id(1)
+    cols = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
+    inside = (cols < D)[None, :]
+    acc = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
+    for tile in tl.range(group, tl.cdiv(total, UNROLL * BLOCK_R), tl.num_programs(1)):
+        top = tl.cast(tile, tl.int64) * (UNROLL * BLOCK_R) + tl.arange(0, BLOCK_R)
+        us = ()
+        dhs = ()
+        # every load of the tile before its first store: the compiler can't move a load over one
+        for i in tl.static_range(UNROLL):
+            rows = top + i * BLOCK_R
+            mask = (rows < total)[:, None] & inside
+            at = (rows * D)[:, None] + cols[None, :]
+            us = us + (tl.load(u_ptr + at, mask=mask, other=0.0),)
+            dhs = dhs + (tl.load(dh_ptr + at, mask=mask, other=0.0),)
+        for i in tl.static_range(UNROLL):
+            rows = top + i * BLOCK_R
+            mask = (rows < total)[:, None] & inside
+            u = us[i].to(tl.float32)
+            slope = 0.5 + 0.5 * tl.erf(u * 0.7071067811865476) + u * (0.3989422804014327 * tl.exp(-0.5 * u * u))
+            du = (dhs[i].to(tl.float32) * slope).to(dh_ptr.dtype.element_ty)
+            tl.store(dh_ptr + (rows * D)[:, None] + cols[None, :], du, mask=mask)
+            # the sum of what the products see
+            acc += du.to(tl.float32)
+    if partials_ptr is not None:
+        out = partials_ptr + group.to(tl.int64) * partials_stride + OFFSET
+        tl.store(out + cols, tl.sum(acc, 0), mask=cols < D)
+
+
+def programs(x: Tensor, rows: int) -> int:
+    """How many programs share the rows in each of the kernels, and rows that the buffer of partials has."""
+    return min(PER_SM * sm_count(x), max(1, cdiv(rows, 4)))
+
+
+def _tile(x: Tensor) -> tuple[int, int]:
+    """(BLOCK_R, BLOCK_C): one 16-byte load per thread."""
+    vector = 16 // x.element_size()
+    block_c = min(next_power_of_2(x.shape[1]), 128 * vector)
+    return max(1, WARPS * 32 * vector // block_c), block_c
+
+
+@replayed
+def column_sums(x: Tensor, partials: Tensor, offset: int) -> tuple[()]:
+    """Leave the partials of the sums over the rows of x (rows, d) in d columns of `partials` from `offset` on."""
+    rows, d = x.shape
+    block_r, block_c = _tile(x)
+    with device_guard(x):
+        launch(
+            sums_kernel, (cdiv(d, block_c), partials.shape[0], 1), (x, partials), (rows, partials.shape[1]),
+            (d, offset, SUMS_UNROLL, block_r, block_c), num_warps=WARPS,
+        )  # fmt: skip
+    return ()
+
+
+@replayed
+def gelu_backward(dh: Tensor, u: Tensor, partials: Tensor | None, offset: int) -> tuple[()]:
+    """Dh (rows, d) becomes du; the partials of its sums over the rows go to `partials` as in :func:`column_sums`."""
+    rows, d = u.shape
+    block_r, block_c = _tile(u)
+    groups = programs(u, rows) if partials is None else partials.shape[0]
+    with device_guard(u):
+        launch(
+            gelu_backward_kernel, (cdiv(d, block_c), groups, 1), (dh, u, partials),
+            (rows, 0 if partials is None else partials.shape[1]), (d, offset, GELU_UNROLL, block_r, block_c),
+            num_warps=WARPS,
+        )  # fmt: skip
+    return ()

@@ -1,0 +1,168 @@
+"""What the kernels between the products of routed layers may cost, and what a fork is measured against."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onepass.core.spec import Case, Impl, Kernel, Prepared
+from onepass.ops.routing.op import score
+
+from .fork import fork
+
+__all__ = ["CASES", "KERNELS"]
+
+
+def _kernel(module: str, name: str) -> Callable[[], Any]:
+    return lambda: getattr(importlib.import_module(f"{__package__}.{module}"), name)
+
+
+def _i32(*names: str) -> dict[str, str]:
+    return dict.fromkeys(names, "i32")
+
+
+def _pointers(signature: dict[str, str]) -> tuple[str, ...]:
+    return tuple(name for name, t in signature.items() if t.startswith("*"))
+
+
+# (dtype of x, width, scores, of some tokens or of all, or a choice of rows) → forward: BLOCK_C, warps, registers;
+# backward: BLOCK_R, BLOCK_C, warps, stages, registers
+_NORM = {
+    ("fp32", 512, "scores"): (256, 2, 40, 2, 512, 4, 3, 128),
+    ("fp32", 1024, "scores"): (256, 2, 56, 1, 1024, 4, 3, 128),
+    ("fp32", 1024, "rows"): (256, 2, 40, 1, 1024, 4, 3, 104),
+    ("bf16", 1024, "scores"): (512, 2, 56, 1, 1024, 4, 3, 128),
+    ("bf16", 1024, "rows"): (512, 2, 40, 1, 1024, 4, 3, 104),
+    ("bf16", 2048, "scores"): (512, 2, 72, 1, 1024, 8, 3, 112),
+    ("bf16", 4096, "scores"): (1024, 4, 72, 1, 4096, 16, 2, 112),
+    ("fp32", 1024, "masked scores"): (256, 2, 56, 1, 1024, 4, 3, 128),
+    ("bf16", 1024, "masked scores"): (512, 2, 56, 1, 1024, 4, 3, 128),
+}
+
+
+def _norm() -> Iterator[Kernel]:
+    for (t, d, what), (cols, warps, registers, rows, b_cols, b_warps, stages, more) in _NORM.items():
+        common = {"x_ptr": f"*{t}", "w_ptr": "*fp32", "stats_ptr": "*fp32"}
+        common |= _i32("x_batch_stride", "x_row_stride", "n", "m", "total")
+        scored, masked = "scores" in what, "masked" in what
+        shape: dict[str, Any] = {"D": d, "VEC": 8, "R": int(scored)}
+        if masked:
+            common |= {"mask_ptr": "*u8"}
+        else:
+            shape |= {"mask_ptr": None}
+        if scored:
+            common |= {"v_ptr": "*fp32", "s_ptr": "*fp32"}
+            shape |= {"index_ptr": None}
+        else:
+            common |= {"index_ptr": "*i64"}
+            shape |= {"v_ptr": None, "s_ptr": None}
+        signature = common | {"y_ptr": "*bf16", "eps": "fp32", "score_eps": "fp32"}
+        yield Kernel(
+            f"routing norm {t} D={d} {what}", _kernel("kernels_norm", "forward_kernel"), signature,
+            shape | {"BLOCK_R": 1, "BLOCK_C": cols}, _pointers(signature), num_warps=warps, max_registers=registers,
+        )  # fmt: skip
+        signature = common | {"dy_ptr": "*bf16", "dx_ptr": f"*{t}", "partials_ptr": "*fp32"}
+        signature |= _i32("stride", "n_explore", "partials_stride")
+        if scored:
+            signature |= {"ds_ptr": "*fp32", "explore_grad_ptr": "*fp32"}
+        else:
+            shape |= {"ds_ptr": None, "explore_grad_ptr": None}
+        yield Kernel(
+            f"routing norm backward {t} D={d} {what}", _kernel("kernels_norm", "backward_kernel"), signature,
+            shape | {"BLOCK_R": rows, "BLOCK_C": b_cols, "STAGES": stages}, _pointers(signature), num_warps=b_warps,
+            max_registers=more,
+        )  # fmt: skip
+
+
+# dtype → BLOCK_R, BLOCK_C, registers of the sums, of GELU's gradient
+_BRANCH = {"bf16": (2, 1024, 80, 80), "fp32": (2, 512, 64, 64)}
+
+
+def _branch() -> Iterator[Kernel]:
+    for t, (block_r, block_c, sums, gelu) in _BRANCH.items():
+        shape = {"D": 1024, "OFFSET": 512, "BLOCK_R": block_r, "BLOCK_C": block_c}
+        common = {"partials_ptr": "*fp32", **_i32("total", "partials_stride")}
+        signature = common | {"x_ptr": f"*{t}"}
+        yield Kernel(
+            f"routing column sums {t}", _kernel("kernels_branch", "sums_kernel"), signature, shape | {"UNROLL": 4},
+            _pointers(signature), num_warps=8, max_registers=sums,
+        )  # fmt: skip
+        signature = common | {"dh_ptr": f"*{t}", "u_ptr": f"*{t}"}
+        yield Kernel(
+            f"routing gelu backward {t}", _kernel("kernels_branch", "gelu_backward_kernel"), signature,
+            shape | {"UNROLL": 4}, _pointers(signature), num_warps=8, max_registers=gelu,
+        )  # fmt: skip
+        signature = {"dy_ptr": f"*{t}", "length_ptr": "*fp32", **_i32("n", "stride", "count", "total")}
+        yield Kernel(
+            f"routing explore {t}", _kernel("kernels_explore", "length_kernel"), signature,
+            {"D": 1024, "BLOCK_R": 4, "BLOCK_C": 1024}, _pointers(signature), max_registers=64,
+        )  # fmt: skip
+    tensors = [f"{side}{i}" for side in "ab" for i in range(8)]
+    signature = {name: "*fp32" if name[0] == "a" else "*bf16" for name in tensors} | _i32(*(f"n{i}" for i in range(8)))
+    yield Kernel(
+        "routing cast", _kernel("kernels_cast", "cast_kernel"), signature,
+        {"UNIT": 16, "BLOCK": 4096}, _pointers(signature),
+        max_registers=64,
+    )  # fmt: skip
+    signature = {
+        "length_ptr": "*fp32",
+        "mask_ptr": "*u8",
+        "explore_grad_ptr": "*fp32",
+        **_i32("stride", "count", "mask_stride"),
+    }
+    yield Kernel(
+        "routing explore, centred", _kernel("kernels_explore", "centre_kernel"), signature | {"scale": "fp32"},
+        {"BLOCK": 1024}, _pointers(signature), max_registers=64, vector_loads=False,
+    )  # fmt: skip
+
+
+KERNELS = [*_norm(), *_branch()]
+
+
+def _fork_case(batch: int, n: int, dim: int, dtype: torch.dtype, stage: str, device: str = "cuda") -> Case:
+    """Norm in bf16 and scores from one read; the rival reads twice and adds two gradients."""
+
+    def make() -> Mapping[str, Impl]:
+        need = stage == "backward"
+        x = torch.randn(batch, n, dim, device=device, dtype=dtype, requires_grad=need)
+        weight, vector = torch.rand(dim, device=device), torch.randn(dim, device=device)
+        wanted = (x, weight.requires_grad_(need), vector.requires_grad_(need))
+
+        def ours() -> tuple[Tensor, Tensor]:
+            f = fork(x, weight, vector, eps=1e-6, score_eps=1e-6, dtype=torch.bfloat16, ks=())
+            return f.normed, f.scores
+
+        def apart() -> tuple[Tensor, Tensor]:
+            return torch.nn.functional.rms_norm(x, (dim,), weight, 1e-6).bfloat16(), score(x, vector)
+
+        if not need:
+            return {"onepass": ours, "rms_norm, score": apart}
+        dn, ds = torch.randn(batch, n, dim, device=device).bfloat16(), torch.randn(batch, n, device=device)
+
+        def gradient(run: Callable[[], tuple[Tensor, Tensor]]) -> Impl:
+            def build() -> Callable[[], Any]:
+                outs = run()
+                return lambda: torch.autograd.grad(outs, wanted, (dn, ds), retain_graph=True)
+
+            return Prepared(build)
+
+        return {"onepass": gradient(ours), "rms_norm, score": gradient(apart)}
+
+    elements = batch * n * dim
+    floor = elements * (dtype.itemsize + 2) if stage == "forward" else elements * (2 * dtype.itemsize + 2)
+    return Case("fork", stage, {"batch": batch, "n": n, "dim": dim}, dtype, floor, make, 2e-2, device)
+
+
+def _cases() -> Iterator[Case]:
+    for device, shapes in (("cuda", ((2, 32768, 1024), (2, 32768, 512), (2, 65536, 4096))), ("cpu", ((2, 8192, 512),))):
+        for dtype in (torch.bfloat16, torch.float32):
+            for batch, n, dim in shapes:
+                for stage in ("forward", "backward"):
+                    yield _fork_case(batch, n, dim, dtype, stage, device)
+
+
+CASES = list(_cases())

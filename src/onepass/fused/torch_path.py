@@ -1,0 +1,69 @@
+"""The torch path of what stands between the products of routed layers: CPU, float64, no Triton."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from onepass.core.sums import row_sum
+from onepass.ops.routing.torch_path import gather, score_backward, score_forward, widest, zero_padding
+
+
+def norm_forward(
+    x: Tensor, indices: Tensor | None, mask: Tensor | None, weight: Tensor | None, vectors: Tensor | None, eps: float,
+    score_eps: float, dtype: torch.dtype,
+) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
+    """RMS norm of all tokens, or of those that indices (batch, m) name: y, scores (batch, [R,] m), statistics."""
+    x = zero_padding(x, mask)
+    scores = None
+    if vectors is not None:
+        scores, inverse = score_forward(x, vectors.view(-1, x.shape[-1]), score_eps)
+        scores = scores.view(len(x), *vectors.shape[:-1], -1)
+    f = (x if indices is None else gather(x, indices)).to(widest(x.dtype)).contiguous()
+    rstd = row_sum(f.square()).div_(x.shape[-1]).add_(eps).rsqrt_()
+    y = f * rstd
+    if weight is not None:
+        y = y * weight
+    stats = rstd.view(1, -1) if vectors is None else torch.stack((rstd.view(-1), inverse.view(-1)))
+    return y.to(dtype).contiguous(), scores, stats
+
+
+def norm_backward(
+    dy: Tensor, x: Tensor, indices: Tensor | None, mask: Tensor | None, weight: Tensor | None, vectors: Tensor | None,
+    stats: Tensor, scores: Tensor | None, ds: Tensor | None, explore_grad: Tensor | None, stride: int, need_x: bool,
+    need_w: bool,
+) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+    """Dy (batch, m, d) → dx (batch, m, d) in x's dtype; the gradients (1 + R, d) of weight and vectors."""
+    x, dy = zero_padding(x, mask), zero_padding(dy, mask)
+    wide = widest(x.dtype)
+    f = (x if indices is None else gather(x, indices)).to(wide)
+    rstd = stats[0].view(*dy.shape[:2], 1)
+    n, g = f * rstd, dy.to(wide)
+    grads = [(g * n).sum((0, 1), keepdim=True)[0]]
+    if weight is not None:
+        g = g * weight.to(wide)
+    dx = torch.addcmul(g, n, (g * n).mean(-1, keepdim=True), value=-1).mul_(rstd)
+    if vectors is not None and scores is not None and ds is not None:
+        inverse, shape = stats[1].view(x.shape[:2]), (x.shape[0], -1, x.shape[1])
+        vectors, ds = vectors.view(-1, x.shape[-1]), ds.view(shape)
+        ds = ds if mask is None else ds.where(mask[:, None], 0)
+        more, dv = score_backward(ds, x, vectors, scores.view(shape), inverse, need_x, need_w)
+        dx = dx if more is None else dx + more
+        if dv is not None:
+            grads.append(dv.to(wide))
+            if explore_grad is not None:
+                probed = (explore_grad * inverse[:, ::stride].where(explore_grad != 0, 0)).to(wide)
+                tokens = x[:, ::stride].to(wide).where((explore_grad != 0)[..., None], 0)
+                grads[1] = grads[1] + probed.reshape(1, -1) @ tokens.reshape(-1, x.shape[-1])
+    return dx.to(x.dtype).contiguous() if need_x else None, torch.cat(grads) if need_w else None
+
+
+def explore_gradient(dy: Tensor, mask: Tensor | None, stride: int, scale: float) -> Tensor:
+    """Scale·(length − its mean) of each `stride`-th row of dy (batch, n, d); 0 where the mask is False, and no part."""
+    lengths: Tensor = torch.linalg.vector_norm(dy[:, ::stride], dim=-1, dtype=widest(dy.dtype))
+    if mask is None:
+        return (lengths - lengths.mean(-1, keepdim=True)) * scale
+    real = mask[:, ::stride]
+    lengths = lengths.where(real, 0)
+    mean = lengths.sum(-1, keepdim=True) / real.sum(-1, keepdim=True).clamp_min(1)
+    return ((lengths - mean) * scale).where(real, 0)

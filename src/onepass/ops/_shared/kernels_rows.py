@@ -1,0 +1,187 @@
+"""Tiles of rows for Triton kernels: loads, sums of each row, and the launch shapes."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from onepass.core.launch import INTERPRET, aligned, cdiv, even_rows, next_power_of_2
+
+LOG2E = tl.constexpr(1.4426950408889634)
+INF = tl.constexpr(float("inf"))
+# the interpreter runs a reduction with its own combine function element by element
+SEPARATE = tl.constexpr(INTERPRET)
+
+# arguments that kernels take as they come, so that `launch` can skip Triton's look at them
+SIZES = (
+    "gy_row_stride", "s_row_stride", "k_stride", "eps_stride", "mask_row_stride", "n_rows", "n_cols", "n_splits",
+    "tiles", "n_iters", "n_changing",
+)  # fmt: skip
+# elements one warp holds in registers: as many as they allow, or half, since more warps hide what a pass waits for
+PER_WARP = 1024
+HALF_PER_WARP = 512
+# columns beyond which a warp holds twice as much, so that several rows fit, or fewer warps have to wait
+CROWDED = 4096
+# most rows of one program
+MAX_ROWS = 32
+# columns of a long row that one program takes, and the most programs per row (their partial sums are all read by each)
+CHUNK = 8192
+MAX_SPLITS = 256
+# columns of such a chunk in registers at a time
+TILE = 4096
+
+
+# A tile is (rows × cols), with rows (R, 1), cols (1, C) and everything kept per row (R, 1); but with one row, rows and
+# what is kept per row are scalars and the tile is (C,): tensors of one element cost Triton 3.6 dearly.
+
+
+@triton.jit
+def tile_rows(BLOCK_R: tl.constexpr):
+    """The rows of this program."""
+    first = tl.program_id(0).to(tl.int64) * BLOCK_R
+    if BLOCK_R > 1:
+        first += tl.arange(0, BLOCK_R)[:, None]
+    return first
+
+
+@triton.jit
+def tile_cols(first, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
+    """BLOCK_C columns from `first` on."""
+    cols = first + tl.arange(0, BLOCK_C)
+    if BLOCK_R > 1:
+        cols = cols[None, :]
+    return cols
+
+
+@triton.jit
+def within(rows, cols, n_rows, n_cols, BLOCK_R: tl.constexpr):
+    """Where a tile lies inside of the tensor."""
+    if BLOCK_R > 1:
+        inside = (rows < n_rows) & (cols < n_cols)
+    else:
+        inside = cols < n_cols
+    return inside
+
+
+@triton.jit
+def row_sum(x, BLOCK_R: tl.constexpr):
+    """Sum of each row."""
+    if BLOCK_R > 1:
+        total = tl.sum(x, 1, keep_dims=True)
+    else:
+        total = tl.sum(x, 0)
+    return total
+
+
+@triton.jit
+def row_max(x, BLOCK_R: tl.constexpr):
+    """Largest of each row."""
+    if BLOCK_R > 1:
+        top = tl.max(x, 1, keep_dims=True)
+    else:
+        top = tl.max(x, 0)
+    return top
+
+
+@triton.jit
+def largest(x, BLOCK_R: tl.constexpr):
+    """Of a number per row, the largest."""
+    if BLOCK_R > 1:
+        x = tl.max(x)
+    return x
+
+
+@triton.jit
+def add_pairs(a0, b0, a1, b1):
+    return a0 + a1, b0 + b1
+
+
+@triton.jit
+def pair_sum(a, b, BLOCK_R: tl.constexpr):
+    """Both sums of each row, through one exchange between the warps."""
+    if SEPARATE:
+        a, b = row_sum(a, BLOCK_R), row_sum(b, BLOCK_R)
+    elif BLOCK_R > 1:
+        a, b = tl.reduce((a, b), 1, add_pairs, keep_dims=True)
+    else:
+        a, b = tl.reduce((a, b), 0, add_pairs)
+    return a, b
+
+
+@triton.jit
+def load_scores(
+    s_ptr, mask_ptr, rows, cols, s_row_stride, mask_row_stride, n_rows, n_cols, HAS_MASK: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    """A tile of scores in fp32, -inf where masked or outside."""
+    inside = within(rows, cols, n_rows, n_cols, BLOCK_R)
+    s = tl.load(s_ptr + rows * s_row_stride + cols, mask=inside, other=-float("inf")).to(tl.float32)
+    if HAS_MASK:
+        allowed = tl.load(mask_ptr + rows * mask_row_stride + cols, mask=inside, other=0)
+        s = tl.where(allowed != 0, s, -INF)
+    return s
+
+
+@triton.jit
+def load_gradient(gy_ptr, rows, cols, gy_row_stride, n_rows, n_cols, BLOCK_R: tl.constexpr):
+    """A tile of the upstream gradient in fp32, 0 outside."""
+    inside = within(rows, cols, n_rows, n_cols, BLOCK_R)
+    return tl.load(gy_ptr + rows * gy_row_stride + cols, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def load_option(ptr, stride, value, rows, n_rows, HAS: tl.constexpr):
+    """K or eps of each row: from a tensor of any dtype, or one number for all."""
+    if HAS:
+        option = tl.load(ptr + rows * stride, mask=rows < n_rows, other=1.0).to(tl.float32)
+    else:
+        option = rows.to(tl.float32) * 0.0 + value
+    return option
+
+
+class Shape(NamedTuple):
+    """Rows and columns of one program's tile, warps, programs along the rows and along the columns of a row."""
+
+    block_r: int
+    block_c: int
+    warps: int
+    programs: int
+    splits: int
+    chunk: int
+
+
+def shape(n_rows: int, n_cols: int, per_warp: int, max_cols: int) -> Shape:
+    """The one launch formula. It depends on n_cols alone (but for the grid), so a row's result never depends on others.
+
+    Up to max_cols columns a row stays in one program's registers, with several rows per warp when they are short;
+    beyond, a row is cut into chunks, one program each.
+    """
+    if n_cols <= max_cols:
+        block_c = next_power_of_2(n_cols)
+        # rows that share a warp need registers for the state of each
+        block_r = max(1, min(MAX_ROWS, per_warp // (2 * block_c)))
+        return Shape(block_r, block_c, min(32, max(1, block_c // per_warp)), cdiv(n_rows, block_r), 1, block_c)
+    chunk = cdiv(max(CHUNK, cdiv(n_cols, MAX_SPLITS)), TILE) * TILE
+    return Shape(1, TILE, TILE // PER_WARP, n_rows, cdiv(n_cols, chunk), chunk)
+
+
+def even(
+    s: Tensor, k: Tensor | None, eps: Tensor | None, mask: Tensor | None
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """What a forward pass reads, copied where it lies unevenly: the order of a row's sums is then its width's alone."""
+    k, eps = (None if value is None else aligned(value) for value in (k, eps))
+    return even_rows(s), k, eps, None if mask is None else even_rows(mask)
+
+
+def stride(value: Tensor | None) -> int:
+    """Step between the rows of an optional tensor."""
+    return 0 if value is None else value.stride(0)
+
+
+def scratch(like: Tensor, *size: int) -> Tensor:
+    """An uninitialised fp32 buffer beside a tensor."""
+    return torch.empty(size, dtype=torch.float32, device=like.device)

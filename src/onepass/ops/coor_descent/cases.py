@@ -1,0 +1,77 @@
+"""What coor_descent is measured against, and where."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onepass.core.spec import Case, Impl, Missing, backward_of, optional
+
+from . import rivals
+from .op import coor_descent
+
+# the published defaults, and those of the later paper
+SCHEDULES: Mapping[str, Mapping[str, Any]] = {
+    "T=50 eps=0.1": {"n_iters": 50, "eps": 0.1},
+    "T=20 eps=4→0.03": {"n_iters": 20, "eps": 0.03, "eps_init": 4.0, "eps_decay": 0.7},
+}
+CELLS = ((4096, 1024), (1024, 8192), (256, 32768))
+COMPILED = (1024, 8192)
+SEGMENTS = (1, 4, 10)
+STEPS = (5, 10, 20, 100)
+# small enough for a CPU
+CPU_CELLS = ((1, 1 << 20), (256, 8192), (16, 8192), (64, 1024))
+
+
+def _impls(s: Tensor, k: float, options: Mapping[str, Any], compiled: bool) -> dict[str, Callable[[], Tensor]]:
+    found: dict[str, Callable[[], Tensor]] = {"onepass": lambda: coor_descent(s, k=k, **options)}
+    eager = optional("colt5_attention.coor_descent")
+    kernel = optional("colt5_attention.triton_coor_descent")
+    if eager is not None:
+        found["colt5 eager"] = lambda: eager.coor_descent(s, k=k, **options)
+    if kernel is not None and s.is_cuda:
+        for segments in SEGMENTS:
+            found[f"colt5 triton segments={segments}"] = lambda n=segments: kernel.triton_coor_descent(  # type: ignore[misc]
+                s, k=k, checkpoint_segments=n, **options
+            )
+    if compiled:
+        # each shape and schedule takes ten seconds to trace, so not everywhere
+        iteration = torch.compile(rivals.descent, fullgraph=True)
+        found["torch.compile of the iteration"] = lambda: iteration(s, k=k, **options)
+    return found
+
+
+def _case(rows: int, cols: int, name: str, options: Mapping[str, Any], stage: str, device: str = "cuda") -> Case:
+    def make() -> Mapping[str, Impl]:
+        s = torch.randn(rows, cols, device=device).requires_grad_(stage == "backward")
+        impls = _impls(s, cols / 8, options, name in SCHEDULES and (rows, cols) == COMPILED and s.is_cuda)
+        missing = {} if "colt5 eager" in impls else {"colt5": Missing("colt5-attention")}
+        if stage == "forward":
+            return {**impls, **missing}
+        gy = torch.randn(rows, cols, device=device)
+        return {**{label: backward_of(f, (s,), gy) for label, f in impls.items()}, **missing}
+
+    floor = rows * cols * 4 * (2 if stage == "forward" else 3)
+    params = {"rows": rows, "cols": cols, "schedule": name}
+    # gradients of entries beside a kink may flip between two roundings of the same threshold
+    check = 2e-3 if stage == "forward" else None
+    return Case("coor_descent", stage, params, torch.float32, floor, make, check, device)
+
+
+def _cases() -> Iterator[Case]:
+    for name, options in SCHEDULES.items():
+        for rows, cols in CELLS:
+            for stage in ("forward", "backward"):
+                yield _case(rows, cols, name, options, stage)
+    for steps in STEPS:
+        for stage in ("forward", "backward"):
+            yield _case(1024, 8192, f"T={steps} eps=0.1", {"n_iters": steps, "eps": 0.1}, stage)
+    for stage in ("forward", "backward"):
+        for rows, cols in CPU_CELLS:
+            yield _case(rows, cols, "T=50 eps=0.1", SCHEDULES["T=50 eps=0.1"], stage, "cpu")
+
+
+CASES = list(_cases())

@@ -1,0 +1,421 @@
+"""Triton kernels of coor_descent and their launchers.
+
+A row's whole state is the threshold -a, kept as ref + off with ref near it. With E = exp((s - ref)/eps) in registers a
+step is one clipped sum, u ← Σ min(E, u)/k: no exponential until eps changes or the threshold leaves E's range.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from onepass.core.launch import device_guard, launch, launch_specialized, next_power_of_2
+from onepass.ops._shared.kernels_mailbox import poll, publish, resident, team_of, team_sums
+from onepass.ops._shared.kernels_rows import (
+    CROWDED,
+    INF,
+    LOG2E,
+    PER_WARP,
+    SIZES,
+    Shape,
+    even,
+    largest,
+    load_option,
+    load_scores,
+    pair_sum,
+    row_max,
+    row_sum,
+    scratch,
+    shape,
+    stride,
+    tile_cols,
+    tile_rows,
+    within,
+)
+
+# exponents of E stay trustworthy this many eps around its ref
+WINDOW = tl.constexpr(40.0)
+# columns of a program of a team, its warps, programs per multiprocessor
+TEAM = (16384, 8, 2)
+# longest row that one program holds in registers
+FORWARD_MAX_COLS = 32768
+
+
+@triton.jit
+def epsilon(t, first, log2_decay, last):
+    """Eps of step t, counted from 0; an exact `first` without decay, an exact `last` once there."""
+    return tl.maximum(first * tl.exp2(t * log2_decay), last)
+
+
+@triton.jit
+def count_and_top(s, BLOCK_R: tl.constexpr):
+    """How many entries may be chosen (NaN when one of them is), and the largest of them."""
+    ones = tl.where(s != s, s, tl.where(s > -INF, 1.0, 0.0))
+    return row_sum(ones, BLOCK_R), row_max(s, BLOCK_R)
+
+
+@triton.jit
+def first_threshold(valid, top, k, eps):
+    """(ref, off, top): a_1 does not depend on the scores; ref stays at or below the largest of them."""
+    k = tl.where(k > 0, k, float("nan"))
+    threshold = eps * tl.log(tl.maximum(valid, 1.0, propagate_nan=tl.PropagateNan.ALL) / k)
+    top = tl.where((valid > 0) & (threshold == threshold), top, threshold)
+    ref = tl.minimum(top, threshold, propagate_nan=tl.PropagateNan.ALL)
+    return ref, threshold - ref, top
+
+
+@triton.jit
+def clipped_sum(e, u, TRACE: tl.constexpr, BLOCK_R: tl.constexpr):
+    """Σ min(e, u) of each row, and how many entries are above u where backward will ask."""
+    clipped = tl.minimum(e, u, propagate_nan=tl.PropagateNan.ALL)
+    if TRACE:
+        total, saturated = pair_sum(clipped, tl.where(e > u, 1.0, 0.0), BLOCK_R)
+    else:
+        total = row_sum(clipped, BLOCK_R)
+        saturated = total
+    return total, saturated
+
+
+@triton.jit
+def iterate(
+    s_ptr, k_ptr, mask_ptr, y_ptr, trace_ptr, mailbox_ptr, rows, cols, s_row_stride, k_stride, mask_row_stride, n_rows,
+    n_cols, k_value, n_iters, n_changing, eps_first, eps_last, log2_decay, member, visit, phase,
+    HAS_K: tl.constexpr, HAS_MASK: tl.constexpr, TRACE: tl.constexpr, TEAM: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    """Rows in registers, of one program each or of a team: while eps changes the scores, then E alone.
+
+    The scores are read again (from L2) when E has to be made anew.
+    """
+    phase = tl.cast(phase, tl.int32)
+    s = load_scores(s_ptr, mask_ptr, rows, cols, s_row_stride, mask_row_stride, n_rows, n_cols, HAS_MASK, BLOCK_R)
+    k = load_option(k_ptr, k_stride, k_value, rows, n_rows, HAS_K)
+    valid, top = count_and_top(s, BLOCK_R)
+    if TEAM > 0:
+        slots = mailbox_ptr + (2 + visit % 2) * TEAM
+        publish(slots + member, top, valid, visit)
+        top, valid = poll(slots, visit, TEAM, WIDTH)
+        top = tl.max(tl.where(tl.arange(0, WIDTH) < TEAM, top, -INF), 0)
+        valid = tl.sum(valid, 0)
+    eps = epsilon(0, eps_first, log2_decay, eps_last)
+    ref, off, top = first_threshold(valid, top, k, eps)
+    start = ref
+    trace = trace_ptr + rows * (2 * n_iters)
+    writes = (rows < n_rows) & (member == 0)
+    if TRACE:
+        tl.store(trace, off, mask=writes)
+        tl.store(trace + 2 * n_iters - 1, start, mask=writes)
+    t = 1
+    while t <= tl.minimum(n_changing, n_iters):
+        eps = epsilon(t, eps_first, log2_decay, eps_last)
+        moved = tl.minimum(top, ref + off, propagate_nan=tl.PropagateNan.ALL)
+        off = (ref - moved) + off
+        ref = moved
+        if t < n_iters:
+            e = tl.exp2((s - ref) * (LOG2E / eps))
+            total, saturated = clipped_sum(e, tl.exp2(off * (LOG2E / eps)), TRACE, BLOCK_R)
+            total, saturated, phase = team_sums(total, saturated, mailbox_ptr, member, phase, TEAM, WIDTH)
+            off = eps * tl.log(tl.where(valid == 0, k, total) / k)
+            if TRACE:
+                tl.store(trace + n_iters + t - 1, saturated, mask=writes)
+                tl.store(trace + t, (ref - start) + off, mask=writes)
+        t += 1
+    e = tl.exp2((s - ref) * (LOG2E / eps))
+    while t <= n_iters:
+        moved = tl.minimum(top, ref + off, propagate_nan=tl.PropagateNan.ALL)
+        leaves = ((tl.abs(off) > WINDOW * eps) & (moved != ref)).to(tl.int32)
+        if largest(leaves, BLOCK_R) > 0:
+            off = tl.where(leaves > 0, (ref - moved) + off, off)
+            ref = tl.where(leaves > 0, moved, ref)
+            s = load_scores(
+                s_ptr, mask_ptr, rows, cols, s_row_stride, mask_row_stride, n_rows, n_cols, HAS_MASK, BLOCK_R
+            )
+            e = tl.exp2((s - ref) * (LOG2E / eps))
+        if t < n_iters:
+            total, saturated = clipped_sum(e, tl.exp2(off * (LOG2E / eps)), TRACE, BLOCK_R)
+            total, saturated, phase = team_sums(total, saturated, mailbox_ptr, member, phase, TEAM, WIDTH)
+            off = eps * tl.log(tl.where(valid == 0, k, total) / k)
+            if TRACE:
+                tl.store(trace + n_iters + t - 1, saturated, mask=writes)
+                tl.store(trace + t, (ref - start) + off, mask=writes)
+        t += 1
+    y = e * tl.exp2(-off * (LOG2E / eps))
+    y = tl.where(y > 1.0, 1.0, y)
+    inside = within(rows, cols, n_rows, n_cols, BLOCK_R)
+    tl.store(y_ptr + rows * n_cols + cols, y.to(y_ptr.dtype.element_ty), mask=inside)
+    return phase
+
+
+@triton.jit(do_not_specialize=SIZES)
+def forward_kernel(
+    s_ptr,  # (n_rows, n_cols) any float, unit column stride
+    k_ptr,  # (n_rows,) any float, or nothing
+    mask_ptr,  # (n_rows, n_cols) uint8, unit column stride, or nothing
+    y_ptr,  # (n_rows, n_cols) like s, contiguous
+    trace_ptr,  # (n_rows, 2 * n_iters) fp32, contiguous, or nothing
+    s_row_stride,
+    k_stride,
+    mask_row_stride,
+    n_rows,
+    n_cols,
+    k_value,
+    n_iters,
+    n_changing,
+    eps_first,
+    eps_last,
+    log2_decay,
+    HAS_K: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    TRACE: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    VEC: tl.constexpr,
+):
+    """Whole rows in the registers of one program."""
+    iterate(
+        s_ptr, k_ptr, mask_ptr, y_ptr, trace_ptr, None, tile_rows(BLOCK_R), tile_cols(0, BLOCK_R, BLOCK_C),
+        s_row_stride * VEC, k_stride, mask_row_stride * VEC, n_rows, n_cols * VEC, k_value, n_iters, n_changing,
+        eps_first, eps_last, log2_decay, 0, 0, 0, HAS_K, HAS_MASK, TRACE, 0, 1, BLOCK_R,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=SIZES)
+def team_kernel(
+    s_ptr,  # (n_rows, n_cols) any float, unit column stride
+    k_ptr,  # (n_rows,) any float, or nothing
+    mask_ptr,  # (n_rows, n_cols) uint8, unit column stride, or nothing
+    y_ptr,  # (n_rows, n_cols) like s, contiguous
+    trace_ptr,  # (n_rows, 2 * n_iters) fp32, contiguous, or nothing
+    mailbox_ptr,  # (teams, 4, TEAM) int64, zero: twice the sums of a step, twice a first look
+    s_row_stride,
+    k_stride,
+    mask_row_stride,
+    n_rows,
+    n_cols,
+    k_value,
+    n_iters,
+    n_changing,
+    eps_first,
+    eps_last,
+    log2_decay,
+    HAS_K: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    TRACE: tl.constexpr,
+    TEAM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    VEC: tl.constexpr,
+):
+    """Long rows, each for a team of programs with a chunk of it: all take the same steps."""
+    team = tl.program_id(0) // TEAM
+    member = tl.program_id(0) % TEAM
+    visit = 0
+    phase = 0
+    for row in range(team, n_rows, tl.num_programs(0) // TEAM):
+        phase = iterate(
+            s_ptr, k_ptr, mask_ptr, y_ptr, trace_ptr, mailbox_ptr + team * (4 * TEAM), tl.cast(row, tl.int64),
+            member * BLOCK_C + tl.arange(0, BLOCK_C), s_row_stride * VEC, k_stride, mask_row_stride * VEC, n_rows,
+            n_cols * VEC, k_value, n_iters, n_changing, eps_first, eps_last, log2_decay, member, visit, phase,
+            HAS_K, HAS_MASK, TRACE, TEAM, WIDTH, 1,
+        )  # fmt: skip
+        visit += 1
+
+
+@triton.jit(do_not_specialize=["n_rows"])
+def stats_kernel(
+    s_ptr,  # (n_rows, n_cols) any float, unit column stride
+    mask_ptr,  # (n_rows, n_cols) uint8, unit column stride, or nothing
+    partial_ptr,  # (n_rows, n_splits, 2) fp32: valid entries, largest score
+    s_row_stride,
+    mask_row_stride,
+    n_rows,
+    n_cols,
+    chunk,
+    HAS_MASK: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """Long rows, first look: one chunk of one row per program."""
+    rows = tile_rows(1)
+    valid = 0.0
+    top = -INF
+    for tile in range(0, chunk, BLOCK_C):
+        cols = tl.program_id(1) * chunk + tile + tl.arange(0, BLOCK_C)
+        s = load_scores(s_ptr, mask_ptr, rows, cols, s_row_stride, mask_row_stride, n_rows, n_cols, HAS_MASK, 1)
+        count, highest = count_and_top(s, 1)
+        valid += count
+        top = tl.maximum(top, highest)
+    out = partial_ptr + (rows * tl.num_programs(1) + tl.program_id(1)) * 2
+    tl.store(out, valid)
+    tl.store(out + 1, top)
+
+
+@triton.jit(do_not_specialize=["n_rows"])
+def iterate_kernel(
+    s_ptr,  # (n_rows, n_cols) any float, unit column stride
+    k_ptr,  # (n_rows,) any float, or nothing
+    mask_ptr,  # (n_rows, n_cols) uint8, unit column stride, or nothing
+    y_ptr,  # (n_rows, n_cols) like s, contiguous; written by the last step
+    trace_ptr,  # (n_rows, 2 * n_iters) fp32, contiguous, or nothing
+    state_ptr,  # (2, n_rows, 5) fp32: ref, off, start, top, valid entries; read from one half, written to the other
+    partial_ptr,  # (2, n_rows, n_splits, 2) fp32: Σ min(E, u) and saturated entries, likewise
+    s_row_stride,
+    k_stride,
+    mask_row_stride,
+    n_rows,
+    n_cols,
+    chunk,
+    k_value,
+    t,
+    n_iters,
+    eps_before,
+    eps,
+    HAS_K: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    TRACE: tl.constexpr,
+    FIRST: tl.constexpr,
+    LAST: tl.constexpr,
+    N_SPLITS: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """Long rows, step t: every program finishes the last step from all partial sums, then adds its own to the next."""
+    split = tl.program_id(1)
+    n_splits = tl.num_programs(1)
+    rows = tile_rows(1)
+    k = load_option(k_ptr, k_stride, k_value, rows, n_rows, HAS_K)
+    read, write = (t - 1) % 2, t % 2
+    here = tl.arange(0, N_SPLITS)
+    partial = partial_ptr + ((read * n_rows + rows) * n_splits + here) * 2
+    first = tl.load(partial, mask=here < n_splits, other=0.0)
+    second = tl.load(partial + 1, mask=here < n_splits, other=-INF if FIRST else 0.0)
+    trace = trace_ptr + rows * (2 * n_iters)
+    if FIRST:
+        valid, top = tl.sum(first, 0), tl.max(second, 0)
+        ref, off, top = first_threshold(valid, top, k, eps_before)
+        start = ref
+        if TRACE and split == 0:
+            tl.store(trace + 2 * n_iters - 1, start)
+    else:
+        state = state_ptr + (read * n_rows + rows) * 5
+        ref = tl.load(state)
+        start = tl.load(state + 2)
+        top = tl.load(state + 3)
+        valid = tl.load(state + 4)
+        total, saturated = tl.sum(first, 0), tl.sum(second, 0)
+        off = eps_before * tl.log(tl.where(valid == 0, k, total) / k)
+        if TRACE and split == 0:
+            tl.store(trace + n_iters + t - 2, saturated)
+    if TRACE and split == 0:
+        tl.store(trace + t - 1, (ref - start) + off)
+    moved = tl.minimum(top, ref + off, propagate_nan=tl.PropagateNan.ALL)
+    off = (ref - moved) + off
+    ref = moved
+    u = tl.exp2(off * (LOG2E / eps))
+    if LAST:
+        scale = tl.exp2(-off * (LOG2E / eps))
+        for tile in range(0, chunk, BLOCK_C):
+            cols = split * chunk + tile + tl.arange(0, BLOCK_C)
+            s = load_scores(s_ptr, mask_ptr, rows, cols, s_row_stride, mask_row_stride, n_rows, n_cols, HAS_MASK, 1)
+            y = tl.exp2((s - ref) * (LOG2E / eps)) * scale
+            y = tl.where(y > 1.0, 1.0, y)
+            out = y_ptr + rows * n_cols + cols
+            tl.store(out, y.to(y_ptr.dtype.element_ty), mask=cols < n_cols)
+    else:
+        total = 0.0
+        saturated = 0.0
+        for tile in range(0, chunk, BLOCK_C):
+            cols = split * chunk + tile + tl.arange(0, BLOCK_C)
+            s = load_scores(s_ptr, mask_ptr, rows, cols, s_row_stride, mask_row_stride, n_rows, n_cols, HAS_MASK, 1)
+            e = tl.exp2((s - ref) * (LOG2E / eps))
+            clipped = tl.minimum(e, u, propagate_nan=tl.PropagateNan.ALL)
+            a, b = pair_sum(clipped, tl.where(e > u, 1.0, 0.0), 1)
+            total += a
+            saturated += b
+        out = partial_ptr + ((write * n_rows + rows) * n_splits + split) * 2
+        tl.store(out, total)
+        tl.store(out + 1, saturated)
+        if split == 0:
+            state = state_ptr + (write * n_rows + rows) * 5
+            tl.store(state, ref)
+            tl.store(state + 1, off)
+            tl.store(state + 2, start)
+            tl.store(state + 3, top)
+            tl.store(state + 4, valid)
+
+
+def eps_arguments(eps: float, eps_init: float, eps_decay: float) -> tuple[float, float, float]:
+    return max(eps_init, eps), eps, math.log2(eps_decay)
+
+
+def n_changing_of(n_iters: int, eps: float, eps_init: float, eps_decay: float) -> int:
+    """Number of the step, counted from 0, from which on eps is the same for all."""
+    if eps_decay >= 1 or eps_init <= eps:
+        return n_iters if eps_decay > 1 else 0
+    # one more than exact arithmetic says: the kernel's own rounding may be late
+    return min(n_iters, math.ceil(math.log(eps / eps_init) / math.log(eps_decay)) + 1)
+
+
+def forward_shape(n_rows: int, n_cols: int) -> Shape:
+    """The launch of the forward pass."""
+    return shape(n_rows, n_cols, PER_WARP * (2 if n_cols > CROWDED else 1), FORWARD_MAX_COLS)
+
+
+def forward_options(plan: Shape) -> dict[str, Any]:
+    """Launch options of the forward pass: of wide rows, as many at once as 128 registers per thread allow."""
+    return resident(plan.warps, 16 // plan.warps) if plan.block_c > CROWDED else {"num_warps": plan.warps}
+
+
+def forward(
+    s: Tensor, k: Tensor | None, mask: Tensor | None, k_value: float, n_iters: int,
+    eps: float, eps_init: float, eps_decay: float, want_trace: bool, shape_of_s: tuple[int, ...],
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """S (rows, n) with unit column stride → gates, trace (rows, 2T) or (rows, 0).
+
+    Gates have `shape_of_s`, the scores' shape before they were rows: a view could not be changed in place.
+    """
+    n_rows, n_cols = s.shape
+    y = torch.empty(shape_of_s, dtype=s.dtype, device=s.device)
+    trace = scratch(s, n_rows, 2 * n_iters if want_trace else 0)
+    if not y.numel():
+        return y, trace.zero_()
+    s, k, _, mask = even(s, k, None, mask)
+    plan = forward_shape(n_rows, n_cols)
+    schedule = eps_arguments(eps, eps_init, eps_decay)
+    flags = {"HAS_K": k is not None, "HAS_MASK": mask is not None, "TRACE": want_trace}
+    vec = math.gcd(16, n_cols)
+    numbers = (s.stride(0) // vec, stride(k), stride(mask) // vec, n_rows, n_cols // vec, k_value, n_iters,
+               n_changing_of(n_iters, eps, eps_init, eps_decay), *schedule)  # fmt: skip
+    with device_guard(s):
+        if plan.splits == 1:
+            launch(
+                forward_kernel, (plan.programs, 1, 1), (s, k, mask, y, trace), numbers,
+                (*flags.values(), plan.block_r, plan.block_c, vec), **forward_options(plan),
+            )  # fmt: skip
+            return y, trace
+        team = team_of(s, *TEAM)
+        if team is not None:
+            slots = torch.zeros(team.teams * 4 * team.size, dtype=torch.int64, device=s.device)
+            launch(
+                team_kernel, (team.teams * team.size, 1, 1), (s, k, mask, y, trace, slots), numbers,
+                (*flags.values(), team.size, team.width, team.block_c, vec), **team.options,
+            )  # fmt: skip
+            return y, trace
+        grid = (n_rows, plan.splits)
+        state, partial = scratch(s, 2, n_rows, 5), scratch(s, 2, n_rows, plan.splits, 2)
+        launch_specialized(
+            stats_kernel, grid, s, mask, partial, s.stride(0), stride(mask), n_rows, n_cols, plan.chunk,
+            HAS_MASK=mask is not None, BLOCK_C=plan.block_c, num_warps=plan.warps,
+        )  # fmt: skip
+        epsilons = [max(schedule[0] * eps_decay**t, eps) for t in range(n_iters + 1)]
+        for t in range(1, n_iters + 1):
+            launch_specialized(
+                iterate_kernel, grid, s, k, mask, y, trace, state, partial, s.stride(0), stride(k), stride(mask),
+                n_rows, n_cols, plan.chunk, k_value, t, n_iters, epsilons[t - 1], epsilons[t], **flags,
+                FIRST=t == 1, LAST=t == n_iters, N_SPLITS=next_power_of_2(plan.splits), BLOCK_C=plan.block_c,
+                num_warps=plan.warps,
+            )  # fmt: skip
+    return y, trace

@@ -1,0 +1,145 @@
+"""What coor_descent promises, and what its kernels may cost."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onepass.core.launch import triton_installed
+from onepass.core.spec import BadCall, Kernel, Sample, Spec
+from onepass.ops._shared.spec_parts import DIVISIBLE, arguments_refused, signature, some_mask, tensors
+
+from . import op, reference
+from .cases import CASES
+from .op import coor_descent
+
+__all__ = ["CASES", "KERNELS", "RIVALS", "SPECS"]
+
+RIVALS = {"colt5_attention": "colt5-attention"}
+
+_SCHEDULE = {"n_iters": 20, "eps": 0.03, "eps_init": 4.0, "eps_decay": 0.7}
+
+
+def _samples(make: Callable[..., Tensor]) -> Iterator[Sample]:
+    x = make(4, 33)
+    yield Sample("rows", (x,), {"n_iters": 50, "k": 5.3, "eps": 0.5})
+    yield Sample("one step", (make(2, 3, 17),), {"n_iters": 1, "k": 2.5})
+    yield Sample("schedule, k tensor", (make(3, 40),), {**_SCHEDULE, "k": make(3).abs() + 1.5, "eps": 0.3})
+    yield Sample(
+        "slow schedule", (make(3, 40),), {"n_iters": 7, "k": 4.2, "eps": 0.5, "eps_init": 4.0, "eps_decay": 0.9}
+    )
+    yield Sample("mask, 0-d k", (make(3, 40),), {"n_iters": 9, "k": make(()).abs() + 2.2, "mask": some_mask(x, 3, 40)})
+    yield Sample("k above n", (make(3, 5),), {"n_iters": 5, "k": 7.0})
+    yield Sample("vector", (make(33),), {"n_iters": 12, "k": 4.5, "eps": 1.0})
+    yield Sample("one row", (make(1, 9),), {"n_iters": 6, "k": make(1).abs() + 2.2, "eps": 0.5})
+    yield Sample("one column", (make(3, 1),), {"n_iters": 4, "k": 0.5})
+    yield Sample("one element", (make(1, 1),), {"n_iters": 4, "k": 0.5})
+    yield Sample("wide", (make(2, 1500),), {"n_iters": 10, "k": 100.5, "eps": 0.5})
+    yield Sample("no columns", (make(4, 0),), {"n_iters": 3, "k": 2.0})
+    yield Sample("no rows", (make(0, 4),), {"n_iters": 3, "k": 2.0})
+
+
+def _opchecks() -> Iterator[tuple[Any, tuple[Any, ...]]]:
+    s, k = tensors(2, 3, 10).requires_grad_(), torch.tensor([[2.5], [3.5]], requires_grad=True)
+    allowed = some_mask(s, 10)
+    options = (0.0, 5, 0.3, 2.0, 0.7)
+    trace = op.forward_op(s.detach(), k.detach(), allowed, *options, True)[1]
+    yield op.forward_op, (s, k, allowed, *options, True)
+    yield op.forward_op, (s.detach(), None, None, 2.5, *options[1:], False)
+    for needs in ((True, True), (False, True)):
+        yield op.backward_op, (tensors(2, 3, 10), s.detach(), trace, k.detach(), allowed, *options, *needs)
+
+
+_S = torch.zeros(2, 3)
+_EPS: Any = torch.tensor([1.0, 2.0])
+
+_BAD_CALLS = (
+    *arguments_refused("coor_descent", lambda s, k, mask: coor_descent(s, n_iters=3, k=k, mask=mask)),
+    BadCall("no steps", lambda: coor_descent(_S, n_iters=0, k=1), ValueError, "n_iters must be ≥ 1, got 0"),
+    BadCall("half a step", lambda: coor_descent(_S, n_iters=1.5, k=1), TypeError, "n_iters must be an int, got float"),  # type: ignore[arg-type]
+    BadCall("k zero", lambda: coor_descent(_S, n_iters=1, k=0), ValueError, "k must be > 0, got 0"),
+    BadCall("eps", lambda: coor_descent(_S, n_iters=1, k=1, eps=0.0), ValueError, "eps must be > 0"),
+    BadCall(
+        "eps tensor", lambda: coor_descent(_S, n_iters=1, k=1, eps=_EPS), TypeError, "eps must be a number.*Tensor"
+    ),
+    BadCall("eps inf", lambda: coor_descent(_S, n_iters=1, k=1, eps=math.inf), ValueError, r"eps must be ≤ 3.4e\+38"),
+    BadCall("eps_decay", lambda: coor_descent(_S, n_iters=1, k=1, eps_decay=0), ValueError, "eps_decay must be > 0"),
+)
+
+
+def _of_rows(make: Callable[..., Tensor], n: int) -> Mapping[str, Callable[[Tensor], Any]]:
+    k, schedule = max(1, n // 7), dict[str, Any](_SCHEDULE)
+    return {
+        "coor_descent": lambda x: coor_descent(x, n_iters=20, k=k, eps=0.1),
+        "coor_descent, schedule": functools.partial(coor_descent, k=k, **schedule),
+    }
+
+
+SPECS = [
+    Spec(
+        name="coor_descent", op=coor_descent, reference=reference.coor_descent, samples=_samples,
+        bad_calls=_BAD_CALLS, opchecks=_opchecks, of_rows=_of_rows,
+    ),
+]  # fmt: skip
+
+_FORWARD = ("s_ptr k_ptr mask_ptr y_ptr trace_ptr s_row_stride k_stride mask_row_stride n_rows n_cols k_value n_iters "
+            "n_changing eps_first eps_last log2_decay")  # fmt: skip
+_ITERATE = ("s_ptr k_ptr mask_ptr y_ptr trace_ptr state_ptr partial_ptr s_row_stride k_stride mask_row_stride "
+            "n_rows n_cols chunk k_value t n_iters eps_before eps")  # fmt: skip
+_BACKWARD = ("gy_ptr s_ptr k_ptr mask_ptr trace_ptr partial_ptr ds_ptr dk_ptr gy_row_stride s_row_stride "
+             "k_stride mask_row_stride n_rows n_cols n_splits k_value n_iters n_changing eps_first eps_last "
+             "log2_decay")  # fmt: skip
+_SHAPES = (("fp32", 64), ("fp32", 1024), ("fp32", 8192), ("fp32", 32768), ("bf16", 8192))
+# bytes of local memory under the launch's register limit, as in soft_topk
+_CROWDED = {8192: 128, 32768: 128}
+
+
+def _kernels() -> Iterator[Kernel]:
+    if not triton_installed():
+        return
+    from onepass.ops._shared import kernels_mailbox, kernels_rows
+
+    from . import kernels_backward, kernels_triton
+
+    plain = {"HAS_K": False, "HAS_MASK": False}
+    for dtype, cols in _SHAPES:
+        plan = kernels_triton.forward_shape(1 << 16, cols)
+        yield Kernel(
+            f"coor_descent forward {dtype} {plan.block_r}x{cols}",
+            lambda: kernels_triton.forward_kernel, signature(_FORWARD, dtype),
+            {**plain, "TRACE": True, "BLOCK_R": plan.block_r, "BLOCK_C": cols, "VEC": 16},
+            DIVISIBLE, **kernels_triton.forward_options(plan), max_registers=160,
+            max_spill_bytes=_CROWDED.get(cols, 0),
+        )  # fmt: skip
+        if cols > kernels_backward.LONGEST:
+            continue
+        plan = kernels_rows.shape(1 << 16, cols, kernels_rows.HALF_PER_WARP, kernels_backward.LONGEST)
+        yield Kernel(
+            f"coor_descent backward {dtype} {plan.block_r}x{cols}",
+            lambda: kernels_backward.backward_kernel, signature(_BACKWARD, dtype),
+            {**plain, "N_SPLITS": 0, "BLOCK_R": plan.block_r, "BLOCK_C": cols, "VEC": 16},
+            DIVISIBLE, num_warps=plan.warps, max_registers=128,
+        )  # fmt: skip
+    block, warps, per_sm = kernels_triton.TEAM
+    yield Kernel(
+        "coor_descent team", lambda: kernels_triton.team_kernel,
+        signature(_FORWARD.replace("trace_ptr", "trace_ptr mailbox_ptr"), "fp32"),
+        {**plain, "TRACE": True, "TEAM": 64, "WIDTH": 256, "BLOCK_C": block, "VEC": 16}, DIVISIBLE,
+        # 96 under Triton 3.9, 104 under 3.6: faster all the same than the exchange that spilled nothing
+        **kernels_mailbox.resident(warps, per_sm), max_registers=128, max_spill_bytes=104, amd=False,
+    )  # fmt: skip
+    plan = kernels_triton.forward_shape(2, 1 << 20)
+    yield Kernel(
+        "coor_descent step over long rows", lambda: kernels_triton.iterate_kernel,
+        signature(_ITERATE, "fp32"),
+        {**plain, "TRACE": True, "FIRST": False, "LAST": False, "N_SPLITS": plan.splits, "BLOCK_C": plan.block_c},
+        DIVISIBLE, num_warps=plan.warps, max_registers=128,
+    )  # fmt: skip
+
+
+KERNELS = list(_kernels())

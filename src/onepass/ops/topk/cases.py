@@ -1,0 +1,61 @@
+"""What topk is measured against, and where."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from onepass.core.spec import Case, Impl, backward_of, graphed
+from onepass.ops.soft_topk.op import soft_topk
+
+from .op import topk
+
+CELLS = ((64, 32768, 2048), (1024, 8192, 512), (4096, 1024, 64), (8, 1 << 20, 65536))
+# small enough for a CPU
+CPU_CELLS = ((1, 1 << 20), (256, 8192), (16, 8192), (64, 1024))
+
+
+def _case(rows: int, cols: int, k: int, stage: str, device: str = "cuda") -> Case:
+    """Selection with trainable gates; the rival puts them together from torch.topk and our soft_topk."""
+
+    def make() -> Mapping[str, Impl]:
+        s = torch.randn(rows, cols, device=device, requires_grad=True)
+
+        def ours() -> tuple[Tensor, Tensor]:
+            found = topk(s, k)
+            return found.values, found.gates
+
+        def apart() -> tuple[Tensor, Tensor]:
+            values, indices = torch.topk(s, k)
+            soft = soft_topk(s, k).gather(-1, indices)
+            return values, soft + (1 - soft).detach()
+
+        if stage == "forward":
+            impls: dict[str, Impl] = {"onepass": ours, "torch.topk + soft_topk": apart}
+            impls["torch.topk without gates"] = lambda: torch.topk(s.detach(), k)
+            if device == "cuda":
+                impls["onepass, CUDA graph"] = graphed(lambda: lambda: topk(s.detach(), k))
+            return impls
+        gy = torch.randn(rows, k, device=device)
+
+        def gradient(run: Callable[[], tuple[Tensor, Tensor]]) -> Impl:
+            return backward_of(lambda: run()[1], (s,), gy)
+
+        return {"onepass": gradient(ours), "torch.topk + soft_topk": gradient(apart)}
+
+    # forward: a value, an index and a gate for each of k; backward: the gates' gradients, scores, and theirs
+    floor = rows * (cols * 4 + k * 16) if stage == "forward" else rows * (cols * 8 + k * 12)
+    return Case("topk", stage, {"rows": rows, "cols": cols, "k": k}, torch.float32, floor, make, device=device)
+
+
+def _cases() -> Iterator[Case]:
+    for stage in ("forward", "backward"):
+        for rows, cols, k in CELLS:
+            yield _case(rows, cols, k, stage)
+        for rows, cols in CPU_CELLS:
+            yield _case(rows, cols, cols // 16, stage, "cpu")
+
+
+CASES = list(_cases())

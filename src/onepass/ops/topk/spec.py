@@ -1,0 +1,150 @@
+"""What topk promises, and what its kernels may cost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onepass.core.launch import triton_installed
+from onepass.core.spec import BadCall, Kernel, Sample, Spec
+from onepass.ops._shared.spec_parts import some_mask, tensors
+
+from . import op, reference
+from .cases import CASES
+from .op import topk
+
+__all__ = ["CASES", "KERNELS", "SPECS"]
+
+
+def _samples(make: Callable[..., Tensor]) -> Iterator[Sample]:
+    x = make(3, 20)
+    yield Sample("rows", (x, 4), {"eps": 0.5})
+    yield Sample("eps tensor, mask", (make(2, 3, 9), 4), {"eps": make(3).abs() + 0.4, "mask": some_mask(x, 3, 9)})
+    yield Sample("sigmoid", (make(4, 9), 3), {"kind": "sigmoid", "eps": 0.5})
+    yield Sample("k above n", (make(2, 3), 5), {})
+    yield Sample("vector", (make(33), 4), {"eps": 1.0})
+    yield Sample("one row", (make(1, 9), 3), {"eps": make(()).abs() + 0.4})
+    yield Sample("one column", (make(3, 1), 1), {})
+    yield Sample("wide", (make(2, 1500), 150), {"eps": 0.3})
+    yield Sample("no rows", (make(0, 4), 2), {})
+
+
+def _opchecks() -> Iterator[tuple[Any, tuple[Any, ...]]]:
+    s, eps = tensors(2, 3, 10).requires_grad_(), torch.tensor(0.5, requires_grad=True)
+    allowed = some_mask(s, 10)
+    yield op.select_op, (s.detach(), allowed, 4)
+    yield op.forward_op, (s, eps, allowed, 4, 0.0, 0, True)
+    yield op.forward_op, (s, None, None, 12, 0.5, 1, False)
+    values, indices, _, state = op.forward_op(s.detach(), eps.detach(), allowed, 4, 0.0, 0, True)
+    saved = s.detach(), indices, state, eps.detach(), allowed, 0.0, 0
+    gradient = torch.ones_like(values)
+    yield op.backward_op, (gradient, gradient, *saved, True, True)
+    yield op.backward_op, (None, gradient, *saved, False, True)
+
+
+_S = torch.zeros(2, 3)
+
+_BAD_CALLS = (
+    BadCall("list", lambda: topk([1.0], 1), TypeError, "topk: scores must be a tensor, got list"),  # type: ignore[arg-type]
+    BadCall("k negative", lambda: topk(_S, -1), ValueError, "topk: k must be ≥ 0, got -1"),
+    BadCall("k real", lambda: topk(_S, 1.5), TypeError, "topk: k must be an int, got float"),  # type: ignore[arg-type]
+    BadCall("eps", lambda: topk(_S, 1, eps=0.0), ValueError, "topk: eps must be > 0, got 0.0"),
+    BadCall("kind", lambda: topk(_S, 1, kind="hard"), ValueError, "topk: kind must be one of .*'hard'"),
+    BadCall("mask", lambda: topk(_S, 1, mask=torch.ones(2, 2).bool()), ValueError, "topk: mask must broadcast"),
+)
+
+
+def _of_rows(make: Callable[..., Tensor], n: int) -> Mapping[str, Callable[[Tensor], Any]]:
+    return {"topk": lambda x: topk(x, max(1, n // 7), eps=0.3)}
+
+
+SPECS = [
+    # gates are 1, with the gradient of soft ones
+    Spec(
+        name="topk", op=topk, reference=reference.topk, samples=_samples, bad_calls=_BAD_CALLS,
+        opchecks=_opchecks, of_rows=_of_rows, surrogate=True,
+    ),
+]  # fmt: skip
+
+_INTS = (
+    "gate_row_stride", "gate_col_stride", "value_row_stride", "value_col_stride", "s_row_stride", "eps_stride",
+    "mask_row_stride", "n_rows", "n_cols", "n_splits", "tiles", "k", "run", "steps",
+)  # fmt: skip
+_TYPES = {
+    **dict.fromkeys(_INTS, "i32"),
+    **dict.fromkeys(
+        ("s_ptr", "y_ptr", "value_ptr", "gate_ptr", "ds_ptr", "deps_ptr", "q_ptr", "partial_ptr", "solution_ptr"),
+        "*fp32",
+    ),
+    **dict.fromkeys(("packed_ptr", "out_ptr", "index_ptr"), "*i64"),
+    **dict.fromkeys(("totals_ptr", "state_ptr", "ranks_ptr"), "*i32"),
+}
+
+
+def _kernel(
+    title: str,
+    fn: Any,
+    constants: dict[str, Any],
+    warps: int,
+    registers: int,
+    *,
+    wide: bool = True,
+    maxnreg: int = 0,
+    **types: str,
+) -> Kernel:  # fmt: skip
+    signature = {a: t for a, t in {**_TYPES, **types}.items() if a in fn.arg_names and a not in constants}
+    pointers = [a for a in signature if a.endswith("_ptr")]
+    return Kernel(
+        title, lambda: fn, signature, constants, pointers, num_warps=warps, max_registers=registers, maxnreg=maxnreg,
+        vector_loads=wide,
+    )  # fmt: skip
+
+
+def _kernels() -> Iterator[Kernel]:
+    if not triton_installed():
+        return
+    from onepass.ops._shared.kernels_rows import PER_WARP, shape
+
+    from . import kernels_backward as kb
+    from . import kernels_select as ks
+
+    unmasked = {"mask_ptr": None, "UNIT": 16, "HAS_MASK": False}
+    for dtype, cols in (("fp32", 64), ("fp32", 1024), ("fp32", 8192), ("fp32", 32768), ("bf16", 8192)):
+        plan = ks.plan(1 << 16, cols, 132)
+        scan = min(plan.block_c, ks.PER_SCAN * plan.warps, ks.TILE)
+        blocks = {**unmasked, "BLOCK_R": plan.block_r, "BLOCK_C": plan.block_c, "BLOCK_T": scan}
+        yield _kernel(f"topk select {dtype} {cols}", ks.select_kernel, blocks, plan.warps, 112, s_ptr=f"*{dtype}")
+    for k in (64, 2048):
+        block_r, block_k, warps = ks.sort_shape(64, k, 132)
+        blocks = {"FETCH": True, "HARD": True, "BLOCK_R": block_r, "BLOCK_K": block_k}
+        yield _kernel(f"topk sort {k}", ks.sort_kernel, blocks, warps, 80, wide=False)
+    yield _kernel("topk runs", ks.run_kernel, {"BLOCK": ks.RUN}, 16, 64, wide=False)
+    blocks = {"LAST": True, "FETCH": True, "HARD": True, "WAYS": ks.WAYS, "BLOCK": ks.MERGED}
+    yield _kernel("topk merge", ks.merge_kernel, blocks, 4, 120, wide=False)
+    plan = ks.plan(8, 1 << 20, 132)
+    digit = {**unmasked, "PASS": 3, "LAST": True, "BLOCK_C": plan.block_c}
+    yield _kernel("topk count, long rows", ks.count_kernel, digit, plan.warps, ks.RESIDENT, maxnreg=ks.RESIDENT)
+    blocks = {**unmasked, "N_PASSES": 4, "N_SPLITS": 64, "BLOCK_C": ks.COLLECTED}
+    yield _kernel("topk collect, long rows", ks.collect_kernel, blocks, plan.warps, ks.RESIDENT, maxnreg=ks.RESIDENT)
+    given = {"value_ptr": None, "HAS_GATES": True, "HAS_VALUES": False}
+    options = {"eps_ptr": None, "HAS_EPS": False, "mask_ptr": None, "HAS_MASK": False}
+    needs = {"NEED_S": True, "NEED_EPS": False}
+    for kind, cols in ((0, 1024), (0, 8192), (0, 32768), (1, 8192)):
+        rows = shape(64, cols, PER_WARP, kb.LONGEST)
+        block_k = min(kb.SELECTED, kb.SELECTED_PER_WARP * rows.warps)
+        blocks = {"KIND": kind, "BLOCK_R": rows.block_r, "BLOCK_C": cols, "BLOCK_K": block_k, "VEC": 16}
+        constants = {**given, **options, **needs, **blocks}
+        yield _kernel(f"topk backward {kind} {cols}", kb.row_kernel, constants, rows.warps, 112, eps_value="fp32")
+    long = shape(8, 1 << 20, PER_WARP, kb.LONGEST)
+    blocks = {"KIND": 0, **options, "NEED_EPS": False, "BLOCK_C": long.block_c, "BLOCK_K": kb.SELECTED, "VEC": 16}
+    yield _kernel("topk backward, sums", kb.sums_kernel, blocks, long.warps, 80, eps_value="fp32")
+    blocks = {"KIND": 0, **options, **needs, "N_SPLITS": long.splits, "BLOCK_C": long.block_c, "VEC": 16}
+    yield _kernel("topk backward, rest", kb.rest_kernel, blocks, long.warps, 80, eps_value="fp32")
+    blocks = {"KIND": 0, **given, "eps_ptr": None, "HAS_EPS": False, "BLOCK_K": kb.SELECTED}
+    yield _kernel("topk backward, selected", kb.selected_kernel, blocks, 4, 80, wide=False, eps_value="fp32")
+
+
+KERNELS = list(_kernels())

@@ -1,0 +1,210 @@
+"""coor_descent against the published eager code in float64: values, gradients, schedules, masks, tensor k."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import onepass
+from onepass.core.launch import INTERPRET
+from onepass.ops.coor_descent import torch_path
+
+theirs = pytest.importorskip("colt5_attention.coor_descent").coor_descent
+
+SCHEDULES: list[dict[str, Any]] = [
+    {"n_iters": 1, "eps": 0.1},
+    {"n_iters": 2, "eps": 0.1},
+    {"n_iters": 50, "eps": 0.1},
+    {"n_iters": 20, "eps": 0.03, "eps_init": 4.0, "eps_decay": 0.7},
+    {"n_iters": 6, "eps": 0.03, "eps_init": 4.0, "eps_decay": 0.7},  # never arrives at eps
+    {"n_iters": 20, "eps": 1.0, "eps_init": 4.0, "eps_decay": 0.95},
+    {"n_iters": 15, "eps": 0.5, "eps_init": 0.1},  # eps_init below eps is eps
+    {"n_iters": 30, "eps": 0.002},
+]
+
+
+def _kinks(s: Tensor, k: Tensor | float, options: dict[str, Any], mask: Tensor | None) -> Tensor:
+    """Smallest distance of a row's scores from a kink, relative to eps: beside one, two roundings may disagree."""
+    schedule = [max(options.get("eps_init", options["eps"]), options["eps"])]
+    rows = k[..., None] if isinstance(k, Tensor) else torch.tensor(k, dtype=s.dtype)
+    b, nearest = -s, torch.full(s.shape[:-1], torch.inf, dtype=s.dtype)
+    low = -torch.finfo(s.dtype).max
+    for t in range(options["n_iters"]):
+        x = (s + b) / schedule[t]
+        x = x if mask is None else x.masked_fill(~mask, low)
+        a = schedule[t] * (rows.log() - x.logsumexp(-1, keepdim=True))
+        b = -(s + a).relu()
+        gap = (s + a).abs() / schedule[t]
+        gap = gap if mask is None else gap.masked_fill(~mask, torch.inf)
+        nearest = torch.minimum(nearest, gap.amin(-1))
+        schedule.append(max(schedule[t] * options.get("eps_decay", 1.0), options["eps"]))
+    return nearest
+
+
+@pytest.mark.parametrize("shift", [0.0, -3.0, 2.0])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("per_row", [False, True])
+@pytest.mark.parametrize("options", SCHEDULES, ids=lambda o: "-".join(f"{v}" for v in o.values()))
+def test_float64_is_the_published_iteration(options: dict[str, Any], per_row: bool, masked: bool, shift: float) -> None:
+    for seed in range(4):
+        generator = torch.Generator().manual_seed(seed)
+        s = (torch.randn(3, 60, generator=generator, dtype=torch.float64) + shift).requires_grad_()
+        mask = torch.rand(3, 60, generator=generator) > 0.3 if masked else None
+        k = torch.tensor([1.5, 7.25, 40.0], dtype=torch.float64, requires_grad=True) if per_row else 7.25
+        inputs = (s, k) if isinstance(k, Tensor) else (s,)
+        gy = torch.randn(3, 60, generator=generator, dtype=torch.float64)
+        actual = onepass.coor_descent(s, k=k, mask=mask, **options)
+        expected = theirs(s, k=k, mask=mask, **options)
+        torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-12)
+        away = _kinks(s.detach(), k.detach() if isinstance(k, Tensor) else k, options, mask) > 1e-9
+        assert away.any()
+        gy = gy * away[:, None]
+        for a, e in zip(
+            torch.autograd.grad(actual, inputs, gy), torch.autograd.grad(expected, inputs, gy), strict=True
+        ):
+            torch.testing.assert_close(a, e, rtol=1e-7, atol=1e-8)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_lower_precision_computes_in_float32(dtype: torch.dtype) -> None:
+    s = torch.randn(4, 300).to(dtype)
+    y = onepass.coor_descent(s, n_iters=50, k=30, eps=0.1)
+    expected = theirs(s.double(), n_iters=50, k=30, eps=0.1)
+    assert y.dtype == dtype
+    torch.testing.assert_close(y.double(), expected, rtol=0, atol=5e-6 + torch.finfo(dtype).eps)
+
+
+def test_float32_gradients_away_from_kinks() -> None:
+    options = SCHEDULES[3]
+    s = torch.randn(8, 200)
+    away = _kinks(s.double(), 20.0, options, None) > 1e-4
+    assert away.sum() >= 3
+    wide = s.double().requires_grad_()
+    s.requires_grad_()
+    gy = torch.randn(8, 200) * away[:, None]
+    (a,) = torch.autograd.grad(onepass.coor_descent(s, k=20.0, **options), s, gy)
+    (e,) = torch.autograd.grad(theirs(wide, k=20.0, **options), wide, gy.double())
+    assert (a - e).abs().max() <= 2e-5 * e.abs().max()
+
+
+def test_only_k_wants_a_gradient() -> None:
+    s, k = torch.randn(2, 3, 20), torch.tensor([[3.5], [4.5]], dtype=torch.bfloat16, requires_grad=True)
+    y = onepass.coor_descent(s, n_iters=5, k=k, eps=0.5)
+    (dk,) = torch.autograd.grad(y.square().sum(), k)
+    assert dk.dtype == k.dtype
+    assert dk.shape == k.shape
+    wide = k.detach().double().requires_grad_()
+    (expected,) = torch.autograd.grad(theirs(s.double(), n_iters=5, k=wide.expand(2, 3), eps=0.5).square().sum(), wide)
+    torch.testing.assert_close(dk.double(), expected, rtol=1e-2, atol=1e-2)
+
+
+def test_scores_that_may_not_be_chosen() -> None:
+    """-inf is a mask; a row without candidates is 0 and has no gradient; NaN there says nothing."""
+    s = torch.randn(3, 12, requires_grad=True)
+    mask = torch.ones(3, 12, dtype=torch.bool)
+    mask[0] = False
+    mask[1, 5:] = False
+    y = onepass.coor_descent(s, n_iters=9, k=2, mask=mask)
+    filled = torch.where(mask, s, float("-inf"))
+    assert torch.equal(y, onepass.coor_descent(filled, n_iters=9, k=2))
+    assert not y[0].any()
+    assert not y[1, 5:].any()
+    (ds,) = torch.autograd.grad(y, s, torch.where(mask, 1.0, torch.nan))
+    assert not ds[~mask].any()
+    assert ds.isfinite().all()
+    poisoned = torch.where(mask, s, torch.nan)
+    assert torch.equal(onepass.coor_descent(poisoned, n_iters=9, k=2, mask=mask), y)
+
+
+def test_nan_and_infinite_scores() -> None:
+    s = torch.randn(3, 12)
+    s[0, 3] = torch.nan
+    s[1, 4] = torch.inf
+    y = onepass.coor_descent(s, n_iters=9, k=2)
+    assert y[0].isnan().all()
+    assert y[1, 4] == 1
+    assert y[1:].isfinite().all()
+
+
+def test_rows_do_not_know_each_other() -> None:
+    s = torch.randn(5, 200)
+    options: dict[str, Any] = {"n_iters": 20, "k": 12, "eps": 0.03, "eps_init": 4.0, "eps_decay": 0.7}
+    y = onepass.coor_descent(s, **options)
+    other = torch.cat((s[:2], 1e6 * torch.randn(3, 200)))
+    assert torch.equal(onepass.coor_descent(other, **options)[:2], y[:2])
+
+
+@pytest.mark.skipif(INTERPRET, reason="many rows")
+def test_t_steps_are_not_the_converged_operator() -> None:
+    """The documented difference: at T = 20, eps = 0.03 rows sum to 0.8 k, or to more than 2 k without the schedule."""
+    s = torch.randn(64, 1024)
+    k = 128
+    scheduled = onepass.coor_descent(s, n_iters=20, k=k, eps=0.03, eps_init=4.0, eps_decay=0.7).sum(-1).mean() / k
+    plain = onepass.coor_descent(s, n_iters=20, k=k, eps=0.03).sum(-1).mean() / k
+    converged = onepass.soft_topk(s, k, eps=0.03).sum(-1).mean() / k
+    assert 0.6 < scheduled < 0.9
+    assert 2 < plain < 3.5
+    assert abs(converged - 1) < 1e-5
+
+
+@pytest.mark.skipif(INTERPRET, reason="fifty launches over a million columns")
+def test_a_million_columns() -> None:
+    s = torch.randn(1, 1 << 20, requires_grad=True)
+    y = onepass.coor_descent(s, n_iters=50, k=1000)
+    (ds,) = torch.autograd.grad(y, s, torch.randn_like(s))
+    assert ds.isfinite().all()
+    expected = theirs(s.detach(), n_iters=50, k=1000)
+    torch.testing.assert_close(y.detach(), expected, rtol=0, atol=2e-5)
+
+
+@pytest.mark.skipif(INTERPRET, reason="the torch path")
+@pytest.mark.parametrize("options", [SCHEDULES[3], SCHEDULES[7]], ids=["schedule", "leaves its exponentials"])
+def test_rows_longer_than_the_cache(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The torch path clips long rows in pieces: the same numbers as in one."""
+    s = torch.randn(3, 300, dtype=torch.float64, requires_grad=True)
+    k = torch.tensor([2.5, 17.0, 200.0], dtype=torch.float64)
+    whole = onepass.coor_descent(s, k=k, **options)
+    (ds,) = torch.autograd.grad(whole.square().sum(), s)
+    monkeypatch.setattr(torch_path, "CHUNK", 64)
+    pieces = onepass.coor_descent(s, k=k, **options)
+    torch.testing.assert_close(pieces, whole, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(pieces, theirs(s, k=k, **options), rtol=1e-10, atol=1e-12)
+    (ds_pieces,) = torch.autograd.grad(pieces.square().sum(), s)
+    torch.testing.assert_close(ds_pieces, ds, rtol=1e-9, atol=1e-11)
+
+
+def test_trace_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What backward keeps: the scores, which exist anyway, and 2T numbers per row."""
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        s = torch.randn(4, 1000, requires_grad=True)
+        onepass.coor_descent(s, n_iters=50, k=10)
+    extra = sum(t.numel() for t in saved if t.data_ptr() != s.data_ptr())
+    assert extra == 4 * 2 * 50
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("options", SCHEDULES[2:4], ids=["constant", "schedule"])
+def test_chunks_of_long_rows(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels for rows of any length, at a length that the interpreter can bear."""
+    from onepass.ops._shared import kernels_rows
+    from onepass.ops.coor_descent import kernels_backward, kernels_triton
+
+    monkeypatch.setattr(kernels_rows, "CHUNK", 1024)
+    for module in (kernels_rows, kernels_backward):
+        monkeypatch.setattr(module, "TILE", 1024)
+    monkeypatch.setattr(kernels_triton, "FORWARD_MAX_COLS", 256)
+    monkeypatch.setattr(kernels_backward, "LONGEST", 256)
+    s = torch.randn(3, 3000, requires_grad=True)
+    k = torch.tensor([2.5, 100.3, 700.0], requires_grad=True)
+    mask = torch.arange(3000) % 50 != 7
+    y = onepass.coor_descent(s, k=k, mask=mask, **options)
+    wide = [t.detach().double().requires_grad_() for t in (s, k)]
+    expected = theirs(wide[0], k=wide[1], mask=mask, **options)
+    torch.testing.assert_close(y.double(), expected, rtol=0, atol=1e-5)
+    gy = torch.randn(3, 3000) * (_kinks(wide[0].detach(), wide[1].detach(), options, mask) > 1e-5)[:, None]
+    for a, e in zip(torch.autograd.grad(y, (s, k), gy), torch.autograd.grad(expected, wide, gy.double()), strict=True):
+        assert (a - e).abs().max() <= 1e-4 * max(1.0, e.abs().max().item())

@@ -1,0 +1,199 @@
+"""The selection kernels against a stable sort: launch shapes, ties, masks, special scores, padding, CUDA graphs."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import onepass
+from onepass.ops.topk.op import choose, select_op
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+
+def oracle(s: Tensor, mask: Tensor | None, k: int) -> Tensor:
+    wide = s.float() if mask is None else s.float().masked_fill(~mask, -math.inf)
+    wide = wide.masked_fill(wide.isnan(), math.nan)
+    values, indices = wide.sort(dim=-1, descending=True, stable=True)
+    indices = indices.masked_fill(values == -math.inf, -1)[..., :k]
+    return torch.nn.functional.pad(indices, (0, k - indices.shape[-1]), value=-1)
+
+
+def kinds_of_rows(n: int, device: str) -> Iterator[tuple[str, Tensor, Tensor | None]]:
+    normal = torch.randn(4, n, device=device)
+    yield "normal", normal, None
+    yield "ties", (2 * normal).round(), None
+    yield "constant, masked", torch.full_like(normal, 3.0), torch.rand(4, n, device=device) > 0.4
+    yield "mask of columns", normal, torch.rand(n, device=device).expand(4, n) > 0.9
+    yield "expanded", normal[:1].expand(4, n), None
+    yield "strided", torch.randn(4, n + 3, device=device)[:, 1:-2], None
+    special = normal.clone()
+    special[0, ::3] = math.inf
+    special[1, ::2] = -math.inf
+    special[2] = 0
+    special[2, ::2] = -0.0
+    special[3, n // 2] = math.nan
+    yield "special", special, None
+    yield "nothing but NaN and -inf", torch.where(normal > 0, math.nan, -math.inf), None
+    yield "far apart", (1.57 * normal).tan() * 1e30, None
+    for dtype in DTYPES[1:]:
+        yield str(dtype), normal.to(dtype), None
+    for dtype in DTYPES:
+        mixed = normal.to(dtype)
+        mixed[:, ::5], mixed[:, 1::5], mixed[:, 2::5] = math.inf, _nans(mixed[:, 1::5], dtype), -math.inf
+        # the first two rows whole, the others in part
+        allowed = (torch.rand(4, n) > 0.4) | (torch.arange(4) < 2)[:, None]
+        yield f"NaN, +inf and -inf, {dtype}", mixed[:, torch.randperm(n)], allowed.to(device)
+
+
+def _nans(like: Tensor, dtype: torch.dtype) -> Tensor:
+    """NaN of both signs and several payloads."""
+    bits = torch.int32 if dtype == torch.float32 else torch.int16
+    infinity = torch.tensor(math.inf, dtype=dtype).view(bits)
+    sign = torch.where(torch.rand(like.shape) < 0.5, torch.iinfo(bits).min, 0).to(bits)
+    return (infinity + torch.randint(1, 60, like.shape).to(bits) | sign).view(dtype).to(like.device)
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
+def test_nan_comes_before_infinity(dtype: torch.dtype) -> None:
+    """As in torch.topk; with more NaN than k, their order is that of the columns."""
+    s = torch.tensor([math.inf, math.nan, 1.0, -math.nan, math.inf, -math.inf], dtype=dtype)
+    for k, expected in ((1, [1]), (2, [1, 3]), (3, [1, 3, 0]), (5, [1, 3, 0, 4, 2]), (6, [1, 3, 0, 4, 2, -1])):
+        assert onepass.topk(s, k).indices.tolist() == expected
+    allowed = torch.tensor([True, False, True, True, True, True])
+    assert onepass.topk(s, 2, mask=allowed).indices.tolist() == [3, 0]
+    assert onepass.topk(s, 6, mask=s.isnan()).indices.tolist() == [1, 3, -1, -1, -1, -1]
+
+
+def compare(n: int, k: int, device: str) -> None:
+    for name, s, mask in kinds_of_rows(n, device):
+        assert torch.equal(select_op(s, mask, k), oracle(s, mask, k)), f"{name}, n = {n}, k = {k}"
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("sorted_here", [True, False], ids=["sorted by one program", "merged runs"])
+@pytest.mark.parametrize("long", [False, True], ids=["whole rows", "chunks"])
+def test_kernels_interpreted(sorted_here: bool, long: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    from onepass.ops.topk import kernels_select
+
+    if not sorted_here:
+        for name, value in (("MAX_SORTED", 8), ("RUN", 8), ("MERGED", 16)):
+            monkeypatch.setattr(kernels_select, name, value)
+    if long:
+        for name, value in (("MAX_COLS", 16), ("TILE", 16), ("CHUNK", 32)):
+            monkeypatch.setattr(kernels_select, name, value)
+    n = 75 if long else 40
+    for k in (1, 9) if sorted_here else (17, n + 3):
+        compare(n, k, "cpu")
+
+
+def compare_gradients(n: int, k: int, dtype: torch.dtype, hard: bool, device: str) -> None:
+    """The fused operator against its parts: values, gates, gradients through both."""
+    s = torch.randn(3, n, device=device).to(dtype).requires_grad_()
+    eps = torch.tensor(0.7, device=device, requires_grad=True)
+    mask = torch.rand(3, n, device=device) > 0.3
+    top = choose(s, k, eps, mask, "sigmoid", hard)
+    present = top.indices >= 0
+    soft = onepass.soft_topk(s, k, eps=eps, mask=mask, kind="sigmoid").gather(-1, top.indices.clamp(min=0))
+    expected = torch.where(present, 1 + (soft - soft.detach()) if hard else soft, 0.0)
+    assert torch.equal(top.gates, expected)
+    values = torch.where(present, s.gather(-1, top.indices.clamp(min=0)), -math.inf)
+    assert torch.equal(top.values, values)
+    gy, gv = torch.randn(2, 3, k, device=device).to(dtype)
+    actual = torch.autograd.grad((top.gates, top.values), (s, eps), (gy, gv))
+    theirs = torch.autograd.grad((expected, values), (s, eps), (gy, gv))
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    for a, e in zip(actual, theirs, strict=True):
+        torch.testing.assert_close(a, e, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("hard", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_fused_gates_interpreted(dtype: torch.dtype, hard: bool) -> None:
+    compare_gradients(30, 5, dtype, hard, "cpu")
+    compare_gradients(6, 9, dtype, hard, "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("hard", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("n", "k"), [(30, 5), (1000, 1003), (8192, 700), (20000, 9000), (100003, 300), (100003, 50000)]
+)
+def test_fused_gates_on_gpu(n: int, k: int, dtype: torch.dtype, hard: bool) -> None:
+    compare_gradients(n, k, dtype, hard, "cuda")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+def test_the_launch_formula_covers_a_row() -> None:
+    from onepass.ops.topk.kernels_select import MAX_COLS, MAX_SPLITS, plan
+
+    for n in (1, 2, 31, 511, 513, 1024, 32767, MAX_COLS, MAX_COLS + 1, 100003, 1 << 20, 1 << 24):
+        for rows in (1, 8, 1000):
+            shape = plan(rows, n, 132)
+            assert shape.splits * shape.tiles * shape.block_c >= n
+            assert (shape.splits - 1) * shape.tiles * shape.block_c < n
+            assert shape.splits <= MAX_SPLITS
+            assert shape.warps <= 32
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("n", [1, 2, 17, 63, 500, 1000, 8192, 16385, 32768, 32769, 100003, 1 << 20])
+def test_kernels_on_gpu(n: int) -> None:
+    for k in sorted({1, min(n, 50), n // 16 + 1, min(n, 4096), n // 2 + 1}):
+        compare(n, k, "cuda")
+    if n < 5000:
+        compare(n, n, "cuda")
+        compare(n, n + 7, "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("n", [1000, 100003])
+def test_graphs_and_repetitions(n: int) -> None:
+    s, mask = torch.randn(5, n, device="cuda"), torch.rand(5, n, device="cuda") > 0.5
+    for k in (20, n // 3):
+        first = onepass.topk(s, k, mask=mask)
+        for _ in range(20):
+            assert all(torch.equal(a, b) for a, b in zip(first, onepass.topk(s, k, mask=mask), strict=True))
+        graph: Any = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            top = onepass.topk(s, k, mask=mask)
+        s.copy_(torch.randn_like(s))
+        graph.replay()
+        assert torch.equal(top.indices, oracle(s, mask, k))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("n", [2000, 50000])
+def test_the_host_never_waits(n: int) -> None:
+    s = torch.randn(3, n, device="cuda", requires_grad=True)
+
+    def everything() -> None:
+        for k in (30, n // 2 + 5000 // 2):
+            top = onepass.topk(s, min(k, n), mask=s.detach() > -1)
+            torch.autograd.grad(top.gates.sum() + top.values.masked_fill(top.indices < 0, 0).sum(), s)
+
+    everything()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        everything()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+def test_more_than_2_to_the_31_elements() -> None:
+    rows, n = 140000, 16384
+    s = torch.randn(1, n, device="cuda", dtype=torch.bfloat16).expand(rows, n).contiguous()
+    indices = select_op(s, None, 40)
+    assert torch.equal(indices[:1], oracle(s[:1], None, 40))
+    assert torch.equal(indices[-1], indices[0])
+    assert torch.equal(indices[rows // 2], indices[0])

@@ -1,0 +1,61 @@
+"""The house keeps its rules: who imports whom, and how long a file may be."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+SRC = Path(__file__).parents[1] / "src"
+FILES = sorted((SRC / "onepass").rglob("*.py"))
+
+
+def _module(path: Path) -> str:
+    return ".".join(path.relative_to(SRC).with_suffix("").parts).removesuffix(".__init__")
+
+
+def _imports(path: Path) -> Iterator[str]:
+    """Modules of onepass that a file imports, wherever in it, by full name."""
+    package = _module(path).split(".") if path.stem == "__init__" else _module(path).split(".")[:-1]
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom):
+            base = ".".join(package[: len(package) + 1 - node.level]) if node.level else ""
+            name = ".".join(part for part in (base, node.module) if part)
+            for alias in node.names:
+                whole = f"{name}.{alias.name}"
+                is_module = (SRC / Path(*whole.split("."))).with_suffix(".py").exists()
+                yield whole if is_module else name
+
+
+def _room(module: str) -> str:
+    parts = module.split(".")
+    return ".".join(parts[1:3] if parts[1:2] == ["ops"] else parts[1:2])
+
+
+@pytest.mark.parametrize("path", FILES, ids=_module)
+def test_length(path: Path) -> None:
+    most = 600 if path.name.startswith("kernels_") else 400
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= most
+
+
+@pytest.mark.parametrize("path", FILES, ids=_module)
+def test_imports(path: Path) -> None:
+    """Of another operator: its op and its definition. Kernels of others: `fused` alone. Core: nobody.
+
+    Specs and bench cases look at an operator from outside and may use everything that is built on it.
+    """
+    own = _room(_module(path))
+    for name in _imports(path):
+        other = _room(name)
+        if not name.startswith("onepass.") or other == own or path.stem in ("spec", "cases"):
+            continue
+        if own.startswith("core"):
+            assert other.startswith("core") or name == "onepass.ops", f"core imports {name}"
+        elif own.startswith("ops"):
+            public = other.startswith(("core", "ops._shared")) or name.rpartition(".")[2] in ("op", "reference")
+            assert public, f"an operator imports {name}"
+        elif own == "nn":
+            assert "kernels" not in name, f"a module imports {name}"
+            assert "torch_path" not in name, f"a module imports {name}"
