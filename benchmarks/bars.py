@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 from onepass.bench.runner import OURS, is_rival, label
 
 Record = Mapping[str, Any]
+# variants of ours, which are no rivals
+FORWARD, ONE_VECTOR = f"{OURS}, forward", f"{OURS}, one vector"
 
 
 class Row(NamedTuple):
@@ -40,6 +42,13 @@ def rows(records: Iterable[Record]) -> list[Row]:
         key = (str(r["op"]), str(r["pass"]), str(r["dtype"]), label(r["case"]))
         row = found.setdefault(key, Row(*key[:3], r["case"], {}))
         row.impls[r["impl"]] = r  # type: ignore[index]
+    for (op, stage, dtype, case), row in found.items():
+        # what some bars compare a case with: the forward pass of a backward pass, the same sums with one vector
+        single = label({k: v for k, v in row.case.items() if k != "vectors"})
+        for name, key in ((FORWARD, (op, "forward", dtype, case)), (ONE_VECTOR, (op, stage, dtype, single))):
+            other = found.get(key, row)
+            if other is not row and OURS in other.impls:
+                row.impls[name] = other.impls[OURS]  # type: ignore[index]
     return list(found.values())
 
 
@@ -49,6 +58,30 @@ def _share(row: Row) -> float | None:
 
 def _host(row: Row) -> float | None:
     return row.impls[OURS]["host_us"] if OURS in row.impls else None
+
+
+def _both_hosts(row: Row) -> float | None:
+    """Host time of a backward pass and of the forward pass before it."""
+    times = [row.impls[impl]["host_us"] for impl in (FORWARD, OURS) if impl in row.impls]
+    return sum(times) if len(times) == 2 and None not in times else None
+
+
+def _over(impl: str) -> Callable[[Row], float | None]:
+    """How many times longer we take than this variant of ours."""
+    return lambda row: row.impls[OURS]["us"] / row.impls[impl]["us"] if {OURS, impl} <= set(row.impls) else None
+
+
+def _ms(row: Row) -> float | None:
+    return float(row.impls[OURS]["us"]) / 1e3 if OURS in row.impls else None
+
+
+def _peak(row: Row) -> float | None:
+    return row.impls[OURS].get("peak_mib") if OURS in row.impls else None
+
+
+def _of_allowed(row: Row) -> float:
+    """Our time over what torch's operator takes, 5 % and 5 µs."""
+    return float(row.impls[OURS]["us"]) / (1.05 * float(row.impls["torch"]["us"]) + 5)
 
 
 def _us(impl: str) -> Callable[[Row], float | None]:
@@ -87,13 +120,14 @@ def _norms() -> list[Bar]:
             (4096, 8192, "bfloat16", 85, "backward"), (128, 1024, "bfloat16", 68, "backward"),
             (16384, 32768, "bfloat16", 62, "backward"), (32769, 1 << 30, "", 55, "backward"),
         ):  # fmt: skip
-            width = f"{low} wide" if low == high else f"above {low - 1}" if high == 1 << 30 else f"{low} to {high}"
+            width = f"{low} wide" if low == high else f"above {low - 1}" if high == 1 << 30 else f"{low} to {high} wide"
             where = _cols(low, high, dtype, residual=None)
             found.append(Bar(f"{width} {dtype}".rstrip(), op, stage, asked, _share, "% of copy", where))
         plain = _cols(0, residual=None)
         for stage in ("forward", "backward"):
             found.append(Bar("fastest rival", op, stage, 1.0, _against(), "×", plain))
         found.append(Bar("host time", op, "forward", 25, _host, "µs", plain, most=True))
+        found.append(Bar("host time, forward + backward", op, "backward", 80, _both_hosts, "µs", plain, most=True))
     fused = _cols(0, residual=True)
     for stage in ("forward", "backward"):
         found.append(Bar("residual, against add then norm", "rms_norm", stage, 1.3, _against("add, then"), "×", fused))
@@ -110,6 +144,10 @@ def _weighted_sums() -> list[Bar]:
         Bar("fastest rival", "weighted_sum", "forward", 1.0, _against(), "×", single),
         Bar("fastest rival", "weighted_sum", "backward", 1.0, _against(), "×", single),
         Bar("host time", "weighted_sum", "forward", 25, _host, "µs", most=True),
+        Bar("host time, forward + backward", "weighted_sum", "backward", 80, _both_hosts, "µs", most=True),
+        Bar(
+            "4 vectors, one", "weighted_sum", "forward", 1.15, _over(ONE_VECTOR), "×", _cols(512, vectors=4), most=True
+        ),
     ]
 
 
@@ -140,6 +178,7 @@ def _soft_topks() -> list[Bar]:
         found.append(Bar("entmax, LapSum, SOFT", "soft_topk", stage, 1.0, _against("entmax", "LapSum", "SOFT"), "×"))
     apart = _against("torch.topk + soft_topk")
     found.append(Bar("64×32768, torch.topk + soft_topk", "topk", "forward", 1.0, apart, "×", _cols(32768, rows=64)))
+    found.append(Bar("torch.topk, which makes no gates", "topk", "forward", 1.3, _against("without gates"), "×"))
     return found
 
 
@@ -175,15 +214,20 @@ def _of_model(given: Mapping[str, Any]) -> Callable[[Row], bool]:
 def _routing() -> list[Bar]:
     both = "forward+backward"
     large, small = _of_size(dim=1024, n=32768), _of_size(dim=512, n=8192)
+    short = _of_size(dim=1024, n=8192)
     found = [
         Bar("d=1024, 2×32768, dense", "routed_feed_forward", both, 2.0, _against("dense"), "×", large),
         Bar("d=1024, 2×32768, light + dense/16", "routed_feed_forward", both, 1.25, _of_parts, "×", large, most=True),
+        Bar("d=1024, 2×8192, dense", "routed_feed_forward", both, 1.0, _against("dense"), "×", short),
         Bar("d=512, 2×8192, dense", "routed_feed_forward", both, 1.0, _against("dense"), "×", small),
         Bar("d=1024, 2×32768, dense flash", "routed_block", both, 5.0, _against("dense"), "×", large),
+        Bar("d=1024, 2×8192, dense flash", "routed_block", both, 1.3, _against("dense"), "×", short),
         Bar("d=1024, 2×32768, memory of dense", "routed_block", both, 0.6, _memory("dense"), "×", large, most=True),
         Bar("64 MB and more", "gather, gated add", "forward", 55, _share, "% of copy", _moves_64_mb),
     ]
-    for words, asked, where in (("d=1024, 2×32768", 2.0, large), ("d=512, 2×8192", 1.0, small)):
+    for words, asked, where in (
+        ("d=1024, 2×32768", 2.0, large), ("d=1024, 2×8192", 2.7, short), ("d=512, 2×8192", 1.0, small),
+    ):  # fmt: skip
         found.append(Bar(f"{words}, dense, both CUDA graphs", "routed_feed_forward", both, asked, _graphs, "×", where))
     for op in ("routed_feed_forward", "routed_block"):
         found.append(Bar("colt5-attention, fp32", op, both, 3.0, _against("colt5"), "×"))
@@ -228,11 +272,64 @@ def _of_size(**given: Any) -> Callable[[Row], bool]:
     return lambda row: row.dtype == "bfloat16" and all(row.case.get(k, False) == v for k, v in wanted.items())
 
 
+def _cpu() -> list[Bar]:
+    found = []
+    for op in ("coor_descent", "soft_topk"):
+        for stage in ("forward", "backward"):
+            found.append(Bar("50 eager steps", op, stage, 10, _against("eager"), "×"))
+        found.append(Bar("a row of a million", op, "forward", 300, _ms, "ms", _cols(1 << 20), most=True))
+    for words, fused in (("fastest rival", None), ("fastest rival, fused=True", "fused")):
+        found.append(Bar(words, "lion", "step", 1.0, _against(), "×", _of_model({"fused": fused})))
+    return found
+
+
 BARS: Sequence[Bar] = (*_norms(), *_weighted_sums(), *_soft_topks(), *_lions(), *_routing())
+CPU_BARS: Sequence[Bar] = tuple(_cpu())
+# what scripts of their own measured, brought into this form by performance.py
+FIRST_STEP_BARS: Sequence[Bar] = (
+    Bar("llama-1b, no compiled kernels on disk", "lion", "first step", 1000, _ms, "ms", most=True),
+    Bar("llama-1b, memory beside the states", "lion", "first step", 1.0, _peak, "MiB", most=True),
+)
+CPU_NORM_BARS: Sequence[Bar] = tuple(
+    Bar("F's time + 5 % + 5 µs", op, stage, 1.0, _of_allowed, "×", most=True)
+    for op in ("layer_norm", "rms_norm")
+    for stage in ("forward, no gradients", "forward", "forward + backward")
+)
 
 
-def _number(value: float) -> str:
+class Verdict(NamedTuple):
+    """A bar against the cells that it is asked of: the worst one, and how many of them meet it."""
+
+    worst: float
+    at: Row
+    met: int
+    cells: int
+
+
+def judge(bar: Bar, found: Iterable[Row]) -> Verdict | None:
+    """None where no cell was measured."""
+    here = [row for row in found if (row.op, row.stage) == (bar.op, bar.stage) and bar.where(row)]
+    measured = [(value, row) for row in here if (value := bar.measure(row)) is not None]
+    if not measured:
+        return None
+    value, row = (max if bar.most else min)(measured, key=lambda pair: pair[0])
+    met = sum((v <= bar.asked) if bar.most else (v >= bar.asked) for v, _ in measured)
+    return Verdict(value, row, met, len(measured))
+
+
+def number(value: float) -> str:
+    """Three digits."""
     return f"{value:.3g}" if value < 1000 else f"{value:.0f}"
+
+
+def asked(bar: Bar) -> str:
+    """What a bar asks for, with its unit."""
+    return f"{'≤' if bar.most else '≥'} {with_unit(bar.asked, bar.unit)}"
+
+
+def with_unit(value: float, unit: str) -> str:
+    """Three digits and the unit: 1.25×, 92 % of copy."""
+    return f"{number(value)}{'' if unit == '×' else ' '}{unit}"
 
 
 def table(records: Sequence[Record], bars: Sequence[Bar] = BARS) -> str:
@@ -241,16 +338,12 @@ def table(records: Sequence[Record], bars: Sequence[Bar] = BARS) -> str:
     ops = {row.op for row in found}
     lines = []
     for bar in (b for b in bars if b.op in ops):
-        here = [row for row in found if (row.op, row.stage) == (bar.op, bar.stage) and bar.where(row)]
-        measured = [(value, row) for row in here if (value := bar.measure(row)) is not None]
-        asked = f"{'≤' if bar.most else '≥'} {_number(bar.asked)}{'' if bar.unit == '×' else ' '}{bar.unit}"
-        name = f"| {bar.op} {bar.stage}, {bar.words} | {asked} |"
-        if not measured:
+        name = f"| {bar.op} {bar.stage}, {bar.words} | {asked(bar)} |"
+        verdict = judge(bar, found)
+        if verdict is None:
             lines.append(f"{name} not measured | | |")
             continue
-        value, row = (max if bar.most else min)(measured, key=lambda pair: pair[0])
-        met = sum((v <= bar.asked) if bar.most else (v >= bar.asked) for v, _ in measured)
-        where = f"{label(row.case)} {row.dtype}"
-        lines.append(f"{name} {_number(value)} | {where} | {met} of {len(measured)} |")
+        worst, row, met, cells = verdict
+        lines.append(f"{name} {number(worst)} | {label(row.case)} {row.dtype} | {met} of {cells} |")
     head = ["| bar | asked | worst | at | cells that meet it |", "|---|---|---|---|---|"]
     return "\n".join(head + lines) + "\n" if lines else ""

@@ -19,6 +19,7 @@ examples:
   python -m benchmarks.run routing                                   operators and the modules built on them
   python -m benchmarks.run --json benchmarks/results/h200/           one file per operator folder
   python -m benchmarks.run --report benchmarks/results/h200          tables and plots from what is there
+  python -m benchmarks.run --performance docs/performance.md         every bar, from all committed results
   python -m benchmarks.run norm --warm 12                            compile in 12 processes, then measure in one
   python -m benchmarks.run norm --part 1/2 --json a.json             half of it; the other half on another GPU
   python -m benchmarks.run --merge benchmarks/results/h200/norm.json a.json b.json
@@ -41,6 +42,9 @@ def command_line() -> Parser:
         "--merge", type=Path, nargs="+", metavar="FILE", help="write the first FILE from the others, parts of one run"
     )
     parser.add_argument("--report", type=Path, metavar="DIR", help="build tables and plots from the JSON files in DIR")
+    parser.add_argument(
+        "--performance", type=Path, metavar="FILE", help="write the page of all bars from the committed results to FILE"
+    )
     parser.set_defaults(run=run, extra="bench")
     return parser
 
@@ -80,6 +84,12 @@ def run(args: argparse.Namespace) -> int:
 
         for path in build(args.report):
             console.print(f"wrote {path}", markup=False, soft_wrap=True)
+        return 0
+    if args.performance is not None:
+        from .performance import write
+
+        write(args.performance)
+        console.print(f"wrote {args.performance}", markup=False, soft_wrap=True)
         return 0
     if args.merge is not None:
         from .merge import merge

@@ -1,7 +1,7 @@
 """PyTorch operators that pass over memory once, and the conditional computation they exist for."""
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from onepass.ops.coor_descent.op import coor_descent
 from onepass.ops.norm.op import layer_norm, rms_norm
@@ -14,11 +14,17 @@ __version__ = "0.1.0"
 _LAZY = ("compat", "nn", "optim")
 
 
-def __getattr__(name: str) -> Any:
-    """`onepass.nn` and its like are imported when first touched, so that `import onepass` stays quick."""
-    if name in _LAZY:
-        return importlib.import_module(f"onepass.{name}")
-    raise AttributeError(f"module 'onepass' has no attribute {name!r}")
+if TYPE_CHECKING:
+    from onepass import compat as compat
+    from onepass import nn as nn
+    from onepass import optim as optim
+else:
+
+    def __getattr__(name: str) -> Any:
+        """`onepass.nn` and its like are imported when first touched, so that `import onepass` stays quick."""
+        if name in _LAZY:
+            return importlib.import_module(f"onepass.{name}")
+        raise AttributeError(f"module 'onepass' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

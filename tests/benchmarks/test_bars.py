@@ -46,6 +46,21 @@ def test_at_most() -> None:
     assert words("layer_norm forward, host time", "≤ 25 µs", found) == "26, 8x768 float32, 1 of 2"
 
 
+def test_host_time_of_both_passes_is_their_sum() -> None:
+    found = [record("onepass", 10.0, host_us=30.0), {**record("onepass", 10.0, host_us=51.0), "pass": "backward"}]
+    assert words("layer_norm backward, host time, forward + backward", "≤ 80 µs", found) == "81, 8x128 float32, 0 of 1"
+    assert words("host time, forward + backward", "≤ 80 µs", [found[1]]) == "not measured"
+
+
+def test_several_vectors_are_compared_with_one() -> None:
+    def sums(us: float, **case: Any) -> dict[str, Any]:
+        return record("onepass", us, op="weighted_sum", case={"rows": 8, "cols": 512, **case})
+
+    found = [sums(10.0), sums(12.0, vectors=4), sums(90.0, vectors=16)]
+    assert words("4 vectors, one", "≤ 1.15×", found) == "1.2, 8x512 vectors=4 float32, 0 of 1"
+    assert words("4 vectors, one", "≤ 1.15×", found[1:]) == "not measured"
+
+
 def test_not_measured_is_said() -> None:
     found = [record("onepass", 10.0)]
     assert words("layer_norm backward, fastest rival", "≥ 1×", found) == "not measured"

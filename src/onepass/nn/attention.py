@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,9 @@ from .feed_forward import has_no_overrides
 from .local_attention import LocalAttention, check_heads
 from .norm import RMSNorm
 from .router import NORM_EPS, Router, RouterOutput
+
+if TYPE_CHECKING:
+    from .calls import RoutedCall
 
 Choose = Callable[[Tensor, int, "Tensor | None"], RouterOutput]
 
@@ -194,6 +197,9 @@ class RoutedAttention(nn.Module):
         y, routing = self._composed(x, mask) if dtype is None else self._fused(x, mask, dtype)
         y = explore(y, x, self.router_q, routing.q.indices.shape[1], mask).view(x.shape)
         return (y, routing) if return_routing else y
+
+    if TYPE_CHECKING:
+        __call__: RoutedCall[AttentionRouting]
 
     def _composed(self, x: Tensor, mask: Tensor | None) -> tuple[Tensor, AttentionRouting]:
         """The output as (batch·n, dim), module by module."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,9 @@ from .causal import CausalRouter
 from .count import check_count
 from .routed import RoutedFeedForward
 from .router import RouterOutput
+
+if TYPE_CHECKING:
+    from .calls import RoutedCall
 
 
 class BlockRouting(NamedTuple):
@@ -105,6 +108,9 @@ class RoutedBlock(nn.Module):
             device=device,
             dtype=dtype,
         )
+
+    if TYPE_CHECKING:
+        __call__: RoutedCall[BlockRouting]
 
     def forward(
         self, x: Tensor, mask: Tensor | None = None, return_routing: bool = False

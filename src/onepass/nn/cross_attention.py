@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor, nn
 
@@ -14,6 +16,9 @@ from .count import check_count, check_size, count
 from .explore import explore
 from .local_attention import check_heads
 from .router import Router, RouterOutput
+
+if TYPE_CHECKING:
+    from .calls import CrossCall
 
 
 class RoutedCrossAttention(nn.Module):
@@ -123,6 +128,9 @@ class RoutedCrossAttention(nn.Module):
         y = scatter_add(y, update, q.gates, q.indices, inplace=plain())
         y = explore(y, x, self.router_q, q.indices.shape[1], mask).view(x.shape)
         return (y, routing) if return_routing else y
+
+    if TYPE_CHECKING:
+        __call__: CrossCall
 
     def extra_repr(self) -> str:
         return f"{self.dim}, k_q={self.k_q}, k_kv={self.k_kv}"

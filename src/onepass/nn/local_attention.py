@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor, nn
 
@@ -67,6 +69,10 @@ class LocalAttention(nn.Module):
         qkv = self.qkv(self.norm(x)).unflatten(-1, (3, self.heads, self.dim_head))
         first, last = neighbours(x.shape[1], self.window, self.causal, x.device)
         return self.out(rotary_attention(qkv, first, last, mask=mask).flatten(2))  # type: ignore[no-any-return]
+
+    if TYPE_CHECKING:
+
+        def __call__(self, x: Tensor, mask: Tensor | None = None) -> Tensor: ...
 
     def extra_repr(self) -> str:
         return f"heads={self.heads}, dim_head={self.dim_head}, window={self.window}, causal={self.causal}"

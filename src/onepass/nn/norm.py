@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch import Tensor, nn
 
 from onepass.core import check
 from onepass.ops.norm.op import layer_norm, rms_norm
+
+if TYPE_CHECKING:
+    from .calls import NormCall
 
 
 def _over_last_dims(
@@ -18,9 +21,9 @@ def _over_last_dims(
     x: Tensor,
     vectors: tuple[Tensor | None, ...],
     residual: Tensor | None,
-    norm: Callable[..., Any],
+    norm: Callable[..., Tensor | tuple[Tensor, Tensor]],
     **options: Any,
-) -> Any:
+) -> Tensor | tuple[Tensor, Tensor]:
     """Normalise over several last dimensions as over one: they are flattened and given back."""
     if x.shape[-len(shape) :] != shape:
         raise ValueError(f"{name}: x must end in normalized_shape {shape}, got {tuple(x.shape)}")
@@ -33,7 +36,7 @@ def _over_last_dims(
             raise ValueError(f"{name}: residual must have the shape of x {tuple(x.shape)}; got {tuple(residual.shape)}")
     flat = [None if t is None else t.flatten(-len(shape)) for t in (x, *vectors, residual)]
     out = norm(*flat[:-1], residual=flat[-1], **options)
-    return out.view(x.shape) if residual is None else tuple(t.view(x.shape) for t in out)
+    return out.view(x.shape) if isinstance(out, Tensor) else (out[0].view(x.shape), out[1].view(x.shape))
 
 
 class LayerNorm(nn.LayerNorm):
@@ -81,13 +84,20 @@ class LayerNorm(nn.LayerNorm):
         super().__init__(normalized_shape, eps, elementwise_affine, bias, device, dtype)
         self.stable = stable
 
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Any:
+    @overload
+    def forward(self, x: Tensor, residual: None = ...) -> Tensor: ...
+    @overload
+    def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]: ...
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         """Y, or ``(y, x + residual)``."""
         check.tensor(type(self).__name__, "x", x)
         return _over_last_dims(
             type(self).__name__, self.normalized_shape, x, (self.weight, self.bias), residual, layer_norm,
             eps=self.eps, stable=self.stable,
         )  # fmt: skip
+
+    if TYPE_CHECKING:
+        __call__: NormCall
 
     def extra_repr(self) -> str:
         return super().extra_repr() + (", stable=True" if self.stable else "")
@@ -117,12 +127,19 @@ class RMSNorm(nn.RMSNorm):
         tensor([0.8485, 1.1314])
     """
 
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Any:
+    @overload
+    def forward(self, x: Tensor, residual: None = ...) -> Tensor: ...
+    @overload
+    def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]: ...
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         """Y, or ``(y, x + residual)``."""
         check.tensor(type(self).__name__, "x", x)
         return _over_last_dims(
             type(self).__name__, self.normalized_shape, x, (self.weight,), residual, rms_norm, eps=self.eps_for(x)
         )
+
+    if TYPE_CHECKING:
+        __call__: NormCall
 
     def eps_for(self, x: Tensor) -> float:
         """The ε that x is normalised with."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,9 @@ from .explore import explore
 from .feed_forward import FeedForward, has_no_overrides
 from .padding import zero_padding
 from .router import Router, RouterOutput
+
+if TYPE_CHECKING:
+    from .calls import RoutedCall
 
 
 class Routed(nn.Module):
@@ -73,6 +77,9 @@ class Routed(nn.Module):
         y = explore(y, x, self.router, routing.indices.shape[-1], mask)
         y = y.reshape(x.shape)
         return (y, routing) if return_routing else y
+
+    if TYPE_CHECKING:
+        __call__: RoutedCall[RouterOutput]
 
     def _light(self, x: Tensor) -> Tensor:
         """The light output; as rows (batch·n, dim) where it may be added to: autograd dislikes writes to a view."""

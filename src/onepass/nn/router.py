@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -138,6 +138,10 @@ class Router(nn.Module):
     def forward(self, x: Tensor, k: int, mask: Tensor | None = None) -> RouterOutput:
         self.check(x, k, mask)
         return self.decide(self.scores(x), k, mask)
+
+    if TYPE_CHECKING:
+
+        def __call__(self, x: Tensor, k: int, mask: Tensor | None = None) -> RouterOutput: ...
 
     def decide(self, scores: Tensor, k: int, mask: Tensor | None = None) -> RouterOutput:
         """Choose and gate by the scores of this router; the arguments have been checked."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -69,6 +70,10 @@ class WeightedSum(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return weighted_sum(x, self.weight, out_dtype=self.out_dtype)
+
+    if TYPE_CHECKING:
+
+        def __call__(self, x: Tensor) -> Tensor: ...
 
     def extra_repr(self) -> str:
         return f"{self.dim}, num_vectors={self.num_vectors}"

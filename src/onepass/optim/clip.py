@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import chain
 from operator import is_
+from typing import ParamSpec, TypeVar
 from weakref import WeakSet
 
 import torch
@@ -12,11 +13,21 @@ from torch import Tensor
 
 from onepass.optim.lion import Lion
 
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+
+def _untraced(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """`torch.compiler.disable`, which has no types, with the types of the function."""
+    disabled: Callable[Arguments, Result] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+    return disabled
+
+
 _ROOM: dict[tuple[torch.device, float], Tensor] = {}
 
 
 # what a step remembers is not for torch.compile to trace
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@_untraced
 def clip_grad_norm(
     parameters: Tensor | Iterable[Tensor],
     max_norm: float | Tensor,

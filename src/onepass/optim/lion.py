@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import wraps
 from itertools import chain
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar, overload
 from weakref import WeakSet
 
 import torch
@@ -18,6 +18,8 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks as _pre_hooks
 from onepass.optim.options import check_options, check_parameters
 from onepass.optim.state import load_state, rename_options
 from onepass.optim.step import Work, compiled_step
+
+Loss = TypeVar("Loss")
 
 
 class Lion(Optimizer):
@@ -218,8 +220,12 @@ class Lion(Optimizer):
 
         return step
 
+    @overload
+    def step(self, closure: None = ...) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], Loss]) -> Loss: ...
     @_use_grad_for_differentiable
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: Callable[[], Loss] | None = None) -> Loss | None:
         """Take one step; `closure` reevaluates the model and its loss is returned."""
         loss = None
         if closure is not None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -250,14 +251,14 @@ def _vmap_backward(
     return backward_op(dy, ds, x, stats, weight, *options), (0, None, None)
 
 
-_norm = bind(
+_norm: Callable[..., Tensor] = bind(
     name="layer_norm, rms_norm",
     forward=_forward, forward_op=forward_op, backward=_backward, backward_op=backward_op, inference=_infer,
     save=_save, gradients=_gradients, replay=True, native=native,
     vmap_forward=_vmap_forward, vmap_backward=_vmap_backward,
     check=lambda x, weight, bias, eps, offset, has_mean, stable: _check(x, None, weight, bias, eps, has_mean),
 )  # fmt: skip
-_norm_residual = bind(
+_norm_residual: Callable[..., tuple[Tensor, Tensor]] = bind(
     name="layer_norm, rms_norm",
     forward=_forward_residual, forward_op=forward_residual_op, backward=_backward, backward_op=backward_op,
     inference=_infer_residual, save=_save_residual, gradients=_gradients_residual, n_public=2, replay=True,
@@ -268,6 +269,16 @@ _norm_residual = bind(
 )  # fmt: skip
 
 
+@overload
+def layer_norm(
+    x: Tensor, weight: Tensor | None = ..., bias: Tensor | None = ..., *, eps: float = ..., stable: bool = ...,
+    residual: None = ...,
+) -> Tensor: ...  # fmt: skip
+@overload
+def layer_norm(
+    x: Tensor, weight: Tensor | None = ..., bias: Tensor | None = ..., *, eps: float = ..., stable: bool = ...,
+    residual: Tensor,
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 def layer_norm(
     x: Tensor,
     weight: Tensor | None = None,
@@ -276,7 +287,7 @@ def layer_norm(
     eps: float = 1e-5,
     stable: bool = False,
     residual: Tensor | None = None,
-) -> Any:
+) -> Tensor | tuple[Tensor, Tensor]:
     r"""Layer normalisation over the last dimension, in one pass over ``x``.
 
     .. math:: y = w\,\frac{s - \mathrm{mean}(s)}{\sqrt{\mathrm{var}(s) + \varepsilon\, m^2}} + b, \qquad s = x
@@ -323,6 +334,14 @@ def layer_norm(
     return _norm_residual(x, residual, weight, bias, eps, 0.0, True, stable)
 
 
+@overload
+def rms_norm(
+    x: Tensor, weight: Tensor | None = ..., *, eps: float = ..., offset: float = ..., residual: None = ...
+) -> Tensor: ...
+@overload
+def rms_norm(
+    x: Tensor, weight: Tensor | None = ..., *, eps: float = ..., offset: float = ..., residual: Tensor
+) -> tuple[Tensor, Tensor]: ...
 def rms_norm(
     x: Tensor,
     weight: Tensor | None = None,
@@ -330,7 +349,7 @@ def rms_norm(
     eps: float = 1e-6,
     offset: float = 0.0,
     residual: Tensor | None = None,
-) -> Any:
+) -> Tensor | tuple[Tensor, Tensor]:
     r"""Root-mean-square normalisation over the last dimension, in one pass over ``x``.
 
     .. math:: y = (\mathrm{offset} + w)\,\frac{s}{\sqrt{\mathrm{mean}(s^2) + \varepsilon}}, \qquad s = x

@@ -1,0 +1,66 @@
+"""What a call of a module returns, for type checkers alone: `torch.nn.Module` declares that every call returns Any.
+
+A module that declares ``__call__`` with one of these under `TYPE_CHECKING` is called as before; nothing here runs.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, Protocol, TypeVar, overload
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from .attention import AttentionRouting
+
+Routing = TypeVar("Routing", covariant=True)
+
+
+class NormCall(Protocol):
+    """``norm(x, residual=None)``: a residual brings the sum as well."""
+
+    @overload
+    def __call__(self, x: Tensor, residual: None = ...) -> Tensor: ...
+    @overload
+    def __call__(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]: ...
+
+
+class RoutedCall(Protocol[Routing]):
+    """``layer(x, mask=None, return_routing=False)``."""
+
+    @overload
+    def __call__(self, x: Tensor, mask: Tensor | None = ..., return_routing: Literal[False] = ...) -> Tensor: ...
+    @overload
+    def __call__(
+        self, x: Tensor, mask: Tensor | None = ..., *, return_routing: Literal[True]
+    ) -> tuple[Tensor, Routing]: ...
+    @overload
+    def __call__(self, x: Tensor, mask: Tensor | None, return_routing: Literal[True]) -> tuple[Tensor, Routing]: ...
+    @overload
+    def __call__(
+        self, x: Tensor, mask: Tensor | None = ..., return_routing: bool = ...
+    ) -> Tensor | tuple[Tensor, Routing]: ...
+
+
+class CrossCall(Protocol):
+    """``layer(x, context, mask=None, context_mask=None, return_routing=False)``."""
+
+    @overload
+    def __call__(
+        self, x: Tensor, context: Tensor, mask: Tensor | None = ..., context_mask: Tensor | None = ...,
+        return_routing: Literal[False] = ...,
+    ) -> Tensor: ...  # fmt: skip
+    @overload
+    def __call__(
+        self, x: Tensor, context: Tensor, mask: Tensor | None = ..., context_mask: Tensor | None = ...,
+        *, return_routing: Literal[True],
+    ) -> tuple[Tensor, AttentionRouting]: ...  # fmt: skip
+    @overload
+    def __call__(
+        self, x: Tensor, context: Tensor, mask: Tensor | None, context_mask: Tensor | None,
+        return_routing: Literal[True],
+    ) -> tuple[Tensor, AttentionRouting]: ...  # fmt: skip
+    @overload
+    def __call__(
+        self, x: Tensor, context: Tensor, mask: Tensor | None = ..., context_mask: Tensor | None = ...,
+        return_routing: bool = ...,
+    ) -> Tensor | tuple[Tensor, AttentionRouting]: ...  # fmt: skip

@@ -1,0 +1,122 @@
+"""What a type checker tells a user of this package: mypy reads the program below, as a user's would be read.
+
+A line marked ``# wrong`` must be refused and every other accepted. `assert_type` refuses Any.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PROGRAM = """
+import torch
+from torch import Tensor
+from typing_extensions import assert_type
+
+import onepass
+from onepass import TopK, nn, optim
+from onepass.compat import colt5_attention, cs336, lion_pytorch, triton_transformer
+from onepass.nn import AttentionRouting, BlockRouting, RouterOutput
+from onepass.optim.release import ReleasedGradients
+
+x = torch.ones(2, 16, 8)
+linear = torch.nn.Linear(8, 8)
+assert_type(onepass.__version__, str)
+
+
+def functions(some: Tensor | None) -> None:
+    assert_type(onepass.layer_norm(x), Tensor)
+    assert_type(onepass.layer_norm(x, x, x, eps=1e-5, stable=True, residual=x), tuple[Tensor, Tensor])
+    assert_type(onepass.layer_norm(x, residual=some), Tensor | tuple[Tensor, Tensor])
+    assert_type(onepass.layer_norm(x), tuple[Tensor, Tensor])  # wrong
+    assert_type(onepass.rms_norm(x), Tensor)
+    assert_type(onepass.rms_norm(x, x, eps=1e-5, offset=1.0, residual=x), tuple[Tensor, Tensor])
+    assert_type(onepass.rms_norm(x, residual=some), Tensor | tuple[Tensor, Tensor])
+    assert_type(onepass.weighted_sum(x, x), Tensor)
+    assert_type(onepass.soft_topk(x, 2), Tensor)
+    assert_type(onepass.coor_descent(x, n_iters=1, k=2), Tensor)
+    assert_type(onepass.topk(x, 2), TopK)
+    assert_type(onepass.topk(x, 2).gates, Tensor)
+    onepass.layernorm(x)  # wrong
+    onepass.layer_norm(x, residual=1)  # wrong
+
+
+def norms(some: Tensor | None) -> None:
+    assert_type(nn.LayerNorm(8)(x), Tensor)
+    assert_type(nn.LayerNorm(8)(x, x), tuple[Tensor, Tensor])
+    assert_type(nn.LayerNorm(8)(x, residual=some), Tensor | tuple[Tensor, Tensor])
+    assert_type(nn.LayerNorm(8).forward(x), Tensor)
+    assert_type(nn.LayerNorm(8).forward(x, x), tuple[Tensor, Tensor])
+    assert_type(nn.RMSNorm(8)(x), Tensor)
+    assert_type(onepass.nn.RMSNorm(8)(x, residual=x), tuple[Tensor, Tensor])
+    assert_type(nn.RMSNorm(8).forward(x), Tensor)
+    assert_type(nn.RMSNorm(8).forward(x, x), tuple[Tensor, Tensor])
+    nn.LayerNorm(8)(x, 1)  # wrong
+
+
+def modules(asked: bool) -> None:
+    assert_type(nn.WeightedSum(8)(x), Tensor)
+    assert_type(nn.LocalAttention(8)(x), Tensor)
+    assert_type(nn.Router(8)(x, 2), RouterOutput)
+    assert_type(nn.CausalRouter(8)(x, 2, mask=None), RouterOutput)
+    assert_type(nn.Routed(linear, linear, nn.Router(8), k=2)(x), Tensor)
+    assert_type(nn.Routed(linear, linear, nn.Router(8), k=2)(x, return_routing=True), tuple[Tensor, RouterOutput])
+    assert_type(nn.RoutedFeedForward(8, k=2)(x, return_routing=False), Tensor)
+    assert_type(nn.RoutedFeedForward(8, k=2)(x, None, True), tuple[Tensor, RouterOutput])
+    assert_type(nn.RoutedAttention(8, k_q=2, k_kv=2)(x), Tensor)
+    assert_type(nn.RoutedAttention(8, k_q=2, k_kv=2)(x, return_routing=True), tuple[Tensor, AttentionRouting])
+    assert_type(nn.RoutedBlock(8, k=2)(x), Tensor)
+    assert_type(nn.RoutedBlock(8, k=2)(x, return_routing=True)[1], BlockRouting)
+    assert_type(nn.RoutedBlock(8, k=2)(x, return_routing=asked), Tensor | tuple[Tensor, BlockRouting])
+    cross = nn.RoutedCrossAttention(8, k_q=2, k_kv=2)
+    assert_type(cross(x, x), Tensor)
+    assert_type(cross(x, x, return_routing=True), tuple[Tensor, AttentionRouting])
+    assert_type(cross(x, x, None, None, True), tuple[Tensor, AttentionRouting])
+    assert_type(cross(x, x, return_routing=asked), Tensor | tuple[Tensor, AttentionRouting])
+    nn.RoutedBlock(8, k=2)(x).feed_forward  # wrong
+
+
+def optimizers() -> None:
+    assert_type(optim.Lion([x]).step(), None)
+    assert_type(optim.Lion([x]).step(lambda: x.sum()), Tensor)
+    assert_type(optim.clip_grad_norm([x], 1.0), Tensor)
+    assert_type(optim.release_gradients(linear, optim.Lion([x])), ReleasedGradients)
+    optim.clip_grad_norm([x])  # wrong
+
+
+def compat() -> None:
+    assert_type(colt5_attention.coor_descent(x, n_iters=1, k=2), Tensor)
+    assert_type(colt5_attention.triton_coor_descent(x, n_iters=1, k=2), Tensor)
+    assert_type(colt5_attention.topk(x, 2), colt5_attention.TopkReturn)
+    assert_type(cs336.WeightedSumFunc.apply(x, x), Tensor)
+    assert_type(lion_pytorch.Lion([x]).step(), None)
+    assert_type(lion_pytorch.update_fn(x, x, x, 1e-4, 0.0, 0.9, 0.99), None)  # type: ignore[func-returns-value]
+    assert_type(triton_transformer.layernorm(x, x), Tensor)
+"""
+
+
+def test_results_have_types(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(PROGRAM)
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", "--python-version", "3.10", "--cache-dir", ROOT / ".mypy_cache" / "user",
+         "--config-file=", "--no-error-summary", "program.py"],
+        cwd=tmp_path,
+        # a folder of PYTHONPATH is read as an installed one: only packages with a py.typed in it have types
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.stderr == ""
+    refused = {int(line) for line in re.findall(r"^program\.py:(\d+): error", done.stdout, re.MULTILINE)}
+    wrong = {n for n, line in enumerate(PROGRAM.splitlines(), 1) if line.endswith("# wrong")}
+    assert refused == wrong, done.stdout
+
+
+def test_every_public_name_is_in_the_program() -> None:
+    for module, names in json.loads((ROOT / "tests" / "stability.json").read_text())["names"].items():
+        for name in names:
+            assert re.search(rf"\b{name}\b", PROGRAM), f"{module}.{name}: say above what it returns"
