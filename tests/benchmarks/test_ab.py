@@ -48,6 +48,7 @@ def test_a_change_is_told(tmp_path: Path) -> None:
     assert f"{changed}: ValueError: not here" in broken
 
 
+@pytest.mark.slow
 def test_mistakes_are_one_line() -> None:
     for args, told in (
         ([str(ROOT), "no-such-thing"], "neither a copy of the repository nor a git revision"),

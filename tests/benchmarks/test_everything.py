@@ -88,6 +88,7 @@ def test_phases_follow_each_other_and_failures_are_told(everything: ModuleType, 
     assert "first: exit code 3" in said[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("deaf", [False, True], ids=["", "background"])
 def test_a_job_that_hangs_is_interrupted_and_may_write(everything: ModuleType, tmp_path: Path, deaf: bool) -> None:
     before = signal.signal(signal.SIGINT, signal.SIG_IGN if deaf else signal.default_int_handler)

@@ -13,6 +13,7 @@ import pytest
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "host.py"
 
 
+@pytest.mark.slow
 def test_every_call_is_timed() -> None:
     pytest.importorskip("triton")
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "0"}

@@ -193,6 +193,7 @@ def test_help(capsys: pytest.CaptureFixture[str], command: str, words: str):
     assert [word for word in words.split() if word not in said] == []
 
 
+@pytest.mark.slow
 def test_as_a_process(text: Path):
     """The real command, from the shell: what it prints where, and how it ends."""
     command = [sys.executable, "-m", "onepass", "train"]

@@ -218,6 +218,7 @@ def test_resume_and_show_refuse_damage(
     monkeypatch.undo()
 
 
+@pytest.mark.slow
 def test_what_is_gone(finished: Path, texts: Path, capsys: pytest.CaptureFixture[str]):
     resume = ["train", str(texts), *TINY, "--resume", "--out", str(finished)]
     saved = (finished / "checkpoint.safetensors").read_bytes()
@@ -239,6 +240,7 @@ def test_what_is_gone(finished: Path, texts: Path, capsys: pytest.CaptureFixture
     assert main(["show", str(finished), str(texts / "1.txt")]) == 0
 
 
+@pytest.mark.slow
 def test_a_damaged_list_of_data_is_mended(finished: Path, texts: Path, capsys: pytest.CaptureFixture[str]):
     resume = ["train", str(texts), *TINY, "--resume", "--out", str(finished)]
     whole = (finished / "data.json").read_bytes()
@@ -256,6 +258,7 @@ def test_a_damaged_list_of_data_is_mended(finished: Path, texts: Path, capsys: p
     (texts / "1.txt").write_text(text)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", ["a\0b", "\ud800", "nowhere\n"])
 def test_paths_that_no_file_can_have(finished: Path, capsys: pytest.CaptureFixture[str], path: str):
     values = json.loads((finished / "config.json").read_text())

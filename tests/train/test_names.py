@@ -73,6 +73,7 @@ def test_what_the_system_says(capsys: pytest.CaptureFixture[str], monkeypatch: p
     assert f"can't use {SHOWN}: permission denied" in said(capsys, "train", "--resume", "--out", ORDERS)
 
 
+@pytest.mark.slow
 def test_train_and_show(train: Callable[..., int], texts: Path, capsys: pytest.CaptureFixture[str]):
     out = ORDERS.replace("/", "")
     for path in sorted(texts.rglob("*.txt")):

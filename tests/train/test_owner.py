@@ -93,6 +93,7 @@ def test_starts_without_a_directory_get_one_each(texts: Path, tmp_path: Path):
     assert all(one == found[0] for one in found)
 
 
+@pytest.mark.slow
 def test_locks_between_processes(tmp_path: Path):
     script = """
 def owner():
@@ -142,6 +143,7 @@ def test_a_file_system_without_locks_is_told(
     assert "run is on a file system without locks: let one process use it\n" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_run_that_came_while_the_data_was_read_is_spared(
     train: Train, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
@@ -161,6 +163,7 @@ def test_a_run_that_came_while_the_data_was_read_is_spared(
     assert len(rows(tmp_path / "run")) > 12
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["pointed elsewhere", "begun anew", "gone"])
 def test_a_directory_that_is_replaced_under_a_run(
     train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], how: str
@@ -189,6 +192,7 @@ def test_a_directory_that_is_replaced_under_a_run(
         assert {path.name: path.read_bytes() for path in out.iterdir()} == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [".lock", "metrics.jsonl", "config.json", "data.json", "checkpoint.safetensors"])
 def test_no_planted_link_is_written_through(
     train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str

@@ -126,6 +126,7 @@ def test_no_text_breaks_out(text: str, name: str):
     assert shown.startswith(EVIL.replace("\n", "↵\n"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "content",
     [b"a", b"\n", "é日本\u202e\n\t$x^2$ \\ %s".encode(), bytes(range(1, 256)) * 3, b"x" * 3000, b"\n" * 300],
@@ -172,6 +173,7 @@ def test_smoothing_keeps_a_constant():
     assert pictures._smooth(np.full(50, 3.0)) == pytest.approx(3.0)
 
 
+@pytest.mark.slow
 def test_show(train: Callable[..., int], texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     run = tmp_path / "run"
     assert train("--out", run) == 0

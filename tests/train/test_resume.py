@@ -59,6 +59,7 @@ def test_resuming_needs_no_option_but_the_directory(train: Train, tmp_path: Path
     assert rows(tmp_path / "runs/first") == before
 
 
+@pytest.mark.slow
 def test_a_run_killed_before_its_first_checkpoint(train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def power_cut(self: loop.Training) -> None:
         raise RuntimeError("power cut")
@@ -156,6 +157,7 @@ def test_kill_9_again_and_again(train: Train, texts: Path, tmp_path: Path):
     same(tmp_path / "whole", tmp_path / "killed")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_saves_and_says_how_to_go_on(
     train: Train,
@@ -198,6 +200,7 @@ def test_a_signal_between_a_step_and_its_checkpoint(train: Train, tmp_path: Path
     assert checkpoint.load(tmp_path / "run/checkpoint.safetensors").step == 1
 
 
+@pytest.mark.slow
 def test_only_one_process_at_a_time(train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     from onepass.train.run import Run
 
@@ -207,6 +210,7 @@ def test_only_one_process_at_a_time(train: Train, tmp_path: Path, capsys: pytest
     assert "in use by another process" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_force_starts_over(train: Train, tmp_path: Path):
     assert train("--out", tmp_path / "run", "--seed", 1) == 0
     assert train("--out", tmp_path / "run", "--force") == 0
