@@ -47,7 +47,7 @@ def with_parity(x, parity):
 
 @triton.jit
 def parity_of(turn):
-    """Return the parity of a phase: 1 in the first round over the four slots, which start as zeros; then alternating."""
+    """Return the parity of a phase: 1 in the first round over the slots, which start as zeros; then alternating."""
     return 1 - ((turn >> 2) & 1)
 
 
