@@ -131,7 +131,7 @@ def forward(
 def _packed(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, itemsize: int, vec: int
 ) -> shapes.Packed | None:
-    """Return the shape of `packed_forward_kernel`; None unless tensors have 16 bits and rows are even and wide enough."""
+    """Return the shape of `packed_forward_kernel`; None unless tensors have 16 bits and rows are even and wide."""
     if itemsize != 2 or x.shape[-1] <= shapes.MIN_PACKED_COLS or vec % 2 or torch.version.hip is not None:
         return None
     for tensor in (x, residual, weight, bias):
