@@ -24,7 +24,7 @@ SIZES = (
 # elements that one warp holds in registers: as many as fit, or half, since more warps hide more latency
 PER_WARP = 1024
 HALF_PER_WARP = 512
-# columns beyond which a warp holds PER_WARP: then several rows fit, or fewer warps wait for each other
+# columns beyond which a warp holds 2·PER_WARP: then several rows fit, or fewer warps wait for each other
 CROWDED = 4096
 # most rows of one program
 MAX_ROWS = 32

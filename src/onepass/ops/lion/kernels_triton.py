@@ -176,7 +176,7 @@ def update_tile(
             new_e = tl.where(tl.abs(lost) < float("inf"), lost, 0.0).to(e.dtype)
     if M_TYPE == "i8":
         if MASKED:
-            # zeros beyond the end, which were computed from masked loads, never set the scale
+            # 0 beyond the end never is the maximum that sets the scale
             new_m = tl.where(inside, new_m, 0.0)
         new_m = to_codes(new_m, store_scales(new_m, s_ptr, offset, n, MASKED, BLOCK, PTX), PTX)
     else:

@@ -59,7 +59,7 @@ def plain_(
 ) -> None:
     """Update one tensor in place by the reference: any layout, any option, tensor hyperparameters without a sync.
 
-    With `scales`, m holds int8 codes. `differentiable` keeps what autograd saves.
+    With `scales`, m holds int8 codes. `differentiable` leaves tensors that autograd saved unchanged.
     """
     codes = None
     if scales is not None:
