@@ -1,4 +1,4 @@
-"""Optimizers."""
+"""The optimizer Lion, clipping by norm, and updates inside backward."""
 
 from onepass.optim.clip import clip_grad_norm
 from onepass.optim.lion import Lion

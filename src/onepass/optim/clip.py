@@ -1,4 +1,4 @@
-"""Clip gradients by their norm without writing them: the optimizer's next step multiplies by the coefficient."""
+"""Clip gradients by their norm without writing them: the next step of the optimizer multiplies by the coefficient."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _untraced(function: Callable[Arguments, Result]) -> Callable[Arguments, Resu
 _ROOM: dict[tuple[torch.device, float], Tensor] = {}
 
 
-# what a step remembers is not for torch.compile to trace
+# torch.compile must not trace what a step keeps for the next one
 @_untraced
 def clip_grad_norm(
     parameters: Tensor | Iterable[Tensor],
@@ -35,31 +35,29 @@ def clip_grad_norm(
     optimizer: Lion | None = None,
     grad_scale: Tensor | None = None,
 ) -> Tensor:
-    r"""Clip the gradients of a `Lion` by their total norm, leaving the multiplication to its next step.
+    r"""Clip the gradients of a `Lion` by their total norm; its next step does the multiplication.
 
     .. math:: ‖g‖ = \sqrt{\sum g_i^2}, \qquad g \leftarrow g·\min(1, max\_norm / (‖g‖ + 10^{-6}))
 
-    The gradients are read once here and not written: `torch.nn.utils.clip_grad_norm_` reads them twice and writes
-    them. `p.grad` keeps its values; the coefficient is used by the next `step` and forgotten after it, or at
-    `zero_grad`. On CUDA it is one kernel launch per gradient dtype, gives the same bits each time, and nothing waits
-    for the device.
+    This reads the gradients once and leaves `p.grad` unchanged; `torch.nn.utils.clip_grad_norm_` reads them twice and
+    writes them. The coefficient lasts until the next `step` has used it, or until `zero_grad`. On CUDA this is one
+    kernel launch per gradient dtype. It returns the same bits each time, and the host does not wait for the device.
 
     Args:
-        parameters: all parameters that the optimizer updates, or those of them that have gradients; a norm of some
-            would clip the others unseen.
-        max_norm: largest norm that is left alone, a number or a 0-dim tensor.
-        optimizer: whose step shall clip. By default, the one `Lion` that was made with these parameters.
-        grad_scale: with a GradScaler whose `unscale_` is not called, its scale
-            (`scaler.scale(torch.ones((), device=...))`); the norm is then that of the unscaled gradients.
+        parameters: all parameters of the optimizer, or all that have gradients: the coefficient applies to every one.
+        max_norm: smaller norms change nothing; a number ≥ 0 or a 0-dim tensor.
+        optimizer: the `Lion` whose step clips; by default, the only one that has these parameters.
+        grad_scale: the scale of a GradScaler (`scaler.scale(torch.ones((), device=...))`), if its `unscale_` was not
+            called; the norm is then that of the unscaled gradients.
 
     Returns:
-        Norm of all gradients before clipping, a 0-dim tensor on their device: fp32, or fp64 when they are.
+        The norm of all gradients before clipping, a 0-dim tensor on their device: fp32, fp64 for fp64 gradients.
 
     Raises:
         TypeError: `optimizer` is not a `Lion`.
-        ValueError: `max_norm` is negative; no `Lion` or several have these parameters; some parameters with gradients
-            are another's, or missing.
-        RuntimeError: the optimizer steps inside backward (`release_gradients`), before all gradients are known.
+        ValueError: `max_norm` is negative; no `Lion` or several have these parameters; a parameter with a gradient is
+            not the optimizer's, or one of the optimizer's is missing.
+        RuntimeError: the optimizer steps inside backward (`release_gradients`), before all gradients exist.
 
     Example:
         >>> import torch
@@ -95,7 +93,7 @@ def _parameters(optimizer: Lion) -> list[Tensor]:
 
 
 def _same(a: list[Tensor], b: list[Tensor]) -> bool:
-    # the usual question, answered in C: sets of a thousand addresses take seven times as long
+    # `map` and `is_` compare in C; sets of a thousand ids take seven times as long
     return len(a) == len(b) and all(map(is_, a, b))
 
 
@@ -156,11 +154,11 @@ def _on_device(max_norm: float | Tensor, device: torch.device) -> Tensor:
     if isinstance(max_norm, Tensor):
         return max_norm.to(device, torch.float32)
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        # the graph's own memory: nothing outside may use it
+        # a graph needs memory of its own: a cached tensor is shared
         return torch.full((), float(max_norm), dtype=torch.float32, device=device)
     key = (device, float(max_norm))
     if key not in _ROOM:
-        if len(_ROOM) > 64:  # a max_norm that changes each step
+        if len(_ROOM) > 64:  # max_norm changes each step
             _ROOM.clear()
         _ROOM[key] = torch.full((), float(max_norm), dtype=torch.float32, device=device)
     return _ROOM[key]

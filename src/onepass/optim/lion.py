@@ -1,4 +1,4 @@
-"""Lion: sign momentum, in one pass over parameters, gradients and momentum."""
+"""The optimizer Lion: updates by the sign of the momentum, in one pass over parameters, gradients and momentum."""
 
 from __future__ import annotations
 
@@ -30,51 +30,51 @@ class Lion(Optimizer):
         p \leftarrow p - lr\,(\operatorname{sign}(u) + λ p), \qquad
         m \leftarrow β_2 m + (1 - β_2) g
 
-    The arithmetic is in fp32 (fp64 for fp64 tensors) whatever the storage. sign(0) = 0; an infinite gradient has a
-    sign; a nan gradient reaches the weight, as it does with AdamW.
+    The arithmetic is in fp32 (fp64 for fp64 tensors) for every storage dtype. sign(0) = 0. An infinite gradient counts
+    by its sign; a nan gradient makes the weight nan, as with AdamW.
 
     Args:
         params: parameters, named parameters, or param groups; groups may differ in every option.
         lr: learning rate, a number or a tensor; 3 to 10 times smaller than AdamW's.
         betas: β1 for the update, β2 for the momentum, each in [0, 1).
-        weight_decay: λ, a number or a tensor; as much larger than AdamW's as lr is smaller.
+        weight_decay: λ, a number or a tensor; larger than AdamW's by the factor by which lr is smaller.
         maximize: ascend instead of descend.
-        foreach: True takes torch's multi-tensor calls (fp32 and fp64 parameters), False goes tensor by tensor.
-        fused: True insists on the Triton kernel on CUDA, False refuses it; by default it is used wherever it can be.
-            On a CPU, True has the update compiled by torch.compile into a single pass over memory: about twice as
-            fast, for a C++ compiler and some seconds at the first step. True also changes what GradScaler does, below.
-        capturable: allows CUDA graph capture; the learning rate becomes a tensor on the device, which schedulers write
-            to, so that a replay sees it. Take one step before capturing.
-        differentiable: lets autograd see the step.
-        decouple_lr: decay by λ·lr/peak_lr, independent of the learning rate's size. The peak is, per group: `max_lr`
-            where a scheduler such as OneCycleLR wrote one, else the group's `peak_lr`, by default its first lr.
-        cautious: drop (True) or scale (a factor in [0, 1]) updates that disagree with the gradient's sign, and rescale
-            the rest by the mean (arXiv 2411.16085).
+        foreach: True uses torch's multi-tensor calls (fp32 and fp64 parameters), False updates tensor by tensor.
+        fused: on CUDA, True requires the Triton kernel and False avoids it; by default every tensor that it takes uses
+            it. On a CPU, True compiles the update with torch.compile into one pass over memory: about twice as fast,
+            but it needs a C++ compiler and some seconds at the first step. For GradScaler, see below.
+        capturable: allow CUDA graph capture. The learning rate becomes a tensor on the device, which schedulers write
+            to and replays read. Take one step before capturing.
+        differentiable: record the step in autograd.
+        decouple_lr: decay by λ·lr/peak_lr, independent of the learning rate's size. The peak is, per group, `max_lr`
+            if a scheduler such as OneCycleLR wrote one, else the group's `peak_lr`, by default its first lr.
+        cautious: drop (True) or multiply (by a factor in [0, 1]) updates whose sign disagrees with the gradient, then
+            divide all by the mean factor (arXiv 2411.16085).
         cautious_weight_decay: decay only weights that the update moves towards zero (arXiv 2510.12402).
         state_dtype: dtype of the momentum: None for the parameter's, torch.float32, torch.bfloat16, or "int8": a byte
-            per element with an fp32 scale for each 256 (parameters of fewer than 4096 elements keep their dtype).
-        low_precision: for 16-bit parameters. "remainder" (bf16) keeps an int16 beside each weight and trains bit for
-            bit as in fp32; "kahan" keeps the rounding error in the parameter's dtype; "stochastic" keeps nothing and
-            rounds up or down at random, so that small updates happen on average; "none" keeps nothing, and loses
-            updates and weight decay at small learning rates. "auto" is remainder for bf16 and kahan for fp16.
-        seed: of stochastic rounding. Equal seeds round alike, on every device and however tensors are grouped.
+            per element and an fp32 scale per 256 (momenta of fewer than 4096 elements have the parameter's dtype).
+        low_precision: what is stored beside a 16-bit parameter. "remainder" (bf16): an int16 per weight; training is
+            bit for bit that of fp32. "kahan": the rounding error, in the parameter's dtype. "stochastic": nothing;
+            values round up or down at random, so that small updates happen on average. "none": nothing; updates and
+            weight decay are lost at small learning rates. "auto": remainder for bf16, kahan for fp16.
+        seed: seed of stochastic rounding. Equal seeds round alike, on every device and for every grouping of tensors.
 
     Raises:
-        ValueError, TypeError: an option is out of range; the message says what is accepted.
-        RuntimeError: sparse gradients; `fused=True` with options or tensors that the kernel can't take; graph capture
-            without `capturable`.
+        ValueError, TypeError: an option is out of range; the message names what is accepted.
+        RuntimeError: for sparse gradients; for `fused=True` with options or tensors that the kernel does not support;
+            for graph capture without `capturable`.
 
-    `onepass.optim.clip_grad_norm` leaves its coefficient in `clip_coefficient`, by which the next step multiplies the
-    gradients; `zero_grad` forgets it.
+    `onepass.optim.clip_grad_norm` sets `clip_coefficient`. The next step multiplies the gradients by it; `zero_grad`
+    removes it.
 
     The momentum is `state[p]["exp_avg"]`, so that checkpoints of lion-pytorch, optimi and timm load. States keep their
-    dtype in `load_state_dict`. DTensor parameters are updated shard by shard; their gradients must have the same
-    placements (and `cautious` is refused for them).
+    dtype in `load_state_dict`. DTensor parameters are updated shard by shard: their gradients must have the same
+    placements, and `cautious` raises an error.
 
-    With `torch.amp.GradScaler`, as for torch's AdamW: the scaler unscales the gradients in place, waits for the device
-    once per step to read whether one is inf or nan, and skips the step then. It refuses fp16 gradients. With
-    `fused=True` given to the constructor the step itself unscales and skips, on the device: the gradients keep their
-    scale, may be fp16, and the host waits for nothing. Lightning's `gradient_clip_val` under AMP needs the first way.
+    With `torch.amp.GradScaler`, the default is that of torch's AdamW: the scaler unscales the gradients in place, waits
+    for the device once per step to find inf or nan, skips such a step, and raises an error for fp16 gradients. With
+    `fused=True` in the constructor, the step unscales and skips on the device: gradients keep their scale, may be fp16,
+    and the host does not wait. Lightning's `gradient_clip_val` under AMP needs the default.
 
     Source: Chen et al., Symbolic Discovery of Optimization Algorithms (arXiv 2302.06675).
 
@@ -89,10 +89,10 @@ class Lion(Optimizer):
         tensor([ 0.9000, -1.9000])
     """
 
-    # `clip_grad_norm` finds the optimizer of its parameters here
+    # all optimizers, in which `clip_grad_norm` finds that of its parameters
     instances: ClassVar[WeakSet[Lion]] = WeakSet()
     _work: Work | None = None
-    # a device scalar that the next step multiplies gradients by
+    # a 0-dim tensor; the next step multiplies gradients by it
     clip_coefficient: Tensor | None = None
     # set by `release_gradients`: its hooks step inside backward
     releasing: bool = False
@@ -128,8 +128,8 @@ class Lion(Optimizer):
         Lion.instances.add(self)
 
     def _set_amp_scaling(self) -> None:
-        # True: GradScaler hands scale and found_inf to the step as device tensors. Lightning refuses to clip then,
-        # because the gradients stay scaled; so it takes an explicit fused=True, as in torch
+        # if True, GradScaler gives scale and found_inf to the step as device tensors. Lightning does not clip the
+        # gradients then, as they stay scaled; therefore only an explicit fused=True turns it on, as in torch
         self._step_supports_amp_scaling = bool(self.defaults.get("fused"))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -162,10 +162,10 @@ class Lion(Optimizer):
             _lr_to_device(group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state; every tensor keeps the dtype it was saved with (torch would cast int16 to the weight's dtype).
+        """Load a state; every tensor keeps its saved dtype (torch would cast int16 to the dtype of the weight).
 
-        A group's `state_dtype`, when it is set, is what its momentum is converted to. States of lion-pytorch, timm and
-        optimi are understood; what they don't say is taken from this optimizer.
+        A group's `state_dtype`, if set, converts its momentum. States of lion-pytorch, timm and optimi load too;
+        options that they lack keep the values of this optimizer.
         """
         seen: dict[str, Any] = {}
         peaks = [{key: g[key] for key in ("peak_lr", "keep_peak_lr") if key in g} for g in self.param_groups]
@@ -179,7 +179,7 @@ class Lion(Optimizer):
             for key, (p, group) in zip(ids, owners, strict=True):
                 load_state(seen["state"].get(key, {}), self.state, p, group)
 
-        # last before loading, to see what other hooks made of the state; first after it, so that they see ours
+        # our pre-hook runs last, to read the state after other hooks; our post-hook first, so that others read ours
         before = self.register_load_state_dict_pre_hook(lambda _, loaded: seen.update(loaded))
         after = self.register_load_state_dict_post_hook(restore, prepend=True)
         try:
@@ -189,12 +189,12 @@ class Lion(Optimizer):
             after.remove()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients, and the clip coefficient that was meant for them."""
+        """Free the gradients (or set them to zero) and remove their clip coefficient."""
         self.clip_coefficient = None
         super().zero_grad(set_to_none)
 
     def current_work(self) -> tuple[Work, list[Tensor]]:
-        """The layout of a step now, and its gradients."""
+        """Return the current layout of a step, and its gradients."""
         work = self._work
         live = None if work is None else work.gradients(self)
         if work is None or live is None:
@@ -205,9 +205,9 @@ class Lion(Optimizer):
 
     @staticmethod
     def profile_hook_step(func: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap `step` as torch does, to run hooks and to name the step in profiles, but only where there is use for it.
+        """Wrap `step` as torch does, to run hooks and to name the step in profiles; call it plainly without them.
 
-        torch announces each step by two calls through its dispatcher: 3 to 5 % of a step over a thousand small tensors.
+        torch's wrapper makes two calls through the dispatcher: 3 to 5 % of a step over a thousand small tensors.
         """
         announced = Optimizer.profile_hook_step(func)
 
@@ -226,7 +226,7 @@ class Lion(Optimizer):
     def step(self, closure: Callable[[], Loss]) -> Loss: ...
     @_use_grad_for_differentiable
     def step(self, closure: Callable[[], Loss] | None = None) -> Loss | None:
-        """Take one step; `closure` reevaluates the model and its loss is returned."""
+        """Take one step. `closure` evaluates the model again; return its loss, else None."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -242,7 +242,7 @@ class Lion(Optimizer):
         return loss
 
     def _take_step(self) -> None:
-        """What `step` does once the gradients are there."""
+        """Update the parameters by their current gradients."""
         self._check_capturable()
         work, live = self.current_work()
         try:
@@ -251,7 +251,7 @@ class Lion(Optimizer):
             self.clip_coefficient = None
 
     def _check_capturable(self) -> None:
-        # asked first: a question to CUDA would start it on a machine that trains on the CPU
+        # check is_initialized first: the capture query would start CUDA on a machine that trains on the CPU
         started: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         if not started or not torch.cuda.is_current_stream_capturing():
             return
@@ -263,12 +263,12 @@ class Lion(Optimizer):
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _uncompiled_step(optimizer: Lion) -> None:
-    """The step of compiled code that has gradients to clip or to unscale: one launch anyway, and skipped as a whole."""
+    """Take an eager step from compiled code, for gradients to clip or unscale: one launch, skipped as a whole."""
     optimizer._take_step()
 
 
 def _lr_to_device(group: dict[str, Any]) -> None:
-    """A captured graph reads the learning rate from the device; schedulers write to a tensor in place."""
+    """Move lr, and weight decay if a tensor, to the device: a graph reads them there, schedulers write in place."""
     params = group["params"]
     if not group["capturable"] or not params or not params[0].is_cuda:
         return
@@ -276,5 +276,5 @@ def _lr_to_device(group: dict[str, Any]) -> None:
     for key in ("lr", "weight_decay"):
         value = group[key]
         if isinstance(value, Tensor) or key == "lr":
-            # a new tensor: one scheduler must not write to another group's
+            # a tensor per group: a scheduler must not write to that of another group
             group[key] = torch.as_tensor(value, dtype=torch.float32).detach().to(device, copy=True)

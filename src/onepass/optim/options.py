@@ -1,4 +1,4 @@
-"""Lion's options: what is accepted, and what they mean for a parameter."""
+"""The options of Lion: check them, and derive from them what applies to a parameter."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from onepass.ops.lion.op import KAHAN, NONE, REMAINDER, STOCHASTIC, Row
 LOW_PRECISION = ("auto", "none", "remainder", "kahan", "stochastic")
 STATE_DTYPES = (None, torch.float32, torch.bfloat16, "int8")
 COMPLEX_STATE = {torch.float32: torch.complex64}
-# momenta of smaller parameters (gains, biases) stay in the parameter's dtype: there is nothing to save
+# momenta of smaller parameters (gains, biases) have the parameter's dtype: int8 would save little
 SMALL_INT8 = 4096
 
 MODES = {"none": NONE, "remainder": REMAINDER, "kahan": KAHAN, "stochastic": STOCHASTIC}
-# of a group: the options that decide the path, and the numbers that may change at any step
+# read from a group: `routing`, the options that decide a tensor's path; `numbers`, which may change at any step
 routing = itemgetter(
     "foreach", "fused", "differentiable", "capturable", "cautious", "cautious_weight_decay", "low_precision",
     "state_dtype",
@@ -27,12 +27,12 @@ _FIXED = (float, int)
 
 
 def may_vary(values: tuple[Any, ...]) -> bool:
-    """Tell whether the same `numbers` may mean something else later.
+    """Return whether equal `numbers` may give another row later.
 
-    Tensors, arrays and lists may be written to; a decay that is independent of lr depends on a peak besides.
+    Tensors, arrays and lists may be written to; with decouple_lr the row also depends on the peak learning rate.
     """
     lr, weight_decay, betas, decouple_lr, *_ = values
-    # each step asks for each group: four times a loop's body take a third of its time
+    # called at each step for each group: four written-out checks take a third of the time of a loop
     return decouple_lr or not (
         isinstance(lr, _FIXED) and isinstance(weight_decay, _FIXED)
         and isinstance(betas, tuple) and len(betas) == 2 and isinstance(betas[0], _FIXED)
@@ -41,7 +41,7 @@ def may_vary(values: tuple[Any, ...]) -> bool:
 
 
 def betas_of(group: dict[str, Any]) -> tuple[float, float]:
-    """The group's betas, which steps read: numbers, for a launch can't wait for a device."""
+    """Return the betas of a group; tensors raise, because reading them would wait for a device."""
     betas = group["betas"]
     if not hasattr(betas, "__len__") or len(betas) != 2 or any(isinstance(b, Tensor) for b in betas):
         raise ValueError(f"Invalid betas: {betas}; Lion takes two numbers")
@@ -50,7 +50,7 @@ def betas_of(group: dict[str, Any]) -> tuple[float, float]:
 
 
 def check_options(group: dict[str, Any]) -> None:
-    """Refuse what is out of range, in torch.optim's words."""
+    """Raise an error for options out of range, in the words of torch.optim."""
     lr, wd = group["lr"], group["weight_decay"]
     for name, value in (("learning rate", lr), ("weight_decay value", wd)):
         if value is None or isinstance(value, str):
@@ -91,7 +91,7 @@ def check_options(group: dict[str, Any]) -> None:
 
 
 def check_parameters(group: dict[str, Any]) -> None:
-    """Refuse parameters that the group's options have no meaning for."""
+    """Raise an error for parameters that the options of the group do not support."""
     for p in group["params"]:
         if not (p.is_floating_point() or p.is_complex()):
             raise TypeError(f"Lion: parameters must be floating-point or complex tensors, got {p.dtype}")
@@ -100,7 +100,7 @@ def check_parameters(group: dict[str, Any]) -> None:
 
 
 def mode_of(p: Tensor, group: dict[str, Any]) -> int:
-    """How a parameter's value is kept: NONE but for 16-bit ones."""
+    """Return the mode in which a parameter is stored: NONE except for 16-bit parameters."""
     if p.dtype not in (torch.bfloat16, torch.float16) or group["low_precision"] == "none" or group["differentiable"]:
         return NONE
     if group["low_precision"] == "auto":
@@ -112,7 +112,7 @@ def mode_of(p: Tensor, group: dict[str, Any]) -> int:
 
 
 def momentum_dtype(p: Tensor, group: dict[str, Any]) -> torch.dtype:
-    """What a parameter's momentum is kept in."""
+    """Return the dtype of the momentum of a parameter."""
     asked = group["state_dtype"]
     if asked == "int8":
         if p.is_complex():
@@ -129,7 +129,7 @@ def momentum_dtype(p: Tensor, group: dict[str, Any]) -> torch.dtype:
 
 
 def cautious_factor(group: dict[str, Any]) -> float | None:
-    """What updates that disagree with the gradient are multiplied by; None when nothing is."""
+    """Return the factor of updates whose sign disagrees with the gradient; None without cautious updates."""
     value = group["cautious"]
     if isinstance(value, Tensor) or not 0.0 <= value <= 1.0:
         raise ValueError(f"Invalid cautious value: {value}; a bool or a factor in [0, 1] is accepted")
@@ -138,8 +138,8 @@ def cautious_factor(group: dict[str, Any]) -> float | None:
 
 
 def peak_lr(group: dict[str, Any]) -> float:
-    """The learning rate at which a group with decouple_lr decays by exactly weight_decay."""
-    # lion-pytorch's names keep the peak that they were made with
+    """Return the learning rate at which a group with decouple_lr decays by exactly weight_decay."""
+    # with 'keep_peak_lr', set by compat for lion-pytorch, the peak of the constructor stays
     for key in ("peak_lr",) if "keep_peak_lr" in group else ("max_lr", "peak_lr", "initial_lr"):
         value = group.get(key)
         if value is not None and float(value) > 0:
@@ -148,19 +148,19 @@ def peak_lr(group: dict[str, Any]) -> float:
 
 
 def hyperparameters(group: dict[str, Any]) -> tuple[float | Tensor, float | Tensor]:
-    """(lr, weight decay relative to lr); a tensor only where reading it would wait for a device."""
+    """Return (lr, weight decay relative to lr): tensors if reading them would wait for a device, else numbers."""
     lr, wd = group["lr"], group["weight_decay"]
     if not (group["differentiable"] or torch.compiler.is_compiling()):
         lr, wd = (float(t) if isinstance(t, Tensor) and t.device.type == "cpu" else t for t in (lr, wd))
     if group["decouple_lr"]:
         wd = wd / peak_lr(group)
-    # of shape (1,), they would give a parameter without dimensions one
+    # shape () instead of (1,), which would give a 0-dim parameter a dimension
     lr, wd = (t.reshape(()) if isinstance(t, Tensor) else t for t in (lr, wd))
     return lr, wd
 
 
 def row_of(group: dict[str, Any]) -> tuple[Row, list[tuple[int, Tensor]]]:
-    """The group's row for the kernels, and (field, tensor) for what only the device knows."""
+    """Return the row of a group for the kernels, and (field, tensor) for values that only the device has."""
     lr, wd = hyperparameters(group)
     on_device = [(field, t) for field, t in ((0, lr), (1, wd)) if isinstance(t, Tensor)]
     beta1, beta2 = betas_of(group)

@@ -15,7 +15,7 @@ from onepass.optim.step import Work
 
 
 class ReleasedGradients:
-    """What `release_gradients` returns: a handle on its hooks."""
+    """The handle that `release_gradients` returns; it owns the hooks."""
 
     def __init__(self, model: nn.Module, optimizer: Lion, bucket_bytes: int) -> None:
         self._optimizer = optimizer
@@ -32,7 +32,7 @@ class ReleasedGradients:
         self._handles.append(optimizer.register_step_post_hook(self._finish))
         optimizer.releasing = True
 
-    # a hook in a backward that torch.compile traces stays as it is
+    # keep the hook eager in a backward that torch.compile traces
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _arrived(self, p: Tensor) -> None:
         if self._holding or p.grad is None:
@@ -44,10 +44,10 @@ class ReleasedGradients:
             self.flush()
 
     def _finish(self, *_: object) -> None:
-        """Free what the step has used: it must not stay to be added to by the next backward.
+        """Free all gradients after a step, so that the next backward does not add to used ones.
 
-        Not all of that arrived here: not what `accumulate` held, nor gradients of parameters that weren't trained at
-        first.
+        This includes gradients that the hooks did not collect: from inside `accumulate`, and of parameters that were
+        not trained at first.
         """
         self._waiting.clear()
         self._waiting_bytes = 0
@@ -56,7 +56,7 @@ class ReleasedGradients:
 
     @torch.no_grad()
     def flush(self) -> None:
-        """Update and free what has arrived and waits for its bucket to be full."""
+        """Update the parameters whose gradients wait for a full bucket, and free these gradients."""
         waiting, self._waiting, self._waiting_bytes = self._waiting, {}, 0
         waiting = {key: p for key, p in waiting.items() if p.grad is not None}
         if not waiting:
@@ -77,7 +77,7 @@ class ReleasedGradients:
 
     @contextlib.contextmanager
     def accumulate(self) -> Iterator[None]:
-        """Let backward passes inside add up gradients; the first backward outside updates with the sum."""
+        """Keep and add up the gradients of backward passes inside; the first backward outside updates with the sum."""
         before, self._holding = self._holding, True
         try:
             yield
@@ -85,7 +85,7 @@ class ReleasedGradients:
             self._holding = before
 
     def remove(self) -> None:
-        """Take the hooks off; gradients that still wait are left to the next `optimizer.step()`."""
+        """Remove the hooks; the next `optimizer.step()` uses gradients that still wait."""
         if not self._handles:
             return
         for handle in self._handles:
@@ -105,32 +105,31 @@ class ReleasedGradients:
 
 
 def release_gradients(model: nn.Module, optimizer: Lion, *, bucket_bytes: int = 1 << 25) -> ReleasedGradients:
-    """Let backward update the model's parameters and free their gradients as it goes.
+    """Update the model's parameters inside backward, and free each gradient after its use.
 
     All gradients together are as large as the model; with this, at most `bucket_bytes` of them and the largest one
-    exist at a time. Each parameter is updated when its gradient is complete, together with those that came just
-    before it: the numbers are the same bits as without. Call `optimizer.step()` after backward as always: it updates
-    what is left, counts for schedulers and runs step hooks; then no gradient is left. The learning rate is the one
-    that the groups have during backward, which is the one that a step right after it would use. Checkpoints are
-    unchanged; take them after `step()`.
+    exist at a time. Complete gradients wait until they fill a bucket, whose parameters are then updated together: the
+    results have the same bits as without. Call `optimizer.step()` after backward as always: it updates the rest, counts
+    for schedulers, runs step hooks and frees all gradients. Updates use the learning rate that the groups have during
+    backward. Checkpoints are unchanged; save them after `step()`.
 
-    Gradient accumulation: run all backward passes but the last inside `handle.accumulate()`. Their gradients have to
-    be kept for that, so the memory is saved only where the sum is complete.
+    Gradient accumulation: run all backward passes but the last inside `handle.accumulate()`. Their gradients must be
+    kept, so memory is saved in the last pass only.
 
-    What needs all gradients at once is refused or can't be had: `clip_grad_norm`, GradScaler (use bf16), closures
-    that step twice. Replicas (DistributedDataParallel) would update before they average: don't combine them.
+    Methods that need all gradients at once do not work: `clip_grad_norm` (raises), GradScaler (use bf16) and closures
+    that step twice. Do not combine this with DistributedDataParallel, whose replicas would update before they average.
 
     Args:
-        model: whose parameters get the hooks; those that are not the optimizer's keep their gradients.
-        optimizer: a `Lion` over them.
-        bucket_bytes: gradients are collected up to this size before they are used; 0 updates one by one.
+        model: its parameters get the hooks; those that the optimizer does not have keep their gradients.
+        optimizer: a `Lion` over parameters of the model.
+        bucket_bytes: size of a bucket, ≥ 0; 0 updates each parameter at once.
 
     Returns:
-        A handle with `accumulate()`, `flush()` and `remove()`; as a context manager it removes the hooks at the end.
+        A handle with `accumulate()`, `flush()` and `remove()`; a context manager that removes the hooks at its end.
 
     Raises:
         TypeError: the optimizer is not a `Lion`.
-        ValueError: it has none of the model's parameters; a negative bucket; or it releases already.
+        ValueError: the optimizer has no trained parameter of the model, or releases already; `bucket_bytes` < 0.
 
     Example:
         >>> import torch

@@ -1,4 +1,4 @@
-"""The state of one parameter: what it is called, its dtypes, how it is made, converted, checked and loaded."""
+"""The state of one parameter: names and dtypes; create, convert, check and load it."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ _OWN = ("exp_avg", SCALE_KEY, "remainder", "kahan_comp", "rounding")
 
 
 def prepare_state(state: dict[str, Any], p: Tensor, group: dict[str, Any], index: int) -> int:
-    """Make what is missing in a parameter's state, convert what its group's options changed; return its 16-bit mode.
+    """Create what a parameter's state lacks, convert it after changed options, and return the parameter's mode.
 
-    `index` is the parameter's place among all: its random stream.
+    `index` is the place of the parameter among all, which sets its random stream.
     """
     mode, momentum = mode_of(p, group), momentum_dtype(p, group)
     key = EXTRA_KEYS[mode]
     old: Any = state.get("exp_avg")
     convert = old is not None and old.dtype != momentum
     if convert and group["state_dtype"] is None:
-        # a momentum keeps the dtype it was loaded with, or had before its parameter's was changed
+        # without state_dtype a momentum keeps its dtype, loaded or earlier; only from and to int8 it must convert
         convert = torch.int8 in (old.dtype, momentum)
-    # a compensation in bf16 that a kernel reads as fp16 would be a large number
+    # a kernel reads the compensation in the dtype of the parameter: bf16 bits as fp16 would be wrong numbers
     misfit = mode == KAHAN and key in state and state[key].dtype != p.dtype
     if old is not None and not convert and not misfit and (not key or key in state):
         return mode
@@ -61,21 +61,21 @@ def prepare_state(state: dict[str, Any], p: Tensor, group: dict[str, Any], index
         if remainder is not None and p.dtype == torch.bfloat16:
             state[key].copy_(join(p.detach(), remainder) - p.detach().float())
     elif mode == STOCHASTIC and key not in state:
-        # of the seed and the place alone: neither torch's generators nor the order of first updates matter
+        # from seed and place only: torch's generators and the order of first updates do not matter
         state[key] = torch.full((), stream_word(group["seed"], index), dtype=torch.int64, device=p.device)
     return mode
 
 
 def _remainder_of_sum(p: Tensor, compensation: Tensor) -> Tensor:
-    """Remainder that makes a bf16 weight stand for p + compensation, as near as 16 bits allow."""
+    """Return the remainder with which a bf16 weight represents p + compensation, as near as 16 bits allow."""
     bits = (p.detach().float() + compensation.float()).view(torch.int32)
     return (bits - p.detach().float().view(torch.int32)).clamp(-(2**15), 2**15 - 1)
 
 
 def load_state(saved: dict[str, Any], states: MutableMapping[Tensor, Any], p: Tensor, group: dict[str, Any]) -> None:
-    """Put a parameter's saved state into `states` in the dtypes it was saved with; torch has cast it to the weight's.
+    """Write a parameter's saved state to `states` in its saved dtypes, in place of torch's casts to the weight's dtype.
 
-    Placeholders of another library are dropped; a group's `state_dtype` converts the momentum.
+    Placeholders of other libraries are dropped; a group's `state_dtype` converts the momentum.
     """
     shapes = {SCALE_KEY: (scales_for(p.numel()),), "rounding": ()}
     for name, value in saved.items():
@@ -87,12 +87,12 @@ def load_state(saved: dict[str, Any], states: MutableMapping[Tensor, Any], p: Te
         dtype = value.dtype
         if name == "exp_avg" and group["state_dtype"] not in (None, "int8") and dtype != torch.int8:
             dtype = momentum_dtype(p, group)
-        # a copy even where nothing is converted: the checkpoint stays what it was
+        # always copy: steps must not change the checkpoint
         states[p][name] = value.detach().to(p.device, dtype, copy=True)
 
 
 def rename_options(group: dict[str, Any]) -> None:
-    """Give the options of a group that optimi or timm saved their names here."""
+    """Rename the options of a group saved by optimi or timm to those of `Lion`."""
     if "betas" not in group and "beta1" in group and "beta2" in group:
         group["betas"] = (group.pop("beta1"), group.pop("beta2"))
     if "caution" in group:
@@ -100,7 +100,7 @@ def rename_options(group: dict[str, Any]) -> None:
 
 
 def check_placements(p: Tensor, g: Tensor, m: Tensor) -> None:
-    """A momentum or gradient placed unlike its parameter would update the wrong elements."""
+    """Raise an error if the DTensor placements differ: the update would combine unrelated elements."""
     placements = [getattr(t, "placements", None) for t in (p, g, m)]
     if placements[1] != placements[0] or placements[2] != placements[0]:
         raise ValueError(
@@ -110,9 +110,9 @@ def check_placements(p: Tensor, g: Tensor, m: Tensor) -> None:
 
 
 def check_places(p: Tensor, g: Tensor, state: dict[str, Any]) -> None:
-    """Refuse what is left of another shape or on another device after `p.data = ...`."""
+    """Raise an error if gradient or state have another shape or device than p, as after `p.data = ...`."""
     m = state["exp_avg"]
-    # the kernels read these alone; other entries of a checkpoint (AdamW's step, on the CPU) may be anywhere
+    # kernels read only these; other entries of a checkpoint (AdamW's step, on the CPU) may be on any device
     own = ((f"state {key}", state.get(key)) for key in ("exp_avg", SCALE_KEY, *EXTRA_KEYS.values()))
     for name, t in (("gradient", g), *own):
         if t is not None and t.device != p.device:

@@ -1,4 +1,4 @@
-"""How a step of `onepass.optim.Lion` is laid out: which tensor takes which path, remembered between steps."""
+"""The layout of a step of `onepass.optim.Lion`: which tensor takes which path, kept between steps."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ _grad = attrgetter("grad")
 
 
 def local(t: Tensor) -> Tensor:
-    """Shard of a DTensor that this rank holds; any other tensor as it is."""
+    """Return this rank's shard of a DTensor; other tensors as they are."""
     to_local: Callable[[], Tensor] | None = getattr(t, "to_local", None)
     return t if to_local is None else to_local()
 
 
 def check_dense(g: Tensor) -> None:
-    """Refuse a sparse gradient."""
+    """Raise an error for a sparse gradient."""
     if g.layout != torch.strided:
         raise RuntimeError(f"Lion does not support sparse gradients, got one of layout {g.layout}")
 
 
 def _may_be_turned(p: Tensor) -> bool:
-    """Whether other strides can mean another order of the same memory for this shape."""
+    """Return whether the memory of p can hold this shape in another order, by a transpose of equal dimensions."""
     sizes = [n for n in p.shape if n > 1]
     return len(set(sizes)) < len(sizes)
 
@@ -52,15 +52,15 @@ def _may_be_turned(p: Tensor) -> bool:
 class Work:
     """The tensors of a step, sorted by path.
 
-    Holds parameters and states, never gradients: those may be freed between steps.
+    It keeps parameters and states, but no gradients: they may be freed between steps.
     """
 
     def __init__(self, optimizer: Optimizer, grads: Sequence[Tensor | None], *, part: bool = False) -> None:
-        """`grads` are those of all parameters, group by group; `part`: others than these don't matter."""
+        """Sort the tensors; `grads` are of all parameters, group by group. `part`: ignore parameters without one."""
         groups = optimizer.param_groups
         self.lists = [Objects(group["params"]) for group in groups]
         self.signature = list(map(routing, groups))
-        self.params: list[Tensor] = []  # those that are updated
+        self.params: list[Tensor] = []  # parameters with a gradient
         self.idle: list[Tensor] = []
         self.groups: list[int] = []
         states: list[dict[str, Any]] = []
@@ -105,7 +105,7 @@ class Work:
         self.plain: list[int] = []
         for j, (p, g, m, e, s) in enumerate(zip(*columns, strict=True)):
             group, mode = optimizer.param_groups[self.groups[j]], self.modes[j]
-            # the word of a random stream has no element per weight
+            # skip the state of a random stream: it is one word, not one element per weight
             vectors = same_dense_layout(p, g, m, None if mode == STOCHASTIC else e)
             vectors = vectors and not group["differentiable"] and not g.is_conj() and not g.is_neg()
             known = all(t.dtype in KERNEL_DTYPES for t in (p, g, m))
@@ -156,7 +156,7 @@ class Work:
         return Columns(*([None if t is None else local(t) for t in c] for c in columns))  # type: ignore[arg-type]
 
     def gradients(self, optimizer: Optimizer) -> list[Tensor] | None:
-        """The gradients to step with; None when anything but values and addresses is not as it was."""
+        """Return the gradients to step with; None if more than values and addresses has changed."""
         groups = optimizer.param_groups
         if len(groups) != len(self.lists):
             return None
@@ -177,35 +177,35 @@ class Work:
         return live if self._hold(live) else None
 
     def _hold(self, live: list[Tensor]) -> bool:
-        """Tell whether parameters and gradients are laid out as before, and momenta where they were."""
+        """Return whether parameters and gradients keep their layouts, and momenta their addresses."""
         if self.plan is not None and self.plan.states_moved():
             return False
         moved = self.plan is None or self.plan.params_moved()
         if moved or not self.all_fused:
             return self.layouts.unchanged(self._shards(live)) and self.own.unchanged(self._shards(self.params))
-        # where nothing moved, a square matrix may still have been turned. To change more takes a reinterpretation of
-        # memory that gradients don't follow, which isn't worth a pass over all parameters at each step
+        # without a move, a square matrix may still have been transposed in place. Any other new layout at the same
+        # address reinterprets memory and keeps the gradient: too rare for a check of all parameters at each step
         return self.layouts.unchanged(live) and (not self.squares or self.turned.unchanged(self.squares))
 
     def _shards(self, tensors: list[Tensor]) -> list[Tensor]:
         return list(map(local, tensors)) if self.sharded else tensors
 
     def run(self, optimizer: Optimizer, live: list[Tensor], clip: Tensor | None = None) -> None:
-        """Update everything; `clip` multiplies the gradients."""
+        """Update all parameters; `clip` multiplies the gradients."""
         groups = optimizer.param_groups
         scalars = Scalars(getattr(optimizer, "grad_scale", None), clip, getattr(optimizer, "found_inf", None))
         if self.plan is not None:
             rows = self._rows(groups)
             self.plan = self._current_plan(optimizer, live)
             self.plan.step(rows, scalars, any(group["capturable"] for group in groups))
-            # autograd saves parameters; a raw write must not pass it by
+            # kernels write without raising the version counters that autograd checks
             torch.autograd.graph.increment_version(self.params)
         if not self.all_fused and not (scalars.found_inf is not None and bool(scalars.found_inf)):
             self._run_others(groups, self._local_columns(optimizer, live), _factor(scalars))
         self._advance_rounding(scalars.found_inf)
 
     def _advance_rounding(self, found_inf: Tensor | None) -> None:
-        """Give each random stream its next word; a skipped step leaves them where they are."""
+        """Give each random stream its next word; a skipped step changes none."""
         if found_inf is None:
             if self.rounding:
                 torch._foreach_add_(self.rounding, 1)
@@ -214,7 +214,7 @@ class Work:
             word.add_((found_inf.reshape(()) == 0).to(word.device, non_blocking=True))
 
     def _rows(self, groups: Sequence[dict[str, Any]]) -> Rows:
-        """All groups' hyperparameters, laid out anew only when a number changed."""
+        """Return the hyperparameters of all groups, packed again only if a number changed."""
         now = list(map(numbers, groups))
         varying = any(map(may_vary, now))
         if varying or self._known is None or now != self._known[0]:
@@ -224,7 +224,7 @@ class Work:
         return self._known[1]
 
     def _current_plan(self, optimizer: Optimizer, live: list[Tensor]) -> Plan:
-        """The plan, knowing where everything is now."""
+        """Return a plan with the current addresses."""
         plan = self.plan
         assert plan is not None
         if self.all_fused:
@@ -243,7 +243,7 @@ class Work:
     def norm(
         self, optimizer: Optimizer, live: list[Tensor], max_norm: Tensor, grad_scale: Tensor | None
     ) -> Tensor | None:
-        """(sum of squares, norm, clip coefficient) in one launch per dtype; None when the kernel can't take all."""
+        """Return (sum of squares, norm, clip coefficient), one launch per dtype; None if some take another path."""
         if not self.all_fused or self.plan is None or len({launch.device for launch in self.plan.launches}) != 1:
             return None
         self.plan = self._current_plan(optimizer, live)
@@ -267,14 +267,14 @@ class Work:
             extras = [e for e in (columns.extras[j] for j in own) if e is not None] if mode else []
             group = groups[self.groups[own[0]]]
             row, on_device = row_of(group)
-            for field, t in on_device:  # of another device than these tensors
+            for field, t in on_device:  # on another device than these tensors
                 row = row._replace(**{Row._fields[field]: float(t)})
             row = _scaled(row, None if factor is None else float(factor))
             update_(params, gradients, exp_avgs, extras, mode, row, compiled=bool(group["fused"]))
         self._run_plain(groups, columns, self.plain, factor)
 
     def _run_plain(self, groups: Any, columns: Columns, where: list[int], factor: float | Tensor | None) -> None:
-        """Tensor by tensor, from the definition."""
+        """Update tensor by tensor, by the reference."""
         for j in where:
             group = groups[self.groups[j]]
             p, g, m = (split_complex(c[j]) for c in columns[:3])
@@ -286,7 +286,7 @@ def plain_group_(
     group: dict[str, Any], p: Tensor, g: Tensor, m: Tensor, extra: Tensor | None, mode: int, scales: Tensor | None,
     factor: float | Tensor = 1.0,
 ) -> None:  # fmt: skip
-    """One tensor with its group's options, from the definition."""
+    """Update one tensor with the options of its group, by the reference."""
     lr, wd, factor = (t.to(p.device) if isinstance(t, Tensor) else t for t in (*hyperparameters(group), factor))
     plain_(
         p, g, m, extra, mode, lr=lr, weight_decay=wd, betas=betas_of(group),
@@ -296,7 +296,7 @@ def plain_group_(
 
 
 def rows_of(groups: Sequence[dict[str, Any]]) -> Rows:
-    """All groups' hyperparameters as the table has them."""
+    """Return the hyperparameters of all groups in the layout of the table."""
     rows, places, scalars = [], [], []
     for k, group in enumerate(groups):
         row, on_device = row_of(group)
@@ -308,7 +308,7 @@ def rows_of(groups: Sequence[dict[str, Any]]) -> Rows:
 
 
 def _factor(scalars: Scalars) -> float | Tensor | None:
-    """What gradients are multiplied by; a number where that doesn't wait for a device."""
+    """Return the factor of the gradients; a number if reading it does not wait for a device. None: no factor."""
     scale, clip = scalars.grad_scale, scalars.clip
     if scale is None and clip is None:
         return None
@@ -324,7 +324,7 @@ def _scaled(row: Row, factor: float | None) -> Row:
 
 
 def compiled_step(optimizer: Optimizer) -> None:
-    """One op per 16-bit mode, so that torch.compile sees one opaque call; plain torch where options need it."""
+    """Step inside torch.compile: one opaque op per mode; plain torch for options that the op does not have."""
     groups = optimizer.param_groups
     lists: dict[int, tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor], list[int]]] = {}
     rows = []

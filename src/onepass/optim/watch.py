@@ -1,4 +1,4 @@
-"""Whether tensors are what they were at the last step, asked of a thousand of them in as few calls as torch has."""
+"""Check that tensors are unchanged since the last step: a thousand of them in as few calls as possible."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch import Tensor
 
 
 class Objects:
-    """Tells whether a list still holds the same tensors, in a tenth of the time that `is` takes for each.
+    """Check that a list still holds the same tensors, in a tenth of the time of a loop with `is`.
 
-    Lists are compared in C, by identity first. Two different tensors are compared by their values then: of more than
-    one element that raises, while single ones may be equal and are looked at again.
+    Python compares lists in C, by identity first. It compares different tensors by value: for several elements this
+    raises, but tensors of one element may be equal, so these are checked again with `is`.
     """
 
     def __init__(self, objects: Sequence[Tensor | None]) -> None:
@@ -21,10 +21,10 @@ class Objects:
         self._singles = [(i, t) for i, t in enumerate(objects) if t is not None and t.numel() == 1]
 
     def same_objects(self, objects: list[Any]) -> bool:
-        """Tell whether these are the objects of the constructor."""
+        """Return whether these are the objects of the constructor."""
         try:
             return objects == self._kept and (not self._singles or all(objects[i] is t for i, t in self._singles))
-        except Exception:  # what tensors say of a comparison with others depends on their shapes, devices and types
+        except Exception:  # comparing different tensors raises many kinds of errors
             return False
 
 
@@ -33,11 +33,11 @@ def _layout(t: Tensor) -> tuple[Any, ...]:
 
 
 class Layouts:
-    """Tells whether tensors still have the dtypes, devices, shapes and strides they had.
+    """Check that tensors still have their dtypes, devices, shapes and strides.
 
-    Every step asks, about every gradient: torch's own guard, one call for all tensors, answers in a third of the time
-    that a Python expression takes. It says no more often than needed (after a change of grad mode, for one); then, and
-    where a version of torch hasn't got it, the tensors are looked at one by one.
+    Every step checks every gradient. torch's own guard checks all tensors in one call and takes a third of the time of
+    a Python expression. It also fails for other reasons, such as a change of grad mode. Then, and in versions of torch
+    without it, the tensors are checked one by one.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
@@ -55,7 +55,7 @@ class Layouts:
             pass
 
     def unchanged(self, tensors: Sequence[Tensor]) -> bool:
-        """Tell whether these tensors are laid out like those of the constructor."""
+        """Return whether these tensors have the layouts of those in the constructor."""
         try:
             if self._check is not None and self._check(*tensors):
                 return True

@@ -1,1 +1,1 @@
-"""What several operators need: checks of scores and options, row views, tiles and sums of Triton kernels."""
+"""Code that several operators share: checks of scores and options, row views, tiles and sums of Triton kernels."""

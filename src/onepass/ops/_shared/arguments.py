@@ -12,19 +12,19 @@ from onepass.core import check
 from onepass.core.eager import plain
 from onepass.core.launch import as_rows
 
-# of the fp32 numbers
+# largest finite fp32 number
 LARGEST = torch.finfo(torch.float32).max
 
 
 def scores(op: str, value: Tensor) -> None:
-    """Refuse scores that are no floating-point tensor with a last dimension."""
+    """Raise an error unless the scores are a floating-point tensor of at least one dimension."""
     check.floating(op, "scores", value)
     if value.dim() < 1:
         raise ValueError(f"{op}: scores must have at least one dimension, got a 0-d tensor")
 
 
 def mask(op: str, value: Tensor | None, like: Tensor) -> None:
-    """Refuse a mask that is not bool or does not broadcast to the scores."""
+    """Raise an error for a mask that is not bool, does not broadcast to the scores, or is on another device."""
     if value is None:
         return
     check.tensor(op, "mask", value)
@@ -38,9 +38,9 @@ def mask(op: str, value: Tensor | None, like: Tensor) -> None:
 
 
 def positive(op: str, name: str, value: Any, like: Tensor) -> None:
-    """Refuse anything but a positive number or a tensor of them that broadcasts to scores.shape[:-1].
+    """Raise an error unless value is a positive number, or a tensor of them that broadcasts to scores.shape[:-1].
 
-    The values of a tensor are looked at only on the CPU: on a GPU that would make the host wait.
+    Values of a tensor are checked only on a CPU: on a GPU the host would wait for them.
     """
     if not isinstance(value, Tensor):
         number(op, name, value)
@@ -58,7 +58,7 @@ def positive(op: str, name: str, value: Any, like: Tensor) -> None:
 
 
 def number(op: str, name: str, value: Any, most: float = math.inf) -> None:
-    """Refuse anything but a positive Python number, no larger than `most`."""
+    """Raise an error unless value is a positive Python number of at most `most`."""
     if isinstance(value, bool) or not isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
         raise TypeError(f"{op}: {name} must be a number > 0, got {type(value).__name__}")
     if not value > 0:
@@ -68,7 +68,7 @@ def number(op: str, name: str, value: Any, most: float = math.inf) -> None:
 
 
 def whole(op: str, name: str, value: Any, least: int) -> None:
-    """Refuse anything but an int of at least `least`."""
+    """Raise an error unless value is an int of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
         raise TypeError(f"{op}: {name} must be an int, got {type(value).__name__}")
     if value < least:
@@ -82,47 +82,47 @@ def _broadcasts(shape: torch.Size, to: torch.Size) -> bool:
 
 
 def _visible(value: Tensor) -> bool:
-    """Values can be read without a wait and without upsetting whoever traces this call."""
+    """Return whether the values can be read without waiting for a device and without breaking a trace."""
     return plain(value) and value.device.type == "cpu"
 
 
 def split(value: Tensor | float) -> tuple[Tensor | None, float]:
-    """A tensor or a number → (tensor or None, number): a number needs no tensor, and no launch to fill one.
+    """Return (tensor, 0) for a tensor, (None, number) for a number, which saves the launch that fills a tensor.
 
-    A number that fp32 can't hold means what the largest that it can hold does.
+    A number beyond the range of fp32 becomes the largest fp32 number.
     """
     return (value, 0.0) if isinstance(value, Tensor) else (None, float(min(value, LARGEST)))
 
 
 def per_row(value: Tensor | None, like: Tensor) -> Tensor | None:
-    """A tensor k or eps as one value per row of the flattened scores: a view for 0-d, one small copy at most."""
+    """Return k or eps as one value per row of the flattened scores: a view for 0-d, else at most a small copy."""
     return None if value is None else value.expand(like.shape[:-1]).reshape(math.prod(like.shape[:-1]))
 
 
 def mask_rows(value: Tensor | None, like: Tensor) -> Tensor | None:
-    """The mask as uint8 rows beside as_rows(scores); a mask shared by all rows stays one row with stride 0."""
+    """Return the mask as uint8 rows like as_rows(scores); a mask shared by all rows stays one row with stride 0."""
     return None if value is None else as_rows(value.view(torch.uint8).expand(like.shape))
 
 
 def to_shape(rows: Tensor, value: Tensor, like: Tensor) -> Tensor:
-    """Per-row gradients summed over what broadcasting repeated, in the parameter's own shape and dtype."""
+    """Sum per-row gradients over broadcast dimensions; return them in the shape and dtype of value."""
     return rows.view(like.shape[:-1]).sum_to_size(value.shape).to(value.dtype)
 
 
 def accumulator(like: Tensor) -> torch.dtype:
-    """fp64 for fp64 scores, fp32 for everything else."""
+    """Return fp64 for fp64 scores, fp32 for all others."""
     return torch.promote_types(like.dtype, torch.float32)
 
 
 def torch_rows(like: Tensor, allowed: Tensor | None) -> Tensor:
-    """The scores as the torch path takes them: (R, n) contiguous, -inf where masked."""
+    """Return the scores for the torch path: (R, n), contiguous, in fp32 or wider, -inf where masked."""
     if allowed is not None:
         like = like.masked_fill(~allowed, -math.inf)
     return like.reshape(math.prod(like.shape[:-1]), like.shape[-1]).to(accumulator(like)).contiguous()
 
 
 def from_rows(rows: Tensor, like: Tensor) -> Tensor:
-    """The torch path's gates in the scores' shape and dtype; no view, since nobody may change one in place."""
+    """Return gates in the shape and dtype of the scores; avoid views, which autograd forbids to change in place."""
     rows = rows.to(like.dtype)
     if rows.shape == like.shape:
         return rows
@@ -130,7 +130,7 @@ def from_rows(rows: Tensor, like: Tensor) -> Tensor:
 
 
 def torch_column(value: Tensor | None, number: float, like: Tensor, rows: Tensor) -> Tensor:
-    """Likewise k or eps (R, 1), NaN where nobody could look whether it is > 0."""
+    """Return k or eps as (R, 1) for the torch path; NaN where a tensor's value is not > 0, as it may be unchecked."""
     given = per_row(value, like)
     if given is None:
         return rows.new_full((len(rows), 1), number)

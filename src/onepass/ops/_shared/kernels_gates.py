@@ -15,14 +15,14 @@ CLAMP = tl.constexpr(3)
 
 @triton.jit
 def offsets(s, base, eps):
-    """(s - base)/eps; where base is +inf the +inf scores share k: 0 for them, -inf for the rest."""
+    """Return (s - base)/eps; for base = +inf, the +inf scores share k: 0 for them, -inf for the rest."""
     shared = tl.where(s == INF, 0.0, -INF)
     return tl.where(base == INF, shared, (s - base) * (1.0 / eps))
 
 
 @triton.jit
 def gates_and_slopes(x, KIND: tl.constexpr):
-    """φ(x) and φ'(x); `clamp` is measured from its lower edge."""
+    """Return φ(x) and φ'(x); for `clamp`, x is measured from its lower edge."""
     if KIND == CAPPED_EXP:
         y = tl.exp2(x * LOG2E)
         saturated = x > 0

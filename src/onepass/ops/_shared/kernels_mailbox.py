@@ -1,7 +1,8 @@
 """A mailbox for the programs that share a row: each publishes two numbers per phase and polls those of the others.
 
-A message is one 64-bit word, so that data and signal arrive together. Its sign tells apart the two phases that use the
-same slot. All programs of a team run at once (a cooperative launch), so that each message arrives.
+A message is one 64-bit word, so that data and signal arrive together. Phases alternate between two slots; the sign of a
+word alternates between the phases of one slot. A cooperative launch runs all programs of a team at once, so that every
+message arrives.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ PATIENCE = tl.constexpr(1 << 20)
 
 @triton.jit
 def publish(ptr, first, second, phase):
-    """Send a float and a number ≥ 0 to the team; the second's sign bit tells apart the two phases that share a slot."""
+    """Publish a float and a number ≥ 0, whose sign bit holds the parity of the phases of this slot."""
     low = first.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
     high = (second.to(tl.int32, bitcast=True) & 0x7FFFFFFF) | ((1 - (phase // 2) % 2) << 31)
     tl.atomic_xchg(ptr, (high.to(tl.int64) << 32) | low, sem="relaxed")
@@ -29,7 +30,7 @@ def publish(ptr, first, second, phase):
 
 @triton.jit
 def poll(ptr, phase, TEAM: tl.constexpr, WIDTH: tl.constexpr):
-    """Read what every member published in this phase, 0 beyond the team. Waits for PATIENCE polls at most."""
+    """Return what each member published in this phase, 0 beyond the team; give up after PATIENCE polls."""
     ptrs = ptr + tl.arange(0, WIDTH)
     here = tl.arange(0, WIDTH) < TEAM
     negative = (phase // 2) % 2 == 0
@@ -50,7 +51,7 @@ def add_ready(a0, b0, ready0, a1, b1, ready1):
 
 @triton.jit
 def poll_sums(ptr, phase, TEAM: tl.constexpr, WIDTH: tl.constexpr):
-    """Both sums of what members have published, and whether all have: one exchange between the warps."""
+    """Return both sums of what members have published, and whether all have: one exchange between the warps."""
     here = tl.arange(0, WIDTH) < TEAM
     slots = tl.load(ptr + tl.arange(0, WIDTH), mask=here, other=0, volatile=True)
     first = slots.to(tl.int32).to(tl.float32, bitcast=True)
@@ -61,7 +62,7 @@ def poll_sums(ptr, phase, TEAM: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def team_sums(a, b, mailbox_ptr, member, phase, TEAM: tl.constexpr, WIDTH: tl.constexpr):
-    """Sum both numbers over the team, if there is one; the second is ≥ 0."""
+    """Return both sums over the team (TEAM = 0: a and b themselves) and the next phase; b is ≥ 0."""
     if TEAM > 0:
         slots = mailbox_ptr + (phase % 2) * TEAM
         publish(slots + member, a, b, phase)
@@ -74,7 +75,7 @@ def team_sums(a, b, mailbox_ptr, member, phase, TEAM: tl.constexpr, WIDTH: tl.co
 
 
 class Team(NamedTuple):
-    """Programs per row, rows at a time, columns of a program, slots that are looked at, and the launch options."""
+    """Launch shape of a team: programs per row, teams, columns per program, slots that are read, launch options."""
 
     size: int
     teams: int
@@ -84,7 +85,7 @@ class Team(NamedTuple):
 
 
 def team_of(s: Tensor, block_c: int, warps: int, per_sm: int) -> Team | None:
-    """The launch of a team per long row, whose programs all fit on the GPU at once; None where they do not."""
+    """Return the team for a long row; None if its programs do not fit the GPU at once, or not on NVIDIA."""
     if INTERPRET or torch.version.hip is not None:
         return None
     n_rows, n_cols = s.shape
@@ -92,12 +93,12 @@ def team_of(s: Tensor, block_c: int, warps: int, per_sm: int) -> Team | None:
     teams = min(n_rows, sm_count(s) * per_sm // size)
     if not teams:
         return None
-    # a slot per thread: with fewer, all warps would read the same ones
+    # one slot per thread: with fewer slots, several warps would read the same ones
     width = next_power_of_2(max(size, 32 * warps))
     return Team(size, teams, block_c, width, {"launch_cooperative_grid": True, **resident(warps, per_sm)})
 
 
 def resident(warps: int, per_sm: int) -> dict[str, Any]:
-    """Launch options under which a multiprocessor of an NVIDIA GPU (65536 registers) holds several programs."""
+    """Return launch options with which an NVIDIA multiprocessor (65536 registers) holds `per_sm` programs."""
     limit = {} if torch.version.hip is not None else {"maxnreg": min(248, 65536 // (32 * warps * per_sm) // 8 * 8)}
     return {"num_warps": warps, **limit}

@@ -13,35 +13,35 @@ from onepass.core.launch import INTERPRET, aligned, cdiv, even_rows, next_power_
 
 LOG2E = tl.constexpr(1.4426950408889634)
 INF = tl.constexpr(float("inf"))
-# the interpreter runs a reduction with its own combine function element by element
+# under the interpreter, reduce one sum at a time: it runs a custom combine function element by element
 SEPARATE = tl.constexpr(INTERPRET)
 
-# arguments that kernels take as they come, so that `launch` can skip Triton's look at them
+# arguments that kernels do not specialise on, so that `launch` skips Triton's check of their values
 SIZES = (
     "gy_row_stride", "s_row_stride", "k_stride", "eps_stride", "mask_row_stride", "n_rows", "n_cols", "n_splits",
     "tiles", "n_iters", "n_changing",
 )  # fmt: skip
-# elements one warp holds in registers: as many as they allow, or half, since more warps hide what a pass waits for
+# elements that one warp holds in registers: as many as fit, or half, since more warps hide more latency
 PER_WARP = 1024
 HALF_PER_WARP = 512
-# columns beyond which a warp holds twice as much, so that several rows fit, or fewer warps have to wait
+# columns beyond which a warp holds 2·PER_WARP: then several rows fit, or fewer warps wait for each other
 CROWDED = 4096
 # most rows of one program
 MAX_ROWS = 32
-# columns of a long row that one program takes, and the most programs per row (their partial sums are all read by each)
+# columns of a long row per program, and the most programs per row, as each reads the partials of all
 CHUNK = 8192
 MAX_SPLITS = 256
-# columns of such a chunk in registers at a time
+# columns of a chunk that are in registers at a time
 TILE = 4096
 
 
-# A tile is (rows × cols), with rows (R, 1), cols (1, C) and everything kept per row (R, 1); but with one row, rows and
-# what is kept per row are scalars and the tile is (C,): tensors of one element cost Triton 3.6 dearly.
+# A tile of several rows is (R, C), with rows (R, 1), cols (1, C) and values per row (R, 1). A tile of one row is (C,),
+# with scalars for rows and values per row: tensors of one element are slow in Triton 3.6.
 
 
 @triton.jit
 def tile_rows(BLOCK_R: tl.constexpr):
-    """The rows of this program."""
+    """Return the rows of this program."""
     first = tl.program_id(0).to(tl.int64) * BLOCK_R
     if BLOCK_R > 1:
         first += tl.arange(0, BLOCK_R)[:, None]
@@ -50,7 +50,7 @@ def tile_rows(BLOCK_R: tl.constexpr):
 
 @triton.jit
 def tile_cols(first, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
-    """BLOCK_C columns from `first` on."""
+    """Return BLOCK_C columns from `first` on."""
     cols = first + tl.arange(0, BLOCK_C)
     if BLOCK_R > 1:
         cols = cols[None, :]
@@ -59,7 +59,7 @@ def tile_cols(first, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
 
 @triton.jit
 def within(rows, cols, n_rows, n_cols, BLOCK_R: tl.constexpr):
-    """Where a tile lies inside of the tensor."""
+    """Return the mask of a tile: where it lies inside the tensor."""
     if BLOCK_R > 1:
         inside = (rows < n_rows) & (cols < n_cols)
     else:
@@ -69,7 +69,7 @@ def within(rows, cols, n_rows, n_cols, BLOCK_R: tl.constexpr):
 
 @triton.jit
 def row_sum(x, BLOCK_R: tl.constexpr):
-    """Sum of each row."""
+    """Return the sum of each row."""
     if BLOCK_R > 1:
         total = tl.sum(x, 1, keep_dims=True)
     else:
@@ -79,7 +79,7 @@ def row_sum(x, BLOCK_R: tl.constexpr):
 
 @triton.jit
 def row_max(x, BLOCK_R: tl.constexpr):
-    """Largest of each row."""
+    """Return the maximum of each row."""
     if BLOCK_R > 1:
         top = tl.max(x, 1, keep_dims=True)
     else:
@@ -89,7 +89,7 @@ def row_max(x, BLOCK_R: tl.constexpr):
 
 @triton.jit
 def largest(x, BLOCK_R: tl.constexpr):
-    """Of a number per row, the largest."""
+    """Return the maximum over the rows of one value per row."""
     if BLOCK_R > 1:
         x = tl.max(x)
     return x
@@ -102,7 +102,7 @@ def add_pairs(a0, b0, a1, b1):
 
 @triton.jit
 def pair_sum(a, b, BLOCK_R: tl.constexpr):
-    """Both sums of each row, through one exchange between the warps."""
+    """Return the sums of a and of b per row, by one exchange between the warps."""
     if SEPARATE:
         a, b = row_sum(a, BLOCK_R), row_sum(b, BLOCK_R)
     elif BLOCK_R > 1:
@@ -117,7 +117,7 @@ def load_scores(
     s_ptr, mask_ptr, rows, cols, s_row_stride, mask_row_stride, n_rows, n_cols, HAS_MASK: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """A tile of scores in fp32, -inf where masked or outside."""
+    """Load a tile of scores in fp32, -inf where masked or outside."""
     inside = within(rows, cols, n_rows, n_cols, BLOCK_R)
     s = tl.load(s_ptr + rows * s_row_stride + cols, mask=inside, other=-float("inf")).to(tl.float32)
     if HAS_MASK:
@@ -128,14 +128,14 @@ def load_scores(
 
 @triton.jit
 def load_gradient(gy_ptr, rows, cols, gy_row_stride, n_rows, n_cols, BLOCK_R: tl.constexpr):
-    """A tile of the upstream gradient in fp32, 0 outside."""
+    """Load a tile of the upstream gradient in fp32, 0 outside."""
     inside = within(rows, cols, n_rows, n_cols, BLOCK_R)
     return tl.load(gy_ptr + rows * gy_row_stride + cols, mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def load_option(ptr, stride, value, rows, n_rows, HAS: tl.constexpr):
-    """K or eps of each row: from a tensor of any dtype, or one number for all."""
+    """Return k or eps of each row in fp32: from a tensor of any dtype, or one number for all."""
     if HAS:
         option = tl.load(ptr + rows * stride, mask=rows < n_rows, other=1.0).to(tl.float32)
     else:
@@ -144,7 +144,7 @@ def load_option(ptr, stride, value, rows, n_rows, HAS: tl.constexpr):
 
 
 class Shape(NamedTuple):
-    """Rows and columns of one program's tile, warps, programs along the rows and along the columns of a row."""
+    """Launch shape: rows and columns of a tile, warps, programs over the rows, splits of a row, columns per split."""
 
     block_r: int
     block_c: int
@@ -155,14 +155,14 @@ class Shape(NamedTuple):
 
 
 def shape(n_rows: int, n_cols: int, per_warp: int, max_cols: int) -> Shape:
-    """The one launch formula. It depends on n_cols alone (but for the grid), so a row's result never depends on others.
+    """Return the launch shape. Only the grid depends on n_rows, so the result of a row is the same in every batch.
 
-    Up to max_cols columns a row stays in one program's registers, with several rows per warp when they are short;
-    beyond, a row is cut into chunks, one program each.
+    A row of up to max_cols columns stays in one program's registers; short rows share a warp. Longer rows are split
+    into chunks, one program each.
     """
     if n_cols <= max_cols:
         block_c = next_power_of_2(n_cols)
-        # rows that share a warp need registers for the state of each
+        # divided by 2: rows that share a warp need registers for the values per row
         block_r = max(1, min(MAX_ROWS, per_warp // (2 * block_c)))
         return Shape(block_r, block_c, min(32, max(1, block_c // per_warp)), cdiv(n_rows, block_r), 1, block_c)
     chunk = cdiv(max(CHUNK, cdiv(n_cols, MAX_SPLITS)), TILE) * TILE
@@ -172,16 +172,16 @@ def shape(n_rows: int, n_cols: int, per_warp: int, max_cols: int) -> Shape:
 def even(
     s: Tensor, k: Tensor | None, eps: Tensor | None, mask: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """What a forward pass reads, copied where it lies unevenly: the order of a row's sums is then its width's alone."""
+    """Return the inputs of forward, copied if not aligned: then only the width decides the order of a row's sums."""
     k, eps = (None if value is None else aligned(value) for value in (k, eps))
     return even_rows(s), k, eps, None if mask is None else even_rows(mask)
 
 
 def stride(value: Tensor | None) -> int:
-    """Step between the rows of an optional tensor."""
+    """Return the stride between the rows of an optional tensor; 0 for None."""
     return 0 if value is None else value.stride(0)
 
 
 def scratch(like: Tensor, *size: int) -> Tensor:
-    """An uninitialised fp32 buffer beside a tensor."""
+    """Return an uninitialised fp32 buffer on the device of a tensor."""
     return torch.empty(size, dtype=torch.float32, device=like.device)

@@ -1,4 +1,4 @@
-"""What the specs of soft_topk, coor_descent and topk share: masks, refusals, signatures of kernels."""
+"""Parts that the specs of soft_topk, coor_descent and topk share: masks, bad calls, kernel signatures."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from onepass.core.spec import BadCall
 
 
 def some_mask(like: Tensor, *shape: int) -> Tensor:
-    """A fixed mask with a few holes, a fully masked first row when there are several."""
+    """Return a fixed mask with a few holes; of several rows, the first is fully masked."""
     flat = torch.arange(math.prod(shape)) % 7 != 3
     out = flat.view(shape)
     if len(shape) > 1 and shape[0] > 1:
@@ -22,12 +22,12 @@ def some_mask(like: Tensor, *shape: int) -> Tensor:
 
 
 def tensors(*shape: int) -> Tensor:
-    """Random numbers, the same each time."""
+    """Return random numbers, the same each time."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(7))
 
 
 def arguments_refused(name: str, call: Callable[..., Any]) -> Iterator[BadCall]:
-    """What all three refuse: `call(scores, k, mask)`."""
+    """Yield the bad calls of all three operators; `call` takes (scores, k, mask)."""
     ones = torch.ones(2, 3)
     yield BadCall(f"{name} list", lambda: call([1.0], 1, None), TypeError, f"{name}: scores must be a tensor, got list")
     yield BadCall(f"{name} 0-d", lambda: call(torch.ones(()), 1, None), ValueError, "0-d")
@@ -49,7 +49,7 @@ DIVISIBLE = ("s_ptr", "y_ptr", "gy_ptr", "ds_ptr", "mask_ptr", "s_row_stride", "
 
 
 def signature(names: str, dtype: str) -> dict[str, str]:
-    """Triton types of a kernel's arguments by their names."""
+    """Return the Triton types of kernel arguments by their names."""
     types = dict.fromkeys(_SIZES, "i32") | dict.fromkeys(_NUMBERS, "fp32") | {"mask_ptr": "*u8", "mailbox_ptr": "*i64"}
     types |= dict.fromkeys(("s_ptr", "y_ptr", "gy_ptr", "ds_ptr"), f"*{dtype}")
     return {n: types.get(n, "*fp32") for n in names.split()}

@@ -1,4 +1,4 @@
-"""The update of CPU tensors in a single pass over memory, by torch.compile, for those who ask for it."""
+"""The update of CPU tensors in one pass over memory, by torch.compile; opt-in (`fused=True`)."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ Update = Callable[[Tensor, Tensor, Tensor, "Tensor | None", Tensor], None]
 
 @functools.cache
 def one_pass(mode: int, cautious_decay: bool) -> Update:
-    """The compiled update of one mode.
+    """Return the compiled update of one mode.
 
-    The first call with each combination of dtypes takes seconds and a C++ compiler; other lengths and hyperparameters
-    don't compile again.
+    The first call with each combination of dtypes takes seconds and needs a C++ compiler. Other lengths and
+    hyperparameters reuse the compiled code.
     """
 
     def update_(p: Tensor, g: Tensor, m: Tensor, extra: Tensor | None, hyper: Tensor) -> None:
-        """`hyper`: lr, weight decay, β1, (1 − β1)·factor, β2, (1 − β2)·factor, in the dtype to compute in."""
+        """Update in place; hyper: lr, weight decay, β1, (1 − β1)·factor, β2, (1 − β2)·factor in the compute dtype."""
         lr, weight_decay, beta1, rest1, beta2, rest2 = hyper.unbind()
         value, grad, momentum = widen(p, extra, mode, hyper.dtype), g.to(hyper.dtype), m.to(hyper.dtype)
         s = sign(momentum * beta1 + grad * rest1)

@@ -1,7 +1,7 @@
-"""int8 momenta in the kernels: codes to numbers and back.
+"""int8 momenta in the kernels: convert codes to numbers and back, as storage.py defines them.
 
-With PTX, a few instructions of NVIDIA's assembly do four elements at a time; without it (AMD, the interpreter), plain
-Triton does the same. The codes are those of storage.py.
+With PTX, NVIDIA's assembly, a few instructions convert four elements at a time. AMD and the interpreter use plain
+Triton.
 """
 
 from __future__ import annotations
@@ -9,11 +9,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# a code stands for (|code| / 127)^4 of the scale; the kernels take fourth powers of code / 256, which are exact
+# a code means (|code| / 127)^4 of the scale; kernels raise code / 256, which is exact, and multiply the scale by LEVELS
 LEVELS = tl.constexpr((256 / 127) ** 4)
 
-# bytes y = code + 128 go into the bits of 195 + y/256 (and a constant below), from which subtracting leaves code / 256.
-# y = 0, the code of nan, raises the upper bytes to 0xFF: a nan. x·|x| twice is the fourth power with the sign
+# byte y = code + 128 becomes part of the float with bits 0x4343yy43, 195 + y/256 + a constant; subtracting the float of
+# y = 128 leaves code / 256. y = 0, the code of nan, sets the upper bytes to 0xFF: a nan. x·|x|, applied twice, is the
+# fourth power with the sign of x
 _FROM_CODES = tl.constexpr(
     """{
     .reg .b32 y, upper, w;
@@ -41,8 +42,8 @@ _FROM_CODES = tl.constexpr(
     + "}"
 )
 
-# 1.5·2^23 + 127 − 127·root has 127 − code in its lowest byte, which is code ^ 0x7F; that of a nan is 0xFF, of which the
-# same makes −128
+# the float 1.5·2^23 + 127 − 127·root has 127 − code in its lowest byte, and XOR with 0x7F gives code. A nan has 0xFF
+# there, which gives −128
 _TO_CODES = tl.constexpr(
     """{
     .reg .f32 root;
@@ -70,7 +71,7 @@ _TO_CODES = tl.constexpr(
 
 @triton.jit
 def from_codes(code, PTX: tl.constexpr):
-    """int8 → fp32 (code / 256)^4 with the code's sign; −128 is nan."""
+    """Return (code / 256)^4 in fp32 with the sign of the int8 code; −128 gives nan."""
     if PTX:
         return tl.inline_asm_elementwise(_FROM_CODES, "=f,=f,=f,=f,r", [code], tl.float32, True, 4)
     x = code.to(tl.float32) * (1.0 / 256.0)
@@ -80,7 +81,7 @@ def from_codes(code, PTX: tl.constexpr):
 
 @triton.jit
 def to_codes(x, inverse, PTX: tl.constexpr):
-    """fp32 and the reciprocals of their scales → int8."""
+    """Return the int8 codes of fp32 x, from the reciprocals of their scales."""
     if PTX:
         return tl.inline_asm_elementwise(_TO_CODES, "=r,f,f,f,f,f,f,f,f", [x, inverse], tl.int8, True, 4)
     share = tl.minimum(tl.abs(x) * inverse, 1.0)
@@ -91,7 +92,7 @@ def to_codes(x, inverse, PTX: tl.constexpr):
 
 @triton.jit
 def per_element(value, BLOCK: tl.constexpr):
-    """(BLOCK / 256,) → (BLOCK,), each value 256 times."""
+    """Repeat each of (BLOCK / 256,) values 256 times: (BLOCK,)."""
     return tl.reshape(tl.broadcast_to(value[:, None], (BLOCK // 256, 256)), (BLOCK,))
 
 
@@ -101,7 +102,7 @@ def load_codes(
     s_ptr,  # (⌈n / 256⌉,) fp32
     offset, n, beta1, beta2, MASKED: tl.constexpr, BLOCK: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """β1·m and β2·m; the factors are multiplied once per scale."""
+    """Return β1·m and β2·m in fp32; β1 and β2 are multiplied into the scales, once per 256 elements."""
     which = offset // 256 + tl.arange(0, BLOCK // 256)
     if MASKED:
         scale = tl.load(s_ptr + which, mask=which * 256 < n, other=0.0) * LEVELS
@@ -113,10 +114,10 @@ def load_codes(
 
 @triton.jit
 def store_scales(x, s_ptr, offset, n, MASKED: tl.constexpr, BLOCK: tl.constexpr, PTX: tl.constexpr):
-    """Write the largest finite |x| of each 256; return their reciprocals, one for each element."""
+    """Store a scale, the largest |x| without nans, per 256 elements; return the reciprocals, one per element."""
     COUNT: tl.constexpr = BLOCK // 256
-    # eight elements in a thread, compared as numbers, which passes nans by; then across the warp as the integers that
-    # their bits are: one instruction
+    # a thread takes the maximum of its eight elements as floats, which ignores nan; the warp takes it of their bits as
+    # integers, which is one instruction
     largest = tl.max(tl.abs(tl.reshape(x, (COUNT, 32, 8))), 2)
     largest = tl.where(largest == largest, largest, 0.0).to(tl.int32, bitcast=True)
     largest = tl.max(largest, 1).to(tl.float32, bitcast=True)
@@ -128,7 +129,7 @@ def store_scales(x, s_ptr, offset, n, MASKED: tl.constexpr, BLOCK: tl.constexpr,
     else:
         inverse = 1.0 / bounded
     if PTX and not MASKED:
-        # tl.store would move the few scales to other threads first, through shared memory and a barrier
+        # tl.store would first move the few scales to other threads, through shared memory and a barrier
         tl.inline_asm_elementwise(
             "st.global.f32 [$1], $2; mov.b32 $0, 0;", "=r,l,f", [address.to(tl.int64), scale], tl.int32, False, 1
         )

@@ -1,4 +1,4 @@
-"""The Triton kernels of Lion: the step over a table of tensors, and the norm of their gradients."""
+"""Triton kernels of Lion: the step over a table of tensors, and the norm of their gradients."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from .storage import REMAINDER, STOCHASTIC
 
 @triton.jit
 def sign(u):
-    """−1, 0 or 1; |nan| > 0 is false, so that a nan stays one: it must reach the weight."""
+    """Return −1, 0 or 1, and nan for nan (|nan| > 0 is false): the weight must show it."""
     one = ((u.to(tl.int32, bitcast=True) & -0x80000000) | 0x3F800000).to(tl.float32, bitcast=True)
     return tl.where(tl.abs(u) > 0, one, u)
 
 
 @triton.jit
 def join_bits(high, low):
-    """Upper and lower half (int16, int16) → the fp32 value whose bits are high·2^16 + low."""
+    """Return the fp32 value with bits high·2^16 + low, from two int16 halves."""
     return ((high.to(tl.int32) << 16) + low.to(tl.int32)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def split_bits(x):
-    """fp32 → (bf16 bits rounded half up, remainder), both int16; every nan becomes the one that survives rounding."""
+    """Return (bf16 bits rounded half up, remainder) of fp32 x, both int16; every nan becomes 0x7FC00000."""
     bits = tl.where(x == x, x.to(tl.int32, bitcast=True), 0x7FC00000)
     high = (bits + 0x8000) >> 16
     return high.to(tl.int16), (bits - (high << 16)).to(tl.int16)
@@ -37,7 +37,7 @@ def split_bits(x):
 
 @triton.jit
 def mix(x):
-    """A 32-bit hash of uint32: two multiplications, three shifts."""
+    """Return a 32-bit hash of uint32: two multiplications, three shifts."""
     x = (x ^ (x >> 16)) * 0x7FEB352D
     x = (x ^ (x >> 15)) * 0x846CA68B
     return x ^ (x >> 16)
@@ -45,7 +45,7 @@ def mix(x):
 
 @triton.jit
 def stream_keys(word_ptr):
-    """The two keys of one step of one tensor, from its int64 word."""
+    """Return the two random keys of one step of one tensor, from its int64 word."""
     word = tl.load(word_ptr)
     low = word.to(tl.uint32)
     key0 = mix(low ^ mix((word >> 32).to(tl.uint32)))
@@ -54,9 +54,9 @@ def stream_keys(word_ptr):
 
 @triton.jit
 def round_stochastically(x, offset, at, key0, key1, P_TYPE: tl.constexpr, BLOCK: tl.constexpr):
-    """fp32 → bf16 bits (int16) or fp16, up with the probability of the part that is cut off."""
+    """Round fp32 to bf16 bits (int16) or fp16, away from zero with the probability of the cut-off part."""
     lane = offset.to(tl.uint32) + tl.arange(0, BLOCK).to(tl.uint32)
-    # a tile lies on one side of every multiple of 2^32
+    # a tile crosses no multiple of 2^32: the upper half of the offset is the same for all its elements
     r = lane ^ mix(key0 ^ (offset >> 32).to(tl.uint32))
     r = (r ^ (r >> 16)) * 0x7FEB352D
     r = ((r ^ (r >> 15)) + key1) * 0x846CA68B
@@ -68,7 +68,7 @@ def round_stochastically(x, offset, at, key0, key1, P_TYPE: tl.constexpr, BLOCK:
         rounded = (tl.where(finite, bits + noise, special) >> 16).to(tl.int16)
     else:
         cut = ((bits + (noise & 0x1FFF)) & -0x2000).to(tl.float32, bitcast=True)
-        # below the smallest normal number the spacing is 2^-24 whatever the exponent
+        # below the smallest normal number the spacing is 2^-24 for every exponent
         steps = tl.floor(tl.abs(x) * 16777216.0 + noise.to(tl.float32) * (1.0 / 65536.0))
         small = tl.where(x < 0, -steps, steps) * (1.0 / 16777216.0)
         cut = tl.where(tl.abs(x) < 6.103515625e-05, small, cut)
@@ -82,7 +82,7 @@ def load_momentum(
     s_ptr,  # (⌈n / 256⌉,) fp32 scales of the codes; unused for other momenta
     offset, n, at, beta1, beta2, M_TYPE: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """β1·m and β2·m in fp32."""
+    """Return β1·m and β2·m in fp32."""
     if MASKED:
         m = tl.load(m_ptr + at, mask=at < n, other=0)
     else:
@@ -100,7 +100,7 @@ def agreement(
     g_ptr, m_ptr, s_ptr, offset, n, factor, beta1, rest1, M_TYPE: tl.constexpr, MASKED: tl.constexpr,
     BLOCK: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """1 where the update has the gradient's sign, else 0; pointers as in `update_tile`."""
+    """Return 1 where the update has the gradient's sign, else 0; pointers as in `update_tile`."""
     at = offset + tl.arange(0, BLOCK)
     m1, _ = load_momentum(m_ptr, s_ptr, offset, n, at, beta1, beta1, M_TYPE, MASKED, BLOCK, PTX)
     if MASKED:
@@ -108,7 +108,7 @@ def agreement(
     else:
         g = tl.load(g_ptr + at)
     g = g.to(tl.float32)
-    # a product of signs: that of tiny numbers would be zero
+    # take the sign first: the product of two tiny numbers would underflow to 0
     return (sign(tl.fma(g, rest1 * factor, m1)) * (g * factor) > 0).to(tl.int32)
 
 
@@ -123,10 +123,12 @@ def update_tile(
     P_TYPE: tl.constexpr, M_TYPE: tl.constexpr, MODE: tl.constexpr, CAUTIOUS: tl.constexpr,
     CAUTIOUS_DECAY: tl.constexpr, STREAM: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Every product that is added is an explicit fma, so that all variants of the kernel round alike: that is what
-    makes bf16 + remainder the same bits as fp32.
+    """Update one tile in place.
+
+    Every product that is added is an explicit fma, so that all variants of the kernel round alike: bf16 + remainder
+    then has the same bits as fp32.
     """
-    # STREAM: gradients are read for the last time here, and nothing written is read again soon
+    # STREAM: gradients are read for the last time, and results are not read again soon
     first: tl.constexpr = "evict_first" if STREAM else ""
     through: tl.constexpr = ".cs" if STREAM else ""
     at = offset + tl.arange(0, BLOCK)
@@ -157,7 +159,7 @@ def update_tile(
         s = s * tl.where(s * (g * factor) > 0, agreeing, disagreeing)
     decay = wd
     if CAUTIOUS_DECAY:
-        # cautious_decay is 0 or 1: decay only what the update moves towards zero
+        # cautious_decay is 0 or 1; 1: decay only weights that the update moves towards zero
         decay = tl.where(s * value > 0, wd, wd * (1.0 - cautious_decay))
     new = tl.fma(tl.fma(value, decay, s), -lr, value)
     new_m = tl.fma(g, rest2 * factor, m2)
@@ -170,11 +172,11 @@ def update_tile(
         new_p = new.to(p.dtype)
         if MODE == 2:
             lost = new - new_p.to(tl.float32)
-            # an infinite weight has nothing to compensate: inf − inf would turn it into nan
+            # an infinite weight needs no compensation: inf − inf would turn it into nan
             new_e = tl.where(tl.abs(lost) < float("inf"), lost, 0.0).to(e.dtype)
     if M_TYPE == "i8":
         if MASKED:
-            # what lies behind the end was loaded as zeros and can't be the largest
+            # 0 beyond the end never is the maximum that sets the scale
             new_m = tl.where(inside, new_m, 0.0)
         new_m = to_codes(new_m, store_scales(new_m, s_ptr, offset, n, MASKED, BLOCK, PTX), PTX)
     else:
@@ -193,7 +195,7 @@ def update_tile(
 
 @triton.jit
 def pointer(word_ptr, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
-    """An address from the table, with the promise that lets the compiler use 16-byte loads."""
+    """Return an address of the table as a pointer; ALIGNED promises the compiler multiples of 16 bytes."""
     word = tl.load(word_ptr)
     if TYPE == "fp32":
         address = word.to(tl.pointer_type(tl.float32))
@@ -214,9 +216,10 @@ def pointer(word_ptr, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
 
 @triton.jit
 def find_tensor(first_ptr, coarse_ptr, chunk, n_tensors, SPAN: tl.constexpr):
-    """The tensor that a chunk belongs to.
+    """Return the index of the tensor that a chunk belongs to.
 
-    A coarse map says where the span of chunks begins; the tensors that begin inside it are counted in one load.
+    A coarse map gives the tensor at the start of the chunk's span; one load counts the tensors that begin before the
+    chunk inside the span.
     """
     begin = tl.load(coarse_ptr + chunk // SPAN)
     ahead = begin + 1 + tl.arange(0, SPAN)
@@ -226,9 +229,9 @@ def find_tensor(first_ptr, coarse_ptr, chunk, n_tensors, SPAN: tl.constexpr):
 
 @triton.jit(do_not_specialize=["n_tensors", "n_groups"])
 def step_kernel(
-    table_ptr,  # int64 words as table.py lays them out: hyperparameters, addresses, sizes, groups, chunks
+    table_ptr,  # int64 words, see table.py: hyperparameters, addresses, sizes, groups, chunks
     scale_ptr,  # () fp32: gradients are this much too large; any pointer when HAS_SCALE is false
-    clip_ptr,  # () fp32: what gradients are multiplied by; any pointer when HAS_CLIP is false
+    clip_ptr,  # () fp32: multiplies gradients; any pointer when HAS_CLIP is false
     found_inf_ptr,  # () fp32: non-zero skips the step; any pointer when HAS_FOUND_INF is false
     agreed_ptr,  # (n_tensors,) int64: elements whose update agrees with the gradient; any pointer unless CAUTIOUS
     n_tensors,
@@ -238,9 +241,9 @@ def step_kernel(
     HAS_SCALE: tl.constexpr, HAS_CLIP: tl.constexpr, HAS_FOUND_INF: tl.constexpr, COUNT: tl.constexpr,
     STREAM: tl.constexpr, SPAN: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """One chunk, TILES·BLOCK elements of one tensor, per program.
+    """Update one chunk, TILES·BLOCK elements of one tensor, per program.
 
-    COUNT: nothing is updated, but the elements whose update agrees with the gradient are counted.
+    COUNT: count the elements whose update agrees with the gradient, without updating.
     """
     if HAS_FOUND_INF:
         if tl.load(found_inf_ptr) != 0:
@@ -282,7 +285,7 @@ def step_kernel(
                 agreed += agreement(g_ptr, m_ptr, s_ptr, offset, n, factor, beta1, rest1, M_TYPE, False, BLOCK, PTX)
             elif offset < n:
                 agreed += agreement(g_ptr, m_ptr, s_ptr, offset, n, factor, beta1, rest1, M_TYPE, True, BLOCK, PTX)
-        # integers: the order of the sum doesn't matter
+        # integers: the order of the sum does not matter
         tl.atomic_add(agreed_ptr + tensor, tl.sum(agreed, 0).to(tl.int64), sem="relaxed")
     else:
         agreeing = 1.0
@@ -314,9 +317,9 @@ def step_kernel(
 
 @triton.jit(do_not_specialize=["n_tensors", "n_groups", "n_chunks"])
 def norm_kernel(
-    table_ptr,  # the table that the step reads too
+    table_ptr,  # the table of `step_kernel`
     before_ptr,  # () fp32: sum of squares of earlier launches; any pointer when HAS_BEFORE is false
-    partial_ptr,  # (programs,) fp32: room for the sums of the programs
+    partial_ptr,  # (programs,) fp32: partials, one per program
     ticket_ptr,  # () int32, zero before and after
     out_ptr,  # (3, 4) fp32, in the first column: sum of squares so far, its root, clip coefficient
     max_norm_ptr,  # () fp32
@@ -327,8 +330,10 @@ def norm_kernel(
     G_TYPE: tl.constexpr, ALIGNED: tl.constexpr, HAS_BEFORE: tl.constexpr, HAS_SCALE: tl.constexpr,
     SPAN: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
-    """Norm of all gradients. Each program sums a run of chunks; the last one to finish adds up the programs' sums in
-    their order, so that the result is the same bits each time.
+    """Compute the norm of all gradients and the clip coefficient.
+
+    Each program sums a run of chunks. The last one to finish adds the partials in a fixed order, so that the result has
+    the same bits each time.
     """
     program = tl.program_id(0)
     address_ptr = table_ptr + n_groups * 5
@@ -343,7 +348,7 @@ def norm_kernel(
         first = tl.load(first_ptr + tensor)
         n = tl.load(size_ptr + tensor)
         g_ptr = pointer(address_ptr + tensor, G_TYPE, ALIGNED)
-        # as far as this program's run and this tensor go
+        # stop at the end of this program's run or of this tensor
         offset = (chunk - first) * CHUNK
         until = tl.minimum((end - first) * CHUNK, n)
         while offset + BLOCK <= until:
@@ -362,7 +367,7 @@ def norm_kernel(
         squares = tl.zeros((1024,), tl.float32)
         for start in range(0, PROGRAMS, 1024):
             inside = start + lane < PROGRAMS
-            # past the L1 cache, which may hold older sums
+            # bypass the L1 cache, which may hold stale partials
             squares += tl.load(partial_ptr + start + lane, mask=inside, other=0.0, cache_modifier=".cg")
         square = tl.sum(squares, 0)
         if HAS_BEFORE:
@@ -378,7 +383,7 @@ def norm_kernel(
         tl.store(ticket_ptr, 0)
 
 
-# inline assembly is NVIDIA's
+# inline assembly needs an NVIDIA GPU
 PTX = not INTERPRET and torch.version.hip is None
 
 TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int8: "i8"}
@@ -403,17 +408,17 @@ def launch(
 
     Args:
         table: as `table.py` lays it out.
-        n_chunks: of all tensors.
-        n_tensors: in the table.
-        n_groups: in the table.
+        n_chunks: chunks of all tensors.
+        n_tensors: tensors in the table.
+        n_groups: param groups in the table.
         dtypes: of parameter, gradient, momentum.
-        mode: how a 16-bit parameter is kept.
+        mode: how a 16-bit parameter is stored, see storage.py.
         aligned: all addresses are multiples of 16.
-        agreed: for cautious updates, a counter per tensor.
-        cautious_decay: some group has a cautious weight decay.
-        grad_scale: gradients are divided by it.
-        clip: gradients are multiplied by it.
-        found_inf: non-zero skips everything.
+        agreed: for cautious updates, (n_tensors,) int64 counters; else None.
+        cautious_decay: whether any group has a cautious weight decay.
+        grad_scale: divides gradients.
+        clip: multiplies gradients.
+        found_inf: non-zero skips the update.
         shape: span of the map, elements of a tile, tiles of a chunk, warps, whether to use streaming caches.
     """
     p_type, g_type, m_type = (TYPES[t] for t in dtypes)
@@ -447,7 +452,7 @@ def launch(
 
 
 def norm_programs(table: Tensor) -> int:
-    """Programs of a norm launch: all that are resident at once."""
+    """Return the number of programs of a norm launch: as many as run at once."""
     return 8 * sm_count(table)
 
 
@@ -466,9 +471,9 @@ def launch_norm(
     span: int,
     chunk: int,
 ) -> None:
-    """Norm and clip coefficient of the gradients in a table, added to the sum of squares `before`.
+    """Write sum of squares, norm and clip coefficient of a table's gradients to `out`; `before` is added to the sum.
 
-    `room` is (partial sums, ticket).
+    `room` is (partials, ticket), see `norm_kernel`.
     """
     programs = norm_programs(table)
     with device_guard(table):

@@ -1,4 +1,4 @@
-"""The Lion step as one mutating op over lists of tensors: checks, registration, the choice of path."""
+"""The Lion step as one mutating op over lists of tensors: argument checks, registration, the choice of path."""
 
 from __future__ import annotations
 
@@ -57,12 +57,12 @@ def _check(
 
 
 def _strides(t: Tensor) -> list[tuple[int, int]]:
-    # the stride of a dimension of size 1 says nothing
+    # skip dimensions of size 1: their strides do not matter
     return [(stride, n) for stride, n in zip(t.stride(), t.shape, strict=True) if n != 1]
 
 
 def same_dense_layout(p: Tensor, *others: Tensor | None) -> bool:
-    """True when all cover their memory in the same order without gaps, so that the update may take them for vectors."""
+    """Return whether all fill their memory in the same order without gaps: the update then treats them as vectors."""
     tensors = [p, *(t for t in others if t is not None)]
     if all(t.is_contiguous() for t in tensors):
         return True
@@ -76,7 +76,7 @@ def same_dense_layout(p: Tensor, *others: Tensor | None) -> bool:
 
 
 def split_complex(t: Tensor) -> Tensor:
-    """Real view of a complex tensor (copied when it is a lazy conjugate); any other tensor as it is."""
+    """Return the real view of a complex tensor (a copy of a lazy conjugate); other tensors as they are."""
     return torch.view_as_real(t.resolve_conj().resolve_neg()) if t.is_complex() else t
 
 
@@ -88,7 +88,7 @@ def update_list_(
     mode: int,
     row: Row,
 ) -> None:
-    """One param group on the torch path: CPU tile by tile, other devices and odd layouts tensor by tensor."""
+    """Update one param group on the torch path: dense CPU tensors tile by tile, all others tensor by tensor."""
     batches: dict[object, list[int]] = {}
     for i, (param, grad, exp_avg) in enumerate(zip(params, grads, exp_avgs, strict=True)):
         extra = extras[i] if extras else None
@@ -115,10 +115,10 @@ def _step(
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
 ) -> None:
-    """Update `params`, `exp_avgs` and `extras` in place; nothing when `found_inf` is non-zero.
+    """Update `params`, `exp_avgs` and `extras` in place; a non-zero `found_inf` skips the update.
 
-    hyper: (number of groups, 8), the fields of `Row`, on the CPU or on the parameters' device; `groups[i]` is the row
-    of `params[i]`.
+    hyper is (number of groups, 8), the first fields of `Row`, on the CPU or on the parameters' device. `groups[i]` is
+    the row of `params[i]`. Gradients are divided by `grad_scale`.
     """
     _check(params, grads, exp_avgs, extras, groups, hyper, kind)
     code = MODES[kind]
@@ -132,7 +132,7 @@ def _step(
     if fused:
         p, g, m = ([c[i] for i in fused] for c in columns)
         e = [extra[i] for i in fused]
-        cautious_decay = True  # nobody knows here what the device has
+        cautious_decay = True  # assumed: reading hyper from the device would wait for it
         if hyper.device.type == "cpu":
             rows = pack_rows([Row(*r) for r in hyper.tolist()])
             cautious_decay = bool(hyper[:, 7].any())

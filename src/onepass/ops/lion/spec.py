@@ -1,6 +1,6 @@
-"""What the Lion kernel may cost and what a step is measured against; its contract is in tests/ops/lion and tests/optim.
+"""Kernel budgets and bench cases of Lion; its contract is in tests/ops/lion and tests/optim.
 
-An op that only mutates lists has no values and gradients to compare, so there is no `Spec`.
+There is no `Spec`: the op only mutates lists, and returns neither values nor gradients to compare.
 """
 
 from __future__ import annotations
@@ -62,12 +62,12 @@ def _kernels() -> Iterator[Kernel]:
     variants = ((True, False, False), (False, False, False), (True, True, False), (True, True, True))
     for name, mode, p, g, m, e in types:
         for aligned, cautious, count in variants:
-            # rare variants share their code with these: one of each kind of storage keeps the gate quick
+            # compile rare variants for a few storages only, which keeps the gate quick: the others share their code
             if not (aligned and not cautious) and name not in _EVERY_VARIANT:
                 continue
             words = [name, *(["cautious"] * cautious), *(["count"] * count), *(["unaligned"] * (not aligned))]
             shape = shape_of(p, m)
-            # only codes are handled in NVIDIA's assembly; other GPUs take plain Triton there
+            # only int8 codes use NVIDIA's assembly; other GPUs use plain Triton
             for ptx in (True, False) if m == "i8" else (False,):
                 budget = 80 if m == "i8" or mode == 3 else 72 if cautious or mode == 1 else 64
                 yield Kernel(
@@ -103,7 +103,7 @@ KERNELS = list(_kernels())
 
 
 def gpt2_124m() -> list[tuple[int, ...]]:
-    """Shapes of GPT-2 small: 12 layers of width 768, tied embeddings."""
+    """Return the shapes of GPT-2 small: 12 layers of width 768, tied embeddings."""
     d = 768
     layer: list[tuple[int, ...]] = [
         (d,), (d,), (d, 3 * d), (3 * d,), (d, d), (d,), (d,), (d,), (d, 4 * d), (4 * d,), (4 * d, d), (d,),
@@ -112,7 +112,7 @@ def gpt2_124m() -> list[tuple[int, ...]]:
 
 
 def llama_1b() -> list[tuple[int, ...]]:
-    """Shapes of Llama 3.2 1B: 16 layers of width 2048, 8 of 32 heads for keys and values, tied embeddings."""
+    """Return the shapes of Llama 3.2 1B: 16 layers of width 2048, 8 key and value heads of 32, tied embeddings."""
     d, kv, hidden = 2048, 512, 8192
     layer: list[tuple[int, ...]] = [
         (d, d), (kv, d), (kv, d), (d, d), (hidden, d), (hidden, d), (d, hidden), (d,), (d,),
@@ -121,7 +121,7 @@ def llama_1b() -> list[tuple[int, ...]]:
 
 
 def small_1000() -> list[tuple[int, ...]]:
-    """A thousand tensors of a few thousand elements, none a multiple of the tile."""
+    """Return the shapes of a thousand tensors of 997 to 7990 elements, few of them multiples of the tile."""
     return [(997 + 7 * i,) for i in range(1000)]
 
 
@@ -131,7 +131,7 @@ MODELS: Mapping[str, Callable[[], Sequence[tuple[int, ...]]]] = {
 
 
 def count(shapes: Sequence[tuple[int, ...]]) -> int:
-    """Elements in all."""
+    """Return the number of elements of all shapes."""
     return sum(torch.Size(s).numel() for s in shapes)
 
 
@@ -165,7 +165,7 @@ _INT8: Mapping[str, tuple[str, str, dict[str, Any]]] = {
 def _prepared(
     build: Callable[[list[Tensor]], Any], shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: str = "cuda"
 ) -> Prepared:
-    """An optimizer over parameters of its own: two of them never hold memory at a time."""
+    """Prepare an optimizer with parameters of its own, built late: one optimizer at a time holds memory."""
 
     def make() -> Callable[[], Any]:
         params = [torch.randn(s, device=device, dtype=dtype).requires_grad_() for s in shapes]
@@ -182,7 +182,7 @@ def _rival(module: str, name: str, options: dict[str, Any]) -> Callable[[list[Te
 
 
 def floor_bytes(dtype: torch.dtype, momentum: torch.dtype | str, low_precision: str, clip: bool = False) -> float:
-    """Fewest bytes per element: 2P + G + 2M, 4 for a remainder or compensation, G once more for a norm."""
+    """Return the byte floor per element: 2P + G + 2M, 4 for a remainder or compensation, G once more for a norm."""
     state = 2 * (1 + 4 / 256) if momentum == "int8" else 2 * momentum.itemsize  # type: ignore[union-attr]
     kept = 4 if low_precision in ("remainder", "kahan") else 0
     return (4 if clip else 3) * dtype.itemsize + state + kept
@@ -252,7 +252,7 @@ _CPU_MODELS: Mapping[str, Sequence[tuple[int, ...]]] = {
 
 
 class _Compiled:
-    """lion-pytorch's update of one tensor, compiled, in a loop: what its optimizer does around it costs extra."""
+    """A loop over tensors with lion-pytorch's update function, compiled, without the overhead of its optimizer."""
 
     def __init__(self, params: list[Tensor]) -> None:
         from lion_pytorch.lion_pytorch import update_fn
@@ -267,7 +267,7 @@ class _Compiled:
 
 
 def _cpu_case(model: str, fused: bool) -> Case:
-    """Whole steps in fp32, as they are and compiled (`fused=True`)."""
+    """Measure whole steps in fp32 on a CPU; `fused` compiles ours."""
     shapes, fp32 = _CPU_MODELS[model], torch.float32
 
     def ours(params: list[Tensor]) -> Any:
@@ -297,7 +297,7 @@ def _cases() -> Iterator[Case]:
     for model in MODELS:
         for dtype in (fp32, bf16):
             yield _case(model, dtype, "none", rivals=_PLAIN)
-    # each mode against its own floor, beside the rival that has it
+    # measure each mode against its own byte floor, beside rivals that have it
     for model in ("gpt2-124m", "llama-1b"):
         yield _case(model, bf16, "remainder")
         yield _case(model, bf16, "none", "int8", rivals=_INT8)

@@ -1,4 +1,4 @@
-"""How parameters and momenta are kept in few bits: the torch form of what the kernels do."""
+"""Store parameters and momenta in few bits: the conversions of the kernels, in torch."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from torch import Tensor
 
 from .reference import join, split
 
-# what a 16-bit parameter keeps beside itself; the kernels know them as MODE 0, 1, 2, 3
+# what is stored beside a 16-bit parameter; MODE of the kernels
 NONE, REMAINDER, KAHAN, STOCHASTIC = 0, 1, 2, 3
 
-# elements that share a scale in an int8 momentum, in the order of memory
+# elements of an int8 momentum that share a scale, in the order of memory
 INT8_BLOCK = 256
-# scales stay in here, so that their reciprocals are normal numbers
+# range of the scales: their reciprocals are normal numbers
 INT8_SCALES = (2.0**-120, 2.0**120)
 INT8_NAN = -128
 
@@ -20,7 +20,7 @@ _MASK = 0xFFFFFFFF
 
 
 def widen(p: Tensor, extra: Tensor | None, mode: int, dtype: torch.dtype) -> Tensor:
-    """The full-precision parameter; p itself when it is one already."""
+    """Return the full-precision parameter; p itself if it already is."""
     if mode == REMAINDER and extra is not None:
         return join(p, extra)
     if mode == KAHAN and extra is not None:
@@ -29,9 +29,9 @@ def widen(p: Tensor, extra: Tensor | None, mode: int, dtype: torch.dtype) -> Ten
 
 
 def narrow_(p: Tensor, extra: Tensor | None, mode: int, value: Tensor) -> None:
-    """Write the full-precision parameter back to what is stored."""
+    """Round the full-precision parameter and store it in p and extra."""
     if mode == REMAINDER and extra is not None:
-        # a float64 gradient or momentum makes the update float64; the pair holds an fp32 number
+        # a float64 gradient or momentum makes value float64, but the pair holds an fp32 number
         high, low = split(value.float())
         p.copy_(high)
         extra.copy_(low)
@@ -44,12 +44,12 @@ def narrow_(p: Tensor, extra: Tensor | None, mode: int, value: Tensor) -> None:
         p.copy_(value)
     if mode == KAHAN and extra is not None:
         lost = value - p.to(value.dtype)
-        # an infinite weight has nothing to compensate: inf − inf would turn it into nan
+        # an infinite weight needs no compensation: inf − inf would turn it into nan
         extra.copy_(torch.where(lost.isfinite(), lost, torch.zeros_like(lost)))
 
 
 def in_memory_order(values: Tensor, like: Tensor) -> Tensor:
-    """Give vector `values` the shape of `like`, element i where `like` has its i-th in memory when it is dense."""
+    """Return vector `values` in the shape of `like`, in the order of its memory if dense, else of its indices."""
     if like.is_contiguous():
         return values.view(like.shape)
     dense = torch.empty_like(like, dtype=values.dtype, memory_format=torch.preserve_format)
@@ -60,17 +60,17 @@ def in_memory_order(values: Tensor, like: Tensor) -> Tensor:
 
 
 def _mix(x: Tensor) -> Tensor:
-    """A 32-bit hash (two multiplications, three shifts) of numbers held in int64."""
+    """Return a 32-bit hash (two multiplications, three shifts) of numbers held in int64."""
     x = ((x ^ (x >> 16)) * 0x7FEB352D) & _MASK
     x = ((x ^ (x >> 15)) * 0x846CA68B) & _MASK
     return x ^ (x >> 16)
 
 
 def random_bits(stream: Tensor, n: int) -> Tensor:
-    """(n,) 16-bit numbers of one step of one tensor, the same ones as in the kernel.
+    """Return (n,) random 16-bit numbers of one step of one tensor, the same as in the kernel.
 
-    A function of the stream's word and of the element's place in memory alone: neither the order of updates nor what
-    shares a launch matters.
+    They depend only on the stream's word and the element's place in memory, not on the order of updates or on the
+    tensors of a launch.
     """
     low, high = stream & _MASK, (stream >> 32) & _MASK
     key0 = _mix(low ^ _mix(high))
@@ -84,20 +84,20 @@ def random_bits(stream: Tensor, n: int) -> Tensor:
 
 
 def round_stochastically(x: Tensor, noise: Tensor, dtype: torch.dtype) -> Tensor:
-    """fp32 → bf16 or fp16, up with the probability of the part that is cut off; noise is 16 uniform bits."""
+    """Round fp32 to bf16 or fp16, away from zero with the probability of the cut-off part; noise: 16 uniform bits."""
     drop = 16 if dtype == torch.bfloat16 else 13
     cut = noise & ((1 << drop) - 1)
     bits = (x.view(torch.int32) + cut.to(torch.int32)) & -(1 << drop)
     rounded = bits.view(torch.float32)
     if dtype == torch.float16:
-        # below the smallest normal number the spacing is 2^-24 whatever the exponent
+        # below the smallest normal number the spacing is 2^-24 for every exponent
         small = (x.abs() * 2.0**24 + noise.float() * 2.0**-16).floor() * 2.0**-24
         rounded = torch.where(x.abs() < 2.0**-14, small.copysign(x), rounded)
     return torch.where(x.isfinite(), rounded, x).to(dtype)
 
 
 def stream_word(seed: int, index: int) -> int:
-    """The first word of a parameter's random stream: 62 well-mixed bits, which each step counts up by one."""
+    """Return the first word of a parameter's random stream: 62 well-mixed bits; each step adds one."""
     mask = 2**64 - 1
     z = (seed * 0x9E3779B97F4A7C15 + (index + 1) * 0xD1342543DE82EF95) & mask
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
@@ -106,7 +106,7 @@ def stream_word(seed: int, index: int) -> int:
 
 
 def scales_for(n: int) -> int:
-    """Number of int8 scales of a tensor of n elements."""
+    """Return the number of int8 scales of a tensor of n elements."""
     return -(-n // INT8_BLOCK)
 
 
@@ -115,7 +115,7 @@ def _vector(t: Tensor) -> Tensor:
 
 
 def dequantize(codes: Tensor, scales: Tensor) -> Tensor:
-    """int8 codes and fp32 scales of blocks in memory order → fp32, with the codes' strides."""
+    """Return the fp32 values of int8 codes and fp32 scales per block of memory, with the strides of the codes."""
     flat = _vector(codes)
     x = flat.float() * (1 / 127)
     square = x * x
@@ -129,9 +129,9 @@ def dequantize(codes: Tensor, scales: Tensor) -> Tensor:
 def quantize_(value: Tensor, codes: Tensor, scales: Tensor) -> None:
     """Write fp32 values as codes and scales: code = round(127·(|x| / scale)^¼) with the sign of x, scale = max |x|.
 
-    The fourth root spreads the codes over 8.4 decades, all of them known to about 3 %: a momentum matters by its
-    sign, also that of an element much smaller than the largest of its block. Zero is exact. Multiplying all values by
-    a power of two changes no code.
+    The fourth root spreads the codes over 8.4 decades; the largest are 3 % apart. Lion uses the sign of a momentum, so
+    elements much smaller than the largest of their block need a code too. Zero is exact. Multiplying all values by a
+    power of two leaves the codes unchanged.
     """
     laid_out = torch.empty_like(codes, dtype=torch.float32, memory_format=torch.preserve_format)
     laid_out.copy_(value)

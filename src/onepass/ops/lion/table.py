@@ -1,14 +1,14 @@
-"""What one launch reads: a table on the device with the addresses, sizes and hyperparameters of many tensors.
+"""The table that a launch reads: addresses, sizes and hyperparameters of many tensors, on the device.
 
 All words are int64, in this order, for n tensors in G param groups:
 
-* 5·G words: per group 10 fp32 hyperparameters, the fields of `Row` and one of padding;
-* n each: addresses of gradients, parameters, momenta, extras, scales;
-* n each: sizes in elements; param groups;
-* n: first chunk of each tensor; then the tensor of every SPAN-th chunk.
+* 5·G words: per group 10 fp32 numbers, the fields of `Row` and one of padding;
+* 5·n words: addresses of gradients, parameters, momenta, extras, scales;
+* 2·n words: sizes in elements, param groups;
+* n words: the first chunk of each tensor; then the tensor of every SPAN-th chunk.
 
-Between steps only the hyperparameters are sent again, and the gradients' addresses when they moved: in one
-asynchronous copy from pinned memory. The rest is sent once, and again when parameters moved.
+A step copies only what changed, in one asynchronous copy from pinned memory: the hyperparameters, with the addresses of
+gradients if those moved. The rest is copied at the first step and after parameters moved.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from .torch_path import Row
 
 ROW_FLOATS = 10
 REAL = {torch.complex64: torch.float32, torch.complex32: torch.float16}
-# what the kernels have a type for
+# dtypes that the kernels take; complex tensors as pairs of real numbers
 KERNEL_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.int8, *REAL})
 
 
 class Shape(NamedTuple):
-    """How a launch cuts tensors up: elements of a tile, tiles of a program, warps, streaming caches."""
+    """Launch shape: elements per tile, tiles per program, warps, whether to use streaming caches."""
 
     block: int
     tiles: int
@@ -41,23 +41,23 @@ class Shape(NamedTuple):
 
 
 def shape_of(p_type: object, m_type: object) -> Shape:
-    """Shape of a launch; the types as the kernel names them or as torch does.
+    """Return the launch shape of a parameter type and a momentum type, in the names of the kernel or of torch.
 
-    Timed on an H200: two tiles a program hide the load latency that 16-bit tiles of 1024 leave open (94 → 100 % of
-    copy). With int8 momenta, programs of one warp, which has all elements of a scale, wait for no other warp.
+    Timed on an H200: two tiles per program hide the load latency of 16-bit tiles of 1024 (94 → 100 % of copy). With
+    int8 momenta, a program is one warp: it holds all elements of a scale, so warps never wait for each other.
     """
     return Shape(256, 8, 1, False) if m_type in ("i8", torch.int8) else Shape(1024, 2, 4, False)
 
 
 class Scalars(NamedTuple):
-    """Device scalars that a step takes into account without waiting for them."""
+    """Scalars on the device that a step reads there: the host does not wait for their values."""
 
-    grad_scale: Tensor | None = None  # gradients are divided by it
-    clip: Tensor | None = None  # gradients are multiplied by it
+    grad_scale: Tensor | None = None  # divides gradients
+    clip: Tensor | None = None  # multiplies gradients
     found_inf: Tensor | None = None  # non-zero skips the step
 
     def to(self, device: torch.device) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Return all of them as fp32 on the device."""
+        """Return all three as fp32 on the device."""
         return tuple(  # type: ignore[return-value]
             t if t is None or (t.dtype == torch.float32 and t.device == device)
             else t.to(device, torch.float32, non_blocking=True)
@@ -66,7 +66,7 @@ class Scalars(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Hyperparameters of all groups: as bytes, and those that only the device knows with their places."""
+    """Hyperparameters of all groups as bytes, and device scalars with their places, which overwrite them."""
 
     packed: bytes
     places: Sequence[int] = ()
@@ -74,13 +74,13 @@ class Rows(NamedTuple):
 
 
 def pack_rows(rows: Sequence[Row], places: Sequence[tuple[int, int]] = (), scalars: Sequence[Tensor] = ()) -> Rows:
-    """Lay out hyperparameters; `places` are (group, field) of the device scalars."""
+    """Pack hyperparameters; `places` are the (group, field) of each of the device `scalars`."""
     packed = struct.pack("9f4x" * len(rows), *(x for row in rows for x in row))
     return Rows(packed, [ROW_FLOATS * k + field for k, field in places], scalars)
 
 
 class Columns(NamedTuple):
-    """Parallel lists of tensors: parameters, gradients, momenta, what modes keep beside, scales of int8 momenta."""
+    """Parallel lists of tensors: parameters, gradients, momenta, extras of the mode, scales of int8 momenta."""
 
     params: Sequence[Tensor]
     grads: Sequence[Tensor]
@@ -89,11 +89,12 @@ class Columns(NamedTuple):
     scales: Sequence[Tensor | None]
 
     def take(self, where: Sequence[int]) -> Columns:
-        """Return the columns of some tensors."""
+        """Return the columns of the tensors at these places."""
         return Columns(*([c[i] for i in where] for c in self))  # type: ignore[arg-type]
 
 
-# what graphs copy their tables from at each replay: they may outlive the launch, and nobody tells when one ends
+# memory that graphs copy their tables from at each replay. It is kept for ever: a graph may outlive its `Launch`, and
+# nothing signals its end
 _replayed: list[Tensor] = []
 
 
@@ -102,11 +103,11 @@ def _capturing(device: torch.device) -> bool:
 
 
 class Launch:
-    """The tensors of one device, dtype combination, mode and alignment: one kernel launch a step.
+    """The tensors of one device, dtype combination, mode, alignment and caution: one kernel launch per step.
 
     Attributes:
-        where: the tensors' places in the plan's columns.
-        dtypes: of parameter, gradient, momentum (real ones: a complex number counts as two).
+        where: places of the tensors in the plan's columns.
+        dtypes: of parameter, gradient, momentum; real, as a complex number counts as two.
     """
 
     def __init__(
@@ -125,19 +126,19 @@ class Launch:
         self.groups: list[int] = []
         self.shape = shape_of(dtypes[0], dtypes[2])
         self._table: Tensor | None = None
-        self._sent = b""  # hyperparameters of the table on the device
+        self._sent = b""  # hyperparameters that the table on the device has
         self._grads = array("q")
         self._fixed = b""  # all other addresses
         self._grads_moved = self._fixed_moved = True
         self._spare: list[Tensor] = []
 
     def close(self) -> None:
-        """Every tensor is known: lay out the chunks."""
+        """Lay out the chunks, after the last tensor was added."""
         self.chunk = self.shape.block * self.shape.tiles
         chunks = torch.tensor([cdiv(n, self.chunk) for n in self.sizes], dtype=torch.int64, device="cpu")
         ends = chunks.cumsum(0)
         self.n_chunks = int(ends[-1])
-        # a larger span makes a smaller map; a span of 32 is counted within one warp
+        # `find_tensor` counts a span of 32 within one warp; a larger span makes a smaller map
         self.span = 32 if self.n_chunks <= 1 << 21 else 128
         coarse = torch.searchsorted(ends, torch.arange(0, self.n_chunks, self.span, device="cpu"), right=True)
         words = array("q", self.sizes)
@@ -147,7 +148,7 @@ class Launch:
         self._body = words.tobytes()
 
     def take_grads(self, addresses: Sequence[int]) -> bool:
-        """Take new addresses of gradients; False when the launch can't, with the old ones kept."""
+        """Take new addresses of gradients; return False, and keep the old ones, if they lack the launch's alignment."""
         words = array("q", addresses)
         if self.aligned and not _multiples_of_16(words):
             return False
@@ -155,7 +156,7 @@ class Launch:
         return True
 
     def take_fixed(self, addresses: Sequence[Sequence[int]]) -> bool:
-        """Take new addresses of everything else."""
+        """Take new addresses of parameters and states; return False as `take_grads` does."""
         words = array("q")
         for column in addresses:
             words.extend(column)
@@ -172,16 +173,16 @@ class Launch:
     def _send(self, table: Tensor, data: bytes, pinned: Tensor | None) -> Tensor:
         source = torch.frombuffer(bytearray(data), dtype=torch.int64)
         if pinned is not None:
-            # torch's pinned allocator keeps the memory until the copy is done: no step waits, and none overwrites it
+            # torch's pinned allocator reuses this memory only after the copy: steps neither wait nor overwrite it
             source = pinned[: len(source)].copy_(source)
         table[: len(source)].copy_(source, non_blocking=True)
         return source
 
     def table(self, packed: bytes, capturable: bool = False) -> Tensor:
-        """Return the up-to-date table."""
+        """Return the up-to-date table; `capturable` prepares memory for a later graph capture."""
         if _capturing(self.device):
-            # a graph copies from this memory at every replay, so that nothing else may ever write to it; its table is
-            # the graph's own. What moved stays marked: the table of steps outside the graph still has the old addresses
+            # at every replay the graph copies this memory to a table of its own, so nothing else may write to it. The
+            # `moved` flags stay set: the table of steps outside the graph still has the old addresses
             data = packed + self._grads.tobytes() + self._fixed + self._body
             pinned = self._spare.pop() if self._spare else self._pinned(len(data))
             own = torch.empty(len(data) // 8, dtype=torch.int64, device=self.device)
@@ -201,7 +202,7 @@ class Launch:
         table = self._table
         assert table is not None
         while capturable and table.is_cuda and len(self._spare) < 2:
-            # for the next capture, during which no pinned memory should be allocated: one for a norm, one for a step
+            # for the next capture, which should not allocate pinned memory: one for a norm, one for a step
             self._spare.append(torch.empty(len(table), dtype=torch.int64, device="cpu", pin_memory=True))
         return table
 
@@ -223,7 +224,7 @@ class Launch:
         )  # fmt: skip
 
     def norm(self, rows: Rows, before: Tensor | None, room: Any, out: Tensor, max_norm: Tensor, scale: Any) -> None:
-        """Launch the norm of the gradients, on top of the sum of squares `before`."""
+        """Launch the norm of the gradients; `before` is added to the sum of squares."""
         from . import kernels_triton
 
         kernels_triton.launch_norm(
@@ -241,15 +242,15 @@ def _address(t: Tensor | None) -> int:
 
 
 _data_ptr = torch.Tensor.data_ptr
-# torch's CUDA builds compare addresses in one call: (tensors, addresses, places) → bool
+# only torch's CUDA builds have it: compare addresses in one call, (tensors, addresses, places) → bool
 _addresses_equal: Any = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
 
 
 class Plan:
     """The launches of one set of parameters and states.
 
-    Memory may move from step to step (that of states only when their parameters' does); dtypes and layouts may not.
-    Gradients are not kept.
+    Between steps, gradients and parameters may move in memory, and states together with their parameters. Dtypes and
+    layouts must stay. The plan keeps no gradient alive.
     """
 
     def __init__(
@@ -282,8 +283,8 @@ class Plan:
             launch.close()
         self._whole = len(self.launches) == 1 and len(self.launches[0].where) == len(columns.params)
         self._at_params: list[int] = []
-        # who writes `state.data` moves all states, to the CPU and back: some of them tell; a look at each of a thousand
-        # would be a tenth of the host's time
+        # code that assigns `state.data` (to the CPU and back) moves all states, so a check of up to 31 finds it;
+        # checking each of a thousand would take a tenth of the host time
         self._some_states = columns.exp_avgs[:: max(1, len(columns.exp_avgs) // 16)]
         self._at_states = list(map(_data_ptr, self._some_states))
         self._at_grads: list[int] = []
@@ -291,21 +292,21 @@ class Plan:
         self._moved = True
 
     def states_moved(self) -> bool:
-        """Tell whether momenta got other memory: then a new plan is needed."""
+        """Return whether momenta moved in memory: then a new plan is needed."""
         return list(map(_data_ptr, self._some_states)) != self._at_states
 
     def params_moved(self) -> bool:
-        """Look where the parameters are now; the next `refresh` takes it from here.
+        """Return whether parameters moved in memory; the next `refresh` then takes their new addresses.
 
-        Memory that they moved to may be laid out otherwise, for which a plan has no eyes: that is the caller's to ask.
+        The caller must check that their layouts are unchanged: a plan compares addresses only.
         """
         self._moved = not self._are_at(self.fixed.params, self._at_params)
         return self._moved
 
     def refresh(self, grads: list[Tensor]) -> bool:
-        """Take the addresses of now, those of parameters and states if `params_moved` found that they did.
+        """Take the current addresses: of gradients, and after `params_moved` of parameters and states.
 
-        Returns False when an address is not as aligned as its launch relies on: then a new plan is needed.
+        Return False if an address lacks the alignment of its launch: then a new plan is needed.
         """
         if not self._are_at(grads, self._at_grads):
             at_grads = list(map(_data_ptr, grads))
@@ -316,7 +317,7 @@ class Plan:
             self._at_grads = at_grads
         if self._moved:
             at_params = list(map(_data_ptr, self.fixed.params))
-            # states move along with parameters; otherwise the same tensors are where they were
+            # states may have moved with their parameters: read their addresses too
             others = [at_params, *(list(map(_address, c)) for c in self.fixed[2:])]
             for launch in self.launches:
                 if not launch.take_fixed([[c[i] for i in launch.where] for c in others]):
@@ -333,16 +334,16 @@ class Plan:
         return bool(_addresses_equal(tensors, addresses, self._places))
 
     def step(self, rows: Rows, scalars: Scalars, capturable: bool = False) -> None:
-        """Update everything, after `refresh`."""
+        """Update all tensors; call `refresh` before."""
         for launch in self.launches:
             launch.step(rows, scalars, capturable)
 
     def norm(self, rows: Rows, max_norm: Tensor, grad_scale: Tensor | None) -> Tensor:
-        """(sum of squares, norm, clip coefficient) of the gradients of a single device, after `refresh`."""
+        """Return (sum of squares, norm, clip coefficient) of the gradients of one device; call `refresh` before."""
         from .kernels_triton import norm_programs
 
         device = self.launches[0].device
-        # 16 bytes apart, which is what kernels are compiled for
+        # rows of 4 keep each result at 16 bytes, the alignment that kernels are compiled for
         out = torch.empty(len(self.launches), 3, 4, dtype=torch.float32, device=device)
         room = (
             torch.empty(norm_programs(out), dtype=torch.float32, device=device),
@@ -350,7 +351,7 @@ class Plan:
         )
         before: Tensor | None = None
         for i, launch in enumerate(self.launches):
-            # each on top of the one before
+            # each launch adds to the sum of the one before
             launch.norm(rows, before, room, out[i], max_norm, grad_scale)
             before = out[i, 0, 0]
         return out[-1, :, 0]

@@ -1,4 +1,4 @@
-"""The Lion update without Triton: tile by tile for CPU, and a plain form that takes every option."""
+"""The Lion update without Triton: tile by tile on a CPU, and a plain form that takes every option."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from .compiled import one_pass
 from .reference import Number, reference
 from .storage import dequantize, narrow_, quantize_, widen
 
-# elements per thread that go through all steps before the next ones are touched: a few megabytes, which stay in cache
+# elements per thread of a tile, which goes through all steps before the next one: a few megabytes, which stay in cache
 TILE = 1 << 19
-# tensors smaller than this are worked on together: one gather costs less than a handful of calls for each
+# smaller tensors are updated together: one gather costs less than a handful of calls for each
 SMALL = 1 << 15
-# elements gathered at a time: they stay in cache, and torch copies fewer than 32768 without a meeting of threads
+# elements gathered at a time: they stay in cache, and torch copies fewer than 32768 on one thread, without waiting
 GATHERED = SMALL - 1
-# `addr` rounds differently in the scalar code at the end of its vector loop; lengths of whole lanes never reach it
+# lengths are multiples of LANES: `addr` rounds differently in the scalar code after its vector loop
 LANES = 64
 
 
@@ -31,13 +31,13 @@ class Row(NamedTuple):
     rest1: float  # 1 − β1, subtracted in double precision
     beta2: float
     rest2: float
-    factor: float  # on the gradient: −1 to maximise
+    factor: float  # multiplies the gradient: −1 to maximise
     cautious_decay: float  # 0 or 1
-    cautious: float = 1.0  # what updates that disagree with the gradient are multiplied by
+    cautious: float = 1.0  # multiplies updates that disagree with the gradient
 
 
 def accumulator(*tensors: Tensor) -> torch.dtype:
-    """fp64 when any tensor is, else fp32."""
+    """Return fp64 if any tensor is fp64, else fp32."""
     return torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
 
 
@@ -57,16 +57,16 @@ def plain_(
     differentiable: bool = False,
     scales: Tensor | None = None,
 ) -> None:
-    """Update one tensor in place from the definition: any layout, any option, tensor hyperparameters without a sync.
+    """Update one tensor in place by the reference: any layout, any option, tensor hyperparameters without a sync.
 
-    With `scales`, m holds int8 codes.
+    With `scales`, m holds int8 codes. `differentiable` leaves tensors that autograd saved unchanged.
     """
     codes = None
     if scales is not None:
         codes, m = m, dequantize(m, scales)
     dtype = accumulator(p, g, m)
     if differentiable:
-        # autograd saves what it multiplies; the in-place writes below must not reach that
+        # autograd saves factors of products; clone them, as the writes below are in place
         p_now, m_now = p.clone(), m.clone()
     else:
         p_now, m_now = p, m
@@ -81,16 +81,16 @@ def plain_(
         m.copy_(new_m)
 
 
-# sign(u) as a clamp, which lets nan through: u·SCALE is at least CLIP for the smallest denormal number, and only
-# finite gradients beyond 1e21 could overflow
+# sign(u) is clamp(u·SCALE, ±CLIP) / CLIP, which keeps nan. SCALE lifts the smallest denormal number above CLIP; only
+# gradients beyond 1e21 (fp32) overflow
 _SCALE = {torch.float32: 2.0**56, torch.float64: 2.0**300}
 _CLIP = {torch.float32: 2.0**-96, torch.float64: 2.0**-774}
 
 
 def _advance_(p: Tensor, g: Tensor, m: Tensor, row: Row, u: Tensor) -> None:
-    """Advance fp32 or fp64 vectors of whole lanes that stay in cache; u is room to work in.
+    """Update fp32 or fp64 vectors of a multiple of LANES elements, small enough for the cache; u is workspace.
 
-    Four passes, because `addr` with a vector of one is a·x + b·y in a single pass.
+    Four passes over them: `addr` with a vector of one element computes a·x + b·y in one.
     """
     scale, clip = _SCALE[p.dtype], _CLIP[p.dtype]
     one, wide, wide_u = p.new_ones(1), m.unsqueeze(0), u.unsqueeze(0)
@@ -101,12 +101,12 @@ def _advance_(p: Tensor, g: Tensor, m: Tensor, row: Row, u: Tensor) -> None:
     if row.cautious_decay:
         u.add_(p * (u.sign() * p.sign() > 0), alpha=decay)
         decay = 0.0
-    # −lr·(update + decay·p), in one pass
+    # p ← p − lr·(update + decay·p), in one pass
     torch._fused_sgd_(
         [p], [u], [], weight_decay=decay, momentum=0.0, lr=row.lr / clip, dampening=0.0, nesterov=False,
         maximize=False, is_first_step=False,
     )  # fmt: skip
-    # torch's fused call doesn't tell autograd
+    # _fused_sgd_ leaves the version counter unchanged, which autograd checks
     torch.autograd.graph.increment_version([p])
 
 
@@ -126,7 +126,7 @@ def _flat(t: Tensor) -> Tensor:
 
 
 def _batches(sizes: Sequence[int]) -> Iterator[slice]:
-    """Runs of short tensors, as many as are gathered at a time."""
+    """Yield runs of tensors that hold at most GATHERED elements together."""
     first = filled = 0
     for i, n in enumerate(sizes):
         if filled + n > GATHERED:
@@ -136,7 +136,7 @@ def _batches(sizes: Sequence[int]) -> Iterator[slice]:
     yield slice(first, len(sizes))
 
 
-# (parameter, gradient, momentum, extra): updates vectors in place
+# update vectors (parameter, gradient, momentum, extra) in place
 Advance = Callable[[Tensor, Tensor, Tensor, "Tensor | None"], None]
 
 
@@ -152,7 +152,7 @@ def _compiled(mode: int, row: Row, dtype: torch.dtype) -> Advance:
 
 
 def _together_(columns: Sequence[list[Tensor]], advance: Advance, grain: int) -> None:
-    """Update short vectors as one of a multiple of `grain` elements: gathered, worked on, and put back."""
+    """Gather short vectors into one of a multiple of `grain` elements, update it, and copy the parts back."""
     sizes = [p.numel() for p in columns[0]]
     rooms = [c[0].new_empty(min(GATHERED, sum(sizes)) + grain) for c in columns]
     for batch in _batches(sizes):
@@ -160,7 +160,7 @@ def _together_(columns: Sequence[list[Tensor]], advance: Advance, grain: int) ->
         gathered = [room[:filled] for room in rooms]
         for whole, column in zip(gathered, columns, strict=True):
             torch.cat(column[batch], out=whole)
-        # nobody reads what becomes of the elements behind the last tensor
+        # elements behind the last tensor are updated too and then ignored
         p, g, m, *extra = (room[: filled + -filled % grain] for room in rooms)
         advance(p, g, m, extra[0] if extra else None)
         for j, column in enumerate(columns):
@@ -181,7 +181,7 @@ def update_(
     """Update CPU tensors of one param group and one dtype combination in place.
 
     A parameter and its gradient, momentum and extra must share dense strides. `extras` is empty for mode NONE.
-    `compiled`: in one pass over memory, which takes a C++ compiler.
+    `compiled` updates in one pass over memory and needs a C++ compiler.
     """
     grain = LANES * torch.get_num_threads()
     tile = TILE * torch.get_num_threads()
@@ -215,7 +215,7 @@ def foreach_(params: list[Tensor], grads: list[Tensor], exp_avgs: list[Tensor], 
     torch._foreach_add_(u, grads, alpha=row.rest1 * row.factor)
     torch._foreach_mul_(exp_avgs, row.beta2)
     torch._foreach_add_(exp_avgs, grads, alpha=row.rest2 * row.factor)
-    # sign(u) by clamping, as above: nan stays nan
+    # sign(u) as a clamp, which keeps nan, as in `_advance_`
     torch._foreach_mul_(u, 2.0**big)
     torch._foreach_clamp_max_(u, clip)
     torch._foreach_clamp_min_(u, -clip)

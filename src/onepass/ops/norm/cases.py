@@ -1,4 +1,4 @@
-"""What `onepass bench` measures of the norms, and against whom."""
+"""Bench cases of the norms, and the rivals that they are measured against."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _rms_norm_rivals(x: Tensor, w: Tensor) -> dict[str, Callable[[], Tensor] | M
     impls |= {"liger": Missing("liger-kernel"), "quack": Missing("quack-kernels")}
     liger, quack = optional("liger_kernel.ops.rms_norm"), optional("quack.rmsnorm")
     if liger is not None:
-        # in_place would overwrite the upstream gradient that everyone here shares
+        # in_place=False: all implementations share one upstream gradient, which in_place would overwrite
         impls["liger"] = lambda: liger.LigerRMSNormFunction.apply(x, w, 1e-6, 0.0, "llama", False)
     if quack is not None:
         impls["quack"] = lambda: quack.rmsnorm(x, w, eps=1e-6)
@@ -54,7 +54,7 @@ def _rms_norm_rivals(x: Tensor, w: Tensor) -> dict[str, Callable[[], Tensor] | M
 
 
 def _quack_layer_norm(x: Tensor, w: Tensor, b: Tensor, dy: Tensor | None) -> Impl:
-    """Quack's layer norm is no autograd function and takes fp32 weights only."""
+    """Call quack's forward and backward functions: its layer norm has no autograd and takes fp32 weights only."""
     quack = optional("quack.rmsnorm")
     if quack is None:
         return Missing("quack-kernels")
@@ -90,7 +90,7 @@ def _case(op: str, rows: int, cols: int, dtype: torch.dtype, stage: str, device:
 
 
 def _residual_case(rows: int, cols: int, dtype: torch.dtype, stage: str, device: str = "cuda") -> Case:
-    """X + residual, normalised: four tensors move, forward (x, residual → s, y) and backward (dy, ds, s → ds)."""
+    """Measure norm(x + residual). Four tensors move, forward (x, residual → s, y) and backward (dy, ds, s → dx)."""
 
     def make() -> Mapping[str, Impl]:
         need = stage == "backward"
@@ -127,7 +127,7 @@ def _residual_case(rows: int, cols: int, dtype: torch.dtype, stage: str, device:
     return Case("rms_norm", stage, params, dtype, 4 * rows * cols * dtype.itemsize, make, check, device)
 
 
-# the sizes of the bars: 2^25 … 2^27 elements, fewer where the rows are wide
+# sizes of the bars: 2^25 … 2^27 elements
 _SIZES = (
     (262144, 128), (65536, 768), (32768, 1024), (32768, 4096), (16384, 5120), (16384, 8192), (4096, 16384),
     (4096, 32768), (1024, 65536), (1024, 131072), (512, 262144),

@@ -1,8 +1,8 @@
-"""Triton kernel for wide 16-bit rows: held as they are, two values in a register, and widened each time they are used.
+"""Triton kernel for wide 16-bit rows: a register holds two values, which are widened at each use.
 
-A multiprocessor's registers hold twice as many 16-bit values as fp32 ones, so several programs share it, and one loads
-while another reduces or stores. Beyond 32768 columns a row is a team's: its programs tell each other their means and
-sums of squares, each in one 64-bit word (see kernels_team.py).
+Registers hold twice as many 16-bit values as fp32 ones, so several programs share a multiprocessor, and one loads while
+another reduces or stores. A team shares a row of more than 32768 columns. Each member publishes its mean and sum of
+squares in one 64-bit word of the mailbox (see kernels_team.py).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .kernels_team import await_words, high_half, low_half, pair, with_parity
 
 @triton.jit
 def merge(count_a, mean_a, squares_a, count_b, mean_b, squares_b):
-    """Join (count, mean, sum of squares about the mean) of two sets: right in any order, and nothing cancels."""
+    """Merge (count, mean, sum of squares about the mean) of two sets: right in any order, without cancellation."""
     count = count_a + count_b
     share = count_b / tl.maximum(count, 1.0)
     step = mean_b - mean_a
@@ -25,13 +25,13 @@ def merge(count_a, mean_a, squares_a, count_b, mean_b, squares_b):
 
 @triton.jit
 def as_bits(ptr):
-    """A pointer to 16-bit values as one to 32-bit words of two neighbours."""
+    """Return a pointer to 16-bit values as a pointer to 32-bit words of two neighbours."""
     return ptr.to(tl.pointer_type(tl.int32), bitcast=True)
 
 
 @triton.jit
 def widen(bits, zero, dtype: tl.constexpr):
-    """The two values of each word in fp32. `zero` is 0, but the compiler does not know: widened values are not kept."""
+    """Return the two values of each word in fp32. XOR with an opaque runtime 0 forces re-widening: saves registers."""
     bits ^= zero
     if dtype == tl.bfloat16:
         low = (bits << 16).to(tl.float32, bitcast=True)
@@ -44,7 +44,7 @@ def widen(bits, zero, dtype: tl.constexpr):
 
 @triton.jit
 def narrow(low, high, dtype: tl.constexpr):
-    """Two fp32 values, rounded, as one word: one instruction, which Triton's own conversion of single values is not."""
+    """Round two fp32 values into one word with one instruction; Triton's own conversion takes more."""
     if dtype == tl.bfloat16:
         bits = tl.inline_asm_elementwise(
             "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [low, high], dtype=tl.int32, is_pure=True, pack=1
@@ -82,7 +82,7 @@ def packed_forward_kernel(
     y_ptr,  # (n_rows, N_COLS), dtype of x, contiguous
     s_ptr,  # (n_rows, N_COLS), dtype of x, contiguous; None without residual
     stats_ptr,  # (1 or 2, n_rows) fp32: 1/σ, mean
-    words_ptr,  # (n_rows, TEAM) int64 zeros; None: the row is one program's
+    words_ptr,  # (n_rows, TEAM) int64 zeros, the mailbox; None: one program per row
     x_row_stride,  # in units of VEC elements
     r_row_stride,
     n_rows,
@@ -97,9 +97,9 @@ def packed_forward_kernel(
     WIDTH: tl.constexpr,
     WAITS: tl.constexpr,
 ):
-    """One part of a row per program; a team's programs are neighbours in the grid, which starts in order.
+    """Normalise one part of a row per program; a team's programs are neighbours in the grid, which starts in order.
 
-    WAITS: launched before `zeros_kernel` ahead of it has ended, whose zeros are needed only after the statistics.
+    WAITS: the kernel starts before the previous one, `zeros_kernel`, ends, and waits for its zeros before it publishes.
     """
     THREADS: tl.constexpr = BLOCK_C // 8
     PART: tl.constexpr = N_COLS // TEAM
@@ -127,7 +127,7 @@ def packed_forward_kernel(
         xs = xs + (x,)
 
     if HAS_MEAN:
-        # each thread's own mean first: then all reductions are one, over threads, and over the team
+        # take each thread's own mean first: one merge over threads, and one over the team, then give mean and variance
         total = tl.zeros((THREADS, 4), tl.float32)
         for i in tl.static_range(CHUNKS):
             low, high = widen(xs[i], 0, dtype)
@@ -202,6 +202,6 @@ def zeros_kernel(
     n_words,
     BLOCK: tl.constexpr,
 ):
-    """Zeros by a kernel, as another kernel can wait for one from within, which it can't for a memset."""
+    """Zero the mailbox by a kernel: the next kernel can wait for it inside, which does not work with a memset."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(words_ptr + at, tl.zeros((BLOCK,), tl.int64), mask=at < n_words)

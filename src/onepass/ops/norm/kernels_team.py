@@ -1,14 +1,13 @@
 """Triton kernels for rows wider than one program holds: a team of programs per row, one read and one write.
 
-A team's programs share the columns and walk the rows together. Each keeps its part of a row on chip, writes the sums
-over it as one 64-bit word to global memory and waits for the words of the others. Data and signal are the same word:
-its lowest bit is the parity of the turn, which differs from what the slot held before, so neither fences nor a second
-round trip are needed. Four slots take turns; with one turn of lag between writing and waiting, no program can be more
-than two turns ahead, so that none overwrites a word before it is read.
+A team's programs share the columns and walk the rows together. In each phase a member keeps its part of a row on chip,
+publishes its partials as one 64-bit word of the mailbox in global memory, and polls for the words of the others. A word
+is data and signal at once: its lowest bit is the parity of the phase, which differs from the parity that the slot held
+before, so neither fences nor a second round trip are needed. Phases use four slots in rotation. With a lag of one phase
+between publishing and polling, a program is at most two phases ahead, so words are read before they are overwritten.
 
-A cooperative launch starts all programs at once or none. Without one a program's place is the order in which it
-started: the programs of a team start one after another, so all but the last team are complete and running, and finish
-even when other kernels hold the rest of the GPU.
+A cooperative launch starts all programs at once or none. Without it, programs take places in the order in which they
+start: all teams but the last are then complete and running, and finish even if other kernels hold the rest of the GPU.
 """
 
 from __future__ import annotations
@@ -18,20 +17,20 @@ import triton.language as tl
 
 from .kernels_triton import TINY, add_pairs, signed_scale
 
-# polls, about a minute: a missing member ends in a CUDA error instead of a hang
+# number of polls, about a minute: a missing member ends in a CUDA error instead of a hang
 PATIENCE = tl.constexpr(1 << 27)
 
 
 @triton.jit
 def pair(low, high):
-    """Two 32-bit values as one 64-bit word."""
+    """Pack two 32-bit values into one 64-bit word."""
     low = tl.cast(low, tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
     return (tl.cast(high, tl.int32, bitcast=True).to(tl.int64) << 32) | low
 
 
 @triton.jit
 def low_half(words):
-    """A sum, without the bit that tells its turn: that depends on the row's place."""
+    """Return the low float with its parity bit cleared: parity depends on the row's place, results must not."""
     return (words.to(tl.int32) & -2).to(tl.float32, bitcast=True)
 
 
@@ -42,21 +41,21 @@ def high_half(words):
 
 @triton.jit
 def with_parity(x, parity):
-    """X with its lowest bit replaced: half an fp32 rounding."""
+    """Return x with the parity as its lowest bit, which costs half an fp32 rounding."""
     return ((x.to(tl.int32, bitcast=True) & -2) | parity).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def parity_of(turn):
-    """1 for the first round over the four slots, which hold zeros before; then alternating."""
+    """Return the parity of a phase: 1 in the first round over the slots, which start as zeros; then alternating."""
     return 1 - ((turn >> 2) & 1)
 
 
 @triton.jit
 def await_words(ptr, parity, TEAM: tl.constexpr, WIDTH: tl.constexpr):
-    """The words of all members, once they are there; beyond TEAM the last one again."""
+    """Poll until all members have published; return their words. Lanes beyond TEAM repeat the last word."""
     address = (ptr + tl.minimum(tl.arange(0, WIDTH), TEAM - 1)).to(tl.int64)
-    # in assembly because a `while` would keep Triton from pipelining the loop around it
+    # assembly, because Triton does not pipeline a loop that contains a `while`
     return tl.inline_asm_elementwise(
         """{
         .reg .pred missing, lost;
@@ -82,7 +81,7 @@ def await_words(ptr, parity, TEAM: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def take_place(words_ptr, SLOTS: tl.constexpr, TEAM: tl.constexpr, COOPERATIVE: tl.constexpr):
-    """(team, member, number of teams); the counter of those that have started lies behind the slots of all teams."""
+    """Return (team, member, number of teams); a counter behind all teams' slots gives places in starting order."""
     teams = tl.num_programs(0) // TEAM
     if COOPERATIVE:
         place = tl.program_id(0)
@@ -93,7 +92,7 @@ def take_place(words_ptr, SLOTS: tl.constexpr, TEAM: tl.constexpr, COOPERATIVE: 
 
 @triton.jit
 def load_part(ptr, cols, live, N_COLS: tl.constexpr, MASKED: tl.constexpr, ALL_LIVE: tl.constexpr):
-    """A part of a row in its own dtype; zero beyond the width and in rows that do not exist."""
+    """Load a part of a row in its own dtype; zero beyond the width and in rows that do not exist."""
     if ALL_LIVE and not MASKED:
         x = tl.load(ptr + cols)
     else:
@@ -103,7 +102,7 @@ def load_part(ptr, cols, live, N_COLS: tl.constexpr, MASKED: tl.constexpr, ALL_L
 
 @triton.jit
 def gain(w, offset, HAS_MEAN: tl.constexpr):
-    """What n is multiplied by, in fp32; rms_norm alone has an offset."""
+    """Return the factor of n in fp32: w, for rms_norm w + offset."""
     w = w.to(tl.float32)
     if not HAS_MEAN:
         w += offset
@@ -128,7 +127,7 @@ def team_forward_kernel(
     y_ptr,  # (n_rows, N_COLS), contiguous
     s_ptr,  # (n_rows, N_COLS), contiguous; None without residual
     stats_ptr,  # (1 to 3, n_rows) fp32: 1/σ, mean, ±m
-    words_ptr,  # (teams, 4, R, 1 or 3, TEAM) int64 zeros, and one more
+    words_ptr,  # (teams, 4, R, 1 or 3, TEAM) int64 zeros, the mailbox, and one counter
     x_row_stride,  # in units of VEC elements
     r_row_stride,
     n_rows,
@@ -146,7 +145,7 @@ def team_forward_kernel(
     STAGES: tl.constexpr,
     COOPERATIVE: tl.constexpr,
 ):
-    """R rows of a team's every turn; y of the rows of LAG turns ago, whose words have arrived meanwhile."""
+    """Per phase: read R rows and publish their partials; write y of the rows of LAG phases ago."""
     MASKED: tl.constexpr = N_COLS % BLOCK_C != 0
     ALL_LIVE: tl.constexpr = LAG == 0 and R == 1
     KINDS: tl.constexpr = 3 if STABLE else 1
@@ -184,7 +183,7 @@ def team_forward_kernel(
         for k in tl.static_range(R):
             f = parts[k].to(tl.float32)
             if STABLE:
-                # in units of the part's max|x|: no part overflows or underflows
+                # work in units of the part's max|x|: then no part overflows or underflows
                 largest = tl.max(tl.where(cols < N_COLS, f, float("-inf")), 0)
                 smallest = tl.min(tl.where(cols < N_COLS, f, float("inf")), 0)
                 tl.atomic_xchg(slot + (k * KINDS + 1) * TEAM + member, pair(parity, largest), sem="relaxed")
@@ -232,7 +231,7 @@ def team_forward_kernel(
                 squares *= scale * scale
                 means *= scale
             if HAS_MEAN:
-                # sums of squares about each part's own mean, moved to the common one
+                # move the sums of squares from each part's own mean to the common mean
                 mean = tl.sum(counts * means, 0) / N_COLS
                 squares += counts * (means - mean) * (means - mean)
             rstd = tl.rsqrt(tl.sum(squares, 0) / N_COLS + eps_row)
@@ -267,7 +266,7 @@ def team_backward_kernel(
     stats_ptr,  # (1 to 3, n_rows) fp32: 1/σ, mean, ±m
     dx_ptr,  # (n_rows, N_COLS), contiguous
     partials_ptr,  # (1 or 2, teams, N_COLS) fp32: of dw, then of db, whichever are needed; None: neither
-    words_ptr,  # (teams, 4, R, 1 or 2, TEAM) int64 zeros, and one more
+    words_ptr,  # (teams, 4, R, 1 or 2, TEAM) int64 zeros, the mailbox, and one counter
     x_row_stride,  # in units of VEC elements
     dy_row_stride,
     ds_row_stride,
@@ -288,7 +287,7 @@ def team_backward_kernel(
     STAGES: tl.constexpr,
     COOPERATIVE: tl.constexpr,
 ):
-    """R rows of a team's every turn: dw and db in registers, dx of the rows of LAG turns ago."""
+    """Per phase: read R rows, publish partials, add to dw and db in registers; write dx of LAG phases ago."""
     MASKED: tl.constexpr = N_COLS % BLOCK_C != 0
     ALL_LIVE: tl.constexpr = LAG == 0 and R == 1
     KINDS: tl.constexpr = 2 if STABLE else 1
@@ -333,7 +332,7 @@ def team_backward_kernel(
                 attained = tl.sum(((n == signed) & (cols < N_COLS)).to(tl.int32), 0)
                 word = pair(parity, attained)
                 tl.atomic_xchg(slot + (k * KINDS + 1) * TEAM + member, word, sem="relaxed")
-            # sums of products, which take one instruction, rather than products of sums
+            # a·b + c is one instruction, a·(b + c) is two
             rstd = tl.load(stats_ptr + row, mask=live, other=0.0)
             if HAS_MEAN:
                 n = n * rstd - tl.load(stats_ptr + n_rows + row, mask=live, other=0.0) * rstd
@@ -380,7 +379,7 @@ def team_backward_kernel(
             if HAS_MEAN:
                 shift = -tl.sum(tl.where(in_team, high_half(words), 0.0), 0) / N_COLS * rstd
             if LAG:
-                # only the raw values were kept: they take half the registers
+                # recompute from the raw values: keeping those alone takes half the registers
                 n = ready_xs[k].to(tl.float32)
                 g = ready_dys[k].to(tl.float32)
                 if w_ptr is not None:
@@ -399,7 +398,7 @@ def team_backward_kernel(
                 signed = tl.load(stats_ptr + n_rows + n_rows + row, mask=live, other=1.0)
                 words = await_words(slot + (k * KINDS + 1) * TEAM, parity, TEAM, WIDTH)
                 attained = tl.sum(tl.where(in_team, (words >> 32).to(tl.int32), 0), 0)
-                # the values of a row that attain ±m are bit-equal to it; ties share the gradient of m evenly
+                # values that attain ±m are bit-equal to it; ties share the gradient of m evenly
                 share = N_COLS * a * eps * (signed * rstd) * rstd / tl.maximum(attained, 1)
                 dx -= tl.where(ready_xs[k].to(tl.float32) == signed, share, 0.0)
             store_part(dx_ptr + row * N_COLS, cols, dx, live, N_COLS, MASKED, ALL_LIVE)

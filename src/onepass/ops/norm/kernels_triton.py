@@ -1,8 +1,8 @@
-"""Triton kernels of layer_norm and rms_norm: one family, the operator and its options are constexprs or None pointers.
+"""Triton kernels of layer_norm and rms_norm: constexprs and None pointers choose the operator and its options.
 
-A row lives in registers as chunks of `BLOCK_C` columns, so that a width such as 5120 wastes no lanes; rows too wide
-for that are walked tile by tile (the `wide_` kernels). The width is a constexpr: it belongs to the model, every
-column mask then folds away or proves its alignment, and 16-byte loads follow. The number of rows is an argument.
+A row lives in registers as chunks of `BLOCK_C` columns, so that a width such as 5120 wastes no lanes. Wider rows have
+kernels of their own (packed, team, wide). The width is a constexpr, as a model has few of them: column masks then fold
+away or prove their alignment, which keeps loads 16 bytes wide. The number of rows is an argument.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ TINY = tl.constexpr(1.1754943508222875e-38)
 
 @triton.jit
 def in_tile(rows, cols, n_rows, N_COLS: tl.constexpr, MASK_ROWS: tl.constexpr, MASK_COLS: tl.constexpr):
-    """Mask of a (rows, cols) tile, with only the parts that can be false."""
+    """Return the mask of a (rows, cols) tile, of only the parts that can be false."""
     if MASK_ROWS and MASK_COLS:
         mask = (rows < n_rows)[:, None] & (cols < N_COLS)[None, :]
     elif MASK_ROWS:
@@ -39,9 +39,9 @@ def load_tile(ptr, offsets, mask, MASKED: tl.constexpr):
 
 @triton.jit
 def load_streamed(ptr, offsets, mask, MASKED: tl.constexpr):
-    """`load_tile` of what is read once, marked to stay in L2.
+    """Load as fp32 what is read once, marked to stay in L2.
 
-    Written lines are then the first to leave it, and reach memory in an even stream: 2 to 4 % of a forward pass.
+    Written lines then leave L2 first, in an even stream: 2 to 4 % faster forward.
     """
     if MASKED:
         x = tl.load(ptr + offsets, mask=mask, other=0.0, eviction_policy="evict_last")
@@ -60,7 +60,7 @@ def store_tile(ptr, offsets, value, mask, MASKED: tl.constexpr):
 
 @triton.jit
 def add_residual(x, r_ptr, s_ptr, offsets, mask, MASKED: tl.constexpr):
-    """X + residual as s will hold it: backward sees the rounded s, so forward must normalise that one."""
+    """Return x + residual, rounded as s stores it: backward reads the rounded s, so forward normalises it too."""
     if r_ptr is not None:
         x = (x + load_streamed(r_ptr, offsets, mask, MASKED)).to(s_ptr.dtype.element_ty).to(tl.float32)
     return x
@@ -68,7 +68,7 @@ def add_residual(x, r_ptr, s_ptr, offsets, mask, MASKED: tl.constexpr):
 
 @triton.jit
 def load_vector(ptr, cols, N_COLS: tl.constexpr, BLOCK_R: tl.constexpr, MASKED: tl.constexpr):
-    """(N_COLS,) as a tile of equal rows: loaded in the layout of x, where a 1-D load would pay a layout conversion."""
+    """Load (N_COLS,) as a tile of equal rows, in the layout of x: a 1-D load would need a layout conversion."""
     offsets = tl.zeros((BLOCK_R,), tl.int32)[:, None] + cols[None, :]
     if MASKED:
         v = tl.load(ptr + offsets, mask=offsets < N_COLS, other=0.0)
@@ -79,7 +79,7 @@ def load_vector(ptr, cols, N_COLS: tl.constexpr, BLOCK_R: tl.constexpr, MASKED: 
 
 @triton.jit
 def signed_scale(largest, smallest):
-    """±m of `stable`: the sign tells whether max(x) or −min(x) is the m."""
+    """Return ±m of `stable`: max(x) if positive, else min(x) = −m; 1 for a row of zeros."""
     return tl.where(largest > 0, largest, tl.where(smallest < 0, smallest, 1.0))
 
 
@@ -91,7 +91,7 @@ def forward_kernel(
     b_ptr,  # (N_COLS,) or None
     y_ptr,  # (n_rows, N_COLS), contiguous
     s_ptr,  # (n_rows, N_COLS), contiguous; None without residual
-    stats_ptr,  # (1 to 3, n_rows) fp32: 1/σ, mean, ±m; None: nobody will differentiate
+    stats_ptr,  # (1 to 3, n_rows) fp32: 1/σ, mean, ±m; None: not kept
     x_row_stride,  # in units of VEC elements, so that Triton can prove the alignment of every row
     r_row_stride,
     n_rows,
@@ -105,9 +105,9 @@ def forward_kernel(
     BLOCK_C: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """One tile of whole rows per program, held in registers between the statistics and the result.
+    """Normalise one tile of whole rows per program, held in registers between the statistics and the result.
 
-    EARLY: w and b are read along with x, where registers allow: nothing is left to wait for after the statistics.
+    EARLY: read w and b along with x, if registers allow, so that no load is left to wait for after the statistics.
     """
     CHUNKS: tl.constexpr = (N_COLS + BLOCK_C - 1) // BLOCK_C
     MASK_ROWS: tl.constexpr = BLOCK_R > 1
@@ -143,7 +143,7 @@ def forward_kernel(
             largest = tl.maximum(largest, tl.max(tl.where(ok, xs[i], float("-inf")), 1))
             smallest = tl.minimum(smallest, tl.min(tl.where(ok, xs[i], float("inf")), 1))
         signed = signed_scale(largest, smallest)
-        # statistics in units of max|x|: no row overflows or underflows, however huge its values
+        # statistics in units of max|x|: then no row overflows or underflows
         unit = tl.maximum(largest, -smallest)
         unit = tl.where(unit > 0, tl.maximum(unit, TINY), 1.0)
         per_unit = 1.0 / unit
@@ -182,7 +182,7 @@ def forward_kernel(
                 w = ws[i].to(tl.float32)
             else:
                 w = load_vector(w_ptr, cols, N_COLS, BLOCK_R, (i + 1) * BLOCK_C > N_COLS).to(tl.float32)
-            # rms_norm alone has an offset
+            # only rms_norm has an offset
             y *= w if HAS_MEAN else w + offset
         if b_ptr is not None:
             if EARLY:
@@ -203,13 +203,13 @@ def forward_kernel(
 
 @triton.jit
 def mark(n, hit):
-    """Write a condition into the lowest bit of n, where it costs no register and half an fp32 rounding."""
+    """Write a condition into the lowest bit of n: it costs no register and half an fp32 rounding."""
     return ((n.to(tl.int32, bitcast=True) & -2) | hit.to(tl.int32)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def marked(n):
-    """The condition that `mark` wrote: 0 or 1."""
+    """Return the condition that `mark` wrote: 0 or 1."""
     return n.to(tl.int32, bitcast=True) & 1
 
 
@@ -243,10 +243,10 @@ def backward_kernel(
     BLOCK_C: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Every program takes each P-th tile of rows; the next tiles are on their way while it works on one.
+    """Compute dx and partials of dw and db; each of P programs takes every P-th tile of rows.
 
-    x and dy are read once and dx is written once; the sums over rows for dw and db stay in registers until the end,
-    so there is one partial row per program, not one per tile.
+    The next tiles load while a program works on one. x and dy are read once, dx is written once. Sums over rows for dw
+    and db stay in registers until the end, so there is one row of partials per program, not one per tile.
     """
     CHUNKS: tl.constexpr = (N_COLS + BLOCK_C - 1) // BLOCK_C
     MASK_ROWS: tl.constexpr = BLOCK_R > 1
@@ -282,7 +282,7 @@ def backward_kernel(
             g = load_tile(dy_ptr, dy_offsets, mask, MASK_ROWS or (i + 1) * BLOCK_C > N_COLS)
             if STABLE:
                 hit = mask & (n == signed[:, None])
-            # sums of products, which take one instruction, rather than products of sums
+            # a·b + c is one instruction, a·(b + c) is two
             if HAS_MEAN:
                 n = n * rstd[:, None] - (mean * rstd)[:, None]
             else:
@@ -312,14 +312,14 @@ def backward_kernel(
                 total = gs[0]
                 for i in tl.static_range(1, CHUNKS):
                     total += gs[i]
-                # both sums in one reduction: half the barriers
+                # reduce both sums at once: half the barriers
                 a, c = tl.reduce((products, total), 1, add_pairs)
                 c /= N_COLS
             else:
                 a = tl.sum(products, 1)
             a /= N_COLS
             if STABLE:
-                # the values of a row that attain ±m are bit-equal to it; ties share the gradient of m evenly
+                # values that attain ±m are bit-equal to it; ties share the gradient of m evenly
                 attained = marked(ns[0])
                 for i in tl.static_range(1, CHUNKS):
                     attained += marked(ns[i])
@@ -361,9 +361,9 @@ def finish_kernel(
     BLOCK_C: tl.constexpr,
     WAITS: tl.constexpr,
 ):
-    """Sum the partial rows of dw and of db, always in the same order, and round once.
+    """Add the partials of dw and of db, always in the same order, and round once.
 
-    WAITS: launched before the kernel ahead of it has ended, which hides the time that launching takes.
+    WAITS: the kernel starts before the previous one ends and waits inside, which hides its launch time.
     """
     if WAITS:
         gdc_wait()

@@ -1,4 +1,4 @@
-"""Triton kernels for rows that one program can't hold: they are walked tile by tile, the second walk from L2."""
+"""Triton kernels that walk a row twice, tile by tile: for rows too wide for registers. The second walk reads L2."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .kernels_triton import add_residual, load_streamed, load_tile, signed_scale
 
 @triton.jit
 def load_again(ptr, cols, mask, MASKED: tl.constexpr):
-    """What the first walk left in L2, which may go from there now."""
+    """Load as fp32 for the last time: the lines may leave L2 first."""
     if MASKED:
         x = tl.load(ptr + cols, mask=mask, other=0.0, eviction_policy="evict_first")
     else:
@@ -20,7 +20,7 @@ def load_again(ptr, cols, mask, MASKED: tl.constexpr):
 
 @triton.jit
 def store_streamed(ptr, cols, value, mask, MASKED: tl.constexpr):
-    """Store what must not displace the rows that other programs have yet to walk again."""
+    """Store with evict-first: L2 keeps the rows that other programs will walk again."""
     if MASKED:
         tl.store(ptr + cols, value.to(ptr.dtype.element_ty), mask=mask, eviction_policy="evict_first")
     else:
@@ -48,10 +48,10 @@ def wide_forward_kernel(
     BLOCK_C: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """One row per program, walked twice; the second walk finds the row in L2.
+    """Normalise one row per program in two walks; the second finds the row in L2.
 
-    The variance is that of x − shift, with the mean of the first tile for shift: one walk, and none of the
-    cancellation of E[x²] − mean². For `stable` the unit is the first tile's max|x|, for the same reason as above.
+    The first walk sums x − shift and its square, where shift is the mean of the first tile: that avoids most of the
+    cancellation of E[x²] − mean². For `stable` the unit is the max|x| of the first tile: no extra walk for the row's.
     """
     MASKED: tl.constexpr = N_COLS % BLOCK_C != 0
     row = tl.program_id(0).to(tl.int64)
@@ -67,7 +67,7 @@ def wide_forward_kernel(
         cols = tl.arange(0, BLOCK_C)
         first = add_residual(load_tile(x_ptr, cols, cols < N_COLS, MASKED), r_ptr, s_ptr, cols, cols < N_COLS, MASKED)
         if STABLE:
-            # bounded below, so that a first tile of almost nothing does not overflow the squares of the others
+            # bounded below: after a tiny first tile, the squares of the others must not overflow
             per_unit = 1.0 / tl.maximum(tl.max(tl.abs(first), 0), 1e-12)
             first *= per_unit
         shift = tl.sum(first, 0) / min(N_COLS, BLOCK_C)
@@ -142,7 +142,7 @@ def wide_sums_kernel(
     BLOCK_C: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """The row sums of backward, one row of the group per program."""
+    """Compute the row sums that dx needs, one row of the group per program."""
     MASKED: tl.constexpr = N_COLS % BLOCK_C != 0
     row = tl.program_id(0).to(tl.int64) + first_row
     x_ptr += row * x_row_stride * VEC
@@ -202,7 +202,7 @@ def wide_apply_kernel(
     BLOCK_C: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """One tile of columns and every n-th row of the group per program: dx, with dw and db in registers."""
+    """Compute dx and add up dw and db in registers: one tile of columns and every n-th row of the group per program."""
     MASKED: tl.constexpr = N_COLS % BLOCK_C != 0
     split = tl.program_id(1)
     cols = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)

@@ -1,4 +1,4 @@
-"""From tensors to kernels: pointers, strides and launch shapes."""
+"""Launch the kernels: choose the kernel, its pointers, strides and launch shape."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .kernels_wide import wide_apply_kernel, wide_forward_kernel, wide_sums_kern
 
 @functools.cache
 def _device_limits(index: int) -> tuple[int, int]:
-    """(shared memory a program may use, size of L2) in bytes."""
+    """Return (shared memory that a program may use, size of L2) in bytes."""
     properties = torch.cuda.get_device_properties(index)
     return getattr(properties, "shared_memory_per_block_optin", 49152), properties.L2_cache_size
 
@@ -35,17 +35,17 @@ def _has_dependent_launch(index: int) -> bool:
 
 
 def _dependent_launch(x: Tensor) -> bool:
-    """Whether a kernel may be launched before the one ahead of it has ended, and wait for it by itself."""
+    """Return whether a kernel may start before the previous one ends and wait for it inside (sm_90 on)."""
     return x.is_cuda and _has_dependent_launch(x.device.index)
 
 
 def _teams_run(x: Tensor, size: int) -> bool:
-    """Whether a team's programs run at the same time, which they wait for each other to do; NVIDIA only."""
+    """Return whether the programs of a team run at the same time, as polling requires; NVIDIA only."""
     return not INTERPRET and torch.version.hip is None and 2 * size <= sm_count(x)
 
 
 def _rows(x: Tensor, n_cols: int) -> tuple[Tensor, int]:
-    """A tensor whose memory the kernels may walk, and its row stride."""
+    """Return x as (rows, n) with unit column stride, and its row stride."""
     if x.is_contiguous():
         return x, n_cols
     rows = as_rows(x)
@@ -53,7 +53,7 @@ def _rows(x: Tensor, n_cols: int) -> tuple[Tensor, int]:
 
 
 def _even_rows(x: Tensor, n_cols: int) -> tuple[Tensor, int]:
-    """Likewise, but memory of which every row is read as one of a contiguous tensor would be: it has the same bits."""
+    """Return `_rows` with every row aligned as in a contiguous tensor: the result then has the same bits."""
     if x.is_contiguous():
         return aligned(x), n_cols
     rows = even_rows(as_rows(x), 8)
@@ -68,7 +68,7 @@ def forward(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, offset: float,
     has_mean: bool, stable: bool, keep: bool = True,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    """X (..., n) → y, s (None without residual) and the statistics (1 to 3, rows), None where not to be kept."""
+    """Return y, s (None without residual) and statistics (1 to 3, rows); they may be None unless `keep`."""
     n_cols = x.shape[-1]
     n_rows = x.numel() // n_cols
     y = _empty(x)
@@ -88,7 +88,7 @@ def forward(
     packed = None if stable or reread else _packed(source, residual, weight, bias, itemsize, vec)
     whole = n_cols <= shapes.MAX_FORWARD_COLS and (n_cols <= 16384 or itemsize == 2 or not _teams_run(x, 8))
     stats = None
-    # next to a wide row its statistics are nothing
+    # kernels for wide rows always store statistics: their cost is small beside a wide row
     if keep or reread or packed is not None or not whole:
         stats = torch.empty((1 + has_mean + stable, n_rows), dtype=torch.float32, device=x.device)
     tensors = (source, residual, weight, bias, y, s, stats)
@@ -131,7 +131,7 @@ def forward(
 def _packed(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, itemsize: int, vec: int
 ) -> shapes.Packed | None:
-    """How `packed_forward_kernel` shares a row of x, if it can: all in 16 bits, neighbours in one aligned word."""
+    """Return the shape of `packed_forward_kernel`; None unless tensors have 16 bits and rows are even and wide."""
     if itemsize != 2 or x.shape[-1] <= shapes.MIN_PACKED_COLS or vec % 2 or torch.version.hip is not None:
         return None
     for tensor in (x, residual, weight, bias):
@@ -142,7 +142,7 @@ def _packed(
 
 
 def _words(x: Tensor, n_words: int) -> Tensor:
-    """Zeros, by a launch that a recorder of the call sees and a kernel after it can wait for from within."""
+    """Return a zeroed mailbox. A kernel writes the zeros: replay records it, and the next kernel can wait for it."""
     words = torch.empty(n_words, dtype=torch.int64, device=x.device)
     launch(zeros_kernel, (cdiv(n_words, 1024), 1, 1), (words,), (n_words,), (1024,), num_warps=4)
     return words
@@ -168,7 +168,7 @@ def backward(
     dy: Tensor, ds: Tensor | None, x: Tensor, stats: Tensor, weight: Tensor | None, bias_dtype: torch.dtype,
     eps: float, offset: float, has_mean: bool, stable: bool, need_x: bool, need_w: bool, need_b: bool,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-    """Dx in x's dtype, dw in weight's, db in `bias_dtype`; what is not needed is None."""
+    """Return dx in the dtype of x, dw in that of weight, db in `bias_dtype`; None for those not needed."""
     n_cols = x.shape[-1]
     n_rows = x.numel() // n_cols
     dx = _empty(x) if need_x else None
@@ -221,7 +221,7 @@ def backward(
 
 
 def _wide_groups(x: Tensor, n_rows: int, n_cols: int) -> tuple[int, int]:
-    """(rows per group, row splits): a group's x and dy stay in L2 between the two passes over them."""
+    """Return (rows per group, row splits): x and dy of a group stay in L2 between the two passes over them."""
     rows = max(1, min(n_rows, int(_limits(x)[1] * shapes.L2_SHARE) // (2 * n_cols * x.element_size())))
     splits = shapes.APPLY_PROGRAMS_PER_SM * sm_count(x) // cdiv(n_cols, shapes.APPLY_COLS)
     return rows, max(1, min(splits, rows))

@@ -1,6 +1,6 @@
-"""What a plain eager call on a CPU runs: torch's own differentiable operators, where they keep what we promise.
+"""Plain eager calls on a CPU: use torch's own differentiable operators where they keep the contract.
 
-Small calls take as long as what surrounds the kernel, so this is short: one look at the arguments, then torch.
+The time of a small call is mostly Python, so this path is short: check the arguments once, then call torch.
 """
 
 from __future__ import annotations
@@ -18,17 +18,18 @@ from onepass.core.sums import BLOCK
 
 from .torch_path import sixteen_bit_backward, sixteen_bit_forward
 
-# up to here the passes that an RMS norm is composed of cost less than calling our formulas; so many elements
+# elements up to which torch.rms_norm, several passes over x, takes less time than the call of our formulas
 SMALL = 1 << 19
 
 
 def native(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, offset: float, has_mean: bool, stable: bool
 ) -> Tensor | None:
-    """Layer or RMS norm by torch's operators where that is exact and takes no longer; else None. CPU, differentiable.
+    """Return the norm by torch's operators on a CPU, differentiable; None if they are less exact or slower.
 
-    Torch keeps a 16-bit layer norm's statistics, and sums its dw and db, in 16 bits (12 % off after 4096 rows): these
-    are ours. Large RMS norms and their gradients are left to our formulas: torch's are passes over the whole tensor.
+    16-bit layer norms take `_SixteenBit`: torch keeps their statistics, and sums dw and db, in 16 bits (12 % off after
+    4096 rows). Large RMS norms and RMS norms with gradients return None: torch makes several passes over the whole
+    tensor, and its gradient underflows for large x.
     """
     if INTERPRET or not x.is_cpu or stable or torch._C._is_any_autocast_enabled():
         return None
@@ -42,15 +43,16 @@ def native(
             return None
     if has_mean:
         if weight is None and bias is not None:
-            # torch's second derivative fails there, without a name
+            # torch's second derivative fails for a bias without a weight, with an error that names neither
             return None
         if dtype.itemsize == 2:
             return _sixteen_bit(x, weight, bias, eps)
         return torch.layer_norm(x, (n_cols,), weight, bias, eps)
-    # our formulas add up a row as torch does, but for long rows: there torch's order depends on how many there are
+    # y must have the same bits by torch as by our formulas; above BLOCK columns torch's order of a sum depends on the
+    # number of rows and threads
     if x.numel() > SMALL or n_cols > BLOCK or (offset and weight is not None):
         return None
-    # torch records a gradient with the cube of 1/rms, which underflows from |x| of about 1e13 on: ours holds there
+    # torch's gradient uses the cube of 1/rms, which underflows from |x| of about 1e13 on; ours stays right
     if torch.is_grad_enabled() and (x.requires_grad or (weight is not None and weight.requires_grad)):
         return None
     return torch.rms_norm(x.contiguous(), (n_cols,), weight, eps)
@@ -62,7 +64,7 @@ def _wide_weight(weight: Tensor | None, x: Tensor) -> Tensor:
 
 
 class _SixteenBit(torch.autograd.Function):
-    """Layer norm of 16-bit tensors with statistics and sums in fp32."""
+    """Layer norm of 16-bit tensors on a CPU, with statistics and sums in fp32."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
@@ -87,7 +89,7 @@ def _gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
 
 
 _once = once("layer_norm", _gradients)
-# what Function.apply does beyond this concerns torch.func, which never gets here
+# skip Function.apply's functorch dispatch; callers guarantee plain eager
 _sixteen_bit: Callable[..., Tensor] = super(torch.autograd.Function, _SixteenBit).apply
 
 __all__ = ["SMALL", "native"]

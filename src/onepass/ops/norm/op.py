@@ -1,4 +1,4 @@
-"""`layer_norm` and `rms_norm`: checks, registration with the dispatcher, autograd, the public functions."""
+"""`layer_norm` and `rms_norm`: argument checks, registration with the dispatcher, autograd, public functions."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def _backward(
             x.new_zeros(n, dtype=w_dtype) if need_w else None,
             x.new_zeros(n, dtype=bias_dtype) if need_b else None,
         )
-    # read by address, by the kernels and by torch's operator alike; a batching rule may hand over a view
+    # the kernels and torch's operator read memory by address; a batching rule may pass a strided view
     stats = stats.contiguous()
     if uses_triton(x):
         from . import launch
@@ -138,7 +138,7 @@ def _backward_all(
     dy: Tensor, ds: Tensor | None, x: Tensor, stats: Tensor, weight: Tensor | None, bias_dtype: torch.dtype,
     eps: float, offset: float, has_mean: bool, stable: bool, need_x: bool, need_w: bool, need_b: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """`_backward` as an op, which can't return None: what is not needed is empty."""
+    """Do `_backward` as an op: gradients that are not needed are empty tensors, since an op cannot return None."""
     dx, dw, db = _backward(
         dy, ds, x, stats, weight, bias_dtype, eps, offset, has_mean, stable, need_x, need_w, need_b
     )  # fmt: skip
@@ -217,7 +217,7 @@ def _gradients_residual(ctx: Any, run: Any, dy: Tensor | None, ds: Tensor | None
         s, stats, weight = ctx.saved_tensors
         need_s = need_x or need_r
         d, dw, db = run(dy, ds, s, stats, weight, ctx.bias_dtype, *ctx.options, need_s, need_w, need_b)
-    # the sum hands both of its terms the same gradient: one tensor, as torch.add does
+    # x and residual have the same gradient: one tensor for both, as torch.add returns
     dx, dr = (d.to(t) if need and d is not None else None for t, need in zip(ctx.dtypes, (need_x, need_r), strict=True))
     return dx, dr, dw if need_w else None, db if need_b else None, None, None, None, None
 
@@ -228,12 +228,12 @@ InDims = tuple[int | None, ...]
 def _vmap_forward(
     size: int, in_dims: InDims, x: Tensor, weight: Tensor | None, bias: Tensor | None, *options: Any
 ) -> Any:
-    """A batch is more rows, as long as all share weight and bias."""
+    """Treat the batch as more rows; None (no rule) if weight or bias is batched."""
     if in_dims[1] is not None or in_dims[2] is not None:
         return None
     batch = batch_first(x, in_dims[0], size)
     y, stats = forward_op(batch, weight, bias, *options)
-    # each element keeps its rows, in a batch of none too
+    # math.prod instead of -1: torch cannot infer a size in an empty batch
     return (y, stats.view(len(stats), size, math.prod(batch.shape[1:-1]))), (0, 1)
 
 
@@ -241,7 +241,7 @@ def _vmap_backward(
     size: int, in_dims: InDims, dy: Tensor, ds: Tensor | None, x: Tensor, stats: Tensor, weight: Tensor | None,
     *options: Any,
 ) -> Any:  # fmt: skip
-    """Likewise, but each batch element has its own gradients of weight and bias."""
+    """Treat the batch as more rows; None (no rule) if dw or db is needed: each batch element has its own."""
     need_x, need_w, need_b = options[-3:]
     if in_dims[4] is not None or need_w or need_b or not need_x:
         return None
@@ -288,34 +288,34 @@ def layer_norm(
     stable: bool = False,
     residual: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    r"""Layer normalisation over the last dimension, in one pass over ``x``.
+    r"""Normalise each row of the last dimension by its mean and variance, in one pass over ``x``.
 
     .. math:: y = w\,\frac{s - \mathrm{mean}(s)}{\sqrt{\mathrm{var}(s) + \varepsilon\, m^2}} + b, \qquad s = x
         \;(+\ \mathrm{residual})
 
-    with :math:`m = 1`, or with ``stable=True`` :math:`m = \max(s)`: the same as normalising :math:`s/m`, which keeps
-    rows of huge activations in range. Where :math:`\max(s) \le 0` that would flip the sign of the row or divide by
-    zero; there :math:`m = \max|s|`, and 1 for a row of zeros. Statistics are in fp32 (fp64 for fp64 inputs).
+    with :math:`m = 1`. ``stable=True`` sets :math:`m = \max(s)`, which normalises :math:`s/m` and keeps rows of huge
+    activations in range. :math:`\max(s) \le 0` would flip the sign of the row or divide by zero; such a row has
+    :math:`m = \max|s|`, and a row of zeros has m = 1. Statistics are in fp32 (fp64 for fp64 inputs).
 
     Args:
         x: ``(..., N)``, fp32, fp16, bf16 or fp64, any strides.
-        weight: ``(N,)`` or None, of any of these dtypes, not necessarily x's.
+        weight: ``(N,)`` or None; any of these dtypes, also another than that of x.
         bias: ``(N,)`` or None, likewise.
         eps: added to the variance; ≥ 0.
         stable: normalise :math:`s/m` instead of :math:`s`.
-        residual: ``(..., N)``, added to x first; the sum is returned too.
+        residual: ``(..., N)`` or None; added to x first, and the sum is returned too.
 
     Returns:
-        y, shape and dtype of ``x``; with ``residual`` the pair ``(y, s)``, where s has the promoted dtype of the two.
+        y, shape and dtype of ``x``; with ``residual`` the pair ``(y, s)``, where s has the dtype of ``x + residual``.
 
-    Gradients flow to x, residual, weight and bias, through both outputs; only those asked for are computed, and they
-    are the same bit for bit from run to run. Backward keeps x (or s) and 8 bytes per row, 12 if stable.
+    Gradients flow to x, residual, weight and bias, through both outputs. Backward computes only the needed ones, and
+    repeats them bit for bit from run to run. It keeps x (or s) and 8 bytes per row, 12 if stable.
 
     Raises:
-        TypeError: a tensor is not floating-point, or eps no number.
+        TypeError: a tensor is not floating-point, or eps is not a number.
         ValueError: shapes don't fit, eps is negative, or the tensors are on different devices.
-        NotImplementedError: a forward-mode derivative is asked for, or a second one where torch's own operator does not
-            do the work, as it does in plain eager calls on a CPU.
+        NotImplementedError: for a forward-mode derivative; for a second derivative, unless torch's own operator
+            computed y (some plain eager calls on a CPU).
 
     Source: Ba, Kiros, Hinton 2016, arXiv:1607.06450; ``stable`` is the option of triton-transformer, after CogView,
     arXiv:2105.13290.
@@ -350,7 +350,7 @@ def rms_norm(
     offset: float = 0.0,
     residual: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    r"""Root-mean-square normalisation over the last dimension, in one pass over ``x``.
+    r"""Normalise each row of the last dimension by its root mean square, in one pass over ``x``.
 
     .. math:: y = (\mathrm{offset} + w)\,\frac{s}{\sqrt{\mathrm{mean}(s^2) + \varepsilon}}, \qquad s = x
         \;(+\ \mathrm{residual})
@@ -359,22 +359,22 @@ def rms_norm(
 
     Args:
         x: ``(..., N)``, fp32, fp16, bf16 or fp64, any strides.
-        weight: ``(N,)`` or None, of any of these dtypes, not necessarily x's.
+        weight: ``(N,)`` or None; any of these dtypes, also another than that of x.
         eps: added to the mean of squares; ≥ 0.
-        offset: added to the weight (1.0 where a model stores weight − 1); without weight it plays no part.
-        residual: ``(..., N)``, added to x first; the sum is returned too.
+        offset: added to the weight (1.0 for a model that stores weight − 1); ignored without weight.
+        residual: ``(..., N)`` or None; added to x first, and the sum is returned too.
 
     Returns:
-        y, shape and dtype of ``x``; with ``residual`` the pair ``(y, s)``, where s has the promoted dtype of the two.
+        y, shape and dtype of ``x``; with ``residual`` the pair ``(y, s)``, where s has the dtype of ``x + residual``.
 
-    Gradients flow to x, residual and weight, through both outputs; only those asked for are computed, and they are
-    the same bit for bit from run to run. Backward keeps x (or s) and 4 bytes per row.
+    Gradients flow to x, residual and weight, through both outputs. Backward computes only the needed ones, and
+    repeats them bit for bit from run to run. It keeps x (or s) and 4 bytes per row.
 
     Raises:
-        TypeError: a tensor is not floating-point, or eps no number.
+        TypeError: a tensor is not floating-point, or eps is not a number.
         ValueError: shapes don't fit, eps is negative, or the tensors are on different devices.
-        NotImplementedError: a forward-mode derivative is asked for, or a second one where torch's own operator does not
-            do the work, as it does in plain eager calls on a CPU.
+        NotImplementedError: for a forward-mode derivative; for a second derivative, unless torch's own operator
+            computed y (some plain eager calls on a CPU).
 
     Source: Zhang, Sennrich 2019, arXiv:1910.07467.
 

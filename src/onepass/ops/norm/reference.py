@@ -1,4 +1,4 @@
-"""The definitions: one line of formula each, accumulated in fp32 or wider, differentiable by autograd."""
+"""Define the norms in plain torch: accumulated in fp32 or wider, differentiable by autograd."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def _accumulate(x: Tensor) -> torch.dtype:
 
 
 def stable_scale(x: Tensor) -> Tensor:
-    """M of `stable=True`, (..., 1): max(x) where that is positive, else max|x|, and 1 for a row of zeros."""
+    """Return m of `stable=True`, (..., 1): max(x) where that is positive, else max|x|, and 1 for a row of zeros."""
     largest, magnitude = x.amax(-1, keepdim=True), x.abs().amax(-1, keepdim=True)
     return torch.where(largest > 0, largest, torch.where(magnitude > 0, magnitude, torch.ones_like(magnitude)))
 
@@ -25,7 +25,10 @@ def layer_norm(
     stable: bool = False,
     residual: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Y = w·(s − mean)/sqrt(var + eps·m²) + b with s = x (+ residual), m = 1 unless stable."""
+    """Return y = w·(s − mean)/sqrt(var + eps·m²) + b with s = x (+ residual), m = 1 unless stable.
+
+    With residual: (y, s).
+    """
     s = x if residual is None else x + residual
     f = s.to(_accumulate(s))
     d = f - f.mean(-1, keepdim=True)
@@ -47,7 +50,7 @@ def rms_norm(
     offset: float = 0.0,
     residual: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Y = (offset + w)·s/sqrt(mean(s²) + eps) with s = x (+ residual)."""
+    """Return y = (offset + w)·s/sqrt(mean(s²) + eps) with s = x (+ residual). With residual: (y, s)."""
     s = x if residual is None else x + residual
     f = s.to(_accumulate(s))
     y = f * (f.square().mean(-1, keepdim=True) + eps).rsqrt()

@@ -1,4 +1,4 @@
-"""Launch shapes of the norm kernels: formulas instead of autotuning, so that no call runs a kernel twice."""
+"""Launch shapes of the norm kernels: formulas instead of autotuning, so that the first call is like every other."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ from typing import NamedTuple
 from onepass.core.launch import cdiv, next_power_of_2
 
 WARP = 32
-# beyond these a program can't hold its part of a row in registers, and the `wide_` kernels take over
+# widest rows that one program holds in registers; wider rows take the packed, team or wide kernels
 MAX_FORWARD_COLS = 32768
 MAX_BACKWARD_COLS = 8192
-# `packed_forward_kernel`: narrower rows are as fast without it; columns of a warp, registers of a thread; warps of a
-# program that is alone with a row, and of a team's member; members of a team before these grow
+# `packed_forward_kernel`: smallest width (narrower rows are as fast without it), columns per warp, registers per thread
 MIN_PACKED_COLS, PACKED_WARP_COLS, PACKED_REGISTERS = 16384, 2048, 64
+# warps of a program that has a row alone, warps of a team's member, largest team before its programs get more warps
 PACKED_ALONE_WARPS, PACKED_TEAM_WARPS, PACKED_TEAM = 16, 4, 16
-# programs of the wide kernels: bytes of a row per step, warps, buffers of the software pipeline plus one
+# programs of the wide forward: bytes of a row per step, warps, buffers of the software pipeline plus one
 WIDE_BYTES, WIDE_WARPS, WIDE_STAGES = 16384, 16, 3
-# two or three of these fit a multiprocessor: one reduces while another loads
+# wide backward, sums: two or three programs fit a multiprocessor, and one reduces while another loads
 SUMS_BYTES, SUMS_WARPS, SUMS_STAGES = 8192, 8, 4
 APPLY_COLS, APPLY_WARPS, APPLY_STAGES = 2048, 4, 3
 APPLY_PROGRAMS_PER_SM = 4
 # share of L2 that rows may fill between the two passes of the wide backward, or the two walks of `reread`
 L2_SHARE = 0.6
-# bytes of rows that a multiprocessor has under way there
+# bytes of rows that the programs of one multiprocessor walk at once in `reread`
 REREAD_BYTES = 131072
 
 
 class Tile(NamedTuple):
-    """Rows and columns of a tile, warps that share it, buffers of the software pipeline plus one, programs per SM."""
+    """A tile: rows, columns, warps, buffers of the software pipeline plus one (stages), programs per multiprocessor."""
 
     rows: int
     cols: int
@@ -38,16 +38,16 @@ class Tile(NamedTuple):
 
 
 def vector(itemsize: int) -> int:
-    """Elements of a 16-byte load."""
+    """Return the number of elements in a 16-byte load."""
     return max(1, 16 // itemsize)
 
 
 @functools.cache
 def forward_tile(n_cols: int, itemsize: int) -> Tile:
-    """Tile of `forward_kernel`: about 32 elements per thread, in chunks of one 16-byte load per thread.
+    """Return the tile of `forward_kernel`: about 32 elements per thread, in chunks of one 16-byte load per thread.
 
-    Up to 2048 columns a warp owns a row, so that no reduction crosses warps; the chunk being the warps' joint load,
-    a width that is no power of two wastes less than one chunk.
+    A width between powers of two wastes less than one chunk. Up to 2048 columns, two warps share a row if their joint
+    load divides it; else each takes a row of its own.
     """
     load = WARP * vector(itemsize)
     if n_cols <= load:
@@ -55,16 +55,16 @@ def forward_tile(n_cols: int, itemsize: int) -> Tile:
         return Tile(rows=1024 // cols, cols=cols, warps=2)
     if n_cols <= 2048:
         return Tile(rows=1, cols=2 * load, warps=2) if n_cols % (2 * load) == 0 else Tile(rows=2, cols=load, warps=2)
-    # 40 rather than 32 elements: 5 · 2^k columns keep fewer, fully used warps
+    # up to 40 elements per thread: 5 · 2^k columns then fill half as many warps completely
     warps = min(32, next_power_of_2(cdiv(n_cols, 40 * WARP)))
     return Tile(rows=1, cols=warps * load, warps=warps)
 
 
 @functools.cache
 def reread(n_cols: int, itemsize: int, sms: int, l2_bytes: int) -> tuple[Tile, int] | None:
-    """Tile and registers per thread of `wide_forward_kernel` where an RMS norm is fastest by it; else None.
+    """Return tile and registers per thread of `wide_forward_kernel` if it is an RMS norm's fastest kernel; else None.
 
-    The L2 must hold what is between the two walks: one row of 128 KB or two of 64 KB on a multiprocessor.
+    L2 must hold all rows between their two walks: one row of 128 KB or two of 64 KB per multiprocessor.
     """
     row_bytes = n_cols * itemsize
     if n_cols <= 16384 or row_bytes > REREAD_BYTES or sms * REREAD_BYTES > L2_SHARE * l2_bytes:
@@ -74,14 +74,14 @@ def reread(n_cols: int, itemsize: int, sms: int, l2_bytes: int) -> tuple[Tile, i
 
 
 def forward_early(n_cols: int, itemsize: int) -> bool:
-    """Whether `forward_kernel` reads w and b along with x: 1 to 3 % in fp32, where a thread holds all three."""
+    """Return whether `forward_kernel` reads w and b along with x: 1 to 3 % faster in fp32 at these widths."""
     return itemsize == 4 and 2048 < n_cols <= 8192
 
 
 def finish_tile(n_partials: int, n_cols: int) -> tuple[int, int]:
-    """(partial rows, columns) at a time in a program of `finish_kernel`.
+    """Return (partial rows, columns) of a program's tile in `finish_kernel`.
 
-    32 columns are a full 128-byte line, and enough programs even for a narrow row.
+    32 columns fill a 128-byte line, and give enough programs even for a narrow row.
     """
     rows = min(256, next_power_of_2(n_partials))
     return rows, max(32, min(256, 4096 // rows, next_power_of_2(n_cols)))
@@ -91,26 +91,33 @@ def finish_tile(n_partials: int, n_cols: int) -> tuple[int, int]:
 def backward_tile(
     n_cols: int, itemsize: int, tensors: int, shared_bytes: int, stable: bool = False, sums: int = 2
 ) -> Tile:
-    """Tile of `backward_kernel`: the fewest idle lanes within what registers hold.
+    """Return the tile of `backward_kernel` with the fewest idle lanes that fits the registers.
 
     A thread keeps five fp32 values per element (x, dy, w, dw, db): 16 elements fit 128 registers (16 warps), 24 fit
     the 255 of 8 warps, which hide latency a little worse (counted as a tenth of a row). Among equals the larger tile
-    wins: it has more rows in flight and fewer reductions. `tensors` of the tile's size are buffered by the pipeline.
-    `stable` needs a few registers more, which tiles of several rows do not have. `sums` of dw and db are needed.
+    wins: it has more rows in flight and fewer reductions.
+
+    Args:
+        n_cols: width of a row.
+        itemsize: bytes of an element, the widest of x and dy.
+        tensors: number of tensors that the software pipeline buffers: x, dy and perhaps ds.
+        shared_bytes: shared memory of a program.
+        stable: needs a few registers more per element.
+        sums: how many of dw and db are needed.
     """
     room = shared_bytes - 4096
     cols = next_power_of_2(n_cols)
-    # idle lanes cost more where instructions, not bytes, are what there is too many of
+    # 16-bit tiles tolerate fewer idle lanes: they are bound by instructions, not bytes
     if n_cols <= 2048 and (8 * cols <= 9 * n_cols if itemsize == 2 else 3 * cols <= 4 * n_cols):
-        # 16 elements per thread, in whole rows. Two small programs are up to 5 % faster than one, but their partial
-        # sums take twice the bytes: only where there is one kind of them
+        # 16 elements per thread, in whole rows. Two small programs are up to 5 % faster than one but write twice the
+        # partials: take two only if at most one of dw and db is needed
         per_sm = 1 if sums == 2 else 2
         warps, rows, row_bytes = 8 // per_sm, 4096 // (per_sm * cols), cols * itemsize * tensors + 12
         while rows > 1 and 2 * rows * row_bytes > room // per_sm:
             rows //= 2
         return Tile(rows, cols, warps, 1 + max(1, min(3, room // (per_sm * rows * row_bytes))), per_sm)
     if 1024 < n_cols <= 3072:
-        # in small programs, two where they fit: one reduces while another loads
+        # small programs, two per multiprocessor if they fit: one reduces while the other loads
         cols, warps = (512, 4) if itemsize == 2 else (1024, 8)
         per_sm = 1 if itemsize == 4 and n_cols > 2048 else 2
         buffer = cdiv(n_cols, cols) * cols * itemsize * tensors + 12
@@ -125,7 +132,7 @@ def backward_tile(
         while load // rows >= min(WARP * vec, next_power_of_2(n_cols)):
             cols = load // rows
             chunks = cdiv(n_cols, cols)
-            # a single chunk leaves registers for more rows per thread
+            # if a row is a single chunk, registers hold more rows per thread
             tile = Tile(rows * (elements // vec if chunks == 1 else 1), cols, warps)
             cost = (penalty * chunks * cols / n_cols, -tile.rows * chunks * cols)
             if chunks * vec <= elements and (best is None or cost < best_cost):
@@ -133,7 +140,7 @@ def backward_tile(
             rows *= 2
     if best is None:
         raise ValueError(f"a row of {n_cols} columns does not fit one program")
-    # a row's statistics are buffered like its elements
+    # 12 bytes: the pipeline buffers the statistics of a row too
     row_bytes = cdiv(n_cols, best.cols) * best.cols * itemsize * tensors + 12
     rows = best.rows
     while rows > 1 and rows * row_bytes > room:
@@ -142,26 +149,27 @@ def backward_tile(
 
 
 class Packed(NamedTuple):
-    """Programs per row of `packed_forward_kernel`, and warps of each."""
+    """Launch shape of `packed_forward_kernel`: `size` programs per row, of `warps` each."""
 
     size: int
     warps: int
 
     def cols(self) -> int:
-        """Columns that its threads load at once."""
+        """Return the columns that a program's threads load at once."""
         return self.warps * WARP * vector(2)
 
     def width(self) -> int:
-        """Lanes that read the members' words."""
+        """Return the lanes that poll the mailbox, one per member, rounded up to a power of two."""
         return next_power_of_2(self.size)
 
 
 @functools.cache
 def packed(n_cols: int) -> Packed | None:
-    """How programs share a 16-bit row: in equal parts of whole 16-byte loads; None where such parts would be small.
+    """Return how programs share a 16-bit row: equal parts of whole 16-byte loads; None if the parts would be small.
 
-    64 columns per thread take half of the 64 registers at which a multiprocessor runs 32 warps. Alone with a row, they
-    are two programs of 16, so that one loads while the other stores; members of teams, who wait more, eight of 4.
+    A thread has 64 registers, so a multiprocessor runs 32 warps; 64 columns take half of them. If one program has the
+    whole row, a multiprocessor runs two programs of 16 warps: one loads while the other stores. Members of a team wait
+    more, so it runs eight programs of 4 warps.
     """
     warps = PACKED_ALONE_WARPS if n_cols <= PACKED_ALONE_WARPS * PACKED_WARP_COLS else PACKED_TEAM_WARPS
     while cdiv(n_cols, warps * PACKED_WARP_COLS) > PACKED_TEAM:
@@ -174,10 +182,10 @@ def packed(n_cols: int) -> Packed | None:
 
 
 class Team(NamedTuple):
-    """How the kernels for wide rows share a row.
+    """Launch shape of the team kernels: how programs share a wide row.
 
-    Each of `size` programs has `cols` columns; a turn is `rows` rows, and what the members tell each other in one
-    turn is used `lag` turns later. `cooperative`: all programs, `per_sm` on a multiprocessor, start at once or none.
+    Each of `size` programs has `cols` columns. A phase is `rows` rows; members use the partials of a phase `lag` phases
+    later. `cooperative`: all programs, `per_sm` on a multiprocessor, start at once or none.
     """
 
     cols: int
@@ -190,15 +198,15 @@ class Team(NamedTuple):
     cooperative: bool = False
 
     def width(self) -> int:
-        """Lanes that read the members' words."""
+        """Return the lanes that poll the mailbox, one per member, rounded up to a power of two."""
         return next_power_of_2(self.size)
 
     def registers(self) -> int | None:
-        """Registers per thread that leave room for `per_sm` programs; None: as many as the compiler takes."""
+        """Return the registers per thread that leave room for `per_sm` programs; None: the compiler decides."""
         return None if self.per_sm == 1 else 65536 // (self.per_sm * self.warps * WARP)
 
     def teams(self, n_rows: int, multiprocessors: int) -> int:
-        """Number of teams: as many as run at a time, or fewer where that takes no more turns."""
+        """Return the number of teams: as many as run at a time, or fewer if that takes no more phases."""
         teams = max(1, min(self.per_sm * multiprocessors // self.size, cdiv(n_rows, self.rows)))
         turns = cdiv(n_rows, teams * self.rows)
         return cdiv(n_rows, turns * self.rows)
@@ -213,7 +221,7 @@ def _team(
 
 @functools.cache
 def forward_team(n_cols: int, itemsize: int, tensors: int, shared_bytes: int) -> Team:
-    """Team of `team_forward_kernel`; `tensors` are read, through shared memory."""
+    """Return the team of `team_forward_kernel`, which reads `tensors` tensors (x, residual) through shared memory."""
     if itemsize == 2 and n_cols <= 131072 and n_cols % 16384 == 0:
         return _team(n_cols, 16384, 16, 1, 0, 3, itemsize * tensors, shared_bytes)
     lag = int(n_cols > 40960)
@@ -223,18 +231,18 @@ def forward_team(n_cols: int, itemsize: int, tensors: int, shared_bytes: int) ->
 
 @functools.cache
 def backward_team(n_cols: int, itemsize: int, tensors: int, shared_bytes: int, stable: bool = False) -> Team:
-    """Team of `team_backward_kernel`.
+    """Return the team of `team_backward_kernel`, which reads `tensors` tensors (x, dy, ds) through shared memory.
 
-    A turn of lag hides how long the members wait for each other, and costs the registers for the rows of two turns.
+    A lag of one phase hides the time that members wait for each other. It costs registers: for the rows of two phases.
     """
     if itemsize == 2 and not stable:
         if n_cols <= 131072 and shared_bytes >= 163840:
-            # some programs of a multiprocessor wait while others work
+            # several programs per multiprocessor: some work while others wait
             per_sm = 4 if n_cols <= 65536 else 2
             cols, warps = 8192 // per_sm, 16 // per_sm
             team = _team(n_cols, cols, warps, 1, 1, 3, itemsize * tensors, shared_bytes // per_sm)
             return team._replace(per_sm=per_sm, cooperative=True)
-        # a partly filled last member needs registers for its mask, which two turns do not leave
+        # no lag if the last member is partly filled: the rows of two phases leave no registers for its mask
         team = _team(n_cols, 8192, 16, 1, int(n_cols % 8192 == 0), 3, itemsize * tensors, shared_bytes)
         return team._replace(cooperative=True)
     team = _team(n_cols, 4096, 8, 1 if stable else 2, int(n_cols >= 65536), 3, itemsize * tensors, shared_bytes)

@@ -1,4 +1,4 @@
-"""What layer_norm and rms_norm promise, what their kernels may cost, what they are measured against."""
+"""Samples, bad calls, kernel budgets and bench cases of `layer_norm` and `rms_norm`."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ def _shared_samples(make: Callable[..., Tensor]) -> Iterator[Sample]:
 
 
 def _ties(make: Callable[..., Tensor], rows: int, cols: int) -> Tensor:
-    """Whole numbers with ties at the top: rows of either sign, rows whose maximum is 0, rows of zeros.
+    """Return whole numbers with ties at the top: rows of either sign, rows whose maximum is 0, rows of zeros.
 
-    More than 300 of them: no finite difference has the slope that ties share.
+    Samples with ties are larger than gradcheck takes (300 elements): finite differences are wrong at a tie.
     """
     x = (2 * make(rows, cols)).round()
     x[1::4] = -x[1::4].abs() - 1
@@ -203,7 +203,7 @@ _DIVISIBLE = (
     "words_ptr",
 )
 _SHARED_BYTES = 232448  # of an H200
-# sixteen warps of 64 lanes leave AMD 128 registers; what is left to spill there
+# registers that AMD may spill: its sixteen warps of 64 lanes have 128 registers per thread
 _AMD_SPILLS = 52
 
 
@@ -256,7 +256,7 @@ def _kernels() -> Iterator[Kernel]:
                 {"N_COLS": cols, "VEC": 8, "HAS_MEAN": True} | shape | absent, _DIVISIBLE, num_warps=packed.warps,
                 maxnreg=shapes.PACKED_REGISTERS, max_registers=shapes.PACKED_REGISTERS, amd=False,
             )  # fmt: skip
-        # one program of 8 warps on a multiprocessor may use all 255 registers, as sm_100 likes to
+        # a single program of 8 warps per multiprocessor may use all 255 registers; sm_100 uses the most
         for cols, registers in (
             (128, 192), (768, 224), (1024, 192), (2048, 192), (3000, 224), (4096, 128), (5120, 224), (8192, 128),
         ):  # fmt: skip
@@ -266,7 +266,7 @@ def _kernels() -> Iterator[Kernel]:
                 plain | both | no_ds
                 | {"N_COLS": cols, "BLOCK_R": tile.rows, "BLOCK_C": tile.cols, "STAGES": tile.stages},
                 _DIVISIBLE, num_warps=tile.warps, max_registers=registers, max_amd_spills=_AMD_SPILLS,
-                # 4 elements of a chunk per thread: faster than 8, and 8 bytes in 16 bits
+                # False for chunks of 4 16-bit elements per thread: 8-byte loads, yet faster than chunks of 8
                 vector_loads=tile.rows * tile.cols * size >= 16 * 32 * tile.warps,
             )  # fmt: skip
         tile = shapes.backward_tile(2048, size, 3, _SHARED_BYTES, stable=True)
@@ -285,7 +285,7 @@ def _kernels() -> Iterator[Kernel]:
                 f"norm team forward {t} N={cols}", _team("team_forward_kernel"), forward | {"words_ptr": "*i64"},
                 plain | no_residual | {"N_COLS": cols} | _team_constants(forward_team),
                 _DIVISIBLE, num_warps=forward_team.warps, max_registers=128, amd=False,
-                # w and b of 16384 columns, read once: 8 % faster than any shape without these few
+                # w and b of 16384 columns spill a few bytes; still 8 % faster than any shape without spills
                 max_spill_bytes=40 if forward_team.cols == 16384 else 0,
             )  # fmt: skip
             yield Kernel(
@@ -293,7 +293,7 @@ def _kernels() -> Iterator[Kernel]:
                 plain | both | no_ds | {"N_COLS": cols} | _team_constants(backward_team),
                 _DIVISIBLE, num_warps=backward_team.warps, maxnreg=backward_team.registers() or 0, amd=False,
                 max_registers=backward_team.registers() or 256 * 8 // backward_team.warps,
-                # two turns of rows fill all registers: 8 bytes spilled on sm_90, 32 on sm_100
+                # the rows of two phases fill all registers: 8 bytes spilled on sm_90, 32 on sm_100
                 max_spill_bytes=32 if backward_team.lag and size == 2 else 0,
             )  # fmt: skip
 

@@ -1,6 +1,6 @@
-"""The torch path: CPU, float64, no Triton. Native kernels where torch has them, formulas elsewhere.
+"""The torch path: on a CPU, in float64 and without Triton. Torch's own kernels where it has them, else formulas.
 
-Everything that takes several passes over a row, or widens it, runs on groups of rows that stay in a core's cache.
+Code that reads a row several times or widens it runs on groups of rows that fit a core's cache.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .reference import stable_scale
 
 # elements per group: 1 MiB in fp32
 GROUP = 1 << 18
-# so many standard deviations from zero fp32 still holds a row's sum x/σ − mean/σ to 2⁻¹³, an eighth of a 16-bit ulp
+# up to |mean| = FAR·σ, fp32 rounds x/σ − mean/σ by at most 2⁻¹³, an eighth of a 16-bit ulp
 FAR = 1024.0
 
 Needs = tuple[bool, bool, bool]
@@ -29,7 +29,7 @@ def _wide(x: Tensor) -> torch.dtype:
 
 
 def _group_rows(x: Tensor) -> int:
-    # on a GPU a group would be a launch
+    # on a GPU all rows are one group: each group costs launches
     return len(x) if x.is_cuda else min(len(x), max(1, GROUP // x.shape[-1]))
 
 
@@ -49,7 +49,7 @@ def forward(
     s: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, offset: float, has_mean: bool, stable: bool,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """S (..., n), not empty → y of `dtype`, contiguous, and statistics (1 to 3, rows): 1/σ, then the mean, then ±m."""
+    """Return y of `dtype`, contiguous, and statistics (1 to 3, rows): 1/σ, mean, ±m; s (..., n) is not empty."""
     wide, n = _wide(s), s.shape[-1]
     w, b = _weight(weight, offset, wide), None if bias is None else bias.to(wide)
     if has_mean and not stable:
@@ -59,7 +59,7 @@ def forward(
             y, mean, rstd = torch.native_layer_norm(s.to(wide), (n,), w, b, eps)
         return y.to(dtype), torch.cat((rstd.view(1, -1), mean.view(1, -1)))
     rows = s.reshape(-1, n)
-    # no view is returned: autograd lets nobody change one that a Function made in place
+    # return y itself: autograd forbids in-place changes of a view that a Function returns
     y = torch.empty(s.shape, dtype=dtype, device=s.device)
     y_rows = y.view(-1, n)
     stats = torch.empty((1 + has_mean + stable, len(rows)), dtype=wide, device=s.device)
@@ -69,7 +69,7 @@ def forward(
         if has_mean:
             f, stats[:, group] = _stable_forward(f.contiguous(), eps)
         else:
-            # the operations of torch.rms_norm, which small calls take instead: the same bits
+            # the operations of torch.rms_norm, which `native` calls for small tensors: both give the same bits
             rstd = row_sum(torch.mul(f, f, out=room[: len(f)])).div_(n).add_(eps).rsqrt_()
             f, stats[0, group] = torch.mul(f, rstd, out=out if dtype == wide else None), rstd[:, 0]
         if w is not None:
@@ -83,7 +83,7 @@ def forward(
 
 def _stable_forward(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     m, magnitude = stable_scale(x), x.abs().amax(-1, keepdim=True)
-    # in units of max|x| no row overflows or underflows, however huge its values
+    # work in units of max|x|: then no row overflows or underflows
     unit = torch.where(magnitude > 0, magnitude, torch.ones_like(magnitude))
     signed = torch.where(x.amax(-1, keepdim=True) > 0, m, -m)
     x = x / unit
@@ -98,7 +98,7 @@ def backward(
     dy: Tensor, ds: Tensor | None, x: Tensor, stats: Tensor, weight: Tensor | None, eps: float, offset: float,
     has_mean: bool, stable: bool, needs: Needs,
 ) -> Gradients:  # fmt: skip
-    """Of x (in its dtype), weight and bias (in fp32 or wider) the gradients that are needed, contiguous."""
+    """Return the needed ones of dx (in the dtype of x), dw and db (in fp32 or wider), contiguous; else None."""
     wide, n = _wide(x), x.shape[-1]
     w = _weight(weight, offset, wide)
     shape = x.shape
@@ -113,7 +113,7 @@ def backward(
         return None if dx is None else dx.view(shape), dw, db
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if needs[0] else None
     sums = [torch.zeros(n, dtype=wide, device=x.device) if need else None for need in needs[1:]]
-    # dy has the dtype of y, which is narrower than x, the sum, beside an fp64 residual
+    # dtypes differ when the residual is wider than y: dy has the dtype of y, x (the sum) the promoted one
     widen = _widener(x, wide), _widener(dy, wide)
     for group in _groups(x) if any(needs) else ():
         f, g = (into(t[group]) for into, t in zip(widen, (x, dy), strict=True))
@@ -127,7 +127,7 @@ def backward(
 
 
 def _widener(t: Tensor, wide: torch.dtype) -> Callable[[Tensor], Tensor]:
-    """Widens one group of rows of t after the other into the same memory: fresh pages take longer than the sums."""
+    """Return a function that widens a group of rows of t into reused memory: fresh pages take longer than the sums."""
     if t.dtype == wide:
         return lambda rows: rows
     memory = torch.empty((_group_rows(t), t.shape[-1]), dtype=wide, device=t.device)
@@ -135,10 +135,11 @@ def _widener(t: Tensor, wide: torch.dtype) -> Callable[[Tensor], Tensor]:
 
 
 def sixteen_bit_forward(x: Tensor, w: Tensor, b: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Layer norm on a CPU: x (..., n) in 16 bits, the rest in fp32 → y, mean, 1/σ.
+    """Return y, mean and 1/σ of layer norm on a CPU: x (..., n) and y in 16 bits, all else in fp32.
 
-    Torch's kernel keeps fp32 statistics of 16-bit rows only beside an fp32 weight, and adds x/σ to −mean/σ, which does
-    not cancel to 0 in a constant row: such rows, and those far from zero, are done again in fp32.
+    w is required: torch's kernel keeps fp32 statistics of 16-bit rows only beside an fp32 weight. The kernel computes
+    x/σ − mean/σ, which does not cancel to 0 in a constant row. Constant rows, and rows far from zero, are computed
+    again in fp32.
     """
     n = x.shape[-1]
     y, mean, rstd = torch.native_layer_norm(x, (n,), w, b, eps)
@@ -151,9 +152,10 @@ def sixteen_bit_forward(x: Tensor, w: Tensor, b: Tensor | None, eps: float) -> t
 
 
 def sixteen_bit_backward(dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, w: Tensor, needs: Needs) -> Gradients:
-    """Layer norm's backward on a CPU: dy and x (rows, n) in 16 bits, the rest in fp32; dw and db in fp32.
+    """Return dx, dw and db of layer norm on a CPU: dy, x and dx (rows, n) in 16 bits, all else in fp32.
 
-    Beside an fp32 weight torch's kernel gives an exact dx of 16-bit rows, but sums dw and db in 16 bits all the same.
+    Beside an fp32 weight, torch's kernel computes dx of 16-bit rows in fp32 but still sums dw and db in 16 bits.
+    Rows are therefore widened for dw and db.
     """
     if needs[1] or needs[2]:
         if x.numel() <= GROUP:
@@ -181,7 +183,7 @@ def _widened_sums(
 
 
 def _native_backward(dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, w: Tensor | None, needs: Needs) -> Gradients:
-    # a bias gradient is only computed for a bias; its values play no part
+    # torch computes db only if it gets a bias, whose values it does not read
     b = (mean.new_empty(x.shape[-1]) if w is None else w) if needs[2] else None
     return torch.ops.aten.native_layer_norm_backward(  # type: ignore[no-any-return]
         dy, x, x.shape[-1:], mean, rstd, w, b, needs
@@ -191,7 +193,7 @@ def _native_backward(dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, w: Tenso
 def _rows_backward(
     dy: Tensor, x: Tensor, stats: Tensor, w: Tensor | None, eps: float, has_mean: bool, stable: bool, needs: Needs
 ) -> Gradients:
-    """Everything (rows, n) and wide."""
+    """Return `backward`'s gradients for tensors (rows, n) in fp32 or wider, without ds."""
     n_cols = x.shape[-1]
     rstd = stats[0, :, None]
     if has_mean and not stable:
@@ -207,7 +209,7 @@ def _rows_backward(
         g = g - g.mean(-1, keepdim=True)
     dx = torch.addcmul(g, n, total / n_cols, value=-1).mul_(rstd)
     if stable:
-        # the gradient of m, shared evenly by the positions that attain it
+        # subtract the gradient of m, shared evenly by the positions that attain it
         signed = stats[2, :, None]
         attained = x == signed
         dx -= attained * (total / attained.sum(-1, keepdim=True).clamp_(min=1) * eps * (signed * rstd) * rstd)

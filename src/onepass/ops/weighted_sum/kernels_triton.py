@@ -1,8 +1,8 @@
 """Triton kernels of weighted_sum and their launchers.
 
-Both kernels keep one accumulator per vector in registers (a tuple of tiles) and reduce across lanes once, at the
-end. Widths and strides come in units of `UNIT` elements, so that the compiler sees how far they are aligned: 16-byte
-loads then survive at widths such as 3000 or 100, where Triton's own "divisible by 16" does not hold.
+Forward and backward keep one accumulator per vector in registers (a tuple of tiles) and reduce across lanes once, at
+the end. Widths and strides come in units of `UNIT` elements, so that the compiler sees their alignment: widths such as
+3000 then keep 16-byte loads, though Triton's own test, "divisible by 16", fails.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch import Tensor
 
 from onepass.core.launch import cdiv, device_guard, launch, next_power_of_2, sm_count
 
-# column tiles of one program in forward, and columns with tensor cores: a longer row has several programs, or few long
-# rows would leave most of the GPU idle; at most so many programs
+# column tiles of one split in forward; columns of one split with tensor cores; most splits of a row. Longer rows have
+# several splits, as few long rows would otherwise leave most of the GPU idle
 SPLIT_TILES, DOT_SPLIT_COLS, MAX_SPLITS = 8, 8192, 1024
 
 
@@ -25,7 +25,7 @@ SPLIT_TILES, DOT_SPLIT_COLS, MAX_SPLITS = 8, 8192, 1024
 def forward_kernel(
     x_ptr,  # (n_rows, n_cols), unit column stride
     w_ptr,  # (N_VECTORS, n_cols), contiguous
-    y_ptr,  # (splits, n_rows, N_VECTORS), contiguous; the result itself when there is one split, else fp32 parts
+    y_ptr,  # (splits, n_rows, N_VECTORS), contiguous; one split: the result, else fp32 partials
     x_row_units,  # row stride of x / UNIT
     n_rows,
     n_col_units,  # n_cols / UNIT
@@ -37,13 +37,13 @@ def forward_kernel(
     BLOCK_C: tl.constexpr,
     EVEN_C: tl.constexpr,  # n_cols is a multiple of BLOCK_C
 ):
-    """One tile of rows and one share of the columns per program; each tile of x serves all vectors."""
+    """Sum one tile of rows over one split of the columns per program; each tile of x serves all vectors."""
     n_cols = tl.cast(n_col_units, tl.int64) * UNIT
     rows = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     cols = tl.arange(0, BLOCK_C)
     # rows past the end read the last row and are not stored
     x_rows = x_ptr + tl.minimum(rows, n_rows - 1)[:, None] * x_row_units * UNIT
-    # a thread sums its own VECTOR neighbours at once, so that an accumulator costs a few registers per vector
+    # a thread sums its own VECTOR neighbours first, so that each vector's accumulator costs few registers
     accs = (tl.zeros((BLOCK_R, BLOCK_C // VECTOR), tl.float32),) * N_VECTORS
     first = tl.program_id(1).to(tl.int64) * split_tiles * BLOCK_C
     for start in range(first, tl.minimum(first + split_tiles * BLOCK_C, n_cols), BLOCK_C):
@@ -69,8 +69,8 @@ def forward_kernel(
 @triton.jit(do_not_specialize=["x_row_units", "n_rows", "n_col_units", "split_tiles"])
 def dot_forward_kernel(
     x_ptr,  # (n_rows, n_cols), unit column stride, 16-bit
-    w_ptr,  # (N_VECTORS, n_cols), contiguous, of x's dtype
-    y_ptr,  # (splits, n_rows, N_VECTORS), contiguous; the result itself when there is one split, else fp32 parts
+    w_ptr,  # (N_VECTORS, n_cols), contiguous, dtype of x
+    y_ptr,  # (splits, n_rows, N_VECTORS), contiguous; one split: the result, else fp32 partials
     x_row_units,  # row stride of x / UNIT
     n_rows,
     n_col_units,  # n_cols / UNIT
@@ -82,9 +82,9 @@ def dot_forward_kernel(
     EVEN_C: tl.constexpr,  # n_cols is a multiple of BLOCK_C
     STAGES: tl.constexpr,
 ):
-    """A tile of rows and a share of the columns per program, all vectors at once.
+    """Sum one tile of rows over one split of the columns per program, all vectors at once, on tensor cores.
 
-    16-bit products are exact in tensor cores, sums are fp32.
+    16-bit products are exact there, sums are fp32.
     """
     n_cols = tl.cast(n_col_units, tl.int64) * UNIT
     rows = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -113,7 +113,7 @@ def backward_kernel(
     x_ptr,  # (n_rows, n_cols), unit column stride; not read without NEED_W
     w_ptr,  # (N_VECTORS, n_cols), contiguous; not read without NEED_X
     dx_ptr,  # (n_rows, n_cols), contiguous
-    dw_ptr,  # (row groups, N_VECTORS, n_cols), contiguous; the result itself when there is one group, else fp32 parts
+    dw_ptr,  # (row groups, N_VECTORS, n_cols), contiguous; one group: the result, else fp32 partials
     x_row_units,  # row stride of x / UNIT
     n_rows,
     n_col_units,  # n_cols / UNIT
@@ -126,7 +126,10 @@ def backward_kernel(
     BLOCK_C: tl.constexpr,
     EVEN_C: tl.constexpr,  # n_cols is a multiple of BLOCK_C
 ):
-    """One tile of columns and every n-th tile of UNROLL·BLOCK_R rows per program: w and dw stay in registers."""
+    """Compute dx and dw: one tile of columns and every n-th tile of UNROLL·BLOCK_R rows per program.
+
+    w and dw stay in registers.
+    """
     n_cols = tl.cast(n_col_units, tl.int64) * UNIT
     group = tl.program_id(1)
     first = tl.program_id(0).to(tl.int64) * BLOCK_C
@@ -143,7 +146,7 @@ def backward_kernel(
     dws = (tl.zeros((BLOCK_R, BLOCK_C), tl.float32),) * N_VECTORS
     for tile in tl.range(group, tl.cdiv(n_rows, UNROLL * BLOCK_R), tl.num_programs(1)):
         top = tl.cast(tile, tl.int64) * (UNROLL * BLOCK_R) + tl.arange(0, BLOCK_R)
-        # every load of the tile before its first store: the compiler can't move a load over one
+        # all loads of the tile before its first store: the compiler does not move loads across stores
         xs = ()
         dys = ()
         for u in tl.static_range(UNROLL):
@@ -152,7 +155,7 @@ def backward_kernel(
             if NEED_W:
                 mask = in_rows[:, None] if EVEN_C else in_rows[:, None] & in_cols[None, :]
                 x_rows = x_ptr + first + rows[:, None] * x_row_units * UNIT
-                # evict-last: what is written leaves the L2 first, in an even stream
+                # evict-last: written lines then leave L2 first, in an even stream
                 xs = xs + (tl.load(x_rows + cols[None, :], mask=mask, other=0.0, eviction_policy="evict_last"),)
             for r in tl.static_range(N_VECTORS):
                 dy = tl.load(dy_ptr + rows * N_VECTORS + r, mask=in_rows, other=0.0)
@@ -182,7 +185,7 @@ def backward_kernel(
 def weight_kernel(
     dy_ptr,  # (n_rows,)
     x_ptr,  # (n_rows, n_cols), unit column stride
-    dw_ptr,  # (row groups, n_cols), contiguous; the result itself when there is one group, else fp32 parts
+    dw_ptr,  # (row groups, n_cols), contiguous; one group: the result, else fp32 partials
     x_row_units,  # row stride of x / UNIT
     n_rows,
     n_col_units,  # n_cols / UNIT
@@ -192,7 +195,7 @@ def weight_kernel(
     EVEN_C: tl.constexpr,  # n_cols is a multiple of BLOCK_C
     STAGES: tl.constexpr,
 ):
-    """The gradient of a single weight alone: as `backward_kernel`, with x going through a software pipeline."""
+    """Compute dw of one vector without dx, as `backward_kernel` does, but read x through a software pipeline."""
     n_cols = tl.cast(n_col_units, tl.int64) * UNIT
     group = tl.program_id(1)
     first = tl.program_id(0).to(tl.int64) * BLOCK_C
@@ -220,7 +223,7 @@ def finish_kernel(
     BLOCK_P: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """Sum the parts in a fixed order and round once."""
+    """Add the partials in a fixed order and round once."""
     n = tl.cast(n_units, tl.int64) * UNIT
     cols = tl.program_id(0).to(tl.int64) * BLOCK_C + tl.arange(0, BLOCK_C)
     acc = tl.zeros((BLOCK_P, BLOCK_C), tl.float32)
@@ -232,12 +235,12 @@ def finish_kernel(
 
 
 def _unit(n_cols: int, row_stride: int) -> int:
-    """Largest power of two ≤ 16 that divides both; 1 where a 32-bit count of units would overflow."""
+    """Return the largest power of two ≤ 16 that divides both; 1 for rows of 2^31 columns or more."""
     return math.gcd(n_cols, row_stride, 16) if n_cols < 2**31 else 1
 
 
 def _block_c(n_cols: int, vector: int, threads: int) -> int:
-    """Widest tile of columns, 8 to `threads` vectors, that wastes hardly more than the best one."""
+    """Return the widest tile of columns, 8 to `threads` vectors, that pads at most 7 % more than the best one."""
     if n_cols <= 8 * vector:
         return next_power_of_2(n_cols)
     widths = [v * vector for v in (8, 16, 32, 64, 128) if v <= threads]
@@ -246,16 +249,16 @@ def _block_c(n_cols: int, vector: int, threads: int) -> int:
 
 
 def _forward_tile(n_cols: int, vector: int, n_vectors: int) -> tuple[int, int, int]:
-    """(BLOCK_R, BLOCK_C, num_warps), timed on an H200: short programs for one vector, few warps a row for several.
+    """Return (BLOCK_R, BLOCK_C, num_warps), timed on an H200.
 
-    One vector: four loads per thread and many programs. Several: every vector costs a reduction across the warps of a
-    row, so one or two warps take a row and each thread has eight loads under way.
+    One vector: four loads per thread and many programs. Two to four vectors: each costs a reduction across the warps of
+    a row, so one or two warps take a row and each thread has eight loads in flight.
     """
     several = 1 < n_vectors <= 4
     block_c = _block_c(n_cols, vector, 128)
     if several and n_cols > block_c:
         block_c = _block_c(n_cols, vector, 64)
-    # a loop over columns wants each warp's share of w in its own registers: as many warps as a row of the tile fills
+    # for a loop over columns, use as many warps as a row of the tile fills: each then keeps its share of w in registers
     warps = (1 if several else 4) if n_cols <= block_c else min(4, max(1, block_c // (32 * vector)))
     if block_c < 32 * vector:
         warps = 4
@@ -263,17 +266,17 @@ def _forward_tile(n_cols: int, vector: int, n_vectors: int) -> tuple[int, int, i
         loads = 8 if block_c >= 32 * vector else 4
     else:
         loads = 2 if n_vectors > 4 or (n_cols > block_c and (vector < 8 or block_c < 32 * vector)) else 4
-    # (the number of rows plays no part, here or in the splits: a row's sum is in one order, whatever its company)
+    # neither tile nor splits depend on the number of rows: a row's sum has one order in every batch
     return max(1, loads * warps * 32 * vector // block_c), block_c, warps
 
 
 def _dot_tile(n_cols: int) -> tuple[int, int, int, int]:
-    """(BLOCK_R, BLOCK_C, STAGES, num_warps) of the tensor cores' kernel."""
+    """Return (BLOCK_R, BLOCK_C, STAGES, num_warps) of `dot_forward_kernel`."""
     return 64, 64 if n_cols <= 64 else 128, 4, 4
 
 
 def _backward_tile(n_rows: int, n_cols: int, vector: int, n_vectors: int) -> tuple[int, int, int, int]:
-    """(UNROLL, BLOCK_R, BLOCK_C, num_warps): one vector of columns per thread, UNROLL rows of them under way."""
+    """Return (UNROLL, BLOCK_R, BLOCK_C, num_warps): one 16-byte load per thread and tile, UNROLL tiles in flight."""
     unroll = 8 if n_vectors == 1 else 4 if n_vectors <= 4 else 2
     if n_vectors > 4:
         vector = min(vector, 4)
@@ -284,19 +287,19 @@ def _backward_tile(n_rows: int, n_cols: int, vector: int, n_vectors: int) -> tup
 
 
 def _weight_tile(n_rows: int, n_cols: int, vector: int) -> tuple[int, int, int, int]:
-    """(BLOCK_R, BLOCK_C, STAGES, num_warps): four vectors of x per thread, three times as many on their way."""
+    """Return (BLOCK_R, BLOCK_C, STAGES, num_warps): four loads of x per thread, three times as many in flight."""
     block_c = _block_c(n_cols, vector, 128)
     warps = 8 if block_c <= 16 * vector else 4
     return min(4 * warps * 32 * vector // block_c, next_power_of_2(n_rows)), block_c, 4, warps
 
 
 def _groups(x: Tensor, row_tiles: int, col_tiles: int, warps: int) -> int:
-    """How many programs share the rows of one tile of columns: about 24 warps on each multiprocessor in all."""
+    """Return how many programs share the rows of a tile of columns: about 24 warps per multiprocessor in all."""
     return max(1, min(row_tiles, sm_count(x) * 24 // warps // col_tiles))
 
 
 def _in_two_passes(dx: Tensor, n_vectors: int) -> bool:
-    """Reading x for dw first and writing dx then: a long stream of reads, then of writes, beats the two mixed."""
+    """Return whether to read x for dw first, then write dx: for much data, separate streams beat mixed ones."""
     size = dx.element_size()
     wide = dx.shape[-1] * size >= (256 if size == 4 else 2048)
     return n_vectors == 1 and wide and dx.numel() * size >= 1 << 28
@@ -311,12 +314,15 @@ def _finish(parts: Tensor, out: Tensor, unit: int) -> None:
 
 
 def forward(x: Tensor, weight: Tensor, y: Tensor) -> None:
-    """Fill y (rows, R) from x (rows, D) and weight (R, D); no dimension is 0. All contiguous but x (`is_columns`)."""
+    """Fill y (rows, R) from x (rows, D) and weight (R, D), no dimension 0.
+
+    All are contiguous, except that x may have any row stride or be column by column (`is_columns`).
+    """
     with device_guard(x):
         if not is_columns(x):
             _forward_pass(x, weight, y)
             return
-        # y.T = weight·x.T: what dweight is to rows, y is to columns
+        # y.T = weight @ x.T is the form of dweight = dy.T @ x, so the backward kernels compute it
         one = weight.shape[0] == 1
         out = y.view(1, len(x)) if one else torch.empty((len(weight), len(x)), dtype=y.dtype, device=y.device)
         _backward_pass(weight.mT.contiguous(), x.mT, None, None, out)
@@ -325,10 +331,10 @@ def forward(x: Tensor, weight: Tensor, y: Tensor) -> None:
 
 
 def backward(dy: Tensor, x: Tensor | None, weight: Tensor, dx: Tensor | None, dw: Tensor | None) -> None:
-    """Fill dx (rows, D) and dw (R, D) from dy (rows, R), x (rows, D) and weight (R, D); no dimension is 0.
+    """Fill dx (rows, D) and dw (R, D) from dy (rows, R), x (rows, D) and weight (R, D), no dimension 0.
 
-    All contiguous but x and dx, which are both rows or both columns (`is_columns`). What is not wanted is None, and x
-    without dw.
+    All are contiguous, except that x and dx may both be column by column (`is_columns`). dx or dw is None if not
+    needed; x is None without dw.
     """
     with device_guard(dy):
         if is_columns(x if dx is None else dx):
@@ -349,7 +355,7 @@ def backward(dy: Tensor, x: Tensor | None, weight: Tensor, dx: Tensor | None, dw
 
 
 def is_columns(x: Tensor | None) -> bool:
-    """Whether the matrix lies in memory column by column, as a transposed one does."""
+    """Return whether the matrix lies in memory column by column, as a transposed one does; False for None."""
     return x is not None and x.stride(0) == 1 and x.stride(1) != 1 and len(x) > 1 and x.shape[1] > 1
 
 
@@ -376,15 +382,15 @@ def _forward_pass(x: Tensor, weight: Tensor, y: Tensor) -> None:
             (unit, n_vectors, block_r, block_c, even, stages), num_warps=warps,
         )  # fmt: skip
     else:
-        # where a thread does not hold all VECTOR neighbours, lanes add each other's products: copies of such a sum
-        # agree bit for bit only if none of them contracts its own product into the addition
+        # if a thread holds fewer than VECTOR neighbours, several lanes compute the same sum of products. Fused
+        # multiply-add would fuse another product in each lane, and their bits would differ: turn it off
         whole = vector <= block_r * block_c // (32 * warps) and x.data_ptr() % 16 == 0
         launch(
             forward_kernel, (row_tiles, splits, 1), (x, weight, parts), numbers,
             (unit, n_vectors, min(vector, block_c), block_r, block_c, even), num_warps=warps, enable_fp_fusion=whole,
         )  # fmt: skip
     if splits > 1:
-        # the unit of any number of rows: another one would add the parts up in another order
+        # unit 1 for any number of rows: another unit could change the order in which partials are added
         _finish(parts, y, 1)
 
 

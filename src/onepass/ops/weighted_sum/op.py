@@ -1,4 +1,4 @@
-"""`weighted_sum`: checks, registration with the dispatcher, autograd, the public function."""
+"""`weighted_sum`: argument checks, registration with the dispatcher, autograd, the public function."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _check(x: Tensor, weight: Tensor, out_dtype: torch.dtype | None) -> None:
 
 
 def _on_triton(x: Tensor, weight: Tensor) -> bool:
-    # kernels add up in fp32
+    # kernels sum in fp32, so float64 takes the torch path
     return uses_triton(x) and weight.dtype != torch.float64
 
 
@@ -47,7 +47,7 @@ def _vectors(weight: Tensor) -> Tensor:
 
 
 def _in_columns(x: Tensor, weight: Tensor) -> bool:
-    """Whether a Triton kernel reads x column by column: many rows, transposed, such as `(D, rows).mT`."""
+    """Return whether a Triton kernel reads x column by column: 32 or more rows, transposed, such as `(D, rows).mT`."""
     if x.stride(-1) == 1 or x.shape[-1] <= 1 or not _on_triton(x, weight):
         return False
     rows = 1
@@ -59,12 +59,12 @@ def _in_columns(x: Tensor, weight: Tensor) -> bool:
 
 
 def _matrix(x: Tensor, weight: Tensor) -> Tensor:
-    """(..., D) → (rows, D) for the kernels; a copy only where no row or column of it has stride 1."""
+    """Return x (..., D) as (rows, D) for the kernels; a copy only if neither rows nor columns are contiguous."""
     return x.view(-1, x.shape[-1]) if _in_columns(x, weight) else as_rows(x)
 
 
 def _empty_gradient(x: Tensor, weight: Tensor) -> Tensor:
-    """For the gradient of x: in columns where x is, else contiguous."""
+    """Return an empty tensor for dx: column by column in memory if the kernels read x so, else contiguous."""
     if not _in_columns(x, weight):
         return torch.empty(x.shape, dtype=x.dtype, device=x.device)
     *lead, n_cols = x.shape
@@ -90,9 +90,9 @@ def _forward(x: Tensor, weight: Tensor, out_dtype: torch.dtype | None) -> Tensor
 
 def _backward(dy: Tensor, x: Tensor, weight: Tensor, need_x: bool, need_w: bool) -> tuple[Tensor | None, Tensor | None]:
     vectors = _vectors(weight)
-    # without a gradient of the weight x is not looked at, not even to make a matrix of it
+    # only dw reads x: skip the copy that a matrix of x may need
     rows = _matrix(x, weight) if need_w else None
-    dy = dy.reshape(math.prod(x.shape[:-1]), len(vectors)).contiguous()  # `.sum().backward()` hands a stride-0 dy
+    dy = dy.reshape(math.prod(x.shape[:-1]), len(vectors)).contiguous()  # `.sum().backward()` gives dy with stride 0
     if not _on_triton(x, weight):
         dx, dw = torch_path.backward(dy, rows, vectors, x.dtype, need_x)
         return (dx.view(x.shape) if need_x else None), (dw.view(weight.shape) if need_w else None)
@@ -109,13 +109,13 @@ def _backward(dy: Tensor, x: Tensor, weight: Tensor, need_x: bool, need_w: bool)
 
 
 def _backward_all(dy: Tensor, x: Tensor, weight: Tensor, need_x: bool, need_w: bool) -> tuple[Tensor, Tensor]:
-    """`_backward` as an op, which can't return None: what is not needed is empty."""
+    """Do `_backward` as an op: gradients that are not needed are empty tensors, since an op cannot return None."""
     dx, dw = _backward(dy, x, weight, need_x, need_w)
     return x.new_empty(0) if dx is None else dx, weight.new_empty(0) if dw is None else dw
 
 
 def _forward_alone(x: Tensor, weight: Tensor, out_dtype: torch.dtype | None) -> Tensor:
-    """`_forward` as an op: an exported program may run under autocast, which would round the torch path's product."""
+    """Do `_forward` as an op with autocast off: it would round products of an exported program on the torch path."""
     return outside_autocast(_forward)(x, weight, out_dtype)  # type: ignore[no-any-return]
 
 
@@ -150,7 +150,7 @@ InDims = tuple[int | None, ...]
 
 
 def _vmap_forward(size: int, in_dims: InDims, x: Tensor, weight: Tensor, out_dtype: torch.dtype | None) -> Any:
-    """A batch is more rows, as long as all share the weight."""
+    """Treat the batch as more rows; None (no rule) if the weight is batched."""
     if in_dims[1] is not None:
         return None
     return forward_op(batch_first(x, in_dims[0], size), weight, out_dtype), 0
@@ -159,7 +159,7 @@ def _vmap_forward(size: int, in_dims: InDims, x: Tensor, weight: Tensor, out_dty
 def _vmap_backward(
     size: int, in_dims: InDims, dy: Tensor, x: Tensor, weight: Tensor, need_x: bool, need_w: bool
 ) -> Any:
-    """Likewise, but each batch element has its own gradient of the weight."""
+    """Treat the batch as more rows; None (no rule) if dw is needed: each batch element has its own."""
     if in_dims[2] is not None or need_w or not need_x:
         return None
     dy, x = batch_first(dy, in_dims[0], size), batch_first(x, in_dims[1], size)
@@ -174,11 +174,11 @@ _call = bind(
 
 
 def weighted_sum(x: Tensor, weight: Tensor, *, out_dtype: torch.dtype | None = None) -> Tensor:
-    r"""Weighted sum over the last dimension, in one pass over ``x``.
+    r"""Add up the last dimension with weights, in one pass over ``x``.
 
     .. math:: y_{\dots r} = \sum_d x_{\dots d}\, w_{r d}
 
-    Products and sums are in fp32 (fp64 where x or weight is fp64) with one rounding at the end.
+    Products and sums are in fp32 (fp64 if x or weight is fp64), rounded once at the end.
 
     Args:
         x: ``(..., D)``, fp32, fp16, bf16 or fp64, any strides.
@@ -188,13 +188,13 @@ def weighted_sum(x: Tensor, weight: Tensor, *, out_dtype: torch.dtype | None = N
     Returns:
         ``(...,)`` for a ``(D,)`` weight, ``(..., R)`` for an ``(R, D)`` weight. D = 0 gives zeros.
 
-    Gradients flow to ``x`` and ``weight``; only those asked for are computed, and they are the same bit for bit
-    from run to run.
+    Gradients flow to ``x`` and ``weight``. Backward computes only the needed ones, and repeats them bit for bit from
+    run to run.
 
     Raises:
-        TypeError: x or weight is no floating-point tensor, or out_dtype no floating-point dtype.
+        TypeError: x or weight is not a floating-point tensor, or out_dtype is not a floating-point dtype.
         ValueError: shapes don't fit, R is out of range, or the tensors are on different devices.
-        NotImplementedError: a second derivative, or a forward-mode one, is asked for.
+        NotImplementedError: for a second or forward-mode derivative.
 
     Source: the "weighted sum" exercise of Stanford's CS336, generalised to R vectors.
 

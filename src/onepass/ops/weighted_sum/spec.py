@@ -1,4 +1,4 @@
-"""What weighted_sum promises, what its kernels may cost, what it is measured against."""
+"""Samples, bad calls, kernel budgets and bench cases of `weighted_sum`."""
 
 from __future__ import annotations
 
@@ -112,8 +112,8 @@ def _finish_kernel() -> Any:
 
 
 _UNITS = {"x_row_units": "i32", "n_rows": "i32", "n_col_units": "i32"}
-# (width, vectors) → the launch table's choice and a register budget, for bf16 and fp32
-# UNIT, BLOCK_R, BLOCK_C, warps, registers
+# launch shapes of some widths with a register budget each, for bf16 and fp32
+# (width, vectors) → UNIT, BLOCK_R, BLOCK_C, warps, registers
 _FORWARD = {
     "bf16": {
         (64, 1): (16, 64, 64, 4, 64),
@@ -131,7 +131,7 @@ _FORWARD = {
         (4096, 4): (16, 8, 256, 2, 112),
     },
 }
-# UNIT, UNROLL, BLOCK_R, BLOCK_C, warps, registers
+# (width, vectors) → UNIT, UNROLL, BLOCK_R, BLOCK_C, warps, registers
 _BACKWARD = {
     "bf16": {
         (64, 1): (16, 8, 32, 64, 8, 96),
@@ -176,7 +176,7 @@ def _kernels() -> Iterator[Kernel]:
                 {"UNIT": unit, "N_VECTORS": vectors, "NEED_X": True, "NEED_W": True, "UNROLL": unroll,
                  "BLOCK_R": block_r, "BLOCK_C": block_c, "EVEN_C": cols % block_c == 0},
                 divisible, num_warps=warps, max_registers=registers,
-                # sixteen vectors leave registers for half a vector of columns
+                # for sixteen bf16 vectors, registers hold only half a 16-byte load of columns per thread
                 vector_loads=unit >= widest and (vectors <= 4 or t == "fp32"),
             )  # fmt: skip
     for (cols, t), (unit, block_r, block_c, stages, warps, registers) in _WEIGHT.items():

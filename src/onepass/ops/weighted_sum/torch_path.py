@@ -1,7 +1,6 @@
-"""What runs on a CPU, in float64 and without Triton.
+"""The torch path: on a CPU, in float64 and without Triton.
 
-No matrix product forward: which of a BLAS's kernels adds up a row, and in which order, depends on how many rows there
-are and where they lie.
+Forward avoids matrix products: in a BLAS, the number of rows and their alignment change the order of a row's sum.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from onepass.core.sums import row_sum
 
-# products that stay in a core's cache until they are added up
+# number of products per group: they stay in a core's cache until they are added up
 GROUP = 1 << 17
 
 
@@ -22,11 +21,11 @@ def _wide(x_dtype: torch.dtype, weight: Tensor) -> torch.dtype:
 
 
 def forward(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """X (..., D), weight (D,) or (R, D) → (...,) or (..., R) of `dtype`, summed in fp32 or wider."""
+    """Return (...,) or (..., R) of `dtype` from x (..., D) and weight (D,) or (R, D), summed in fp32 or wider."""
     wide = _wide(x.dtype, weight)
     rows, vectors = x.reshape(math.prod(x.shape[:-1]), 1, x.shape[-1]), weight.to(wide)
     height = max(1, GROUP // max(1, weight.numel()))
-    # on a GPU a group would be a launch
+    # on a GPU all rows are one group: each group costs launches
     if x.is_cuda or len(rows) <= height:
         y = row_sum((rows.to(wide) * vectors).contiguous())
     else:
@@ -37,9 +36,9 @@ def forward(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def backward(dy: Tensor, x: Tensor | None, weight: Tensor, x_dtype: torch.dtype, need_x: bool) -> tuple[Tensor, Tensor]:
-    """Dx = Σ_r dy[..., r]·weight[r]; dweight[r] = Σ_rows dy[..., r]·x; rows flattened, weight (R, D).
+    """Return dx = Σ_r dy[:, r]·weight[r] and dweight[r] = Σ_rows dy[:, r]·x.
 
-    x is None when dweight is not needed; what is not needed comes back empty.
+    dy is (rows, R), x and dx (rows, D), weight (R, D). Without need_x, dx is empty. If x is None, dweight is empty.
     """
     acc = _wide(x_dtype, weight)
     dx, dw = weight.new_empty(0, dtype=x_dtype), weight.new_empty(0)
