@@ -91,6 +91,39 @@ def test_constant_rows_are_zero(dtype: torch.dtype, eps: float, residual: bool, 
             assert torch.equal(y[0] if residual else y, b.expand(part.shape))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("form", ["plain", "residual", "no weight"])
+@pytest.mark.parametrize("n", [1, 3, 51, 1000])
+@pytest.mark.parametrize("among", [True, False], ids=["among others", "alone"])
+def test_gradients_of_constant_rows_of_any_size(dtype: torch.dtype, form: str, n: int, among: bool) -> None:
+    """x − mean is 0: dx = (g − mean g)/√eps and dw = 0, but for the few rows beside them in one tensor."""
+    values = [1e3, -3e4, 6e4] if dtype == torch.float16 else [1e3, -3e4, 1e6, -1e15, 1e18]
+    constant = torch.tensor(values).to(dtype)[:, None].expand(len(values), n)
+    x = torch.cat((torch.randn(3, n).to(dtype), constant)) if among else constant.clone()
+    others = 3 * among
+    w = None if form == "no weight" else torch.rand(n).to(dtype).requires_grad_()
+    dy = torch.randn(x.shape).to(dtype)
+    # a gradient of 16 bits can't hold more than 65504 in fp16: 1/√eps is 100
+    r = torch.zeros_like(x) if form == "residual" else None
+    y = layer_norm(x.requires_grad_(), w, eps=1e-4, residual=r)
+    y = y if r is None else y[0]
+    wanted = (x,) if w is None else (x, w)
+    dx, *dw = torch.autograd.grad(y, wanted, dy)
+    g = dy.double() * (1 if w is None else w.detach().double())
+    exact = 100 * (g - g.mean(-1, keepdim=True))
+    # a mean of n, a difference and two products in fp32 or wider, then one rounding
+    u = torch.finfo(torch.promote_types(dtype, torch.float32)).eps
+    limit = 100 * (n + 3) * u * g.abs().amax(-1, keepdim=True) + torch.finfo(dtype).eps * exact.abs()
+    assert ((dx.double() - exact).abs() <= limit)[others:].all()
+    if dw:
+        d = x.detach()[:others].double()
+        d = d - d.mean(-1, keepdim=True)
+        n64 = d * (d.square().mean(-1, keepdim=True) + 1e-4).rsqrt()
+        off = (dw[0].double() - (dy[:others].double() * n64).sum(0)).abs()
+        # what torch's kernel takes, up to 2¹⁰ standard deviations from zero, it knows to 2⁻¹⁴
+        assert (off <= 2.0**-13 * dy.double().abs().sum(0) + torch.finfo(dtype).eps * 9).all()
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("offset", [0.0, 30.0, 1000.0])
 def test_sixteen_bit_rows_far_from_zero_are_rounded_once(dtype: torch.dtype, offset: float) -> None:
