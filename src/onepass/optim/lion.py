@@ -267,8 +267,12 @@ def _lr_to_device(group: dict[str, Any]) -> None:
     if not group["capturable"] or not params or not params[0].is_cuda:
         return
     device = params[0].device
+    # what float64 weights are multiplied by must not round to fp32; the table of a launch takes either
+    wide = any(p.dtype in (torch.float64, torch.complex128) for p in params)
     for key in ("lr", "weight_decay"):
         value = group[key]
         if isinstance(value, Tensor) or key == "lr":
             # a new tensor: one scheduler must not write to another group's
-            group[key] = torch.as_tensor(value, dtype=torch.float32).detach().to(device, copy=True)
+            group[key] = (
+                torch.as_tensor(value, dtype=torch.float64 if wide else torch.float32).detach().to(device, copy=True)
+            )
