@@ -198,3 +198,26 @@ def test_strides_and_dtypes_of_results() -> None:
     assert y.is_contiguous()
     (dx,) = torch.autograd.grad(y, x, torch.ones(()).expand_as(y))
     torch.testing.assert_close(dx, torch.zeros_like(x), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("norm", [layer_norm, rms_norm])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("size", [3e14, 1e15, 5e18])
+@pytest.mark.parametrize("eps", [1e-12, 1e-5])
+def test_one_column_of_huge_sums(norm, dtype: torch.dtype, size: float, eps: float) -> None:
+    """A change of the only column changes nothing; torch multiplies the value by the cube of 1/σ here: ∞ − ∞."""
+    residual = torch.tensor([[size], [-size], [1.0]], requires_grad=True)
+    x = torch.zeros(3, 1, dtype=dtype, requires_grad=True)
+    y, _ = norm(x, eps=eps, residual=residual)
+    dy = torch.full_like(y, 6e4)
+    dx, dr = torch.autograd.grad(y, (x, residual), dy)
+    if norm is layer_norm:
+        assert not dx.any()
+        assert not dr.any()
+        return
+    # dy·(1 − n²)·r, where n is known to some ulps
+    s = residual.detach().double()
+    r = (s.square() + eps).rsqrt()
+    exact, limit = 6e4 * eps * r**3, 6e4 * r * 8 * torch.finfo(torch.float32).eps
+    for d in (dx, dr):
+        assert ((d.double() - exact).abs() <= limit + torch.finfo(d.dtype).tiny).all()
