@@ -98,3 +98,11 @@ def test_every_folder_with_kernels_is_gated() -> None:
     found = {p.parent.relative_to(root.parent) for p in root.rglob("kernels_*.py") if os.access(p, os.R_OK)}
     with_kernels = {".".join(folder.parts) for folder in found} - {"onepass.ops._shared"}
     assert gated == with_kernels
+
+
+def test_means_of_rows_are_rounded_to_nearest() -> None:
+    """A constant divisor becomes a product with its reciprocal: in rows of one value an ulp of it would be left."""
+    from triton.backends.compiler import GPUTarget
+
+    (kernel,) = (k for k in all_kernels() if k.name == "norm forward bf16 N=768")
+    assert "div.rn.f32" in _compile(kernel, GPUTarget("cuda", 90, 32)).asm["ptx"]

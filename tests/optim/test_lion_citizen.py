@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from lion_params import assert_same, clones, make_params, set_grads
 from onepass.optim import Lion, clip_grad_norm
+from onepass.optim.lion import _lr_to_device
 
 
 def test_closure_returns_the_loss_with_gradients_enabled() -> None:
@@ -301,3 +303,23 @@ def test_a_step_is_named_in_profiles_and_runs_hooks() -> None:
         "before all", "before", "after", "after all", "before all", "after", "after all", "before all", "after all",
         "after all",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "kept"),
+    [
+        ((torch.float32,), torch.float32), ((torch.bfloat16,), torch.float32), ((torch.float64,), torch.float64),
+        ((torch.complex128,), torch.float64), ((torch.float32, torch.float64), torch.float64),
+    ],
+)  # fmt: skip
+def test_a_learning_rate_on_the_device_is_as_exact_as_the_weights(
+    dtypes: tuple[torch.dtype, ...], kept: torch.dtype
+) -> None:
+    # what stands for tensors on a GPU
+    params = [SimpleNamespace(is_cuda=True, device="cpu", dtype=dtype) for dtype in dtypes]
+    decay = torch.tensor(0.1, dtype=torch.float64)
+    group: dict[str, Any] = {"params": params, "capturable": True, "lr": 1e-4, "weight_decay": decay}
+    _lr_to_device(group)
+    for key, value in (("lr", 1e-4), ("weight_decay", 0.1)):
+        assert group[key].dtype == kept
+        assert group[key].item() == torch.tensor(value, dtype=kept).item()

@@ -99,3 +99,17 @@ def test_a_graph_outlives_the_launch_that_it_captured(cautious: bool) -> None:
         assert all(map(torch.equal, params, twins))
         assert all(bool((t == 7).all()) for t in others)
         assert all(bool((t == -1).all()) for t in pinned)
+
+
+def test_float64_weights_have_float64_options() -> None:
+    """1e-4 in fp32 is off by 2.5e-8 of it."""
+    (p,) = make(torch.float64, (100,))
+    start, g = p.clone(), torch.randn_like(p)
+    optimizer = Lion(
+        [p.requires_grad_()], lr=1e-4, weight_decay=torch.tensor(0.1, dtype=torch.float64), capturable=True
+    )
+    p.grad = g
+    optimizer.step()
+    expected = start - 1e-4 * (g.sign() + 0.1 * start)
+    # four roundings of numbers that are no larger than the largest weight
+    assert (p - expected).abs().max() <= 4 * torch.finfo(torch.float64).eps * start.abs().max()

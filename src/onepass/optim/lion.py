@@ -273,8 +273,12 @@ def _lr_to_device(group: dict[str, Any]) -> None:
     if not group["capturable"] or not params or not params[0].is_cuda:
         return
     device = params[0].device
+    # what float64 weights are multiplied by must not round to fp32; the table of a launch takes either
+    wide = any(p.dtype in (torch.float64, torch.complex128) for p in params)
     for key in ("lr", "weight_decay"):
         value = group[key]
         if isinstance(value, Tensor) or key == "lr":
             # a tensor per group: a scheduler must not write to that of another group
-            group[key] = torch.as_tensor(value, dtype=torch.float32).detach().to(device, copy=True)
+            group[key] = (
+                torch.as_tensor(value, dtype=torch.float64 if wide else torch.float32).detach().to(device, copy=True)
+            )

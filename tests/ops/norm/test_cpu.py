@@ -91,6 +91,39 @@ def test_constant_rows_are_zero(dtype: torch.dtype, eps: float, residual: bool, 
             assert torch.equal(y[0] if residual else y, b.expand(part.shape))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("form", ["plain", "residual", "no weight"])
+@pytest.mark.parametrize("n", [1, 3, 51, 1000])
+@pytest.mark.parametrize("among", [True, False], ids=["among others", "alone"])
+def test_gradients_of_constant_rows_of_any_size(dtype: torch.dtype, form: str, n: int, among: bool) -> None:
+    """x − mean is 0: dx = (g − mean g)/√eps and dw = 0, but for the few rows beside them in one tensor."""
+    values = [1e3, -3e4, 6e4] if dtype == torch.float16 else [1e3, -3e4, 1e6, -1e15, 1e18]
+    constant = torch.tensor(values).to(dtype)[:, None].expand(len(values), n)
+    x = torch.cat((torch.randn(3, n).to(dtype), constant)) if among else constant.clone()
+    others = 3 * among
+    w = None if form == "no weight" else torch.rand(n).to(dtype).requires_grad_()
+    dy = torch.randn(x.shape).to(dtype)
+    # a gradient of 16 bits can't hold more than 65504 in fp16: 1/√eps is 100
+    r = torch.zeros_like(x) if form == "residual" else None
+    y = layer_norm(x.requires_grad_(), w, eps=1e-4, residual=r)
+    y = y if r is None else y[0]
+    wanted = (x,) if w is None else (x, w)
+    dx, *dw = torch.autograd.grad(y, wanted, dy)
+    g = dy.double() * (1 if w is None else w.detach().double())
+    exact = 100 * (g - g.mean(-1, keepdim=True))
+    # a mean of n, a difference and two products in fp32 or wider, then one rounding
+    u = torch.finfo(torch.promote_types(dtype, torch.float32)).eps
+    limit = 100 * (n + 3) * u * g.abs().amax(-1, keepdim=True) + torch.finfo(dtype).eps * exact.abs()
+    assert ((dx.double() - exact).abs() <= limit)[others:].all()
+    if dw:
+        d = x.detach()[:others].double()
+        d = d - d.mean(-1, keepdim=True)
+        n64 = d * (d.square().mean(-1, keepdim=True) + 1e-4).rsqrt()
+        off = (dw[0].double() - (dy[:others].double() * n64).sum(0)).abs()
+        # what torch's kernel takes, up to 2¹⁰ standard deviations from zero, it knows to 2⁻¹⁴
+        assert (off <= 2.0**-13 * dy.double().abs().sum(0) + torch.finfo(dtype).eps * 9).all()
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("offset", [0.0, 30.0, 1000.0])
 def test_sixteen_bit_rows_far_from_zero_are_rounded_once(dtype: torch.dtype, offset: float) -> None:
@@ -165,3 +198,26 @@ def test_strides_and_dtypes_of_results() -> None:
     assert y.is_contiguous()
     (dx,) = torch.autograd.grad(y, x, torch.ones(()).expand_as(y))
     torch.testing.assert_close(dx, torch.zeros_like(x), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("norm", [layer_norm, rms_norm])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("size", [3e14, 1e15, 5e18])
+@pytest.mark.parametrize("eps", [1e-12, 1e-5])
+def test_one_column_of_huge_sums(norm, dtype: torch.dtype, size: float, eps: float) -> None:
+    """A change of the only column changes nothing; torch multiplies the value by the cube of 1/σ here: ∞ − ∞."""
+    residual = torch.tensor([[size], [-size], [1.0]], requires_grad=True)
+    x = torch.zeros(3, 1, dtype=dtype, requires_grad=True)
+    y, _ = norm(x, eps=eps, residual=residual)
+    dy = torch.full_like(y, 6e4)
+    dx, dr = torch.autograd.grad(y, (x, residual), dy)
+    if norm is layer_norm:
+        assert not dx.any()
+        assert not dr.any()
+        return
+    # dy·(1 − n²)·r, where n is known to some ulps
+    s = residual.detach().double()
+    r = (s.square() + eps).rsqrt()
+    exact, limit = 6e4 * eps * r**3, 6e4 * r * 8 * torch.finfo(torch.float32).eps
+    for d in (dx, dr):
+        assert ((d.double() - exact).abs() <= limit + torch.finfo(d.dtype).tiny).all()

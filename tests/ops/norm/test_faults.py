@@ -148,3 +148,15 @@ def test_no_limit_on_the_width(device: str) -> None:
     (dx,) = torch.autograd.grad(y, x, torch.ones_like(y))
     torch.testing.assert_close(y.detach().cpu(), F.layer_norm(x.detach().cpu(), (cols,)), rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(dx, torch.zeros_like(dx), rtol=0, atol=1e-5)
+
+
+@pytest.mark.skipif(INTERPRET, reason="bfloat16")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("cols", [1, 3, 51, 100, 768, 3000])
+def test_rows_of_one_value_are_the_bias(device: str, dtype: torch.dtype, cols: int) -> None:
+    """8 bits times 3000 are exact in fp32, so the mean is the value; a mean off by an ulp leaves 0.5 of it."""
+    values = torch.cat([torch.arange(128.0, 256.0) * 2.0**e * sign for e in (-8, 0, 8) for sign in (1, -1)])
+    x = values.clamp(-65504, 65504).to(device, dtype)[:, None].expand(-1, cols)
+    b = torch.randn(cols).to(device, dtype)
+    assert torch.equal(layer_norm(x, None, b), b.expand(x.shape))
+    assert not layer_norm(x).any()

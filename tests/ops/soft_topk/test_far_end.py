@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
 
 import onepass
+from conftest import INTERPRET
 from onepass.ops.soft_topk import reference
 from onepass.ops.soft_topk.torch_path import KINDS
 
@@ -69,6 +72,46 @@ def test_gates(kind: str) -> None:
     check_all(16384, kind)
 
 
+def between(n: int, kind: str) -> tuple[Tensor, float, float]:
+    """Scores (n,), k and eps whose threshold lies where n - 10 equal scores begin to saturate, within their roundings.
+
+    There the sum of gates, as fp32 has it, jumps over k: what it lacks on either side is no distance to the threshold.
+    """
+    high = torch.full((5,), 1.3)
+    if kind == "capped_exp":
+        # five gates that sum to a little more than 4, which n - 10 gates make up for, a millionth each
+        low = torch.full((5,), 1 + math.log((4 + 1e-6 * n) / 5))
+        return torch.cat((high, low, torch.ones(n - 10))), n - 1.0, 1.0
+    # four gates of 0, one of a hundredth of an ulp per equal score
+    gate = 0.3e-7 * n
+    low = torch.tensor([0.5, 0.5, 0.5, 0.5, 1 - 0.03 * (1 - gate)])
+    return torch.cat((high, low, torch.ones(n - 10))), n - 5.0, 0.03
+
+
+@pytest.mark.parametrize("way", ["one program", "passes"])
+@pytest.mark.parametrize("kind", ["capped_exp", "clamp"])
+def test_many_equal_scores_at_the_edge_of_saturation(kind: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels' two ways under Triton's interpreter, the torch path elsewhere."""
+    if way == "passes":
+        if not INTERPRET:
+            pytest.skip("kernels alone make passes")
+        from onepass.ops.soft_topk import kernels_triton
+
+        monkeypatch.setattr(kernels_triton, "LONGEST", (8192, 8192, 8192, 8192))
+    s, k, eps = between(16384, kind)
+    y = onepass.soft_topk(s, k, eps=eps, kind=kind)
+    assert (y.double() - solved(s, k, eps, kind)).abs().max() <= LARGEST
+
+
+@pytest.mark.skipif(INTERPRET, reason="takes minutes; the test above has fewer columns")
+@pytest.mark.parametrize("n", [100000, 200000])
+@pytest.mark.parametrize(("kind", "given"), [("capped_exp", (1.0, 1.0)), ("clamp", (5.0, 0.03))])
+def test_plateaus_of_long_rows(n: int, kind: str, given: tuple[float, float]) -> None:
+    s, k, eps = scores("plateau", n), n - given[0], torch.tensor(given[1])
+    y = onepass.soft_topk(s, k, eps=eps, kind=kind)
+    assert (y.double() - solved(s, k, eps.double().item(), kind)).abs().max() <= LARGEST
+
+
 @pytest.mark.parametrize("kind", ["sigmoid", "laplace", "clamp"])
 def test_mask_and_a_k_for_each_row(kind: str) -> None:
     n = 16384
@@ -118,6 +161,15 @@ def test_gradients(kind: str) -> None:
 def test_gates_on_a_gpu(n: int, kind: str) -> None:
     """Every way of the kernels: a row of a program's, of a team's, and one that no team can hold."""
     check_all(n, kind, "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("n", [16384, 100000, 3 << 20])
+@pytest.mark.parametrize("kind", ["capped_exp", "clamp"])
+def test_edge_of_saturation_on_a_gpu(n: int, kind: str) -> None:
+    s, k, eps = between(n, kind)
+    y = onepass.soft_topk(s.cuda(), k, eps=eps, kind=kind).cpu()
+    assert (y.double() - solved(s, k, eps, kind)).abs().max() <= LARGEST
 
 
 @pytest.mark.gpu

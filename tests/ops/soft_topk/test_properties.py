@@ -271,3 +271,19 @@ def test_twenty_repetitions_on_gpu(cols: int, kind: str) -> None:
     first = once()
     for _ in range(20):
         assert all(torch.equal(a, b) for a, b in zip(first, once(), strict=True))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("n", [5, 300, 3000])
+def test_a_nan_beside_masked_scores(kind: str, n: int) -> None:
+    """Among the valid scores it reaches every gate of its row, masked ones too; under the mask it reaches none."""
+    s = torch.randn(3, n, generator=torch.Generator().manual_seed(n))
+    mask = torch.ones(3, n, dtype=torch.bool)
+    mask[:, ::3] = False
+    clean = onepass.soft_topk(s, 1.5, mask=mask, kind=kind)
+    s[0, 1] = math.nan  # valid
+    s[1, 3] = math.nan  # masked
+    y = onepass.soft_topk(s, 1.5, mask=mask, kind=kind)
+    assert y[0].isnan().all()
+    assert torch.equal(y[1:], clean[1:])
+    assert not y[1:][~mask[1:]].any()

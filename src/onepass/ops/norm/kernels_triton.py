@@ -160,7 +160,13 @@ def forward_kernel(
         total = xs[0]
         for i in tl.static_range(1, CHUNKS):
             total += xs[i]
-        mean = tl.sum(total, 1) / N_COLS
+        mean = tl.sum(total, 1)
+        if N_COLS & (N_COLS - 1) == 0:
+            mean *= 1.0 / N_COLS
+        else:
+            # rounded to nearest, where a constant's reciprocal is off by an ulp: the mean of a row of one value is that
+            # value if fp32 holds its sum, and 0 is left of the row, not an ulp over √eps
+            mean = tl.div_rn(mean, 1.0 * N_COLS)
         centred = ()
         for i in tl.static_range(CHUNKS):
             d = xs[i] - mean[:, None]

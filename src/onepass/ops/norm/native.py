@@ -16,7 +16,7 @@ from onepass.core.eager import once
 from onepass.core.launch import INTERPRET
 from onepass.core.sums import BLOCK
 
-from .torch_path import sixteen_bit_backward, sixteen_bit_forward
+from .torch_path import far_rows, sixteen_bit_backward, sixteen_bit_forward
 
 # elements up to which torch.rms_norm, several passes over x, takes less time than the call of our formulas
 SMALL = 1 << 19
@@ -47,7 +47,9 @@ def native(
             return None
         if dtype.itemsize == 2:
             return _sixteen_bit(x, weight, bias, eps)
-        return torch.layer_norm(x, (n_cols,), weight, bias, eps)
+        y, mean, rstd = torch.native_layer_norm(x, (n_cols,), weight, bias, eps)
+        # y is right everywhere, but the backward that torch has recorded is not: ours holds there
+        return None if y.requires_grad and far_rows(mean, rstd, eps) is not None else y
     # y must have the same bits by torch as by our formulas; above BLOCK columns torch's order of a sum depends on the
     # number of rows and threads
     if x.numel() > SMALL or n_cols > BLOCK or (offset and weight is not None):
@@ -71,6 +73,7 @@ class _SixteenBit(torch.autograd.Function):
         b = None if bias is None else bias.float()
         y, mean, rstd = sixteen_bit_forward(x, _wide_weight(weight, x), b, eps)
         ctx.save_for_backward(x, weight, mean, rstd)
+        ctx.eps = eps
         return y
 
     @staticmethod
@@ -82,8 +85,9 @@ def _gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     x, weight, mean, rstd = ctx.saved_tensors
     n_cols, w = x.shape[-1], _wide_weight(weight, x)
     dx, dw, db = sixteen_bit_backward(
-        dy.reshape(-1, n_cols), x.reshape(-1, n_cols), mean.view(-1), rstd.view(-1), w, ctx.needs_input_grad[:3]
-    )
+        dy.reshape(-1, n_cols), x.reshape(-1, n_cols), mean.view(-1), rstd.view(-1), w, ctx.eps,
+        ctx.needs_input_grad[:3],
+    )  # fmt: skip
     dx, dw, db = (None if d is None else d.to(x.dtype) for d in (dx, dw, db))
     return None if dx is None else dx.view(x.shape), dw, db, None
 

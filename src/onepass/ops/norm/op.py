@@ -297,6 +297,9 @@ def layer_norm(
     activations in range. :math:`\max(s) \le 0` would flip the sign of the row or divide by zero; such a row has
     :math:`m = \max|s|`, and a row of zeros has m = 1. Statistics are in fp32 (fp64 for fp64 inputs).
 
+    A row of one value v is the bias exactly, on a GPU if fp32 holds N·v and one program the row (16384 columns). Else
+    the mean may be off by its rounding, and y by :math:`|w v|\,2^{-23}/\sqrt{\varepsilon}`.
+
     Args:
         x: ``(..., N)``, fp32, fp16, bf16 or fp64, any strides.
         weight: ``(N,)`` or None; any of these dtypes, also another than that of x.

@@ -19,6 +19,8 @@ from .reference import stable_scale
 GROUP = 1 << 18
 # up to |mean| = FAR·σ, fp32 rounds x/σ − mean/σ by at most 2⁻¹³, an eighth of a 16-bit ulp
 FAR = 1024.0
+# so many standard deviations from zero torch's backward is exact: 2⁻¹⁴ over half an ulp
+FAR_ROWS = {torch.float32: 2.0**10, torch.float64: 2.0**39}
 
 Needs = tuple[bool, bool, bool]
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
@@ -109,7 +111,7 @@ def backward(
         return None if dx is None else (dx if ds is None else dx + ds).view(shape), dw, db
     if layer_norm and x.is_cpu and dy.dtype == x.dtype and (ds is None or not needs[0]):
         ones = torch.ones(n, dtype=wide) if w is None else w
-        dx, dw, db = sixteen_bit_backward(dy, x, stats[1], stats[0], ones, needs)
+        dx, dw, db = sixteen_bit_backward(dy, x, stats[1], stats[0], ones, eps, needs)
         return None if dx is None else dx.view(shape), dw, db
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if needs[0] else None
     sums = [torch.zeros(n, dtype=wide, device=x.device) if need else None for need in needs[1:]]
@@ -151,12 +153,57 @@ def sixteen_bit_forward(x: Tensor, w: Tensor, b: Tensor | None, eps: float) -> t
     return y, mean, rstd
 
 
-def sixteen_bit_backward(dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, w: Tensor, needs: Needs) -> Gradients:
-    """Return dx, dw and db of layer norm on a CPU: dy, x and dx (rows, n) in 16 bits, all else in fp32.
+def far_rows(mean: Tensor, rstd: Tensor, eps: float) -> Tensor | None:
+    """Which rows (bool, any shape) lie too far from zero for the backward of torch's layer norm; None: none does.
 
-    Beside an fp32 weight, torch's kernel computes dx of 16-bit rows in fp32 but still sums dw and db in 16 bits.
-    Rows are therefore widened for dw and db.
+    Torch computes dx = r·g + b·x + c, where b is a difference of row sums and c is about −b·mean. With M = |mean|·r
+    standard deviations to zero both differences cancel: u·M of b is lost, and u·M of that in b·x + c, where u is half
+    an ulp: (M·u)² of dx. That is 2⁻²⁸ at the limit; a row of one value 10⁶ has M·u = 19, and no digit is right.
     """
+    limit = FAR_ROWS[mean.dtype]
+    # one look is enough where means are of order 1, as r ≤ 1/√eps; a NaN says nothing about the other rows
+    low, high = torch.aminmax(mean)
+    near = limit * math.sqrt(eps)
+    if low.item() >= -near and high.item() <= near:
+        return None
+    far = (mean * rstd).abs() > limit
+    return far if bool(far.any()) else None
+
+
+def sixteen_bit_backward(
+    dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, w: Tensor, eps: float, needs: Needs
+) -> Gradients:
+    """Layer norm's backward on a CPU: dy and x (rows, n) in 16 bits, the rest in fp32; dw and db in fp32."""
+    return _near_and_far(_sixteen_bit_near, dy, x, mean, rstd, w, eps, needs)
+
+
+def _near_and_far(
+    near: Callable[..., Gradients], dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, w: Tensor | None, eps: float,
+    needs: Needs,
+) -> Gradients:  # fmt: skip
+    """Layer norm's backward by `near`, which is torch's kernel, but for `far_rows`."""
+    far = far_rows(mean, rstd, eps)
+    if far is None:
+        return near(dy, x, mean, rstd, w, needs)
+    dx = torch.empty_like(x) if needs[0] else None
+    vectors: list[Tensor | None] = [None, None]
+    for rows, run in ((~far, near), (far, _formula)):
+        d, *parts = run(dy[rows], x[rows], mean[rows], rstd[rows], w, needs)
+        if dx is not None and d is not None:
+            dx[rows] = d.to(x.dtype)
+        for i, part in enumerate(parts):
+            before = vectors[i]
+            vectors[i] = part if part is None or before is None else before + part
+    return dx, vectors[0], vectors[1]
+
+
+def _formula(dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, w: Tensor | None, needs: Needs) -> Gradients:
+    """Layer norm's backward by the formula in which nothing but x − mean cancels."""
+    return _rows_formula(dy.to(mean.dtype), x.to(mean.dtype), torch.stack((rstd, mean)), w, 0.0, True, False, needs)
+
+
+def _sixteen_bit_near(dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, w: Tensor, needs: Needs) -> Gradients:
+    # beside an fp32 weight torch's kernel gives an exact dx of 16-bit rows, but sums dw and db in 16 bits all the same
     if needs[1] or needs[2]:
         if x.numel() <= GROUP:
             dx, dw, db = _native_backward(dy.float(), x.float(), mean, rstd, w, needs)
@@ -194,10 +241,16 @@ def _rows_backward(
     dy: Tensor, x: Tensor, stats: Tensor, w: Tensor | None, eps: float, has_mean: bool, stable: bool, needs: Needs
 ) -> Gradients:
     """Return `backward`'s gradients for tensors (rows, n) in fp32 or wider, without ds."""
+    if has_mean and not stable:
+        return _near_and_far(_native_backward, dy, x, stats[1], stats[0], w, eps, needs)
+    return _rows_formula(dy, x, stats, w, eps, has_mean, stable, needs)
+
+
+def _rows_formula(
+    dy: Tensor, x: Tensor, stats: Tensor, w: Tensor | None, eps: float, has_mean: bool, stable: bool, needs: Needs
+) -> Gradients:
     n_cols = x.shape[-1]
     rstd = stats[0, :, None]
-    if has_mean and not stable:
-        return _native_backward(dy, x, stats[1, :, None], rstd, w, needs)
     n = (x - stats[1, :, None]).mul_(rstd) if has_mean else x * rstd
     dw = (dy * n).sum(0) if needs[1] else None
     db = dy.sum(0) if needs[2] else None

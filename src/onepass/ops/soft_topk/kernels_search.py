@@ -265,7 +265,8 @@ def advance(base, c, lo, hi, fine, last, done, excess, size, step, k, eps, i, KI
     hi = tl.where(low, hi, tl.minimum(hi, at + (coarse & (c > 0)).to(tl.int32)))
     middle = (lo & hi) + ((lo ^ hi) >> 1)
     closed = middle <= lo
-    arrived = arrived | (closed & (fine > 0))
+    narrow = closed & (fine > 0)
+    arrived = arrived | narrow
     aim = c + step
     moved = base + eps * aim
     left = tl.where(tl.abs(aim) < FAR, aim - (moved - base) / eps, 0.0)
@@ -285,7 +286,8 @@ def advance(base, c, lo, hi, fine, last, done, excess, size, step, k, eps, i, KI
     lo = tl.where(enter, 0, tl.where(flip, to_key(c - reach), lo))
     hi = tl.where(enter, to_key(gap), tl.where(flip, 0, hi))
     fine = tl.where(enter, 1.0, tl.where(coarse, 0.0, 2.0))
-    finish = tl.where(tl.abs(step) < 1, aim, c)
+    # where many equal scores begin to saturate, the sum jumps over k and Newton's steps lead out of the closed bracket
+    finish = tl.where(tl.abs(step) < tl.where(narrow, EDGE, 1.0), aim, c)
     if KIND == CAPPED_EXP:
         # with k saturated entries and a gap below them, where the sum is k already, a step would unsaturate some
         finish = tl.where(size < k, finish, c)

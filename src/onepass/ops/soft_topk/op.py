@@ -179,13 +179,15 @@ def soft_topk(
         scores: ``(..., n)``, fp32, fp16, bf16 or fp64, any strides, n of any size. Computed in fp32 (fp64 for fp64).
         k: how many to choose, > 0, fractions allowed: a number or a tensor that broadcasts to ``scores.shape[:-1]``.
         eps: temperature, > 0: a number or a tensor that broadcasts to ``scores.shape[:-1]``. Small is hard.
-        mask: bool, broadcasts to ``scores``; True = may be chosen. Masked entries get 0 and no gradient.
+        mask: bool, broadcasts to ``scores``; True = may be chosen. Masked entries get 0 and no gradient (but for
+            rows with a NaN, below).
         kind: the gate function, see above.
 
     Returns:
         Gates like ``scores``. Rows with at most ``k`` valid entries get 1 on all of them (and zero gradients), rows
         with no valid entry 0. Scores of -inf are never chosen; those of +inf are saturated, and share k evenly when
-        there are more than k of them. A NaN among the valid scores makes its row NaN.
+        there are more than k of them. A NaN among the valid scores makes all gates of its row NaN, the masked
+        ones as well; a NaN among the masked scores changes nothing.
 
     For k near the number of scores as for any other, gates are those of float64 (within 1e-4, tested up to n - ½) for
     the same scores and the same ``k`` and ``eps`` in fp32, where k has steps of 1/64 at 200 000.

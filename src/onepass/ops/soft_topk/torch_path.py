@@ -271,8 +271,10 @@ def _search(
         flip = first & low
         newton = (goal > lo) & (goal < hi) & step.isfinite() & (i % 4 != 3) & (i % 64 < 32) & ~flip
         last = torch.where(newton & (state < k), state, -1.0)
-        arrived |= fine & closed
-        finish = torch.where(step.abs() < 1, aim, c)
+        narrow = fine & closed
+        arrived |= narrow
+        # where many equal scores begin to saturate, the sum jumps over k and Newton's steps lead out of the bracket
+        finish = torch.where(step.abs() < torch.where(narrow, EDGE * tiny, 1.0), aim, c)
         if capped:
             # with k saturated entries and a gap below them, where the sum is k already, a step would unsaturate some
             finish = torch.where(state < k, finish, c)

@@ -10,10 +10,21 @@ from torch import Tensor
 
 from onepass.core.launch import cdiv, device_guard, launch, next_power_of_2
 
-# 1/2π as a sum of which the first part is exact in fp32 (as which a constant may reach the compiler)
-_HIGH = round(2**20 / (2 * math.pi)) / 2**20
-TURNS_HIGH = tl.constexpr(_HIGH)
-TURNS_LOW = tl.constexpr(1 / (2 * math.pi) - _HIGH)
+# of a number in [1/2, 1), how many steps fp32 has to 1
+_BITS = 2.0**24
+
+
+def _parts(x: float) -> tuple[float, float]:
+    """X as a sum of two numbers of which the first is exact in fp32, as which numbers reach a kernel."""
+    scale = _BITS / 2.0 ** math.frexp(x)[1]
+    high = round(x * scale) / scale
+    return high, x - high
+
+
+# 1/2π in three parts, which the compiler adds up
+_HIGH, _REST = _parts(1 / (2 * math.pi))
+_MIDDLE, _LOW = _parts(_REST)
+TURNS_HIGH, TURNS_MIDDLE, TURNS_LOW = tl.constexpr(_HIGH), tl.constexpr(_MIDDLE), tl.constexpr(_LOW)
 TURN = tl.constexpr(2 * math.pi)
 
 
@@ -49,7 +60,8 @@ def rotary_kernel(
     # in fp32 a million radians are right to 0.06 only: angles are fp64 until they are less than a turn
     log2_base = tl.cast(log2_base_high, tl.float64) + tl.cast(log2_base_low, tl.float64)
     radians = positions.to(tl.float64)[:, None] * tl.exp2((cols.to(tl.float64) / HALF) * -log2_base)[None, :]
-    turns = radians * TURNS_HIGH + radians * TURNS_LOW
+    per_radian = tl.cast(TURNS_HIGH, tl.float64) + tl.cast(TURNS_MIDDLE, tl.float64) + tl.cast(TURNS_LOW, tl.float64)
+    turns = radians * per_radian
     angle = ((turns - tl.floor(turns)) * TURN).to(tl.float32)
     cos = tl.cos(angle)
     sin = tl.sin(angle)
@@ -71,14 +83,13 @@ def rotate(x: Tensor, positions: Tensor | None, base: float, inverse: bool, out:
     half = width // 2
     block_c = max(16, next_power_of_2(half))
     block_n = max(4, 512 // block_c)
-    log2_base = math.log2(base)
-    high = round(log2_base * 2**16) / 2**16
+    log2_base = _parts(math.log2(base))
     strides = *x.stride()[:3], *out.stride()[:3]
     unit = 16 if all(s % 16 == 0 for s in strides) else 1
     position_batch = 0 if positions is None or len(positions) == 1 else positions.stride(0)
     with device_guard(x):
         launch(
             rotary_kernel, (cdiv(n, block_n), batch, 1), (x, positions, out),
-            (*(s // unit for s in strides), position_batch, n, heads, high, log2_base - high),
+            (*(s // unit for s in strides), position_batch, n, heads, *log2_base),
             (unit, half, inverse, positions is not None, block_n, block_c), num_warps=2,
         )  # fmt: skip
