@@ -60,7 +60,7 @@ from .kernels_search import (
 
 # newton launches for long rows; they cost little once a row is solved
 LONG_PASSES = 64
-# longest row held in the registers of one program: the kinds without a shared exponential also hold the scores
+# longest row that one program holds in registers, by kind
 LONGEST = (32768, 16384, 16384, 16384)
 # team: columns per program, warps per program, programs per multiprocessor
 TEAM = (8192, 8, 2)
