@@ -1,4 +1,4 @@
-"""The command `onepass` (also `python -m onepass`): a list of commands, each in its own module."""
+"""The command `onepass`, also `python -m onepass`; each of its commands is a module."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from onepass import __version__
 from onepass.core.errors import UserError, printable, reason
 from onepass.core.extras import require
 
-# every module here has `add_command(subparsers)`, imports its heavy parts only when its command runs, and names the
-# extra that they come with: `set_defaults(run=run, extra="train")`
+# each module has `add_command(subparsers)`, imports its heavy parts when its command runs, and names the extra that
+# installs them: `set_defaults(run=run, extra="train")`
 COMMANDS = ("onepass.doctor.cli", "onepass.train.cli", "onepass.train.show", "onepass.bench.cli")
 
 
 class Parser(argparse.ArgumentParser):
-    """A mistyped option ends a command with one line, not with the whole usage; subparsers inherit this."""
+    """A parser that reports a wrong option in one line instead of the whole usage; subparsers inherit this."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {printable(message)}\n")
@@ -44,10 +44,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run_command(top: Parser, argv: Sequence[str] | None) -> int:
     """Parse the arguments and call their `run`; return its exit code (2 for a user's mistake, 130 when interrupted)."""
     if sys.stdout is None:
-        # as a daemon finds it
+        # a process without standard output, such as a daemon
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     elif isinstance(sys.stdout, io.TextIOWrapper):
-        # an encoding that knows no × or µ must not end a run
+        # escape characters such as × or µ if the output's encoding lacks them, instead of raising
         sys.stdout.reconfigure(errors="backslashreplace")
     args = top.parse_args(argv)
     name = f"{top.prog} {args.command}" if "command" in args else top.prog
@@ -56,18 +56,18 @@ def run_command(top: Parser, argv: Sequence[str] | None) -> int:
             require(extra)
         return int(args.run(args))
     except UserError as error:
-        # a path may contain a line feed, or orders to the terminal
+        # a path in the message may contain line feeds or control characters
         print(f"{name}: {printable(str(error))}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(f"{name}: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        # the reader of our output went away (`onepass bench | head`): nothing is wrong here
+        # the reader of the output has ended (`onepass bench | head`): not an error
         sys.stderr.close()
         return 141
     except OSError as error:
-        # what no command foresees: a directory on the way that may not be entered, a full disk behind the output
+        # an error that the command did not expect: a directory without permission, a full disk behind the output
         where = f"can't use {error.filename}: " if error.filename else ""
         print(f"{name}: {printable(where + reason(error))}", file=sys.stderr)
         return 2

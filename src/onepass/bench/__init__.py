@@ -1,1 +1,1 @@
-"""Measuring: every operator's cases against a device copy and the rivals that are installed."""
+"""The bench: measure every operator's cases against a device copy and the installed rivals."""

@@ -1,4 +1,4 @@
-"""What there is to measure: the cases that operators declare in their specs."""
+"""The cases to measure, as operators declare them in their specs."""
 
 from __future__ import annotations
 
@@ -7,5 +7,5 @@ from onepass.core.spec import Case
 
 
 def all_cases() -> list[tuple[str, Case]]:
-    """(folder, case) of every case of every operator."""
+    """Return (folder, case) of every case of every operator."""
     return [(folder, case) for folder in spec.folders() for case in getattr(spec.load(folder), "CASES", ())]

@@ -49,7 +49,7 @@ def add_command(subparsers: Any) -> None:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add what says which cases are measured, and how."""
+    """Add the options that select cases and set how they are measured."""
     parser.add_argument("ops", nargs="*", metavar="op", help="operators or operator folders (default: all)")
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="write the records; a directory gets a file per folder"
@@ -78,7 +78,7 @@ def _one_of(option: str, given: str | None, accepted: Iterable[str]) -> None:
 
 
 def select(cases: Sequence[tuple[str, Case]], args: argparse.Namespace) -> list[tuple[str, Case]]:
-    """Cases that the arguments ask for; UserError when there is no such operator or nothing is left."""
+    """Return the cases that the arguments select; raise UserError if an argument is unknown or no case matches."""
     from onepass.core.about import dtype_name
 
     from .runner import STAGES, label
@@ -106,7 +106,7 @@ def select(cases: Sequence[tuple[str, Case]], args: argparse.Namespace) -> list[
 
 
 def console() -> Console:
-    """Make the console that tables are printed on."""
+    """Return the console for tables, 120 columns wide unless it is a terminal."""
     from rich.console import Console
 
     terminal = Console(highlight=False)
@@ -124,7 +124,7 @@ def _list(cases: Sequence[tuple[str, Case]], console: Console) -> None:
 
 
 def here(cases: Sequence[tuple[str, Case]], device: str | None) -> tuple[str, list[tuple[str, Case]]]:
-    """(device, its cases); UserError when this machine has no such device or it has no cases."""
+    """Return (device, its cases); raise UserError if this machine lacks the device or no case is for it."""
     import torch
 
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -139,7 +139,7 @@ def here(cases: Sequence[tuple[str, Case]], device: str | None) -> tuple[str, li
 
 
 def timer(device: str, quick: bool) -> Timer:
-    """Make the timer of a device."""
+    """Return the timer of a device."""
     from .timers import CpuTimer, CudaTimer
 
     kind = CudaTimer if device == "cuda" else CpuTimer
@@ -149,7 +149,7 @@ def timer(device: str, quick: bool) -> Timer:
 def measure(
     cases: Sequence[tuple[str, Case]], args: argparse.Namespace, rivals: Mapping[str, str], console: Console
 ) -> int:
-    """List the cases or measure them; 1 when one of our own implementations failed."""
+    """List the cases or measure them; return 1 if an implementation of onepass failed, else 0."""
     if args.list:
         _list(cases, console)
         return 0
@@ -162,7 +162,7 @@ def measure(
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command; 1 when one of our own implementations failed."""
+    """Run the command; return 1 if an implementation of onepass failed, else 0."""
     from .cases import all_cases
     from .rivals import known
 

@@ -1,4 +1,4 @@
-"""Whether two implementations computed the same thing."""
+"""Comparison of two implementations' results."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# compared in pieces, so that the float32 copies of a large result stay small
+# elements per comparison, so that the wider copies of a large result stay small
 _PIECE = 1 << 26
 
 
 def tensors(result: Any) -> list[Tensor | None]:
-    """Flatten a result (tensor, None, tuple, list, mapping) into its tensors, in order."""
+    """Return the tensors of a result (tensor, None, tuple, list, mapping) as a flat list, in order."""
     if result is None or isinstance(result, Tensor):
         return [result]
     if isinstance(result, Mapping):
@@ -36,7 +36,7 @@ def _wide(t: Tensor) -> Tensor:
 
 
 def error(ours: Tensor, theirs: Tensor) -> float:
-    """Largest |theirs − ours| over the largest finite |ours|; equal infinities and NaN against NaN count as equal."""
+    """Return the largest |theirs − ours| over the largest finite |ours|; equal infinities and two NaNs are equal."""
     worst, scale = 0.0, 0.0
     for a, b in zip(_pieces(ours), _pieces(theirs), strict=True):
         if not a.numel():
@@ -50,7 +50,7 @@ def error(ours: Tensor, theirs: Tensor) -> float:
 
 
 def disagreement(ours: Any, theirs: Any, tolerance: float) -> str | None:
-    """Say in one line how far theirs is from ours, or None when it is within the tolerance."""
+    """Return one line on how far theirs is from ours, or None if it is within the tolerance."""
     a, b = tensors(ours), tensors(theirs)
     if len(a) != len(b):
         return f"{len(b)} results against our {len(a)}"
@@ -69,6 +69,6 @@ def disagreement(ours: Any, theirs: Any, tolerance: float) -> str | None:
 
 
 def all_zero(result: Any) -> bool:
-    """True when a result has elements and all of them are zero: such a case measures nothing."""
+    """Return whether a result has elements and all are zero; such a case measures nothing."""
     found = [t for t in tensors(result) if t is not None and t.numel()]
     return bool(found) and not any(bool(piece.any()) for t in found for piece in _pieces(t))

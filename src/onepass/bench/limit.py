@@ -1,4 +1,4 @@
-"""A limit on how long a rival may take to get ready: some tune themselves for minutes."""
+"""A time limit for rivals to get ready: some autotune for minutes."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 
 
 class TookTooLongError(BaseException):
-    """Raised wherever the main thread is; no Exception, because compilers and autotuners catch those and go on."""
+    """Interrupts the main thread. A BaseException, because compilers and autotuners catch Exceptions and go on."""
 
 
 @contextmanager
 def limit(seconds: float) -> Iterator[None]:
-    """Raise TookTooLongError inside after `seconds` (0: never); no limit without SIGALRM or off the main thread."""
+    """Raise TookTooLongError in the block after `seconds` (0: never); works with SIGALRM in the main thread only."""
     main = threading.current_thread() is threading.main_thread()
     if not seconds or not main or not hasattr(signal, "setitimer"):
         yield

@@ -1,4 +1,4 @@
-"""Results as JSON: a list whose first entry describes the run and whose others are measurements."""
+"""Results as JSON: a list with one entry that describes the run, then the measurements."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from onepass.core.errors import UserError
 from .roofline import copy_pct, gbps
 from .runner import DISAGREES, FAILED, MISSING, OK, Result
 
-# what every record has; those of early runs have no more, later ones memory as well
+# fields of every record; early runs have only these, later ones also MEMORY
 FIELDS = ("op", "pass", "case", "dtype", "impl", "us", "gbps", "copy_pct", "host_us")
 MEMORY = ("peak_mib", "kept_mib")
 
@@ -25,7 +25,7 @@ def _mib(size: int | None) -> float | None:
 
 
 def record(result: Result, copy_gbps: float) -> dict[str, Any]:
-    """One timed result as the record that is kept."""
+    """Return the record of a timed result."""
     case = result.case
     if result.us is None:
         raise ValueError(f"{result.impl} was not timed: {result.note}")
@@ -57,7 +57,7 @@ def document(
     *,
     complete: bool,
 ) -> list[dict[str, Any]]:
-    """Header, then one record per implementation that agreed with ours; what went wrong is told in the header."""
+    """Return a header that lists failures and disagreements, then a record per implementation that agrees with ours."""
     header = {
         "header": True,
         **about,
@@ -72,7 +72,7 @@ def document(
 
 
 def check_writable(path: Path) -> None:
-    """Refuse a target that can't be written before minutes of measuring."""
+    """Raise UserError if a file can't be written, before minutes of measuring are spent."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -87,7 +87,7 @@ def write(path: Path, entries: Sequence[Mapping[str, Any]]) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace the file at once: a reader sees the old text or the new one, never half of it."""
+    """Replace a file atomically: a reader sees the old text or the new one."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -96,7 +96,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def read(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """(header, records) of a results file."""
+    """Return (header, records) of a results file; raise UserError if it is not one."""
     try:
         entries = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

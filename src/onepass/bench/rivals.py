@@ -1,4 +1,4 @@
-"""Which rivals the selected operators know, and which version of them is installed here."""
+"""The rivals that operators declare, and their installed versions."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from onepass.core.about import distribution_version
 
 
 def known(folders: Collection[str]) -> dict[str, str]:
-    """Import name → distribution of every rival of these operators."""
+    """Return {import name: distribution} of every rival of these operators."""
     declared = [getattr(spec.load(folder), "RIVALS", {}) for folder in folders]
     return dict(sorted((name, distribution) for rivals in declared for name, distribution in rivals.items()))
 
 
 def installed(rivals: Mapping[str, str]) -> dict[str, str]:
-    """{distribution: version} of those that are installed."""
+    """Return {distribution: version} of the installed rivals."""
     return {
         distribution: distribution_version(distribution) or "unknown version"
         for module, distribution in rivals.items()

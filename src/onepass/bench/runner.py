@@ -1,4 +1,4 @@
-"""Run cases: build the inputs, compare every implementation with ours, time it, let its memory go."""
+"""Run cases: build the inputs, compare every implementation with ours, time it, free its memory."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from .timers import CpuTimer, Timer
 OURS = "onepass"
 SEED = 20
 STAGES = ("forward", "backward", "forward+backward", "step")
-# facts about a case that its other words imply: recorded, but no part of its name
+# parameters that follow from the others: recorded, but not in a case's name
 IMPLIED = ("tensors", "elements")
-# the host time of a call that takes longer than this says nothing new
+# no host time for calls slower than this: the device decides their time
 SLOW_US = 50_000.0
 
-# what a result can be; only "ok" becomes a record
+# states of a result; only "ok" becomes a record
 OK, DISAGREES, FAILED, MISSING, SKIPPED = "ok", "disagrees", "failed", "missing", "skipped"
 
 
 @dataclass(frozen=True)
 class Result:
-    """One implementation at one case; times are None when it was not timed, `note` says why or what is wrong.
+    """One implementation at one case; times are None if it was not timed, and `note` holds the reason or the fault.
 
     Memory is in bytes above the inputs: `kept` stays between calls, `peak` is the most during a call, `kept` included.
     """
@@ -53,11 +53,11 @@ class Result:
 
 @dataclass(frozen=True)
 class _Ready:
-    """An implementation that ran, and how it compares with ours."""
+    """An implementation that ran, and its comparison with ours."""
 
     name: str
     call: Callable[[], Any]
-    result: Any  # ours alone keeps its result, which the others are compared with
+    result: Any  # of ours only, to compare the others with
     status: str
     note: str
     peak: int | None
@@ -66,34 +66,34 @@ class _Ready:
 
 
 class DeviceLostError(Exception):
-    """An implementation broke the device (an illegal access): nothing after it can be measured in this process."""
+    """An implementation broke the device (an illegal access); this process can't measure anything more."""
 
 
 def label(params: Mapping[str, Any]) -> str:
-    """Name a case in a few characters: {"rows": 64, "cols": 1024, "k": 9} → "64x1024 k=9"."""
+    """Return a short name of a case: {"rows": 64, "cols": 1024, "k": 9} → "64x1024 k=9"."""
     sizes = [str(params[k]) for k in ("rows", "cols") if k in params]
     others = [v if isinstance(v, str) else f"{k}={v}" for k, v in params.items() if k not in ("rows", "cols", *IMPLIED)]
     return " ".join((["x".join(sizes)] if sizes else []) + others)
 
 
 def is_rival(impl: str) -> bool:
-    """Tell whether an implementation is somebody else's, called as ours is: not from a CUDA graph."""
+    """Return whether an implementation is not ours and is called as ours is, without a CUDA graph."""
     return not impl.startswith(OURS) and "CUDA graph" not in impl
 
 
 def compiles(impl: str) -> bool:
-    """Tell whether an implementation's name says that torch.compile is in it."""
+    """Return whether an implementation uses torch.compile, according to its name."""
     return "compile" in impl
 
 
 def release() -> None:
-    """Free what the last case left: graphs, compiled code, cached device memory."""
+    """Free the graphs, compiled code and cached device memory of the last case."""
     dynamo = sys.modules.get("torch._dynamo")
     if dynamo is not None:
-        # a second shape would otherwise be compiled as a dynamic one, and the ninth not at all
+        # without a reset, Dynamo compiles a second shape as dynamic and stops compiling at the ninth
         dynamo.reset()
     gc.collect()
-    gc.freeze()  # what is left belongs to modules: the next collections need not look at it
+    gc.freeze()  # the rest belongs to modules: later collections skip it
     torch.cuda.empty_cache()
 
 
@@ -107,7 +107,7 @@ def _check_device(timer: Timer, after: str) -> None:
 def _prepare(
     case: Case, name: str, impl: Prepared | Callable[[], Any], ours: Any, timer: Timer, limit_s: float
 ) -> _Ready:
-    """Build an implementation, let it compile (rivals for `limit_s` at most), weigh it and compare it with ours."""
+    """Build an implementation, let it compile (rivals at most `limit_s`), measure its memory, compare it with ours."""
     began, before = time.perf_counter(), timer.held_bytes()
     with limit(0 if name == OURS else limit_s):
         call = impl.build() if isinstance(impl, Prepared) else impl
@@ -137,7 +137,7 @@ def _timed(folder: str, case: Case, ready: _Ready, us: float, host_us: float | N
 def _ready(
     folder: str, case: Case, timer: Timer, compile: bool, limit_s: float, started: Callable[[str], None]
 ) -> Iterator[_Ready | Result]:
-    """Each implementation of a case, ours first: ready to be timed, or why it is not."""
+    """Yield each implementation of a case, ours first: ready to time, or a result that says why not."""
     torch.manual_seed(SEED)
     try:
         impls = dict(case.make())
@@ -174,7 +174,7 @@ def _ready(
             gc.collect()
             _check_device(timer, f"{name} at {case.op} {label(case.params)}")
             if name == OURS:
-                # nothing to compare the rivals with
+                # without our result, rivals can't be compared
                 return
 
 
@@ -204,12 +204,12 @@ def run_case(
                 _check_device(timer, f"{found.name} at {case.op} {label(case.params)}")
                 result = Result(folder, case, found.name, FAILED, note=one_line(error))
             yield result
-        del found  # and with it its memory, before the next one is built
+        del found  # free its memory before the next one is built
     if isinstance(timer, CpuTimer) and waiting:
         calls = [ready.call for ready in waiting]
         began = time.perf_counter()
         times = list(zip(waiting, timer.us_each(calls), timer.host_us_each(calls), strict=True))
-        # they took turns
+        # the calls took turns, so share the time equally
         each = (time.perf_counter() - began) / len(waiting)
         for ready, us, host_us in times:
             yield _timed(folder, case, ready, us, host_us, each)
@@ -223,7 +223,7 @@ def run(
     limit_s: float = 0.0,
     started: Callable[[Case, str], None] = lambda case, impl: None,
 ) -> Iterator[Result]:
-    """Measure (folder, case) pairs one after another; raises DeviceLostError when the device no longer answers."""
+    """Measure (folder, case) pairs one after another; raise DeviceLostError if an implementation breaks the device."""
     with _kept_graphs():
         for folder, case in cases:
             release()
@@ -233,7 +233,7 @@ def run(
 
 
 def _kept_graphs() -> contextlib.AbstractContextManager[Any]:
-    """Compiled backwards are timed again and again over one graph, which donated buffers forbid."""
+    """Turn off donated buffers: they allow one backward per graph, and the bench times many."""
     import torch._functorch.config as functorch_config
 
     return functorch_config.patch(donated_buffer=False)  # type: ignore[no-any-return]

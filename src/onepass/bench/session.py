@@ -1,4 +1,4 @@
-"""One run of the bench: a copy, every case, tables as they become complete, records that survive an interruption."""
+"""One run of the bench: time a copy, measure every case, print finished tables, save records as they come."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from .timers import Timer
 
 
 def json_path(target: Path, folder: str) -> Path:
-    """Return the file that takes a folder's records: target itself, or <folder>.json when target is a directory."""
+    """Return the file for a folder's records: target itself, or <folder>.json in it if target is a directory."""
     return target / f"{folder}.json" if target.is_dir() or not target.suffix else target
 
 
 class Session:
-    """Measure cases, show them and write them to `json`; `known` has import name → distribution of the rivals."""
+    """Measure cases, show them and write them to `json`; `known` is {import name: distribution} of the rivals."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class Session:
         compile: bool = True,
         limit_s: float = 0.0,
     ) -> None:
-        # a table holds one operator, dtype and pass
+        # sort by table: operator, dtype and pass
         self.cases = sorted(cases, key=lambda fc: (fc[0], fc[1].op, str(fc[1].dtype), runner.STAGES.index(fc[1].stage)))
         self.console = console
         self.json = json
@@ -58,7 +58,7 @@ class Session:
         self._shown = 0
 
     def save(self, complete: bool) -> list[Path]:
-        """Write what has been measured, when there is somewhere to write it."""
+        """Write the results so far, if there is a target; return the files."""
         if self.json is None:
             return []
         files: dict[Path, list[runner.Result]] = {}
@@ -77,7 +77,7 @@ class Session:
     def _measure(self, timer: Timer) -> str:
         """Measure everything; return why it stopped early, or an empty string."""
         done = 0
-        # no spinner: its thread would share the interpreter with the calls whose host time is taken
+        # no spinner: its thread would slow the calls whose host time is measured
         with Live(console=self.console, auto_refresh=False, transient=True) as live:
 
             def started(case: Case, impl: str) -> None:
@@ -101,7 +101,7 @@ class Session:
         return ""
 
     def run(self, timer: Timer) -> int:
-        """Return 1 when one of our own implementations failed or the device was lost, else 0."""
+        """Measure, print and save everything; return 1 if an implementation of ours failed or the device was lost."""
         if self.json is not None:
             for folder in dict.fromkeys(f for f, _ in self.cases):
                 records.check_writable(json_path(self.json, folder))

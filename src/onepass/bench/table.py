@@ -1,4 +1,4 @@
-"""Results on the terminal."""
+"""Tables of results for the terminal."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .runner import FAILED, MISSING, OK, OURS, SKIPPED, Result, is_rival, label
 
 
 def fastest_rival(results: Sequence[Result]) -> float | None:
-    """Time of the fastest rival that agrees with us."""
+    """Return the time of the fastest rival that agrees with ours, or None."""
     times = [r.us for r in results if r.status == OK and is_rival(r.impl) and r.us is not None]
     return min(times, default=None)
 
@@ -43,12 +43,12 @@ def _row(result: Result, copy_gbps: float, rival_us: float | None) -> list[str]:
 
 
 def group_key(result: Result) -> tuple[str, str, str]:
-    """What one table holds: an operator, a pass, a dtype."""
+    """Return the operator, pass and dtype of a result: one table holds one such group."""
     return result.case.op, result.case.stage, dtype_name(result.case.dtype)
 
 
 def table(results: Sequence[Result], copy_gbps: float) -> Table:
-    """One table for results of one operator, pass and dtype; what was skipped is left out, what failed is not."""
+    """Return the table of one operator, pass and dtype, with failures, without skipped and missing rivals."""
     shown = Table(title=" · ".join(group_key(results[0])), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     for name in ("case", "implementation"):
         shown.add_column(name, no_wrap=True)

@@ -1,4 +1,4 @@
-"""How long a call takes: on the device with cold caches, and on the host that enqueues it."""
+"""Timers: the time of a call on the device with cold caches, and its host time."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ import torch
 
 Thunk = Callable[[], Any]
 
-# as triton.testing.do_bench: written before every repetition, larger than any L2
+# written before every repetition, as in triton.testing.do_bench; larger than any L2
 FLUSH_BYTES = 256 << 20
 COPY_BYTES = 2 << 30
 
 
 class Timer(Protocol):
-    """What the runner asks of a device."""
+    """The interface that the runner needs of a device."""
 
     def us(self, call: Thunk) -> float:
-        """Median time of one call with cold caches, in microseconds."""
+        """Return the median time of one call with cold caches, in microseconds."""
 
     def host_us(self, call: Thunk) -> float:
-        """Median wall time of enqueueing one call on an idle device, in microseconds."""
+        """Return the median host time of one call, in microseconds."""
 
     def copy_gbps(self) -> float:
         """Return the bandwidth of a large copy, bytes read plus bytes written."""
 
     def synchronize(self) -> None:
-        """Wait for the device; raises when an earlier call broke it."""
+        """Wait for the device; raise if an earlier call broke it."""
 
     def held_bytes(self) -> int | None:
-        """Return how much memory tensors take now; None where nobody counts."""
+        """Return the memory that tensors take now; None if it is not counted."""
 
     def peak_bytes(self, call: Thunk) -> tuple[int | None, Any]:
         """Return the most memory that tensors took during a call, and the call's result."""
@@ -56,14 +56,14 @@ def _repetitions(cost_ms: float, budget_ms: float, least: int, most: int) -> int
 
 
 class CudaTimer:
-    """CUDA events around each call, the L2 overwritten in between; the current device and stream."""
+    """Time with CUDA events around each call on the current device and stream; overwrite the L2 in between."""
 
     def __init__(self, measure_ms: float = 60.0, warmup_ms: float = 10.0) -> None:
         self.measure_ms = measure_ms
         self.warmup_ms = warmup_ms
         self._flush = torch.empty(FLUSH_BYTES // 4, dtype=torch.int32, device="cuda")
-        # the first matrix product of each thread allocates a workspace (65 MiB for both on an H200): not on the account
-        # of whoever happens to be measured first
+        # allocate the workspaces of the first matrix products of both threads now (65 MiB on an H200), so that they
+        # don't count as memory of the first implementation
         x = torch.ones(16, 16, device="cuda", requires_grad=True)
         torch.mm(x, x).sum().backward()  # type: ignore[no-untyped-call]
 
@@ -83,7 +83,7 @@ class CudaTimer:
         first = self._device_times(call, 2)
         cost_ms = 500 * (time.perf_counter() - began)
         if cost_ms > self.measure_ms:
-            # a slow rival: these two and one more are enough
+            # a slow rival: three calls are enough
             return statistics.median(first + self._device_times(call, 1))
         self._device_times(call, _repetitions(cost_ms, self.warmup_ms, 1, 25))
         return statistics.median(self._device_times(call, _repetitions(cost_ms, self.measure_ms, 5, 200)))
@@ -95,7 +95,7 @@ class CudaTimer:
         call()
         torch.cuda.synchronize()
         cost_ms = 1e3 * (time.perf_counter() - began)
-        # short calls run ten between two waits, as in a training step; the launch queue takes about a thousand kernels
+        # ten short calls between two waits, as in a training step; the launch queue holds about a thousand kernels
         batch = 10 if cost_ms < 1.0 else 1
         deadline = began + 0.5e-3 * self.measure_ms
         with _no_collection():
@@ -110,11 +110,11 @@ class CudaTimer:
     def copy_gbps(self) -> float:
         free, _ = torch.cuda.mem_get_info()
         words = min(COPY_BYTES, free // 4) // 4
-        # random bits: a bus that carries zeros is no measure of one that carries data
+        # random bits: a copy of zeros may be faster than a copy of data
         source = torch.empty(words, dtype=torch.int32, device="cuda").random_()
         target = torch.empty_like(source)
         for _ in range(100):
-            # an idle GPU needs a moment to raise its clocks
+            # warm up: an idle GPU needs time to raise its clocks
             target.copy_(source)
         us = self.us(lambda: target.copy_(source))
         return 2 * 4 * words / us / 1e3
@@ -133,10 +133,9 @@ class CudaTimer:
 
 
 class CpuTimer:
-    """Wall time; a buffer larger than most last-level caches is written in between.
+    """Wall time, with a buffer larger than most last-level caches written in between.
 
-    A CPU's speed drifts while others use it, so implementations that are compared take turns: `us_each`,
-    `host_us_each`.
+    The speed of a shared CPU drifts, so compared implementations take turns: `us_each`, `host_us_each`.
     """
 
     def __init__(self, measure_ms: float = 60.0, copy_bytes: int = FLUSH_BYTES) -> None:
@@ -153,19 +152,19 @@ class CpuTimer:
                     if flush:
                         self._flush.zero_()
                     else:
-                        call()  # the others have used the caches
+                        call()  # warm the caches, which the others have used
                     start = time.perf_counter_ns()
                     call()
                     found.append(1e-3 * (time.perf_counter_ns() - start))
         return [statistics.median(t) for t in times]
 
     def us_each(self, calls: Sequence[Thunk]) -> list[float]:
-        """Median time of one call of each with cold caches."""
-        # the flush takes longer than most calls: let it have its share of time
+        """Return the median time of one call of each with cold caches, in microseconds."""
+        # the flush takes longer than most calls, hence the larger budget
         return self._rounds(calls, 10 * self.measure_ms, flush=True)
 
     def host_us_each(self, calls: Sequence[Thunk]) -> list[float]:
-        """Median time of one call of each with warm caches."""
+        """Return the median time of one call of each with warm caches, in microseconds."""
         return self._rounds(calls, self.measure_ms, flush=False)
 
     def us(self, call: Thunk) -> float:
@@ -180,10 +179,10 @@ class CpuTimer:
         return 2 * self.copy_bytes / self.us(lambda: target.copy_(source)) / 1e3
 
     def synchronize(self) -> None:
-        """Calls on the CPU have ended when they return."""
+        """Do nothing: calls on the CPU have ended when they return."""
 
     def held_bytes(self) -> None:
-        """Nobody counts the CPU's memory."""
+        """Return None: the CPU's memory is not counted."""
 
     def peak_bytes(self, call: Thunk) -> tuple[None, Any]:
         return None, call()

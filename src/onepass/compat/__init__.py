@@ -1,6 +1,6 @@
-"""Functions and optimizers of well-known public kernels over onepass: their names, argument order and defaults.
+"""The names, argument order and defaults of well-known public kernels, on top of onepass.
 
-One module per original; for what it has, change the import line and nothing else:
+One module per original. To switch, change the import line of any name that the module has:
 
 =====================  =============================================================================================
 `lion_pytorch`         `Lion`, `update_fn`; the variants in lion-pytorch's `foreach` and `cautious_lion` are options of
@@ -11,8 +11,8 @@ One module per original; for what it has, change the import line and nothing els
 `cs336`                `WeightedSumFunc`
 =====================  =============================================================================================
 
-Each is imported when first touched: ``onepass.compat.lion_pytorch.Lion`` works after ``import onepass``.
-Importing one of the originals' names that is not here raises an ImportError that says what to use instead.
+A module is imported at its first use: ``onepass.compat.lion_pytorch.Lion`` works after ``import onepass``.
+Importing a name that only the original has raises an ImportError that names the replacement.
 """
 
 from __future__ import annotations

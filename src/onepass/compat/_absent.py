@@ -1,4 +1,4 @@
-"""What a module of `onepass.compat` answers when it is asked for a name that it doesn't have."""
+"""The error that a module of `onepass.compat` raises for a missing name."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 
 
 def absent(module: str, names: Sequence[str], name: str, instead: Mapping[str, str]) -> Exception:
-    """The exception for `module.name`; `names` are what the module has, `instead` what replaces others of the original.
+    """Return the exception for `module.name`. The module has `names`; `instead` has replacements for other names.
 
-    An original's name raises an ImportError, because `from … import` swallows the message of an AttributeError. Any
-    other name raises the AttributeError that `hasattr` expects.
+    Names in `instead` get an ImportError, because `from … import` drops the message of an AttributeError. All others
+    get the AttributeError that `hasattr` expects.
     """
     has = f"it has {', '.join(names)}"
     if name in instead:

@@ -1,18 +1,17 @@
-"""The names and arguments of colt5-attention's coordinate descent, over onepass.
+"""The names and arguments of colt5-attention's coordinate descent, on top of onepass.
 
-Change ``from colt5_attention.triton_coor_descent import triton_coor_descent`` (or ``coor_descent``, ``topk``) into an
-import from here and nothing else. What differs, because the original's answer is a fault:
+To switch, change ``from colt5_attention.triton_coor_descent import triton_coor_descent`` (or ``coor_descent``,
+``topk``) into an import from here. Results differ where the original is faulty or limited:
 
-* masks: entries that may not be chosen get gate 0 whatever the dtype, rows without a valid entry are all 0 (the
-  original masks with the most negative float, which is -inf in 16 bits), and ``topk`` never selects them;
-* ``topk`` selects on the scores and leaves them as they are: the original selects on, and returns, score × gate, so
-  that the gradient that reaches a negative score has the wrong sign;
+* masks: masked entries get gate 0 in every dtype, rows without a valid entry are all 0, and ``topk`` never selects
+  masked entries (the original masks with the most negative float, which is -inf in 16 bits);
+* ``topk`` selects by the scores and returns them unchanged; the original selects by score × gate and returns that, so
+  the gradient of a negative score has the wrong sign;
 * any dtype, any row length, any shape of ``k`` that broadcasts, on CPU as on CUDA.
 
-The original's modules are not here. `onepass.nn` has `RoutedFeedForward`, `RoutedAttention` (``causal=True`` for the
-autoregressive one), `RoutedCrossAttention`, `RoutedBlock` and `Router` in their place: other arguments, other
-state_dict keys, another initialisation. Nothing stands for `ConditionalRoutedImageAttention` and
-`ConditionalRoutedViT`.
+The original's modules have counterparts in `onepass.nn`: `RoutedFeedForward`, `RoutedAttention` (``causal=True`` for
+the autoregressive one), `RoutedCrossAttention`, `RoutedBlock` and `Router`, with other arguments, state_dict keys and
+initialisation. `ConditionalRoutedImageAttention` and `ConditionalRoutedViT` have no counterpart.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ _INSTEAD = {
 
 
 class TopkReturn(NamedTuple):
-    """What :func:`topk` returns, each ``(..., k)``; the last two are None when it is not differentiable."""
+    """The result of :func:`topk`, each ``(..., k)``; the last two are None with ``non_differentiable``."""
 
     values: Tensor
     indices: Tensor
@@ -61,7 +60,7 @@ def coor_descent(
     eps_decay: float = 1.0,
     mask: Tensor | None = None,
 ) -> Tensor:
-    """``colt5_attention.coor_descent.coor_descent``: see :func:`onepass.coor_descent`.
+    """Run T steps of coordinate descent, as ``colt5_attention.coor_descent``; see :func:`onepass.coor_descent`.
 
     Example:
         >>> import torch
@@ -84,9 +83,9 @@ def triton_coor_descent(
     mask: Tensor | None = None,
     checkpoint_segments: int = 1,
 ) -> Tensor:
-    """``colt5_attention.triton_coor_descent.triton_coor_descent``.
+    """Run T steps of coordinate descent, as ``colt5_attention.triton_coor_descent``.
 
-    ``checkpoint_segments`` is accepted and has nothing to do: backward recomputes no iteration.
+    ``checkpoint_segments`` is accepted and ignored: backward repeats no step. See :func:`onepass.coor_descent`.
     """
     return coor_descent(s, n_iters=n_iters, k=k, eps=eps, eps_init=eps_init, eps_decay=eps_decay, mask=mask)
 
@@ -103,11 +102,11 @@ def topk(
     fused: bool = False,
     non_differentiable: bool = False,
 ) -> TopkReturn:
-    """``colt5_attention.topk.topk``: hard selection with straight-through gates over T steps of coordinate descent.
+    """Select the k largest scores with straight-through gates, as ``colt5_attention.topk``.
 
-    Values are the selected scores, in descending order; gates are 1 with the gradient of the descent, which aims at
-    ``k · coor_descent_k_ratio``. Rows with fewer than k valid entries are filled up with value -inf, index -1, gate 0.
-    ``fused`` is accepted; onepass picks the path itself.
+    Values are the selected scores in descending order. Gates are 1, with the gradient of T steps of coordinate descent
+    towards a sum of ``k · coor_descent_k_ratio``, at most n. Rows with fewer than k valid entries are padded with value
+    -inf, index -1, gate 0. ``fused`` is accepted and ignored: onepass picks the path itself.
 
     Example:
         >>> import torch
@@ -136,7 +135,7 @@ def topk(
     return TopkReturn(values, indices, chosen, gates(soft, indices))
 
 
-if not TYPE_CHECKING:  # a type checker must not take every name for one that exists
+if not TYPE_CHECKING:  # with this function, a type checker would accept any name
 
     def __getattr__(name: str) -> Any:
         raise absent(__name__, __all__, name, _INSTEAD)

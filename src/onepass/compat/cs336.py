@@ -8,10 +8,10 @@ from onepass.ops.weighted_sum.op import weighted_sum
 
 
 class WeightedSumFunc:
-    """``y[...] = Σ_d x[..., d]·weight[d]``, differentiable in both, as the exercise's autograd Function is called.
+    """Compute ``y[...] = Σ_d x[..., d]·weight[d]``, differentiable in both, with the exercise's call.
 
-    Any shape, any strides, fp32 / fp16 / bf16 (fp64 on CPU), CPU and CUDA; the result has the promoted dtype of the
-    two. Errors are those of `onepass.weighted_sum`; unlike it, the weight must be a vector ``(D,)``.
+    Any shape and strides, fp32 / fp16 / bf16 (fp64 on CPU), CPU and CUDA; the result has the promoted dtype of both.
+    Errors are those of `onepass.weighted_sum`; unlike there, the weight must be a vector ``(D,)``.
 
     Source: Stanford CS336, assignment 2.
 
@@ -24,7 +24,7 @@ class WeightedSumFunc:
 
     @staticmethod
     def apply(x: Tensor, weight: Tensor) -> Tensor:
-        """Σ_d x[..., d]·weight[d]."""
+        """Return Σ_d x[..., d]·weight[d]."""
         if isinstance(weight, Tensor) and weight.dim() != 1:
             raise ValueError(f"WeightedSumFunc: weight must be a vector (D,), got {tuple(weight.shape)}")
         return weighted_sum(x, weight)

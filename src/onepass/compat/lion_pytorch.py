@@ -1,8 +1,9 @@
-"""lion-pytorch's names over `onepass.optim.Lion`: `from onepass.compat.lion_pytorch import Lion`.
+"""lion-pytorch's names on top of `onepass.optim.Lion`: `from onepass.compat.lion_pytorch import Lion`.
 
-`Lion` and `update_fn` are here. For ``lion_pytorch.foreach.Lion`` take `Lion`, which is one launch on CUDA and
-multi-tensor calls elsewhere; for ``lion_pytorch.cautious_lion.Lion`` take `onepass.optim.Lion` with ``cautious`` (its
-cautious_factor), ``cautious_weight_decay`` (its cautious_wd) and ``decouple_lr`` (its decoupled_weight_decay).
+This module has `Lion` and `update_fn`. In place of ``lion_pytorch.foreach.Lion`` use `Lion`, which is one launch on
+CUDA and multi-tensor calls elsewhere. In place of ``lion_pytorch.cautious_lion.Lion`` use `onepass.optim.Lion` with
+``cautious`` (there cautious_factor), ``cautious_weight_decay`` (cautious_wd) and ``decouple_lr``
+(decoupled_weight_decay).
 """
 
 from __future__ import annotations
@@ -27,15 +28,15 @@ _INSTEAD = {
 
 
 class Lion(_Lion):
-    """lion-pytorch 0.2.5's constructor.
+    """Lion with the constructor of lion-pytorch 0.2.5.
 
     Args:
         params, lr, betas, weight_decay: as there.
-        use_triton: accepted; onepass picks the path itself.
+        use_triton: accepted and ignored; onepass picks the path itself.
         decoupled_weight_decay: decay by weight_decay·lr / (the constructor's lr), in every group.
 
-    The trajectory is lion-pytorch's up to rounding. Parameters in 16 bits keep nothing beside themselves, as there; use
-    `onepass.optim.Lion` to train them as in fp32.
+    The trajectory is that of lion-pytorch up to rounding. As there, parameters in 16 bits have no
+    remainder and no compensation; use `onepass.optim.Lion` to train them as in fp32.
 
     Example:
         >>> import torch
@@ -67,7 +68,7 @@ class Lion(_Lion):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if self.defaults["decouple_lr"]:
-            # the constructor's, as there, whatever OneCycleLR calls max_lr
+            # as there, divide by the constructor's lr, even if a scheduler such as OneCycleLR sets max_lr
             param_group.setdefault("peak_lr", float(self.defaults["lr"]))
             param_group["keep_peak_lr"] = True
         super().add_param_group(param_group)
@@ -75,7 +76,7 @@ class Lion(_Lion):
 
 @torch.no_grad()
 def update_fn(p: Tensor, grad: Tensor, exp_avg: Tensor, lr: float, wd: float, beta1: float, beta2: float) -> None:
-    """One Lion update of `p` and `exp_avg` in place; any device, dtype and strides.
+    """Do one Lion update of `p` and `exp_avg` in place; any device, dtype and strides.
 
     Example:
         >>> import torch
@@ -89,7 +90,7 @@ def update_fn(p: Tensor, grad: Tensor, exp_avg: Tensor, lr: float, wd: float, be
     lion_([p], [grad], [exp_avg], [], [0], hyper, "none")
 
 
-if not TYPE_CHECKING:  # a type checker must not take every name for one that exists
+if not TYPE_CHECKING:  # with this function, a type checker would accept any name
 
     def __getattr__(name: str) -> Any:
         raise absent(__name__, __all__, name, _INSTEAD)

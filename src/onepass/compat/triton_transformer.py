@@ -1,6 +1,6 @@
 """triton-transformer's layer norm: ``layernorm(x, gamma, eps, use_triton, stable)``.
 
-The layer norm alone; the original's `Transformer` and its other kernels are not here.
+This module has the layer norm alone, without the original's `Transformer` and other kernels.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ _INSTEAD = {"Transformer": "a transformer of your own with onepass.nn.LayerNorm(
 
 
 def layernorm(x: Tensor, gamma: Tensor, eps: float = 1e-5, use_triton: bool = False, stable: bool = False) -> Tensor:
-    """Layer norm over the last dimension with weight ``gamma`` and no bias, differentiable in x and gamma.
+    """Compute layer norm over the last dimension with weight ``gamma``, no bias, differentiable in x and gamma.
 
-    Any dtypes and strides `onepass.layer_norm` takes, CPU and CUDA. ``use_triton`` is accepted and not needed: the
-    path follows from the tensors. ``stable`` divides a row by its maximum first, as CogView does; rows whose maximum
-    is not positive, which the original turns upside down or into NaN, are divided by their largest magnitude.
+    Dtypes and strides are those of `onepass.layer_norm`, on CPU and CUDA. ``use_triton`` is accepted and ignored: the
+    tensors decide the path. ``stable`` first divides a row by its maximum, as in CogView. Rows whose maximum is not
+    positive are divided by their largest magnitude; the original flips their sign or returns NaN.
 
     Errors are those of `onepass.layer_norm`.
 
@@ -38,7 +38,7 @@ def layernorm(x: Tensor, gamma: Tensor, eps: float = 1e-5, use_triton: bool = Fa
     return y
 
 
-if not TYPE_CHECKING:  # a type checker must not take every name for one that exists
+if not TYPE_CHECKING:  # with this function, a type checker would accept any name
 
     def __getattr__(name: str) -> Any:
         raise absent(__name__, __all__, name, _INSTEAD)

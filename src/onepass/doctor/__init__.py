@@ -1,1 +1,1 @@
-"""Is this installation healthy: versions, devices, paths taken, and a self-test of every operator."""
+"""A health check of the installation: versions, devices, paths taken, and a self-test of every operator."""

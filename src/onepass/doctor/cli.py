@@ -1,4 +1,4 @@
-"""`onepass doctor`: is this installation healthy, and what to paste into a bug report."""
+"""`onepass doctor`: check the installation and print a block for bug reports."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def add_command(subparsers: Any) -> None:
 
 
 def plan(devices: Sequence[Device]) -> tuple[list[Iterator[Check]], list[str]]:
-    """Every operator's checks on these devices, and what kept an operator from being tested at all."""
+    """Return every operator's checks on these devices, and the operators that can't be tested, with the reason."""
     import importlib.util
 
     import torch
@@ -61,12 +61,12 @@ def _is_terminal() -> bool:
 
 
 def _coloured(text: str, colour: int) -> str:
-    """Put a text into a colour (31 red, 32 green, 33 yellow) where a terminal shows it."""
+    """Colour a text (31 red, 32 green, 33 yellow) on a terminal, unless NO_COLOR is set."""
     return f"\x1b[{colour}m{text}\x1b[0m" if _is_terminal() and not os.environ.get("NO_COLOR") else text
 
 
 def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Rows of cells as lines, each column as wide as its widest cell."""
+    """Return rows of cells as lines, each column as wide as its widest cell."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
@@ -93,7 +93,7 @@ def _show_verdicts(verdicts: Sequence[Verdict]) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command; 1 when something is wrong."""
+    """Run the command; return 1 if something is wrong, else 0."""
     from onepass.core.about import dtype_name, settings
     from onepass.core.about import versions as all_versions
     from onepass.core.errors import printable
@@ -110,7 +110,7 @@ def run(args: argparse.Namespace) -> int:
     def started(verdict: Verdict) -> None:
         if _is_terminal():
             where = f"{verdict.operator} on {verdict.device} in {dtype_name(verdict.dtype)}"
-            # one line, written over by the next
+            # one line, which the next one overwrites
             print(f"\r\x1b[Ktesting {where}", end="", flush=True)
 
     verdicts = selftest.perform(checks, math.inf if args.full else selftest.SECONDS, started=started)

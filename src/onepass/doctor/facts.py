@@ -1,4 +1,4 @@
-"""What is installed and what is wrong with it, before any operator runs."""
+"""Installed versions and devices, and their faults, found without running an operator."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from onepass.core.about import cpu_name, one_line
 
-# what the kernels are written for; older ones are not tested
+# oldest supported versions; older ones are not tested
 LEAST = {"torch": (2, 11), "triton": (3, 6)}
 
 
@@ -23,13 +23,13 @@ class Device:
 
 
 def numbers(version: str) -> tuple[int, ...]:
-    """Read "2.11.0+cu130" as (2, 11, 0)."""
+    """Parse a version: "2.11.0+cu130" → (2, 11, 0)."""
     found = re.match(r"\d+(\.\d+)*", version)
     return tuple(int(n) for n in found[0].split(".")) if found else ()
 
 
 def devices() -> tuple[list[Device], list[str]]:
-    """List the CPU and every CUDA device, and those that torch counts but can't use."""
+    """Return the CPU and every usable CUDA device, and a line for each device that torch counts but can't use."""
     found = [Device(torch.device("cpu"), cpu_name(), f"torch uses {torch.get_num_threads()} threads")]
     unusable = []
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
@@ -49,7 +49,7 @@ def devices() -> tuple[list[Device], list[str]]:
 
 
 def problems(versions: dict[str, str | None]) -> list[str]:
-    """Tell what can't work as installed."""
+    """Return a line for each installed version that is too old."""
     found = []
     for name, least in LEAST.items():
         version = versions.get(name)
@@ -60,7 +60,7 @@ def problems(versions: dict[str, str | None]) -> list[str]:
 
 
 def advice(versions: dict[str, str | None]) -> list[str]:
-    """Tell what works but could be faster."""
+    """Return a line for each thing that works but could be faster."""
     found = []
     if torch.cuda.is_available() and versions.get("triton") is None:
         found.append("Triton is not installed: CUDA tensors take the slower torch path (pip install triton)")

@@ -1,4 +1,4 @@
-"""The plain-text block for a bug report: what matters, and nothing about whose machine it is."""
+"""The plain-text block for a bug report, without names of users, hosts or directories."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _PATH = re.compile(r"(?<![\w./])(?:~|[A-Za-z]:)?(?:[\\/][\w.+@-]+)+[\\/]([\w.+@-
 
 
 def scrub(text: str) -> str:
-    """Take directories, the user's name and the host's name out of a text; file names stay."""
+    """Remove directories, the user's name and the host's name from a text; file names stay."""
     text = _PATH.sub(r".../\1", text)
     try:
         names = [getpass.getuser(), platform.node()]
     except (KeyError, OSError):
-        # a user id without an entry in the password database has no name to hide
+        # this user id has no entry in the password database, so there is no name to remove
         names = [platform.node()]
     for name in names:
         if len(name) > 2 and name not in ("root", "localhost"):
@@ -33,12 +33,12 @@ def scrub(text: str) -> str:
 
 
 def taken_path(verdict: Verdict) -> tuple[str, str]:
-    """(path, why) of an operator's tensors on a device in a dtype."""
+    """Return (path, reason) for tensors of a verdict's device and dtype: kernels or torch."""
     return path(torch.empty(0, device=verdict.device, dtype=verdict.dtype))
 
 
 def outcome(verdict: Verdict) -> str:
-    """Tell in a few words how a self-test ended."""
+    """Return the outcome of a self-test in a few words."""
     count = f"{verdict.ran}/{verdict.samples}"
     if verdict.problems:
         return f"WRONG in {len(verdict.problems)} of {verdict.ran}"
@@ -48,7 +48,7 @@ def outcome(verdict: Verdict) -> str:
 
 
 def told(verdict: Verdict) -> list[str]:
-    """Tell every problem of a self-test with the place where it showed."""
+    """Return a line per problem of a self-test, with operator, device and dtype."""
     where = f"{verdict.operator} on {verdict.device} in {dtype_name(verdict.dtype)}"
     return [f"{where}: {problem}" for problem in verdict.problems]
 
@@ -61,7 +61,7 @@ def block(
     problems: Sequence[str],
     advice: Sequence[str],
 ) -> str:
-    """Everything that doctor found, as ASCII text without colour, paths or names."""
+    """Return all findings as ASCII text without colours, paths and names."""
     lines = ["onepass doctor", ", ".join(f"{name} {version or 'none'}" for name, version in versions.items())]
     lines += [f"{d.device}: {d.name}; {d.details}" for d in devices]
     lines += [f"{name}={value}" for name, value in settings.items()]

@@ -1,4 +1,4 @@
-"""Every operator against its float64 definition, on the devices and in the dtypes of this machine."""
+"""Self-test: every operator against its float64 definition, on the devices and in the dtypes of this machine."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from onepass.core.about import one_line
 from onepass.core.spec import DEFAULT_TOLERANCES, Sample, Spec
 
 SEED = 20
-# the first fp32 sample of every operator always runs; the others while there is time
+# time budget; the first fp32 sample of every operator runs even after it
 SECONDS = 12.0
 
 
 @dataclass
 class Verdict:
-    """What the self-test of one operator on one device and dtype gave."""
+    """The result of the self-test of one operator on one device and dtype."""
 
     operator: str
     device: torch.device
@@ -35,7 +35,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Check:
-    """One sample: `run()` gives its largest error over the tolerance, or raises."""
+    """One sample; `run()` returns its largest error over the tolerance, or raises."""
 
     verdict: Verdict
     sample: str
@@ -43,7 +43,7 @@ class Check:
 
 
 def maker(device: torch.device, dtype: torch.dtype) -> Callable[..., Tensor]:
-    """`make(*shape)` for `Spec.samples`: standard normal, fixed seed, same values everywhere up to rounding."""
+    """Return `make(*shape)` for `Spec.samples`: standard normal, fixed seed, equal on all devices up to rounding."""
     generator = torch.Generator().manual_seed(SEED)
     return lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64).to(device, dtype)
 
@@ -70,7 +70,7 @@ def _float64(sample: Sample) -> Sample:
 def _run(
     fn: Callable[..., Any], sample: Sample, dtype: torch.dtype
 ) -> tuple[list[Tensor], dict[int | str, Tensor | None]]:
-    """Floating-point results, and the gradient of Σ result·(random in dtype) for every floating-point argument."""
+    """Return the floating-point results, and the gradient of Σ result·(random) for every floating-point argument."""
     leaves = {k: t.detach().requires_grad_() for k, t in _floats(sample).items()}
     called = _exchange(sample, leaves)
     out = fn(*called.args, **called.kwargs)
@@ -86,7 +86,7 @@ def _run(
 
 
 def _ratio(actual: Tensor, expected: Tensor, rtol: float, atol: float) -> float:
-    """Largest |actual − expected| over its tolerance; infinite where only one of them is a number."""
+    """Return the largest |actual − expected| over its tolerance; infinite if just one of them is NaN."""
     if actual.shape != expected.shape:
         raise ValueError(f"shape {tuple(actual.shape)}, expected {tuple(expected.shape)}")
     if not actual.numel():
@@ -98,7 +98,7 @@ def _ratio(actual: Tensor, expected: Tensor, rtol: float, atol: float) -> float:
 
 
 def check_sample(spec: Spec, sample: Sample, dtype: torch.dtype) -> float:
-    """Largest error of values and gradients over its tolerance; raises when shapes or gradients don't fit."""
+    """Return the largest error of values and gradients over its tolerance; raise if shapes or gradients don't match."""
     rtol, atol = spec.tolerances[dtype]
     outs, grads = _run(spec.op, sample, dtype)
     wanted, wanted_grads = _run(spec.reference, _float64(sample), dtype)
@@ -111,14 +111,14 @@ def check_sample(spec: Spec, sample: Sample, dtype: torch.dtype) -> float:
             if any(g is not None and bool(g.any()) for g in (want, grad)):
                 raise ValueError(f"gradient of argument {key} is {'missing' if grad is None else 'not zero'}")
             continue
-        # sums over rows round relative to their largest entry
+        # gradients that are sums over rows round relative to their largest entry
         scale = max(1.0, float(want.abs().max())) if want.numel() else 1.0
         worst = max(worst, _ratio(grad, want, spec.grad_factor * rtol, spec.grad_factor * atol * scale))
     return worst
 
 
 def spec_checks(spec: Spec, device: torch.device, dtype: torch.dtype) -> Iterator[Check]:
-    """One check per sample of an operator."""
+    """Yield one check per sample of an operator."""
     verdict = Verdict(spec.name, device, dtype)
     try:
         samples = list(spec.samples(maker(device, dtype)))
@@ -135,18 +135,18 @@ def _raise(error: Exception) -> float:
 
 
 def lion_checks(device: torch.device, dtype: torch.dtype) -> Iterator[Check]:
-    """Three steps of the Lion optimizer against its formula in float64."""
+    """Yield one check: three steps of the Lion optimizer against its formula in float64."""
     yield Check(Verdict("Lion", device, dtype, samples=1), "three steps", functools.partial(check_lion, device, dtype))
 
 
 def check_lion(device: torch.device, dtype: torch.dtype) -> float:
-    """Largest error of parameters and momenta over its tolerance."""
+    """Return the largest error of parameters and momenta over its tolerance."""
     from onepass.optim import Lion
 
     lr, (beta1, beta2), decay = 0.0625, (0.9, 0.99), 0.5
     make = maker(device, dtype)
     start = [make(33), make(5, 70), make(4097)]
-    # no gradient near zero, so that rounding a momentum can't turn a sign
+    # no gradient near zero, so that rounding a momentum can't flip a sign
     steps = [[(g := make(*p.shape)).sign() + g / 4 for p in start] for _ in range(3)]
     ours = [p.clone().requires_grad_() for p in start]
     optimizer = Lion(ours, lr=lr, betas=(beta1, beta2), weight_decay=decay)
@@ -175,7 +175,7 @@ def perform(
     started: Callable[[Verdict], None] = lambda verdict: None,
     clock: Callable[[], float] = time.monotonic,
 ) -> list[Verdict]:
-    """Run checks in turns, one of each operator first, until all are done or the time is up."""
+    """Run checks in turns, one per operator, until all are done or the time is up; return the verdicts."""
     verdicts: dict[int, Verdict] = {}
     deadline = clock() + seconds
     for turn, row in enumerate(zip_longest(*checks)):

@@ -1,8 +1,8 @@
-"""One file holds all that a run needs to go on: weights, momentum, step, configuration. Nothing in it can run code.
+"""A checkpoint: one file with all that a run needs to go on (weights, momentum, step, configuration), and no code.
 
-It is a safetensors file: `model/…` and `optimizer/<parameter>/<state>` tensors, and in its header one JSON record
-with a SHA-256 over record and tensors. As there is one file and it is replaced whole, its parts can't come from two
-different steps. No random state is needed: every draw is a function of seed and step.
+It is a safetensors file with `model/…` and `optimizer/<parameter>/<state>` tensors; its header holds one JSON record
+and a SHA-256 over record and tensors. The file is replaced whole, so all its parts come from one step. It needs no
+random state, because every random draw is a function of seed and step.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ NAME = "checkpoint.safetensors"
 
 @dataclass
 class Checkpoint:
-    """What was read from a file and found whole."""
+    """The content of a file that passed all checks."""
 
     path: Path
     config: Config
     step: int
     metrics_bytes: int  # length of metrics.jsonl at this step
-    metrics_digest: str | None  # of its last row then; None in checkpoints from before rows had digests
-    seconds: float  # spent training up to this step
+    metrics_digest: str | None  # digest of the last row at this step; None in checkpoints older than the digests
+    seconds: float  # training time up to this step
     tensors: dict[str, Tensor]
-    scalars: dict[str, dict[str, float]]  # the optimizer's states that are plain numbers
+    scalars: dict[str, dict[str, float]]  # optimizer states that are plain numbers
 
 
 def _digest(record: str, tensors: dict[str, Tensor]) -> str:
@@ -51,7 +51,7 @@ def _digest(record: str, tensors: dict[str, Tensor]) -> str:
 def save(
     path: Path, model: nn.Module, optimizer: Optimizer, config: Config, *, step: int, metrics: Mark, seconds: float
 ) -> None:
-    """Write the checkpoint, replacing the one before in one stroke."""
+    """Write a checkpoint; it replaces the previous one atomically."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     tensors = {f"model/{name}": value for name, value in model.state_dict().items()}
     scalars: dict[str, dict[str, float]] = {}
@@ -77,20 +77,20 @@ def save(
 
 
 def load(path: Path) -> Checkpoint:
-    """Read a checkpoint; a file that is cut, damaged or something else is refused with one line."""
+    """Read a checkpoint; raise UserError if the file is cut off, damaged or not a checkpoint."""
     where = f"{path} can't be used: "
     content = files.read(path)
     if len(content) < 8 or len(content) < 8 + int.from_bytes(content[:8], "little"):
         raise UserError(f"{where}it is cut off after {len(content):,} bytes")
     try:
         tensors = safetensors.torch.load(content)
-        # the header was parsed by safetensors just now: a length, then that many bytes of JSON
+        # safetensors has just parsed this header: a length, then that many bytes of JSON
         metadata = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")]).get("__metadata__", {})
         record, digest = metadata["onepass"], metadata["sha256"]
     except KeyError:
         raise UserError(f"{where}it is no checkpoint of an onepass run") from None
     except Exception as error:
-        # a damaged header surfaces as any of a dozen exceptions, depending on the byte
+        # a damaged header raises any of a dozen exceptions, depending on the byte
         why = (str(error).splitlines() or [type(error).__name__])[0]
         raise UserError(f"{where}it is cut off or damaged ({why:.80})") from None
     if _digest(record, tensors) != digest:
@@ -107,7 +107,7 @@ def load(path: Path) -> Checkpoint:
 
 
 def restore_model(checkpoint: Checkpoint, model: nn.Module) -> None:
-    """Put the weights into a model of the checkpoint's configuration."""
+    """Load the weights into a model of the checkpoint's configuration; raise UserError if names or shapes differ."""
     weights = {
         name.removeprefix("model/"): value for name, value in checkpoint.tensors.items() if name.startswith("model/")
     }
@@ -122,7 +122,7 @@ def restore_model(checkpoint: Checkpoint, model: nn.Module) -> None:
 
 
 def restore_optimizer(checkpoint: Checkpoint, model: nn.Module, optimizer: Optimizer) -> None:
-    """Put the momentum back where it was; learning rate and decay come from the configuration."""
+    """Load the momentum into the optimizer; learning rate and decay come from the configuration."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     states: dict[int, dict[str, object]] = {}
     order = [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]

@@ -1,4 +1,4 @@
-"""`onepass train`: options, the run's beginning and its last lines."""
+"""`onepass train`: options, how a run starts, and its summary."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ what is left in DIR:
   loss.png, metrics.jsonl     bits per byte over the steps
   checkpoint.safetensors      weights, momentum and place; config.json and data.json say what the run is
 """
-# options that decide the result, as they are named in a configuration
+# options that decide the result, named as in a configuration
 SETTINGS = ("preset", "task", "route", "steps", "seed", "device", "batch", "seq", "dim", "blocks", "lr")
 CHECKPOINT_EVERY = 50
 ROUTE_HELP = "who chooses the heavy branch's bytes: a learned router, chance at the same compute, nobody"
@@ -85,7 +85,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train, draw, and say what came of it."""
+    """Train, draw the pictures, print a summary; return the exit code."""
     import torch
 
     from onepass.train import loop, progress
@@ -96,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
         run_.refuse_absent()
     else:
         if args.out:
-            # at once; and again, below, when the directory is ours
+            # refuse before reading data; checked again below under the lock
             Run(args.out).refuse_overwriting(args.force)
         config, corpus = started(args)
         run_ = Run(args.out or fresh_out())
@@ -106,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
             if args.resume:
                 config, corpus = resumed(args, run_)
             else:
-                # another process may have trained here while we read the data
+                # another process may have trained here while this one read the data
                 run_.refuse_overwriting(args.force)
                 run_.create(config, corpus.manifest())
             torch.set_num_threads(config.threads)
@@ -124,7 +124,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def pick_device(wanted: str | None) -> str:
-    """Turn auto into a device, and refuse one that is not there."""
+    """Return cuda if there is one and `wanted` is not cpu, else cpu; raise UserError if a wanted cuda is absent."""
     import torch
 
     cuda = torch.cuda.is_available()
@@ -134,7 +134,7 @@ def pick_device(wanted: str | None) -> str:
 
 
 def started(args: argparse.Namespace) -> tuple[Config, Corpus]:
-    """Read the data and settle the configuration of a new run."""
+    """Read the data and build the configuration of a new run."""
     import torch
 
     from onepass.train import config as configs
@@ -143,7 +143,7 @@ def started(args: argparse.Namespace) -> tuple[Config, Corpus]:
     device = pick_device(args.device)
     preset = args.preset or ("gpu" if device == "cuda" else "cpu")
     corpus = data.load(args.paths)
-    # the gpu preset's bf16 needs a GPU that has it; a CPU would only be slowed down
+    # the gpu preset uses bf16 on a GPU that supports it; on a CPU bf16 would be slower
     bf16 = preset == "gpu" and device == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
     given = {name: getattr(args, name) for name in SETTINGS if name not in ("preset", "device")}
     given = {**given, "task": args.task or "masked", "route": args.route or "learned", "seed": args.seed or 0}
@@ -166,7 +166,7 @@ def started(args: argparse.Namespace) -> tuple[Config, Corpus]:
 
 
 def resumed(args: argparse.Namespace, run_: Run) -> tuple[Config, Corpus]:
-    """Read the configuration of a run and see that nothing given now, nor its data, differs from it."""
+    """Read the configuration and data of a run; raise UserError if an option given now or the data differs."""
     import torch
 
     from onepass.train import config as configs
@@ -185,14 +185,14 @@ def resumed(args: argparse.Namespace, run_: Run) -> tuple[Config, Corpus]:
         what = data.changed(corpus, run_ / "data.json")
         raise UserError(f"--resume: the data has changed since the run began: {what}; put it back or start another run")
     if data.damaged(corpus, run_ / "data.json"):
-        # the data itself says what the list must be
+        # the data has the run's digest, so its list is right
         run_.write("data.json", corpus.manifest())
         corpus.notes.append("data.json was damaged or gone and is written anew")
     return config, corpus
 
 
 def train(args: argparse.Namespace, run_: Run, config: Config, corpus: Corpus) -> int:
-    """Train in a directory that is ours, then leave pictures and a summary."""
+    """Train in the locked directory, then write pictures and a summary."""
     from onepass.train import checkpoint as checkpoints
     from onepass.train import loop, progress
 
@@ -217,7 +217,7 @@ def train(args: argparse.Namespace, run_: Run, config: Config, corpus: Corpus) -
 
 
 def introduce(training: Training) -> None:
-    """Say what is read, what is trained and where."""
+    """Print the data, the model and the run's directory."""
     from onepass.train.progress import say, size
 
     config, corpus = training.config, training.corpus
@@ -236,12 +236,12 @@ def introduce(training: Training) -> None:
 
 
 def parameters(training: Training) -> int:
-    """Count the trained numbers."""
+    """Return the number of trained parameters."""
     return sum(parameter.numel() for parameter in training.model.parameters() if parameter.requires_grad)
 
 
 def conclude(training: Training, checkpoint: str) -> None:
-    """Measure, draw the pictures, print the last lines."""
+    """Measure the trained model, draw the pictures, print the summary."""
     from onepass.train import data, html, pictures
     from onepass.train import run as runs
     from onepass.train.progress import say
@@ -270,7 +270,7 @@ def conclude(training: Training, checkpoint: str) -> None:
 
 
 def validation_text(corpus: Corpus, enough: int) -> tuple[str, bytes]:
-    """Choose the validation file for the picture: the first in order of hash that fills a page, or else the longest."""
+    """Return (name, content) of the validation file to draw: the first by hash that fills a page, else the longest."""
     from onepass.train.data import position
 
     measured = [source for source in corpus.sources if source.validation]
@@ -278,7 +278,7 @@ def validation_text(corpus: Corpus, enough: int) -> tuple[str, bytes]:
         return corpus.sources[0].name, corpus.validation.tobytes()
     measured.sort(key=lambda source: position(source.name))
     for source in measured:
-        # short lines would leave most of the page white
+        # at least 30 bytes per line: shorter lines leave most of the page white
         if len(source.content) >= max(enough, 30 * source.content.count(b"\n")):
             return source.name, source.content
     longest = max(measured, key=lambda source: len(source.content))

@@ -1,4 +1,4 @@
-"""What a run is: every number that decides its result, its two presets, and how it is written down and compared."""
+"""The configuration of a run: every value that decides its result, two presets, reading, writing and comparing."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class Config:
-    """One run. Runs that differ in `paths` alone give the same numbers on the same CPU and software."""
+    """One run. Runs that differ only in `paths` give the same numbers on the same CPU and software."""
 
     preset: str
-    task: str  # guess hidden bytes, or each next byte: see TASKS
-    route: str  # who chooses the tokens of the heavy branch: see ROUTES
+    task: str  # one of TASKS: guess hidden bytes, or each next byte
+    route: str  # one of ROUTES: what chooses the tokens of the heavy branch
     device: str
     precision: str  # of the matrix products; parameters and momentum are always fp32
     seed: int
     steps: int
-    batch: int  # sequences a step
-    seq: int  # bytes a sequence
+    batch: int  # sequences per step
+    seq: int  # bytes per sequence
     dim: int
     blocks: int
     heads: int
     routed: float  # share of a sequence's tokens that the heavy branch gets
     light_mult: float
     heavy_mult: float
-    window: int  # bytes of a local attention window (causal: masked attention sees every byte)
-    masked: float  # share of the bytes that are hidden and have to be guessed
-    lr: float  # of the blocks, at its peak
-    outside: float  # the rate of all that no block holds (embedding, convolution, head), over that of the blocks
+    window: int  # bytes in a local attention window; task causal only, as attention sees every byte in task masked
+    masked: float  # share of the bytes that are hidden and guessed
+    lr: float  # peak learning rate of the blocks
+    outside: float  # factor on the learning rate outside the blocks: embedding, convolution, last norm, head
     beta1: float  # of Lion
     beta2: float
     warmup: int
@@ -46,13 +46,13 @@ class Config:
     eval_every: int
     eval_windows: int  # validation sequences of the curve
     final_windows: int  # validation sequences of the last lines
-    threads: int  # CPU threads: the order of a sum depends on it
-    data: str  # digest of the data's names and bytes
-    paths: tuple[str, ...]  # where the data was; empty: the standard library's sources
+    threads: int  # CPU threads, which decide the order of sums
+    data: str  # digest of the names and bytes of the data
+    paths: tuple[str, ...]  # where the data was read; empty: the standard library's sources
 
     @property
     def hides(self) -> float | None:
-        """Share of the bytes that are hidden; None where each next byte is asked for."""
+        """Share of the bytes that are hidden; None if the task is to guess each next byte."""
         return None if self.task == "causal" else self.masked
 
     def as_dict(self) -> dict[str, object]:
@@ -62,7 +62,7 @@ class Config:
         return json.dumps(self.as_dict(), indent=2) + "\n"
 
 
-# what a preset decides; the command line may override most of it
+# values of each preset; options of the command line override most of them
 PRESETS: dict[str, dict[str, int | float]] = {
     "cpu": {
         "steps": 800, "batch": 16, "seq": 256, "dim": 128, "blocks": 3, "heads": 4, "routed": 0.125, "window": 64,
@@ -73,14 +73,14 @@ PRESETS: dict[str, dict[str, int | float]] = {
         "eval_windows": 16, "final_windows": 128,
     },
 }  # fmt: skip
-# `outside`: one rate for all would be too small for the output layer or too large for the blocks' matrices. AdamW takes
-# too large a rate well, an update by signs does not
+# `outside`: Lion needs a larger rate outside the blocks. One rate for all is too small for the output layer or too
+# large for the matrices of the blocks; AdamW tolerates too large a rate, an update by signs does not
 COMMON: dict[str, int | float] = {
     "light_mult": 0.5, "heavy_mult": 4.0, "masked": 0.15, "lr": 1e-3, "outside": 10.0, "beta1": 0.9,
     "beta2": 0.95, "weight_decay": 0.1,
 }  # fmt: skip
 
-# smallest and largest accepted value of every number
+# smallest and largest accepted values
 RANGES: dict[str, tuple[float, float]] = {
     "seed": (0, 2**63 - 1), "steps": (1, 10**9), "batch": (1, 2**16), "seq": (8, 2**20), "dim": (8, 2**14),
     "blocks": (1, 256), "heads": (1, 512), "routed": (1e-6, 1.0), "light_mult": (1e-4, 64.0),
@@ -93,7 +93,7 @@ CHOICES = {"preset": tuple(PRESETS), "task": TASKS, "route": ROUTES, "device": D
 
 
 def build(preset: str, **values: object) -> Config:
-    """Make a configuration from a preset; `values` (those that are not None) win over it."""
+    """Return the configuration of a preset; `values` override it where they are not None."""
     merged: dict[str, object] = {"task": "masked", **COMMON, **PRESETS[preset], "preset": preset}
     merged.update({name: value for name, value in values.items() if value is not None})
     steps, dim = merged["steps"], merged["dim"]
@@ -101,13 +101,13 @@ def build(preset: str, **values: object) -> Config:
         merged.setdefault("warmup", min(100, steps // 10))
         merged.setdefault("eval_every", max(1, steps // 10))
     if values.get("heads") is None and isinstance(dim, int) and dim % (2 * int(str(merged["heads"]))):
-        # a width of the user's own: the most heads whose width is even, which the rotary positions need
+        # the preset's heads don't divide this width: take the most heads of even width, as rotary positions need pairs
         merged["heads"] = next((heads for heads in (8, 4, 2) if dim % (2 * heads) == 0), 1)
     return checked(merged, "")
 
 
 def checked(values: dict[str, object], where: str) -> Config:
-    """Turn a dictionary into a Config, refusing anything that is missing, unknown, of a wrong type or out of range."""
+    """Return a Config; raise UserError if a value is missing, unknown, of a wrong type or out of range."""
     fields = {field.name: str(field.type) for field in dataclasses.fields(Config)}
     if missing := sorted(fields.keys() - values.keys()):
         raise UserError(f"{where}{missing[0]} is missing")
@@ -143,20 +143,20 @@ def checked(values: dict[str, object], where: str) -> Config:
 
 
 def from_json(text: str, where: str) -> Config:
-    """Read a configuration; `where` begins every message."""
+    """Parse a configuration; raise UserError with a message that starts with `where` if it is not valid."""
     try:
         values = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise UserError(f"{where}is no JSON ({error!s:.80})") from None
     if not isinstance(values, dict) or values.pop("onepass_run", None) != FORMAT:
         raise UserError(f"{where}is no configuration of an onepass run (format {FORMAT})")
-    # runs from before there was a choice
+    # defaults for values that older runs did not record
     then = {"task": "masked", "window": 64, "outside": 1.0, "beta1": 0.9, "beta2": 0.99}
     return checked({**then, **values}, where)
 
 
 def difference(run: Config, given: dict[str, object]) -> str | None:
-    """Name the first value of `given` that the run was not started with; None when all agree."""
+    """Describe the first value of `given` that differs from the run's; None if all agree. None values are skipped."""
     for name, value in given.items():
         if name != "paths" and value is not None and getattr(run, name) != value:
             return f"{name} is {value} here and {getattr(run, name)} in the run"

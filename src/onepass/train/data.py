@@ -1,4 +1,4 @@
-"""Text to learn from: find the files, part them by a hash of their path, hide bytes of a sequence."""
+"""Training data: find text files, split them by a hash of their path, make batches with bytes to guess."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from onepass.train import files
 Bytes = NDArray[np.uint8]
 Ints = NDArray[np.int64]
 
-MASK = 256  # the token that stands where a byte was hidden
+MASK = 256  # token in place of a hidden byte
 VOCABULARY = 257  # 256 bytes and MASK
-VALIDATION = 0.1  # share of the files that are only read to measure
+VALIDATION = 0.1  # share of the files that validate
 SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
-# the purposes that random numbers are drawn for; each has streams of its own
+# purposes of random numbers; each has its own streams
 TRAINING, MEASURING = 1, 2
 
 
 @dataclass
 class Source:
-    """One file: the name its part is decided by, its bytes, and what it takes to see that it changed."""
+    """One file: the name that decides its part, its bytes, and a digest that shows changes."""
 
     name: str
     content: bytes
@@ -40,7 +40,7 @@ class Source:
 
 @dataclass
 class Corpus:
-    """Everything a run reads: both parts as one long text each, and the list of their files."""
+    """The data of a run: the training and validation parts, each one long text, and the list of files."""
 
     sources: list[Source]
     training: Bytes
@@ -49,21 +49,21 @@ class Corpus:
     notes: list[str] = field(default_factory=list)
 
     def manifest(self) -> str:
-        """Write the list of files, one per line, so that a later reader can see which one changed."""
+        """Return the list of files as JSON, one per line, from which `changed` can name the file that differs."""
         rows = [[s.name, len(s.content), s.digest, "validation" if s.validation else "training"] for s in self.sources]
         return "[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n"
 
 
 def standard_library() -> Path:
-    """Return where the running Python keeps its own sources."""
+    """Return the directory of the running Python's standard library."""
     return Path(sysconfig.get_paths()["stdlib"])
 
 
 def why_no_text(content: bytes) -> str | None:
-    """Say why these bytes are no text, or None when they are.
+    """Return why these bytes are not text, or None if they are.
 
-    Text is anything but white space, without a NUL byte, of which at least nine tenths are valid UTF-8 (which lets
-    Latin-1 prose pass and archives, pictures and programs not).
+    Text is not only white space, has no NUL byte, and at least nine tenths of it are valid UTF-8. Latin-1 prose passes;
+    archives, pictures and programs don't.
     """
     if not content.strip():
         return "it is empty" if not content else "it is only white space"
@@ -77,7 +77,7 @@ def why_no_text(content: bytes) -> str | None:
 
 
 def read_text(path: Path) -> bytes:
-    """Read one file that the user named and refuse it when it is no text."""
+    """Read one file that the user named; raise UserError if it is not text."""
     content = files.read(path)
     if why := why_no_text(content):
         raise UserError(f"{path} is no text ({why}); give files of text")
@@ -93,13 +93,13 @@ def _walk(root: Path, *, library: bool) -> Iterator[Path]:
         folders[:] = sorted(name for name in folders if name not in hidden and not name.startswith("."))
         for name in sorted(names):
             path = Path(folder, name)
-            # a pipe or a socket in a directory would keep the reader waiting for ever
+            # regular files only: reading a pipe or a socket could wait for ever
             if not name.startswith(".") and (not library or name.endswith(".py")) and path.is_file():
                 yield path
 
 
 def package(name: str) -> Path:
-    """Return where an installed package keeps its sources; it is looked up, not imported."""
+    """Return the directory of an installed package, found without importing it."""
     spec = importlib.util.find_spec(name)
     if spec is None or not spec.submodule_search_locations:
         raise UserError(f"there is no installed package {name!r} to read")
@@ -127,7 +127,7 @@ def _gather(paths: Sequence[str], packages: Sequence[str]) -> tuple[list[Source]
             no_text += 1
             continue
         digest = hashlib.sha256(content).hexdigest()
-        # the same text under two names could be learned from in one part and measured on in the other
+        # the same text under two names could land in both training and validation
         if digest in seen:
             doubles += 1
             continue
@@ -142,18 +142,17 @@ def _gather(paths: Sequence[str], packages: Sequence[str]) -> tuple[list[Source]
 
 
 def position(name: str) -> float:
-    """Place a file between 0 and 1 by the hash of its path alone: below VALIDATION it is only measured on."""
+    """Return a number between 0 and 1 from the hash of a path; below VALIDATION the file belongs to validation."""
     return int.from_bytes(hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest()[:8], "big") / 2**64
 
 
 def load(paths: Sequence[str], packages: Sequence[str] = ()) -> Corpus:
-    """Read the files, and all text files of the directories, and part them into training and validation.
+    """Read the files, and all text files of the directories, and split them into training and validation.
 
     Without paths: the Python sources of the standard library and of the installed `packages`.
 
-    A whole file goes to one part, by the hash of its path below the directory that was given. So that neither part
-    is empty, a set of a few files gives at least the one with the smallest hash to validation and keeps at least the
-    one with the largest for training. A single file can't be parted: its last tenth is the validation text.
+    The hash of a file's path below the given directory decides its part, always for the whole file. Both parts get a
+    file: the smallest hash always validates, the largest always trains. A single file is cut: its last tenth validates.
     """
     sources, notes = _gather(paths, packages)
     if len(sources) == 1:
@@ -174,7 +173,7 @@ def load(paths: Sequence[str], packages: Sequence[str] = ()) -> Corpus:
 
 
 def changed(corpus: Corpus, manifest: Path) -> str:
-    """Say what differs between the data of a run, as its manifest tells, and the data that is there now."""
+    """Describe how the data differs from the manifest of a run."""
     try:
         rows = json.loads(manifest.read_bytes())
         old = {str(row[0]): (int(row[1]), str(row[2])) for row in rows}
@@ -191,7 +190,7 @@ def changed(corpus: Corpus, manifest: Path) -> str:
 
 
 def damaged(corpus: Corpus, manifest: Path) -> bool:
-    """Say whether a run's manifest is anything but the list of this data, which is the run's."""
+    """Return whether the manifest differs from the list of this data, which is known to be the run's."""
     try:
         return files.read(manifest) != corpus.manifest().encode()
     except UserError:
@@ -199,25 +198,25 @@ def damaged(corpus: Corpus, manifest: Path) -> bool:
 
 
 def generator(seed: int, purpose: int, step: int) -> np.random.Generator:
-    """Return the random numbers of one step: a function of its number, so a resumed run draws the same ones."""
+    """Return the random generator of one step; it depends on the arguments alone, so a resumed run draws the same."""
     return np.random.Generator(np.random.Philox(key=np.array([seed, purpose << 48 | step], dtype=np.uint64)))
 
 
 @dataclass
 class Batch:
-    """Sequences with bytes to guess: `tokens` (b, n) as a model sees them, `hidden` (b, m) where, `bytes` what."""
+    """Sequences with bytes to guess: model input `tokens` (b, n), positions `hidden` (b, m), answers `bytes` (b, m)."""
 
     tokens: Ints
     hidden: Ints
     bytes: Ints
-    draw: int  # names the random choices of a random router
+    draw: int  # number of the draw for random routers: equal numbers give equal choices
 
 
 def hide(windows: Ints, share: float, draws: np.random.Generator, draw: int) -> Batch:
-    """Hide round(share·n) bytes of every sequence, at least one, all of them behind MASK.
+    """Replace round(share·n) bytes of every sequence, at least one, by MASK.
 
-    As in BERT, but none of the chosen positions keeps its byte or shows a random one: what is measured is then only
-    what the model can't see, and may be compared with the entropy of the text.
+    BERT keeps or randomises some of the chosen bytes; here MASK replaces all of them. The loss then measures only bytes
+    that are hidden from the model, and can be compared with the entropy of the text.
     """
     count = min(max(1, round(share * windows.shape[1])), windows.shape[1])
     places = draws.random(windows.shape).argpartition(count - 1, axis=1)[:, :count]
@@ -228,14 +227,14 @@ def hide(windows: Ints, share: float, draws: np.random.Generator, draw: int) -> 
 
 
 def shift(windows: Ints, draw: int) -> Batch:
-    """Ask for every byte of a sequence, shown the one before it: MASK, a byte of no text, where a sequence begins."""
+    """Shift sequences by one byte, so that each position guesses the byte after its input; the first input is MASK."""
     tokens = np.roll(windows, 1, axis=1)
     tokens[:, :1] = MASK
     return Batch(tokens, np.broadcast_to(np.arange(windows.shape[1]), windows.shape).copy(), windows, draw)
 
 
 def ask(windows: Ints, share: float | None, draws: np.random.Generator, draw: int) -> Batch:
-    """Hide a share of the bytes, or ask for each next one (None)."""
+    """Return a batch with a share of the bytes hidden, or, with None, one that asks for each next byte."""
     return shift(windows, draw) if share is None else hide(windows, share, draws, draw)
 
 
@@ -247,15 +246,15 @@ def training_batch(text: Bytes, batch: int, seq: int, share: float | None, seed:
 
 
 def validation_starts(text: Bytes, seq: int, count: int) -> Ints:
-    """Spread at most `count` sequences over the text, none overlapping another."""
+    """Return the starts of at most `count` sequences, spread over the text without overlap."""
     count = min(count, len(text) // seq)
     return np.linspace(0, len(text) - seq, count).astype(np.int64)
 
 
 def validation_batches(text: Bytes, batch: int, seq: int, share: float | None, count: int) -> Iterator[Batch]:
-    """Give the sequences that measure a model. They and what they hide are the same for every seed and every run."""
+    """Yield the validation batches; sequences and hidden bytes are the same for every seed and run."""
     starts = validation_starts(text, seq, count)
-    # one stream for all of them: what is hidden does not depend on the batch size
+    # one stream for all batches, so that the hidden bytes don't depend on the batch size
     draws = generator(0, MEASURING, 0)
     for first in range(0, len(starts), batch):
         windows = text[starts[first : first + batch, None] + np.arange(seq)].astype(np.int64)
@@ -263,7 +262,7 @@ def validation_batches(text: Bytes, batch: int, seq: int, share: float | None, c
 
 
 def unigram_entropy(text: Bytes, seq: int, count: int) -> float:
-    """Bits per byte of the best guess that knows how often each byte occurs in these sequences and nothing else."""
+    """Return the entropy of single bytes in the validation sequences, in bits: the best loss without any context."""
     windows = text[validation_starts(text, seq, count)[:, None] + np.arange(seq)]
     share = np.bincount(windows.ravel(), minlength=256) / windows.size
     share = share[share > 0]

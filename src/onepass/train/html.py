@@ -1,4 +1,4 @@
-"""The routing picture as a page: one self-contained file, no script, no address that it would fetch anything from."""
+"""The routing picture as one self-contained HTML page: no script, nothing fetched."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ pre u {{ display: inline-block; width: .25em; height: 1em; vertical-align: -.15e
 
 
 def page(trace: Trace, source: str) -> str:
-    """Draw every byte of the trace; `source` says in words where text and model come from."""
+    """Return the page with every byte of the trace; `source` describes text and model."""
     blocks = trace.config.blocks
     style = [_STYLE.format(ink=INK, quiet=QUIET, wrong=WRONG)]
-    # the chosen radio button decides which classes have a colour: cN counts blocks, rN is one block's choice
+    # the checked radio button decides which classes are coloured: cN for bytes in N blocks, rN for bytes in block N
     for block in range(1, blocks + 1):
         style.append(f"#all:checked ~ pre .c{block} {{ background: {shade(block, blocks)}; }}")
         style.append(f"#b{block}:checked ~ pre .r{block} {{ background: {shade(1, 1)}; }}")
-    # a label stands beside its button only in the reader's eye: the buttons must be the text's elder siblings
+    # the selector `~` needs the buttons as earlier siblings of the text, so no label wraps its button
     buttons = ['<input type="radio" name="pick" id="all" checked><label for="all"> all blocks </label>']
     buttons += [
         f'<input type="radio" name="pick" id="b{block}"><label for="b{block}"> block {block} </label>'
@@ -58,7 +58,7 @@ def page(trace: Trace, source: str) -> str:
             "<!doctype html>",
             '<html lang="en"><head><meta charset="utf-8">',
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            # belt and braces: even a fault in the escaping below could load or run nothing
+            # this policy blocks loading and scripts even if the escaping below has a fault
             "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">",
             f"<title>Routing of {_safe(trace.name)}</title>",
             f"<style>{chr(10).join(style)}</style></head><body>",
@@ -76,7 +76,7 @@ def page(trace: Trace, source: str) -> str:
 
 
 def numbers(trace: Trace) -> str:
-    """Put the trace into one sentence."""
+    """Return a sentence with the shares of the trace."""
     config = trace.config
     n = max(len(trace.content), 1)
     right = int((trace.guess == np.frombuffer(trace.content, dtype=np.uint8)).sum())
@@ -96,12 +96,12 @@ def numbers(trace: Trace) -> str:
 
 
 def count_words(count: int) -> str:
-    """Name a shade in the legend."""
+    """Return the legend text of a shade."""
     return "in no block" if count == 0 else f"in {count} block" + "s" * (count > 1)
 
 
 def _safe(text: str) -> str:
-    """Escape a text for the page, also what no UTF-8 file could hold and what would turn the direction of reading."""
+    """Escape a text for HTML; lone surrogates, control characters and changes of direction become Python escapes."""
     return escape(printable(text))
 
 
@@ -110,7 +110,7 @@ def _text(trace: Trace) -> str:
     out: list[str] = []
 
     def look(place: int) -> tuple[str, str]:
-        """Return class names and tool tip: neighbours that agree in both share an element."""
+        """Return class names and tool tip of a byte; equal neighbours share one element."""
         blocks = [block + 1 for block in range(trace.config.blocks) if trace.routed[block, place]]
         names = [f"c{counts[place]}", *(f"r{block}" for block in blocks)] if blocks else []
         tip = ""
@@ -124,11 +124,11 @@ def _text(trace: Trace) -> str:
         return " ".join(names), tip
 
     for (names, tip), places in groupby(range(len(shown)), key=look):
-        # a tool tip about one hidden byte must not run on into its neighbour
+        # a hidden byte has an element of its own, as its tool tip is about it alone
         for group in [[place] for place in places] if "hidden" in tip else [list(places)]:
             text = "".join(_glyph(shown[place]) for place in group)
             title = f' title="{escape(tip)}"' if tip else ""
-            # an outline around a line feed would reach into the next line
+            # keep line feeds outside: an outline around one would reach into the next line
             inside = text.rstrip("\n")
             out.append((f'<span class="{names}"{title}>{inside}</span>' if names else inside) + text[len(inside) :])
     return "".join(out)

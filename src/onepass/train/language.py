@@ -9,13 +9,13 @@ from onepass.nn import RMSNorm, RoutedBlock
 from onepass.nn.block import BlockRouting
 from onepass.train.data import VOCABULARY
 
-NEIGHBOURS = 7  # bytes that the convolution behind the embedding looks at
+NEIGHBOURS = 7  # width of the convolution after the embedding, in bytes
 
 
 class ByteModel(nn.Module):
     """Byte embeddings, a depthwise convolution over neighbours, routed blocks, logits over the 256 bytes.
 
-    With ``causal`` the convolution looks back alone, as do the blocks: no output depends on a later byte.
+    With ``causal``, convolution and blocks read earlier bytes only: no output depends on a later byte.
     """
 
     def __init__(
@@ -39,13 +39,13 @@ class ByteModel(nn.Module):
         nn.init.zeros_(self.head.bias)
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """Tokens (batch, n) → (batch, n, dim), each with something of its neighbours."""
+        """Return embeddings (batch, n, dim) of tokens (batch, n), each mixed with its neighbours."""
         x = self.embedding(tokens)
         around = (NEIGHBOURS - 1, 0) if self.causal else (NEIGHBOURS // 2, NEIGHBOURS // 2)
         return x + self.neighbours(F.pad(x.mT, around)).mT  # type: ignore[no-any-return]
 
     def forward(self, tokens: Tensor, asked: Tensor | None = None) -> tuple[Tensor, list[BlockRouting]]:
-        """Return fp32 logits at every place of (batch, n), or at `asked` (batch, m), and what each block chose."""
+        """Return fp32 logits at all positions of (batch, n), or at `asked` (batch, m), and each block's routing."""
         x = self.embed(tokens)
         routing: list[BlockRouting] = []
         for block in self.blocks:

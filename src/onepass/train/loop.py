@@ -1,4 +1,4 @@
-"""The training loop: steps, measurements, checkpoints, and an end that can come at any time."""
+"""The training loop: steps, measurements, checkpoints, and a clean stop at any time."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from onepass.train.model import MEASURING_DRAWS, Model, new, parameter_groups
 from onepass.train.progress import Display
 from onepass.train.run import Run
 
-FLUSH = 10  # steps between two readings of the loss: a GPU need not wait for each
+FLUSH = 10  # steps between two readings of the loss; each reading makes the host wait for the GPU
 
 
 class InterruptedRunError(Exception):
-    """The run was asked to stop by a signal, after `step` steps, and saved a checkpoint."""
+    """A signal stopped the run after `step` steps; its checkpoint is saved."""
 
     def __init__(self, signum: int, step: int) -> None:
         super().__init__(signum, step)
@@ -37,17 +37,17 @@ class InterruptedRunError(Exception):
 
 @dataclass
 class Measured:
-    """What the validation text says about a model."""
+    """Measurements of a model on the validation text."""
 
     bits: float  # per hidden byte
-    routed: float  # share of the tokens that a block gives its heavy branch
-    touched: float  # share of the tokens that at least one block does
-    hidden: float  # share of the hidden tokens that a block gives its heavy branch
+    routed: float  # share of the tokens that get the heavy branch, averaged over the blocks
+    touched: float  # share of the tokens that get the heavy branch in at least one block
+    hidden: float  # as `routed`, of the hidden tokens alone
 
 
 @dataclass
 class Training:
-    """A model, its optimizer and its place in the run."""
+    """A model, its optimizer and the step that the run has reached."""
 
     config: Config
     corpus: data.Corpus
@@ -65,7 +65,7 @@ class Training:
         self.optimizer = Lion(groups, lr=self.config.lr, betas=(self.config.beta1, self.config.beta2))
 
     def restore(self, checkpoint: checkpoints.Checkpoint | None) -> None:
-        """Go to where the checkpoint is, or to the beginning when there is none."""
+        """Continue from a checkpoint, or start at step 0 without one."""
         if checkpoint:
             checkpoints.restore_model(checkpoint, self.model)
             checkpoints.restore_optimizer(checkpoint, self.model, self.optimizer)
@@ -73,7 +73,7 @@ class Training:
         self.run.rewind(checkpoint)
 
     def save(self) -> None:
-        """Write a checkpoint of this moment; the metrics it speaks of are on the disk by then."""
+        """Write a checkpoint of the current step; the metrics up to this step are already on disk."""
         self.run.refuse_replaced()
         checkpoints.save(
             self.run / checkpoints.NAME, self.model, self.optimizer, self.config,
@@ -82,7 +82,7 @@ class Training:
         self.saved = self.step
 
     def go(self, display: Display) -> None:
-        """Train from the present step to the last."""
+        """Train from the current step to the last; raise InterruptedRunError after a stop signal."""
         config = self.config
         with stop_signals() as stopped:
             if self.step == 0:
@@ -98,7 +98,7 @@ class Training:
                     continue
                 steps = len(self.pending)
                 loss = self._flush()
-                # two readings of a coarse clock may be equal
+                # two readings of a coarse clock may be equal: avoid a division by zero
                 spent = max(time.perf_counter() - clock, 1e-9)
                 speed = steps * config.batch * config.seq / spent
                 self.seconds += spent
@@ -111,7 +111,7 @@ class Training:
                     self.save()
                 clock = time.perf_counter()
             if stopped:
-                # the signal may have come at any line above
+                # the signal may have arrived anywhere above: write what is still unwritten
                 if self.pending:
                     self._flush()
                 if self.saved != self.step:
@@ -132,7 +132,7 @@ class Training:
         return loss.detach()
 
     def _loss(self, batch: data.Batch, draw: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the mean cross entropy of the hidden bytes in nats, who was chosen, and where bytes were hidden."""
+        """Return the mean cross entropy of the hidden bytes in nats, the chosen tokens, and the hidden positions."""
         parts = (torch.from_numpy(part) for part in (batch.tokens, batch.hidden, batch.bytes))
         tokens, hidden, value = (part.to(self.device, non_blocking=True) for part in parts)
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.precision == "bf16"):
@@ -140,7 +140,7 @@ class Training:
         return F.cross_entropy(logits.flatten(0, 1), value.flatten()), chosen, hidden
 
     def _flush(self) -> float:
-        """Write the losses since the last time; return the last one."""
+        """Log the losses since the last flush; return the last one."""
         losses = torch.stack([loss for _, loss, _ in self.pending]).tolist()
         rows = []
         for (step, _, lr), loss in zip(self.pending, losses, strict=True):
@@ -155,7 +155,7 @@ class Training:
             raise UserError(f"the loss is {loss} at step {step}; try a smaller --lr (it is {self.config.lr})")
 
     def _log_measured(self, measured: Measured) -> None:
-        # the last step may have spoiled the weights
+        # the last step may have made the weights infinite
         self._refuse_infinite(measured.bits, self.step)
         row = {
             "step": self.step, "validation_bits_per_byte": measured.bits, "routed": measured.routed,
@@ -166,13 +166,13 @@ class Training:
 
     def finish(self) -> Measured:
         """Measure the trained model on the larger part of the validation text and log it."""
-        # a finished run that is resumed measures again: its metrics end where the last checkpoint says
+        # a finished run that is resumed measures again: its metrics were cut back to the last checkpoint
         measured = self.measure(self.config.final_windows)
         self._log_measured(measured)
         return measured
 
     def speed(self) -> float:
-        """Tokens per second of all steps so far, measurements and checkpoints left out."""
+        """Return tokens per second over all steps so far, without measurements and checkpoints."""
         return self.step * self.config.batch * self.config.seq / max(self.seconds, 1e-9)
 
     @torch.no_grad()
@@ -202,7 +202,7 @@ class Training:
 
 
 def learning_rate(config: Config, step: int) -> float:
-    """Rise linearly over the warm-up, then fall along half a cosine to zero at the last step."""
+    """Return the learning rate of a step: a linear warm-up, then half a cosine down to zero."""
     if step < config.warmup:
         return config.lr * (step + 1) / config.warmup
     share = (step - config.warmup) / max(1, config.steps - config.warmup)
@@ -211,7 +211,7 @@ def learning_rate(config: Config, step: int) -> float:
 
 @contextlib.contextmanager
 def stop_signals() -> Iterator[list[int]]:
-    """Collect SIGINT and SIGTERM instead of dying in the middle of a step; a second SIGINT interrupts as usual."""
+    """Collect SIGINT and SIGTERM so that the current step can end; a second signal, if SIGINT, interrupts at once."""
     received: list[int] = []
     if threading.current_thread() is not threading.main_thread():
         yield received

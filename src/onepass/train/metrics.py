@@ -1,9 +1,8 @@
-"""The rows of metrics.jsonl. Each carries a digest over itself and all rows before it: damage anywhere shows.
+"""The rows of metrics.jsonl. Each holds a digest over itself and all earlier rows, which reveals damage anywhere.
 
-`digest` is the first 16 hex digits of the SHA-256 of the digest before (nothing before the first row), a line feed and
-the row as JSON without its digest. So a row that was changed, lost, added or moved fits no more. It guards against
-accidents, not against somebody who computes the digests anew. Rows of runs from before there were digests have none;
-they count for the digests of the rows after them.
+`digest` is the first 16 hex digits of the SHA-256 of the previous digest (empty for the first row), a line feed and the
+row as JSON without its digest. A row that was changed, lost, added or moved breaks the chain. The digests guard against
+accidents, not against intent. Rows of older runs have no digest; the digests of later rows cover them.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _END = b'"}'
 
 @dataclass(frozen=True)
 class Mark:
-    """A place in the metrics: how many bytes come before it, and the digest of the last row there."""
+    """A position in the metrics: the number of bytes before it, and the digest of the last row before it."""
 
     length: int = 0
     digest: str = ""
@@ -36,7 +35,7 @@ def _after(digest: str, row: bytes) -> str:
 
 
 def written(rows: Iterable[Row], mark: Mark) -> tuple[bytes, Mark]:
-    """Write rows that follow `mark`; return their lines and the place after them."""
+    """Return the lines of rows that follow `mark`, and the mark after them."""
     lines, length, digest = [], mark.length, mark.digest
     for row in rows:
         text = json.dumps(row, allow_nan=False).encode()
@@ -47,13 +46,13 @@ def written(rows: Iterable[Row], mark: Mark) -> tuple[bytes, Mark]:
 
 
 def parsed(lines: Iterable[bytes], where: Path) -> Iterator[tuple[Row, Mark]]:
-    """Read lines one by one, each with the place after it; the first that is damaged is refused."""
+    """Yield each line's row and the mark after it; raise UserError at the first damaged line."""
     mark, sealed = Mark(), False
     for number, line in enumerate(lines, 1):
         text, key, digest = line.removesuffix(b"\n").rpartition(_KEY)
         text = text + b"}" if key else digest
         mark = Mark(mark.length + len(line), _after(mark.digest, text))
-        # once rows have digests, all that follow have them
+        # after the first row with a digest, every row must have one
         fits = digest == mark.digest.encode() + _END if key else not sealed
         sealed = sealed or bool(key)
         row = _row(text)
@@ -63,7 +62,7 @@ def parsed(lines: Iterable[bytes], where: Path) -> Iterator[tuple[Row, Mark]]:
 
 
 def _row(text: bytes) -> Row | None:
-    """Read a row: names with finite numbers, the step among them. None when it is something else."""
+    """Parse a row of finite numbers that include `step`; None if the text is anything else."""
     try:
         row = json.loads(text.decode())
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""The models of both tasks: an encoder that guesses hidden bytes, a language model that guesses each next one."""
+"""The models of both tasks: an encoder that guesses hidden bytes, a language model that guesses each next byte."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from onepass.train.language import ByteModel
 from onepass.train.routes import RandomRouter, use_chance, use_nobody
 
 ROTARY_BASE = 10_000.0
-# draws of a random router while measuring must not repeat those of training
+# draws while measuring start here, so that a random router doesn't repeat those of training
 MEASURING_DRAWS = 2**40
 
 
 class Guess(NamedTuple):
-    """What a model says: `logits` (batch, m, 256) at the asked places, `chosen` (blocks, batch, k) heavy tokens."""
+    """A model's output: `logits` (batch, m, 256) at the asked positions, `chosen` (blocks, batch, k) heavy tokens."""
 
     logits: Tensor
     chosen: Tensor
 
 
 class Attention(nn.Module):
-    """Pre-norm attention to every token, or to every earlier one, with rotary positions; no residual inside."""
+    """Pre-norm attention over all tokens, or causal, with rotary positions; the caller adds the residual."""
 
     def __init__(self, dim: int, heads: int, blocks: int, *, causal: bool = False) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(dim, 3 * dim, bias=False)
         self.out = nn.Linear(dim, dim, bias=False)
         nn.init.normal_(self.qkv.weight, std=dim**-0.5)
-        # the residual stream adds up two branches a block: each starts small enough that the sum does not grow
+        # each of the 2·blocks branches starts small enough that their sum in the residual stream does not grow
         nn.init.normal_(self.out.weight, std=(2 * blocks * dim) ** -0.5)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -48,20 +48,20 @@ class Attention(nn.Module):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn each pair (x_i, x_{i + d/2}) of (…, n, d) by its position's angle; cos and sin are (n, d/2)."""
+    """Rotate each pair (x_i, x_{i + d/2}) of (…, n, d) by the angle of its position; cos and sin are (n, d/2)."""
     a, b = x.chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1).to(x.dtype)
 
 
 def angles(n: int, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Cosines and sines (n, width/2) of the rotary positions 0 … n−1, in fp32."""
+    """Return cosines and sines (n, width/2) of the rotary positions 0 … n−1, in fp32."""
     speed = ROTARY_BASE ** (-torch.arange(0, width, 2, device=device, dtype=torch.float32) / width)
     angle = torch.arange(n, device=device, dtype=torch.float32)[:, None] * speed
     return angle.cos(), angle.sin()
 
 
 class Block(nn.Module):
-    """x + attention(x), then x + feed-forward(x): routed, or the light branch alone when nobody chooses."""
+    """x + attention(x), then x + feed-forward(x): routed, or with route "none" the light branch alone."""
 
     def __init__(self, config: Config, index: int) -> None:
         super().__init__()
@@ -84,10 +84,10 @@ class Block(nn.Module):
 
 
 class RoutedEncoder(nn.Module):
-    """Byte embeddings with a 7-wide depthwise convolution, pre-norm blocks, a guess for every position asked for.
+    """Byte embeddings with a 7-wide depthwise convolution, pre-norm blocks, a guess at every asked position.
 
-    Rotary positions alone leave a byte's direct neighbours hard to tell apart for a small model; the convolution
-    gives them to it from the first step.
+    A small model with rotary positions alone hardly distinguishes a byte's direct neighbours; the convolution provides
+    them from the first step.
     """
 
     def __init__(self, config: Config) -> None:
@@ -102,7 +102,7 @@ class RoutedEncoder(nn.Module):
         nn.init.zeros_(self.head.bias)
 
     def forward(self, tokens: Tensor, asked: Tensor, *, draw: int = 0) -> Guess:
-        """Guess the bytes at `asked` (batch, m) of `tokens` (batch, n); `draw` names a random router's choices."""
+        """Guess the bytes at `asked` (batch, m) of `tokens` (batch, n); equal `draw` gives equal random routing."""
         for module in self.modules():
             if isinstance(module, RandomRouter):
                 module.draw = draw
@@ -118,7 +118,7 @@ class RoutedEncoder(nn.Module):
 
 
 class RoutedLanguageModel(ByteModel):
-    """A causal `ByteModel` of a configuration, called as the encoder is."""
+    """A causal `ByteModel` of a configuration, with the call of `RoutedEncoder`."""
 
     def __init__(self, config: Config) -> None:
         super().__init__(
@@ -131,7 +131,7 @@ class RoutedLanguageModel(ByteModel):
             use_nobody(self)
 
     def forward(self, tokens: Tensor, asked: Tensor, *, draw: int = 0) -> Guess:  # type: ignore[override]
-        """Guess each byte of (batch, n) from those before it, of which `tokens` is the last; `asked` is every place."""
+        """Guess at every position of `tokens` (batch, n) the byte that follows it; `asked` is not read."""
         for module in self.modules():
             if isinstance(module, RandomRouter):
                 module.draw = draw
@@ -143,16 +143,16 @@ Model = RoutedEncoder | RoutedLanguageModel
 
 
 def new(config: Config) -> Model:
-    """Make the model of a configuration with its initial weights, leaving torch's global random state as it was."""
+    """Return the model of a configuration with initial weights; torch's global random state stays as it was."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         return RoutedLanguageModel(config) if config.task == "causal" else RoutedEncoder(config)
 
 
 def parameter_groups(model: nn.Module, weight_decay: float, outside: float = 1.0) -> list[dict[str, object]]:
-    """Groups with a `scale` for the learning rate, `outside` for all that no block holds, and with a weight decay.
+    """Return groups with a weight decay and a `scale` of the learning rate: 1 in the blocks, `outside` elsewhere.
 
-    Decay is for the matrices that multiply tokens, not for embeddings, gains, biases and routing vectors.
+    Only matrices that multiply tokens decay; embeddings, convolution, gains, biases and routing vectors don't.
     """
     groups: dict[tuple[float, float], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():

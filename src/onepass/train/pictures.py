@@ -1,4 +1,4 @@
-"""The pictures of a run: loss over steps, and a text shaded by the blocks that gave each byte their heavy branch."""
+"""The pictures of a run: loss over steps, and a text with each byte shaded by its number of heavy branches."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def loss_png(metrics: Iterable[Row], config: Config, unigram: float) -> bytes:
         axes.plot(steps, bits, color="#b9d4ef", linewidth=0.8, label="training, each step")
         axes.plot(steps, _smooth(bits), color="#2f78bd", linewidth=1.8, label="training, smoothed")
         lowest = min([*bits, unigram, *(value for _, value in valid)])
-        # the first steps, above the 8 bits of a blind guess, would squeeze the rest
+        # cut off the first steps, above the 8 bits of a blind guess: they would squeeze the rest
         axes.set_ylim(0.93 * lowest, max(8.5, unigram + 1) if max(bits) > 8 else None)
     if valid:
         axes.plot(*zip(*valid, strict=True), "o-", color=WRONG, markersize=4.5, linewidth=1.2, label="validation")
@@ -82,7 +82,7 @@ def loss_png(metrics: Iterable[Row], config: Config, unigram: float) -> bytes:
 
 
 def _smooth(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Average exponentially over about an eightieth of the curve, without the pull towards zero at its beginning."""
+    """Return the exponential average over about an eightieth of the curve, corrected for its start at zero."""
     keep = 1 - 1 / max(2.0, len(values) / 80)
     out, total, weight = np.empty(len(values)), 0.0, 0.0
     for place, value in enumerate(values):
@@ -92,7 +92,7 @@ def _smooth(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 
 def _grid(shown: list[str]) -> list[tuple[int, int]]:
-    """Give each byte a line and a column: line feeds end lines, long lines go on in the next; stop at the last line."""
+    """Return (line, column) of each byte that fits: line feeds end lines, long lines wrap."""
     places: list[tuple[int, int]] = []
     line, column = 0, 0
     for character in shown:
@@ -108,7 +108,7 @@ def _grid(shown: list[str]) -> list[tuple[int, int]]:
 
 
 def routing_png(trace: Trace, source: str) -> bytes:
-    """Draw as much of the trace as one page holds, a cell for every byte."""
+    """Draw the beginning of the trace on one page, a cell per byte; return the PNG."""
     shown = cells(trace.content)
     grid = _grid(shown)
     lines = max((line for line, _ in grid), default=0) + 1
@@ -151,7 +151,7 @@ def routing_png(trace: Trace, source: str) -> bytes:
 
 
 def _boxes(axes: Any, corners: list[tuple[float, float]], fill: list[str] | None, edge: str = "none") -> None:
-    # an outline lies within its cell, or two hidden neighbours would share a line
+    # outlines lie inside their cells, so that hidden neighbours don't share a line
     inset = 0.008 if fill is None else 0.0
     boxes = [Rectangle((x + inset, y + inset), WIDE - 2 * inset, HIGH - 2 * inset) for x, y in corners]
     style: dict[str, Any] = {
@@ -164,7 +164,7 @@ def _boxes(axes: Any, corners: list[tuple[float, float]], fill: list[str] | None
 
 
 def _glyph(axes: Any, character: str, colour: str, corners: list[tuple[float, float]]) -> None:
-    """Stamp one character at many cells: a single path, so a full page of text draws in a second."""
+    """Draw one character in many cells from a single path, so that a full page draws in a second."""
     if not character.strip():
         return
     font = font_manager.get_font(_MONO)
@@ -172,7 +172,7 @@ def _glyph(axes: Any, character: str, colour: str, corners: list[tuple[float, fl
         character = "▯"
     size = WIDE / 0.602
     glyph = TextPath((0, 0), character, size=size, prop=font_manager.FontProperties(fname=_MONO))
-    # the base line lies at seven tenths of the cell, which hangs from its upper left corner
+    # the base line lies at 0.72 of the cell's height, measured down from the upper left corner
     path = glyph.transformed(Affine2D().translate(0, -0.72 * HIGH))
     stamps = PathCollection([path], offsets=corners, facecolors=colour, linewidths=0, offset_transform=axes.transData)
     stamps.set_transform(axes.figure.dpi_scale_trans)
@@ -182,7 +182,7 @@ def _glyph(axes: Any, character: str, colour: str, corners: list[tuple[float, fl
 def _legend(axes: Any, y: float, blocks: int, hidden: bool) -> None:
     x = MARGIN
     box: dict[str, Any] = {"ha": "left", "va": "center", "fontsize": 9.5, "color": INK}
-    # with many blocks, name the ends of the scale and leave the middle to the eye
+    # with many blocks, label only the ends of the scale
     named = {0, blocks} if blocks > 4 else set(range(blocks + 1))
     for count in range(blocks + 1):
         axes.add_patch(Rectangle((x, y), 0.2, HIGH, facecolor=shade(count, blocks), edgecolor="#b9c1ca", linewidth=0.8))
@@ -200,6 +200,6 @@ def _legend(axes: Any, y: float, blocks: int, hidden: bool) -> None:
 
 
 def _printable(text: str) -> str:
-    """Keep what the picture's font can show; a dollar sign would begin mathematics."""
+    """Replace characters that the font lacks, and escape dollar signs, which would start mathematics."""
     font = font_manager.get_font(Path(mpl.get_data_path(), "fonts", "ttf", "DejaVuSans.ttf"))
     return "".join(c if ord(c) in font.get_charmap() else "▯" for c in printable(text)).replace("$", r"\$")

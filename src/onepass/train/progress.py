@@ -1,4 +1,4 @@
-"""What a run says while it works: a bar on a terminal, plain lines anywhere else."""
+"""Progress output of a run: a bar on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from onepass.core.errors import printable
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-LINES = 20  # plain lines of a whole run
+LINES = 20  # plain lines per run
 
 
 def clock(seconds: float) -> str:
@@ -28,15 +28,15 @@ def size(count: int) -> str:
 
 
 def say(text: str = "") -> None:
-    """Print one line at once, also into a pipe."""
-    # a terminal that knows no é must not end a run, and no file name may give it orders
+    """Print one line and flush it, also into a pipe."""
+    # escape what the terminal's encoding lacks, which would raise, and control characters from file names
     encoding = sys.stdout.encoding or "utf-8"
     sys.stdout.write(printable(text).encode(encoding, "backslashreplace").decode(encoding) + "\n")
     sys.stdout.flush()
 
 
 class Display:
-    """Loss, bits per byte, tokens/s and time left of a run of `total` steps that begins at `step`."""
+    """Show loss, bits per byte, tokens/s and time left of a run of `total` steps that starts at `step`."""
 
     def __init__(self, total: int, step: int) -> None:
         self.total, self.first = total, step
@@ -58,7 +58,7 @@ class Display:
         self.task = self.bar.add_task("train", total=self.total, completed=step, state="first steps …")
 
     def update(self, step: int, loss: float, bits: float, speed: float) -> None:
-        """Show the state after `step` steps; off a terminal, only a few times a run."""
+        """Show the state after `step` steps; without a terminal, about LINES times per run."""
         done = step - self.first
         left = (time.perf_counter() - self.started) / max(done, 1) * (self.total - step)
         state = f"loss {loss:.3f}  {bits:.2f} bits/byte  {speed:,.0f} tokens/s  {clock(left)} left"
@@ -69,7 +69,7 @@ class Display:
             say(f"step {step:>{len(str(self.total))}}/{self.total}  {state}")
 
     def note(self, text: str) -> None:
-        """Put a line above the bar."""
+        """Print a line, above the bar if there is one."""
         if self.bar:
             self.bar.console.print(printable(text), markup=False)
         else:

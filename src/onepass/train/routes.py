@@ -1,4 +1,4 @@
-"""Who chooses the heavy branch's tokens when no router learns to: chance, or nobody."""
+"""Replacements for a learned router, for comparison: random choices, or none."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from onepass.nn import RoutedAttention, RoutedFeedForward, RouterOutput
 
 
 class RandomRouter(nn.Module):
-    """Choose k random tokens and give all of them gate 1: what a learned router has to beat at equal compute.
+    """Choose k random tokens with gate 1: the baseline for a learned router at equal compute.
 
-    `draw` names the choice: equal draws choose equal tokens, whatever was asked before, so nothing random has to be
-    saved with a checkpoint. The choice is in the order of the tokens and depends on none of them.
+    Equal `draw` gives equal tokens, whatever was drawn before, so a checkpoint needs no random state. The choice is
+    sorted by position and does not depend on the tokens' values.
     """
 
     def __init__(self, seed: int) -> None:
@@ -26,7 +26,7 @@ class RandomRouter(nn.Module):
 
 
 class DeviceRandomRouter(nn.Module):
-    """The same from the device's own random numbers: a CUDA graph draws anew at every replay."""
+    """Choose k random tokens from the device's random numbers: a CUDA graph draws new ones at every replay."""
 
     def forward(self, x: Tensor, k: int, mask: Tensor | None = None) -> RouterOutput:
         return choose(torch.rand(x.shape[:2], device=x.device), k, mask)
@@ -41,7 +41,7 @@ class Nobody(nn.Module):
 
 
 def choose(scores: Tensor, k: int, mask: Tensor | None) -> RouterOutput:
-    """Give the tokens with the k best scores gate 1, in the order of the tokens, missing ones last."""
+    """Return the tokens with the k best scores, gate 1, sorted by position; index -1 and gate 0 pad the end."""
     n = scores.shape[1]
     if mask is not None:
         scores = scores.masked_fill(~mask, -1.0)
@@ -52,7 +52,7 @@ def choose(scores: Tensor, k: int, mask: Tensor | None) -> RouterOutput:
 
 
 def use_chance(model: nn.Module, make: type[DeviceRandomRouter] | None = None, seed: int = 0) -> None:
-    """Put random routers into every routed part of a model; seeded ones, unless `make` says which."""
+    """Replace every router of a model by a random one: a seeded RandomRouter, or `make()` if given."""
     count = 0
 
     def router() -> nn.Module:
@@ -68,7 +68,7 @@ def use_chance(model: nn.Module, make: type[DeviceRandomRouter] | None = None, s
 
 
 def use_nobody(model: nn.Module) -> None:
-    """Take the routers out of every routed part of a model and its heavy branches out of training: none is reached."""
+    """Replace every router of a model by one that chooses no token, and stop training the unused heavy branches."""
     for part in model.modules():
         if isinstance(part, RoutedAttention):
             part.router_q, part.router_kv = Nobody(), Nobody()

@@ -1,4 +1,4 @@
-"""A run's directory: made, opened again, never overwritten unasked, used by one process at a time."""
+"""The directory of a run: created, reopened, overwritten only with --force, used by one process at a time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from onepass.train.checkpoint import Checkpoint
 from onepass.train.config import Config, from_json
 
 CONFIG, DATA, METRICS, LOSS, LOCK = "config.json", "data.json", "metrics.jsonl", "loss.png", ".lock"
-PICTURE = "routing"  # of .html and .png; `onepass show` puts the file's name in front
+PICTURE = "routing"  # stem of the .html and .png; `onepass show` puts the file's name in front
 _OWN = {CONFIG, DATA, METRICS, LOSS, LOCK, checkpoint.NAME, f"{PICTURE}.html", f"{PICTURE}.png"}
 _SHOWN = re.compile(rf".+\.{PICTURE}\.(html|png)", re.DOTALL)
 RUNS = Path("runs")
@@ -29,7 +29,7 @@ def _is_own(name: str) -> bool:
 
 
 def fresh_out() -> Path:
-    """Make a new directory named after the time of day; two runs that start together get one each."""
+    """Create a directory named after the current time; a second run in the same second gets another name."""
     stamp = time.strftime("%Y-%m-%d-%H%M%S")
     for name in (stamp, *(f"{stamp}-{number}" for number in range(2, 1000))):
         try:
@@ -43,7 +43,7 @@ def fresh_out() -> Path:
 
 
 def newest() -> Path:
-    """Find the run that was started last below `runs`."""
+    """Return the directory of the run below `runs` that was started last."""
     runs = sorted(RUNS.glob(f"*/{CONFIG}"), key=lambda path: (path.stat().st_mtime_ns, path))
     if not runs:
         raise UserError(f"there is no run to resume in {RUNS}/; name its directory with --out DIR")
@@ -51,25 +51,25 @@ def newest() -> Path:
 
 
 class Run:
-    """The directory of one run and its metrics, which only ever grow but for `rewind`."""
+    """The directory of one run and its metrics, which only `rewind` shortens."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.mark = metrics.Mark()  # where the metrics end
-        self._lock: os.stat_result | None = None  # the lock file that we hold
+        self._lock: os.stat_result | None = None  # the lock file, while held
 
     def __truediv__(self, name: str) -> Path:
         return self.path / name
 
     def refuse_absent(self) -> None:
-        """Stop when there is no run to go on with."""
+        """Raise UserError if there is no run to resume."""
         if not self.path.is_dir():
             raise UserError(f"there is no run in {self.path} (no such directory); leave out --resume to start one")
         if not (self / CONFIG).is_file():
             raise UserError(f"there is no run in {self.path} (no {CONFIG}); leave out --resume to start one")
 
     def refuse_overwriting(self, force: bool) -> None:
-        """Stop when something is in the way: without `force` anything, with it what is no run."""
+        """Raise UserError if the directory holds other things than a run, or a run without `force`."""
         try:
             names = sorted(os.listdir(self.path))
         except FileNotFoundError:
@@ -78,17 +78,20 @@ class Run:
             raise UserError(f"{self.path} is a file or below one; --out must name a directory") from None
         except OSError as error:
             raise UserError(f"can't read {self.path}: {reason(error)}") from None
-        # every run has its lock: a stray config.json without one belongs to something else
+        # every run has a lock file: without one, a config.json belongs to something else
         foreign = [name for name in names if not _is_own(name) or LOCK not in names]
         if foreign:
             raise UserError(f"{self.path} holds other things than a run ({foreign[0]!r:.60}); choose another --out")
-        # a run that was killed before it began may be lost: with config.json it begins
+        # a run starts with its config.json: what a process killed before that left may be overwritten
         begun = [name for name in names if name not in {LOCK, DATA} and files.partial_of(name) not in {DATA, CONFIG}]
         if begun and not force:
             raise UserError(f"{self.path} already holds a run; add --resume to go on or --force to start over")
 
     def create(self, config: Config, manifest: str) -> None:
-        """Empty the directory and write what the run is. config.json goes first and comes last: it makes the run."""
+        """Empty the directory, then write data.json and config.json.
+
+        A directory is a run if it has config.json, so this file is deleted first and written last.
+        """
         try:
             for name in sorted(os.listdir(self.path), key=lambda name: (name != CONFIG, name)):
                 if name != LOCK:
@@ -99,13 +102,13 @@ class Run:
         self.write(CONFIG, config.to_json())
 
     def write(self, name: str, content: bytes | str) -> None:
-        """Put a file into the directory, if that is still ours."""
+        """Write a file into the directory; raise UserError if the directory was replaced."""
         self.refuse_replaced()
         files.write(self / name, content)
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Keep a second process out of the directory. The system lets go of the lock however this one ends."""
+        """Lock the directory against other processes. The system releases the lock however this process ends."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -127,7 +130,7 @@ class Run:
             os.close(handle)
 
     def refuse_replaced(self) -> None:
-        """Stop when the path no longer leads to the directory that we locked: another process may own what is there."""
+        """Raise UserError if the path no longer leads to the locked directory: another process may own the new one."""
         if self._lock is None:
             return
         try:
@@ -138,14 +141,14 @@ class Run:
             raise UserError(f"{self.path} was moved, replaced or emptied while this run was using it")
 
     def _sweep(self) -> None:
-        """Remove the unfinished files of processes that were killed; `onepass show` may be writing one of its own."""
+        """Remove unfinished files of killed training processes; those of `onepass show` stay, as it may be at work."""
         for name in os.listdir(self.path):
             if files.partial_of(name) in _OWN:
                 with contextlib.suppress(OSError):
                     (self / name).unlink()
 
     def config(self) -> Config:
-        """Read what the run is."""
+        """Read the configuration."""
         where = self / CONFIG
         try:
             text = files.read(where).decode()
@@ -154,37 +157,37 @@ class Run:
         return from_json(text, f"{where}: ")
 
     def checkpoint(self) -> Checkpoint | None:
-        """Read the checkpoint; None when the run ended before its first."""
+        """Read the checkpoint; None if the run ended before its first one."""
         where = self / checkpoint.NAME
-        # a link to nowhere is there: its checkpoint may come back
+        # lexists: a broken link counts as a checkpoint and raises, since its target may come back
         return checkpoint.load(where) if os.path.lexists(where) else None
 
     def append(self, rows: Sequence[metrics.Row]) -> None:
-        """Add to the metrics and bring them to the disk."""
+        """Append rows to the metrics and sync them to disk."""
         lines, after = metrics.written(rows, self.mark)
         self.refuse_replaced()
         files.extend(self / METRICS, lines, self.mark.length)
         self.mark = after
 
     def rewind(self, saved: Checkpoint | None) -> None:
-        """Cut the metrics to what they were at the checkpoint, having seen that they are whole so far."""
+        """Check the metrics up to the checkpoint and cut off what follows; without a checkpoint, cut all."""
         where = self / METRICS
         if saved is None and where.exists() and where.stat().st_size:
-            # a checkpoint comes before the first row
+            # the first checkpoint is written before the first row
             raise UserError(f"{self / checkpoint.NAME} is gone; put it back, or start over with --force")
         self.mark = self.verify(saved) if saved else metrics.Mark()
         self.refuse_replaced()
         files.cut(where, self.mark.length)
 
     def verify(self, saved: Checkpoint) -> metrics.Mark:
-        """See that the metrics are whole up to a checkpoint and belong to it; return the place there."""
+        """Return the mark of a checkpoint; raise UserError if the metrics up to it are damaged or of another run."""
         where, length = self / METRICS, saved.metrics_bytes
         size = where.stat().st_size if where.exists() else 0
         if size < length:
             raise UserError(f"{where} has {size:,} bytes, fewer than the {length:,} at the checkpoint; put it back")
         last = deque(self._parsed(length), maxlen=1)
         mark = last[0][1] if last else metrics.Mark()
-        # checkpoints from before there were digests name none
+        # older checkpoints have no digest
         if saved.metrics_digest not in (None, mark.digest):
             raise UserError(f"{where} can't be used: it is of another run than {checkpoint.NAME}; put it back")
         return mark
@@ -211,7 +214,7 @@ def _lines(file: BinaryIO, length: int) -> Iterator[bytes]:
 
 
 def _lock(handle: int, path: Path) -> bool:
-    """Lock a file for this process alone; False where the file system or the system has neither kind of lock."""
+    """Lock a file for this process alone; return False if the system supports neither kind of lock."""
     if os.name != "posix":
         return False
     import fcntl
@@ -228,7 +231,7 @@ def _lock(handle: int, path: Path) -> bool:
 
 
 def _unlock(handle: int) -> None:
-    """Let go at once: a child that was forked meanwhile would keep the lock as long as it lives."""
+    """Release the lock explicitly: after a mere close, a forked child would hold it as long as it lives."""
     if os.name != "posix":
         return
     import fcntl

@@ -1,4 +1,4 @@
-"""`onepass show`: the routing picture of any file, by the model of a run."""
+"""`onepass show`: the routing picture of any file, drawn with the model of a run."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"{args.file} is a directory; give one file of text")
     content = data.read_text(args.file)
     saved = checkpoint.load(where)
-    # a model may be passed on without them
+    # metrics are optional: a checkpoint may be passed on without them
     if (args.directory / METRICS).exists():
         Run(args.directory).verify(saved)
     out = args.out or args.directory

@@ -1,4 +1,4 @@
-"""What a trained model did with a text: the bytes each block gave its heavy branch, and what it guessed."""
+"""A trace of a trained model over a text: the bytes that got each block's heavy branch, and the guesses."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from onepass.train.model import MEASURING_DRAWS, Model
 
 @dataclass
 class Trace:
-    """One text, byte by byte. All arrays have the text's length; `routed` has one row per block."""
+    """One text, byte by byte. All arrays are (n,) for n bytes; `routed` is (blocks, n)."""
 
     name: str
     content: bytes
@@ -23,8 +23,8 @@ class Trace:
     config: Config
     routed: NDArray[np.bool_]
     hidden: NDArray[np.bool_]
-    guess: NDArray[np.int64]  # most likely byte, −1 where nothing was asked
-    chance: NDArray[np.float64]  # the probability that the model gave to the true byte, where it was asked
+    guess: NDArray[np.int64]  # most likely byte, −1 where the model was not asked
+    chance: NDArray[np.float64]  # the model's probability of the true byte, 0 where it was not asked
 
     @property
     def counts(self) -> NDArray[np.int64]:
@@ -34,7 +34,7 @@ class Trace:
 
 @torch.no_grad()
 def trace(model: Model, config: Config, name: str, content: bytes, limit: int) -> Trace:
-    """Run the model over the first `limit` bytes in sequences of the configured length, asking as in training."""
+    """Run the model over the first `limit` bytes in sequences of the configured length, with the task of training."""
     text = np.frombuffer(content[:limit], dtype=np.uint8).astype(np.int64)
     n = len(text)
     routed = np.zeros((config.blocks, n), dtype=bool)
@@ -50,7 +50,7 @@ def trace(model: Model, config: Config, name: str, content: bytes, limit: int) -
         for block, indices in enumerate(chosen[:, 0].cpu().numpy()):
             routed[block, start + indices[indices >= 0]] = True
         places = start + batch.hidden[0]
-        # nothing is hidden from a language model but what comes later
+        # a language model has no hidden bytes
         hidden[places] = config.hides is not None
         guess[places] = logits[0].argmax(-1).cpu().numpy()
         likely = logits[0].double().softmax(-1).cpu().gather(-1, torch.from_numpy(batch.bytes[0])[:, None])
@@ -59,9 +59,10 @@ def trace(model: Model, config: Config, name: str, content: bytes, limit: int) -
 
 
 def cells(content: bytes) -> list[str]:
-    """Give every byte something to show: its character, or "" for the later bytes of a character that has several.
+    """Return a text for every byte: its character, or "" for the later bytes of a character of several bytes.
 
-    A line feed stays itself; what has no shape of its own, or would move its neighbours about, becomes a middle dot.
+    A line feed stays; a tab becomes ⇥; other characters that are not printable, and bytes that are not UTF-8, become a
+    middle dot.
     """
     shown: list[str] = []
     place = 0
@@ -82,5 +83,5 @@ def cells(content: bytes) -> list[str]:
 
 
 def name_of(value: int) -> str:
-    """Write a byte as a reader knows it: 'e' or 0x0a."""
+    """Return a readable name of a byte: 'e' or 0x0a."""
     return f"'{chr(value)}'" if 0x20 < value < 0x7F else f"0x{value:02x}"

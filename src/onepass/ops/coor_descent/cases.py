@@ -1,4 +1,4 @@
-"""What coor_descent is measured against, and where."""
+"""Benchmark cases of coor_descent: shapes, schedules and rivals."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from onepass.core.spec import Case, Impl, Missing, backward_of, optional
 from . import rivals
 from .op import coor_descent
 
-# the published defaults, and those of the later paper
+# the published defaults, then those of the later paper
 SCHEDULES: Mapping[str, Mapping[str, Any]] = {
     "T=50 eps=0.1": {"n_iters": 50, "eps": 0.1},
     "T=20 eps=4→0.03": {"n_iters": 20, "eps": 0.03, "eps_init": 4.0, "eps_decay": 0.7},
@@ -38,7 +38,7 @@ def _impls(s: Tensor, k: float, options: Mapping[str, Any], compiled: bool) -> d
                 s, k=k, checkpoint_segments=n, **options
             )
     if compiled:
-        # each shape and schedule takes ten seconds to trace, so not everywhere
+        # tracing takes ten seconds per shape and schedule, so one shape only
         iteration = torch.compile(rivals.descent, fullgraph=True)
         found["torch.compile of the iteration"] = lambda: iteration(s, k=k, **options)
     return found
@@ -56,7 +56,7 @@ def _case(rows: int, cols: int, name: str, options: Mapping[str, Any], stage: st
 
     floor = rows * cols * 4 * (2 if stage == "forward" else 3)
     params = {"rows": rows, "cols": cols, "schedule": name}
-    # gradients of entries beside a kink may flip between two roundings of the same threshold
+    # gradients are not compared: beside a kink, two roundings of one threshold give different ones
     check = 2e-3 if stage == "forward" else None
     return Case("coor_descent", stage, params, torch.float32, floor, make, check, device)
 

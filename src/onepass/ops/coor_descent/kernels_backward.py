@@ -1,4 +1,7 @@
-"""Triton backward of coor_descent: from da_T down a recursion over T numbers per row, and one exponential per eps."""
+"""Triton backward of coor_descent: a recursion over T numbers per row, from the last step to the first.
+
+An element needs one exponential per distinct eps.
+"""
 
 from __future__ import annotations
 
@@ -31,13 +34,13 @@ from onepass.ops._shared.kernels_rows import (
 
 from .kernels_triton import WINDOW, eps_arguments, epsilon, n_changing_of
 
-# longest row that one program holds in registers: three numbers per element
+# longest row that one program holds in registers, three numbers per element
 LONGEST = 16384
 
 
 @triton.jit
 def last_gradient(z, gy, level, eps):
-    """What reaches s + a_T: the gradient of the unsaturated gates."""
+    """Return the gradient of s + a_T: gy·y/eps where the gate is not saturated, else 0."""
     x = (z - level) * (LOG2E / eps)
     y = tl.exp2(x)
     return tl.where((x <= 0) & (y > 0), gy * y, 0.0) * (1.0 / eps)
@@ -64,7 +67,7 @@ def gradient_sum_kernel(
     BLOCK_C: tl.constexpr,
     VEC: tl.constexpr,
 ):
-    """Long rows: the one row reduction of backward, one chunk per program."""
+    """Long rows: sum `last_gradient` over one chunk per program, the only row reduction of backward."""
     gy_row_stride *= VEC
     s_row_stride *= VEC
     mask_row_stride *= VEC
@@ -113,10 +116,10 @@ def backward_kernel(
     BLOCK_C: tl.constexpr,
     VEC: tl.constexpr,
 ):
-    """From da_T down the scalar recursion; an element collects the weight of every step it took part in.
+    """Run the scalar recursion from da_T down; an element adds up the weights of all steps that left it unsaturated.
 
-    The last steps share one eps, so also one exponential per element, and in units of it (d = da·e^((base - here)/eps))
-    the recursion needs none. Before step n_changing eps may change every time.
+    The last steps share one eps and one exponential per element; in units of it (d = da·e^((base - here)/eps)) the
+    recursion itself needs none. Before step n_changing each step may have its own eps and exponential.
     """
     gy_row_stride *= VEC
     s_row_stride *= VEC
@@ -140,7 +143,7 @@ def backward_kernel(
     per_k = 1.0 / k
     dk = tl.zeros_like(here)
     t = n_iters - 1
-    # the next step's numbers are on their way while this one is done
+    # prefetch the threshold and count of the next step during this one
     before = tl.load(trace + tl.maximum(t - 1, 0), mask=in_rows, other=0.0)
     saturated = tl.load(trace + n_iters + tl.maximum(t - 1, 0), mask=in_rows, other=0.0)
     if t >= n_changing:
@@ -158,7 +161,7 @@ def backward_kernel(
             here = before
             leaves = tl.abs(here - base) > WINDOW * eps
             if largest(leaves.to(tl.int32), BLOCK_R) > 0:
-                # above 80 lie only entries that were saturated, whose weight is zero
+                # the cap keeps 0·inf away: only saturated entries, of weight 0, have exponents above 80
                 ds -= per_k * weight * tl.exp2(tl.minimum((z - base) * scale, 80.0))
                 weight = tl.zeros_like(z)
                 da = tl.where(da == 0, 0.0, da * tl.exp2((here - base) * scale))
@@ -194,7 +197,10 @@ def backward(
     gy: Tensor, s: Tensor, trace: Tensor, k: Tensor | None, mask: Tensor | None, k_value: float, n_iters: int,
     eps: float, eps_init: float, eps_decay: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Gy and s (rows, n) with unit column stride → ds (rows, n) like s, dk (rows, 1) fp32 (unset for a number k)."""
+    """Return ds (rows, n) in the dtype of s and dk (rows, 1) in fp32, unset for a number k.
+
+    gy and s are (rows, n) with unit column stride.
+    """
     n_rows, n_cols = s.shape
     ds = torch.empty((n_rows, n_cols), dtype=s.dtype, device=s.device)
     dk = scratch(s, n_rows, 1)

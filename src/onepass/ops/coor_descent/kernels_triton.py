@@ -1,7 +1,8 @@
 """Triton kernels of coor_descent and their launchers.
 
-A row's whole state is the threshold -a, kept as ref + off with ref near it. With E = exp((s - ref)/eps) in registers a
-step is one clipped sum, u ← Σ min(E, u)/k: no exponential until eps changes or the threshold leaves E's range.
+The whole state of a row is the threshold -a, kept as ref + off with ref near it. E = exp((s - ref)/eps) stays in
+registers, so a step is one clipped sum, u ← Σ min(E, u)/k. New exponentials are needed only when eps changes or the
+threshold leaves E's range.
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ from onepass.ops._shared.kernels_rows import (
     within,
 )
 
-# exponents of E stay trustworthy this many eps around its ref
+# E is accurate while the threshold lies within this many eps of ref
 WINDOW = tl.constexpr(40.0)
-# columns of a program of a team, its warps, programs per multiprocessor
+# team: columns per program, warps per program, programs per multiprocessor
 TEAM = (16384, 8, 2)
 # longest row that one program holds in registers
 FORWARD_MAX_COLS = 32768
@@ -48,20 +49,20 @@ FORWARD_MAX_COLS = 32768
 
 @triton.jit
 def epsilon(t, first, log2_decay, last):
-    """Eps of step t, counted from 0; an exact `first` without decay, an exact `last` once there."""
+    """Return eps of step t, counted from 0: exactly `first` without decay, exactly `last` once reached."""
     return tl.maximum(first * tl.exp2(t * log2_decay), last)
 
 
 @triton.jit
 def count_and_top(s, BLOCK_R: tl.constexpr):
-    """How many entries may be chosen (NaN when one of them is), and the largest of them."""
+    """Return the number of valid entries of each row (NaN if one of them is NaN), and the largest."""
     ones = tl.where(s != s, s, tl.where(s > -INF, 1.0, 0.0))
     return row_sum(ones, BLOCK_R), row_max(s, BLOCK_R)
 
 
 @triton.jit
 def first_threshold(valid, top, k, eps):
-    """(ref, off, top): a_1 does not depend on the scores; ref stays at or below the largest of them."""
+    """Return (ref, off, top) of step 1; its threshold ref + off depends on the count alone, and ref ≤ top."""
     k = tl.where(k > 0, k, float("nan"))
     threshold = eps * tl.log(tl.maximum(valid, 1.0, propagate_nan=tl.PropagateNan.ALL) / k)
     top = tl.where((valid > 0) & (threshold == threshold), top, threshold)
@@ -71,7 +72,7 @@ def first_threshold(valid, top, k, eps):
 
 @triton.jit
 def clipped_sum(e, u, TRACE: tl.constexpr, BLOCK_R: tl.constexpr):
-    """Σ min(e, u) of each row, and how many entries are above u where backward will ask."""
+    """Return Σ min(e, u) of each row and, with TRACE, the number of entries above u, which backward needs."""
     clipped = tl.minimum(e, u, propagate_nan=tl.PropagateNan.ALL)
     if TRACE:
         total, saturated = pair_sum(clipped, tl.where(e > u, 1.0, 0.0), BLOCK_R)
@@ -88,9 +89,10 @@ def iterate(
     HAS_K: tl.constexpr, HAS_MASK: tl.constexpr, TRACE: tl.constexpr, TEAM: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """Rows in registers, of one program each or of a team: while eps changes the scores, then E alone.
+    """Run all steps on rows in registers; one program or a team holds each row.
 
-    The scores are read again (from L2) when E has to be made anew.
+    While eps changes, each step computes E from the scores. Afterwards E alone stays in registers; when the threshold
+    leaves its range, the scores are loaded again (from L2).
     """
     phase = tl.cast(phase, tl.int32)
     s = load_scores(s_ptr, mask_ptr, rows, cols, s_row_stride, mask_row_stride, n_rows, n_cols, HAS_MASK, BLOCK_R)
@@ -191,7 +193,7 @@ def team_kernel(
     mask_ptr,  # (n_rows, n_cols) uint8, unit column stride, or nothing
     y_ptr,  # (n_rows, n_cols) like s, contiguous
     trace_ptr,  # (n_rows, 2 * n_iters) fp32, contiguous, or nothing
-    mailbox_ptr,  # (teams, 4, TEAM) int64, zero: twice the sums of a step, twice a first look
+    mailbox_ptr,  # (teams, 4, TEAM) int64 zeros: per member two slots for the sums of a step, two for a row's stats
     s_row_stride,
     k_stride,
     mask_row_stride,
@@ -211,7 +213,7 @@ def team_kernel(
     BLOCK_C: tl.constexpr,
     VEC: tl.constexpr,
 ):
-    """Long rows, each for a team of programs with a chunk of it: all take the same steps."""
+    """Long rows: a team of programs shares each row, one chunk per program; all members take the same steps."""
     team = tl.program_id(0) // TEAM
     member = tl.program_id(0) % TEAM
     visit = 0
@@ -239,7 +241,7 @@ def stats_kernel(
     HAS_MASK: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """Long rows, first look: one chunk of one row per program."""
+    """Long rows, stats: valid entries and largest score of one chunk per program."""
     rows = tile_rows(1)
     valid = 0.0
     top = -INF
@@ -282,7 +284,10 @@ def iterate_kernel(
     N_SPLITS: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """Long rows, step t: every program finishes the last step from all partial sums, then adds its own to the next."""
+    """Long rows, launch t: each program sums all partials to get threshold t, then writes its own for the next.
+
+    The last launch writes the gates instead.
+    """
     split = tl.program_id(1)
     n_splits = tl.num_programs(1)
     rows = tile_rows(1)
@@ -352,20 +357,20 @@ def eps_arguments(eps: float, eps_init: float, eps_decay: float) -> tuple[float,
 
 
 def n_changing_of(n_iters: int, eps: float, eps_init: float, eps_decay: float) -> int:
-    """Number of the step, counted from 0, from which on eps is the same for all."""
+    """Return the first step, counted from 0, from which eps stays constant."""
     if eps_decay >= 1 or eps_init <= eps:
         return n_iters if eps_decay > 1 else 0
-    # one more than exact arithmetic says: the kernel's own rounding may be late
+    # one step later than in exact arithmetic, as the kernel's rounding may reach eps late
     return min(n_iters, math.ceil(math.log(eps / eps_init) / math.log(eps_decay)) + 1)
 
 
 def forward_shape(n_rows: int, n_cols: int) -> Shape:
-    """The launch of the forward pass."""
+    """Return the launch shape of the forward pass."""
     return shape(n_rows, n_cols, PER_WARP * (2 if n_cols > CROWDED else 1), FORWARD_MAX_COLS)
 
 
 def forward_options(plan: Shape) -> dict[str, Any]:
-    """Launch options of the forward pass: of wide rows, as many at once as 128 registers per thread allow."""
+    """Return the launch options of the forward pass: wide rows get 128 registers per thread, so more run at once."""
     return resident(plan.warps, 16 // plan.warps) if plan.block_c > CROWDED else {"num_warps": plan.warps}
 
 
@@ -373,9 +378,10 @@ def forward(
     s: Tensor, k: Tensor | None, mask: Tensor | None, k_value: float, n_iters: int,
     eps: float, eps_init: float, eps_decay: float, want_trace: bool, shape_of_s: tuple[int, ...],
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """S (rows, n) with unit column stride → gates, trace (rows, 2T) or (rows, 0).
+    """Return the gates of s (rows, n), unit column stride, and the trace (rows, 2T), or (rows, 0) if not wanted.
 
-    Gates have `shape_of_s`, the scores' shape before they were rows: a view could not be changed in place.
+    Gates are allocated in `shape_of_s`, the original shape of the scores: autograd forbids in-place changes of a view
+    made inside a Function.
     """
     n_rows, n_cols = s.shape
     y = torch.empty(shape_of_s, dtype=s.dtype, device=s.device)

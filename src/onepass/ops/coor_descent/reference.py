@@ -1,4 +1,4 @@
-"""The definition, in torch that autograd can differentiate: tests evaluate it in float64."""
+"""The definition of coor_descent in differentiable torch; tests evaluate it in float64."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from torch import Tensor
 def descent(
     scores: Tensor, *, n_iters: int, k: float, eps: float = 0.1, eps_init: float | None = None, eps_decay: float = 1.0
 ) -> Tensor:
-    """The T steps as torch operators that torch.compile takes in one graph: no mask, no edge cases."""
+    """Run T steps in torch operators that torch.compile captures as one graph; no mask, no edge cases."""
     current = max(eps if eps_init is None else eps_init, eps)
     b = -scores
     a = torch.zeros_like(scores[..., :1])

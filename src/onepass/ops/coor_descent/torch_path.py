@@ -1,13 +1,13 @@
 """The torch path of coor_descent: T steps on one number per row.
 
-Rows are (R, n) in fp32 or fp64 with every entry that may not be chosen at -inf, k is (R, 1). After each step all that
-is left of the iteration is the threshold -a: an entry above it is saturated. A threshold is kept as ref + off, ref
-near it, and E = exp((s - ref)/eps) serves every step that shares an eps: the step is u ← Σ min(E, u)/k.
+Rows are (R, n) in fp32 or fp64 with -inf at masked entries, k is (R, 1). After each step the whole state of a row is
+the threshold -a: entries above it are saturated. The threshold is kept as ref + off with ref near it, and
+E = exp((s - ref)/eps) serves all steps with one eps: a step is u ← Σ min(E, u)/k.
 
-On a CPU, rows go in chunks that stay in the cache for all T steps, and comparisons give numbers, not bools, which
-torch makes, applies and sums several times slower.
+On a CPU, rows are processed in chunks that stay in the cache for all T steps. Comparisons write numbers: torch creates,
+applies and sums bools several times slower.
 
-The trace (R, 2T) is what backward needs: T thresholds relative to a ref, T - 1 counts of entries above them, the ref.
+The trace (R, 2T) holds what backward needs: T thresholds relative to a ref, T - 1 counts of entries above, the ref.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from torch import Tensor
 
 from onepass.core.sums import block_sums
 
-# exponents of E stay trustworthy this many eps around its ref
+# E is accurate while the threshold lies within this many eps of ref
 WINDOW = 40.0
-# elements of E, and of the copy that a step clips, that stay in the cache of a core
+# elements per core: E and its clipped copy stay in the cache of the core
 CHUNK = 1 << 17
-# steps of an eps whose thresholds backward compares with every entry: the next ones lie close to each other, so
-# that few entries lie between them, and those are searched
+# backward compares every entry with the first thresholds of an eps, this many. Later thresholds lie close together, so
+# it searches only the few entries between them
 APART = 7
-# exponents are cut off here: what is larger was saturated, and its exponential would overflow
+# larger exponents are capped: their entries were saturated, and their exponentials would overflow
 HIGHEST = 80.0
 
 
 def schedule(n_iters: int, eps: float, eps_init: float | None, eps_decay: float) -> list[float]:
-    """The eps of each of the T steps, and the one of the final gates."""
+    """Return the eps of each of the T steps, then that of the final gates."""
     out = [max(eps if eps_init is None else eps_init, eps)]
     for _ in range(n_iters):
         out.append(max(out[-1] * eps_decay, eps))
@@ -39,17 +39,17 @@ def schedule(n_iters: int, eps: float, eps_init: float | None, eps_decay: float)
 
 
 def _room() -> int:
-    """Elements that stay in the caches of the cores at work."""
+    """Return how many elements stay in the caches of the cores that torch uses."""
     return CHUNK * torch.get_num_threads()
 
 
 def _height(s: Tensor) -> int:
-    """Rows that are worked on together."""
+    """Return how many rows are processed together."""
     return len(s) if s.is_cuda else max(1, _room() // s.shape[-1])
 
 
 class _Exponentials:
-    """E = exp((s - ref)/eps) of some rows, kept in `out`; rows longer than `room` are worked on in pieces."""
+    """E = exp((s - ref)/eps) of some rows, kept in `out`; rows longer than `room` are processed in pieces."""
 
     def __init__(self, s: Tensor, out: Tensor, room: Tensor) -> None:
         width = max(1, len(room) // len(s))
@@ -63,7 +63,7 @@ class _Exponentials:
             torch.sub(s, ref, out=out).div_(eps).exp_()
 
     def clipped_sum(self, level: Tensor) -> Tensor:
-        """Σ min(E, level)."""
+        """Return Σ min(E, level) of each row."""
         sums = [block_sums(torch.minimum(e, level, out=room)) for _, e, room in self.pieces]
         blocks = sums[0] if len(sums) == 1 else torch.cat(sums, -1)
         return blocks if blocks.shape[-1] == 1 else blocks.sum(-1, keepdim=True)
@@ -75,7 +75,7 @@ class _Exponentials:
 
 
 def forward(s: Tensor, k: Tensor, epsilons: list[float], want_trace: bool) -> tuple[Tensor, Tensor]:
-    """Gates (R, n) and the trace ((R, 0) when not wanted; here without the counts, which backward finds by itself)."""
+    """Return gates (R, n) and the trace, (R, 0) if not wanted; its counts stay 0, because `backward` computes them."""
     width = 2 * (len(epsilons) - 1) if want_trace else 0
     y, trace = torch.empty_like(s, memory_format=torch.contiguous_format), s.new_zeros(len(s), width)
     if s.numel():
@@ -87,9 +87,9 @@ def forward(s: Tensor, k: Tensor, epsilons: list[float], want_trace: bool) -> tu
 
 
 def _forward(s: Tensor, k: Tensor, epsilons: list[float], ratios: _Exponentials, trace: Tensor) -> None:
-    """Give some rows their gates, and their trace if it has room."""
+    """Compute the gates of some rows and, if `trace` has columns, their trace."""
     steps, wanted = len(epsilons) - 1, trace.shape[-1] > 0
-    # a column by a Python number takes torch three times as long as by a tensor
+    # 0-d tensors: torch takes three times as long to combine a column with a Python number
     eps = s.new_full((), epsilons[0])
     top = s.amax(-1, keepdim=True)
     nobody = None
@@ -121,7 +121,7 @@ def _forward(s: Tensor, k: Tensor, epsilons: list[float], ratios: _Exponentials,
         ratios.make(ref, eps)
         if t == steps:
             break
-        # a step is a clipped sum and a division; all steps of an eps go without a look, unless nobody may look
+        # CPU: do all steps of an eps, then check E's range once. CUDA: do one step, as a check would make the host wait
         first = t
         levels: list[Tensor] = []
         while t < steps and epsilons[t] == now and not (levels and s.is_cuda):
@@ -129,10 +129,10 @@ def _forward(s: Tensor, k: Tensor, epsilons: list[float], ratios: _Exponentials,
             level = (total if nobody is None else total.add_(nobody)).div_(k)
             levels.append(level)
             t += 1
-        # levels go one way as long as their ref stays: the last one tells whether any has left
+        # levels are monotone while ref stays, so the last one shows whether any has left E's range
         leaves = _leaves(level)
         if leaves is not None and not s.is_cuda:
-            # steps after the first that went too far go again
+            # redo the steps after the first one that left
             at, leaves = next((i, out) for i, x in enumerate(levels) if (out := _leaves(x)) is not None)
             t, level = first + at + 1, levels[at]
         if wanted:
@@ -144,28 +144,28 @@ def _forward(s: Tensor, k: Tensor, epsilons: list[float], ratios: _Exponentials,
 
 
 def _leaves(level: Tensor) -> Tensor | None:
-    """Where the exponentials beside these levels are no longer trustworthy; None if nowhere, as far as one may look."""
+    """Return a mask of the levels that have left E's range; None if there are none (never None on CUDA: no wait)."""
     lowest, highest = math.exp(-WINDOW), math.exp(WINDOW)
     if not level.is_cuda:
         low, high = torch.aminmax(level)
         if low.item() >= lowest and high.item() <= highest:
             return None
-    # NaN stays where it is
+    # NaN compares false: its row keeps its ref
     out = (level > highest) | (level < lowest)
     return out if level.is_cuda or bool(out.any()) else None
 
 
 def backward(gy: Tensor, s: Tensor, trace: Tensor, k: Tensor, epsilons: list[float]) -> tuple[Tensor, Tensor]:
-    """(ds (R, n), dk (R, 1)): a recursion over T numbers per row, and one exponential per element and distinct eps.
+    """Return ds (R, n), dk (R, 1): a recursion over T numbers per row, one exponential per element and distinct eps.
 
-    An entry takes part in every step whose threshold before it was not yet passed.
+    An entry contributes to step t if it does not exceed the threshold of step t - 1.
     """
     if not s.numel():
         return s.clone(), torch.zeros_like(k)
-    # rows in one piece, whatever the strides of s
+    # contiguous, whatever the strides of s
     ds, dk = torch.empty_like(s, memory_format=torch.contiguous_format), torch.empty_like(k)
     height, thresholds = _height(s), trace[:, : len(epsilons) - 1]
-    # in one piece: four of them, given back one by one, go back to the system, and their pages fault in at each call
+    # one allocation: four separate ones would return to the system, and their pages would fault in at each call
     buffers = s.new_empty(4, min(height, len(s)), s.shape[-1])
     chunks = (x.split(height) for x in (gy, s, trace[:, -1:], thresholds, k, ds, dk))  # type: ignore[no-untyped-call]
     for upstream, of_s, ref, level, of_k, of_ds, of_dk in zip(*chunks, strict=True):
@@ -178,7 +178,7 @@ def backward(gy: Tensor, s: Tensor, trace: Tensor, k: Tensor, epsilons: list[flo
 def _backward(
     gy: Tensor, z: Tensor, level: Tensor, k: Tensor, epsilons: list[float], g: Tensor, buffers: list[Tensor]
 ) -> Tensor:
-    """Fill g with the scores' gradient of some rows; z and level (R, T) are measured from the same ref."""
+    """Write the gradient of some rows' scores to g and return that of k; z and level (R, T) share one ref."""
     steps = len(epsilons) - 1
     ratios, above, weight = buffers
     last = level[:, -1:]
@@ -188,13 +188,13 @@ def _backward(
     torch.mul(gy, above, out=g)
     total = g.sum(-1, keepdim=True)
     if g.is_cuda or not bool(total.isfinite().all()):
-        # an upstream inf or NaN where the gate can't change says nothing
+        # an upstream inf or NaN has no effect where the gate is constant
         g.copy_(torch.where(above > 0, g, 0.0))
         total = g.sum(-1, keepdim=True)
     g.div_(epsilons[-1])
     total /= epsilons[-1]
 
-    # how many entries lie above each threshold
+    # number of entries above each threshold
     count = torch.empty_like(level[:, :-1])
     between = {}
     for first, end in groups:
@@ -204,7 +204,7 @@ def _backward(
         if apart < end - 1:
             between[first] = _Between(z, level[:, apart : end - 1], above, weight)
             count[:, apart : end - 1] = between[first].count
-    # da of step t is da of the last one times the shares that every later step passed on
+    # da of step t is da of the last step times the factors of all later steps
     eps = level.new_tensor(epsilons[:-1])
     passed = count * ((level[:, :-1] - level[:, 1:]) / eps[1:]).exp_() / k
     passed = torch.where(count == 0, 0.0, passed).flip(-1).cumprod(-1).flip(-1)
@@ -228,12 +228,12 @@ def _backward(
 
 
 def _exponential(z: Tensor, base: Tensor, eps: float, out: Tensor) -> Tensor:
-    """exp((z - base)/eps), finite: what is too large for that was saturated, and counts nowhere."""
+    """Write exp((z - base)/eps) to `out`, capped to stay finite: capped entries were saturated and have weight 0."""
     return torch.sub(z, base, out=out).div_(eps).clamp_(max=HIGHEST).exp_()
 
 
 class _Between:
-    """Thresholds (R, t) close to each other, and the entries between the lowest and the highest of them."""
+    """Thresholds (R, t) that lie close together, and the entries between the lowest and the highest."""
 
     def __init__(self, z: Tensor, level: Tensor, buffer: Tensor, other: Tensor) -> None:
         self.level, self.order = level.sort(dim=-1)
@@ -244,7 +244,7 @@ class _Between:
         inside = buffer.sub_(other)
         sizes = inside.sum(-1, keepdim=True)
         self.at = inside.bool().view(-1).nonzero()[:, 0]
-        # rows side by side for the search, filled up with entries below all thresholds
+        # searchsorted needs rows of one length: pad with -inf, below all thresholds
         self.filled = torch.arange(int(sizes.max()), device=z.device) < sizes
         rows = torch.full(self.filled.shape, -math.inf, dtype=z.dtype, device=z.device)
         rows.masked_scatter_(self.filled, z.view(-1)[self.at])
@@ -257,7 +257,7 @@ class _Between:
         self.count = torch.empty_like(level).scatter_(-1, self.order, over)
 
     def weigh(self, shares: Tensor, z: Tensor, weight: Tensor) -> None:
-        """Fill `weight` with the sum, for every entry, of the shares (R, t) of the thresholds that it is not above."""
+        """Write to `weight`, for each entry, the sum of `shares` (R, t) over the thresholds that it does not exceed."""
         sums = shares.gather(-1, self.order).flip(-1).cumsum(-1).flip(-1)
         torch.le(z, self.level[:, :1], out=weight).mul_(sums[:, :1])
         sums = torch.cat((sums, torch.zeros_like(sums[:, :1])), -1)
@@ -265,7 +265,7 @@ class _Between:
 
 
 def _groups(level: Tensor, epsilons: list[float]) -> list[tuple[int, int]]:
-    """Runs [first, end) of steps that can share an exponential: one eps, thresholds within the window of the last."""
+    """Return runs [first, end) of steps that share an exponential: one eps, thresholds within WINDOW of the last."""
     out = []
     end = level.shape[-1]
     while end > 1:

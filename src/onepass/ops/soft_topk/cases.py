@@ -1,4 +1,4 @@
-"""What soft_topk is measured against, and where."""
+"""Benchmark cases of soft_topk: shapes, temperatures and rivals."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from onepass.ops.coor_descent.op import coor_descent
 from . import rivals
 from .op import KINDS, soft_topk
 
-# over n with as many elements, over eps
+# widths of rows at a constant number of elements, then temperatures
 WIDTHS = (256, 1024, 4096, 32768, 131072, 1 << 20)
 ELEMENTS = 1 << 26
 TEMPERATURES = (1.0, 0.3, 0.1, 0.03, 0.01)

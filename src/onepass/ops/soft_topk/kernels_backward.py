@@ -1,4 +1,4 @@
-"""Triton backward of soft_topk: one formula for every kind, for whole rows in one launch, for long ones in two."""
+"""Triton backward of soft_topk: one formula for all kinds; one launch for whole rows, two for long rows."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def weigh(
     gy_ptr, s_ptr, mask_ptr, rows, cols, gy_row_stride, s_row_stride, mask_row_stride, n_rows, n_cols, base, c, eps,
     KIND: tl.constexpr, HAS_MASK: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """φ' and gy·φ' of a tile, and the offsets where φ' is not zero."""
+    """Return φ' and gy·φ' of a tile, and the offsets, 0 where φ' is 0."""
     s = load_scores(s_ptr, mask_ptr, rows, cols, s_row_stride, mask_row_stride, n_rows, n_cols, HAS_MASK, BLOCK_R)
     gy = load_gradient(gy_ptr, rows, cols, gy_row_stride, n_rows, n_cols, BLOCK_R)
     x = offsets(s, base, eps) - c
@@ -74,7 +74,7 @@ def backward_kernel(
     BLOCK_C: tl.constexpr,
     VEC: tl.constexpr,
 ):
-    """Ds = w·(gy - q)/eps with q = Σ gy·w / Σ w: for whole rows in one go, for long rows sums first, then the rest."""
+    """Compute ds = w·(gy - q)/eps with q = Σ gy·w / Σ w; long rows need a launch for the sums and one for the rest."""
     gy_row_stride *= VEC
     s_row_stride *= VEC
     mask_row_stride *= VEC
@@ -151,7 +151,10 @@ def backward(
     gy: Tensor, s: Tensor, solution: Tensor, eps: Tensor | None, mask: Tensor | None, eps_value: float, kind: int,
     need_s: bool, need_eps: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gy and s (rows, n) with unit column stride → ds (rows, n) like s or empty, dk and deps (rows, 1) fp32."""
+    """Return ds (rows, n) in the dtype of s, or empty, and dk and deps (rows, 1) in fp32, deps empty if not needed.
+
+    gy and s are (rows, n) with unit column stride.
+    """
     n_rows, n_cols = s.shape
     ds = torch.empty((n_rows, n_cols) if need_s else (0,), dtype=s.dtype, device=s.device)
     dk = scratch(s, n_rows, 1)

@@ -1,7 +1,7 @@
-"""The search for a row's threshold, shared by the kernels of soft_topk: first look, first guess, steps.
+"""The search for the threshold of a row, shared by the kernels of soft_topk: stats, first guess, steps.
 
-Every kind is solved by the same search for one threshold (base, c), y = φ((s - base)/eps - c): a pass over the row
-gives two sums, `advance` turns them into the next threshold.
+One search for a threshold (base, c) with y = φ((s - base)/eps - c) solves all kinds: a pass over the row computes sums,
+and `advance` turns them into the next threshold.
 """
 
 from __future__ import annotations
@@ -14,32 +14,32 @@ from onepass.ops._shared.kernels_rows import INF, LOG2E, SEPARATE, largest, pair
 
 # far enough to saturate every gate, finite so that -inf scores stay -inf
 ALL_ONES = tl.constexpr(-1e30)
-# beyond this many eps a threshold is only a place to look at, its digits don't matter
+# beyond this many eps a threshold is a trial point, whose low digits don't matter
 FAR = tl.constexpr(1e4)
 # rounding of fp32, and the Newton step whose square is below it
 TINY = tl.constexpr(1.2e-7)
 SMALL = tl.constexpr(2e-4)
-# capped_exp takes scores this close to the threshold for saturated: one rounding in the sum of many equal gates is not
-# told from the gate of another score
+# capped_exp counts scores this close to the threshold as saturated: otherwise a rounding in the sum of many equal gates
+# would look like the gate of another score
 EDGE = tl.constexpr(16 * 1.2e-7)
-# a plain sum of gates leaves the threshold uncertain by its rounding over the slopes: more than FIRM is too much. The
-# slope of clamp changes where an entry enters or leaves the window: those this close to its edges are not counted
+# largest accepted error of the threshold, in eps, from the rounding of a plain sum of gates (rounding over slopes). For
+# clamp, entries this close to an edge of the window are left out of the slopes, which jump there
 FIRM = tl.constexpr(5e-5)
-# terms that underflowed would be missing from a sum as small as this
+# a sum smaller than this may lack terms that underflowed
 UNDERFLOWN = tl.constexpr(1e-25)
 
 # passes without a bracket, then with one
 SWIFT_PASSES = tl.constexpr(10)
 MAX_PASSES = tl.constexpr(160)
-# a guess this many eps off is beyond a step without a bracket
+# largest step without a bracket, in eps
 REACH = tl.constexpr(16.0)
-# columns from which a quarter of a row is enough for a guess
+# rows of this many columns or more use every fourth column for the guess
 QUARTER = tl.constexpr(2048)
 
 
 @triton.jit
 def inverse(k, n, KIND: tl.constexpr):
-    """φ⁻¹(k/n). From n - k, which is exact where 1 - k/n is not."""
+    """Return φ⁻¹(k/n), computed from n - k, which is exact where 1 - k/n is not."""
     if KIND == CAPPED_EXP:
         x = tl.log(k / n)
     elif KIND == SIGMOID:
@@ -58,9 +58,9 @@ def combine_looks(n0, a0, b0, lo0, hi0, n1, a1, b1, lo1, hi1):
 
 @triton.jit
 def first_look(s, pivot, BLOCK_R: tl.constexpr):
-    """Of each row: finite entries (NaN if one is NaN), Σ d and Σ d² with d = s - pivot, +inf entries, ends of the rest.
+    """Return for each row: finite entries (NaN if one is NaN), Σ d and Σ d² of d = s - pivot, +inf entries, extremes.
 
-    One exchange between the warps, unless there is a +inf.
+    The extremes are those of the finite entries. Without +inf, warps exchange data once.
     """
     allowed = s > -INF
     n = tl.where(s != s, s, tl.where(allowed, 1.0, 0.0))
@@ -87,7 +87,7 @@ def first_look(s, pivot, BLOCK_R: tl.constexpr):
 
 @triton.jit
 def load_pivot(s_ptr, rows, s_row_stride, n_rows):
-    """Some score of each row, finite: near it sums lose fewer digits."""
+    """Return the first score of each row, 0 if it is not finite: sums of differences to it lose fewer digits."""
     pivot = tl.load(s_ptr + rows * s_row_stride, mask=rows < n_rows, other=0.0).to(tl.float32)
     return tl.where(tl.abs(pivot) < INF, pivot, 0.0)
 
@@ -99,7 +99,7 @@ def add_triples(a0, b0, c0, a1, b1, c1):
 
 @triton.jit
 def triple_sum(a, b, c, BLOCK_R: tl.constexpr):
-    """Three sums of each row, through one exchange between the warps."""
+    """Return three sums of each row, with one exchange between the warps."""
     if SEPARATE:
         a, b, c = row_sum(a, BLOCK_R), row_sum(b, BLOCK_R), row_sum(c, BLOCK_R)
     elif BLOCK_R > 1:
@@ -111,7 +111,7 @@ def triple_sum(a, b, c, BLOCK_R: tl.constexpr):
 
 @triton.jit
 def moments(s, pivot, SAMPLE: tl.constexpr, BLOCK_R: tl.constexpr):
-    """Of each row: entries that may be chosen, Σ d, Σ d² with d = s - pivot; of every fourth column where SAMPLE."""
+    """Return for each row: valid entries, Σ d and Σ d² of d = s - pivot; with SAMPLE, of every fourth column."""
     if SAMPLE:
         s, _ = tl.split(tl.reshape(s, (s.shape[0] // 2, 2)))
         s, _ = tl.split(tl.reshape(s, (s.shape[0] // 2, 2)))
@@ -123,7 +123,7 @@ def moments(s, pivot, SAMPLE: tl.constexpr, BLOCK_R: tl.constexpr):
 
 @triton.jit
 def guess(pivot, count, total, squares, p, eps, KIND: tl.constexpr):
-    """Scores as a normal distribution seen through the gate's own noise: a guess, only its distance costs passes."""
+    """Guess the base as if the scores were normal, blurred by the gate; a poor guess costs passes, not accuracy."""
     shift = total / count
     mean = pivot + shift
     variance = tl.maximum(squares / count - shift * shift, 0.0)
@@ -142,7 +142,7 @@ def guess(pivot, count, total, squares, p, eps, KIND: tl.constexpr):
 
 @triton.jit
 def begin(pivot, count, total, squares, endless, lo, hi, k, eps, KIND: tl.constexpr):
-    """From the first look: bracket and first guess of the search, or the answer where it has a closed form."""
+    """Return bracket and first guess of the search from a row's stats, or the solution if it has a closed form."""
     k = tl.where((k > 0) & (eps > 0), k, float("nan"))
     nan = (count != count) | (k != k)
     ones = k >= count + endless
@@ -161,7 +161,7 @@ def begin(pivot, count, total, squares, endless, lo, hi, k, eps, KIND: tl.conste
 
 @triton.jit
 def rebase(base, c, done, eps):
-    """The same threshold with a base that is as near as fp32 can say, and c what is missing."""
+    """Move the base as close to the threshold as fp32 allows; c keeps the rest."""
     moved = base + eps * c
     d = (moved - base) / eps
     left = tl.where(tl.abs(d) < FAR, c - d, 0.0)
@@ -170,10 +170,10 @@ def rebase(base, c, done, eps):
 
 @triton.jit
 def measure(s, base, c, eps, KIND: tl.constexpr, BLOCK_R: tl.constexpr):
-    """The sums of a pass: entries above, Σ of what gates differ by from 1 above and from 0 below, Σ slopes.
+    """Return the sums of a pass: entries above, Σ of the gates' differences from 1 above and from 0 below, Σ slopes.
 
-    "Above" is the threshold, for capped_exp where gates saturate, for clamp the middle of its window. Entries are
-    counted, which is exact: a sum of many gates near 1 would have no digits left for the few that are not.
+    "Above" means above the threshold, for clamp above the middle of its window, for capped_exp saturated. The count is
+    exact; a plain sum of many gates near 1 would have no digits left for the small ones.
     """
     x = (s - base) * (1.0 / eps) - c
     if KIND == CAPPED_EXP:
@@ -202,7 +202,7 @@ def measure(s, base, c, eps, KIND: tl.constexpr, BLOCK_R: tl.constexpr):
 
 @triton.jit
 def newton(above, rest, slopes, k, n, KIND: tl.constexpr):
-    """From the sums of a pass: Σ gates - k, size of the saturated set (or Σ slopes), Newton's step for c."""
+    """Return Σ gates - k, the size of the saturated set (or Σ slopes) and Newton's step for c, from a pass's sums."""
     wanted = k - above
     excess = rest - wanted
     size = slopes
@@ -223,7 +223,7 @@ def newton(above, rest, slopes, k, n, KIND: tl.constexpr):
 
 @triton.jit
 def to_key(x):
-    """Integers in the order of fp32 numbers, neighbours next to each other."""
+    """Return integers in the order of fp32 numbers; neighbouring numbers differ by 1."""
     bits = x.to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
@@ -235,19 +235,19 @@ def to_number(key):
 
 @triton.jit
 def bracket(lo, hi, edge, eps):
-    """Ends of the threshold, as keys: equal scores at either end of the row bound it."""
+    """Return the ends of the bracket as keys: the thresholds of rows whose scores all equal lo, or all hi."""
     infinite = to_key(tl.zeros_like(lo) + INF)
     return tl.maximum(to_key(lo - edge * eps) - 1, -infinite - 1), tl.minimum(to_key(hi - edge * eps) + 1, infinite)
 
 
 @triton.jit
 def advance(base, c, lo, hi, fine, last, done, excess, size, step, k, eps, i, KIND: tl.constexpr):
-    """One step of the bracketed search, which ends for any scores: test for arrival, tighten, Newton or divide.
+    """Do one step of the bracketed search, which ends for any scores: check for the end, tighten, Newton or bisect.
 
-    At first the bracket's ends are keys of bases, and c is what rounding left of Newton's target. Dividing keys closes
-    any bracket in 32 steps, however many orders of magnitude it spans. Once no base lies between its ends, the rest is
-    in units of eps from the nearer end, and the ends are keys of c. The first look between them says which is nearer
-    (fine is 1 there, 2 from then on): from the other, which may be some eps away, gates near 0 would lose their digits.
+    At first the ends of the bracket are keys of bases, and c is the rounding error of Newton's target. Bisecting keys
+    closes any bracket in 32 steps, however many orders of magnitude it spans. Once no base lies between the ends, the
+    search goes on in units of eps from the nearer end, and the ends are keys of c. The first pass between them shows
+    which end is nearer (fine is 1 there, 2 afterwards): relative to the other, gates near 0 would lose their digits.
     """
     if KIND == CAPPED_EXP:
         arrived = (size < k) & ((size == last) | (step == 0))
@@ -255,8 +255,8 @@ def advance(base, c, lo, hi, fine, last, done, excess, size, step, k, eps, i, KI
         arrived = tl.abs(excess) <= 4 * TINY * tl.minimum(k, size)
     else:
         arrived = tl.abs(step) <= SMALL
-    # no gate is further from its value than their sum from k; in the gap between two groups of scores none changes, and
-    # any threshold is right
+    # no gate is further from its value than the sum is from k. In the gap between two groups of scores no gate changes,
+    # so that any threshold there is right
     arrived = arrived | (tl.abs(excess) <= 4 * TINY * tl.minimum(k, 1.0))
     low = excess >= 0
     coarse = fine == 0
@@ -272,7 +272,7 @@ def advance(base, c, lo, hi, fine, last, done, excess, size, step, k, eps, i, KI
     left = tl.where(tl.abs(aim) < FAR, aim - (moved - base) / eps, 0.0)
     goal = to_key(tl.where(coarse, moved, aim))
     flip = (fine == 1) & low
-    # most scores are solved by Newton; where it goes in circles, every fourth step and then every step divides
+    # Newton solves most rows; in case it cycles, every fourth step bisects, and so do steps 32 to 63 of every 64
     newton = (goal > lo) & (goal < hi) & (tl.abs(step) < INF) & (i % 4 != 3) & (i % 64 < 32) & (flip == 0)
     last = tl.where(newton & (size < k), size, -1.0)
     halfway = to_number(middle)
@@ -289,10 +289,10 @@ def advance(base, c, lo, hi, fine, last, done, excess, size, step, k, eps, i, KI
     # where many equal scores begin to saturate, the sum jumps over k and Newton's steps lead out of the closed bracket
     finish = tl.where(tl.abs(step) < tl.where(narrow, EDGE, 1.0), aim, c)
     if KIND == CAPPED_EXP:
-        # with k saturated entries and a gap below them, where the sum is k already, a step would unsaturate some
+        # if k entries are saturated, the sum is k already, and a step would unsaturate some
         finish = tl.where(size < k, finish, c)
     if KIND == CLAMP:
-        # unless many equal gates would feel its rounding more
+        # no last step if its rounding changes many equal gates by more
         finish = tl.where(tl.abs(excess) <= size * TINY * tl.abs(c), c, finish)
     base = tl.where((done > 0) | arrived, base, next_base)
     c = tl.where(done > 0, c, tl.where(arrived, finish, next_c))
@@ -302,9 +302,9 @@ def advance(base, c, lo, hi, fine, last, done, excess, size, step, k, eps, i, KI
 
 @triton.jit
 def swift_step(u, raw, b, last, k):
-    """One step of the active set on u = e^c, for capped_exp: (next u, whether it may be trusted, whether it is exact).
+    """Do one active-set step of capped_exp on u = e^c; return (next u, whether it is reliable, whether it is exact).
 
-    Raw is the sum of the entries of E below u, b the number of the others, last that of the step before.
+    raw is the sum of the entries of E below u, b the number of the others, last that of the previous step.
     """
     newton = u * tl.exp2(tl.minimum((raw + (b - k) * u) / raw, REACH) * LOG2E)
     new = tl.where(b < k, raw / (k - b), newton)

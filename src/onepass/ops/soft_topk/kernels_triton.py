@@ -1,8 +1,8 @@
 """Triton kernels of soft_topk and their launchers.
 
-Short rows make their passes in registers. A long row is shared by a team of programs that all run at once: each holds
-a chunk in registers, and they exchange partial sums through memory. Where that can't be (rows beyond the registers of
-the whole GPU, no cooperative launches), a row takes a bounded sequence of launches, and the host never looks.
+A short row stays in registers for all passes. A team of programs that run at once shares a long row: each holds a chunk
+in registers, and they exchange partials through a mailbox. Rows too long for the registers of the whole GPU, and GPUs
+without cooperative launches, take a bounded sequence of launches without waits of the host.
 """
 
 from __future__ import annotations
@@ -58,13 +58,13 @@ from .kernels_search import (
     swift_step,
 )
 
-# launches of the search in long rows; each costs little once the row is solved
+# newton launches for long rows; they cost little once a row is solved
 LONG_PASSES = 64
-# longest row held in the registers of one program: the kinds without a shared exponential also hold the scores
+# longest row that one program holds in registers, by kind
 LONGEST = (32768, 16384, 16384, 16384)
-# columns of a program of a team, its warps, programs per multiprocessor
+# team: columns per program, warps per program, programs per multiprocessor
 TEAM = (8192, 8, 2)
-# warps and registers per thread (0: as many as the compiler takes) of one program, by kind and columns, as measured
+# warps, and registers per thread (0: the compiler's choice), by kind and columns, from measurements
 TABLE: tuple[dict[int, tuple[int, int]], ...] = (
     {512: (1, 80), 1024: (1, 80), 2048: (1, 128), 4096: (2, 128), 8192: (8, 64), 16384: (8, 128), 32768: (32, 0)},
     {8192: (8, 64), 16384: (16, 64)},
@@ -72,7 +72,7 @@ TABLE: tuple[dict[int, tuple[int, int]], ...] = (
     {8192: (4, 128), 16384: (8, 128)},
 )
 N_STATE = tl.constexpr(8)
-# exponentials end here where they are divided by: their gates are 1 long before; nothing that matters is below 1/HUGE
+# cap of exponentials that are divided by: their gates are 1 far below it, and values below 1/HUGE don't matter
 HUGE = tl.constexpr(1e30)
 # the largest fp32 number below 1
 BELOW_ONE = tl.constexpr(1 - 2.0**-24)
@@ -80,7 +80,7 @@ BELOW_ONE = tl.constexpr(1 - 2.0**-24)
 
 @triton.jit
 def highest(a, mailbox_ptr, member, phase, TEAM: tl.constexpr, WIDTH: tl.constexpr):
-    """The largest of the team."""
+    """Return the largest `a` of the team, and the next phase."""
     if TEAM > 0:
         slots = mailbox_ptr + (phase % 2) * TEAM
         publish(slots + member, a, tl.abs(a), phase)
@@ -91,28 +91,28 @@ def highest(a, mailbox_ptr, member, phase, TEAM: tl.constexpr, WIDTH: tl.constex
 
 @triton.jit
 def unit(x):
-    """X clipped to [0, 1], which costs nothing beside the operation that makes x."""
+    """Clip x to [0, 1], at no cost after the operation that computes x."""
     return tl.minimum(tl.maximum(x, 0.0), 1.0)
 
 
 @triton.jit
 def measure_clipped(s, base, c, eps, BLOCK_R: tl.constexpr):
-    """Σ gates and Σ slopes of clamp, those within FIRM of an edge left out."""
+    """Return Σ gates and Σ slopes of clamp, without the slopes of entries within FIRM of an edge."""
     x = (s - base) * (1.0 / eps) - c
-    # 1 above 0, less 1 above 1: a comparison and a choice take twice as long as an operation that clips
+    # the slope is 1 above 0 minus 1 above 1: clipping takes half the time of comparing and selecting
     w = unit(x * HUGE - FIRM * HUGE) - unit(x * HUGE - (1.0 - FIRM) * HUGE)
     return pair_sum(unit(x), w, BLOCK_R)
 
 
 @triton.jit
 def firm(k, slopes):
-    """Whether a sum of gates that is off by its rounding tells where the threshold is."""
+    """Return whether the rounding of a plain sum of gates moves the threshold by FIRM at most, in eps."""
     return 8 * TINY * k <= FIRM * slopes
 
 
 @triton.jit
 def exponentials(s, base, eps, KIND: tl.constexpr):
-    """E = exp((s - base)/eps); finite where it is divided by."""
+    """Return E = exp((s - base)/eps), capped for sigmoid, which divides by it."""
     e = tl.exp2((s - base) * (1.0 / eps) * LOG2E)
     if KIND == SIGMOID:
         e = tl.minimum(e, HUGE)
@@ -121,9 +121,9 @@ def exponentials(s, base, eps, KIND: tl.constexpr):
 
 @triton.jit
 def measure_exponentials(e, u, KIND: tl.constexpr, BLOCK_R: tl.constexpr):
-    """The same two sums of sigmoid and laplace at c = log u, with one operation that is slow for each entry.
+    """Return Σ gates and Σ slopes of sigmoid or laplace at c = log u, with one slow operation per entry.
 
-    1/x is taken as rsqrt(x)²: a division looks at the size of its operands first.
+    1/x is computed as rsqrt(x)², since a division checks the size of its operands first.
     """
     if KIND == SIGMOID:
         q = tl.rsqrt(e + u)
@@ -133,7 +133,7 @@ def measure_exponentials(e, u, KIND: tl.constexpr, BLOCK_R: tl.constexpr):
     else:
         p = e * (1.0 / u)
         q = tl.rsqrt(p)
-        # e^-|x|, of which a gate below is a half; above, what it lacks
+        # e^-|x|: half of it is the gate below the threshold, and 1 minus the gate above
         small = tl.minimum(p, q * q)
         a, b = pair_sum(unit(1.0 - q * q), small, BLOCK_R)
         b *= 0.5
@@ -143,12 +143,12 @@ def measure_exponentials(e, u, KIND: tl.constexpr, BLOCK_R: tl.constexpr):
 
 @triton.jit
 def gates_of_exponentials(e, u, KIND: tl.constexpr):
-    """The gates at c = log u."""
+    """Return the gates at c = log u."""
     if KIND == CAPPED_EXP:
         y = e * (1.0 / u)
         y = tl.where(y > 1.0, 1.0, y)
     elif KIND == SIGMOID:
-        # 1 where u is nothing beside E, and nowhere else: the division is approximate. As 1/(1 + u/E) it spills
+        # 1 exactly where E + u rounds to E, and below 1 elsewhere: the division is approximate. 1/(1 + u/E) spills
         t = e + u
         y = e / t
         y = tl.where(y > BELOW_ONE, BELOW_ONE, y)
@@ -166,10 +166,10 @@ def solve(
     KIND: tl.constexpr, HAS_K: tl.constexpr, HAS_EPS: tl.constexpr, HAS_MASK: tl.constexpr, TEAM: tl.constexpr,
     WIDTH: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Rows in registers, of one program each or of a team: a guess, Newton, and the bracketed search where that fails.
+    """Solve rows in registers, one program or a team per row: a guess, Newton, the bracketed search where that fails.
 
-    All kinds but clamp keep E = exp((s - base)/eps) instead of the scores: their passes need no exponential. The scores
-    are read again (from L2) for the rare row that takes the bracketed search.
+    All kinds but clamp keep E = exp((s - base)/eps) instead of the scores, so that a pass needs no exponential. The few
+    rows that take the bracketed search load their scores again (from L2).
     """
     phase = tl.cast(phase, tl.int32)
     inside = within(rows, cols, n_rows, n_cols, BLOCK_R)
@@ -187,7 +187,7 @@ def solve(
         squares, _beside = poll(slots, visit, TEAM, WIDTH)
         squares = tl.sum(squares, 0)
     base = guess(pivot, n, total, squares, k / (n * (4.0 if sample else 1.0)), eps, KIND)
-    # a NaN or an infinity among the scores that were looked at is one of base
+    # a NaN or an infinity among the sampled scores makes base NaN or infinite
     swift = tl.where((k > 0) & (eps > 0) & (k < n_cols) & (tl.abs(base) < INF), 1.0, 0.0)
     if KIND != CAPPED_EXP:
         swift = tl.where(k < n, swift, 0.0)
@@ -199,8 +199,8 @@ def solve(
     if KIND == CAPPED_EXP:
         s = tl.exp2((s - base) * (1.0 / eps) * LOG2E)
         while (i < SWIFT_PASSES) & (largest(swift, BLOCK_R) > 0):
-            # entries at the threshold count as saturated: with k of them there is nothing left to solve for here; a NaN
-            # is not at or above anything, so that it gets into the sum, also where no guess has looked at it
+            # entries at the threshold count as saturated; these passes can end only with fewer than k of them. A NaN
+            # compares false, so it enters the sum, also if the guess did not sample it
             saturated = s >= u * (1.0 - EDGE)
             raw, b = pair_sum(tl.where(saturated, 0.0, s), tl.where(saturated, 1.0, 0.0), BLOCK_R)
             raw, b, phase = team_sums(raw, b, mailbox_ptr, member, phase, TEAM, WIDTH)
@@ -220,7 +220,7 @@ def solve(
             excess, size, step = newton(0.0, a, b, k, n, KIND)
             good = (swift > 0) & (tl.abs(step) < REACH)
             exact = good & (tl.abs(excess) <= 4 * TINY * k)
-            # one more step, unless many equal gates would feel its rounding more
+            # one more step, unless its rounding changes many equal gates by more
             worse = exact & (tl.abs(excess) <= size * TINY * tl.abs(c))
             c = tl.where(good & (worse == 0), c + step, c)
             done = tl.where(exact & firm(k, size), 1.0, done)
@@ -232,7 +232,7 @@ def solve(
             a, b = measure_exponentials(s, u, KIND, BLOCK_R)
             a, b, phase = team_sums(a, b, mailbox_ptr, member, phase, TEAM, WIDTH)
             _excess, size, step = newton(0.0, a, b, k, n, KIND)
-            # the last quotient is kept, not its logarithm: that rounds with |c|
+            # keep u itself: its logarithm c rounds relative to |c|
             new = u * tl.exp2(step * LOG2E)
             good = (swift > 0) & (tl.abs(step) < REACH) & (new < 1e17) & (new > 1e-17)
             exact = good & (tl.abs(step) <= SMALL)
@@ -275,7 +275,7 @@ def solve(
         if KIND != CLAMP:
             y, _ = gates_and_slopes(offsets(s, base, eps) - c, KIND)
             if BLOCK_R > 1:
-                # rows that were solved before keep their bits, whoever their neighbours are
+                # rows solved before keep their bits, so that a row's result doesn't depend on its neighbours
                 again = gates_of_exponentials(exponentials(s, base, eps, KIND), u, KIND)
                 y = tl.where(solved > 0, again, y)
             tl.store(y_ptr + rows * n_cols + cols, y.to(y_ptr.dtype.element_ty), mask=inside)
@@ -331,7 +331,7 @@ def team_kernel(
     mask_ptr,  # (n_rows, n_cols) uint8, unit column stride, or nothing
     y_ptr,  # (n_rows, n_cols) like s, contiguous
     solution_ptr,  # (n_rows, 2) fp32: base and c
-    mailbox_ptr,  # (teams, 4, TEAM) int64, zero: twice the two sums of a pass, twice what a first look has beside them
+    mailbox_ptr,  # (teams, 4, TEAM) int64 zeros: per member two slots for the sums of a pass, two for Σ d² of a row
     s_row_stride,
     k_stride,
     eps_stride,
@@ -349,7 +349,7 @@ def team_kernel(
     BLOCK_C: tl.constexpr,
     VEC: tl.constexpr,
 ):
-    """Long rows, each for a team of programs with a chunk of it: all take the same steps."""
+    """Long rows: a team of programs shares each row, one chunk per program; all members take the same steps."""
     team = tl.program_id(0) // TEAM
     member = tl.program_id(0) % TEAM
     visit = 0
@@ -377,7 +377,7 @@ def stats_kernel(
     HAS_MASK: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """Long rows, first look: one chunk of one row per program; sums are of s - (the row's first score)."""
+    """Long rows, stats: one chunk of one row per program; sums are of s - pivot."""
     rows = tile_rows(1)
     pivot = load_pivot(s_ptr, rows, s_row_stride, n_rows)
     n = 0.0
@@ -435,7 +435,7 @@ def newton_kernel(
     N_SPLITS: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """Long rows, one pass: every program of a row takes the same step from all partial sums, then adds its own."""
+    """Long rows, one pass: each program computes the same step from all partials, then writes its own for the next."""
     split = tl.program_id(1)
     n_splits = tl.num_programs(1)
     rows = tile_rows(1)
@@ -496,7 +496,7 @@ def newton_kernel(
             tl.store(state + 5, last)
             tl.store(state + 6, done)
             tl.store(state + 7, n)
-        # a solved row reads its (stale) sums no more
+        # a solved row skips the pass: its stale sums change nothing any more
         if done == 0:
             above = 0.0
             rest = 0.0
@@ -515,7 +515,7 @@ def newton_kernel(
 
 
 def forward_shape(n_rows: int, n_cols: int, kind: int) -> Shape:
-    """The launch of the forward pass."""
+    """Return the launch shape of the forward pass."""
     plan = shape(n_rows, n_cols, HALF_PER_WARP, LONGEST[kind])
     if plan.splits > 1 or plan.block_r > 1:
         return plan
@@ -523,7 +523,7 @@ def forward_shape(n_rows: int, n_cols: int, kind: int) -> Shape:
 
 
 def forward_options(plan: Shape, kind: int) -> dict[str, Any]:
-    """Launch options of the forward pass: rows wait for each other less when several are there at once."""
+    """Return the launch options of the forward pass; a register limit lets more rows run at once, which hides waits."""
     limit = TABLE[kind].get(plan.block_c, (0, 0))[1] if plan.block_r == 1 and torch.version.hip is None else 0
     return {"num_warps": plan.warps, **({"maxnreg": limit} if limit else {})}
 
@@ -532,9 +532,10 @@ def forward(
     s: Tensor, k: Tensor | None, eps: Tensor | None, mask: Tensor | None, k_value: float, eps_value: float, kind: int,
     shape_of_s: tuple[int, ...],
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """S (rows, n) with unit column stride → gates, solution (rows, 2).
+    """Return the gates and the solution (rows, 2) of s (rows, n) with unit column stride.
 
-    Gates have `shape_of_s`, the scores' shape before they were rows: a view could not be changed in place.
+    Gates are allocated in `shape_of_s`, the original shape of the scores: autograd forbids in-place changes of a view
+    made inside a Function.
     """
     n_rows, n_cols = s.shape
     y = torch.empty(shape_of_s, dtype=s.dtype, device=s.device)

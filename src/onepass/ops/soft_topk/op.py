@@ -33,7 +33,7 @@ def forward(
     eps_value: float,
     kind: int,
 ) -> tuple[Tensor, Tensor]:
-    """(gates, solution (rows, 2)) without checks and autograd, for operators that continue from them."""
+    """Return gates and solution (rows, 2), without checks and autograd, for operators built on them."""
     if uses_triton(scores):
         from . import kernels_triton
 
@@ -61,7 +61,7 @@ def backward(
     need_k: bool,
     need_eps: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of scores, k and eps from the gates' gradient and the solution; empty where not needed."""
+    """Return the gradients of scores, k and eps, empty where not needed, from the gates' gradient and the solution."""
     if uses_triton(scores):
         from . import kernels_backward
 
@@ -158,7 +158,7 @@ def soft_topk(
     mask: Tensor | None = None,
     kind: str = "capped_exp",
 ) -> Tensor:
-    r"""Differentiable top-k over the last dimension: gates in [0, 1] that sum to ``k`` in every row.
+    r"""Return a differentiable top-k of each row: gates in [0, 1] that sum to ``k`` over the last dimension.
 
     .. math:: y_i = \varphi\!\left(\frac{s_i + c}{\varepsilon}\right), \qquad
               c \text{ such that } \sum_i y_i = k
@@ -172,34 +172,35 @@ def soft_topk(
     ``clamp``      clamp(u + ½, 0, 1)             budget sparsemax; exact zeros and ones
     ============== ============================== =======================================================
 
-    The threshold is solved for, not iterated towards: ``capped_exp`` and ``clamp`` exactly (their active sets are
-    finite), the others by a safeguarded Newton method. One implicit backward gives the gradients of all inputs.
+    A safeguarded Newton method solves for the threshold: exactly for ``capped_exp`` and ``clamp``, whose active sets
+    are finite, to rounding for the others. One implicit backward gives the gradients of all inputs.
 
     Args:
-        scores: ``(..., n)``, fp32, fp16, bf16 or fp64, any strides, n of any size. Computed in fp32 (fp64 for fp64).
+        scores: ``(..., n)``, fp32, fp16, bf16 or fp64, any strides, any n. Computed in fp32 (fp64 for fp64).
         k: how many to choose, > 0, fractions allowed: a number or a tensor that broadcasts to ``scores.shape[:-1]``.
-        eps: temperature, > 0: a number or a tensor that broadcasts to ``scores.shape[:-1]``. Small is hard.
-        mask: bool, broadcasts to ``scores``; True = may be chosen. Masked entries get 0 and no gradient (but for
-            rows with a NaN, below).
+        eps: temperature, > 0: a number or a tensor that broadcasts to ``scores.shape[:-1]``. Small eps gives gates near
+            0 or 1.
+        mask: bool, broadcasts to ``scores``; True = may be chosen. Masked entries get gate 0 and gradient 0,
+            but for rows with a NaN, below.
         kind: the gate function, see above.
 
     Returns:
-        Gates like ``scores``. Rows with at most ``k`` valid entries get 1 on all of them (and zero gradients), rows
-        with no valid entry 0. Scores of -inf are never chosen; those of +inf are saturated, and share k evenly when
-        there are more than k of them. A NaN among the valid scores makes all gates of its row NaN, the masked
-        ones as well; a NaN among the masked scores changes nothing.
+        Gates with the shape and dtype of ``scores``. A row with at most ``k`` valid entries has 1 on all of them and
+        zero gradients; a row without valid entries is 0. Scores of -inf count as masked. Scores of +inf are saturated;
+        if there are more than k, they share k evenly. A NaN among the valid scores makes all gates of its row NaN,
+        the masked ones as well; a NaN among the masked scores changes nothing.
 
-    For k near the number of scores as for any other, gates are those of float64 (within 1e-4, tested up to n - ½) for
-    the same scores and the same ``k`` and ``eps`` in fp32, where k has steps of 1/64 at 200 000.
+    Gates are within 1e-4 of those of float64 for the same scores and for ``k`` and ``eps`` rounded to fp32, also for k
+    near n (tested up to n - ½). fp32 rounds k to steps of 1/64 at 200 000.
 
     Gradients flow to ``scores`` and to tensor ``k`` and ``eps`` (in their own shape and dtype), and are the same bit
     for bit from run to run.
 
     Raises:
-        TypeError: scores is no floating-point tensor, mask is not bool, k or eps is no number or real tensor.
-        ValueError: shapes don't broadcast, devices differ, kind is unknown, k or eps is not > 0. Tensors on a GPU are
-            not looked into, since the host would have to wait: there k ≤ 0 or eps ≤ 0 gives NaN rows.
-        NotImplementedError: a second derivative, or a forward-mode one, is asked for.
+        TypeError: scores is not a floating-point tensor, mask is not bool, or k or eps is not a number or real tensor.
+        ValueError: shapes don't broadcast, devices differ, kind is unknown, or k or eps is not > 0. Tensors k and eps
+            on a GPU are not checked, as the host would have to wait: there k ≤ 0 or eps ≤ 0 gives NaN rows.
+        NotImplementedError: for second derivatives and forward-mode derivatives.
 
     Source: CoLT5 (arXiv 2303.09752), ALIGNER (2211.01267), SOFT (2002.06504), LapSum (2503.06242).
 

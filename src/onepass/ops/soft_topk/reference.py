@@ -1,4 +1,4 @@
-"""The definition, in torch that autograd can differentiate: tests evaluate it in float64."""
+"""The definition of soft_topk in differentiable torch; tests evaluate it in float64."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .torch_path import KINDS
 
 
 def gate(u: Tensor, kind: str) -> Tensor:
-    """φ(u) of each kind."""
+    """Return φ(u) of a kind."""
     if kind == "capped_exp":
         return u.clamp(max=0).exp()
     if kind == "sigmoid":
@@ -30,9 +30,9 @@ def soft_topk(
     mask: Tensor | None = None,
     kind: str = "capped_exp",
 ) -> Tensor:
-    """φ((s + c)/eps) with Σ = k: c by bisection without gradient, then one Newton step that autograd sees.
+    """Return φ((s + c)/eps) with Σ = k: c by bisection without gradient, then one Newton step under autograd.
 
-    At the root that step changes nothing, and its derivative is the implicit one.
+    At the root that step is zero, and its derivative is the implicit one.
     """
     if kind not in KINDS:
         raise ValueError(kind)

@@ -1,4 +1,4 @@
-"""Other ways to a differentiable top-k, short, for the bench: LapSum by sorting, Sinkhorn."""
+"""Other methods for a differentiable top-k, for the bench: LapSum by sorting, Sinkhorn."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def lapsum(scores: Tensor, k: float, eps: float) -> Tensor:
-    """The `laplace` gates by one sort: between two neighbours the threshold solves a quadratic equation.
+    """Return the `laplace` gates by one sort: between two neighbours the threshold solves a quadratic equation.
 
     Struski et al. (arXiv 2503.06242). Assumes that the threshold lies between the smallest and the largest score.
     """
@@ -28,7 +28,7 @@ def lapsum(scores: Tensor, k: float, eps: float) -> Tensor:
 
 
 def sinkhorn(scores: Tensor, k: float, eps: float, n_iters: int = 200) -> Tensor:
-    """The `sigmoid` gates by Sinkhorn iterations towards the marginals (k, n - k).
+    """Return the `sigmoid` gates by Sinkhorn iterations towards the marginals (k, n - k).
 
     Xie et al. (arXiv 2002.06504).
     """

@@ -1,4 +1,4 @@
-"""What soft_topk promises, and what its kernels may cost."""
+"""Samples, bad calls and kernel budgets of soft_topk."""
 
 from __future__ import annotations
 
@@ -101,8 +101,8 @@ _FORWARD_SHAPES = (
     ("fp32", 0, 64), ("fp32", 0, 1024), ("fp32", 0, 8192), ("fp32", 0, 16384), ("fp32", 0, 32768), ("bf16", 0, 8192),
     ("fp32", 1, 8192), ("fp32", 2, 8192), ("fp32", 3, 8192), ("fp32", 1, 16384),
 )  # fmt: skip
-# bytes of local memory under the launch's register limit: more rows under way gain more than the bracketed search
-# (which few rows take) loses by waiting there
+# spill bytes allowed under the launch's register limit: more rows at once gain more than the spills cost, which are in
+# the bracketed search that few rows take
 _CROWDED = {
     (0, 1024): 168, (0, 8192): 336, (0, 16384): 304, (0, 32768): 704, (1, 8192): 304, (2, 8192): 192, (3, 8192): 496,
     (1, 16384): 304,

@@ -1,8 +1,7 @@
-"""The torch path (CPU, float64, no Triton): the whole state of a row is one threshold.
+"""The torch path of soft_topk (CPU, float64, no Triton): the whole state of a row is one threshold.
 
-Rows are (R, n) in fp32 or fp64 with every entry that may not be chosen at -inf; k and eps are (R, 1).
-A solved row is (ref, c): its gates are φ((s - ref)/eps - c). Two numbers, because ref alone can't be
-more exact than its own rounding, and scores far from zero would feel that divided by eps.
+Rows are (R, n) in fp32 or fp64 with -inf at masked entries; k and eps are (R, 1). The solution of a row is (ref, c)
+with gates φ((s - ref)/eps - c): c holds what the rounding of ref loses, which matters once it is divided by eps.
 """
 
 from __future__ import annotations
@@ -20,24 +19,24 @@ CAPPED_EXP, SIGMOID, LAPLACE, CLAMP = range(4)
 # far enough to saturate every gate, finite so that -inf scores stay -inf
 ALL_ONES = -1e30
 MAX_PASSES = 160
-# passes without a bracket, and the Newton steps (in units of eps) that they may take
+# passes without a bracket (in each round of capped_exp), rounds of capped_exp, largest Newton step in eps
 SWIFT_PASSES = 10
 SWIFT_MOVES = 3
 SWIFT_REACH = 16.0
-# beyond this many eps a threshold is only a place to look at, its digits don't matter
+# beyond this many eps a threshold is a trial point, whose low digits don't matter
 FAR = 1e4
-# capped_exp makes its exponentials anew when the threshold is this many eps away from their ref: e^c rounds by c
+# capped_exp recomputes its exponentials if the threshold is this many eps from their ref: the error of e^c grows with c
 REACH = 6.0
-# scores this close to where a gate saturates, in roundings, count as saturated (capped_exp) or have no slope (clamp):
-# one rounding in the sum of many equal gates is not told from the gate of another score
+# scores this many roundings from saturation count as saturated (capped_exp) or have no slope (clamp): otherwise a
+# rounding in the sum of many equal gates would look like the gate of another score
 EDGE = 16
-# columns looked at for the first guess, elements that stay in the cache between the passes of a chunk
+# columns sampled for the first guess, elements that stay in the cache between the passes of a chunk
 SAMPLE = 64
 CHUNK = 1 << 17
 
 
 def offsets(s: Tensor, ref: Tensor, eps: Tensor) -> Tensor:
-    """(s - ref)/eps; where ref is +inf the +inf scores share k among themselves: 0 for them, -inf for the rest."""
+    """Return (s - ref)/eps; where ref is +inf, +inf scores share k: 0 for them, -inf for all others."""
     x = (s - ref).div_(eps)
     endless = ref == math.inf
     if s.is_cuda or bool(endless.any()):
@@ -46,21 +45,21 @@ def offsets(s: Tensor, ref: Tensor, eps: Tensor) -> Tensor:
 
 
 def phi(x: Tensor, kind: int) -> Tensor:
-    """The gate; `clamp` is measured from its lower edge, so that small gates keep their digits. Overwrites x."""
+    """Return the gates, overwriting x; for `clamp` x is 0 at the lower edge, so that small gates keep their digits."""
     if kind == CAPPED_EXP:
         return x.clamp_(max=0).exp_()
     if kind == SIGMOID:
-        # (torch.sigmoid's last bit depends on the place in memory; exp's does not)
+        # (the last bit of torch.sigmoid depends on the place in memory; that of exp does not)
         return x.neg_().exp_().add_(1).reciprocal_()
     if kind == LAPLACE:
-        # the tail below zero, one minus it above; arithmetic, because torch.where takes ten times as long on a CPU
+        # the tail below zero, 1 minus the tail above; torch.where would take ten times as long on a CPU
         tail = x.abs().neg_().exp_().mul_(0.5).copysign_(x.add_(0.0))
         return x.ge_(0).sub_(tail)
     return x.clamp_(0, 1)
 
 
 def slope(x: Tensor, kind: int) -> Tensor:
-    """φ'(x), zero where the gate is saturated."""
+    """Return φ'(x), 0 where the gate is saturated."""
     if kind == CAPPED_EXP:
         return x.clamp(max=0).exp_().sub_(_above(x))
     if kind == SIGMOID:
@@ -72,12 +71,12 @@ def slope(x: Tensor, kind: int) -> Tensor:
 
 
 def _above(x: Tensor) -> Tensor:
-    """1.0 where x > 0, else 0.0 (a bool mask is slower to make, to apply and to sum)."""
+    """Return 1.0 where x > 0, else 0.0: bool masks are slower to create, apply and sum."""
     return torch.gt(x, 0, out=torch.empty_like(x))
 
 
 def inverse(k: Tensor, n: Tensor, kind: int) -> Tensor:
-    """φ⁻¹(k/n): where n equal scores must lie to get k together. From n - k, which is exact where 1 - k/n is not."""
+    """Return φ⁻¹(k/n), the offset at which n equal scores sum to k; n - k is exact where 1 - k/n is not."""
     if kind == CAPPED_EXP:
         return (k / n).log()
     if kind == SIGMOID:
@@ -90,10 +89,9 @@ def inverse(k: Tensor, n: Tensor, kind: int) -> Tensor:
 def _measure(
     s: Tensor, ref: Tensor, c: Tensor, k: Tensor, n: Tensor, eps: Tensor, kind: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """One pass over rows with n entries: (Σ gates at (ref, c) - k, saturated entries or Σ slopes, Newton's step for c).
+    """Do one pass over rows with n entries; return (Σ gates - k, saturated entries or Σ slopes, Newton's step for c).
 
-    A float32 sum of n gates near 1 has no digits left for the few that are not. So entries are counted, which is exact,
-    and summed is what the gates differ from 0 and 1 by, which is no more than a slope or two.
+    Entries above are counted, which is exact, and only differences from 0 and 1 summed: small gates keep their digits.
     """
     x = (s - ref).div_(eps).sub_(c)
     tiny = torch.finfo(s.dtype).eps
@@ -104,7 +102,7 @@ def _measure(
         excess = rest + (above - k)
         # exact for this saturated set; with k or more saturated, Newton on the sum itself
         return excess, above, torch.where(above < k, (rest / (k - above)).log(), excess / rest)
-    # (in place throughout: a million columns' worth of new memory takes longer than to compute them)
+    # (in place throughout: allocating a million columns takes longer than computing them)
     if kind == CLAMP:
         above = torch.gt(x, 0.5, out=torch.empty_like(x))
         count = above.sum(-1, keepdim=True)
@@ -115,10 +113,9 @@ def _measure(
         above = _above(x)
         count = above.sum(-1, keepdim=True)
         tail = x.abs_().neg_().exp_()
-        # not torch.sigmoid, as in phi
-        tail = tail.div_(1 + tail) if kind == SIGMOID else tail.mul_(0.5)
+        tail = tail.div_(1 + tail) if kind == SIGMOID else tail.mul_(0.5)  # not torch.sigmoid, as in phi
         total = row_sum(tail)
-        # those above the threshold lack it
+        # entries above the threshold are 1 - tail
         rest = total - 2 * row_sum(above.mul_(tail))
         dy = total - row_sum(tail.square_()) if kind == SIGMOID else total
     excess = (count - k) + rest
@@ -139,7 +136,7 @@ def _first_guess(s: Tensor, k: Tensor) -> Tensor:
 
 
 def _key(x: Tensor) -> Tensor:
-    """Integers in the order of floating-point numbers, neighbours next to each other."""
+    """Return integers in the order of floating-point numbers; neighbouring numbers differ by 1."""
     bits = x.view(torch.int64 if x.dtype == torch.float64 else torch.int32)
     return bits ^ ((bits >> (8 * x.itemsize - 1)) & torch.iinfo(bits.dtype).max)
 
@@ -152,7 +149,7 @@ def _number(key: Tensor) -> Tensor:
 def _swift(
     s: Tensor, base: Tensor, k: Tensor, n: Tensor, eps: Tensor, kind: int, done: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Newton without a bracket, which solves nearly every row: (ref, c, solved)."""
+    """Newton without a bracket, which solves most rows: return (ref, c, solved)."""
     c, lost, found = torch.zeros_like(base), done, torch.zeros_like(done)
     tiny = torch.finfo(s.dtype).eps
     for _ in range(SWIFT_PASSES):
@@ -161,7 +158,7 @@ def _swift(
         excess, state, step = _measure(s, base, c, k, n, eps, kind)
         exact = excess.abs() <= 4 * tiny * torch.minimum(k, state) if kind == CLAMP else step.abs() <= _small(s)
         good = (step.abs() < SWIFT_REACH) & ~lost & ~found
-        # one more step, unless many equal gates of clamp would feel its rounding more
+        # one more step, unless its rounding changes many equal gates of clamp by more
         worse = exact & (excess.abs() <= state * tiny * c.abs()) if kind == CLAMP else ~good
         c = torch.where(good & ~worse, c + step, c)
         found, lost = found | (good & exact), lost | ~(good | found)
@@ -171,30 +168,29 @@ def _swift(
 
 
 def _swift_capped(s: Tensor, k: Tensor, eps: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The same for capped_exp on a CPU, from scores as they come, and its gates into y.
+    """`_swift` for capped_exp on a CPU, which accepts any scores and writes the gates to y.
 
-    In units of E = exp((s - ref)/eps): passes without an exponential, few small operations. With m entries above the
-    level u and S the sum of the others, the level that is exact for these m is S/(k - m); there it stays.
+    Passes work on E = exp((s - ref)/eps). With m entries above a level and S the sum of the others, the next level is
+    S/(k - m); it is the solution once it repeats.
     """
     n = s.shape[-1]
     base, solvable = _first_guess(s, k), None
     if not (s.amin().item() > -math.inf and k.amax().item() < n):
         count = (s > -math.inf).sum(-1, keepdim=True)
-        # what has a closed form is solved for any k, so that it ends with the others
+        # rows with a closed form get another k here, so that they end with the others; `_solve` redoes them
         solvable = k < count
         k = torch.where(solvable, k, 0.5 * count)
         base = torch.where(base.isfinite(), base, s.amax(-1, keepdim=True))
     one, columns = s.new_ones(()), s.new_full((), n)
     largest = one * torch.finfo(s.dtype).max
     edge = 1 - EDGE * torch.finfo(s.dtype).eps
-    # a little above the guess, which is a score, so that equal scores are not all saturated
+    # a little above the guess, which is a score, so that scores equal to it are not saturated
     level = torch.full_like(base, 1.01)
-    # the room is what the cores keep in their caches beside as many entries of E
+    # as many elements as the caches hold beside the entries of E
     room = y.new_empty(min(y.numel(), CHUNK * torch.get_num_threads()))
-    # finite, because what is above the level is multiplied by zero
+    # finite, because entries above the level are multiplied by zero
     torch.minimum(torch.sub(s, base, out=y).div_(eps).exp_(), largest, out=y)
-    # a row that has not arrived after these passes never does, and moves its ref only after them: how long other rows
-    # take then changes no bit of it
+    # a row must repeat its level within a round and moves its ref after it, so that other rows don't change its bits
     stays = torch.ones_like(base, dtype=torch.bool)
     for _ in range(SWIFT_MOVES):
         for _ in range(SWIFT_PASSES):
@@ -216,13 +212,13 @@ def _swift_capped(s: Tensor, k: Tensor, eps: Tensor, y: Tensor) -> tuple[Tensor,
         torch.minimum(torch.sub(s, base, out=y).div_(eps).exp_(), largest, out=y)
     torch.minimum(y.mul_(level.reciprocal()), one, out=y)
     c = level.log()
-    # terms that underflowed would be missing from a sum too small
+    # a sum too small may lack terms that underflowed
     found = stays & (level == last) & (lacking > 0) & (rest > 1e13 * torch.finfo(s.dtype).tiny) & (c.abs() <= REACH)
     return base, c, found if solvable is None else found & solvable
 
 
 def _below(y: Tensor, level: Tensor, room: Tensor) -> tuple[Tensor, Tensor]:
-    """Of each row, how many entries are not above the level, and their sum; a long row in pieces that stay cached."""
+    """Return for each row the number of entries up to the level and their sum; long rows in pieces that stay cached."""
     counts, sums = [], []
     for piece in y.split(max(1, len(room) // len(y)), -1):  # type: ignore[no-untyped-call]
         below = torch.le(piece, level, out=room[: piece.numel()].view(piece.shape))
@@ -234,14 +230,14 @@ def _below(y: Tensor, level: Tensor, room: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _small(s: Tensor) -> float:
-    """A Newton step whose square is below rounding."""
+    """Return a Newton step whose square is below rounding."""
     return 1e-8 if s.dtype == torch.float64 else 2e-4
 
 
 def _search(
     s: Tensor, base: Tensor, lo: Tensor, hi: Tensor, k: Tensor, n: Tensor, eps: Tensor, kind: int, done: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The bracketed search: (ref, c) for any scores, see `kernels_search.advance`."""
+    """Return (ref, c) of any scores by the bracketed search, see `kernels_search.advance`."""
     tiny = torch.finfo(s.dtype).eps
     infinite = torch.full_like(lo, math.inf)
     lo = torch.maximum(_key(lo) - 1, _key(-infinite))
@@ -255,7 +251,7 @@ def _search(
             arrived = (state < k) & ((state == last) | (step == 0))
         else:
             arrived = excess.abs() <= 4 * tiny * torch.minimum(k, state) if kind == CLAMP else step.abs() <= _small(s)
-        # no gate is further from its value than their sum from k
+        # no gate is further from its value than the sum is from k
         arrived |= excess.abs() <= 4 * tiny * k.clamp(max=1)
         low = excess >= 0
         at = _key(torch.where(fine, c, base))
@@ -267,7 +263,6 @@ def _search(
         moved = base + eps * aim
         left = torch.where(aim.abs() < FAR, aim - (moved - base) / eps, 0.0)
         goal = _key(torch.where(fine, aim, moved))
-        # (the first look between the ends says which is nearer)
         flip = first & low
         newton = (goal > lo) & (goal < hi) & step.isfinite() & (i % 4 != 3) & (i % 64 < 32) & ~flip
         last = torch.where(newton & (state < k), state, -1.0)
@@ -276,11 +271,11 @@ def _search(
         # where many equal scores begin to saturate, the sum jumps over k and Newton's steps lead out of the bracket
         finish = torch.where(step.abs() < torch.where(narrow, EDGE * tiny, 1.0), aim, c)
         if capped:
-            # with k saturated entries and a gap below them, where the sum is k already, a step would unsaturate some
+            # if k entries are saturated, the sum is k already, and a step would unsaturate some
             finish = torch.where(state < k, finish, c)
         if kind == CLAMP:
             finish = torch.where(excess.abs() <= state * tiny * c.abs(), c, finish)
-        # no number lies between the ends: the rest is in units of eps, from the nearer end
+        # once no number lies between the ends, search in units of eps from the nearer end
         end, gap = _number(lo), (_number(hi) - _number(lo)) / eps
         enter = closed & ~fine
         reach = _number(hi)
@@ -318,13 +313,13 @@ def _solve(s: Tensor, k: Tensor, eps: Tensor, kind: int) -> tuple[Tensor, Tensor
     k = torch.where((k > 0) & (eps > 0), k, math.nan)
     ones = k >= count + endless
     shared = ~ones & (endless >= k)
-    # closed forms: everybody gets 1; or the +inf scores share k evenly
+    # closed forms: all valid entries get 1, or the +inf scores share k evenly
     shift = torch.where(~ones & (endless > k), -inverse(k, endless, kind), ALL_ONES)
     ref = torch.where(ones, full, math.inf)
     closed = ones | shared | k.isnan() | full.isnan()
     ref = torch.where(k.isnan() | full.isnan(), math.nan, ref)
 
-    # equal scores at either end of the row bound the threshold
+    # the thresholds of rows whose scores all equal lo, or all hi, bound this row's
     edge = eps * inverse(k - endless, count, kind)
     lo, hi = lo - edge, hi - edge
     guess = _first_guess(s, k)
@@ -345,7 +340,7 @@ def _solve(s: Tensor, k: Tensor, eps: Tensor, kind: int) -> tuple[Tensor, Tensor
 
 
 def soft_forward(s: Tensor, k: Tensor, eps: Tensor, kind: int) -> tuple[Tensor, Tensor]:
-    """Gates (R, n) and the solution (R, 2) of every row: (ref, c) with Σ φ((s - ref)/eps - c) = k."""
+    """Return gates (R, n) and the solution (R, 2) of every row: (ref, c) with Σ φ((s - ref)/eps - c) = k."""
     if not s.numel():
         return s.clone(), s.new_zeros(len(s), 2)
     y = torch.empty_like(s, memory_format=torch.contiguous_format)
@@ -358,7 +353,7 @@ def soft_forward(s: Tensor, k: Tensor, eps: Tensor, kind: int) -> tuple[Tensor, 
 
 
 def _fill(s: Tensor, k: Tensor, eps: Tensor, y: Tensor, state: Tensor, kind: int) -> None:
-    """Gates and solution of some rows."""
+    """Write gates and solution of some rows."""
     if kind != CAPPED_EXP or s.is_cuda:
         ref, c = _solve(s, k, eps, kind)
         y.copy_(phi(offsets(s, ref, eps).sub_(c), kind))
@@ -376,7 +371,7 @@ def _fill(s: Tensor, k: Tensor, eps: Tensor, y: Tensor, state: Tensor, kind: int
 def soft_backward(
     gy: Tensor, s: Tensor, state: Tensor, eps: Tensor, kind: int, need_eps: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(ds (R, n), dk (R, 1), deps (R, 1)) by the implicit function theorem: one formula for every kind."""
+    """Return ds (R, n), dk (R, 1), deps (R, 1) by the implicit function theorem: one formula for all kinds."""
     ds = torch.empty_like(s, memory_format=torch.contiguous_format)
     height = max(1, CHUNK // max(1, s.shape[-1]))
     if s.is_cuda or height >= len(s):
@@ -390,12 +385,12 @@ def soft_backward(
 def _gradients(
     gy: Tensor, s: Tensor, state: Tensor, eps: Tensor, ds: Tensor, kind: int, need_eps: bool
 ) -> tuple[Tensor, Tensor]:
-    """Fill in the scores' gradient of some rows; those of k and eps."""
+    """Write the gradient of some rows' scores to ds; return those of k and eps."""
     x = offsets(s, state[:, :1], eps).sub_(state[:, 1:])
     w = slope(x, kind)
     part = torch.mul(gy, w, out=ds).sum(-1, keepdim=True)
     if gy.is_cuda or not bool(part.isfinite().all()):
-        # an upstream inf or NaN where nothing can change says nothing
+        # an upstream inf or NaN has no effect where the gate is constant
         ds.copy_(torch.where(w > 0, ds, 0.0))
         part = ds.sum(-1, keepdim=True)
     total = w.sum(-1, keepdim=True)

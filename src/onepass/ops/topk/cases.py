@@ -1,4 +1,4 @@
-"""What topk is measured against, and where."""
+"""Benchmark cases of topk: shapes and rivals."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CPU_CELLS = ((1, 1 << 20), (256, 8192), (16, 8192), (64, 1024))
 
 
 def _case(rows: int, cols: int, k: int, stage: str, device: str = "cuda") -> Case:
-    """Selection with trainable gates; the rival puts them together from torch.topk and our soft_topk."""
+    """Measure selection with trainable gates; the rival combines torch.topk with our soft_topk."""
 
     def make() -> Mapping[str, Impl]:
         s = torch.randn(rows, cols, device=device, requires_grad=True)
@@ -45,7 +45,8 @@ def _case(rows: int, cols: int, k: int, stage: str, device: str = "cuda") -> Cas
 
         return {"onepass": gradient(ours), "torch.topk + soft_topk": gradient(apart)}
 
-    # forward: a value, an index and a gate for each of k; backward: the gates' gradients, scores, and theirs
+    # forward: read scores, write a value, an index and a gate for each of k, 16 bytes
+    # backward: read scores, write their gradients, and 12 bytes for each of k: index and gradient of the gate
     floor = rows * (cols * 4 + k * 16) if stage == "forward" else rows * (cols * 8 + k * 12)
     return Case("topk", stage, {"rows": rows, "cols": cols, "k": k}, torch.float32, floor, make, device=device)
 

@@ -1,7 +1,7 @@
-"""Triton backward of topk: k gradients and a whole row of scores in, the scores' gradient out.
+"""Triton backward of topk: from k gradients and a whole row of scores to the gradient of the scores.
 
-The gates' gradient is zero but for the k selected, so it is never spread over a row: Σ gy·w is a sum over k, ds is
--q·w/eps wherever nothing was selected, and the k others are written over that.
+Only the k selected entries have an upstream gradient, so Σ gy·w is a sum over k and no row of gy is stored. ds is
+-q·w/eps everywhere; the k selected entries are then overwritten with their own gradient.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from onepass.ops._shared.kernels_rows import (
 
 # longest row that one program holds in registers
 LONGEST = 32768
-# selected entries at a time, of a program and of a warp
+# selected entries that a program, and a warp, processes at a time
 SELECTED = 1024
 SELECTED_PER_WARP = 256
 SIZES = (
@@ -45,7 +45,7 @@ def load_selected(
     index_ptr, s_ptr, gate_ptr, rows, here, k, end, gate_row_stride, gate_col_stride, s_row_stride, n_rows, base, c,
     eps, KIND: tl.constexpr, HAS_GATES: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """Columns of some selected entries, where there are any; φ', gy·φ' and the offsets where φ' is not zero."""
+    """Return columns of some selected entries, which of them exist, their φ', gy·φ', and offsets (0 where φ' is 0)."""
     inside = within(rows, here, n_rows, end, BLOCK_R)
     index = tl.load(index_ptr + rows * k + here, mask=inside, other=-1)
     found = index >= 0
@@ -68,7 +68,7 @@ def write_selected(
     value_col_stride, s_row_stride, n_rows, n_cols, base, c, eps, q,
     KIND: tl.constexpr, HAS_GATES: tl.constexpr, HAS_VALUES: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """The whole gradient of some selected entries."""
+    """Write the whole gradient of some selected entries."""
     index, found, w, gw, _ = load_selected(
         index_ptr, s_ptr, gate_ptr, rows, here, k, k, gate_row_stride, gate_col_stride, s_row_stride, n_rows, base, c,
         eps, KIND, HAS_GATES, BLOCK_R,
@@ -82,7 +82,7 @@ def write_selected(
 
 @triton.jit(do_not_specialize=SIZES)
 def row_kernel(
-    index_ptr,  # (n_rows, k) int64, contiguous: selected columns, none twice in a row, or -1
+    index_ptr,  # (n_rows, k) int64, contiguous: selected columns, distinct within a row, or -1
     gate_ptr,  # (n_rows, k) gradients of the gates, or nothing
     value_ptr,  # (n_rows, k) gradients of the values, or nothing
     s_ptr,  # (n_rows, n_cols) any float, unit column stride
@@ -114,7 +114,7 @@ def row_kernel(
     BLOCK_K: tl.constexpr,
     VEC: tl.constexpr,
 ):
-    """Whole rows: sums over the selected, then the row, then the selected again."""
+    """Whole rows: sum over the selected entries, write the row, then overwrite the selected entries."""
     s_row_stride *= VEC
     mask_row_stride *= VEC
     n_cols *= VEC
@@ -155,7 +155,7 @@ def row_kernel(
         ds = -q * w * (1.0 / eps)
         inside = within(rows, cols, n_rows, n_cols, BLOCK_R)
         tl.store(ds_ptr + rows * n_cols + cols, ds.to(ds_ptr.dtype.element_ty), mask=inside)
-        # the same program's later stores win
+        # order the stores: those of the selected entries come after the row's
         tl.debug_barrier()
         for first in range(0, k, BLOCK_K):
             here = tile_cols(first, BLOCK_R, BLOCK_K)
@@ -193,7 +193,7 @@ def sums_kernel(
     BLOCK_K: tl.constexpr,
     VEC: tl.constexpr,
 ):
-    """Long rows, first launch: the sums of one chunk, and of as large a part of the selected."""
+    """Long rows, first launch: each program sums one chunk, and an equal share of the selected entries."""
     s_row_stride *= VEC
     mask_row_stride *= VEC
     n_cols *= VEC
@@ -242,7 +242,7 @@ def rest_kernel(
     partial_ptr,  # from sums_kernel
     ds_ptr,
     deps_ptr,
-    q_ptr,  # (n_rows,) fp32: Σ gy·w / Σ w, for the selected
+    q_ptr,  # (n_rows,) fp32: Σ gy·w / Σ w, which selected_kernel reads
     s_row_stride,
     eps_stride,
     mask_row_stride,
@@ -260,7 +260,7 @@ def rest_kernel(
     BLOCK_C: tl.constexpr,
     VEC: tl.constexpr,
 ):
-    """Long rows, second launch: what holds wherever nothing was selected."""
+    """Long rows, second launch: write the gradient of entries that were not selected."""
     s_row_stride *= VEC
     mask_row_stride *= VEC
     n_cols *= VEC
@@ -315,7 +315,7 @@ def selected_kernel(
     HAS_EPS: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Long rows, third launch: the selected entries."""
+    """Long rows, third launch: overwrite the gradient of the selected entries."""
     row = tile_rows(1)
     here = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
     eps = load_option(eps_ptr, eps_stride, eps_value, row, n_rows, HAS_EPS)
@@ -341,11 +341,10 @@ def backward(
     gates: Tensor | None, values: Tensor | None, indices: Tensor, s: Tensor, solution: Tensor, eps: Tensor | None,
     mask: Tensor | None, eps_value: float, kind: int, need_s: bool, need_eps: bool, shape_of_s: tuple[int, ...],
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Gradients of gates and values (rows, k) or nothing, columns (rows, k), s (rows, n) → ds and deps (rows, 1).
+    """Return ds in `shape_of_s`, the original shape of the scores, and deps (rows, 1); each is empty if not needed.
 
-    Ds has `shape_of_s`, the scores' shape before they were rows; each is empty where it is not needed.
-
-    S has unit column stride, the columns are contiguous, the gradients have any strides.
+    gates and values are upstream gradients (rows, k) with any strides, or None. indices (rows, k) are contiguous,
+    s (rows, n) has unit column stride.
     """
     n_rows, n_cols = s.shape
     k = indices.shape[1]

@@ -1,6 +1,7 @@
-"""Triton kernels that find the k largest scores of a row: a threshold, then what lies above it, then a sort of k.
+"""Triton kernels of topk's selection: find the k-th largest score of a row, collect the k survivors, sort them.
 
-Scores become int32 keys in the same order (NaN above +inf, -0 like 0), so a threshold is an integer and ties are exact.
+Scores become int32 keys in the same order (NaN above +inf, -0 equal to 0), so a threshold is an integer and ties are
+exact.
 """
 
 from __future__ import annotations
@@ -16,39 +17,39 @@ from torch.nn.functional import pad
 
 from onepass.core.launch import cdiv, device_guard, launch, next_power_of_2, sm_count
 
-# the key of -inf: what is not above it is never chosen
+# key of -inf: only larger keys are chosen
 NOTHING = tl.constexpr(-2139095041)
 LARGEST = tl.constexpr(2147483647)
-# the key of every NaN, whatever its sign and payload: above that of +inf in the leading digits of a 16-bit dtype too
+# key of every NaN, whatever its sign and payload: above +inf even in the leading digits that 16-bit dtypes compare
 NAN = tl.constexpr(2143289344)
-# a key and a column in one int64, below all of which there is
+# padding among packed survivors (key and column in one int64): below all of them
 PAD = tl.constexpr(-9200000000000000000)
 LOW = tl.constexpr(4294967295)
 
-# longest row in the registers of one program, and the elements of one warp there
+# longest row that one program holds in registers, and elements per warp
 MAX_COLS = 32768
 PER_WARP = 1024
-# elements of one warp in a scan
+# elements per warp in a scan
 PER_SCAN = 256
-# longer rows: elements in registers at a time, fewest of one program, most programs per row, and per multiprocessor
+# longer rows: elements in registers at a time, fewest per program, most programs per row and per multiprocessor
 TILE = 4096
 CHUNK = 8192
 MAX_SPLITS = 256
 PER_SM = 4
-# registers per thread of a program of 8 warps, so that PER_SM of them fit; elements at a time of the one that scans
+# registers per thread with which PER_SM programs of 8 warps fit; elements that collect_kernel scans at a time
 RESIDENT = 64
 COLLECTED = 2048
-# most survivors of a row that one program sorts, and elements of one warp there when there are rows enough, or few
+# most survivors of a row that one program sorts; elements per warp of that sort with many rows, and with few
 MAX_SORTED = 4096
 SORT_PER_WARP = 512
 SORT_PER_WARP_OF_FEW = 64
-# survivors of a row that do not fit one program: sorted runs, how many of them are merged at a time, tiles of a merge
+# more survivors: length of a sorted run, runs merged at a time, elements per program of a merge
 RUN = 1024
 WAYS = 4
 MERGED = 256
-# keys of a tile that are counted one by one
+# up to this many matching keys of a tile are counted one by one
 FEW = tl.constexpr(64)
-# digits that distinguish two scores: the rest of a key is the same for all scores of a 16-bit dtype
+# 8-bit digits that distinguish two scores, 4 by default: 16-bit dtypes leave the low digits of a key constant
 DIGITS = {torch.bfloat16: 2, torch.float16: 3}
 INTS = ["s_row_stride", "mask_row_stride", "n_rows", "n_cols", "n_splits", "tiles", "k"]
 
@@ -61,7 +62,7 @@ def to_key(s):
 
 @triton.jit
 def load_keys(s_ptr, mask_ptr, s_offset, mask_offset, inside, HAS_MASK: tl.constexpr):
-    """Keys of scores, NOTHING where masked or outside."""
+    """Return the keys of scores, NOTHING where masked or outside."""
     s = tl.load(s_ptr + s_offset, mask=inside, other=-float("inf")).to(tl.float32)
     if HAS_MASK:
         allowed = tl.load(mask_ptr + mask_offset, mask=inside, other=0)
@@ -71,7 +72,7 @@ def load_keys(s_ptr, mask_ptr, s_offset, mask_offset, inside, HAS_MASK: tl.const
 
 @triton.jit
 def put(out_ptr, at, key, cols, chosen):
-    """Leave a survivor: key and column in one number that sorts by score, then by column."""
+    """Store survivors, key and column packed in one int64 that sorts by score, then by lowest column."""
     tl.store(out_ptr + at, (key.to(tl.int64) << 32) | (0x7FFFFFFF - cols.to(tl.int64)), mask=chosen)
 
 
@@ -80,7 +81,7 @@ def select_kernel(
     s_ptr,  # (n_rows, n_cols) scores, any float dtype
     mask_ptr,  # (n_rows, n_cols) uint8 or None
     out_ptr,  # (n_rows, k) int64: packed survivors
-    s_row_stride,  # in UNITs, as n_cols: a multiple of 16 elements is loaded 16 bytes at a time
+    s_row_stride,  # in UNITs, like n_cols: multiples of 16 elements allow loads of 16 bytes
     mask_row_stride,
     n_rows,
     n_cols,
@@ -107,14 +108,14 @@ def select_kernel(
     while tl.max((lo + 1 < hi).to(tl.int32), 0) > 0:
         middle = (lo & hi) + ((lo ^ hi) >> 1)
         count = tl.sum((key >= middle[:, None]).to(tl.int32), 1)
-        # exactly k: solved, and a solved row asks about lo again
+        # exactly k: this row is solved, so set hi = lo + 1
         hi = tl.where(count < k, middle, tl.where(count == k, middle + 1, hi))
         lo = tl.where(count < k, lo, middle)
     room = (k - tl.sum((key > lo[:, None]).to(tl.int32), 1))[:, None]
     kept = tl.where(few, valid, k)[:, None]
     above_before = tl.zeros((BLOCK_R, 1), tl.int32)
     level_before = tl.zeros((BLOCK_R, 1), tl.int32)
-    # the keys are read again, from the cache: what a scan needs does not fit beside them
+    # load the keys again, from the cache: registers can't hold them beside the scan
     for start in range(0, BLOCK_C, BLOCK_T):
         here = (start + tl.arange(0, BLOCK_T))[None, :]
         near = load_keys(
@@ -123,7 +124,7 @@ def select_kernel(
         )  # fmt: skip
         above = near > lo[:, None]
         level = (near == lo[:, None]) & (near > NOTHING)
-        # both counts up to a column through one scan
+        # one scan for both counts, 16 bits each
         ones = (above.to(tl.int32) << 16) | level.to(tl.int32)
         total = tl.sum(ones, 1)
         if tl.max(total, 0) > 0:
@@ -140,12 +141,12 @@ def select_kernel(
 
 @triton.jit
 def fetch(index, at, wanted, s_ptr, y_ptr, value_ptr, gate_ptr, s_row, y_row, HARD: tl.constexpr):
-    """Scores and gates of chosen columns; -inf and 0 where there is none."""
+    """Store scores and gates of chosen columns; -inf and 0 where the index is -1."""
     found = wanted & (index >= 0)
     score = tl.load(s_ptr + s_row + index, mask=found, other=-float("inf"))
     gate = tl.load(y_ptr + y_row + index, mask=found, other=0.0)
     if HARD:
-        # NaN stays NaN
+        # 1, or NaN for a NaN gate
         gate = tl.where(found, 1.0 + (gate - gate), 0.0)
     tl.store(value_ptr + at, score, mask=wanted)
     tl.store(gate_ptr + at, gate.to(gate_ptr.dtype.element_ty), mask=wanted)
@@ -153,18 +154,18 @@ def fetch(index, at, wanted, s_ptr, y_ptr, value_ptr, gate_ptr, s_row, y_row, HA
 
 @triton.jit
 def to_column(packed):
-    """The column of a survivor, -1 for padding."""
+    """Return the column of a survivor, -1 for padding."""
     return tl.where((packed >> 32) <= NOTHING, -1, 0x7FFFFFFF - (packed & LOW))
 
 
 @triton.jit(do_not_specialize=["s_row_stride", "n_rows", "n_cols", "k"])
 def sort_kernel(
     packed_ptr,  # (n_rows, k) int64 survivors
-    out_ptr,  # (n_rows, k) int64 columns, best score first, -1 where there are no more
-    s_ptr,  # (n_rows, n_cols) scores, and of the same dtype, unless only columns are wanted:
+    out_ptr,  # (n_rows, k) int64 columns, best score first, then -1
+    s_ptr,  # (n_rows, n_cols) scores; this and the next three, of one dtype, are used with FETCH only
     y_ptr,  # (n_rows, n_cols) soft gates
-    value_ptr,  # (n_rows, k) their scores
-    gate_ptr,  # (n_rows, k) their gates
+    value_ptr,  # (n_rows, k) scores of the survivors
+    gate_ptr,  # (n_rows, k) gates of the survivors
     s_row_stride,
     n_rows,
     n_cols,
@@ -202,7 +203,7 @@ def run_kernel(
 @triton.jit(do_not_specialize=["s_row_stride", "n_cols", "k", "run", "steps"])
 def merge_kernel(
     packed_ptr,  # (n_rows, k) int64 survivors in sorted runs
-    out_ptr,  # (n_rows, k) int64: runs WAYS as long; in the last round columns, -1 where there are no more
+    out_ptr,  # (n_rows, k) int64: runs WAYS times as long; in the last round columns, best score first, then -1
     s_ptr,  # as for sort_kernel
     y_ptr,
     value_ptr,
@@ -218,7 +219,7 @@ def merge_kernel(
     WAYS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Each survivor finds by bisection how many of the neighbouring runs come before it: that is its place."""
+    """Merge WAYS runs: a survivor's place is its place in its own run plus its rank in the others, by bisection."""
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = cols < k
@@ -227,7 +228,7 @@ def merge_kernel(
     first = own // WAYS * WAYS
     other = first[:, None] + tl.arange(0, WAYS)[None, :]
     start = other * run
-    # paddings are equal: those of earlier runs come first
+    # padding is equal to padding: that of earlier runs comes first
     earlier = other < own[:, None]
     lo = tl.zeros((BLOCK, WAYS), tl.int32)
     hi = tl.where(other == own[:, None], 0, tl.minimum(tl.maximum(k - start, 0), run))
@@ -250,7 +251,7 @@ def merge_kernel(
 
 @triton.jit
 def next_digit(totals_ptr, state_ptr, row, n_rows, k, PASS: tl.constexpr):
-    """Digits of the k-th largest key known after PASS passes, and how many keys that begin with them are wanted."""
+    """Return the first PASS digits of the k-th largest key, how many keys that begin so are wanted, the last digit."""
     digit = tl.arange(0, 256)
     if PASS == 1:
         prefix = -128
@@ -270,10 +271,10 @@ def next_digit(totals_ptr, state_ptr, row, n_rows, k, PASS: tl.constexpr):
 def count_kernel(
     s_ptr,  # (n_rows, n_cols) scores, any float dtype
     mask_ptr,  # (n_rows, n_cols) uint8 or None
-    totals_ptr,  # (N_PASSES, n_rows, 256) int32, zeros at first: keys by digit, among those that begin as the k-th
-    state_ptr,  # (N_PASSES, n_rows, 2) int32: the digits so far, keys still wanted
-    ranks_ptr,  # (n_rows, n_splits, 257) int32: keys of a chunk that are at least ..., after the last pass
-    s_row_stride,  # in UNITs, as n_cols: a multiple of 16 elements is loaded 16 bytes at a time
+    totals_ptr,  # (N_PASSES, n_rows, 256) int32, zero at first: keys per digit, of those that begin like the k-th
+    state_ptr,  # (N_PASSES, n_rows, 2) int32: the digits so far, how many keys are still wanted
+    ranks_ptr,  # (n_rows, n_splits, 257) int32, by the last pass: keys of a chunk at or above each last digit
+    s_row_stride,  # in UNITs, like n_cols: multiples of 16 elements allow loads of 16 bytes
     mask_row_stride,
     n_rows,
     n_cols,
@@ -317,9 +318,9 @@ def count_kernel(
             if (n_same > FEW) | (LAST & (n_same > 0)):
                 counts += tl.histogram(digit, 256, mask=same)
             elif n_same > 0:
-                # one by one, without a histogram of everything else
+                # a few atomics cost less than a histogram of the tile
                 tl.atomic_add(totals_ptr + (PASS * n_rows + row) * 256 + digit, 1, mask=same, sem="relaxed")
-    # sums of integers: the same in any order
+    # sums of integers are the same in any order
     tl.atomic_add(totals_ptr + (PASS * n_rows + row) * 256 + digits, counts, mask=counts > 0, sem="relaxed")
     if LAST:
         ranks = ranks_ptr + (row * n_splits + split) * 257
@@ -331,11 +332,11 @@ def count_kernel(
 def collect_kernel(
     s_ptr,  # (n_rows, n_cols) scores, any float dtype
     mask_ptr,  # (n_rows, n_cols) uint8 or None
-    totals_ptr,  # as count_kernel left them
+    totals_ptr,  # this and the next two as count_kernel left them
     state_ptr,
     ranks_ptr,
     out_ptr,  # (n_rows, k) int64: packed survivors; padding at first
-    s_row_stride,  # in UNITs, as n_cols: a multiple of 16 elements is loaded 16 bytes at a time
+    s_row_stride,  # in UNITs, like n_cols: multiples of 16 elements allow loads of 16 bytes
     mask_row_stride,
     n_rows,
     n_cols,
@@ -370,7 +371,7 @@ def collect_kernel(
         if total > 0:
             both = tl.cumsum(ones, 0)
             n_level = level_before + (both & 0xFFFF)
-            # -inf counts, but is left out: its slot stays padding
+            # -inf takes a slot and is not stored: the slot keeps its padding
             chosen = (above | (level & (n_level <= room))) & (key > NOTHING)
             slot = above_before + (both >> 16) + tl.minimum(n_level, room) - 1
             put(out_ptr, row * k + slot, key, cols, chosen)
@@ -379,7 +380,7 @@ def collect_kernel(
 
 
 class Plan(NamedTuple):
-    """A launch: rows, columns, warps of one program; programs along a row (1: whole rows) and the tiles of each."""
+    """A launch shape: rows, columns and warps per program; programs per row (1: whole rows) and tiles of each."""
 
     block_r: int
     block_c: int
@@ -389,7 +390,7 @@ class Plan(NamedTuple):
 
 
 def plan(n_rows: int, n_cols: int, sms: int) -> Plan:
-    """The launch formula. What is selected does not depend on it, so it may look at everything."""
+    """Return the launch shape. The selection doesn't depend on it, so it may depend on rows, columns and the GPU."""
     if n_cols <= MAX_COLS:
         block_c = next_power_of_2(n_cols)
         return Plan(max(1, min(32, 512 // block_c)), block_c, max(1, block_c // PER_WARP), 1, 1)
@@ -399,14 +400,14 @@ def plan(n_rows: int, n_cols: int, sms: int) -> Plan:
 
 
 def sort_shape(n_rows: int, k: int, sms: int) -> tuple[int, int, int]:
-    """(rows of a program, columns, warps) of the sort of k survivors."""
+    """Return (rows per program, columns, warps) of the sort of k survivors."""
     block_k = next_power_of_2(k)
     per_warp = SORT_PER_WARP if n_rows > PER_SM * sms else SORT_PER_WARP_OF_FEW
     return max(1, min(32, 256 // block_k)), block_k, max(1, min(32, block_k // per_warp))
 
 
 def _collect(s: Tensor, mask: Tensor | None, k: int) -> Tensor:
-    """The k survivors of each row, packed, in no order that matters."""
+    """Return the k survivors of each row, packed and not yet sorted."""
     n_rows, n_cols = s.shape
     shape = plan(n_rows, n_cols, sm_count(s))
     has_mask = mask is not None
@@ -443,7 +444,7 @@ def _collect(s: Tensor, mask: Tensor | None, k: int) -> Tensor:
 
 
 class Found(NamedTuple):
-    """Columns (…, k) int64 of the k largest, best first, then -1; scores and gates there, where gates were given."""
+    """Columns (…, k) int64 of the k largest, best first, then -1; with soft gates also their scores and gates."""
 
     indices: Tensor
     values: Tensor
@@ -454,14 +455,14 @@ def select(
     s: Tensor, mask: Tensor | None, k: int, soft: Tensor | None = None, hard: bool = True,
     lead: tuple[int, ...] | None = None,
 ) -> Found:  # fmt: skip
-    """S (rows, n) with unit column stride, its soft gates if theirs are wanted (contiguous), hard: 1 in their place.
+    """Select the k largest of each row of s (rows, n), unit column stride; results are (*lead, k), default (rows, k).
 
-    The results are (*lead, k) where the rows are those of a tensor (*lead, n).
+    soft (rows, n), contiguous, adds values and gates to the result; hard replaces these gates by 1.
     """
     n_rows, n_cols = s.shape
     lead = (n_rows,) if lead is None else lead
     if k > n_cols:
-        # beyond n there is nothing to choose
+        # select n, then pad
         found = select(s, mask, n_cols, soft, hard, lead)
         more = (0, k - n_cols)
         indices = pad(found.indices, more, value=-1)

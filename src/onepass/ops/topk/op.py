@@ -1,4 +1,4 @@
-"""`topk`: hard selection on the scores, with gates that carry the gradient of soft_topk."""
+"""`topk`: hard selection of the k largest scores, with gates that carry the gradient of soft_topk."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from onepass.ops.soft_topk.op import forward as soft_forward
 
 
 class TopK(NamedTuple):
-    """What :func:`topk` returns; every tensor is ``(..., k)``."""
+    """The result of :func:`topk`; every tensor is ``(..., k)``."""
 
     values: Tensor
     indices: Tensor
@@ -27,10 +27,10 @@ class TopK(NamedTuple):
 
 
 def _select(scores: Tensor, mask: Tensor | None, k: int) -> Tensor:
-    """Indices of the k largest valid scores, largest first, ties by lowest index, -1 where there are no more.
+    """Return the indices of the k largest valid scores, largest first, ties by lowest index, padded with -1.
 
-    Selection by a threshold, no sort of the row: everything above the k-th largest, then as many of those equal to
-    it as are still needed, in the order of the columns. Only the k survivors are sorted.
+    A threshold selects: all scores above the k-th largest, then the first columns equal to it until there are k. Only
+    these k survivors are sorted, which is cheaper than sorting the row.
     """
     if uses_triton(scores):
         from . import kernels_select
@@ -44,18 +44,18 @@ def _select(scores: Tensor, mask: Tensor | None, k: int) -> Tensor:
     if not kept or not keys.numel():
         return out
     threshold = keys.topk(kept, dim=-1, sorted=True).values[..., -1:]
-    # NaN is above everything else, of whatever sign, and level with itself
+    # NaN of either sign is above all other scores and equal to NaN
     nan, nothing_above = keys.isnan(), threshold.isnan()
     above = (keys > threshold) | (nan & ~nothing_above)
     level = (keys == threshold) | (nan & nothing_above)
     room = kept - above.sum(-1, keepdim=True)
     chosen = above | (level & (level.cumsum(-1) <= room))
-    # the survivors' columns, in ascending order: each goes to the slot that counts those before it, the rest to a spare
+    # survivors' columns in ascending order: the slot is the number of survivors before; all others share a spare slot
     slot = torch.where(chosen, chosen.cumsum(-1) - 1, kept)
     columns = torch.arange(n, device=keys.device).expand(keys.shape)
     indices = out.new_empty((*keys.shape[:-1], kept + 1)).scatter_(-1, slot, columns)[..., :kept]
     chosen_keys = keys.gather(-1, indices)
-    # a GPU's sort looks at the sign of a NaN
+    # use one NaN for all: sorting on a GPU orders NaNs by their sign
     ordered, order = torch.where(chosen_keys.isnan(), math.nan, chosen_keys).sort(dim=-1, descending=True, stable=True)
     out[..., :kept] = torch.where(ordered == -math.inf, -1, indices.gather(-1, order))
     return out
@@ -85,7 +85,7 @@ register_vmap(select_op, _select_batched)
 
 
 def select(scores: Tensor, k: int, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(values, indices) of the k largest valid scores; see :func:`topk`."""
+    """Return (values, indices) of the k largest valid scores; see :func:`topk`."""
     arguments.whole("topk", "k", k, 0)
     arguments.mask("topk", mask, scores)
     indices = select_op(scores.detach(), mask, k)
@@ -95,7 +95,7 @@ def select(scores: Tensor, k: int, mask: Tensor | None) -> tuple[Tensor, Tensor]
 
 
 def gates(soft: Tensor, indices: Tensor) -> Tensor:
-    """1 with the gradient of the soft gate at each index, 0 where the index is -1."""
+    """Return 1 with the gradient of the soft gate at each index, and 0 where the index is -1."""
     chosen = soft.gather(-1, indices.clamp(min=0))
     return torch.where(indices >= 0, 1 + (chosen - chosen.detach()), 0.0)
 
@@ -103,9 +103,9 @@ def gates(soft: Tensor, indices: Tensor) -> Tensor:
 def forward(
     scores: Tensor, eps: Tensor | None, mask: Tensor | None, k: int, eps_value: float, kind: int, hard: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(values, indices, gates, solution of soft_topk); hard: gates of 1 in place of the soft ones.
+    """Return (values, indices, gates, solution of soft_topk); hard replaces soft gates by 1.
 
-    Without checks and autograd, for nodes that go on from there; k ≥ 1, n ≥ 1.
+    No checks and no autograd, for callers that have their own; k ≥ 1, n ≥ 1.
     """
     soft, state = soft_forward(scores, None, eps, mask, float(k), eps_value, kind)
     if uses_triton(scores):
@@ -136,7 +136,7 @@ def backward(
     need_scores: bool,
     need_eps: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients of scores and eps, None where not needed, from those of what `forward` returned."""
+    """Return the gradients of scores and eps, None where not needed; a missing upstream gradient is None."""
     need_eps = need_eps and eps is not None
     if uses_triton(scores):
         from . import kernels_backward
@@ -178,7 +178,7 @@ def _backward_all(
     need_scores: bool,
     need_eps: bool,
 ) -> tuple[Tensor, Tensor]:
-    """`backward` as an op, which can't return None: what is not needed is empty."""
+    """`backward` for the dispatcher: an op returns tensors only, so unneeded gradients are empty."""
     ds, deps = backward(
         g_values, g_gates, scores, indices, state, eps, mask, eps_value, kind, need_scores, need_eps
     )  # fmt: skip
@@ -247,7 +247,7 @@ _call = bind(
 
 
 def choose(scores: Tensor, k: int, eps: Tensor | float, mask: Tensor | None, kind: str, hard: bool) -> TopK:
-    """What topk does once its arguments are checked, k ≥ 1, n ≥ 1; gates are soft_topk's own unless hard."""
+    """`topk` for checked arguments, k ≥ 1, n ≥ 1; without `hard` the gates are those of soft_topk."""
     eps_tensor, eps_value = arguments.split(eps)
     return TopK(*_call(scores, eps_tensor, mask, k, eps_value, KINDS.index(kind), hard))
 
@@ -260,9 +260,10 @@ def topk(
     mask: Tensor | None = None,
     kind: str = "capped_exp",
 ) -> TopK:
-    r"""The k largest scores of each row, with gates of value 1 through which :func:`onepass.soft_topk` is trained.
+    r"""Return the k largest scores of each row with straight-through gates: 1 forward, soft_topk's gradient backward.
 
-    Selection is hard and on the scores themselves (soft gates tie at exactly 1); the gates are straight-through:
+    Scores decide the selection, because soft gates tie at exactly 1. Multiply the output of the chosen tokens by the
+    gates to train the scores:
 
     .. math:: g_j = 1 \quad\text{forward}, \qquad \mathrm{d}g_j = \mathrm{d}\,\text{soft\_topk}(s, k)_{i_j}
               \quad\text{backward.}
@@ -276,13 +277,13 @@ def topk(
 
     Returns:
         ``TopK(values, indices, gates)``, each ``(..., k)``: the selected scores in descending order (ties by lowest
-        index; NaN before +inf), their int64 indices, the gates. Where a row has fewer than k valid entries, the rest
-        is value -inf, index -1, gate 0. Values pass the plain gradient of a gather, gates that of soft_topk.
+        index; NaN before +inf), their int64 indices, the gates. A row with fewer than k valid entries is padded with
+        value -inf, index -1, gate 0. Values have the gradient of a gather, gates that of soft_topk.
 
     Raises:
-        TypeError: scores is no floating-point tensor, k is no int, mask is not bool.
-        ValueError: k < 0, shapes don't broadcast, eps is not > 0, kind is unknown.
-        NotImplementedError: a second derivative, or a forward-mode one, is asked for.
+        TypeError: scores is not a floating-point tensor, k is not an int, or mask is not bool.
+        ValueError: k < 0, shapes don't broadcast, devices differ, eps is not > 0, or kind is unknown.
+        NotImplementedError: for second derivatives and forward-mode derivatives.
 
     Source: CoLT5 (arXiv 2303.09752).
 

@@ -1,4 +1,4 @@
-"""The definition by a stable sort: tests evaluate it in float64."""
+"""The definition of topk by a stable sort; tests evaluate it in float64."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def topk(
     mask: Tensor | None = None,
     kind: str = "capped_exp",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(values, indices, gates) by a stable sort of the valid scores; gates are 1 with soft_topk's gradient."""
+    """Return (values, indices, gates) by a stable sort of the valid scores; gates are 1 with soft_topk's gradient."""
     valid = valid_entries(scores, mask)
     order = torch.where(valid, scores, -math.inf).sort(dim=-1, descending=True, stable=True).indices[..., :k]
     present = valid.gather(-1, order)

@@ -1,4 +1,4 @@
-"""What topk promises, and what its kernels may cost."""
+"""Samples, bad calls and kernel budgets of topk."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _of_rows(make: Callable[..., Tensor], n: int) -> Mapping[str, Callable[[Tens
 
 
 SPECS = [
-    # gates are 1, with the gradient of soft ones
+    # surrogate: gates are 1 with the gradient of soft gates, so finite differences don't apply
     Spec(
         name="topk", op=topk, reference=reference.topk, samples=_samples, bad_calls=_BAD_CALLS,
         opchecks=_opchecks, of_rows=_of_rows, surrogate=True,
