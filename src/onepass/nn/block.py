@@ -15,7 +15,7 @@ from .router import RouterOutput
 
 
 class BlockRouting(NamedTuple):
-    """What a `RoutedBlock` chose.
+    """The choices of a `RoutedBlock`.
 
     Attributes:
         attention: an `AttentionRouting`: queries, and keys with values.
@@ -46,7 +46,7 @@ class RoutedBlock(nn.Module):
     autocast, `torch.compile` and activation checkpointing.
 
     Raises:
-        TypeError: a k is neither int nor float, or a size is no int.
+        TypeError: a k is neither int nor float, or a size is not an int.
         ValueError: a size is out of range.
 
     Source: CoLT5 (arXiv:2303.09752).
