@@ -10,7 +10,7 @@ from torch import Tensor
 
 from onepass.core.launch import cdiv, device_guard, launch, next_power_of_2
 
-# 1/2π as a sum whose first part is exact in fp32, because a constant may reach the compiler as fp32
+# 1/2π as a sum of which the first part is exact in fp32 (as which a constant may reach the compiler)
 _HIGH = round(2**20 / (2 * math.pi)) / 2**20
 TURNS_HIGH = tl.constexpr(_HIGH)
 TURNS_LOW = tl.constexpr(1 / (2 * math.pi) - _HIGH)

@@ -86,8 +86,8 @@ def rotary(x: Tensor, positions: Tensor | None = None, *, base: float = BASE) ->
     .. math:: (x_c, x_{c+w/2}) \mapsto (x_c \cos\theta - x_{c+w/2}\sin\theta,\; x_c\sin\theta + x_{c+w/2}\cos\theta),
               \qquad \theta = p\cdot\mathrm{base}^{-2c/w}
 
-    The product of a rotated query and a rotated key depends on the distance of their positions alone. Angles are right
-    to the last bits of fp32 at any position (fp64 until reduced to one turn); products are in fp32 or wider.
+    The product of a turned query and a turned key depends on the distance of their positions alone. Angles are right
+    to fp32's last bits at any position (fp64 until less than a turn is left); products are in fp32 or wider.
 
     Args:
         x: ``(batch, n, heads, width)``, width even, fp32, fp16, bf16 or fp64, any strides.
