@@ -1,4 +1,4 @@
-"""Which versions and which machine: for `onepass doctor`, bug reports and benchmark records. No private names."""
+"""Describe versions and machine for `onepass doctor`, bug reports and benchmark records, without user or host names."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SETTINGS = (
 
 
 def distribution_version(*names: str) -> str | None:
-    """Version of the first of these distributions that is installed."""
+    """Return the version of the first of these distributions that is installed; None without any."""
     for name in names:
         try:
             return importlib.metadata.version(name)
@@ -32,7 +32,7 @@ def distribution_version(*names: str) -> str | None:
 
 
 def nvidia_driver() -> str | None:
-    """Return the NVIDIA driver's version as nvidia-smi tells it; None without the tool or a working driver."""
+    """Return the NVIDIA driver's version as nvidia-smi reports it; None without the tool or a working driver."""
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
@@ -42,7 +42,7 @@ def nvidia_driver() -> str | None:
 
 
 def versions() -> dict[str, str | None]:
-    """Every version that decides what runs; None for what is absent."""
+    """Return every version that decides what runs; None for a missing component."""
     from onepass import __version__
 
     return {
@@ -57,7 +57,7 @@ def versions() -> dict[str, str | None]:
 
 
 def settings() -> dict[str, str]:
-    """Environment variables that change which path is taken, where set."""
+    """Return the environment variables that are set and change which path runs."""
     return {name: os.environ[name] for name in SETTINGS if name in os.environ}
 
 

@@ -1,6 +1,6 @@
 """Bind one operator's kernels to autograd, three ways.
 
-What will look at a call decides how it may enter:
+A call takes one of three entries, depending on what intercepts it:
 
 * **the dispatcher** (torch.compile, export, FakeTensor, DTensor, any dispatch mode): the registered op.
   Dynamo never traces our autograd.Function: with one tensor passed twice it returns wrong gradients silently.
@@ -29,12 +29,12 @@ _backwards: set[Any] = set()
 
 
 def batch_first(tensor: Tensor, dim: int | None, size: int) -> Tensor:
-    """A vmapped tensor with its batch in front; one that is not batched is repeated, as a view."""
+    """Move a vmapped tensor's batch to the front; repeat an unbatched tensor `size` times, as a view."""
     return tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
 
 
 def _vmap_rule(op: Any, at_once: Callable[..., Any] | None) -> Callable[..., Any]:
-    """Give an op's vmap rule: `at_once` if it can, else one call per batch element, stacked (torch's rule warns)."""
+    """Return an op's vmap rule: `at_once` where it applies, else one call per element (torch's own rule warns)."""
 
     def rule(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> Any:
         answer = None if at_once is None else at_once(info.batch_size, in_dims, *args)
@@ -43,14 +43,14 @@ def _vmap_rule(op: Any, at_once: Callable[..., Any] | None) -> Callable[..., Any
 
         size = info.batch_size
         if not size:
-            # one made up tells the shapes of none
+            # empty batch: run one dummy element to learn the output shapes
             args = tuple(
                 a if d is None else a.new_zeros((*a.shape[:d], 1, *a.shape[d + 1 :]))
                 for a, d in zip(args, in_dims, strict=True)
             )
 
         def element(i: int) -> tuple[Any, ...]:
-            # what forward saved for backward is read by address: no view of a batch that is not in front
+            # kernels read saved tensors by address, so an element must be contiguous
             return tuple(a if d is None else a.select(d, i).contiguous() for a, d in zip(args, in_dims, strict=True))
 
         results = [op(*element(i)) for i in range(max(size, 1))]
@@ -63,7 +63,7 @@ def _vmap_rule(op: Any, at_once: Callable[..., Any] | None) -> Callable[..., Any
 
 
 def outside_autocast(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Run fn with autocast off: the dtypes handed in decide, and inner matmuls keep their precision."""
+    """Return fn with autocast off: its arguments' dtypes decide, and inner matmuls keep their precision."""
 
     def run(*args: Any) -> Any:
         if torch._C._is_any_autocast_enabled():
@@ -106,14 +106,14 @@ def bind(
         gradients: `gradients(ctx, run, *grads)` → one gradient or None per argument of `forward`;
             `run` is `backward` in the form that suits the path.
         n_public: how many outputs the user sees.
-        inference: `forward` that makes the public outputs alone, for plain eager calls that nobody differentiates.
-        check: refuses bad arguments; not repeated for layouts that it has seen.
-        native: torch's own differentiable operator where that does as well: a plain eager call tries it first, and goes
-            on with what is here if it returns None.
-        vmap_forward: `vmap_forward(batch_size, in_dims, *args)` → (outputs, out_dims) by one call of `forward_op`, or
-            None where it takes one call per batch element.
+        inference: `forward` that makes the public outputs alone, for plain eager calls without gradients.
+        check: raises on bad arguments; a replayed call skips it.
+        native: torch's own differentiable operator where it is as good: a plain eager call tries it first, and
+            continues with the kernels if it returns None.
+        vmap_forward: `vmap_forward(batch_size, in_dims, *args)` → (outputs, out_dims) by one call of `forward_op`;
+            None: make one call per batch element.
         vmap_backward: the same for `backward_op`.
-        replay: `forward` and `backward` launch by `core.launch.launch` alone, so that a call may be replayed.
+        replay: replay calls of known layouts; `forward` and `backward` must launch by `core.launch.launch` alone.
     """
 
     gradients = outside_autocast(gradients)
@@ -145,7 +145,7 @@ def bind(
     def run_backward(ctx: Any, *grads: Any) -> Any:
         for g in grads:
             if g is not None and is_legacy_batchedtensor(g):
-                # is_grads_batched: the dispatcher takes such a batch apart, a kernel finds no memory
+                # is_grads_batched=True: the dispatcher unpacks such a batch; it has no memory for a kernel to read
                 return gradients(ctx, backward_op, *grads)
         return gradients(ctx, backward, *grads)
 
@@ -164,7 +164,7 @@ def bind(
 
         jvp = staticmethod(refuse_tangents)
 
-    # what Function.apply does beyond this concerns torch.func, which never gets here
+    # Skip Function.apply's functorch dispatch; callers guarantee plain eager.
     eager: Callable[..., Any] = super(torch.autograd.Function, Eager).apply
 
     class FuncBackward(torch.autograd.Function):
@@ -209,7 +209,7 @@ def bind(
     @outside_autocast
     def through_dispatcher(*args: Any) -> Any:
         check(*args)
-        # a Function refuses tangents; the op would drop them
+        # a Function raises on tangents; the op would silently drop them
         if torch._C._are_functorch_transforms_active() or forward_mode():
             return public(Func.apply(*args))  # type: ignore[no-untyped-call]
         return public(forward_op(*args))

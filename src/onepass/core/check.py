@@ -1,4 +1,4 @@
-"""Argument checks that every operator words the same way: what was given, what is accepted."""
+"""Argument checks with the same wording for every operator: what was given, what is accepted."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
 def tensor(op: str, name: str, value: object) -> None:
-    """Refuse anything but a tensor."""
+    """Raise TypeError unless value is a tensor."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{op}: {name} must be a tensor, got {type(value).__name__}")
 
 
 def floating(op: str, name: str, value: Tensor) -> None:
-    """Refuse tensors that are not fp32, fp16, bf16 or fp64."""
+    """Raise TypeError unless value is an fp32, fp16, bf16 or fp64 tensor."""
     tensor(op, name, value)
     if value.dtype not in FLOATS:
         raise TypeError(f"{op}: {name} must be float32, float16, bfloat16 or float64, got {value.dtype}")
 
 
 def not_negative(op: str, name: str, value: Any) -> None:
-    """Refuse what is no number ≥ 0."""
-    # numbers.Real: NumPy's, too
+    """Raise TypeError unless value is a number, ValueError unless it is ≥ 0."""
+    # numbers.Real includes NumPy's scalars
     known = isinstance(value, (float, int, numbers.Real, torch.SymFloat, torch.SymInt))
     if not known:
         raise TypeError(f"{op}: {name} must be a number ≥ 0, got {type(value).__name__}")
@@ -35,6 +35,6 @@ def not_negative(op: str, name: str, value: Any) -> None:
 
 
 def same_device(op: str, name: str, value: Tensor, other_name: str, other: Tensor) -> None:
-    """Refuse two tensors on different devices."""
+    """Raise ValueError for two tensors on different devices."""
     if value.device != other.device:
         raise ValueError(f"{op}: {name} is on {value.device} but {other_name} is on {other.device}; move one of them")

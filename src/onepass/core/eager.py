@@ -1,4 +1,4 @@
-"""Whether a call is plain eager PyTorch: what is asked before taking a path that nothing else can look into."""
+"""Detect plain eager calls: they may call kernels directly, because nothing but autograd takes part."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ import torch
 from torch.autograd import forward_ad
 
 PLAIN_TYPES = frozenset((torch.Tensor, torch.nn.Parameter))
-# what most calls consist of
+# types of most calls' arguments: one set comparison instead of a loop
 _PLAIN_ARGUMENTS = PLAIN_TYPES | {type(None), bool, int, float, str, torch.dtype}
 
 
 def forward_mode() -> bool:
-    """Whether tensors may carry tangents (`forward_ad.dual_level`, jvp, linearize), which no kernel would see."""
+    """Return whether tensors may carry tangents (`forward_ad.dual_level`, jvp, linearize); kernels ignore tangents."""
     return forward_ad._current_level >= 0
 
 
 def is_plain_eager_call(args: tuple[Any, ...]) -> bool:
-    """True when nothing but autograd will look at these arguments: no transform, no mode, no tensor subclass.
+    """Return whether the call involves no transform, no mode, no tangents and no tensor subclass.
 
-    Nor is the first a meta tensor: there is nothing to compute with, and the dispatcher knows shapes and dtypes.
+    A meta tensor as first argument gives False: it has no data, and the dispatcher computes shapes and dtypes.
     """
     if torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack() or forward_mode():
         return False
@@ -33,12 +33,12 @@ def is_plain_eager_call(args: tuple[Any, ...]) -> bool:
 
 
 def plain(*tensors: torch.Tensor | None) -> bool:
-    """`is_plain_eager_call`, and no compiler either."""
+    """Return whether `is_plain_eager_call` holds for these tensors outside torch.compile."""
     return not torch.compiler.is_compiling() and is_plain_eager_call(tensors)
 
 
 class _Refused(torch.autograd.Function):
-    """The first n of some tensors, as if computed from all the others: differentiating them raises."""
+    """Return the first n tensors as if computed from all of them: differentiating the result raises."""
 
     @staticmethod
     def forward(ctx: Any, message: str, n: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -51,7 +51,7 @@ class _Refused(torch.autograd.Function):
 
 
 def no_second(name: str) -> str:
-    """What to say to someone who differentiates a gradient of the operator `name`."""
+    """Return the error message for a second derivative of the operator `name`."""
     return (
         f"{name}: second derivatives are not implemented; "
         "build this part of the model from torch's own operators where you need them"
@@ -59,16 +59,16 @@ def no_second(name: str) -> str:
 
 
 def once(name: str, backward: Callable[..., Any], leaves: bool = False) -> Callable[..., Any]:
-    """A Function's backward whose gradients can't be differentiated again; they say so, by the operator's name.
+    """Wrap a Function's backward so that differentiating its gradients raises an error that names the operator.
 
-    Torch's `once_differentiable` looks at the upstream gradients alone, and ties its error to nothing that a
-    `torch.autograd.grad` asks for: a penalty on the gradient would lose its part without a word. Here gradients depend
-    on what they were computed from: upstream gradients and what was saved, and with `leaves` the leaves among the
-    inputs, for a Function that saves copies of them.
+    Torch's `once_differentiable` checks the upstream gradients alone, and its error has no path to the inputs: a
+    gradient penalty would silently lose this term. Here gradients depend on all that they were computed from: the
+    upstream gradients, the saved tensors and, with `leaves`, the leaves among the inputs (for a Function that saves
+    copies of them).
     """
 
     def run(ctx: Any, *grads: Any) -> Any:
-        # gradients are recorded only under create_graph=True; the guard costs time otherwise
+        # gradients are recorded only under create_graph=True; skip the guard's cost otherwise
         if not torch.is_grad_enabled():
             return backward(ctx, *grads)
         sources = [t for t in (*grads, *ctx.saved_tensors) if t is not None and t.requires_grad]

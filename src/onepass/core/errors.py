@@ -1,4 +1,4 @@
-"""What a command tells its user when it can't go on."""
+"""Errors that a command reports to its user."""
 
 
 class UserError(Exception):
@@ -6,14 +6,14 @@ class UserError(Exception):
 
 
 def reason(error: OSError) -> str:
-    """Say in a few words what the operating system refused."""
+    """Return the operating system's reason in a few words."""
     return (error.strerror or str(error)).lower()
 
 
 def printable(text: str) -> str:
-    r"""Escape all that a terminal would obey or hide, so that a name shows as it is and stays on its line.
+    r"""Escape what a terminal would interpret or hide, so that a name is visible in full on one line.
 
-    Control characters, line feeds, changes of direction and bytes that are no text become escapes as Python writes
-    them: a file named "a", escape, "[2J" is shown as a\x1b[2J.
+    Control characters, line feeds, changes of direction and undecodable bytes become Python's escapes: a file named
+    "a", escape, "[2J" is shown as a\x1b[2J.
     """
     return "".join(c if c == " " or c.isprintable() else c.encode("unicode_escape").decode() for c in text)

@@ -1,4 +1,4 @@
-"""What a command needs beyond torch: the package's extras, looked for before the command starts."""
+"""Check before a command starts that the packages it needs beyond torch (its extra) are installed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ EXTRAS = {
 
 
 def require(extra: str) -> None:
-    """Stop with the pip command to type when a package of this extra is absent; nothing is imported."""
+    """Raise UserError with the pip command when a package of this extra is missing; import nothing."""
     missing = [name for name in EXTRAS[extra] if importlib.util.find_spec(name) is None]
     if missing:
         raise UserError(f"needs {', '.join(missing)}: pip install 'onepass[{extra}]'")

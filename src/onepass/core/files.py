@@ -1,7 +1,7 @@
-"""Files that are whole or not there: every write survives a kill at any moment, also of the machine.
+"""Write files so that they survive a kill at any moment, of the process or of the machine.
 
-No write goes through a symbolic link in the last place of a path, so that a link planted in a shared directory costs
-its target nothing. Links to directories on the way are followed: they are the user's to set.
+No write follows a symbolic link in the last place of a path: a link planted in a shared directory can't harm its
+target. Links to parent directories are followed, as the user set them.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from pathlib import Path
 from onepass.core.errors import UserError, reason
 
 _PARTIAL = re.compile(r"(.+?)(\.[0-9a-f]{8})?\.partial", re.DOTALL)
-# some file systems can't bring a directory to the disk, and say so
+# errors from file systems that can't sync a directory
 _NO_DIRECTORY_SYNC = {errno.EINVAL, errno.ENOTSUP}
 
 
 def write(path: Path, content: bytes | str) -> None:
-    """Put `content` at `path` so that a reader finds the old file or the new one, never a part of one.
+    """Replace the file at `path` atomically: a reader finds the old content or the new, never a part.
 
-    The bytes go to a neighbour first and are on the disk before the neighbour takes the name; then the directory's
-    entry is brought to the disk too. The neighbour is always a new file with a random name: two writers of one path
-    never share it, and a link that waits at some name is never met. A link at `path` itself is replaced.
+    The bytes go to a new file beside it and are synced before that file is renamed; then the directory is synced. The
+    new file's random name keeps two writers of one path apart and avoids links planted at a predictable name. A link
+    at `path` itself is replaced.
     """
     data = content.encode() if isinstance(content, str) else content
     partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}.partial")
@@ -48,15 +48,15 @@ def write(path: Path, content: bytes | str) -> None:
 
 
 def partial_of(name: str) -> str | None:
-    """Return the name that a file left by a killed `write` would have taken; None for any other file."""
+    """Return the final name of a file that a killed `write` left behind; None for any other file."""
     found = _PARTIAL.fullmatch(name)
     return found[1] if found else None
 
 
 def open_regular(path: Path, flags: int) -> int:
-    """Open a file by its descriptor; a link, a pipe or a device in its place is an OSError that says so."""
+    """Open a regular file and return its descriptor; raise OSError for a link, a pipe or a device."""
     try:
-        # without O_NONBLOCK a pipe would keep us waiting for its other end
+        # without O_NONBLOCK, opening a pipe blocks until its other end opens
         special = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
         handle = os.open(path, flags | special, 0o666)
     except OSError:
@@ -70,7 +70,7 @@ def open_regular(path: Path, flags: int) -> int:
 
 
 def extend(path: Path, content: bytes, length: int) -> None:
-    """Add `content` to a file of `length` bytes and bring it to the disk; a file of another length is refused."""
+    """Append `content` to a file of `length` bytes and sync it; raise UserError for a file of another length."""
     try:
         with os.fdopen(open_regular(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab") as file:
             if (size := os.fstat(file.fileno()).st_size) != length:
@@ -83,7 +83,7 @@ def extend(path: Path, content: bytes, length: int) -> None:
 
 
 def cut(path: Path, length: int) -> None:
-    """Cut a file to its first `length` bytes; an absent one becomes an empty one."""
+    """Truncate a file to `length` bytes and sync it; create an absent one."""
     try:
         handle = open_regular(path, os.O_WRONLY | os.O_CREAT)
         try:
@@ -96,7 +96,7 @@ def cut(path: Path, length: int) -> None:
 
 
 def read(path: Path) -> bytes:
-    """Read a whole file; a pipe or a device, which may never end, is refused."""
+    """Read a whole file; raise UserError for a pipe or a device, which may never end."""
     try:
         if not stat.S_ISREG(path.stat().st_mode):
             raise UserError(f"{path} is neither a file nor a directory")
@@ -104,18 +104,18 @@ def read(path: Path) -> bytes:
     except OSError as error:
         raise UserError(f"can't read {path}: {reason(error)}") from None
     except ValueError:
-        # a NUL byte, or half of a surrogate pair
+        # the name holds a NUL byte or half of a surrogate pair
         raise UserError(f"can't read {path}: no file can have this name") from None
 
 
 def sync_directory(path: Path) -> None:
-    """Bring a directory's entries to the disk, where the system can (Windows can't open one)."""
+    """Sync a directory's entries to the disk where the system can (Windows can't open a directory)."""
     if os.name != "posix":
         return
     try:
         handle = os.open(path, os.O_RDONLY)
     except PermissionError:
-        # a directory that may be written and not read
+        # the directory is writable but not readable
         return
     try:
         os.fsync(handle)

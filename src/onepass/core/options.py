@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 
 def number(low: float, high: float, kind: type[int] | type[float] = int) -> Callable[[str], int | float]:
-    """Make an argparse type: a number within limits."""
+    """Return an argparse type for numbers from low to high."""
 
     def convert(text: str) -> int | float:
         try:

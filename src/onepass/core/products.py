@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def weight_gradient(dy: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Dyᵀ·x for rows dy and x, in `dtype`: straight from the product's fp32 sums where torch can."""
+    """Return dyᵀ·x in `dtype` for rows dy and x; fp32 results on CUDA skip the rounding to 16 bits."""
     if dtype == dy.dtype:
         return torch.mm(dy.t(), x)
     if dy.is_cuda and dtype == torch.float32:

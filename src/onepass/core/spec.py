@@ -6,9 +6,9 @@ Three kinds of declaration, each with one reader:
 * `Kernel` → tests/codegen: registers, spills and load widths, without a GPU;
 * `Case` → `onepass bench`: sizes, byte floors and rivals.
 
-A spec.py holds lists of them: SPECS, KERNELS, CASES; and may hold RIVALS, a mapping from import name to distribution
-({"liger_kernel": "liger-kernel"}) of the packages its cases compare with, whose versions the bench records and whose
-absence it names.
+A spec.py holds lists of them: SPECS, KERNELS, CASES. It may also hold RIVALS, a mapping from import name to
+distribution ({"liger_kernel": "liger-kernel"}) of the packages that its cases compare with. The bench records their
+versions and names those that are missing.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch import Tensor
 
 
 class Sample(NamedTuple):
-    """One call of an operator: `op(*args, **kwargs)`; floating-point tensors in args and kwargs may want gradients."""
+    """One call of an operator: `op(*args, **kwargs)`; floating-point tensors in args and kwargs may need gradients."""
 
     name: str
     args: tuple[Any, ...]
@@ -33,7 +33,7 @@ class Sample(NamedTuple):
 
 
 class BadCall(NamedTuple):
-    """A call that must be refused, and how: exception type and a pattern for its words."""
+    """A call that must raise: the exception's type and a pattern for its message."""
 
     name: str
     call: Callable[[], Any]
@@ -69,10 +69,9 @@ class Spec:
         bad_calls: calls that must raise.
         opchecks: yields (registered op, arguments) for `torch.library.opcheck`.
         tolerances: per dtype, for values.
-        grad_factor: gradients get so many times as much.
-        surrogate: gradients are those that the operator should have (straight-through), not the slopes of its values,
-            so finite differences are no measure of them.
-        of_rows: `of_rows(make, width)` gives calls, by name, of a tensor (rows, width) whose results are (rows, ...);
+        grad_factor: the tolerance of gradients, as a multiple of that of values.
+        surrogate: gradients are straight-through, not the slopes of the values, so finite differences don't apply.
+        of_rows: `of_rows(make, width)` returns functions by name; each maps a tensor (rows, width) to (rows, ...), and
             the bits of a row must depend on this row alone (docs/bits.md).
     """
 
@@ -99,12 +98,12 @@ class Kernel:
         constexprs: argument → value.
         divisible: arguments the launcher guarantees to be multiples of 16.
         num_warps, num_stages: launch options.
-        maxnreg: registers per thread that the launch allows on NVIDIA targets (0: as many as the compiler takes).
-        max_registers: budget per thread on NVIDIA targets.
-        max_spill_bytes: local memory for spills allowed (0 for everything a launch table uses).
+        maxnreg: the launch's limit of registers per thread on NVIDIA targets (0: no limit).
+        max_registers: budget of registers per thread on NVIDIA targets.
+        max_spill_bytes: budget of local memory for spills (0 for everything a launch table uses).
         vector_loads: 16-byte global loads must appear.
-        max_amd_spills: vector registers spilled allowed on AMD (0 is the aim; a number states what is left).
-        amd: False for a kernel that only NVIDIA GPUs run (another one stands in for it on AMD).
+        max_amd_spills: budget of spilled vector registers on AMD (0 is the aim; more is what remains to improve).
+        amd: False for a kernel that runs on NVIDIA GPUs only (another one does its work on AMD).
     """
 
     name: str
@@ -124,16 +123,16 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Missing:
-    """Stands in `Case.make`'s mapping for a rival that can't run here: the bench names it and goes on."""
+    """A rival in `Case.make`'s mapping that can't run here: the bench names it and continues."""
 
     needs: str
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """An implementation whose set-up runs only when its turn comes (and is freed afterwards).
+    """An implementation that the bench sets up right before timing it, and frees afterwards.
 
-    Use it for what is costly or may fail: a backward pass needs its forward first, a rival may not import.
+    Use it for set-up that is costly or may fail: a backward pass needs its forward first, a rival may not import.
     `build()` returns the thunk to time. An ImportError inside counts as `Missing`, any other exception as a failure
     of this implementation alone.
     """
@@ -164,7 +163,7 @@ def graphed(prepare: Callable[[], Callable[[], Any]]) -> Prepared:
     """Return the replay of a CUDA graph of the call that `prepare` returns, as an implementation to time."""
 
     def build() -> Callable[[], Any]:
-        # autograd runs a backward pass on the stream of its forward pass: both belong on the stream of the capture
+        # autograd runs a backward pass on the stream of its forward pass, so both run on the stream of the capture
         new_stream: Any = torch.cuda.Stream
         stream, graph = new_stream(), torch.cuda.CUDAGraph()
         stream.wait_stream(torch.cuda.current_stream())
@@ -184,20 +183,20 @@ Impl = Callable[[], Any] | Prepared | Missing
 
 @dataclass(frozen=True)
 class Case:
-    """One row of the benchmark: an operator at a size, ours and the rivals', over the bytes it must move.
+    """One row of the benchmark: an operator at one size, ours and the rivals', with its byte floor.
 
     Attributes:
         op: operator name as the record shows it; results are filed by operator folder.
         stage: "forward", "backward" or "step".
-        params: what the case is, for the record ({"rows": 4096, "cols": 1024}).
+        params: sizes and options of the case, for the record ({"rows": 4096, "cols": 1024}).
         dtype: element type.
-        floor_bytes: the fewest bytes that must move.
+        floor_bytes: the fewest bytes that the operator must move.
         make: builds inputs (seed already set) on `device` and returns {impl name: impl}. "onepass" is ours and comes
             first; an impl is a thunk, a `Prepared`, or `Missing("distribution")` for a rival that is not installed
             (see `optional`). Names of rivals that compile contain "torch.compile": `--no-compile` leaves them out.
             Inputs are random, never zeros.
-        check: largest |theirs − ours| accepted, relative to the largest |ours|, compared before timing; thunks return
-            the same tensors in the same order (None: not comparable, e.g. an in-place step).
+        check: largest accepted |theirs − ours|, relative to the largest |ours|, checked before timing; thunks return
+            the same tensors in the same order (None: no comparison, e.g. of an in-place step).
         device: where `make` puts its inputs.
     """
 
@@ -212,7 +211,7 @@ class Case:
 
 
 def folders() -> list[str]:
-    """Names of the folders that have a `spec.py`: those of operators, and `fused`."""
+    """Return the names of the folders that have a `spec.py`: those of operators, and `fused`."""
     import onepass.ops
 
     names = sorted(m.name for m in pkgutil.iter_modules(onepass.ops.__path__) if m.ispkg)
@@ -231,10 +230,10 @@ def load(folder: str) -> Any:
 
 
 def all_specs() -> list[Spec]:
-    """Every operator's contract."""
+    """Return every operator's contract."""
     return [s for f in folders() for s in getattr(load(f), "SPECS", ())]
 
 
 def all_kernels() -> list[Kernel]:
-    """Every kernel compilation under a budget."""
+    """Return every kernel compilation with a budget."""
     return [k for f in folders() for k in getattr(load(f), "KERNELS", ())]

@@ -1,17 +1,17 @@
-"""Sums of rows on a CPU, in an order that their width alone decides."""
+"""Sums of rows on a CPU whose order of addition depends on the width alone."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-# columns that are added up at once. torch shares the sum of a single row among threads from 32768 elements on, so that
-# its order depends on how many threads and how many rows there are
+# columns per sum. From 32768 elements on torch splits the sum of a single row among threads, so its order would depend
+# on the number of threads and of rows
 BLOCK = 1 << 14
 
 
 def block_sums(x: Tensor) -> Tensor:
-    """X (..., n) with unit column stride → (..., ⌈n / BLOCK⌉): sums of BLOCK columns each, of fewer at the end."""
+    """Sum x (..., n) of unit column stride over blocks of BLOCK columns → (..., ⌈n / BLOCK⌉); the last may be short."""
     n = x.shape[-1]
     if n <= BLOCK:
         return x.sum(-1, keepdim=True)
@@ -21,7 +21,7 @@ def block_sums(x: Tensor) -> Tensor:
 
 
 def row_sum(x: Tensor) -> Tensor:
-    """X (..., n) with unit column stride → (..., 1)."""
+    """Sum x (..., n) of unit column stride over its columns → (..., 1)."""
     return x.sum(-1, keepdim=True) if x.shape[-1] <= BLOCK or x.is_cuda else block_sums(x).sum(-1, keepdim=True)
 
 

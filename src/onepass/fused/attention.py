@@ -2,10 +2,10 @@
 
     y = out(attention(normed)) + ν        y_i += g_i·(out'(attention'(norm_q(x_i), norm_kv(x_K))) − ν)
 
-What the node saves over their composition: the chosen tokens are normed as they are gathered, their gradients are added
-in place to those of all tokens (through the slots of `fork`), weights are cast together, their gradients leave the
-product in their own dtype. Between the matrix products, which are torch's, stand stretches of kernels; each is one call
-for `core.launch.replay`, so that the host does little more than to launch them.
+The node is faster than a composition of modules. It norms the chosen tokens while it gathers them, adds their gradients
+in place to those of all tokens (through the slots of `fork`), casts all weights together, and computes weight gradients
+directly in the weights' dtype. torch computes the matrix products; all kernels between two products are one call for
+`core.launch.replay`, so that the host does little more than launch them.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from .runs import Runs
 
 
 class Plan(NamedTuple):
-    """What does not change with the tensors."""
+    """Settings of the node that are not tensors."""
 
     dtype: torch.dtype  # of the branches
     light_heads: int
     heavy_heads: int
     width: int
     eps: float  # of the norms of the chosen tokens
-    precision: str  # of fp32 products: kernels are compiled for it
+    precision: str  # of fp32 matrix products (torch.get_float32_matmul_precision); kernels are compiled for it
 
 
 @replayed
 def _before_products(
     x: Tensor, at_q: Tensor, at_kv: Tensor, norm_q: Tensor, norm_kv: Tensor, plan: Plan, *weights: Tensor
 ) -> tuple[Any, ...]:
-    """Norms of the chosen tokens; copies of the weights in the branches' dtype, if it is another."""
+    """Norm the chosen tokens; copy the weights to the branches' dtype where theirs differs."""
     chosen_q, *_ = norm_forward(x, at_q, norm_q, None, plan.eps, 0.0, plan.dtype)
     chosen_kv, *_ = norm_forward(x, at_kv, norm_kv, None, plan.eps, 0.0, plan.dtype)
     other = any(w.dtype != plan.dtype for w in weights)
@@ -57,7 +57,7 @@ def _attend(
     light_mask: Tensor | None, light_first: Tensor, light_last: Tensor,
     heavy_mask: Tensor | None, heavy_first: Tensor, heavy_last: Tensor,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Queries and keys are turned where they lie, nobody else has them; both attentions."""
+    """Rotate queries and keys in place (this node alone holds them), then compute both attentions."""
     scale = 1 / math.sqrt(plan.width)
     light_qk, light_v = split(qkv)
     apply_rotary(light_qk, None, BASE, False, light_qk)
@@ -78,7 +78,7 @@ def _before_backward_products(
     dy: Tensor, update: Tensor, gates: Tensor, x: Tensor, at_q: Tensor, at_kv: Tensor, norm_q: Tensor,
     norm_kv: Tensor, plan: Plan, need_gates: bool,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Gradients of the heavy output and of the queries' gates; the norms again: cheaper to compute than to keep."""
+    """Return gradients of the heavy output and the queries' gates; recompute the norms, cheaper than to keep them."""
     d_update, d_gates = scatter_backward(dy, update, gates, at_q, True, need_gates)
     chosen_q, _, stats_q = norm_forward(x, at_q, norm_q, None, plan.eps, 0.0, plan.dtype)
     chosen_kv, _, stats_kv = norm_forward(x, at_kv, norm_kv, None, plan.eps, 0.0, plan.dtype)
@@ -93,7 +93,7 @@ def _attend_backward(
     light_end: Tensor | None, heavy_mask: Tensor | None, heavy_first: Tensor, heavy_last: Tensor,
     heavy_begin: Tensor | None, heavy_end: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Through both attentions and the turns: gradients of qkv, q and kv, of the latter's values before their gates."""
+    """Return gradients of qkv, q and kv through attention and rotary; for kv's values, that of the gated values."""
     scale = 1 / math.sqrt(plan.width)
     d_qkv = packed_gradient(
         d_light, qkv, light, light_lse, split(qkv)[0], light_first, light_last, light_mask, BASE, scale,
@@ -115,7 +115,7 @@ def _after_backward_products(
     d_q: Tensor, d_kv: Tensor, x: Tensor, at_q: Tensor, at_kv: Tensor, norm_q: Tensor, norm_kv: Tensor,
     stats_q: Tensor, stats_kv: Tensor, need_x: bool, need_q: bool, need_kv: bool,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Through the norms of the chosen: gradients of the tokens, and partials of those of the norms' weights."""
+    """Return gradients of the chosen tokens through their norms, and partials of the norm weights' gradients."""
     partials_q = norm_partials(x, at_q.numel(), norm_q, None) if need_q else None
     partials_kv = norm_partials(x, at_kv.numel(), norm_kv, None) if need_kv else None
     rows_q = rows_kv = None
@@ -166,7 +166,7 @@ class _RoutedAttention(torch.autograd.Function):
             tokens, qkv, light, light_lse, q, kv, heavy, heavy_lse, update, gates_q, gates_kv, norm_q, norm_kv, qkv_c,
             light_out_c, q_c, kv_c, heavy_out_c, x, at_q, at_kv, *runs,
         ) = ctx.saved_tensors  # fmt: skip
-        # from here on this frame alone keeps them (unless the graph is kept), and lets go of those of the tokens' size
+        # this frame now owns the saved tensors (unless the graph is retained); `del` frees those of the tokens' size
         ctx.maybe_clear_saved_tensors()
         light_runs, heavy_runs = Runs(*runs[:5]), Runs(*runs[5:])
         (
@@ -174,7 +174,7 @@ class _RoutedAttention(torch.autograd.Function):
         ) = ctx.needs_input_grad[:13]  # fmt: skip
         plan, dtypes, dim, precision = ctx.plan, ctx.dtypes, x.shape[-1], torch.get_float32_matmul_precision()
         if precision != plan.precision:
-            # other kernels, other tiles of keys
+            # the precision changed since forward: other kernels, with other tiles of keys
             plan = plan._replace(precision=precision)
             light_runs, heavy_runs = (r._replace(begin=None, end=None) for r in (light_runs, heavy_runs))
         grads: list[Tensor | None] = [None] * 5
@@ -224,7 +224,7 @@ class _RoutedAttention(torch.autograd.Function):
         )  # fmt: skip
 
 
-# what Function.apply does beyond this concerns torch.func, which never gets here
+# Skip Function.apply's functorch dispatch; callers guarantee plain eager.
 _apply = super(torch.autograd.Function, _RoutedAttention).apply
 
 
@@ -232,13 +232,13 @@ def routed_attention(
     forked: Fork, x: Tensor, gates: tuple[Tensor, Tensor], indices: tuple[Tensor, Tensor], weights: tuple[Tensor, ...],
     runs: tuple[Runs, Runs], plan: Plan,
 ) -> Tensor:  # fmt: skip
-    """Both branches and their gated sum, rows (batch·n, dim) of the dtype of `forked.normed`; see the module.
+    """Return both branches' gated sum as rows (batch·n, dim) in the dtype of `forked.normed`; see the module.
 
     `gates` and `indices` are those of the queries and of the keys, ``(batch, k)`` each, k ≥ 1; `forked` is a `fork` of
     x with a slot for each of the two. `weights`: of the norms of chosen queries and keys, ν, then of the linear layers
-    qkv and out of the light branch, q, kv and out of the heavy one. For calls that `fork` takes.
+    qkv and out of the light branch, q, kv and out of the heavy one. Callers guarantee the same as for `fork`.
     """
-    # a token may be in both lists, and their gradients must not meet: one slot each
+    # one slot per list: a token may be in both, and its two gradients must be added one after the other
     forked.choice.indices = indices
     return _apply(  # type: ignore[no-any-return, no-untyped-call]
         forked.normed, *forked.slots, *gates, *weights, x.detach(), *indices, *runs, plan

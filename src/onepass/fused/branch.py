@@ -1,7 +1,7 @@
-"""What stands between the matrix products of a feed-forward's branches, by kernels or by torch, without autograd.
+"""The steps between the matrix products of a feed-forward's branches, by kernels or by torch, without autograd.
 
-Sums over rows (gradients of biases and of a norm's weight) are left as partials in one buffer, so that those of a whole
-backward pass are added up together.
+Sums over rows (gradients of biases and of a norm's weight) stay partials in one buffer, so that one sum adds up those
+of a whole backward pass.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from . import torch_path
 
 
 def cast(weights: tuple[Tensor | None, ...], dtype: torch.dtype) -> tuple[Tensor | None, ...]:
-    """A copy of each of eight as `dtype`, by one kernel if it can; None for None."""
+    """Copy eight tensors to `dtype`, by one kernel where possible; None stays None."""
     there = [t for t in weights if t is not None]
     if uses_triton(there[0]) and all(t.is_contiguous() and t.dtype != dtype for t in there):
         from . import kernels_cast
@@ -26,7 +26,7 @@ def cast(weights: tuple[Tensor | None, ...], dtype: torch.dtype) -> tuple[Tensor
 
 
 def new_partials(like: Tensor, rows: int, width: int) -> Tensor | None:
-    """A buffer for partials of sums over that many rows, `width` columns together, like the kernels fill it."""
+    """Return a buffer for partials of sums over `rows` rows, `width` columns in all; None for no columns."""
     if not width:
         return None
     if not uses_triton(like):
@@ -37,7 +37,7 @@ def new_partials(like: Tensor, rows: int, width: int) -> Tensor | None:
 
 
 def column_sums(x: Tensor, partials: Tensor, offset: int) -> None:
-    """Parts of the sums of x (rows, width) over its rows, in columns from `offset` on."""
+    """Write the partials of the sums of x (rows, width) over its rows to the columns from `offset` on."""
     if uses_triton(x):
         from . import kernels_branch
 
@@ -47,7 +47,7 @@ def column_sums(x: Tensor, partials: Tensor, offset: int) -> None:
 
 
 def gelu_backward(dh: Tensor, u: Tensor, partials: Tensor | None, offset: int) -> None:
-    """Dh of h = gelu(u) becomes du, both (rows, width); its sums as in :func:`column_sums`, unless partials is None."""
+    """Overwrite dh of h = gelu(u), (rows, width), with du; unless partials is None, write sums as `column_sums`."""
     if uses_triton(dh):
         from . import kernels_branch
 
@@ -59,7 +59,7 @@ def gelu_backward(dh: Tensor, u: Tensor, partials: Tensor | None, offset: int) -
 
 
 def explore_gradient(dy: Tensor, mask: Tensor | None, stride: int, scale: float) -> Tensor:
-    """Scale·(length − its mean) of each `stride`-th row of dy (batch, n, d), over the real tokens of a sequence."""
+    """Return scale·(length − its mean over a sequence's real tokens) of each `stride`-th row of dy (batch, n, d)."""
     if not uses_triton(dy):
         return torch_path.explore_gradient(dy, mask, stride, scale)
     from . import kernels_explore

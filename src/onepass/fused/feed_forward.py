@@ -2,10 +2,10 @@
 
     y = down(gelu(up(norm(x))))        y_i += gate_i · down'(gelu(up'(norm'(x_i))))        for the chosen tokens i
 
-What the node saves over the composition of modules: one read of x norms it and scores it, the chosen tokens are normed
-as they are gathered, what the heavy branch gives and takes is added in place, weights are cast once and together, and
-their gradients leave the product in their own dtype. Between the matrix products, which are torch's, stand four
-stretches of kernels; each is one call for `core.launch.replay`, so that the host does little more than to launch them.
+The node is faster than a composition of modules. It norms and scores x in one read, norms the chosen tokens while it
+gathers them, adds the heavy branch's output and gradient in place, casts all weights together, and computes weight
+gradients directly in the weights' dtype. torch computes the matrix products; all kernels between two products are one
+call for `core.launch.replay`, so that the host does little more than launch them.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ from .norms import norm_backward_into, norm_forward, norm_partials
 
 
 class Plan(NamedTuple):
-    """What does not change with the tensors."""
+    """Settings of the node that are not tensors."""
 
     dtype: torch.dtype  # of the branches
     k: int
     light_eps: float  # of the norms
     heavy_eps: float
     score_eps: float
-    gate_eps: float  # temperature of the gates, their kind (its place in KINDS), whether their values are 1
-    kind: int
-    hard: bool
-    explore_stride: int  # each so many tokens one teaches the router (`nn.explore`); 0: none
+    gate_eps: float  # temperature of the gates
+    kind: int  # of the gates: index in KINDS
+    hard: bool  # straight-through: gates are 1
+    explore_stride: int  # every so many tokens, one gives the router a gradient (`nn.explore`); 0: none does
     explore_weight: float
-    causal: tuple[int, int] | None = None  # block and memory of a causal choice; None: the best of all tokens
+    causal: tuple[int, int] | None = None  # block and memory of a causal choice; None: choose the best of all tokens
 
 
 def _choose(scores: Tensor, mask: Tensor | None, plan: Plan) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Gates, indices, and what `_choice_backward` needs besides."""
+    """Return gates, indices, and the state and starts that `_choice_backward` needs."""
     if plan.causal is not None:
         return causal_choice.forward(scores, mask, plan.k, plan.gate_eps, *plan.causal)
     _, indices, gates, state = op_topk.forward(scores, None, mask, plan.k, plan.gate_eps, plan.kind, plan.hard)
@@ -58,7 +58,7 @@ def _choice_backward(
     d_gates: Tensor, scores: Tensor, mask: Tensor | None, plan: Plan, indices: Tensor, gates: Tensor, state: Tensor,
     starts: Tensor | None,
 ) -> Tensor | None:  # fmt: skip
-    """Gradient of the scores."""
+    """Return the gradient of the scores."""
     if plan.causal is not None and starts is not None:
         return causal_choice.backward(
             d_gates, scores, mask, gates, indices, state, starts, plan.gate_eps, *plan.causal
@@ -74,14 +74,14 @@ def _before_products(
     x: Tensor, vectors: Tensor, light_norm: Tensor | None, heavy_norm: Tensor | None, mask: Tensor | None, plan: Plan,
     *weights: Tensor | None,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """Norm and score, choose, norm the chosen; copies of the weights in the branches' dtype, if it is another."""
+    """Norm and score, choose, norm the chosen tokens; copy the weights to the branches' dtype where theirs differs."""
     normed, scores, stats = norm_forward(
         x, None, light_norm, vectors.view(-1), plan.light_eps, plan.score_eps, plan.dtype, mask
     )  # fmt: skip
     assert scores is not None
     gates, indices, state, starts = _choose(scores, mask, plan)
     chosen, _, chosen_stats = norm_forward(x, indices, heavy_norm, None, plan.heavy_eps, 0.0, plan.dtype)
-    # no view of its rows is returned: autograd forbids writing to one that a Function made
+    # y has the shape of x from the start: autograd forbids in-place writes to a view that a Function returned
     y = torch.empty(x.shape, dtype=plan.dtype, device=x.device)
     other = any(w is not None and w.dtype != plan.dtype for w in weights)
     copies = branch.cast(weights, plan.dtype) if other else ()
@@ -96,7 +96,7 @@ def _before_backward_products(
     dy: Tensor, update: Tensor, gates: Tensor, indices: Tensor, mask: Tensor | None, plan: Plan,
     widths: tuple[int, ...], offsets: tuple[int, ...], need_update: bool, need_gates: bool, need_explore: bool,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """The buffer for sums over rows, gradients of the heavy output and of the gates, the gradient that explores."""
+    """Return the buffer of partials, gradients of the heavy output and of the gates, and explore_grad."""
     d = dy.shape[-1]
     partials = branch.new_partials(dy, dy.numel() // d, sum(widths))
     d_update, d_gates = scatter_backward(dy, update, gates, indices, need_update, need_gates)
@@ -117,7 +117,7 @@ def _gelu_backward(
     u: Tensor, dh: Tensor | None, heavy_u: Tensor, heavy_dh: Tensor | None, partials: Tensor | None,
     widths: tuple[int, ...], offsets: tuple[int, ...],
 ) -> tuple[()]:  # fmt: skip
-    """Gradients behind each GELU take the place of those before it, and leave their sums."""
+    """Overwrite the gradient of each GELU's output with that of its input, and write the partials of its sums."""
     if heavy_dh is not None:
         branch.gelu_backward(heavy_dh, heavy_u, partials if widths[3] else None, offsets[3])
     if dh is not None:
@@ -132,7 +132,7 @@ def _after_backward_products(
     chosen_stats: Tensor, d_normed: Tensor | None, d_chosen: Tensor | None, d_gates: Tensor | None,
     d_scores: Tensor | None, explore_grad: Tensor | None, partials: Tensor | None, need_x: bool, need_sums: bool,
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
-    """Through the norm of the chosen, the choice, then norm and scores: dx; sums for the light norm and the vectors."""
+    """Return dx through all norms, the choice and the scores, and partials for the light norm and the vectors."""
     rows, d_rows = x.numel() // x.shape[-1], None
     vector: Tensor | None = vectors.view(-1)
     scored: tuple[Tensor | None, Tensor | None]
@@ -159,14 +159,14 @@ def _after_backward_products(
         plan.explore_stride, mask,
     )  # fmt: skip
     if dx is not None and d_rows is not None:
-        # dx is ours alone: no tensor of the size of x for what the few chosen tokens add
+        # add in place, as this node alone holds dx: the few chosen rows need no second tensor of the size of x
         add_rows(dx.view(rows, -1), d_rows, None, indices)
     return dx, own
 
 
 @lru_cache(256)
 def _columns(sizes: tuple[int, ...], wanted: tuple[bool, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Widths of sums over rows, 0 for one that is not wanted, and where each begins in their common buffer."""
+    """Return the widths of the sums over rows (0: not wanted) and where each begins in their common buffer."""
     widths = tuple(size if need else 0 for size, need in zip(sizes, wanted, strict=True))
     return widths, (0, *accumulate(widths[:-1]))
 
@@ -215,8 +215,8 @@ class _RoutedFeedForward(torch.autograd.Function):
             x, vectors, light_norm, heavy_norm, mask, scores, stats, indices, state, starts, chosen_stats,
             tokens, u, h, chosen, heavy_u, heavy_h, update, gates, up, down, heavy_up, heavy_down,
         ) = ctx.saved_tensors  # fmt: skip
-        # from here on this frame alone keeps them (unless the graph is kept), and lets go of what it has used: else the
-        # tensors of the tokens' size add up
+        # this frame now owns the saved tensors (unless the graph is retained). Setting names to None below frees each
+        # after its last use, so that fewer tensors of the tokens' size exist at once
         ctx.maybe_clear_saved_tensors()
         need_x, need_v, need_light_norm, need_heavy_norm, _, _, *needs = ctx.needs_input_grad
         plan, dtypes, d, partials, explore_grad, d_normed, d_chosen = (
@@ -235,7 +235,7 @@ class _RoutedFeedForward(torch.autograd.Function):
         if dy is not None:
             dy, need_chosen = dy.contiguous(), need_x or need_heavy_norm
             need_normed, need_update = need_x or need_light_norm, need_chosen or True in needs[4:]
-            # the norm's first: its kernel knows no offset
+            # the norm's columns come first, because its kernel has no offset
             widths, offsets = _columns(
                 (d, u.shape[1], d, heavy_u.shape[1], d), (need_heavy_norm, needs[1], needs[3], needs[5], needs[7])
             )
@@ -296,7 +296,7 @@ class _RoutedFeedForward(torch.autograd.Function):
         return dx, d_vectors, d_light_norm, d_heavy_norm, None, None, *grads
 
 
-# what Function.apply does beyond this concerns torch.func, which never gets here
+# Skip Function.apply's functorch dispatch; callers guarantee plain eager.
 _apply: Callable[..., Any] = super(torch.autograd.Function, _RoutedFeedForward).apply
 
 
@@ -304,13 +304,13 @@ def routed_feed_forward(
     x: Tensor, vectors: Tensor, light_norm: Tensor | None, heavy_norm: Tensor | None, mask: Tensor | None, plan: Plan,
     *weights: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """(y, of x's shape and the branches' dtype; indices, gates, scores), see the module's docstring.
+    """Return y, in the shape of x and the branches' dtype, indices, gates and scores; see the module's docstring.
 
-    `weights` are those of both branches, of each the first layer's and its bias or None, the second's and its bias;
-    `vectors` (1, dim) is what scores. Gates and scores carry their gradients to x and the vectors; y's own goes there
-    inside the node: asking for its gradient with respect to the gates returned finds no path.
-    Callers make sure that `core.eager.plain` and `fits_one_program` hold, that the arguments are checked, and that
-    there is something to choose.
+    `weights`: for the light, then the heavy branch, weight and bias (or None) of the first linear layer, then of the
+    second; `vectors` (1, dim): the score vector. Gradients of gates and scores flow to x and the vectors. The gradient
+    of y reaches the gates inside the node, so autograd finds no path from y to the gates returned here.
+    Callers guarantee that `core.eager.plain` and `fits_one_program` hold, that the arguments are checked, and that
+    there are tokens and k ≥ 1.
     """
     return _apply(x, vectors, light_norm, heavy_norm, mask, plan, *weights)  # type: ignore[no-any-return]
 

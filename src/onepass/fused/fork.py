@@ -1,7 +1,7 @@
 """`fork`: one read of the tokens for the light branch's norm and the router's scores, one sum of their gradients.
 
-Plain eager PyTorch only: its gradient for the tokens that a heavy branch takes comes in through a slot, a stand-in that
-holds no memory, and joins the rest in place. Elsewhere the same is a norm, `score` and `gather`.
+Plain eager PyTorch only: the gradient of the tokens that a heavy branch takes arrives through a slot, a tensor without
+memory, and is added in place to the rest. Other calls use a norm, `score` and `gather`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .norms import norm_backward, norm_forward
 
 
 class Choice:
-    """Which tokens were chosen, for each slot: told to the fork once the routers have decided."""
+    """The chosen tokens of each slot; the caller sets them once the routers have decided."""
 
     indices: tuple[Tensor, ...] = ()
 
@@ -29,10 +29,10 @@ class Fork(NamedTuple):
     """What :func:`fork` returns.
 
     Attributes:
-        normed: ``(batch, n, dim)`` of the dtype asked for: RMS-normalised, times the weight.
+        normed: ``(batch, n, dim)`` in the requested dtype: RMS-normalised, times the weight.
         scores: ``(batch, n)``, or ``(batch, R, n)`` for vectors ``(R, dim)``, fp32 (fp64 for fp64).
-        slots: for each k asked for ``(batch, k, dim)`` without memory of its own: the gradient given to it is added to
-            that of the tokens that `choice.indices` names.
+        slots: one tensor ``(batch, k, dim)`` without memory for each requested k: its gradient is added to that of the
+            tokens in `choice.indices`.
         choice: set its `indices`, ``(batch, k)`` for each slot, before backward.
     """
 
@@ -46,7 +46,7 @@ Backward = Callable[[Any, tuple[Tensor | None, ...]], Any]
 
 
 def as_forward_did(name: str) -> Callable[[Backward], Callable[..., Any]]:
-    """For a Function's backward, given its gradients as a tuple: once, and in forward's dtypes, not in a caller's."""
+    """Decorate a Function's backward, which gets its gradients as a tuple: no autocast, no second derivative."""
 
     def decorate(backward: Backward) -> Callable[..., Any]:
         def outside_autocast(ctx: Any, *grads: Tensor | None) -> Any:
@@ -93,7 +93,7 @@ class _Fork(torch.autograd.Function):
             (need_w and weight is not None) or (need_v and ds is not None), mask,
         )  # fmt: skip
         if dx is not None:
-            # dx is ours alone: no tensor of the size of x for what the few chosen tokens add
+            # add in place, as this node alone holds dx: the few chosen rows need no second tensor of the size of x
             for i, d_slot in enumerate(d_slots):
                 if d_slot is not None:
                     _add_chosen(dx.view(-1, x.shape[-1]), d_slot, None, ctx.choice.indices[i])
@@ -104,7 +104,7 @@ class _Fork(torch.autograd.Function):
         return dx, dw, dv, None, None, None, None, None, None
 
 
-# what Function.apply does beyond this concerns torch.func, which never gets here
+# Skip Function.apply's functorch dispatch; callers guarantee plain eager.
 _fork: Callable[..., tuple[Tensor, ...]] = super(torch.autograd.Function, _Fork).apply
 
 
@@ -112,11 +112,11 @@ def fork(
     x: Tensor, weight: Tensor | None, vectors: Tensor, *, eps: float, score_eps: float, dtype: torch.dtype,
     ks: tuple[int, ...], mask: Tensor | None = None,
 ) -> Fork:  # fmt: skip
-    """RMS norm of ``x`` ``(batch, n, dim)``, in `dtype`, and its scores as :func:`score` gives them; see `Fork`.
+    """Return the RMS norm of ``x`` ``(batch, n, dim)`` in `dtype`, its scores as :func:`score`, and slots; see `Fork`.
 
     Tokens where the mask ``(batch, n)`` is False count as zeros, whatever they hold.
 
-    Callers make sure that `core.eager.plain` and `fits_one_program` hold, and that the arguments are checked.
+    Callers guarantee that `core.eager.plain` and `fits_one_program` hold, and that the arguments are checked.
     """
     choice = Choice()
     weight = None if weight is None else weight.contiguous()

@@ -1,7 +1,7 @@
 """Triton kernels between the matrix products of a feed-forward's backward: GELU's gradient, sums over rows.
 
-Each program leaves its partial sums over rows (gradients of biases and of a norm's weight) in a row of one buffer. One
-kernel adds up those of a whole backward pass in the end, always in the same order.
+Each program writes its partials of sums over rows (gradients of biases and of a norm's weight) to a row of one buffer.
+One last kernel adds up those of a whole backward pass, always in the same order.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from onepass.core.launch import cdiv, device_guard, launch, next_power_of_2, rep
 
 INTS = ["total", "partials_stride"]
 WARPS = 8
-# 16-byte loads of each tensor that a thread has under way
+# 16-byte loads of each tensor that a thread has in flight
 SUMS_UNROLL = 4
 GELU_UNROLL = 4
-# programs that share the rows: two for each multiprocessor
+# programs per multiprocessor that share the rows
 PER_SM = 2
 
 
 @triton.jit(do_not_specialize=INTS)
 def sums_kernel(
     x_ptr,  # (total, D), contiguous
-    partials_ptr,  # (programs, ...) fp32: D columns of each row
+    partials_ptr,  # (programs, ...) fp32; D columns of each row are written
     total,
     partials_stride,
     D: tl.constexpr,
-    OFFSET: tl.constexpr,  # first of the columns
+    OFFSET: tl.constexpr,  # first of these columns
     UNROLL: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
@@ -49,18 +49,18 @@ def sums_kernel(
 
 @triton.jit(do_not_specialize=INTS)
 def gelu_backward_kernel(
-    dh_ptr,  # (total, D), contiguous; du takes its place
+    dh_ptr,  # (total, D), contiguous; overwritten with du
     u_ptr,  # (total, D), contiguous
-    partials_ptr,  # (programs, ...) fp32: D columns of each row take the sums of du; None: not needed
+    partials_ptr,  # (programs, ...) fp32; D columns of each row get the sums of du; None: not needed
     total,
     partials_stride,
     D: tl.constexpr,
-    OFFSET: tl.constexpr,  # first of the columns
+    OFFSET: tl.constexpr,  # first of these columns
     UNROLL: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """Du = dh·(Φ(u) + u·φ(u)) with the normal distribution function Φ and its density φ."""
+    """Compute du = dh·(Φ(u) + u·φ(u)) with the normal distribution function Φ and its density φ."""
     group = tl.program_id(1)
     cols = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     inside = (cols < D)[None, :]
@@ -69,7 +69,7 @@ def gelu_backward_kernel(
         top = tl.cast(tile, tl.int64) * (UNROLL * BLOCK_R) + tl.arange(0, BLOCK_R)
         us = ()
         dhs = ()
-        # every load of the tile before its first store: the compiler can't move a load over one
+        # load the whole tile before the first store, because the compiler can't move a load across a store
         for i in tl.static_range(UNROLL):
             rows = top + i * BLOCK_R
             mask = (rows < total)[:, None] & inside
@@ -83,7 +83,7 @@ def gelu_backward_kernel(
             slope = 0.5 + 0.5 * tl.erf(u * 0.7071067811865476) + u * (0.3989422804014327 * tl.exp(-0.5 * u * u))
             du = (dhs[i].to(tl.float32) * slope).to(dh_ptr.dtype.element_ty)
             tl.store(dh_ptr + (rows * D)[:, None] + cols[None, :], du, mask=mask)
-            # the sum of what the products see
+            # sum du as rounded: the matrix products read the same values
             acc += du.to(tl.float32)
     if partials_ptr is not None:
         out = partials_ptr + group.to(tl.int64) * partials_stride + OFFSET
@@ -91,12 +91,12 @@ def gelu_backward_kernel(
 
 
 def programs(x: Tensor, rows: int) -> int:
-    """How many programs share the rows in each of the kernels, and rows that the buffer of partials has."""
+    """Return how many programs share the rows in each kernel; the buffer of partials has as many rows."""
     return min(PER_SM * sm_count(x), max(1, cdiv(rows, 4)))
 
 
 def _tile(x: Tensor) -> tuple[int, int]:
-    """(BLOCK_R, BLOCK_C): one 16-byte load per thread."""
+    """Return (BLOCK_R, BLOCK_C): one 16-byte load per thread."""
     vector = 16 // x.element_size()
     block_c = min(next_power_of_2(x.shape[1]), 128 * vector)
     return max(1, WARPS * 32 * vector // block_c), block_c
@@ -104,7 +104,7 @@ def _tile(x: Tensor) -> tuple[int, int]:
 
 @replayed
 def column_sums(x: Tensor, partials: Tensor, offset: int) -> tuple[()]:
-    """Leave the partials of the sums over the rows of x (rows, d) in d columns of `partials` from `offset` on."""
+    """Write the partials of the sums over the rows of x (rows, d) to d columns of `partials` from `offset` on."""
     rows, d = x.shape
     block_r, block_c = _tile(x)
     with device_guard(x):
@@ -117,7 +117,7 @@ def column_sums(x: Tensor, partials: Tensor, offset: int) -> tuple[()]:
 
 @replayed
 def gelu_backward(dh: Tensor, u: Tensor, partials: Tensor | None, offset: int) -> tuple[()]:
-    """Dh (rows, d) becomes du; the partials of its sums over the rows go to `partials` as in :func:`column_sums`."""
+    """Overwrite dh (rows, d) with du; write the partials of its sums as :func:`column_sums`, unless None is given."""
     rows, d = u.shape
     block_r, block_c = _tile(u)
     groups = programs(u, rows) if partials is None else partials.shape[0]

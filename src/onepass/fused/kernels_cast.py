@@ -11,7 +11,7 @@ from torch import Tensor
 
 from onepass.core.launch import cdiv, device_guard, launch, replayed
 
-# linear layers of two branches, weights and biases
+# weights and biases of two linear layers in each of two branches
 TENSORS = 8
 BLOCK = 4096
 INTS = [f"n{i}" for i in range(TENSORS)]
@@ -27,9 +27,9 @@ def copy(from_ptr, to_ptr, n, UNIT: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=INTS)
 def cast_kernel(
-    a0, a1, a2, a3, a4, a5, a6, a7,  # what is cast, contiguous; None: nothing
-    b0, b1, b2, b3, b4, b5, b6, b7,  # where to
-    n0, n1, n2, n3, n4, n5, n6, n7,  # how many elements, in UNITs: a mask that is known to be even lets loads be wide
+    a0, a1, a2, a3, a4, a5, a6, a7,  # inputs, contiguous; or None
+    b0, b1, b2, b3, b4, b5, b6, b7,  # outputs
+    n0, n1, n2, n3, n4, n5, n6, n7,  # numbers of elements, in UNITs: bounds of known divisibility allow wide loads
     UNIT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -57,7 +57,7 @@ def cast(
     a0: Tensor, a1: Tensor | None, a2: Tensor, a3: Tensor | None, a4: Tensor, a5: Tensor | None, a6: Tensor,
     a7: Tensor | None, dtype: torch.dtype,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Each tensor, contiguous, as `dtype`."""
+    """Return each tensor (contiguous) cast to `dtype`; None stays None."""
     tensors = (a0, a1, a2, a3, a4, a5, a6, a7)
     out = [None if t is None else torch.empty(t.shape, dtype=dtype, device=t.device) for t in tensors]
     sizes = [0 if t is None else t.numel() for t in tensors]

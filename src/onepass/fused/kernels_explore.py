@@ -1,4 +1,4 @@
-"""Triton kernels of exploration: the gradient's length at each `stride`-th token, less its sequence's mean."""
+"""Triton kernels of exploration: the gradient's length at each `stride`-th token, minus its sequence's mean."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from onepass.core.launch import cdiv, device_guard, launch, replayed
 from onepass.ops._shared.kernels_tokens import WARPS, tile
 
 INTS = ["n", "stride", "count", "mask_stride", "total"]
-# tokens that the second kernel takes at a time
+# tokens per iteration of the second kernel
 BLOCK = 1024
 
 
@@ -50,7 +50,7 @@ def centre_kernel(
     scale,
     BLOCK: tl.constexpr,
 ):
-    """Explore_grad = scale·(length − its mean over the real tokens of the sequence), 0 at the others."""
+    """Compute explore_grad = scale·(length − its mean over the sequence's real tokens), 0 at masked tokens."""
     row = tl.program_id(0).to(tl.int64)
     total = tl.zeros((BLOCK,), tl.float32)
     real = tl.zeros((BLOCK,), tl.float32)
@@ -73,7 +73,10 @@ def centre_kernel(
 
 @replayed
 def explore_gradient(dy: Tensor, mask: Tensor | None, stride: int, scale: float) -> Tensor:
-    """Dy (batch, n, d) contiguous, mask (batch, n) uint8 of unit column stride → explore_grad (batch, ⌈n / stride⌉)."""
+    """Return explore_grad (batch, ⌈n / stride⌉) for dy (batch, n, d), contiguous, and a uint8 mask (batch, n) or None.
+
+    The mask has unit column stride.
+    """
     batch, n, d = dy.shape
     count = cdiv(n, stride)
     block_r, block_c = tile(d)

@@ -1,4 +1,4 @@
-"""Triton kernels of an RMS norm that scores what it reads, or reads chosen rows only, and their launchers."""
+"""Triton kernels of an RMS norm that also scores its rows, or reads chosen rows only, and their launchers."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torch import Tensor
 from onepass.core.launch import aligned, cdiv, device_guard, even_rows, launch, next_power_of_2, replayed, sm_count
 from onepass.ops._shared.kernels_tokens import named, strided
 
-# a program keeps its rows in registers between the sums and the result
+# a program keeps whole rows in registers between the sums and the result
 MAX_COLS = 4096
 INTS = ["x_batch_stride", "x_row_stride", "n", "m", "total", "stride", "n_explore", "partials_stride"]
 
 
 @triton.jit
 def token_of(index_ptr, mask_ptr, rows, total, n, m):
-    """(sequence, token, which rows to read) of rows that are all tokens, or the m chosen ones of each sequence."""
+    """Return (sequence, token, whether to read it) of rows: all tokens, or the m chosen ones of each sequence."""
     inside = rows < total
     if index_ptr is None:
         token = rows % m
@@ -34,7 +34,7 @@ def token_of(index_ptr, mask_ptr, rows, total, n, m):
 def forward_kernel(
     x_ptr,  # (batch, n, D), unit column stride
     index_ptr,  # (batch, m) int64; None: all tokens, m = n
-    mask_ptr,  # (batch, n) uint8, 0 where a token is one of zeros and is not read; None: nowhere, or with indices
+    mask_ptr,  # (batch, n) uint8; a token with 0 counts as zeros and is not read; None: read all, or index_ptr is given
     w_ptr,  # (D,) or None
     v_ptr,  # (R, D), contiguous; None where R = 0
     y_ptr,  # (batch, m, D), contiguous, of any dtype
@@ -90,13 +90,13 @@ def backward_kernel(
     dy_ptr,  # (batch, m, D), contiguous
     x_ptr,  # (batch, n, D), unit column stride
     index_ptr,  # (batch, m) int64; None: all tokens, m = n
-    mask_ptr,  # (batch, n) uint8, 0 where a token is one of zeros and is not read; None: nowhere, or with indices
+    mask_ptr,  # (batch, n) uint8; a token with 0 counts as zeros and is not read; None: read all, or index_ptr is given
     w_ptr,  # (D,) or None
     v_ptr,  # (R, D), contiguous; None where R = 0
     stats_ptr,  # (1 or 2, batch·m) fp32
     s_ptr,  # (batch, R, m) fp32; None where R = 0
     ds_ptr,  # (batch, R, m); None where R = 0
-    explore_grad_ptr,  # (batch, m / stride) fp32: more of ds at each `stride`-th token, for dv alone; None: nothing
+    explore_grad_ptr,  # (batch, ⌈m / stride⌉) fp32: added to ds at each `stride`-th token, for dv alone; or None
     dx_ptr,  # (batch, m, D), contiguous; None: not needed
     partials_ptr,  # (programs, ...) fp32: (1 + R)·D columns, of dw, then of dv; None: not needed
     x_batch_stride,  # in units of VEC elements
@@ -114,7 +114,7 @@ def backward_kernel(
     BLOCK_C: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Every program takes each P-th tile of rows; the partials of dw and dv stay in registers until the end."""
+    """Each of P programs takes every P-th tile of rows and keeps its partials of dw and dv in registers to the end."""
     CHUNKS: tl.constexpr = (D + BLOCK_C - 1) // BLOCK_C
     program = tl.program_id(0)
     dws = (tl.zeros((BLOCK_R, BLOCK_C), tl.float32),) * CHUNKS
@@ -161,7 +161,7 @@ def backward_kernel(
                 live = live | moved
                 back += tl.where(moved, ds * tl.load(s_ptr + at, mask=found, other=0.0), 0.0)
                 alongs = alongs + (tl.where(moved, ds * inverse, 0.0)[:, None],)
-            # in units of n = x/rms; where scores have no gradient n plays no part: NaN must not reach v
+            # coefficient of n = x/rms in dx; a row without score gradients is left out, so that its NaN can't reach v
             back = tl.where(live, back * inverse * inverse / D, 0.0)[:, None] / rstd
             if partials_ptr is not None:
                 taught = live
@@ -203,7 +203,7 @@ def backward_kernel(
 
 
 def _forward_tile(d: int, itemsize: int) -> tuple[int, int, int]:
-    """(BLOCK_R, BLOCK_C, warps): two warps to a row up to 2048 columns, in chunks of one or two 16-byte loads."""
+    """Return (BLOCK_R, BLOCK_C, warps): two warps up to 2048 columns; one or two 16-byte loads a thread and chunk."""
     load = 32 * 16 // itemsize
     if d <= 2 * load:
         cols = next_power_of_2(d)
@@ -215,9 +215,9 @@ def _forward_tile(d: int, itemsize: int) -> tuple[int, int, int]:
 
 
 def _backward_tile(d: int) -> tuple[int, int, int, int, int]:
-    """(BLOCK_R, BLOCK_C, warps, stages, programs per multiprocessor): what 128 registers a thread can hold."""
+    """Return (BLOCK_R, BLOCK_C, warps, stages, programs per multiprocessor), which 128 registers a thread can hold."""
     if d <= 1024:
-        # small programs, four to a multiprocessor: one reduces while the others load
+        # small programs, four per multiprocessor: one reduces while the others load
         cols = next_power_of_2(d)
         return min(32, 1024 // cols), cols, 4, 3, 4
     return (1, 1024, 8, 3, 2) if d <= 2048 else (1, 4096, 16, 2, 1)
@@ -228,7 +228,7 @@ def forward(
     x: Tensor, indices: Tensor | None, mask: Tensor | None, weight: Tensor | None, vectors: Tensor | None, eps: float,
     score_eps: float, dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
-    """X (batch, n, d) → y (batch, m, d) of `dtype`, scores (batch, R, m) or (batch, m) of vectors, statistics."""
+    """Return y (batch, m, d) in `dtype`, scores (batch, [R,] m) or None, and statistics, for x (batch, n, d)."""
     x = even_rows(strided(x)[0], 8)
     weight, vectors = (None if v is None else aligned(v) for v in (weight, vectors))
     (batch, n, d), (batch_stride, row_stride) = x.shape, x.stride()[:2]
@@ -251,7 +251,7 @@ def forward(
 
 
 def programs(x: Tensor, rows: int, d: int) -> int:
-    """How many programs share the rows in backward, where nothing else decides it."""
+    """Return how many programs share the rows in backward, unless a given buffer of partials decides it."""
     block_r, _, _, _, per_sm = _backward_tile(d)
     return min(per_sm * sm_count(x), cdiv(rows, block_r))
 
@@ -262,10 +262,10 @@ def backward(
     stats: Tensor, scores: Tensor | None, ds: Tensor | None, explore_grad: Tensor | None, stride: int, need_x: bool,
     partials: Tensor | None,
 ) -> tuple[Tensor | None]:  # fmt: skip
-    """Dy (batch, m, d) contiguous → (dx (batch, m, d) in x's dtype,).
+    """Return (dx,) for dy (batch, m, d), contiguous; dx (batch, m, d) has the dtype of x, or is None without need_x.
 
-    `partials` (programs, …), rows of unit column stride, takes (1 + R)·d columns: each program's share of the
-    gradients of weight and vectors.
+    `partials` (programs, …), with unit column stride, gets (1 + R)·d columns: each program's partials of the gradients
+    of weight and vectors.
     """
     x, batch_stride, row_stride = strided(x)
     batch, n, d = x.shape

@@ -1,4 +1,4 @@
-"""RMS norm of all tokens, with their scores, or of chosen ones: by kernels or by torch, without checks and autograd."""
+"""RMS norm of all tokens with their scores, or of chosen tokens: by kernels or torch, without checks and autograd."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from . import torch_path
 
 
 def fits_one_program(d: int) -> bool:
-    """Whether a program can hold a row of d columns."""
+    """Return whether one program can hold a row of d columns."""
     return d <= 4096
 
 
@@ -19,10 +19,10 @@ def norm_forward(
     x: Tensor, indices: Tensor | None, weight: Tensor | None, vectors: Tensor | None, eps: float, score_eps: float,
     dtype: torch.dtype, mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
-    """RMS norm of all tokens or of those that indices (batch, m) name → y (batch, m, d), scores, statistics.
+    """Return the RMS norm y (batch, m, d) of all tokens or of those in indices (batch, m), scores, and statistics.
 
-    Scores are (batch, m) for a vector (d,), (batch, R, m) for vectors (R, d), None for None. `mask` (batch, n), of all
-    tokens alone: one that is False there is one of zeros, whatever it holds, and has no gradient.
+    Scores are (batch, m) for a vector (d,), (batch, R, m) for vectors (R, d), None for None. `mask` (batch, n) is for
+    calls without indices: a token that is False there counts as zeros, whatever it holds, and has no gradient.
     """
     if on_triton(x, weight, vectors):
         from . import kernels_norm
@@ -30,7 +30,7 @@ def norm_forward(
         return kernels_norm.forward(  # type: ignore[no-any-return]
             x, indices, as_bytes(mask), weight, vectors, eps, score_eps, dtype
         )  # fmt: skip
-    # a caller's autocast would round the scores, by which tokens are chosen, to 16 bits
+    # a caller's autocast would round the scores to 16 bits and thereby change the choice of tokens
     with torch.autocast(x.device.type, enabled=False):
         return torch_path.norm_forward(x, indices, mask, weight, vectors, eps, score_eps, dtype)
 
@@ -40,10 +40,10 @@ def norm_backward_into(
     vectors: Tensor | None, stats: Tensor, scores: Tensor | None, ds: Tensor | None, need_x: bool,
     explore_grad: Tensor | None = None, stride: int = 1, mask: Tensor | None = None,
 ) -> Tensor | None:  # fmt: skip
-    """Dx for each row of :func:`norm_forward`; the gradients of weight and vectors, as partials, in the first columns.
+    """Return dx for each row of :func:`norm_forward`; write partials of the weight's and the vectors' gradients.
 
-    `partials` is None where they are not needed; `explore_grad` (batch, tokens / stride) adds to ds at each
-    `stride`-th token, for the vectors alone.
+    They fill the first columns of `partials`, which is None where they are not needed. `explore_grad`
+    (batch, ⌈tokens / stride⌉) is added to ds at each `stride`-th token, for the vectors alone.
     """
     if on_triton(x, weight, vectors):
         from . import kernels_norm
@@ -61,7 +61,7 @@ def norm_backward_into(
 
 
 def norm_partials(x: Tensor, rows: int, weight: Tensor | None, vectors: Tensor | None) -> Tensor:
-    """What :func:`norm_backward_into` takes as partials, for the gradients of both: to be added up over its rows."""
+    """Return the buffer of partials for :func:`norm_backward_into`; its sum over rows is both gradients."""
     width = x.shape[-1] + (0 if vectors is None else vectors.numel())
     if not on_triton(x, weight, vectors):
         return torch.empty((1, width), dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
@@ -74,7 +74,7 @@ def norm_backward(
     dy: Tensor, x: Tensor, indices: Tensor | None, weight: Tensor | None, vectors: Tensor | None, stats: Tensor,
     scores: Tensor | None, ds: Tensor | None, need_x: bool, need_w: bool, mask: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
-    """Gradients of :func:`norm_forward`: dx for each of its rows; (1 + R, d) of weight and vectors."""
+    """Return the gradients of :func:`norm_forward`: dx for each of its rows; (1 + R, d) of weight and vectors."""
     partials = norm_partials(x, dy.shape[0] * dy.shape[1], weight, vectors) if need_w else None
     dx = norm_backward_into(partials, dy, x, indices, weight, vectors, stats, scores, ds, need_x, mask=mask)
     return dx, None if partials is None else partials.sum(0).view(-1, x.shape[-1])

@@ -1,4 +1,4 @@
-"""Runs of keys that follow from sizes alone, kept: a dozen small kernels and calls of torch that need not repeat."""
+"""Runs of keys that follow from sizes alone, cached: this saves each call a dozen small kernels and calls of torch."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from onepass.ops.span_attention import op as span
 
 
 def neighbours(n: int, window: int, causal: bool, device: torch.device) -> tuple[Tensor, Tensor]:
-    """First and last + 1 of the tokens that each of n tokens sees: its window, the one before, and the one after.
+    """Return first and last + 1 of the tokens that each of n tokens sees: its window, the one before, the one after.
 
-    With `causal` there is no window after, and nothing after the token itself.
+    With `causal` a token sees nothing after itself.
     """
     i = torch.arange(n, device=device, dtype=torch.int32)
     start = i // window * window
@@ -23,12 +23,12 @@ def neighbours(n: int, window: int, causal: bool, device: torch.device) -> tuple
 
 
 class Runs(NamedTuple):
-    """Who sees which keys, as `span_attention` takes it."""
+    """The keys that each query sees, in the form that `span_attention` takes."""
 
     mask: Tensor | None  # (batch, keys) bool
     first: Tensor  # (1 or batch, queries) int32
     last: Tensor
-    begin: Tensor | None  # both `span_attention.op.edges`; None where no kernel asks, or they are not known yet
+    begin: Tensor | None  # begin and end: `span_attention.op.edges`; None where no kernel needs them, or not yet known
     end: Tensor | None
 
 
@@ -37,7 +37,7 @@ Queries = tuple[torch.device, torch.dtype, int]  # the last: width of a head
 
 
 def _runs(make: Make, sizes: tuple[int, ...], keys: int, where: torch.device, like: Tensor) -> Runs:
-    """`make(*sizes, where)` and its edges, on the device of `like`, for queries of its width and dtype."""
+    """Return the runs `make(*sizes, where)` with their edges, on the device of `like`, for its width and dtype."""
     first, last = (t[None] for t in make(*sizes, where))
     edges = span.edges(like, first, last, keys) or (None, None)
     return Runs(None, *(None if t is None else t.to(like.device) for t in (first, last, *edges)))  # type: ignore[arg-type]
@@ -46,8 +46,8 @@ def _runs(make: Make, sizes: tuple[int, ...], keys: int, where: torch.device, li
 @lru_cache(64)
 def _kept(make: Make, sizes: tuple[int, ...], keys: int, device: torch.device, dtype: torch.dtype, width: int,
           precision: str) -> Runs:  # fmt: skip
-    # made on the CPU, and copied: complete when the copy returns, for whatever stream; autograd refuses to keep what
-    # inference mode made
+    # made on the CPU and copied, so that they are ready for every stream when the copy returns; outside inference
+    # mode, because autograd can't save tensors made in it
     with torch.inference_mode(False):
         return _runs(make, sizes, keys, torch.device("cpu"), torch.empty(width, dtype=dtype, device=device))
 
@@ -55,14 +55,14 @@ def _kept(make: Make, sizes: tuple[int, ...], keys: int, device: torch.device, d
 def _of(make: Make, sizes: tuple[int, ...], keys: int, queries: Queries) -> Runs:
     device, dtype, width = queries
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        # a graph's memory is its own
+        # a captured graph owns the memory allocated in it: don't cache these
         return _runs(make, sizes, keys, device, torch.empty(width, dtype=dtype, device=device))
-    # the last argument decides the tiles, of which the edges are
+    # the precision decides the tiles, and the tiles decide the edges
     return _kept(make, sizes, keys, device, dtype, width, torch.get_float32_matmul_precision())
 
 
 def window_runs(n: int, window: int, causal: bool, queries: Queries) -> Runs:
-    """Runs of `neighbours`."""
+    """Return the runs of `neighbours`."""
     return _of(neighbours, (n, window, causal), n, queries)
 
 
@@ -72,7 +72,7 @@ def _all(n: int, keys: int, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def whole_runs(n: int, keys: int, queries: Queries) -> Runs:
-    """N queries that see all of so many keys."""
+    """Return the runs of n queries that see all `keys` keys."""
     return _of(_all, (n, keys), keys, queries)
 
 

@@ -1,4 +1,4 @@
-"""What the kernels between the products of routed layers may cost, and what a fork is measured against."""
+"""Budgets of the kernels between the matrix products of routed layers; benchmark cases of `fork`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _pointers(signature: dict[str, str]) -> tuple[str, ...]:
     return tuple(name for name, t in signature.items() if t.startswith("*"))
 
 
-# (dtype of x, width, scores, of some tokens or of all, or a choice of rows) → forward: BLOCK_C, warps, registers;
+# (dtype of x, width, "scores" with or without a mask, or chosen "rows") → forward: BLOCK_C, warps, registers;
 # backward: BLOCK_R, BLOCK_C, warps, stages, registers
 _NORM = {
     ("fp32", 512, "scores"): (256, 2, 40, 2, 512, 4, 3, 128),
@@ -78,7 +78,7 @@ def _norm() -> Iterator[Kernel]:
         )  # fmt: skip
 
 
-# dtype → BLOCK_R, BLOCK_C, registers of the sums, of GELU's gradient
+# dtype → BLOCK_R, BLOCK_C, registers of the sums, registers of GELU's gradient
 _BRANCH = {"bf16": (2, 1024, 80, 80), "fp32": (2, 512, 64, 64)}
 
 
@@ -124,7 +124,7 @@ KERNELS = [*_norm(), *_branch()]
 
 
 def _fork_case(batch: int, n: int, dim: int, dtype: torch.dtype, stage: str, device: str = "cuda") -> Case:
-    """Norm in bf16 and scores from one read; the rival reads twice and adds two gradients."""
+    """Return the case of a bf16 norm and scores from one read; the rival reads twice and adds two gradients."""
 
     def make() -> Mapping[str, Impl]:
         need = stage == "backward"

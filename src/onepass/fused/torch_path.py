@@ -1,4 +1,4 @@
-"""The torch path of what stands between the products of routed layers: CPU, float64, no Triton."""
+"""The torch path of the steps between the matrix products of routed layers: CPU, float64, no Triton."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def norm_forward(
     x: Tensor, indices: Tensor | None, mask: Tensor | None, weight: Tensor | None, vectors: Tensor | None, eps: float,
     score_eps: float, dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
-    """RMS norm of all tokens, or of those that indices (batch, m) name: y, scores (batch, [R,] m), statistics."""
+    """Return the RMS norm y of all tokens or of those in indices (batch, m), scores (batch, [R,] m), and statistics."""
     x = zero_padding(x, mask)
     scores = None
     if vectors is not None:
@@ -33,7 +33,7 @@ def norm_backward(
     stats: Tensor, scores: Tensor | None, ds: Tensor | None, explore_grad: Tensor | None, stride: int, need_x: bool,
     need_w: bool,
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
-    """Dy (batch, m, d) → dx (batch, m, d) in x's dtype; the gradients (1 + R, d) of weight and vectors."""
+    """Return dx (batch, m, d) in the dtype of x, and the gradients (1 + R, d) of weight and vectors."""
     x, dy = zero_padding(x, mask), zero_padding(dy, mask)
     wide = widest(x.dtype)
     f = (x if indices is None else gather(x, indices)).to(wide)
@@ -59,7 +59,7 @@ def norm_backward(
 
 
 def explore_gradient(dy: Tensor, mask: Tensor | None, stride: int, scale: float) -> Tensor:
-    """Scale·(length − its mean) of each `stride`-th row of dy (batch, n, d); 0 where the mask is False, and no part."""
+    """Return scale·(length − its mean) of each `stride`-th row of dy (batch, n, d), over real tokens; 0 at others."""
     lengths: Tensor = torch.linalg.vector_norm(dy[:, ::stride], dim=-1, dtype=widest(dy.dtype))
     if mask is None:
         return (lengths - lengths.mean(-1, keepdim=True)) * scale

@@ -1,4 +1,4 @@
-"""Modules over the operators; names, arguments and state_dict keys are `torch.nn`'s where torch has the same thing."""
+"""Modules over the operators; names, arguments and state_dict keys follow `torch.nn` where it has an equivalent."""
 
 from .attention import AttentionRouting, RoutedAttention
 from .block import BlockRouting, RoutedBlock

@@ -1,4 +1,4 @@
-"""`RoutedAttention`: tokens attend to their neighbours, a few routed queries to a few routed keys from anywhere."""
+"""`RoutedAttention`: every token attends to its neighbours, a few routed queries also to a few routed keys."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ Choose = Callable[[Tensor, int, "Tensor | None"], RouterOutput]
 
 
 class AttentionRouting(NamedTuple):
-    """What `RoutedAttention` and `RoutedCrossAttention` chose: two `RouterOutput`.
+    """The choices of `RoutedAttention` and `RoutedCrossAttention`: two `RouterOutput`.
 
     Attributes:
-        q: the tokens that attend, and the gates on what they get.
+        q: the tokens that attend, and the gates on their outputs.
         kv: the tokens (cross-attention: memories) that they attend to, and the gates on the values.
     """
 
@@ -47,9 +47,9 @@ class AttentionRouting(NamedTuple):
 class HeavyAttention(nn.Module):
     """Attention of chosen queries (batch, k_q, dim) to chosen memories (batch, k_kv, dim), both normed; gated values.
 
-    It returns ``out(attention) − null``: what a token gets on top of the `null` vector that every token gets. `last`
-    ``(k_q,)`` or ``(batch, k_q)``: how many of the memories a query sees, of those that `mask` says are there.
-    `turned`: by rotary positions, those that the routing names.
+    It returns ``out(attention) − null``, because the caller adds `null` to every token. A query sees the first `last`
+    memories, ``(k_q,)`` or ``(batch, k_q)``, except those where `mask` is False. With `turned`, queries and keys are
+    rotated by the positions in the routing.
     """
 
     def __init__(
@@ -86,10 +86,10 @@ class HeavyAttention(nn.Module):
         q = self.q(queries).unflatten(-1, (self.heads, self.dim_head))
         k, v = self.kv(memories).unflatten(-1, (2, self.heads, self.dim_head)).unbind(2)
         if turned:
-            # a missing token (−1) has some angle as well; nobody looks at it
+            # a missing token (−1) gets some angle too; its result is not used
             q, k = rotary(q, routing.q.indices), rotary(k, routing.kv.indices)
-        # the gate scales what a token says, not how loudly it is heard: no term inside the softmax, so flash attention
-        # needs no bias, and a token whose gate falls to 0 falls silent
+        # gates scale the values, not the logits: flash attention needs no bias, and a token with gate 0 contributes
+        # nothing
         v = v * routing.kv.gates.to(v.dtype)[..., None, None]
         y = span_attention(q, k, v, torch.zeros_like(last), last, mask=mask)
         y = self.out(y.flatten(2))
@@ -104,13 +104,13 @@ class RoutedAttention(nn.Module):
               \mathrm{out}\Big(\sum_{j \in K} \mathrm{softmax}_j(q_i\cdot k_j)\, h_j v_j\Big)
 
     with g the gates of the routed queries (0 for all others), h those of the routed keys and values K, and ν the
-    learned output (`null`) of tokens that are not routed. Both branches norm their own inputs and turn queries and
-    keys by the rotary angles of the original positions. There is no residual inside: write ``x + attention(x)``.
+    learned output (`null`) of tokens that are not routed. Both branches norm their own inputs and apply rotary
+    embedding by the original positions. There is no residual inside: write ``x + attention(x)``.
 
-    With ``causal=True`` no output depends on a later token, bit for bit: local windows look back alone; queries are
-    chosen by a running threshold (`CausalRouter`); keys and values by a quota ``max(1, round(window·k_kv/n))`` of
-    every window, chosen when it is complete, and a query of window b sees the choices of the windows before b, which
-    are the first entries of one list: nothing is copied per window.
+    With ``causal=True`` no output depends on a later token, bit for bit. Local windows reach back only. A running
+    threshold chooses queries (`CausalRouter`). Each complete window gives a quota of ``max(1, round(window·k_kv/n))``
+    keys and values, and a query of window b sees those of the windows before b. They are the first entries of one
+    list, so nothing is copied per window.
 
     Args:
         dim: width of the tokens.
@@ -118,10 +118,10 @@ class RoutedAttention(nn.Module):
         heads, dim_head: heads of the heavy branch, and their channels (even).
         light_heads: heads of the local attention; default: heads.
         window: tokens of a local window (see `LocalAttention`).
-        causal: for language models.
+        causal: no output depends on a later token: for language models.
         router_q, router_kv: default `Router` (causal queries: `CausalRouter`); modules with their call signature and
-            one route. With causal, router_kv is called on windows as if each were a sequence, and router_q must
-            choose by the past alone and in the order of the tokens, which a plain `Router` does not.
+            one route. With causal, router_kv is called on windows as if each were a sequence, and router_q must be
+            causal and list tokens in their order; a plain `Router` is refused.
         device, dtype: of all parameters.
 
     Shapes: ``attention(x, mask=None)`` with x ``(batch, n, dim)`` of any float dtype, mask ``(batch, n)`` bool, True
@@ -129,8 +129,8 @@ class RoutedAttention(nn.Module):
     Masked tokens are neither chosen nor seen, and count as zeros whatever they hold. No row depends on another.
 
     Raises:
-        TypeError: k_q or k_kv is neither int nor float, or a size is no int.
-        ValueError: a size is out of range, or a router has several routes or does not fit causal.
+        TypeError: k_q or k_kv is neither int nor float, or a size is not an int.
+        ValueError: a size is out of range, a router has several routes, or router_q is a plain `Router` with causal.
 
     Source: CoLT5 (arXiv:2303.09752).
 
@@ -184,7 +184,7 @@ class RoutedAttention(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Set `null` to 0; the modules inside have a `reset_parameters` of their own."""
+        """Set `null` to 0; submodules have their own `reset_parameters`."""
         nn.init.zeros_(self.null)
 
     def forward(
@@ -202,7 +202,7 @@ class RoutedAttention(nn.Module):
         __call__: RoutedCall[AttentionRouting]
 
     def _composed(self, x: Tensor, mask: Tensor | None) -> tuple[Tensor, AttentionRouting]:
-        """The output as (batch·n, dim), module by module."""
+        """Return the output as (batch·n, dim) and the routing, computed module by module."""
         routing = self._choose(self.router_q, self.router_kv, x, x, mask)
         y = self.light(x, mask).flatten(0, 1)
         y = y + self.null.to(y.dtype)
@@ -218,7 +218,7 @@ class RoutedAttention(nn.Module):
     def _choose(
         self, choose_q: Choose, choose_kv: Choose, of_q: Tensor, of_kv: Tensor, mask: Tensor | None
     ) -> AttentionRouting:
-        """Routing by routers called with tokens, or by their `decide` called with scores."""
+        """Return the routing; `choose_q` and `choose_kv` are routers (of tokens) or their `decide` (of scores)."""
         n = of_q.shape[1]
         q = choose_q(of_q, count(self.k_q, n), mask)
         if not self.causal or n == 0:
@@ -226,13 +226,13 @@ class RoutedAttention(nn.Module):
         return AttentionRouting(q, choose_per_block(choose_kv, of_kv, self._quota(n), self.window, mask))
 
     def _fused(self, x: Tensor, mask: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, AttentionRouting]:
-        """The same in two autograd nodes: one read of x norms it and scores it twice, one node does the rest."""
+        """Return the same from two autograd nodes: one norms x and scores it twice in one read, one does the rest."""
         light, heavy, q, kv, n = self.light, self.heavy, self.router_q, self.router_kv, x.shape[1]
         assert isinstance(q, Router)
         assert isinstance(kv, Router)
         q.check(x, 0, mask)
         eps = light.norm.eps_for(x)
-        # the choice is made in fp32 whatever the branches compute in
+        # the choice is made in fp32, whatever dtype the branches use
         with torch.autocast(x.device.type, enabled=False):
             ks = count(self.k_q, n), self._length_kv(n)
             vectors = torch.cat((q.directions(), kv.directions()))
@@ -258,38 +258,38 @@ class RoutedAttention(nn.Module):
         ), routing
 
     def _seen(self, routing: AttentionRouting, n: int, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """How many of the chosen keys each chosen query sees, and which of them are there (None: all)."""
+        """Return how many of the chosen keys each chosen query sees, and which of them exist (None: all)."""
         q, kv, there = routing.q.indices, routing.kv.indices, self._there(routing, n, mask)
         if not self.causal:
             return torch.full(q.shape[1:], kv.shape[1], dtype=torch.int32, device=q.device), there
         quota = kv.shape[1] // -(-n // self.window)
-        # missing queries come last: as they see everything, the numbers never decrease
+        # missing queries come last and see every key, so that `last` never decreases
         return torch.where(q >= 0, q // self.window * quota, kv.shape[1]), there
 
     def _there(self, routing: AttentionRouting, n: int, mask: Tensor | None) -> Tensor | None:
-        """Which of the chosen keys are there; None: all."""
-        # a Router finds as many as it is asked for
+        """Return which of the chosen keys exist; None: all."""
+        # without a mask, a Router always finds k tokens
         whole = mask is None and type(self.router_kv) is Router and not (self.causal and n % self.window)
         return None if whole else routing.kv.indices >= 0
 
     def _quota(self, n: int) -> int:
-        """How many keys and values each window of n > 0 tokens gives, missing ones included."""
+        """Return how many keys and values each window gives for n > 0 tokens, missing ones included."""
         k = count(self.k_kv, n)
         return min(self.window, max(1, round(self.window * k / n))) if k else 0
 
     def _length_kv(self, n: int) -> int:
-        """How many keys and values are chosen of n > 0 tokens, missing ones included."""
+        """Return how many keys and values are chosen of n > 0 tokens, missing ones included."""
         return -(-n // self.window) * self._quota(n) if self.causal else count(self.k_kv, n)
 
     def _fused_dtype(self, x: Tensor, mask: Tensor | None) -> torch.dtype | None:
-        """What the branches compute in where `fork` can stand in for norms, scores and gathers of their own.
+        """Return the branches' dtype where `_fused` gives the same as `_composed`, else None.
 
-        None where it can't: something else looks at the call (a compiler, a transform, a hook), the routers are not
-        ours, or there is nothing to choose.
+        None if something intercepts the call (a compiler, a transform, a hook), if a branch or router is not the
+        default one, or if there is nothing to choose.
         """
         if not (plain(x, mask) and x.numel() and self.k_q and self.k_kv and fits_one_program(x.shape[-1])):
             return None
-        # not by attributes nor by `modules`, which take longer than all else in here
+        # read `_modules`: attributes and `modules()` take longer than everything else here
         own = self._modules
         branches = own["light"], own["heavy"]
         inner: list[Any] = [m for branch in branches for m in branch._modules.values()]  # type: ignore[union-attr]
@@ -302,7 +302,7 @@ class RoutedAttention(nn.Module):
         weights = [p for m in parts for p in m._parameters.values() if p is not None]
         if any(m._parameters.get("bias") is not None for m in inner) or not plain(*weights):
             return None
-        # kernels take addresses: who has tensors on two devices shall meet a module that says so
+        # kernels don't check devices; fall back so that modules raise the error
         if {w.device for w in weights} != {x.device}:
             return None
         dtypes = {w.dtype for w in weights}
@@ -315,13 +315,13 @@ class RoutedAttention(nn.Module):
 
 
 def check_routers(module: str, router_q: nn.Module | None, router_kv: nn.Module | None) -> None:
-    """Refuse routers of several routes: attention has one list of queries, and one of keys."""
+    """Raise ValueError for a router with several routes: attention has one list of queries and one of keys."""
     for name, router in (("router_q", router_q), ("router_kv", router_kv)):
         if isinstance(router, Router) and router.num_routes != 1:
             raise ValueError(f"{module}: {name} must have one route, got num_routes = {router.num_routes}")
 
 
-# what the fused form knows how to stand in for, in the order of `_modules`; the queries' router is asked apart
+# the modules that `_fused` replaces, in the order in which `_fused_dtype` lists them; router_q has two accepted types
 _KINDS = [
     RoutedAttention, Router, LocalAttention, HeavyAttention, RMSNorm, nn.Linear, nn.Linear, RMSNorm, RMSNorm, nn.Linear,
     nn.Linear, nn.Linear,

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class BlockRouting(NamedTuple):
-    """What a `RoutedBlock` chose.
+    """The choices of a `RoutedBlock`.
 
     Attributes:
         attention: an `AttentionRouting`: queries, and keys with values.
@@ -49,7 +49,7 @@ class RoutedBlock(nn.Module):
     autocast, `torch.compile` and activation checkpointing.
 
     Raises:
-        TypeError: a k is neither int nor float, or a size is no int.
+        TypeError: a k is neither int nor float, or a size is not an int.
         ValueError: a size is out of range.
 
     Source: CoLT5 (arXiv:2303.09752).

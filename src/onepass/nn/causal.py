@@ -1,4 +1,4 @@
-"""Choices for language models: what is chosen for or shown to a token depends on nothing after it."""
+"""Causal choices, for language models: a token's choice depends on the tokens before it and on itself alone."""
 
 from __future__ import annotations
 
@@ -16,38 +16,37 @@ from .router import Router, RouterOutput
 
 
 class CausalRouter(Router):
-    r"""`Router` for language models: token i is chosen, and gated, by what is known when i is read.
+    r"""`Router` for language models: the choice and the gate of token i depend on the tokens up to i alone.
 
-    The share k/n of the tokens is chosen by a running threshold. With blocks of ``block`` tokens, token i of block b
-    has for threshold the score that this share of the past exceeds:
+    A running threshold chooses the share k/n of the tokens. With blocks of ``block`` tokens, the threshold of token i
+    in block b is the score that this share of earlier tokens exceeds:
 
     .. math::
         t_i = \text{the score of rank } \lfloor \tfrac kn\,|P_b| \rfloor \text{ (from 0) among } P_b,\qquad
         g_i = \sigma\!\big((s_i - t_i)/\varepsilon\big)
 
-    where P_b are the real tokens in the last ``memory`` tokens before block b. In the first block P are the tokens
-    before i itself; the first token of a sequence has no past and is chosen. Tokens above their threshold are taken
-    in the order in which they arrive, as long as the number taken up to the end of block b stays within
-    ⌈k·(tokens up to there)/n⌉: what quiet blocks leave, later ones may use.
+    where P_b are the real tokens in the last ``memory`` tokens before block b. In the first block, P are the tokens
+    before i; the first token of a sequence has none and is chosen. Tokens above their threshold are chosen in order,
+    as long as the number chosen up to the end of block b stays within ⌈k·(tokens up to there)/n⌉; later blocks may
+    use the places that earlier ones left.
 
     A chosen gate lies between ½ and 1 and always has a gradient in its own score (a capped exponential would be
-    exactly 1 above the threshold, with none). Thresholds are statistics of the past; their gradient is that of a
-    threshold which keeps its share of the past (`onepass.ops.causal_choice`): scores that rise together change no
-    gate.
+    exactly 1 above the threshold, without gradient). Gradients also flow through the thresholds, which move with the
+    scores that they are computed from (`onepass.ops.causal_choice`): scores that all rise together change no gate.
 
     Args:
         dim: width of the tokens.
         eps: temperature ε of the gates.
         block: tokens that share a threshold.
-        memory: how far back it looks, in tokens; a multiple of block.
+        memory: tokens before a block that its threshold is computed from; a multiple of block.
         score, device, dtype: as `Router`.
 
     Shapes: as `Router` with one route; ``indices`` are in the order of the tokens, −1 after the last. Fewer than k
     may be chosen. Masked tokens are never chosen and count in no threshold.
 
     Raises:
-        TypeError: block or memory is no int; otherwise as `Router`.
-        ValueError: block < 1, or memory is no positive multiple of it; otherwise as `Router`.
+        TypeError: block or memory is not an int; otherwise as `Router`.
+        ValueError: block < 1, or memory is not a positive multiple of it; otherwise as `Router`.
 
     Source: expert choice made causal, after Mixture-of-Depths (arXiv:2404.02258), which trains a second predictor
     for it; a quantile of the past needs none.
@@ -83,7 +82,7 @@ class CausalRouter(Router):
         return RouterOutput(*chosen, scores)
 
     def plan(self, k: int, n: int, dtype: torch.dtype, light_eps: float, heavy_eps: float) -> Plan:
-        """What `routed_feed_forward` asks of this router."""
+        """Return the settings of `routed_feed_forward` with this router."""
         return super().plan(k, n, dtype, light_eps, heavy_eps)._replace(causal=(self.block, self.memory))
 
     def extra_repr(self) -> str:
@@ -97,12 +96,12 @@ def choose_per_block(
     block: int,
     mask: Tensor | None,
 ) -> RouterOutput:
-    """`quota` tokens of each block, chosen within it alone, blocks in order: indices ``(batch, blocks·quota)``.
+    """Choose `quota` tokens of each block, as if it were a sequence; return indices ``(batch, blocks·quota)`` in order.
 
     `choose` is a router, called with tokens ``(batch·blocks, block, dim)``, or its `decide`, called with scores
-    ``(batch·blocks, block)``; `values` is what it takes, for whole sequences. −1 where a block has fewer real tokens.
-    Whoever may see all of a block may see its choice, so the choices of the blocks before b are what the tokens of
-    block b may attend to.
+    ``(batch·blocks, block)``; `values` are the tokens or scores of whole sequences. Indices are −1 where a block has
+    fewer real tokens. A choice depends on its whole block, so the tokens of block b may attend to the choices of the
+    blocks before b.
     """
     batch, n, *rest = values.shape
     blocks = -(-n // block)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def check_size(module: str, name: str, size: int) -> None:
-    """Refuse anything but an int ≥ 1."""
+    """Raise TypeError unless size is an int, ValueError unless it is ≥ 1."""
     if isinstance(size, bool) or not isinstance(size, int):
         raise TypeError(f"{module}: {name} must be an int, got {type(size).__name__}")
     if size < 1:
@@ -12,13 +12,13 @@ def check_size(module: str, name: str, size: int) -> None:
 
 
 def check_number(module: str, name: str, value: float) -> None:
-    """Refuse anything but an int or a float."""
+    """Raise TypeError unless value is an int or a float."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{module}: {name} must be a number, got {type(value).__name__}")
 
 
 def check_count(module: str, name: str, k: int | float) -> None:
-    """Refuse anything but an int ≥ 0 or a float 0 < k ≤ 1."""
+    """Raise TypeError unless k is an int or a float, ValueError unless it is an int ≥ 0 or a float 0 < k ≤ 1."""
     if isinstance(k, bool) or not isinstance(k, (int, float)):
         raise TypeError(f"{module}: {name} must be an int or a float, got {type(k).__name__}")
     if (isinstance(k, int) and k < 0) or (isinstance(k, float) and not 0 < k <= 1):
@@ -26,7 +26,7 @@ def check_count(module: str, name: str, k: int | float) -> None:
 
 
 def count(k: int | float, n: int) -> int:
-    """At most n of n tokens for an int, ``max(1, round(k·n))`` for a share, none of none."""
+    """Return how many of n tokens k means: ``min(k, n)`` for an int, ``max(1, round(k·n))`` for a share, 0 if n = 0."""
     if isinstance(k, int) or n == 0:
         return min(int(k), n)
     return max(1, round(k * n))

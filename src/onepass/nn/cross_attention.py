@@ -29,9 +29,9 @@ class RoutedCrossAttention(nn.Module):
               \mathrm{out}\Big(\sum_{j \in K} \mathrm{softmax}_j(q_i\cdot k_j)\, h_j v_j\Big)
 
     with g the gates of the routed tokens (0 for all others), h those of the routed memories K, and ν (`null`)
-    learned. A memory is read once, to be scored; only the k_kv chosen ones are gathered, normed and projected, so a
-    million of them cost one pass over their bytes. Two sequences share no positions: nothing is rotated here.
-    There is no residual inside: write ``x + attention(x, context)``.
+    learned. Every memory is read once for its score; only the k_kv chosen ones are gathered, normed and projected, so
+    a million memories cost one pass over their bytes. Tokens and memories share no positions, so there is no rotary
+    embedding. There is no residual inside: write ``x + attention(x, context)``.
 
     Args:
         dim: width of the tokens.
@@ -43,12 +43,12 @@ class RoutedCrossAttention(nn.Module):
         device, dtype: of all parameters.
 
     Shapes: ``attention(x, context, mask=None, context_mask=None)`` with x ``(batch, n, dim)``, context ``(batch, m,
-    dim_context)``, mask ``(batch, n)`` and context_mask ``(batch, m)`` bool, True at what is real, gives y like x;
-    with ``return_routing=True`` ``(y, AttentionRouting)``. What is masked is neither chosen nor seen. A row without
-    memories gives its tokens ``(1 − g)·null``.
+    dim_context)``, mask ``(batch, n)`` and context_mask ``(batch, m)`` bool, True at real tokens and memories, gives y
+    like x; with ``return_routing=True`` ``(y, AttentionRouting)``. Masked tokens are not chosen, masked memories
+    neither chosen nor seen. A row without memories gives its tokens ``(1 − g)·null``.
 
     Raises:
-        TypeError: k_q or k_kv is neither int nor float, or a size is no int.
+        TypeError: k_q or k_kv is neither int nor float, or a size is not an int.
         ValueError: a size is out of range, a router has several routes, or x and context don't fit together.
 
     Source: CoLT5 (arXiv:2303.09752).
@@ -90,7 +90,7 @@ class RoutedCrossAttention(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Set `null` to 0; the modules inside have a `reset_parameters` of their own."""
+        """Set `null` to 0; submodules have their own `reset_parameters`."""
         nn.init.zeros_(self.null)
 
     def forward(
@@ -121,7 +121,7 @@ class RoutedCrossAttention(nn.Module):
             self.null,
             torch.full(q.indices.shape[1:], k_kv, dtype=torch.int32, device=x.device),
             turned=False,
-            # a Router finds as many as it is asked for
+            # without a mask, a Router always finds k memories
             mask=None if context_mask is None and type(self.router_kv) is Router else kv.indices >= 0,
         )
         y = self.null.to(update.dtype).repeat(x.shape[0] * x.shape[1], 1)

@@ -1,4 +1,4 @@
-"""What makes a router look where it has not been: a gradient for tokens that nobody chose."""
+"""`explore`: a gradient for the router from tokens that were not chosen, so that it can find better ones."""
 
 from __future__ import annotations
 
@@ -16,33 +16,34 @@ from .router import NORM_EPS, Router
 
 
 def explore(y: Tensor, x: Tensor, router: nn.Module, k: int, mask: Tensor | None = None) -> Tensor:
-    r"""Give y back; in backward, let the gradient of y tell the router which tokens have most left to gain.
+    r"""Return y; in backward, push up the scores of sampled tokens where the gradient of y is large.
 
     A gate's gradient, ⟨∂L/∂y_i, heavy(x_i)⟩, exists for chosen tokens alone, and means little until the heavy branch
-    has learned something from tokens of that kind: a router that starts in the wrong place stays there. Yet ∂L/∂y_i
-    is known for every token, and a heavy branch that answered with a unit step downhill would make that gradient
-    −‖∂L/∂y_i‖. So every (n/k)-th token's score gets this optimistic gradient, less its mean, at a small weight:
+    has learned from tokens of that kind: a router that starts with the wrong tokens keeps them. ∂L/∂y_i, however, is
+    known for every token. If the heavy branch returned a unit step downhill, the gate's gradient would be
+    −‖∂L/∂y_i‖. Every (n/k)-th token's score gets this optimistic gradient, minus its mean, with a small weight:
 
     .. math:: \frac{\partial L}{\partial s_i} \mathrel{+}= -\,\lambda\,\frac nk\,
               \Big(\Big\|\frac{\partial L}{\partial y_i}\Big\| - \mathrm{mean}_j\Big\|\frac{\partial L}{\partial y_j}
               \Big\|\Big), \qquad \lambda = \text{router.explore}
 
-    It reaches the routing vectors alone, not x. Tokens are taken at equal distances: nothing random, and as many are
-    read as are chosen. It ends where the heavy branch leaves nothing to gain.
+    It reaches the routing vectors alone, not x. The tokens lie at equal distances, so nothing is random and about as
+    many are read as are chosen. It vanishes with ∂L/∂y, when there is nothing left to gain.
 
     Args:
-        y: the routed layer's output, ``(batch, n, dim)``, or its rows ``(batch·n, dim)``; nobody else holds it.
-        x: what the router scored, ``(batch, n, dim)``.
-        router: nothing happens unless it is a `Router` in training mode with ``explore`` above 0.
+        y: the routed layer's output, ``(batch, n, dim)``, or its rows ``(batch·n, dim)``. The caller gives it up: y
+            itself may come back, marked as changed in place.
+        x: the tokens that the router scored, ``(batch, n, dim)``.
+        router: y comes back as it is unless this is a `Router` in training mode with ``explore`` above 0.
         k: how many tokens are chosen.
-        mask: ``(batch, n)`` bool, True at real tokens; others teach nothing.
+        mask: ``(batch, n)`` bool, True at real tokens; others give no gradient.
     """
     n = x.shape[1]
     if not (isinstance(router, Router) and router.explores(k, n) and y.requires_grad):
         return y
-    # a view made by a Function may not be written to later: y itself comes back where autograd alone looks on
+    # plain eager returns y itself: autograd forbids later in-place writes to a view that a Function returned
     same = plain(y, x) and not y._is_view()
-    # x is only looked at: an edge to it would bring autograd a None
+    # x gets no gradient here, so it needs no edge in the graph
     rest = x.detach(), router.weight, mask, n // k, router.explore, router.score == "cosine", same
     return (_explore if same else _Explore.apply)(y, *rest)
 
@@ -84,14 +85,14 @@ class _Explore(torch.autograd.Function):
             gain = gain - gain.mean(-1, keepdim=True)
         else:
             real = mask[:, :: ctx.stride]
-            # whatever lies in a padded token, even NaN, stays out
+            # keep the content of padding out, even NaN
             gain = gain.masked_fill(~real, 0)
             mean = gain.sum(-1, keepdim=True) / real.sum(-1, keepdim=True).clamp_min(1)
             gain = (gain - mean) * real
             sample = sample.masked_fill(~real[..., None], 0)
         square = torch.linalg.vector_norm(sample, dim=-1).square()
         explore_grad = gain * torch.rsqrt(square + dim * NORM_EPS) * (-ctx.explore_weight * ctx.stride * math.sqrt(dim))
-        # a backward inside autocast would round here; there is none for meta tensors
+        # a backward under autocast would round this product; meta tensors have no autocast
         with torch.autocast("cpu" if x.is_meta else x.device.type, enabled=False):
             toward = (explore_grad.reshape(1, -1) @ sample.reshape(-1, dim)).expand(weight.shape)
         if ctx.cosine:
@@ -102,5 +103,5 @@ class _Explore(torch.autograd.Function):
         return grad, None, toward.to(weight.dtype), None, None, None, None, None
 
 
-# what Function.apply does beyond this concerns torch.func, and takes as long as the rest
+# Skip Function.apply's functorch dispatch; callers guarantee plain eager.
 _explore: Callable[..., Tensor] = super(torch.autograd.Function, _Explore).apply

@@ -31,18 +31,18 @@ class FeedForward(nn.Module):
         return self.down(F.gelu(self.up(self.norm(x))))  # type: ignore[no-any-return]
 
     def layers(self) -> tuple[nn.Module, nn.Module, nn.Module]:
-        """The norm and the two linear layers."""
-        # not as attributes: a module looks for those in three places, which adds up where calls are short
+        """Return the norm and the two linear layers."""
+        # read `_modules`: an attribute of a module is searched in three dictionaries, which adds up in short calls
         own = self._modules
         return own["norm"], own["up"], own["down"]  # type: ignore[return-value]
 
     def weights(self) -> tuple[Tensor | None, ...]:
-        """The norm's weight; of the two linear layers weight and bias, weight and bias."""
+        """Return the norm's weight, then weight and bias of the first linear layer, then those of the second."""
         norm, up, down = (m._parameters for m in self.layers())
         return norm["weight"], up["weight"], up["bias"], down["weight"], down["bias"]
 
     def is_plain(self) -> bool:
-        """Whether a call runs what stands in `forward` and nothing else."""
+        """Return whether a call runs `forward` as written here and nothing else."""
         layers = self.layers()
         return type(self) is FeedForward and [type(m) for m in layers] == _KINDS and has_no_overrides(self, *layers)
 
@@ -51,10 +51,10 @@ _KINDS = [RMSNorm, nn.Linear, nn.Linear]
 
 
 def has_no_overrides(*modules: nn.Module) -> bool:
-    """Whether calling these modules is no more than what their classes say, with parameters of their own.
+    """Return whether a call of these modules runs only what their classes define, on their own parameters.
 
-    No hook, global ones included, no forward set on an instance, no other tensor in a parameter's place: a hypernetwork
-    puts a result there, a wrapper that shards or replicates a module a view, who freezes a weight a buffer.
+    False for any hook, global ones included; for a forward set on an instance; and for another tensor in place of a
+    parameter, such as a hypernetwork's output, the view of a wrapper that shards or replicates, or a buffer.
     """
     if torch_module._has_any_global_hook():  # type: ignore[no-untyped-call]
         return False

@@ -24,16 +24,16 @@ class LocalAttention(nn.Module):
     Args:
         dim: width of the tokens.
         heads, dim_head: number of heads, and channels of each (even).
-        window: tokens of a window, w.
+        window: w, tokens of a window.
         causal: no token sees a later one.
         device, dtype: of all parameters.
 
     Shapes: ``attention(x, mask=None)`` with x ``(batch, n, dim)``, mask ``(batch, n)`` bool, True at real tokens,
-    gives y like x. Masked tokens are seen by nobody, and count as zeros whatever they hold. Any n, also one that is no
+    gives y like x. No token sees a masked one; masked tokens count as zeros whatever they hold. n need not be a
     multiple of w.
 
     Raises:
-        TypeError: dim, heads, dim_head or window is no int.
+        TypeError: dim, heads, dim_head or window is not an int.
         ValueError: one of them is < 1, dim_head is odd, or shapes don't fit.
 
     Source: Beltagy et al., Longformer (arXiv:2004.05150), in blocks as in CoLT5 (arXiv:2303.09752).
@@ -79,7 +79,7 @@ class LocalAttention(nn.Module):
 
 
 def check_heads(name: str, dim: int, heads: int, dim_head: int) -> None:
-    """Refuse sizes that no attention has."""
+    """Raise TypeError unless the sizes are ints, ValueError unless they are ≥ 1 and dim_head is even."""
     for what, size in (("dim", dim), ("heads", heads), ("dim_head", dim_head)):
         check_size(name, what, size)
     if dim_head % 2:

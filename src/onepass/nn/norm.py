@@ -30,7 +30,7 @@ def _over_last_dims(
     if len(shape) == 1:
         return norm(x, *vectors, residual=residual, **options)
     if residual is not None:
-        # flattened, (…, 3, 8) and (…, 8, 3) would be one shape
+        # check before flattening, which gives (…, 3, 8) and (…, 8, 3) the same shape
         check.tensor(name, "residual", residual)
         if residual.shape != x.shape:
             raise ValueError(f"{name}: residual must have the shape of x {tuple(x.shape)}; got {tuple(residual.shape)}")
@@ -40,7 +40,7 @@ def _over_last_dims(
 
 
 class LayerNorm(nn.LayerNorm):
-    r"""``torch.nn.LayerNorm`` with the same arguments and state_dict, and two things more.
+    r"""``torch.nn.LayerNorm`` with the same arguments and state_dict, plus `stable` and a residual sum.
 
     ``stable=True`` normalises :math:`x/\max(x)` instead of :math:`x` (see `onepass.layer_norm`), and
     ``forward(x, residual)`` normalises ``x + residual`` and returns ``(y, x + residual)``.
@@ -50,13 +50,13 @@ class LayerNorm(nn.LayerNorm):
         eps: added to the variance.
         elementwise_affine: learn a weight (and a bias); weight starts at 1, bias at 0.
         bias: learn a bias.
-        device, dtype: of weight and bias; they need not have x's dtype.
+        device, dtype: of weight and bias; their dtype may differ from that of x.
         stable: keep rows of huge activations in range.
 
-    The result has x's dtype; statistics are in fp32 whatever the dtypes (fp64 for fp64).
+    The result has the dtype of x; statistics are in fp32 whatever the dtypes (fp64 for fp64).
 
     Raises:
-        TypeError: x or residual is no floating-point tensor.
+        TypeError: x or residual is not a floating-point tensor.
         ValueError: x does not end in normalized_shape, or residual has another shape.
 
     Example:
@@ -104,7 +104,7 @@ class LayerNorm(nn.LayerNorm):
 
 
 class RMSNorm(nn.RMSNorm):
-    r"""``torch.nn.RMSNorm`` with the same arguments and state_dict, and a residual sum.
+    r"""``torch.nn.RMSNorm`` with the same arguments and state_dict, plus a residual sum.
 
     ``forward(x, residual)`` normalises ``x + residual`` and returns ``(y, x + residual)``.
 
@@ -112,12 +112,12 @@ class RMSNorm(nn.RMSNorm):
         normalized_shape: the last dimensions of x, an int or a sequence.
         eps: added to the mean of squares; None: the machine epsilon of the statistics (fp32, or fp64 for fp64).
         elementwise_affine: learn a weight, which starts at 1.
-        device, dtype: of the weight; it need not have x's dtype.
+        device, dtype: of the weight; its dtype may differ from that of x.
 
-    The result has x's dtype; statistics are in fp32 whatever the dtypes (fp64 for fp64).
+    The result has the dtype of x; statistics are in fp32 whatever the dtypes (fp64 for fp64).
 
     Raises:
-        TypeError: x or residual is no floating-point tensor.
+        TypeError: x or residual is not a floating-point tensor.
         ValueError: x does not end in normalized_shape, or residual has another shape.
 
     Example:
@@ -142,7 +142,7 @@ class RMSNorm(nn.RMSNorm):
         __call__: NormCall
 
     def eps_for(self, x: Tensor) -> float:
-        """The ε that x is normalised with."""
+        """Return the ε that x is normalised with."""
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
         return torch.finfo(wide).eps if self.eps is None else self.eps
 

@@ -1,4 +1,4 @@
-"""Masks of padded batches: what they must look like, and how what lies in padding is kept out of every sum."""
+"""Masks of padded batches: check them, and keep the content of padding out of every sum."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from onepass.core import check
 
 
 def check_mask(module: str, x: Tensor, mask: Tensor | None) -> None:
-    """Refuse what is no mask (batch, n) of tokens x (batch, n, dim)."""
+    """Raise TypeError or ValueError unless mask is None or a bool mask (batch, n) of tokens x (batch, n, dim)."""
     if mask is None:
         return
     check.tensor(module, "mask", mask)
@@ -21,9 +21,9 @@ def check_mask(module: str, x: Tensor, mask: Tensor | None) -> None:
 
 
 def zero_padding(module: str, x: Tensor, mask: Tensor | None) -> Tensor:
-    """X with zeros where the mask is False.
+    """Return x with zeros where the mask is False.
 
-    A masked token's gradient of 0 does not do: the gradient of a weight is a sum over all tokens, and 0·NaN is NaN.
+    A gradient of 0 for masked tokens is not enough: a weight's gradient is a sum over all tokens, and 0·NaN is NaN.
     """
     check.tensor(module, "x", x)
     if x.dim() != 3:

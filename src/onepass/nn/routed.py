@@ -31,8 +31,8 @@ class Routed(nn.Module):
     Args:
         light: token-wise module, ``(batch, n, dim) → (batch, n, dim)``; sees every token.
         heavy: token-wise module, ``(batch, k, dim) → (batch, k, dim)``; sees the chosen tokens alone.
-        router: `Router`, or any module called as ``router(x, k, mask) → RouterOutput``. With R routes a token that
-            several routes chose gets the heavy output once per route, each times its gate.
+        router: `Router`, or any module called as ``router(x, k, mask) → RouterOutput``. With R routes, a token that
+            several of them chose gets the heavy output once per route, times that route's gate.
         k: how many tokens of each sequence the heavy branch sees: an int ≥ 0 (at most n are taken), or a float
             0 < k ≤ 1, a share of n: ``max(1, round(k·n))``. n is the padded length.
 
@@ -42,7 +42,7 @@ class Routed(nn.Module):
     Masked tokens get the light output and never the heavy one. Rows with fewer real tokens than k use those they have.
     No row's output depends on another row. There is no residual inside: write ``x + routed(x)``.
 
-    Deterministic: the indices of one route are unique in a row, so no two additions meet.
+    Deterministic: the indices of one route are unique in a row, so no two additions race.
 
     Raises:
         TypeError: k is neither int nor float.
@@ -82,7 +82,7 @@ class Routed(nn.Module):
         __call__: RoutedCall[RouterOutput]
 
     def _light(self, x: Tensor) -> Tensor:
-        """The light output; as rows (batch·n, dim) where it may be added to: autograd dislikes writes to a view."""
+        """Return the light output; of a `FeedForward` as rows (batch·n, dim), no view, so that it may be written to."""
         if isinstance(self.light, FeedForward):
             return self.light(x.reshape(-1, x.shape[-1]))  # type: ignore[no-any-return]
         y = self.light(x)
@@ -90,14 +90,15 @@ class Routed(nn.Module):
         return y  # type: ignore[no-any-return]
 
     def _owns_light_output(self) -> bool:
-        """Whether nobody else has the light output: an arbitrary module may return its input, or a hook keep it.
+        """Return whether the light output may be overwritten.
 
-        A plain `FeedForward` ends in a linear layer, whose output is new and not needed in backward.
+        A plain `FeedForward` ends in a linear layer, whose output is new and not needed in backward. Any other module
+        may return its input, and a hook may keep the output.
         """
         return plain() and isinstance(self.light, FeedForward) and self.light.is_plain()
 
     def _heavy(self, x: Tensor, indices: Tensor) -> Tensor:
-        """Heavy output (batch, k, dim) or (batch, R, k, dim); a missing token is one of zeros, its output unused."""
+        """Return the heavy output (batch, [R,] k, dim); a missing token counts as zeros, and its output is not used."""
         chosen = gather(x, indices).flatten(1, -2)
         out = self.heavy(chosen)
         self._same_shape("heavy", out, chosen.shape)
@@ -131,10 +132,10 @@ class RoutedFeedForward(Routed):
 
     Shapes, masks and errors: as `Routed`; masked tokens count as zeros whatever they hold. Works under autocast,
     `torch.compile` and activation checkpointing. Losses on the returned gates and scores reach x and the router. In
-    plain eager calls y is no function of these two for autograd: its gradient passes through the choice inside.
+    plain eager calls autograd finds no path from y to these two: the gradient of y reaches x and the router directly.
 
     Raises:
-        TypeError: k is neither int nor float, dim no int, or a width no number.
+        TypeError: k is neither int nor float, dim is not an int, or a width is not a number.
         ValueError: k is out of range, or a hidden width comes out below 1.
 
     Source: CoLT5 (arXiv:2303.09752).
@@ -194,10 +195,10 @@ class RoutedFeedForward(Routed):
         return (y, RouterOutput(*routing)) if return_routing else y
 
     def _fused_dtype(self, x: Tensor, mask: Tensor | None) -> torch.dtype | None:
-        """What the branches compute in where one autograd node can stand in for the composition of modules.
+        """Return the branches' dtype where one autograd node gives the same as the composition of modules, else None.
 
-        None where it can't: something else looks at the call (a compiler, a transform, a hook), the branches or the
-        router are not the default ones, or there is nothing to choose.
+        None if something intercepts the call (a compiler, a transform, a hook), if a branch or the router is not a
+        default one, or if there is nothing to choose.
         """
         light, heavy, router = self.light, self.heavy, self.router
         if type(light) is not FeedForward or type(heavy) is not FeedForward:
@@ -211,7 +212,7 @@ class RoutedFeedForward(Routed):
         (light_norm, *linear), (heavy_norm, *more) = light.weights(), heavy.weights()
         linear += more
         weights = router.weight, light_norm, heavy_norm, *linear
-        # kernels take addresses: who has tensors on two devices shall meet a module that says so
+        # kernels don't check devices; fall back so that modules raise the error
         if not plain(x, mask, *weights) or {w.device for w in weights if w is not None} != {x.device}:
             return None
         dtypes = {w.dtype for w in linear if w is not None}

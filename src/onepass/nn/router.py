@@ -1,4 +1,4 @@
-"""`Router`: which k tokens of a sequence deserve the heavy branch, and how much of it."""
+"""`Router`: choose k tokens of a sequence for the heavy branch, with a gate for each."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from .padding import check_mask
 
 SCORES = ("normalised", "cosine")
 GATES = ("soft", "straight_through")
-# the ε of RMSNorm: a token of zeros scores 0 and its gradient stays finite
+# ε of the norm inside a score: a token of zeros scores 0 and its gradient stays finite
 NORM_EPS = 1e-6
 
 
 class RouterOutput(NamedTuple):
-    """What a router decided.
+    """A router's decision.
 
     Attributes:
         indices: ``(batch, k)`` int64, or ``(batch, R, k)`` for R routes: the chosen tokens, best score first, each at
             most once per row; −1 where a row has fewer than k real tokens.
-        gates: same shape, in [0, 1], differentiable: what the heavy branch's output is multiplied by; 0 at index −1.
-        scores: ``(batch, n)`` or ``(batch, R, n)``, fp32 or wider; those of masked tokens mean nothing.
+        gates: same shape, in [0, 1], differentiable: factors of the heavy branch's output; 0 at index −1.
+        scores: ``(batch, n)`` or ``(batch, R, n)``, fp32 or wider; those of masked tokens are meaningless.
     """
 
     indices: Tensor
@@ -46,11 +46,11 @@ class Router(nn.Module):
         g = \mathrm{soft\_topk}(s, k, \varepsilon), \qquad v \sim \mathcal N(0, 1/d)
 
     The defaults are chosen to learn. Scores start with a standard deviation of 1 at every width, so that ε means the
-    same everywhere; the gates come from the converged operator with the k that is selected, so that some of the
-    selected tokens are not saturated and the vector gets a gradient from the first step (a raw dot product with
-    ε = 0.03 and 9/8·k gets exactly zero: every selected gate is 1). The vector's entries are as small as those of a
-    linear layer, so that optimizers with steps of a given size, as Adam's and Lion's, can turn it in good time; and
-    in training also tokens that were not chosen teach it (`explore`).
+    same everywhere. The gates come from the converged operator with the k that is selected, so some of the selected
+    tokens are not saturated and the vector gets a gradient from the first step (a raw dot product with ε = 0.03 and
+    9/8·k gets exactly zero: every selected gate is 1). The vector's entries are as small as those of a linear layer,
+    so that optimizers with steps of a fixed size, such as Adam and Lion, rotate it soon enough. In training, tokens
+    that were not chosen also give it a gradient (`explore`).
 
     Args:
         dim: width of the tokens.
@@ -60,21 +60,22 @@ class Router(nn.Module):
         kind: shape of the gates, see `onepass.soft_topk`.
         score: "normalised" as above (the vector's length is a learned sharpness), or "cosine"
             (√d·cos(x, v): only the vector's direction is learned).
-        gate: what the heavy output is multiplied by. "soft": the soft gate itself, so that a token that barely made
-            it counts for less. "straight_through": 1, with the gradient of the soft gate. In a first comparison on
-            text "soft" gave the lower loss and is the default.
-        explore: weight of the gradient from tokens that were not chosen: the routed layers let the size of their
-            output's gradient at a sample of all tokens push these tokens' scores up, in training mode alone; see
-            `onepass.nn.explore.explore`. 0 turns it off; then ``weight.grad`` is that of the gates alone.
+        gate: the factor of the heavy output. "soft": the soft gate itself, so that a barely chosen token counts for
+            less. "straight_through": 1, with the gradient of the soft gate. In a first comparison on text "soft" gave
+            the lower loss and is the default.
+        explore: weight of the gradient from tokens that were not chosen: in training mode, a routed layer pushes up
+            the scores of sampled tokens where the gradient of its output is large; see `onepass.nn.explore.explore`.
+            0 turns it off; then ``weight.grad`` is that of the gates alone.
         device, dtype: of the vectors.
 
     Shapes: ``router(x, k, mask=None)`` with x ``(batch, n, dim)``, k an int ≥ 0 and mask ``(batch, n)`` bool, True at
-    real tokens, gives a `RouterOutput` of ``min(k, n)`` choices per row. Masked tokens are never chosen. Rows do not
-    see each other. With k ≥ the number of real tokens nothing is left to choose: all gates are 1, without gradient.
+    real tokens, gives a `RouterOutput` of ``min(k, n)`` choices per row. Masked tokens are never chosen. No row
+    depends on another. With k ≥ the number of real tokens nothing is left to choose: all gates are 1, without gradient.
 
     Raises:
-        TypeError: a size is no int, eps or explore no number; x is no floating-point tensor, k no int, mask not bool.
-        ValueError: a size is out of range, an option is unknown; shapes don't fit, or k < 0.
+        TypeError: a size or k is not an int, eps or explore is not a number, x is not a floating-point tensor, or mask
+            is not bool.
+        ValueError: a size is out of range, an option is unknown, shapes don't fit, or k < 0.
 
     Source: conditional computation as in CoLT5 (arXiv:2303.09752), soft top-k routing from arXiv:2211.01267.
 
@@ -123,12 +124,12 @@ class Router(nn.Module):
         nn.init.normal_(self.weight, std=self.dim**-0.5)
 
     def scores(self, x: Tensor) -> Tensor:
-        """Tokens ``(batch, n, dim)`` → scores ``(batch, n)``, or ``(batch, R, n)`` for R routes."""
+        """Return the scores ``(batch, n)``, or ``(batch, R, n)`` for R routes, of tokens ``(batch, n, dim)``."""
         vectors = self.directions()
         return score(x, vectors if self.num_routes > 1 else vectors[0], eps=NORM_EPS)
 
     def directions(self) -> Tensor:
-        """The vectors ``(R, dim)`` that `onepass.ops.routing.op.score` takes: "cosine" makes their lengths 1."""
+        """Return the vectors ``(R, dim)`` for `onepass.ops.routing.op.score`; "cosine" scales them to length 1."""
         if self.score != "cosine":
             return self.weight
         dtype = torch.promote_types(self.weight.dtype, torch.float32)
@@ -144,7 +145,7 @@ class Router(nn.Module):
         def __call__(self, x: Tensor, k: int, mask: Tensor | None = None) -> RouterOutput: ...
 
     def decide(self, scores: Tensor, k: int, mask: Tensor | None = None) -> RouterOutput:
-        """Choose and gate by the scores of this router; the arguments have been checked."""
+        """Choose and gate by the scores of this router; the caller has checked the arguments."""
         k = min(k, scores.shape[-1])
         if k == 0:
             none = scores[..., :0]
@@ -155,18 +156,18 @@ class Router(nn.Module):
         return RouterOutput(chosen.indices, chosen.gates, scores)
 
     def plan(self, k: int, n: int, dtype: torch.dtype, light_eps: float, heavy_eps: float) -> Plan:
-        """What `routed_feed_forward` asks of this router."""
+        """Return the settings of `routed_feed_forward` with this router."""
         every = n // k if self.explores(k, n) else 0
         kind, hard = KINDS.index(self.kind), self.gate == "straight_through"
         return Plan(dtype, k, light_eps, heavy_eps, NORM_EPS, self.eps, kind, hard, every, self.explore)
 
     def explores(self, k: int, n: int) -> bool:
-        """Whether a backward pass over k of n tokens will also be taught by tokens that were not chosen."""
+        """Return whether backward, with k of n tokens chosen, also gets a gradient from tokens that were not chosen."""
         asked = self.training and self.explore > 0 and 0 < k < n
         return asked and torch.is_grad_enabled() and self.weight.requires_grad
 
     def check(self, x: Tensor, k: int, mask: Tensor | None) -> None:
-        """Refuse what :meth:`forward` can't take."""
+        """Raise TypeError or ValueError for arguments that :meth:`forward` does not accept."""
         check.floating("Router", "x", x)
         if x.dim() != 3 or x.shape[-1] != self.dim:
             raise ValueError(f"Router: x must be (batch, n, {self.dim}), got {tuple(x.shape)}")

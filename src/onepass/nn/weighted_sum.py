@@ -16,20 +16,20 @@ from .count import check_size
 class WeightedSum(nn.Module):
     r"""Weighted sums of the last dimension with learned weights: ``y[..., r] = Σ_d x[..., d]·weight[r, d]``.
 
-    It is ``nn.Linear(dim, R, bias=False)`` for R ≤ 16, read at the speed of memory and accumulated in fp32 whatever
-    the dtypes; with ``num_vectors=None`` the result has no last dimension.
+    It equals ``nn.Linear(dim, R, bias=False)`` for R ≤ 16, limited by the speed of memory and accumulated in fp32 or
+    wider whatever the dtypes; with ``num_vectors=None`` the result has no last dimension.
 
     Args:
         dim: width D of the last dimension of x.
         num_vectors: None for one weight ``(D,)`` and a result ``(...,)``; R (1 to 16) for a weight ``(R, D)`` and a
             result ``(..., R)`` from the same single read of x.
-        out_dtype: dtype of the result; default: the promotion of x's and the weight's.
+        out_dtype: dtype of the result; default: the promotion of those of x and the weight.
         device, dtype: of the weight.
 
-    Weights start uniform in ±1/√dim, as `nn.Linear`'s do.
+    Weights start uniform in ±1/√dim, as those of `nn.Linear`.
 
     Raises:
-        TypeError: dim or num_vectors is no int.
+        TypeError: dim or num_vectors is not an int.
         ValueError: dim < 1 or num_vectors out of range.
 
     Source: the "weighted sum" exercise of Stanford's CS336.

@@ -1,6 +1,7 @@
 """Launch Triton kernels with little host time: which path a tensor takes, compiled kernels, recording and replay.
 
-The one owner of Triton's private launch convention (`compiled.launch_arguments`). README.md has the measurements.
+`compiled.launch_arguments` is the only code that relies on Triton's private launch convention. README.md has the
+measurements.
 """
 
 from .backend import INTERPRET, path, triton_installed, uses_triton

@@ -11,18 +11,18 @@ from torch import Tensor
 
 # Triton reads this when a kernel is decorated, so it stays as it was at import.
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
-# "auto" takes Triton wherever it runs; "torch" forces the torch path (to compare, or to let Inductor fuse).
+# "auto" uses Triton wherever it runs; "torch" forces the torch path (to compare, or to let Inductor fuse).
 BACKEND = os.environ.get("ONEPASS_BACKEND", "auto")
 
 
 @functools.cache
 def triton_installed() -> bool:
-    """True when `import triton` would find a package; nothing is imported."""
+    """Return whether `import triton` would find a package, without importing it."""
     return importlib.util.find_spec("triton") is not None
 
 
 def path(x: Tensor) -> tuple[str, str]:
-    """("triton" | "torch", why) for a tensor like x: what `onepass doctor` shows."""
+    """Return ("triton" or "torch", the reason) for a tensor like x; `onepass doctor` shows it."""
     if BACKEND == "torch":
         return "torch", "ONEPASS_BACKEND=torch"
     if not triton_installed():
@@ -37,5 +37,5 @@ def path(x: Tensor) -> tuple[str, str]:
 
 
 def uses_triton(x: Tensor) -> bool:
-    """Whether a tensor like x goes to the Triton kernels: `path` without the words, for the hot path."""
+    """Return whether a tensor like x goes to the Triton kernels: `path` without its reason, for every call."""
     return (x.is_cuda or INTERPRET) and x.dtype != torch.float64 and BACKEND != "torch" and triton_installed()

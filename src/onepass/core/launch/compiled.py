@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .backend import INTERPRET
 
-# Every launch states this, unless it states otherwise: Triton 3.9 warns that the default changes in 3.10.
+# Default options of every launch: explicit, because Triton 3.9 warns that its own default changes in 3.10.
 OPTIONS = {"enable_fp_fusion": True}
 
 _INT32_MAX = 2**31 - 1
@@ -26,7 +26,7 @@ class Compiled(NamedTuple):
     """A compiled kernel: `run(*launch_arguments(…))` launches it."""
 
     run: Callable[..., Any]
-    head: tuple[Any, ...]  # what this launcher takes between the stream and the kernel's own arguments
+    head: tuple[Any, ...]  # the launcher's arguments between the stream and the kernel's own arguments
     get_device: Callable[[], int]
     get_stream: Callable[[int], int]
     hooks: Any
@@ -36,20 +36,20 @@ class Compiled(NamedTuple):
 def launch_arguments(
     grid: Sequence[T], stream: T, head: Sequence[T], pointers: Sequence[T], scalars: Sequence[T]
 ) -> tuple[T, ...]:
-    """Put what a launch takes in the order of Triton's launchers; also for the names of these values in a program."""
+    """Return a launch's values, or their names in a replay's program, in the order of Triton's launchers."""
     return (*grid, stream, *head, *pointers, *scalars)
 
 
 class Listener(Protocol):
-    """Hears of every launch of its thread."""
+    """Receives every launch of its thread."""
 
     def launched(
         self, entry: Compiled, grid: Grid, tensors: tuple[Tensor | None, ...], scalars: tuple[Any, ...]
     ) -> None:
-        """Note the launch of a compiled kernel."""
+        """Record the launch of a compiled kernel."""
 
     def refuse(self) -> None:
-        """Note a launch that can't be repeated from its compiled form."""
+        """Record that this call contains a launch that can't be replayed."""
 
 
 class _Recording(threading.local):
@@ -61,13 +61,13 @@ _compiled: dict[tuple[Any, ...], Compiled] = {}
 
 
 def is_recording() -> bool:
-    """Whether a listener hears of this thread's launches."""
+    """Return whether a listener receives this thread's launches."""
     return _recording.listener is not None
 
 
 @contextlib.contextmanager
 def recording(listener: Listener) -> Iterator[None]:
-    """Tell `listener` of every launch in this thread."""
+    """Report every launch in this thread to `listener`."""
     _recording.listener = listener
     try:
         yield
@@ -76,9 +76,9 @@ def recording(listener: Listener) -> Iterator[None]:
 
 
 def launch_specialized(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> Any:
-    """Launch `kernel[grid](*args, **options)` as Triton does, compiled for what it finds in the arguments.
+    """Launch `kernel[grid](*args, **options)` by Triton's own launch, which specializes on the arguments' values.
 
-    The only place for such a launch: a listener hears of it, and refuses the call for replay.
+    Every such launch goes through here, so that a listener refuses to replay the call.
     """
     if _recording.listener is not None:
         _recording.listener.refuse()
@@ -95,10 +95,11 @@ def launch(
 ) -> None:
     """Launch `kernel[grid](*tensors, *numbers, *constants, **options)` without Triton's work per call.
 
-    Triton binds every argument anew at each launch to find out which compilation it needs; with two dozen arguments
-    this takes longer than a small kernel runs. The answer depends only on what is the key here, as long as pointers
-    are 16-byte aligned and integers fit 32 bits (kernels take theirs as `do_not_specialize`, and floats must be
-    floats). In any other case, and while a profiler's launch hooks are set, the launch is Triton's own.
+    Triton binds every argument anew at each launch to find the compilation it needs; with two dozen arguments this
+    takes longer than a small kernel runs. Here a dictionary finds it by kernel, device, dtypes, constants and options.
+    These decide the compilation as long as pointers are 16-byte aligned and integers fit 32 bits (kernels declare
+    their integers `do_not_specialize`, and floats must be floats). In any other case, and while a profiler's launch
+    hooks are set, Triton's own launch runs.
     """
     first = tensors[0]
     if INTERPRET or first is None or not first.is_cuda or max(numbers) > _INT32_MAX:
@@ -130,7 +131,7 @@ def launch(
 
 
 def _remember(key: tuple[Any, ...], kernel: Any, compiled: Any) -> None:
-    """Keep a compiled kernel if this Triton has the parts that we know; with another Triton every launch is its own."""
+    """Keep a compiled kernel if it has the attributes used here; with another Triton every launch is Triton's own."""
     from triton import knobs
     from triton.runtime import driver
 
@@ -149,7 +150,7 @@ def _remember(key: tuple[Any, ...], kernel: Any, compiled: Any) -> None:
 
 
 def _only_calls_c(launcher: Any) -> bool:
-    """Whether it is Triton 3.6's launcher with nothing to do but call its C function: calling that saves 1 to 2 µs."""
+    """Return whether this Triton 3.6 launcher only calls its C function: calling that directly saves 1 to 2 µs."""
     from triton import __version__
 
     return (
@@ -165,7 +166,7 @@ _NO_GUARD = contextlib.nullcontext()
 
 
 def device_guard(x: Tensor) -> contextlib.AbstractContextManager[Any]:
-    """Launch on x's device, not on the current one; free when they agree."""
+    """Return a context that makes x's device the current one; free where it already is."""
     if not x.is_cuda or x.device.index == torch.cuda.current_device():
         return _NO_GUARD
     return torch.cuda.device(x.device)

@@ -1,4 +1,4 @@
-"""Small facts that launch shapes are computed from."""
+"""Sizes that launch shapes are computed from; copies of tensors whose layout a kernel can't take."""
 
 from __future__ import annotations
 
@@ -15,25 +15,24 @@ def _sm_count(index: int) -> int:
 
 
 def sm_count(x: Tensor) -> int:
-    """Number of multiprocessors of x's GPU (4 under the interpreter, where programs run one after another)."""
+    """Return the number of multiprocessors of x's GPU (4 under the interpreter, where programs run in sequence)."""
     return _sm_count(x.device.index) if x.is_cuda else 4
 
 
 def cdiv(a: int, b: int) -> int:
-    """⌈a / b⌉."""
+    """Return ⌈a / b⌉."""
     return -(-a // b)
 
 
 def next_power_of_2(n: int) -> int:
-    """Smallest power of two ≥ n (1 for n ≤ 1)."""
+    """Return the smallest power of two ≥ n (1 for n ≤ 1)."""
     return 1 << max(n - 1, 0).bit_length()
 
 
 def as_rows(x: Tensor) -> Tensor:
-    """(..., n) → (rows, n) with unit column stride, as a view wherever strides allow one.
+    """Reshape x (..., n) to (rows, n) with unit column stride, as a view wherever strides allow one.
 
-    A slice, a row step or an expanded leading dimension stays a view; a layout that no (row stride, 1) pair
-    describes is copied.
+    A slice, a row step or an expanded leading dimension stays a view; a layout without one common row stride is copied.
     """
     n = x.shape[-1]
     rows = x.reshape(math.prod(x.shape[:-1]), n)
@@ -41,17 +40,18 @@ def as_rows(x: Tensor) -> Tensor:
 
 
 def aligned(x: Tensor) -> Tensor:
-    """Return x, or a copy of it where it starts off a 16-byte boundary.
+    """Return x, or a copy where x starts off a 16-byte boundary.
 
-    The width of loads decides which thread adds up what; without the copy a sum's bits would depend on where x lies.
+    Alignment decides the width of loads and thereby the order of sums; the copy makes a sum's bits independent of the
+    address of x.
     """
     return x if x.data_ptr() % 16 == 0 else x.clone()
 
 
 def even_rows(x: Tensor, unit: int = 16) -> Tensor:
-    """Return x (..., n) of unit column stride, or a copy where its rows start less evenly than a contiguous tensor's.
+    """Return x (..., n) of unit column stride, or a copy where its rows are less aligned than a contiguous tensor's.
 
-    A launch may then take gcd(unit, n) as a divisor of all strides, and sums are in one order whatever the layout.
+    gcd(unit, n) then divides all strides, so that a launch may rely on it and sums have one order for every layout.
     """
     divisor = math.gcd(unit, x.shape[-1])
     even = all(s % divisor == 0 for s, size in zip(x.stride()[:-1], x.shape[:-1], strict=True) if size > 1)

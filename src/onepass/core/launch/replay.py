@@ -1,8 +1,8 @@
 """Replay calls: an operator's branches and launch shapes depend on layouts alone, and layouts repeat.
 
 The first call with given layouts runs as written, the second is recorded, later ones are replayed: allocate, launch.
-A replay repeats allocations, views and launches. Any other operation (a copy, a sum, a read of a value) shows in
-the dispatcher while recording, and then such calls go on running as written. `ONEPASS_REPLAY=0` turns replay off.
+A replay repeats allocations, views and launches. The recorder is a dispatch mode and sees any other operation (a copy,
+a sum, a read of a value); such calls keep running as written. `ONEPASS_REPLAY=0` turns replay off.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ REPLAY = os.environ.get("ONEPASS_REPLAY", "1") != "0"
 _aten = torch.ops.aten
 _EMPTY = (_aten.empty.memory_format, _aten.empty_like.default, _aten.empty_strided.default, _aten.new_empty.default)
 _ZEROS = (_aten.zeros.default, _aten.new_zeros.default)
-# functions of dtypes alone: they read no tensor
+# these compute dtypes and read no tensor, so a replay may skip them
 _QUESTIONS = (_aten.promote_types.default,)
 # layouts remembered per operator; a program with more of them rarely repeats one
 _MAX_PLANS = 4096
@@ -37,8 +37,8 @@ Plan = Callable[[tuple[Any, ...]], Any]
 
 
 def _empty_on(device: torch.device) -> Callable[..., Tensor]:
-    """`empty_strided(shape, stride, dtype)` on the current device; a replay checks that it is this one."""
-    # Inductor's programs allocate with it: it skips the dispatcher and takes half the time; shapes must be tuples
+    """Return `empty_strided(shape, stride, dtype)` on the current device; a replay checks that it is `device`."""
+    # Inductor's allocation function skips the dispatcher and takes half the time; shapes must be tuples
     direct = getattr(torch._C._dynamo.guards, f"_empty_strided_{device.type}", None)
     if direct is not None:
         return direct  # type: ignore[no-any-return]
@@ -49,7 +49,7 @@ def _zeros_on(device: torch.device) -> Callable[..., Tensor]:
     return lambda shape, stride, dtype: torch.zeros(shape, dtype=dtype, device=device)
 
 
-# an address: a tensor's place in the recorder's pool, and how many bytes into it
+# an address: index of a tensor in the recorder's pool, offset in bytes
 Place = tuple[int, int]
 
 
@@ -58,7 +58,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, args: tuple[Any, ...]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        # the pool keeps its tensors until the recording ends, so that an address belongs to one tensor only
+        # the pool keeps its tensors alive while recording, so that an address belongs to one tensor only
         self.pool, self.n_args = list(args), len(args)
         self.device: torch.device = next(a.device for a in args if isinstance(a, Tensor))
         self.allocations: list[tuple[str, tuple[Any, ...]]] = []
@@ -78,15 +78,15 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def launched(
         self, entry: Compiled, grid: Grid, tensors: tuple[Tensor | None, ...], scalars: tuple[Any, ...]
     ) -> None:
-        """Note a launch of a compiled kernel."""
+        """Record a launch of a compiled kernel."""
         self.launches.append((entry, grid, [self._place(t) for t in tensors], scalars))
 
     def refuse(self) -> None:
-        """Note that the call did something that a replay can't repeat."""
+        """Record that the call did something that a replay can't repeat."""
         self.replayable = False
 
     def _place(self, tensor: Tensor | None) -> Place | None:
-        """Where a replay finds the tensor's memory; None for a tensor without memory."""
+        """Return the tensor's address in the pool; None without memory, or outside the pool (then: no replay)."""
         if tensor is None or not tensor.data_ptr():
             return None
         for index, known in enumerate(self.pool):
@@ -98,7 +98,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return None
 
     def plan(self, out: Any) -> Plan | None:
-        """The recorded call as a function of its arguments; None where a replay would differ from the call."""
+        """Return the recorded call as a function of its arguments; None where a replay would differ from the call."""
         outs: list[int | None] = []
         for t in out if isinstance(out, tuple) else (out,):
             index, offset = self._place(t) or (-1, 0)
@@ -111,12 +111,12 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @functools.cache
 def _code(program: str) -> CodeType:
-    # values are names in it, so calls that do the same with other sizes share it
+    # the program holds names instead of values, so calls that differ only in sizes share it
     return compile(program, "<replay>", "exec")
 
 
 def _plan(recorder: _Recorder, outs: list[int | None], several: bool) -> Plan:
-    """Write the call down as a program, which takes less host time than a loop over the record (README.md)."""
+    """Generate a program from the record; it takes less host time than a loop over the record (README.md)."""
     device, n_args, launches = recorder.device, recorder.n_args, recorder.launches
     places = {place[0] for _, _, tensors, _ in launches for place in tensors if place is not None}
     inputs = sorted(place for place in places if place < n_args)
@@ -128,7 +128,7 @@ def _plan(recorder: _Recorder, outs: list[int | None], several: bool) -> Plan:
     }  # fmt: skip
 
     def named(*values: Any) -> list[str]:
-        """Names for these values in the program."""
+        """Return new names for these values in the program."""
         new = {f"c{len(names) + i}": value for i, value in enumerate(values)}
         names.update(new)
         return list(new)
@@ -163,10 +163,10 @@ def _on_gpu(x: Any) -> bool:
 
 
 def _layouts(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The key of a call: all that its launches depend on; the values in its tensors are left out."""
+    """Return the key of a call: all that its launches depend on, so not the values in its tensors."""
     return tuple(
         [
-            # a contiguous tensor's shape gives its strides, and is quicker to read
+            # a contiguous tensor's shape gives its strides; `is_contiguous` is faster than `stride`
             (a.shape, a.is_contiguous() or a.stride(), a.dtype, a.get_device()) if type(a) in PLAIN_TYPES else a
             for a in args
         ]
@@ -174,7 +174,7 @@ def _layouts(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _extent(t: Tensor) -> tuple[int, int]:
-    """Address of the tensor's first byte, and of the byte after its last."""
+    """Return the address of the tensor's first byte, and of the byte after its last."""
     last = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
     return t.data_ptr(), t.data_ptr() + (last + 1) * t.element_size()
 
@@ -185,9 +185,9 @@ def _overlap(tensors: list[Tensor]) -> bool:
 
 
 def replayed(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Let `function` replay its calls on CUDA tensors of layouts that it has seen.
+    """Return `function` with replay: it repeats calls on CUDA tensors of known layouts without running `function`.
 
-    Its positional arguments are tensors, None and hashable values; the first that differs from None is a tensor. It
+    The positional arguments are tensors, None and hashable values; the first that is not None is a tensor. `function`
     returns tensors that it allocated, or a tuple of such tensors and None, and launches kernels by
     `core.launch.launch` alone, where the recorder sees them.
     """
@@ -210,7 +210,7 @@ def replayed(function: Callable[..., Any]) -> Callable[..., Any]:
         if first is None:
             first = next((a for a in args if a is not None), None)
         if not _on_gpu(first) or is_recording():
-            # a recorder outside must see what happens inside
+            # an outer recorder must see this call's launches
             return function(*args)
         key = _layouts(args)
         plan = plans.get(key)
@@ -220,8 +220,8 @@ def replayed(function: Callable[..., Any]) -> Callable[..., Any]:
         if len(seen) >= _MAX_PLANS and key not in seen:
             seen.clear()
             plans.clear()
-        # record the second call; where that gave no plan, also the third, the fifth, the ninth, …: what prevented it
-        # (a profiler, a misaligned tensor, a first compilation) may have passed
+        # record the second call; if that gave no plan, also the third, the fifth, the ninth, …: the cause
+        # (a profiler, a misaligned tensor, a first compilation) may be gone by then
         times = seen.get(key, 0)
         due = times > 0 and not times & (times - 1)
         # overlapping arguments make a pointer's owner ambiguous; other calls of this layout may have them apart

@@ -1,1 +1,1 @@
-"""Choices that depend on the past alone, for language models; see README.md in this folder."""
+"""Causal choices, for language models: a token's choice depends on no later token; see README.md in this folder."""

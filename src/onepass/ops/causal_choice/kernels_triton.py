@@ -1,7 +1,7 @@
-"""Triton kernels of the causal choice: thresholds, arrivals; their gradient in two passes over the scores.
+"""Triton kernels of the causal choice: thresholds, then the choice; the gradient in two passes over the scores.
 
-A block is the unit of everything. How many were taken before it is a walk with a ceiling over the blocks before, which
-every program makes for itself, for a few blocks of its own: no launch waits for a single program per row.
+All work is per block. The number of tokens chosen before a block is a running sum, with a ceiling, over earlier blocks.
+Every program computes it anew for its few blocks, so that no launch waits for a single program per row.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from onepass.core.launch import as_rows, cdiv, device_guard, launch, next_power_of_2
 
-# the int32 key of -inf, and the largest there is
+# the int32 key of -inf, and the largest int32
 NOTHING = tl.constexpr(-2139095041)
 LARGEST = tl.constexpr(2147483647)
 TINY = tl.constexpr(1.1754943508222875e-38)
@@ -23,7 +23,7 @@ TINY = tl.constexpr(1.1754943508222875e-38)
 # longest memory in the registers of one program; longest block in one scan
 MAX_MEMORY = 8192
 MAX_BLOCK = 1024
-# scores of one warp, fewest of a program that looks at the first block; tokens of a program, blocks of a step of a walk
+# scores per warp, fewest scores of a program in the first block; tokens per program, blocks per step of a running sum
 PER_WARP = 512
 FIRST = 2048
 TILE = 1024
@@ -33,7 +33,7 @@ INTS = ["s_row_stride", "mask_row_stride", "n_cols", "k", "block", "memory", "n_
 
 @triton.jit
 def load_scores(s_ptr, mask_ptr, s_row, mask_row, cols, inside, HAS_MASK: tl.constexpr):
-    """Scores in fp32, and which are those of real tokens."""
+    """Load scores as fp32; return them, and which belong to real tokens."""
     s = tl.load(s_ptr + s_row + cols, mask=inside, other=0.0).to(tl.float32)
     if HAS_MASK:
         inside = inside & (tl.load(mask_ptr + mask_row + cols, mask=inside, other=0) != 0)
@@ -42,20 +42,20 @@ def load_scores(s_ptr, mask_ptr, s_row, mask_row, cols, inside, HAS_MASK: tl.con
 
 @triton.jit
 def ranked(s, real, k, n):
-    """Of each row's real scores above -inf the one that ⌊count·k/n⌋ others precede, by size; -inf if there is none."""
+    """Return each row's score of rank ⌊count·k/n⌋ (0: largest) among its `count` real scores above -inf; else -inf."""
     count = tl.sum((real & (s > -float("inf"))).to(tl.int32), 1)
     rank = (count.to(tl.int64) * k // n).to(tl.int32)
-    # keys in the order of the scores, NaN like +inf, -0 like 0
+    # integer keys in the order of the scores; NaN counts as +inf, -0 as 0
     bits = tl.where(s == 0.0, 0.0, tl.where(s != s, float("inf"), s)).to(tl.int32, bitcast=True)
     key = tl.where(real, bits ^ ((bits >> 31) & 0x7FFFFFFF), NOTHING)
     none = rank >= count
-    # more than `rank` keys are ≥ lo, not more are ≥ hi
+    # bisection: more than `rank` keys are ≥ lo, at most `rank` are ≥ hi
     lo = tl.where(none, NOTHING, tl.min(tl.where(key > NOTHING, key, LARGEST), 1))
     hi = tl.where(none, NOTHING, tl.max(key, 1)) + 1
     while tl.max((lo + 1 < hi).to(tl.int32), 0) > 0:
         middle = (lo & hi) + ((lo ^ hi) >> 1)
         reached = tl.sum((key >= middle[:, None]).to(tl.int32), 1)
-        # exactly as many: solved, and a solved row asks about lo again
+        # exactly rank + 1: solved; a solved row does not change any more
         hi = tl.where(reached <= rank, middle, tl.where(reached == rank + 1, middle + 1, hi))
         lo = tl.where(reached <= rank, lo, middle)
     found = tl.where(none, NOTHING, tl.min(tl.where(key >= lo[:, None], key, LARGEST), 1))
@@ -67,7 +67,7 @@ def look_back_in_first(
     s_ptr, mask_ptr, threshold_ptr, s_row, mask_row, part, n_cols, k, block,
     HAS_MASK: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Thresholds of some tokens of the first block, each with a past of its own; how many are above theirs."""
+    """Store thresholds of some tokens of the first block, each from the tokens before it; return how many exceed it."""
     cols = tl.arange(0, BLOCK_C)
     token = part * BLOCK_R + tl.arange(0, BLOCK_R)
     length = tl.minimum(block, n_cols)
@@ -83,7 +83,7 @@ def look_back(
     s_ptr, mask_ptr, threshold_ptr, s_row, mask_row, b, n_cols, k, block, memory,
     HAS_MASK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """The threshold of a later block; how many of its tokens are above it."""
+    """Store the threshold of a later block; return how many of its tokens exceed it."""
     start = b * block
     past = start - memory + tl.arange(0, BLOCK_M)
     inside = (past >= 0) & (past < start)
@@ -101,7 +101,7 @@ def threshold_kernel(
     s_ptr,  # (batch, n_cols) scores, any float dtype
     mask_ptr,  # (batch, n_cols) uint8 or None
     threshold_ptr,  # (batch, block + n_blocks - 1) fp32: of each token of the first block, then of each later block
-    came_ptr,  # (batch, n_first + n_blocks - 1) int32: how many are above theirs, the first block's in n_first parts
+    came_ptr,  # (batch, n_first + n_blocks - 1) int32: tokens above threshold in n_first parts of block 0, later blocks
     s_row_stride,
     mask_row_stride,
     n_cols,
@@ -135,7 +135,7 @@ def threshold_kernel(
 
 @triton.jit
 def budget(b, k, block, n):
-    """⌈k·(tokens up to the end of block b)/n⌉."""
+    """Return ⌈k·(tokens up to the end of block b)/n⌉."""
     tokens = tl.minimum((b + 1).to(tl.int64) * block, n)
     return ((tokens * k + n - 1) // n).to(tl.int32)
 
@@ -156,7 +156,7 @@ def load_block(
     s_ptr, mask_ptr, threshold_ptr, row, b, s_row_stride, mask_row_stride, n_cols, block, n_blocks,
     HAS_MASK: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Of blocks b (N, 1): tokens, scores, thresholds, which tokens there are, which of these are real."""
+    """Return for blocks b (N, 1): tokens, scores, thresholds, which tokens exist, and which of these are real."""
     cols = tl.arange(0, BLOCK_C)[None, :]
     token = b * block + cols
     inside = (b < n_blocks) & (cols < block) & (token < n_cols)
@@ -170,11 +170,11 @@ def load_block(
 def choose_kernel(
     s_ptr,  # (batch, n_cols) scores, any float dtype
     mask_ptr,  # (batch, n_cols) uint8 or None
-    threshold_ptr,  # as threshold_kernel left them
+    threshold_ptr,  # this and came_ptr: written by threshold_kernel
     came_ptr,
     index_ptr,  # (batch, k) int64: chosen columns in ascending order, then -1
     gate_ptr,  # (batch, k) of any float dtype: their gates, then 0
-    start_ptr,  # (batch, n_blocks + 1) int32: how many are taken before each block, and in all
+    start_ptr,  # (batch, n_blocks + 1) int32: how many are chosen before each block, and in all
     s_row_stride,
     mask_row_stride,
     n_cols,
@@ -195,7 +195,7 @@ def choose_kernel(
     came_ptr += row * (n_first + n_blocks - 1)
     parts = tl.arange(0, N_FIRST)
     of_first = tl.sum(tl.load(came_ptr + parts, mask=parts < n_first, other=0), 0)
-    # taken(b) = min(taken(b - 1) + came in b, budget(b)), a step of many blocks at a time
+    # taken(b) = min(taken(b - 1) + came(b), budget(b)), for STEP blocks at a time
     taken = 0
     for start in range(0, mine, STEP):
         b = start + tl.arange(0, STEP)
@@ -233,7 +233,7 @@ def choose_kernel(
 
 @triton.jit
 def load_chosen(dgate_ptr, gate_ptr, slot, chosen, eps):
-    """What the score of a chosen token gets through its own gate."""
+    """Return the gradient of a chosen token's score through its own gate; 0 for other tokens."""
     g = tl.load(gate_ptr + slot, mask=chosen, other=0.0).to(tl.float32)
     dg = tl.load(dgate_ptr + slot, mask=chosen, other=0.0).to(tl.float32)
     return tl.where(chosen, dg * g * (1.0 - g) / eps, 0.0)
@@ -241,13 +241,13 @@ def load_chosen(dgate_ptr, gate_ptr, slot, chosen, eps):
 
 @triton.jit(do_not_specialize=[*INTS, "eps"])
 def sums_kernel(
-    s_ptr,  # as for choose_kernel, with what it left
+    s_ptr,  # up to start_ptr: as in choose_kernel, after it
     mask_ptr,
     threshold_ptr,
     gate_ptr,
     start_ptr,
     dgate_ptr,  # (batch, k) of any float dtype
-    sums_ptr,  # (batch, 3, n_blocks) fp32, of each block: Σ slope, Σ slope·score, Σ what its chosen scores get
+    sums_ptr,  # (batch, 3, n_blocks) fp32, per block: Σ slope, Σ slope·score, Σ chosen scores' gradient by own gates
     s_row_stride,
     mask_row_stride,
     n_cols,
@@ -282,21 +282,22 @@ def sums_kernel(
 
 @triton.jit
 def load_shares(sums_ptr, first, b, n_blocks, weight, weighted):
-    """What gates of blocks b take back per slope of the scores before them, and the sums over those, up to and with b.
+    """Return each block's share, and Σ slope and Σ slope·score up to the last of blocks b.
 
-    `weight` and `weighted`: Σ slope and Σ slope·score before the first of b.
+    The share is the gradient that a block's threshold passes back to each earlier score, per unit of that score's
+    slope, with the sign reversed. `weight` and `weighted`: Σ slope and Σ slope·score before the first of b.
     """
     inside = b < n_blocks
     slope = tl.load(sums_ptr + b, mask=inside, other=0.0)
     slope_score = tl.load(sums_ptr + n_blocks + b, mask=inside, other=0.0)
     got = tl.load(sums_ptr + 2 * n_blocks + b, mask=inside, other=0.0)
-    # sums of what lies before, not with a block less the block: what is not finite in it concerns later blocks alone
+    # add up the blocks before instead of subtracting the block: its non-finite values must affect later blocks alone
     between = inside & (b > first)
     before = weight + tl.cumsum(tl.load(sums_ptr + b - 1, mask=between, other=0.0), 0)
     mean = (weighted + tl.cumsum(tl.load(sums_ptr + n_blocks + b - 1, mask=between, other=0.0), 0)) / tl.maximum(
         before, TINY
     )
-    # the first block's thresholds follow nothing
+    # the first block's thresholds pass no gradient
     follows = (b > 0) & (before > 0) & (tl.abs(mean) < float("inf"))
     share = tl.where(follows, got / tl.maximum(before, TINY), 0.0)
     return share, weight + tl.sum(slope, 0), weighted + tl.sum(slope_score, 0)
@@ -304,7 +305,7 @@ def load_shares(sums_ptr, first, b, n_blocks, weight, weighted):
 
 @triton.jit(do_not_specialize=[*INTS, "eps"])
 def gradient_kernel(
-    s_ptr,  # as for sums_kernel, with what it left
+    s_ptr,  # up to sums_ptr: as in sums_kernel, after it
     mask_ptr,
     threshold_ptr,
     gate_ptr,
@@ -361,10 +362,11 @@ def gradient_kernel(
 
 
 class Shape(NamedTuple):
-    """The launch formula: it depends on n, block and memory alone.
+    """Launch shapes, which depend on n, block and memory alone.
 
-    Scores, tokens of the first block and warps of a program that finds thresholds; programs that share the first
-    block; blocks of a row; blocks of a program elsewhere, columns of a block, blocks of a step.
+    In `threshold_kernel`: block_m scores, block_r tokens of the first block and `warps` warps per program; n_first
+    programs share the first block. A row has n_blocks blocks. In the other kernels: block_b blocks per program,
+    block_c columns per block, `step` blocks per step.
     """
 
     block_m: int
@@ -378,7 +380,7 @@ class Shape(NamedTuple):
 
 
 def fits(block: int, memory: int) -> bool:
-    """Whether the kernels take blocks and memories of this size."""
+    """Return whether the kernels take this block and memory."""
     return block <= MAX_BLOCK and memory <= MAX_MEMORY
 
 
@@ -394,7 +396,7 @@ def shape(n: int, block: int, memory: int) -> Shape:
 
 
 def _rows(scores: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None, int]:
-    """Scores and mask as rows with unit column stride, and the mask's row stride."""
+    """Return scores and mask as rows with unit column stride, and the mask's row stride."""
     rows = None if mask is None else as_rows(mask.view(torch.uint8))
     return as_rows(scores), rows, 0 if rows is None else rows.stride(0)
 
@@ -402,7 +404,7 @@ def _rows(scores: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None, i
 def forward(
     scores: Tensor, mask: Tensor | None, k: int, eps: float, block: int, memory: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gates, indices, thresholds, and how many are in before each block; k ≤ n, batch ≥ 1."""
+    """Return gates, indices, thresholds, and how many are chosen before each block; k ≤ n, batch ≥ 1."""
     batch, n = scores.shape
     plan = shape(n, block, memory)
     device = scores.device
@@ -432,9 +434,9 @@ def backward(
     g_gates: Tensor, scores: Tensor, mask: Tensor | None, gates: Tensor, thresholds: Tensor, starts: Tensor,
     eps: float, block: int,
 ) -> Tensor:  # fmt: skip
-    """Gradient of the scores, from that of the gates."""
+    """Return the gradient of the scores from that of the gates."""
     batch, n = scores.shape
-    # of a program's tile the memory decides nothing
+    # the backward tiles don't depend on the memory, so any valid value serves
     plan = shape(n, block, block)
     sums = torch.empty((batch, 3, plan.n_blocks), dtype=torch.float32, device=scores.device)
     ds = torch.empty((batch, n), dtype=scores.dtype, device=scores.device)

@@ -15,12 +15,12 @@ from onepass.core.register import register, register_fake
 
 from . import torch_path
 
-# past tokens from which a threshold is taken
+# default: tokens before a block that its threshold is computed from
 MEMORY = 2048
 
 
 class CausalChoice(NamedTuple):
-    """What :func:`causal_choice` returns; both are ``(batch, min(k, n))``."""
+    """The result of :func:`causal_choice`; both are ``(batch, min(k, n))``."""
 
     indices: Tensor
     gates: Tensor
@@ -50,7 +50,7 @@ def _check(scores: Tensor, mask: Tensor | None, k: int, eps: float, block: int, 
 
 
 def check_sizes(who: str, block: int, memory: int) -> None:
-    """Refuse sizes of block and memory that no choice can have."""
+    """Raise ValueError unless block ≥ 1 and memory is a positive multiple of it."""
     if block < 1:
         raise ValueError(f"{who}: block must be ≥ 1, got {block}")
     if memory < block or memory % block:
@@ -68,9 +68,9 @@ def _fused(scores: Tensor, block: int, memory: int) -> bool:
 def forward(
     scores: Tensor, mask: Tensor | None, k: int, eps: float, block: int, memory: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(gates, indices, thresholds, starts), the last two for `backward`.
+    """Return (gates, indices, thresholds, starts), the last two for `backward`.
 
-    Without checks and autograd, for nodes that go on from there; 1 ≤ k ≤ n, batch ≥ 1.
+    Without checks and autograd, for larger autograd nodes; 1 ≤ k ≤ n, batch ≥ 1.
     """
     if _fused(scores, block, memory):
         from . import kernels_triton
@@ -83,7 +83,7 @@ def backward(
     g_gates: Tensor, scores: Tensor, mask: Tensor | None, gates: Tensor, indices: Tensor, thresholds: Tensor,
     starts: Tensor, eps: float, block: int, memory: int,
 ) -> Tensor:  # fmt: skip
-    """Gradient of the scores, from that of the gates and what `forward` returned."""
+    """Return the gradient of the scores from that of the gates and the results of `forward`."""
     if _fused(scores, block, memory):
         from . import kernels_triton
 
@@ -135,7 +135,7 @@ _call = bind(
 
 
 def choose(scores: Tensor, k: int, eps: float, block: int, memory: int, mask: Tensor | None) -> CausalChoice:
-    """What causal_choice does once its arguments are checked."""
+    """Return the result of `causal_choice` for checked arguments."""
     batch, n = scores.shape
     k = min(k, n)
     if k == 0 or batch == 0:
@@ -154,37 +154,38 @@ def causal_choice(
     memory: int = MEMORY,
     mask: Tensor | None = None,
 ) -> CausalChoice:
-    r"""At most k tokens of each row, each chosen and gated by what is known when it is read.
+    r"""Choose and gate at most k tokens of each row; the choice and gate of a token depend on no later token.
 
-    Token i of block b has for threshold the score that the share k/n of the past exceeds:
+    The threshold of token i in block b is the score that the share k/n of earlier tokens exceeds:
 
     .. math::
         t_i = \text{the score of rank } \lfloor \tfrac kn\,|P_b| \rfloor \text{ (from 0) among } P_b,\qquad
         g_i = \sigma\!\big((s_i - t_i)/\varepsilon\big)
 
-    where P_b are the real tokens in the last ``memory`` tokens before block b; in the first block, those before i
-    itself. Tokens above their threshold (without a past: all) are taken in the order in which they arrive, as long as
-    the number taken up to the end of block b stays within ⌈k·(tokens up to there)/n⌉.
+    where P_b are the real tokens in the last ``memory`` tokens before block b; in the first block, those before i.
+    Without earlier tokens the threshold is −∞. Tokens above their threshold are chosen in order, as long as the number
+    chosen up to the end of block b stays within ⌈k·(tokens up to there)/n⌉.
 
-    The gradient is that of a threshold which keeps its share of the past: from the second block on it follows the
-    mean of the scores before the block, weighted by the slopes σ′((s − t)/ε) of their gates.
+    Gradients also flow through the thresholds, as if each kept its share of the earlier tokens: from the second block
+    on, a threshold moves with the mean of all scores before the block, weighted by the slopes σ′((s − t)/ε) of their
+    gates.
 
     Args:
         scores: ``(batch, n)``, fp32, fp16, bf16 or fp64, any strides.
-        k: how many to choose, an int ≥ 0; at most n are.
+        k: how many to choose, an int ≥ 0; k > n means n.
         eps: temperature ε of the gates, a finite number > 0.
         block: tokens that share a threshold, ≥ 1.
-        memory: how far back it looks, in tokens; a multiple of block.
+        memory: tokens before a block that its threshold is computed from; a multiple of block.
         mask: ``(batch, n)`` bool, True at real tokens; others are never chosen and count in no threshold.
 
     Returns:
         ``CausalChoice(indices, gates)``, each ``(batch, min(k, n))``: columns in ascending order, int64, then −1;
-        gates of the scores' dtype, then 0. NaN counts as +inf in a threshold, and is never chosen.
+        gates in the dtype of scores, then 0. NaN counts as +inf in a threshold, and is never chosen.
 
     Raises:
-        TypeError: scores is no floating-point tensor, a size no int, eps no number, mask not bool.
+        TypeError: scores is not a floating-point tensor, a size not an int, eps not a number, or mask not bool.
         ValueError: a size or eps is out of range, or shapes don't fit.
-        NotImplementedError: a second derivative, or a forward-mode one, is asked for.
+        NotImplementedError: for second and forward-mode derivatives.
 
     Source: expert choice made causal, after Mixture-of-Depths (arXiv:2404.02258).
 

@@ -1,4 +1,4 @@
-"""The definition in torch, gradients by autograd; its choice is what the torch path chooses by as well."""
+"""The definition in torch, with gradients by autograd; the torch path uses its thresholds and choice too."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 def reference(
     scores: Tensor, k: int, *, eps: float = 0.3, block: int = 128, memory: int = 2048, mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Indices (batch, k) and gates of the tokens that a running threshold lets in; see `op.causal_choice`."""
+    """Return indices (batch, k) and gates of the tokens that a running threshold chooses; see `op.causal_choice`."""
     batch, n = scores.shape
     k = min(k, n)
     if not (k and batch):
@@ -28,17 +28,17 @@ def reference(
 
 
 def common_shift(scores: Tensor, threshold: Tensor, eps: float, block: int, mask: Tensor | None) -> Tensor:
-    """Zeros (batch, blocks) with the gradient that a threshold has when it keeps its share of the past.
+    """Return zeros (batch, blocks) with the gradient of a threshold that keeps its share of the earlier tokens.
 
-    If all scores rise together, so does the threshold, and no gate changes. Without that, a router whose gates help
-    learns above all to raise every score, along whatever its tokens have in common. As in soft top-k, the threshold
-    follows the mean of the scores weighted by their gates' slope; here over the blocks before.
+    If all scores rise together, so does the threshold, and no gate changes. Without this gradient, a router with
+    useful gates learns above all to raise every score, along the direction that its tokens have in common. As in soft
+    top-k, the threshold follows the mean of the scores weighted by their gates' slopes; here over the blocks before.
     """
     n = scores.shape[1]
     gate = torch.sigmoid((scores.detach() - threshold) / eps)
     slope = gate * (1 - gate)
     if mask is not None:
-        # whatever lies in a padded token, even NaN, stays out
+        # keep the content of padding out, even NaN
         slope, scores = slope.masked_fill(~mask, 0), scores.masked_fill(~mask, 0)
     sums = F.pad(torch.stack((slope * scores, slope)), (0, -n % block)).reshape(2, len(slope), -1, block).sum(-1)
     weighted, weight = sums.cumsum(-1).roll(1, -1).unbind(0)
@@ -48,16 +48,16 @@ def common_shift(scores: Tensor, threshold: Tensor, eps: float, block: int, mask
 
 
 def running_threshold(scores: Tensor, k: int, block: int, memory: int, mask: Tensor | None) -> Tensor:
-    """The score that the share k/n of the past exceeds; −inf without a past.
+    """Return the score that the share k/n of the earlier tokens exceeds; −inf without earlier tokens.
 
-    (batch, block + blocks − 1): of each token of the first block, then of each later block.
+    Shape (batch, block + blocks − 1): for each token of the first block, then for each later block.
     """
     n = scores.shape[1]
     blocks = -(-n // block)
     if mask is not None:
         scores = scores.masked_fill(~mask, -math.inf)
     padded = F.pad(scores, (memory, blocks * block - n), value=-math.inf)
-    # block b looks at the `memory` tokens before it; the first has nothing there
+    # for each block but the first: the `memory` tokens before it
     past = padded.unfold(1, memory, block)[:, 1:blocks]
     before = torch.ones(block, block, dtype=torch.bool, device=scores.device).tril(-1)
     own = padded[:, None, memory : memory + block].expand(-1, block, -1).masked_fill(~before, -math.inf)
@@ -65,27 +65,27 @@ def running_threshold(scores: Tensor, k: int, block: int, memory: int, mask: Ten
 
 
 def _ranked(rows: Tensor, k: int, n: int) -> Tensor:
-    """Of each row's entries above −inf the one that ⌊count·k/n⌋ others precede, by size; −inf if there is none."""
+    """Return each row's entry of rank ⌊count·k/n⌋ (0: largest) among its `count` entries above −inf; else −inf."""
     count = (rows > -math.inf).sum(-1)
     rank = count * k // n
     length = rows.shape[-1]
     values = rows.topk(min(length * k // n + 1, length), dim=-1).values
     found = values.gather(-1, rank.clamp_max(values.shape[-1] - 1)[..., None])[..., 0]
-    # NaN is the largest: a threshold that nothing exceeds, and from which no gate has a gradient
+    # topk puts NaN first; as a threshold it becomes +inf, which no score exceeds and where no gate has a gradient
     return torch.where(rank < count, torch.where(found.isnan(), math.inf, found), -math.inf)
 
 
 def per_token(threshold: Tensor, n: int, block: int) -> Tensor:
-    """What `running_threshold` found, (batch, n)."""
+    """Expand the result of `running_threshold` to (batch, n)."""
     later = threshold[:, block:].repeat_interleave(block, 1)
     return torch.cat((threshold[:, :block], later), 1)[:, :n]
 
 
 def arrivals(wants: Tensor, k: int, block: int) -> tuple[Tensor, Tensor]:
-    """Indices (batch, k) of the first tokens that want to be chosen, as many as the budget of their time lets in.
+    """Return indices (batch, k) of the first tokens where `wants` is True, as many as the budget allows.
 
-    By the end of block b at most ⌈k·(tokens so far)/n⌉ are in. −1 where fewer than k come. With them, (batch,
-    blocks + 1) int32, how many are in before each block, and at the end.
+    By the end of block b the budget is ⌈k·(tokens so far)/n⌉. Indices are −1 where fewer than k are chosen. Also
+    return, (batch, blocks + 1) int32, how many are chosen before each block, and in all.
     """
     batch, n = wants.shape
     blocks = -(-n // block)
@@ -94,7 +94,7 @@ def arrivals(wants: Tensor, k: int, block: int) -> tuple[Tensor, Tensor]:
     came = rank[..., -1].cumsum(-1)
     tokens = torch.arange(1, blocks + 1, device=wants.device) * block
     budget = (tokens.clamp_max(n) * k + n - 1) // n
-    # taken(b) = min(taken(b − 1) + came in b, budget(b)): a walk with a ceiling, in closed form
+    # taken(b) = min(taken(b − 1) + came in b, budget(b)): a running sum with a ceiling, in closed form
     taken = F.pad(came + (budget - came).cummin(-1).values.clamp_max(0), (1, 0))
     let_in = (padded & (rank <= taken.diff(dim=-1)[..., None])).view(batch, -1).cumsum(-1)
     places = torch.arange(1, k + 1, device=wants.device).expand(batch, k).contiguous()

@@ -1,4 +1,4 @@
-"""What causal_choice promises, and what its kernels may cost."""
+"""The contract of causal_choice, and the budgets of its kernels."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .reference import reference
 
 
 def _mask(batch: int, n: int, device: torch.device) -> Tensor:
-    """One row in three lost, the last one whole."""
+    """Return a mask that drops about 40 % of the tokens, and the whole last row."""
     generator = torch.Generator().manual_seed(7)
     mask = torch.rand(batch, n, generator=generator) < 0.6
     mask[-1] = False
@@ -62,7 +62,7 @@ _BAD = (
     BadCall("real mask", lambda: causal_choice(_S, 1, mask=_S), TypeError, "mask must be bool"),
 )
 
-# a threshold's gradient is the one that it should have, not that of its value, a score of the past
+# surrogate: a threshold's gradient is by design not that of its value, which is one earlier score
 SPECS = [Spec("causal_choice", causal_choice, reference, _samples, _BAD, _opchecks, surrogate=True)]
 
 _TYPES = {
@@ -79,7 +79,7 @@ def _kernel(title: str, fn: Any, masked: bool, warps: int, registers: int, const
     signature = {
         a: ("*" if a in pointers else "") + _TYPES.get(a, "i32") for a in fn.arg_names if a not in constants
     }  # fmt: skip
-    # a block begins anywhere, so nothing here is loaded 16 bytes at a time
+    # a block may begin at any offset, so there are no 16-byte loads
     return Kernel(
         title, lambda: fn, signature, constants, pointers, num_warps=warps, max_registers=registers, vector_loads=False
     )

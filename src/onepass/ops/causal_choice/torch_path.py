@@ -1,4 +1,4 @@
-"""What runs on a CPU, in float64 and without Triton: the definition's choice, and its gradient written out."""
+"""The torch path (CPU, float64, no Triton): the definition's choice, and its gradient written out."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from .reference import arrivals, per_token, running_threshold
 def forward(
     scores: Tensor, mask: Tensor | None, k: int, eps: float, block: int, memory: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gates, indices, thresholds, and how many are in before each block."""
+    """Return gates, indices, thresholds, and how many are chosen before each block."""
     s = scores.to(torch.promote_types(scores.dtype, torch.float32))
     thresholds = running_threshold(s, k, block, memory, mask)
     threshold = per_token(thresholds, s.shape[1], block)
     wants = s > threshold
     indices, starts = arrivals(wants if mask is None else wants & mask, k, block)
     at = indices.clamp_min(0)
-    # torch.sigmoid's last bit depends on the place in memory, exp's does not
+    # the last bit of torch.sigmoid depends on the place in memory, that of exp does not
     gates = ((threshold.gather(1, at) - s.gather(1, at)) / eps).exp_().add_(1).reciprocal_()
     return torch.where(indices >= 0, gates, 0.0).to(scores.dtype), indices, thresholds, starts
 
@@ -28,7 +28,7 @@ def backward(
     g_gates: Tensor, scores: Tensor, mask: Tensor | None, gates: Tensor, indices: Tensor, thresholds: Tensor,
     eps: float, block: int,
 ) -> Tensor:  # fmt: skip
-    """Gradient of the scores: of those chosen their own, of those before a block a share of what its gates got."""
+    """Return the gradient of the scores: chosen ones through their gates, earlier ones through later thresholds."""
     n = scores.shape[1]
 
     def per_block(t: Tensor) -> Tensor:

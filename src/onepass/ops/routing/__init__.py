@@ -1,1 +1,1 @@
-"""Routing: score tokens, gather the chosen ones, add back what the heavy branch made of them."""
+"""Routing: score tokens, gather the chosen ones, add the heavy branch's gated output to their rows."""

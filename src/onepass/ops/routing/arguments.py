@@ -1,4 +1,4 @@
-"""Checks of what the routing operators are given."""
+"""Checks of the routing operators' arguments."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MAX_VECTORS = 16
 
 
 def score(x: Tensor, weight: Tensor, eps: float) -> None:
-    """Refuse what :func:`score` can't take."""
+    """Raise TypeError or ValueError for arguments that :func:`score` does not accept."""
     check.floating("score", "x", x)
     check.floating("score", "weight", weight)
     if x.dim() != 3 or x.shape[-1] < 1:
@@ -38,7 +38,7 @@ def _indices(op: str, indices: Tensor, name: str, other: Tensor) -> None:
 
 
 def gather(x: Tensor, indices: Tensor) -> None:
-    """Refuse what :func:`gather` can't take."""
+    """Raise TypeError or ValueError for arguments that :func:`gather` does not accept."""
     check.floating("gather", "x", x)
     if x.dim() != 3:
         raise ValueError(f"gather: x must be (batch, n, dim), got {tuple(x.shape)}")
@@ -48,7 +48,7 @@ def gather(x: Tensor, indices: Tensor) -> None:
 
 
 def scatter_add(y: Tensor, update: Tensor, gates: Tensor | None, indices: Tensor) -> None:
-    """Refuse what :func:`scatter_add` can't take."""
+    """Raise TypeError or ValueError for arguments that :func:`scatter_add` does not accept."""
     op = "scatter_add"
     check.floating(op, "y", y)
     check.floating(op, "update", update)

@@ -1,4 +1,4 @@
-"""What score, gather and scatter_add are measured against; modules have theirs in `benchmarks/modules.py`."""
+"""Benchmark cases of score, gather and scatter_add; those of modules are in `benchmarks/modules.py`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from onepass.core.spec import Case, Impl, backward_of
 from . import reference
 from .op import gather, scatter_add, score
 
-# batch, n, dim, k: k·dim·2 bytes are 64 MB a batch in the first three, 8 MB in the last
+# batch, n, dim, k: in bf16 the chosen rows of a batch are 64 MB in the first three, 8 MB in the last
 CELLS = ((8, 65536, 1024, 4096), (8, 131072, 512, 8192), (2, 65536, 4096, 4096), (2, 32768, 1024, 2048))
 # small enough for a CPU
 CPU_CELL = (2, 8192, 512, 512)
@@ -66,7 +66,7 @@ def _rows_case(
 
     moved = {"gather": 2, "gated add": 3, "gather, gated add": 5}[op]
     params = {"batch": batch, "n": n, "dim": dim, "k": k}
-    # what adds in place never gives the same twice
+    # an in-place addition changes y with every call, so results can't be compared
     check = 0.0 if op == "gather" else 2e-2 if stage == "backward" else None
     return Case(op, stage, params, dtype, moved * batch * k * dim * dtype.itemsize, make, check, device)
 

@@ -14,7 +14,7 @@ from onepass.ops._shared.kernels_tokens import strided
 
 INTS = ["x_batch_stride", "x_row_stride", "n", "total", "groups"]
 
-# columns of a tile that one thread loads at once are added up at once: an accumulator costs a register per row and sum
+# a thread adds up the columns of one load at once, so an accumulator takes one register per row and sum
 FORWARD_WARPS = 4
 BACKWARD_WARPS = 8
 # warps per multiprocessor that the backward kernel fills
@@ -35,7 +35,7 @@ def forward_kernel(
     D: tl.constexpr,
     VEC: tl.constexpr,
     R: tl.constexpr,
-    VECTOR: tl.constexpr,  # neighbours that one thread loads
+    VECTOR: tl.constexpr,  # adjacent columns that one thread loads at once
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
@@ -68,7 +68,7 @@ def backward_kernel(
     s_ptr,  # (batch, R, n) fp32
     inverse_ptr,  # (batch, n) fp32
     dx_ptr,  # (batch, n, D), contiguous; None: not needed
-    dv_ptr,  # (groups, R, D) fp32, contiguous: parts; None: not needed
+    dv_ptr,  # (groups, R, D) fp32, contiguous: partials; None: not needed
     x_batch_stride,  # in units of VEC elements
     x_row_stride,
     n,
@@ -80,9 +80,9 @@ def backward_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """One tile of columns and every n-th tile of UNROLL·BLOCK_R rows per program: v and dv stay in registers.
+    """Each program takes one tile of columns and every G-th tile of UNROLL·BLOCK_R rows; v and dv stay in registers.
 
-    With the forward's results at hand no sum over a row is left: dx = Σ ds·v/rms − (Σ ds·s)·x/(d·rms²).
+    Forward's scores and 1/rms replace all sums over a row: dx = Σ ds·v/rms − (Σ ds·s)·x/(d·rms²).
     """
     group = tl.program_id(1)
     cols = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
@@ -93,7 +93,7 @@ def backward_kernel(
     dvs = (tl.zeros((BLOCK_R, BLOCK_C), tl.float32),) * R
     for tile in tl.range(group, tl.cdiv(total, UNROLL * BLOCK_R), tl.num_programs(1)):
         top = tl.cast(tile, tl.int64) * (UNROLL * BLOCK_R) + tl.arange(0, BLOCK_R)
-        # every load of the tile before its first store: the compiler can't move a load over one
+        # load the whole tile before the first store, because the compiler can't move a load across a store
         xs = ()
         alongs = ()
         backs = ()
@@ -112,7 +112,7 @@ def backward_kernel(
                 back += tl.where(moved, ds * tl.load(s_ptr + at, mask=inside, other=0.0), 0.0)
                 alongs = alongs + (tl.where(moved, ds * inverse, 0.0)[:, None],)
             x_rows = x_ptr + ((batch * x_batch_stride + token * x_row_stride) * VEC)[:, None]
-            # a token whose scores have no gradient is not read: what it holds, NaN included, plays no part
+            # a token whose scores have no gradient is not read, so that its NaN can't spread
             xs = xs + (tl.load(x_rows + cols[None, :], mask=live[:, None] & in_cols[None, :], other=0.0),)
             backs = backs + (tl.where(live, back * inverse * inverse / D, 0.0)[:, None],)
         for u in tl.static_range(UNROLL):
@@ -133,7 +133,7 @@ def backward_kernel(
 
 
 def _block_c(d: int, vector: int) -> int:
-    """Widest tile of columns, up to one 16-byte load for each of 128 threads, that wastes hardly more than the best."""
+    """Return the widest tile of columns, up to a load by each of 128 threads, that pads at most 7 % above the least."""
     if d <= 8 * vector:
         return next_power_of_2(d)
     widths = [v * vector for v in (8, 16, 32, 64, 128)]
@@ -143,7 +143,7 @@ def _block_c(d: int, vector: int) -> int:
 
 @replayed
 def forward(x: Tensor, vectors: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """X (batch, n, d), vectors (R, d) contiguous → scores (batch, R, n) and 1/rms (batch, n)."""
+    """Return scores (batch, R, n) and 1/rms (batch, n) for x (batch, n, d) and vectors (R, d), contiguous."""
     x, vectors = even_rows(strided(x)[0], 8), aligned(vectors)
     (batch, n, d), (batch_stride, row_stride) = x.shape, x.stride()[:2]
     routes, total = len(vectors), batch * n
@@ -152,12 +152,12 @@ def forward(x: Tensor, vectors: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     vec = math.gcd(8, d)
     vector = min(vec, 16 // x.element_size())
     block_c = _block_c(d, vector)
-    # two loads per thread; several vectors cost a reduction each, for which more rows at a time are cheaper
+    # two loads per thread; each further vector costs a reduction, which is cheaper for more rows at a time
     loads = 4 if routes > 1 and x.element_size() == 2 else 2
-    # the number of rows plays no part: what a token scores does not depend on its company
+    # the number of rows is not used, so that a token's score does not depend on the other tokens
     block_r = max(1, loads * FORWARD_WARPS * 32 * vector // block_c)
-    # products are not contracted into additions: the compiler contracts those of two rows of one thread differently,
-    # and lanes that add each other's products would disagree; a score's bits would depend on the token's place
+    # no fused multiply-add: the compiler fuses differently for two rows of one thread, so that a score's bits would
+    # depend on the token's place
     with device_guard(x):
         launch(
             forward_kernel, (cdiv(total, block_r), 1, 1), (x, vectors, scores, inverse),
@@ -170,7 +170,7 @@ def forward(x: Tensor, vectors: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 def backward(
     ds: Tensor, x: Tensor, vectors: Tensor, scores: Tensor, inverse: Tensor, need_x: bool, need_w: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Ds (batch, R, n) contiguous → dx and the gradient of the vectors."""
+    """Return dx and the gradient of the vectors for ds (batch, R, n), contiguous; None where not needed."""
     x, vectors = even_rows(strided(x)[0], 8), aligned(vectors)
     (batch, n, d), (batch_stride, row_stride) = x.shape, x.stride()[:2]
     routes, total = len(vectors), batch * n

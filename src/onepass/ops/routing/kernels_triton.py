@@ -1,7 +1,7 @@
 """Triton kernels that move chosen rows, and their launchers.
 
-A token without an index (−1) is never read or written; the indices of one launch are unique within a sequence, so no
-two programs write one row.
+An index that names no token (−1) reads zeros and adds nothing. The indices of one launch are unique within a sequence,
+so no two programs write to one row.
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ def gather_kernel(
     x_rows = x_ptr + (((rows // k) * x_batch_stride + index * x_row_stride) * VEC)[:, None]
     for start in tl.static_range(0, D, BLOCK_C):
         cols = (start + tl.arange(0, BLOCK_C))[None, :]
-        # evict-last for what is read once: what is written leaves the L2 first, in an even stream
+        # evict_last for data read once: the writes then leave the L2 cache first, in an even stream
         x = tl.load(x_rows + cols, mask=found[:, None] & (cols < D), other=0.0, eviction_policy="evict_last")
         tl.store(y_ptr + (rows * D)[:, None] + cols, x, mask=(rows < total)[:, None] & (cols < D))
 
 
 @triton.jit(do_not_specialize=INTS)
 def add_kernel(
-    y_ptr,  # (batch, n, D), contiguous: what is added to
+    y_ptr,  # (batch, n, D), contiguous: changed in place
     u_ptr,  # (batch, routes, k, D), contiguous
     g_ptr,  # (batch, routes, k), contiguous; None: 1
     index_ptr,  # (batch, routes, k) int64, contiguous
     n,
     k,
     routes,
-    route,  # the one that this launch adds
+    route,  # which route this launch adds
     total,  # batch·k
     D: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -94,7 +94,7 @@ def add_backward_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """One read of the chosen rows of dy serves both gradients."""
+    """Compute both gradients from one read of the chosen rows of dy."""
     rows = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     inside = rows < total
     index, found = named(index_ptr, rows, inside, n)
@@ -119,7 +119,7 @@ def add_backward_kernel(
 
 @replayed
 def gather(x: Tensor, indices: Tensor) -> Tensor:
-    """X (batch, n, d), indices (batch, k) contiguous → (batch, k, d)."""
+    """Return the rows (batch, k, d) of x (batch, n, d) at indices (batch, k), contiguous."""
     x, batch_stride, row_stride = strided(x)
     (_, n, d), total = x.shape, indices.numel()
     y = torch.empty((*indices.shape, d), dtype=x.dtype, device=x.device)
@@ -136,13 +136,13 @@ def gather(x: Tensor, indices: Tensor) -> Tensor:
 
 @replayed
 def add_rows(y: Tensor, update: Tensor, gates: Tensor | None, indices: Tensor) -> tuple[()]:
-    """Y (rows, d) contiguous += gates·update, in place; update (batch, R, k, d), gates and indices (batch, R, k)."""
+    """Add gates·update (batch, R, k, d) in place to y (rows, d), contiguous; gates and indices are (batch, R, k)."""
     batch, routes, k = indices.shape
     d, total = y.shape[-1], batch * k
     block_r, block_c = tile(d)
     with device_guard(y):
         for route in range(routes):
-            # one launch a route: a row that several chose is added to in their order
+            # one launch per route: a row that several routes chose gets their updates in order
             launch(
                 add_kernel, (cdiv(total, block_r), 1, 1), (y, update, gates, indices),
                 (y.shape[0] // batch, k, routes, route, total), (d, block_r, block_c), num_warps=WARPS,
@@ -154,7 +154,7 @@ def add_rows(y: Tensor, update: Tensor, gates: Tensor | None, indices: Tensor) -
 def add_backward(
     dy: Tensor, update: Tensor, gates: Tensor | None, indices: Tensor, need_u: bool, need_g: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Dy (batch, n, d) → du and dg; update (batch, k, d), gates and indices (batch, k), contiguous."""
+    """Return du and dg for dy (batch, n, d); update (batch, k, d), gates and indices (batch, k) are contiguous."""
     dy, batch_stride, row_stride = strided(dy)
     (_, n, d), total = dy.shape, indices.numel()
     du = torch.empty_like(update) if need_u else None

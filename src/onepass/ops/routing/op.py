@@ -71,9 +71,9 @@ def gather(x: Tensor, indices: Tensor) -> Tensor:
 
     Args:
         x: ``(batch, n, dim)``, fp32, fp16, bf16 or fp64, any strides.
-        indices: ``(batch, k)`` or ``(batch, R, k)`` int64. −1, as anything outside 0 … n−1, stands for "missing": it
-            gives zeros, and nothing is read. No token twice within a route (the last dimension): the gradient of a
-            repeated one would be incomplete.
+        indices: ``(batch, k)`` or ``(batch, R, k)`` int64. −1, or anything else outside 0 … n−1, means "missing": it
+            gives zeros and reads nothing. A token must not appear twice within a route (the last dimension): the
+            gradient of a repeated one would be incomplete.
 
     Returns:
         ``(batch, k, dim)`` or ``(batch, R, k, dim)``, dtype of ``x``.
@@ -82,9 +82,9 @@ def gather(x: Tensor, indices: Tensor) -> Tensor:
     after another.
 
     Raises:
-        TypeError: x is no floating-point tensor, indices is not int64.
+        TypeError: x is not a floating-point tensor, or indices is not int64.
         ValueError: shapes don't fit, or the tensors are on different devices.
-        NotImplementedError: a second derivative, or a forward-mode one, is asked for.
+        NotImplementedError: for second and forward-mode derivatives.
 
     Example:
         >>> import torch
@@ -106,7 +106,7 @@ def _scatter(y: Tensor, update: Tensor, gates: Tensor | None, indices: Tensor) -
 def _scatter_backward_all(
     dy: Tensor, update: Tensor, gates: Tensor | None, indices: Tensor, need_u: bool, need_g: bool
 ) -> tuple[Tensor, Tensor]:
-    """`scatter_backward` as an op, which can't return None: what is not needed is empty."""
+    """Call `scatter_backward` for an op, which can't return None: gradients that are not needed are empty tensors."""
     du, dg = scatter_backward(dy, update, gates, indices, need_u, need_g)
     return (
         update.new_empty(0) if du is None else du,
@@ -173,30 +173,30 @@ _in_place_backward = once("scatter_add", lambda ctx, dy: _scatter_gradients(ctx,
 
 
 def scatter_add(y: Tensor, update: Tensor, gates: Tensor | None, indices: Tensor, *, inplace: bool = False) -> Tensor:
-    r"""Add gated rows: :math:`y_{b\,i_{bj}} \mathrel{+}= g_{bj}\,u_{bj}`; what no index names stays as it is.
+    r"""Add gated rows: :math:`y_{b\,i_{bj}} \mathrel{+}= g_{bj}\,u_{bj}`; all other rows stay as they are.
 
-    Products and sums are in fp32 (fp64 if a tensor is) with one rounding, to y's dtype.
+    Products and sums are in fp32 (fp64 if a tensor is), with one rounding per route to the dtype of y.
 
     Args:
         y: ``(batch, n, dim)``, or its rows ``(batch·n, dim)``; fp32, fp16, bf16 or fp64.
         update: u, ``(batch, k, dim)`` or ``(batch, R, k, dim)``, of any of these dtypes.
         gates: g, ``(batch, k)`` or ``(batch, R, k)``, of any of these dtypes; None: 1.
-        indices: ``(batch, k)`` or ``(batch, R, k)`` int64. −1, as anything outside 0 … n−1, is left out. No token twice
-            within a route; the routes are added one after another.
-        inplace: y is the caller's own and may be overwritten. Plain eager PyTorch then writes into it and returns it
-            (y must be no leaf that wants a gradient; give the flat rows rather than a view of them, for which autograd
-            copies the whole gradient). Under torch.compile and torch.func the result is a new tensor all the same.
+        indices: ``(batch, k)`` or ``(batch, R, k)`` int64. −1, or anything else outside 0 … n−1, is skipped. A token
+            must not appear twice within a route; the routes are added one after another.
+        inplace: allow overwriting y. Plain eager PyTorch then writes into y, if it is contiguous, and returns it. Such
+            a y must not be a leaf that requires a gradient; pass the flat rows rather than a view of them, for which
+            autograd copies the whole gradient. Under torch.compile and torch.func the result is a new tensor.
 
     Returns:
         The sum, shape and dtype of ``y``.
 
-    The gradient of y is dy, untouched; those of update, :math:`g\,dy_i`, and of the gates, :math:`\langle dy_i,
+    The gradient of y is dy itself; those of update, :math:`g\,dy_i`, and of the gates, :math:`\langle dy_i,
     u\rangle`, come from one pass over the chosen rows. All are the same bit for bit from run to run.
 
     Raises:
-        TypeError: a tensor is not floating-point, indices is not int64.
+        TypeError: a tensor is not floating-point, or indices is not int64.
         ValueError: shapes don't fit, or the tensors are on different devices.
-        NotImplementedError: a second derivative, or a forward-mode one, is asked for.
+        NotImplementedError: for second and forward-mode derivatives.
 
     Example:
         >>> import torch

@@ -83,11 +83,11 @@ _call = bind(
 
 
 def score(x: Tensor, weight: Tensor, *, eps: float = 1e-6) -> Tensor:
-    r"""Score of every token: its RMS-normalised self against a learned vector, in one read of ``x``.
+    r"""Score every token: the dot product of its RMS-normalised row with a learned vector, in one read of ``x``.
 
     .. math:: s_t = \Big\langle \frac{x_t}{\sqrt{\mathrm{mean}(x_t^2) + \varepsilon}}, v\Big\rangle
 
-    With a v of length 1 scores have a standard deviation of 1 at every width.
+    With a random v of length 1, scores have a standard deviation of 1 at every width.
 
     Args:
         x: ``(batch, n, dim)``, fp32, fp16, bf16 or fp64, any strides.
@@ -97,14 +97,14 @@ def score(x: Tensor, weight: Tensor, *, eps: float = 1e-6) -> Tensor:
     Returns:
         ``(batch, n)``, or ``(batch, R, n)`` for R vectors, fp32 (fp64 for fp64 x).
 
-    Gradients flow to ``x`` and ``weight`` in one pass over x; only those asked for are computed, and they are the same
-    bit for bit from run to run. A token whose score gets a gradient of exactly 0, as a masked token's does, adds
-    nothing to the vectors' gradient whatever it holds, NaN included.
+    Gradients of ``x`` and ``weight`` come from one pass over x, the same bit for bit from run to run; only those that
+    are needed are computed. A token whose score gets a gradient of exactly 0, such as a masked one, adds nothing to
+    the gradient of the vectors whatever it holds, NaN included.
 
     Raises:
-        TypeError: x or weight is no floating-point tensor.
+        TypeError: x or weight is not a floating-point tensor.
         ValueError: shapes don't fit, R is out of range, eps < 0, or the tensors are on different devices.
-        NotImplementedError: a second derivative, or a forward-mode one, is asked for.
+        NotImplementedError: for second and forward-mode derivatives.
 
     Source: CoLT5 (arXiv:2303.09752) scores with the raw dot product; the normalisation keeps ε of the gates meaningful.
 

@@ -14,7 +14,7 @@ def _wide(*tensors: Tensor) -> torch.dtype:
 
 
 def score(x: Tensor, weight: Tensor, *, eps: float = 1e-6) -> Tensor:
-    """s[..., t] = <x_t, v> / sqrt(mean(x_t²) + eps); with vectors (R, d) s[..., r, t]."""
+    """Return s[..., t] = <x_t, v> / sqrt(mean(x_t²) + eps); with vectors (R, d) s[..., r, t]."""
     wide = _wide(x, weight)
     f = x.to(wide)
     inverse = (f.square().mean(-1) + eps).rsqrt()
@@ -24,13 +24,13 @@ def score(x: Tensor, weight: Tensor, *, eps: float = 1e-6) -> Tensor:
 
 
 def present(indices: Tensor, n: int) -> tuple[Tensor, Tensor]:
-    """(which indices name a token, indices with a harmless 0 in place of the others)."""
+    """Return which indices name a token, and the indices with 0 in place of the others."""
     found = (indices >= 0) & (indices < n)
     return found, indices.where(found, 0)
 
 
 def gather(x: Tensor, indices: Tensor) -> Tensor:
-    """y[b, j] = x[b, i_j], zeros where i_j names no token."""
+    """Return y[b, j] = x[b, i_j], zeros where i_j names no token."""
     if not x.shape[1]:
         # an empty sum: zeros that autograd can trace back to x
         return x.sum() * x.new_zeros((*indices.shape, x.shape[-1]))
@@ -40,7 +40,7 @@ def gather(x: Tensor, indices: Tensor) -> Tensor:
 
 
 def scatter_add(y: Tensor, update: Tensor, gates: Tensor | None, indices: Tensor) -> Tensor:
-    """Y, with y[b, i_j] += gates[b, j]·update[b, j] where i_j names a token; one rounding, to y's dtype, per route."""
+    """Return y after y[b, i_j] += gates[b, j]·update[b, j] for each i_j that names a token; one rounding per route."""
     batch = indices.shape[0]
     n = y.numel() // max(1, batch * y.shape[-1])
     if not n or not indices.numel():

@@ -1,4 +1,4 @@
-"""Adding gated rows and its gradients, by kernels or by torch: without checks and autograd, for nodes of their own."""
+"""The addition of gated rows and its gradients, by kernels or by torch, without checks and autograd."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from . import torch_path
 
 
 def on_triton(*tensors: Tensor | None) -> bool:
-    """Whether kernels compute what these tensors take part in."""
+    """Return whether kernels take all of these tensors; None is ignored."""
     return all(t is None or uses_triton(t) for t in tensors)
 
 
 def as_bytes(mask: Tensor | None) -> Tensor | None:
-    """A mask as kernels take it."""
+    """Return a mask as kernels take it: contiguous, uint8."""
     return None if mask is None else mask.contiguous().view(torch.uint8)
 
 
 def add_rows(y: Tensor, update: Tensor, gates: Tensor | None, indices: Tensor) -> tuple[()]:
-    """Y (rows, d), contiguous, += gates·update in place, one route after another; shapes as `scatter_add` takes."""
+    """Add gates·update in place to y (rows, d), contiguous, one route after another; shapes as in `scatter_add`."""
     if not indices.numel() or not y.numel():
         return ()
     batch, k = indices.shape[0], indices.shape[-1]
@@ -42,7 +42,7 @@ def add_rows(y: Tensor, update: Tensor, gates: Tensor | None, indices: Tensor) -
 def scatter_backward(
     dy: Tensor, update: Tensor, gates: Tensor | None, indices: Tensor, need_u: bool, need_g: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients of update and gates, None where not needed, from that of what `scatter_add` returned."""
+    """Return the gradients of update and gates, None where not needed; dy is that of the result of `scatter_add`."""
     need_g = need_g and gates is not None
     if not indices.numel() or not dy.numel():
         return (

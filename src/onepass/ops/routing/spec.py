@@ -1,4 +1,4 @@
-"""What score, gather and scatter_add promise; KERNELS and CASES are in files of their own."""
+"""The contracts of score, gather and scatter_add; KERNELS and CASES have their own files."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def _score_samples(make: Callable[..., Tensor]) -> Iterator[Sample]:
     yield Sample("one of several", (make(2, 3, 8), make(1, 8)))
     yield Sample("sixteen vectors", (make(1, 3, 130), make(16, 130)))
     yield Sample("large eps", (make(2, 3, 16), make(16)), {"eps": 0.5})
-    # routing vectors are N(0, 1/d): a wide sum of order 1, not of order √d, is what the tolerance is meant for
+    # routing vectors are N(0, 1/d), so that a wide sum is of order 1, as the tolerance assumes, not of order √d
     yield Sample("two column tiles", (make(1, 2, 5000), make(5000) * 5000**-0.5))
     yield Sample("no tokens", (make(2, 0, 4), make(4)))
     yield Sample("no batch", (make(0, 3, 4), make(2, 4)))
 
 
 def _choice(batch: int, n: int, k: int, device: torch.device, routes: int = 0, missing: bool = True) -> Tensor:
-    """K different tokens per row and route; one in four missing."""
+    """Return k different tokens per row and route, one in four of them missing."""
     generator = torch.Generator().manual_seed(7)
     shape = (batch, routes, n) if routes else (batch, n)
     indices = torch.rand(shape, generator=generator).argsort(-1)[..., :k]

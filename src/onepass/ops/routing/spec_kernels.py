@@ -1,4 +1,4 @@
-"""What the routing kernels may cost in registers, at the widths that blocks have."""
+"""Register budgets of the routing kernels, at a usual width of tokens."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _rows(t: str) -> Iterator[Kernel]:
     )  # fmt: skip
 
 
-# (vectors) → forward: BLOCK_R, registers; backward: UNROLL, BLOCK_R, BLOCK_C, registers
+# dtype, number of vectors → forward: BLOCK_R, registers; backward: UNROLL, BLOCK_R, BLOCK_C, registers
 _SCORE = {
     "bf16": {1: (2, 40, 4, 2, 1024, 80), 4: (4, 96, 2, 2, 1024, 128), 16: (4, 176, 1, 1, 512, 136)},
     "fp32": {1: (2, 40, 4, 2, 512, 64), 4: (2, 64, 1, 2, 512, 88), 16: (2, 112, 1, 1, 256, 88)},
@@ -68,7 +68,7 @@ def _score(t: str) -> Iterator[Kernel]:
             f"routing score backward {t} R={r}", _kernel("kernels_score", "backward_kernel"), signature,
             shape | {"UNROLL": unroll, "BLOCK_R": rows, "BLOCK_C": cols}, _pointers(signature), num_warps=8,
             max_registers=more,
-            # sixteen vectors leave registers for half a vector of columns
+            # sixteen vectors leave registers for 8-byte loads only
             vector_loads=r < 16,
         )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""The torch path: CPU, float64, no Triton. Tokens are rows of (batch·n, dim); what no index names is never read."""
+"""The torch path: CPU, float64, no Triton. Tokens are rows of (batch·n, dim); rows without an index are not read."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from onepass.core.sums import row_sum
 
 
 def widest(*dtypes: torch.dtype) -> torch.dtype:
-    """The dtype that sums over these are kept in: fp32, or fp64 if one of them is."""
+    """Return the dtype of sums over these dtypes: fp32, or fp64 if one of them is."""
     wide = torch.float32
     for dtype in dtypes:
         wide = torch.promote_types(wide, dtype)
@@ -17,18 +17,18 @@ def widest(*dtypes: torch.dtype) -> torch.dtype:
 
 
 def rows_of(indices: Tensor, n: int) -> tuple[Tensor, Tensor]:
-    """Indices (batch, k) → (which of batch·k name a token, rows of those among batch·n tokens)."""
+    """Return which of the batch·k indices name a token, and the rows of those among batch·n tokens."""
     found = (indices >= 0) & (indices < n)
     rows = indices + torch.arange(indices.shape[0], device=indices.device)[:, None] * n
     return found.view(-1), rows[found]
 
 
 def score_forward(x: Tensor, vectors: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """X (batch, n, d), vectors (R, d) → scores (batch, R, n) and 1/rms (batch, n)."""
+    """Return scores (batch, R, n) and 1/rms (batch, n) for x (batch, n, d) and vectors (R, d)."""
     wide = widest(x.dtype, vectors.dtype)
     f = x.to(wide).contiguous()
     inverse = torch.rsqrt(row_sum(f.square())[..., 0] / x.shape[-1] + eps)
-    # no matrix product: a token's score must not depend on where it stands, nor on its company
+    # no matrix product: a token's score must not depend on its place or on the other tokens
     dots = torch.stack([row_sum(f * v)[..., 0] for v in vectors.to(wide)], 1)
     out = widest(x.dtype)
     return (dots * inverse[:, None]).to(out), inverse.to(out)
@@ -37,9 +37,9 @@ def score_forward(x: Tensor, vectors: Tensor, eps: float) -> tuple[Tensor, Tenso
 def score_backward(
     ds: Tensor, x: Tensor, vectors: Tensor, scores: Tensor, inverse: Tensor, need_x: bool, need_w: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Ds (batch, R, n) → dx and the gradient of the vectors; tokens whose ds are 0 are not looked at."""
+    """Return dx and the gradient of the vectors for ds (batch, R, n); tokens whose ds are all 0 are left out."""
     wide = widest(x.dtype, vectors.dtype)
-    # what stands in a masked token, NaN included, must not reach the vectors
+    # the content of a masked token, NaN included, must not reach the vectors
     live = (ds != 0).any(1)
     ds, inverse = ds.to(wide), inverse.where(live, 0).to(wide)
     f = x.to(wide).where(live[..., None], 0)
@@ -53,7 +53,7 @@ def score_backward(
 
 
 def gather(x: Tensor, indices: Tensor) -> Tensor:
-    """X (batch, n, d), indices (batch, m) → (batch, m, d), zeros where an index names no token."""
+    """Return the rows (batch, m, d) of x (batch, n, d) at indices (batch, m), zeros where an index names no token."""
     found, rows = rows_of(indices, x.shape[1])
     y = x.new_zeros((indices.numel(), x.shape[-1]))
     y[found] = x.reshape(-1, x.shape[-1])[rows]
@@ -61,7 +61,7 @@ def gather(x: Tensor, indices: Tensor) -> Tensor:
 
 
 def add_rows(y: Tensor, update: Tensor, gates: Tensor | None, indices: Tensor, n: int) -> None:
-    """Y (batch·n, d) += gates·update in place; update (batch, k, d), gates and indices (batch, k), unique in a row."""
+    """Add gates·update (batch, k, d) in place to y (batch·n, d); indices (batch, k) are unique in a row."""
     found, rows = rows_of(indices, n)
     wide = widest(y.dtype, update.dtype, *(() if gates is None else (gates.dtype,)))
     moved = update.reshape(-1, update.shape[-1])[found].to(wide)
@@ -73,7 +73,7 @@ def add_rows(y: Tensor, update: Tensor, gates: Tensor | None, indices: Tensor, n
 def scatter_backward(
     dy: Tensor, update: Tensor, gates: Tensor | None, indices: Tensor, n: int, need_u: bool, need_g: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Dy (batch·n, d) → gates·dy[i] and <dy[i], update>, 0 where an index names no token; indices (batch, m)."""
+    """Return gates·dy[i] and <dy[i], update> for dy (batch·n, d), 0 where an index (batch, m) names no token."""
     found, rows = rows_of(indices, n)
     wide = widest(dy.dtype, update.dtype, *(() if gates is None else (gates.dtype,)))
     picked = dy[rows].to(wide)
@@ -91,5 +91,5 @@ def scatter_backward(
 
 
 def zero_padding(x: Tensor, mask: Tensor | None) -> Tensor:
-    """X (batch, n, d) with zeros where the mask (batch, n) is False, whatever stands there."""
+    """Return x (batch, n, d) with zeros where the mask (batch, n) is False."""
     return x if mask is None else x.masked_fill(~mask[..., None], 0)

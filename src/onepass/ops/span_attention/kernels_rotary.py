@@ -1,4 +1,4 @@
-"""The kernel of rotary positions: one read, one write, angles made on the way."""
+"""Triton kernel of rotary embedding: one read, one write; the kernel computes the angles."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ INTS = [*STRIDES, "position_batch", "n", "heads"]
 def rotary_kernel(
     x_ptr,  # (batch, n, heads, 2·HALF), unit stride in the last dimension
     positions_ptr,  # (batch or 1, n) int64, or None: 0 … n−1
-    out_ptr,  # (batch, n, heads, 2·HALF), likewise; may be x
+    out_ptr,  # like x; may be x
     x_batch, x_row, x_head, out_batch, out_row, out_head,  # strides
     position_batch,  # stride of positions, 0 when shared
     n, heads,
-    log2_base_high, log2_base_low,  # of the series of speeds; their sum is right to more than fp32
+    log2_base_high, log2_base_low,  # log2(base) as a sum, more exact than one fp32 number
     UNIT: tl.constexpr,  # strides are given in this many elements
     HALF: tl.constexpr,
-    INVERSE: tl.constexpr,  # turn back
+    INVERSE: tl.constexpr,  # rotate by the negative angles
     HAS_POSITIONS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """All heads of a few tokens per program: their cosines and sines are computed once."""
+    """Rotate all heads of a few tokens per program, so that their cosines and sines are computed once."""
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     b = tl.program_id(1).to(tl.int64)
     cols = tl.arange(0, BLOCK_C)
@@ -57,7 +57,7 @@ def rotary_kernel(
         positions = tl.load(positions_ptr + b * position_batch + rows, mask=rows < n, other=0)
     else:
         positions = rows
-    # in fp32 a million radians are right to 0.06 only: angles are fp64 until they are less than a turn
+    # fp32 holds a million radians only to 0.06, so angles are fp64 until they are less than one turn
     log2_base = tl.cast(log2_base_high, tl.float64) + tl.cast(log2_base_low, tl.float64)
     radians = positions.to(tl.float64)[:, None] * tl.exp2((cols.to(tl.float64) / HALF) * -log2_base)[None, :]
     per_radian = tl.cast(TURNS_HIGH, tl.float64) + tl.cast(TURNS_MIDDLE, tl.float64) + tl.cast(TURNS_LOW, tl.float64)
@@ -78,7 +78,7 @@ def rotary_kernel(
 
 
 def rotate(x: Tensor, positions: Tensor | None, base: float, inverse: bool, out: Tensor) -> None:
-    """Write x (B, N, H, D), turned by its positions (B or 1, N), into out, which may be x."""
+    """Rotate x (B, N, H, D) by its positions (B or 1, N) and write the result to out, which may be x."""
     batch, n, heads, width = x.shape
     half = width // 2
     block_c = max(16, next_power_of_2(half))

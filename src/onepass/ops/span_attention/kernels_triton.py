@@ -1,4 +1,4 @@
-"""Kernels of attention over runs of keys, and their launchers: one pass forward, two backward, none with atomics."""
+"""Triton kernels of attention over runs of keys, and their launchers: one pass forward, two backward, no atomics."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def _load(ptr, start, rows, row_stride, cols, inside, D: tl.constexpr, BLOCK_D: tl.constexpr, FULL: tl.constexpr):
-    """A tile (rows, BLOCK_D) of the head at ptr + start; zeros beyond its width and, unless FULL, where not inside."""
+    """Load a tile (rows, BLOCK_D) of the head at ptr + start; zeros beyond the width and, unless FULL, not `inside`."""
     at = ptr + start + rows.to(tl.int64)[:, None] * row_stride + cols[None, :]
     if FULL and D == BLOCK_D:
         return tl.load(at)
@@ -33,7 +33,7 @@ def _load(ptr, start, rows, row_stride, cols, inside, D: tl.constexpr, BLOCK_D: 
 
 @triton.jit
 def _keep(mask_ptr, b, keys, n_keys, HAS_MASK: tl.constexpr):
-    """Which keys may be looked at."""
+    """Return which keys exist and are not masked."""
     if HAS_MASK:
         return tl.load(mask_ptr + b * n_keys + keys, mask=keys < n_keys, other=0) != 0
     return keys < n_keys
@@ -41,9 +41,9 @@ def _keep(mask_ptr, b, keys, n_keys, HAS_MASK: tl.constexpr):
 
 @triton.jit
 def _thirds(low, full_low, full_high, high, BLOCK: tl.constexpr):
-    """[low, high) in three: tiles of which all is seen are in the middle; low, and the middle's ends, lie on the grid.
+    """Split [low, high) in three: return the ends of the middle part, whose tiles are seen whole and need no mask.
 
-    The order of the tiles stays: what other queries see adds or moves none of those that count for a query.
+    Tiles lie on a grid and keep their order, so that the runs of other queries never change the order of a query's sum.
     """
     full_low = tl.minimum(tl.maximum(tl.cdiv(full_low, BLOCK) * BLOCK, low), high)
     full_high = tl.maximum(tl.minimum(full_high // BLOCK * BLOCK, high), full_low)
@@ -52,7 +52,7 @@ def _thirds(low, full_low, full_high, high, BLOCK: tl.constexpr):
 
 @triton.jit
 def _runs(first_ptr, last_ptr, start, queries, n, m, BLOCK: tl.constexpr):
-    """First and last keys of a tile of queries; where the three parts of their tiles of keys begin, and the end."""
+    """Return first and last of a tile of queries; low, full_low, full_high, high of the three parts of their keys."""
     real = queries < n
     first = tl.load(first_ptr + start + queries, mask=real, other=2147483647)
     last = tl.load(last_ptr + start + queries, mask=real, other=0)
@@ -81,7 +81,7 @@ def forward_kernel(
     HAS_MASK: tl.constexpr,
     PRECISION: tl.constexpr,  # of fp32 products, see tl.dot
 ):  # fmt: skip
-    """One tile of queries of one head: a running softmax over the tiles of keys that any of them sees."""
+    """Compute one tile of queries of one head: a running softmax over the tiles of keys that any of them sees."""
     queries = tl.program_id(0) * BLOCK_Q + tl.arange(0, BLOCK_Q)
     head = tl.program_id(1) % heads
     b = (tl.program_id(1) // heads).to(tl.int64)
@@ -106,7 +106,7 @@ def forward_kernel(
                 seen = (keys[None, :] >= first[:, None]) & (keys[None, :] < last[:, None]) & keep[None, :]
                 scores = tl.where(seen, scores, float("-inf"))
             new_top = tl.maximum(top, tl.max(scores, 1))
-            # before the first key that a query sees its maximum is −inf, and −inf − −inf is no number
+            # a query's maximum is −inf before the first key that it sees, and −inf − −inf is NaN
             base = tl.where(new_top == float("-inf"), 0.0, new_top) * (scale * LOG2_E)
             p = tl.exp2(scores * (scale * LOG2_E) - base[:, None])
             shrink = tl.exp2(top * (scale * LOG2_E) - base)
@@ -134,7 +134,7 @@ def queries_kernel(
     last_ptr,  # (batch or 1, n) int32
     mask_ptr,  # (batch, m) uint8, or None
     dq_ptr,  # (batch, n, heads, width), rows dq_row apart, otherwise contiguous
-    delta_ptr,  # (batch, heads, n) fp32: Σ dout·out, left for keys_kernel
+    delta_ptr,  # (batch, heads, n) fp32: Σ dout·out, written for keys_kernel
     q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head,  # strides
     dq_row, span_batch,  # more strides; span_batch is 0 when first and last are shared
     n, m, heads, scale,
@@ -142,7 +142,7 @@ def queries_kernel(
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     HAS_MASK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Dq of one tile of queries: the forward's loop with the softmax already known."""
+    """Compute dq of one tile of queries: forward's loop, with the denominators of the softmax known."""
     queries = tl.program_id(0) * BLOCK_Q + tl.arange(0, BLOCK_Q)
     head = tl.program_id(1) % heads
     b = (tl.program_id(1) // heads).to(tl.int64)
@@ -191,8 +191,8 @@ def keys_kernel(
     first_ptr,  # (batch or 1, n) int32
     last_ptr,  # (batch or 1, n) int32
     mask_ptr,  # (batch, m) uint8, or None
-    begin_ptr,  # (batch or 1, 2, tiles of keys) int32: the first query that sees some of the tile; its last key
-    end_ptr,  # the same: one past the last query that sees its first key; that sees some of it
+    begin_ptr,  # (batch or 1, 2, tiles of keys) int32: first query that sees some of the tile; that sees its last key
+    end_ptr,  # the same: one past the last query that sees the tile's first key; that sees some of the tile
     dk_ptr,  # (batch, m, heads, width), rows dkv_row apart, otherwise contiguous
     dv_ptr,  # likewise
     q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head,  # strides
@@ -202,7 +202,7 @@ def keys_kernel(
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     HAS_MASK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Dk and dv of one tile of keys: over the tiles of queries that see any of them, which lie side by side."""
+    """Compute dk and dv of one tile of keys over the tiles of queries that see any of them, which are adjacent."""
     keys = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)
     head = tl.program_id(1) % heads
     b = (tl.program_id(1) // heads).to(tl.int64)
@@ -251,21 +251,21 @@ def keys_kernel(
 
 
 def precision(dtype: torch.dtype) -> str:
-    """How fp32 is multiplied: as torch's own matrix products are, in three TF32 parts where those are exact."""
+    """Return `input_precision` of tl.dot: that of torch's matrix products, with three TF32 parts for full fp32."""
     if dtype != torch.float32 or torch.version.hip is not None:
         return "ieee"
     return "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"
 
 
 def _strides(*tensors: Tensor) -> tuple[int, tuple[int, ...]]:
-    """(UNIT, strides in it): a kernel that knows strides as multiples of 16 elements loads 16 bytes at a time."""
+    """Return (UNIT, strides in units of it): strides known as multiples of 16 elements allow 16-byte loads."""
     strides = tuple(s for t in tensors for s in t.stride()[:3])
     unit = 16 if all(s % 16 == 0 for s in strides) else 1
     return unit, tuple(s // unit for s in strides)
 
 
 def _constants(kernel: str, unit: int, width: int, mask: Tensor | None, dtype: torch.dtype) -> Any:
-    """Queries and keys of a tile; all of a kernel's constants; its launch options."""
+    """Return queries and keys of a tile, all of a kernel's constants, and its launch options."""
     products = precision(dtype)
     block_q, block_k, block_d, warps, stages = shape(kernel, width, dtype, products)
     constants = unit, block_q, block_k, width, block_d, mask is not None, products
@@ -275,7 +275,7 @@ def _constants(kernel: str, unit: int, width: int, mask: Tensor | None, dtype: t
 def forward(
     q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, mask: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Output, and the softmax's denominators as base-2 logarithms (B, H, N)."""
+    """Return the output, and the denominators of the softmax as base-2 logarithms (B, H, N)."""
     batch, n, heads, width = q.shape
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty((batch, heads, n), dtype=torch.float32, device=q.device)
@@ -292,13 +292,13 @@ def forward(
 
 
 def askers(first: Tensor, last: Tensor, m: int, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """For each tile of `keys_kernel`: the first query that sees some of it, its last key; where none sees … any more.
+    """Return begin and end for `keys_kernel`, (rows, 2·tiles) each: which queries see each tile of keys.
 
-    (rows, 2, tiles) each: of the spans' ends those beyond the tile's first, and its last key; of their beginnings those
-    not beyond its first, and not beyond its last key.
+    The queries from begin[:tiles] up to end[tiles:] see some of the tile; those from begin[tiles:] up to end[:tiles]
+    see all of it.
     """
     _, block, *_ = shape("keys", width, dtype, precision(dtype))
-    # a last key beyond the end makes the last tile one that nobody sees whole: right, and one operation less
+    # the last tile's last key may lie beyond m: the tile then counts as seen in part, which is right and saves a clamp
     kind: Any = {"device": first.device, "dtype": torch.int32}
     edges = torch.cat((torch.arange(0, m, block, **kind), torch.arange(block - 1, m + block - 1, block, **kind)))
     edges = edges.expand(len(first), -1).contiguous()
@@ -319,9 +319,9 @@ def backward(
     grads: tuple[Tensor, Tensor, Tensor],
     edges: tuple[Tensor, Tensor] | None,
 ) -> None:
-    """Write dq, dk, dv into `grads`: rows of (heads, width), any distance apart, dk's and dv's the same.
+    """Write dq, dk, dv into `grads`: rows of (heads, width) with any row stride, the same for dk and dv.
 
-    `edges` are those of :func:`askers`, None where nobody has them yet.
+    `edges` is the result of :func:`askers`; None: compute it here.
     """
     batch, n, heads, width = q.shape
     m = k.shape[1]

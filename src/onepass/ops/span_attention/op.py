@@ -35,7 +35,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
 def checked_spans(
     op: str, q: Tensor, k: Tensor, first: Tensor, last: Tensor, mask: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """First and last as (batch or 1, n) int32, once they and the mask fit q's (batch, n) and k's (batch, m)."""
+    """Check first, last and mask against q (batch, n) and k (batch, m); return first, last as (batch or 1, n) int32."""
     batch, n = q.shape[:2]
     for name, t in (("first", first), ("last", last)):
         check.tensor(op, name, t)
@@ -55,7 +55,7 @@ def checked_spans(
 
 
 def checked_scale(op: str, scale: float | None, width: int) -> float:
-    """The scale of the scores, 1/√width by default."""
+    """Return the scale of the scores, 1/√width by default; raise ValueError unless it is finite and > 0."""
     if scale is None:
         return 1 / math.sqrt(max(width, 1))
     if not 0 < scale < math.inf:
@@ -68,7 +68,7 @@ def _unit_width(t: Tensor) -> Tensor:
 
 
 def _runs(first: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
-    """First and last as the kernels read them, by address: contiguous, and both shared by the batch or neither."""
+    """Return first and last as the kernels read them: contiguous, and both shared by the batch or neither."""
     if len(first) != len(last):
         first, last = torch.broadcast_tensors(first, last)  # type: ignore[no-untyped-call]
     return first.contiguous(), last.contiguous()
@@ -77,9 +77,9 @@ def _runs(first: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
 def forward(
     q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, mask: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Output, and the softmax's denominators for backward: `span_attention` without autograd, arguments checked."""
+    """Return the output and the denominators of the softmax: `span_attention` without checks and autograd."""
     if not uses_triton(q):
-        # a caller's autocast would round the products of forward and not those of backward
+        # a caller's autocast would round the products of forward but not those of backward
         with torch.autocast(q.device.type, enabled=False):
             return torch_path.forward(q, k, v, first, last, mask, scale)
     if not q.numel() or not k.numel():
@@ -134,15 +134,15 @@ def backward_into(
         from . import kernels_triton
 
         q, k, v = map(_unit_width, (q, k, v))
-        # `.sum().backward()` hands a stride-0 gradient
+        # `.sum().backward()` passes a gradient with stride 0
         first, last = _runs(first, last)
         kernels_triton.backward(dout.contiguous(), q, k, v, out, lse, first, last, _bytes(mask), scale, grads, edges)
 
 
 def edges(like: Tensor, first: Tensor, last: Tensor, m: int) -> tuple[Tensor, Tensor] | None:
-    """What `backward_into` otherwise finds out from runs of m keys; None where no kernel asks.
+    """Return the queries that see each tile of m keys, which `backward_into` computes otherwise; None without kernels.
 
-    `like` has the width and dtype of the queries. For callers whose runs repeat, or who replay the rest.
+    `like` has the width and dtype of the queries. For callers whose runs repeat, or that replay the rest.
     """
     if not uses_triton(like) or not m or not first.numel():
         return None
@@ -205,20 +205,20 @@ def span_attention(
     mask: Tensor | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    r"""Attention in which query i sees the keys first_i ≤ j < last_i, and of these only what ``mask`` allows.
+    r"""Attention in which query i sees the keys first_i ≤ j < last_i, of these only the ones that ``mask`` allows.
 
     .. math:: y_i = \frac{\sum_{j} e^{s\,q_i\cdot k_j}\, v_j}{\sum_{j} e^{s\,q_i\cdot k_j}},
               \qquad \mathrm{first}_i \le j < \mathrm{last}_i,\; \mathrm{mask}_j
 
     A local window, a causal window, a prefix and a padded sequence are all runs of keys. Work and memory follow the
-    length of the runs; keys are read where they lie, none is copied. A query that sees no key gives 0.
+    length of the runs; no key is copied. A query that sees no key gives 0.
 
     Args:
         q: ``(batch, n, heads, width)``, fp32, fp16, bf16 or fp64, any strides.
         k: ``(batch, m, heads, width)``, q's dtype.
         v: like k.
         first: the first key of each query's run, ``(n,)`` or ``(batch, n)``, int32 or int64, never decreasing along n.
-        last: one past its last key, likewise. What lies outside [0, m) does not exist.
+        last: one past its last key, likewise. Keys outside [0, m) are ignored.
         mask: ``(batch, m)`` bool, True at keys that may be seen; the others are not read, whatever they hold.
         scale: s > 0; default 1/√width.
 
@@ -228,9 +228,9 @@ def span_attention(
     Gradients flow to q, k and v, the same bit for bit from run to run.
 
     Raises:
-        TypeError: a dtype is none of these, or q, k and v differ in it.
+        TypeError: a dtype is not one of these, or q, k and v differ in it.
         ValueError: shapes don't fit, scale is not > 0, or the tensors are on different devices.
-        NotImplementedError: a second derivative, or a forward-mode one, is asked for.
+        NotImplementedError: for second and forward-mode derivatives.
 
     Source: Dao, FlashAttention-2 (arXiv:2307.08691), with runs of keys in place of one causal flag.
 

@@ -1,4 +1,4 @@
-"""`rotary`, and `rotary_attention`: attention from one packed projection, its gradient in one piece."""
+"""`rotary`, and `rotary_attention`: attention from one packed projection, whose gradient is one tensor."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BASE = 10_000.0
 
 
 def apply_rotary(x: Tensor, positions: Tensor | None, base: float, inverse: bool, out: Tensor) -> None:
-    """Write x, turned, into out, which may be x."""
+    """Rotate x and write the result to out, which may be x."""
     if not uses_triton(x):
         out.copy_(torch_rotary.rotate(x, positions, base, inverse))
     elif x.numel():
@@ -81,7 +81,7 @@ def _check(name: str, x: Tensor, positions: Tensor | None, base: float) -> None:
 
 
 def rotary(x: Tensor, positions: Tensor | None = None, *, base: float = BASE) -> Tensor:
-    r"""Turn pairs of channels by an angle that grows with the token's position.
+    r"""Rotate pairs of channels by an angle proportional to the token's position.
 
     .. math:: (x_c, x_{c+w/2}) \mapsto (x_c \cos\theta - x_{c+w/2}\sin\theta,\; x_c\sin\theta + x_{c+w/2}\cos\theta),
               \qquad \theta = p\cdot\mathrm{base}^{-2c/w}
@@ -99,9 +99,9 @@ def rotary(x: Tensor, positions: Tensor | None = None, *, base: float = BASE) ->
         The same shape and dtype, contiguous.
 
     Raises:
-        TypeError: x is no floating-point tensor, or positions is not int64.
+        TypeError: x is not a floating-point tensor, or positions is not int64.
         ValueError: shapes don't fit, base is not > 0, or the tensors are on different devices.
-        NotImplementedError: a second derivative, or a forward-mode one, is asked for.
+        NotImplementedError: for second and forward-mode derivatives.
 
     Source: Su et al., RoFormer (arXiv:2104.09864).
 
@@ -123,7 +123,7 @@ def rotary(x: Tensor, positions: Tensor | None = None, *, base: float = BASE) ->
 
 
 def split(qkv: Tensor) -> tuple[Tensor, Tensor]:
-    """Queries and keys as heads side by side, (batch, n, 2·heads, width), and values, without a copy."""
+    """Return queries and keys as heads side by side, (batch, n, 2·heads, width), and values, without a copy."""
     batch, n, _, heads, width = qkv.shape
     flat = qkv.view(batch, n, 3 * heads, width)
     return flat[:, :, : 2 * heads], flat[:, :, 2 * heads :]
@@ -132,7 +132,7 @@ def split(qkv: Tensor) -> tuple[Tensor, Tensor]:
 def packed_forward(
     qkv: Tensor, first: Tensor, last: Tensor, mask: Tensor | None, base: float, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Output, denominators, turned queries and keys: `rotary_attention` without autograd, arguments checked."""
+    """Return output, denominators, rotated queries and keys: `rotary_attention` without checks and autograd."""
     qkv = qkv.contiguous()
     qk, v = split(qkv)
     turned = _rotary(qk, None, base, False)
@@ -153,7 +153,7 @@ def packed_backward(
     base: float,
     scale: float,
 ) -> Tensor:
-    """Gradient of qkv, in one piece."""
+    """Return the gradient of qkv as one tensor."""
     return packed_gradient(dout, qkv, out, lse, turned, first, last, mask, base, scale, None)
 
 
@@ -161,7 +161,7 @@ def packed_gradient(
     dout: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, turned: Tensor, first: Tensor, last: Tensor,
     mask: Tensor | None, base: float, scale: float, edges: tuple[Tensor, Tensor] | None,
 ) -> Tensor:  # fmt: skip
-    """`packed_backward` with `edges` as `op.backward_into` takes them."""
+    """Return the result of `packed_backward`, with `edges` as `op.backward_into` takes them."""
     _, v = split(qkv.contiguous())
     q, k = turned.chunk(2, dim=2)
     grad = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
@@ -217,15 +217,15 @@ def rotary_attention(
 ) -> Tensor:
     """`span_attention` of ``rotary(q)``, ``rotary(k)`` and v, from one packed projection.
 
-    The packed form saves three copies: queries and keys are turned in one pass, and the gradient of the projection is
-    written in one piece instead of being put together from three.
+    The packed form saves three copies: queries and keys are rotated in one pass, and the gradient of the projection is
+    written as one tensor instead of being concatenated from three.
 
     Args:
-        qkv: ``(batch, n, 3, heads, width)``: what a linear layer gives for q, k and v, width even.
+        qkv: ``(batch, n, 3, heads, width)``: q, k and v from one linear layer, width even.
         first: the first key of each query's run, see `span_attention`.
         last: one past its last key.
-        mask: ``(batch, n)`` bool, True at tokens that may be seen. A masked token still asks: its own query must be a
-            number, see the README.
+        mask: ``(batch, n)`` bool, True at tokens that may be seen. A masked token still has a query, which must be
+            finite; see the README.
         base: see `rotary`; positions are 0 … n−1.
         scale: of the scores; default 1/√width.
 
@@ -235,7 +235,7 @@ def rotary_attention(
     Raises:
         TypeError: as `span_attention`.
         ValueError: qkv is not packed as above, its width is odd, base is not > 0, or as `span_attention`.
-        NotImplementedError: a second derivative, or a forward-mode one, is asked for.
+        NotImplementedError: for second and forward-mode derivatives.
 
     Example:
         >>> import torch

@@ -1,4 +1,4 @@
-"""What span_attention promises, what its kernels may cost."""
+"""The contracts of span_attention, rotary and rotary_attention; the budgets of their kernels."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ _KERNELS = {
 _MORE = {"forward": {}, "queries": {"dq_row": "i32"}, "keys": {"dkv_row": "i32", "tile_batch": "i32"}}
 # element type, products → registers of forward, queries, keys
 _BUDGETS = {("bf16", "ieee"): (208, 255, 255), ("fp32", "tf32"): (255, 255, 255), ("fp32", "tf32x3"): (255, 255, 255)}
-# bytes, on sm_80; on sm_90 128, 8, 0 and 0
+# bytes of spills on sm_80; on sm_90 they are 128, 8, 0 and 0
 _SPILLS = {"forward fp32 tf32": 392, "queries fp32 tf32": 24, "keys fp32 tf32": 120, "queries bf16 ieee": 8}
 
 
@@ -222,7 +222,7 @@ def _rotary_kernels() -> Iterator[Kernel]:
     numbers = dict.fromkeys([*strides, "position_batch", "n", "heads"], "i32")
     floats = dict.fromkeys(("log2_base_high", "log2_base_low"), "fp32")
     pointers = {"x_ptr": "*bf16", "positions_ptr": "*i64", "out_ptr": "*bf16"}
-    # the stack is cos and sin's own, for angles that do not occur here
+    # cos and sin need the stack for large angles, which do not occur here
     yield Kernel(
         "rotary", _rotary_kernel, pointers | numbers | floats,
         {"UNIT": 16, "HALF": 32, "INVERSE": False, "HAS_POSITIONS": True, "BLOCK_N": 16, "BLOCK_C": 32},

@@ -1,7 +1,7 @@
-"""What runs on a CPU, in float64 and without Triton: tiles of queries × keys, those that any query of the tile sees.
+"""The torch path (CPU, float64, no Triton): tiles of queries × keys, only those where some query sees some key.
 
-Tiles lie on a fixed grid, as in the kernels: what other queries see may add a tile to a query's sums, but then one of
-exact zeros. Otherwise a result could depend, in its last bit, on who else is asking.
+Tiles lie on a fixed grid, as in the kernels. Other queries may add a tile to a query's sums, but only one of exact
+zeros, so that the last bit of a result does not depend on the other queries.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class _Rows:
         self.tiles = [slice(start, min(start + KEYS, n_keys)) for start in starts]
 
     def scores(self, q: Tensor, k: Tensor, tile: slice, scale: float) -> Tensor:
-        """Scores (heads, queries, keys) of one tile; −inf where a query does not see a key."""
+        """Return the scores (heads, queries, keys) of one tile; −inf where a query does not see a key."""
         keys = torch.arange(tile.start, tile.stop, device=q.device)
         seen = (keys >= self.first) & (keys < self.last)
         if self.mask is not None:
@@ -34,11 +34,11 @@ class _Rows:
         return (self.of(q, self.at) @ self.keys(k, tile).mT * scale).masked_fill_(~seen, -math.inf)
 
     def of(self, t: Tensor, at: slice) -> Tensor:
-        """Rows of a (batch, length, heads, width) tensor as (heads, rows, width), in fp32 or wider."""
+        """Return rows of a (batch, length, heads, width) tensor as (heads, rows, width), in fp32 or wider."""
         return t[self.b, at].transpose(0, 1).to(torch.promote_types(t.dtype, torch.float32))
 
     def keys(self, t: Tensor, tile: slice) -> Tensor:
-        """`of` for keys or values; zeros where masked: whatever lies in padding must not reach a product."""
+        """Return `of` for keys or values, zeros where masked: the content of padding must not reach a product."""
         rows = self.of(t, tile)
         return rows if self.mask is None else rows.masked_fill(~self.mask[self.b, tile, None], 0.0)
 
@@ -55,7 +55,7 @@ def _rows(q: Tensor, k: Tensor, first: Tensor, last: Tensor, mask: Tensor | None
 def forward(
     q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, mask: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Output (B, N, H, D) and the logarithm of each softmax's denominator (B, H, N), +inf where no key is seen."""
+    """Return the output (B, N, H, D) and the logarithms of the softmax's denominators (B, H, N), +inf without a key."""
     out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
     acc = torch.promote_types(q.dtype, torch.float32)
     lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), math.inf, dtype=acc, device=q.device)
@@ -86,7 +86,7 @@ def backward(
     mask: Tensor | None,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Dq, dk, dv by the formulas of softmax's gradient; tiles are visited in order, so sums repeat bit for bit."""
+    """Return dq, dk, dv by the gradient of softmax; tiles are visited in order, so sums repeat bit for bit."""
     acc = torch.promote_types(q.dtype, torch.float32)
     dq, dk, dv = (torch.zeros(t.shape, dtype=acc, device=t.device) for t in (q, k, v))
     for rows in _rows(q, k, first, last, mask):

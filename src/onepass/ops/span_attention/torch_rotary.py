@@ -1,4 +1,4 @@
-"""Rotary positions in torch: the definition, and what runs on a CPU, in float64 and without Triton."""
+"""Rotary embedding in torch: the definition, and the torch path (CPU, float64, no Triton)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .reference import reference as span_reference
 
 
 def rotate(x: Tensor, positions: Tensor | None, base: float, inverse: bool = False) -> Tensor:
-    """X (batch, n, heads, width) with the pairs (x_c, x_{c + width/2}) turned by position·base^(−2c/width)."""
+    """Rotate the pairs (x_c, x_{c + width/2}) of x (batch, n, heads, width) by position·base^(−2c/width)."""
     width = x.shape[-1]
     if positions is None:
         positions = torch.arange(x.shape[1], device=x.device)
@@ -24,7 +24,7 @@ def rotate(x: Tensor, positions: Tensor | None, base: float, inverse: bool = Fal
 
 
 def reference(x: Tensor, positions: Tensor | None = None, *, base: float = 10_000.0) -> Tensor:
-    """`rotary` as its definition."""
+    """Return the result of `rotary` by its definition."""
     return rotate(x, positions, base)
 
 
@@ -37,6 +37,6 @@ def attention_reference(
     base: float = 10_000.0,
     scale: float | None = None,
 ) -> Tensor:
-    """`rotary_attention` as its definition."""
+    """Return the result of `rotary_attention` by its definition."""
     q, k, v = qkv.unbind(2)
     return span_reference(rotate(q, None, base), rotate(k, None, base), v, first, last, mask=mask, scale=scale)
