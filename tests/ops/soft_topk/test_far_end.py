@@ -11,7 +11,7 @@ from torch import Tensor
 import onepass
 from conftest import INTERPRET
 from onepass.ops.soft_topk import reference
-from onepass.ops.soft_topk.torch_path import KINDS
+from onepass.ops.soft_topk.torch_gates import KINDS
 
 ALL_KINDS = pytest.mark.parametrize("kind", KINDS)
 SCORES = ("normal", "linspace", "ties", "plateau", "bimodal", "shifted", "low")

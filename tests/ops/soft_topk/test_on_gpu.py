@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import onepass
-from onepass.ops.soft_topk.torch_path import KINDS
+from onepass.ops.soft_topk.torch_gates import KINDS
 from ops.soft_topk.distributions import NAMES, draw
 
 pytestmark = pytest.mark.gpu

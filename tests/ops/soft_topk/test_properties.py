@@ -13,7 +13,7 @@ from torch import Tensor
 
 import onepass
 from onepass.core.launch import INTERPRET
-from onepass.ops.soft_topk.torch_path import KINDS
+from onepass.ops.soft_topk.torch_gates import KINDS
 from ops.soft_topk.distributions import NAMES, draw
 
 

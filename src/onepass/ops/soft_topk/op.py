@@ -12,7 +12,7 @@ from onepass.core.register import register, register_fake
 from onepass.ops._shared import arguments
 
 from . import torch_path
-from .torch_path import KINDS
+from .torch_gates import KINDS
 
 
 def _check(scores: Tensor, k: Tensor | float, eps: Tensor | float, mask: Tensor | None, kind: object) -> None:

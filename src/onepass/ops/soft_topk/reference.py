@@ -7,7 +7,7 @@ from torch import Tensor
 
 from onepass.ops._shared.reference import per_row, valid_entries
 
-from .torch_path import KINDS
+from .torch_gates import KINDS
 
 
 def gate(u: Tensor, kind: str) -> Tensor:

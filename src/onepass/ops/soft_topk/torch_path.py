@@ -13,8 +13,7 @@ from torch import Tensor
 
 from onepass.core.sums import block_sums, row_sum
 
-KINDS = ("capped_exp", "sigmoid", "laplace", "clamp")
-CAPPED_EXP, SIGMOID, LAPLACE, CLAMP = range(4)
+from .torch_gates import CAPPED_EXP, CLAMP, SIGMOID, above_zero, inverse, offsets, phi, slope
 
 # far enough to saturate every gate, finite so that -inf scores stay -inf
 ALL_ONES = -1e30
@@ -33,57 +32,6 @@ EDGE = 16
 # columns sampled for the first guess, elements that stay in the cache between the passes of a chunk
 SAMPLE = 64
 CHUNK = 1 << 17
-
-
-def offsets(s: Tensor, ref: Tensor, eps: Tensor) -> Tensor:
-    """Return (s - ref)/eps; where ref is +inf, +inf scores share k: 0 for them, -inf for all others."""
-    x = (s - ref).div_(eps)
-    endless = ref == math.inf
-    if s.is_cuda or bool(endless.any()):
-        x = torch.where(endless, torch.where(s == math.inf, 0.0, -math.inf).to(s.dtype), x)
-    return x
-
-
-def phi(x: Tensor, kind: int) -> Tensor:
-    """Return the gates, overwriting x; for `clamp` x is 0 at the lower edge, so that small gates keep their digits."""
-    if kind == CAPPED_EXP:
-        return x.clamp_(max=0).exp_()
-    if kind == SIGMOID:
-        # (the last bit of torch.sigmoid depends on the place in memory; that of exp does not)
-        return x.neg_().exp_().add_(1).reciprocal_()
-    if kind == LAPLACE:
-        # the tail below zero, 1 minus the tail above; torch.where would take ten times as long on a CPU
-        tail = x.abs().neg_().exp_().mul_(0.5).copysign_(x.add_(0.0))
-        return x.ge_(0).sub_(tail)
-    return x.clamp_(0, 1)
-
-
-def slope(x: Tensor, kind: int) -> Tensor:
-    """Return φ'(x), 0 where the gate is saturated."""
-    if kind == CAPPED_EXP:
-        return x.clamp(max=0).exp_().sub_(_above(x))
-    if kind == SIGMOID:
-        e = x.abs().neg_().exp_()
-        return e.div_((1 + e).square_())
-    if kind == LAPLACE:
-        return x.abs().neg_().exp_().mul_(0.5)
-    return torch.gt(x, 0, out=torch.empty_like(x)).mul_(torch.lt(x, 1, out=torch.empty_like(x)))
-
-
-def _above(x: Tensor) -> Tensor:
-    """Return 1.0 where x > 0, else 0.0: bool masks are slower to create, apply and sum."""
-    return torch.gt(x, 0, out=torch.empty_like(x))
-
-
-def inverse(k: Tensor, n: Tensor, kind: int) -> Tensor:
-    """Return φ⁻¹(k/n), the offset at which n equal scores sum to k; n - k is exact where 1 - k/n is not."""
-    if kind == CAPPED_EXP:
-        return (k / n).log()
-    if kind == SIGMOID:
-        return (k / (n - k)).log()
-    if kind == LAPLACE:
-        return torch.where(k < 0.5 * n, (2 * (k / n)).log(), -(2 * ((n - k) / n)).log())
-    return k / n
 
 
 def _measure(
@@ -110,7 +58,7 @@ def _measure(
         rest = row_sum(tail)
         dy = torch.gt(tail.abs_(), EDGE * tiny, out=above).sum(-1, keepdim=True)
     else:
-        above = _above(x)
+        above = above_zero(x)
         count = above.sum(-1, keepdim=True)
         tail = x.abs_().neg_().exp_()
         tail = tail.div_(1 + tail) if kind == SIGMOID else tail.mul_(0.5)  # not torch.sigmoid, as in phi
