@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import signal
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,11 @@ def settle(device: str) -> None:
     torch._dynamo.config.cache_size_limit = 10_000
     if device == "interpret":
         torch.set_num_interop_threads(1)
+        sys.path.append(str(Path(__file__).parents[1] / "tests"))
+        import interpreter
+
+        interpreter.patch_once_per_launch()
+        interpreter.reduce_by_halves()
 
 
 def here(device: str, only: list[str] | None) -> tuple[list[Property], dict[str, str]]:

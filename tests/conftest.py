@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from interpreter import patch_once_per_launch
+from interpreter import patch_once_per_launch, reduce_by_halves
 from onepass.core.launch import INTERPRET
 
 # neither a deadline nor "too slow": how busy the machine is proves nothing
@@ -21,6 +21,7 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 if INTERPRET:
     patch_once_per_launch()
+    reduce_by_halves()
 
 
 def _belongs_here(item: pytest.Item) -> bool:

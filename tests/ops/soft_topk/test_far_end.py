@@ -66,7 +66,11 @@ def check_all(n: int, kind: str, device: str = "cpu") -> None:
                 assert error <= LARGEST, f"{name}, n = {n}, k = {of_k}, eps = {eps}: {error:.1e}"
 
 
-@ALL_KINDS
+@pytest.mark.parametrize(
+    "kind",
+    # interpreted, each kind takes ten seconds: two of them in every run
+    [pytest.param(k, marks=pytest.mark.slow) if INTERPRET and k in ("sigmoid", "laplace") else k for k in KINDS],
+)
 def test_gates(kind: str) -> None:
     """One row of a program's under Triton's interpreter, the torch path elsewhere."""
     check_all(16384, kind)

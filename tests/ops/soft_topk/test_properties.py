@@ -166,7 +166,7 @@ def test_threshold(p: Problem) -> None:
     check_threshold(p)
 
 
-@settings(max_examples=12 if INTERPRET else 40)
+@settings(max_examples=6 if INTERPRET else 40)
 @given(problems, st.sampled_from([torch.float32, torch.float64, torch.bfloat16]))
 def test_isolation(p: Problem, dtype: torch.dtype) -> None:
     check_isolation(p._replace(scores=p.scores.to(dtype)))

@@ -9,12 +9,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from onepass.core.launch import INTERPRET, aligned, cdiv, even_rows, next_power_of_2
+from onepass.core.launch import aligned, cdiv, even_rows, next_power_of_2
 
 LOG2E = tl.constexpr(1.4426950408889634)
 INF = tl.constexpr(float("inf"))
-# under the interpreter, reduce one sum at a time: it runs a custom combine function element by element
-SEPARATE = tl.constexpr(INTERPRET)
 
 # arguments that kernels do not specialise on, so that `launch` skips Triton's check of their values
 SIZES = (
@@ -103,9 +101,7 @@ def add_pairs(a0, b0, a1, b1):
 @triton.jit
 def pair_sum(a, b, BLOCK_R: tl.constexpr):
     """Return the sums of a and of b per row, by one exchange between the warps."""
-    if SEPARATE:
-        a, b = row_sum(a, BLOCK_R), row_sum(b, BLOCK_R)
-    elif BLOCK_R > 1:
+    if BLOCK_R > 1:
         a, b = tl.reduce((a, b), 1, add_pairs, keep_dims=True)
     else:
         a, b = tl.reduce((a, b), 0, add_pairs)

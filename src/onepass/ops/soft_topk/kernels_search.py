@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from onepass.ops._shared.kernels_gates import CAPPED_EXP, CLAMP, LAPLACE, SIGMOID
-from onepass.ops._shared.kernels_rows import INF, LOG2E, SEPARATE, largest, pair_sum, row_max, row_sum
+from onepass.ops._shared.kernels_rows import INF, LOG2E, largest, pair_sum, row_max, row_sum
 
 # far enough to saturate every gate, finite so that -inf scores stay -inf
 ALL_ONES = tl.constexpr(-1e30)
@@ -67,10 +67,7 @@ def first_look(s, pivot, BLOCK_R: tl.constexpr):
     d = tl.where(allowed, s - pivot, 0.0)
     lo = tl.where(allowed, s, INF)
     squares = d * d
-    if SEPARATE:
-        n, total, squares = row_sum(n, BLOCK_R), row_sum(d, BLOCK_R), row_sum(squares, BLOCK_R)
-        lo, hi = -row_max(-lo, BLOCK_R), row_max(s, BLOCK_R)
-    elif BLOCK_R > 1:
+    if BLOCK_R > 1:
         n, total, squares, lo, hi = tl.reduce((n, d, squares, lo, s), 1, combine_looks, keep_dims=True)
     else:
         n, total, squares, lo, hi = tl.reduce((n, d, squares, lo, s), 0, combine_looks)
@@ -100,9 +97,7 @@ def add_triples(a0, b0, c0, a1, b1, c1):
 @triton.jit
 def triple_sum(a, b, c, BLOCK_R: tl.constexpr):
     """Return three sums of each row, with one exchange between the warps."""
-    if SEPARATE:
-        a, b, c = row_sum(a, BLOCK_R), row_sum(b, BLOCK_R), row_sum(c, BLOCK_R)
-    elif BLOCK_R > 1:
+    if BLOCK_R > 1:
         a, b, c = tl.reduce((a, b, c), 1, add_triples, keep_dims=True)
     else:
         a, b, c = tl.reduce((a, b, c), 0, add_triples)
