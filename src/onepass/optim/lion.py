@@ -29,7 +29,8 @@ class Lion(Optimizer):
         m \leftarrow β_2 m + (1 - β_2) g
 
     The arithmetic is in fp32 (fp64 for fp64 tensors) whatever the storage. sign(0) = 0; an infinite gradient has a
-    sign; a nan gradient reaches the weight, as it does with AdamW.
+    sign; a nan gradient reaches the weight, as it does with AdamW. On a CPU, unless `foreach` is given, the two terms
+    of u must not both exceed 4.7e21 with opposite signs: u then has the sign of m.
 
     Args:
         params: parameters, named parameters, or param groups; groups may differ in every option.
