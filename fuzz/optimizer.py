@@ -189,7 +189,7 @@ def _check_one(
         require(same, f"{label} left alone", "a parameter without a gradient, or of a skipped step, changed")
         return
     if not p.is_cuda and grad.numel() and max(float(wide(grad).abs().max()), float(m.abs().max())) > 1e21:
-        # a documented limit: on a CPU updates are scaled before they are clamped to their sign
+        # Lion's docstring names this limit: on a CPU updates are scaled before they are clamped to their sign
         raise SkipCase
     lr, wd = float(_options(group)["lr"]), group["weight_decay"]
     if group["decouple_lr"]:

@@ -1,4 +1,4 @@
-"""Triton's interpreter with NumPy 2.4, and in a fraction of its time: patched once per launch, sums of pairs by halves."""
+"""Triton's interpreter with NumPy 2.4, and in less time: one patch per launch, reductions on whole arrays."""
 
 from __future__ import annotations
 

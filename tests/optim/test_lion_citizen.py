@@ -323,3 +323,17 @@ def test_a_learning_rate_on_the_device_is_as_exact_as_the_weights(
     for key, value in (("lr", 1e-4), ("weight_decay", 0.1)):
         assert group[key].dtype == kept
         assert group[key].item() == torch.tensor(value, dtype=kept).item()
+
+
+@pytest.mark.parametrize("foreach", [True, False])
+@pytest.mark.parametrize(("m", "g"), [(1e22, -1e24), (-1e22, 1e23), (1e24, -1e22), (3e38, -3e38)])
+def test_signs_of_huge_terms_with_foreach_given(foreach: bool, m: float, g: float) -> None:
+    """The docstring names what the default on a CPU does beyond 4.7e21."""
+    p = torch.zeros(3, requires_grad=True)
+    optimizer = Lion([p], lr=1.0, foreach=foreach)
+    p.grad = torch.zeros_like(p)
+    optimizer.step()
+    optimizer.state[p]["exp_avg"].fill_(m)
+    p.grad.fill_(g)
+    optimizer.step()
+    assert (p == (-1 if 0.9 * m + 0.1 * g > 0 else 1)).all()

@@ -100,9 +100,9 @@ def bind(
         forward: the kernels; positional arguments, returns a tensor or a tuple of which the first
             `n_public` belong to the user and the rest are saved for backward.
         forward_op: the operator that `core.register` made of `forward`.
-        backward: the backward kernels. A gradient that was not asked for comes back as None, or as an empty tensor.
-        backward_op: the operator made of `backward`, with an empty tensor for what was not asked for.
-        save: `save(ctx, inputs, output)`: what backward will need.
+        backward: the backward kernels. They return None or an empty tensor for a gradient that is not needed.
+        backward_op: the operator made of `backward`; an empty tensor stands for a gradient that is not needed.
+        save: `save(ctx, inputs, output)` keeps what backward needs.
         gradients: `gradients(ctx, run, *grads)` → one gradient or None per argument of `forward`;
             `run` is `backward` in the form that suits the path.
         n_public: how many outputs the user sees.

@@ -32,6 +32,8 @@ class Lion(Optimizer):
 
     The arithmetic is in fp32 (fp64 for fp64 tensors) for every storage dtype. sign(0) = 0. An infinite gradient counts
     by its sign; a nan gradient makes the weight nan, as with AdamW.
+    On a CPU, unless `foreach` is given, the two terms of u must not both exceed 4.7e21 with opposite signs: u then has
+    the sign of m.
 
     Args:
         params: parameters, named parameters, or param groups; groups may differ in every option.
