@@ -1,8 +1,8 @@
 """`make quick`: print the tests that concern what changed since the branch left BASE, work in progress included.
 
 A file of tests stands for itself. A source file stands for the tests of its folder, which `tests` mirrors; an
-operator's also for its contract. What everything rests on (core, the tests' own helpers, pyproject.toml) stands for
-core and contract.
+operator's also for its contract, of this operator alone. What everything rests on (core, the tests' own helpers,
+pyproject.toml) stands for core and contract.
 """
 
 from __future__ import annotations
@@ -49,6 +49,18 @@ def chosen(changed: list[str]) -> list[str]:
     return sorted(t for t in wanted if not any(str(parent) in wanted for parent in PurePosixPath(t).parents))
 
 
+def options(changed: list[str]) -> list[str]:
+    """The option that limits contract tests to the operators that changed, where nothing else asks for them."""
+    folders = set()
+    for name in changed:
+        match PurePosixPath(name).parts:
+            case ("src", "onepass", "ops", folder, *_) if folder != "_shared":
+                folders.add(folder)
+            case _ if any(test.startswith("tests/contract") for test in tests_for(name)):
+                return []
+    return [f"--operators={','.join(sorted(folders))}"] if folders else []
+
+
 def changed_since(base: str) -> list[str]:
     """Files that differ from where this branch left `base`, and files that git does not know yet."""
 
@@ -63,4 +75,6 @@ def changed_since(base: str) -> list[str]:
 
 
 if __name__ == "__main__":
-    print(*chosen(changed_since(sys.argv[1])))
+    files = changed_since(sys.argv[1])
+    tests = chosen(files)
+    print(*tests, *(options(files) if tests else ()))

@@ -6,12 +6,14 @@ Hypothesis tries the same examples in every run; HYPOTHESIS_PROFILE=random looks
 from __future__ import annotations
 
 import os
+import re
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
 from interpreter import patch_once_per_launch, reduce_by_halves
+from onepass.core import spec
 from onepass.core.launch import INTERPRET
 
 # neither a deadline nor "too slow": how busy the machine is proves nothing
@@ -30,11 +32,26 @@ def _belongs_here(item: pytest.Item) -> bool:
     return INTERPRET or "interpret" not in item.keywords
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--operators", help="folders, as in norm,topk: contract tests of these operators alone")
+
+
+def concerns(test: str, names: set[str]) -> bool:
+    """Whether a contract test's id names one of these operators, or none at all."""
+    named = set(re.findall(r"[a-z_]+", test.partition("[")[2])) & {found.name for found in spec.all_specs()}
+    return not named or bool(named & names)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     elsewhere = [item for item in items if not _belongs_here(item)]
+    if chosen := config.getoption("--operators"):
+        names = {found.name for folder in chosen.split(",") for found in getattr(spec.load(folder), "SPECS", ())}
+        contract = [item for item in items if "contract" in item.path.parts and item not in elsewhere]
+        elsewhere += [item for item in contract if not concerns(item.name, names)]
     if elsewhere:
         config.hook.pytest_deselected(items=elsewhere)
-        items[:] = [item for item in items if _belongs_here(item)]
+        left_out = set(elsewhere)
+        items[:] = [item for item in items if item not in left_out]
 
 
 @pytest.fixture(autouse=True)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from changed import chosen
+from changed import chosen, options
+from conftest import concerns
 
 
 @pytest.mark.parametrize(
@@ -26,3 +27,29 @@ from changed import chosen
 )
 def test_chosen(changed: list[str], tests: list[str]) -> None:
     assert chosen(changed) == tests
+
+
+def test_contract_tests_of_the_operators_that_changed() -> None:
+    norm, router = "src/onepass/ops/norm/op.py", "src/onepass/nn/router.py"
+    assert options([norm, router]) == ["--operators=norm"]
+    assert options([norm, "src/onepass/ops/topk/op.py"]) == ["--operators=norm,topk"]
+    for all_of_them in (
+        "src/onepass/core/bind.py",
+        "src/onepass/ops/_shared/arguments.py",
+        "tests/contract/test_bits.py",
+    ):
+        assert options([norm, all_of_them]) == []
+    assert options([router]) == []
+
+
+@pytest.mark.parametrize(
+    ("test", "kept"),
+    [
+        ("test_values.py::test_it[topk-rows]", True),
+        ("test_values.py::test_it[soft_topk-rows]", False),
+        ("test_bits.py::test_threads", True),
+        ("test_bits.py::test_placement[topk]", True),
+    ],
+)
+def test_operators_by_their_ids(test: str, kept: bool) -> None:
+    assert concerns(test, {"topk"}) == kept
