@@ -16,7 +16,7 @@ from onepass.core.spec import Case
 
 _EPILOG = """\
 examples:
-  python -m benchmarks.run routing                                   operators and the modules built on them
+  python -m benchmarks.run fused                                     kernels of routed layers, and the modules
   python -m benchmarks.run --json benchmarks/results/h200/           one file per operator folder
   python -m benchmarks.run --report benchmarks/results/h200          tables and plots from what is there
   python -m benchmarks.run --performance docs/performance.md         every bar, from all committed results

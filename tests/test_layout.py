@@ -42,7 +42,7 @@ def test_length(path: Path) -> None:
 
 @pytest.mark.parametrize("path", FILES, ids=_module)
 def test_imports(path: Path) -> None:
-    """Of another operator: its op and its definition. Kernels of others: `fused` alone. Core: nobody.
+    """An operator imports another's op and definition. Only `fused` imports kernels. `core` imports no operator.
 
     Specs and bench cases look at an operator from outside and may use everything that is built on it.
     """

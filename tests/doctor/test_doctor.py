@@ -206,7 +206,7 @@ class TestBlock:
         ("text", "kept"),
         [
             ("can't open /home/ada/private/lib/kernel.so: no", "can't open .../kernel.so: no"),
-            ("~/work/x.py line 3", ".../x.py line 3"),
+            ("~/models/x.py line 3", ".../x.py line 3"),
             (r"C:\Users\ada\x.py", ".../x.py"),
             ("float32 and/or bfloat16, 3/4 samples", "float32 and/or bfloat16, 3/4 samples"),
         ],

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch._C._functorch import is_legacy_batchedtensor
 from torch.library import register_autograd, register_vmap
 
-from .eager import forward_mode, is_plain_eager_call, no_second, once
+from .eager import fast_apply, forward_mode, is_plain_eager_call, no_second, once
 from .launch import replayed
 
 Outputs = Tensor | tuple[Tensor | None, ...]
@@ -164,8 +164,7 @@ def bind(
 
         jvp = staticmethod(refuse_tangents)
 
-    # Skip Function.apply's functorch dispatch; callers guarantee plain eager.
-    eager: Callable[..., Any] = super(torch.autograd.Function, Eager).apply
+    eager: Callable[..., Any] = fast_apply(Eager)
 
     class FuncBackward(torch.autograd.Function):
         generate_vmap_rule = True

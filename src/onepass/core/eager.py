@@ -37,6 +37,11 @@ def plain(*tensors: torch.Tensor | None) -> bool:
     return not torch.compiler.is_compiling() and is_plain_eager_call(tensors)
 
 
+def fast_apply(function: Any) -> Callable[..., Any]:
+    """Return `function.apply` without its functorch dispatch; callers guarantee plain eager."""
+    return super(torch.autograd.Function, function).apply  # type: ignore[no-any-return]
+
+
 class _Refused(torch.autograd.Function):
     """Return the first n tensors as if computed from all of them: differentiating the result raises."""
 

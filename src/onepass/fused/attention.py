@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from onepass.core.eager import fast_apply
 from onepass.core.launch import replayed
 from onepass.core.products import weight_gradient
 from onepass.ops.routing.rows import add_rows, scatter_backward
@@ -224,8 +225,7 @@ class _RoutedAttention(torch.autograd.Function):
         )  # fmt: skip
 
 
-# Skip Function.apply's functorch dispatch; callers guarantee plain eager.
-_apply = super(torch.autograd.Function, _RoutedAttention).apply
+_apply = fast_apply(_RoutedAttention)
 
 
 def routed_attention(

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from onepass.core.eager import fast_apply
 from onepass.core.launch import replayed
 from onepass.core.products import weight_gradient
 from onepass.ops.causal_choice import op as causal_choice
@@ -296,8 +297,7 @@ class _RoutedFeedForward(torch.autograd.Function):
         return dx, d_vectors, d_light_norm, d_heavy_norm, None, None, *grads
 
 
-# Skip Function.apply's functorch dispatch; callers guarantee plain eager.
-_apply: Callable[..., Any] = super(torch.autograd.Function, _RoutedFeedForward).apply
+_apply: Callable[..., Any] = fast_apply(_RoutedFeedForward)
 
 
 def routed_feed_forward(

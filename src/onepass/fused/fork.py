@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from onepass.core.eager import once
+from onepass.core.eager import fast_apply, once
 from onepass.core.launch import replayed
 from onepass.ops.routing.rows import add_rows
 
@@ -104,8 +104,7 @@ class _Fork(torch.autograd.Function):
         return dx, dw, dv, None, None, None, None, None, None
 
 
-# Skip Function.apply's functorch dispatch; callers guarantee plain eager.
-_fork: Callable[..., tuple[Tensor, ...]] = super(torch.autograd.Function, _Fork).apply
+_fork: Callable[..., tuple[Tensor, ...]] = fast_apply(_Fork)
 
 
 def fork(

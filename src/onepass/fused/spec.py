@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -10,23 +9,12 @@ import torch
 from torch import Tensor
 
 from onepass.core.spec import Case, Impl, Kernel, Prepared
+from onepass.ops._shared.spec_parts import i32, kernel, pointers
 from onepass.ops.routing.op import score
 
 from .fork import fork
 
 __all__ = ["CASES", "KERNELS"]
-
-
-def _kernel(module: str, name: str) -> Callable[[], Any]:
-    return lambda: getattr(importlib.import_module(f"{__package__}.{module}"), name)
-
-
-def _i32(*names: str) -> dict[str, str]:
-    return dict.fromkeys(names, "i32")
-
-
-def _pointers(signature: dict[str, str]) -> tuple[str, ...]:
-    return tuple(name for name, t in signature.items() if t.startswith("*"))
 
 
 # (dtype of x, width, "scores" with or without a mask, or chosen "rows") → forward: BLOCK_C, warps, registers;
@@ -47,7 +35,7 @@ _NORM = {
 def _norm() -> Iterator[Kernel]:
     for (t, d, what), (cols, warps, registers, rows, b_cols, b_warps, stages, more) in _NORM.items():
         common = {"x_ptr": f"*{t}", "w_ptr": "*fp32", "stats_ptr": "*fp32"}
-        common |= _i32("x_batch_stride", "x_row_stride", "n", "m", "total")
+        common |= i32("x_batch_stride", "x_row_stride", "n", "m", "total")
         scored, masked = "scores" in what, "masked" in what
         shape: dict[str, Any] = {"D": d, "VEC": 8, "R": int(scored)}
         if masked:
@@ -62,18 +50,18 @@ def _norm() -> Iterator[Kernel]:
             shape |= {"v_ptr": None, "s_ptr": None}
         signature = common | {"y_ptr": "*bf16", "eps": "fp32", "score_eps": "fp32"}
         yield Kernel(
-            f"routing norm {t} D={d} {what}", _kernel("kernels_norm", "forward_kernel"), signature,
-            shape | {"BLOCK_R": 1, "BLOCK_C": cols}, _pointers(signature), num_warps=warps, max_registers=registers,
+            f"routing norm {t} D={d} {what}", kernel("fused.kernels_norm", "forward_kernel"), signature,
+            shape | {"BLOCK_R": 1, "BLOCK_C": cols}, pointers(signature), num_warps=warps, max_registers=registers,
         )  # fmt: skip
         signature = common | {"dy_ptr": "*bf16", "dx_ptr": f"*{t}", "partials_ptr": "*fp32"}
-        signature |= _i32("stride", "n_explore", "partials_stride")
+        signature |= i32("stride", "n_explore", "partials_stride")
         if scored:
             signature |= {"ds_ptr": "*fp32", "explore_grad_ptr": "*fp32"}
         else:
             shape |= {"ds_ptr": None, "explore_grad_ptr": None}
         yield Kernel(
-            f"routing norm backward {t} D={d} {what}", _kernel("kernels_norm", "backward_kernel"), signature,
-            shape | {"BLOCK_R": rows, "BLOCK_C": b_cols, "STAGES": stages}, _pointers(signature), num_warps=b_warps,
+            f"routing norm backward {t} D={d} {what}", kernel("fused.kernels_norm", "backward_kernel"), signature,
+            shape | {"BLOCK_R": rows, "BLOCK_C": b_cols, "STAGES": stages}, pointers(signature), num_warps=b_warps,
             max_registers=more,
         )  # fmt: skip
 
@@ -85,38 +73,38 @@ _BRANCH = {"bf16": (2, 1024, 80, 80), "fp32": (2, 512, 64, 64)}
 def _branch() -> Iterator[Kernel]:
     for t, (block_r, block_c, sums, gelu) in _BRANCH.items():
         shape = {"D": 1024, "OFFSET": 512, "BLOCK_R": block_r, "BLOCK_C": block_c}
-        common = {"partials_ptr": "*fp32", **_i32("total", "partials_stride")}
+        common = {"partials_ptr": "*fp32", **i32("total", "partials_stride")}
         signature = common | {"x_ptr": f"*{t}"}
         yield Kernel(
-            f"routing column sums {t}", _kernel("kernels_branch", "sums_kernel"), signature, shape | {"UNROLL": 4},
-            _pointers(signature), num_warps=8, max_registers=sums,
+            f"routing column sums {t}", kernel("fused.kernels_branch", "sums_kernel"), signature, shape | {"UNROLL": 4},
+            pointers(signature), num_warps=8, max_registers=sums,
         )  # fmt: skip
         signature = common | {"dh_ptr": f"*{t}", "u_ptr": f"*{t}"}
         yield Kernel(
-            f"routing gelu backward {t}", _kernel("kernels_branch", "gelu_backward_kernel"), signature,
-            shape | {"UNROLL": 4}, _pointers(signature), num_warps=8, max_registers=gelu,
+            f"routing gelu backward {t}", kernel("fused.kernels_branch", "gelu_backward_kernel"), signature,
+            shape | {"UNROLL": 4}, pointers(signature), num_warps=8, max_registers=gelu,
         )  # fmt: skip
-        signature = {"dy_ptr": f"*{t}", "length_ptr": "*fp32", **_i32("n", "stride", "count", "total")}
+        signature = {"dy_ptr": f"*{t}", "length_ptr": "*fp32", **i32("n", "stride", "count", "total")}
         yield Kernel(
-            f"routing explore {t}", _kernel("kernels_explore", "length_kernel"), signature,
-            {"D": 1024, "BLOCK_R": 4, "BLOCK_C": 1024}, _pointers(signature), max_registers=64,
+            f"routing explore {t}", kernel("fused.kernels_explore", "length_kernel"), signature,
+            {"D": 1024, "BLOCK_R": 4, "BLOCK_C": 1024}, pointers(signature), max_registers=64,
         )  # fmt: skip
     tensors = [f"{side}{i}" for side in "ab" for i in range(8)]
-    signature = {name: "*fp32" if name[0] == "a" else "*bf16" for name in tensors} | _i32(*(f"n{i}" for i in range(8)))
+    signature = {name: "*fp32" if name[0] == "a" else "*bf16" for name in tensors} | i32(*(f"n{i}" for i in range(8)))
     yield Kernel(
-        "routing cast", _kernel("kernels_cast", "cast_kernel"), signature,
-        {"UNIT": 16, "BLOCK": 4096}, _pointers(signature),
+        "routing cast", kernel("fused.kernels_cast", "cast_kernel"), signature,
+        {"UNIT": 16, "BLOCK": 4096}, pointers(signature),
         max_registers=64,
     )  # fmt: skip
     signature = {
         "length_ptr": "*fp32",
         "mask_ptr": "*u8",
         "explore_grad_ptr": "*fp32",
-        **_i32("stride", "count", "mask_stride"),
+        **i32("stride", "count", "mask_stride"),
     }
     yield Kernel(
-        "routing explore, centred", _kernel("kernels_explore", "centre_kernel"), signature | {"scale": "fp32"},
-        {"BLOCK": 1024}, _pointers(signature), max_registers=64, vector_loads=False,
+        "routing explore, centred", kernel("fused.kernels_explore", "centre_kernel"), signature | {"scale": "fp32"},
+        {"BLOCK": 1024}, pointers(signature), max_registers=64, vector_loads=False,
     )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from onepass.core.eager import plain
+from onepass.core.eager import fast_apply, plain
 
 from .router import NORM_EPS, Router
 
@@ -103,5 +103,4 @@ class _Explore(torch.autograd.Function):
         return grad, None, toward.to(weight.dtype), None, None, None, None, None
 
 
-# Skip Function.apply's functorch dispatch; callers guarantee plain eager.
-_explore: Callable[..., Tensor] = super(torch.autograd.Function, _Explore).apply
+_explore: Callable[..., Tensor] = fast_apply(_Explore)

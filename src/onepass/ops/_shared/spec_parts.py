@@ -1,7 +1,8 @@
-"""Parts that the specs of soft_topk, coor_descent and topk share: masks, bad calls, kernel signatures."""
+"""Parts that several specs share: masks, bad calls, kernels and their signatures."""
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -53,3 +54,18 @@ def signature(names: str, dtype: str) -> dict[str, str]:
     types = dict.fromkeys(_SIZES, "i32") | dict.fromkeys(_NUMBERS, "fp32") | {"mask_ptr": "*u8", "mailbox_ptr": "*i64"}
     types |= dict.fromkeys(("s_ptr", "y_ptr", "gy_ptr", "ds_ptr"), f"*{dtype}")
     return {n: types.get(n, "*fp32") for n in names.split()}
+
+
+def i32(*names: str) -> dict[str, str]:
+    """Return the Triton types of integer arguments."""
+    return dict.fromkeys(names, "i32")
+
+
+def pointers(types: dict[str, str]) -> tuple[str, ...]:
+    """Return the names of the arguments that are pointers: launches align them to 16 bytes."""
+    return tuple(name for name, t in types.items() if t.startswith("*"))
+
+
+def kernel(module: str, name: str) -> Callable[[], Any]:
+    """Return a thunk that imports a kernel of `onepass.<module>`: Triton stays lazy."""
+    return lambda: getattr(importlib.import_module(f"onepass.{module}"), name)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from onepass.core import check
-from onepass.core.eager import once
+from onepass.core.eager import fast_apply, once
 from onepass.core.launch import INTERPRET
 from onepass.core.sums import BLOCK
 
@@ -93,7 +93,6 @@ def _gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
 
 
 _once = once("layer_norm", _gradients)
-# skip Function.apply's functorch dispatch; callers guarantee plain eager
-_sixteen_bit: Callable[..., Tensor] = super(torch.autograd.Function, _SixteenBit).apply
+_sixteen_bit: Callable[..., Tensor] = fast_apply(_SixteenBit)
 
 __all__ = ["SMALL", "native"]

@@ -2,46 +2,35 @@
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 from onepass.core.spec import Kernel
-
-
-def _kernel(module: str, name: str) -> Callable[[], Any]:
-    return lambda: getattr(importlib.import_module(f"{__package__}.{module}"), name)
-
-
-def _i32(*names: str) -> dict[str, str]:
-    return dict.fromkeys(names, "i32")
-
-
-def _pointers(signature: dict[str, str]) -> tuple[str, ...]:
-    return tuple(name for name, t in signature.items() if t.startswith("*"))
+from onepass.ops._shared.spec_parts import i32, kernel, pointers
 
 
 def _rows(t: str) -> Iterator[Kernel]:
     wide = t == "fp32"
-    counts = _i32("n", "k", "total")
-    signature = {"x_ptr": f"*{t}", "index_ptr": "*i64", "y_ptr": f"*{t}", **_i32("x_batch_stride", "x_row_stride")}
+    counts = i32("n", "k", "total")
+    signature = {"x_ptr": f"*{t}", "index_ptr": "*i64", "y_ptr": f"*{t}", **i32("x_batch_stride", "x_row_stride")}
     shape = {"D": 1024, "BLOCK_R": 4, "BLOCK_C": 1024}
     yield Kernel(
-        f"routing gather {t}", _kernel("kernels_triton", "gather_kernel"), signature | counts, shape | {"VEC": 8},
-        _pointers(signature), max_registers=48 if wide else 40,
+        f"routing gather {t}", kernel("ops.routing.kernels_triton", "gather_kernel"), signature | counts,
+        shape | {"VEC": 8},
+        pointers(signature), max_registers=48 if wide else 40,
     )  # fmt: skip
     signature = {"y_ptr": f"*{t}", "u_ptr": f"*{t}", "g_ptr": "*fp32", "index_ptr": "*i64"}
     yield Kernel(
-        f"routing add {t}", _kernel("kernels_triton", "add_kernel"), signature | counts | _i32("routes", "route"),
-        shape, _pointers(signature), max_registers=72,
+        f"routing add {t}", kernel("ops.routing.kernels_triton", "add_kernel"), signature | counts | i32("routes",
+        "route"),
+        shape, pointers(signature), max_registers=72,
     )  # fmt: skip
     signature = {
         "dy_ptr": f"*{t}", "u_ptr": f"*{t}", "g_ptr": "*fp32", "index_ptr": "*i64", "du_ptr": f"*{t}",
-        "dg_ptr": "*fp32", **_i32("dy_batch_stride", "dy_row_stride"),
+        "dg_ptr": "*fp32", **i32("dy_batch_stride", "dy_row_stride"),
     }  # fmt: skip
     yield Kernel(
-        f"routing add backward {t}", _kernel("kernels_triton", "add_backward_kernel"), signature | counts,
-        shape | {"VEC": 8}, _pointers(signature), max_registers=88 if wide else 64,
+        f"routing add backward {t}", kernel("ops.routing.kernels_triton", "add_backward_kernel"), signature | counts,
+        shape | {"VEC": 8}, pointers(signature), max_registers=88 if wide else 64,
     )  # fmt: skip
 
 
@@ -55,22 +44,22 @@ _SCORE = {
 def _score(t: str) -> Iterator[Kernel]:
     vector = 4 if t == "fp32" else 8
     common = {"x_ptr": f"*{t}", "v_ptr": "*fp32", "s_ptr": "*fp32", "inverse_ptr": "*fp32"}
-    common |= _i32("x_batch_stride", "x_row_stride", "n", "total")
+    common |= i32("x_batch_stride", "x_row_stride", "n", "total")
     for r, (block_r, registers, unroll, rows, cols, more) in _SCORE[t].items():
         shape = {"D": 1024, "VEC": 8, "R": r}
         yield Kernel(
-            f"routing score {t} R={r}", _kernel("kernels_score", "forward_kernel"), common | {"eps": "fp32"},
-            shape | {"VECTOR": vector, "BLOCK_R": block_r, "BLOCK_C": 128 * vector}, _pointers(common),
+            f"routing score {t} R={r}", kernel("ops.routing.kernels_score", "forward_kernel"), common | {"eps": "fp32"},
+            shape | {"VECTOR": vector, "BLOCK_R": block_r, "BLOCK_C": 128 * vector}, pointers(common),
             max_registers=registers,
         )  # fmt: skip
         signature = common | {"ds_ptr": "*fp32", "dx_ptr": f"*{t}", "dv_ptr": "*fp32"}
         yield Kernel(
-            f"routing score backward {t} R={r}", _kernel("kernels_score", "backward_kernel"), signature,
-            shape | {"UNROLL": unroll, "BLOCK_R": rows, "BLOCK_C": cols}, _pointers(signature), num_warps=8,
+            f"routing score backward {t} R={r}", kernel("ops.routing.kernels_score", "backward_kernel"), signature,
+            shape | {"UNROLL": unroll, "BLOCK_R": rows, "BLOCK_C": cols}, pointers(signature), num_warps=8,
             max_registers=more,
             # sixteen vectors leave registers for 8-byte loads only
             vector_loads=r < 16,
         )  # fmt: skip
 
 
-KERNELS = [kernel for t in ("bf16", "fp32") for part in (_rows, _score) for kernel in part(t)]
+KERNELS = [found for t in ("bf16", "fp32") for part in (_rows, _score) for found in part(t)]
