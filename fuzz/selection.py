@@ -70,9 +70,10 @@ def _parameter(value: float, form: Any, rows: int, device: str) -> tuple[Any, Te
         value = float(torch.tensor(value, dtype=torch.float32))
         return value, torch.full((rows,), value, dtype=torch.float64)
     shape = (rows,) if how == "rows" else ()
-    t = torch.full(shape, value, dtype=DTYPES[dtype], device=torch_device(device))
     # fp16 has no 1e-8, and no row of 10^5
-    t = t.clamp(torch.finfo(t.dtype).smallest_normal, torch.finfo(t.dtype).max).requires_grad_()
+    limits = torch.finfo(DTYPES[dtype])
+    value = min(max(value, limits.smallest_normal), limits.max)
+    t = torch.full(shape, value, dtype=DTYPES[dtype], device=torch_device(device)).requires_grad_()
     return t, wide(t).expand(rows).clone()
 
 

@@ -123,6 +123,9 @@ def allowed_gates(row: Solved, kind: str, u: float, v: float, zero: float) -> Te
     # not sharp: whatever the threshold is, gates move by the error of their sum
     vague = row.of_sum + row.w * 16 * u * (row.u.abs() + 1)
     moved = torch.where(row.free & (row.of_u >= 0.1), vague, moved)
+    if kind == "capped_exp" and float(row.y[row.y < 1 - row.of_sum].sum()) <= row.of_sum:
+        # the rest of the gates is less than the sum can be off by: a solver that takes the others as saturated is right
+        moved = moved + torch.where(row.y < 1 - row.of_sum, row.of_sum, 0.0)
     return moved + 4 * u * row.y + v * row.y + zero + (row.of_sum if not bool(row.free.any()) else 0.0)
 
 

@@ -121,6 +121,11 @@ def test_goes_in_the_right_direction(device: str, contiguous: bool, scheduled: b
             return loss
 
         first = closure().item()
+        if kwargs.get("fused") and device == "cuda" and not contiguous:
+            # a strided weight has a contiguous gradient: asked for, the kernels refuse what they would mix up
+            with pytest.raises(RuntimeError, match="`fused=True` requires dense parameters"):
+                optimizer.step(closure)
+            continue
         for _ in range(20):
             loss = optimizer.step(closure)
             for scheduler in schedulers:

@@ -171,11 +171,11 @@ def packed_forward_kernel(
     for i in tl.static_range(CHUNKS):
         at = words + i * (BLOCK_C // 2)
         low, high = widen(xs[i], zero * 2, dtype)
+        if HAS_MEAN:
+            low -= mean
+            high -= mean
         low *= rstd
         high *= rstd
-        if HAS_MEAN:
-            low -= mean * rstd
-            high -= mean * rstd
         if w_ptr is not None:
             w = load_bits(w_ptr + member * PART, at, PART, (i + 1) * BLOCK_C > PART)
             w_low, w_high = widen(w, 0, w_ptr.dtype.element_ty)

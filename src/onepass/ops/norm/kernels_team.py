@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .kernels_triton import TINY, add_pairs, signed_scale
+from .kernels_triton import TINY, add_pairs, power_of_two, signed_scale
 
 # number of polls, about a minute: a missing member ends in a CUDA error instead of a hang
 PATIENCE = tl.constexpr(1 << 27)
@@ -183,12 +183,13 @@ def team_forward_kernel(
         for k in tl.static_range(R):
             f = parts[k].to(tl.float32)
             if STABLE:
-                # work in units of the part's max|x|: then no part overflows or underflows
+                # work in units of about the part's max|x|: then no part overflows or underflows
                 largest = tl.max(tl.where(cols < N_COLS, f, float("-inf")), 0)
                 smallest = tl.min(tl.where(cols < N_COLS, f, float("inf")), 0)
                 tl.atomic_xchg(slot + (k * KINDS + 1) * TEAM + member, pair(parity, largest), sem="relaxed")
                 tl.atomic_xchg(slot + (k * KINDS + 2) * TEAM + member, pair(parity, smallest), sem="relaxed")
-                f *= 1.0 / tl.maximum(tl.maximum(largest, -smallest), TINY)
+                _, per_unit = power_of_two(tl.maximum(tl.maximum(largest, -smallest), TINY))
+                f *= per_unit
             if HAS_MEAN:
                 mean = tl.sum(f, 0) / count
                 f -= mean
@@ -223,11 +224,11 @@ def team_forward_kernel(
                 largest = tl.max(tops, 0)
                 smallest = tl.min(bottoms, 0)
                 signed = signed_scale(largest, smallest)
-                unit = tl.maximum(largest, -smallest)
-                unit = tl.where(unit > 0, tl.maximum(unit, TINY), 1.0)
-                per_unit = 1.0 / unit
+                size = tl.maximum(largest, -smallest)
+                unit, per_unit = power_of_two(tl.where(size > 0, tl.maximum(size, TINY), 1.0))
                 eps_row = eps * (signed * per_unit) * (signed * per_unit)
-                scale = tl.maximum(tl.maximum(tops, -bottoms), TINY) * per_unit
+                units, _ = power_of_two(tl.maximum(tl.maximum(tops, -bottoms), TINY))
+                scale = units * per_unit
                 squares *= scale * scale
                 means *= scale
             if HAS_MEAN:
@@ -332,12 +333,10 @@ def team_backward_kernel(
                 attained = tl.sum(((n == signed) & (cols < N_COLS)).to(tl.int32), 0)
                 word = pair(parity, attained)
                 tl.atomic_xchg(slot + (k * KINDS + 1) * TEAM + member, word, sem="relaxed")
-            # a·b + c is one instruction, a·(b + c) is two
             rstd = tl.load(stats_ptr + row, mask=live, other=0.0)
             if HAS_MEAN:
-                n = n * rstd - tl.load(stats_ptr + n_rows + row, mask=live, other=0.0) * rstd
-            else:
-                n *= rstd
+                n -= tl.load(stats_ptr + n_rows + row, mask=live, other=0.0)
+            n *= rstd
             if NEED_W:
                 dw += g * n
             if NEED_B:

@@ -83,6 +83,16 @@ def signed_scale(largest, smallest):
     return tl.where(largest > 0, largest, tl.where(smallest < 0, smallest, 1.0))
 
 
+@triton.jit
+def power_of_two(size):
+    """Return the largest power of two up to size, a normal number > 0, and its reciprocal; at most 2^126.
+
+    A product with either is exact, so that the compiler may contract it into the subtraction of a mean.
+    """
+    exponent = tl.minimum(size.to(tl.int32, bitcast=True) & 0x7F800000, 253 << 23)
+    return exponent.to(tl.float32, bitcast=True), ((254 << 23) - exponent).to(tl.float32, bitcast=True)
+
+
 @triton.jit(do_not_specialize=["x_row_stride", "r_row_stride", "n_rows"])
 def forward_kernel(
     x_ptr,  # (n_rows, N_COLS), unit column stride
@@ -143,10 +153,9 @@ def forward_kernel(
             largest = tl.maximum(largest, tl.max(tl.where(ok, xs[i], float("-inf")), 1))
             smallest = tl.minimum(smallest, tl.min(tl.where(ok, xs[i], float("inf")), 1))
         signed = signed_scale(largest, smallest)
-        # statistics in units of max|x|: then no row overflows or underflows
-        unit = tl.maximum(largest, -smallest)
-        unit = tl.where(unit > 0, tl.maximum(unit, TINY), 1.0)
-        per_unit = 1.0 / unit
+        # statistics in units of about max|x|: then no row overflows or underflows
+        size = tl.maximum(largest, -smallest)
+        unit, per_unit = power_of_two(tl.where(size > 0, tl.maximum(size, TINY), 1.0))
         relative = signed * per_unit
         eps_row = eps * relative * relative
         scaled = ()
@@ -288,11 +297,10 @@ def backward_kernel(
             g = load_tile(dy_ptr, dy_offsets, mask, MASK_ROWS or (i + 1) * BLOCK_C > N_COLS)
             if STABLE:
                 hit = mask & (n == signed[:, None])
-            # a·b + c is one instruction, a·(b + c) is two
             if HAS_MEAN:
-                n = n * rstd[:, None] - (mean * rstd)[:, None]
-            else:
-                n *= rstd[:, None]
+                # subtract first: rstd·x - rstd·mean is one instruction less, and off by |x|/σ·2⁻²⁴ far from zero
+                n -= mean[:, None]
+            n *= rstd[:, None]
             if STABLE:
                 n = mark(n, hit)
             if NEED_W:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .kernels_triton import add_residual, load_streamed, load_tile, signed_scale, store_tile
+from .kernels_triton import add_residual, load_streamed, load_tile, power_of_two, signed_scale, store_tile
 
 
 @triton.jit
@@ -51,7 +51,7 @@ def wide_forward_kernel(
     """Normalise one row per program in two walks; the second finds the row in L2.
 
     The first walk sums x − shift and its square, where shift is the mean of the first tile: that avoids most of the
-    cancellation of E[x²] − mean². For `stable` the unit is the max|x| of the first tile: no extra walk for the row's.
+    cancellation of E[x²] − mean². For `stable` the unit is about the max|x| of the first tile: no extra walk for the row's.
     """
     MASKED: tl.constexpr = N_COLS % BLOCK_C != 0
     row = tl.program_id(0).to(tl.int64)
@@ -61,6 +61,7 @@ def wide_forward_kernel(
         r_ptr += row * r_row_stride * VEC
         s_ptr += row * N_COLS
 
+    unit = 1.0
     per_unit = 1.0
     shift = 0.0
     if HAS_MEAN:
@@ -68,7 +69,7 @@ def wide_forward_kernel(
         first = add_residual(load_tile(x_ptr, cols, cols < N_COLS, MASKED), r_ptr, s_ptr, cols, cols < N_COLS, MASKED)
         if STABLE:
             # bounded below: after a tiny first tile, the squares of the others must not overflow
-            per_unit = 1.0 / tl.maximum(tl.max(tl.abs(first), 0), 1e-12)
+            unit, per_unit = power_of_two(tl.maximum(tl.max(tl.abs(first), 0), 1e-12))
             first *= per_unit
         shift = tl.sum(first, 0) / min(N_COLS, BLOCK_C)
 
@@ -117,7 +118,7 @@ def wide_forward_kernel(
 
     tl.store(stats_ptr + row, rstd * per_unit)
     if HAS_MEAN:
-        tl.store(stats_ptr + n_rows + row, shift / per_unit)
+        tl.store(stats_ptr + n_rows + row, shift * unit)
     if STABLE:
         tl.store(stats_ptr + n_rows + n_rows + row, signed)
 

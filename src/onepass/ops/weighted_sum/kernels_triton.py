@@ -21,6 +21,22 @@ from onepass.core.launch import cdiv, device_guard, launch, next_power_of_2, sm_
 SPLIT_TILES, DOT_SPLIT_COLS, MAX_SPLITS = 8, 8192, 1024
 
 
+@triton.jit
+def add_products(acc, x, w, N: tl.constexpr):
+    """Return acc (R, C / N) plus the sum of each N neighbouring products of x and w (R, C), in one order for all rows.
+
+    Each step is an explicit fma. The compiler may contract ``x0 * w0 + x1 * w1`` to fma in two ways, and takes one for
+    some rows of a tile and the other for others: a row's bits would then depend on its place.
+    """
+    if N == 1:
+        acc = tl.fma(x, w, acc)
+    else:
+        x0, x1 = tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))
+        w0, w1 = tl.split(tl.reshape(w, (w.shape[0], w.shape[1] // 2, 2)))
+        acc = add_products(add_products(acc, x0, w0, N // 2), x1, w1, N // 2)
+    return acc
+
+
 @triton.jit(do_not_specialize=["x_row_units", "n_rows", "n_col_units", "split_tiles"])
 def forward_kernel(
     x_ptr,  # (n_rows, n_cols), unit column stride
@@ -58,8 +74,8 @@ def forward_kernel(
                 w = tl.load(w_ptr + (n_cols * r + start) + cols).to(tl.float32)
             else:
                 w = tl.load(w_ptr + (n_cols * r + start) + cols, mask=in_cols, other=0.0).to(tl.float32)
-            product = tl.reshape(x * w[None, :], (BLOCK_R, BLOCK_C // VECTOR, VECTOR))
-            new = new + (accs[r] + tl.sum(product, 2),)
+            w = tl.broadcast_to(w[None, :], (BLOCK_R, BLOCK_C))
+            new = new + (add_products(accs[r], x, w, VECTOR),)
         accs = new
     out = (tl.program_id(1).to(tl.int64) * n_rows + rows) * N_VECTORS
     for r in tl.static_range(N_VECTORS):
@@ -382,12 +398,9 @@ def _forward_pass(x: Tensor, weight: Tensor, y: Tensor) -> None:
             (unit, n_vectors, block_r, block_c, even, stages), num_warps=warps,
         )  # fmt: skip
     else:
-        # if a thread holds fewer than VECTOR neighbours, several lanes compute the same sum of products. Fused
-        # multiply-add would fuse another product in each lane, and their bits would differ: turn it off
-        whole = vector <= block_r * block_c // (32 * warps) and x.data_ptr() % 16 == 0
         launch(
             forward_kernel, (row_tiles, splits, 1), (x, weight, parts), numbers,
-            (unit, n_vectors, min(vector, block_c), block_r, block_c, even), num_warps=warps, enable_fp_fusion=whole,
+            (unit, n_vectors, min(vector, block_c), block_r, block_c, even), num_warps=warps,
         )  # fmt: skip
     if splits > 1:
         # unit 1 for any number of rows: another unit could change the order in which partials are added
