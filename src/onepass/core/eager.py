@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 
 PLAIN_TYPES = frozenset((torch.Tensor, torch.nn.Parameter))
@@ -35,6 +36,21 @@ def is_plain_eager_call(args: tuple[Any, ...]) -> bool:
 def plain(*tensors: torch.Tensor | None) -> bool:
     """Return whether `is_plain_eager_call` holds for these tensors outside torch.compile."""
     return not torch.compiler.is_compiling() and is_plain_eager_call(tensors)
+
+
+def takes_operators(*tensors: torch.Tensor | None) -> bool:
+    """Return whether a call with these tensors may go to one large operator through the dispatcher.
+
+    True under torch.compile, dispatch modes and FakeTensor. False for transforms of torch.func, tangents and other
+    subclasses of Tensor, whose rules are written for smaller operators, and for meta tensors.
+    """
+    if forward_mode() or any(t is not None and t.is_meta for t in tensors):
+        return False
+    if torch.compiler.is_compiling():
+        return all(t is None or type(t) in PLAIN_TYPES for t in tensors)
+    if torch._C._are_functorch_transforms_active():
+        return False
+    return all(t is None or type(t) in PLAIN_TYPES or type(t) is FakeTensor for t in tensors)
 
 
 def fast_apply(function: Any) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""`routed_feed_forward`: all of a routed feed-forward as one autograd node, for plain eager PyTorch.
+"""All of a routed feed-forward as one forward and one backward function, and as one autograd node for plain eager.
 
     y = down(gelu(up(norm(x))))        y_i += gate_i · down'(gelu(up'(norm'(x_i))))        for the chosen tokens i
 
@@ -10,7 +10,7 @@ call for `core.launch.replay`, so that the host does little more than launch the
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -176,125 +176,145 @@ def _as(t: Tensor, dtype: torch.dtype) -> Tensor:
     return t if t.dtype == dtype else t.to(dtype)
 
 
+def forward(
+    x: Tensor, vectors: Tensor, light_norm: Tensor | None, heavy_norm: Tensor | None, mask: Tensor | None, plan: Plan,
+    *weights: Tensor | None,
+) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], list[Tensor | None], list[Tensor | None]]:  # fmt: skip
+    """Return (y, indices, gates, scores), what backward needs of the activations, and the weights as multiplied.
+
+    The last are copies in the branches' dtype, and empty where the weights have it.
+    """
+    y, normed, scores, stats, indices, gates, state, starts, chosen, chosen_stats, *copies = _before_products(
+        x, vectors, light_norm, heavy_norm, mask, plan, *weights
+    )
+    cast: Any = copies or weights
+    up, up_bias, down, down_bias, heavy_up, heavy_up_bias, heavy_down, heavy_down_bias = cast
+    d = x.shape[-1]
+    tokens, rows = normed.view(-1, d), y.view(-1, d)
+    u = F.linear(tokens, up, up_bias)
+    h = F.gelu(u)
+    if down_bias is None:
+        torch.mm(h, down.t(), out=rows)
+    else:
+        torch.addmm(down_bias, h, down.t(), out=rows)
+    heavy_u = F.linear(chosen.view(-1, d), heavy_up, heavy_up_bias)
+    heavy_h = F.gelu(heavy_u)
+    update = F.linear(heavy_h, heavy_down, heavy_down_bias).view(chosen.shape)
+    _add_chosen(rows, update, gates, indices)
+    kept = [stats, state, starts, chosen_stats, tokens, u, h, chosen, heavy_u, heavy_h, update]
+    return (y, indices, gates, scores), kept, [up, down, heavy_up, heavy_down] if copies else []
+
+
+def backward(
+    saved: list[Any], plan: Plan, dtypes: Sequence[Any], needs: Sequence[bool],
+    dy: Tensor | None, g_gates: Tensor | None, g_scores: Tensor | None,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """Return the gradients of x, vectors, both norms and the eight weights, None where `needs` is False.
+
+    `saved` holds x, vectors, both norms, mask, indices, gates, scores, what :func:`forward` kept, and the four
+    matrices as multiplied. This function empties the list, so that each tensor is freed after its last use if the
+    caller holds no other reference: fewer tensors of the tokens' size then exist at once.
+    """
+    (
+        x, vectors, light_norm, heavy_norm, mask, indices, gates, scores, stats, state, starts, chosen_stats, tokens, u,
+        h, chosen, heavy_u, heavy_h, update, up, down, heavy_up, heavy_down,
+    ) = saved  # fmt: skip
+    saved.clear()
+    need_x, need_v, need_light_norm, need_heavy_norm, *need_weights = needs
+    d, partials, explore_grad, d_normed, d_chosen = x.shape[-1], None, None, None, None
+    grads: list[Tensor | None] = [None] * 8
+    d_heavy_norm = None
+    need_gates = need_x or need_v
+    d_gates = None
+    if dy is not None:
+        dy, need_chosen = dy.contiguous(), need_x or need_heavy_norm
+        need_normed, need_update = need_x or need_light_norm, need_chosen or True in need_weights[4:]
+        # the norm's columns come first, because its kernel has no offset
+        widths, offsets = _columns(
+            (d, u.shape[1], d, heavy_u.shape[1], d),
+            (need_heavy_norm, need_weights[1], need_weights[3], need_weights[5], need_weights[7]),
+        )
+        partials, d_update, d_gates, explore_grad = _before_backward_products(
+            dy, update, gates, indices, mask, plan, widths, offsets, need_update, need_gates,
+            plan.explore_stride > 0 and need_v,
+        )  # fmt: skip
+        dy, dh, heavy_dh, update = dy.view(-1, d), None, None, None
+        if d_update is not None:
+            shape, d_update, chosen = chosen.shape, d_update.view(-1, d), chosen.view(-1, d)
+            if need_weights[6]:
+                grads[6] = weight_gradient(d_update, heavy_h, dtypes[6])
+            if need_chosen or need_weights[4] or need_weights[5]:
+                heavy_dh = torch.mm(d_update, heavy_down)
+            d_update = heavy_h = None
+        if need_weights[2]:
+            grads[2] = weight_gradient(dy, h, dtypes[2])
+        h = None
+        if need_normed or need_weights[0] or need_weights[1]:
+            dh = torch.mm(dy, down)
+        dy = None
+        _gelu_backward(u, dh, heavy_u, heavy_dh, partials, widths, offsets)
+        u = heavy_u = None
+        if heavy_dh is not None:
+            if need_weights[4]:
+                grads[4] = weight_gradient(heavy_dh, chosen, dtypes[4])
+            if need_chosen:
+                d_chosen = torch.mm(heavy_dh, heavy_up).view(shape)
+        heavy_dh = chosen = None
+        if dh is not None:
+            if need_weights[0]:
+                grads[0] = weight_gradient(dh, tokens, dtypes[0])
+            tokens = None
+            if need_normed:
+                d_normed = torch.mm(dh, up).view(x.shape)
+        dh = tokens = None
+    else:
+        need_light_norm = need_heavy_norm = False
+    if g_gates is not None and need_gates:
+        d_gates = g_gates if d_gates is None else d_gates + g_gates
+    dx = d_light_norm = d_vectors = None
+    if need_x or need_v or need_light_norm or need_heavy_norm:
+        dx, own = _after_backward_products(
+            x, vectors, light_norm, heavy_norm, mask, plan, scores, stats, indices, gates, state, starts,
+            chosen_stats, d_normed, d_chosen, d_gates, g_scores if need_gates else None, explore_grad,
+            partials if need_heavy_norm else None, need_x, need_v or need_light_norm,
+        )  # fmt: skip
+        if own is not None:
+            d_light_norm, *rest = own.sum(0).split_with_sizes((d,) * (own.shape[1] // d))
+            d_light_norm = _as(d_light_norm, light_norm.dtype) if need_light_norm else None
+            d_vectors = _as(rest[0].view(vectors.shape), vectors.dtype) if need_v and rest else None
+    if partials is not None:
+        d_heavy_norm, *biases = partials.sum(0).split_with_sizes(widths)
+        d_heavy_norm = _as(d_heavy_norm, heavy_norm.dtype) if need_heavy_norm else None
+        for i, total in zip((1, 3, 5, 7), biases, strict=True):
+            if need_weights[i]:
+                grads[i] = _as(total, dtypes[i])
+    return dx, d_vectors, d_light_norm, d_heavy_norm, *grads
+
+
 class _RoutedFeedForward(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, vectors: Tensor, light_norm: Tensor | None, heavy_norm: Tensor | None,
         mask: Tensor | None, plan: Plan, *weights: Tensor | None,
     ) -> Any:  # fmt: skip
-        y, normed, scores, stats, indices, gates, state, starts, chosen, chosen_stats, *copies = _before_products(
-            x, vectors, light_norm, heavy_norm, mask, plan, *weights
-        )
-        cast: Any = copies or weights
-        up, up_bias, down, down_bias, heavy_up, heavy_up_bias, heavy_down, heavy_down_bias = cast
-        d = x.shape[-1]
-        tokens, rows = normed.view(-1, d), y.view(-1, d)
-        u = F.linear(tokens, up, up_bias)
-        h = F.gelu(u)
-        if down_bias is None:
-            torch.mm(h, down.t(), out=rows)
-        else:
-            torch.addmm(down_bias, h, down.t(), out=rows)
-        heavy_u = F.linear(chosen.view(-1, d), heavy_up, heavy_up_bias)
-        heavy_h = F.gelu(heavy_u)
-        update = F.linear(heavy_h, heavy_down, heavy_down_bias).view(chosen.shape)
-        _add_chosen(rows, update, gates, indices)
+        public, kept, matrices = forward(x, vectors, light_norm, heavy_norm, mask, plan, *weights)
         ctx.save_for_backward(
-            x, vectors, light_norm, heavy_norm, mask, scores, stats, indices, state, starts, chosen_stats,
-            tokens, u, h, chosen, heavy_u, heavy_h, update, gates, up, down, heavy_up, heavy_down,
+            x, vectors, light_norm, heavy_norm, mask, *public[1:], *kept, *(matrices or weights[::2])
         )  # fmt: skip
         ctx.plan, ctx.dtypes = plan, [None if w is None else w.dtype for w in weights]
-        ctx.mark_non_differentiable(indices)
+        ctx.mark_non_differentiable(public[1])
         ctx.set_materialize_grads(False)
-        return y, indices, gates, scores
+        return public
 
     @staticmethod
     @as_forward_did("RoutedFeedForward")
     def backward(ctx: Any, grads_out: tuple[Tensor | None, ...]) -> Any:
         dy, _, g_gates, g_scores = grads_out
-        (
-            x, vectors, light_norm, heavy_norm, mask, scores, stats, indices, state, starts, chosen_stats,
-            tokens, u, h, chosen, heavy_u, heavy_h, update, gates, up, down, heavy_up, heavy_down,
-        ) = ctx.saved_tensors  # fmt: skip
-        # this frame now owns the saved tensors (unless the graph is retained). Setting names to None below frees each
-        # after its last use, so that fewer tensors of the tokens' size exist at once
-        ctx.maybe_clear_saved_tensors()
-        need_x, need_v, need_light_norm, need_heavy_norm, _, _, *needs = ctx.needs_input_grad
-        plan, dtypes, d, partials, explore_grad, d_normed, d_chosen = (
-            ctx.plan,
-            ctx.dtypes,
-            x.shape[-1],
-            None,
-            None,
-            None,
-            None,
-        )
-        grads: list[Tensor | None] = [None] * 8
-        d_heavy_norm = None
-        need_gates = need_x or need_v
-        d_gates = None
-        if dy is not None:
-            dy, need_chosen = dy.contiguous(), need_x or need_heavy_norm
-            need_normed, need_update = need_x or need_light_norm, need_chosen or True in needs[4:]
-            # the norm's columns come first, because its kernel has no offset
-            widths, offsets = _columns(
-                (d, u.shape[1], d, heavy_u.shape[1], d), (need_heavy_norm, needs[1], needs[3], needs[5], needs[7])
-            )
-            partials, d_update, d_gates, explore_grad = _before_backward_products(
-                dy, update, gates, indices, mask, plan, widths, offsets, need_update, need_gates,
-                plan.explore_stride > 0 and need_v,
-            )  # fmt: skip
-            dy, dh, heavy_dh, update = dy.view(-1, d), None, None, None
-            if d_update is not None:
-                shape, d_update, chosen = chosen.shape, d_update.view(-1, d), chosen.view(-1, d)
-                if needs[6]:
-                    grads[6] = weight_gradient(d_update, heavy_h, dtypes[6])
-                if need_chosen or needs[4] or needs[5]:
-                    heavy_dh = torch.mm(d_update, heavy_down)
-                d_update = heavy_h = None
-            if needs[2]:
-                grads[2] = weight_gradient(dy, h, dtypes[2])
-            h = None
-            if need_normed or needs[0] or needs[1]:
-                dh = torch.mm(dy, down)
-            dy = None
-            _gelu_backward(u, dh, heavy_u, heavy_dh, partials, widths, offsets)
-            u = heavy_u = None
-            if heavy_dh is not None:
-                if needs[4]:
-                    grads[4] = weight_gradient(heavy_dh, chosen, dtypes[4])
-                if need_chosen:
-                    d_chosen = torch.mm(heavy_dh, heavy_up).view(shape)
-            heavy_dh = chosen = None
-            if dh is not None:
-                if needs[0]:
-                    grads[0] = weight_gradient(dh, tokens, dtypes[0])
-                tokens = None
-                if need_normed:
-                    d_normed = torch.mm(dh, up).view(x.shape)
-            dh = tokens = None
-        else:
-            need_light_norm = need_heavy_norm = False
-        if g_gates is not None and need_gates:
-            d_gates = g_gates if d_gates is None else d_gates + g_gates
-        dx = d_light_norm = d_vectors = None
-        if need_x or need_v or need_light_norm or need_heavy_norm:
-            dx, own = _after_backward_products(
-                x, vectors, light_norm, heavy_norm, mask, plan, scores, stats, indices, gates, state, starts,
-                chosen_stats, d_normed, d_chosen, d_gates, g_scores if need_gates else None, explore_grad,
-                partials if need_heavy_norm else None, need_x, need_v or need_light_norm,
-            )  # fmt: skip
-            if own is not None:
-                d_light_norm, *rest = own.sum(0).split_with_sizes((d,) * (own.shape[1] // d))
-                d_light_norm = _as(d_light_norm, light_norm.dtype) if need_light_norm else None
-                d_vectors = _as(rest[0].view(vectors.shape), vectors.dtype) if need_v and rest else None
-        if partials is not None:
-            d_heavy_norm, *biases = partials.sum(0).split_with_sizes(widths)
-            d_heavy_norm = _as(d_heavy_norm, heavy_norm.dtype) if need_heavy_norm else None
-            for i, total in zip((1, 3, 5, 7), biases, strict=True):
-                if needs[i]:
-                    grads[i] = _as(total, dtypes[i])
-        return dx, d_vectors, d_light_norm, d_heavy_norm, None, None, *grads
+        saved = list(ctx.saved_tensors)
+        ctx.maybe_clear_saved_tensors()  # `saved` is now the only owner, unless the graph is retained
+        needs = ctx.needs_input_grad
+        grads = backward(saved, ctx.plan, ctx.dtypes, (*needs[:4], *needs[6:]), dy, g_gates, g_scores)
+        return *grads[:4], None, None, *grads[4:]
 
 
 _apply: Callable[..., Any] = fast_apply(_RoutedFeedForward)

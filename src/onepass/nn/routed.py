@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from onepass.core import check
-from onepass.core.eager import plain
+from onepass.core.eager import plain, takes_operators
+from onepass.fused import feed_forward_op
 from onepass.fused.feed_forward import routed_feed_forward
 from onepass.fused.norms import fits_one_program
 from onepass.ops.routing.op import gather, scatter_add
@@ -191,14 +192,16 @@ class RoutedFeedForward(Routed):
         router.check(x, k, mask)
         plan = router.plan(k, x.shape[1], dtype, light.norm.eps_for(x), heavy.norm.eps_for(x))
         (light_norm, *linear), (heavy_norm, *more) = light.weights(), heavy.weights()
-        y, *routing = routed_feed_forward(x, router.directions(), light_norm, heavy_norm, mask, plan, *linear, *more)
+        tensors = x, router.directions(), light_norm, heavy_norm, mask
+        fused = routed_feed_forward if plain(x, mask, light_norm) else feed_forward_op.routed_feed_forward
+        y, *routing = fused(*tensors, plan, *linear, *more)
         return (y, RouterOutput(*routing)) if return_routing else y
 
     def _fused_dtype(self, x: Tensor, mask: Tensor | None) -> torch.dtype | None:
-        """Return the branches' dtype where one autograd node gives the same as the composition of modules, else None.
+        """Return the branches' dtype where the fused form gives the same as the composition of modules, else None.
 
-        None if something intercepts the call (a compiler, a transform, a hook), if a branch or the router is not a
-        default one, or if there is nothing to choose.
+        None for a transform of torch.func, for a hook inside, if a branch or the router is not a default one, or if
+        there is nothing to choose.
         """
         light, heavy, router = self.light, self.heavy, self.router
         if type(light) is not FeedForward or type(heavy) is not FeedForward:
@@ -212,8 +215,10 @@ class RoutedFeedForward(Routed):
         (light_norm, *linear), (heavy_norm, *more) = light.weights(), heavy.weights()
         linear += more
         weights = router.weight, light_norm, heavy_norm, *linear
+        if not (plain(x, mask, *weights) or takes_operators(x, mask, *weights)):
+            return None
         # kernels don't check devices; fall back so that modules raise the error
-        if not plain(x, mask, *weights) or {w.device for w in weights if w is not None} != {x.device}:
+        if {w.device for w in weights if w is not None} != {x.device}:
             return None
         dtypes = {w.dtype for w in linear if w is not None}
         if torch.is_autocast_enabled(x.device.type):

@@ -1,0 +1,196 @@
+"""The routed feed-forward as two operators, forward and backward, for calls that go through torch's dispatcher.
+
+torch.compile, export, FakeTensor and dispatch modes see one operator where the composition of modules has dozens, and
+run what plain eager runs: the products inside are the same calls of cuBLAS, the kernels between them are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import register_autograd
+from torch.utils.flop_counter import register_flop_formula
+
+from onepass.core.eager import no_second
+from onepass.core.register import register, register_fake
+from onepass.ops.causal_choice import op as causal_choice
+from onepass.ops.topk import op as op_topk
+
+from . import feed_forward as node
+from .feed_forward import Plan
+
+# the outputs of forward that belong to the caller: y, indices, gates, scores
+PUBLIC = 4
+
+
+def _plan(*fields: Any) -> Plan:
+    """Return the plan of the twelve numbers that end both operators' arguments."""
+    *most, block, memory = fields
+    return Plan(*most, causal=(block, memory) if block else None)
+
+
+def _numbers(plan: Plan) -> tuple[Any, ...]:
+    """Return the plan as numbers, for the operators' arguments: block and memory are 0 if the choice is not causal."""
+    return *plan[:-1], *(plan.causal or (0, 0))
+
+
+def _forward(
+    x: Tensor, vectors: Tensor, light_norm: Tensor | None, heavy_norm: Tensor | None, mask: Tensor | None,
+    up: Tensor, up_bias: Tensor | None, down: Tensor, down_bias: Tensor | None,
+    heavy_up: Tensor, heavy_up_bias: Tensor | None, heavy_down: Tensor, heavy_down_bias: Tensor | None,
+    dtype: torch.dtype, k: int, light_eps: float, heavy_eps: float, score_eps: float, gate_eps: float, kind: int,
+    hard: bool, explore_stride: int, explore_weight: float, block: int, memory: int,
+) -> tuple[
+    Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor,
+    Tensor, Tensor, Tensor, Tensor, Tensor,
+]:  # fmt: skip
+    """Return y, indices, gates, scores, what backward needs, and the four matrices as cast; empty: there is none."""
+    plan = _plan(
+        dtype, k, light_eps, heavy_eps, score_eps, gate_eps, kind, hard, explore_stride, explore_weight, block, memory
+    )
+    # the caller's autocast has become `dtype`
+    with torch.autocast(x.device.type, enabled=False):
+        public, kept, matrices = node.forward(
+            x, vectors, light_norm, heavy_norm, mask, plan, up, up_bias, down, down_bias, heavy_up, heavy_up_bias,
+            heavy_down, heavy_down_bias,
+        )  # fmt: skip
+    there = (x.new_empty(0) if t is None else t for t in (*kept, *(matrices or [None] * 4)))
+    return *public, *there  # type: ignore[return-value]
+
+
+def _backward(
+    dy: Tensor | None, g_gates: Tensor | None, g_scores: Tensor | None,
+    x: Tensor, vectors: Tensor, light_norm: Tensor | None, heavy_norm: Tensor | None, mask: Tensor | None,
+    weights: Sequence[Tensor | None], kept: Sequence[Tensor], needs: Sequence[bool],
+    dtype: torch.dtype, k: int, light_eps: float, heavy_eps: float, score_eps: float, gate_eps: float, kind: int,
+    hard: bool, explore_stride: int, explore_weight: float, block: int, memory: int,
+) -> tuple[
+    Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor,
+]:  # fmt: skip
+    """Return the gradients of x, vectors, norms and weights, empty where `needs` is False or there is no gradient."""
+    plan = _plan(
+        dtype, k, light_eps, heavy_eps, score_eps, gate_eps, kind, hard, explore_stride, explore_weight, block, memory
+    )
+    *activations, up, down, heavy_up, heavy_down = kept
+    saved: list[Any] = [x, vectors, light_norm, heavy_norm, mask, *activations]
+    if not block:
+        saved[10] = None  # the starts of a causal choice
+    for cast, weight in zip((up, down, heavy_up, heavy_down), weights[::2], strict=True):
+        saved.append(cast if cast.numel() else weight)
+    dtypes = [None if w is None else w.dtype for w in weights]
+    with torch.autocast(x.device.type, enabled=False):
+        grads = node.backward(saved, plan, dtypes, needs, dy, g_gates, g_scores)
+    return tuple(x.new_empty(0) if g is None else g for g in grads)  # type: ignore[return-value]
+
+
+forward_op = register("routed_feed_forward", _forward)
+backward_op = register("routed_feed_forward_backward", _backward)
+
+
+@register_fake(forward_op)
+def _(
+    x: Tensor, vectors: Tensor, light_norm: Tensor | None, heavy_norm: Tensor | None, mask: Tensor | None, *rest: Any
+) -> tuple[Tensor, ...]:
+    up, _, down, _, heavy_up, _, heavy_down, _, *numbers = rest
+    plan = _plan(*numbers)
+    (batch, n, d), k = x.shape, plan.k
+    wide = torch.promote_types(x.dtype, torch.float32)
+    scores = x.new_empty((batch, n), dtype=wide)
+    if plan.causal is None:
+        _, indices, gates, state = op_topk.forward_op(scores, None, mask, k, plan.gate_eps, plan.kind, plan.hard)
+        starts = x.new_empty(0)
+    else:
+        gates, indices, state, starts = causal_choice.forward_op(scores, mask, k, plan.gate_eps, *plan.causal)
+
+    def new(*shape: Any) -> Tensor:
+        return x.new_empty(shape, dtype=plan.dtype)
+
+    weights = up, down, heavy_up, heavy_down
+    cast = any(w is not None and w.dtype != plan.dtype for w in rest[:8])
+    return (
+        new(batch, n, d), indices, gates, scores, x.new_empty((2, batch * n), dtype=wide), state, starts,
+        x.new_empty((1, batch * k), dtype=wide), new(batch * n, d), new(batch * n, len(up)), new(batch * n, len(up)),
+        new(batch, k, d), new(batch * k, len(heavy_up)), new(batch * k, len(heavy_up)), new(batch, k, d),
+        *(new(*w.shape) if cast else x.new_empty(0) for w in weights),
+    )  # fmt: skip
+
+
+@register_fake(backward_op)
+def _(
+    dy: Tensor | None, g_gates: Tensor | None, g_scores: Tensor | None, x: Tensor, vectors: Tensor,
+    light_norm: Tensor | None, heavy_norm: Tensor | None, mask: Tensor | None, weights: Sequence[Tensor | None],
+    kept: Sequence[Tensor], needs: Sequence[bool], *numbers: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    # without a gradient of y, those of gates and scores reach x and the vectors alone
+    reached = [True, True, *[dy is not None] * 10]
+    inputs = x, vectors, light_norm, heavy_norm, *weights
+    return tuple(
+        t.new_empty(t.shape) if t is not None and need and some else x.new_empty(0)
+        for t, need, some in zip(inputs, needs, reached, strict=True)
+    )
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    tensors, ctx.numbers = inputs[:13], inputs[13:]
+    ctx.save_for_backward(*tensors, *output[1:])
+    ctx.mark_non_differentiable(output[1], *output[PUBLIC:])
+    ctx.set_materialize_grads(False)
+
+
+def _gradients(
+    ctx: Any, dy: Tensor | None, _: None, g_gates: Tensor | None, g_scores: Tensor | None, *rest: Any
+) -> Any:
+    nothing = (None,) * (13 + len(ctx.numbers))
+    if dy is None and g_gates is None and g_scores is None:
+        return nothing
+    x, vectors, light_norm, heavy_norm, mask, *saved = ctx.saved_tensors
+    needs = [*ctx.needs_input_grad[:4], *ctx.needs_input_grad[5:13]]
+    grads = backward_op(
+        dy, g_gates, g_scores, x, vectors, light_norm, heavy_norm, mask, saved[:8], saved[8:], needs, *ctx.numbers
+    )
+    reached = [True, True, *[dy is not None] * 10]
+    found = [g if need and some else None for g, need, some in zip(grads, needs, reached, strict=True)]
+    return *found[:4], None, *found[4:], *nothing[13:]
+
+
+def _refuse(ctx: Any, *grads: Any) -> Any:
+    raise NotImplementedError(no_second("RoutedFeedForward"))
+
+
+register_autograd(forward_op, _gradients, setup_context=_save)
+register_autograd(backward_op, _refuse, setup_context=lambda ctx, inputs, output: None)
+
+
+def _products(x: Any, up: Any, heavy_up: Any, k: int) -> int:
+    """Return the multiplications and additions of one pass over the four matrices."""
+    batch, n, d = x
+    return 4 * batch * d * (n * int(up[0]) + k * int(heavy_up[0]))
+
+
+@register_flop_formula(torch.ops.onepass.routed_feed_forward)
+def _(x: Any, vectors: Any, light_norm: Any, heavy_norm: Any, mask: Any, *rest: Any, **_: Any) -> int:
+    return _products(x, rest[0], rest[4], rest[9])
+
+
+@register_flop_formula(torch.ops.onepass.routed_feed_forward_backward)
+def _(*args: Any, **_: Any) -> int:
+    weights, needs, k = args[8], args[10], args[12]
+    both = _products(args[3], weights[0], weights[4], k)
+    return both * (any(needs[:4]) + any(needs[4:]))
+
+
+def routed_feed_forward(
+    x: Tensor, vectors: Tensor, light_norm: Tensor | None, heavy_norm: Tensor | None, mask: Tensor | None, plan: Plan,
+    *weights: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Do as `feed_forward.routed_feed_forward` through the dispatcher, where callers need not be plain eager."""
+    y, indices, gates, scores, *_ = forward_op(
+        x, vectors, light_norm, heavy_norm, mask, *weights, *_numbers(plan)
+    )  # fmt: skip
+    return y, indices, gates, scores
+
+
+__all__ = ["backward_op", "forward_op", "routed_feed_forward"]
