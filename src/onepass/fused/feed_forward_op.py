@@ -26,10 +26,9 @@ from .feed_forward import Plan
 PUBLIC = 4
 
 
-def _plan(*fields: Any) -> Plan:
+def _plan(*numbers: Any) -> Plan:
     """Return the plan of the twelve numbers that end both operators' arguments."""
-    *most, block, memory = fields
-    return Plan(*most, causal=(block, memory) if block else None)
+    return Plan(*numbers[:10], causal=numbers[10:] if numbers[10] else None)  # type: ignore[misc, arg-type]
 
 
 def _numbers(plan: Plan) -> tuple[Any, ...]:
@@ -167,7 +166,8 @@ register_autograd(backward_op, _refuse, setup_context=lambda ctx, inputs, output
 def _products(x: Any, up: Any, heavy_up: Any, k: int) -> int:
     """Return the multiplications and additions of one pass over the four matrices."""
     batch, n, d = x
-    return 4 * batch * d * (n * int(up[0]) + k * int(heavy_up[0]))
+    total: int = 4 * batch * d * (n * up[0] + k * heavy_up[0])
+    return total
 
 
 @register_flop_formula(torch.ops.onepass.routed_feed_forward)

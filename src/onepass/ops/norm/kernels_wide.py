@@ -51,7 +51,7 @@ def wide_forward_kernel(
     """Normalise one row per program in two walks; the second finds the row in L2.
 
     The first walk sums x − shift and its square, where shift is the mean of the first tile: that avoids most of the
-    cancellation of E[x²] − mean². For `stable` the unit is about the max|x| of the first tile: no extra walk for the row's.
+    cancellation of E[x²] − mean². For `stable` the unit is about the max|x| of the first tile: no extra walk for it.
     """
     MASKED: tl.constexpr = N_COLS % BLOCK_C != 0
     row = tl.program_id(0).to(tl.int64)
