@@ -22,45 +22,46 @@ _DENSE = (slice(0, 1), slice(0, 2))
 
 
 def choose(module: nn.Module, found: list[Target]) -> Target | str:
-    """Return the first target that computes what the module computes, or why none does."""
+    """Return the first target that computes what the module computes, or why the closest does not."""
+    parameters = [p for p in module._parameters.values() if p is not None]
+    device = parameters[0].device if parameters else torch.device("cpu")
+    device = torch.device("cpu") if device.type == "meta" else device
+    dtype = parameters[0].dtype if parameters else torch.float32
     problems = []
-    for target in found:
-        problem = _compare(module, target)
-        if problem is None:
-            return target
-        problems.append(problem)
+    with _alone(device):
+        for target in found:
+            problem = _compare(module, target, device, torch.float32)
+            if problem is None and dtype != torch.float32:
+                problem = _compare(module, target, device, dtype)
+                if problem is not None:
+                    return problem[1]
+            if problem is None:
+                return target
+            problems.append(problem)
     return min(problems)[1]
 
 
-def _compare(module: nn.Module, target: Target) -> tuple[float, str] | None:
+def _compare(module: nn.Module, target: Target, device: torch.device, dtype: torch.dtype) -> tuple[float, str] | None:
     """Return None if the target computes the same, else how far off it is and a sentence that says so.
 
     Twins of the module are compared: its class and attributes on random parameters, on its device, or on the CPU for
     the meta device. So nothing depends on the weights at hand, which may all be zero or not loaded yet.
     """
-    parameters = [p for p in module._parameters.values() if p is not None]
-    device = parameters[0].device if parameters else torch.device("cpu")
-    device = torch.device("cpu") if device.type == "meta" else device
-    dtype = parameters[0].dtype if parameters else torch.float32
-    with _alone(device):
-        for own in (False, True)[: 1 + (dtype != torch.float32)]:
-            generator = torch.Generator("cpu").manual_seed(SEED)
-            twin = _twin(module, generator, device, None if own else torch.float32)
-            x = _input(generator, target).to(device, dtype if own else torch.float32)
-            dy = x + torch.randn(x.shape, generator=generator, dtype=torch.float64, device="cpu").to(x)
-            try:
-                theirs = _run(twin, x, dy, gradients=not own)
-            except Exception as e:
-                return math.inf, f"its forward raises {type(e).__name__} on random input in {_short(x.dtype)}"
-            try:
-                Exchange(twin, target)
-                ours = _run(twin, x, dy, gradients=not own)
-            except Exception as e:
-                return math.inf, f"{target.label} raises {type(e).__name__} in its place"
-            problem = _difference(theirs, ours, twin, target, x, dy)
-            if problem:
-                return problem
-    return None
+    generator = torch.Generator("cpu").manual_seed(SEED)
+    gradients = dtype == torch.float32
+    twin = _twin(module, generator, device, dtype if gradients else None)
+    x = _input(generator, target).to(device, dtype)
+    dy = x + torch.randn(x.shape, generator=generator, dtype=torch.float64, device="cpu").to(x)
+    try:
+        theirs = _run(twin, x, dy, gradients)
+    except Exception as e:
+        return math.inf, f"its forward raises {type(e).__name__} on random input in {_short(dtype)}"
+    try:
+        Exchange(twin, target)
+        ours = _run(twin, x, dy, gradients)
+    except Exception as e:
+        return math.inf, f"{target.label} raises {type(e).__name__} in its place"
+    return _difference(theirs, ours, twin, target, x, dy)
 
 
 def _twin(module: nn.Module, generator: torch.Generator, device: torch.device, dtype: torch.dtype | None) -> nn.Module:

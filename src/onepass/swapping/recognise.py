@@ -16,8 +16,8 @@ from .exchange import Target
 
 _EPS = ("eps", "variance_epsilon", "epsilon")
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-# torch's other norms and modules named like them: onepass has no counterpart
-_OTHERS = ("batchnorm", "groupnorm", "instancenorm", "localresponsenorm")
+# torch's other norms, its parametrizations, and modules named like them
+_OTHERS = ("batchnorm", "groupnorm", "instancenorm", "localresponsenorm", "weightnorm", "spectralnorm")
 # a class may define these without changing what a module saves, loads or does beyond its output
 _HARMLESS = {"__init__", "forward", "extra_repr", "__repr__"}
 
@@ -28,13 +28,15 @@ def looks_like_norm(module: nn.Module) -> bool:
         return False
     if isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
         return True
-    name = type(module).__name__.lower()
-    if any(other in name for other in _OTHERS):
+    names = [cls.__name__.lower() for cls in type(module).__mro__]
+    if any(other in name for name in names for other in _OTHERS):
         return False
-    if name.endswith(("rmsnorm", "layernorm")):
-        return True
-    # a module with modules inside, such as PreNorm, is a container; its inner norm has a line
-    return not module._modules and (name.endswith("norm") or "rmsnorm" in name or "layernorm" in name)
+    if not module._modules:
+        return any(name.endswith("norm") or "rmsnorm" in name or "layernorm" in name for name in names)
+    # a container such as PreNorm has an inner norm with a line of its own
+    inside = list(module.modules())[1:]
+    contains = any(isinstance(m, (LayerNorm, RMSNorm)) or looks_like_norm(m) for m in inside)
+    return not contains and any(name.endswith(("rmsnorm", "layernorm")) for name in names)
 
 
 def targets(module: nn.Module) -> list[Target] | str:

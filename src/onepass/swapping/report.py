@@ -64,9 +64,7 @@ class SwapReport:
         for exchange in self._exchanges:
             if type(exchange.module) is not exchange.target.cls:
                 now, then = type(exchange.module).__name__, exchange.target.label
-                raise RuntimeError(
-                    f"undo: a module that swap made an {then} is a {now} now; remove what changed it first"
-                )
+                raise RuntimeError(f"undo: a module exchanged for {then} is a {now} now; remove what changed it first")
         for exchange in self._exchanges:
             exchange.undo()
         self._exchanges = ()
