@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -67,7 +68,9 @@ def _compare(module: nn.Module, target: Target, device: torch.device, dtype: tor
 def _twin(module: nn.Module, generator: torch.Generator, device: torch.device, dtype: torch.dtype | None) -> nn.Module:
     """Return a module of the same class and attributes with random parameters; dtype None keeps each its own."""
     twin = object.__new__(type(module))
-    vars(twin).update(vars(module))
+    # containers are copied: a forward that fills one leaves the module as it was
+    own = {name: copy.copy(v) if isinstance(v, (dict, list, set)) else v for name, v in vars(module).items()}
+    vars(twin).update(own)
 
     def random(name: str, p: Tensor) -> nn.Parameter:
         t = torch.rand(p.shape, generator=generator, dtype=torch.float64, device="cpu") + 0.5
@@ -98,12 +101,15 @@ def _input(generator: torch.Generator, target: Target) -> Tensor:
 
 
 def _run(module: nn.Module, x: Tensor, dy: Tensor, gradients: bool) -> list[Tensor]:
-    """Return the outputs for (2, 3, …) and (3, 1, 2, …), and with `gradients` those of x and of the parameters.
+    """Return the outputs for (3, 1, 2, …) and (2, 3, …), and with `gradients` those of x and of the parameters.
 
-    The class's forward is called, so hooks are not.
+    The first call is in evaluation mode, the rest in training mode. The class's forward is called, so hooks are not.
     """
     forward = type(module).forward
-    outs = [forward(module, x), forward(module, x.view(3, 1, 2, *x.shape[2:]))]
+    vars(module)["training"] = False
+    outs = [forward(module, x.view(3, 1, 2, *x.shape[2:]))]
+    vars(module)["training"] = True
+    outs.append(forward(module, x))
     if not gradients:
         return outs
     rows = x[_DENSE].clone().requires_grad_()
@@ -124,7 +130,7 @@ def _difference(
     u, fp32 = (torch.finfo(dtype).eps / 2 for dtype in (x.dtype, torch.float32))
     for i, (a, b) in enumerate(zip(theirs, ours, strict=True)):
         if a.shape != b.shape or a.dtype != b.dtype:
-            found = [f"{_short(t.dtype)} {tuple(t.shape)}" for t in (a, b)]
+            found = [_short(t.dtype) if a.dtype != b.dtype else tuple(t.shape) for t in (a, b)]
             return math.inf, f"its output is {found[0]}, {label} {found[1]}"
         what = "output" if i < 2 else "gradient"
         rows = -1, a.numel() if i > 2 else width

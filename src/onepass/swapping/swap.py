@@ -36,10 +36,10 @@ def swap(
     optimizer that holds the parameters goes on. Models on the meta device are checked on the CPU. The check calls no
     hook and leaves the random state as it was.
 
-    Rounding: in fp32 outputs agree within the rounding of the sums. In 16 bits `onepass` rounds once, and y has
-    the dtype of x. Norms of transformers round the normalised x and again its product with the weight: outputs
-    differ by up to 1.5 spacings of numbers in that dtype. Their y has the wider dtype of weight and x; torch's
-    LayerNorm under autocast returns fp32.
+    Rounding: in fp32 outputs agree within the rounding of the sums. In 16 bits `onepass` rounds once, while norms of
+    transformers may round the normalised x and its product with the weight: outputs differ by at most
+    ``1.5 * torch.finfo(dtype).eps`` of their size. The output of `onepass` has the dtype of x. Where the weight is
+    wider than x, that of transformers' norms has the weight's; under autocast, that of torch's LayerNorm is fp32.
 
     Args:
         model: any module; swap first, then wrap it in DistributedDataParallel or FSDP, or compile it.
