@@ -219,6 +219,7 @@ def test_the_check_leaves_no_trace() -> None:
     state = torch.get_rng_state()
     with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
         report = swap(model)
+        assert len(swap(ByProduct(16)).exchanged) == 1
     assert len(report.exchanged) == 3
     assert torch.equal(torch.get_rng_state(), state)
     assert all(p.grad is None for p in model.parameters())
@@ -371,6 +372,14 @@ class Counting(FooRMSNorm):
         self.calls += 1
         self.register_buffer("last", hidden)
         return super().forward(hidden)
+
+
+class ByProduct(FooRMSNorm):
+    """Autocast would compute the sum of squares in bf16."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        squares = (hidden.unsqueeze(-2) @ hidden.unsqueeze(-1)).squeeze(-1)
+        return self.weight * hidden * torch.rsqrt(squares / hidden.shape[-1] + self.variance_epsilon)
 
 
 class ChannelsFirst(nn.LayerNorm):
@@ -731,3 +740,16 @@ def test_on_a_gpu(width: int, dtype: torch.dtype) -> None:
         scale = y.float().abs().amax()
         bound = 2 * eps * y.float().abs() + 8 * width**0.5 * fp32 * scale
         assert bool(((m(x).float() - y.float()).abs() <= bound).all())
+
+
+@pytest.mark.gpu
+def test_dtypes_under_autocast_on_a_gpu() -> None:
+    """torch's LayerNorm returns fp32 there, ours the dtype of x."""
+    norm = nn.LayerNorm(16, device="cuda")
+    x = torch.randn(2, 16, device="cuda", dtype=torch.bfloat16)
+    with torch.autocast("cuda", torch.bfloat16):
+        want = norm(x)
+        swap(norm, strict=True)
+        got = norm(x)
+    assert (want.dtype, got.dtype) == (torch.float32, torch.bfloat16)
+    torch.testing.assert_close(got.float(), want, rtol=torch.finfo(torch.bfloat16).eps, atol=1e-5)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -243,7 +245,7 @@ def test_training_takes_the_same_path(name: str) -> None:
             loss = model(**batch).loss
             loss.backward()
             optimizer.step()
-            losses[i].append(float(loss))
+            losses[i].append(loss.item())
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
     assert losses[0][-1] < losses[0][0]
 
@@ -261,3 +263,26 @@ def test_on_a_gpu(name: str, dtype: torch.dtype) -> None:
     eps = torch.finfo(dtype).eps
     bound = 30 * eps * (64 if dtype == torch.float32 else 1) * max(1.0, float(b.abs().max()))
     assert float((a - b).abs().max()) <= bound
+
+
+def test_the_examples_of_the_page(capsys) -> None:
+    """docs/swap.md: its code runs, and prints the report that stands there."""
+    page = (Path(__file__).parents[2] / "docs" / "swap.md").read_text()
+    codes = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    (printed,) = re.findall(r"^```text\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    assert len(codes) == 2
+    for code in codes:
+        exec(compile(code, "docs/swap.md", "exec"), {})
+    assert capsys.readouterr().out == printed
+
+
+def test_mixed_dtypes() -> None:
+    """A norm with fp32 weights on 16-bit input: transformers returns the weight's dtype, ours that of the input."""
+    norm = build("llama").model.norm
+    x = torch.randn(2, 32).bfloat16()
+    want = norm(x)
+    swap(norm, strict=True)
+    assert (want.dtype, norm(x).dtype) == (torch.float32, torch.bfloat16)
+    torch.testing.assert_close(norm(x).float(), want, rtol=1.5 * torch.finfo(torch.bfloat16).eps, atol=0.0)
+    with pytest.raises(TypeError, match="hidden_states"):
+        norm(hidden_states=x)
