@@ -574,6 +574,8 @@ def test_globs() -> None:
         swap(model, exclude="layer.0")
     with pytest.raises(TypeError, match="swap: include must be a glob or several, got int"):
         swap(model, include=[3])  # type: ignore[list-item]
+    with pytest.raises(TypeError, match="swap: exclude must be a glob or several, got NoneType"):
+        swap(model, exclude=None)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"swap: model must be a torch\.nn\.Module, got str"):
         swap("model")  # type: ignore[arg-type]
     assert swap(nn.Linear(2, 2), exclude="head.*").layers == ()
@@ -626,7 +628,7 @@ def test_undo_refuses_what_changed_since() -> None:
     model = Tiny()
     report = swap(model)
     parametrize.register_parametrization(model.c, "weight", nn.Identity())
-    with pytest.raises(RuntimeError, match=r"undo: a module exchanged for .* is a ParametrizedRMSNorm now"):
+    with pytest.raises(RuntimeError, match=r"undo: c was exchanged for .* and is a ParametrizedRMSNorm now"):
         report.undo()
     assert type(model.a) is onepass.nn.LayerNorm
     parametrize.remove_parametrizations(model.c, "weight")

@@ -51,8 +51,10 @@ def _compare(module: nn.Module, target: Target, device: torch.device, dtype: tor
     generator = torch.Generator("cpu").manual_seed(SEED)
     gradients = dtype == torch.float32
     twin = _twin(module, generator, device, dtype if gradients else None)
-    x = _input(generator, target).to(device, dtype)
-    dy = x + torch.randn(x.shape, generator=generator, dtype=torch.float64, device="cpu").to(x)
+    x = _input(generator, target)
+    dy = x + torch.randn(x.shape, generator=generator, dtype=torch.float64, device="cpu")
+    # cast first: not every device has float64
+    x, dy = (t.to(dtype).to(device) for t in (x, dy))
     try:
         theirs = _run(twin, x, dy, gradients)
     except Exception as e:
@@ -75,7 +77,7 @@ def _twin(module: nn.Module, generator: torch.Generator, device: torch.device, d
     def random(name: str, p: Tensor) -> nn.Parameter:
         t = torch.rand(p.shape, generator=generator, dtype=torch.float64, device="cpu") + 0.5
         t = t if name == "weight" else t - 1
-        return nn.Parameter(t.to(device, dtype or p.dtype))
+        return nn.Parameter(t.to(dtype or p.dtype).to(device))
 
     vars(twin)["_parameters"] = {name: None if p is None else random(name, p) for name, p in module._parameters.items()}
     return twin
@@ -134,11 +136,9 @@ def _difference(
             return math.inf, f"its output is {found[0]}, {label} {found[1]}"
         what = "output" if i < 2 else "gradient"
         rows = -1, a.numel() if i > 2 else width
-        a, b = (t.detach().double().reshape(rows) for t in (a, b))
+        a, b = (_wide(t).reshape(rows) for t in (a, b))
         error = (a - b).abs().amax(-1)
-        relative = torch.where(error == 0, error, error / _scale(i, b, twin, target, x, dy)).nan_to_num(
-            math.inf, math.inf
-        )
+        relative = torch.where(error == 0, 0.0, error / _scale(i, b, twin, target, x, dy)).nan_to_num(math.inf)
         bound = torch.full_like(relative, 4 * (width + FEW) * fp32)
         if i < 2:
             # rows of few numbers
@@ -155,20 +155,24 @@ def _scale(i: int, ours: Tensor, twin: nn.Module, target: Target, x: Tensor, dy:
     largest = ours.abs().amax(-1)
     weight, bias = (twin._parameters.get(name) for name in ("weight", "bias"))
     if i < 2:
-        return largest if bias is None else largest + bias.detach().double().abs().max()
+        return largest if bias is None else largest + _wide(bias).abs().max()
     if i > 2:
         return largest
     # dx = r(g − mean(g) − n·mean(g·n)) with g = w·dy, n = r·x
-    rows, upstream = (t[_DENSE].double().reshape(len(ours), -1) for t in (x, dy))
+    rows, upstream = (_wide(t[_DENSE]).reshape(len(ours), -1) for t in (x, dy))
     rows = rows - rows.mean(-1, keepdim=True) if target.cls is LayerNorm else rows
     r = (rows.square().mean(-1) + _eps(target)).rsqrt()
-    w = 1.0 if weight is None else weight.detach().double().abs().max() + target.fields.get("offset", 0.0)
+    w = 1.0 if weight is None else _wide(weight).abs().max() + target.fields.get("offset", 0.0)
     return r * w * upstream.abs().amax(-1) * (1 + r * rows.abs().amax(-1))
 
 
 def _eps(target: Target) -> float:
     eps = target.fields["eps"]
     return torch.finfo(torch.float32).eps if eps is None else float(eps)
+
+
+def _wide(t: Tensor) -> Tensor:
+    return t.detach().cpu().double()
 
 
 def _short(dtype: torch.dtype) -> str:

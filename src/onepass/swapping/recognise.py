@@ -33,10 +33,11 @@ def looks_like_norm(module: nn.Module) -> bool:
         return False
     if not module._modules:
         return any(name.endswith("norm") or "rmsnorm" in name or "layernorm" in name for name in names)
-    # a container such as PreNorm has an inner norm with a line of its own
+    if not any(name.endswith(("rmsnorm", "layernorm")) for name in names):
+        return False
+    # a container such as PreLayerNorm has an inner norm with a line of its own
     inside = list(module.modules())[1:]
-    contains = any(isinstance(m, (LayerNorm, RMSNorm)) or looks_like_norm(m) for m in inside)
-    return not contains and any(name.endswith(("rmsnorm", "layernorm")) for name in names)
+    return not any(isinstance(m, (LayerNorm, RMSNorm)) or looks_like_norm(m) for m in inside)
 
 
 def targets(module: nn.Module) -> list[Target] | str:

@@ -61,10 +61,13 @@ class SwapReport:
             RuntimeError: something changed the class of an exchanged module since, such as a parametrization. Remove
                 it first. No module is changed.
         """
-        for exchange in self._exchanges:
+        # after an undo there are no exchanges
+        for layer, exchange in zip(self.exchanged, self._exchanges, strict=False):
             if type(exchange.module) is not exchange.target.cls:
-                now, then = type(exchange.module).__name__, exchange.target.label
-                raise RuntimeError(f"undo: a module exchanged for {then} is a {now} now; remove what changed it first")
+                name, now = layer.names[0] or "the model", type(exchange.module).__name__
+                raise RuntimeError(
+                    f"undo: {name} was exchanged for {layer.becomes} and is a {now} now; remove what changed it first"
+                )
         for exchange in self._exchanges:
             exchange.undo()
         self._exchanges = ()

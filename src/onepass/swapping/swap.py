@@ -113,7 +113,7 @@ def _refuse_wrappers(model: nn.Module) -> None:
 
 
 def _globs(argument: str, given: str | Iterable[str], norms: dict[nn.Module, tuple[str, ...]]) -> list[str]:
-    globs = [given] if isinstance(given, str) else list(given)
+    globs = list(given) if isinstance(given, Iterable) and not isinstance(given, str) else [given]
     for glob in globs:
         if not isinstance(glob, str):
             raise TypeError(f"swap: {argument} must be a glob or several, got {type(glob).__name__}")
