@@ -58,12 +58,12 @@ def _compare(module: nn.Module, target: Target, device: torch.device, dtype: tor
     try:
         theirs = _run(twin, x, dy, gradients)
     except Exception as e:
-        return math.inf, f"its forward raises {type(e).__name__} on random input in {_short(dtype)}"
+        return math.inf, f"its forward raises on random input in {_short(dtype)}: {_first_line(e)}"
     try:
         Exchange(twin, target)
         ours = _run(twin, x, dy, gradients)
     except Exception as e:
-        return math.inf, f"{target.label} raises {type(e).__name__} in its place"
+        return math.inf, f"{target.label} raises in its place: {_first_line(e)}"
     return _difference(theirs, ours, twin, target, x, dy)
 
 
@@ -169,6 +169,11 @@ def _scale(i: int, ours: Tensor, twin: nn.Module, target: Target, x: Tensor, dy:
 def _eps(target: Target) -> float:
     eps = target.fields["eps"]
     return torch.finfo(torch.float32).eps if eps is None else float(eps)
+
+
+def _first_line(e: Exception) -> str:
+    line = f"{type(e).__name__}: {e}".splitlines()[0]
+    return line if len(line) <= 100 else f"{line[:97]}..."
 
 
 def _wide(t: Tensor) -> Tensor:
