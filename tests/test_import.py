@@ -68,6 +68,16 @@ def test_reached_from_the_package_alone() -> None:
     assert _run("\n".join(code)).split() == want
 
 
+def test_swap_is_imported_when_first_touched() -> None:
+    out = _run(
+        "import sys, onepass\n"
+        "print('onepass.swapping' in sys.modules, 'onepass.nn' in sys.modules, 'swap' in dir(onepass))\n"
+        "from onepass import SwapReport, swap\n"
+        "print(swap is onepass.swap, SwapReport.__name__, 'transformers' in sys.modules)"
+    )
+    assert out.split() == ["False", "False", "True", "True", "SwapReport", "False"]
+
+
 def test_compat_says_what_it_has() -> None:
     import onepass
 

@@ -40,6 +40,11 @@ def functions(some: Tensor | None) -> None:
     assert_type(onepass.weighted_sum(x, x), Tensor)
     assert_type(onepass.soft_topk(x, 2), Tensor)
     assert_type(onepass.coor_descent(x, n_iters=1, k=2), Tensor)
+    with onepass.swap(linear, include="layers.*", exclude=["a", "b"], strict=True, dry_run=True) as report:
+        assert_type(report, onepass.SwapReport)
+    assert_type(report.exchanged[0].names, tuple[str, ...])
+    assert_type(report.undo(), None)
+    onepass.swap("linear")  # wrong
     assert_type(onepass.topk(x, 2), TopK)
     assert_type(onepass.topk(x, 2).gates, Tensor)
     onepass.layernorm(x)  # wrong

@@ -12,23 +12,38 @@ from onepass.ops.weighted_sum.op import weighted_sum
 __version__ = "0.1.0"
 
 _LAZY = ("compat", "nn", "optim")
+_LAZY_NAMES = ("SwapReport", "swap")
 
 
 if TYPE_CHECKING:
     from onepass import compat as compat
     from onepass import nn as nn
     from onepass import optim as optim
+    from onepass.swapping import SwapReport, swap
 else:
 
     def __getattr__(name: str) -> Any:
         """`onepass.nn` and its like are imported when first touched, so that `import onepass` stays quick."""
         if name in _LAZY:
             return importlib.import_module(f"onepass.{name}")
+        if name in _LAZY_NAMES:
+            return getattr(importlib.import_module("onepass.swapping"), name)
         raise AttributeError(f"module 'onepass' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LAZY})
+    return sorted({*globals(), *_LAZY, *_LAZY_NAMES})
 
 
-__all__ = ["TopK", "__version__", "coor_descent", "layer_norm", "rms_norm", "soft_topk", "topk", "weighted_sum"]
+__all__ = [
+    "SwapReport",
+    "TopK",
+    "__version__",
+    "coor_descent",
+    "layer_norm",
+    "rms_norm",
+    "soft_topk",
+    "swap",
+    "topk",
+    "weighted_sum",
+]

@@ -44,7 +44,10 @@ class FeedForward(nn.Module):
     def is_plain(self) -> bool:
         """Return whether a call runs `forward` as written here and nothing else."""
         layers = self.layers()
-        return type(self) is FeedForward and [type(m) for m in layers] == _KINDS and has_no_overrides(self, *layers)
+        if type(self) is not FeedForward or [type(m) for m in layers] != _KINDS:
+            return False
+        # the fused node multiplies by the norm's weight alone
+        return not layers[0].offset and has_no_overrides(self, *layers)
 
 
 _KINDS = [RMSNorm, nn.Linear, nn.Linear]

@@ -104,15 +104,17 @@ class LayerNorm(nn.LayerNorm):
 
 
 class RMSNorm(nn.RMSNorm):
-    r"""``torch.nn.RMSNorm`` with the same arguments and state_dict, plus a residual sum.
+    r"""``torch.nn.RMSNorm`` with the same arguments and state_dict, plus `offset` and a residual sum.
 
-    ``forward(x, residual)`` normalises ``x + residual`` and returns ``(y, x + residual)``.
+    ``offset=1.0`` multiplies by ``1 + weight``, as Gemma does, and ``forward(x, residual)`` normalises
+    ``x + residual`` and returns ``(y, x + residual)``.
 
     Args:
         normalized_shape: the last dimensions of x, an int or a sequence.
         eps: added to the mean of squares; None: the machine epsilon of the statistics (fp32, or fp64 for fp64).
-        elementwise_affine: learn a weight, which starts at 1.
+        elementwise_affine: learn a weight, which starts at 1 − offset.
         device, dtype: of the weight; its dtype may differ from that of x.
+        offset: added to the weight; without a weight it has no effect.
 
     The result has the dtype of x; statistics are in fp32 whatever the dtypes (fp64 for fp64).
 
@@ -125,7 +127,23 @@ class RMSNorm(nn.RMSNorm):
         >>> from onepass.nn import RMSNorm
         >>> RMSNorm(2, elementwise_affine=False)(torch.tensor([3.0, 4.0]))
         tensor([0.8485, 1.1314])
+        >>> RMSNorm(2, offset=1.0).weight.detach()
+        tensor([0., 0.])
     """
+
+    def __init__(
+        self,
+        normalized_shape: Any,
+        eps: float | None = None,
+        elementwise_affine: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        offset: float = 0.0,
+    ) -> None:
+        # set first: torch's constructor calls reset_parameters
+        self.offset = offset
+        super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)
 
     @overload
     def forward(self, x: Tensor, residual: None = ...) -> Tensor: ...
@@ -135,8 +153,9 @@ class RMSNorm(nn.RMSNorm):
         """Y, or ``(y, x + residual)``."""
         check.tensor(type(self).__name__, "x", x)
         return _over_last_dims(
-            type(self).__name__, self.normalized_shape, x, (self.weight,), residual, rms_norm, eps=self.eps_for(x)
-        )
+            type(self).__name__, self.normalized_shape, x, (self.weight,), residual, rms_norm,
+            eps=self.eps_for(x), offset=self.offset,
+        )  # fmt: skip
 
     if TYPE_CHECKING:
         __call__: NormCall
@@ -145,6 +164,14 @@ class RMSNorm(nn.RMSNorm):
         """Return the ε that x is normalised with."""
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
         return torch.finfo(wide).eps if self.eps is None else self.eps
+
+    def reset_parameters(self) -> None:
+        """Set the weight to 1 − offset."""
+        if self.elementwise_affine:
+            nn.init.constant_(self.weight, 1 - self.offset)
+
+    def extra_repr(self) -> str:
+        return super().extra_repr() + (f", offset={self.offset}" if self.offset else "")
 
 
 __all__ = ["LayerNorm", "RMSNorm"]

@@ -1,0 +1,58 @@
+"""Give a module another class and take it back: the module, its parameters and its hooks stay the same objects."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import nn
+
+
+class Target(NamedTuple):
+    """What a norm becomes."""
+
+    cls: type[nn.Module]
+    fields: dict[str, Any]  # the attributes that the constructor of cls sets
+    parameters: tuple[str, ...]  # the names that cls registers, used or None
+    label: str
+
+    @classmethod
+    def like(cls, made: nn.Module) -> Target:
+        """Return the target that gives a module the class and the options of `made`."""
+        state = vars(nn.Module())
+        fields = {name: value for name, value in vars(made).items() if name not in state}
+        offset = getattr(made, "offset", 0.0)
+        label = f"onepass.nn.{type(made).__name__}" + (f"(offset={offset:g})" if offset else "")
+        return cls(type(made), fields, tuple(made._parameters), label)
+
+
+class Exchange:
+    """One module that has the class of a target, until `undo`.
+
+    A change of class keeps all that other objects hold: references to the module, handles of hooks, hooks that are
+    bound to the module, the optimizer's parameters. Copies of the dictionaries would lose some of these.
+    """
+
+    def __init__(self, module: nn.Module, target: Target) -> None:
+        self.module = module
+        self.target = target
+        self._cls = type(module)
+        own, parameters = vars(module), module._parameters
+        self._fields = {name: own[name] for name in target.fields if name in own}
+        self._unused = [name for name in target.parameters if name not in parameters]
+        module.__class__ = target.cls  # TypeError, with nothing changed, if the layouts in memory differ
+        own.update(target.fields)
+        parameters.update(dict.fromkeys(self._unused))
+
+    def undo(self) -> None:
+        """Restore the class and the attributes that the exchange set."""
+        own, parameters = vars(self.module), self.module._parameters
+        self.module.__class__ = self._cls
+        for name in self.target.fields:
+            own.pop(name, None)
+        own.update(self._fields)
+        for name in self._unused:
+            if parameters.get(name) is None:
+                parameters.pop(name, None)
+
+
+__all__ = ["Exchange", "Target"]

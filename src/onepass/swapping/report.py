@@ -1,0 +1,111 @@
+"""What `onepass.swap` did: a table, and the way back."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from types import TracebackType
+
+from .exchange import Exchange
+
+_SHOWN = 3
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One norm of the model."""
+
+    names: tuple[str, ...]
+    """The names by which the model reaches it; "" is the model itself."""
+    kind: str
+    """The name of its class before the exchange."""
+    becomes: str
+    """What it is exchanged for; "" if it is left alone."""
+    reason: str
+    """Why it is left alone; "" if it is exchanged."""
+
+
+class SwapReport:
+    """What `onepass.swap` exchanged and what it left alone. ``str(report)`` is a table.
+
+    ``report.undo()`` takes the exchange back, and so does the end of ``with onepass.swap(model) as report: ...``.
+
+    Attributes:
+        layers: a `Layer` for each norm, in the order of ``model.named_modules()``: names, kind, becomes, reason.
+        dry_run: nothing was exchanged.
+    """
+
+    def __init__(self, layers: Iterable[Layer], exchanges: Iterable[Exchange], dry_run: bool) -> None:
+        self.layers = tuple(layers)
+        self.dry_run = dry_run
+        self._exchanges = tuple(exchanges)
+
+    @property
+    def exchanged(self) -> tuple[Layer, ...]:
+        """The layers that are exchanged, or with dry_run would be."""
+        return tuple(layer for layer in self.layers if layer.becomes)
+
+    @property
+    def left_alone(self) -> tuple[Layer, ...]:
+        """The layers that are left alone."""
+        return tuple(layer for layer in self.layers if not layer.becomes)
+
+    def undo(self) -> None:
+        """Give every exchanged module its class and its attributes back.
+
+        Parameters, hooks, training flag and device are those of now: the modules were the same objects all along. A
+        second call does nothing.
+
+        Raises:
+            RuntimeError: something changed the class of an exchanged module since, such as a parametrization. Remove
+                it first. No module is changed.
+        """
+        # after an undo there are no exchanges
+        for layer, exchange in zip(self.exchanged, self._exchanges, strict=False):
+            if type(exchange.module) is not exchange.target.cls:
+                name, now = layer.names[0] or "the model", type(exchange.module).__name__
+                raise RuntimeError(
+                    f"undo: {name} was exchanged for {layer.becomes} and is a {now} now; remove what changed it first"
+                )
+        for exchange in self._exchanges:
+            exchange.undo()
+        self._exchanges = ()
+
+    def __enter__(self) -> SwapReport:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.undo()
+
+    def __repr__(self) -> str:
+        return f"SwapReport(exchanged={len(self.exchanged)}, left_alone={len(self.left_alone)}, dry_run={self.dry_run})"
+
+    def __str__(self) -> str:
+        if not self.layers:
+            return "no LayerNorm or RMSNorm found"
+        groups: dict[tuple[str, str, str], list[str]] = {}
+        counts: dict[tuple[str, str, str], int] = {}
+        for layer in sorted(self.layers, key=lambda layer: not layer.becomes):
+            key = layer.kind, layer.becomes, layer.reason
+            groups.setdefault(key, []).extend(layer.names)
+            counts[key] = counts.get(key, 0) + 1
+        done = "would exchange" if self.dry_run else "exchanged"
+        rows = [
+            (done if becomes else "left alone", str(counts[kind, becomes, reason]),
+             f"{kind} -> {becomes}" if becomes else kind, _places(names) + (f": {reason}" if reason else ""))
+            for (kind, becomes, reason), names in groups.items()
+        ]  # fmt: skip
+        wide = [max(len(row[i]) for row in rows) for i in range(3)]
+        return "\n".join(f"{a:{wide[0]}}  {b:>{wide[1]}}  {c:{wide[2]}}  {d}" for a, b, c, d in rows)
+
+
+def _places(names: list[str]) -> str:
+    """Return the names with * for each number between dots, each once, the first few."""
+    patterns = list(dict.fromkeys(re.sub(r"(?<![^.])\d+(?![^.])", "*", name) or "(the model)" for name in names))
+    return ", ".join(patterns[:_SHOWN]) + (", ..." if len(patterns) > _SHOWN else "")
+
+
+__all__ = ["Layer", "SwapReport"]

@@ -1,0 +1,132 @@
+"""`swap`: find the norms of a model, check each, exchange those that compute the same."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from .check import choose
+from .exchange import Exchange, Target
+from .recognise import looks_like_norm, targets
+from .report import Layer, SwapReport
+
+
+def swap(
+    model: nn.Module,
+    *,
+    include: str | Iterable[str] = "*",
+    exclude: str | Iterable[str] = (),
+    strict: bool = False,
+    dry_run: bool = False,
+) -> SwapReport:
+    r"""Exchange the LayerNorms and RMSNorms of a model for those of `onepass.nn`, which read x once.
+
+    Candidates are ``nn.LayerNorm``, ``nn.RMSNorm``, their subclasses, and modules named like a norm with one vector
+    ``weight`` (and perhaps ``bias``) and an ``eps``, such as the RMSNorm classes of transformers. Each is compared
+    with its replacement on random numbers first: outputs and gradients in fp32, outputs in the module's own dtype. So
+    a module is exchanged for what it computes, whatever its name; RMS norms that multiply by 1 + weight (Gemma)
+    become ``RMSNorm(offset=1.0)``. The report says why a norm is left alone.
+
+    The model keeps its module objects: an exchange changes the class of a module and adds the attributes of the new
+    class. Parameters, hooks of all kinds, dtype, device, training flag and state_dict keys stay as they are, and an
+    optimizer that holds the parameters goes on. Models on the meta device are checked on the CPU. The check calls no
+    hook and leaves the random state as it was.
+
+    Rounding: in fp32 outputs agree within the rounding of the sums. In 16 bits `onepass` rounds once, while norms of
+    transformers may round the normalised x and its product with the weight: outputs differ by at most
+    ``1.5 * torch.finfo(dtype).eps`` of their size, plus a few of fp16's subnormal steps. The output of `onepass` has
+    the dtype of x. Where the weight is wider than x, that of transformers' norms has the weight's; under CUDA
+    autocast, that of torch's LayerNorm is fp32.
+
+    Args:
+        model: any module; swap first, then wrap it in DistributedDataParallel or FSDP, or compile it.
+        include: a glob or several, as in ``"model.layers.*"``; norms with such a name are exchanged.
+        exclude: a glob or several; norms with such a name are left alone.
+        strict: raise if a norm is left alone that include and exclude chose; nothing is exchanged then.
+        dry_run: check and report only.
+
+    Returns:
+        a `SwapReport`: ``str()`` is a table, ``undo()`` takes the exchange back, ``with`` does so at its end.
+
+    Raises:
+        TypeError: model is not a module, or a glob not a string.
+        ValueError: a glob matches no norm, model has a DistributedDataParallel or FSDP in it, or strict and a norm is
+            left alone.
+
+    Example:
+        >>> import torch, onepass
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.LayerNorm(8))
+        >>> report = onepass.swap(model)
+        >>> print(report)
+        exchanged  1  LayerNorm -> onepass.nn.LayerNorm  *
+        >>> report.undo()
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"swap: model must be a torch.nn.Module, got {type(model).__name__}")
+    _refuse_wrappers(model)
+    norms = _norms(model)
+    chosen = _globs("include", include, norms), _globs("exclude", exclude, norms)
+    found: list[tuple[Layer, nn.Module, Target | None]] = []
+    failed: list[Layer] = []
+    for module, names in norms.items():
+        kind = type(module).__name__
+        if not _matches(names, chosen[0]):
+            found.append((Layer(names, kind, "", "not included"), module, None))
+        elif _matches(names, chosen[1]):
+            found.append((Layer(names, kind, "", "excluded"), module, None))
+        else:
+            options = targets(module)
+            target = options if isinstance(options, str) else choose(module, options)
+            if isinstance(target, str):
+                failed.append(Layer(names, kind, "", target))
+                found.append((failed[-1], module, None))
+            else:
+                found.append((Layer(names, kind, target.label, ""), module, target))
+    if strict and failed:
+        raise ValueError(f"swap: strict, and these norms would be left alone\n{SwapReport(failed, (), True)}")
+    exchanges = [] if dry_run else [Exchange(module, target) for _, module, target in found if target is not None]
+    return SwapReport([layer for layer, *_ in found], exchanges, dry_run)
+
+
+def _norms(model: nn.Module) -> dict[nn.Module, tuple[str, ...]]:
+    """Return the norms with all their names: a shared module has several."""
+    norms: dict[nn.Module, tuple[str, ...]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if looks_like_norm(module):
+            norms[module] = (*norms.get(module, ()), name)
+    return norms
+
+
+def _refuse_wrappers(model: nn.Module) -> None:
+    """Raise ValueError for a model that is already distributed."""
+    # a module that was never imported has no instances, and importing FSDP takes long
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    names = ("FullyShardedDataParallel", "FSDPModule")
+    wrappers = (DistributedDataParallel, *(getattr(fsdp, name) for name in names if hasattr(fsdp, name)))
+    for name, module in model.named_modules():
+        if isinstance(module, wrappers):
+            where = name or "the model"
+            raise ValueError(f"swap: {where} is wrapped in {type(module).__name__}; swap first, then wrap")
+
+
+def _globs(argument: str, given: str | Iterable[str], norms: dict[nn.Module, tuple[str, ...]]) -> list[str]:
+    globs = list(given) if isinstance(given, Iterable) and not isinstance(given, str) else [given]
+    for glob in globs:
+        if not isinstance(glob, str):
+            raise TypeError(f"swap: {argument} must be a glob or several, got {type(glob).__name__}")
+        if norms and not any(_matches(names, [glob]) for names in norms.values()):
+            some = ", ".join(name for names in norms.values() for name in names[:1])
+            some = some if len(some) < 300 else f"{some[:300]}..."
+            raise ValueError(f"swap: {argument} {glob!r} matches no norm of the model; it has {some}")
+    return globs
+
+
+def _matches(names: tuple[str, ...], globs: list[str]) -> bool:
+    return any(fnmatchcase(name, glob) for name in names for glob in globs)
+
+
+__all__ = ["swap"]

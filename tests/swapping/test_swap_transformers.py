@@ -1,0 +1,290 @@
+"""`onepass.swap` on models of transformers, built from small configurations with random weights."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import onepass
+from onepass import swap
+
+transformers = pytest.importorskip("transformers")
+
+SIZES: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+DECODER: dict[str, Any] = {**SIZES, "num_key_value_heads": 2, "vocab_size": 64, "max_position_embeddings": 64}
+SPECIAL: dict[str, Any] = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+# class of the model, of its configuration, options, class of its norms, how many, ours
+MODELS: dict[str, tuple[str, str, dict[str, Any], str, int, str]] = {
+    "llama": ("LlamaForCausalLM", "LlamaConfig", DECODER, "LlamaRMSNorm", 5, "RMSNorm"),
+    "qwen2": ("Qwen2ForCausalLM", "Qwen2Config", DECODER, "Qwen2RMSNorm", 5, "RMSNorm"),
+    "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", {**DECODER, "head_dim": 8}, "Qwen3RMSNorm", 9, "RMSNorm"),
+    "gemma": ("GemmaForCausalLM", "GemmaConfig", {**DECODER, "head_dim": 8}, "GemmaRMSNorm", 5, "RMSNorm(offset=1)"),
+    "bert": ("BertForMaskedLM", "BertConfig", {**SIZES, "vocab_size": 64}, "LayerNorm", 6, "LayerNorm"),
+    "vit": ("ViTForImageClassification", "ViTConfig", {**SIZES, "image_size": 16, "patch_size": 4}, "LayerNorm", 5,
+            "LayerNorm"),
+    "gpt2": ("GPT2LMHeadModel", "GPT2Config", {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 64}, "LayerNorm",
+             5, "LayerNorm"),
+}  # fmt: skip
+FP32 = torch.finfo(torch.float32).eps
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    before = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
+    yield
+    transformers.logging.set_verbosity(before)
+
+
+def build(name: str) -> nn.Module:
+    """The model in eval mode; its norms' weights and biases are random, as after training."""
+    cls, config, options, *_ = MODELS[name]
+    special = {} if name == "vit" else SPECIAL
+    model = getattr(transformers, cls)(getattr(transformers, config)(**options, **special)).eval()
+    with torch.no_grad():
+        for m in model.modules():
+            if "norm" in type(m).__name__.lower():
+                for p in m.parameters(recurse=False):
+                    p.add_(torch.rand_like(p) - 0.5)
+    return model
+
+
+def inputs(name: str, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    if name == "vit":
+        pixels = torch.randn(2, 3, 16, 16, generator=generator, dtype=torch.float64).to(dtype)
+        return {"pixel_values": pixels, "labels": torch.tensor([0, 1])}
+    ids = torch.randint(3, 64, (2, 9), generator=generator)
+    return {"input_ids": ids, "labels": ids}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_outputs_and_gradients(name: str) -> None:
+    """In fp32, within the rounding of two layers: the longest sum has 64 numbers, and there are some thirty of them."""
+    theirs = build(name)
+    ours = copy.deepcopy(theirs)
+    *_, kind, count, becomes = MODELS[name]
+    report = swap(ours, strict=True)
+    assert [(layer.kind, layer.becomes) for layer in report.layers] == [(kind, f"onepass.nn.{becomes}")] * count
+    batch = inputs(name)
+    results = [model(**batch) for model in (ours, theirs)]
+    torch.testing.assert_close(results[0].logits, results[1].logits, rtol=0.0, atol=64 * 30 * FP32)
+    for result in results:
+        result.loss.backward()
+    for (key, a), (_, b) in zip(ours.named_parameters(), theirs.named_parameters(), strict=True):
+        assert (a.grad is None) == (b.grad is None), key
+        if a.grad is not None and b.grad is not None:
+            largest = float(b.grad.abs().max())
+            torch.testing.assert_close(a.grad, b.grad, rtol=0.0, atol=64 * 30 * FP32 * max(largest, 1.0), msg=key)
+    report.undo()
+    assert torch.equal(ours(**batch).logits, results[1].logits)
+    assert [type(m) for m in ours.modules()] == [type(m) for m in theirs.modules()]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("name", MODELS)
+def test_rounding_in_16_bits(name: str, dtype: torch.dtype) -> None:
+    """Each norm by itself: theirs rounds up to twice, ours once, each by u·|y|; u is half of finfo.eps."""
+    model = build(name).to(dtype)
+    twin = copy.deepcopy(model)
+    swap(model, strict=True)
+    assert {p.dtype for p in model.parameters()} == {dtype}
+    different = 0
+    for ours, theirs in zip(model.modules(), twin.modules(), strict=True):
+        if type(ours) is type(theirs):
+            continue
+        x = torch.randn(1024, ours.weight.numel()).to(dtype)
+        y, want = ours(x).double(), theirs(x).double()
+        bias = 0.0 if getattr(ours, "bias", None) is None else float(ours.bias.detach().abs().max())
+        # each rounding to a subnormal number is off by half of the smallest; the weight multiplies theirs' first
+        subnormal = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps / 2
+        largest = float(ours.weight.detach().abs().max()) + getattr(ours, "offset", 0.0)
+        bound = 1.5 * torch.finfo(dtype).eps * want.abs() + 64 * FP32 * (want.abs() + bias)
+        bound += (2 + largest) * subnormal
+        assert bool(((y - want).abs() <= bound).all())
+        # ours is the float64 value, rounded once
+        wide = copy.deepcopy(ours).double()(x.double())
+        once = torch.finfo(dtype).eps / 2 * wide.abs() + 64 * FP32 * (wide.abs() + bias) + subnormal
+        assert bool(((y - wide).abs() <= once).all())
+        different += int((y != want).sum())
+    assert (different > 0) == (name in ("llama", "qwen2", "qwen3"))
+    assert torch.isfinite(model(**inputs(name, dtype)).logits).all()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_save_and_load(name: str, tmp_path) -> None:
+    """What a swapped model saves, transformers loads, and the other way round."""
+    model = build(name)
+    keys = list(model.state_dict())
+    batch = inputs(name)
+    want = model(**batch).logits
+    swap(model)
+    assert list(model.state_dict()) == keys
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path).eval()
+    assert not any(isinstance(m, (onepass.nn.LayerNorm, onepass.nn.RMSNorm)) for m in loaded.modules())
+    assert torch.equal(loaded(**batch).logits, want)
+    swap(loaded, strict=True)
+    assert torch.equal(loaded(**batch).logits, model(**batch).logits)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma"])
+def test_meta_then_from_a_state_dict(name: str) -> None:
+    full = build(name)
+    with torch.device("meta"):
+        empty = type(full)(full.config).eval()
+    assert len(swap(empty, strict=True).exchanged) == 5
+    keys = empty.load_state_dict(full.state_dict(), assign=True)
+    assert not keys.missing_keys
+    for m, like in zip(empty.modules(), full.modules(), strict=True):
+        # transformers computes rotary frequencies outside of the state_dict
+        m._buffers.update({k: b for k, b in like._buffers.items() if b is not None})
+    batch = inputs(name)
+    torch.testing.assert_close(empty(**batch).logits, full(**batch).logits, rtol=0.0, atol=64 * 30 * FP32)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "gemma", "gpt2"])
+def test_generate(name: str) -> None:
+    """Greedy and sampled, with the cache: the same tokens, and the same random numbers are drawn."""
+    model = build(name)
+    prompt = inputs(name)["input_ids"][:, :4]
+    options = {"max_new_tokens": 8, "pad_token_id": 0, "eos_token_id": None}
+    want = model.generate(prompt, do_sample=False, **options)
+    torch.manual_seed(3)
+    sampled = model.generate(prompt, do_sample=True, **options)
+    torch.manual_seed(3)
+    with swap(model, strict=True):
+        again = model.generate(prompt, do_sample=True, **options)
+        assert torch.equal(model.generate(prompt, do_sample=False, **options), want)
+    assert torch.equal(again, sampled)
+    assert want.shape == (2, 12)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma", "bert"])
+@pytest.mark.parametrize("first", ["swap", "lora"])
+def test_lora(name: str, first: str, tmp_path) -> None:
+    """Adapters go on before or after; the norms that peft copies to train them are exchanged too."""
+    peft = pytest.importorskip("peft")
+    base = build(name)
+    linear, norm = {"bert": (["query"], "LayerNorm")}.get(name, (["q_proj", "v_proj"], "norm"))
+    config = peft.LoraConfig(r=2, target_modules=linear, modules_to_save=[norm] if name == "llama" else None,
+                             init_lora_weights=False)  # fmt: skip
+    twin = peft.get_peft_model(copy.deepcopy(base), config)
+    if first == "swap":
+        report = swap(base, strict=True)
+        model = peft.get_peft_model(base, config)
+    else:
+        model = peft.get_peft_model(base, config)
+        report = swap(model, strict=True)
+    model.load_state_dict(twin.state_dict())
+    assert [n for n, p in model.named_parameters() if p.requires_grad] == [
+        n for n, p in twin.named_parameters() if p.requires_grad
+    ]
+    batch = inputs(name)
+    a, b = model.eval()(**batch), twin.eval()(**batch)
+    torch.testing.assert_close(a.logits, b.logits, rtol=0.0, atol=64 * 30 * FP32)
+    a.loss.backward()
+    b.loss.backward()
+    compared = 0
+    for (key, p), (_, q) in zip(model.named_parameters(), twin.named_parameters(), strict=True):
+        assert (p.grad is None) == (q.grad is None), key
+        if p.grad is not None and q.grad is not None:
+            compared += 1
+            atol = 64 * 30 * FP32 * max(1.0, float(q.grad.abs().max()))
+            torch.testing.assert_close(p.grad, q.grad, rtol=0.0, atol=atol, msg=key)
+    assert compared >= 4
+    model.save_pretrained(tmp_path)
+    loaded = peft.PeftModel.from_pretrained(build(name), tmp_path)
+    mine, theirs = (peft.get_peft_model_state_dict(m) for m in (loaded, twin))
+    assert mine.keys() == theirs.keys()
+    assert all(torch.equal(mine[key], theirs[key]) for key in mine)
+    report.undo()
+
+
+def test_t5_and_others_by_what_they_compute() -> None:
+    """T5's LayerNorm is an RMS norm; a layer norm with channels first, and a gated norm, are left alone."""
+    t5 = transformers.T5Model(
+        transformers.T5Config(d_model=32, d_kv=8, d_ff=64, num_layers=1, num_heads=4, vocab_size=64, **SPECIAL)
+    )
+    found = {(layer.kind, layer.becomes) for layer in swap(t5, strict=True).layers}
+    assert found == {("T5LayerNorm", "onepass.nn.RMSNorm")}
+    convnext = transformers.ConvNextModel(
+        transformers.ConvNextConfig(hidden_sizes=[8, 8, 8, 8], depths=[1, 1, 1, 1], patch_size=2)
+    )
+    report = swap(convnext)
+    for layer in report.layers:
+        first = getattr(convnext.get_submodule(layer.names[0]), "data_format", "") == "channels_first"
+        assert first == (not layer.becomes)
+        assert first == ("its forward raises on random input in float32: RuntimeError: " in layer.reason)
+    assert report.exchanged
+    assert report.left_alone
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "gemma", "gpt2"])
+def test_training_takes_the_same_path(name: str) -> None:
+    """Five steps of SGD with the weights exchanged after the optimizer was built."""
+    models = [build(name).train(), build(name).train()]
+    models[1].load_state_dict(models[0].state_dict())
+    losses: list[list[float]] = [[], []]
+    batch = inputs(name)
+    for i, model in enumerate(models):
+        for m in model.modules():
+            if isinstance(m, nn.Dropout):
+                m.p = 0.0
+        optimizer = torch.optim.SGD(model.parameters(), 0.05)
+        if i:
+            swap(model, strict=True)
+        for _ in range(5):
+            optimizer.zero_grad()
+            loss = model(**batch).loss
+            loss.backward()
+            optimizer.step()
+            losses[i].append(loss.item())
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+    assert losses[0][-1] < losses[0][0]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("name", MODELS)
+def test_on_a_gpu(name: str, dtype: torch.dtype) -> None:
+    theirs = build(name).to("cuda", dtype)
+    ours = copy.deepcopy(theirs)
+    swap(ours, strict=True)
+    batch = {key: value.cuda() for key, value in inputs(name, dtype).items()}
+    a, b = ours(**batch).logits.float(), theirs(**batch).logits.float()
+    # 16 bits: some thirty roundings on the way; fp32: sums of 64
+    eps = torch.finfo(dtype).eps
+    bound = 30 * eps * (64 if dtype == torch.float32 else 1) * max(1.0, float(b.abs().max()))
+    assert float((a - b).abs().max()) <= bound
+
+
+def test_the_examples_of_the_page(capsys) -> None:
+    """docs/swap.md: its code runs, and prints the report that stands there."""
+    page = (Path(__file__).parents[2] / "docs" / "swap.md").read_text()
+    codes = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    (printed,) = re.findall(r"^```text\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    assert len(codes) == 2
+    for code in codes:
+        exec(compile(code, "docs/swap.md", "exec"), {})
+    assert capsys.readouterr().out == printed
+
+
+def test_mixed_dtypes() -> None:
+    """A norm with fp32 weights on 16-bit input: transformers returns the weight's dtype, ours that of the input."""
+    norm = build("llama").model.norm
+    x = torch.randn(2, 32).bfloat16()
+    want = norm(x)
+    swap(norm, strict=True)
+    assert (want.dtype, norm(x).dtype) == (torch.float32, torch.bfloat16)
+    torch.testing.assert_close(norm(x).float(), want, rtol=1.5 * torch.finfo(torch.bfloat16).eps, atol=0.0)
+    with pytest.raises(TypeError, match="hidden_states"):
+        norm(hidden_states=x)
