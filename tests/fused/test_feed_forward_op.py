@@ -133,10 +133,12 @@ def test_one_graph_for_all_lengths(device: str, causal: bool) -> None:
 def test_export_with_named_batch_and_length(device: str, causal: bool, k: int | float) -> None:
     layer = _layer(device, causal, k=k).eval()
     sizes = {0: torch.export.Dim("batch", min=1, max=64), 1: torch.export.Dim("n", min=16, max=4096)}
-    program = torch.export.export(layer, (_tokens(device).detach(),), dynamic_shapes=(sizes,)).module()
+    program = torch.export.export(layer, (_tokens(device).detach(),), dynamic_shapes=(sizes,))
     for batch, n in ((3, 128), (1, 80)):
         x = _tokens(device, batch, n).detach()
-        torch.testing.assert_close(program(x), layer(x), rtol=0, atol=0)
+        torch.testing.assert_close(program.module()(x), layer(x), rtol=0, atol=0)
+    names = [str(node.target) for node in program.graph.nodes if "onepass" in str(node.target)]
+    assert names == ["onepass.routed_feed_forward.default"]
 
 
 def test_products_are_counted(device: str, causal: bool) -> None:

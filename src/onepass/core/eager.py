@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 
 PLAIN_TYPES = frozenset((torch.Tensor, torch.nn.Parameter))
+_OF_OPERATORS = PLAIN_TYPES | {FakeTensor}
 # types of most calls' arguments: one set comparison instead of a loop
 _PLAIN_ARGUMENTS = PLAIN_TYPES | {type(None), bool, int, float, str, torch.dtype}
 
@@ -46,11 +47,9 @@ def takes_operators(*tensors: torch.Tensor | None) -> bool:
     """
     if forward_mode() or any(t is not None and t.is_meta for t in tensors):
         return False
-    if torch.compiler.is_compiling():
-        return all(t is None or type(t) in PLAIN_TYPES for t in tensors)
-    if torch._C._are_functorch_transforms_active():
+    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
         return False
-    return all(t is None or type(t) in PLAIN_TYPES or type(t) is FakeTensor for t in tensors)
+    return all(t is None or type(t) in _OF_OPERATORS for t in tensors)
 
 
 def fast_apply(function: Any) -> Callable[..., Any]:

@@ -11,6 +11,7 @@ directly in the weights' dtype. torch computes the matrix products; all kernels 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -131,6 +132,90 @@ def _gated(v: Tensor, gates: Tensor) -> Tensor:
     return v * gates.to(v.dtype)[..., None, None]
 
 
+def forward(
+    normed: Tensor, x: Tensor, at_q: Tensor, at_kv: Tensor, gates_q: Tensor, gates_kv: Tensor, norm_q: Tensor,
+    norm_kv: Tensor, weights: Sequence[Tensor], light_runs: Runs, heavy_runs: Runs, plan: Plan,
+) -> tuple[Tensor, list[Tensor], list[Tensor]]:  # fmt: skip
+    """Return y (batch·n, dim), what backward needs of the activations, and the five matrices as multiplied.
+
+    The last are copies in the branches' dtype, and empty where the weights have it. `weights`: ν, then the matrices.
+    """
+    batch, n, dim = normed.shape
+    chosen_q, chosen_kv, *copies = _before_products(x, at_q, at_kv, norm_q, norm_kv, plan, *weights)
+    bias, qkv_c, light_out_c, q_c, kv_c, heavy_out_c = copies or weights
+    tokens = normed.view(-1, dim)
+    qkv = torch.mm(tokens, qkv_c.t()).view(batch, n, 3, plan.light_heads, plan.width)
+    q = torch.mm(chosen_q.view(-1, dim), q_c.t()).view(batch, -1, plan.heavy_heads, plan.width)
+    kv = torch.mm(chosen_kv.view(-1, dim), kv_c.t()).view(batch, -1, 2, plan.heavy_heads, plan.width)
+    gated = _gated(kv.select(2, 1), gates_kv)
+    light, light_lse, heavy, heavy_lse = _attend(
+        qkv, q, kv, gated, at_q, at_kv, plan, *light_runs[:3], *heavy_runs[:3]
+    )  # fmt: skip
+    y = torch.addmm(bias, light.view(batch * n, -1), light_out_c.t())
+    update = torch.addmm(-bias, heavy.view(batch * q.shape[1], -1), heavy_out_c.t()).view(chosen_q.shape)
+    _add_chosen(y, update, gates_q, at_q)
+    return y, [tokens, qkv, light, light_lse, q, kv, heavy, heavy_lse, update], copies[1:]
+
+
+def backward(
+    saved: list[Any], light_runs: Runs, heavy_runs: Runs, plan: Plan, dtypes: Sequence[torch.dtype],
+    needs: Sequence[bool], dy: Tensor,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """Return the gradients of what :func:`forward` takes, for dy (batch·n, dim); None where `needs` is False.
+
+    In order: normed tokens, chosen queries and keys of x as rows, gates of both, norms of both, ν, the matrices.
+    `saved` holds x, both indices, both gates, both norms, what :func:`forward` kept, and the matrices as multiplied.
+    This function empties the list: each tensor is freed after its last use if the caller holds no other reference.
+    """
+    (
+        x, at_q, at_kv, gates_q, gates_kv, norm_q, norm_kv, tokens, qkv, light, light_lse, q, kv, heavy, heavy_lse,
+        update, qkv_c, light_out_c, q_c, kv_c, heavy_out_c,
+    ) = saved  # fmt: skip
+    saved.clear()
+    need_normed, need_x, _, need_gates, need_gates_kv, need_norm_q, need_norm_kv, need_null, *need_weights = needs
+    dim = x.shape[-1]
+    grads: list[Tensor | None] = [None] * 5
+
+    def gradient(which: int, dy: Tensor, x: Tensor) -> None:
+        if need_weights[which]:
+            grads[which] = weight_gradient(dy, x.view(len(dy), -1), dtypes[1 + which])
+
+    dy = dy.to(plan.dtype).contiguous()
+    d_update, d_gates_q, chosen_q, stats_q, chosen_kv, stats_kv = _before_backward_products(
+        dy.view(x.shape), update, gates_q, x, at_q, at_kv, norm_q, norm_kv, plan, need_gates
+    )
+    du, v = d_update.view(-1, dim), kv.select(2, 1)
+    gradient(1, dy, light)
+    gradient(4, du, heavy)
+    d_null = (dy.sum(0, dtype=dtypes[0]) - du.sum(0, dtype=dtypes[0])) if need_null else None
+    d_light, d_heavy = torch.mm(dy, light_out_c).view(light.shape), torch.mm(du, heavy_out_c).view(heavy.shape)
+    if heavy_runs.begin is None:
+        begin, end = span.edges(q, heavy_runs.first, heavy_runs.last, kv.shape[1]) or (None, None)
+        heavy_runs = heavy_runs._replace(begin=begin, end=end)
+    d_qkv, dq, dkv = _attend_backward(
+        d_light, qkv, light, light_lse, d_heavy, q, kv, _gated(v, gates_kv), heavy, heavy_lse, at_q, at_kv, plan,
+        *light_runs, *heavy_runs,
+    )  # fmt: skip
+    del qkv, light, d_light
+    dv, d_gates_kv = dkv.select(2, 1), None
+    if need_gates_kv:
+        d_gates_kv = torch.linalg.vecdot(dv.flatten(2).to(gates_kv.dtype), v.flatten(2).to(gates_kv.dtype))
+    dv.mul_(gates_kv.to(dv.dtype)[..., None, None])
+    d_qkv, dq, dkv = d_qkv.view(len(dy), -1), dq.view(len(du), -1), dkv.view(at_kv.numel(), -1)
+    gradient(0, d_qkv, tokens)
+    del tokens
+    gradient(2, dq, chosen_q)
+    gradient(3, dkv, chosen_kv)
+    d_normed = torch.mm(d_qkv, qkv_c).view(x.shape) if need_normed else None
+    del d_qkv
+    rows_q, partials_q, rows_kv, partials_kv = _after_backward_products(
+        torch.mm(dq, q_c).view(chosen_q.shape), torch.mm(dkv, kv_c).view(chosen_kv.shape), x, at_q, at_kv,
+        norm_q, norm_kv, stats_q, stats_kv, need_x, need_norm_q, need_norm_kv,
+    )  # fmt: skip
+    d_norms = [None if p is None else p.sum(0).to(w.dtype) for p, w in ((partials_q, norm_q), (partials_kv, norm_kv))]
+    return d_normed, rows_q, rows_kv, d_gates_q, d_gates_kv, *d_norms, d_null, *grads
+
+
 class _RoutedAttention(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -138,24 +223,13 @@ class _RoutedAttention(torch.autograd.Function):
         norm_kv: Tensor, null: Tensor, qkv_w: Tensor, light_out_w: Tensor, q_w: Tensor, kv_w: Tensor,
         heavy_out_w: Tensor, x: Tensor, at_q: Tensor, at_kv: Tensor, light_runs: Runs, heavy_runs: Runs, plan: Plan,
     ) -> Tensor:  # fmt: skip
-        batch, n, dim = normed.shape
         weights = null, qkv_w, light_out_w, q_w, kv_w, heavy_out_w
-        chosen_q, chosen_kv, *copies = _before_products(x, at_q, at_kv, norm_q, norm_kv, plan, *weights)
-        bias, qkv_c, light_out_c, q_c, kv_c, heavy_out_c = copies or weights
-        tokens = normed.view(-1, dim)
-        qkv = torch.mm(tokens, qkv_c.t()).view(batch, n, 3, plan.light_heads, plan.width)
-        q = torch.mm(chosen_q.view(-1, dim), q_c.t()).view(batch, -1, plan.heavy_heads, plan.width)
-        kv = torch.mm(chosen_kv.view(-1, dim), kv_c.t()).view(batch, -1, 2, plan.heavy_heads, plan.width)
-        gated = _gated(kv.select(2, 1), gates_kv)
-        light, light_lse, heavy, heavy_lse = _attend(
-            qkv, q, kv, gated, at_q, at_kv, plan, *light_runs[:3], *heavy_runs[:3]
+        y, kept, matrices = forward(
+            normed, x, at_q, at_kv, gates_q, gates_kv, norm_q, norm_kv, weights, light_runs, heavy_runs, plan
         )  # fmt: skip
-        y = torch.addmm(bias, light.view(batch * n, -1), light_out_c.t())
-        update = torch.addmm(-bias, heavy.view(batch * q.shape[1], -1), heavy_out_c.t()).view(chosen_q.shape)
-        _add_chosen(y, update, gates_q, at_q)
         ctx.save_for_backward(
-            tokens, qkv, light, light_lse, q, kv, heavy, heavy_lse, update, gates_q, gates_kv, norm_q, norm_kv, qkv_c,
-            light_out_c, q_c, kv_c, heavy_out_c, x, at_q, at_kv, *light_runs, *heavy_runs,
+            x, at_q, at_kv, gates_q, gates_kv, norm_q, norm_kv, *kept, *(matrices or weights[1:]), *light_runs,
+            *heavy_runs,
         )  # fmt: skip
         ctx.plan, ctx.dtypes = plan, [w.dtype for w in weights]
         return y
@@ -163,66 +237,17 @@ class _RoutedAttention(torch.autograd.Function):
     @staticmethod
     @as_forward_did("RoutedAttention")
     def backward(ctx: Any, grads_out: tuple[Tensor | None, ...]) -> Any:
-        (
-            tokens, qkv, light, light_lse, q, kv, heavy, heavy_lse, update, gates_q, gates_kv, norm_q, norm_kv, qkv_c,
-            light_out_c, q_c, kv_c, heavy_out_c, x, at_q, at_kv, *runs,
-        ) = ctx.saved_tensors  # fmt: skip
-        # this frame now owns the saved tensors (unless the graph is retained); `del` frees those of the tokens' size
-        ctx.maybe_clear_saved_tensors()
-        light_runs, heavy_runs = Runs(*runs[:5]), Runs(*runs[5:])
-        (
-            need_normed, need_x, _, need_gates, need_gates_kv, need_norm_q, need_norm_kv, need_null, *needs,
-        ) = ctx.needs_input_grad[:13]  # fmt: skip
-        plan, dtypes, dim, precision = ctx.plan, ctx.dtypes, x.shape[-1], torch.get_float32_matmul_precision()
+        saved = list(ctx.saved_tensors)
+        ctx.maybe_clear_saved_tensors()  # `saved` is now the only owner, unless the graph is retained
+        light_runs, heavy_runs = Runs(*saved[-10:-5]), Runs(*saved[-5:])
+        del saved[-10:]
+        plan, precision = ctx.plan, torch.get_float32_matmul_precision()
         if precision != plan.precision:
             # the precision changed since forward: other kernels, with other tiles of keys
             plan = plan._replace(precision=precision)
             light_runs, heavy_runs = (r._replace(begin=None, end=None) for r in (light_runs, heavy_runs))
-        grads: list[Tensor | None] = [None] * 5
-
-        def gradient(which: int, dy: Tensor, x: Tensor) -> None:
-            if needs[which]:
-                grads[which] = weight_gradient(dy, x.view(len(dy), -1), dtypes[1 + which])
-
-        dy = grads_out[0].to(plan.dtype).contiguous()  # type: ignore[union-attr]
-        d_update, d_gates_q, chosen_q, stats_q, chosen_kv, stats_kv = _before_backward_products(
-            dy.view(x.shape), update, gates_q, x, at_q, at_kv, norm_q, norm_kv, plan, need_gates
-        )
-        du, v = d_update.view(-1, dim), kv.select(2, 1)
-        gradient(1, dy, light)
-        gradient(4, du, heavy)
-        d_null = (dy.sum(0, dtype=dtypes[0]) - du.sum(0, dtype=dtypes[0])) if need_null else None
-        d_light, d_heavy = torch.mm(dy, light_out_c).view(light.shape), torch.mm(du, heavy_out_c).view(heavy.shape)
-        if heavy_runs.begin is None:
-            begin, end = span.edges(q, heavy_runs.first, heavy_runs.last, kv.shape[1]) or (None, None)
-            heavy_runs = heavy_runs._replace(begin=begin, end=end)
-        d_qkv, dq, dkv = _attend_backward(
-            d_light, qkv, light, light_lse, d_heavy, q, kv, _gated(v, gates_kv), heavy, heavy_lse, at_q, at_kv, plan,
-            *light_runs, *heavy_runs,
-        )  # fmt: skip
-        del qkv, light, d_light
-        dv, d_gates_kv = dkv.select(2, 1), None
-        if need_gates_kv:
-            d_gates_kv = torch.linalg.vecdot(dv.flatten(2).to(gates_kv.dtype), v.flatten(2).to(gates_kv.dtype))
-        dv.mul_(gates_kv.to(dv.dtype)[..., None, None])
-        d_qkv, dq, dkv = d_qkv.view(len(dy), -1), dq.view(len(du), -1), dkv.view(at_kv.numel(), -1)
-        gradient(0, d_qkv, tokens)
-        del tokens
-        gradient(2, dq, chosen_q)
-        gradient(3, dkv, chosen_kv)
-        d_normed = torch.mm(d_qkv, qkv_c).view(x.shape) if need_normed else None
-        del d_qkv
-        rows_q, partials_q, rows_kv, partials_kv = _after_backward_products(
-            torch.mm(dq, q_c).view(chosen_q.shape), torch.mm(dkv, kv_c).view(chosen_kv.shape), x, at_q, at_kv,
-            norm_q, norm_kv, stats_q, stats_kv, need_x, need_norm_q, need_norm_kv,
-        )  # fmt: skip
-        d_norms = [
-            None if p is None else p.sum(0).to(w.dtype) for p, w in ((partials_q, norm_q), (partials_kv, norm_kv))
-        ]
-        return (
-            d_normed, rows_q, rows_kv, d_gates_q, d_gates_kv, *d_norms, d_null, *grads,
-            None, None, None, None, None, None,
-        )  # fmt: skip
+        grads = backward(saved, light_runs, heavy_runs, plan, ctx.dtypes, ctx.needs_input_grad[:13], grads_out[0])  # type: ignore[arg-type]
+        return *grads, None, None, None, None, None, None
 
 
 _apply = fast_apply(_RoutedAttention)

@@ -22,11 +22,10 @@ from torch import Tensor
 from onepass.core.eager import fast_apply
 from onepass.core.launch import replayed
 from onepass.core.products import weight_gradient
-from onepass.ops.causal_choice import op as causal_choice
 from onepass.ops.routing.rows import add_rows, scatter_backward
-from onepass.ops.topk import op as op_topk
 
 from . import branch
+from .choice import Choice, choose, choose_backward
 from .fork import as_forward_did
 from .norms import norm_backward_into, norm_forward, norm_partials
 
@@ -46,28 +45,9 @@ class Plan(NamedTuple):
     explore_weight: float
     causal: tuple[int, int] | None = None  # block and memory of a causal choice; None: choose the best of all tokens
 
-
-def _choose(scores: Tensor, mask: Tensor | None, plan: Plan) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return gates, indices, and the state and starts that `_choice_backward` needs."""
-    if plan.causal is not None:
-        return causal_choice.forward(scores, mask, plan.k, plan.gate_eps, *plan.causal)
-    _, indices, gates, state = op_topk.forward(scores, None, mask, plan.k, plan.gate_eps, plan.kind, plan.hard)
-    return gates, indices, state, None
-
-
-def _choice_backward(
-    d_gates: Tensor, scores: Tensor, mask: Tensor | None, plan: Plan, indices: Tensor, gates: Tensor, state: Tensor,
-    starts: Tensor | None,
-) -> Tensor | None:  # fmt: skip
-    """Return the gradient of the scores."""
-    if plan.causal is not None and starts is not None:
-        return causal_choice.backward(
-            d_gates, scores, mask, gates, indices, state, starts, plan.gate_eps, *plan.causal
-        )  # fmt: skip
-    ds, _ = op_topk.backward(
-        None, d_gates, scores, indices, state, None, mask, plan.gate_eps, plan.kind, True, False
-    )  # fmt: skip
-    return ds
+    def choice(self) -> Choice:
+        """Return how the router chooses."""
+        return Choice(self.k, self.gate_eps, self.kind, self.hard, self.causal)
 
 
 @replayed
@@ -80,7 +60,7 @@ def _before_products(
         x, None, light_norm, vectors.view(-1), plan.light_eps, plan.score_eps, plan.dtype, mask
     )  # fmt: skip
     assert scores is not None
-    gates, indices, state, starts = _choose(scores, mask, plan)
+    gates, indices, state, starts = choose(scores, mask, plan.choice())
     chosen, _, chosen_stats = norm_forward(x, indices, heavy_norm, None, plan.heavy_eps, 0.0, plan.dtype)
     # y has the shape of x from the start: autograd forbids in-place writes to a view that a Function returned
     y = torch.empty(x.shape, dtype=plan.dtype, device=x.device)
@@ -144,7 +124,7 @@ def _after_backward_products(
     if not (need_x or need_sums):
         return None, None
     if d_gates is not None:
-        ds = _choice_backward(d_gates, scores, mask, plan, indices, gates, state, starts)
+        ds = choose_backward(d_gates, scores, mask, plan.choice(), indices, gates, state, starts)
         d_scores = ds if d_scores is None or ds is None else ds + d_scores
     elif explore_grad is not None and d_scores is None:
         d_scores = torch.zeros_like(scores)

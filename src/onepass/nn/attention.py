@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from onepass.core import check
-from onepass.core.eager import plain
+from onepass.core.eager import plain, takes_operators
+from onepass.fused import attention_op
 from onepass.fused.attention import Plan, routed_attention
 from onepass.fused.fork import fork
 from onepass.fused.norms import fits_one_program
@@ -108,9 +109,9 @@ class RoutedAttention(nn.Module):
     embedding by the original positions. There is no residual inside: write ``x + attention(x)``.
 
     With ``causal=True`` no output depends on a later token, bit for bit. Local windows reach back only. A running
-    threshold chooses queries (`CausalRouter`). Each complete window gives a quota of ``max(1, round(window·k_kv/n))``
-    keys and values, and a query of window b sees those of the windows before b. They are the first entries of one
-    list, so nothing is copied per window.
+    threshold chooses queries (`CausalRouter`). Each window gives a quota of ``max(1, round(window·share))`` keys and
+    values, where the share is k_kv or, for an int, k_kv/n. A query of window b sees those of the windows before b. They
+    are the first entries of one list, so nothing is copied per window.
 
     Args:
         dim: width of the tokens.
@@ -194,7 +195,12 @@ class RoutedAttention(nn.Module):
         if x.dim() != 3 or x.shape[-1] != self.dim:
             raise ValueError(f"RoutedAttention: x must be (batch, n, {self.dim}), got {tuple(x.shape)}")
         dtype = self._fused_dtype(x, mask)
-        y, routing = self._composed(x, mask) if dtype is None else self._fused(x, mask, dtype)
+        if dtype is None:
+            y, routing = self._composed(x, mask)
+        elif plain(x, mask):
+            y, routing = self._fused(x, mask, dtype)
+        else:
+            y, routing = self._operators(x, mask, dtype)
         y = explore(y, x, self.router_q, routing.q.indices.shape[1], mask).view(x.shape)
         return (y, routing) if return_routing else y
 
@@ -257,6 +263,29 @@ class RoutedAttention(nn.Module):
             forked, x, gates, indices, weights, (light_runs._replace(mask=mask), heavy_runs), plan
         ), routing
 
+    def _operators(self, x: Tensor, mask: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, AttentionRouting]:
+        """Return the same from one operator, for calls through the dispatcher."""
+        light, heavy, q, kv, n = self.light, self.heavy, self.router_q, self.router_kv, x.shape[1]
+        assert isinstance(q, Router)
+        assert isinstance(kv, Router)
+        q.check(x, 0, mask)
+        of_q, of_kv = q.choice(count(self.k_q, n)), kv.choice(self._quota(n) if self.causal else count(self.k_kv, n))
+        own = attention_op.Settings(
+            dtype, light.heads, heavy.heads, heavy.dim_head, light.window, self.causal, light.norm.eps_for(x), NORM_EPS,
+            of_q.k, of_kv.k, of_q.eps, of_q.kind, of_q.hard, *(of_q.causal or (0, 0)), of_kv.eps, of_kv.kind,
+            of_kv.hard,
+        )  # fmt: skip
+        with torch.autocast(x.device.type, enabled=False):
+            vectors = torch.cat((q.directions(), kv.directions()))
+        matrices = light.qkv.weight, light.out.weight, heavy.q.weight, heavy.kv.weight, heavy.out.weight
+        y, at_q, gates_q, at_kv, gates_kv, scores = attention_op.routed_attention(
+            x, vectors, light.norm.weight, mask, heavy.norm_q.weight, heavy.norm_kv.weight, self.null, matrices, own
+        )
+        scores_q, scores_kv = scores.unbind(1)
+        return y, AttentionRouting(
+            RouterOutput(at_q, gates_q, scores_q), RouterOutput(at_kv, gates_kv, scores_kv)
+        )  # fmt: skip
+
     def _seen(self, routing: AttentionRouting, n: int, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Return how many of the chosen keys each chosen query sees, and which of them exist (None: all)."""
         q, kv, there = routing.q.indices, routing.kv.indices, self._there(routing, n, mask)
@@ -274,6 +303,8 @@ class RoutedAttention(nn.Module):
 
     def _quota(self, n: int) -> int:
         """Return how many keys and values each window gives for n > 0 tokens, missing ones included."""
+        if isinstance(self.k_kv, float):
+            return max(1, round(self.window * self.k_kv))
         k = count(self.k_kv, n)
         return min(self.window, max(1, round(self.window * k / n))) if k else 0
 
@@ -287,7 +318,13 @@ class RoutedAttention(nn.Module):
         None if something intercepts the call (a compiler, a transform, a hook), if a branch or router is not the
         default one, or if there is nothing to choose.
         """
-        if not (plain(x, mask) and x.numel() and self.k_q and self.k_kv and fits_one_program(x.shape[-1])):
+        if not (
+            (plain(x, mask) or takes_operators(x, mask))
+            and x.numel()
+            and self.k_q
+            and self.k_kv
+            and fits_one_program(x.shape[-1])
+        ):
             return None
         # read `_modules`: attributes and `modules()` take longer than everything else here
         own = self._modules
@@ -302,7 +339,9 @@ class RoutedAttention(nn.Module):
         if len({m.eps for m in norms}) > 1 or any(m.offset for m in norms):
             return None
         weights = [p for m in parts for p in m._parameters.values() if p is not None]
-        if any(m._parameters.get("bias") is not None for m in inner) or not plain(*weights):
+        if any(m._parameters.get("bias") is not None for m in inner) or not (
+            plain(*weights) or takes_operators(*weights)
+        ):
             return None
         # kernels don't check devices; fall back so that modules raise the error
         if {w.device for w in weights} != {x.device}:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from onepass.fused.feed_forward import Plan
+from onepass.fused.choice import Choice, of_sequence, windows
 from onepass.ops.causal_choice.op import MEMORY, check_sizes, choose
 
 from .count import check_size
@@ -81,9 +80,9 @@ class CausalRouter(Router):
         chosen = choose(scores, k, self.eps, self.block, self.memory, mask)
         return RouterOutput(*chosen, scores)
 
-    def plan(self, k: int, n: int, dtype: torch.dtype, light_eps: float, heavy_eps: float) -> Plan:
-        """Return the settings of `routed_feed_forward` with this router."""
-        return super().plan(k, n, dtype, light_eps, heavy_eps)._replace(causal=(self.block, self.memory))
+    def choice(self, k: int) -> Choice:
+        """Return how this router chooses k tokens."""
+        return super().choice(k)._replace(causal=(self.block, self.memory))
 
     def extra_repr(self) -> str:
         return f"{self.dim}, eps={self.eps}, score={self.score!r}, block={self.block}, memory={self.memory}"
@@ -103,17 +102,9 @@ def choose_per_block(
     fewer real tokens. A choice depends on its whole block, so the tokens of block b may attend to the choices of the
     blocks before b.
     """
-    batch, n, *rest = values.shape
-    blocks = -(-n // block)
-    missing = blocks * block - n
-    if missing:
-        mask = torch.ones(batch, n, dtype=torch.bool, device=values.device) if mask is None else mask
-        values = F.pad(values, (*(0, 0) * len(rest), 0, missing))
-    if mask is not None:
-        mask = F.pad(mask, (0, missing)).view(batch * blocks, block)
-    chosen = choose(values.reshape(batch * blocks, block, *rest), quota, mask)
-    within = chosen.indices.view(batch, blocks, chosen.indices.shape[1])
-    start = torch.arange(0, blocks * block, block, device=values.device)[:, None]
-    indices = torch.where(within >= 0, within + start, -1).flatten(1)
-    scores = chosen.scores.view(batch, blocks * block)[:, :n]
+    batch, n = values.shape[:2]
+    parts, real = windows(values, mask, block)
+    chosen = choose(parts, quota, real)
+    scores = chosen.scores.view(batch, -(-n // block) * block)[:, :n]
+    indices = of_sequence(chosen.indices, batch, block)
     return RouterOutput(indices, chosen.gates.view(indices.shape), scores)

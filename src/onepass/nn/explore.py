@@ -92,9 +92,8 @@ class _Explore(torch.autograd.Function):
             sample = sample.masked_fill(~real[..., None], 0)
         square = torch.linalg.vector_norm(sample, dim=-1).square()
         explore_grad = gain * torch.rsqrt(square + dim * NORM_EPS) * (-ctx.explore_weight * ctx.stride * math.sqrt(dim))
-        # a backward under autocast would round this product; meta tensors have no autocast
-        with torch.autocast("cpu" if x.is_meta else x.device.type, enabled=False):
-            toward = (explore_grad.reshape(1, -1) @ sample.reshape(-1, dim)).expand(weight.shape)
+        # no matrix product: a backward under autocast would round it, and a reshape would tie a graph to one length
+        toward = (explore_grad[..., None] * sample).sum((0, 1)).expand(weight.shape)
         if ctx.cosine:
             # only the direction counts: the score divides by the vector's length
             unit = F.normalize(weight.to(dtype), dim=-1)

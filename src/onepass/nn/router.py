@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from onepass.core import check
+from onepass.fused.choice import Choice
 from onepass.fused.feed_forward import Plan
 from onepass.ops.routing.op import MAX_VECTORS, score
 from onepass.ops.soft_topk.op import KINDS
@@ -158,8 +159,12 @@ class Router(nn.Module):
     def plan(self, k: int, n: int, dtype: torch.dtype, light_eps: float, heavy_eps: float) -> Plan:
         """Return the settings of `routed_feed_forward` with this router."""
         every = n // k if self.explores(k, n) else 0
-        kind, hard = KINDS.index(self.kind), self.gate == "straight_through"
-        return Plan(dtype, k, light_eps, heavy_eps, NORM_EPS, self.eps, kind, hard, every, self.explore)
+        how = self.choice(k)
+        return Plan(dtype, k, light_eps, heavy_eps, NORM_EPS, *how[1:4], every, self.explore, how.causal)
+
+    def choice(self, k: int) -> Choice:
+        """Return how this router chooses k tokens."""
+        return Choice(k, self.eps, KINDS.index(self.kind), self.gate == "straight_through")
 
     def explores(self, k: int, n: int) -> bool:
         """Return whether backward, with k of n tokens chosen, also gets a gradient from tokens that were not chosen."""

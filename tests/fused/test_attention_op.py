@@ -1,0 +1,178 @@
+"""Routed attention as one operator forward and one backward: what compiled programs run is what plain eager runs."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+from functorch.compile import make_boxed_func
+from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
+from torch.library import opcheck
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
+
+from onepass.core.launch import INTERPRET
+from onepass.fused import attention_op
+from onepass.nn import RoutedAttention, RoutedBlock
+
+pytestmark = [
+    pytest.mark.skipif(INTERPRET, reason="the kernels are those of the eager nodes"),
+    pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]),
+    pytest.mark.parametrize("causal", [False, True], ids=["best", "causal"]),
+]
+DIM, N, WINDOW = 32, 64, 16
+
+
+def _layer(device: str, causal: bool, **kwargs: Any) -> RoutedAttention:
+    torch.manual_seed(0)
+    return RoutedAttention(DIM, 1 / 8, 1 / 4, heads=2, dim_head=16, window=WINDOW, causal=causal, **kwargs).to(device)
+
+
+def _block(device: str, causal: bool) -> RoutedBlock:
+    torch.manual_seed(0)
+    return RoutedBlock(DIM, 1 / 8, heads=2, dim_head=16, window=WINDOW, causal=causal).to(device)
+
+
+def _tokens(device: str, batch: int = 2, n: int = N) -> Tensor:
+    return torch.randn(batch, n, DIM, device=device, requires_grad=True)
+
+
+def _mask(device: str, n: int = N) -> Tensor:
+    return torch.arange(n, device=device) < torch.tensor([[n], [40]], device=device)
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """The arguments of calls of the operator."""
+    found: list[tuple[Any, ...]] = []
+    run = attention_op.routed_attention
+
+    def noted(*args: Any) -> Any:
+        *tensors, matrices, own = args
+        found.append((*tensors, *matrices, *own))
+        return run(*args)
+
+    monkeypatch.setattr(attention_op, "routed_attention", noted)
+    return found
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["whole", "padded"])
+@pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "autocast"])
+@pytest.mark.parametrize("n", [N, N + 9])
+def test_the_operator_is_the_eager_nodes_bit_for_bit(
+    device: str, causal: bool, n: int, autocast: bool, masked: bool
+) -> None:
+    layer, x, mask = _layer(device, causal), _tokens(device, n=n), _mask(device, n) if masked else None
+    outs = []
+    for run in (layer, lambda *args, **kwargs: _through_operators(layer, *args, **kwargs)):
+        with torch.autocast(device, torch.bfloat16) if autocast else contextlib.nullcontext():
+            y, routing = run(x, mask, return_routing=True)
+        torch.manual_seed(1)
+        loss = (y * torch.randn_like(y)).sum()
+        for choice in routing:
+            loss = loss + choice.gates.sum() + choice.scores.where(choice.scores > 0, 0).sum() / n
+        grads = torch.autograd.grad(loss, [x, *layer.parameters()])
+        outs.append([*tree_leaves((y, routing)), *grads])
+    for actual, expected in zip(*outs, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+
+
+def _through_operators(layer: RoutedAttention, x: Tensor, mask: Tensor | None, return_routing: bool) -> Any:
+    from onepass.nn.explore import explore
+
+    dtype = layer._fused_dtype(x, mask)
+    assert dtype is not None
+    y, routing = layer._operators(x, mask, dtype)
+    return explore(y.flatten(0, 1), x, layer.router_q, routing.q.indices.shape[1], mask).view(x.shape), routing
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["whole", "padded"])
+@pytest.mark.parametrize("n", [N, N + 9])
+def test_opcheck(device: str, causal: bool, masked: bool, n: int, seen: list[tuple[Any, ...]]) -> None:
+    layer, x, mask = _layer(device, causal), _tokens(device, n=n), _mask(device, n) if masked else None
+    for dtype in (torch.float32, torch.bfloat16):
+        layer._operators(x, mask, dtype)
+        opcheck(
+            attention_op.forward_op, seen[-1],
+            test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_dynamic", "test_autograd_registration"),
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("frozen", ["heavy", "light", "router", "x"])
+def test_only_the_gradients_that_are_wanted(device: str, causal: bool, frozen: str) -> None:
+    layer, x = _layer(device, causal), _tokens(device)
+    if frozen == "x":
+        x = x.detach()
+    for name, p in layer.named_parameters():
+        p.requires_grad_(not name.startswith(frozen))
+    leaves = [t for t in (x, *layer.parameters()) if t.requires_grad]
+    torch.manual_seed(1)
+    y = layer(x)
+    z = _through_operators(layer, x, None, return_routing=True)[0]
+    g = torch.randn_like(y)
+    expected, actual = torch.autograd.grad(y, leaves, g), torch.autograd.grad(z, leaves, g)
+    for a, e in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a, e, rtol=0, atol=0)
+
+
+def test_a_compiled_block_holds_two_operators_each_way(device: str, causal: bool) -> None:
+    graphs: list[list[str]] = []
+
+    def compiler(graph: Any, inputs: Any) -> Any:
+        graphs.append([str(n.target) for n in graph.graph.nodes if "onepass" in str(n.target)])
+        return make_boxed_func(graph)
+
+    block, x = _block(device, causal), _tokens(device)
+    backend = aot_autograd(fw_compiler=compiler, bw_compiler=compiler)  # type: ignore[no-untyped-call]
+    torch._dynamo.reset()
+    y, z = block(x), torch.compile(block, fullgraph=True, backend=backend)(x)
+    torch.testing.assert_close(z, y, rtol=0, atol=0)
+    leaves, g = [x, *block.parameters()], torch.randn_like(y)
+    # dx of the attention joins that of the residual in another order
+    for a, e in zip(torch.autograd.grad(z, leaves, g), torch.autograd.grad(y, leaves, g), strict=True):
+        torch.testing.assert_close(a, e)
+    names = ["onepass.routed_attention.default", "onepass.routed_feed_forward.default"]
+    assert graphs == [names, [n.replace(".default", "_backward.default") for n in reversed(names)]]
+
+
+def test_one_graph_for_all_lengths(device: str, causal: bool) -> None:
+    graphs = 0
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        nonlocal graphs
+        graphs += 1
+        return graph.forward
+
+    block = _block(device, causal)
+    torch._dynamo.reset()
+    compiled = torch.compile(block, fullgraph=True, dynamic=True, backend=backend)
+    for batch, n in ((2, 64), (2, 96), (3, 130), (5, 1000)):
+        x = _tokens(device, batch, n)
+        torch.testing.assert_close(compiled(x), block(x), rtol=0, atol=0)
+    assert graphs == 1
+
+
+def test_export_with_named_batch_and_length(device: str, causal: bool) -> None:
+    block = _block(device, causal).eval()
+    sizes = {0: torch.export.Dim("batch", min=1, max=64), 1: torch.export.Dim("n", min=16, max=4096)}
+    program = torch.export.export(block, (_tokens(device).detach(),), dynamic_shapes=(sizes,))
+    for batch, n in ((3, 128), (1, 80)):
+        x = _tokens(device, batch, n).detach()
+        torch.testing.assert_close(program.module()(x), block(x), rtol=0, atol=0)
+    names = [str(node.target) for node in program.graph.nodes if "onepass" in str(node.target)]
+    assert names == ["onepass.routed_attention.default", "onepass.routed_feed_forward.default"]
+
+
+def test_products_are_counted(device: str, causal: bool) -> None:
+    layer, x = _layer(device, causal), _tokens(device)
+    inner, batch = 2 * 16, 2
+    forward = 2 * batch * DIM * inner * (4 * N + 2 * (N // 8) + 2 * (N // 4))
+    with FlopCounterMode(display=False) as counter:
+        y = layer(x)
+    assert counter.get_total_flops() == forward
+    with FlopCounterMode(display=False) as counter:
+        y.sum().backward()
+    assert 2 * forward <= counter.get_total_flops() <= 2 * forward + 2 * 2 * N * DIM
