@@ -17,8 +17,8 @@ from .engine import FaultError
 
 
 def roundoff(dtype: torch.dtype) -> float:
-    """Largest relative error of one rounding."""
-    return torch.finfo(dtype).eps / 2
+    """Largest relative error of one rounding; float64: of one here and one in what it is compared with."""
+    return torch.finfo(dtype).eps * (1.0 if dtype == torch.float64 else 0.5)
 
 
 def accumulator(*dtypes: torch.dtype) -> torch.dtype:

@@ -156,8 +156,8 @@ def check_norm(case: Case, device: str) -> None:
         centred = found.inverse * (g - g.mean(-1, keepdim=True))
         unit = found.inverse * (g.abs() + g.abs().mean(-1, keepdim=True))
         bound = stretch * 4 * rounding.u * unit + rounding.v * centred.abs() + rounding.zero * (1 + found.inverse)
-        if device != "cpu":
-            # kernels take n as x·r − (mean·r), which rounds by u·|mean|·r instead of 0; it enters twice
+        if acc == torch.float64:
+            # torch's mean of equal numbers may be off by an ulp there, and n by u·|mean|·r; it enters twice
             left = rounding.u * rows.abs().amax(-1, keepdim=True) * found.inverse
             bound = bound + stretch * found.inverse * left.square() * g.abs().mean(-1, keepdim=True)
         got = grads[list(leaves).index("x")].reshape(rows.shape)

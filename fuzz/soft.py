@@ -103,7 +103,8 @@ def solve(s: Tensor, valid: Tensor, k: float, eps: float, kind: str, u: float) -
     gates, slopes = gate(a, kind), slope(a, kind)
     own = 8 * u * (a.abs() + 1) + 2**-50 * abs(e)
     total = float(slopes.sum())
-    of_sum = STOP * u * min(k, count - k) + length(count) * u * total
+    # the last: the sum above is one of float64
+    of_sum = STOP * u * min(k, count - k) + length(count) * u * total + 2**-52 * k
     shift = (of_sum + float((slopes * own).sum())) / total if total > 0 else math.inf
     sharp = shift < 0.05
     delta = own + shift if sharp else torch.full_like(own, math.inf)
