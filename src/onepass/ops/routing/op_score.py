@@ -11,7 +11,7 @@ from onepass.core.bind import bind
 from onepass.core.launch import uses_triton
 from onepass.core.register import register, register_fake
 
-from . import arguments, torch_path
+from . import arguments, sharding, torch_path
 
 
 def _vectors(weight: Tensor) -> Tensor:
@@ -44,8 +44,8 @@ def _backward(
     return x.new_empty(0) if dx is None else dx, weight.new_empty(0) if dw is None else dw.view(weight.shape)
 
 
-forward_op = register("routing_score", _forward)
-backward_op = register("routing_score_backward", _backward)
+forward_op = register("routing_score", _forward, sharding.score)
+backward_op = register("routing_score_backward", _backward, sharding.score_backward)
 
 
 @register_fake(forward_op)

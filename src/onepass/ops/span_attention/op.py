@@ -13,7 +13,7 @@ from onepass.core.bind import bind
 from onepass.core.launch import uses_triton
 from onepass.core.register import register, register_fake
 
-from . import torch_path
+from . import sharding, torch_path
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -164,8 +164,8 @@ def _bytes(mask: Tensor | None) -> Tensor | None:
     return None if mask is None else mask.contiguous().view(torch.uint8)
 
 
-forward_op = register("span_attention", forward)
-backward_op = register("span_attention_backward", backward)
+forward_op = register("span_attention", forward, sharding.forward)
+backward_op = register("span_attention_backward", backward, sharding.backward)
 
 
 @register_fake(forward_op)
