@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+
 from sharded.processes import run
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")

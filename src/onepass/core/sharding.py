@@ -97,4 +97,15 @@ def gradient(placed: Placement, needed: bool) -> Placement:
     return PARTIAL if placed == REPLICATE else placed
 
 
-__all__ = ["PARTIAL", "REPLICATE", "Placement", "Rule", "Way", "add_rule", "beside", "gradient", "register_rules", "row_dims"]
+__all__ = [
+    "PARTIAL",
+    "REPLICATE",
+    "Placement",
+    "Rule",
+    "Way",
+    "add_rule",
+    "beside",
+    "gradient",
+    "register_rules",
+    "row_dims",
+]

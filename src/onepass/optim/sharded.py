@@ -19,9 +19,10 @@ def is_sharded(t: Tensor | None) -> bool:
 
 def local(t: Tensor) -> Tensor:
     """Return this rank's shard of a DTensor; other tensors as they are."""
-    if not is_sharded(t):
+    to_local: Any = getattr(t, "to_local", None)
+    if to_local is None:
         return t
-    shard: Any = t.to_local()  # type: ignore[operator]
+    shard = to_local()
     # the result of a collective may still be on its way
     return shard.wait() if hasattr(shard, "wait") else shard  # type: ignore[no-any-return]
 
@@ -45,8 +46,20 @@ def _placed(p: Any, g: Any) -> Tensor:
             f"Lion: a parameter is on the device mesh {p.device_mesh} and its gradient on {g.device_mesh}; "
             "they must share one"
         )
-    # an exchange may leave a transposed shard, which would take the path for odd layouts
-    return g.redistribute(placements=p.placements).contiguous()  # type: ignore[no-any-return]
+    g = g.redistribute(placements=p.placements)
+    # an exchange may leave a shard with gaps, which would take the path for odd layouts
+    return _from_local(local(g).contiguous(), p, g.shape)
+
+
+def _from_local(shard: Tensor, p: Any, shape: tuple[int, ...]) -> Tensor:
+    """Return the DTensor of this shape whose shards are these, placed like p."""
+    from torch.distributed.tensor import DTensor
+
+    # the strides of a contiguous tensor
+    stride = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+    return DTensor.from_local(
+        shard, p.device_mesh, p.placements, run_check=False, shape=torch.Size(shape), stride=stride
+    )
 
 
 def scale_shape(p: Any) -> tuple[int, int] | None:
@@ -82,14 +95,12 @@ def scale_shape(p: Any) -> tuple[int, int] | None:
 
 def zero_scales(p: Any) -> Tensor:
     """Return the int8 scales of a DTensor, placed like it: zeros."""
-    from torch.distributed.tensor import DTensor
-
     shape = scale_shape(p)
     assert shape is not None
     shard, height = local(p), p.shape[0] // shape[0]
     own_shape = shard.shape[0] // height, height * math.prod(shard.shape[1:]) // INT8_BLOCK
     own = torch.zeros(own_shape, dtype=torch.float32, device=shard.device)
-    return DTensor.from_local(own, p.device_mesh, p.placements, run_check=False, shape=shape, stride=(shape[1], 1))
+    return _from_local(own, p, shape)
 
 
 def global_mean(p: Any, shard: Tensor) -> Tensor:
@@ -100,6 +111,11 @@ def global_mean(p: Any, shard: Tensor) -> Tensor:
     placements = [Replicate() if placement.is_replicate() else Partial() for placement in p.placements]
     total, count = DTensor.from_local(part, p.device_mesh, placements, run_check=False).full_tensor()
     return (total / count.clamp(min=1)).to(shard.dtype)  # type: ignore[no-any-return]
+
+
+def whole(t: Any) -> Tensor:
+    """Return all of a DTensor, gathered from the ranks; other tensors as they are."""
+    return t.full_tensor() if is_sharded(t) else t  # type: ignore[no-any-return]
 
 
 def place_like(p: Any, value: Tensor) -> Tensor:
@@ -115,5 +131,5 @@ def place_like(p: Any, value: Tensor) -> Tensor:
 
 
 __all__ = [
-    "global_mean", "is_sharded", "local", "place_like", "placed_gradients", "scale_shape", "zero_scales",
+    "global_mean", "is_sharded", "local", "place_like", "placed_gradients", "scale_shape", "whole", "zero_scales",
 ]  # fmt: skip

@@ -13,7 +13,7 @@ from onepass.ops.lion.op import KAHAN, NONE, REMAINDER, STOCHASTIC
 from onepass.ops.lion.reference import join
 from onepass.ops.lion.storage import dequantize, quantize_, scales_for, stream_word
 from onepass.optim.options import mode_of, momentum_dtype
-from onepass.optim.sharded import is_sharded, local, place_like, scale_shape, zero_scales
+from onepass.optim.sharded import is_sharded, local, place_like, scale_shape, whole, zero_scales
 
 EXTRA_KEYS = {NONE: "", REMAINDER: "remainder", KAHAN: "kahan_comp", STOCHASTIC: "rounding"}
 SCALE_KEY = "exp_avg_scale"
@@ -115,8 +115,8 @@ def without_codes(saved: dict[str, Any]) -> dict[str, Any]:
     codes, scales = saved.get("exp_avg"), saved.get(SCALE_KEY)
     if not isinstance(codes, Tensor) or not isinstance(scales, Tensor) or codes.dtype != torch.int8:
         return saved
-    whole, scales = (t.full_tensor() if is_sharded(t) else t for t in (codes, scales))
-    return {**saved, "exp_avg": dequantize(whole.contiguous(), scales.reshape(-1)), SCALE_KEY: None}
+    numbers = dequantize(whole(codes).contiguous(), whole(scales).reshape(-1))
+    return {**saved, "exp_avg": numbers, SCALE_KEY: None}
 
 
 def gatherable(state: dict[str, Any]) -> dict[str, Any]:
@@ -126,7 +126,9 @@ def gatherable(state: dict[str, Any]) -> dict[str, Any]:
     read into them.
     """
     remainder = state.get("remainder")
-    return {**state, "remainder": remainder.to(torch.int32)} if is_sharded(remainder) else state
+    if remainder is None or not is_sharded(remainder):
+        return state
+    return {**state, "remainder": remainder.to(torch.int32)}
 
 
 def rename_options(group: dict[str, Any]) -> None:

@@ -87,6 +87,7 @@ def backward(
     if _fused(scores, block, memory):
         from . import kernels_triton
 
+        gates, thresholds, starts = gates.contiguous(), thresholds.contiguous(), starts.contiguous()
         return kernels_triton.backward(g_gates, scores, mask, gates, thresholds, starts, eps, block)
     return torch_path.backward(g_gates, scores, mask, gates, indices, thresholds, eps, block)
 

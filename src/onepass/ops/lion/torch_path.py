@@ -60,7 +60,8 @@ def plain_(
 ) -> None:
     """Update one tensor in place by the reference: any layout, any option, tensor hyperparameters without a sync.
 
-    With `scales`, m holds int8 codes. `mean` is that of `reference`. `differentiable` leaves tensors that autograd saved unchanged.
+    With `scales`, m holds int8 codes. `mean` is that of `reference`. `differentiable` leaves tensors that autograd saved
+    unchanged.
     """
     codes = None
     if scales is not None:

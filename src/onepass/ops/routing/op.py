@@ -115,9 +115,7 @@ def _scatter_backward_all(
 
 
 scatter_op = register("routing_scatter_add", _scatter, sharding.scatter_add)
-scatter_backward_op = register(
-    "routing_scatter_add_backward", _scatter_backward_all, sharding.scatter_add_backward
-)
+scatter_backward_op = register("routing_scatter_add_backward", _scatter_backward_all, sharding.scatter_add_backward)
 
 
 @register_fake(scatter_op)

@@ -34,7 +34,7 @@ def _backward(
 ) -> tuple[Tensor, Tensor]:
     vectors = _vectors(weight)
     shape = (x.shape[0], len(vectors), x.shape[1])
-    ds, scores = ds.reshape(shape).contiguous(), scores.view(shape)
+    ds, scores, inverse = ds.reshape(shape).contiguous(), scores.reshape(shape).contiguous(), inverse.contiguous()
     if uses_triton(x) and x.numel():
         from . import kernels_score
 

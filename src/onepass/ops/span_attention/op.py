@@ -136,7 +136,8 @@ def backward_into(
         q, k, v = map(_unit_width, (q, k, v))
         # `.sum().backward()` passes a gradient with stride 0
         first, last = _runs(first, last)
-        kernels_triton.backward(dout.contiguous(), q, k, v, out, lse, first, last, _bytes(mask), scale, grads, edges)
+        dout, out, lse = dout.contiguous(), out.contiguous(), lse.contiguous()
+        kernels_triton.backward(dout, q, k, v, out, lse, first, last, _bytes(mask), scale, grads, edges)
 
 
 def edges(like: Tensor, first: Tensor, last: Tensor, m: int) -> tuple[Tensor, Tensor] | None:

@@ -146,9 +146,9 @@ def backward(
         rows_of_k = (-1, indices.shape[-1])
         ds, deps = kernels_backward.backward(
             None if g_gates is None else g_gates.reshape(rows_of_k),
-            None if g_values is None else g_values.reshape(rows_of_k), indices.view(rows_of_k), as_rows(scores),
-            state.contiguous(), arguments.per_row(eps, scores), arguments.mask_rows(mask, scores), eps_value, kind,
-            need_scores, need_eps, tuple(scores.shape),
+            None if g_values is None else g_values.reshape(rows_of_k), indices.contiguous().view(rows_of_k),
+            as_rows(scores), state.contiguous(), arguments.per_row(eps, scores), arguments.mask_rows(mask, scores),
+            eps_value, kind, need_scores, need_eps, tuple(scores.shape),
         )  # fmt: skip
         return (
             ds if need_scores else None,
