@@ -59,7 +59,8 @@ def _(x: bool, w: bool, b: bool) -> None:
     for e, g in zip(a, s, strict=True):
         assert (e.grad is None) == (g.grad is None)
         if e.grad is not None:
-            torch.testing.assert_close(whole(g.grad), e.grad, rtol=1e-12, atol=1e-12)
+            most = 1e-5 if e.is_cuda else 1e-12
+            torch.testing.assert_close(whole(g.grad), e.grad, rtol=most, atol=most)
     if w:
         assert s[1].grad.placements == (Partial(),)
 

@@ -45,6 +45,13 @@ def run(script: str, world: int, backend: str = "gloo") -> str:
         return "\n".join(filter(None, errors))
 
 
+def device_type() -> str:
+    """Return the device of the group's tensors."""
+    import torch.distributed as dist
+
+    return "cuda" if "nccl" in str(dist.get_backend()) else "cpu"
+
+
 def main(cases: dict[str, Case]) -> None:
     """Run in a process that `run` started: all cases, in order, whether or not one fails."""
     import torch
@@ -52,7 +59,7 @@ def main(cases: dict[str, Case]) -> None:
 
     folder, backend = sys.argv[1:]
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    if backend == "nccl":
+    if "nccl" in backend:
         torch.cuda.set_device(rank)
     dist.init_process_group(
         backend, init_method=f"file://{folder}/store", rank=rank, world_size=world,

@@ -28,5 +28,5 @@ def test_four_processes(script: str) -> None:
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("script", ["operators.py", "optimizer.py"])
 def test_two_gpus(script: str) -> None:
-    errors = run(script, 2, "nccl")
+    errors = run(script, 2, "cpu:gloo,cuda:nccl")
     assert not errors, errors

@@ -60,8 +60,8 @@ def plain_(
 ) -> None:
     """Update one tensor in place by the reference: any layout, any option, tensor hyperparameters without a sync.
 
-    With `scales`, m holds int8 codes. `mean` is that of `reference`. `differentiable` leaves tensors that autograd saved
-    unchanged.
+    With `scales`, m holds int8 codes. `mean` is that of `reference`. `differentiable` leaves tensors unchanged that
+    autograd saved.
     """
     codes = None
     if scales is not None:
