@@ -55,11 +55,12 @@ def compare(
     exact: bool = False,
     gradients: bool = True,
     compiled: bool = False,
+    upstream: Placements | None = None,
 ) -> list[DTensor | None]:
     """Call on whole and on placed tensors; compare all results and gradients; return the placed inputs.
 
     Sums over shards, of at most 30 terms of order 1, are rounded in another order: 1e-12 in fp64, 1e-5 in fp32. `exact`
-    demands equal bits.
+    demands equal bits. Upstream gradients are whole, or placed as `upstream`.
     """
     on = on or mesh()
     device = on.device_type
@@ -83,8 +84,9 @@ def compare(
     torch.manual_seed(1)
     up = [torch.randn_like(e) if e.requires_grad else None for e in expected]
     torch.autograd.backward([e for e in expected if e.requires_grad], [u for u in up if u is not None])
+    above = [R] * on.ndim if upstream is None else upstream
     parts = [(g, u) for g, u in zip(got, up, strict=True) if u is not None]
-    torch.autograd.backward([g for g, _ in parts], [distribute_tensor(u, on, [R] * on.ndim) for _, u in parts])
+    torch.autograd.backward([g for g, _ in parts], [distribute_tensor(u, on, above) for _, u in parts])
     for i, (x, y) in enumerate(zip(a, b, strict=True)):
         if x is None or not x.requires_grad:
             continue

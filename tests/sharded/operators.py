@@ -79,6 +79,23 @@ def _() -> None:
         assert dw.placements == ((Partial(),) if need_w else (R,))
 
 
+@many("what the forward pass keeps for backward is placed as it says", {"d": [0, 1]})
+def _(d: int) -> None:
+    x = wide(5, 6, 7).to(mesh().device_type)
+    placed_x = distribute_tensor(x, mesh(), [Shard(d)])
+    calls: list[Callable[[Tensor], Any]] = [
+        lambda x: norm.forward_op(x, None, None, 1e-5, 0.0, True, True),
+        lambda x: norm.forward_residual_op(x, x, None, None, 1e-5, 0.0, True, False),
+        lambda x: torch.ops.onepass.soft_topk(x, None, None, None, 2.5, 0.5, 0),
+        lambda x: torch.ops.onepass.coor_descent(x, None, None, 2.5, 4, 0.5, 0.5, 1.0, True),
+        lambda x: torch.ops.onepass.topk(x, None, None, 3, 0.5, 0, True),
+    ]
+    for call in calls:
+        for e, g in zip(call(x), call(placed_x), strict=True):
+            assert g.placements != (R,)
+            torch.testing.assert_close(g.full_tensor(), e)
+
+
 @case("norms: the weight is redistributed, one row, no rows, fewer rows than processes")
 def _() -> None:
     compare(onepass.rms_norm, [wide(4, 6), wide(6)], [[Shard(0)], [Shard(0)]])
@@ -246,6 +263,36 @@ def _(mask: bool, place: str) -> None:
         return causal_choice(s, 4, block=4, memory=8, mask=m)
 
     compare(call, [wide(4, 12), seen], [PLACES[place], [R]])
+
+
+OTHERS: dict[str, tuple[Callable[..., Any], int]] = {
+    "layer_norm": (onepass.layer_norm, 1),
+    "stable layer_norm": (lambda x: onepass.layer_norm(x, stable=True), 1),
+    "rms_norm": (lambda x, r: onepass.rms_norm(x, residual=r), 2),
+    "soft_topk": (lambda s: onepass.soft_topk(s, 3), 1),
+    "coor_descent": (lambda s: onepass.coor_descent(s, n_iters=4, k=3), 1),
+    "topk": (lambda s: onepass.topk(s, 3), 1),
+}
+
+
+@many("upstream gradients sharded otherwise", {"op": list(OTHERS), "x": [0, 1], "up": [0, 1], "n": [7, 64]})
+def _(op: str, x: int, up: int, n: int) -> None:
+    # torch may then move what the forward pass kept: it must be placed as it says
+    call, inputs = OTHERS[op]
+    if op == "layer_norm":
+        compare(call, [wide(5, 6, n), wide(n)], [[Shard(x)], [R]], upstream=[Shard(up)])
+    else:
+        compare(call, [wide(5, 6, n)] * inputs, [[Shard(x)]] * inputs, upstream=[Shard(up)])
+
+
+@many("upstream gradients sharded otherwise: attention, score", {"x": [0, 1, 2], "up": [0, 1, 2]})
+def _(x: int, up: int) -> None:
+    i = torch.arange(6)
+    q, k, v = (wide(5, 6, 4, 8) for _ in range(3))
+    places = [[Shard(x)]] * 3 + [[R], [R]]
+    compare(span_attention, [q, k, v, i - 2, i + 1], places, upstream=[Shard(up)])
+    if max(x, up) < 2:
+        compare(score, [wide(5, 6, 7), wide(7)], [[Shard(x)], [R]], upstream=[Shard(up)])
 
 
 @case("torch.compile")
