@@ -1,4 +1,4 @@
-"""DTensor parameters: their gradients, momenta in blocks, and means over all shards; without torch.distributed here."""
+"""DTensor parameters: their gradients, the blocks of their int8 momenta, means over all shards."""
 
 from __future__ import annotations
 
