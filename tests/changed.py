@@ -19,6 +19,12 @@ def tests_for(name: str) -> list[str]:
     """Paths of the tests to run when this file changed; some may be absent."""
     path = PurePosixPath(name)
     match path.parts:
+        case ("src", "onepass", "core", "sharding.py"):
+            return [*SHARED, "tests/sharded"]
+        case ("src", "onepass", "ops", operator, "sharding.py"):
+            return [f"tests/ops/{operator}", "tests/sharded"]
+        case ("src", "onepass", "optim", "sharded.py" | "state.py" | "step.py"):
+            return ["tests/optim", "tests/sharded"]
         case ("src", "onepass", "ops", "_shared", *_):
             return ["tests/ops", "tests/contract"]
         case ("src", "onepass", "ops", operator, *_):

@@ -23,6 +23,8 @@ from conftest import concerns
         (["benchmarks/run.py", "research/ablate/text.py"], ["tests/benchmarks", "tests/research"]),
         (["fuzz/files.py"], ["tests/test_fuzz.py"]),
         (["README.md"], ["tests/test_readme.py"]),
+        (["src/onepass/ops/norm/sharding.py"], ["tests/ops/norm", "tests/sharded"]),
+        (["src/onepass/core/sharding.py"], ["tests/contract", "tests/core", "tests/sharded", "tests/test_import.py"]),
     ],
 )
 def test_chosen(changed: list[str], tests: list[str]) -> None:

@@ -33,9 +33,17 @@ def test_no_cuda_no_triton_no_environment_change() -> None:
         "new = set(sys.modules) - modules\n"
         "print(json.dumps({'env': before == dict(os.environ), 'threads': threads == torch.get_num_threads(),\n"
         "  'cuda': torch.cuda.is_initialized(), 'triton': any(m.split('.')[0] == 'triton' for m in new),\n"
+        "  'dtensor': 'torch.distributed.tensor' in new,\n"
         "  'heavy': sorted({m.split('.')[0] for m in new} & {'rich', 'matplotlib', 'safetensors', 'numpy'})}))"
     )
-    assert json.loads(out) == {"env": True, "threads": True, "cuda": False, "triton": False, "heavy": []}
+    assert json.loads(out) == {
+        "env": True,
+        "threads": True,
+        "cuda": False,
+        "triton": False,
+        "dtensor": False,
+        "heavy": [],
+    }
 
 
 def test_works_without_triton() -> None:

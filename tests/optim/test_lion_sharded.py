@@ -1,4 +1,4 @@
-"""Lion on DTensor parameters: local shards are updated; unequal placements are refused."""
+"""Lion on DTensor parameters of one process: shards are updated. tests/sharded has several processes."""
 
 from __future__ import annotations
 
@@ -39,10 +39,20 @@ def test_shards_are_updated(mesh: object, dtype: torch.dtype) -> None:
         b.step()
     assert torch.equal(sharded.full_tensor(), plain)
     assert b.state[sharded]["exp_avg"].placements == (Shard(0),)
-    sharded.grad = distribute_tensor(torch.ones(6, 4, dtype=dtype), mesh, [Replicate()])  # type: ignore[arg-type]
+    plain.grad = torch.ones(6, 4, dtype=dtype)
+    sharded.grad = distribute_tensor(plain.grad.clone(), mesh, [Replicate()])  # type: ignore[arg-type]
+    a.step()
+    b.step()
+    assert torch.equal(sharded.full_tensor(), plain)
+
+
+def test_a_state_placed_otherwise_is_refused(mesh: object) -> None:
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    p = distribute_tensor(torch.ones(6, 4), mesh, [Shard(0)]).requires_grad_()  # type: ignore[arg-type]
+    optimizer = Lion([p])
+    p.grad = distribute_tensor(torch.ones(6, 4), mesh, [Shard(0)])  # type: ignore[arg-type]
+    optimizer.step()
+    optimizer.state[p]["exp_avg"] = distribute_tensor(torch.ones(6, 4), mesh, [Replicate()])  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="equal placements"):
-        b.step()
-    sharded.grad = distribute_tensor(torch.ones(6, 4, dtype=dtype), mesh, [Shard(0)])  # type: ignore[arg-type]
-    cautious = Lion([sharded], cautious=True)
-    with pytest.raises(ValueError, match="cautious"):
-        cautious.step()
+        optimizer.step()

@@ -16,7 +16,8 @@ from torch.optim.optimizer import _global_optimizer_post_hooks as _post_hooks
 from torch.optim.optimizer import _global_optimizer_pre_hooks as _pre_hooks
 
 from onepass.optim.options import check_options, check_parameters
-from onepass.optim.state import load_state, rename_options
+from onepass.optim.sharded import is_sharded, placed_gradients
+from onepass.optim.state import gatherable, load_state, rename_options
 from onepass.optim.step import Work, compiled_step
 
 Loss = TypeVar("Loss")
@@ -70,8 +71,8 @@ class Lion(Optimizer):
     removes it.
 
     The momentum is `state[p]["exp_avg"]`, so that checkpoints of lion-pytorch, optimi and timm load. States keep their
-    dtype in `load_state_dict`. DTensor parameters are updated shard by shard: their gradients must have the same
-    placements, and `cautious` raises an error.
+    dtype in `load_state_dict`. DTensor parameters are updated shard by shard, with their states sharded alike;
+    gradients are redistributed to the placements of their parameters. docs/scale.md says what int8 and cautious do.
 
     With `torch.amp.GradScaler`, the default is that of torch's AdamW: the scaler unscales the gradients in place, waits
     for the device once per step to find inf or nan, skips such a step, and raises an error for fp16 gradients. With
@@ -163,6 +164,12 @@ class Lion(Optimizer):
                 group.setdefault(name, value)
             _lr_to_device(group)
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state as torch's optimizers do; remainders of DTensors are int32, which collectives can send."""
+        found: dict[str, Any] = super().state_dict()
+        found["state"] = {key: gatherable(state) for key, state in found["state"].items()}
+        return found
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state; every tensor keeps its saved dtype (torch would cast int16 to the dtype of the weight).
 
@@ -198,9 +205,13 @@ class Lion(Optimizer):
     def current_work(self) -> tuple[Work, list[Tensor]]:
         """Return the current layout of a step, and its gradients."""
         work = self._work
-        live = None if work is None else work.gradients(self)
+        # a kept layout without DTensors has no use for the list
+        placed = placed_gradients(self.param_groups) if work is None or work.sharded else None
+        live = None if work is None else work.gradients(self, placed)
         if work is None or live is None:
-            grads = [p.grad for group in self.param_groups for p in group["params"]]
+            # not once more, if some ranks keep their layout: the collectives of all ranks must match
+            placed = placed_gradients(self.param_groups) if placed is None else placed
+            grads = [placed.get(id(p)) for group in self.param_groups for p in group["params"]]
             work = self._work = Work(self, grads)
             live = [g for g in grads if g is not None]
         return work, live
@@ -235,7 +246,8 @@ class Lion(Optimizer):
                 loss = closure()
         if torch.compiler.is_compiling():
             scaled = (self.clip_coefficient, getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
-            if all(t is None for t in scaled):
+            sharded = any(is_sharded(p) for group in self.param_groups for p in group["params"])
+            if all(t is None for t in scaled) and not sharded:
                 compiled_step(self)
             else:
                 _uncompiled_step(self)
@@ -265,7 +277,7 @@ class Lion(Optimizer):
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _uncompiled_step(optimizer: Lion) -> None:
-    """Take an eager step from compiled code, for gradients to clip or unscale: one launch, skipped as a whole."""
+    """Take an eager step from compiled code, for DTensors and for gradients to clip or unscale."""
     optimizer._take_step()
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from onepass.ops.lion.op import KAHAN, NONE, REMAINDER, STOCHASTIC, Row
+from onepass.optim.sharded import is_sharded, scale_shape
 
 LOW_PRECISION = ("auto", "none", "remainder", "kahan", "stochastic")
 STATE_DTYPES = (None, torch.float32, torch.bfloat16, "int8")
@@ -117,9 +118,8 @@ def momentum_dtype(p: Tensor, group: dict[str, Any]) -> torch.dtype:
     if asked == "int8":
         if p.is_complex():
             raise ValueError(f"state_dtype='int8' has no complex form for a {p.dtype} parameter; None is accepted")
-        if hasattr(p, "to_local"):
-            raise ValueError("state_dtype='int8' does not take DTensor parameters: its blocks would straddle shards")
-        return torch.int8 if p.numel() >= SMALL_INT8 else p.dtype
+        small = p.numel() < SMALL_INT8 or (is_sharded(p) and scale_shape(p) is None)
+        return p.dtype if small else torch.int8
     dtype: torch.dtype = asked or p.dtype
     if p.is_complex() and dtype != p.dtype:
         if dtype not in COMPLEX_STATE:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from onepass.optim.lion import Lion
+from onepass.optim.sharded import placed_gradients
 from onepass.optim.step import Work
 
 
@@ -65,9 +66,10 @@ class ReleasedGradients:
         places = [p for group in optimizer.param_groups for p in group["params"]]
         key = tuple(i for i, p in enumerate(places) if id(p) in waiting)
         work = self._works.get(key)
-        live = None if work is None else work.gradients(optimizer)
+        placed = placed_gradients([{"params": list(waiting.values())}])
+        live = None if work is None else work.gradients(optimizer, placed)
         if work is None or live is None:
-            grads = [p.grad if id(p) in waiting else None for p in places]
+            grads = [placed.get(id(p)) for p in places]
             work = self._works[key] = Work(optimizer, grads, part=True)
             live = [g for g in grads if g is not None]
         work.run(optimizer, live)

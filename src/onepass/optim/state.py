@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import MutableMapping
 from typing import Any
 
@@ -12,6 +13,7 @@ from onepass.ops.lion.op import KAHAN, NONE, REMAINDER, STOCHASTIC
 from onepass.ops.lion.reference import join
 from onepass.ops.lion.storage import dequantize, quantize_, scales_for, stream_word
 from onepass.optim.options import mode_of, momentum_dtype
+from onepass.optim.sharded import is_sharded, local, place_like, scale_shape, whole, zero_scales
 
 EXTRA_KEYS = {NONE: "", REMAINDER: "remainder", KAHAN: "kahan_comp", STOCHASTIC: "rounding"}
 SCALE_KEY = "exp_avg_scale"
@@ -41,25 +43,31 @@ def prepare_state(state: dict[str, Any], p: Tensor, group: dict[str, Any], index
     if old is None or convert:
         value = None
         if old is not None:
-            value = dequantize(old, state.pop(SCALE_KEY)) if old.dtype == torch.int8 else old
-        state["exp_avg"] = torch.zeros_like(p, dtype=momentum, memory_format=torch.preserve_format)
+            value = local(old)
+            value = dequantize(value, local(state.pop(SCALE_KEY)).view(-1)) if old.dtype == torch.int8 else value
+        # blocks are runs of memory: with rows in order, they stay the same blocks for every number of ranks
+        sharded_codes = momentum == torch.int8 and is_sharded(p)
+        layout = torch.contiguous_format if sharded_codes else torch.preserve_format
+        state["exp_avg"] = torch.zeros_like(p, dtype=momentum, memory_format=layout)
         if momentum == torch.int8:
-            state[SCALE_KEY] = torch.zeros(scales_for(p.numel()), dtype=torch.float32, device=p.device)
+            n_scales = scales_for(p.numel())
+            state[SCALE_KEY] = zero_scales(p) if sharded_codes else p.new_zeros(n_scales, dtype=torch.float32)
             if value is not None:
-                quantize_(value, state["exp_avg"], state[SCALE_KEY])
+                quantize_(value, local(state["exp_avg"]), local(state[SCALE_KEY]).view(-1))
         elif value is not None:
-            state["exp_avg"].copy_(value)
+            local(state["exp_avg"]).copy_(value)
     if mode == REMAINDER and key not in state:
         state[key] = torch.zeros_like(p, dtype=torch.int16, memory_format=torch.preserve_format)
         if "kahan_comp" in state:
-            state[key].copy_(_remainder_of_sum(p, state.pop("kahan_comp")))
+            local(state[key]).copy_(_remainder_of_sum(local(p), local(state.pop("kahan_comp"))))
     elif misfit:
         state[key] = state[key].to(p.dtype)
     elif mode == KAHAN and key not in state:
         state[key] = torch.zeros_like(p, memory_format=torch.preserve_format)
         remainder = state.pop("remainder", None)
         if remainder is not None and p.dtype == torch.bfloat16:
-            state[key].copy_(join(p.detach(), remainder) - p.detach().float())
+            own = local(p.detach())
+            local(state[key]).copy_(join(own, local(remainder)) - own.float())
     elif mode == STOCHASTIC and key not in state:
         # from seed and place only: torch's generators and the order of first updates do not matter
         state[key] = torch.full((), stream_word(group["seed"], index), dtype=torch.int64, device=p.device)
@@ -75,20 +83,52 @@ def _remainder_of_sum(p: Tensor, compensation: Tensor) -> Tensor:
 def load_state(saved: dict[str, Any], states: MutableMapping[Tensor, Any], p: Tensor, group: dict[str, Any]) -> None:
     """Write a parameter's saved state to `states` in its saved dtypes, in place of torch's casts to the weight's dtype.
 
-    Placeholders of other libraries are dropped; a group's `state_dtype` converts the momentum.
+    Placeholders of other libraries are dropped; a group's `state_dtype` converts the momentum. Whole tensors are cut
+    into shards for a DTensor.
     """
-    shapes = {SCALE_KEY: (scales_for(p.numel()),), "rounding": ()}
+    shapes: dict[str, tuple[int, ...]] = {SCALE_KEY: (scales_for(p.numel()),), "rounding": ()}
+    if is_sharded(p):
+        blocks = scale_shape(p)
+        saved = saved if blocks is not None else without_codes(saved)
+        shapes[SCALE_KEY] = blocks or ()
     for name, value in saved.items():
         if name not in _OWN:
             continue
+        if name == SCALE_KEY and isinstance(value, Tensor) and value.numel() == math.prod(shapes[name]):
+            # the blocks of a sharded momentum are listed by rows
+            value = value.reshape(shapes[name])
         if not isinstance(value, Tensor) or (name != "exp_avg" and value.shape != shapes.get(name, p.shape)):
             del states[p][name]
             continue
         dtype = value.dtype
         if name == "exp_avg" and group["state_dtype"] not in (None, "int8") and dtype != torch.int8:
             dtype = momentum_dtype(p, group)
+        if name == "remainder" and dtype == torch.int32:
+            dtype = torch.int16  # of a sharded state, see `gatherable`
         # always copy: steps must not change the checkpoint
-        states[p][name] = value.detach().to(p.device, dtype, copy=True)
+        value = value.detach().to(p.device, dtype, copy=True)
+        states[p][name] = value if name == "rounding" else place_like(p, value)
+
+
+def without_codes(saved: dict[str, Any]) -> dict[str, Any]:
+    """Return a saved state with fp32 numbers in place of an int8 momentum whose blocks would cross shards."""
+    codes, scales = saved.get("exp_avg"), saved.get(SCALE_KEY)
+    if not isinstance(codes, Tensor) or not isinstance(scales, Tensor) or codes.dtype != torch.int8:
+        return saved
+    numbers = dequantize(whole(codes).contiguous(), whole(scales).reshape(-1))
+    return {**saved, "exp_avg": numbers, SCALE_KEY: None}
+
+
+def gatherable(state: dict[str, Any]) -> dict[str, Any]:
+    """Return a parameter's state for a state dict: the remainder of a DTensor as int32 numbers.
+
+    Neither gloo nor NCCL gathers int16. As numbers, not bits, they also take the values of an int16 checkpoint that is
+    read into them.
+    """
+    remainder = state.get("remainder")
+    if remainder is None or not is_sharded(remainder):
+        return state
+    return {**state, "remainder": remainder.to(torch.int32)}
 
 
 def rename_options(group: dict[str, Any]) -> None:
@@ -99,13 +139,13 @@ def rename_options(group: dict[str, Any]) -> None:
         group.setdefault("cautious", group.pop("caution"))
 
 
-def check_placements(p: Tensor, g: Tensor, m: Tensor) -> None:
+def check_placements(p: Tensor, m: Tensor) -> None:
     """Raise an error if the DTensor placements differ: the update would combine unrelated elements."""
-    placements = [getattr(t, "placements", None) for t in (p, g, m)]
-    if placements[1] != placements[0] or placements[2] != placements[0]:
+    placements = [getattr(t, "placements", None) for t in (p, m)]
+    if placements[1] != placements[0]:
         raise ValueError(
-            f"Lion: a DTensor parameter, its gradient and its exp_avg must have equal placements, got {placements[0]}, "
-            f"{placements[1]} and {placements[2]}; redistribute the gradient"
+            f"Lion: a DTensor parameter and its exp_avg must have equal placements, got {placements[0]} and "
+            f"{placements[1]}; load_state_dict(state_dict()) places the states like the parameters"
         )
 
 

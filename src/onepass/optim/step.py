@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from operator import attrgetter, itemgetter
 from typing import Any
 
@@ -24,17 +25,12 @@ from onepass.optim.options import (
     routing,
     row_of,
 )
+from onepass.optim.sharded import global_mean, is_sharded, local
 from onepass.optim.state import EXTRA_KEYS, SCALE_KEY, check_placements, check_places, prepare_state
 from onepass.optim.watch import Layouts, Objects
 
 MODE_NAMES = {mode: name for name, mode in MODES.items()}
 _grad = attrgetter("grad")
-
-
-def local(t: Tensor) -> Tensor:
-    """Return this rank's shard of a DTensor; other tensors as they are."""
-    to_local: Callable[[], Tensor] | None = getattr(t, "to_local", None)
-    return t if to_local is None else to_local()
 
 
 def check_dense(g: Tensor) -> None:
@@ -84,7 +80,7 @@ class Work:
             keys.add(SCALE_KEY)
         self.kept = [(key, Objects([s.get(key) for s in optimizer.state.values()])) for key in sorted(keys)]
         live = [g for g in grads if g is not None]
-        self.sharded = any(hasattr(p, "to_local") for p in self.params)
+        self.sharded = any(map(is_sharded, self.params))
         self.layouts = Layouts(self._shards(live))
         self.own = Layouts(self._shards(self.params))
         self.squares = [p for p in self.params if _may_be_turned(p)]
@@ -110,6 +106,8 @@ class Work:
             vectors = vectors and not group["differentiable"] and not g.is_conj() and not g.is_neg()
             known = all(t.dtype in KERNEL_DTYPES for t in (p, g, m))
             triton = vectors and known and not group["foreach"] and group["fused"] is not False
+            # a kernel counts in its own shard, but the mean is that of all
+            triton = triton and not (is_sharded(self.params[j]) and cautious_factor(group) is not None)
             if triton and all(map(uses_triton, (p, g, m))) and (group["fused"] or group["foreach"] is None):
                 self.fused.append(j)
                 continue
@@ -147,16 +145,16 @@ class Work:
         columns = self.columns._replace(grads=live)
         if not self.sharded:
             return columns
-        for p, g, m, k in zip(self.params, live, columns.exp_avgs, self.groups, strict=True):
-            check_placements(p, g, m)
-            if cautious_factor(optimizer.param_groups[k]) is not None and hasattr(p, "to_local"):
-                raise ValueError(
-                    "Lion: cautious needs a mean over all shards, which DTensor parameters don't have here yet"
-                )
-        return Columns(*([None if t is None else local(t) for t in c] for c in columns))  # type: ignore[arg-type]
+        for p, m in zip(self.params, columns.exp_avgs, strict=True):
+            check_placements(p, m)
+        shards = Columns(*([None if t is None else local(t) for t in c] for c in columns))  # type: ignore[arg-type]
+        return shards._replace(scales=[None if s is None else s.view(-1) for s in shards.scales])
 
-    def gradients(self, optimizer: Optimizer) -> list[Tensor] | None:
-        """Return the gradients to step with; None if more than values and addresses has changed."""
+    def gradients(self, optimizer: Optimizer, placed: dict[int, Tensor] | None) -> list[Tensor] | None:
+        """Return the gradients to step with; None if more than values and addresses has changed.
+
+        `placed`: the result of `placed_gradients` for DTensors.
+        """
         groups = optimizer.param_groups
         if len(groups) != len(self.lists):
             return None
@@ -171,7 +169,7 @@ class Work:
                 now = [s.get(key) for s in states]
             if not kept.same_objects(now):
                 return None
-        live = list(map(_grad, self.params))
+        live: list[Any] = list(map(_grad, self.params)) if placed is None else [placed.get(id(p)) for p in self.params]
         if self.idle and any(p.grad is not None for p in self.idle):
             return None
         return live if self._hold(live) else None
@@ -279,12 +277,13 @@ class Work:
             group = groups[self.groups[j]]
             p, g, m = (split_complex(c[j]) for c in columns[:3])
             scale: Any = 1.0 if factor is None else factor
-            plain_group_(group, p, g, m, columns.extras[j], self.modes[j], columns.scales[j], scale)
+            mean = partial(global_mean, self.params[j]) if is_sharded(self.params[j]) else torch.mean
+            plain_group_(group, p, g, m, columns.extras[j], self.modes[j], columns.scales[j], scale, mean)
 
 
 def plain_group_(
     group: dict[str, Any], p: Tensor, g: Tensor, m: Tensor, extra: Tensor | None, mode: int, scales: Tensor | None,
-    factor: float | Tensor = 1.0,
+    factor: float | Tensor = 1.0, mean: Callable[[Tensor], Tensor] = torch.mean,
 ) -> None:  # fmt: skip
     """Update one tensor with the options of its group, by the reference."""
     lr, wd, factor = (t.to(p.device) if isinstance(t, Tensor) else t for t in (*hyperparameters(group), factor))
@@ -292,6 +291,7 @@ def plain_group_(
         p, g, m, extra, mode, lr=lr, weight_decay=wd, betas=betas_of(group),
         factor=factor * (-1.0 if group["maximize"] else 1.0), cautious=cautious_factor(group),
         cautious_weight_decay=group["cautious_weight_decay"], differentiable=group["differentiable"], scales=scales,
+        mean=mean,
     )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from onepass.core.bind import bind
 from onepass.core.launch import cdiv, uses_triton
 from onepass.core.register import register, register_fake
 
-from . import torch_path
+from . import sharding, torch_path
 
 # default: tokens before a block that its threshold is computed from
 MEMORY = 2048
@@ -87,12 +87,13 @@ def backward(
     if _fused(scores, block, memory):
         from . import kernels_triton
 
+        gates, thresholds, starts = gates.contiguous(), thresholds.contiguous(), starts.contiguous()
         return kernels_triton.backward(g_gates, scores, mask, gates, thresholds, starts, eps, block)
     return torch_path.backward(g_gates, scores, mask, gates, indices, thresholds, eps, block)
 
 
-forward_op = register("causal_choice", forward)
-backward_op = register("causal_choice_backward", backward)
+forward_op = register("causal_choice", forward, sharding.forward)
+backward_op = register("causal_choice_backward", backward, sharding.backward)
 
 
 @register_fake(forward_op)

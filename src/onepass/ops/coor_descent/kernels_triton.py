@@ -378,14 +378,14 @@ def forward(
     s: Tensor, k: Tensor | None, mask: Tensor | None, k_value: float, n_iters: int,
     eps: float, eps_init: float, eps_decay: float, want_trace: bool, shape_of_s: tuple[int, ...],
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return the gates of s (rows, n), unit column stride, and the trace (rows, 2T), or (rows, 0) if not wanted.
+    """Return the gates of s (rows, n), unit column stride, and the trace (..., 2T), or (..., 0) if not wanted.
 
-    Gates are allocated in `shape_of_s`, the original shape of the scores: autograd forbids in-place changes of a view
+    Both are allocated in `shape_of_s`, the original shape of the scores: autograd forbids in-place changes of a view
     made inside a Function.
     """
     n_rows, n_cols = s.shape
     y = torch.empty(shape_of_s, dtype=s.dtype, device=s.device)
-    trace = scratch(s, n_rows, 2 * n_iters if want_trace else 0)
+    trace = scratch(s, *shape_of_s[:-1], 2 * n_iters if want_trace else 0)
     if not y.numel():
         return y, trace.zero_()
     s, k, _, mask = even(s, k, None, mask)

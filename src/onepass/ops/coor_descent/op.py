@@ -12,7 +12,7 @@ from onepass.core.launch import as_rows, uses_triton
 from onepass.core.register import register, register_fake
 from onepass.ops._shared import arguments
 
-from . import torch_path
+from . import sharding, torch_path
 
 
 def _check(
@@ -54,7 +54,7 @@ def _forward(
     rows = arguments.torch_rows(scores, mask)
     epsilons = torch_path.schedule(n_iters, eps, eps_init, eps_decay)
     y, trace = torch_path.forward(rows, arguments.torch_column(k, k_value, scores, rows), epsilons, want_trace)
-    return arguments.from_rows(y, scores), trace
+    return arguments.from_rows(y, scores), trace.view(*scores.shape[:-1], trace.shape[-1])
 
 
 def _backward(
@@ -75,13 +75,14 @@ def _backward(
         from . import kernels_backward
 
         ds, dk = kernels_backward.backward(
-            as_rows(gy), as_rows(scores), trace, arguments.per_row(k, scores), arguments.mask_rows(mask, scores),
-            k_value, n_iters, eps, eps_init, eps_decay,
+            as_rows(gy), as_rows(scores), trace.contiguous(), arguments.per_row(k, scores),
+            arguments.mask_rows(mask, scores), k_value, n_iters, eps, eps_init, eps_decay,
         )  # fmt: skip
     else:
         rows = arguments.torch_rows(scores, mask)
         k_rows = arguments.torch_column(k, k_value, scores, rows)
         epsilons = torch_path.schedule(n_iters, eps, eps_init, eps_decay)
+        trace = trace.reshape(len(rows), 2 * n_iters)
         ds, dk = torch_path.backward(gy.reshape(rows.shape).to(rows.dtype), rows, trace, k_rows, epsilons)
     return (
         ds.to(scores.dtype).view(scores.shape) if need_scores else scores.new_empty(0),
@@ -89,8 +90,8 @@ def _backward(
     )
 
 
-forward_op = register("coor_descent", _forward)
-backward_op = register("coor_descent_backward", _backward)
+forward_op = register("coor_descent", _forward, sharding.forward)
+backward_op = register("coor_descent_backward", _backward, sharding.backward)
 
 
 @register_fake(forward_op)
@@ -106,11 +107,8 @@ def _(
     want_trace: bool,
 ) -> tuple[Tensor, Tensor]:
     _check(scores, k_value if k is None else k, mask, n_iters, eps, eps_init, eps_decay)
-    rows = 1
-    for size in scores.shape[:-1]:
-        rows = rows * size
-    width = 2 * n_iters if want_trace else 0
-    return scores.new_empty(scores.shape), scores.new_empty((rows, width), dtype=arguments.accumulator(scores))
+    shape = (*scores.shape[:-1], 2 * n_iters if want_trace else 0)
+    return scores.new_empty(scores.shape), scores.new_empty(shape, dtype=arguments.accumulator(scores))
 
 
 @register_fake(backward_op)

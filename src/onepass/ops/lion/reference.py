@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -24,6 +26,7 @@ def reference(
     betas: tuple[float, float] = (0.9, 0.99),
     cautious: float | None = None,
     cautious_weight_decay: bool = False,
+    mean: Callable[[Tensor], Tensor] = torch.mean,
 ) -> tuple[Tensor, Tensor]:
     """Return (new parameter, new momentum) after one step, out of place, in the dtype of the inputs (fp32 or fp64).
 
@@ -42,12 +45,13 @@ def reference(
         cautious: factor for updates whose sign disagrees with the gradient; the update is then divided by the mean
             factor (arXiv 2411.16085). None for plain Lion.
         cautious_weight_decay: decay only weights that the update moves towards zero (arXiv 2510.12402).
+        mean: of the factors of `cautious`; for a shard, that over all shards.
     """
     beta1, beta2 = betas
     s = sign(m * beta1 + g * (1 - beta1))
     if cautious is not None:
         keep = torch.where(s * g > 0, 1.0, cautious).to(s.dtype)
-        s = s * (keep / keep.mean().clamp(min=1e-5))
+        s = s * (keep / mean(keep).clamp(min=1e-5))
     decay = p * weight_decay
     if cautious_weight_decay:
         decay = torch.where(s * p > 0, decay, torch.zeros_like(decay))

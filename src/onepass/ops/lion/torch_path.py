@@ -56,10 +56,12 @@ def plain_(
     cautious_weight_decay: bool,
     differentiable: bool = False,
     scales: Tensor | None = None,
+    mean: Callable[[Tensor], Tensor] = torch.mean,
 ) -> None:
     """Update one tensor in place by the reference: any layout, any option, tensor hyperparameters without a sync.
 
-    With `scales`, m holds int8 codes. `differentiable` leaves tensors that autograd saved unchanged.
+    With `scales`, m holds int8 codes. `mean` is that of `reference`. `differentiable` leaves tensors unchanged that
+    autograd saved.
     """
     codes = None
     if scales is not None:
@@ -72,7 +74,7 @@ def plain_(
         p_now, m_now = p, m
     new_p, new_m = reference(
         widen(p_now, extra, mode, dtype), g.to(dtype) * factor, m_now.to(dtype), lr=lr, weight_decay=weight_decay,
-        betas=betas, cautious=cautious, cautious_weight_decay=cautious_weight_decay,
+        betas=betas, cautious=cautious, cautious_weight_decay=cautious_weight_decay, mean=mean,
     )  # fmt: skip
     narrow_(p, extra, mode, new_p)
     if codes is not None and scales is not None:

@@ -68,7 +68,7 @@ def forward(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, offset: float,
     has_mean: bool, stable: bool, keep: bool = True,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    """Return y, s (None without residual) and statistics (1 to 3, rows); they may be None unless `keep`."""
+    """Return y, s (None without residual) and statistics (1 to 3, ...); they may be None unless `keep`."""
     n_cols = x.shape[-1]
     n_rows = x.numel() // n_cols
     y = _empty(x)
@@ -90,7 +90,7 @@ def forward(
     stats = None
     # kernels for wide rows always store statistics: their cost is small beside a wide row
     if keep or reread or packed is not None or not whole:
-        stats = torch.empty((1 + has_mean + stable, n_rows), dtype=torch.float32, device=x.device)
+        stats = torch.empty((1 + has_mean + stable, *x.shape[:-1]), dtype=torch.float32, device=x.device)
     tensors = (source, residual, weight, bias, y, s, stats)
     with device_guard(x):
         if reread is not None:

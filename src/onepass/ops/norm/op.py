@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any, overload
 
@@ -14,7 +13,7 @@ from onepass.core.bind import batch_first, bind
 from onepass.core.launch import uses_triton
 from onepass.core.register import register, register_fake
 
-from . import torch_path
+from . import sharding, torch_path
 from .native import native
 
 
@@ -48,7 +47,7 @@ def _on_triton(x: Tensor, residual: Tensor | None) -> bool:
 
 def _empty_stats(x: Tensor, has_mean: bool, stable: bool) -> Tensor:
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-    return x.new_zeros((1 + has_mean + stable, math.prod(x.shape[:-1])), dtype=dtype)
+    return x.new_zeros((1 + has_mean + stable, *x.shape[:-1]), dtype=dtype)
 
 
 def _vector(v: Tensor | None) -> Tensor | None:
@@ -130,7 +129,8 @@ def _backward(
             dy, ds, x, stats, _vector(weight), bias_dtype, eps, offset, has_mean, stable, need_x, need_w, need_b
         )
     needs = (need_x, need_w, need_b)
-    dx, dw, db = torch_path.backward(dy, ds, x, stats, weight, eps, offset, has_mean, stable, needs)
+    rows = stats.view(len(stats), -1)
+    dx, dw, db = torch_path.backward(dy, ds, x, rows, weight, eps, offset, has_mean, stable, needs)
     return dx, None if dw is None else dw.to(w_dtype), None if db is None else db.to(bias_dtype)
 
 
@@ -149,9 +149,9 @@ def _backward_all(
     )
 
 
-forward_op = register("norm", _forward)
-forward_residual_op = register("norm_residual", _forward_residual)
-backward_op = register("norm_backward", _backward_all)
+forward_op = register("norm", _forward, sharding.forward)
+forward_residual_op = register("norm_residual", _forward_residual, sharding.forward_residual)
+backward_op = register("norm_backward", _backward_all, sharding.backward)
 
 
 @register_fake(forward_op)
@@ -231,10 +231,7 @@ def _vmap_forward(
     """Treat the batch as more rows; None (no rule) if weight or bias is batched."""
     if in_dims[1] is not None or in_dims[2] is not None:
         return None
-    batch = batch_first(x, in_dims[0], size)
-    y, stats = forward_op(batch, weight, bias, *options)
-    # math.prod instead of -1: torch cannot infer a size in an empty batch
-    return (y, stats.view(len(stats), size, math.prod(batch.shape[1:-1]))), (0, 1)
+    return forward_op(batch_first(x, in_dims[0], size), weight, bias, *options), (0, 1)
 
 
 def _vmap_backward(
@@ -247,7 +244,7 @@ def _vmap_backward(
         return None
     dy, x = batch_first(dy, in_dims[0], size), batch_first(x, in_dims[2], size)
     ds = None if ds is None else batch_first(ds, in_dims[1], size)
-    stats = batch_first(stats, in_dims[3], size).movedim(0, 1).flatten(1)
+    stats = batch_first(stats, in_dims[3], size).movedim(0, 1)
     return backward_op(dy, ds, x, stats, weight, *options), (0, None, None)
 
 

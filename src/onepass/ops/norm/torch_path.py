@@ -51,7 +51,7 @@ def forward(
     s: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, offset: float, has_mean: bool, stable: bool,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return y of `dtype`, contiguous, and statistics (1 to 3, rows): 1/σ, mean, ±m; s (..., n) is not empty."""
+    """Return y of `dtype`, contiguous, and statistics (1 to 3, ...): 1/σ, mean, ±m; s (..., n) is not empty."""
     wide, n = _wide(s), s.shape[-1]
     w, b = _weight(weight, offset, wide), None if bias is None else bias.to(wide)
     if has_mean and not stable:
@@ -59,7 +59,7 @@ def forward(
             y, mean, rstd = sixteen_bit_forward(s, torch.ones(n) if w is None else w, b, eps)
         else:
             y, mean, rstd = torch.native_layer_norm(s.to(wide), (n,), w, b, eps)
-        return y.to(dtype), torch.cat((rstd.view(1, -1), mean.view(1, -1)))
+        return y.to(dtype), torch.stack((rstd.view(s.shape[:-1]), mean.view(s.shape[:-1])))
     rows = s.reshape(-1, n)
     # return y itself: autograd forbids in-place changes of a view that a Function returns
     y = torch.empty(s.shape, dtype=dtype, device=s.device)
@@ -80,7 +80,7 @@ def forward(
             f.add_(b)
         if f is not out:
             out.copy_(f)
-    return y, stats
+    return y, stats.view(len(stats), *s.shape[:-1])
 
 
 def _stable_forward(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,7 @@ from onepass.core.eager import once, plain
 from onepass.core.launch import uses_triton
 from onepass.core.register import register, register_fake
 
-from . import arguments, torch_path
+from . import arguments, sharding, torch_path
 from .arguments import MAX_VECTORS
 from .op_score import score
 from .rows import add_rows, scatter_backward
@@ -35,8 +35,8 @@ def _gather_backward(dy: Tensor, indices: Tensor, n: int) -> Tensor:
     return dx.view(indices.shape[0], n, dy.shape[-1])
 
 
-gather_op = register("routing_gather", _gather)
-gather_backward_op = register("routing_gather_backward", _gather_backward)
+gather_op = register("routing_gather", _gather, sharding.gather)
+gather_backward_op = register("routing_gather_backward", _gather_backward, sharding.gather_backward)
 
 
 @register_fake(gather_op)
@@ -114,8 +114,8 @@ def _scatter_backward_all(
     )
 
 
-scatter_op = register("routing_scatter_add", _scatter)
-scatter_backward_op = register("routing_scatter_add_backward", _scatter_backward_all)
+scatter_op = register("routing_scatter_add", _scatter, sharding.scatter_add)
+scatter_backward_op = register("routing_scatter_add_backward", _scatter_backward_all, sharding.scatter_add_backward)
 
 
 @register_fake(scatter_op)

@@ -11,7 +11,7 @@ from onepass.core.bind import bind
 from onepass.core.launch import uses_triton
 from onepass.core.register import register, register_fake
 
-from . import arguments, torch_path
+from . import arguments, sharding, torch_path
 
 
 def _vectors(weight: Tensor) -> Tensor:
@@ -34,7 +34,7 @@ def _backward(
 ) -> tuple[Tensor, Tensor]:
     vectors = _vectors(weight)
     shape = (x.shape[0], len(vectors), x.shape[1])
-    ds, scores = ds.reshape(shape).contiguous(), scores.view(shape)
+    ds, scores, inverse = ds.reshape(shape).contiguous(), scores.reshape(shape).contiguous(), inverse.contiguous()
     if uses_triton(x) and x.numel():
         from . import kernels_score
 
@@ -44,8 +44,8 @@ def _backward(
     return x.new_empty(0) if dx is None else dx, weight.new_empty(0) if dw is None else dw.view(weight.shape)
 
 
-forward_op = register("routing_score", _forward)
-backward_op = register("routing_score_backward", _backward)
+forward_op = register("routing_score", _forward, sharding.score)
+backward_op = register("routing_score_backward", _backward, sharding.score_backward)
 
 
 @register_fake(forward_op)

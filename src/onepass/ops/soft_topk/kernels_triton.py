@@ -532,14 +532,14 @@ def forward(
     s: Tensor, k: Tensor | None, eps: Tensor | None, mask: Tensor | None, k_value: float, eps_value: float, kind: int,
     shape_of_s: tuple[int, ...],
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return the gates and the solution (rows, 2) of s (rows, n) with unit column stride.
+    """Return the gates and the solution (..., 2) of s (rows, n) with unit column stride.
 
-    Gates are allocated in `shape_of_s`, the original shape of the scores: autograd forbids in-place changes of a view
+    Both are allocated in `shape_of_s`, the original shape of the scores: autograd forbids in-place changes of a view
     made inside a Function.
     """
     n_rows, n_cols = s.shape
     y = torch.empty(shape_of_s, dtype=s.dtype, device=s.device)
-    solution = scratch(s, n_rows, 2)
+    solution = scratch(s, *shape_of_s[:-1], 2)
     if not y.numel():
         return y, solution.zero_()
     s, k, eps, mask = even(s, k, eps, mask)

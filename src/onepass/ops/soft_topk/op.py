@@ -11,7 +11,7 @@ from onepass.core.launch import as_rows, uses_triton
 from onepass.core.register import register, register_fake
 from onepass.ops._shared import arguments
 
-from . import torch_path
+from . import sharding, torch_path
 from .torch_gates import KINDS
 
 
@@ -33,7 +33,7 @@ def forward(
     eps_value: float,
     kind: int,
 ) -> tuple[Tensor, Tensor]:
-    """Return gates and solution (rows, 2), without checks and autograd, for operators built on them."""
+    """Return gates and solution (..., 2), without checks and autograd, for operators built on them."""
     if uses_triton(scores):
         from . import kernels_triton
 
@@ -45,7 +45,7 @@ def forward(
     rows = arguments.torch_rows(scores, mask)
     k_rows = arguments.torch_column(k, k_value, scores, rows)
     y, state = torch_path.soft_forward(rows, k_rows, arguments.torch_column(eps, eps_value, scores, rows), kind)
-    return arguments.from_rows(y, scores), state
+    return arguments.from_rows(y, scores), state.view(*scores.shape[:-1], 2)
 
 
 def backward(
@@ -66,14 +66,14 @@ def backward(
         from . import kernels_backward
 
         ds, dk, deps = kernels_backward.backward(
-            as_rows(gy), as_rows(scores), state, arguments.per_row(eps, scores),
+            as_rows(gy), as_rows(scores), state.contiguous(), arguments.per_row(eps, scores),
             arguments.mask_rows(mask, scores), eps_value, kind, need_scores, need_eps,
         )  # fmt: skip
     else:
         rows = arguments.torch_rows(scores, mask)
         eps_rows = arguments.torch_column(eps, eps_value, scores, rows)
         ds, dk, deps = torch_path.soft_backward(
-            gy.reshape(rows.shape).to(rows.dtype), rows, state, eps_rows, kind, need_eps
+            gy.reshape(rows.shape).to(rows.dtype), rows, state.reshape(len(rows), 2), eps_rows, kind, need_eps
         )
     return (
         ds.to(scores.dtype).view(scores.shape) if need_scores else scores.new_empty(0),
@@ -82,8 +82,8 @@ def backward(
     )
 
 
-forward_op = register("soft_topk", forward)
-backward_op = register("soft_topk_backward", backward)
+forward_op = register("soft_topk", forward, sharding.forward)
+backward_op = register("soft_topk_backward", backward, sharding.backward)
 
 
 @register_fake(forward_op)
@@ -97,10 +97,8 @@ def _(
     kind: int,
 ) -> tuple[Tensor, Tensor]:
     _check(scores, k_value if k is None else k, eps_value if eps is None else eps, mask, KINDS[kind])
-    rows = 1
-    for size in scores.shape[:-1]:
-        rows = rows * size
-    return scores.new_empty(scores.shape), scores.new_empty((rows, 2), dtype=arguments.accumulator(scores))
+    state = scores.new_empty((*scores.shape[:-1], 2), dtype=arguments.accumulator(scores))
+    return scores.new_empty(scores.shape), state
 
 
 @register_fake(backward_op)

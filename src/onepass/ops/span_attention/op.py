@@ -13,7 +13,7 @@ from onepass.core.bind import bind
 from onepass.core.launch import uses_triton
 from onepass.core.register import register, register_fake
 
-from . import torch_path
+from . import sharding, torch_path
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -136,7 +136,8 @@ def backward_into(
         q, k, v = map(_unit_width, (q, k, v))
         # `.sum().backward()` passes a gradient with stride 0
         first, last = _runs(first, last)
-        kernels_triton.backward(dout.contiguous(), q, k, v, out, lse, first, last, _bytes(mask), scale, grads, edges)
+        dout, out, lse = dout.contiguous(), out.contiguous(), lse.contiguous()
+        kernels_triton.backward(dout, q, k, v, out, lse, first, last, _bytes(mask), scale, grads, edges)
 
 
 def edges(like: Tensor, first: Tensor, last: Tensor, m: int) -> tuple[Tensor, Tensor] | None:
@@ -164,8 +165,8 @@ def _bytes(mask: Tensor | None) -> Tensor | None:
     return None if mask is None else mask.contiguous().view(torch.uint8)
 
 
-forward_op = register("span_attention", forward)
-backward_op = register("span_attention_backward", backward)
+forward_op = register("span_attention", forward, sharding.forward)
+backward_op = register("span_attention_backward", backward, sharding.backward)
 
 
 @register_fake(forward_op)

@@ -13,7 +13,7 @@ from onepass.core.bind import bind
 from onepass.core.launch import uses_triton
 from onepass.core.register import register, register_fake
 
-from . import op, torch_rotary
+from . import op, sharding, torch_rotary
 
 BASE = 10_000.0
 
@@ -35,8 +35,8 @@ def _rotary(x: Tensor, positions: Tensor | None, base: float, inverse: bool) -> 
     return out
 
 
-rotary_op = register("rotary", _rotary)
-rotary_backward_op = register("rotary_backward", _rotary)
+rotary_op = register("rotary", _rotary, sharding.rotary)
+rotary_backward_op = register("rotary_backward", _rotary, sharding.rotary)
 
 
 @register_fake(rotary_op)
@@ -172,8 +172,8 @@ def packed_gradient(
     return grad
 
 
-forward_op = register("rotary_attention", packed_forward)
-backward_op = register("rotary_attention_backward", packed_backward)
+forward_op = register("rotary_attention", packed_forward, sharding.packed_forward)
+backward_op = register("rotary_attention_backward", packed_backward, sharding.packed_backward)
 
 
 @register_fake(forward_op)

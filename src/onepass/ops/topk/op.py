@@ -17,6 +17,8 @@ from onepass.ops.soft_topk.op import KINDS
 from onepass.ops.soft_topk.op import backward as soft_backward
 from onepass.ops.soft_topk.op import forward as soft_forward
 
+from . import sharding
+
 
 class TopK(NamedTuple):
     """The result of :func:`topk`; every tensor is ``(..., k)``."""
@@ -61,7 +63,7 @@ def _select(scores: Tensor, mask: Tensor | None, k: int) -> Tensor:
     return out
 
 
-select_op = register("topk_select", _select)
+select_op = register("topk_select", _select, sharding.select)
 
 
 @register_fake(select_op)
@@ -144,9 +146,9 @@ def backward(
         rows_of_k = (-1, indices.shape[-1])
         ds, deps = kernels_backward.backward(
             None if g_gates is None else g_gates.reshape(rows_of_k),
-            None if g_values is None else g_values.reshape(rows_of_k), indices.view(rows_of_k), as_rows(scores), state,
-            arguments.per_row(eps, scores), arguments.mask_rows(mask, scores), eps_value, kind, need_scores, need_eps,
-            tuple(scores.shape),
+            None if g_values is None else g_values.reshape(rows_of_k), indices.contiguous().view(rows_of_k),
+            as_rows(scores), state.contiguous(), arguments.per_row(eps, scores), arguments.mask_rows(mask, scores),
+            eps_value, kind, need_scores, need_eps, tuple(scores.shape),
         )  # fmt: skip
         return (
             ds if need_scores else None,
@@ -188,19 +190,16 @@ def _backward_all(
     )
 
 
-forward_op = register("topk", forward)
-backward_op = register("topk_backward", _backward_all)
+forward_op = register("topk", forward, sharding.forward)
+backward_op = register("topk_backward", _backward_all, sharding.backward)
 
 
 @register_fake(forward_op)
 def _(
     scores: Tensor, eps: Tensor | None, mask: Tensor | None, k: int, eps_value: float, kind: int, hard: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    rows = 1
-    for size in scores.shape[:-1]:
-        rows = rows * size
     shape = (*scores.shape[:-1], k)
-    state = scores.new_empty((rows, 2), dtype=arguments.accumulator(scores))
+    state = scores.new_empty((*scores.shape[:-1], 2), dtype=arguments.accumulator(scores))
     return scores.new_empty(shape), scores.new_empty(shape, dtype=torch.int64), scores.new_empty(shape), state
 
 

@@ -13,7 +13,7 @@ from onepass.core.bind import batch_first, bind, outside_autocast
 from onepass.core.launch import aligned, as_rows, even_rows, uses_triton
 from onepass.core.register import register, register_fake
 
-from . import torch_path
+from . import sharding, torch_path
 
 MAX_VECTORS = 16
 
@@ -119,8 +119,8 @@ def _forward_alone(x: Tensor, weight: Tensor, out_dtype: torch.dtype | None) -> 
     return outside_autocast(_forward)(x, weight, out_dtype)  # type: ignore[no-any-return]
 
 
-forward_op = register("weighted_sum", _forward_alone)
-backward_op = register("weighted_sum_backward", _backward_all)
+forward_op = register("weighted_sum", _forward_alone, sharding.forward)
+backward_op = register("weighted_sum_backward", _backward_all, sharding.backward)
 
 
 @register_fake(forward_op)

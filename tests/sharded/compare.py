@@ -1,0 +1,135 @@
+"""Compare a call on DTensors with the same call on whole tensors: results, gradients, placements."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+
+from sharded.processes import device_type
+
+CASES: dict[str, Callable[[], None]] = {}
+R = Replicate()
+Placements = Sequence[Placement]
+_meshes: dict[tuple[int, ...], DeviceMesh] = {}
+
+
+def mesh(*shape: int) -> DeviceMesh:
+    """Return a mesh of this shape, by default of all processes in a row."""
+    shape = shape or (dist.get_world_size(),)
+    if shape not in _meshes:
+        _meshes[shape] = init_device_mesh(device_type(), shape)
+    return _meshes[shape]
+
+
+def placed(t: Tensor, on: DeviceMesh, placements: Placements) -> DTensor:
+    if any(isinstance(p, Partial) for p in placements):
+        # the sum of all parts is t
+        share = t / math.prod(on.size(i) for i, p in enumerate(placements) if isinstance(p, Partial))
+        return DTensor.from_local(share, on, [p if isinstance(p, Partial) else R for p in placements], run_check=False)
+    return distribute_tensor(t.detach().clone(), on, placements)
+
+
+def whole(t: Tensor) -> Tensor:
+    return t.full_tensor() if isinstance(t, DTensor) else t
+
+
+def _results(found: Any) -> list[Tensor]:
+    return [found] if isinstance(found, Tensor) else list(found)
+
+
+def compare(
+    call: Callable[..., Any],
+    tensors: Sequence[Tensor | None],
+    placements: Sequence[Placements | None],
+    on: DeviceMesh | None = None,
+    *,
+    out: Placements | None = None,
+    exact: bool = False,
+    gradients: bool = True,
+    compiled: bool = False,
+    upstream: Placements | None = None,
+) -> list[DTensor | None]:
+    """Call on whole and on placed tensors; compare all results and gradients; return the placed inputs.
+
+    Sums over shards, of at most 30 terms of order 1, are rounded in another order: 1e-12 in fp64, 1e-5 in fp32. `exact`
+    demands equal bits. Upstream gradients are whole, or placed as `upstream`.
+    """
+    on = on or mesh()
+    device = on.device_type
+    tensors = [None if t is None else t.to(device) for t in tensors]
+    a = [t if t is None or not t.is_floating_point() else t.clone().requires_grad_(gradients) for t in tensors]
+    b = [
+        None if t is None or p is None else placed(t, on, p).requires_grad_(gradients and t.is_floating_point())
+        for t, p in zip(tensors, placements, strict=True)
+    ]
+    run = torch.compile(call, fullgraph=True, backend="aot_eager") if compiled else call
+    expected, got = _results(call(*a)), _results(run(*b))
+    if out is not None:
+        assert tuple(got[0].placements) == tuple(out), f"placed as {got[0].placements}, not {out}"
+    most = 0.0 if exact else 1e-5 if on.device_type == "cuda" else 1e-12
+    tight = {"rtol": most, "atol": most}
+    for e, g in zip(expected, got, strict=True):
+        assert isinstance(g, DTensor)
+        torch.testing.assert_close(whole(g.detach()), e.detach(), **tight, equal_nan=True)
+    if not gradients:
+        return b
+    torch.manual_seed(1)
+    up = [torch.randn_like(e) if e.requires_grad else None for e in expected]
+    torch.autograd.backward([e for e in expected if e.requires_grad], [u for u in up if u is not None])
+    above = [R] * on.ndim if upstream is None else upstream
+    parts = [(g, u) for g, u in zip(got, up, strict=True) if u is not None]
+    torch.autograd.backward([g for g, _ in parts], [distribute_tensor(u, on, above) for _, u in parts])
+    for i, (x, y) in enumerate(zip(a, b, strict=True)):
+        if x is None or not x.requires_grad:
+            continue
+        assert (x.grad is None) == (y.grad is None), f"gradient of argument {i}: {x.grad} and {y.grad}"
+        if x.grad is not None:
+            assert y.grad.shape == x.grad.shape
+            torch.testing.assert_close(whole(y.grad), x.grad, **tight, msg=lambda m, i=i: f"gradient of {i}: {m}")
+    return b
+
+
+def case(name: str) -> Callable[[Callable[[], Any]], Callable[[], Any]]:
+    def add(function: Callable[[], Any]) -> Callable[[], Any]:
+        assert name not in CASES
+        CASES[name] = function
+        return function
+
+    return add
+
+
+def many(name: str, options: dict[str, Sequence[Any]]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Add one case that runs the function for every combination of the options and names the one that fails."""
+
+    def add(function: Callable[..., Any]) -> Callable[..., Any]:
+        def run() -> None:
+            failed = []
+            for values in itertools.product(*options.values()):
+                chosen = dict(zip(options, values, strict=True))
+                try:
+                    torch.manual_seed(0)
+                    function(**chosen)
+                except Exception as e:
+                    failed.append(f"{chosen}: {type(e).__name__}: {str(e)[:1500]}")
+            assert not failed, f"{len(failed)} failed: " + "\n".join(failed[:3])
+
+        CASES[name] = run
+        return function
+
+    return add
+
+
+def wide(*shape: int) -> Tensor:
+    """Return random numbers: fp32 on GPUs, where fp64 takes the torch path, else fp64."""
+    return torch.randn(*shape, dtype=torch.float32 if device_type() == "cuda" else torch.float64)
+
+
+PLACES = {"0": [Shard(0)], "1": [Shard(1)], "last": [Shard(2)], "whole": [R], "sum": [Partial()]}
