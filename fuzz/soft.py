@@ -225,9 +225,11 @@ def descend(
     relative = 4 * worst + u * length(len(t)) * 2 * len(steps)
     out, out_allowed, grad, grad_allowed = none.clone(), none + zero, none.clone(), none + zero
     out[valid], out_allowed[valid] = y, moved
+    # a GPU flushes an exponential below the smallest normal number, and with it all steps that share it
+    flushed = torch.where(y < 2 * torch.finfo(torch.float32).tiny, ds.abs(), 0.0) if u > 1e-10 else 0.0
     grad[valid], grad_allowed[valid] = (
         ds,
-        relative * size + v * ds.abs() + zero * (1 + 1 / last) * (1 + float(g.abs().max())),
+        relative * size + v * ds.abs() + zero * (1 + 1 / last) * (1 + float(g.abs().max())) + flushed,
     )
     floor = zero * (1 + 1 / k) * (1 + float(g.abs().max())) * (1 + 1 / last) * len(t)
     return Descent(

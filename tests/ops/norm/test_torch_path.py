@@ -8,7 +8,7 @@ from torch import Tensor
 
 from conftest import INTERPRET
 from onepass import layer_norm, rms_norm
-from onepass.core import launch
+from onepass.core.launch import backend
 from onepass.ops.norm import torch_path
 
 OPTIONS = {
@@ -46,8 +46,22 @@ def test_without_kernels_on_a_gpu(norm, monkeypatch: pytest.MonkeyPatch) -> None
     w = torch.randn(1024, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     dy = torch.randn_like(x)
     expected = torch.autograd.grad(norm(x, w), (x, w), dy)
-    monkeypatch.setattr(launch, "BACKEND", "torch")
+    monkeypatch.setattr(backend, "BACKEND", "torch")
     torch.testing.assert_close(torch.autograd.grad(norm(x, w), (x, w), dy), expected, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("norm", [layer_norm, rms_norm])
+def test_float64_in_a_cuda_graph(norm) -> None:
+    """The torch path must not wait for the GPU: neither for the rows far from zero."""
+    x = torch.randn(6, 64, device="cuda", dtype=torch.float64, requires_grad=True)
+    w = torch.randn(64, device="cuda", dtype=torch.float64)
+    expected = torch.autograd.grad(norm(x, w).square().sum(), x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = torch.autograd.grad(norm(x, w).square().sum(), x)
+    graph.replay()
+    torch.testing.assert_close(captured, expected)
 
 
 @pytest.mark.skipif(INTERPRET, reason="float64 never reaches a kernel")

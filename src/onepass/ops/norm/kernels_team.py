@@ -188,8 +188,8 @@ def team_forward_kernel(
                 smallest = tl.min(tl.where(cols < N_COLS, f, float("inf")), 0)
                 tl.atomic_xchg(slot + (k * KINDS + 1) * TEAM + member, pair(parity, largest), sem="relaxed")
                 tl.atomic_xchg(slot + (k * KINDS + 2) * TEAM + member, pair(parity, smallest), sem="relaxed")
-                _, per_unit = power_of_two(tl.maximum(tl.maximum(largest, -smallest), TINY))
-                f *= per_unit
+                _own_unit, per_own = power_of_two(tl.maximum(tl.maximum(largest, -smallest), TINY))
+                f *= per_own
             if HAS_MEAN:
                 mean = tl.sum(f, 0) / count
                 f -= mean
@@ -227,8 +227,8 @@ def team_forward_kernel(
                 size = tl.maximum(largest, -smallest)
                 unit, per_unit = power_of_two(tl.where(size > 0, tl.maximum(size, TINY), 1.0))
                 eps_row = eps * (signed * per_unit) * (signed * per_unit)
-                units, _ = power_of_two(tl.maximum(tl.maximum(tops, -bottoms), TINY))
-                scale = units * per_unit
+                own_units, _per_owns = power_of_two(tl.maximum(tl.maximum(tops, -bottoms), TINY))
+                scale = own_units * per_unit
                 squares *= scale * scale
                 means *= scale
             if HAS_MEAN:

@@ -297,6 +297,13 @@ def _kernels() -> Iterator[Kernel]:
                 max_spill_bytes=32 if backward_team.lag and size == 2 else 0,
             )  # fmt: skip
 
+        lagging = shapes.forward_team(65536, size, 1, _SHARED_BYTES)
+        yield Kernel(
+            f"norm team forward {t} N=65536 stable", _team("team_forward_kernel"), forward | {"words_ptr": "*i64"},
+            plain | no_residual | {"N_COLS": 65536, "STABLE": True} | _team_constants(lagging),
+            _DIVISIBLE, num_warps=lagging.warps, max_registers=128, max_spill_bytes=8, amd=False,
+        )  # fmt: skip
+
         for cols in (32768, 24000, 65536) if size == 2 else (32768, 24000):
             found = shapes.reread(cols, size, 132, 50 << 20)
             assert found is not None

@@ -160,6 +160,9 @@ def far_rows(mean: Tensor, rstd: Tensor, eps: float) -> Tensor | None:
     standard deviations to zero both differences cancel: u·M of b is lost, and u·M of that in b·x + c, where u is half
     an ulp: (M·u)² of dx. That is 2⁻²⁸ at the limit; a row of one value 10⁶ has M·u = 19, and no digit is right.
     """
+    if not mean.is_cpu:
+        # torch's CUDA kernel subtracts the mean first, and the host would have to wait for the answer
+        return None
     limit = FAR_ROWS[mean.dtype]
     # one look is enough where means are of order 1, as r ≤ 1/√eps; a NaN says nothing about the other rows
     low, high = torch.aminmax(mean)
