@@ -132,8 +132,9 @@ class RoutedFeedForward(Routed):
         device, dtype: of all parameters.
 
     Shapes, masks and errors: as `Routed`; masked tokens count as zeros whatever they hold. Works under autocast,
-    `torch.compile` and activation checkpointing. Losses on the returned gates and scores reach x and the router. In
-    plain eager calls autograd finds no path from y to these two: the gradient of y reaches x and the router directly.
+    `torch.compile`, `torch.export` and activation checkpointing. Losses on the returned gates and scores reach x and
+    the router. Where the fused form runs (docs/in_program.md), autograd finds no path from y to these two: the gradient
+    of y reaches x and the router directly.
 
     Raises:
         TypeError: k is neither int nor float, dim is not an int, or a width is not a number.
