@@ -46,6 +46,11 @@ def test_no_cuda_no_triton_no_environment_change() -> None:
     }
 
 
+def test_modules_import_no_triton() -> None:
+    out = _run("import sys, torch, onepass.nn; print('triton' in sys.modules)")
+    assert out.strip() == "False"
+
+
 def test_works_without_triton() -> None:
     out = _run(
         HIDE_TRITON + "import torch, onepass\n"

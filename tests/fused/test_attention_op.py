@@ -156,7 +156,7 @@ def test_one_graph_for_all_lengths(device: str, causal: bool) -> None:
 
 
 def test_export_with_named_batch_and_length(device: str, causal: bool) -> None:
-    block = _block(device, causal).eval()
+    block = _block(device, causal)
     sizes = {0: torch.export.Dim("batch", min=1, max=64), 1: torch.export.Dim("n", min=16, max=4096)}
     program = torch.export.export(block, (_tokens(device).detach(),), dynamic_shapes=(sizes,))
     for batch, n in ((3, 128), (1, 80)):

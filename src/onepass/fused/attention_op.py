@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.library import register_autograd
-from torch.utils.flop_counter import register_flop_formula
 
 from onepass.core.eager import no_second
+from onepass.core.flops import flop_formula, register_formulas
 from onepass.core.register import register, register_fake
 from onepass.ops.causal_choice import op as causal_choice
 from onepass.ops.routing.rows import add_rows
@@ -289,12 +289,12 @@ def _products(x: Any, matrices: Any, own: Settings) -> int:
     return total
 
 
-@register_flop_formula(torch.ops.onepass.routed_attention)
+@flop_formula(forward_op)
 def _(x: Any, *rest: Any, **_: Any) -> int:
     return _products(x, rest[6 : TENSORS - 1], Settings(*rest[TENSORS - 1 :]))
 
 
-@register_flop_formula(torch.ops.onepass.routed_attention_backward)
+@flop_formula(backward_op)
 def _(*args: Any, **_: Any) -> int:
     return 2 * _products(args[4], args[10][1:], Settings(*args[13:]))
 
@@ -308,6 +308,7 @@ def routed_attention(
     `vectors` (2, dim): the routers'; `matrices`: qkv and out of the light branch, q, kv and out of the heavy one.
     Callers check the arguments, and there are tokens and k ≥ 1.
     """
+    register_formulas()
     found = forward_op(x, vectors, light_norm, mask, norm_q, norm_kv, null, *matrices, *own)
     return tuple(found[:PUBLIC])
 

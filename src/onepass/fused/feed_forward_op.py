@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.library import register_autograd
-from torch.utils.flop_counter import register_flop_formula
 
 from onepass.core.eager import no_second
+from onepass.core.flops import flop_formula, register_formulas
 from onepass.core.register import register, register_fake
 from onepass.ops.causal_choice import op as causal_choice
 from onepass.ops.topk import op as op_topk
@@ -170,12 +170,12 @@ def _products(x: Any, up: Any, heavy_up: Any, k: int) -> int:
     return total
 
 
-@register_flop_formula(torch.ops.onepass.routed_feed_forward)
+@flop_formula(forward_op)
 def _(x: Any, vectors: Any, light_norm: Any, heavy_norm: Any, mask: Any, *rest: Any, **_: Any) -> int:
     return _products(x, rest[0], rest[4], rest[9])
 
 
-@register_flop_formula(torch.ops.onepass.routed_feed_forward_backward)
+@flop_formula(backward_op)
 def _(*args: Any, **_: Any) -> int:
     weights, needs, k = args[8], args[10], args[12]
     both = _products(args[3], weights[0], weights[4], k)
@@ -187,6 +187,7 @@ def routed_feed_forward(
     *weights: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Do as `feed_forward.routed_feed_forward` through the dispatcher, where callers need not be plain eager."""
+    register_formulas()
     y, indices, gates, scores, *_ = forward_op(
         x, vectors, light_norm, heavy_norm, mask, *weights, *_numbers(plan)
     )  # fmt: skip

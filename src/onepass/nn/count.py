@@ -29,4 +29,6 @@ def count(k: int | float, n: int) -> int:
     """Return how many of n tokens k means: ``min(k, n)`` for an int, ``max(1, round(k·n))`` for a share, 0 if n = 0."""
     if isinstance(k, int) or n == 0:
         return min(int(k), n)
+    if k == 1:
+        return n
     return max(1, round(k * n))

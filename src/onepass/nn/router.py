@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -168,8 +168,14 @@ class Router(nn.Module):
 
     def explores(self, k: int, n: int) -> bool:
         """Return whether backward, with k of n tokens chosen, also gets a gradient from tokens that were not chosen."""
-        asked = self.training and self.explore > 0 and 0 < k < n
-        return asked and torch.is_grad_enabled() and self.weight.requires_grad
+        asked = self.training and self.explore > 0 and torch.is_grad_enabled() and self.weight.requires_grad
+        symbolic: Any = k
+        if isinstance(symbolic, torch.SymInt):
+            from torch.fx.experimental.symbolic_shapes import statically_known_true  # it loads sympy
+
+            # a share of a length that is not known yet: to compare would tie the graph to some lengths
+            return asked and not statically_known_true(symbolic >= n)
+        return asked and 0 < k < n
 
     def check(self, x: Tensor, k: int, mask: Tensor | None) -> None:
         """Raise TypeError or ValueError for arguments that :meth:`forward` does not accept."""
