@@ -7,9 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from functorch.compile import make_boxed_func
 from torch import Tensor
-from torch._dynamo.backends.common import aot_autograd
 from torch.library import opcheck
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
@@ -17,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from onepass.core.launch import INTERPRET
 from onepass.fused import attention_op
 from onepass.nn import RoutedAttention, RoutedBlock
+from programs import compiled, exported, graphs_for
 
 pytestmark = [
     pytest.mark.skipif(INTERPRET, reason="the kernels are those of the eager nodes"),
@@ -119,16 +118,8 @@ def test_only_the_gradients_that_are_wanted(device: str, causal: bool, frozen: s
 
 
 def test_a_compiled_block_holds_two_operators_each_way(device: str, causal: bool) -> None:
-    graphs: list[list[str]] = []
-
-    def compiler(graph: Any, inputs: Any) -> Any:
-        graphs.append([str(n.target) for n in graph.graph.nodes if "onepass" in str(n.target)])
-        return make_boxed_func(graph)
-
     block, x = _block(device, causal), _tokens(device)
-    backend = aot_autograd(fw_compiler=compiler, bw_compiler=compiler)  # type: ignore[no-untyped-call]
-    torch._dynamo.reset()
-    y, z = block(x), torch.compile(block, fullgraph=True, backend=backend)(x)
+    y, (z, graphs) = block(x), compiled(block, x)
     torch.testing.assert_close(z, y, rtol=0, atol=0)
     leaves, g = [x, *block.parameters()], torch.randn_like(y)
     # dx of the attention joins that of the residual in another order
@@ -139,30 +130,13 @@ def test_a_compiled_block_holds_two_operators_each_way(device: str, causal: bool
 
 
 def test_one_graph_for_all_lengths(device: str, causal: bool) -> None:
-    graphs = 0
-
-    def backend(graph: Any, inputs: Any) -> Any:
-        nonlocal graphs
-        graphs += 1
-        return graph.forward
-
-    block = _block(device, causal)
-    torch._dynamo.reset()
-    compiled = torch.compile(block, fullgraph=True, dynamic=True, backend=backend)
-    for batch, n in ((2, 64), (2, 96), (3, 130), (5, 1000)):
-        x = _tokens(device, batch, n)
-        torch.testing.assert_close(compiled(x), block(x), rtol=0, atol=0)
-    assert graphs == 1
+    shapes = (2, 64), (2, 96), (3, 130), (5, 1000)
+    assert graphs_for(_block(device, causal), (_tokens(device, *shape) for shape in shapes)) == 1
 
 
 def test_export_with_named_batch_and_length(device: str, causal: bool) -> None:
-    block = _block(device, causal)
-    sizes = {0: torch.export.Dim("batch", min=1, max=64), 1: torch.export.Dim("n", min=16, max=4096)}
-    program = torch.export.export(block, (_tokens(device).detach(),), dynamic_shapes=(sizes,))
-    for batch, n in ((3, 128), (1, 80)):
-        x = _tokens(device, batch, n).detach()
-        torch.testing.assert_close(program.module()(x), block(x), rtol=0, atol=0)
-    names = [str(node.target) for node in program.graph.nodes if "onepass" in str(node.target)]
+    others = (_tokens(device, *shape).detach() for shape in ((3, 128), (1, 80)))
+    names = exported(_block(device, causal), _tokens(device).detach(), others)
     assert names == ["onepass.routed_attention.default", "onepass.routed_feed_forward.default"]
 
 

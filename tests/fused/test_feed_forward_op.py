@@ -7,9 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from functorch.compile import make_boxed_func
 from torch import Tensor
-from torch._dynamo.backends.common import aot_autograd
 from torch.library import opcheck
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -17,6 +15,7 @@ from onepass.core.launch import INTERPRET
 from onepass.fused import feed_forward_op
 from onepass.nn import CausalRouter, RoutedFeedForward
 from onepass.nn.count import count
+from programs import compiled, exported, graphs_for
 
 pytestmark = [
     pytest.mark.skipif(INTERPRET, reason="the kernels are those of the eager node"),
@@ -95,16 +94,8 @@ def test_opcheck(device: str, causal: bool, masked: bool) -> None:
 
 
 def test_a_compiled_graph_holds_one_operator_each_way(device: str, causal: bool) -> None:
-    graphs: list[list[str]] = []
-
-    def compiler(graph: Any, inputs: Any) -> Any:
-        graphs.append([str(n.target) for n in graph.graph.nodes if "onepass" in str(n.target)])
-        return make_boxed_func(graph)
-
     layer, x = _layer(device, causal), _tokens(device)
-    backend = aot_autograd(fw_compiler=compiler, bw_compiler=compiler)  # type: ignore[no-untyped-call]
-    torch._dynamo.reset()
-    y, z = layer(x), torch.compile(layer, fullgraph=True, backend=backend)(x)
+    y, (z, graphs) = layer(x), compiled(layer, x)
     leaves, g = [x, *layer.parameters()], torch.randn_like(y)
     expected, actual = torch.autograd.grad(y, leaves, g), torch.autograd.grad(z, leaves, g)
     for a, e in zip((z, *actual), (y, *expected), strict=True):
@@ -113,31 +104,14 @@ def test_a_compiled_graph_holds_one_operator_each_way(device: str, causal: bool)
 
 
 def test_one_graph_for_all_lengths(device: str, causal: bool) -> None:
-    graphs = 0
-
-    def backend(graph: Any, inputs: Any) -> Any:
-        nonlocal graphs
-        graphs += 1
-        return graph.forward
-
-    layer = _layer(device, causal)
-    torch._dynamo.reset()
-    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend=backend)
-    for batch, n in ((2, 64), (2, 96), (3, 130), (5, 1000)):
-        x = _tokens(device, batch, n)
-        torch.testing.assert_close(compiled(x), layer(x), rtol=0, atol=0)
-    assert graphs == 1
+    shapes = (2, 64), (2, 96), (3, 130), (5, 1000)
+    assert graphs_for(_layer(device, causal), (_tokens(device, *shape) for shape in shapes)) == 1
 
 
 @pytest.mark.parametrize("k", [8, 1 / 8, 0.3, 1.0])
 def test_export_with_named_batch_and_length(device: str, causal: bool, k: int | float) -> None:
-    layer = _layer(device, causal, k=k)
-    sizes = {0: torch.export.Dim("batch", min=1, max=64), 1: torch.export.Dim("n", min=16, max=4096)}
-    program = torch.export.export(layer, (_tokens(device).detach(),), dynamic_shapes=(sizes,))
-    for batch, n in ((3, 128), (1, 80)):
-        x = _tokens(device, batch, n).detach()
-        torch.testing.assert_close(program.module()(x), layer(x), rtol=0, atol=0)
-    names = [str(node.target) for node in program.graph.nodes if "onepass" in str(node.target)]
+    others = (_tokens(device, *shape).detach() for shape in ((3, 128), (1, 80)))
+    names = exported(_layer(device, causal, k=k), _tokens(device).detach(), others)
     assert names == ["onepass.routed_feed_forward.default"]
 
 

@@ -1,4 +1,4 @@
-"""Formulas for `torch.utils.flop_counter`. Importing it imports Triton, so they wait until somebody else has."""
+"""Formulas for `torch.utils.flop_counter`. Importing it imports Triton, so they wait until the user imports it."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def _backward(
 ) -> tuple[
     Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor,
 ]:  # fmt: skip
-    """Return the gradients of x, vectors, norms and weights, empty where `needs` is False or there is no gradient."""
+    """Return the gradients of x, vectors, norms and weights; a gradient that is not needed is an empty tensor."""
     plan = _plan(
         dtype, k, light_eps, heavy_eps, score_eps, gate_eps, kind, hard, explore_stride, explore_weight, block, memory
     )
