@@ -1,4 +1,4 @@
-"""The steps between the matrix products of a feed-forward's branches, by kernels or by torch, without autograd.
+"""The steps between the matrix products of routed layers, by kernels or by torch, without autograd.
 
 Sums over rows (gradients of biases and of a norm's weight) stay partials in one buffer, so that one sum adds up those
 of a whole backward pass.
@@ -67,4 +67,24 @@ def explore_gradient(dy: Tensor, mask: Tensor | None, stride: int, scale: float)
     return kernels_explore.explore_gradient(dy, as_bytes(mask), stride, scale)  # type: ignore[no-any-return]
 
 
-__all__ = ["cast", "column_sums", "explore_gradient", "gelu_backward", "new_partials"]
+def gate(v: Tensor, gates: Tensor) -> Tensor:
+    """Return gates·v for values v (batch, m, heads, width) and gates (batch, m)."""
+    if not uses_triton(v):
+        return v * gates.to(v.dtype)[..., None, None]
+    from . import kernels_attention
+
+    return kernels_attention.gate(v, gates)  # type: ignore[no-any-return]
+
+
+def gate_backward(dv: Tensor, v: Tensor, gates: Tensor) -> Tensor:
+    """Return the gradient of the gates; overwrite dv, the gradient of :func:`gate`, with that of v."""
+    if uses_triton(v):
+        from . import kernels_attention
+
+        return kernels_attention.gate_backward(dv, v, gates)  # type: ignore[no-any-return]
+    d_gates = torch.linalg.vecdot(dv.flatten(2).to(gates.dtype), v.flatten(2).to(gates.dtype))
+    dv.mul_(gates.to(dv.dtype)[..., None, None])
+    return d_gates
+
+
+__all__ = ["cast", "column_sums", "explore_gradient", "gate", "gate_backward", "gelu_backward", "new_partials"]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.library import register_autograd
 
-from onepass.core.eager import no_second
+from onepass.core.eager import no_second, outside_autocast
 from onepass.core.flops import flop_formula, register_formulas
 from onepass.core.register import register, register_fake
 from onepass.ops.causal_choice import op as causal_choice
@@ -51,7 +51,7 @@ def _forward(
         dtype, k, light_eps, heavy_eps, score_eps, gate_eps, kind, hard, explore_stride, explore_weight, block, memory
     )
     # the caller's autocast has become `dtype`
-    with torch.autocast(x.device.type, enabled=False):
+    with outside_autocast(x.device):
         public, kept, matrices = node.forward(
             x, vectors, light_norm, heavy_norm, mask, plan, up, up_bias, down, down_bias, heavy_up, heavy_up_bias,
             heavy_down, heavy_down_bias,
@@ -60,33 +60,49 @@ def _forward(
     return *public, *there  # type: ignore[return-value]
 
 
-def _backward(
-    dy: Tensor | None, g_gates: Tensor | None, g_scores: Tensor | None,
-    x: Tensor, vectors: Tensor, light_norm: Tensor | None, heavy_norm: Tensor | None, mask: Tensor | None,
-    weights: Sequence[Tensor | None], kept: Sequence[Tensor], needs: Sequence[bool],
+def _products_backward(
+    dy: Tensor, mask: Tensor | None, indices: Tensor, gates: Tensor, weights: Sequence[Tensor | None],
+    kept: Sequence[Tensor], needs: Sequence[bool],
     dtype: torch.dtype, k: int, light_eps: float, heavy_eps: float, score_eps: float, gate_eps: float, kind: int,
     hard: bool, explore_stride: int, explore_weight: float, block: int, memory: int,
 ) -> tuple[
     Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor,
 ]:  # fmt: skip
-    """Return the gradients of x, vectors, norms and weights; a gradient that is not needed is an empty tensor."""
+    """Call `node.backward_products`; a gradient that is not needed is an empty tensor."""
     plan = _plan(
         dtype, k, light_eps, heavy_eps, score_eps, gate_eps, kind, hard, explore_stride, explore_weight, block, memory
     )
     *activations, up, down, heavy_up, heavy_down = kept
-    saved: list[Any] = [x, vectors, light_norm, heavy_norm, mask, *activations]
-    if not block:
-        saved[10] = None  # the starts of a causal choice
+    saved: list[Any] = [mask, indices, gates, *activations]
     for cast, weight in zip((up, down, heavy_up, heavy_down), weights[::2], strict=True):
         saved.append(cast if cast.numel() else weight)
-    dtypes = [None if w is None else w.dtype for w in weights]
-    with torch.autocast(x.device.type, enabled=False):
-        grads = node.backward(saved, plan, dtypes, needs, dy, g_gates, g_scores)
+    with outside_autocast(dy.device):
+        grads = node.backward_products(saved, plan, [None if w is None else w.dtype for w in weights], needs, dy)
+    return tuple(dy.new_empty(0) if g is None else g for g in grads)  # type: ignore[return-value]
+
+
+def _tokens_backward(
+    products: Sequence[Tensor], g_gates: Tensor | None, g_scores: Tensor | None, x: Tensor, vectors: Tensor,
+    light_norm: Tensor | None, heavy_norm: Tensor | None, mask: Tensor | None, kept: Sequence[Tensor],
+    needs: Sequence[bool],
+    dtype: torch.dtype, k: int, light_eps: float, heavy_eps: float, score_eps: float, gate_eps: float, kind: int,
+    hard: bool, explore_stride: int, explore_weight: float, block: int, memory: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Call `node.backward_tokens`; an empty tensor stands for None in `products`, `kept` and the result."""
+    plan = _plan(
+        dtype, k, light_eps, heavy_eps, score_eps, gate_eps, kind, hard, explore_stride, explore_weight, block, memory
+    )
+    there = [t if t.numel() else None for t in (*kept, *products)]
+    saved = (x, vectors, light_norm, heavy_norm, mask, *there[: len(kept)])
+    found = there[len(kept) :] or [None] * 4
+    with outside_autocast(x.device):
+        grads = node.backward_tokens(saved, plan, needs, found, g_gates, g_scores)
     return tuple(x.new_empty(0) if g is None else g for g in grads)  # type: ignore[return-value]
 
 
 forward_op = register("routed_feed_forward", _forward)
-backward_op = register("routed_feed_forward_backward", _backward)
+products_backward_op = register("routed_feed_forward_products_backward", _products_backward)
+tokens_backward_op = register("routed_feed_forward_tokens_backward", _tokens_backward)
 
 
 @register_fake(forward_op)
@@ -117,18 +133,37 @@ def _(
     )  # fmt: skip
 
 
-@register_fake(backward_op)
+@register_fake(products_backward_op)
 def _(
-    dy: Tensor | None, g_gates: Tensor | None, g_scores: Tensor | None, x: Tensor, vectors: Tensor,
-    light_norm: Tensor | None, heavy_norm: Tensor | None, mask: Tensor | None, weights: Sequence[Tensor | None],
+    dy: Tensor, mask: Tensor | None, indices: Tensor, gates: Tensor, weights: Sequence[Tensor | None],
     kept: Sequence[Tensor], needs: Sequence[bool], *numbers: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
+    plan, (need_x, need_v, need_light_norm, need_heavy_norm, *need_weights) = _plan(*numbers), needs
+    batch, n, _ = dy.shape
+    explores = plan.explore_stride > 0 and need_v
+    shapes = (
+        (plan.dtype, dy.shape if need_x or need_light_norm else (0,)),
+        (plan.dtype, kept[3].shape if need_x or need_heavy_norm else (0,)),
+        (gates.dtype, gates.shape if need_x or need_v else (0,)),
+        (gates.dtype, (batch, (n + plan.explore_stride - 1) // plan.explore_stride) if explores else (0,)),
+    )
+    return *(dy.new_empty(shape, dtype=dtype) for dtype, shape in shapes), *(
+        w.new_empty(w.shape) if w is not None and need else dy.new_empty(0)
+        for w, need in zip(weights, need_weights, strict=True)
+    )
+
+
+@register_fake(tokens_backward_op)
+def _(
+    products: Sequence[Tensor], g_gates: Tensor | None, g_scores: Tensor | None, x: Tensor, vectors: Tensor,
+    light_norm: Tensor | None, heavy_norm: Tensor | None, mask: Tensor | None, kept: Sequence[Tensor],
+    needs: Sequence[bool], *numbers: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
     # without a gradient of y, those of gates and scores reach x and the vectors alone
-    reached = [True, True, *[dy is not None] * 10]
-    inputs = x, vectors, light_norm, heavy_norm, *weights
+    reached = True, True, bool(products), bool(products)
     return tuple(
         t.new_empty(t.shape) if t is not None and need and some else x.new_empty(0)
-        for t, need, some in zip(inputs, needs, reached, strict=True)
+        for t, need, some in zip((x, vectors, light_norm, heavy_norm), needs, reached, strict=True)
     )
 
 
@@ -146,12 +181,20 @@ def _gradients(
     if dy is None and g_gates is None and g_scores is None:
         return nothing
     x, vectors, light_norm, heavy_norm, mask, *saved = ctx.saved_tensors
+    weights, choice, of_tokens, of_products = saved[:8], saved[8:11], saved[8:15], saved[15:]
     needs = [*ctx.needs_input_grad[:4], *ctx.needs_input_grad[5:13]]
-    grads = backward_op(
-        dy, g_gates, g_scores, x, vectors, light_norm, heavy_norm, mask, saved[:8], saved[8:], needs, *ctx.numbers
+    # two operators, so that what the first needs is free when the second allocates the gradient of x
+    products: tuple[Tensor, ...] = ()
+    if dy is not None:
+        products = products_backward_op(dy, mask, *choice[:2], weights, of_products, needs, *ctx.numbers)
+    grads = tokens_backward_op(
+        products[:4], g_gates, g_scores, x, vectors, light_norm, heavy_norm, mask, of_tokens, needs[:4], *ctx.numbers
     )
-    reached = [True, True, *[dy is not None] * 10]
-    found = [g if need and some else None for g, need, some in zip(grads, needs, reached, strict=True)]
+    reached = True, True, *(dy is not None,) * 10
+    found = [
+        g if need and some else None
+        for g, need, some in zip((*grads, *(products[4:] or nothing[:8])), needs, reached, strict=True)
+    ]
     return *found[:4], None, *found[4:], *nothing[13:]
 
 
@@ -160,7 +203,8 @@ def _refuse(ctx: Any, *grads: Any) -> Any:
 
 
 register_autograd(forward_op, _gradients, setup_context=_save)
-register_autograd(backward_op, _refuse, setup_context=lambda ctx, inputs, output: None)
+for _op in (products_backward_op, tokens_backward_op):
+    register_autograd(_op, _refuse, setup_context=lambda ctx, inputs, output: None)
 
 
 def _products(x: Any, up: Any, heavy_up: Any, k: int) -> int:
@@ -175,10 +219,11 @@ def _(x: Any, vectors: Any, light_norm: Any, heavy_norm: Any, mask: Any, *rest: 
     return _products(x, rest[0], rest[4], rest[9])
 
 
-@flop_formula(backward_op)
-def _(*args: Any, **_: Any) -> int:
-    weights, needs, k = args[8], args[10], args[12]
-    both = _products(args[3], weights[0], weights[4], k)
+@flop_formula(products_backward_op)
+def _(
+    dy: Any, mask: Any, indices: Any, gates: Any, weights: Any, kept: Any, needs: Any, *numbers: Any, **_: Any
+) -> int:
+    both = _products(dy, weights[0], weights[4], numbers[1])
     return both * (any(needs[:4]) + any(needs[4:]))
 
 
@@ -194,4 +239,4 @@ def routed_feed_forward(
     return y, indices, gates, scores
 
 
-__all__ = ["backward_op", "forward_op", "routed_feed_forward"]
+__all__ = ["forward_op", "products_backward_op", "routed_feed_forward", "tokens_backward_op"]

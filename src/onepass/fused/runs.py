@@ -33,7 +33,9 @@ class Runs(NamedTuple):
 
 
 Make = Callable[..., tuple[Tensor, Tensor]]
-Queries = tuple[torch.device, torch.dtype, int]  # the last: width of a head
+# device, dtype, width of a head, and precision of fp32 matrix products (torch.get_float32_matmul_precision): the
+# precision decides the tiles, and the tiles decide the edges
+Queries = tuple[torch.device, torch.dtype, int, str]
 
 
 def _runs(make: Make, sizes: tuple[int, ...], keys: int, where: torch.device, like: Tensor) -> Runs:
@@ -53,12 +55,11 @@ def _kept(make: Make, sizes: tuple[int, ...], keys: int, device: torch.device, d
 
 
 def _of(make: Make, sizes: tuple[int, ...], keys: int, queries: Queries) -> Runs:
-    device, dtype, width = queries
+    device, dtype, width, precision = queries
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         # a captured graph owns the memory allocated in it: don't cache these
         return _runs(make, sizes, keys, device, torch.empty(width, dtype=dtype, device=device))
-    # the precision decides the tiles, and the tiles decide the edges
-    return _kept(make, sizes, keys, device, dtype, width, torch.get_float32_matmul_precision())
+    return _kept(make, sizes, keys, device, dtype, width, precision)
 
 
 def window_runs(n: int, window: int, causal: bool, queries: Queries) -> Runs:

@@ -1,20 +1,14 @@
-"""Budgets of the kernels between the matrix products of routed layers; benchmark cases of `fork`."""
+"""Budgets of the kernels between the matrix products of routed layers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from onepass.core.spec import Case, Impl, Kernel, Prepared
+from onepass.core.spec import Kernel
 from onepass.ops._shared.spec_parts import i32, kernel, pointers
-from onepass.ops.routing.op import score
 
-from .fork import fork
-
-__all__ = ["CASES", "KERNELS"]
+__all__ = ["KERNELS"]
 
 
 # (dtype of x, width, "scores" with or without a mask, or chosen "rows") → forward: BLOCK_C, warps, registers;
@@ -108,49 +102,23 @@ def _branch() -> Iterator[Kernel]:
     )  # fmt: skip
 
 
-KERNELS = [*_norm(), *_branch()]
+def _attention() -> Iterator[Kernel]:
+    """Gates on the values of 8 heads of 64, half of a packed projection, and places of keys chosen per window."""
+    for t in ("bf16", "fp32"):
+        common = {"v_ptr": f"*{t}", "g_ptr": "*fp32", **i32("v_stride", "total")}
+        shape = {"D": 512, "VEC": 8, "BLOCK_R": 8, "BLOCK_C": 512}
+        for name, more in (("gate", {"out_ptr": f"*{t}"}), ("gate_backward", {"dv_ptr": f"*{t}", "dg_ptr": "*fp32"})):
+            signature = common | more | (i32("dv_stride") if "dv_ptr" in more else {})
+            yield Kernel(
+                f"attention {name.replace('_', ' ')} {t}", kernel("fused.kernels_attention", f"{name}_kernel"),
+                signature, shape, pointers(signature), max_registers=96,
+            )  # fmt: skip
+    signature = {"within_ptr": "*i64", "query_ptr": "*i64", "at_ptr": "*i64", "seen_ptr": "*i32"}
+    signature |= i32("per_window", "windows", "window", "n_places", "n_queries")
+    yield Kernel(
+        "attention places", kernel("fused.kernels_attention", "place_kernel"), signature, {"BLOCK": 256},
+        pointers(signature), max_registers=64, vector_loads=False,
+    )  # fmt: skip
 
 
-def _fork_case(batch: int, n: int, dim: int, dtype: torch.dtype, stage: str, device: str = "cuda") -> Case:
-    """Return the case of a bf16 norm and scores from one read; the rival reads twice and adds two gradients."""
-
-    def make() -> Mapping[str, Impl]:
-        need = stage == "backward"
-        x = torch.randn(batch, n, dim, device=device, dtype=dtype, requires_grad=need)
-        weight, vector = torch.rand(dim, device=device), torch.randn(dim, device=device)
-        wanted = (x, weight.requires_grad_(need), vector.requires_grad_(need))
-
-        def ours() -> tuple[Tensor, Tensor]:
-            f = fork(x, weight, vector, eps=1e-6, score_eps=1e-6, dtype=torch.bfloat16, ks=())
-            return f.normed, f.scores
-
-        def apart() -> tuple[Tensor, Tensor]:
-            return torch.nn.functional.rms_norm(x, (dim,), weight, 1e-6).bfloat16(), score(x, vector)
-
-        if not need:
-            return {"onepass": ours, "rms_norm, score": apart}
-        dn, ds = torch.randn(batch, n, dim, device=device).bfloat16(), torch.randn(batch, n, device=device)
-
-        def gradient(run: Callable[[], tuple[Tensor, Tensor]]) -> Impl:
-            def build() -> Callable[[], Any]:
-                outs = run()
-                return lambda: torch.autograd.grad(outs, wanted, (dn, ds), retain_graph=True)
-
-            return Prepared(build)
-
-        return {"onepass": gradient(ours), "rms_norm, score": gradient(apart)}
-
-    elements = batch * n * dim
-    floor = elements * (dtype.itemsize + 2) if stage == "forward" else elements * (2 * dtype.itemsize + 2)
-    return Case("fork", stage, {"batch": batch, "n": n, "dim": dim}, dtype, floor, make, 2e-2, device)
-
-
-def _cases() -> Iterator[Case]:
-    for device, shapes in (("cuda", ((2, 32768, 1024), (2, 32768, 512), (2, 65536, 4096))), ("cpu", ((2, 8192, 512),))):
-        for dtype in (torch.bfloat16, torch.float32):
-            for batch, n, dim in shapes:
-                for stage in ("forward", "backward"):
-                    yield _fork_case(batch, n, dim, dtype, stage, device)
-
-
-CASES = list(_cases())
+KERNELS = [*_norm(), *_branch(), *_attention()]
