@@ -47,7 +47,7 @@ def _step(program: Program, device: str, mode: str) -> Step:
 
     def step() -> Any:
         if mode == "reduce-overhead":
-            torch.compiler.cudagraph_mark_step_begin()
+            torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
         if not program.backward:
             with torch.no_grad():
                 return forward()
@@ -186,7 +186,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
         return 0
     if args.json is not None:
         records.check_writable(args.json)
-    header = {
+    header: dict[str, Any] = {
         "header": True, **versions(), "device": device, "gpu": device_name(torch.device(device)),
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"), "settings": settings(), "failed": [],
     }  # fmt: skip

@@ -20,7 +20,8 @@ from onepass.ops.causal_choice import op as causal_choice
 from onepass.ops.topk import op as op_topk
 
 from . import attention as node
-from .attention import MASK, TENSORS, TOKENS, Plan
+from .attention import MASK, TENSORS, TOKENS
+from .attention_steps import Plan
 
 # the outputs of forward that belong to the caller: y, indices and gates of queries and of keys, scores
 PUBLIC = 6
@@ -55,7 +56,7 @@ def _forward(
     # the caller's autocast has become `dtype`
     with outside_autocast(x.device):
         public, kept, matrices = node.forward(x, vector_q, vector_kv, light_norm, mask, norm_q, norm_kv, weights, plan)
-    return *public, *_filled([*kept, *(matrices or [None] * 6)], x)  # type: ignore[return-value]
+    return *public, *_filled([*kept, *(matrices or (None,) * 6)], x)  # type: ignore[return-value]
 
 
 def _products_backward(
@@ -129,17 +130,17 @@ def _(x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
 
     def attention(tokens: Any, heads: int) -> tuple[Tensor, Tensor]:
         accumulated = torch.promote_types(plan.dtype, torch.float32)
-        return new(batch, tokens, heads, plan.width), new(batch, heads, tokens, dtype=accumulated)
+        return new(batch * tokens, heads * plan.width), new(batch, heads, tokens, dtype=accumulated)
 
     cast = any(w.dtype != plan.dtype for w in weights)
     return (
         new(batch, n, dim), at_q, gates_q, at_kv, gates_kv, scores, new(2, dim, dtype=rest[0].dtype),
         new(2, batch * n, dtype=wide), state_q, starts, state_kv, within, new(1, batch * plan.k_q, dtype=wide),
-        new(1, batch * keys, dtype=wide), seen, new(batch * n, dim), new(batch, n, 3, plan.light_heads, plan.width),
-        *attention(n, plan.light_heads), new(batch, plan.k_q, dim), new(batch, keys, dim),
-        new(batch, plan.k_q, plan.heavy_heads, plan.width), new(batch, keys, 2, plan.heavy_heads, plan.width),
+        new(1, batch * keys, dtype=wide), seen, new(batch * n, dim), new(batch * n, len(weights[1])),
+        *attention(n, plan.light_heads), new(batch * plan.k_q, dim), new(batch * keys, dim),
+        new(batch * plan.k_q, len(weights[3])), new(batch * keys, len(weights[4])),
         new(batch, keys, plan.heavy_heads, plan.width), *attention(plan.k_q, plan.heavy_heads),
-        new(batch, plan.k_q, dim), *(new(*w.shape) if cast else x.new_empty(0) for w in weights),
+        new(batch * plan.k_q, dim), *(new(*w.shape) if cast else x.new_empty(0) for w in weights),
     )  # fmt: skip
 
 
@@ -149,10 +150,10 @@ def _(
     needs: Sequence[bool], *numbers: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     plan, (need_x, need_v, *need_norms) = Plan(*numbers), needs[:5]
-    (batch, n, _), gates_q, gates_kv, chosen = x.shape, kept[1], kept[3], kept[9:11]
+    (batch, n, _), gates_q, gates_kv, tokens, chosen = x.shape, kept[1], kept[3], kept[5], kept[9:11]
     stride, explores = plan.explore_stride, plan.explore_stride > 0 and need_v
     shapes = (
-        *((plan.dtype, t.shape, need_x or need) for t, need in zip((x, *chosen), need_norms, strict=True)),
+        *((plan.dtype, t.shape, need_x or need) for t, need in zip((tokens, *chosen), need_norms, strict=True)),
         *((t.dtype, t.shape, need_x or need_v) for t in (gates_q, gates_kv)),
         (gates_q.dtype, (batch, (n + stride - 1) // stride if explores else 0), explores),
         *((w.dtype, w.shape, need) for w, need in zip(weights, needs[5:], strict=True)),

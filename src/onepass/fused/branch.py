@@ -82,7 +82,7 @@ def gate_backward(dv: Tensor, v: Tensor, gates: Tensor) -> Tensor:
         from . import kernels_attention
 
         return kernels_attention.gate_backward(dv, v, gates)  # type: ignore[no-any-return]
-    d_gates = torch.linalg.vecdot(dv.flatten(2).to(gates.dtype), v.flatten(2).to(gates.dtype))
+    d_gates: Tensor = torch.linalg.vecdot(dv.flatten(2).to(gates.dtype), v.flatten(2).to(gates.dtype))
     dv.mul_(gates.to(dv.dtype)[..., None, None])
     return d_gates
 

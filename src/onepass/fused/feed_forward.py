@@ -68,7 +68,8 @@ def _before_products(
     y = torch.empty(x.shape, dtype=plan.dtype, device=x.device)
     other = any(w is not None and w.dtype != plan.dtype for w in weights)
     copies = branch.cast(weights, plan.dtype) if other else ()
-    return y, normed, scores, stats, indices, gates, state, starts, chosen, chosen_stats, *copies
+    tokens, chosen = (t.view(-1, t.shape[-1]) for t in (normed, chosen))
+    return y, tokens, scores, stats, indices, gates, state, starts, chosen, chosen_stats, *copies
 
 
 _add_chosen = replayed(add_rows)
@@ -82,11 +83,13 @@ def _before_backward_products(
     """Return the buffer of partials, gradients of the heavy output and of the gates, and explore_grad."""
     d = dy.shape[-1]
     partials = branch.new_partials(dy, dy.numel() // d, sum(widths))
+    update = update.view(*indices.shape, d)
     d_update, d_gates = scatter_backward(dy, update, gates, indices, need_update, need_gates)
+    d_update = None if d_update is None else d_update.view(-1, d)
     if partials is not None and widths[1]:
         branch.column_sums(dy.view(-1, d), partials, offsets[1])
     if partials is not None and widths[3] and d_update is not None:
-        branch.column_sums(d_update.view(-1, d), partials, offsets[3])
+        branch.column_sums(d_update, partials, offsets[3])
     explore_grad = (
         branch.explore_gradient(dy, mask, plan.explore_stride, -plan.explore_weight * plan.explore_stride)
         if need_explore
@@ -133,13 +136,12 @@ def _after_backward_products(
         sums = of_chosen = norm_partials(x, indices.numel(), heavy_norm, None)
     if d_chosen is not None:
         d_rows = norm_backward_into(
-            of_chosen if need_heavy_norm else None, d_chosen, x, indices, heavy_norm, None, chosen_stats, None, None,
-            need_x,
+            of_chosen if need_heavy_norm else None, d_chosen.view(*indices.shape, d), x, indices, heavy_norm, None,
+            chosen_stats, None, None, need_x,
         )  # fmt: skip
     if not (need_x or need_sums):
         return None, sums
-    if d_normed is None:
-        d_normed = torch.zeros_like(x)
+    d_normed = torch.zeros_like(x) if d_normed is None else d_normed.view(x.shape)
     dx = norm_backward_into(
         sums if need_sums else None, d_normed, x, None, light_norm, vector, stats, None if vector is None else scores,
         None if d_scores is None else d_scores.contiguous(), need_x, explore_grad, plan.explore_stride, mask,
@@ -169,22 +171,21 @@ def forward(
 
     The last are copies in the branches' dtype, and empty where the weights have it.
     """
-    y, normed, scores, stats, indices, gates, state, starts, chosen, chosen_stats, *copies = _before_products(
+    y, tokens, scores, stats, indices, gates, state, starts, chosen, chosen_stats, *copies = _before_products(
         x, vectors, light_norm, heavy_norm, mask, plan, *weights
     )
     cast: Any = copies or weights
     up, up_bias, down, down_bias, heavy_up, heavy_up_bias, heavy_down, heavy_down_bias = cast
-    d = x.shape[-1]
-    tokens, rows = normed.view(-1, d), y.view(-1, d)
+    rows = y.view(tokens.shape)
     u = F.linear(tokens, up, up_bias)
     h = F.gelu(u)
     if down_bias is None:
         torch.mm(h, down.t(), out=rows)
     else:
         torch.addmm(down_bias, h, down.t(), out=rows)
-    heavy_u = F.linear(chosen.view(-1, d), heavy_up, heavy_up_bias)
+    heavy_u = F.linear(chosen, heavy_up, heavy_up_bias)
     heavy_h = F.gelu(heavy_u)
-    update = F.linear(heavy_h, heavy_down, heavy_down_bias).view(chosen.shape)
+    update = F.linear(heavy_h, heavy_down, heavy_down_bias)
     _add_chosen(rows, update, gates, indices)
     kept = [stats, state, starts, chosen_stats, tokens, u, h, chosen, heavy_u, heavy_h, update]
     return (y, indices, gates, scores), kept, [up, down, heavy_up, heavy_down] if copies else []
@@ -206,7 +207,7 @@ def backward_products(
     saved.clear()
     need_x, need_v, need_light_norm, need_heavy_norm, *need_weights = needs
     grads: list[Tensor | None] = [None] * 8
-    d, shape = dy.shape[-1], dy.shape
+    d = dy.shape[-1]
     dy, need_chosen = dy.contiguous(), need_x or need_heavy_norm
     need_normed, need_update = need_x or need_light_norm, need_chosen or True in need_weights[4:]
     widths, offsets = _columns((u.shape[1], d, heavy_u.shape[1], d), tuple(need_weights[1::2]))
@@ -216,7 +217,6 @@ def backward_products(
     )  # fmt: skip
     dy, dh, heavy_dh, update, d_normed, d_chosen = dy.view(-1, d), None, None, None, None, None
     if d_update is not None:
-        rows, d_update, chosen = chosen.shape, d_update.view(-1, d), chosen.view(-1, d)
         if need_weights[6]:
             grads[6] = weight_gradient(d_update, heavy_h, dtypes[6])
         if need_chosen or need_weights[4] or need_weights[5]:
@@ -234,14 +234,14 @@ def backward_products(
         if need_weights[4]:
             grads[4] = weight_gradient(heavy_dh, chosen, dtypes[4])
         if need_chosen:
-            d_chosen = torch.mm(heavy_dh, heavy_up).view(rows)
+            d_chosen = torch.mm(heavy_dh, heavy_up)
     heavy_dh = chosen = None
     if dh is not None:
         if need_weights[0]:
             grads[0] = weight_gradient(dh, tokens, dtypes[0])
         tokens = None
         if need_normed:
-            d_normed = torch.mm(dh, up).view(shape)
+            d_normed = torch.mm(dh, up)
     if partials is not None:
         biases = partials.sum(0).split_with_sizes(widths)
         for i, total in zip((1, 3, 5, 7), biases, strict=True):

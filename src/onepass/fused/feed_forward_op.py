@@ -128,7 +128,7 @@ def _(
     return (
         new(batch, n, d), indices, gates, scores, x.new_empty((2, batch * n), dtype=wide), state, starts,
         x.new_empty((1, batch * k), dtype=wide), new(batch * n, d), new(batch * n, len(up)), new(batch * n, len(up)),
-        new(batch, k, d), new(batch * k, len(heavy_up)), new(batch * k, len(heavy_up)), new(batch, k, d),
+        new(batch * k, d), new(batch * k, len(heavy_up)), new(batch * k, len(heavy_up)), new(batch * k, d),
         *(new(*w.shape) if cast else x.new_empty(0) for w in weights),
     )  # fmt: skip
 
@@ -142,7 +142,7 @@ def _(
     batch, n, _ = dy.shape
     explores = plan.explore_stride > 0 and need_v
     shapes = (
-        (plan.dtype, dy.shape if need_x or need_light_norm else (0,)),
+        (plan.dtype, kept[0].shape if need_x or need_light_norm else (0,)),
         (plan.dtype, kept[3].shape if need_x or need_heavy_norm else (0,)),
         (gates.dtype, gates.shape if need_x or need_v else (0,)),
         (gates.dtype, (batch, (n + plan.explore_stride - 1) // plan.explore_stride) if explores else (0,)),

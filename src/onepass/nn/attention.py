@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from onepass.core import check
 from onepass.core.eager import plain, takes_operators
 from onepass.fused import attention_op
-from onepass.fused.attention import Plan, routed_attention
+from onepass.fused.attention import routed_attention
+from onepass.fused.attention_steps import Plan
 from onepass.fused.norms import fits_one_program
 from onepass.ops.routing.op import gather, scatter_add
 from onepass.ops.span_attention.op import span_attention
