@@ -52,7 +52,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     run = attention_op.routed_attention
 
     def noted(plan: Any, *tensors: Any) -> Any:
-        found.append((*tensors, *plan))
+        found.append((*tensors, *plan.numbers()))
         return run(plan, *tensors)
 
     monkeypatch.setattr(attention_op, "routed_attention", noted)
@@ -86,12 +86,12 @@ def _through_operators(layer: RoutedAttention, x: Tensor, mask: Tensor | None, r
 
 
 @pytest.mark.parametrize("masked", [False, True], ids=["whole", "padded"])
-@pytest.mark.parametrize("n", [N, N + 9])
-def test_opcheck(device: str, causal: bool, masked: bool, n: int, seen: list[tuple[Any, ...]]) -> None:
+@pytest.mark.parametrize(("n", "residual"), [(N, False), (N + 9, False), (N, True)])
+def test_opcheck(device: str, causal: bool, masked: bool, n: int, residual: bool, seen: list[tuple[Any, ...]]) -> None:
     layer, x, mask = _layer(device, causal), _tokens(device, n=n), _mask(device, n) if masked else None
     for dtype in (torch.float32, torch.bfloat16):
-        with mock.patch.object(layer, "_fused_dtype", lambda x, mask, dtype=dtype: dtype):
-            _through_operators(layer, x, mask, return_routing=False)
+        with mock.patch("onepass.nn.attention.plain", return_value=False):
+            layer._fused(x, mask, dtype, residual)
         opcheck(
             attention_op.forward_op, seen[-1],
             test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_dynamic", "test_autograd_registration"),

@@ -20,8 +20,8 @@ from onepass.core.eager import fast_apply, node_backward
 from onepass.core.products import weight_gradient
 from onepass.ops.span_attention import op as span
 
+from . import branch
 from .attention_steps import (
-    Plan,
     add_chosen,
     after_backward_products,
     attend,
@@ -29,6 +29,7 @@ from .attention_steps import (
     before_backward_products,
     before_products,
 )  # fmt: skip
+from .plans import AttentionPlan as Plan
 from .runs import Runs, whole_runs, window_runs
 
 # tensors among the arguments, of which MASK may be None; how many of the saved ones `backward_tokens` takes
@@ -59,7 +60,7 @@ def forward(
     precision = torch.get_float32_matmul_precision()
     vectors = torch.cat((vector_q, vector_kv))
     (
-        tokens, scores, stats, gates_q, at_q, state_q, starts, gates_kv, at_kv, state_kv, within, seen, chosen_q,
+        y, tokens, scores, stats, gates_q, at_q, state_q, starts, gates_kv, at_kv, state_kv, within, seen, chosen_q,
         stats_q, chosen_kv, stats_kv, *copies,
     ) = before_products(x, vectors, light_norm, mask, norm_q, norm_kv, plan, *weights)  # fmt: skip
     null, qkv_w, light_out_w, q_w, kv_w, heavy_out_w = copies or weights
@@ -70,12 +71,12 @@ def forward(
     light, light_lse, gated, heavy, heavy_lse = attend(
         qkv, q, kv, gates_kv, at_q, at_kv, plan, precision, *light_runs[:3], *heavy_runs[:3]
     )  # fmt: skip
-    # y has the shape of x from the start: autograd forbids in-place writes to a view that a Function returned
-    y = torch.empty(x.shape, dtype=plan.dtype, device=x.device)
-    rows = y.view(tokens.shape)
-    torch.addmm(null, light, light_out_w.t(), out=rows)
+    rows = torch.addmm(null, light, light_out_w.t(), out=None if y is None else y.view(tokens.shape))
     update = torch.mm(heavy, heavy_out_w.t())
-    add_chosen(rows, update, gates_q, at_q, null)
+    if y is None:
+        y = branch.add_residual(x, rows, update, gates_q, at_q, null)
+    else:
+        add_chosen(rows, update, gates_q, at_q, null)
     kept = [
         vectors, stats, state_q, starts, state_kv, within, stats_q, stats_kv, seen, tokens, qkv, light, light_lse,
         chosen_q, chosen_kv, q, kv, gated, heavy, heavy_lse, update,
@@ -139,13 +140,14 @@ def backward_products(
 
 
 def backward_tokens(
-    saved: Sequence[Any], plan: Plan, needs: Sequence[bool], products: Sequence[Tensor | None],
+    saved: Sequence[Any], plan: Plan, needs: Sequence[bool], products: Sequence[Tensor | None], dy: Tensor | None,
     g_gates_q: Tensor | None, g_gates_kv: Tensor | None, g_scores: Tensor | None,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Return the gradients of x, both vectors (2, dim), and the norms of tokens, queries and keys; None if not needed.
 
     `saved` holds x, vectors, the three norms, mask, queries, their gates, keys, their gates, scores, and stats to
-    stats_kv as :func:`forward` kept them. `products` are the first six results of :func:`backward_products`.
+    stats_kv as :func:`forward` kept them. `products` are the first six results of :func:`backward_products`, None
+    without dy, the gradient of y.
     """
     x, vectors, *norms = saved[:5]
     need_x, need_v, *need_norms = needs
@@ -159,7 +161,8 @@ def backward_tokens(
         )
     needed = [need and d is not None for need, d in zip(need_norms, (d_normed, d_q, d_kv), strict=True)]
     dx, partials = after_backward_products(
-        x, *saved[1:6], plan, *saved[6:], d_normed, d_q, d_kv, d_gates_q, d_gates_kv, g_scores, explore_grad, need_x,
+        x, *saved[1:6], plan, *saved[6:], d_normed, d_q, d_kv, d_gates_q, d_gates_kv, g_scores, explore_grad,
+        dy.contiguous() if plan.residual and dy is not None else None, need_x,
         need_v or needed[0], *needed[1:],
     )  # fmt: skip
     d_vectors, d_norms = None, [None] * 3
@@ -214,7 +217,7 @@ class _RoutedAttention(torch.autograd.Function):
         if dy is not None:
             products = backward_products(activations, ctx.plan, ctx.dtypes, needs, dy)
         dx, dv_q, dv_kv, *d_norms = backward_tokens(
-            tokens, ctx.plan, needs[:5], products[:6], g_gates_q, g_gates_kv, g_scores
+            tokens, ctx.plan, needs[:5], products[:6], dy, g_gates_q, g_gates_kv, g_scores
         )
         return None, dx, dv_q, dv_kv, d_norms[0], None, *d_norms[1:], *products[6:]
 
@@ -224,6 +227,8 @@ _apply: Callable[..., Any] = fast_apply(_RoutedAttention)
 
 def routed_attention(plan: Plan, *tensors: Tensor | None) -> tuple[Tensor, ...]:
     """Return y like x in the branches' dtype, indices and gates of queries and of keys, and scores (2, batch, n).
+
+    With ``plan.residual`` y is x + y, in the wider dtype of the two.
 
     `tensors`: x, the routers' vectors (1, dim) of queries and of keys, the norm's weight of all tokens, the mask or
     None, the norms' weights of queries and of keys, ν, then qkv and out of the light branch, q, kv and out of the heavy

@@ -21,10 +21,14 @@ from onepass.ops.topk import op as op_topk
 
 from . import attention as node
 from .attention import MASK, TENSORS, TOKENS
-from .attention_steps import Plan
+from .plans import AttentionPlan as Plan
 
 # the outputs of forward that belong to the caller: y, indices and gates of queries and of keys, scores
 PUBLIC = 6
+
+
+def _plan(dtype: torch.dtype, ints: Sequence[int], floats: Sequence[float]) -> Plan:
+    return Plan(dtype, *ints, *floats)  # type: ignore[arg-type]
 
 
 def _filled(tensors: Sequence[Tensor | None], like: Tensor) -> list[Tensor]:
@@ -39,19 +43,14 @@ def _there(tensors: Sequence[Tensor]) -> list[Tensor | None]:
 def _forward(
     x: Tensor, vector_q: Tensor, vector_kv: Tensor, light_norm: Tensor, mask: Tensor | None, norm_q: Tensor,
     norm_kv: Tensor, null: Tensor, qkv: Tensor, light_out: Tensor, q: Tensor, kv: Tensor, heavy_out: Tensor,
-    dtype: torch.dtype, light_heads: int, heavy_heads: int, width: int, window: int, causal: bool, eps: float,
-    score_eps: float, k_q: int, k_kv: int, q_eps: float, q_kind: int, q_hard: bool, q_block: int, q_memory: int,
-    kv_eps: float, kv_kind: int, kv_hard: bool, explore_stride: int, explore_weight: float,
+    dtype: torch.dtype, ints: Sequence[int], floats: Sequence[float],
 ) -> tuple[
     Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor,
     Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor,
     Tensor, Tensor, Tensor, Tensor, Tensor,
 ]:  # fmt: skip
     """Return y, the routing, what backward needs, and ν and the matrices as cast; empty: there is none."""
-    plan = Plan(
-        dtype, light_heads, heavy_heads, width, window, causal, eps, score_eps, k_q, k_kv, q_eps, q_kind, q_hard,
-        q_block, q_memory, kv_eps, kv_kind, kv_hard, explore_stride, explore_weight,
-    )  # fmt: skip
+    plan = _plan(dtype, ints, floats)
     weights = null, qkv, light_out, q, kv, heavy_out
     # the caller's autocast has become `dtype`
     with outside_autocast(x.device):
@@ -62,17 +61,12 @@ def _forward(
 def _products_backward(
     dy: Tensor, x: Tensor, mask: Tensor | None, weights: Sequence[Tensor], kept: Sequence[Tensor],
     needs: Sequence[bool],
-    dtype: torch.dtype, light_heads: int, heavy_heads: int, width: int, window: int, causal: bool, eps: float,
-    score_eps: float, k_q: int, k_kv: int, q_eps: float, q_kind: int, q_hard: bool, q_block: int, q_memory: int,
-    kv_eps: float, kv_kind: int, kv_hard: bool, explore_stride: int, explore_weight: float,
+    dtype: torch.dtype, ints: Sequence[int], floats: Sequence[float],
 ) -> tuple[
     Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor,
 ]:  # fmt: skip
     """Call `node.backward_products`; a gradient that is not needed is an empty tensor."""
-    plan = Plan(
-        dtype, light_heads, heavy_heads, width, window, causal, eps, score_eps, k_q, k_kv, q_eps, q_kind, q_hard,
-        q_block, q_memory, kv_eps, kv_kind, kv_hard, explore_stride, explore_weight,
-    )  # fmt: skip
+    plan = _plan(dtype, ints, floats)
     activations, cast = _there(kept[: -len(weights)]), kept[-len(weights) :]
     matrices = [c if c.numel() else w for c, w in zip(cast, weights, strict=True)]
     with outside_autocast(dy.device):
@@ -81,22 +75,17 @@ def _products_backward(
 
 
 def _tokens_backward(
-    products: Sequence[Tensor], g_gates_q: Tensor | None, g_gates_kv: Tensor | None, g_scores: Tensor | None,
-    x: Tensor, vectors: Tensor, light_norm: Tensor, norm_q: Tensor, norm_kv: Tensor, mask: Tensor | None,
-    kept: Sequence[Tensor], needs: Sequence[bool],
-    dtype: torch.dtype, light_heads: int, heavy_heads: int, width: int, window: int, causal: bool, eps: float,
-    score_eps: float, k_q: int, k_kv: int, q_eps: float, q_kind: int, q_hard: bool, q_block: int, q_memory: int,
-    kv_eps: float, kv_kind: int, kv_hard: bool, explore_stride: int, explore_weight: float,
+    products: Sequence[Tensor], dy: Tensor | None, g_gates_q: Tensor | None, g_gates_kv: Tensor | None,
+    g_scores: Tensor | None, x: Tensor, vectors: Tensor, light_norm: Tensor, norm_q: Tensor, norm_kv: Tensor,
+    mask: Tensor | None, kept: Sequence[Tensor], needs: Sequence[bool],
+    dtype: torch.dtype, ints: Sequence[int], floats: Sequence[float],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Call `node.backward_tokens`; an empty tensor stands for None in `products`, `kept` and the result."""
-    plan = Plan(
-        dtype, light_heads, heavy_heads, width, window, causal, eps, score_eps, k_q, k_kv, q_eps, q_kind, q_hard,
-        q_block, q_memory, kv_eps, kv_kind, kv_hard, explore_stride, explore_weight,
-    )  # fmt: skip
+    plan = _plan(dtype, ints, floats)
     saved = x, vectors, light_norm, norm_q, norm_kv, mask, *_there(kept)
     found = _there(products) or [None] * 6
     with outside_autocast(x.device):
-        grads = node.backward_tokens(saved, plan, needs, found, g_gates_q, g_gates_kv, g_scores)
+        grads = node.backward_tokens(saved, plan, needs, found, dy, g_gates_q, g_gates_kv, g_scores)
     return tuple(_filled(grads, x))  # type: ignore[return-value]
 
 
@@ -107,7 +96,7 @@ tokens_backward_op = register("routed_attention_tokens_backward", _tokens_backwa
 
 @register_fake(forward_op)
 def _(x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    mask, weights, plan = rest[MASK - 1], rest[6 : TENSORS - 1], Plan(*rest[TENSORS - 1 :])
+    mask, weights, plan = rest[MASK - 1], rest[6 : TENSORS - 1], _plan(*rest[TENSORS - 1 :])
     (batch, n, dim), wide = x.shape, torch.promote_types(x.dtype, torch.float32)
     scores, keys = x.new_empty((2, batch, n), dtype=wide), plan.k_kv
     starts, within, seen = (x.new_empty(0) for _ in range(3))
@@ -133,8 +122,9 @@ def _(x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
         return new(batch * tokens, heads * plan.width), new(batch, heads, tokens, dtype=accumulated)
 
     cast = any(w.dtype != plan.dtype for w in weights)
+    y = new(batch, n, dim, dtype=torch.promote_types(x.dtype, plan.dtype) if plan.residual else plan.dtype)
     return (
-        new(batch, n, dim), at_q, gates_q, at_kv, gates_kv, scores, new(2, dim, dtype=rest[0].dtype),
+        y, at_q, gates_q, at_kv, gates_kv, scores, new(2, dim, dtype=rest[0].dtype),
         new(2, batch * n, dtype=wide), state_q, starts, state_kv, within, new(1, batch * plan.k_q, dtype=wide),
         new(1, batch * keys, dtype=wide), seen, new(batch * n, dim), new(batch * n, len(weights[1])),
         *attention(n, plan.light_heads), new(batch * plan.k_q, dim), new(batch * keys, dim),
@@ -149,7 +139,7 @@ def _(
     dy: Tensor, x: Tensor, mask: Tensor | None, weights: Sequence[Tensor], kept: Sequence[Tensor],
     needs: Sequence[bool], *numbers: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    plan, (need_x, need_v, *need_norms) = Plan(*numbers), needs[:5]
+    plan, (need_x, need_v, *need_norms) = _plan(*numbers), needs[:5]
     (batch, n, _), gates_q, gates_kv, tokens, chosen = x.shape, kept[1], kept[3], kept[5], kept[9:11]
     stride, explores = plan.explore_stride, plan.explore_stride > 0 and need_v
     shapes = (
@@ -163,9 +153,9 @@ def _(
 
 @register_fake(tokens_backward_op)
 def _(
-    products: Sequence[Tensor], g_gates_q: Tensor | None, g_gates_kv: Tensor | None, g_scores: Tensor | None,
-    x: Tensor, vectors: Tensor, light_norm: Tensor, norm_q: Tensor, norm_kv: Tensor, mask: Tensor | None,
-    kept: Sequence[Tensor], needs: Sequence[bool], *numbers: Any,
+    products: Sequence[Tensor], dy: Tensor | None, g_gates_q: Tensor | None, g_gates_kv: Tensor | None,
+    g_scores: Tensor | None, x: Tensor, vectors: Tensor, light_norm: Tensor, norm_q: Tensor, norm_kv: Tensor,
+    mask: Tensor | None, kept: Sequence[Tensor], needs: Sequence[bool], *numbers: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     # without a gradient of y, those of gates and scores reach x and the vectors alone
     (need_x, need_v), need_norms = needs[:2], [need and bool(products) for need in needs[2:]]
@@ -202,8 +192,8 @@ def _gradients(
         of_products = [*choice, *kept[of_tokens:]]
         products = products_backward_op(dy, x, mask, weights, of_products, needs, *ctx.numbers)
     grads = tokens_backward_op(
-        products[:6], g_gates_q, g_gates_kv, g_scores, x, vectors, light_norm, norm_q, norm_kv, mask,
-        [*choice, scores, *kept[:of_tokens]], needs[:5], *ctx.numbers,
+        products[:6], dy if _plan(*ctx.numbers).residual else None, g_gates_q, g_gates_kv, g_scores, x, vectors,
+        light_norm, norm_q, norm_kv, mask, [*choice, scores, *kept[:of_tokens]], needs[:5], *ctx.numbers,
     )  # fmt: skip
     wanted = [needs[0], need[1], need[2], *(bool(products) and n for n in needs[2:])]
     found = [g if n else None for g, n in zip((*grads, *(products[6:] or nothing[:6])), wanted, strict=True)]
@@ -230,18 +220,18 @@ def _products(x: Any, matrices: Any, plan: Plan) -> int:
 
 @flop_formula(forward_op)
 def _(x: Any, *rest: Any, **_: Any) -> int:
-    return _products(x, rest[7 : TENSORS - 1], Plan(*rest[TENSORS - 1 :]))
+    return _products(x, rest[7 : TENSORS - 1], _plan(*rest[TENSORS - 1 :]))
 
 
 @flop_formula(products_backward_op)
 def _(dy: Any, x: Any, mask: Any, weights: Any, kept: Any, needs: Any, *numbers: Any, **_: Any) -> int:
-    return 2 * _products(x, weights[1:], Plan(*numbers))
+    return 2 * _products(x, weights[1:], _plan(*numbers))
 
 
 def routed_attention(plan: Plan, *tensors: Tensor | None) -> tuple[Tensor, ...]:
     """Do as `attention.routed_attention` through the dispatcher, where callers need not be plain eager."""
     register_formulas()
-    return tuple(forward_op(*tensors, *plan)[:PUBLIC])
+    return tuple(forward_op(*tensors, *plan.numbers())[:PUBLIC])
 
 
 __all__ = ["forward_op", "products_backward_op", "routed_attention", "tokens_backward_op"]

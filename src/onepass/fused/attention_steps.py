@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,46 +14,14 @@ from onepass.ops.span_attention import op as span
 from onepass.ops.span_attention.op_rotary import BASE, apply_rotary, packed_gradient, split
 
 from . import branch
-from .choice import Choice, choose, choose_backward, choose_keys, choose_keys_backward
+from .choice import choose, choose_backward, choose_keys, choose_keys_backward
 from .norms import norm_backward_into, norm_forward, norm_partials
+from .plans import AttentionPlan as Plan
 
 
-class Plan(NamedTuple):
-    """Settings that are not tensors."""
-
-    dtype: torch.dtype  # of the branches
-    light_heads: int
-    heavy_heads: int
-    width: int  # of a head
-    window: int
-    causal: bool  # attention looks back only, and each window gives k_kv keys
-    eps: float  # of the norms
-    score_eps: float
-    k_q: int
-    k_kv: int  # of the sequence; causal: of each window
-    q_eps: float  # temperature of the gates
-    q_kind: int  # of the gates: index in KINDS
-    q_hard: bool  # straight-through: gates are 1
-    q_block: int  # of a causal choice of queries; 0: choose the best of all tokens
-    q_memory: int
-    kv_eps: float
-    kv_kind: int
-    kv_hard: bool
-    explore_stride: int  # every so many tokens, one gives the queries' router a gradient (`nn.explore`); 0: none does
-    explore_weight: float
-
-    def queries(self) -> Choice:
-        """Return how queries are chosen."""
-        causal = (self.q_block, self.q_memory) if self.q_block else None
-        return Choice(self.k_q, self.q_eps, self.q_kind, self.q_hard, causal)
-
-    def keys(self) -> Choice:
-        """Return how keys are chosen, of the sequence or of a window."""
-        return Choice(self.k_kv, self.kv_eps, self.kv_kind, self.kv_hard)
-
-    def heads(self, rows: Tensor, batch: int, parts: int, heads: int) -> Tensor:
-        """Return the rows (batch·n, parts·heads·width) of a product as (batch, n, parts, heads, width)."""
-        return rows.view(batch, len(rows) // batch, parts, heads, self.width)
+def _heads(plan: Plan, rows: Tensor, batch: int, parts: int, heads: int) -> Tensor:
+    """Return the rows (batch·n, parts·heads·width) of a product as (batch, n, parts, heads, width)."""
+    return rows.view(batch, len(rows) // batch, parts, heads, plan.width)
 
 
 @replayed
@@ -73,9 +41,11 @@ def before_products(
     other = any(w.dtype != plan.dtype for w in weights)
     copies = branch.cast((*weights, None, None), plan.dtype)[:6] if other else ()
     d = x.shape[-1]
+    # y has the shape of x from the start: autograd forbids in-place writes to a view that a Function returned
+    y = None if plan.residual else torch.empty(x.shape, dtype=plan.dtype, device=x.device)
     return (
-        normed.view(-1, d), scores, stats, gates_q, at_q, state_q, starts, gates_kv.view(at_kv.shape), at_kv, state_kv,
-        within, seen, chosen_q.view(-1, d), stats_q, chosen_kv.view(-1, d), stats_kv, *copies,
+        y, normed.view(-1, d), scores, stats, gates_q, at_q, state_q, starts, gates_kv.view(at_kv.shape), at_kv,
+        state_kv, within, seen, chosen_q.view(-1, d), stats_q, chosen_kv.view(-1, d), stats_kv, *copies,
     )  # fmt: skip
 
 
@@ -91,12 +61,12 @@ def attend(
     decides the kernels' tiles (torch.get_float32_matmul_precision); it is part of what a replay is known by.
     """
     scale, batch = 1 / math.sqrt(plan.width), len(at_q)
-    light_qk, light_v = split(plan.heads(qkv, batch, 3, plan.light_heads))
+    light_qk, light_v = split(_heads(plan, qkv, batch, 3, plan.light_heads))
     apply_rotary(light_qk, None, BASE, False, light_qk)
     light_q, light_k = light_qk.chunk(2, dim=2)
     light, light_lse = span.forward(light_q, light_k, light_v, light_first, light_last, light_mask, scale)
-    query = plan.heads(q, batch, 1, plan.heavy_heads).select(2, 0)
-    k, v = plan.heads(kv, batch, 2, plan.heavy_heads).unbind(2)
+    query = _heads(plan, q, batch, 1, plan.heavy_heads).select(2, 0)
+    k, v = _heads(plan, kv, batch, 2, plan.heavy_heads).unbind(2)
     apply_rotary(query, at_q, BASE, False, query)
     apply_rotary(k, at_kv, BASE, False, k)
     gated = branch.gate(v, gates_kv)
@@ -141,10 +111,10 @@ def attend_backward(
     scale, batch = 1 / math.sqrt(plan.width), len(at_q)
 
     def light_rows(rows: Tensor, parts: int) -> Tensor:
-        return plan.heads(rows, batch, parts, plan.light_heads)
+        return _heads(plan, rows, batch, parts, plan.light_heads)
 
     def heavy_rows(rows: Tensor, parts: int) -> Tensor:
-        return plan.heads(rows, batch, parts, plan.heavy_heads)
+        return _heads(plan, rows, batch, parts, plan.heavy_heads)
 
     packed = light_rows(qkv, 3)
     d_qkv = packed_gradient(
@@ -174,8 +144,8 @@ def after_backward_products(
     at_q: Tensor, gates_q: Tensor, at_kv: Tensor, gates_kv: Tensor, scores: Tensor, stats: Tensor, state_q: Tensor,
     starts: Tensor | None, state_kv: Tensor, within: Tensor | None, stats_q: Tensor, stats_kv: Tensor,
     d_normed: Tensor | None, d_q: Tensor | None, d_kv: Tensor | None, d_gates_q: Tensor | None,
-    d_gates_kv: Tensor | None, g_scores: Tensor | None, explore_grad: Tensor | None, need_x: bool, need_sums: bool,
-    need_q: bool, need_kv: bool,
+    d_gates_kv: Tensor | None, g_scores: Tensor | None, explore_grad: Tensor | None, residual: Tensor | None,
+    need_x: bool, need_sums: bool, need_q: bool, need_kv: bool,
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
     """Return dx through all norms, choices and scores, and partials: light norm, vectors, then the chosen tokens'."""
     d, tokens = x.shape[-1], x.numel() // x.shape[-1]
@@ -205,7 +175,8 @@ def after_backward_products(
     dx = norm_backward_into(
         partials if need_sums else None, torch.zeros_like(x) if d_normed is None else d_normed.view(x.shape), x, None,
         light_norm,
-        vector, stats, None if vector is None else scores, ds, need_x, explore_grad, max(1, plan.explore_stride), mask,
+        vector, stats, None if vector is None else scores, ds, need_x, explore_grad,
+        max(1, plan.explore_stride), mask, residual,
     )  # fmt: skip
     if dx is not None:
         # one after the other: a token may be in both lists

@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from onepass.core.launch import uses_triton
-from onepass.ops.routing.rows import as_bytes
+from onepass.core.launch import replayed, uses_triton
+from onepass.ops.routing.rows import add_rows, as_bytes
 
 from . import torch_path
 
@@ -87,4 +87,29 @@ def gate_backward(dv: Tensor, v: Tensor, gates: Tensor) -> Tensor:
     return d_gates
 
 
-__all__ = ["cast", "column_sums", "explore_gradient", "gate", "gate_backward", "gelu_backward", "new_partials"]
+@replayed
+def add_residual(
+    x: Tensor, rows: Tensor, update: Tensor, gates: Tensor, indices: Tensor, shift: Tensor | None
+) -> Tensor:
+    """Return x + rows like x in the wider dtype, with gates·(update − shift) added to the chosen tokens."""
+    if uses_triton(x) and uses_triton(rows) and x.is_contiguous():
+        from . import kernels_branch
+
+        y = kernels_branch.residual_sum(x, rows)
+    else:
+        y = torch.empty(x.shape, dtype=torch.promote_types(x.dtype, rows.dtype), device=x.device)
+        torch.add(x, rows.view(x.shape), out=y)
+    add_rows(y.view(rows.shape), update, gates, indices, shift)
+    return y
+
+
+__all__ = [
+    "add_residual",
+    "cast",
+    "column_sums",
+    "explore_gradient",
+    "gate",
+    "gate_backward",
+    "gelu_backward",
+    "new_partials",
+]

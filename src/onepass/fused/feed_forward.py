@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -25,31 +25,12 @@ from onepass.core.products import weight_gradient
 from onepass.ops.routing.rows import add_rows, scatter_backward
 
 from . import branch
-from .choice import Choice, choose, choose_backward
+from .choice import choose, choose_backward
 from .norms import norm_backward_into, norm_forward, norm_partials
+from .plans import FeedForwardPlan as Plan
 
 # how many of the saved tensors `backward_tokens` takes
 TOKENS = 12
-
-
-class Plan(NamedTuple):
-    """Settings of the node that are not tensors."""
-
-    dtype: torch.dtype  # of the branches
-    k: int
-    light_eps: float  # of the norms
-    heavy_eps: float
-    score_eps: float
-    gate_eps: float  # temperature of the gates
-    kind: int  # of the gates: index in KINDS
-    hard: bool  # straight-through: gates are 1
-    explore_stride: int  # every so many tokens, one gives the router a gradient (`nn.explore`); 0: none does
-    explore_weight: float
-    causal: tuple[int, int] | None = None  # block and memory of a causal choice; None: choose the best of all tokens
-
-    def choice(self) -> Choice:
-        """Return how the router chooses."""
-        return Choice(self.k, self.gate_eps, self.kind, self.hard, self.causal)
 
 
 @replayed
@@ -65,7 +46,7 @@ def _before_products(
     gates, indices, state, starts = choose(scores, mask, plan.choice())
     chosen, _, chosen_stats = norm_forward(x, indices, heavy_norm, None, plan.heavy_eps, 0.0, plan.dtype)
     # y has the shape of x from the start: autograd forbids in-place writes to a view that a Function returned
-    y = torch.empty(x.shape, dtype=plan.dtype, device=x.device)
+    y = None if plan.residual else torch.empty(x.shape, dtype=plan.dtype, device=x.device)
     other = any(w is not None and w.dtype != plan.dtype for w in weights)
     copies = branch.cast(weights, plan.dtype) if other else ()
     tokens, chosen = (t.view(-1, t.shape[-1]) for t in (normed, chosen))
@@ -116,7 +97,8 @@ def _after_backward_products(
     x: Tensor, vectors: Tensor, light_norm: Tensor | None, heavy_norm: Tensor | None, mask: Tensor | None, plan: Plan,
     indices: Tensor, gates: Tensor, scores: Tensor, stats: Tensor, state: Tensor, starts: Tensor | None,
     chosen_stats: Tensor, d_normed: Tensor | None, d_chosen: Tensor | None, d_gates: Tensor | None,
-    d_scores: Tensor | None, explore_grad: Tensor | None, need_x: bool, need_sums: bool, need_heavy_norm: bool,
+    d_scores: Tensor | None, explore_grad: Tensor | None, residual: Tensor | None, need_x: bool, need_sums: bool,
+    need_heavy_norm: bool,
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
     """Return dx through all norms, the choice and the scores, and partials: light norm, vectors, heavy norm."""
     d = x.shape[-1]
@@ -144,7 +126,7 @@ def _after_backward_products(
     d_normed = torch.zeros_like(x) if d_normed is None else d_normed.view(x.shape)
     dx = norm_backward_into(
         sums if need_sums else None, d_normed, x, None, light_norm, vector, stats, None if vector is None else scores,
-        None if d_scores is None else d_scores.contiguous(), need_x, explore_grad, plan.explore_stride, mask,
+        None if d_scores is None else d_scores.contiguous(), need_x, explore_grad, plan.explore_stride, mask, residual,
     )  # fmt: skip
     if dx is not None and d_rows is not None:
         # add in place, as this node alone holds dx: the few chosen rows need no second tensor of the size of x
@@ -176,17 +158,20 @@ def forward(
     )
     cast: Any = copies or weights
     up, up_bias, down, down_bias, heavy_up, heavy_up_bias, heavy_down, heavy_down_bias = cast
-    rows = y.view(tokens.shape)
     u = F.linear(tokens, up, up_bias)
     h = F.gelu(u)
+    out = None if y is None else y.view(tokens.shape)
     if down_bias is None:
-        torch.mm(h, down.t(), out=rows)
+        rows = torch.mm(h, down.t(), out=out)
     else:
-        torch.addmm(down_bias, h, down.t(), out=rows)
+        rows = torch.addmm(down_bias, h, down.t(), out=out)
     heavy_u = F.linear(chosen, heavy_up, heavy_up_bias)
     heavy_h = F.gelu(heavy_u)
     update = F.linear(heavy_h, heavy_down, heavy_down_bias)
-    _add_chosen(rows, update, gates, indices)
+    if y is None:
+        y = branch.add_residual(x, rows, update, gates, indices, None)
+    else:
+        _add_chosen(rows, update, gates, indices)
     kept = [stats, state, starts, chosen_stats, tokens, u, h, chosen, heavy_u, heavy_h, update]
     return (y, indices, gates, scores), kept, [up, down, heavy_up, heavy_down] if copies else []
 
@@ -208,7 +193,7 @@ def backward_products(
     need_x, need_v, need_light_norm, need_heavy_norm, *need_weights = needs
     grads: list[Tensor | None] = [None] * 8
     d = dy.shape[-1]
-    dy, need_chosen = dy.contiguous(), need_x or need_heavy_norm
+    dy, need_chosen = _as(dy, plan.dtype).contiguous(), need_x or need_heavy_norm
     need_normed, need_update = need_x or need_light_norm, need_chosen or True in need_weights[4:]
     widths, offsets = _columns((u.shape[1], d, heavy_u.shape[1], d), tuple(need_weights[1::2]))
     partials, d_update, d_gates, explore_grad = _before_backward_products(
@@ -251,13 +236,13 @@ def backward_products(
 
 
 def backward_tokens(
-    saved: Sequence[Any], plan: Plan, needs: Sequence[bool], products: Sequence[Tensor | None], g_gates: Tensor | None,
-    g_scores: Tensor | None,
+    saved: Sequence[Any], plan: Plan, needs: Sequence[bool], products: Sequence[Tensor | None], dy: Tensor | None,
+    g_gates: Tensor | None, g_scores: Tensor | None,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Return the gradients of x, vectors and both norms, None where `needs` is False.
 
     `saved` holds x, vectors, both norms, mask, indices, gates, scores, and the first four that :func:`forward` kept.
-    `products` are the first four results of :func:`backward_products`, None without a gradient of y.
+    `products` are the first four results of :func:`backward_products`, None without dy, the gradient of y.
     """
     x, vectors, light_norm, heavy_norm, *_ = saved
     need_x, need_v, need_light_norm, need_heavy_norm = needs
@@ -271,7 +256,8 @@ def backward_tokens(
         d_gates = g_gates if d_gates is None else d_gates + g_gates
     dx, sums = _after_backward_products(
         *saved[:5], plan, *saved[5:], d_normed, d_chosen, d_gates, g_scores if need_gates else None, explore_grad,
-        need_x, need_v or need_light_norm, need_heavy_norm,
+        dy.contiguous() if plan.residual and dy is not None else None, need_x, need_v or need_light_norm,
+        need_heavy_norm,
     )  # fmt: skip
     d_vectors = d_light_norm = d_heavy_norm = None
     if sums is not None:
@@ -313,7 +299,7 @@ class _RoutedFeedForward(torch.autograd.Function):
         products: tuple[Tensor | None, ...] = (None,) * 12
         if dy is not None:
             products = backward_products(activations, ctx.plan, ctx.dtypes, (*needs[:4], *needs[6:]), dy)
-        grads = backward_tokens(inputs, ctx.plan, needs[:4], products[:4], g_gates, g_scores)
+        grads = backward_tokens(inputs, ctx.plan, needs[:4], products[:4], dy, g_gates, g_scores)
         return *grads, None, None, *products[4:]
 
 
@@ -326,6 +312,8 @@ def routed_feed_forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return y, in the shape of x and the branches' dtype, indices, gates and scores; see the module's docstring.
 
+    With ``plan.residual`` y is x + y, in the wider dtype of the two.
+
     `weights`: for the light, then the heavy branch, weight and bias (or None) of the first linear layer, then of the
     second; `vectors` (1, dim): the score vector. Gradients of gates and scores flow to x and the vectors. The gradient
     of y reaches the gates inside the node, so autograd finds no path from y to the gates returned here.
@@ -335,4 +323,4 @@ def routed_feed_forward(
     return _apply(x, vectors, light_norm, heavy_norm, mask, plan, *weights)  # type: ignore[no-any-return]
 
 
-__all__ = ["Plan", "routed_feed_forward"]
+__all__ = ["routed_feed_forward"]

@@ -20,36 +20,27 @@ from onepass.ops.causal_choice import op as causal_choice
 from onepass.ops.topk import op as op_topk
 
 from . import feed_forward as node
-from .feed_forward import Plan
+from .plans import FeedForwardPlan as Plan
 
 # the outputs of forward that belong to the caller: y, indices, gates, scores
 PUBLIC = 4
 
 
-def _plan(*numbers: Any) -> Plan:
-    """Return the plan of the twelve numbers that end both operators' arguments."""
-    return Plan(*numbers[:10], causal=numbers[10:] if numbers[10] else None)  # type: ignore[misc, arg-type]
-
-
-def _numbers(plan: Plan) -> tuple[Any, ...]:
-    """Return the plan as numbers, for the operators' arguments: block and memory are 0 if the choice is not causal."""
-    return *plan[:-1], *(plan.causal or (0, 0))
+def _plan(dtype: torch.dtype, ints: Sequence[int], floats: Sequence[float]) -> Plan:
+    return Plan(dtype, *ints, *floats)  # type: ignore[arg-type]
 
 
 def _forward(
     x: Tensor, vectors: Tensor, light_norm: Tensor | None, heavy_norm: Tensor | None, mask: Tensor | None,
     up: Tensor, up_bias: Tensor | None, down: Tensor, down_bias: Tensor | None,
     heavy_up: Tensor, heavy_up_bias: Tensor | None, heavy_down: Tensor, heavy_down_bias: Tensor | None,
-    dtype: torch.dtype, k: int, light_eps: float, heavy_eps: float, score_eps: float, gate_eps: float, kind: int,
-    hard: bool, explore_stride: int, explore_weight: float, block: int, memory: int,
+    dtype: torch.dtype, ints: Sequence[int], floats: Sequence[float],
 ) -> tuple[
     Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor,
     Tensor, Tensor, Tensor, Tensor, Tensor,
 ]:  # fmt: skip
     """Return y, indices, gates, scores, what backward needs, and the four matrices as cast; empty: there is none."""
-    plan = _plan(
-        dtype, k, light_eps, heavy_eps, score_eps, gate_eps, kind, hard, explore_stride, explore_weight, block, memory
-    )
+    plan = _plan(dtype, ints, floats)
     # the caller's autocast has become `dtype`
     with outside_autocast(x.device):
         public, kept, matrices = node.forward(
@@ -63,15 +54,12 @@ def _forward(
 def _products_backward(
     dy: Tensor, mask: Tensor | None, indices: Tensor, gates: Tensor, weights: Sequence[Tensor | None],
     kept: Sequence[Tensor], needs: Sequence[bool],
-    dtype: torch.dtype, k: int, light_eps: float, heavy_eps: float, score_eps: float, gate_eps: float, kind: int,
-    hard: bool, explore_stride: int, explore_weight: float, block: int, memory: int,
+    dtype: torch.dtype, ints: Sequence[int], floats: Sequence[float],
 ) -> tuple[
     Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor,
 ]:  # fmt: skip
     """Call `node.backward_products`; a gradient that is not needed is an empty tensor."""
-    plan = _plan(
-        dtype, k, light_eps, heavy_eps, score_eps, gate_eps, kind, hard, explore_stride, explore_weight, block, memory
-    )
+    plan = _plan(dtype, ints, floats)
     *activations, up, down, heavy_up, heavy_down = kept
     saved: list[Any] = [mask, indices, gates, *activations]
     for cast, weight in zip((up, down, heavy_up, heavy_down), weights[::2], strict=True):
@@ -82,21 +70,19 @@ def _products_backward(
 
 
 def _tokens_backward(
-    products: Sequence[Tensor], g_gates: Tensor | None, g_scores: Tensor | None, x: Tensor, vectors: Tensor,
+    products: Sequence[Tensor], dy: Tensor | None, g_gates: Tensor | None, g_scores: Tensor | None, x: Tensor,
+    vectors: Tensor,
     light_norm: Tensor | None, heavy_norm: Tensor | None, mask: Tensor | None, kept: Sequence[Tensor],
     needs: Sequence[bool],
-    dtype: torch.dtype, k: int, light_eps: float, heavy_eps: float, score_eps: float, gate_eps: float, kind: int,
-    hard: bool, explore_stride: int, explore_weight: float, block: int, memory: int,
+    dtype: torch.dtype, ints: Sequence[int], floats: Sequence[float],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Call `node.backward_tokens`; an empty tensor stands for None in `products`, `kept` and the result."""
-    plan = _plan(
-        dtype, k, light_eps, heavy_eps, score_eps, gate_eps, kind, hard, explore_stride, explore_weight, block, memory
-    )
+    plan = _plan(dtype, ints, floats)
     there = [t if t.numel() else None for t in (*kept, *products)]
     saved = (x, vectors, light_norm, heavy_norm, mask, *there[: len(kept)])
     found = there[len(kept) :] or [None] * 4
     with outside_autocast(x.device):
-        grads = node.backward_tokens(saved, plan, needs, found, g_gates, g_scores)
+        grads = node.backward_tokens(saved, plan, needs, found, dy, g_gates, g_scores)
     return tuple(x.new_empty(0) if g is None else g for g in grads)  # type: ignore[return-value]
 
 
@@ -114,11 +100,12 @@ def _(
     (batch, n, d), k = x.shape, plan.k
     wide = torch.promote_types(x.dtype, torch.float32)
     scores = x.new_empty((batch, n), dtype=wide)
-    if plan.causal is None:
+    how = plan.choice()
+    if how.causal is None:
         _, indices, gates, state = op_topk.forward_op(scores, None, mask, k, plan.gate_eps, plan.kind, plan.hard)
         starts = x.new_empty(0)
     else:
-        gates, indices, state, starts = causal_choice.forward_op(scores, mask, k, plan.gate_eps, *plan.causal)
+        gates, indices, state, starts = causal_choice.forward_op(scores, mask, k, plan.gate_eps, *how.causal)
 
     def new(*shape: Any) -> Tensor:
         return x.new_empty(shape, dtype=plan.dtype)
@@ -126,7 +113,8 @@ def _(
     weights = up, down, heavy_up, heavy_down
     cast = any(w is not None and w.dtype != plan.dtype for w in rest[:8])
     return (
-        new(batch, n, d), indices, gates, scores, x.new_empty((2, batch * n), dtype=wide), state, starts,
+        new(batch, n, d) if not plan.residual else x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, plan.dtype)),
+        indices, gates, scores, x.new_empty((2, batch * n), dtype=wide), state, starts,
         x.new_empty((1, batch * k), dtype=wide), new(batch * n, d), new(batch * n, len(up)), new(batch * n, len(up)),
         new(batch * k, d), new(batch * k, len(heavy_up)), new(batch * k, len(heavy_up)), new(batch * k, d),
         *(new(*w.shape) if cast else x.new_empty(0) for w in weights),
@@ -155,7 +143,8 @@ def _(
 
 @register_fake(tokens_backward_op)
 def _(
-    products: Sequence[Tensor], g_gates: Tensor | None, g_scores: Tensor | None, x: Tensor, vectors: Tensor,
+    products: Sequence[Tensor], dy: Tensor | None, g_gates: Tensor | None, g_scores: Tensor | None, x: Tensor,
+    vectors: Tensor,
     light_norm: Tensor | None, heavy_norm: Tensor | None, mask: Tensor | None, kept: Sequence[Tensor],
     needs: Sequence[bool], *numbers: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
@@ -188,7 +177,18 @@ def _gradients(
     if dy is not None:
         products = products_backward_op(dy, mask, *choice[:2], weights, of_products, needs, *ctx.numbers)
     grads = tokens_backward_op(
-        products[:4], g_gates, g_scores, x, vectors, light_norm, heavy_norm, mask, of_tokens, needs[:4], *ctx.numbers
+        products[:4],
+        dy if _plan(*ctx.numbers).residual else None,
+        g_gates,
+        g_scores,
+        x,
+        vectors,
+        light_norm,
+        heavy_norm,
+        mask,
+        of_tokens,
+        needs[:4],
+        *ctx.numbers,
     )
     reached = True, True, *(dy is not None,) * 10
     found = [
@@ -216,14 +216,14 @@ def _products(x: Any, up: Any, heavy_up: Any, k: int) -> int:
 
 @flop_formula(forward_op)
 def _(x: Any, vectors: Any, light_norm: Any, heavy_norm: Any, mask: Any, *rest: Any, **_: Any) -> int:
-    return _products(x, rest[0], rest[4], rest[9])
+    return _products(x, rest[0], rest[4], _plan(*rest[8:]).k)
 
 
 @flop_formula(products_backward_op)
 def _(
     dy: Any, mask: Any, indices: Any, gates: Any, weights: Any, kept: Any, needs: Any, *numbers: Any, **_: Any
 ) -> int:
-    both = _products(dy, weights[0], weights[4], numbers[1])
+    both = _products(dy, weights[0], weights[4], _plan(*numbers).k)
     return both * (any(needs[:4]) + any(needs[4:]))
 
 
@@ -234,7 +234,7 @@ def routed_feed_forward(
     """Do as `feed_forward.routed_feed_forward` through the dispatcher, where callers need not be plain eager."""
     register_formulas()
     y, indices, gates, scores, *_ = forward_op(
-        x, vectors, light_norm, heavy_norm, mask, *weights, *_numbers(plan)
+        x, vectors, light_norm, heavy_norm, mask, *weights, *plan.numbers()
     )  # fmt: skip
     return y, indices, gates, scores
 

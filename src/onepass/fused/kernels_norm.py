@@ -97,6 +97,7 @@ def backward_kernel(
     s_ptr,  # (R, batch, m) fp32; None where R = 0
     ds_ptr,  # (R, batch, m); None where R = 0
     explore_grad_ptr,  # (batch, ⌈m / stride⌉) fp32: added to ds at each `stride`-th token, for dv[0]; or None
+    residual_ptr,  # (batch, m, D), contiguous: added to dx; None: nothing is
     dx_ptr,  # (batch, m, D), contiguous; None: not needed
     partials_ptr,  # (programs, ...) fp32: (1 + R)·D columns, of dw, then of dv; None: not needed
     x_batch_stride,  # in units of VEC elements
@@ -192,6 +193,8 @@ def backward_kernel(
                     for r in tl.static_range(R):
                         dx += alongs[r] * vs[i * R + r]
                 mask = (rows < total)[:, None] & (cols < D)
+                if residual_ptr is not None:
+                    dx += tl.load(residual_ptr + (rows * D)[:, None] + cols, mask=mask, other=0.0).to(tl.float32)
                 tl.store(dx_ptr + (rows * D)[:, None] + cols, dx.to(dx_ptr.dtype.element_ty), mask=mask)
     if partials_ptr is not None:
         for i in tl.static_range(CHUNKS):
@@ -260,9 +263,11 @@ def programs(x: Tensor, rows: int, d: int) -> int:
 def backward(
     dy: Tensor, x: Tensor, indices: Tensor | None, mask: Tensor | None, weight: Tensor | None, vectors: Tensor | None,
     stats: Tensor, scores: Tensor | None, ds: Tensor | None, explore_grad: Tensor | None, stride: int, need_x: bool,
-    partials: Tensor | None,
+    partials: Tensor | None, residual: Tensor | None,
 ) -> tuple[Tensor | None]:  # fmt: skip
     """Return (dx,) for dy (batch, m, d), contiguous; dx (batch, m, d) has the dtype of x, or is None without need_x.
+
+    `residual`, contiguous and shaped like dx, is added to it.
 
     `partials` (programs, …), with unit column stride, gets (1 + R)·d columns: each program's partials of the gradients
     of weight and vectors.
@@ -278,7 +283,7 @@ def backward(
     with device_guard(x):
         launch(
             backward_kernel, (grid, 1, 1),
-            (dy, x, indices, mask, weight, vectors, stats, scores, ds, explore_grad, dx, partials),
+            (dy, x, indices, mask, weight, vectors, stats, scores, ds, explore_grad, residual, dx, partials),
             (
                 batch_stride // vec, row_stride // vec, n, m, batch * m, stride,
                 0 if explore_grad is None else explore_grad.shape[1], 0 if partials is None else partials.stride(0),

@@ -38,18 +38,20 @@ def norm_forward(
 def norm_backward_into(
     partials: Tensor | None, dy: Tensor, x: Tensor, indices: Tensor | None, weight: Tensor | None,
     vectors: Tensor | None, stats: Tensor, scores: Tensor | None, ds: Tensor | None, need_x: bool,
-    explore_grad: Tensor | None = None, stride: int = 1, mask: Tensor | None = None,
+    explore_grad: Tensor | None = None, stride: int = 1, mask: Tensor | None = None, residual: Tensor | None = None,
 ) -> Tensor | None:  # fmt: skip
     """Return dx for each row of :func:`norm_forward`; write partials of the weight's and the vectors' gradients.
 
     They fill the first columns of `partials`, which is None where they are not needed. `explore_grad`
     (batch, ⌈tokens / stride⌉) is added to ds at each `stride`-th token, for the first vector alone.
+    `residual`, in the shape of dx and contiguous, is added to dx.
     """
     if on_triton(x, weight, vectors):
         from . import kernels_norm
 
         (dx,) = kernels_norm.backward(
-            dy, x, indices, as_bytes(mask), weight, vectors, stats, scores, ds, explore_grad, stride, need_x, partials
+            dy, x, indices, as_bytes(mask), weight, vectors, stats, scores, ds, explore_grad, stride, need_x, partials,
+            residual,
         )  # fmt: skip
         return dx  # type: ignore[no-any-return]
     dx, grads = torch_path.norm_backward(
@@ -57,7 +59,7 @@ def norm_backward_into(
     )  # fmt: skip
     if partials is not None and grads is not None:
         partials[:, : grads.numel()] = grads.view(1, -1)
-    return dx
+    return dx if dx is None or residual is None else (dx + residual).to(dx.dtype)
 
 
 def norm_partials(x: Tensor, rows: int, weight: Tensor | None, vectors: Tensor | None, more: int = 0) -> Tensor:

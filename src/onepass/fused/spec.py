@@ -22,6 +22,7 @@ _NORM = {
     ("bf16", 2048, "scores"): (512, 2, 72, 1, 1024, 8, 3, 112),
     ("bf16", 4096, "scores"): (1024, 4, 72, 1, 4096, 16, 2, 112),
     ("fp32", 1024, "masked scores"): (256, 2, 56, 1, 1024, 4, 3, 128),
+    ("fp32", 1024, "two scores, residual"): (256, 2, 64, 1, 1024, 4, 3, 128),
     ("bf16", 1024, "masked scores"): (512, 2, 56, 1, 1024, 4, 3, 128),
 }
 
@@ -31,7 +32,7 @@ def _norm() -> Iterator[Kernel]:
         common = {"x_ptr": f"*{t}", "w_ptr": "*fp32", "stats_ptr": "*fp32"}
         common |= i32("x_batch_stride", "x_row_stride", "n", "m", "total")
         scored, masked = "scores" in what, "masked" in what
-        shape: dict[str, Any] = {"D": d, "VEC": 8, "R": int(scored)}
+        shape: dict[str, Any] = {"D": d, "VEC": 8, "R": scored + ("two" in what)}
         if masked:
             common |= {"mask_ptr": "*u8"}
         else:
@@ -49,6 +50,10 @@ def _norm() -> Iterator[Kernel]:
         )  # fmt: skip
         signature = common | {"dy_ptr": "*bf16", "dx_ptr": f"*{t}", "partials_ptr": "*fp32"}
         signature |= i32("stride", "n_explore", "partials_stride")
+        if "residual" in what:
+            signature |= {"residual_ptr": "*fp32"}
+        else:
+            shape |= {"residual_ptr": None}
         if scored:
             signature |= {"ds_ptr": "*fp32", "explore_grad_ptr": "*fp32"}
         else:
@@ -77,6 +82,11 @@ def _branch() -> Iterator[Kernel]:
         yield Kernel(
             f"routing gelu backward {t}", kernel("fused.kernels_branch", "gelu_backward_kernel"), signature,
             shape | {"UNROLL": 4}, pointers(signature), num_warps=8, max_registers=gelu,
+        )  # fmt: skip
+        signature = {"x_ptr": "*fp32", "y_ptr": f"*{t}", "out_ptr": "*fp32", **i32("total")}
+        yield Kernel(
+            f"routing residual {t}", kernel("fused.kernels_branch", "residual_kernel"), signature,
+            {"UNIT": 16, "BLOCK": 1024}, pointers(signature), max_registers=40,
         )  # fmt: skip
         signature = {"dy_ptr": f"*{t}", "length_ptr": "*fp32", **i32("n", "stride", "count", "total")}
         yield Kernel(

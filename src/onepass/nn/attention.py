@@ -11,8 +11,8 @@ from onepass.core import check
 from onepass.core.eager import plain, takes_operators
 from onepass.fused import attention_op
 from onepass.fused.attention import routed_attention
-from onepass.fused.attention_steps import Plan
 from onepass.fused.norms import fits_one_program
+from onepass.fused.plans import AttentionPlan
 from onepass.ops.routing.op import gather, scatter_add
 from onepass.ops.span_attention.op import span_attention
 from onepass.ops.span_attention.op_rotary import rotary
@@ -222,17 +222,20 @@ class RoutedAttention(nn.Module):
             return AttentionRouting(q, self.router_kv(x, count(self.k_kv, n), mask))
         return AttentionRouting(q, choose_per_block(self.router_kv, x, self._quota(n), self.window, mask))
 
-    def _fused(self, x: Tensor, mask: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, AttentionRouting]:
-        """Return the same from one autograd node, or through the dispatcher from one operator."""
+    def _fused(
+        self, x: Tensor, mask: Tensor | None, dtype: torch.dtype, residual: bool = False
+    ) -> tuple[Tensor, AttentionRouting]:
+        """Return the same (x + y with `residual`) by one autograd node, or one operator through the dispatcher."""
         light, heavy, q, kv, n = self.light, self.heavy, self.router_q, self.router_kv, x.shape[1]
         assert isinstance(q, Router)
         assert isinstance(kv, Router)
         q.check(x, 0, mask)
         of_q, of_kv = q.choice(count(self.k_q, n)), kv.choice(self._quota(n) if self.causal else count(self.k_kv, n))
-        plan = Plan(
-            dtype, light.heads, heavy.heads, heavy.dim_head, light.window, self.causal, light.norm.eps_for(x), NORM_EPS,
-            of_q.k, of_kv.k, of_q.eps, of_q.kind, of_q.hard, *(of_q.causal or (0, 0)), of_kv.eps, of_kv.kind,
-            of_kv.hard, n // of_q.k if q.explores(of_q.k, n) else 0, q.explore,
+        (q_block, q_memory), stride = of_q.causal or (0, 0), n // of_q.k if q.explores(of_q.k, n) else 0
+        plan = AttentionPlan(
+            dtype, light.heads, heavy.heads, heavy.dim_head, light.window, self.causal,
+            of_q.k, of_q.kind, of_q.hard, q_block, q_memory, of_kv.k, of_kv.kind, of_kv.hard, stride, residual,
+            light.norm.eps_for(x), NORM_EPS, of_q.eps, of_kv.eps, q.explore,
         )  # fmt: skip
         run = routed_attention if plain(x, mask) else attention_op.routed_attention
         y, at_q, gates_q, at_kv, gates_kv, scores = run(
