@@ -81,7 +81,7 @@ class Host:
         from onepass.ops.topk import op as op_topk
 
         # runs that a test on a CPU has left have no edges for kernels
-        runs._kept.cache_clear()
+        runs._KEPT.clear()
         Host.launches = 0
         self.written: Counter[str] = Counter()
         none = SimpleNamespace(calls=[])
