@@ -31,7 +31,7 @@ def test_the_operators_calls_are_replayed(
     """Nothing but allocations, views and launches lies between their arguments and their results."""
     pytest.importorskip("triton")
     from onepass.ops.norm import launch as norm_launch
-    from onepass.ops.norm import op as norm
+    from onepass.ops.norm import plain as norm
     from onepass.ops.weighted_sum import kernels_triton, op
 
     def launch(kernel: Any, grid: Any, tensors: Any, numbers: Any, constants: Any, **options: Any) -> None:

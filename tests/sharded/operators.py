@@ -13,7 +13,7 @@ from torch.distributed.tensor import Partial, Shard, distribute_tensor
 
 import onepass
 from onepass.ops.causal_choice.op import causal_choice
-from onepass.ops.norm import op as norm
+from onepass.ops.norm import plain as norm
 from onepass.ops.routing.op import gather, scatter_add, score
 from onepass.ops.span_attention.op import span_attention
 from onepass.ops.span_attention.op_rotary import rotary, rotary_attention
