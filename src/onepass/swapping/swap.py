@@ -39,8 +39,8 @@ def swap(
     Rounding: in fp32 outputs agree within the rounding of the sums. In 16 bits a norm that rounds the normalised x and
     its product with the weight (Llama, Qwen, T5) becomes ``RMSNorm(rounding="twice")``; others round once. On a CPU the
     bits are the same; a module that rounds otherwise differs by at most ``1.5 * torch.finfo(dtype).eps`` of its size,
-    plus a few of fp16's subnormal steps. The output of `onepass` has the dtype of x. Where the weight is wider than x, that of transformers' norms has the weight's; under CUDA
-    autocast, that of torch's LayerNorm is fp32.
+    plus a few of fp16's subnormal steps. The output of `onepass` has the dtype of x. Where the weight is wider than x,
+    that of transformers' norms has the weight's; under CUDA autocast, that of torch's LayerNorm is fp32.
 
     Args:
         model: any module; swap first, then wrap it in DistributedDataParallel or FSDP, or compile it.

@@ -54,53 +54,56 @@ def _store_parts(
 
 @triton.jit
 def _load_weight(
-    ptr, D: tl.constexpr, ROTARY: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr, INTERLEAVED: tl.constexpr
-):
-    zero = tl.zeros((1,), tl.int32)
-    return _load_parts(ptr, zero, zero == 0, D, ROTARY, HALF, REST, INTERLEAVED)
+    ptr, rows_ok, D: tl.constexpr, ROTARY: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    """Load (D,) as equal rows, in the layout of x: a 1-D load would need layout conversions."""
+    return _load_parts(ptr, tl.where(rows_ok, 0, 0), rows_ok, D, ROTARY, HALF, REST, INTERLEAVED)
 
 
 @triton.jit
 def _angles(
     cos_ptr, sin_ptr, positions_ptr, rows, rows_ok, heads, tokens, n_positions, cos_stride, sin_stride,
-    positions_batch_stride, positions_stride, ROTARY: tl.constexpr, HALF: tl.constexpr,
+    positions_batch_stride, positions_stride, TABLE_VEC: tl.constexpr, ROTARY: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
     """Return cos and sin of the rows' positions; NaN outside of the table."""
     token = rows // heads
     position = (token % tokens).to(tl.int64)
     if positions_ptr is not None:
-        at = (token // tokens) * positions_batch_stride + position * positions_stride
+        at = (token // tokens).to(tl.int64) * positions_batch_stride + position * positions_stride
         position = tl.load(positions_ptr + at, mask=rows_ok, other=0).to(tl.int64)
     inside = (position >= 0) & (position < n_positions)
     position = tl.where(inside, position, 0)
     cols = tl.arange(0, HALF)
-    cos = _tile(cos_ptr, position * cos_stride, rows_ok, cols, ROTARY // 2, 2 * HALF > ROTARY)
-    sin = _tile(sin_ptr, position * sin_stride, rows_ok, cols, ROTARY // 2, 2 * HALF > ROTARY)
+    cos = _tile(cos_ptr, position * cos_stride * TABLE_VEC, rows_ok, cols, ROTARY // 2, 2 * HALF > ROTARY)
+    sin = _tile(sin_ptr, position * sin_stride * TABLE_VEC, rows_ok, cols, ROTARY // 2, 2 * HALF > ROTARY)
     return tl.where(inside[:, None], cos, float("nan")), tl.where(inside[:, None], sin, float("nan"))
 
 
 @triton.jit
 def _offsets(rows, heads, tokens, batch_stride, token_stride, head_stride, VEC: tl.constexpr):
     """Return where rows of (batch, tokens, heads, D) begin; strides are in units of VEC elements."""
+    # division in 32 bits takes a third of the instructions
     token = rows // heads
-    at = (token // tokens) * batch_stride + (token % tokens) * token_stride + (rows % heads) * head_stride
-    return at * VEC
+    batch, head = (token // tokens).to(tl.int64), (rows % heads).to(tl.int64)
+    return (batch * batch_stride + (token % tokens).to(tl.int64) * token_stride + head * head_stride) * VEC
 
 
 @triton.jit
 def _forward_rows(
     x_ptr, w_ptr, y_ptr, cos_ptr, sin_ptr, positions_ptr, tile, n_rows, heads, tokens, batch_stride, token_stride,
     head_stride, n_positions, cos_stride, sin_stride, positions_batch_stride, positions_stride, eps, offset,
-    D: tl.constexpr, VEC: tl.constexpr, ROTARY: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
+    D: tl.constexpr, VEC: tl.constexpr, TABLE_VEC: tl.constexpr, ROTARY: tl.constexpr, HALF: tl.constexpr,
+    REST: tl.constexpr,
     INTERLEAVED: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    rows = tile.to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    rows = tile * BLOCK_R + tl.arange(0, BLOCK_R)
     ok = rows < n_rows
     at = _offsets(rows, heads, tokens, batch_stride, token_stride, head_stride, VEC)
     a, b, c = _load_parts(x_ptr, at, ok, D, ROTARY, HALF, REST, INTERLEAVED)
     cos, sin = _angles(
         cos_ptr, sin_ptr, positions_ptr, rows, ok, heads, tokens, n_positions, cos_stride, sin_stride,
-        positions_batch_stride, positions_stride, ROTARY, HALF,
+        positions_batch_stride, positions_stride, TABLE_VEC, ROTARY, HALF,
     )  # fmt: skip
     square = tl.sum(a * a + b * b, 1)
     if REST > 0:
@@ -108,11 +111,13 @@ def _forward_rows(
     rstd = tl.rsqrt(square / D + eps)[:, None]
     a, b, c = a * rstd, b * rstd, c * rstd
     if w_ptr is not None:
-        wa, wb, wc = _load_weight(w_ptr, D, ROTARY, HALF, REST, INTERLEAVED)
+        wa, wb, wc = _load_weight(w_ptr, ok, D, ROTARY, HALF, REST, INTERLEAVED)
         a, b = a * (wa + offset), b * (wb + offset)
         if REST > 0:
             c = c * (wc + offset)
-    _store_parts(y_ptr, rows * D, a * cos - b * sin, b * cos + a * sin, c, ok, D, ROTARY, HALF, REST, INTERLEAVED)
+    _store_parts(
+        y_ptr, rows.to(tl.int64) * D, a * cos - b * sin, b * cos + a * sin, c, ok, D, ROTARY, HALF, REST, INTERLEAVED
+    )
 
 
 @triton.jit(
@@ -144,7 +149,7 @@ def rope_forward_kernel(
     k_token_stride,
     k_head_stride,
     n_positions,
-    cos_stride,
+    cos_stride,  # strides of cos and sin in units of TABLE_VEC elements
     sin_stride,
     positions_batch_stride,
     positions_stride,
@@ -153,6 +158,7 @@ def rope_forward_kernel(
     offset,
     D: tl.constexpr,
     VEC: tl.constexpr,
+    TABLE_VEC: tl.constexpr,
     ROTARY: tl.constexpr,
     HALF: tl.constexpr,
     REST: tl.constexpr,
@@ -165,13 +171,13 @@ def rope_forward_kernel(
         _forward_rows(
             q_ptr, qw_ptr, q_out_ptr, cos_ptr, sin_ptr, positions_ptr, program, q_rows, q_heads, tokens, q_batch_stride,
             q_token_stride, q_head_stride, n_positions, cos_stride, sin_stride, positions_batch_stride,
-            positions_stride, eps, offset, D, VEC, ROTARY, HALF, REST, INTERLEAVED, BLOCK_R,
+            positions_stride, eps, offset, D, VEC, TABLE_VEC, ROTARY, HALF, REST, INTERLEAVED, BLOCK_R,
         )  # fmt: skip
     else:
         _forward_rows(
             k_ptr, kw_ptr, k_out_ptr, cos_ptr, sin_ptr, positions_ptr, program - q_tiles, k_rows, k_heads, tokens,
             k_batch_stride, k_token_stride, k_head_stride, n_positions, cos_stride, sin_stride, positions_batch_stride,
-            positions_stride, eps, offset, D, VEC, ROTARY, HALF, REST, INTERLEAVED, BLOCK_R,
+            positions_stride, eps, offset, D, VEC, TABLE_VEC, ROTARY, HALF, REST, INTERLEAVED, BLOCK_R,
         )  # fmt: skip
 
 
@@ -179,16 +185,17 @@ def rope_forward_kernel(
 def _backward_rows(
     dy_ptr, x_ptr, w_ptr, dx_ptr, dw_ptr, cos_ptr, sin_ptr, positions_ptr, n_rows, heads, tokens, dy_batch_stride,
     dy_token_stride, dy_head_stride, batch_stride, token_stride, head_stride, n_positions, cos_stride, sin_stride,
-    positions_batch_stride, positions_stride, eps, offset, D: tl.constexpr, VEC: tl.constexpr, ROTARY: tl.constexpr,
+    positions_batch_stride, positions_stride, eps, offset, D: tl.constexpr, VEC: tl.constexpr, TABLE_VEC: tl.constexpr,
+    ROTARY: tl.constexpr,
     HALF: tl.constexpr, REST: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_R: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     if w_ptr is not None:
-        wa, wb, wc = _load_weight(w_ptr, D, ROTARY, HALF, REST, INTERLEAVED)
+        wa, wb, wc = _load_weight(w_ptr, tl.arange(0, BLOCK_R) >= 0, D, ROTARY, HALF, REST, INTERLEAVED)
     dwa = tl.zeros((BLOCK_R, HALF), tl.float32)
     dwb = tl.zeros((BLOCK_R, HALF), tl.float32)
     dwc = tl.zeros((BLOCK_R, REST if REST > 0 else HALF), tl.float32)
     for tile in tl.range(tl.program_id(0), tl.cdiv(n_rows, BLOCK_R), tl.num_programs(0), num_stages=STAGES):
-        rows = (tile * BLOCK_R + tl.arange(0, BLOCK_R)).to(tl.int64)
+        rows = tile * BLOCK_R + tl.arange(0, BLOCK_R)
         ok = rows < n_rows
         at = _offsets(rows, heads, tokens, batch_stride, token_stride, head_stride, VEC)
         dy_at = _offsets(rows, heads, tokens, dy_batch_stride, dy_token_stride, dy_head_stride, VEC)
@@ -196,7 +203,7 @@ def _backward_rows(
         da, db, gc = _load_parts(dy_ptr, dy_at, ok, D, ROTARY, HALF, REST, INTERLEAVED)
         cos, sin = _angles(
             cos_ptr, sin_ptr, positions_ptr, rows, ok, heads, tokens, n_positions, cos_stride, sin_stride,
-            positions_batch_stride, positions_stride, ROTARY, HALF,
+            positions_batch_stride, positions_stride, TABLE_VEC, ROTARY, HALF,
         )  # fmt: skip
         ga, gb = da * cos + db * sin, db * cos - da * sin
         square = tl.sum(a * a + b * b, 1)
@@ -219,7 +226,7 @@ def _backward_rows(
                 along += tl.sum(gc * c, 1)
             along = (along / D)[:, None]
             a, b, c = (ga - a * along) * rstd, (gb - b * along) * rstd, (gc - c * along) * rstd
-            _store_parts(dx_ptr, rows * D, a, b, c, ok, D, ROTARY, HALF, REST, INTERLEAVED)
+            _store_parts(dx_ptr, rows.to(tl.int64) * D, a, b, c, ok, D, ROTARY, HALF, REST, INTERLEAVED)
     if dw_ptr is not None:
         zero = tl.zeros((1,), tl.int64) + tl.program_id(0).to(tl.int64) * D
         sums = tl.sum(dwa, 0)[None, :], tl.sum(dwb, 0)[None, :], tl.sum(dwc, 0)[None, :]
@@ -266,7 +273,7 @@ def rope_backward_kernel(
     k_token_stride,
     k_head_stride,
     n_positions,
-    cos_stride,
+    cos_stride,  # strides of cos and sin in units of TABLE_VEC elements
     sin_stride,
     positions_batch_stride,
     positions_stride,
@@ -274,6 +281,7 @@ def rope_backward_kernel(
     offset,
     D: tl.constexpr,
     VEC: tl.constexpr,
+    TABLE_VEC: tl.constexpr,
     ROTARY: tl.constexpr,
     HALF: tl.constexpr,
     REST: tl.constexpr,
@@ -289,13 +297,13 @@ def rope_backward_kernel(
         _backward_rows(
             dq_out_ptr, q_ptr, qw_ptr, dq_ptr, dqw_ptr, cos_ptr, sin_ptr, positions_ptr, q_rows, q_heads, tokens,
             dq_batch_stride, dq_token_stride, dq_head_stride, q_batch_stride, q_token_stride, q_head_stride,
-            n_positions, cos_stride, sin_stride, positions_batch_stride, positions_stride, eps, offset, D, VEC, ROTARY,
-            HALF, REST, INTERLEAVED, BLOCK_R, STAGES,
+            n_positions, cos_stride, sin_stride, positions_batch_stride, positions_stride, eps, offset, D, VEC,
+            TABLE_VEC, ROTARY, HALF, REST, INTERLEAVED, BLOCK_R, STAGES,
         )  # fmt: skip
     if dk_ptr is not None or dkw_ptr is not None:
         _backward_rows(
             dk_out_ptr, k_ptr, kw_ptr, dk_ptr, dkw_ptr, cos_ptr, sin_ptr, positions_ptr, k_rows, k_heads, tokens,
             dk_batch_stride, dk_token_stride, dk_head_stride, k_batch_stride, k_token_stride, k_head_stride,
-            n_positions, cos_stride, sin_stride, positions_batch_stride, positions_stride, eps, offset, D, VEC, ROTARY,
-            HALF, REST, INTERLEAVED, BLOCK_R, STAGES,
+            n_positions, cos_stride, sin_stride, positions_batch_stride, positions_stride, eps, offset, D, VEC,
+            TABLE_VEC, ROTARY, HALF, REST, INTERLEAVED, BLOCK_R, STAGES,
         )  # fmt: skip

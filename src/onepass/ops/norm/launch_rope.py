@@ -3,38 +3,16 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from onepass.core.launch import cdiv, device_guard, even_rows, launch, next_power_of_2, sm_count
+from onepass.core.launch import cdiv, device_guard, even_rows, launch, sm_count
 
+from . import shapes_rope
 from .kernels_rope import rope_backward_kernel, rope_forward_kernel
 from .launch import finish
-
-# elements of a tile, warps, buffers of the software pipeline plus one, programs per multiprocessor
-FORWARD_TILE, FORWARD_WARPS = 4096, 4
-BACKWARD_TILE, BACKWARD_WARPS, BACKWARD_STAGES, BACKWARD_PER_SM = 4096, 8, 3, 2
-
-
-class Shape(NamedTuple):
-    """Constants of the kernels for heads of D columns, of which `rotary` are rotated."""
-
-    d: int
-    vec: int
-    rotary: int
-    half: int
-    rest: int
-    interleaved: bool
-    rows: int
-
-
-def shape(d: int, rotary: int, interleaved: bool, tile: int) -> Shape:
-    """Return the constants of a kernel whose tiles have about `tile` elements."""
-    rest = next_power_of_2(d - rotary) if d > rotary else 0
-    half = next_power_of_2(rotary // 2)
-    return Shape(d, math.gcd(8, d), rotary, half, rest, interleaved, max(1, tile // next_power_of_2(d)))
 
 
 def _heads(x: Tensor) -> tuple[Tensor, tuple[int, int, int]]:
@@ -48,12 +26,13 @@ def _heads(x: Tensor) -> tuple[Tensor, tuple[int, int, int]]:
 
 def _tables(q: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None) -> tuple[list[Tensor | None], list[int]]:
     """Return cos, sin and positions (batch, tokens) as the kernels read them; number of positions and strides."""
-    cos, sin = (t if t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous() for t in (cos, sin))
+    cos, sin = (even_rows(t if t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous(), 8) for t in (cos, sin))
+    vec = math.gcd(8, cos.shape[-1])
     strides = [0, 0]
     if positions is not None:
         positions = positions.expand(q.shape[:-2]).reshape(math.prod(q.shape[:-3]), q.shape[-3])
         strides = list(positions.stride())
-    return [cos, sin, positions], [cos.shape[0], cos.stride(0), sin.stride(0), *strides]
+    return [cos, sin, positions], [cos.shape[0], cos.stride(0) // vec, sin.stride(0) // vec, *strides]
 
 
 def _sizes(q: Tensor, k: Tensor) -> tuple[int, ...]:
@@ -67,16 +46,16 @@ def forward(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return q and k, normed and rotated, contiguous."""
     outs = tuple(torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k))
-    constants = shape(q.shape[-1], 2 * cos.shape[-1], interleaved, FORWARD_TILE)
+    heads = shapes_rope.heads(q.shape[-1], 2 * cos.shape[-1], interleaved, q.element_size(), False)
     tables, places = _tables(q, cos, sin, positions)
     sizes = _sizes(q, k)
-    tiles = [cdiv(rows, constants.rows) for rows in sizes[:2]]
+    tiles = [cdiv(rows, heads.rows) for rows in sizes[:2]]
     (q, q_strides), (k, k_strides) = _heads(q), _heads(k)
     with device_guard(q):
         launch(
             rope_forward_kernel, (sum(tiles), 1, 1), (q, k, q_weight, k_weight, *tables, *outs),
-            (*sizes, *q_strides, *k_strides, *places, tiles[0], float(eps), float(offset)), tuple(constants),
-            num_warps=FORWARD_WARPS,
+            (*sizes, *q_strides, *k_strides, *places, tiles[0], float(eps), float(offset)), heads.constants(),
+            num_warps=heads.warps,
         )  # fmt: skip
     return outs[0], outs[1]
 
@@ -91,10 +70,12 @@ def backward(
         torch.empty(t.shape, dtype=t.dtype, device=t.device) if need and t is not None else None
         for t, need in zip((q, k, q_weight, k_weight), needs, strict=True)
     ]
-    constants = shape(q.shape[-1], 2 * cos.shape[-1], interleaved, BACKWARD_TILE)
+    heads = shapes_rope.heads(
+        q.shape[-1], 2 * cos.shape[-1], interleaved, max(q.element_size(), dq.element_size()), True
+    )
     tables, places = _tables(q, cos, sin, positions)
     sizes = _sizes(q, k)
-    programs = min(BACKWARD_PER_SM * sm_count(q), cdiv(max(sizes[:2]), constants.rows))
+    programs = min(heads.per_sm * sm_count(q), cdiv(max(sizes[:2]), heads.rows))
     rows = [_heads(t) for t in (dq, dk, q, k)]
     strides = [s for _, of_one in rows for s in of_one]
     of_weights = needs[2] + needs[3]
@@ -106,8 +87,8 @@ def backward(
         launch(
             rope_backward_kernel, (programs, 1, 1),
             (*(t for t, _ in rows), q_weight, k_weight, *tables, *made[:2], *parts),
-            (*sizes, *strides, *places, float(eps), float(offset)), (*constants, BACKWARD_STAGES),
-            num_warps=BACKWARD_WARPS,
+            (*sizes, *strides, *places, float(eps), float(offset)), (*heads.constants(), shapes_rope.BACKWARD_STAGES),
+            num_warps=heads.warps,
         )  # fmt: skip
         if of_weights:
             finish(partials, made[2], made[3], programs, 1)

@@ -104,7 +104,7 @@ def _rope_samples(make: Callable[..., Tensor]) -> Iterator[Sample]:
     def sample(
         name: str, tokens: tuple[int, ...], heads: tuple[int, int], d: int, rotary: int, **options: Any
     ) -> Sample:
-        q, k, _ = torch.split(make(*tokens, 2 * heads[1] + heads[0], d), (*heads, heads[1]), -2)
+        q, k, _ = torch.split(make(*tokens, 2 * heads[1] + heads[0], d), [*heads, heads[1]], -2)
         angles = make(9, rotary // 2)
         weights = {} if options.pop("bare", False) else {"q_weight": make(d), "k_weight": make(d)}
         return Sample(name, (q, k), {**weights, "cos": angles.cos(), "sin": angles.sin(), **options})

@@ -9,7 +9,7 @@ from typing import Any
 from onepass.core.spec import Kernel
 from onepass.ops._shared.spec_parts import i32, kernel, pointers
 
-from . import shapes
+from . import shapes, shapes_rope
 
 _SHARED_BYTES = 232448  # of an H200
 _NUMBERS = {"eps": "fp32", "offset": "fp32", **i32("n_rows", "z_row_stride", "repeat", "n_entries", "x_row_stride")}
@@ -62,6 +62,35 @@ def _backward(t: str, what: str, cols: int, given: str, **options: Any) -> Kerne
     )  # fmt: skip
 
 
+def _rope(t: str, what: str, backward: bool, d: int, rotary: int, interleaved: bool = False) -> Kernel:
+    of_two = ("batch_stride", "token_stride", "head_stride")
+    names = ["q", "k", "qw", "kw", "cos", "sin", "positions", "q_out", "k_out"]
+    strided = ["q", "k"]
+    if backward:
+        names = ["dq_out", "dk_out", *names[:7], "dq", "dk", "dqw", "dkw"]
+        strided = ["dq", "dk", "q", "k"]
+    types = {"cos": "*fp32", "sin": "*fp32", "positions": "*i64", "dqw": "*fp32", "dkw": "*fp32"}
+    signature = {f"{n}_ptr": types.get(n, f"*{t}") for n in names}
+    integers = ["q_rows", "k_rows", "q_heads", "k_heads", "tokens", *(f"{n}_{s}" for n in strided for s in of_two)]
+    integers += ["n_positions", "cos_stride", "sin_stride", "positions_batch_stride", "positions_stride"]
+    heads = shapes_rope.heads(d, rotary, interleaved, 2 if t == "bf16" else 4, backward)
+    constants = dict(
+        zip(
+            ("D", "VEC", "TABLE_VEC", "ROTARY", "HALF", "REST", "INTERLEAVED", "BLOCK_R"),
+            heads.constants(),
+            strict=True,
+        )
+    )
+    return Kernel(
+        f"norm rope {'backward' if backward else 'forward'} {t} D={d} {what}",
+        kernel("ops.norm.kernels_rope", f"rope_{'backward' if backward else 'forward'}_kernel"),
+        signature | {"eps": "fp32", "offset": "fp32"} | i32(*integers, *(() if backward else ("q_tiles",))),
+        constants | ({"STAGES": shapes_rope.BACKWARD_STAGES} if backward else {}), pointers(signature),
+        num_warps=heads.warps,
+        max_registers=128 if heads.warps == 8 else 168, max_amd_spills=52,
+    )  # fmt: skip
+
+
 def _kernels() -> Iterator[Kernel]:
     for t in ("bf16", "fp32"):
         yield _forward(t, "weights per head", 128, "x w y stats", TABLE=True)
@@ -81,6 +110,12 @@ def _kernels() -> Iterator[Kernel]:
         codes = _forward(t, "codes of rows in 8 bits", 4096, "x w stats codes scales", QUANT=1)
         yield dataclasses.replace(codes, signature={**codes.signature, "codes_ptr": "*u8"}, least_arch=80, amd=True)
         yield _forward(t, "rows in 8 bits beside", 4096, "x w y stats codes scales", QUANT=1)
+        for backward in (False, True):
+            yield _rope(t, "halves", backward, 128, 128)
+            yield _rope(t, "interleaved", backward, 128, 128, True)
+            yield _rope(t, "half of it rotated", backward, 128, 64)
+            yield _rope(t, "halves", backward, 64, 64)
+            yield _rope(t, "halves", backward, 96, 96)
     yield _forward("bf16", "rounded twice", 4096, "x w y stats", TWICE=True)
 
 
