@@ -19,13 +19,15 @@ def quantize(y: Tensor, columns: int) -> tuple[Tensor, Tensor]:
     """Round y (..., N) to e4m3: (values, scales (..., N / columns) in fp32) with y ≈ values·scales.
 
     So many neighbouring columns share a scale, the largest of them over 448 (the largest number is taken as 2⁻⁴⁰ at
-    least). values = y · (1 / scale), rounded to e4m3.
+    least). values = y · (448 / the largest), rounded to e4m3.
     """
     blocks = (*y.shape[:-1], y.shape[-1] // max(columns, 1), columns)
     f = y.float().reshape(blocks if y.shape[-1] else (*y.shape, 1))
     largest = f.abs().amax(-1, keepdim=True) if f.numel() else f.new_zeros((*f.shape[:-1], 1))
     largest = largest.clamp(min=2.0**-40)
-    values = (f * (448.0 / largest)).clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
+    # a number over a tensor would be rounded twice
+    factors = torch.full_like(largest, 448.0) / largest
+    values = (f * factors).clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
     return values.view(y.shape), (largest / 448.0)[..., 0]
 
 

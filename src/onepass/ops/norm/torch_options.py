@@ -12,6 +12,7 @@ from torch import Tensor
 from onepass.core.launch import uses_triton
 from onepass.core.sums import row_sum
 
+from . import torch_path
 from .reference import quantize
 from .torch_path import rows_formula, stable_forward
 
@@ -67,7 +68,20 @@ def forward(
 
     s is x, or x + residual.
     """
-    wide, n_cols = _wide(s), s.shape[-1]
+    n_cols = s.shape[-1]
+    one_weight = all(v is None or v.dim() == 1 for v in (weight, bias)) and not (has_mean and offset)
+    # the plain call rounds a 16-bit layer norm to its own dtype first
+    if one_weight and gate is None and not twice and (dtype == s.dtype or s.element_size() > 2):
+        if uses_triton(s):
+            from . import launch
+
+            y, _, kept = launch.forward(s, None, weight, bias, eps, offset, has_mean, stable, dtype=dtype)
+            assert kept is not None
+            stats = kept
+        else:
+            y, stats = torch_path.forward(s, weight, bias, eps, offset, has_mean, stable, dtype)
+        return y, quantize(y, 128 if quant == 2 else n_cols) if quant else None, stats
+    wide = _wide(s)
     f = s.to(wide).contiguous()
     z = None if gate is None else F.silu(gate.to(wide))
     if z is not None and gate_first:
