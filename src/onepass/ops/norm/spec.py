@@ -12,7 +12,10 @@ from torch import Tensor
 from onepass.core.spec import BadCall, Sample, Spec
 
 from . import reference
-from .cases import CASES, RIVALS
+from .cases import CASES as PLAIN_CASES
+from .cases import RIVALS as PLAIN_RIVALS
+from .cases_options import CASES as OPTION_CASES
+from .cases_options import RIVALS as OPTION_RIVALS
 from .op import layer_norm, rms_norm
 from .options import backward_op as options_backward_op
 from .options import forward_op as options_op
@@ -330,5 +333,7 @@ SPECS = [
 ]
 
 KERNELS = [*PLAIN_KERNELS, *OPTION_KERNELS]
+CASES = [*PLAIN_CASES, *OPTION_CASES]
+RIVALS = PLAIN_RIVALS | OPTION_RIVALS
 
 __all__ = ["CASES", "KERNELS", "RIVALS", "SPECS"]
