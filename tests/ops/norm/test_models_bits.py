@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,13 +21,16 @@ Call = Callable[[Tensor, Tensor, Tensor], Tensor]
 # class by module of transformers.models, arguments after the width, is there a gate, the same by onepass
 ONCE: Call = lambda x, w, z: onepass.rms_norm(x, w)  # noqa: E731
 TWICE: Call = lambda x, w, z: onepass.rms_norm(x, w, rounding="twice")  # noqa: E731
+PLUS_ONE: Call = lambda x, w, z: onepass.rms_norm(x, w, offset=1.0)  # noqa: E731
 NORMS: dict[str, tuple[str, tuple[Any, ...], bool, Call]] = {
     "LlamaRMSNorm": ("llama.modeling_llama", (), False, TWICE),
     "MistralRMSNorm": ("mistral.modeling_mistral", (), False, TWICE),
     "Qwen3RMSNorm": ("qwen3.modeling_qwen3", (), False, TWICE),
     "T5LayerNorm": ("t5.modeling_t5", (), False, TWICE),
-    "GemmaRMSNorm": ("gemma.modeling_gemma", (), False, lambda x, w, z: onepass.rms_norm(x, w, offset=1.0)),
-    "Gemma3RMSNorm": ("gemma3.modeling_gemma3", (), False, lambda x, w, z: onepass.rms_norm(x, w, offset=1.0)),
+    "GemmaRMSNorm": ("gemma.modeling_gemma", (), False, PLUS_ONE),
+    "Gemma3RMSNorm": ("gemma3.modeling_gemma3", (), False, PLUS_ONE),
+    "DeepseekV3RMSNorm": ("deepseek_v3.modeling_deepseek_v3", (), False, TWICE),
+    "Qwen3NextRMSNorm": ("qwen3_next.modeling_qwen3_next", (), False, PLUS_ONE),
     "Olmo2RMSNorm": ("olmo2.modeling_olmo2", (), False, ONCE),
     "MambaRMSNormGated": ("mamba2.modeling_mamba2", (32,), True, lambda x, w, z: onepass.rms_norm(
         x, w, gate=z, gate_first=True, groups=3, rounding="twice")),
@@ -51,6 +56,14 @@ def test_bits(name: str, dtype: torch.dtype) -> None:
         assert (y != want).float().mean() <= 1e-3
     else:
         assert torch.equal(y, want)
+
+
+def test_the_examples_of_the_page() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "norms.md").read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    assert len(blocks) == 3
+    for block in blocks:
+        exec(compile(block, "docs/norms.md", "exec"), {})
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=lambda d: str(d)[6:])
