@@ -64,7 +64,7 @@ def without_gpu() -> None:
 
     for module in (norm_launch, sum_kernels):
         module.launch, module.sm_count = launch, lambda x: 132
-    norm_launch._dependent_launch = lambda x: True
+    norm_launch.dependent_launch = lambda x: True
     for module in (norm_op, sum_op):
         module.uses_triton = lambda x: True
     replay._on_gpu = lambda x: type(x) in replay.PLAIN_TYPES
