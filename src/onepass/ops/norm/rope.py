@@ -166,7 +166,7 @@ def _gradients(ctx: Any, run: Any, dq: Tensor, dk: Tensor) -> tuple[Tensor | Non
 
 _call: Callable[..., tuple[Tensor, Tensor]] = bind(
     name=OP, forward=_forward, forward_op=forward_op, backward=_backward, backward_op=backward_op, check=_check,
-    save=_save, gradients=_gradients, n_public=2,
+    save=_save, gradients=_gradients, n_public=2, replay=True,
 )  # fmt: skip
 
 
