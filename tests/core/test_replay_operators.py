@@ -110,21 +110,8 @@ def test_the_calls_of_norms_options_are_replayed(gpu: FakeGpu, name: str, monkey
         run, calls = counted(options._forward)
         back, back_calls = counted(options._backward)
         stats = torch.empty(1, 6, 4)
-        backward = (
-            torch.empty_like(x, dtype=dtype),
-            residual,
-            x,
-            gate,
-            stats,
-            w,
-            None,
-            *same,
-            first,
-            True,
-            first,
-            True,
-            False,
-        )
+        backward = torch.empty_like(x, dtype=dtype), residual, x, gate, stats, w, None, *same, first
+        backward = (*backward, x.dtype, True, first, True, False)
     for _ in range(5):
         run(*forward)
         back(*backward)

@@ -71,6 +71,26 @@ def test_dtypes_of_y_and_the_residual_stream(op: Any, device: str) -> None:
     torch.testing.assert_close(op(wide, out_dtype=torch.float32), want, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("cols", [33, 300, 8208])
+@pytest.mark.parametrize("wanted", [(0,), (1,), (0, 1, 2)], ids=str)
+def test_gradients_of_a_wider_stream(cols: int, wanted: tuple[int, ...], device: str) -> None:
+    """Each of x and the stream has the gradient in its own dtype, from fp32."""
+    x, stream, w = (numbers(*s, device=device, seed=i) for i, s in enumerate(((3, cols), (3, cols), (cols,))))
+    tensors = [x.to(HALF), stream, w]
+    dy, ds = numbers(3, cols, dtype=HALF, device=device, seed=4), numbers(3, cols, device=device, seed=5)
+    found, expected = [], []
+    for op, up, out in ((onepass.rms_norm, lambda t: t, found), (reference.rms_norm, torch.Tensor.double, expected)):
+        leaves = [up(t).clone().requires_grad_(i in wanted) for i, t in enumerate(tensors)]
+        y, s = op(leaves[0], leaves[2], residual=leaves[1])
+        assert y.dtype == leaves[0].dtype
+        out += torch.autograd.grad((y, s), [leaves[i] for i in wanted], (up(dy), up(ds)))
+    for i, a, e in zip(wanted, found, expected, strict=True):
+        assert a.dtype == tensors[i].dtype
+        most = 1e-2 if a.dtype == HALF else 2e-4
+        torch.testing.assert_close(a.double(), e, rtol=most, atol=most)
+
+
 OPTIONS: dict[str, dict[str, Any]] = {
     "weights per head": {},
     "gate": {"gate": 3},

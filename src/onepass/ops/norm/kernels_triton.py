@@ -369,6 +369,7 @@ def backward_kernel(
     z_ptr,  # (n_rows, N_COLS), unit column stride: gate; None: none
     b_ptr,  # like w_ptr: part of what a gate after the norm multiplies; else None
     dz_ptr,  # (n_rows, N_COLS), contiguous; None: not needed
+    copy_ptr,  # (n_rows, N_COLS), contiguous: dx in a second dtype, beside dx; None: not needed
     x_row_stride,  # in units of VEC elements
     dy_row_stride,
     ds_row_stride,
@@ -530,6 +531,8 @@ def backward_kernel(
                     dx -= tl.where(marked(ns[i]) == 1, share[:, None], 0.0)
                 if dx_ptr is not None:
                     store_tile(dx_ptr, dx_offsets, dx, mask, MASK_ROWS or (i + 1) * BLOCK_C > N_COLS)
+                if copy_ptr is not None:
+                    store_tile(copy_ptr, dx_offsets, dx, mask, MASK_ROWS or (i + 1) * BLOCK_C > N_COLS)
 
     if NEED_W or NEED_B:
         for i in tl.static_range(CHUNKS):

@@ -214,8 +214,8 @@ def backward(
     with device_guard(x):
         if tile is not None:
             launch(
-                backward_kernel, (n_partials, 1, 1), (dy, ds, source, weight, stats, dx, partials, None, None, None),
-                (*numbers, 0, 1, 1),
+                backward_kernel, (n_partials, 1, 1),
+                (dy, ds, source, weight, stats, dx, partials, None, None, None, None), (*numbers, 0, 1, 1),
                 (*constants, tile.rows, tile.cols, tile.stages, *PLAIN_BACKWARD), num_warps=tile.warps,
             )  # fmt: skip
         elif team is not None:

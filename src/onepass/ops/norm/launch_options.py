@@ -73,12 +73,13 @@ def forward(
 def backward(
     dy: Tensor, ds: Tensor | None, x: Tensor, gate: Tensor | None, stats: Tensor, weight: Tensor | None,
     bias: Tensor | None, table: tuple[int, int], eps: float, offset: float, has_mean: bool, stable: bool,
-    gate_first: bool, need_x: bool, need_z: bool, need_w: bool, need_b: bool,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-    """Return dx, dz, dw and db in the dtypes of x, gate, weight and bias; None for those not needed."""
+    gate_first: bool, x_dtype: torch.dtype, need_x: bool, need_z: bool, need_w: bool, need_b: bool,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    """Return dx, dz, dw and db in the dtypes of x, gate, weight and bias, and dx in `x_dtype`; None if not needed."""
     n_cols = x.shape[-1]
     n_rows = x.numel() // n_cols
     dx = empty(x) if need_x else None
+    copy = empty(x, x_dtype) if need_x and x_dtype != x.dtype else None
     dz = empty(gate) if need_z and gate is not None else None
     dw = torch.empty_like(weight) if need_w and weight is not None else None
     db = torch.empty_like(bias) if need_b and bias is not None else None
@@ -107,7 +108,7 @@ def backward(
     with device_guard(x):
         launch(
             backward_kernel, (programs, 1, 1) if entries == 1 else (entries, programs, 1),
-            (dy, ds, source, weight, stats, dx, partials, gate, bias, dz),
+            (dy, ds, source, weight, stats, dx, partials, gate, bias, dz, copy),
             (x_stride // vec, dy_stride // vec, ds_stride // vec, n_rows, float(eps), float(offset), z_stride // vec,
              repeat, entries),
             (n_cols, vec, has_mean, stable, need_w, need_b, tile.rows, tile.cols, tile.stages, entries > 1,
@@ -116,4 +117,4 @@ def backward(
         )  # fmt: skip
         if partials is not None:
             finish(partials, dw, db, programs, entries)
-    return dx, dz, dw, db
+    return dx, dz, dw, db, copy

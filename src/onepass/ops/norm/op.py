@@ -7,6 +7,8 @@ from typing import Any, Literal, NamedTuple, overload
 import torch
 from torch import Tensor
 
+from onepass.core.launch import uses_triton
+
 from . import options
 from .plain import norm, norm_residual
 
@@ -64,6 +66,11 @@ def _plain(
         return False
     # what is no tensor is refused later
     return getattr(weight, "ndim", 1) == 1 and getattr(bias, "ndim", 1) == 1
+
+
+def _one_stream(x: Tensor, residual: Tensor) -> bool:
+    """Return whether x and residual have one gradient; kernels write it in two dtypes for `options` alone."""
+    return not isinstance(x, Tensor) or getattr(residual, "dtype", x.dtype) == x.dtype or not uses_triton(x)
 
 
 @overload
@@ -165,7 +172,8 @@ def layer_norm(
     if _plain(weight, bias, gate, gate_first, groups, quantize, out_dtype) and not offset:
         if residual is None:
             return norm(x, weight, bias, eps, 0.0, True, stable)
-        return norm_residual(x, residual, weight, bias, eps, 0.0, True, stable)
+        if _one_stream(x, residual):
+            return norm_residual(x, residual, weight, bias, eps, 0.0, True, stable)
     return _with_options(
         "layer_norm", x, weight, bias, eps, float(offset), True, stable, "once", residual, gate, gate_first, groups,
         quantize, out_dtype,
@@ -263,7 +271,8 @@ def rms_norm(
     if rounding == "once" and _plain(weight, bias, gate, gate_first, groups, quantize, out_dtype):
         if residual is None:
             return norm(x, weight, bias, eps, float(offset), False, False)
-        return norm_residual(x, residual, weight, bias, eps, float(offset), False, False)
+        if _one_stream(x, residual):
+            return norm_residual(x, residual, weight, bias, eps, float(offset), False, False)
     return _with_options(
         "rms_norm", x, weight, bias, eps, float(offset), False, False, rounding, residual, gate, gate_first, groups,
         quantize, out_dtype,

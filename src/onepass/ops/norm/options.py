@@ -21,9 +21,7 @@ from .plain import check_arguments, contiguous, empty_stats
 MAX_FORWARD_COLS, MAX_BACKWARD_COLS = 16384, 8192
 QUANTIZE = (None, "row", "block")
 Five = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
-Four = tuple[Tensor, Tensor, Tensor, Tensor]
 Results = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
-Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
 
 def table(shape: torch.Size, vector: Tensor | None) -> tuple[int, int] | None:
@@ -183,21 +181,23 @@ def _forward_all(
 
 def _backward(
     dy: Tensor, ds: Tensor | None, x: Tensor, gate: Tensor | None, stats: Tensor, weight: Tensor | None,
-    bias: Tensor | None, eps: float, offset: float, has_mean: bool, stable: bool, gate_first: bool, need_x: bool,
-    need_z: bool, need_w: bool, need_b: bool,
-) -> Gradients:  # fmt: skip
-    """Return dx, dz, dw and db; None for those that are not needed."""
+    bias: Tensor | None, eps: float, offset: float, has_mean: bool, stable: bool, gate_first: bool,
+    x_dtype: torch.dtype, need_x: bool, need_z: bool, need_w: bool, need_b: bool,
+) -> Results:  # fmt: skip
+    """Return dx, dz, dw and db, and where x is a sum, dx in the dtype of what was added; None if not needed."""
     if not x.numel():
         dx, dz = (t.new_empty(t.shape) if t is not None and need else None for t, need in ((x, need_x), (gate, need_z)))
         dw, db = (
             t.new_zeros(t.shape) if t is not None and need else None for t, need in ((weight, need_w), (bias, need_b))
         )
-        return dx, dz, dw, db
+        return dx, dz, dw, db, None
     shared = table(x.shape, bias if weight is None else weight)
     assert shared is not None
     # the kernels read memory by address; a batching rule may pass a strided view
     stats = stats.contiguous()
-    if gate is None and shared == (1, 1) and _on_triton(x, dy, ds, weight, bias):
+    fits = x.shape[-1] <= MAX_BACKWARD_COLS
+    one_dtype = x_dtype == x.dtype or not need_x or not fits
+    if gate is None and shared == (1, 1) and one_dtype and _on_triton(x, dy, ds, weight, bias):
         from . import launch
 
         b_dtype = x.dtype if bias is None else bias.dtype
@@ -205,17 +205,18 @@ def _backward(
             dy, ds, x, stats, contiguous(weight), b_dtype, eps, offset, has_mean, stable, need_x, need_w, need_b
         )
         # of a weight (1, N); the kernels know (N,)
-        return dx, None, _like(dw, weight), _like(db, bias)
-    if x.shape[-1] <= MAX_BACKWARD_COLS and _on_triton(x, dy, ds, gate, weight, bias):
+        return dx, None, _like(dw, weight), _like(db, bias), None
+    if fits and _on_triton(x, dy, ds, gate, weight, bias):
         from . import launch_options
 
         return launch_options.backward(
             dy, ds, x, gate, stats, contiguous(weight), contiguous(bias), shared, eps, offset, has_mean, stable,
-            gate_first, need_x, need_z, need_w, need_b,
+            gate_first, x_dtype, need_x, need_z, need_w, need_b,
         )  # fmt: skip
-    return torch_options.backward(
+    found = torch_options.backward(
         dy, ds, x, gate, stats, weight, bias, eps, offset, has_mean, stable, gate_first, need_x, need_z, need_w, need_b
     )
+    return *found, None
 
 
 def _like(gradient: Tensor | None, t: Tensor | None) -> Tensor | None:
@@ -224,15 +225,19 @@ def _like(gradient: Tensor | None, t: Tensor | None) -> Tensor | None:
 
 def _backward_all(
     dy: Tensor, ds: Tensor | None, x: Tensor, gate: Tensor | None, stats: Tensor, weight: Tensor | None,
-    bias: Tensor | None, eps: float, offset: float, has_mean: bool, stable: bool, gate_first: bool, need_x: bool,
-    need_z: bool, need_w: bool, need_b: bool,
-) -> Four:  # fmt: skip
+    bias: Tensor | None, eps: float, offset: float, has_mean: bool, stable: bool, gate_first: bool,
+    x_dtype: torch.dtype, need_x: bool, need_z: bool, need_w: bool, need_b: bool,
+) -> Five:  # fmt: skip
     """Do `_backward` as an op: gradients that are not needed are empty tensors, since an op cannot return None."""
     found = _backward(
-        dy, ds, x, gate, stats, weight, bias, eps, offset, has_mean, stable, gate_first, need_x, need_z, need_w, need_b
-    )
-    like = (x if t is None else t for t in (x, gate, weight, bias))
-    return tuple(t.new_empty(0) if g is None else g for g, t in zip(found, like, strict=True))  # type: ignore[return-value]
+        dy, ds, x, gate, stats, weight, bias, eps, offset, has_mean, stable, gate_first, x_dtype, need_x, need_z,
+        need_w, need_b,
+    )  # fmt: skip
+    dtypes = (*((x if t is None else t).dtype for t in (x, gate, weight, bias)), x_dtype)
+    # an op has the same outputs for every width: a copy of dx that no kernel has written is made here
+    if found[4] is None and found[0] is not None and x_dtype != x.dtype:
+        found = *found[:4], found[0].to(x_dtype)
+    return tuple(x.new_empty(0, dtype=d) if g is None else g for g, d in zip(found, dtypes, strict=True))  # type: ignore[return-value]
 
 
 forward_op = register("norm_options", _forward_all, sharding.options)
@@ -247,12 +252,14 @@ def _fake(*arguments: Any) -> Five:
 
 
 @register_fake(backward_op)
-def _fake_backward(dy: Tensor, ds: Tensor | None, x: Tensor, *rest: Any) -> Four:
-    gate, _, weight, bias, *_ = rest
-    made = zip((x, gate, weight, bias), rest[-4:], strict=True)
-    return tuple(
+def _fake_backward(dy: Tensor, ds: Tensor | None, x: Tensor, *rest: Any) -> Five:
+    gate, _, weight, bias, *_, x_dtype, need_x, need_z, need_w, need_b = rest
+    copy = x.new_empty(x.shape if need_x and x_dtype != x.dtype else 0, dtype=x_dtype)
+    made = zip((x, gate, weight, bias), (need_x, need_z, need_w, need_b), strict=True)
+    found = (
         x.new_empty(0 if t is None or not need else t.shape, dtype=(x if t is None else t).dtype) for t, need in made
-    )  # type: ignore[return-value]
+    )
+    return *found, copy  # type: ignore[return-value]
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Results) -> None:
@@ -268,14 +275,16 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Results) -> None:
 
 def _gradients(ctx: Any, run: Any, dy: Tensor | None, ds: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
     need_x, need_r, need_z, need_w, need_b = ctx.needs_input_grad[:5]
-    d, dz, dw, db = None if ctx.dtypes[1] is None else ds, None, None, None
+    d, dz, dw, db, copy = None if ctx.dtypes[1] is None else ds, None, None, None, None
     if dy is not None and ctx.has_y:
         x, gate, stats, weight, bias = ctx.saved_tensors
         needs = need_x or need_r, need_z, need_w, need_b
-        d, dz, dw, db = run(dy, d, x, gate, stats, weight, bias, *ctx.options, *needs)
+        d, dz, dw, db, copy = run(dy, d, x, gate, stats, weight, bias, *ctx.options, ctx.dtypes[0], *needs)
+        copy = copy if ctx.dtypes[0] != x.dtype and needs[0] else None
     both = zip(ctx.dtypes, (need_x, need_r), strict=True)
     # x and residual have the same gradient: one tensor for both, as torch.add returns
     dx, dr = (d.to(t) if need and d is not None else None for t, need in both)
+    dx = copy if need_x and copy is not None else dx
     return dx, dr, dz if need_z else None, dw if need_w else None, db if need_b else None, *(None,) * 9
 
 

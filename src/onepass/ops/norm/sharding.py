@@ -40,12 +40,15 @@ def options(x: Any, residual: Any, gate: Any, weight: Any, bias: Any, *rest: Any
 
 
 def options_backward(dy: Any, ds: Any, x: Any, gate: Any, stats: Any, weight: Any, bias: Any, *rest: Any) -> list[Way]:
-    """List the ways to shard dy, ds, x, gate, statistics, weight and bias, with dx, dz, dw and db."""
+    """List the ways to shard dy, ds, x, gate, statistics, weight and bias, with dx, dz, dw, db and dx again."""
     need_x, need_z, need_w, need_b = rest[-4:]
     ways: list[Way] = []
     for d in row_dims(x):
         w, b = beside(weight, x.ndim, d), beside(bias, x.ndim, d)
-        results = gradient(d, need_x), gradient(d, need_z), gradient(w, need_w), gradient(b, need_b)
+        copied = need_x and rest[-5] != x.tensor_meta.dtype
+        results = (
+            gradient(d, need_x), gradient(d, need_z), gradient(w, need_w), gradient(b, need_b), gradient(d, copied),
+        )  # fmt: skip
         ways.append((results, (d, d, d, d, d + 1, w, b)))
     return ways
 

@@ -196,8 +196,8 @@ def _opchecks(has_mean: bool, stable: bool = False) -> Iterator[tuple[Any, tuple
     yield options_op, (x, None, None, None, None, *rest, False, 1, fp32, True)
     made = options_op(x.detach(), None, gate.detach(), heads.detach(), None, *rest, False, 0, fp32, True)[4]
     kept = x.detach(), gate.detach(), made, heads.detach(), heads.detach() if has_mean else None
-    yield options_backward_op, (torch.randn(2, 3, 10), None, *kept, *rest[:4], False, True, True, True, has_mean)
-    yield options_backward_op, (torch.randn(2, 3, 10), None, *kept, *rest[:4], False, False, True, False, False)
+    yield options_backward_op, (torch.randn(2, 3, 10), None, *kept, *rest[:4], False, fp16, True, True, True, has_mean)
+    yield options_backward_op, (torch.randn(2, 3, 10), None, *kept, *rest[:4], False, fp32, False, True, False, False)
 
 
 def _bad_calls(op: Callable[..., Any], name: str) -> Iterator[BadCall]:

@@ -36,7 +36,7 @@ _TABLES = {"z_row_stride": "i32", "repeat": "i32", "n_entries": "i32"}
 _PLAIN_FORWARD = {
     "z_ptr": None, "codes_ptr": None, "scales_ptr": None, "TABLE": False, "TWICE": False, "GATE": 0, "QUANT": 0,
 }  # fmt: skip
-_PLAIN_BACKWARD = {"z_ptr": None, "b_ptr": None, "dz_ptr": None, "TABLE": False, "GATE": 0}
+_PLAIN_BACKWARD = {"z_ptr": None, "b_ptr": None, "dz_ptr": None, "copy_ptr": None, "TABLE": False, "GATE": 0}
 _DIVISIBLE = (
     *(f"{p}_ptr" for p in ("x", "r", "w", "b", "y", "s", "dy", "ds", "dx", "dw", "db")),
     "stats_ptr",

@@ -14,7 +14,7 @@ from . import shapes, shapes_rope
 _SHARED_BYTES = 232448  # of an H200
 _NUMBERS = {"eps": "fp32", "offset": "fp32", **i32("n_rows", "z_row_stride", "repeat", "n_entries", "x_row_stride")}
 _FORWARD = ("x", "r", "w", "b", "y", "s", "stats", "z", "codes", "scales")
-_BACKWARD = ("dy", "ds", "x", "w", "stats", "dx", "partials", "z", "b", "dz")
+_BACKWARD = ("dy", "ds", "x", "w", "stats", "dx", "partials", "z", "b", "dz", "copy")
 _FP32 = ("stats", "scales", "partials")
 
 
@@ -95,27 +95,26 @@ def _kernels() -> Iterator[Kernel]:
     for t in ("bf16", "fp32"):
         yield _forward(t, "weights per head", 128, "x w y stats", TABLE=True)
         yield _forward(t, "adaptive", 1152, "x w b y stats", TABLE=True, HAS_MEAN=True)
-        yield _forward(t, "adaptive", 4096, "x w b y stats", TABLE=True, HAS_MEAN=True)
         yield _backward(t, "weights per head", 128, "dy x w stats dx partials", TABLE=True)
-        yield _backward(t, "adaptive", 1152, "dy x w stats dx partials", TABLE=True, HAS_MEAN=True, NEED_B=True)
         yield _backward(t, "adaptive", 4096, "dy x w stats dx partials", TABLE=True, HAS_MEAN=True, NEED_B=True)
-        for cols in (128, 4096, 8192):
+        for cols in (128, 8192) if t == "bf16" else (4096,):
             yield _forward(t, "gate", cols, "x w y stats z", GATE=1)
             yield _forward(t, "gate first", cols, "x w y stats z", GATE=2)
             yield _backward(t, "gate", cols, "dy x w stats dx partials z dz", GATE=1)
             yield _backward(t, "gate first", cols, "dy x w stats dx partials z dz", GATE=2)
-        for cols in (4096, 8192):
-            yield _forward(t, "rows in 8 bits", cols, "x w stats codes scales", QUANT=1)
-            yield _forward(t, "blocks in 8 bits", cols, "x w stats codes scales", QUANT=2)
-        codes = _forward(t, "codes of rows in 8 bits", 4096, "x w stats codes scales", QUANT=1)
-        yield dataclasses.replace(codes, signature={**codes.signature, "codes_ptr": "*u8"}, least_arch=80, amd=True)
-        yield _forward(t, "rows in 8 bits beside", 4096, "x w y stats codes scales", QUANT=1)
+        yield _forward(t, "rows in 8 bits", 8192, "x w stats codes scales", QUANT=1)
+        yield _forward(t, "blocks in 8 bits", 8192, "x w stats codes scales", QUANT=2)
         for backward in (False, True):
             yield _rope(t, "halves", backward, 128, 128)
             yield _rope(t, "interleaved", backward, 128, 128, True)
-            yield _rope(t, "half of it rotated", backward, 128, 64)
-            yield _rope(t, "halves", backward, 64, 64)
-            yield _rope(t, "halves", backward, 96, 96)
+    codes = _forward("bf16", "codes of rows in 8 bits", 4096, "x w stats codes scales", QUANT=1)
+    yield dataclasses.replace(codes, signature={**codes.signature, "codes_ptr": "*u8"}, least_arch=80, amd=True)
+    stream = _backward("fp32", "bf16 beside an fp32 stream", 4096, "dy ds x w stats dx partials copy")
+    mixed = {f"{n}_ptr": "*bf16" for n in ("dy", "w", "copy")}
+    yield dataclasses.replace(stream, signature={**stream.signature, **mixed})
+    for backward in (False, True):
+        yield _rope("bf16", "half of it rotated", backward, 128, 64)
+        yield _rope("bf16", "halves", backward, 96, 96)
     yield _forward("bf16", "rounded twice", 4096, "x w y stats", TWICE=True)
 
 
