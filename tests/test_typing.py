@@ -37,6 +37,15 @@ def functions(some: Tensor | None) -> None:
     assert_type(onepass.rms_norm(x), Tensor)
     assert_type(onepass.rms_norm(x, x, eps=1e-5, offset=1.0, residual=x), tuple[Tensor, Tensor])
     assert_type(onepass.rms_norm(x, residual=some), Tensor | tuple[Tensor, Tensor])
+    assert_type(onepass.rms_norm(x, x, x, gate=x, gate_first=True, groups=2, rounding="twice"), Tensor)
+    assert_type(onepass.layer_norm(x, x, x, offset=1.0, out_dtype=torch.float32), Tensor)
+    assert_type(onepass.rms_norm(x, quantize="row"), onepass.Quantized)
+    assert_type(onepass.layer_norm(x, quantize="block", residual=x), tuple[onepass.Quantized, Tensor])
+    assert_type(onepass.rms_norm(x, quantize="row").y, Tensor | None)
+    onepass.rms_norm(x, quantize="int8")  # wrong
+    onepass.rms_norm(x, rounding="never")  # wrong
+    assert_type(onepass.qk_norm_rope(x, x, x, None, cos=x, sin=x, positions=x), tuple[Tensor, Tensor])
+    onepass.qk_norm_rope(x, x)  # wrong
     assert_type(onepass.weighted_sum(x, x), Tensor)
     assert_type(onepass.soft_topk(x, 2), Tensor)
     assert_type(onepass.coor_descent(x, n_iters=1, k=2), Tensor)
@@ -58,7 +67,7 @@ def norms(some: Tensor | None) -> None:
     assert_type(nn.LayerNorm(8).forward(x), Tensor)
     assert_type(nn.LayerNorm(8).forward(x, x), tuple[Tensor, Tensor])
     assert_type(nn.RMSNorm(8)(x), Tensor)
-    assert_type(onepass.nn.RMSNorm(8)(x, residual=x), tuple[Tensor, Tensor])
+    assert_type(onepass.nn.RMSNorm(8, rounding="twice")(x, residual=x), tuple[Tensor, Tensor])
     assert_type(nn.RMSNorm(8).forward(x), Tensor)
     assert_type(nn.RMSNorm(8).forward(x, x), tuple[Tensor, Tensor])
     nn.LayerNorm(8)(x, 1)  # wrong

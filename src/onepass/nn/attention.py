@@ -294,7 +294,7 @@ class RoutedAttention(nn.Module):
             return None
         norms = [m for m in parts if type(m) is RMSNorm]
         # the fused node has one eps and multiplies by the norms' weights alone
-        if len({m.eps for m in norms}) > 1 or any(m.offset for m in norms):
+        if len({m.eps for m in norms}) > 1 or any(m.offset or m.rounding != "once" for m in norms):
             return None
         weights = [p for m in parts for p in m._parameters.values() if p is not None]
         if any(m._parameters.get("bias") is not None for m in inner) or not (
