@@ -30,7 +30,7 @@ def parser() -> Parser:
     """Build the argument parser of every command."""
     top = Parser(prog="onepass", description="One-pass PyTorch operators and conditional computation.")
     top.add_argument("--version", action="version", version=f"onepass {__version__}")
-    commands = top.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    commands = top.add_subparsers(dest="command", metavar="COMMAND")
     for module in COMMANDS:
         importlib.import_module(module).add_command(commands)
     return top
@@ -50,6 +50,10 @@ def run_command(top: Parser, argv: Sequence[str] | None) -> int:
         # escape characters such as × or µ if the output's encoding lacks them, instead of raising
         sys.stdout.reconfigure(errors="backslashreplace")
     args = top.parse_args(argv)
+    if "run" not in args:
+        # no command was given: show which there are
+        top.print_help()
+        return 0
     name = f"{top.prog} {args.command}" if "command" in args else top.prog
     try:
         if extra := getattr(args, "extra", None):

@@ -23,12 +23,13 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     parser.add_argument(
         "--bytes", type=limit, default=65536, metavar="N", help="how much of it to read (default: 65536)"
     )
+    parser.add_argument("--binary", action="store_true", help="draw a file with NUL bytes as well")
     parser.set_defaults(run=run, extra="train")
 
 
 def run(args: argparse.Namespace) -> int:
     """Load the model, trace the file, write both pictures."""
-    from onepass.train import checkpoint, data, files
+    from onepass.train import checkpoint, files, sources
     from onepass.train.progress import say
     from onepass.train.run import METRICS, PICTURE, Run
 
@@ -37,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"there is no run with a checkpoint in {args.directory} (no {checkpoint.NAME})")
     if args.file.is_dir():
         raise UserError(f"{args.file} is a directory; give one file of text")
-    content = data.read_text(args.file)
+    content = sources.read_text(args.file, binary=args.binary)
     saved = checkpoint.load(where)
     # metrics are optional: a checkpoint may be passed on without them
     if (args.directory / METRICS).exists():
