@@ -1,0 +1,26 @@
+"""For mkdocstrings: the reStructuredText mathematics of the docstrings as Markdown."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import griffe
+
+BLOCK = re.compile(r"^( *)\.\. math::(.*(?:\n(?:\1 +.*|\s*(?=\n\1 {2,})))*)", re.MULTILINE)
+# a list that an example prints, or an index, which Markdown would read as a link
+BRACKETS = re.compile(r"^\[|(?<=\])\[", re.MULTILINE)
+INLINE = re.compile(r":math:`([^`]+)`")
+
+
+class Mathematics(griffe.Extension):
+    """Make fenced blocks of the formulas, which `hooks.formula` draws, and code of those within a line."""
+
+    def on_instance(self, *, obj: griffe.Object, **kwargs: Any) -> None:
+        if obj.docstring:
+            obj.docstring.value = BRACKETS.sub(r"\\\g<0>", INLINE.sub(r"`\1`", BLOCK.sub(_fenced, obj.docstring.value)))
+
+
+def _fenced(found: re.Match[str]) -> str:
+    indent, tex = found[1], " ".join(line.strip() for line in found[2].splitlines())
+    return f"{indent}```tex\n{indent}{tex.strip()}\n{indent}```\n"
