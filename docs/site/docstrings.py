@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 import griffe
+from latex2mathml.converter import convert
 
 BLOCK = re.compile(r"^( *)\.\. math::(.*(?:\n(?:\1 +.*|\s*(?=\n\1 {2,})))*)", re.MULTILINE)
 # a list that an example prints, or an index, which Markdown would read as a link
@@ -14,11 +15,16 @@ INLINE = re.compile(r":math:`([^`]+)`")
 
 
 class Mathematics(griffe.Extension):
-    """Make fenced blocks of the formulas, which `hooks.formula` draws, and code of those within a line."""
+    """Make fenced blocks of the formulas, which `hooks.formula` draws, and MathML of those within a line."""
 
     def on_instance(self, *, obj: griffe.Object, **kwargs: Any) -> None:
         if obj.docstring:
-            obj.docstring.value = BRACKETS.sub(r"\\\g<0>", INLINE.sub(r"`\1`", BLOCK.sub(_fenced, obj.docstring.value)))
+            obj.docstring.value = BRACKETS.sub(r"\\\g<0>", INLINE.sub(_inline, BLOCK.sub(_fenced, obj.docstring.value)))
+
+
+def _inline(found: re.Match[str]) -> str:
+    # a span: MathML at the start of a line would be a paragraph of its own
+    return f"<span>{convert(found[1])}</span>"
 
 
 def _fenced(found: re.Match[str]) -> str:

@@ -1,7 +1,7 @@
 """What MkDocs calls: pages made of READMEs and docstrings, and links out of `docs/` that lead somewhere on the site.
 
-The READMEs stay beside the code that they describe, with links that work in a checkout. Here each becomes a page. A link
-to another such file becomes a link to its page; any other file that is linked is copied to the site.
+The READMEs stay beside the code that they describe, with links that work in a checkout. Here each becomes a page. A
+link to another such file becomes a link to its page; any other file that is linked is copied to the site.
 """
 
 from __future__ import annotations
@@ -90,7 +90,13 @@ class Site:
             return f"{label}({posixpath.relpath(there, posixpath.dirname(place) or '.')}{mark}{anchor})"
 
         parts = FENCE.split(text)
-        return "".join(part if part.startswith("```") else LINK.sub(one, part) for part in parts)
+        return "".join(part if part.startswith("```") else LINK.sub(one, lists(part)) for part in parts)
+
+
+def lists(text: str) -> str:
+    """Write lists as MkDocs reads them: an empty line before the first item, four spaces before an inner one."""
+    text = re.sub(r"^ {2,3}(?=[-*] )", "    ", text, flags=re.MULTILINE)
+    return re.sub(r"^(?![-*|#>]|\d+\.|\s)(.+\n)(?=(?:[-*]|1\.) )", r"\1\n", text, flags=re.MULTILINE)
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
