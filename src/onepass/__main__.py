@@ -19,6 +19,17 @@ from onepass.core.extras import require
 COMMANDS = ("onepass.doctor.cli", "onepass.train.cli", "onepass.train.show", "onepass.bench.cli")
 
 
+TEXT = "One-pass PyTorch operators and conditional computation."
+EXAMPLES = """\
+examples:
+  onepass doctor                   is this machine ready, and which path does each operator take?
+  onepass train ~/notes            train a routed model on your own text
+  onepass bench norm --quick       measure the norms beside torch and the rivals that are installed
+
+`onepass COMMAND --help` has more of each.
+"""
+
+
 class Parser(argparse.ArgumentParser):
     """A parser that reports a wrong option in one line instead of the whole usage; subparsers inherit this."""
 
@@ -28,7 +39,8 @@ class Parser(argparse.ArgumentParser):
 
 def parser() -> Parser:
     """Build the argument parser of every command."""
-    top = Parser(prog="onepass", description="One-pass PyTorch operators and conditional computation.")
+    top = Parser(prog="onepass", description=TEXT, epilog=EXAMPLES)
+    top.formatter_class = argparse.RawDescriptionHelpFormatter
     top.add_argument("--version", action="version", version=f"onepass {__version__}")
     commands = top.add_subparsers(dest="command", metavar="COMMAND")
     for module in COMMANDS:

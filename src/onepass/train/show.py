@@ -11,11 +11,22 @@ from onepass.core.options import number
 TEXT = """\
 Draw the routing of any file as `onepass train` does for a validation text: every byte shaded by the number of blocks
 that gave it their heavy branch. Leaves <FILE's name>.routing.html and .png in the run's directory, or in --out DIR."""
+EXAMPLES = """\
+examples:
+  onepass show runs/notes letter.txt                         runs/notes/letter.txt.routing.html and .png
+  onepass show runs/notes letter.txt --out . --bytes 2000    its first 2000 bytes, pictures here
+"""
 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add `show` to the command line."""
-    parser = commands.add_parser("show", help="draw which bytes of any file a trained run routes", description=TEXT)
+    parser = commands.add_parser(
+        "show",
+        help="draw which bytes of any file a trained run routes",
+        description=TEXT,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("directory", type=Path, metavar="RUN", help="directory of a run, as left by `onepass train`")
     parser.add_argument("file", type=Path, metavar="FILE", help="any text")
     parser.add_argument("--out", type=Path, metavar="DIR", help="where to leave the pictures (default: RUN)")
