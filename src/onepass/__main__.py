@@ -16,7 +16,13 @@ from onepass.core.extras import require
 
 # each module has `add_command(subparsers)`, imports its heavy parts when its command runs, and names the extra that
 # installs them: `set_defaults(run=run, extra="train")`
-COMMANDS = ("onepass.doctor.cli", "onepass.train.cli", "onepass.train.show", "onepass.bench.cli")
+COMMANDS = (
+    "onepass.doctor.cli",
+    "onepass.train.cli",
+    "onepass.train.show",
+    "onepass.bench.cli",
+    "onepass.bench.explain",
+)
 
 
 TEXT = "One-pass PyTorch operators and conditional computation."
