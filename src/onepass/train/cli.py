@@ -80,13 +80,13 @@ def run(args: argparse.Namespace) -> int:
         if args.out:
             # refuse before reading data; checked again below under the lock
             Run(args.out).refuse_overwriting(args.force)
-        config, corpus = started(args)
+        config, corpus, note = started(args)
         run_ = Run(args.out or fresh_out())
     threads = torch.get_num_threads()
     try:
         with run_.locked():
             if args.resume:
-                config, corpus, saved = resumed(args, run_)
+                config, corpus, note, saved = resumed(args, run_)
             else:
                 # another process may have trained here while this one read the data
                 run_.refuse_overwriting(args.force)
@@ -95,6 +95,8 @@ def run(args: argparse.Namespace) -> int:
                     run_.write(LEFT_OUT, "".join(f"{printable(name)}: {why}\n" for name, why in corpus.left_out))
                 saved = None
             torch.set_num_threads(config.threads)
+            if note:
+                progress.say(f"note        {note}")
             return train(args, run_, config, corpus, saved)
     except loop.InterruptedRunError as stop:
         progress.say(f"stopped after {stop.step:,} of {config.steps:,} steps, all of them saved")
@@ -118,19 +120,17 @@ def pick_device(wanted: str | None) -> str:
     return "cuda" if cuda and wanted != "cpu" else "cpu"
 
 
-def started(args: argparse.Namespace) -> tuple[Config, Corpus]:
-    """Read the data and build the configuration of a new run."""
+def started(args: argparse.Namespace) -> tuple[Config, Corpus, str | None]:
+    """Read the data and build the configuration of a new run; the third value is a line about the machine, if any."""
     import torch
 
     from onepass.train import config as configs
-    from onepass.train import data, machine, progress
+    from onepass.train import data, machine
 
     device = pick_device(args.device)
     preset = args.preset or ("gpu" if device == "cuda" else "cpu")
     corpus = data.load(args.paths, binary=bool(args.binary), follow_links=bool(args.follow_links))
     threads, note = machine.threads(args.threads, torch.get_num_threads())
-    if note:
-        progress.say(f"note        {note}")
     # the gpu preset uses bf16 on a GPU that supports it; on a CPU bf16 would be slower
     bf16 = preset == "gpu" and device == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
     given = {name: getattr(args, name) for name in SETTINGS if name not in ("preset", "device", "threads")}
@@ -150,10 +150,10 @@ def started(args: argparse.Namespace) -> tuple[Config, Corpus]:
                 f"a sequence of {config.seq:,} bytes is longer than the {part} data ({len(text):,} bytes); "
                 f"give more text or a smaller --seq"
             )
-    return config, corpus
+    return config, corpus, note
 
 
-def resumed(args: argparse.Namespace, run_: Run) -> tuple[Config, Corpus, Checkpoint | None]:
+def resumed(args: argparse.Namespace, run_: Run) -> tuple[Config, Corpus, str | None, Checkpoint | None]:
     """Read configuration, data and checkpoint of a run; raise UserError if an option given now or the data differs.
 
     Two values may change on the way: more steps train longer, and another number of threads gives other last bits.
@@ -161,7 +161,7 @@ def resumed(args: argparse.Namespace, run_: Run) -> tuple[Config, Corpus, Checkp
     import torch
 
     from onepass.train import config as configs
-    from onepass.train import data, machine, progress
+    from onepass.train import data, machine
 
     config = run_.config()
     free = ("steps", "threads")
@@ -190,9 +190,7 @@ def resumed(args: argparse.Namespace, run_: Run) -> tuple[Config, Corpus, Checkp
     if longer != config:
         run_.write("config.json", longer.to_json())
     _, note = machine.threads(longer.threads, longer.threads)
-    if note:
-        progress.say(f"note        {note}")
-    return longer, corpus, saved
+    return longer, corpus, note, saved
 
 
 def train(args: argparse.Namespace, run_: Run, config: Config, corpus: Corpus, saved: Checkpoint | None) -> int:
