@@ -1,4 +1,4 @@
-"""For mkdocstrings: the reStructuredText mathematics of the docstrings as Markdown."""
+"""For mkdocstrings: the reStructuredText formulas and tables of the docstrings as Markdown."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from latex2mathml.converter import convert
 BLOCK = re.compile(r"^( *)\.\. math::(.*(?:\n(?:\1 +.*|\s*(?=\n\1 {2,})))*)", re.MULTILINE)
 # a list that an example prints, or an index, which Markdown would read as a link
 BRACKETS = re.compile(r"^\[|(?<=\])\[", re.MULTILINE)
+# a line of = over each column, the head, such a line, the rows, such a line
+TABLE = re.compile(r"^( *)(=+(?: +=+)+)\n((?:.*\n)+?)\1\2\n((?:.*\n)+?)\1\2$", re.MULTILINE)
 INLINE = re.compile(r":math:`([^`]+)`")
 
 
@@ -19,7 +21,21 @@ class Mathematics(griffe.Extension):
 
     def on_instance(self, *, obj: griffe.Object, **kwargs: Any) -> None:
         if obj.docstring:
-            obj.docstring.value = BRACKETS.sub(r"\\\g<0>", INLINE.sub(_inline, BLOCK.sub(_fenced, obj.docstring.value)))
+            text = TABLE.sub(_table, obj.docstring.value)
+            obj.docstring.value = BRACKETS.sub(r"\\\g<0>", INLINE.sub(_inline, BLOCK.sub(_fenced, text)))
+
+
+def _table(found: re.Match[str]) -> str:
+    indent, rule, head, rows = found.groups()
+    starts = [match.start() for match in re.finditer("=+", rule)]
+    ends = [*starts[1:], None]
+
+    def row(line: str) -> str:
+        cells = [line[len(indent) :][a:b].strip() for a, b in zip(starts, ends, strict=True)]
+        return f"{indent}| {' | '.join(cells)} |"
+
+    lines = [row(head.rstrip("\n")), f"{indent}|{'---|' * len(starts)}", *map(row, rows.splitlines())]
+    return "\n".join(["", *lines, ""])
 
 
 def _inline(found: re.Match[str]) -> str:

@@ -1,7 +1,8 @@
 """How many CPU threads a run takes: as many as the machine has cores to spare.
 
 Threads of one operation wait for each other. Where other processes hold a core, each wait lasts until the system runs
-the late thread again: two threads on two cores beside two busy processes are slower than one thread.
+the late thread again: two threads on two cores beside two busy processes are slower than one thread
+(benchmarks/results/cpu/raw/train_threads.txt).
 """
 
 from __future__ import annotations
