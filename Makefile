@@ -13,7 +13,7 @@ PARALLEL = -n $(JOBS) --dist worksteal
 KERNELS = tests/contract tests/ops tests/core/test_replay_kernels.py
 PIP = -m pip install --quiet --disable-pip-version-check
 
-.PHONY: run quick test test-all slow lint types unit interpret doctest dist fuzz soak clean FORCE
+.PHONY: run quick test test-all slow lint types unit interpret doctest dist docs fuzz soak clean FORCE
 
 run: .venv/ready  ## train a routed transformer on the standard library's own sources
 	.venv/bin/onepass train $(ARGS)
@@ -23,7 +23,7 @@ quick: lint types  ## lint, types and the tests of what changed since BASE
 
 test: lint types unit interpret doctest  ## everything that needs no GPU, without the slow tests
 
-test-all: test slow dist  ## the slow tests and the built packages as well
+test-all: test slow dist docs  ## the slow tests, the built packages and the site as well
 
 lint: .venv-dev/ready
 	$(DEV)/ruff check .
@@ -49,8 +49,12 @@ slow: .venv-dev/ready
 dist: .venv-dev/ready  ## build sdist and wheel into dist/, check them and try the wheel with torch alone
 	$(DEV)/python tests/packages.py
 
+docs: .venv-docs/ready  ## the documentation as a site in .site/; a dead link is an error
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/python -m mkdocs build --quiet $(ARGS)
+	.venv-docs/bin/python docs/site/links.py .site
+
 clean:
-	rm -rf .venv .venv-dev .requirement .mypy_cache .pytest_cache .ruff_cache .hypothesis dist
+	rm -rf .venv .venv-dev .venv-docs .site .requirement .mypy_cache .pytest_cache .ruff_cache .hypothesis dist
 
 .venv/ready: pyproject.toml .requirement
 	$(NEW)
@@ -60,6 +64,13 @@ clean:
 .venv-dev/ready: pyproject.toml .requirement
 	$(NEW)
 	.venv-dev/bin/python $(PIP) '$(TORCH)' --editable '.[train,bench]' --group dev
+	touch $@
+
+# the site is made from the sources alone, without torch
+.venv-docs/ready: pyproject.toml
+	$(PYTHON) -m venv --clear $(@D)
+	$(@D)/bin/python $(PIP) 'pip>=25.1'
+	$(@D)/bin/python $(PIP) --group docs
 	touch $@
 
 # an environment; pip 25.1 is the first that knows --group

@@ -41,6 +41,12 @@ def tests_for(name: str) -> list[str]:
             return [name]
         case ("tests", folder, _, *_):
             return [f"tests/{folder}"]
+        case ("docs", *_) | ("mkdocs.yml",):
+            return ["tests/test_docs.py"]
+        case ("examples", *_):
+            return ["tests/test_examples.py"]
+        case (".github", *_) | ("CITATION.cff" | ".pre-commit-config.yaml" | "Makefile" | "CHANGELOG.md",):
+            return ["tests/test_project_files.py"]
         case ("README.md",):
             return ["tests/test_readme.py"]
         case ("src" | "tests", *_) | ("pyproject.toml",):

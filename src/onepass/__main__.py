@@ -16,7 +16,24 @@ from onepass.core.extras import require
 
 # each module has `add_command(subparsers)`, imports its heavy parts when its command runs, and names the extra that
 # installs them: `set_defaults(run=run, extra="train")`
-COMMANDS = ("onepass.doctor.cli", "onepass.train.cli", "onepass.train.show", "onepass.bench.cli")
+COMMANDS = (
+    "onepass.doctor.cli",
+    "onepass.train.cli",
+    "onepass.train.show",
+    "onepass.bench.cli",
+    "onepass.bench.explain",
+)
+
+
+TEXT = "One-pass PyTorch operators and conditional computation."
+EXAMPLES = """\
+examples:
+  onepass doctor                   is this machine ready, and which path does each operator take?
+  onepass train ~/notes            train a routed model on your own text
+  onepass bench norm --quick       measure the norms beside torch and the rivals that are installed
+
+`onepass COMMAND --help` has more of each.
+"""
 
 
 class Parser(argparse.ArgumentParser):
@@ -28,9 +45,10 @@ class Parser(argparse.ArgumentParser):
 
 def parser() -> Parser:
     """Build the argument parser of every command."""
-    top = Parser(prog="onepass", description="One-pass PyTorch operators and conditional computation.")
+    top = Parser(prog="onepass", description=TEXT, epilog=EXAMPLES)
+    top.formatter_class = argparse.RawDescriptionHelpFormatter
     top.add_argument("--version", action="version", version=f"onepass {__version__}")
-    commands = top.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    commands = top.add_subparsers(dest="command", metavar="COMMAND")
     for module in COMMANDS:
         importlib.import_module(module).add_command(commands)
     return top
@@ -50,6 +68,10 @@ def run_command(top: Parser, argv: Sequence[str] | None) -> int:
         # escape characters such as × or µ if the output's encoding lacks them, instead of raising
         sys.stdout.reconfigure(errors="backslashreplace")
     args = top.parse_args(argv)
+    if "run" not in args:
+        # no command was given: show which there are
+        top.print_help()
+        return 0
     name = f"{top.prog} {args.command}" if "command" in args else top.prog
     try:
         if extra := getattr(args, "extra", None):

@@ -74,11 +74,11 @@ def test_empty_data(capsys: pytest.CaptureFixture[str]):
 def test_a_file_with_no_text(capsys: pytest.CaptureFixture[str], text: Path):
     Path("program").write_bytes(b"\x7fELF\2\1\1\0\0")
     assert "program is no text (it is binary: byte 7 is NUL)" in refused(capsys, "train", text, "program")
-    Path("noise").write_bytes(bytes(range(128, 256)))
-    assert "noise is no text (it is binary: 100 % of its bytes are no UTF-8)" in refused(capsys, "train", "noise")
+    Path("noise").write_bytes(bytes(range(256)))
+    assert "NUL); give files of text; --binary takes it" in refused(capsys, "train", "noise")
     Path("binaries").mkdir()
     Path("binaries/program").write_bytes(b"\x7fELF\0")
-    assert "there is no text in binaries" in refused(capsys, "train", "binaries")
+    assert "there is no text in binaries (program: it is binary: byte 4 is NUL)" in refused(capsys, "train", "binaries")
 
 
 def test_sequence_longer_than_the_data(capsys: pytest.CaptureFixture[str], text: Path):
@@ -171,6 +171,8 @@ def test_show(capsys: pytest.CaptureFixture[str], text: Path):
     assert "text is a directory; give one file of text" in refused(capsys, "show", "run", text)
     Path("program").write_bytes(b"\0")
     assert "program is no text" in refused(capsys, "show", "run", "program")
+    Path("program").write_bytes(b"a\0b")
+    assert main(["show", "run", "program", "--binary"]) == 0
     assert "can't use" in refused(capsys, "show", "run", text / "0.txt", "--out", text / "0.txt")
     assert "--bytes: must be from 1" in refused(capsys, "show", "run", text / "0.txt", "--bytes", 0)
     checkpoint = Path("run/checkpoint.safetensors")
@@ -181,8 +183,12 @@ def test_show(capsys: pytest.CaptureFixture[str], text: Path):
 @pytest.mark.parametrize(
     ("command", "words"),
     [
-        ("train", "PATH --out --steps --preset --device --route --seed --resume --force routing.html"),
-        ("show", "RUN FILE --out --bytes"),
+        (
+            "train",
+            "PATH --out --steps --preset --device --route --seed --resume --force routing.html "
+            "--threads --config --binary --follow-links --tensorboard",
+        ),
+        ("show", "RUN FILE --out --bytes --binary"),
     ],
 )
 def test_help(capsys: pytest.CaptureFixture[str], command: str, words: str):
@@ -206,8 +212,8 @@ def test_as_a_process(text: Path):
     assert r"16 \xd7 256 bytes" in told.stdout
     good = subprocess.run([*command, str(text), *TINY, "--out", "run"], capture_output=True, text=True, check=False)
     assert (good.returncode, good.stderr) == (0, "")
-    last = good.stdout.splitlines()[-5:]
-    assert [line.split()[0] for line in last] == ["validation", "parameters", "speed", "routed", "files"]
+    last = good.stdout.splitlines()[-6:]
+    assert [line.split()[0] for line in last] == ["validation", "parameters", "speed", "routed", "drawn", "files"]
     assert re.fullmatch(
         r"validation  \d\.\d{3} bits per byte; byte-unigram entropy of the same text \d\.\d{3} \([+-]\d+ %\)", last[0]
     )

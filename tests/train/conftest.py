@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from onepass.__main__ import main
+from onepass.train import machine
 from train.tiny import TINY
 
 WORDS = ["route", "token", "heavy", "light", "byte", "k", "norm", "=", "(x)", "é", "\n", "mask\n"]
@@ -37,3 +38,9 @@ def train(texts: Path) -> Iterator[Callable[..., int]]:
 
     yield command
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def _idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is said must not depend on what else the machine does."""
+    monkeypatch.setattr(machine, "idle_cores", lambda: 64.0)

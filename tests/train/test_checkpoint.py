@@ -209,7 +209,7 @@ def resume(run: Path, texts: Path, capsys: pytest.CaptureFixture[str], *options:
 
 
 def test_what_resuming_refuses(finished: Path, texts: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path):
-    assert "steps is 20 here and 12 in the run" in resume(finished, texts, capsys, "--steps", "20")
+    assert "--steps 8: the run has 12; give more to train longer" in resume(finished, texts, capsys, "--steps", "8")
     assert "route is none here and learned in the run" in resume(finished, texts, capsys, "--route", "none")
 
     path = finished / checkpoint.NAME

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onepass.core.errors import UserError
-from onepass.train import data
+from onepass.train import data, sources
 
 
 def test_the_place_of_a_file_depends_on_its_name_alone_and_never_changes():
@@ -72,7 +72,44 @@ def test_what_is_left_out_of_a_directory(texts: Path):
     os.mkfifo(texts / "pipe")
     corpus = data.load([str(texts)])
     assert len(corpus.sources) == count
-    assert [note.split()[0] for note in corpus.notes] == ["2", "1"]
+    assert dict(corpus.left_out) == {
+        "copy.txt": "its text is that of 1.txt",
+        "empty.txt": "it is empty",
+        "picture.png": "it is binary: byte 8 is NUL",
+    }
+    assert len(data.load([str(texts)], binary=True).sources) == count + 1
+
+
+def test_links_out_of_a_directory(texts: Path, tmp_path: Path):
+    count = len(data.load([str(texts)]).sources)
+    (tmp_path / "secret").write_text("a key that no model may learn")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "other.txt").write_text("another text")
+    (texts / "out.txt").symlink_to(tmp_path / "secret")
+    (texts / "within.txt").symlink_to(texts / ".hidden")
+    (texts / ".hidden").write_text("hidden, and yet inside")
+    (texts / "folder").symlink_to(tmp_path / "folder")
+    corpus = data.load([str(texts)])
+    assert len(corpus.sources) == count + 1
+    assert dict(corpus.left_out) == {
+        "out.txt": "it is a link out of the directory; --follow-links reads it",
+        "folder": "it is a link to a directory",
+    }
+    followed = data.load([str(texts)], follow_links=True)
+    assert {s.name for s in followed.sources} - {s.name for s in corpus.sources} == {"out.txt"}
+    # a link that is named itself is read
+    assert data.load([str(texts / "out.txt")]).sources[0].content.startswith(b"a key")
+    # and so is a directory behind a link: what lies in it lies inside
+    assert [s.name for s in data.load([str(texts / "folder")]).sources] == ["other.txt"]
+
+
+def test_one_file_that_is_most_of_the_data(tmp_path: Path):
+    for number in range(4):
+        (tmp_path / f"{number}.txt").write_text(f"text {number} " * 10)
+    assert data.load([str(tmp_path)]).notes == []
+    (tmp_path / "all.txt").write_text("much more " * 1000)
+    (note,) = data.load([str(tmp_path)]).notes
+    assert note == "all.txt is 97 % of the data, all of it in the training part"
 
 
 def test_the_same_file_twice_is_read_once(texts: Path):
@@ -89,11 +126,15 @@ def test_the_same_file_twice_is_read_once(texts: Path):
         (b" \n\t", False),
         (b"a\0b", False),
         ("UTF-16".encode("utf-16"), False),
-        (bytes(range(128, 256)) * 10, False),
+        (bytes(range(128, 256)) * 10, True),
+        ("Grüße aus Köln".encode("latin-1"), True),
+        ("日本語の文".encode("shift_jis"), True),
     ],
 )
 def test_what_counts_as_text(content: bytes, text: bool):
-    assert (data.why_no_text(content) is None) is text
+    assert (sources.why_no_text(content) is None) is text
+    # NUL bytes alone are what --binary lets in
+    assert (sources.why_no_text(content, binary=True) is None) is bool(content.strip())
 
 
 def test_the_digest_sees_every_change(texts: Path):
@@ -176,7 +217,7 @@ def test_unigram_entropy():
 
 
 def test_the_standard_library_is_there_to_be_read():
-    names = [path.name for path in data._walk(data.standard_library(), library=True)]
+    names = [path.name for path in sources.python_sources(sources.standard_library())]
     assert len(names) > 300
     assert "argparse.py" in names
     assert all(name.endswith(".py") for name in names)

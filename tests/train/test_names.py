@@ -80,7 +80,8 @@ def test_train_and_show(train: Callable[..., int], texts: Path, capsys: pytest.C
         path.rename(path.with_name(f"{out}{path.name}"))
     assert train("--out", out) == 0
     printed = capsys.readouterr().out
-    assert printed.count(SHOWN) == 2
+    # the run's directory twice, and the drawn file
+    assert printed.count(SHOWN) == 3
     plain(printed, printed.count("\n"))
     letter = next(texts.glob("*.txt"))
     assert main(["show", out, str(letter)]) == 0

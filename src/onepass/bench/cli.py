@@ -28,6 +28,7 @@ examples:
   onepass bench --device cpu --quick
   onepass bench --json results/       (one file per operator folder)
   onepass bench program --case RoutedBlock   (layers and models in eager, compiled and captured programs)
+  onepass bench norm --html norm.html (plots beside every rival, one page without scripts)
 
 % of copy is the operator's byte floor over its time, against a copy on the same device in the same run.
 µs is the median of calls with cold caches. host µs is the wall time of enqueueing one call on a GPU;
@@ -55,6 +56,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="write the records; a directory gets a file per folder"
     )
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with plots beside every rival")
     parser.add_argument("--list", action="store_true", help="list the cases and stop")
     parser.add_argument("--stage", metavar="PASS", help="only this pass, such as backward")
     parser.add_argument(
@@ -158,7 +160,8 @@ def measure(
 
     from .session import Session
 
-    session = Session(cases, device, rivals, console, args.json, compile=not args.no_compile, limit_s=args.limit)
+    kept = {"compile": not args.no_compile, "limit_s": args.limit}
+    session = Session(cases, device, rivals, console, args.json, args.html, **kept)
     return session.run(timer(device, args.quick))
 
 

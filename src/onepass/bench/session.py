@@ -16,7 +16,7 @@ from rich.text import Text
 from onepass.core.about import device_name, dtype_name, settings, versions
 from onepass.core.spec import Case
 
-from . import records, rivals, runner, table
+from . import page, records, rivals, runner, table
 from .timers import Timer
 
 
@@ -26,7 +26,10 @@ def json_path(target: Path, folder: str) -> Path:
 
 
 class Session:
-    """Measure cases, show them and write them to `json`; `known` is {import name: distribution} of the rivals."""
+    """Measure cases, show them and write them to `json`; `html` gets them as a page.
+
+    `known` is {import name: distribution} of the rivals.
+    """
 
     def __init__(
         self,
@@ -35,6 +38,7 @@ class Session:
         known: Mapping[str, str],
         console: Console,
         json: Path | None = None,
+        html: Path | None = None,
         *,
         compile: bool = True,
         limit_s: float = 0.0,
@@ -43,6 +47,7 @@ class Session:
         self.cases = sorted(cases, key=lambda fc: (fc[0], fc[1].op, str(fc[1].dtype), runner.STAGES.index(fc[1].stage)))
         self.console = console
         self.json = json
+        self.html = html
         self.compile = compile
         self.limit_s = limit_s
         self.about: dict[str, Any] = {
@@ -59,14 +64,17 @@ class Session:
 
     def save(self, complete: bool) -> list[Path]:
         """Write the results so far, if there is a target; return the files."""
+        if self.html is not None:
+            whole = records.document(self.about, self.results, self.copy_gbps, complete=complete)
+            records.write_text(self.html, page.page(whole[0], whole[1:]))
         if self.json is None:
-            return []
+            return [self.html] if self.html is not None else []
         files: dict[Path, list[runner.Result]] = {}
         for result in self.results:
             files.setdefault(json_path(self.json, result.folder), []).append(result)
         for path, found in files.items():
             records.write(path, records.document(self.about, found, self.copy_gbps, complete=complete))
-        return list(files)
+        return [*files, *([self.html] if self.html is not None else [])]
 
     def _show(self, final: bool) -> None:
         groups = [list(g) for _, g in groupby(self.results[self._shown :], key=table.group_key)]
@@ -102,6 +110,8 @@ class Session:
 
     def run(self, timer: Timer) -> int:
         """Measure, print and save everything; return 1 if an implementation of ours failed or the device was lost."""
+        if self.html is not None:
+            records.check_writable(self.html)
         if self.json is not None:
             for folder in dict.fromkeys(f for f, _ in self.cases):
                 records.check_writable(json_path(self.json, folder))

@@ -14,16 +14,26 @@ if TYPE_CHECKING:
     from .selftest import Check, Verdict
 
 
+DESCRIPTION = """\
+Show versions and devices, which path every operator takes here and why, and test every operator against its float64
+definition. Exit code 0 when all is well, 1 when something is wrong."""
+EPILOG = """\
+examples:
+  onepass doctor                           ends with a block for bug reports
+  onepass doctor --full                    every sample of every operator, however long that takes
+  ONEPASS_BACKEND=torch onepass doctor     the operators without their kernels
+"""
+
+
 def add_command(subparsers: Any) -> None:
     """Add `onepass doctor`."""
     parser = subparsers.add_parser(
         "doctor",
         help="versions, devices, and a self-test of every operator",
-        description=(
-            "Show versions and devices, which path every operator takes here and why, and test every operator against "
-            "its float64 definition. Exit code 0 when all is well, 1 when something is wrong."
-        ),
+        description=DESCRIPTION,
     )
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = EPILOG
     parser.add_argument("--full", action="store_true", help="run every sample, however long that takes")
     parser.set_defaults(run=run)
 

@@ -59,11 +59,22 @@ def problems(versions: dict[str, str | None]) -> list[str]:
     return found
 
 
+OLDEST = (8, 0)  # compute capability that the kernels are written for
+
+
 def advice(versions: dict[str, str | None]) -> list[str]:
     """Return a line for each thing that works but could be faster."""
     found = []
     if torch.cuda.is_available() and versions.get("triton") is None:
         found.append("Triton is not installed: CUDA tensors take the slower torch path (pip install triton)")
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        capability = torch.cuda.get_device_capability(index)
+        if torch.version.hip is None and capability < OLDEST:
+            wanted, has = (f"{major}.{minor}" for major, minor in (OLDEST, capability))
+            found.append(
+                f"cuda:{index} has compute capability {has}: the kernels are written for {wanted} and newer; if one "
+                "fails, ONEPASS_BACKEND=torch takes plain torch operations"
+            )
     if not torch.cuda.is_available() and versions.get("driver") is not None:
         reason = "this torch is built without CUDA" if torch.version.cuda is None else "torch can't use it"
         found.append(f"there is an NVIDIA driver ({versions['driver']}), but {reason}")

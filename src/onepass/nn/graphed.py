@@ -66,8 +66,9 @@ def graphed(module: nn.Module, *tensors: Tensor, warmup: int = 3) -> Callable[..
 
     Raises:
         TypeError: module is no `nn.Module`, or an argument is not a tensor.
-        ValueError: a tensor is not on a CUDA device, gradients are disabled, or warmup < 1; in a call: a tensor differs from its sample, or a
-            setting of the module, autocast, grad mode or a parameter's address has changed since the capture.
+        ValueError: a tensor is not on a CUDA device, gradients are disabled, or warmup < 1. In a call: a tensor differs
+            from its sample, or a setting of the module, autocast, grad mode or a parameter's address has changed since
+            the capture.
 
     Source: CUDA graphs by `torch.cuda.make_graphed_callables`.
 

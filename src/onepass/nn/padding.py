@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from onepass.core import check
+from onepass.ops._shared import arguments
 
 
 def check_mask(module: str, x: Tensor, mask: Tensor | None) -> None:
     """Raise TypeError or ValueError unless mask is None or a bool mask (batch, n) of tokens x (batch, n, dim)."""
     if mask is None:
         return
-    check.tensor(module, "mask", mask)
-    if mask.dtype != torch.bool:
-        raise TypeError(f"{module}: mask must be bool (True = real token), got {mask.dtype}")
+    arguments.boolean(module, mask, "real token")
     if mask.shape != x.shape[:2]:
         raise ValueError(f"{module}: mask must be (batch, n) = {tuple(x.shape[:2])}, got {tuple(mask.shape)}")
     check.same_device(module, "mask", mask, "x", x)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import shlex
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from onepass.core.errors import UserError
-from onepass.core.options import number
+from onepass.core.errors import UserError, printable
 
 if TYPE_CHECKING:
+    from onepass.train.checkpoint import Checkpoint
     from onepass.train.config import Config
     from onepass.train.data import Corpus
     from onepass.train.loop import Training
@@ -30,6 +30,8 @@ examples:
   onepass train ~/notes --out runs/notes     your own text
   onepass train --task causal --steps 400    a language model, routed by what it has read so far
   onepass train --resume                     go on with the newest run below runs/, as if it had never stopped
+  onepass train --resume --steps 1600        train a run longer; the learning rate follows the longer schedule
+  onepass train --config run.toml            options from a file, such as: steps = 400 and paths = ["notes"]
   onepass show runs/notes letter.txt         see the routing of any other file
 
 what is left in DIR:
@@ -38,44 +40,21 @@ what is left in DIR:
   checkpoint.safetensors      weights, momentum and place; config.json and data.json say what the run is
 """
 # options that decide the result, named as in a configuration
-SETTINGS = ("preset", "task", "route", "steps", "seed", "device", "batch", "seq", "dim", "blocks", "lr")
-CHECKPOINT_EVERY = 50
-ROUTE_HELP = "who chooses the heavy branch's bytes: a learned router, chance at the same compute, nobody"
-NUMBERS = {
-    "steps": "training steps",
-    "seed": "of weights, data order and hidden bytes (default: 0)",
-    "batch": "sequences a step",
-    "seq": "bytes a sequence",
-    "dim": "width of a token",
-    "blocks": "number of blocks",
-    "lr": "peak learning rate (default: 0.001)",
-}
+SETTINGS = (
+    "preset", "task", "route", "steps", "seed", "device", "batch", "seq", "dim", "blocks", "lr", "threads", "binary",
+    "follow_links",
+)  # fmt: skip
+SHOWN = 3  # files of each reason that the terminal names
 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add `train` to the command line."""
-    from onepass.train.config import PRESETS, RANGES, ROUTES, TASKS
+    from onepass.train.options import add_options
 
     parser = commands.add_parser(
         "train", help=HELP, description=TEXT, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    add = parser.add_argument
-    add("paths", nargs="*", metavar="PATH", help="text files or directories (default: Python's standard library)")
-    add("--out", type=Path, metavar="DIR", help="the run's directory (default: runs/<time>; with --resume the newest)")
-    cpu, gpu = (f"{preset['batch']} × {preset['seq']} bytes a step" for preset in (PRESETS["cpu"], PRESETS["gpu"]))
-    sizes = f"cpu: {cpu}, < 4 minutes on 2 cores; gpu: {gpu}, bf16 (default: by the device)"
-    add("--preset", choices=tuple(PRESETS), help=sizes)
-    add("--task", choices=TASKS, help="guess hidden bytes, or each next byte (default: masked)")
-    add("--device", choices=("auto", "cpu", "cuda"), help="where to train (default: auto, cuda if there is one)")
-    add("--route", choices=ROUTES, help=f"{ROUTE_HELP} (default: learned)")
-    for name, what in NUMBERS.items():
-        kind = float if name == "lr" else int
-        values = [str(preset[name]) for preset in PRESETS.values() if name in preset]
-        default = f" (default: {' or '.join(values)}, by preset)" if values else ""
-        limits = number(*RANGES[name], kind)
-        add(f"--{name}", type=limits, metavar="X" if kind is float else "N", help=what + default)
-    every = f"steps between checkpoints (default: {CHECKPOINT_EVERY})"
-    add("--checkpoint-every", type=number(1, 10**9), metavar="N", default=CHECKPOINT_EVERY, help=every)
+    add_options(parser)
     again = parser.add_mutually_exclusive_group()
     again.add_argument("--resume", action="store_true", help="go on from the last checkpoint, bit for bit on a CPU")
     again.add_argument(
@@ -88,9 +67,12 @@ def run(args: argparse.Namespace) -> int:
     """Train, draw the pictures, print a summary; return the exit code."""
     import torch
 
-    from onepass.train import loop, progress
-    from onepass.train.run import Run, fresh_out, newest
+    from onepass.train import board, loop, options, progress
+    from onepass.train.run import LEFT_OUT, Run, fresh_out, newest
 
+    options.fill(args)
+    if args.tensorboard:
+        board.require()
     if args.resume:
         run_ = Run(args.out or newest())
         run_.refuse_absent()
@@ -98,19 +80,24 @@ def run(args: argparse.Namespace) -> int:
         if args.out:
             # refuse before reading data; checked again below under the lock
             Run(args.out).refuse_overwriting(args.force)
-        config, corpus = started(args)
+        config, corpus, note = started(args)
         run_ = Run(args.out or fresh_out())
     threads = torch.get_num_threads()
     try:
         with run_.locked():
             if args.resume:
-                config, corpus = resumed(args, run_)
+                config, corpus, note, saved = resumed(args, run_)
             else:
                 # another process may have trained here while this one read the data
                 run_.refuse_overwriting(args.force)
                 run_.create(config, corpus.manifest())
+                if corpus.left_out:
+                    run_.write(LEFT_OUT, "".join(f"{printable(name)}: {why}\n" for name, why in corpus.left_out))
+                saved = None
             torch.set_num_threads(config.threads)
-            return train(args, run_, config, corpus)
+            if note:
+                progress.say(f"note        {note}")
+            return train(args, run_, config, corpus, saved)
     except loop.InterruptedRunError as stop:
         progress.say(f"stopped after {stop.step:,} of {config.steps:,} steps, all of them saved")
         progress.say(f"go on with: onepass train --resume --out {shlex.quote(str(run_.path))}")
@@ -133,25 +120,26 @@ def pick_device(wanted: str | None) -> str:
     return "cuda" if cuda and wanted != "cpu" else "cpu"
 
 
-def started(args: argparse.Namespace) -> tuple[Config, Corpus]:
-    """Read the data and build the configuration of a new run."""
+def started(args: argparse.Namespace) -> tuple[Config, Corpus, str | None]:
+    """Read the data and build the configuration of a new run; the third value is a line about the machine, if any."""
     import torch
 
     from onepass.train import config as configs
-    from onepass.train import data
+    from onepass.train import data, machine
 
     device = pick_device(args.device)
     preset = args.preset or ("gpu" if device == "cuda" else "cpu")
-    corpus = data.load(args.paths)
+    corpus = data.load(args.paths, binary=bool(args.binary), follow_links=bool(args.follow_links))
+    threads, note = machine.threads(args.threads, torch.get_num_threads())
     # the gpu preset uses bf16 on a GPU that supports it; on a CPU bf16 would be slower
     bf16 = preset == "gpu" and device == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-    given = {name: getattr(args, name) for name in SETTINGS if name not in ("preset", "device")}
+    given = {name: getattr(args, name) for name in SETTINGS if name not in ("preset", "device", "threads")}
     given = {**given, "task": args.task or "masked", "route": args.route or "learned", "seed": args.seed or 0}
     config = configs.build(
         preset,
         device=device,
         precision="bf16" if bf16 else "fp32",
-        threads=torch.get_num_threads(),
+        threads=threads,
         data=corpus.digest,
         paths=tuple(os.path.abspath(path) for path in args.paths),
         **given,
@@ -162,25 +150,31 @@ def started(args: argparse.Namespace) -> tuple[Config, Corpus]:
                 f"a sequence of {config.seq:,} bytes is longer than the {part} data ({len(text):,} bytes); "
                 f"give more text or a smaller --seq"
             )
-    return config, corpus
+    return config, corpus, note
 
 
-def resumed(args: argparse.Namespace, run_: Run) -> tuple[Config, Corpus]:
-    """Read the configuration and data of a run; raise UserError if an option given now or the data differs."""
+def resumed(args: argparse.Namespace, run_: Run) -> tuple[Config, Corpus, str | None, Checkpoint | None]:
+    """Read configuration, data and checkpoint of a run; raise UserError if an option given now or the data differs.
+
+    Two values may change on the way: more steps train longer, and another number of threads gives other last bits.
+    """
     import torch
 
     from onepass.train import config as configs
-    from onepass.train import data
+    from onepass.train import data, machine
 
     config = run_.config()
-    given = {name: getattr(args, name) for name in SETTINGS}
+    free = ("steps", "threads")
+    given = {name: getattr(args, name) for name in SETTINGS if name not in free}
     if args.device == "auto":
         given["device"] = None
     if difference := configs.difference(config, given):
         raise UserError(f"--resume: {difference}; leave the option out, or start another run")
+    if args.steps and args.steps < config.steps:
+        raise UserError(f"--resume --steps {args.steps:,}: the run has {config.steps:,}; give more to train longer")
     if config.device == "cuda" and not torch.cuda.is_available():
         raise UserError("--resume: the run was on a CUDA device, and torch sees none here; start another run")
-    corpus = data.load(args.paths or config.paths)
+    corpus = data.load(args.paths or config.paths, binary=config.binary, follow_links=config.follow_links)
     if corpus.digest != config.data:
         what = data.changed(corpus, run_ / "data.json")
         raise UserError(f"--resume: the data has changed since the run began: {what}; put it back or start another run")
@@ -188,31 +182,32 @@ def resumed(args: argparse.Namespace, run_: Run) -> tuple[Config, Corpus]:
         # the data has the run's digest, so its list is right
         run_.write("data.json", corpus.manifest())
         corpus.notes.append("data.json was damaged or gone and is written anew")
-    return config, corpus
+    saved = run_.checkpoint()
+    if saved and (name := configs.contradiction(config, saved.config)):
+        there, here = (str(getattr(values, name))[:40] for values in (saved.config, config))
+        raise UserError(f"{saved.path} is of another configuration: {name} is {there} there and {here} in config.json")
+    longer = configs.changed(config, saved.step if saved else 0, steps=args.steps, threads=args.threads)
+    if longer != config:
+        run_.write("config.json", longer.to_json())
+    _, note = machine.threads(longer.threads, longer.threads)
+    return longer, corpus, note, saved
 
 
-def train(args: argparse.Namespace, run_: Run, config: Config, corpus: Corpus) -> int:
+def train(args: argparse.Namespace, run_: Run, config: Config, corpus: Corpus, saved: Checkpoint | None) -> int:
     """Train in the locked directory, then write pictures and a summary."""
+    from onepass.train import board, loop, progress
     from onepass.train import checkpoint as checkpoints
-    from onepass.train import loop, progress
 
-    saved = run_.checkpoint() if args.resume else None
-    if saved and saved.config != config:
-        values = saved.config.as_dict()
-        name = next(name for name, value in config.as_dict().items() if value != values[name])
-        raise UserError(
-            f"{saved.path} is of another configuration: {name} is {str(values[name])[:40]} there "
-            f"and {str(getattr(config, name))[:40]} in config.json"
-        )
     training = loop.Training(config, corpus, run_, args.checkpoint_every)
     training.restore(saved)
     introduce(training)
     display = progress.Display(config.steps, training.step)
-    try:
-        training.go(display)
-    finally:
-        display.close()
-    conclude(training, (run_ / checkpoints.NAME).name)
+    with board.written(run_, training.step) if args.tensorboard else contextlib.nullcontext():
+        try:
+            training.go(display)
+        finally:
+            display.close()
+        conclude(training, (run_ / checkpoints.NAME).name)
     return 0
 
 
@@ -225,7 +220,7 @@ def introduce(training: Training) -> None:
     learned = f"{size(len(corpus.training))} to learn from ({len(corpus.sources) - measured:,} files)"
     held_out = f"{size(len(corpus.validation))} to measure on ({measured or 1:,})"
     say(f"data        {learned}, {held_out}")
-    for note in corpus.notes:
+    for note in (*corpus.notes, *left_out(corpus)):
         say(f"            {note}")
     heavy = f"heavy branch for {100 * config.routed:g} % of the bytes, {config.route} routing"
     heavy = "no heavy branch" if config.route == "none" else heavy
@@ -233,6 +228,23 @@ def introduce(training: Training) -> None:
     step = f"steps of {config.batch} × {config.seq:,} bytes on {config.device}, {config.precision}"
     after = f", going on after step {training.step:,}" if training.step else ""
     say(f"run         {training.run.path}: {config.steps:,} {step}{after}")
+
+
+def left_out(corpus: Corpus) -> list[str]:
+    """Return lines that name the files that were left out, SHOWN of each reason."""
+    from onepass.train.run import LEFT_OUT
+
+    reasons: dict[str, list[str]] = {}
+    for name, why in corpus.left_out:
+        # one line for all copies and all binaries: what differs within a reason stands in the file
+        kind = "a copy of another file" if why.startswith("its text") else why.partition(": byte")[0]
+        reasons.setdefault(kind, []).append(name)
+    lines = []
+    for why, names in reasons.items():
+        more = f" and {len(names) - SHOWN:,} more (all in {LEFT_OUT})" if len(names) > SHOWN else ""
+        hint = "; --binary reads it" if why == "it is binary" else ""
+        lines.append(f"left out, {why.removeprefix('it is ')}: {', '.join(names[:SHOWN])}{more}{hint}")
+    return lines
 
 
 def parameters(training: Training) -> int:
@@ -254,7 +266,8 @@ def conclude(training: Training, checkpoint: str) -> None:
     name, content = validation_text(corpus, 3 * config.seq)
     training.model.eval()
     traced = trace(training.model, config, name, content, max(8192, config.seq))
-    source = f"{name} (validation), {measured.bits:.2f} bits per byte after {training.step:,} steps, {run_.path.name}"
+    bits = f"{measured.bits:.3f} bits per byte of all validation text"
+    source = f"{name}, a validation file; {bits} after {training.step:,} steps, {run_.path.name}"
     run_.write(f"{runs.PICTURE}.png", pictures.routing_png(traced, source))
     run_.write(f"{runs.PICTURE}.html", html.page(traced, source))
     change = 100 * (measured.bits / unigram - 1) if unigram else 0.0
@@ -265,6 +278,7 @@ def conclude(training: Training, checkpoint: str) -> None:
     say(f"speed       {training.speed():,.0f} tokens/s")
     each, once = 100 * measured.routed, 100 * measured.touched
     say(f"routed      {each:.1f} % of the tokens in each block; {once:.1f} % in one block at least")
+    say(f"drawn       {name}: {html.numbers(traced)}")
     names = [f"{runs.PICTURE}.html", f"{runs.PICTURE}.png", runs.LOSS, runs.METRICS, runs.CONFIG, checkpoint]
     say(f"files       {run_.path}{os.sep} {'  '.join(names)}")
 

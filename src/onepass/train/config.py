@@ -47,8 +47,11 @@ class Config:
     eval_windows: int  # validation sequences of the curve
     final_windows: int  # validation sequences of the last lines
     threads: int  # CPU threads, which decide the order of sums
+    binary: bool  # whether files with NUL bytes are read
+    follow_links: bool  # whether files behind links out of a directory are read
     data: str  # digest of the names and bytes of the data
     paths: tuple[str, ...]  # where the data was read; empty: the standard library's sources
+    changes: tuple[str, ...]  # what --resume changed, and after which step
 
     @property
     def hides(self) -> float | None:
@@ -56,7 +59,7 @@ class Config:
         return None if self.task == "causal" else self.masked
 
     def as_dict(self) -> dict[str, object]:
-        return {"onepass_run": FORMAT, **dataclasses.asdict(self), "paths": list(self.paths)}
+        return {"onepass_run": FORMAT, **dataclasses.asdict(self)}
 
     def to_json(self) -> str:
         return json.dumps(self.as_dict(), indent=2) + "\n"
@@ -89,12 +92,14 @@ RANGES: dict[str, tuple[float, float]] = {
     "weight_decay": (0.0, 10.0), "eval_every": (1, 10**9), "eval_windows": (1, 10**6), "final_windows": (1, 10**6),
     "threads": (1, 4096),
 }  # fmt: skip
+# how data is read, and no change by --resume yet
+DATA: dict[str, object] = {"binary": False, "follow_links": False, "changes": ()}
 CHOICES = {"preset": tuple(PRESETS), "task": TASKS, "route": ROUTES, "device": DEVICES, "precision": PRECISIONS}
 
 
 def build(preset: str, **values: object) -> Config:
     """Return the configuration of a preset; `values` override it where they are not None."""
-    merged: dict[str, object] = {"task": "masked", **COMMON, **PRESETS[preset], "preset": preset}
+    merged: dict[str, object] = {"task": "masked", **DATA, **COMMON, **PRESETS[preset], "preset": preset}
     merged.update({name: value for name, value in values.items() if value is not None})
     steps, dim = merged["steps"], merged["dim"]
     if isinstance(steps, int):
@@ -121,6 +126,8 @@ def checked(values: dict[str, object], where: str) -> Config:
         number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < math.inf
         if kind == "float" and not number:
             raise UserError(f"{where}{name} must be a number, got {value!r:.40}")
+        if kind == "bool" and not isinstance(value, bool):
+            raise UserError(f"{where}{name} must be true or false, got {value!r:.40}")
         if kind == "str" and not isinstance(value, str):
             raise UserError(f"{where}{name} must be a text, got {value!r:.40}")
         if name in CHOICES and value not in CHOICES[name]:
@@ -128,9 +135,9 @@ def checked(values: dict[str, object], where: str) -> Config:
         if name in RANGES and isinstance(value, int | float) and not RANGES[name][0] <= value <= RANGES[name][1]:
             low, high = RANGES[name]
             raise UserError(f"{where}{name} must be from {low:,} to {high:,}, got {value!s:.40}")
-        if name == "paths":
-            if not isinstance(value, list | tuple) or not all(isinstance(path, str) for path in value):
-                raise UserError(f"{where}paths must be a list of texts, got {value!r:.40}")
+        if kind.startswith("tuple"):
+            if not isinstance(value, list | tuple) or not all(isinstance(text, str) for text in value):
+                raise UserError(f"{where}{name} must be a list of texts, got {value!r:.40}")
             value = tuple(value)
         clean[name] = float(value) if kind == "float" and isinstance(value, int) else value
     config = Config(**clean)  # type: ignore[arg-type]
@@ -152,7 +159,25 @@ def from_json(text: str, where: str) -> Config:
         raise UserError(f"{where}is no configuration of an onepass run (format {FORMAT})")
     # defaults for values that older runs did not record
     then = {"task": "masked", "window": 64, "outside": 1.0, "beta1": 0.9, "beta2": 0.99}
-    return checked({**then, **values}, where)
+    return checked({**DATA, **then, **values}, where)
+
+
+def changed(config: Config, step: int, **values: int | None) -> Config:
+    """Return the configuration with the values that are not None and a record of each change after `step`."""
+    new = {name: value for name, value in values.items() if value is not None and getattr(config, name) != value}
+    notes = (f"{name} {getattr(config, name)} to {value} after step {step}" for name, value in new.items())
+    return dataclasses.replace(config, changes=(*config.changes, *notes), **new)  # type: ignore[arg-type]
+
+
+def contradiction(config: Config, saved: Config) -> str | None:
+    """Return the first value in which a checkpoint's configuration is not the run's, or None.
+
+    `changed` may have come between them: the run then has more steps, other threads and a longer record.
+    """
+    later = config.changes[: len(saved.changes)] == saved.changes and len(config.changes) > len(saved.changes)
+    free = {"steps", "threads", "changes"} if later else set()
+    names = [field.name for field in dataclasses.fields(Config) if field.name not in free]
+    return next((name for name in names if getattr(config, name) != getattr(saved, name)), None)
 
 
 def difference(run: Config, given: dict[str, object]) -> str | None:

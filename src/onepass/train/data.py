@@ -1,12 +1,9 @@
-"""Training data: find text files, split them by a hash of their path, make batches with bytes to guess."""
+"""Training data: split files by a hash of their path, make batches with bytes to guess."""
 
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
-import os
-import sysconfig
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,8 +11,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from onepass.core.errors import UserError, reason
+from onepass.core.errors import UserError
 from onepass.train import files
+from onepass.train.sources import LeftOut, Source, gather
 
 Bytes = NDArray[np.uint8]
 Ints = NDArray[np.int64]
@@ -23,19 +21,8 @@ Ints = NDArray[np.int64]
 MASK = 256  # token in place of a hidden byte
 VOCABULARY = 257  # 256 bytes and MASK
 VALIDATION = 0.1  # share of the files that validate
-SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 # purposes of random numbers; each has its own streams
 TRAINING, MEASURING = 1, 2
-
-
-@dataclass
-class Source:
-    """One file: the name that decides its part, its bytes, and a digest that shows changes."""
-
-    name: str
-    content: bytes
-    digest: str
-    validation: bool = False
 
 
 @dataclass
@@ -47,6 +34,7 @@ class Corpus:
     validation: Bytes
     digest: str
     notes: list[str] = field(default_factory=list)
+    left_out: list[LeftOut] = field(default_factory=list)
 
     def manifest(self) -> str:
         """Return the list of files as JSON, one per line, from which `changed` can name the file that differs."""
@@ -54,107 +42,24 @@ class Corpus:
         return "[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n"
 
 
-def standard_library() -> Path:
-    """Return the directory of the running Python's standard library."""
-    return Path(sysconfig.get_paths()["stdlib"])
-
-
-def why_no_text(content: bytes) -> str | None:
-    """Return why these bytes are not text, or None if they are.
-
-    Text is not only white space, has no NUL byte, and at least nine tenths of it are valid UTF-8. Latin-1 prose passes;
-    archives, pictures and programs don't.
-    """
-    if not content.strip():
-        return "it is empty" if not content else "it is only white space"
-    nul = content.find(b"\0")
-    if nul >= 0:
-        return f"it is binary: byte {nul} is NUL"
-    wrong = len(content) - len(content.decode("utf-8", "ignore").encode())
-    if wrong * 10 > len(content):
-        return f"it is binary: {100 * wrong // len(content)} % of its bytes are no UTF-8"
-    return None
-
-
-def read_text(path: Path) -> bytes:
-    """Read one file that the user named; raise UserError if it is not text."""
-    content = files.read(path)
-    if why := why_no_text(content):
-        raise UserError(f"{path} is no text ({why}); give files of text")
-    return content
-
-
-def _walk(root: Path, *, library: bool) -> Iterator[Path]:
-    def refuse(error: OSError) -> None:
-        raise UserError(f"can't read {error.filename}: {reason(error)}")
-
-    for folder, folders, names in os.walk(root, onerror=refuse):
-        hidden = SKIPPED if library else {"__pycache__"}
-        folders[:] = sorted(name for name in folders if name not in hidden and not name.startswith("."))
-        for name in sorted(names):
-            path = Path(folder, name)
-            # regular files only: reading a pipe or a socket could wait for ever
-            if not name.startswith(".") and (not library or name.endswith(".py")) and path.is_file():
-                yield path
-
-
-def package(name: str) -> Path:
-    """Return the directory of an installed package, found without importing it."""
-    spec = importlib.util.find_spec(name)
-    if spec is None or not spec.submodule_search_locations:
-        raise UserError(f"there is no installed package {name!r} to read")
-    return Path(next(iter(spec.submodule_search_locations)))
-
-
-def _gather(paths: Sequence[str], packages: Sequence[str]) -> tuple[list[Source], list[str]]:
-    found: list[tuple[str, Path, bool]] = []
-    for given in paths:
-        root = Path(given)
-        if root.is_dir():
-            found += [(path.relative_to(root).as_posix(), path, False) for path in _walk(root, library=False)]
-        else:
-            found.append((root.name, root, True))
-    if not paths:
-        roots = [("", standard_library()), *((f"{name}/", package(name)) for name in packages)]
-        for prefix, root in roots:
-            found += [(prefix + path.relative_to(root).as_posix(), path, False) for path in _walk(root, library=True)]
-    sources: list[Source] = []
-    seen: set[str] = set()
-    no_text, doubles = 0, 0
-    for name, path, named in found:
-        content = read_text(path) if named else files.read(path)
-        if not named and why_no_text(content):
-            no_text += 1
-            continue
-        digest = hashlib.sha256(content).hexdigest()
-        # the same text under two names could land in both training and validation
-        if digest in seen:
-            doubles += 1
-            continue
-        seen.add(digest)
-        sources.append(Source(name, content, digest))
-    notes = [f"{no_text:,} files are no text and were left out"] * bool(no_text)
-    notes += [f"{doubles:,} files were left out: their text is in another file"] * bool(doubles)
-    if not sources:
-        where = ", ".join(paths) if paths else str(standard_library())
-        raise UserError(f"there is no text in {where:.200}; give files or directories of text")
-    return sources, notes
-
-
 def position(name: str) -> float:
     """Return a number between 0 and 1 from the hash of a path; below VALIDATION the file belongs to validation."""
     return int.from_bytes(hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest()[:8], "big") / 2**64
 
 
-def load(paths: Sequence[str], packages: Sequence[str] = ()) -> Corpus:
+def load(
+    paths: Sequence[str], packages: Sequence[str] = (), *, binary: bool = False, follow_links: bool = False
+) -> Corpus:
     """Read the files, and all text files of the directories, and split them into training and validation.
 
-    Without paths: the Python sources of the standard library and of the installed `packages`.
+    Without paths: the Python sources of the standard library and of the installed `packages`. `binary` reads files with
+    NUL bytes as well, `follow_links` files behind links that lead out of a directory.
 
     The hash of a file's path below the given directory decides its part, always for the whole file. Both parts get a
     file: the smallest hash always validates, the largest always trains. A single file is cut: its last tenth validates.
     """
-    sources, notes = _gather(paths, packages)
+    sources, left_out = gather(paths, packages, binary=binary, follow_links=follow_links)
+    notes: list[str] = []
     if len(sources) == 1:
         only = sources[0]
         cut = len(only.content) - len(only.content) // 10
@@ -165,11 +70,21 @@ def load(paths: Sequence[str], packages: Sequence[str] = ()) -> Corpus:
         for place, source in enumerate(order):
             source.validation = place == 0 or (position(source.name) < VALIDATION and place < len(order) - 1)
         parts = [s.content for s in sources if not s.validation], [s.content for s in sources if s.validation]
+        notes += lopsided(sources)
     digest = hashlib.sha256()
     for source in sources:
         digest.update(f"{source.name!r} {len(source.content)} {source.digest}\n".encode("utf-8", "backslashreplace"))
     training, validation = (np.frombuffer(b"".join(part), dtype=np.uint8) for part in parts)
-    return Corpus(sources, training, validation, digest.hexdigest(), notes)
+    return Corpus(sources, training, validation, digest.hexdigest(), notes, left_out)
+
+
+def lopsided(sources: Sequence[Source]) -> list[str]:
+    """Return a line about a file that is more than half of the data: it alone decides what one part is like."""
+    largest, total = max(sources, key=lambda s: len(s.content)), sum(len(s.content) for s in sources)
+    if 2 * len(largest.content) <= total:
+        return []
+    share, part = 100 * len(largest.content) / total, "validation" if largest.validation else "training"
+    return [f"{largest.name} is {share:.0f} % of the data, all of it in the {part} part"]
 
 
 def changed(corpus: Corpus, manifest: Path) -> str:

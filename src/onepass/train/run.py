@@ -7,7 +7,7 @@ import os
 import re
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -17,15 +17,17 @@ from onepass.train.checkpoint import Checkpoint
 from onepass.train.config import Config, from_json
 
 CONFIG, DATA, METRICS, LOSS, LOCK = "config.json", "data.json", "metrics.jsonl", "loss.png", ".lock"
+LEFT_OUT = "left_out.txt"  # files of the data that were left out, and why
+BOARD = "events.out.tfevents."  # how names of TensorBoard's files begin
 PICTURE = "routing"  # stem of the .html and .png; `onepass show` puts the file's name in front
-_OWN = {CONFIG, DATA, METRICS, LOSS, LOCK, checkpoint.NAME, f"{PICTURE}.html", f"{PICTURE}.png"}
+_OWN = {CONFIG, DATA, LEFT_OUT, METRICS, LOSS, LOCK, checkpoint.NAME, f"{PICTURE}.html", f"{PICTURE}.png"}
 _SHOWN = re.compile(rf".+\.{PICTURE}\.(html|png)", re.DOTALL)
 RUNS = Path("runs")
 
 
 def _is_own(name: str) -> bool:
     name = files.partial_of(name) or name
-    return name in _OWN or bool(_SHOWN.fullmatch(name))
+    return name in _OWN or name.startswith(BOARD) or bool(_SHOWN.fullmatch(name))
 
 
 def fresh_out() -> Path:
@@ -57,6 +59,7 @@ class Run:
         self.path = path
         self.mark = metrics.Mark()  # where the metrics end
         self._lock: os.stat_result | None = None  # the lock file, while held
+        self.listeners: list[Callable[[metrics.Row], None]] = []  # called with each row that is written
 
     def __truediv__(self, name: str) -> Path:
         return self.path / name
@@ -168,6 +171,9 @@ class Run:
         self.refuse_replaced()
         files.extend(self / METRICS, lines, self.mark.length)
         self.mark = after
+        for listener in self.listeners:
+            for row in rows:
+                listener(row)
 
     def rewind(self, saved: Checkpoint | None) -> None:
         """Check the metrics up to the checkpoint and cut off what follows; without a checkpoint, cut all."""

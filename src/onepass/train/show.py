@@ -11,11 +11,22 @@ from onepass.core.options import number
 TEXT = """\
 Draw the routing of any file as `onepass train` does for a validation text: every byte shaded by the number of blocks
 that gave it their heavy branch. Leaves <FILE's name>.routing.html and .png in the run's directory, or in --out DIR."""
+EXAMPLES = """\
+examples:
+  onepass show runs/notes letter.txt                         runs/notes/letter.txt.routing.html and .png
+  onepass show runs/notes letter.txt --out . --bytes 2000    its first 2000 bytes, pictures here
+"""
 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add `show` to the command line."""
-    parser = commands.add_parser("show", help="draw which bytes of any file a trained run routes", description=TEXT)
+    parser = commands.add_parser(
+        "show",
+        help="draw which bytes of any file a trained run routes",
+        description=TEXT,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("directory", type=Path, metavar="RUN", help="directory of a run, as left by `onepass train`")
     parser.add_argument("file", type=Path, metavar="FILE", help="any text")
     parser.add_argument("--out", type=Path, metavar="DIR", help="where to leave the pictures (default: RUN)")
@@ -23,12 +34,13 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     parser.add_argument(
         "--bytes", type=limit, default=65536, metavar="N", help="how much of it to read (default: 65536)"
     )
+    parser.add_argument("--binary", action="store_true", help="draw a file with NUL bytes as well")
     parser.set_defaults(run=run, extra="train")
 
 
 def run(args: argparse.Namespace) -> int:
     """Load the model, trace the file, write both pictures."""
-    from onepass.train import checkpoint, data, files
+    from onepass.train import checkpoint, files, sources
     from onepass.train.progress import say
     from onepass.train.run import METRICS, PICTURE, Run
 
@@ -37,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"there is no run with a checkpoint in {args.directory} (no {checkpoint.NAME})")
     if args.file.is_dir():
         raise UserError(f"{args.file} is a directory; give one file of text")
-    content = data.read_text(args.file)
+    content = sources.read_text(args.file, binary=args.binary)
     saved = checkpoint.load(where)
     # metrics are optional: a checkpoint may be passed on without them
     if (args.directory / METRICS).exists():

@@ -23,13 +23,23 @@ def scores(op: str, value: Tensor) -> None:
         raise ValueError(f"{op}: scores must have at least one dimension, got a 0-d tensor")
 
 
+def boolean(op: str, mask: object, meaning: str) -> None:
+    """Raise TypeError unless the mask is a bool tensor; say how to make one of the masks that others use."""
+    check.tensor(op, "mask", mask)
+    dtype = mask.dtype  # type: ignore[attr-defined]
+    if dtype == torch.bool:
+        return
+    hint = "of an attention_mask of ones and zeros, pass mask.bool()"
+    if dtype.is_floating_point:
+        hint = "of an additive mask of 0 and -inf, pass mask == 0; " + hint
+    raise TypeError(f"{op}: mask must be bool (True = {meaning}), got {dtype}; {hint}")
+
+
 def mask(op: str, value: Tensor | None, like: Tensor) -> None:
     """Raise an error for a mask that is not bool, does not broadcast to the scores, or is on another device."""
     if value is None:
         return
-    check.tensor(op, "mask", value)
-    if value.dtype != torch.bool:
-        raise TypeError(f"{op}: mask must be a bool tensor (True = may be chosen), got {value.dtype}")
+    boolean(op, value, "may be chosen")
     if not _broadcasts(value.shape, like.shape):
         raise ValueError(
             f"{op}: mask must broadcast to the scores' shape {tuple(like.shape)}, got {tuple(value.shape)}"

@@ -35,7 +35,7 @@ def arguments_refused(name: str, call: Callable[..., Any]) -> Iterator[BadCall]:
     yield BadCall(f"{name} integers", lambda: call(ones.long(), 1, None), TypeError, "scores must be .*int64")
     yield BadCall(f"{name} k string", lambda: call(ones, "2", None), TypeError, "k must be .*str")
     yield BadCall(f"{name} k negative", lambda: call(ones, -1, None), ValueError, "k must be .*-1")
-    yield BadCall(f"{name} mask dtype", lambda: call(ones, 1, ones), TypeError, "mask must be a bool tensor.*float32")
+    yield BadCall(f"{name} mask dtype", lambda: call(ones, 1, ones), TypeError, "mask must be bool.*float32")
     yield BadCall(
         f"{name} mask shape", lambda: call(ones, 1, torch.ones(3, 3, dtype=torch.bool)), ValueError,
         r"mask must broadcast to the scores' shape \(2, 3\), got \(3, 3\)",

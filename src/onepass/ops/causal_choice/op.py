@@ -12,6 +12,7 @@ from onepass.core import check
 from onepass.core.bind import bind
 from onepass.core.launch import cdiv, uses_triton
 from onepass.core.register import register, register_fake
+from onepass.ops._shared import arguments
 
 from . import sharding, torch_path
 
@@ -41,9 +42,7 @@ def _check(scores: Tensor, mask: Tensor | None, k: int, eps: float, block: int, 
         raise ValueError(f"causal_choice: eps must be finite and > 0, got {eps}")
     check_sizes("causal_choice", block, memory)
     if mask is not None:
-        check.tensor("causal_choice", "mask", mask)
-        if mask.dtype != torch.bool:
-            raise TypeError(f"causal_choice: mask must be bool (True = real token), got {mask.dtype}")
+        arguments.boolean("causal_choice", mask, "real token")
         if mask.shape != scores.shape:
             raise ValueError(f"causal_choice: mask must be {tuple(scores.shape)} as scores, got {tuple(mask.shape)}")
         check.same_device("causal_choice", "mask", mask, "scores", scores)

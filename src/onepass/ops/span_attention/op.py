@@ -12,6 +12,7 @@ from onepass.core import check
 from onepass.core.bind import bind
 from onepass.core.launch import uses_triton
 from onepass.core.register import register, register_fake
+from onepass.ops._shared import arguments
 
 from . import sharding, torch_path
 
@@ -45,9 +46,7 @@ def checked_spans(
             raise ValueError(f"{op}: {name} must be (n,) = {(n,)} or (batch, n) = {(batch, n)}, got {tuple(t.shape)}")
         check.same_device(op, name, t, "q", q)
     if mask is not None:
-        check.tensor(op, "mask", mask)
-        if mask.dtype != torch.bool:
-            raise TypeError(f"{op}: mask must be bool (True = may be seen), got {mask.dtype}")
+        arguments.boolean(op, mask, "may be seen")
         if mask.shape != k.shape[:2]:
             raise ValueError(f"{op}: mask must be (batch, keys) = {tuple(k.shape[:2])}, got {tuple(mask.shape)}")
     first, last = (t if t.dim() == 2 else t[None] for t in (first, last))

@@ -1,0 +1,48 @@
+"""For mkdocstrings: the reStructuredText formulas and tables of the docstrings as Markdown."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import griffe
+from latex2mathml.converter import convert
+
+BLOCK = re.compile(r"^( *)\.\. math::(.*(?:\n(?:\1 +.*|\s*(?=\n\1 {2,})))*)", re.MULTILINE)
+# a list that an example prints, or an index, which Markdown would read as a link
+BRACKETS = re.compile(r"^\[|(?<=\])\[", re.MULTILINE)
+# a line of = over each column, the head, such a line, the rows, such a line
+TABLE = re.compile(r"^( *)(=+(?: +=+)+)\n((?:.*\n)+?)\1\2\n((?:.*\n)+?)\1\2$", re.MULTILINE)
+INLINE = re.compile(r":math:`([^`]+)`")
+
+
+class Mathematics(griffe.Extension):
+    """Make fenced blocks of the formulas, which `hooks.formula` draws, and MathML of those within a line."""
+
+    def on_instance(self, *, obj: griffe.Object, **kwargs: Any) -> None:
+        if obj.docstring:
+            text = TABLE.sub(_table, obj.docstring.value)
+            obj.docstring.value = BRACKETS.sub(r"\\\g<0>", INLINE.sub(_inline, BLOCK.sub(_fenced, text)))
+
+
+def _table(found: re.Match[str]) -> str:
+    indent, rule, head, rows = found.groups()
+    starts = [match.start() for match in re.finditer("=+", rule)]
+    ends = [*starts[1:], None]
+
+    def row(line: str) -> str:
+        cells = [line[len(indent) :][a:b].strip() for a, b in zip(starts, ends, strict=True)]
+        return f"{indent}| {' | '.join(cells)} |"
+
+    lines = [row(head.rstrip("\n")), f"{indent}|{'---|' * len(starts)}", *map(row, rows.splitlines())]
+    return "\n".join(["", *lines, ""])
+
+
+def _inline(found: re.Match[str]) -> str:
+    # a span: MathML at the start of a line would be a paragraph of its own
+    return f"<span>{convert(found[1])}</span>"
+
+
+def _fenced(found: re.Match[str]) -> str:
+    indent, tex = found[1], " ".join(line.strip() for line in found[2].splitlines())
+    return f"{indent}```tex\n{indent}{tex.strip()}\n{indent}```\n"

@@ -1,0 +1,142 @@
+"""What MkDocs calls: pages made of READMEs and docstrings, and links out of `docs/` that lead somewhere on the site.
+
+The READMEs stay beside the code that they describe, with links that work in a checkout. Here each becomes a page. A
+link to another such file becomes a link to its page; any other file that is linked is copied to the site.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from latex2mathml.converter import convert
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).parents[2]
+# operator folder → what its page shows of the package before the README
+OPERATORS = {
+    "norm": ("layer_norm", "rms_norm", "nn.LayerNorm", "nn.RMSNorm"),
+    "weighted_sum": ("weighted_sum", "nn.WeightedSum"),
+    "soft_topk": ("soft_topk",),
+    "coor_descent": ("coor_descent",),
+    "topk": ("topk", "TopK"),
+    "routing": ("nn.Router",),
+    "span_attention": ("nn.LocalAttention",),
+    "causal_choice": ("nn.CausalRouter",),
+    "lion": ("optim.Lion", "optim.clip_grad_norm", "optim.release_gradients"),
+}
+MODULES = ("Routed", "RoutedFeedForward", "RoutedAttention", "RoutedCrossAttention", "RoutedBlock")
+# file of the repository → page of the site
+PAGES = {
+    "README.md": "index.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+    "examples/README.md": "examples.md",
+    "src/onepass/fused/README.md": "operators/fused.md",
+    "src/onepass/core/launch/README.md": "launch.md",
+    "benchmarks/README.md": "measuring.md",
+    "research/ablate/README.md": "evidence.md",
+    **{f"src/onepass/ops/{name}/README.md": f"operators/{name}.md" for name in OPERATORS},
+}
+LINK = re.compile(r"(!?\[(?:[^\[\]]|\[[^\]]*\])*\])\(([^)\s]+)\)")
+FENCE = re.compile(r"(^```.*?^```[^\n]*$)", re.DOTALL | re.MULTILINE)
+
+
+class Site:
+    """The pages and copied files, found by following the links from the pages above."""
+
+    def __init__(self, config: MkDocsConfig) -> None:
+        self.config = config
+        self.files: dict[str, File] = {}
+
+    def page_of(self, path: str) -> str | None:
+        """Return the place on the site of a file of the repository, which is added if it is not there yet."""
+        if path in PAGES:
+            return PAGES[path]
+        if path.startswith("docs/"):
+            return path.removeprefix("docs/")
+        if not (ROOT / path).is_file():
+            return None
+        place = f"files/{path}"
+        if place not in self.files:
+            if path.endswith(".md"):
+                self.add(path, place, "")
+            else:
+                self.files[place] = File.generated(self.config, place, abs_src_path=str(ROOT / path))
+        return place
+
+    def add(self, path: str, place: str, before: str) -> None:
+        """Add a page from a Markdown file of the repository."""
+        # written first: two files may link to each other
+        self.files[place] = File.generated(self.config, place, content="")
+        text = before + self.rewritten((ROOT / path).read_text(encoding="utf-8"), path, place)
+        self.files[place] = File.generated(self.config, place, content=text)
+
+    def rewritten(self, text: str, path: str, place: str) -> str:
+        """Point the links of a file at `path` to where the site has their targets, as seen from `place`."""
+
+        def one(found: re.Match[str]) -> str:
+            label, target = found.groups()
+            if re.match(r"[a-z]+:|#|/", target):
+                return found[0]
+            name, mark, anchor = target.partition("#")
+            there = self.page_of(posixpath.normpath(str(PurePosixPath(path).parent / name)))
+            if there is None:
+                # a directory: there is nothing to show
+                return label[1:-1]
+            return f"{label}({posixpath.relpath(there, posixpath.dirname(place) or '.')}{mark}{anchor})"
+
+        parts = FENCE.split(text)
+        return "".join(part if part.startswith("```") else LINK.sub(one, lists(part)) for part in parts)
+
+
+def lists(text: str) -> str:
+    """Write lists as MkDocs reads them: an empty line before the first item, four spaces before an inner one."""
+    text = re.sub(r"^ {2,3}(?=[-*] )", "    ", text, flags=re.MULTILINE)
+    return re.sub(r"^(?![-*|#>]|\d+\.|\s)(.+\n)(?=(?:[-*]|1\.) )", r"\1\n", text, flags=re.MULTILINE)
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the pages made of READMEs and docstrings."""
+    site = Site(config)
+    for path, place in PAGES.items():
+        site.add(path, place, "")
+    for name, members in OPERATORS.items():
+        # the README's title first, then the package's own words, then the rest of the README
+        place = f"operators/{name}.md"
+        title, _, rest = site.files[place].content_string.partition("\n")
+        api = "\n".join(f"::: onepass.{member}\n" for member in members)
+        site.files[place] = File.generated(config, place, content=f"{title}\n\n{api}\n## Inside\n{deeper(rest)}")
+    modules = "\n".join(f"::: onepass.nn.{member}\n" for member in MODULES)
+    text = f"# Routed layers\n\nHow they are built: [fused](operators/fused.md).\n\n{modules}"
+    site.files["modules.md"] = File.generated(config, "modules.md", content=text)
+    for file in list(files):
+        if file.is_documentation_page():
+            # finds what the written pages link to; their text is rewritten in `on_page_markdown`
+            site.rewritten(file.content_string, f"docs/{file.src_uri}", file.src_uri)
+    config.extra["site"] = site
+    for file in site.files.values():
+        files.append(file)
+    return files
+
+
+def deeper(text: str) -> str:
+    """Move the headings one level down, outside code."""
+    parts = FENCE.split(text)
+    return "".join(part if part.startswith("```") else re.sub("^#", "##", part, flags=re.MULTILINE) for part in parts)
+
+
+def on_page_markdown(markdown: str, page: Any, config: MkDocsConfig, files: Files) -> str:
+    """Rewrite the links of the pages in `docs/`; those of other pages are rewritten already."""
+    if page.file.generated_by:
+        return markdown
+    text: str = config.extra["site"].rewritten(markdown, f"docs/{page.file.src_uri}", page.file.src_uri)
+    return text
+
+
+def formula(source: str, language: str, css_class: str, options: dict[str, Any], md: Any, **kwargs: Any) -> str:
+    """Turn a fenced block of TeX into MathML, which browsers draw without a script."""
+    return f'<div class="formula">{convert(source.strip(), display="block")}</div>'

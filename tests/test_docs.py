@@ -1,0 +1,94 @@
+"""The pages keep their promises: examples run, named tests exist, tables and arguments of rivals are real."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import onepass
+from onepass.optim import Lion
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PAGES = sorted(path for path in DOCS.rglob("*.md") if path.name != "swap.md")  # its examples have a test of their own
+BLOCKS = [
+    (f"{path.relative_to(DOCS)}:{number}", code)
+    for path in PAGES
+    for number, code in enumerate(re.findall(r"^```python\n(.*?)^```", path.read_text(), re.DOTALL | re.MULTILINE))
+]
+
+
+@pytest.mark.parametrize(("name", "code"), BLOCKS, ids=[name for name, _ in BLOCKS])
+def test_example(name: str, code: str) -> None:
+    exec(compile(code, name, "exec"), {})
+
+
+def test_each_line_of_the_compatibility_table_is_a_test() -> None:
+    rows = [line for line in (DOCS / "compatibility.md").read_text().splitlines() if line.startswith("| ")][1:]
+    assert len(rows) > 20
+    for row in rows:
+        (named,) = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", row)
+        tree = ast.parse((ROOT / named[0]).read_text())
+        names = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+        assert named[1] in names, row
+
+
+def _bytes(optimizer: torch.optim.Optimizer, weight: torch.Tensor) -> float:
+    """Bytes of a weight and of its states, per weight."""
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    states = [value for value in optimizer.state[weight].values() if torch.is_tensor(value) and value.numel() > 100]
+    return (weight.nbytes + sum(value.nbytes for value in states)) / weight.numel()
+
+
+def test_memory_table() -> None:
+    rows = re.findall(r"^\| (fp32|bf16) \| (.+?) \| ([\d.]+) \|$", (DOCS / "lion.md").read_text(), re.MULTILINE)
+    assert len(rows) == 8
+    for dtype, what, told in rows:
+        weight = torch.ones(2**16, dtype={"fp32": torch.float32, "bf16": torch.bfloat16}[dtype], requires_grad=True)
+        if "AdamW" in what:
+            optimizer: torch.optim.Optimizer = torch.optim.AdamW([weight])
+        else:
+            call = re.search(r"`Lion(?:\((.*?)\))?`", what)
+            assert call
+            optimizer = Lion([weight], **eval(f"dict({call[1] or ''})"))
+        assert f"{_bytes(optimizer, weight):.2f}" == told, what
+
+
+def test_names_of_the_library_exist() -> None:
+    for path in PAGES:
+        for name in set(re.findall(r"`(onepass(?:\.\w+)+)", path.read_text())):
+            thing, parts = onepass, name.split(".")[1:]
+            for number, part in enumerate(parts):
+                if not hasattr(thing, part):
+                    importlib.import_module(".".join(["onepass", *parts[: number + 1]]))
+                thing = getattr(thing, part)
+
+
+def test_arguments_of_the_rivals_exist() -> None:
+    colt5 = pytest.importorskip("colt5_attention")
+    lion = pytest.importorskip("lion_pytorch")
+    table = {
+        lion.Lion: "lr weight_decay use_triton decoupled_weight_decay",
+        colt5.coor_descent: "n_iters k eps eps_init eps_decay mask",
+        colt5.topk: "k coor_descent_k_ratio n_iters eps non_differentiable",
+        colt5.CoordinateDescentRouter: "num_routing_tokens cosine_sim_routing straight_through eps n_iters "
+        "fetch_k_ratio",
+        colt5.ConditionalRoutedFeedForward: "num_heavy_tokens light_ff_mult heavy_ff_mult",
+        colt5.ConditionalRoutedAttention: "num_heavy_tokens_q num_heavy_tokens_kv light_heads heavy_heads "
+        "light_window_size heavy_dim_head",
+        colt5.ConditionalRoutedCrossAttention: "num_tokens_q num_tokens_kv dim_head heads",
+        colt5.ConditionalRoutedTransformerBlock: "num_heavy_attn_tokens_q num_heavy_attn_tokens_kv num_heavy_ff_tokens",
+    }
+    pages = " ".join((DOCS / "migrate" / f"{name}.md").read_text() for name in ("colt5_attention", "lion_pytorch"))
+    for call, names in table.items():
+        has = inspect.signature(call).parameters
+        for name in names.split():
+            assert name in has, f"{call} has no {name}"
+            assert name in pages

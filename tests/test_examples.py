@@ -1,0 +1,122 @@
+"""Every program of examples/ runs in another directory, says what it promises, and stays short."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+EXAMPLES = ROOT / "examples"
+NEEDS = {
+    "hf_trainer": ("transformers", "accelerate"),
+    "lightning_module": ("lightning",),
+    "long_documents": (),
+    "causal_sampling": (),
+    "choose_features": ("sklearn",),
+    "fsdp2": (),
+}
+
+
+def output(name: str, folder: Path, *launcher: str) -> str:
+    """Run an example as its user would, in another directory; return what it printed."""
+    if missing := [package for package in NEEDS[name] if find_spec(package) is None]:
+        pytest.skip(f"needs {', '.join(missing)}")
+    path = os.pathsep.join((str(ROOT / "src"), os.environ.get("PYTHONPATH", "")))
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, *launcher, str(EXAMPLES / f"{name}.py")]
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, cwd=folder, env=environment, timeout=200
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert list(folder.iterdir()) == []
+    return done.stdout
+
+
+def numbers(pattern: str, text: str) -> list[float]:
+    found = re.search(pattern, text)
+    assert found, text
+    return [float(number) for number in found.groups()]
+
+
+def test_all_programs_are_listed_and_short() -> None:
+    programs = {path.stem: path.read_text(encoding="utf-8") for path in EXAMPLES.glob("*.py")}
+    assert programs.keys() == NEEDS.keys()
+    assert [name for name, text in programs.items() if len(text.splitlines()) > 80] == []
+    readme = (EXAMPLES / "README.md").read_text(encoding="utf-8")
+    assert all(f"({path.name})" in readme for path in EXAMPLES.iterdir() if path.suffix in (".py", ".ipynb"))
+
+
+@pytest.mark.slow
+def test_hf_trainer(tmp_path: Path) -> None:
+    said = output("hf_trainer", tmp_path)
+    assert "exchanged  5  LlamaRMSNorm -> onepass.nn.RMSNorm" in said
+    first, last = numbers(r"loss ([\d.]+) to ([\d.]+)", said)
+    assert last < first - 0.5
+    assert numbers(r"differ by ([\d.e+-]+)", said)[0] < 1e-4
+
+
+@pytest.mark.slow
+def test_lightning_module(tmp_path: Path) -> None:
+    said = output("lightning_module", tmp_path)
+    first, last = numbers(r"error ([\d.]+) to ([\d.]+)", said)
+    assert last < first / 4
+    first, last = numbers(r"hard tokens ([\d.]+) to ([\d.]+)", said)
+    assert last > max(first, 0.5)
+
+
+@pytest.mark.slow
+def test_long_documents(tmp_path: Path) -> None:
+    said = output("long_documents", tmp_path)
+    first, last = numbers(r"accuracy ([\d.]+) to ([\d.]+)", said)
+    assert first < 0.5 < 0.7 < last
+
+
+@pytest.mark.slow
+def test_causal_sampling(tmp_path: Path) -> None:
+    said = output("causal_sampling", tmp_path)
+    first, last = numbers(r"loss ([\d.]+) to ([\d.]+)", said)
+    assert last < first - 2
+    assert "\ndef " in said
+
+
+@pytest.mark.slow
+def test_choose_features(tmp_path: Path) -> None:
+    said = output("choose_features", tmp_path)
+    accuracies = [float(found) for found in re.findall(r"accuracy ([\d.]+)", said)]
+    assert len(accuracies) == 7
+    assert min(accuracies) > 0.85
+
+
+@pytest.mark.slow
+def test_fsdp2(tmp_path: Path) -> None:
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    said = output("fsdp2", tmp_path, *launcher)
+    through, resumed = numbers(r"through ([\d.]+), from the checkpoint ([\d.]+)", said)
+    assert through == resumed
+    assert through < numbers(r"step 10  loss ([\d.]+)", said)[0]
+
+
+@pytest.mark.slow
+def test_the_notebook_runs() -> None:
+    for package in ("nbclient", "ipykernel", "matplotlib"):
+        pytest.importorskip(package)
+    import nbformat
+    from nbclient import NotebookClient
+
+    notebook = nbformat.read(EXAMPLES / "gates.ipynb", as_version=4)
+    NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(ROOT)}}).execute()
+    outputs = [out for cell in notebook.cells if cell.cell_type == "code" for out in cell.outputs]
+    assert sum("image/png" in out.get("data", {}) for out in outputs) == 2
+    assert "scores with a gradient" in json.dumps(outputs)
+
+
+def test_the_notebook_is_stored_without_outputs() -> None:
+    cells = json.loads((EXAMPLES / "gates.ipynb").read_text())["cells"]
+    assert all(not cell.get("outputs") and cell.get("execution_count") is None for cell in cells)

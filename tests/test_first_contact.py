@@ -1,0 +1,78 @@
+"""The first hour: no warnings, help with examples, and errors that say what to do next."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import onepass
+from onepass import nn
+from onepass.__main__ import main
+from onepass.doctor import facts
+from onepass.ops.span_attention.op import span_attention
+
+FIRST_CALLS = """
+import torch, onepass
+from onepass import compat, nn, optim
+x = torch.randn(2, 64, 32, requires_grad=True)
+y, s = onepass.layer_norm(onepass.rms_norm(x, torch.ones(32)), residual=x)
+onepass.weighted_sum(y, torch.ones(32)).sum().backward()
+scores = torch.randn(2, 64, requires_grad=True)
+(onepass.soft_topk(scores, 4).square().sum() + onepass.topk(scores, 4).gates.sum()).backward()
+onepass.coor_descent(scores, n_iters=4, k=4).square().sum().backward()
+model = torch.nn.Sequential(nn.RoutedBlock(32, k=1 / 8, heads=2, dim_head=16), torch.nn.LayerNorm(32))
+onepass.swap(model)
+optimizer = optim.Lion(model.parameters())
+model(x).square().mean().backward()
+optimizer.step()
+"""
+
+
+def test_no_warnings_on_import_or_first_call() -> None:
+    # torch's own warnings while it is imported are not ours
+    code = "import torch, warnings\nwarnings.simplefilter('error')\n" + FIRST_CALLS
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+@pytest.mark.parametrize("command", [[], ["doctor"], ["train"], ["show"], ["bench"]])
+def test_every_help_has_examples(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([*command, "--help"])
+    said = capsys.readouterr().out
+    examples = said.partition("\nexamples:\n")[2]
+    assert "onepass " + " ".join(command) in examples
+
+
+X, Q = torch.randn(2, 64, 32), torch.randn(2, 64, 2, 4)
+SPAN = torch.zeros(64, dtype=torch.int64)
+MASKED = {
+    "soft_topk": lambda mask: onepass.soft_topk(X[..., 0], 4, mask=mask),
+    "topk": lambda mask: onepass.topk(X[..., 0], 4, mask=mask),
+    "coor_descent": lambda mask: onepass.coor_descent(X[..., 0], n_iters=2, k=4, mask=mask),
+    "span_attention": lambda mask: span_attention(Q, Q, Q, SPAN, SPAN, mask=mask),
+    "Router": lambda mask: nn.Router(32)(X, 4, mask),
+    "RoutedBlock": lambda mask: nn.RoutedBlock(32, k=4, heads=2, dim_head=16)(X, mask),
+    "CausalRouter": lambda mask: nn.CausalRouter(32)(X, 4, mask),
+}
+
+
+@pytest.mark.parametrize("call", MASKED)
+def test_masks_of_other_libraries_get_a_hint(call: str) -> None:
+    with pytest.raises(TypeError, match=r"mask must be bool \(True = .*\), got torch.int64; of an attention_mask"):
+        MASKED[call](torch.ones(2, 64, dtype=torch.int64))
+    with pytest.raises(TypeError, match=r"got torch.float32; of an additive mask of 0 and -inf, pass mask == 0"):
+        MASKED[call](torch.zeros(2, 64))
+
+
+def test_doctor_names_an_old_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: ((7, 5), (9, 0))[index])
+    monkeypatch.setattr(torch.version, "hip", None)
+    (line,) = facts.advice({"triton": "3.6"})
+    assert line.startswith("cuda:0 has compute capability 7.5: the kernels are written for 8.0 and newer")
+    assert "ONEPASS_BACKEND=torch" in line
