@@ -14,6 +14,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PROGRAM = """
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 from typing_extensions import assert_type
@@ -86,6 +89,7 @@ def modules(asked: bool) -> None:
     assert_type(nn.RoutedAttention(8, k_q=2, k_kv=2)(x, return_routing=True), tuple[Tensor, AttentionRouting])
     assert_type(nn.RoutedBlock(8, k=2)(x), Tensor)
     assert_type(nn.RoutedBlock(8, k=2)(x, return_routing=True)[1], BlockRouting)
+    assert_type(nn.graphed(nn.RoutedBlock(8, k=2), x), Callable[..., Any])
     assert_type(nn.RoutedBlock(8, k=2)(x, return_routing=asked), Tensor | tuple[Tensor, BlockRouting])
     cross = nn.RoutedCrossAttention(8, k_q=2, k_kv=2)
     assert_type(cross(x, x), Tensor)
