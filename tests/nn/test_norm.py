@@ -109,3 +109,31 @@ def test_on_the_meta_device() -> None:
     norm = onepass.nn.LayerNorm(8, device="meta", dtype=torch.bfloat16)
     assert norm.weight.is_meta
     assert norm.weight.dtype == torch.bfloat16
+
+
+def test_rounding_twice_is_llamas() -> None:
+    """Round, multiply, round; also after a pickle of a module that did not know the option."""
+    norm = onepass.nn.RMSNorm(64, eps=1e-6, rounding="twice").bfloat16()
+    _shuffle(norm)
+    x = torch.randn(5, 64).bfloat16()
+    f = x.float()
+    normed = (f * torch.rsqrt(f.pow(2).mean(-1, keepdim=True) + 1e-6)).bfloat16()
+    assert torch.equal(norm(x), norm.weight * normed)
+    assert "rounding='twice'" in repr(norm)
+    old = onepass.nn.RMSNorm(64)
+    del old.__dict__["rounding"]
+    assert old(torch.ones(64)).shape == (64,)
+    with pytest.raises(ValueError, match="rounding must be 'once' or 'twice', got 'never'"):
+        onepass.nn.RMSNorm(8, rounding="never")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="takes no offset"):
+        onepass.nn.RMSNorm(8, rounding="twice", offset=1.0)
+
+
+def test_a_layer_with_another_rounding_is_not_fused() -> None:
+    """The fused node rounds once."""
+    from onepass.nn.feed_forward import FeedForward
+
+    layer = FeedForward(8, 16)
+    assert layer.is_plain()
+    layer.norm.rounding = "twice"
+    assert not layer.is_plain()

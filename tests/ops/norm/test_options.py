@@ -222,3 +222,24 @@ def test_export() -> None:
     program = torch.export.export(Model(), args, dynamic_shapes=(batch, None, batch))
     more = numbers(7, 3, 8, seed=3), args[1], numbers(7, 3, 8, seed=4)
     torch.testing.assert_close(program.module()(*more), Model()(*more), rtol=0, atol=0)
+
+
+@pytest.mark.skipif(INTERPRET, reason="the dispatcher is the same")
+def test_8_bits_through_vmap_compile_and_meta() -> None:
+    """The specs compare numbers in float64, so codes are tried here."""
+    x = numbers(3, 4, 128)
+
+    def call(t: Tensor) -> Any:
+        return onepass.rms_norm(t, quantize="block", out_dtype=torch.float32)
+
+    want = call(x)
+    compiled: Any = torch.compile(call, fullgraph=True, backend="aot_eager")
+    for found in (torch.vmap(call)(x), compiled(x)):
+        for a, b in zip(found, want, strict=True):
+            assert a.dtype == b.dtype
+            torch.testing.assert_close(a.float(), b.float(), rtol=0, atol=0)
+    meta = onepass.rms_norm(x.to("meta"), quantize="row")
+    assert (meta.values.shape, meta.scales.shape, meta.y) == ((3, 4, 128), (3, 4, 1), None)
+    for rows, cols in ((0, 128), (1, 128), (2, 1), (2, 0)):
+        out = onepass.rms_norm(numbers(rows, cols), quantize="row")
+        assert (out.values.shape, out.scales.shape) == ((rows, cols), (rows, 1))

@@ -102,7 +102,7 @@ def backward_tile(
         itemsize: bytes of an element, the widest of x and dy.
         tensors: number of tensors that the software pipeline buffers: x, dy and perhaps ds.
         shared_bytes: shared memory of a program.
-        stable: needs a few registers more per element.
+        stable: needs a few registers more per element; so does a gate.
         sums: how many of dw and db are needed.
     """
     room = shared_bytes - 4096

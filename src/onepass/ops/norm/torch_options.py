@@ -6,7 +6,6 @@ On a GPU such rows are normalised by the kernels of plain calls, so that the bit
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from onepass.core.launch import uses_triton
@@ -26,6 +25,11 @@ def _vector(v: Tensor | None, offset: float, dtype: torch.dtype) -> Tensor | Non
         return None
     v = v.to(dtype)
     return v + offset if offset else v
+
+
+def _sigmoid(z: Tensor) -> Tensor:
+    """Return sigmoid(z), whose bits depend on z alone: torch's and its silu have others where a vector is not full."""
+    return z.contiguous().neg().exp_().add_(1).reciprocal_()
 
 
 def _normalised(f: Tensor, eps: float, has_mean: bool, stable: bool) -> tuple[Tensor, Tensor]:
@@ -83,7 +87,8 @@ def forward(
         return y, quantize(y, 128 if quant == 2 else n_cols) if quant else None, stats
     wide = _wide(s)
     f = s.to(wide).contiguous()
-    z = None if gate is None else F.silu(gate.to(wide))
+    z = None if gate is None else gate.to(wide)
+    z = None if z is None else z * _sigmoid(z)
     if z is not None and gate_first:
         f = f * z
     n, stats = _normalised(f, eps, has_mean, stable)
@@ -115,7 +120,7 @@ def backward(
     silu = slope = dz = dw = None
     if gate is not None:
         z = gate.to(wide)
-        sigmoid = z.sigmoid()
+        sigmoid = _sigmoid(z)
         silu, slope = z * sigmoid, sigmoid * (1 + z * (1 - sigmoid))
     scaled = f * silu if silu is not None and slope is not None and gate_first else f
     n = scaled if not has_mean else scaled - stats[1, ..., None]
