@@ -27,7 +27,7 @@ import onepass
 from onepass.core.launch import compiled as core
 from onepass.core.launch import replay
 from onepass.ops.norm import launch as norm_launch
-from onepass.ops.norm import op as norm_op
+from onepass.ops.norm import plain as norm_op
 from onepass.ops.weighted_sum import kernels_triton as sum_kernels
 from onepass.ops.weighted_sum import op as sum_op
 
@@ -64,12 +64,12 @@ def without_gpu() -> None:
 
     for module in (norm_launch, sum_kernels):
         module.launch, module.sm_count = launch, lambda x: 132
-    norm_launch._dependent_launch = lambda x: True
+    norm_launch.dependent_launch = lambda x: True
     for module in (norm_op, sum_op):
         module.uses_triton = lambda x: True
     replay._on_gpu = lambda x: type(x) in replay.PLAIN_TYPES
     # a call on the CPU would try torch's own operator first
-    dict(zip(norm_op._norm.__code__.co_freevars, norm_op._norm.__closure__, strict=True))["native"].cell_contents = None
+    dict(zip(norm_op.norm.__code__.co_freevars, norm_op.norm.__closure__, strict=True))["native"].cell_contents = None
 
 
 def microseconds(call: Callable[[], Any], calls: int) -> list[float]:

@@ -11,15 +11,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from onepass.bench import cases
+from onepass.bench.programs import DenseBlock
 from onepass.core.spec import Case, Impl, Missing, Prepared, optional
 from onepass.nn.attention import RoutedAttention
 from onepass.nn.block import RoutedBlock
 from onepass.nn.feed_forward import FeedForward
-from onepass.nn.norm import RMSNorm
 from onepass.nn.routed import RoutedFeedForward
 
 RIVALS = {"colt5_attention": "colt5-attention"}
@@ -111,23 +110,6 @@ def _feed_forward(batch: int, n: int, dim: int, dtype: torch.dtype) -> Case:
     floor = 4 * batch * n * dim * dtype.itemsize
     params = {"batch": batch, "n": n, "dim": dim, "k": n // 16}
     return Case("routed_feed_forward", "forward+backward", params, dtype, floor, make)
-
-
-class DenseBlock(nn.Module):
-    """What a `RoutedBlock` stands in for: flash attention of all to all, a dense feed-forward 4 times as wide."""
-
-    def __init__(self, dim: int, heads: int = 8, dim_head: int = 64) -> None:
-        super().__init__()
-        self.heads, self.dim_head = heads, dim_head
-        self.norm = RMSNorm(dim)
-        self.qkv = nn.Linear(dim, 3 * heads * dim_head, bias=False)
-        self.out = nn.Linear(heads * dim_head, dim, bias=False)
-        self.feed_forward = FeedForward(dim, 4 * dim)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, self.heads, self.dim_head)).permute(2, 0, 3, 1, 4)
-        x = x + self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
-        return x + self.feed_forward(x)  # type: ignore[no-any-return]
 
 
 def _block(n: int, dim: int, dtype: torch.dtype, causal: bool) -> Case:

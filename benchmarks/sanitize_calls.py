@@ -100,9 +100,22 @@ def _on_few(calls: Iterator[Call]) -> Iterator[Call]:
         yield f"{name}, few multiprocessors", lambda c=call: within(c)  # type: ignore[misc]
 
 
+def _in_8_bits(x: Tensor) -> None:
+    """Codes and scales by row and by block, alone and beside y."""
+    import onepass
+    from onepass.ops.norm.reference import quantize
+
+    for by, columns in (("row", x.shape[-1]), ("block", 128)):
+        found = onepass.rms_norm(x, quantize=by, out_dtype=x.dtype)  # type: ignore[call-overload]
+        alone = onepass.rms_norm(x, quantize=by)  # type: ignore[call-overload]
+        for actual, expected in zip(found[:2], quantize(found.y, columns), strict=True):
+            torch.testing.assert_close(actual.float(), expected.float(), rtol=0, atol=0)
+        torch.testing.assert_close(alone.values.float(), found.values.float(), rtol=0, atol=0)
+
+
 def norm() -> Iterator[Call]:
     """Rows of every kernel: several per program, one, a team, in passes."""
-    layer, rms = spec.load("norm").SPECS
+    layer, rms, rope = spec.load("norm").SPECS
     yield from of_spec(
         layer, FP32, ("3-d, odd width", "one column", "width of several chunks", "all, residual", "backward in tiles",
                       "stable, ties, eps=0.1", "stable, residual"),
@@ -110,6 +123,11 @@ def norm() -> Iterator[Call]:
     yield from of_spec(layer, BF16, ("width of several chunks", "backward in tiles"))
     yield from of_spec(rms, FP32, ("offset, residual",))
     yield from of_spec(rms, BF16, ("one row per program", "residual"))
+    for dtype in (FP32, BF16):
+        yield from of_spec(layer, dtype, ("weights per head, chunks", "adaptive", "gate, bias per head"))
+        yield from of_spec(rms, dtype, ("gate, chunks, residual", "gate first, groups, residual", "rounded twice"))
+        yield from of_spec(rope, dtype)
+        yield f"rms_norm, 8 bits, {str(dtype)[6:]}", functools.partial(_in_8_bits, maker(dtype)(5, 384))
     # just wider than what one program takes; 41000 columns are read in turns that overlap
     for dtype in (FP32, BF16):
         make = maker(dtype)
@@ -211,8 +229,9 @@ def fused() -> Iterator[Call]:
         for device in (DEVICE, "cpu"):
             x, w, v, ds, dy, real, rows = (None if t is None else t.to(device) for t in given)
             y, s, stats = norms.norm_forward(x, rows, w, v, 1e-6, 1e-6, FP32, real)
-            grads = norms.norm_backward(dy, x, rows, w, v, stats, s, ds, True, True, real)
-            found.append([t.cpu() for t in (y, s, *grads) if t is not None])
+            partials = norms.norm_partials(x, dy.shape[0] * dy.shape[1], w, v)
+            dx = norms.norm_backward_into(partials, dy, x, rows, w, v, stats, s, ds, True, mask=real)
+            found.append([t.cpu() for t in (y, s, dx, partials.sum(0)) if t is not None])
         for a, e in zip(*found, strict=True):
             torch.testing.assert_close(a, e, rtol=1e-4, atol=1e-4 * max(1.0, float(e.abs().max())))
 

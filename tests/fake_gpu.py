@@ -59,7 +59,16 @@ class Host:
     launches = 0
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, node: Any) -> None:
-        from onepass.fused import branch, kernels_branch, kernels_cast, kernels_explore, kernels_norm, runs
+        from onepass.fused import (
+            branch,
+            choice,
+            kernels_attention,
+            kernels_branch,
+            kernels_cast,
+            kernels_explore,
+            kernels_norm,
+            runs,
+        )
         from onepass.ops.causal_choice import kernels_triton as kernels_causal
         from onepass.ops.causal_choice import op as op_causal
         from onepass.ops.routing import kernels_triton as kernels_rows
@@ -72,7 +81,7 @@ class Host:
         from onepass.ops.topk import op as op_topk
 
         # runs that a test on a CPU has left have no edges for kernels
-        runs._kept.cache_clear()
+        runs._KEPT.clear()
         Host.launches = 0
         self.written: Counter[str] = Counter()
         none = SimpleNamespace(calls=[])
@@ -88,10 +97,11 @@ class Host:
                 core._recording.listener.launched(entry, grid, tensors, (*numbers, *constants))
             run()
 
-        for module in (kernels_rows, kernels_branch, kernels_cast, kernels_norm, kernels_explore, kernels_triton,
-                       kernels_select, kernels_backward, kernels_rotary, kernels_span, kernels_causal):  # fmt: skip
+        for module in (kernels_rows, kernels_attention, kernels_branch, kernels_cast, kernels_norm, kernels_explore,
+                       kernels_triton, kernels_select, kernels_backward, kernels_rotary, kernels_span,
+                       kernels_causal):  # fmt: skip
             monkeypatch.setattr(module, "launch", launch)
-        for module in (branch, rows, op, op_topk, op_rotary, op_span, op_causal):
+        for module in (branch, choice, rows, op, op_topk, op_rotary, op_span, op_causal):
             monkeypatch.setattr(module, "uses_triton", lambda x: True)
         monkeypatch.setattr(replay, "_on_gpu", lambda x: True)
         self.stretches = [

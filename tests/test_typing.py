@@ -14,6 +14,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PROGRAM = """
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 from typing_extensions import assert_type
@@ -37,6 +40,15 @@ def functions(some: Tensor | None) -> None:
     assert_type(onepass.rms_norm(x), Tensor)
     assert_type(onepass.rms_norm(x, x, eps=1e-5, offset=1.0, residual=x), tuple[Tensor, Tensor])
     assert_type(onepass.rms_norm(x, residual=some), Tensor | tuple[Tensor, Tensor])
+    assert_type(onepass.rms_norm(x, x, x, gate=x, gate_first=True, groups=2, rounding="twice"), Tensor)
+    assert_type(onepass.layer_norm(x, x, x, offset=1.0, out_dtype=torch.float32), Tensor)
+    assert_type(onepass.rms_norm(x, quantize="row"), onepass.Quantized)
+    assert_type(onepass.layer_norm(x, quantize="block", residual=x), tuple[onepass.Quantized, Tensor])
+    assert_type(onepass.rms_norm(x, quantize="row").y, Tensor | None)
+    onepass.rms_norm(x, quantize="int8")  # wrong
+    onepass.rms_norm(x, rounding="never")  # wrong
+    assert_type(onepass.qk_norm_rope(x, x, x, None, cos=x, sin=x, positions=x), tuple[Tensor, Tensor])
+    onepass.qk_norm_rope(x, x)  # wrong
     assert_type(onepass.weighted_sum(x, x), Tensor)
     assert_type(onepass.soft_topk(x, 2), Tensor)
     assert_type(onepass.coor_descent(x, n_iters=1, k=2), Tensor)
@@ -58,7 +70,7 @@ def norms(some: Tensor | None) -> None:
     assert_type(nn.LayerNorm(8).forward(x), Tensor)
     assert_type(nn.LayerNorm(8).forward(x, x), tuple[Tensor, Tensor])
     assert_type(nn.RMSNorm(8)(x), Tensor)
-    assert_type(onepass.nn.RMSNorm(8)(x, residual=x), tuple[Tensor, Tensor])
+    assert_type(onepass.nn.RMSNorm(8, rounding="twice")(x, residual=x), tuple[Tensor, Tensor])
     assert_type(nn.RMSNorm(8).forward(x), Tensor)
     assert_type(nn.RMSNorm(8).forward(x, x), tuple[Tensor, Tensor])
     nn.LayerNorm(8)(x, 1)  # wrong
@@ -77,6 +89,7 @@ def modules(asked: bool) -> None:
     assert_type(nn.RoutedAttention(8, k_q=2, k_kv=2)(x, return_routing=True), tuple[Tensor, AttentionRouting])
     assert_type(nn.RoutedBlock(8, k=2)(x), Tensor)
     assert_type(nn.RoutedBlock(8, k=2)(x, return_routing=True)[1], BlockRouting)
+    assert_type(nn.graphed(nn.RoutedBlock(8, k=2), x), Callable[..., Any])
     assert_type(nn.RoutedBlock(8, k=2)(x, return_routing=asked), Tensor | tuple[Tensor, BlockRouting])
     cross = nn.RoutedCrossAttention(8, k_q=2, k_kv=2)
     assert_type(cross(x, x), Tensor)

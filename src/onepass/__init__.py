@@ -4,7 +4,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from onepass.ops.coor_descent.op import coor_descent
-from onepass.ops.norm.op import layer_norm, rms_norm
+from onepass.ops.norm.op import Quantized, layer_norm, rms_norm
+from onepass.ops.norm.rope import qk_norm_rope
 from onepass.ops.soft_topk.op import soft_topk
 from onepass.ops.topk.op import TopK, topk
 from onepass.ops.weighted_sum.op import weighted_sum
@@ -40,11 +41,13 @@ def __dir__() -> list[str]:
 
 
 __all__ = [
+    "Quantized",
     "SwapReport",
     "TopK",
     "__version__",
     "coor_descent",
     "layer_norm",
+    "qk_norm_rope",
     "rms_norm",
     "soft_topk",
     "swap",

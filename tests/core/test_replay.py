@@ -91,10 +91,22 @@ def _own_argument(x: Tensor, launch: Callable[..., None]) -> Tensor:
     return x
 
 
-def _a_view(x: Tensor, launch: Callable[..., None]) -> Tensor:
+def _first_rows(x: Tensor, launch: Callable[..., None]) -> Tensor:
     y = torch.empty_like(x)
     launch((1, 1, 1), (x, y), 1.0)
-    return y.view(-1)
+    return y[:2]
+
+
+def _transposed(x: Tensor, launch: Callable[..., None]) -> Tensor:
+    y = torch.empty_like(x)
+    launch((1, 1, 1), (x, y), 1.0)
+    return y.t()
+
+
+def _two_shapes(x: Tensor, launch: Callable[..., None]) -> tuple[Tensor, Tensor]:
+    y = torch.empty_like(x)
+    launch((1, 1, 1), (x, y), 1.0)
+    return y, y.view(-1)
 
 
 _CONSTANT = torch.ones(8)
@@ -124,8 +136,8 @@ def _nothing_launched(x: Tensor, launch: Callable[..., None]) -> Tensor:
 @pytest.mark.parametrize(
     "function",
     [
-        _copied, _filled, _looked_at, _own_argument, _a_view, _a_stranger, _two_parts, _no_elements,
-        _nothing_launched,
+        _copied, _filled, _looked_at, _own_argument, _first_rows, _transposed, _two_shapes, _a_stranger,
+        _two_parts, _no_elements, _nothing_launched,
     ],
 )  # fmt: skip
 def test_what_cannot_be_replayed_runs_as_written_for_ever(gpu: FakeGpu, function: Callable[..., Any]) -> None:
@@ -133,6 +145,21 @@ def test_what_cannot_be_replayed_runs_as_written_for_ever(gpu: FakeGpu, function
     for _ in range(5):
         run(torch.randn(4, 4))
     assert calls == [5]
+
+
+def test_a_view_of_all_of_an_allocation_is_allocated_in_its_shape(gpu: FakeGpu) -> None:
+    def function(x: Tensor) -> tuple[Tensor, Tensor]:
+        y, z = torch.empty_like(x), torch.empty(3, 2)
+        gpu.launch((1, 1, 1), (x, y, z), 1.0)
+        return z.view(2, 3), y.view(-1)
+
+    run, calls = counted(function)
+    for _ in range(4):
+        z, y = run(torch.randn(4, 4))
+        assert (z.shape, y.shape) == ((2, 3), (16,))
+        assert gpu.launched[-1][6:8] == (y.data_ptr(), z.data_ptr())
+    assert calls == [2]
+    assert not y._is_view()
 
 
 def test_parts_of_tensors_are_found_where_they_begin(gpu: FakeGpu) -> None:

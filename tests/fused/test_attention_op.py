@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ pytestmark = [
     pytest.mark.parametrize("causal", [False, True], ids=["best", "causal"]),
 ]
 DIM, N, WINDOW = 32, 64, 16
+PARTS = "products", "tokens"
 
 
 def _layer(device: str, causal: bool, **kwargs: Any) -> RoutedAttention:
@@ -49,10 +51,9 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     found: list[tuple[Any, ...]] = []
     run = attention_op.routed_attention
 
-    def noted(*args: Any) -> Any:
-        *tensors, matrices, own = args
-        found.append((*tensors, *matrices, *own))
-        return run(*args)
+    def noted(plan: Any, *tensors: Any) -> Any:
+        found.append((*tensors, *plan.numbers()))
+        return run(plan, *tensors)
 
     monkeypatch.setattr(attention_op, "routed_attention", noted)
     return found
@@ -80,20 +81,17 @@ def test_the_operator_is_the_eager_nodes_bit_for_bit(
 
 
 def _through_operators(layer: RoutedAttention, x: Tensor, mask: Tensor | None, return_routing: bool) -> Any:
-    from onepass.nn.explore import explore
-
-    dtype = layer._fused_dtype(x, mask)
-    assert dtype is not None
-    y, routing = layer._operators(x, mask, dtype)
-    return explore(y.flatten(0, 1), x, layer.router_q, routing.q.indices.shape[1], mask).view(x.shape), routing
+    with mock.patch("onepass.nn.attention.plain", return_value=False):
+        return layer(x, mask, return_routing=return_routing)
 
 
 @pytest.mark.parametrize("masked", [False, True], ids=["whole", "padded"])
-@pytest.mark.parametrize("n", [N, N + 9])
-def test_opcheck(device: str, causal: bool, masked: bool, n: int, seen: list[tuple[Any, ...]]) -> None:
+@pytest.mark.parametrize(("n", "residual"), [(N, False), (N + 9, False), (N, True)])
+def test_opcheck(device: str, causal: bool, masked: bool, n: int, residual: bool, seen: list[tuple[Any, ...]]) -> None:
     layer, x, mask = _layer(device, causal), _tokens(device, n=n), _mask(device, n) if masked else None
     for dtype in (torch.float32, torch.bfloat16):
-        layer._operators(x, mask, dtype)
+        with mock.patch("onepass.nn.attention.plain", return_value=False):
+            layer._fused(x, mask, dtype, residual)
         opcheck(
             attention_op.forward_op, seen[-1],
             test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_dynamic", "test_autograd_registration"),
@@ -110,14 +108,14 @@ def test_only_the_gradients_that_are_wanted(device: str, causal: bool, frozen: s
     leaves = [t for t in (x, *layer.parameters()) if t.requires_grad]
     torch.manual_seed(1)
     y = layer(x)
-    z = _through_operators(layer, x, None, return_routing=True)[0]
+    z = _through_operators(layer, x, None, return_routing=False)
     g = torch.randn_like(y)
     expected, actual = torch.autograd.grad(y, leaves, g), torch.autograd.grad(z, leaves, g)
     for a, e in zip(actual, expected, strict=True):
         torch.testing.assert_close(a, e, rtol=0, atol=0)
 
 
-def test_a_compiled_block_holds_two_operators_each_way(device: str, causal: bool) -> None:
+def test_a_compiled_block_holds_two_operators_forward_and_four_backward(device: str, causal: bool) -> None:
     block, x = _block(device, causal), _tokens(device)
     y, (z, graphs) = block(x), compiled(block, x)
     torch.testing.assert_close(z, y, rtol=0, atol=0)
@@ -126,7 +124,8 @@ def test_a_compiled_block_holds_two_operators_each_way(device: str, causal: bool
     for a, e in zip(torch.autograd.grad(z, leaves, g), torch.autograd.grad(y, leaves, g), strict=True):
         torch.testing.assert_close(a, e)
     names = ["onepass.routed_attention.default", "onepass.routed_feed_forward.default"]
-    assert graphs == [names, [n.replace(".default", "_backward.default") for n in reversed(names)]]
+    parts = [n.replace(".default", f"_{part}_backward.default") for n in reversed(names) for part in PARTS]
+    assert graphs == [names, parts]
 
 
 def test_one_graph_for_all_lengths(device: str, causal: bool) -> None:

@@ -83,7 +83,7 @@ def _close(a: Tensor | None, b: Tensor | None, limit: float) -> None:
 def test_the_node_is_the_composition(device: str, bias: bool, masked: bool, wanted: str, loss: str) -> None:
     kernels = device == "cuda" or INTERPRET
     dtype, limit = (torch.float32, 2e-5) if kernels else (torch.float64, 1e-9)
-    plan = Plan(dtype, K, 1e-5, 1e-5, 1e-6, 0.3, 0, False, 0, 0.0)
+    plan = Plan(dtype, K, 0, False, 0, False, 0, 0, 1e-5, 1e-5, 1e-6, 0.3, 0.0)
     given = _tensors(device, dtype, bias)
     mask = torch.ones(BATCH, N, dtype=torch.bool, device=device)
     mask[0, 2:] = False  # fewer than k
@@ -116,6 +116,6 @@ def test_the_node_is_the_composition(device: str, bias: bool, masked: bool, want
 def test_a_loss_on_the_choice_alone_leaves_the_branches_alone(device: str) -> None:
     given = _tensors(device, torch.float32, True)
     leaves = [t.requires_grad_() for t in given.values() if t is not None]
-    _, _, gates, _ = _ours(given, None, Plan(torch.float32, K, 1e-5, 1e-5, 1e-6, 0.3, 0, False, 0, 0.0))
+    _, _, gates, _ = _ours(given, None, Plan(torch.float32, K, 0, False, 0, False, 0, 0, 1e-5, 1e-5, 1e-6, 0.3, 0.0))
     grads = torch.autograd.grad(gates.square().sum(), leaves, allow_unused=True)
     assert [g is not None for g in grads] == [True, True] + [False] * 10

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +15,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from onepass.core.launch import INTERPRET
 from onepass.fused import feed_forward_op
 from onepass.nn import CausalRouter, RoutedFeedForward
-from onepass.nn.count import count
 from programs import compiled, exported, graphs_for
 
 pytestmark = [
@@ -39,14 +39,16 @@ def _mask(device: str) -> Tensor:
     return torch.arange(N, device=device) < torch.tensor([[N], [40]], device=device)
 
 
-def _arguments(layer: RoutedFeedForward, x: Tensor, mask: Tensor | None, dtype: torch.dtype) -> tuple[Any, ...]:
-    light: Any = layer.light
-    heavy: Any = layer.heavy
-    router: Any = layer.router
-    k = count(layer.k, x.shape[1])
-    plan = router.plan(k, x.shape[1], dtype, light.norm.eps_for(x), heavy.norm.eps_for(x))
-    (light_norm, *linear), (heavy_norm, *more) = light.weights(), heavy.weights()
-    return (x, router.directions(), light_norm, heavy_norm, mask, *linear, *more, *feed_forward_op._numbers(plan))
+def _arguments(
+    layer: RoutedFeedForward, x: Tensor, mask: Tensor | None, dtype: torch.dtype, residual: bool = False
+) -> tuple[Any, ...]:
+    """The arguments of the operator for this call."""
+    with (
+        mock.patch("onepass.nn.routed.plain", return_value=False),
+        mock.patch.object(feed_forward_op, "forward_op", return_value=(x,) * 4) as seen,
+    ):
+        layer._fused(x, mask, dtype, residual)
+    return tuple(seen.call_args.args)
 
 
 @pytest.mark.parametrize("masked", [False, True], ids=["whole", "padded"])
@@ -84,23 +86,25 @@ def test_gradients_of_the_routing_alone(device: str, causal: bool, wanted: str) 
 
 
 @pytest.mark.parametrize("masked", [False, True], ids=["whole", "padded"])
-def test_opcheck(device: str, causal: bool, masked: bool) -> None:
+@pytest.mark.parametrize("residual", [False, True], ids=["", "residual"])
+def test_opcheck(device: str, causal: bool, residual: bool, masked: bool) -> None:
     for dtype in (torch.float32, torch.bfloat16):
-        args = _arguments(_layer(device, causal), _tokens(device), _mask(device) if masked else None, dtype)
+        args = _arguments(_layer(device, causal), _tokens(device), _mask(device) if masked else None, dtype, residual)
         opcheck(
             feed_forward_op.forward_op, args,
             test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_dynamic", "test_autograd_registration"),
         )  # fmt: skip
 
 
-def test_a_compiled_graph_holds_one_operator_each_way(device: str, causal: bool) -> None:
+def test_a_compiled_graph_holds_one_operator_forward_and_two_backward(device: str, causal: bool) -> None:
     layer, x = _layer(device, causal), _tokens(device)
     y, (z, graphs) = layer(x), compiled(layer, x)
     leaves, g = [x, *layer.parameters()], torch.randn_like(y)
     expected, actual = torch.autograd.grad(y, leaves, g), torch.autograd.grad(z, leaves, g)
     for a, e in zip((z, *actual), (y, *expected), strict=True):
         torch.testing.assert_close(a, e, rtol=0, atol=0)
-    assert graphs == [["onepass.routed_feed_forward.default"], ["onepass.routed_feed_forward_backward.default"]]
+    parts = [f"onepass.routed_feed_forward_{part}_backward.default" for part in ("products", "tokens")]
+    assert graphs == [["onepass.routed_feed_forward.default"], parts]
 
 
 def test_one_graph_for_all_lengths(device: str, causal: bool) -> None:

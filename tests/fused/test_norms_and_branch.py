@@ -1,8 +1,6 @@
-"""fork: the same as norm, score and gather put together; what stands between the products of a feed-forward."""
+"""What stands between the matrix products of routed layers: norms with scores, sums, casts, gates."""
 
 from __future__ import annotations
-
-import itertools
 
 import pytest
 import torch
@@ -10,7 +8,7 @@ from torch import Tensor
 
 from onepass.core.launch import INTERPRET
 from onepass.fused import branch
-from onepass.fused.fork import Fork, fork
+from onepass.fused.choice import Choice, choose_keys
 from onepass.fused.norms import norm_backward_into, norm_forward, norm_partials
 from onepass.ops.routing import reference
 
@@ -30,6 +28,12 @@ def _norm(x: Tensor, weight: Tensor | None) -> Tensor:
     return n if weight is None else n * weight
 
 
+def _scores(x: Tensor, vectors: Tensor) -> Tensor:
+    """The score's definition, with the routes first."""
+    scores = reference.score(x, vectors)
+    return scores if vectors.dim() == 1 else scores.transpose(0, 1)
+
+
 def _close(ours: list[Tensor | None], theirs: list[Tensor | None], limit: float) -> None:
     for a, b in zip(ours, theirs, strict=True):
         assert (a is None) == (b is None)
@@ -43,59 +47,49 @@ def _grads(outs: list[Tensor], inputs: list[Tensor], upstream: list[Tensor]) -> 
     return list(torch.autograd.grad([o for o, _ in pairs], inputs, [g for _, g in pairs], allow_unused=True))
 
 
-def _fork(x: Tensor, weight: Tensor | None, vectors: Tensor, ks: tuple[int, ...], dtype: torch.dtype) -> Fork:
-    return fork(x, weight, vectors, eps=EPS, score_eps=1e-6, dtype=dtype, ks=ks)
-
-
 @pytest.mark.parametrize("dim", [7, 64, 200, 1024, 1500, 2500] if not INTERPRET else [7, 200, 2500])
 @pytest.mark.parametrize("vectors", ["one", "three"])
 @pytest.mark.parametrize("with_weight", [True, False])
-def test_fork_is_norm_score_and_gather(device: str, dim: int, vectors: str, with_weight: bool) -> None:
+def test_norm_and_scores(device: str, dim: int, vectors: str, with_weight: bool) -> None:
+    """Of all tokens, with partials of the weight's and the vectors' gradients, and columns to spare."""
     dtype, limit = _limits(device)
-    x = torch.randn(2, 9, dim, dtype=dtype, device=device, requires_grad=True)
-    weight = torch.rand(dim, dtype=dtype, device=device, requires_grad=True) if with_weight else None
-    shape = (dim,) if vectors == "one" else (3, dim)
-    v = torch.randn(shape, dtype=dtype, device=device, requires_grad=True)
-    indices = torch.tensor([[3, -1, 0, 8], [5, 4, 1, -1]], device=device)
-    others = torch.tensor([[0], [5]], device=device)
-    f = _fork(x, weight, v, (4, 1), dtype)
-    f.choice.indices = indices, others
-    # a slot's gradient is that of the gathered tokens
-    chosen, more = (torch.randn(2, k, dim, dtype=dtype, device=device) for k in (4, 1))
-    ds = torch.randn_like(f.scores)
+    x = torch.randn(2, 9, dim, dtype=dtype, device=device)
+    weight = torch.rand(dim, dtype=dtype, device=device) if with_weight else None
+    v = torch.randn((dim,) if vectors == "one" else (3, dim), dtype=dtype, device=device)
+    normed, scores, stats = norm_forward(x, None, weight, v, EPS, 1e-6, dtype)
+    assert scores is not None
+    dn, ds = torch.randn_like(normed), torch.randn_like(scores)
     ds[..., ::3] = 0
-    upstream = [torch.randn_like(f.normed), ds, chosen, more]
-    inputs = [t for t in (x, weight, v) if t is not None]
-    ours = _grads([f.normed, f.scores, *f.slots], inputs, upstream)
-    wide = {t: t.detach().double().requires_grad_() for t in inputs}
-    x64, v64, w64 = wide[x], wide[v], wide[weight] if weight is not None else None
-    outs = [_norm(x64, w64), reference.score(x64, v64), *(reference.gather(x64, i) for i in f.choice.indices)]
-    _close([f.normed, f.scores], outs[:2], limit)
-    _close(ours, _grads(outs, [*wide.values()], upstream), limit)
+    partials = norm_partials(x, 18, weight, v, 5)
+    dx = norm_backward_into(partials, dn, x, None, weight, v, stats, scores, ds, True)
+    x64, v64 = (t.double().requires_grad_() for t in (x, v))
+    w64 = torch.ones_like(x64[0, 0]) if weight is None else weight.double()
+    outs = [_norm(x64, w64.requires_grad_()), _scores(x64, v64)]
+    grads = _grads(outs, [x64, w64, v64], [dn, ds])
+    assert grads[1] is not None
+    assert grads[2] is not None
+    found = partials[:, :-5].sum(0)
+    _close([normed, scores, dx, found], [*outs, grads[0], torch.cat((grads[1], grads[2].flatten()))], limit)
 
 
-def test_the_slot_holds_no_memory(device: str) -> None:
-    x, v = torch.randn(2, 40, 64, device=device), torch.randn(64, device=device)
-    (slot,) = _fork(x, None, v, (20,), x.dtype).slots
-    assert slot.shape == (2, 20, 64)
-    assert slot.untyped_storage().nbytes() <= 8
-
-
-@pytest.mark.parametrize("used", list(itertools.product([False, True], repeat=3))[1:])
-def test_fork_takes_the_gradients_that_there_are(device: str, used: tuple[bool, bool, bool]) -> None:
+def test_norm_of_chosen_tokens(device: str) -> None:
+    """Indices that name no token give zeros and no gradient; the partials may be some columns of a wider buffer."""
     dtype, limit = _limits(device)
-    x, v = (torch.randn(s, dtype=dtype, device=device, requires_grad=True) for s in ((2, 9, 32), (32,)))
-    indices = torch.tensor([[3, 0], [5, -1]], device=device)
-    f = _fork(x, None, v, (2,), dtype)
-    f.choice.indices = (indices,)
-    x64, v64 = x.detach().double().requires_grad_(), v.detach().double().requires_grad_()
-    ours = [f.normed, f.scores, *f.slots]
-    theirs = [_norm(x64, None), reference.score(x64, v64), reference.gather(x64, indices)]
-    upstream = [torch.randn(o.shape, dtype=dtype, device=device) for o in theirs]
-    ours, theirs, upstream = ([o for o, u in zip(t, used, strict=True) if u] for t in (ours, theirs, upstream))
-    a, b = _grads(ours, [x, v], upstream), _grads(theirs, [x64, v64], upstream)
-    # a gradient that autograd calls unused is one of zeros here
-    _close([t if e is not None else None for t, e in zip(a, b, strict=True)], b, limit)
+    x, w = torch.randn(2, 9, 64, dtype=dtype, device=device), torch.rand(64, dtype=dtype, device=device)
+    indices = torch.tensor([[3, -1, 0, 8], [5, 4, 1, -1]], device=device)
+    normed, scores, stats = norm_forward(x, indices, w, None, EPS, 0.0, dtype)
+    assert scores is None
+    dn = torch.randn_like(normed)
+    partials = norm_partials(x, 18, w, None, 64)
+    dx = norm_backward_into(partials[:, 64:], dn, x, indices, w, None, stats, None, None, True)
+    x64, w64 = x.double().requires_grad_(), w.double().requires_grad_()
+    out = _norm(reference.gather(x64, indices), w64)
+    (dw,) = torch.autograd.grad(out, w64, dn.double(), retain_graph=True)
+    chosen = reference.gather(x64, indices).detach().requires_grad_()
+    (rows,) = torch.autograd.grad(_norm(chosen, w64), chosen, dn.double())
+    _close([normed, partials[:, 64:].sum(0)], [out, dw], limit)
+    assert dx is not None
+    _close([dx * (indices >= 0)[..., None]], [rows * (indices >= 0)[..., None]], limit)
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -139,13 +133,13 @@ def test_masked_tokens_are_zeros_whatever_they_hold(device: str, dim: int, value
     x[~mask] = value
     normed, scores, stats = norm_forward(x, None, w, v, EPS, 1e-6, dtype, mask)
     dn, ds = torch.randn_like(normed), torch.randn(2, 2, 9, dtype=dtype, device=device)
-    dn[~mask], ds.mT[~mask] = value, value
+    dn[~mask], ds[:, ~mask] = value, value
     partials = norm_partials(x, 18, w, v)
     dx = norm_backward_into(partials, dn, x, None, w, v, stats, scores, ds, True, mask=mask)
     x64, w64, v64 = (t.double().requires_grad_() for t in (x, w, v))
     real = x64.masked_fill(~mask[..., None], 0)
-    outs = [_norm(real, w64), reference.score(real, v64)]
-    upstream = [dn.masked_fill(~mask[..., None], 0), ds.masked_fill(~mask[:, None], 0)]
+    outs = [_norm(real, w64), _scores(real, v64)]
+    upstream = [dn.masked_fill(~mask[..., None], 0), ds.masked_fill(~mask, 0)]
     grads = _grads(outs, [x64, w64, v64], upstream)
     assert grads[1] is not None
     assert grads[2] is not None
@@ -162,3 +156,40 @@ def test_weights_are_cast_together(device: str, bias: bool) -> None:
         assert (cast is None) == (w is None)
         if cast is not None and w is not None:
             assert torch.equal(cast, w.to(dtype))
+
+
+@pytest.mark.parametrize("heads", [(1, 6), (2, 16), (8, 64)])
+def test_gated_values(device: str, heads: tuple[int, int]) -> None:
+    """Values are half of a packed projection; backward overwrites the gradient of the gated ones."""
+    dtype, limit = _limits(device)
+    kv, dkv = (torch.randn(2, 5, 2, *heads, dtype=dtype, device=device) for _ in range(2))
+    gates = torch.rand(2, 5, dtype=dtype, device=device)
+    v, dv = kv.select(2, 1), dkv.select(2, 1)
+    expected = v.double() * gates.double()[..., None, None]
+    of_gates, of_values = (dv.double() * v.double()).sum((2, 3)), dv.double() * gates.double()[..., None, None]
+    keys = dkv.select(2, 0).clone()
+    _close([branch.gate(v, gates), branch.gate_backward(dv, v, gates)], [expected, of_gates], limit)
+    _close([dv], [of_values], limit)
+    assert torch.equal(dkv.select(2, 0), keys)
+
+
+@pytest.mark.parametrize("n", [12, 14])
+def test_keys_of_each_window(device: str, n: int) -> None:
+    """Of each window of four its two best; a query sees those of the windows before its own, a missing one all."""
+    scores = torch.randn(2, n, device=device)
+    mask = torch.ones(2, n, dtype=torch.bool, device=device)
+    mask[0, 1:4] = False
+    at_q = torch.tensor([[0, 5, 11], [4, -1, -1]], device=device)
+    gates, indices, _, within, seen = choose_keys(scores, mask, Choice(2, 0.1, 0, False), at_q, 4)
+    windows = -(-n // 4)
+    assert indices.shape == (2, 2 * windows)
+    assert gates.shape == (2 * windows, 2)
+    assert within is not None
+    assert seen is not None
+    for row in range(2):
+        for window in range(windows):
+            real = [i for i in range(4 * window, min(n, 4 * window + 4)) if mask[row, i]]
+            best = sorted(real, key=lambda i: -float(scores[row, i]))[:2]
+            assert indices[row, 2 * window : 2 * window + 2].tolist() == best + [-1] * (2 - len(best))
+    assert seen[0].tolist() == [[0, 0, 0], [0, 0, 0]]
+    assert seen[1].tolist() == [[0, 2, 4], [2, 2 * windows, 2 * windows]]

@@ -78,6 +78,38 @@ def test_a_causal_block_routes_queries_and_feed_forward_by_the_past() -> None:
     assert block.attention.light.causal
 
 
+class TestResidual:
+    """The layers add x inside their nodes; a hook on a layer sees the layer's own output."""
+
+    @pytest.mark.parametrize("causal", [False, True])
+    @pytest.mark.parametrize("masked", [False, True])
+    @pytest.mark.parametrize("autocast", [False, True])
+    @pytest.mark.parametrize("strided", [False, True])
+    def test_the_block_adds_its_layers(self, causal: bool, masked: bool, autocast: bool, strided: bool) -> None:
+        block, x = _block(causal), _tokens(3, 40, DIM)
+        x = (x.transpose(0, 1).contiguous().transpose(0, 1) if strided else x).requires_grad_()
+        mask = _mask(40) if masked else None
+        found = []
+        for hooked in (False, True):
+            seen: list[Any] = []
+            layers = block.attention, block.feed_forward
+            hooks = (
+                [m.register_forward_hook(lambda m, x, y, seen=seen: seen.append(y)) for m in layers] if hooked else []
+            )
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                y, routing = block(x, mask, return_routing=True)
+            for hook in hooks:
+                hook.remove()
+            assert len(seen) == 2 * hooked
+            loss = (y.float() * torch.linspace(-1, 1, y.numel()).view_as(y)).sum() + routing.attention.q.gates.sum()
+            found.append([y, *torch.autograd.grad(loss, [x, *block.parameters()])])
+        limit = 2e-2 if autocast else 1e-5
+        for ours, theirs in zip(*found, strict=True):
+            assert ours.dtype == theirs.dtype
+            scale = float(theirs.detach().abs().max())
+            torch.testing.assert_close(ours, theirs, rtol=limit, atol=limit * max(scale, 1e-3))
+
+
 class TestIsolation:
     @pytest.mark.parametrize("causal", [False, True])
     def test_other_sequences(self, causal: bool) -> None:

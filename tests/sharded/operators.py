@@ -13,7 +13,7 @@ from torch.distributed.tensor import Partial, Shard, distribute_tensor
 
 import onepass
 from onepass.ops.causal_choice.op import causal_choice
-from onepass.ops.norm import op as norm
+from onepass.ops.norm import plain as norm
 from onepass.ops.routing.op import gather, scatter_add, score
 from onepass.ops.span_attention.op import span_attention
 from onepass.ops.span_attention.op_rotary import rotary, rotary_attention
@@ -94,6 +94,33 @@ def _(d: int) -> None:
         for e, g in zip(call(x), call(placed_x), strict=True):
             assert g.placements != (R,)
             torch.testing.assert_close(g.full_tensor(), e)
+
+
+@many("norms: weights of the rows' own, gates", {"shape": [(7,), (6, 7), (5, 1, 7)], "place": ["0", "1", "last"]})
+def _(shape: tuple[int, ...], place: str) -> None:
+    def call(x: Tensor, z: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        return onepass.layer_norm(x, w, b, gate=z, offset=1.0)
+
+    p = PLACES[place]
+    out = [R] if place == "last" else p
+    compare(call, [wide(5, 6, 7), wide(5, 6, 7), wide(*shape), wide(*shape)], [p, p, [R], [R]], out=out)
+
+
+@many("qk_norm_rope", {"place": [0, 1, 2], "positions": [None, 1, 2]})
+def _(place: int, positions: int | None) -> None:
+    if place == 1 and positions is None:
+        return
+    angles = wide(8, 3)
+    at = None if positions is None else torch.arange(24).view(4, 6).remainder(8)[slice(None) if positions == 2 else 0]
+
+    def call(q: Tensor, k: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        tables = angles.cos().to(q.device), angles.sin().to(q.device), None if at is None else at.to(q.device)
+        if hasattr(q, "placements"):
+            tables = tuple(None if t is None else distribute_tensor(t, mesh(), [R]) for t in tables)
+        return onepass.qk_norm_rope(q, k, w, None, cos=tables[0], sin=tables[1], positions=tables[2])
+
+    p = [Shard(place)]
+    compare(call, [wide(4, 6, 4, 8), wide(4, 6, 4, 8), wide(8)], [p, p, [R]], out=p)
 
 
 @case("norms: the weight is redistributed, one row, no rows, fewer rows than processes")

@@ -27,6 +27,7 @@ examples:
   onepass bench norm --case 4096 --stage backward
   onepass bench --device cpu --quick
   onepass bench --json results/       (one file per operator folder)
+  onepass bench program --case RoutedBlock   (layers and models in eager, compiled and captured programs)
   onepass bench norm --html norm.html (plots beside every rival, one page without scripts)
 
 % of copy is the operator's byte floor over its time, against a copy on the same device in the same run.
@@ -51,7 +52,7 @@ def add_command(subparsers: Any) -> None:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that select cases and set how they are measured."""
-    parser.add_argument("ops", nargs="*", metavar="op", help="operators or operator folders (default: all)")
+    parser.add_argument("ops", nargs="*", metavar="op", help="operators or operator folders (default: all), or program")
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="write the records; a directory gets a file per folder"
     )
@@ -166,6 +167,10 @@ def measure(
 
 def run(args: argparse.Namespace) -> int:
     """Run the command; return 1 if an implementation of onepass failed, else 0."""
+    if args.ops == ["program"]:
+        from . import program
+
+        return program.run(args, console())
     from .cases import all_cases
     from .rivals import known
 

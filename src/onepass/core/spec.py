@@ -104,6 +104,7 @@ class Kernel:
         vector_loads: 16-byte global loads must appear.
         max_amd_spills: budget of spilled vector registers on AMD (0 is the aim; more is what remains to improve).
         amd: False for a kernel that runs on NVIDIA GPUs only (another one does its work on AMD).
+        least_arch: the oldest NVIDIA target that it compiles for (another compilation does its work on older ones).
     """
 
     name: str
@@ -119,6 +120,7 @@ class Kernel:
     vector_loads: bool = True
     max_amd_spills: int = 0
     amd: bool = True
+    least_arch: int = 80
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The steps between the matrix products of a feed-forward's branches, by kernels or by torch, without autograd.
+"""The steps between the matrix products of routed layers, by kernels or by torch, without autograd.
 
 Sums over rows (gradients of biases and of a norm's weight) stay partials in one buffer, so that one sum adds up those
 of a whole backward pass.
@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from onepass.core.launch import uses_triton
-from onepass.ops.routing.rows import as_bytes
+from onepass.core.launch import replayed, uses_triton
+from onepass.ops.routing.rows import add_rows, as_bytes
 
 from . import torch_path
 
@@ -67,4 +67,49 @@ def explore_gradient(dy: Tensor, mask: Tensor | None, stride: int, scale: float)
     return kernels_explore.explore_gradient(dy, as_bytes(mask), stride, scale)  # type: ignore[no-any-return]
 
 
-__all__ = ["cast", "column_sums", "explore_gradient", "gelu_backward", "new_partials"]
+def gate(v: Tensor, gates: Tensor) -> Tensor:
+    """Return gates·v for values v (batch, m, heads, width) and gates (batch, m)."""
+    if not uses_triton(v):
+        return v * gates.to(v.dtype)[..., None, None]
+    from . import kernels_attention
+
+    return kernels_attention.gate(v, gates)  # type: ignore[no-any-return]
+
+
+def gate_backward(dv: Tensor, v: Tensor, gates: Tensor) -> Tensor:
+    """Return the gradient of the gates; overwrite dv, the gradient of :func:`gate`, with that of v."""
+    if uses_triton(v):
+        from . import kernels_attention
+
+        return kernels_attention.gate_backward(dv, v, gates)  # type: ignore[no-any-return]
+    d_gates: Tensor = torch.linalg.vecdot(dv.flatten(2).to(gates.dtype), v.flatten(2).to(gates.dtype))
+    dv.mul_(gates.to(dv.dtype)[..., None, None])
+    return d_gates
+
+
+@replayed
+def add_residual(
+    x: Tensor, rows: Tensor, update: Tensor, gates: Tensor, indices: Tensor, shift: Tensor | None
+) -> Tensor:
+    """Return x + rows like x in the wider dtype, with gates·(update − shift) added to the chosen tokens."""
+    if uses_triton(x) and uses_triton(rows) and x.is_contiguous():
+        from . import kernels_branch
+
+        y = kernels_branch.residual_sum(x, rows)
+    else:
+        y = torch.empty(x.shape, dtype=torch.promote_types(x.dtype, rows.dtype), device=x.device)
+        torch.add(x, rows.view(x.shape), out=y)
+    add_rows(y.view(rows.shape), update, gates, indices, shift)
+    return y
+
+
+__all__ = [
+    "add_residual",
+    "cast",
+    "column_sums",
+    "explore_gradient",
+    "gate",
+    "gate_backward",
+    "gelu_backward",
+    "new_partials",
+]

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from onepass.core.launch import uses_triton
 from onepass.ops.causal_choice import op as causal_choice
 from onepass.ops.topk import op as op_topk
 
@@ -32,13 +33,59 @@ def choose(scores: Tensor, mask: Tensor | None, how: Choice) -> tuple[Tensor, Te
 
 def choose_backward(
     d_gates: Tensor, scores: Tensor, mask: Tensor | None, how: Choice, indices: Tensor, gates: Tensor, state: Tensor,
-    starts: Tensor | None,
-) -> Tensor | None:  # fmt: skip
-    """Return the gradient of the scores."""
+    starts: Tensor | None, into: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Return the gradient of the scores, written to `into`, contiguous, if that is given."""
     if how.causal is not None and starts is not None:
-        return causal_choice.backward(d_gates, scores, mask, gates, indices, state, starts, how.eps, *how.causal)
-    ds, _ = op_topk.backward(None, d_gates, scores, indices, state, None, mask, how.eps, how.kind, True, False)
+        return causal_choice.backward(
+            d_gates, scores, mask, gates, indices, state, starts, how.eps, *how.causal, into
+        )  # fmt: skip
+    ds, _ = op_topk.backward(None, d_gates, scores, indices, state, None, mask, how.eps, how.kind, True, False, into)
+    assert ds is not None
     return ds
+
+
+def choose_keys(
+    scores: Tensor, mask: Tensor | None, how: Choice, at_q: Tensor, window: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Return gates, indices (batch, keys), the choice's state, and with `window` > 0 two tensors more.
+
+    Each window gives k keys then, and gates have the shape (batch·windows, k). The first of the two holds the indices
+    within the windows. The second, (2, batch, queries) int32, holds the first and the last + 1 of the keys that each
+    query in `at_q` (batch, queries) sees: those of the windows before its own. Missing queries come last and see every
+    key, so that the last never decreases.
+    """
+    if not window:
+        gates, indices, state, _ = choose(scores, mask, how)
+        return gates, indices, state, None, None
+    gates, within, state, _ = choose(*windows(scores, mask, window), how)
+    if uses_triton(scores):
+        from . import kernels_attention
+
+        indices, seen = kernels_attention.place(within, at_q, window)
+    else:
+        indices = of_sequence(within, len(scores), window)
+        last = torch.where(at_q >= 0, at_q // window * how.k, indices.shape[1]).to(torch.int32)
+        seen = torch.stack((torch.zeros_like(last), last))
+    return gates, indices, state, within, seen
+
+
+def choose_keys_backward(
+    d_gates: Tensor, scores: Tensor, mask: Tensor | None, how: Choice, indices: Tensor, gates: Tensor, state: Tensor,
+    window: int, into: Tensor,
+) -> None:  # fmt: skip
+    """Write the gradient of the scores (batch, n) to `into`; `indices` are those within windows if `window` > 0."""
+    if not window:
+        choose_backward(d_gates, scores, mask, how, indices, gates, state, None, into)
+        return
+    parts, real = windows(scores, mask, window)
+    whole = parts.numel() == into.numel()
+    ds = choose_backward(
+        d_gates.reshape(indices.shape), parts, real, how, indices, gates.reshape(indices.shape), state, None,
+        into.view(parts.shape) if whole else None,
+    )  # fmt: skip
+    if not whole:
+        into.copy_(ds.view(len(scores), -1)[:, : scores.shape[1]])
 
 
 def windows(values: Tensor, mask: Tensor | None, block: int) -> tuple[Tensor, Tensor | None]:
@@ -47,10 +94,8 @@ def windows(values: Tensor, mask: Tensor | None, block: int) -> tuple[Tensor, Te
     missing = -n % block
     if missing:
         mask = torch.ones(batch, n, dtype=torch.bool, device=values.device) if mask is None else mask
-        values = F.pad(values, (*(0, 0) * len(rest), 0, missing))
-    if mask is not None:
-        mask = F.pad(mask, (0, missing)).view(-1, block)
-    return values.reshape(-1, block, *rest), mask
+        values, mask = F.pad(values, (*(0, 0) * len(rest), 0, missing)), F.pad(mask, (0, missing))
+    return values.reshape(-1, block, *rest), None if mask is None else mask.reshape(-1, block)
 
 
 def of_sequence(within: Tensor, batch: int, block: int) -> Tensor:
@@ -60,4 +105,6 @@ def of_sequence(within: Tensor, batch: int, block: int) -> Tensor:
     return torch.where(indices >= 0, indices + start, -1).flatten(1)
 
 
-__all__ = ["Choice", "choose", "choose_backward", "of_sequence", "windows"]
+__all__ = [
+    "Choice", "choose", "choose_backward", "choose_keys", "choose_keys_backward", "of_sequence", "windows",
+]  # fmt: skip

@@ -13,41 +13,24 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from onepass.core.eager import fast_apply
+from onepass.core.eager import fast_apply, node_backward
 from onepass.core.launch import replayed
 from onepass.core.products import weight_gradient
 from onepass.ops.routing.rows import add_rows, scatter_backward
 
 from . import branch
-from .choice import Choice, choose, choose_backward
-from .fork import as_forward_did
+from .choice import choose, choose_backward
 from .norms import norm_backward_into, norm_forward, norm_partials
+from .plans import FeedForwardPlan as Plan
 
-
-class Plan(NamedTuple):
-    """Settings of the node that are not tensors."""
-
-    dtype: torch.dtype  # of the branches
-    k: int
-    light_eps: float  # of the norms
-    heavy_eps: float
-    score_eps: float
-    gate_eps: float  # temperature of the gates
-    kind: int  # of the gates: index in KINDS
-    hard: bool  # straight-through: gates are 1
-    explore_stride: int  # every so many tokens, one gives the router a gradient (`nn.explore`); 0: none does
-    explore_weight: float
-    causal: tuple[int, int] | None = None  # block and memory of a causal choice; None: choose the best of all tokens
-
-    def choice(self) -> Choice:
-        """Return how the router chooses."""
-        return Choice(self.k, self.gate_eps, self.kind, self.hard, self.causal)
+# how many of the saved tensors `backward_tokens` takes
+TOKENS = 12
 
 
 @replayed
@@ -63,10 +46,11 @@ def _before_products(
     gates, indices, state, starts = choose(scores, mask, plan.choice())
     chosen, _, chosen_stats = norm_forward(x, indices, heavy_norm, None, plan.heavy_eps, 0.0, plan.dtype)
     # y has the shape of x from the start: autograd forbids in-place writes to a view that a Function returned
-    y = torch.empty(x.shape, dtype=plan.dtype, device=x.device)
+    y = None if plan.residual else torch.empty(x.shape, dtype=plan.dtype, device=x.device)
     other = any(w is not None and w.dtype != plan.dtype for w in weights)
     copies = branch.cast(weights, plan.dtype) if other else ()
-    return y, normed, scores, stats, indices, gates, state, starts, chosen, chosen_stats, *copies
+    tokens, chosen = (t.view(-1, t.shape[-1]) for t in (normed, chosen))
+    return y, tokens, scores, stats, indices, gates, state, starts, chosen, chosen_stats, *copies
 
 
 _add_chosen = replayed(add_rows)
@@ -80,11 +64,13 @@ def _before_backward_products(
     """Return the buffer of partials, gradients of the heavy output and of the gates, and explore_grad."""
     d = dy.shape[-1]
     partials = branch.new_partials(dy, dy.numel() // d, sum(widths))
+    update = update.view(*indices.shape, d)
     d_update, d_gates = scatter_backward(dy, update, gates, indices, need_update, need_gates)
-    if partials is not None and widths[2]:
-        branch.column_sums(dy.view(-1, d), partials, offsets[2])
-    if partials is not None and widths[4] and d_update is not None:
-        branch.column_sums(d_update.view(-1, d), partials, offsets[4])
+    d_update = None if d_update is None else d_update.view(-1, d)
+    if partials is not None and widths[1]:
+        branch.column_sums(dy.view(-1, d), partials, offsets[1])
+    if partials is not None and widths[3] and d_update is not None:
+        branch.column_sums(d_update, partials, offsets[3])
     explore_grad = (
         branch.explore_gradient(dy, mask, plan.explore_stride, -plan.explore_weight * plan.explore_stride)
         if need_explore
@@ -100,49 +86,52 @@ def _gelu_backward(
 ) -> tuple[()]:  # fmt: skip
     """Overwrite the gradient of each GELU's output with that of its input, and write the partials of its sums."""
     if heavy_dh is not None:
-        branch.gelu_backward(heavy_dh, heavy_u, partials if widths[3] else None, offsets[3])
+        branch.gelu_backward(heavy_dh, heavy_u, partials if widths[2] else None, offsets[2])
     if dh is not None:
-        branch.gelu_backward(dh, u, partials if widths[1] else None, offsets[1])
+        branch.gelu_backward(dh, u, partials if widths[0] else None, offsets[0])
     return ()
 
 
 @replayed
 def _after_backward_products(
     x: Tensor, vectors: Tensor, light_norm: Tensor | None, heavy_norm: Tensor | None, mask: Tensor | None, plan: Plan,
-    scores: Tensor, stats: Tensor, indices: Tensor, gates: Tensor, state: Tensor, starts: Tensor | None,
+    indices: Tensor, gates: Tensor, scores: Tensor, stats: Tensor, state: Tensor, starts: Tensor | None,
     chosen_stats: Tensor, d_normed: Tensor | None, d_chosen: Tensor | None, d_gates: Tensor | None,
-    d_scores: Tensor | None, explore_grad: Tensor | None, partials: Tensor | None, need_x: bool, need_sums: bool,
+    d_scores: Tensor | None, explore_grad: Tensor | None, residual: Tensor | None, need_x: bool, need_sums: bool,
+    need_heavy_norm: bool,
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
-    """Return dx through all norms, the choice and the scores, and partials for the light norm and the vectors."""
-    rows, d_rows = x.numel() // x.shape[-1], None
+    """Return dx through all norms, the choice and the scores, and partials: light norm, vectors, heavy norm."""
+    d = x.shape[-1]
+    rows, d_rows, sums, of_chosen = x.numel() // d, None, None, None
     vector: Tensor | None = vectors.view(-1)
-    scored: tuple[Tensor | None, Tensor | None]
-    if d_chosen is not None:
-        d_rows = norm_backward_into(
-            partials, d_chosen, x, indices, heavy_norm, None, chosen_stats, None, None, need_x
-        )  # fmt: skip
-    if not (need_x or need_sums):
-        return None, None
     if d_gates is not None:
         ds = choose_backward(d_gates, scores, mask, plan.choice(), indices, gates, state, starts)
         d_scores = ds if d_scores is None or ds is None else ds + d_scores
     elif explore_grad is not None and d_scores is None:
         d_scores = torch.zeros_like(scores)
-    if d_normed is None:
-        d_normed = torch.zeros_like(x)
     if d_scores is None:
-        vector, scored = None, (None, None)
-    else:
-        scored = scores, d_scores.contiguous()
-    own = norm_partials(x, rows, light_norm, vector) if need_sums else None
+        vector = None
+    if need_sums:
+        sums = norm_partials(x, rows, light_norm, vector, d if need_heavy_norm else 0)
+        of_chosen = sums[:, -d:]
+    elif need_heavy_norm:
+        sums = of_chosen = norm_partials(x, indices.numel(), heavy_norm, None)
+    if d_chosen is not None:
+        d_rows = norm_backward_into(
+            of_chosen if need_heavy_norm else None, d_chosen.view(*indices.shape, d), x, indices, heavy_norm, None,
+            chosen_stats, None, None, need_x,
+        )  # fmt: skip
+    if not (need_x or need_sums):
+        return None, sums
+    d_normed = torch.zeros_like(x) if d_normed is None else d_normed.view(x.shape)
     dx = norm_backward_into(
-        own, d_normed, x, None, light_norm, vector, stats, scored[0], scored[1], need_x, explore_grad,
-        plan.explore_stride, mask,
+        sums if need_sums else None, d_normed, x, None, light_norm, vector, stats, None if vector is None else scores,
+        None if d_scores is None else d_scores.contiguous(), need_x, explore_grad, plan.explore_stride, mask, residual,
     )  # fmt: skip
     if dx is not None and d_rows is not None:
         # add in place, as this node alone holds dx: the few chosen rows need no second tensor of the size of x
         add_rows(dx.view(rows, -1), d_rows, None, indices)
-    return dx, own
+    return dx, sums
 
 
 @lru_cache(256)
@@ -164,111 +153,123 @@ def forward(
 
     The last are copies in the branches' dtype, and empty where the weights have it.
     """
-    y, normed, scores, stats, indices, gates, state, starts, chosen, chosen_stats, *copies = _before_products(
+    y, tokens, scores, stats, indices, gates, state, starts, chosen, chosen_stats, *copies = _before_products(
         x, vectors, light_norm, heavy_norm, mask, plan, *weights
     )
     cast: Any = copies or weights
     up, up_bias, down, down_bias, heavy_up, heavy_up_bias, heavy_down, heavy_down_bias = cast
-    d = x.shape[-1]
-    tokens, rows = normed.view(-1, d), y.view(-1, d)
     u = F.linear(tokens, up, up_bias)
     h = F.gelu(u)
+    out = None if y is None else y.view(tokens.shape)
     if down_bias is None:
-        torch.mm(h, down.t(), out=rows)
+        rows = torch.mm(h, down.t(), out=out)
     else:
-        torch.addmm(down_bias, h, down.t(), out=rows)
-    heavy_u = F.linear(chosen.view(-1, d), heavy_up, heavy_up_bias)
+        rows = torch.addmm(down_bias, h, down.t(), out=out)
+    heavy_u = F.linear(chosen, heavy_up, heavy_up_bias)
     heavy_h = F.gelu(heavy_u)
-    update = F.linear(heavy_h, heavy_down, heavy_down_bias).view(chosen.shape)
-    _add_chosen(rows, update, gates, indices)
+    update = F.linear(heavy_h, heavy_down, heavy_down_bias)
+    if y is None:
+        y = branch.add_residual(x, rows, update, gates, indices, None)
+    else:
+        _add_chosen(rows, update, gates, indices)
     kept = [stats, state, starts, chosen_stats, tokens, u, h, chosen, heavy_u, heavy_h, update]
     return (y, indices, gates, scores), kept, [up, down, heavy_up, heavy_down] if copies else []
 
 
-def backward(
-    saved: list[Any], plan: Plan, dtypes: Sequence[Any], needs: Sequence[bool],
-    dy: Tensor | None, g_gates: Tensor | None, g_scores: Tensor | None,
-) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Return the gradients of x, vectors, both norms and the eight weights, None where `needs` is False.
+def backward_products(
+    saved: list[Any], plan: Plan, dtypes: Sequence[Any], needs: Sequence[bool], dy: Tensor
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of the normed tokens, of all and of the chosen, the gates', explore_grad, and the weights'.
 
-    `saved` holds x, vectors, both norms, mask, indices, gates, scores, what :func:`forward` kept, and the four
-    matrices as multiplied. This function empties the list, so that each tensor is freed after its last use if the
-    caller holds no other reference: fewer tensors of the tokens' size then exist at once.
+    `saved` holds mask, indices, gates, then tokens to update as :func:`forward` kept them, and the four matrices as
+    multiplied. This function empties the list, so that each tensor is freed after its last use if the caller holds no
+    other reference: fewer tensors of the tokens' size then exist at once. `needs` as in :func:`backward_tokens`, then
+    of the eight weights; a gradient is None where it is False.
     """
     (
-        x, vectors, light_norm, heavy_norm, mask, indices, gates, scores, stats, state, starts, chosen_stats, tokens, u,
-        h, chosen, heavy_u, heavy_h, update, up, down, heavy_up, heavy_down,
+        mask, indices, gates, tokens, u, h, chosen, heavy_u, heavy_h, update, up, down, heavy_up, heavy_down
     ) = saved  # fmt: skip
     saved.clear()
     need_x, need_v, need_light_norm, need_heavy_norm, *need_weights = needs
-    d, partials, explore_grad, d_normed, d_chosen = x.shape[-1], None, None, None, None
     grads: list[Tensor | None] = [None] * 8
-    d_heavy_norm = None
-    need_gates = need_x or need_v
-    d_gates = None
-    if dy is not None:
-        dy, need_chosen = dy.contiguous(), need_x or need_heavy_norm
-        need_normed, need_update = need_x or need_light_norm, need_chosen or True in need_weights[4:]
-        # the norm's columns come first, because its kernel has no offset
-        widths, offsets = _columns(
-            (d, u.shape[1], d, heavy_u.shape[1], d),
-            (need_heavy_norm, need_weights[1], need_weights[3], need_weights[5], need_weights[7]),
-        )
-        partials, d_update, d_gates, explore_grad = _before_backward_products(
-            dy, update, gates, indices, mask, plan, widths, offsets, need_update, need_gates,
-            plan.explore_stride > 0 and need_v,
-        )  # fmt: skip
-        dy, dh, heavy_dh, update = dy.view(-1, d), None, None, None
-        if d_update is not None:
-            shape, d_update, chosen = chosen.shape, d_update.view(-1, d), chosen.view(-1, d)
-            if need_weights[6]:
-                grads[6] = weight_gradient(d_update, heavy_h, dtypes[6])
-            if need_chosen or need_weights[4] or need_weights[5]:
-                heavy_dh = torch.mm(d_update, heavy_down)
-            d_update = heavy_h = None
-        if need_weights[2]:
-            grads[2] = weight_gradient(dy, h, dtypes[2])
-        h = None
-        if need_normed or need_weights[0] or need_weights[1]:
-            dh = torch.mm(dy, down)
-        dy = None
-        _gelu_backward(u, dh, heavy_u, heavy_dh, partials, widths, offsets)
-        u = heavy_u = None
-        if heavy_dh is not None:
-            if need_weights[4]:
-                grads[4] = weight_gradient(heavy_dh, chosen, dtypes[4])
-            if need_chosen:
-                d_chosen = torch.mm(heavy_dh, heavy_up).view(shape)
-        heavy_dh = chosen = None
-        if dh is not None:
-            if need_weights[0]:
-                grads[0] = weight_gradient(dh, tokens, dtypes[0])
-            tokens = None
-            if need_normed:
-                d_normed = torch.mm(dh, up).view(x.shape)
-        dh = tokens = None
-    else:
-        need_light_norm = need_heavy_norm = False
-    if g_gates is not None and need_gates:
-        d_gates = g_gates if d_gates is None else d_gates + g_gates
-    dx = d_light_norm = d_vectors = None
-    if need_x or need_v or need_light_norm or need_heavy_norm:
-        dx, own = _after_backward_products(
-            x, vectors, light_norm, heavy_norm, mask, plan, scores, stats, indices, gates, state, starts,
-            chosen_stats, d_normed, d_chosen, d_gates, g_scores if need_gates else None, explore_grad,
-            partials if need_heavy_norm else None, need_x, need_v or need_light_norm,
-        )  # fmt: skip
-        if own is not None:
-            d_light_norm, *rest = own.sum(0).split_with_sizes((d,) * (own.shape[1] // d))
-            d_light_norm = _as(d_light_norm, light_norm.dtype) if need_light_norm else None
-            d_vectors = _as(rest[0].view(vectors.shape), vectors.dtype) if need_v and rest else None
+    d = dy.shape[-1]
+    dy, need_chosen = _as(dy, plan.dtype).contiguous(), need_x or need_heavy_norm
+    need_normed, need_update = need_x or need_light_norm, need_chosen or True in need_weights[4:]
+    widths, offsets = _columns((u.shape[1], d, heavy_u.shape[1], d), tuple(need_weights[1::2]))
+    partials, d_update, d_gates, explore_grad = _before_backward_products(
+        dy, update, gates, indices, mask, plan, widths, offsets, need_update, need_x or need_v,
+        plan.explore_stride > 0 and need_v,
+    )  # fmt: skip
+    dy, dh, heavy_dh, update, d_normed, d_chosen = dy.view(-1, d), None, None, None, None, None
+    if d_update is not None:
+        if need_weights[6]:
+            grads[6] = weight_gradient(d_update, heavy_h, dtypes[6])
+        if need_chosen or need_weights[4] or need_weights[5]:
+            heavy_dh = torch.mm(d_update, heavy_down)
+        d_update = heavy_h = None
+    if need_weights[2]:
+        grads[2] = weight_gradient(dy, h, dtypes[2])
+    h = None
+    if need_normed or need_weights[0] or need_weights[1]:
+        dh = torch.mm(dy, down)
+    del dy
+    _gelu_backward(u, dh, heavy_u, heavy_dh, partials, widths, offsets)
+    u = heavy_u = None
+    if heavy_dh is not None:
+        if need_weights[4]:
+            grads[4] = weight_gradient(heavy_dh, chosen, dtypes[4])
+        if need_chosen:
+            d_chosen = torch.mm(heavy_dh, heavy_up)
+    heavy_dh = chosen = None
+    if dh is not None:
+        if need_weights[0]:
+            grads[0] = weight_gradient(dh, tokens, dtypes[0])
+        tokens = None
+        if need_normed:
+            d_normed = torch.mm(dh, up)
     if partials is not None:
-        d_heavy_norm, *biases = partials.sum(0).split_with_sizes(widths)
-        d_heavy_norm = _as(d_heavy_norm, heavy_norm.dtype) if need_heavy_norm else None
+        biases = partials.sum(0).split_with_sizes(widths)
         for i, total in zip((1, 3, 5, 7), biases, strict=True):
             if need_weights[i]:
                 grads[i] = _as(total, dtypes[i])
-    return dx, d_vectors, d_light_norm, d_heavy_norm, *grads
+    return d_normed, d_chosen, d_gates, explore_grad, *grads
+
+
+def backward_tokens(
+    saved: Sequence[Any], plan: Plan, needs: Sequence[bool], products: Sequence[Tensor | None], dy: Tensor | None,
+    g_gates: Tensor | None, g_scores: Tensor | None,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """Return the gradients of x, vectors and both norms, None where `needs` is False.
+
+    `saved` holds x, vectors, both norms, mask, indices, gates, scores, and the first four that :func:`forward` kept.
+    `products` are the first four results of :func:`backward_products`, None without dy, the gradient of y.
+    """
+    x, vectors, light_norm, heavy_norm, *_ = saved
+    need_x, need_v, need_light_norm, need_heavy_norm = needs
+    d_normed, d_chosen, d_gates, explore_grad = products
+    need_light_norm, need_heavy_norm = (
+        need_light_norm and d_normed is not None,
+        need_heavy_norm and d_chosen is not None,
+    )
+    need_gates = need_x or need_v
+    if g_gates is not None and need_gates:
+        d_gates = g_gates if d_gates is None else d_gates + g_gates
+    dx, sums = _after_backward_products(
+        *saved[:5], plan, *saved[5:], d_normed, d_chosen, d_gates, g_scores if need_gates else None, explore_grad,
+        dy.contiguous() if plan.residual and dy is not None else None, need_x, need_v or need_light_norm,
+        need_heavy_norm,
+    )  # fmt: skip
+    d_vectors = d_light_norm = d_heavy_norm = None
+    if sums is not None:
+        d = x.shape[-1]
+        totals = sums.sum(0).split_with_sizes((d,) * (sums.shape[1] // d))
+        if need_light_norm:
+            d_light_norm = _as(totals[0], light_norm.dtype)
+        if need_v and len(totals) > 1 + need_heavy_norm:
+            d_vectors = _as(totals[1].view(vectors.shape), vectors.dtype)
+        if need_heavy_norm:
+            d_heavy_norm = _as(totals[-1], heavy_norm.dtype)
+    return dx, d_vectors, d_light_norm, d_heavy_norm
 
 
 class _RoutedFeedForward(torch.autograd.Function):
@@ -287,14 +288,19 @@ class _RoutedFeedForward(torch.autograd.Function):
         return public
 
     @staticmethod
-    @as_forward_did("RoutedFeedForward")
+    @node_backward("RoutedFeedForward")
     def backward(ctx: Any, grads_out: tuple[Tensor | None, ...]) -> Any:
         dy, _, g_gates, g_scores = grads_out
         saved = list(ctx.saved_tensors)
         ctx.maybe_clear_saved_tensors()  # `saved` is now the only owner, unless the graph is retained
         needs = ctx.needs_input_grad
-        grads = backward(saved, ctx.plan, ctx.dtypes, (*needs[:4], *needs[6:]), dy, g_gates, g_scores)
-        return *grads[:4], None, None, *grads[4:]
+        inputs, activations = saved[:TOKENS], [*saved[4:7], *saved[TOKENS:]]
+        del saved
+        products: tuple[Tensor | None, ...] = (None,) * 12
+        if dy is not None:
+            products = backward_products(activations, ctx.plan, ctx.dtypes, (*needs[:4], *needs[6:]), dy)
+        grads = backward_tokens(inputs, ctx.plan, needs[:4], products[:4], dy, g_gates, g_scores)
+        return *grads, None, None, *products[4:]
 
 
 _apply: Callable[..., Any] = fast_apply(_RoutedFeedForward)
@@ -306,6 +312,8 @@ def routed_feed_forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return y, in the shape of x and the branches' dtype, indices, gates and scores; see the module's docstring.
 
+    With ``plan.residual`` y is x + y, in the wider dtype of the two.
+
     `weights`: for the light, then the heavy branch, weight and bias (or None) of the first linear layer, then of the
     second; `vectors` (1, dim): the score vector. Gradients of gates and scores flow to x and the vectors. The gradient
     of y reaches the gates inside the node, so autograd finds no path from y to the gates returned here.
@@ -315,4 +323,4 @@ def routed_feed_forward(
     return _apply(x, vectors, light_norm, heavy_norm, mask, plan, *weights)  # type: ignore[no-any-return]
 
 
-__all__ = ["Plan", "routed_feed_forward"]
+__all__ = ["routed_feed_forward"]

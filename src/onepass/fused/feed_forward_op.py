@@ -13,45 +13,36 @@ import torch
 from torch import Tensor
 from torch.library import register_autograd
 
-from onepass.core.eager import no_second
+from onepass.core.eager import no_second, outside_autocast
 from onepass.core.flops import flop_formula, register_formulas
 from onepass.core.register import register, register_fake
 from onepass.ops.causal_choice import op as causal_choice
 from onepass.ops.topk import op as op_topk
 
 from . import feed_forward as node
-from .feed_forward import Plan
+from .plans import FeedForwardPlan as Plan
 
 # the outputs of forward that belong to the caller: y, indices, gates, scores
 PUBLIC = 4
 
 
-def _plan(*numbers: Any) -> Plan:
-    """Return the plan of the twelve numbers that end both operators' arguments."""
-    return Plan(*numbers[:10], causal=numbers[10:] if numbers[10] else None)  # type: ignore[misc, arg-type]
-
-
-def _numbers(plan: Plan) -> tuple[Any, ...]:
-    """Return the plan as numbers, for the operators' arguments: block and memory are 0 if the choice is not causal."""
-    return *plan[:-1], *(plan.causal or (0, 0))
+def _plan(dtype: torch.dtype, ints: Sequence[int], floats: Sequence[float]) -> Plan:
+    return Plan(dtype, *ints, *floats)  # type: ignore[arg-type]
 
 
 def _forward(
     x: Tensor, vectors: Tensor, light_norm: Tensor | None, heavy_norm: Tensor | None, mask: Tensor | None,
     up: Tensor, up_bias: Tensor | None, down: Tensor, down_bias: Tensor | None,
     heavy_up: Tensor, heavy_up_bias: Tensor | None, heavy_down: Tensor, heavy_down_bias: Tensor | None,
-    dtype: torch.dtype, k: int, light_eps: float, heavy_eps: float, score_eps: float, gate_eps: float, kind: int,
-    hard: bool, explore_stride: int, explore_weight: float, block: int, memory: int,
+    dtype: torch.dtype, ints: Sequence[int], floats: Sequence[float],
 ) -> tuple[
     Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor,
     Tensor, Tensor, Tensor, Tensor, Tensor,
 ]:  # fmt: skip
     """Return y, indices, gates, scores, what backward needs, and the four matrices as cast; empty: there is none."""
-    plan = _plan(
-        dtype, k, light_eps, heavy_eps, score_eps, gate_eps, kind, hard, explore_stride, explore_weight, block, memory
-    )
+    plan = _plan(dtype, ints, floats)
     # the caller's autocast has become `dtype`
-    with torch.autocast(x.device.type, enabled=False):
+    with outside_autocast(x.device):
         public, kept, matrices = node.forward(
             x, vectors, light_norm, heavy_norm, mask, plan, up, up_bias, down, down_bias, heavy_up, heavy_up_bias,
             heavy_down, heavy_down_bias,
@@ -60,33 +51,44 @@ def _forward(
     return *public, *there  # type: ignore[return-value]
 
 
-def _backward(
-    dy: Tensor | None, g_gates: Tensor | None, g_scores: Tensor | None,
-    x: Tensor, vectors: Tensor, light_norm: Tensor | None, heavy_norm: Tensor | None, mask: Tensor | None,
-    weights: Sequence[Tensor | None], kept: Sequence[Tensor], needs: Sequence[bool],
-    dtype: torch.dtype, k: int, light_eps: float, heavy_eps: float, score_eps: float, gate_eps: float, kind: int,
-    hard: bool, explore_stride: int, explore_weight: float, block: int, memory: int,
+def _products_backward(
+    dy: Tensor, mask: Tensor | None, indices: Tensor, gates: Tensor, weights: Sequence[Tensor | None],
+    kept: Sequence[Tensor], needs: Sequence[bool],
+    dtype: torch.dtype, ints: Sequence[int], floats: Sequence[float],
 ) -> tuple[
     Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor,
 ]:  # fmt: skip
-    """Return the gradients of x, vectors, norms and weights; a gradient that is not needed is an empty tensor."""
-    plan = _plan(
-        dtype, k, light_eps, heavy_eps, score_eps, gate_eps, kind, hard, explore_stride, explore_weight, block, memory
-    )
+    """Call `node.backward_products`; a gradient that is not needed is an empty tensor."""
+    plan = _plan(dtype, ints, floats)
     *activations, up, down, heavy_up, heavy_down = kept
-    saved: list[Any] = [x, vectors, light_norm, heavy_norm, mask, *activations]
-    if not block:
-        saved[10] = None  # the starts of a causal choice
+    saved: list[Any] = [mask, indices, gates, *activations]
     for cast, weight in zip((up, down, heavy_up, heavy_down), weights[::2], strict=True):
         saved.append(cast if cast.numel() else weight)
-    dtypes = [None if w is None else w.dtype for w in weights]
-    with torch.autocast(x.device.type, enabled=False):
-        grads = node.backward(saved, plan, dtypes, needs, dy, g_gates, g_scores)
+    with outside_autocast(dy.device):
+        grads = node.backward_products(saved, plan, [None if w is None else w.dtype for w in weights], needs, dy)
+    return tuple(dy.new_empty(0) if g is None else g for g in grads)  # type: ignore[return-value]
+
+
+def _tokens_backward(
+    products: Sequence[Tensor], dy: Tensor | None, g_gates: Tensor | None, g_scores: Tensor | None, x: Tensor,
+    vectors: Tensor,
+    light_norm: Tensor | None, heavy_norm: Tensor | None, mask: Tensor | None, kept: Sequence[Tensor],
+    needs: Sequence[bool],
+    dtype: torch.dtype, ints: Sequence[int], floats: Sequence[float],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Call `node.backward_tokens`; an empty tensor stands for None in `products`, `kept` and the result."""
+    plan = _plan(dtype, ints, floats)
+    there = [t if t.numel() else None for t in (*kept, *products)]
+    saved = (x, vectors, light_norm, heavy_norm, mask, *there[: len(kept)])
+    found = there[len(kept) :] or [None] * 4
+    with outside_autocast(x.device):
+        grads = node.backward_tokens(saved, plan, needs, found, dy, g_gates, g_scores)
     return tuple(x.new_empty(0) if g is None else g for g in grads)  # type: ignore[return-value]
 
 
 forward_op = register("routed_feed_forward", _forward)
-backward_op = register("routed_feed_forward_backward", _backward)
+products_backward_op = register("routed_feed_forward_products_backward", _products_backward)
+tokens_backward_op = register("routed_feed_forward_tokens_backward", _tokens_backward)
 
 
 @register_fake(forward_op)
@@ -98,11 +100,12 @@ def _(
     (batch, n, d), k = x.shape, plan.k
     wide = torch.promote_types(x.dtype, torch.float32)
     scores = x.new_empty((batch, n), dtype=wide)
-    if plan.causal is None:
+    how = plan.choice()
+    if how.causal is None:
         _, indices, gates, state = op_topk.forward_op(scores, None, mask, k, plan.gate_eps, plan.kind, plan.hard)
         starts = x.new_empty(0)
     else:
-        gates, indices, state, starts = causal_choice.forward_op(scores, mask, k, plan.gate_eps, *plan.causal)
+        gates, indices, state, starts = causal_choice.forward_op(scores, mask, k, plan.gate_eps, *how.causal)
 
     def new(*shape: Any) -> Tensor:
         return x.new_empty(shape, dtype=plan.dtype)
@@ -110,25 +113,46 @@ def _(
     weights = up, down, heavy_up, heavy_down
     cast = any(w is not None and w.dtype != plan.dtype for w in rest[:8])
     return (
-        new(batch, n, d), indices, gates, scores, x.new_empty((2, batch * n), dtype=wide), state, starts,
+        new(batch, n, d) if not plan.residual else x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, plan.dtype)),
+        indices, gates, scores, x.new_empty((2, batch * n), dtype=wide), state, starts,
         x.new_empty((1, batch * k), dtype=wide), new(batch * n, d), new(batch * n, len(up)), new(batch * n, len(up)),
-        new(batch, k, d), new(batch * k, len(heavy_up)), new(batch * k, len(heavy_up)), new(batch, k, d),
+        new(batch * k, d), new(batch * k, len(heavy_up)), new(batch * k, len(heavy_up)), new(batch * k, d),
         *(new(*w.shape) if cast else x.new_empty(0) for w in weights),
     )  # fmt: skip
 
 
-@register_fake(backward_op)
+@register_fake(products_backward_op)
 def _(
-    dy: Tensor | None, g_gates: Tensor | None, g_scores: Tensor | None, x: Tensor, vectors: Tensor,
-    light_norm: Tensor | None, heavy_norm: Tensor | None, mask: Tensor | None, weights: Sequence[Tensor | None],
+    dy: Tensor, mask: Tensor | None, indices: Tensor, gates: Tensor, weights: Sequence[Tensor | None],
     kept: Sequence[Tensor], needs: Sequence[bool], *numbers: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
+    plan, (need_x, need_v, need_light_norm, need_heavy_norm, *need_weights) = _plan(*numbers), needs
+    batch, n, _ = dy.shape
+    explores = plan.explore_stride > 0 and need_v
+    shapes = (
+        (plan.dtype, kept[0].shape if need_x or need_light_norm else (0,)),
+        (plan.dtype, kept[3].shape if need_x or need_heavy_norm else (0,)),
+        (gates.dtype, gates.shape if need_x or need_v else (0,)),
+        (gates.dtype, (batch, (n + plan.explore_stride - 1) // plan.explore_stride) if explores else (0,)),
+    )
+    return *(dy.new_empty(shape, dtype=dtype) for dtype, shape in shapes), *(
+        w.new_empty(w.shape) if w is not None and need else dy.new_empty(0)
+        for w, need in zip(weights, need_weights, strict=True)
+    )
+
+
+@register_fake(tokens_backward_op)
+def _(
+    products: Sequence[Tensor], dy: Tensor | None, g_gates: Tensor | None, g_scores: Tensor | None, x: Tensor,
+    vectors: Tensor,
+    light_norm: Tensor | None, heavy_norm: Tensor | None, mask: Tensor | None, kept: Sequence[Tensor],
+    needs: Sequence[bool], *numbers: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
     # without a gradient of y, those of gates and scores reach x and the vectors alone
-    reached = [True, True, *[dy is not None] * 10]
-    inputs = x, vectors, light_norm, heavy_norm, *weights
+    reached = True, True, bool(products), bool(products)
     return tuple(
         t.new_empty(t.shape) if t is not None and need and some else x.new_empty(0)
-        for t, need, some in zip(inputs, needs, reached, strict=True)
+        for t, need, some in zip((x, vectors, light_norm, heavy_norm), needs, reached, strict=True)
     )
 
 
@@ -146,12 +170,31 @@ def _gradients(
     if dy is None and g_gates is None and g_scores is None:
         return nothing
     x, vectors, light_norm, heavy_norm, mask, *saved = ctx.saved_tensors
+    weights, choice, of_tokens, of_products = saved[:8], saved[8:11], saved[8:15], saved[15:]
     needs = [*ctx.needs_input_grad[:4], *ctx.needs_input_grad[5:13]]
-    grads = backward_op(
-        dy, g_gates, g_scores, x, vectors, light_norm, heavy_norm, mask, saved[:8], saved[8:], needs, *ctx.numbers
+    # two operators, so that what the first needs is free when the second allocates the gradient of x
+    products: tuple[Tensor, ...] = ()
+    if dy is not None:
+        products = products_backward_op(dy, mask, *choice[:2], weights, of_products, needs, *ctx.numbers)
+    grads = tokens_backward_op(
+        products[:4],
+        dy if _plan(*ctx.numbers).residual else None,
+        g_gates,
+        g_scores,
+        x,
+        vectors,
+        light_norm,
+        heavy_norm,
+        mask,
+        of_tokens,
+        needs[:4],
+        *ctx.numbers,
     )
-    reached = [True, True, *[dy is not None] * 10]
-    found = [g if need and some else None for g, need, some in zip(grads, needs, reached, strict=True)]
+    reached = True, True, *(dy is not None,) * 10
+    found = [
+        g if need and some else None
+        for g, need, some in zip((*grads, *(products[4:] or nothing[:8])), needs, reached, strict=True)
+    ]
     return *found[:4], None, *found[4:], *nothing[13:]
 
 
@@ -160,7 +203,8 @@ def _refuse(ctx: Any, *grads: Any) -> Any:
 
 
 register_autograd(forward_op, _gradients, setup_context=_save)
-register_autograd(backward_op, _refuse, setup_context=lambda ctx, inputs, output: None)
+for _op in (products_backward_op, tokens_backward_op):
+    register_autograd(_op, _refuse, setup_context=lambda ctx, inputs, output: None)
 
 
 def _products(x: Any, up: Any, heavy_up: Any, k: int) -> int:
@@ -172,13 +216,14 @@ def _products(x: Any, up: Any, heavy_up: Any, k: int) -> int:
 
 @flop_formula(forward_op)
 def _(x: Any, vectors: Any, light_norm: Any, heavy_norm: Any, mask: Any, *rest: Any, **_: Any) -> int:
-    return _products(x, rest[0], rest[4], rest[9])
+    return _products(x, rest[0], rest[4], _plan(*rest[8:]).k)
 
 
-@flop_formula(backward_op)
-def _(*args: Any, **_: Any) -> int:
-    weights, needs, k = args[8], args[10], args[12]
-    both = _products(args[3], weights[0], weights[4], k)
+@flop_formula(products_backward_op)
+def _(
+    dy: Any, mask: Any, indices: Any, gates: Any, weights: Any, kept: Any, needs: Any, *numbers: Any, **_: Any
+) -> int:
+    both = _products(dy, weights[0], weights[4], _plan(*numbers).k)
     return both * (any(needs[:4]) + any(needs[4:]))
 
 
@@ -189,9 +234,9 @@ def routed_feed_forward(
     """Do as `feed_forward.routed_feed_forward` through the dispatcher, where callers need not be plain eager."""
     register_formulas()
     y, indices, gates, scores, *_ = forward_op(
-        x, vectors, light_norm, heavy_norm, mask, *weights, *_numbers(plan)
+        x, vectors, light_norm, heavy_norm, mask, *weights, *plan.numbers()
     )  # fmt: skip
     return y, indices, gates, scores
 
 
-__all__ = ["backward_op", "forward_op", "routed_feed_forward"]
+__all__ = ["forward_op", "products_backward_op", "routed_feed_forward", "tokens_backward_op"]

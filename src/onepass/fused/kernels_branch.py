@@ -6,6 +6,9 @@ One last kernel adds up those of a whole backward pass, always in the same order
 
 from __future__ import annotations
 
+import math
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -19,6 +22,8 @@ SUMS_UNROLL = 4
 GELU_UNROLL = 4
 # programs per multiprocessor that share the rows
 PER_SM = 2
+# elements of a program of the residual sum: two 16-byte loads of fp32 per thread
+RESIDUAL_BLOCK = 1024
 
 
 @triton.jit(do_not_specialize=INTS)
@@ -90,6 +95,22 @@ def gelu_backward_kernel(
         tl.store(out + cols, tl.sum(acc, 0), mask=cols < D)
 
 
+@triton.jit(do_not_specialize=["total"])
+def residual_kernel(
+    x_ptr,  # (total · UNIT,)
+    y_ptr,  # (total · UNIT,), of any dtype
+    out_ptr,  # (total · UNIT,)
+    total,
+    UNIT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < total.to(tl.int64) * UNIT
+    x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    x += tl.load(y_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr + at, x.to(out_ptr.dtype.element_ty), mask=inside)
+
+
 def programs(x: Tensor, rows: int) -> int:
     """Return how many programs share the rows in each kernel; the buffer of partials has as many rows."""
     return min(PER_SM * sm_count(x), max(1, cdiv(rows, 4)))
@@ -128,3 +149,15 @@ def gelu_backward(dh: Tensor, u: Tensor, partials: Tensor | None, offset: int) -
             num_warps=WARPS,
         )  # fmt: skip
     return ()
+
+
+def residual_sum(x: Tensor, y: Tensor) -> Tensor:
+    """Return x + y in the shape of x and the wider dtype, for contiguous tensors of as many elements."""
+    out = torch.empty(x.shape, dtype=torch.promote_types(x.dtype, y.dtype), device=x.device)
+    unit = math.gcd(16, x.numel())
+    with device_guard(x):
+        launch(
+            residual_kernel, (cdiv(x.numel(), RESIDUAL_BLOCK), 1, 1), (x, y, out), (x.numel() // unit,),
+            (unit, RESIDUAL_BLOCK), num_warps=4,
+        )  # fmt: skip
+    return out

@@ -38,7 +38,7 @@ def forward_kernel(
     w_ptr,  # (D,) or None
     v_ptr,  # (R, D), contiguous; None where R = 0
     y_ptr,  # (batch, m, D), contiguous, of any dtype
-    s_ptr,  # (batch, R, m) fp32; None where R = 0
+    s_ptr,  # (R, batch, m) fp32; None where R = 0
     stats_ptr,  # (1 or 2, batch·m) fp32: 1/rms with eps, and with scores 1/rms with score_eps
     x_batch_stride,  # in units of VEC elements
     x_row_stride,
@@ -82,7 +82,7 @@ def forward_kernel(
             for i in tl.static_range(CHUNKS):
                 cols = (i * BLOCK_C + tl.arange(0, BLOCK_C))[None, :]
                 dot += xs[i] * tl.load(v_ptr + r * D + cols, mask=cols < D, other=0.0).to(tl.float32)
-            tl.store(s_ptr + (batch * R + r) * m + token, tl.sum(dot, 1) * inverse, mask=rows < total)
+            tl.store(s_ptr + r * total.to(tl.int64) + rows, tl.sum(dot, 1) * inverse, mask=rows < total)
 
 
 @triton.jit(do_not_specialize=INTS)
@@ -94,9 +94,10 @@ def backward_kernel(
     w_ptr,  # (D,) or None
     v_ptr,  # (R, D), contiguous; None where R = 0
     stats_ptr,  # (1 or 2, batch·m) fp32
-    s_ptr,  # (batch, R, m) fp32; None where R = 0
-    ds_ptr,  # (batch, R, m); None where R = 0
-    explore_grad_ptr,  # (batch, ⌈m / stride⌉) fp32: added to ds at each `stride`-th token, for dv alone; or None
+    s_ptr,  # (R, batch, m) fp32; None where R = 0
+    ds_ptr,  # (R, batch, m); None where R = 0
+    explore_grad_ptr,  # (batch, ⌈m / stride⌉) fp32: added to ds at each `stride`-th token, for dv[0]; or None
+    residual_ptr,  # (batch, m, D), contiguous: added to dx; None: nothing is
     dx_ptr,  # (batch, m, D), contiguous; None: not needed
     partials_ptr,  # (programs, ...) fp32: (1 + R)·D columns, of dw, then of dv; None: not needed
     x_batch_stride,  # in units of VEC elements
@@ -155,7 +156,7 @@ def backward_kernel(
             live = rows < 0
             alongs = ()
             for r in tl.static_range(R):
-                at = (batch * R + r) * m + token
+                at = r * total.to(tl.int64) + rows
                 ds = tl.load(ds_ptr + at, mask=found, other=0.0).to(tl.float32)
                 moved = ds != 0.0
                 live = live | moved
@@ -177,7 +178,7 @@ def backward_kernel(
                 for i in tl.static_range(CHUNKS):
                     x = tl.where(taught[:, None], ns[i] / rstd, 0.0)
                     for r in tl.static_range(R):
-                        new_dvs = new_dvs + (dvs[i * R + r] + (alongs[r] + extra) * x,)
+                        new_dvs = new_dvs + (dvs[i * R + r] + (alongs[r] + extra if r == 0 else alongs[r]) * x,)
                 dvs = new_dvs
         if dx_ptr is not None:
             products = gs[0] * ns[0]
@@ -192,6 +193,8 @@ def backward_kernel(
                     for r in tl.static_range(R):
                         dx += alongs[r] * vs[i * R + r]
                 mask = (rows < total)[:, None] & (cols < D)
+                if residual_ptr is not None:
+                    dx += tl.load(residual_ptr + (rows * D)[:, None] + cols, mask=mask, other=0.0).to(tl.float32)
                 tl.store(dx_ptr + (rows * D)[:, None] + cols, dx.to(dx_ptr.dtype.element_ty), mask=mask)
     if partials_ptr is not None:
         for i in tl.static_range(CHUNKS):
@@ -228,7 +231,7 @@ def forward(
     x: Tensor, indices: Tensor | None, mask: Tensor | None, weight: Tensor | None, vectors: Tensor | None, eps: float,
     score_eps: float, dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
-    """Return y (batch, m, d) in `dtype`, scores (batch, [R,] m) or None, and statistics, for x (batch, n, d)."""
+    """Return y (batch, m, d) in `dtype`, scores ([R,] batch, m) or None, and statistics, for x (batch, n, d)."""
     x = even_rows(strided(x)[0], 8)
     weight, vectors = (None if v is None else aligned(v) for v in (weight, vectors))
     (batch, n, d), (batch_stride, row_stride) = x.shape, x.stride()[:2]
@@ -237,7 +240,7 @@ def forward(
     y = torch.empty((batch, m, d), dtype=dtype, device=x.device)
     scores = None
     if vectors is not None:
-        scores = torch.empty((batch, *vectors.shape[:-1], m), dtype=torch.float32, device=x.device)
+        scores = torch.empty((*vectors.shape[:-1], batch, m), dtype=torch.float32, device=x.device)
     stats = torch.empty((2 if routes else 1, batch * m), dtype=torch.float32, device=x.device)
     vec = math.gcd(8, d)
     block_r, block_c, warps = _forward_tile(d, x.element_size())
@@ -260,9 +263,11 @@ def programs(x: Tensor, rows: int, d: int) -> int:
 def backward(
     dy: Tensor, x: Tensor, indices: Tensor | None, mask: Tensor | None, weight: Tensor | None, vectors: Tensor | None,
     stats: Tensor, scores: Tensor | None, ds: Tensor | None, explore_grad: Tensor | None, stride: int, need_x: bool,
-    partials: Tensor | None,
+    partials: Tensor | None, residual: Tensor | None,
 ) -> tuple[Tensor | None]:  # fmt: skip
     """Return (dx,) for dy (batch, m, d), contiguous; dx (batch, m, d) has the dtype of x, or is None without need_x.
+
+    `residual`, contiguous and shaped like dx, is added to it.
 
     `partials` (programs, …), with unit column stride, gets (1 + R)·d columns: each program's partials of the gradients
     of weight and vectors.
@@ -278,7 +283,7 @@ def backward(
     with device_guard(x):
         launch(
             backward_kernel, (grid, 1, 1),
-            (dy, x, indices, mask, weight, vectors, stats, scores, ds, explore_grad, dx, partials),
+            (dy, x, indices, mask, weight, vectors, stats, scores, ds, explore_grad, residual, dx, partials),
             (
                 batch_stride // vec, row_stride // vec, n, m, batch * m, stride,
                 0 if explore_grad is None else explore_grad.shape[1], 0 if partials is None else partials.stride(0),

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,7 +32,9 @@ class Runs(NamedTuple):
 
 
 Make = Callable[..., tuple[Tensor, Tensor]]
-Queries = tuple[torch.device, torch.dtype, int]  # the last: width of a head
+# device, dtype, width of a head, and precision of fp32 matrix products (torch.get_float32_matmul_precision): the
+# precision decides the tiles, and the tiles decide the edges
+Queries = tuple[torch.device, torch.dtype, int, str]
 
 
 def _runs(make: Make, sizes: tuple[int, ...], keys: int, where: torch.device, like: Tensor) -> Runs:
@@ -43,22 +44,33 @@ def _runs(make: Make, sizes: tuple[int, ...], keys: int, where: torch.device, li
     return Runs(None, *(None if t is None else t.to(like.device) for t in (first, last, *edges)))  # type: ignore[arg-type]
 
 
-@lru_cache(64)
-def _kept(make: Make, sizes: tuple[int, ...], keys: int, device: torch.device, dtype: torch.dtype, width: int,
-          precision: str) -> Runs:  # fmt: skip
-    # made on the CPU and copied, so that they are ready for every stream when the copy returns; outside inference
-    # mode, because autograd can't save tensors made in it
-    with torch.inference_mode(False):
-        return _runs(make, sizes, keys, torch.device("cpu"), torch.empty(width, dtype=dtype, device=device))
+# runs by what they follow from, the oldest first; the next one to be made pushes the oldest out
+_KEPT: dict[tuple[Any, ...], Runs] = {}
+_MOST = 64
+# runs whose addresses a CUDA graph holds: they stay as long as the process, a few kB each
+_CAPTURED: dict[tuple[Any, ...], Runs] = {}
 
 
 def _of(make: Make, sizes: tuple[int, ...], keys: int, queries: Queries) -> Runs:
-    device, dtype, width = queries
+    key = make, sizes, keys, queries
+    runs = _KEPT.get(key) or _CAPTURED.get(key)
+    device, dtype, width, _ = queries
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        # a captured graph owns the memory allocated in it: don't cache these
+        if runs is not None:
+            # 19 launches fewer in the graph of each attention
+            _CAPTURED[key] = runs
+            return runs
+        # a captured graph owns the memory allocated in it: don't keep these
         return _runs(make, sizes, keys, device, torch.empty(width, dtype=dtype, device=device))
-    # the precision decides the tiles, and the tiles decide the edges
-    return _kept(make, sizes, keys, device, dtype, width, torch.get_float32_matmul_precision())
+    if runs is None:
+        # made on the CPU and copied, so that they are ready for every stream when the copy returns; outside inference
+        # mode, because autograd can't save tensors made in it
+        with torch.inference_mode(False):
+            runs = _runs(make, sizes, keys, torch.device("cpu"), torch.empty(width, dtype=dtype, device=device))
+        if len(_KEPT) >= _MOST:
+            _KEPT.pop(next(iter(_KEPT)), None)
+        _KEPT[key] = runs
+    return runs
 
 
 def window_runs(n: int, window: int, causal: bool, queries: Queries) -> Runs:

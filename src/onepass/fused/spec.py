@@ -1,20 +1,14 @@
-"""Budgets of the kernels between the matrix products of routed layers; benchmark cases of `fork`."""
+"""Budgets of the kernels between the matrix products of routed layers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from onepass.core.spec import Case, Impl, Kernel, Prepared
+from onepass.core.spec import Kernel
 from onepass.ops._shared.spec_parts import i32, kernel, pointers
-from onepass.ops.routing.op import score
 
-from .fork import fork
-
-__all__ = ["CASES", "KERNELS"]
+__all__ = ["KERNELS"]
 
 
 # (dtype of x, width, "scores" with or without a mask, or chosen "rows") → forward: BLOCK_C, warps, registers;
@@ -28,6 +22,7 @@ _NORM = {
     ("bf16", 2048, "scores"): (512, 2, 72, 1, 1024, 8, 3, 112),
     ("bf16", 4096, "scores"): (1024, 4, 72, 1, 4096, 16, 2, 112),
     ("fp32", 1024, "masked scores"): (256, 2, 56, 1, 1024, 4, 3, 128),
+    ("fp32", 1024, "two scores, residual"): (256, 2, 64, 1, 1024, 4, 3, 128),
     ("bf16", 1024, "masked scores"): (512, 2, 56, 1, 1024, 4, 3, 128),
 }
 
@@ -37,7 +32,7 @@ def _norm() -> Iterator[Kernel]:
         common = {"x_ptr": f"*{t}", "w_ptr": "*fp32", "stats_ptr": "*fp32"}
         common |= i32("x_batch_stride", "x_row_stride", "n", "m", "total")
         scored, masked = "scores" in what, "masked" in what
-        shape: dict[str, Any] = {"D": d, "VEC": 8, "R": int(scored)}
+        shape: dict[str, Any] = {"D": d, "VEC": 8, "R": scored + ("two" in what)}
         if masked:
             common |= {"mask_ptr": "*u8"}
         else:
@@ -55,6 +50,10 @@ def _norm() -> Iterator[Kernel]:
         )  # fmt: skip
         signature = common | {"dy_ptr": "*bf16", "dx_ptr": f"*{t}", "partials_ptr": "*fp32"}
         signature |= i32("stride", "n_explore", "partials_stride")
+        if "residual" in what:
+            signature |= {"residual_ptr": "*fp32"}
+        else:
+            shape |= {"residual_ptr": None}
         if scored:
             signature |= {"ds_ptr": "*fp32", "explore_grad_ptr": "*fp32"}
         else:
@@ -84,6 +83,11 @@ def _branch() -> Iterator[Kernel]:
             f"routing gelu backward {t}", kernel("fused.kernels_branch", "gelu_backward_kernel"), signature,
             shape | {"UNROLL": 4}, pointers(signature), num_warps=8, max_registers=gelu,
         )  # fmt: skip
+        signature = {"x_ptr": "*fp32", "y_ptr": f"*{t}", "out_ptr": "*fp32", **i32("total")}
+        yield Kernel(
+            f"routing residual {t}", kernel("fused.kernels_branch", "residual_kernel"), signature,
+            {"UNIT": 16, "BLOCK": 1024}, pointers(signature), max_registers=40,
+        )  # fmt: skip
         signature = {"dy_ptr": f"*{t}", "length_ptr": "*fp32", **i32("n", "stride", "count", "total")}
         yield Kernel(
             f"routing explore {t}", kernel("fused.kernels_explore", "length_kernel"), signature,
@@ -108,49 +112,23 @@ def _branch() -> Iterator[Kernel]:
     )  # fmt: skip
 
 
-KERNELS = [*_norm(), *_branch()]
+def _attention() -> Iterator[Kernel]:
+    """Gates on the values of 8 heads of 64, half of a packed projection, and places of keys chosen per window."""
+    for t in ("bf16", "fp32"):
+        common = {"v_ptr": f"*{t}", "g_ptr": "*fp32", **i32("v_stride", "total")}
+        shape = {"D": 512, "VEC": 8, "BLOCK_R": 8, "BLOCK_C": 512}
+        for name, more in (("gate", {"out_ptr": f"*{t}"}), ("gate_backward", {"dv_ptr": f"*{t}", "dg_ptr": "*fp32"})):
+            signature = common | more | (i32("dv_stride") if "dv_ptr" in more else {})
+            yield Kernel(
+                f"attention {name.replace('_', ' ')} {t}", kernel("fused.kernels_attention", f"{name}_kernel"),
+                signature, shape, pointers(signature), max_registers=96,
+            )  # fmt: skip
+    signature = {"within_ptr": "*i64", "query_ptr": "*i64", "at_ptr": "*i64", "seen_ptr": "*i32"}
+    signature |= i32("per_window", "windows", "window", "n_places", "n_queries")
+    yield Kernel(
+        "attention places", kernel("fused.kernels_attention", "place_kernel"), signature, {"BLOCK": 256},
+        pointers(signature), max_registers=64, vector_loads=False,
+    )  # fmt: skip
 
 
-def _fork_case(batch: int, n: int, dim: int, dtype: torch.dtype, stage: str, device: str = "cuda") -> Case:
-    """Return the case of a bf16 norm and scores from one read; the rival reads twice and adds two gradients."""
-
-    def make() -> Mapping[str, Impl]:
-        need = stage == "backward"
-        x = torch.randn(batch, n, dim, device=device, dtype=dtype, requires_grad=need)
-        weight, vector = torch.rand(dim, device=device), torch.randn(dim, device=device)
-        wanted = (x, weight.requires_grad_(need), vector.requires_grad_(need))
-
-        def ours() -> tuple[Tensor, Tensor]:
-            f = fork(x, weight, vector, eps=1e-6, score_eps=1e-6, dtype=torch.bfloat16, ks=())
-            return f.normed, f.scores
-
-        def apart() -> tuple[Tensor, Tensor]:
-            return torch.nn.functional.rms_norm(x, (dim,), weight, 1e-6).bfloat16(), score(x, vector)
-
-        if not need:
-            return {"onepass": ours, "rms_norm, score": apart}
-        dn, ds = torch.randn(batch, n, dim, device=device).bfloat16(), torch.randn(batch, n, device=device)
-
-        def gradient(run: Callable[[], tuple[Tensor, Tensor]]) -> Impl:
-            def build() -> Callable[[], Any]:
-                outs = run()
-                return lambda: torch.autograd.grad(outs, wanted, (dn, ds), retain_graph=True)
-
-            return Prepared(build)
-
-        return {"onepass": gradient(ours), "rms_norm, score": gradient(apart)}
-
-    elements = batch * n * dim
-    floor = elements * (dtype.itemsize + 2) if stage == "forward" else elements * (2 * dtype.itemsize + 2)
-    return Case("fork", stage, {"batch": batch, "n": n, "dim": dim}, dtype, floor, make, 2e-2, device)
-
-
-def _cases() -> Iterator[Case]:
-    for device, shapes in (("cuda", ((2, 32768, 1024), (2, 32768, 512), (2, 65536, 4096))), ("cpu", ((2, 8192, 512),))):
-        for dtype in (torch.bfloat16, torch.float32):
-            for batch, n, dim in shapes:
-                for stage in ("forward", "backward"):
-                    yield _fork_case(batch, n, dim, dtype, stage, device)
-
-
-CASES = list(_cases())
+KERNELS = [*_norm(), *_branch(), *_attention()]

@@ -13,12 +13,12 @@ def norm_forward(
     x: Tensor, indices: Tensor | None, mask: Tensor | None, weight: Tensor | None, vectors: Tensor | None, eps: float,
     score_eps: float, dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
-    """Return the RMS norm y of all tokens or of those in indices (batch, m), scores (batch, [R,] m), and statistics."""
+    """Return the RMS norm y of all tokens or of those in indices (batch, m), scores ([R,] batch, m), and statistics."""
     x = zero_padding(x, mask)
     scores = None
     if vectors is not None:
         scores, inverse = score_forward(x, vectors.view(-1, x.shape[-1]), score_eps)
-        scores = scores.view(len(x), *vectors.shape[:-1], -1)
+        scores = scores.transpose(0, 1).contiguous().view(*vectors.shape[:-1], *x.shape[:2])
     f = (x if indices is None else gather(x, indices)).to(widest(x.dtype)).contiguous()
     rstd = row_sum(f.square()).div_(x.shape[-1]).add_(eps).rsqrt_()
     y = f * rstd
@@ -44,17 +44,18 @@ def norm_backward(
         g = g * weight.to(wide)
     dx = torch.addcmul(g, n, (g * n).mean(-1, keepdim=True), value=-1).mul_(rstd)
     if vectors is not None and scores is not None and ds is not None:
-        inverse, shape = stats[1].view(x.shape[:2]), (x.shape[0], -1, x.shape[1])
+        inverse, shape = stats[1].view(x.shape[:2]), (-1, *x.shape[:2])
         vectors, ds = vectors.view(-1, x.shape[-1]), ds.view(shape)
-        ds = ds if mask is None else ds.where(mask[:, None], 0)
-        more, dv = score_backward(ds, x, vectors, scores.view(shape), inverse, need_x, need_w)
+        ds = ds if mask is None else ds.where(mask, 0)
+        of_rows, known = ds.transpose(0, 1), scores.view(shape).transpose(0, 1)
+        more, dv = score_backward(of_rows, x, vectors, known, inverse, need_x, need_w)
         dx = dx if more is None else dx + more
         if dv is not None:
             grads.append(dv.to(wide))
             if explore_grad is not None:
                 probed = (explore_grad * inverse[:, ::stride].where(explore_grad != 0, 0)).to(wide)
                 tokens = x[:, ::stride].to(wide).where((explore_grad != 0)[..., None], 0)
-                grads[1] = grads[1] + probed.reshape(1, -1) @ tokens.reshape(-1, x.shape[-1])
+                grads[1][0] += (probed.reshape(1, -1) @ tokens.reshape(-1, x.shape[-1]))[0]
     return dx.to(x.dtype).contiguous() if need_x else None, torch.cat(grads) if need_w else None
 
 

@@ -4,6 +4,7 @@ from .attention import AttentionRouting, RoutedAttention
 from .block import BlockRouting, RoutedBlock
 from .causal import CausalRouter
 from .cross_attention import RoutedCrossAttention
+from .graphed import graphed
 from .local_attention import LocalAttention
 from .norm import LayerNorm, RMSNorm
 from .routed import Routed, RoutedFeedForward
@@ -25,4 +26,5 @@ __all__ = [
     "Router",
     "RouterOutput",
     "WeightedSum",
+    "graphed",
 ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -11,10 +10,9 @@ from torch import Tensor, nn
 from onepass.core import check
 from onepass.core.eager import plain, takes_operators
 from onepass.fused import attention_op
-from onepass.fused.attention import Plan, routed_attention
-from onepass.fused.fork import fork
+from onepass.fused.attention import routed_attention
 from onepass.fused.norms import fits_one_program
-from onepass.fused.runs import Runs, whole_runs, window_runs
+from onepass.fused.plans import AttentionPlan
 from onepass.ops.routing.op import gather, scatter_add
 from onepass.ops.span_attention.op import span_attention
 from onepass.ops.span_attention.op_rotary import rotary
@@ -29,8 +27,6 @@ from .router import NORM_EPS, Router, RouterOutput
 
 if TYPE_CHECKING:
     from .calls import RoutedCall
-
-Choose = Callable[[Tensor, int, "Tensor | None"], RouterOutput]
 
 
 class AttentionRouting(NamedTuple):
@@ -197,11 +193,9 @@ class RoutedAttention(nn.Module):
         dtype = self._fused_dtype(x, mask)
         if dtype is None:
             y, routing = self._composed(x, mask)
-        elif plain(x, mask):
-            y, routing = self._fused(x, mask, dtype)
+            y = explore(y, x, self.router_q, routing.q.indices.shape[1], mask).view(x.shape)
         else:
-            y, routing = self._operators(x, mask, dtype)
-        y = explore(y, x, self.router_q, routing.q.indices.shape[1], mask).view(x.shape)
+            y, routing = self._fused(x, mask, dtype)
         return (y, routing) if return_routing else y
 
     if TYPE_CHECKING:
@@ -209,7 +203,7 @@ class RoutedAttention(nn.Module):
 
     def _composed(self, x: Tensor, mask: Tensor | None) -> tuple[Tensor, AttentionRouting]:
         """Return the output as (batch·n, dim) and the routing, computed module by module."""
-        routing = self._choose(self.router_q, self.router_kv, x, x, mask)
+        routing = self._choose(x, mask)
         y = self.light(x, mask).flatten(0, 1)
         y = y + self.null.to(y.dtype)
         q, kv = routing.q.indices, routing.kv.indices
@@ -221,67 +215,35 @@ class RoutedAttention(nn.Module):
             y = scatter_add(y, update, routing.q.gates, q, inplace=plain())
         return y, routing
 
-    def _choose(
-        self, choose_q: Choose, choose_kv: Choose, of_q: Tensor, of_kv: Tensor, mask: Tensor | None
-    ) -> AttentionRouting:
-        """Return the routing; `choose_q` and `choose_kv` are routers (of tokens) or their `decide` (of scores)."""
-        n = of_q.shape[1]
-        q = choose_q(of_q, count(self.k_q, n), mask)
+    def _choose(self, x: Tensor, mask: Tensor | None) -> AttentionRouting:
+        n = x.shape[1]
+        q = self.router_q(x, count(self.k_q, n), mask)
         if not self.causal or n == 0:
-            return AttentionRouting(q, choose_kv(of_kv, count(self.k_kv, n), mask))
-        return AttentionRouting(q, choose_per_block(choose_kv, of_kv, self._quota(n), self.window, mask))
+            return AttentionRouting(q, self.router_kv(x, count(self.k_kv, n), mask))
+        return AttentionRouting(q, choose_per_block(self.router_kv, x, self._quota(n), self.window, mask))
 
-    def _fused(self, x: Tensor, mask: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, AttentionRouting]:
-        """Return the same from two autograd nodes: one norms x and scores it twice in one read, one does the rest."""
-        light, heavy, q, kv, n = self.light, self.heavy, self.router_q, self.router_kv, x.shape[1]
-        assert isinstance(q, Router)
-        assert isinstance(kv, Router)
-        q.check(x, 0, mask)
-        eps = light.norm.eps_for(x)
-        # the choice is made in fp32, whatever dtype the branches use
-        with torch.autocast(x.device.type, enabled=False):
-            ks = count(self.k_q, n), self._length_kv(n)
-            vectors = torch.cat((q.directions(), kv.directions()))
-            forked = fork(x, light.norm.weight, vectors, eps=eps, score_eps=NORM_EPS, dtype=dtype, ks=ks, mask=mask)
-            of_q, of_kv = forked.scores.unbind(1)
-            routing = self._choose(q.decide, kv.decide, of_q, of_kv, mask)
-        queries = x.device, dtype, heavy.dim_head
-        light_runs = window_runs(n, light.window, light.causal, queries)
-        if self.causal:
-            last, there = self._seen(routing, n, mask)
-            last = last.to(torch.int32)
-            heavy_runs = Runs(there, torch.zeros_like(last), last, None, None)
-        else:
-            heavy_runs = whole_runs(*ks, queries)._replace(mask=self._there(routing, n, mask))
-        plan = Plan(dtype, light.heads, heavy.heads, heavy.dim_head, eps, torch.get_float32_matmul_precision())
-        weights = (
-            heavy.norm_q.weight, heavy.norm_kv.weight, self.null, light.qkv.weight, light.out.weight, heavy.q.weight,
-            heavy.kv.weight, heavy.out.weight,
-        )  # fmt: skip
-        gates, indices = (routing.q.gates, routing.kv.gates), (routing.q.indices, routing.kv.indices)
-        return routed_attention(
-            forked, x, gates, indices, weights, (light_runs._replace(mask=mask), heavy_runs), plan
-        ), routing
-
-    def _operators(self, x: Tensor, mask: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, AttentionRouting]:
-        """Return the same from one operator, for calls through the dispatcher."""
+    def _fused(
+        self, x: Tensor, mask: Tensor | None, dtype: torch.dtype, residual: bool = False
+    ) -> tuple[Tensor, AttentionRouting]:
+        """Return the same (x + y with `residual`) by one autograd node, or one operator through the dispatcher."""
         light, heavy, q, kv, n = self.light, self.heavy, self.router_q, self.router_kv, x.shape[1]
         assert isinstance(q, Router)
         assert isinstance(kv, Router)
         q.check(x, 0, mask)
         of_q, of_kv = q.choice(count(self.k_q, n)), kv.choice(self._quota(n) if self.causal else count(self.k_kv, n))
-        own = attention_op.Settings(
-            dtype, light.heads, heavy.heads, heavy.dim_head, light.window, self.causal, light.norm.eps_for(x), NORM_EPS,
-            of_q.k, of_kv.k, of_q.eps, of_q.kind, of_q.hard, *(of_q.causal or (0, 0)), of_kv.eps, of_kv.kind,
-            of_kv.hard,
+        (q_block, q_memory), stride = of_q.causal or (0, 0), n // of_q.k if q.explores(of_q.k, n) else 0
+        plan = AttentionPlan(
+            dtype, light.heads, heavy.heads, heavy.dim_head, light.window, self.causal,
+            of_q.k, of_q.kind, of_q.hard, q_block, q_memory, of_kv.k, of_kv.kind, of_kv.hard, stride, residual,
+            light.norm.eps_for(x), NORM_EPS, of_q.eps, of_kv.eps, q.explore,
         )  # fmt: skip
-        with torch.autocast(x.device.type, enabled=False):
-            vectors = torch.cat((q.directions(), kv.directions()))
-        matrices = light.qkv.weight, light.out.weight, heavy.q.weight, heavy.kv.weight, heavy.out.weight
-        y, at_q, gates_q, at_kv, gates_kv, scores = attention_op.routed_attention(
-            x, vectors, light.norm.weight, mask, heavy.norm_q.weight, heavy.norm_kv.weight, self.null, matrices, own
-        )
-        scores_q, scores_kv = scores.unbind(1)
+        run = routed_attention if plain(x, mask) else attention_op.routed_attention
+        y, at_q, gates_q, at_kv, gates_kv, scores = run(
+            plan, x, q.directions(), kv.directions(), light.norm.weight, mask, heavy.norm_q.weight,
+            heavy.norm_kv.weight, self.null, light.qkv.weight, light.out.weight, heavy.q.weight, heavy.kv.weight,
+            heavy.out.weight,
+        )  # fmt: skip
+        scores_q, scores_kv = scores.unbind(0)
         return y, AttentionRouting(
             RouterOutput(at_q, gates_q, scores_q), RouterOutput(at_kv, gates_kv, scores_kv)
         )  # fmt: skip
@@ -308,10 +270,6 @@ class RoutedAttention(nn.Module):
         k = count(self.k_kv, n)
         return min(self.window, max(1, round(self.window * k / n))) if k else 0
 
-    def _length_kv(self, n: int) -> int:
-        """Return how many keys and values are chosen of n > 0 tokens, missing ones included."""
-        return -(-n // self.window) * self._quota(n) if self.causal else count(self.k_kv, n)
-
     def _fused_dtype(self, x: Tensor, mask: Tensor | None) -> torch.dtype | None:
         """Return the branches' dtype where `_fused` gives the same as `_composed`, else None.
 
@@ -336,7 +294,7 @@ class RoutedAttention(nn.Module):
             return None
         norms = [m for m in parts if type(m) is RMSNorm]
         # the fused node has one eps and multiplies by the norms' weights alone
-        if len({m.eps for m in norms}) > 1 or any(m.offset for m in norms):
+        if len({m.eps for m in norms}) > 1 or any(m.offset or m.rounding != "once" for m in norms):
             return None
         weights = [p for m in parts for p in m._parameters.values() if p is not None]
         if any(m._parameters.get("bias") is not None for m in inner) or not (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from .attention import AttentionRouting, RoutedAttention
 from .causal import CausalRouter
 from .count import check_count
+from .feed_forward import has_no_overrides
 from .routed import RoutedFeedForward
 from .router import RouterOutput
 
@@ -115,8 +116,16 @@ class RoutedBlock(nn.Module):
     def forward(
         self, x: Tensor, mask: Tensor | None = None, return_routing: bool = False
     ) -> Tensor | tuple[Tensor, BlockRouting]:
-        y, attention = self.attention(x, mask, return_routing=True)
-        x = x + y
-        y, feed_forward = self.feed_forward(x, mask, return_routing=True)
-        x = x + y
+        x, attention = self._added(self.attention, x, mask)
+        x, feed_forward = self._added(self.feed_forward, x, mask)
         return (x, BlockRouting(attention, feed_forward)) if return_routing else x
+
+    @staticmethod
+    def _added(layer: Any, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Any]:
+        """Return x + layer(x) and the routing: from one node where nothing looks at the layer's own output."""
+        if type(layer) in (RoutedAttention, RoutedFeedForward) and has_no_overrides(layer):
+            dtype = layer._fused_dtype(x, mask)
+            if dtype is not None:
+                return layer._fused(x, mask, dtype, residual=True)  # type: ignore[no-any-return]
+        y, routing = layer(x, mask, return_routing=True)
+        return x + y, routing

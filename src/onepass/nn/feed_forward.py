@@ -47,7 +47,7 @@ class FeedForward(nn.Module):
         if type(self) is not FeedForward or [type(m) for m in layers] != _KINDS:
             return False
         # the fused node multiplies by the norm's weight alone
-        return not layers[0].offset and has_no_overrides(self, *layers)
+        return not layers[0].offset and layers[0].rounding == "once" and has_no_overrides(self, *layers)
 
 
 _KINDS = [RMSNorm, nn.Linear, nn.Linear]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
@@ -115,6 +115,8 @@ class RMSNorm(nn.RMSNorm):
         elementwise_affine: learn a weight, which starts at 1 − offset.
         device, dtype: of the weight; its dtype may differ from that of x.
         offset: added to the weight; without a weight it has no effect.
+        rounding: ``"twice"`` rounds as the RMS norms of Llama, Qwen and T5 do (see `onepass.rms_norm`); not with an
+            offset.
 
     The result has the dtype of x; statistics are in fp32 whatever the dtypes (fp64 for fp64).
 
@@ -131,6 +133,9 @@ class RMSNorm(nn.RMSNorm):
         tensor([0., 0.])
     """
 
+    # also of modules that were pickled before they had it
+    rounding: Literal["once", "twice"] = "once"
+
     def __init__(
         self,
         normalized_shape: Any,
@@ -140,9 +145,15 @@ class RMSNorm(nn.RMSNorm):
         dtype: torch.dtype | None = None,
         *,
         offset: float = 0.0,
+        rounding: Literal["once", "twice"] = "once",
     ) -> None:
+        if rounding not in ("once", "twice"):
+            raise ValueError(f"RMSNorm: rounding must be 'once' or 'twice', got {rounding!r}")
+        if rounding == "twice" and offset:
+            raise ValueError("RMSNorm: rounding='twice' takes no offset")
         # set first: torch's constructor calls reset_parameters
         self.offset = offset
+        self.rounding = rounding
         super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)
 
     @overload
@@ -154,7 +165,7 @@ class RMSNorm(nn.RMSNorm):
         check.tensor(type(self).__name__, "x", x)
         return _over_last_dims(
             type(self).__name__, self.normalized_shape, x, (self.weight,), residual, rms_norm,
-            eps=self.eps_for(x), offset=self.offset,
+            eps=self.eps_for(x), offset=self.offset, rounding=self.rounding,
         )  # fmt: skip
 
     if TYPE_CHECKING:
@@ -171,7 +182,8 @@ class RMSNorm(nn.RMSNorm):
             nn.init.constant_(self.weight, 1 - self.offset)
 
     def extra_repr(self) -> str:
-        return super().extra_repr() + (f", offset={self.offset}" if self.offset else "")
+        options = (f", offset={self.offset}" if self.offset else "", ", rounding='twice'" * (self.rounding == "twice"))
+        return super().extra_repr() + "".join(options)
 
 
 __all__ = ["LayerNorm", "RMSNorm"]

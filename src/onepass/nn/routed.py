@@ -13,6 +13,7 @@ from onepass.core.eager import plain, takes_operators
 from onepass.fused import feed_forward_op
 from onepass.fused.feed_forward import routed_feed_forward
 from onepass.fused.norms import fits_one_program
+from onepass.fused.plans import FeedForwardPlan
 from onepass.ops.routing.op import gather, scatter_add
 
 from .causal import CausalRouter
@@ -20,7 +21,7 @@ from .count import check_count, check_number, check_size, count
 from .explore import explore
 from .feed_forward import FeedForward, has_no_overrides
 from .padding import zero_padding
-from .router import Router, RouterOutput
+from .router import NORM_EPS, Router, RouterOutput
 
 if TYPE_CHECKING:
     from .calls import RoutedCall
@@ -185,18 +186,28 @@ class RoutedFeedForward(Routed):
         dtype = self._fused_dtype(x, mask)
         if dtype is None:
             return super().forward(zero_padding("RoutedFeedForward", x, mask), mask, return_routing)
-        light, heavy, router = self.light, self.heavy, self.router
+        y, routing = self._fused(x, mask, dtype)
+        return (y, routing) if return_routing else y
+
+    def _fused(
+        self, x: Tensor, mask: Tensor | None, dtype: torch.dtype, residual: bool = False
+    ) -> tuple[Tensor, RouterOutput]:
+        """Return the same (x + y with `residual`) by one autograd node, or one operator through the dispatcher."""
+        light, heavy, router, n = self.light, self.heavy, self.router, x.shape[1]
         assert isinstance(light, FeedForward)
         assert isinstance(heavy, FeedForward)
         assert isinstance(router, Router)
-        k = count(self.k, x.shape[1])
+        k = count(self.k, n)
         router.check(x, k, mask)
-        plan = router.plan(k, x.shape[1], dtype, light.norm.eps_for(x), heavy.norm.eps_for(x))
+        how, stride = router.choice(k), n // k if router.explores(k, n) else 0
+        plan = FeedForwardPlan(
+            dtype, k, how.kind, how.hard, stride, residual, *(how.causal or (0, 0)),
+            light.norm.eps_for(x), heavy.norm.eps_for(x), NORM_EPS, how.eps, router.explore,
+        )  # fmt: skip
         (light_norm, *linear), (heavy_norm, *more) = light.weights(), heavy.weights()
-        tensors = x, router.directions(), light_norm, heavy_norm, mask
-        fused = routed_feed_forward if plain(x, mask, light_norm) else feed_forward_op.routed_feed_forward
-        y, *routing = fused(*tensors, plan, *linear, *more)
-        return (y, RouterOutput(*routing)) if return_routing else y
+        run = routed_feed_forward if plain(x, mask, light_norm) else feed_forward_op.routed_feed_forward
+        y, *routing = run(x, router.directions(), light_norm, heavy_norm, mask, plan, *linear, *more)
+        return y, RouterOutput(*routing)
 
     def _fused_dtype(self, x: Tensor, mask: Tensor | None) -> torch.dtype | None:
         """Return the branches' dtype where the fused form gives the same as the composition of modules, else None.

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from onepass.core import check
 from onepass.fused.choice import Choice
-from onepass.fused.feed_forward import Plan
 from onepass.ops.routing.op import MAX_VECTORS, score
 from onepass.ops.soft_topk.op import KINDS
 from onepass.ops.topk.op import choose
@@ -155,12 +154,6 @@ class Router(nn.Module):
             mask = mask[:, None]
         chosen = choose(scores, k, self.eps, mask, self.kind, self.gate == "straight_through")
         return RouterOutput(chosen.indices, chosen.gates, scores)
-
-    def plan(self, k: int, n: int, dtype: torch.dtype, light_eps: float, heavy_eps: float) -> Plan:
-        """Return the settings of `routed_feed_forward` with this router."""
-        every = n // k if self.explores(k, n) else 0
-        how = self.choice(k)
-        return Plan(dtype, k, light_eps, heavy_eps, NORM_EPS, *how[1:4], every, self.explore, how.causal)
 
     def choice(self, k: int) -> Choice:
         """Return how this router chooses k tokens."""

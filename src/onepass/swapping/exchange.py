@@ -20,8 +20,9 @@ class Target(NamedTuple):
         """Return the target that gives a module the class and the options of `made`."""
         state = vars(nn.Module())
         fields = {name: value for name, value in vars(made).items() if name not in state}
-        offset = getattr(made, "offset", 0.0)
-        label = f"onepass.nn.{type(made).__name__}" + (f"(offset={offset:g})" if offset else "")
+        offset, twice = getattr(made, "offset", 0.0), getattr(made, "rounding", "once") == "twice"
+        option = f"(offset={offset:g})" if offset else "(rounding='twice')" if twice else ""
+        label = f"onepass.nn.{type(made).__name__}{option}"
         return cls(type(made), fields, tuple(made._parameters), label)
 
 

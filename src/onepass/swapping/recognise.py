@@ -63,7 +63,9 @@ def targets(module: nn.Module) -> list[Target] | str:
     if not ((is_rms and eps is None) or (type(eps) in (int, float) and 0 <= eps < math.inf)):
         return f"its eps is {eps!r}"
     affine = weight is not None
-    rms = [RMSNorm(shape, eps, affine, "meta", offset=offset) for offset in (0.0, 1.0)[: 1 + affine]]
+    rms = [RMSNorm(shape, eps, affine, "meta")]
+    if affine:
+        rms += [RMSNorm(shape, eps, device="meta", rounding="twice"), RMSNorm(shape, eps, device="meta", offset=1.0)]
     if is_rms:
         return [Target.like(made) for made in rms]
     only_layer = isinstance(module, nn.LayerNorm) or bias is not None

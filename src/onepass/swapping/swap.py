@@ -36,11 +36,11 @@ def swap(
     optimizer that holds the parameters goes on. Models on the meta device are checked on the CPU. The check calls no
     hook and leaves the random state as it was.
 
-    Rounding: in fp32 outputs agree within the rounding of the sums. In 16 bits `onepass` rounds once, while norms of
-    transformers may round the normalised x and its product with the weight: outputs differ by at most
-    ``1.5 * torch.finfo(dtype).eps`` of their size, plus a few of fp16's subnormal steps. The output of `onepass` has
-    the dtype of x. Where the weight is wider than x, that of transformers' norms has the weight's; under CUDA
-    autocast, that of torch's LayerNorm is fp32.
+    Rounding: in fp32 outputs agree within the rounding of the sums. In 16 bits a norm that rounds the normalised x and
+    its product with the weight (Llama, Qwen, T5) becomes ``RMSNorm(rounding="twice")``; others round once. On a CPU the
+    bits are the same; a module that rounds otherwise differs by at most ``1.5 * torch.finfo(dtype).eps`` of its size,
+    plus a few of fp16's subnormal steps. The output of `onepass` has the dtype of x. Where the weight is wider than x,
+    that of transformers' norms has the weight's; under CUDA autocast, that of torch's LayerNorm is fp32.
 
     Args:
         model: any module; swap first, then wrap it in DistributedDataParallel or FSDP, or compile it.

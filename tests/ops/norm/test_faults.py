@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from conftest import INTERPRET
 from onepass import layer_norm, rms_norm
 from onepass.nn import LayerNorm
-from onepass.ops.norm.op import forward_op
+from onepass.ops.norm.plain import forward_op
 from onepass.ops.norm.reference import layer_norm as reference
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

@@ -82,7 +82,7 @@ def test_rows_in_tiles(cols: int, l2: int, monkeypatch: pytest.MonkeyPatch) -> N
     """Every width in tiles, and rows in groups of one, of a few, of all."""
     from onepass.ops.norm import launch
 
-    monkeypatch.setattr(launch, "_limits", lambda x: (232448, l2))
+    monkeypatch.setattr(launch, "limits", lambda x: (232448, l2))
     x, r = torch.randn(5, cols) + 2, torch.randn(5, cols)
     ties = (2 * torch.randn(5, cols)).round()
     ties[1] = -ties[1].abs() - 1

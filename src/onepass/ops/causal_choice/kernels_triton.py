@@ -432,14 +432,14 @@ def forward(
 
 def backward(
     g_gates: Tensor, scores: Tensor, mask: Tensor | None, gates: Tensor, thresholds: Tensor, starts: Tensor,
-    eps: float, block: int,
+    eps: float, block: int, ds: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Return the gradient of the scores from that of the gates."""
+    """Return the gradient of the scores from that of the gates; a given ds, contiguous, is written to."""
     batch, n = scores.shape
     # the backward tiles don't depend on the memory, so any valid value serves
     plan = shape(n, block, block)
     sums = torch.empty((batch, 3, plan.n_blocks), dtype=torch.float32, device=scores.device)
-    ds = torch.empty((batch, n), dtype=scores.dtype, device=scores.device)
+    ds = torch.empty((batch, n), dtype=scores.dtype, device=scores.device) if ds is None else ds
     s, masks, mask_row = _rows(scores, mask)
     grid = (batch * cdiv(plan.n_blocks, plan.block_b), 1, 1)
     kept = (s, masks, thresholds, gates, starts, g_gates.contiguous())

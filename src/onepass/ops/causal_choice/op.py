@@ -80,19 +80,30 @@ def forward(
 
 def backward(
     g_gates: Tensor, scores: Tensor, mask: Tensor | None, gates: Tensor, indices: Tensor, thresholds: Tensor,
-    starts: Tensor, eps: float, block: int, memory: int,
+    starts: Tensor, eps: float, block: int, memory: int, into: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Return the gradient of the scores from that of the gates and the results of `forward`."""
+    """Return the gradient of the scores from that of the gates and the results of `forward`.
+
+    With `into`, contiguous and like scores, it is written there.
+    """
     if _fused(scores, block, memory):
         from . import kernels_triton
 
         gates, thresholds, starts = gates.contiguous(), thresholds.contiguous(), starts.contiguous()
-        return kernels_triton.backward(g_gates, scores, mask, gates, thresholds, starts, eps, block)
-    return torch_path.backward(g_gates, scores, mask, gates, indices, thresholds, eps, block)
+        return kernels_triton.backward(g_gates, scores, mask, gates, thresholds, starts, eps, block, into)
+    ds = torch_path.backward(g_gates, scores, mask, gates, indices, thresholds, eps, block)
+    return ds if into is None else into.copy_(ds)
+
+
+def _new_backward(
+    g_gates: Tensor, scores: Tensor, mask: Tensor | None, gates: Tensor, indices: Tensor, thresholds: Tensor,
+    starts: Tensor, eps: float, block: int, memory: int,
+) -> Tensor:  # fmt: skip
+    return backward(g_gates, scores, mask, gates, indices, thresholds, starts, eps, block, memory)
 
 
 forward_op = register("causal_choice", forward, sharding.forward)
-backward_op = register("causal_choice_backward", backward, sharding.backward)
+backward_op = register("causal_choice_backward", _new_backward, sharding.backward)
 
 
 @register_fake(forward_op)

@@ -13,6 +13,14 @@ from triton.language.extra.cuda import gdc_wait
 
 # smallest normal float: 1/TINY is finite
 TINY = tl.constexpr(1.1754943508222875e-38)
+# GATE: where silu(z) is multiplied in
+AFTER, FIRST = tl.constexpr(1), tl.constexpr(2)
+# QUANT: what shares a scale, a row or 128 columns of it
+ROW, BLOCK = tl.constexpr(1), tl.constexpr(2)
+LARGEST_E4M3 = tl.constexpr(448.0)
+# scales are at least this over 448, as the reciprocal of a smaller one may leave fp32
+LEAST = tl.constexpr(2.0**-40)
+SMALLEST_E4M3 = tl.constexpr(2.0**-6)
 
 
 @triton.jit
@@ -78,6 +86,48 @@ def load_vector(ptr, cols, N_COLS: tl.constexpr, BLOCK_R: tl.constexpr, MASKED: 
 
 
 @triton.jit
+def load_entries(ptr, entries, cols, mask, N_COLS: tl.constexpr, MASKED: tl.constexpr):
+    """Load from a table (entries, N_COLS) each row's own entry as fp32; zero where masked."""
+    return load_tile(ptr, (entries * N_COLS)[:, None] + cols[None, :], mask, MASKED)
+
+
+@triton.jit
+def silu(z):
+    return z / (1.0 + tl.exp(-z))
+
+
+@triton.jit
+def silu_and_slope(z):
+    """Return silu(z) and its derivative."""
+    s = 1.0 / (1.0 + tl.exp(-z))
+    return z * s, s * (1.0 + z * (1.0 - s))
+
+
+@triton.jit
+def scales_of(largest):
+    """Return the fp32 scale that maps e4m3's 448 to the largest number, and its reciprocal."""
+    largest = tl.maximum(largest, LEAST)
+    most = tl.full(largest.shape, LARGEST_E4M3, tl.float32)
+    return tl.div_rn(largest, most), tl.div_rn(most, largest)
+
+
+@triton.jit
+def e4m3_codes(x, dtype: tl.constexpr):
+    """Round fp32 to e4m3, to nearest even and at most 448; in uint8 for GPUs without this dtype, with the same bits."""
+    if dtype != tl.uint8:
+        codes = x.to(dtype)
+    else:
+        size = tl.minimum(tl.abs(x), LARGEST_E4M3)
+        bits = size.to(tl.int32, bitcast=True)
+        normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
+        # an fp32 number from 2¹⁴ on has steps of 2⁻⁹, as e4m3 has below its normal numbers
+        subnormal = (size + 16384.0).to(tl.int32, bitcast=True) & 15
+        codes = tl.where(x == x, tl.where(size < SMALLEST_E4M3, subnormal, normal), 0x7F)
+        codes = (codes | ((x.to(tl.int32, bitcast=True) >> 24) & 0x80)).to(tl.uint8)
+    return codes
+
+
+@triton.jit
 def signed_scale(largest, smallest):
     """Return ±m of `stable`: max(x) if positive, else min(x) = −m; 1 for a row of zeros."""
     return tl.where(largest > 0, largest, tl.where(smallest < 0, smallest, 1.0))
@@ -93,20 +143,26 @@ def power_of_two(size):
     return exponent.to(tl.float32, bitcast=True), ((254 << 23) - exponent).to(tl.float32, bitcast=True)
 
 
-@triton.jit(do_not_specialize=["x_row_stride", "r_row_stride", "n_rows"])
+@triton.jit(do_not_specialize=["x_row_stride", "r_row_stride", "n_rows", "z_row_stride", "repeat", "n_entries"])
 def forward_kernel(
     x_ptr,  # (n_rows, N_COLS), unit column stride
     r_ptr,  # (n_rows, N_COLS), unit column stride; None: no residual
-    w_ptr,  # (N_COLS,) or None
-    b_ptr,  # (N_COLS,) or None
-    y_ptr,  # (n_rows, N_COLS), contiguous
+    w_ptr,  # (N_COLS,), or with TABLE (n_entries, N_COLS); or None
+    b_ptr,  # like w_ptr
+    y_ptr,  # (n_rows, N_COLS), contiguous; None: only its codes are wanted
     s_ptr,  # (n_rows, N_COLS), contiguous; None without residual
     stats_ptr,  # (1 to 3, n_rows) fp32: 1/σ, mean, ±m; None: not kept
+    z_ptr,  # (n_rows, N_COLS), unit column stride: gate; None: none
+    codes_ptr,  # (n_rows, N_COLS) e4m3 or its codes in uint8: y in 8 bits; None: not wanted
+    scales_ptr,  # (n_rows,) fp32, or with BLOCK (n_rows, N_COLS / 128)
     x_row_stride,  # in units of VEC elements, so that Triton can prove the alignment of every row
     r_row_stride,
     n_rows,
     eps,
     offset,
+    z_row_stride,
+    repeat,  # row i takes entry (i // repeat) % n_entries of the table
+    n_entries,
     N_COLS: tl.constexpr,
     VEC: tl.constexpr,
     HAS_MEAN: tl.constexpr,
@@ -114,18 +170,27 @@ def forward_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
     EARLY: tl.constexpr,
+    TABLE: tl.constexpr,
+    TWICE: tl.constexpr,
+    GATE: tl.constexpr,
+    QUANT: tl.constexpr,
 ):
     """Normalise one tile of whole rows per program, held in registers between the statistics and the result.
 
     EARLY: read w and b along with x, if registers allow, so that no load is left to wait for after the statistics.
+    TWICE: round the normalised row to the dtype of x, then its product with w.
     """
     CHUNKS: tl.constexpr = (N_COLS + BLOCK_C - 1) // BLOCK_C
     MASK_ROWS: tl.constexpr = BLOCK_R > 1
+    TILES: tl.constexpr = BLOCK_C // 128
     rows = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     x_rows = (rows * x_row_stride * VEC)[:, None]
     y_rows = (rows * N_COLS)[:, None]
+    if TABLE:
+        entries = (rows // repeat) % n_entries
 
     xs = ()
+    zs = ()
     for i in tl.static_range(CHUNKS):
         cols = i * BLOCK_C + tl.arange(0, BLOCK_C)
         mask = in_tile(rows, cols, n_rows, N_COLS, MASK_ROWS, (i + 1) * BLOCK_C > N_COLS)
@@ -134,6 +199,14 @@ def forward_kernel(
             r_offsets = (rows * r_row_stride * VEC)[:, None] + cols[None, :]
             x = add_residual(x, r_ptr, s_ptr, r_offsets, mask, MASK_ROWS or (i + 1) * BLOCK_C > N_COLS)
             store_tile(s_ptr, y_rows + cols[None, :], x, mask, MASK_ROWS or (i + 1) * BLOCK_C > N_COLS)
+        if z_ptr is not None:
+            z_offsets = (rows * z_row_stride * VEC)[:, None] + cols[None, :]
+            z = load_streamed(z_ptr, z_offsets, mask, MASK_ROWS or (i + 1) * BLOCK_C > N_COLS)
+            if GATE == FIRST:
+                x *= silu(z)
+            else:
+                # in its own dtype it waits in half the registers
+                zs = zs + (z.to(z_ptr.dtype.element_ty),)
         xs = xs + (x,)
     ws = ()
     bs = ()
@@ -188,23 +261,64 @@ def forward_kernel(
         square += xs[i] * xs[i]
     rstd = tl.rsqrt(tl.sum(square, 1) / N_COLS + eps_row)
 
+    ys = ()
+    if QUANT == ROW:
+        largest = tl.zeros((BLOCK_R,), tl.float32)
     for i in tl.static_range(CHUNKS):
         cols = i * BLOCK_C + tl.arange(0, BLOCK_C)
         mask = in_tile(rows, cols, n_rows, N_COLS, MASK_ROWS, (i + 1) * BLOCK_C > N_COLS)
         y = xs[i] * rstd[:, None]
+        if TWICE:
+            y = y.to(x_ptr.dtype.element_ty).to(tl.float32)
         if w_ptr is not None:
             if EARLY:
                 w = ws[i].to(tl.float32)
+            elif TABLE:
+                w = load_entries(w_ptr, entries, cols, mask, N_COLS, MASK_ROWS or (i + 1) * BLOCK_C > N_COLS)
             else:
                 w = load_vector(w_ptr, cols, N_COLS, BLOCK_R, (i + 1) * BLOCK_C > N_COLS).to(tl.float32)
-            # only rms_norm has an offset
-            y *= w if HAS_MEAN else w + offset
+            # a layer norm has an offset beside a table only
+            y *= w if HAS_MEAN and not TABLE else w + offset
+            if TWICE and x_ptr.dtype.element_ty == w_ptr.dtype.element_ty:
+                # two 16-bit dtypes multiply in fp32, as torch promotes them
+                y = y.to(x_ptr.dtype.element_ty).to(tl.float32)
         if b_ptr is not None:
             if EARLY:
                 y += bs[i].to(tl.float32)
+            elif TABLE:
+                y += load_entries(b_ptr, entries, cols, mask, N_COLS, MASK_ROWS or (i + 1) * BLOCK_C > N_COLS)
             else:
                 y += load_vector(b_ptr, cols, N_COLS, BLOCK_R, (i + 1) * BLOCK_C > N_COLS).to(tl.float32)
-        store_tile(y_ptr, y_rows + cols[None, :], y, mask, MASK_ROWS or (i + 1) * BLOCK_C > N_COLS)
+        if GATE == AFTER:
+            y *= silu(zs[i].to(tl.float32))
+        if y_ptr is not None:
+            store_tile(y_ptr, y_rows + cols[None, :], y, mask, MASK_ROWS or (i + 1) * BLOCK_C > N_COLS)
+        if codes_ptr is not None:
+            # codes are those of the rounded y
+            if y_ptr is not None:
+                y = y.to(y_ptr.dtype.element_ty).to(tl.float32)
+            else:
+                y = y.to(x_ptr.dtype.element_ty).to(tl.float32)
+            if QUANT == ROW:
+                largest = tl.maximum(largest, tl.max(tl.abs(y), 1))
+                ys = ys + (y,)
+            else:
+                by_block = tl.reshape(y, (BLOCK_R, TILES, 128))
+                scales, factors = scales_of(tl.max(tl.abs(by_block), 2))
+                y = tl.reshape(by_block * factors[:, :, None], (BLOCK_R, BLOCK_C))
+                at = i * TILES + tl.arange(0, TILES)
+                ok = in_tile(rows, at, n_rows, N_COLS // 128, True, True)
+                tl.store(scales_ptr + (rows * (N_COLS // 128))[:, None] + at[None, :], scales, mask=ok)
+                codes = e4m3_codes(y, codes_ptr.dtype.element_ty)
+                store_tile(codes_ptr, y_rows + cols[None, :], codes, mask, MASK_ROWS or (i + 1) * BLOCK_C > N_COLS)
+    if QUANT == ROW:
+        scales, factors = scales_of(largest)
+        tl.store(scales_ptr + rows, scales, mask=rows < n_rows)
+        for i in tl.static_range(CHUNKS):
+            cols = i * BLOCK_C + tl.arange(0, BLOCK_C)
+            mask = in_tile(rows, cols, n_rows, N_COLS, MASK_ROWS, (i + 1) * BLOCK_C > N_COLS)
+            codes = e4m3_codes(ys[i] * factors[:, None], codes_ptr.dtype.element_ty)
+            store_tile(codes_ptr, y_rows + cols[None, :], codes, mask, MASK_ROWS or (i + 1) * BLOCK_C > N_COLS)
 
     if stats_ptr is not None:
         if STABLE:
@@ -233,21 +347,38 @@ def add_pairs(a, b, c, d):
     return a + c, b + d
 
 
-@triton.jit(do_not_specialize=["x_row_stride", "dy_row_stride", "ds_row_stride", "n_rows"])
+@triton.jit(
+    do_not_specialize=[
+        "x_row_stride",
+        "dy_row_stride",
+        "ds_row_stride",
+        "n_rows",
+        "z_row_stride",
+        "repeat",
+        "n_entries",
+    ]
+)
 def backward_kernel(
     dy_ptr,  # (n_rows, N_COLS), unit column stride
     ds_ptr,  # (n_rows, N_COLS), unit column stride: gradient of x + residual; None: none
     x_ptr,  # (n_rows, N_COLS), unit column stride
-    w_ptr,  # (N_COLS,) or None
+    w_ptr,  # (N_COLS,), or with TABLE (n_entries, N_COLS); or None
     stats_ptr,  # (1 to 3, n_rows) fp32: 1/σ, mean, ±m
     dx_ptr,  # (n_rows, N_COLS), contiguous; None: not needed
     partials_ptr,  # (1 or 2, programs, N_COLS) fp32: of dw, then of db, whichever are needed; None: neither
+    z_ptr,  # (n_rows, N_COLS), unit column stride: gate; None: none
+    b_ptr,  # like w_ptr: part of what a gate after the norm multiplies; else None
+    dz_ptr,  # (n_rows, N_COLS), contiguous; None: not needed
+    copy_ptr,  # (n_rows, N_COLS), contiguous: dx in a second dtype, beside dx; None: not needed
     x_row_stride,  # in units of VEC elements
     dy_row_stride,
     ds_row_stride,
     n_rows,
     eps,
     offset,
+    z_row_stride,
+    repeat,  # row i takes entry (i // repeat) % n_entries of the table
+    n_entries,
     N_COLS: tl.constexpr,
     VEC: tl.constexpr,
     HAS_MEAN: tl.constexpr,
@@ -257,28 +388,48 @@ def backward_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
     STAGES: tl.constexpr,
+    TABLE: tl.constexpr,
+    GATE: tl.constexpr,
 ):
-    """Compute dx and partials of dw and db; each of P programs takes every P-th tile of rows.
+    """Compute dx, dz and partials of dw and db; each of P programs takes every P-th tile of rows.
 
     The next tiles load while a program works on one. x and dy are read once, dx is written once. Sums over rows for dw
-    and db stay in registers until the end, so there is one row of partials per program, not one per tile.
+    and db stay in registers until the end, so there is one row of partials per program, not one per tile. With TABLE
+    each entry of the table has P programs of its own, and they take the rows of this entry.
     """
     CHUNKS: tl.constexpr = (N_COLS + BLOCK_C - 1) // BLOCK_C
     MASK_ROWS: tl.constexpr = BLOCK_R > 1
-    program = tl.program_id(0)
+    if TABLE:
+        entry = tl.program_id(0).to(tl.int64)
+        program, programs = tl.program_id(1), tl.num_programs(1)
+        count = n_rows // n_entries
+        if w_ptr is not None:
+            w_ptr += entry * N_COLS
+        if b_ptr is not None:
+            b_ptr += entry * N_COLS
+    else:
+        program, programs, count = tl.program_id(0), tl.num_programs(0), n_rows
     ws = ()
+    bs = ()
     dw = ()
     db = ()
     for i in tl.static_range(CHUNKS):
         if w_ptr is not None:
             cols = i * BLOCK_C + tl.arange(0, BLOCK_C)
             ws = ws + (load_tile(w_ptr, cols, cols < N_COLS, (i + 1) * BLOCK_C > N_COLS) + offset,)
+        if b_ptr is not None:
+            cols = i * BLOCK_C + tl.arange(0, BLOCK_C)
+            bs = bs + (load_tile(b_ptr, cols, cols < N_COLS, (i + 1) * BLOCK_C > N_COLS),)
         dw = dw + (tl.zeros((BLOCK_R, BLOCK_C), tl.float32),)
         db = db + (tl.zeros((BLOCK_R, BLOCK_C), tl.float32),)
 
-    for tile in tl.range(program, tl.cdiv(n_rows, BLOCK_R), tl.num_programs(0), num_stages=STAGES):
-        rows = (tile * BLOCK_R + tl.arange(0, BLOCK_R)).to(tl.int64)
-        row_ok = rows < n_rows
+    for tile in tl.range(program, tl.cdiv(count, BLOCK_R), programs, num_stages=STAGES):
+        at = (tile * BLOCK_R + tl.arange(0, BLOCK_R)).to(tl.int64)
+        row_ok = at < count
+        if TABLE:
+            rows = (at // repeat * n_entries + entry) * repeat + at % repeat
+        else:
+            rows = at
         rstd = tl.load(stats_ptr + rows, mask=row_ok, other=0.0)
         if HAS_MEAN:
             mean = tl.load(stats_ptr + n_rows + rows, mask=row_ok, other=0.0)
@@ -286,15 +437,26 @@ def backward_kernel(
             signed = tl.load(stats_ptr + n_rows + n_rows + rows, mask=row_ok, other=1.0)
         ns = ()
         gs = ()
+        xs = ()
+        zs = ()
         new_dw = ()
         new_db = ()
         for i in tl.static_range(CHUNKS):
             cols = i * BLOCK_C + tl.arange(0, BLOCK_C)
-            mask = in_tile(rows, cols, n_rows, N_COLS, MASK_ROWS, (i + 1) * BLOCK_C > N_COLS)
+            mask = in_tile(at, cols, count, N_COLS, MASK_ROWS, (i + 1) * BLOCK_C > N_COLS)
             x_offsets = (rows * x_row_stride * VEC)[:, None] + cols[None, :]
             dy_offsets = (rows * dy_row_stride * VEC)[:, None] + cols[None, :]
             n = load_tile(x_ptr, x_offsets, mask, MASK_ROWS or (i + 1) * BLOCK_C > N_COLS)
             g = load_tile(dy_ptr, dy_offsets, mask, MASK_ROWS or (i + 1) * BLOCK_C > N_COLS)
+            if z_ptr is not None:
+                z_offsets = (rows * z_row_stride * VEC)[:, None] + cols[None, :]
+                z = load_tile(z_ptr, z_offsets, mask, MASK_ROWS or (i + 1) * BLOCK_C > N_COLS)
+                gate, slope = silu_and_slope(z)
+                if GATE == FIRST:
+                    # in their own dtype they wait in half the registers
+                    xs = xs + (n.to(x_ptr.dtype.element_ty),)
+                    zs = zs + (z.to(z_ptr.dtype.element_ty),)
+                    n *= gate
             if STABLE:
                 hit = mask & (n == signed[:, None])
             if HAS_MEAN:
@@ -303,6 +465,16 @@ def backward_kernel(
             n *= rstd[:, None]
             if STABLE:
                 n = mark(n, hit)
+            if GATE == AFTER:
+                if dz_ptr is not None:
+                    t = n
+                    if w_ptr is not None:
+                        t *= ws[i][None, :]
+                    if b_ptr is not None:
+                        t += bs[i][None, :]
+                    dz_offsets = (rows * N_COLS)[:, None] + cols[None, :]
+                    store_tile(dz_ptr, dz_offsets, g * t * slope, mask, MASK_ROWS or (i + 1) * BLOCK_C > N_COLS)
+                g *= gate
             if NEED_W:
                 new_dw = new_dw + (dw[i] + g * n,)
             else:
@@ -318,7 +490,7 @@ def backward_kernel(
         dw = new_dw
         db = new_db
 
-        if dx_ptr is not None:
+        if dx_ptr is not None or (GATE == FIRST and dz_ptr is not None):
             products = gs[0] * ns[0]
             for i in tl.static_range(1, CHUNKS):
                 products += gs[i] * ns[i]
@@ -341,35 +513,51 @@ def backward_kernel(
                 share = N_COLS * a * eps * (signed * rstd) * rstd / tl.maximum(attained, 1)
             for i in tl.static_range(CHUNKS):
                 cols = i * BLOCK_C + tl.arange(0, BLOCK_C)
-                mask = in_tile(rows, cols, n_rows, N_COLS, MASK_ROWS, (i + 1) * BLOCK_C > N_COLS)
+                mask = in_tile(at, cols, count, N_COLS, MASK_ROWS, (i + 1) * BLOCK_C > N_COLS)
                 dx = gs[i] * rstd[:, None] - ns[i] * (a * rstd)[:, None]
                 if HAS_MEAN:
                     dx -= (c * rstd)[:, None]
+                dx_offsets = (rows * N_COLS)[:, None] + cols[None, :]
+                if GATE == FIRST:
+                    gate, slope = silu_and_slope(zs[i].to(tl.float32))
+                    if dz_ptr is not None:
+                        dz = dx * xs[i].to(tl.float32) * slope
+                        store_tile(dz_ptr, dx_offsets, dz, mask, MASK_ROWS or (i + 1) * BLOCK_C > N_COLS)
+                    dx *= gate
                 if ds_ptr is not None:
                     ds_offsets = (rows * ds_row_stride * VEC)[:, None] + cols[None, :]
                     dx += load_tile(ds_ptr, ds_offsets, mask, MASK_ROWS or (i + 1) * BLOCK_C > N_COLS)
                 if STABLE:
                     dx -= tl.where(marked(ns[i]) == 1, share[:, None], 0.0)
-                dx_offsets = (rows * N_COLS)[:, None] + cols[None, :]
-                store_tile(dx_ptr, dx_offsets, dx, mask, MASK_ROWS or (i + 1) * BLOCK_C > N_COLS)
+                if dx_ptr is not None:
+                    store_tile(dx_ptr, dx_offsets, dx, mask, MASK_ROWS or (i + 1) * BLOCK_C > N_COLS)
+                if copy_ptr is not None:
+                    store_tile(copy_ptr, dx_offsets, dx, mask, MASK_ROWS or (i + 1) * BLOCK_C > N_COLS)
 
     if NEED_W or NEED_B:
         for i in tl.static_range(CHUNKS):
             cols = i * BLOCK_C + tl.arange(0, BLOCK_C)
-            out = partials_ptr + program.to(tl.int64) * N_COLS
+            if TABLE:
+                out = partials_ptr + (entry * programs + program) * N_COLS
+            else:
+                out = partials_ptr + program.to(tl.int64) * N_COLS
             if NEED_W:
                 tl.store(out + cols, tl.sum(dw[i], 0), mask=cols < N_COLS)
-                out += tl.num_programs(0).to(tl.int64) * N_COLS
+                if TABLE:
+                    out += programs * n_entries.to(tl.int64) * N_COLS
+                else:
+                    out += tl.num_programs(0).to(tl.int64) * N_COLS
             if NEED_B:
                 tl.store(out + cols, tl.sum(db[i], 0), mask=cols < N_COLS)
 
 
-@triton.jit(do_not_specialize=["n_partials"])
+@triton.jit(do_not_specialize=["n_partials", "n_entries"])
 def finish_kernel(
-    partials_ptr,  # (1 or 2, n_partials, N_COLS) fp32, contiguous: of dw, then of db, whichever are needed
-    dw_ptr,  # (N_COLS,), dtype of the weight; None: not needed
-    db_ptr,  # (N_COLS,), dtype of the bias; None: not needed
+    partials_ptr,  # (1 or 2, n_entries, n_partials, N_COLS) fp32, contiguous: of dw, then of db, whichever are needed
+    dw_ptr,  # (n_entries, N_COLS), dtype of the weight; None: not needed
+    db_ptr,  # (n_entries, N_COLS), dtype of the bias; None: not needed
     n_partials,
+    n_entries,
     N_COLS: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_C: tl.constexpr,
@@ -381,21 +569,24 @@ def finish_kernel(
     """
     if WAITS:
         gdc_wait()
+    COLUMNS: tl.constexpr = (N_COLS + BLOCK_C - 1) // BLOCK_C
     which = tl.program_id(1)
-    cols = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
-    partials_ptr += which.to(tl.int64) * n_partials * N_COLS
+    entry = (tl.program_id(0) // COLUMNS).to(tl.int64)
+    cols = tl.program_id(0) % COLUMNS * BLOCK_C + tl.arange(0, BLOCK_C)
+    partials_ptr += (which * n_entries + entry) * n_partials * N_COLS
     total = tl.zeros((BLOCK_P, BLOCK_C), tl.float32)
     for start in range(0, n_partials, BLOCK_P):
         rows = start + tl.arange(0, BLOCK_P)
         mask = (rows < n_partials)[:, None] & (cols < N_COLS)[None, :]
         total += tl.load(partials_ptr + rows.to(tl.int64)[:, None] * N_COLS + cols[None, :], mask=mask, other=0.0)
     result = tl.sum(total, 0)
+    out = entry * N_COLS + cols
     if dw_ptr is not None and db_ptr is not None:
         if which == 0:
-            tl.store(dw_ptr + cols, result.to(dw_ptr.dtype.element_ty), mask=cols < N_COLS)
+            tl.store(dw_ptr + out, result.to(dw_ptr.dtype.element_ty), mask=cols < N_COLS)
         else:
-            tl.store(db_ptr + cols, result.to(db_ptr.dtype.element_ty), mask=cols < N_COLS)
+            tl.store(db_ptr + out, result.to(db_ptr.dtype.element_ty), mask=cols < N_COLS)
     elif dw_ptr is not None:
-        tl.store(dw_ptr + cols, result.to(dw_ptr.dtype.element_ty), mask=cols < N_COLS)
+        tl.store(dw_ptr + out, result.to(dw_ptr.dtype.element_ty), mask=cols < N_COLS)
     else:
-        tl.store(db_ptr + cols, result.to(db_ptr.dtype.element_ty), mask=cols < N_COLS)
+        tl.store(db_ptr + out, result.to(db_ptr.dtype.element_ty), mask=cols < N_COLS)

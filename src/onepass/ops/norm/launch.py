@@ -17,15 +17,18 @@ from .kernels_team import team_backward_kernel, team_forward_kernel
 from .kernels_triton import backward_kernel, finish_kernel, forward_kernel
 from .kernels_wide import wide_apply_kernel, wide_forward_kernel, wide_sums_kernel
 
+# TABLE, TWICE, GATE and QUANT of `forward_kernel`, TABLE and GATE of `backward_kernel`, for calls without such options
+PLAIN_FORWARD, PLAIN_BACKWARD = (False, False, 0, 0), (False, 0)
+
 
 @functools.cache
 def _device_limits(index: int) -> tuple[int, int]:
-    """Return (shared memory that a program may use, size of L2) in bytes."""
     properties = torch.cuda.get_device_properties(index)
     return getattr(properties, "shared_memory_per_block_optin", 49152), properties.L2_cache_size
 
 
-def _limits(x: Tensor) -> tuple[int, int]:
+def limits(x: Tensor) -> tuple[int, int]:
+    """Return (shared memory that a program may use, size of L2) in bytes."""
     return _device_limits(x.device.index) if x.is_cuda else (232448, 1 << 16)
 
 
@@ -34,7 +37,7 @@ def _has_dependent_launch(index: int) -> bool:
     return torch.version.hip is None and torch.cuda.get_device_capability(index) >= (9, 0)
 
 
-def _dependent_launch(x: Tensor) -> bool:
+def dependent_launch(x: Tensor) -> bool:
     """Return whether a kernel may start before the previous one ends and wait for it inside (sm_90 on)."""
     return x.is_cuda and _has_dependent_launch(x.device.index)
 
@@ -44,7 +47,7 @@ def _teams_run(x: Tensor, size: int) -> bool:
     return not INTERPRET and torch.version.hip is None and 2 * size <= sm_count(x)
 
 
-def _rows(x: Tensor, n_cols: int) -> tuple[Tensor, int]:
+def rows_of(x: Tensor, n_cols: int) -> tuple[Tensor, int]:
     """Return x as (rows, n) with unit column stride, and its row stride."""
     if x.is_contiguous():
         return x, n_cols
@@ -52,40 +55,47 @@ def _rows(x: Tensor, n_cols: int) -> tuple[Tensor, int]:
     return rows, rows.stride(0) if rows.shape[0] > 1 else n_cols
 
 
-def _even_rows(x: Tensor, n_cols: int) -> tuple[Tensor, int]:
-    """Return `_rows` with every row aligned as in a contiguous tensor: the result then has the same bits."""
+def even_rows_of(x: Tensor, n_cols: int) -> tuple[Tensor, int]:
+    """Return `rows_of` with every row aligned as in a contiguous tensor: the result then has the same bits."""
     if x.is_contiguous():
         return aligned(x), n_cols
     rows = even_rows(as_rows(x), 8)
     return rows, rows.stride(0) if rows.shape[0] > 1 else n_cols
 
 
-def _empty(x: Tensor) -> Tensor:
-    return torch.empty_like(x) if x.is_contiguous() else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+def empty(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Return an empty contiguous tensor like x, of `dtype` if given."""
+    if x.is_contiguous():
+        return torch.empty_like(x, dtype=dtype)
+    return torch.empty(x.shape, dtype=dtype or x.dtype, device=x.device)
 
 
 def forward(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, offset: float,
-    has_mean: bool, stable: bool, keep: bool = True,
+    has_mean: bool, stable: bool, keep: bool = True, dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    """Return y, s (None without residual) and statistics (1 to 3, ...); they may be None unless `keep`."""
+    """Return y of `dtype` (None: that of x), s (None without residual) and statistics (1 to 3, ...).
+
+    Statistics may be None unless `keep`.
+    """
     n_cols = x.shape[-1]
     n_rows = x.numel() // n_cols
-    y = _empty(x)
+    y = empty(x, dtype)
     s, r_stride, itemsize = None, 0, x.element_size()
-    source, x_stride = _even_rows(x, n_cols)
+    source, x_stride = even_rows_of(x, n_cols)
     weight, bias = (None if v is None else aligned(v) for v in (weight, bias))
     if residual is not None:
-        dtype = torch.promote_types(x.dtype, residual.dtype)
-        s = torch.empty(x.shape, dtype=dtype, device=x.device)
-        residual, r_stride = _even_rows(residual, n_cols)
-        itemsize = dtype.itemsize
+        s = torch.empty(x.shape, dtype=torch.promote_types(x.dtype, residual.dtype), device=x.device)
+        residual, r_stride = even_rows_of(residual, n_cols)
+        itemsize = s.element_size()
     vec = math.gcd(8, n_cols)
     numbers = (x_stride // vec, r_stride // vec, n_rows, float(eps), float(offset))
     constants = (n_cols, vec, has_mean, stable)
     plain = not has_mean and not stable and residual is None
-    reread = shapes.reread(n_cols, itemsize, sm_count(x), _limits(x)[1]) if plain else None
-    packed = None if stable or reread else _packed(source, residual, weight, bias, itemsize, vec)
+    reread = shapes.reread(n_cols, itemsize, sm_count(x), limits(x)[1]) if plain else None
+    packed = (
+        None if stable or reread or y.element_size() != 2 else _packed(source, residual, weight, bias, itemsize, vec)
+    )
     whole = n_cols <= shapes.MAX_FORWARD_COLS and (n_cols <= 16384 or itemsize == 2 or not _teams_run(x, 8))
     stats = None
     # kernels for wide rows always store statistics: their cost is small beside a wide row
@@ -101,7 +111,7 @@ def forward(
             )  # fmt: skip
             return y, s, stats
         if packed is not None:
-            programs, waits = n_rows * packed.size, packed.size > 1 and _dependent_launch(x)
+            programs, waits = n_rows * packed.size, packed.size > 1 and dependent_launch(x)
             words = _words(x, programs) if packed.size > 1 else None
             strides, scalars = numbers[:3], numbers[3:]
             launch(
@@ -113,10 +123,13 @@ def forward(
         if whole:
             tile = shapes.forward_tile(n_cols, itemsize)
             grid = (cdiv(n_rows, tile.rows), 1, 1)
-            shape = (tile.rows, tile.cols, shapes.forward_early(n_cols, itemsize))
-            launch(forward_kernel, grid, tensors, numbers, (*constants, *shape), num_warps=tile.warps)
+            shape = (tile.rows, tile.cols, shapes.forward_early(n_cols, itemsize), *PLAIN_FORWARD)
+            launch(
+                forward_kernel, grid, (*tensors, None, None, None), (*numbers, 0, 1, 1),
+                (*constants, *shape), num_warps=tile.warps,
+            )  # fmt: skip
             return y, s, stats
-        team = shapes.forward_team(n_cols, itemsize, 1 if residual is None else 2, _limits(x)[0])
+        team = shapes.forward_team(n_cols, itemsize, 1 if residual is None else 2, limits(x)[0])
         if _teams_run(x, team.size):
             words = _team_words(x, team, n_rows, 3 if stable else 1)
             _launch_team(team_forward_kernel, x, team, n_rows, (*tensors, words), numbers, constants)
@@ -171,14 +184,14 @@ def backward(
     """Return dx in the dtype of x, dw in that of weight, db in `bias_dtype`; None for those not needed."""
     n_cols = x.shape[-1]
     n_rows = x.numel() // n_cols
-    dx = _empty(x) if need_x else None
+    dx = empty(x) if need_x else None
     dw = torch.empty_like(weight) if need_w and weight is not None else None
     db = torch.empty(n_cols, dtype=bias_dtype, device=x.device) if need_b else None
-    source, x_stride = _rows(x, n_cols)
-    dy, dy_stride = _rows(dy, n_cols)
+    source, x_stride = rows_of(x, n_cols)
+    dy, dy_stride = rows_of(dy, n_cols)
     ds_stride = 0
     if ds is not None:
-        ds, ds_stride = _rows(ds, n_cols)
+        ds, ds_stride = rows_of(ds, n_cols)
     itemsize = max(x.element_size(), dy.element_size())
     vec = math.gcd(8, x_stride, dy_stride, ds_stride)
     numbers = (x_stride // vec, dy_stride // vec, ds_stride // vec, n_rows, float(eps), float(offset))
@@ -186,10 +199,10 @@ def backward(
     tensors = 2 if ds is None else 3
     team = tile = None
     if n_cols <= shapes.MAX_BACKWARD_COLS:
-        tile = shapes.backward_tile(n_cols, itemsize, tensors, _limits(x)[0], stable, need_w + need_b)
+        tile = shapes.backward_tile(n_cols, itemsize, tensors, limits(x)[0], stable, need_w + need_b)
         n_partials = min(tile.per_sm * sm_count(x), cdiv(n_rows, tile.rows))
     else:
-        team = shapes.backward_team(n_cols, itemsize, tensors, _limits(x)[0], stable)
+        team = shapes.backward_team(n_cols, itemsize, tensors, limits(x)[0], stable)
         if need_x and _teams_run(x, team.size):
             n_partials = team.teams(n_rows, sm_count(x))
         else:
@@ -201,8 +214,9 @@ def backward(
     with device_guard(x):
         if tile is not None:
             launch(
-                backward_kernel, (n_partials, 1, 1), (dy, ds, source, weight, stats, dx, partials), numbers,
-                (*constants, tile.rows, tile.cols, tile.stages), num_warps=tile.warps,
+                backward_kernel, (n_partials, 1, 1),
+                (dy, ds, source, weight, stats, dx, partials, None, None, None, None), (*numbers, 0, 1, 1),
+                (*constants, tile.rows, tile.cols, tile.stages, *PLAIN_BACKWARD), num_warps=tile.warps,
             )  # fmt: skip
         elif team is not None:
             words = _team_words(x, team, n_rows, 2 if stable else 1)
@@ -211,18 +225,24 @@ def backward(
         else:
             _wide_backward(dy, ds, source, weight, stats, dx, partials, numbers, constants, group, n_partials)
         if partials is not None:
-            rows, cols = shapes.finish_tile(n_partials, n_cols)
-            waits = _dependent_launch(x)
-            launch(
-                finish_kernel, (cdiv(n_cols, cols), need_w + need_b, 1), (partials, dw, db), (n_partials,),
-                (n_cols, rows, cols, waits), num_warps=4, **({"launch_pdl": True} if waits else {}),
-            )  # fmt: skip
+            finish(partials, dw, db, n_partials, 1)
     return dx, dw, db
+
+
+def finish(partials: Tensor, dw: Tensor | None, db: Tensor | None, n_partials: int, n_entries: int) -> None:
+    """Add the partials of dw and db, which stand in this order in `partials` (1 or 2, ..., N)."""
+    n_cols = partials.shape[-1]
+    rows, cols = shapes.finish_tile(n_partials, n_cols)
+    waits = dependent_launch(partials)
+    launch(
+        finish_kernel, (cdiv(n_cols, cols) * n_entries, len(partials), 1), (partials, dw, db), (n_partials, n_entries),
+        (n_cols, rows, cols, waits), num_warps=4, **({"launch_pdl": True} if waits else {}),
+    )  # fmt: skip
 
 
 def _wide_groups(x: Tensor, n_rows: int, n_cols: int) -> tuple[int, int]:
     """Return (rows per group, row splits): x and dy of a group stay in L2 between the two passes over them."""
-    rows = max(1, min(n_rows, int(_limits(x)[1] * shapes.L2_SHARE) // (2 * n_cols * x.element_size())))
+    rows = max(1, min(n_rows, int(limits(x)[1] * shapes.L2_SHARE) // (2 * n_cols * x.element_size())))
     splits = shapes.APPLY_PROGRAMS_PER_SM * sm_count(x) // cdiv(n_cols, shapes.APPLY_COLS)
     return rows, max(1, min(splits, rows))
 

@@ -52,7 +52,7 @@ def native(
         return None if y.requires_grad and far_rows(mean, rstd, eps) is not None else y
     # y must have the same bits by torch as by our formulas; above BLOCK columns torch's order of a sum depends on the
     # number of rows and threads
-    if x.numel() > SMALL or n_cols > BLOCK or (offset and weight is not None):
+    if bias is not None or x.numel() > SMALL or n_cols > BLOCK or (offset and weight is not None):
         return None
     # torch's gradient uses the cube of 1/rms, which underflows from |x| of about 1e13 on; ours stays right
     if torch.is_grad_enabled() and (x.requires_grad or (weight is not None and weight.requires_grad)):

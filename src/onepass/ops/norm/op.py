@@ -1,324 +1,164 @@
-"""`layer_norm` and `rms_norm`: argument checks, registration with the dispatcher, autograd, public functions."""
+"""`layer_norm` and `rms_norm`: the public functions."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, overload
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
 
-from onepass.core import check
-from onepass.core.bind import batch_first, bind
 from onepass.core.launch import uses_triton
-from onepass.core.register import register, register_fake
 
-from . import sharding, torch_path
-from .native import native
+from . import options
+from .plain import norm, norm_residual
 
-
-def _check(
-    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, has_mean: bool
-) -> None:
-    op = "layer_norm" if has_mean else "rms_norm"
-    check.floating(op, "x", x)
-    if x.dim() < 1:
-        raise ValueError(f"{op}: x must have at least one dimension, got a 0-d tensor")
-    for name, vector in (("weight", weight), ("bias", bias)):
-        if vector is not None:
-            check.floating(op, name, vector)
-            if vector.dim() != 1 or vector.shape[0] != x.shape[-1]:
-                raise ValueError(
-                    f"{op}: {name} must be ({x.shape[-1]},), the last dimension of x {tuple(x.shape)}; "
-                    f"got {tuple(vector.shape)}"
-                )
-            check.same_device(op, name, vector, "x", x)
-    if residual is not None:
-        check.floating(op, "residual", residual)
-        if residual.shape != x.shape:
-            raise ValueError(f"{op}: residual must have the shape of x {tuple(x.shape)}; got {tuple(residual.shape)}")
-        check.same_device(op, "residual", residual, "x", x)
-    check.not_negative(op, "eps", eps)
+Scaled = Literal["row", "block"]
+Rounding = Literal["once", "twice"]
 
 
-def _on_triton(x: Tensor, residual: Tensor | None) -> bool:
-    return uses_triton(x) and (residual is None or residual.dtype != torch.float64)
+class Quantized(NamedTuple):
+    """A norm in 8 bits, y ≈ values · scales, made with ``quantize=``.
+
+    Attributes:
+        values: ``(..., N)`` in ``float8_e4m3fn``.
+        scales: fp32, ``(..., 1)`` or ``(..., N / 128)``: of rows or of blocks of 128 columns.
+        y: the norm itself, if ``out_dtype`` names its dtype; values and scales are made from it, and gradients flow
+            through it alone.
+    """
+
+    values: Tensor
+    scales: Tensor
+    y: Tensor | None
 
 
-def _empty_stats(x: Tensor, has_mean: bool, stable: bool) -> Tensor:
-    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-    return x.new_zeros((1 + has_mean + stable, *x.shape[:-1]), dtype=dtype)
-
-
-def _vector(v: Tensor | None) -> Tensor | None:
-    return v if v is None or v.is_contiguous() else v.contiguous()
-
-
-def _forward(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, offset: float, has_mean: bool, stable: bool
-) -> tuple[Tensor, Tensor]:
-    if not x.numel():
-        return torch.empty(x.shape, dtype=x.dtype, device=x.device), _empty_stats(x, has_mean, stable)
-    if not uses_triton(x):
-        return torch_path.forward(x, weight, bias, eps, offset, has_mean, stable, x.dtype)
-    from . import launch
-
-    y, _, stats = launch.forward(x, None, _vector(weight), _vector(bias), eps, offset, has_mean, stable)
-    assert stats is not None
-    return y, stats
-
-
-def _infer(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, offset: float, has_mean: bool, stable: bool
-) -> Tensor:
-    if not (x.numel() and uses_triton(x)):
-        return _forward(x, weight, bias, eps, offset, has_mean, stable)[0]
-    from . import launch
-
-    return launch.forward(x, None, _vector(weight), _vector(bias), eps, offset, has_mean, stable, keep=False)[0]
-
-
-def _forward_residual(
-    x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, offset: float,
-    has_mean: bool, stable: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    if x.numel() and _on_triton(x, residual):
-        from . import launch
-
-        y, s, stats = launch.forward(x, residual, _vector(weight), _vector(bias), eps, offset, has_mean, stable)
-        assert s is not None
-        assert stats is not None
-        return y, s, stats
-    s = torch.add(x, residual).contiguous()
-    if not x.numel():
-        return torch.empty(x.shape, dtype=x.dtype, device=x.device), s, _empty_stats(s, has_mean, stable)
-    y, stats = torch_path.forward(s, weight, bias, eps, offset, has_mean, stable, x.dtype)
-    return y, s, stats
-
-
-def _infer_residual(
-    x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, offset: float,
-    has_mean: bool, stable: bool,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    if not (x.numel() and _on_triton(x, residual)):
-        return _forward_residual(x, residual, weight, bias, eps, offset, has_mean, stable)[:2]
-    from . import launch
-
-    vectors = _vector(weight), _vector(bias)
-    return launch.forward(x, residual, *vectors, eps, offset, has_mean, stable, keep=False)[:2]
-
-
-def _backward(
-    dy: Tensor, ds: Tensor | None, x: Tensor, stats: Tensor, weight: Tensor | None, bias_dtype: torch.dtype,
-    eps: float, offset: float, has_mean: bool, stable: bool, need_x: bool, need_w: bool, need_b: bool,
-) -> torch_path.Gradients:  # fmt: skip
-    w_dtype = x.dtype if weight is None else weight.dtype
-    if not x.numel():
-        n = x.shape[-1]
-        return (
-            torch.empty(x.shape, dtype=x.dtype, device=x.device) if need_x else None,
-            x.new_zeros(n, dtype=w_dtype) if need_w else None,
-            x.new_zeros(n, dtype=bias_dtype) if need_b else None,
-        )
-    # the kernels and torch's operator read memory by address; a batching rule may pass a strided view
-    stats = stats.contiguous()
-    if uses_triton(x):
-        from . import launch
-
-        return launch.backward(
-            dy, ds, x, stats, _vector(weight), bias_dtype, eps, offset, has_mean, stable, need_x, need_w, need_b
-        )
-    needs = (need_x, need_w, need_b)
-    rows = stats.view(len(stats), -1)
-    dx, dw, db = torch_path.backward(dy, ds, x, rows, weight, eps, offset, has_mean, stable, needs)
-    return dx, None if dw is None else dw.to(w_dtype), None if db is None else db.to(bias_dtype)
-
-
-def _backward_all(
-    dy: Tensor, ds: Tensor | None, x: Tensor, stats: Tensor, weight: Tensor | None, bias_dtype: torch.dtype,
-    eps: float, offset: float, has_mean: bool, stable: bool, need_x: bool, need_w: bool, need_b: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Do `_backward` as an op: gradients that are not needed are empty tensors, since an op cannot return None."""
-    dx, dw, db = _backward(
-        dy, ds, x, stats, weight, bias_dtype, eps, offset, has_mean, stable, need_x, need_w, need_b
-    )  # fmt: skip
-    return (
-        x.new_empty(0) if dx is None else dx,
-        x.new_empty(0, dtype=x.dtype if weight is None else weight.dtype) if dw is None else dw,
-        x.new_empty(0, dtype=bias_dtype) if db is None else db,
-    )
-
-
-forward_op = register("norm", _forward, sharding.forward)
-forward_residual_op = register("norm_residual", _forward_residual, sharding.forward_residual)
-backward_op = register("norm_backward", _backward_all, sharding.backward)
-
-
-@register_fake(forward_op)
-def _(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, offset: float, has_mean: bool, stable: bool
-) -> tuple[Tensor, Tensor]:
-    _check(x, None, weight, bias, eps, has_mean)
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device), _empty_stats(x, has_mean, stable)
-
-
-@register_fake(forward_residual_op)
-def _(
-    x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, offset: float,
-    has_mean: bool, stable: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    _check(x, residual, weight, bias, eps, has_mean)
-    s = torch.empty(x.shape, dtype=torch.promote_types(x.dtype, residual.dtype), device=x.device)
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    return y, s, _empty_stats(s, has_mean, stable)
-
-
-@register_fake(backward_op)
-def _(
-    dy: Tensor, ds: Tensor | None, x: Tensor, stats: Tensor, weight: Tensor | None, bias_dtype: torch.dtype,
-    eps: float, offset: float, has_mean: bool, stable: bool, need_x: bool, need_w: bool, need_b: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    n = x.shape[-1]
-    return (
-        torch.empty(x.shape if need_x else (0,), dtype=x.dtype, device=x.device),
-        x.new_empty(n if need_w else 0, dtype=x.dtype if weight is None else weight.dtype),
-        x.new_empty(n if need_b else 0, dtype=bias_dtype),
-    )
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, weight, bias, *ctx.options = inputs
-    ctx.set_materialize_grads(False)
-    ctx.bias_dtype = x.dtype if bias is None else bias.dtype
-    ctx.save_for_backward(x, output[1], weight)
-
-
-def _gradients(ctx: Any, run: Any, dy: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
-    if dy is None:
-        return (None,) * 7
-    x, stats, weight = ctx.saved_tensors
-    need_x, need_w, need_b = ctx.needs_input_grad[:3]
-    dx, dw, db = run(dy, None, x, stats, weight, ctx.bias_dtype, *ctx.options, need_x, need_w, need_b)
-    return dx if need_x else None, dw if need_w else None, db if need_b else None, None, None, None, None
-
-
-def _save_residual(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, residual, weight, bias, *ctx.options = inputs
-    ctx.set_materialize_grads(False)
-    ctx.dtypes = x.dtype, residual.dtype
-    ctx.bias_dtype = x.dtype if bias is None else bias.dtype
-    ctx.save_for_backward(output[1], output[2], weight)
-
-
-def _gradients_residual(ctx: Any, run: Any, dy: Tensor | None, ds: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
-    need_x, need_r, need_w, need_b = ctx.needs_input_grad[:4]
-    d, dw, db = ds, None, None
-    if dy is not None:
-        s, stats, weight = ctx.saved_tensors
-        need_s = need_x or need_r
-        d, dw, db = run(dy, ds, s, stats, weight, ctx.bias_dtype, *ctx.options, need_s, need_w, need_b)
-    # x and residual have the same gradient: one tensor for both, as torch.add returns
-    dx, dr = (d.to(t) if need and d is not None else None for t, need in zip(ctx.dtypes, (need_x, need_r), strict=True))
-    return dx, dr, dw if need_w else None, db if need_b else None, None, None, None, None
-
-
-InDims = tuple[int | None, ...]
-
-
-def _vmap_forward(
-    size: int, in_dims: InDims, x: Tensor, weight: Tensor | None, bias: Tensor | None, *options: Any
-) -> Any:
-    """Treat the batch as more rows; None (no rule) if weight or bias is batched."""
-    if in_dims[1] is not None or in_dims[2] is not None:
-        return None
-    return forward_op(batch_first(x, in_dims[0], size), weight, bias, *options), (0, 1)
-
-
-def _vmap_backward(
-    size: int, in_dims: InDims, dy: Tensor, ds: Tensor | None, x: Tensor, stats: Tensor, weight: Tensor | None,
-    *options: Any,
+def _with_options(
+    op: str, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, offset: float, has_mean: bool,
+    stable: bool, rounding: str, residual: Tensor | None, gate: Tensor | None, gate_first: bool, groups: int,
+    quantize: str | None, out_dtype: torch.dtype | None,
 ) -> Any:  # fmt: skip
-    """Treat the batch as more rows; None (no rule) if dw or db is needed: each batch element has its own."""
-    need_x, need_w, need_b = options[-3:]
-    if in_dims[4] is not None or need_w or need_b or not need_x:
-        return None
-    dy, x = batch_first(dy, in_dims[0], size), batch_first(x, in_dims[2], size)
-    ds = None if ds is None else batch_first(ds, in_dims[1], size)
-    stats = batch_first(stats, in_dims[3], size).movedim(0, 1)
-    return backward_op(dy, ds, x, stats, weight, *options), (0, None, None)
+    if rounding not in ("once", "twice"):
+        raise ValueError(f"{op}: rounding must be 'once' or 'twice', got {rounding!r}")
+    if quantize not in options.QUANTIZE:
+        raise ValueError(f"{op}: quantize must be 'row', 'block' or None, got {quantize!r}")
+    if gate is None and gate_first:
+        raise ValueError(f"{op}: gate_first needs a gate")
+    if groups != 1:
+        x, (weight, bias, residual, gate) = options.grouped(op, groups, x, weight, bias, residual, gate, quantize)
+    dtype = x.dtype if out_dtype is None and isinstance(x, Tensor) else out_dtype
+    keep_y = quantize is None or out_dtype is not None
+    found: Any = options.call(
+        x, residual, gate, weight, bias, eps, offset, has_mean, stable, rounding == "twice", gate_first,
+        options.QUANTIZE.index(quantize), dtype, keep_y,
+    )  # fmt: skip
+    y, s, codes, scales = found
+    if groups != 1:
+        y, s = y.flatten(-2), None if residual is None else s.flatten(-2)
+    out = y if quantize is None else Quantized(codes.view(torch.float8_e4m3fn), scales, y if keep_y else None)
+    return out if residual is None else (out, s)
 
 
-_norm: Callable[..., Tensor] = bind(
-    name="layer_norm, rms_norm",
-    forward=_forward, forward_op=forward_op, backward=_backward, backward_op=backward_op, inference=_infer,
-    save=_save, gradients=_gradients, replay=True, native=native,
-    vmap_forward=_vmap_forward, vmap_backward=_vmap_backward,
-    check=lambda x, weight, bias, eps, offset, has_mean, stable: _check(x, None, weight, bias, eps, has_mean),
-)  # fmt: skip
-_norm_residual: Callable[..., tuple[Tensor, Tensor]] = bind(
-    name="layer_norm, rms_norm",
-    forward=_forward_residual, forward_op=forward_residual_op, backward=_backward, backward_op=backward_op,
-    inference=_infer_residual, save=_save_residual, gradients=_gradients_residual, n_public=2, replay=True,
-    vmap_backward=_vmap_backward,
-    check=lambda x, residual, weight, bias, eps, offset, has_mean, stable: _check(
-        x, residual, weight, bias, eps, has_mean
-    ),
-)  # fmt: skip
+def _plain(
+    weight: Tensor | None, bias: Tensor | None, gate: Tensor | None, gate_first: bool, groups: int,
+    quantize: str | None, out_dtype: torch.dtype | None,
+) -> bool:  # fmt: skip
+    """Return whether the call has no option that needs `options`."""
+    if gate is not None or quantize is not None or out_dtype is not None or groups != 1 or gate_first:
+        return False
+    # what is no tensor is refused later
+    return getattr(weight, "ndim", 1) == 1 and getattr(bias, "ndim", 1) == 1
+
+
+def _one_stream(x: Tensor, residual: Tensor) -> bool:
+    """Return whether x and residual have one gradient; kernels write it in two dtypes for `options` alone."""
+    return not isinstance(x, Tensor) or getattr(residual, "dtype", x.dtype) == x.dtype or not uses_triton(x)
 
 
 @overload
 def layer_norm(
-    x: Tensor, weight: Tensor | None = ..., bias: Tensor | None = ..., *, eps: float = ..., stable: bool = ...,
-    residual: None = ...,
+    x: Tensor, weight: Tensor | None = ..., bias: Tensor | None = ..., *, eps: float = ..., offset: float = ...,
+    stable: bool = ..., residual: None = ..., gate: Tensor | None = ..., gate_first: bool = ...,
+    groups: int = ..., quantize: None = ..., out_dtype: torch.dtype | None = ...,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def layer_norm(
-    x: Tensor, weight: Tensor | None = ..., bias: Tensor | None = ..., *, eps: float = ..., stable: bool = ...,
-    residual: Tensor,
+    x: Tensor, weight: Tensor | None = ..., bias: Tensor | None = ..., *, eps: float = ..., offset: float = ...,
+    stable: bool = ..., residual: Tensor, gate: Tensor | None = ..., gate_first: bool = ...,
+    groups: int = ..., quantize: None = ..., out_dtype: torch.dtype | None = ...,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
+def layer_norm(
+    x: Tensor, weight: Tensor | None = ..., bias: Tensor | None = ..., *, eps: float = ..., offset: float = ...,
+    stable: bool = ..., residual: None = ..., gate: Tensor | None = ..., gate_first: bool = ...,
+    groups: int = ..., quantize: Scaled, out_dtype: torch.dtype | None = ...,
+) -> Quantized: ...  # fmt: skip
+@overload
+def layer_norm(
+    x: Tensor, weight: Tensor | None = ..., bias: Tensor | None = ..., *, eps: float = ..., offset: float = ...,
+    stable: bool = ..., residual: Tensor, gate: Tensor | None = ..., gate_first: bool = ...,
+    groups: int = ..., quantize: Scaled, out_dtype: torch.dtype | None = ...,
+) -> tuple[Quantized, Tensor]: ...  # fmt: skip
 def layer_norm(
     x: Tensor,
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     *,
     eps: float = 1e-5,
+    offset: float = 0.0,
     stable: bool = False,
     residual: Tensor | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
+    gate: Tensor | None = None,
+    gate_first: bool = False,
+    groups: int = 1,
+    quantize: Scaled | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Any:
     r"""Normalise each row of the last dimension by its mean and variance, in one pass over ``x``.
 
-    .. math:: y = w\,\frac{s - \mathrm{mean}(s)}{\sqrt{\mathrm{var}(s) + \varepsilon\, m^2}} + b, \qquad s = x
-        \;(+\ \mathrm{residual})
+    .. math:: y = (w + \mathrm{offset})\,\frac{s - \mathrm{mean}(s)}{\sqrt{\mathrm{var}(s) + \varepsilon\, m^2}} + b,
+        \qquad s = x \;(+\ \mathrm{residual})
 
     with :math:`m = 1`. ``stable=True`` sets :math:`m = \max(s)`, which normalises :math:`s/m` and keeps rows of huge
     activations in range. :math:`\max(s) \le 0` would flip the sign of the row or divide by zero; such a row has
     :math:`m = \max|s|`, and a row of zeros has m = 1. Statistics are in fp32 (fp64 for fp64 inputs).
+
+    The adaptive norm of diffusion transformers is ``layer_norm(x, scale[:, None], shift[:, None], offset=1.0)``.
 
     A row of one value v is the bias exactly, on a GPU if fp32 holds N·v and one program the row (16384 columns). Else
     the mean may be off by its rounding, and y by :math:`|w v|\,2^{-23}/\sqrt{\varepsilon}`.
 
     Args:
         x: ``(..., N)``, fp32, fp16, bf16 or fp64, any strides.
-        weight: ``(N,)`` or None; any of these dtypes, also another than that of x.
-        bias: ``(N,)`` or None, likewise.
+        weight: ``(N,)`` or None; any of these dtypes, also another than that of x. Rows may have different weights: any
+            shape that broadcasts to x from neighbouring dimensions, such as ``(heads, N)`` or ``(batch, 1, N)``.
+        bias: like weight; if both are given they have one shape.
         eps: added to the variance; ≥ 0.
-        stable: normalise :math:`s/m` instead of :math:`s`.
+        offset: added to the weight (1.0 for a model that stores weight − 1); ignored without weight.
+        stable: normalise :math:`s/m` instead of :math:`s`; not with a gate.
         residual: ``(..., N)`` or None; added to x first, and the sum is returned too.
+        gate: ``(..., N)`` or None; y is multiplied by silu(gate), or with ``gate_first`` what is normalised is.
+        gate_first: multiply s by silu(gate) before the norm.
+        groups: divide each row into so many groups of neighbouring columns, each with statistics of its own.
+        quantize: return y in e4m3 with fp32 scales, one for each ``"row"`` or ``"block"`` of 128 columns; a scale maps
+            the largest number to 448.
+        out_dtype: of y; None: that of x. With ``quantize`` y is returned beside its 8-bit form only if this is given.
 
     Returns:
-        y, shape and dtype of ``x``; with ``residual`` the pair ``(y, s)``, where s has the dtype of ``x + residual``.
+        y, of the shape of ``x``; with ``residual`` the pair ``(y, s)``, where s has the dtype of ``x + residual``;
+        with ``quantize`` a `Quantized` in the place of y.
 
-    Gradients flow to x, residual, weight and bias, through both outputs. Backward computes only the needed ones, and
-    repeats them bit for bit from run to run. It keeps x (or s) and 8 bytes per row, 12 if stable.
+    Gradients flow to x, residual, gate, weight and bias, through y and s. Backward computes only the needed ones, and
+    repeats them bit for bit from run to run. It keeps x (or s), the gate and 8 bytes per row, 12 if stable. On a GPU,
+    options that rows wider than 16384 columns (backward: 8192) have no kernel for run as torch operations.
 
     Raises:
         TypeError: a tensor is not floating-point, or eps is not a number.
-        ValueError: shapes don't fit, eps is negative, or the tensors are on different devices.
+        ValueError: shapes don't fit, eps is negative, an option is unknown or does not go with another, or the tensors
+            are on different devices.
         NotImplementedError: for a forward-mode derivative; for a second derivative, unless torch's own operator
             computed y (some plain eager calls on a CPU).
 
     Source: Ba, Kiros, Hinton 2016, arXiv:1607.06450; ``stable`` is the option of triton-transformer, after CogView,
-    arXiv:2105.13290.
+    arXiv:2105.13290; adaptive norms: Peebles, Xie 2022, arXiv:2212.09748.
 
     Example:
         >>> import torch, onepass
@@ -329,63 +169,114 @@ def layer_norm(
         >>> s
         tensor([1., 3.])
     """
-    if residual is None:
-        return _norm(x, weight, bias, eps, 0.0, True, stable)
-    return _norm_residual(x, residual, weight, bias, eps, 0.0, True, stable)
+    if _plain(weight, bias, gate, gate_first, groups, quantize, out_dtype) and not offset:
+        if residual is None:
+            return norm(x, weight, bias, eps, 0.0, True, stable)
+        if _one_stream(x, residual):
+            return norm_residual(x, residual, weight, bias, eps, 0.0, True, stable)
+    return _with_options(
+        "layer_norm", x, weight, bias, eps, float(offset), True, stable, "once", residual, gate, gate_first, groups,
+        quantize, out_dtype,
+    )  # fmt: skip
 
 
 @overload
 def rms_norm(
-    x: Tensor, weight: Tensor | None = ..., *, eps: float = ..., offset: float = ..., residual: None = ...
-) -> Tensor: ...
+    x: Tensor, weight: Tensor | None = ..., bias: Tensor | None = ..., *, eps: float = ..., offset: float = ...,
+    rounding: Rounding = ..., residual: None = ..., gate: Tensor | None = ..., gate_first: bool = ...,
+    groups: int = ..., quantize: None = ..., out_dtype: torch.dtype | None = ...,
+) -> Tensor: ...  # fmt: skip
 @overload
 def rms_norm(
-    x: Tensor, weight: Tensor | None = ..., *, eps: float = ..., offset: float = ..., residual: Tensor
-) -> tuple[Tensor, Tensor]: ...
+    x: Tensor, weight: Tensor | None = ..., bias: Tensor | None = ..., *, eps: float = ..., offset: float = ...,
+    rounding: Rounding = ..., residual: Tensor, gate: Tensor | None = ..., gate_first: bool = ...,
+    groups: int = ..., quantize: None = ..., out_dtype: torch.dtype | None = ...,
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
+def rms_norm(
+    x: Tensor, weight: Tensor | None = ..., bias: Tensor | None = ..., *, eps: float = ..., offset: float = ...,
+    rounding: Rounding = ..., residual: None = ..., gate: Tensor | None = ..., gate_first: bool = ...,
+    groups: int = ..., quantize: Scaled, out_dtype: torch.dtype | None = ...,
+) -> Quantized: ...  # fmt: skip
+@overload
+def rms_norm(
+    x: Tensor, weight: Tensor | None = ..., bias: Tensor | None = ..., *, eps: float = ..., offset: float = ...,
+    rounding: Rounding = ..., residual: Tensor, gate: Tensor | None = ..., gate_first: bool = ...,
+    groups: int = ..., quantize: Scaled, out_dtype: torch.dtype | None = ...,
+) -> tuple[Quantized, Tensor]: ...  # fmt: skip
 def rms_norm(
     x: Tensor,
     weight: Tensor | None = None,
+    bias: Tensor | None = None,
     *,
     eps: float = 1e-6,
     offset: float = 0.0,
+    rounding: Rounding = "once",
     residual: Tensor | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
+    gate: Tensor | None = None,
+    gate_first: bool = False,
+    groups: int = 1,
+    quantize: Scaled | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Any:
     r"""Normalise each row of the last dimension by its root mean square, in one pass over ``x``.
 
-    .. math:: y = (\mathrm{offset} + w)\,\frac{s}{\sqrt{\mathrm{mean}(s^2) + \varepsilon}}, \qquad s = x
+    .. math:: y = (w + \mathrm{offset})\,\frac{s}{\sqrt{\mathrm{mean}(s^2) + \varepsilon}} + b, \qquad s = x
         \;(+\ \mathrm{residual})
 
     The mean of squares is in fp32 (fp64 for fp64 inputs).
 
     Args:
         x: ``(..., N)``, fp32, fp16, bf16 or fp64, any strides.
-        weight: ``(N,)`` or None; any of these dtypes, also another than that of x.
+        weight: ``(N,)`` or None; any of these dtypes, also another than that of x. Rows may have different weights: any
+            shape that broadcasts to x from neighbouring dimensions, such as ``(heads, N)`` or ``(batch, 1, N)``.
+        bias: like weight; if both are given they have one shape.
         eps: added to the mean of squares; ≥ 0.
         offset: added to the weight (1.0 for a model that stores weight − 1); ignored without weight.
+        rounding: ``"once"`` computes in fp32 and rounds y. ``"twice"`` rounds the normalised row to the dtype of x,
+            then its product with the weight, as the RMS norms of Llama, Qwen and T5 do (docs/norms.md); not with an
+            offset or a bias.
         residual: ``(..., N)`` or None; added to x first, and the sum is returned too.
+        gate: ``(..., N)`` or None; y is multiplied by silu(gate), or with ``gate_first`` what is normalised is.
+        gate_first: multiply s by silu(gate) before the norm.
+        groups: divide each row into so many groups of neighbouring columns, each with statistics of its own.
+        quantize: return y in e4m3 with fp32 scales, one for each ``"row"`` or ``"block"`` of 128 columns; a scale maps
+            the largest number to 448.
+        out_dtype: of y; None: that of x. With ``quantize`` y is returned beside its 8-bit form only if this is given.
 
     Returns:
-        y, shape and dtype of ``x``; with ``residual`` the pair ``(y, s)``, where s has the dtype of ``x + residual``.
+        y, of the shape of ``x``; with ``residual`` the pair ``(y, s)``, where s has the dtype of ``x + residual``;
+        with ``quantize`` a `Quantized` in the place of y.
 
-    Gradients flow to x, residual and weight, through both outputs. Backward computes only the needed ones, and
-    repeats them bit for bit from run to run. It keeps x (or s) and 4 bytes per row.
+    Gradients flow to x, residual, gate, weight and bias, through y and s. Backward computes only the needed ones, and
+    repeats them bit for bit from run to run. It keeps x (or s), the gate and 4 bytes per row. On a GPU, options that
+    rows wider than 16384 columns (backward: 8192) have no kernel for run as torch operations.
 
     Raises:
         TypeError: a tensor is not floating-point, or eps is not a number.
-        ValueError: shapes don't fit, eps is negative, or the tensors are on different devices.
+        ValueError: shapes don't fit, eps is negative, an option is unknown or does not go with another, or the tensors
+            are on different devices.
         NotImplementedError: for a forward-mode derivative; for a second derivative, unless torch's own operator
             computed y (some plain eager calls on a CPU).
 
-    Source: Zhang, Sennrich 2019, arXiv:1910.07467.
+    Source: Zhang, Sennrich 2019, arXiv:1910.07467; gates and groups: Dao, Gu 2024, arXiv:2405.21060.
 
     Example:
         >>> import torch, onepass
         >>> onepass.rms_norm(torch.tensor([3.0, 4.0]), torch.tensor([0.0, 1.0]), offset=1.0)
         tensor([0.8485, 2.2627])
+        >>> onepass.rms_norm(torch.tensor([3.0, 4.0]), gate=torch.zeros(2))
+        tensor([0., 0.])
     """
-    if residual is None:
-        return _norm(x, weight, None, eps, float(offset), False, False)
-    return _norm_residual(x, residual, weight, None, eps, float(offset), False, False)
+    if rounding == "once" and _plain(weight, bias, gate, gate_first, groups, quantize, out_dtype):
+        if residual is None:
+            return norm(x, weight, bias, eps, float(offset), False, False)
+        if _one_stream(x, residual):
+            return norm_residual(x, residual, weight, bias, eps, float(offset), False, False)
+    return _with_options(
+        "rms_norm", x, weight, bias, eps, float(offset), False, False, rounding, residual, gate, gate_first, groups,
+        quantize, out_dtype,
+    )  # fmt: skip
 
 
-__all__ = ["backward_op", "forward_op", "forward_residual_op", "layer_norm", "rms_norm"]
+__all__ = ["Quantized", "layer_norm", "rms_norm"]

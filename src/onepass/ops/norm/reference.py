@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
-
-
-def _accumulate(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
 
 
 def stable_scale(x: Tensor) -> Tensor:
@@ -16,45 +15,134 @@ def stable_scale(x: Tensor) -> Tensor:
     return torch.where(largest > 0, largest, torch.where(magnitude > 0, magnitude, torch.ones_like(magnitude)))
 
 
+def quantize(y: Tensor, columns: int) -> tuple[Tensor, Tensor]:
+    """Round y (..., N) to e4m3: (values, scales (..., N / columns) in fp32) with y ≈ values·scales.
+
+    So many neighbouring columns share a scale, the largest of them over 448 (the largest number is taken as 2⁻⁴⁰ at
+    least). values = y · (448 / the largest), rounded to e4m3.
+    """
+    blocks = (*y.shape[:-1], y.shape[-1] // max(columns, 1), columns)
+    f = y.float().reshape(blocks if y.shape[-1] else (*y.shape, 1))
+    largest = f.abs().amax(-1, keepdim=True) if f.numel() else f.new_zeros((*f.shape[:-1], 1))
+    largest = largest.clamp(min=2.0**-40)
+    # a number over a tensor would be rounded twice
+    factors = torch.full_like(largest, 448.0) / largest
+    values = (f * factors).clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
+    return values.view(y.shape), (largest / 448.0)[..., 0]
+
+
+def _finish(
+    n: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, offset: float, gate: Tensor | None,
+    gate_first: bool, quantize_by: str | None, out_dtype: torch.dtype | None, twice: bool = False,
+) -> Any:  # fmt: skip
+    """Return y, or its e4m3 values and scales, from the normalised rows in fp32 or wider."""
+    n = n.view(x.shape)
+    if twice:
+        n = n.to(x.dtype).to(n.dtype)
+    if weight is not None:
+        n = n * (weight.to(n.dtype) + offset)
+        n = n.to(torch.promote_types(x.dtype, weight.dtype)).to(n.dtype) if twice else n
+    if bias is not None:
+        n = n + bias.to(n.dtype)
+    if gate is not None and not gate_first:
+        n = n * F.silu(gate.to(n.dtype))
+    y = n.to(out_dtype or x.dtype)
+    if quantize_by is None:
+        return y
+    values, scales = quantize(y, y.shape[-1] if quantize_by == "row" else 128)
+    return values, scales, y
+
+
+def _source(
+    x: Tensor, residual: Tensor | None, gate: Tensor | None, gate_first: bool, groups: int
+) -> tuple[Tensor, Tensor]:
+    """Return s = x (+ residual), and in fp32 or wider what is normalised: s, times silu(gate), in groups of columns."""
+    s = x if residual is None else x + residual
+    f = s.to(torch.promote_types(s.dtype, torch.float32))
+    if gate is not None and gate_first:
+        f = f * F.silu(gate.to(f.dtype))
+    return s, f.reshape(*f.shape[:-1], groups, f.shape[-1] // groups) if groups > 1 else f
+
+
 def layer_norm(
     x: Tensor,
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     *,
     eps: float = 1e-5,
+    offset: float = 0.0,
     stable: bool = False,
     residual: Tensor | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """Return y = w·(s − mean)/sqrt(var + eps·m²) + b with s = x (+ residual), m = 1 unless stable.
+    gate: Tensor | None = None,
+    gate_first: bool = False,
+    groups: int = 1,
+    quantize: str | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Any:
+    """Return y = (w + offset)·(s − mean)/sqrt(var + eps·m²) + b with s = x (+ residual), m = 1 unless stable.
 
-    With residual: (y, s).
+    With a gate z the norm is that of s·silu(z) if gate_first, else y is multiplied by silu(z). With residual: (y, s).
     """
-    s = x if residual is None else x + residual
-    f = s.to(_accumulate(s))
+    s, f = _source(x, residual, gate, gate_first, groups)
     d = f - f.mean(-1, keepdim=True)
     eps_row = eps * stable_scale(f) ** 2 if stable and f.numel() else eps
-    y = d * (d.square().mean(-1, keepdim=True) + eps_row).rsqrt()
-    if weight is not None:
-        y = y * weight.to(f.dtype)
-    if bias is not None:
-        y = y + bias.to(f.dtype)
-    y = y.to(x.dtype)
+    n = d * (d.square().mean(-1, keepdim=True) + eps_row).rsqrt()
+    y = _finish(n, x, weight, bias, offset, gate, gate_first, quantize, out_dtype)
     return y if residual is None else (y, s)
 
 
 def rms_norm(
     x: Tensor,
     weight: Tensor | None = None,
+    bias: Tensor | None = None,
     *,
     eps: float = 1e-6,
     offset: float = 0.0,
+    rounding: str = "once",
     residual: Tensor | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """Return y = (offset + w)·s/sqrt(mean(s²) + eps) with s = x (+ residual). With residual: (y, s)."""
-    s = x if residual is None else x + residual
-    f = s.to(_accumulate(s))
-    y = f * (f.square().mean(-1, keepdim=True) + eps).rsqrt()
-    if weight is not None:
-        y = y * (weight.to(f.dtype) + offset)
-    y = y.to(x.dtype)
+    gate: Tensor | None = None,
+    gate_first: bool = False,
+    groups: int = 1,
+    quantize: str | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Any:
+    """Return y = (w + offset)·s/sqrt(mean(s²) + eps) + b with s = x (+ residual). With residual: (y, s).
+
+    Gate as in `layer_norm`. rounding="twice" rounds the normalised rows to the dtype of x, then their product with w.
+    """
+    s, f = _source(x, residual, gate, gate_first, groups)
+    n = f * (f.square().mean(-1, keepdim=True) + eps).rsqrt()
+    y = _finish(n, x, weight, bias, offset, gate, gate_first, quantize, out_dtype, rounding == "twice")
     return y if residual is None else (y, s)
+
+
+def qk_norm_rope(
+    q: Tensor,
+    k: Tensor,
+    q_weight: Tensor | None = None,
+    k_weight: Tensor | None = None,
+    *,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None = None,
+    eps: float = 1e-6,
+    offset: float = 0.0,
+    interleaved: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Return q and k (..., T, heads, D), each head normed by its root mean square, its first columns rotated.
+
+    Column i of 2·cos.shape[-1] columns is rotated with i + half of them, or, if interleaved, 2i with 2i + 1.
+    """
+
+    def one(x: Tensor, weight: Tensor | None) -> Tensor:
+        n = rms_norm(x.to(torch.promote_types(x.dtype, torch.float32)), weight, eps=eps, offset=offset)
+        rotated, rest = n[..., : 2 * half], n[..., 2 * half :]
+        a, b = rotated.reshape(*x.shape[:-1], *pairs).unbind(-1 if interleaved else -2)
+        c, s = (t.detach().to(n.dtype)[at][..., None, :] for t in (cos, sin))
+        turned = torch.stack((a * c - b * s, b * c + a * s), -1 if interleaved else -2)
+        return torch.cat((turned.reshape(rotated.shape), rest), -1).to(x.dtype)
+
+    half = cos.shape[-1]
+    pairs = (half, 2) if interleaved else (2, half)
+    at = torch.arange(q.shape[-3], device=q.device) if positions is None else positions
+    return one(q, q_weight), one(k, k_weight)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from onepass.core.sharding import REPLICATE, Way, gradient, row_dims
+from onepass.core.sharding import REPLICATE, Way, beside, gradient, row_dims
 
 
 def forward(x: Any, *rest: Any) -> list[Way]:
@@ -22,3 +22,58 @@ def backward(dy: Any, ds: Any, x: Any, *rest: Any) -> list[Way]:
     need_x, need_w, need_b = rest[-3:]
     vectors = gradient(REPLICATE, need_w), gradient(REPLICATE, need_b)
     return [((gradient(d, need_x), *vectors), (d, d, d, d + 1, REPLICATE)) for d in row_dims(x)]
+
+
+def options(x: Any, residual: Any, gate: Any, weight: Any, bias: Any, *rest: Any) -> list[Way]:
+    """List the ways to shard x, residual, gate, weight and bias, with y, s, e4m3 values, scales and statistics.
+
+    Weights that differ between rows are sharded with them. A result that is left out is empty, the same everywhere.
+    """
+    quant, keep_y = rest[-3], rest[-1]
+    ways: list[Way] = []
+    for d in row_dims(x):
+        vectors = beside(weight, x.ndim, d), beside(bias, x.ndim, d)
+        made = keep_y, residual is not None, quant, quant
+        results = tuple(d if yes else REPLICATE for yes in made)
+        ways.append(((*results, d + 1), (d, d, d, *vectors)))
+    return ways
+
+
+def options_backward(dy: Any, ds: Any, x: Any, gate: Any, stats: Any, weight: Any, bias: Any, *rest: Any) -> list[Way]:
+    """List the ways to shard dy, ds, x, gate, statistics, weight and bias, with dx, dz, dw, db and dx again."""
+    need_x, need_z, need_w, need_b = rest[-4:]
+    ways: list[Way] = []
+    for d in row_dims(x):
+        w, b = beside(weight, x.ndim, d), beside(bias, x.ndim, d)
+        copied = need_x and rest[-5] != x.tensor_meta.dtype
+        results = (
+            gradient(d, need_x), gradient(d, need_z), gradient(w, need_w), gradient(b, need_b), gradient(d, copied),
+        )  # fmt: skip
+        ways.append((results, (d, d, d, d, d + 1, w, b)))
+    return ways
+
+
+def _rope_dims(q: Any, positions: Any) -> list[tuple[int, Any]]:
+    """Return the dimensions along which q (..., T, heads, D) may be sharded, and the placement of positions beside it.
+
+    Tokens may be if each has a position of its own.
+    """
+    heads = q.ndim - 2
+    dims = [d for d in row_dims(q) if d != heads - 1 or positions is not None]
+    return [(d, None if positions is None else REPLICATE if d == heads else beside(positions, heads, d)) for d in dims]
+
+
+def rope(q: Any, k: Any, q_weight: Any, k_weight: Any, cos: Any, sin: Any, positions: Any, *rest: Any) -> list[Way]:
+    """List the ways to shard q, k, the weights, cos, sin and positions, with q and k rotated."""
+    whole = (REPLICATE,) * 4
+    return [((d, d), (d, d, *whole, at)) for d, at in _rope_dims(q, positions)]
+
+
+def rope_backward(dq: Any, dk: Any, q: Any, k: Any, *rest: Any) -> list[Way]:
+    """List the ways to shard the gradients, q, k, the weights, cos, sin and positions, with what backward returns."""
+    need_q, need_k, *of_weights = rest[-4:]
+    vectors = [gradient(REPLICATE, need) for need in of_weights]
+    return [
+        ((gradient(d, need_q), gradient(d, need_k), *vectors), (d, d, d, d, *(REPLICATE,) * 4, at))
+        for d, at in _rope_dims(q, rest[4])
+    ]

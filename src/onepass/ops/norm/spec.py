@@ -1,4 +1,4 @@
-"""Samples, bad calls, kernel budgets and bench cases of `layer_norm` and `rms_norm`."""
+"""Samples, bad calls and opchecks of `layer_norm` and `rms_norm`."""
 
 from __future__ import annotations
 
@@ -9,11 +9,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onepass.core.spec import BadCall, Kernel, Sample, Spec
+from onepass.core.spec import BadCall, Sample, Spec
 
-from . import reference, shapes
-from .cases import CASES, RIVALS
-from .op import backward_op, forward_op, forward_residual_op, layer_norm, rms_norm
+from . import reference
+from .cases import CASES as PLAIN_CASES
+from .cases import RIVALS as PLAIN_RIVALS
+from .cases_options import CASES as OPTION_CASES
+from .cases_options import RIVALS as OPTION_RIVALS
+from .op import layer_norm, rms_norm
+from .options import backward_op as options_backward_op
+from .options import forward_op as options_op
+from .plain import backward_op, forward_op, forward_residual_op
+from .rope import backward_op as rope_backward_op
+from .rope import forward_op as rope_op
+from .rope import qk_norm_rope
+from .spec_kernels import KERNELS as PLAIN_KERNELS
+from .spec_options import KERNELS as OPTION_KERNELS
 
 
 def _shared_samples(make: Callable[..., Tensor]) -> Iterator[Sample]:
@@ -33,6 +44,17 @@ def _shared_samples(make: Callable[..., Tensor]) -> Iterator[Sample]:
     yield Sample("no rows", (make(0, 4), make(4)))
     yield Sample("no rows, residual", (make(2, 0, 4), make(4)), {"residual": make(2, 0, 4)})
     yield Sample("no columns", (make(3, 0), make(0)))
+    yield Sample("weights per head", (make(2, 3, 4, 6), make(4, 6)))
+    yield Sample("weights per head, chunks", (make(5, 2, 300), make(2, 300)))
+    yield Sample("one head, one column", (make(2, 1, 1), make(1, 1)))
+    yield Sample("groups", (make(3, 12), make(12)), {"groups": 3})
+    yield Sample("gate", (make(4, 10), make(10)), {"gate": make(4, 10)})
+    yield Sample("gate, no weight", (make(3, 2),), {"gate": make(3, 2)})
+    yield Sample("gate, chunks, residual", (make(3, 700), make(700)), {"gate": make(3, 700), "residual": make(3, 700)})
+    yield Sample("gate first", (make(4, 10), make(10)), {"gate": make(4, 10), "gate_first": True})
+    options = {"gate": make(5, 330), "gate_first": True, "groups": 2, "residual": make(5, 330)}
+    yield Sample("gate first, groups, residual", (make(5, 330), make(330)), options)
+    yield Sample("no rows, gate, weights per head", (make(0, 2, 4), make(2, 4)), {"gate": make(0, 2, 4)})
 
 
 def _ties(make: Callable[..., Tensor], rows: int, cols: int) -> Tensor:
@@ -53,6 +75,12 @@ def _layer_norm_samples(make: Callable[..., Tensor]) -> Iterator[Sample]:
     yield Sample("bias alone", (make(6, 10), None, make(10)))
     yield Sample("all, residual", (make(2, 3, 100), make(100), make(100)), {"residual": make(2, 3, 100), "eps": 0.1})
     yield Sample("backward in tiles", (make(2, 8200), make(8200), make(8200)))
+    yield Sample("adaptive", (make(2, 3, 10), make(2, 1, 10), make(2, 1, 10)), {"offset": 1.0})
+    yield Sample("adaptive, chunks", (make(3, 5, 300), make(3, 1, 300), make(3, 1, 300)), {"offset": 1.0})
+    yield Sample("adaptive, one row", (make(1, 10), make(1, 10), make(1, 10)), {"offset": 1.0})
+    yield Sample("bias per head, stable", (make(4, 2, 33), None, make(2, 33)), {"stable": True, "eps": 0.1})
+    yield Sample("gate, bias per head", (make(4, 2, 6), make(2, 6), make(2, 6)), {"gate": make(4, 2, 6)})
+    yield Sample("gate, wide", (make(2, 8200), make(8200), make(8200)), {"gate": make(2, 8200)})
     for eps in (1e-5, 0.1):
         options = {"stable": True, "eps": eps}
         yield Sample(f"stable, eps={eps}", (make(6, 33), make(33), make(33)), options)
@@ -66,6 +94,85 @@ def _rms_norm_samples(make: Callable[..., Tensor]) -> Iterator[Sample]:
     yield Sample("offset", (make(6, 10), make(10)), {"offset": 1.0, "eps": 1e-3})
     yield Sample("offset, residual", (make(3, 130), make(130)), {"offset": 1.0, "residual": make(3, 130)})
     yield Sample("backward in tiles", (make(2, 8200), make(8200)))
+    yield Sample("bias", (make(6, 10), make(10), make(10)))
+    yield Sample("bias alone, residual", (make(3, 7), None, make(7)), {"residual": make(3, 7)})
+    yield Sample("rounded twice", (make(6, 33), make(33)), {"rounding": "twice"})
+    options = {"rounding": "twice", "gate": make(5, 24), "gate_first": True, "groups": 2}
+    yield Sample("rounded twice, gate first, groups", (make(5, 24), make(24)), options)
+    yield Sample("rounded twice, gate, residual", (make(6, 10), make(10)),
+                 {"rounding": "twice", "gate": make(6, 10), "residual": make(6, 10)})  # fmt: skip
+
+
+def _rope_samples(make: Callable[..., Tensor]) -> Iterator[Sample]:
+    def sample(
+        name: str, tokens: tuple[int, ...], heads: tuple[int, int], d: int, rotary: int, **options: Any
+    ) -> Sample:
+        q, k, _ = torch.split(make(*tokens, 2 * heads[1] + heads[0], d), [*heads, heads[1]], -2)
+        angles = make(9, rotary // 2)
+        weights = {} if options.pop("bare", False) else {"q_weight": make(d), "k_weight": make(d)}
+        return Sample(name, (q, k), {**weights, "cos": angles.cos(), "sin": angles.sin(), **options})
+
+    device = make(1).device
+    each = torch.tensor([[8, 0, 3], [1, 1, 2]], device=device)
+    yield sample("rows of a packed projection", (2, 3), (4, 2), 8, 8)
+    yield sample("interleaved, positions", (2, 3), (4, 2), 8, 8, interleaved=True, positions=each)
+    yield sample("odd width, partly rotated", (3,), (2, 1), 13, 6, positions=each[1])
+    yield sample("interleaved, partly rotated, offset", (2, 3), (1, 1), 10, 4, interleaved=True, offset=1.0)
+    yield sample("no weights", (2, 2), (2, 1), 6, 6, bare=True)
+    yield sample("many heads", (2, 9), (6, 3), 80, 80)
+    yield sample("two columns, one token", (1,), (1, 1), 2, 2)
+    yield sample("no tokens", (2, 0), (2, 1), 4, 4)
+
+
+def _rope_opchecks() -> Iterator[tuple[Any, tuple[Any, ...]]]:
+    def rows(*shape: int) -> Tensor:
+        return torch.randn(*shape, requires_grad=True)
+
+    angles, at = torch.randn(5, 2), torch.tensor([4, 0, 2])
+    tensors = rows(2, 3, 2, 6), rows(2, 3, 1, 6), rows(6), rows(6), angles.cos(), angles.sin()
+    yield rope_op, (*tensors, at, 1e-6, 0.0, False)
+    yield rope_op, (*tensors[:2], None, tensors[3], *tensors[4:], None, 1e-6, 1.0, True)
+    saved = (*(t.detach() for t in tensors), at, 1e-6, 0.0, False)
+    dq, dk = torch.randn(2, 3, 2, 6), torch.randn(2, 3, 1, 6)
+    yield rope_backward_op, (dq, dk, *saved, True, True, True, True)
+    yield rope_backward_op, (dq, dk, *saved, False, True, True, False)
+
+
+def _bad_ropes() -> Iterator[BadCall]:
+    q, k, w, c = torch.ones(2, 3, 4, 8), torch.ones(2, 3, 2, 8), torch.ones(8), torch.ones(5, 4)
+
+    def call(**other: Any) -> Callable[[], Any]:
+        given = {"q": q, "k": k, "q_weight": w, "k_weight": w, "cos": c, "sin": c} | other
+        return lambda: qk_norm_rope(**given)
+
+    yield BadCall("list", call(q=[1.0]), TypeError, "q must be a tensor, got list")
+    yield BadCall("2-d q", call(q=w[None]), ValueError, r"q must be \(..., tokens, heads, D\), got \(1, 8\)")
+    yield BadCall("k", call(k=k[:1]), ValueError, r"k must have the shape of q.*got \(1, 3, 2, 8\)")
+    yield BadCall("weight", call(k_weight=w[:3]), ValueError, r"k_weight must be \(8,\).*got \(3,\)")
+    yield BadCall("wide angles", call(cos=torch.ones(5, 5), sin=torch.ones(5, 5)), ValueError, "R ≤ 8 rotated columns")
+    yield BadCall("sin", call(sin=c[:2]), ValueError, r"got \(5, 4\) and \(2, 4\)")
+    yield BadCall("few", call(cos=c[:2], sin=c[:2]), ValueError, "cos and sin have 2 positions, q has 3 tokens")
+    yield BadCall("float positions", call(positions=torch.ones(3)), TypeError, "positions must be int32 or int64")
+    yield BadCall("positions", call(positions=torch.arange(2)), ValueError, r"\(3,\) or \(2, 3\); got \(2,\)")
+    yield BadCall("outside", call(positions=torch.arange(3) + 3), ValueError, "from 0 to 4; got 3 to 5")
+    yield BadCall("negative", call(positions=torch.arange(3) - 1), ValueError, "from 0 to 4; got -1 to 1")
+    yield BadCall("eps", call(eps=-1.0), ValueError, "eps must be ≥ 0, got -1.0")
+    yield BadCall("device", call(q_weight=w.to("meta")), ValueError, "q_weight is on meta but q is on cpu")
+
+
+def _rope_rows(make: Callable[..., Tensor], n: int) -> Mapping[str, Callable[[Tensor], Any]]:
+    angles, w = make(1, max(n // 2, 1)), make(n)
+
+    def rotated(x: Tensor) -> Any:
+        # a row is a head; one column has no pair
+        if n == 1:
+            return x.square()
+        at = torch.zeros(len(x), dtype=torch.long, device=x.device)
+        heads = x[:, None]
+        q, k = qk_norm_rope(heads, heads, w, None, cos=angles.cos(), sin=angles.sin(), positions=at)
+        return q[:, 0], k[:, 0]
+
+    return {"qk_norm_rope": rotated}
 
 
 def _opchecks(has_mean: bool, stable: bool = False) -> Iterator[tuple[Any, tuple[Any, ...]]]:
@@ -79,12 +186,42 @@ def _opchecks(has_mean: bool, stable: bool = False) -> Iterator[tuple[Any, tuple
     saved = x.detach(), forward_op(x.detach(), w.detach(), None, *options)[1], w.detach(), torch.float32, *options
     yield backward_op, (torch.randn(2, 3, 10), None, *saved, True, True, has_mean)
     yield backward_op, (torch.randn(2, 3, 10), torch.randn(2, 3, 10), *saved, True, False, False)
+    if stable:
+        return
+    gate, heads = torch.randn(2, 3, 10, requires_grad=True), torch.randn(3, 10, requires_grad=True)
+    rest = 1e-5, 0.5, has_mean, False, False
+    fp16, fp32 = torch.float16, torch.float32
+    yield options_op, (x, x.detach(), gate, heads, heads if has_mean else None, *rest, True, 0, fp32, True)
+    yield options_op, (x, None, None, w, None, *rest, False, 1, fp16, False)
+    yield options_op, (x, None, None, None, None, *rest, False, 1, fp32, True)
+    made = options_op(x.detach(), None, gate.detach(), heads.detach(), None, *rest, False, 0, fp32, True)[4]
+    kept = x.detach(), gate.detach(), made, heads.detach(), heads.detach() if has_mean else None
+    yield options_backward_op, (torch.randn(2, 3, 10), None, *kept, *rest[:4], False, fp16, True, True, True, has_mean)
+    yield options_backward_op, (torch.randn(2, 3, 10), None, *kept, *rest[:4], False, fp32, False, True, False, False)
 
 
 def _bad_calls(op: Callable[..., Any], name: str) -> Iterator[BadCall]:
     x, w = torch.ones(2, 3), torch.ones(3)
     yield BadCall("width", lambda: op(x, torch.ones(4)), ValueError, rf"{name}: weight must be \(3,\).*\(4,\)")
-    yield BadCall("2-d weight", lambda: op(x, torch.ones(1, 3)), ValueError, r"weight must be \(3,\).*\(1, 3\)")
+    yield BadCall("2-d weight", lambda: op(x, torch.ones(4, 3)), ValueError, r"weight must be \(3,\).*\(4, 3\)")
+    deep = torch.ones(2, 5, 4, 3)
+    yield BadCall("apart", lambda: op(deep, torch.ones(2, 1, 4, 3)), ValueError, r"neighbouring.*\(2, 1, 4, 3\)")
+    yield BadCall("two tables", lambda: op(x, w, torch.ones(2, 3)), ValueError, r"bias must have the shape of weight")
+    yield BadCall("gate", lambda: op(x, gate=w), ValueError, r"gate must have the shape of x \(2, 3\); got \(3,\)")
+    yield BadCall("gate dtype", lambda: op(x, gate=x.int()), TypeError, "gate must be float.*int32")
+    yield BadCall("gate first", lambda: op(x, gate_first=True), ValueError, "gate_first needs a gate")
+    yield BadCall("gate, 8 bits", lambda: op(x, gate=x, quantize="row"), ValueError, "quantize takes no gate")
+    yield BadCall("quantize", lambda: op(x, quantize="int8"), ValueError, "quantize must be 'row', 'block' or None")
+    yield BadCall("blocks", lambda: op(x, quantize="block"), ValueError, "blocks of 128 columns, got 3 columns")
+    yield BadCall("groups", lambda: op(x, groups=2), ValueError, "groups must divide the 3 columns of x, got 2")
+    yield BadCall("no groups", lambda: op(x, groups=0), ValueError, "groups must divide the 3 columns of x, got 0")
+    yield BadCall("half groups", lambda: op(x, groups=1.5), TypeError, "groups must be an int, got float")
+    yield BadCall("groups, 8 bits", lambda: op(x, groups=3, quantize="row"), ValueError, "quantize takes no groups")
+    yield BadCall("groups, weights", lambda: op(x, torch.ones(2, 3), groups=3), ValueError, "with groups, weight must")
+    yield BadCall("dtype", lambda: op(x, out_dtype=torch.int8), ValueError, "out_dtype must be float32.*int8")
+    yield BadCall(
+        "wide dtype", lambda: op(x, out_dtype=torch.float64), ValueError, "out_dtype must be float32.*float64"
+    )
     yield BadCall("0-d x", lambda: op(torch.ones(())), ValueError, "at least one dimension")
     yield BadCall("integer x", lambda: op(torch.ones(2, 3, dtype=torch.int64)), TypeError, "x must be float.*int64")
     yield BadCall("list", lambda: op([1.0]), TypeError, "x must be a tensor, got list")
@@ -101,9 +238,42 @@ def _bad_calls(op: Callable[..., Any], name: str) -> Iterator[BadCall]:
 _LAYER_NORM_BAD = (
     *_bad_calls(layer_norm, "layer_norm"),
     BadCall(
+        "stable",
+        lambda: layer_norm(torch.ones(2, 3), gate=torch.ones(2, 3), stable=True),
+        ValueError,
+        "stable takes no gate",
+    ),
+    BadCall(
         "bias", lambda: layer_norm(torch.ones(2, 3), bias=torch.ones(2)), ValueError, r"bias must be \(3,\).*\(2,\)"
     ),
 )
+
+
+_RMS_NORM_BAD = (
+    *_bad_calls(rms_norm, "rms_norm"),
+    BadCall(
+        "rounding",
+        lambda: rms_norm(torch.ones(3), rounding="never"),  # type: ignore[call-overload]
+        ValueError,
+        "rounding must be 'once' or 'twice'",
+    ),
+    BadCall(
+        "twice, offset",
+        lambda: rms_norm(torch.ones(3), torch.ones(3), rounding="twice", offset=1.0),
+        ValueError,
+        "rounding='twice' takes no offset",
+    ),
+    BadCall(
+        "twice, bias",
+        lambda: rms_norm(torch.ones(3), bias=torch.ones(3), rounding="twice"),
+        ValueError,
+        "rounding='twice' takes no bias",
+    ),
+)
+
+
+def _in_8_bits(out: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return out.y, out.values.view(torch.uint8), out.scales
 
 
 def _layer_norm_rows(make: Callable[..., Tensor], n: int) -> Mapping[str, Callable[[Tensor], Any]]:
@@ -114,6 +284,8 @@ def _layer_norm_rows(make: Callable[..., Tensor], n: int) -> Mapping[str, Callab
         "layer_norm, fp32 vectors": lambda x: layer_norm(x, w.float(), b.float()),
         "layer_norm, stable": lambda x: layer_norm(x, w, b, stable=True),
         "layer_norm, residual": lambda x: layer_norm(x, w, b, residual=x.flip(-1)),
+        "layer_norm, gate first": lambda x: layer_norm(x, w, b, gate=x.flip(-1), gate_first=True),
+        "layer_norm, 8 bits": lambda x: _in_8_bits(layer_norm(x, w, b, quantize="row", out_dtype=x.dtype)),
     }
 
 
@@ -124,6 +296,7 @@ def _rms_norm_rows(make: Callable[..., Tensor], n: int) -> Mapping[str, Callable
         "rms_norm, no weight": rms_norm,
         "rms_norm, offset": lambda x: rms_norm(x, w, offset=1.0),
         "rms_norm, residual": lambda x: rms_norm(x, w, residual=x.flip(-1)),
+        "rms_norm, rounded twice, gate": lambda x: rms_norm(x, w, rounding="twice", gate=x.flip(-1)),
     }
 
 
@@ -142,208 +315,25 @@ SPECS = [
         op=rms_norm,
         reference=reference.rms_norm,
         samples=_rms_norm_samples,
-        bad_calls=tuple(_bad_calls(rms_norm, "rms_norm")),
+        bad_calls=_RMS_NORM_BAD,
         opchecks=lambda: _opchecks(False),
         of_rows=_rms_norm_rows,
     ),
+    Spec(
+        name="qk_norm_rope",
+        op=qk_norm_rope,
+        reference=reference.qk_norm_rope,
+        samples=_rope_samples,
+        bad_calls=tuple(_bad_ropes()),
+        opchecks=_rope_opchecks,
+        # values depend on cos and sin, which have no gradient
+        surrogate=True,
+        of_rows=_rope_rows,
+    ),
 ]
 
-
-def _narrow(name: str) -> Callable[[], Any]:
-    def fn() -> Any:
-        from . import kernels_triton
-
-        return getattr(kernels_triton, name)
-
-    return fn
-
-
-def _packed(name: str) -> Callable[[], Any]:
-    def fn() -> Any:
-        from . import kernels_packed
-
-        return getattr(kernels_packed, name)
-
-    return fn
-
-
-def _wide(name: str) -> Callable[[], Any]:
-    def fn() -> Any:
-        from . import kernels_wide
-
-        return getattr(kernels_wide, name)
-
-    return fn
-
-
-def _team(name: str) -> Callable[[], Any]:
-    def fn() -> Any:
-        from . import kernels_team
-
-        return getattr(kernels_team, name)
-
-    return fn
-
-
-def _team_constants(team: shapes.Team) -> dict[str, Any]:
-    return {
-        "BLOCK_C": team.cols, "TEAM": team.size, "WIDTH": team.width(), "R": team.rows, "LAG": team.lag,
-        "STAGES": team.stages, "COOPERATIVE": team.cooperative,
-    }  # fmt: skip
-
-
-_NUMBERS = {"n_rows": "i32", "eps": "fp32", "offset": "fp32"}
-_FORWARD_STRIDES = {"x_row_stride": "i32", "r_row_stride": "i32"}
-_BACKWARD_STRIDES = {"x_row_stride": "i32", "dy_row_stride": "i32", "ds_row_stride": "i32"}
-_DIVISIBLE = (
-    *(f"{p}_ptr" for p in ("x", "r", "w", "b", "y", "s", "dy", "ds", "dx", "dw", "db")),
-    "stats_ptr",
-    "sums_ptr",
-    "partials_ptr",
-    "words_ptr",
-)
-_SHARED_BYTES = 232448  # of an H200
-# registers that AMD may spill: its sixteen warps of 64 lanes have 128 registers per thread
-_AMD_SPILLS = 52
-
-
-def _kernels() -> Iterator[Kernel]:
-    for t, size in (("bf16", 2), ("fp32", 4)):
-        pointers = {f"{p}_ptr": f"*{t}" for p in ("x", "r", "w", "b", "y", "s", "dy", "ds", "dx")}
-        floats = {f"{p}_ptr": "*fp32" for p in ("stats", "dw", "db", "sums", "partials")}
-        forward = {k: pointers[k] for k in ("x_ptr", "w_ptr", "b_ptr", "y_ptr")}
-        forward |= {"stats_ptr": "*fp32"} | _FORWARD_STRIDES | _NUMBERS
-        backward = {k: pointers[k] for k in ("dy_ptr", "x_ptr", "w_ptr", "dx_ptr")} | _NUMBERS | _BACKWARD_STRIDES
-        backward |= {k: floats[k] for k in ("stats_ptr", "partials_ptr")}
-        both = {"NEED_W": True, "NEED_B": True}
-        plain = {"VEC": 8, "HAS_MEAN": True, "STABLE": False}
-        no_residual, no_ds = {"r_ptr": None, "s_ptr": None}, {"ds_ptr": None}
-
-        for cols, registers in (
-            (128, 72), (768, 64), (1024, 80), (3000, 128), (4096, 128), (5120, 144), (8192, 128), (16384, 96),
-        ):  # fmt: skip
-            tile, early = shapes.forward_tile(cols, size), shapes.forward_early(cols, size)
-            yield Kernel(
-                f"norm forward {t} N={cols}", _narrow("forward_kernel"), forward,
-                plain | no_residual | {"N_COLS": cols, "BLOCK_R": tile.rows, "BLOCK_C": tile.cols, "EARLY": early},
-                _DIVISIBLE, num_warps=tile.warps, max_registers=registers,
-            )  # fmt: skip
-        tile = shapes.forward_tile(128, size)
-        inference = {k: v for k, v in forward.items() if k != "stats_ptr"}
-        yield Kernel(
-            f"norm forward {t} N=128 inference", _narrow("forward_kernel"), inference,
-            plain | no_residual
-            | {"stats_ptr": None, "N_COLS": 128, "BLOCK_R": tile.rows, "BLOCK_C": tile.cols, "EARLY": False},
-            _DIVISIBLE, num_warps=tile.warps, max_registers=72,
-        )  # fmt: skip
-        tile = shapes.forward_tile(32768, size)
-        yield Kernel(
-            f"norm forward {t} N=32768 stable residual", _narrow("forward_kernel"),
-            forward | {k: pointers[k] for k in ("r_ptr", "s_ptr")},
-            plain | {"N_COLS": 32768, "STABLE": True, "BLOCK_R": tile.rows, "BLOCK_C": tile.cols, "EARLY": False},
-            _DIVISIBLE, num_warps=tile.warps, max_registers=64,
-        )  # fmt: skip
-        for cols, residual in ((20480, False), (32768, True), (40000, False), (131072, False)) if size == 2 else ():
-            packed = shapes.packed(cols)
-            assert packed is not None
-            sources = {k: pointers[k] for k in ("r_ptr", "s_ptr")} if residual else {}
-            words = {"words_ptr": "*i64"} if packed.size > 1 else {}
-            absent = ({} if residual else no_residual) | ({} if words else {"words_ptr": None})
-            shape = {"BLOCK_C": packed.cols(), "TEAM": packed.size, "WIDTH": packed.width(), "WAITS": False}
-            yield Kernel(
-                f"norm packed forward {t} N={cols}{' residual' if residual else ''}", _packed("packed_forward_kernel"),
-                forward | sources | words | {"zero": "i32"},
-                {"N_COLS": cols, "VEC": 8, "HAS_MEAN": True} | shape | absent, _DIVISIBLE, num_warps=packed.warps,
-                maxnreg=shapes.PACKED_REGISTERS, max_registers=shapes.PACKED_REGISTERS, amd=False,
-            )  # fmt: skip
-        # a single program of 8 warps per multiprocessor may use all 255 registers; sm_100 uses the most
-        for cols, registers in (
-            (128, 192), (768, 224), (1024, 192), (2048, 192), (3000, 224), (4096, 128), (5120, 224), (8192, 128),
-        ):  # fmt: skip
-            tile = shapes.backward_tile(cols, size, 2, _SHARED_BYTES)
-            yield Kernel(
-                f"norm backward {t} N={cols}", _narrow("backward_kernel"), backward,
-                plain | both | no_ds
-                | {"N_COLS": cols, "BLOCK_R": tile.rows, "BLOCK_C": tile.cols, "STAGES": tile.stages},
-                _DIVISIBLE, num_warps=tile.warps, max_registers=registers, max_amd_spills=_AMD_SPILLS,
-                # False for chunks of 4 16-bit elements per thread: 8-byte loads, yet faster than chunks of 8
-                vector_loads=tile.rows * tile.cols * size >= 16 * 32 * tile.warps,
-            )  # fmt: skip
-        tile = shapes.backward_tile(2048, size, 3, _SHARED_BYTES, stable=True)
-        yield Kernel(
-            f"norm backward {t} N=2048 stable residual", _narrow("backward_kernel"),
-            backward | {"ds_ptr": pointers["ds_ptr"]},
-            plain | both
-            | {"N_COLS": 2048, "STABLE": True, "BLOCK_R": tile.rows, "BLOCK_C": tile.cols, "STAGES": tile.stages},
-            _DIVISIBLE, num_warps=tile.warps, max_registers=256 * 8 // tile.warps, max_amd_spills=_AMD_SPILLS,
-        )  # fmt: skip
-
-        for cols in (40000, 65536, 262144):
-            forward_team = shapes.forward_team(cols, size, 1, _SHARED_BYTES)
-            backward_team = shapes.backward_team(cols, size, 2, _SHARED_BYTES)
-            yield Kernel(
-                f"norm team forward {t} N={cols}", _team("team_forward_kernel"), forward | {"words_ptr": "*i64"},
-                plain | no_residual | {"N_COLS": cols} | _team_constants(forward_team),
-                _DIVISIBLE, num_warps=forward_team.warps, max_registers=128, amd=False,
-                # w and b of 16384 columns spill a few bytes; still 8 % faster than any shape without spills
-                max_spill_bytes=40 if forward_team.cols == 16384 else 0,
-            )  # fmt: skip
-            yield Kernel(
-                f"norm team backward {t} N={cols}", _team("team_backward_kernel"), backward | {"words_ptr": "*i64"},
-                plain | both | no_ds | {"N_COLS": cols} | _team_constants(backward_team),
-                _DIVISIBLE, num_warps=backward_team.warps, maxnreg=backward_team.registers() or 0, amd=False,
-                max_registers=backward_team.registers() or 256 * 8 // backward_team.warps,
-                # the rows of two phases fill all registers: 8 bytes spilled on sm_90, 32 on sm_100
-                max_spill_bytes=32 if backward_team.lag and size == 2 else 0,
-            )  # fmt: skip
-
-        lagging = shapes.forward_team(65536, size, 1, _SHARED_BYTES)
-        yield Kernel(
-            f"norm team forward {t} N=65536 stable", _team("team_forward_kernel"), forward | {"words_ptr": "*i64"},
-            plain | no_residual | {"N_COLS": 65536, "STABLE": True} | _team_constants(lagging),
-            _DIVISIBLE, num_warps=lagging.warps, max_registers=128, max_spill_bytes=8, amd=False,
-        )  # fmt: skip
-
-        for cols in (32768, 24000, 65536) if size == 2 else (32768, 24000):
-            found = shapes.reread(cols, size, 132, 50 << 20)
-            assert found is not None
-            tile, registers = found
-            yield Kernel(
-                f"norm rms forward {t} N={cols}", _wide("wide_forward_kernel"),
-                {k: v for k, v in forward.items() if k != "b_ptr"},
-                plain | no_residual
-                | {"b_ptr": None, "HAS_MEAN": False, "N_COLS": cols, "BLOCK_C": tile.cols, "STAGES": tile.stages},
-                _DIVISIBLE, num_warps=tile.warps, maxnreg=registers, max_registers=registers, amd=False,
-            )  # fmt: skip
-
-        wide = plain | {"N_COLS": 262144}
-        yield Kernel(
-            f"norm wide forward {t}", _wide("wide_forward_kernel"), forward,
-            wide | no_residual | {"BLOCK_C": shapes.WIDE_BYTES // size, "STAGES": shapes.WIDE_STAGES},
-            _DIVISIBLE, num_warps=shapes.WIDE_WARPS,
-        )  # fmt: skip
-        sums = {k: backward[k] for k in ("dy_ptr", "x_ptr", "w_ptr", "stats_ptr", "x_row_stride", "dy_row_stride")}
-        yield Kernel(
-            f"norm wide sums {t}", _wide("wide_sums_kernel"),
-            sums | _NUMBERS | {"sums_ptr": "*fp32", "first_row": "i32"},
-            wide | {"BLOCK_C": shapes.SUMS_BYTES // size, "STAGES": shapes.SUMS_STAGES},
-            _DIVISIBLE, num_warps=shapes.SUMS_WARPS,
-        )  # fmt: skip
-        apply = {k: v for k, v in backward.items() if k not in ("eps", "partials_ptr")}
-        apply |= {k: floats[k] for k in ("dw_ptr", "db_ptr")}
-        yield Kernel(
-            f"norm wide apply {t}", _wide("wide_apply_kernel"),
-            apply | {"sums_ptr": "*fp32", "first_row": "i32", "group_rows": "i32"},
-            wide | no_ds | {"BLOCK_C": shapes.APPLY_COLS, "STAGES": shapes.APPLY_STAGES},
-            _DIVISIBLE, num_warps=shapes.APPLY_WARPS,
-        )  # fmt: skip
-    yield Kernel(
-        "norm finish", _narrow("finish_kernel"),
-        {"partials_ptr": "*fp32", "dw_ptr": "*bf16", "db_ptr": "*bf16", "n_partials": "i32"},
-        {"N_COLS": 8192, "BLOCK_P": 256, "BLOCK_C": 32, "WAITS": False}, _DIVISIBLE, max_registers=192,
-    )  # fmt: skip
-
-
-KERNELS = list(_kernels())
+KERNELS = [*PLAIN_KERNELS, *OPTION_KERNELS]
+CASES = [*PLAIN_CASES, *OPTION_CASES]
+RIVALS = PLAIN_RIVALS | OPTION_RIVALS
 
 __all__ = ["CASES", "KERNELS", "RIVALS", "SPECS"]

@@ -69,7 +69,7 @@ def forward(
     for group in _groups(rows):
         f, out = rows[group].to(wide), y_rows[group]
         if has_mean:
-            f, stats[:, group] = _stable_forward(f.contiguous(), eps)
+            f, stats[:, group] = stable_forward(f.contiguous(), eps)
         else:
             # the operations of torch.rms_norm, which `native` calls for small tensors: both give the same bits
             rstd = row_sum(torch.mul(f, f, out=room[: len(f)])).div_(n).add_(eps).rsqrt_()
@@ -83,7 +83,8 @@ def forward(
     return y, stats.view(len(stats), *s.shape[:-1])
 
 
-def _stable_forward(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def stable_forward(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Return the normalised rows of x (rows, n) in fp32 or wider with `stable`, and the statistics (3, rows)."""
     m, magnitude = stable_scale(x), x.abs().amax(-1, keepdim=True)
     # work in units of max|x|: then no row overflows or underflows
     unit = torch.where(magnitude > 0, magnitude, torch.ones_like(magnitude))
@@ -202,7 +203,7 @@ def _near_and_far(
 
 def _formula(dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, w: Tensor | None, needs: Needs) -> Gradients:
     """Layer norm's backward by the formula in which nothing but x − mean cancels."""
-    return _rows_formula(dy.to(mean.dtype), x.to(mean.dtype), torch.stack((rstd, mean)), w, 0.0, True, False, needs)
+    return rows_formula(dy.to(mean.dtype), x.to(mean.dtype), torch.stack((rstd, mean)), w, 0.0, True, False, needs)
 
 
 def _sixteen_bit_near(dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, w: Tensor, needs: Needs) -> Gradients:
@@ -246,12 +247,13 @@ def _rows_backward(
     """Return `backward`'s gradients for tensors (rows, n) in fp32 or wider, without ds."""
     if has_mean and not stable:
         return _near_and_far(_native_backward, dy, x, stats[1], stats[0], w, eps, needs)
-    return _rows_formula(dy, x, stats, w, eps, has_mean, stable, needs)
+    return rows_formula(dy, x, stats, w, eps, has_mean, stable, needs)
 
 
-def _rows_formula(
+def rows_formula(
     dy: Tensor, x: Tensor, stats: Tensor, w: Tensor | None, eps: float, has_mean: bool, stable: bool, needs: Needs
 ) -> Gradients:
+    """Return dx, dw and db of rows (rows, n) in fp32 or wider, by the formulas of README.md."""
     n_cols = x.shape[-1]
     rstd = stats[0, :, None]
     n = (x - stats[1, :, None]).mul_(rstd) if has_mean else x * rstd

@@ -50,6 +50,7 @@ def add_kernel(
     u_ptr,  # (batch, routes, k, D), contiguous
     g_ptr,  # (batch, routes, k), contiguous; None: 1
     index_ptr,  # (batch, routes, k) int64, contiguous
+    shift_ptr,  # (D,), subtracted from u; None: nothing is
     n,
     k,
     routes,
@@ -71,6 +72,8 @@ def add_kernel(
         mask = found[:, None] & (cols < D)
         u = tl.load(u_ptr + (at * D)[:, None] + cols, mask=mask, other=0.0, eviction_policy="evict_last").to(tl.float32)
         y = tl.load(y_rows + cols, mask=mask, other=0.0, eviction_policy="evict_last").to(tl.float32)
+        if shift_ptr is not None:
+            u -= tl.load(shift_ptr + cols, mask=cols < D, other=0.0).to(tl.float32)
         if g_ptr is not None:
             u *= gate[:, None]
         tl.store(y_rows + cols, (y + u).to(y_ptr.dtype.element_ty), mask=mask)
@@ -82,6 +85,7 @@ def add_backward_kernel(
     u_ptr,  # (batch, k, D), contiguous; read for dg alone
     g_ptr,  # (batch, k), contiguous; None: 1
     index_ptr,  # (batch, k) int64, contiguous; k counts all routes
+    shift_ptr,  # (D,), subtracted from u; None: nothing is
     du_ptr,  # (batch, k, D), contiguous; None: not needed
     dg_ptr,  # (batch, k), contiguous; None: not needed
     dy_batch_stride,  # in units of VEC elements
@@ -108,7 +112,10 @@ def add_backward_kernel(
         own = (rows * D)[:, None] + cols
         dy = tl.load(dy_rows + cols, mask=mask, other=0.0).to(tl.float32)
         if dg_ptr is not None:
-            dot += dy * tl.load(u_ptr + own, mask=mask, other=0.0).to(tl.float32)
+            u = tl.load(u_ptr + own, mask=mask, other=0.0).to(tl.float32)
+            if shift_ptr is not None:
+                u -= tl.load(shift_ptr + cols, mask=cols < D, other=0.0).to(tl.float32)
+            dot += dy * u
         if du_ptr is not None:
             if g_ptr is not None:
                 dy *= gate[:, None]
@@ -135,8 +142,8 @@ def gather(x: Tensor, indices: Tensor) -> Tensor:
 
 
 @replayed
-def add_rows(y: Tensor, update: Tensor, gates: Tensor | None, indices: Tensor) -> tuple[()]:
-    """Add gates·update (batch, R, k, d) in place to y (rows, d), contiguous; gates and indices are (batch, R, k)."""
+def add_rows(y: Tensor, update: Tensor, gates: Tensor | None, indices: Tensor, shift: Tensor | None) -> tuple[()]:
+    """Add gates·(update − shift) (batch, R, k, d) in place to y (rows, d), contiguous; indices are (batch, R, k)."""
     batch, routes, k = indices.shape
     d, total = y.shape[-1], batch * k
     block_r, block_c = tile(d)
@@ -144,7 +151,7 @@ def add_rows(y: Tensor, update: Tensor, gates: Tensor | None, indices: Tensor) -
         for route in range(routes):
             # one launch per route: a row that several routes chose gets their updates in order
             launch(
-                add_kernel, (cdiv(total, block_r), 1, 1), (y, update, gates, indices),
+                add_kernel, (cdiv(total, block_r), 1, 1), (y, update, gates, indices, shift),
                 (y.shape[0] // batch, k, routes, route, total), (d, block_r, block_c), num_warps=WARPS,
             )  # fmt: skip
     return ()
@@ -152,8 +159,9 @@ def add_rows(y: Tensor, update: Tensor, gates: Tensor | None, indices: Tensor) -
 
 @replayed
 def add_backward(
-    dy: Tensor, update: Tensor, gates: Tensor | None, indices: Tensor, need_u: bool, need_g: bool
-) -> tuple[Tensor | None, Tensor | None]:
+    dy: Tensor, update: Tensor, gates: Tensor | None, indices: Tensor, need_u: bool, need_g: bool,
+    shift: Tensor | None,
+) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
     """Return du and dg for dy (batch, n, d); update (batch, k, d), gates and indices (batch, k) are contiguous."""
     dy, batch_stride, row_stride = strided(dy)
     (_, n, d), total = dy.shape, indices.numel()
@@ -163,7 +171,7 @@ def add_backward(
     block_r, block_c = tile(d)
     with device_guard(dy):
         launch(
-            add_backward_kernel, (cdiv(total, block_r), 1, 1), (dy, update, gates, indices, du, dg),
+            add_backward_kernel, (cdiv(total, block_r), 1, 1), (dy, update, gates, indices, shift, du, dg),
             (batch_stride // vec, row_stride // vec, n, indices.shape[1], total), (d, vec, block_r, block_c),
             num_warps=WARPS,
         )  # fmt: skip

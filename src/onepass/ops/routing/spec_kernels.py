@@ -22,7 +22,7 @@ def _rows(t: str) -> Iterator[Kernel]:
     yield Kernel(
         f"routing add {t}", kernel("ops.routing.kernels_triton", "add_kernel"), signature | counts | i32("routes",
         "route"),
-        shape, pointers(signature), max_registers=72,
+        shape | {"shift_ptr": None}, pointers(signature), max_registers=72,
     )  # fmt: skip
     signature = {
         "dy_ptr": f"*{t}", "u_ptr": f"*{t}", "g_ptr": "*fp32", "index_ptr": "*i64", "du_ptr": f"*{t}",
@@ -30,7 +30,7 @@ def _rows(t: str) -> Iterator[Kernel]:
     }  # fmt: skip
     yield Kernel(
         f"routing add backward {t}", kernel("ops.routing.kernels_triton", "add_backward_kernel"), signature | counts,
-        shape | {"VEC": 8}, pointers(signature), max_registers=88 if wide else 64,
+        shape | {"VEC": 8, "shift_ptr": None}, pointers(signature), max_registers=88 if wide else 64,
     )  # fmt: skip
 
 

@@ -340,15 +340,19 @@ def _strides(x: Tensor | None) -> tuple[int, int]:
 def backward(
     gates: Tensor | None, values: Tensor | None, indices: Tensor, s: Tensor, solution: Tensor, eps: Tensor | None,
     mask: Tensor | None, eps_value: float, kind: int, need_s: bool, need_eps: bool, shape_of_s: tuple[int, ...],
+    ds: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return ds in `shape_of_s`, the original shape of the scores, and deps (rows, 1); each is empty if not needed.
+
+    A given ds, contiguous, is written to.
 
     gates and values are upstream gradients (rows, k) with any strides, or None. indices (rows, k) are contiguous,
     s (rows, n) has unit column stride.
     """
     n_rows, n_cols = s.shape
     k = indices.shape[1]
-    ds = torch.empty(shape_of_s if need_s else (0,), dtype=s.dtype, device=s.device)
+    if ds is None:
+        ds = torch.empty(shape_of_s if need_s else (0,), dtype=s.dtype, device=s.device)
     deps = scratch(s, n_rows if need_eps else 0, 1)
     if gates is None:
         deps.zero_()

@@ -137,8 +137,12 @@ def backward(
     kind: int,
     need_scores: bool,
     need_eps: bool,
+    into: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return the gradients of scores and eps, None where not needed; a missing upstream gradient is None."""
+    """Return the gradients of scores and eps, None where not needed; a missing upstream gradient is None.
+
+    With `into`, contiguous and like scores, the gradient of the scores is written there.
+    """
     need_eps = need_eps and eps is not None
     if uses_triton(scores):
         from . import kernels_backward
@@ -148,7 +152,7 @@ def backward(
             None if g_gates is None else g_gates.reshape(rows_of_k),
             None if g_values is None else g_values.reshape(rows_of_k), indices.contiguous().view(rows_of_k),
             as_rows(scores), state.contiguous(), arguments.per_row(eps, scores), arguments.mask_rows(mask, scores),
-            eps_value, kind, need_scores, need_eps, tuple(scores.shape),
+            eps_value, kind, need_scores, need_eps, tuple(scores.shape), into,
         )  # fmt: skip
         return (
             ds if need_scores else None,
@@ -164,6 +168,8 @@ def backward(
         ds, _, of_eps = soft_backward(gy, scores, state, None, eps, mask, eps_value, kind, need_scores, False, need_eps)
     if need_scores and g_values is not None:
         ds.scatter_add_(-1, columns, torch.where(present, g_values, 0.0).to(scores.dtype))
+    if need_scores and into is not None:
+        ds = into.copy_(ds)
     return ds if need_scores else None, of_eps if need_eps else None
 
 

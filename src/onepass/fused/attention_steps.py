@@ -1,0 +1,186 @@
+"""The kernels of routed attention before, between and after its matrix products: each function is one replayed call."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onepass.core.launch import replayed
+from onepass.ops.routing.rows import add_rows, scatter_backward
+from onepass.ops.span_attention import op as span
+from onepass.ops.span_attention.op_rotary import BASE, apply_rotary, packed_gradient, split
+
+from . import branch
+from .choice import choose, choose_backward, choose_keys, choose_keys_backward
+from .norms import norm_backward_into, norm_forward, norm_partials
+from .plans import AttentionPlan as Plan
+
+
+def _heads(plan: Plan, rows: Tensor, batch: int, parts: int, heads: int) -> Tensor:
+    """Return the rows (batch·n, parts·heads·width) of a product as (batch, n, parts, heads, width)."""
+    return rows.view(batch, len(rows) // batch, parts, heads, plan.width)
+
+
+@replayed
+def before_products(
+    x: Tensor, vectors: Tensor, light_norm: Tensor, mask: Tensor | None, norm_q: Tensor, norm_kv: Tensor, plan: Plan,
+    *weights: Tensor,
+) -> tuple[Any, ...]:  # fmt: skip
+    """Norm and score, choose twice, norm the chosen tokens; copy weights of another dtype to the branches'."""
+    normed, scores, stats = norm_forward(x, None, light_norm, vectors, plan.eps, plan.score_eps, plan.dtype, mask)
+    assert scores is not None
+    gates_q, at_q, state_q, starts = choose(scores[0], mask, plan.queries())
+    gates_kv, at_kv, state_kv, within, seen = choose_keys(
+        scores[1], mask, plan.keys(), at_q, plan.window if plan.causal else 0
+    )
+    chosen_q, _, stats_q = norm_forward(x, at_q, norm_q, None, plan.eps, 0.0, plan.dtype)
+    chosen_kv, _, stats_kv = norm_forward(x, at_kv, norm_kv, None, plan.eps, 0.0, plan.dtype)
+    other = any(w.dtype != plan.dtype for w in weights)
+    copies = branch.cast((*weights, None, None), plan.dtype)[:6] if other else ()
+    d = x.shape[-1]
+    # y has the shape of x from the start: autograd forbids in-place writes to a view that a Function returned
+    y = None if plan.residual else torch.empty(x.shape, dtype=plan.dtype, device=x.device)
+    return (
+        y, normed.view(-1, d), scores, stats, gates_q, at_q, state_q, starts, gates_kv.view(at_kv.shape), at_kv,
+        state_kv, within, seen, chosen_q.view(-1, d), stats_q, chosen_kv.view(-1, d), stats_kv, *copies,
+    )  # fmt: skip
+
+
+@replayed
+def attend(
+    qkv: Tensor, q: Tensor, kv: Tensor, gates_kv: Tensor, at_q: Tensor, at_kv: Tensor, plan: Plan, precision: str,
+    light_mask: Tensor | None, light_first: Tensor, light_last: Tensor,
+    heavy_mask: Tensor | None, heavy_first: Tensor, heavy_last: Tensor,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Rotate queries and keys in place (the node alone holds them), gate the values, compute both attentions.
+
+    qkv, q and kv are rows of products, and so are the attentions' results. `precision` is that of fp32 products, which
+    decides the kernels' tiles (torch.get_float32_matmul_precision); it is part of what a replay is known by.
+    """
+    scale, batch = 1 / math.sqrt(plan.width), len(at_q)
+    light_qk, light_v = split(_heads(plan, qkv, batch, 3, plan.light_heads))
+    apply_rotary(light_qk, None, BASE, False, light_qk)
+    light_q, light_k = light_qk.chunk(2, dim=2)
+    light, light_lse = span.forward(light_q, light_k, light_v, light_first, light_last, light_mask, scale)
+    query = _heads(plan, q, batch, 1, plan.heavy_heads).select(2, 0)
+    k, v = _heads(plan, kv, batch, 2, plan.heavy_heads).unbind(2)
+    apply_rotary(query, at_q, BASE, False, query)
+    apply_rotary(k, at_kv, BASE, False, k)
+    gated = branch.gate(v, gates_kv)
+    heavy, heavy_lse = span.forward(query, k, gated, heavy_first, heavy_last, heavy_mask, scale)
+    return light.view(len(qkv), -1), light_lse, gated, heavy.view(len(q), -1), heavy_lse
+
+
+add_chosen = replayed(add_rows)
+
+
+@replayed
+def before_backward_products(
+    dy: Tensor, update: Tensor, gates: Tensor, at_q: Tensor, null: Tensor, mask: Tensor | None, plan: Plan,
+    need_gates: bool, need_null: bool, need_explore: bool,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """Return gradients of the heavy output and the queries' gates, explore_grad, partials of both outputs' sums."""
+    d = dy.shape[-1]
+    d_update, d_gates = scatter_backward(dy, update.view(*at_q.shape, d), gates, at_q, True, need_gates, null)
+    assert d_update is not None
+    d_update = d_update.view(-1, d)
+    explore_grad = partials = None
+    if need_explore:
+        scale = -plan.explore_weight * plan.explore_stride
+        explore_grad = branch.explore_gradient(dy, mask, plan.explore_stride, scale)
+    if need_null:
+        partials = branch.new_partials(dy, dy.numel() // d, 2 * d)
+        assert partials is not None
+        branch.column_sums(dy.view(-1, d), partials, 0)
+        branch.column_sums(d_update, partials, d)
+    return d_update, d_gates, explore_grad, partials
+
+
+@replayed
+def attend_backward(
+    d_light: Tensor, qkv: Tensor, light: Tensor, light_lse: Tensor, d_heavy: Tensor, q: Tensor, kv: Tensor,
+    gated: Tensor, heavy: Tensor, heavy_lse: Tensor, gates_kv: Tensor, at_q: Tensor, at_kv: Tensor, plan: Plan,
+    precision: str, light_mask: Tensor | None, light_first: Tensor, light_last: Tensor, light_begin: Tensor | None,
+    light_end: Tensor | None, heavy_mask: Tensor | None, heavy_first: Tensor, heavy_last: Tensor,
+    heavy_begin: Tensor | None, heavy_end: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return gradients of qkv, q, kv and the keys' gates through attention, rotary and gating; rows as in `attend`."""
+    scale, batch = 1 / math.sqrt(plan.width), len(at_q)
+
+    def light_rows(rows: Tensor, parts: int) -> Tensor:
+        return _heads(plan, rows, batch, parts, plan.light_heads)
+
+    def heavy_rows(rows: Tensor, parts: int) -> Tensor:
+        return _heads(plan, rows, batch, parts, plan.heavy_heads)
+
+    packed = light_rows(qkv, 3)
+    d_qkv = packed_gradient(
+        light_rows(d_light, 1).select(2, 0), packed, light_rows(light, 1).select(2, 0), light_lse, split(packed)[0],
+        light_first, light_last, light_mask, BASE, scale,
+        None if light_begin is None or light_end is None else (light_begin, light_end),
+    )  # fmt: skip
+    dq, dkv = torch.empty_like(q), torch.empty_like(kv)
+    (k, v), (dk, dv), d_query = (
+        heavy_rows(kv, 2).unbind(2),
+        heavy_rows(dkv, 2).unbind(2),
+        heavy_rows(dq, 1).select(2, 0),
+    )
+    span.backward_into(
+        (d_query, dk, dv), heavy_rows(d_heavy, 1).select(2, 0), heavy_rows(q, 1).select(2, 0), k, gated,
+        heavy_rows(heavy, 1).select(2, 0), heavy_lse, heavy_first, heavy_last, heavy_mask, scale,
+        None if heavy_begin is None or heavy_end is None else (heavy_begin, heavy_end),
+    )  # fmt: skip
+    apply_rotary(d_query, at_q, BASE, True, d_query)
+    apply_rotary(dk, at_kv, BASE, True, dk)
+    return d_qkv.view(len(qkv), -1), dq, dkv, branch.gate_backward(dv, v, gates_kv)
+
+
+@replayed
+def after_backward_products(
+    x: Tensor, vectors: Tensor, light_norm: Tensor, norm_q: Tensor, norm_kv: Tensor, mask: Tensor | None, plan: Plan,
+    at_q: Tensor, gates_q: Tensor, at_kv: Tensor, gates_kv: Tensor, scores: Tensor, stats: Tensor, state_q: Tensor,
+    starts: Tensor | None, state_kv: Tensor, within: Tensor | None, stats_q: Tensor, stats_kv: Tensor,
+    d_normed: Tensor | None, d_q: Tensor | None, d_kv: Tensor | None, d_gates_q: Tensor | None,
+    d_gates_kv: Tensor | None, g_scores: Tensor | None, explore_grad: Tensor | None, residual: Tensor | None,
+    need_x: bool, need_sums: bool, need_q: bool, need_kv: bool,
+) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+    """Return dx through all norms, choices and scores, and partials: light norm, vectors, then the chosen tokens'."""
+    d, tokens = x.shape[-1], x.numel() // x.shape[-1]
+    ds, vector = None, None
+    if d_gates_q is not None and d_gates_kv is not None:
+        ds, vector = torch.empty_like(scores), vectors
+        choose_backward(d_gates_q, scores[0], mask, plan.queries(), at_q, gates_q, state_q, starts, ds[0])
+        choose_keys_backward(
+            d_gates_kv, scores[1], mask, plan.keys(), at_kv if within is None else within, gates_kv, state_kv,
+            plan.window if plan.causal else 0, ds[1],
+        )  # fmt: skip
+        ds = ds if g_scores is None else ds + g_scores
+    own = (d + (0 if vector is None else vector.numel())) if need_sums else 0
+    partials = None
+    if need_sums:
+        partials = norm_partials(x, tokens, light_norm, vector, d * (need_q + need_kv))
+    elif need_q or need_kv:
+        partials = norm_partials(x, tokens, norm_q, None, d * (need_q + need_kv - 1))
+    rows, queries = [], (d_q, at_q, norm_q, stats_q, need_q)
+    for dy, at, norm, of_rows, need in (queries, (d_kv, at_kv, norm_kv, stats_kv, need_kv)):
+        if dy is not None:
+            into, dy = None if partials is None or not need else partials[:, own:], dy.view(*at.shape, d)
+            rows.append((norm_backward_into(into, dy, x, at, norm, None, of_rows, None, None, need_x), at))
+            own += d * need
+    if not (need_x or need_sums):
+        return None, partials
+    dx = norm_backward_into(
+        partials if need_sums else None, torch.zeros_like(x) if d_normed is None else d_normed.view(x.shape), x, None,
+        light_norm,
+        vector, stats, None if vector is None else scores, ds, need_x, explore_grad,
+        max(1, plan.explore_stride), mask, residual,
+    )  # fmt: skip
+    if dx is not None:
+        # one after the other: a token may be in both lists
+        for update, at in rows:
+            if update is not None:
+                add_rows(dx.view(tokens, d), update, None, at)
+    return dx, partials

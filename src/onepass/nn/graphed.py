@@ -1,0 +1,136 @@
+"""`graphed`: forward and backward of a module as two CUDA graphs, for layers whose kernels take less than the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class _Called(nn.Module):
+    """The module as a part, so that capturing leaves the module's own `forward` as it is."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *tensors: Tensor) -> Any:
+        return self.module(*tensors)
+
+
+def _describe(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return tuple(value.shape), value.dtype, value.device, value.requires_grad
+    return value
+
+
+def _settings(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield what a graph can't follow: numbers and flags of the modules, addresses of parameters and buffers."""
+    for name, m in module.named_modules():
+        for key, value in m.__dict__.items():
+            if type(value) in (bool, int, float, str):
+                yield f"{name}.{key}".lstrip("."), value
+    for name, t in (*module.named_parameters(), *module.named_buffers()):
+        yield name, (t.data_ptr(), t.requires_grad)
+
+
+def _mode(device: torch.device) -> dict[str, Any]:
+    kind = device.type
+    return {
+        "autocast": torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None,
+        "torch.is_grad_enabled()": torch.is_grad_enabled(),
+        "the precision of fp32 products": torch.get_float32_matmul_precision(),
+    }
+
+
+def graphed(module: nn.Module, *tensors: Tensor, warmup: int = 3) -> Callable[..., Any]:
+    """Capture forward and backward of a module as CUDA graphs; return a function that replays them.
+
+    A graph costs the host a few µs where a routed block's launches take milliseconds. Results are bit-equal to those of
+    the module. Gradients accumulate in ``.grad`` as always; an optimizer reads and writes the same parameters.
+
+    A graph repeats what was captured: one shape, one dtype, one set of settings. The function compares every call with
+    what was captured and refuses another by name, instead of replaying old values. The values in the tensors, masks
+    included, are free to change.
+
+    Args:
+        module: any module of tensors, on a CUDA device. Call `graphed` under the autocast that calls will have.
+        tensors: sample arguments, all tensors, with the shapes, dtypes and ``requires_grad`` of later calls.
+        warmup: eager passes before the capture; ≥ 1.
+
+    Returns:
+        A function of as many tensors, which returns what the module returns. Its outputs are overwritten by its next
+        call: use or copy them before that.
+
+    Raises:
+        TypeError: module is no `nn.Module`, or an argument is not a tensor.
+        ValueError: a tensor is not on a CUDA device, gradients are disabled, or warmup < 1. In a call: a tensor differs
+            from its sample, or a setting of the module, autocast, grad mode or a parameter's address has changed since
+            the capture.
+
+    Source: CUDA graphs by `torch.cuda.make_graphed_callables`.
+
+    Example:
+        >>> import torch
+        >>> from onepass.nn import RoutedBlock, graphed
+        >>> if torch.cuda.is_available():
+        ...     block, x = RoutedBlock(64, 1 / 8).cuda(), torch.randn(2, 128, 64, device="cuda")
+        ...     run = graphed(block, x)
+        ...     run(x).sum().backward()
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"graphed: module must be an nn.Module, got {type(module).__name__}")
+    if isinstance(warmup, bool) or not isinstance(warmup, int):
+        raise TypeError(f"graphed: warmup must be an int, got {type(warmup).__name__}")
+    if warmup < 1:
+        raise ValueError(f"graphed: warmup must be ≥ 1, got {warmup}")
+    _check_tensors(tensors)
+    for i, t in enumerate(tensors):
+        if not t.is_cuda:
+            raise ValueError(f"graphed: tensor {i} must be on a CUDA device, got one on {t.device}")
+    if not tensors:
+        raise ValueError("graphed: give the sample arguments; a module without arguments has nothing to replay for")
+    if not torch.is_grad_enabled():
+        raise ValueError("graphed: it captures a backward pass too: call it with gradients enabled")
+    device = tensors[0].device
+    samples, settings, mode = [_describe(t) for t in tensors], dict(_settings(module)), _mode(device)
+    called = _Called(module)
+    called.training = module.training
+    # autocast's cache would tie the graph to casts that live only as long as the context
+    with torch.autocast(device.type, mode["autocast"], enabled=mode["autocast"] is not None, cache_enabled=False):
+        replay = torch.cuda.make_graphed_callables(  # type: ignore[no-untyped-call]
+            called, tuple(tensors), num_warmup_iters=warmup, allow_unused_input=True
+        )
+
+    def run(*given: Tensor) -> Any:
+        _check_tensors(given)
+        if len(given) != len(samples):
+            raise ValueError(f"graphed: {len(samples)} tensors were captured, got {len(given)}")
+        for i, (t, sample) in enumerate(zip(given, samples, strict=True)):
+            if _describe(t) != sample:
+                names = "shape", "dtype", "device", "requires_grad"
+                told = [
+                    f"{name} was {was}, got {now}"
+                    for name, was, now in zip(names, sample, _describe(t), strict=True)
+                    if was != now
+                ]
+                raise ValueError(f"graphed: tensor {i} differs from its sample ({'; '.join(told)}): capture another")
+        for name, now in (*_settings(module), *_mode(device).items()):
+            was = settings.get(name, mode.get(name))
+            if was != now:
+                known = "was replaced" if isinstance(now, tuple) else f"was {was!r}, is now {now!r}"
+                raise ValueError(f"graphed: {name} {known} since the capture: capture another")
+        return replay(*given)
+
+    return run
+
+
+def _check_tensors(tensors: tuple[Any, ...]) -> None:
+    for i, t in enumerate(tensors):
+        if not isinstance(t, Tensor):
+            raise TypeError(f"graphed: argument {i} must be a tensor, got {type(t).__name__}")
+
+
+__all__ = ["graphed"]

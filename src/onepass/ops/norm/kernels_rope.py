@@ -1,0 +1,309 @@
+"""Triton kernels of qk_norm_rope: RMS norm of each head, then the rotation, in registers; q and k in one launch."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _tile(ptr, offsets, rows_ok, cols, N: tl.constexpr, MASK_COLS: tl.constexpr):
+    """Load (rows, cols) as fp32; zero outside."""
+    mask = rows_ok[:, None] & (cols < N)[None, :] if MASK_COLS else rows_ok[:, None]
+    return tl.load(ptr + offsets[:, None] + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _load_parts(
+    ptr, offsets, rows_ok, D: tl.constexpr, ROTARY: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    """Load rows as (first, second numbers of the pairs, what is not rotated)."""
+    if INTERLEAVED:
+        pairs = _tile(ptr, offsets, rows_ok, tl.arange(0, 2 * HALF), ROTARY, 2 * HALF > ROTARY)
+        a, b = tl.split(tl.reshape(pairs, (offsets.shape[0], HALF, 2)))
+    else:
+        a = _tile(ptr, offsets, rows_ok, tl.arange(0, HALF), ROTARY // 2, 2 * HALF > ROTARY)
+        b = _tile(ptr + ROTARY // 2, offsets, rows_ok, tl.arange(0, HALF), ROTARY // 2, 2 * HALF > ROTARY)
+    c = a
+    if REST > 0:
+        c = _tile(ptr + ROTARY, offsets, rows_ok, tl.arange(0, REST), D - ROTARY, REST > D - ROTARY)
+    return a, b, c
+
+
+@triton.jit
+def _store(ptr, offsets, x, rows_ok, cols, N: tl.constexpr):
+    mask = rows_ok[:, None] & (cols < N)[None, :]
+    tl.store(ptr + offsets[:, None] + cols[None, :], x.to(ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _store_parts(
+    ptr, offsets, a, b, c, rows_ok, D: tl.constexpr, ROTARY: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    if INTERLEAVED:
+        pairs = tl.reshape(tl.join(a, b), (offsets.shape[0], 2 * HALF))
+        _store(ptr, offsets, pairs, rows_ok, tl.arange(0, 2 * HALF), ROTARY)
+    else:
+        _store(ptr, offsets, a, rows_ok, tl.arange(0, HALF), ROTARY // 2)
+        _store(ptr + ROTARY // 2, offsets, b, rows_ok, tl.arange(0, HALF), ROTARY // 2)
+    if REST > 0:
+        _store(ptr + ROTARY, offsets, c, rows_ok, tl.arange(0, REST), D - ROTARY)
+
+
+@triton.jit
+def _load_weight(
+    ptr, rows_ok, D: tl.constexpr, ROTARY: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    """Load (D,) as equal rows, in the layout of x: a 1-D load would need layout conversions."""
+    return _load_parts(ptr, tl.where(rows_ok, 0, 0), rows_ok, D, ROTARY, HALF, REST, INTERLEAVED)
+
+
+@triton.jit
+def _angles(
+    cos_ptr, sin_ptr, positions_ptr, rows, rows_ok, heads, tokens, n_positions, cos_stride, sin_stride,
+    positions_batch_stride, positions_stride, TABLE_VEC: tl.constexpr, ROTARY: tl.constexpr, HALF: tl.constexpr,
+):  # fmt: skip
+    """Return cos and sin of the rows' positions; NaN outside of the table."""
+    token = rows // heads
+    position = (token % tokens).to(tl.int64)
+    if positions_ptr is not None:
+        at = (token // tokens).to(tl.int64) * positions_batch_stride + position * positions_stride
+        position = tl.load(positions_ptr + at, mask=rows_ok, other=0).to(tl.int64)
+    inside = (position >= 0) & (position < n_positions)
+    position = tl.where(inside, position, 0)
+    cols = tl.arange(0, HALF)
+    cos = _tile(cos_ptr, position * cos_stride * TABLE_VEC, rows_ok, cols, ROTARY // 2, 2 * HALF > ROTARY)
+    sin = _tile(sin_ptr, position * sin_stride * TABLE_VEC, rows_ok, cols, ROTARY // 2, 2 * HALF > ROTARY)
+    return tl.where(inside[:, None], cos, float("nan")), tl.where(inside[:, None], sin, float("nan"))
+
+
+@triton.jit
+def _offsets(rows, heads, tokens, batch_stride, token_stride, head_stride, VEC: tl.constexpr):
+    """Return where rows of (batch, tokens, heads, D) begin; strides are in units of VEC elements."""
+    # division in 32 bits takes a third of the instructions
+    token = rows // heads
+    batch, head = (token // tokens).to(tl.int64), (rows % heads).to(tl.int64)
+    return (batch * batch_stride + (token % tokens).to(tl.int64) * token_stride + head * head_stride) * VEC
+
+
+@triton.jit
+def _forward_rows(
+    x_ptr, w_ptr, y_ptr, cos_ptr, sin_ptr, positions_ptr, tile, n_rows, heads, tokens, batch_stride, token_stride,
+    head_stride, n_positions, cos_stride, sin_stride, positions_batch_stride, positions_stride, eps, offset,
+    D: tl.constexpr, VEC: tl.constexpr, TABLE_VEC: tl.constexpr, ROTARY: tl.constexpr, HALF: tl.constexpr,
+    REST: tl.constexpr,
+    INTERLEAVED: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    rows = tile * BLOCK_R + tl.arange(0, BLOCK_R)
+    ok = rows < n_rows
+    at = _offsets(rows, heads, tokens, batch_stride, token_stride, head_stride, VEC)
+    a, b, c = _load_parts(x_ptr, at, ok, D, ROTARY, HALF, REST, INTERLEAVED)
+    cos, sin = _angles(
+        cos_ptr, sin_ptr, positions_ptr, rows, ok, heads, tokens, n_positions, cos_stride, sin_stride,
+        positions_batch_stride, positions_stride, TABLE_VEC, ROTARY, HALF,
+    )  # fmt: skip
+    square = tl.sum(a * a + b * b, 1)
+    if REST > 0:
+        square += tl.sum(c * c, 1)
+    rstd = tl.rsqrt(square / D + eps)[:, None]
+    a, b, c = a * rstd, b * rstd, c * rstd
+    if w_ptr is not None:
+        wa, wb, wc = _load_weight(w_ptr, ok, D, ROTARY, HALF, REST, INTERLEAVED)
+        a, b = a * (wa + offset), b * (wb + offset)
+        if REST > 0:
+            c = c * (wc + offset)
+    _store_parts(
+        y_ptr, rows.to(tl.int64) * D, a * cos - b * sin, b * cos + a * sin, c, ok, D, ROTARY, HALF, REST, INTERLEAVED
+    )
+
+
+@triton.jit(
+    do_not_specialize=[
+        "q_rows", "k_rows", "q_heads", "k_heads", "tokens", "q_batch_stride", "q_token_stride", "q_head_stride",
+        "k_batch_stride", "k_token_stride", "k_head_stride", "n_positions", "cos_stride", "sin_stride",
+        "positions_batch_stride", "positions_stride", "q_tiles",
+    ]
+)  # fmt: skip
+def rope_forward_kernel(
+    q_ptr,  # (batch, tokens, q_heads, D), unit column stride
+    k_ptr,  # (batch, tokens, k_heads, D), unit column stride
+    qw_ptr,  # (D,) or None
+    kw_ptr,  # (D,) or None
+    cos_ptr,  # (n_positions, ROTARY / 2), unit column stride
+    sin_ptr,  # like cos_ptr
+    positions_ptr,  # (batch, tokens) integers; None: the tokens are at 0, 1, 2, …
+    q_out_ptr,  # contiguous, like q_ptr
+    k_out_ptr,  # contiguous, like k_ptr
+    q_rows,
+    k_rows,
+    q_heads,
+    k_heads,
+    tokens,
+    q_batch_stride,  # strides of q and k in units of VEC elements
+    q_token_stride,
+    q_head_stride,
+    k_batch_stride,
+    k_token_stride,
+    k_head_stride,
+    n_positions,
+    cos_stride,  # strides of cos and sin in units of TABLE_VEC elements
+    sin_stride,
+    positions_batch_stride,
+    positions_stride,
+    q_tiles,
+    eps,
+    offset,
+    D: tl.constexpr,
+    VEC: tl.constexpr,
+    TABLE_VEC: tl.constexpr,
+    ROTARY: tl.constexpr,
+    HALF: tl.constexpr,
+    REST: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    """Norm and rotate one tile of rows, of q in the first programs and of k in the others."""
+    program = tl.program_id(0)
+    if program < q_tiles:
+        _forward_rows(
+            q_ptr, qw_ptr, q_out_ptr, cos_ptr, sin_ptr, positions_ptr, program, q_rows, q_heads, tokens, q_batch_stride,
+            q_token_stride, q_head_stride, n_positions, cos_stride, sin_stride, positions_batch_stride,
+            positions_stride, eps, offset, D, VEC, TABLE_VEC, ROTARY, HALF, REST, INTERLEAVED, BLOCK_R,
+        )  # fmt: skip
+    else:
+        _forward_rows(
+            k_ptr, kw_ptr, k_out_ptr, cos_ptr, sin_ptr, positions_ptr, program - q_tiles, k_rows, k_heads, tokens,
+            k_batch_stride, k_token_stride, k_head_stride, n_positions, cos_stride, sin_stride, positions_batch_stride,
+            positions_stride, eps, offset, D, VEC, TABLE_VEC, ROTARY, HALF, REST, INTERLEAVED, BLOCK_R,
+        )  # fmt: skip
+
+
+@triton.jit
+def _backward_rows(
+    dy_ptr, x_ptr, w_ptr, dx_ptr, dw_ptr, cos_ptr, sin_ptr, positions_ptr, n_rows, heads, tokens, dy_batch_stride,
+    dy_token_stride, dy_head_stride, batch_stride, token_stride, head_stride, n_positions, cos_stride, sin_stride,
+    positions_batch_stride, positions_stride, eps, offset, D: tl.constexpr, VEC: tl.constexpr, TABLE_VEC: tl.constexpr,
+    ROTARY: tl.constexpr,
+    HALF: tl.constexpr, REST: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_R: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    if w_ptr is not None:
+        wa, wb, wc = _load_weight(w_ptr, tl.arange(0, BLOCK_R) >= 0, D, ROTARY, HALF, REST, INTERLEAVED)
+    dwa = tl.zeros((BLOCK_R, HALF), tl.float32)
+    dwb = tl.zeros((BLOCK_R, HALF), tl.float32)
+    dwc = tl.zeros((BLOCK_R, REST if REST > 0 else HALF), tl.float32)
+    for tile in tl.range(tl.program_id(0), tl.cdiv(n_rows, BLOCK_R), tl.num_programs(0), num_stages=STAGES):
+        rows = tile * BLOCK_R + tl.arange(0, BLOCK_R)
+        ok = rows < n_rows
+        at = _offsets(rows, heads, tokens, batch_stride, token_stride, head_stride, VEC)
+        dy_at = _offsets(rows, heads, tokens, dy_batch_stride, dy_token_stride, dy_head_stride, VEC)
+        a, b, c = _load_parts(x_ptr, at, ok, D, ROTARY, HALF, REST, INTERLEAVED)
+        da, db, gc = _load_parts(dy_ptr, dy_at, ok, D, ROTARY, HALF, REST, INTERLEAVED)
+        cos, sin = _angles(
+            cos_ptr, sin_ptr, positions_ptr, rows, ok, heads, tokens, n_positions, cos_stride, sin_stride,
+            positions_batch_stride, positions_stride, TABLE_VEC, ROTARY, HALF,
+        )  # fmt: skip
+        ga, gb = da * cos + db * sin, db * cos - da * sin
+        square = tl.sum(a * a + b * b, 1)
+        if REST > 0:
+            square += tl.sum(c * c, 1)
+        rstd = tl.rsqrt(square / D + eps)[:, None]
+        a, b, c = a * rstd, b * rstd, c * rstd
+        if dw_ptr is not None:
+            dwa += ga * a
+            dwb += gb * b
+            if REST > 0:
+                dwc += gc * c
+        if dx_ptr is not None:
+            if w_ptr is not None:
+                ga, gb = ga * (wa + offset), gb * (wb + offset)
+                if REST > 0:
+                    gc = gc * (wc + offset)
+            along = tl.sum(ga * a + gb * b, 1)
+            if REST > 0:
+                along += tl.sum(gc * c, 1)
+            along = (along / D)[:, None]
+            a, b, c = (ga - a * along) * rstd, (gb - b * along) * rstd, (gc - c * along) * rstd
+            _store_parts(dx_ptr, rows.to(tl.int64) * D, a, b, c, ok, D, ROTARY, HALF, REST, INTERLEAVED)
+    if dw_ptr is not None:
+        zero = tl.zeros((1,), tl.int64) + tl.program_id(0).to(tl.int64) * D
+        sums = tl.sum(dwa, 0)[None, :], tl.sum(dwb, 0)[None, :], tl.sum(dwc, 0)[None, :]
+        _store_parts(dw_ptr, zero, sums[0], sums[1], sums[2], zero >= 0, D, ROTARY, HALF, REST, INTERLEAVED)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "q_rows", "k_rows", "q_heads", "k_heads", "tokens", "dq_batch_stride", "dq_token_stride", "dq_head_stride",
+        "dk_batch_stride", "dk_token_stride", "dk_head_stride", "q_batch_stride", "q_token_stride", "q_head_stride",
+        "k_batch_stride", "k_token_stride", "k_head_stride", "n_positions", "cos_stride", "sin_stride",
+        "positions_batch_stride", "positions_stride",
+    ]
+)  # fmt: skip
+def rope_backward_kernel(
+    dq_out_ptr,  # (batch, tokens, q_heads, D), unit column stride
+    dk_out_ptr,  # (batch, tokens, k_heads, D), unit column stride
+    q_ptr,  # like dq_out_ptr
+    k_ptr,  # like dk_out_ptr
+    qw_ptr,  # (D,) or None
+    kw_ptr,  # (D,) or None
+    cos_ptr,  # (n_positions, ROTARY / 2), unit column stride
+    sin_ptr,  # like cos_ptr
+    positions_ptr,  # (batch, tokens) integers; None: the tokens are at 0, 1, 2, …
+    dq_ptr,  # contiguous; None: not needed
+    dk_ptr,  # contiguous; None: not needed
+    dqw_ptr,  # (programs, D) fp32: partials; None: not needed
+    dkw_ptr,  # (programs, D) fp32: partials; None: not needed
+    q_rows,
+    k_rows,
+    q_heads,
+    k_heads,
+    tokens,
+    dq_batch_stride,  # strides of dq_out, dk_out, q and k in units of VEC elements
+    dq_token_stride,
+    dq_head_stride,
+    dk_batch_stride,
+    dk_token_stride,
+    dk_head_stride,
+    q_batch_stride,
+    q_token_stride,
+    q_head_stride,
+    k_batch_stride,
+    k_token_stride,
+    k_head_stride,
+    n_positions,
+    cos_stride,  # strides of cos and sin in units of TABLE_VEC elements
+    sin_stride,
+    positions_batch_stride,
+    positions_stride,
+    eps,
+    offset,
+    D: tl.constexpr,
+    VEC: tl.constexpr,
+    TABLE_VEC: tl.constexpr,
+    ROTARY: tl.constexpr,
+    HALF: tl.constexpr,
+    REST: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Rotate the gradients back and take them through the norms; each of P programs takes every P-th tile of q and k.
+
+    1/rms is computed again from the row, which is in registers, so forward keeps nothing but q and k.
+    """
+    if dq_ptr is not None or dqw_ptr is not None:
+        _backward_rows(
+            dq_out_ptr, q_ptr, qw_ptr, dq_ptr, dqw_ptr, cos_ptr, sin_ptr, positions_ptr, q_rows, q_heads, tokens,
+            dq_batch_stride, dq_token_stride, dq_head_stride, q_batch_stride, q_token_stride, q_head_stride,
+            n_positions, cos_stride, sin_stride, positions_batch_stride, positions_stride, eps, offset, D, VEC,
+            TABLE_VEC, ROTARY, HALF, REST, INTERLEAVED, BLOCK_R, STAGES,
+        )  # fmt: skip
+    if dk_ptr is not None or dkw_ptr is not None:
+        _backward_rows(
+            dk_out_ptr, k_ptr, kw_ptr, dk_ptr, dkw_ptr, cos_ptr, sin_ptr, positions_ptr, k_rows, k_heads, tokens,
+            dk_batch_stride, dk_token_stride, dk_head_stride, k_batch_stride, k_token_stride, k_head_stride,
+            n_positions, cos_stride, sin_stride, positions_batch_stride, positions_stride, eps, offset, D, VEC,
+            TABLE_VEC, ROTARY, HALF, REST, INTERLEAVED, BLOCK_R, STAGES,
+        )  # fmt: skip

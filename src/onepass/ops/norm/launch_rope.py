@@ -1,0 +1,95 @@
+"""Launch the kernels of qk_norm_rope."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onepass.core.launch import cdiv, device_guard, even_rows, launch, sm_count
+
+from . import shapes_rope
+from .kernels_rope import rope_backward_kernel, rope_forward_kernel
+from .launch import finish
+
+
+def _heads(x: Tensor) -> tuple[Tensor, tuple[int, int, int]]:
+    """Return x as (batch, tokens, heads, D) whose rows are aligned as a contiguous tensor's, and its strides in VEC."""
+    x = x.reshape(math.prod(x.shape[:-3]), *x.shape[-3:])
+    x = even_rows(x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous(), 8)
+    vec = math.gcd(8, x.shape[-1])
+    a, b, c = (s if size > 1 else 0 for s, size in zip(x.stride()[:3], x.shape[:3], strict=True))
+    return x, (a // vec, b // vec, c // vec)
+
+
+def _tables(q: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None) -> tuple[list[Tensor | None], list[int]]:
+    """Return cos, sin and positions (batch, tokens) as the kernels read them; number of positions and strides."""
+    cos, sin = (even_rows(t if t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous(), 8) for t in (cos, sin))
+    vec = math.gcd(8, cos.shape[-1])
+    strides = [0, 0]
+    if positions is not None:
+        positions = positions.expand(q.shape[:-2]).reshape(math.prod(q.shape[:-3]), q.shape[-3])
+        strides = list(positions.stride())
+    return [cos, sin, positions], [cos.shape[0], cos.stride(0) // vec, sin.stride(0) // vec, *strides]
+
+
+def _sizes(q: Tensor, k: Tensor) -> tuple[int, ...]:
+    """Return rows of q and k, their heads, tokens."""
+    return q.numel() // q.shape[-1], k.numel() // k.shape[-1], q.shape[-2], k.shape[-2], q.shape[-3]
+
+
+def forward(
+    q: Tensor, k: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, cos: Tensor, sin: Tensor,
+    positions: Tensor | None, eps: float, offset: float, interleaved: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return q and k, normed and rotated, contiguous."""
+    outs = tuple(torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k))
+    heads = shapes_rope.heads(q.shape[-1], 2 * cos.shape[-1], interleaved, q.element_size(), False)
+    tables, places = _tables(q, cos, sin, positions)
+    sizes = _sizes(q, k)
+    tiles = [cdiv(rows, heads.rows) for rows in sizes[:2]]
+    (q, q_strides), (k, k_strides) = _heads(q), _heads(k)
+    with device_guard(q):
+        launch(
+            rope_forward_kernel, (sum(tiles), 1, 1), (q, k, q_weight, k_weight, *tables, *outs),
+            (*sizes, *q_strides, *k_strides, *places, tiles[0], float(eps), float(offset)), heads.constants(),
+            num_warps=heads.warps,
+        )  # fmt: skip
+    return outs[0], outs[1]
+
+
+def backward(
+    dq: Tensor, dk: Tensor, q: Tensor, k: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, cos: Tensor,
+    sin: Tensor, positions: Tensor | None, eps: float, offset: float, interleaved: bool,
+    needs: tuple[bool, bool, bool, bool],
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """Return the gradients of q, k and both weights, contiguous and in their dtypes; None for those not needed."""
+    made: list[Any] = [
+        torch.empty(t.shape, dtype=t.dtype, device=t.device) if need and t is not None else None
+        for t, need in zip((q, k, q_weight, k_weight), needs, strict=True)
+    ]
+    heads = shapes_rope.heads(
+        q.shape[-1], 2 * cos.shape[-1], interleaved, max(q.element_size(), dq.element_size()), True
+    )
+    tables, places = _tables(q, cos, sin, positions)
+    sizes = _sizes(q, k)
+    programs = min(heads.per_sm * sm_count(q), cdiv(max(sizes[:2]), heads.rows))
+    rows = [_heads(t) for t in (dq, dk, q, k)]
+    strides = [s for _, of_one in rows for s in of_one]
+    of_weights = needs[2] + needs[3]
+    parts: list[Tensor | None] = [None, None]
+    if of_weights:
+        partials = torch.empty((of_weights, programs, q.shape[-1]), dtype=torch.float32, device=q.device)
+        parts = [partials[0] if needs[2] else None, partials[-1] if needs[3] else None]
+    with device_guard(q):
+        launch(
+            rope_backward_kernel, (programs, 1, 1),
+            (*(t for t, _ in rows), q_weight, k_weight, *tables, *made[:2], *parts),
+            (*sizes, *strides, *places, float(eps), float(offset)), (*heads.constants(), shapes_rope.BACKWARD_STAGES),
+            num_warps=heads.warps,
+        )  # fmt: skip
+        if of_weights:
+            finish(partials, made[2], made[3], programs, 1)
+    return tuple(made)

@@ -1,0 +1,233 @@
+"""`qk_norm_rope`: argument checks, registration with the dispatcher, autograd, public function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onepass.core import check
+from onepass.core.bind import bind
+from onepass.core.eager import plain
+from onepass.core.launch import uses_triton
+from onepass.core.register import register, register_fake
+
+from . import sharding, torch_rope
+
+OP = "qk_norm_rope"
+# widest head of the kernels; wider ones run as torch operations
+MAX_HEAD = 1024
+Four = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def _check(
+    q: Tensor, k: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, cos: Tensor, sin: Tensor,
+    positions: Tensor | None, eps: float, offset: float, interleaved: bool,
+) -> None:  # fmt: skip
+    for name, t in (("q", q), ("k", k), ("cos", cos), ("sin", sin)):
+        check.floating(OP, name, t)
+        check.same_device(OP, name, t, "q", q)
+    if q.dim() < 3:
+        raise ValueError(f"{OP}: q must be (..., tokens, heads, D), got {tuple(q.shape)}")
+    if k.dim() != q.dim() or k.shape[:-2] != q.shape[:-2] or k.shape[-1] != q.shape[-1]:
+        raise ValueError(f"{OP}: k must have the shape of q {tuple(q.shape)} but for its heads; got {tuple(k.shape)}")
+    d, tokens = q.shape[-1], q.shape[-3]
+    for name, weight in (("q_weight", q_weight), ("k_weight", k_weight)):
+        if weight is not None:
+            check.floating(OP, name, weight)
+            if weight.shape != (d,):
+                raise ValueError(f"{OP}: {name} must be ({d},), the width of a head; got {tuple(weight.shape)}")
+            check.same_device(OP, name, weight, "q", q)
+    if cos.dim() != 2 or sin.shape != cos.shape or not 1 <= cos.shape[1] <= d // 2:
+        raise ValueError(
+            f"{OP}: cos and sin must be (positions, R / 2), with R ≤ {d} rotated columns of a head; "
+            f"got {tuple(cos.shape)} and {tuple(sin.shape)}"
+        )
+    if positions is None:
+        if cos.shape[0] < tokens:
+            raise ValueError(f"{OP}: cos and sin have {cos.shape[0]} positions, q has {tokens} tokens")
+    else:
+        _check_positions(q, positions, cos.shape[0])
+    check.not_negative(OP, "eps", eps)
+
+
+def _check_positions(q: Tensor, positions: Tensor, count: int) -> None:
+    check.tensor(OP, "positions", positions)
+    if positions.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{OP}: positions must be int32 or int64, got {positions.dtype}")
+    tokens, own = q.shape[:-2], positions.shape
+    if own not in (tokens[-1:], tokens):
+        raise ValueError(f"{OP}: positions must be {tuple(tokens[-1:])} or {tuple(tokens)}; got {tuple(own)}")
+    check.same_device(OP, "positions", positions, "q", q)
+    # on a GPU the host would wait for the values: a position outside of the tables gives NaN there
+    if positions.numel() and positions.is_cpu and plain(positions):
+        low, high = (int(v) for v in torch.aminmax(positions))
+        if low < 0 or high >= count:
+            raise ValueError(f"{OP}: positions must be from 0 to {count - 1}; got {low} to {high}")
+
+
+def _on_triton(*tensors: Tensor | None) -> bool:
+    q = tensors[0]
+    assert q is not None
+    return uses_triton(q) and q.shape[-1] <= MAX_HEAD and not any(
+        t is not None and t.dtype == torch.float64 for t in tensors
+    )  # fmt: skip
+
+
+def _forward(
+    q: Tensor, k: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, cos: Tensor, sin: Tensor,
+    positions: Tensor | None, eps: float, offset: float, interleaved: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    if not q.numel() or not k.numel():
+        return _empty(q, k)
+    if _on_triton(q, k, q_weight, k_weight, cos, sin):
+        from . import launch_rope
+
+        return launch_rope.forward(
+            q, k, _vector(q_weight), _vector(k_weight), cos, sin, positions, eps, offset, interleaved
+        )
+    rest = cos, sin, positions, eps, offset, interleaved
+    return torch_rope.forward(q, q_weight, *rest), torch_rope.forward(k, k_weight, *rest)
+
+
+def _vector(v: Tensor | None) -> Tensor | None:
+    return v if v is None else v.contiguous()
+
+
+def _empty(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    made = [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k)]
+    return made[0], made[1]
+
+
+def _backward(
+    dq: Tensor, dk: Tensor, q: Tensor, k: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, cos: Tensor,
+    sin: Tensor, positions: Tensor | None, eps: float, offset: float, interleaved: bool, need_q: bool, need_k: bool,
+    need_qw: bool, need_kw: bool,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """Return the gradients of q, k and both weights; None for those that are not needed."""
+    needs = need_q, need_k, need_qw, need_kw
+    if not q.numel() or not k.numel():
+        tensors = zip((q, k, q_weight, k_weight), needs, strict=True)
+        return tuple(torch.zeros_like(t) if t is not None and need else None for t, need in tensors)
+    if _on_triton(q, k, q_weight, k_weight, cos, sin, dq, dk):
+        from . import launch_rope
+
+        vectors = _vector(q_weight), _vector(k_weight)
+        return launch_rope.backward(dq, dk, q, k, *vectors, cos, sin, positions, eps, offset, interleaved, needs)
+    rest = cos, sin, positions, eps, offset, interleaved
+    of_q = torch_rope.backward(dq, q, q_weight, *rest, need_q, need_qw)
+    of_k = torch_rope.backward(dk, k, k_weight, *rest, need_k, need_kw)
+    return of_q[0], of_k[0], of_q[1], of_k[1]
+
+
+def _backward_all(
+    dq: Tensor, dk: Tensor, q: Tensor, k: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, cos: Tensor,
+    sin: Tensor, positions: Tensor | None, eps: float, offset: float, interleaved: bool, need_q: bool, need_k: bool,
+    need_qw: bool, need_kw: bool,
+) -> Four:  # fmt: skip
+    """Do `_backward` as an op: gradients that are not needed are empty tensors, since an op cannot return None."""
+    needs = need_q, need_k, need_qw, need_kw
+    found = _backward(dq, dk, q, k, q_weight, k_weight, cos, sin, positions, eps, offset, interleaved, *needs)
+    like = (q if t is None else t for t in (q, k, q_weight, k_weight))
+    return tuple(t.new_empty(0) if g is None else g for g, t in zip(found, like, strict=True))  # type: ignore[return-value]
+
+
+forward_op = register("qk_norm_rope", _forward, sharding.rope)
+backward_op = register("qk_norm_rope_backward", _backward_all, sharding.rope_backward)
+
+
+@register_fake(forward_op)
+def _fake(q: Tensor, k: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    _check(q, k, *rest)
+    return _empty(q, k)
+
+
+@register_fake(backward_op)
+def _fake_backward(dq: Tensor, dk: Tensor, q: Tensor, k: Tensor, *rest: Any) -> Four:
+    made = zip((q, k, *rest[:2]), rest[-4:], strict=True)
+    return tuple(
+        q.new_empty(t.shape if need else 0, dtype=t.dtype) if t is not None else q.new_empty(0) for t, need in made
+    )  # type: ignore[return-value]
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, eps, offset, interleaved = inputs
+    ctx.options = eps, offset, interleaved
+    ctx.save_for_backward(*tensors)
+
+
+def _gradients(ctx: Any, run: Any, dq: Tensor, dk: Tensor) -> tuple[Tensor | None, ...]:
+    needs = ctx.needs_input_grad[:4]
+    found = run(dq, dk, *ctx.saved_tensors, *ctx.options, *needs)
+    return *(g if need else None for g, need in zip(found, needs, strict=True)), *(None,) * 6
+
+
+_call: Callable[..., tuple[Tensor, Tensor]] = bind(
+    name=OP, forward=_forward, forward_op=forward_op, backward=_backward, backward_op=backward_op, check=_check,
+    save=_save, gradients=_gradients, n_public=2, replay=True,
+)  # fmt: skip
+
+
+def qk_norm_rope(
+    q: Tensor,
+    k: Tensor,
+    q_weight: Tensor | None = None,
+    k_weight: Tensor | None = None,
+    *,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None = None,
+    eps: float = 1e-6,
+    offset: float = 0.0,
+    interleaved: bool = False,
+) -> tuple[Tensor, Tensor]:
+    r"""Normalise each head of queries and keys by its root mean square and rotate it, in one pass over both.
+
+    With n the normed head, :math:`n = (w + \mathrm{offset})\,x/\sqrt{\mathrm{mean}(x^2) + \varepsilon}`, a pair of its
+    columns (a, b) becomes
+
+    .. math:: (a \cos\theta - b \sin\theta,\ b \cos\theta + a \sin\theta).
+
+    The first R columns are rotated, where R is twice the width of ``cos``: column i with i + R/2, or with
+    ``interleaved`` column 2i with 2i + 1. All is computed in fp32 (fp64 for fp64) and rounded once.
+
+    Args:
+        q: ``(..., T, heads, D)``, fp32, fp16, bf16 or fp64. Any strides: views of a packed projection are not copied.
+        k: ``(..., T, key heads, D)``, likewise.
+        q_weight: ``(D,)`` or None, of any of these dtypes.
+        k_weight: likewise.
+        cos: ``(P, R / 2)``: of the angles at positions 0 to P − 1; no gradient flows to it.
+        sin: likewise.
+        positions: ``(T,)`` or ``(..., T)`` in int32 or int64: the position of each token. None: 0 to T − 1.
+        eps: added to the mean of squares; ≥ 0.
+        offset: added to the weights (1.0 for a model that stores weight − 1).
+        interleaved: how columns are paired.
+
+    Returns:
+        q and k, normed and rotated, contiguous, in their own dtypes.
+
+    Gradients flow to q, k and the weights; backward repeats them bit for bit and keeps q and k alone.
+
+    Raises:
+        TypeError: a tensor has the wrong dtype.
+        ValueError: shapes don't fit, a position is outside of the table (on a GPU such a token becomes NaN), eps is
+            negative, or the tensors are on different devices.
+        NotImplementedError: for forward-mode and second derivatives.
+
+    Source: Henry et al. 2020, arXiv:2010.04245; Su et al. 2021, arXiv:2104.09864.
+
+    Example:
+        >>> import torch, onepass
+        >>> angles = torch.arange(8.0)[:, None] * 10000.0 ** -torch.linspace(0, 1, 5)[:-1]
+        >>> qkv = torch.randn(2, 8, 6, 8)  # 2 heads of queries, 2 of keys, 2 of values
+        >>> q, k, v = qkv.split(2, dim=-2)
+        >>> q, k = onepass.qk_norm_rope(q, k, torch.ones(8), torch.ones(8), cos=angles.cos(), sin=angles.sin())
+        >>> q.shape
+        torch.Size([2, 8, 2, 8])
+    """
+    return _call(q, k, q_weight, k_weight, cos, sin, positions, eps, float(offset), interleaved)
+
+
+__all__ = ["backward_op", "forward_op", "qk_norm_rope"]

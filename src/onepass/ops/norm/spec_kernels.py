@@ -1,0 +1,193 @@
+"""Kernel budgets of the norms: one compilation per width, dtype and way of working."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from onepass.core.spec import Kernel
+from onepass.ops._shared.spec_parts import kernel
+
+from . import shapes
+
+_FORWARD = kernel("ops.norm.kernels_triton", "forward_kernel")
+_PACKED_FORWARD = kernel("ops.norm.kernels_packed", "packed_forward_kernel")
+_BACKWARD = kernel("ops.norm.kernels_triton", "backward_kernel")
+_TEAM_FORWARD = kernel("ops.norm.kernels_team", "team_forward_kernel")
+_TEAM_BACKWARD = kernel("ops.norm.kernels_team", "team_backward_kernel")
+_WIDE_FORWARD = kernel("ops.norm.kernels_wide", "wide_forward_kernel")
+_WIDE_SUMS = kernel("ops.norm.kernels_wide", "wide_sums_kernel")
+_WIDE_APPLY = kernel("ops.norm.kernels_wide", "wide_apply_kernel")
+_FINISH = kernel("ops.norm.kernels_triton", "finish_kernel")
+
+
+def _team_constants(team: shapes.Team) -> dict[str, Any]:
+    return {
+        "BLOCK_C": team.cols, "TEAM": team.size, "WIDTH": team.width(), "R": team.rows, "LAG": team.lag,
+        "STAGES": team.stages, "COOPERATIVE": team.cooperative,
+    }  # fmt: skip
+
+
+_NUMBERS = {"n_rows": "i32", "eps": "fp32", "offset": "fp32"}
+_FORWARD_STRIDES = {"x_row_stride": "i32", "r_row_stride": "i32"}
+_BACKWARD_STRIDES = {"x_row_stride": "i32", "dy_row_stride": "i32", "ds_row_stride": "i32"}
+# the arguments of `forward_kernel` and `backward_kernel` that options need
+_TABLES = {"z_row_stride": "i32", "repeat": "i32", "n_entries": "i32"}
+_PLAIN_FORWARD = {
+    "z_ptr": None, "codes_ptr": None, "scales_ptr": None, "TABLE": False, "TWICE": False, "GATE": 0, "QUANT": 0,
+}  # fmt: skip
+_PLAIN_BACKWARD = {"z_ptr": None, "b_ptr": None, "dz_ptr": None, "copy_ptr": None, "TABLE": False, "GATE": 0}
+_DIVISIBLE = (
+    *(f"{p}_ptr" for p in ("x", "r", "w", "b", "y", "s", "dy", "ds", "dx", "dw", "db")),
+    "stats_ptr",
+    "sums_ptr",
+    "partials_ptr",
+    "words_ptr",
+)
+_SHARED_BYTES = 232448  # of an H200
+# registers that AMD may spill: its sixteen warps of 64 lanes have 128 registers per thread
+_AMD_SPILLS = 52
+
+
+def _kernels() -> Iterator[Kernel]:
+    for t, size in (("bf16", 2), ("fp32", 4)):
+        pointers = {f"{p}_ptr": f"*{t}" for p in ("x", "r", "w", "b", "y", "s", "dy", "ds", "dx")}
+        floats = {f"{p}_ptr": "*fp32" for p in ("stats", "dw", "db", "sums", "partials")}
+        forward = {k: pointers[k] for k in ("x_ptr", "w_ptr", "b_ptr", "y_ptr")}
+        forward |= {"stats_ptr": "*fp32"} | _FORWARD_STRIDES | _NUMBERS
+        backward = {k: pointers[k] for k in ("dy_ptr", "x_ptr", "w_ptr", "dx_ptr")} | _NUMBERS | _BACKWARD_STRIDES
+        backward |= {k: floats[k] for k in ("stats_ptr", "partials_ptr")}
+        both = {"NEED_W": True, "NEED_B": True}
+        plain = {"VEC": 8, "HAS_MEAN": True, "STABLE": False}
+        no_residual, no_ds = {"r_ptr": None, "s_ptr": None}, {"ds_ptr": None}
+
+        for cols, registers in (
+            (128, 72), (768, 64), (1024, 80), (3000, 128), (4096, 128), (5120, 144), (8192, 128), (16384, 96),
+        ):  # fmt: skip
+            tile, early = shapes.forward_tile(cols, size), shapes.forward_early(cols, size)
+            yield Kernel(
+                f"norm forward {t} N={cols}", _FORWARD, forward | _TABLES,
+                plain | no_residual | _PLAIN_FORWARD
+                | {"N_COLS": cols, "BLOCK_R": tile.rows, "BLOCK_C": tile.cols, "EARLY": early},
+                _DIVISIBLE, num_warps=tile.warps, max_registers=registers,
+            )  # fmt: skip
+        tile = shapes.forward_tile(128, size)
+        inference = {k: v for k, v in forward.items() if k != "stats_ptr"}
+        yield Kernel(
+            f"norm forward {t} N=128 inference", _FORWARD, inference | _TABLES,
+            plain | no_residual | _PLAIN_FORWARD
+            | {"stats_ptr": None, "N_COLS": 128, "BLOCK_R": tile.rows, "BLOCK_C": tile.cols, "EARLY": False},
+            _DIVISIBLE, num_warps=tile.warps, max_registers=72,
+        )  # fmt: skip
+        tile = shapes.forward_tile(32768, size)
+        yield Kernel(
+            f"norm forward {t} N=32768 stable residual", _FORWARD,
+            forward | _TABLES | {k: pointers[k] for k in ("r_ptr", "s_ptr")},
+            plain | _PLAIN_FORWARD
+            | {"N_COLS": 32768, "STABLE": True, "BLOCK_R": tile.rows, "BLOCK_C": tile.cols, "EARLY": False},
+            _DIVISIBLE, num_warps=tile.warps, max_registers=64,
+        )  # fmt: skip
+        for cols, residual in ((20480, False), (32768, True), (40000, False), (131072, False)) if size == 2 else ():
+            packed = shapes.packed(cols)
+            assert packed is not None
+            sources = {k: pointers[k] for k in ("r_ptr", "s_ptr")} if residual else {}
+            words = {"words_ptr": "*i64"} if packed.size > 1 else {}
+            absent = ({} if residual else no_residual) | ({} if words else {"words_ptr": None})
+            shape = {"BLOCK_C": packed.cols(), "TEAM": packed.size, "WIDTH": packed.width(), "WAITS": False}
+            yield Kernel(
+                f"norm packed forward {t} N={cols}{' residual' if residual else ''}", _PACKED_FORWARD,
+                forward | sources | words | {"zero": "i32"},
+                {"N_COLS": cols, "VEC": 8, "HAS_MEAN": True} | shape | absent, _DIVISIBLE, num_warps=packed.warps,
+                maxnreg=shapes.PACKED_REGISTERS, max_registers=shapes.PACKED_REGISTERS, amd=False,
+            )  # fmt: skip
+        # a single program of 8 warps per multiprocessor may use all 255 registers; sm_100 uses the most
+        for cols, registers in (
+            (128, 192), (768, 224), (1024, 192), (2048, 192), (3000, 224), (4096, 128), (5120, 224), (8192, 128),
+        ):  # fmt: skip
+            tile = shapes.backward_tile(cols, size, 2, _SHARED_BYTES)
+            yield Kernel(
+                f"norm backward {t} N={cols}", _BACKWARD, backward | _TABLES,
+                plain | both | no_ds | _PLAIN_BACKWARD
+                | {"N_COLS": cols, "BLOCK_R": tile.rows, "BLOCK_C": tile.cols, "STAGES": tile.stages},
+                _DIVISIBLE, num_warps=tile.warps, max_registers=registers, max_amd_spills=_AMD_SPILLS,
+                # False for chunks of 4 16-bit elements per thread: 8-byte loads, yet faster than chunks of 8
+                vector_loads=tile.rows * tile.cols * size >= 16 * 32 * tile.warps,
+            )  # fmt: skip
+        tile = shapes.backward_tile(2048, size, 3, _SHARED_BYTES, stable=True)
+        yield Kernel(
+            f"norm backward {t} N=2048 stable residual", _BACKWARD,
+            backward | _TABLES | {"ds_ptr": pointers["ds_ptr"]},
+            plain | both | _PLAIN_BACKWARD
+            | {"N_COLS": 2048, "STABLE": True, "BLOCK_R": tile.rows, "BLOCK_C": tile.cols, "STAGES": tile.stages},
+            _DIVISIBLE, num_warps=tile.warps, max_registers=256 * 8 // tile.warps, max_amd_spills=_AMD_SPILLS,
+        )  # fmt: skip
+
+        for cols in (40000, 65536, 262144):
+            forward_team = shapes.forward_team(cols, size, 1, _SHARED_BYTES)
+            backward_team = shapes.backward_team(cols, size, 2, _SHARED_BYTES)
+            yield Kernel(
+                f"norm team forward {t} N={cols}", _TEAM_FORWARD, forward | {"words_ptr": "*i64"},
+                plain | no_residual | {"N_COLS": cols} | _team_constants(forward_team),
+                _DIVISIBLE, num_warps=forward_team.warps, max_registers=128, amd=False,
+                # w and b of 16384 columns spill a few bytes; still 8 % faster than any shape without spills
+                max_spill_bytes=40 if forward_team.cols == 16384 else 0,
+            )  # fmt: skip
+            yield Kernel(
+                f"norm team backward {t} N={cols}", _TEAM_BACKWARD, backward | {"words_ptr": "*i64"},
+                plain | both | no_ds | {"N_COLS": cols} | _team_constants(backward_team),
+                _DIVISIBLE, num_warps=backward_team.warps, maxnreg=backward_team.registers() or 0, amd=False,
+                max_registers=backward_team.registers() or 256 * 8 // backward_team.warps,
+                # the rows of two phases fill all registers: 8 bytes spilled on sm_90, 32 on sm_100
+                max_spill_bytes=32 if backward_team.lag and size == 2 else 0,
+            )  # fmt: skip
+
+        lagging = shapes.forward_team(65536, size, 1, _SHARED_BYTES)
+        yield Kernel(
+            f"norm team forward {t} N=65536 stable", _TEAM_FORWARD, forward | {"words_ptr": "*i64"},
+            plain | no_residual | {"N_COLS": 65536, "STABLE": True} | _team_constants(lagging),
+            _DIVISIBLE, num_warps=lagging.warps, max_registers=128, max_spill_bytes=8, amd=False,
+        )  # fmt: skip
+
+        for cols in (32768, 24000, 65536) if size == 2 else (32768, 24000):
+            found = shapes.reread(cols, size, 132, 50 << 20)
+            assert found is not None
+            tile, registers = found
+            yield Kernel(
+                f"norm rms forward {t} N={cols}", _WIDE_FORWARD,
+                {k: v for k, v in forward.items() if k != "b_ptr"},
+                plain | no_residual
+                | {"b_ptr": None, "HAS_MEAN": False, "N_COLS": cols, "BLOCK_C": tile.cols, "STAGES": tile.stages},
+                _DIVISIBLE, num_warps=tile.warps, maxnreg=registers, max_registers=registers, amd=False,
+            )  # fmt: skip
+
+        wide = plain | {"N_COLS": 262144}
+        yield Kernel(
+            f"norm wide forward {t}", _WIDE_FORWARD, forward,
+            wide | no_residual | {"BLOCK_C": shapes.WIDE_BYTES // size, "STAGES": shapes.WIDE_STAGES},
+            _DIVISIBLE, num_warps=shapes.WIDE_WARPS,
+        )  # fmt: skip
+        sums = {k: backward[k] for k in ("dy_ptr", "x_ptr", "w_ptr", "stats_ptr", "x_row_stride", "dy_row_stride")}
+        yield Kernel(
+            f"norm wide sums {t}", _WIDE_SUMS,
+            sums | _NUMBERS | {"sums_ptr": "*fp32", "first_row": "i32"},
+            wide | {"BLOCK_C": shapes.SUMS_BYTES // size, "STAGES": shapes.SUMS_STAGES},
+            _DIVISIBLE, num_warps=shapes.SUMS_WARPS,
+        )  # fmt: skip
+        apply = {k: v for k, v in backward.items() if k not in ("eps", "partials_ptr")}
+        apply |= {k: floats[k] for k in ("dw_ptr", "db_ptr")}
+        yield Kernel(
+            f"norm wide apply {t}", _WIDE_APPLY,
+            apply | {"sums_ptr": "*fp32", "first_row": "i32", "group_rows": "i32"},
+            wide | no_ds | {"BLOCK_C": shapes.APPLY_COLS, "STAGES": shapes.APPLY_STAGES},
+            _DIVISIBLE, num_warps=shapes.APPLY_WARPS,
+        )  # fmt: skip
+    yield Kernel(
+        "norm finish", _FINISH,
+        {"partials_ptr": "*fp32", "dw_ptr": "*bf16", "db_ptr": "*bf16", "n_partials": "i32", "n_entries": "i32"},
+        {"N_COLS": 8192, "BLOCK_P": 256, "BLOCK_C": 32, "WAITS": False}, _DIVISIBLE, max_registers=192,
+    )  # fmt: skip
+
+
+KERNELS = list(_kernels())
+
+__all__ = ["KERNELS"]

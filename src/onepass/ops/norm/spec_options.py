@@ -1,0 +1,123 @@
+"""Kernel budgets of the norms' options, at the widths that models use them with."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+from onepass.core.spec import Kernel
+from onepass.ops._shared.spec_parts import i32, kernel, pointers
+
+from . import shapes, shapes_rope
+
+_SHARED_BYTES = 232448  # of an H200
+_NUMBERS = {"eps": "fp32", "offset": "fp32", **i32("n_rows", "z_row_stride", "repeat", "n_entries", "x_row_stride")}
+_FORWARD = ("x", "r", "w", "b", "y", "s", "stats", "z", "codes", "scales")
+_BACKWARD = ("dy", "ds", "x", "w", "stats", "dx", "partials", "z", "b", "dz", "copy")
+_FP32 = ("stats", "scales", "partials")
+
+
+def _arguments(t: str, names: tuple[str, ...], given: str) -> tuple[dict[str, str], dict[str, Any]]:
+    """Return signature and constants of the pointers: those that are not given are None."""
+    types = {n: "*fp32" if n in _FP32 else "*fp8e4nv" if n == "codes" else f"*{t}" for n in names}
+    return {f"{n}_ptr": types[n] for n in given.split()}, {f"{n}_ptr": None for n in names if n not in given.split()}
+
+
+def _forward(t: str, what: str, cols: int, given: str, **options: Any) -> Kernel:
+    tile = shapes.forward_tile(cols, 2 if t == "bf16" else 4)
+    signature, absent = _arguments(t, _FORWARD, given)
+    constants = {"HAS_MEAN": False, "STABLE": False, "TABLE": False, "TWICE": False, "GATE": 0, "QUANT": 0} | options
+    shape = {"N_COLS": cols, "VEC": 8, "BLOCK_R": tile.rows, "BLOCK_C": tile.cols, "EARLY": False}
+    return Kernel(
+        f"norm forward {t} N={cols} {what}", kernel("ops.norm.kernels_triton", "forward_kernel"),
+        signature | _NUMBERS | i32("r_row_stride"), constants | shape | absent, pointers(signature),
+        num_warps=tile.warps, max_registers=96, least_arch=89 if "codes" in given else 80, amd="codes" not in given,
+    )  # fmt: skip
+
+
+def _backward(t: str, what: str, cols: int, given: str, **options: Any) -> Kernel:
+    gate = options.get("GATE", 0)
+    constants = {
+        "HAS_MEAN": False,
+        "STABLE": False,
+        "TABLE": False,
+        "GATE": 0,
+        "NEED_W": True,
+        "NEED_B": False,
+    } | options
+    tile = shapes.backward_tile(
+        cols, 2 if t == "bf16" else 4, 2 + bool(gate), _SHARED_BYTES, bool(gate), 1 + constants["NEED_B"]
+    )
+    signature, absent = _arguments(t, _BACKWARD, given)
+    shape = {"N_COLS": cols, "VEC": 8, "BLOCK_R": tile.rows, "BLOCK_C": tile.cols, "STAGES": tile.stages}
+    return Kernel(
+        f"norm backward {t} N={cols} {what}", kernel("ops.norm.kernels_triton", "backward_kernel"),
+        signature | _NUMBERS | i32("dy_row_stride", "ds_row_stride"), constants | shape | absent, pointers(signature),
+        num_warps=tile.warps, max_registers=128 if tile.warps > 8 else 192, max_amd_spills=52,
+        # a gate before the norm keeps x and itself for dz: at 16 elements per thread twelve registers too many
+        max_spill_bytes=48 if gate == 2 and cols == 8192 else 0,
+        # False for chunks of 4 16-bit elements per thread, as without options
+        vector_loads=tile.rows * tile.cols * (2 if t == "bf16" else 4) >= 16 * 32 * tile.warps,
+    )  # fmt: skip
+
+
+def _rope(t: str, what: str, backward: bool, d: int, rotary: int, interleaved: bool = False) -> Kernel:
+    of_two = ("batch_stride", "token_stride", "head_stride")
+    names = ["q", "k", "qw", "kw", "cos", "sin", "positions", "q_out", "k_out"]
+    strided = ["q", "k"]
+    if backward:
+        names = ["dq_out", "dk_out", *names[:7], "dq", "dk", "dqw", "dkw"]
+        strided = ["dq", "dk", "q", "k"]
+    types = {"cos": "*fp32", "sin": "*fp32", "positions": "*i64", "dqw": "*fp32", "dkw": "*fp32"}
+    signature = {f"{n}_ptr": types.get(n, f"*{t}") for n in names}
+    integers = ["q_rows", "k_rows", "q_heads", "k_heads", "tokens", *(f"{n}_{s}" for n in strided for s in of_two)]
+    integers += ["n_positions", "cos_stride", "sin_stride", "positions_batch_stride", "positions_stride"]
+    heads = shapes_rope.heads(d, rotary, interleaved, 2 if t == "bf16" else 4, backward)
+    constants = dict(
+        zip(
+            ("D", "VEC", "TABLE_VEC", "ROTARY", "HALF", "REST", "INTERLEAVED", "BLOCK_R"),
+            heads.constants(),
+            strict=True,
+        )
+    )
+    return Kernel(
+        f"norm rope {'backward' if backward else 'forward'} {t} D={d} {what}",
+        kernel("ops.norm.kernels_rope", f"rope_{'backward' if backward else 'forward'}_kernel"),
+        signature | {"eps": "fp32", "offset": "fp32"} | i32(*integers, *(() if backward else ("q_tiles",))),
+        constants | ({"STAGES": shapes_rope.BACKWARD_STAGES} if backward else {}), pointers(signature),
+        num_warps=heads.warps,
+        max_registers=128 if heads.warps == 8 else 168, max_amd_spills=52,
+    )  # fmt: skip
+
+
+def _kernels() -> Iterator[Kernel]:
+    for t in ("bf16", "fp32"):
+        yield _forward(t, "weights per head", 128, "x w y stats", TABLE=True)
+        yield _forward(t, "adaptive", 1152, "x w b y stats", TABLE=True, HAS_MEAN=True)
+        yield _backward(t, "weights per head", 128, "dy x w stats dx partials", TABLE=True)
+        yield _backward(t, "adaptive", 4096, "dy x w stats dx partials", TABLE=True, HAS_MEAN=True, NEED_B=True)
+        for cols in (128, 8192) if t == "bf16" else (4096,):
+            yield _forward(t, "gate", cols, "x w y stats z", GATE=1)
+            yield _forward(t, "gate first", cols, "x w y stats z", GATE=2)
+            yield _backward(t, "gate", cols, "dy x w stats dx partials z dz", GATE=1)
+            yield _backward(t, "gate first", cols, "dy x w stats dx partials z dz", GATE=2)
+        yield _forward(t, "rows in 8 bits", 8192, "x w stats codes scales", QUANT=1)
+        yield _forward(t, "blocks in 8 bits", 8192, "x w stats codes scales", QUANT=2)
+        for backward in (False, True):
+            yield _rope(t, "halves", backward, 128, 128)
+            yield _rope(t, "interleaved", backward, 128, 128, True)
+    codes = _forward("bf16", "codes of rows in 8 bits", 4096, "x w stats codes scales", QUANT=1)
+    yield dataclasses.replace(codes, signature={**codes.signature, "codes_ptr": "*u8"}, least_arch=80, amd=True)
+    stream = _backward("fp32", "bf16 beside an fp32 stream", 4096, "dy ds x w stats dx partials copy")
+    mixed = {f"{n}_ptr": "*bf16" for n in ("dy", "w", "copy")}
+    yield dataclasses.replace(stream, signature={**stream.signature, **mixed})
+    for backward in (False, True):
+        yield _rope("bf16", "half of it rotated", backward, 128, 64)
+        yield _rope("bf16", "halves", backward, 96, 96)
+    yield _forward("bf16", "rounded twice", 4096, "x w y stats", TWICE=True)
+
+
+KERNELS = list(_kernels())
+
+__all__ = ["KERNELS"]

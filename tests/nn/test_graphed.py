@@ -1,0 +1,145 @@
+"""`graphed`: a block in CUDA graphs gives the bits of the block, and what a graph can't follow is refused by name."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from onepass.nn import RoutedBlock, graphed
+from onepass.optim import Lion
+
+gpu = pytest.mark.gpu
+DIM, N = 64, 128
+
+
+def _block(causal: bool = False) -> RoutedBlock:
+    torch.manual_seed(0)
+    return RoutedBlock(DIM, 1 / 8, heads=2, dim_head=32, window=32, causal=causal).cuda()
+
+
+def _x(seed: int = 0) -> Tensor:
+    torch.manual_seed(seed)
+    return torch.randn(2, N, DIM, device="cuda", requires_grad=True)
+
+
+def _mask(first: int, second: int) -> Tensor:
+    return torch.arange(N, device="cuda") < torch.tensor([[first], [second]], device="cuda")
+
+
+@gpu
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_the_bits_of_the_block(causal: bool, masked: bool, autocast: bool) -> None:
+    """Outputs and gradients, for tokens and masks that change, and summed over two passes."""
+    eager = _block(causal)
+    ours = copy.deepcopy(eager)
+    with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+        run = graphed(ours, _x(), _mask(N, 40)) if masked else graphed(ours, _x())
+        for seed in range(3):
+            x, mask = _x(seed), (_mask(N - 30 * seed, 20 + seed),) if masked else ()
+            found = []
+            for call in (eager, run):
+                x.grad = None
+                y = call(x, *mask)
+                (y.float() * torch.linspace(-1, 1, N, device="cuda")[:, None]).sum().backward()
+                found.append((y.detach().clone(), x.grad))
+            for a, e in zip(*found, strict=True):
+                torch.testing.assert_close(a, e, rtol=0, atol=0)
+    for a, e in zip(ours.parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, e.grad, rtol=0, atol=0)
+
+
+@gpu
+def test_training_with_lion_in_a_graph_of_the_whole_step() -> None:
+    """The step of a capturable Lion is captured with the block's, as `make_graphed_callables` captures neither."""
+    weights = []
+    for captured in (False, True):
+        block, x = _block(), _x()
+        optimizer = Lion(block.parameters(), lr=1e-3, capturable=True)
+
+        def step(block: nn.Module = block, x: Tensor = x, optimizer: Lion = optimizer) -> None:
+            optimizer.zero_grad(set_to_none=True)
+            with torch.autocast("cuda", torch.bfloat16):
+                loss = block(x).float().square().mean()
+            loss.backward()
+            optimizer.step()
+
+        stream: Any = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                step()
+        torch.cuda.synchronize()
+        if captured:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=stream):
+                step()
+            for _ in range(5):
+                graph.replay()
+        else:
+            with torch.cuda.stream(stream):
+                for _ in range(5):
+                    step()
+        torch.cuda.synchronize()
+        weights.append([p.detach().clone() for p in block.parameters()])
+    for a, e in zip(*weights, strict=True):
+        torch.testing.assert_close(a, e, rtol=0, atol=0)
+
+
+@gpu
+def test_what_a_graph_cannot_follow_is_refused() -> None:
+    block = _block()
+    run = graphed(block, _x(), _mask(N, 40))
+    with pytest.raises(ValueError, match=r"tensor 1 differs .*shape was \(2, 128\), got \(2, 100\)"):
+        run(_x(), _mask(N, 40)[:, :100])
+    with pytest.raises(ValueError, match="2 tensors were captured, got 1"):
+        run(_x())
+    with pytest.raises(ValueError, match=r"tensor 0 differs .*requires_grad was True, got False"):
+        run(_x().detach(), _mask(N, 40))
+    half = torch.autocast("cuda", torch.bfloat16)
+    with pytest.raises(ValueError, match=r"autocast was None, is now torch\.bfloat16"), half:
+        run(_x(), _mask(N, 40))
+    with pytest.raises(ValueError, match="is_grad_enabled"), torch.no_grad():
+        run(_x(), _mask(N, 40))
+    block.feed_forward.router.explore = 0.5
+    with pytest.raises(ValueError, match=r"feed_forward.router.explore was 0.1, is now 0.5"):
+        run(_x(), _mask(N, 40))
+    block.feed_forward.router.explore = 0.1
+    block.eval()
+    with pytest.raises(ValueError, match=r"training was True, is now False"):
+        run(_x(), _mask(N, 40))
+    block.train()
+    block.attention.null.data = torch.zeros_like(block.attention.null)
+    with pytest.raises(ValueError, match=r"attention.null was replaced"):
+        run(_x(), _mask(N, 40))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ((torch.relu, torch.ones(2)), TypeError, "module must be an nn.Module, got builtin_function_or_method"),
+        ((nn.Identity(), 3), TypeError, "argument 0 must be a tensor, got int"),
+        ((nn.Identity(), torch.ones(2)), ValueError, "tensor 0 must be on a CUDA device, got one on cpu"),
+        ((nn.Identity(),), ValueError, "give the sample arguments"),
+    ],
+)
+def test_other_arguments(arguments: tuple[Any, ...], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        graphed(*arguments)
+
+
+@gpu
+def test_without_gradients_there_is_nothing_to_capture() -> None:
+    with pytest.raises(ValueError, match="gradients"), torch.no_grad():
+        graphed(_block(), _x())
+
+
+@pytest.mark.parametrize(("warmup", "error"), [(0, ValueError), (1.5, TypeError), (True, TypeError)])
+def test_warmup(warmup: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match="graphed: warmup"):
+        graphed(nn.Identity(), torch.ones(2), warmup=warmup)

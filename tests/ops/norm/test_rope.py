@@ -1,0 +1,122 @@
+"""`qk_norm_rope` against the composition, and against what transformers' Qwen 3 does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import onepass
+from onepass.core.launch import INTERPRET
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def angles(positions: int, half: int, device: str = "cpu") -> tuple[Tensor, Tensor]:
+    inverse = 10000.0 ** -(torch.arange(half, dtype=torch.float64) / half)
+    theta = torch.arange(positions)[:, None] * inverse
+    return theta.cos().float().to(device), theta.sin().float().to(device)
+
+
+def packed(device: str, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """Views of one projection of 2 · 5 tokens: 6 heads of queries, 2 of keys, 2 of values, of 16 columns."""
+    qkv = torch.randn(2, 5, 10 * 16, generator=torch.Generator().manual_seed(0)).to(device, dtype)
+    return tuple(t.unflatten(-1, (-1, 16)) for t in qkv.split((6 * 16, 2 * 16, 2 * 16), -1))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_views_of_a_packed_projection_are_not_copied(device: str) -> None:
+    q, k, _ = packed(device, torch.float32)
+    cos, sin = angles(5, 8, device)
+    assert not q.is_contiguous()
+    whole = onepass.qk_norm_rope(q.contiguous(), k.contiguous(), cos=cos, sin=sin)
+    for a, b in zip(onepass.qk_norm_rope(q, k, cos=cos, sin=sin), whole, strict=True):
+        assert a.is_contiguous()
+        assert torch.equal(a, b)
+    # heads before tokens, as attention wants them
+    for a, b in zip(
+        onepass.qk_norm_rope(*(t.transpose(1, 2).contiguous().transpose(1, 2) for t in (q, k)), cos=cos, sin=sin),
+        whole, strict=True,
+    ):  # fmt: skip
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rotations_keep_lengths_and_depend_on_distances(interleaved: bool, device: str) -> None:
+    q, k, _ = packed(device, torch.float32)
+    cos, sin = angles(64, 8, device)
+    shifted = torch.arange(5, device=device) + 40
+    at_start = onepass.qk_norm_rope(q, k, cos=cos, sin=sin, interleaved=interleaved)
+    later = onepass.qk_norm_rope(q, k, cos=cos, sin=sin, interleaved=interleaved, positions=shifted)
+    for out in (at_start, later):
+        rms = out[0].square().mean(-1)
+        torch.testing.assert_close(rms, torch.ones_like(rms), rtol=1e-5, atol=1e-5)
+    products = [torch.einsum("bthd,bshd->bhts", a[:, :, :2], b) for a, b in (at_start, later)]
+    torch.testing.assert_close(products[0], products[1], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.skipif(INTERPRET, reason="the torch path and transformers")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+def test_as_qwen_3_does(dtype: torch.dtype) -> None:
+    """Transformers rounds four times on the way; this is at least as near to float64."""
+    models = pytest.importorskip("transformers.models.qwen3.modeling_qwen3")
+    q, k, _ = packed("cpu", dtype)
+    norms = [models.Qwen3RMSNorm(16).to(dtype) for _ in range(2)]
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for norm in norms:
+            norm.weight.copy_(torch.rand(16, generator=generator) + 0.5)
+    cos, sin = angles(5, 8)
+    doubled = [torch.cat((t, t), -1).to(dtype)[None] for t in (cos, sin)]
+    theirs = models.apply_rotary_pos_emb(*(n(t).transpose(1, 2) for n, t in zip(norms, (q, k), strict=True)), *doubled)
+    weights = [n.weight for n in norms]
+    ours = onepass.qk_norm_rope(q, k, *weights, cos=cos, sin=sin)
+    tensors: Any = [t.double() for t in (q, k, *weights)]
+    exact = onepass.qk_norm_rope(*tensors, cos=cos.double(), sin=sin.double())
+    for a, b, e in zip(ours, theirs, exact, strict=True):
+        errors = [(t.double() - e).abs().max() for t in (a, b.transpose(1, 2))]
+        assert errors[0] <= (4 if dtype == torch.float32 else 1) * torch.finfo(dtype).eps * e.abs().max()
+        assert errors[0] <= errors[1] * 1.01 + 1e-6
+
+
+@pytest.mark.skipif(INTERPRET, reason="float64 never reaches a kernel")
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_gradcheck(interleaved: bool) -> None:
+    q, k, _ = packed("cpu", torch.float64)
+    cos, sin = angles(5, 6)
+    tensors = [
+        t.requires_grad_()
+        for t in (q[:1, :, :2].clone(), k[:1].clone(), torch.rand(16).double(), torch.rand(16).double())
+    ]
+
+    def call(*tensors: Tensor) -> tuple[Tensor, Tensor]:
+        return onepass.qk_norm_rope(*tensors, cos=cos, sin=sin, interleaved=interleaved, offset=0.5)
+
+    assert torch.autograd.gradcheck(call, tuple(tensors), fast_mode=True)
+
+
+@pytest.mark.skipif(not INTERPRET, reason="on a CPU the call raises")
+def test_a_position_outside_of_the_table_gives_nan_where_values_are_not_read() -> None:
+    from onepass.ops.norm import launch_rope
+
+    q, k, _ = packed("cpu", torch.float32)
+    cos, sin = angles(5, 8)
+    for wrong in (-1, 5, 1 << 40):
+        at = torch.tensor([0, 1, wrong, 3, 4])
+        out, _ = launch_rope.forward(q, k, None, None, cos, sin, at, 1e-6, 0.0, False)
+        assert out[:, 2].isnan().all()
+        assert not out[:, [0, 1, 3, 4]].isnan().any()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_heads_that_are_too_wide_for_a_tile(device: str) -> None:
+    q, k = (torch.randn(3, h, 1030, generator=torch.Generator().manual_seed(h)).to(device) for h in (2, 1))
+    cos, sin = angles(3, 515, device)
+    out = onepass.qk_norm_rope(q, k, cos=cos, sin=sin)[0]
+    n = q / q.square().mean(-1, keepdim=True).sqrt()
+    a, b = n.chunk(2, -1)
+    c, s = cos[:, None], sin[:, None]
+    torch.testing.assert_close(out, torch.cat((a * c - b * s, b * c + a * s), -1), rtol=1e-4, atol=1e-4)
