@@ -76,3 +76,35 @@ def test_doctor_names_an_old_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     (line,) = facts.advice({"triton": "3.6"})
     assert line.startswith("cuda:0 has compute capability 7.5: the kernels are written for 8.0 and newer")
     assert "ONEPASS_BACKEND=torch" in line
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("RMSNorm", "; it is onepass.nn.RMSNorm"),
+        ("Lion", "; it is onepass.optim.Lion"),
+        ("clip_grad_norm", "; it is onepass.optim.clip_grad_norm"),
+        ("layernorm", ""),
+        ("__wrapped__", ""),
+    ],
+)
+def test_a_name_of_another_room_gets_a_hint(name: str, hint: str) -> None:
+    with pytest.raises(AttributeError) as error:
+        getattr(onepass, name)
+    assert str(error.value) == f"module 'onepass' has no attribute {name!r}{hint}"
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        (["train", "--stesp", "3"], "onepass train: unrecognized arguments: --stesp; did you mean --steps?\n"),
+        (["bench", "--jsn=x"], "onepass bench: unrecognized arguments: --jsn=x; did you mean --json?\n"),
+        (["doctor", "--zzz"], "onepass doctor: unrecognized arguments: --zzz\n"),
+        (["--versoin"], "onepass: unrecognized arguments: --versoin; did you mean --version?\n"),
+    ],
+)
+def test_a_misspelt_option(command: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(command)
+    assert stop.value.code == 2
+    assert capsys.readouterr().err == said

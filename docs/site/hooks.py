@@ -18,7 +18,7 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).parents[2]
 # operator folder → what its page shows of the package before the README
 OPERATORS = {
-    "norm": ("layer_norm", "rms_norm", "nn.LayerNorm", "nn.RMSNorm"),
+    "norm": ("layer_norm", "rms_norm", "qk_norm_rope", "Quantized", "nn.LayerNorm", "nn.RMSNorm"),
     "weighted_sum": ("weighted_sum", "nn.WeightedSum"),
     "soft_topk": ("soft_topk",),
     "coor_descent": ("coor_descent",),
@@ -28,7 +28,7 @@ OPERATORS = {
     "causal_choice": ("nn.CausalRouter",),
     "lion": ("optim.Lion", "optim.clip_grad_norm", "optim.release_gradients"),
 }
-MODULES = ("Routed", "RoutedFeedForward", "RoutedAttention", "RoutedCrossAttention", "RoutedBlock")
+MODULES = ("Routed", "RoutedFeedForward", "RoutedAttention", "RoutedCrossAttention", "RoutedBlock", "graphed")
 # file of the repository → page of the site
 PAGES = {
     "README.md": "index.md",

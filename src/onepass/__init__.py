@@ -29,7 +29,11 @@ else:
             return importlib.import_module(f"onepass.{name}")
         if name in _LAZY_NAMES:
             return getattr(importlib.import_module("onepass.swapping"), name)
-        raise AttributeError(f"module 'onepass' has no attribute {name!r}")
+        # a newcomer's onepass.Lion: say where it is; names with an underscore are asked for by machines
+        rooms = () if name.startswith("_") else ("nn", "optim")
+        found = [room for room in rooms if name in importlib.import_module(f"onepass.{room}").__all__]
+        hint = f"; it is onepass.{found[0]}.{name}" if found else ""
+        raise AttributeError(f"module 'onepass' has no attribute {name!r}{hint}")
 
 
 def __dir__() -> list[str]:

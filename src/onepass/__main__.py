@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib
 import io
 import os
+import re
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from onepass import __version__
 from onepass.core.errors import UserError, printable, reason
@@ -38,6 +40,17 @@ examples:
 
 class Parser(argparse.ArgumentParser):
     """A parser that reports a wrong option in one line instead of the whole usage; subparsers inherit this."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse as argparse does, but refuse an unknown option here, where its command is known."""
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            options = re.findall(r"--[\w-]+", self.format_usage())
+            close = difflib.get_close_matches(unknown[0].partition("=")[0], options, 1)
+            self.error(
+                f"unrecognized arguments: {' '.join(unknown)}" + (f"; did you mean {close[0]}?" if close else "")
+            )
+        return found, unknown
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {printable(message)}\n")

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from onepass.core import files
 from onepass.core.about import device_name, dtype_name, settings, versions
 from onepass.core.spec import Case
 
@@ -66,15 +67,15 @@ class Session:
         """Write the results so far, if there is a target; return the files."""
         if self.html is not None:
             whole = records.document(self.about, self.results, self.copy_gbps, complete=complete)
-            records.write_text(self.html, page.page(whole[0], whole[1:]))
+            files.write(self.html, page.page(whole[0], whole[1:]))
         if self.json is None:
             return [self.html] if self.html is not None else []
-        files: dict[Path, list[runner.Result]] = {}
+        found: dict[Path, list[runner.Result]] = {}
         for result in self.results:
-            files.setdefault(json_path(self.json, result.folder), []).append(result)
-        for path, found in files.items():
-            records.write(path, records.document(self.about, found, self.copy_gbps, complete=complete))
-        return [*files, *([self.html] if self.html is not None else [])]
+            found.setdefault(json_path(self.json, result.folder), []).append(result)
+        for path, results in found.items():
+            records.write(path, records.document(self.about, results, self.copy_gbps, complete=complete))
+        return [*found, *([self.html] if self.html is not None else [])]
 
     def _show(self, final: bool) -> None:
         groups = [list(g) for _, g in groupby(self.results[self._shown :], key=table.group_key)]
