@@ -210,7 +210,7 @@ def routing() -> Iterator[Call]:
 def fused() -> Iterator[Call]:
     """Kernels that no operator calls alone, and modules that call them."""
     from onepass.fused import branch, norms
-    from onepass.nn import RoutedAttention, RoutedFeedForward
+    from onepass.nn import RoutedAttention, RoutedBlock, RoutedFeedForward
 
     make = maker(FP32)
 
@@ -262,6 +262,12 @@ def fused() -> Iterator[Call]:
         yield (
             f"RoutedAttention{', mask' * mask}",
             lambda m=mask: both(lambda: RoutedAttention(48, 9, 11, heads=2, dim_head=16, window=8), (2, 41, 48), m),  # type: ignore[misc]
+        )
+        yield (
+            f"RoutedBlock, causal{', mask' * mask}",
+            lambda m=mask: both(
+                lambda: RoutedBlock(48, 9, heads=2, dim_head=16, window=8, causal=True), (2, 48, 48), m
+            ),  # type: ignore[misc]
         )
 
 

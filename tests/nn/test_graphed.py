@@ -55,6 +55,25 @@ def test_the_bits_of_the_block(causal: bool, masked: bool, autocast: bool) -> No
 
 
 @gpu
+def test_a_module_with_frozen_parameters() -> None:
+    block, x = _block(), _x()
+    block.attention.light.requires_grad_(False)
+    run = graphed(block, x)
+    run(x).sum().backward()
+    assert block.attention.light.qkv.weight.grad is None
+    assert block.attention.null.grad is not None
+
+
+@gpu
+def test_backward_after_another_call_is_refused() -> None:
+    run = graphed(_block(), _x())
+    first = run(_x())
+    run(_x(1))
+    with pytest.raises(RuntimeError, match="another call came between"):
+        first.sum().backward()
+
+
+@gpu
 def test_training_with_lion_in_a_graph_of_the_whole_step() -> None:
     """The step of a capturable Lion is captured with the block's, as `make_graphed_callables` captures neither."""
     weights = []

@@ -9,15 +9,33 @@ import torch
 from torch import Tensor, nn
 
 
-class _Called(nn.Module):
-    """The module as a part, so that capturing leaves the module's own `forward` as it is."""
+class _Calls:
+    """How many calls there were: the activations of a graph are those of the last one."""
 
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
+    last = 0
 
-    def forward(self, *tensors: Tensor) -> Any:
-        return self.module(*tensors)
+
+class _Fresh(torch.autograd.Function):
+    """The tensors as they are; their gradients as copies.
+
+    The graph writes its gradients to the same memory in every replay. Autograd keeps the first gradient of a leaf
+    without copying it: the next replay would overwrite what has been accumulated.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, calls: _Calls, *tensors: Tensor) -> tuple[Tensor, ...]:
+        calls.last += 1
+        ctx.calls, ctx.call = calls, calls.last
+        return tuple(t.view_as(t) for t in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        if ctx.call != ctx.calls.last:
+            raise RuntimeError(
+                "graphed: another call came between a call and its backward, and overwrote what backward needs: "
+                "run backward before the next call, or capture the module once for each"
+            )
+        return None, *(None if g is None else g.clone() for g in grads)
 
 
 def _describe(value: Any) -> Any:
@@ -62,13 +80,14 @@ def graphed(module: nn.Module, *tensors: Tensor, warmup: int = 3) -> Callable[..
 
     Returns:
         A function of as many tensors, which returns what the module returns. Its outputs are overwritten by its next
-        call: use or copy them before that.
+        call: use or copy them before that, and run backward before that.
 
     Raises:
         TypeError: module is no `nn.Module`, or an argument is not a tensor.
         ValueError: a tensor is not on a CUDA device, gradients are disabled, or warmup < 1. In a call: a tensor differs
             from its sample, or a setting of the module, autocast, grad mode or a parameter's address has changed since
             the capture.
+        RuntimeError: in backward: the function was called again in between.
 
     Source: CUDA graphs by `torch.cuda.make_graphed_callables`.
 
@@ -96,12 +115,17 @@ def graphed(module: nn.Module, *tensors: Tensor, warmup: int = 3) -> Callable[..
         raise ValueError("graphed: it captures a backward pass too: call it with gradients enabled")
     device = tensors[0].device
     samples, settings, mode = [_describe(t) for t in tensors], dict(_settings(module)), _mode(device)
-    called = _Called(module)
-    called.training = module.training
+    # the parameters as arguments, so that each call hands in views of its own; a frozen one needs no gradient
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    calls = _Calls()
+
+    def body(*given: Tensor) -> Any:
+        return module(*given[: len(samples)])
+
     # autocast's cache would tie the graph to casts that live only as long as the context
     with torch.autocast(device.type, mode["autocast"], enabled=mode["autocast"] is not None, cache_enabled=False):
         replay = torch.cuda.make_graphed_callables(  # type: ignore[no-untyped-call]
-            called, tuple(tensors), num_warmup_iters=warmup, allow_unused_input=True
+            body, (*tensors, *parameters), num_warmup_iters=warmup, allow_unused_input=True
         )
 
     def run(*given: Tensor) -> Any:
@@ -122,7 +146,7 @@ def graphed(module: nn.Module, *tensors: Tensor, warmup: int = 3) -> Callable[..
             if was != now:
                 known = "was replaced" if isinstance(now, tuple) else f"was {was!r}, is now {now!r}"
                 raise ValueError(f"graphed: {name} {known} since the capture: capture another")
-        return replay(*given)
+        return replay(*_Fresh.apply(calls, *given, *parameters))  # type: ignore[no-untyped-call]
 
     return run
 

@@ -81,6 +81,21 @@ def _angles(
 
 
 @triton.jit
+def _rotate(a, b, cos, sin):
+    """Return (a·cos − b·sin, b·cos + a·sin), each as one rounded product and one fma.
+
+    Left to the compiler, which of the two products it contracts differs between layouts, and with it the last bit.
+    """
+    return tl.fma(a, cos, -(b * sin)), tl.fma(b, cos, a * sin)
+
+
+@triton.jit
+def _squares(a, b):
+    """Return a² + b² as one rounded product and one fma, for the same reason."""
+    return tl.fma(a, a, b * b)
+
+
+@triton.jit
 def _offsets(rows, heads, tokens, batch_stride, token_stride, head_stride, VEC: tl.constexpr):
     """Return where rows of (batch, tokens, heads, D) begin; strides are in units of VEC elements."""
     # division in 32 bits takes a third of the instructions
@@ -105,7 +120,7 @@ def _forward_rows(
         cos_ptr, sin_ptr, positions_ptr, rows, ok, heads, tokens, n_positions, cos_stride, sin_stride,
         positions_batch_stride, positions_stride, TABLE_VEC, ROTARY, HALF,
     )  # fmt: skip
-    square = tl.sum(a * a + b * b, 1)
+    square = tl.sum(_squares(a, b), 1)
     if REST > 0:
         square += tl.sum(c * c, 1)
     rstd = tl.rsqrt(square / D + eps)[:, None]
@@ -115,9 +130,8 @@ def _forward_rows(
         a, b = a * (wa + offset), b * (wb + offset)
         if REST > 0:
             c = c * (wc + offset)
-    _store_parts(
-        y_ptr, rows.to(tl.int64) * D, a * cos - b * sin, b * cos + a * sin, c, ok, D, ROTARY, HALF, REST, INTERLEAVED
-    )
+    a, b = _rotate(a, b, cos, sin)
+    _store_parts(y_ptr, rows.to(tl.int64) * D, a, b, c, ok, D, ROTARY, HALF, REST, INTERLEAVED)
 
 
 @triton.jit(
@@ -205,8 +219,8 @@ def _backward_rows(
             cos_ptr, sin_ptr, positions_ptr, rows, ok, heads, tokens, n_positions, cos_stride, sin_stride,
             positions_batch_stride, positions_stride, TABLE_VEC, ROTARY, HALF,
         )  # fmt: skip
-        ga, gb = da * cos + db * sin, db * cos - da * sin
-        square = tl.sum(a * a + b * b, 1)
+        ga, gb = _rotate(da, db, cos, -sin)
+        square = tl.sum(_squares(a, b), 1)
         if REST > 0:
             square += tl.sum(c * c, 1)
         rstd = tl.rsqrt(square / D + eps)[:, None]

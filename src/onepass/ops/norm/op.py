@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any, Literal, NamedTuple, overload
 
 import torch
@@ -9,8 +10,14 @@ from torch import Tensor
 
 from onepass.core.launch import uses_triton
 
-from . import options
-from .plain import norm, norm_residual
+from . import options, reference
+from .plain import check_arguments, norm, norm_residual
+
+# how torch.compile and torch.export take norms without options: "torch" as torch's operations, which Inductor fuses
+# with what stands beside them and whose calls take the host half as long; "kernels" as the kernels of eager
+COMPILED = os.environ.get("ONEPASS_COMPILED_NORMS", "torch")
+if COMPILED not in ("torch", "kernels"):
+    raise ValueError(f"ONEPASS_COMPILED_NORMS must be 'torch' or 'kernels', got {COMPILED!r}")
 
 Scaled = Literal["row", "block"]
 Rounding = Literal["once", "twice"]
@@ -66,6 +73,11 @@ def _plain(
         return False
     # what is no tensor is refused later
     return getattr(weight, "ndim", 1) == 1 and getattr(bias, "ndim", 1) == 1
+
+
+def _decomposes() -> bool:
+    """Return whether a compiler sees this call and takes it as torch's operations; see COMPILED."""
+    return COMPILED == "torch" and torch.compiler.is_compiling()
 
 
 def _one_stream(x: Tensor, residual: Tensor) -> bool:
@@ -170,6 +182,9 @@ def layer_norm(
         tensor([1., 3.])
     """
     if _plain(weight, bias, gate, gate_first, groups, quantize, out_dtype) and not offset:
+        if not stable and _decomposes():
+            check_arguments(x, residual, weight, bias, eps, True)
+            return reference.layer_norm(x, weight, bias, eps=eps, residual=residual)
         if residual is None:
             return norm(x, weight, bias, eps, 0.0, True, stable)
         if _one_stream(x, residual):
@@ -269,6 +284,9 @@ def rms_norm(
         tensor([0., 0.])
     """
     if rounding == "once" and _plain(weight, bias, gate, gate_first, groups, quantize, out_dtype):
+        if _decomposes():
+            check_arguments(x, residual, weight, bias, eps, False)
+            return reference.rms_norm(x, weight, bias, eps=eps, offset=float(offset), residual=residual)
         if residual is None:
             return norm(x, weight, bias, eps, float(offset), False, False)
         if _one_stream(x, residual):

@@ -25,10 +25,10 @@ def quantize(y: Tensor, columns: int) -> tuple[Tensor, Tensor]:
     f = y.float().reshape(blocks if y.shape[-1] else (*y.shape, 1))
     largest = f.abs().amax(-1, keepdim=True) if f.numel() else f.new_zeros((*f.shape[:-1], 1))
     largest = largest.clamp(min=2.0**-40)
-    # a number over a tensor would be rounded twice
-    factors = torch.full_like(largest, 448.0) / largest
-    values = (f * factors).clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
-    return values.view(y.shape), (largest / 448.0)[..., 0]
+    # tensors on both sides: torch multiplies by a number's reciprocal, which rounds twice
+    most = torch.full_like(largest, 448.0)
+    values = (f * (most / largest)).clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
+    return values.view(y.shape), (largest / most)[..., 0]
 
 
 def _finish(

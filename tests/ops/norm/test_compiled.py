@@ -1,0 +1,100 @@
+"""Compiled and exported norms: torch's operations by default, the kernels' operators by ONEPASS_COMPILED_NORMS."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import onepass
+from onepass.core.launch import INTERPRET
+from onepass.ops.norm import op
+from programs import compiled
+
+pytestmark = pytest.mark.skipif(INTERPRET, reason="no kernel is run")
+
+CALLS: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "layer_norm": lambda x, w: onepass.layer_norm(x, w, w, eps=1e-3),
+    "rms_norm": lambda x, w: onepass.rms_norm(x, w, eps=1e-3, offset=1.0),
+    "residual": lambda x, w: onepass.rms_norm(x, w, residual=x.cos())[0],
+    "residual in fp32": lambda x, w: onepass.rms_norm(x, w, residual=x.float())[1],
+}
+
+
+class _Layer(nn.Module):
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.call = CALLS[name]
+        self.weight = nn.Parameter(torch.linspace(0.5, 1.5, 48))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.call(x, self.weight)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", CALLS)
+def test_torchs_operations_by_default(name: str, dtype: torch.dtype) -> None:
+    """As exact as the kernels, forward and backward; no operator of ours is in the graph."""
+    layer, x = _Layer(name), torch.randn(6, 48).to(dtype).requires_grad_()
+    y, graphs = compiled(layer, x)
+    expected = layer(x)
+    g = torch.randn_like(expected)
+    ours, theirs = (torch.autograd.grad(t, [x, layer.weight], g, allow_unused=True) for t in (y, expected))
+    assert not [name for graph in graphs for name in graph if "onepass" in name]
+    for a, e in zip((y, *ours), (expected, *theirs), strict=True):
+        if e is not None:
+            torch.testing.assert_close(a, e)
+
+
+@pytest.mark.parametrize("name", ["layer_norm", "rms_norm"])
+def test_kernels_on_request(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(op, "COMPILED", "kernels")
+    layer, x = _Layer(name), torch.randn(6, 48, requires_grad=True)
+    y, graphs = compiled(layer, x)
+    y.sum().backward()
+    assert graphs == [["onepass.norm.default"], ["onepass.norm_backward.default"]]
+
+
+@pytest.mark.parametrize("name", ["stable", "gate", "twice"])
+def test_options_keep_the_kernels(name: str) -> None:
+    calls: dict[str, Callable[[Tensor], Tensor]] = {
+        "stable": lambda x: onepass.layer_norm(x, stable=True),
+        "gate": lambda x: onepass.rms_norm(x, gate=x),
+        "twice": lambda x: onepass.rms_norm(x, x[0], rounding="twice"),
+    }
+    program = torch.export.export(_Function(calls[name]), (torch.randn(3, 8),))
+    assert any("onepass" in str(node.target) for node in program.graph.nodes)
+
+
+class _Function(nn.Module):
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+def test_wrong_arguments_are_refused_in_a_compiled_call_too() -> None:
+    run = torch.compile(onepass.rms_norm, fullgraph=True, backend="eager")
+    with pytest.raises(Exception, match=r"rms_norm: weight must be \(8,\)"):
+        run(torch.randn(3, 8), torch.ones(7))
+
+
+def test_the_switch_is_read_at_import() -> None:
+    command = [sys.executable, "-c", "from onepass.ops.norm import op; print(op.COMPILED)"]
+    for value, found in (("kernels", "kernels"), ("torch", "torch")):
+        done = subprocess.run(
+            command, env={**os.environ, "ONEPASS_COMPILED_NORMS": value}, capture_output=True, text=True, check=True
+        )
+        assert done.stdout.strip() == found
+    done = subprocess.run(
+        command, env={**os.environ, "ONEPASS_COMPILED_NORMS": "fast"}, capture_output=True, text=True, check=False
+    )
+    assert "ONEPASS_COMPILED_NORMS must be 'torch' or 'kernels', got 'fast'" in done.stderr
