@@ -254,6 +254,9 @@ def fused() -> Iterator[Call]:
         for a, e in zip(*found, strict=True):
             torch.testing.assert_close(a, e, rtol=1e-3, atol=1e-3 * max(1.0, float(e.abs().max())))
 
+    def block() -> torch.nn.Module:
+        return RoutedBlock(48, 9, heads=2, dim_head=16, window=8, causal=True)
+
     for mask in (False, True):
         yield (
             f"RoutedFeedForward{', mask' * mask}",
@@ -263,12 +266,7 @@ def fused() -> Iterator[Call]:
             f"RoutedAttention{', mask' * mask}",
             lambda m=mask: both(lambda: RoutedAttention(48, 9, 11, heads=2, dim_head=16, window=8), (2, 41, 48), m),  # type: ignore[misc]
         )
-        yield (
-            f"RoutedBlock, causal{', mask' * mask}",
-            lambda m=mask: both(
-                lambda: RoutedBlock(48, 9, heads=2, dim_head=16, window=8, causal=True), (2, 48, 48), m
-            ),  # type: ignore[misc]
-        )
+        yield f"RoutedBlock, causal{', mask' * mask}", lambda m=mask: both(block, (2, 48, 48), m)  # type: ignore[misc]
 
 
 def lion() -> Iterator[Call]:
