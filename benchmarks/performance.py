@@ -11,6 +11,7 @@ from onepass.bench.records import read, write_text
 from onepass.bench.runner import OURS, label
 from onepass.core.errors import UserError
 
+from . import programs
 from .bars import BARS, CPU_BARS, CPU_NORM_BARS, FIRST_STEP_BARS, Bar, Row, Verdict, asked, judge, rows, with_unit
 from .notes import NOTES, SINCE
 
@@ -121,7 +122,8 @@ def page(results: Path = RESULTS) -> str:
     cpu_table = _table([(b, judge(b, norms)) for b in CPU_NORM_BARS] + [(b, judge(b, on_cpu)) for b in CPU_BARS], notes)
     told = "".join(f"{i}. {text}\n" for i, text in enumerate(notes, 1))
     parts = [
-        _INTRO, f"## {_versions(h200)}\n{gpu_table}", f"## {_versions(cpu)}\n{cpu_table}", f"## Notes\n{told}", SINCE,
+        _INTRO, f"## {_versions(h200)}\n{gpu_table}", programs.section(results / "h200" / "raw"),
+        f"## {_versions(cpu)}\n{cpu_table}", f"## Notes\n{told}", SINCE,
     ]  # fmt: skip
     return "\n".join(parts)
 

@@ -12,6 +12,7 @@ from torch.autograd import forward_ad
 
 from onepass import layer_norm, rms_norm, weighted_sum
 from onepass.core.launch import INTERPRET
+from onepass.ops.norm import op
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 CALLS: dict[str, Callable[[Tensor], Any]] = {
@@ -50,7 +51,18 @@ def test_what_carries_no_tangent_is_computed(name: str) -> None:
 @pytest.mark.skipif(INTERPRET, reason="torch.func reaches the registered op, which is tested eagerly")
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", CALLS)
-def test_forward_mode_transforms_are_refused(name: str, way: str) -> None:
+def test_forward_mode_transforms_are_refused(name: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # as torch's operations, which compiled norms are by default, they have derivatives of every kind
+    monkeypatch.setattr(op, "COMPILED", "kernels")
     torch._dynamo.reset()
     with pytest.raises(NotImplementedError, match=REFUSED):
         WAYS[way](CALLS[name], torch.randn(3, 8))
+
+
+@pytest.mark.skipif(INTERPRET, reason="no kernel is run")
+def test_compiled_norms_have_forward_mode_derivatives() -> None:
+    torch._dynamo.reset()
+    x = torch.randn(3, 8, dtype=torch.float64)
+    y, dy = WAYS["compiled jvp"](CALLS["layer_norm"], x)
+    expected = torch.func.jvp(lambda t: torch.nn.functional.layer_norm(t, (8,)), (x,), (x,))
+    torch.testing.assert_close((y, dy), expected)

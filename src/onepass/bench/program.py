@@ -98,6 +98,8 @@ def _gpu(step: Step) -> tuple[float, float]:
 def measure(program: Program, device: str, mode: str, calls: int) -> dict[str, Any]:
     """Return the record of a program in a mode: medians over `calls` steps."""
     torch.manual_seed(0)
+    # what an earlier program has left is not this one's
+    held = torch.cuda.memory_allocated() if device == "cuda" else 0
     began = time.perf_counter()
     step = _step(program, device, mode)
     step()
@@ -111,7 +113,7 @@ def measure(program: Program, device: str, mode: str, calls: int) -> dict[str, A
         torch.cuda.reset_peak_memory_stats()
         step()
         _wait(device)
-        peak = torch.cuda.max_memory_allocated() / 2**20
+        peak = (torch.cuda.max_memory_allocated() - held) / 2**20
     host, wall = [], []
     gc.disable()
     for _ in range(calls):
