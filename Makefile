@@ -10,7 +10,7 @@ JOBS ?= 2
 DEV = .venv-dev/bin
 PYTEST = OMP_NUM_THREADS=1 $(DEV)/pytest -q
 PARALLEL = -n $(JOBS) --dist worksteal
-KERNELS = tests/contract tests/ops tests/core/test_replay_kernels.py
+KERNELS = tests/contract tests/ops tests/fused tests/core/test_replay_kernels.py
 PIP = -m pip install --quiet --disable-pip-version-check
 
 .PHONY: run quick test test-all slow lint types unit interpret doctest dist docs fuzz soak clean FORCE
