@@ -5,8 +5,8 @@ One module per original. To switch, change the import line of any name that the 
 =====================  =============================================================================================
 `lion_pytorch`         `Lion`, `update_fn`; the variants in lion-pytorch's `foreach` and `cautious_lion` are options of
                        `onepass.optim.Lion`
-`colt5_attention`      `coor_descent`, `triton_coor_descent`, `topk`, `TopkReturn`; the modules (`Conditional…`, the
-                       router) have counterparts in `onepass.nn` with arguments and state_dict keys of their own
+`colt5_attention`      `coor_descent`, `triton_coor_descent`, `topk`, and all modules (`Conditional…`, the router);
+                       they load the original's state_dict
 `triton_transformer`   `layernorm`; no other layer
 `cs336`                `WeightedSumFunc`
 =====================  =============================================================================================

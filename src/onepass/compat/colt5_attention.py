@@ -1,17 +1,16 @@
-"""The names and arguments of colt5-attention's coordinate descent, on top of onepass.
+"""The names and arguments of colt5-attention, on top of onepass.
 
-To switch, change ``from colt5_attention.triton_coor_descent import triton_coor_descent`` (or ``coor_descent``,
-``topk``) into an import from here. Results differ where the original is faulty or limited:
+To switch, change ``from colt5_attention import …`` (or ``colt5_attention.triton_coor_descent``) into an import from
+here. The modules have the original's state_dict keys: ``load_state_dict`` takes its weights as they are.
+docs/migrate/colt5_attention.md lists where results differ, because the original is faulty or limited. In short:
 
-* masks: masked entries get gate 0 in every dtype, rows without a valid entry are all 0, and ``topk`` never selects
-  masked entries (the original masks with the most negative float, which is -inf in 16 bits);
+* masks: masked entries get gate 0 in every dtype, rows without a valid entry are all 0, and ``topk`` and the routers
+  never choose masked entries (the original masks with the most negative float, which is -inf in 16 bits);
 * ``topk`` selects by the scores and returns them unchanged; the original selects by score × gate and returns that, so
   the gradient of a negative score has the wrong sign;
+* routers choose by score; the original chooses by gate, and in wide models more than k gates are exactly 1;
+* several routes, ``route_block_size``, padded windows and cross-attention give what they promise;
 * any dtype, any row length, any shape of ``k`` that broadcasts, on CPU as on CUDA.
-
-The original's modules have counterparts in `onepass.nn`: `RoutedFeedForward`, `RoutedAttention` (``causal=True`` for
-the autoregressive one), `RoutedCrossAttention`, `RoutedBlock` and `Router`, with other arguments, state_dict keys and
-initialisation. `ConditionalRoutedImageAttention` and `ConditionalRoutedViT` have no counterpart.
 """
 
 from __future__ import annotations
@@ -23,22 +22,36 @@ from torch import Tensor
 
 import onepass
 from onepass.compat._absent import absent
+from onepass.compat._colt5_attention import (
+    ConditionalRoutedAttention,
+    ConditionalRoutedAutoregressiveAttention,
+    ConditionalRoutedCrossAttention,
+)
+from onepass.compat._colt5_models import (
+    ConditionalRoutedImageAttention,
+    ConditionalRoutedTransformerBlock,
+    ConditionalRoutedViT,
+)
+from onepass.compat._colt5_router import ConditionalRoutedFeedForward, CoordinateDescentRouter, RouterReturn
 from onepass.core import check
 from onepass.ops._shared import arguments
 from onepass.ops.topk.op import gates, select
 
-__all__ = ["TopkReturn", "coor_descent", "topk", "triton_coor_descent"]
-
-_INSTEAD = {
-    "ConditionalRoutedFeedForward": "onepass.nn.RoutedFeedForward (other arguments and state_dict keys)",
-    "ConditionalRoutedAttention": "onepass.nn.RoutedAttention (other arguments and state_dict keys)",
-    "ConditionalRoutedAutoregressiveAttention": "onepass.nn.RoutedAttention with causal=True (other arguments)",
-    "ConditionalRoutedCrossAttention": "onepass.nn.RoutedCrossAttention (other arguments and state_dict keys)",
-    "ConditionalRoutedTransformerBlock": "onepass.nn.RoutedBlock (other arguments and state_dict keys)",
-    "CoordinateDescentRouter": "onepass.nn.Router (other arguments and state_dict keys)",
-    "ConditionalRoutedImageAttention": "the original; onepass.nn.RoutedAttention takes sequences, not images",
-    "ConditionalRoutedViT": "the original, or a vision transformer of onepass.nn.RoutedBlock",
-}
+__all__ = [
+    "ConditionalRoutedAttention",
+    "ConditionalRoutedAutoregressiveAttention",
+    "ConditionalRoutedCrossAttention",
+    "ConditionalRoutedFeedForward",
+    "ConditionalRoutedImageAttention",
+    "ConditionalRoutedTransformerBlock",
+    "ConditionalRoutedViT",
+    "CoordinateDescentRouter",
+    "RouterReturn",
+    "TopkReturn",
+    "coor_descent",
+    "topk",
+    "triton_coor_descent",
+]
 
 
 class TopkReturn(NamedTuple):
@@ -138,4 +151,4 @@ def topk(
 if not TYPE_CHECKING:  # with this function, a type checker would accept any name
 
     def __getattr__(name: str) -> Any:
-        raise absent(__name__, __all__, name, _INSTEAD)
+        raise absent(__name__, __all__, name, {})
