@@ -103,7 +103,8 @@ def _rope_samples(make: Callable[..., Tensor]) -> Iterator[Sample]:
         name: str, tokens: tuple[int, ...], heads: tuple[int, int], d: int, rotary: int, **options: Any
     ) -> Sample:
         q, k, _ = torch.split(make(*tokens, 2 * heads[1] + heads[0], d), [*heads, heads[1]], -2)
-        angles = make(9, rotary // 2)
+        # one token takes a short table: the tests of batches try small samples alone
+        angles = make(9 if tokens[-1] > 1 else 2, rotary // 2)
         weights = {} if options.pop("bare", False) else {"q_weight": make(d), "k_weight": make(d)}
         return Sample(name, (q, k), {**weights, "cos": angles.cos(), "sin": angles.sin(), **options})
 
