@@ -151,11 +151,11 @@ def against(found: Sequence[dict[str, Any]]) -> dict[int, float]:
 
 def table(found: Sequence[dict[str, Any]]) -> Table:
     """Return the records as a table; the last column is the base's step time over the program's."""
-    shown = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    shown = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for name in ("case", "program", "mode"):
-        shown.add_column(name, no_wrap=True)
+        shown.add_column(name, overflow="fold")
     for name in ("host µs", "GPU µs", "step µs", "kernels", "peak MiB", "first s", "× base"):
-        shown.add_column(name, justify="right", no_wrap=True)
+        shown.add_column(name, justify="right", no_wrap=True, min_width=len(name))
     ratios, last = against(found), ("", "")
     for i, r in enumerate(found):
         key = r["case"], r["program"]
