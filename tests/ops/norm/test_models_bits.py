@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -44,7 +45,10 @@ NORMS: dict[str, tuple[str, tuple[Any, ...], bool, Call]] = {
 def test_bits(name: str, dtype: torch.dtype) -> None:
     module, arguments, gated, ours = NORMS[name]
     models = pytest.importorskip(f"transformers.models.{module}")
-    norm = getattr(models, name)(96, *arguments, eps=1e-6).to(dtype)
+    cls = getattr(models, name)
+    if arguments and "group_size" not in inspect.signature(cls).parameters:
+        pytest.skip("this version of transformers has no groups in this class")
+    norm = cls(96, *arguments, eps=1e-6).to(dtype)
     generator = torch.Generator().manual_seed(0)
     x, z = (torch.randn(64, 5, 96, generator=generator).mul(3).to(dtype) for _ in range(2))
     with torch.no_grad():

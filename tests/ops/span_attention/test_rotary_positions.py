@@ -16,7 +16,8 @@ WIDTH = 64
 
 def cos_and_sin(position: int, base: float) -> Tensor:
     """(WIDTH,) in float64: the cosines of all pairs, then the sines."""
-    with localcontext(prec=50):
+    with localcontext() as context:
+        context.prec = 50
         speeds = [(Decimal(base).ln() * Decimal(-2 * c) / WIDTH).exp() for c in range(WIDTH // 2)]
         angles = torch.tensor([float(position * speed % (2 * PI)) for speed in speeds], dtype=torch.float64)
     return torch.cat((angles.cos(), angles.sin()))
