@@ -55,7 +55,7 @@ def _tool(name: str, *args: str) -> str:
 def _of_the_budgets() -> bool:
     """Return whether this is the compiler that the budgets were read with.
 
-    Another allocates registers in another way: with Triton 3.8, 4 of 300 kernels take up to 10 registers or 48 bytes more.
+    Another allocates otherwise: with Triton 3.8 four kernels take up to 10 registers or 48 bytes more.
     """
     import triton
 
