@@ -52,14 +52,15 @@ def _tool(name: str, *args: str) -> str:
     return subprocess.run([str(tool), *args], capture_output=True, text=True, check=True).stdout
 
 
-def _of_the_budgets() -> bool:
-    """Return whether this is the compiler that the budgets were read with.
+def _margins() -> tuple[int, int]:
+    """Return the registers and bytes beyond the budgets that this compiler may take.
 
-    Another allocates otherwise: with Triton 3.8 four kernels take up to 10 registers or 48 bytes more.
+    The budgets were read with Triton 3.9. Another allocates otherwise: with 3.8 four kernels take more, up to
+    10 registers or 48 bytes.
     """
     import triton
 
-    return str(triton.__version__).startswith("3.9.")
+    return (0, 0) if str(triton.__version__).startswith("3.9.") else (10, 48)
 
 
 def _usage(cubin: Path) -> tuple[int, int]:
@@ -81,9 +82,10 @@ def test_nvidia(kernel: Kernel, arch: int, tmp_path: Path) -> None:
     cubin = tmp_path / "kernel.cubin"
     cubin.write_bytes(compiled.asm["cubin"])
     registers, spilled = _usage(cubin)
-    if _of_the_budgets():
-        assert registers <= kernel.max_registers, f"{registers} registers, budget {kernel.max_registers}"
-        assert spilled <= kernel.max_spill_bytes, f"{spilled} bytes of local memory, budget {kernel.max_spill_bytes}"
+    more_registers, more_bytes = _margins()
+    budget, local = kernel.max_registers + more_registers, kernel.max_spill_bytes + more_bytes
+    assert registers <= budget, f"{registers} registers, budget {budget}"
+    assert spilled <= local, f"{spilled} bytes of local memory, budget {local}"
     if kernel.vector_loads:
         # plain loads of 4 × 4, 2 × 8 bytes or more; asynchronous copies of a pipelined loop
         loads = set(re.findall(r"\bld\.global[\w.:]*|\bcp\.async\.bulk|\bcp\.async\.c[ag][^;]*", compiled.asm["ptx"]))

@@ -109,6 +109,19 @@ class TestResidual:
             scale = float(theirs.detach().abs().max())
             torch.testing.assert_close(ours, theirs, rtol=limit, atol=limit * max(scale, 1e-3))
 
+    @pytest.mark.parametrize(
+        ("x", "error", "message"),
+        [
+            ("abc", TypeError, "RoutedAttention: x must be a tensor, got str"),
+            (torch.ones(2, DIM), ValueError, r"RoutedAttention: x must be \(batch, n, "),
+            (torch.ones(2, 8, DIM + 1), ValueError, r"RoutedAttention: x must be \(batch, n, "),
+            (torch.ones(2, 8, DIM, dtype=torch.int32), TypeError, "RoutedAttention: x must be float32"),
+        ],
+    )
+    def test_wrong_tokens_are_refused_by_name(self, x: Any, error: type[Exception], message: str) -> None:
+        with pytest.raises(error, match=message):
+            _block(False)(x)
+
 
 class TestIsolation:
     @pytest.mark.parametrize("causal", [False, True])

@@ -199,7 +199,8 @@ def run(args: argparse.Namespace, console: Console) -> int:
             try:
                 found.append(measure(p, device, mode, QUICK_CALLS if args.quick else CALLS))
             except Exception as error:
-                failed.append(f"{p.name}, {p.case}, {mode}: {type(error).__name__}: {str(error).splitlines()[0]}")
+                # one program that fails leaves the others their turn; the command ends with exit code 1
+                failed.append(f"{p.name}, {p.case}, {mode}: {type(error).__name__}: {str(error).partition(chr(10))[0]}")
         gc.collect()
         if device == "cuda":
             torch.cuda.empty_cache()

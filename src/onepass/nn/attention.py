@@ -187,9 +187,7 @@ class RoutedAttention(nn.Module):
     def forward(
         self, x: Tensor, mask: Tensor | None = None, return_routing: bool = False
     ) -> Tensor | tuple[Tensor, AttentionRouting]:
-        check.floating("RoutedAttention", "x", x)
-        if x.dim() != 3 or x.shape[-1] != self.dim:
-            raise ValueError(f"RoutedAttention: x must be (batch, n, {self.dim}), got {tuple(x.shape)}")
+        self._check_tokens(x)
         dtype = self._fused_dtype(x, mask)
         if dtype is None:
             y, routing = self._composed(x, mask)
@@ -200,6 +198,11 @@ class RoutedAttention(nn.Module):
 
     if TYPE_CHECKING:
         __call__: RoutedCall[AttentionRouting]
+
+    def _check_tokens(self, x: Tensor) -> None:
+        check.floating("RoutedAttention", "x", x)
+        if x.dim() != 3 or x.shape[-1] != self.dim:
+            raise ValueError(f"RoutedAttention: x must be (batch, n, {self.dim}), got {tuple(x.shape)}")
 
     def _composed(self, x: Tensor, mask: Tensor | None) -> tuple[Tensor, AttentionRouting]:
         """Return the output as (batch·n, dim) and the routing, computed module by module."""

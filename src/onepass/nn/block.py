@@ -124,6 +124,7 @@ class RoutedBlock(nn.Module):
     def _added(layer: Any, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Any]:
         """Return x + layer(x) and the routing: from one node where nothing looks at the layer's own output."""
         if type(layer) in (RoutedAttention, RoutedFeedForward) and has_no_overrides(layer):
+            layer._check_tokens(x)
             dtype = layer._fused_dtype(x, mask)
             if dtype is not None:
                 return layer._fused(x, mask, dtype, residual=True)  # type: ignore[no-any-return]

@@ -83,7 +83,7 @@ def graphed(module: nn.Module, *tensors: Tensor, warmup: int = 3) -> Callable[..
         call: use or copy them before that, and run backward before that.
 
     Raises:
-        TypeError: module is no `nn.Module`, or an argument is not a tensor.
+        TypeError: module is not an `nn.Module`, an argument is not a tensor, or warmup is not an int.
         ValueError: a tensor is not on a CUDA device, gradients are disabled, or warmup < 1. In a call: a tensor differs
             from its sample, or a setting of the module, autocast, grad mode or a parameter's address has changed since
             the capture.

@@ -182,12 +182,15 @@ class RoutedFeedForward(Routed):
     def forward(
         self, x: Tensor, mask: Tensor | None = None, return_routing: bool = False
     ) -> Tensor | tuple[Tensor, RouterOutput]:
-        check.tensor("RoutedFeedForward", "x", x)
+        self._check_tokens(x)
         dtype = self._fused_dtype(x, mask)
         if dtype is None:
             return super().forward(zero_padding("RoutedFeedForward", x, mask), mask, return_routing)
         y, routing = self._fused(x, mask, dtype)
         return (y, routing) if return_routing else y
+
+    def _check_tokens(self, x: Tensor) -> None:
+        check.tensor("RoutedFeedForward", "x", x)
 
     def _fused(
         self, x: Tensor, mask: Tensor | None, dtype: torch.dtype, residual: bool = False

@@ -15,7 +15,7 @@ from onepass.train.config import PRESETS, RANGES, ROUTES, TASKS
 from onepass.train.files import read
 
 CHECKPOINT_EVERY = 50
-ROUTE_HELP = "who chooses the heavy branch's bytes: a learned router, chance at the same compute, nobody"
+ROUTE_HELP = "how the heavy branch's bytes are chosen: by a learned router, at random, or none are"
 NUMBERS = {
     "steps": "training steps; with --resume more than before trains longer",
     "seed": "of weights, data order and hidden bytes (default: 0)",
