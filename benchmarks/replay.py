@@ -59,7 +59,7 @@ def loop_plan(recorder: Any, outs: list[int | None], several: bool) -> Callable[
         stream = get_stream(index)
         for entry, grid, tensors, scalars in launches:
             pointers = [None if place is None else address[place[0]] + place[1] for place in tensors]
-            entry.run(*launch_arguments(grid, stream, entry.head, pointers, scalars))
+            entry.run(*launch_arguments(grid, stream, entry.head, pointers, scalars, entry.packed))
         found = [None if i is None else made[i] for i in outs]
         return tuple(found) if several else found[0]
 

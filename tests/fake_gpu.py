@@ -26,13 +26,17 @@ class FakeGpu:
             launch_enter_hook=SimpleNamespace(calls=[]), launch_exit_hook=SimpleNamespace(calls=[])
         )
         self.device: Any = None
+        # whether the launcher takes the kernel's own arguments as one tuple
+        self.packed = False
 
     def launch(self, grid: tuple[int, int, int], tensors: tuple[Tensor | None, ...], a: float) -> None:
         """What `core.launch.launch` does with a kernel that it remembers."""
-        entry = core.Compiled(self.run, ("head",), lambda: self.device, lambda device: "stream", self.hooks, None)
+        device, stream = (lambda: self.device), (lambda device: "stream")
+        entry = core.Compiled(self.run, ("head",), device, stream, self.hooks, None, self.packed)
         if core._recording.listener is not None:
             core._recording.listener.launched(entry, grid, tensors, (a,))
-        self.run(*grid, "stream", "head", *(None if t is None else t.data_ptr() for t in tensors), a)
+        pointers = [None if t is None else t.data_ptr() for t in tensors]
+        self.run(*core.launch_arguments(grid, "stream", entry.head, pointers, (a,), self.packed))
 
     def run(self, *args: Any) -> None:
         self.launched.append(args)

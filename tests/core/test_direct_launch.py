@@ -93,40 +93,57 @@ def test_another_compilation(kernel: _Kernel, tensors: tuple[Any, ...], others: 
 
 
 class CudaLauncher:
-    """Triton 3.6's, with a C function that takes anything."""
+    """That of Triton 3.6 to 3.9, with a C function that takes anything."""
 
     launch = staticmethod(print)
     launch_cooperative_grid, launch_pdl = False, True
     global_scratch_size, profile_scratch_size = 0, 0
+    arg_annotations, kernel_signature = "annotations", "signature"
 
     def __call__(self, *args: Any) -> None:
         raise AssertionError("the launcher's Python was to be spared")
 
 
-def test_triton_3_6s_c_launcher_is_called_without_the_python_around_it(
-    kernel: _Kernel, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("version", "printed"),
+    [
+        ("3.6.0", "3 1 1 7 f False True None None m None None None 4096 5 0.5 16\n"),
+        *(
+            (v, "3 1 1 7 f False True m None None None None None annotations signature (4096, 5, 0.5, 16)\n")
+            for v in ("3.7.1", "3.8.0", "3.9.0+git123")
+        ),
+    ],
+)
+def test_the_launchers_c_function_is_called_without_the_python_around_it(
+    version: str,
+    printed: str,
+    kernel: _Kernel,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     import triton
 
     compiled = SimpleNamespace(run=CudaLauncher(), function="f", packed_metadata="m")
     monkeypatch.setattr(_Kernel, "__getitem__", lambda self, grid: lambda *args, **options: compiled)
-    monkeypatch.setattr(triton, "__version__", "3.6.0")
+    monkeypatch.setattr(triton, "__version__", version)
     for _ in range(2):
         _launch(kernel, _OnGpu())
-    assert capsys.readouterr().out == "3 1 1 7 f False True None None m None None None 4096 5 0.5 16\n"
+    assert capsys.readouterr().out == printed
 
 
 def test_other_launchers_are_called_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     import triton
 
-    monkeypatch.setattr(triton, "__version__", "3.6.0")
-    assert core._only_calls_c(CudaLauncher())
-    for name, value in (("global_scratch_size", 128), ("profile_scratch_size", 8), ("launch", lambda *args: None)):
+    monkeypatch.setattr(triton, "__version__", "3.9.0")
+    assert core._launcher_version(CudaLauncher()) == "3.9"
+    others = {"global_scratch_size": 128, "profile_scratch_size": 8, "launch": lambda *args: None, "gsan_enabled": True}
+    for name, value in others.items():
         launcher = CudaLauncher()
         setattr(launcher, name, value)
-        assert not core._only_calls_c(launcher)
-    monkeypatch.setattr(triton, "__version__", "3.9.0")
-    assert not core._only_calls_c(CudaLauncher())
+        assert core._launcher_version(launcher) is None
+    for version in ("3.5.1", "3.10.0", "4.0.0"):
+        monkeypatch.setattr(triton, "__version__", version)
+        assert core._launcher_version(CudaLauncher()) is None
 
 
 def test_a_profilers_hook_sees_every_launch(kernel: _Kernel) -> None:

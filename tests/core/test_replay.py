@@ -47,6 +47,21 @@ def test_the_third_call_launches_the_same_with_its_own_tensors(gpu: FakeGpu) -> 
     assert second == (1, 1, 1, "stream", "head", x.data_ptr(), first[8], 0.5)
 
 
+def test_a_launcher_that_takes_the_kernels_arguments_as_one_tuple(gpu: FakeGpu) -> None:
+    gpu.packed = True
+    run, calls = counted(_scale(gpu))
+    for _ in range(2):
+        run(torch.randn(4, 8), None, 0.5)
+    x = torch.randn(4, 8)
+    gpu.launched.clear()
+    y, _ = run(x, None, 0.5)
+    assert calls == [2]
+    (first, second) = gpu.launched
+    sums = second[5][1]
+    assert first == (4, 1, 1, "stream", "head", (x.data_ptr(), None, y.data_ptr(), sums, 0.5))
+    assert second == (1, 1, 1, "stream", "head", (x.data_ptr(), sums, 0.5))
+
+
 @pytest.mark.parametrize(
     "other",
     [

@@ -168,8 +168,10 @@ def _plan(recorder: _Recorder, outs: list[int | None], several: bool) -> Plan:
     lines.append("stream = get_stream(index)")
     for entry, grid, tensors, scalars in launches:
         run, *head = named(entry.run, *entry.head)
-        arguments = launch_arguments(named(*grid), "stream", head, list(map(address, tensors)), named(*scalars))
-        lines.append(f"{run}({', '.join(arguments)})")
+        pointers = list(map(address, tensors))
+        arguments = launch_arguments(named(*grid), "stream", head, pointers, named(*scalars), entry.packed)
+        written = [a if isinstance(a, str) else f"({', '.join(a)},)" for a in arguments]
+        lines.append(f"{run}({', '.join(written)})")
     made = ["None" if place is None else f"t{place}" for place in outs]
     lines.append("return " + "".join(f"{t}, " if several else t for t in made))
     exec(_code("\n    ".join(lines)), names)
