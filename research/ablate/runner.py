@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from onepass.optim import Lion
 from onepass.train import files
+from onepass.train.captured import Gradients
 from onepass.train.model import parameter_groups
 
 POINTS = 24  # measurements over a run, the first before the first step
@@ -49,54 +50,21 @@ class Step:
         self.task, self.lr = task, rates.lr
         groups = parameter_groups(task.model, rates.weight_decay, rates.outside)
         self.optimizer = Lion(groups, lr=rates.lr, betas=(0.9, rates.beta2))
-        self.graph: torch.cuda.CUDAGraph | None = None
-        self.static: tuple[Tensor, ...] = ()
-        self.captured: Tensor | None = None
-        self.why_eager = "" if task.device.type == "cuda" else "no CUDA device"
+        self.gradients = Gradients(self._loss, list(task.model.parameters()), task.device)
 
     def __call__(self, inputs: tuple[Tensor, ...], share: float) -> Tensor:
         """Take a step at `share` of the peak learning rate; return the loss before it."""
         for group in self.optimizer.param_groups:
             group["lr"] = self.lr * group["scale"] * share
-        if self.graph is None and not self.why_eager:
-            self._capture(inputs)
-        if self.graph is None:
-            self.optimizer.zero_grad(set_to_none=True)
-            loss = self._forward_backward(inputs)
-        else:
-            for static, new in zip(self.static, inputs, strict=True):
-                static.copy_(new)
-            self.graph.replay()
-            loss = self.captured  # type: ignore[assignment]
+        loss = self.gradients(*inputs)
         self.optimizer.step()
-        return loss.detach()
+        return loss
 
-    def _forward_backward(self, inputs: tuple[Tensor, ...]) -> Tensor:
+    def _loss(self, *inputs: Tensor) -> Tensor:
         # no cache of cast weights: one from before a capture would be read inside it
         bf16 = self.task.device.type == "cuda"
         with torch.autocast(self.task.device.type, torch.bfloat16, enabled=bf16, cache_enabled=False):
-            loss = self.task.loss(*inputs)
-        loss.backward()  # type: ignore[no-untyped-call]
-        return loss
-
-    def _capture(self, inputs: tuple[Tensor, ...]) -> None:
-        self.static = tuple(tensor.clone() for tensor in inputs)
-        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(3):
-                self._forward_backward(self.static)
-        torch.cuda.current_stream().wait_stream(side)
-        self.optimizer.zero_grad(set_to_none=True)
-        graph = torch.cuda.CUDAGraph()
-        try:
-            with torch.cuda.graph(graph):
-                self.captured = self._forward_backward(self.static)
-            self.graph = graph
-        except RuntimeError as error:
-            self.why_eager = str(error).splitlines()[0]
-            torch.cuda.synchronize()
-            self.optimizer.zero_grad(set_to_none=True)
+            return self.task.loss(*inputs)
 
 
 def rate(step: int, steps: int) -> float:
@@ -145,8 +113,8 @@ def train(
         "steps": steps,
         "steps_done": done,
         "ms_per_step": round(1e3 * spent / max(1, done - settled), 3),
-        "graph": one.graph is not None,
-        "why_eager": one.why_eager,
+        "graph": one.gradients.graph is not None,
+        "why_eager": one.gradients.why_eager,
         "parameters": sum(p.numel() for p in task.model.parameters() if p.requires_grad),
         "curve": curve,
         "final": {"step": done, **final},

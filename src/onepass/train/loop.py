@@ -19,6 +19,7 @@ from onepass.core.errors import UserError
 from onepass.optim import Lion
 from onepass.train import checkpoint as checkpoints
 from onepass.train import data
+from onepass.train.captured import Gradients
 from onepass.train.config import Config
 from onepass.train.model import MEASURING_DRAWS, Model, new, parameter_groups
 from onepass.train.progress import Display
@@ -63,6 +64,10 @@ class Training:
         self.model: Model = new(self.config).to(self.device)
         groups = parameter_groups(self.model, self.config.weight_decay, self.config.outside)
         self.optimizer = Lion(groups, lr=self.config.lr, betas=(self.config.beta1, self.config.beta2))
+        # a graph would repeat the numbers that the first step drew
+        why = "random routing draws its tokens on the host" if self.config.route == "random" else ""
+        self.gradients = Gradients(self._training_loss, list(self.model.parameters()), self.device, why)
+        self.draw = 0
 
     def restore(self, checkpoint: checkpoints.Checkpoint | None) -> None:
         """Continue from a checkpoint, or start at step 0 without one."""
@@ -88,6 +93,7 @@ class Training:
             if self.step == 0:
                 self.save()
             self.model.train()
+            told = self.device.type != "cuda"
             clock = time.perf_counter()
             while self.step < config.steps and not stopped:
                 self.pending.append((self.step + 1, self._one_step(), learning_rate(config, self.step)))
@@ -103,6 +109,9 @@ class Training:
                 speed = steps * config.batch * config.seq / spent
                 self.seconds += spent
                 display.update(self.step, loss, loss / math.log(2), speed)
+                if self.gradients.why_eager and not told:
+                    display.note(f"the step runs without a CUDA graph, which is slower: {self.gradients.why_eager}")
+                    told = True
                 if measure:
                     bits = self.measure(config.eval_windows)
                     self._log_measured(bits)
@@ -125,19 +134,28 @@ class Training:
         batch = data.training_batch(
             self.corpus.training, config.batch, config.seq, config.hides, config.seed, self.step
         )
-        loss = self._loss(batch)[0]
-        self.optimizer.zero_grad(set_to_none=True)
-        loss.backward()  # type: ignore[no-untyped-call]
+        self.draw = batch.draw
+        loss = self.gradients(*self._on_device(batch))
         self.optimizer.step()
-        return loss.detach()
+        return loss
 
-    def _loss(self, batch: data.Batch, draw: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the mean cross entropy of the hidden bytes in nats, the chosen tokens, and the hidden positions."""
-        parts = (torch.from_numpy(part) for part in (batch.tokens, batch.hidden, batch.bytes))
-        tokens, hidden, value = (part.to(self.device, non_blocking=True) for part in parts)
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.precision == "bf16"):
-            logits, chosen = self.model(tokens, hidden, draw=batch.draw if draw is None else draw)
-        return F.cross_entropy(logits.flatten(0, 1), value.flatten()), chosen, hidden
+    def _on_device(self, batch: data.Batch) -> tuple[Tensor, ...]:
+        parts = [torch.from_numpy(part) for part in (batch.tokens, batch.hidden, batch.bytes)]
+        if self.device.type == "cuda":
+            # a copy from pinned memory waits for nothing: the host prepares the next step while the GPU works
+            parts = [part.pin_memory() for part in parts]
+        return tuple(part.to(self.device, non_blocking=True) for part in parts)
+
+    def _training_loss(self, tokens: Tensor, hidden: Tensor, value: Tensor) -> Tensor:
+        return self._loss(tokens, hidden, value, self.draw)[0]
+
+    def _loss(self, tokens: Tensor, hidden: Tensor, value: Tensor, draw: int) -> tuple[Tensor, Tensor]:
+        """Return the mean cross entropy of the hidden bytes in nats, and the chosen tokens."""
+        bf16 = self.config.precision == "bf16"
+        # no cache of cast weights: one from before a capture would be read inside it
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=bf16, cache_enabled=False):
+            logits, chosen = self.model(tokens, hidden, draw=draw)
+        return F.cross_entropy(logits.flatten(0, 1), value.flatten()), chosen
 
     def _flush(self) -> float:
         """Log the losses since the last flush; return the last one."""
@@ -184,7 +202,8 @@ class Training:
         routed, touched, hidden_routed = (torch.zeros((), dtype=torch.int64, device=self.device) for _ in range(3))
         tokens, hidden = 0, 0
         for batch in data.validation_batches(self.corpus.validation, config.batch, config.seq, config.hides, windows):
-            loss, chosen, places = self._loss(batch, MEASURING_DRAWS + batch.draw)
+            given, places, value = self._on_device(batch)
+            loss, chosen = self._loss(given, places, value, MEASURING_DRAWS + batch.draw)
             nats += loss.double() * batch.hidden.size
             tokens, hidden = tokens + batch.tokens.size, hidden + batch.hidden.size
             counts = torch.zeros(batch.tokens.shape, dtype=torch.int64, device=self.device)

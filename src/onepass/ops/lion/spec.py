@@ -125,8 +125,14 @@ def small_1000() -> list[tuple[int, ...]]:
     return [(997 + 7 * i,) for i in range(1000)]
 
 
+def adapters_300() -> list[tuple[int, ...]]:
+    """Return the shapes of 300 adapters of rank 16 on a width of 4096."""
+    return [(16, 4096)] * 300
+
+
 MODELS: Mapping[str, Callable[[], Sequence[tuple[int, ...]]]] = {
     "gpt2-124m": gpt2_124m, "llama-1b": llama_1b, "1000 small tensors": small_1000,
+    "300 adapters": adapters_300,
 }  # fmt: skip
 
 

@@ -1,0 +1,91 @@
+"""`Gradients`: a step replayed from a CUDA graph is the step as written, bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from onepass.train import config as configs
+from onepass.train import data, loop
+from onepass.train.captured import Gradients
+from onepass.train.run import Run
+
+gpu = pytest.mark.gpu
+
+
+def _training(path: Path, *, device: str = "cpu", **values: object) -> loop.Training:
+    (path / "text").mkdir(parents=True)
+    for i in range(12):
+        (path / "text" / f"{i}.txt").write_text(f"{i} " + " ".join(str(j * j % 97) for j in range(i, 900)))
+    corpus = data.load([path / "text"], binary=False, follow_links=False)
+    small = {
+        "batch": 4,
+        "seq": 128,
+        "dim": 64,
+        "blocks": 2,
+        "steps": 8,
+        "precision": "bf16" if device == "cuda" else "fp32",
+    }
+    config = configs.build("gpu", device=device, threads=1, data=corpus.digest, paths=(), seed=0, **{**small, **values})
+    run = Run(path / "run")
+    run.create(config, corpus.manifest())
+    return loop.Training(config, corpus, run, 50)
+
+
+def test_each_call_gives_the_gradients_of_this_call_alone() -> None:
+    model = nn.Linear(3, 2)
+    run = Gradients(lambda x: model(x).square().mean(), list(model.parameters()), torch.device("cpu"))
+    for _ in range(2):
+        x = torch.randn(5, 3)
+        loss = run(x)
+        want = model(x).square().mean()
+        grads = torch.autograd.grad(want, list(model.parameters()))
+        assert torch.equal(loss, want)
+        assert not loss.requires_grad
+        for parameter, grad in zip(model.parameters(), grads, strict=True):
+            assert torch.equal(parameter.grad, grad)
+    assert run.why_eager == "no CUDA device"
+
+
+@gpu
+@pytest.mark.parametrize("values", [{}, {"task": "causal"}, {"route": "none"}], ids=["masked", "causal", "no routing"])
+def test_a_captured_run_has_the_bits_of_an_eager_one(tmp_path: Path, values: dict[str, object]) -> None:
+    captured = _training(tmp_path / "a", device="cuda", **values)
+    eager = _training(tmp_path / "b", device="cuda", **values)
+    eager.gradients.why_eager = "for comparison"
+    for step in range(6):
+        losses = captured._one_step(), eager._one_step()
+        assert torch.equal(*losses), f"step {step}: {losses}"
+        captured.step += 1
+        eager.step += 1
+    assert captured.gradients.graph is not None, captured.gradients.why_eager
+    assert eager.gradients.graph is None
+    for (name, a), b in zip(captured.model.named_parameters(), eager.model.parameters(), strict=True):
+        assert torch.equal(a, b), name
+    # measuring between steps leaves the graph as it is
+    assert captured.measure(2) == eager.measure(2)
+    assert torch.equal(captured._one_step(), eager._one_step())
+
+
+@gpu
+def test_random_routing_is_not_captured(tmp_path: Path) -> None:
+    training = _training(tmp_path, device="cuda", route="random")
+    first, second = training._one_step(), training._one_step()
+    assert training.gradients.graph is None
+    assert "draws its tokens on the host" in training.gradients.why_eager
+    assert not torch.equal(first, second)
+
+
+@gpu
+def test_what_cannot_be_captured_runs_as_written() -> None:
+    model = nn.Linear(3, 1, device="cuda")
+    run = Gradients(lambda x: model(x).mean() * x.sum().item(), list(model.parameters()), torch.device("cuda"))
+    for _ in range(3):
+        x = torch.randn(5, 3, device="cuda")
+        assert torch.equal(run(x), (model(x).mean() * x.sum()).detach())
+        assert torch.isfinite(model.weight.grad).all()
+    assert run.graph is None
+    assert run.why_eager
