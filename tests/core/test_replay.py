@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -379,6 +381,18 @@ def test_an_error_leaves_no_recording_behind(gpu: FakeGpu) -> None:
             run(torch.randn(2))
     assert core._recording.listener is None
     assert not torch._C._len_torch_dispatch_stack()
+
+
+def test_recording_does_not_import_the_compiler() -> None:
+    # it takes 2 to 4 s, in the second step of a program that may never compile anything
+    program = """
+import sys, torch
+from onepass.core.launch import replay
+with replay._Recorder((torch.ones(3),)):
+    torch.empty(3)
+assert "torch._dynamo" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 def test_memory_of_layouts_is_bounded(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:

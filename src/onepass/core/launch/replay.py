@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 from collections.abc import Callable
 from itertools import pairwise
 from types import CodeType
@@ -64,6 +65,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.allocations: list[tuple[str, tuple[Any, ...]]] = []
         self.launches: list[tuple[Compiled, Grid, list[Place | None], tuple[Any, ...]]] = []
         self.replayable = True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # True wraps `__torch_dispatch__` in a function that imports torch._dynamo: 2 to 4 s in a program's second step
+        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -248,6 +254,10 @@ def replayed(function: Callable[..., Any]) -> Callable[..., Any]:
         if due and _overlap([a for a in args if isinstance(a, Tensor)]):
             return function(*args)
         seen[key] = times + 1
-        return record(key, args) if due else function(*args)
+        if not due:
+            return function(*args)
+        # a program that compiles must not trace the recorder
+        dynamo = sys.modules.get("torch._dynamo")
+        return record(key, args) if dynamo is None else dynamo.disable(record)(key, args)
 
     return run
