@@ -47,13 +47,22 @@ def forward_tile(n_cols: int, itemsize: int) -> Tile:
     """Return the tile of `forward_kernel`: about 32 elements per thread, in chunks of one 16-byte load per thread.
 
     A width between powers of two wastes less than one chunk. Up to 2048 columns, two warps share a row if their joint
-    load divides it; else each takes a row of its own.
+    load divides it; else each takes a row of its own. In 16 bits narrow rows are cut into chunks of the largest power
+    of two that divides them, where that leaves no lane idle: such tiles are bound by instructions.
     """
     load = WARP * vector(itemsize)
+    chunk = n_cols & -n_cols
     if n_cols <= load:
+        if itemsize == 2 and 32 <= chunk < n_cols:
+            return Tile(rows=1024 // chunk, cols=chunk, warps=2)
         cols = next_power_of_2(n_cols)
         return Tile(rows=1024 // cols, cols=cols, warps=2)
+    if n_cols == 2 * load:
+        # a row for two warps is so little work that starting programs takes a fifth of the time
+        return Tile(rows=2, cols=n_cols, warps=1)
     if n_cols <= 2048:
+        if itemsize == 2 and 64 <= chunk < load and n_cols <= 7 * chunk:
+            return Tile(rows=1024 // chunk, cols=chunk, warps=4)
         return Tile(rows=1, cols=2 * load, warps=2) if n_cols % (2 * load) == 0 else Tile(rows=2, cols=load, warps=2)
     # up to 40 elements per thread: 5 · 2^k columns then fill half as many warps completely
     warps = min(32, next_power_of_2(cdiv(n_cols, 40 * WARP)))
@@ -106,6 +115,10 @@ def backward_tile(
         sums: how many of dw and db are needed.
     """
     room = shared_bytes - 4096
+    small = _small_backward_tile(n_cols, itemsize)
+    if small is not None:
+        buffer = small.per_sm * small.rows * (n_cols * itemsize * tensors + 12)
+        return small._replace(stages=1 + max(1, min(3, room // buffer)))
     cols = next_power_of_2(n_cols)
     # 16-bit tiles tolerate fewer idle lanes: they are bound by instructions, not bytes
     if n_cols <= 2048 and (8 * cols <= 9 * n_cols if itemsize == 2 else 3 * cols <= 4 * n_cols):
@@ -146,6 +159,25 @@ def backward_tile(
     while rows > 1 and rows * row_bytes > room:
         rows //= 2
     return best._replace(rows=rows, stages=1 + max(1, min(3, room // (rows * row_bytes))))
+
+
+def _small_backward_tile(n_cols: int, itemsize: int) -> Tile | None:
+    """Return a tile of several small programs per multiprocessor, without idle lanes; None where larger ones are faster.
+
+    Some programs load while others reduce. The pipeline's buffers are left to the caller.
+    """
+    chunk = n_cols & -n_cols
+    if itemsize == 4:
+        return Tile(512 // chunk, chunk, 4, per_sm=2) if 32 <= chunk < n_cols <= 256 else None
+    if n_cols > 1024 or chunk < 32 or n_cols > 7 * chunk:
+        return None
+    if chunk == n_cols:
+        return Tile(1024 // n_cols, n_cols, 2, per_sm=4)
+    if chunk == 256:
+        return Tile(2, 256, 4, per_sm=3)
+    rows = 512 // chunk
+    # more than 24 elements in a thread would spill
+    return Tile(rows, chunk, 2, per_sm=4) if n_cols <= 3 * chunk else Tile(rows, chunk, 4, per_sm=2)
 
 
 class Packed(NamedTuple):
