@@ -61,6 +61,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         # the pool keeps its tensors alive while recording, so that an address belongs to one tensor only
         self.pool, self.n_args = list(args), len(args)
+        tensors = {i: a for i, a in enumerate(args) if isinstance(a, Tensor) and a.data_ptr()}
+        # where arguments overlap, as parts of a packed projection do, only their first bytes tell them apart
+        self.overlapping = _overlap(list(tensors.values()))
+        self.starts = {a.data_ptr(): i for i, a in tensors.items()}
+        self.extents = [_extent(a) for a in tensors.values()]
         self.device: torch.device = next(a.device for a in args if isinstance(a, Tensor))
         self.allocations: list[tuple[str, tuple[Any, ...]]] = []
         self.launches: list[tuple[Compiled, Grid, list[Place | None], tuple[Any, ...]]] = []
@@ -77,7 +82,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.pool.append(out)
             make = "zeros" if func in _ZEROS else "empty"
             self.allocations.append((make, (tuple(out.shape), out.stride(), out.dtype)))
-        elif not func.is_view and func not in _QUESTIONS:
+        elif func.is_view:
+            if self.overlapping and self._begins_elsewhere(args[0], out):
+                # the view may begin where another argument does
+                self.replayable = False
+        elif func not in _QUESTIONS:
             self.replayable = False
         return out
 
@@ -91,10 +100,18 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Record that the call did something that a replay can't repeat."""
         self.replayable = False
 
+    def _begins_elsewhere(self, base: Tensor, views: Any) -> bool:
+        """Return whether a view of an argument begins at another byte."""
+        at = base.data_ptr()
+        views = views if isinstance(views, list | tuple) else (views,)
+        return any(start <= at < end for start, end in self.extents) and any(v.data_ptr() != at for v in views)
+
     def _place(self, tensor: Tensor | None) -> Place | None:
         """Return the tensor's address in the pool; None without memory, or outside the pool (then: no replay)."""
         if tensor is None or not tensor.data_ptr():
             return None
+        if self.overlapping and tensor.data_ptr() in self.starts:
+            return self.starts[tensor.data_ptr()], 0
         for index, known in enumerate(self.pool):
             if isinstance(known, Tensor) and known.data_ptr():
                 start, end = _extent(known)
@@ -210,6 +227,12 @@ def _overlap(tensors: list[Tensor]) -> bool:
     return any(start < end for (_, end), (start, _) in pairwise(ends))
 
 
+def _one_start(tensors: list[Tensor]) -> bool:
+    """Return whether two tensors begin at the same byte."""
+    starts = [t.data_ptr() for t in tensors if t.data_ptr()]
+    return len(set(starts)) < len(starts)
+
+
 def replayed(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return `function` with replay: it repeats calls on CUDA tensors of known layouts without running `function`.
 
@@ -250,8 +273,8 @@ def replayed(function: Callable[..., Any]) -> Callable[..., Any]:
         # (a profiler, a misaligned tensor, a first compilation) may be gone by then
         times = seen.get(key, 0)
         due = times > 0 and not times & (times - 1)
-        # overlapping arguments make a pointer's owner ambiguous; other calls of this layout may have them apart
-        if due and _overlap([a for a in args if isinstance(a, Tensor)]):
+        if due and _one_start([a for a in args if isinstance(a, Tensor)]):
+            # whose a pointer is would be ambiguous; other calls of this layout may have their tensors apart
             return function(*args)
         seen[key] = times + 1
         if not due:
