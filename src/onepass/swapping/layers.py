@@ -84,8 +84,9 @@ def fused_class(cls: type[nn.Module], found: Trace, adding: tuple[str, ...]) -> 
     file = f"<onepass {cls.__qualname__}.forward {zlib.crc32(text.encode()):08x}>"
     # so that tracebacks and inspect.getsource show the lines
     linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
-    names: dict[str, Any] = {"_original": cls.forward, "_norm_of_sum": norm_of_sum, "__name__": cls.__module__}
-    exec(compile(text, file, "exec"), names)
+    names: dict[str, Any] = {}
+    # with the names of this file: torch.compile looks them up in the module that globals belong to
+    exec(compile(text, file, "exec"), globals(), names)
 
     def reduce(self: nn.Module, protocol: Any) -> Any:
         # the class has no name to be found by: copies and pickles make it again
@@ -107,11 +108,11 @@ def source(found: Trace, adding: tuple[str, ...]) -> str:
     others = [f"{name} is not {default}" for name, default in found.plain]
     others += [found.extra] if found.extra_is_plain else []
     if others:
-        lines += [f"    if {' or '.join(others)}:", f"        return _original(self, {_handed_on(found)})"]
+        lines += [f"    if {' or '.join(others)}:", f"        return self._original.forward(self, {_handed_on(found)})"]
     statements: list[tuple[str, str]] = []
     for step, after in zip(found.steps, (*found.steps[1:], None), strict=True):
         if after is not None and after.module in adding and _norms_sum(step, after):
-            called = f"_norm_of_sum(self.{after.module}, {', '.join(step.args)})"
+            called = f"norm_of_sum(self.{after.module}, {', '.join(step.args)})"
             statements.append((f"{after.out}, {step.out}", called))
         elif not (statements and statements[-1][0].startswith(f"{step.out}, ")):
             statements.append((step.out, _expression(step, found)))

@@ -103,8 +103,10 @@ class _Recorder(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if func not in _ADDITIONS or kwargs or len(args) != 2 or not all(isinstance(t, Tensor) for t in args):
-            name = func.__self__.__name__ if getattr(func, "__name__", "") == "__get__" else _short(func)
-            raise UntraceableError(f"its forward uses {name} on tensors")
+            if getattr(func, "__name__", "") == "__get__":
+                raise UntraceableError(f"its forward reads a tensor's {func.__self__.__name__}")
+            options = f" with {', '.join(kwargs)}" if kwargs else ""
+            raise UntraceableError(f"its forward calls {_short(func)}{options}")
         out = f"{_VALUE}{len(self.steps)}"
         self.steps.append(Step(out, "+", (self.name(args[0]), self.name(args[1])), ()))
         made = _empty()
@@ -143,9 +145,10 @@ def trace(module: nn.Module, cls: type[nn.Module]) -> Trace:
 def _check(parameters: list[inspect.Parameter]) -> None:
     for p in parameters:
         if p.kind in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL):
-            raise UntraceableError(f"its forward takes {p}")
+            star = "*" * (p.kind is p.VAR_POSITIONAL)
+            raise UntraceableError(f"its forward takes {star}{p.name} by position")
         if p.default is not p.empty and type(p.default) not in _SIMPLE:
-            raise UntraceableError(f"its forward has the default {p}")
+            raise UntraceableError(f"its forward's {p.name} has the default {p.default!r}")
     if not parameters or parameters[0].default is not inspect.Parameter.empty:
         raise UntraceableError("its forward needs no tensor")
 
@@ -270,7 +273,7 @@ def _empty() -> Tensor:
 
 
 def _short(func: Any) -> str:
-    return getattr(func, "__name__", str(func)).strip("_")
+    return str(getattr(func, "__name__", func)).removeprefix("__").removesuffix("__")
 
 
 __all__ = ["EXTRA", "Step", "Trace", "UntraceableError", "trace"]
