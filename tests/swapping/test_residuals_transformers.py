@@ -46,7 +46,7 @@ def pair(name: str, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, nn.M
 
 
 def fused_layers(model: nn.Module) -> list[nn.Module]:
-    return [m for m in model.modules() if "_original" in vars(type(m))]
+    return [m for m in model.modules() if hasattr(type(m), "_onepass_class")]
 
 
 def compare_gradients(a: nn.Module, b: nn.Module) -> None:

@@ -93,8 +93,9 @@ def fused_class(cls: type[nn.Module], found: Trace, adding: tuple[str, ...]) -> 
         _, given, *rest = tuple(cls.__reduce_ex__(self, max(protocol, 2)))
         return (_new, (cls, found, adding, *given[1:]), *rest)
 
-    own = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__, "_original": cls}
-    return type(cls.__name__, (cls,), {**own, "forward": names["forward"], "__reduce_ex__": reduce})
+    own: dict[str, Any] = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    own |= {"_onepass_class": cls, "forward": names["forward"], "__reduce_ex__": reduce}
+    return type(cls.__name__, (cls,), own)
 
 
 def _new(cls: type[nn.Module], found: Trace, adding: tuple[str, ...], *arguments: Any) -> nn.Module:
@@ -108,7 +109,10 @@ def source(found: Trace, adding: tuple[str, ...]) -> str:
     others = [f"{name} is not {default}" for name, default in found.plain]
     others += [found.extra] if found.extra_is_plain else []
     if others:
-        lines += [f"    if {' or '.join(others)}:", f"        return self._original.forward(self, {_handed_on(found)})"]
+        lines += [
+            f"    if {' or '.join(others)}:",
+            f"        return self._onepass_class.forward(self, {_handed_on(found)})",
+        ]
     statements: list[tuple[str, str]] = []
     for step, after in zip(found.steps, (*found.steps[1:], None), strict=True):
         if after is not None and after.module in adding and _norms_sum(step, after):
@@ -170,7 +174,7 @@ def around(model: nn.Module, norms: set[nn.Module]) -> Iterator[tuple[Layer, nn.
         if isinstance(module, _CONTAINERS) or any(isinstance(m, _CONTAINERS[1:]) for m in children):
             continue
         inside = {name for name, m in module._modules.items() if m in norms or type(m) in _NORMS}
-        if not inside or "_original" in vars(type(module)):
+        if not inside or hasattr(type(module), "_onepass_class"):
             continue
         kind = type(module).__name__
         try:
