@@ -8,8 +8,12 @@ from torch import Tensor, nn
 from onepass.ops.norm.op import layer_norm, rms_norm
 
 
-def _flat(t: Tensor | None, dims: int) -> Tensor | None:
-    return t if t is None or dims == 1 else t.flatten(-dims)
+def _flat(t: Tensor, dims: int) -> Tensor:
+    return t if dims == 1 else t.flatten(-dims)
+
+
+def _vector(t: Tensor | None) -> Tensor | None:
+    return None if t is None else t.flatten()
 
 
 class LayerNorm(nn.Module):
@@ -24,9 +28,8 @@ class LayerNorm(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the layer norm of the last dimensions."""
-        dims = len(self.normalized_shape)
-        x, weight, bias = (_flat(t, dims) for t in (input, self.weight, self.bias))
-        return layer_norm(x, weight, bias, eps=self.eps).view(input.shape)
+        x = _flat(input, len(self.normalized_shape))
+        return layer_norm(x, _vector(self.weight), _vector(self.bias), eps=self.eps).view(input.shape)
 
 
 class RMSNorm(nn.Module):
@@ -40,10 +43,9 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the RMS norm of the last dimensions."""
-        dims = len(self.normalized_shape)
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
         eps = torch.finfo(wide).eps if self.eps is None else self.eps
-        return rms_norm(_flat(x, dims), _flat(self.weight, dims), eps=eps).view(x.shape)
+        return rms_norm(_flat(x, len(self.normalized_shape)), _vector(self.weight), eps=eps).view(x.shape)
 
 
 class LlamaRMSNorm(nn.Module):
