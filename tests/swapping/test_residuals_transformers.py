@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import importlib
 from collections.abc import Iterator
 
 import pytest
@@ -242,3 +244,51 @@ def test_on_a_gpu(name: str, dtype: torch.dtype) -> None:
     assert torch.equal(*results)
     if dtype == torch.float32:
         compare_gradients(fused, plain)
+
+
+# docs/swap.md names them: model, layer, the norms that add; none where the layer is left alone
+OTHERS = [
+    ("mistral", "MistralDecoderLayer", ["post_attention_layernorm"]),
+    ("mixtral", "MixtralDecoderLayer", ["post_attention_layernorm"]),
+    ("qwen3_moe", "Qwen3MoeDecoderLayer", ["post_attention_layernorm"]),
+    ("gemma2", "Gemma2DecoderLayer", ["pre_feedforward_layernorm"]),
+    ("gemma3", "Gemma3DecoderLayer", ["pre_feedforward_layernorm"]),
+    ("phi3", "Phi3DecoderLayer", ["post_attention_layernorm"]),
+    ("smollm3", "SmolLM3DecoderLayer", ["post_attention_layernorm"]),
+    ("deepseek_v3", "DeepseekV3DecoderLayer", ["post_attention_layernorm"]),
+    ("glm4", "Glm4DecoderLayer", ["post_attention_layernorm"]),
+    ("starcoder2", "Starcoder2DecoderLayer", ["post_attention_layernorm"]),
+    ("gpt_oss", "GptOssDecoderLayer", ["post_attention_layernorm"]),
+    ("helium", "HeliumDecoderLayer", ["post_attention_layernorm"]),
+    ("modernbert", "ModernBertEncoderLayer", ["mlp_norm"]),
+    ("deit", "DeiTLayer", ["layernorm_after"]),
+    ("dinov2", "Dinov2Layer", ["norm2"]),
+    ("clip", "CLIPEncoderLayer", ["layer_norm2"]),
+    ("siglip", "SiglipEncoderLayer", ["layer_norm2"]),
+    ("granite", "GraniteDecoderLayer", []),
+    ("whisper", "WhisperEncoderLayer", []),
+    ("bart", "BartEncoderLayer", []),
+    ("opt", "OPTDecoderLayer", []),
+    ("bloom", "BloomBlock", []),
+    ("cohere", "CohereDecoderLayer", []),
+    ("phi", "PhiDecoderLayer", []),
+    ("olmo2", "Olmo2DecoderLayer", []),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "kind", "norms"), OTHERS)
+def test_layers_of_other_models(model: str, kind: str, norms: list[str]) -> None:
+    """One layer by itself, from its default configuration, on the meta device."""
+    modeling = importlib.import_module(f"transformers.models.{model}.modeling_{model}")
+    configs = importlib.import_module(f"transformers.models.{model}.configuration_{model}")
+    layer = None
+    for config in vars(configs).values():
+        if not isinstance(config, type) or not config.__name__.endswith("Config"):
+            continue
+        for index in ((), (0,)):
+            with contextlib.suppress(Exception), torch.device("meta"):
+                layer = layer or getattr(modeling, kind)(config(), *index)
+    assert layer is not None
+    line = next(x for x in swap(layer, residuals=True).layers if x.kind == kind)
+    assert line.becomes == (f"{kind}(sums in {', '.join(norms)})" if norms else ""), line.reason
