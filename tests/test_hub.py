@@ -268,3 +268,25 @@ def test_kernelize_a_model_of_transformers(repository: Path, name: str, layer: s
         kernels.kernelize(model, mode=kernels.Mode.TRAINING, device="cpu")
     assert "_onepass_cpu" in model.model.norm.forward.__func__.__module__
     torch.testing.assert_close(model(ids).logits, want, rtol=0.0, atol=64 * 30 * torch.finfo(torch.float32).eps)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu(repository: Path) -> None:
+    """The CUDA variant: its kernels give the package's bits, and a kernelized norm runs and trains."""
+    kernels = pytest.importorskip("kernels")
+    loaded = kernels.get_local_kernel(repository)
+    assert loaded.__name__.startswith("_onepass_cuda_")
+    x, w = torch.randn(64, 1024, device="cuda").bfloat16(), torch.randn(1024, device="cuda")
+    outs = []
+    for module in (onepass, loaded):
+        t = x.clone().requires_grad_()
+        y, s = module.rms_norm(t, w, residual=x)
+        gates = module.soft_topk(t.float(), 32)
+        outs.append((y, s, gates, torch.autograd.grad(y.float().square().sum() + gates.square().sum(), t)[0]))
+    assert all(torch.equal(a, b) for a, b in zip(*outs, strict=True))
+    norm = kernels.use_kernel_forward_from_hub("RMSNorm")(type("RMSNorm", (nn.RMSNorm,), {}))(1024).cuda()
+    want = norm(x.float())
+    repo = kernels.LocalLayerRepository(repository, layer_name="RMSNorm")
+    with kernels.use_kernel_mapping({"RMSNorm": {"cuda": repo}}):
+        kernels.kernelize(norm, mode=kernels.Mode.TRAINING | kernels.Mode.TORCH_COMPILE, use_fallback=False)
+    torch.testing.assert_close(norm(x.float()), want, rtol=1e-5, atol=1e-5)

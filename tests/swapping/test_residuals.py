@@ -363,6 +363,11 @@ class Decorated(Block):
         return self.n2(x + self.mlp(x))
 
 
+class Final(Block):
+    def __init_subclass__(cls) -> None:
+        raise TypeError("Final is final")
+
+
 class Graceless(Block):
     @torch.no_grad()
     def forward(self, x: Tensor) -> Tensor:
@@ -386,6 +391,7 @@ class Graceless(Block):
         (on_instance, "its forward is overwritten on the instance"),
         (on_its_own, "it is compiled on its own"),
         (Decorated, "its forward is decorated"),
+        (Final, "it can't be run on stand-ins: TypeError: Final is final"),
         (Graceless, "its forward calls _set_grad_enabled"),
     ],
 )
@@ -398,6 +404,11 @@ def test_left_alone(make: Callable[[], nn.Module], reason: str) -> None:
     assert line.names == ("a",)
     assert line.kind == kind.__name__
     assert re.fullmatch(reason, line.reason), line.reason
+
+
+def test_a_scripted_layer() -> None:
+    model = nn.ModuleDict({"a": torch.jit.script(PostNorm())})
+    assert not swap(model, residuals=True).exchanged
 
 
 def test_a_norm_that_is_left_out() -> None:

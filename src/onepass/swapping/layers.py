@@ -58,7 +58,7 @@ def fused(module: nn.Module, norms: set[str]) -> tuple[type[nn.Module], tuple[st
     if _wrappers(made) != _wrappers(cls):
         raise UntraceableError("its forward is decorated")
     if trace(module, made) != found:
-        raise AssertionError(f"{cls.__name__}: the exchanged forward calls its modules in another way")
+        raise UntraceableError("a forward made from its trace does something else")
     return made, adding
 
 
@@ -181,6 +181,9 @@ def around(model: nn.Module, norms: set[nn.Module]) -> Iterator[tuple[Layer, nn.
             cls, adding = fused(module, inside)
         except UntraceableError as e:
             yield Layer(names, kind, "", str(e)), module, None
+        except Exception as e:
+            # a class that can't be derived from, or whose attributes can't be copied
+            yield Layer(names, kind, "", f"it can't be run on stand-ins: {type(e).__name__}: {e}"[:120]), module, None
         else:
             yield Layer(names, kind, f"{kind}(sums in {', '.join(adding)})", ""), module, cls
 
