@@ -13,7 +13,7 @@ PARALLEL = -n $(JOBS) --dist worksteal
 KERNELS = tests/contract tests/ops tests/fused tests/core/test_replay_kernels.py
 PIP = -m pip install --quiet --disable-pip-version-check
 
-.PHONY: run quick test test-all slow lint types unit interpret doctest dist docs fuzz soak clean FORCE
+.PHONY: run quick test test-all slow lint types unit interpret doctest dist hub docs fuzz soak clean FORCE
 
 run: .venv/ready  ## train a routed transformer on the standard library's own sources
 	.venv/bin/onepass train $(ARGS)
@@ -49,12 +49,15 @@ slow: .venv-dev/ready
 dist: .venv-dev/ready  ## build sdist and wheel into dist/, check them and try the wheel with torch alone
 	$(DEV)/python tests/packages.py
 
+hub: .venv-dev/ready  ## the repository for the Hugging Face kernels hub, in build/hub
+	$(DEV)/python hub/build.py build/hub
+
 docs: .venv-docs/ready  ## the documentation as a site in .site/; a dead link is an error
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/python -m mkdocs build --quiet $(ARGS)
 	.venv-docs/bin/python docs/site/links.py .site
 
 clean:
-	rm -rf .venv .venv-dev .venv-docs .site .requirement .mypy_cache .pytest_cache .ruff_cache .hypothesis dist
+	rm -rf .venv .venv-dev .venv-docs .site .requirement .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
 
 .venv/ready: pyproject.toml .requirement
 	$(NEW)

@@ -35,6 +35,8 @@ def tests_for(name: str) -> list[str]:
             return [f"tests/{package}", *(["tests/cli"] if package == "train" else [])]
         case ("benchmarks" | "research" as package, *_):
             return [f"tests/{package}"]
+        case ("hub", *_):
+            return ["tests/test_hub.py"]
         case ("fuzz", *_):
             return ["tests/test_fuzz.py"]
         case ("tests", *_, file) if file.startswith("test_"):

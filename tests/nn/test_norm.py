@@ -137,3 +137,32 @@ def test_a_layer_with_another_rounding_is_not_fused() -> None:
     assert layer.is_plain()
     layer.norm.rounding = "twice"
     assert not layer.is_plain()
+
+
+@pytest.mark.parametrize("cls", [onepass.nn.LayerNorm, onepass.nn.RMSNorm])
+@pytest.mark.parametrize(
+    ("shape", "error", "message"),
+    [
+        ("a", TypeError, "must be an int or a sequence of ints, got 'a'"),
+        (4.0, TypeError, "must be an int or a sequence of ints, got 4.0"),
+        (None, TypeError, "must be an int or a sequence of ints, got None"),
+        ((), TypeError, r"must be an int or a sequence of ints, got \(\)"),
+        ([4, "a"], TypeError, r"must be an int or a sequence of ints, got \[4, 'a'\]"),
+        (-1, ValueError, "must be ≥ 0, got -1"),
+        ((3, -8), ValueError, r"must be ≥ 0, got \(3, -8\)"),
+    ],
+)
+def test_wrong_shapes_are_refused(cls: type, shape: object, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=f"{cls.__name__}: normalized_shape {message}"):
+        cls(shape)
+
+
+def test_an_offset_is_a_number() -> None:
+    with pytest.raises(TypeError, match="RMSNorm: offset must be a number, got str"):
+        onepass.nn.RMSNorm(4, offset="one")
+    assert torch.equal(onepass.nn.RMSNorm(4, offset=1).weight, torch.zeros(4))
+    x = torch.randn(2, 4)
+    for function in (onepass.layer_norm, onepass.rms_norm):
+        with pytest.raises(TypeError, match=f"{function.__name__}: offset must be a number, got str"):
+            function(x, x[0], offset="one")
+        assert torch.equal(function(x, x[0], offset=1), function(x, x[0], offset=1.0))

@@ -34,6 +34,13 @@ def not_negative(op: str, name: str, value: Any) -> None:
         raise ValueError(f"{op}: {name} must be ≥ 0, got {value}")
 
 
+def number(op: str, name: str, value: Any) -> float:
+    """Return value as a float; raise TypeError unless it is a number."""
+    if isinstance(value, str) or not hasattr(value, "__float__"):
+        raise TypeError(f"{op}: {name} must be a number, got {type(value).__name__}")
+    return float(value)
+
+
 def same_device(op: str, name: str, value: Tensor, other_name: str, other: Tensor) -> None:
     """Raise ValueError for two tensors on different devices."""
     if value.device != other.device:

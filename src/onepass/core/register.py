@@ -13,7 +13,9 @@ from .sharding import Rule, add_rule, register_rules
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_LIBRARY: Any = Library("onepass", "FRAGMENT")  # type: ignore[no-untyped-call]
+# the package's name: a copy of the package under another name registers operators of its own
+NAMESPACE = __name__.partition(".")[0]
+_LIBRARY: Any = Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]
 
 
 def register(name: str, function: Callable[..., Any], rule: Rule | None = None) -> Any:
@@ -25,7 +27,7 @@ def register(name: str, function: Callable[..., Any], rule: Rule | None = None) 
     """
     _LIBRARY.define(name + infer_schema(function, mutates_args=()))
     _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
-    op = getattr(torch.ops.onepass, name).default
+    op = getattr(getattr(torch.ops, NAMESPACE), name).default
     if rule is not None:
         add_rule(op, rule)
     return op
@@ -46,4 +48,4 @@ def register_fake(op: Any) -> Callable[[F], F]:
     return decorate
 
 
-__all__ = ["register", "register_fake"]
+__all__ = ["NAMESPACE", "register", "register_fake"]

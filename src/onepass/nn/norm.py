@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import numbers
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
@@ -39,6 +40,15 @@ def _over_last_dims(
     return out.view(x.shape) if isinstance(out, Tensor) else (out[0].view(x.shape), out[1].view(x.shape))
 
 
+def _check_shape(name: str, shape: Any) -> None:
+    """Raise unless shape is an int or a sequence of ints, none of them negative."""
+    sizes = tuple(shape) if isinstance(shape, Iterable) and not isinstance(shape, str) else (shape,)
+    if not sizes or not all(isinstance(n, (numbers.Integral, torch.SymInt)) for n in sizes):
+        raise TypeError(f"{name}: normalized_shape must be an int or a sequence of ints, got {shape!r}")
+    if any(n < 0 for n in sizes):
+        raise ValueError(f"{name}: normalized_shape must be ≥ 0, got {shape!r}")
+
+
 class LayerNorm(nn.LayerNorm):
     r"""``torch.nn.LayerNorm`` with the same arguments and state_dict, plus `stable` and a residual sum.
 
@@ -56,7 +66,7 @@ class LayerNorm(nn.LayerNorm):
     The result has the dtype of x; statistics are in fp32 whatever the dtypes (fp64 for fp64).
 
     Raises:
-        TypeError: x or residual is not a floating-point tensor.
+        TypeError: x or residual is not a floating-point tensor, or normalized_shape not made of ints.
         ValueError: x does not end in normalized_shape, or residual has another shape.
 
     Example:
@@ -81,6 +91,7 @@ class LayerNorm(nn.LayerNorm):
         *,
         stable: bool = False,
     ) -> None:
+        _check_shape(type(self).__name__, normalized_shape)
         super().__init__(normalized_shape, eps, elementwise_affine, bias, device, dtype)
         self.stable = stable
 
@@ -121,7 +132,7 @@ class RMSNorm(nn.RMSNorm):
     The result has the dtype of x; statistics are in fp32 whatever the dtypes (fp64 for fp64).
 
     Raises:
-        TypeError: x or residual is not a floating-point tensor.
+        TypeError: x or residual is not a floating-point tensor, or normalized_shape not made of ints.
         ValueError: x does not end in normalized_shape, or residual has another shape.
 
     Example:
@@ -151,8 +162,9 @@ class RMSNorm(nn.RMSNorm):
             raise ValueError(f"RMSNorm: rounding must be 'once' or 'twice', got {rounding!r}")
         if rounding == "twice" and offset:
             raise ValueError("RMSNorm: rounding='twice' takes no offset")
+        _check_shape(type(self).__name__, normalized_shape)
         # set first: torch's constructor calls reset_parameters
-        self.offset = offset
+        self.offset = check.number(type(self).__name__, "offset", offset)
         self.rounding = rounding
         super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)
 

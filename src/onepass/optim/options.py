@@ -61,12 +61,12 @@ def check_options(group: dict[str, Any]) -> None:
     if isinstance(wd, Tensor) and wd.numel() != 1:
         raise ValueError(f"Tensor weight_decay must be 1-element, got shape {tuple(wd.shape)}")
     if not lr >= 0.0:
-        raise ValueError(f"Invalid learning rate: {lr}")
+        raise ValueError(f"Invalid learning rate: {lr}; lr must be ≥ 0")
     for i, beta in enumerate(betas_of(group)):
         if not 0.0 <= beta < 1.0:
-            raise ValueError(f"Invalid beta parameter at index {i}: {beta}")
+            raise ValueError(f"Invalid beta parameter at index {i}: {beta}; betas must be ≥ 0 and < 1")
     if not wd >= 0.0:
-        raise ValueError(f"Invalid weight_decay value: {wd}")
+        raise ValueError(f"Invalid weight_decay value: {wd}; weight_decay must be ≥ 0")
     cautious_factor(group)
     if group["state_dtype"] not in STATE_DTYPES:
         raise ValueError(

@@ -36,6 +36,7 @@ class Exchange:
     def __init__(self, module: nn.Module, target: Target) -> None:
         self.module = module
         self.target = target
+        self.cls = target.cls
         self._cls = type(module)
         own, parameters = vars(module), module._parameters
         self._fields = {name: own[name] for name in target.fields if name in own}
@@ -56,4 +57,17 @@ class Exchange:
                 parameters.pop(name, None)
 
 
-__all__ = ["Exchange", "Target"]
+class LayerExchange:
+    """One layer that has the class `cls`, until `undo`."""
+
+    def __init__(self, module: nn.Module, cls: type[nn.Module]) -> None:
+        self.module, self.cls = module, cls
+        self._cls = type(module)
+        module.__class__ = cls
+
+    def undo(self) -> None:
+        """Restore the class."""
+        self.module.__class__ = self._cls
+
+
+__all__ = ["Exchange", "LayerExchange", "Target"]

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.library import custom_op
 
 from onepass.core.launch import uses_triton
+from onepass.core.register import NAMESPACE
 
 from . import torch_path
 from .storage import KAHAN, NONE, REMAINDER, STOCHASTIC
@@ -162,7 +163,7 @@ _schema = (
     "(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] extras, int[] groups, Tensor hyper, "
     "str kind, Tensor? grad_scale=None, Tensor? found_inf=None) -> ()"
 )
-lion_ = custom_op("onepass::lion_", _step, mutates_args=("params", "exp_avgs", "extras"), schema=_schema)
+lion_ = custom_op(f"{NAMESPACE}::lion_", _step, mutates_args=("params", "exp_avgs", "extras"), schema=_schema)
 
 
 @lion_.register_fake

@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple, overload
 import torch
 from torch import Tensor
 
+from onepass.core import check
 from onepass.core.launch import uses_triton
 
 from . import options, reference
@@ -181,6 +182,7 @@ def layer_norm(
         >>> s
         tensor([1., 3.])
     """
+    offset = offset if type(offset) is float else check.number("layer_norm", "offset", offset)
     if _plain(weight, bias, gate, gate_first, groups, quantize, out_dtype) and not offset:
         if not stable and _decomposes():
             check_arguments(x, residual, weight, bias, eps, True)
@@ -190,7 +192,7 @@ def layer_norm(
         if _one_stream(x, residual):
             return norm_residual(x, residual, weight, bias, eps, 0.0, True, stable)
     return _with_options(
-        "layer_norm", x, weight, bias, eps, float(offset), True, stable, "once", residual, gate, gate_first, groups,
+        "layer_norm", x, weight, bias, eps, offset, True, stable, "once", residual, gate, gate_first, groups,
         quantize, out_dtype,
     )  # fmt: skip
 
@@ -283,16 +285,17 @@ def rms_norm(
         >>> onepass.rms_norm(torch.tensor([3.0, 4.0]), gate=torch.zeros(2))
         tensor([0., 0.])
     """
+    offset = offset if type(offset) is float else check.number("rms_norm", "offset", offset)
     if rounding == "once" and _plain(weight, bias, gate, gate_first, groups, quantize, out_dtype):
         if _decomposes():
             check_arguments(x, residual, weight, bias, eps, False)
-            return reference.rms_norm(x, weight, bias, eps=eps, offset=float(offset), residual=residual)
+            return reference.rms_norm(x, weight, bias, eps=eps, offset=offset, residual=residual)
         if residual is None:
-            return norm(x, weight, bias, eps, float(offset), False, False)
+            return norm(x, weight, bias, eps, offset, False, False)
         if _one_stream(x, residual):
-            return norm_residual(x, residual, weight, bias, eps, float(offset), False, False)
+            return norm_residual(x, residual, weight, bias, eps, offset, False, False)
     return _with_options(
-        "rms_norm", x, weight, bias, eps, float(offset), False, False, rounding, residual, gate, gate_first, groups,
+        "rms_norm", x, weight, bias, eps, offset, False, False, rounding, residual, gate, gate_first, groups,
         quantize, out_dtype,
     )  # fmt: skip
 
