@@ -162,7 +162,7 @@ def backward_tile(
 
 
 def _small_backward_tile(n_cols: int, itemsize: int) -> Tile | None:
-    """Return a tile of several small programs per multiprocessor, without idle lanes; None where larger ones are faster.
+    """Return a tile of several small programs per multiprocessor, no lane idle; None where larger ones are faster.
 
     Some programs load while others reduce. The pipeline's buffers are left to the caller.
     """
