@@ -1,0 +1,112 @@
+"""The selection in torch: on a CPU, in float64 and without Triton."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from .ranges import allowed
+
+
+def select(
+    scores: Tensor,
+    mask: Tensor | None,
+    start: Tensor | None,
+    lengths: Tensor | None,
+    k: int,
+    largest: bool,
+    is_sorted: bool,
+    index_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """Return values and indices of the k largest valid scores, padded; n ≥ 0."""
+    keys = scores if largest else -scores
+    valid = allowed(scores, mask, start, lengths)
+    if valid is not None:
+        keys = keys.masked_fill(~valid, -math.inf)
+    n = keys.shape[-1]
+    kept = min(k, n)
+    if not kept or not keys.numel():
+        shape = (*scores.shape[:-1], k)
+        missing = -math.inf if largest else math.inf
+        return scores.new_full(shape, missing), scores.new_full(shape, -1, dtype=index_dtype)
+    # only a CPU's results can be looked at without waiting for a device
+    values, indices = (_on_cpu if keys.device.type == "cpu" else _anywhere)(keys, kept, is_sorted)
+    if not largest:
+        values = -values
+    if kept < k:
+        pad = torch.nn.functional.pad
+        values = pad(values, (0, k - kept), value=-math.inf if largest else math.inf)
+        indices = pad(indices, (0, k - kept), value=-1)
+    return values, indices.to(index_dtype)
+
+
+def _on_cpu(keys: Tensor, k: int, is_sorted: bool) -> tuple[Tensor, Tensor]:
+    """Select with torch.topk, which decides ties arbitrarily; rows that have any are selected again.
+
+    One value more than k also shows a tie of the last one with what is left.
+    """
+    n = keys.shape[-1]
+    values, indices = keys.topk(min(k + 1, n))
+    # falling from each value to the next: no tie, no NaN, and nothing but perhaps the last is -inf
+    falls = values.diff()
+    clear = n > 1 and falls.amax().item() < 0 and (n > k or values[..., -1].amin().item() > -math.inf)
+    if n > k:
+        values, indices = values[..., :k].contiguous(), indices[..., :k].contiguous()
+    if clear:
+        if not is_sorted:
+            indices = indices.sort(-1).values
+            values = keys.gather(-1, indices)
+        return values, indices
+    rows = keys.reshape(-1, n)
+    tied = (falls.reshape(len(rows), -1) < 0).all(-1).logical_not_()
+    tied |= values.reshape(-1, k)[:, -1] == -math.inf
+    if not is_sorted:
+        indices = indices.sort(-1).values
+        values = keys.gather(-1, indices)
+    which = tied.nonzero()[:, 0]
+    whole = len(which) == len(rows)
+    found = _anywhere(rows if whole else rows[which], k, is_sorted)
+    if whole:
+        return found[0].view(values.shape), found[1].view(indices.shape)
+    values.view(-1, k)[which], indices.view(-1, k)[which] = found
+    return values, indices
+
+
+def _anywhere(keys: Tensor, k: int, is_sorted: bool) -> tuple[Tensor, Tensor]:
+    """Select without looking at a value on the host; k ≤ n.
+
+    A threshold selects: all scores above the k-th largest, then the first columns equal to it until there are k. Only
+    these survivors are sorted, which is cheaper than sorting the row.
+    """
+    n = keys.shape[-1]
+    threshold = keys.topk(k, dim=-1, sorted=True).values[..., -1:]
+    # NaN of either sign is above all other scores and equal to NaN
+    nan, nothing_above = keys.isnan(), threshold.isnan()
+    above = (keys > threshold) | (nan & ~nothing_above)
+    level = ((keys == threshold) & (threshold > -math.inf)) | (nan & nothing_above)
+    room = k - above.sum(-1, keepdim=True)
+    chosen = above | (level & (level.cumsum(-1) <= room))
+    # survivors' columns in ascending order: the slot is the number of survivors before; all others share a spare slot
+    slot = torch.where(chosen, chosen.cumsum(-1) - 1, k)
+    columns = torch.arange(n, device=keys.device).expand(keys.shape)
+    indices = columns.new_full((*keys.shape[:-1], k + 1), -1).scatter_(-1, slot, columns)[..., :k]
+    values = torch.where(indices >= 0, keys.gather(-1, indices.clamp(min=0)), -math.inf)
+    if not is_sorted:
+        return values, indices.contiguous()
+    # use one NaN for all: sorting on a GPU orders NaNs by their sign
+    order = torch.where(values.isnan(), math.nan, values).sort(dim=-1, descending=True, stable=True).indices
+    return values.gather(-1, order), indices.gather(-1, order)
+
+
+def hard_gates(values: Tensor, indices: Tensor) -> Tensor:
+    """Return 1 where an index is, else 0; NaN in a row that selects a NaN."""
+    gates = (indices >= 0).to(values.dtype)
+    # a maximum is NaN if any value is
+    if values.device.type == "cpu" and not (values.numel() and values.amax().isnan()):
+        return gates
+    return torch.where(indices >= 0, torch.where(values.isnan().any(-1, keepdim=True), math.nan, gates), 0.0)
+
+
+__all__ = ["hard_gates", "select"]
