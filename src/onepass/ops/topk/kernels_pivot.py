@@ -178,7 +178,6 @@ def exact_threshold(
     prefix = 0
     wanted = k
     for i in tl.static_range(n_bytes):
-        shift: tl.constexpr = 8 * (n_bytes - 1 - i)
         counts = tl.zeros((256,), tl.int32)
         for tile in range(first // TILE, (last + TILE - 1) // TILE):
             cols = tile * TILE + tl.arange(0, TILE)
@@ -186,7 +185,7 @@ def exact_threshold(
                 s_ptr, mask_ptr, s_row + cols, mask_row + cols, cols, True, first, last, n_cols, HAS_MASK, HAS_RANGE,
                 LARGEST,
             )  # fmt: skip
-            key = (to_key(s) >> SHIFT) >> shift
+            key = to_key(s) >> (SHIFT + 8 * (n_bytes - 1 - i))
             same = (cols >= first) & (cols < last)
             if i == 0:
                 value = key + 128
