@@ -19,7 +19,7 @@ SCAN = 4096
 # rows are many from this many per multiprocessor on
 MANY = 4
 # longer rows: elements and warps of a tile of the pass; programs per multiprocessor; one program per row from MANY on
-TILE = 4096
+TILE = 2048
 TILE_WARPS = 8
 PER_SM = 8
 # sampled elements of a row, with few rows and with many; elements of one group, which share a sector of memory

@@ -140,6 +140,7 @@ def _kernels() -> Iterator[Kernel]:
         blocks = {
             **plain, "SHIFT": plan.constant_bits(dtypes[dtype]), "BLOCK_R": whole.block_r, "BLOCK_C": whole.block_c,
             "BLOCK_T": whole.scan,
+            "ASM": True,
         }  # fmt: skip
         yield _kernel(f"topk whole {dtype} {cols}", kw.whole_kernel, blocks, whole.warps, 112, s_ptr=f"*{dtype}")
     for dtype, rows, k in (("fp32", 64, 2048), ("fp32", 2048, 2048), ("bf16", 64, 2048), ("fp32", 8, 65536)):
@@ -155,7 +156,7 @@ def _kernels() -> Iterator[Kernel]:
                 **types,
             )  # fmt: skip
             yield _kernel(
-                f"topk pass {title}", kp.pass_kernel, {**options, "ALONE": alone, "BLOCK": long.tile}, long.tile_warps,
+                f"topk pass {title}", kp.pass_kernel, {**options, "ALONE": alone, "BLOCK": long.tile, "ASM": True}, long.tile_warps,
                 96, **types,
             )  # fmt: skip
             chooses = k <= plan.MAX_SORTED
