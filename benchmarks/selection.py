@@ -55,7 +55,15 @@ SHAPES = (
     (128, 131072, 2048), (64, 32768, 2048), (8, 1 << 20, 65536), (4096, 8192, 512), (4096, 1024, 64), (2, 32768, 2048),
     (64, 131072, 2048), (8, 1 << 20, 2048), (2048, 131072, 2048), (1, 131072, 2048), (256, 65536, 1024),
 )  # fmt: skip
-KINDS = ("a third equal", "all equal", "top third equal", "in one place", "unsampled above", "sampled above", "heavy tails")
+KINDS = (
+    "a third equal",
+    "all equal",
+    "top third equal",
+    "in one place",
+    "unsampled above",
+    "sampled above",
+    "heavy tails",
+)
 
 
 def cells() -> Iterator[Cell]:
@@ -209,22 +217,29 @@ SMALL, LARGE, MANY, SHORT, WIDE = (
     Cell(64, 131072, 2048), Cell(8, 1 << 20, 2048), Cell(2048, 131072, 2048, best_first=False),
     Cell(64, 32768, 2048), Cell(8, 1 << 20, 65536),
 )  # fmt: skip
+ADVERSE = Cell(64, 131072, 2048, values="unsampled above")
 LONG = (SMALL, LARGE, MANY)
 SWEEP: tuple[tuple[dict[str, Any], tuple[Cell, ...]], ...] = (
-    ({}, (*LONG, SHORT, WIDE, Cell(4096, 8192, 512), Cell(4096, 32768, 512), Cell(1024, 16384, 512))),
-    ({"TILE": 2048, "TILE_WARPS": 4}, LONG),
-    ({"TILE": 4096, "TILE_WARPS": 4}, LONG),
-    ({"TILE": 8192, "TILE_WARPS": 8}, LONG),
+    ({}, (*LONG, SHORT, WIDE, ADVERSE, Cell(4096, 8192, 512), Cell(4096, 32768, 512), Cell(1024, 16384, 512))),
     ({"TILE": 1024, "TILE_WARPS": 4}, LONG),
+    ({"TILE": 2048, "TILE_WARPS": 4}, LONG),
+    ({"TILE": 2048, "TILE_WARPS": 16}, LONG),
+    ({"TILE": 4096, "TILE_WARPS": 8}, LONG),
+    ({"TILE": 4096, "TILE_WARPS": 16}, LONG),
     ({"PER_SM": 4}, (SMALL, LARGE)),
     ({"PER_SM": 16}, (SMALL, LARGE)),
     ({"MANY": 1000}, (MANY,)),
-    ({"SAMPLE": 8192, "SAMPLE_OF_MANY": 4096}, LONG),
-    ({"SAMPLE": 32768, "SAMPLE_OF_MANY": 16384}, LONG),
+    ({"SAMPLE": 8192}, LONG),
+    ({"SAMPLE": 32768}, LONG),
+    ({"SAMPLE": 32768, "SAMPLE_PER_WARP": 2048}, LONG),
     ({"SAMPLE_PER_WARP": 512}, LONG),
     ({"SAMPLE_PER_WARP": 2048}, LONG),
-    ({"PER_CHOOSING_WARP": 128}, LONG),
-    ({"PER_CHOOSING_WARP": 512}, LONG),
+    ({"CHOOSING_REGISTERS": 0}, LONG),
+    ({"PER_CHOOSING_WARP": 512, "CHOOSING_REGISTERS": 0}, LONG),
+    ({"PER_CHOOSING_WARP": 512, "CHOOSING_REGISTERS": 96}, LONG),
+    ({"PER_CHOOSING_WARP": 1024, "CHOOSING_REGISTERS": 0}, LONG),
+    ({"ALONE": 8192}, (SMALL, ADVERSE)),
+    ({"ALONE": 2048}, (SMALL, ADVERSE)),
     ({"SORT_PER_WARP_OF_FEW": 128}, (SMALL,)),
     ({"SORT_PER_WARP_OF_FEW": 256}, (SMALL,)),
     ({"SORT_PER_WARP": 128}, (MANY,)),

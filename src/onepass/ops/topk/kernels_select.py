@@ -85,6 +85,7 @@ def _survivors(rows: Rows, k: int) -> _Survivors:
     launch(
         choose_kernel, (n_rows, 1, 1), (*given, found, out), (*numbers, out.stride(0), n_cols.bit_length()),
         (*options, shift, chooses, shape.capacity if chooses else 1, shape.alone), num_warps=shape.choose_warps,
+        **({"maxnreg": plan.CHOOSING_REGISTERS} if ASM and plan.CHOOSING_REGISTERS else {}),
     )  # fmt: skip
     return _Survivors(out, state, False)
 

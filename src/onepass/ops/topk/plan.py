@@ -22,17 +22,18 @@ MANY = 4
 TILE = 2048
 TILE_WARPS = 8
 PER_SM = 8
-# sampled elements of a row, with few rows and with many; elements of one group, which share a sector of memory
+# sampled elements of a row; bytes of one group of them: a sector of memory
 SAMPLE = 16384
-SAMPLE_OF_MANY = 8192
 SECTOR = 32
 # by how many standard deviations of the sample's count the pivot lies beyond the k-th score
 SIGMAS = 5.0
 # sampled elements, and candidates, per warp of the kernels that hold them in registers
 SAMPLE_PER_WARP = 1024
 PER_CHOOSING_WARP = 256
+# registers per thread with which two of the programs that choose fit a multiprocessor
+CHOOSING_REGISTERS = 64
 # elements of the tile in which a program goes through a row alone
-ALONE = 8192
+ALONE = 4096
 # most survivors of a row that one program sorts; elements per warp of that sort with many rows, and with few
 MAX_SORTED = 4096
 SORT_PER_WARP = 512
@@ -83,7 +84,7 @@ def of_selection(n_rows: int, n_cols: int, k: int, itemsize: int, sms: int) -> W
         warps = max(1, block_c // PER_WARP)
         return Whole(max(1, min(32, 512 // block_c)), block_c, warps, min(block_c, PER_SCAN * warps, SCAN))
     group = SECTOR // itemsize
-    sample = min(SAMPLE_OF_MANY if many else SAMPLE, next_power_of_2(n_cols))
+    sample = min(SAMPLE, next_power_of_2(n_cols))
     n_tiles = cdiv(n_cols, TILE)
     splits = 1 if many else min(n_tiles, cdiv(PER_SM * sms, n_rows))
     tiles = cdiv(n_tiles, splits)

@@ -110,12 +110,13 @@ def _kernel(
     *,
     wide: bool = True,
     maxnreg: int = 0,
+    spill: int = 0,
     **types: str,
 ) -> Kernel:  # fmt: skip
     signature = {a: t for a, t in {**_TYPES, **types}.items() if a in fn.arg_names and a not in constants}
     pointers = [a for a in signature if a.endswith("_ptr")]
     return Kernel(
-        title, lambda: fn, signature, constants, pointers, num_warps=warps, max_registers=registers, maxnreg=maxnreg,
+        title, lambda: fn, signature, constants, pointers, num_warps=warps, max_registers=registers, maxnreg=maxnreg, max_spill_bytes=spill,
         vector_loads=wide,
     )  # fmt: skip
 
@@ -165,7 +166,8 @@ def _kernels() -> Iterator[Kernel]:
                 "TILE": long.alone,
             }  # fmt: skip
             yield _kernel(
-                f"topk choose {title}", kp.choose_kernel, blocks, long.choose_warps, 128, wide=False, **types
+                f"topk choose {title}", kp.choose_kernel, blocks, long.choose_warps, plan.CHOOSING_REGISTERS, wide=False,
+                maxnreg=plan.CHOOSING_REGISTERS, spill=120, **types
             )  # fmt: skip
     for k in (64, 2048):
         for best_first in (True, False):
