@@ -2,9 +2,9 @@
 
 python benchmarks/selection.py --out selection.json [--cells NAME ...] [--variants] [--seconds 220]
 
-Every cell is compared with a stable sort first. Times are medians in µs with a cold L2: `call` from eager calls, `graph`
-from replays of a captured call, `host` of the launching thread, `kernels` from the profiler. A failure is recorded with
-its cell, and the rest goes on. `--variants` changes one constant of `onepass.ops.topk.plan` at a time.
+Every cell is compared with a stable sort first. Times are medians in µs with a cold L2: `call` from eager calls,
+`graph` from replays of a captured call, `host` of the launching thread, `kernels` from the profiler. A failure is
+recorded with its cell, and the rest goes on. `--variants` changes one constant of `onepass.ops.topk.plan` at a time.
 """
 
 # ruff: noqa: T201
@@ -125,10 +125,11 @@ def lengths(cell: Cell, device: str) -> Tensor | None:
 def expected(s: Tensor, k: int, best_first: bool, ends: Tensor | None) -> Tensor:
     """Return the indices that a stable sort gives, by rows that fit the memory."""
     found = []
-    for rows, last in zip(s.split(256), (ends if ends is not None else s.new_full((len(s),), s.shape[1])).split(256)):
-        wide = rows.float()
+    for first in range(0, len(s), 256):
+        wide = s[first : first + 256].float()
         if ends is not None:
-            wide = wide.masked_fill(torch.arange(s.shape[1], device=s.device) >= last[:, None], -math.inf)
+            columns = torch.arange(s.shape[1], device=s.device)
+            wide = wide.masked_fill(columns >= ends[first : first + 256, None], -math.inf)
         indices = wide.sort(dim=-1, descending=True, stable=True).indices[:, :k]
         found.append(indices if best_first else indices.sort(-1).values)
     return torch.cat(found)

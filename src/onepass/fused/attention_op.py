@@ -19,8 +19,8 @@ from onepass.core.register import register, register_fake
 from onepass.ops.causal_choice import op as causal_choice
 
 from . import attention as node
-from .choice import empty_choice
 from .attention import MASK, TENSORS, TOKENS
+from .choice import empty_choice
 from .plans import AttentionPlan as Plan
 
 # the outputs of forward that belong to the caller: y, indices and gates of queries and of keys, scores

@@ -113,5 +113,6 @@ def of_sequence(within: Tensor, batch: int, block: int) -> Tensor:
 
 
 __all__ = [
-    "Choice", "choose", "choose_backward", "choose_keys", "choose_keys_backward", "empty_choice", "of_sequence", "windows",
+    "Choice", "choose", "choose_backward", "choose_keys", "choose_keys_backward", "empty_choice", "of_sequence",
+    "windows",
 ]  # fmt: skip

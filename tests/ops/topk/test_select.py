@@ -73,7 +73,9 @@ def test_nan_comes_before_infinity(dtype: torch.dtype) -> None:
 
 def compare(n: int, k: int, device: str) -> None:
     for name, s, mask in kinds_of_rows(n, device):
-        assert torch.equal(select_op(s, mask, None, None, k, True, True, False)[1], oracle(s, mask, k)), f"{name}, n = {n}, k = {k}"
+        assert torch.equal(select_op(s, mask, None, None, k, True, True, False)[1], oracle(s, mask, k)), (
+            f"{name}, n = {n}, k = {k}"
+        )
 
 
 @pytest.mark.interpret

@@ -1,7 +1,7 @@
 """What the kernels of the selection share: scores as keys, the range of a row, survivors packed in one int64.
 
-A score becomes an int32 key in the same order (NaN above +inf, -0 equal to 0), so a threshold is an integer and ties are
-exact. A survivor travels as its score's bits (high half) and its column, counted from the end (low half): two moves
+A score becomes an int32 key in the same order (NaN above +inf, -0 equal to 0), so a threshold is an integer and ties
+are exact. A survivor travels as its score's bits (high half) and its column, counted from the end (low half): two moves
 make it, and `ordered` makes of it an integer that sorts by score, then by lowest column.
 """
 

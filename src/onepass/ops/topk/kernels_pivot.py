@@ -1,6 +1,6 @@
 """The selection from long rows: a pivot from a sample, one pass that keeps what lies above it, a choice among that.
 
-The result is exact whatever the sample says. Where it misleads, `choose_kernel` reads the row again, in the same launch.
+The result is exact whatever the sample says. Where it misleads, `choose_kernel` reads the row again, in its launch.
 Candidates of several programs stand in the order in which these asked for room, which differs from run to run; which
 candidates there are does not, and neither does what is chosen among them.
 """
@@ -150,8 +150,8 @@ def pass_kernel(
     mask_row = row * mask_row_stride
     cols = begin * BLOCK + tl.arange(0, BLOCK)
     coming = load_scores(
-        s_ptr, mask_ptr, s_row + cols, mask_row + cols, cols, cols < end * BLOCK, first, last, n_cols, HAS_MASK, has_range,
-        LARGEST,
+        s_ptr, mask_ptr, s_row + cols, mask_row + cols, cols, cols < end * BLOCK, first, last, n_cols, HAS_MASK,
+        has_range, LARGEST,
     )  # fmt: skip
     for _ in range(begin, end):
         s = coming
@@ -222,7 +222,7 @@ def collect(
     ABOVE: tl.constexpr, HAS_MASK: tl.constexpr, HAS_RANGE: tl.constexpr, LARGEST: tl.constexpr, SHIFT: tl.constexpr,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    """Write the keys above the threshold and the first `room` equal to it after `found` others; return how many there are.
+    """Write the keys above the threshold and the first `room` equal to it after `found` others; return their number.
 
     Without ABOVE only the equal ones. They stand in the order of columns; the search ends once there are k.
     """

@@ -152,20 +152,20 @@ def select(
     kind = (NO_GATES if not gated else HARD if soft is None else SOFT).value
     results = indices, s, soft, values, gates
     with device_guard(s):
-        found = _survivors(rows, k)
+        chosen = _survivors(rows, k)
         if k <= plan.MAX_SORTED:
             block_r, block_k, warps = plan.of_sort(n_rows, k, sm_count(s))
             launch(
-                sort_kernel, (cdiv(n_rows, block_r), 1, 1), (found.packed, found.state, *results), (s.stride(0), n_rows, n_cols, k),
-                (is_sorted, rows.largest, kind, block_r, block_k), num_warps=warps,
+                sort_kernel, (cdiv(n_rows, block_r), 1, 1), (chosen.packed, chosen.state, *results),
+                (s.stride(0), n_rows, n_cols, k), (is_sorted, rows.largest, kind, block_r, block_k), num_warps=warps,
             )  # fmt: skip
             return Found(indices, values, gates)
-        spare = torch.empty_like(found.packed)
+        spare = torch.empty_like(chosen.packed)
         numbers, constants = (s.stride(0), n_cols), (rows.largest, kind)
-        if not is_sorted and not found.in_order:
+        if not is_sorted and not chosen.in_order:
             # the k best of them, by score
-            best = _merged(found, True, k, spare, None, numbers, constants)
-            spare = found.packed if best is spare else spare
-            found = _Survivors(best, found.state, True)
-        _merged(found, is_sorted, k, spare, results, numbers, constants)
+            best = _merged(chosen, True, k, spare, None, numbers, constants)
+            spare = chosen.packed if best is spare else spare
+            chosen = _Survivors(best, chosen.state, True)
+        _merged(chosen, is_sorted, k, spare, results, numbers, constants)
     return Found(indices, values, gates)

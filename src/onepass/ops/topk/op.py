@@ -12,14 +12,12 @@ from torch.library import register_vmap
 from onepass.core import check
 from onepass.core.bind import batch_first, bind
 from onepass.core.eager import plain
-from onepass.core.launch import as_rows, replayed, uses_triton
+from onepass.core.launch import replayed, uses_triton
 from onepass.core.register import register, register_fake
 from onepass.ops._shared import arguments
 from onepass.ops.soft_topk.op import KINDS
-from onepass.ops.soft_topk.op import backward as soft_backward
-from onepass.ops.soft_topk.op import forward as soft_forward
 
-from . import ranges, sharding, torch_path
+from . import compute, ranges, sharding
 
 
 class TopK(NamedTuple):
@@ -30,34 +28,7 @@ class TopK(NamedTuple):
     gates: Tensor
 
 
-def _index_dtype(narrow: bool) -> torch.dtype:
-    return torch.int32 if narrow else torch.int64
-
-
-def _rows(scores: Tensor, mask: Tensor | None, start: Tensor | None, lengths: Tensor | None, largest: bool) -> Any:
-    from . import kernels_select
-
-    starts, ends = arguments.per_row(start, scores), arguments.per_row(lengths, scores)
-    return kernels_select.Rows(as_rows(scores), arguments.mask_rows(mask, scores), starts, ends, largest)
-
-
-def _select(
-    scores: Tensor, mask: Tensor | None, start: Tensor | None, lengths: Tensor | None, k: int, largest: bool,
-    is_sorted: bool, narrow: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return values and indices of the k largest valid scores; narrow: int32 indices. No checks, no autograd."""
-    if uses_triton(scores):
-        from . import kernels_select
-
-        found = kernels_select.select(
-            _rows(scores, mask, start, lengths, largest), k, is_sorted, index_dtype=_index_dtype(narrow),
-            lead=tuple(scores.shape[:-1]),
-        )  # fmt: skip
-        return found.values, found.indices
-    return torch_path.select(scores, mask, start, lengths, k, largest, is_sorted, _index_dtype(narrow))
-
-
-select_op = register("topk_select", _select, sharding.select)
+select_op = register("topk_select", compute.select, sharding.select)
 
 
 @register_fake(select_op)
@@ -66,7 +37,7 @@ def _(
     is_sorted: bool, narrow: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     shape = (*scores.shape[:-1], k)
-    return scores.new_empty(shape), scores.new_empty(shape, dtype=_index_dtype(narrow))
+    return scores.new_empty(shape), scores.new_empty(shape, dtype=compute.index_dtype(narrow))
 
 
 def _select_batched(
@@ -109,134 +80,17 @@ def gates(soft: Tensor, indices: Tensor) -> Tensor:
     return torch.where(indices >= 0, 1 + (chosen - chosen.detach()), 0.0)
 
 
-def _solve(
-    scores: Tensor, eps: Tensor | None, mask: Tensor | None, start: Tensor | None, lengths: Tensor | None, k: int,
-    eps_value: float, kind: int,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return soft_topk's gates and solution for the valid scores."""
-    return soft_forward(scores, None, eps, ranges.allowed(scores, mask, start, lengths), float(k), eps_value, kind)
-
-
-def _forward(
-    scores: Tensor, eps: Tensor | None, mask: Tensor | None, start: Tensor | None, lengths: Tensor | None, k: int,
-    eps_value: float, kind: int, hard: bool, largest: bool, is_sorted: bool, narrow: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """Return (values, indices, gates, solution of soft_topk); k ≥ 1, n ≥ 1.
-
-    Hard gates are 1 and need no solution: backward solves, if it is ever called.
-    """
-    soft = state = None
-    if not hard:
-        soft, state = _solve(
-            scores if largest else -scores, eps, mask, start, lengths, k, eps_value, kind
-        )  # fmt: skip
-    if uses_triton(scores):
-        from . import kernels_select
-
-        found = kernels_select.select(
-            _rows(scores, mask, start, lengths, largest), k, is_sorted,
-            None if soft is None else soft.view(-1, scores.shape[-1]), True, _index_dtype(narrow),
-            tuple(scores.shape[:-1]),
-        )  # fmt: skip
-        assert found.gates is not None
-        return found.values, found.indices, found.gates, state
-    values, indices = torch_path.select(
-        scores, mask, start, lengths, k, largest, is_sorted, _index_dtype(narrow)
-    )  # fmt: skip
-    if soft is None:
-        return values, indices, torch_path.hard_gates(values, indices), None
-    chosen = soft.gather(-1, indices.clamp(min=0).long())
-    return values, indices, torch.where(indices >= 0, chosen, 0.0), state
-
-
 def _forward_all(
     scores: Tensor, eps: Tensor | None, mask: Tensor | None, start: Tensor | None, lengths: Tensor | None, k: int,
     eps_value: float, kind: int, hard: bool, largest: bool, is_sorted: bool, narrow: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """`_forward` for the dispatcher: an op returns tensors only, so a missing solution has no columns."""
-    *found, state = _forward(
+    """`compute.forward` for the dispatcher: an op returns tensors only, so a missing solution has no columns."""
+    *found, state = compute.forward(
         scores, eps, mask, start, lengths, k, eps_value, kind, hard, largest, is_sorted, narrow
     )  # fmt: skip
     if state is None:
         state = scores.new_empty((*scores.shape[:-1], 0), dtype=arguments.accumulator(scores))
     return (*found, state)  # type: ignore[return-value]
-
-
-def forward(
-    scores: Tensor, eps: Tensor | None, mask: Tensor | None, k: int, eps_value: float, kind: int, hard: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return (values, indices, gates, solution of soft_topk); hard gates are 1 and come without a solution.
-
-    No checks and no autograd, for callers that have their own; k ≥ 1, n ≥ 1.
-    """
-    return _forward(scores, eps, mask, None, None, k, eps_value, kind, hard, True, True, False)
-
-
-def backward(
-    g_values: Tensor | None,
-    g_gates: Tensor | None,
-    scores: Tensor,
-    indices: Tensor,
-    state: Tensor | None,
-    eps: Tensor | None,
-    mask: Tensor | None,
-    eps_value: float,
-    kind: int,
-    need_scores: bool,
-    need_eps: bool,
-    into: Tensor | None = None,
-    start: Tensor | None = None,
-    lengths: Tensor | None = None,
-    largest: bool = True,
-) -> tuple[Tensor | None, Tensor | None]:
-    """Return the gradients of scores and eps, None where not needed; a missing upstream gradient is None.
-
-    A state that is None or has no columns is solved for. With `into`, contiguous and like scores, the gradient of the
-    scores is written there.
-    """
-    if not largest:
-        # the gradients of the largest of -scores
-        ds, deps = backward(
-            None if g_values is None else -g_values, g_gates, -scores, indices, state, eps, mask, eps_value, kind,
-            need_scores, need_eps, None, start, lengths,
-        )  # fmt: skip
-        if ds is not None:
-            ds = ds.neg_() if into is None else torch.neg(ds, out=into)
-        return ds, deps
-    need_eps = need_eps and eps is not None
-    mask = ranges.allowed(scores, mask, start, lengths)
-    if g_gates is None:
-        # the kernels read no solution
-        state = scores.new_empty((*scores.shape[:-1], 2), dtype=arguments.accumulator(scores))
-    elif state is None or not state.shape[-1]:
-        _, state = _solve(scores, eps, mask, None, None, indices.shape[-1], eps_value, kind)
-    if uses_triton(scores):
-        from . import kernels_backward
-
-        rows_of_k = (-1, indices.shape[-1])
-        ds, deps = kernels_backward.backward(
-            None if g_gates is None else g_gates.reshape(rows_of_k),
-            None if g_values is None else g_values.reshape(rows_of_k), indices.contiguous().view(rows_of_k),
-            as_rows(scores), state.contiguous(), arguments.per_row(eps, scores), arguments.mask_rows(mask, scores),
-            eps_value, kind, need_scores, need_eps, tuple(scores.shape), into,
-        )  # fmt: skip
-        return (
-            ds if need_scores else None,
-            arguments.to_shape(deps, eps, scores) if need_eps and eps is not None else None,
-        )
-    columns, present = indices.clamp(min=0).long(), indices >= 0
-    ds = scores.new_zeros(scores.shape)
-    of_eps = None if eps is None else torch.zeros_like(eps)
-    if g_gates is not None:
-        gy = scores.new_zeros(scores.shape).scatter_add_(
-            -1, columns, torch.where(present, g_gates, 0.0).to(scores.dtype)
-        )
-        ds, _, of_eps = soft_backward(gy, scores, state, None, eps, mask, eps_value, kind, need_scores, False, need_eps)
-    if need_scores and g_values is not None:
-        ds.scatter_add_(-1, columns, torch.where(present, g_values, 0.0).to(scores.dtype))
-    if need_scores and into is not None:
-        ds = into.copy_(ds)
-    return ds if need_scores else None, of_eps if need_eps else None
 
 
 def _backward_all(
@@ -255,10 +109,10 @@ def _backward_all(
     need_scores: bool,
     need_eps: bool,
 ) -> tuple[Tensor, Tensor]:
-    """`backward` for the dispatcher: an op returns tensors only, so unneeded gradients are empty."""
-    ds, deps = backward(
-        g_values, g_gates, scores, indices, state, eps, mask, eps_value, kind, need_scores, need_eps, None, start,
-        lengths, largest,
+    """`compute.backward` for the dispatcher: an op returns tensors only, so unneeded gradients are empty."""
+    ds, deps = compute.backward(
+        g_values, g_gates, scores, indices, state, eps, mask, start, lengths, eps_value, kind, largest, need_scores,
+        need_eps,
     )  # fmt: skip
     return (
         scores.new_empty(0) if ds is None else ds,
@@ -277,7 +131,12 @@ def _(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     shape = (*scores.shape[:-1], k)
     state = scores.new_empty((*scores.shape[:-1], 0 if hard else 2), dtype=arguments.accumulator(scores))
-    return scores.new_empty(shape), scores.new_empty(shape, dtype=_index_dtype(narrow)), scores.new_empty(shape), state
+    return (
+        scores.new_empty(shape),
+        scores.new_empty(shape, dtype=compute.index_dtype(narrow)),
+        scores.new_empty(shape),
+        state,
+    )
 
 
 @register_fake(backward_op)
@@ -301,9 +160,11 @@ def _(
     return scores.new_empty(scores.shape if need_scores else (0,)), deps
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
     scores, eps, mask, start, lengths, _, eps_value, kind, _, largest, _, _ = inputs
-    ctx.save_for_backward(scores, output[1], output[3], eps, mask, start, lengths)
+    # a missing solution is None on every path: checkpointing compares what forward and its repetition save
+    state = output[3] if output[3] is not None and output[3].shape[-1] else None
+    ctx.save_for_backward(scores, output[1], state, eps, mask, start, lengths)
     ctx.options = eps_value, kind, largest
     ctx.set_materialize_grads(False)
 
@@ -313,26 +174,47 @@ def _gradients(
 ) -> tuple[Tensor | None, ...]:
     if g_values is None and g_gates is None:
         return (None,) * 12
-    needs = ctx.needs_input_grad[0], ctx.saved_tensors[3] is not None and ctx.needs_input_grad[1]
-    grads = run(g_values, g_gates, *ctx.saved_tensors, *ctx.options, *needs)
+    scores, indices, state, eps, *others = ctx.saved_tensors
+    needs = ctx.needs_input_grad[0], eps is not None and ctx.needs_input_grad[1]
+    grads = run(g_values, g_gates, scores, indices, state, eps, *others, *ctx.options, *needs)
     return (*(g if need else None for g, need in zip(grads, needs, strict=True)), *(None,) * 10)
 
 
-def _eager_backward(
-    g_values: Any, g_gates: Any, scores: Any, indices: Any, state: Any, eps: Any, mask: Any, start: Any, lengths: Any,
-    eps_value: float, kind: int, largest: bool, need_scores: bool, need_eps: bool,
-) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
-    """`backward` with the arguments in the operator's order."""
-    return backward(
-        g_values, g_gates, scores, indices, state, eps, mask, eps_value, kind, need_scores, need_eps, None, start,
-        lengths, largest,
-    )  # fmt: skip
-
-
 _call = bind(
-    name="topk", forward=_forward, forward_op=forward_op, backward=_eager_backward, backward_op=backward_op,
+    name="topk", forward=compute.forward, forward_op=forward_op, backward=compute.backward, backward_op=backward_op,
     save=_save, gradients=_gradients, n_public=3, replay=True,
 )  # fmt: skip
+
+
+def forward(
+    scores: Tensor, eps: Tensor | None, mask: Tensor | None, k: int, eps_value: float, kind: int, hard: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Return (values, indices, gates, solution of soft_topk); hard gates are 1 and come without a solution.
+
+    No checks and no autograd, for callers that have their own; k ≥ 1, n ≥ 1.
+    """
+    return compute.forward(scores, eps, mask, None, None, k, eps_value, kind, hard, True, True, False)
+
+
+def backward(
+    g_values: Tensor | None,
+    g_gates: Tensor | None,
+    scores: Tensor,
+    indices: Tensor,
+    state: Tensor | None,
+    eps: Tensor | None,
+    mask: Tensor | None,
+    eps_value: float,
+    kind: int,
+    need_scores: bool,
+    need_eps: bool,
+    into: Tensor | None = None,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return the gradients of scores and eps of :func:`forward`, None where not needed; `into` takes the scores'."""
+    return compute.backward(
+        g_values, g_gates, scores, indices, state, eps, mask, None, None, eps_value, kind, True, need_scores, need_eps,
+        into,
+    )  # fmt: skip
 
 
 def choose(scores: Tensor, k: int, eps: Tensor | float, mask: Tensor | None, kind: str, hard: bool) -> TopK:
@@ -351,7 +233,14 @@ def _fill(
 
     lead = tuple(scores.shape[:-1])
     found = kernels_select.select(
-        _rows(scores, mask, start, lengths, largest), k, is_sorted, None, True, indices.dtype, lead, (values, indices)
+        compute.rows_of(scores, mask, start, lengths, largest),
+        k,
+        is_sorted,
+        None,
+        True,
+        indices.dtype,
+        lead,
+        (values, indices),
     )
     assert found.gates is not None
     return found.gates

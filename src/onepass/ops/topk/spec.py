@@ -116,8 +116,8 @@ def _kernel(
     signature = {a: t for a, t in {**_TYPES, **types}.items() if a in fn.arg_names and a not in constants}
     pointers = [a for a in signature if a.endswith("_ptr")]
     return Kernel(
-        title, lambda: fn, signature, constants, pointers, num_warps=warps, max_registers=registers, maxnreg=maxnreg, max_spill_bytes=spill,
-        vector_loads=wide,
+        title, lambda: fn, signature, constants, pointers, num_warps=warps, max_registers=registers, maxnreg=maxnreg,
+        max_spill_bytes=spill, vector_loads=wide,
     )  # fmt: skip
 
 
@@ -144,21 +144,21 @@ def _kernels() -> Iterator[Kernel]:
             "ASM": True,
         }  # fmt: skip
         yield _kernel(f"topk whole {dtype} {cols}", kw.whole_kernel, blocks, whole.warps, 112, s_ptr=f"*{dtype}")
-    for dtype, rows, k in (("fp32", 64, 2048), ("fp32", 2048, 2048), ("bf16", 64, 2048), ("fp32", 8, 65536)):
+    for dtype, n_rows, k in (("fp32", 64, 2048), ("fp32", 2048, 2048), ("bf16", 64, 2048), ("fp32", 8, 65536)):
         for options in (plain, ranged):
-            long = plan.of_selection(rows, 131072, k, dtypes[dtype].itemsize, 132)
+            long = plan.of_selection(n_rows, 131072, k, dtypes[dtype].itemsize, 132)
             assert isinstance(long, plan.Pivot)
-            title = f"{dtype} {rows} {k}{', ranges' if options is ranged else ''}"
+            title = f"{dtype} {n_rows} {k}{', ranges' if options is ranged else ''}"
             shift, alone = plan.constant_bits(dtypes[dtype]), long.splits == 1
             sample = {"DISORDERED": 1, "SIGMAS": plan.SIGMAS, "GROUPS": long.groups, "GROUP": long.group}
-            types = {"s_ptr": f"*{dtype}"}
+            pointer = f"*{dtype}"
             yield _kernel(
                 f"topk pivot {title}", kp.pivot_kernel, {**options, "SHIFT": shift, **sample}, long.sample_warps, 128,
-                **types,
+                spill=120, s_ptr=pointer,
             )  # fmt: skip
             yield _kernel(
-                f"topk pass {title}", kp.pass_kernel, {**options, "ALONE": alone, "BLOCK": long.tile, "ASM": True}, long.tile_warps,
-                96, **types,
+                f"topk pass {title}", kp.pass_kernel, {**options, "ALONE": alone, "BLOCK": long.tile, "ASM": True},
+                long.tile_warps, 80, s_ptr=pointer,
             )  # fmt: skip
             chooses = k <= plan.MAX_SORTED
             blocks = {
@@ -166,8 +166,8 @@ def _kernels() -> Iterator[Kernel]:
                 "TILE": long.alone,
             }  # fmt: skip
             yield _kernel(
-                f"topk choose {title}", kp.choose_kernel, blocks, long.choose_warps, plan.CHOOSING_REGISTERS, wide=False,
-                maxnreg=plan.CHOOSING_REGISTERS, spill=120, **types
+                f"topk choose {title}", kp.choose_kernel, blocks, long.choose_warps, plan.CHOOSING_REGISTERS,
+                wide=False, maxnreg=plan.CHOOSING_REGISTERS, spill=120, s_ptr=pointer,
             )  # fmt: skip
     for k in (64, 2048):
         for best_first in (True, False):
@@ -193,11 +193,11 @@ def _kernels() -> Iterator[Kernel]:
         blocks = {"KIND": kind, "BLOCK_R": rows.block_r, "BLOCK_C": cols, "BLOCK_K": block_k, "VEC": 16}
         constants = {**given, **options, **needs, **blocks}
         yield _kernel(f"topk backward {kind} {cols}", kb.row_kernel, constants, rows.warps, 112, eps_value="fp32")
-    long = shape(8, 1 << 20, PER_WARP, kb.LONGEST)
-    blocks = {"KIND": 0, **options, "NEED_EPS": False, "BLOCK_C": long.block_c, "BLOCK_K": kb.SELECTED, "VEC": 16}
-    yield _kernel("topk backward, sums", kb.sums_kernel, blocks, long.warps, 80, eps_value="fp32")
-    blocks = {"KIND": 0, **options, **needs, "N_SPLITS": long.splits, "BLOCK_C": long.block_c, "VEC": 16}
-    yield _kernel("topk backward, rest", kb.rest_kernel, blocks, long.warps, 80, eps_value="fp32")
+    team = shape(8, 1 << 20, PER_WARP, kb.LONGEST)
+    blocks = {"KIND": 0, **options, "NEED_EPS": False, "BLOCK_C": team.block_c, "BLOCK_K": kb.SELECTED, "VEC": 16}
+    yield _kernel("topk backward, sums", kb.sums_kernel, blocks, team.warps, 80, eps_value="fp32")
+    blocks = {"KIND": 0, **options, **needs, "N_SPLITS": team.splits, "BLOCK_C": team.block_c, "VEC": 16}
+    yield _kernel("topk backward, rest", kb.rest_kernel, blocks, team.warps, 80, eps_value="fp32")
     blocks = {"KIND": 0, **given, "eps_ptr": None, "HAS_EPS": False, "BLOCK_K": kb.SELECTED}
     yield _kernel("topk backward, selected", kb.selected_kernel, blocks, 4, 80, wide=False, eps_value="fp32")
 

@@ -53,7 +53,9 @@ def _on_cpu(keys: Tensor, k: int, is_sorted: bool) -> tuple[Tensor, Tensor]:
     falls = values.diff()
     clear = n > 1 and falls.amax().item() < 0 and (n > k or values[..., -1].amin().item() > -math.inf)
     if n > k:
-        values, indices = values[..., :k].contiguous(), indices[..., :k].contiguous()
+        # copies: a view would keep k + 1 values, and their stride
+        layout = torch.contiguous_format
+        values, indices = (t[..., :k].clone(memory_format=layout) for t in (values, indices))
     if clear:
         if not is_sorted:
             indices = indices.sort(-1).values
