@@ -43,7 +43,7 @@ def select(
 
 
 def _on_cpu(keys: Tensor, k: int, is_sorted: bool) -> tuple[Tensor, Tensor]:
-    """Select with torch.topk, which decides ties arbitrarily; rows that have any are selected again.
+    """Select with torch.topk, which decides ties arbitrarily, and decide these in the rows that have any.
 
     One value more than k also shows a tie of the last one with what is left.
     """
@@ -52,28 +52,73 @@ def _on_cpu(keys: Tensor, k: int, is_sorted: bool) -> tuple[Tensor, Tensor]:
     # falling from each value to the next: no tie, no NaN, and nothing but perhaps the last is -inf
     falls = values.diff()
     clear = n > 1 and falls.amax().item() < 0 and (n > k or values[..., -1].amin().item() > -math.inf)
+    beyond = values[..., k:]
     if n > k:
         # copies: a view would keep k + 1 values, and their stride
         layout = torch.contiguous_format
         values, indices = (t[..., :k].clone(memory_format=layout) for t in (values, indices))
-    if clear:
-        if not is_sorted:
-            indices = indices.sort(-1).values
-            values = keys.gather(-1, indices)
-        return values, indices
-    rows = keys.reshape(-1, n)
-    tied = (falls.reshape(len(rows), -1) < 0).all(-1).logical_not_()
-    tied |= values.reshape(-1, k)[:, -1] == -math.inf
-    if not is_sorted:
+    if not clear:
+        rows, v, i = keys.reshape(-1, n), values.view(-1, k), indices.view(-1, k)
+        odd = v[:, 0].isnan() | (v[:, -1] == -math.inf)
+        which = ((falls < 0).all(-1).logical_not_().view(-1) & ~odd).nonzero()[:, 0]
+        if len(which):
+            _decide_ties(rows, v, i, beyond.reshape(len(rows), -1), which)
+        which = odd.nonzero()[:, 0]
+        if len(which):
+            v[which], i[which] = _anywhere(rows[which], k, True)
+    if not is_sorted and clear:
         indices = indices.sort(-1).values
         values = keys.gather(-1, indices)
-    which = tied.nonzero()[:, 0]
-    whole = len(which) == len(rows)
-    found = _anywhere(rows if whole else rows[which], k, is_sorted)
-    if whole:
-        return found[0].view(values.shape), found[1].view(indices.shape)
-    values.view(-1, k)[which], indices.view(-1, k)[which] = found
+    elif not is_sorted:
+        # missing ones are -1, and stay last
+        indices = torch.where(indices < 0, n, indices).sort(-1).values
+        values = torch.where(indices < n, keys.gather(-1, indices.clamp(max=n - 1)), -math.inf)
+        indices = torch.where(indices < n, indices, -1)
     return values, indices
+
+
+def _decide_ties(rows: Tensor, values: Tensor, indices: Tensor, beyond: Tensor, which: Tensor) -> None:
+    """Put the lowest indices first among equal values, in place, in these rows; no NaN and no -inf is in `values`."""
+    n = rows.shape[1]
+    if beyond.shape[1]:
+        split = which[(beyond[which] == values[which, -1:])[:, 0]]
+        if len(split):
+            _first_equals(rows, values, indices, split)
+    v, i = values[which], indices[which]
+    same = v[:, 1:] == v[:, :-1]
+    # groups of equal values, and the elements of those with several
+    several = torch.nn.functional.pad(same, (0, 1)) | torch.nn.functional.pad(same, (1, 0))
+    if several.sum() * 8 < several.numel():
+        place = several.flatten().nonzero()[:, 0]
+        starts = torch.nn.functional.pad(same, (1, 0)).flatten()[place].logical_not_()
+        number = starts.cumsum(0) * n + i.flatten()[place]
+        i.view(-1)[place] = number.sort().values % n
+    else:
+        number = torch.nn.functional.pad(same.logical_not(), (1, 0)).cumsum(-1) * n + i
+        i = number.sort(-1).values % n
+    indices[which] = i
+
+
+def _first_equals(rows: Tensor, values: Tensor, indices: Tensor, split: Tensor) -> None:
+    """Let the last of `values` be the first of its equals, in place, in rows where some of these are left out.
+
+    Most rows with many equal scores have enough of them at the beginning.
+    """
+    n, k = rows.shape[1], values.shape[1]
+    last = values[split, -1:]
+    level = values[split] == last
+    room = level.sum(-1)
+    width = min(n, 4 * k)
+    while True:
+        equal = (rows if len(split) == len(rows) else rows[split])[:, :width] == last
+        counts = equal.sum(-1)
+        if width == n or bool((counts >= room).all()):
+            break
+        width = n
+    row, column = equal.nonzero(as_tuple=True)
+    before = (counts.cumsum(0) - counts)[row]
+    first = torch.arange(len(row)) - before < room[row]
+    indices[split] = indices[split].masked_scatter_(level, column[first])
 
 
 def _anywhere(keys: Tensor, k: int, is_sorted: bool) -> tuple[Tensor, Tensor]:
