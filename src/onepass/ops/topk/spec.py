@@ -177,7 +177,8 @@ def _kernels() -> Iterator[Kernel]:
                 "BLOCK_K": block_k,
             }  # fmt: skip
             title = f"topk sort {k}" + ("" if best_first else " by column")
-            yield _kernel(title, ks.sort_kernel, blocks, warps, 80, wide=False)
+            # rows of 64: 8 bytes
+            yield _kernel(title, ks.sort_kernel, blocks, warps, 80, wide=False, spill=8 if k == 64 else 0)
     yield _kernel("topk runs", ks.run_kernel, {"BY_SCORE": True, "BLOCK": plan.RUN}, 16, 64, wide=False)
     blocks = {
         "BY_SCORE": True, "FETCH": True, "LARGEST": True, "GATES": ks.SOFT.value, "WAYS": plan.WAYS,
