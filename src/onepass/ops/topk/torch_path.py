@@ -52,8 +52,11 @@ def _on_cpu(keys: Tensor, k: int, is_sorted: bool) -> tuple[Tensor, Tensor]:
     # falling from each value to the next: no tie, no NaN, and nothing but perhaps the last is -inf
     falls = values.diff()
     clear = n > 1 and falls.amax().item() < 0 and (n > k or values[..., -1].amin().item() > -math.inf)
-    beyond = values[..., k:]
-    if n > k:
+    beyond = values[..., k:] if clear else values[..., k:].clone()
+    if n > k and values.numel() == k + 1:
+        shape = (*keys.shape[:-1], k)
+        values, indices = values.resize_(shape), indices.resize_(shape)
+    elif n > k:
         # copies: a view would keep k + 1 values, and their stride
         layout = torch.contiguous_format
         values, indices = (t[..., :k].clone(memory_format=layout) for t in (values, indices))
@@ -149,11 +152,11 @@ def _anywhere(keys: Tensor, k: int, is_sorted: bool) -> tuple[Tensor, Tensor]:
 
 def hard_gates(values: Tensor, indices: Tensor) -> Tensor:
     """Return 1 where an index is, else 0; NaN in a row that selects a NaN."""
-    gates = (indices >= 0).to(values.dtype)
-    # a maximum is NaN if any value is
-    if values.device.type == "cpu" and not (values.numel() and values.amax().isnan()):
-        return gates
-    return torch.where(indices >= 0, torch.where(values.isnan().any(-1, keepdim=True), math.nan, gates), 0.0)
+    # a finite sum holds no NaN and no infinity, which stands where an index is missing
+    if values.device.type == "cpu" and math.isfinite(values.sum().item()):
+        return torch.ones_like(values, memory_format=torch.contiguous_format)
+    ones = torch.where(values.isnan().any(-1, keepdim=True), math.nan, torch.ones_like(values))
+    return torch.where(indices >= 0, ones, 0.0)
 
 
 __all__ = ["hard_gates", "select"]
