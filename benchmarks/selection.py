@@ -173,8 +173,8 @@ def kernel_times(call: Callable[[], Any], flush: Tensor, repetitions: int = 10) 
     return {name: round(us, 2) for name, us in times.items() if "Fill" not in name}
 
 
-def measure(cell: Cell, timer: CudaTimer, flush: Tensor, sms: int) -> dict[str, Any]:
-    """Check one cell and time it beside torch.topk."""
+def measure(cell: Cell, timer: CudaTimer, flush: Tensor, sms: int, record: dict[str, Any]) -> None:
+    """Check one cell and time it beside torch.topk; what was found before a failure stays in `record`."""
     s, ends = scores(cell, "cuda", sms), lengths(cell, "cuda")
 
     def ours() -> Any:
@@ -185,7 +185,7 @@ def measure(cell: Cell, timer: CudaTimer, flush: Tensor, sms: int) -> dict[str, 
 
     top = ours()
     indices = expected(s, cell.k, cell.best_first, ends)
-    record: dict[str, Any] = {
+    record |= {
         "exact": torch.equal(top.indices, indices) and torch.equal(top.values, s.gather(-1, indices)),
         "gates": bool((top.gates == 1).all()),
         "same bits in 20 calls": all(torch.equal(ours().indices, top.indices) for _ in range(20)),
@@ -197,20 +197,18 @@ def measure(cell: Cell, timer: CudaTimer, flush: Tensor, sms: int) -> dict[str, 
         record["alone"] = all(torch.equal(a[0], top.indices[r]) for a, r in zip(alone, rows, strict=True))
     del indices
     for name, call in (("onepass", ours), ("torch.topk", theirs)):
-        times = {"call": timer.us(call), "host": timer.host_us(call)}
+        record[name] = {"call": round(timer.us(call), 1), "host": round(timer.host_us(call), 1)}
         replay = graphed(call)
-        times["graph"] = timer.us(replay)
-        record[name] = {key: round(us, 1) for key, us in times.items()}
+        record[name]["graph"] = round(timer.us(replay), 1)
         held = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         call()
         record[name]["peak MB"] = round((torch.cuda.max_memory_allocated() - held) / 1e6, 1)
         del replay
-    record["kernels"] = kernel_times(ours, flush)
     record["ratio, call"] = round(record["torch.topk"]["call"] / record["onepass"]["call"], 2)
     record["ratio, graph"] = round(record["torch.topk"]["graph"] / record["onepass"]["graph"], 2)
     record["GB/s, graph"] = round(s.numel() * s.element_size() / record["onepass"]["graph"] / 1e3)
-    return record
+    record["kernels"] = kernel_times(ours, flush)
 
 
 # one constant at a time, and a few pairs; the cells where it matters
@@ -269,6 +267,7 @@ def sweep(timer: CudaTimer, flush: Tensor, seconds: float) -> dict[str, Any]:
             if time.monotonic() > deadline:
                 found["stopped"] = f"before {title}, {cell.name}"
                 return found
+            record: dict[str, Any] = {}
             try:
                 for name, value in changes.items():
                     setattr(plan, name, value)
@@ -280,12 +279,13 @@ def sweep(timer: CudaTimer, flush: Tensor, seconds: float) -> dict[str, Any]:
                     return kernels_select.select(rows, cell.k, cell.best_first, gated=True)
 
                 replay = graphed(call)
-                record: Any = {"graph": round(timer.us(replay), 1), "kernels": kernel_times(call, flush)}
+                record["graph"] = round(timer.us(replay), 1)
                 values = s.topk(cell.k).values
                 ours = call().values
                 record["exact values"] = torch.equal(ours if cell.best_first else ours.sort(-1, True).values, values)
+                record["kernels"] = kernel_times(call, flush)
             except Exception:
-                record = {"failed": traceback.format_exc(limit=4)}
+                record["failed"] = traceback.format_exc(limit=4)
             finally:
                 for name, value in before.items():
                     setattr(plan, name, value)
@@ -319,11 +319,12 @@ def main() -> None:
         if time.monotonic() > deadline:
             record["stopped"] = f"before {cell.name}"
             break
-        try:
-            found = measure(cell, timer, flush, sms)
-        except Exception:
-            found = {"failed": traceback.format_exc(limit=6)}
+        found: dict[str, Any] = {}
         record["cells"][cell.name] = found
+        try:
+            measure(cell, timer, flush, sms, found)
+        except Exception:
+            found["failed"] = traceback.format_exc(limit=6)
         short = {key: value for key, value in found.items() if key not in ("plan",)}
         print(f"{cell.name:50} {json.dumps(short)[:600]}", flush=True)
         save()

@@ -129,6 +129,41 @@ def test_every_way_of_long_rows(kind: str, monkeypatch: pytest.MonkeyPatch) -> N
             compare(s, 20, sorted=best_first)
 
 
+@pytest.mark.interpret
+@pytest.mark.parametrize(
+    ("kind", "n", "k", "ways"),
+    [
+        ("normal", 210, 20, []),
+        ("a third equal", 210, 30, ["equals"]),
+        ("all equal", 210, 60, ["equals"]),
+        ("no sample sees them", 210, 5, ["exact", "row"]),
+        ("few", 210, 40, []),
+    ],
+)
+def test_what_follows_a_pivot(kind: str, n: int, k: int, ways: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each kind of row takes the way that the README gives: none, the equals of the pivot, the row again."""
+    from onepass.ops.topk import kernels_pivot
+
+    taken: list[str] = []
+    exact, collect = kernels_pivot.exact_threshold, kernels_pivot.collect
+
+    def note_exact(*args: Any) -> Any:
+        taken.append("exact")
+        return exact(*args)
+
+    def note_collect(*args: Any) -> Any:
+        # the argument ABOVE
+        taken.append("row" if args[13] else "equals")
+        return collect(*args)
+
+    shrink(monkeypatch, SAMPLE=64)
+    monkeypatch.setattr(kernels_pivot, "exact_threshold", note_exact)
+    monkeypatch.setattr(kernels_pivot, "collect", note_collect)
+    s = rows_of(kind, n, torch.Generator().manual_seed(3), k)
+    compare(s, k)
+    assert taken == ways * 3
+
+
 def test_vmap_over_ranges() -> None:
     s, lengths = torch.randn(4, 2, 12), torch.tensor([3, 12, 0, 7])
     mapped = torch.vmap(lambda s, n: tuple(onepass.topk(s, 4, lengths=n, sorted=False)))(s, lengths)
