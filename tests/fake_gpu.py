@@ -81,8 +81,7 @@ class Host:
         from onepass.ops.span_attention import kernels_rotary, op_rotary
         from onepass.ops.span_attention import kernels_triton as kernels_span
         from onepass.ops.span_attention import op as op_span
-        from onepass.ops.topk import kernels_backward, kernels_select
-        from onepass.ops.topk import op as op_topk
+        from onepass.ops.topk import compute, kernels_backward, kernels_select
 
         # runs that a test on a CPU has left have no edges for kernels
         runs._KEPT.clear()
@@ -105,7 +104,7 @@ class Host:
                        kernels_triton, kernels_select, kernels_backward, kernels_rotary, kernels_span,
                        kernels_causal):  # fmt: skip
             monkeypatch.setattr(module, "launch", launch)
-        for module in (branch, choice, rows, op, op_topk, op_rotary, op_span, op_causal):
+        for module in (branch, choice, rows, op, compute, op_rotary, op_span, op_causal):
             monkeypatch.setattr(module, "uses_triton", lambda x: True)
         monkeypatch.setattr(replay, "_on_gpu", lambda x: True)
         self.stretches = [

@@ -88,7 +88,7 @@ def _(d: int) -> None:
         lambda x: norm.forward_residual_op(x, x, None, None, 1e-5, 0.0, True, False),
         lambda x: torch.ops.onepass.soft_topk(x, None, None, None, 2.5, 0.5, 0),
         lambda x: torch.ops.onepass.coor_descent(x, None, None, 2.5, 4, 0.5, 0.5, 1.0, True),
-        lambda x: torch.ops.onepass.topk(x, None, None, 3, 0.5, 0, True),
+        lambda x: torch.ops.onepass.topk(x, None, None, None, None, 3, 0.5, 0, True, True, True, False),
     ]
     for call in calls:
         for e, g in zip(call(x), call(placed_x), strict=True):

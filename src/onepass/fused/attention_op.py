@@ -17,10 +17,10 @@ from onepass.core.eager import no_second, outside_autocast
 from onepass.core.flops import flop_formula, register_formulas
 from onepass.core.register import register, register_fake
 from onepass.ops.causal_choice import op as causal_choice
-from onepass.ops.topk import op as op_topk
 
 from . import attention as node
 from .attention import MASK, TENSORS, TOKENS
+from .choice import empty_choice
 from .plans import AttentionPlan as Plan
 
 # the outputs of forward that belong to the caller: y, indices and gates of queries and of keys, scores
@@ -102,7 +102,7 @@ def _(x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     starts, within, seen = (x.new_empty(0) for _ in range(3))
     how = plan.queries()
     if how.causal is None:
-        _, at_q, gates_q, state_q = op_topk.forward_op(scores[0], None, mask, how.k, how.eps, how.kind, how.hard)
+        gates_q, at_q, state_q = empty_choice(scores[0], how)
     else:
         gates_q, at_q, state_q, starts = causal_choice.forward_op(scores[0], mask, how.k, how.eps, *how.causal)
     of_kv, how = scores[1], plan.keys()
@@ -110,7 +110,7 @@ def _(x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
         windows = (n + plan.window - 1) // plan.window
         of_kv, keys = scores.new_empty((batch * windows, plan.window)), windows * plan.k_kv
         seen = x.new_empty((2, batch, plan.k_q), dtype=torch.int32)
-    _, at_kv, gates_kv, state_kv = op_topk.forward_op(of_kv, None, None, how.k, how.eps, how.kind, how.hard)
+    gates_kv, at_kv, state_kv = empty_choice(of_kv, how)
     if plan.causal:
         within, at_kv, gates_kv = at_kv, at_kv.new_empty((batch, keys)), gates_kv.new_empty((batch, keys))
 

@@ -141,10 +141,11 @@ def attend_backward(
 @replayed
 def after_backward_products(
     x: Tensor, vectors: Tensor, light_norm: Tensor, norm_q: Tensor, norm_kv: Tensor, mask: Tensor | None, plan: Plan,
-    at_q: Tensor, gates_q: Tensor, at_kv: Tensor, gates_kv: Tensor, scores: Tensor, stats: Tensor, state_q: Tensor,
-    starts: Tensor | None, state_kv: Tensor, within: Tensor | None, stats_q: Tensor, stats_kv: Tensor,
-    d_normed: Tensor | None, d_q: Tensor | None, d_kv: Tensor | None, d_gates_q: Tensor | None,
-    d_gates_kv: Tensor | None, g_scores: Tensor | None, explore_grad: Tensor | None, residual: Tensor | None,
+    at_q: Tensor, gates_q: Tensor, at_kv: Tensor, gates_kv: Tensor, scores: Tensor, stats: Tensor,
+    state_q: Tensor | None, starts: Tensor | None, state_kv: Tensor | None, within: Tensor | None,
+    stats_q: Tensor, stats_kv: Tensor, d_normed: Tensor | None, d_q: Tensor | None, d_kv: Tensor | None,
+    d_gates_q: Tensor | None, d_gates_kv: Tensor | None, g_scores: Tensor | None,
+    explore_grad: Tensor | None, residual: Tensor | None,
     need_x: bool, need_sums: bool, need_q: bool, need_kv: bool,
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
     """Return dx through all norms, choices and scores, and partials: light norm, vectors, then the chosen tokens'."""

@@ -23,8 +23,8 @@ class Choice(NamedTuple):
     causal: tuple[int, int] | None = None  # block and memory of a causal choice; None: choose the best of all tokens
 
 
-def choose(scores: Tensor, mask: Tensor | None, how: Choice) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return gates, indices, and the state and starts that :func:`choose_backward` needs."""
+def choose(scores: Tensor, mask: Tensor | None, how: Choice) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Return gates, indices, and the state and starts that :func:`choose_backward` needs; hard gates have no state."""
     if how.causal is not None:
         return causal_choice.forward(scores, mask, how.k, how.eps, *how.causal)
     _, indices, gates, state = op_topk.forward(scores, None, mask, how.k, how.eps, how.kind, how.hard)
@@ -32,11 +32,11 @@ def choose(scores: Tensor, mask: Tensor | None, how: Choice) -> tuple[Tensor, Te
 
 
 def choose_backward(
-    d_gates: Tensor, scores: Tensor, mask: Tensor | None, how: Choice, indices: Tensor, gates: Tensor, state: Tensor,
-    starts: Tensor | None, into: Tensor | None = None,
+    d_gates: Tensor, scores: Tensor, mask: Tensor | None, how: Choice, indices: Tensor, gates: Tensor,
+    state: Tensor | None, starts: Tensor | None, into: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Return the gradient of the scores, written to `into`, contiguous, if that is given."""
-    if how.causal is not None and starts is not None:
+    if how.causal is not None and state is not None and starts is not None:
         return causal_choice.backward(
             d_gates, scores, mask, gates, indices, state, starts, how.eps, *how.causal, into
         )  # fmt: skip
@@ -45,9 +45,16 @@ def choose_backward(
     return ds
 
 
+def empty_choice(scores: Tensor, how: Choice) -> tuple[Tensor, Tensor, Tensor]:
+    """Return empty tensors like the gates, indices and state of a choice that is not causal."""
+    shape = (*scores.shape[:-1], how.k)
+    state = scores.new_empty(0 if how.hard else (*scores.shape[:-1], 2))
+    return scores.new_empty(shape), scores.new_empty(shape, dtype=torch.int64), state
+
+
 def choose_keys(
     scores: Tensor, mask: Tensor | None, how: Choice, at_q: Tensor, window: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Return gates, indices (batch, keys), the choice's state, and with `window` > 0 two tensors more.
 
     Each window gives k keys then, and gates have the shape (batch·windows, k). The first of the two holds the indices
@@ -71,8 +78,8 @@ def choose_keys(
 
 
 def choose_keys_backward(
-    d_gates: Tensor, scores: Tensor, mask: Tensor | None, how: Choice, indices: Tensor, gates: Tensor, state: Tensor,
-    window: int, into: Tensor,
+    d_gates: Tensor, scores: Tensor, mask: Tensor | None, how: Choice, indices: Tensor, gates: Tensor,
+    state: Tensor | None, window: int, into: Tensor,
 ) -> None:  # fmt: skip
     """Write the gradient of the scores (batch, n) to `into`; `indices` are those within windows if `window` > 0."""
     if not window:
@@ -106,5 +113,6 @@ def of_sequence(within: Tensor, batch: int, block: int) -> Tensor:
 
 
 __all__ = [
-    "Choice", "choose", "choose_backward", "choose_keys", "choose_keys_backward", "of_sequence", "windows",
+    "Choice", "choose", "choose_backward", "choose_keys", "choose_keys_backward", "empty_choice", "of_sequence",
+    "windows",
 ]  # fmt: skip

@@ -95,7 +95,7 @@ def _gelu_backward(
 @replayed
 def _after_backward_products(
     x: Tensor, vectors: Tensor, light_norm: Tensor | None, heavy_norm: Tensor | None, mask: Tensor | None, plan: Plan,
-    indices: Tensor, gates: Tensor, scores: Tensor, stats: Tensor, state: Tensor, starts: Tensor | None,
+    indices: Tensor, gates: Tensor, scores: Tensor, stats: Tensor, state: Tensor | None, starts: Tensor | None,
     chosen_stats: Tensor, d_normed: Tensor | None, d_chosen: Tensor | None, d_gates: Tensor | None,
     d_scores: Tensor | None, explore_grad: Tensor | None, residual: Tensor | None, need_x: bool, need_sums: bool,
     need_heavy_norm: bool,

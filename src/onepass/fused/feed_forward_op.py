@@ -17,9 +17,9 @@ from onepass.core.eager import no_second, outside_autocast
 from onepass.core.flops import flop_formula, register_formulas
 from onepass.core.register import register, register_fake
 from onepass.ops.causal_choice import op as causal_choice
-from onepass.ops.topk import op as op_topk
 
 from . import feed_forward as node
+from .choice import empty_choice
 from .plans import FeedForwardPlan as Plan
 
 # the outputs of forward that belong to the caller: y, indices, gates, scores
@@ -102,7 +102,7 @@ def _(
     scores = x.new_empty((batch, n), dtype=wide)
     how = plan.choice()
     if how.causal is None:
-        _, indices, gates, state = op_topk.forward_op(scores, None, mask, k, plan.gate_eps, plan.kind, plan.hard)
+        gates, indices, state = empty_choice(scores, how)
         starts = x.new_empty(0)
     else:
         gates, indices, state, starts = causal_choice.forward_op(scores, mask, k, plan.gate_eps, *how.causal)

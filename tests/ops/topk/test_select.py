@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -12,7 +11,9 @@ import torch
 from torch import Tensor
 
 import onepass
+from onepass.ops.topk import plan
 from onepass.ops.topk.op import choose, select_op
+from topk_plans import shrink
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
@@ -73,7 +74,9 @@ def test_nan_comes_before_infinity(dtype: torch.dtype) -> None:
 
 def compare(n: int, k: int, device: str) -> None:
     for name, s, mask in kinds_of_rows(n, device):
-        assert torch.equal(select_op(s, mask, k), oracle(s, mask, k)), f"{name}, n = {n}, k = {k}"
+        assert torch.equal(select_op(s, mask, None, None, k, True, True, False)[1], oracle(s, mask, k)), (
+            f"{name}, n = {n}, k = {k}"
+        )
 
 
 @pytest.mark.interpret
@@ -83,14 +86,7 @@ def compare(n: int, k: int, device: str) -> None:
 )
 @pytest.mark.parametrize("long", [False, True], ids=["whole rows", "chunks"])
 def test_kernels_interpreted(sorted_here: bool, long: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    from onepass.ops.topk import kernels_select
-
-    if not sorted_here:
-        for name, value in (("MAX_SORTED", 8), ("RUN", 8), ("MERGED", 16)):
-            monkeypatch.setattr(kernels_select, name, value)
-    if long:
-        for name, value in (("MAX_COLS", 16), ("TILE", 16), ("CHUNK", 32)):
-            monkeypatch.setattr(kernels_select, name, value)
+    shrink(monkeypatch, MAX_SORTED=64 if sorted_here else 8, MAX_COLS=16 if long else 64)
     n = 75 if long else 40
     for k in (1, 9) if sorted_here else (17, n + 3):
         compare(n, k, "cpu")
@@ -134,17 +130,21 @@ def test_fused_gates_on_gpu(n: int, k: int, dtype: torch.dtype, hard: bool) -> N
     compare_gradients(n, k, dtype, hard, "cuda")
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 def test_the_launch_formula_covers_a_row() -> None:
-    from onepass.ops.topk.kernels_select import MAX_COLS, MAX_SPLITS, plan
-
-    for n in (1, 2, 31, 511, 513, 1024, 32767, MAX_COLS, MAX_COLS + 1, 100003, 1 << 20, 1 << 24):
+    for n in (1, 2, 31, 511, 513, 1024, 32767, plan.MAX_COLS, plan.MAX_COLS + 1, 100003, 1 << 20, 1 << 24):
         for rows in (1, 8, 1000):
-            shape = plan(rows, n, 132)
-            assert shape.splits * shape.tiles * shape.block_c >= n
-            assert (shape.splits - 1) * shape.tiles * shape.block_c < n
-            assert shape.splits <= MAX_SPLITS
-            assert shape.warps <= 32
+            for k in sorted({1, min(n, 2048), n // 2 + 1, n}):
+                shape = plan.of_selection(rows, n, k, 4, 132)
+                if isinstance(shape, plan.Whole):
+                    assert n <= shape.block_c <= plan.MAX_COLS
+                    assert shape.block_c % shape.scan == 0
+                    assert shape.warps <= 32
+                else:
+                    assert shape.splits * shape.tiles * shape.tile >= n
+                    assert (shape.splits - 1) * shape.tiles * shape.tile < n
+                    assert max(shape.sample_warps, shape.choose_warps) <= 32
+                    assert shape.groups * shape.group <= plan.SAMPLE
+                    assert k <= shape.capacity <= max(n + 15, 2 * k + 8192, n if k > plan.MAX_SORTED else 0)
 
 
 @pytest.mark.gpu
@@ -196,7 +196,7 @@ def test_the_host_never_waits(n: int) -> None:
 def test_more_than_2_to_the_31_elements() -> None:
     rows, n = 140000, 16384
     s = torch.randn(1, n, device="cuda", dtype=torch.bfloat16).expand(rows, n).contiguous()
-    indices = select_op(s, None, 40)
+    indices = select_op(s, None, None, None, 40, True, True, False)[1]
     assert torch.equal(indices[:1], oracle(s[:1], None, 40))
     assert torch.equal(indices[-1], indices[0])
     assert torch.equal(indices[rows // 2], indices[0])

@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 from torch.library import register_vmap
 
-from onepass.core.bind import bind
-from onepass.core.launch import as_rows, uses_triton
+from onepass.core import check
+from onepass.core.bind import batch_first, bind
+from onepass.core.eager import plain
+from onepass.core.launch import replayed, uses_triton
 from onepass.core.register import register, register_fake
 from onepass.ops._shared import arguments
 from onepass.ops.soft_topk.op import KINDS
-from onepass.ops.soft_topk.op import backward as soft_backward
-from onepass.ops.soft_topk.op import forward as soft_forward
 
-from . import sharding
+from . import compute, ranges, sharding
 
 
 class TopK(NamedTuple):
@@ -28,69 +28,47 @@ class TopK(NamedTuple):
     gates: Tensor
 
 
-def _select(scores: Tensor, mask: Tensor | None, k: int) -> Tensor:
-    """Return the indices of the k largest valid scores, largest first, ties by lowest index, padded with -1.
-
-    A threshold selects: all scores above the k-th largest, then the first columns equal to it until there are k. Only
-    these k survivors are sorted, which is cheaper than sorting the row.
-    """
-    if uses_triton(scores):
-        from . import kernels_select
-
-        found = kernels_select.select(as_rows(scores), arguments.mask_rows(mask, scores), k)
-        return found.indices.view(*scores.shape[:-1], k)
-    keys = scores if mask is None else scores.masked_fill(~mask, -math.inf)
-    n = keys.shape[-1]
-    kept = min(k, n)
-    out = torch.full((*keys.shape[:-1], k), -1, dtype=torch.int64, device=keys.device)
-    if not kept or not keys.numel():
-        return out
-    threshold = keys.topk(kept, dim=-1, sorted=True).values[..., -1:]
-    # NaN of either sign is above all other scores and equal to NaN
-    nan, nothing_above = keys.isnan(), threshold.isnan()
-    above = (keys > threshold) | (nan & ~nothing_above)
-    level = (keys == threshold) | (nan & nothing_above)
-    room = kept - above.sum(-1, keepdim=True)
-    chosen = above | (level & (level.cumsum(-1) <= room))
-    # survivors' columns in ascending order: the slot is the number of survivors before; all others share a spare slot
-    slot = torch.where(chosen, chosen.cumsum(-1) - 1, kept)
-    columns = torch.arange(n, device=keys.device).expand(keys.shape)
-    indices = out.new_empty((*keys.shape[:-1], kept + 1)).scatter_(-1, slot, columns)[..., :kept]
-    chosen_keys = keys.gather(-1, indices)
-    # use one NaN for all: sorting on a GPU orders NaNs by their sign
-    ordered, order = torch.where(chosen_keys.isnan(), math.nan, chosen_keys).sort(dim=-1, descending=True, stable=True)
-    out[..., :kept] = torch.where(ordered == -math.inf, -1, indices.gather(-1, order))
-    return out
-
-
-select_op = register("topk_select", _select, sharding.select)
+select_op = register("topk_select", compute.select, sharding.select)
 
 
 @register_fake(select_op)
-def _(scores: Tensor, mask: Tensor | None, k: int) -> Tensor:
-    return scores.new_empty((*scores.shape[:-1], k), dtype=torch.int64)
+def _(
+    scores: Tensor, mask: Tensor | None, start: Tensor | None, lengths: Tensor | None, k: int, largest: bool,
+    is_sorted: bool, narrow: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    shape = (*scores.shape[:-1], k)
+    return scores.new_empty(shape), scores.new_empty(shape, dtype=compute.index_dtype(narrow))
 
 
 def _select_batched(
-    info: Any, in_dims: tuple[int | None, ...], scores: Tensor, mask: Tensor | None, k: int
-) -> tuple[Tensor, int]:
+    info: Any, in_dims: tuple[int | None, ...], scores: Tensor, mask: Tensor | None, start: Tensor | None,
+    lengths: Tensor | None, *options: Any,
+) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:  # fmt: skip
     """Rows are independent: a mapped dimension is one more leading dimension."""
-    scores_dim, mask_dim, _ = in_dims
-    rows = scores.movedim(scores_dim, 0) if scores_dim is not None else scores.expand(info.batch_size, *scores.shape)
-    if mask is not None and mask_dim is not None:
-        mask = mask.movedim(mask_dim, 0)
-        mask = mask.reshape(mask.shape[0], *(1,) * (rows.dim() - mask.dim()), *mask.shape[1:])
-    return select_op(rows, mask, k), 0
+    rows = batch_first(scores, in_dims[0], info.batch_size)
+
+    def beside(given: Tensor | None, dim: int | None, n_dims: int) -> Tensor | None:
+        if given is None or dim is None:
+            return given
+        given = given.movedim(dim, 0)
+        return given.reshape(given.shape[0], *(1,) * (n_dims - given.dim()), *given.shape[1:])
+
+    others = (
+        beside(mask, in_dims[1], rows.dim()),
+        beside(start, in_dims[2], rows.dim() - 1),
+        beside(lengths, in_dims[3], rows.dim() - 1),
+    )
+    return select_op(rows, *others, *options), (0, 0)
 
 
 register_vmap(select_op, _select_batched)
 
 
 def select(scores: Tensor, k: int, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return (values, indices) of the k largest valid scores; see :func:`topk`."""
+    """Return (values, indices) of the k largest valid scores, best first; values have the gradient of a gather."""
     arguments.whole("topk", "k", k, 0)
     arguments.mask("topk", mask, scores)
-    indices = select_op(scores.detach(), mask, k)
+    _, indices = select_op(scores.detach(), mask, None, None, k, True, True, False)
     if k == 0 or scores.shape[-1] == 0:
         return scores.new_full(indices.shape, -math.inf), indices
     return torch.where(indices >= 0, scores.gather(-1, indices.clamp(min=0)), -math.inf), indices
@@ -102,75 +80,17 @@ def gates(soft: Tensor, indices: Tensor) -> Tensor:
     return torch.where(indices >= 0, 1 + (chosen - chosen.detach()), 0.0)
 
 
-def forward(
-    scores: Tensor, eps: Tensor | None, mask: Tensor | None, k: int, eps_value: float, kind: int, hard: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return (values, indices, gates, solution of soft_topk); hard replaces soft gates by 1.
-
-    No checks and no autograd, for callers that have their own; k ≥ 1, n ≥ 1.
-    """
-    soft, state = soft_forward(scores, None, eps, mask, float(k), eps_value, kind)
-    if uses_triton(scores):
-        from . import kernels_select
-
-        rows, soft_rows = as_rows(scores), soft.view(-1, scores.shape[-1])
-        found = kernels_select.select(
-            rows, arguments.mask_rows(mask, scores), k, soft_rows, hard, tuple(scores.shape[:-1])
-        )
-        return found.values, found.indices, found.gates, state
-    indices = _select(scores, mask, k)
-    columns, present = indices.clamp(min=0), indices >= 0
-    chosen = soft.gather(-1, columns)
-    gates = torch.where(present, 1 + (chosen - chosen) if hard else chosen, 0.0)
-    return torch.where(present, scores.gather(-1, columns), -math.inf), indices, gates, state
-
-
-def backward(
-    g_values: Tensor | None,
-    g_gates: Tensor | None,
-    scores: Tensor,
-    indices: Tensor,
-    state: Tensor,
-    eps: Tensor | None,
-    mask: Tensor | None,
-    eps_value: float,
-    kind: int,
-    need_scores: bool,
-    need_eps: bool,
-    into: Tensor | None = None,
-) -> tuple[Tensor | None, Tensor | None]:
-    """Return the gradients of scores and eps, None where not needed; a missing upstream gradient is None.
-
-    With `into`, contiguous and like scores, the gradient of the scores is written there.
-    """
-    need_eps = need_eps and eps is not None
-    if uses_triton(scores):
-        from . import kernels_backward
-
-        rows_of_k = (-1, indices.shape[-1])
-        ds, deps = kernels_backward.backward(
-            None if g_gates is None else g_gates.reshape(rows_of_k),
-            None if g_values is None else g_values.reshape(rows_of_k), indices.contiguous().view(rows_of_k),
-            as_rows(scores), state.contiguous(), arguments.per_row(eps, scores), arguments.mask_rows(mask, scores),
-            eps_value, kind, need_scores, need_eps, tuple(scores.shape), into,
-        )  # fmt: skip
-        return (
-            ds if need_scores else None,
-            arguments.to_shape(deps, eps, scores) if need_eps and eps is not None else None,
-        )
-    columns, present = indices.clamp(min=0), indices >= 0
-    ds = scores.new_zeros(scores.shape)
-    of_eps = None if eps is None else torch.zeros_like(eps)
-    if g_gates is not None:
-        gy = scores.new_zeros(scores.shape).scatter_add_(
-            -1, columns, torch.where(present, g_gates, 0.0).to(scores.dtype)
-        )
-        ds, _, of_eps = soft_backward(gy, scores, state, None, eps, mask, eps_value, kind, need_scores, False, need_eps)
-    if need_scores and g_values is not None:
-        ds.scatter_add_(-1, columns, torch.where(present, g_values, 0.0).to(scores.dtype))
-    if need_scores and into is not None:
-        ds = into.copy_(ds)
-    return ds if need_scores else None, of_eps if need_eps else None
+def _forward_all(
+    scores: Tensor, eps: Tensor | None, mask: Tensor | None, start: Tensor | None, lengths: Tensor | None, k: int,
+    eps_value: float, kind: int, hard: bool, largest: bool, is_sorted: bool, narrow: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """`compute.forward` for the dispatcher: an op returns tensors only, so a missing solution has no columns."""
+    *found, state = compute.forward(
+        scores, eps, mask, start, lengths, k, eps_value, kind, hard, largest, is_sorted, narrow
+    )  # fmt: skip
+    if state is None:
+        state = scores.new_empty((*scores.shape[:-1], 0), dtype=arguments.accumulator(scores))
+    return (*found, state)  # type: ignore[return-value]
 
 
 def _backward_all(
@@ -178,17 +98,21 @@ def _backward_all(
     g_gates: Tensor | None,
     scores: Tensor,
     indices: Tensor,
-    state: Tensor,
+    state: Tensor | None,
     eps: Tensor | None,
     mask: Tensor | None,
+    start: Tensor | None,
+    lengths: Tensor | None,
     eps_value: float,
     kind: int,
+    largest: bool,
     need_scores: bool,
     need_eps: bool,
 ) -> tuple[Tensor, Tensor]:
-    """`backward` for the dispatcher: an op returns tensors only, so unneeded gradients are empty."""
-    ds, deps = backward(
-        g_values, g_gates, scores, indices, state, eps, mask, eps_value, kind, need_scores, need_eps
+    """`compute.backward` for the dispatcher: an op returns tensors only, so unneeded gradients are empty."""
+    ds, deps = compute.backward(
+        g_values, g_gates, scores, indices, state, eps, mask, start, lengths, eps_value, kind, largest, need_scores,
+        need_eps,
     )  # fmt: skip
     return (
         scores.new_empty(0) if ds is None else ds,
@@ -196,17 +120,23 @@ def _backward_all(
     )
 
 
-forward_op = register("topk", forward, sharding.forward)
+forward_op = register("topk", _forward_all, sharding.forward)
 backward_op = register("topk_backward", _backward_all, sharding.backward)
 
 
 @register_fake(forward_op)
 def _(
-    scores: Tensor, eps: Tensor | None, mask: Tensor | None, k: int, eps_value: float, kind: int, hard: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    scores: Tensor, eps: Tensor | None, mask: Tensor | None, start: Tensor | None, lengths: Tensor | None, k: int,
+    eps_value: float, kind: int, hard: bool, largest: bool, is_sorted: bool, narrow: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     shape = (*scores.shape[:-1], k)
-    state = scores.new_empty((*scores.shape[:-1], 2), dtype=arguments.accumulator(scores))
-    return scores.new_empty(shape), scores.new_empty(shape, dtype=torch.int64), scores.new_empty(shape), state
+    state = scores.new_empty((*scores.shape[:-1], 0 if hard else 2), dtype=arguments.accumulator(scores))
+    return (
+        scores.new_empty(shape),
+        scores.new_empty(shape, dtype=compute.index_dtype(narrow)),
+        scores.new_empty(shape),
+        state,
+    )
 
 
 @register_fake(backward_op)
@@ -215,11 +145,14 @@ def _(
     g_gates: Tensor | None,
     scores: Tensor,
     indices: Tensor,
-    state: Tensor,
+    state: Tensor | None,
     eps: Tensor | None,
     mask: Tensor | None,
+    start: Tensor | None,
+    lengths: Tensor | None,
     eps_value: float,
     kind: int,
+    largest: bool,
     need_scores: bool,
     need_eps: bool,
 ) -> tuple[Tensor, Tensor]:
@@ -227,10 +160,12 @@ def _(
     return scores.new_empty(scores.shape if need_scores else (0,)), deps
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    scores, eps, mask, _, eps_value, kind, _ = inputs
-    ctx.save_for_backward(scores, output[1], output[3], eps, mask)
-    ctx.options = eps_value, kind
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+    scores, eps, mask, start, lengths, _, eps_value, kind, _, largest, _, _ = inputs
+    # a missing solution is None on every path: checkpointing compares what forward and its repetition save
+    state = output[3] if output[3] is not None and output[3].shape[-1] else None
+    ctx.save_for_backward(scores, output[1], state, eps, mask, start, lengths)
+    ctx.options = eps_value, kind, largest
     ctx.set_materialize_grads(False)
 
 
@@ -238,29 +173,110 @@ def _gradients(
     ctx: Any, run: Any, g_values: Tensor | None, _indices: Any, g_gates: Tensor | None, *_: Any
 ) -> tuple[Tensor | None, ...]:
     if g_values is None and g_gates is None:
-        return (None,) * 7
-    scores, indices, state, eps, mask = ctx.saved_tensors
+        return (None,) * 12
+    scores, indices, state, eps, *others = ctx.saved_tensors
     needs = ctx.needs_input_grad[0], eps is not None and ctx.needs_input_grad[1]
-    grads = run(g_values, g_gates, scores, indices, state, eps, mask, *ctx.options, *needs)
-    return (*(g if need else None for g, need in zip(grads, needs, strict=True)), None, None, None, None, None)
+    grads = run(g_values, g_gates, scores, indices, state, eps, *others, *ctx.options, *needs)
+    return (*(g if need else None for g, need in zip(grads, needs, strict=True)), *(None,) * 10)
 
 
 _call = bind(
-    name="topk", forward=forward, forward_op=forward_op, backward=backward, backward_op=backward_op,
+    name="topk", forward=compute.forward, forward_op=forward_op, backward=compute.backward, backward_op=backward_op,
     save=_save, gradients=_gradients, n_public=3, replay=True,
 )  # fmt: skip
+
+
+def forward(
+    scores: Tensor, eps: Tensor | None, mask: Tensor | None, k: int, eps_value: float, kind: int, hard: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Return (values, indices, gates, solution of soft_topk); hard gates are 1 and come without a solution.
+
+    No checks and no autograd, for callers that have their own; k ≥ 1, n ≥ 1.
+    """
+    return compute.forward(scores, eps, mask, None, None, k, eps_value, kind, hard, True, True, False)
+
+
+def backward(
+    g_values: Tensor | None,
+    g_gates: Tensor | None,
+    scores: Tensor,
+    indices: Tensor,
+    state: Tensor | None,
+    eps: Tensor | None,
+    mask: Tensor | None,
+    eps_value: float,
+    kind: int,
+    need_scores: bool,
+    need_eps: bool,
+    into: Tensor | None = None,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return the gradients of scores and eps of :func:`forward`, None where not needed; `into` takes the scores'."""
+    return compute.backward(
+        g_values, g_gates, scores, indices, state, eps, mask, None, None, eps_value, kind, True, need_scores, need_eps,
+        into,
+    )  # fmt: skip
 
 
 def choose(scores: Tensor, k: int, eps: Tensor | float, mask: Tensor | None, kind: str, hard: bool) -> TopK:
     """`topk` for checked arguments, k ≥ 1, n ≥ 1; without `hard` the gates are those of soft_topk."""
     eps_tensor, eps_value = arguments.split(eps)
-    return TopK(*_call(scores, eps_tensor, mask, k, eps_value, KINDS.index(kind), hard))
+    return TopK(*_call(scores, eps_tensor, mask, None, None, k, eps_value, KINDS.index(kind), hard, True, True, False))
+
+
+@replayed
+def _fill(
+    scores: Tensor, mask: Tensor | None, start: Tensor | None, lengths: Tensor | None, values: Tensor, indices: Tensor,
+    k: int, largest: bool, is_sorted: bool,
+) -> Tensor:  # fmt: skip
+    """Let the kernels write values and indices, contiguous; return the gates."""
+    from . import kernels_select
+
+    lead = tuple(scores.shape[:-1])
+    found = kernels_select.select(
+        compute.rows_of(scores, mask, start, lengths, largest),
+        k,
+        is_sorted,
+        None,
+        True,
+        indices.dtype,
+        lead,
+        (values, indices),
+    )
+    assert found.gates is not None
+    return found.gates
+
+
+def _check_out(out: object, scores: Tensor, k: int, eps: object, index_dtype: torch.dtype) -> None:
+    if not isinstance(out, tuple) or len(out) != 2 or not all(isinstance(t, Tensor) for t in out):
+        raise TypeError(f"topk: out must be a tuple of two tensors, values and indices; got {type(out).__name__}")
+    shape = (*scores.shape[:-1], k)
+    for name, given, dtype in zip(("values", "indices"), out, (scores.dtype, index_dtype), strict=True):
+        if given.dtype != dtype:
+            raise TypeError(f"topk: out's {name} must be {dtype}, got {given.dtype}")
+        if tuple(given.shape) != shape:
+            raise ValueError(f"topk: out's {name} must have the shape {shape}, got {tuple(given.shape)}")
+        check.same_device("topk", f"out's {name}", given, "scores", scores)
+    wanting = [
+        name for name, t in (("scores", scores), ("eps", eps), ("out's values", out[0]))
+        if isinstance(t, Tensor) and t.requires_grad
+    ]  # fmt: skip
+    if torch.is_grad_enabled() and wanting:
+        raise ValueError(
+            f"topk: with out= there are no gradients, but {wanting[0]} requires one; call it under torch.no_grad() "
+            "or detach"
+        )
 
 
 def topk(
     scores: Tensor,
     k: int,
     *,
+    largest: bool = True,
+    sorted: bool = True,
+    lengths: Tensor | None = None,
+    start: Tensor | None = None,
+    index_dtype: torch.dtype = torch.int64,
+    out: tuple[Tensor, Tensor] | None = None,
     eps: Tensor | float = 0.1,
     mask: Tensor | None = None,
     kind: str = "capped_exp",
@@ -273,21 +289,38 @@ def topk(
     .. math:: g_j = 1 \quad\text{forward}, \qquad \mathrm{d}g_j = \mathrm{d}\,\text{soft\_topk}(s, k)_{i_j}
               \quad\text{backward.}
 
+    The selection is exact and has the same bits in every run, however rows are batched: ties go to the lowest index.
+    The host never waits for the device, so calls can be captured in a CUDA graph.
+
     Args:
         scores: ``(..., n)``, fp32, fp16, bf16 or fp64, any strides.
         k: how many to choose, an int ≥ 0. k = 0 gives empty tensors; k > n is allowed.
+        largest: False chooses the smallest: all is as for ``-scores``, except that values are the scores themselves and
+            missing ones +inf. So NaN comes first there too, other than in `torch.topk`.
+        sorted: best first; False gives ascending indices, which costs less.
+        lengths: int32 or int64, broadcasts to ``scores.shape[:-1]``: how many scores of each row count, from `start`
+            on. On a CPU a range that reaches past its row is refused; on a GPU it is clamped to the row, because the
+            host doesn't see its values.
+        start: int32 or int64, broadcasts to ``scores.shape[:-1]``: the first score of each row that counts. Indices
+            stay positions in the row.
+        index_dtype: of the indices, ``torch.int64`` or ``torch.int32``.
+        out: ``(values, indices)`` to write to, of the result's shapes and dtypes; for calls without gradients.
         eps: temperature of the gates' gradient, see :func:`onepass.soft_topk`.
         mask: bool, broadcasts to ``scores``; masked entries are never selected.
         kind: gate function of the gradient, see :func:`onepass.soft_topk`.
 
     Returns:
         ``TopK(values, indices, gates)``, each ``(..., k)``: the selected scores in descending order (ties by lowest
-        index; NaN before +inf), their int64 indices, the gates. A row with fewer than k valid entries is padded with
-        value -inf, index -1, gate 0. Values have the gradient of a gather, gates that of soft_topk.
+        index; NaN before +inf), their indices, the gates. -inf is never selected. A row with fewer than k valid entries
+        is padded with value -inf, index -1, gate 0. Values have the gradient of a gather, gates that of soft_topk. The
+        gates of a row whose selection holds a NaN are NaN.
 
     Raises:
-        TypeError: scores is not a floating-point tensor, k is not an int, or mask is not bool.
-        ValueError: k < 0, shapes don't broadcast, devices differ, eps is not > 0, or kind is unknown.
+        TypeError: scores is not a floating-point tensor, k is not an int, mask is not bool, lengths or start is not
+            an int tensor, index_dtype is not int32 or int64, or out is not a pair of tensors of the results' dtypes.
+        ValueError: k < 0, shapes don't broadcast, devices differ, eps is not > 0, kind is unknown, lengths or start
+            reaches past a row (on a CPU), out has another shape, or out is given where a
+            gradient is asked for.
         NotImplementedError: for second derivatives and forward-mode derivatives.
 
     Source: CoLT5 (arXiv 2303.09752).
@@ -297,6 +330,8 @@ def topk(
         >>> top = onepass.topk(torch.tensor([3.0, 1.0, 2.0, -1.0]), 2)
         >>> top.values.tolist(), top.indices.tolist(), top.gates.tolist()
         ([3.0, 2.0], [0, 2], [1.0, 1.0])
+        >>> onepass.topk(torch.tensor([1.0, 2.0, 3.0, 9.0]), 2, sorted=False, lengths=torch.tensor(3)).indices.tolist()
+        [1, 2]
     """
     arguments.scores("topk", scores)
     arguments.positive("topk", "eps", eps, scores)
@@ -304,10 +339,33 @@ def topk(
         raise ValueError(f"topk: kind must be one of {', '.join(KINDS)}; got {kind!r}")
     arguments.whole("topk", "k", k, 0)
     arguments.mask("topk", mask, scores)
+    for name, option in (("largest", largest), ("sorted", sorted)):
+        if not isinstance(option, bool):
+            raise TypeError(f"topk: {name} must be a bool, got {type(option).__name__}")
+    if index_dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"topk: index_dtype must be torch.int32 or torch.int64, got {index_dtype}")
+    ranges.check_ranges("topk", scores, start, lengths)
+    narrow = index_dtype == torch.int32
+    if out is not None:
+        _check_out(out, scores, k, eps, index_dtype)
     if k == 0 or scores.shape[-1] == 0:
-        values, indices = select(scores, k, mask)
-        return TopK(values, indices, torch.zeros_like(values))
-    return choose(scores, k, eps, mask, kind, True)
+        values, indices = select_op(scores.detach(), mask, start, lengths, k, largest, sorted, narrow)
+        found = TopK(values, indices, torch.zeros_like(values))
+    else:
+        direct = out is not None and plain(scores, mask, start, lengths, *out) and uses_triton(scores)
+        if out is not None and direct and all(t.is_contiguous() for t in out):
+            gates_of_out = _fill(scores.detach(), mask, start, lengths, *out, k, largest, sorted)
+            torch.autograd.graph.increment_version(out)
+            return TopK(*out, gates_of_out)
+        eps_tensor, eps_value = arguments.split(eps)
+        found = TopK(
+            *_call(
+                scores, eps_tensor, mask, start, lengths, k, eps_value, KINDS.index(kind), True, largest, sorted, narrow
+            )
+        )  # fmt: skip
+    if out is None:
+        return found
+    return TopK(out[0].copy_(found.values), out[1].copy_(found.indices), found.gates)
 
 
 __all__ = ["TopK", "backward", "choose", "forward", "gates", "select", "select_op", "topk"]

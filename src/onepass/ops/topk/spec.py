@@ -12,7 +12,7 @@ from onepass.core.launch import triton_installed
 from onepass.core.spec import BadCall, Kernel, Sample, Spec
 from onepass.ops._shared.spec_parts import some_mask, tensors
 
-from . import op, reference
+from . import op, plan, reference
 from .cases import CASES
 from .op import topk
 
@@ -34,15 +34,20 @@ def _samples(make: Callable[..., Tensor]) -> Iterator[Sample]:
 
 def _opchecks() -> Iterator[tuple[Any, tuple[Any, ...]]]:
     s, eps = tensors(2, 3, 10).requires_grad_(), torch.tensor(0.5, requires_grad=True)
-    allowed = some_mask(s, 10)
-    yield op.select_op, (s.detach(), allowed, 4)
-    yield op.forward_op, (s, eps, allowed, 4, 0.0, 0, True)
-    yield op.forward_op, (s, None, None, 12, 0.5, 1, False)
-    values, indices, _, state = op.forward_op(s.detach(), eps.detach(), allowed, 4, 0.0, 0, True)
-    saved = s.detach(), indices, state, eps.detach(), allowed, 0.0, 0
-    gradient = torch.ones_like(values)
-    yield op.backward_op, (gradient, gradient, *saved, True, True)
-    yield op.backward_op, (None, gradient, *saved, False, True)
+    allowed, start, lengths = some_mask(s, 10), torch.tensor([0, 2, 5]), torch.tensor([[5], [3]], dtype=torch.int32)
+    yield op.select_op, (s.detach(), allowed, None, None, 4, True, True, False)
+    yield op.select_op, (s.detach(), None, start, lengths, 12, False, False, True)
+    yield op.forward_op, (s, eps, allowed, None, None, 4, 0.0, 0, True, True, True, False)
+    yield op.forward_op, (s, None, None, None, None, 12, 0.5, 1, False, True, True, False)
+    yield op.forward_op, (s, eps, None, start, lengths, 4, 0.0, 0, True, False, False, True)
+    for hard in (True, False):
+        values, indices, _, state = op.forward_op(
+            s.detach(), eps.detach(), allowed, start, lengths, 4, 0.0, 0, hard, True, True, False
+        )
+        saved = s.detach(), indices, state, eps.detach(), allowed, start, lengths, 0.0, 0, True
+        gradient = torch.ones_like(values)
+        yield op.backward_op, (gradient, gradient, *saved, True, True)
+        yield op.backward_op, (None, gradient, *saved, False, True)
 
 
 _S = torch.zeros(2, 3)
@@ -71,16 +76,28 @@ SPECS = [
 
 _INTS = (
     "gate_row_stride", "gate_col_stride", "value_row_stride", "value_col_stride", "s_row_stride", "eps_stride",
-    "mask_row_stride", "n_rows", "n_cols", "n_splits", "tiles", "k", "run", "steps",
+    "mask_row_stride", "start_stride", "lengths_stride", "packed_row_stride", "out_row_stride", "n_rows", "n_cols",
+    "n_splits", "tiles", "k", "run", "steps", "capacity", "column_bits",
 )  # fmt: skip
 _TYPES = {
     **dict.fromkeys(_INTS, "i32"),
     **dict.fromkeys(
-        ("s_ptr", "y_ptr", "value_ptr", "gate_ptr", "ds_ptr", "deps_ptr", "q_ptr", "partial_ptr", "solution_ptr"),
+        (
+            "s_ptr",
+            "y_ptr",
+            "value_ptr",
+            "gate_ptr",
+            "ds_ptr",
+            "deps_ptr",
+            "q_ptr",
+            "partial_ptr",
+            "solution_ptr",
+            "pivot_ptr",
+        ),
         "*fp32",
     ),
-    **dict.fromkeys(("packed_ptr", "out_ptr", "index_ptr"), "*i64"),
-    **dict.fromkeys(("totals_ptr", "state_ptr", "ranks_ptr"), "*i32"),
+    **dict.fromkeys(("packed_ptr", "out_ptr", "index_ptr", "candidates_ptr", "start_ptr"), "*i64"),
+    **dict.fromkeys(("state_ptr", "lengths_ptr"), "*i32"),
 }
 
 
@@ -93,13 +110,14 @@ def _kernel(
     *,
     wide: bool = True,
     maxnreg: int = 0,
+    spill: int = 0,
     **types: str,
 ) -> Kernel:  # fmt: skip
     signature = {a: t for a, t in {**_TYPES, **types}.items() if a in fn.arg_names and a not in constants}
     pointers = [a for a in signature if a.endswith("_ptr")]
     return Kernel(
         title, lambda: fn, signature, constants, pointers, num_warps=warps, max_registers=registers, maxnreg=maxnreg,
-        vector_loads=wide,
+        max_spill_bytes=spill, vector_loads=wide,
     )  # fmt: skip
 
 
@@ -109,26 +127,64 @@ def _kernels() -> Iterator[Kernel]:
     from onepass.ops._shared.kernels_rows import PER_WARP, shape
 
     from . import kernels_backward as kb
-    from . import kernels_select as ks
+    from . import kernels_pivot as kp
+    from . import kernels_sort as ks
+    from . import kernels_whole as kw
 
-    unmasked = {"mask_ptr": None, "UNIT": 16, "HAS_MASK": False}
+    no_range = {"start_ptr": None, "lengths_ptr": None, "HAS_START": False, "HAS_LENGTHS": False}
+    plain = {"mask_ptr": None, "UNIT": 16, "HAS_MASK": False, "LARGEST": True, **no_range}
+    ranged = {"mask_ptr": None, "UNIT": 16, "HAS_MASK": False, "LARGEST": True, "HAS_START": True, "HAS_LENGTHS": True}
+    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
     for dtype, cols in (("fp32", 64), ("fp32", 1024), ("fp32", 8192), ("fp32", 32768), ("bf16", 8192)):
-        plan = ks.plan(1 << 16, cols, 132)
-        scan = min(plan.block_c, ks.PER_SCAN * plan.warps, ks.TILE)
-        blocks = {**unmasked, "BLOCK_R": plan.block_r, "BLOCK_C": plan.block_c, "BLOCK_T": scan}
-        yield _kernel(f"topk select {dtype} {cols}", ks.select_kernel, blocks, plan.warps, 112, s_ptr=f"*{dtype}")
+        whole = plan.of_selection(1 << 16, cols, cols // 8, 4, 132)
+        assert isinstance(whole, plan.Whole)
+        blocks = {
+            **plain, "SHIFT": plan.constant_bits(dtypes[dtype]), "BLOCK_R": whole.block_r, "BLOCK_C": whole.block_c,
+            "BLOCK_T": whole.scan,
+            "ASM": True,
+        }  # fmt: skip
+        yield _kernel(f"topk whole {dtype} {cols}", kw.whole_kernel, blocks, whole.warps, 112, s_ptr=f"*{dtype}")
+    for dtype, n_rows, k in (("fp32", 64, 2048), ("fp32", 2048, 2048), ("bf16", 64, 2048), ("fp32", 8, 65536)):
+        for options in (plain, ranged):
+            long = plan.of_selection(n_rows, 131072, k, dtypes[dtype].itemsize, 132)
+            assert isinstance(long, plan.Pivot)
+            title = f"{dtype} {n_rows} {k}{', ranges' if options is ranged else ''}"
+            shift, alone = plan.constant_bits(dtypes[dtype]), long.splits == 1
+            sample = {"DISORDERED": 1, "SIGMAS": plan.SIGMAS, "GROUPS": long.groups, "GROUP": long.group}
+            pointer = f"*{dtype}"
+            yield _kernel(
+                f"topk pivot {title}", kp.pivot_kernel, {**options, "SHIFT": shift, **sample}, long.sample_warps, 128,
+                spill=120, s_ptr=pointer,
+            )  # fmt: skip
+            yield _kernel(
+                f"topk pass {title}", kp.pass_kernel, {**options, "ALONE": alone, "BLOCK": long.tile, "ASM": True},
+                long.tile_warps, 80, s_ptr=pointer,
+            )  # fmt: skip
+            chooses = k <= plan.MAX_SORTED
+            blocks = {
+                **options, "SHIFT": shift, "CHOOSE": chooses, "BLOCK": long.capacity if chooses else 1,
+                "TILE": long.alone,
+            }  # fmt: skip
+            yield _kernel(
+                f"topk choose {title}", kp.choose_kernel, blocks, long.choose_warps, plan.CHOOSING_REGISTERS,
+                wide=False, maxnreg=plan.CHOOSING_REGISTERS, spill=120, s_ptr=pointer,
+            )  # fmt: skip
     for k in (64, 2048):
-        block_r, block_k, warps = ks.sort_shape(64, k, 132)
-        blocks = {"FETCH": True, "HARD": True, "BLOCK_R": block_r, "BLOCK_K": block_k}
-        yield _kernel(f"topk sort {k}", ks.sort_kernel, blocks, warps, 80, wide=False)
-    yield _kernel("topk runs", ks.run_kernel, {"BLOCK": ks.RUN}, 16, 64, wide=False)
-    blocks = {"LAST": True, "FETCH": True, "HARD": True, "WAYS": ks.WAYS, "BLOCK": ks.MERGED}
+        for best_first in (True, False):
+            block_r, block_k, warps = plan.of_sort(64, k, 132)
+            blocks = {
+                "y_ptr": None, "SORTED": best_first, "LARGEST": True, "GATES": ks.HARD.value, "BLOCK_R": block_r,
+                "BLOCK_K": block_k,
+            }  # fmt: skip
+            title = f"topk sort {k}" + ("" if best_first else " by column")
+            # rows of 64: 8 bytes
+            yield _kernel(title, ks.sort_kernel, blocks, warps, 80, wide=False, spill=8 if k == 64 else 0)
+    yield _kernel("topk runs", ks.run_kernel, {"BY_SCORE": True, "BLOCK": plan.RUN}, 16, 64, wide=False)
+    blocks = {
+        "BY_SCORE": True, "FETCH": True, "LARGEST": True, "GATES": ks.SOFT.value, "WAYS": plan.WAYS,
+        "BLOCK": plan.MERGED,
+    }  # fmt: skip
     yield _kernel("topk merge", ks.merge_kernel, blocks, 4, 120, wide=False)
-    plan = ks.plan(8, 1 << 20, 132)
-    digit = {**unmasked, "PASS": 3, "LAST": True, "BLOCK_C": plan.block_c}
-    yield _kernel("topk count, long rows", ks.count_kernel, digit, plan.warps, ks.RESIDENT, maxnreg=ks.RESIDENT)
-    blocks = {**unmasked, "N_PASSES": 4, "N_SPLITS": 64, "BLOCK_C": ks.COLLECTED}
-    yield _kernel("topk collect, long rows", ks.collect_kernel, blocks, plan.warps, ks.RESIDENT, maxnreg=ks.RESIDENT)
     given = {"value_ptr": None, "HAS_GATES": True, "HAS_VALUES": False}
     options = {"eps_ptr": None, "HAS_EPS": False, "mask_ptr": None, "HAS_MASK": False}
     needs = {"NEED_S": True, "NEED_EPS": False}
@@ -138,11 +194,11 @@ def _kernels() -> Iterator[Kernel]:
         blocks = {"KIND": kind, "BLOCK_R": rows.block_r, "BLOCK_C": cols, "BLOCK_K": block_k, "VEC": 16}
         constants = {**given, **options, **needs, **blocks}
         yield _kernel(f"topk backward {kind} {cols}", kb.row_kernel, constants, rows.warps, 112, eps_value="fp32")
-    long = shape(8, 1 << 20, PER_WARP, kb.LONGEST)
-    blocks = {"KIND": 0, **options, "NEED_EPS": False, "BLOCK_C": long.block_c, "BLOCK_K": kb.SELECTED, "VEC": 16}
-    yield _kernel("topk backward, sums", kb.sums_kernel, blocks, long.warps, 80, eps_value="fp32")
-    blocks = {"KIND": 0, **options, **needs, "N_SPLITS": long.splits, "BLOCK_C": long.block_c, "VEC": 16}
-    yield _kernel("topk backward, rest", kb.rest_kernel, blocks, long.warps, 80, eps_value="fp32")
+    team = shape(8, 1 << 20, PER_WARP, kb.LONGEST)
+    blocks = {"KIND": 0, **options, "NEED_EPS": False, "BLOCK_C": team.block_c, "BLOCK_K": kb.SELECTED, "VEC": 16}
+    yield _kernel("topk backward, sums", kb.sums_kernel, blocks, team.warps, 80, eps_value="fp32")
+    blocks = {"KIND": 0, **options, **needs, "N_SPLITS": team.splits, "BLOCK_C": team.block_c, "VEC": 16}
+    yield _kernel("topk backward, rest", kb.rest_kernel, blocks, team.warps, 80, eps_value="fp32")
     blocks = {"KIND": 0, **given, "eps_ptr": None, "HAS_EPS": False, "BLOCK_K": kb.SELECTED}
     yield _kernel("topk backward, selected", kb.selected_kernel, blocks, 4, 80, wide=False, eps_value="fp32")
 

@@ -1,0 +1,154 @@
+"""`topk` without autograd and the dispatcher: kernels or torch, forward and backward, and soft_topk's solution."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onepass.core.launch import as_rows, uses_triton
+from onepass.ops._shared import arguments
+from onepass.ops.soft_topk.op import backward as soft_backward
+from onepass.ops.soft_topk.op import forward as soft_forward
+
+from . import ranges, torch_path
+
+
+def index_dtype(narrow: bool) -> torch.dtype:
+    """Return the indices' dtype."""
+    return torch.int32 if narrow else torch.int64
+
+
+def rows_of(scores: Tensor, mask: Tensor | None, start: Tensor | None, lengths: Tensor | None, largest: bool) -> Any:
+    """Return the arguments of the kernels: rows of scores, with mask and ranges beside them."""
+    from . import kernels_select
+
+    starts, ends = arguments.per_row(start, scores), arguments.per_row(lengths, scores)
+    return kernels_select.Rows(as_rows(scores), arguments.mask_rows(mask, scores), starts, ends, largest)
+
+
+def select(
+    scores: Tensor, mask: Tensor | None, start: Tensor | None, lengths: Tensor | None, k: int, largest: bool,
+    is_sorted: bool, narrow: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return values and indices of the k largest valid scores; narrow: int32 indices. No checks, no autograd."""
+    if uses_triton(scores):
+        from . import kernels_select
+
+        found = kernels_select.select(
+            rows_of(scores, mask, start, lengths, largest), k, is_sorted, index_dtype=index_dtype(narrow),
+            lead=tuple(scores.shape[:-1]),
+        )  # fmt: skip
+        return found.values, found.indices
+    return torch_path.select(scores, mask, start, lengths, k, largest, is_sorted, index_dtype(narrow))
+
+
+def solve(
+    scores: Tensor, eps: Tensor | None, mask: Tensor | None, start: Tensor | None, lengths: Tensor | None, k: int,
+    eps_value: float, kind: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return soft_topk's gates and solution for the valid scores."""
+    return soft_forward(scores, None, eps, ranges.allowed(scores, mask, start, lengths), float(k), eps_value, kind)
+
+
+def forward(
+    scores: Tensor, eps: Tensor | None, mask: Tensor | None, start: Tensor | None, lengths: Tensor | None, k: int,
+    eps_value: float, kind: int, hard: bool, largest: bool, is_sorted: bool, narrow: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """Return (values, indices, gates, solution of soft_topk); k ≥ 1, n ≥ 1.
+
+    Hard gates are 1 and need no solution: backward solves, if it is ever called.
+    """
+    soft = state = None
+    if not hard:
+        soft, state = solve(
+            scores if largest else -scores, eps, mask, start, lengths, k, eps_value, kind
+        )  # fmt: skip
+    if uses_triton(scores):
+        from . import kernels_select
+
+        found = kernels_select.select(
+            rows_of(scores, mask, start, lengths, largest), k, is_sorted,
+            None if soft is None else soft.view(-1, scores.shape[-1]), True, index_dtype(narrow),
+            tuple(scores.shape[:-1]),
+        )  # fmt: skip
+        assert found.gates is not None
+        return found.values, found.indices, found.gates, state
+    values, indices = torch_path.select(
+        scores, mask, start, lengths, k, largest, is_sorted, index_dtype(narrow)
+    )  # fmt: skip
+    if soft is None:
+        return values, indices, torch_path.hard_gates(values, indices), None
+    chosen = soft.gather(-1, indices.clamp(min=0).long())
+    return values, indices, torch.where(indices >= 0, chosen, 0.0), state
+
+
+def backward(
+    g_values: Tensor | None,
+    g_gates: Tensor | None,
+    scores: Tensor,
+    indices: Tensor,
+    state: Tensor | None,
+    eps: Tensor | None,
+    mask: Tensor | None,
+    start: Tensor | None,
+    lengths: Tensor | None,
+    eps_value: float,
+    kind: int,
+    largest: bool,
+    need_scores: bool,
+    need_eps: bool,
+    into: Tensor | None = None,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return the gradients of scores and eps, None where not needed; a missing upstream gradient is None.
+
+    A state that is None or has no columns is solved for. With `into`, contiguous and like scores, the gradient of the
+    scores is written there.
+    """
+    if not largest:
+        # the gradients of the largest of -scores
+        ds, deps = backward(
+            None if g_values is None else -g_values, g_gates, -scores, indices, state, eps, mask, start, lengths,
+            eps_value, kind, True, need_scores, need_eps,
+        )  # fmt: skip
+        if ds is not None:
+            ds = ds.neg_() if into is None else torch.neg(ds, out=into)
+        return ds, deps
+    need_eps = need_eps and eps is not None
+    mask = ranges.allowed(scores, mask, start, lengths)
+    if g_gates is None:
+        # the kernels read no solution
+        state = scores.new_empty((*scores.shape[:-1], 2), dtype=arguments.accumulator(scores))
+    elif state is None or not state.shape[-1]:
+        _, state = solve(scores, eps, mask, None, None, indices.shape[-1], eps_value, kind)
+    if uses_triton(scores):
+        from . import kernels_backward
+
+        rows_of_k = (-1, indices.shape[-1])
+        ds, deps = kernels_backward.backward(
+            None if g_gates is None else g_gates.reshape(rows_of_k),
+            None if g_values is None else g_values.reshape(rows_of_k), indices.contiguous().view(rows_of_k),
+            as_rows(scores), state.contiguous(), arguments.per_row(eps, scores), arguments.mask_rows(mask, scores),
+            eps_value, kind, need_scores, need_eps, tuple(scores.shape), into,
+        )  # fmt: skip
+        return (
+            ds if need_scores else None,
+            arguments.to_shape(deps, eps, scores) if need_eps and eps is not None else None,
+        )
+    columns, present = indices.clamp(min=0).long(), indices >= 0
+    ds = scores.new_zeros(scores.shape)
+    of_eps = None if eps is None else torch.zeros_like(eps)
+    if g_gates is not None:
+        gy = scores.new_zeros(scores.shape).scatter_add_(
+            -1, columns, torch.where(present, g_gates, 0.0).to(scores.dtype)
+        )
+        ds, _, of_eps = soft_backward(gy, scores, state, None, eps, mask, eps_value, kind, need_scores, False, need_eps)
+    if need_scores and g_values is not None:
+        ds.scatter_add_(-1, columns, torch.where(present, g_values, 0.0).to(scores.dtype))
+    if need_scores and into is not None:
+        ds = into.copy_(ds)
+    return ds if need_scores else None, of_eps if need_eps else None
+
+
+__all__ = ["backward", "forward", "index_dtype", "rows_of", "select", "solve"]

@@ -1,0 +1,128 @@
+"""What the kernels of the selection share: scores as keys, the range of a row, survivors packed in one int64.
+
+A score becomes an int32 key in the same order (NaN above +inf, -0 equal to 0), so a threshold is an integer and ties
+are exact. A survivor travels as its score's bits (high half) and its column, counted from the end (low half): two moves
+make it, and `ordered` makes of it an integer that sorts by score, then by lowest column.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+# key of -inf: only larger keys are chosen
+NOTHING = tl.constexpr(-2139095041)
+INFINITY = tl.constexpr(2139095040)
+LARGEST_KEY = tl.constexpr(2147483647)
+# key of every NaN, whatever its sign and payload: above +inf even in the leading bits that 16-bit dtypes keep
+NAN = tl.constexpr(2143289344)
+# an empty place among survivors: the bits of -inf, and a low half that no column has
+EMPTY = tl.constexpr(-36028797018963968)
+LOW = tl.constexpr(4294967295)
+# counters of a row in `state`: candidates or survivors, whether one is NaN, whether their order is not that of columns
+COUNTERS = tl.constexpr(3)
+
+
+@triton.jit
+def to_key(s):
+    bits = tl.where(s == 0.0, 0.0, s).to(tl.int32, bitcast=True)
+    return tl.where(s != s, NAN, bits ^ ((bits >> 31) & 0x7FFFFFFF))
+
+
+@triton.jit
+def to_score(key, SHIFT: tl.constexpr):
+    """Return the score of a key without its SHIFT low bits, which are 0 in positive keys and 1 in negative ones."""
+    full = tl.where(key < 0, (key << SHIFT) | ((1 << SHIFT) - 1), key << SHIFT)
+    return (full ^ ((full >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def bounds(start_ptr, lengths_ptr, start_at, lengths_at, n_cols, HAS_START: tl.constexpr, HAS_LENGTHS: tl.constexpr):
+    """Return the first column of a row's range and the one after its last, both within the row."""
+    n = n_cols.to(tl.int64)
+    first = n - n
+    last = n
+    if HAS_START:
+        first = tl.minimum(tl.maximum(tl.load(start_ptr + start_at).to(tl.int64), -n), n)
+    if HAS_LENGTHS:
+        length = tl.load(lengths_ptr + lengths_at).to(tl.int64)
+        last = first + tl.minimum(tl.maximum(length, 0), 2 * n)
+    first = tl.maximum(first, 0)
+    return first.to(tl.int32), tl.maximum(tl.minimum(last, n), first).to(tl.int32)
+
+
+@triton.jit
+def load_scores(
+    s_ptr, mask_ptr, s_offset, mask_offset, cols, present, first, last, n_cols, HAS_MASK: tl.constexpr,
+    HAS_RANGE: tl.constexpr, LARGEST: tl.constexpr,
+):  # fmt: skip
+    """Return scores in fp32, negated for the smallest, -inf where masked or outside of the row's range.
+
+    The loads depend on n_cols alone: a range that begins anywhere would make them 4 bytes wide.
+    """
+    inside = present & (cols < n_cols)
+    s = tl.load(s_ptr + s_offset, mask=inside, other=-float("inf") if LARGEST else float("inf")).to(tl.float32)
+    if not LARGEST:
+        s = -s
+    if HAS_MASK:
+        s = tl.where(tl.load(mask_ptr + mask_offset, mask=inside, other=0) != 0, s, -float("inf"))
+    if HAS_RANGE:
+        s = tl.where((cols >= first) & (cols < last), s, -float("inf"))
+    return s
+
+
+@triton.jit
+def pack(s, cols):
+    """Return survivors: the bits of a score, and its column counted from the end."""
+    return (s.to(tl.int32, bitcast=True).to(tl.int64) << 32) | (0x7FFFFFFF - cols).to(tl.int64)
+
+
+@triton.jit
+def scatter(out_ptr, s, cols, chosen, ASM: tl.constexpr):
+    """Store chosen survivors at out_ptr, one address each; ASM: by PTX.
+
+    A tl.store gives every thread one of 32 neighbours, as for addresses in sequence, and moves addresses, values and
+    predicates there through shared memory. That takes a quarter of the instructions of a pass, and its barriers.
+    """
+    if ASM:
+        tl.inline_asm_elementwise(
+            "{ .reg .pred %p; setp.ne.s32 %p, $4, 0; @%p st.global.v2.b32 [$1], {$3, $2}; mov.b32 $0, 0; }",
+            "=r,l,r,r,r",
+            [
+                out_ptr.to(tl.int64), s.to(tl.int32, bitcast=True), 0x7FFFFFFF - cols, chosen.to(tl.int32),
+            ],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )  # fmt: skip
+    else:
+        tl.store(out_ptr, pack(s, cols), mask=chosen)
+
+
+@triton.jit
+def key_of(packed):
+    return to_key((packed >> 32).to(tl.int32).to(tl.float32, bitcast=True))
+
+
+@triton.jit
+def ordered(packed):
+    """Return packed survivors as integers that sort by score, then by lowest column; empty places come last."""
+    return (key_of(packed).to(tl.int64) << 32) | (packed & LOW)
+
+
+@triton.jit
+def to_column(packed):
+    """Return the column of a survivor, packed or ordered; -1 for an empty place."""
+    low = packed & LOW
+    return tl.where(low == 0, -1, 0x7FFFFFFF - low)
+
+
+@triton.jit
+def is_nan(packed):
+    return ((packed >> 32).to(tl.int32) & 0x7FFFFFFF) > INFINITY
+
+
+__all__ = [
+    "COUNTERS", "EMPTY", "INFINITY", "LARGEST_KEY", "LOW", "NAN", "NOTHING", "bounds", "is_nan", "key_of",
+    "load_scores", "ordered", "pack", "scatter", "to_column", "to_key", "to_score",
+]  # fmt: skip

@@ -1,0 +1,377 @@
+"""The selection from long rows: a pivot from a sample, one pass that keeps what lies above it, a choice among that.
+
+The result is exact whatever the sample says. Where it misleads, `choose_kernel` reads the row again, in its launch.
+Candidates of several programs stand in the order in which these asked for room, which differs from run to run; which
+candidates there are does not, and neither does what is chosen among them.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .kernels_keys import (
+    COUNTERS,
+    EMPTY,
+    INFINITY,
+    LOW,
+    NOTHING,
+    bounds,
+    key_of,
+    load_scores,
+    pack,
+    scatter,
+    to_key,
+    to_score,
+)
+
+INTS = [
+    "s_row_stride", "mask_row_stride", "start_stride", "lengths_stride", "n_cols", "k", "capacity", "out_row_stride",
+    "tiles", "column_bits",
+]  # fmt: skip
+
+
+@triton.jit(do_not_specialize=INTS)
+def pivot_kernel(
+    s_ptr,  # (n_rows, n_cols) scores, any float dtype
+    mask_ptr,  # (n_rows, n_cols) uint8 or None
+    start_ptr,  # (n_rows,) int32 or int64, or None
+    lengths_ptr,  # (n_rows,) int32 or int64, or None
+    pivot_ptr,  # (n_rows,) fp32: a score with probably more than k above it, -inf .. inf
+    state_ptr,  # (n_rows, COUNTERS) int32: set to their first values
+    s_row_stride,  # in UNITs, like n_cols: multiples of 16 elements allow loads of 16 bytes
+    mask_row_stride,
+    start_stride,
+    lengths_stride,
+    n_cols,
+    k,
+    capacity,
+    UNIT: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    HAS_START: tl.constexpr,
+    HAS_LENGTHS: tl.constexpr,
+    LARGEST: tl.constexpr,
+    SHIFT: tl.constexpr,
+    DISORDERED: tl.constexpr,
+    SIGMAS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """Find the score whose rank in the sample lies SIGMAS beyond that of the k-th."""
+    n_cols = n_cols * UNIT
+    row = tl.program_id(0).to(tl.int64)
+    nothing: tl.constexpr = NOTHING >> SHIFT
+    first, last = bounds(
+        start_ptr, lengths_ptr, row * start_stride, row * lengths_stride, n_cols, HAS_START, HAS_LENGTHS
+    )
+    group = tl.arange(0, GROUPS).to(tl.int64)
+    before = first // GROUP
+    n_groups = (last + GROUP - 1) // GROUP - before
+    whole = n_groups <= GROUPS
+    # one group of each of GROUPS equal parts of the row, at a place that repeats with no period of the data
+    spare = tl.maximum(n_groups // GROUPS, 1)
+    scattered = ((group * 2654435769) & 0xFFFFFFFF) * spare >> 32
+    at = before + tl.where(whole, group, group * n_groups // GROUPS + scattered)
+    cols = (at[:, None] * GROUP + tl.arange(0, GROUP)[None, :]).to(tl.int32)
+    present = (group < n_groups)[:, None]
+    s = load_scores(
+        s_ptr, mask_ptr, row * s_row_stride * UNIT + cols, row * mask_row_stride + cols, cols, present, first, last,
+        n_cols, HAS_MASK, True, LARGEST,
+    )  # fmt: skip
+    key = tl.reshape(to_key(s) >> SHIFT, (GROUPS * GROUP,))
+    sampled = tl.sum(tl.sum((present & (cols >= first) & (cols < last)).to(tl.int32), 1), 0)
+    ratio = sampled.to(tl.float32) / tl.maximum(last - first, 1).to(tl.float32)
+    rank = k * ratio
+    room = capacity * ratio
+    wanted = tl.where(whole, k + 1, (rank + SIGMAS * tl.sqrt(rank) + SIGMAS + 0.999).to(tl.int32))
+    most = tl.where(whole, capacity, (room - SIGMAS * tl.sqrt(room)).to(tl.int32))
+    # at least `wanted` keys are ≥ lo, fewer are ≥ hi; stop at a count that the candidates' room allows
+    lo = 0 * wanted + nothing
+    hi = tl.max(key, 0) + 1
+    n_lo = most + 1
+    while lo + 1 < hi:
+        middle = (lo & hi) + ((lo ^ hi) >> 1)
+        count = tl.sum((key >= middle).to(tl.int32), 0)
+        enough = count >= wanted
+        hi = tl.where(enough, tl.where(count <= most, middle + 1, hi), middle)
+        lo = tl.where(enough, middle, lo)
+        n_lo = tl.where(enough, count, n_lo)
+    # the keys ≥ lo where these are few enough, else only those > lo, when many scores are equal to lo; -1 is no score's
+    # key: -0 counts as 0
+    fits = (n_lo <= most) & (lo > nothing)
+    key_of_pivot = tl.minimum(tl.where(fits, lo - 1 - (lo == 0).to(tl.int32), lo), INFINITY >> SHIFT)
+    tl.store(pivot_ptr + row, to_score(key_of_pivot, SHIFT))
+    state = state_ptr + row * COUNTERS
+    tl.store(state, 0)
+    tl.store(state + 1, 0)
+    tl.store(state + 2, DISORDERED)
+
+
+@triton.jit(do_not_specialize=INTS)
+def pass_kernel(
+    s_ptr,  # (n_rows, n_cols) scores, any float dtype
+    mask_ptr,  # (n_rows, n_cols) uint8 or None
+    start_ptr,  # (n_rows,) int32 or int64, or None
+    lengths_ptr,  # (n_rows,) int32 or int64, or None
+    pivot_ptr,  # (n_rows,) fp32
+    state_ptr,  # (n_rows, COUNTERS) int32: how many scores are above the pivot, also beyond the room for them
+    out_ptr,  # (n_rows, capacity) int64: these, packed
+    s_row_stride,  # in UNITs, like n_cols
+    mask_row_stride,
+    start_stride,
+    lengths_stride,
+    n_cols,
+    k,
+    capacity,
+    tiles,
+    UNIT: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    HAS_START: tl.constexpr,
+    HAS_LENGTHS: tl.constexpr,
+    LARGEST: tl.constexpr,
+    ALONE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """Collect the scores above the pivot from `tiles` tiles of a row; ALONE: one program per row, in order."""
+    n_cols = n_cols * UNIT
+    row = tl.program_id(0).to(tl.int64)
+    split = tl.program_id(1)
+    has_range: tl.constexpr = HAS_START or HAS_LENGTHS
+    first, last = bounds(
+        start_ptr, lengths_ptr, row * start_stride, row * lengths_stride, n_cols, HAS_START, HAS_LENGTHS
+    )
+    pivot = tl.load(pivot_ptr + row)
+    counter = state_ptr + row * COUNTERS
+    found = 0
+    begin = tl.maximum(split * tiles, first // BLOCK)
+    end = tl.minimum((split + 1) * tiles, (last + BLOCK - 1) // BLOCK)
+    s_row = row * s_row_stride * UNIT
+    mask_row = row * mask_row_stride
+    cols = begin * BLOCK + tl.arange(0, BLOCK)
+    coming = load_scores(
+        s_ptr, mask_ptr, s_row + cols, mask_row + cols, cols, cols < end * BLOCK, first, last, n_cols, HAS_MASK,
+        has_range, LARGEST,
+    )  # fmt: skip
+    for _ in range(begin, end):
+        s = coming
+        # the next tile is on its way while this one is compacted
+        after = cols + BLOCK
+        coming = load_scores(
+            s_ptr, mask_ptr, s_row + after, mask_row + after, after, after < end * BLOCK, first, last, n_cols, HAS_MASK,
+            has_range, LARGEST,
+        )  # fmt: skip
+        # NaN is above every pivot
+        above = (s <= pivot) == 0
+        ones = above.to(tl.int32)
+        n_above = tl.sum(ones, 0)
+        if n_above > 0:
+            at = found
+            if not ALONE:
+                at = tl.atomic_add(counter, n_above, sem="relaxed")
+            slot = at + tl.cumsum(ones, 0) - 1
+            scatter(out_ptr + row * capacity + slot, s, cols, above & (slot < capacity), ASM)
+        found += n_above
+        cols = after
+    if ALONE:
+        tl.store(counter, found)
+
+
+@triton.jit
+def exact_threshold(
+    s_ptr, mask_ptr, s_row, mask_row, first, last, n_cols, k, HAS_MASK: tl.constexpr, HAS_RANGE: tl.constexpr,
+    LARGEST: tl.constexpr, SHIFT: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Return the key of the k-th largest score of a range of at least k, and how many of its equals are wanted.
+
+    A count of every byte of the key, each among the keys that begin like the k-th.
+    """
+    digit = tl.arange(0, 256)
+    n_bytes: tl.constexpr = (39 - SHIFT) // 8
+    prefix = 0
+    wanted = k
+    for i in tl.static_range(n_bytes):
+        counts = tl.zeros((256,), tl.int32)
+        for tile in range(first // TILE, (last + TILE - 1) // TILE):
+            cols = tile * TILE + tl.arange(0, TILE)
+            s = load_scores(
+                s_ptr, mask_ptr, s_row + cols, mask_row + cols, cols, True, first, last, n_cols, HAS_MASK, HAS_RANGE,
+                LARGEST,
+            )  # fmt: skip
+            key = to_key(s) >> (SHIFT + 8 * (n_bytes - 1 - i))
+            same = (cols >= first) & (cols < last)
+            if i == 0:
+                value = key + 128
+            else:
+                same = same & ((key >> 8) == prefix)
+                value = key & 255
+            counts += tl.histogram(value, 256, mask=same)
+        from_top = tl.sum(counts, 0) - tl.cumsum(counts, 0) + counts
+        byte = tl.sum((from_top >= wanted).to(tl.int32), 0) - 1
+        wanted -= tl.sum(tl.where(digit > byte, counts, 0), 0)
+        if i == 0:
+            prefix = byte - 128
+        else:
+            prefix = prefix * 256 + byte
+    return prefix, wanted
+
+
+@triton.jit
+def collect(
+    s_ptr, mask_ptr, out_ptr, s_row, mask_row, out_row, first, last, n_cols, k, found, threshold, room,
+    ABOVE: tl.constexpr, HAS_MASK: tl.constexpr, HAS_RANGE: tl.constexpr, LARGEST: tl.constexpr, SHIFT: tl.constexpr,
+    TILE: tl.constexpr,
+):  # fmt: skip
+    """Write the keys above the threshold and the first `room` equal to it after `found` others; return their number.
+
+    Without ABOVE only the equal ones. They stand in the order of columns; the search ends once there are k.
+    """
+    n_above = found
+    n_level = 0
+    tile = first // TILE
+    end = (last + TILE - 1) // TILE
+    while (tile < end) & (n_above + tl.minimum(n_level, room) < k):
+        cols = tile * TILE + tl.arange(0, TILE)
+        s = load_scores(
+            s_ptr,
+            mask_ptr,
+            s_row + cols,
+            mask_row + cols,
+            cols,
+            True,
+            first,
+            last,
+            n_cols,
+            HAS_MASK,
+            HAS_RANGE,
+            LARGEST,
+        )
+        key = to_key(s) >> SHIFT
+        level = key == threshold
+        ones = level.to(tl.int32)
+        if ABOVE:
+            above = key > threshold
+            ones += above.to(tl.int32) << 16
+        total = tl.sum(ones, 0)
+        if total > 0:
+            both = tl.cumsum(ones, 0)
+            of_level = n_level + (both & 0xFFFF)
+            chosen = level & (of_level <= room)
+            if ABOVE:
+                chosen = chosen | above
+            slot = n_above + (both >> 16) + tl.minimum(of_level, room) - 1
+            tl.store(out_ptr + out_row + slot, pack(s, cols), mask=chosen)
+        n_above += total >> 16
+        n_level += total & 0xFFFF
+        tile += 1
+    return n_above + tl.minimum(n_level, room)
+
+
+@triton.jit
+def choose(
+    candidates_ptr, out_ptr, row, out_row, capacity, n_found, pivot_key, k, column_bits, SHIFT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write the k best candidates in the order in which they stand, or all where there are fewer."""
+    here = tl.arange(0, BLOCK)
+    present = here < n_found
+    packed = tl.load(candidates_ptr + row * capacity + here, mask=present, other=EMPTY)
+    # score, then column, in no more bits than the row's columns take: every candidate has a number of its own, so that
+    # a search ends with exactly k of them
+    column = (0x7FFFFFFF - (packed & LOW)).to(tl.int64)
+    number = ((key_of(packed) >> SHIFT).to(tl.int64) << column_bits) + (1 << column_bits) - 1 - column
+    lo = pivot_key.to(tl.int64) << column_bits
+    number = tl.where(present, number, lo - 1)
+    hi = tl.where(n_found > k, tl.max(number, 0), lo) + 1
+    while lo + 1 < hi:
+        middle = (lo & hi) + ((lo ^ hi) >> 1)
+        count = tl.sum((number >= middle).to(tl.int32), 0)
+        hi = tl.where(count < k, middle, tl.where(count == k, middle + 1, hi))
+        lo = tl.where(count < k, lo, middle)
+    chosen = number >= lo
+    slot = tl.cumsum(chosen.to(tl.int32), 0) - 1
+    tl.store(out_ptr + out_row + slot, packed, mask=chosen)
+
+
+@triton.jit(do_not_specialize=INTS)
+def choose_kernel(
+    s_ptr,  # (n_rows, n_cols) scores, any float dtype
+    mask_ptr,  # (n_rows, n_cols) uint8 or None
+    start_ptr,  # (n_rows,) int32 or int64, or None
+    lengths_ptr,  # (n_rows,) int32 or int64, or None
+    pivot_ptr,  # (n_rows,) fp32
+    state_ptr,  # (n_rows, COUNTERS) int32; afterwards the first counts what `out` holds, at least k
+    candidates_ptr,  # (n_rows, capacity) int64: packed scores above the pivot
+    out_ptr,  # CHOOSE: (n_rows, k) int64: packed survivors, then empty places; else the candidates themselves
+    s_row_stride,  # in UNITs, like n_cols
+    mask_row_stride,
+    start_stride,
+    lengths_stride,
+    n_cols,
+    k,
+    capacity,
+    out_row_stride,
+    column_bits,
+    UNIT: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    HAS_START: tl.constexpr,
+    HAS_LENGTHS: tl.constexpr,
+    LARGEST: tl.constexpr,
+    SHIFT: tl.constexpr,
+    CHOOSE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Choose the k best candidates of a row; read the row again where these are too few or too many.
+
+    Without CHOOSE candidates that are enough stay as they are: the sort that follows takes the k best.
+    """
+    n_cols = n_cols * UNIT
+    row = tl.program_id(0).to(tl.int64)
+    nothing: tl.constexpr = NOTHING >> SHIFT
+    has_range: tl.constexpr = HAS_START or HAS_LENGTHS
+    out_row = row * out_row_stride
+    state = state_ptr + row * COUNTERS
+    pivot_key = to_key(tl.load(pivot_ptr + row)) >> SHIFT
+    n_found = tl.load(state)
+    few = n_found < k
+    many = n_found > capacity
+    if CHOOSE:
+        if many == 0:
+            choose(candidates_ptr, out_ptr, row, out_row, capacity, n_found, pivot_key, k, column_bits, SHIFT, BLOCK)
+    if few | many:
+        first, last = bounds(
+            start_ptr, lengths_ptr, row * start_stride, row * lengths_stride, n_cols, HAS_START, HAS_LENGTHS
+        )
+        s_row = row * s_row_stride * UNIT
+        mask_row = row * mask_row_stride
+        kept = tl.minimum(n_found, k)
+        exact = many
+        disordered = tl.load(state + 2)
+        if few & (pivot_key > nothing):
+            # all candidates, then the first scores equal to the pivot
+            kept = collect(
+                s_ptr, mask_ptr, out_ptr, s_row, mask_row, out_row, first, last, n_cols, k, n_found, pivot_key,
+                k - n_found, False, HAS_MASK, has_range, LARGEST, SHIFT, TILE,
+            )  # fmt: skip
+            exact = kept < k
+            disordered = 1
+        if exact:
+            threshold, room = exact_threshold(
+                s_ptr, mask_ptr, s_row, mask_row, first, last, n_cols, k, HAS_MASK, has_range, LARGEST, SHIFT, TILE
+            )
+            # -inf is never chosen
+            room = tl.where(threshold <= nothing, 0, room)
+            # others of this program may still be writing candidates to the same places
+            tl.debug_barrier()
+            kept = collect(
+                s_ptr, mask_ptr, out_ptr, s_row, mask_row, out_row, first, last, n_cols, k, 0, threshold, room,
+                True, HAS_MASK, has_range, LARGEST, SHIFT, TILE,
+            )  # fmt: skip
+            disordered = 0
+        for begin in range(0, tl.where(kept < k, k, 0), TILE):
+            here = begin + tl.arange(0, TILE)
+            empty = tl.full((TILE,), EMPTY, tl.int64)
+            tl.store(out_ptr + out_row + here, empty, mask=(here >= kept) & (here < k))
+        tl.store(state, k)
+        tl.store(state + 2, disordered)

@@ -1,0 +1,172 @@
+"""Order the survivors of a selection, and fetch their scores and gates."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .kernels_keys import COUNTERS, EMPTY, LOW, is_nan, ordered, to_column
+
+# gates that a kernel writes: none, 1, those that soft_topk found
+NO_GATES = tl.constexpr(0)
+HARD = tl.constexpr(1)
+SOFT = tl.constexpr(2)
+
+
+@triton.jit
+def fetch(
+    index, at, wanted, nan, s_ptr, y_ptr, value_ptr, gate_ptr, s_row, y_row, LARGEST: tl.constexpr,
+    GATES: tl.constexpr,
+):  # fmt: skip
+    """Store scores and gates of chosen columns; -inf (of the smallest: inf) and 0 where the index is -1."""
+    found = wanted & (index >= 0)
+    score = tl.load(s_ptr + s_row + index, mask=found, other=-float("inf") if LARGEST else float("inf"))
+    tl.store(value_ptr + at, score, mask=wanted)
+    if GATES == HARD:
+        # the gates of a row with a NaN are NaN
+        gate = tl.where(found, tl.where(nan, float("nan"), 1.0), 0.0)
+        tl.store(gate_ptr + at, gate.to(gate_ptr.dtype.element_ty), mask=wanted)
+    if GATES == SOFT:
+        gate = tl.load(y_ptr + y_row + index, mask=found, other=0.0)
+        tl.store(gate_ptr + at, gate, mask=wanted)
+
+
+@triton.jit(do_not_specialize=["s_row_stride", "n_rows", "n_cols", "k"])
+def sort_kernel(
+    packed_ptr,  # (n_rows, k) int64: packed survivors
+    state_ptr,  # (n_rows, COUNTERS) int32: the third says whether the survivors' order is not that of columns
+    index_ptr,  # (n_rows, k) int32 or int64: columns, then -1
+    s_ptr,  # (n_rows, n_cols) scores
+    y_ptr,  # (n_rows, n_cols) soft gates, like s, or None
+    value_ptr,  # (n_rows, k) scores of the survivors, like s
+    gate_ptr,  # (n_rows, k) gates of the survivors, like s, or None
+    s_row_stride,
+    n_rows,
+    n_cols,
+    k,
+    SORTED: tl.constexpr,
+    LARGEST: tl.constexpr,
+    GATES: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Order whole rows of survivors, best score first, or by column."""
+    rows = (tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)).to(tl.int64)[:, None]
+    cols = tl.arange(0, BLOCK_K)[None, :]
+    wanted = (rows < n_rows) & (cols < k)
+    at = rows * k + cols
+    packed = tl.load(packed_ptr + at, mask=wanted, other=EMPTY)
+    nan = (tl.max(is_nan(packed).to(tl.int32), 1) > 0)[:, None]
+    if SORTED:
+        index = to_column(tl.sort(ordered(packed), 1, descending=True))
+    else:
+        low = (packed & LOW).to(tl.int32)
+        disordered = tl.load(state_ptr + rows * COUNTERS + 2, mask=rows < n_rows, other=0)
+        if tl.max(tl.max(disordered, 1), 0) > 0:
+            low = tl.sort(low, 1, descending=True)
+        index = to_column(low.to(tl.int64))
+    tl.store(index_ptr + at, index.to(index_ptr.dtype.element_ty), mask=wanted)
+    fetch(index, at, wanted, nan, s_ptr, y_ptr, value_ptr, gate_ptr, rows * s_row_stride, rows * n_cols, LARGEST, GATES)
+
+
+@triton.jit(do_not_specialize=["packed_row_stride", "out_row_stride", "k"])
+def run_kernel(
+    packed_ptr,  # (n_rows, packed_row_stride) int64 survivors: packed, or in order of their scores
+    state_ptr,  # (n_rows, COUNTERS) int32: how many of them; whether one is NaN is written here
+    out_ptr,  # (n_rows, out_row_stride) int64: every BLOCK of a row in descending order
+    packed_row_stride,
+    out_row_stride,
+    k,
+    BY_SCORE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Sort runs of packed survivors by score, or of k sorted ones by column."""
+    row = tl.program_id(0).to(tl.int64)
+    begin = tl.program_id(1) * BLOCK
+    count = k
+    if BY_SCORE:
+        count = tl.load(state_ptr + row * COUNTERS)
+    if begin < count:
+        here = begin + tl.arange(0, BLOCK)
+        packed = tl.load(packed_ptr + row * packed_row_stride + here, mask=here < count, other=EMPTY)
+        if BY_SCORE:
+            if tl.max(is_nan(packed).to(tl.int32), 0) > 0:
+                tl.store(state_ptr + row * COUNTERS + 1, 1)
+            packed = ordered(packed)
+        else:
+            packed = packed & LOW
+        tl.store(out_ptr + row * out_row_stride + here, tl.sort(packed, 0, descending=True), mask=here < count)
+
+
+@triton.jit(do_not_specialize=["s_row_stride", "n_cols", "packed_row_stride", "k", "run", "steps"])
+def merge_kernel(
+    packed_ptr,  # (n_rows, packed_row_stride) int64 survivors in sorted runs
+    state_ptr,  # (n_rows, COUNTERS) int32: how many of them, whether one is NaN
+    out_ptr,  # like packed: runs WAYS times as long; None in the last round with FETCH
+    index_ptr,  # this and the next four as for sort_kernel, in the last round with FETCH
+    s_ptr,
+    y_ptr,
+    value_ptr,
+    gate_ptr,
+    s_row_stride,
+    n_cols,
+    packed_row_stride,
+    k,
+    run,
+    steps,
+    BY_SCORE: tl.constexpr,
+    FETCH: tl.constexpr,
+    LARGEST: tl.constexpr,
+    GATES: tl.constexpr,
+    WAYS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Merge WAYS runs: a survivor's place is its place in its own run plus its rank in the others, by bisection."""
+    row = tl.program_id(0).to(tl.int64)
+    begin = tl.program_id(1) * BLOCK
+    count = k
+    if BY_SCORE:
+        count = tl.load(state_ptr + row * COUNTERS)
+    if begin < count:
+        cols = begin + tl.arange(0, BLOCK)
+        inside = cols < count
+        packed_row = row * packed_row_stride
+        mine = tl.load(packed_ptr + packed_row + cols, mask=inside, other=EMPTY)
+        own = cols // run
+        first = own // WAYS * WAYS
+        other = first[:, None] + tl.arange(0, WAYS)[None, :]
+        start = other * run
+        # empty places are equal: those of earlier runs come first
+        earlier = other < own[:, None]
+        lo = tl.zeros((BLOCK, WAYS), tl.int32)
+        hi = tl.where(other == own[:, None], 0, tl.minimum(tl.maximum(count - start, 0), run))
+        for _ in range(steps):
+            middle = (lo + hi) // 2
+            open = (lo < hi) & inside[:, None]
+            theirs = tl.load(packed_ptr + packed_row + start + middle, mask=open, other=EMPTY)
+            before = (theirs > mine[:, None]) | (earlier & (theirs == mine[:, None]))
+            lo = tl.where(open & before, middle + 1, lo)
+            hi = tl.where(open & (before == 0), middle, hi)
+        place = first * run + (cols - own * run) + tl.sum(lo, 1)
+        if FETCH:
+            wanted = inside & (place < k)
+            at = row * k + place
+            index = to_column(mine)
+            tl.store(index_ptr + at, index.to(index_ptr.dtype.element_ty), mask=wanted)
+            nan = tl.load(state_ptr + row * COUNTERS + 1) > 0
+            fetch(
+                index,
+                at,
+                wanted,
+                nan,
+                s_ptr,
+                y_ptr,
+                value_ptr,
+                gate_ptr,
+                row * s_row_stride,
+                row * n_cols,
+                LARGEST,
+                GATES,
+            )
+        else:
+            tl.store(out_ptr + packed_row + place, mine, mask=inside)

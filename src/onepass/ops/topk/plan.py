@@ -1,0 +1,122 @@
+"""Launch shapes of topk's selection: formulas of rows, columns, k, dtype and GPU. No selection depends on them."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+
+from onepass.core.launch import cdiv, next_power_of_2
+
+# longest row that one program holds in registers, with many rows and with few; elements per warp
+MAX_COLS = 32768
+MAX_COLS_OF_FEW = 8192
+PER_WARP = 1024
+# elements per warp in a scan, and most of a program
+PER_SCAN = 256
+SCAN = 4096
+# rows are many from this many per multiprocessor on
+MANY = 4
+# longer rows: elements and warps of a tile of the pass; programs per multiprocessor; one program per row from MANY on
+TILE = 2048
+TILE_WARPS = 8
+PER_SM = 8
+# sampled elements of a row; bytes of one group of them: a sector of memory
+SAMPLE = 16384
+SECTOR = 32
+# by how many standard deviations of the sample's count the pivot lies beyond the k-th score
+SIGMAS = 5.0
+# sampled elements, and candidates, per warp of the kernels that hold them in registers
+SAMPLE_PER_WARP = 1024
+PER_CHOOSING_WARP = 256
+# registers per thread with which two of the programs that choose fit a multiprocessor
+CHOOSING_REGISTERS = 64
+# elements of the tile in which a program goes through a row alone
+ALONE = 4096
+# most survivors of a row that one program sorts; elements per warp of that sort with many rows, and with few
+MAX_SORTED = 4096
+SORT_PER_WARP = 512
+SORT_PER_WARP_OF_FEW = 64
+# more survivors: length of a sorted run, runs merged at a time, elements per program of a merge
+RUN = 1024
+WAYS = 4
+MERGED = 256
+# bits of a 32-bit key that are the same for all scores of a dtype
+CONSTANT_BITS = {torch.bfloat16: 16, torch.float16: 13}
+
+
+class Whole(NamedTuple):
+    """One program holds whole rows: rows, columns, warps of a program, columns of one scan."""
+
+    block_r: int
+    block_c: int
+    warps: int
+    scan: int
+
+
+class Pivot(NamedTuple):
+    """Sample, pass, choice.
+
+    groups, group: sampled groups of a row and elements of each; sample_warps: of the program that samples;
+    tile, tile_warps, tiles, splits: elements and warps of a tile, tiles of a program, programs of a row;
+    capacity: candidates that a row has room for; choose_warps, alone: warps of the program that chooses among them,
+    and elements of its tile where it has to read the row again.
+    """
+
+    groups: int
+    group: int
+    sample_warps: int
+    tile: int
+    tile_warps: int
+    tiles: int
+    splits: int
+    capacity: int
+    choose_warps: int
+    alone: int
+
+
+def of_selection(n_rows: int, n_cols: int, k: int, itemsize: int, sms: int) -> Whole | Pivot:
+    """Return the launch shape for rows of n_cols scores of itemsize bytes, 1 ≤ k ≤ n_cols."""
+    many = n_rows >= MANY * sms
+    if n_cols <= (MAX_COLS if many else MAX_COLS_OF_FEW):
+        block_c = next_power_of_2(n_cols)
+        warps = max(1, block_c // PER_WARP)
+        return Whole(max(1, min(32, 512 // block_c)), block_c, warps, min(block_c, PER_SCAN * warps, SCAN))
+    group = SECTOR // itemsize
+    sample = min(SAMPLE, next_power_of_2(n_cols))
+    n_tiles = cdiv(n_cols, TILE)
+    splits = 1 if many else min(n_tiles, cdiv(PER_SM * sms, n_rows))
+    tiles = cdiv(n_tiles, splits)
+    capacity = _capacity(n_cols, k, sample)
+    return Pivot(
+        max(1, sample // group), group, max(1, min(32, sample // SAMPLE_PER_WARP)),
+        TILE, TILE_WARPS, tiles, cdiv(n_tiles, tiles),
+        capacity, max(4, min(32, capacity // PER_CHOOSING_WARP)), ALONE,
+    )  # fmt: skip
+
+
+def _capacity(n_cols: int, k: int, sample: int) -> int:
+    """Return room for the candidates beyond a pivot, with SIGMAS to spare on both sides.
+
+    A power of two as long as one program chooses among them; it then also wastes at most half of its lanes.
+    """
+    ratio = sample / n_cols
+    rank = k * ratio
+    wanted = rank + SIGMAS * math.sqrt(rank) + SIGMAS
+    # the mean of a count that is at least `wanted`, with a margin for the search to hit
+    mean = 1.06 * wanted + SIGMAS * math.sqrt(wanted) + SIGMAS**2 / 2
+    room = min(math.ceil(mean / ratio), n_cols)
+    return next_power_of_2(room) if k <= MAX_SORTED else cdiv(room, 16) * 16
+
+
+def of_sort(n_rows: int, k: int, sms: int) -> tuple[int, int, int]:
+    """Return (rows per program, columns, warps) of the sort of k survivors."""
+    block_k = next_power_of_2(k)
+    per_warp = SORT_PER_WARP if n_rows > MANY * sms else SORT_PER_WARP_OF_FEW
+    return max(1, min(32, 256 // block_k)), block_k, max(1, min(32, block_k // per_warp))
+
+
+def constant_bits(dtype: torch.dtype) -> int:
+    """Return how many low bits of a key are the same for all scores of this dtype."""
+    return CONSTANT_BITS.get(dtype, 0)

@@ -1,0 +1,63 @@
+"""The range of each row that `topk` selects from: `start` and `lengths`, checked and as a mask."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from onepass.core import check
+from onepass.core.eager import plain
+
+
+def check_ranges(op: str, scores: Tensor, start: Tensor | None, lengths: Tensor | None) -> None:
+    """Raise an error for ranges of a wrong type, shape or device, or that reach past a row.
+
+    Values are checked on a CPU alone: on a GPU the host would wait for them.
+    """
+    _check(op, "start", start, scores)
+    _check(op, "lengths", lengths, scores)
+    given = [t for t in (start, lengths) if t is not None]
+    if not given or scores.device.type != "cpu" or not plain(scores, *given):
+        return
+    n = scores.shape[-1]
+    for name, value in (("start", start), ("lengths", lengths)):
+        if value is None or not value.numel():
+            continue
+        least, most = (int(x) for x in value.aminmax())
+        if least < 0 or most > n:
+            raise ValueError(f"{op}: {name} must be from 0 to the row's length {n}, got {least if least < 0 else most}")
+    if start is not None and lengths is not None and start.numel() and lengths.numel():
+        most = int((start.long() + lengths).amax())
+        if most > n:
+            raise ValueError(f"{op}: start + lengths must be at most the row's length {n}, got {most}")
+
+
+def _check(op: str, name: str, value: Tensor | None, scores: Tensor) -> None:
+    if value is None:
+        return
+    check.tensor(op, name, value)
+    if value.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{op}: {name} must be int32 or int64, got {value.dtype}")
+    lead = scores.shape[:-1]
+    fits = len(value.shape) <= len(lead) and all(
+        a in (1, b) for a, b in zip(reversed(value.shape), reversed(lead), strict=False)
+    )
+    if not fits:
+        raise ValueError(f"{op}: {name} must broadcast to scores.shape[:-1] = {tuple(lead)}, got {tuple(value.shape)}")
+    check.same_device(op, name, value, "scores", scores)
+
+
+def allowed(scores: Tensor, mask: Tensor | None, start: Tensor | None, lengths: Tensor | None) -> Tensor | None:
+    """Return the mask of the entries within mask and ranges; ranges are clamped to the row."""
+    if start is None and lengths is None:
+        return mask
+    column = torch.arange(scores.shape[-1], device=scores.device)
+    first = torch.zeros((), dtype=torch.int64, device=scores.device) if start is None else start.long()
+    inside = column >= first[..., None]
+    if lengths is not None:
+        # not first + lengths: that may overflow
+        inside = inside & (column - first[..., None] < lengths[..., None])
+    return inside if mask is None else inside & mask
+
+
+__all__ = ["allowed", "check_ranges"]

@@ -1,0 +1,309 @@
+"""topk's options against a sort in Python: largest, sorted, start, lengths, index_dtype, out; branches of kernels."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+from torch import Tensor
+
+import onepass
+from benchmarks.selection import sampled
+from onepass.core.launch import INTERPRET
+from onepass.ops.topk import plan
+from topk_plans import shrink
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
+KINDS = ("normal", "a third equal", "all equal", "far apart", "special", "in one place", "no sample sees them", "few")
+
+
+def expected(
+    s: Tensor, k: int, largest: bool, best_first: bool, start: Tensor | None, lengths: Tensor | None,
+    mask: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Values, indices and gates by a sort of Python numbers, row by row."""
+    n, lead = s.shape[-1], s.shape[:-1]
+    rows = s.double().reshape(-1, n).tolist()
+    begin = [0] * len(rows) if start is None else start.expand(lead).flatten().tolist()
+    count = [n] * len(rows) if lengths is None else lengths.expand(lead).flatten().tolist()
+    allowed = None if mask is None else mask.expand(s.shape).reshape(-1, n).tolist()
+    indices = torch.full((len(rows), k), -1)
+    for r, row in enumerate(rows):
+        sign = 1.0 if largest else -1.0
+        found = [
+            i for i in range(max(begin[r], 0), min(begin[r] + max(count[r], 0), n))
+            if (allowed is None or allowed[r][i]) and sign * row[i] != -math.inf
+        ]  # fmt: skip
+        found.sort(key=lambda i: (0.0, 0.0, i) if math.isnan(row[i]) else (1.0, -sign * row[i], i))
+        found = found[:k] if best_first else sorted(found[:k])
+        indices[r, : len(found)] = torch.tensor(found, dtype=torch.long)
+    indices = indices.view(*lead, k)
+    missing = -math.inf if largest else math.inf
+    if n:
+        values = torch.where(indices >= 0, s.gather(-1, indices.clamp(min=0)), missing)
+    else:
+        values = torch.full((*lead, k), missing, dtype=s.dtype)
+    ones = torch.where(values.isnan().any(-1, keepdim=True), math.nan, 1.0) if k else 1.0
+    return values, indices, torch.where(indices >= 0, ones, 0.0).to(s.dtype)
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    return a.dtype == b.dtype and bool(((a == b) | (a.isnan() & b.isnan())).all())
+
+
+def compare(s: Tensor, k: int, **options: Any) -> None:
+    """Check every output, against the CPU's copy of the arguments."""
+    top = onepass.topk(s, k, **options)
+    there = {name: t.cpu() if isinstance(t, Tensor) else t for name, t in options.items()}
+    largest, best_first = there.get("largest", True), there.get("sorted", True)
+    values, indices, gates = expected(
+        s.cpu(), k, largest, best_first, there.get("start"), there.get("lengths"), there.get("mask")
+    )
+    assert torch.equal(top.indices.cpu().long(), indices), (top.indices.cpu(), indices)
+    assert same(top.values.cpu(), values)
+    assert same(top.gates.cpu(), gates)
+    assert top.indices.dtype == options.get("index_dtype", torch.int64)
+
+
+def rows_of(kind: str, n: int, generator: torch.Generator, k: int = 1) -> Tensor:
+    s = torch.randn(3, n, generator=generator)
+    if kind == "a third equal":
+        return s.clamp(max=0.43)
+    if kind == "all equal":
+        return torch.full_like(s, -0.0)
+    if kind == "far apart":
+        return s.pow(9) * 1e20
+    if kind == "special":
+        s[:, ::3], s[0, 1::3], s[1, 1::3], s[2] = math.inf, math.nan, -math.inf, -math.inf
+    elif kind == "in one place":
+        s[:, n // 3 : n // 3 + k + 2] += 9
+    elif kind == "no sample sees them":
+        shape = plan.of_selection(3, n, max(1, min(k, n)), 4, 4)
+        if isinstance(shape, plan.Pivot):
+            s[:, sampled(n, shape.groups, shape.group)] -= 20
+    elif kind == "few":
+        s[torch.rand(s.shape, generator=generator) < 0.9] = -math.inf
+    return s
+
+
+@settings(max_examples=40 if INTERPRET else 150)
+@given(
+    seed=st.integers(0, 2**20), n=st.integers(1, 130), k=st.integers(0, 90), kind=st.sampled_from(KINDS),
+    dtype=st.sampled_from(DTYPES[:2] if INTERPRET else DTYPES), largest=st.booleans(), best_first=st.booleans(),
+    ranged=st.sampled_from(["", "start", "lengths", "both"]), masked=st.booleans(), narrow=st.booleans(),
+    sigmas=st.sampled_from([0.0, 1.0]), whole=st.booleans(),
+)  # fmt: skip
+def test_every_option(
+    seed: int, n: int, k: int, kind: str, dtype: torch.dtype, largest: bool, best_first: bool, ranged: str,
+    masked: bool, narrow: bool, sigmas: float, whole: bool,
+) -> None:  # fmt: skip
+    """Under the interpreter small sizes lead through all kernels; a pivot without margin misses often."""
+    generator = torch.Generator().manual_seed(seed)
+    with pytest.MonkeyPatch.context() as patch:
+        shrink(patch, SIGMAS=sigmas, MAX_COLS=128 if whole else 16, MAX_SORTED=32)
+        s = rows_of(kind, n, generator, k).to(dtype)
+        start = torch.randint(0, n + 1, (3,), generator=generator) if ranged in ("start", "both") else None
+        lengths = None
+        if ranged in ("lengths", "both"):
+            most = n if start is None else n - start.max().item()
+            lengths = torch.randint(0, int(most) + 1, (1,), generator=generator, dtype=torch.int32)
+        mask = torch.rand(3, n, generator=generator) > 0.3 if masked else None
+        index_dtype = torch.int32 if narrow else torch.int64
+        compare(
+            s, k, largest=largest, sorted=best_first, start=start, lengths=lengths, mask=mask, index_dtype=index_dtype
+        )
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_way_of_long_rows(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One program per row and several; margins that hold and none."""
+    for many, sigmas in ((1000, 1.0), (0, 1.0), (1000, 0.0), (0, 0.0)):
+        shrink(monkeypatch, SIGMAS=sigmas, MANY=many)
+        s = rows_of(kind, 210, torch.Generator().manual_seed(1), 20)
+        for best_first in (True, False):
+            compare(s, 20, sorted=best_first)
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize(
+    ("kind", "n", "k", "ways"),
+    [
+        ("normal", 210, 20, []),
+        ("a third equal", 210, 30, ["equals"]),
+        ("all equal", 210, 60, ["equals"]),
+        ("no sample sees them", 210, 5, ["exact", "row"]),
+        ("few", 210, 40, []),
+    ],
+)
+def test_what_follows_a_pivot(kind: str, n: int, k: int, ways: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each kind of row takes the way that the README gives: none, the equals of the pivot, the row again."""
+    from onepass.ops.topk import kernels_pivot
+
+    taken: list[str] = []
+    exact, collect = kernels_pivot.exact_threshold, kernels_pivot.collect
+
+    def note_exact(*args: Any) -> Any:
+        taken.append("exact")
+        return exact(*args)
+
+    def note_collect(*args: Any) -> Any:
+        # the argument ABOVE
+        taken.append("row" if args[13] else "equals")
+        return collect(*args)
+
+    shrink(monkeypatch, SAMPLE=64)
+    monkeypatch.setattr(kernels_pivot, "exact_threshold", note_exact)
+    monkeypatch.setattr(kernels_pivot, "collect", note_collect)
+    s = rows_of(kind, n, torch.Generator().manual_seed(3), k)
+    compare(s, k)
+    assert taken == ways * 3
+
+
+def test_vmap_over_ranges() -> None:
+    s, lengths = torch.randn(4, 2, 12), torch.tensor([3, 12, 0, 7])
+    mapped = torch.vmap(lambda s, n: tuple(onepass.topk(s, 4, lengths=n, sorted=False)))(s, lengths)
+    for i in range(4):
+        for a, e in zip(mapped, onepass.topk(s[i], 4, lengths=lengths[i], sorted=False), strict=True):
+            assert torch.equal(a[i], e)
+
+
+@pytest.mark.parametrize("largest", [True, False])
+def test_gradients_within_ranges(largest: bool) -> None:
+    """As with a mask of the same entries; the smallest are the largest of the negated scores."""
+    s = torch.randn(3, 20, dtype=torch.float64, requires_grad=True)
+    eps = torch.tensor(0.7, dtype=torch.float64, requires_grad=True)
+    start, lengths = torch.tensor([0, 3, 8]), torch.tensor([20, 9, 2])
+    columns = torch.arange(20)
+    mask = (columns >= start[:, None]) & (columns < (start + lengths)[:, None])
+    g_values, g_gates = torch.randn(2, 3, 5, dtype=torch.float64)
+
+    def gradients(top: Any) -> tuple[Tensor, ...]:
+        values = torch.where(top.indices >= 0, top.values, 0.0)
+        return torch.autograd.grad((values, top.gates), (s, eps), (g_values, g_gates))
+
+    ours = gradients(onepass.topk(s, 5, largest=largest, start=start, lengths=lengths, eps=eps))
+    flipped = onepass.topk(s if largest else -s, 5, mask=mask, eps=eps)
+    theirs = gradients(flipped if largest else flipped._replace(values=-flipped.values))
+    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+def test_out() -> None:
+    s = torch.randn(2, 3, 9)
+    values, indices = torch.empty(2, 3, 4), torch.empty(2, 3, 4, dtype=torch.int32)
+    version = values._version
+    top = onepass.topk(s, 4, out=(values, indices), index_dtype=torch.int32)
+    assert top.values is values
+    assert top.indices is indices
+    assert values._version > version
+    expected = onepass.topk(s, 4)
+    assert torch.equal(values, expected.values)
+    assert torch.equal(indices.long(), expected.indices)
+    spread = torch.empty(4, 2, 3).permute(1, 2, 0)
+    onepass.topk(s, 4, out=(spread, indices), index_dtype=torch.int32)
+    assert torch.equal(spread, expected.values)
+    nothing = torch.empty(2, 3, 0), torch.empty(2, 3, 0, dtype=torch.int64)
+    assert onepass.topk(s, 0, out=nothing).values is nothing[0]
+
+
+@pytest.mark.parametrize("eps", [0.1, torch.tensor(0.1, requires_grad=True)])
+def test_out_has_no_gradient(eps: Any) -> None:
+    s = torch.randn(3, 9, requires_grad=not isinstance(eps, Tensor))
+    out = torch.empty(3, 2), torch.empty(3, 2, dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"topk: with out= there are no gradients, but (scores|eps) requires one"):
+        onepass.topk(s, 2, eps=eps, out=out)
+    with torch.no_grad():
+        assert torch.equal(onepass.topk(s, 2, eps=eps, out=out).indices, onepass.topk(s, 2).indices)
+
+
+_S = torch.zeros(2, 5)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "match"),
+    [
+        ({"start": 1}, TypeError, "topk: start must be a tensor, got int"),
+        ({"lengths": torch.ones(2)}, TypeError, "topk: lengths must be int32 or int64, got torch.float32"),
+        ({"lengths": torch.ones(3).int()}, ValueError, r"lengths must broadcast to .*\(2,\), got \(3,\)"),
+        ({"lengths": torch.tensor(-1)}, ValueError, "topk: lengths must be from 0 to the row's length 5, got -1"),
+        ({"start": torch.tensor([0, 6])}, ValueError, "topk: start must be from 0 to the row's length 5, got 6"),
+        (
+            {"start": torch.tensor([0, 3]), "lengths": torch.tensor(3)},
+            ValueError, r"topk: start \+ lengths must be at most the row's length 5, got 6",
+        ),
+        ({"index_dtype": torch.int16}, TypeError, "topk: index_dtype must be torch.int32 or torch.int64"),
+        ({"sorted": 1}, TypeError, "topk: sorted must be a bool, got int"),
+        ({"largest": None}, TypeError, "topk: largest must be a bool, got NoneType"),
+        ({"out": torch.ones(2, 1)}, TypeError, "topk: out must be a tuple of two tensors"),
+        ({"out": (torch.ones(2, 1), torch.ones(2, 1))}, TypeError, "topk: out's indices must be torch.int64"),
+        ({"out": (torch.ones(2), torch.ones(2, 1).long())}, ValueError, r"out's values must have the shape \(2, 1\)"),
+    ],
+)  # fmt: skip
+def test_refused(options: dict[str, Any], error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        onepass.topk(_S, 1, **options)
+
+
+def test_hard_gates_are_not_solved_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only backward needs soft_topk's solution."""
+    from onepass.ops.topk import compute
+
+    solved = []
+    solve = compute.soft_forward
+    monkeypatch.setattr(compute, "soft_forward", lambda *args: solved.append(1) or solve(*args))
+    s = torch.randn(3, 9, requires_grad=True)
+    top = onepass.topk(s, 4)
+    assert not solved
+    top.values.sum().backward(retain_graph=True)
+    assert not solved
+    top.gates.sum().backward()
+    assert len(solved) == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES[:3])
+@pytest.mark.parametrize(("rows", "n", "k"), [(3, 70001, 700), (600, 40000, 300), (3, 200000, 9000), (3, 5000, 300)])
+def test_every_option_on_gpu(rows: int, n: int, k: int, dtype: torch.dtype) -> None:
+    """Whatever the values, in every order, within ranges that reach past the row."""
+    for kind in KINDS:
+        s = rows_of(kind, n, torch.Generator().manual_seed(0), k).to(dtype).cuda()
+        s = s.repeat(rows // 3, 1)
+        n_rows = len(s)
+        first = torch.randint(-9, n // 2, (n_rows,), device="cuda")
+        count = torch.randint(-5, n, (n_rows,), device="cuda", dtype=torch.int32)
+        for largest in (True, False):
+            for best_first in (True, False):
+                ours = onepass.topk(s, k, largest=largest, sorted=best_first)
+                compare(s[:3], k, largest=largest, sorted=best_first)
+                assert torch.equal(ours.indices[:3], onepass.topk(s[:3], k, largest=largest, sorted=best_first).indices)
+                assert torch.equal(ours.indices, ours.indices[:3].repeat(n_rows // 3, 1))
+        compare(s[:3], k, start=first[:3], lengths=count[:3], sorted=False)
+        whole = onepass.topk(s, k, start=first, lengths=count)
+        assert torch.equal(whole.indices[:3], onepass.topk(s[:3], k, start=first[:3], lengths=count[:3]).indices)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("n", [3000, 70000])
+def test_out_and_graphs_on_gpu(n: int) -> None:
+    s, lengths = torch.randn(5, n, device="cuda"), torch.full((5,), n, device="cuda")
+    out = torch.empty(5, 40, device="cuda"), torch.empty(5, 40, device="cuda", dtype=torch.int32)
+
+    def call() -> None:
+        onepass.topk(s, 40, lengths=lengths, out=out, index_dtype=torch.int32)
+
+    for _ in range(4):
+        call()
+    graph: Any = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    for end in (n, 50, 3):
+        s.normal_()
+        lengths.fill_(end)
+        graph.replay()
+        values, indices, _ = expected(s.cpu(), 40, True, True, None, lengths.cpu(), None)
+        assert torch.equal(out[1].cpu().long(), indices)
+        assert torch.equal(out[0].cpu(), values)
