@@ -226,13 +226,11 @@ SWEEP: tuple[tuple[dict[str, Any], tuple[Cell, ...]], ...] = (
     ({"TILE": 2048, "TILE_WARPS": 2, "PER_SM": 16}, LONG),
     ({"TILE": 2048, "TILE_WARPS": 4}, LONG),
     ({"TILE": 1024, "TILE_WARPS": 4, "PER_SM": 16}, LONG),
-    ({"PER_CHOOSING_WARP": 512, "CHOOSING_REGISTERS": 128}, LONG),
-    ({"PER_CHOOSING_WARP": 512}, LONG),
-    ({"SAMPLE": 8192}, LONG),
+    ({"PER_CHOOSING_WARP": 256}, LONG),
+    ({"SAMPLE": 8192, "SAMPLE_OF_MANY": 16384}, LONG),
     ({"SAMPLE_PER_WARP": 512}, (SMALL, SHORT)),
     ({"SORT_PER_WARP_OF_FEW": 32}, (SMALL,)),
-    ({"MAX_COLS": 4096, "MAX_COLS_OF_FEW": 4096}, (WHOLE, FEW)),
-    ({"MERGED": 128}, (WIDE,)),
+    ({"MAX_COLS": 4096}, (WHOLE, FEW)),
     ({"MERGED": 64}, (WIDE,)),
 )
 

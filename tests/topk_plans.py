@@ -15,5 +15,5 @@ def shrink(monkeypatch: pytest.MonkeyPatch, **sizes: Any) -> None:
         "MAX_COLS": 16, "TILE": 32, "TILE_WARPS": 1, "SAMPLE": 32, "SECTOR": 16, "SIGMAS": 1.0, "ALONE": 32,
         "MAX_SORTED": 64, "RUN": 8, "MERGED": 16, "SCAN": 16, **sizes,
     }  # fmt: skip
-    for name, value in {**small, "MAX_COLS_OF_FEW": small["MAX_COLS"]}.items():
+    for name, value in small.items():
         monkeypatch.setattr(plan, name, value)

@@ -78,28 +78,6 @@ def pack(s, cols):
 
 
 @triton.jit
-def scatter(out_ptr, s, cols, chosen, ASM: tl.constexpr):
-    """Store chosen survivors at out_ptr, one address each; ASM: by PTX.
-
-    A tl.store gives every thread one of 32 neighbours, as for addresses in sequence, and moves addresses, values and
-    predicates there through shared memory. That takes a quarter of the instructions of a pass, and its barriers.
-    """
-    if ASM:
-        tl.inline_asm_elementwise(
-            "{ .reg .pred %p; setp.ne.s32 %p, $4, 0; @%p st.global.v2.b32 [$1], {$3, $2}; mov.b32 $0, 0; }",
-            "=r,l,r,r,r",
-            [
-                out_ptr.to(tl.int64), s.to(tl.int32, bitcast=True), 0x7FFFFFFF - cols, chosen.to(tl.int32),
-            ],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )  # fmt: skip
-    else:
-        tl.store(out_ptr, pack(s, cols), mask=chosen)
-
-
-@triton.jit
 def key_of(packed):
     return to_key((packed >> 32).to(tl.int32).to(tl.float32, bitcast=True))
 
@@ -124,5 +102,5 @@ def is_nan(packed):
 
 __all__ = [
     "COUNTERS", "EMPTY", "INFINITY", "LARGEST_KEY", "LOW", "NAN", "NOTHING", "bounds", "is_nan", "key_of",
-    "load_scores", "ordered", "pack", "scatter", "to_column", "to_key", "to_score",
+    "load_scores", "ordered", "pack", "to_column", "to_key", "to_score",
 ]  # fmt: skip

@@ -20,7 +20,6 @@ from .kernels_keys import (
     key_of,
     load_scores,
     pack,
-    scatter,
     to_key,
     to_score,
 )
@@ -131,7 +130,6 @@ def pass_kernel(
     LARGEST: tl.constexpr,
     ALONE: tl.constexpr,
     BLOCK: tl.constexpr,
-    ASM: tl.constexpr,
 ):
     """Collect the scores above the pivot from `tiles` tiles of a row; ALONE: one program per row, in order."""
     n_cols = n_cols * UNIT
@@ -145,21 +143,11 @@ def pass_kernel(
     counter = state_ptr + row * COUNTERS
     found = 0
     begin = tl.maximum(split * tiles, first // BLOCK)
-    end = tl.minimum((split + 1) * tiles, (last + BLOCK - 1) // BLOCK)
-    s_row = row * s_row_stride * UNIT
-    mask_row = row * mask_row_stride
-    cols = begin * BLOCK + tl.arange(0, BLOCK)
-    coming = load_scores(
-        s_ptr, mask_ptr, s_row + cols, mask_row + cols, cols, cols < end * BLOCK, first, last, n_cols, HAS_MASK,
-        has_range, LARGEST,
-    )  # fmt: skip
-    for _ in range(begin, end):
-        s = coming
-        # the next tile is on its way while this one is compacted
-        after = cols + BLOCK
-        coming = load_scores(
-            s_ptr, mask_ptr, s_row + after, mask_row + after, after, after < end * BLOCK, first, last, n_cols, HAS_MASK,
-            has_range, LARGEST,
+    for tile in range(begin, tl.minimum((split + 1) * tiles, (last + BLOCK - 1) // BLOCK)):
+        cols = tile * BLOCK + tl.arange(0, BLOCK)
+        s = load_scores(
+            s_ptr, mask_ptr, row * s_row_stride * UNIT + cols, row * mask_row_stride + cols, cols, True, first, last,
+            n_cols, HAS_MASK, has_range, LARGEST,
         )  # fmt: skip
         # NaN is above every pivot
         above = (s <= pivot) == 0
@@ -170,9 +158,8 @@ def pass_kernel(
             if not ALONE:
                 at = tl.atomic_add(counter, n_above, sem="relaxed")
             slot = at + tl.cumsum(ones, 0) - 1
-            scatter(out_ptr + row * capacity + slot, s, cols, above & (slot < capacity), ASM)
+            tl.store(out_ptr + row * capacity + slot, pack(s, cols), mask=above & (slot < capacity))
         found += n_above
-        cols = after
     if ALONE:
         tl.store(counter, found)
 

@@ -9,16 +9,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from onepass.core.launch import INTERPRET, cdiv, device_guard, launch, sm_count
+from onepass.core.launch import cdiv, device_guard, launch, sm_count
 
 from . import plan
 from .kernels_keys import COUNTERS
 from .kernels_pivot import choose_kernel, pass_kernel, pivot_kernel
 from .kernels_sort import HARD, NO_GATES, SOFT, merge_kernel, run_kernel, sort_kernel
 from .kernels_whole import whole_kernel
-
-# stores by PTX: NVIDIA's compiler alone has it
-ASM = not INTERPRET and torch.version.hip is None
 
 
 class Rows(NamedTuple):
@@ -65,7 +62,7 @@ def _survivors(rows: Rows, k: int) -> _Survivors:
         launch(
             whole_kernel, (cdiv(n_rows, shape.block_r), 1, 1), (s, mask, start, lengths, out, state),
             (*strides, n_rows, n_cols // unit, k),
-            (*options, shift, shape.block_r, shape.block_c, shape.scan, ASM), num_warps=shape.warps,
+            (*options, shift, shape.block_r, shape.block_c, shape.scan), num_warps=shape.warps,
         )  # fmt: skip
         return _Survivors(out, state, True)
     pivots = torch.empty(n_rows, dtype=torch.float32, device=s.device)
@@ -78,14 +75,13 @@ def _survivors(rows: Rows, k: int) -> _Survivors:
     )  # fmt: skip
     launch(
         pass_kernel, (n_rows, shape.splits, 1), (*given, found), (*numbers, shape.tiles),
-        (*options, alone, shape.tile, ASM), num_warps=shape.tile_warps,
+        (*options, alone, shape.tile), num_warps=shape.tile_warps,
     )  # fmt: skip
     chooses = k <= plan.MAX_SORTED
     out = torch.empty((n_rows, k), dtype=torch.int64, device=s.device) if chooses else found
     launch(
         choose_kernel, (n_rows, 1, 1), (*given, found, out), (*numbers, out.stride(0), n_cols.bit_length()),
         (*options, shift, chooses, shape.capacity if chooses else 1, shape.alone), num_warps=shape.choose_warps,
-        **({"maxnreg": plan.CHOOSING_REGISTERS} if ASM and plan.CHOOSING_REGISTERS else {}),
     )  # fmt: skip
     return _Survivors(out, state, False)
 

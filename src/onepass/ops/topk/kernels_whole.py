@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .kernels_keys import COUNTERS, EMPTY, LARGEST_KEY, NAN, NOTHING, bounds, load_scores, scatter, to_key
+from .kernels_keys import COUNTERS, EMPTY, LARGEST_KEY, NAN, NOTHING, bounds, load_scores, pack, to_key
 
 INTS = [
     "s_row_stride", "mask_row_stride", "start_stride", "lengths_stride", "n_rows", "n_cols", "k",
@@ -36,7 +36,6 @@ def whole_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_T: tl.constexpr,
-    ASM: tl.constexpr,
 ):
     n_cols = n_cols * UNIT
     s_row_stride = s_row_stride * UNIT
@@ -93,7 +92,7 @@ def whole_kernel(
             n_level = level_before + (both & 0xFFFF)
             chosen = above | (level & (n_level <= room))
             slot = above_before + (both >> 16) + tl.minimum(n_level, room) - 1
-            scatter(out_ptr + rows * k + slot, near, here, chosen, ASM)
+            tl.store(out_ptr + rows * k + slot, pack(near, here), mask=chosen)
         above_before += (total >> 16)[:, None]
         level_before += (total & 0xFFFF)[:, None]
         empty = present & (here >= kept) & (here < k)

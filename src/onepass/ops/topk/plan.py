@@ -9,9 +9,8 @@ import torch
 
 from onepass.core.launch import cdiv, next_power_of_2
 
-# longest row that one program holds in registers, with many rows and with few; elements per warp
-MAX_COLS = 32768
-MAX_COLS_OF_FEW = 8192
+# longest row that one program holds in registers; elements per warp
+MAX_COLS = 8192
 PER_WARP = 1024
 # elements per warp in a scan, and most of a program
 PER_SCAN = 256
@@ -20,20 +19,19 @@ SCAN = 4096
 MANY = 4
 # longer rows: elements and warps of a tile of the pass; programs per multiprocessor; one program per row from MANY on
 TILE = 2048
-TILE_WARPS = 8
+TILE_WARPS = 4
 PER_SM = 8
-# sampled elements of a row; bytes of one group of them: a sector of memory
+# sampled elements of a row, with few rows and with many; elements of one group, which share a sector of memory
 SAMPLE = 16384
+SAMPLE_OF_MANY = 8192
 SECTOR = 32
 # by how many standard deviations of the sample's count the pivot lies beyond the k-th score
 SIGMAS = 5.0
 # sampled elements, and candidates, per warp of the kernels that hold them in registers
 SAMPLE_PER_WARP = 1024
-PER_CHOOSING_WARP = 256
-# registers per thread with which two of the programs that choose fit a multiprocessor
-CHOOSING_REGISTERS = 64
+PER_CHOOSING_WARP = 512
 # elements of the tile in which a program goes through a row alone
-ALONE = 4096
+ALONE = 8192
 # most survivors of a row that one program sorts; elements per warp of that sort with many rows, and with few
 MAX_SORTED = 4096
 SORT_PER_WARP = 512
@@ -41,7 +39,7 @@ SORT_PER_WARP_OF_FEW = 64
 # more survivors: length of a sorted run, runs merged at a time, elements per program of a merge
 RUN = 1024
 WAYS = 4
-MERGED = 256
+MERGED = 128
 # bits of a 32-bit key that are the same for all scores of a dtype
 CONSTANT_BITS = {torch.bfloat16: 16, torch.float16: 13}
 
@@ -79,12 +77,12 @@ class Pivot(NamedTuple):
 def of_selection(n_rows: int, n_cols: int, k: int, itemsize: int, sms: int) -> Whole | Pivot:
     """Return the launch shape for rows of n_cols scores of itemsize bytes, 1 ≤ k ≤ n_cols."""
     many = n_rows >= MANY * sms
-    if n_cols <= (MAX_COLS if many else MAX_COLS_OF_FEW):
+    if n_cols <= MAX_COLS:
         block_c = next_power_of_2(n_cols)
         warps = max(1, block_c // PER_WARP)
         return Whole(max(1, min(32, 512 // block_c)), block_c, warps, min(block_c, PER_SCAN * warps, SCAN))
     group = SECTOR // itemsize
-    sample = min(SAMPLE, next_power_of_2(n_cols))
+    sample = min(SAMPLE_OF_MANY if many else SAMPLE, next_power_of_2(n_cols))
     n_tiles = cdiv(n_cols, TILE)
     splits = 1 if many else min(n_tiles, cdiv(PER_SM * sms, n_rows))
     tiles = cdiv(n_tiles, splits)

@@ -109,14 +109,13 @@ def _kernel(
     registers: int,
     *,
     wide: bool = True,
-    maxnreg: int = 0,
     spill: int = 0,
     **types: str,
 ) -> Kernel:  # fmt: skip
     signature = {a: t for a, t in {**_TYPES, **types}.items() if a in fn.arg_names and a not in constants}
     pointers = [a for a in signature if a.endswith("_ptr")]
     return Kernel(
-        title, lambda: fn, signature, constants, pointers, num_warps=warps, max_registers=registers, maxnreg=maxnreg,
+        title, lambda: fn, signature, constants, pointers, num_warps=warps, max_registers=registers,
         max_spill_bytes=spill, vector_loads=wide,
     )  # fmt: skip
 
@@ -135,15 +134,14 @@ def _kernels() -> Iterator[Kernel]:
     plain = {"mask_ptr": None, "UNIT": 16, "HAS_MASK": False, "LARGEST": True, **no_range}
     ranged = {"mask_ptr": None, "UNIT": 16, "HAS_MASK": False, "LARGEST": True, "HAS_START": True, "HAS_LENGTHS": True}
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
-    for dtype, cols in (("fp32", 64), ("fp32", 1024), ("fp32", 8192), ("fp32", 32768), ("bf16", 8192)):
+    for dtype, cols in (("fp32", 64), ("fp32", 1024), ("fp32", 8192), ("bf16", 8192)):
         whole = plan.of_selection(1 << 16, cols, cols // 8, 4, 132)
         assert isinstance(whole, plan.Whole)
         blocks = {
             **plain, "SHIFT": plan.constant_bits(dtypes[dtype]), "BLOCK_R": whole.block_r, "BLOCK_C": whole.block_c,
             "BLOCK_T": whole.scan,
-            "ASM": True,
         }  # fmt: skip
-        yield _kernel(f"topk whole {dtype} {cols}", kw.whole_kernel, blocks, whole.warps, 112, s_ptr=f"*{dtype}")
+        yield _kernel(f"topk whole {dtype} {cols}", kw.whole_kernel, blocks, whole.warps, 120, s_ptr=f"*{dtype}")
     for dtype, n_rows, k in (("fp32", 64, 2048), ("fp32", 2048, 2048), ("bf16", 64, 2048), ("fp32", 8, 65536)):
         for options in (plain, ranged):
             long = plan.of_selection(n_rows, 131072, k, dtypes[dtype].itemsize, 132)
@@ -157,8 +155,8 @@ def _kernels() -> Iterator[Kernel]:
                 spill=120, s_ptr=pointer,
             )  # fmt: skip
             yield _kernel(
-                f"topk pass {title}", kp.pass_kernel, {**options, "ALONE": alone, "BLOCK": long.tile, "ASM": True},
-                long.tile_warps, 80, s_ptr=pointer,
+                f"topk pass {title}", kp.pass_kernel, {**options, "ALONE": alone, "BLOCK": long.tile}, long.tile_warps,
+                120, s_ptr=pointer,
             )  # fmt: skip
             chooses = k <= plan.MAX_SORTED
             blocks = {
@@ -166,8 +164,7 @@ def _kernels() -> Iterator[Kernel]:
                 "TILE": long.alone,
             }  # fmt: skip
             yield _kernel(
-                f"topk choose {title}", kp.choose_kernel, blocks, long.choose_warps, plan.CHOOSING_REGISTERS,
-                wide=False, maxnreg=plan.CHOOSING_REGISTERS, spill=120, s_ptr=pointer,
+                f"topk choose {title}", kp.choose_kernel, blocks, long.choose_warps, 255, wide=False, spill=24, s_ptr=pointer,
             )  # fmt: skip
     for k in (64, 2048):
         for best_first in (True, False):
