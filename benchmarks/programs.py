@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import io
 import json
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from onepass.bench.program import MODES, against
-from onepass.core import files
 
 # later records replace earlier ones of the same program, case and mode
 SOURCES = ("program.json", "program_graphs.json")
-# the picture: its panels and lines
-DRAWN = ("eager", "compiled", "graph")
-LINES = {"dense block": "dense", "RoutedBlock": "routed", "RoutedBlock causal": "routed, causal"}
-COLOURS = ("#6b7a8f", "#d1495b", "#2e86ab")
 _HEAD = """\
 ## Routed layers in programs
 One forward and backward pass, bf16 autocast over fp32 parameters, k = n/16
@@ -25,55 +18,17 @@ One forward and backward pass, bf16 autocast over fp32 parameters, k = n/16
 fast a whole step is as the dense layer's in the same mode. The host of this machine is slow and shared: its times
 differ by a third from run to run. *graph*: one CUDA graph of the whole step.
 
-![A block's training step over the number of tokens](../benchmarks/results/h200/programs.png)
-
 """
 
 
-def _found(raw: Path) -> dict[tuple[str, str, str], dict[str, Any]]:
-    """Return the records by case, program and mode."""
+def section(raw: Path) -> str:
+    """Return the table, a line for each size and layer."""
     found: dict[tuple[str, str, str], dict[str, Any]] = {}
     for source in SOURCES:
         _, *records = json.loads((raw / source).read_text(encoding="utf-8"))
         ratios = against(records)
         for i, r in enumerate(records):
             found[r["case"], r["program"], r["mode"]] = {**r, "ratio": ratios.get(i)}
-    return found
-
-
-def picture(raw: Path, path: Path) -> None:
-    """Draw the time of a step over the tokens, routed and dense, a panel for each mode."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    found = _found(raw)
-    figure = Figure(figsize=(9.0, 3.6), layout="constrained")
-    FigureCanvasAgg(figure)
-    for axes, mode in zip(figure.subplots(1, len(DRAWN), sharey=True), DRAWN, strict=True):
-        for (name, shown), colour in zip(LINES.items(), COLOURS, strict=True):
-            points = sorted(
-                (2 * int(match[1]), r["wall_us"] / 1e3)
-                for (case, program, of), r in found.items()
-                if program == name and of == mode and (match := re.fullmatch(r"2x(\d+), d 1024", case))
-            )
-            axes.loglog(*zip(*points, strict=True), marker="o", color=colour, label=shown)
-            axes.set_xticks([tokens for tokens, _ in points], [f"{tokens:,}" for tokens, _ in points], fontsize=8)
-            axes.minorticks_off()
-        axes.set_title(mode, loc="left", fontsize=10)
-        axes.set_xlabel("tokens (2 sequences)", fontsize=9)
-        axes.grid(alpha=0.25)
-    figure.axes[0].set_ylabel("forward + backward, ms", fontsize=9)
-    figure.axes[0].set_yticks([0.5, 1, 2, 5, 10, 20, 50], ["0.5", "1", "2", "5", "10", "20", "50"], fontsize=8)
-    figure.axes[0].legend(fontsize=8, frameon=False)
-    figure.suptitle("A block's training step, d 1024, one of 16 tokens routed, H200", fontsize=11)
-    out = io.BytesIO()
-    figure.savefig(out, format="png", dpi=110, metadata={"Software": None})
-    files.write(path, out.getvalue())
-
-
-def section(raw: Path) -> str:
-    """Return the table, a line for each size and layer."""
-    found = _found(raw)
     layers = dict.fromkeys((case, name) for case, name, _ in found if name.startswith("Routed"))
     lines = ["| tokens | layer | kernels | " + " | ".join(MODES) + " |", "|---|---|---|" + "---|" * len(MODES)]
     for case, name in layers:

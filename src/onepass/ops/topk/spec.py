@@ -164,7 +164,8 @@ def _kernels() -> Iterator[Kernel]:
                 "TILE": long.alone,
             }  # fmt: skip
             yield _kernel(
-                f"topk choose {title}", kp.choose_kernel, blocks, long.choose_warps, 255, wide=False, spill=24, s_ptr=pointer,
+                f"topk choose {title}", kp.choose_kernel, blocks, long.choose_warps, 255, wide=False, spill=24,
+                s_ptr=pointer,
             )  # fmt: skip
     for k in (64, 2048):
         for best_first in (True, False):
