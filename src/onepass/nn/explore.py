@@ -45,7 +45,24 @@ def explore(y: Tensor, x: Tensor, router: nn.Module, k: int, mask: Tensor | None
     same = plain(y, x) and not y._is_view()
     # x gets no gradient here, so it needs no edge in the graph
     rest = x.detach(), router.weight, mask, n // k, router.explore, router.score == "cosine", same
-    return (_explore if same else _Explore.apply)(y, *rest)
+    return (_explore if same else _Explore.apply)(y, *rest, 0, None)
+
+
+def explore_part(
+    y: Tensor, x: Tensor, router: Router, weight: Tensor, stride: int, mask: Tensor | None, begin: int, group: Any
+) -> Tensor:
+    """`explore` for one device's tokens of rows that are spread over a process group.
+
+    Args:
+        y, x, mask: of this device's tokens.
+        router: decides the weight of the gradient.
+        weight: the routing vectors; they get this device's part of the gradient.
+        stride: the distance of sampled tokens in the whole row.
+        begin: the place of the first token in the whole row.
+        group: the devices that share the rows.
+    """
+    rest = x.detach(), weight, mask, stride, router.explore, router.score == "cosine", False
+    return _Explore.apply(y, *rest, -begin % stride, group)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _Explore(torch.autograd.Function):
@@ -63,12 +80,14 @@ class _Explore(torch.autograd.Function):
         explore_weight: float,
         cosine: bool,
         same: bool,
+        first: int,
+        group: Any,
     ) -> Tensor:
         return y if same else y.view_as(y)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        y, x, weight, mask, ctx.stride, ctx.explore_weight, ctx.cosine, same = inputs
+        y, x, weight, mask, ctx.stride, ctx.explore_weight, ctx.cosine, same, ctx.first, ctx.group = inputs
         if same:
             ctx.mark_dirty(y)
         ctx.save_for_backward(x, weight, mask)
@@ -79,16 +98,19 @@ class _Explore(torch.autograd.Function):
         weight, grad_rows = weight.detach(), grad.detach().view(x.shape)
         dim = x.shape[-1]
         dtype = torch.promote_types(x.dtype, torch.float32)
-        sample = x[:, :: ctx.stride].to(dtype)
-        gain = torch.linalg.vector_norm(grad_rows[:, :: ctx.stride], dim=-1, dtype=dtype)
-        if mask is None:
+        every = slice(ctx.first, None, ctx.stride)
+        sample = x[:, every].to(dtype)
+        gain = torch.linalg.vector_norm(grad_rows[:, every], dim=-1, dtype=dtype)
+        if mask is None and ctx.group is None:
             gain = gain - gain.mean(-1, keepdim=True)
         else:
-            real = mask[:, :: ctx.stride]
+            real = torch.ones_like(gain, dtype=torch.bool) if mask is None else mask[:, every]
             # keep the content of padding out, even NaN
             gain = gain.masked_fill(~real, 0)
-            mean = gain.sum(-1, keepdim=True) / real.sum(-1, keepdim=True).clamp_min(1)
-            gain = (gain - mean) * real
+            sums = torch.stack((gain.sum(-1, keepdim=True), real.sum(-1, keepdim=True).to(dtype)))
+            if ctx.group is not None:
+                torch.distributed.all_reduce(sums, group=ctx.group)
+            gain = (gain - sums[0] / sums[1].clamp_min(1)) * real
             sample = sample.masked_fill(~real[..., None], 0)
         square = torch.linalg.vector_norm(sample, dim=-1).square()
         explore_grad = gain * torch.rsqrt(square + dim * NORM_EPS) * (-ctx.explore_weight * ctx.stride * math.sqrt(dim))
@@ -99,7 +121,7 @@ class _Explore(torch.autograd.Function):
             unit = F.normalize(weight.to(dtype), dim=-1)
             length = torch.linalg.vector_norm(weight, dim=-1, keepdim=True, dtype=dtype)
             toward = (toward - (toward * unit).sum(-1, keepdim=True) * unit) / length
-        return grad, None, toward.to(weight.dtype), None, None, None, None, None
+        return grad, None, toward.to(weight.dtype), None, None, None, None, None, None, None
 
 
 _explore: Callable[..., Tensor] = fast_apply(_Explore)

@@ -20,6 +20,7 @@ from .causal import CausalRouter
 from .count import check_count, check_number, check_size, count
 from .explore import explore
 from .feed_forward import FeedForward, has_no_overrides
+from .over_sequence import routed_over_sequence, sequence_axis
 from .padding import zero_padding
 from .router import NORM_EPS, Router, RouterOutput
 
@@ -71,7 +72,11 @@ class Routed(nn.Module):
         check.tensor(type(self).__name__, "x", x)
         if x.dim() != 3:
             raise ValueError(f"{type(self).__name__}: x must be (batch, n, dim), got {tuple(x.shape)}")
-        routing: RouterOutput = self.router(x, count(self.k, x.shape[1]), mask)
+        k, axis = count(self.k, x.shape[1]), sequence_axis(x)
+        if axis is not None:
+            y, routing = routed_over_sequence(self, x, k, mask, axis)
+            return (y, routing) if return_routing else y
+        routing = self.router(x, k, mask)
         y = self._light(x)
         if routing.indices.shape[-1]:
             update = self._heavy(x, routing.indices)
@@ -88,7 +93,7 @@ class Routed(nn.Module):
         if isinstance(self.light, FeedForward):
             return self.light(x.reshape(-1, x.shape[-1]))  # type: ignore[no-any-return]
         y = self.light(x)
-        self._same_shape("light", y, x.shape)
+        self.same_shape("light", y, x.shape)
         return y  # type: ignore[no-any-return]
 
     def _owns_light_output(self) -> bool:
@@ -103,10 +108,11 @@ class Routed(nn.Module):
         """Return the heavy output (batch, [R,] k, dim); a missing token counts as zeros, and its output is not used."""
         chosen = gather(x, indices).flatten(1, -2)
         out = self.heavy(chosen)
-        self._same_shape("heavy", out, chosen.shape)
+        self.same_shape("heavy", out, chosen.shape)
         return out.reshape(*indices.shape, x.shape[-1])  # type: ignore[no-any-return]
 
-    def _same_shape(self, branch: str, out: Tensor, shape: torch.Size) -> None:
+    def same_shape(self, branch: str, out: Tensor, shape: torch.Size) -> None:
+        """Raise ValueError unless a branch kept the shape of its tokens."""
         if out.shape != shape:
             raise ValueError(
                 f"{type(self).__name__}: the {branch} branch must keep the shape {tuple(shape)}, got {tuple(out.shape)}"

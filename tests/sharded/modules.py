@@ -1,0 +1,126 @@
+"""Routed layers on tokens that are spread over processes, against one process."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_module, distribute_tensor
+
+from onepass.nn import Routed, RoutedFeedForward, Router
+from sharded.compare import CASES, R, case, many, mesh, placed, whole, wide
+from sharded.processes import device_type, main
+
+DIM = 16
+
+
+def _feed_forward(**options: Any) -> nn.Module:
+    return RoutedFeedForward(DIM, 1 / 4, router=Router(DIM, **options) if options else None)
+
+
+def _linear() -> nn.Module:
+    return Routed(nn.Linear(DIM, DIM), nn.Sequential(nn.Linear(DIM, DIM), nn.Tanh()), Router(DIM), 5)
+
+
+LAYERS: dict[str, Callable[[], nn.Module]] = {
+    "feed-forward": _feed_forward,
+    "two routes, straight through": lambda: _feed_forward(num_routes=2, gate="straight_through"),
+    "cosine": lambda: _feed_forward(score="cosine"),
+    "own branches": _linear,
+    "nobody": lambda: RoutedFeedForward(DIM, 0),
+}
+
+
+def _same(
+    layer: nn.Module, x: Tensor, mask: Tensor | None, on: DeviceMesh, placements: Sequence[Placement],
+    weights: Callable[[str, nn.Module, DeviceMesh], None] | None = None,
+) -> None:  # fmt: skip
+    """Compare y, the choice and all gradients; demand that y is placed like x."""
+    layer = layer.to(x.device, x.dtype)
+    spread = distribute_module(copy.deepcopy(layer), on, weights)
+    a = x.clone().requires_grad_()
+    b = placed(x, on, placements).requires_grad_()
+    y, routing = layer(a, mask, return_routing=True)
+    got, got_routing = spread(b, None if mask is None else placed(mask, on, placements), return_routing=True)
+    assert tuple(got.placements) == tuple(placements), got.placements
+    assert got.shape == y.shape
+    # the scores are those of one process only if a matrix product of fewer tokens has the same bits
+    assert torch.equal(whole(got_routing.indices), routing.indices)
+    most = 2e-5 if x.dtype == torch.float32 else 1e-12
+    tight = {"rtol": most, "atol": most}
+    torch.testing.assert_close(whole(got.detach()), y.detach(), **tight)
+    torch.testing.assert_close(whole(got_routing.gates.detach()), routing.gates.detach(), **tight)
+    torch.manual_seed(1)
+    up = torch.randn_like(y)
+    y.backward(up)
+    got.backward(distribute_tensor(up, on, placements))
+    torch.testing.assert_close(whole(b.grad), a.grad, **tight)
+    for (name, p), q in zip(layer.named_parameters(), spread.parameters(), strict=True):
+        assert (p.grad is None) == (q.grad is None), name
+        if p.grad is not None:
+            torch.testing.assert_close(whole(q.grad), p.grad, **tight, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@many("spread over the sequence", {"layer": list(LAYERS), "n": [32, 33, 5, 1], "masked": [False, True]})
+def _(layer: str, n: int, masked: bool) -> None:
+    x = wide(3, n, DIM).to(device_type())
+    mask = torch.arange(n, device=x.device) < torch.tensor([[n], [max(1, n // 2)], [0]], device=x.device)
+    _same(LAYERS[layer](), x, mask if masked else None, mesh(), [Shard(1)])
+
+
+@many("batch and sequence", {"masked": [False, True]})
+def _(masked: bool) -> None:
+    world = dist.get_world_size()
+    on = mesh(world // 2, 2)
+    x = wide(4, 20, DIM).to(device_type())
+    _same(_feed_forward(), x, torch.rand(4, 20, device=x.device) < 0.7 if masked else None, on, [Shard(0), Shard(1)])
+    _same(_feed_forward(), x, None, on, [R, Shard(1)])
+
+
+@case("weights in shards")
+def _() -> None:
+    def shard(name: str, module: nn.Module, on: DeviceMesh) -> None:
+        for key, p in list(module._parameters.items()):
+            if p is not None:
+                module.register_parameter(key, nn.Parameter(distribute_tensor(p, on, [Shard(0)])))
+
+    _same(_feed_forward(), wide(2, 24, DIM).to(device_type()), None, mesh(), [Shard(1)], shard)
+
+
+@case("all chosen tokens in one place")
+def _() -> None:
+    x = 0.1 * wide(2, 24, DIM).to(device_type())
+    layer = _feed_forward(explore=0.0)
+    with torch.no_grad():
+        x[:, :6] += layer.router.weight.to(x)[0] * 10  # type: ignore[union-attr]
+    _same(layer, x, None, mesh(), [Shard(1)])
+
+
+@case("no tokens travel")
+def _() -> None:
+    """The largest tensors that are sent are the rows' scores and the weights' gradients."""
+    sent: list[int] = []
+    n = 1024
+    layer = distribute_module(_feed_forward().to(device_type()), mesh())
+    x = placed(wide(2, n, DIM).float().to(device_type()), mesh(), [Shard(1)]).requires_grad_()
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if "c10d" in str(func) and args and isinstance(args[0], Tensor):
+                sent.append(args[0].numel())
+            return func(*args, **(kwargs or {}))
+
+    with Watch():
+        y = layer(x)
+        y.backward(DTensor.from_local(torch.ones_like(y.to_local()), mesh(), [Shard(1)], run_check=False))
+    assert sent
+    assert max(sent) <= 2 * n < DIM * n // dist.get_world_size(), sent
+
+
+if __name__ == "__main__":
+    main(CASES)
