@@ -5,30 +5,32 @@ from __future__ import annotations
 import pytest
 import torch
 
-from onepass.nn.over_sequence import _begin, _own, sequence_axis
+from onepass.nn.halo import wanted
+from onepass.nn.over_sequence import parts, sequence_axis
 
 
 @pytest.mark.parametrize(("n", "devices"), [(8, 2), (9, 2), (5, 4), (1, 3), (0, 2)])
-def test_parts_begin_where_distribute_tensor_cuts(n: int, devices: int) -> None:
-    parts = torch.arange(n).chunk(devices) if n else []
-    sizes = [len(p) for p in parts] + [0] * (devices - len(parts))
-    for rank, size in enumerate(sizes):
-        assert _begin(n, devices, rank, size) == sum(sizes[:rank])
+def test_parts_are_those_of_distribute_tensor(n: int, devices: int) -> None:
+    sizes = [len(p) for p in torch.arange(n).chunk(devices)] if n else []
+    sizes += [0] * (devices - len(sizes))
+    assert [b - a for a, b in parts(n, devices)] == sizes
+    assert [a for a, _ in parts(n, devices)] == [sum(sizes[:i]) for i in range(devices)]
 
 
-def test_other_parts_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"of 10 tokens over 2 devices number 1 must have 5, .* it has 6"):
-        _begin(10, 2, 1, 6)
-
-
-def test_own_indices_keep_their_order_and_gates() -> None:
-    indices = torch.tensor([[5, -3, 1, 0, 9], [-1, 7, 8, 9, -2]])
-    gates = torch.arange(10.0).view(2, 5)
-    found = _own(indices, gates, 6)
-    assert found[0].tolist() == [[5, 1, 0], [-1, -1, -1]]
-    assert found[1].tolist() == [[0.0, 2.0, 3.0], [0.0, 0.0, 0.0]]
-    nothing = _own(indices[:, :2] + 20, gates[:, :2], 6)
-    assert nothing[0].shape == (2, 0)
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_device_wants_all_that_its_tokens_see(causal: bool) -> None:
+    for n, window, devices in ((32, 4, 4), (33, 4, 2), (7, 8, 3), (40, 16, 5)):
+        for begin, end in parts(n, devices):
+            first, last = wanted(begin, end, n, window, causal)
+            assert first % window == 0 or begin == end
+            seen = [
+                j
+                for i in range(begin, end)
+                for j in range(n)
+                if abs(i // window - j // window) <= 1 and not (causal and j > i)
+            ]
+            assert not seen or (first <= min(seen) and max(seen) < last)
+            assert 0 <= first <= begin <= end <= last <= n
 
 
 def test_plain_tokens_are_spread_along_no_axis() -> None:

@@ -23,6 +23,7 @@ from .explore import explore
 from .feed_forward import has_no_overrides
 from .local_attention import LocalAttention, check_heads
 from .norm import RMSNorm
+from .over_sequence import attention_over_sequence, sequence_axis
 from .router import NORM_EPS, Router, RouterOutput
 
 if TYPE_CHECKING:
@@ -80,17 +81,23 @@ class HeavyAttention(nn.Module):
         turned: bool,
         mask: Tensor | None,
     ) -> Tensor:
-        q = self.q(queries).unflatten(-1, (self.heads, self.dim_head))
-        k, v = self.kv(memories).unflatten(-1, (2, self.heads, self.dim_head)).unbind(2)
+        y = self.attend(self.q(queries), self.kv(memories), routing, last, turned=turned, mask=mask)
+        y = self.out(y.flatten(2))
+        return y - null.to(y.dtype)  # type: ignore[no-any-return]
+
+    def attend(
+        self, q: Tensor, kv: Tensor, routing: AttentionRouting, last: Tensor, *, turned: bool, mask: Tensor | None
+    ) -> Tensor:
+        """Return (batch, k_q, heads, dim_head) for projected queries, and keys and values (batch, k_kv, …)."""
+        q = q.view(*q.shape[:2], self.heads, self.dim_head)
+        k, v = kv.view(*kv.shape[:2], 2, self.heads, self.dim_head).unbind(2)
         if turned:
             # a missing token (−1) gets some angle too; its result is not used
             q, k = rotary(q, routing.q.indices), rotary(k, routing.kv.indices)
         # gates scale the values, not the logits: flash attention needs no bias, and a token with gate 0 contributes
         # nothing
         v = v * routing.kv.gates.to(v.dtype)[..., None, None]
-        y = span_attention(q, k, v, torch.zeros_like(last), last, mask=mask)
-        y = self.out(y.flatten(2))
-        return y - null.to(y.dtype)  # type: ignore[no-any-return]
+        return span_attention(q, k, v, torch.zeros_like(last), last, mask=mask)
 
 
 class RoutedAttention(nn.Module):
@@ -189,7 +196,10 @@ class RoutedAttention(nn.Module):
     ) -> Tensor | tuple[Tensor, AttentionRouting]:
         self._check_tokens(x)
         dtype = self._fused_dtype(x, mask)
-        if dtype is None:
+        axis = sequence_axis(x)
+        if axis is not None:
+            y, routing = attention_over_sequence(self, x, mask, axis)
+        elif dtype is None:
             y, routing = self._composed(x, mask)
             y = explore(y, x, self.router_q, routing.q.indices.shape[1], mask).view(x.shape)
         else:
@@ -213,7 +223,7 @@ class RoutedAttention(nn.Module):
         if q.shape[1]:
             heavy = self.heavy
             tokens = heavy.norm_q(gather(x, q)), heavy.norm_kv(gather(x, kv))
-            last, seen = self._seen(routing, x.shape[1], mask)
+            last, seen = self.seen(routing, x.shape[1], mask)
             update = heavy(*tokens, routing, self.null, last, turned=True, mask=seen)
             y = scatter_add(y, update, routing.q.gates, q, inplace=plain())
         return y, routing
@@ -223,7 +233,7 @@ class RoutedAttention(nn.Module):
         q = self.router_q(x, count(self.k_q, n), mask)
         if not self.causal or n == 0:
             return AttentionRouting(q, self.router_kv(x, count(self.k_kv, n), mask))
-        return AttentionRouting(q, choose_per_block(self.router_kv, x, self._quota(n), self.window, mask))
+        return AttentionRouting(q, choose_per_block(self.router_kv, x, self.quota(n), self.window, mask))
 
     def _fused(
         self, x: Tensor, mask: Tensor | None, dtype: torch.dtype, residual: bool = False
@@ -233,7 +243,7 @@ class RoutedAttention(nn.Module):
         assert isinstance(q, Router)
         assert isinstance(kv, Router)
         q.check(x, 0, mask)
-        of_q, of_kv = q.choice(count(self.k_q, n)), kv.choice(self._quota(n) if self.causal else count(self.k_kv, n))
+        of_q, of_kv = q.choice(count(self.k_q, n)), kv.choice(self.quota(n) if self.causal else count(self.k_kv, n))
         (q_block, q_memory), stride = of_q.causal or (0, 0), n // of_q.k if q.explores(of_q.k, n) else 0
         plan = AttentionPlan(
             dtype, light.heads, heavy.heads, heavy.dim_head, light.window, self.causal,
@@ -251,7 +261,7 @@ class RoutedAttention(nn.Module):
             RouterOutput(at_q, gates_q, scores_q), RouterOutput(at_kv, gates_kv, scores_kv)
         )  # fmt: skip
 
-    def _seen(self, routing: AttentionRouting, n: int, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def seen(self, routing: AttentionRouting, n: int, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Return how many of the chosen keys each chosen query sees, and which of them exist (None: all)."""
         q, kv, there = routing.q.indices, routing.kv.indices, self._there(routing, n, mask)
         if not self.causal:
@@ -266,7 +276,7 @@ class RoutedAttention(nn.Module):
         whole = mask is None and type(self.router_kv) is Router and not (self.causal and n % self.window)
         return None if whole else routing.kv.indices >= 0
 
-    def _quota(self, n: int) -> int:
+    def quota(self, n: int) -> int:
         """Return how many keys and values each window gives for n > 0 tokens, missing ones included."""
         if isinstance(self.k_kv, float):
             return max(1, round(self.window * self.k_kv))

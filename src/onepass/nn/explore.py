@@ -54,7 +54,9 @@ def explore_part(
     """`explore` for one device's tokens of rows that are spread over a process group.
 
     Args:
-        y, x, mask: of this device's tokens.
+        y: the output at this device's tokens.
+        x: these tokens.
+        mask: which of them are real; None: all.
         router: decides the weight of the gradient.
         weight: the routing vectors; they get this device's part of the gradient.
         stride: the distance of sampled tokens in the whole row.

@@ -1,4 +1,7 @@
-"""A routed layer over a sequence that is spread over devices: tokens stay where they are, only scores travel."""
+"""Routed layers over a sequence that is spread over devices: tokens stay where they are, scores travel.
+
+Everything here runs on plain tensors, the part of each device; scores and choices alone are DTensors.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +14,12 @@ from torch.func import functional_call
 
 from onepass.ops.routing.op import gather, scatter_add
 
+from .count import count
 from .explore import explore_part
 from .router import Router, RouterOutput
 
 if TYPE_CHECKING:
+    from .attention import AttentionRouting, RoutedAttention
     from .routed import Routed
 
 
@@ -29,68 +34,164 @@ def sequence_axis(x: Tensor) -> int | None:
     return axes[0] if len(axes) == 1 and known else None
 
 
+class Part:
+    """One device's tokens of a DTensor (batch, n, dim) that is spread along an axis of its mesh, and what it needs."""
+
+    def __init__(self, x: Any, axis: int) -> None:
+        from torch.distributed.tensor import Partial, Replicate
+
+        self.mesh, self.placements, self.axis = x.device_mesh, x.placements, axis
+        self.shape, self.n = x.shape, x.shape[1]
+        self.tokens: Tensor = x.to_local(grad_placements=x.placements)
+        self.here = self.tokens.shape[1]
+        self.group, self.rank = self.mesh.get_group(axis), self.mesh.get_local_rank(axis)
+        self.ranges = parts(self.n, self.mesh.size(axis))
+        self.begin, end = self.ranges[self.rank]
+        if end - self.begin != self.here:
+            raise ValueError(
+                f"of {self.n} tokens over {len(self.ranges)} devices number {self.rank} must have "
+                f"{end - self.begin}, as distribute_tensor places them; it has {self.here}"
+            )
+        self.everywhere = [Replicate() if i == axis else p for i, p in enumerate(self.placements)]
+        # each device has its own part of a gradient of what all of them read
+        self._of_choices = [Partial() if i == axis else p for i, p in enumerate(self.placements)]
+        self._of_weights = [Partial() if p.is_shard() else p for p in self.placements]
+        self._whole = [Replicate()] * self.mesh.ndim
+
+    def weight(self, parameter: Any) -> Tensor:
+        """Return a whole parameter; its gradient is this device's part of a sum."""
+        return parameter.redistribute(placements=self._whole).to_local(grad_placements=self._of_weights)  # type: ignore[no-any-return]
+
+    def run(self, module: nn.Module, *args: Any) -> Tensor:
+        """Return module(*args) with whole parameters."""
+        return functional_call(module, {n: self.weight(p) for n, p in module.named_parameters()}, args)  # type: ignore[no-any-return]
+
+    def choice(self, t: Any) -> Tensor:
+        """Return whole rows of indices, gates or scores."""
+        whole = t.redistribute(placements=self.everywhere)
+        return whole.to_local(grad_placements=self._of_choices) if t.is_floating_point() else whole.to_local()  # type: ignore[no-any-return]
+
+    def everyone(self, t: Tensor) -> Tensor:
+        """Return whole rows, which each device has, as a DTensor."""
+        from torch.distributed.tensor import DTensor
+
+        shape = torch.Size((self.shape[0], *t.shape[1:]))
+        t = t.contiguous()
+        return DTensor.from_local(
+            t, self.mesh, self.everywhere, run_check=False, shape=shape, stride=t.stride()
+        )  # fmt: skip
+
+    def own(self, indices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the tokens among indices (…, k) that are here, as few as the row with the most of them allows.
+
+        Returns:
+            Their places among the tokens of this device (−1: none), which of the k they are, and which exist.
+        """
+        places = indices - self.begin
+        own = (places >= 0) & (places < self.here)
+        most = int(own.sum(-1).max()) if own.numel() else 0
+        slots = own.logical_not().sort(dim=-1, stable=True).indices[..., :most]
+        own = own.gather(-1, slots)
+        return torch.where(own, places.gather(-1, slots), -1), slots, own
+
+    def explored(self, y: Tensor, router: nn.Module, k: int, mask: Any) -> Tensor:
+        """Return y, whose backward also gives the router a gradient from tokens that were not chosen."""
+        if not (isinstance(router, Router) and router.explores(k, self.n) and y.requires_grad):
+            return y
+        real = None if mask is None else mask.redistribute(placements=self.placements).to_local()
+        weight = self.weight(router.weight)
+        return explore_part(y, self.tokens, router, weight, self.n // k, real, self.begin, self.group)
+
+    def spread(self, y: Tensor) -> Tensor:
+        """Return the DTensor of which y is this device's part."""
+        from torch.distributed.tensor import DTensor
+
+        strides = (self.n * self.shape[2], self.shape[2], 1)
+        return DTensor.from_local(
+            y, self.mesh, self.placements, run_check=False, shape=self.shape, stride=strides
+        )  # fmt: skip
+
+
+def parts(n: int, devices: int) -> list[tuple[int, int]]:
+    """Return where the tokens of each device begin and end, as distribute_tensor places them."""
+    size = -(-n // devices)
+    return [(min(i * size, n), min((i + 1) * size, n)) for i in range(devices)]
+
+
 def routed_over_sequence(layer: Routed, x: Any, k: int, mask: Any, axis: int) -> tuple[Tensor, RouterOutput]:
-    """Return what `Routed` returns for a DTensor x (batch, n, dim) whose tokens are spread along one axis of its mesh.
+    """Return what `Routed` returns for a DTensor x whose tokens are spread along one axis of its mesh.
 
     The scores are gathered, 4 bytes a token, and every device chooses from the whole row. The heavy branch then runs
     where the chosen tokens are, on as many as the row with the most of them has there. The host reads that number.
     """
-    from torch.distributed.tensor import DTensor, Partial, Replicate
-
-    mesh, placements = x.device_mesh, x.placements
-    tokens = x.to_local(grad_placements=placements)
-    here, n = tokens.shape[1], x.shape[1]
-    begin = _begin(n, mesh.size(axis), mesh.get_local_rank(axis), here)
+    part = Part(x, axis)
     routing: RouterOutput = layer.router(x, k, mask)
-    everywhere = [Replicate() if i == axis else p for i, p in enumerate(placements)]
-    # each device has its own part of a gradient of what all of them read
-    of_gates = [Partial() if i == axis else p for i, p in enumerate(placements)]
-    of_weights = [Partial() if p.is_shard() else p for p in placements]
-
-    def local(parameter: Any) -> Tensor:
-        whole = parameter.redistribute(placements=[Replicate()] * mesh.ndim)
-        return whole.to_local(grad_placements=of_weights)  # type: ignore[no-any-return]
-
-    def run(branch: nn.Module, tokens: Tensor) -> Tensor:
-        return functional_call(branch, {n: local(p) for n, p in branch.named_parameters()}, (tokens,))  # type: ignore[no-any-return]
-
-    y = run(layer.light, tokens)
-    layer.same_shape("light", y, tokens.shape)
+    y = part.run(layer.light, part.tokens)
+    layer.same_shape("light", y, part.tokens.shape)
     if routing.indices.shape[-1]:
-        indices = routing.indices.redistribute(placements=everywhere).to_local() - begin  # type: ignore[attr-defined]
-        gates = routing.gates.redistribute(placements=everywhere).to_local(grad_placements=of_gates)  # type: ignore[attr-defined]
-        indices, gates = _own(indices, gates, here)
-        chosen = gather(tokens, indices).flatten(1, -2)
-        update = run(layer.heavy, chosen)
+        places, slots, own = part.own(part.choice(routing.indices))
+        chosen = gather(part.tokens, places).flatten(1, -2)
+        update = part.run(layer.heavy, chosen)
         layer.same_shape("heavy", update, chosen.shape)
-        y = scatter_add(y, update.reshape(*indices.shape, tokens.shape[-1]), gates, indices)
-    router = layer.router
-    if isinstance(router, Router) and router.explores(k, n) and y.requires_grad:
-        real = None if mask is None else mask.redistribute(placements=placements).to_local()
-        y = explore_part(y, tokens, router, local(router.weight), n // k, real, begin, mesh.get_group(axis))
-    shape, strides = x.shape, (n * x.shape[2], x.shape[2], 1)
-    return DTensor.from_local(y, mesh, placements, run_check=False, shape=shape, stride=strides), routing
+        gates = torch.where(own, part.choice(routing.gates).gather(-1, slots), 0)
+        y = scatter_add(y, update.reshape(*places.shape, part.shape[2]), gates, places)
+    return part.spread(part.explored(y, layer.router, k, mask)), routing
 
 
-def _begin(n: int, devices: int, rank: int, here: int) -> int:
-    """Return the place in the row of a device's first token."""
-    size = -(-n // devices)
-    begin = min(rank * size, n)
-    if here != min(size, n - begin):
-        raise ValueError(
-            f"Routed: of {n} tokens over {devices} devices number {rank} must have {min(size, n - begin)}, as "
-            f"distribute_tensor places them; it has {here}"
-        )
-    return begin
+def attention_over_sequence(
+    layer: RoutedAttention, x: Any, mask: Any, axis: int
+) -> tuple[Tensor, AttentionRouting]:  # fmt: skip
+    """Return what `RoutedAttention` returns for a DTensor x whose tokens are spread along one axis of its mesh.
+
+    Windows need the tokens of up to two windows on either side from the devices there. Queries are computed where they
+    are; keys and values are projected where they are and gathered, those of the chosen tokens alone.
+    """
+    from . import halo
+    from .attention import AttentionRouting
+    from .causal import choose_per_block
+
+    part = Part(x, axis)
+    n, heavy, window = part.n, layer.heavy, layer.window
+    real = None if mask is None else mask.redistribute(placements=part.everywhere).to_local()
+    q = layer.router_q(x, count(layer.k_q, n), mask)
+    if layer.causal and n:
+        if not isinstance(layer.router_kv, Router):
+            raise ValueError(
+                "RoutedAttention: over a sequence that is spread over devices, router_kv must be a Router with causal"
+            )
+        scores: Any = layer.router_kv.scores(x)
+        scores = scores.redistribute(placements=part.everywhere).to_local()
+        kv = choose_per_block(layer.router_kv.decide, scores, layer.quota(n), window, real)
+        kv = RouterOutput(*map(part.everyone, kv))
+    else:
+        kv = layer.router_kv(x, count(layer.k_kv, n), mask)
+    routing = AttentionRouting(q, kv)
+
+    wants = [halo.wanted(*r, n, window, layer.causal) for r in part.ranges]
+    around = halo.with_neighbours(part.tokens, part.ranges, wants, part.group)
+    first, last = wants[part.rank]
+    left = part.begin - first
+    y = part.run(layer.light, around, None if real is None else real[:, first:last])[:, left : left + part.here]
+    null = part.weight(layer.null)
+    y = y + null.to(y.dtype)
+    if q.indices.shape[1]:
+        at_q, at_kv = part.choice(q.indices), part.choice(kv.indices)
+        places, slots, own = part.own(at_kv)
+        rows = part.run(heavy.kv, part.run(heavy.norm_kv, gather(part.tokens, places)))
+        rows = torch.where(own[..., None], rows, 0)
+        memories = rows.new_zeros(*at_kv.shape, rows.shape[-1])
+        memories = halo.total(memories.scatter_add(1, slots[..., None].expand_as(rows), rows), part.group)
+        places, slots, own = part.own(at_q)
+        mine = RouterOutput(
+            torch.where(own, at_q.gather(-1, slots), -1),
+            torch.where(own, part.choice(q.gates).gather(-1, slots), 0), at_q,
+        )  # fmt: skip
+        local = AttentionRouting(mine, RouterOutput(at_kv, part.choice(kv.gates), at_kv))
+        queries = part.run(heavy.q, part.run(heavy.norm_q, gather(part.tokens, places)))
+        until, seen = layer.seen(local, n, real)
+        update = part.run(heavy.out, heavy.attend(queries, memories, local, until, turned=True, mask=seen).flatten(2))
+        y = scatter_add(y, update - null.to(update.dtype), mine.gates, places)
+    return part.spread(part.explored(y, layer.router_q, q.indices.shape[1], mask)), routing
 
 
-def _own(indices: Tensor, gates: Tensor, here: int) -> tuple[Tensor, Tensor]:
-    """Return the indices from 0 to `here` and their gates, in their order; index −1 and gate 0 pad shorter rows."""
-    own = (indices >= 0) & (indices < here)
-    most = int(own.sum(-1).max()) if own.numel() else 0
-    first = own.logical_not().sort(dim=-1, stable=True).indices[..., :most]
-    own = own.gather(-1, first)
-    return torch.where(own, indices.gather(-1, first), -1), torch.where(own, gates.gather(-1, first), 0)
-
-
-__all__ = ["routed_over_sequence", "sequence_axis"]
+__all__ = ["Part", "attention_over_sequence", "parts", "routed_over_sequence", "sequence_axis"]
