@@ -2,8 +2,8 @@
 
     python -m benchmarks.main_job --json benchmarks/results/h200/raw/main_job.json
 
-Both train on Python's own standard library with the gpu preset and the same seed. The losses of the causal task must agree
-bit for bit; in the masked one, flash attention's own backward pass adds in another order from run to run.
+Both train on Python's own standard library with the gpu preset and the same seed. The losses of the causal task must
+agree bit for bit; in the masked one, flash attention's own backward pass adds in another order from run to run.
 `kernels_ms` is the sum of all kernels, copies and fills of a step by the profiler.
 """
 
