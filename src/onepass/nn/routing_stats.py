@@ -48,18 +48,19 @@ class RoutingStats:
     - ``overlap``: B is what the router before chose from the same tokens in the same pass: the one of the same role
       (feed-forward, queries, keys) in the block before. Blocks that choose independently overlap by about B's share.
     - ``saturated``, ``closed``: of the gates of the chosen, those with g ≥ 1 − 0.001, and those with g ≤ 0.001. They
-      give their router no gradient, or nearly none. With a model, a `Router` with ``gate="straight_through"`` counts by its
-      soft gates, as its gates are all 1.
+      give their router no gradient, or nearly none. With a model, a `Router` with ``gate="straight_through"`` counts
+      by its soft gates, as its gates are all 1.
 
     With a model, ``with stats:`` listens to its `Routed`, `RoutedFeedForward`, `RoutedAttention`,
     `RoutedCrossAttention` and `RoutedBlock` layers by forward hooks, which ask for the routing
     (``return_routing=True``) and hide it from callers that did not. Outputs keep their bits and layers their fused
-    form. Without a model, or where no hook runs (a program that was compiled or captured before), give `add` the
-    routing that a layer returned.
+    form, and one graph of `torch.compile` holds both; enter before the first compiled call, as a finished program may
+    run no new hooks, and a captured one runs none. There, or without a model, give `add` the routing that a layer
+    returned.
 
     Counts stay on the device: only `scalars` waits for it. Outside ``with``, layers cost what they always cost.
-    Inside, each router costs about 25 small operations a call, so measure in evaluation or every hundredth step. A
-    checkpointed layer counts again when it is recomputed, which changes no share.
+    Inside, each router costs 37 small operations a call, so measure in evaluation or every hundredth step. A
+    checkpointed layer counts again when it is recomputed, which changes no number but the overlap's few.
 
     Args:
         model: any module with routed layers inside, or one itself; None: `add` alone.
