@@ -224,6 +224,18 @@ def test_padding_and_width_change_nothing() -> None:
     assert alone.scalars() == padded.scalars()
 
 
+def test_sizes_may_change_from_call_to_call() -> None:
+    """The last batch is often smaller, and lengths vary."""
+    model, n = nn.Sequential(*(RoutedFeedForward(DIM, 0.25) for _ in range(2))), (40, 24, 0)
+    with RoutingStats(model) as stats:
+        for batch, length in zip((3, 1, 2), n, strict=True):
+            model(_tokens(batch, length))
+    scalars = stats.scalars()
+    assert scalars["0.router/share"] == scalars["1.router/share"] == 0.25
+    assert 0 <= scalars["1.router/overlap"] <= 1
+    assert "0.router/overlap" not in scalars
+
+
 def test_overlap_is_within_a_pass_and_a_role() -> None:
     same = nn.ModuleList(Routed(nn.Identity(), nn.Identity(), Router(DIM), k=4) for _ in range(3))
     for layer in same[1:]:

@@ -202,9 +202,10 @@ class RoutingStats:
         # the first router of a pass has none before it, whatever the last pass ended with
         same = last == self._before.setdefault(name, last) != "" and other.shape == chosen.shape
         self._last[role] = name, chosen
-        total = chosen.sum()
+        total, none = chosen.sum(), flat.new_zeros(())
+        compared = (total, (chosen & other.to(chosen.device)).sum()) if same else (none, none)
         counts = [
-            real.sum(), total, total * same, (chosen & other.to(chosen.device)).sum() * same, there.sum(),
+            real.sum(), total, *compared, there.sum(),
             (there & (gates >= 1 - SATURATED)).sum(), (there & (gates <= SATURATED)).sum(),
         ]  # fmt: skip
         new = torch.cat([torch.stack(counts), bins])

@@ -105,12 +105,12 @@ def _summary(trace: Trace) -> str:
     """Return a table of the kinds of bytes and the compute that they get; empty without a heavy branch."""
     if trace.config.route == "none":
         return ""
-    blocks = trace.config.blocks
     rows = [
         f"<tr><th>{name}</th><td>{100 * share:.1f} %</td><td>{mean:.2f}</td></tr>" for name, share, mean in kinds(trace)
     ]
-    head = "<tr><th>kind of byte</th><th>share of the text</th><th>blocks that gave it their heavy branch</th></tr>"
-    return f"<table><caption>Which kinds get compute: mean of {blocks} blocks</caption>{head}{''.join(rows)}</table>"
+    blocks_head = f"blocks of {trace.config.blocks} that gave it their heavy branch, on average"
+    head = f"<tr><th>kind of byte</th><th>share of the text</th><th>{blocks_head}</th></tr>"
+    return f"<table><caption>Which kinds of bytes get compute</caption>{head}{''.join(rows)}</table>"
 
 
 def numbers(trace: Trace) -> str:
