@@ -21,11 +21,13 @@ def test_metrics_hold_them(train: Train, tmp_path: Path, task: str, route: str) 
     for row in measured:
         found = {name: value for name, value in row.items() if name.startswith("routing/")}
         shares = [value for name, value in found.items() if name.endswith("feed_forward.router/share")]
-        if task == "masked" and route == "none":
-            assert not found  # that model has no routed layer
+        if route == "none":
+            assert not found
             continue
         assert sum(shares) / len(shares) == pytest.approx(row["routed"])
         # of two blocks, a token is chosen by both, by one or by none: |A| + |B| − |A ∩ B| = |A ∪ B|
-        overlap = found.get("routing/blocks.1.feed_forward.router/overlap", 0.0)
+        overlap = found["routing/blocks.1.feed_forward.router/overlap"]
         assert sum(shares) - overlap * shares[1] == pytest.approx(row["routed_once_at_least"])
-        assert ("routing/blocks.0.feed_forward.router/saturated" in found) == (route != "none")
+        # random choices have gates of 1
+        saturated = found["routing/blocks.0.feed_forward.router/saturated"]
+        assert saturated == 1 if route == "random" else 0 <= saturated < 1
