@@ -6,7 +6,8 @@ Text: the top level of Python's standard library; every tenth file is held out. 
 `bits_training`, `bits_inference` are bits per byte of held-out text with the choice of training (for "auxiliary": the
 best eighth of the sequence, which looks ahead) and with that of inference; `same_choice` is the share of (token, block)
 pairs for which a whole sequence in training and its first half at inference decide alike; `chosen_training`,
-`chosen_inference` are shares of the tokens; `flops` are those of forward a token, by `FlopCounterMode`.
+`chosen_inference` are shares of the tokens; `flops` are those of forward a token, by `FlopCounterMode`; `train_s` is
+wall-clock time, other work on the machine included.
 """
 
 from __future__ import annotations
