@@ -60,7 +60,7 @@ class RoutingStats:
 
     Counts stay on the device: only `scalars` waits for it. Outside ``with``, layers cost what they always cost.
     Inside, each router costs 37 small operations a call, so measure in evaluation or every hundredth step. A
-    checkpointed layer counts again when it is recomputed, which changes no number but the overlap's few.
+    checkpointed layer counts again when it is recomputed, which changes no share.
 
     Args:
         model: any module with routed layers inside, or one itself; None: `add` alone.
