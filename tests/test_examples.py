@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
@@ -19,6 +20,7 @@ NEEDS = {
     "lightning_module": ("lightning",),
     "long_documents": (),
     "causal_sampling": (),
+    "mixture_of_depths": (),
     "choose_features": ("sklearn",),
     "fsdp2": (),
 }
@@ -84,6 +86,35 @@ def test_causal_sampling(tmp_path: Path) -> None:
     first, last = numbers(r"loss ([\d.]+) to ([\d.]+)", said)
     assert last < first - 2
     assert "\ndef " in said
+
+
+@pytest.mark.slow
+def test_mixture_of_depths(tmp_path: Path) -> None:
+    said = output("mixture_of_depths", tmp_path)
+    found = dict(re.findall(r"^(.+?) +([\d.]+) bits a byte$", said, re.MULTILINE))
+    assert found.keys() == {"auxiliary", "threshold", "dense, 3 blocks", "dense, 4 blocks"}
+    # a blind guess has 8 bits
+    assert max(map(float, found.values())) < 5.5
+
+
+def test_mixture_of_depths_compares_equal_products_and_looks_at_no_later_byte() -> None:
+    from benchmarks.mixture_of_depths import chosen, flops
+    from examples.mixture_of_depths import DENSE, N, build
+
+    torch.manual_seed(0)
+    models = {name: build(name) for name in ("auxiliary", "threshold", *DENSE)}
+    counts = {name: flops(model) for name, model in models.items()}
+    assert max(counts.values()) < 1.005 * min(counts.values())
+    tokens = torch.randint(256, (2, N))
+    other = torch.cat([tokens[:, : N // 2], torch.randint(256, (2, N - N // 2))], 1)
+    for name, model in models.items():
+        model.eval()
+        torch.testing.assert_close(model(tokens)[:, : N // 2], model(other)[:, : N // 2], rtol=1e-4, atol=1e-5)
+        if name in DENSE:
+            continue
+        # the choice of training looks ahead with "auxiliary" alone
+        looked = [chosen(model.train(), batch)[..., : N // 2] for batch in (tokens, other)]
+        assert torch.equal(*looked) == (name == "threshold")
 
 
 @pytest.mark.slow

@@ -91,6 +91,12 @@ def modules(asked: bool) -> None:
     assert_type(nn.RoutedBlock(8, k=2)(x), Tensor)
     assert_type(nn.RoutedBlock(8, k=2)(x, return_routing=True)[1], BlockRouting)
     assert_type(nn.graphed(nn.RoutedBlock(8, k=2), x), Callable[..., Any])
+    with nn.RoutingStats(linear) as stats:
+        assert_type(stats, nn.RoutingStats)
+    stats.add("0", nn.RoutedBlock(8, k=2)(x, return_routing=True)[1], mask=None)
+    stats.add("0", x)  # wrong
+    assert_type(stats.scalars(), dict[str, float])
+    assert_type(stats.reset(), None)
     assert_type(nn.RoutedBlock(8, k=2)(x, return_routing=asked), Tensor | tuple[Tensor, BlockRouting])
     cross = nn.RoutedCrossAttention(8, k_q=2, k_kv=2)
     assert_type(cross(x, x), Tensor)

@@ -28,7 +28,15 @@ OPERATORS = {
     "causal_choice": ("nn.CausalRouter",),
     "lion": ("optim.Lion", "optim.clip_grad_norm", "optim.release_gradients"),
 }
-MODULES = ("Routed", "RoutedFeedForward", "RoutedAttention", "RoutedCrossAttention", "RoutedBlock", "graphed")
+MODULES = (
+    "Routed",
+    "RoutedFeedForward",
+    "RoutedAttention",
+    "RoutedCrossAttention",
+    "RoutedBlock",
+    "RoutingStats",
+    "graphed",
+)
 # file of the repository → page of the site
 PAGES = {
     "README.md": "index.md",

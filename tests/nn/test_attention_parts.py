@@ -67,6 +67,18 @@ def test_a_bias_that_is_no_parameter_counts(name: str) -> None:
     assert not torch.allclose(layer(x), before)
 
 
+@pytest.mark.parametrize("put", [setattr, nn.Module.register_buffer])
+def test_a_null_that_is_no_parameter_counts(put: Any) -> None:
+    x, layer = _tokens(2, 20, DIM), _layer()
+    before = layer(x)
+    del layer.null
+    put(layer, "null", torch.ones(DIM))
+    gates = torch.zeros(2, 20)
+    y, routing = layer(x, return_routing=True)
+    gates.scatter_(1, routing.q.indices, routing.q.gates.detach())
+    torch.testing.assert_close(y, before + (1 - gates)[..., None])
+
+
 class FirstToken(nn.Module):
     """Choose the first token and nothing else, however many are asked for."""
 

@@ -87,6 +87,9 @@ def test_tensorboard_shows_what_the_metrics_hold(train: Train, tmp_path: Path):
     name = "validation_bits_per_byte"
     told = {event.step: event.value for event in board.Scalars(name)}
     assert {row["step"]: pytest.approx(row[name], rel=1e-6) for row in rows(out) if name in row}.items() <= told.items()
+    name = "routing/blocks.1.feed_forward.router/overlap"
+    shown = {event.step: event.value for event in board.Scalars(name)}
+    assert shown[12] == pytest.approx(next(row[name] for row in rows(out)[::-1] if name in row), rel=1e-6)
     # the files belong to the run
     assert train("--out", out, "--force") == 0
     assert not list(out.glob("events.out.tfevents.*"))

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import itertools
+import math
 import os
 import re
 import warnings
@@ -13,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from onepass.__main__ import main
-from onepass.train import html, pictures
+from onepass.train import colours, html, pictures
 from onepass.train.colours import INK, WRONG, shade
 from onepass.train.model import new
-from onepass.train.trace import Trace, cells, trace
+from onepass.train.trace import Trace, cells, kinds, trace
 from train.test_checkpoint import small
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -37,6 +39,11 @@ TAGS = {
     "pre",
     "i",
     "u",
+    "table",
+    "caption",
+    "tr",
+    "th",
+    "td",
 }
 EVIL = "</pre><script>alert(1)</script><img src=x onerror=alert(1)> & \"quotes\" 'too' &lt;b&gt;\n"
 
@@ -141,22 +148,99 @@ def test_pictures_of_any_text(content: bytes, blocks: int):
     Reader(html.page(seen, "here"))
 
 
-def test_shades_can_be_told_apart_and_read_on():
-    def light(colour: str) -> float:
-        parts = [int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5)]
-        linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
-        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+def _linear(colour: str) -> list[float]:
+    parts = [int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5)]
+    return [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
 
-    def contrast(one: str, other: str) -> float:
-        high, low = sorted((light(one), light(other)), reverse=True)
-        return (high + 0.05) / (low + 0.05)
 
-    for blocks in (1, 2, 3, 6, 12):
-        shades = [shade(count, blocks) for count in range(blocks + 1)]
-        assert len(set(shades)) == blocks + 1
-        assert sorted(map(light, shades), reverse=True) == list(map(light, shades))
-        assert min(contrast(colour, INK) for colour in shades) > 4.5
-        assert contrast(shades[0], WRONG) > 4.5
+def _contrast(one: str, other: str) -> float:
+    """The contrast ratio of WCAG 2."""
+    weights = 0.2126, 0.7152, 0.0722
+    lights = [sum(w * part for w, part in zip(weights, _linear(c), strict=True)) for c in (one, other)]
+    return (max(lights) + 0.05) / (min(lights) + 0.05)
+
+
+def _difference(one: str, other: str) -> float:
+    """The distance in CIE L*a*b* (1976); 2.3 is just noticeable."""
+
+    def lab(colour: str) -> tuple[float, float, float]:
+        matrix = ((0.4124, 0.3576, 0.1805), (0.2126, 0.7152, 0.0722), (0.0193, 0.1192, 0.9505))
+        xyz = (sum(m * part for m, part in zip(row, _linear(colour), strict=True)) for row in matrix)
+        parts = [value / white for value, white in zip(xyz, (0.9505, 1.0, 1.089), strict=True)]
+        x, y, z = (p ** (1 / 3) if p > 0.008856 else 7.787 * p + 16 / 116 for p in parts)
+        return 116 * y - 16, 500 * (x - y), 200 * (y - z)
+
+    return math.dist(lab(one), lab(other))
+
+
+@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize("blocks", [1, 2, 3, 4, 6, 12])
+def test_shades_can_be_told_apart_and_read_on(blocks: int, dark: bool):
+    shades = [shade(count, blocks, dark=dark) for count in range(blocks + 1)]
+    ink, wrong = (colours.DARK_INK, colours.DARK_WRONG) if dark else (INK, WRONG)
+    assert len(set(shades)) == blocks + 1
+    # in order of lightness, for eyes and printers without hues
+    away = [_contrast(shades[0], colour) for colour in shades]
+    assert away == sorted(away)
+    assert min(_contrast(colour, ink) for colour in shades) > 4.5
+    assert _contrast(shades[0], wrong) > 4.5
+    steps = list(itertools.pairwise(shades))
+    # at the four blocks of the presets, every step is ten times what is just noticeable, in lightness alone a fifth
+    assert min(_difference(*step) for step in steps) > (20 if blocks <= 4 else 4)
+    assert min(_contrast(*step) for step in steps) > (1.2 if blocks <= 4 else 1.04)
+
+
+def test_shade_is_oklch():
+    """Against published values of Oklab: white, and pure red at L 0.62796, C 0.25768, h 29.234°."""
+    assert colours._hex(1.0, 0.0, 0.0) == "#ffffff"
+    assert colours._hex(0.62796, 0.25768, 29.234) == "#ff0000"
+    assert colours._hex(0.45201, 0.31321, 264.052) == "#0000ff"
+
+
+def test_the_page_follows_the_readers_scheme():
+    page = html.page(traced(b"some text 123\n" * 9, blocks=3), "here")
+    light, dark = page.split("@media (prefers-color-scheme: dark)")
+    for count in range(4):
+        assert f"--s{count}: {shade(count, 3)};" in light
+        assert f"--s{count}: {shade(count, 3, dark=True)};" in dark
+    # no colour stands outside the two palettes
+    rest = dark.partition("}\n}")[2]
+    assert rest
+    assert not re.search(r"#[0-9a-f]{3,6}\b", rest)
+
+
+def test_kinds_of_bytes():
+    content = "ab 1_\n\té7".encode()
+    seen = traced(content * 2, blocks=2)
+    n = len(content)
+    seen.routed[:], seen.hidden[:] = False, False
+    seen.routed[0, :n] = True  # the first half in block 1
+    seen.routed[1, [0, n]] = True  # both a in block 2
+    assert kinds(seen) == [
+        ("letters", pytest.approx(4 / 20), pytest.approx(4 / 4)),
+        ("digits", pytest.approx(4 / 20), pytest.approx(2 / 4)),
+        ("whitespace", pytest.approx(6 / 20), pytest.approx(3 / 6)),
+        ("punctuation", pytest.approx(2 / 20), pytest.approx(1 / 2)),
+        ("other bytes", pytest.approx(4 / 20), pytest.approx(2 / 4)),
+    ]
+    seen.hidden[0] = True
+    assert kinds(seen)[-1] == ("hidden from the model", pytest.approx(1 / 20), 2.0)
+    assert kinds(seen)[0] == ("letters", pytest.approx(3 / 20), pytest.approx(2 / 3))
+
+
+@given(st.binary(max_size=60))
+def test_kinds_are_all_of_the_text(content: bytes):
+    seen = traced(content)
+    assert sum(share for _, share, _ in kinds(seen)) == pytest.approx(float(bool(content)))
+    assert sum(share * mean for _, share, mean in kinds(seen)) * len(content) == pytest.approx(seen.counts.sum())
+
+
+def test_the_page_has_the_table():
+    seen = traced(b"def f(x):\n    return x < 3\n" * 6, blocks=2)
+    page = html.page(seen, "here")
+    for name, share, mean in kinds(seen):
+        assert f"<tr><th>{name}</th><td>{100 * share:.1f} %</td><td>{mean:.2f}</td></tr>" in page
+    assert "<table" not in html.page(traced(b"some text", route="none"), "here")
 
 
 def test_loss_picture():

@@ -9,6 +9,7 @@ from .local_attention import LocalAttention
 from .norm import LayerNorm, RMSNorm
 from .routed import Routed, RoutedFeedForward
 from .router import Router, RouterOutput
+from .routing_stats import RoutingStats
 from .weighted_sum import WeightedSum
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "RoutedFeedForward",
     "Router",
     "RouterOutput",
+    "RoutingStats",
     "WeightedSum",
     "graphed",
 ]

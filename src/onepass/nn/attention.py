@@ -303,7 +303,10 @@ class RoutedAttention(nn.Module):
         inner: list[Any] = [m for branch in branches for m in branch._modules.values()]  # type: ignore[union-attr]
         parts: list[Any] = [self, own["router_kv"], *branches, *inner, own["router_q"]]
         *kinds, of_q = map(type, parts)
-        if kinds != _KINDS or of_q not in (Router, CausalRouter) or not has_no_overrides(*parts):
+        # hooks of the layer itself see the same inputs and outputs either way
+        if kinds != _KINDS or of_q not in (Router, CausalRouter) or not has_no_overrides(*parts[1:]):
+            return None
+        if "null" in self.__dict__ or self.__dict__["_buffers"]:
             return None
         norms = [m for m in parts if type(m) is RMSNorm]
         # the fused node has one eps and multiplies by the norms' weights alone

@@ -8,38 +8,64 @@ from itertools import groupby
 import numpy as np
 
 from onepass.core.errors import printable
-from onepass.train.colours import INK, QUIET, WRONG, shade
-from onepass.train.trace import Trace, cells, name_of
+from onepass.train.colours import (
+    DARK_INK,
+    DARK_PAPER,
+    DARK_QUIET,
+    DARK_WRONG,
+    INK,
+    PAPER,
+    QUIET,
+    WRONG,
+    shade,
+)
+from onepass.train.trace import Trace, cells, kinds, name_of
 
 _STYLE = """
-:root {{ color-scheme: light; }}
-body {{ margin: 2rem auto; max-width: 62rem; padding: 0 1rem; background: #fff; color: {ink};
- font: 16px/1.5 system-ui, sans-serif; }}
-h1 {{ font-size: 1.4rem; margin: 0; }}
-p {{ margin: .3rem 0; }}
-.about {{ color: #555c66; }}
-.key {{ display: flex; flex-wrap: wrap; gap: .3rem 1rem; align-items: center; margin: .7rem 0; font-size: .92rem; }}
-.key b {{ display: inline-block; min-width: 1.5em; padding: 0 .3em;
- border: 1px solid #cfd5dc; font: 14px/1.5 ui-monospace, monospace; text-align: center; }}
-label {{ cursor: pointer; margin-right: .8rem; }}
-pre {{ font: 14px/1.65 ui-monospace, "DejaVu Sans Mono", Menlo, Consolas, monospace; white-space: pre-wrap;
- overflow-wrap: anywhere; border-top: 1px solid #cfd5dc; padding-top: 1rem;
- direction: ltr; unicode-bidi: bidi-override; tab-size: 8; }}
-pre i {{ font-style: normal; color: {quiet}; }}
-pre u {{ display: inline-block; width: .25em; height: 1em; vertical-align: -.15em; text-decoration: none; }}
-.h {{ outline: 1.5px solid {ink}; outline-offset: -1.5px; border-radius: 2px; }}
-.w {{ outline-color: {wrong}; color: {wrong}; font-weight: 700; }}
+:root { color-scheme: light dark; }
+body { margin: 2rem auto; max-width: 62rem; padding: 0 1rem; background: var(--paper); color: var(--ink);
+ font: 16px/1.5 system-ui, sans-serif; }
+h1 { font-size: 1.4rem; margin: 0; }
+p { margin: .3rem 0; }
+.about { color: var(--about); }
+.key { display: flex; flex-wrap: wrap; gap: .3rem 1rem; align-items: center; margin: .7rem 0; font-size: .92rem; }
+.key b { display: inline-block; min-width: 1.5em; padding: 0 .3em;
+ border: 1px solid var(--line); font: 14px/1.5 ui-monospace, monospace; text-align: center; }
+table { border-collapse: collapse; margin: .7rem 0; font-size: .92rem; }
+caption { text-align: left; color: var(--about); }
+th, td { padding: .1rem 1.2rem .1rem 0; text-align: right; font-weight: 400; font-variant-numeric: tabular-nums; }
+th:first-child { text-align: left; }
+tr:first-child th { border-bottom: 1px solid var(--line); }
+label { cursor: pointer; margin-right: .8rem; }
+pre { font: 14px/1.65 ui-monospace, "DejaVu Sans Mono", Menlo, Consolas, monospace; white-space: pre-wrap;
+ overflow-wrap: anywhere; border-top: 1px solid var(--line); padding-top: 1rem;
+ direction: ltr; unicode-bidi: bidi-override; tab-size: 8; }
+pre i { font-style: normal; color: var(--quiet); }
+pre u { display: inline-block; width: .25em; height: 1em; vertical-align: -.15em; text-decoration: none; }
+.h { outline: 1.5px solid var(--ink); outline-offset: -1.5px; border-radius: 2px; }
+.w { outline-color: var(--wrong); color: var(--wrong); font-weight: 700; }
 """
+
+
+def _palette(blocks: int, *, dark: bool) -> str:
+    """Return the page's colours as CSS variables; `--sN` is the shade of N blocks, `--one` that of a single block."""
+    ink, paper, quiet, wrong = (DARK_INK, DARK_PAPER, DARK_QUIET, DARK_WRONG) if dark else (INK, PAPER, QUIET, WRONG)
+    about, line = ("#a3abb5", "#3a4149") if dark else ("#555c66", "#cfd5dc")
+    colours = {"ink": ink, "paper": paper, "quiet": quiet, "wrong": wrong, "about": about, "line": line}
+    colours |= {f"s{count}": shade(count, blocks, dark=dark) for count in range(blocks + 1)}
+    colours["one"] = shade(1, 1, dark=dark)
+    return ":root { " + " ".join(f"--{name}: {colour};" for name, colour in colours.items()) + " }"
 
 
 def page(trace: Trace, source: str) -> str:
     """Return the page with every byte of the trace; `source` describes text and model."""
     blocks = trace.config.blocks
-    style = [_STYLE.format(ink=INK, quiet=QUIET, wrong=WRONG)]
+    style = [_palette(blocks, dark=False)]
+    style += ["@media (prefers-color-scheme: dark) {", _palette(blocks, dark=True), "}", _STYLE]
     # the checked radio button decides which classes are coloured: cN for bytes in N blocks, rN for bytes in block N
     for block in range(1, blocks + 1):
-        style.append(f"#all:checked ~ pre .c{block} {{ background: {shade(block, blocks)}; }}")
-        style.append(f"#b{block}:checked ~ pre .r{block} {{ background: {shade(1, 1)}; }}")
+        style.append(f"#all:checked ~ pre .c{block} {{ background: var(--s{block}); }}")
+        style.append(f"#b{block}:checked ~ pre .r{block} {{ background: var(--one); }}")
     # the selector `~` needs the buttons as earlier siblings of the text, so no label wraps its button
     buttons = ['<input type="radio" name="pick" id="all" checked><label for="all"> all blocks </label>']
     buttons += [
@@ -47,8 +73,7 @@ def page(trace: Trace, source: str) -> str:
         for block in range(1, blocks + 1)
     ]
     key = [
-        f'<span><b style="background: {shade(count, blocks)}">a</b> {count_words(count)}</span>'
-        for count in range(blocks + 1)
+        f'<span><b style="background: var(--s{count})">a</b> {count_words(count)}</span>' for count in range(blocks + 1)
     ]
     if trace.config.hides is not None:
         key.append('<span><b class="h">a</b> hidden from the model, guessed right</span>')
@@ -65,6 +90,7 @@ def page(trace: Trace, source: str) -> str:
             "<h1>Which bytes get the heavy branch</h1>",
             f'<p class="about">{_safe(source)}</p>',
             f'<p class="about">{_safe(numbers(trace))}</p>',
+            _summary(trace),
             f'<div class="key">{"".join(key)}</div>',
             "<p>Show the choices of</p>",
             "".join(buttons),
@@ -73,6 +99,18 @@ def page(trace: Trace, source: str) -> str:
             "",
         ]
     )
+
+
+def _summary(trace: Trace) -> str:
+    """Return a table of the kinds of bytes and the compute that they get; empty without a heavy branch."""
+    if trace.config.route == "none":
+        return ""
+    rows = [
+        f"<tr><th>{name}</th><td>{100 * share:.1f} %</td><td>{mean:.2f}</td></tr>" for name, share, mean in kinds(trace)
+    ]
+    blocks_head = f"blocks of {trace.config.blocks} that gave it their heavy branch, on average"
+    head = f"<tr><th>kind of byte</th><th>share of the text</th><th>{blocks_head}</th></tr>"
+    return f"<table><caption>Which kinds of bytes get compute</caption>{head}{''.join(rows)}</table>"
 
 
 def numbers(trace: Trace) -> str:

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from onepass.core.errors import UserError
+from onepass.nn import RoutingStats
 from onepass.optim import Lion
 from onepass.train import checkpoint as checkpoints
 from onepass.train import data
@@ -44,6 +45,7 @@ class Measured:
     routed: float  # share of the tokens that get the heavy branch, averaged over the blocks
     touched: float  # share of the tokens that get the heavy branch in at least one block
     hidden: float  # as `routed`, of the hidden tokens alone
+    routers: dict[str, float]  # what `onepass.nn.RoutingStats` counts, by router
 
 
 @dataclass
@@ -179,6 +181,7 @@ class Training:
             "step": self.step, "validation_bits_per_byte": measured.bits, "routed": measured.routed,
             "routed_once_at_least": measured.touched, "routed_of_hidden": measured.hidden,
             "tokens_per_s": self.speed(), "seconds": self.seconds,
+            **{f"routing/{name}": value for name, value in measured.routers.items()},
         }  # fmt: skip
         self.run.append([row])
 
@@ -201,22 +204,25 @@ class Training:
         nats = torch.zeros((), dtype=torch.float64, device=self.device)
         routed, touched, hidden_routed = (torch.zeros((), dtype=torch.int64, device=self.device) for _ in range(3))
         tokens, hidden = 0, 0
-        for batch in data.validation_batches(self.corpus.validation, config.batch, config.seq, config.hides, windows):
-            given, places, value = self._on_device(batch)
-            loss, chosen = self._loss(given, places, value, MEASURING_DRAWS + batch.draw)
-            nats += loss.double() * batch.hidden.size
-            tokens, hidden = tokens + batch.tokens.size, hidden + batch.hidden.size
-            counts = torch.zeros(batch.tokens.shape, dtype=torch.int64, device=self.device)
-            for indices in chosen:
-                counts.scatter_add_(1, indices.clamp_min(0), (indices >= 0).long())
-            routed += counts.sum()
-            touched += (counts > 0).sum()
-            hidden_routed += counts.gather(1, places).sum()
+        batches = data.validation_batches(self.corpus.validation, config.batch, config.seq, config.hides, windows)
+        stats = RoutingStats(None if config.route == "none" else self.model)
+        with stats:
+            for batch in batches:
+                given, places, value = self._on_device(batch)
+                loss, chosen = self._loss(given, places, value, MEASURING_DRAWS + batch.draw)
+                nats += loss.double() * batch.hidden.size
+                tokens, hidden = tokens + batch.tokens.size, hidden + batch.hidden.size
+                counts = torch.zeros(batch.tokens.shape, dtype=torch.int64, device=self.device)
+                for indices in chosen:
+                    counts.scatter_add_(1, indices.clamp_min(0), (indices >= 0).long())
+                routed += counts.sum()
+                touched += (counts > 0).sum()
+                hidden_routed += counts.gather(1, places).sum()
         self.model.train()
         blocks = config.blocks
         return Measured(
             nats.item() / hidden / math.log(2), routed.item() / tokens / blocks, touched.item() / tokens,
-            hidden_routed.item() / hidden / blocks,
+            hidden_routed.item() / hidden / blocks, stats.scalars(),
         )  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import string
 from dataclasses import dataclass
 
 import numpy as np
@@ -56,6 +57,35 @@ def trace(model: Model, config: Config, name: str, content: bytes, limit: int) -
         likely = logits[0].double().softmax(-1).cpu().gather(-1, torch.from_numpy(batch.bytes[0])[:, None])
         chance[places] = likely[:, 0].numpy()
     return Trace(name, content[:limit], len(content), config, routed, hidden, guess, chance)
+
+
+def kinds(trace: Trace) -> list[tuple[str, float, float]]:
+    """Return each kind of byte in the text: its name, its share of the text, and the mean of `counts` over it.
+
+    Hidden bytes are a kind of their own, as the model does not see what they are.
+    """
+    value = np.frombuffer(trace.content, dtype=np.uint8)
+    # dtype object: names of any length
+    names = np.array([_kind_of(v) for v in range(256)], dtype=object)[value]
+    names[trace.hidden] = "hidden from the model"
+    found = []
+    for name in (*_KINDS, "other bytes", "hidden from the model"):
+        those = names == name
+        if those.any():
+            found.append((name, float(those.mean()), float(trace.counts[those].mean())))
+    return found
+
+
+_KINDS = {
+    "letters": string.ascii_letters,
+    "digits": string.digits,
+    "whitespace": string.whitespace,
+    "punctuation": string.punctuation,
+}
+
+
+def _kind_of(value: int) -> str:
+    return next((name for name, characters in _KINDS.items() if chr(value) in characters), "other bytes")
 
 
 def cells(content: bytes) -> list[str]:
