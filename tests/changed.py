@@ -36,7 +36,7 @@ def tests_for(name: str) -> list[str]:
         case ("benchmarks" | "research" as package, *_):
             return [f"tests/{package}"]
         case ("hub", *_):
-            return ["tests/test_hub.py"]
+            return ["tests/kernels_hub/test_hub.py"]
         case ("fuzz", *_):
             return ["tests/test_fuzz.py"]
         case ("tests", *_, file) if file.startswith("test_"):

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import onepass
 from hub import build
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
