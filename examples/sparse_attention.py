@@ -84,10 +84,10 @@ class SparseAttention(nn.Module):
             full = full.softmax(-1, dtype=torch.float32).mean(1)
             chosen, best = full.gather(-1, at).masked_fill(missing, 0), full.topk(min(self.k, n)).values
             # the first k queries see no more than k tokens, so their weights say nothing
-            mass = torch.stack([part[:, self.k :].sum() for part in (chosen, best)]) / (b * max(n - self.k, 1))
+            mass = torch.stack([part[:, self.k :].sum() for part in (chosen, best)]) / max(b * (n - self.k), 1)
         if self.arm in ("distil", "both"):
-            guess = scores.masked_fill(later, torch.finfo(scores.dtype).min).log_softmax(-1, dtype=torch.float32)
-            loss = F.kl_div(guess, full, reduction="sum") / (b * n)
+            guess = scores.masked_fill(later, -math.inf).log_softmax(-1, dtype=torch.float32)
+            loss = F.kl_div(guess.masked_fill(later, 0), full, reduction="sum") / max(b * n, 1)
         return y, loss, mass
 
     def scores(self, x: Tensor) -> Tensor:

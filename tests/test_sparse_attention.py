@@ -87,7 +87,7 @@ def definition(module: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 def gradients(of: Tensor, module: Any, x: Tensor) -> list[Tensor]:
     given = (x, *module.parameters())
-    found = torch.autograd.grad(of, given, allow_unused=True)
+    found = torch.autograd.grad(of, given, allow_unused=True, retain_graph=True)
     return [torch.zeros_like(t) if grad is None else grad for t, grad in zip(given, found, strict=True)]
 
 
