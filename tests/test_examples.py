@@ -116,7 +116,7 @@ def test_fsdp2(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_sparse_attention(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     record = tmp_path_factory.mktemp("record") / "found.json"
-    said = output("sparse_attention", tmp_path, options=("--steps", "20", "--out", str(record)))
+    said = output("sparse_attention", tmp_path, options=("--steps", "10", "--out", str(record)))
     found = re.findall(r"^(\w+) +([\d.]+) bits per byte .* weight ([\d.]+) of at most ([\d.]+)$", said, re.MULTILINE)
     assert [arm for arm, *_ in found] == ["full", "window", "untrained", "distil", "gates", "both"]
     # 8 bits per byte is a guess without knowledge

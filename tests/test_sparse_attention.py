@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ def program() -> Any:
 
 EXAMPLE = program()
 WIDTH, HEADS, DIM = 8, 2, 16
+COLUMNS = (("bits", ".3f"), ("ms", ".0f"), ("chosen", ".3f"))
 
 
 def layer(arm: str, k: int, seed: int = 0) -> Any:
@@ -158,3 +160,14 @@ def test_the_weight_on_what_was_chosen(arm: str) -> None:
     expected = (full * chosen)[:, k:].sum(-1).mean(), full.topk(k).values[:, k:].sum(-1).mean()
     close(mass, torch.stack(expected))
     assert 0 < mass[0] < mass[1] < 1
+
+
+def test_the_table_is_of_the_record() -> None:
+    root = Path(__file__).parents[1]
+    rows = json.loads((root / "benchmarks/results/cpu/raw/sparse_attention.json").read_text())["rows"]
+    page = (root / "src/onepass/ops/topk/README.md").read_text(encoding="utf-8")
+    for arm in EXAMPLE.ARMS:
+        of_arm = [row for row in rows if row["arm"] == arm]
+        assert len(of_arm) == 2
+        bits, ms, chosen = (" / ".join(f"{row[what]:{digits}}" for row in of_arm) for what, digits in COLUMNS)
+        assert f"| `{arm}` | {bits} | {chosen} | {ms} |" in page
