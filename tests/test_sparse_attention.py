@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import onepass
 
@@ -150,6 +151,18 @@ def test_what_trains_the_indexer(arm: str) -> None:
         of_loss = gradients(loss, module, x)
         assert of_loss[-2].abs().max() > 1e-4
         assert all(not grad.any() for grad in of_loss[:3])
+
+
+@pytest.mark.parametrize("arm", ["full", *SPARSE])
+def test_a_checkpoint_in_bf16_has_the_same_bits(arm: str) -> None:
+    """What a GPU runs: scores in bf16 tie, and the second forward has to choose as the first did."""
+    x, module, found = tokens(128).float(), layer(arm, 16).float(), []
+    for again in (False, True):
+        with torch.autocast("cpu", torch.bfloat16):
+            y, loss, _ = checkpoint(module, x, use_reentrant=False) if again else module(x)
+        assert y.dtype == torch.bfloat16
+        found.append([y, loss, *gradients(y.float().square().sum() + loss, module, x.requires_grad_())[1:]])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 @pytest.mark.parametrize("arm", SPARSE)
