@@ -45,6 +45,8 @@ def tests_for(name: str) -> list[str]:
             return [f"tests/{folder}"]
         case ("docs", *_) | ("mkdocs.yml",):
             return ["tests/test_docs.py"]
+        case ("examples", "sparse_attention.py"):
+            return ["tests/test_examples.py", "tests/test_sparse_attention.py"]
         case ("examples", *_):
             return ["tests/test_examples.py"]
         case (".github", *_) | ("CITATION.cff" | ".pre-commit-config.yaml" | "Makefile" | "CHANGELOG.md",):

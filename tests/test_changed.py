@@ -22,6 +22,7 @@ from conftest import concerns
         (["tests/test_that_was_removed.py", "LICENSE"], []),
         (["docs/stability.md", "mkdocs.yml"], ["tests/test_docs.py"]),
         (["examples/fsdp2.py"], ["tests/test_examples.py"]),
+        (["examples/sparse_attention.py"], ["tests/test_examples.py", "tests/test_sparse_attention.py"]),
         (["Makefile", ".github/workflows/test.yml"], ["tests/test_project_files.py"]),
         (["benchmarks/run.py", "research/ablate/text.py"], ["tests/benchmarks", "tests/research"]),
         (["fuzz/files.py"], ["tests/test_fuzz.py"]),

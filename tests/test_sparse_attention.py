@@ -1,0 +1,186 @@
+"""The layer of examples/sparse_attention.py: what it computes, what it sees, and what trains its indexer."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import onepass
+
+SPARSE = ("window", "untrained", "distil", "gates", "both")
+
+
+def program() -> Any:
+    path = Path(__file__).parents[1] / "examples" / "sparse_attention.py"
+    spec = importlib.util.spec_from_file_location("sparse_attention", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+EXAMPLE = program()
+WIDTH, HEADS, DIM = 8, 2, 16
+COLUMNS = (("bits", ".3f"), ("ms", ".0f"), ("chosen", ".3f"))
+
+
+def layer(arm: str, k: int, seed: int = 0) -> Any:
+    torch.manual_seed(seed)
+    return EXAMPLE.SparseAttention(DIM, HEADS, k, arm).double()
+
+
+def tokens(n: int, batch: int = 2, seed: int = 1) -> Tensor:
+    return torch.randn(batch, n, DIM, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def rotated(x: Tensor) -> Tensor:
+    """Heads (b, n, h, d), each divided by its root mean square and rotated as pairs (i, i + d/2)."""
+    x = x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+    half = x.shape[-1] // 2
+    speeds = 10000.0 ** -(torch.arange(half) / half).float()
+    angles = (torch.arange(x.shape[1], dtype=torch.float32)[:, None] * speeds)[:, None]
+    a, b = x[..., :half], x[..., half:]
+    return torch.cat((a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()), -1)
+
+
+def definition(module: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return output, distillation loss, full attention's weights (b, q, k) and the choice, from masks and sorting."""
+    n, k = x.shape[1], module.k
+    q, key, value = (x @ module.qkv.weight.T).split((HEADS * WIDTH, WIDTH, WIDTH), -1)
+    q, key = rotated(q.unflatten(-1, (HEADS, WIDTH))), rotated(key[:, :, None])[:, :, 0]
+    logits = torch.einsum("bthd,bjd->bhtj", q, key) / math.sqrt(WIDTH)
+    seen = torch.arange(n) <= torch.arange(n)[:, None]
+    full = logits.masked_fill(~seen, -torch.inf).softmax(-1).mean(1).detach()
+
+    heads, width = EXAMPLE.INDEX_HEADS, EXAMPLE.INDEX_WIDTH
+    i_q, i_k, w = module.indexer(x.detach()).split((heads * width, width, heads), -1)
+    i_q, i_k = rotated(i_q.unflatten(-1, (heads, width))), rotated(i_k[:, :, None])[:, :, 0]
+    scores = sum(
+        w[:, :, None, h] * torch.einsum("btd,bjd->btj", i_q[:, :, h], i_k).clamp(min=0) for h in range(heads)
+    ) / math.sqrt(heads * width)
+    if module.arm == "window":
+        chosen = seen & (torch.arange(n) > torch.arange(n)[:, None] - k).expand(len(x), -1, -1)
+    else:
+        order = scores.masked_fill(~seen, -torch.inf).sort(dim=-1, descending=True, stable=True).indices
+        chosen = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, order[..., :k], True) & seen
+    gates = torch.ones_like(full)
+    if module.arm in ("gates", "both"):
+        soft = onepass.soft_topk(scores, k, eps=0.3, kind="sigmoid", mask=seen)
+        gates = 1 + soft - soft.detach()
+    weights = (logits + gates.log()[:, None]).masked_fill(~chosen[:, None], -torch.inf).softmax(-1)
+    y = torch.einsum("bhtj,bjd->bthd", weights, value).flatten(2) @ module.out.weight.T
+    divergence = torch.zeros((), dtype=x.dtype)
+    if module.arm in ("distil", "both"):
+        guess = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+        ratio = (full.where(seen, 1) / guess.where(seen, 1)).log()
+        divergence = (full * ratio).sum(-1).mean()
+    return y, divergence, full, chosen
+
+
+def gradients(of: Tensor, module: Any, x: Tensor) -> list[Tensor]:
+    given = (x, *module.parameters())
+    found = torch.autograd.grad(of, given, allow_unused=True, retain_graph=True)
+    return [torch.zeros_like(t) if grad is None else grad for t, grad in zip(given, found, strict=True)]
+
+
+def close(found: Any, expected: Any) -> None:
+    # full attention's weights are fp32 in the layer, and so are the cosines
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6, check_dtype=False)
+
+
+@pytest.mark.parametrize("arm", SPARSE)
+@pytest.mark.parametrize("k", [12, 40])
+def test_as_many_as_there_are_is_full_attention(arm: str, k: int) -> None:
+    x = tokens(12).requires_grad_()
+    sparse, full = layer(arm, k), layer("full", k)
+    probe = torch.randn(x.shape, dtype=x.dtype, generator=torch.Generator().manual_seed(2))
+    (y, _, mass), (expected, _, _) = sparse(x), full(x)
+    torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
+    for found, wanted in zip(
+        gradients((y * probe).sum(), sparse, x), gradients((expected * probe).sum(), full, x), strict=True
+    ):
+        torch.testing.assert_close(found, wanted, rtol=1e-11, atol=1e-12)
+    assert mass.tolist() == [0, 0]  # no query has more than k tokens
+
+
+@pytest.mark.parametrize("arm", SPARSE)
+@settings(max_examples=15, deadline=None)
+@given(n=st.integers(1, 24), k=st.integers(1, 26), batch=st.integers(0, 3), seed=st.integers(0, 9))
+def test_the_layer_is_its_definition(arm: str, n: int, k: int, batch: int, seed: int) -> None:
+    x, module = tokens(n, batch, seed).requires_grad_(), layer(arm, k, seed)
+    y, loss, _ = module(x)
+    expected, divergence, _, _ = definition(module, x)
+    close(y, expected)
+    probe = torch.randn(x.shape, dtype=x.dtype, generator=torch.Generator().manual_seed(seed))
+    close(gradients((y * probe).sum(), module, x), gradients((expected * probe).sum(), module, x))
+    if batch and arm in ("distil", "both"):
+        close(loss, divergence)
+        close(gradients(loss, module, x), gradients(divergence, module, x))
+
+
+@pytest.mark.parametrize("arm", SPARSE)
+def test_later_tokens_change_nothing_earlier(arm: str) -> None:
+    x, module = tokens(32), layer(arm, 5)
+    before = module(x)[0]
+    for t in (1, 7, 31):
+        other = torch.cat((x[:, :t], tokens(32 - t, seed=3)), 1)
+        after = module(other)[0]
+        torch.testing.assert_close(after[:, :t], before[:, :t], rtol=1e-12, atol=1e-12)
+        assert (after[:, t:] - before[:, t:]).abs().amax() > 1e-3
+
+
+@pytest.mark.parametrize("arm", SPARSE)
+def test_what_trains_the_indexer(arm: str) -> None:
+    x, module = tokens(32).requires_grad_(), layer(arm, 5)
+    y, loss, _ = module(x)
+    of_output = gradients(y.square().sum(), module, x)
+    assert (of_output[-2].abs().max() > 1e-4) == (arm in ("gates", "both"))
+    assert all(grad.abs().max() > 1e-4 for grad in of_output[:3])
+    if arm in ("distil", "both"):
+        of_loss = gradients(loss, module, x)
+        assert of_loss[-2].abs().max() > 1e-4
+        assert all(not grad.any() for grad in of_loss[:3])
+
+
+@pytest.mark.parametrize("arm", ["full", *SPARSE])
+def test_a_checkpoint_in_bf16_has_the_same_bits(arm: str) -> None:
+    """What a GPU runs: scores in bf16 tie, and the second forward has to choose as the first did."""
+    x, module, found = tokens(128).float(), layer(arm, 16).float(), []
+    for again in (False, True):
+        with torch.autocast("cpu", torch.bfloat16):
+            y, loss, _ = checkpoint(module, x, use_reentrant=False) if again else module(x)
+        assert y.dtype == torch.bfloat16
+        found.append([y, loss, *gradients(y.float().square().sum() + loss, module, x.requires_grad_())[1:]])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("arm", SPARSE)
+def test_the_weight_on_what_was_chosen(arm: str) -> None:
+    x, module, k = tokens(32), layer(arm, 5).eval(), 5
+    mass = module(x)[2]
+    _, _, full, chosen = definition(module, x)
+    expected = (full * chosen)[:, k:].sum(-1).mean(), full.topk(k).values[:, k:].sum(-1).mean()
+    close(mass, torch.stack(expected))
+    assert 0 < mass[0] < mass[1] < 1
+
+
+def test_the_table_is_of_the_record() -> None:
+    root = Path(__file__).parents[1]
+    rows = json.loads((root / "benchmarks/results/cpu/raw/sparse_attention.json").read_text())["rows"]
+    page = (root / "src/onepass/ops/topk/README.md").read_text(encoding="utf-8")
+    for arm in EXAMPLE.ARMS:
+        of_arm = [row for row in rows if row["arm"] == arm]
+        assert len(of_arm) == 2
+        bits, ms, chosen = (" / ".join(f"{row[what]:{digits}}" for row in of_arm) for what, digits in COLUMNS)
+        assert f"| `{arm}` | {bits} | {chosen} | {ms} |" in page
