@@ -196,14 +196,13 @@ class RoutedAttention(nn.Module):
     ) -> Tensor | tuple[Tensor, AttentionRouting]:
         self._check_tokens(x)
         dtype = self._fused_dtype(x, mask)
-        axis = sequence_axis(x)
-        if axis is not None:
+        if dtype is not None:
+            y, routing = self._fused(x, mask, dtype)
+        elif (axis := sequence_axis(x)) is not None:
             y, routing = attention_over_sequence(self, x, mask, axis)
-        elif dtype is None:
+        else:
             y, routing = self._composed(x, mask)
             y = explore(y, x, self.router_q, routing.q.indices.shape[1], mask).view(x.shape)
-        else:
-            y, routing = self._fused(x, mask, dtype)
         return (y, routing) if return_routing else y
 
     if TYPE_CHECKING:
