@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -200,3 +201,25 @@ def test_more_than_2_to_the_31_elements() -> None:
     assert torch.equal(indices[:1], oracle(s[:1], None, 40))
     assert torch.equal(indices[-1], indices[0])
     assert torch.equal(indices[rows // 2], indices[0])
+
+
+SPECIAL = (0.0, -0.0, math.nan, -math.nan, math.inf, -math.inf, 1.0, -1.0)
+
+
+@pytest.mark.parametrize("best_first", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_every_triple_of_special_values(dtype: torch.dtype, best_first: bool) -> None:
+    """NaN of either sign before +inf, −0 equal to 0, −inf missing, ties by lowest index."""
+    triples = list(itertools.product(SPECIAL, repeat=3))
+    found = onepass.topk(torch.tensor(triples, dtype=dtype), 2, sorted=best_first).indices
+    for triple, indices in zip(triples, found.tolist(), strict=True):
+        order = sorted(range(3), key=lambda i: ((0, 0.0) if math.isnan(triple[i]) else (1, -triple[i]), i))
+        expected = [i for i in order[:2] if triple[i] != -math.inf]
+        expected = expected if best_first else sorted(expected)
+        assert indices == expected + [-1] * (2 - len(expected)), triple
+
+
+def test_columns_beyond_16_bits_on_a_cpu() -> None:
+    s = torch.zeros(2, (1 << 16) + 9, dtype=torch.bfloat16)
+    s[0, 5], s[1, (1 << 16) + 3] = 1.0, 2.0
+    assert onepass.topk(s, 3).indices.tolist() == [[5, 0, 1], [(1 << 16) + 3, 0, 1]]

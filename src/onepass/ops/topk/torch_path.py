@@ -43,85 +43,61 @@ def select(
 
 
 def _on_cpu(keys: Tensor, k: int, is_sorted: bool) -> tuple[Tensor, Tensor]:
-    """Select with torch.topk, which decides ties arbitrarily, and decide these in the rows that have any.
+    """Select with torch.topk, which decides ties arbitrarily: by numbers without ties, or again in the rows with ties.
 
-    One value more than k also shows a tie of the last one with what is left.
+    Numbers of 16-bit scores cost next to nothing. Those of fp32 take twice the bytes, and ties of fp32 scores are rare
+    where the best come first; without that order torch.topk doesn't show them.
     """
     n = keys.shape[-1]
+    exact = _anywhere if keys.dtype == torch.float64 else _by_number
+    if keys.element_size() == 2 or not is_sorted:
+        return exact(keys, k, is_sorted)
+    # one value more than k also shows a tie of the last one with what is left
     values, indices = keys.topk(min(k + 1, n))
     # falling from each value to the next: no tie, no NaN, and nothing but perhaps the last is -inf
     falls = values.diff()
     clear = n > 1 and falls.amax().item() < 0 and (n > k or values[..., -1].amin().item() > -math.inf)
-    beyond = values[..., k:] if clear else values[..., k:].clone()
-    if n > k and values.numel() == k + 1:
-        shape = (*keys.shape[:-1], k)
-        values, indices = values.resize_(shape), indices.resize_(shape)
-    elif n > k:
+    if n > k:
         # copies: a view would keep k + 1 values, and their stride
-        layout = torch.contiguous_format
-        values, indices = (t[..., :k].clone(memory_format=layout) for t in (values, indices))
+        values, indices = (t[..., :k].clone(memory_format=torch.contiguous_format) for t in (values, indices))
     if not clear:
         rows, v, i = keys.reshape(-1, n), values.view(-1, k), indices.view(-1, k)
-        odd = v[:, 0].isnan() | (v[:, -1] == -math.inf)
-        which = ((falls < 0).all(-1).logical_not_().view(-1) & ~odd).nonzero()[:, 0]
+        tied = (falls < 0).all(-1).logical_not_().view(-1) | v[:, 0].isnan() | (v[:, -1] == -math.inf)
+        which = tied.nonzero()[:, 0]
         if len(which):
-            _decide_ties(rows, v, i, beyond.reshape(len(rows), -1), which)
-        which = odd.nonzero()[:, 0]
-        if len(which):
-            v[which], i[which] = _anywhere(rows[which], k, True)
-    if not is_sorted and clear:
-        indices = indices.sort(-1).values
-        values = keys.gather(-1, indices)
-    elif not is_sorted:
-        # missing ones are -1, and stay last
-        indices = torch.where(indices < 0, n, indices).sort(-1).values
-        values = torch.where(indices < n, keys.gather(-1, indices.clamp(max=n - 1)), -math.inf)
-        indices = torch.where(indices < n, indices, -1)
+            v[which], i[which] = exact(rows[which], k, True)
     return values, indices
 
 
-def _decide_ties(rows: Tensor, values: Tensor, indices: Tensor, beyond: Tensor, which: Tensor) -> None:
-    """Put the lowest indices first among equal values, in place, in these rows; no NaN and no -inf is in `values`."""
-    n = rows.shape[1]
-    if beyond.shape[1]:
-        split = which[(beyond[which] == values[which, -1:])[:, 0]]
-        if len(split):
-            _first_equals(rows, values, indices, split)
-    v, i = values[which], indices[which]
-    same = v[:, 1:] == v[:, :-1]
-    # groups of equal values, and the elements of those with several
-    several = torch.nn.functional.pad(same, (0, 1)) | torch.nn.functional.pad(same, (1, 0))
-    if several.sum() * 8 < several.numel():
-        place = several.flatten().nonzero()[:, 0]
-        starts = torch.nn.functional.pad(same, (1, 0)).flatten()[place].logical_not_()
-        number = starts.cumsum(0) * n + i.flatten()[place]
-        i.view(-1)[place] = number.sort().values % n
-    else:
-        number = torch.nn.functional.pad(same.logical_not(), (1, 0)).cumsum(-1) * n + i
-        i = number.sort(-1).values % n
-    indices[which] = i
+def _by_number(keys: Tensor, k: int, is_sorted: bool) -> tuple[Tensor, Tensor]:
+    """Select by integers that hold a score's order and, below it, its column from the end: no two are equal.
 
-
-def _first_equals(rows: Tensor, values: Tensor, indices: Tensor, split: Tensor) -> None:
-    """Let the last of `values` be the first of its equals, in place, in rows where some of these are left out.
-
-    Most rows with many equal scores have enough of them at the beginning.
+    The bits of a float, as an integer, are in its order, if those of negative numbers are inverted.
     """
-    n, k = rows.shape[1], values.shape[1]
-    last = values[split, -1:]
-    level = values[split] == last
-    room = level.sum(-1)
-    width = min(n, 4 * k)
-    while True:
-        equal = (rows if len(split) == len(rows) else rows[split])[:, :width] == last
-        counts = equal.sum(-1)
-        if width == n or bool((counts >= room).all()):
-            break
-        width = n
-    row, column = equal.nonzero(as_tuple=True)
-    before = (counts.cumsum(0) - counts)[row]
-    first = torch.arange(len(row)) - before < room[row]
-    indices[split] = indices[split].masked_scatter_(level, column[first])
+    n = keys.shape[-1]
+    wide = keys if keys.element_size() == 4 or n <= 1 << 16 else keys.float()
+    half = 8 * wide.element_size()
+    small, large, most = (
+        (torch.int16, torch.int32, 0x7FFF) if half == 16 else (torch.int32, torch.int64, 0x7FFFFFFF)
+    )  # fmt: skip
+    # adding 0 makes +0 of −0
+    number = (wide + 0.0).view(small).to(large)
+    number ^= (number >> (2 * half - 1)) & most
+    if not math.isfinite(keys.sum(dtype=torch.float32).item()):
+        number.masked_fill_(keys.isnan(), most)
+    number = number.bitwise_left_shift_(half).add_(torch.arange(n - 1, -1, -1, dtype=large))
+    best = number.topk(k, sorted=is_sorted).values
+    indices = (n - 1 - (best & (2 * most + 1))).long()
+    values = keys.gather(-1, indices)
+    missing = values == -math.inf
+    if not is_sorted or missing.any():
+        # missing ones stay last
+        indices = torch.where(missing, n, indices)
+        if not is_sorted:
+            indices = indices.sort(-1).values
+        values = torch.where(indices < n, keys.gather(-1, indices.clamp(max=n - 1)), -math.inf)
+        indices = torch.where(indices < n, indices, -1)
+    return values, indices
 
 
 def _anywhere(keys: Tensor, k: int, is_sorted: bool) -> tuple[Tensor, Tensor]:
