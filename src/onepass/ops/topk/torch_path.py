@@ -9,6 +9,9 @@ from torch import Tensor
 
 from .ranges import allowed
 
+# scores of a group of rows that is done at a time: 8 bytes each
+GROUP = 1 << 17
+
 
 def select(
     scores: Tensor,
@@ -49,7 +52,7 @@ def _on_cpu(keys: Tensor, k: int, is_sorted: bool) -> tuple[Tensor, Tensor]:
     where the best come first; without that order torch.topk doesn't show them.
     """
     n = keys.shape[-1]
-    exact = _anywhere if keys.dtype == torch.float64 else _by_number
+    exact = _anywhere if keys.dtype == torch.float64 else _in_groups
     if keys.element_size() == 2 or not is_sorted:
         return exact(keys, k, is_sorted)
     # one value more than k also shows a tie of the last one with what is left
@@ -66,6 +69,16 @@ def _on_cpu(keys: Tensor, k: int, is_sorted: bool) -> tuple[Tensor, Tensor]:
         which = tied.nonzero()[:, 0]
         if len(which):
             v[which], i[which] = exact(rows[which], k, True)
+    return values, indices
+
+
+def _in_groups(keys: Tensor, k: int, is_sorted: bool) -> tuple[Tensor, Tensor]:
+    """Return `_by_number` of groups of rows: their numbers stay in cache between one operation and the next."""
+    n = keys.shape[-1]
+    if keys.numel() <= GROUP or keys.numel() == n:
+        return _by_number(keys, k, is_sorted)
+    found = [_by_number(part, k, is_sorted) for part in keys.reshape(-1, n).split(max(1, GROUP // n))]  # type: ignore[no-untyped-call]
+    values, indices = (torch.cat(parts).view(*keys.shape[:-1], k) for parts in zip(*found, strict=True))
     return values, indices
 
 
