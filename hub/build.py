@@ -108,8 +108,12 @@ def write(out: Path) -> list[Path]:
     Raises:
         ValueError: `out` has files and was not made by this program, or a file can't be made relative.
     """
-    if out.exists() and any(out.iterdir()) and not (out / "build").is_dir():
-        raise ValueError(f"{out} has files and no build folder; name another")
+    variants = {f"torch-{backend}" for backend in BACKENDS}
+    others = {p.name for p in out.iterdir()} - {"build", "README.md", "LICENSE"} if out.exists() else set()
+    if (out / "build").exists():
+        others |= {f"build/{p.name}" for p in (out / "build").iterdir() if p.name not in variants}
+    if others:
+        raise ValueError(f"{out} has {min(others)}, which this program does not make; name another folder")
     found = sources()
     shutil.rmtree(out, ignore_errors=True)
     licence, version = facts()

@@ -53,6 +53,18 @@ def counted(function: Callable[..., Any]) -> tuple[Callable[..., Any], list[int]
     return replayed(run), calls
 
 
+def scale(gpu: FakeGpu) -> Callable[..., Any]:
+    """Return a call of two launches: y = a·x (+ b), and sums."""
+
+    def run(x: Tensor, bias: Tensor | None, a: float) -> tuple[Tensor, Tensor | None]:
+        y, sums = torch.empty_like(x), torch.zeros(3, len(x), dtype=torch.float64)
+        gpu.launch((len(x), 1, 1), (x, bias, y, sums), a)
+        gpu.launch((1, 1, 1), (x[None], sums[0]), a)
+        return y, None
+
+    return run
+
+
 class Host:
     """CPU tensors that take the way of CUDA tensors; counts launches, and how often a stretch of a node ran as written.
 

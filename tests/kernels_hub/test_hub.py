@@ -99,13 +99,17 @@ def test_what_cannot_be_relative(text: str) -> None:
         build.relative(text, 1)
 
 
-def test_a_folder_of_others_is_left(tmp_path: Path) -> None:
-    (tmp_path / "thesis.txt").write_text("mine")
+@pytest.mark.parametrize("file", ["thesis.txt", "build/thesis.txt", "build/lib/thesis.txt"])
+def test_a_folder_of_others_is_left(tmp_path: Path, file: str) -> None:
+    """Also one with a build folder, as the top of every project has."""
+    (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / file).write_text("mine")
     command = [sys.executable, str(ROOT / "hub" / "build.py"), str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert done.stderr == f"hub: {tmp_path} has files and no build folder; name another\n"
-    assert (tmp_path / "thesis.txt").read_text() == "mine"
+    name = "/".join(Path(file).parts[:2])
+    assert done.stderr == f"hub: {tmp_path} has {name}, which this program does not make; name another folder\n"
+    assert (tmp_path / file).read_text() == "mine"
 
 
 @pytest.mark.slow

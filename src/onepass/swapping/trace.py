@@ -250,7 +250,7 @@ def _twin(module: nn.Module, recorder: _Recorder, training: bool) -> nn.Module:
 def _arguments(
     recorder: _Recorder, parameters: list[inspect.Parameter], given: set[str]
 ) -> tuple[list[Any], dict[str, Any]]:
-    """Return arguments that the recorder knows: tensors where there is no default, opaque objects for those given."""
+    """Return arguments that the recorder knows: a tensor per required one, an opaque object per one in `given`."""
     positional: list[Any] = []
     options: dict[str, Any] = {}
     for p in parameters:
