@@ -89,6 +89,8 @@ def main() -> int:
     if args.here:
         print(json.dumps(here(args.here)))
         return 0
+    from onepass.core import files
+
     records = []
     for what in WHAT:
         for processes in PROCESSES:
@@ -97,10 +99,12 @@ def main() -> int:
                     figures = together(what, processes, cache)
                     records.append({"program": what, "processes": processes, "caches": caches, **figures})
                     print(json.dumps(records[-1]), flush=True)
+                    if args.json:
+                        # what is measured survives a run that is cut short
+                        files.write(args.json, json.dumps({"records": records}, indent=1) + "\n")
     if args.json:
         import torch
 
-        from onepass.core import files
         from onepass.core.about import device_name, versions
 
         about = {"device": device_name(torch.device("cuda")), "cores": os.cpu_count(), "versions": versions()}

@@ -86,9 +86,11 @@ def run(args: argparse.Namespace) -> int:
             console.print(f"wrote {path}", markup=False, soft_wrap=True)
         return 0
     if args.performance is not None:
-        from .performance import write
+        from . import programs
+        from .performance import RESULTS, write
 
         write(args.performance)
+        programs.picture(RESULTS / "h200" / "raw", args.performance.parent / programs.PICTURE)
         console.print(f"wrote {args.performance}", markup=False, soft_wrap=True)
         return 0
     if args.merge is not None:

@@ -210,7 +210,7 @@ def routing() -> Iterator[Call]:
 def fused() -> Iterator[Call]:
     """Kernels that no operator calls alone, and modules that call them."""
     from onepass.fused import branch, norms
-    from onepass.nn import RoutedAttention, RoutedBlock, RoutedFeedForward
+    from onepass.nn import RoutedAttention, RoutedBlock, RoutedFeedForward, Router
 
     make = maker(FP32)
 
@@ -267,6 +267,11 @@ def fused() -> Iterator[Call]:
             lambda m=mask: both(lambda: RoutedAttention(48, 9, 11, heads=2, dim_head=16, window=8), (2, 41, 48), m),  # type: ignore[misc]
         )
         yield f"RoutedBlock, causal{', mask' * mask}", lambda m=mask: both(block, (2, 48, 48), m)  # type: ignore[misc]
+    for gate in ("soft", "straight_through"):
+        yield (
+            f"RoutedFeedForward, share of a mask, {gate}",
+            lambda g=gate: both(lambda: RoutedFeedForward(33, 0.12, router=Router(33, gate=g)), (2, 41, 33), True),  # type: ignore[misc]
+        )
 
 
 def lion() -> Iterator[Call]:

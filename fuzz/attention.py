@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from onepass.ops.causal_choice.op import causal_choice
-from onepass.ops.causal_choice.reference import per_token, running_threshold
+from onepass.ops.causal_choice.reference import fraction, per_token, running_threshold
 from onepass.ops.causal_choice.reference import reference as choice_reference
 from onepass.ops.routing.op import gather, scatter_add
 from onepass.ops.span_attention.op import span_attention
@@ -278,13 +278,17 @@ def _causal_cases(draw: Any, device: str) -> Case:
     return {
         "op": "causal_choice",
         "scores": x,
-        "k": draw(st.one_of(st.integers(0, n + 2), st.sampled_from((1, n // 8, n)))),
+        "k": draw(st.one_of(st.integers(0, n + 2), st.sampled_from((1, n // 8, n, 0.0625, 0.1, 1.0)))),
         "eps": draw(st.sampled_from((0.3, 1e-3, 10.0))),
         "block": block,
         "memory": block * draw(st.sampled_from((1, 2, 16))),
         "mask": draw(st.none() | st.sampled_from((0.0, 0.5, 0.9))),
         "seed": draw(SEEDS),
     }
+
+
+def _fraction(k: int | float, n: int) -> tuple[int, int]:
+    return fraction(k) if isinstance(k, float) else (min(k, n), n)
 
 
 def check_causal(case: Case, device: str) -> None:
@@ -313,7 +317,7 @@ def check_causal(case: Case, device: str) -> None:
         return
     u = roundoff(accumulator(x.dtype))
     threshold = per_token(
-        running_threshold(s64, min(case["k"], x.shape[1]), case["block"], case["memory"], real),
+        running_threshold(s64, _fraction(case["k"], x.shape[1]), case["block"], case["memory"], real),
         x.shape[1],
         case["block"],
     )

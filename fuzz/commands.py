@@ -101,7 +101,10 @@ OPTIONS = {
         "--force",
     ),
     "show": ("--out", "--bytes"),
-    "ablate": ("--task", "--start", "--arm", "--seed", "--size", "--steps", "--seconds", "--device", "--out"),
+    "ablate": (
+        *("--task", "--start", "--arm", "--seed", "--size", "--steps", "--seconds", "--device", "--out", "--data"),
+        *("--equal-time", "--n", "--dim", "--heads", "--batch", "--budget", "--tune", "--rate", "--part"),
+    ),
     "bench": (
         "--json",
         "--list",

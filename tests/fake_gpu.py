@@ -81,6 +81,7 @@ class Host:
             kernels_attention,
             kernels_branch,
             kernels_cast,
+            kernels_counts,
             kernels_explore,
             kernels_norm,
             runs,
@@ -112,8 +113,8 @@ class Host:
                 core._recording.listener.launched(entry, grid, tensors, (*numbers, *constants))
             run()
 
-        for module in (kernels_rows, kernels_attention, kernels_branch, kernels_cast, kernels_norm, kernels_explore,
-                       kernels_triton, kernels_select, kernels_backward, kernels_rotary, kernels_span,
+        for module in (kernels_rows, kernels_attention, kernels_branch, kernels_cast, kernels_counts, kernels_norm,
+                       kernels_explore, kernels_triton, kernels_select, kernels_backward, kernels_rotary, kernels_span,
                        kernels_causal):  # fmt: skip
             monkeypatch.setattr(module, "launch", launch)
         for module in (branch, choice, rows, op, compute, op_rotary, op_span, op_causal):

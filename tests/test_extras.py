@@ -55,6 +55,7 @@ def test_doctor_with_torch_alone() -> None:
     [
         (["train"], "train", "matplotlib, numpy, rich, safetensors"),
         (["show", "run", "file"], "train", "matplotlib, numpy, rich, safetensors"),
+        (["generate", "run", "--prompt", "a"], "train", "matplotlib, numpy, rich, safetensors"),
         (["bench", "--list"], "bench", "matplotlib, rich"),
     ],
 )

@@ -38,7 +38,7 @@ def test_no_warnings_on_import_or_first_call() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-@pytest.mark.parametrize("command", [[], ["doctor"], ["train"], ["show"], ["bench"]])
+@pytest.mark.parametrize("command", [[], ["doctor"], ["train"], ["show"], ["generate"], ["bench"]])
 def test_every_help_has_examples(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main([*command, "--help"])

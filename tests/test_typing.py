@@ -91,6 +91,16 @@ def modules(asked: bool) -> None:
     assert_type(nn.RoutedBlock(8, k=2)(x), Tensor)
     assert_type(nn.RoutedBlock(8, k=2)(x, return_routing=True)[1], BlockRouting)
     assert_type(nn.graphed(nn.RoutedBlock(8, k=2), x), Callable[..., Any])
+    bounds = torch.tensor([0, 9, 16], dtype=torch.int32)
+    assert_type(nn.RoutedBlock(8, k=0.5)(x[0], cu_seqlens=bounds, max_seqlen=9), Tensor)
+    assert_type(nn.Router(8)(x[0], 0.5, cu_seqlens=bounds), RouterOutput)
+    nn.RoutedFeedForward(8, k=0.5)(x[0], cu_seqlens=[0, 9, 16])  # wrong
+    decoder = nn.RoutedBlock(8, k=0.5, causal=True)
+    assert_type(decoder.new_cache(2), nn.BlockCache)
+    assert_type(decoder.prefill(x, decoder.new_cache(2)), Tensor)
+    assert_type(decoder.step(x[:, 0], decoder.new_cache(2)), Tensor)
+    assert_type(decoder.new_cache(2).nbytes, int)
+    decoder.step(x[:, 0])  # wrong
     with nn.RoutingStats(linear) as stats:
         assert_type(stats, nn.RoutingStats)
     stats.add("0", nn.RoutedBlock(8, k=2)(x, return_routing=True)[1], mask=None)

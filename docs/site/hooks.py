@@ -34,6 +34,7 @@ MODULES = (
     "RoutedAttention",
     "RoutedCrossAttention",
     "RoutedBlock",
+    "BlockCache",
     "RoutingStats",
     "graphed",
 )

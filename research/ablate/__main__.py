@@ -15,6 +15,7 @@ from onepass.__main__ import Parser, run_command
 from onepass.core.errors import UserError
 from onepass.core.options import number
 from onepass.train.cli import pick_device
+from research.ablate.equal import command
 
 if TYPE_CHECKING:
     import torch
@@ -34,6 +35,7 @@ examples:
   python -m research.ablate planted --size small     about two minutes on a CPU; leaves runs/ablate
   python -m research.ablate planted --start adverse  routers begin pointing away from what they have to find
   python -m research.ablate text --task causal --arm learned --arm random --seed 0 --seed 1
+  python -m research.ablate text --equal-time        routed against dense with the same seconds; leaves runs/ablate
   python -m research.ablate report runs/ablate       tables and curves of all records in a directory
 """
 TASKS = {
@@ -57,14 +59,20 @@ def command_line() -> Parser:
         one = kinds.add_parser(task, help=what, description=TEXT, formatter_class=form)
         add = one.add_argument
         if task == "text":
-            add("--task", choices=("masked", "causal"), default="masked", help="what to guess (default: masked)")
+            what = "what to guess (default: masked; with --equal-time both)"
+            add("--task", choices=("masked", "causal"), help=what)
+            files = "text files or a directory of them, instead of Python's sources; may be repeated"
+            add("--data", action="append", metavar="DIR", help=files)
+            command.add_options(one)
         else:
             where = "where learned routers begin: anywhere, or pointing away from the planted tokens"
             add("--start", choices=("random", "adverse"), default="random", help=where)
         add("--arm", action="append", choices=ARMS[task], help="one arm; may be repeated (default: every arm)")
         seeds = f"may be repeated (default: 0 to {SEEDS - 1})"
         add("--seed", action="append", type=number(0, 2**31), metavar="N", help=seeds)
-        add("--size", choices=("small", "full"), help="small: for a CPU; full: for a GPU (default: by the device)")
+        sizes = "small: for a CPU; full: for a GPU (default: by the device)"
+        large = "; 100m: 100 million parameters, with --equal-time" if task == "text" else ""
+        add("--size", choices=("small", "full", *["100m"] * bool(large)), help=sizes + large)
         add("--steps", type=number(1, 10**8), metavar="N", help="training steps (default: by the size)")
         add("--seconds", type=number(1, 10**8, float), metavar="X", help="stop after this time, keeping what there is")
         add("--device", choices=("auto", "cpu", "cuda"), help="where to train (default: auto, cuda if there is one)")
@@ -73,6 +81,7 @@ def command_line() -> Parser:
         one.set_defaults(run=run, extra="train")
     report = kinds.add_parser("report", help=REPORT, description=f"Write {REPORT}: report.md and a picture a task.")
     report.add_argument("out", type=Path, metavar="DIR")
+    report.add_argument("--page", type=Path, metavar="FILE", help="also a page of the records of --equal-time")
     report.set_defaults(run=write_report, extra="train")
     return parser
 
@@ -88,6 +97,10 @@ def run(args: argparse.Namespace) -> int:
 
     from onepass.train.progress import say
 
+    if args.kind == "text":
+        command.check(args)
+        if args.equal_time:
+            return command.run(args)
     deadline = time.monotonic() + args.seconds if args.seconds else math.inf
     module: Any = importlib.import_module(f"research.ablate.{args.kind}")
     device = torch.device(pick_device(args.device))
@@ -121,8 +134,9 @@ class Trials:
             self.name = "planted" + (f"-{args.start}" if args.start != "random" else "")
             changes["start"] = args.start
         else:
-            self.name = f"text-{args.task}"
+            self.name = f"text-{args.task or 'masked'}"
             self.options["causal"] = args.task == "causal"
+            changes["paths"] = tuple(args.data or ())
         self.size = dataclasses.replace(size, **changes)
 
     def task(self, arm: str, seed: int, hidden: int = 0) -> Any:
@@ -190,9 +204,16 @@ def write_report(args: argparse.Namespace) -> int:
     from onepass.train import files
     from onepass.train.progress import say
     from research.ablate import curves, tables
+    from research.ablate.equal import report
 
-    records = tables.load(args.out)
+    if page := getattr(args, "page", None):
+        command.write_page(args.out, page)
+    records, found = tables.load(args.out), report.here(args.out)
+    if found:
+        report.write(args.out)
     if not records:
+        if found or page:
+            return 0
         raise UserError(f"there are no records of `research.ablate` in {args.out}")
     table = tables.markdown(records)
     files.write(args.out / "report.md", table)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from onepass.core.errors import UserError
 from onepass.optim import Lion
 from onepass.train import files
 from onepass.train.captured import Gradients
@@ -80,15 +81,22 @@ def train(
     steps: int,
     rates: Rates,
     *,
+    points: int = POINTS,
+    closing: bool = False,
     deadline: float = math.inf,
     say: Callable[[int, dict[str, Any]], None] = lambda step, figures: None,
 ) -> dict[str, Any]:
-    """Train to the last step or to the deadline (of `time.monotonic`); return curve, figures and speed."""
+    """Train to the last step or to the deadline (of `time.monotonic`); return curve, figures and speed.
+
+    `points` measurements lie between the first step and the last; with `closing` another one follows the last step, on
+    the same text as those before. Their `seconds` are wall-clock time in steps alone: measurements are left out, and
+    the first steps, which compile kernels and capture the graph, count as if they had gone at the speed of the others.
+    """
     one = Step(task, rates)
-    marks = {round(point * steps / POINTS) for point in range(POINTS)}
+    marks = {round(point * steps / points) for point in range(points)}
     curve: list[dict[str, Any]] = []
     spent, done, clock = 0.0, 0, time.perf_counter()
-    # the first steps compile kernels and capture the graph: no part of the speed
+    at: list[float] = []  # what was spent at each measurement
     settled = min(20, steps // 2)
     for step in range(steps):
         if step in marks or time.monotonic() > deadline:
@@ -97,6 +105,7 @@ def train(
             if time.monotonic() > deadline:
                 break
             curve.append({"step": step, **measure(task, False)})
+            at.append(spent)
             say(step, curve[-1])
             clock = time.perf_counter()
         elif step == settled:
@@ -107,12 +116,19 @@ def train(
     else:
         synchronize(task.device)
         spent += time.perf_counter() - clock
+        if closing:
+            curve.append({"step": done, **measure(task, False)})
+            at.append(spent)
+    ms = 1e3 * spent / max(1, done - settled)
+    for point, seconds in zip(curve, at, strict=True):
+        point["seconds"] = round(seconds + min(point["step"], settled) * ms / 1e3, 4)
     final = measure(task, True)
     say(done, final)
     return {
         "steps": steps,
         "steps_done": done,
-        "ms_per_step": round(1e3 * spent / max(1, done - settled), 3),
+        "ms_per_step": round(ms, 3),
+        "seconds": round(done * ms / 1e3, 4),
         "graph": one.gradients.graph is not None,
         "why_eager": one.gradients.why_eager,
         "parameters": sum(p.numel() for p in task.model.parameters() if p.requires_grad),
@@ -151,6 +167,29 @@ def race(runners: Sequence[Timed], rounds: int = 30) -> list[float]:
     """Median milliseconds of a step of each, taken in turn: what else the device does meets all of them alike."""
     times = [[one.ms() for one in runners] for _ in range(rounds)]
     return [sorted(column)[rounds // 2] for column in zip(*times, strict=True)]
+
+
+def pace(task: Task, rates: Rates, seconds: float = 1.0) -> float:
+    """Milliseconds of a step in a row of steps, data and update included, after what compiles and captures.
+
+    The row lasts about `seconds`, and 5 steps at least. The task is spoilt: its weights and its draws have moved on.
+    Raises UserError where a CUDA device does not capture the step: its time would be the host's.
+    """
+    one = Step(task, rates)
+
+    def row(steps: int) -> float:
+        synchronize(task.device)
+        start = time.perf_counter()
+        for _ in range(steps):
+            one(task.inputs(0), 1e-3)
+        synchronize(task.device)
+        return (time.perf_counter() - start) / steps
+
+    row(3)
+    if task.device.type == "cuda" and one.gradients.why_eager:
+        raise UserError(f"the {task.arm} arm's step can't be captured: {one.gradients.why_eager}")
+    guess = row(5)
+    return 1e3 * row(max(5, min(200, int(seconds / guess))))
 
 
 def synchronize(device: torch.device) -> None:

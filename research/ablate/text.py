@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -33,6 +34,8 @@ class Size:
     batch: int
     steps: int
     packages: tuple[str, ...] = ()  # their sources are read as well
+    paths: tuple[str, ...] = ()  # text files and directories to read instead
+    dense_heads: int = 0  # of the arm that attends from every token to every token; 0: as many as heads
     k: float = 1 / 16
     window: int = 128
     masked: float = 0.15
@@ -43,6 +46,7 @@ class Size:
     weight_decay: float = 0.1
     curve_windows: int = 32
     final_windows: int = 384
+    measured: int = 0  # windows at a time in measurements; 0: as batch
 
     def rates(self) -> Rates:
         """What the optimizer is given."""
@@ -59,14 +63,19 @@ SIZES = {
 class DenseBlock(nn.Module):
     """Attention of every token to every token, then a feed-forward for every token, each added to the stream."""
 
-    def __init__(self, dim: int, heads: int, blocks: int, hidden: int, causal: bool) -> None:
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, size: Size, hidden: int, causal: bool) -> None:
         super().__init__()
-        self.attention = Attention(dim, heads, blocks, causal=causal)
-        self.feed_forward = FeedForward(dim, hidden)
+        heads = size.dense_heads or size.heads
+        self.attention = Attention(size.dim, heads, size.blocks, causal=causal)
+        self.feed_forward = FeedForward(size.dim, hidden)
+        for name, values in zip(("cos", "sin"), angles(size.n, size.dim // heads, torch.device("cpu")), strict=True):
+            self.register_buffer(name, values, persistent=False)
 
     def forward(self, x: Tensor, return_routing: bool = True) -> tuple[Tensor, None]:
-        cos, sin = angles(x.shape[1], x.shape[-1] // self.attention.heads, x.device)
-        x = x + self.attention(x, cos, sin)
+        x = x + self.attention(x, self.cos, self.sin)
         return x + self.feed_forward(x), None
 
 
@@ -75,14 +84,18 @@ def build(arm: str, size: Size, causal: bool, hidden: int) -> ByteModel:
     k = 1.0 if arm == "all" else size.k
     model = ByteModel(size.dim, size.blocks, k=k, heads=size.heads, window=size.window, causal=causal)
     if arm == "dense":
-        model.blocks = nn.ModuleList(
-            DenseBlock(size.dim, size.heads, size.blocks, hidden, causal) for _ in range(size.blocks)
-        )
+        model.blocks = nn.ModuleList(DenseBlock(size, hidden, causal) for _ in range(size.blocks))
     if arm == "random":
         use_chance(model, DeviceRandomRouter)
     if arm == "light":
         use_nobody(model)
     return model
+
+
+@functools.lru_cache(maxsize=1)
+def corpus(paths: tuple[str, ...], packages: tuple[str, ...]) -> data.Corpus:
+    """Read the text of the tasks; once, as every arm and seed has the same."""
+    return data.load(paths, () if paths else packages)
 
 
 class Task:
@@ -92,13 +105,13 @@ class Task:
         self, arm: str, seed: int, size: Size, device: torch.device, hidden: int = 0, *, causal: bool = False
     ) -> None:
         self.arm, self.size, self.device, self.causal = arm, size, device, causal
-        corpus = data.load((), size.packages)
+        text = corpus(size.paths, size.packages)
         # the whole text lies on the device: a batch is an index
         self.training, self.validation = (
-            torch.from_numpy(part.copy()).to(device) for part in (corpus.training, corpus.validation)
+            torch.from_numpy(part.copy()).to(device) for part in (text.training, text.validation)
         )
-        self.starts = torch.from_numpy(data.validation_starts(corpus.validation, size.n + 1, size.final_windows))
-        self.digest = corpus.digest
+        self.starts = torch.from_numpy(data.validation_starts(text.validation, size.n + 1, size.final_windows))
+        self.digest = text.digest
         self.draws = torch.Generator(device).manual_seed(seed + 1_000_003)
         torch.manual_seed(seed)
         self.model = build(arm, size, causal, hidden).to(device)
@@ -134,8 +147,9 @@ class Task:
         starts = self.starts if last else some
         draws = torch.Generator(self.device).manual_seed(7)
         nats, count = 0.0, 0
-        for first in range(0, len(starts), size.batch):
-            asked = self._ask(self.validation, starts[first : first + size.batch].to(self.device), draws)
+        rows = size.measured or size.batch
+        for first in range(0, len(starts), rows):
+            asked = self._ask(self.validation, starts[first : first + rows].to(self.device), draws)
             logits, _ = self.model(asked[0], asked[2] if len(asked) > 2 else None)
             nats += F.cross_entropy(logits.flatten(0, 1), asked[1].flatten(), reduction="sum").double().item()
             count += asked[1].numel()

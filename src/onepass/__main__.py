@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from onepass import __version__
-from onepass.core.errors import UserError, printable, reason
+from onepass.core.errors import UserError, printable, reason, told_elsewhere
 from onepass.core.extras import require
 
 # each module has `add_command(subparsers)`, imports its heavy parts when its command runs, and names the extra that
@@ -22,6 +22,7 @@ COMMANDS = (
     "onepass.doctor.cli",
     "onepass.train.cli",
     "onepass.train.show",
+    "onepass.train.generate",
     "onepass.bench.cli",
     "onepass.bench.explain",
 )
@@ -32,6 +33,7 @@ EXAMPLES = """\
 examples:
   onepass doctor                   is this machine ready, and which path does each operator take?
   onepass train ~/notes            train a routed model on your own text
+  onepass generate runs/notes --prompt "def "   let a trained language model write on
   onepass bench norm --quick       measure the norms beside torch and the rivals that are installed
 
 `onepass COMMAND --help` has more of each.
@@ -53,7 +55,7 @@ class Parser(argparse.ArgumentParser):
         return found, unknown
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {printable(message)}\n")
+        self.exit(2, "" if told_elsewhere() else f"{self.prog}: {printable(message)}\n")
 
 
 def parser() -> Parser:

@@ -189,6 +189,7 @@ def test_show(capsys: pytest.CaptureFixture[str], text: Path):
             "--threads --config --binary --follow-links --tensorboard",
         ),
         ("show", "RUN FILE --out --bytes --binary"),
+        ("generate", "RUN --prompt --length --temperature --stop --seed --device"),
     ],
 )
 def test_help(capsys: pytest.CaptureFixture[str], command: str, words: str):

@@ -118,6 +118,16 @@ class TestCausalRouter:
         out = CausalRouter(DIM)(torch.randn(batch, n, DIM), k)
         assert out.indices.shape == out.gates.shape == (batch, min(k, n))
 
+    @pytest.mark.parametrize(("window", "memory"), [(1, 2048), (48, 2016), (128, 2048), (2048, 2048), (3000, 3000)])
+    def test_a_layer_remembers_whole_windows(self, window: int, memory: int) -> None:
+        block = RoutedBlock(16, 1 / 4, heads=2, dim_head=8, window=window, causal=True)
+        assert block.feed_forward.router.memory == memory
+        assert block.attention.router_q.memory == memory
+
+    def test_a_window_that_divides_no_power_of_two(self) -> None:
+        block = RoutedBlock(16, 1 / 4, heads=2, dim_head=8, window=48, causal=True)
+        assert block(torch.randn(1, 100, 16)).isfinite().all()
+
     @pytest.mark.parametrize("kwargs", [{"block": 0}, {"block": 8, "memory": 12}, {"block": 8, "memory": 0}])
     def test_bad_sizes(self, kwargs: dict[str, int]) -> None:
         with pytest.raises(ValueError, match=r"CausalRouter: (block|memory) must be"):

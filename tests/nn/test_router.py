@@ -176,9 +176,14 @@ class TestErrors:
             ((torch.ones(2, 8), 1), ValueError, r"x must be \(batch, n, 8\), got \(2, 8\)"),
             ((torch.ones(2, 5, 7), 1), ValueError, r"got \(2, 5, 7\)"),
             ((torch.ones(2, 5, 8, dtype=torch.int64), 1), TypeError, "int64"),
-            ((torch.ones(2, 5, 8), 1.5), TypeError, "k must be an int, got float"),
-            ((torch.ones(2, 5, 8), True), TypeError, "k must be an int, got bool"),
-            ((torch.ones(2, 5, 8), -1), ValueError, "k must be ≥ 0, got -1"),
+            (
+                (torch.ones(2, 5, 8), 1.5),
+                ValueError,
+                "an int ≥ 0 or a share 0 < k ≤ 1 of the real tokens, got 1.5",
+            ),
+            ((torch.ones(2, 5, 8), "1"), TypeError, "k must be an int or a float, got str"),
+            ((torch.ones(2, 5, 8), True), TypeError, "k must be an int or a float, got bool"),
+            ((torch.ones(2, 5, 8), -1), ValueError, "k must be an int ≥ 0 or a share.*, got -1"),
             ((torch.ones(2, 5, 8), 1, torch.ones(2, 5)), TypeError, "mask must be bool.*float32"),
             (
                 (torch.ones(2, 5, 8), 1, torch.ones(5, dtype=torch.bool)),

@@ -339,3 +339,22 @@ def test_errors() -> None:
         stats.add("a", output, _mask(1, 2, 3, n=39))
     with stats, pytest.raises(RuntimeError, match="listens already"), stats:
         pass
+
+
+def test_counts_of_several_processes_add_up() -> None:
+    model, x = Stack(RoutedFeedForward(DIM, k=1 / 4), RoutedFeedForward(DIM, k=1 / 4)), torch.randn(6, 64, DIM)
+    with RoutingStats(model) as whole, torch.no_grad():
+        model(x)
+    counted: list[Tensor] = []
+
+    def note(counts: Tensor) -> Tensor:
+        counted.append(counts)
+        return sum(counted)  # type: ignore[return-value]
+
+    # one after another in place of processes; the last one sees the sum
+    for rows in (slice(0, 1), slice(1, 1), slice(1, 6)):
+        with RoutingStats(model) as stats, torch.no_grad():
+            model(x[rows])
+        numbers = stats.scalars(note)
+    assert counted[1].sum() == 0
+    assert numbers == whole.scalars()

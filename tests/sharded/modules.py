@@ -112,6 +112,25 @@ def _() -> None:
     _same(_feed_forward(), wide(2, 24, DIM).to(device_type()), None, mesh(), [Shard(1)], shard)
 
 
+@many("plain weights", {"layer": ["feed-forward", "cosine", "attention", "causal attention", "causal block"]})
+def _(layer: str) -> None:
+    """Each process has whole weights, as FSDP2 hands them; the parts of their gradients add up."""
+    x = wide(2, 24, DIM).to(device_type())
+    module = {**LAYERS, **ATTENTIONS}[layer]().to(x.device, x.dtype)
+    other = copy.deepcopy(module)
+    a = x.clone().requires_grad_()
+    b = placed(x, mesh(), [Shard(1)]).requires_grad_()
+    y, got = module(a), other(b)
+    torch.testing.assert_close(whole(got.detach()), y.detach(), rtol=1e-12, atol=1e-12)
+    y.backward(torch.ones_like(y))
+    got.backward(placed(torch.ones_like(y), mesh(), [Shard(1)]))
+    torch.testing.assert_close(whole(b.grad), a.grad, rtol=1e-12, atol=1e-12)
+    for (name, p), q in zip(module.named_parameters(), other.parameters(), strict=True):
+        assert q.grad is not None, name
+        dist.all_reduce(q.grad)
+        torch.testing.assert_close(q.grad, p.grad, rtol=1e-12, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
+
+
 @case("all chosen tokens in one place")
 def _() -> None:
     x = 0.1 * wide(2, 24, DIM).to(device_type())

@@ -22,6 +22,7 @@ def _training(path: Path, *, device: str = "cpu", **values: object) -> loop.Trai
         (path / "text" / f"{i}.txt").write_text(f"{i} " + " ".join(str(j * j % 97) for j in range(i, 900)))
     corpus = data.load([path / "text"], binary=False, follow_links=False)
     small = {
+        "route": "learned",
         "batch": 4,
         "seq": 128,
         "dim": 64,
@@ -31,6 +32,7 @@ def _training(path: Path, *, device: str = "cpu", **values: object) -> loop.Trai
     }
     config = configs.build("gpu", device=device, threads=1, data=corpus.digest, paths=(), seed=0, **{**small, **values})
     run = Run(path / "run")
+    run.path.mkdir()
     run.create(config, corpus.manifest())
     return loop.Training(config, corpus, run, 50)
 
@@ -89,3 +91,5 @@ def test_what_cannot_be_captured_runs_as_written() -> None:
         assert torch.isfinite(model.weight.grad).all()
     assert run.graph is None
     assert run.why_eager
+    # a failed capture would leave torch's random numbers refusing to be drawn
+    assert torch.rand(2, device="cuda").isfinite().all()

@@ -92,6 +92,16 @@ def test_random_router():
     assert (first.gates == 1).all()
 
 
+def test_a_part_of_a_batch_has_the_random_routes_of_the_batch():
+    router, x = RandomRouter(3), torch.zeros(5, 20, 8)
+    whole = router(x, 6).indices
+    parts = []
+    for first, last in ((0, 0), (0, 2), (2, 5)):
+        router.rows = first, 5
+        parts.append(router(x[first:last], 6).indices)
+    assert torch.equal(torch.cat(parts), whole)
+
+
 def test_random_router_leaves_masked_tokens_alone():
     mask = torch.ones(2, 20, dtype=torch.bool)
     mask[1, 3:] = False

@@ -102,15 +102,19 @@ def _(x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     starts, within, seen = (x.new_empty(0) for _ in range(3))
     how = plan.queries()
     if how.causal is None:
-        gates_q, at_q, state_q = empty_choice(scores[0], how)
+        gates_q, at_q, state_q = empty_choice(scores[0], how, mask is not None)
     else:
-        gates_q, at_q, state_q, starts = causal_choice.forward_op(scores[0], mask, how.k, how.eps, *how.causal)
+        gates_q, at_q, state_q, starts = causal_choice.forward_op(
+            scores[0], mask, how.k, how.share, how.eps, *how.causal
+        )
     of_kv, how = scores[1], plan.keys()
     if plan.causal:
         windows = (n + plan.window - 1) // plan.window
         of_kv, keys = scores.new_empty((batch * windows, plan.window)), windows * plan.k_kv
         seen = x.new_empty((2, batch, plan.k_q), dtype=torch.int32)
-    gates_kv, at_kv, state_kv = empty_choice(of_kv, how)
+    # only hard gates ask about the last window: the question ties a graph to some lengths
+    masked = mask is not None or bool(how.hard and plan.causal and n % plan.window)
+    gates_kv, at_kv, state_kv = empty_choice(of_kv, how, masked)
     if plan.causal:
         within, at_kv, gates_kv = at_kv, at_kv.new_empty((batch, keys)), gates_kv.new_empty((batch, keys))
 

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from onepass.core.launch import uses_triton
 from onepass.ops.causal_choice import op as causal_choice
+from onepass.ops.causal_choice.reference import fraction, nearest
+from onepass.ops.soft_topk import op as soft_topk
 from onepass.ops.topk import op as op_topk
 
 
@@ -21,14 +23,49 @@ class Choice(NamedTuple):
     kind: int  # of the gates: index in KINDS
     hard: bool  # straight-through: gates are 1
     causal: tuple[int, int] | None = None  # block and memory of a causal choice; None: choose the best of all tokens
+    share: float = 0.0  # k are the places for this share of each row's real tokens; 0: k tokens of each row
+
+
+def row_counts(share: float, mask: Tensor) -> Tensor:
+    """Return ``max(1, round(share·m))`` for the m real tokens of each row, 0 without any; ``mask.shape[:-1]``, int64.
+
+    Nothing waits for a device. Integers, so that `nn.count` gets the same number of the same tokens.
+    """
+    real = mask.sum(-1)
+    return nearest(real, *fraction(share)).clamp_min(1).minimum(real)  # type: ignore[no-any-return]
+
+
+def first_of_each(indices: Tensor, counts: Tensor) -> Tensor:
+    """Return indices (…, k), best first, with −1 after the first `counts` (…) of each row."""
+    # a running sum instead of torch.arange: a DTensor works with no plain tensor
+    return torch.where(torch.ones_like(indices).cumsum(-1) <= counts[..., None], indices, -1)
 
 
 def choose(scores: Tensor, mask: Tensor | None, how: Choice) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Return gates, indices, and the state and starts that :func:`choose_backward` needs; hard gates have no state."""
+    """Return gates, indices, and the state and starts that :func:`choose_backward` needs.
+
+    The state is None for hard gates of k tokens in each row, whose backward computes it.
+    """
     if how.causal is not None:
-        return causal_choice.forward(scores, mask, how.k, how.eps, *how.causal)
-    _, indices, gates, state = op_topk.forward(scores, None, mask, how.k, how.eps, how.kind, how.hard)
-    return gates, indices, state, None
+        return causal_choice.forward(scores, mask, how.k, how.share, how.eps, *how.causal)
+    if not (how.share and mask is not None):
+        _, indices, gates, state = op_topk.forward(scores, None, mask, how.k, how.eps, how.kind, how.hard)
+        return gates, indices, state, None
+    _, indices, gates, _ = op_topk.forward(scores, None, mask, how.k, how.eps, how.kind, True)
+    kernels = uses_triton(scores)
+    if kernels:
+        from . import kernels_counts
+
+        counts = kernels_counts.counts(mask, fraction(how.share))
+    else:
+        counts = row_counts(how.share, mask).clamp_min(1).to(scores.dtype)
+    soft, state = soft_topk.forward(scores, counts, None, mask, 0.0, how.eps, how.kind)
+    if kernels:
+        kernels_counts.cut(indices, gates, None if how.hard else soft, counts)
+        return gates, indices, state, None
+    indices = first_of_each(indices, counts)
+    gates = gates if how.hard else soft.gather(-1, indices.clamp_min(0))
+    return torch.where(indices >= 0, gates, 0.0), indices, state, None
 
 
 def choose_backward(
@@ -45,10 +82,10 @@ def choose_backward(
     return ds
 
 
-def empty_choice(scores: Tensor, how: Choice) -> tuple[Tensor, Tensor, Tensor]:
+def empty_choice(scores: Tensor, how: Choice, masked: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Return empty tensors like the gates, indices and state of a choice that is not causal."""
     shape = (*scores.shape[:-1], how.k)
-    state = scores.new_empty(0 if how.hard else (*scores.shape[:-1], 2))
+    state = scores.new_empty(0 if how.hard and not (how.share and masked) else (*scores.shape[:-1], 2))
     return scores.new_empty(shape), scores.new_empty(shape, dtype=torch.int64), state
 
 
@@ -113,6 +150,6 @@ def of_sequence(within: Tensor, batch: int, block: int) -> Tensor:
 
 
 __all__ = [
-    "Choice", "choose", "choose_backward", "choose_keys", "choose_keys_backward", "empty_choice", "of_sequence",
-    "windows",
+    "Choice", "choose", "choose_backward", "choose_keys", "choose_keys_backward", "empty_choice", "first_of_each",
+    "of_sequence", "row_counts", "windows",
 ]  # fmt: skip

@@ -102,10 +102,10 @@ def _(
     scores = x.new_empty((batch, n), dtype=wide)
     how = plan.choice()
     if how.causal is None:
-        gates, indices, state = empty_choice(scores, how)
+        gates, indices, state = empty_choice(scores, how, mask is not None)
         starts = x.new_empty(0)
     else:
-        gates, indices, state, starts = causal_choice.forward_op(scores, mask, k, plan.gate_eps, *how.causal)
+        gates, indices, state, starts = causal_choice.forward_op(scores, mask, k, how.share, plan.gate_eps, *how.causal)
 
     def new(*shape: Any) -> Tensor:
         return x.new_empty(shape, dtype=plan.dtype)

@@ -34,10 +34,12 @@ class FeedForwardPlan(NamedTuple):
     score_eps: float
     gate_eps: float  # temperature of the gates
     explore_weight: float
+    share: float = 0.0  # k are the places for this share of each row's real tokens; 0: k tokens of each row
 
     def choice(self) -> Choice:
         """Return how the router chooses."""
-        return Choice(self.k, self.gate_eps, self.kind, self.hard, (self.block, self.memory) if self.block else None)
+        causal = (self.block, self.memory) if self.block else None
+        return Choice(self.k, self.gate_eps, self.kind, self.hard, causal, self.share)
 
     def numbers(self) -> Numbers:
         """Return the plan as an operator takes it."""
@@ -68,15 +70,17 @@ class AttentionPlan(NamedTuple):
     q_eps: float  # temperature of the gates
     kv_eps: float
     explore_weight: float
+    q_share: float = 0.0  # k_q are the places for this share of each row's real tokens; 0: k_q tokens of each row
+    kv_share: float = 0.0  # the same of k_kv and the rows or windows that keys are chosen from
 
     def queries(self) -> Choice:
         """Return how queries are chosen."""
         causal = (self.q_block, self.q_memory) if self.q_block else None
-        return Choice(self.k_q, self.q_eps, self.q_kind, self.q_hard, causal)
+        return Choice(self.k_q, self.q_eps, self.q_kind, self.q_hard, causal, self.q_share)
 
     def keys(self) -> Choice:
         """Return how keys are chosen, of the sequence or of a window."""
-        return Choice(self.k_kv, self.kv_eps, self.kv_kind, self.kv_hard)
+        return Choice(self.k_kv, self.kv_eps, self.kv_kind, self.kv_hard, share=self.kv_share)
 
     def numbers(self) -> Numbers:
         """Return the plan as an operator takes it."""

@@ -131,4 +131,21 @@ def _attention() -> Iterator[Kernel]:
     )  # fmt: skip
 
 
-KERNELS = [*_norm(), *_branch(), *_attention()]
+def _counts() -> Iterator[Kernel]:
+    signature = {"mask_ptr": "*u8", "count_ptr": "*fp32", **i32("mask_row_stride", "n", "numerator", "denominator")}
+    yield Kernel(
+        "routing counts", kernel("fused.kernels_counts", "count_kernel"), signature, {"BLOCK": 1024},
+        pointers(signature), max_registers=64, vector_loads=False,
+    )  # fmt: skip
+    for hard in (False, True):
+        signature = {"index_ptr": "*i64", "gate_ptr": "*fp32", "count_ptr": "*fp32"}
+        signature |= {} if hard else {"soft_ptr": "*fp32"}
+        signature |= i32("soft_row_stride", "k", "total")
+        yield Kernel(
+            f"routing cut{', gates of 1' * hard}", kernel("fused.kernels_counts", "cut_kernel"), signature,
+            {"BLOCK": 256, **({"soft_ptr": None} if hard else {})}, pointers(signature), max_registers=64,
+            vector_loads=False,
+        )  # fmt: skip
+
+
+KERNELS = [*_norm(), *_branch(), *_attention(), *_counts()]

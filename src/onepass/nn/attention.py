@@ -17,14 +17,15 @@ from onepass.ops.routing.op import gather, scatter_add
 from onepass.ops.span_attention.op import span_attention
 from onepass.ops.span_attention.op_rotary import rotary
 
-from .causal import CausalRouter, choose_per_block
+from .causal import CausalRouter, choose_per_block, router_of_windows
 from .count import check_count, count
 from .explore import explore
 from .feed_forward import has_no_overrides
 from .local_attention import LocalAttention, check_heads
 from .norm import RMSNorm
 from .over_sequence import attention_over_sequence, sequence_axis
-from .router import NORM_EPS, Router, RouterOutput
+from .packed import packed
+from .router import NORM_EPS, Router, RouterOutput, asked
 
 if TYPE_CHECKING:
     from .calls import RoutedCall
@@ -112,13 +113,14 @@ class RoutedAttention(nn.Module):
     embedding by the original positions. There is no residual inside: write ``x + attention(x)``.
 
     With ``causal=True`` no output depends on a later token, bit for bit. Local windows reach back only. A running
-    threshold chooses queries (`CausalRouter`). Each window gives a quota of ``max(1, round(window·share))`` keys and
-    values, where the share is k_kv or, for an int, k_kv/n. A query of window b sees those of the windows before b. They
-    are the first entries of one list, so nothing is copied per window.
+    threshold chooses queries (`CausalRouter`). Each window gives a quota of ``max(1, round(m·k_kv))`` keys and
+    values of its m real tokens or, for an int, ``max(1, round(window·k_kv/n))``. A query of window b sees those of the
+    windows before b. They are the first entries of one list, so nothing is copied per window.
 
     Args:
         dim: width of the tokens.
-        k_q, k_kv: how many tokens attend, and how many are attended to: ints, or shares 0 < k ≤ 1 of n (see `Routed`).
+        k_q, k_kv: how many tokens attend, and how many are attended to: ints, or shares 0 < k ≤ 1 of the
+            real tokens (see `Routed`).
         heads, dim_head: heads of the heavy branch, and their channels (even).
         light_heads: heads of the local attention; default: heads.
         window: tokens of a local window (see `LocalAttention`).
@@ -130,7 +132,8 @@ class RoutedAttention(nn.Module):
 
     Shapes: ``attention(x, mask=None)`` with x ``(batch, n, dim)`` of any float dtype, mask ``(batch, n)`` bool, True
     at real tokens, gives y like x; ``attention(x, mask, return_routing=True)`` gives ``(y, AttentionRouting)``.
-    Masked tokens are neither chosen nor seen, and count as zeros whatever they hold. No row depends on another.
+    Masked tokens are neither chosen nor seen, and count as zeros whatever they hold. No row depends on another. Packed
+    sequences (``cu_seqlens=``, ``max_seqlen=``): as `Routed`.
 
     Raises:
         TypeError: k_q or k_kv is neither int nor float, or a size is not an int.
@@ -178,9 +181,7 @@ class RoutedAttention(nn.Module):
         self.heavy = HeavyAttention(dim, heads, dim_head, device=device, dtype=dtype)
         if router_q is None:
             router_q = (
-                CausalRouter(dim, block=window, device=device, dtype=dtype)
-                if causal
-                else Router(dim, device=device, dtype=dtype)
+                router_of_windows(dim, window, device, dtype) if causal else Router(dim, device=device, dtype=dtype)
             )
         self.router_q = router_q
         self.router_kv = Router(dim, device=device, dtype=dtype) if router_kv is None else router_kv
@@ -192,8 +193,11 @@ class RoutedAttention(nn.Module):
         nn.init.zeros_(self.null)
 
     def forward(
-        self, x: Tensor, mask: Tensor | None = None, return_routing: bool = False
-    ) -> Tensor | tuple[Tensor, AttentionRouting]:
+        self, x: Tensor, mask: Tensor | None = None, return_routing: bool = False, *,
+        cu_seqlens: Tensor | None = None, max_seqlen: int | None = None,
+    ) -> Tensor | tuple[Tensor, AttentionRouting]:  # fmt: skip
+        if cu_seqlens is not None or max_seqlen is not None:
+            return packed(self, x, mask, return_routing, cu_seqlens, max_seqlen)  # type: ignore[no-any-return]
         self._check_tokens(x)
         dtype = self._fused_dtype(x, mask)
         if dtype is not None:
@@ -202,7 +206,7 @@ class RoutedAttention(nn.Module):
             y, routing = attention_over_sequence(self, x, mask, axis)
         else:
             y, routing = self._composed(x, mask)
-            y = explore(y, x, self.router_q, routing.q.indices.shape[1], mask).view(x.shape)
+            y = explore(y, x, self.router_q, self.k_q, mask).view(x.shape)
         return (y, routing) if return_routing else y
 
     if TYPE_CHECKING:
@@ -229,9 +233,9 @@ class RoutedAttention(nn.Module):
 
     def _choose(self, x: Tensor, mask: Tensor | None) -> AttentionRouting:
         n = x.shape[1]
-        q = self.router_q(x, count(self.k_q, n), mask)
+        q = self.router_q(x, asked(self.router_q, self.k_q, n), mask)
         if not self.causal or n == 0:
-            return AttentionRouting(q, self.router_kv(x, count(self.k_kv, n), mask))
+            return AttentionRouting(q, self.router_kv(x, asked(self.router_kv, self.k_kv, n), mask))
         return AttentionRouting(q, choose_per_block(self.router_kv, x, self.quota(n), self.window, mask))
 
     def _fused(
@@ -242,12 +246,13 @@ class RoutedAttention(nn.Module):
         assert isinstance(q, Router)
         assert isinstance(kv, Router)
         q.check(x, 0, mask)
-        of_q, of_kv = q.choice(count(self.k_q, n)), kv.choice(self.quota(n) if self.causal else count(self.k_kv, n))
-        (q_block, q_memory), stride = of_q.causal or (0, 0), n // of_q.k if q.explores(of_q.k, n) else 0
+        of_q = q.choice(self.k_q, n)
+        of_kv = kv.choice(self.quota(n), self.window) if self.causal else kv.choice(self.k_kv, n)
+        (q_block, q_memory), stride = of_q.causal or (0, 0), q.explore_stride(self.k_q, n)
         plan = AttentionPlan(
             dtype, light.heads, heavy.heads, heavy.dim_head, light.window, self.causal,
             of_q.k, of_q.kind, of_q.hard, q_block, q_memory, of_kv.k, of_kv.kind, of_kv.hard, stride, residual,
-            light.norm.eps_for(x), NORM_EPS, of_q.eps, of_kv.eps, q.explore,
+            light.norm.eps_for(x), NORM_EPS, of_q.eps, of_kv.eps, q.explore, of_q.share, of_kv.share,
         )  # fmt: skip
         run = routed_attention if plain(x, mask) else attention_op.routed_attention
         y, at_q, gates_q, at_kv, gates_kv, scores = run(
@@ -275,10 +280,10 @@ class RoutedAttention(nn.Module):
         whole = mask is None and type(self.router_kv) is Router and not (self.causal and n % self.window)
         return None if whole else routing.kv.indices >= 0
 
-    def quota(self, n: int) -> int:
-        """Return how many keys and values each window gives for n > 0 tokens, missing ones included."""
+    def quota(self, n: int) -> int | float:
+        """Return how many keys and values each window gives for n > 0 tokens, or which share of its real tokens."""
         if isinstance(self.k_kv, float):
-            return max(1, round(self.window * self.k_kv))
+            return asked(self.router_kv, self.k_kv, self.window)
         k = count(self.k_kv, n)
         return min(self.window, max(1, round(self.window * k / n))) if k else 0
 

@@ -25,20 +25,28 @@ class NormCall(Protocol):
 
 
 class RoutedCall(Protocol[Routing]):
-    """``layer(x, mask=None, return_routing=False)``."""
+    """``layer(x, mask=None, return_routing=False, *, cu_seqlens=None, max_seqlen=None)``."""
 
     @overload
-    def __call__(self, x: Tensor, mask: Tensor | None = ..., return_routing: Literal[False] = ...) -> Tensor: ...
+    def __call__(
+        self, x: Tensor, mask: Tensor | None = ..., return_routing: Literal[False] = ..., *,
+        cu_seqlens: Tensor | None = ..., max_seqlen: int | None = ...,
+    ) -> Tensor: ...  # fmt: skip
     @overload
     def __call__(
-        self, x: Tensor, mask: Tensor | None = ..., *, return_routing: Literal[True]
-    ) -> tuple[Tensor, Routing]: ...
-    @overload
-    def __call__(self, x: Tensor, mask: Tensor | None, return_routing: Literal[True]) -> tuple[Tensor, Routing]: ...
+        self, x: Tensor, mask: Tensor | None = ..., *, return_routing: Literal[True],
+        cu_seqlens: Tensor | None = ..., max_seqlen: int | None = ...,
+    ) -> tuple[Tensor, Routing]: ...  # fmt: skip
     @overload
     def __call__(
-        self, x: Tensor, mask: Tensor | None = ..., return_routing: bool = ...
-    ) -> Tensor | tuple[Tensor, Routing]: ...
+        self, x: Tensor, mask: Tensor | None, return_routing: Literal[True], *,
+        cu_seqlens: Tensor | None = ..., max_seqlen: int | None = ...,
+    ) -> tuple[Tensor, Routing]: ...  # fmt: skip
+    @overload
+    def __call__(
+        self, x: Tensor, mask: Tensor | None = ..., return_routing: bool = ..., *,
+        cu_seqlens: Tensor | None = ..., max_seqlen: int | None = ...,
+    ) -> Tensor | tuple[Tensor, Routing]: ...  # fmt: skip
 
 
 class CrossCall(Protocol):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from onepass.fused.choice import Choice, of_sequence, windows
 from onepass.ops.causal_choice.op import MEMORY, check_sizes, choose
+from onepass.ops.causal_choice.reference import places
 
 from .count import check_size
 from .router import Router, RouterOutput
@@ -17,17 +19,20 @@ from .router import Router, RouterOutput
 class CausalRouter(Router):
     r"""`Router` for language models: the choice and the gate of token i depend on the tokens up to i alone.
 
-    A running threshold chooses the share k/n of the tokens. With blocks of ``block`` tokens, the threshold of token i
+    A running threshold chooses a share r of the tokens. With blocks of ``block`` tokens, the threshold of token i
     in block b is the score that this share of earlier tokens exceeds:
 
     .. math::
-        t_i = \text{the score of rank } \lfloor \tfrac kn\,|P_b| \rfloor \text{ (from 0) among } P_b,\qquad
+        t_i = \text{the score of rank } \lfloor r\,|P_b| \rfloor \text{ (from 0) among } P_b,\qquad
         g_i = \sigma\!\big((s_i - t_i)/\varepsilon\big)
 
     where P_b are the real tokens in the last ``memory`` tokens before block b. In the first block, P are the tokens
     before i; the first token of a sequence has none and is chosen. Tokens above their threshold are chosen in order,
-    as long as the number chosen up to the end of block b stays within ⌈k·(tokens up to there)/n⌉; later blocks may
-    use the places that earlier ones left.
+    as long as the number chosen up to the end of block b stays within ⌈r·(R_b + block)⌉, where R_b are the real tokens
+    before the block; later blocks may use the places that earlier ones left.
+
+    With a float k, r is k: what is chosen depends on the row's real tokens so far alone, not on how many follow or how
+    far the batch is padded. With an int k, r is k/n, which all n tokens decide.
 
     A chosen gate lies between ½ and 1 and always has a gradient in its own score (a capped exponential would be
     exactly 1 above the threshold, without gradient). Gradients also flow through the thresholds, which move with the
@@ -41,7 +46,8 @@ class CausalRouter(Router):
         score, device, dtype: as `Router`.
 
     Shapes: as `Router` with one route; ``indices`` are in the order of the tokens, −1 after the last. Fewer than k
-    may be chosen. Masked tokens are never chosen and count in no threshold.
+    may be chosen. A share has as many places as its last block can fill (`onepass.ops.causal_choice`). Masked tokens
+    are never chosen and count in no threshold.
 
     Raises:
         TypeError: block or memory is not an int; otherwise as `Router`.
@@ -75,27 +81,38 @@ class CausalRouter(Router):
         check_sizes("CausalRouter", block, memory)
         self.block, self.memory = block, memory
 
-    def decide(self, scores: Tensor, k: int, mask: Tensor | None = None) -> RouterOutput:
+    def decide(self, scores: Tensor, k: int | float, mask: Tensor | None = None) -> RouterOutput:
         """Choose by running thresholds; see the class."""
         chosen = choose(scores, k, self.eps, self.block, self.memory, mask)
         return RouterOutput(*chosen, scores)
 
-    def choice(self, k: int) -> Choice:
-        """Return how this router chooses k tokens."""
-        return super().choice(k)._replace(causal=(self.block, self.memory))
+    def choice(self, k: int | float, n: int) -> Choice:
+        """Return how this router chooses k of n tokens."""
+        how = super().choice(k, n)._replace(causal=(self.block, self.memory))
+        return how._replace(k=places(k, n, self.block)) if isinstance(k, float) else how
 
     def extra_repr(self) -> str:
         return f"{self.dim}, eps={self.eps}, score={self.score!r}, block={self.block}, memory={self.memory}"
 
 
+def router_of_windows(
+    dim: int, window: int, device: torch.device | str | None, dtype: torch.dtype | None
+) -> CausalRouter:  # fmt: skip
+    """Return the router of a layer with local windows: its memory is whole windows, about as many tokens as usual."""
+    memory = max(1, MEMORY // window) * window
+    return CausalRouter(dim, block=window, memory=memory, device=device, dtype=dtype)
+
+
 def choose_per_block(
-    choose: Callable[[Tensor, int, Tensor | None], RouterOutput],
+    choose: Callable[[Tensor, Any, Tensor | None], RouterOutput],
     values: Tensor,
-    quota: int,
+    quota: int | float,
     block: int,
     mask: Tensor | None,
 ) -> RouterOutput:
-    """Choose `quota` tokens of each block, as if it were a sequence; return indices ``(batch, blocks·quota)`` in order.
+    """Choose `quota` tokens of each block, as if it were a sequence; return indices (batch, blocks·places) in order.
+
+    A float quota is a share of each block's real tokens.
 
     `choose` is a router, called with tokens ``(batch·blocks, block, dim)``, or its `decide`, called with scores
     ``(batch·blocks, block)``; `values` are the tokens or scores of whole sequences. Indices are −1 where a block has

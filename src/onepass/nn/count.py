@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
+
+from onepass.ops.causal_choice.reference import fraction, nearest
+
 
 def check_size(module: str, name: str, size: int) -> None:
     """Raise TypeError unless size is an int, ValueError unless it is ≥ 1."""
@@ -26,9 +32,17 @@ def check_count(module: str, name: str, k: int | float) -> None:
 
 
 def count(k: int | float, n: int) -> int:
-    """Return how many of n tokens k means: ``min(k, n)`` for an int, ``max(1, round(k·n))`` for a share, 0 if n = 0."""
+    """Return how many of n tokens k means: ``min(k, n)`` for an int, ``max(1, round(k·n))`` for a share, 0 if n = 0.
+
+    A share is taken as the nearest fraction with a denominator of at most 2²⁰, and rounded in integers, halves to even:
+    kernels that count the tokens of a padded row get the same.
+    """
     if isinstance(k, int) or n == 0:
         return min(int(k), n)
     if k == 1:
         return n
-    return max(1, round(k * n))
+    length: Any = n
+    if torch.compiler.is_compiling() or isinstance(length, torch.SymInt):
+        # a form without a condition on n; it differs where a share that is no binary fraction meets a half
+        return max(1, round(k * n))
+    return max(1, int(nearest(n, *fraction(k))))

@@ -12,10 +12,10 @@ from onepass.core.eager import plain
 from onepass.ops.routing.op import gather, scatter_add
 
 from .attention import AttentionRouting, HeavyAttention, check_routers
-from .count import check_count, check_size, count
+from .count import check_count, check_size
 from .explore import explore
 from .local_attention import check_heads
-from .router import Router, RouterOutput
+from .router import Router, RouterOutput, asked
 
 if TYPE_CHECKING:
     from .calls import CrossCall
@@ -35,8 +35,8 @@ class RoutedCrossAttention(nn.Module):
 
     Args:
         dim: width of the tokens.
-        k_q, k_kv: how many tokens attend, and to how many memories: ints, or shares 0 < k ≤ 1 of the tokens and of
-            the memories (see `Routed`).
+        k_q, k_kv: how many tokens attend, and to how many memories: ints, or shares 0 < k ≤ 1 of the real tokens
+            and memories (see `Routed`).
         heads, dim_head: number of heads, and channels of each (even).
         dim_context: width of the memories; default: dim.
         router_q, router_kv: default `Router`; modules with its call signature and one route.
@@ -110,8 +110,9 @@ class RoutedCrossAttention(nn.Module):
                 f"RoutedCrossAttention: context must be ({x.shape[0]}, m, {self.dim_context}), "
                 f"got {tuple(context.shape)}"
             )
-        q: RouterOutput = self.router_q(x, count(self.k_q, x.shape[1]), mask)
-        kv: RouterOutput = self.router_kv(context, count(self.k_kv, context.shape[1]), context_mask)
+        q: RouterOutput = self.router_q(x, asked(self.router_q, self.k_q, x.shape[1]), mask)
+        of_context = asked(self.router_kv, self.k_kv, context.shape[1])
+        kv: RouterOutput = self.router_kv(context, of_context, context_mask)
         routing = AttentionRouting(q, kv)
         k_kv = kv.indices.shape[1]
         update = self.heavy(
@@ -126,7 +127,7 @@ class RoutedCrossAttention(nn.Module):
         )
         y = self.null.to(update.dtype).repeat(x.shape[0] * x.shape[1], 1)
         y = scatter_add(y, update, q.gates, q.indices, inplace=plain())
-        y = explore(y, x, self.router_q, q.indices.shape[1], mask).view(x.shape)
+        y = explore(y, x, self.router_q, self.k_q, mask).view(x.shape)
         return (y, routing) if return_routing else y
 
     if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from onepass.core.eager import fast_apply, plain
 from .router import NORM_EPS, Router
 
 
-def explore(y: Tensor, x: Tensor, router: nn.Module, k: int, mask: Tensor | None = None) -> Tensor:
+def explore(y: Tensor, x: Tensor, router: nn.Module, k: int | float, mask: Tensor | None = None) -> Tensor:
     r"""Return y; in backward, push up the scores of sampled tokens where the gradient of y is large.
 
     A gate's gradient, ⟨∂L/∂y_i, heavy(x_i)⟩, exists for chosen tokens alone, and means little until the heavy branch
@@ -35,16 +35,16 @@ def explore(y: Tensor, x: Tensor, router: nn.Module, k: int, mask: Tensor | None
             itself may come back, marked as changed in place.
         x: the tokens that the router scored, ``(batch, n, dim)``.
         router: y comes back as it is unless this is a `Router` in training mode with ``explore`` above 0.
-        k: how many tokens are chosen.
+        k: how many tokens are chosen, or the share of them.
         mask: ``(batch, n)`` bool, True at real tokens; others give no gradient.
     """
-    n = x.shape[1]
-    if not (isinstance(router, Router) and router.explores(k, n) and y.requires_grad):
+    stride = router.explore_stride(k, x.shape[1]) if isinstance(router, Router) and y.requires_grad else 0
+    if not (isinstance(router, Router) and stride):
         return y
     # plain eager returns y itself: autograd forbids later in-place writes to a view that a Function returned
     same = plain(y, x) and not y._is_view()
     # x gets no gradient here, so it needs no edge in the graph
-    rest = x.detach(), router.weight, mask, n // k, router.explore, router.score == "cosine", same
+    rest = x.detach(), router.weight, mask, stride, router.explore, router.score == "cosine", same
     return (_explore if same else _Explore.apply)(y, *rest, 0, None)
 
 

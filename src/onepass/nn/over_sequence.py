@@ -5,6 +5,7 @@ Everything here runs on plain tensors, the part of each device; scores and choic
 
 from __future__ import annotations
 
+import math
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -14,9 +15,8 @@ from torch.func import functional_call
 
 from onepass.ops.routing.op import gather, scatter_add
 
-from .count import count
 from .explore import explore_part
-from .router import Router, RouterOutput
+from .router import Router, RouterOutput, asked
 
 if TYPE_CHECKING:
     from .attention import AttentionRouting, RoutedAttention
@@ -38,8 +38,9 @@ class Part:
     """One device's tokens of a DTensor (batch, n, dim) that is spread along an axis of its mesh, and what it needs."""
 
     def __init__(self, x: Any, axis: int) -> None:
-        from torch.distributed.tensor import Partial, Replicate
+        from torch.distributed.tensor import DTensor, Partial, Replicate
 
+        self._dtensor = DTensor
         self.mesh, self.placements, self.axis = x.device_mesh, x.placements, axis
         self.shape, self.n = x.shape, x.shape[1]
         self.tokens: Tensor = x.to_local(grad_placements=x.placements)
@@ -59,15 +60,30 @@ class Part:
         self._whole = [Replicate()] * self.mesh.ndim
 
     def weight(self, parameter: Any) -> Tensor:
-        """Return a whole parameter; its gradient is this device's part of a sum."""
+        """Return a whole parameter; its gradient is this device's part of a sum.
+
+        A plain one is whole already, and whoever handed it here adds the parts up, as FSDP2 and DDP do.
+        """
+        if not isinstance(parameter, self._dtensor):
+            return parameter  # type: ignore[no-any-return]
         return parameter.redistribute(placements=self._whole).to_local(grad_placements=self._of_weights)  # type: ignore[no-any-return]
 
     def run(self, module: nn.Module, *args: Any) -> Tensor:
         """Return module(*args) with whole parameters."""
         return functional_call(module, {n: self.weight(p) for n, p in module.named_parameters()}, args)  # type: ignore[no-any-return]
 
+    def over_tokens(self, router: nn.Module, *args: Any) -> Any:
+        """Return router(*args) for DTensor tokens, which a router's plain parameters could not meet."""
+        beside = {n: self._beside(p) for n, p in router.named_parameters() if not isinstance(p, self._dtensor)}
+        return functional_call(router, beside, args) if beside else router(*args)
+
+    def _beside(self, parameter: Tensor) -> Tensor:
+        return _Beside.apply(parameter, self.mesh, self._whole)  # type: ignore[no-any-return, no-untyped-call]
+
     def choice(self, t: Any) -> Tensor:
-        """Return whole rows of indices, gates or scores."""
+        """Return whole rows of indices, gates or scores; a router that reads no tokens has them already."""
+        if not isinstance(t, self._dtensor):
+            return t  # type: ignore[no-any-return]
         whole = t.redistribute(placements=self.everywhere)
         return whole.to_local(grad_placements=self._of_choices) if t.is_floating_point() else whole.to_local()  # type: ignore[no-any-return]
 
@@ -94,13 +110,14 @@ class Part:
         own = own.gather(-1, slots)
         return torch.where(own, places.gather(-1, slots), -1), slots, own
 
-    def explored(self, y: Tensor, router: nn.Module, k: int, mask: Any) -> Tensor:
+    def explored(self, y: Tensor, router: nn.Module, k: int | float, mask: Any) -> Tensor:
         """Return y, whose backward also gives the router a gradient from tokens that were not chosen."""
-        if not (isinstance(router, Router) and router.explores(k, self.n) and y.requires_grad):
+        stride = router.explore_stride(k, self.n) if isinstance(router, Router) and y.requires_grad else 0
+        if not (isinstance(router, Router) and stride):
             return y
         real = None if mask is None else mask.redistribute(placements=self.placements).to_local()
         weight = self.weight(router.weight)
-        return explore_part(y, self.tokens, router, weight, self.n // k, real, self.begin, self.group)
+        return explore_part(y, self.tokens, router, weight, stride, real, self.begin, self.group)
 
     def spread(self, y: Tensor) -> Tensor:
         """Return the DTensor of which y is this device's part."""
@@ -112,20 +129,47 @@ class Part:
         )  # fmt: skip
 
 
+class _Beside(torch.autograd.Function):
+    """A plain parameter as a DTensor; its gradient is this device's part of a sum."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor, mesh: Any, placements: list[Any]) -> Any:
+        from torch.distributed.tensor import DTensor
+
+        return DTensor.from_local(parameter, mesh, placements, run_check=False)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> tuple[Tensor, None, None]:
+        # along other axes than those of the sum, each device has the whole gradient
+        same = math.prod(grad.device_mesh.size(i) for i, p in enumerate(grad.placements) if p.is_replicate())
+        return grad.to_local() / same, None, None
+
+
+class _Scores(nn.Module):
+    """The scores of a router, as a module."""
+
+    def __init__(self, router: Router) -> None:
+        super().__init__()
+        self.router = router
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.router.scores(x)
+
+
 def parts(n: int, devices: int) -> list[tuple[int, int]]:
     """Return where the tokens of each device begin and end, as distribute_tensor places them."""
     size = -(-n // devices)
     return [(min(i * size, n), min((i + 1) * size, n)) for i in range(devices)]
 
 
-def routed_over_sequence(layer: Routed, x: Any, k: int, mask: Any, axis: int) -> tuple[Tensor, RouterOutput]:
+def routed_over_sequence(layer: Routed, x: Any, k: int | float, mask: Any, axis: int) -> tuple[Tensor, RouterOutput]:
     """Return what `Routed` returns for a DTensor x whose tokens are spread along one axis of its mesh.
 
     The scores are gathered, 4 bytes a token, and every device chooses from the whole row. The heavy branch then runs
     where the chosen tokens are, on as many as the row with the most of them has there. The host reads that number.
     """
     part = Part(x, axis)
-    routing: RouterOutput = layer.router(x, k, mask)
+    routing: RouterOutput = part.over_tokens(layer.router, x, k, mask)
     y = part.run(layer.light, part.tokens)
     layer.same_shape("light", y, part.tokens.shape)
     if routing.indices.shape[-1]:
@@ -153,18 +197,18 @@ def attention_over_sequence(
     part = Part(x, axis)
     n, heavy, window = part.n, layer.heavy, layer.window
     real = None if mask is None else mask.redistribute(placements=part.everywhere).to_local()
-    q = layer.router_q(x, count(layer.k_q, n), mask)
+    q = part.over_tokens(layer.router_q, x, asked(layer.router_q, layer.k_q, n), mask)
     if layer.causal and n:
         if not isinstance(layer.router_kv, Router):
             raise ValueError(
                 "RoutedAttention: over a sequence that is spread over devices, router_kv must be a Router with causal"
             )
-        scores: Any = layer.router_kv.scores(x)
+        scores: Any = part.over_tokens(_Scores(layer.router_kv), x)
         scores = scores.redistribute(placements=part.everywhere).to_local()
         kv = choose_per_block(layer.router_kv.decide, scores, layer.quota(n), window, real)
         kv = RouterOutput(*map(part.everyone, kv))
     else:
-        kv = layer.router_kv(x, count(layer.k_kv, n), mask)
+        kv = part.over_tokens(layer.router_kv, x, asked(layer.router_kv, layer.k_kv, n), mask)
     routing = AttentionRouting(q, kv)
 
     wants = [halo.wanted(*r, n, window, layer.causal) for r in part.ranges]
@@ -191,7 +235,7 @@ def attention_over_sequence(
         until, seen = layer.seen(local, n, real)
         update = part.run(heavy.out, heavy.attend(queries, memories, local, until, turned=True, mask=seen).flatten(2))
         y = scatter_add(y, update - null.to(update.dtype), mine.gates, places)
-    return part.spread(part.explored(y, layer.router_q, q.indices.shape[1], mask)), routing
+    return part.spread(part.explored(y, layer.router_q, layer.k_q, mask)), routing
 
 
 __all__ = ["Part", "attention_over_sequence", "parts", "routed_over_sequence", "sequence_axis"]

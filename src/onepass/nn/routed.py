@@ -17,12 +17,13 @@ from onepass.fused.plans import FeedForwardPlan
 from onepass.ops.routing.op import gather, scatter_add
 
 from .causal import CausalRouter
-from .count import check_count, check_number, check_size, count
+from .count import check_count, check_number, check_size
 from .explore import explore
 from .feed_forward import FeedForward, has_no_overrides
 from .over_sequence import routed_over_sequence, sequence_axis
+from .packed import packed
 from .padding import zero_padding
-from .router import NORM_EPS, Router, RouterOutput
+from .router import NORM_EPS, Router, RouterOutput, asked
 
 if TYPE_CHECKING:
     from .calls import RoutedCall
@@ -37,10 +38,16 @@ class Routed(nn.Module):
         router: `Router`, or any module called as ``router(x, k, mask) → RouterOutput``. With R routes, a token that
             several of them chose gets the heavy output once per route, times that route's gate.
         k: how many tokens of each sequence the heavy branch sees: an int ≥ 0 (at most n are taken), or a float
-            0 < k ≤ 1, a share of n: ``max(1, round(k·n))``. n is the padded length.
+            0 < k ≤ 1, a share of its m real tokens: ``max(1, round(k·m))``, so that a padded sequence gives what it
+            gives alone. (A router that is not a `Router` is called with ``max(1, round(k·n))``, n the padded length.)
 
     Shapes: ``routed(x, mask=None)`` with x ``(batch, n, dim)`` of any float dtype and strides, mask ``(batch, n)``
     bool, True at real tokens, gives y like x; ``routed(x, mask, return_routing=True)`` gives ``(y, RouterOutput)``.
+
+    Packed sequences: ``routed(x, cu_seqlens=bounds, max_seqlen=longest)`` with x ``(total, dim)`` or ``(1, total,
+    dim)``, sequences one after another, and bounds ``(sequences + 1,)`` int32 or int64, where each begins and the last
+    ends. Each gives what it gives alone. It computes on a batch padded to max_seqlen, which a CPU reads from the bounds
+    if it is not given; the routing is that of the padded batch. On a GPU, values of bounds are not checked.
 
     Masked tokens get the light output and never the heavy one. Rows with fewer real tokens than k use those they have.
     No row's output depends on another row. There is no residual inside: write ``x + routed(x)``.
@@ -67,12 +74,15 @@ class Routed(nn.Module):
         self.light, self.heavy, self.router, self.k = light, heavy, router, k
 
     def forward(
-        self, x: Tensor, mask: Tensor | None = None, return_routing: bool = False
-    ) -> Tensor | tuple[Tensor, RouterOutput]:
+        self, x: Tensor, mask: Tensor | None = None, return_routing: bool = False, *,
+        cu_seqlens: Tensor | None = None, max_seqlen: int | None = None,
+    ) -> Tensor | tuple[Tensor, RouterOutput]:  # fmt: skip
+        if cu_seqlens is not None or max_seqlen is not None:
+            return packed(self, x, mask, return_routing, cu_seqlens, max_seqlen)  # type: ignore[no-any-return]
         check.tensor(type(self).__name__, "x", x)
         if x.dim() != 3:
             raise ValueError(f"{type(self).__name__}: x must be (batch, n, dim), got {tuple(x.shape)}")
-        k, axis = count(self.k, x.shape[1]), sequence_axis(x)
+        k, axis = asked(self.router, self.k, x.shape[1]), sequence_axis(x)
         if axis is not None:
             y, routing = routed_over_sequence(self, x, k, mask, axis)
             return (y, routing) if return_routing else y
@@ -81,7 +91,7 @@ class Routed(nn.Module):
         if routing.indices.shape[-1]:
             update = self._heavy(x, routing.indices)
             y = scatter_add(y, update, routing.gates, routing.indices, inplace=self._owns_light_output())
-        y = explore(y, x, self.router, routing.indices.shape[-1], mask)
+        y = explore(y, x, self.router, k, mask)
         y = y.reshape(x.shape)
         return (y, routing) if return_routing else y
 
@@ -131,17 +141,17 @@ class RoutedFeedForward(Routed):
 
     Args:
         dim: width of the tokens.
-        k: how many tokens the heavy branch sees: an int, or a share 0 < k ≤ 1 of the sequence (see `Routed`).
+        k: how many tokens the heavy branch sees: an int, or a share 0 < k ≤ 1 of the real tokens (see `Routed`).
         light_mult: hidden width of the light branch, in units of dim.
         heavy_mult: hidden width of the heavy branch, in units of dim.
         router: default ``Router(dim)``; any module with its call signature.
         bias: biases in the linear layers.
         device, dtype: of all parameters.
 
-    Shapes, masks and errors: as `Routed`; masked tokens count as zeros whatever they hold. Works under autocast,
-    `torch.compile`, `torch.export` and activation checkpointing. Losses on the returned gates and scores reach x and
-    the router. Where the fused form runs (docs/in_program.md), autograd finds no path from y to these two: the gradient
-    of y reaches x and the router directly.
+    Shapes, masks, packed sequences and errors: as `Routed`; masked tokens count as zeros whatever they hold. Works
+    under autocast, `torch.compile`, `torch.export` and activation checkpointing. Losses on the returned gates and
+    scores reach x and the router. Where the fused form runs (docs/in_program.md), autograd finds no path from y to
+    these two: the gradient of y reaches x and the router directly.
 
     Raises:
         TypeError: k is neither int nor float, dim is not an int, or a width is not a number.
@@ -186,8 +196,11 @@ class RoutedFeedForward(Routed):
         super().__init__(light, heavy, router, k)
 
     def forward(
-        self, x: Tensor, mask: Tensor | None = None, return_routing: bool = False
-    ) -> Tensor | tuple[Tensor, RouterOutput]:
+        self, x: Tensor, mask: Tensor | None = None, return_routing: bool = False, *,
+        cu_seqlens: Tensor | None = None, max_seqlen: int | None = None,
+    ) -> Tensor | tuple[Tensor, RouterOutput]:  # fmt: skip
+        if cu_seqlens is not None or max_seqlen is not None:
+            return packed(self, x, mask, return_routing, cu_seqlens, max_seqlen)  # type: ignore[no-any-return]
         self._check_tokens(x)
         dtype = self._fused_dtype(x, mask)
         if dtype is None:
@@ -206,12 +219,11 @@ class RoutedFeedForward(Routed):
         assert isinstance(light, FeedForward)
         assert isinstance(heavy, FeedForward)
         assert isinstance(router, Router)
-        k = count(self.k, n)
-        router.check(x, k, mask)
-        how, stride = router.choice(k), n // k if router.explores(k, n) else 0
+        router.check(x, 0, mask)
+        how, stride = router.choice(self.k, n), router.explore_stride(self.k, n)
         plan = FeedForwardPlan(
-            dtype, k, how.kind, how.hard, stride, residual, *(how.causal or (0, 0)),
-            light.norm.eps_for(x), heavy.norm.eps_for(x), NORM_EPS, how.eps, router.explore,
+            dtype, how.k, how.kind, how.hard, stride, residual, *(how.causal or (0, 0)),
+            light.norm.eps_for(x), heavy.norm.eps_for(x), NORM_EPS, how.eps, router.explore, how.share,
         )  # fmt: skip
         (light_norm, *linear), (heavy_norm, *more) = light.weights(), heavy.weights()
         run = routed_feed_forward if plain(x, mask, light_norm) else feed_forward_op.routed_feed_forward

@@ -9,12 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from onepass.core import check
-from onepass.fused.choice import Choice
+from onepass.fused.choice import Choice, first_of_each, row_counts
 from onepass.ops.routing.op import MAX_VECTORS, score
-from onepass.ops.soft_topk.op import KINDS
-from onepass.ops.topk.op import choose
+from onepass.ops.soft_topk.op import KINDS, soft_topk
+from onepass.ops.topk.op import choose, select_op
+from onepass.ops.topk.op import gates as hard_gates
 
-from .count import check_number, check_size
+from .count import check_number, check_size, count
+from .packed import unpack
 from .padding import check_mask
 
 SCORES = ("normalised", "cosine")
@@ -28,7 +30,7 @@ class RouterOutput(NamedTuple):
 
     Attributes:
         indices: ``(batch, k)`` int64, or ``(batch, R, k)`` for R routes: the chosen tokens, best score first, each at
-            most once per row; −1 where a row has fewer than k real tokens.
+            most once per row; −1 where a row has fewer than k real tokens, or a share of them is less than k.
         gates: same shape, in [0, 1], differentiable: factors of the heavy branch's output; 0 at index −1.
         scores: ``(batch, n)`` or ``(batch, R, n)``, fp32 or wider; those of masked tokens are meaningless.
     """
@@ -71,11 +73,15 @@ class Router(nn.Module):
     Shapes: ``router(x, k, mask=None)`` with x ``(batch, n, dim)``, k an int ≥ 0 and mask ``(batch, n)`` bool, True at
     real tokens, gives a `RouterOutput` of ``min(k, n)`` choices per row. Masked tokens are never chosen. No row
     depends on another. With k ≥ the number of real tokens nothing is left to choose: all gates are 1, without gradient.
+    A float 0 < k ≤ 1 is a share of each row's real tokens: of m it takes ``max(1, round(k·m))``, in
+    ``max(1, round(k·n))`` places, so that a padded row gives what its tokens give alone. Packed
+    sequences (``cu_seqlens=``, ``max_seqlen=``, see `Routed`) give one row each, indices within the sequence.
 
     Raises:
-        TypeError: a size or k is not an int, eps or explore is not a number, x is not a floating-point tensor, or mask
-            is not bool.
-        ValueError: a size is out of range, an option is unknown, shapes don't fit, or k < 0.
+        TypeError: a size is not an int, k neither int nor float, eps or explore is not a number, x is not a
+            floating-point tensor, or mask is not bool.
+        ValueError: a size is out of range, an option is unknown, shapes don't fit, or k is neither an int ≥ 0 nor a
+            share 0 < k ≤ 1.
 
     Source: conditional computation as in CoLT5 (arXiv:2303.09752), soft top-k routing from arXiv:2211.01267.
 
@@ -136,49 +142,73 @@ class Router(nn.Module):
         length: Tensor = torch.linalg.vector_norm(self.weight, dim=-1, keepdim=True, dtype=dtype)
         return self.weight / length
 
-    def forward(self, x: Tensor, k: int, mask: Tensor | None = None) -> RouterOutput:
+    def forward(
+        self, x: Tensor, k: int | float, mask: Tensor | None = None, *,
+        cu_seqlens: Tensor | None = None, max_seqlen: int | None = None,
+    ) -> RouterOutput:  # fmt: skip
+        if cu_seqlens is not None or max_seqlen is not None:
+            x, (mask, _) = unpack("Router", x, mask, cu_seqlens, max_seqlen)
         self.check(x, k, mask)
         return self.decide(self.scores(x), k, mask)
 
     if TYPE_CHECKING:
 
-        def __call__(self, x: Tensor, k: int, mask: Tensor | None = None) -> RouterOutput: ...
+        def __call__(
+            self, x: Tensor, k: int | float, mask: Tensor | None = None, *,
+            cu_seqlens: Tensor | None = None, max_seqlen: int | None = None,
+        ) -> RouterOutput: ...  # fmt: skip
 
-    def decide(self, scores: Tensor, k: int, mask: Tensor | None = None) -> RouterOutput:
+    def decide(self, scores: Tensor, k: int | float, mask: Tensor | None = None) -> RouterOutput:
         """Choose and gate by the scores of this router; the caller has checked the arguments."""
-        k = min(k, scores.shape[-1])
+        share, k = k, count(k, scores.shape[-1])
         if k == 0:
             none = scores[..., :0]
             return RouterOutput(none.long(), none, scores)
         if mask is not None and self.num_routes > 1:
             mask = mask[:, None]
+        if isinstance(share, float) and mask is not None:
+            counts = row_counts(share, mask)
+            soft = soft_topk(scores, counts.clamp_min(1).to(scores.dtype), eps=self.eps, mask=mask, kind=self.kind)
+            indices = first_of_each(select_op(scores.detach(), mask, None, None, k, True, True, False)[1], counts)
+            if self.gate == "straight_through":
+                return RouterOutput(indices, hard_gates(soft, indices), scores)
+            gates = torch.where(indices >= 0, soft.gather(-1, indices.clamp_min(0)), 0.0)
+            return RouterOutput(indices, gates, scores)
         chosen = choose(scores, k, self.eps, mask, self.kind, self.gate == "straight_through")
         return RouterOutput(chosen.indices, chosen.gates, scores)
 
-    def choice(self, k: int) -> Choice:
-        """Return how this router chooses k tokens."""
-        return Choice(k, self.eps, KINDS.index(self.kind), self.gate == "straight_through")
+    def choice(self, k: int | float, n: int) -> Choice:
+        """Return how this router chooses k of n tokens."""
+        share = k if isinstance(k, float) else 0.0
+        return Choice(count(k, n), self.eps, KINDS.index(self.kind), self.gate == "straight_through", share=share)
 
-    def explores(self, k: int, n: int) -> bool:
-        """Return whether backward, with k of n tokens chosen, also gets a gradient from tokens that were not chosen."""
-        asked = self.training and self.explore > 0 and torch.is_grad_enabled() and self.weight.requires_grad
+    def explore_stride(self, k: int | float, n: int) -> int:
+        """Return how far the tokens lie apart that give a gradient in backward without being chosen; 0: none does.
+
+        n/k, which a share knows without the number of tokens.
+        """
+        if not (self.training and self.explore > 0 and torch.is_grad_enabled() and self.weight.requires_grad):
+            return 0
+        if isinstance(k, float):
+            return round(1 / k) if k < 1 else 0
+        k = count(k, n)
         symbolic: Any = k
         if isinstance(symbolic, torch.SymInt):
             from torch.fx.experimental.symbolic_shapes import statically_known_true  # it loads sympy
 
-            # a share of a length that is not known yet: to compare would tie the graph to some lengths
-            return asked and not statically_known_true(symbolic >= n)
-        return asked and 0 < k < n
+            # to compare would tie the graph to some lengths
+            return 0 if statically_known_true(symbolic >= n) else n // k
+        return n // k if 0 < k < n else 0
 
-    def check(self, x: Tensor, k: int, mask: Tensor | None) -> None:
+    def check(self, x: Tensor, k: int | float, mask: Tensor | None) -> None:
         """Raise TypeError or ValueError for arguments that :meth:`forward` does not accept."""
         check.floating("Router", "x", x)
         if x.dim() != 3 or x.shape[-1] != self.dim:
             raise ValueError(f"Router: x must be (batch, n, {self.dim}), got {tuple(x.shape)}")
-        if isinstance(k, bool) or not isinstance(k, (int, torch.SymInt)):
-            raise TypeError(f"Router: k must be an int, got {type(k).__name__}")
-        if k < 0:
-            raise ValueError(f"Router: k must be ≥ 0, got {k}")
+        if isinstance(k, bool) or not isinstance(k, (int, float, torch.SymInt)):
+            raise TypeError(f"Router: k must be an int or a float, got {type(k).__name__}")
+        if (isinstance(k, float) and not 0 < k <= 1) or k < 0:
+            raise ValueError(f"Router: k must be an int ≥ 0 or a share 0 < k ≤ 1 of the real tokens, got {k}")
         check_mask("Router", x, mask)
 
     def extra_repr(self) -> str:
@@ -186,3 +216,11 @@ class Router(nn.Module):
             f"{self.dim}, num_routes={self.num_routes}, eps={self.eps}, kind={self.kind!r}, score={self.score!r}, "
             f"gate={self.gate!r}, explore={self.explore}"
         )
+
+
+def asked(router: nn.Module, k: int | float, n: int) -> int | float:
+    """Return the k to call a router with: a `Router` counts a share of each row's real tokens itself.
+
+    Any other module gets a number, ``max(1, round(k·n))`` for a share of the n tokens with their padding.
+    """
+    return k if isinstance(router, Router) else count(k, n)

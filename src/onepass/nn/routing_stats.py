@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from .attention import AttentionRouting, RoutedAttention
 from .block import BlockRouting, RoutedBlock
 from .causal import choose_per_block
 from .cross_attention import RoutedCrossAttention
+from .packed import places
 from .routed import Routed
 from .router import Router, RouterOutput
 
@@ -141,8 +142,11 @@ class RoutingStats:
             real = context_mask if cross and path == "router_kv" else mask
             self._count(f"{name}.{path}" if name else path, _role(path, cross), output, real)
 
-    def scalars(self) -> dict[str, float]:
+    def scalars(self, total: Callable[[Tensor], Tensor] | None = None) -> dict[str, float]:
         """Return the numbers so far as ``{"blocks.0.feed_forward.router/share": 0.0625, …}``.
+
+        With `total`, a function that returns the sum of an int64 tensor over processes, they count the rows of all.
+        Each process calls this, after at least one call of the layers, perhaps without rows.
 
         A name is that of the router in the model, a slash and the number's. Numbers that nothing defines are left out,
         such as the first block's overlap, or the entropy of a router that chose nothing.
@@ -150,7 +154,8 @@ class RoutingStats:
         if not self._counts:
             return {}
         device = next(iter(self._counts.values())).device
-        rows = torch.stack([counts.to(device) for counts in self._counts.values()]).tolist()
+        counted = torch.stack([counts.to(device) for counts in self._counts.values()])
+        rows = (counted if total is None else total(counted)).tolist()
         out = {}
         for name, (real, chosen, compared, both, gates, high, low, *bins) in zip(self._counts, rows, strict=True):
             if real:
@@ -172,6 +177,10 @@ class RoutingStats:
             y, routing = output
             cross = isinstance(layer, RoutedCrossAttention)
             mask = _argument(args, kwargs, "mask", 2 if cross else 1)
+            if (bounds := kwargs.get("cu_seqlens")) is not None:
+                # the routing of packed sequences is that of a padded batch
+                x = _argument(args, kwargs, "x", 0)
+                mask = places(type(layer).__name__, x.shape[-2], x.device, bounds, kwargs.get("max_seqlen")).mask
             context_mask = _argument(args, kwargs, "context_mask", 3) if cross else None
             for path, given in _outputs(routing):
                 real = context_mask if cross and path == "router_kv" else mask
@@ -264,11 +273,11 @@ def _with_soft_gates(layer: nn.Module, path: str, output: RouterOutput, mask: Te
     router = getattr(owner, name)
     if not isinstance(router, Router) or router.gate == "soft":
         return output
-    soft, k = copy.copy(router), output.indices.shape[-1]
+    soft, k = copy.copy(router), getattr(owner, {"router_q": "k_q", "router_kv": "k_kv"}.get(name, "k"))
     soft.gate = "soft"
-    if isinstance(owner, RoutedAttention) and owner.causal and name == "router_kv":
-        blocks = -(-output.scores.shape[1] // owner.window)
-        return choose_per_block(soft.decide, output.scores, k // max(blocks, 1), owner.window, mask)
+    n = output.scores.shape[-1]
+    if isinstance(owner, RoutedAttention) and owner.causal and name == "router_kv" and n:
+        return choose_per_block(soft.decide, output.scores, owner.quota(n), owner.window, mask)
     return soft.decide(output.scores, k, mask)
 
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from onepass.core.errors import UserError
+from onepass.optim.sharded import whole
 from onepass.train import files
 from onepass.train.config import Config, from_json
 from onepass.train.metrics import Mark
@@ -49,9 +50,14 @@ def _digest(record: str, tensors: dict[str, Tensor]) -> str:
 
 
 def save(
-    path: Path, model: nn.Module, optimizer: Optimizer, config: Config, *, step: int, metrics: Mark, seconds: float
-) -> None:
-    """Write a checkpoint; it replaces the previous one atomically."""
+    path: Path, model: nn.Module, optimizer: Optimizer, config: Config, *, step: int, metrics: Mark, seconds: float,
+    first: bool = True,
+) -> None:  # fmt: skip
+    """Write a checkpoint; it replaces the previous one atomically.
+
+    Tensors in shards are gathered one by one, by all processes; the `first` one writes them whole. So the file does not
+    depend on the number of processes.
+    """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     tensors = {f"model/{name}": value for name, value in model.state_dict().items()}
     scalars: dict[str, dict[str, float]] = {}
@@ -62,7 +68,12 @@ def save(
                 tensors[f"optimizer/{name}/{key}"] = value
             elif isinstance(value, int | float):
                 scalars.setdefault(name, {})[key] = value
-    tensors = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
+    for name in sorted(tensors):
+        value = whole(tensors[name].detach())
+        if first:
+            tensors[name] = value.cpu().contiguous()
+    if not first:
+        return
     values = {
         "config": config.to_json(),
         "step": step,

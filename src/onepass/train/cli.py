@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from onepass.train.config import Config
     from onepass.train.data import Corpus
     from onepass.train.loop import Training
+    from onepass.train.parallel import Processes, World
     from onepass.train.run import Run
 
 HELP = "train a routed model on text and see which bytes it spends its compute on"
@@ -31,6 +32,8 @@ examples:
   onepass train --task causal --steps 400    a language model, routed by what it has read so far
   onepass train --resume                     go on with the newest run below runs/, as if it had never stopped
   onepass train --resume --steps 1600        train a run longer; the learning rate follows the longer schedule
+  torchrun --standalone --nproc-per-node 2 -m onepass train --out runs/two
+                                             the same run by two GPUs (docs/scale.md); any number of them resumes it
   onepass train --config run.toml            options from a file, such as: steps = 400 and paths = ["notes"]
   onepass show runs/notes letter.txt         see the routing of any other file
 
@@ -67,12 +70,35 @@ def run(args: argparse.Namespace) -> int:
     """Train, draw the pictures, print a summary; return the exit code."""
     import torch
 
-    from onepass.train import board, loop, options, progress
+    from onepass.train import board, loop, options, parallel, progress
+
+    threads = torch.get_num_threads()
+    with parallel.joined() as world:
+        options.fill(args)
+        world.sequence_parallel = bool(args.sequence_parallel)
+        if args.tensorboard:
+            board.require()
+        try:
+            if isinstance(world, parallel.Processes) and not world.first:
+                return world.leave(follow(args, world))
+            return world.leave(lead(args, world))
+        except loop.InterruptedRunError as stop:
+            progress.say(f"stopped after {stop.step:,} of {stop.steps:,} steps, all of them saved")
+            progress.say(f"go on with: onepass train --resume --out {shlex.quote(str(stop.path))}")
+            return world.leave(128 + stop.signum)
+        finally:
+            torch.set_num_threads(threads)
+
+
+def lead(args: argparse.Namespace, world: World) -> int:
+    """Start or resume a run as the process that writes its directory; return the exit code."""
+    import torch
+
+    from onepass.train import progress
     from onepass.train.run import LEFT_OUT, Run, fresh_out, newest
 
-    options.fill(args)
-    if args.tensorboard:
-        board.require()
+    if world.restarted(args.out):
+        args.resume, args.force = True, False
     if args.resume:
         run_ = Run(args.out or newest())
         run_.refuse_absent()
@@ -81,33 +107,38 @@ def run(args: argparse.Namespace) -> int:
             # refuse before reading data; checked again below under the lock
             Run(args.out).refuse_overwriting(args.force)
         config, corpus, note = started(args)
+        world.check(config)
         run_ = Run(args.out or fresh_out())
-    threads = torch.get_num_threads()
-    try:
-        with run_.locked():
-            if args.resume:
-                config, corpus, note, saved = resumed(args, run_)
-            else:
-                # another process may have trained here while this one read the data
-                run_.refuse_overwriting(args.force)
-                run_.create(config, corpus.manifest())
-                if corpus.left_out:
-                    run_.write(LEFT_OUT, "".join(f"{printable(name)}: {why}\n" for name, why in corpus.left_out))
-                saved = None
-            torch.set_num_threads(config.threads)
-            if note:
-                progress.say(f"note        {note}")
-            return train(args, run_, config, corpus, saved)
-    except loop.InterruptedRunError as stop:
-        progress.say(f"stopped after {stop.step:,} of {config.steps:,} steps, all of them saved")
-        progress.say(f"go on with: onepass train --resume --out {shlex.quote(str(run_.path))}")
-        return 128 + stop.signum
-    except torch.OutOfMemoryError:
-        raise UserError(
-            f"the device has too little memory for {config.batch} × {config.seq:,} bytes a step; lower --batch or --seq"
-        ) from None
-    finally:
-        torch.set_num_threads(threads)
+    with run_.locked():
+        if args.resume:
+            config, corpus, note, saved = resumed(args, run_)
+            world.check(config)
+        else:
+            # another process may have trained here while this one read the data
+            run_.refuse_overwriting(args.force)
+            run_.create(config, corpus.manifest())
+            if corpus.left_out:
+                run_.write(LEFT_OUT, "".join(f"{printable(name)}: {why}\n" for name, why in corpus.left_out))
+            saved = None
+        torch.set_num_threads(config.threads)
+        if note:
+            progress.say(f"note        {note}")
+        world.announce(run_, config, saved)
+        return train(args, run_, config, corpus, saved, world)
+
+
+def follow(args: argparse.Namespace, world: Processes) -> int:
+    """Take part in the run that the first process announces; return the exit code."""
+    import torch
+
+    from onepass.train import data
+
+    run_, config, saved = world.follow()
+    corpus = data.load(args.paths or config.paths, binary=config.binary, follow_links=config.follow_links)
+    if corpus.digest != config.data:
+        raise UserError(f"process {world.rank} reads other data than process 0: every host needs the same files")
+    torch.set_num_threads(config.threads)
+    return train(args, run_, config, corpus, saved, world)
 
 
 def pick_device(wanted: str | None) -> str:
@@ -193,21 +224,30 @@ def resumed(args: argparse.Namespace, run_: Run) -> tuple[Config, Corpus, str | 
     return longer, corpus, note, saved
 
 
-def train(args: argparse.Namespace, run_: Run, config: Config, corpus: Corpus, saved: Checkpoint | None) -> int:
-    """Train in the locked directory, then write pictures and a summary."""
+def train(
+    args: argparse.Namespace, run_: Run, config: Config, corpus: Corpus, saved: Checkpoint | None, world: World
+) -> int:
+    """Train in the locked directory, then write pictures and a summary; return the exit code."""
+    import torch
+
     from onepass.train import board, loop, progress
     from onepass.train import checkpoint as checkpoints
 
-    training = loop.Training(config, corpus, run_, args.checkpoint_every)
-    training.restore(saved)
-    introduce(training)
-    display = progress.Display(config.steps, training.step)
-    with board.written(run_, training.step) if args.tensorboard else contextlib.nullcontext():
-        try:
-            training.go(display)
-        finally:
-            display.close()
-        conclude(training, (run_ / checkpoints.NAME).name)
+    try:
+        training = loop.Training(config, corpus, run_, args.checkpoint_every, world)
+        training.restore(saved)
+        introduce(training)
+        display = progress.Display(config.steps, training.step)
+        with board.written(run_, training.step) if args.tensorboard and world.first else contextlib.nullcontext():
+            try:
+                training.go(display)
+            finally:
+                display.close()
+            conclude(training, (run_ / checkpoints.NAME).name)
+    except torch.OutOfMemoryError:
+        raise UserError(
+            f"the device has too little memory for {config.batch} × {config.seq:,} bytes a step; lower --batch or --seq"
+        ) from None
     return 0
 
 
@@ -226,8 +266,9 @@ def introduce(training: Training) -> None:
     heavy = "no heavy branch" if config.route == "none" else heavy
     say(f"model       {parameters(training):,} parameters: {config.blocks} blocks of width {config.dim}, {heavy}")
     step = f"steps of {config.batch} × {config.seq:,} bytes on {config.device}, {config.precision}"
+    by = f", {training.world.size} processes" if training.world.size > 1 else ""
     after = f", going on after step {training.step:,}" if training.step else ""
-    say(f"run         {training.run.path}: {config.steps:,} {step}{after}")
+    say(f"run         {training.run.path}: {config.steps:,} {step}{by}{after}")
 
 
 def left_out(corpus: Corpus) -> list[str]:
@@ -261,11 +302,14 @@ def conclude(training: Training, checkpoint: str) -> None:
 
     config, corpus, run_ = training.config, training.corpus, training.run
     measured = training.finish()
-    unigram = data.unigram_entropy(corpus.validation, config.seq, config.final_windows)
-    run_.write(runs.LOSS, pictures.loss_png(run_.rows(), config, unigram))
     name, content = validation_text(corpus, 3 * config.seq)
     training.model.eval()
+    training.world.whole_rows()
     traced = trace(training.model, config, name, content, max(8192, config.seq))
+    if not training.world.first:
+        return
+    unigram = data.unigram_entropy(corpus.validation, config.seq, config.final_windows)
+    run_.write(runs.LOSS, pictures.loss_png(run_.rows(), config, unigram))
     bits = f"{measured.bits:.3f} bits per byte of all validation text"
     source = f"{name}, a validation file; {bits} after {training.step:,} steps, {run_.path.name}"
     run_.write(f"{runs.PICTURE}.png", pictures.routing_png(traced, source))

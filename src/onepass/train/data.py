@@ -126,6 +126,11 @@ class Batch:
     bytes: Ints
     draw: int  # number of the draw for random routers: equal numbers give equal choices
 
+    def rows(self, first: int, last: int) -> Batch:
+        """Return the sequences from `first` to before `last`."""
+        rows = slice(first, last)
+        return Batch(self.tokens[rows], self.hidden[rows], self.bytes[rows], self.draw)
+
 
 def hide(windows: Ints, share: float, draws: np.random.Generator, draw: int) -> Batch:
     """Replace round(share·n) bytes of every sequence, at least one, by MASK.

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import FrameType
 
 import torch
@@ -22,7 +23,8 @@ from onepass.train import checkpoint as checkpoints
 from onepass.train import data
 from onepass.train.captured import Gradients
 from onepass.train.config import Config
-from onepass.train.model import MEASURING_DRAWS, Model, new, parameter_groups
+from onepass.train.model import MEASURING_DRAWS, Model, parameter_groups
+from onepass.train.parallel import World
 from onepass.train.progress import Display
 from onepass.train.run import Run
 
@@ -30,11 +32,11 @@ FLUSH = 10  # steps between two readings of the loss; each reading makes the hos
 
 
 class InterruptedRunError(Exception):
-    """A signal stopped the run after `step` steps; its checkpoint is saved."""
+    """A signal stopped the run in `path` after `step` of `steps` steps; its checkpoint is saved."""
 
-    def __init__(self, signum: int, step: int) -> None:
+    def __init__(self, signum: int, step: int, steps: int, path: Path) -> None:
         super().__init__(signum, step)
-        self.signum, self.step = signum, step
+        self.signum, self.step, self.steps, self.path = signum, step, steps, path
 
 
 @dataclass
@@ -56,24 +58,26 @@ class Training:
     corpus: data.Corpus
     run: Run
     checkpoint_every: int
+    world: World = field(default_factory=World)
     step: int = 0
     seconds: float = 0.0  # spent in steps, over the whole run
     saved: int = -1  # step of the last checkpoint
     pending: list[tuple[int, Tensor, float]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.device = torch.device(self.config.device)
-        self.model: Model = new(self.config).to(self.device)
+        self.device = self.world.device(self.config.device)
+        self.model: Model = self.world.model(self.config, self.device)
         groups = parameter_groups(self.model, self.config.weight_decay, self.config.outside)
         self.optimizer = Lion(groups, lr=self.config.lr, betas=(self.config.beta1, self.config.beta2))
         # a graph would repeat the numbers that the first step drew
-        why = "random routing draws its tokens on the host" if self.config.route == "random" else ""
+        why = "random routing draws its tokens on the host" if self.config.route == "random" else self.world.why_eager
         self.gradients = Gradients(self._training_loss, list(self.model.parameters()), self.device, why)
         self.draw = 0
 
     def restore(self, checkpoint: checkpoints.Checkpoint | None) -> None:
         """Continue from a checkpoint, or start at step 0 without one."""
         if checkpoint:
+            checkpoint = self.world.placed(checkpoint, self.model)
             checkpoints.restore_model(checkpoint, self.model)
             checkpoints.restore_optimizer(checkpoint, self.model, self.optimizer)
             self.step, self.seconds = checkpoint.step, checkpoint.seconds
@@ -84,14 +88,15 @@ class Training:
         self.run.refuse_replaced()
         checkpoints.save(
             self.run / checkpoints.NAME, self.model, self.optimizer, self.config,
-            step=self.step, metrics=self.run.mark, seconds=self.seconds,
+            step=self.step, metrics=self.run.mark, seconds=self.seconds, first=self.world.first,
         )  # fmt: skip
         self.saved = self.step
 
     def go(self, display: Display) -> None:
         """Train from the current step to the last; raise InterruptedRunError after a stop signal."""
         config = self.config
-        with stop_signals() as stopped:
+        with stop_signals() as received:
+            stopped = self.world.stopping(received)
             if self.step == 0:
                 self.save()
             self.model.train()
@@ -110,6 +115,7 @@ class Training:
                 spent = max(time.perf_counter() - clock, 1e-9)
                 speed = steps * config.batch * config.seq / spent
                 self.seconds += spent
+                self.world.agree(received, stopped)
                 display.update(self.step, loss, loss / math.log(2), speed)
                 if self.gradients.why_eager and not told:
                     display.note(f"the step runs without a CUDA graph, which is slower: {self.gradients.why_eager}")
@@ -121,13 +127,15 @@ class Training:
                 if save:
                     self.save()
                 clock = time.perf_counter()
+            # a signal may have come since the last step
+            self.world.agree(received, stopped)
             if stopped:
                 # the signal may have arrived anywhere above: write what is still unwritten
                 if self.pending:
                     self._flush()
                 if self.saved != self.step:
                     self.save()
-                raise InterruptedRunError(stopped[0], self.step)
+                raise InterruptedRunError(stopped[0], self.step, config.steps, self.run.path)
 
     def _one_step(self) -> Tensor:
         config = self.config
@@ -136,6 +144,7 @@ class Training:
         batch = data.training_batch(
             self.corpus.training, config.batch, config.seq, config.hides, config.seed, self.step
         )
+        batch = self.world.training(batch)
         self.draw = batch.draw
         loss = self.gradients(*self._on_device(batch))
         self.optimizer.step()
@@ -149,19 +158,24 @@ class Training:
         return tuple(part.to(self.device, non_blocking=True) for part in parts)
 
     def _training_loss(self, tokens: Tensor, hidden: Tensor, value: Tensor) -> Tensor:
-        return self._loss(tokens, hidden, value, self.draw)[0]
+        return self._loss(tokens, hidden, value, self.draw, self.world.scale)[0]
 
-    def _loss(self, tokens: Tensor, hidden: Tensor, value: Tensor, draw: int) -> tuple[Tensor, Tensor]:
-        """Return the mean cross entropy of the hidden bytes in nats, and the chosen tokens."""
+    def _loss(
+        self, tokens: Tensor, hidden: Tensor, value: Tensor, draw: int, scale: float | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the mean cross entropy of the hidden bytes in nats, or its sum times `scale`; and the choices."""
         bf16 = self.config.precision == "bf16"
         # no cache of cast weights: one from before a capture would be read inside it
         with torch.autocast(self.device.type, torch.bfloat16, enabled=bf16, cache_enabled=False):
             logits, chosen = self.model(tokens, hidden, draw=draw)
-        return F.cross_entropy(logits.flatten(0, 1), value.flatten()), chosen
+        guesses, answers = logits.flatten(0, 1), value.flatten()
+        if scale is None:
+            return F.cross_entropy(guesses, answers), chosen
+        return F.cross_entropy(guesses, answers, reduction="sum") * scale, chosen
 
     def _flush(self) -> float:
         """Log the losses since the last flush; return the last one."""
-        losses = torch.stack([loss for _, loss, _ in self.pending]).tolist()
+        losses = self.world.mean(torch.stack([loss for _, loss, _ in self.pending])).tolist()
         rows = []
         for (step, _, lr), loss in zip(self.pending, losses, strict=True):
             self._refuse_infinite(loss, step)
@@ -208,10 +222,14 @@ class Training:
         stats = RoutingStats(None if config.route == "none" else self.model)
         with stats:
             for batch in batches:
+                tokens, hidden = tokens + batch.tokens.size, hidden + batch.hidden.size
+                batch = self.world.measuring(batch)
                 given, places, value = self._on_device(batch)
                 loss, chosen = self._loss(given, places, value, MEASURING_DRAWS + batch.draw)
+                if not batch.tokens.size:
+                    # this process helped to gather weights, and has no row
+                    continue
                 nats += loss.double() * batch.hidden.size
-                tokens, hidden = tokens + batch.tokens.size, hidden + batch.hidden.size
                 counts = torch.zeros(batch.tokens.shape, dtype=torch.int64, device=self.device)
                 for indices in chosen:
                     counts.scatter_add_(1, indices.clamp_min(0), (indices >= 0).long())
@@ -219,10 +237,11 @@ class Training:
                 touched += (counts > 0).sum()
                 hidden_routed += counts.gather(1, places).sum()
         self.model.train()
+        nats, routed, touched, hidden_routed = map(self.world.total, (nats, routed, touched, hidden_routed))
         blocks = config.blocks
         return Measured(
             nats.item() / hidden / math.log(2), routed.item() / tokens / blocks, touched.item() / tokens,
-            hidden_routed.item() / hidden / blocks, stats.scalars(),
+            hidden_routed.item() / hidden / blocks, stats.scalars(self.world.total),
         )  # fmt: skip
 
 

@@ -35,6 +35,7 @@ CHOICES = {
 FLAGS = {
     "binary": "read files with NUL bytes as well; without it they are no text",
     "follow_links": "read files behind links that lead out of a given directory",
+    "sequence_parallel": "with torchrun: spread the tokens of each sequence over the processes, not the sequences",
     "tensorboard": "write the metrics for TensorBoard into DIR, too (needs the package tensorboard)",
 }
 

@@ -12,17 +12,22 @@ class RandomRouter(nn.Module):
     """Choose k random tokens with gate 1: the baseline for a learned router at equal compute.
 
     Equal `draw` gives equal tokens, whatever was drawn before, so a checkpoint needs no random state. The choice is
-    sorted by position and does not depend on the tokens' values.
+    sorted by position and does not depend on the tokens' values. With `rows` = (first, total), x is a part of a batch
+    of `total` rows, and its choice that part of the batch's.
     """
 
     def __init__(self, seed: int) -> None:
         super().__init__()
         self.seed = seed
         self.draw = 0
+        self.rows: tuple[int, int] | None = None
 
     def forward(self, x: Tensor, k: int, mask: Tensor | None = None) -> RouterOutput:
         random = torch.Generator().manual_seed((self.seed * 1_000_003 + self.draw) % 2**63)
-        return choose(torch.rand(x.shape[:2], generator=random).to(x.device), k, mask)
+        batch, n = x.shape[:2]
+        first, total = self.rows or (0, batch)
+        scores = torch.rand(total, n, generator=random)[first : first + batch]
+        return choose(scores.to(x.device), k, mask)
 
 
 class DeviceRandomRouter(nn.Module):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 
 import pytest
 import torch
@@ -50,7 +51,7 @@ def test_threshold_is_the_rank_in_the_past(n: int, block: int, memory: int, k: i
     k = min(k, n)
     scores = _scores(3, n)
     mask = _mask(3, n) if masked else torch.ones(3, n).bool()
-    actual = per_token(running_threshold(scores, k, block, memory, mask if masked else None), n, block)
+    actual = per_token(running_threshold(scores, (k, n), block, memory, mask if masked else None), n, block)
     assert torch.equal(actual, _threshold(scores, k, block, memory, mask))
 
 
@@ -61,7 +62,7 @@ def test_threshold_is_the_rank_in_the_past(n: int, block: int, memory: int, k: i
 def test_arrivals_keep_to_the_budget(n: int, k: int, share: float) -> None:
     k, block = min(k, n), 8
     wants = torch.rand(4, n, generator=torch.Generator().manual_seed(6)) < share
-    actual, starts = arrivals(wants, k, block)
+    actual, starts = arrivals(wants, k, (k, n), block, None)
     assert actual.shape == (4, k)
     for b in range(4):
         taken: list[int] = []
@@ -74,12 +75,52 @@ def test_arrivals_keep_to_the_budget(n: int, k: int, share: float) -> None:
         assert starts[b].tolist() == [sum(i < end for i in taken) for end in ends]
 
 
+@pytest.mark.skipif(INTERPRET, reason="no kernel runs")
+@pytest.mark.parametrize("k", [0.05, 0.3, 1.0])
+@pytest.mark.parametrize("density", [0.2, 0.6, 1.0])
+def test_a_share_is_kept_by_lists(k: float, density: float) -> None:
+    """Token by token: rank and budget count the real tokens so far, and the length appears nowhere."""
+    n, block, memory = 61, 8, 16
+    scores = _scores(4, n)
+    mask = torch.rand(4, n, generator=torch.Generator().manual_seed(8)) < density
+    indices, _ = causal_choice(scores, k, block=block, memory=memory, mask=mask)
+    share = Fraction(k).limit_denominator(1 << 20)
+    for b, row in enumerate(scores.tolist()):
+        taken: list[int] = []
+        for i in range(n):
+            start = i // block * block
+            past = range(max(0, start - memory), start) if start else range(i)
+            known = sorted((row[j] for j in past if mask[b, j]), reverse=True)
+            rank = math.floor(len(known) * share)
+            above = rank >= len(known) or row[i] > known[rank]
+            budget = math.ceil((int(mask[b, :start].sum()) + block) * share)
+            if mask[b, i] and above and len(taken) < budget:
+                taken.append(i)
+        assert [int(i) for i in indices[b] if i >= 0] == taken
+
+
+@pytest.mark.parametrize("n", [1, 7, 8, 9, 24, 40, 61])
+def test_a_share_knows_no_length(n: int) -> None:
+    """What a prefix chooses is what the whole chooses there, and padding at the end changes nothing."""
+    scores, sizes = _scores(3, 80), {"eps": EPS, "block": 8, "memory": 16}
+    whole, prefix = causal_choice(scores, 0.21, **sizes), causal_choice(scores[:, :n], 0.21, **sizes)
+    mask = (torch.arange(80) < n).expand(3, 80)
+    padded = causal_choice(scores, 0.21, mask=mask, **sizes)
+    for b in range(3):
+        count = int((prefix.indices[b] >= 0).sum())
+        assert count == int(((whole.indices[b] >= 0) & (whole.indices[b] < n)).sum())
+        for other in (whole, padded):
+            assert torch.equal(prefix.indices[b, :count], other.indices[b, :count])
+            assert torch.equal(prefix.gates[b, :count], other.gates[b, :count])
+        assert not (padded.indices[b, count:] >= 0).any()
+
+
 def _gradient(choice: op.CausalChoice | tuple[Tensor, Tensor], scores: Tensor) -> Tensor:
     gates = choice[1]
     return torch.autograd.grad((gates * _scores(*gates.shape, seed=2).to(gates)).sum(), scores)[0]
 
 
-def _compare(scores: Tensor, k: int, block: int, memory: int, mask: Tensor | None) -> None:
+def _compare(scores: Tensor, k: int | float, block: int, memory: int, mask: Tensor | None) -> None:
     """What the kernels do with these scores, against the definition in fp64 of the same scores."""
     sizes = {"eps": EPS, "block": block, "memory": memory}
     mine, wide = scores.clone().requires_grad_(), scores.double().requires_grad_()
@@ -91,21 +132,23 @@ def _compare(scores: Tensor, k: int, block: int, memory: int, mask: Tensor | Non
         _gradient(actual, mine).double(), grad, rtol=0, atol=1e-6 * max(1.0, float(grad.abs().max()))
     )
     if k:
-        _, _, *state = op.forward(scores, mask, min(k, scores.shape[1]), EPS, block, memory)
-        _, _, *other = torch_path.forward(scores, mask, min(k, scores.shape[1]), EPS, block, memory)
+        places = (actual.indices.shape[1], k) if isinstance(k, float) else (min(k, scores.shape[1]), 0.0)
+        _, _, *state = op.forward(scores, mask, *places, EPS, block, memory)
+        _, _, *other = torch_path.forward(scores, mask, *places, EPS, block, memory)
         for a, e in zip(state, other, strict=True):
             assert torch.equal(a, e)
 
 
 SMALL = [
     (3, 61, 20, 16, 32, True), (2, 40, 9, 8, 8, False), (2, 5, 3, 8, 8, False), (2, 12, 5, 1, 7, True),
-    (2, 150, 20, 64, 64, True), (2, 24, 24, 8, 8, False),
+    (2, 150, 20, 64, 64, True), (2, 24, 24, 8, 8, False), (3, 61, 0.3, 8, 16, True), (2, 40, 0.2, 8, 8, False),
+    (3, 150, 0.07, 64, 64, True),
 ]  # fmt: skip
 
 
 @pytest.mark.interpret
 @pytest.mark.parametrize(("batch", "n", "k", "block", "memory", "masked"), SMALL)
-def test_kernels_interpreted(batch: int, n: int, k: int, block: int, memory: int, masked: bool) -> None:
+def test_kernels_interpreted(batch: int, n: int, k: int | float, block: int, memory: int, masked: bool) -> None:
     _compare(_scores(batch, n), k, block, memory, _mask(batch, n) if masked else None)
 
 
@@ -117,6 +160,7 @@ def test_walks_in_several_steps_interpreted(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(kernels_triton, "STEP", 4)
     monkeypatch.setattr(kernels_triton, "TILE", 8)
     _compare(_scores(1, 60), 25, 4, 8, None)
+    _compare(_scores(3, 60), 0.4, 4, 8, _mask(3, 60))
 
 
 @pytest.mark.gpu
@@ -125,10 +169,10 @@ def test_walks_in_several_steps_interpreted(monkeypatch: pytest.MonkeyPatch) -> 
     [
         *SMALL, (2, 8192, 512, 128, 2048, False), (3, 8190, 512, 128, 2048, True), (2, 65536, 4096, 128, 2048, True),
         (2, 4000, 3999, 64, 8192, False), (2, 5000, 700, 1024, 1024, True), (2, 20000, 300, 8, 64, False),
-        (1, 1 << 20, 1 << 16, 128, 2048, False), (2, 5000, 700, 2048, 2048, True),
+        (1, 1 << 20, 1 << 16, 128, 2048, False), (3, 8190, 1 / 16, 128, 2048, True), (2, 5000, 700, 2048, 2048, True),
     ],
 )  # fmt: skip
-def test_kernels_on_gpu(batch: int, n: int, k: int, block: int, memory: int, masked: bool) -> None:
+def test_kernels_on_gpu(batch: int, n: int, k: int | float, block: int, memory: int, masked: bool) -> None:
     mask = _mask(batch, n).cuda() if masked else None
     _compare(_scores(batch, n).cuda(), k, block, memory, mask)
     # scores that tie, and have zeros of both signs

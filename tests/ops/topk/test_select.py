@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 import onepass
@@ -131,21 +133,25 @@ def test_fused_gates_on_gpu(n: int, k: int, dtype: torch.dtype, hard: bool) -> N
     compare_gradients(n, k, dtype, hard, "cuda")
 
 
-def test_the_launch_formula_covers_a_row() -> None:
-    for n in (1, 2, 31, 511, 513, 1024, 32767, plan.MAX_COLS, plan.MAX_COLS + 1, 100003, 1 << 20, 1 << 24):
-        for rows in (1, 8, 1000):
-            for k in sorted({1, min(n, 2048), n // 2 + 1, n}):
-                shape = plan.of_selection(rows, n, k, 4, 132)
-                if isinstance(shape, plan.Whole):
-                    assert n <= shape.block_c <= plan.MAX_COLS
-                    assert shape.block_c % shape.scan == 0
-                    assert shape.warps <= 32
-                else:
-                    assert shape.splits * shape.tiles * shape.tile >= n
-                    assert (shape.splits - 1) * shape.tiles * shape.tile < n
-                    assert max(shape.sample_warps, shape.choose_warps) <= 32
-                    assert shape.groups * shape.group <= plan.SAMPLE
-                    assert k <= shape.capacity <= max(n + 15, 2 * k + 8192, n if k > plan.MAX_SORTED else 0)
+LENGTHS = (1, 2, 31, 511, 513, 1024, 32767, plan.MAX_COLS, plan.MAX_COLS + 1, 20000, 100003, 1 << 20, 1 << 24)
+
+
+@given(rows=st.integers(1, 5000), n=st.sampled_from(LENGTHS) | st.integers(1, 1 << 21), part=st.floats(0, 1))
+def test_the_launch_formula_covers_a_row(rows: int, n: int, part: float) -> None:
+    for k in sorted({1, min(n, 2048), max(1, round(part * n)), n // 2 + 1, n}):
+        for itemsize in (2, 4):
+            shape = plan.of_selection(rows, n, k, itemsize, 132)
+            if isinstance(shape, plan.Whole):
+                assert n <= shape.block_c <= plan.MAX_COLS
+                assert shape.block_c % shape.scan == 0
+                assert shape.warps in (1, 2, 4, 8, 16, 32)
+            else:
+                assert shape.splits * shape.tiles * shape.tile >= n
+                assert (shape.splits - 1) * shape.tiles * shape.tile < n
+                # Triton takes powers of two alone
+                assert {shape.sample_warps, shape.tile_warps, shape.choose_warps} <= {1, 2, 4, 8, 16, 32}
+                assert shape.groups * shape.group <= plan.SAMPLE
+                assert k <= shape.capacity <= max(n + 15, 2 * k + 8192, n if k > plan.MAX_SORTED else 0)
 
 
 @pytest.mark.gpu

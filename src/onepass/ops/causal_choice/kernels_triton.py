@@ -28,7 +28,10 @@ PER_WARP = 512
 FIRST = 2048
 TILE = 1024
 STEP = 512
-INTS = ["s_row_stride", "mask_row_stride", "n_cols", "k", "block", "memory", "n_blocks", "n_first"]
+INTS = [
+    "s_row_stride", "mask_row_stride", "n_cols", "k", "numerator", "denominator", "block", "memory", "n_blocks",
+    "n_first",
+]  # fmt: skip
 
 
 @triton.jit
@@ -41,10 +44,10 @@ def load_scores(s_ptr, mask_ptr, s_row, mask_row, cols, inside, HAS_MASK: tl.con
 
 
 @triton.jit
-def ranked(s, real, k, n):
-    """Return each row's score of rank ⌊count·k/n⌋ (0: largest) among its `count` real scores above -inf; else -inf."""
+def ranked(s, real, numerator, denominator):
+    """Return each row's score of rank ⌊count·share⌋ (0: largest) of its `count` real scores above -inf; else -inf."""
     count = tl.sum((real & (s > -float("inf"))).to(tl.int32), 1)
-    rank = (count.to(tl.int64) * k // n).to(tl.int32)
+    rank = (count.to(tl.int64) * numerator // denominator).to(tl.int32)
     # integer keys in the order of the scores; NaN counts as +inf, -0 as 0
     bits = tl.where(s == 0.0, 0.0, tl.where(s != s, float("inf"), s)).to(tl.int32, bitcast=True)
     key = tl.where(real, bits ^ ((bits >> 31) & 0x7FFFFFFF), NOTHING)
@@ -64,36 +67,39 @@ def ranked(s, real, k, n):
 
 @triton.jit
 def look_back_in_first(
-    s_ptr, mask_ptr, threshold_ptr, s_row, mask_row, part, n_cols, k, block,
+    s_ptr, mask_ptr, threshold_ptr, s_row, mask_row, part, n_cols, numerator, denominator, block,
     HAS_MASK: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Store thresholds of some tokens of the first block, each from the tokens before it; return how many exceed it."""
+    """Store thresholds of some tokens of the first block, each from the tokens before it.
+
+    Return how many exceed it, and how many are real.
+    """
     cols = tl.arange(0, BLOCK_C)
     token = part * BLOCK_R + tl.arange(0, BLOCK_R)
     length = tl.minimum(block, n_cols)
     s, real = load_scores(s_ptr, mask_ptr, s_row, mask_row, cols, cols < length, HAS_MASK)
-    threshold = ranked(s[None, :], real[None, :] & (cols[None, :] < token[:, None]), k, n_cols)
+    threshold = ranked(s[None, :], real[None, :] & (cols[None, :] < token[:, None]), numerator, denominator)
     tl.store(threshold_ptr + token, threshold, mask=token < block)
     own, real_own = load_scores(s_ptr, mask_ptr, s_row, mask_row, token, token < length, HAS_MASK)
-    return tl.sum((real_own & (own > threshold)).to(tl.int32), 0)
+    return tl.sum((real_own & (own > threshold)).to(tl.int32), 0), tl.sum(real_own.to(tl.int32), 0)
 
 
 @triton.jit
 def look_back(
-    s_ptr, mask_ptr, threshold_ptr, s_row, mask_row, b, n_cols, k, block, memory,
+    s_ptr, mask_ptr, threshold_ptr, s_row, mask_row, b, n_cols, numerator, denominator, block, memory,
     HAS_MASK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Store the threshold of a later block; return how many of its tokens exceed it."""
+    """Store the threshold of a later block; return how many of its tokens exceed it, and how many are real."""
     start = b * block
     past = start - memory + tl.arange(0, BLOCK_M)
     inside = (past >= 0) & (past < start)
     s, real = load_scores(s_ptr, mask_ptr, s_row, mask_row, past, inside, HAS_MASK)
-    threshold = ranked(s[None, :], real[None, :], k, n_cols)
+    threshold = ranked(s[None, :], real[None, :], numerator, denominator)
     tl.store(threshold_ptr + block - 1 + b + tl.arange(0, 1), threshold)
     cols = tl.arange(0, BLOCK_C)
     inside = (cols < block) & (start + cols < n_cols)
     own, real_own = load_scores(s_ptr, mask_ptr, s_row, mask_row, start + cols, inside, HAS_MASK)
-    return tl.sum((real_own & (own > threshold)).to(tl.int32), 0)
+    return tl.sum((real_own & (own > threshold)).to(tl.int32), 0), tl.sum(real_own.to(tl.int32), 0)
 
 
 @triton.jit(do_not_specialize=INTS)
@@ -102,10 +108,12 @@ def threshold_kernel(
     mask_ptr,  # (batch, n_cols) uint8 or None
     threshold_ptr,  # (batch, block + n_blocks - 1) fp32: of each token of the first block, then of each later block
     came_ptr,  # (batch, n_first + n_blocks - 1) int32: tokens above threshold in n_first parts of block 0, later blocks
+    real_ptr,  # same shape, int32: real tokens; None without a mask
     s_row_stride,
     mask_row_stride,
     n_cols,
-    k,
+    numerator,
+    denominator,
     block,
     memory,
     n_blocks,
@@ -122,28 +130,32 @@ def threshold_kernel(
     mask_row = row * mask_row_stride
     threshold_ptr += row * (block + n_blocks - 1)
     if part < n_first:
-        came = look_back_in_first(
-            s_ptr, mask_ptr, threshold_ptr, s_row, mask_row, part, n_cols, k, block, HAS_MASK, BLOCK_R, BLOCK_C
-        )
+        came, real = look_back_in_first(
+            s_ptr, mask_ptr, threshold_ptr, s_row, mask_row, part, n_cols, numerator, denominator, block, HAS_MASK,
+            BLOCK_R, BLOCK_C,
+        )  # fmt: skip
     else:
-        came = look_back(
-            s_ptr, mask_ptr, threshold_ptr, s_row, mask_row, part - n_first + 1, n_cols, k, block, memory, HAS_MASK,
-            BLOCK_M, BLOCK_C,
+        came, real = look_back(
+            s_ptr, mask_ptr, threshold_ptr, s_row, mask_row, part - n_first + 1, n_cols, numerator, denominator, block,
+            memory, HAS_MASK, BLOCK_M, BLOCK_C,
         )  # fmt: skip
     tl.store(came_ptr + row * programs + part, came)
+    if HAS_MASK:
+        tl.store(real_ptr + row * programs + part, real)
 
 
 @triton.jit
-def budget(b, k, block, n):
-    """Return ⌈k·(tokens up to the end of block b)/n⌉."""
-    tokens = tl.minimum((b + 1).to(tl.int64) * block, n)
-    return ((tokens * k + n - 1) // n).to(tl.int32)
+def budget(earlier, k, numerator, denominator, block):
+    """Return the share of `earlier` real tokens and of a whole block, rounded up, and at most k."""
+    tokens = earlier.to(tl.int64) + block
+    return tl.minimum((tokens * numerator + denominator - 1) // denominator, k).to(tl.int32)
 
 
 @triton.jit
-def load_came(came_ptr, b, inside, n_first, of_first):
-    came = tl.load(came_ptr + n_first - 1 + b, mask=inside & (b > 0), other=0)
-    return tl.where(b == 0, of_first, came)
+def load_count(count_ptr, b, inside, n_first, of_first):
+    """Load what threshold_kernel counted in blocks b; `of_first` is block 0's sum over its parts."""
+    count = tl.load(count_ptr + n_first - 1 + b, mask=inside & (b > 0), other=0)
+    return tl.where(b == 0, of_first, count)
 
 
 @triton.jit
@@ -170,8 +182,9 @@ def load_block(
 def choose_kernel(
     s_ptr,  # (batch, n_cols) scores, any float dtype
     mask_ptr,  # (batch, n_cols) uint8 or None
-    threshold_ptr,  # this and came_ptr: written by threshold_kernel
+    threshold_ptr,  # this, came_ptr and real_ptr: written by threshold_kernel
     came_ptr,
+    real_ptr,
     index_ptr,  # (batch, k) int64: chosen columns in ascending order, then -1
     gate_ptr,  # (batch, k) of any float dtype: their gates, then 0
     start_ptr,  # (batch, n_blocks + 1) int32: how many are chosen before each block, and in all
@@ -179,6 +192,8 @@ def choose_kernel(
     mask_row_stride,
     n_cols,
     k,
+    numerator,
+    denominator,
     block,
     n_blocks,
     n_first,
@@ -195,21 +210,38 @@ def choose_kernel(
     came_ptr += row * (n_first + n_blocks - 1)
     parts = tl.arange(0, N_FIRST)
     of_first = tl.sum(tl.load(came_ptr + parts, mask=parts < n_first, other=0), 0)
-    # taken(b) = min(taken(b - 1) + came(b), budget(b)), for STEP blocks at a time
+    real_of_first = block
+    if HAS_MASK:
+        real_ptr += row * (n_first + n_blocks - 1)
+        real_of_first = tl.sum(tl.load(real_ptr + parts, mask=parts < n_first, other=0), 0)
+    # taken(b) = min(taken(b - 1) + came(b), budget(b)), for STEP blocks at a time; `passed` real tokens before these
     taken = 0
+    passed = 0
     for start in range(0, mine, STEP):
         b = start + tl.arange(0, STEP)
         before = b < mine
-        came = load_came(came_ptr, b, before, n_first, of_first)
-        slack = tl.where(before, budget(b, k, block, n_cols) - tl.cumsum(came, 0), LARGEST)
+        came = load_count(came_ptr, b, before, n_first, of_first)
+        earlier = b * block
+        if HAS_MASK:
+            own = load_count(real_ptr, b, before, n_first, real_of_first)
+            earlier = passed + tl.cumsum(own, 0) - own
+            passed += tl.sum(own, 0)
+        room = budget(earlier, k, numerator, denominator, block)
+        slack = tl.where(before, room - tl.cumsum(came, 0), LARGEST)
         taken = tl.sum(came, 0) + tl.minimum(taken, tl.min(slack, 0))
     b = mine + tl.arange(0, BLOCK_B)
     inside = b < n_blocks
-    came = load_came(came_ptr, b, inside, n_first, of_first)
+    came = load_count(came_ptr, b, inside, n_first, of_first)
     came_before = tl.cumsum(came, 0) - came
-    slack = tl.where(b > mine, budget(b - 1, k, block, n_cols) - came_before, LARGEST)
+    earlier = b * block
+    previous = earlier - block
+    if HAS_MASK:
+        own = load_count(real_ptr, b, inside, n_first, real_of_first)
+        earlier = passed + tl.cumsum(own, 0) - own
+        previous = earlier - load_count(real_ptr, b - 1, inside & (b > mine), n_first, real_of_first)
+    slack = tl.where(b > mine, budget(previous, k, numerator, denominator, block) - came_before, LARGEST)
     in_before = came_before + tl.minimum(taken, tl.associative_scan(slack, 0, smaller))
-    room = tl.minimum(budget(b, k, block, n_cols) - in_before, came)
+    room = tl.minimum(budget(earlier, k, numerator, denominator, block) - in_before, came)
     tl.store(start_ptr + row * (n_blocks + 1) + b, in_before, mask=inside)
     token, s, threshold, _, real = load_block(
         s_ptr, mask_ptr, threshold_ptr, row, b[:, None], s_row_stride, mask_row_stride, n_cols, block, n_blocks,
@@ -402,9 +434,9 @@ def _rows(scores: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None, i
 
 
 def forward(
-    scores: Tensor, mask: Tensor | None, k: int, eps: float, block: int, memory: int
+    scores: Tensor, mask: Tensor | None, k: int, share: tuple[int, int], eps: float, block: int, memory: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return gates, indices, thresholds, and how many are chosen before each block; k ≤ n, batch ≥ 1."""
+    """Return gates, indices, thresholds, and how many are chosen before each block; k ≤ n places, batch ≥ 1."""
     batch, n = scores.shape
     plan = shape(n, block, memory)
     device = scores.device
@@ -414,17 +446,18 @@ def forward(
     starts = torch.empty((batch, plan.n_blocks + 1), dtype=torch.int32, device=device)
     programs = plan.n_first + plan.n_blocks - 1
     came = torch.empty((batch, programs), dtype=torch.int32, device=device)
+    real = None if mask is None else torch.empty_like(came)
     s, masks, mask_row = _rows(scores, mask)
     with device_guard(s):
         launch(
-            threshold_kernel, (batch * programs, 1, 1), (s, masks, thresholds, came),
-            (s.stride(0), mask_row, n, k, block, memory, plan.n_blocks, plan.n_first),
+            threshold_kernel, (batch * programs, 1, 1), (s, masks, thresholds, came, real),
+            (s.stride(0), mask_row, n, *share, block, memory, plan.n_blocks, plan.n_first),
             (mask is not None, plan.block_m, plan.block_r, plan.block_c), num_warps=plan.warps,
         )  # fmt: skip
         launch(
             choose_kernel, (batch * cdiv(plan.n_blocks, plan.block_b), 1, 1),
-            (s, masks, thresholds, came, indices, gates, starts),
-            (s.stride(0), mask_row, n, k, block, plan.n_blocks, plan.n_first, eps),
+            (s, masks, thresholds, came, real, indices, gates, starts),
+            (s.stride(0), mask_row, n, k, *share, block, plan.n_blocks, plan.n_first, eps),
             (mask is not None, next_power_of_2(plan.n_first), plan.step, plan.block_b, plan.block_c), num_warps=4,
         )  # fmt: skip
     return gates, indices, thresholds, starts

@@ -15,25 +15,28 @@ from onepass.core.register import register, register_fake
 from onepass.ops._shared import arguments
 
 from . import sharding, torch_path
+from .reference import fraction, places
 
 # default: tokens before a block that its threshold is computed from
 MEMORY = 2048
 
 
 class CausalChoice(NamedTuple):
-    """The result of :func:`causal_choice`; both are ``(batch, min(k, n))``."""
+    """The result of :func:`causal_choice`; both are ``(batch, places)``."""
 
     indices: Tensor
     gates: Tensor
 
 
-def _check(scores: Tensor, mask: Tensor | None, k: int, eps: float, block: int, memory: int) -> None:
+def _check(scores: Tensor, mask: Tensor | None, k: int | float, eps: float, block: int, memory: int) -> None:
     check.floating("causal_choice", "scores", scores)
     if scores.dim() != 2:
         raise ValueError(f"causal_choice: scores must be (batch, n), got {tuple(scores.shape)}")
-    for name, value in (("k", k), ("block", block), ("memory", memory)):
+    for name, value in (("k", 0 if isinstance(k, float) else k), ("block", block), ("memory", memory)):
         if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
             raise TypeError(f"causal_choice: {name} must be an int, got {type(value).__name__}")
+    if isinstance(k, float) and not 0 < k <= 1:
+        raise ValueError(f"causal_choice: k must be an int ≥ 0 or a share 0 < k ≤ 1, got {k}")
     if k < 0:
         raise ValueError(f"causal_choice: k must be ≥ 0, got {k}")
     if isinstance(eps, bool) or not isinstance(eps, (int, float, torch.SymInt, torch.SymFloat)):
@@ -65,17 +68,19 @@ def _fused(scores: Tensor, block: int, memory: int) -> bool:
 
 
 def forward(
-    scores: Tensor, mask: Tensor | None, k: int, eps: float, block: int, memory: int
+    scores: Tensor, mask: Tensor | None, k: int, share: float, eps: float, block: int, memory: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return (gates, indices, thresholds, starts), the last two for `backward`.
 
-    Without checks and autograd, for larger autograd nodes; 1 ≤ k ≤ n, batch ≥ 1.
+    k is the number of places, of which a share of the tokens is chosen; 0.0: the share k/n. Without checks and
+    autograd, for larger autograd nodes; 1 ≤ k ≤ n, batch ≥ 1.
     """
     if _fused(scores, block, memory):
         from . import kernels_triton
 
-        return kernels_triton.forward(scores, mask, k, eps, block, memory)
-    return torch_path.forward(scores, mask, k, eps, block, memory)
+        of_tokens = fraction(share) if share else (k, scores.shape[1])
+        return kernels_triton.forward(scores, mask, k, of_tokens, eps, block, memory)
+    return torch_path.forward(scores, mask, k, share, eps, block, memory)
 
 
 def backward(
@@ -108,7 +113,7 @@ backward_op = register("causal_choice_backward", _new_backward, sharding.backwar
 
 @register_fake(forward_op)
 def _(
-    scores: Tensor, mask: Tensor | None, k: int, eps: float, block: int, memory: int
+    scores: Tensor, mask: Tensor | None, k: int, share: float, eps: float, block: int, memory: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     batch, n = scores.shape
     blocks = cdiv(n, block)
@@ -129,14 +134,14 @@ def _(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    scores, mask, _, *ctx.options = inputs
+    scores, mask, _, _, *ctx.options = inputs
     ctx.save_for_backward(scores, mask, *output)
     ctx.set_materialize_grads(False)
 
 
 def _gradients(ctx: Any, run: Any, g_gates: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
     ds = None if g_gates is None else run(g_gates, *ctx.saved_tensors, *ctx.options)
-    return ds, None, None, None, None, None
+    return ds, None, None, None, None, None, None
 
 
 _call = bind(
@@ -145,37 +150,39 @@ _call = bind(
 )  # fmt: skip
 
 
-def choose(scores: Tensor, k: int, eps: float, block: int, memory: int, mask: Tensor | None) -> CausalChoice:
+def choose(scores: Tensor, k: int | float, eps: float, block: int, memory: int, mask: Tensor | None) -> CausalChoice:
     """Return the result of `causal_choice` for checked arguments."""
     batch, n = scores.shape
-    k = min(k, n)
+    share = k if isinstance(k, float) else 0.0
+    k = places(k, n, block) if isinstance(k, float) else min(k, n)
     if k == 0 or batch == 0:
         gates = scores.new_zeros((batch, k))
         return CausalChoice(gates.long(), gates)
-    gates, indices = _call(scores, mask, k, float(eps), block, memory)
+    gates, indices = _call(scores, mask, k, share, float(eps), block, memory)
     return CausalChoice(indices, gates)
 
 
 def causal_choice(
     scores: Tensor,
-    k: int,
+    k: int | float,
     *,
     eps: float = 0.3,
     block: int = 128,
     memory: int = MEMORY,
     mask: Tensor | None = None,
 ) -> CausalChoice:
-    r"""Choose and gate at most k tokens of each row; the choice and gate of a token depend on no later token.
+    r"""Choose and gate a share of each row's tokens; the choice and gate of a token depend on no later token.
 
-    The threshold of token i in block b is the score that the share k/n of earlier tokens exceeds:
+    The threshold of token i in block b is the score that the share r of earlier tokens exceeds:
 
     .. math::
-        t_i = \text{the score of rank } \lfloor \tfrac kn\,|P_b| \rfloor \text{ (from 0) among } P_b,\qquad
+        t_i = \text{the score of rank } \lfloor r\,|P_b| \rfloor \text{ (from 0) among } P_b,\qquad
         g_i = \sigma\!\big((s_i - t_i)/\varepsilon\big)
 
     where P_b are the real tokens in the last ``memory`` tokens before block b; in the first block, those before i.
     Without earlier tokens the threshold is −∞. Tokens above their threshold are chosen in order, as long as the number
-    chosen up to the end of block b stays within ⌈k·(tokens up to there)/n⌉.
+    chosen up to the end of block b stays within ⌈r·(R_b + block)⌉, where R_b are the real tokens before the block. So
+    with a share as k, a row's choices depend on its own real tokens so far, and on no length.
 
     Gradients also flow through the thresholds, as if each kept its share of the earlier tokens: from the second block
     on, a threshold moves with the mean of all scores before the block, weighted by the slopes σ′((s − t)/ε) of their
@@ -183,15 +190,17 @@ def causal_choice(
 
     Args:
         scores: ``(batch, n)``, fp32, fp16, bf16 or fp64, any strides.
-        k: how many to choose, an int ≥ 0; k > n means n.
+        k: a share r of the real tokens, a float 0 < k ≤ 1, taken as the nearest fraction with a denominator of at most
+            2²⁰; or how many to choose at most, an int ≥ 0, which means r = k/n (k > n: n).
         eps: temperature ε of the gates, a finite number > 0.
         block: tokens that share a threshold, ≥ 1.
         memory: tokens before a block that its threshold is computed from; a multiple of block.
         mask: ``(batch, n)`` bool, True at real tokens; others are never chosen and count in no threshold.
 
     Returns:
-        ``CausalChoice(indices, gates)``, each ``(batch, min(k, n))``: columns in ascending order, int64, then −1;
-        gates in the dtype of scores, then 0. NaN counts as +inf in a threshold, and is never chosen.
+        ``CausalChoice(indices, gates)``, each ``(batch, places)``: columns in ascending order, int64, then −1; gates
+        in the dtype of scores, then 0. There are min(k, n) places, and for a share as many as the last block can fill:
+        ⌈r·(n rounded up to whole blocks)⌉, at most n. NaN counts as +inf in a threshold, and is never chosen.
 
     Raises:
         TypeError: scores is not a floating-point tensor, a size not an int, eps not a number, or mask not bool.

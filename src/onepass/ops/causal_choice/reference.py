@@ -3,24 +3,63 @@
 from __future__ import annotations
 
 import math
+from fractions import Fraction
+from functools import lru_cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+# largest denominator of a share: products with the number of tokens stay exact in int64
+DENOMINATOR = 1 << 20
+
+
+def fraction(share: float) -> tuple[int, int]:
+    """Return the fraction nearest to a share 0 < share ≤ 1 with a denominator of at most 2²⁰, and not 0."""
+    # Dynamo would trace past the cache, and warn
+    return _nearest(share) if torch.compiler.is_compiling() else _known(share)
+
+
+def _nearest(share: float) -> tuple[int, int]:
+    exact = Fraction(share).limit_denominator(DENOMINATOR)
+    return (exact.numerator, exact.denominator) if exact else (1, DENOMINATOR)
+
+
+_known = lru_cache(256)(_nearest)
+
+
+def nearest(n: Any, numerator: int, denominator: int) -> Any:
+    """Return the share of n tokens, an int ≥ 0 or a tensor of them, rounded to the nearest, halves to even."""
+    twice = 2 * n * numerator + denominator
+    found = twice // (2 * denominator)
+    return found - (twice % (2 * denominator) == 0) * (found % 2)
+
+
+def places(share: float, n: int, block: int) -> int:
+    """Return how many of n tokens can be chosen at most: n, or ⌈share·(n rounded up to whole blocks)⌉ if that is less.
+
+    Not ⌈share·n⌉: the last block may turn out to be a whole one, and nothing before may depend on that.
+    """
+    numerator, denominator = fraction(share)
+    most = -(-(-(-n // block) * block * numerator) // denominator)
+    # works on symbolic lengths too, without tying a graph to one side
+    return torch.sym_min(n, most)  # type: ignore[no-any-return, no-untyped-call]
+
 
 def reference(
-    scores: Tensor, k: int, *, eps: float = 0.3, block: int = 128, memory: int = 2048, mask: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+    scores: Tensor, k: int | float, *, eps: float = 0.3, block: int = 128, memory: int = 2048,
+    mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return indices (batch, k) and gates of the tokens that a running threshold chooses; see `op.causal_choice`."""
     batch, n = scores.shape
-    k = min(k, n)
+    share = fraction(k) if isinstance(k, float) else (min(k, n), n)
+    k = places(k, n, block) if isinstance(k, float) else min(k, n)
     if not (k and batch):
         return scores.new_zeros(batch, k, dtype=torch.int64), scores.new_zeros(batch, k)
     known = scores.detach()
-    threshold = per_token(running_threshold(known, k, block, memory, mask), n, block)
-    wants = known > threshold
-    indices, _ = arrivals(wants if mask is None else wants & mask, k, block)
+    threshold = per_token(running_threshold(known, share, block, memory, mask), n, block)
+    indices, _ = arrivals(known > threshold, k, share, block, mask)
     found, at = indices >= 0, indices.clamp_min(0)
     shift = common_shift(scores, threshold, eps, block, mask).repeat_interleave(block, 1)[:, :n]
     above = (scores - shift).gather(1, at) - threshold.gather(1, at)
@@ -47,8 +86,8 @@ def common_shift(scores: Tensor, threshold: Tensor, eps: float, block: int, mask
     return (mean - mean.detach()).nan_to_num(0.0)
 
 
-def running_threshold(scores: Tensor, k: int, block: int, memory: int, mask: Tensor | None) -> Tensor:
-    """Return the score that the share k/n of the earlier tokens exceeds; −inf without earlier tokens.
+def running_threshold(scores: Tensor, share: tuple[int, int], block: int, memory: int, mask: Tensor | None) -> Tensor:
+    """Return the score that a share (numerator, denominator) of the earlier tokens exceeds; −inf without such tokens.
 
     Shape (batch, block + blocks − 1): for each token of the first block, then for each later block.
     """
@@ -61,15 +100,16 @@ def running_threshold(scores: Tensor, k: int, block: int, memory: int, mask: Ten
     past = padded.unfold(1, memory, block)[:, 1:blocks]
     before = torch.ones(block, block, dtype=torch.bool, device=scores.device).tril(-1)
     own = padded[:, None, memory : memory + block].expand(-1, block, -1).masked_fill(~before, -math.inf)
-    return torch.cat((_ranked(own, k, n), _ranked(past, k, n)), 1)
+    return torch.cat((ranked(own, share), ranked(past, share)), 1)
 
 
-def _ranked(rows: Tensor, k: int, n: int) -> Tensor:
-    """Return each row's entry of rank ⌊count·k/n⌋ (0: largest) among its `count` entries above −inf; else −inf."""
+def ranked(rows: Tensor, share: tuple[int, int]) -> Tensor:
+    """Return each row's entry of rank ⌊count·share⌋ (0: largest) among its `count` entries above −inf; else −inf."""
+    numerator, denominator = share
     count = (rows > -math.inf).sum(-1)
-    rank = count * k // n
+    rank = count * numerator // denominator
     length = rows.shape[-1]
-    values = rows.topk(min(length * k // n + 1, length), dim=-1).values
+    values = rows.topk(min(length * numerator // denominator + 1, length), dim=-1).values
     found = values.gather(-1, rank.clamp_max(values.shape[-1] - 1)[..., None])[..., 0]
     # topk puts NaN first; as a threshold it becomes +inf, which no score exceeds and where no gate has a gradient
     return torch.where(rank < count, torch.where(found.isnan(), math.inf, found), -math.inf)
@@ -81,19 +121,25 @@ def per_token(threshold: Tensor, n: int, block: int) -> Tensor:
     return torch.cat((threshold[:, :block], later), 1)[:, :n]
 
 
-def arrivals(wants: Tensor, k: int, block: int) -> tuple[Tensor, Tensor]:
-    """Return indices (batch, k) of the first tokens where `wants` is True, as many as the budget allows.
+def arrivals(wants: Tensor, k: int, share: tuple[int, int], block: int, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return indices (batch, k) of the first real tokens where `wants` is True, as many as the budget allows.
 
-    By the end of block b the budget is ⌈k·(tokens so far)/n⌉. Indices are −1 where fewer than k are chosen. Also
-    return, (batch, blocks + 1) int32, how many are chosen before each block, and in all.
+    By the end of block b the budget is the share of the real tokens before it and of a whole block, rounded up, and at
+    most k. Indices are −1 where fewer than k are chosen. Also return, (batch, blocks + 1) int32, how many are chosen
+    before each block, and in all.
     """
     batch, n = wants.shape
     blocks = -(-n // block)
+    before = torch.arange(blocks, device=wants.device) * block
+    if mask is not None:
+        wants = wants & mask
+        real = F.pad(mask, (0, blocks * block - n)).view(batch, blocks, block).sum(-1)
+        before = real.cumsum(-1) - real
     padded = F.pad(wants, (0, blocks * block - n)).view(batch, blocks, block)
     rank = padded.cumsum(-1)
     came = rank[..., -1].cumsum(-1)
-    tokens = torch.arange(1, blocks + 1, device=wants.device) * block
-    budget = (tokens.clamp_max(n) * k + n - 1) // n
+    numerator, denominator = share
+    budget = (((before + block) * numerator + denominator - 1) // denominator).clamp_max(k)
     # taken(b) = min(taken(b − 1) + came in b, budget(b)): a running sum with a ceiling, in closed form
     taken = F.pad(came + (budget - came).cummin(-1).values.clamp_max(0), (1, 0))
     let_in = (padded & (rank <= taken.diff(dim=-1)[..., None])).view(batch, -1).cumsum(-1)

@@ -34,6 +34,9 @@ def _samples(make: Callable[..., Tensor]) -> Iterator[Sample]:
     yield Sample("blocks of no power of two", (make(1, 320), 160), {"block": 40, "memory": 80})
     scores = make(3, 101)
     yield Sample("mask", (scores, 40), {"block": 32, "memory": 64, "mask": _mask(3, 101, scores.device)})
+    yield Sample("share", (make(2, 101), 0.23), {"block": 32, "memory": 64})
+    yield Sample("share and mask", (make(3, 90), 0.3), {"block": 8, "memory": 16, "mask": _mask(3, 90, scores.device)})
+    yield Sample("all by share", (make(2, 9), 1.0), {"block": 8, "memory": 8})
     yield Sample("none", (make(2, 5), 0))
     yield Sample("no tokens", (make(2, 0), 3))
     yield Sample("no batch", (make(0, 5), 3))
@@ -42,8 +45,9 @@ def _samples(make: Callable[..., Tensor]) -> Iterator[Sample]:
 def _opchecks() -> Iterator[tuple[Any, tuple[Any, ...]]]:
     scores = torch.randn(2, 30)
     for mask in (None, _mask(2, 30, scores.device)):
-        yield forward_op, (scores.clone().requires_grad_(), mask, 7, 0.3, 8, 16)
-        kept = forward_op(scores, mask, 7, 0.3, 8, 16)
+        yield forward_op, (scores.clone().requires_grad_(), mask, 7, 0.0, 0.3, 8, 16)
+        yield forward_op, (scores.clone(), mask, 8, 0.23, 0.3, 8, 16)
+        kept = forward_op(scores, mask, 7, 0.0, 0.3, 8, 16)
         yield backward_op, (torch.randn(2, 7), scores, mask, *kept, 0.3, 8, 16)
 
 
@@ -52,7 +56,8 @@ _BAD = (
     BadCall("1-d scores", lambda: causal_choice(torch.ones(6), 1), ValueError, r"scores must be \(batch, n\)"),
     BadCall("integers", lambda: causal_choice(_S.long(), 1), TypeError, "int64"),
     BadCall("k", lambda: causal_choice(_S, -1), ValueError, "k must be ≥ 0, got -1"),
-    BadCall("real k", lambda: causal_choice(_S, 1.5), TypeError, "k must be an int, got float"),  # type: ignore[arg-type]
+    BadCall("share", lambda: causal_choice(_S, 1.5), ValueError, r"int ≥ 0 or a share 0 < k ≤ 1, got 1\.5"),
+    BadCall("text k", lambda: causal_choice(_S, "1"), TypeError, "k must be an int, got str"),  # type: ignore[arg-type]
     BadCall("eps", lambda: causal_choice(_S, 1, eps=0.0), ValueError, "eps must be finite and > 0, got 0.0"),
     BadCall("infinite eps", lambda: causal_choice(_S, 1, eps=math.inf), ValueError, "finite and > 0, got inf"),
     BadCall("eps tensor", lambda: causal_choice(_S, 1, eps=_S), TypeError, "eps must be a number, got Tensor"),  # type: ignore[arg-type]
@@ -67,14 +72,16 @@ SPECS = [Spec("causal_choice", causal_choice, reference, _samples, _BAD, _opchec
 
 _TYPES = {
     **dict.fromkeys(("s_ptr", "threshold_ptr", "gate_ptr", "dgate_ptr", "sums_ptr", "ds_ptr", "eps"), "fp32"),
-    **dict.fromkeys(("came_ptr", "start_ptr"), "i32"),
+    **dict.fromkeys(("came_ptr", "real_ptr", "start_ptr"), "i32"),
     "index_ptr": "i64",
     "mask_ptr": "u8",
 }
 
 
 def _kernel(title: str, fn: Any, masked: bool, warps: int, registers: int, constants: dict[str, Any]) -> Kernel:
-    constants = {"HAS_MASK": masked, **({} if masked else {"mask_ptr": None}), **constants}
+    constants = {"HAS_MASK": masked, **constants}
+    absent = () if masked else ("mask_ptr", "real_ptr")
+    constants |= {a: None for a in fn.arg_names if a in absent}
     pointers = [a for a in fn.arg_names if a.endswith("_ptr") and a not in constants]
     signature = {
         a: ("*" if a in pointers else "") + _TYPES.get(a, "i32") for a in fn.arg_names if a not in constants

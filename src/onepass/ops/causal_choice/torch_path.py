@@ -6,18 +6,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .reference import arrivals, per_token, running_threshold
+from .reference import arrivals, fraction, per_token, running_threshold
 
 
 def forward(
-    scores: Tensor, mask: Tensor | None, k: int, eps: float, block: int, memory: int
+    scores: Tensor, mask: Tensor | None, k: int, share: float, eps: float, block: int, memory: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return gates, indices, thresholds, and how many are chosen before each block."""
     s = scores.to(torch.promote_types(scores.dtype, torch.float32))
-    thresholds = running_threshold(s, k, block, memory, mask)
+    of_tokens = fraction(share) if share else (k, s.shape[1])
+    thresholds = running_threshold(s, of_tokens, block, memory, mask)
     threshold = per_token(thresholds, s.shape[1], block)
-    wants = s > threshold
-    indices, starts = arrivals(wants if mask is None else wants & mask, k, block)
+    indices, starts = arrivals(s > threshold, k, of_tokens, block, mask)
     at = indices.clamp_min(0)
     # the last bit of torch.sigmoid depends on the place in memory, that of exp does not
     gates = ((threshold.gather(1, at) - s.gather(1, at)) / eps).exp_().add_(1).reciprocal_()

@@ -11,16 +11,14 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
+from .kernels_e4m3 import e4m3_codes, scales_of
+
 # smallest normal float: 1/TINY is finite
 TINY = tl.constexpr(1.1754943508222875e-38)
 # GATE: where silu(z) is multiplied in
 AFTER, FIRST = tl.constexpr(1), tl.constexpr(2)
 # QUANT: what shares a scale, a row or 128 columns of it
 ROW, BLOCK = tl.constexpr(1), tl.constexpr(2)
-LARGEST_E4M3 = tl.constexpr(448.0)
-# scales are at least this over 448, as the reciprocal of a smaller one may leave fp32
-LEAST = tl.constexpr(2.0**-40)
-SMALLEST_E4M3 = tl.constexpr(2.0**-6)
 
 
 @triton.jit
@@ -86,9 +84,18 @@ def load_vector(ptr, cols, N_COLS: tl.constexpr, BLOCK_R: tl.constexpr, MASKED: 
 
 
 @triton.jit
-def load_entries(ptr, entries, cols, mask, N_COLS: tl.constexpr, MASKED: tl.constexpr):
-    """Load from a table (entries, N_COLS) each row's own entry as fp32; zero where masked."""
-    return load_tile(ptr, (entries * N_COLS)[:, None] + cols[None, :], mask, MASKED)
+def load_weight(
+    ptr, entries, cols, mask, N_COLS: tl.constexpr, BLOCK_R: tl.constexpr, TABLE: tl.constexpr,
+    MASK_ROWS: tl.constexpr, MASK_COLS: tl.constexpr,
+):  # fmt: skip
+    """Load the weights of a tile's columns: (N_COLS,) for all rows, or of a table each row's own entry."""
+    if not TABLE:
+        v = load_vector(ptr, cols, N_COLS, BLOCK_R, MASK_COLS)
+    elif MASK_ROWS or MASK_COLS:
+        v = tl.load(ptr + (entries * N_COLS)[:, None] + cols[None, :], mask=mask, other=0.0)
+    else:
+        v = tl.load(ptr + (entries * N_COLS)[:, None] + cols[None, :])
+    return v
 
 
 @triton.jit
@@ -101,30 +108,6 @@ def silu_and_slope(z):
     """Return silu(z) and its derivative."""
     s = 1.0 / (1.0 + tl.exp(-z))
     return z * s, s * (1.0 + z * (1.0 - s))
-
-
-@triton.jit
-def scales_of(largest):
-    """Return the fp32 scale that maps e4m3's 448 to the largest number, and its reciprocal."""
-    largest = tl.maximum(largest, LEAST)
-    most = tl.full(largest.shape, LARGEST_E4M3, tl.float32)
-    return tl.div_rn(largest, most), tl.div_rn(most, largest)
-
-
-@triton.jit
-def e4m3_codes(x, dtype: tl.constexpr):
-    """Round fp32 to e4m3, to nearest even and at most 448; in uint8 for GPUs without this dtype, with the same bits."""
-    if dtype != tl.uint8:
-        codes = x.to(dtype)
-    else:
-        size = tl.minimum(tl.abs(x), LARGEST_E4M3)
-        bits = size.to(tl.int32, bitcast=True)
-        normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
-        # an fp32 number from 2¹⁴ on has steps of 2⁻⁹, as e4m3 has below its normal numbers
-        subnormal = (size + 16384.0).to(tl.int32, bitcast=True) & 15
-        codes = tl.where(x == x, tl.where(size < SMALLEST_E4M3, subnormal, normal), 0x7F)
-        codes = (codes | ((x.to(tl.int32, bitcast=True) >> 24) & 0x80)).to(tl.uint8)
-    return codes
 
 
 @triton.jit
@@ -186,6 +169,7 @@ def forward_kernel(
     rows = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     x_rows = (rows * x_row_stride * VEC)[:, None]
     y_rows = (rows * N_COLS)[:, None]
+    entries = rows
     if TABLE:
         # divided in 32 bits, which takes a tenth of the instructions; the number of rows fits
         entries = ((rows.to(tl.int32) // repeat) % n_entries).to(tl.int64)
@@ -214,10 +198,17 @@ def forward_kernel(
     if EARLY:
         for i in tl.static_range(CHUNKS):
             cols = i * BLOCK_C + tl.arange(0, BLOCK_C)
+            mask = in_tile(rows, cols, n_rows, N_COLS, MASK_ROWS, (i + 1) * BLOCK_C > N_COLS)
             if w_ptr is not None:
-                ws = ws + (load_vector(w_ptr, cols, N_COLS, BLOCK_R, (i + 1) * BLOCK_C > N_COLS),)
+                w = load_weight(
+                    w_ptr, entries, cols, mask, N_COLS, BLOCK_R, TABLE, MASK_ROWS, (i + 1) * BLOCK_C > N_COLS
+                )
+                ws = ws + (w,)
             if b_ptr is not None:
-                bs = bs + (load_vector(b_ptr, cols, N_COLS, BLOCK_R, (i + 1) * BLOCK_C > N_COLS),)
+                b = load_weight(
+                    b_ptr, entries, cols, mask, N_COLS, BLOCK_R, TABLE, MASK_ROWS, (i + 1) * BLOCK_C > N_COLS
+                )
+                bs = bs + (b,)
 
     if STABLE:
         largest = tl.full((BLOCK_R,), float("-inf"), tl.float32)
@@ -273,11 +264,12 @@ def forward_kernel(
             y = y.to(x_ptr.dtype.element_ty).to(tl.float32)
         if w_ptr is not None:
             if EARLY:
-                w = ws[i].to(tl.float32)
-            elif TABLE:
-                w = load_entries(w_ptr, entries, cols, mask, N_COLS, MASK_ROWS or (i + 1) * BLOCK_C > N_COLS)
+                w = ws[i]
             else:
-                w = load_vector(w_ptr, cols, N_COLS, BLOCK_R, (i + 1) * BLOCK_C > N_COLS).to(tl.float32)
+                w = load_weight(
+                    w_ptr, entries, cols, mask, N_COLS, BLOCK_R, TABLE, MASK_ROWS, (i + 1) * BLOCK_C > N_COLS
+                )
+            w = w.to(tl.float32)
             # a layer norm has an offset beside a table only
             y *= w if HAS_MEAN and not TABLE else w + offset
             if TWICE and x_ptr.dtype.element_ty == w_ptr.dtype.element_ty:
@@ -285,11 +277,12 @@ def forward_kernel(
                 y = y.to(x_ptr.dtype.element_ty).to(tl.float32)
         if b_ptr is not None:
             if EARLY:
-                y += bs[i].to(tl.float32)
-            elif TABLE:
-                y += load_entries(b_ptr, entries, cols, mask, N_COLS, MASK_ROWS or (i + 1) * BLOCK_C > N_COLS)
+                b = bs[i]
             else:
-                y += load_vector(b_ptr, cols, N_COLS, BLOCK_R, (i + 1) * BLOCK_C > N_COLS).to(tl.float32)
+                b = load_weight(
+                    b_ptr, entries, cols, mask, N_COLS, BLOCK_R, TABLE, MASK_ROWS, (i + 1) * BLOCK_C > N_COLS
+                )
+            y += b.to(tl.float32)
         if GATE == AFTER:
             y *= silu(zs[i].to(tl.float32))
         if y_ptr is not None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from onepass.core.launch import aligned, cdiv, device_guard, launch, sm_count
 
-from . import shapes
+from . import shapes_options
 from .kernels_triton import backward_kernel, forward_kernel
 from .launch import empty, even_rows_of, finish, limits, rows_of
 
@@ -57,14 +57,14 @@ def forward(
     repeat, entries = table
     # only with a table does the kernel of a layer norm add an offset
     has_table = entries > 1 or (has_mean and offset != 0.0)
-    tile = shapes.forward_tile(n_cols, itemsize)
+    tile = shapes_options.forward_tile(n_cols, itemsize, gate is not None, quant > 0)
     with device_guard(x):
         launch(
             forward_kernel, (cdiv(n_rows, tile.rows), 1, 1),
             (source, residual, weight, bias, y, s, stats, gate, stored, scales),
             (x_stride // vec, r_stride // vec, n_rows, float(eps), float(offset), z_stride // vec, repeat, entries),
-            (n_cols, vec, has_mean, stable, tile.rows, tile.cols, False, has_table, twice,
-             0 if gate is None else 1 + gate_first, quant),
+            (n_cols, vec, has_mean, stable, tile.rows, tile.cols, shapes_options.forward_early(n_cols, has_table),
+             has_table, twice, 0 if gate is None else 1 + gate_first, quant),
             num_warps=tile.warps,
         )  # fmt: skip
     return y, s, codes, scales, stats
@@ -96,9 +96,10 @@ def backward(
     repeat, entries = table
     tensors = 2 + (ds is not None) + (gate is not None)
     itemsize = max(t.element_size() for t in (x, dy, gate) if t is not None)
-    tile = shapes.backward_tile(
-        n_cols, itemsize, tensors, limits(x)[0], stable or gate is not None, max(need_w + need_b, bias is not None)
-    )
+    tile = shapes_options.backward_tile(
+        n_cols, itemsize, tensors, limits(x)[0], stable, max(need_w + need_b, bias is not None), gate_first, entries,
+        gate is not None,
+    )  # fmt: skip
     wanted = tile.per_sm * sm_count(x) if entries == 1 else max(1, tile.per_sm * sm_count(x) // entries)
     programs = min(wanted, cdiv(n_rows // entries, tile.rows))
     partials = None

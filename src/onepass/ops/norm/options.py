@@ -281,10 +281,9 @@ def _gradients(ctx: Any, run: Any, dy: Tensor | None, ds: Tensor | None, *_: Any
         needs = need_x or need_r, need_z, need_w, need_b
         d, dz, dw, db, copy = run(dy, d, x, gate, stats, weight, bias, *ctx.options, ctx.dtypes[0], *needs)
         copy = copy if ctx.dtypes[0] != x.dtype and needs[0] else None
-    both = zip(ctx.dtypes, (need_x, need_r), strict=True)
     # x and residual have the same gradient: one tensor for both, as torch.add returns
-    dx, dr = (d.to(t) if need and d is not None else None for t, need in both)
-    dx = copy if need_x and copy is not None else dx
+    dr = d.to(ctx.dtypes[1]) if need_r and d is not None else None
+    dx = (d.to(ctx.dtypes[0]) if copy is None else copy) if need_x and d is not None else None
     return dx, dr, dz if need_z else None, dw if need_w else None, db if need_b else None, *(None,) * 9
 
 

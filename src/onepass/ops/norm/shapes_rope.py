@@ -8,7 +8,7 @@ from typing import NamedTuple
 from onepass.core.launch import next_power_of_2
 
 # elements of a forward tile, bytes of a backward one
-FORWARD_TILE, BACKWARD_BYTES = 4096, 8192
+FORWARD_TILE, BACKWARD_BYTES = 4096, 4096
 # buffers of the software pipeline plus one
 BACKWARD_STAGES = 3
 
@@ -39,9 +39,9 @@ def heads(d: int, rotary: int, interleaved: bool, itemsize: int, backward: bool)
     """Return the constants of a kernel: forward has 32 elements per thread, backward at most 16."""
     tile, warps, per_sm = FORWARD_TILE, 4, 1
     if backward:
-        # masks and a part that is not rotated take registers: then programs are half as large
+        # masks and a part that is not rotated take registers: then fewer programs fit
         simple = rotary == d and d & (d - 1) == 0
-        tile, warps, per_sm = (BACKWARD_BYTES // itemsize, 8, 2) if simple else (BACKWARD_BYTES // itemsize // 2, 4, 3)
+        tile, warps, per_sm = (BACKWARD_BYTES // itemsize, 4, 4 if simple else 3)
     rest = next_power_of_2(d - rotary) if d > rotary else 0
     half = next_power_of_2(rotary // 2)
     return Heads(

@@ -9,7 +9,7 @@ from typing import Any
 from onepass.core.spec import Kernel
 from onepass.ops._shared.spec_parts import i32, kernel, pointers
 
-from . import shapes, shapes_rope
+from . import shapes_options, shapes_rope
 
 _SHARED_BYTES = 232448  # of an H200
 _NUMBERS = {"eps": "fp32", "offset": "fp32", **i32("n_rows", "z_row_stride", "repeat", "n_entries", "x_row_stride")}
@@ -25,14 +25,18 @@ def _arguments(t: str, names: tuple[str, ...], given: str) -> tuple[dict[str, st
 
 
 def _forward(t: str, what: str, cols: int, given: str, **options: Any) -> Kernel:
-    tile = shapes.forward_tile(cols, 2 if t == "bf16" else 4)
+    tile = shapes_options.forward_tile(
+        cols, 2 if t == "bf16" else 4, options.get("GATE", 0) > 0, options.get("QUANT", 0) > 0
+    )
     signature, absent = _arguments(t, _FORWARD, given)
     constants = {"HAS_MEAN": False, "STABLE": False, "TABLE": False, "TWICE": False, "GATE": 0, "QUANT": 0} | options
-    shape = {"N_COLS": cols, "VEC": 8, "BLOCK_R": tile.rows, "BLOCK_C": tile.cols, "EARLY": False}
+    early = shapes_options.forward_early(cols, constants["TABLE"])
+    shape = {"N_COLS": cols, "VEC": 8, "BLOCK_R": tile.rows, "BLOCK_C": tile.cols, "EARLY": early}
     return Kernel(
         f"norm forward {t} N={cols} {what}", kernel("ops.norm.kernels_triton", "forward_kernel"),
         signature | _NUMBERS | i32("r_row_stride"), constants | shape | absent, pointers(signature),
-        num_warps=tile.warps, max_registers=96, least_arch=89 if "codes" in given else 80, amd="codes" not in given,
+        num_warps=tile.warps, max_registers=128 if early else 96, least_arch=89 if "codes" in given else 80,
+        amd="codes" not in given,
     )  # fmt: skip
 
 
@@ -46,17 +50,18 @@ def _backward(t: str, what: str, cols: int, given: str, **options: Any) -> Kerne
         "NEED_W": True,
         "NEED_B": False,
     } | options
-    tile = shapes.backward_tile(
-        cols, 2 if t == "bf16" else 4, 2 + bool(gate), _SHARED_BYTES, bool(gate), 1 + constants["NEED_B"]
-    )
+    tile = shapes_options.backward_tile(
+        cols, 2 if t == "bf16" else 4, 2 + bool(gate), _SHARED_BYTES, False, 1 + constants["NEED_B"], gate == 2,
+        16 if constants["TABLE"] else 1, gate > 0,
+    )  # fmt: skip
     signature, absent = _arguments(t, _BACKWARD, given)
     shape = {"N_COLS": cols, "VEC": 8, "BLOCK_R": tile.rows, "BLOCK_C": tile.cols, "STAGES": tile.stages}
     return Kernel(
         f"norm backward {t} N={cols} {what}", kernel("ops.norm.kernels_triton", "backward_kernel"),
         signature | _NUMBERS | i32("dy_row_stride", "ds_row_stride"), constants | shape | absent, pointers(signature),
-        num_warps=tile.warps, max_registers=128 if tile.warps > 8 else 192, max_amd_spills=52,
-        # a gate before the norm keeps x and itself for dz: at 16 elements per thread a few registers too many
-        max_spill_bytes=64 if gate == 2 and cols == 8192 else 0,
+        # a gate before the norm keeps x and itself for dz: 32 elements per thread take all registers, and a few more
+        num_warps=tile.warps, max_registers=128 if tile.warps > 8 else 255 if gate == 2 and cols > 4096 else 192,
+        max_amd_spills=52, max_spill_bytes=64 if gate == 2 and cols == 8192 else 0,
         # False for chunks of 4 16-bit elements per thread, as without options
         vector_loads=tile.rows * tile.cols * (2 if t == "bf16" else 4) >= 16 * 32 * tile.warps,
     )  # fmt: skip
@@ -96,6 +101,7 @@ def _kernels() -> Iterator[Kernel]:
         yield _forward(t, "weights per head", 128, "x w y stats", TABLE=True)
         yield _forward(t, "adaptive", 1152, "x w b y stats", TABLE=True, HAS_MEAN=True)
         yield _backward(t, "weights per head", 128, "dy x w stats dx partials", TABLE=True)
+        yield _backward(t, "adaptive", 1152, "dy x w stats dx partials", TABLE=True, HAS_MEAN=True, NEED_B=True)
         yield _backward(t, "adaptive", 4096, "dy x w stats dx partials", TABLE=True, HAS_MEAN=True, NEED_B=True)
         for cols in (128, 8192) if t == "bf16" else (4096,):
             yield _forward(t, "gate", cols, "x w y stats z", GATE=1)

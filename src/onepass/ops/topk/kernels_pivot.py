@@ -130,6 +130,7 @@ def pass_kernel(
     LARGEST: tl.constexpr,
     ALONE: tl.constexpr,
     BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """Collect the scores above the pivot from `tiles` tiles of a row; ALONE: one program per row, in order."""
     n_cols = n_cols * UNIT
@@ -143,7 +144,8 @@ def pass_kernel(
     counter = state_ptr + row * COUNTERS
     found = 0
     begin = tl.maximum(split * tiles, first // BLOCK)
-    for tile in range(begin, tl.minimum((split + 1) * tiles, (last + BLOCK - 1) // BLOCK)):
+    end = tl.minimum((split + 1) * tiles, (last + BLOCK - 1) // BLOCK)
+    for tile in tl.range(begin, end, num_stages=STAGES):
         cols = tile * BLOCK + tl.arange(0, BLOCK)
         s = load_scores(
             s_ptr, mask_ptr, row * s_row_stride * UNIT + cols, row * mask_row_stride + cols, cols, True, first, last,

@@ -75,7 +75,7 @@ def _survivors(rows: Rows, k: int) -> _Survivors:
     )  # fmt: skip
     launch(
         pass_kernel, (n_rows, shape.splits, 1), (*given, found), (*numbers, shape.tiles),
-        (*options, alone, shape.tile), num_warps=shape.tile_warps,
+        (*options, alone, shape.tile, shape.tile_stages), num_warps=shape.tile_warps,
     )  # fmt: skip
     chooses = k <= plan.MAX_SORTED
     out = torch.empty((n_rows, k), dtype=torch.int64, device=s.device) if chooses else found

@@ -176,6 +176,9 @@ def _gradients(
         return (None,) * 12
     scores, indices, state, eps, *others = ctx.saved_tensors
     needs = ctx.needs_input_grad[0], eps is not None and ctx.needs_input_grad[1]
+    if g_values is None and hasattr(scores, "to_local"):
+        # torch 2.11 reads the mesh of DTensors from the first argument
+        g_values = torch.zeros_like(g_gates)  # type: ignore[arg-type]
     grads = run(g_values, g_gates, scores, indices, state, eps, *others, *ctx.options, *needs)
     return (*(g if need else None for g, need in zip(grads, needs, strict=True)), *(None,) * 10)
 

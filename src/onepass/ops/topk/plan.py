@@ -17,10 +17,12 @@ PER_SCAN = 256
 SCAN = 4096
 # rows are many from this many per multiprocessor on
 MANY = 4
-# longer rows: elements and warps of a tile of the pass; programs per multiprocessor; one program per row from MANY on
-TILE = 2048
-TILE_WARPS = 4
-PER_SM = 8
+# longer rows: elements, warps and buffers of a tile of the pass; programs per multiprocessor; one program per row from
+# MANY on
+TILE = 512
+TILE_WARPS = 1
+TILE_STAGES = 2
+PER_SM = 32
 # sampled elements of a row, with few rows and with many; elements of one group, which share a sector of memory
 SAMPLE = 16384
 SAMPLE_OF_MANY = 8192
@@ -57,7 +59,8 @@ class Pivot(NamedTuple):
     """Sample, pass, choice.
 
     groups, group: sampled groups of a row and elements of each; sample_warps: of the program that samples;
-    tile, tile_warps, tiles, splits: elements and warps of a tile, tiles of a program, programs of a row;
+    tile, tile_warps, tile_stages, tiles, splits: elements, warps and buffers of a tile, tiles of a program, programs of
+    a row;
     capacity: candidates that a row has room for; choose_warps, alone: warps of the program that chooses among them,
     and elements of its tile where it has to read the row again.
     """
@@ -67,6 +70,7 @@ class Pivot(NamedTuple):
     sample_warps: int
     tile: int
     tile_warps: int
+    tile_stages: int
     tiles: int
     splits: int
     capacity: int
@@ -89,8 +93,9 @@ def of_selection(n_rows: int, n_cols: int, k: int, itemsize: int, sms: int) -> W
     capacity = _capacity(n_cols, k, sample)
     return Pivot(
         max(1, sample // group), group, max(1, min(32, sample // SAMPLE_PER_WARP)),
-        TILE, TILE_WARPS, tiles, cdiv(n_tiles, tiles),
-        capacity, max(4, min(32, capacity // PER_CHOOSING_WARP)), ALONE,
+        # with many rows other programs hide the wait for a load, and buffers cost more than they save
+        TILE, TILE_WARPS, 1 if many else TILE_STAGES, tiles, cdiv(n_tiles, tiles),
+        capacity, max(4, min(32, next_power_of_2(capacity // PER_CHOOSING_WARP))), ALONE,
     )  # fmt: skip
 
 

@@ -154,10 +154,8 @@ def _kernels() -> Iterator[Kernel]:
                 f"topk pivot {title}", kp.pivot_kernel, {**options, "SHIFT": shift, **sample}, long.sample_warps, 128,
                 spill=120, s_ptr=pointer,
             )  # fmt: skip
-            yield _kernel(
-                f"topk pass {title}", kp.pass_kernel, {**options, "ALONE": alone, "BLOCK": long.tile}, long.tile_warps,
-                120, s_ptr=pointer,
-            )  # fmt: skip
+            blocks = {**options, "ALONE": alone, "BLOCK": long.tile, "STAGES": long.tile_stages}
+            yield _kernel(f"topk pass {title}", kp.pass_kernel, blocks, long.tile_warps, 120, s_ptr=pointer)
             chooses = k <= plan.MAX_SORTED
             blocks = {
                 **options, "SHIFT": shift, "CHOOSE": chooses, "BLOCK": long.capacity if chooses else 1,

@@ -1,0 +1,113 @@
+"""The records: every file `equal*.json` of a directory holds some of the runs, and together they are the result."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from onepass.core.errors import UserError
+from onepass.train import files
+
+Record = dict[str, Any]
+PATTERN = "equal*.json"
+ARMS = ("learned", "dense")
+# what tells one run from another
+KEY = ("kind", "task", "n", "dim", "blocks", "heads", "batch", "arm", "seed", "lr")
+# what two runs that are compared have in common
+SAME = ("task", "n", "dim", "blocks", "heads", "batch")
+NUMBERS = ("n", "dim", "blocks", "heads", "batch", "seed", "steps", "lr", "seconds", "ms_per_step", "parameters")
+
+
+def key(record: Record) -> tuple[Any, ...]:
+    """Return what tells a run from others; the rate does so where rates are tried, elsewhere it was chosen."""
+    return tuple(record[name] if name != "lr" or record["kind"] == "tune" else None for name in KEY)
+
+
+def group(record: Record) -> tuple[Any, ...]:
+    """Return what the two arms of a pair share, their seed aside."""
+    return tuple(record[name] for name in SAME)
+
+
+def read(path: Path) -> list[Record]:
+    """Read one file; raise UserError if it is none of ours."""
+    try:
+        runs = json.loads(path.read_bytes())["runs"]
+        if not all(_whole(run) for run in runs):
+            raise ValueError
+        return list(runs)
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        raise UserError(f"{path} is no record of `research.ablate text --equal-time`; move it away") from None
+
+
+def _whole(run: Record) -> bool:
+    """Return whether a run has what tables and pictures read."""
+    numbers = [run[name] for name in NUMBERS]
+    numbers += [point[name] for point in run["curve"] for name in ("step", "seconds", "bits")]
+    numbers += [run["final"]["step"], run["final"]["bits"]]
+    fit = all(type(value) is float or (type(value) is int and abs(value) < 2**63) for value in numbers)
+    texts = all(type(run[name]) is str for name in ("task", "device", "torch", "data"))
+    return bool(fit and texts and run["curve"] and run["arm"] in ARMS and run["kind"] in ("run", "tune"))
+
+
+def merge(parts: dict[str, Sequence[Record]]) -> list[Record]:
+    """Unite the runs of several files; the same run twice is one, another of the same name is refused."""
+    found: dict[tuple[Any, ...], tuple[str, Record]] = {}
+    for name, runs in parts.items():
+        for run in runs:
+            other, there = found.setdefault(key(run), (name, run))
+            if there != run:
+                what = f"{run['task']} {run['n']} {run['arm']} seed {run['seed']}"
+                raise UserError(f"{other} and {name} have two different runs of {what}; move one of the files away")
+    return [run for _, run in sorted(found.values(), key=lambda pair: [str(part) for part in key(pair[1])])]
+
+
+def load(folder: Path) -> list[Record]:
+    """Read and merge all files of a directory."""
+    return merge({path.name: read(path) for path in sorted(folder.glob(PATTERN))})
+
+
+class Store:
+    """The runs of a directory; new ones go to one file of it, which is written after every run."""
+
+    def __init__(self, folder: Path, part: str = "") -> None:
+        self.path = folder / (f"equal.{part}.json" if part else "equal.json")
+        self.all = load(folder)
+        self.own = read(self.path) if self.path.exists() else []
+
+    def find(self, wanted: Record) -> Record | None:
+        """Return the run with the key of `wanted`, if it is there."""
+        return next((run for run in self.all if key(run) == key(wanted)), None)
+
+    def add(self, run: Record) -> None:
+        """Keep a run, in one stroke: the file on disk is whole at any moment."""
+        self.all.append(run)
+        self.own.append(run)
+        files.write(self.path, json.dumps({"runs": self.own}, indent=1) + "\n")
+
+
+def pairs(runs: Iterable[Record]) -> dict[tuple[Any, ...], dict[int, dict[str, Record]]]:
+    """Group the runs that are compared: group → seed → arm, where both arms are there."""
+    found: dict[tuple[Any, ...], dict[int, dict[str, Record]]] = {}
+    for run in runs:
+        if run["kind"] == "run":
+            found.setdefault(group(run), {}).setdefault(run["seed"], {})[run["arm"]] = run
+    whole = {
+        name: {seed: arms for seed, arms in sorted(seeds.items()) if len(arms) == 2} for name, seeds in found.items()
+    }
+    return {name: seeds for name, seeds in sorted(whole.items()) if seeds}
+
+
+def tuned(runs: Iterable[Record], like: Record) -> tuple[float, Record] | None:
+    """Return the best rate that was tried for this arm, task and model at the nearest length, and what was tried."""
+    same = ("task", "dim", "blocks", "heads", "arm")
+    tried = [run for run in runs if run["kind"] == "tune" and all(run[name] == like[name] for name in same)]
+    if not tried:
+        return None
+    places = {(run["n"], run["batch"]) for run in tried}
+    at = min(places, key=lambda at: (abs(math.log(at[0] / like["n"])), at[0], at[1] != like["batch"], at[1]))
+    bits = {run["lr"]: run["final"]["bits"] for run in tried if (run["n"], run["batch"]) == at}
+    best = min(bits, key=lambda lr: bits[lr] if math.isfinite(bits[lr]) else math.inf)
+    return best, {"n": at[0], "bits": {f"{lr:g}": bits[lr] for lr in sorted(bits)}}

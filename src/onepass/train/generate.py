@@ -1,0 +1,147 @@
+"""`onepass generate`: text that a trained language model writes after a prompt, one byte at a time."""
+
+from __future__ import annotations
+
+import argparse
+import codecs
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from onepass.core.errors import UserError, printable
+from onepass.core.options import number
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from onepass.train.language import ByteModel
+
+TEXT = """\
+Let the language model of a run, trained with --task causal, write on after a prompt. It reads the prompt once, then
+takes one step per byte: the choices are those of the full model, and what is kept of the past is two windows and a
+share of the rest. The text appears as it is written; the same seed gives the same text on the same machine."""
+EXAMPLES = """\
+examples:
+  onepass train --task causal ~/notes --out runs/notes       first a model
+  onepass generate runs/notes --prompt "def "                256 bytes after "def "
+  onepass generate runs/notes --prompt "# " --temperature 0 --stop .      the likeliest byte each time, to a full stop
+  onepass generate runs/notes --prompt "a" --length 1000 --seed 7         a longer text, another draw
+"""
+
+
+def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `generate` to the command line."""
+    parser = commands.add_parser(
+        "generate",
+        help="let a trained language model write on after a prompt",
+        description=TEXT,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "directory", type=Path, metavar="RUN", help="directory of a run, as left by `onepass train --task causal`"
+    )
+    parser.add_argument("--prompt", required=True, metavar="TEXT", help="what the text begins with, at least one byte")
+    parser.add_argument(
+        "--length", type=number(1, 2**24), default=256, metavar="N", help="bytes to write at most (default: 256)"
+    )
+    parser.add_argument(
+        "--temperature", type=number(0, 100, float), default=0.8, metavar="T",
+        help="0: the likeliest byte each time; 1: as likely as the model finds it (default: 0.8)",
+    )  # fmt: skip
+    parser.add_argument("--stop", metavar="TEXT", help="end after the first TEXT that is written")
+    parser.add_argument("--seed", type=number(0, 2**63 - 1), default=0, help="of the draws (default: 0)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there is one")
+    parser.set_defaults(run=run, extra="train")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Load the model, read the prompt, write on."""
+    import torch
+
+    from onepass.train.cli import pick_device
+
+    model, seen = load(args.directory)
+    prompt = args.prompt.encode("utf-8", "surrogateescape")
+    if not prompt:
+        raise UserError("--prompt is empty; give at least one byte to go on from")
+    if len(prompt) > seen:
+        raise UserError(f"--prompt has {len(prompt):,} bytes, more than the {seen:,} that the model has seen at a time")
+    if args.stop is not None and not args.stop:
+        raise UserError("--stop is empty; give a text to end after, or leave it out")
+    model = model.to(pick_device(args.device))
+    if len(prompt) + args.length > seen:
+        sys.stderr.write(f"note: what follows byte {seen:,} is longer than any text the model has seen\n")
+    device = model.embedding.weight.device
+    written = generate(
+        model, torch.tensor([list(prompt)], device=device), temperature=args.temperature,
+        generator=torch.Generator().manual_seed(args.seed),
+    )  # fmt: skip
+    show = codecs.getincrementaldecoder("utf-8")("replace")
+    stop = None if args.stop is None else args.stop.encode("utf-8", "surrogateescape")
+    _write(show.decode(prompt))
+    tail = b""
+    for _, byte in zip(range(args.length), written, strict=False):
+        _write(show.decode(bytes([byte])))
+        if stop is not None:
+            tail = (tail + bytes([byte]))[-len(stop) :]
+            if tail == stop:
+                break
+    _write(show.decode(b"", final=True) + "\n")
+    return 0
+
+
+def load(directory: Path) -> tuple[ByteModel, int]:
+    """Return the language model of a run, and how many bytes it was trained on at a time; raise UserError."""
+    from onepass.train import checkpoint
+    from onepass.train.model import RoutedLanguageModel, new
+
+    where = directory / checkpoint.NAME
+    if not where.exists():
+        raise UserError(f"there is no run with a checkpoint in {directory} (no {checkpoint.NAME})")
+    saved = checkpoint.load(where)
+    if saved.config.task != "causal":
+        raise UserError(f"the run in {directory} guesses hidden bytes; generate needs one of --task causal")
+    if saved.config.route != "learned":
+        raise UserError(f"the run in {directory} has --route {saved.config.route}; generate needs --route learned")
+    model = new(saved.config)
+    checkpoint.restore_model(saved, model)
+    assert isinstance(model, RoutedLanguageModel)
+    return model.eval(), saved.config.seq
+
+
+def generate(model: ByteModel, prompt: Tensor, *, temperature: float, generator: torch.Generator) -> Iterator[int]:
+    """Yield one byte after another that a causal model writes after a prompt (1, n), without end.
+
+    Args:
+        model: in evaluation mode.
+        prompt: bytes, int64, n ≥ 1, on the model's device.
+        temperature: what logits are divided by before a byte is drawn; 0: the likeliest byte, the first of equals.
+        generator: of the draws, on the CPU.
+
+    Raises:
+        UserError: the logits are no numbers.
+    """
+    import torch
+
+    cache = model.new_cache(1)
+    logits = model.prefill(prompt, cache)
+    while True:
+        of_bytes = logits[0].double().cpu()
+        if not bool(of_bytes.isfinite().all()):
+            raise UserError("the model's outputs are no numbers; its weights are damaged or diverged")
+        if temperature > 0:
+            likely = (of_bytes / temperature).softmax(-1)
+            byte = int(torch.multinomial(likely, 1, generator=generator))
+        else:
+            byte = int(of_bytes.argmax())
+        yield byte
+        logits = model.step(torch.tensor([byte], device=prompt.device), cache)
+
+
+def _write(text: str) -> None:
+    """Print a piece of text at once; control characters, which a terminal would obey, appear as escapes."""
+    sys.stdout.write("".join(c if c in "\n\t" else printable(c) for c in text))
+    sys.stdout.flush()

@@ -1,0 +1,350 @@
+"""The processes of a run that torchrun started: who computes what, and how they agree.
+
+Weights, gradients and momenta are in shards (FSDP2). A batch and its order are those of one process: each process takes
+its rows, or with `--sequence-parallel` its tokens of every row. The first process alone prints and writes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import traceback
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from onepass.core.errors import UserError, printable
+from onepass.train import metrics, spread
+from onepass.train.checkpoint import Checkpoint
+from onepass.train.config import Config, from_json
+from onepass.train.data import Batch
+from onepass.train.model import Model, new
+from onepass.train.routes import RandomRouter
+from onepass.train.run import CONFIG, Run
+
+PLAN, TOLD = "plan", "told"  # keys of the store that all processes read
+WAIT = datetime.timedelta(days=7)  # for the first process to read its data; torchrun ends us if it dies
+COLLECTIVE = datetime.timedelta(minutes=30)  # longer than the first process writes a checkpoint
+GRACE = 25.0  # seconds from a stop signal to our end; torchrun kills after 30
+
+
+class World:
+    """A run of one process, with or without torchrun: nothing here changes what it computes."""
+
+    rank, size = 0, 1
+    restarts = most_restarts = 0  # how often torchrun has started this process again, and will at most
+    why_eager = ""  # reason not to capture the step in a CUDA graph
+    sequence_parallel = False  # whether processes share the tokens of each row, not the rows
+    # factor on the sum of this process's losses, whose mean over the processes is the loss; None: take their mean
+    scale: float | None = None
+
+    def __init__(self) -> None:
+        if dist.is_available() and dist.is_torchelastic_launched():
+            self.restarts = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+            self.most_restarts = int(os.environ["TORCHELASTIC_MAX_RESTARTS"])
+
+    @property
+    def first(self) -> bool:
+        """Whether this process prints and writes."""
+        return self.rank == 0
+
+    def restarted(self, run: Path | None) -> bool:
+        """Return whether torchrun started this process again after an earlier one had begun the run."""
+        if self.most_restarts and run is None:
+            raise UserError("torchrun --max-restarts: a restart finds its run by --out DIR; give one")
+        return self.restarts > 0 and run is not None and (run / CONFIG).is_file()
+
+    def check(self, config: Config) -> None:
+        """Raise UserError if the processes can't share the batches of a configuration."""
+
+    def announce(self, run: Run, config: Config, saved: Checkpoint | None) -> None:
+        """Tell the other processes what the run is; from here on all compute together."""
+
+    def start(self, path: Path, config: Config) -> None:
+        """Form the group of the processes that compute the run in `path`."""
+
+    def device(self, kind: str) -> torch.device:
+        """Return the device of this process."""
+        return torch.device(kind)
+
+    def model(self, config: Config, device: torch.device) -> Model:
+        """Return the model with its initial weights."""
+        return new(config).to(device)
+
+    def placed(self, saved: Checkpoint, model: nn.Module) -> Checkpoint:
+        """Return a checkpoint whose tensors are placed like the model's parameters."""
+        return saved
+
+    def training(self, batch: Batch) -> Batch:
+        """Return this process's part of a training batch."""
+        return batch
+
+    def measuring(self, batch: Batch) -> Batch:
+        """Return this process's rows of a validation batch, perhaps none."""
+        return batch
+
+    def whole_rows(self) -> None:
+        """From here on, all processes compute the same rows."""
+
+    def mean(self, values: Tensor) -> Tensor:
+        """Return the mean over the processes."""
+        return values
+
+    def total(self, values: Tensor) -> Tensor:
+        """Return the sum over the processes."""
+        return values
+
+    def stopping(self, received: list[int]) -> list[int]:
+        """Return the list of signals that stops the loop, for the signals that this process receives."""
+        return received
+
+    def agree(self, received: Sequence[int], stop: list[int]) -> None:
+        """Add to `stop` a signal that any process has received; all processes call this after the same step."""
+
+    def leave(self, code: int) -> int:
+        """Return the exit code when all processes have come here; several of them end here."""
+        return code
+
+
+class Processes(World):
+    """One of the processes that torchrun started."""
+
+    why_eager = "several processes gather weights between its kernels"
+
+    def __init__(self) -> None:
+        # not everywhere: torch may be built without it
+        from torch.distributed.rendezvous import rendezvous
+
+        super().__init__()
+        self.rank, self.size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        self.local_rank = int(os.environ["LOCAL_RANK"])
+        # torchrun's own store, which outlives its processes: keep what those before a restart wrote apart
+        store, _, _ = next(rendezvous("env://", self.rank, self.size))
+        self.store = dist.PrefixStore(f"onepass/{self.restarts}", store)  # type: ignore[attr-defined]
+        self.path = Path()
+        self.stopped = threading.Event()
+
+    def check(self, config: Config) -> None:
+        if self.sequence_parallel:
+            spread.check(config, self.size)
+        elif config.batch % self.size:
+            raise UserError(
+                f"--batch {config.batch}: {self.size} processes take equal parts of a batch; "
+                f"give a multiple of {self.size}, or --sequence-parallel"
+            )
+
+    def announce(self, run: Run, config: Config, saved: Checkpoint | None) -> None:
+        plan = {"path": str(run.path), "config": config.to_json(), "saved": saved and _outline(saved)}
+        self.store.set(PLAN, json.dumps(plan))
+        self.start(run.path, config)
+
+    def follow(self) -> tuple[Run, Config, Checkpoint | None]:
+        """Return what the first process announces; of a checkpoint's tensors, shapes and dtypes."""
+        self.store.wait([PLAN], WAIT)
+        plan = json.loads(self.store.get(PLAN))
+        run, config = Onlooker(Path(plan["path"])), from_json(plan["config"], f"{CONFIG}: ")
+        self.start(run.path, config)
+        return run, config, plan["saved"] and _from_outline(run.path, config, plan["saved"])
+
+    def start(self, path: Path, config: Config) -> None:
+        self.path, kind = path, config.device
+        if kind == "cuda":
+            if self.local_rank >= torch.cuda.device_count():
+                raise UserError(
+                    f"torchrun --nproc-per-node: more processes than the {torch.cuda.device_count()} CUDA devices here"
+                )
+            torch.cuda.set_device(self.local_rank)
+        backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
+        dist.init_process_group(backend, store=self.store, rank=self.rank, world_size=self.size, timeout=COLLECTIVE)
+        self.mesh = dist.device_mesh.init_device_mesh(kind, (self.size,))
+
+    def device(self, kind: str) -> torch.device:
+        return torch.device(kind, self.local_rank) if kind == "cuda" else torch.device(kind)
+
+    def model(self, config: Config, device: torch.device) -> Model:
+        """Return the model in shards. The first process alone draws the weights, so that they are those of one process.
+
+        Elsewhere a whole model never exists: it is on the meta device until it is in shards.
+        """
+        from torch.distributed.fsdp import fully_shard
+
+        drawn = new(config).state_dict() if self.first else {}
+        with torch.device("meta"):
+            model = new(config)
+        self.tokens = spread.Spread(self.mesh)
+        if self.sequence_parallel:
+            self.tokens.attach(model)
+        self.random = [module for module in model.modules() if isinstance(module, RandomRouter)]
+        for block in model.blocks:
+            fully_shard(block, mesh=self.mesh)
+        # back to shards after each forward: a checkpoint may follow a measurement, which has no backward
+        fully_shard(model, mesh=self.mesh, reshard_after_forward=True)
+        # the logits are a view, on which nothing works in place
+        warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view", UserWarning)
+        model.to_empty(device=device)
+        with torch.no_grad():
+            for name, value in model.state_dict().items():
+                value.copy_(self._place(drawn.get(name), value, value))
+        return model
+
+    def _place(self, whole: Tensor | None, sample: Tensor, like: Any) -> Tensor:
+        """Return a tensor of the first process, shaped as `sample`, placed like `like`."""
+        from torch.distributed.tensor import distribute_tensor
+
+        device = self.device(self.mesh.device_type)
+        here = torch.empty(sample.shape, dtype=sample.dtype, device=device) if whole is None else whole.to(device)
+        return distribute_tensor(here, self.mesh, like.placements, src_data_rank=0)
+
+    def placed(self, saved: Checkpoint, model: nn.Module) -> Checkpoint:
+        parameters = dict(model.named_parameters())
+        tensors = {}
+        for name, value in sorted(saved.tensors.items()):
+            kind, _, own = name.partition("/")
+            like = parameters.get(own if kind == "model" else own.rpartition("/")[0])
+            if like is None or like.shape != value.shape:
+                raise UserError(f"{saved.path}: {name} {tuple(value.shape)} fits no parameter of this model")
+            tensors[name] = self._place(value if self.first else None, value, like)
+        return replace(saved, tensors=tensors)
+
+    def training(self, batch: Batch) -> Batch:
+        if not self.sequence_parallel:
+            return self.measuring(batch)
+        self.whole_rows()
+        self.tokens.on = True
+        self.scale = self.size / batch.hidden.size
+        return self.tokens.part(batch)
+
+    def measuring(self, batch: Batch) -> Batch:
+        self.tokens.on = False
+        total = len(batch.tokens)
+        first, last = (total * rank // self.size for rank in (self.rank, self.rank + 1))
+        for router in self.random:
+            router.rows = first, total
+        return batch.rows(first, last)
+
+    def whole_rows(self) -> None:
+        self.tokens.on = False
+        for router in self.random:
+            router.rows = None
+
+    def mean(self, values: Tensor) -> Tensor:
+        return self.total(values) / self.size
+
+    def total(self, values: Tensor) -> Tensor:
+        values = values.clone()
+        dist.all_reduce(values)
+        return values
+
+    def stopping(self, received: list[int]) -> list[int]:
+        # the interpreter's handler waits while a collective does; this byte is written at once
+        reader, writer = socket.socketpair()
+        writer.setblocking(False)
+        signal.set_wakeup_fd(writer.detach(), warn_on_full_buffer=False)
+        threading.Thread(target=self._end_late, args=[reader], daemon=True).start()
+        return []
+
+    def _end_late(self, signals: socket.socket) -> None:
+        """End this process if the others can't agree with it on a step to stop at, since one of them is gone."""
+        signum = signals.recv(1)[0]
+        if not self.stopped.wait(GRACE):
+            self.end(128 + signum, self._gone("it did not stop with this one"))
+
+    def agree(self, received: Sequence[int], stop: list[int]) -> None:
+        heard = torch.tensor(max(received, default=0))
+        dist.all_reduce(heard, dist.ReduceOp.MAX)
+        if heard:
+            stop.append(int(heard))
+            self.stopped.set()
+
+    def _gone(self, why: str) -> str:
+        again = self.restarts < self.most_restarts
+        on = "torchrun starts it again from there" if again else "go on with the same command and --resume"
+        return f"a process of this run has ended ({why}); {self.path} has the last checkpoint: {on}"
+
+    def leave(self, code: int) -> int:
+        # on the CPU, where no device has work to wait for
+        dist.all_reduce(torch.zeros(()))
+        dist.destroy_process_group()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # the interpreter's end destroys threads of the group in any order, which aborts now and then under torch 2.11
+        os._exit(code)
+
+    def fail(self, error: BaseException) -> NoReturn:
+        """Tell the first error of the run, in one line where it is not a fault of this program, and end."""
+        if isinstance(error, UserError):
+            self.end(2, str(error))
+        if isinstance(error, KeyboardInterrupt):
+            self.end(130, "interrupted")
+        if isinstance(error, dist.DistError) or "gloo" in str(error):
+            # gloo begins with a place in its source, in brackets
+            why = (str(error).splitlines() or [type(error).__name__])[0].rpartition("] ")[2]
+            self.end(1, self._gone(f"{why:.80}"))
+        self.end(1, "".join(traceback.format_exception(error)), lines=True)
+
+    def end(self, code: int, message: str, *, lines: bool = False) -> NoReturn:
+        """Print a message unless another process has told what it follows from; leave without waiting for others."""
+        told = 0
+        with contextlib.suppress(RuntimeError):
+            told = self.store.add(TOLD, 1) - 1
+        if not told:
+            print(message if lines else f"onepass train: {printable(message)}", file=sys.stderr, flush=True)  # noqa: T201
+        # the interpreter's own end would wait for collectives that can't end
+        os._exit(code)
+
+
+class Onlooker(Run):
+    """The directory of a run for a process that does not write: its path, and nothing else."""
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        yield
+
+    def write(self, name: str, content: bytes | str) -> None:
+        """Leave the file to the first process."""
+
+    def append(self, rows: Sequence[metrics.Row]) -> None:
+        """Leave the rows to the first process."""
+
+    def rewind(self, saved: Checkpoint | None) -> None:
+        """Leave the metrics to the first process."""
+
+
+def _outline(saved: Checkpoint) -> dict[str, Any]:
+    tensors = {name: (list(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in saved.tensors.items()}
+    return {"step": saved.step, "seconds": saved.seconds, "scalars": saved.scalars, "tensors": tensors}
+
+
+def _from_outline(path: Path, config: Config, outline: dict[str, Any]) -> Checkpoint:
+    tensors = {
+        name: torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
+        for name, (shape, dtype) in outline["tensors"].items()
+    }
+    return Checkpoint(path, config, outline["step"], 0, None, outline["seconds"], tensors, outline["scalars"])
+
+
+@contextlib.contextmanager
+def joined() -> Iterator[World]:
+    """Join the processes that torchrun started; without it, or with one, there is this process alone."""
+    if not (dist.is_available() and dist.is_torchelastic_launched() and int(os.environ["WORLD_SIZE"]) > 1):
+        yield World()
+        return
+    world = Processes()
+    with open(os.devnull, "w") as nothing:
+        try:
+            with contextlib.nullcontext() if world.first else contextlib.redirect_stdout(nothing):
+                yield world
+        except BaseException as error:
+            world.fail(error)

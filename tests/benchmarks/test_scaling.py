@@ -1,0 +1,46 @@
+"""benchmarks/scaling.py on small sizes, on the CPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")
+def test_on_a_cpu(tmp_path: Path) -> None:
+    out = tmp_path / "scaling.json"
+    command = [sys.executable, "-m", "benchmarks.scaling", "--device", "cpu", "--processes", "1", "2"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
+    done = subprocess.run(
+        [*command, "--json", str(out)], capture_output=True, text=True, check=False, timeout=300, env=environment,
+        cwd=ROOT,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    one, two = json.loads(out.read_text())["records"]
+    assert (one["processes"], two["processes"]) == (1, 2)
+    # weak scaling: as many sequences per process; strong scaling of the others
+    assert two["main_job"]["batch"] == 2 * one["main_job"]["batch"]
+    assert two["main_job_sequence_parallel"]["tokens_per_s_and_process"] > 0
+    assert two["lion"]["parameters"] == one["lion"]["parameters"]
+    # 512 tokens: three rows of fp32 scores, and an eighth of them as two heads of 8 keys and 8 values
+    assert two["routing"]["bytes"]["scores"] == 3 * 4 * 512
+    assert two["routing"]["bytes"]["keys_and_values"] == 64 * 2 * 16 * 4
+    assert two["routing"]["predicted_ms"] > one["routing"]["ms"] / 2
+
+
+def test_the_prediction() -> None:
+    from benchmarks import scaling
+
+    one = {"ms": 10.0}
+    two = {"bytes": {"keys_and_values": 100, "windows": 10, "scores": 30, "weights": 50}, "all_reduce_ms": 2.0}
+    # half of the time, and 300 bytes at 50 bytes a millisecond
+    assert scaling.predicted(one, two, 2) == 5.0 + 300 / 50

@@ -1,0 +1,331 @@
+"""`research.ablate text --equal-time`: what a pair shares, whose time is whose, resuming, merging, the tables."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from onepass.core.errors import UserError
+from research.ablate import runner, text
+from research.ablate.__main__ import main
+from research.ablate.equal import records, report
+from research.ablate.equal.arms import Task
+from research.ablate.equal.trials import Ask, Cell, OutOfTimeError, Trials
+
+CPU = torch.device("cpu")
+ROOT = Path(__file__).parents[2]
+DATA = (str(ROOT / "research"), str(ROOT / "examples"))
+SIZE = dataclasses.replace(
+    text.SIZES["small"], dim=16, heads=2, blocks=1, n=64, batch=2, steps=12, paths=DATA, curve_windows=2,
+    final_windows=4,
+)  # fmt: skip
+PAGE = ROOT / "docs" / "equal_time.md"
+RESULTS = "benchmarks/results/h200/equal_time"
+OPTIONS = ["text", "--equal-time", "--size", "small", "--device", "cpu", "--data", DATA[0], "--data", DATA[1]]
+TINY = [*OPTIONS, "--dim", "16", "--heads", "2", "--blocks", "1", "--n", "64", "--batch", "2", "--steps", "6"]
+
+
+def cell(task: str = "causal", steps: int = 12, seconds: float = 0.0) -> Cell:
+    return Cell(task, dataclasses.replace(SIZE, steps=steps), Ask(steps, seconds, "cpu", "some"))
+
+
+def trials(folder: Path, part: str = "", **options: Any) -> Trials:
+    return Trials(records.Store(folder, part), CPU, False, **options)
+
+
+def run(**changes: Any) -> records.Record:
+    """A record as the command writes it, for the tables."""
+    point = {"step": 0, "seconds": 0.0, "bits": 8.0}
+    last = {"step": 10, "seconds": 2.0, "bits": 2.0}
+    head = cell().record("run", "learned", 0, 1e-3)
+    about = {"device": "cpu", "torch": "2", "data": "some", "seconds": 2.0, "steps": 10, "ms_per_step": 200.0}
+    return {**head, **about, "parameters": 5, "curve": [point, last], "final": {"step": 10, "bits": 2.0}, **changes}
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_pair_sees_the_same_batches_and_the_same_validation_text(causal: bool) -> None:
+    routed, dense = (Task(arm, 3, SIZE, CPU, causal=causal, compiled=False) for arm in ("learned", "dense"))
+    for step in range(3):
+        for ours, theirs in zip(routed.inputs(step), dense.inputs(step), strict=True):
+            assert torch.equal(ours, theirs)
+    assert torch.equal(routed.starts, dense.starts)
+    other = Task("learned", 4, SIZE, CPU, causal=causal, compiled=False)
+    assert not torch.equal(routed.inputs(3)[0], other.inputs(3)[0])
+
+
+def test_the_dense_arm_attends_to_every_token_and_has_four_times_the_width() -> None:
+    dense = Task("dense", 0, SIZE, CPU, causal=True, compiled=False)
+    assert dense.model.blocks[0].feed_forward.up.out_features == 4 * SIZE.dim
+    tokens = dense.inputs(0)[0]
+    changed = tokens.clone()
+    changed[:, 0] = (changed[:, 0] + 1) % 256
+    moved = (dense.model(tokens)[0] - dense.model(changed)[0]).abs().sum(-1)
+    # the first byte reaches the last place, and no place is reached from behind
+    assert (moved[:, -1] > 0).all()
+    changed = tokens.clone()
+    changed[:, -1] = (changed[:, -1] + 1) % 256
+    assert torch.equal(dense.model(tokens)[0][:, :-1], dense.model(changed)[0][:, :-1])
+
+
+class Slow(Task):
+    """Steps take 20 ms at least, measurements half a second."""
+
+    def inputs(self, step: int) -> tuple[torch.Tensor, ...]:
+        time.sleep(0.02)
+        return super().inputs(step)
+
+    def measure(self, last: bool) -> dict[str, float]:
+        time.sleep(0.5)
+        return super().measure(last)
+
+
+def test_the_clock_leaves_measurements_out() -> None:
+    task = Slow("dense", 0, SIZE, CPU, causal=True, compiled=False)
+    began = time.perf_counter()
+    result = runner.train(task, 24, SIZE.rates(), points=6, closing=True)
+    whole = time.perf_counter() - began
+    assert len(result["curve"]) == 7
+    assert whole >= 8 * 0.5
+    # with measurements it would be near the whole; steps take some 30 ms
+    assert 24 * 0.02 <= result["seconds"] < whole / 2
+    assert result["seconds"] == pytest.approx(24 * result["ms_per_step"] / 1e3, rel=1e-2)
+    times = [point["seconds"] for point in result["curve"]]
+    assert times[0] == 0
+    assert times == sorted(times)
+    assert times[-1] == pytest.approx(result["seconds"], rel=1e-2)
+    assert [point["step"] for point in result["curve"]] == [0, 4, 8, 12, 16, 20, 24]
+
+
+def test_the_dense_arm_gets_the_steps_that_fit_the_routed_arms_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "pace", lambda task, rates: {"learned": 40.0, "dense": 30.0}[task.arm])
+    trained = []
+
+    def train(task: Any, steps: int, *rest: Any, **options: Any) -> dict[str, Any]:
+        trained.append((task.arm, steps))
+        made = {"steps": steps, "steps_done": steps, "seconds": 0.5, "ms_per_step": 500 / steps, "parameters": 1}
+        return {**made, "curve": [{"step": 0, "seconds": 0.0, "bits": 8.0}], "final": {"step": steps, "bits": 2.0}}
+
+    monkeypatch.setattr(runner, "train", train)
+    one = trials(tmp_path)
+    one.compare(cell(), ("dense", "learned"), (0,))
+    assert trained == [("learned", 12), ("dense", math.floor(500 / 30))]
+    assert [made["given_seconds"] for made in one.store.all] == [0, 0.5]
+    # a budget is the routed arm's time too
+    trained.clear()
+    one.compare(cell("masked", steps=0, seconds=0.4), ("learned",), (0,))
+    assert trained == [("learned", 10)]
+
+
+def test_the_dense_arm_alone_needs_a_routed_run(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no routed run of causal, n = 64"):
+        trials(tmp_path).compare(cell(), ("dense",), (0,))
+
+
+def test_rates_are_tried_for_a_third_and_the_best_is_taken(tmp_path: Path) -> None:
+    one = trials(tmp_path)
+    one.tune(cell(), ("learned",), (1e-6, 4e-3))
+    assert [(made["lr"], made["steps"]) for made in one.store.all] == [(1e-6, 4), (4e-3, 4)]
+    one.compare(cell(), ("learned",), (0,))
+    (made,) = (made for made in one.store.all if made["kind"] == "run")
+    bits = {made["lr"]: made["final"]["bits"] for made in one.store.all if made["kind"] == "tune"}
+    assert made["lr"] == min(bits, key=lambda lr: bits[lr]) == 4e-3
+    assert made["tuned"] == {"n": 64, "bits": {"1e-06": bits[1e-6], "0.004": bits[4e-3]}}
+    assert made["steps"] == 12
+
+
+def test_a_rate_is_taken_from_the_nearest_length_and_never_from_a_diverged_run() -> None:
+    tried = [
+        run(kind="tune", n=n, lr=lr, final={"step": 1, "bits": bits})
+        for n, lr, bits in ((1024, 1e-3, 2.0), (8192, 2e-3, math.nan), (8192, 4e-3, 3.0))
+    ]
+    assert records.tuned(tried, run(n=2048))[0] == 1e-3
+    assert records.tuned(tried, run(n=32768))[0] == 4e-3
+    assert records.tuned(tried, run(n=2048, arm="dense")) is None
+    assert records.tuned(tried, run(n=2048, task="masked")) is None
+
+
+def test_a_run_that_does_not_fit_is_not_begun_and_one_that_is_cut_off_leaves_no_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(OutOfTimeError):
+        trials(tmp_path, deadline=time.monotonic() + 1).compare(cell(), ("learned",), (0,))
+    monkeypatch.setattr("research.ablate.equal.trials.MARGIN", -1e9)
+    with pytest.raises(OutOfTimeError):
+        trials(tmp_path, deadline=time.monotonic() - 1).compare(cell(), ("learned",), (0,))
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_command_resumes_and_writes_every_run_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = ["--task", "causal", "--out", str(tmp_path)]
+    assert main([*TINY, *out, "--seed", "0"]) == 0
+    first = json.loads((tmp_path / "equal.json").read_text())["runs"]
+    assert [(made["arm"], made["seed"]) for made in first] == [("learned", 0), ("dense", 0)]
+    for made in first:
+        assert len(made["curve"]) > 2
+        assert made["curve"][-1]["step"] == made["steps"]
+        assert {"lr", "parameters", "ms_per_step", "data", "device", "torch", "seconds"} <= made.keys()
+    assert first[1]["given_seconds"] == first[0]["seconds"]
+    # what is there is not trained again; what is new goes to the part that was asked for
+    assert main([*TINY, *out, "--seed", "0", "--seed", "1", "--part", "b"]) == 0
+    assert json.loads((tmp_path / "equal.json").read_text())["runs"] == first
+    second = json.loads((tmp_path / "equal.b.json").read_text())["runs"]
+    assert [(made["arm"], made["seed"]) for made in second] == [("learned", 1), ("dense", 1)]
+    assert len(records.load(tmp_path)) == 4
+    capsys.readouterr()
+    assert main(["report", str(tmp_path), "--page", str(tmp_path / "page.md")]) == 0
+    assert "| next byte | 64 | 16 | 2 |" in capsys.readouterr().out
+    assert (tmp_path / "equal_time.png").read_bytes().startswith(b"\x89PNG")
+    written = (tmp_path / "page.md").read_text()
+    assert "| next byte | 64 | 16 | 2 |" in written
+    assert "[equal.b.json](equal.b.json)" in written.replace("](./", "](")
+    # runs of another length of training are no part of this comparison
+    assert main([*TINY[:-1], "7", *out, "--seed", "0"]) == 2
+    assert "has asked_steps 6, this command 7" in capsys.readouterr().err
+
+
+def test_parts_merge(tmp_path: Path) -> None:
+    (tmp_path / "equal.json").write_text(json.dumps({"runs": [run(), run(arm="dense")]}))
+    (tmp_path / "equal.b.json").write_text(json.dumps({"runs": [run(), run(seed=1)]}))
+    assert [(made["arm"], made["seed"]) for made in records.load(tmp_path)] == [
+        ("dense", 0), ("learned", 0), ("learned", 1),
+    ]  # fmt: skip
+    assert [list(seeds) for seeds in records.pairs(records.load(tmp_path)).values()] == [[0]]
+    (tmp_path / "equal.c.json").write_text(json.dumps({"runs": [run(seconds=3.0)]}))
+    with pytest.raises(UserError, match=r"two different runs of causal 64 learned seed 0"):
+        records.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "{",
+        "[]",
+        '{"runs": [{}]}',
+        '{"runs": 3}',
+        *(json.dumps({"runs": [bad]}) for bad in (run(curve=[]), run(arm="best"), run(kind=[]), run(n=10**400))),
+    ],
+)
+def test_a_damaged_record(content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "equal.json").write_text(content)
+    assert main(["report", str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert "equal.json is no record of `research.ablate text --equal-time`" in said
+    assert said.count("\n") == 1
+
+
+def test_the_time_to_a_loss_lies_on_the_line_between_two_points() -> None:
+    curve = [{"seconds": 0.0, "bits": 8.0}, {"seconds": 4.0, "bits": 2.0}, {"seconds": 6.0, "bits": 3.0}]
+    assert report.time_to(curve, 9.0) == 0
+    assert report.time_to(curve, 5.0) == pytest.approx(2)
+    assert report.time_to(curve, 2.0) == pytest.approx(4)
+    assert report.time_to(curve, 1.9) is None
+
+
+@pytest.mark.parametrize(
+    ("gains", "verdict"),
+    [((0.4, 0.5, 0.6), "**routed**, 5.0 ×"), ((0.1, 0.3, 0.5), "level (routed by 1.5 ×"), ((-0.4, -0.5), "**dense**")],
+)
+def test_ahead_is_more_than_three_times_the_spread(gains: tuple[float, ...], verdict: str) -> None:
+    made = []
+    for seed, gain in enumerate(gains):
+        made.append(run(seed=seed))
+        last = {"step": 5, "seconds": 2.0, "bits": 2.0 + gain}
+        curve = [run()["curve"][0], last]
+        made.append(run(seed=seed, arm="dense", steps=5, final={"step": 5, "bits": 2.0 + gain}, curve=curve))
+    table = report.tables(made)
+    (line,) = (line for line in table.splitlines() if "± " in line)
+    assert verdict in line
+    # 8 bits at the start, 2 after 2 seconds
+    if gains[0] == 0.4:
+        assert "| 92 % (1.8 s) | never |" in line
+    if gains[0] < 0:
+        assert "| never | 93 % (1.9 s) |" in line
+
+
+def test_a_run_that_diverged_is_told(tmp_path: Path) -> None:
+    curve = [run()["curve"][0], {"step": 5, "seconds": 2.0, "bits": math.nan}]
+    diverged = run(arm="dense", final={"step": 5, "bits": math.nan}, curve=curve)
+    (tmp_path / "equal.json").write_text(json.dumps({"runs": [run(), diverged]}))
+    assert main(["report", str(tmp_path)]) == 0
+    assert "| a run diverged | never |" in (tmp_path / "equal_time.md").read_text()
+    assert (tmp_path / "equal_time.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--n", "2048"], "--n goes with --equal-time"),
+        (["--size", "100m"], "--size 100m goes with --equal-time"),
+        (["--equal-time", "--arm", "random"], "--arm random: --equal-time compares learned and dense"),
+        (["--equal-time", "--calibrate"], "leave one of them out"),
+        (["--equal-time", "--steps", "5", "--budget", "5"], "give one of them"),
+        (["--equal-time", "--rate", "0.1"], "--rate goes with --tune"),
+        (["--equal-time", "--tune", "--seed", "0"], "--tune has a seed of its own"),
+        (["--equal-time", "--n", "3"], "--n: must be from 64"),
+        (["--equal-time", "--part", "../x"], "--part: must be letters"),
+        (
+            ["--equal-time", "--device", "cpu", "--size", "small", "--dim", "30", "--heads", "4"],
+            "--heads 4: 30 channels",
+        ),
+        (["--equal-time", "--device", "cpu", "--data", "nowhere"], "nowhere"),
+        (["--equal-time", "--device", "cpu", "--data", DATA[1], "--n", "1000000"], "--n 1000000: the "),
+    ],
+)
+def test_refusals(options: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        code = main(["text", *options, "--out", str(tmp_path / "out")])
+    except SystemExit as stop:
+        code = stop.code
+    assert code == 2
+    said = capsys.readouterr().err
+    assert message in said
+    assert said.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_large_size_has_a_hundred_million_parameters_in_both_arms() -> None:
+    from research.ablate.__main__ import command_line
+    from research.ablate.equal.command import sizes
+
+    (size,) = sizes(command_line().parse_args(["text", "--equal-time", "--size", "100m"]), "100m")
+    with torch.device("meta"):
+        for arm in ("learned", "dense"):
+            shapes = text.build(arm, dataclasses.replace(size, n=64), True, 4 * size.dim)
+            assert sum(p.numel() for p in shapes.parameters()) >= 100e6
+
+
+def test_the_committed_page_is_what_the_command_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    assert report.page(Path(RESULTS), Path("docs")) == PAGE.read_text()
+
+
+@pytest.mark.slow
+def test_compiled_blocks_learn_the_same() -> None:
+    size = dataclasses.replace(SIZE, dim=64, dense_heads=1)
+    plain, compiled = (Task("dense", 0, size, CPU, causal=True, compiled=compiled) for compiled in (False, True))
+    bits = [runner.train(task, 6, size.rates(), points=2, closing=True)["curve"] for task in (plain, compiled)]
+    for ours, theirs in zip(*bits, strict=True):
+        assert ours["bits"] == pytest.approx(theirs["bits"], rel=1e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", [True, False])
+def test_both_arms_are_captured_and_the_dense_one_uses_a_fast_kernel(causal: bool) -> None:
+    size = dataclasses.replace(SIZE, dim=128, heads=4, dense_heads=2, n=512)
+    device = torch.device("cuda")
+    for arm in ("learned", "dense"):
+        task = Task(arm, 0, size, device, causal=causal, compiled=True)
+        assert (task.attention in ("flash", "cudnn")) == (arm == "dense")
+        assert runner.pace(task, size.rates(), 0.05) > 0
+        result = runner.train(Task(arm, 0, size, device, causal=causal, compiled=True), 12, size.rates(), closing=True)
+        assert result["graph"]
+        assert result["curve"][-1]["bits"] < result["curve"][0]["bits"]

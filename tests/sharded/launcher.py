@@ -1,0 +1,59 @@
+"""Start `onepass train` as its user does, with torchrun, on a small text."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from train.tiny import TINY
+
+ROOT = Path(__file__).parents[2]
+SECONDS = 200
+WORDS = ["route", "token", "heavy", "light", "byte", "k", "norm", "=", "(x)", "é", "\n", "mask\n"]
+
+
+def write_texts(folder: Path) -> Path:
+    """Write 12 different texts."""
+    folder.mkdir()
+    for number in range(12):
+        words = [WORDS[(number * 7 + place * place) % len(WORDS)] for place in range(120)]
+        (folder / f"{number}.txt").write_text(f"{number} " + " ".join(words), encoding="utf-8")
+    return folder
+
+
+def start(processes: int, *options: object, restarts: int = 0, torchrun: bool = False) -> subprocess.Popen[str]:
+    """Start `onepass train OPTIONS` in this many processes; one needs no torchrun."""
+    launcher = [
+        "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", f"--max-restarts={restarts}",
+    ]  # fmt: skip
+    if processes == 1 and not torchrun:
+        launcher = []
+    command = [sys.executable, *launcher, "-m", "onepass", "train", *map(str, options)]
+    path = os.pathsep.join((str(ROOT / "src"), os.environ.get("PYTHONPATH", "")))
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+
+
+def ended(running: subprocess.Popen[str]) -> tuple[str, str]:
+    """Return what a run printed and its standard error; stop one that takes too long."""
+    try:
+        return running.communicate(timeout=SECONDS)
+    except subprocess.TimeoutExpired:
+        running.terminate()
+        raise
+
+
+def train(processes: int, texts: Path, out: Path, *options: object) -> str:
+    """Train a tiny model to the end; return what was printed."""
+    given = [texts, "--out", out, *TINY, "--threads", 1, *options]
+    with start(processes, *given) as running:
+        said, faults = ended(running)
+    assert running.returncode == 0, faults[-4000:]
+    return said
+
+
+def own_lines(faults: str) -> list[str]:
+    """Return the lines of onepass in what torchrun and its processes wrote to standard error."""
+    return [line for line in faults.splitlines() if line.startswith("onepass train: ")]

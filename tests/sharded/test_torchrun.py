@@ -1,0 +1,284 @@
+"""`onepass train` by several processes: the numbers of one, and nothing lost when a process is."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+from harness import tolerance
+from onepass.core.errors import UserError
+from onepass.train import config as configs
+from onepass.train import parallel, spread
+from sharded.launcher import SECONDS, ended, own_lines, start, train, write_texts
+from train.tiny import TINY, rows
+
+pytestmark = [
+    pytest.mark.skipif(not dist.is_available(), reason="torch without distributed"),
+    pytest.mark.skipif(sys.platform != "linux", reason="reads /proc"),
+]
+TOKENS, DIM = 4 * 32, 16  # of TINY
+LONG = ("--steps", 60, "--checkpoint-every", 5)
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_texts(tmp_path_factory.mktemp("data") / "texts")
+
+
+@pytest.fixture(scope="module")
+def one(texts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run of one process."""
+    return alone(texts, tmp_path_factory.mktemp("one") / "run")
+
+
+def alone(texts: Path, out: Path, *options: object) -> Path:
+    train(1, texts, out, *options)
+    return out
+
+
+def same(many: Path, one: Path) -> None:
+    """Compare all metrics of a run with those of one process.
+
+    The longest sums of a step are those of weights' gradients, over all tokens and once more over a row's features. A
+    gradient that is rounding alone may have another sign, and its weight steps the other way: as that gradient says,
+    this changes the loss by rounding. Choices of tokens are equal unless scores tie to the last bits.
+    """
+    most = tolerance(TOKENS * DIM, torch.float32)
+    found, expected = rows(many), rows(one)
+    assert [row.keys() for row in found] == [row.keys() for row in expected]
+    for got, want in zip(found, expected, strict=True):
+        assert got["step"] == want["step"]
+        for name, value in want.items():
+            assert abs(got[name] - value) <= most * max(1.0, abs(value)), (want["step"], name, got[name], value)
+
+
+def bits(run: Path) -> dict[str, torch.Tensor]:
+    return {name: value.view(torch.uint8) for name, value in load_file(run / "checkpoint.safetensors").items()}
+
+
+@pytest.mark.parametrize("options", [(), ("--sequence-parallel",)], ids=["rows", "tokens"])
+def test_two_processes_have_the_loss_curve_of_one(
+    texts: Path, one: Path, tmp_path: Path, options: tuple[str, ...]
+) -> None:
+    said = train(2, texts, tmp_path / "two", *options)
+    assert said.count("2 processes") == 1
+    assert said.count("step 12/12") == 1
+    same(tmp_path / "two", one)
+    # one file of whole tensors, as one process writes it
+    a, b = (load_file(run / "checkpoint.safetensors") for run in (one, tmp_path / "two"))
+    assert {name: value.shape for name, value in a.items()} == {name: value.shape for name, value in b.items()}
+    assert {path.name for path in one.iterdir()} == {path.name for path in (tmp_path / "two").iterdir()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [2, 4])
+@pytest.mark.parametrize("layout", [(), ("--sequence-parallel",)], ids=["rows", "tokens"])
+@pytest.mark.parametrize(
+    "options",
+    [("--task", "causal"), ("--route", "random"), ("--route", "none"), ()],
+    ids=["causal", "random", "none", "masked"],
+)
+def test_every_task(
+    texts: Path, tmp_path: Path, processes: int, layout: tuple[str, ...], options: tuple[str, ...]
+) -> None:
+    train(processes, texts, tmp_path / "many", *options, *layout)
+    same(tmp_path / "many", alone(texts, tmp_path / "one", *options))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("route", ["random", "none"])
+def test_every_causal_route(texts: Path, tmp_path: Path, route: str) -> None:
+    options = ("--task", "causal", "--route", route)
+    train(2, texts, tmp_path / "many", *options)
+    same(tmp_path / "many", alone(texts, tmp_path / "one", *options))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (2, 4), (4, 2)])
+def test_a_checkpoint_resumes_on_another_number_of_processes(
+    texts: Path, tmp_path: Path, before: int, after: int
+) -> None:
+    train(before, texts, tmp_path / "parts", "--checkpoint-every", 5)
+    said = train(after, texts, tmp_path / "parts", "--resume", "--steps", 24)
+    assert "going on after step 12" in said
+    # the same on one process all the way
+    train(1, texts, tmp_path / "one", "--checkpoint-every", 5)
+    train(1, texts, tmp_path / "one", "--resume", "--steps", 24)
+    same(tmp_path / "parts", tmp_path / "one")
+
+
+def process(launcher: subprocess.Popen[str], rank: int) -> int:
+    """Return the process of a rank among the children of torchrun."""
+    for entry in Path("/proc").iterdir():
+        try:
+            parent = re.search(r"^PPid:\t(\d+)$", (entry / "status").read_text(), re.MULTILINE)
+            environment = (entry / "environ").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if parent and int(parent[1]) == launcher.pid and f"RANK={rank}".encode() in environment:
+            return int(entry.name)
+    raise AssertionError(f"torchrun has no rank {rank}")
+
+
+def wait_for(run: Path, losses: int) -> None:
+    """Wait until a run has written this many rows of losses."""
+    metrics, deadline = run / "metrics.jsonl", time.monotonic() + SECONDS
+    while time.monotonic() < deadline:
+        if metrics.exists() and metrics.read_text(encoding="utf-8").count('"loss"') >= losses:
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"{run} did not get to {losses} losses")
+
+
+def told_lost(faults: str, run: Path, then: str) -> None:
+    """Demand one line, about a process that has ended."""
+    (line,) = own_lines(faults)
+    start = r"onepass train: a process of this run has ended \(.+\); "
+    assert re.fullmatch(f"{start}{re.escape(str(run))} has the last checkpoint: {then}", line), line
+
+
+@pytest.mark.slow
+def test_a_restart_of_one_process_loses_nothing(texts: Path, tmp_path: Path) -> None:
+    options = ("--steps", 400, "--checkpoint-every", 5)
+    given = [texts, "--out", tmp_path / "killed", *TINY, "--threads", 1, *options]
+    with start(1, *given, restarts=1, torchrun=True) as running:
+        wait_for(tmp_path / "killed", 12)
+        os.kill(process(running, 0), signal.SIGKILL)
+        said, faults = ended(running)
+    assert running.returncode == 0, faults[-4000:]
+    assert said.count("going on after step") == 1
+    train(1, texts, tmp_path / "whole", *options)
+    assert rows(tmp_path / "killed") == rows(tmp_path / "whole")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_process_ends_the_job_and_a_restart_loses_nothing(texts: Path, tmp_path: Path, rank: int) -> None:
+    train(2, texts, tmp_path / "whole", *LONG)
+    out = tmp_path / "killed"
+    given = [texts, "--out", out, *TINY, "--threads", 1, *LONG]
+    with start(2, *given, restarts=1) as running:
+        wait_for(out, 12)
+        os.kill(process(running, rank), signal.SIGKILL)
+        _, faults = ended(running)
+    assert running.returncode == 0, faults[-4000:]
+    told_lost(faults, out, "torchrun starts it again from there")
+    assert rows(out) == rows(tmp_path / "whole")
+    found, expected = bits(out), bits(tmp_path / "whole")
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+    again = tmp_path / "again"
+    given[2] = again
+    with start(2, *given) as running:
+        wait_for(again, 12)
+        os.kill(process(running, rank), signal.SIGKILL)
+        _, faults = ended(running)
+    assert running.returncode != 0
+    told_lost(faults, again, "go on with the same command and --resume")
+    # no traceback but torchrun's own
+    assert "onepass/train" not in faults
+    train(1, texts, again, "--resume", *LONG)
+    same(again, tmp_path / "whole")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_torchrun_saves_and_stops(texts: Path, tmp_path: Path, number: int) -> None:
+    out = tmp_path / "run"
+    with start(2, texts, "--out", out, *TINY, "--threads", 1, *LONG) as running:
+        wait_for(out, 12)
+        running.send_signal(number)
+        said, faults = ended(running)
+    assert own_lines(faults) == []
+    assert re.search(r"stopped after \d+ of 60 steps, all of them saved", said), faults[-4000:]
+    assert said.count("go on with: onepass train --resume") == 1
+    train(2, texts, out, "--resume", *LONG)
+    train(2, texts, tmp_path / "whole", *LONG)
+    assert rows(out) == rows(tmp_path / "whole")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        (("--batch", 3), "--batch 3: 2 processes take equal parts of a batch; give a multiple of 2, or"),
+        (("--batch", "x"), "argument --batch: "),
+        (("--sequence-parallel", "--seq", 33), "--seq 33: 2 processes take equal parts of a row"),
+        (("--config", "absent.toml"), "can't read absent.toml: "),
+    ],
+)
+def test_faults_are_told_once(texts: Path, tmp_path: Path, options: tuple[object, ...], line: str) -> None:
+    with start(2, texts, "--out", tmp_path / "run", *TINY, "--threads", 1, *options) as running:
+        _, faults = ended(running)
+    assert running.returncode != 0
+    assert re.search(r"exitcode +: 2 ", faults)
+    (told,) = own_lines(faults)
+    assert told.startswith(f"onepass train: {line}"), told
+    assert "onepass/train" not in faults
+
+
+@pytest.mark.slow
+def test_a_restart_needs_a_directory(texts: Path) -> None:
+    with start(2, texts, *TINY, restarts=1) as running:
+        _, faults = ended(running)
+    assert set(own_lines(faults)) == {
+        "onepass train: torchrun --max-restarts: a restart finds its run by --out DIR; give one"
+    }
+
+
+def config(**values: object) -> configs.Config:
+    given = {"device": "cpu", "precision": "fp32", "seed": 0, "threads": 1, "data": "", "paths": (), "route": "learned"}
+    return configs.build("cpu", **{**given, **values})
+
+
+def test_what_processes_can_not_share() -> None:
+    world = object.__new__(parallel.Processes)
+    world.size = 3
+    with pytest.raises(UserError, match="--batch 16: 3 processes take equal parts of a batch; give a multiple of 3"):
+        world.check(config())
+    world.check(config(batch=6))
+    world.sequence_parallel = True
+    world.check(config(batch=1, seq=33))
+    with pytest.raises(UserError, match="--seq 256: 3 processes take equal parts of a row"):
+        world.check(config())
+    with pytest.raises(UserError, match="--sequence-parallel: --task causal needs --route learned, got random"):
+        spread.check(config(seq=33, task="causal", route="random"), 3)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("layout", [(), ("--sequence-parallel",)], ids=["rows", "tokens"])
+@pytest.mark.parametrize("task", ["masked", "causal"])
+def test_two_gpus(texts: Path, tmp_path: Path, layout: tuple[str, ...], task: str) -> None:
+    options = ("--device", "cuda", "--preset", "cpu", "--task", task)
+    train(2, texts, tmp_path / "two", *options, *layout)
+    one = alone(texts, tmp_path / "one", *options)
+    losses = [[row["loss"] for row in rows(run) if "loss" in row] for run in (tmp_path / "two", one)]
+    # cuBLAS takes other algorithms for other shapes, with TF32 off: the order of sums differs, as on a CPU
+    most = tolerance(TOKENS * DIM, torch.float32)
+    assert max(abs(a - b) / b for a, b in zip(*losses, strict=True)) <= most, losses
+    train(1, texts, tmp_path / "two", "--resume", "--steps", 24, "--device", "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_killed_process_on_two_gpus(texts: Path, tmp_path: Path) -> None:
+    out = tmp_path / "killed"
+    given = [texts, "--out", out, *TINY, "--device", "cuda", "--preset", "cpu", "--steps", 400, "--checkpoint-every", 5]
+    with start(2, *given, restarts=1) as running:
+        wait_for(out, 12)
+        os.kill(process(running, 1), signal.SIGKILL)
+        _, faults = ended(running)
+    assert running.returncode == 0, faults[-4000:]
+    steps = [row["step"] for row in rows(out) if "loss" in row]
+    assert steps == list(range(1, 401))
