@@ -1,7 +1,8 @@
-"""Compare a call on DTensors with the same call on whole tensors: results, gradients, placements."""
+"""Compare a call or a layer on DTensors with the same on whole tensors: results, gradients, placements."""
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -9,10 +10,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_module,
+    distribute_tensor,
+)
 
+from onepass.nn import RouterOutput
 from sharded.processes import device_type
 
 CASES: dict[str, Callable[[], None]] = {}
@@ -95,6 +105,42 @@ def compare(
             assert y.grad.shape == x.grad.shape
             torch.testing.assert_close(whole(y.grad), x.grad, **tight, msg=lambda m, i=i: f"gradient of {i}: {m}")
     return b
+
+
+def _routings(routing: Any) -> list[RouterOutput]:
+    return [routing] if isinstance(routing, RouterOutput) else [r for part in routing for r in _routings(part)]
+
+
+def same_layer(
+    layer: nn.Module, x: Tensor, mask: Tensor | None, on: DeviceMesh, placements: Sequence[Placement],
+    weights: Callable[[str, nn.Module, DeviceMesh], None] | None = None,
+) -> Any:  # fmt: skip
+    """Compare y, the choice and all gradients; demand that y is placed like x. Return the routing of one process."""
+    layer = layer.to(x.device, x.dtype)
+    spread = distribute_module(copy.deepcopy(layer), on, weights)
+    a = x.clone().requires_grad_()
+    b = placed(x, on, placements).requires_grad_()
+    y, routing = layer(a, mask, return_routing=True)
+    got, got_routing = spread(b, None if mask is None else placed(mask, on, placements), return_routing=True)
+    assert tuple(got.placements) == tuple(placements), got.placements
+    assert got.shape == y.shape
+    for found, expected in zip(_routings(got_routing), _routings(routing), strict=True):
+        # a block's second layer scores tokens that are rounded otherwise: equal choices, gates within rounding
+        assert torch.equal(whole(found.indices), expected.indices)
+        torch.testing.assert_close(whole(found.gates.detach()), expected.gates.detach())
+    most = 2e-5 if x.dtype == torch.float32 else 1e-12
+    tight = {"rtol": most, "atol": most}
+    torch.testing.assert_close(whole(got.detach()), y.detach(), **tight)
+    torch.manual_seed(1)
+    up = torch.randn_like(y)
+    y.backward(up)
+    got.backward(distribute_tensor(up, on, placements))
+    torch.testing.assert_close(whole(b.grad), a.grad, **tight)
+    for (name, p), q in zip(layer.named_parameters(), spread.parameters(), strict=True):
+        assert (p.grad is None) == (q.grad is None), name
+        if p.grad is not None:
+            torch.testing.assert_close(whole(q.grad), p.grad, **tight, msg=lambda m, n=name: f"{n}: {m}")
+    return routing
 
 
 def case(name: str) -> Callable[[Callable[[], Any]], Callable[[], Any]]:

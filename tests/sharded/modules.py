@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_module, distribute_tensor
 
-from onepass.nn import Routed, RoutedAttention, RoutedBlock, RoutedFeedForward, Router, RouterOutput
-from sharded.compare import CASES, R, case, many, mesh, placed, whole, wide
+from onepass.nn import Routed, RoutedAttention, RoutedBlock, RoutedFeedForward, Router
+from sharded.compare import CASES, R, case, many, mesh, placed, same_layer, whole, wide
 from sharded.processes import device_type, main
 
 DIM = 16
@@ -43,53 +43,18 @@ ATTENTIONS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def _choices(routing: Any) -> list[RouterOutput]:
-    return [routing] if isinstance(routing, RouterOutput) else [r for part in routing for r in _choices(part)]
-
-
-def _same(
-    layer: nn.Module, x: Tensor, mask: Tensor | None, on: DeviceMesh, placements: Sequence[Placement],
-    weights: Callable[[str, nn.Module, DeviceMesh], None] | None = None,
-) -> None:  # fmt: skip
-    """Compare y, the choice and all gradients; demand that y is placed like x."""
-    layer = layer.to(x.device, x.dtype)
-    spread = distribute_module(copy.deepcopy(layer), on, weights)
-    a = x.clone().requires_grad_()
-    b = placed(x, on, placements).requires_grad_()
-    y, routing = layer(a, mask, return_routing=True)
-    got, got_routing = spread(b, None if mask is None else placed(mask, on, placements), return_routing=True)
-    assert tuple(got.placements) == tuple(placements), got.placements
-    assert got.shape == y.shape
-    for found, expected in zip(_choices(got_routing), _choices(routing), strict=True):
-        # a block's second layer scores tokens that are rounded otherwise: equal choices, gates within rounding
-        assert torch.equal(whole(found.indices), expected.indices)
-        torch.testing.assert_close(whole(found.gates.detach()), expected.gates.detach())
-    most = 2e-5 if x.dtype == torch.float32 else 1e-12
-    tight = {"rtol": most, "atol": most}
-    torch.testing.assert_close(whole(got.detach()), y.detach(), **tight)
-    torch.manual_seed(1)
-    up = torch.randn_like(y)
-    y.backward(up)
-    got.backward(distribute_tensor(up, on, placements))
-    torch.testing.assert_close(whole(b.grad), a.grad, **tight)
-    for (name, p), q in zip(layer.named_parameters(), spread.parameters(), strict=True):
-        assert (p.grad is None) == (q.grad is None), name
-        if p.grad is not None:
-            torch.testing.assert_close(whole(q.grad), p.grad, **tight, msg=lambda m, n=name: f"{n}: {m}")
-
-
 @many("spread over the sequence", {"layer": list(LAYERS), "n": [32, 33, 5, 1], "masked": [False, True]})
 def _(layer: str, n: int, masked: bool) -> None:
     x = wide(3, n, DIM).to(device_type())
     mask = torch.arange(n, device=x.device) < torch.tensor([[n], [max(1, n // 2)], [0]], device=x.device)
-    _same(LAYERS[layer](), x, mask if masked else None, mesh(), [Shard(1)])
+    same_layer(LAYERS[layer](), x, mask if masked else None, mesh(), [Shard(1)])
 
 
 @many("attention over the sequence", {"layer": list(ATTENTIONS), "n": [32, 33, 17, 5, 1], "masked": [False, True]})
 def _(layer: str, n: int, masked: bool) -> None:
     x = wide(3, n, DIM).to(device_type())
     mask = torch.arange(n, device=x.device) < torch.tensor([[n], [max(1, n // 2)], [0]], device=x.device)
-    _same(ATTENTIONS[layer](), x, mask if masked else None, mesh(), [Shard(1)])
+    same_layer(ATTENTIONS[layer](), x, mask if masked else None, mesh(), [Shard(1)])
 
 
 @many("batch and sequence", {"masked": [False, True]})
@@ -97,9 +62,10 @@ def _(masked: bool) -> None:
     world = dist.get_world_size()
     on = mesh(world // 2, 2)
     x = wide(4, 20, DIM).to(device_type())
-    _same(_feed_forward(), x, torch.rand(4, 20, device=x.device) < 0.7 if masked else None, on, [Shard(0), Shard(1)])
-    _same(_feed_forward(), x, None, on, [R, Shard(1)])
-    _same(ATTENTIONS["block"](), x, None, on, [Shard(0), Shard(1)])
+    mask = torch.rand(4, 20, device=x.device) < 0.7 if masked else None
+    same_layer(_feed_forward(), x, mask, on, [Shard(0), Shard(1)])
+    same_layer(_feed_forward(), x, None, on, [R, Shard(1)])
+    same_layer(ATTENTIONS["block"](), x, None, on, [Shard(0), Shard(1)])
 
 
 @case("weights in shards")
@@ -109,7 +75,7 @@ def _() -> None:
             if p is not None:
                 module.register_parameter(key, nn.Parameter(distribute_tensor(p, on, [Shard(0)])))
 
-    _same(_feed_forward(), wide(2, 24, DIM).to(device_type()), None, mesh(), [Shard(1)], shard)
+    same_layer(_feed_forward(), wide(2, 24, DIM).to(device_type()), None, mesh(), [Shard(1)], shard)
 
 
 @many("plain weights", {"layer": ["feed-forward", "cosine", "attention", "causal attention", "causal block"]})
@@ -137,7 +103,7 @@ def _() -> None:
     layer = _feed_forward(explore=0.0)
     with torch.no_grad():
         x[:, :6] += layer.router.weight.to(x)[0] * 10  # type: ignore[union-attr]
-    _same(layer, x, None, mesh(), [Shard(1)])
+    same_layer(layer, x, None, mesh(), [Shard(1)])
 
 
 @many("only scores, windows and chosen keys travel", {"layer": ["feed-forward", "attention"]})

@@ -11,14 +11,14 @@ from sharded.processes import run
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")
 
 
-@pytest.mark.parametrize("script", ["operators.py", "optimizer.py", "modules.py"])
+@pytest.mark.parametrize("script", ["operators.py", "optimizer.py", "modules.py", "balance.py"])
 def test_two_processes(script: str) -> None:
     errors = run(script, 2)
     assert not errors, errors
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script", ["operators.py", "optimizer.py", "modules.py"])
+@pytest.mark.parametrize("script", ["operators.py", "optimizer.py", "modules.py", "balance.py"])
 def test_four_processes(script: str) -> None:
     errors = run(script, 4)
     assert not errors, errors
@@ -26,7 +26,7 @@ def test_four_processes(script: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-@pytest.mark.parametrize("script", ["operators.py", "optimizer.py", "modules.py"])
+@pytest.mark.parametrize("script", ["operators.py", "optimizer.py", "modules.py", "balance.py"])
 def test_two_gpus(script: str) -> None:
     errors = run(script, 2, "cpu:gloo,cuda:nccl")
     assert not errors, errors

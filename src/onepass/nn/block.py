@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from . import decoding
 from .attention import AttentionRouting, RoutedAttention
 from .causal import router_of_windows
-from .count import check_count
+from .count import check_count, check_flag
 from .feed_forward import has_no_overrides
 from .packed import packed
 from .routed import RoutedFeedForward
@@ -44,7 +44,7 @@ class RoutedBlock(nn.Module):
         k_q: how many queries the heavy attention sees; default: k.
         k_kv: how many keys and values it sees; default: 2·k (a share: at most 1).
         heads, dim_head, light_heads, window: as `RoutedAttention`.
-        light_mult, heavy_mult, bias: as `RoutedFeedForward`.
+        light_mult, heavy_mult, bias, balance: as `RoutedFeedForward`.
         causal: no output depends on a later token: for language models.
         device, dtype: of all parameters.
 
@@ -54,7 +54,7 @@ class RoutedBlock(nn.Module):
     checkpointing.
 
     Raises:
-        TypeError: a k is neither int nor float, or a size is not an int.
+        TypeError: a k is neither int nor float, a size is not an int, or balance is not a bool.
         ValueError: a size is out of range.
 
     Source: CoLT5 (arXiv:2303.09752).
@@ -84,11 +84,13 @@ class RoutedBlock(nn.Module):
         heavy_mult: float = 4,
         bias: bool = True,
         causal: bool = False,
+        balance: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         check_count("RoutedBlock", "k", k)
+        check_flag("RoutedBlock", "balance", balance)
         if k_kv is None:
             k_kv = min(1.0, 2 * k) if isinstance(k, float) else 2 * k
         self.attention = RoutedAttention(
@@ -110,6 +112,7 @@ class RoutedBlock(nn.Module):
             heavy_mult=heavy_mult,
             router=router_of_windows(dim, window, device, dtype) if causal else None,
             bias=bias,
+            balance=balance,
             device=device,
             dtype=dtype,
         )

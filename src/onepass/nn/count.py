@@ -1,4 +1,4 @@
-"""Sizes of modules, and how many of n tokens to choose: an int, or a share of n."""
+"""Checks of what modules are given, and how many of n tokens to choose: an int, or a share of n."""
 
 from __future__ import annotations
 
@@ -21,6 +21,12 @@ def check_number(module: str, name: str, value: float) -> None:
     """Raise TypeError unless value is an int or a float."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{module}: {name} must be a number, got {type(value).__name__}")
+
+
+def check_flag(module: str, name: str, value: bool) -> None:
+    """Raise TypeError unless value is a bool."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{module}: {name} must be a bool, got {type(value).__name__}")
 
 
 def check_count(module: str, name: str, k: int | float) -> None:

@@ -1,4 +1,4 @@
-"""Tokens from the devices before and after, for attention within windows of a sequence that is spread over devices."""
+"""Tokens of other devices: those beside a device's own, for attention within windows, or any range of a list."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ def wanted(begin: int, end: int, n: int, window: int, causal: bool) -> tuple[int
     return first, end if causal else min(n, (-(-end // window) + 1) * window)
 
 
-def with_neighbours(x: Tensor, ranges: list[tuple[int, int]], wants: list[tuple[int, int]], group: Any) -> Tensor:
-    """Return the tokens (batch, …, dim) that this device wants, of x (batch, here, dim), its own.
+def fetch(x: Tensor, ranges: list[tuple[int, int]], wants: list[tuple[int, int]], group: Any) -> Tensor:
+    """Return the tokens (batch, …, dim) that this device wants, of x (batch, here, dim), its own, and of the others.
 
     Args:
         x: tokens of this device.
         ranges: where the tokens of each device begin and end in the row, in the order of the group.
-        wants: what each device wants; it holds what the device has.
+        wants: which range of the row each device wants.
         group: the devices.
     """
     return _Exchange.apply(x, ranges, wants, group)  # type: ignore[no-any-return, no-untyped-call]
@@ -91,4 +91,4 @@ class _Total(torch.autograd.Function):
         return total, None
 
 
-__all__ = ["total", "wanted", "with_neighbours"]
+__all__ = ["fetch", "total", "wanted"]

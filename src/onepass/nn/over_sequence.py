@@ -1,4 +1,4 @@
-"""Routed layers over a sequence that is spread over devices: tokens stay where they are, scores travel.
+"""Routed layers over a sequence that is spread over devices: scores travel, and tokens only to balance the work.
 
 Everything here runs on plain tensors, the part of each device; scores and choices alone are DTensors.
 """
@@ -110,6 +110,12 @@ class Part:
         own = own.gather(-1, slots)
         return torch.where(own, places.gather(-1, slots), -1), slots, own
 
+    def counts(self, indices: Tensor) -> Tensor:
+        """Return how many of the tokens among indices (…, k) each device has."""
+        size = -(-self.n // len(self.ranges))
+        edges = (size * torch.arange(len(self.ranges) + 1, device=indices.device)).clamp_max(self.n)
+        return torch.searchsorted(indices.flatten().sort().values, edges).diff()
+
     def explored(self, y: Tensor, router: nn.Module, k: int | float, mask: Any) -> Tensor:
         """Return y, whose backward also gives the router a gradient from tokens that were not chosen."""
         stride = router.explore_stride(k, self.n) if isinstance(router, Router) and y.requires_grad else 0
@@ -166,19 +172,33 @@ def routed_over_sequence(layer: Routed, x: Any, k: int | float, mask: Any, axis:
     """Return what `Routed` returns for a DTensor x whose tokens are spread along one axis of its mesh.
 
     The scores are gathered, 4 bytes a token, and every device chooses from the whole row. The heavy branch then runs
-    where the chosen tokens are, on as many as the row with the most of them has there. The host reads that number.
+    where the chosen tokens are, on as many as the row with the most of them has there, or, with `balance`, in even
+    parts. The host reads that number, and with `balance` how many tokens each device has.
     """
+
+    def heavy(tokens: Tensor) -> Tensor:
+        update = part.run(layer.heavy, tokens)
+        layer.same_shape("heavy", update, tokens.shape)
+        return update
+
     part = Part(x, axis)
     routing: RouterOutput = part.over_tokens(layer.router, x, k, mask)
     y = part.run(layer.light, part.tokens)
     layer.same_shape("light", y, part.tokens.shape)
     if routing.indices.shape[-1]:
-        places, slots, own = part.own(part.choice(routing.indices))
-        chosen = gather(part.tokens, places).flatten(1, -2)
-        update = part.run(layer.heavy, chosen)
-        layer.same_shape("heavy", update, chosen.shape)
+        indices = part.choice(routing.indices)
+        # before the host waits in `own`: then it waits once
+        counts = part.counts(indices) if layer.balance else None
+        places, slots, own = part.own(indices)
+        chosen = gather(part.tokens, places)
+        if counts is None:
+            update = heavy(chosen.flatten(1, -2)).reshape(chosen.shape)
+        else:
+            from .balance import evenly
+
+            update = evenly(heavy, chosen, own, counts, part.rank, part.group)
         gates = torch.where(own, part.choice(routing.gates).gather(-1, slots), 0)
-        y = scatter_add(y, update.reshape(*places.shape, part.shape[2]), gates, places)
+        y = scatter_add(y, update, gates, places)
     return part.spread(part.explored(y, layer.router, k, mask)), routing
 
 
@@ -212,7 +232,7 @@ def attention_over_sequence(
     routing = AttentionRouting(q, kv)
 
     wants = [halo.wanted(*r, n, window, layer.causal) for r in part.ranges]
-    around = halo.with_neighbours(part.tokens, part.ranges, wants, part.group)
+    around = halo.fetch(part.tokens, part.ranges, wants, part.group)
     first, last = wants[part.rank]
     left = part.begin - first
     y = part.run(layer.light, around, None if real is None else real[:, first:last])[:, left : left + part.here]

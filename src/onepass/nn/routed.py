@@ -17,7 +17,7 @@ from onepass.fused.plans import FeedForwardPlan
 from onepass.ops.routing.op import gather, scatter_add
 
 from .causal import CausalRouter
-from .count import check_count, check_number, check_size
+from .count import check_count, check_flag, check_number, check_size
 from .explore import explore
 from .feed_forward import FeedForward, has_no_overrides
 from .over_sequence import routed_over_sequence, sequence_axis
@@ -40,6 +40,10 @@ class Routed(nn.Module):
         k: how many tokens of each sequence the heavy branch sees: an int ≥ 0 (at most n are taken), or a float
             0 < k ≤ 1, a share of its m real tokens: ``max(1, round(k·m))``, so that a padded sequence gives what it
             gives alone. (A router that is not a `Router` is called with ``max(1, round(k·n))``, n the padded length.)
+        balance: for tokens that are spread over devices along the sequence (docs/scale.md): the heavy branch runs on
+            evenly many tokens of each device, called with ``(1, tokens, dim)``; those of which a device has too many
+            travel. Otherwise each device computes its own. The result is the same within rounding. Anywhere else it
+            changes nothing.
 
     Shapes: ``routed(x, mask=None)`` with x ``(batch, n, dim)`` of any float dtype and strides, mask ``(batch, n)``
     bool, True at real tokens, gives y like x; ``routed(x, mask, return_routing=True)`` gives ``(y, RouterOutput)``.
@@ -55,7 +59,7 @@ class Routed(nn.Module):
     Deterministic: the indices of one route are unique in a row, so no two additions race.
 
     Raises:
-        TypeError: k is neither int nor float.
+        TypeError: k is neither int nor float, or balance is not a bool.
         ValueError: k is out of range, or a branch changes the shape.
 
     Source: CoLT5 (arXiv:2303.09752).
@@ -68,10 +72,13 @@ class Routed(nn.Module):
         torch.Size([2, 40, 16])
     """
 
-    def __init__(self, light: nn.Module, heavy: nn.Module, router: nn.Module, k: int | float) -> None:
+    def __init__(
+        self, light: nn.Module, heavy: nn.Module, router: nn.Module, k: int | float, *, balance: bool = False
+    ) -> None:  # fmt: skip
         super().__init__()
         check_count(type(self).__name__, "k", k)
-        self.light, self.heavy, self.router, self.k = light, heavy, router, k
+        check_flag(type(self).__name__, "balance", balance)
+        self.light, self.heavy, self.router, self.k, self.balance = light, heavy, router, k, balance
 
     def forward(
         self, x: Tensor, mask: Tensor | None = None, return_routing: bool = False, *,
@@ -129,7 +136,7 @@ class Routed(nn.Module):
             )
 
     def extra_repr(self) -> str:
-        return f"k={self.k}"
+        return f"k={self.k}" + (", balance=True" if self.balance else "")
 
 
 class RoutedFeedForward(Routed):
@@ -146,6 +153,7 @@ class RoutedFeedForward(Routed):
         heavy_mult: hidden width of the heavy branch, in units of dim.
         router: default ``Router(dim)``; any module with its call signature.
         bias: biases in the linear layers.
+        balance: spread the heavy work evenly over devices that share a sequence (see `Routed`).
         device, dtype: of all parameters.
 
     Shapes, masks, packed sequences and errors: as `Routed`; masked tokens count as zeros whatever they hold. Works
@@ -154,7 +162,7 @@ class RoutedFeedForward(Routed):
     these two: the gradient of y reaches x and the router directly.
 
     Raises:
-        TypeError: k is neither int nor float, dim is not an int, or a width is not a number.
+        TypeError: k is neither int nor float, dim is not an int, a width is not a number, or balance is not a bool.
         ValueError: k is out of range, or a hidden width comes out below 1.
 
     Source: CoLT5 (arXiv:2303.09752).
@@ -178,6 +186,7 @@ class RoutedFeedForward(Routed):
         heavy_mult: float = 4,
         router: nn.Module | None = None,
         bias: bool = True,
+        balance: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -193,7 +202,7 @@ class RoutedFeedForward(Routed):
         check_size("RoutedFeedForward", "dim", dim)
         light, heavy = branch("light_mult", light_mult), branch("heavy_mult", heavy_mult)
         router = Router(dim, device=device, dtype=dtype) if router is None else router
-        super().__init__(light, heavy, router, k)
+        super().__init__(light, heavy, router, k, balance=balance)
 
     def forward(
         self, x: Tensor, mask: Tensor | None = None, return_routing: bool = False, *,

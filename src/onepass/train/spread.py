@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from onepass.core.errors import UserError
 from onepass.nn import RoutedBlock, RoutedFeedForward
-from onepass.nn.halo import with_neighbours
+from onepass.nn.halo import fetch
 from onepass.nn.over_sequence import parts
 from onepass.train.config import Config
 from onepass.train.data import Batch
@@ -83,7 +83,7 @@ class Spread:
         n = x.shape[1] * self.size
         ranges = parts(n, self.size)
         wants = [(max(0, begin - left), min(n, end + right)) for begin, end in ranges]
-        around = with_neighbours(x, ranges, wants, self.group).mT
+        around = fetch(x, ranges, wants, self.group).mT
         fetched = ranges[self.rank][0] - wants[self.rank][0]
         return (around if conv.padding[0] else F.pad(around, (left - fetched, 0)),)
 
