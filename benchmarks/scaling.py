@@ -6,7 +6,9 @@ Each number of processes (default: 1 and all GPUs) is one torchrun. The main job
 tokens per second and process should stay; one process runs with and without its CUDA graph, as FSDP2 has none. `lion`
 is one step over as many parameters in all, whole on one process. `routing` is a routed block forward and backward over
 one row whose tokens are spread; `predicted_ms` is the time of one process over N, plus the bytes of docs/scale.md at
-the rate at which an all-reduce of the same run sends its keys and values.
+the rate at which an all-reduce of the same run sends its keys and values. `balance` is a routed feed-forward, its
+heavy work balanced and not, for choices that fall anywhere and for choices on the first process alone; `predicted_ms`
+is the time of the former, plus four trips of the tokens that the latter move.
 """
 
 # ruff: noqa: T201
@@ -29,10 +31,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from onepass.core.about import device_name, versions
-from onepass.nn import RoutedBlock
+from onepass.nn import RoutedBlock, RoutedFeedForward
+from onepass.nn.balance import shares
+from onepass.nn.halo import fetch
 from onepass.optim import Lion
 from onepass.train import config as configs
 from onepass.train import data, files, parallel
@@ -124,27 +128,63 @@ def lion(world: parallel.World, size: dict[str, Any], device: torch.device) -> d
     return {"parameters": count, "ms": took, "gb_per_s_and_process": round(20 * count / world.size / took / 1e6, 2)}
 
 
+def one_row(size: dict[str, Any], device: torch.device) -> Tensor:
+    """Return tokens (1, n, dim), the same in every process."""
+    x = torch.randn(1, size["n"], size["block"]["dim"], generator=torch.Generator().manual_seed(0))
+    return x.to(device, size["dtype"])
+
+
+def both_passes(world: parallel.World, layer: nn.Module, x: Tensor, repeats: int, device: torch.device) -> float:
+    """Return the time of forward and backward, with the tokens of x over the processes if there are several."""
+    up = torch.ones_like(x)
+    if isinstance(world, parallel.Processes):
+        from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
+
+        layer = distribute_module(layer, world.mesh)
+        x, up = (distribute_tensor(t, world.mesh, [Shard(1)]) for t in (x, up))
+    x.requires_grad_()
+
+    def call() -> None:
+        layer.zero_grad()
+        x.grad = None
+        layer(x).backward(up)
+
+    return milliseconds(call, repeats, device)
+
+
+def balance(world: parallel.World, size: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    """Return the time of a routed feed-forward over a spread row, and the most tokens that a heavy branch gets."""
+    n, repeats = size["n"], size["repeats"]
+    chosen, found = round(n * K), {}
+    for choices in ("anywhere", "first"):
+        for balanced in (False, True):
+            torch.manual_seed(0)
+            layer: Any = RoutedFeedForward(size["block"]["dim"], K, balance=balanced).to(device, size["dtype"])
+            x = one_row(size, device)
+            if choices == "first":
+                x[:, :chosen] += 10 * layer.router.weight.detach()
+            rows: list[int] = []
+            layer.heavy.register_forward_pre_hook(lambda _, args, rows=rows: rows.append(args[0].shape[1]))
+            took = both_passes(world, layer, x, repeats, device)
+            most = torch.tensor(rows[-1], device=device)
+            dist.all_reduce(most, dist.ReduceOp.MAX)
+            found[f"{choices}, balanced" if balanced else choices] = {"ms": took, "most_tokens": int(most)}
+    plan = shares([chosen, *[0] * (world.size - 1)])
+    begin, end = plan.given[dist.get_rank()]
+    travelling = torch.zeros(1, end - begin, size["block"]["dim"], dtype=size["dtype"], device=device)
+    trip = milliseconds(lambda: fetch(travelling, plan.given, plan.taken, None), repeats, device)
+    predicted_ms = round(found["anywhere"]["ms"] + 4 * trip, 3)
+    return {"n": n, **found, "tokens_moved": plan.travelling, "trip_ms": trip, "predicted_ms": predicted_ms}
+
+
 def routing(world: parallel.World, size: dict[str, Any], device: torch.device) -> dict[str, Any]:
     """Return the time of a routed block over one row, what it sends, and how fast an all-reduce sends as much."""
     torch.manual_seed(0)
     n, options, dtype = size["n"], size["block"], size["dtype"]
     block: Any = RoutedBlock(options["dim"], K, k_kv=K_KV, **{k: v for k, v in options.items() if k != "dim"})
     block = block.to(device, dtype)
-    x = torch.randn(1, n, options["dim"], generator=torch.Generator().manual_seed(0)).to(device, dtype)
-    up = torch.ones_like(x)
-    if isinstance(world, parallel.Processes):
-        from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
-
-        block = distribute_module(block, world.mesh)
-        x, up = (distribute_tensor(t, world.mesh, [Shard(1)]) for t in (x, up))
-    x.requires_grad_()
-
-    def call() -> None:
-        block.zero_grad()
-        x.grad = None
-        block(x).backward(up)
-
-    found: dict[str, Any] = {"n": n, **options, "dtype": str(dtype), "ms": milliseconds(call, size["repeats"], device)}
+    took = both_passes(world, block, one_row(size, device), size["repeats"], device)
+    found: dict[str, Any] = {"n": n, **options, "dtype": str(dtype), "ms": took}
     if world.size > 1:
         inner, item = options["heads"] * options["dim_head"], dtype.itemsize
         memories = torch.zeros(round(n * K_KV), 2 * inner, dtype=dtype, device=device)
@@ -193,6 +233,8 @@ def work(folder: Path, kind: str) -> None:
             record["main_job_sequence_parallel"] = main_job(world, whole, corpus, size["steps"], "")
         record["lion"] = lion(world, size, device)
         record["routing"] = routing(world, size, device)
+        if world.size > 1:
+            record["balance"] = balance(world, size, device)
         if world.first:
             files.write(folder / "record.json", json.dumps(record))
         world.leave(0)

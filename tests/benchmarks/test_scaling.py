@@ -35,6 +35,11 @@ def test_on_a_cpu(tmp_path: Path) -> None:
     assert two["routing"]["bytes"]["scores"] == 3 * 4 * 512
     assert two["routing"]["bytes"]["keys_and_values"] == 64 * 2 * 16 * 4
     assert two["routing"]["predicted_ms"] > one["routing"]["ms"] / 2
+    # a sixteenth of the tokens, all on the first process: half of them move
+    assert two["balance"]["first"]["most_tokens"] == 32
+    assert two["balance"]["first, balanced"]["most_tokens"] == two["balance"]["tokens_moved"] == 16
+    assert two["balance"]["anywhere, balanced"]["most_tokens"] == 16 < two["balance"]["anywhere"]["most_tokens"] < 32
+    assert two["balance"]["predicted_ms"] > two["balance"]["anywhere"]["ms"]
 
 
 def test_the_prediction() -> None:
