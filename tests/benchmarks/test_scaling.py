@@ -49,3 +49,23 @@ def test_the_prediction() -> None:
     two = {"bytes": {"keys_and_values": 100, "windows": 10, "scores": 30, "weights": 50}, "all_reduce_ms": 2.0}
     # half of the time, and 300 bytes at 50 bytes a millisecond
     assert scaling.predicted(one, two, 2) == 5.0 + 300 / 50
+
+
+def test_the_tables_of_the_docs() -> None:
+    from benchmarks import spread_model
+
+    text = (ROOT / "docs" / "scale.md").read_text(encoding="utf-8")
+    assert [row for row in spread_model.tables() if row not in text] == []
+    for link in (spread_model.INSIDE, spread_model.BETWEEN):
+        assert f"h = {spread_model.least_width(link):.0f}" in text
+
+
+def test_a_trip_of_a_token_takes_its_heavy_time_at_the_least_width(monkeypatch: pytest.MonkeyPatch) -> None:
+    from benchmarks import spread_model
+
+    link = spread_model.BETWEEN._replace(latency=0.0)
+    monkeypatch.setattr(spread_model, "RATES", {64: link})
+    monkeypatch.setattr(spread_model, "HIDDEN", spread_model.least_width(link))
+    found = spread_model.balance(64, 3.0)
+    assert found.tokens == 2 * spread_model.CHOSEN // 64
+    assert found.cost == pytest.approx(found.saved, rel=1e-12)

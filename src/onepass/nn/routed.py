@@ -40,10 +40,10 @@ class Routed(nn.Module):
         k: how many tokens of each sequence the heavy branch sees: an int ≥ 0 (at most n are taken), or a float
             0 < k ≤ 1, a share of its m real tokens: ``max(1, round(k·m))``, so that a padded sequence gives what it
             gives alone. (A router that is not a `Router` is called with ``max(1, round(k·n))``, n the padded length.)
-        balance: for tokens that are spread over devices along the sequence (docs/scale.md): the heavy branch runs on
-            evenly many tokens of each device, called with ``(1, tokens, dim)``; those of which a device has too many
-            travel. Otherwise each device computes its own. The result is the same within rounding. Anywhere else it
-            changes nothing.
+        balance: for tokens that are spread over devices along the sequence (docs/scale.md). True: every device runs
+            the heavy branch on an even part of the chosen tokens, ``(1, tokens, dim)``; tokens of which a device has
+            more travel there and back. False: each device computes its own. Results are equal within rounding. Tokens
+            that are not spread are computed the same either way.
 
     Shapes: ``routed(x, mask=None)`` with x ``(batch, n, dim)`` of any float dtype and strides, mask ``(batch, n)``
     bool, True at real tokens, gives y like x; ``routed(x, mask, return_routing=True)`` gives ``(y, RouterOutput)``.
