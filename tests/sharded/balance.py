@@ -72,7 +72,7 @@ def _balanced(layer: Any, x: Tensor, mask: Tensor | None = None) -> None:
     routing = same_layer(layer, x, mask, mesh(), [Shard(1)])
     indices = getattr(routing, "feed_forward", routing).indices
     if indices.shape[-1]:
-        _even(rows[1], int((indices >= 0).sum()))
+        _even(rows[1], int(((indices >= 0) & (indices < x.shape[1])).sum()))
 
 
 def _crowded(layer: Any, x: Tensor, first: int, last: int) -> Tensor:
@@ -99,7 +99,10 @@ def _(layer: str, place: str, batch: int) -> None:
     _balanced(module, _crowded(module, x, first, first + min(here, 10)))
 
 
-@many("given choices", {"n": [24, 5], "rows": [[[0, 1, 2], [0, 1, -1]], [[4, 3, 2], [-1, -1, -1]], [[-1] * 3] * 2]})
+_CHOICES = [[[0, 1, 2], [0, 1, -1]], [[4, 3, 2], [-1, -1, -1]], [[-1] * 3] * 2, [[99, 1, -7], [0, 24, 2]]]
+
+
+@many("given choices", {"n": [24, 5], "rows": _CHOICES})
 def _(n: int, rows: list[list[int]]) -> None:
     indices = torch.tensor(rows, device=device_type())
     layer = Routed(nn.Identity(), nn.Linear(DIM, DIM), Given(indices), 3, balance=True)

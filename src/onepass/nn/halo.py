@@ -40,14 +40,12 @@ def _shared(a: tuple[int, int], b: tuple[int, int]) -> tuple[int, int]:
     return begin, max(begin, min(a[1], b[1]))
 
 
-def _send(rows: list[Tensor], sizes: list[int], group: Any) -> list[Tensor]:
-    """Send rows[i] (batch, tokens, dim) to device i; return what each device sent here, of `sizes` tokens."""
-    batch, _, dim = rows[0].shape
-    out = rows[0].new_empty(sum(sizes), batch, dim)
-    dist.all_to_all_single(
-        out, torch.cat(rows, 1).transpose(0, 1).contiguous(), sizes, [r.shape[1] for r in rows], group=group
-    )  # type: ignore[no-untyped-call]
-    return list(out.transpose(0, 1).split(sizes, 1))  # type: ignore[no-untyped-call]
+def _send(x: Tensor, given: list[tuple[int, int]], taken: list[tuple[int, int]], group: Any) -> Tensor:
+    """Send tokens (batch, n, dim), those of range given[i] to device i in turn; return those sent here, in turn."""
+    into, out_of = ([b - a for a, b in ranges] for ranges in (taken, given))
+    received = x.new_empty(sum(into), len(x), x.shape[2])
+    dist.all_to_all_single(received, x.transpose(0, 1).contiguous(), into, out_of, group=group)  # type: ignore[no-untyped-call]
+    return received.transpose(0, 1).contiguous()
 
 
 class _Exchange(torch.autograd.Function):
@@ -57,20 +55,21 @@ class _Exchange(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, ranges: list[tuple[int, int]], wants: list[tuple[int, int]], group: Any) -> Tensor:
         me = dist.get_rank(group)
         begin = ranges[me][0]
-        # what each device gets of mine, and what I get of each, itself included: then the parts stand in order
+        # what each device gets of mine, and what I get of each, itself included: then what I get stands in order
         ctx.given = [_shared(ranges[me], w) for w in wants]
         ctx.taken = [_shared(r, wants[me]) for r in ranges]
         ctx.group, ctx.begin, ctx.shape = group, begin, x.shape
-        parts = [x[:, a - begin : b - begin] if a < b else x[:, :0] for a, b in ctx.given]
-        return torch.cat(_send(parts, [b - a for a, b in ctx.taken], group), 1)
+        parts = [x[:, a - begin : b - begin] for a, b in ctx.given if a < b]
+        return _send(torch.cat(parts, 1) if parts else x[:, :0], ctx.given, ctx.taken, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        parts = list(grad.split([b - a for a, b in ctx.taken], 1))  # type: ignore[no-untyped-call]
-        gx = grad.new_zeros(ctx.shape)
-        for (a, b), part in zip(ctx.given, _send(parts, [b - a for a, b in ctx.given], ctx.group), strict=True):
+        gx, done = grad.new_zeros(ctx.shape), 0
+        received = _send(grad, ctx.taken, ctx.given, ctx.group)
+        for a, b in ctx.given:
             if a < b:
-                gx[:, a - ctx.begin : b - ctx.begin] += part
+                gx[:, a - ctx.begin : b - ctx.begin] += received[:, done : done + b - a]
+                done += b - a
         return gx, None, None, None
 
 
