@@ -1,4 +1,4 @@
-"""DTensors in several processes; the cases are in operators.py and optimizer.py."""
+"""DTensors in several processes; the cases are in operators.py, optimizer.py, modules.py and balance.py."""
 
 from __future__ import annotations
 
