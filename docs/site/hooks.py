@@ -50,8 +50,8 @@ PAGES = {
     "research/ablate/README.md": "evidence.md",
     **{f"src/onepass/ops/{name}/README.md": f"operators/{name}.md" for name in OPERATORS},
 }
-# pages whose tables need the room of the list of headings
-WIDE = ("performance.md",)
+# pages whose tables take the room of the list of headings
+WIDE = ("compatibility.md", "examples.md", "performance.md")
 LINK = re.compile(r"(!?\[(?:[^\[\]]|\[[^\]]*\])*\])\(([^)\s]+)\)")
 FENCE = re.compile(r"(^```.*?^```[^\n]*$)", re.DOTALL | re.MULTILINE)
 
