@@ -1,10 +1,12 @@
-"""The selection against torch.topk on one GPU: exactness, times of calls and of kernels, and a sweep of launch shapes.
+"""The selection against its rivals on one GPU: exactness, times of calls and of kernels, and a sweep of launch shapes.
 
 python benchmarks/selection.py --out selection.json [--cells NAME ...] [--variants] [--seconds 220]
 
 Every cell is compared with a stable sort first. Times are medians in µs with a cold L2: `call` from eager calls,
 `graph` from replays of a captured call, `host` of the launching thread, `kernels` from the profiler. A failure is
-recorded with its cell, and the rest goes on. `--variants` changes one constant of `onepass.ops.topk.plan` at a time.
+recorded with its cell, and the rest goes on. Rivals are torch.topk and, where it is installed, FlashInfer's top_k: as
+it comes, and with its settings for the same order and indices in every call. `--variants` changes one constant of
+`onepass.ops.topk.plan` at a time.
 """
 
 # ruff: noqa: T201
@@ -12,6 +14,7 @@ recorded with its cell, and the rest goes on. `--variants` changes one constant 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import math
 import time
@@ -173,15 +176,36 @@ def kernel_times(call: Callable[[], Any], flush: Tensor, repetitions: int = 10) 
     return {name: round(us, 2) for name, us in times.items() if "Fill" not in name}
 
 
+def rivals(cell: Cell, s: Tensor) -> dict[str, Callable[[], Any]]:
+    """Return the calls to compare with; FlashInfer's has no lengths."""
+    calls: dict[str, Callable[[], Any]] = {"torch.topk": lambda: torch.topk(s, cell.k, sorted=cell.best_first)}
+    if importlib.util.find_spec("flashinfer") and not cell.lengths:
+        top_k = importlib.import_module("flashinfer.topk").top_k
+        calls["flashinfer"] = lambda: top_k(s, cell.k, sorted=cell.best_first)
+        # 1: of equal scores the smaller indices
+        calls["flashinfer, deterministic"] = lambda: top_k(
+            s, cell.k, sorted=cell.best_first, deterministic=True, tie_break=1
+        )
+    return calls
+
+
+def timed(call: Callable[[], Any], timer: CudaTimer) -> dict[str, float]:
+    """Return a call's times in µs, and the memory that it takes beyond what is held."""
+    found = {"call": round(timer.us(call), 1), "host": round(timer.host_us(call), 1)}
+    found["graph"] = round(timer.us(graphed(call)), 1)
+    held = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    call()
+    found["peak MB"] = round((torch.cuda.max_memory_allocated() - held) / 1e6, 1)
+    return found
+
+
 def measure(cell: Cell, timer: CudaTimer, flush: Tensor, sms: int, record: dict[str, Any]) -> None:
-    """Check one cell and time it beside torch.topk; what was found before a failure stays in `record`."""
+    """Check one cell and time it beside its rivals; what was found before a failure stays in `record`."""
     s, ends = scores(cell, "cuda", sms), lengths(cell, "cuda")
 
     def ours() -> Any:
         return onepass.topk(s, cell.k, sorted=cell.best_first, lengths=ends)
-
-    def theirs() -> Any:
-        return torch.topk(s, cell.k, sorted=cell.best_first)
 
     top = ours()
     indices = expected(s, cell.k, cell.best_first, ends)
@@ -195,18 +219,18 @@ def measure(cell: Cell, timer: CudaTimer, flush: Tensor, sms: int, record: dict[
         rows = sorted({0, cell.rows // 2, cell.rows - 1})
         alone = [onepass.topk(s[r : r + 1], cell.k, sorted=cell.best_first).indices for r in rows]
         record["alone"] = all(torch.equal(a[0], top.indices[r]) for a, r in zip(alone, rows, strict=True))
-    del indices
-    for name, call in (("onepass", ours), ("torch.topk", theirs)):
-        record[name] = {"call": round(timer.us(call), 1), "host": round(timer.host_us(call), 1)}
-        replay = graphed(call)
-        record[name]["graph"] = round(timer.us(replay), 1)
-        held = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        call()
-        record[name]["peak MB"] = round((torch.cuda.max_memory_allocated() - held) / 1e6, 1)
-        del replay
-    record["ratio, call"] = round(record["torch.topk"]["call"] / record["onepass"]["call"], 2)
-    record["ratio, graph"] = round(record["torch.topk"]["graph"] / record["onepass"]["graph"], 2)
+    record["onepass"] = timed(ours, timer)
+    for name, call in rivals(cell, s).items():
+        try:
+            record[name] = timed(call, timer)
+            if name.endswith("deterministic"):
+                # without an order asked for, its indices come in an order of their own
+                theirs = call()[1] if cell.best_first else call()[1].sort(-1).values
+                record[name]["our indices"] = torch.equal(theirs, indices)
+        except Exception:
+            record[name] = {"failed": traceback.format_exc(limit=2)}
+    for how in ("call", "graph"):
+        record[f"ratio, {how}"] = round(record["torch.topk"][how] / record["onepass"][how], 2)
     record["GB/s, graph"] = round(s.numel() * s.element_size() / record["onepass"]["graph"] / 1e3)
     record["kernels"] = kernel_times(ours, flush)
 

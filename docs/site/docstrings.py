@@ -9,11 +9,16 @@ import griffe
 from latex2mathml.converter import convert
 
 BLOCK = re.compile(r"^( *)\.\. math::(.*(?:\n(?:\1 +.*|\s*(?=\n\1 {2,})))*)", re.MULTILINE)
-# a list that an example prints, or an index, which Markdown would read as a link
+# a list or an index, which Markdown would read as a link
 BRACKETS = re.compile(r"^\[|(?<=\])\[", re.MULTILINE)
 # a line of = over each column, the head, such a line, the rows, such a line
 TABLE = re.compile(r"^( *)(=+(?: +=+)+)\n((?:.*\n)+?)\1\2\n((?:.*\n)+?)\1\2$", re.MULTILINE)
 INLINE = re.compile(r":math:`([^`]+)`")
+ROLE = re.compile(r":(?:func|class|meth):(?=`)")
+# what is returned stands before a colon, and is shown as code already
+RETURNS = re.compile(r"(?<=^Returns:\n)( +)(.*?): ", re.MULTILINE)
+# the section's name that griffe knows: its prompts become code, under any other name they become quotations
+EXAMPLE = re.compile(r"^Example:$", re.MULTILINE)
 
 
 class Mathematics(griffe.Extension):
@@ -21,8 +26,11 @@ class Mathematics(griffe.Extension):
 
     def on_instance(self, *, obj: griffe.Object, **kwargs: Any) -> None:
         if obj.docstring:
-            text = TABLE.sub(_table, obj.docstring.value)
-            obj.docstring.value = BRACKETS.sub(r"\\\g<0>", INLINE.sub(_inline, BLOCK.sub(_fenced, text)))
+            text, *example = EXAMPLE.split(obj.docstring.value)
+            text = ROLE.sub("", BLOCK.sub(_fenced, TABLE.sub(_table, text)))
+            text = RETURNS.sub(lambda found: found[0].replace("``", ""), text)
+            text = BRACKETS.sub(r"\\\g<0>", INLINE.sub(_inline, text))
+            obj.docstring.value = "Examples:".join([text, *example])
 
 
 def _table(found: re.Match[str]) -> str:
@@ -44,5 +52,6 @@ def _inline(found: re.Match[str]) -> str:
 
 
 def _fenced(found: re.Match[str]) -> str:
-    indent, tex = found[1], " ".join(line.strip() for line in found[2].splitlines())
+    # latex2mathml shows the backslash of an escaped underscore within \text
+    indent, tex = found[1], " ".join(line.strip() for line in found[2].splitlines()).replace(r"\_", "_")
     return f"{indent}```tex\n{indent}{tex.strip()}\n{indent}```\n"

@@ -50,6 +50,8 @@ PAGES = {
     "research/ablate/README.md": "evidence.md",
     **{f"src/onepass/ops/{name}/README.md": f"operators/{name}.md" for name in OPERATORS},
 }
+# pages whose tables take the room of the list of headings
+WIDE = ("compatibility.md", "examples.md", "performance.md")
 LINK = re.compile(r"(!?\[(?:[^\[\]]|\[[^\]]*\])*\])\(([^)\s]+)\)")
 FENCE = re.compile(r"(^```.*?^```[^\n]*$)", re.DOTALL | re.MULTILINE)
 
@@ -140,6 +142,8 @@ def deeper(text: str) -> str:
 
 def on_page_markdown(markdown: str, page: Any, config: MkDocsConfig, files: Files) -> str:
     """Rewrite the links of the pages in `docs/`; those of other pages are rewritten already."""
+    if page.file.src_uri in WIDE:
+        page.meta["hide"] = ["toc"]
     if page.file.generated_by:
         return markdown
     text: str = config.extra["site"].rewritten(markdown, f"docs/{page.file.src_uri}", page.file.src_uri)

@@ -1,6 +1,7 @@
 """Check a built site: every link and picture leads to a file that is there, every fragment to an element with that id.
 
-MkDocs checks Markdown links; this also reads what themes, docstrings and raw HTML wrote.
+MkDocs checks Markdown links; this also reads what themes, docstrings and raw HTML wrote. It finds examples whose
+prompts (>>>) Markdown read as quotations, too.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ class Page(HTMLParser):
         super().__init__()
         self.links: set[str] = set()
         self.ids: set[str] = set()
+        self.quotes = False
         self.feed(path.read_text(encoding="utf-8"))
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.quotes = self.quotes or tag == "blockquote"
         for name, value in attrs:
             if name in ("href", "src") and value:
                 self.links.add(value)
@@ -29,10 +32,12 @@ class Page(HTMLParser):
 
 
 def dead(root: Path) -> list[str]:
-    """Return a line for each link that leads nowhere; addresses of other sites are not visited."""
+    """Return a line for each link that leads nowhere and each page with a quotation; other sites are not visited."""
     pages = {path: Page(path) for path in root.rglob("*.html")}
     found = []
     for path, page in pages.items():
+        if page.quotes:
+            found.append(f"{path.relative_to(root)}: a quotation, most likely an example that is no code")
         for link in sorted(page.links):
             parts = urlsplit(link)
             # the page of missing addresses has links from the site's root
