@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Iterator
 from functools import wraps
+from types import GenericAlias
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 from torch.library import Library, infer_schema
 
 from .sharding import Rule, add_rule, register_rules
@@ -48,4 +51,35 @@ def register_fake(op: Any) -> Callable[[F], F]:
     return decorate
 
 
-__all__ = ["NAMESPACE", "register", "register_fake"]
+def register_backward(name: str, function: Callable[..., Any], rule: Rule, of: tuple[str, ...]) -> Any:
+    """Return the operator `onepass::name` of a backward pass, and register its fake.
+
+    `function` returns the gradients of the arguments named in `of`. Its last arguments are bools: which of them are
+    needed. It may return None for the others. The operator then returns an empty tensor, since an op cannot return
+    None, with the dtype of the argument, or of the first one for an argument that is None.
+    """
+    signature = inspect.signature(function, eval_str=True)
+    places = [list(signature.parameters).index(argument) for argument in of]
+
+    def likes(args: tuple[Any, ...]) -> Iterator[Tensor]:
+        return (args[places[0] if args[i] is None else i] for i in places)
+
+    @wraps(function)
+    def run(*args: Any) -> tuple[Tensor, ...]:
+        found = zip(function(*args), likes(args), strict=True)
+        return tuple(like.new_empty(0) if g is None else g for g, like in found)
+
+    # the annotations with a tensor for each gradient, from which the schema follows
+    results = GenericAlias(tuple, (Tensor,) * len(of))
+    run.__signature__ = signature.replace(return_annotation=results)  # type: ignore[attr-defined]
+    op = register(name, run, rule)
+
+    @register_fake(op)
+    def _(*args: Any) -> tuple[Tensor, ...]:
+        needs = (need and args[i] is not None for need, i in zip(args[-len(of) :], places, strict=True))
+        return tuple(t.new_empty(t.shape if need else 0) for t, need in zip(likes(args), needs, strict=True))
+
+    return op
+
+
+__all__ = ["NAMESPACE", "register", "register_backward", "register_fake"]
