@@ -100,15 +100,8 @@ def backward(
     return ds if into is None else into.copy_(ds)
 
 
-def _new_backward(
-    g_gates: Tensor, scores: Tensor, mask: Tensor | None, gates: Tensor, indices: Tensor, thresholds: Tensor,
-    starts: Tensor, eps: float, block: int, memory: int,
-) -> Tensor:  # fmt: skip
-    return backward(g_gates, scores, mask, gates, indices, thresholds, starts, eps, block, memory)
-
-
 forward_op = register("causal_choice", forward, sharding.forward)
-backward_op = register("causal_choice_backward", _new_backward, sharding.backward)
+backward_op = register("causal_choice_backward", backward, sharding.backward)
 
 
 @register_fake(forward_op)
@@ -126,10 +119,7 @@ def _(
 
 
 @register_fake(backward_op)
-def _(
-    g_gates: Tensor, scores: Tensor, mask: Tensor | None, gates: Tensor, indices: Tensor, thresholds: Tensor,
-    starts: Tensor, eps: float, block: int, memory: int,
-) -> Tensor:  # fmt: skip
+def _(g_gates: Tensor, scores: Tensor, *rest: Any) -> Tensor:
     return scores.new_empty(scores.shape)
 
 

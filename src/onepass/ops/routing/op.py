@@ -103,15 +103,9 @@ def _scatter(y: Tensor, update: Tensor, gates: Tensor | None, indices: Tensor) -
     return out
 
 
-def _scatter_backward(
-    dy: Tensor, update: Tensor, gates: Tensor | None, indices: Tensor, need_u: bool, need_g: bool
-) -> tuple[Tensor | None, Tensor | None]:
-    return scatter_backward(dy, update, gates, indices, need_u, need_g)
-
-
 scatter_op = register("routing_scatter_add", _scatter, sharding.scatter_add)
 scatter_backward_op = register_backward(
-    "routing_scatter_add_backward", _scatter_backward, sharding.scatter_add_backward, of=("update", "gates")
+    "routing_scatter_add_backward", scatter_backward, sharding.scatter_add_backward, of=("update", "gates")
 )
 
 
