@@ -11,11 +11,11 @@ from itertools import pairwise
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 
 from onepass.nn import LayerNorm, RMSNorm
 from onepass.nn.feed_forward import has_no_overrides
 
+from .recognise import altered
 from .report import Layer
 from .trace import EXTRA, Step, Trace, UntraceableError, trace
 
@@ -44,12 +44,8 @@ def fused(module: nn.Module, norms: set[str]) -> tuple[type[nn.Module], tuple[st
         UntraceableError: the forward does more than a trace says, or no sum goes straight into one of the norms.
     """
     cls = type(module)
-    if "forward" in vars(module):
-        raise UntraceableError("its forward is overwritten on the instance")
-    if vars(module).get("_compiled_call_impl") is not None:
-        raise UntraceableError("it is compiled on its own")
-    if parametrize.is_parametrized(module):
-        raise UntraceableError("it has parametrizations")
+    if problem := altered(module):
+        raise UntraceableError(problem)
     found = trace(module, cls)
     adding = _sums(found.steps, norms)
     if not adding:

@@ -87,6 +87,13 @@ def save(
     files.write(path, safetensors.torch.save(tensors, metadata))
 
 
+def of_run(directory: Path) -> Path:
+    """Return where the checkpoint of a run is; raise UserError if there is none."""
+    if not (directory / NAME).exists():
+        raise UserError(f"there is no run with a checkpoint in {directory} (no {NAME})")
+    return directory / NAME
+
+
 def load(path: Path) -> Checkpoint:
     """Read a checkpoint; raise UserError if the file is cut off, damaged or not a checkpoint."""
     where = f"{path} can't be used: "

@@ -32,13 +32,10 @@ def _check(scores: Tensor, mask: Tensor | None, k: int | float, eps: float, bloc
     check.floating("causal_choice", "scores", scores)
     if scores.dim() != 2:
         raise ValueError(f"causal_choice: scores must be (batch, n), got {tuple(scores.shape)}")
-    for name, value in (("k", 0 if isinstance(k, float) else k), ("block", block), ("memory", memory)):
-        if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
-            raise TypeError(f"causal_choice: {name} must be an int, got {type(value).__name__}")
+    for name, value, least in (("k", 0 if isinstance(k, float) else k, 0), ("block", block, 1), ("memory", memory, 1)):
+        arguments.whole("causal_choice", name, value, least)
     if isinstance(k, float) and not 0 < k <= 1:
         raise ValueError(f"causal_choice: k must be an int ≥ 0 or a share 0 < k ≤ 1, got {k}")
-    if k < 0:
-        raise ValueError(f"causal_choice: k must be ≥ 0, got {k}")
     if isinstance(eps, bool) or not isinstance(eps, (int, float, torch.SymInt, torch.SymFloat)):
         raise TypeError(f"causal_choice: eps must be a number, got {type(eps).__name__}")
     if not 0 < eps < math.inf:

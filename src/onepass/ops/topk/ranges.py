@@ -7,6 +7,7 @@ from torch import Tensor
 
 from onepass.core import check
 from onepass.core.eager import plain
+from onepass.ops._shared import arguments
 
 
 def check_ranges(op: str, scores: Tensor, start: Tensor | None, lengths: Tensor | None) -> None:
@@ -39,10 +40,7 @@ def _check(op: str, name: str, value: Tensor | None, scores: Tensor) -> None:
     if value.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"{op}: {name} must be int32 or int64, got {value.dtype}")
     lead = scores.shape[:-1]
-    fits = len(value.shape) <= len(lead) and all(
-        a in (1, b) for a, b in zip(reversed(value.shape), reversed(lead), strict=False)
-    )
-    if not fits:
+    if not arguments.broadcasts(value.shape, lead):
         raise ValueError(f"{op}: {name} must broadcast to scores.shape[:-1] = {tuple(lead)}, got {tuple(value.shape)}")
     check.same_device(op, name, value, "scores", scores)
 
