@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
+from onepass.ops._shared.kernels_memory import load, store
+
 from .kernels_team import await_words, high_half, low_half, pair, with_parity
 
 
@@ -58,19 +60,12 @@ def narrow(low, high, dtype: tl.constexpr):
 
 @triton.jit
 def load_bits(ptr, words, PART: tl.constexpr, MASKED: tl.constexpr):
-    if MASKED:
-        bits = tl.load(as_bits(ptr) + words, mask=words < PART // 2, other=0)
-    else:
-        bits = tl.load(as_bits(ptr) + words)
-    return bits
+    return load(as_bits(ptr), words, words < PART // 2, MASKED)
 
 
 @triton.jit
 def store_bits(ptr, words, bits, PART: tl.constexpr, MASKED: tl.constexpr):
-    if MASKED:
-        tl.store(as_bits(ptr) + words, bits, mask=words < PART // 2)
-    else:
-        tl.store(as_bits(ptr) + words, bits)
+    store(as_bits(ptr), words, bits, words < PART // 2, MASKED)
 
 
 @triton.jit(do_not_specialize=["x_row_stride", "r_row_stride", "n_rows", "zero"])
