@@ -177,19 +177,9 @@ def _gradients(
     if dy is not None:
         products = products_backward_op(dy, mask, *choice[:2], weights, of_products, needs, *ctx.numbers)
     grads = tokens_backward_op(
-        products[:4],
-        dy if _plan(*ctx.numbers).residual else None,
-        g_gates,
-        g_scores,
-        x,
-        vectors,
-        light_norm,
-        heavy_norm,
-        mask,
-        of_tokens,
-        needs[:4],
-        *ctx.numbers,
-    )
+        products[:4], dy if _plan(*ctx.numbers).residual else None, g_gates, g_scores, x, vectors, light_norm,
+        heavy_norm, mask, of_tokens, needs[:4], *ctx.numbers,
+    )  # fmt: skip
     reached = True, True, *(dy is not None,) * 10
     found = [
         g if need and some else None

@@ -25,7 +25,7 @@ def count_kernel(
     denominator,
     BLOCK: tl.constexpr,
 ):
-    """Count in integers, halves to even, so that the host gets the same from the same numbers."""
+    """Round in integers, halves to even, as the host does."""
     row = tl.program_id(0).to(tl.int64)
     found = tl.zeros((BLOCK,), tl.int32)
     for start in range(0, n, BLOCK):

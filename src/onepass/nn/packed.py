@@ -1,6 +1,6 @@
 """Packed sequences: tokens of several sequences one after another, with `cu_seqlens` as flash attention takes it.
 
-Layers compute on a padded batch, where a share counts real tokens: a packed sequence gives what it gives alone.
+Layers compute on a padded batch. A share counts real tokens, so each sequence gets the result that it gets alone.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ class Places(NamedTuple):
 
 
 def places(who: str, total: int, device: torch.device, cu_seqlens: Tensor, max_seqlen: int | None) -> Places:
-    """Return the places of `total` packed tokens; raise TypeError or ValueError for other boundaries.
+    """Return the places of `total` packed tokens; raise TypeError or ValueError for wrong boundaries.
 
-    Values on a GPU are not checked, as the host would have to wait: those of `cu_seqlens` must rise from 0 to `total`
-    by at most `max_seqlen`.
+    The values of `cu_seqlens` must rise from 0 to `total` by at most `max_seqlen`. On a GPU they are not checked, since
+    the host would wait for them.
     """
     check.tensor(who, "cu_seqlens", cu_seqlens)
     if cu_seqlens.dtype not in (torch.int32, torch.int64):
@@ -76,7 +76,7 @@ def unpack(
     tokens = x.reshape(-1, x.shape[-1])
     where = places(who, len(tokens), x.device, cu_seqlens, max_seqlen)
     rows, longest = where.mask.shape
-    # each token has a place of its own: forward and backward are copies, in any order the same
+    # each token has a place of its own, so forward and backward are copies and add nothing up
     padded = tokens.new_zeros(rows * longest, x.shape[-1]).index_copy(0, where.slots, tokens)
     return padded.view(rows, longest, x.shape[-1]), where
 

@@ -85,7 +85,7 @@ def altered(module: nn.Module) -> str:
 
 
 def _obstacle(module: nn.Module) -> str:
-    """Return why a norm's class alone does not say what a call computes from x and the parameters; "" if it does."""
+    """Return why a call of the module may do more than compute a norm, or an empty string."""
     if problem := altered(module):
         return problem
     if module._modules:

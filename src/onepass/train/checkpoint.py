@@ -1,4 +1,4 @@
-"""A checkpoint: one file with all that a run needs to go on (weights, momentum, step, configuration), and no code.
+"""A checkpoint: one file, without code, with all that a run needs to go on: weights, momentum, step, configuration.
 
 It is a safetensors file with `model/…` and `optimizer/<parameter>/<state>` tensors; its header holds one JSON record
 and a SHA-256 over record and tensors. The file is replaced whole, so all its parts come from one step. It needs no

@@ -105,7 +105,7 @@ def load(directory: Path) -> tuple[ByteModel, int]:
 
 
 def generate(model: ByteModel, prompt: Tensor, *, temperature: float, generator: torch.Generator) -> Iterator[int]:
-    """Yield one byte after another that a causal model writes after a prompt (1, n), without end.
+    """Yield the bytes that a causal model writes after a prompt (1, n), without end.
 
     Args:
         model: in evaluation mode.
@@ -114,7 +114,7 @@ def generate(model: ByteModel, prompt: Tensor, *, temperature: float, generator:
         generator: of the draws, on the CPU.
 
     Raises:
-        UserError: the logits are no numbers.
+        UserError: the logits are not finite.
     """
     import torch
 

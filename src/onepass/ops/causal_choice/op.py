@@ -169,7 +169,7 @@ def causal_choice(
     where P_b are the real tokens in the last ``memory`` tokens before block b; in the first block, those before i.
     Without earlier tokens the threshold is −∞. Tokens above their threshold are chosen in order, as long as the number
     chosen up to the end of block b stays within ⌈r·(R_b + block)⌉, where R_b are the real tokens before the block. So
-    with a share as k, a row's choices depend on its own real tokens so far, and on no length.
+    with a share as k, a row's choices depend on its own real tokens so far, not on its length.
 
     Gradients also flow through the thresholds, as if each kept its share of the earlier tokens: from the second block
     on, a threshold moves with the mean of all scores before the block, weighted by the slopes σ′((s − t)/ε) of their

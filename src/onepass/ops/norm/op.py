@@ -72,7 +72,7 @@ def _plain(
     """Return whether the call has no option that needs `options`."""
     if gate is not None or quantize is not None or out_dtype is not None or groups != 1 or gate_first:
         return False
-    # what is no tensor is refused later
+    # a value that is not a tensor raises later
     return getattr(weight, "ndim", 1) == 1 and getattr(bias, "ndim", 1) == 1
 
 

@@ -150,7 +150,7 @@ def _forward(
 def _shapes(
     x: Tensor, residual: Tensor | None, has_mean: bool, stable: bool, quant: int, dtype: torch.dtype, keep_y: bool
 ) -> Results:
-    """Return results of the right shapes: scales are 1, statistics 0, the others empty."""
+    """Return results of the right shapes: scales are 1, statistics 0, the others uninitialised."""
     y = torch.empty(x.shape, dtype=dtype, device=x.device) if keep_y else None
     s = codes = scales = None
     if residual is not None:

@@ -13,7 +13,7 @@ from onepass.ops._shared import arguments
 def check_ranges(op: str, scores: Tensor, start: Tensor | None, lengths: Tensor | None) -> None:
     """Raise an error for ranges of a wrong type, shape or device, or that reach past a row.
 
-    Values are checked on a CPU alone: on a GPU the host would wait for them.
+    Values are checked on a CPU only: on a GPU the host would wait for them.
     """
     _check(op, "start", start, scores)
     _check(op, "lengths", lengths, scores)
@@ -53,7 +53,7 @@ def allowed(scores: Tensor, mask: Tensor | None, start: Tensor | None, lengths: 
     first = torch.zeros((), dtype=torch.int64, device=scores.device) if start is None else start.long()
     inside = column >= first[..., None]
     if lengths is not None:
-        # not first + lengths: that may overflow
+        # a difference, because first + lengths may overflow
         inside = inside & (column - first[..., None] < lengths[..., None])
     return inside if mask is None else inside & mask
 
