@@ -125,9 +125,9 @@ def attend_backward(
         heavy_rows(dkv, 2).unbind(2),
         heavy_rows(dq, 1).select(2, 0),
     )
-    span.backward_into(
-        (d_query, dk, dv), heavy_rows(d_heavy, 1).select(2, 0), heavy_rows(q, 1).select(2, 0), k, gated,
-        heavy_rows(heavy, 1).select(2, 0), heavy_lse, heavy_first, heavy_last, heavy_mask, scale,
+    span.backward(
+        heavy_rows(d_heavy, 1).select(2, 0), heavy_rows(q, 1).select(2, 0), k, gated,
+        heavy_rows(heavy, 1).select(2, 0), heavy_lse, heavy_first, heavy_last, heavy_mask, scale, (d_query, dk, dv),
         None if heavy_begin is None or heavy_end is None else (heavy_begin, heavy_end),
     )  # fmt: skip
     apply_rotary(d_query, at_q, BASE, True, d_query)

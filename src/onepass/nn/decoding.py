@@ -101,14 +101,14 @@ class BlockCache(_Cache):
 
 def check_router(layer: nn.Module, name: str, k: int | float, kind: type[Router]) -> Any:
     """Return a layer's router; raise TypeError unless its class is `kind` and k is a share."""
-    who, router = type(layer).__name__, getattr(layer, name)
+    caller, router = type(layer).__name__, getattr(layer, name)
     if type(router) is not kind:
-        raise TypeError(f"{who}: decoding needs a {kind.__name__} as {name}, got {type(router).__name__}")
+        raise TypeError(f"{caller}: decoding needs a {kind.__name__} as {name}, got {type(router).__name__}")
     which = {"router_q": "k_q", "router_kv": "k_kv"}.get(name, "k")
     if not isinstance(k, float):
         raise TypeError(
-            f"{who}: decoding needs {which} as a share, a float 0 < {which} ≤ 1; got the int {k}, which is a share of "
-            "a length that is not known yet"
+            f"{caller}: decoding needs {which} as a share, a float 0 < {which} ≤ 1; got the int {k}, which is a share "
+            "of a length that is not known yet"
         )
     return router
 

@@ -147,7 +147,8 @@ def _difference(
     """Return by how much theirs and ours differ beyond rounding, and a sentence; None if they don't.
 
     A sum of N numbers in two orders differs by at most 2(N + 1)u relatively, u = 2^−24; the bound allows twice that
-    and a few more roundings. In 16 bits theirs may round three times, ours rounds once: four u of that dtype more.
+    and a few more roundings. In 16 bits the module may round three times and the replacement rounds once: four u of
+    that dtype more.
     """
     label = NAMES[target.cls.__name__]
     width = math.prod(target.fields["normalized_shape"])

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 TEXT = """\
 Let the language model of a run, trained with --task causal, write on after a prompt. It reads the prompt once, then
-takes one step per byte: the choices are those of the full model, and what is kept of the past is two windows and a
-share of the rest. The text appears as it is written; the same seed gives the same text on the same machine."""
+takes one step per byte. Steps make the choices of the full model; they keep two windows of the text before and a share
+of the rest. The text appears as it is written; the same seed gives the same text on the same machine."""
 EXAMPLES = """\
 examples:
   onepass train --task causal ~/notes --out runs/notes       first a model

@@ -34,7 +34,7 @@ from onepass.train.model import Model, new
 from onepass.train.routes import RandomRouter
 from onepass.train.run import CONFIG, Run
 
-PLAN, TOLD = "plan", "told"  # keys of the store that all processes read
+PLAN, PRINTED = "plan", "printed"  # keys of the store that all processes read
 WAIT = datetime.timedelta(days=7)  # for the first process to read its data; if that dies, torchrun ends this one
 COLLECTIVE = datetime.timedelta(minutes=30)  # longer than the first process writes a checkpoint
 GRACE = 25.0  # seconds from a stop signal to the end of this process; torchrun kills after 30
@@ -296,10 +296,10 @@ class Processes(World):
 
     def end(self, code: int, message: str, *, lines: bool = False) -> NoReturn:
         """Print a message unless another process has printed its cause; end without waiting for others."""
-        told = 0
+        before = 0
         with contextlib.suppress(RuntimeError):
-            told = self.store.add(TOLD, 1) - 1
-        if not told:
+            before = self.store.add(PRINTED, 1) - 1
+        if not before:
             print(message if lines else f"onepass train: {printable(message)}", file=sys.stderr, flush=True)  # noqa: T201
         # a normal exit would wait for collectives that never end
         os._exit(code)

@@ -48,12 +48,12 @@ def _check(scores: Tensor, mask: Tensor | None, k: int | float, eps: float, bloc
         check.same_device("causal_choice", "mask", mask, "scores", scores)
 
 
-def check_sizes(who: str, block: int, memory: int) -> None:
+def check_sizes(caller: str, block: int, memory: int) -> None:
     """Raise ValueError unless block ≥ 1 and memory is a positive multiple of it."""
     if block < 1:
-        raise ValueError(f"{who}: block must be ≥ 1, got {block}")
+        raise ValueError(f"{caller}: block must be ≥ 1, got {block}")
     if memory < block or memory % block:
-        raise ValueError(f"{who}: memory must be a positive multiple of block = {block}, got {memory}")
+        raise ValueError(f"{caller}: memory must be a positive multiple of block = {block}, got {memory}")
 
 
 def _fused(scores: Tensor, block: int, memory: int) -> bool:

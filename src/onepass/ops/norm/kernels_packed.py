@@ -152,12 +152,12 @@ def packed_forward_kernel(
         slot = words_ptr + row * TEAM
         one = tl.full((), 1, tl.int32)
         tl.atomic_xchg(slot + member, pair(with_parity(squares, one), mean), sem="relaxed")
-        told = await_words(slot, one, TEAM, WIDTH)
+        gathered = await_words(slot, one, TEAM, WIDTH)
         in_team = tl.arange(0, WIDTH) < TEAM
-        parts = tl.where(in_team, low_half(told), 0.0)
+        parts = tl.where(in_team, low_half(gathered), 0.0)
         if HAS_MEAN:
             count, mean, squares = tl.reduce(
-                (tl.where(in_team, PART, 0).to(tl.float32), high_half(told), parts), 0, merge
+                (tl.where(in_team, PART, 0).to(tl.float32), high_half(gathered), parts), 0, merge
             )
         else:
             squares = tl.sum(parts, 0)

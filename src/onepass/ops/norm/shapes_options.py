@@ -57,7 +57,7 @@ def backward_tile(
         shared_bytes: shared memory of a program.
         stable: see `shapes.backward_tile`.
         sums: how many of dw and db are needed.
-        gate_first: x·silu(z) is what is normalised.
+        gate_first: the norm is that of x·silu(z).
         entries: of the table of weights; 1: no table.
         gated: there is a gate.
     """

@@ -7,7 +7,7 @@ import triton.language as tl
 
 from .kernels_keys import COUNTERS, EMPTY, LOW, is_nan, ordered, to_column
 
-# gates that a kernel writes: none, 1, those that soft_topk found
+# gates that a kernel writes: none, 1, or those of soft_topk
 NO_GATES = tl.constexpr(0)
 HARD = tl.constexpr(1)
 SOFT = tl.constexpr(2)
