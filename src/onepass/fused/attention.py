@@ -22,6 +22,7 @@ from onepass.ops.span_attention import op as span
 
 from . import branch
 from .attention_steps import (
+    add_chosen,
     after_backward_products,
     attend,
     attend_backward,
@@ -75,7 +76,7 @@ def forward(
     if y is None:
         y = branch.add_residual(x, rows, update, gates_q, at_q, null)
     else:
-        branch.add_chosen(rows, update, gates_q, at_q, null)
+        add_chosen(rows, update, gates_q, at_q, null)
     kept = [
         vectors, stats, state_q, starts, state_kv, within, stats_q, stats_kv, seen, tokens, qkv, light, light_lse,
         chosen_q, chosen_kv, q, kv, gated, heavy, heavy_lse, update,

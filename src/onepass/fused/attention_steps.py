@@ -74,6 +74,9 @@ def attend(
     return light.view(len(qkv), -1), light_lse, gated, heavy.view(len(q), -1), heavy_lse
 
 
+add_chosen = replayed(add_rows)
+
+
 @replayed
 def before_backward_products(
     dy: Tensor, update: Tensor, gates: Tensor, at_q: Tensor, null: Tensor, mask: Tensor | None, plan: Plan,

@@ -87,9 +87,6 @@ def gate_backward(dv: Tensor, v: Tensor, gates: Tensor) -> Tensor:
     return d_gates
 
 
-add_chosen = replayed(add_rows)
-
-
 @replayed
 def add_residual(
     x: Tensor, rows: Tensor, update: Tensor, gates: Tensor, indices: Tensor, shift: Tensor | None
@@ -107,7 +104,6 @@ def add_residual(
 
 
 __all__ = [
-    "add_chosen",
     "add_residual",
     "cast",
     "column_sums",

@@ -53,6 +53,9 @@ def _before_products(
     return y, tokens, scores, stats, indices, gates, state, starts, chosen, chosen_stats, *copies
 
 
+_add_chosen = replayed(add_rows)
+
+
 @replayed
 def _before_backward_products(
     dy: Tensor, update: Tensor, gates: Tensor, indices: Tensor, mask: Tensor | None, plan: Plan,
@@ -168,7 +171,7 @@ def forward(
     if y is None:
         y = branch.add_residual(x, rows, update, gates, indices, None)
     else:
-        branch.add_chosen(rows, update, gates, indices)
+        _add_chosen(rows, update, gates, indices)
     kept = [stats, state, starts, chosen_stats, tokens, u, h, chosen, heavy_u, heavy_h, update]
     return (y, indices, gates, scores), kept, [up, down, heavy_up, heavy_down] if copies else []
 

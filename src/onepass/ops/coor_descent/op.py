@@ -96,17 +96,10 @@ backward_op = register_backward("coor_descent_backward", _backward, sharding.bac
 
 @register_fake(forward_op)
 def _(
-    scores: Tensor,
-    k: Tensor | None,
-    mask: Tensor | None,
-    k_value: float,
-    n_iters: int,
-    eps: float,
-    eps_init: float,
-    eps_decay: float,
-    want_trace: bool,
+    scores: Tensor, k: Tensor | None, mask: Tensor | None, k_value: float, n_iters: int, *rest: Any
 ) -> tuple[Tensor, Tensor]:
-    _check(scores, k_value if k is None else k, mask, n_iters, eps, eps_init, eps_decay)
+    *schedule, want_trace = rest
+    _check(scores, k_value if k is None else k, mask, n_iters, *schedule)
     shape = (*scores.shape[:-1], 2 * n_iters if want_trace else 0)
     return scores.new_empty(scores.shape), scores.new_empty(shape, dtype=arguments.accumulator(scores))
 
