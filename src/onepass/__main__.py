@@ -16,8 +16,7 @@ from onepass import __version__
 from onepass.core.errors import UserError, printable, reason, told_elsewhere
 from onepass.core.extras import require
 
-# each module has `add_command(subparsers)`, imports its heavy parts when its command runs, and names the extra that
-# installs them: `set_defaults(run=run, extra="train")`
+# each module has `add_command(subparsers)` and imports its heavy parts when its command runs
 COMMANDS = (
     "onepass.doctor.cli",
     "onepass.train.cli",

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from onepass.core.errors import UserError
-from onepass.core.options import number
+from onepass.core.options import command, number
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -39,15 +39,9 @@ A CPU has smaller cases of its own, and the rivals that run there: --list shows 
 
 def add_command(subparsers: Any) -> None:
     """Add `onepass bench`."""
-    parser = subparsers.add_parser(
-        "bench",
-        help="measure operators against a copy and installed rivals",
-        description="Measure operators against a device copy and the rivals that are installed, in one run.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add_options(parser)
-    parser.set_defaults(run=run, extra="bench")
+    line = "measure operators against a copy and installed rivals"
+    text = "Measure operators against a device copy and the rivals that are installed, in one run."
+    add_options(command(subparsers, "bench", run, (line, text, _EPILOG), "bench"))
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -126,13 +120,18 @@ def _list(cases: Sequence[tuple[str, Case]], console: Console) -> None:
         console.print(line + ("" if case.device == "cuda" else f"  ({case.device})"), markup=False, soft_wrap=True)
 
 
-def here(cases: Sequence[tuple[str, Case]], device: str | None) -> tuple[str, list[tuple[str, Case]]]:
-    """Return (device, its cases); raise UserError if this machine lacks the device or no case is for it."""
+def pick_device(wanted: str | None) -> str:
+    """Return the device to measure on: `wanted`, or cuda where there is one; raise UserError if it is absent."""
     import torch
 
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if device == "cuda" and not torch.cuda.is_available():
+    if wanted == "cuda" and not torch.cuda.is_available():
         raise UserError("--device cuda: torch sees no CUDA GPU here; `onepass doctor` says more")
+    return wanted or ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def here(cases: Sequence[tuple[str, Case]], wanted: str | None) -> tuple[str, list[tuple[str, Case]]]:
+    """Return (device, its cases); raise UserError if this machine lacks the device or no case is for it."""
+    device = pick_device(wanted)
     here = [(f, c) for f, c in cases if c.device == device]
     if not here and device == "cpu":
         raise UserError("these cases need a CUDA GPU and torch sees none here; `onepass doctor` says more")

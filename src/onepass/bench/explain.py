@@ -9,14 +9,15 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from onepass.core.errors import UserError
-from onepass.core.options import number
+from onepass.core.options import command, number
+
+from .cli import DTYPES, pick_device
+from .cli import timer as timer_of
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "fp64": "float64"}
 OPS = ("layer_norm", "rms_norm", "weighted_sum", "soft_topk", "topk", "coor_descent")
 TEXT = """\
 Make random tensors of a shape, call one operator on them, and say what the call does on this machine: which path it
@@ -44,13 +45,8 @@ class Launch(NamedTuple):
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add `explain` to the command line."""
-    parser = commands.add_parser(
-        "explain",
-        help="what one call does here: path, bytes, floor, kernels, registers, time",
-        description=TEXT,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    line = "what one call does here: path, bytes, floor, kernels, registers, time"
+    parser = command(commands, "explain", run, (line, TEXT, EXAMPLES))
     parser.add_argument("op", choices=OPS, metavar="OP", help=f"one of {', '.join(OPS)}")
     parser.add_argument("--shape", type=shape, required=True, metavar="RxC", help="rows and columns, as in 16384x4096")
     parser.add_argument(
@@ -60,7 +56,6 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "--k", type=number(1, 2**31 - 1), metavar="N", help="of a top-k (default: a 16th of the columns)"
     )
     parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda where there is one")
-    parser.set_defaults(run=run)
 
 
 def shape(text: str) -> tuple[int, int]:
@@ -155,11 +150,7 @@ def run(args: argparse.Namespace) -> int:
     from onepass.core.about import device_name
     from onepass.core.launch import path
 
-    from .cli import timer as timer_of
-
-    if args.device == "cuda" and not torch.cuda.is_available():
-        raise UserError("--device cuda: torch sees no CUDA GPU here; `onepass doctor` says more")
-    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = pick_device(args.device)
     (rows, cols), k = args.shape, args.k or max(1, args.shape[1] // 16)
     dtype: torch.dtype = getattr(torch, DTYPES.get(args.dtype, args.dtype))
     torch.manual_seed(0)

@@ -20,6 +20,7 @@ from onepass.core.about import device_name, settings, versions
 from onepass.core.errors import UserError
 
 from . import records
+from .cli import pick_device
 from .programs import Program, programs
 
 MODES = ("eager", "compiled", "reduce-overhead", "graph")
@@ -168,9 +169,7 @@ def table(found: Sequence[dict[str, Any]]) -> Table:
 
 def run(args: argparse.Namespace, console: Console) -> int:
     """Measure the programs that the arguments select; return 1 if one failed, else 0."""
-    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise UserError("--device cuda: torch sees no CUDA GPU here; `onepass doctor` says more")
+    device = pick_device(args.device)
     left_out = () if device == "cuda" else ("reduce-overhead", "graph")
     if args.no_compile:
         left_out = (*left_out, "compiled", "reduce-overhead")

@@ -10,10 +10,11 @@ from torch import Tensor, nn
 
 from onepass.core import check
 from onepass.nn.count import check_size
+from onepass.nn.padding import check_mask
 from onepass.ops.routing.op import gather, scatter_add
 
 from ._colt5_heavy import HeavyAttention, LocalAttention
-from ._colt5_router import CoordinateDescentRouter, RouterReturn, add_heavy, check_mask
+from ._colt5_router import CoordinateDescentRouter, RouterReturn, add_heavy
 
 
 class RoutedHeavy(nn.Module):
@@ -67,7 +68,7 @@ class RoutedHeavy(nn.Module):
         check.floating(module, name, x)
         if x.dim() != 3 or x.shape[-1] != self.dim:
             raise ValueError(f"{module}: {name} must be (batch, n, {self.dim}), got {tuple(x.shape)}")
-        check_mask(module, mask, x, "mask" if name == "x" else f"{name}_mask")
+        check_mask(module, x, mask, "mask" if name == "x" else f"{name}_mask")
 
     def heavy(self, light: Tensor, q: RouterReturn, kv: RouterReturn, starts: Tensor | None = None) -> Tensor:
         """Return light (batch, n, dim) plus the heavy branch; `starts`: position of each row's first query."""

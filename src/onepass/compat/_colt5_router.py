@@ -12,14 +12,13 @@ from torch import Tensor, nn
 import onepass
 from onepass.core import check
 from onepass.nn.count import check_number, check_size
-from onepass.ops._shared import arguments
+from onepass.nn.padding import check_mask
 from onepass.ops.routing.op import gather, scatter_add
 from onepass.ops.topk.op import gates, select
+from onepass.ops.weighted_sum.op import MAX_VECTORS
 
 # the original divides by max(|x|, 1e-12); as a mean of squares this is 1e-24 / dim
 _TINY = 1e-24
-# one weighted sum has at most so many vectors
-_MOST_VECTORS = 16
 
 
 class RouterReturn(NamedTuple):
@@ -102,12 +101,8 @@ class CoordinateDescentRouter(nn.Module):
         check_number("CoordinateDescentRouter", "fetch_k_ratio", fetch_k_ratio)
         if fetch_k_ratio < 1:
             raise ValueError(f"CoordinateDescentRouter: fetch_k_ratio must be ≥ 1, got {fetch_k_ratio}")
-        self.dim, self.straight_through, self.n_iters, self.fetch_k_ratio = (
-            dim,
-            straight_through,
-            n_iters,
-            fetch_k_ratio,
-        )
+        self.dim, self.straight_through = dim, straight_through
+        self.n_iters, self.fetch_k_ratio = n_iters, fetch_k_ratio
         self.eps, self.eps_decay, self.eps_init = eps, eps_decay, eps_init
         self.num_routing_tokens, self.route_block_size = num_routing_tokens, route_block_size
         self.cosine_sim_routing, self.cosine_sim_scale = cosine_sim_routing, cosine_sim_scale
@@ -135,7 +130,7 @@ class CoordinateDescentRouter(nn.Module):
             raise ValueError(f"CoordinateDescentRouter: x must be (batch, n, {self.dim}), got {tuple(x.shape)}")
         check_size("CoordinateDescentRouter", "num_tokens", num_tokens)
         n = x.shape[1]
-        check_mask("CoordinateDescentRouter", mask, x)
+        check_mask("CoordinateDescentRouter", x, mask)
         several = keep_one_route_dim or self.num_routing_tokens > 1
         if n <= num_tokens:
             if several:
@@ -173,7 +168,7 @@ class CoordinateDescentRouter(nn.Module):
             given = F.normalize(given, dim=-1) * (self.cosine_sim_scale / math.sqrt(self.dim))
         if vectors is None:
             return given @ x.mT
-        sums = [onepass.weighted_sum(x, some) for some in torch.split(given, _MOST_VECTORS)]
+        sums = [onepass.weighted_sum(x, some) for some in torch.split(given, MAX_VECTORS)]
         return torch.cat(sums, -1).mT if len(sums) > 1 else sums[0].mT
 
     def choose(
@@ -290,15 +285,6 @@ def add_heavy(light: Tensor, heavy: Tensor, routed: RouterReturn) -> Tensor:
 
 def _blocks(t: Tensor, blocks: int, block: int) -> Tensor:
     return t[..., : blocks * block].reshape(*t.shape[:-1], blocks, block)
-
-
-def check_mask(module: str, mask: Tensor | None, x: Tensor, name: str = "mask") -> None:
-    """Raise an error unless mask is None or bool (batch, n) for x (batch, n, dim)."""
-    if mask is None:
-        return
-    arguments.boolean(module, mask, "a real token")
-    if mask.shape != x.shape[:2]:
-        raise ValueError(f"{module}: {name} must be (batch, n) = {tuple(x.shape[:2])}, got {tuple(mask.shape)}")
 
 
 def _feed_forward(name: str, dim: int, mult: float) -> nn.Sequential:

@@ -1,9 +1,31 @@
-"""Types of command-line options."""
+"""Commands of `onepass`, and types of their options."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from typing import Any
+
+
+def command(
+    commands: Any, name: str, run: Callable[..., int], text: tuple[str, str, str], extra: str | None = None
+) -> argparse.ArgumentParser:
+    """Add a command to the subparsers `commands`; return its parser.
+
+    Args:
+        commands: what `ArgumentParser.add_subparsers` returned.
+        name: of the command.
+        run: called with the parsed arguments; returns the exit code.
+        text: one line for the list of commands, the description, and examples; their line breaks stay.
+        extra: the extra that installs what `run` imports beyond torch.
+    """
+    line, description, examples = text
+    form = argparse.RawDescriptionHelpFormatter
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name, help=line, description=description, epilog=examples, formatter_class=form
+    )
+    parser.set_defaults(run=run, extra=extra)
+    return parser
 
 
 def number(low: float, high: float, kind: type[int] | type[float] = int) -> Callable[[str], int | float]:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Iterator
 from functools import wraps
+from types import GenericAlias
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 from torch.library import Library, infer_schema
 
+from .eager import no_second
 from .sharding import Rule, add_rule, register_rules
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -18,14 +22,22 @@ NAMESPACE = __name__.partition(".")[0]
 _LIBRARY: Any = Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]
 
 
-def register(name: str, function: Callable[..., Any], rule: Rule | None = None) -> Any:
+def register(name: str, function: Callable[..., Any], rule: Rule | None = None, results: Any = None) -> Any:
     """Return the operator `onepass::name` that runs `function` on every device; `rule` is for DTensor (core.sharding).
 
-    Its schema follows from the annotations. The arguments are left as they are, and no output shares memory with one.
-    `torch.library.custom_op` checks both at each call, for 6 µs and more
-    (benchmarks/results/cpu/raw/registration.json); here the tests check it, by `torch.library.opcheck`.
+    Its schema follows from the annotations, without arguments that have a default; `results` replaces that of the
+    results. The arguments are left as they are, and no output shares memory with one. `torch.library.custom_op` checks
+    both at each call, for 6 µs and more (benchmarks/results/cpu/raw/registration.json); here the tests check it, by
+    `torch.library.opcheck`.
     """
-    _LIBRARY.define(name + infer_schema(function, mutates_args=()))
+    signature = inspect.signature(function, eval_str=True)
+    required = [p for p in signature.parameters.values() if p.default is p.empty]
+    results = signature.return_annotation if results is None else results
+
+    def prototype() -> None: ...
+
+    prototype.__signature__ = signature.replace(parameters=required, return_annotation=results)  # type: ignore[attr-defined]
+    _LIBRARY.define(name + infer_schema(prototype, mutates_args=()))
     _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
     op = getattr(getattr(torch.ops, NAMESPACE), name).default
     if rule is not None:
@@ -48,4 +60,42 @@ def register_fake(op: Any) -> Callable[[F], F]:
     return decorate
 
 
-__all__ = ["NAMESPACE", "register", "register_fake"]
+def register_backward(name: str, function: Callable[..., Any], rule: Rule, of: tuple[str, ...]) -> Any:
+    """Return the operator `onepass::name` of a backward pass, and register its fake.
+
+    `function` returns the gradients of the arguments named in `of`. Its last arguments are bools: which of them are
+    needed. It may return None for the others. The operator then returns an empty tensor, since an op cannot return
+    None, with the dtype of the argument, or of the first one for an argument that is None.
+    """
+    names = list(inspect.signature(function).parameters)
+    places = [names.index(argument) for argument in of]
+
+    def likes(args: tuple[Any, ...]) -> Iterator[Tensor]:
+        return (args[places[0] if args[i] is None else i] for i in places)
+
+    @wraps(function)
+    def run(*args: Any) -> tuple[Tensor, ...]:
+        found = zip(function(*args), likes(args), strict=True)
+        return tuple(like.new_empty(0) if g is None else g for g, like in found)
+
+    op = register(name, run, rule, GenericAlias(tuple, (Tensor,) * len(of)))
+
+    @register_fake(op)
+    def _(*args: Any) -> tuple[Tensor, ...]:
+        needs = (need and args[i] is not None for need, i in zip(args[-len(of) :], places, strict=True))
+        return tuple(t.new_empty(t.shape if need else 0) for t, need in zip(likes(args), needs, strict=True))
+
+    return op
+
+
+def refuse_second(name: str, *backward_ops: Any) -> None:
+    """Let a derivative of these operators raise the error for a second derivative of `name`."""
+
+    def refuse(ctx: Any, *grads: Any) -> Any:
+        raise NotImplementedError(no_second(name))
+
+    for op in backward_ops:
+        torch.library.register_autograd(op, refuse, setup_context=lambda ctx, inputs, output: None)
+
+
+__all__ = ["NAMESPACE", "refuse_second", "register", "register_backward", "register_fake"]

@@ -9,6 +9,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from onepass.core.options import command
+
 if TYPE_CHECKING:
     from .facts import Device
     from .selftest import Check, Verdict
@@ -27,15 +29,9 @@ examples:
 
 def add_command(subparsers: Any) -> None:
     """Add `onepass doctor`."""
-    parser = subparsers.add_parser(
-        "doctor",
-        help="versions, devices, and a self-test of every operator",
-        description=DESCRIPTION,
-    )
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = EPILOG
+    line = "versions, devices, and a self-test of every operator"
+    parser = command(subparsers, "doctor", run, (line, DESCRIPTION, EPILOG))
     parser.add_argument("--full", action="store_true", help="run every sample, however long that takes")
-    parser.set_defaults(run=run)
 
 
 def plan(devices: Sequence[Device]) -> tuple[list[Iterator[Check]], list[str]]:

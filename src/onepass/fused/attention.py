@@ -183,17 +183,7 @@ class _RoutedAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, plan: Plan, *tensors: Any) -> Any:
         x, vector_q, vector_kv, light_norm, mask, norm_q, norm_kv, *weights = tensors
-        public, kept, matrices = forward(
-            x,
-            vector_q,
-            vector_kv,
-            light_norm,
-            mask,
-            norm_q,
-            norm_kv,
-            weights,
-            plan,  # type: ignore[arg-type]
-        )
+        public, kept, matrices = forward(x, vector_q, vector_kv, light_norm, mask, norm_q, norm_kv, weights, plan)
         ctx.save_for_backward(
             x, kept[0], light_norm, norm_q, norm_kv, mask, *public[1:], *kept[1:], *(matrices or weights)
         )

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.library import register_autograd
 
-from onepass.core.eager import no_second, outside_autocast
+from onepass.core.eager import outside_autocast
 from onepass.core.flops import flop_formula, register_formulas
-from onepass.core.register import register, register_fake
+from onepass.core.register import refuse_second, register, register_fake
 from onepass.ops.causal_choice import op as causal_choice
 
 from . import attention as node
@@ -204,13 +204,8 @@ def _gradients(
     return *found[:4], None, *found[4:], *nothing[TENSORS:]
 
 
-def _refuse(ctx: Any, *grads: Any) -> Any:
-    raise NotImplementedError(no_second("RoutedAttention"))
-
-
 register_autograd(forward_op, _gradients, setup_context=_save)
-for _op in (products_backward_op, tokens_backward_op):
-    register_autograd(_op, _refuse, setup_context=lambda ctx, inputs, output: None)
+refuse_second("RoutedAttention", products_backward_op, tokens_backward_op)
 
 
 def _products(x: Any, matrices: Any, plan: Plan) -> int:

@@ -11,7 +11,7 @@ from torch import Tensor
 from onepass.core.launch import replayed
 from onepass.ops.routing.rows import add_rows, scatter_backward
 from onepass.ops.span_attention import op as span
-from onepass.ops.span_attention.op_rotary import BASE, apply_rotary, packed_gradient, split
+from onepass.ops.span_attention.op_rotary import BASE, apply_rotary, packed_backward, split
 
 from . import branch
 from .choice import choose, choose_backward, choose_keys, choose_keys_backward
@@ -117,7 +117,7 @@ def attend_backward(
         return _heads(plan, rows, batch, parts, plan.heavy_heads)
 
     packed = light_rows(qkv, 3)
-    d_qkv = packed_gradient(
+    d_qkv = packed_backward(
         light_rows(d_light, 1).select(2, 0), packed, light_rows(light, 1).select(2, 0), light_lse, split(packed)[0],
         light_first, light_last, light_mask, BASE, scale,
         None if light_begin is None or light_end is None else (light_begin, light_end),
@@ -128,9 +128,9 @@ def attend_backward(
         heavy_rows(dkv, 2).unbind(2),
         heavy_rows(dq, 1).select(2, 0),
     )
-    span.backward_into(
-        (d_query, dk, dv), heavy_rows(d_heavy, 1).select(2, 0), heavy_rows(q, 1).select(2, 0), k, gated,
-        heavy_rows(heavy, 1).select(2, 0), heavy_lse, heavy_first, heavy_last, heavy_mask, scale,
+    span.backward(
+        heavy_rows(d_heavy, 1).select(2, 0), heavy_rows(q, 1).select(2, 0), k, gated,
+        heavy_rows(heavy, 1).select(2, 0), heavy_lse, heavy_first, heavy_last, heavy_mask, scale, (d_query, dk, dv),
         None if heavy_begin is None or heavy_end is None else (heavy_begin, heavy_end),
     )  # fmt: skip
     apply_rotary(d_query, at_q, BASE, True, d_query)

@@ -29,7 +29,7 @@ class Choice(NamedTuple):
 def row_counts(share: float, mask: Tensor) -> Tensor:
     """Return ``max(1, round(share·m))`` for the m real tokens of each row, 0 without any; ``mask.shape[:-1]``, int64.
 
-    Nothing waits for a device. Integers, so that `nn.count` gets the same number of the same tokens.
+    The host does not wait for a device. Counts are rounded in integers, as `nn.count` rounds.
     """
     real = mask.sum(-1)
     return nearest(real, *fraction(share)).clamp_min(1).minimum(real)  # type: ignore[no-any-return]
@@ -37,7 +37,7 @@ def row_counts(share: float, mask: Tensor) -> Tensor:
 
 def first_of_each(indices: Tensor, counts: Tensor) -> Tensor:
     """Return indices (…, k), best first, with −1 after the first `counts` (…) of each row."""
-    # a running sum instead of torch.arange: a DTensor works with no plain tensor
+    # a running sum instead of torch.arange, because a DTensor does not combine with a plain tensor
     return torch.where(torch.ones_like(indices).cumsum(-1) <= counts[..., None], indices, -1)
 
 
@@ -133,7 +133,7 @@ def choose_keys_backward(
 
 
 def windows(values: Tensor, mask: Tensor | None, block: int) -> tuple[Tensor, Tensor | None]:
-    """Return values (batch, n, …) and mask (batch, n) as (batch·windows, block, …); what is missing is masked."""
+    """Return values (batch, n, …) and mask (batch, n) as (batch·windows, block, …); padding is masked."""
     batch, n, *rest = values.shape
     missing = -n % block
     if missing:

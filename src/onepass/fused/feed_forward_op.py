@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.library import register_autograd
 
-from onepass.core.eager import no_second, outside_autocast
+from onepass.core.eager import outside_autocast
 from onepass.core.flops import flop_formula, register_formulas
-from onepass.core.register import register, register_fake
+from onepass.core.register import refuse_second, register, register_fake
 from onepass.ops.causal_choice import op as causal_choice
 
 from . import feed_forward as node
@@ -177,19 +177,9 @@ def _gradients(
     if dy is not None:
         products = products_backward_op(dy, mask, *choice[:2], weights, of_products, needs, *ctx.numbers)
     grads = tokens_backward_op(
-        products[:4],
-        dy if _plan(*ctx.numbers).residual else None,
-        g_gates,
-        g_scores,
-        x,
-        vectors,
-        light_norm,
-        heavy_norm,
-        mask,
-        of_tokens,
-        needs[:4],
-        *ctx.numbers,
-    )
+        products[:4], dy if _plan(*ctx.numbers).residual else None, g_gates, g_scores, x, vectors, light_norm,
+        heavy_norm, mask, of_tokens, needs[:4], *ctx.numbers,
+    )  # fmt: skip
     reached = True, True, *(dy is not None,) * 10
     found = [
         g if need and some else None
@@ -198,13 +188,8 @@ def _gradients(
     return *found[:4], None, *found[4:], *nothing[13:]
 
 
-def _refuse(ctx: Any, *grads: Any) -> Any:
-    raise NotImplementedError(no_second("RoutedFeedForward"))
-
-
 register_autograd(forward_op, _gradients, setup_context=_save)
-for _op in (products_backward_op, tokens_backward_op):
-    register_autograd(_op, _refuse, setup_context=lambda ctx, inputs, output: None)
+refuse_second("RoutedFeedForward", products_backward_op, tokens_backward_op)
 
 
 def _products(x: Any, up: Any, heavy_up: Any, k: int) -> int:

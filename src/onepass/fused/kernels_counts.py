@@ -25,7 +25,7 @@ def count_kernel(
     denominator,
     BLOCK: tl.constexpr,
 ):
-    """Count in integers, halves to even, so that the host gets the same from the same numbers."""
+    """Round in integers, halves to even, as the host does."""
     row = tl.program_id(0).to(tl.int64)
     found = tl.zeros((BLOCK,), tl.int32)
     for start in range(0, n, BLOCK):
@@ -42,7 +42,7 @@ def count_kernel(
 def cut_kernel(
     index_ptr,  # (rows, k) int64, best first; −1 is written after the first `count` of a row
     gate_ptr,  # (rows, k) fp32 or fp16, contiguous: gates; 0 is written there
-    soft_ptr,  # (rows, n) gates of all tokens, which chosen ones get; None: they keep theirs
+    soft_ptr,  # (rows, n) gates of all tokens, written to the chosen ones; None: these keep their gates
     count_ptr,  # (rows,) fp32
     soft_row_stride,
     k,

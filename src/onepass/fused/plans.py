@@ -14,7 +14,7 @@ Numbers = tuple[torch.dtype, Sequence[int], Sequence[float]]
 
 
 def _ints(values: Sequence[int]) -> list[int]:
-    # a symbolic number stays one: int() of it would tie a graph to one length
+    # keep a symbolic number: int() would tie a graph to one length
     return [int(v) if isinstance(v, bool) else v for v in values]
 
 
@@ -25,7 +25,7 @@ class FeedForwardPlan(NamedTuple):
     k: int
     kind: int  # of the gates: index in KINDS
     hard: bool  # straight-through: gates are 1
-    explore_stride: int  # every so many tokens, one gives the router a gradient (`nn.explore`); 0: none does
+    explore_stride: int  # every so many tokens, one gives the router a gradient (`nn.explore`); 0: off
     residual: bool  # return x + y, and take its gradient
     block: int  # of a causal choice; 0: choose the best of all tokens
     memory: int
@@ -63,7 +63,7 @@ class AttentionPlan(NamedTuple):
     k_kv: int  # of the sequence; causal: of each window
     kv_kind: int
     kv_hard: bool
-    explore_stride: int  # every so many tokens, one gives the queries' router a gradient (`nn.explore`); 0: none does
+    explore_stride: int  # every so many tokens, one gives the queries' router a gradient (`nn.explore`); 0: off
     residual: bool  # return x + y, and take its gradient
     eps: float  # of the norms
     score_eps: float

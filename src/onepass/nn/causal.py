@@ -32,11 +32,11 @@ class CausalRouter(Router):
     before the block; later blocks may use the places that earlier ones left.
 
     With a float k, r is k: what is chosen depends on the row's real tokens so far alone, not on how many follow or how
-    far the batch is padded. With an int k, r is k/n, which all n tokens decide.
+    far the batch is padded. With an int k, r is k/n and depends on the length n.
 
     A chosen gate lies between ½ and 1 and always has a gradient in its own score (a capped exponential would be
     exactly 1 above the threshold, without gradient). Gradients also flow through the thresholds, which move with the
-    scores that they are computed from (`onepass.ops.causal_choice`): scores that all rise together change no gate.
+    scores that they are computed from (`onepass.ops.causal_choice`): if all scores rise together, no gate changes.
 
     Args:
         dim: width of the tokens.
@@ -53,8 +53,8 @@ class CausalRouter(Router):
         TypeError: block or memory is not an int; otherwise as `Router`.
         ValueError: block < 1, or memory is not a positive multiple of it; otherwise as `Router`.
 
-    Source: expert choice made causal, after Mixture-of-Depths (arXiv:2404.02258), which trains a second predictor
-    for it; a quantile of the past needs none.
+    Source: expert choice made causal, after Mixture-of-Depths (arXiv:2404.02258). There a second predictor learns
+    the choice; here a quantile of earlier scores replaces it.
 
     Example:
         >>> import torch
@@ -98,7 +98,7 @@ class CausalRouter(Router):
 def router_of_windows(
     dim: int, window: int, device: torch.device | str | None, dtype: torch.dtype | None
 ) -> CausalRouter:  # fmt: skip
-    """Return the router of a layer with local windows: its memory is whole windows, about as many tokens as usual."""
+    """Return the router of a layer with local windows: its memory is a whole number of windows."""
     memory = max(1, MEMORY // window) * window
     return CausalRouter(dim, block=window, memory=memory, device=device, dtype=dtype)
 
@@ -112,12 +112,16 @@ def choose_per_block(
 ) -> RouterOutput:
     """Choose `quota` tokens of each block, as if it were a sequence; return indices (batch, blocks·places) in order.
 
-    A float quota is a share of each block's real tokens.
+    A float quota is a share of each block's real tokens. Indices are −1 where a block has fewer real tokens. A choice
+    depends on its whole block, so the tokens of block b may attend to the choices of the blocks before b.
 
-    `choose` is a router, called with tokens ``(batch·blocks, block, dim)``, or its `decide`, called with scores
-    ``(batch·blocks, block)``; `values` are the tokens or scores of whole sequences. Indices are −1 where a block has
-    fewer real tokens. A choice depends on its whole block, so the tokens of block b may attend to the choices of the
-    blocks before b.
+    Args:
+        choose: a router, called with tokens ``(batch·blocks, block, dim)``, or its `decide`, called with scores
+            ``(batch·blocks, block)``.
+        values: the tokens or scores of whole sequences.
+        quota: an int, or a share as a float.
+        block: tokens of a block.
+        mask: ``(batch, n)`` bool, True at real tokens.
     """
     batch, n = values.shape[:2]
     parts, real = windows(values, mask, block)

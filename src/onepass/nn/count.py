@@ -40,8 +40,8 @@ def check_count(module: str, name: str, k: int | float) -> None:
 def count(k: int | float, n: int) -> int:
     """Return how many of n tokens k means: ``min(k, n)`` for an int, ``max(1, round(k·n))`` for a share, 0 if n = 0.
 
-    A share is taken as the nearest fraction with a denominator of at most 2²⁰, and rounded in integers, halves to even:
-    kernels that count the tokens of a padded row get the same.
+    A share is taken as the nearest fraction with a denominator of at most 2²⁰, and rounded in integers, halves to even.
+    So kernels that count the real tokens of a padded row get the same number.
     """
     if isinstance(k, int) or n == 0:
         return min(int(k), n)
@@ -49,6 +49,6 @@ def count(k: int | float, n: int) -> int:
         return n
     length: Any = n
     if torch.compiler.is_compiling() or isinstance(length, torch.SymInt):
-        # a form without a condition on n; it differs where a share that is no binary fraction meets a half
+        # without a condition on n; off by one where the share of n is a half and k is not a binary fraction
         return max(1, round(k * n))
     return max(1, int(nearest(n, *fraction(k))))

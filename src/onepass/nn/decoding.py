@@ -1,8 +1,8 @@
 """One token after another through causal routed layers: what they keep of the tokens before, and their steps.
 
-A step makes the choices of the full forward, because a share's running threshold and budget know no length. What a step
-needs of the past is little: the scores of the last `memory` tokens, the keys and values of the last two windows, and
-those of the few tokens that each earlier window gave to the heavy attention.
+A step makes the choices of the full forward, because a share's running threshold and budget do not depend on the
+length. A step reads little of the past: the scores of the last `memory` tokens, the keys and values of the last two
+windows, and those of the few tokens that each earlier window gave to the heavy attention.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from .block import RoutedBlock
     from .routed import RoutedFeedForward
 
-# fewest keys that memory is set aside for; it doubles when they are full
+# keys that a new cache has memory for; a full cache doubles it
 LEAST = 64
 
 
@@ -39,7 +39,7 @@ class _Cache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors, with the memory that is set aside."""
+        """Bytes of all tensors, unused memory included."""
         return sum(p.nbytes for p in self.parts() if isinstance(p, (Tensor, _Cache)))
 
 
@@ -48,8 +48,8 @@ class ChoiceCache(_Cache):
     """What a `CausalRouter` keeps of the tokens before.
 
     Attributes:
-        scores: ``(batch, memory)``: those of the last tokens, token i in column i mod memory; −∞ where none was.
-        threshold: ``(batch,)``: of the block that the last token was in.
+        scores: ``(batch, memory)``: those of the last tokens, token i in column i mod memory; −∞ in unused columns.
+        threshold: ``(batch,)``: of the last token's block.
         taken: ``(batch,)`` int64: how many tokens were chosen.
         gates: ``(batch,)``: of the last step's tokens; 0 for those that were not chosen.
         position: how many tokens there were.
@@ -100,15 +100,15 @@ class BlockCache(_Cache):
 
 
 def check_router(layer: nn.Module, name: str, k: int | float, kind: type[Router]) -> Any:
-    """Return a layer's router; raise unless it is of a class that steps know, and k is a share."""
-    who, router = type(layer).__name__, getattr(layer, name)
+    """Return a layer's router; raise TypeError unless its class is `kind` and k is a share."""
+    caller, router = type(layer).__name__, getattr(layer, name)
     if type(router) is not kind:
-        raise TypeError(f"{who}: decoding needs a {kind.__name__} as {name}, got {type(router).__name__}")
+        raise TypeError(f"{caller}: decoding needs a {kind.__name__} as {name}, got {type(router).__name__}")
     which = {"router_q": "k_q", "router_kv": "k_kv"}.get(name, "k")
     if not isinstance(k, float):
         raise TypeError(
-            f"{who}: decoding needs {which} as a share, a float 0 < {which} ≤ 1; got the int {k}, which is a share of "
-            "a length that is not known yet"
+            f"{caller}: decoding needs {which} as a share, a float 0 < {which} ≤ 1; got the int {k}, which is a share "
+            "of a length that is not known yet"
         )
     return router
 
@@ -123,9 +123,6 @@ def _check_prefill(layer: nn.Module, x: Tensor, position: int, batch: int) -> No
         raise ValueError(f"{type(layer).__name__}: prefill needs a new cache, got one of {position} tokens")
     if x.dim() != 3 or len(x) != batch:
         raise ValueError(f"{type(layer).__name__}: prefill takes x as ({batch}, n, dim), got {tuple(x.shape)}")
-
-
-# --- a running threshold
 
 
 def new_choice(router: CausalRouter, batch: int) -> ChoiceCache:
@@ -157,10 +154,10 @@ def choose(router: CausalRouter, share: float, scores: Tensor, cache: ChoiceCach
 
 
 def chosen_rows(gates: Tensor) -> Tensor | slice | None:
-    """Return the rows that the heavy branch runs on: the chosen ones, or all on a GPU, where the others add 0.
+    """Return the rows that the heavy branch runs on: the chosen ones, or on a GPU all, of which the others add 0.
 
-    To know which were chosen a GPU's host would have to wait, for longer than the branch takes for a few tokens. None:
-    no row. All rows are a slice, so that keys and values are not copied.
+    To read which rows are chosen, the host would wait for the GPU longer than the branch takes for a few tokens. None
+    means no row. All rows are a slice, which copies no keys and values.
     """
     if gates.device.type != "cpu":
         return slice(None)
@@ -177,10 +174,10 @@ def add_to_rows(y: Tensor, update: Tensor, gates: Tensor, rows: Tensor | slice) 
 
 
 def fill_choice(router: CausalRouter, share: float, output: RouterOutput, cache: ChoiceCache) -> None:
-    """Make the cache what steps through the n > 0 tokens of a full forward leave."""
+    """Fill the cache as steps through the n > 0 tokens of a full forward would."""
     scores, n = output.scores.to(cache.scores.dtype), output.scores.shape[1]
     start = (n - 1) // router.block * router.block
-    # the threshold of the last block; the first block finds its own at every token
+    # the threshold of the last block; in the first block each step computes its own
     past = scores[:, max(0, start - router.memory) : start]
     cache.threshold = ranked(F.pad(past, (1, 0), value=-math.inf), fraction(share))
     last = torch.arange(max(0, n - router.memory), n, device=scores.device)
@@ -188,9 +185,6 @@ def fill_choice(router: CausalRouter, share: float, output: RouterOutput, cache:
     cache.taken = (output.indices >= 0).sum(-1)
     cache.gates = torch.where(output.indices == n - 1, output.gates, 0.0).sum(-1).to(cache.gates.dtype)
     cache.position = n
-
-
-# --- feed-forward
 
 
 def feed_forward_step(layer: RoutedFeedForward, x: Tensor, cache: ChoiceCache) -> Tensor:
@@ -201,9 +195,6 @@ def feed_forward_step(layer: RoutedFeedForward, x: Tensor, cache: ChoiceCache) -
     y: Tensor = layer.light(x)
     rows = chosen_rows(gates)
     return y if rows is None else add_to_rows(y, layer.heavy(x[rows]), gates, rows)
-
-
-# --- attention
 
 
 def new_attention(layer: RoutedAttention, batch: int) -> AttentionCache:
@@ -238,7 +229,7 @@ def attention_step(layer: RoutedAttention, x: Tensor, cache: AttentionCache) -> 
         if cache.count:
             q = heavy.q(heavy.norm_q(of_rows)).unflatten(-1, (heavy.heads, heavy.dim_head))
             keys, values = cache.far[:, rows, : cache.count]
-            update = update + heavy.out(_attend(_turned(q, i), keys, values).flatten(2))[:, 0]
+            update = update + heavy.out(_attend(_rotated(q, i), keys, values).flatten(2))[:, 0]
         y = add_to_rows(y, update.expand(len(of_rows), -1), gates, rows)
     cache.tokens[:, slot], cache.scores[:, slot] = x, router_kv.scores(token)[:, 0].to(cache.scores.dtype)
     if slot == w - 1:
@@ -255,12 +246,12 @@ def _near(layer: RoutedAttention, token: Tensor, cache: AttentionCache, i: int) 
         # this window becomes the one before
         cache.near[:, :, :w] = cache.near[:, :, w:].clone()
     end = w + i % w + 1
-    cache.near[0, :, end - 1], cache.near[1, :, end - 1] = _turned(k, i)[:, 0], v[:, 0]
+    cache.near[0, :, end - 1], cache.near[1, :, end - 1] = _rotated(k, i)[:, 0], v[:, 0]
     keys, values = cache.near[:, :, (0 if i >= w else w) : end]
-    return light.out(_attend(_turned(q, i), keys, values).flatten(2))  # type: ignore[no-any-return]
+    return light.out(_attend(_rotated(q, i), keys, values).flatten(2))  # type: ignore[no-any-return]
 
 
-def _turned(x: Tensor, position: int) -> Tensor:
+def _rotated(x: Tensor, position: int) -> Tensor:
     return rotary(x, torch.full((1,), position, device=x.device))
 
 
@@ -296,7 +287,7 @@ def attention_prefill(layer: RoutedAttention, x: Tensor, cache: AttentionCache) 
     n, w, light = x.shape[1], layer.window, layer.light
     fill_choice(router_q, float(layer.k_q), routing.q, cache.queries)
     first, whole = (n - 1) // w * w, n // w * w
-    # a last window that is whole has given its keys too
+    # a whole last window has given its keys too
     quota = routing.kv.indices.shape[1] // -(-n // w)
     given = whole // w * quota
     if given:
@@ -320,9 +311,6 @@ def feed_forward_prefill(layer: RoutedFeedForward, x: Tensor, cache: ChoiceCache
     y, routing = layer(x, return_routing=True)
     fill_choice(router, float(layer.k), routing, cache)
     return y
-
-
-# --- a block
 
 
 def new_block(layer: RoutedBlock, batch: int) -> BlockCache:

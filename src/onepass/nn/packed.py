@@ -1,6 +1,6 @@
 """Packed sequences: tokens of several sequences one after another, with `cu_seqlens` as flash attention takes it.
 
-Layers compute on a padded batch, where a share counts real tokens: a packed sequence gives what it gives alone.
+Layers compute on a padded batch. A share counts real tokens, so each sequence gets the result that it gets alone.
 """
 
 from __future__ import annotations
@@ -25,34 +25,34 @@ class Places(NamedTuple):
     slots: Tensor
 
 
-def places(who: str, total: int, device: torch.device, cu_seqlens: Tensor, max_seqlen: int | None) -> Places:
-    """Return the places of `total` packed tokens; raise TypeError or ValueError for other boundaries.
+def places(caller: str, total: int, device: torch.device, cu_seqlens: Tensor, max_seqlen: int | None) -> Places:
+    """Return the places of `total` packed tokens; raise TypeError or ValueError for wrong boundaries.
 
-    Values on a GPU are not checked, as the host would have to wait: those of `cu_seqlens` must rise from 0 to `total`
-    by at most `max_seqlen`.
+    The values of `cu_seqlens` must rise from 0 to `total` by at most `max_seqlen`. On a GPU they are not checked, since
+    the host would wait for them.
     """
-    check.tensor(who, "cu_seqlens", cu_seqlens)
+    check.tensor(caller, "cu_seqlens", cu_seqlens)
     if cu_seqlens.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"{who}: cu_seqlens must be int32 or int64, got {cu_seqlens.dtype}")
+        raise TypeError(f"{caller}: cu_seqlens must be int32 or int64, got {cu_seqlens.dtype}")
     if cu_seqlens.dim() != 1 or not len(cu_seqlens):
-        raise ValueError(f"{who}: cu_seqlens must be (sequences + 1,), got {tuple(cu_seqlens.shape)}")
+        raise ValueError(f"{caller}: cu_seqlens must be (sequences + 1,), got {tuple(cu_seqlens.shape)}")
     if cu_seqlens.device != device:
-        raise ValueError(f"{who}: cu_seqlens is on {cu_seqlens.device} but x is on {device}; move one of them")
+        raise ValueError(f"{caller}: cu_seqlens is on {cu_seqlens.device} but x is on {device}; move one of them")
     if max_seqlen is not None and (isinstance(max_seqlen, bool) or not isinstance(max_seqlen, (int, torch.SymInt))):
-        raise TypeError(f"{who}: max_seqlen must be an int, got {type(max_seqlen).__name__}")
+        raise TypeError(f"{caller}: max_seqlen must be an int, got {type(max_seqlen).__name__}")
     if plain(cu_seqlens) and device.type == "cpu":
         bounds = cu_seqlens.tolist()
         lengths = [end - begin for begin, end in pairwise(bounds)]
         if bounds[0] != 0 or bounds[-1] != total or min(lengths, default=0) < 0:
-            raise ValueError(f"{who}: cu_seqlens must rise from 0 to the {total} tokens of x, got {bounds}")
+            raise ValueError(f"{caller}: cu_seqlens must rise from 0 to the {total} tokens of x, got {bounds}")
         longest = max(lengths, default=0)
         if max_seqlen is None:
             max_seqlen = longest
         if longest > max_seqlen:
-            raise ValueError(f"{who}: max_seqlen must be at least {longest}, the longest sequence, got {max_seqlen}")
+            raise ValueError(f"{caller}: max_seqlen must be at least {longest}, the longest sequence, got {max_seqlen}")
     if max_seqlen is None:
         raise ValueError(
-            f"{who}: max_seqlen, the length of the longest sequence, must be given where the host does not see "
+            f"{caller}: max_seqlen, the length of the longest sequence, must be given where the host does not see "
             f"cu_seqlens: on {device}, or when compiled"
         )
     begin, end = cu_seqlens[:-1].long(), cu_seqlens[1:].long()
@@ -63,20 +63,20 @@ def places(who: str, total: int, device: torch.device, cu_seqlens: Tensor, max_s
 
 
 def unpack(
-    who: str, x: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, max_seqlen: int | None
+    caller: str, x: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, max_seqlen: int | None
 ) -> tuple[Tensor, Places]:
     """Return packed tokens (total, dim) or (1, total, dim) as a padded batch (sequences, longest, dim), and places."""
     if cu_seqlens is None:
-        raise ValueError(f"{who}: max_seqlen belongs to cu_seqlens, which is not given")
+        raise ValueError(f"{caller}: max_seqlen belongs to cu_seqlens, which is not given")
     if mask is not None:
-        raise ValueError(f"{who}: mask and cu_seqlens exclude each other: packed tokens are all real")
-    check.floating(who, "x", x)
+        raise ValueError(f"{caller}: mask and cu_seqlens exclude each other: packed tokens are all real")
+    check.floating(caller, "x", x)
     if x.dim() not in (2, 3) or (x.dim() == 3 and len(x) != 1):
-        raise ValueError(f"{who}: with cu_seqlens, x must be (total, dim) or (1, total, dim), got {tuple(x.shape)}")
+        raise ValueError(f"{caller}: with cu_seqlens, x must be (total, dim) or (1, total, dim), got {tuple(x.shape)}")
     tokens = x.reshape(-1, x.shape[-1])
-    where = places(who, len(tokens), x.device, cu_seqlens, max_seqlen)
+    where = places(caller, len(tokens), x.device, cu_seqlens, max_seqlen)
     rows, longest = where.mask.shape
-    # each token has a place of its own: forward and backward are copies, in any order the same
+    # each token has a place of its own, so forward and backward are copies and add nothing up
     padded = tokens.new_zeros(rows * longest, x.shape[-1]).index_copy(0, where.slots, tokens)
     return padded.view(rows, longest, x.shape[-1]), where
 

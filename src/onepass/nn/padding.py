@@ -8,14 +8,14 @@ from onepass.core import check
 from onepass.ops._shared import arguments
 
 
-def check_mask(module: str, x: Tensor, mask: Tensor | None) -> None:
+def check_mask(module: str, x: Tensor, mask: Tensor | None, name: str = "mask") -> None:
     """Raise TypeError or ValueError unless mask is None or a bool mask (batch, n) of tokens x (batch, n, dim)."""
     if mask is None:
         return
     arguments.boolean(module, mask, "real token")
     if mask.shape != x.shape[:2]:
-        raise ValueError(f"{module}: mask must be (batch, n) = {tuple(x.shape[:2])}, got {tuple(mask.shape)}")
-    check.same_device(module, "mask", mask, "x", x)
+        raise ValueError(f"{module}: {name} must be (batch, n) = {tuple(x.shape[:2])}, got {tuple(mask.shape)}")
+    check.same_device(module, name, mask, "x", x)
 
 
 def zero_padding(module: str, x: Tensor, mask: Tensor | None) -> Tensor:

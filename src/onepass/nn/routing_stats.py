@@ -27,7 +27,7 @@ SATURATED = 1e-3
 Routing = RouterOutput | AttentionRouting | BlockRouting
 
 _LAYERS = Routed, RoutedAttention, RoutedCrossAttention, RoutedBlock
-# true, as `return_routing` must be; not True, so that the hook after the call knows that the caller did not ask
+# truthy, like return_routing=True, but another object: it tells the hook that the caller did not ask for the routing
 _ONLY_FOR_STATS = object()
 
 
@@ -42,12 +42,12 @@ class RoutingStats:
         \text{entropy} = -\frac{1}{\log 16}\sum_{b=1}^{16} p_b \log p_b, \qquad
         \text{overlap} = \frac{|A \cap B|}{|A|}
 
-    - ``share``: of the real tokens, those that were chosen.
+    - ``share``: the share of the real tokens that were chosen.
     - ``entropy``: p_b is the share of the choices that fall into the b-th sixteenth of their sequence's real tokens. 1:
       all positions alike; 0: all choices in one sixteenth. It needs some hundred choices to reach 1, and sequences of
       16 tokens or more.
-    - ``overlap``: B is what the router before chose from the same tokens in the same pass: the one of the same role
-      (feed-forward, queries, keys) in the block before. Blocks that choose independently overlap by about B's share.
+    - ``overlap``: B are the tokens that the router of the same role (feed-forward, queries, keys) in the block before
+      chose in the same pass. Blocks that choose independently overlap by about B's share.
     - ``saturated``, ``closed``: of the gates of the chosen, those with g ≥ 1 − 0.001, and those with g ≤ 0.001. They
       give their router no gradient, or nearly none. With a model, a `Router` with ``gate="straight_through"`` counts
       by its soft gates, as its gates are all 1.
@@ -59,7 +59,7 @@ class RoutingStats:
     run no new hooks, and a captured one runs none. There, or without a model, give `add` the routing that a layer
     returned.
 
-    Counts stay on the device: only `scalars` waits for it. Outside ``with``, layers cost what they always cost.
+    Counts stay on the device: only `scalars` waits for it. Outside ``with``, a call of a layer costs nothing more.
     Inside, each router costs 37 small operations a call, so measure in evaluation or every hundredth step. A
     checkpointed layer counts again when it is recomputed, which changes no share.
 
@@ -67,7 +67,7 @@ class RoutingStats:
         model: any module with routed layers inside, or one itself; None: `add` alone.
 
     Raises:
-        TypeError: model is no `nn.Module`.
+        TypeError: model is not an `nn.Module`.
         ValueError: model has no routed layer.
         RuntimeError: ``with`` inside ``with`` of the same object.
 
@@ -109,7 +109,7 @@ class RoutingStats:
             raise RuntimeError("RoutingStats: it listens already: leave its first `with` before")
         for name, layer in self._layers:
             self._hooks.append(layer.register_forward_pre_hook(_ask, with_kwargs=True))
-            # before the user's hooks, which shall see the output that the caller gets
+            # before the user's hooks, so that they see the output that the caller gets
             listen = self._listener(name)
             self._hooks.append(layer.register_forward_hook(listen, with_kwargs=True, prepend=True))
         return self
@@ -148,7 +148,7 @@ class RoutingStats:
         With `total`, a function that returns the sum of an int64 tensor over processes, they count the rows of all.
         Each process calls this, after at least one call of the layers, perhaps without rows.
 
-        A name is that of the router in the model, a slash and the number's. Numbers that nothing defines are left out,
+        A name is that of the router in the model, a slash and the number's. Undefined numbers are left out,
         such as the first block's overlap, or the entropy of a router that chose nothing.
         """
         if not self._counts:
@@ -202,13 +202,13 @@ class RoutingStats:
         there, flat = indices >= 0, indices.flatten(1)
         # column n takes the missing choices
         chosen = real.new_zeros((batch, n + 1)).scatter_(1, flat.where(flat >= 0, n), True)[:, :n] & real
-        # padding at the end, or anywhere, moves no token to another bin
+        # bins divide the real tokens, so padding moves no token to another bin
         place, length = real.cumsum(1) - 1, real.sum(1, keepdim=True).clamp_min(1)
         bins = flat.new_zeros(BINS).scatter_add_(
             0, (place.clamp_min(0) * BINS // length).flatten(), chosen.flatten().long()
         )
         last, other = self._last.get(role, ("", chosen))
-        # the first router of a pass has none before it, whatever the last pass ended with
+        # compare with the router that came before this one in its first pass, not with the last one of an earlier pass
         same = last == self._before.setdefault(name, last) != "" and other.shape == chosen.shape
         self._last[role] = name, chosen
         total, none = chosen.sum(), flat.new_zeros(())
@@ -218,12 +218,12 @@ class RoutingStats:
             (there & (gates >= 1 - SATURATED)).sum(), (there & (gates <= SATURATED)).sum(),
         ]  # fmt: skip
         new = torch.cat([torch.stack(counts), bins])
-        # a new tensor: one that was made under inference mode can't be changed outside it
+        # not in place: a tensor made under inference mode can't be changed outside it
         self._counts[name] = self._counts[name] + new if name in self._counts else new
 
 
 def _outermost(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yield the routed layers that are in no other, with their names: a block knows the routing of its layers."""
+    """Yield the outermost routed layers, with their names: a block returns the routing of the layers inside."""
     if isinstance(model, _LAYERS):
         yield prefix, model
         return

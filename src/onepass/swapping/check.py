@@ -18,7 +18,7 @@ SEED = 20
 NAMES = {"LayerNorm": "a layer norm's", "RMSNorm": "an RMS norm's"}
 # nonzero numbers of a sparse row
 FEW = 8
-# of the rows that `_input` returns; the gradients of the others are sums that cancel
+# rows of `_input` for gradients; those of the other rows are sums that cancel
 _DENSE = (slice(0, 1), slice(0, 2))
 
 
@@ -57,7 +57,7 @@ def _same_rounding(module: nn.Module, fits: list[Target]) -> Target:
             Exchange(twin, target)
             ours = _run(twin, x, x, False)
         except Exception:
-            # a module that takes no bf16 has no rounding to find
+            # a module that does not run in bf16 has no rounding there
             return fits[0]
         if all(torch.equal(a, b) for a, b in zip(theirs, ours, strict=True)):
             return target
@@ -68,7 +68,7 @@ def _compare(module: nn.Module, target: Target, device: torch.device, dtype: tor
     """Return None if the target computes the same, else how far off it is and a sentence that says so.
 
     Twins of the module are compared: its class and attributes on random parameters, on its device, or on the CPU for
-    the meta device. So nothing depends on the weights at hand, which may all be zero or not loaded yet.
+    the meta device. The weights at hand do not matter: they may be zero or not loaded yet.
     """
     generator = torch.Generator("cpu").manual_seed(SEED)
     gradients = dtype == torch.float32
@@ -147,7 +147,8 @@ def _difference(
     """Return by how much theirs and ours differ beyond rounding, and a sentence; None if they don't.
 
     A sum of N numbers in two orders differs by at most 2(N + 1)u relatively, u = 2^−24; the bound allows twice that
-    and a few more roundings. In 16 bits theirs may round three times, ours rounds once: four u of that dtype more.
+    and a few more roundings. In 16 bits the module may round three times and the replacement rounds once: four u of
+    that dtype more.
     """
     label = NAMES[target.cls.__name__]
     width = math.prod(target.fields["normalized_shape"])

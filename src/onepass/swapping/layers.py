@@ -11,11 +11,11 @@ from itertools import pairwise
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 
 from onepass.nn import LayerNorm, RMSNorm
 from onepass.nn.feed_forward import has_no_overrides
 
+from .recognise import altered
 from .report import Layer
 from .trace import EXTRA, Step, Trace, UntraceableError, trace
 
@@ -44,12 +44,8 @@ def fused(module: nn.Module, norms: set[str]) -> tuple[type[nn.Module], tuple[st
         UntraceableError: the forward does more than a trace says, or no sum goes straight into one of the norms.
     """
     cls = type(module)
-    if "forward" in vars(module):
-        raise UntraceableError("its forward is overwritten on the instance")
-    if vars(module).get("_compiled_call_impl") is not None:
-        raise UntraceableError("it is compiled on its own")
-    if parametrize.is_parametrized(module):
-        raise UntraceableError("it has parametrizations")
+    if problem := altered(module):
+        raise UntraceableError(problem)
     found = trace(module, cls)
     adding = _sums(found.steps, norms)
     if not adding:
@@ -85,11 +81,11 @@ def fused_class(cls: type[nn.Module], found: Trace, adding: tuple[str, ...]) -> 
     # so that tracebacks and inspect.getsource show the lines
     linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
     names: dict[str, Any] = {}
-    # with the names of this file: torch.compile looks them up in the module that globals belong to
+    # with the globals of this file, in which torch.compile looks names up
     exec(compile(text, file, "exec"), globals(), names)
 
     def reduce(self: nn.Module, protocol: Any) -> Any:
-        # the class has no name to be found by: copies and pickles make it again
+        # pickle does not find the class by its name: copies and pickles make it again
         _, given, *rest = tuple(cls.__reduce_ex__(self, max(protocol, 2)))
         return (_new, (cls, found, adding, *given[1:]), *rest)
 
@@ -124,7 +120,7 @@ def source(found: Trace, adding: tuple[str, ...]) -> str:
     for i, (outs, expression) in enumerate(statements):
         lines.append(f"    {outs} = {expression}")
         values += outs.split(", ")
-        # a value that is not used again is let go, as in a forward that gives its successor the same name
+        # a value is freed after its last use, as in a forward that uses its name again
         later = _names(" ".join([*(e for _, e in statements[i + 1 :]), found.result]))
         lines.append(f"    {' = '.join([v for v in values if v not in later] or ['_'])} = None")
         values = [v for v in values if v in later]

@@ -55,7 +55,7 @@ def swap(
         exclude: a glob or several; norms with such a name are left alone.
         strict: raise if a norm is left alone that include and exclude chose; nothing is exchanged then.
         dry_run: check and report only.
-        residuals: fuse additions into the norms that follow them; `strict` does not speak of these.
+        residuals: fuse additions into the norms that follow them; `strict` ignores these.
 
     Returns:
         a `SwapReport`: ``str()`` is a table, ``undo()`` takes the exchange back, ``with`` does so at its end.

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-# written for values in traces: no name of a parameter starts so
+# prefix of values in traces; parameters have no such names
 _VALUE = "_v"
-_SHAPE = 7, 2, 3  # seven: a tensor that a forward unpacks in two or three raises
+_SHAPE = 7, 2, 3  # of seven: a forward that unpacks the tensor in two or three raises
 _TUPLES = (2, 3)
 _ADDITIONS = (torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__)
 EXTRA = "**"
@@ -36,9 +36,9 @@ class Trace(NamedTuple):
         parameters: of forward, as source text with their defaults.
         steps: in order.
         result: what it returns.
-        plain: (name, default) of parameters with which forward does something else unless they have their defaults.
+        plain: (name, default) of parameters that change what forward does unless they have their defaults.
         extra: the name of the parameter with ``**``, or "".
-        extra_is_plain: options without a name make forward do something else.
+        extra_is_plain: options without a name change what forward does.
     """
 
     parameters: tuple[str, ...]
@@ -50,11 +50,11 @@ class Trace(NamedTuple):
 
 
 class UntraceableError(Exception):
-    """The forward does what a `Trace` can't say; the text is a reason for the report."""
+    """The forward does more than a `Trace` can describe; the text is a reason for the report."""
 
 
 class _Given:
-    """A value that can be handed on and compared with None, and nothing else."""
+    """An argument that a forward may hand on or compare with None; any other use raises."""
 
     def _refuse(self, *_: Any) -> Any:
         raise UntraceableError("its forward looks at an argument")
@@ -115,7 +115,7 @@ class _Recorder(TorchFunctionMode):
 
 
 class _StandIn:
-    """What a layer calls in the place of a module. It is no module: hooks of all modules don't see it."""
+    """What a layer calls in the place of a module. It is not a module, so hooks of all modules do not see it."""
 
     def __init__(self, recorder: _Recorder, name: str) -> None:
         self._recorder, self._name = recorder, name
@@ -218,9 +218,9 @@ def _run(
         except Exception as e:
             known = isinstance(e, UntraceableError)
             line = str(e) if known else f"its forward raises on stand-ins: {type(e).__name__}: {e}".splitlines()[0]
-            # what stopped the call that got furthest is the reason
+            # the reason is the error of the call that got furthest
             reasons[len(recorder.steps), known] = UntraceableError(line)
-            # what the last module returned may have been the wrong one
+            # the module that was called last may return a tuple, or a longer one
             sizes = [n for n in _TUPLES if n > tuples.get(recorder.last, 0)]
             if not recorder.last or not sizes:
                 raise reasons[max(reasons)] from e
@@ -233,7 +233,7 @@ def _twin(module: nn.Module, recorder: _Recorder, training: bool) -> nn.Module:
     class Watched(type(module)):  # type: ignore[misc]
         def __getattribute__(self, name: str) -> Any:
             if name in own and name not in _STATE:
-                # it may be another one later
+                # it may have another value in a later call
                 raise UntraceableError(f"its forward reads the attribute {name}")
             return super().__getattribute__(name)
 
@@ -267,7 +267,7 @@ def _arguments(
 
 
 def _empty() -> Tensor:
-    # under the recorder torch.empty would be a use of tensors
+    # the recorder would take torch.empty for an operation of the forward
     with torch._C.DisableTorchFunction():
         return torch.empty(_SHAPE, device="cpu")
 

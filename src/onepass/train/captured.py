@@ -72,7 +72,7 @@ class Gradients:
         except RuntimeError as error:
             self.why_eager = str(error).splitlines()[0]
             torch.cuda.synchronize()
-            # a failed capture leaves the random generator as if it went on, which would fail every later draw: a copy
-            # of its state is not part of any capture
+            # after a failed capture the random generator still counts as captured, and every draw would fail; a copy of
+            # its state does not
             generator = torch.cuda.default_generators[torch.cuda.current_device()]
             generator.graphsafe_set_state(generator.clone_state())

@@ -1,4 +1,4 @@
-"""A checkpoint: one file with all that a run needs to go on (weights, momentum, step, configuration), and no code.
+"""A checkpoint: one file, without code, with all that a run needs to go on: weights, momentum, step, configuration.
 
 It is a safetensors file with `model/…` and `optimizer/<parameter>/<state>` tensors; its header holds one JSON record
 and a SHA-256 over record and tensors. The file is replaced whole, so all its parts come from one step. It needs no
@@ -85,6 +85,13 @@ def save(
     record = json.dumps(values, sort_keys=True)
     metadata = {"onepass": record, "sha256": _digest(record, tensors)}
     files.write(path, safetensors.torch.save(tensors, metadata))
+
+
+def of_run(directory: Path) -> Path:
+    """Return where the checkpoint of a run is; raise UserError if there is none."""
+    if not (directory / NAME).exists():
+        raise UserError(f"there is no run with a checkpoint in {directory} (no {NAME})")
+    return directory / NAME
 
 
 def load(path: Path) -> Checkpoint:

@@ -9,6 +9,7 @@ import shlex
 from typing import TYPE_CHECKING
 
 from onepass.core.errors import UserError, printable
+from onepass.core.options import command
 
 if TYPE_CHECKING:
     from onepass.train.checkpoint import Checkpoint
@@ -54,16 +55,13 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     """Add `train` to the command line."""
     from onepass.train.options import add_options
 
-    parser = commands.add_parser(
-        "train", help=HELP, description=TEXT, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command(commands, "train", run, (HELP, TEXT, EXAMPLES), "train")
     add_options(parser)
     again = parser.add_mutually_exclusive_group()
     again.add_argument("--resume", action="store_true", help="go on from the last checkpoint, bit for bit on a CPU")
     again.add_argument(
         "--force", action="store_true", help="start over in the directory of a run, whose files are lost"
     )
-    parser.set_defaults(run=run, extra="train")
 
 
 def run(args: argparse.Namespace) -> int:

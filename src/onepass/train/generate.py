@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from onepass.core.errors import UserError, printable
-from onepass.core.options import number
+from onepass.core.options import command, number
 
 if TYPE_CHECKING:
     import torch
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 TEXT = """\
 Let the language model of a run, trained with --task causal, write on after a prompt. It reads the prompt once, then
-takes one step per byte: the choices are those of the full model, and what is kept of the past is two windows and a
-share of the rest. The text appears as it is written; the same seed gives the same text on the same machine."""
+takes one step per byte. Steps make the choices of the full model; they keep two windows of the text before and a share
+of the rest. The text appears as it is written; the same seed gives the same text on the same machine."""
 EXAMPLES = """\
 examples:
   onepass train --task causal ~/notes --out runs/notes       first a model
@@ -33,12 +33,8 @@ examples:
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add `generate` to the command line."""
-    parser = commands.add_parser(
-        "generate",
-        help="let a trained language model write on after a prompt",
-        description=TEXT,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = command(
+        commands, "generate", run, ("let a trained language model write on after a prompt", TEXT, EXAMPLES), "train"
     )
     parser.add_argument(
         "directory", type=Path, metavar="RUN", help="directory of a run, as left by `onepass train --task causal`"
@@ -54,7 +50,6 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     parser.add_argument("--stop", metavar="TEXT", help="end after the first TEXT that is written")
     parser.add_argument("--seed", type=number(0, 2**63 - 1), default=0, help="of the draws (default: 0)")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there is one")
-    parser.set_defaults(run=run, extra="train")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -98,10 +93,7 @@ def load(directory: Path) -> tuple[ByteModel, int]:
     from onepass.train import checkpoint
     from onepass.train.model import RoutedLanguageModel, new
 
-    where = directory / checkpoint.NAME
-    if not where.exists():
-        raise UserError(f"there is no run with a checkpoint in {directory} (no {checkpoint.NAME})")
-    saved = checkpoint.load(where)
+    saved = checkpoint.load(checkpoint.of_run(directory))
     if saved.config.task != "causal":
         raise UserError(f"the run in {directory} guesses hidden bytes; generate needs one of --task causal")
     if saved.config.route != "learned":
@@ -113,7 +105,7 @@ def load(directory: Path) -> tuple[ByteModel, int]:
 
 
 def generate(model: ByteModel, prompt: Tensor, *, temperature: float, generator: torch.Generator) -> Iterator[int]:
-    """Yield one byte after another that a causal model writes after a prompt (1, n), without end.
+    """Yield the bytes that a causal model writes after a prompt (1, n), without end.
 
     Args:
         model: in evaluation mode.
@@ -122,7 +114,7 @@ def generate(model: ByteModel, prompt: Tensor, *, temperature: float, generator:
         generator: of the draws, on the CPU.
 
     Raises:
-        UserError: the logits are no numbers.
+        UserError: the logits are not finite.
     """
     import torch
 

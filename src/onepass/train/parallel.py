@@ -34,10 +34,10 @@ from onepass.train.model import Model, new
 from onepass.train.routes import RandomRouter
 from onepass.train.run import CONFIG, Run
 
-PLAN, TOLD = "plan", "told"  # keys of the store that all processes read
-WAIT = datetime.timedelta(days=7)  # for the first process to read its data; torchrun ends us if it dies
+PLAN, PRINTED = "plan", "printed"  # keys of the store that all processes read
+WAIT = datetime.timedelta(days=7)  # for the first process to read its data; if that dies, torchrun ends this one
 COLLECTIVE = datetime.timedelta(minutes=30)  # longer than the first process writes a checkpoint
-GRACE = 25.0  # seconds from a stop signal to our end; torchrun kills after 30
+GRACE = 25.0  # seconds from a stop signal to the end of this process; torchrun kills after 30
 
 
 class World:
@@ -114,7 +114,7 @@ class World:
         """Add to `stop` a signal that any process has received; all processes call this after the same step."""
 
     def leave(self, code: int) -> int:
-        """Return the exit code when all processes have come here; several of them end here."""
+        """Wait for all processes; return the exit code, or end with it where there are several processes."""
         return code
 
 
@@ -124,13 +124,13 @@ class Processes(World):
     why_eager = "several processes gather weights between its kernels"
 
     def __init__(self) -> None:
-        # not everywhere: torch may be built without it
+        # some builds of torch lack it
         from torch.distributed.rendezvous import rendezvous
 
         super().__init__()
         self.rank, self.size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self.local_rank = int(os.environ["LOCAL_RANK"])
-        # torchrun's own store, which outlives its processes: keep what those before a restart wrote apart
+        # torchrun's store outlives the processes: a prefix separates what they wrote before and after a restart
         store, _, _ = next(rendezvous("env://", self.rank, self.size))
         self.store = dist.PrefixStore(f"onepass/{self.restarts}", store)  # type: ignore[attr-defined]
         self.path = Path()
@@ -174,9 +174,9 @@ class Processes(World):
         return torch.device(kind, self.local_rank) if kind == "cuda" else torch.device(kind)
 
     def model(self, config: Config, device: torch.device) -> Model:
-        """Return the model in shards. The first process alone draws the weights, so that they are those of one process.
+        """Return the model in shards. The first process alone draws the weights: those of a run of one process.
 
-        Elsewhere a whole model never exists: it is on the meta device until it is in shards.
+        The other processes never hold a whole model: it is on the meta device until it is in shards.
         """
         from torch.distributed.fsdp import fully_shard
 
@@ -191,7 +191,7 @@ class Processes(World):
             fully_shard(block, mesh=self.mesh)
         # back to shards after each forward: a checkpoint may follow a measurement, which has no backward
         fully_shard(model, mesh=self.mesh, reshard_after_forward=True)
-        # the logits are a view, on which nothing works in place
+        # harmless: nothing changes the logits, which are a view, in place
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view", UserWarning)
         model.to_empty(device=device)
         with torch.no_grad():
@@ -248,7 +248,7 @@ class Processes(World):
         return values
 
     def stopping(self, received: list[int]) -> list[int]:
-        # the interpreter's handler waits while a collective does; this byte is written at once
+        # Python runs no signal handler during a collective; this byte is written at once
         reader, writer = socket.socketpair()
         writer.setblocking(False)
         signal.set_wakeup_fd(writer.detach(), warn_on_full_buffer=False)
@@ -256,7 +256,7 @@ class Processes(World):
         return []
 
     def _end_late(self, signals: socket.socket) -> None:
-        """End this process if the others can't agree with it on a step to stop at, since one of them is gone."""
+        """End this process GRACE seconds after a signal, if all have not agreed to stop: then another one is gone."""
         signum = signals.recv(1)[0]
         if not self.stopped.wait(GRACE):
             self.end(128 + signum, self._gone("it did not stop with this one"))
@@ -283,7 +283,7 @@ class Processes(World):
         os._exit(code)
 
     def fail(self, error: BaseException) -> NoReturn:
-        """Tell the first error of the run, in one line where it is not a fault of this program, and end."""
+        """End with an error. The first one of the run is printed, in one line unless this program is at fault."""
         if isinstance(error, UserError):
             self.end(2, str(error))
         if isinstance(error, KeyboardInterrupt):
@@ -295,18 +295,18 @@ class Processes(World):
         self.end(1, "".join(traceback.format_exception(error)), lines=True)
 
     def end(self, code: int, message: str, *, lines: bool = False) -> NoReturn:
-        """Print a message unless another process has told what it follows from; leave without waiting for others."""
-        told = 0
+        """Print a message unless another process has printed its cause; end without waiting for others."""
+        before = 0
         with contextlib.suppress(RuntimeError):
-            told = self.store.add(TOLD, 1) - 1
-        if not told:
+            before = self.store.add(PRINTED, 1) - 1
+        if not before:
             print(message if lines else f"onepass train: {printable(message)}", file=sys.stderr, flush=True)  # noqa: T201
-        # the interpreter's own end would wait for collectives that can't end
+        # a normal exit would wait for collectives that never end
         os._exit(code)
 
 
 class Onlooker(Run):
-    """The directory of a run for a process that does not write: its path, and nothing else."""
+    """The directory of a run for a process that does not write to it."""
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:

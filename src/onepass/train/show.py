@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from onepass.core.errors import UserError, reason
-from onepass.core.options import number
+from onepass.core.options import command, number
 
 TEXT = """\
 Draw the routing of any file as `onepass train` does for a validation text: every byte shaded by the number of blocks
@@ -20,12 +20,8 @@ examples:
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add `show` to the command line."""
-    parser = commands.add_parser(
-        "show",
-        help="draw which bytes of any file a trained run routes",
-        description=TEXT,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = command(
+        commands, "show", run, ("draw which bytes of any file a trained run routes", TEXT, EXAMPLES), "train"
     )
     parser.add_argument("directory", type=Path, metavar="RUN", help="directory of a run, as left by `onepass train`")
     parser.add_argument("file", type=Path, metavar="FILE", help="any text")
@@ -35,7 +31,6 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "--bytes", type=limit, default=65536, metavar="N", help="how much of it to read (default: 65536)"
     )
     parser.add_argument("--binary", action="store_true", help="draw a file with NUL bytes as well")
-    parser.set_defaults(run=run, extra="train")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -44,9 +39,7 @@ def run(args: argparse.Namespace) -> int:
     from onepass.train.progress import say
     from onepass.train.run import METRICS, PICTURE, Run
 
-    where = args.directory / checkpoint.NAME
-    if not where.exists():
-        raise UserError(f"there is no run with a checkpoint in {args.directory} (no {checkpoint.NAME})")
+    where = checkpoint.of_run(args.directory)
     if args.file.is_dir():
         raise UserError(f"{args.file} is a directory; give one file of text")
     content = sources.read_text(args.file, binary=args.binary)

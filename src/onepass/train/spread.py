@@ -1,8 +1,8 @@
-"""`--sequence-parallel`: each process has a part of the tokens of every row, as many as every other.
+"""`--sequence-parallel`: each process has an equal part of the tokens of every row.
 
-What reads other tokens gets them by hooks: routed layers take DTensors (`onepass.nn.over_sequence`), the convolution
-fetches its neighbours, full attention gathers keys and values. The weights are whole, gathered by FSDP2, which adds up
-their gradients.
+Hooks give layers the tokens of other processes: routed layers take DTensors (`onepass.nn.over_sequence`), the
+convolution fetches its neighbours, full attention gathers keys and values. The weights are whole, gathered by FSDP2,
+which adds up their gradients.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from onepass.train.config import Config
 from onepass.train.data import Batch
 from onepass.train.model import Attention, Model, angles
 
-IGNORED = -100  # torch's label of a position that has no part in the loss
+IGNORED = -100  # torch's label of a position that does not count in the loss
 
 
 def check(config: Config, size: int) -> None:
@@ -49,7 +49,7 @@ class Spread:
         self.on = False
 
     def part(self, batch: Batch) -> Batch:
-        """Return this process's tokens, and what is asked of them; IGNORED fills rows of which less is asked here."""
+        """Return this process's tokens and the bytes to guess among them; IGNORED fills rows that have fewer."""
         n = batch.tokens.shape[1]
         begin, end = parts(n, self.size)[self.rank]
         here = (batch.hidden >= begin) & (batch.hidden < end)
@@ -59,7 +59,7 @@ class Spread:
         return Batch(batch.tokens[:, begin:end], places, values, batch.draw)
 
     def attach(self, model: Model) -> None:
-        """Add the hooks. Call it before FSDP2 adds its own, which shall see plain tensors."""
+        """Add the hooks, before FSDP2 adds its own: those then see plain tensors."""
         model.neighbours.register_forward_pre_hook(self._fetch)
         model.neighbours.register_forward_hook(self._cut)
         for module in model.modules():
@@ -106,7 +106,7 @@ class Spread:
         return x, *(angle[own] for angle in angles(here * self.size, 2 * cos.shape[1], x.device))
 
     def _whole_row(self, t: Tensor) -> Tensor:
-        """Return the keys or values (batch, heads, n, d) of all processes; each has a part of their gradient."""
+        """Return the keys or values (batch, heads, n, d) of all processes; their gradient is summed over these."""
         from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
         if not self.on:

@@ -40,7 +40,7 @@ def mask(op: str, value: Tensor | None, like: Tensor) -> None:
     if value is None:
         return
     boolean(op, value, "may be chosen")
-    if not _broadcasts(value.shape, like.shape):
+    if not broadcasts(value.shape, like.shape):
         raise ValueError(
             f"{op}: mask must broadcast to the scores' shape {tuple(like.shape)}, got {tuple(value.shape)}"
         )
@@ -57,7 +57,7 @@ def positive(op: str, name: str, value: Any, like: Tensor) -> None:
         return
     if value.dtype == torch.bool or value.is_complex():
         raise TypeError(f"{op}: {name} must be a number or a real tensor, got a tensor of {value.dtype}")
-    if not _broadcasts(value.shape, like.shape[:-1]):
+    if not broadcasts(value.shape, like.shape[:-1]):
         raise ValueError(
             f"{op}: {name} must be a number or broadcast to scores.shape[:-1] = {tuple(like.shape[:-1])}, "
             f"got {tuple(value.shape)}"
@@ -85,7 +85,8 @@ def whole(op: str, name: str, value: Any, least: int) -> None:
         raise ValueError(f"{op}: {name} must be ≥ {least}, got {value}")
 
 
-def _broadcasts(shape: torch.Size, to: torch.Size) -> bool:
+def broadcasts(shape: torch.Size, to: torch.Size) -> bool:
+    """Return whether a tensor of `shape` expands to `to`."""
     if len(shape) > len(to):
         return False
     return all(a in (1, b) for a, b in zip(reversed(shape), reversed(to), strict=False))

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from onepass.core.launch import next_power_of_2
+from onepass.core.launch import cdiv, next_power_of_2
 
 # elements and warps of one program of a row kernel: four 16-byte loads of a 16-bit tensor per thread
 ELEMENTS = 4096
@@ -24,6 +24,15 @@ def tile(d: int) -> tuple[int, int]:
     """Return (BLOCK_R, BLOCK_C): columns of a row up to ELEMENTS, and up to 64 rows that fill ELEMENTS."""
     block_c = min(ELEMENTS, next_power_of_2(d))
     return min(64, ELEMENTS // block_c), block_c
+
+
+def least_padding(d: int, vector: int, threads: int = 128) -> int:
+    """Return the widest tile of columns, 8 to `threads` vectors, that pads at most 7 % more than the best one."""
+    if d <= 8 * vector:
+        return next_power_of_2(d)
+    widths = [v * vector for v in (8, 16, 32, 64, 128) if v <= threads]
+    padded = {c: cdiv(d, c) * c for c in widths}
+    return max(c for c in widths if padded[c] <= 1.07 * min(padded.values()))
 
 
 def strided(x: Tensor) -> tuple[Tensor, int, int]:

@@ -32,13 +32,10 @@ def _check(scores: Tensor, mask: Tensor | None, k: int | float, eps: float, bloc
     check.floating("causal_choice", "scores", scores)
     if scores.dim() != 2:
         raise ValueError(f"causal_choice: scores must be (batch, n), got {tuple(scores.shape)}")
-    for name, value in (("k", 0 if isinstance(k, float) else k), ("block", block), ("memory", memory)):
-        if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
-            raise TypeError(f"causal_choice: {name} must be an int, got {type(value).__name__}")
+    for name, value, least in (("k", 0 if isinstance(k, float) else k, 0), ("block", block, 1), ("memory", memory, 1)):
+        arguments.whole("causal_choice", name, value, least)
     if isinstance(k, float) and not 0 < k <= 1:
         raise ValueError(f"causal_choice: k must be an int ≥ 0 or a share 0 < k ≤ 1, got {k}")
-    if k < 0:
-        raise ValueError(f"causal_choice: k must be ≥ 0, got {k}")
     if isinstance(eps, bool) or not isinstance(eps, (int, float, torch.SymInt, torch.SymFloat)):
         raise TypeError(f"causal_choice: eps must be a number, got {type(eps).__name__}")
     if not 0 < eps < math.inf:
@@ -51,12 +48,12 @@ def _check(scores: Tensor, mask: Tensor | None, k: int | float, eps: float, bloc
         check.same_device("causal_choice", "mask", mask, "scores", scores)
 
 
-def check_sizes(who: str, block: int, memory: int) -> None:
+def check_sizes(caller: str, block: int, memory: int) -> None:
     """Raise ValueError unless block ≥ 1 and memory is a positive multiple of it."""
     if block < 1:
-        raise ValueError(f"{who}: block must be ≥ 1, got {block}")
+        raise ValueError(f"{caller}: block must be ≥ 1, got {block}")
     if memory < block or memory % block:
-        raise ValueError(f"{who}: memory must be a positive multiple of block = {block}, got {memory}")
+        raise ValueError(f"{caller}: memory must be a positive multiple of block = {block}, got {memory}")
 
 
 def _fused(scores: Tensor, block: int, memory: int) -> bool:
@@ -100,15 +97,8 @@ def backward(
     return ds if into is None else into.copy_(ds)
 
 
-def _new_backward(
-    g_gates: Tensor, scores: Tensor, mask: Tensor | None, gates: Tensor, indices: Tensor, thresholds: Tensor,
-    starts: Tensor, eps: float, block: int, memory: int,
-) -> Tensor:  # fmt: skip
-    return backward(g_gates, scores, mask, gates, indices, thresholds, starts, eps, block, memory)
-
-
 forward_op = register("causal_choice", forward, sharding.forward)
-backward_op = register("causal_choice_backward", _new_backward, sharding.backward)
+backward_op = register("causal_choice_backward", backward, sharding.backward)
 
 
 @register_fake(forward_op)
@@ -126,10 +116,7 @@ def _(
 
 
 @register_fake(backward_op)
-def _(
-    g_gates: Tensor, scores: Tensor, mask: Tensor | None, gates: Tensor, indices: Tensor, thresholds: Tensor,
-    starts: Tensor, eps: float, block: int, memory: int,
-) -> Tensor:  # fmt: skip
+def _(g_gates: Tensor, scores: Tensor, *rest: Any) -> Tensor:
     return scores.new_empty(scores.shape)
 
 
@@ -182,7 +169,7 @@ def causal_choice(
     where P_b are the real tokens in the last ``memory`` tokens before block b; in the first block, those before i.
     Without earlier tokens the threshold is −∞. Tokens above their threshold are chosen in order, as long as the number
     chosen up to the end of block b stays within ⌈r·(R_b + block)⌉, where R_b are the real tokens before the block. So
-    with a share as k, a row's choices depend on its own real tokens so far, and on no length.
+    with a share as k, a row's choices depend on its own real tokens so far, not on its length.
 
     Gradients also flow through the thresholds, as if each kept its share of the earlier tokens: from the second block
     on, a threshold moves with the mean of all scores before the block, weighted by the slopes σ′((s − t)/ε) of their

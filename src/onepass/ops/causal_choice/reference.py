@@ -17,7 +17,7 @@ DENOMINATOR = 1 << 20
 
 def fraction(share: float) -> tuple[int, int]:
     """Return the fraction nearest to a share 0 < share ≤ 1 with a denominator of at most 2²⁰, and not 0."""
-    # Dynamo would trace past the cache, and warn
+    # Dynamo traces past the cache and warns
     return _nearest(share) if torch.compiler.is_compiling() else _known(share)
 
 
@@ -39,7 +39,7 @@ def nearest(n: Any, numerator: int, denominator: int) -> Any:
 def places(share: float, n: int, block: int) -> int:
     """Return how many of n tokens can be chosen at most: n, or ⌈share·(n rounded up to whole blocks)⌉ if that is less.
 
-    Not ⌈share·n⌉: the last block may turn out to be a whole one, and nothing before may depend on that.
+    The budget of the last block counts a whole block, because a choice must not depend on how many tokens follow.
     """
     numerator, denominator = fraction(share)
     most = -(-(-(-n // block) * block * numerator) // denominator)

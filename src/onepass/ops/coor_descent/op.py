@@ -9,7 +9,7 @@ from torch import Tensor
 
 from onepass.core.bind import bind
 from onepass.core.launch import as_rows, uses_triton
-from onepass.core.register import register, register_fake
+from onepass.core.register import register, register_backward, register_fake
 from onepass.ops._shared import arguments
 
 from . import sharding, torch_path
@@ -70,7 +70,7 @@ def _backward(
     eps_decay: float,
     need_scores: bool,
     need_k: bool,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor | None, Tensor | None]:
     if uses_triton(scores):
         from . import kernels_backward
 
@@ -85,51 +85,23 @@ def _backward(
         trace = trace.reshape(len(rows), 2 * n_iters)
         ds, dk = torch_path.backward(gy.reshape(rows.shape).to(rows.dtype), rows, trace, k_rows, epsilons)
     return (
-        ds.to(scores.dtype).view(scores.shape) if need_scores else scores.new_empty(0),
-        arguments.to_shape(dk, k, scores) if need_k and k is not None else scores.new_empty(0),
+        ds.to(scores.dtype).view(scores.shape) if need_scores else None,
+        arguments.to_shape(dk, k, scores) if need_k and k is not None else None,
     )
 
 
 forward_op = register("coor_descent", _forward, sharding.forward)
-backward_op = register("coor_descent_backward", _backward, sharding.backward)
+backward_op = register_backward("coor_descent_backward", _backward, sharding.backward, of=("scores", "k"))
 
 
 @register_fake(forward_op)
 def _(
-    scores: Tensor,
-    k: Tensor | None,
-    mask: Tensor | None,
-    k_value: float,
-    n_iters: int,
-    eps: float,
-    eps_init: float,
-    eps_decay: float,
-    want_trace: bool,
+    scores: Tensor, k: Tensor | None, mask: Tensor | None, k_value: float, n_iters: int, *rest: Any
 ) -> tuple[Tensor, Tensor]:
-    _check(scores, k_value if k is None else k, mask, n_iters, eps, eps_init, eps_decay)
+    *schedule, want_trace = rest
+    _check(scores, k_value if k is None else k, mask, n_iters, *schedule)
     shape = (*scores.shape[:-1], 2 * n_iters if want_trace else 0)
     return scores.new_empty(scores.shape), scores.new_empty(shape, dtype=arguments.accumulator(scores))
-
-
-@register_fake(backward_op)
-def _(
-    gy: Tensor,
-    scores: Tensor,
-    trace: Tensor,
-    k: Tensor | None,
-    mask: Tensor | None,
-    k_value: float,
-    n_iters: int,
-    eps: float,
-    eps_init: float,
-    eps_decay: float,
-    need_scores: bool,
-    need_k: bool,
-) -> tuple[Tensor, Tensor]:
-    return (
-        scores.new_empty(scores.shape if need_scores else (0,)),
-        k.new_empty(k.shape) if need_k and k is not None else scores.new_empty(0),
-    )
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -145,7 +117,7 @@ def _gradients(ctx: Any, run: Any, gy: Tensor | None, *_: Any) -> tuple[Tensor |
     scores, trace, k, mask = ctx.saved_tensors
     needs = (ctx.needs_input_grad[0], k is not None and ctx.needs_input_grad[1])
     grads = run(gy, scores, trace, k, mask, *ctx.options, *needs)
-    return (*(g if need else None for g, need in zip(grads, needs, strict=True)), *(None,) * 7)
+    return *(g if need else None for g, need in zip(grads, needs, strict=True)), *(None,) * 7
 
 
 _call = bind(

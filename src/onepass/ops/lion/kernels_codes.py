@@ -9,6 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from onepass.ops._shared.kernels_memory import load
+
 # a code means (|code| / 127)^4 of the scale; kernels raise code / 256, which is exact, and multiply the scale by LEVELS
 LEVELS = tl.constexpr((256 / 127) ** 4)
 
@@ -104,10 +106,7 @@ def load_codes(
 ):  # fmt: skip
     """Return β1·m and β2·m in fp32; β1 and β2 are multiplied into the scales, once per 256 elements."""
     which = offset // 256 + tl.arange(0, BLOCK // 256)
-    if MASKED:
-        scale = tl.load(s_ptr + which, mask=which * 256 < n, other=0.0) * LEVELS
-    else:
-        scale = tl.load(s_ptr + which) * LEVELS
+    scale = load(s_ptr, which, which * 256 < n, MASKED) * LEVELS
     level = from_codes(code, PTX)
     return level * per_element(scale * beta1, BLOCK), level * per_element(scale * beta2, BLOCK)
 

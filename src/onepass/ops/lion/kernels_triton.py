@@ -9,6 +9,7 @@ from torch import Tensor
 
 from onepass.core.launch import INTERPRET, device_guard, sm_count
 from onepass.core.launch import launch as launch_kernel
+from onepass.ops._shared.kernels_memory import load
 
 from .kernels_codes import load_codes, store_scales, to_codes
 from .storage import REMAINDER, STOCHASTIC
@@ -83,10 +84,7 @@ def load_momentum(
     offset, n, at, beta1, beta2, M_TYPE: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """Return β1·m and β2·m in fp32."""
-    if MASKED:
-        m = tl.load(m_ptr + at, mask=at < n, other=0)
-    else:
-        m = tl.load(m_ptr + at)
+    m = load(m_ptr, at, at < n, MASKED)
     if M_TYPE == "i8":
         m1, m2 = load_codes(m, s_ptr, offset, n, beta1, beta2, MASKED, BLOCK, PTX)
     else:
@@ -103,11 +101,7 @@ def agreement(
     """Return 1 where the update has the gradient's sign, else 0; pointers as in `update_tile`."""
     at = offset + tl.arange(0, BLOCK)
     m1, _ = load_momentum(m_ptr, s_ptr, offset, n, at, beta1, beta1, M_TYPE, MASKED, BLOCK, PTX)
-    if MASKED:
-        g = tl.load(g_ptr + at, mask=at < n, other=0)
-    else:
-        g = tl.load(g_ptr + at)
-    g = g.to(tl.float32)
+    g = load(g_ptr, at, at < n, MASKED).to(tl.float32)
     # take the sign first: the product of two tiny numbers would underflow to 0
     return (sign(tl.fma(g, rest1 * factor, m1)) * (g * factor) > 0).to(tl.int32)
 

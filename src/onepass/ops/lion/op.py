@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -167,18 +168,8 @@ lion_ = custom_op(f"{NAMESPACE}::lion_", _step, mutates_args=("params", "exp_avg
 
 
 @lion_.register_fake
-def _(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    exp_avgs: Sequence[Tensor],
-    extras: Sequence[Tensor],
-    groups: Sequence[int],
-    hyper: Tensor,
-    kind: str,
-    grad_scale: Tensor | None = None,
-    found_inf: Tensor | None = None,
-) -> None:
-    _check(params, grads, exp_avgs, extras, groups, hyper, kind)
+def _(*arguments: Any, **scalars: Any) -> None:
+    _check(*arguments[:7])
 
 
 __all__ = ["KAHAN", "MODES", "NONE", "REMAINDER", "STOCHASTIC", "Row", "lion_", "same_dense_layout", "split_complex"]

@@ -14,22 +14,11 @@ import torch
 from torch import Tensor
 
 from onepass.core.spec import Case, Impl, Kernel, Missing, Prepared, Spec
+from onepass.ops._shared.spec_parts import kernel
 
 from .table import shape_of
 
 SPECS: list[Spec] = []
-
-
-def _step_kernel() -> Any:
-    from .kernels_triton import step_kernel
-
-    return step_kernel
-
-
-def _norm_kernel() -> Any:
-    from .kernels_triton import norm_kernel
-
-    return norm_kernel
 
 
 _EVERY_VARIANT = ("fp32", "bf16", "bf16 + remainder", "bf16, int8 momentum")
@@ -71,7 +60,8 @@ def _kernels() -> Iterator[Kernel]:
             for ptx in (True, False) if m == "i8" else (False,):
                 budget = 80 if m == "i8" or mode == 3 else 72 if cautious or mode == 1 else 64
                 yield Kernel(
-                    f"lion {', '.join(words)}{', no PTX' if m == 'i8' and not ptx else ''}", _step_kernel, signature,
+                    f"lion {', '.join(words)}{', no PTX' if m == 'i8' and not ptx else ''}",
+                    kernel("ops.lion.kernels_triton", "step_kernel"), signature,
                     {
                         "P_TYPE": p, "G_TYPE": g, "M_TYPE": m, "E_TYPE": e, "MODE": mode, "ALIGNED": aligned,
                         "CAUTIOUS": cautious, "CAUTIOUS_DECAY": cautious, "COUNT": count, "HAS_SCALE": True,
@@ -85,7 +75,7 @@ def _kernels() -> Iterator[Kernel]:
                 )  # fmt: skip
     for g in ("fp32", "bf16", "fp16"):
         yield Kernel(
-            f"gradient norm {g}", _norm_kernel,
+            f"gradient norm {g}", kernel("ops.lion.kernels_triton", "norm_kernel"),
             {
                 "table_ptr": "*i64", "before_ptr": "*fp32", "partial_ptr": "*fp32", "ticket_ptr": "*i32",
                 "out_ptr": "*fp32", "max_norm_ptr": "*fp32", "scale_ptr": "*fp32", "n_tensors": "i32",

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 LARGEST_E4M3 = tl.constexpr(448.0)
-# scales are at least this over 448, as the reciprocal of a smaller one may leave fp32
+# least number that a scale maps to 448: the reciprocal of a smaller scale may leave fp32
 LEAST = tl.constexpr(2.0**-40)
 SMALLEST_E4M3 = tl.constexpr(2.0**-6)
 

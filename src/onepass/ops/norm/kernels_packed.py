@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
+from onepass.ops._shared.kernels_memory import load, store
+
 from .kernels_team import await_words, high_half, low_half, pair, with_parity
 
 
@@ -58,19 +60,12 @@ def narrow(low, high, dtype: tl.constexpr):
 
 @triton.jit
 def load_bits(ptr, words, PART: tl.constexpr, MASKED: tl.constexpr):
-    if MASKED:
-        bits = tl.load(as_bits(ptr) + words, mask=words < PART // 2, other=0)
-    else:
-        bits = tl.load(as_bits(ptr) + words)
-    return bits
+    return load(as_bits(ptr), words, words < PART // 2, MASKED)
 
 
 @triton.jit
 def store_bits(ptr, words, bits, PART: tl.constexpr, MASKED: tl.constexpr):
-    if MASKED:
-        tl.store(as_bits(ptr) + words, bits, mask=words < PART // 2)
-    else:
-        tl.store(as_bits(ptr) + words, bits)
+    store(as_bits(ptr), words, bits, words < PART // 2, MASKED)
 
 
 @triton.jit(do_not_specialize=["x_row_stride", "r_row_stride", "n_rows", "zero"])
@@ -157,12 +152,12 @@ def packed_forward_kernel(
         slot = words_ptr + row * TEAM
         one = tl.full((), 1, tl.int32)
         tl.atomic_xchg(slot + member, pair(with_parity(squares, one), mean), sem="relaxed")
-        told = await_words(slot, one, TEAM, WIDTH)
+        gathered = await_words(slot, one, TEAM, WIDTH)
         in_team = tl.arange(0, WIDTH) < TEAM
-        parts = tl.where(in_team, low_half(told), 0.0)
+        parts = tl.where(in_team, low_half(gathered), 0.0)
         if HAS_MEAN:
             count, mean, squares = tl.reduce(
-                (tl.where(in_team, PART, 0).to(tl.float32), high_half(told), parts), 0, merge
+                (tl.where(in_team, PART, 0).to(tl.float32), high_half(gathered), parts), 0, merge
             )
         else:
             squares = tl.sum(parts, 0)

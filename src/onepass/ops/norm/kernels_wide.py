@@ -5,26 +5,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .kernels_triton import add_residual, load_streamed, load_tile, power_of_two, signed_scale, store_tile
+from onepass.ops._shared.kernels_memory import load, store
 
-
-@triton.jit
-def load_again(ptr, cols, mask, MASKED: tl.constexpr):
-    """Load as fp32 for the last time: the lines may leave L2 first."""
-    if MASKED:
-        x = tl.load(ptr + cols, mask=mask, other=0.0, eviction_policy="evict_first")
-    else:
-        x = tl.load(ptr + cols, eviction_policy="evict_first")
-    return x.to(tl.float32)
-
-
-@triton.jit
-def store_streamed(ptr, cols, value, mask, MASKED: tl.constexpr):
-    """Store with evict-first: L2 keeps the rows that other programs will walk again."""
-    if MASKED:
-        tl.store(ptr + cols, value.to(ptr.dtype.element_ty), mask=mask, eviction_policy="evict_first")
-    else:
-        tl.store(ptr + cols, value.to(ptr.dtype.element_ty), eviction_policy="evict_first")
+from .kernels_triton import add_residual, load_streamed, load_tile, power_of_two, signed_scale
 
 
 @triton.jit(do_not_specialize=["x_row_stride", "r_row_stride", "n_rows"])
@@ -82,7 +65,7 @@ def wide_forward_kernel(
         x = load_streamed(x_ptr, cols, cols < N_COLS, MASKED)
         if r_ptr is not None:
             x = add_residual(x, r_ptr, s_ptr, cols, cols < N_COLS, MASKED)
-            store_tile(s_ptr, cols, x, cols < N_COLS, MASKED)
+            store(s_ptr, cols, x, cols < N_COLS, MASKED)
         if STABLE:
             largest = tl.maximum(largest, tl.where(cols < N_COLS, x, float("-inf")))
             smallest = tl.minimum(smallest, tl.where(cols < N_COLS, x, float("inf")))
@@ -107,14 +90,15 @@ def wide_forward_kernel(
 
     for start in tl.range(0, N_COLS, BLOCK_C, num_stages=STAGES):
         cols = start + tl.arange(0, BLOCK_C)
-        x = load_again(x_ptr, cols, cols < N_COLS, MASKED)
+        # read for the last time and written once: such lines leave L2 first, which keeps the rows of other programs
+        x = load(x_ptr, cols, cols < N_COLS, MASKED, "evict_first").to(tl.float32)
         x = add_residual(x, r_ptr, s_ptr, cols, cols < N_COLS, MASKED)
         y = (x * per_unit - shift) * rstd
         if w_ptr is not None:
             y *= load_tile(w_ptr, cols, cols < N_COLS, MASKED) + offset
         if b_ptr is not None:
             y += load_tile(b_ptr, cols, cols < N_COLS, MASKED)
-        store_streamed(y_ptr, cols, y, cols < N_COLS, MASKED)
+        store(y_ptr, cols, y, cols < N_COLS, MASKED, "evict_first")
 
     tl.store(stats_ptr + row, rstd * per_unit)
     if HAS_MEAN:
@@ -238,7 +222,7 @@ def wide_apply_kernel(
                 dx += load_tile(ds_ptr, row * ds_row_stride * VEC + cols, ok, MASKED)
             if STABLE:
                 dx -= tl.where(attained, tl.load(sums_ptr + 2 * group_rows + i), 0.0)
-            store_tile(dx_ptr, row * N_COLS + cols, dx, ok, MASKED)
+            store(dx_ptr, row * N_COLS + cols, dx, ok, MASKED)
     if dw_ptr is not None:
         if first_row > 0:
             dw += tl.load(dw_ptr + out, mask=ok, other=0.0)

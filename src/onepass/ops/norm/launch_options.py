@@ -55,7 +55,7 @@ def forward(
     stored = codes if codes is None or not _has_e4m3(x) else codes.view(torch.float8_e4m3fn)
     vec = math.gcd(8, n_cols)
     repeat, entries = table
-    # only with a table does the kernel of a layer norm add an offset
+    # the kernel of a layer norm adds an offset only with a table
     has_table = entries > 1 or (has_mean and offset != 0.0)
     tile = shapes_options.forward_tile(n_cols, itemsize, gate is not None, quant > 0)
     with device_guard(x):

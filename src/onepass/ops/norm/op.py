@@ -72,7 +72,7 @@ def _plain(
     """Return whether the call has no option that needs `options`."""
     if gate is not None or quantize is not None or out_dtype is not None or groups != 1 or gate_first:
         return False
-    # what is no tensor is refused later
+    # a value that is not a tensor raises later
     return getattr(weight, "ndim", 1) == 1 and getattr(bias, "ndim", 1) == 1
 
 
@@ -148,9 +148,9 @@ def layer_norm(
         offset: added to the weight (1.0 for a model that stores weight − 1); ignored without weight.
         stable: normalise :math:`s/m` instead of :math:`s`; not with a gate.
         residual: ``(..., N)`` or None; added to x first, and the sum is returned too.
-        gate: ``(..., N)`` or None; y is multiplied by silu(gate), or with ``gate_first`` what is normalised is.
+        gate: ``(..., N)`` or None; y is multiplied by silu(gate); with ``gate_first`` the input of the norm is.
         gate_first: multiply s by silu(gate) before the norm.
-        groups: divide each row into so many groups of neighbouring columns, each with statistics of its own.
+        groups: number of groups of neighbouring columns in a row, each with its own statistics.
         quantize: return y in e4m3 with fp32 scales, one for each ``"row"`` or ``"block"`` of 128 columns; a scale maps
             the largest number to 448.
         out_dtype: of y; None: that of x. With ``quantize`` y is returned beside its 8-bit form only if this is given.
@@ -254,9 +254,9 @@ def rms_norm(
             then its product with the weight, as the RMS norms of Llama, Qwen and T5 do (docs/norms.md); not with an
             offset or a bias.
         residual: ``(..., N)`` or None; added to x first, and the sum is returned too.
-        gate: ``(..., N)`` or None; y is multiplied by silu(gate), or with ``gate_first`` what is normalised is.
+        gate: ``(..., N)`` or None; y is multiplied by silu(gate); with ``gate_first`` the input of the norm is.
         gate_first: multiply s by silu(gate) before the norm.
-        groups: divide each row into so many groups of neighbouring columns, each with statistics of its own.
+        groups: number of groups of neighbouring columns in a row, each with its own statistics.
         quantize: return y in e4m3 with fp32 scales, one for each ``"row"`` or ``"block"`` of 128 columns; a scale maps
             the largest number to 448.
         out_dtype: of y; None: that of x. With ``quantize`` y is returned beside its 8-bit form only if this is given.

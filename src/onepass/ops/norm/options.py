@@ -150,7 +150,7 @@ def _forward(
 def _shapes(
     x: Tensor, residual: Tensor | None, has_mean: bool, stable: bool, quant: int, dtype: torch.dtype, keep_y: bool
 ) -> Results:
-    """Return results of the right shapes: scales are 1, statistics 0, the others empty."""
+    """Return results of the right shapes: scales are 1, statistics 0, the others uninitialised."""
     y = torch.empty(x.shape, dtype=dtype, device=x.device) if keep_y else None
     s = codes = scales = None
     if residual is not None:
@@ -297,7 +297,7 @@ def _vmap_forward(size: int, in_dims: InDims, *args: Any) -> Any:
     rows = [None if t is None else batch_first(t, d, size) for t, d in zip(args[:3], in_dims, strict=False)]
     quant, keep_y = args[-3], args[-1]
     found = forward_op(*rows, *args[3:])
-    # what is left out is empty, and so is each element of its batch
+    # a result that is left out is empty in each element of the batch
     there = keep_y, rows[1] is not None, quant, quant, True
     outs = (t if yes else t.new_empty((size, 0)) for t, yes in zip(found, there, strict=True))
     return tuple(outs), (0, 0, 0, 0, 1)

@@ -178,10 +178,9 @@ def _(
 
 @register_fake(backward_op)
 def _(
-    dy: Tensor, ds: Tensor | None, x: Tensor, stats: Tensor, weight: Tensor | None, bias_dtype: torch.dtype,
-    eps: float, offset: float, has_mean: bool, stable: bool, need_x: bool, need_w: bool, need_b: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    n = x.shape[-1]
+    dy: Tensor, ds: Tensor | None, x: Tensor, stats: Tensor, weight: Tensor | None, bias_dtype: torch.dtype, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    n, (need_x, need_w, need_b) = x.shape[-1], rest[-3:]
     return (
         torch.empty(x.shape if need_x else (0,), dtype=x.dtype, device=x.device),
         x.new_empty(n if need_w else 0, dtype=x.dtype if weight is None else weight.dtype),

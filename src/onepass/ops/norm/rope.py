@@ -12,14 +12,13 @@ from onepass.core import check
 from onepass.core.bind import bind
 from onepass.core.eager import plain
 from onepass.core.launch import uses_triton
-from onepass.core.register import register, register_fake
+from onepass.core.register import register, register_backward, register_fake
 
 from . import sharding, torch_rope
 
 OP = "qk_norm_rope"
 # widest head of the kernels; wider ones run as torch operations
 MAX_HEAD = 1024
-Four = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def _check(
@@ -122,34 +121,16 @@ def _backward(
     return of_q[0], of_k[0], of_q[1], of_k[1]
 
 
-def _backward_all(
-    dq: Tensor, dk: Tensor, q: Tensor, k: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, cos: Tensor,
-    sin: Tensor, positions: Tensor | None, eps: float, offset: float, interleaved: bool, need_q: bool, need_k: bool,
-    need_qw: bool, need_kw: bool,
-) -> Four:  # fmt: skip
-    """Do `_backward` as an op: gradients that are not needed are empty tensors, since an op cannot return None."""
-    needs = need_q, need_k, need_qw, need_kw
-    found = _backward(dq, dk, q, k, q_weight, k_weight, cos, sin, positions, eps, offset, interleaved, *needs)
-    like = (q if t is None else t for t in (q, k, q_weight, k_weight))
-    return tuple(t.new_empty(0) if g is None else g for g, t in zip(found, like, strict=True))  # type: ignore[return-value]
-
-
 forward_op = register("qk_norm_rope", _forward, sharding.rope)
-backward_op = register("qk_norm_rope_backward", _backward_all, sharding.rope_backward)
+backward_op = register_backward(
+    "qk_norm_rope_backward", _backward, sharding.rope_backward, of=("q", "k", "q_weight", "k_weight")
+)
 
 
 @register_fake(forward_op)
-def _fake(q: Tensor, k: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     _check(q, k, *rest)
     return _empty(q, k)
-
-
-@register_fake(backward_op)
-def _fake_backward(dq: Tensor, dk: Tensor, q: Tensor, k: Tensor, *rest: Any) -> Four:
-    made = zip((q, k, *rest[:2]), rest[-4:], strict=True)
-    return tuple(
-        q.new_empty(t.shape if need else 0, dtype=t.dtype) if t is not None else q.new_empty(0) for t, need in made
-    )  # type: ignore[return-value]
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

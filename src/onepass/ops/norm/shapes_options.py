@@ -1,4 +1,4 @@
-"""Launch shapes of the norms' options: those of plain calls, but where an option changes what bounds the kernel."""
+"""Launch shapes of the norms' options: those of plain calls, except where an option changes what limits the kernel."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def forward_tile(n_cols: int, itemsize: int, gated: bool = False, coded: bool = 
 def forward_early(n_cols: int, has_table: bool) -> bool:
     """Return whether `forward_kernel` reads a table's entries along with x.
 
-    Each row has its own, so their loads wait longer than those of one weight for all. 17 % faster at 1152 columns; at
-    4096 as fast, and slower at 128, where other rows hide the wait.
+    Each row loads its own entry, which takes longer than one weight for all rows. 17 % faster at 1152 columns, as fast
+    at 4096, slower at 128, where other rows hide the wait.
     """
     return has_table and 512 < n_cols < 4096
 
@@ -47,8 +47,8 @@ def backward_tile(
 ) -> Tile:  # fmt: skip
     """Return the tile of `backward_kernel` with options.
 
-    Weights of many entries share the programs out among these: smaller ones leave fewer idle, 6 to 32 % faster. A
-    gate first at more than 4096 columns needs the registers of 8 warps: 24 % faster.
+    The entries of a table share the programs: smaller programs leave fewer idle, 6 to 32 % faster. A gate first above
+    4096 columns needs the registers of 8 warps: 24 % faster.
 
     Args:
         n_cols: width of a row.
@@ -57,7 +57,7 @@ def backward_tile(
         shared_bytes: shared memory of a program.
         stable: see `shapes.backward_tile`.
         sums: how many of dw and db are needed.
-        gate_first: x·silu(z) is what is normalised.
+        gate_first: the norm is that of x·silu(z).
         entries: of the table of weights; 1: no table.
         gated: there is a gate.
     """

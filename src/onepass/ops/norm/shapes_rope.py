@@ -16,7 +16,7 @@ BACKWARD_STAGES = 3
 class Heads(NamedTuple):
     """Constants of the kernels for heads of `d` columns, of which `rotary` are rotated; tiles of `rows` heads.
 
-    The last two are no constants: warps, and programs per multiprocessor.
+    The last two are not constants of the kernels: warps, and programs per multiprocessor.
     """
 
     d: int

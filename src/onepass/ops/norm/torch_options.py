@@ -13,18 +13,7 @@ from onepass.core.sums import row_sum
 
 from . import torch_path
 from .reference import quantize
-from .torch_path import rows_formula, stable_forward
-
-
-def _wide(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
-
-
-def _vector(v: Tensor | None, offset: float, dtype: torch.dtype) -> Tensor | None:
-    if v is None:
-        return None
-    v = v.to(dtype)
-    return v + offset if offset else v
+from .torch_path import rows_formula, stable_forward, wide_dtype, wide_weight
 
 
 def _sigmoid(z: Tensor) -> Tensor:
@@ -85,14 +74,14 @@ def forward(
         else:
             y, stats = torch_path.forward(s, weight, bias, eps, offset, has_mean, stable, dtype)
         return y, quantize(y, 128 if quant == 2 else n_cols) if quant else None, stats
-    wide = _wide(s)
+    wide = wide_dtype(s)
     f = s.to(wide).contiguous()
     z = None if gate is None else gate.to(wide)
     z = None if z is None else z * _sigmoid(z)
     if z is not None and gate_first:
         f = f * z
     n, stats = _normalised(f, eps, has_mean, stable)
-    w, b = _vector(weight, offset, wide), _vector(bias, 0.0, wide)
+    w, b = wide_weight(weight, offset, wide), wide_weight(bias, 0.0, wide)
     if twice:
         n = n.to(x.dtype).to(wide)
     if w is not None:
@@ -115,8 +104,8 @@ def backward(
     need_z: bool, need_w: bool, need_b: bool,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """Return dx, dz, dw and db in the dtypes of x, gate, weight and bias, contiguous; None for those not needed."""
-    wide = _wide(x)
-    f, g, w = x.to(wide), dy.to(wide), _vector(weight, offset, wide)
+    wide = wide_dtype(x)
+    f, g, w = x.to(wide), dy.to(wide), wide_weight(weight, offset, wide)
     silu = slope = dz = dw = None
     if gate is not None:
         z = gate.to(wide)

@@ -19,14 +19,15 @@ from .reference import stable_scale
 GROUP = 1 << 18
 # up to |mean| = FAR·σ, fp32 rounds x/σ − mean/σ by at most 2⁻¹³, an eighth of a 16-bit ulp
 FAR = 1024.0
-# so many standard deviations from zero torch's backward is exact: 2⁻¹⁴ over half an ulp
+# standard deviations from zero up to which torch's backward is exact: 2⁻¹⁴ over half an ulp
 FAR_ROWS = {torch.float32: 2.0**10, torch.float64: 2.0**39}
 
 Needs = tuple[bool, bool, bool]
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
-def _wide(x: Tensor) -> torch.dtype:
+def wide_dtype(x: Tensor) -> torch.dtype:
+    """Return fp64 for fp64 x, fp32 for all others."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
@@ -40,7 +41,8 @@ def _groups(x: Tensor) -> Iterator[slice]:
     return (slice(start, start + step) for start in range(0, len(x), step))
 
 
-def _weight(weight: Tensor | None, offset: float, dtype: torch.dtype) -> Tensor | None:
+def wide_weight(weight: Tensor | None, offset: float, dtype: torch.dtype) -> Tensor | None:
+    """Return weight + offset in `dtype`; None for None."""
     if weight is None:
         return None
     weight = weight.to(dtype)
@@ -52,8 +54,8 @@ def forward(
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return y of `dtype`, contiguous, and statistics (1 to 3, ...): 1/σ, mean, ±m; s (..., n) is not empty."""
-    wide, n = _wide(s), s.shape[-1]
-    w, b = _weight(weight, offset, wide), None if bias is None else bias.to(wide)
+    wide, n = wide_dtype(s), s.shape[-1]
+    w, b = wide_weight(weight, offset, wide), None if bias is None else bias.to(wide)
     if has_mean and not stable:
         if s.dtype != wide and s.is_cpu:
             y, mean, rstd = sixteen_bit_forward(s, torch.ones(n) if w is None else w, b, eps)
@@ -102,8 +104,8 @@ def backward(
     has_mean: bool, stable: bool, needs: Needs,
 ) -> Gradients:  # fmt: skip
     """Return the needed ones of dx (in the dtype of x), dw and db (in fp32 or wider), contiguous; else None."""
-    wide, n = _wide(x), x.shape[-1]
-    w = _weight(weight, offset, wide)
+    wide, n = wide_dtype(x), x.shape[-1]
+    w = wide_weight(weight, offset, wide)
     shape = x.shape
     dy, x, ds = dy.reshape(-1, n), x.reshape(-1, n), None if ds is None else ds.reshape(-1, n)
     layer_norm = has_mean and not stable

@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from onepass.core.launch import aligned, cdiv, device_guard, even_rows, launch, next_power_of_2, replayed, sm_count
-from onepass.ops._shared.kernels_tokens import strided
+from onepass.core.launch import aligned, cdiv, device_guard, even_rows, launch, replayed, sm_count
+from onepass.ops._shared.kernels_tokens import least_padding, strided
 
 INTS = ["x_batch_stride", "x_row_stride", "n", "total", "groups"]
 
@@ -132,15 +132,6 @@ def backward_kernel(
             tl.store(dv_ptr + (group * R + r) * D + cols, tl.sum(dvs[r], 0), mask=in_cols)
 
 
-def _block_c(d: int, vector: int) -> int:
-    """Return the widest tile of columns, up to a load by each of 128 threads, that pads at most 7 % above the least."""
-    if d <= 8 * vector:
-        return next_power_of_2(d)
-    widths = [v * vector for v in (8, 16, 32, 64, 128)]
-    padded = {c: cdiv(d, c) * c for c in widths}
-    return max(c for c in widths if padded[c] <= 1.07 * min(padded.values()))
-
-
 @replayed
 def forward(x: Tensor, vectors: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Return scores (batch, R, n) and 1/rms (batch, n) for x (batch, n, d) and vectors (R, d), contiguous."""
@@ -151,7 +142,7 @@ def forward(x: Tensor, vectors: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     inverse = torch.empty((batch, n), dtype=torch.float32, device=x.device)
     vec = math.gcd(8, d)
     vector = min(vec, 16 // x.element_size())
-    block_c = _block_c(d, vector)
+    block_c = least_padding(d, vector)
     # two loads per thread; each further vector costs a reduction, which is cheaper for more rows at a time
     loads = 4 if routes > 1 and x.element_size() == 2 else 2
     # the number of rows is not used, so that a token's score does not depend on the other tokens
@@ -176,7 +167,7 @@ def backward(
     routes, total = len(vectors), batch * n
     dx = torch.empty((batch, n, d), dtype=x.dtype, device=x.device) if need_x else None
     vec = math.gcd(8, batch_stride, row_stride)
-    block_c = _block_c(d, min(vec, (16 if routes <= 4 else 8) // x.element_size()))
+    block_c = least_padding(d, min(vec, (16 if routes <= 4 else 8) // x.element_size()))
     unroll = 4 if routes <= 2 else 2 if routes <= 4 and x.element_size() == 2 else 1
     block_r = max(1, BACKWARD_WARPS * 32 * min(vec, 16 // x.element_size()) // block_c // (1 if routes <= 4 else 4))
     tiles, columns = cdiv(total, unroll * block_r), cdiv(d, block_c)

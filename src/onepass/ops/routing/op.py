@@ -10,7 +10,7 @@ from torch import Tensor
 from onepass.core.bind import bind
 from onepass.core.eager import once, plain
 from onepass.core.launch import uses_triton
-from onepass.core.register import register, register_fake
+from onepass.core.register import register, register_backward, register_fake
 
 from . import arguments, sharding, torch_path
 from .arguments import MAX_VECTORS
@@ -103,37 +103,16 @@ def _scatter(y: Tensor, update: Tensor, gates: Tensor | None, indices: Tensor) -
     return out
 
 
-def _scatter_backward_all(
-    dy: Tensor, update: Tensor, gates: Tensor | None, indices: Tensor, need_u: bool, need_g: bool
-) -> tuple[Tensor, Tensor]:
-    """Call `scatter_backward` for an op, which can't return None: gradients that are not needed are empty tensors."""
-    du, dg = scatter_backward(dy, update, gates, indices, need_u, need_g)
-    return (
-        update.new_empty(0) if du is None else du,
-        (update if gates is None else gates).new_empty(0) if dg is None else dg,
-    )
-
-
 scatter_op = register("routing_scatter_add", _scatter, sharding.scatter_add)
-scatter_backward_op = register("routing_scatter_add_backward", _scatter_backward_all, sharding.scatter_add_backward)
+scatter_backward_op = register_backward(
+    "routing_scatter_add_backward", scatter_backward, sharding.scatter_add_backward, of=("update", "gates")
+)
 
 
 @register_fake(scatter_op)
 def _(y: Tensor, update: Tensor, gates: Tensor | None, indices: Tensor) -> Tensor:
     arguments.scatter_add(y, update, gates, indices)
     return torch.empty(y.shape, dtype=y.dtype, device=y.device)
-
-
-@register_fake(scatter_backward_op)
-def _(
-    dy: Tensor, update: Tensor, gates: Tensor | None, indices: Tensor, need_u: bool, need_g: bool
-) -> tuple[Tensor, Tensor]:
-    return (
-        torch.empty(update.shape if need_u else (0,), dtype=update.dtype, device=update.device),
-        torch.empty(gates.shape, dtype=gates.dtype, device=gates.device)
-        if need_g and gates is not None
-        else (update if gates is None else gates).new_empty(0),
-    )
 
 
 def _save_scatter(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

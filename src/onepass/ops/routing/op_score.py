@@ -9,7 +9,7 @@ from torch import Tensor
 
 from onepass.core.bind import bind
 from onepass.core.launch import uses_triton
-from onepass.core.register import register, register_fake
+from onepass.core.register import register, register_backward, register_fake
 
 from . import arguments, sharding, torch_path
 
@@ -31,7 +31,7 @@ def _forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 def _backward(
     ds: Tensor, x: Tensor, weight: Tensor, scores: Tensor, inverse: Tensor, need_x: bool, need_w: bool
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor | None, Tensor | None]:
     vectors = _vectors(weight)
     shape = (x.shape[0], len(vectors), x.shape[1])
     ds, scores, inverse = ds.reshape(shape).contiguous(), scores.reshape(shape).contiguous(), inverse.contiguous()
@@ -41,11 +41,11 @@ def _backward(
         dx, dw = kernels_score.backward(ds, x, vectors.contiguous(), scores, inverse, need_x, need_w)
     else:
         dx, dw = torch_path.score_backward(ds, x, vectors, scores, inverse, need_x, need_w)
-    return x.new_empty(0) if dx is None else dx, weight.new_empty(0) if dw is None else dw.view(weight.shape)
+    return dx, None if dw is None else dw.view(weight.shape)
 
 
 forward_op = register("routing_score", _forward, sharding.score)
-backward_op = register("routing_score_backward", _backward, sharding.score_backward)
+backward_op = register_backward("routing_score_backward", _backward, sharding.score_backward, of=("x", "weight"))
 
 
 @register_fake(forward_op)
@@ -54,13 +54,6 @@ def _(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     dtype = torch.promote_types(x.dtype, torch.float32)
     shape = (x.shape[0], *weight.shape[:-1], x.shape[1])
     return x.new_empty(shape, dtype=dtype), x.new_empty(x.shape[:2], dtype=dtype)
-
-
-@register_fake(backward_op)
-def _(
-    ds: Tensor, x: Tensor, weight: Tensor, scores: Tensor, inverse: Tensor, need_x: bool, need_w: bool
-) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape if need_x else (0,)), weight.new_empty(weight.shape if need_w else (0,))
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -41,18 +41,22 @@ def _choice(batch: int, n: int, k: int, device: torch.device, routes: int = 0, m
     return indices.to(device)
 
 
+# batch, n, k, d, routes
+_CHOICES = (
+    ("one token", 1, 1, 1, 7, 0),
+    ("one column", 2, 5, 3, 1, 2),
+    ("3-d, odd width", 2, 9, 5, 33, 0),
+    ("several routes", 2, 9, 4, 20, 3),
+    ("all tokens", 2, 6, 6, 16, 0),
+    ("two column tiles", 1, 4, 3, 5000, 0),
+    ("none", 2, 5, 0, 8, 0),
+    ("no columns", 2, 5, 3, 0, 0),
+    ("no batch", 0, 5, 2, 8, 0),
+)
+
+
 def _gather_samples(make: Callable[..., Tensor]) -> Iterator[Sample]:
-    for name, batch, n, k, d, routes in (
-        ("one token", 1, 1, 1, 7, 0),
-        ("one column", 2, 5, 3, 1, 2),
-        ("3-d, odd width", 2, 9, 5, 33, 0),
-        ("several routes", 2, 9, 4, 20, 3),
-        ("all tokens", 2, 6, 6, 16, 0),
-        ("two column tiles", 1, 4, 3, 5000, 0),
-        ("none", 2, 5, 0, 8, 0),
-        ("no columns", 2, 5, 3, 0, 0),
-        ("no batch", 0, 5, 2, 8, 0),
-    ):
+    for name, batch, n, k, d, routes in _CHOICES:
         x = make(batch, n, d)
         yield Sample(name, (x, _choice(batch, n, k, x.device, routes)))
     x = make(2, 0, 4)
@@ -60,17 +64,7 @@ def _gather_samples(make: Callable[..., Tensor]) -> Iterator[Sample]:
 
 
 def _scatter_samples(make: Callable[..., Tensor]) -> Iterator[Sample]:
-    for name, batch, n, k, d, routes in (
-        ("one token", 1, 1, 1, 7, 0),
-        ("one column", 2, 5, 3, 1, 2),
-        ("3-d, odd width", 2, 9, 5, 33, 0),
-        ("several routes", 2, 9, 4, 20, 3),
-        ("all tokens", 2, 6, 6, 16, 0),
-        ("two column tiles", 1, 4, 3, 5000, 0),
-        ("none", 2, 5, 0, 8, 0),
-        ("no columns", 2, 5, 3, 0, 0),
-        ("no batch", 0, 5, 2, 8, 0),
-    ):
+    for name, batch, n, k, d, routes in _CHOICES:
         y = make(batch, n, d)
         indices = _choice(batch, n, k, y.device, routes)
         yield Sample(name, (y, make(*indices.shape, d), make(*indices.shape), indices))

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from onepass.core.bind import bind
 from onepass.core.launch import as_rows, uses_triton
-from onepass.core.register import register, register_fake
+from onepass.core.register import register, register_backward, register_fake
 from onepass.ops._shared import arguments
 
 from . import sharding, torch_path
@@ -60,8 +60,8 @@ def backward(
     need_scores: bool,
     need_k: bool,
     need_eps: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of scores, k and eps, empty where not needed, from the gates' gradient and the solution."""
+) -> tuple[Any, ...]:
+    """Return the gradients of scores, k and eps, None where not needed, from the gates' gradient and the solution."""
     if uses_triton(scores):
         from . import kernels_backward
 
@@ -76,14 +76,14 @@ def backward(
             gy.reshape(rows.shape).to(rows.dtype), rows, state.reshape(len(rows), 2), eps_rows, kind, need_eps
         )
     return (
-        ds.to(scores.dtype).view(scores.shape) if need_scores else scores.new_empty(0),
-        arguments.to_shape(dk, k, scores) if need_k and k is not None else scores.new_empty(0),
-        arguments.to_shape(deps, eps, scores) if need_eps and eps is not None else scores.new_empty(0),
+        ds.to(scores.dtype).view(scores.shape) if need_scores else None,
+        arguments.to_shape(dk, k, scores) if need_k and k is not None else None,
+        arguments.to_shape(deps, eps, scores) if need_eps and eps is not None else None,
     )
 
 
 forward_op = register("soft_topk", forward, sharding.forward)
-backward_op = register("soft_topk_backward", backward, sharding.backward)
+backward_op = register_backward("soft_topk_backward", backward, sharding.backward, of=("scores", "k", "eps"))
 
 
 @register_fake(forward_op)
@@ -99,27 +99,6 @@ def _(
     _check(scores, k_value if k is None else k, eps_value if eps is None else eps, mask, KINDS[kind])
     state = scores.new_empty((*scores.shape[:-1], 2), dtype=arguments.accumulator(scores))
     return scores.new_empty(scores.shape), state
-
-
-@register_fake(backward_op)
-def _(
-    gy: Tensor,
-    scores: Tensor,
-    state: Tensor,
-    k: Tensor | None,
-    eps: Tensor | None,
-    mask: Tensor | None,
-    eps_value: float,
-    kind: int,
-    need_scores: bool,
-    need_k: bool,
-    need_eps: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return (
-        scores.new_empty(scores.shape if need_scores else (0,)),
-        k.new_empty(k.shape) if need_k and k is not None else scores.new_empty(0),
-        eps.new_empty(eps.shape) if need_eps and eps is not None else scores.new_empty(0),
-    )
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

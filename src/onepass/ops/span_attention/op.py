@@ -91,37 +91,15 @@ def forward(
 
 
 def backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    first: Tensor,
-    last: Tensor,
-    mask: Tensor | None,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    grads = _like(q, k, v)
-    backward_into(grads, dout, q, k, v, out, lse, first, last, mask, scale)
-    return grads
-
-
-def backward_into(
-    grads: tuple[Tensor, Tensor, Tensor],
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    first: Tensor,
-    last: Tensor,
-    mask: Tensor | None,
-    scale: float,
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, first: Tensor, last: Tensor,
+    mask: Tensor | None, scale: float, grads: tuple[Tensor, Tensor, Tensor] | None = None,
     edges: tuple[Tensor, Tensor] | None = None,
-) -> None:
-    """Write the gradients of q, k and v into `grads`, which may be parts of one tensor; `edges` as :func:`edges`."""
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return the gradients of q, k and v, written to `grads` if given, which may be parts of one tensor.
+
+    `edges` as :func:`edges`.
+    """
+    grads = _like(q, k, v) if grads is None else grads
     if not uses_triton(q):
         found = torch_path.backward(dout, q, k, v, out, lse, first, last, mask, scale)
         for grad, value in zip(grads, found, strict=True):
@@ -137,10 +115,11 @@ def backward_into(
         first, last = _runs(first, last)
         dout, out, lse = dout.contiguous(), out.contiguous(), lse.contiguous()
         kernels_triton.backward(dout, q, k, v, out, lse, first, last, _bytes(mask), scale, grads, edges)
+    return grads
 
 
 def edges(like: Tensor, first: Tensor, last: Tensor, m: int) -> tuple[Tensor, Tensor] | None:
-    """Return the queries that see each tile of m keys, which `backward_into` computes otherwise; None without kernels.
+    """Return the queries that see each tile of m keys, which `backward` computes otherwise; None without kernels.
 
     `like` has the width and dtype of the queries. For callers whose runs repeat, or that replay the rest.
     """
@@ -251,6 +230,6 @@ def span_attention(
 
 
 __all__ = [
-    "backward_into", "backward_op", "checked_scale", "checked_spans", "edges", "forward", "forward_op",
+    "backward", "backward_op", "checked_scale", "checked_spans", "edges", "forward", "forward_op",
     "span_attention",
 ]  # fmt: skip

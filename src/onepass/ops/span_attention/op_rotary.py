@@ -142,32 +142,16 @@ def packed_forward(
 
 
 def packed_backward(
-    dout: Tensor,
-    qkv: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    turned: Tensor,
-    first: Tensor,
-    last: Tensor,
-    mask: Tensor | None,
-    base: float,
-    scale: float,
-) -> Tensor:
-    """Return the gradient of qkv as one tensor."""
-    return packed_gradient(dout, qkv, out, lse, turned, first, last, mask, base, scale, None)
-
-
-def packed_gradient(
     dout: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, turned: Tensor, first: Tensor, last: Tensor,
-    mask: Tensor | None, base: float, scale: float, edges: tuple[Tensor, Tensor] | None,
+    mask: Tensor | None, base: float, scale: float, edges: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:  # fmt: skip
-    """Return the result of `packed_backward`, with `edges` as `op.backward_into` takes them."""
+    """Return the gradient of qkv as one tensor; `edges` as `op.backward` takes them."""
     _, v = split(qkv.contiguous())
     q, k = turned.chunk(2, dim=2)
     grad = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
     dqk, dv = split(grad)
     dq, dk = dqk.chunk(2, dim=2)
-    op.backward_into((dq, dk, dv), dout, q, k, v, out, lse, first, last, mask, scale, edges)
+    op.backward(dout, q, k, v, out, lse, first, last, mask, scale, (dq, dk, dv), edges)
     apply_rotary(dqk, None, base, True, dqk)
     return grad
 
@@ -253,4 +237,4 @@ def rotary_attention(
     return _call(qkv, first, last, mask, float(base), scale)  # type: ignore[no-any-return]
 
 
-__all__ = ["BASE", "apply_rotary", "packed_gradient", "rotary", "rotary_attention", "split"]
+__all__ = ["BASE", "apply_rotary", "packed_backward", "rotary", "rotary_attention", "split"]

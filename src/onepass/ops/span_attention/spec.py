@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from onepass.core.spec import BadCall, Kernel, Sample, Spec
+from onepass.ops._shared.spec_parts import i32, kernel
 
 from . import op_rotary, torch_rotary
 from .op import backward_op, forward_op, span_attention
@@ -163,18 +164,8 @@ SPECS = [
 ]
 
 
-def _kernel(name: str) -> Callable[[], Any]:
-    def get() -> Any:
-        from . import kernels_triton
-
-        return getattr(kernels_triton, name)
-
-    return get
-
-
 _STRIDES = [f"{t}_{d}" for t in "qkv" for d in ("batch", "row", "head")]
-_NUMBERS = [*_STRIDES, "span_batch", "n", "m", "heads"]
-_COMMON = dict.fromkeys(_NUMBERS, "i32") | {"scale": "fp32"}
+_COMMON = i32(*_STRIDES, "span_batch", "n", "m", "heads") | {"scale": "fp32"}
 
 
 def _pointers(names: str, element: str) -> dict[str, str]:
@@ -202,7 +193,7 @@ def _kernels() -> Iterator[Kernel]:
             signature = _pointers(pointers, element)
             kind = f"{name} {element} {precision}"
             yield Kernel(
-                f"span_attention {kind}", _kernel(f"{name}_kernel"),
+                f"span_attention {kind}", kernel("ops.span_attention.kernels_triton", f"{name}_kernel"),
                 signature | _COMMON | _MORE[name],
                 {"UNIT": 16, "BLOCK_Q": block_q, "BLOCK_K": block_k, "D": 64, "BLOCK_D": block_d, "HAS_MASK": False,
                  "PRECISION": precision},
@@ -211,20 +202,14 @@ def _kernels() -> Iterator[Kernel]:
             )  # fmt: skip
 
 
-def _rotary_kernel() -> Any:
-    from .kernels_rotary import rotary_kernel
-
-    return rotary_kernel
-
-
 def _rotary_kernels() -> Iterator[Kernel]:
     strides = [f"{t}_{d}" for t in ("x", "out") for d in ("batch", "row", "head")]
-    numbers = dict.fromkeys([*strides, "position_batch", "n", "heads"], "i32")
+    numbers = i32(*strides, "position_batch", "n", "heads")
     floats = dict.fromkeys(("log2_base_high", "log2_base_low"), "fp32")
     pointers = {"x_ptr": "*bf16", "positions_ptr": "*i64", "out_ptr": "*bf16"}
     # cos and sin need the stack for large angles, which do not occur here
     yield Kernel(
-        "rotary", _rotary_kernel, pointers | numbers | floats,
+        "rotary", kernel("ops.span_attention.kernels_rotary", "rotary_kernel"), pointers | numbers | floats,
         {"UNIT": 16, "HALF": 32, "INVERSE": False, "HAS_POSITIONS": True, "BLOCK_N": 16, "BLOCK_C": 32},
         tuple(pointers), num_warps=2, max_registers=72, max_spill_bytes=32,
     )  # fmt: skip

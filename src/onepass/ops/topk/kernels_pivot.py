@@ -1,8 +1,8 @@
 """The selection from long rows: a pivot from a sample, one pass that keeps what lies above it, a choice among that.
 
 The result is exact whatever the sample says. Where it misleads, `choose_kernel` reads the row again, in its launch.
-Candidates of several programs stand in the order in which these asked for room, which differs from run to run; which
-candidates there are does not, and neither does what is chosen among them.
+Several programs write their candidates in the order in which they reserve room, which differs from run to run. The set
+of candidates is always the same, and so is the choice among them.
 """
 
 from __future__ import annotations
@@ -95,8 +95,8 @@ def pivot_kernel(
         hi = tl.where(enough, tl.where(count <= most, middle + 1, hi), middle)
         lo = tl.where(enough, middle, lo)
         n_lo = tl.where(enough, count, n_lo)
-    # the keys ≥ lo where these are few enough, else only those > lo, when many scores are equal to lo; -1 is no score's
-    # key: -0 counts as 0
+    # the keys ≥ lo where these are few enough, else only those > lo, when many scores are equal to lo; no score has the
+    # key -1, because -0 counts as 0
     fits = (n_lo <= most) & (lo > nothing)
     key_of_pivot = tl.minimum(tl.where(fits, lo - 1 - (lo == 0).to(tl.int32), lo), INFINITY >> SHIFT)
     tl.store(pivot_ptr + row, to_score(key_of_pivot, SHIFT))
@@ -213,7 +213,7 @@ def collect(
 ):  # fmt: skip
     """Write the keys above the threshold and the first `room` equal to it after `found` others; return their number.
 
-    Without ABOVE only the equal ones. They stand in the order of columns; the search ends once there are k.
+    Without ABOVE, write only the equal ones. Keys are in the order of columns; the search ends at k of them.
     """
     n_above = found
     n_level = 0
@@ -222,19 +222,9 @@ def collect(
     while (tile < end) & (n_above + tl.minimum(n_level, room) < k):
         cols = tile * TILE + tl.arange(0, TILE)
         s = load_scores(
-            s_ptr,
-            mask_ptr,
-            s_row + cols,
-            mask_row + cols,
-            cols,
-            True,
-            first,
-            last,
-            n_cols,
-            HAS_MASK,
-            HAS_RANGE,
+            s_ptr, mask_ptr, s_row + cols, mask_row + cols, cols, True, first, last, n_cols, HAS_MASK, HAS_RANGE,
             LARGEST,
-        )
+        )  # fmt: skip
         key = to_key(s) >> SHIFT
         level = key == threshold
         ones = level.to(tl.int32)
@@ -261,12 +251,11 @@ def choose(
     candidates_ptr, out_ptr, row, out_row, capacity, n_found, pivot_key, k, column_bits, SHIFT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write the k best candidates in the order in which they stand, or all where there are fewer."""
+    """Write the k best candidates in their order, or all if there are fewer."""
     here = tl.arange(0, BLOCK)
     present = here < n_found
     packed = tl.load(candidates_ptr + row * capacity + here, mask=present, other=EMPTY)
-    # score, then column, in no more bits than the row's columns take: every candidate has a number of its own, so that
-    # a search ends with exactly k of them
+    # score, then column, in as many bits as the row's columns take: all numbers differ, so a search ends with exactly k
     column = (0x7FFFFFFF - (packed & LOW)).to(tl.int64)
     number = ((key_of(packed) >> SHIFT).to(tl.int64) << column_bits) + (1 << column_bits) - 1 - column
     lo = pivot_key.to(tl.int64) << column_bits
@@ -311,9 +300,9 @@ def choose_kernel(
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Choose the k best candidates of a row; read the row again where these are too few or too many.
+    """Choose the k best candidates of a row; read the row again if there are too few or too many.
 
-    Without CHOOSE candidates that are enough stay as they are: the sort that follows takes the k best.
+    Without CHOOSE, enough candidates stay as they are: the sort that follows takes the k best.
     """
     n_cols = n_cols * UNIT
     row = tl.program_id(0).to(tl.int64)

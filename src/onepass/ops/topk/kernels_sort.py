@@ -7,7 +7,7 @@ import triton.language as tl
 
 from .kernels_keys import COUNTERS, EMPTY, LOW, is_nan, ordered, to_column
 
-# gates that a kernel writes: none, 1, those that soft_topk found
+# gates that a kernel writes: none, 1, or those of soft_topk
 NO_GATES = tl.constexpr(0)
 HARD = tl.constexpr(1)
 SOFT = tl.constexpr(2)
@@ -155,18 +155,8 @@ def merge_kernel(
             tl.store(index_ptr + at, index.to(index_ptr.dtype.element_ty), mask=wanted)
             nan = tl.load(state_ptr + row * COUNTERS + 1) > 0
             fetch(
-                index,
-                at,
-                wanted,
-                nan,
-                s_ptr,
-                y_ptr,
-                value_ptr,
-                gate_ptr,
-                row * s_row_stride,
-                row * n_cols,
-                LARGEST,
+                index, at, wanted, nan, s_ptr, y_ptr, value_ptr, gate_ptr, row * s_row_stride, row * n_cols, LARGEST,
                 GATES,
-            )
+            )  # fmt: skip
         else:
             tl.store(out_ptr + packed_row + place, mine, mask=inside)

@@ -1,4 +1,4 @@
-"""Launch shapes of topk's selection: formulas of rows, columns, k, dtype and GPU. No selection depends on them."""
+"""Launch shapes of topk's selection: formulas of rows, columns, k, dtype and GPU. The result is the same for all."""
 
 from __future__ import annotations
 

@@ -7,12 +7,13 @@ from torch import Tensor
 
 from onepass.core import check
 from onepass.core.eager import plain
+from onepass.ops._shared import arguments
 
 
 def check_ranges(op: str, scores: Tensor, start: Tensor | None, lengths: Tensor | None) -> None:
     """Raise an error for ranges of a wrong type, shape or device, or that reach past a row.
 
-    Values are checked on a CPU alone: on a GPU the host would wait for them.
+    Values are checked on a CPU only: on a GPU the host would wait for them.
     """
     _check(op, "start", start, scores)
     _check(op, "lengths", lengths, scores)
@@ -39,10 +40,7 @@ def _check(op: str, name: str, value: Tensor | None, scores: Tensor) -> None:
     if value.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"{op}: {name} must be int32 or int64, got {value.dtype}")
     lead = scores.shape[:-1]
-    fits = len(value.shape) <= len(lead) and all(
-        a in (1, b) for a, b in zip(reversed(value.shape), reversed(lead), strict=False)
-    )
-    if not fits:
+    if not arguments.broadcasts(value.shape, lead):
         raise ValueError(f"{op}: {name} must broadcast to scores.shape[:-1] = {tuple(lead)}, got {tuple(value.shape)}")
     check.same_device(op, name, value, "scores", scores)
 
@@ -55,7 +53,7 @@ def allowed(scores: Tensor, mask: Tensor | None, start: Tensor | None, lengths: 
     first = torch.zeros((), dtype=torch.int64, device=scores.device) if start is None else start.long()
     inside = column >= first[..., None]
     if lengths is not None:
-        # not first + lengths: that may overflow
+        # a difference, because first + lengths may overflow
         inside = inside & (column - first[..., None] < lengths[..., None])
     return inside if mask is None else inside & mask
 

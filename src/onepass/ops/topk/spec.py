@@ -81,21 +81,8 @@ _INTS = (
 )  # fmt: skip
 _TYPES = {
     **dict.fromkeys(_INTS, "i32"),
-    **dict.fromkeys(
-        (
-            "s_ptr",
-            "y_ptr",
-            "value_ptr",
-            "gate_ptr",
-            "ds_ptr",
-            "deps_ptr",
-            "q_ptr",
-            "partial_ptr",
-            "solution_ptr",
-            "pivot_ptr",
-        ),
-        "*fp32",
-    ),
+    **dict.fromkeys(("s_ptr", "y_ptr", "value_ptr", "gate_ptr", "ds_ptr", "deps_ptr", "q_ptr"), "*fp32"),
+    **dict.fromkeys(("partial_ptr", "solution_ptr", "pivot_ptr"), "*fp32"),
     **dict.fromkeys(("packed_ptr", "out_ptr", "index_ptr", "candidates_ptr", "start_ptr"), "*i64"),
     **dict.fromkeys(("state_ptr", "lengths_ptr"), "*i32"),
 }

@@ -15,6 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 from onepass.core.launch import cdiv, device_guard, launch, next_power_of_2, sm_count
+from onepass.ops._shared.kernels_memory import load
+from onepass.ops._shared.kernels_tokens import least_padding
 
 # column tiles of one split in forward; columns of one split with tensor cores; most splits of a row. Longer rows have
 # several splits, as few long rows would otherwise leave most of the GPU idle
@@ -64,16 +66,10 @@ def forward_kernel(
     first = tl.program_id(1).to(tl.int64) * split_tiles * BLOCK_C
     for start in range(first, tl.minimum(first + split_tiles * BLOCK_C, n_cols), BLOCK_C):
         in_cols = cols < n_cols - start
-        if EVEN_C:
-            x = tl.load(x_rows + start + cols[None, :]).to(tl.float32)
-        else:
-            x = tl.load(x_rows + start + cols[None, :], mask=in_cols[None, :], other=0.0).to(tl.float32)
+        x = load(x_rows + start, cols[None, :], in_cols[None, :], not EVEN_C).to(tl.float32)
         new = ()
         for r in tl.static_range(N_VECTORS):
-            if EVEN_C:
-                w = tl.load(w_ptr + (n_cols * r + start) + cols).to(tl.float32)
-            else:
-                w = tl.load(w_ptr + (n_cols * r + start) + cols, mask=in_cols, other=0.0).to(tl.float32)
+            w = load(w_ptr + (n_cols * r + start), cols, in_cols, not EVEN_C).to(tl.float32)
             w = tl.broadcast_to(w[None, :], (BLOCK_R, BLOCK_C))
             new = new + (add_products(accs[r], x, w, VECTOR),)
         accs = new
@@ -112,10 +108,7 @@ def dot_forward_kernel(
     first = tl.program_id(1).to(tl.int64) * split_tiles * BLOCK_C
     for start in tl.range(first, tl.minimum(first + split_tiles * BLOCK_C, n_cols), BLOCK_C, num_stages=STAGES):
         in_cols = (cols < n_cols - start) | EVEN_C
-        if EVEN_C:
-            x = tl.load(x_rows + start + cols[None, :])
-        else:
-            x = tl.load(x_rows + start + cols[None, :], mask=in_cols[None, :], other=0.0)
+        x = load(x_rows + start, cols[None, :], in_cols[None, :], not EVEN_C)
         w = tl.load(w_rows + start + cols[:, None], mask=in_cols[:, None] & (vectors < N_VECTORS)[None, :], other=0.0)
         acc = tl.dot(x, w, acc)
     mask = (rows < n_rows)[:, None] & (vectors < N_VECTORS)[None, :]
@@ -154,11 +147,7 @@ def backward_kernel(
     ws = ()
     if NEED_X:
         for r in tl.static_range(N_VECTORS):
-            if EVEN_C:
-                w = tl.load(w_ptr + (n_cols * r + first) + cols)
-            else:
-                w = tl.load(w_ptr + (n_cols * r + first) + cols, mask=in_cols, other=0.0)
-            ws = ws + (w.to(tl.float32),)
+            ws = ws + (load(w_ptr + (n_cols * r + first), cols, in_cols, not EVEN_C).to(tl.float32),)
     dws = (tl.zeros((BLOCK_R, BLOCK_C), tl.float32),) * N_VECTORS
     for tile in tl.range(group, tl.cdiv(n_rows, UNROLL * BLOCK_R), tl.num_programs(1)):
         top = tl.cast(tile, tl.int64) * (UNROLL * BLOCK_R) + tl.arange(0, BLOCK_R)
@@ -255,15 +244,6 @@ def _unit(n_cols: int, row_stride: int) -> int:
     return math.gcd(n_cols, row_stride, 16) if n_cols < 2**31 else 1
 
 
-def _block_c(n_cols: int, vector: int, threads: int) -> int:
-    """Return the widest tile of columns, 8 to `threads` vectors, that pads at most 7 % more than the best one."""
-    if n_cols <= 8 * vector:
-        return next_power_of_2(n_cols)
-    widths = [v * vector for v in (8, 16, 32, 64, 128) if v <= threads]
-    padded = {c: cdiv(n_cols, c) * c for c in widths}
-    return max(c for c in widths if padded[c] <= 1.07 * min(padded.values()))
-
-
 def _forward_tile(n_cols: int, vector: int, n_vectors: int) -> tuple[int, int, int]:
     """Return (BLOCK_R, BLOCK_C, num_warps), timed on an H200.
 
@@ -271,9 +251,9 @@ def _forward_tile(n_cols: int, vector: int, n_vectors: int) -> tuple[int, int, i
     a row, so one or two warps take a row and each thread has eight loads in flight.
     """
     several = 1 < n_vectors <= 4
-    block_c = _block_c(n_cols, vector, 128)
+    block_c = least_padding(n_cols, vector)
     if several and n_cols > block_c:
-        block_c = _block_c(n_cols, vector, 64)
+        block_c = least_padding(n_cols, vector, 64)
     # for a loop over columns, use as many warps as a row of the tile fills: each then keeps its share of w in registers
     warps = (1 if several else 4) if n_cols <= block_c else min(4, max(1, block_c // (32 * vector)))
     if block_c < 32 * vector:
@@ -296,7 +276,7 @@ def _backward_tile(n_rows: int, n_cols: int, vector: int, n_vectors: int) -> tup
     unroll = 8 if n_vectors == 1 else 4 if n_vectors <= 4 else 2
     if n_vectors > 4:
         vector = min(vector, 4)
-    block_c = _block_c(n_cols, vector, 128)
+    block_c = least_padding(n_cols, vector)
     warps = 8 if block_c <= 16 * vector else 4
     block_r = max(1, warps * 32 * vector // block_c)
     return min(unroll, next_power_of_2(cdiv(n_rows, block_r))), block_r, block_c, warps
@@ -304,7 +284,7 @@ def _backward_tile(n_rows: int, n_cols: int, vector: int, n_vectors: int) -> tup
 
 def _weight_tile(n_rows: int, n_cols: int, vector: int) -> tuple[int, int, int, int]:
     """Return (BLOCK_R, BLOCK_C, STAGES, num_warps): four loads of x per thread, three times as many in flight."""
-    block_c = _block_c(n_cols, vector, 128)
+    block_c = least_padding(n_cols, vector)
     warps = 8 if block_c <= 16 * vector else 4
     return min(4 * warps * 32 * vector // block_c, next_power_of_2(n_rows)), block_c, 4, warps
 

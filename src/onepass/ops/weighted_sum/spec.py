@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from onepass.core.spec import BadCall, Case, Kernel, Sample, Spec
+from onepass.ops._shared.spec_parts import i32, kernel
 
 from .op import backward_op, forward_op, weighted_sum
 from .reference import reference
@@ -81,37 +82,7 @@ SPECS = [
 ]
 
 
-def _forward_kernel() -> Any:
-    from .kernels_triton import forward_kernel
-
-    return forward_kernel
-
-
-def _dot_forward_kernel() -> Any:
-    from .kernels_triton import dot_forward_kernel
-
-    return dot_forward_kernel
-
-
-def _weight_kernel() -> Any:
-    from .kernels_triton import weight_kernel
-
-    return weight_kernel
-
-
-def _backward_kernel() -> Any:
-    from .kernels_triton import backward_kernel
-
-    return backward_kernel
-
-
-def _finish_kernel() -> Any:
-    from .kernels_triton import finish_kernel
-
-    return finish_kernel
-
-
-_UNITS = {"x_row_units": "i32", "n_rows": "i32", "n_col_units": "i32"}
+_UNITS = i32("x_row_units", "n_rows", "n_col_units")
 # launch shapes of some widths with a register budget each, for bf16 and fp32
 # (width, vectors) → UNIT, BLOCK_R, BLOCK_C, warps, registers
 _FORWARD = {
@@ -163,7 +134,8 @@ def _kernels() -> Iterator[Kernel]:
         widest = 8 if t == "bf16" else 4
         for (cols, vectors), (unit, block_r, block_c, warps, registers) in _FORWARD[t].items():
             yield Kernel(
-                f"weighted_sum forward {t} D={cols} R={vectors}", _forward_kernel,
+                f"weighted_sum forward {t} D={cols} R={vectors}",
+                kernel("ops.weighted_sum.kernels_triton", "forward_kernel"),
                 {k: pointers[k] for k in ("x_ptr", "w_ptr", "y_ptr")} | _UNITS | {"split_tiles": "i32"},
                 {"UNIT": unit, "N_VECTORS": vectors, "VECTOR": min(unit, widest), "BLOCK_R": block_r,
                  "BLOCK_C": block_c, "EVEN_C": cols % block_c == 0},
@@ -171,7 +143,8 @@ def _kernels() -> Iterator[Kernel]:
             )  # fmt: skip
         for (cols, vectors), (unit, unroll, block_r, block_c, warps, registers) in _BACKWARD[t].items():
             yield Kernel(
-                f"weighted_sum backward {t} D={cols} R={vectors}", _backward_kernel,
+                f"weighted_sum backward {t} D={cols} R={vectors}",
+                kernel("ops.weighted_sum.kernels_triton", "backward_kernel"),
                 {k: pointers[k] for k in ("dy_ptr", "x_ptr", "w_ptr", "dx_ptr")} | {"dw_ptr": "*fp32"} | _UNITS,
                 {"UNIT": unit, "N_VECTORS": vectors, "NEED_X": True, "NEED_W": True, "UNROLL": unroll,
                  "BLOCK_R": block_r, "BLOCK_C": block_c, "EVEN_C": cols % block_c == 0},
@@ -181,7 +154,7 @@ def _kernels() -> Iterator[Kernel]:
             )  # fmt: skip
     for (cols, t), (unit, block_r, block_c, stages, warps, registers) in _WEIGHT.items():
         yield Kernel(
-            f"weighted_sum dw {t} D={cols}", _weight_kernel,
+            f"weighted_sum dw {t} D={cols}", kernel("ops.weighted_sum.kernels_triton", "weight_kernel"),
             {"dy_ptr": f"*{t}", "x_ptr": f"*{t}", "dw_ptr": "*fp32"} | _UNITS,
             {"UNIT": unit, "BLOCK_R": block_r, "BLOCK_C": block_c, "EVEN_C": cols % block_c == 0, "STAGES": stages},
             divisible, num_warps=warps, max_registers=registers,
@@ -189,14 +162,14 @@ def _kernels() -> Iterator[Kernel]:
     for cols in (64, 512, 3000):
         block_c = 64 if cols == 64 else 128
         yield Kernel(
-            f"weighted_sum dot bf16 D={cols} R=4", _dot_forward_kernel,
+            f"weighted_sum dot bf16 D={cols} R=4", kernel("ops.weighted_sum.kernels_triton", "dot_forward_kernel"),
             {"x_ptr": "*bf16", "w_ptr": "*bf16", "y_ptr": "*bf16"} | _UNITS | {"split_tiles": "i32"},
             {"UNIT": 8 if cols == 3000 else 16, "N_VECTORS": 4, "BLOCK_R": 64, "BLOCK_C": block_c,
              "EVEN_C": cols % block_c == 0, "STAGES": 4},
             divisible, num_warps=4, max_registers=128,
         )  # fmt: skip
     yield Kernel(
-        "weighted_sum finish", _finish_kernel,
+        "weighted_sum finish", kernel("ops.weighted_sum.kernels_triton", "finish_kernel"),
         {"parts_ptr": "*fp32", "out_ptr": "*bf16", "n_parts": "i32", "n_units": "i32"},
         {"UNIT": 16, "BLOCK_P": 256, "BLOCK_C": 16}, ("parts_ptr", "out_ptr"), max_registers=96,
     )  # fmt: skip
