@@ -11,12 +11,12 @@ from .ranges import allowed
 
 # a call of so few scores is chosen by Python's sort: a torch operation takes longer
 TINY = 32
-# up to so many scores torch.topk is asked first: the operations around the other way would take longer
+# calls of so few scores, and of rows so short, have torch.topk first: the operations of `_by_bound` take longer
 FEW, FEW_SORTED, LONG = 1 << 14, 1 << 16, 1 << 13
 # scores of the rows that are done at a time, which bounds the memory beside them
 AT_ONCE = 1 << 20
-# groups for each score to choose
-GROUPS = 2
+# groups for each score to choose, and in a row: fewer leave too many scores above the bound
+GROUPS, LEAST_GROUPS = 2, 128
 
 
 def select(
@@ -48,34 +48,44 @@ def select(
         pad = torch.nn.functional.pad
         values = pad(values, (0, k - kept), value=-math.inf if largest else math.inf)
         indices = pad(indices, (0, k - kept), value=-1)
-    return values, indices.to(index_dtype)
+    return values, indices if index_dtype == torch.int64 else indices.to(index_dtype)
 
 
 def _on_cpu(keys: Tensor, k: int, is_sorted: bool) -> tuple[Tensor, Tensor]:
     """Select with torch.topk, which decides ties arbitrarily, and decide them; all ways give the same bits."""
     n = keys.shape[-1]
-    rows = keys.reshape(-1, n)
-    found = _of_a_few(rows, k, is_sorted) if keys.numel() <= TINY else None
-    # short rows of a small call; torch.topk itself is fast where 64·k ≤ n
-    quick = n < LONG or 64 * (k + 1) <= n
-    small = keys.numel() <= FEW_SORTED and quick
-    if keys.element_size() == 2:
-        integers = n <= 1 << 16 and ((small and keys.numel() < FEW_SORTED) or n < 2 * GROUPS * k)
-    else:
-        integers = False
-        if found is None and (keys.numel() <= FEW or (is_sorted and (small or n < 2 * GROUPS * k))):
-            found = _without_ties(rows, k, is_sorted)
+    # a view takes longer than a comparison
+    flat = keys.dim() == 2
+    rows = keys if flat else keys.reshape(-1, n)
+    found = None
+    if keys.numel() <= TINY:
+        found = _of_a_few(rows, k, is_sorted)
+    if found is None and keys.element_size() > 2 and _torch_first(keys.numel(), n, k, is_sorted):
+        found = _without_ties(rows, k, is_sorted)
     if found is None:
+        integers = keys.element_size() == 2 and n <= 1 << 16 and (
+            n < 2 * GROUPS * k or (n < LONG and keys.numel() < FEW_SORTED)
+        )  # fmt: skip
         way = _by_number if integers else _by_bound
-        several = [way(part, k, is_sorted) for part in rows.split(max(1, AT_ONCE // n))]  # type: ignore[no-untyped-call]
-        found = (
-            several[0]
-            if len(several) == 1
-            else (torch.cat([v for v, _ in several]), torch.cat([i for _, i in several]))
-        )
+        if keys.numel() <= AT_ONCE:
+            found = way(rows, k, is_sorted)
+        else:
+            parts = [way(part, k, is_sorted) for part in rows.split(max(1, AT_ONCE // n))]  # type: ignore[no-untyped-call]
+            found = torch.cat([values for values, _ in parts]), torch.cat([indices for _, indices in parts])
     values, indices = found
+    if flat:
+        return values, indices
     shape = (*keys.shape[:-1], k)
     return values.view(shape), indices.view(shape)
+
+
+def _torch_first(size: int, n: int, k: int, is_sorted: bool) -> bool:
+    """Return whether torch.topk takes less time than `_by_bound` for `size` scores without ties in rows of n."""
+    # torch.topk keeps a heap of k where 64·k ≤ n, and is fast where scores seldom enter it
+    heap = 64 * (k + 1) <= n
+    if size <= FEW or (heap and (k <= 16 or 512 * (k + 1) <= n)):
+        return True
+    return is_sorted and (n < 2 * GROUPS * k or (size <= FEW_SORTED and (heap or n < LONG)))
 
 
 def _of_a_few(rows: Tensor, k: int, is_sorted: bool) -> tuple[Tensor, Tensor] | None:
@@ -116,7 +126,7 @@ def _by_bound(rows: Tensor, k: int, is_sorted: bool) -> tuple[Tensor, Tensor]:
     n, dtype = rows.shape[-1], rows.dtype
     # torch compares and selects fp32 faster than 16-bit scores
     wide = (rows.float() if rows.element_size() == 2 else rows).contiguous()
-    parts = max(1, n // max(GROUPS * k, 128))
+    parts = max(1, n // max(GROUPS * k, LEAST_GROUPS))
     best = wide
     if parts > 1:
         groups = n // parts
@@ -189,9 +199,10 @@ def _reaching(rows: Tensor, bound: Tensor, k: int, exact: bool, short: bool) -> 
     if not len(found):
         return rows.new_full((n_rows, width), -math.inf), begins.new_zeros((n_rows, width))
     slot = torch.arange(width)
+    missing = slot >= counts
     place = (slot + (counts.cumsum(0) - counts)).clamp_(max=len(found) - 1).view(-1)
-    values = values.index_select(0, place).view(-1, width).masked_fill_(slot >= counts, -math.inf)
-    return values, found.index_select(0, place).view(-1, width) - begins
+    values = values.index_select(0, place).view(-1, width).masked_fill_(missing, -math.inf)
+    return values, (found.index_select(0, place).view(-1, width) - begins).masked_fill_(missing, 0)
 
 
 def _first_equal(rows: Tensor, bound: Tensor, k: int) -> Tensor:
