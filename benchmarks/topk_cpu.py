@@ -1,6 +1,6 @@
 """topk beside torch.topk on a CPU, in turns: normal scores, a plateau at 0, bf16; best first and by index.
 
-    python -m benchmarks.topk_cpu --threads 1 2 --json benchmarks/results/cpu/raw/topk.json
+    python -m benchmarks.topk_cpu --threads 2 1 --json benchmarks/results/cpu/raw/topk.json
 
 The bar is torch.topk's time + 5 % + 10 µs; torch.topk decides ties arbitrarily. Medians in µs. A cell meets
 the bar if the median of the differences between neighbouring calls does: both calls of a pair see the same load.
