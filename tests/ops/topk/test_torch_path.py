@@ -1,0 +1,165 @@
+"""The ways of a CPU to select, each against a stable sort in float64."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+from torch import Tensor
+
+import onepass
+from onepass.core.launch import INTERPRET
+from onepass.ops.topk import torch_path
+
+pytestmark = pytest.mark.skipif(INTERPRET, reason="kernels select there")
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+KINDS = (
+    "normal", "level at the top", "level within", "all equal", "heavy tail", "few", "nothing", "zeros of both signs",
+    "infinite", "NaN", "one group", "lowest",
+)  # fmt: skip
+
+
+def scores(kind: str, rows: int, n: int, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    s = torch.randn(rows, n, generator=generator)
+    chance = torch.rand(rows, n, generator=generator)
+    if kind == "level at the top":
+        return torch.where(chance < 1 / 3, 0.0, -s.abs())
+    if kind == "level within":
+        return torch.where(chance < 1 / 3, 0.5, s)
+    if kind == "all equal":
+        return torch.full_like(s, -2.0)
+    if kind == "heavy tail":
+        return (s.pow(5) * 10).clamp(-6e4, 6e4)
+    if kind == "few":
+        # of each row another share is there
+        return torch.where(chance < torch.linspace(0, 1, rows)[:, None], s, -math.inf)
+    if kind == "nothing":
+        return torch.full_like(s, -math.inf)
+    if kind == "zeros of both signs":
+        return torch.where(chance < 0.5, 0.0, -0.0)
+    if kind == "infinite":
+        return torch.where(chance < 0.2, math.inf, torch.where(chance < 0.5, -math.inf, s))
+    if kind == "NaN":
+        return torch.where(chance < 0.1, math.nan, torch.where(chance < 0.15, -math.nan, s))
+    if kind == "one group":
+        # a bound from groups is far too low
+        return torch.where(torch.arange(n) % max(1, n // 8) == 0, 9 + chance, s)
+    if kind == "lowest":
+        return torch.where(chance < 0.5, torch.finfo(torch.bfloat16).min, -math.inf)
+    return s
+
+
+def expected(s: Tensor, k: int, best_first: bool) -> tuple[Tensor, Tensor]:
+    """Values and indices by a stable sort, which has NaN first; padded."""
+    n = s.shape[-1]
+    values, indices = (t[..., :k] for t in s.double().sort(dim=-1, descending=True, stable=True))
+    indices = torch.where(values == -math.inf, n, indices)
+    if not best_first:
+        indices = indices.sort(-1).values
+    indices = torch.nn.functional.pad(indices, (0, k - indices.shape[-1]), value=n)
+    values = torch.nn.functional.pad(s, (0, 1), value=-math.inf).gather(-1, indices)
+    return values, indices.masked_fill(indices == n, -1)
+
+
+def check(found: tuple[Tensor, ...], s: Tensor, k: int, best_first: bool) -> None:
+    values, indices = expected(s, k, best_first)
+    assert found[0].dtype == s.dtype
+    assert found[0].is_contiguous()
+    assert found[1].is_contiguous()
+    assert torch.equal(found[1], indices), (found[1], indices)
+    # the sign of a zero is the score's
+    assert torch.equal(found[0].nan_to_num(99.0), values.nan_to_num(99.0))
+    assert torch.equal(found[0].signbit() & ~found[0].isnan(), values.signbit() & ~values.isnan())
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    seed=st.integers(0, 2**20), rows=st.integers(1, 5), n=st.integers(1, 90), share=st.floats(0, 1),
+    kind=st.sampled_from(KINDS), dtype=st.sampled_from(DTYPES), best_first=st.booleans(), least=st.sampled_from([1, 8]),
+)  # fmt: skip
+def test_every_way_is_exact(
+    seed: int, rows: int, n: int, share: float, kind: str, dtype: torch.dtype, best_first: bool, least: int
+) -> None:
+    """Every way takes any scores, or returns None and leaves them to another."""
+    if kind == "lowest" and dtype == torch.float16:
+        kind = "few"
+    s = scores(kind, rows, n, seed).to(dtype)
+    k = 1 + round(share * (n - 1))
+    ways = [torch_path._by_bound, torch_path._of_a_few]
+    ways.append(torch_path._by_number if s.element_size() == 2 else torch_path._without_ties)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch_path, "LEAST_GROUPS", least)
+        for way in ways:
+            found: Any = way(s, k, best_first)
+            if found is not None:
+                check(found, s, k, best_first)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    seed=st.integers(0, 2**20), rows=st.integers(0, 4), n=st.integers(0, 40), k=st.integers(0, 50),
+    kind=st.sampled_from(KINDS), dtype=st.sampled_from(DTYPES), best_first=st.booleans(), ranged=st.booleans(),
+    few=st.sampled_from([0, 64]), at_once=st.sampled_from([1, 50, 1000]),
+)  # fmt: skip
+def test_calls(
+    seed: int, rows: int, n: int, k: int, kind: str, dtype: torch.dtype, best_first: bool, ranged: bool, few: int,
+    at_once: int,
+) -> None:  # fmt: skip
+    """Calls with small limits take every way; rows that are done apart; k above n; ranges."""
+    if kind == "lowest" and dtype == torch.float16:
+        kind = "few"
+    s = scores(kind, rows, n, seed).to(dtype)
+    lengths = torch.randint(0, n + 1, (rows,), generator=torch.Generator().manual_seed(seed)) if ranged else None
+    limits = {"TINY": few, "FEW": few, "FEW_SORTED": 2 * few, "LONG": 16, "LEAST_GROUPS": 4, "AT_ONCE": at_once}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in limits.items():
+            patch.setattr(torch_path, name, value)
+        top = onepass.topk(s, k, sorted=best_first, lengths=lengths)
+    if lengths is not None:
+        s = s.masked_fill(torch.arange(n) >= lengths[:, None], -math.inf)
+    check((top.values, top.indices), s, k, best_first)
+
+
+@pytest.mark.parametrize("kind", KINDS[:-1])
+@pytest.mark.parametrize(("rows", "n", "k"), [(33, 1024, 64), (1, 20000, 1250), (2, 17001, 700), (70, 1030, 9)])
+def test_long_rows(rows: int, n: int, k: int, kind: str) -> None:
+    """The limits as they are; a length that no number of groups divides."""
+    s = scores(kind, rows, n, 0)
+    for dtype in DTYPES[:2]:
+        for best_first in (True, False):
+            top = onepass.topk(s.to(dtype), k, sorted=best_first)
+            check((top.values, top.indices), s.to(dtype), k, best_first)
+
+
+def test_other_layouts() -> None:
+    s = scores("level within", 40, 3000, 0)
+    for view in (s.t(), s[:, ::2], s[:1].expand(40, 3000), s.view(2, 20, 3000)):
+        for best_first in (True, False):
+            top = onepass.topk(view, 30, sorted=best_first)
+            check((top.values, top.indices), view, 30, best_first)
+
+
+def test_a_bound_leaves_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is sorted of 1024 normal scores is little more than k; a level at the top needs no sort."""
+    widths: list[int] = []
+    reaching = torch_path._reaching
+
+    def noted(*args: Any) -> Any:
+        found = reaching(*args)
+        widths.append(found[0].shape[-1])
+        return found
+
+    monkeypatch.setattr(torch_path, "_reaching", noted)
+    torch_path._by_bound(scores("normal", 64, 1024, 0), 64, True)
+    assert len(widths) == 1
+    assert 64 <= widths[0] < 160
+    torch_path._by_bound(scores("level at the top", 64, 1024, 0), 64, True)
+    assert len(widths) == 1
+    torch_path._by_bound(scores("level within", 64, 1024, 0), 300, False)
+    assert widths[1:] == [300]
