@@ -53,7 +53,7 @@ class Spread:
         n = batch.tokens.shape[1]
         begin, end = parts(n, self.size)[self.rank]
         here = (batch.hidden >= begin) & (batch.hidden < end)
-        order = np.argsort(~here, axis=1, kind="stable")[:, : here.sum(axis=1).max()]
+        order = np.argsort(~here, axis=1, kind="stable")[:, : np.max(np.sum(here, axis=1))]
         places, values = np.where(here, batch.hidden - begin, 0), np.where(here, batch.bytes, IGNORED)
         places, values = (np.take_along_axis(each, order, axis=1) for each in (places, values))
         return Batch(batch.tokens[:, begin:end], places, values, batch.draw)
