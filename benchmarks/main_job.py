@@ -22,9 +22,10 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from onepass.core import files
 from onepass.core.about import device_name, versions
 from onepass.train import config as configs
-from onepass.train import data, files
+from onepass.train import data
 from onepass.train.loop import FLUSH, Training
 from onepass.train.run import Run
 

@@ -33,13 +33,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from onepass.core import files
 from onepass.core.about import device_name, versions
 from onepass.nn import RoutedBlock, RoutedFeedForward
 from onepass.nn.balance import shares
 from onepass.nn.halo import fetch
 from onepass.optim import Lion
 from onepass.train import config as configs
-from onepass.train import data, files, parallel
+from onepass.train import data, parallel
 from onepass.train.loop import FLUSH, Training
 
 # sizes: on a GPU as the questions are asked, on a CPU as small as shows that it runs

@@ -201,7 +201,7 @@ def about(device: torch.device) -> dict[str, str]:
 
 def write_report(args: argparse.Namespace) -> int:
     """Write tables and curves of a directory's records, and show the tables."""
-    from onepass.train import files
+    from onepass.core import files
     from onepass.train.progress import say
     from research.ablate import curves, tables
     from research.ablate.equal import report

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from onepass.core import files
 from onepass.core.errors import UserError
 from onepass.optim import Lion
-from onepass.train import files
 from onepass.train.captured import Gradients
 from onepass.train.model import parameter_groups
 

@@ -12,7 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from onepass.train import checkpoint, files, loop
+from onepass.core import files
+from onepass.train import checkpoint, loop
 from train.tiny import TINY, rows
 
 Train = Callable[..., int]

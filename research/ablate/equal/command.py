@@ -163,7 +163,7 @@ def cells(args: argparse.Namespace, base: str, device: Any) -> list[Cell]:
 
 def write_page(folder: Path, target: Path) -> None:
     """Write the page of the documentation from a directory's records."""
-    from onepass.train import files
+    from onepass.core import files
     from research.ablate.equal import report
 
     files.write(target, report.page(folder, target.parent))

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from onepass.core import files
 from onepass.core.errors import UserError
-from onepass.train import files
 
 Record = dict[str, Any]
 PATTERN = "equal*.json"

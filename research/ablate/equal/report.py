@@ -51,7 +51,7 @@ def here(folder: Path) -> bool:
 
 def write(folder: Path) -> int:
     """Write tables and picture beside the records; show the tables."""
-    from onepass.train import files
+    from onepass.core import files
     from onepass.train.progress import say
 
     from .picture import png

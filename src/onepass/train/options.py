@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from onepass.core.errors import UserError
+from onepass.core.files import read
 from onepass.core.options import number
 from onepass.train.config import PRESETS, RANGES, ROUTES, TASKS
-from onepass.train.files import read
 
 CHECKPOINT_EVERY = 50
 ROUTE_HELP = "how the heavy branch's bytes are chosen: by a learned router, at random, or none are"

@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
+from onepass.core import files
 from onepass.core.errors import UserError, reason
-from onepass.train import checkpoint, files, metrics, progress
+from onepass.train import checkpoint, metrics, progress
 from onepass.train.checkpoint import Checkpoint
 from onepass.train.config import Config, from_json
 

@@ -35,7 +35,8 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 def run(args: argparse.Namespace) -> int:
     """Load the model, trace the file, write both pictures."""
-    from onepass.train import checkpoint, files, sources
+    from onepass.core import files
+    from onepass.train import checkpoint, sources
     from onepass.train.progress import say
     from onepass.train.run import METRICS, PICTURE, Run
 

@@ -13,7 +13,7 @@ from onepass.core import check
 from onepass.core.bind import batch_first, bind
 from onepass.core.eager import plain
 from onepass.core.launch import replayed, uses_triton
-from onepass.core.register import register, register_fake
+from onepass.core.register import register, register_backward, register_fake
 from onepass.ops._shared import arguments
 from onepass.ops.soft_topk.op import KINDS
 
@@ -93,35 +93,8 @@ def _forward_all(
     return (*found, state)  # type: ignore[return-value]
 
 
-def _backward_all(
-    g_values: Tensor | None,
-    g_gates: Tensor | None,
-    scores: Tensor,
-    indices: Tensor,
-    state: Tensor | None,
-    eps: Tensor | None,
-    mask: Tensor | None,
-    start: Tensor | None,
-    lengths: Tensor | None,
-    eps_value: float,
-    kind: int,
-    largest: bool,
-    need_scores: bool,
-    need_eps: bool,
-) -> tuple[Tensor, Tensor]:
-    """`compute.backward` for the dispatcher: an op returns tensors only, so unneeded gradients are empty."""
-    ds, deps = compute.backward(
-        g_values, g_gates, scores, indices, state, eps, mask, start, lengths, eps_value, kind, largest, need_scores,
-        need_eps,
-    )  # fmt: skip
-    return (
-        scores.new_empty(0) if ds is None else ds,
-        (scores if eps is None else eps).new_empty(0) if deps is None else deps,
-    )
-
-
 forward_op = register("topk", _forward_all, sharding.forward)
-backward_op = register("topk_backward", _backward_all, sharding.backward)
+backward_op = register_backward("topk_backward", compute.backward, sharding.backward, of=("scores", "eps"))
 
 
 @register_fake(forward_op)
@@ -137,27 +110,6 @@ def _(
         scores.new_empty(shape),
         state,
     )
-
-
-@register_fake(backward_op)
-def _(
-    g_values: Tensor | None,
-    g_gates: Tensor | None,
-    scores: Tensor,
-    indices: Tensor,
-    state: Tensor | None,
-    eps: Tensor | None,
-    mask: Tensor | None,
-    start: Tensor | None,
-    lengths: Tensor | None,
-    eps_value: float,
-    kind: int,
-    largest: bool,
-    need_scores: bool,
-    need_eps: bool,
-) -> tuple[Tensor, Tensor]:
-    deps = eps.new_empty(eps.shape) if need_eps and eps is not None else (scores if eps is None else eps).new_empty(0)
-    return scores.new_empty(scores.shape if need_scores else (0,)), deps
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
