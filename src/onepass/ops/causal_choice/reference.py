@@ -36,15 +36,17 @@ def nearest(n: Any, numerator: int, denominator: int) -> Any:
     return found - (twice % (2 * denominator) == 0) * (found % 2)
 
 
-def places(share: float, n: int, block: int) -> int:
+def places(share: float, n: Any, block: int) -> Any:
     """Return how many of n tokens can be chosen at most: n, or ⌈share·(n rounded up to whole blocks)⌉ if that is less.
 
     The budget of the last block counts a whole block, because a choice must not depend on how many tokens follow.
     """
     numerator, denominator = fraction(share)
     most = -(-(-(-n // block) * block * numerator) // denominator)
-    # works on symbolic lengths too, without tying a graph to one side
-    return torch.sym_min(n, most)  # type: ignore[no-any-return, no-untyped-call, return-value]
+    if isinstance(n, int):
+        return min(n, most)
+    # a symbolic length: min would tie the graph to one side
+    return torch.sym_min(n, most)  # type: ignore[no-untyped-call]
 
 
 def reference(
