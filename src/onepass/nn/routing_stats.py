@@ -27,8 +27,8 @@ SATURATED = 1e-3
 Routing = RouterOutput | AttentionRouting | BlockRouting
 
 _LAYERS = Routed, RoutedAttention, RoutedCrossAttention, RoutedBlock
-# truthy, like return_routing=True, but another object: it tells the hook that the caller did not ask for the routing
-_ONLY_FOR_STATS = object()
+# return_routing for the hook alone: true, but not True, when the caller did not ask for the routing
+_ONLY_FOR_STATS = 2
 
 
 class RoutingStats:
@@ -186,7 +186,7 @@ class RoutingStats:
                 real = context_mask if cross and path == "router_kv" else mask
                 soft = _with_soft_gates(layer, path, given, real)
                 self._count(f"{name}.{path}" if name else path, _role(path, cross), soft, real)
-            return y if _argument(args, kwargs, *_asked(layer)) is _ONLY_FOR_STATS else None
+            return y if _argument(args, kwargs, *_asked(layer)) == _ONLY_FOR_STATS else None
 
         return listen
 
