@@ -9,11 +9,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor import Shard, distribute_module
 
 from onepass.nn import CausalRouter, Routed, RoutedBlock, RoutedFeedForward, Router, RouterOutput
-from sharded.compare import CASES, R, case, many, mesh, placed, same_layer, whole, wide
+from sharded.compare import CASES, R, case, in_shards, many, mesh, placed, same_layer, whole, wide
 from sharded.processes import device_type, main
 
 DIM = 16
@@ -31,7 +30,7 @@ LAYERS: dict[str, Callable[[], Any]] = {
     "causal": lambda: RoutedFeedForward(DIM, 1 / 4, router=CausalRouter(DIM, block=4, memory=8), balance=True),
     "two routes, straight through": lambda: _own(1 / 4, num_routes=2, gate="straight_through"),
     "own branches": lambda: _own(5),
-    "nobody": lambda: RoutedFeedForward(DIM, 0, balance=True),
+    "no choice": lambda: RoutedFeedForward(DIM, 0, balance=True),
     "block": lambda: RoutedBlock(DIM, 1 / 4, balance=True, **HEADS),
     "causal block": lambda: RoutedBlock(DIM, 1 / 4, causal=True, balance=True, **HEADS),
 }
@@ -123,13 +122,8 @@ def _() -> None:
 
 @case("weights in shards")
 def _() -> None:
-    def shard(name: str, module: nn.Module, on: DeviceMesh) -> None:
-        for key, p in list(module._parameters.items()):
-            if p is not None:
-                module.register_parameter(key, nn.Parameter(distribute_tensor(p, on, [Shard(0)])))
-
     layer = LAYERS["share"]()
-    same_layer(layer, _crowded(layer, wide(2, 24, DIM).to(device_type()), 0, 6), None, mesh(), [Shard(1)], shard)
+    same_layer(layer, _crowded(layer, wide(2, 24, DIM).to(device_type()), 0, 6), None, mesh(), [Shard(1)], in_shards)
 
 
 @many("like the layer that is not balanced", {"layer": ["share", "causal", "block"], "learns": ["x", "weights"]})

@@ -51,6 +51,13 @@ def whole(t: Tensor) -> Tensor:
     return t.full_tensor() if isinstance(t, DTensor) else t
 
 
+def in_shards(name: str, module: nn.Module, on: DeviceMesh) -> None:
+    """Shard a module's own parameters along their first dimension: a `partition_fn` of `distribute_module`."""
+    for key, p in list(module._parameters.items()):
+        if p is not None:
+            module.register_parameter(key, nn.Parameter(distribute_tensor(p, on, [Shard(0)])))
+
+
 def _results(found: Any) -> list[Tensor]:
     return [found] if isinstance(found, Tensor) else list(found)
 

@@ -9,11 +9,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_module
 
 from onepass.nn import Routed, RoutedAttention, RoutedBlock, RoutedFeedForward, Router
-from sharded.compare import CASES, R, case, many, mesh, placed, same_layer, whole, wide
+from sharded.compare import CASES, R, case, in_shards, many, mesh, placed, same_layer, whole, wide
 from sharded.processes import device_type, main
 
 DIM = 16
@@ -32,7 +31,7 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "two routes, straight through": lambda: _feed_forward(num_routes=2, gate="straight_through"),
     "cosine": lambda: _feed_forward(score="cosine"),
     "own branches": _linear,
-    "nobody": lambda: RoutedFeedForward(DIM, 0),
+    "no choice": lambda: RoutedFeedForward(DIM, 0),
 }
 HEADS: dict[str, Any] = {"heads": 2, "dim_head": 8, "window": 4}
 ATTENTIONS: dict[str, Callable[[], nn.Module]] = {
@@ -70,12 +69,7 @@ def _(masked: bool) -> None:
 
 @case("weights in shards")
 def _() -> None:
-    def shard(name: str, module: nn.Module, on: DeviceMesh) -> None:
-        for key, p in list(module._parameters.items()):
-            if p is not None:
-                module.register_parameter(key, nn.Parameter(distribute_tensor(p, on, [Shard(0)])))
-
-    same_layer(_feed_forward(), wide(2, 24, DIM).to(device_type()), None, mesh(), [Shard(1)], shard)
+    same_layer(_feed_forward(), wide(2, 24, DIM).to(device_type()), None, mesh(), [Shard(1)], in_shards)
 
 
 @many("plain weights", {"layer": ["feed-forward", "cosine", "attention", "causal attention", "causal block"]})

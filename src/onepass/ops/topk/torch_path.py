@@ -103,7 +103,7 @@ def _without_ties(rows: Tensor, k: int, is_sorted: bool) -> tuple[Tensor, Tensor
     n = rows.shape[-1]
     # one value more than k shows a tie of the last one with what is left
     values, indices = rows.topk(min(k + 1, n))
-    # neither a tie nor a NaN falls from one value to the next
+    # each value must be below the one before: a tie or a NaN breaks this
     if n > 1 and not values.diff().amax().item() < 0:
         return None
     if (n == 1 or n == k) and not values[:, -1].amin().item() > -math.inf:
