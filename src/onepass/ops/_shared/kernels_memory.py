@@ -7,7 +7,7 @@ import triton.language as tl
 
 
 @triton.jit
-def load(ptr, offsets, mask, MASKED: tl.constexpr, POLICY: tl.constexpr = ""):
+def load(ptr, offsets, mask, MASKED: tl.constexpr, POLICY: tl.constexpr = tl.constexpr("")):
     """Load; 0 where MASKED and the mask is False. POLICY says which lines leave L2 first."""
     if MASKED:
         x = tl.load(ptr + offsets, mask=mask, other=0, eviction_policy=POLICY)
@@ -17,7 +17,7 @@ def load(ptr, offsets, mask, MASKED: tl.constexpr, POLICY: tl.constexpr = ""):
 
 
 @triton.jit
-def store(ptr, offsets, value, mask, MASKED: tl.constexpr, POLICY: tl.constexpr = ""):
+def store(ptr, offsets, value, mask, MASKED: tl.constexpr, POLICY: tl.constexpr = tl.constexpr("")):
     """Store in the pointer's dtype, with MASKED only where the mask is True."""
     if MASKED:
         tl.store(ptr + offsets, value.to(ptr.dtype.element_ty), mask=mask, eviction_policy=POLICY)
