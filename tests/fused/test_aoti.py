@@ -35,7 +35,13 @@ def _fails(path: Path) -> bool:
 
 @pytest.fixture
 def loads(device: str, tmp_path: Path) -> None:
-    """Skip where torch itself crashes: 2.11 does as it loads a package for a GPU, whatever is in it."""
+    """Skip where torch itself fails.
+
+    2.11 crashes as it loads a package for a GPU, whatever is in it, and hands a dtype on to an operator as the next
+    one: float32 arrives as float64.
+    """
+    if torch.__version__.startswith("2.11."):
+        pytest.skip("a package of torch 2.11 hands other dtypes to operators")
     if device == "cuda" and _fails(tmp_path):
         pytest.skip("torch crashes as it loads the package of one nn.Linear")
 
