@@ -17,7 +17,7 @@ from onepass.core.register import register, register_backward, register_fake
 from . import sharding, torch_rope
 
 OP = "qk_norm_rope"
-# widest head of the kernels; wider ones run as torch operations
+# widest head of the kernels; wider ones are normed by the kernels of `rms_norm` and rotated by torch operations
 MAX_HEAD = 1024
 
 
@@ -67,12 +67,8 @@ def _check_positions(q: Tensor, positions: Tensor, count: int) -> None:
             raise ValueError(f"{OP}: positions must be from 0 to {count - 1}; got {low} to {high}")
 
 
-def _on_triton(*tensors: Tensor | None) -> bool:
-    q = tensors[0]
-    assert q is not None
-    return uses_triton(q) and q.shape[-1] <= MAX_HEAD and not any(
-        t is not None and t.dtype == torch.float64 for t in tensors
-    )  # fmt: skip
+def _on_triton(q: Tensor, *others: Tensor | None) -> bool:
+    return uses_triton(q) and not any(t is not None and t.dtype == torch.float64 for t in others)
 
 
 def _forward(
@@ -82,11 +78,20 @@ def _forward(
     if not q.numel() or not k.numel():
         return _empty(q, k)
     if _on_triton(q, k, q_weight, k_weight, cos, sin):
-        from . import launch_rope
+        weights = _vector(q_weight), _vector(k_weight)
+        if q.shape[-1] <= MAX_HEAD:
+            from . import launch_rope
 
-        return launch_rope.forward(
-            q, k, _vector(q_weight), _vector(k_weight), cos, sin, positions, eps, offset, interleaved
+            return launch_rope.forward(q, k, *weights, cos, sin, positions, eps, offset, interleaved)
+        from . import launch
+
+        # torch's mean of a row would depend on how many rows there are
+        normed = (
+            launch.forward(t, None, weight, None, eps, offset, False, False, False, torch.float32)[0]
+            for t, weight in zip((q, k), weights, strict=True)
         )
+        new_q, new_k = (torch_rope.rotated(n, cos, sin, positions, interleaved) for n in normed)
+        return new_q.to(q.dtype), new_k.to(k.dtype)
     rest = cos, sin, positions, eps, offset, interleaved
     return torch_rope.forward(q, q_weight, *rest), torch_rope.forward(k, k_weight, *rest)
 
@@ -110,7 +115,7 @@ def _backward(
     if not q.numel() or not k.numel():
         tensors = zip((q, k, q_weight, k_weight), needs, strict=True)
         return tuple(torch.zeros_like(t) if t is not None and need else None for t, need in tensors)
-    if _on_triton(q, k, q_weight, k_weight, cos, sin, dq, dk):
+    if q.shape[-1] <= MAX_HEAD and _on_triton(q, k, q_weight, k_weight, cos, sin, dq, dk):
         from . import launch_rope
 
         vectors = _vector(q_weight), _vector(k_weight)

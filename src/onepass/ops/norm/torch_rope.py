@@ -44,7 +44,12 @@ def forward(
     """Return x (..., T, heads, D) normed and rotated."""
     n, _ = _normed(x, eps)
     n = n if weight is None else n * (weight.to(n.dtype) + offset)
-    return _rotate(n, *_angles(x, cos, sin, positions), interleaved).to(x.dtype)
+    return rotated(n, cos, sin, positions, interleaved).to(x.dtype)
+
+
+def rotated(n: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, interleaved: bool) -> Tensor:
+    """Return n (..., T, heads, D) rotated."""
+    return _rotate(n, *_angles(n, cos, sin, positions), interleaved)
 
 
 def backward(
