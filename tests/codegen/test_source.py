@@ -1,4 +1,4 @@
-"""Kernels avoid what Triton 3.6, the oldest that is supported, can't compile: the Triton of the other tests may be newer."""
+"""Kernels avoid what Triton 3.6, the oldest supported, can't compile: other tests may have a newer one."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ KERNELS = sorted(Path(onepass.__file__).parent.rglob("kernels*.py"))
 
 def faults(source: str) -> Iterator[str]:
     """Name what Triton 3.6 refuses in the jit functions of a source."""
-    for function in ast.walk(ast.parse(source)):
-        if not (isinstance(function, ast.FunctionDef) and any("jit" in ast.unparse(d) for d in function.decorator_list)):
+    functions = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)]
+    for function in functions:
+        if not any("jit" in ast.unparse(decorator) for decorator in function.decorator_list):
             continue
         # a call from another kernel hands on the default as it is, and Triton takes numbers, None and constexpr alone
         for default in function.args.defaults:

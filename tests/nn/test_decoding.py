@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -127,6 +128,24 @@ def test_heavy_branches_on_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a GPU does: rows that are not chosen run along and add 0."""
     monkeypatch.setattr(decoding, "chosen_rows", lambda gates: slice(None))
     _compare(_block(), _tokens(3, 45, 7), 1e-10)
+
+
+def test_no_step_plans_for_its_number_of_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """cuDNN's attention does, for milliseconds."""
+    seen = []
+    attention = F.scaled_dot_product_attention
+
+    def recorded(*tensors: Tensor) -> Tensor:
+        seen.append(torch.backends.cuda.cudnn_sdp_enabled())
+        return attention(*tensors)
+
+    monkeypatch.setattr("onepass.nn.decoding.F.scaled_dot_product_attention", recorded)
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    block = _block()
+    block.step(_tokens(2, 1, 0)[:, 0], block.new_cache(2))
+    assert seen
+    assert not any(seen)
+    assert torch.backends.cuda.cudnn_sdp_enabled() == before
 
 
 def test_no_gradient_is_kept() -> None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from onepass.ops.causal_choice.reference import fraction, ranked
 from onepass.ops.routing.op import gather
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 
 # keys that a new cache has memory for; a full cache doubles it
 LEAST = 64
+# torch's first choice on Hopper, cuDNN, takes 6 ms to plan each new number of keys
+BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 class _Cache:
@@ -258,7 +261,8 @@ def _rotated(x: Tensor, position: int) -> Tensor:
 def _attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Return the attention of (batch, 1, heads, width) to keys and values (batch, n, heads, width)."""
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-    return F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
+    with sdpa_kernel(BACKENDS):
+        return F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
 
 
 def _give(layer: RoutedAttention, tokens: Tensor, at: Tensor, gates: Tensor, start: int, cache: AttentionCache) -> None:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+# no policy. A default of "" would not compile: Triton 3.6 hands a default on as it is, and takes no str
+NORMAL = tl.constexpr("")
+
 
 @triton.jit
-def load(ptr, offsets, mask, MASKED: tl.constexpr, POLICY: tl.constexpr = tl.constexpr("")):
+def load(ptr, offsets, mask, MASKED: tl.constexpr, POLICY: tl.constexpr = NORMAL):
     """Load; 0 where MASKED and the mask is False. POLICY says which lines leave L2 first."""
     if MASKED:
         x = tl.load(ptr + offsets, mask=mask, other=0, eviction_policy=POLICY)
@@ -17,7 +20,7 @@ def load(ptr, offsets, mask, MASKED: tl.constexpr, POLICY: tl.constexpr = tl.con
 
 
 @triton.jit
-def store(ptr, offsets, value, mask, MASKED: tl.constexpr, POLICY: tl.constexpr = tl.constexpr("")):
+def store(ptr, offsets, value, mask, MASKED: tl.constexpr, POLICY: tl.constexpr = NORMAL):
     """Store in the pointer's dtype, with MASKED only where the mask is True."""
     if MASKED:
         tl.store(ptr + offsets, value.to(ptr.dtype.element_ty), mask=mask, eviction_policy=POLICY)
