@@ -13,7 +13,7 @@ PARALLEL = -n $(JOBS) --dist worksteal
 KERNELS = tests/contract tests/ops tests/fused tests/core/test_replay_kernels.py
 PIP = -m pip install --quiet --disable-pip-version-check
 
-.PHONY: run quick test test-all slow lint types unit interpret doctest dist hub docs fuzz soak clean FORCE
+.PHONY: run quick test test-all slow oldest lint types unit interpret doctest dist hub docs fuzz soak clean FORCE
 
 run: .venv/ready  ## train a routed transformer on the standard library's own sources
 	.venv/bin/onepass train $(ARGS)
@@ -23,7 +23,7 @@ quick: lint types  ## lint, types and the tests of what changed since BASE
 
 test: lint types unit interpret doctest  ## everything that needs no GPU, without the slow tests
 
-test-all: test slow dist docs  ## the slow tests, the built packages and the site as well
+test-all: test slow oldest dist docs  ## the slow tests, the oldest Triton, the built packages and the site as well
 
 lint: .venv-dev/ready
 	$(DEV)/ruff check .
@@ -46,6 +46,10 @@ slow: .venv-dev/ready
 	$(PYTEST) $(PARALLEL) -m slow $(ARGS)
 	TRITON_INTERPRET=1 $(PYTEST) $(PARALLEL) -m slow $(KERNELS) $(ARGS)
 
+# torch 2.11 has Triton 3.6, the oldest; its language is smaller
+oldest: .triton-oldest/ready  ## every kernel in the language of the oldest Triton
+	PYTHONPATH=.triton-oldest $(PYTEST) $(PARALLEL) -m slow tests/codegen/test_oldest.py
+
 dist: .venv-dev/ready  ## build sdist and wheel into dist/, check them and try the wheel with torch alone
 	$(DEV)/python tests/packages.py
 
@@ -57,7 +61,7 @@ docs: .venv-docs/ready  ## the documentation as a site in .site/; a dead link is
 	.venv-docs/bin/python docs/site/links.py .site
 
 clean:
-	rm -rf .venv .venv-dev .venv-docs .site .requirement .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
+	rm -rf .venv .venv-dev .venv-docs .triton-oldest .site .requirement .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
 
 .venv/ready: pyproject.toml .requirement
 	$(NEW)
@@ -67,6 +71,11 @@ clean:
 .venv-dev/ready: pyproject.toml .requirement
 	$(NEW)
 	.venv-dev/bin/python $(PIP) '$(TORCH)' --editable '.[train,bench]' --group dev
+	touch $@
+
+.triton-oldest/ready: .venv-dev/ready
+	rm -rf $(@D)
+	$(DEV)/python $(PIP) --no-deps --target $(@D) 'triton==3.6.*'
 	touch $@
 
 # the site is made from the sources alone, without torch
