@@ -104,6 +104,7 @@ OPTIONS = {
     "ablate": (
         *("--task", "--start", "--arm", "--seed", "--size", "--steps", "--seconds", "--device", "--out", "--data"),
         *("--equal-time", "--n", "--dim", "--heads", "--batch", "--budget", "--tune", "--rate", "--part"),
+        *("--window", "--share"),
     ),
     "bench": (
         "--json",

@@ -13,41 +13,16 @@ from typing import Any
 import pytest
 import torch
 
+from equal_runs import CPU, DATA, ROOT, SIZE, TINY, cell, run, trials
 from onepass.core.errors import UserError
 from research.ablate import runner, text
 from research.ablate.__main__ import main
 from research.ablate.equal import records, report
 from research.ablate.equal.arms import Task
-from research.ablate.equal.trials import Ask, Cell, OutOfTimeError, Trials
+from research.ablate.equal.trials import OutOfTimeError
 
-CPU = torch.device("cpu")
-ROOT = Path(__file__).parents[2]
-DATA = (str(ROOT / "research"), str(ROOT / "examples"))
-SIZE = dataclasses.replace(
-    text.SIZES["small"], dim=16, heads=2, blocks=1, n=64, batch=2, steps=12, paths=DATA, curve_windows=2,
-    final_windows=4,
-)  # fmt: skip
 PAGE = ROOT / "docs" / "equal_time.md"
 RESULTS = "benchmarks/results/h200/equal_time"
-OPTIONS = ["text", "--equal-time", "--size", "small", "--device", "cpu", "--data", DATA[0], "--data", DATA[1]]
-TINY = [*OPTIONS, "--dim", "16", "--heads", "2", "--blocks", "1", "--n", "64", "--batch", "2", "--steps", "6"]
-
-
-def cell(task: str = "causal", steps: int = 12, seconds: float = 0.0) -> Cell:
-    return Cell(task, dataclasses.replace(SIZE, steps=steps), Ask(steps, seconds, "cpu", "some"))
-
-
-def trials(folder: Path, part: str = "", **options: Any) -> Trials:
-    return Trials(records.Store(folder, part), CPU, False, **options)
-
-
-def run(**changes: Any) -> records.Record:
-    """A record as the command writes it, for the tables."""
-    point = {"step": 0, "seconds": 0.0, "bits": 8.0}
-    last = {"step": 10, "seconds": 2.0, "bits": 2.0}
-    head = cell().record("run", "learned", 0, 1e-3)
-    about = {"device": "cpu", "torch": "2", "data": "some", "seconds": 2.0, "steps": 10, "ms_per_step": 200.0}
-    return {**head, **about, "parameters": 5, "curve": [point, last], "final": {"step": 10, "bits": 2.0}, **changes}
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -139,7 +114,7 @@ def test_rates_are_tried_for_a_third_and_the_best_is_taken(tmp_path: Path) -> No
     (made,) = (made for made in one.store.all if made["kind"] == "run")
     bits = {made["lr"]: made["final"]["bits"] for made in one.store.all if made["kind"] == "tune"}
     assert made["lr"] == min(bits, key=lambda lr: bits[lr]) == 4e-3
-    assert made["tuned"] == {"n": 64, "bits": {"1e-06": bits[1e-6], "0.004": bits[4e-3]}}
+    assert made["tuned"] == {"n": 64, "window": 32, "k": 0.0625, "bits": {"1e-06": bits[1e-6], "0.004": bits[4e-3]}}
     assert made["steps"] == 12
 
 
@@ -183,10 +158,10 @@ def test_the_command_resumes_and_writes_every_run_once(tmp_path: Path, capsys: p
     assert len(records.load(tmp_path)) == 4
     capsys.readouterr()
     assert main(["report", str(tmp_path), "--page", str(tmp_path / "page.md")]) == 0
-    assert "| next byte | 64 | 16 | 2 |" in capsys.readouterr().out
+    assert "| next byte | 64 | 16 | 32; 0.0625 | 2 |" in capsys.readouterr().out
     assert (tmp_path / "equal_time.png").read_bytes().startswith(b"\x89PNG")
     written = (tmp_path / "page.md").read_text()
-    assert "| next byte | 64 | 16 | 2 |" in written
+    assert "| next byte | 64 | 16 | 32; 0.0625 | 2 |" in written
     assert "[equal.b.json](equal.b.json)" in written.replace("](./", "](")
     # runs of another length of training are no part of this comparison
     assert main([*TINY[:-1], "7", *out, "--seed", "0"]) == 2
@@ -201,7 +176,9 @@ def test_parts_merge(tmp_path: Path) -> None:
     ]  # fmt: skip
     assert [list(seeds) for seeds in records.pairs(records.load(tmp_path)).values()] == [[0]]
     (tmp_path / "equal.c.json").write_text(json.dumps({"runs": [run(seconds=3.0)]}))
-    with pytest.raises(UserError, match=r"two different runs of causal 64 learned seed 0"):
+    with pytest.raises(
+        UserError, match=r"two different runs of causal, n = 64, window 32, share 0.0625, learned, seed 0"
+    ):
         records.load(tmp_path)
 
 
@@ -213,6 +190,10 @@ def test_parts_merge(tmp_path: Path) -> None:
         '{"runs": [{}]}',
         '{"runs": 3}',
         *(json.dumps({"runs": [bad]}) for bad in (run(curve=[]), run(arm="best"), run(kind=[]), run(n=10**400))),
+        *(
+            json.dumps({"runs": [bad]})
+            for bad in (run(window="32"), run(window=0), run(k=None), run(k=2), run(k=math.nan))
+        ),
     ],
 )
 def test_a_damaged_record(content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -265,6 +246,8 @@ def test_a_run_that_diverged_is_told(tmp_path: Path) -> None:
     ("options", "message"),
     [
         (["--n", "2048"], "--n goes with --equal-time"),
+        (["--window", "32"], "--window goes with --equal-time"),
+        (["--share", "0.5"], "--share goes with --equal-time"),
         (["--size", "100m"], "--size 100m goes with --equal-time"),
         (["--equal-time", "--arm", "random"], "--arm random: --equal-time compares learned and dense"),
         (["--equal-time", "--calibrate"], "leave one of them out"),
@@ -272,6 +255,17 @@ def test_a_run_that_diverged_is_told(tmp_path: Path) -> None:
         (["--equal-time", "--rate", "0.1"], "--rate goes with --tune"),
         (["--equal-time", "--tune", "--seed", "0"], "--tune has a seed of its own"),
         (["--equal-time", "--n", "3"], "--n: must be from 64"),
+        (["--equal-time", "--window", "0"], "--window: must be from 1 to 16,384"),
+        (["--equal-time", "--share", "0"], "--share: must be from"),
+        (["--equal-time", "--share", "1.1"], "--share: must be from"),
+        (
+            ["--equal-time", "--device", "cpu", "--n", "64", "--window", "64"],
+            "--window 64: must be smaller than the 64",
+        ),
+        (
+            ["--equal-time", "--device", "cpu", "--n", "64", "--share", "0.01"],
+            "--share 0.01: is less than one of the 64",
+        ),
         (["--equal-time", "--part", "../x"], "--part: must be letters"),
         (
             ["--equal-time", "--device", "cpu", "--size", "small", "--dim", "30", "--heads", "4"],

@@ -19,14 +19,21 @@ if TYPE_CHECKING:
 
 HELP = "the routed arm trains, then a dense one (flash attention, feed-forward of 4·dim) for the same seconds"
 # options that only --equal-time has
-OWN = ("n", "dim", "blocks", "heads", "batch", "budget", "tune", "rate", "part", "attention", "no_compile")
-NUMBERS = {"n": (64, 2**20), "dim": (8, 2**14), "blocks": (1, 256), "heads": (1, 256), "batch": (1, 4096)}
+OWN = (
+    "n", "dim", "blocks", "heads", "batch", "window", "share", "budget", "tune", "rate", "part", "attention",
+    "no_compile",
+)  # fmt: skip
+NUMBERS = {
+    "n": (64, 2**20), "dim": (8, 2**14), "blocks": (1, 256), "heads": (1, 256), "batch": (1, 4096),
+    "window": (1, 2**14),
+}  # fmt: skip
 HELPS = {
     "n": "tokens in view; may be repeated (default: 2048, 8192, 32768)",
     "dim": "width of a token",
     "blocks": "number of blocks",
     "heads": "of the routed arm; the dense one has heads of 64, the fastest width",
     "batch": "sequences a step (default: as many as hold 16384 tokens)",
+    "window": "tokens of a window of the routed arm's local attention (default: 32)",
 }
 LENGTHS = {"small": (128,), "full": (2048, 8192, 32768), "100m": (8192,)}
 TASKS = ("causal", "masked")
@@ -42,6 +49,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     for name, (low, high) in NUMBERS.items():
         more: dict[str, Any] = {"action": "append"} if name == "n" else {}
         add(f"--{name}", type=number(low, high), metavar="N", help=HELPS[name], **more)
+    part = "part of the tokens in the routed arm's heavy branch, 0 < X ≤ 1 (default: 0.125; small: 0.0625)"
+    add("--share", type=number(1e-6, 1.0, float), metavar="X", help=part)
     add("--budget", type=number(0.01, 10**6, float), metavar="X", help="seconds of training of a run, for --steps")
     add("--tune", action="store_true", help="try rates for a third of the time; later runs take the best")
     rate = "one rate to try; may be repeated (default: half of, one and two times the size's)"
@@ -104,8 +113,20 @@ def sizes(args: argparse.Namespace, base: str) -> list[Size]:
             # larger than a step's: forward alone waits for the host there
             changes["measured"] = max(changes["batch"], 4 * TOKENS // n)
         changes["paths"] = tuple(args.data or ())
+        changes |= {"window": args.window, "k": args.share}
         found.append(replace(size, **{name: value for name, value in changes.items() if value is not None}))
+        _check_setting(found[-1])
     return found
+
+
+def _check_setting(size: Size) -> None:
+    """Raise UserError for a window or a share that leaves a part of the routed arm without work at this length."""
+    if size.window >= size.n:
+        # next bytes: routed queries see keys of earlier windows alone, and there is none; hidden bytes: with windows of
+        # n/2 every token already sees all
+        raise UserError(f"--window {size.window}: must be smaller than the {size.n:,} tokens in view (--n)")
+    if size.k * size.n < 1:
+        raise UserError(f"--share {size.k:g}: is less than one of the {size.n:,} tokens in view (--n)")
 
 
 def run(args: argparse.Namespace) -> int:

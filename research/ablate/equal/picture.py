@@ -1,4 +1,4 @@
-"""Loss over wall-clock time: a panel for each task, length and width."""
+"""Loss over wall-clock time: a panel for each task, length, width and setting of the routed arm."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ def png(found: dict[tuple[Any, ...], Seeds]) -> bytes:
                 axis.set_axis_off()
                 continue
             _panel(axis, seeds)
-            n, dim, blocks, *_ = column
-            axis.set_title(f"{NAMES.get(task, task)}, {n:,} in view (d {dim}, {blocks} blocks)", loc="left", fontsize=9)
+            n, dim, blocks, *_, window, k = column
+            title = f"{NAMES.get(task, task)}, {n:,} in view (d {dim}, {blocks} blocks)"
+            axis.set_title(f"{title}\nrouted: window {window:,}, share {k:g}", loc="left", fontsize=9)
     for row in axes:
         row[0].set_ylabel("validation bits per byte")
     for axis in axes[-1]:

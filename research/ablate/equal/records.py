@@ -12,13 +12,18 @@ from onepass.core import files
 from onepass.core.errors import UserError
 
 Record = dict[str, Any]
+Place = tuple[int, int, int, float]  # where rates were tried: n, batch, window, k
 PATTERN = "equal*.json"
 ARMS = ("learned", "dense")
-# what tells one run from another
-KEY = ("kind", "task", "n", "dim", "blocks", "heads", "batch", "arm", "seed", "lr")
+# of the routed arm; a dense run has those of the routed run whose time it took
+SETTING = ("window", "k")
 # what two runs that are compared have in common
-SAME = ("task", "n", "dim", "blocks", "heads", "batch")
-NUMBERS = ("n", "dim", "blocks", "heads", "batch", "seed", "steps", "lr", "seconds", "ms_per_step", "parameters")
+SAME = ("task", "n", "dim", "blocks", "heads", "batch", *SETTING)
+# what tells one run from another
+KEY = ("kind", *SAME, "arm", "seed", "lr")
+NUMBERS = (
+    "n", "dim", "blocks", "heads", "batch", *SETTING, "seed", "steps", "lr", "seconds", "ms_per_step", "parameters",
+)  # fmt: skip
 
 
 def key(record: Record) -> tuple[Any, ...]:
@@ -31,15 +36,24 @@ def group(record: Record) -> tuple[Any, ...]:
     return tuple(record[name] for name in SAME)
 
 
+def named(record: Record) -> str:
+    """Name the pair of a run, but for its seed."""
+    return f"{record['task']}, n = {record['n']}, window {record['window']}, share {record['k']:g}"
+
+
 def read(path: Path) -> list[Record]:
     """Read one file; raise UserError if it is none of ours."""
     try:
         runs = json.loads(path.read_bytes())["runs"]
-        if not all(_whole(run) for run in runs):
+        # window and share were no options then, and one size had another share than the rest
+        early = any("heads" in run and not any(name in run for name in SETTING) for run in runs)
+        if not early and not all(_whole(run) for run in runs):
             raise ValueError
-        return list(runs)
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         raise UserError(f"{path} is no record of `research.ablate text --equal-time`; move it away") from None
+    if early:
+        raise UserError(f"{path} is of an earlier version: its runs don't tell window and k; add them or move it away")
+    return list(runs)
 
 
 def _whole(run: Record) -> bool:
@@ -49,7 +63,8 @@ def _whole(run: Record) -> bool:
     numbers += [run["final"]["step"], run["final"]["bits"]]
     fit = all(type(value) is float or (type(value) is int and abs(value) < 2**63) for value in numbers)
     texts = all(type(run[name]) is str for name in ("task", "device", "torch", "data"))
-    return bool(fit and texts and run["curve"] and run["arm"] in ARMS and run["kind"] in ("run", "tune"))
+    known = run["arm"] in ARMS and run["kind"] in ("run", "tune")
+    return bool(fit and texts and known and run["curve"] and run["n"] > 0 and run["window"] > 0 and 0 < run["k"] <= 1)
 
 
 def merge(parts: dict[str, Sequence[Record]]) -> list[Record]:
@@ -59,7 +74,7 @@ def merge(parts: dict[str, Sequence[Record]]) -> list[Record]:
         for run in runs:
             other, there = found.setdefault(key(run), (name, run))
             if there != run:
-                what = f"{run['task']} {run['n']} {run['arm']} seed {run['seed']}"
+                what = f"{named(run)}, {run['arm']}, seed {run['seed']}"
                 raise UserError(f"{other} and {name} have two different runs of {what}; move one of the files away")
     return [run for _, run in sorted(found.values(), key=lambda pair: [str(part) for part in key(pair[1])])]
 
@@ -101,13 +116,27 @@ def pairs(runs: Iterable[Record]) -> dict[tuple[Any, ...], dict[int, dict[str, R
 
 
 def tuned(runs: Iterable[Record], like: Record) -> tuple[float, Record] | None:
-    """Return the best rate that was tried for this arm, task and model at the nearest length, and what was tried."""
+    """Return the best rate that was tried for this arm, task and model, and what was tried.
+
+    Tries with the same window and share come first, then those at the nearest length, then those of the nearest
+    setting. Tries of two settings are never mixed.
+    """
     same = ("task", "dim", "blocks", "heads", "arm")
     tried = [run for run in runs if run["kind"] == "tune" and all(run[name] == like[name] for name in same)]
     if not tried:
         return None
-    places = {(run["n"], run["batch"]) for run in tried}
-    at = min(places, key=lambda at: (abs(math.log(at[0] / like["n"])), at[0], at[1] != like["batch"], at[1]))
-    bits = {run["lr"]: run["final"]["bits"] for run in tried if (run["n"], run["batch"]) == at}
+
+    def far(place: Place) -> tuple[Any, ...]:
+        n, batch, *setting = place
+        away = [abs(math.log(value / like[name])) for name, value in zip(SETTING, setting, strict=True)]
+        return any(away), abs(math.log(n / like["n"])), n, batch != like["batch"], batch, sum(away), setting
+
+    at = min({_place(run) for run in tried}, key=far)
+    bits = {run["lr"]: run["final"]["bits"] for run in tried if _place(run) == at}
     best = min(bits, key=lambda lr: bits[lr] if math.isfinite(bits[lr]) else math.inf)
-    return best, {"n": at[0], "bits": {f"{lr:g}": bits[lr] for lr in sorted(bits)}}
+    n, _, window, k = at
+    return best, {"n": n, "window": window, "k": k, "bits": {f"{lr:g}": bits[lr] for lr in sorted(bits)}}
+
+
+def _place(run: Record) -> Place:
+    return run["n"], run["batch"], run["window"], run["k"]

@@ -24,23 +24,26 @@ _PAGE = """\
 <!-- written by `python -m research.ablate report {folder} --page docs/equal_time.md`; a test compares -->
 
 With the same seconds on the same GPU, is a routed model better than a dense one? Each pair has a task, a number of
-tokens in view and a seed. The routed arm (`learned` of [research.ablate](../research/ablate/README.md)) trains for its
-steps. The dense arm trains for as many seconds: the number of its steps follows from the time of one step, so that its
-learning rate too comes down to zero.
+tokens in view, a setting of the routed arm and a seed. The routed arm (`learned` of
+[research.ablate](../research/ablate/README.md)) trains for its steps. The dense arm trains for as many seconds: the
+number of its steps follows from the time of one step, so that its learning rate too comes down to zero.
 
-- **routed**: `RoutedBlock`s with windows of 32 bytes and one token in eight in the heavy branch. Forward and backward
-  are one CUDA graph.
+- **routed**: `RoutedBlock`s. Their setting is in the tables: the window of the local attention, in bytes, and the share
+  of the bytes in the heavy branch. Dense rows name the setting whose seconds they have. Forward and backward are one
+  CUDA graph.
 - **dense**: attention from every token to every token with the faster of torch's kernels (flash attention, cuDNN) in
   heads of 64, then a feed-forward of 4·d for every token. `torch.compile` compiles the blocks; forward and backward are
   one CUDA graph.
 - Both have the same width, number of blocks, kind of norm, embedding, head, autocast, optimizer (Lion), schedule,
-  batches and hidden bytes. Each arm has the best of the learning rates that were tried for a third of the time, at
-  this length or the nearest that was tried, with a seed that is not compared.
+  batches and hidden bytes. Each arm has the best of the learning rates that were tried for a third of the time, with a
+  seed that is not compared. Rates tried with the pair's own setting come first, at its length or the nearest that was
+  tried. Without such, those of the nearest length count, whatever their setting.
 - The clock runs in training steps alone, data and update included. Measurements, compilers and the capture of graphs
   are left out for both.
 
 *Ahead* is an arm whose paired difference is more than {wanted} times its spread, the standard deviation over the seeds.
 """
+_SHAPE = "tokens in view | d | routed: window, share"
 _EMPTY = "\nThere are no records yet.\n"
 
 
@@ -118,13 +121,14 @@ def _about(runs: Sequence[Record]) -> list[str]:
 
 
 def _row(name: tuple[Any, ...]) -> str:
-    task, n, dim, *_ = name
-    return f"{NAMES.get(task, task)} | {n:,} | {dim:,}"
+    """Return the first cells of a row; `name` begins with task, n and dim, and ends with the setting."""
+    task, n, dim, *_, window, k = name
+    return f"{NAMES.get(task, task)} | {n:,} | {dim:,} | {window:,}; {k:g}"
 
 
 def _results(found: dict[tuple[Any, ...], Seeds]) -> list[str]:
-    head = "| task | tokens in view | d | seeds | routed, bits per byte | dense | dense − routed | ahead |"
-    lines = [f"{head} routed at dense's last loss | dense at routed's |", "|---" * 10 + "|"]
+    head = f"| task | {_SHAPE} | seeds | routed, bits per byte | dense | dense − routed | ahead |"
+    lines = [f"{head} routed at dense's last loss | dense at routed's |", "|---" * 11 + "|"]
     for name, seeds in found.items():
         bits = {arm: [arms[arm]["final"]["bits"] for arms in seeds.values()] for arm in ARMS}
         mean, deviation = ahead(seeds)
@@ -157,8 +161,8 @@ def _reached(seeds: Seeds, arm: str, other: str) -> str:
 
 
 def _speeds(found: dict[tuple[Any, ...], Seeds]) -> list[str]:
-    head = "| task | tokens in view | d | sequences a step | seconds: routed, dense | steps | ms a step | parameters |"
-    lines = [f"{head} learning rate | dense's attention |", "|---" * 10 + "|"]
+    head = f"| task | {_SHAPE} | sequences a step | seconds: routed, dense | steps | ms a step | parameters |"
+    lines = [f"{head} learning rate | dense's attention |", "|---" * 11 + "|"]
     for name, seeds in found.items():
         arms = {arm: [one[arm] for one in seeds.values()] for arm in ARMS}
         cells = [_row(name), f"{arms['learned'][0]['batch']}"]
@@ -175,16 +179,16 @@ def _tried(runs: Sequence[Record]) -> list[str]:
     rows: dict[tuple[Any, ...], dict[float, float]] = {}
     for run in runs:
         if run["kind"] == "tune":
-            name = (run["task"], run["n"], run["dim"], run["arm"])
+            name = (run["task"], run["n"], run["dim"], run["window"], run["k"], run["arm"])
             rows.setdefault(name, {})[run["lr"]] = run["final"]["bits"]
     if not rows:
         return []
-    lines = ["| rates tried | tokens in view | d | arm | bits per byte after a third of the time |", "|---" * 5 + "|"]
-    for (task, n, dim, arm), bits in sorted(rows.items()):
+    lines = [f"| rates tried | {_SHAPE} | arm | bits per byte after a third of the time |", "|---" * 6 + "|"]
+    for (*shape, arm), bits in sorted(rows.items()):
         best = min(bits.values())
         each = ", ".join(
             f"{lr:g}: {'**' * (bits[lr] == best)}{bits[lr]:.4f}{'**' * (bits[lr] == best)}" for lr in sorted(bits)
         )
         edge = " (best at the edge)" if len(bits) > 1 and best in (bits[min(bits)], bits[max(bits)]) else ""
-        lines.append(f"| {_row((task, n, dim))} | {'routed' if arm == 'learned' else arm} | {each}{edge} |")
+        lines.append(f"| {_row(tuple(shape))} | {'routed' if arm == 'learned' else arm} | {each}{edge} |")
     return lines

@@ -15,7 +15,7 @@ from onepass.core.errors import UserError
 from research.ablate import runner, text
 from research.ablate.display import Display
 from research.ablate.equal.arms import Task
-from research.ablate.equal.records import ARMS, Record, Store, group, tuned
+from research.ablate.equal.records import ARMS, Record, Store, group, named, tuned
 
 POINTS = 12  # measurements before the last step
 SHARE = 3  # a rate is tried for one over this of a run's steps
@@ -45,7 +45,7 @@ class Ask(NamedTuple):
 
 @dataclass(frozen=True)
 class Cell:
-    """One row of the table: a task at a length."""
+    """One row of the table: a task at a length, with a window and a share of the routed arm."""
 
     task: str  # "causal" or "masked"
     size: text.Size
@@ -55,7 +55,8 @@ class Cell:
         """Return the head of a run's record."""
         size = self.size
         shape = {"n": size.n, "dim": size.dim, "blocks": size.blocks, "heads": size.heads, "batch": size.batch}
-        return {"kind": kind, "task": self.task, **shape, "arm": arm, "seed": seed, "lr": lr}
+        setting = {"window": size.window, "k": size.k}
+        return {"kind": kind, "task": self.task, **shape, **setting, "arm": arm, "seed": seed, "lr": lr}
 
 
 class OutOfTimeError(Exception):
@@ -101,7 +102,7 @@ class Trials:
         if arm != "dense":
             return 0.0
         if not routed:
-            raise UserError(f"--arm dense: no routed run of {cell.task}, n = {cell.size.n}, to take the time of")
+            raise UserError(f"--arm dense: no routed run of {named(cell.record('', '', 0, 0.0))}, to take the time of")
         for run in routed:
             self._refuse_other(run, cell)
         return sum(float(run["seconds"]) for run in routed) / len(routed)
@@ -149,5 +150,5 @@ class Trials:
         """Raise UserError where a record that is there is of other steps, data or hardware."""
         for name, value in cell.ask.told().items():
             if there[name] != value:
-                what = f"the run of {there['task']}, n {there['n']}, {there['arm']}, seed {there['seed']}"
+                what = f"the run of {named(there)}, {there['arm']}, seed {there['seed']}"
                 raise UserError(f"{what}, has {name} {there[name]}, this command {value}; give another --out")
