@@ -45,15 +45,11 @@ def read(path: Path) -> list[Record]:
     """Read one file; raise UserError if it is none of ours."""
     try:
         runs = json.loads(path.read_bytes())["runs"]
-        # window and share were no options then, and one size had another share than the rest
-        early = any("heads" in run and not any(name in run for name in SETTING) for run in runs)
-        if not early and not all(_whole(run) for run in runs):
+        if not all(_whole(run) for run in runs):
             raise ValueError
+        return list(runs)
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         raise UserError(f"{path} is no record of `research.ablate text --equal-time`; move it away") from None
-    if early:
-        raise UserError(f"{path} is of an earlier version: its runs don't tell window and k; add them or move it away")
-    return list(runs)
 
 
 def _whole(run: Record) -> bool:
