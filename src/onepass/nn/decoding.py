@@ -244,14 +244,16 @@ def attention_step(layer: RoutedAttention, x: Tensor, cache: AttentionCache) -> 
 def _near(layer: RoutedAttention, token: Tensor, cache: AttentionCache, i: int) -> Tensor:
     """Return the local attention of token i (batch, 1, dim), and keep its key and value."""
     light, w = layer.light, layer.window
-    q, k, v = light.qkv(light.norm(token)).unflatten(-1, (3, light.heads, light.dim_head)).unbind(2)
+    heads = light.qkv(light.norm(token)).unflatten(-1, (3, light.heads, light.dim_head)).flatten(2, 3)
+    # queries and keys turn in one call
+    qk, v = _rotated(heads[:, :, : 2 * light.heads], i), heads[:, 0, 2 * light.heads :]
     if i % w == 0:
         # this window becomes the one before
         cache.near[:, :, :w] = cache.near[:, :, w:].clone()
     end = w + i % w + 1
-    cache.near[0, :, end - 1], cache.near[1, :, end - 1] = _rotated(k, i)[:, 0], v[:, 0]
+    cache.near[0, :, end - 1], cache.near[1, :, end - 1] = qk[:, 0, light.heads :], v
     keys, values = cache.near[:, :, (0 if i >= w else w) : end]
-    return light.out(_attend(_rotated(q, i), keys, values).flatten(2))  # type: ignore[no-any-return]
+    return light.out(_attend(qk[:, :, : light.heads], keys, values).flatten(2))  # type: ignore[no-any-return]
 
 
 def _rotated(x: Tensor, position: int) -> Tensor:
