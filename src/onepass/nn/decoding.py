@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from onepass.ops.causal_choice.reference import fraction, ranked
-from onepass.ops.routing.op import gather
+from onepass.ops.routing.op import gather, score
 from onepass.ops.span_attention.op_rotary import rotary
 
 from .causal import CausalRouter
-from .router import Router, RouterOutput
+from .router import NORM_EPS, Router, RouterOutput
 
 if TYPE_CHECKING:
     from .attention import RoutedAttention
@@ -225,7 +225,9 @@ def attention_step(layer: RoutedAttention, x: Tensor, cache: AttentionCache) -> 
     i, w, heavy = cache.queries.position, layer.window, layer.heavy
     token, slot = x[:, None], i % layer.window
     y = _near(layer, token, cache, i)[:, 0] + layer.null
-    gates = choose(router_q, float(layer.k_q), router_q.scores(token)[:, 0], cache.queries)
+    # as queries and as keys, in one read
+    scores = score(token, torch.cat((router_q.directions(), router_kv.directions())), eps=NORM_EPS)[..., 0]
+    gates = choose(router_q, float(layer.k_q), scores[:, 0], cache.queries)
     rows = chosen_rows(gates)
     if rows is not None:
         of_rows, update = token[rows], -layer.null.to(y.dtype)
@@ -234,7 +236,7 @@ def attention_step(layer: RoutedAttention, x: Tensor, cache: AttentionCache) -> 
             keys, values = cache.far[:, rows, : cache.count]
             update = update + heavy.out(_attend(_rotated(q, i), keys, values).flatten(2))[:, 0]
         y = add_to_rows(y, update.expand(len(of_rows), -1), gates, rows)
-    cache.tokens[:, slot], cache.scores[:, slot] = x, router_kv.scores(token)[:, 0].to(cache.scores.dtype)
+    cache.tokens[:, slot], cache.scores[:, slot] = x, scores[:, 1].to(cache.scores.dtype)
     if slot == w - 1:
         chosen = router_kv.decide(cache.scores, layer.k_kv)
         _give(layer, cache.tokens, chosen.indices, chosen.gates, i + 1 - w, cache)
