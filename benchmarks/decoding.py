@@ -53,7 +53,7 @@ class DenseBlock(nn.Module):
         n, places = x.shape[1], torch.arange(position, position + x.shape[1], device=x.device)
         cache[0, :, position : position + n], cache[1, :, position : position + n] = rotary(k, places), v
         keys, values = (t.transpose(1, 2) for t in cache[:, :, : position + n])
-        # cuDNN, torch's first choice on Hopper, would plan every step anew: 6 ms for each new number of keys
+        # as the routed model's steps
         with sdpa_kernel(BACKENDS):
             y = F.scaled_dot_product_attention(rotary(q, places).transpose(1, 2), keys, values, is_causal=n > 1)
         x = x + self.out(y.transpose(1, 2).flatten(2))

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from kernel_sources import ast_source
 from onepass.core.launch import INTERPRET
 from onepass.core.spec import Kernel, all_kernels
 
@@ -30,19 +31,11 @@ KERNELS = [pytest.param(k, id=k.name) for k in all_kernels()]
 
 def _compile(kernel: Kernel, target: Any) -> Any:
     import triton
-    from triton.compiler import ASTSource
 
-    fn = kernel.fn()
-    constexprs = {(fn.arg_names.index(k),): v for k, v in kernel.constexprs.items()}
-    signature = {n: kernel.signature.get(n, "constexpr") for n in fn.arg_names}
-    missing = [n for n in fn.arg_names if n not in kernel.signature and n not in kernel.constexprs]
-    assert not missing, f"the spec of {kernel.name} says nothing about {missing}"
-    attrs = {(fn.arg_names.index(n),): [["tt.divisibility", 16]] for n in kernel.divisible if n in kernel.signature}
     options = {"num_warps": kernel.num_warps, "num_stages": kernel.num_stages, "enable_fp_fusion": True}
     if kernel.maxnreg and target.backend == "cuda":
         options["maxnreg"] = kernel.maxnreg
-    source = ASTSource(fn=fn, signature=signature, constexprs=constexprs, attrs=attrs)
-    return triton.compile(source, target=target, options=options)
+    return triton.compile(ast_source(kernel), target=target, options=options)
 
 
 def _tool(name: str, *args: str) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from kernel_sources import ast_source
 from onepass.core.launch import INTERPRET
 from onepass.core.spec import Kernel, all_kernels
 
@@ -37,13 +38,8 @@ def test_lowers(kernel: Kernel) -> None:
     """As far as Triton's own language goes; its compiler behind that is `test_codegen.py`'s."""
     from triton._C.libtriton import ir
     from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
     from triton.compiler.compiler import make_backend
 
-    fn = kernel.fn()
-    constexprs = {(fn.arg_names.index(name),): value for name, value in kernel.constexprs.items()}
-    signature = {name: kernel.signature.get(name, "constexpr") for name in fn.arg_names}
-    source = ASTSource(fn=fn, signature=signature, constexprs=constexprs)
     target = GPUTarget("cuda", ARCH, 32)
     backend = make_backend(target)
     options: Any = backend.parse_options({"num_warps": kernel.num_warps, "num_stages": kernel.num_stages})
@@ -51,4 +47,4 @@ def test_lowers(kernel: Kernel) -> None:
     ir.load_dialects(context)
     backend.load_dialects(context)
     functions, modules = backend.get_codegen_implementation(options), backend.get_module_map()
-    assert source.make_ir(target, options, functions, modules, context).verify()
+    assert ast_source(kernel).make_ir(target, options, functions, modules, context).verify()

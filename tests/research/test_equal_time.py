@@ -194,6 +194,7 @@ def test_parts_merge(tmp_path: Path) -> None:
             json.dumps({"runs": [bad]})
             for bad in (run(window="32"), run(window=0), run(k=None), run(k=2), run(k=math.nan))
         ),
+        json.dumps({"runs": [run(), {name: value for name, value in run().items() if name != "window"}]}),
     ],
 )
 def test_a_damaged_record(content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

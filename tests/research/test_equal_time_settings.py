@@ -131,12 +131,3 @@ def test_a_rate_tried_with_the_setting_comes_first_else_the_nearest_length_witho
         assert lr == best
         assert f"{lr:g}" in told["bits"]
     assert told == {"n": 8192, "window": 256, "k": 0.25, "bits": {"0.006": 1.0}}
-
-
-def test_runs_without_a_setting_are_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    early = {name: value for name, value in run().items() if name not in records.SETTING}
-    (tmp_path / "equal.json").write_text(json.dumps({"runs": [run(), early]}))
-    assert main(["report", str(tmp_path)]) == 2
-    said = capsys.readouterr().err
-    assert "equal.json is no record of" in said
-    assert said.count("\n") == 1
