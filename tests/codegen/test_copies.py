@@ -26,14 +26,17 @@ pytestmark = [
 
 
 def _launched(module: Any, monkeypatch: pytest.MonkeyPatch, call: Callable[[], Any]) -> dict[str, Any]:
-    """Arguments by name and options of the first launch of `call`."""
+    """Arguments by name and options of the first launch of `call`, of `module` or of a sum of partials."""
+    from onepass.ops._shared import kernels_parts
+
     seen: list[dict[str, Any]] = []
 
     def launch(kernel: Any, grid: Any, tensors: Any, numbers: Any, constants: Any, **options: Any) -> None:
         named = dict(zip(kernel.arg_names, (*tensors, *numbers, *constants), strict=True))
         seen.append({"kernel": kernel, "named": named, "options": options})
 
-    monkeypatch.setattr(module, "launch", launch)
+    for of in (module, kernels_parts):
+        monkeypatch.setattr(of, "launch", launch)
     call()
     return seen[0]
 

@@ -193,3 +193,25 @@ def test_keys_of_each_window(device: str, n: int) -> None:
             assert indices[row, 2 * window : 2 * window + 2].tolist() == best + [-1] * (2 - len(best))
     assert seen[0].tolist() == [[0, 0, 0], [0, 0, 0]]
     assert seen[1].tolist() == [[0, 2, 4], [2, 2 * windows, 2 * windows]]
+
+
+@pytest.mark.parametrize("rows", [1, 3, 300])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sums_over_rows_and_the_rounded_copy(device: str, rows: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(rows, 40, device=device)
+    partials = branch.new_partials(x, rows, 50)
+    assert partials is not None
+    partials.zero_()
+    copy = branch.column_sums(x, partials, 7, dtype)
+    if INTERPRET and dtype == torch.bfloat16:
+        # Triton's interpreter cuts digits off where GPUs round
+        torch.testing.assert_close(copy.float(), x, rtol=2**-7, atol=0)
+    else:
+        assert torch.equal(copy, x.to(dtype))
+    sums = branch.total(partials)
+    expected = torch.zeros(50, dtype=torch.float64, device=device)
+    expected[7:47] = copy.double().sum(0)
+    # each sum of n terms of size 1 is off by less than n·2⁻²⁴ times the sum of their sizes
+    bound = rows * 2.0**-24 * float(copy.double().abs().sum(0).max())
+    torch.testing.assert_close(sums.double(), expected, rtol=0, atol=bound)

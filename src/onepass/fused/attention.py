@@ -108,16 +108,18 @@ def backward_products(
         if need_weights[which]:
             grads[which] = weight_gradient(dy, x, dtypes[1 + which])
 
-    dy = dy.to(plan.dtype).contiguous()
-    du, d_gates_q, explore_grad, partials = before_backward_products(
+    # one pass over dy rounds it and sums its rows
+    dy = (dy if need_null else dy.to(plan.dtype)).contiguous()
+    rounded, du, d_gates_q, explore_grad, sums = before_backward_products(
         dy, update, gates_q, at_q, null, mask, plan, need_gates, need_null, plan.explore_stride > 0 and need_v
     )
-    dy = dy.view(-1, dim)
+    dy = (dy if rounded is None else rounded).view(-1, dim)
+    del rounded
     gradient(1, dy, light)
     gradient(4, du, heavy)
     d_null = None
-    if partials is not None:
-        of_dy, of_du = partials.sum(0).split_with_sizes((dim, dim))
+    if sums is not None:
+        of_dy, of_du = sums.split_with_sizes((dim, dim))
         d_null = (of_dy - of_du).to(dtypes[0])
     d_light, d_heavy = torch.mm(dy, light_out_w), torch.mm(du, heavy_out_w)
     del dy, du, update
@@ -160,15 +162,15 @@ def backward_tokens(
             for own, g, like in ((d_gates_q, g_gates_q, gates_q), (d_gates_kv, g_gates_kv, gates_kv))
         )
     needed = [need and d is not None for need, d in zip(need_norms, (d_normed, d_q, d_kv), strict=True)]
-    dx, partials = after_backward_products(
+    dx, sums = after_backward_products(
         x, *saved[1:6], plan, *saved[6:], d_normed, d_q, d_kv, d_gates_q, d_gates_kv, g_scores, explore_grad,
         dy.contiguous() if plan.residual and dy is not None else None, need_x,
         need_v or needed[0], *needed[1:],
     )  # fmt: skip
     d_vectors, d_norms = None, [None] * 3
-    if partials is not None:
+    if sums is not None:
         d = x.shape[-1]
-        totals = list(partials.sum(0).split_with_sizes((d,) * (partials.shape[1] // d)))
+        totals = list(sums.split_with_sizes((d,) * (len(sums) // d)))
         for i in (2, 1):
             if needed[i]:
                 d_norms[i] = totals.pop().to(norms[i].dtype)

@@ -82,21 +82,27 @@ def before_backward_products(
     dy: Tensor, update: Tensor, gates: Tensor, at_q: Tensor, null: Tensor, mask: Tensor | None, plan: Plan,
     need_gates: bool, need_null: bool, need_explore: bool,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Return gradients of the heavy output and the queries' gates, explore_grad, partials of both outputs' sums."""
-    d = dy.shape[-1]
-    d_update, d_gates = scatter_backward(dy, update.view(*at_q.shape, d), gates, at_q, True, need_gates, null)
-    assert d_update is not None
-    d_update = d_update.view(-1, d)
-    explore_grad = partials = None
-    if need_explore:
-        scale = -plan.explore_weight * plan.explore_stride
-        explore_grad = branch.explore_gradient(dy, mask, plan.explore_stride, scale)
+    """Return dy in the branches' dtype, gradients of the heavy output and the queries' gates, explore_grad, and sums.
+
+    These are of both outputs; dy is None where it had that dtype.
+    """
+    d, copy, partials = dy.shape[-1], None, None
     if need_null:
         partials = branch.new_partials(dy, dy.numel() // d, 2 * d)
         assert partials is not None
-        branch.column_sums(dy.view(-1, d), partials, 0)
+        rows = branch.column_sums(dy.view(-1, d), partials, 0, plan.dtype)
+        dy, copy = (dy, None) if dy.dtype == plan.dtype else (rows.view(dy.shape), rows)
+    d_update, d_gates = scatter_backward(dy, update.view(*at_q.shape, d), gates, at_q, True, need_gates, null)
+    assert d_update is not None
+    d_update = d_update.view(-1, d)
+    explore_grad = sums = None
+    if need_explore:
+        scale = -plan.explore_weight * plan.explore_stride
+        explore_grad = branch.explore_gradient(dy, mask, plan.explore_stride, scale)
+    if partials is not None:
         branch.column_sums(d_update, partials, d)
-    return d_update, d_gates, explore_grad, partials
+        sums = branch.total(partials)
+    return copy, d_update, d_gates, explore_grad, sums
 
 
 @replayed
@@ -148,7 +154,7 @@ def after_backward_products(
     explore_grad: Tensor | None, residual: Tensor | None,
     need_x: bool, need_sums: bool, need_q: bool, need_kv: bool,
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
-    """Return dx through all norms, choices and scores, and partials: light norm, vectors, then the chosen tokens'."""
+    """Return dx through all norms, choices and scores, and sums: light norm, vectors, then the chosen tokens'."""
     d, tokens = x.shape[-1], x.numel() // x.shape[-1]
     ds, vector = None, None
     if d_gates_q is not None and d_gates_kv is not None:
@@ -172,7 +178,7 @@ def after_backward_products(
             rows.append((norm_backward_into(into, dy, x, at, norm, None, of_rows, None, None, need_x), at))
             own += d * need
     if not (need_x or need_sums):
-        return None, partials
+        return None, None if partials is None else branch.total(partials)
     dx = norm_backward_into(
         partials if need_sums else None, torch.zeros_like(x) if d_normed is None else d_normed.view(x.shape), x, None,
         light_norm,
@@ -184,4 +190,4 @@ def after_backward_products(
         for update, at in rows:
             if update is not None:
                 add_rows(dx.view(tokens, d), update, None, at)
-    return dx, partials
+    return dx, None if partials is None else branch.total(partials)

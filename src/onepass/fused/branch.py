@@ -36,14 +36,29 @@ def new_partials(like: Tensor, rows: int, width: int) -> Tensor | None:
     return torch.empty((kernels_branch.programs(like, rows), width), dtype=torch.float32, device=like.device)
 
 
-def column_sums(x: Tensor, partials: Tensor, offset: int) -> None:
-    """Write the partials of the sums of x (rows, width) over its rows to the columns from `offset` on."""
+def column_sums(x: Tensor, partials: Tensor, offset: int, dtype: torch.dtype | None = None) -> Tensor:
+    """Write the partials of the sums of x (rows, width) over its rows to the columns from `offset` on; return x.
+
+    With a `dtype` x is returned rounded to it, and the sums are of that: one pass over x.
+    """
+    other = None if dtype == x.dtype else dtype
     if uses_triton(x):
         from . import kernels_branch
 
-        kernels_branch.column_sums(x, partials, offset)
-        return
+        (copy,) = kernels_branch.column_sums(x, partials, offset, other)
+        return x if copy is None else copy
+    x = x if other is None else x.to(other)
     partials[:, offset : offset + x.shape[1]] = x.sum(0, dtype=partials.dtype)
+    return x
+
+
+def total(partials: Tensor) -> Tensor:
+    """Return the sums (width,) of all rows of a buffer of partials."""
+    if not uses_triton(partials):
+        return partials.sum(0)
+    from . import kernels_branch
+
+    return kernels_branch.total(partials)  # type: ignore[no-any-return]
 
 
 def gelu_backward(dh: Tensor, u: Tensor, partials: Tensor | None, offset: int) -> None:
@@ -112,4 +127,5 @@ __all__ = [
     "gate_backward",
     "gelu_backward",
     "new_partials",
+    "total",
 ]

@@ -61,14 +61,18 @@ def _before_backward_products(
     dy: Tensor, update: Tensor, gates: Tensor, indices: Tensor, mask: Tensor | None, plan: Plan,
     widths: tuple[int, ...], offsets: tuple[int, ...], need_update: bool, need_gates: bool, need_explore: bool,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Return the buffer of partials, gradients of the heavy output and of the gates, and explore_grad."""
-    d = dy.shape[-1]
+    """Return dy in the branches' dtype, the partials, gradients of the heavy output and the gates, and explore_grad.
+
+    dy is None where it had that dtype.
+    """
+    d, copy = dy.shape[-1], None
     partials = branch.new_partials(dy, dy.numel() // d, sum(widths))
+    if partials is not None and widths[1]:
+        rows = branch.column_sums(dy.view(-1, d), partials, offsets[1], plan.dtype)
+        dy, copy = (dy, None) if dy.dtype == plan.dtype else (rows.view(dy.shape), rows)
     update = update.view(*indices.shape, d)
     d_update, d_gates = scatter_backward(dy, update, gates, indices, need_update, need_gates)
     d_update = None if d_update is None else d_update.view(-1, d)
-    if partials is not None and widths[1]:
-        branch.column_sums(dy.view(-1, d), partials, offsets[1])
     if partials is not None and widths[3] and d_update is not None:
         branch.column_sums(d_update, partials, offsets[3])
     explore_grad = (
@@ -76,20 +80,20 @@ def _before_backward_products(
         if need_explore
         else None
     )
-    return partials, d_update, d_gates, explore_grad
+    return copy, partials, d_update, d_gates, explore_grad
 
 
 @replayed
 def _gelu_backward(
     u: Tensor, dh: Tensor | None, heavy_u: Tensor, heavy_dh: Tensor | None, partials: Tensor | None,
     widths: tuple[int, ...], offsets: tuple[int, ...],
-) -> tuple[()]:  # fmt: skip
-    """Overwrite the gradient of each GELU's output with that of its input, and write the partials of its sums."""
+) -> tuple[Tensor | None]:  # fmt: skip
+    """Overwrite the gradient of each GELU's output with that of its input; return the sums of all partials."""
     if heavy_dh is not None:
         branch.gelu_backward(heavy_dh, heavy_u, partials if widths[2] else None, offsets[2])
     if dh is not None:
         branch.gelu_backward(dh, u, partials if widths[0] else None, offsets[0])
-    return ()
+    return (None if partials is None else branch.total(partials),)
 
 
 @replayed
@@ -100,9 +104,9 @@ def _after_backward_products(
     d_scores: Tensor | None, explore_grad: Tensor | None, residual: Tensor | None, need_x: bool, need_sums: bool,
     need_heavy_norm: bool,
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
-    """Return dx through all norms, the choice and the scores, and partials: light norm, vectors, heavy norm."""
+    """Return dx through all norms, the choice and the scores, and sums: light norm, vectors, heavy norm."""
     d = x.shape[-1]
-    rows, d_rows, sums, of_chosen = x.numel() // d, None, None, None
+    rows, d_rows, partials, of_chosen = x.numel() // d, None, None, None
     vector: Tensor | None = vectors.view(-1)
     if d_gates is not None:
         ds = choose_backward(d_gates, scores, mask, plan.choice(), indices, gates, state, starts)
@@ -112,26 +116,27 @@ def _after_backward_products(
     if d_scores is None:
         vector = None
     if need_sums:
-        sums = norm_partials(x, rows, light_norm, vector, d if need_heavy_norm else 0)
-        of_chosen = sums[:, -d:]
+        partials = norm_partials(x, rows, light_norm, vector, d if need_heavy_norm else 0)
+        of_chosen = partials[:, -d:]
     elif need_heavy_norm:
-        sums = of_chosen = norm_partials(x, indices.numel(), heavy_norm, None)
+        partials = of_chosen = norm_partials(x, indices.numel(), heavy_norm, None)
     if d_chosen is not None:
         d_rows = norm_backward_into(
             of_chosen if need_heavy_norm else None, d_chosen.view(*indices.shape, d), x, indices, heavy_norm, None,
             chosen_stats, None, None, need_x,
         )  # fmt: skip
     if not (need_x or need_sums):
-        return None, sums
+        return None, None if partials is None else branch.total(partials)
     d_normed = torch.zeros_like(x) if d_normed is None else d_normed.view(x.shape)
     dx = norm_backward_into(
-        sums if need_sums else None, d_normed, x, None, light_norm, vector, stats, None if vector is None else scores,
-        None if d_scores is None else d_scores.contiguous(), need_x, explore_grad, plan.explore_stride, mask, residual,
+        partials if need_sums else None, d_normed, x, None, light_norm, vector, stats,
+        None if vector is None else scores, None if d_scores is None else d_scores.contiguous(), need_x, explore_grad,
+        plan.explore_stride, mask, residual,
     )  # fmt: skip
     if dx is not None and d_rows is not None:
         # add in place, as this node alone holds dx: the few chosen rows need no second tensor of the size of x
         add_rows(dx.view(rows, -1), d_rows, None, indices)
-    return dx, sums
+    return dx, None if partials is None else branch.total(partials)
 
 
 @lru_cache(256)
@@ -193,14 +198,18 @@ def backward_products(
     need_x, need_v, need_light_norm, need_heavy_norm, *need_weights = needs
     grads: list[Tensor | None] = [None] * 8
     d = dy.shape[-1]
-    dy, need_chosen = _as(dy, plan.dtype).contiguous(), need_x or need_heavy_norm
+    need_chosen = need_x or need_heavy_norm
     need_normed, need_update = need_x or need_light_norm, need_chosen or True in need_weights[4:]
     widths, offsets = _columns((u.shape[1], d, heavy_u.shape[1], d), tuple(need_weights[1::2]))
-    partials, d_update, d_gates, explore_grad = _before_backward_products(
+    # one pass over dy rounds it and sums its rows; without a bias there are no sums
+    dy = (dy if widths[1] else _as(dy, plan.dtype)).contiguous()
+    rounded, partials, d_update, d_gates, explore_grad = _before_backward_products(
         dy, update, gates, indices, mask, plan, widths, offsets, need_update, need_x or need_v,
         plan.explore_stride > 0 and need_v,
     )  # fmt: skip
-    dy, dh, heavy_dh, update, d_normed, d_chosen = dy.view(-1, d), None, None, None, None, None
+    dy = (dy if rounded is None else rounded).view(-1, d)
+    del rounded
+    dh, heavy_dh, update, d_normed, d_chosen = None, None, None, None, None
     if d_update is not None:
         if need_weights[6]:
             grads[6] = weight_gradient(d_update, heavy_h, dtypes[6])
@@ -213,7 +222,7 @@ def backward_products(
     if need_normed or need_weights[0] or need_weights[1]:
         dh = torch.mm(dy, down)
     del dy
-    _gelu_backward(u, dh, heavy_u, heavy_dh, partials, widths, offsets)
+    (sums,) = _gelu_backward(u, dh, heavy_u, heavy_dh, partials, widths, offsets)
     u = heavy_u = None
     if heavy_dh is not None:
         if need_weights[4]:
@@ -227,9 +236,8 @@ def backward_products(
         tokens = None
         if need_normed:
             d_normed = torch.mm(dh, up)
-    if partials is not None:
-        biases = partials.sum(0).split_with_sizes(widths)
-        for i, total in zip((1, 3, 5, 7), biases, strict=True):
+    if sums is not None:
+        for i, total in zip((1, 3, 5, 7), sums.split_with_sizes(widths), strict=True):
             if need_weights[i]:
                 grads[i] = _as(total, dtypes[i])
     return d_normed, d_chosen, d_gates, explore_grad, *grads
@@ -262,7 +270,7 @@ def backward_tokens(
     d_vectors = d_light_norm = d_heavy_norm = None
     if sums is not None:
         d = x.shape[-1]
-        totals = sums.sum(0).split_with_sizes((d,) * (sums.shape[1] // d))
+        totals = sums.split_with_sizes((d,) * (len(sums) // d))
         if need_light_norm:
             d_light_norm = _as(totals[0], light_norm.dtype)
         if need_v and len(totals) > 1 + need_heavy_norm:

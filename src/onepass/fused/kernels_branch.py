@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from onepass.core.launch import cdiv, device_guard, launch, next_power_of_2, replayed, sm_count
+from onepass.ops._shared.kernels_parts import add_parts
 
 INTS = ["total", "partials_stride"]
 WARPS = 8
@@ -29,6 +30,7 @@ RESIDUAL_BLOCK = 1024
 @triton.jit(do_not_specialize=INTS)
 def sums_kernel(
     x_ptr,  # (total, D), contiguous
+    copy_ptr,  # (total, D), contiguous, of another dtype: gets x rounded, and the sums are of that; None: not needed
     partials_ptr,  # (programs, ...) fp32; D columns of each row are written
     total,
     partials_stride,
@@ -44,10 +46,19 @@ def sums_kernel(
     acc = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
     for tile in tl.range(group, tl.cdiv(total, UNROLL * BLOCK_R), tl.num_programs(1)):
         top = tl.cast(tile, tl.int64) * (UNROLL * BLOCK_R) + tl.arange(0, BLOCK_R)
+        xs = ()
+        # load the whole tile before the first store, because the compiler can't move a load across a store
         for u in tl.static_range(UNROLL):
             rows = top + u * BLOCK_R
             mask = (rows < total)[:, None] & inside
-            acc += tl.load(x_ptr + (rows * D)[:, None] + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+            xs = xs + (tl.load(x_ptr + (rows * D)[:, None] + cols[None, :], mask=mask, other=0.0),)
+        for u in tl.static_range(UNROLL):
+            x = xs[u]
+            if copy_ptr is not None:
+                rows = top + u * BLOCK_R
+                x = x.to(copy_ptr.dtype.element_ty)
+                tl.store(copy_ptr + (rows * D)[:, None] + cols[None, :], x, mask=(rows < total)[:, None] & inside)
+            acc += x.to(tl.float32)
     out = partials_ptr + group.to(tl.int64) * partials_stride + OFFSET
     tl.store(out + cols, tl.sum(acc, 0), mask=cols < D)
 
@@ -74,7 +85,7 @@ def gelu_backward_kernel(
         top = tl.cast(tile, tl.int64) * (UNROLL * BLOCK_R) + tl.arange(0, BLOCK_R)
         us = ()
         dhs = ()
-        # load the whole tile before the first store, because the compiler can't move a load across a store
+        # loads first, as in `sums_kernel`
         for i in tl.static_range(UNROLL):
             rows = top + i * BLOCK_R
             mask = (rows < total)[:, None] & inside
@@ -124,16 +135,20 @@ def _tile(x: Tensor) -> tuple[int, int]:
 
 
 @replayed
-def column_sums(x: Tensor, partials: Tensor, offset: int) -> tuple[()]:
-    """Write the partials of the sums over the rows of x (rows, d) to d columns of `partials` from `offset` on."""
+def column_sums(x: Tensor, partials: Tensor, offset: int, dtype: torch.dtype | None = None) -> tuple[Tensor | None]:
+    """Write the partials of the sums over the rows of x (rows, d) to d columns of `partials` from `offset` on.
+
+    With a `dtype`, return x rounded to it, and the sums are of that.
+    """
     rows, d = x.shape
     block_r, block_c = _tile(x)
+    copy = None if dtype is None else torch.empty((rows, d), dtype=dtype, device=x.device)
     with device_guard(x):
         launch(
-            sums_kernel, (cdiv(d, block_c), partials.shape[0], 1), (x, partials), (rows, partials.shape[1]),
+            sums_kernel, (cdiv(d, block_c), partials.shape[0], 1), (x, copy, partials), (rows, partials.shape[1]),
             (d, offset, SUMS_UNROLL, block_r, block_c), num_warps=WARPS,
         )  # fmt: skip
-    return ()
+    return (copy,)
 
 
 @replayed
@@ -149,6 +164,16 @@ def gelu_backward(dh: Tensor, u: Tensor, partials: Tensor | None, offset: int) -
             num_warps=WARPS,
         )  # fmt: skip
     return ()
+
+
+@replayed
+def total(partials: Tensor) -> Tensor:
+    """Return the sums over the rows of `partials`."""
+    width = partials.shape[1]
+    out = torch.empty(width, dtype=torch.float32, device=partials.device)
+    with device_guard(partials):
+        add_parts(partials, out, math.gcd(width, 16))
+    return out
 
 
 def residual_sum(x: Tensor, y: Tensor) -> Tensor:

@@ -74,10 +74,14 @@ def _branch() -> Iterator[Kernel]:
         shape = {"D": 1024, "OFFSET": 512, "BLOCK_R": block_r, "BLOCK_C": block_c}
         common = {"partials_ptr": "*fp32", **i32("total", "partials_stride")}
         signature = common | {"x_ptr": f"*{t}"}
-        yield Kernel(
-            f"routing column sums {t}", kernel("fused.kernels_branch", "sums_kernel"), signature, shape | {"UNROLL": 4},
-            pointers(signature), num_warps=8, max_registers=sums,
-        )  # fmt: skip
+        for name, copy in (("", None), (" and copy", "*bf16")):
+            if copy is None or t == "fp32":
+                yield Kernel(
+                    f"routing column sums{name} {t}", kernel("fused.kernels_branch", "sums_kernel"),
+                    signature | ({} if copy is None else {"copy_ptr": copy}),
+                    shape | {"UNROLL": 4} | ({"copy_ptr": None} if copy is None else {}),
+                    pointers(signature), num_warps=8, max_registers=sums,
+                )  # fmt: skip
         signature = common | {"dh_ptr": f"*{t}", "u_ptr": f"*{t}"}
         yield Kernel(
             f"routing gelu backward {t}", kernel("fused.kernels_branch", "gelu_backward_kernel"), signature,

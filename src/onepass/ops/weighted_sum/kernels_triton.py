@@ -16,6 +16,7 @@ from torch import Tensor
 
 from onepass.core.launch import cdiv, device_guard, launch, next_power_of_2, sm_count
 from onepass.ops._shared.kernels_memory import load
+from onepass.ops._shared.kernels_parts import add_parts
 from onepass.ops._shared.kernels_tokens import least_padding
 
 # column tiles of one split in forward; columns of one split with tensor cores; most splits of a row. Longer rows have
@@ -218,27 +219,6 @@ def weight_kernel(
     tl.store(dw_ptr + out + cols, tl.sum(dw, 0).to(dw_ptr.dtype.element_ty), mask=in_cols)
 
 
-@triton.jit(do_not_specialize=["n_parts", "n_units"])
-def finish_kernel(
-    parts_ptr,  # (n_parts, n) fp32, contiguous
-    out_ptr,  # (n,)
-    n_parts,
-    n_units,  # n / UNIT
-    UNIT: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-):
-    """Add the partials in a fixed order and round once."""
-    n = tl.cast(n_units, tl.int64) * UNIT
-    cols = tl.program_id(0).to(tl.int64) * BLOCK_C + tl.arange(0, BLOCK_C)
-    acc = tl.zeros((BLOCK_P, BLOCK_C), tl.float32)
-    for start in range(0, n_parts, BLOCK_P):
-        parts = (start + tl.arange(0, BLOCK_P)).to(tl.int64)
-        mask = (parts[:, None] < n_parts) & (cols[None, :] < n)
-        acc += tl.load(parts_ptr + parts[:, None] * n + cols[None, :], mask=mask, other=0.0)
-    tl.store(out_ptr + cols, tl.sum(acc, 0).to(out_ptr.dtype.element_ty), mask=cols < n)
-
-
 def _unit(n_cols: int, row_stride: int) -> int:
     """Return the largest power of two ≤ 16 that divides both; 1 for rows of 2^31 columns or more."""
     return math.gcd(n_cols, row_stride, 16) if n_cols < 2**31 else 1
@@ -299,14 +279,6 @@ def _in_two_passes(dx: Tensor, n_vectors: int) -> bool:
     size = dx.element_size()
     wide = dx.shape[-1] * size >= (256 if size == 4 else 2048)
     return n_vectors == 1 and wide and dx.numel() * size >= 1 << 28
-
-
-def _finish(parts: Tensor, out: Tensor, unit: int) -> None:
-    n_parts, n = parts.shape[0], out.numel()
-    block_p = min(256, next_power_of_2(n_parts))
-    block_c = min(128, max(16, 4096 // block_p))
-    constants = (unit, block_p, block_c)
-    launch(finish_kernel, (cdiv(n, block_c), 1, 1), (parts, out), (n_parts, n // unit), constants, num_warps=4)
 
 
 def forward(x: Tensor, weight: Tensor, y: Tensor) -> None:
@@ -384,7 +356,7 @@ def _forward_pass(x: Tensor, weight: Tensor, y: Tensor) -> None:
         )  # fmt: skip
     if splits > 1:
         # unit 1 for any number of rows: another unit could change the order in which partials are added
-        _finish(parts, y, 1)
+        add_parts(parts, y, 1)
 
 
 def _backward_pass(dy: Tensor, x: Tensor | None, weight: Tensor | None, dx: Tensor | None, dw: Tensor | None) -> None:
@@ -421,4 +393,4 @@ def _backward_pass(dy: Tensor, x: Tensor | None, weight: Tensor | None, dx: Tens
             num_warps=warps,
         )  # fmt: skip
     if dw is not None and parts is not None and groups > 1:
-        _finish(parts, dw, _unit(dw.numel(), dw.numel()))
+        add_parts(parts, dw, _unit(dw.numel(), dw.numel()))

@@ -169,7 +169,7 @@ def _kernels() -> Iterator[Kernel]:
             divisible, num_warps=4, max_registers=128,
         )  # fmt: skip
     yield Kernel(
-        "weighted_sum finish", kernel("ops.weighted_sum.kernels_triton", "finish_kernel"),
+        "sum of partials", kernel("ops._shared.kernels_parts", "parts_kernel"),
         {"parts_ptr": "*fp32", "out_ptr": "*bf16", "n_parts": "i32", "n_units": "i32"},
         {"UNIT": 16, "BLOCK_P": 256, "BLOCK_C": 16}, ("parts_ptr", "out_ptr"), max_registers=96,
     )  # fmt: skip
