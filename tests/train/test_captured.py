@@ -93,3 +93,23 @@ def test_what_cannot_be_captured_runs_as_written() -> None:
     assert run.why_eager
     # a failed capture would leave torch's random numbers refusing to be drawn
     assert torch.rand(2, device="cuda").isfinite().all()
+
+
+@gpu
+def test_a_graph_that_is_garbage_does_not_end_the_next_capture() -> None:
+    def captured() -> Gradients:
+        model = nn.Linear(3, 2).cuda()
+
+        def loss(x: torch.Tensor) -> torch.Tensor:
+            # enough to start a collection
+            _ = [[] for _ in range(100_000)]
+            return model(x).square().mean()
+
+        run = Gradients(loss, list(model.parameters()), torch.device("cuda"))
+        run(torch.randn(5, 3, device="cuda"))
+        # a ring of references: it lives until a collection
+        model.run = run
+        return run
+
+    for _ in range(3):
+        assert captured().why_eager == ""

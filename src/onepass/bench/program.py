@@ -18,6 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from onepass.core.about import device_name, settings, versions
 from onepass.core.errors import UserError
+from onepass.core.garbage import collected, no_collection
 
 from . import records
 from .cli import pick_device
@@ -71,7 +72,7 @@ def _captured(step: Step) -> Step:
             step()
     torch.cuda.synchronize()
     kept = []
-    with torch.cuda.graph(graph, stream=stream):
+    with collected(), torch.cuda.graph(graph, stream=stream):
         kept.append(step())
 
     def replay() -> Any:
@@ -116,14 +117,13 @@ def measure(program: Program, device: str, mode: str, calls: int) -> dict[str, A
         _wait(device)
         peak = (torch.cuda.max_memory_allocated() - held) / 2**20
     host, wall = [], []
-    gc.disable()
-    for _ in range(calls):
-        start = time.perf_counter()
-        step()
-        host.append(time.perf_counter() - start)
-        _wait(device)
-        wall.append(time.perf_counter() - start)
-    gc.enable()
+    with no_collection():
+        for _ in range(calls):
+            start = time.perf_counter()
+            step()
+            host.append(time.perf_counter() - start)
+            _wait(device)
+            wall.append(time.perf_counter() - start)
     # the host runs ahead of the GPU in a loop of steps; waits between them would add the host's time to the GPU's
     start = time.perf_counter()
     for _ in range(calls):

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import gc
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
+
+from onepass.core.garbage import no_collection
 
 Thunk = Callable[[], Any]
 
@@ -38,17 +38,6 @@ class Timer(Protocol):
 
     def peak_bytes(self, call: Thunk) -> tuple[int | None, Any]:
         """Return the most memory that tensors took during a call, and the call's result."""
-
-
-@contextmanager
-def _no_collection() -> Any:
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _repetitions(cost_ms: float, budget_ms: float, least: int, most: int) -> int:
@@ -98,7 +87,7 @@ class CudaTimer:
         # ten short calls between two waits, as in a training step; the launch queue holds about a thousand kernels
         batch = 10 if cost_ms < 1.0 else 1
         deadline = began + 0.5e-3 * self.measure_ms
-        with _no_collection():
+        with no_collection():
             while len(times) < 3 or (len(times) < 300 and time.perf_counter() < deadline):
                 for _ in range(batch):
                     start = time.perf_counter_ns()
@@ -146,7 +135,7 @@ class CpuTimer:
     def _rounds(self, calls: Sequence[Thunk], budget_ms: float, flush: bool) -> list[float]:
         times: list[list[float]] = [[] for _ in calls]
         deadline = time.perf_counter() + 1e-3 * budget_ms * len(calls)
-        with _no_collection():
+        with no_collection():
             while len(times[0]) < 5 or (len(times[0]) < 300 and time.perf_counter() < deadline):
                 for call, found in zip(calls, times, strict=True):
                     if flush:

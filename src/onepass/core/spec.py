@@ -23,6 +23,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .garbage import collected
+
 
 class Sample(NamedTuple):
     """One call of an operator: `op(*args, **kwargs)`; floating-point tensors in args and kwargs may need gradients."""
@@ -173,7 +175,7 @@ def graphed(prepare: Callable[[], Callable[[], Any]]) -> Prepared:
             run = prepare()
             run()
         torch.cuda.synchronize()
-        with torch.cuda.graph(graph, stream=stream):
+        with collected(), torch.cuda.graph(graph, stream=stream):
             run()
         return graph.replay
 

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from onepass.core.garbage import collected
+
 
 class _Calls:
     """How many calls there were: the activations of a graph are those of the last one."""
@@ -123,7 +125,10 @@ def graphed(module: nn.Module, *tensors: Tensor, warmup: int = 3) -> Callable[..
         return module(*given[: len(samples)])
 
     # autocast's cache would tie the graph to casts that live only as long as the context
-    with torch.autocast(device.type, mode["autocast"], enabled=mode["autocast"] is not None, cache_enabled=False):
+    with (
+        collected(),
+        torch.autocast(device.type, mode["autocast"], enabled=mode["autocast"] is not None, cache_enabled=False),
+    ):
         replay = torch.cuda.make_graphed_callables(  # type: ignore[no-untyped-call]
             body, (*tensors, *parameters), num_warmup_iters=warmup, allow_unused_input=True
         )

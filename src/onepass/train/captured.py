@@ -7,6 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from onepass.core.garbage import collected
+
 WARMUP = 3  # passes before the capture: they compile kernels and let cuBLAS allocate
 
 
@@ -66,7 +68,7 @@ class Gradients:
         self._forget()
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph):
+            with collected(), torch.cuda.graph(graph):
                 self.result = self._compute(self.static)
             self.graph = graph
         except RuntimeError as error:
