@@ -26,6 +26,7 @@ from torch import Tensor
 import onepass
 from onepass.core.launch import compiled as core
 from onepass.core.launch import replay
+from onepass.ops._shared import kernels_parts
 from onepass.ops.norm import launch as norm_launch
 from onepass.ops.norm import plain as norm_op
 from onepass.ops.weighted_sum import kernels_triton as sum_kernels
@@ -62,8 +63,9 @@ def without_gpu() -> None:
         if core._recording.listener is not None:
             core._recording.listener.launched(entry, grid, tensors, (*numbers, *constants))
 
-    for module in (norm_launch, sum_kernels):
-        module.launch, module.sm_count = launch, lambda x: 132
+    for module in (norm_launch, sum_kernels, kernels_parts):
+        module.launch = launch
+    norm_launch.sm_count = sum_kernels.sm_count = lambda x: 132
     norm_launch.dependent_launch = lambda x: True
     for module in (norm_op, sum_op):
         module.uses_triton = lambda x: True
