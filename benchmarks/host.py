@@ -26,7 +26,7 @@ from torch import Tensor
 import onepass
 from onepass.core.launch import compiled as core
 from onepass.core.launch import replay
-from onepass.ops._shared import kernels_parts
+from onepass.ops._shared import kernels_partials
 from onepass.ops.norm import launch as norm_launch
 from onepass.ops.norm import plain as norm_op
 from onepass.ops.weighted_sum import kernels_triton as sum_kernels
@@ -63,7 +63,7 @@ def without_gpu() -> None:
         if core._recording.listener is not None:
             core._recording.listener.launched(entry, grid, tensors, (*numbers, *constants))
 
-    for module in (norm_launch, sum_kernels, kernels_parts):
+    for module in (norm_launch, sum_kernels, kernels_partials):
         module.launch = launch
     norm_launch.sm_count = sum_kernels.sm_count = lambda x: 132
     norm_launch.dependent_launch = lambda x: True

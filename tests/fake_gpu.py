@@ -86,7 +86,7 @@ class Host:
             kernels_norm,
             runs,
         )
-        from onepass.ops._shared import kernels_parts
+        from onepass.ops._shared import kernels_partials
         from onepass.ops.causal_choice import kernels_triton as kernels_causal
         from onepass.ops.causal_choice import op as op_causal
         from onepass.ops.routing import kernels_triton as kernels_rows
@@ -116,7 +116,7 @@ class Host:
 
         for module in (kernels_rows, kernels_attention, kernels_branch, kernels_cast, kernels_counts, kernels_norm,
                        kernels_explore, kernels_triton, kernels_select, kernels_backward, kernels_rotary, kernels_span,
-                       kernels_causal, kernels_parts):  # fmt: skip
+                       kernels_causal, kernels_partials):  # fmt: skip
             monkeypatch.setattr(module, "launch", launch)
         for module in (branch, choice, rows, op, compute, op_rotary, op_span, op_causal):
             monkeypatch.setattr(module, "uses_triton", lambda x: True)

@@ -27,7 +27,7 @@ pytestmark = [
 
 def _launched(module: Any, monkeypatch: pytest.MonkeyPatch, call: Callable[[], Any]) -> dict[str, Any]:
     """Arguments by name and options of the first launch of `call`, of `module` or of a sum of partials."""
-    from onepass.ops._shared import kernels_parts
+    from onepass.ops._shared import kernels_partials
 
     seen: list[dict[str, Any]] = []
 
@@ -35,7 +35,7 @@ def _launched(module: Any, monkeypatch: pytest.MonkeyPatch, call: Callable[[], A
         named = dict(zip(kernel.arg_names, (*tensors, *numbers, *constants), strict=True))
         seen.append({"kernel": kernel, "named": named, "options": options})
 
-    for of in (module, kernels_parts):
+    for of in (module, kernels_partials):
         monkeypatch.setattr(of, "launch", launch)
     call()
     return seen[0]

@@ -30,7 +30,7 @@ def test_the_operators_calls_are_replayed(
 ) -> None:
     """Nothing but allocations, views and launches lies between their arguments and their results."""
     pytest.importorskip("triton")
-    from onepass.ops._shared import kernels_parts
+    from onepass.ops._shared import kernels_partials
     from onepass.ops.norm import launch as norm_launch
     from onepass.ops.norm import plain as norm
     from onepass.ops.weighted_sum import kernels_triton, op
@@ -38,7 +38,7 @@ def test_the_operators_calls_are_replayed(
     def launch(kernel: Any, grid: Any, tensors: Any, numbers: Any, constants: Any, **options: Any) -> None:
         gpu.launch(grid, tensors, 1.0)
 
-    for module in (norm_launch, kernels_triton, kernels_parts):
+    for module in (norm_launch, kernels_triton, kernels_partials):
         monkeypatch.setattr(module, "launch", launch)
     for module in (norm_launch, kernels_triton):
         monkeypatch.setattr(module, "sm_count", lambda x: 132)

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from onepass.core.launch import cdiv, device_guard, launch, next_power_of_2, replayed, sm_count
-from onepass.ops._shared.kernels_parts import add_parts
+from onepass.ops._shared.kernels_partials import add_partials
 
 INTS = ["total", "partials_stride"]
 WARPS = 8
@@ -172,7 +172,7 @@ def total(partials: Tensor) -> Tensor:
     width = partials.shape[1]
     out = torch.empty(width, dtype=torch.float32, device=partials.device)
     with device_guard(partials):
-        add_parts(partials, out, math.gcd(width, 16))
+        add_partials(partials, out, math.gcd(width, 16))
     return out
 
 

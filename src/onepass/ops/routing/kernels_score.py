@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from onepass.core.launch import aligned, cdiv, device_guard, even_rows, launch, replayed, sm_count
-from onepass.ops._shared.kernels_parts import add_parts
+from onepass.ops._shared.kernels_partials import add_partials
 from onepass.ops._shared.kernels_tokens import least_padding, strided
 
 INTS = ["x_batch_stride", "x_row_stride", "n", "total", "groups"]
@@ -173,16 +173,16 @@ def backward(
     block_r = max(1, BACKWARD_WARPS * 32 * min(vec, 16 // x.element_size()) // block_c // (1 if routes <= 4 else 4))
     tiles, columns = cdiv(total, unroll * block_r), cdiv(d, block_c)
     groups = max(1, min(tiles, sm_count(x) * RESIDENT_WARPS // BACKWARD_WARPS // columns))
-    parts = dw = None
+    partials = dw = None
     if need_w:
-        parts = torch.empty((groups, routes, d), dtype=torch.float32, device=x.device)
+        partials = torch.empty((groups, routes, d), dtype=torch.float32, device=x.device)
         dw = torch.empty_like(vectors)
     with device_guard(x):
         launch(
-            backward_kernel, (columns, groups, 1), (ds, x, vectors, scores, inverse, dx, parts),
+            backward_kernel, (columns, groups, 1), (ds, x, vectors, scores, inverse, dx, partials),
             (batch_stride // vec, row_stride // vec, n, total), (d, vec, routes, unroll, block_r, block_c),
             num_warps=BACKWARD_WARPS,
         )  # fmt: skip
-        if parts is not None and dw is not None:
-            add_parts(parts.view(groups, -1), dw, math.gcd(dw.numel(), 16))
+        if partials is not None and dw is not None:
+            add_partials(partials.view(groups, -1), dw, math.gcd(dw.numel(), 16))
     return dx, dw

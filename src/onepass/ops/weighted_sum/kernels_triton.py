@@ -16,7 +16,7 @@ from torch import Tensor
 
 from onepass.core.launch import cdiv, device_guard, launch, next_power_of_2, sm_count
 from onepass.ops._shared.kernels_memory import load
-from onepass.ops._shared.kernels_parts import add_parts
+from onepass.ops._shared.kernels_partials import add_partials
 from onepass.ops._shared.kernels_tokens import least_padding
 
 # column tiles of one split in forward; columns of one split with tensor cores; most splits of a row. Longer rows have
@@ -342,21 +342,21 @@ def _forward_pass(x: Tensor, weight: Tensor, y: Tensor) -> None:
         split_tiles = SPLIT_TILES
     split_tiles = max(split_tiles, cdiv(n_cols, MAX_SPLITS * block_c))
     row_tiles, splits = cdiv(n_rows, block_r), cdiv(n_cols, split_tiles * block_c)
-    parts = y if splits == 1 else torch.empty((splits, n_rows, n_vectors), dtype=torch.float32, device=x.device)
+    partials = y if splits == 1 else torch.empty((splits, n_rows, n_vectors), dtype=torch.float32, device=x.device)
     numbers, even = (row_stride // unit, n_rows, n_cols // unit, split_tiles), n_cols % block_c == 0
     if dot:
         launch(
-            dot_forward_kernel, (row_tiles, splits, 1), (x, weight, parts), numbers,
+            dot_forward_kernel, (row_tiles, splits, 1), (x, weight, partials), numbers,
             (unit, n_vectors, block_r, block_c, even, stages), num_warps=warps,
         )  # fmt: skip
     else:
         launch(
-            forward_kernel, (row_tiles, splits, 1), (x, weight, parts), numbers,
+            forward_kernel, (row_tiles, splits, 1), (x, weight, partials), numbers,
             (unit, n_vectors, min(vector, block_c), block_r, block_c, even), num_warps=warps,
         )  # fmt: skip
     if splits > 1:
         # unit 1 for any number of rows: another unit could change the order in which partials are added
-        add_parts(parts, y, 1)
+        add_partials(partials, y, 1)
 
 
 def _backward_pass(dy: Tensor, x: Tensor | None, weight: Tensor | None, dx: Tensor | None, dw: Tensor | None) -> None:
@@ -377,20 +377,20 @@ def _backward_pass(dy: Tensor, x: Tensor | None, weight: Tensor | None, dx: Tens
         unroll, block_r, block_c, warps = _backward_tile(n_rows, n_cols, vector, n_vectors)
         row_tiles = cdiv(n_rows, unroll * block_r)
     col_tiles = cdiv(n_cols, block_c)
-    parts, groups = dw, min(row_tiles, 65535)
+    partials, groups = dw, min(row_tiles, 65535)
     if dw is not None:
         groups = _groups(dy, row_tiles, col_tiles, warps)
         if groups > 1:
-            parts = torch.empty((groups, n_vectors, n_cols), dtype=torch.float32, device=dy.device)
+            partials = torch.empty((groups, n_vectors, n_cols), dtype=torch.float32, device=dy.device)
     grid, numbers = (col_tiles, groups, 1), (row_stride // unit, n_rows, n_cols // unit)
     if alone:
         constants = (unit, block_r, block_c, n_cols % block_c == 0, stages)
-        launch(weight_kernel, grid, (dy, x, parts), numbers, constants, num_warps=warps)
+        launch(weight_kernel, grid, (dy, x, partials), numbers, constants, num_warps=warps)
     else:
         launch(
-            backward_kernel, grid, (dy, x, weight, dx, parts), numbers,
+            backward_kernel, grid, (dy, x, weight, dx, partials), numbers,
             (unit, n_vectors, dx is not None, dw is not None, unroll, block_r, block_c, n_cols % block_c == 0),
             num_warps=warps,
         )  # fmt: skip
-    if dw is not None and parts is not None and groups > 1:
-        add_parts(parts, dw, _unit(dw.numel(), dw.numel()))
+    if dw is not None and partials is not None and groups > 1:
+        add_partials(partials, dw, _unit(dw.numel(), dw.numel()))

@@ -169,9 +169,9 @@ def _kernels() -> Iterator[Kernel]:
             divisible, num_warps=4, max_registers=128,
         )  # fmt: skip
     yield Kernel(
-        "sum of partials", kernel("ops._shared.kernels_parts", "parts_kernel"),
-        {"parts_ptr": "*fp32", "out_ptr": "*bf16", "n_parts": "i32", "n_units": "i32"},
-        {"UNIT": 16, "BLOCK_P": 256, "BLOCK_C": 16}, ("parts_ptr", "out_ptr"), max_registers=96,
+        "sum of partials", kernel("ops._shared.kernels_partials", "partials_kernel"),
+        {"partials_ptr": "*fp32", "out_ptr": "*bf16", "n_partials": "i32", "n_units": "i32"},
+        {"UNIT": 16, "BLOCK_P": 256, "BLOCK_C": 16}, ("partials_ptr", "out_ptr"), max_registers=96,
     )  # fmt: skip
 
 
