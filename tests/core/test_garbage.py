@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import pytest
 
@@ -29,7 +31,9 @@ def test_rings_go_before_the_block_and_stay_during_it() -> None:
 
 @pytest.mark.parametrize("enabled", [False, True])
 @pytest.mark.parametrize("block", [collected, no_collection])
-def test_the_collector_is_afterwards_as_before(block: type, enabled: bool) -> None:
+def test_the_collector_is_afterwards_as_before(
+    block: Callable[[], AbstractContextManager[None]], enabled: bool
+) -> None:
     (gc.enable if enabled else gc.disable)()
     try:
         with pytest.raises(KeyError), block():
