@@ -4,7 +4,7 @@ A byte model with full attention is trained first. Each arm goes on from it alon
 last bytes (`window`); the k that an indexer chooses, which stays `untrained`, or learns by distillation (`distil`: KL
 to full attention's weights, computed for it), by the language model's loss through the `gates`, or by `both`.
 
-Run: python examples/sparse_attention.py --steps 20      --size gpu (16384 bytes, k 512, bf16) has not been run yet
+Run: python examples/sparse_attention.py --steps 20      --size gpu: 16384 bytes, k 512, bf16
 """
 
 import argparse
@@ -71,11 +71,13 @@ class SparseAttention(nn.Module):
         missing, at = indices < 0, indices.clamp_min(0)
         flat = at + n * torch.arange(b, device=x.device)[:, None, None]
         q = q * self.width**-0.5
-        logits = torch.einsum("bqhd,bqkd->bqhk", q, F.embedding(flat, k.flatten(0, 1)))
+        # one gather for keys and values
+        keys, values = F.embedding(flat, torch.cat((k, v), -1).flatten(0, 1)).chunk(2, -1)
+        logits = torch.einsum("bqhd,bqkd->bqhk", q, keys)
         # inside the softmax: the gradient of a gate is that of taking the token out and sharing its weight
         logits = logits + gates.masked_fill(missing, 1).log()[:, :, None]
         attention = logits.masked_fill(missing[:, :, None], -math.inf).softmax(-1).to(v.dtype)
-        y = self.out(torch.einsum("bqhk,bqkd->bqhd", attention, F.embedding(flat, v.flatten(0, 1))).flatten(2))
+        y = self.out(torch.einsum("bqhk,bqkd->bqhd", attention, values).flatten(2))
         if self.training and self.arm not in ("distil", "both"):
             return y, loss, loss.expand(2)
         later = place > place[:, None]

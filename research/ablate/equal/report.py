@@ -38,6 +38,8 @@ number of its steps follows from the time of one step, so that its learning rate
   batches and hidden bytes. Each arm has the best of the learning rates that were tried for a third of the time, with a
   seed that is not compared. Rates tried with the pair's own setting come first, at its length or the nearest that was
   tried. Without such, those of the nearest length count, whatever their setting.
+- Runs are short. The arm whose steps are cheaper takes more of them, and that counts most at first. The curves show
+  whether its lead grows or shrinks.
 - The clock runs in training steps alone, data and update included. Measurements, compilers and the capture of graphs
   are left out for both.
 
