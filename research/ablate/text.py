@@ -38,6 +38,7 @@ class Size:
     dense_heads: int = 0  # of the arm that attends from every token to every token; 0: as many as heads
     k: float = 1 / 16
     window: int = 128
+    light_mult: float = 0.5  # hidden units of the light feed-forward, as a multiple of dim
     masked: float = 0.15
     lr: float = 4e-4
     # as `onepass train`
@@ -82,7 +83,9 @@ class DenseBlock(nn.Module):
 def build(arm: str, size: Size, causal: bool, hidden: int) -> ByteModel:
     """Make the model of an arm; equal seeds give equal initial weights to all arms with routed blocks."""
     k = 1.0 if arm == "all" else size.k
-    model = ByteModel(size.dim, size.blocks, k=k, heads=size.heads, window=size.window, causal=causal)
+    model = ByteModel(
+        size.dim, size.blocks, k=k, heads=size.heads, window=size.window, causal=causal, light_mult=size.light_mult
+    )
     if arm == "dense":
         model.blocks = nn.ModuleList(DenseBlock(size, hidden, causal) for _ in range(size.blocks))
     if arm == "random":

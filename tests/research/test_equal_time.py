@@ -114,7 +114,13 @@ def test_rates_are_tried_for_a_third_and_the_best_is_taken(tmp_path: Path) -> No
     (made,) = (made for made in one.store.all if made["kind"] == "run")
     bits = {made["lr"]: made["final"]["bits"] for made in one.store.all if made["kind"] == "tune"}
     assert made["lr"] == min(bits, key=lambda lr: bits[lr]) == 4e-3
-    assert made["tuned"] == {"n": 64, "window": 32, "k": 0.0625, "bits": {"1e-06": bits[1e-6], "0.004": bits[4e-3]}}
+    assert made["tuned"] == {
+        "n": 64,
+        "window": 32,
+        "k": 0.0625,
+        "light_mult": 0.5,
+        "bits": {"1e-06": bits[1e-6], "0.004": bits[4e-3]},
+    }
     assert made["steps"] == 12
 
 
@@ -158,10 +164,10 @@ def test_the_command_resumes_and_writes_every_run_once(tmp_path: Path, capsys: p
     assert len(records.load(tmp_path)) == 4
     capsys.readouterr()
     assert main(["report", str(tmp_path), "--page", str(tmp_path / "page.md")]) == 0
-    assert "| next byte | 64 | 16 | 32; 0.0625 | 2 |" in capsys.readouterr().out
+    assert "| next byte | 64 | 16 | 32; 0.0625; 0.5·d | 2 |" in capsys.readouterr().out
     assert (tmp_path / "equal_time.png").read_bytes().startswith(b"\x89PNG")
     written = (tmp_path / "page.md").read_text()
-    assert "| next byte | 64 | 16 | 32; 0.0625 | 2 |" in written
+    assert "| next byte | 64 | 16 | 32; 0.0625; 0.5·d | 2 |" in written
     assert "[equal.b.json](equal.b.json)" in written.replace("](./", "](")
     # runs of another length of training are no part of this comparison
     assert main([*TINY[:-1], "7", *out, "--seed", "0"]) == 2
@@ -177,7 +183,7 @@ def test_parts_merge(tmp_path: Path) -> None:
     assert [list(seeds) for seeds in records.pairs(records.load(tmp_path)).values()] == [[0]]
     (tmp_path / "equal.c.json").write_text(json.dumps({"runs": [run(seconds=3.0)]}))
     with pytest.raises(
-        UserError, match=r"two different runs of causal, n = 64, window 32, share 0.0625, learned, seed 0"
+        UserError, match=r"two different runs of causal, n = 64, window 32, share 0.0625, light 0.5, learned, seed 0"
     ):
         records.load(tmp_path)
 

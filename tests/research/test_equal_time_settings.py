@@ -1,4 +1,4 @@
-"""`research.ablate text --equal-time` with `--window` and `--share`: settings of the routed arm side by side."""
+"""`research.ablate text --equal-time`: settings of the routed arm side by side."""
 
 from __future__ import annotations
 
@@ -43,6 +43,31 @@ def test_the_options_are_the_models(options: list[str], base: str, setting: tupl
         assert (size.window, size.k) == setting
         # an int would be a number of tokens
         assert type(size.k) is float
+        assert size.light_mult == 0.5
+
+
+def test_the_light_branch_has_the_width_that_was_asked_for() -> None:
+    (size,) = sizes(command_line().parse_args(["text", "--equal-time", "--light", "2", "--n", "64"]), "small")
+    assert size.light_mult == 2.0
+    size = dataclasses.replace(SIZE, light_mult=2.0)
+    for block in Task("learned", 3, size, CPU, causal=True, compiled=False).model.blocks:
+        assert block.feed_forward.light.up.weight.shape == (2 * size.dim, size.dim)
+
+
+def test_a_light_branch_of_no_hidden_unit_is_refused() -> None:
+    args = command_line().parse_args(["text", "--equal-time", "--light", "0.01"])
+    with pytest.raises(UserError, match=r"--light 0.01: is less than one hidden unit at 32 channels \(--dim\)"):
+        sizes(args, "small")
+
+
+def test_a_record_without_a_light_branchs_width_has_the_blocks_own(tmp_path: Path) -> None:
+    old, new = run(), run(light_mult=2.0)
+    del old["light_mult"]
+    (tmp_path / "equal.json").write_text(json.dumps({"runs": [old, new]}))
+    assert [one["light_mult"] for one in records.load(tmp_path)] == [0.5, 2.0]
+    (tmp_path / "equal.json").write_text(json.dumps({"runs": [run(light_mult=-1.0)]}))
+    with pytest.raises(UserError, match="is no record of"):
+        records.load(tmp_path)
 
 
 def test_one_length_too_short_for_the_window_refuses_all() -> None:
@@ -75,7 +100,9 @@ def test_the_dense_arm_gets_the_seconds_of_its_own_setting(tmp_path: Path, monke
     one.tune(plain, records.ARMS, (1e-3,))
     one.tune(wide, records.ARMS, (1e-3,))
     one.compare(plain, records.ARMS, (0,))
-    with pytest.raises(UserError, match=r"no routed run of causal, n = 64, window 48, share 0.5, to take the time of"):
+    with pytest.raises(
+        UserError, match=r"no routed run of causal, n = 64, window 48, share 0.5, light 0.5, to take the time of"
+    ):
         one.compare(wide, ("dense",), (0,))
     one.compare(wide, records.ARMS, (0,))
     assert [(made["window"], made["k"], made["arm"], made["given_seconds"]) for made in one.store.all] == 2 * [
@@ -87,18 +114,19 @@ def test_the_dense_arm_gets_the_seconds_of_its_own_setting(tmp_path: Path, monke
 
 def test_two_settings_are_two_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = ["--task", "causal", "--seed", "0", "--out", str(tmp_path)]
-    for setting in ([], ["--window", "48", "--share", "0.5"]):
+    for setting in ([], ["--window", "48", "--share", "0.5"], ["--light", "2"]):
         assert main([*TINY, *out, *setting]) == 0
         assert main([*TINY, *out, *setting, "--part", "b"]) == 0
     # the same setting again trains nothing
     assert not (tmp_path / "equal.b.json").exists()
     made = json.loads((tmp_path / "equal.json").read_text())["runs"]
-    assert [(one["arm"], one["window"], one["k"]) for one in made] == [
-        ("learned", 32, 0.0625), ("dense", 32, 0.0625), ("learned", 48, 0.5), ("dense", 48, 0.5),
+    assert [(one["arm"], one["window"], one["k"], one["light_mult"]) for one in made] == [
+        ("learned", 32, 0.0625, 0.5), ("dense", 32, 0.0625, 0.5), ("learned", 48, 0.5, 0.5), ("dense", 48, 0.5, 0.5),
+        ("learned", 32, 0.0625, 2.0), ("dense", 32, 0.0625, 2.0),
     ]  # fmt: skip
-    assert [made[place]["given_seconds"] for place in (1, 3)] == [made[place]["seconds"] for place in (0, 2)]
+    assert [made[place]["given_seconds"] for place in (1, 3, 5)] == [made[place]["seconds"] for place in (0, 2, 4)]
     shown = capsys.readouterr().out
-    for setting in ("32; 0.0625", "48; 0.5"):
+    for setting in ("32; 0.0625; 0.5·d", "48; 0.5; 0.5·d", "32; 0.0625; 2·d"):
         assert f"| next byte | 64 | 16 | {setting} | 1 |" in shown
     assert (tmp_path / "equal_time.png").read_bytes().startswith(b"\x89PNG")
 
@@ -106,8 +134,8 @@ def test_two_settings_are_two_rows(tmp_path: Path, capsys: pytest.CaptureFixture
 def test_rates_tried_with_a_setting_are_rows_of_their_own() -> None:
     made = [of((32, 0.125), "tune", lr=1e-3), of((32, 0.25), "tune", lr=1e-3, final={"step": 1, "bits": 3.0})]
     table = report.tables(made)
-    assert "| next byte | 64 | 16 | 32; 0.125 | routed | 0.001: **2.0000** |" in table
-    assert "| next byte | 64 | 16 | 32; 0.25 | routed | 0.001: **3.0000** |" in table
+    assert "| next byte | 64 | 16 | 32; 0.125; 0.5·d | routed | 0.001: **2.0000** |" in table
+    assert "| next byte | 64 | 16 | 32; 0.25; 0.5·d | routed | 0.001: **3.0000** |" in table
 
 
 def test_a_rate_tried_with_the_setting_comes_first_else_the_nearest_length_without_mixing() -> None:
@@ -130,4 +158,4 @@ def test_a_rate_tried_with_the_setting_comes_first_else_the_nearest_length_witho
         lr, told = records.tuned(tried, of(setting, n=n))
         assert lr == best
         assert f"{lr:g}" in told["bits"]
-    assert told == {"n": 8192, "window": 256, "k": 0.25, "bits": {"0.006": 1.0}}
+    assert told == {"n": 8192, "window": 256, "k": 0.25, "light_mult": 0.5, "bits": {"0.006": 1.0}}

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 HELP = "the routed arm trains, then a dense one (flash attention, feed-forward of 4·dim) for the same seconds"
 # options that only --equal-time has
 OWN = (
-    "n", "dim", "blocks", "heads", "batch", "window", "share", "budget", "tune", "rate", "part", "attention",
+    "n", "dim", "blocks", "heads", "batch", "window", "share", "light", "budget", "tune", "rate", "part", "attention",
     "no_compile",
 )  # fmt: skip
 NUMBERS = {
@@ -51,6 +51,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         add(f"--{name}", type=number(low, high), metavar="N", help=HELPS[name], **more)
     part = "part of the tokens in the routed arm's heavy branch, 0 < X ≤ 1 (default: 0.125; small: 0.0625)"
     add("--share", type=number(1e-6, 1.0, float), metavar="X", help=part)
+    wide = "hidden units of the routed arm's light feed-forward, as a multiple of dim (default: 0.5)"
+    add("--light", type=number(1e-3, 64.0, float), metavar="X", help=wide)
     add("--budget", type=number(0.01, 10**6, float), metavar="X", help="seconds of training of a run, for --steps")
     add("--tune", action="store_true", help="try rates for a third of the time; later runs take the best")
     rate = "one rate to try; may be repeated (default: half of, one and two times the size's)"
@@ -113,7 +115,7 @@ def sizes(args: argparse.Namespace, base: str) -> list[Size]:
             # larger than a step's: forward alone waits for the host there
             changes["measured"] = max(changes["batch"], 4 * TOKENS // n)
         changes["paths"] = tuple(args.data or ())
-        changes |= {"window": args.window, "k": args.share}
+        changes |= {"window": args.window, "k": args.share, "light_mult": args.light}
         found.append(replace(size, **{name: value for name, value in changes.items() if value is not None}))
         _check_setting(found[-1])
     return found
@@ -127,6 +129,8 @@ def _check_setting(size: Size) -> None:
         raise UserError(f"--window {size.window}: must be smaller than the {size.n:,} tokens in view (--n)")
     if size.k * size.n < 1:
         raise UserError(f"--share {size.k:g}: is less than one of the {size.n:,} tokens in view (--n)")
+    if size.light_mult * size.dim < 1:
+        raise UserError(f"--light {size.light_mult:g}: is less than one hidden unit at {size.dim} channels (--dim)")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -27,9 +27,11 @@ def png(found: dict[tuple[Any, ...], Seeds]) -> bytes:
                 axis.set_axis_off()
                 continue
             _panel(axis, seeds)
-            n, dim, blocks, *_, window, k = column
+            n, dim, blocks, *_, window, k, light = column
             title = f"{NAMES.get(task, task)}, {n:,} in view (d {dim}, {blocks} blocks)"
-            axis.set_title(f"{title}\nrouted: window {window:,}, share {k:g}", loc="left", fontsize=9)
+            axis.set_title(
+                f"{title}\nrouted: window {window:,}, share {k:g}, light {light:g}·d", loc="left", fontsize=9
+            )
     for row in axes:
         row[0].set_ylabel("validation bits per byte")
     for axis in axes[-1]:

@@ -12,11 +12,12 @@ from onepass.core import files
 from onepass.core.errors import UserError
 
 Record = dict[str, Any]
-Place = tuple[int, int, int, float]  # where rates were tried: n, batch, window, k
+Place = tuple[int, int, int, float, float]  # where rates were tried: n, batch, and the setting
 PATTERN = "equal*.json"
 ARMS = ("learned", "dense")
 # of the routed arm; a dense run has those of the routed run whose time it took
-SETTING = ("window", "k")
+SETTING = ("window", "k", "light_mult")
+LIGHT = 0.5  # light_mult of records that do not tell it
 # what two runs that are compared have in common
 SAME = ("task", "n", "dim", "blocks", "heads", "batch", *SETTING)
 # what tells one run from another
@@ -38,16 +39,17 @@ def group(record: Record) -> tuple[Any, ...]:
 
 def named(record: Record) -> str:
     """Name the pair of a run, but for its seed."""
-    return f"{record['task']}, n = {record['n']}, window {record['window']}, share {record['k']:g}"
+    setting = f"window {record['window']}, share {record['k']:g}, light {record['light_mult']:g}"
+    return f"{record['task']}, n = {record['n']}, {setting}"
 
 
 def read(path: Path) -> list[Record]:
     """Read one file; raise UserError if it is none of ours."""
     try:
-        runs = json.loads(path.read_bytes())["runs"]
+        runs = [{"light_mult": LIGHT, **run} for run in json.loads(path.read_bytes())["runs"]]
         if not all(_whole(run) for run in runs):
             raise ValueError
-        return list(runs)
+        return runs
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         raise UserError(f"{path} is no record of `research.ablate text --equal-time`; move it away") from None
 
@@ -60,7 +62,8 @@ def _whole(run: Record) -> bool:
     fit = all(type(value) is float or (type(value) is int and abs(value) < 2**63) for value in numbers)
     texts = all(type(run[name]) is str for name in ("task", "device", "torch", "data"))
     known = run["arm"] in ARMS and run["kind"] in ("run", "tune")
-    return bool(fit and texts and known and run["curve"] and run["n"] > 0 and run["window"] > 0 and 0 < run["k"] <= 1)
+    setting = run["window"] > 0 and 0 < run["k"] <= 1 and run["light_mult"] > 0
+    return bool(fit and texts and known and setting and run["curve"] and run["n"] > 0)
 
 
 def merge(parts: dict[str, Sequence[Record]]) -> list[Record]:
@@ -114,8 +117,8 @@ def pairs(runs: Iterable[Record]) -> dict[tuple[Any, ...], dict[int, dict[str, R
 def tuned(runs: Iterable[Record], like: Record) -> tuple[float, Record] | None:
     """Return the best rate that was tried for this arm, task and model, and what was tried.
 
-    Tries with the same window and share come first, then those at the nearest length, then those of the nearest
-    setting. Tries of two settings are never mixed.
+    Tries with the same setting come first, then those at the nearest length, then those of the nearest setting. Tries
+    of two settings are never mixed.
     """
     same = ("task", "dim", "blocks", "heads", "arm")
     tried = [run for run in runs if run["kind"] == "tune" and all(run[name] == like[name] for name in same)]
@@ -130,9 +133,10 @@ def tuned(runs: Iterable[Record], like: Record) -> tuple[float, Record] | None:
     at = min({_place(run) for run in tried}, key=far)
     bits = {run["lr"]: run["final"]["bits"] for run in tried if _place(run) == at}
     best = min(bits, key=lambda lr: bits[lr] if math.isfinite(bits[lr]) else math.inf)
-    n, _, window, k = at
-    return best, {"n": n, "window": window, "k": k, "bits": {f"{lr:g}": bits[lr] for lr in sorted(bits)}}
+    n, _, *setting = at
+    tries = {f"{lr:g}": bits[lr] for lr in sorted(bits)}
+    return best, {"n": n, **dict(zip(SETTING, setting, strict=True)), "bits": tries}
 
 
 def _place(run: Record) -> Place:
-    return run["n"], run["batch"], run["window"], run["k"]
+    return run["n"], run["batch"], run["window"], run["k"], run["light_mult"]

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from research.ablate.equal.records import ARMS, PATTERN, Record, load, pairs
+from research.ablate.equal.records import ARMS, PATTERN, SETTING, Record, load, pairs
 from research.ablate.tables import spread
 
 NAMES = {"causal": "next byte", "masked": "hidden bytes"}
@@ -28,9 +28,9 @@ tokens in view, a setting of the routed arm and a seed. The routed arm (`learned
 [research.ablate](../research/ablate/README.md)) trains for its steps. The dense arm trains for as many seconds: the
 number of its steps follows from the time of one step, so that its learning rate too comes down to zero.
 
-- **routed**: `RoutedBlock`s. Their setting is in the tables: the window of the local attention, in bytes, and the share
-  of the bytes in the heavy branch. Dense rows name the setting whose seconds they have. Forward and backward are one
-  CUDA graph.
+- **routed**: `RoutedBlock`s. Their setting is in the tables: the window of the local attention, in bytes, the share
+  of the bytes in the heavy branch, and the hidden units of the light feed-forward. Dense rows name the setting whose
+  seconds they have. Forward and backward are one CUDA graph.
 - **dense**: attention from every token to every token with the faster of torch's kernels (flash attention, cuDNN) in
   heads of 64, then a feed-forward of 4·d for every token. `torch.compile` compiles the blocks; forward and backward are
   one CUDA graph.
@@ -45,7 +45,7 @@ number of its steps follows from the time of one step, so that its learning rate
 
 *Ahead* is an arm whose paired difference is more than {wanted} times its spread, the standard deviation over the seeds.
 """
-_SHAPE = "tokens in view | d | routed: window, share"
+_SHAPE = "tokens in view | d | routed: window, share, light"
 _EMPTY = "\nThere are no records yet.\n"
 
 
@@ -124,8 +124,8 @@ def _about(runs: Sequence[Record]) -> list[str]:
 
 def _row(name: tuple[Any, ...]) -> str:
     """Return the first cells of a row; `name` begins with task, n and dim, and ends with the setting."""
-    task, n, dim, *_, window, k = name
-    return f"{NAMES.get(task, task)} | {n:,} | {dim:,} | {window:,}; {k:g}"
+    task, n, dim, *_, window, k, light = name
+    return f"{NAMES.get(task, task)} | {n:,} | {dim:,} | {window:,}; {k:g}; {light:g}·d"
 
 
 def _results(found: dict[tuple[Any, ...], Seeds]) -> list[str]:
@@ -181,7 +181,7 @@ def _tried(runs: Sequence[Record]) -> list[str]:
     rows: dict[tuple[Any, ...], dict[float, float]] = {}
     for run in runs:
         if run["kind"] == "tune":
-            name = (run["task"], run["n"], run["dim"], run["window"], run["k"], run["arm"])
+            name = (run["task"], run["n"], run["dim"], *(run[part] for part in SETTING), run["arm"])
             rows.setdefault(name, {})[run["lr"]] = run["final"]["bits"]
     if not rows:
         return []

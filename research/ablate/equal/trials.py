@@ -45,7 +45,7 @@ class Ask(NamedTuple):
 
 @dataclass(frozen=True)
 class Cell:
-    """One row of the table: a task at a length, with a window and a share of the routed arm."""
+    """One row of the table: a task at a length, with a setting of the routed arm."""
 
     task: str  # "causal" or "masked"
     size: text.Size
@@ -55,7 +55,7 @@ class Cell:
         """Return the head of a run's record."""
         size = self.size
         shape = {"n": size.n, "dim": size.dim, "blocks": size.blocks, "heads": size.heads, "batch": size.batch}
-        setting = {"window": size.window, "k": size.k}
+        setting = {"window": size.window, "k": size.k, "light_mult": size.light_mult}
         return {"kind": kind, "task": self.task, **shape, **setting, "arm": arm, "seed": seed, "lr": lr}
 
 
