@@ -79,6 +79,35 @@ def test_routers(make: Callable[[int], Router]) -> None:
         assert torch.equal(out.indices[b][out.indices[b] >= 0], alone.indices[0][alone.indices[0] >= 0])
 
 
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (lambda: RoutedBlock(DIM, 4, causal=True, **HEADS), "RoutedAttention: .* need k_q as a share"),
+        (lambda: RoutedAttention(DIM, 0.25, 4, causal=True, **HEADS), "RoutedAttention: .* need k_kv as a share"),
+        (lambda: RoutedFeedForward(DIM, 4, router=CausalRouter(DIM)), "RoutedFeedForward: .* need k as a share"),
+        (lambda: Routed(nn.Identity(), nn.Identity(), CausalRouter(DIM), 4), "Routed: .* need k as a share"),
+    ],
+)
+def test_a_causal_layer_refuses_an_int_k(make: Callable[[], nn.Module], name: str) -> None:
+    # it would be the share k/n of the longest sequence for all
+    with pytest.raises(TypeError, match=f"{name}, .* got the int 4, which means the share 4/n"):
+        make()(_tokens(30, 1).float(), cu_seqlens=_bounds([18, 12]))
+
+
+def test_a_causal_router_refuses_an_int_k() -> None:
+    with pytest.raises(TypeError, match=r"CausalRouter: .* need k as a share"):
+        CausalRouter(DIM)(_tokens(30, 1).float(), 4, cu_seqlens=_bounds([18, 12]))
+    # nothing chosen is nothing chosen at any length
+    assert CausalRouter(DIM)(_tokens(30, 1).float(), 0, cu_seqlens=_bounds([18, 12])).indices.shape == (2, 0)
+
+
+def test_an_int_k_of_other_layers_counts_tokens_of_each() -> None:
+    layer, x = RoutedBlock(DIM, 4, **HEADS).double().eval(), _tokens(30, 1)
+    y = layer(x, cu_seqlens=_bounds([18, 12]), max_seqlen=20)
+    alone = [layer(part[None])[0] for part in (x[:18], x[18:])]
+    torch.testing.assert_close(y, torch.cat(alone), rtol=1e-9, atol=1e-9)
+
+
 def test_what_statistics_count() -> None:
     model = nn.Sequential(RoutedFeedForward(DIM, 0.25))
     with RoutingStats(model) as stats, torch.no_grad():

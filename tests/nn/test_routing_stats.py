@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -195,6 +196,18 @@ def test_callers_get_what_they_asked_for() -> None:
     before = stats.scalars()
     layer(x)
     assert stats.scalars() == before
+
+
+def test_a_copy_made_while_listening_counts_nothing() -> None:
+    layer, x = RoutedFeedForward(DIM, 4), _tokens()
+    with RoutingStats(layer) as stats:
+        other = copy.deepcopy(layer)
+        assert torch.equal(other(x), layer(x))
+    before = stats.scalars()
+    assert isinstance(other(x), Tensor)
+    assert isinstance(other(x, return_routing=True)[1], RouterOutput)
+    assert stats.scalars() == before
+    assert before["router/share"] == pytest.approx(4 / 40)
 
 
 def test_cross_attention_counts_its_memories() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -163,6 +164,24 @@ def test_host_and_device_count_alike(share: float, n: int) -> None:
     mask = torch.arange(5000) < n
     assert int(row_counts(share, mask)) == count(share, n)
     assert abs(count(share, n) - share * n) <= 0.51 or count(share, n) == 1
+
+
+@given(share=st.integers(1, 99), n=st.integers(1, 5000))
+def test_halves_round_to_even_as_fractions_do(share: int, n: int) -> None:
+    assert count(share / 100, n) == max(1, round(Fraction(share, 100) * n))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiled_layers_choose_as_many(dynamic: bool) -> None:
+    torch.compiler.reset()
+    layer = RoutedFeedForward(DIM, 0.07).eval()
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    # 7 % are 10.5 and 24.5 tokens
+    for n in (150, 350):
+        x = torch.randn(2, n, DIM)
+        y, routing = compiled(x, return_routing=True)
+        assert routing.indices.shape[1] == round(Fraction(7, 100) * n)
+        assert torch.equal(y, layer(x))
 
 
 @pytest.mark.gpu

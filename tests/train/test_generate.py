@@ -90,6 +90,16 @@ def test_draws_have_the_models_probabilities(run: Path) -> None:
     assert ((first - draws * likely).abs() <= 5 * (draws * likely).sqrt() + 5).all()
 
 
+def test_the_smallest_temperature_is_the_likeliest_byte(run: Path) -> None:
+    model, _ = load(run)
+    prompt = torch.tensor([list(b"to")])
+    first = [
+        next(generate(model, prompt, temperature=temperature, generator=torch.Generator().manual_seed(3)))
+        for temperature in (0.0, 5e-324, 1e-308, 1e-30)
+    ]
+    assert len(set(first)) == 1
+
+
 def test_length_and_stop(capsys: pytest.CaptureFixture[str], run: Path) -> None:
     long = written(capsys, run, "--prompt", "to", "--length", 30, "--temperature", 0)
     inside = long[2:-1]

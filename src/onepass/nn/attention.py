@@ -112,10 +112,10 @@ class RoutedAttention(nn.Module):
     learned output (`null`) of tokens that are not routed. Both branches norm their own inputs and apply rotary
     embedding by the original positions. There is no residual inside: write ``x + attention(x)``.
 
-    With ``causal=True`` no output depends on a later token, bit for bit. Local windows reach back only. A running
-    threshold chooses queries (`CausalRouter`). Each window gives a quota of ``max(1, round(m·k_kv))`` keys and
-    values of its m real tokens or, for an int, ``max(1, round(window·k_kv/n))``. A query of window b sees those of the
-    windows before b. They are the first entries of one list, so nothing is copied per window.
+    With ``causal=True`` no output depends on a later token, bit for bit, if tokens are finite. Local windows reach back
+    only. A running threshold chooses queries (`CausalRouter`). Each window gives a quota of ``max(1, round(m·k_kv))``
+    keys and values of its m real tokens or, for an int, ``max(1, round(window·k_kv/n))``. A query of window b sees
+    those of the windows before b. They are the first entries of one list, so nothing is copied per window.
 
     Args:
         dim: width of the tokens.

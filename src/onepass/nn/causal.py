@@ -64,6 +64,8 @@ class CausalRouter(Router):
         (torch.Size([2, 32]), True)
     """
 
+    causal = True
+
     def __init__(
         self,
         dim: int,

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
-
 from onepass.ops.causal_choice.reference import fraction, nearest
 
 
@@ -47,8 +43,4 @@ def count(k: int | float, n: int) -> int:
         return min(int(k), n)
     if k == 1:
         return n
-    length: Any = n
-    if torch.compiler.is_compiling() or isinstance(length, torch.SymInt):
-        # without a condition on n; off by one where the share of n is a half and k is not a binary fraction
-        return max(1, round(k * n))
-    return max(1, int(nearest(n, *fraction(k))))
+    return max(1, nearest(n, *fraction(k)))  # type: ignore[no-any-return]

@@ -81,15 +81,28 @@ def unpack(
     return padded.view(rows, longest, x.shape[-1]), where
 
 
+def refuse_int(caller: str, name: str, k: int | float | None) -> None:
+    """Raise TypeError for an int k of a causal choice, which would mean another share for each length."""
+    if isinstance(k, int) and k:
+        raise TypeError(
+            f"{caller}: packed sequences of a causal layer need {name} as a share, a float 0 < {name} ≤ 1; got the int "
+            f"{k}, which means the share {k}/n, and their lengths n differ"
+        )
+
+
 def packed(
     layer: nn.Module, x: Tensor, mask: Tensor | None, return_routing: bool, cu_seqlens: Tensor | None,
     max_seqlen: int | None,
 ) -> Any:  # fmt: skip
     """Return what `layer` returns for packed sequences; the routing is that of the padded batch."""
+    for one in (layer, *layer.children()):
+        if getattr(one, "causal", False) or getattr(getattr(one, "router", None), "causal", False):
+            for name in ("k", "k_q", "k_kv"):
+                refuse_int(type(one).__name__, name, getattr(one, name, None))
     padded, where = unpack(type(layer).__name__, x, mask, cu_seqlens, max_seqlen)
     y, routing = layer.forward(padded, where.mask, return_routing=True)
     y = y.flatten(0, 1).index_select(0, where.slots).view(x.shape)
     return (y, routing) if return_routing else y
 
 
-__all__ = ["packed", "places", "unpack"]
+__all__ = ["packed", "places", "refuse_int", "unpack"]

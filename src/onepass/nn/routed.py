@@ -50,8 +50,9 @@ class Routed(nn.Module):
 
     Packed sequences: ``routed(x, cu_seqlens=bounds, max_seqlen=longest)`` with x ``(total, dim)`` or ``(1, total,
     dim)``, sequences one after another, and bounds ``(sequences + 1,)`` int32 or int64, where each begins and the last
-    ends. Each gives what it gives alone. It computes on a batch padded to max_seqlen, which a CPU reads from the bounds
-    if it is not given; the routing is that of the padded batch. On a GPU, values of bounds are not checked.
+    ends. Each gives what it gives alone; a causal layer needs shares for that and refuses an int k. It computes on a
+    batch padded to max_seqlen, which a CPU reads from the bounds if it is not given; the routing is that of the padded
+    batch. On a GPU, values of bounds are not checked.
 
     Masked tokens get the light output and never the heavy one. Rows with fewer real tokens than k use those they have.
     No row's output depends on another row. There is no residual inside: write ``x + routed(x)``.

@@ -16,7 +16,7 @@ from onepass.ops.topk.op import choose, select_op
 from onepass.ops.topk.op import gates as hard_gates
 
 from .count import check_number, check_size, count
-from .packed import unpack
+from .packed import refuse_int, unpack
 from .padding import check_mask
 
 SCORES = ("normalised", "cosine")
@@ -93,6 +93,8 @@ class Router(nn.Module):
         (torch.Size([2, 10]), torch.Size([2, 100]))
     """
 
+    causal = False  # whether the choice of a token depends on earlier tokens alone
+
     def __init__(
         self,
         dim: int,
@@ -147,6 +149,8 @@ class Router(nn.Module):
         cu_seqlens: Tensor | None = None, max_seqlen: int | None = None,
     ) -> RouterOutput:  # fmt: skip
         if cu_seqlens is not None or max_seqlen is not None:
+            if self.causal:
+                refuse_int(type(self).__name__, "k", k)
             x, (mask, _) = unpack("Router", x, mask, cu_seqlens, max_seqlen)
         self.check(x, k, mask)
         return self.decide(self.scores(x), k, mask)

@@ -110,7 +110,7 @@ class RoutingStats:
         for name, layer in self._layers:
             self._hooks.append(layer.register_forward_pre_hook(_ask, with_kwargs=True))
             # before the user's hooks, so that they see the output that the caller gets
-            listen = self._listener(name)
+            listen = self._listener(name, layer)
             self._hooks.append(layer.register_forward_hook(listen, with_kwargs=True, prepend=True))
         return self
 
@@ -169,12 +169,18 @@ class RoutingStats:
                 out[f"{name}/saturated"], out[f"{name}/closed"] = high / gates, low / gates
         return out
 
-    def _listener(self, name: str) -> Any:
-        """Return the hook that counts a layer's routing and gives the caller what it asked for."""
+    def _listener(self, name: str, of: nn.Module) -> Any:
+        """Return the hook that counts a layer's routing and gives the caller what it asked for.
+
+        A copy of the layer has the hook too, and is not counted.
+        """
 
         @torch.no_grad()
         def listen(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
             y, routing = output
+            wanted = y if _argument(args, kwargs, *_asked(layer)) == _ONLY_FOR_STATS else None
+            if layer is not of:
+                return wanted
             cross = isinstance(layer, RoutedCrossAttention)
             mask = _argument(args, kwargs, "mask", 2 if cross else 1)
             if (bounds := kwargs.get("cu_seqlens")) is not None:
@@ -186,7 +192,7 @@ class RoutingStats:
                 real = context_mask if cross and path == "router_kv" else mask
                 soft = _with_soft_gates(layer, path, given, real)
                 self._count(f"{name}.{path}" if name else path, _role(path, cross), soft, real)
-            return y if _argument(args, kwargs, *_asked(layer)) == _ONLY_FOR_STATS else None
+            return wanted
 
         return listen
 

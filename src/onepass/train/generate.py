@@ -125,7 +125,8 @@ def generate(model: ByteModel, prompt: Tensor, *, temperature: float, generator:
         if not bool(of_bytes.isfinite().all()):
             raise UserError("the model's outputs are no numbers; its weights are damaged or diverged")
         if temperature > 0:
-            likely = (of_bytes / temperature).softmax(-1)
+            # the largest logit becomes 0, so that no temperature is too small to divide by
+            likely = ((of_bytes - of_bytes.max()) / temperature).softmax(-1)
             byte = int(torch.multinomial(likely, 1, generator=generator))
         else:
             byte = int(of_bytes.argmax())

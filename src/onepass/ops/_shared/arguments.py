@@ -105,6 +105,27 @@ def split(value: Tensor | float) -> tuple[Tensor | None, float]:
     return (value, 0.0) if isinstance(value, Tensor) else (None, float(min(value, LARGEST)))
 
 
+def split_count(value: Tensor | float, like: Tensor) -> tuple[Tensor | None, float]:
+    """`split` for a k, which may follow from a symbolic shape and is a tensor then.
+
+    As a number it would bind the compiled program to one length.
+    """
+    if not _symbolic(value):
+        return split(value)
+    return torch.full((), value, dtype=accumulator(like), device=like.device), 0.0  # type: ignore[arg-type]
+
+
+def _symbolic(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return False
+    if not (torch.compiler.is_compiling() or isinstance(value, (torch.SymInt, torch.SymFloat))):
+        return False
+    # loads sympy, which a program that compiles has loaded
+    from torch.fx.experimental.symbolic_shapes import has_static_value
+
+    return not has_static_value(value)
+
+
 def per_row(value: Tensor | None, like: Tensor) -> Tensor | None:
     """Return k or eps as one value per row of the flattened scores: a view for 0-d, else at most a small copy."""
     return None if value is None else value.expand(like.shape[:-1]).reshape(math.prod(like.shape[:-1]))

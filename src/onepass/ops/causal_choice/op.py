@@ -143,8 +143,9 @@ def choose(scores: Tensor, k: int | float, eps: float, block: int, memory: int, 
     share = k if isinstance(k, float) else 0.0
     k = places(k, n, block) if isinstance(k, float) else min(k, n)
     if k == 0 or batch == 0:
-        gates = scores.new_zeros((batch, k))
-        return CausalChoice(gates.long(), gates)
+        # nothing is chosen; the gates are part of the graph all the same, so that backward() runs
+        gates = scores.new_zeros((batch, k)) + scores[:, :0].sum(-1, keepdim=True)
+        return CausalChoice(scores.new_zeros((batch, k), dtype=torch.int64), gates)
     gates, indices = _call(scores, mask, k, share, float(eps), block, memory)
     return CausalChoice(indices, gates)
 

@@ -30,10 +30,12 @@ _known = lru_cache(256)(_nearest)
 
 
 def nearest(n: Any, numerator: int, denominator: int) -> Any:
-    """Return the share of n tokens, an int ≥ 0 or a tensor of them, rounded to the nearest, halves to even."""
+    """Return the share of n ≥ 0 tokens, an int, a symbolic one or a tensor, rounded to the nearest, halves to even."""
     twice = 2 * n * numerator + denominator
-    found = twice // (2 * denominator)
-    return found - (twice % (2 * denominator) == 0) * (found % 2)
+    found, rest = twice // (2 * denominator), twice % (2 * denominator)
+    # 1 for no rest, else 0, without a condition: n may be symbolic
+    half = (2 * denominator - rest) // (2 * denominator)
+    return found - half * (found % 2)
 
 
 def places(share: float, n: Any, block: int) -> Any:

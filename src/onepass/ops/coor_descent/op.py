@@ -188,7 +188,7 @@ def coor_descent(
         [1.0, 0.12, 0.89, 0.002]
     """
     _check(scores, k, mask, n_iters, eps, eps_init, eps_decay)
-    k_tensor, k_value = arguments.split(k)
+    k_tensor, k_value = arguments.split_count(k, scores)
     first = float(eps if eps_init is None else eps_init)
     return _call(  # type: ignore[no-any-return]
         scores, k_tensor, mask, k_value, n_iters, float(eps), first, float(eps_decay), _wants_trace(scores, k_tensor)

@@ -188,7 +188,7 @@ def soft_topk(
         ([1.0, 0.119, 0.879, 0.002], 2.0)
     """
     _check(scores, k, eps, mask, kind)
-    k_tensor, k_value = arguments.split(k)
+    k_tensor, k_value = arguments.split_count(k, scores)
     eps_tensor, eps_value = arguments.split(eps)
     return _call(scores, k_tensor, eps_tensor, mask, k_value, eps_value, KINDS.index(kind))  # type: ignore[no-any-return]
 

@@ -201,6 +201,12 @@ def _fill(
     return found.gates
 
 
+def _written_in_place(out: tuple[Tensor, Tensor], given: tuple[Tensor | None, ...]) -> bool:
+    """Return whether the kernels may write to `out`: contiguous memory that no argument shares."""
+    shared = {t.untyped_storage().data_ptr() for t in given if t is not None}
+    return all(t.is_contiguous() and t.untyped_storage().data_ptr() not in shared for t in out)
+
+
 def _check_out(out: object, scores: Tensor, k: int, eps: object, index_dtype: torch.dtype) -> None:
     if not isinstance(out, tuple) or len(out) != 2 or not all(isinstance(t, Tensor) for t in out):
         raise TypeError(f"topk: out must be a tuple of two tensors, values and indices; got {type(out).__name__}")
@@ -254,8 +260,8 @@ def topk(
             missing ones +inf. So NaN comes first there too, other than in `torch.topk`.
         sorted: best first; False gives ascending indices, which costs less.
         lengths: int32 or int64, broadcasts to ``scores.shape[:-1]``: how many scores of each row count, from `start`
-            on. On a CPU a range that reaches past its row is refused; on a GPU it is clamped to the row, because the
-            host doesn't see its values.
+            on. On a CPU a range that reaches past its row is refused; on a GPU, in compiled programs and under vmap it
+            is clamped to the row, because the host doesn't see its values.
         start: int32 or int64, broadcasts to ``scores.shape[:-1]``: the first score of each row that counts. Indices
             stay positions in the row.
         index_dtype: of the indices, ``torch.int64`` or ``torch.int32``.
@@ -305,10 +311,15 @@ def topk(
         _check_out(out, scores, k, eps, index_dtype)
     if k == 0 or scores.shape[-1] == 0:
         values, indices = select_op(scores.detach(), mask, start, lengths, k, largest, sorted, narrow)
-        found = TopK(values, indices, torch.zeros_like(values))
+        zeros = torch.zeros_like(values)
+        if scores.requires_grad:
+            # nothing is chosen, so the gradient is 0: backward() runs, as it does for torch.topk
+            nothing = scores[..., :0].sum(-1, keepdim=True)
+            values, zeros = values + nothing, zeros + nothing
+        found = TopK(values, indices, zeros)
     else:
         direct = out is not None and plain(scores, mask, start, lengths, *out) and uses_triton(scores)
-        if out is not None and direct and all(t.is_contiguous() for t in out):
+        if out is not None and direct and _written_in_place(out, (scores, mask, start, lengths)):
             gates_of_out = _fill(scores.detach(), mask, start, lengths, *out, k, largest, sorted)
             torch.autograd.graph.increment_version(out)
             return TopK(*out, gates_of_out)

@@ -94,7 +94,7 @@ def _of_a_few(rows: Tensor, k: int, is_sorted: bool) -> tuple[Tensor, Tensor] | 
     if not all(math.isfinite(s) for row in numbers for s in row):
         return None
     columns = [sorted(range(len(row)), key=row.__getitem__, reverse=True)[:k] for row in numbers]
-    indices = torch.tensor(columns if is_sorted else [sorted(chosen) for chosen in columns])
+    indices = torch.tensor(columns if is_sorted else [sorted(chosen) for chosen in columns], device=rows.device)
     return rows.gather(-1, indices), indices
 
 
@@ -191,14 +191,14 @@ def _reaching(rows: Tensor, bound: Tensor, k: int, exact: bool, short: bool) -> 
     values = rows.view(-1).index_select(0, found)
     if n_rows == 1 and len(found) >= k:
         return values[None], found[None]
-    begins = torch.arange(0, n_rows * n, n)[:, None]
+    begins = torch.arange(0, n_rows * n, n, device=rows.device)[:, None]
     if not short and len(found) == k * n_rows:
         return values.view(-1, k), found.view(-1, k) - begins
     counts = chosen.sum(-1, keepdim=True, dtype=torch.int32)
     width = max(k, int(counts.amax()))
     if not len(found):
         return rows.new_full((n_rows, width), -math.inf), begins.new_zeros((n_rows, width))
-    slot = torch.arange(width)
+    slot = torch.arange(width, device=rows.device)
     missing = slot >= counts
     place = (slot + (counts.cumsum(0) - counts)).clamp_(max=len(found) - 1).view(-1)
     values = values.index_select(0, place).view(-1, width).masked_fill_(missing, -math.inf)
@@ -231,7 +231,7 @@ def _by_number(keys: Tensor, k: int, is_sorted: bool) -> tuple[Tensor, Tensor]:
     number ^= (number >> 31) & 0x7FFF
     if not math.isfinite(keys.sum(dtype=torch.float32).item()):
         number.masked_fill_(keys.isnan(), 0x7FFF)
-    number = number.bitwise_left_shift_(16).add_(torch.arange(n - 1, -1, -1, dtype=torch.int32))
+    number = number.bitwise_left_shift_(16).add_(torch.arange(n - 1, -1, -1, dtype=torch.int32, device=keys.device))
     best = number.topk(k, sorted=is_sorted).values
     indices = (n - 1 - (best & 0xFFFF)).long()
     values = keys.gather(-1, indices)
