@@ -31,11 +31,9 @@ _known = lru_cache(256)(_nearest)
 
 def nearest(n: Any, numerator: int, denominator: int) -> Any:
     """Return the share of n ≥ 0 tokens, an int, a symbolic one or a tensor, rounded to the nearest, halves to even."""
-    twice, whole = 2 * n * numerator + denominator, 2 * denominator
-    # 1 for a half beside an odd number, else 0; without a condition, because n may be symbolic
-    odd_half = (whole - twice % whole) // whole * (twice // whole % 2)
-    # one division last: torch proves from it that a range of lengths gives no share of 1
-    return (twice - odd_half) // whole
+    share = n * numerator
+    # the odd neighbour below a half adds what lifts it to the even one above; no condition, because n may be symbolic
+    return (2 * share + share // denominator % 2 + denominator - 1) // (2 * denominator)
 
 
 def places(share: float, n: Any, block: int) -> Any:
