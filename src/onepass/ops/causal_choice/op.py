@@ -15,7 +15,7 @@ from onepass.core.register import register, register_fake
 from onepass.ops._shared import arguments
 
 from . import sharding, torch_path
-from .reference import fraction, places
+from .reference import fraction, nothing, places
 
 # default: tokens before a block that its threshold is computed from
 MEMORY = 2048
@@ -143,9 +143,7 @@ def choose(scores: Tensor, k: int | float, eps: float, block: int, memory: int, 
     share = k if isinstance(k, float) else 0.0
     k = places(k, n, block) if isinstance(k, float) else min(k, n)
     if k == 0 or batch == 0:
-        # nothing is chosen; the gates are part of the graph all the same, so that backward() runs
-        gates = scores.new_zeros((batch, k)) + scores[:, :0].sum(-1, keepdim=True)
-        return CausalChoice(scores.new_zeros((batch, k), dtype=torch.int64), gates)
+        return CausalChoice(*nothing(scores, k))
     gates, indices = _call(scores, mask, k, share, float(eps), block, memory)
     return CausalChoice(indices, gates)
 

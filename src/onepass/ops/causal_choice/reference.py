@@ -58,7 +58,7 @@ def reference(
     share = fraction(k) if isinstance(k, float) else (min(k, n), n)
     k = places(k, n, block) if isinstance(k, float) else min(k, n)
     if not (k and batch):
-        return scores.new_zeros(batch, k, dtype=torch.int64), scores.new_zeros(batch, k)
+        return nothing(scores, k)
     known = scores.detach()
     threshold = per_token(running_threshold(known, share, block, memory, mask), n, block)
     indices, _ = arrivals(known > threshold, k, share, block, mask)
@@ -66,6 +66,12 @@ def reference(
     shift = common_shift(scores, threshold, eps, block, mask).repeat_interleave(block, 1)[:, :n]
     above = (scores - shift).gather(1, at) - threshold.gather(1, at)
     return indices, torch.where(found, torch.sigmoid(above.masked_fill(~found, 0.0) / eps), 0.0)
+
+
+def nothing(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Return empty indices and gates (batch, k) where nothing can be chosen; backward() runs through the gates."""
+    gates = scores.new_zeros(len(scores), k) + scores[:, :0].sum(-1, keepdim=True)
+    return scores.new_zeros(len(scores), k, dtype=torch.int64), gates
 
 
 def common_shift(scores: Tensor, threshold: Tensor, eps: float, block: int, mask: Tensor | None) -> Tensor:
