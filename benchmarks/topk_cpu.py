@@ -24,7 +24,10 @@ import onepass
 from onepass.core import files
 from onepass.core.about import device_name, versions
 
-CELLS = ((1, 8, 3), (64, 1024, 64), (1, 32768, 2048), (64, 32768, 2048), (4096, 1024, 64), (1, 1 << 20, 2048))
+CELLS = (
+    (1, 8, 3), (4096, 8, 2), (4096, 64, 8), (64, 1024, 64), (1, 32768, 2048), (64, 32768, 2048), (4096, 1024, 64),
+    (1, 1 << 20, 2048),
+)  # fmt: skip
 KINDS = ("normal", "plateau", "bf16")
 SECONDS = 1.5  # of each cell
 

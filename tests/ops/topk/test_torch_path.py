@@ -91,14 +91,20 @@ def test_every_way_is_exact(
         kind = "few"
     s = scores(kind, rows, n, seed).to(dtype)
     k = 1 + round(share * (n - 1))
-    ways = [torch_path._by_bound, torch_path._of_a_few]
-    ways.append(torch_path._by_number if s.element_size() == 2 else torch_path._without_ties)
+    ways: list[Any] = [torch_path._by_bound, torch_path._of_a_few, torch_path._by_rounds]
+    if s.element_size() == 2:
+        ways.append(torch_path._by_number)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch_path, "LEAST_GROUPS", least)
         for way in ways:
-            found: Any = way(s, k, best_first)
+            found = way(s, k, best_first)
             if found is not None:
                 check(found, s, k, best_first)
+    if s.element_size() > 2:
+        found, top = torch_path._without_ties(s, k, best_first)
+        if found is not None:
+            check(found, s, k, best_first)
+        check(torch_path._by_bound(s, k, best_first, top), s, k, best_first)
 
 
 @settings(max_examples=200, deadline=None)
@@ -127,7 +133,9 @@ def test_calls(
 
 
 @pytest.mark.parametrize("kind", KINDS[:-1])
-@pytest.mark.parametrize(("rows", "n", "k"), [(33, 1024, 64), (1, 20000, 1250), (2, 17001, 700), (70, 1030, 9)])
+@pytest.mark.parametrize(
+    ("rows", "n", "k"), [(33, 1024, 64), (1, 20000, 1250), (2, 17001, 700), (70, 1030, 9), (300, 64, 2)]
+)
 def test_long_rows(rows: int, n: int, k: int, kind: str) -> None:
     """The limits as they are; a length that no number of groups divides."""
     s = scores(kind, rows, n, 0)
@@ -139,10 +147,11 @@ def test_long_rows(rows: int, n: int, k: int, kind: str) -> None:
 
 def test_other_layouts() -> None:
     s = scores("level within", 40, 3000, 0)
-    for view in (s.t(), s[:, ::2], s[:1].expand(40, 3000), s.view(2, 20, 3000)):
+    for view in (s.t(), s[:, ::2], s[:, ::100], s[:1].expand(40, 3000), s.view(2, 20, 3000)):
         for best_first in (True, False):
-            top = onepass.topk(view, 30, sorted=best_first)
-            check((top.values, top.indices), view, 30, best_first)
+            for k in (1, 3, 30):
+                top = onepass.topk(view, k, sorted=best_first)
+                check((top.values, top.indices), view, k, best_first)
 
 
 def test_a_bound_leaves_few(monkeypatch: pytest.MonkeyPatch) -> None:

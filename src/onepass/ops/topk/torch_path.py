@@ -13,6 +13,10 @@ from .ranges import allowed
 TINY = 32
 # calls of so few scores, and of rows so short, have torch.topk first: the operations of `_by_bound` take longer
 FEW, FEW_SORTED, LONG = 1 << 14, 1 << 16, 1 << 13
+# rows so short: torch.topk takes about as long as the comparison and `nonzero` of `_by_bound`
+SHORT = 256
+# so few are chosen one after another
+ROUNDS = 4
 # scores of the rows that are done at a time, which bounds the memory beside them
 AT_ONCE = 1 << 20
 # groups for each score to choose, and in a row: fewer leave too many scores above the bound
@@ -57,20 +61,21 @@ def _on_cpu(keys: Tensor, k: int, is_sorted: bool) -> tuple[Tensor, Tensor]:
     # a view takes longer than a comparison
     flat = keys.dim() == 2
     rows = keys if flat else keys.reshape(-1, n)
-    found = None
-    if keys.numel() <= TINY:
+    found = top = None
+    size, half = keys.numel(), keys.element_size() == 2
+    if size <= TINY:
         found = _of_a_few(rows, k, is_sorted)
-    if found is None and keys.element_size() > 2 and _torch_first(keys.numel(), n, k, is_sorted):
-        found = _without_ties(rows, k, is_sorted)
     if found is None:
-        integers = keys.element_size() == 2 and n <= 1 << 16 and (
-            n < 2 * GROUPS * k or (n < LONG and keys.numel() < FEW_SORTED)
-        )  # fmt: skip
-        way = _by_number if integers else _by_bound
-        if keys.numel() <= AT_ONCE:
-            found = way(rows, k, is_sorted)
+        way = _by_rounds if _in_rounds(size, n, k, half) else _by_number if half and _numbers(size, n, k) else _by_bound
+        if way is _by_bound and not half and _torch_first(size, n, k, is_sorted):
+            found, top = _without_ties(rows, k, is_sorted)
+    if found is None:
+        given = (rows,) if top is None else (rows, top)
+        if size <= AT_ONCE:
+            found = way(rows, k, is_sorted, *given[1:])
         else:
-            parts = [way(part, k, is_sorted) for part in rows.split(max(1, AT_ONCE // n))]  # type: ignore[no-untyped-call]
+            pieces = zip(*(t.split(max(1, AT_ONCE // n)) for t in given), strict=True)  # type: ignore[no-untyped-call]
+            parts = [way(part, k, is_sorted, *rest) for part, *rest in pieces]
             found = torch.cat([values for values, _ in parts]), torch.cat([indices for _, indices in parts])
     values, indices = found
     if flat:
@@ -79,12 +84,27 @@ def _on_cpu(keys: Tensor, k: int, is_sorted: bool) -> tuple[Tensor, Tensor]:
     return values.view(shape), indices.view(shape)
 
 
+def _in_rounds(size: int, n: int, k: int, half: bool) -> bool:
+    """Return whether k passes over the rows take less time than torch.topk and what decides its ties."""
+    if k == 1:
+        return True
+    few = k <= ROUNDS and 2 * k * k <= n
+    return few and (n <= 2 * SHORT if half else size > FEW and n <= SHORT)
+
+
+def _numbers(size: int, n: int, k: int) -> bool:
+    """Return whether numbers take less time than `_by_bound` for 16-bit scores; a number has 16 bits for a column."""
+    return n <= 1 << 16 and (n <= SHORT or n < 2 * GROUPS * k or (n < LONG and size < FEW_SORTED))
+
+
 def _torch_first(size: int, n: int, k: int, is_sorted: bool) -> bool:
     """Return whether torch.topk takes less time than `_by_bound` for `size` scores without ties in rows of n."""
     # torch.topk keeps a heap of k where 64·k ≤ n, and is fast where scores seldom enter it
     heap = 64 * (k + 1) <= n
     if size <= FEW or (heap and (k <= 16 or 512 * (k + 1) <= n)):
         return True
+    if 2 * n <= SHORT:
+        return is_sorted or 8 * k <= n
     return is_sorted and (n < 2 * GROUPS * k or (size <= FEW_SORTED and (heap or n < LONG)))
 
 
@@ -98,42 +118,46 @@ def _of_a_few(rows: Tensor, k: int, is_sorted: bool) -> tuple[Tensor, Tensor] | 
     return rows.gather(-1, indices), indices
 
 
-def _without_ties(rows: Tensor, k: int, is_sorted: bool) -> tuple[Tensor, Tensor] | None:
-    """Select by torch.topk; None if it had a tie to decide, or a NaN or -inf is among the chosen."""
+def _without_ties(rows: Tensor, k: int, is_sorted: bool) -> tuple[tuple[Tensor, Tensor] | None, Tensor]:
+    """Select by torch.topk; None if it had a tie to decide, or a NaN or -inf is among the chosen. And the k values."""
     n = rows.shape[-1]
     # one value more than k shows a tie of the last one with what is left
     values, indices = rows.topk(min(k + 1, n))
     # each value must be below the one before: a tie or a NaN breaks this
     if n > 1 and not values.diff().amax().item() < 0:
-        return None
+        return None, values[:, :k]
     if (n == 1 or n == k) and not values[:, -1].amin().item() > -math.inf:
-        return None
+        return None, values[:, :k]
     if not is_sorted:
         indices = indices[:, :k].sort(-1).values
-        return rows.gather(-1, indices), indices
+        return (rows.gather(-1, indices), indices), values
     if n > k:
         # copies: a view would keep k + 1 values, and their stride
         values, indices = (t[:, :k].clone(memory_format=torch.contiguous_format) for t in (values, indices))
-    return values, indices
+    return (values, indices), values
 
 
-def _by_bound(rows: Tensor, k: int, is_sorted: bool) -> tuple[Tensor, Tensor]:
+def _by_bound(rows: Tensor, k: int, is_sorted: bool, top: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Select among the scores that reach a bound.
 
     The columns are dealt to groups, at least twice as many as scores to choose. The k-th largest of the groups' largest
-    scores is a bound that at least k scores reach, and seldom many more. Without groups it is the k-th score itself.
+    scores is a bound that at least k scores reach, and seldom many more. Without groups it is the k-th score itself,
+    as with `top`, the k largest scores.
     """
     n, dtype = rows.shape[-1], rows.dtype
     # torch compares and selects fp32 faster than 16-bit scores
     wide = (rows.float() if rows.element_size() == 2 else rows).contiguous()
-    parts = max(1, n // max(GROUPS * k, LEAST_GROUPS))
-    best = wide
-    if parts > 1:
-        groups = n // parts
-        best = wide[:, : groups * parts].view(-1, parts, groups).amax(1)
-        if rest := n - groups * parts:
-            best[:, :rest] = torch.maximum(best[:, :rest], wide[:, -rest:])
-    bound, highest = best.topk(k, sorted=False).values.aminmax(dim=-1, keepdim=True)
+    parts = 1
+    if top is None:
+        parts = max(1, n // max(GROUPS * k, LEAST_GROUPS))
+        best = wide
+        if parts > 1:
+            groups = n // parts
+            best = wide[:, : groups * parts].view(-1, parts, groups).amax(1)
+            if rest := n - groups * parts:
+                best[:, :rest] = torch.maximum(best[:, :rest], wide[:, -rest:])
+        top = best.topk(k, sorted=False).values
+    bound, highest = top.aminmax(dim=-1, keepdim=True)
     least = bound.amin().item()
     if math.isnan(least):
         return _anywhere(rows, k, is_sorted)
@@ -220,6 +244,19 @@ def _first_equal(rows: Tensor, bound: Tensor, k: int) -> Tensor:
     return above
 
 
+def _by_rounds(rows: Tensor, k: int, is_sorted: bool) -> tuple[Tensor, Tensor]:
+    """Select the largest score k times; torch's max names the first of equal ones, and of NaNs."""
+    if k == 1:
+        return _in_order(rows, *rows.max(-1, keepdim=True), is_sorted=True)
+    left = rows.clone()
+    best = [left.max(-1, keepdim=True)]
+    while len(best) < k:
+        left.scatter_(-1, best[-1].indices, -math.inf)
+        best.append(left.max(-1, keepdim=True))
+    values, indices = (torch.cat(found, -1) for found in zip(*best, strict=True))
+    return _in_order(rows, values, indices, is_sorted)
+
+
 def _by_number(keys: Tensor, k: int, is_sorted: bool) -> tuple[Tensor, Tensor]:
     """Select by int32 numbers: a 16-bit score's order and, below it, its column from the end, so no two are equal.
 
@@ -234,15 +271,23 @@ def _by_number(keys: Tensor, k: int, is_sorted: bool) -> tuple[Tensor, Tensor]:
     number = number.bitwise_left_shift_(16).add_(torch.arange(n - 1, -1, -1, dtype=torch.int32, device=keys.device))
     best = number.topk(k, sorted=is_sorted).values
     indices = (n - 1 - (best & 0xFFFF)).long()
-    values = keys.gather(-1, indices)
+    return _in_order(keys, keys.gather(-1, indices), indices, is_sorted)
+
+
+def _in_order(keys: Tensor, values: Tensor, indices: Tensor, is_sorted: bool) -> tuple[Tensor, Tensor]:
+    """Return the chosen values and indices, by index unless `is_sorted`, with -1 where a value is -inf."""
     missing = values == -math.inf
-    if not is_sorted or missing.any():
-        # missing ones stay last
+    if missing.any():
+        # they stay last
+        n = keys.shape[-1]
         indices = torch.where(missing, n, indices)
         if not is_sorted:
             indices = indices.sort(-1).values
         values = torch.where(indices < n, keys.gather(-1, indices.clamp(max=n - 1)), -math.inf)
-        indices = torch.where(indices < n, indices, -1)
+        return values, torch.where(indices < n, indices, -1)
+    if not is_sorted:
+        indices = indices.sort(-1).values
+        values = keys.gather(-1, indices)
     return values, indices
 
 
