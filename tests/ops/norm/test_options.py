@@ -158,6 +158,21 @@ def test_8_bits_are_those_of_quantizing_afterwards(by: Any, cols: int, device: s
         assert torch.equal(wide.values.view(torch.uint8), want.view(torch.uint8))
 
 
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("device", DEVICES)
+def test_scales_are_fp32_whatever_the_default_dtype(device: str, default: torch.dtype) -> None:
+    """Kernels write four bytes for each scale; compiled programs read what the shapes on meta say."""
+    x = numbers(3, 256, device=device)
+    want = onepass.rms_norm(x, quantize="block")
+    torch.set_default_dtype(default)
+    try:
+        found, none, meta = (onepass.rms_norm(t, quantize="block") for t in (x, x[:0], x.to("meta")))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert {t.scales.dtype for t in (found, none, meta)} == {torch.float32}
+    assert torch.equal(found.scales, want.scales)
+
+
 @pytest.mark.skipif(not INTERPRET, reason="the kernel's own rounding, for GPUs without e4m3")
 def test_codes_of_all_halves() -> None:
     """Every finite number of fp16, scaled into and beyond e4m3's range: the bits of torch's conversion."""
@@ -228,7 +243,6 @@ def test_export() -> None:
     torch.testing.assert_close(program.module()(*more), Model()(*more), rtol=0, atol=0)
 
 
-@pytest.mark.skipif(INTERPRET, reason="the dispatcher is the same")
 def _vmap_views_dtypes() -> bool:
     """Return whether this torch has a rule for the view that codes need: 2.13 has, 2.11 has not."""
     try:
@@ -238,6 +252,7 @@ def _vmap_views_dtypes() -> bool:
     return True
 
 
+@pytest.mark.skipif(INTERPRET, reason="the dispatcher is the same")
 def test_8_bits_through_vmap_compile_and_meta() -> None:
     """The specs compare numbers in float64, so codes are tried here."""
     x = numbers(3, 4, 128)

@@ -49,7 +49,8 @@ def forward(
     codes = scales = stats = None
     if quant:
         codes = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
-        scales = torch.empty((*x.shape[:-1], n_cols // 128 if quant == 2 else 1), device=x.device)
+        shape = (*x.shape[:-1], n_cols // 128 if quant == 2 else 1)
+        scales = torch.empty(shape, dtype=torch.float32, device=x.device)
     if keep:
         stats = torch.empty((1 + has_mean + stable, *x.shape[:-1]), dtype=torch.float32, device=x.device)
     stored = codes if codes is None or not _has_e4m3(x) else codes.view(torch.float8_e4m3fn)

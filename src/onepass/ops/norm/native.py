@@ -62,7 +62,7 @@ def native(
 
 def _wide_weight(weight: Tensor | None, x: Tensor) -> Tensor:
     # torch's kernel keeps fp32 statistics of 16-bit rows only beside an fp32 weight
-    return torch.ones(x.shape[-1]) if weight is None else weight.float()
+    return torch.ones(x.shape[-1], dtype=torch.float32, device=x.device) if weight is None else weight.float()
 
 
 class _SixteenBit(torch.autograd.Function):

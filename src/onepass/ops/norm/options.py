@@ -157,7 +157,8 @@ def _shapes(
         s = torch.empty(x.shape, dtype=torch.promote_types(x.dtype, residual.dtype), device=x.device)
     if quant:
         codes = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
-        scales = torch.ones((*x.shape[:-1], x.shape[-1] // 128 if quant == 2 else 1), device=x.device)
+        shape = (*x.shape[:-1], x.shape[-1] // 128 if quant == 2 else 1)
+        scales = torch.ones(shape, dtype=torch.float32, device=x.device)
     return y, s, codes, scales, empty_stats(x if s is None else s, has_mean, stable)
 
 

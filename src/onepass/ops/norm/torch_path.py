@@ -58,7 +58,8 @@ def forward(
     w, b = wide_weight(weight, offset, wide), None if bias is None else bias.to(wide)
     if has_mean and not stable:
         if s.dtype != wide and s.is_cpu:
-            y, mean, rstd = sixteen_bit_forward(s, torch.ones(n) if w is None else w, b, eps)
+            ones = torch.ones(n, dtype=wide, device=s.device) if w is None else w
+            y, mean, rstd = sixteen_bit_forward(s, ones, b, eps)
         else:
             y, mean, rstd = torch.native_layer_norm(s.to(wide), (n,), w, b, eps)
         return y.to(dtype), torch.stack((rstd.view(s.shape[:-1]), mean.view(s.shape[:-1])))
@@ -113,7 +114,7 @@ def backward(
         dx, dw, db = _rows_backward(dy.to(wide), x, stats, w, eps, has_mean, stable, needs)
         return None if dx is None else (dx if ds is None else dx + ds).view(shape), dw, db
     if layer_norm and x.is_cpu and dy.dtype == x.dtype and (ds is None or not needs[0]):
-        ones = torch.ones(n, dtype=wide) if w is None else w
+        ones = torch.ones(n, dtype=wide, device=x.device) if w is None else w
         dx, dw, db = sixteen_bit_backward(dy, x, stats[1], stats[0], ones, eps, needs)
         return None if dx is None else dx.view(shape), dw, db
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if needs[0] else None
@@ -149,7 +150,7 @@ def sixteen_bit_forward(x: Tensor, w: Tensor, b: Tensor | None, eps: float) -> t
     n = x.shape[-1]
     y, mean, rstd = torch.native_layer_norm(x, (n,), w, b, eps)
     constant = rstd * math.sqrt(eps) > 0.99
-    again = (mean * rstd).abs() > torch.where(constant, 0.0, FAR)
+    again = (mean * rstd).abs() > torch.full_like(mean, FAR).masked_fill_(constant, 0.0)
     if bool(again.any()):
         again = again.view(-1)
         y.view(-1, n)[again] = torch.layer_norm(x.reshape(-1, n)[again].float(), (n,), w, b, eps).to(y.dtype)

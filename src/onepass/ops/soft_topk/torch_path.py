@@ -124,7 +124,7 @@ def _swift_capped(s: Tensor, k: Tensor, eps: Tensor, y: Tensor) -> tuple[Tensor,
     n = s.shape[-1]
     base, solvable = _first_guess(s, k), None
     if not (s.amin().item() > -math.inf and k.amax().item() < n):
-        count = (s > -math.inf).sum(-1, keepdim=True)
+        count = (s > -math.inf).sum(-1, keepdim=True).to(s.dtype)
         # rows with a closed form get another k here, so that they end with the others; `_solve` redoes them
         solvable = k < count
         k = torch.where(solvable, k, 0.5 * count)
@@ -217,7 +217,7 @@ def _search(
         narrow = fine & closed
         arrived |= narrow
         # where many equal scores begin to saturate, the sum jumps over k and Newton's steps lead out of the bracket
-        finish = torch.where(step.abs() < torch.where(narrow, EDGE * tiny, 1.0), aim, c)
+        finish = torch.where(step.abs() < torch.ones_like(step).masked_fill_(narrow, EDGE * tiny), aim, c)
         if capped:
             # if k entries are saturated, the sum is k already, and a step would unsaturate some
             finish = torch.where(state < k, finish, c)
@@ -253,7 +253,7 @@ def _solve(s: Tensor, k: Tensor, eps: Tensor, kind: int) -> tuple[Tensor, Tensor
         endless = (s == math.inf).sum(-1, keepdim=True).to(s.dtype)
         lo = torch.where(finite, s, math.inf).amin(-1, keepdim=True)
         hi = torch.where(finite, s, -math.inf).amax(-1, keepdim=True)
-        poison = torch.where(s.isnan().any(-1, keepdim=True), math.nan, 0.0)
+        poison = torch.zeros_like(lo).masked_fill_(s.isnan().any(-1, keepdim=True), math.nan)
         lo, hi = lo + poison, hi + poison
         full = torch.where(count > 0, lo, poison)
     else:

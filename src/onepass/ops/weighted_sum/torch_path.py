@@ -29,7 +29,7 @@ def forward(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
     if x.is_cuda or len(rows) <= height:
         y = row_sum((rows.to(wide) * vectors).contiguous())
     else:
-        room = torch.empty((height, weight.numel() // x.shape[-1], x.shape[-1]), dtype=wide)
+        room = torch.empty((height, weight.numel() // x.shape[-1], x.shape[-1]), dtype=wide, device=x.device)
         groups = rows.split(height)  # type: ignore[no-untyped-call]
         y = torch.cat([row_sum(torch.mul(some, vectors, out=room[: len(some)])) for some in groups])
     return y.to(dtype).reshape(x.shape[:-1] + weight.shape[:-1])
