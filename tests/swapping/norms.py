@@ -97,6 +97,18 @@ class Widening(FooRMSNorm):
         return super().forward(hidden.float())
 
 
+class Flat(FooRMSNorm):
+    """Another function of two dimensions."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden if hidden.dim() == 2 else super().forward(hidden)
+
+
+class ByGradMode(FooRMSNorm):
+    def forward(self, hidden: Tensor) -> Tensor:
+        return super().forward(hidden) * (1 if torch.is_grad_enabled() else 2)
+
+
 class OtherIn16Bits(FooRMSNorm):
     def forward(self, hidden: Tensor) -> Tensor:
         return super().forward(hidden) * (1 if hidden.dtype == torch.float32 else 1.03)

@@ -14,9 +14,11 @@ from torch.nn.utils import parametrizations, weight_norm
 import onepass
 from onepass import swap
 from swapping.norms import (
+    ByGradMode,
     Centred,
     ChannelsFirst,
     Detached,
+    Flat,
     Gated,
     L2Norm,
     NoEps,
@@ -44,6 +46,9 @@ ALONE: list[Any] = [
     pytest.param(lambda: Unlike(16), "its output differs by", id="l1"),
     pytest.param(lambda: Detached(16), "its gradient differs by", id="detached"),
     pytest.param(lambda: Widening(16).bfloat16(), "its output is float32, an RMS norm's bfloat16", id="wide"),
+    pytest.param(lambda: Widening(16), "its output is float32, an RMS norm's bfloat16", id="wide-once-cast"),
+    pytest.param(lambda: Flat(16), "its output differs by .* from an RMS norm's in float32", id="two-dimensions"),
+    pytest.param(lambda: ByGradMode(16), "its output differs by .* from an RMS norm's in float32", id="grad-mode"),
     pytest.param(lambda: OtherIn16Bits(256).bfloat16(), "its output differs by .* in bfloat16", id="other-in-bf16"),
     pytest.param(lambda: Noisy(16).eval(), "its output differs by", id="dropout"),
     pytest.param(

@@ -32,6 +32,12 @@ def pair(make: Callable[[], nn.Module], dtype: torch.dtype = torch.float32) -> t
     return plain, fused
 
 
+def test_a_number_in_a_sum() -> None:
+    plain, fused = pair(PostNorm)
+    x = torch.randn(3, 16)
+    assert torch.equal(fused(x, 2.0), plain(x, 2.0))
+
+
 @pytest.mark.parametrize(
     "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=lambda d: str(d)[6:]
 )

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import functools
+import random
 import re
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from onepass import swap
 from swapping.layers import Block, PostNorm
@@ -112,9 +115,105 @@ class Graceless(Block):
         return self.n2(x + self.mlp(x))
 
 
+class InAutocast(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            h = self.mlp(x)
+        return self.n2(x + h)
+
+
+class Checkpointed(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.n2(x + checkpoint(self.mlp, x, use_reentrant=False))
+
+
+class OnCpu(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autograd.graph.save_on_cpu():
+            h = self.mlp(x)
+        return self.n2(x + h)
+
+
+class ByGradMode(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.n2(x + self.mlp(x)) if torch.is_grad_enabled() else x
+
+
+class ByAutocast(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return x if torch.is_autocast_enabled("cpu") else self.n2(x + self.mlp(x))
+
+
+class Skipping(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return x if random.random() < 0 else self.n2(x + self.mlp(x))
+
+
+class SkippingByNumPy(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return x if np.random.rand() < 0 else self.n2(x + self.mlp(x))
+
+
+class Seeded(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        torch.manual_seed(3)
+        return self.n2(x + self.drop(self.mlp(x)))
+
+
+class Keeping(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        self.sum = x + self.mlp(x)
+        return self.n2(self.sum)
+
+
+class Trying(Block):
+    """Its branch returns one tensor, and a pair fits the first arm as well."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        try:
+            h = self.mlp(x)
+            h = h if isinstance(h, Tensor) else h[0]
+            h.shape  # noqa: B018
+        except Exception:
+            h = x
+        return self.n2(x + h)
+
+
+class TupleOrNot(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.mix(x)
+        if isinstance(h, tuple):
+            h = h[0]
+        return self.n2(x + h)
+
+
+class Offloading(Block):
+    gradient_checkpointing = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gradient_checkpointing = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = checkpoint(self.mlp, x, use_reentrant=False) if self.gradient_checkpointing else self.mlp(x)
+        return self.n2(x + h)
+
+
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
+        (InAutocast, "its forward calls mlp in a context of its own"),
+        (OnCpu, "its forward calls mlp in a context of its own"),
+        (Checkpointed, "its forward reads a tensor's device"),
+        (ByGradMode, "its forward does something else in another of torch's modes"),
+        (ByAutocast, "its forward does something else in another of torch's modes"),
+        (Skipping, "its forward draws random numbers, or sets their seed"),
+        (SkippingByNumPy, "its forward draws random numbers, or sets their seed"),
+        (Seeded, "its forward draws random numbers, or sets their seed"),
+        (Keeping, "its forward sets the attribute sum"),
+        (Trying, "its forward reads a tensor's shape"),
+        (TupleOrNot, "its forward asks for the type of a tensor"),
+        (Offloading, "its forward reads the attribute gradient_checkpointing"),
         (Scaled, "its forward calls r?mul"),
         (Branching, "its forward reads the attribute first"),
         (ByMode, "its forward does something else in training mode"),
@@ -136,7 +235,11 @@ class Graceless(Block):
 def test_left_alone(make: Callable[[], nn.Module], reason: str) -> None:
     model = nn.ModuleDict({"a": make()})
     kind = type(model["a"])
+    states = random.getstate(), torch.get_rng_state(), repr(np.random.get_state())
     report = swap(model, residuals=True, strict=True)
+    assert random.getstate() == states[0]
+    assert torch.equal(torch.get_rng_state(), states[1])
+    assert repr(np.random.get_state()) == states[2]
     assert type(model["a"]) is kind
     (line,) = report.left_alone
     assert line.names == ("a",)

@@ -41,10 +41,14 @@ def may_vary(values: tuple[Any, ...]) -> bool:
     )  # fmt: skip
 
 
+def _is_number(value: object) -> bool:
+    return hasattr(value, "__float__") and not isinstance(value, Tensor)
+
+
 def betas_of(group: dict[str, Any]) -> tuple[float, float]:
     """Return the betas of a group; tensors raise, because reading them would wait for a device."""
     betas = group["betas"]
-    if not hasattr(betas, "__len__") or len(betas) != 2 or any(isinstance(b, Tensor) for b in betas):
+    if not hasattr(betas, "__len__") or len(betas) != 2 or not all(map(_is_number, betas)):
         raise ValueError(f"Invalid betas: {betas}; Lion takes two numbers")
     beta1, beta2 = betas
     return beta1, beta2
@@ -54,7 +58,7 @@ def check_options(group: dict[str, Any]) -> None:
     """Raise an error for options out of range, in the words of torch.optim."""
     lr, wd = group["lr"], group["weight_decay"]
     for name, value in (("learning rate", lr), ("weight_decay value", wd)):
-        if value is None or isinstance(value, str):
+        if not (isinstance(value, Tensor) or _is_number(value)):
             raise TypeError(f"Invalid {name}: {value!r}; a number or a tensor of one element is accepted")
     if isinstance(lr, Tensor) and lr.numel() != 1:
         raise ValueError(f"Tensor lr must be 1-element, got shape {tuple(lr.shape)}")
@@ -131,7 +135,7 @@ def momentum_dtype(p: Tensor, group: dict[str, Any]) -> torch.dtype:
 def cautious_factor(group: dict[str, Any]) -> float | None:
     """Return the factor of updates whose sign disagrees with the gradient; None without cautious updates."""
     value = group["cautious"]
-    if isinstance(value, Tensor) or not 0.0 <= value <= 1.0:
+    if not _is_number(value) or not 0.0 <= value <= 1.0:
         raise ValueError(f"Invalid cautious value: {value}; a bool or a factor in [0, 1] is accepted")
     factor = (0.0 if value else 1.0) if isinstance(value, bool) else float(value)
     return None if factor == 1.0 else factor

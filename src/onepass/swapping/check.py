@@ -6,6 +6,7 @@ import copy
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,8 @@ SEED = 20
 NAMES = {"LayerNorm": "a layer norm's", "RMSNorm": "an RMS norm's"}
 # nonzero numbers of a sparse row
 FEW = 8
+# outputs of `_run` before its gradients, of which the first is that of x
+OUTPUTS = 3
 # rows of `_input` for gradients; those of the other rows are sums that cancel
 _DENSE = (slice(0, 1), slice(0, 2))
 
@@ -39,15 +42,17 @@ def choose(module: nn.Module, found: list[Target]) -> Target | str:
                 problems.append(problem)
         if not fits:
             return min(problems)[1]
-        target = _same_rounding(module, fits)
-        problem = None if dtype == torch.float32 else _compare(module, target, device, dtype)
+        target, problem = _same_rounding(module, fits)
+        if problem is None and dtype != torch.float32:
+            problem = _compare(module, target, device, dtype)
     return target if problem is None else problem[1]
 
 
-def _same_rounding(module: nn.Module, fits: list[Target]) -> Target:
-    """Return the first target whose output has the module's bits in bf16 on the CPU; the first of all if none has."""
-    if len(fits) == 1:
-        return fits[0]
+def _same_rounding(module: nn.Module, fits: list[Target]) -> tuple[Target, tuple[float, str] | None]:
+    """Return the first target whose output has the module's bits in bf16 on the CPU; the first of all if none has.
+
+    And what is wrong if the module's output is not in bf16: the model may be cast after the exchange.
+    """
     for target in fits:
         generator = torch.Generator("cpu").manual_seed(SEED)
         twin = _twin(module, generator, torch.device("cpu"), torch.bfloat16)
@@ -58,10 +63,13 @@ def _same_rounding(module: nn.Module, fits: list[Target]) -> Target:
             ours = _run(twin, x, x, False)
         except Exception:
             # a module that does not run in bf16 has no rounding there
-            return fits[0]
+            return fits[0], None
+        if theirs[0].dtype != torch.bfloat16:
+            label = NAMES[target.cls.__name__]
+            return target, (math.inf, f"its output is {_short(theirs[0].dtype)}, {label} bfloat16")
         if all(torch.equal(a, b) for a, b in zip(theirs, ours, strict=True)):
-            return target
-    return fits[0]
+            return target, None
+    return fits[0], None
 
 
 def _compare(module: nn.Module, target: Target, device: torch.device, dtype: torch.dtype) -> tuple[float, str] | None:
@@ -77,10 +85,14 @@ def _compare(module: nn.Module, target: Target, device: torch.device, dtype: tor
     dy = x + torch.randn(x.shape, generator=generator, dtype=torch.float64, device="cpu")
     # cast first: not every device has float64
     x, dy = (t.to(dtype).to(device) for t in (x, dy))
+    before = _attributes(twin)
     try:
         theirs = _run(twin, x, dy, gradients)
     except Exception as e:
         return math.inf, f"its forward raises on random input in {_short(dtype)}: {_first_line(e)}"
+    written = _attributes(twin).keys() ^ before.keys()
+    if written:
+        return math.inf, f"its forward changes the attribute {min(written)[0]}"
     try:
         Exchange(twin, target)
         ours = _run(twin, x, dy, gradients)
@@ -105,6 +117,12 @@ def _twin(module: nn.Module, generator: torch.Generator, device: torch.device, d
     return twin
 
 
+def _attributes(module: nn.Module) -> dict[tuple[str, int, int], Any]:
+    """Return the attributes by name, identity and number of elements; equal keys are the same objects."""
+    sizes = {name: len(v) if isinstance(v, (dict, list, set)) else 0 for name, v in vars(module).items()}
+    return {(name, id(v), sizes[name]): v for name, v in vars(module).items() if name != "training"}
+
+
 def _input(generator: torch.Generator, target: Target) -> Tensor:
     """Return six rows that tell norms apart, as (2, 3, *shape).
 
@@ -125,13 +143,16 @@ def _input(generator: torch.Generator, target: Target) -> Tensor:
 
 
 def _run(module: nn.Module, x: Tensor, dy: Tensor, gradients: bool) -> list[Tensor]:
-    """Return the outputs for (3, 1, 2, …) and (2, 3, …), and with `gradients` those of x and of the parameters.
+    """Return the outputs for (6, …), (3, 1, 2, …) and (2, 3, …), and with `gradients` those of x and of the parameters.
 
-    The first call is in evaluation mode, the rest in training mode. The class's forward is called, so hooks are not.
+    The first call is without gradients, the first two are in evaluation mode, the rest in training mode. The class's
+    forward is called, so hooks are not.
     """
     forward = type(module).forward
     vars(module)["training"] = False
-    outs = [forward(module, x.view(3, 1, 2, *x.shape[2:]))]
+    with torch.no_grad():
+        outs = [forward(module, x.flatten(0, 1))]
+    outs.append(forward(module, x.view(3, 1, 2, *x.shape[2:])))
     vars(module)["training"] = True
     outs.append(forward(module, x))
     if not gradients:
@@ -157,13 +178,13 @@ def _difference(
         if a.shape != b.shape or a.dtype != b.dtype:
             found = [_short(t.dtype) if a.dtype != b.dtype else tuple(t.shape) for t in (a, b)]
             return math.inf, f"its output is {found[0]}, {label} {found[1]}"
-        what = "output" if i < 2 else "gradient"
-        rows = -1, a.numel() if i > 2 else width
+        what = "output" if i < OUTPUTS else "gradient"
+        rows = -1, a.numel() if i > OUTPUTS else width
         a, b = (_wide(t).reshape(rows) for t in (a, b))
         error = (a - b).abs().amax(-1)
         relative = torch.where(error == 0, 0.0, error / _scale(i, b, twin, target, x, dy)).nan_to_num(math.inf)
         bound = torch.full_like(relative, 4 * (width + FEW) * fp32)
-        if i < 2:
+        if i < OUTPUTS:
             # rows of few numbers
             bound[3:5] = 4 * (min(width, FEW) + FEW) * fp32
             bound += 4 * u * (u > fp32)
@@ -177,9 +198,9 @@ def _scale(i: int, ours: Tensor, twin: nn.Module, target: Target, x: Tensor, dy:
     """Return per row what the error of the i-th result is relative to: the largest number before terms cancel."""
     largest = ours.abs().amax(-1)
     weight, bias = (twin._parameters.get(name) for name in ("weight", "bias"))
-    if i < 2:
+    if i < OUTPUTS:
         return largest if bias is None else largest + _wide(bias).abs().max()
-    if i > 2:
+    if i > OUTPUTS:
         return largest
     # dx = r(g − mean(g) − n·mean(g·n)) with g = w·dy, n = r·x
     rows, upstream = (_wide(t[_DENSE]).reshape(len(ours), -1) for t in (x, dy))

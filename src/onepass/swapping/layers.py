@@ -27,9 +27,10 @@ def norm_of_sum(norm: nn.Module, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """Return norm(a + b) and a + b: in one kernel if the norm is onepass's and a call runs nothing else.
 
     A hook reads or changes the norm's one tensor, and adapters replace the norm: both get the sum. Tensors of two
-    dtypes are added first, as y has the dtype of the sum.
+    dtypes, or a tensor and a number, are added first, as y has the dtype of the sum.
     """
-    if type(norm) in _NORMS and a.dtype == b.dtype and a.shape == b.shape and has_no_overrides(norm):
+    both = isinstance(a, Tensor) and isinstance(b, Tensor)
+    if both and type(norm) in _NORMS and a.dtype == b.dtype and a.shape == b.shape and has_no_overrides(norm):
         return norm(a, b)  # type: ignore[no-any-return]
     total = a + b
     return norm(total), total

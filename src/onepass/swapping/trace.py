@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any, NamedTuple
+import random
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -15,8 +19,8 @@ _SHAPE = 7, 2, 3  # of seven: a forward that unpacks the tensor in two or three 
 _TUPLES = (2, 3)
 _ADDITIONS = (torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__)
 EXTRA = "**"
-# what a forward may read of its module: the mode, and what is traced as off
-_STATE = ("training", "gradient_checkpointing", "_modules")
+# what a forward may read of its module
+_STATE = ("training", "_modules")
 _SIMPLE = (type(None), bool, int, float, str)
 
 
@@ -50,17 +54,38 @@ class Trace(NamedTuple):
 
 
 class UntraceableError(Exception):
-    """The forward does more than a `Trace` can describe; the text is a reason for the report."""
+    """The forward does more than a `Trace` can describe; the text is a reason for the report.
+
+    Attributes:
+        final: so whatever the modules return, one tensor or several.
+    """
+
+    def __init__(self, reason: str, final: bool = False) -> None:
+        super().__init__(reason)
+        self.final = final
 
 
 class _Given:
     """An argument that a forward may hand on or compare with None; any other use raises."""
 
+    def __init__(self, recorder: _Recorder) -> None:
+        vars(self)["recorder"] = recorder
+
     def _refuse(self, *_: Any) -> Any:
-        raise UntraceableError("its forward looks at an argument")
+        vars(self)["recorder"].refuse("its forward looks at an argument")
 
     __bool__ = __eq__ = __hash__ = __len__ = __iter__ = __getitem__ = _refuse
     __class__ = property(_refuse)  # isinstance asks for it
+
+
+class _Made(Tensor):
+    """The tensor that stands for an argument or a result: a forward that asks whether it is a tuple raises."""
+
+    recorder: _Recorder
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:  # type: ignore[override]
+        self.recorder.refuse("its forward asks for the type of a tensor", final=True)
 
 
 class _Recorder(TorchFunctionMode):
@@ -71,7 +96,14 @@ class _Recorder(TorchFunctionMode):
         self.steps: list[Step] = []
         self.tuples = tuples
         self.last = ""  # the module that was called last
+        self.refused: UntraceableError | None = None
         self._known: list[tuple[object, str]] = []
+        self._modes = _modes()
+
+    def refuse(self, reason: str, final: bool = False) -> NoReturn:
+        """Raise an error; it stays in `refused`, because the forward may catch it and go on."""
+        self.refused = self.refused or UntraceableError(reason, final)
+        raise self.refused
 
     def know(self, value: object, name: str) -> None:
         self._known.append((value, name))
@@ -83,12 +115,14 @@ class _Recorder(TorchFunctionMode):
                 return name
         if value is None or isinstance(value, bool):
             return repr(value)
-        if isinstance(value, tuple):
-            return f"({', '.join(map(self.name, value))},)"
-        raise UntraceableError(f"its forward makes a {type(value).__name__} of its own")
+        if not isinstance(value, tuple):
+            self.refuse(f"its forward makes a {type(value).__name__} of its own")
+        return f"({', '.join(map(self.name, value))},)"
 
     def call(self, module: str, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """Record a call of a module and return what stands for its result."""
+        if _modes() != self._modes:
+            self.refuse(f"its forward calls {module} in a context of its own", final=True)
         named = ((key, self.name(value)) for key, value in options.items())
         # an option that forward has no name for is passed on with all others like it
         passed = tuple((EXTRA if name == EXTRA else key, name) for key, name in named)
@@ -96,7 +130,7 @@ class _Recorder(TorchFunctionMode):
         self.steps.append(Step(out, module, tuple(map(self.name, args)), passed))
         self.last = module
         count = self.tuples.get(module, 0)
-        made = tuple(_empty() for _ in range(count or 1))
+        made = tuple(_made(self) for _ in range(count or 1))
         for i, t in enumerate(made):
             self.know(t, f"{out}[{i}]" if count else out)
         return made if count else made[0]
@@ -104,12 +138,12 @@ class _Recorder(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if func not in _ADDITIONS or kwargs or len(args) != 2 or not all(isinstance(t, Tensor) for t in args):
             if getattr(func, "__name__", "") == "__get__":
-                raise UntraceableError(f"its forward reads a tensor's {func.__self__.__name__}")
+                self.refuse(f"its forward reads a tensor's {func.__self__.__name__}")
             options = f" with {', '.join(kwargs)}" if kwargs else ""
-            raise UntraceableError(f"its forward calls {_short(func)}{options}")
+            self.refuse(f"its forward calls {_short(func)}{options}")
         out = f"{_VALUE}{len(self.steps)}"
         self.steps.append(Step(out, "+", (self.name(args[0]), self.name(args[1])), ()))
-        made = _empty()
+        made = _made(self)
         self.know(made, out)
         return made
 
@@ -124,7 +158,7 @@ class _StandIn:
         return self._recorder.call(self._name, args, options)
 
     def __getattr__(self, name: str) -> Any:
-        raise UntraceableError(f"its forward reads {self._name}.{name}")
+        self._recorder.refuse(f"its forward reads {self._name}.{name}")
 
 
 def trace(module: nn.Module, cls: type[nn.Module]) -> Trace:
@@ -139,6 +173,11 @@ def trace(module: nn.Module, cls: type[nn.Module]) -> Trace:
     evaluation, training = (_of_mode(module, cls, parameters, mode) for mode in (False, True))
     if evaluation != training:
         raise UntraceableError("its forward does something else in training mode")
+    autocasts: list[Any] = [torch.autocast(d) for d in ("cpu", "cuda") if d == "cpu" or torch.cuda.is_available()]
+    for context in [torch.no_grad(), torch.inference_mode(), *autocasts]:
+        with context:
+            if _of_mode(module, cls, parameters, True) != training:
+                raise UntraceableError("its forward does something else in another of torch's modes")
     return training
 
 
@@ -211,20 +250,32 @@ def _run(
         recorder = _Recorder(tuples)
         twin = _twin(module, recorder, training)
         positional, options = _arguments(recorder, parameters, given)
-        try:
-            with recorder:
-                made = cls.forward(twin, *positional, **options)
-            return tuple(recorder.steps), recorder.name(made)
-        except Exception as e:
-            known = isinstance(e, UntraceableError)
-            line = str(e) if known else f"its forward raises on stand-ins: {type(e).__name__}: {e}".splitlines()[0]
-            # the reason is the error of the call that got furthest
-            reasons[len(recorder.steps), known] = UntraceableError(line)
-            # the module that was called last may return a tuple, or a longer one
-            sizes = [n for n in _TUPLES if n > tuples.get(recorder.last, 0)]
-            if not recorder.last or not sizes:
-                raise reasons[max(reasons)] from e
-            tuples[recorder.last] = sizes[0]
+        result = ""
+        error: Any = None
+        with _random_state_kept() as untouched:
+            try:
+                with recorder:
+                    made = cls.forward(twin, *positional, **options)
+                result = recorder.name(made)
+            except Exception as e:
+                error = e
+            # a forward may have caught what it was refused
+            error = recorder.refused or error
+            if not untouched():
+                error = UntraceableError("its forward draws random numbers, or sets their seed", final=True)
+        if error is None:
+            return tuple(recorder.steps), result
+        known = isinstance(error, UntraceableError)
+        if known and error.final:
+            raise error
+        line = str(error) if known else f"its forward raises on stand-ins: {type(error).__name__}: {error}"
+        # the reason is the error of the call that got furthest
+        reasons[len(recorder.steps), known] = UntraceableError(line.splitlines()[0])
+        # the module that was called last may return a tuple, or a longer one
+        sizes = [n for n in _TUPLES if n > tuples.get(recorder.last, 0)]
+        if not recorder.last or not sizes:
+            raise reasons[max(reasons)] from error
+        tuples[recorder.last] = sizes[0]
 
 
 def _twin(module: nn.Module, recorder: _Recorder, training: bool) -> nn.Module:
@@ -234,16 +285,17 @@ def _twin(module: nn.Module, recorder: _Recorder, training: bool) -> nn.Module:
         def __getattribute__(self, name: str) -> Any:
             if name in own and name not in _STATE:
                 # it may have another value in a later call
-                raise UntraceableError(f"its forward reads the attribute {name}")
+                recorder.refuse(f"its forward reads the attribute {name}")
             return super().__getattribute__(name)
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            recorder.refuse(f"its forward sets the attribute {name}", final=True)
 
     own = vars(module)
     twin: Any = object.__new__(Watched)
     vars(twin).update(own)
     stand_ins = {name: _StandIn(recorder, name) for name, m in module._modules.items() if m is not None}
     vars(twin).update(_modules=stand_ins, training=training)
-    if "gradient_checkpointing" in vars(twin):
-        vars(twin)["gradient_checkpointing"] = False
     return twin  # type: ignore[no-any-return]
 
 
@@ -257,7 +309,7 @@ def _arguments(
         required = p.default is p.empty and p.kind is not p.VAR_KEYWORD
         if not required and p.name not in given:
             continue
-        value = _empty() if required else _Given()
+        value = _made(recorder) if required else _Given(recorder)
         recorder.know(value, EXTRA if p.kind is p.VAR_KEYWORD else p.name)
         if required and p.kind is not p.KEYWORD_ONLY:
             positional.append(value)
@@ -266,10 +318,45 @@ def _arguments(
     return positional, options
 
 
-def _empty() -> Tensor:
+def _made(recorder: _Recorder) -> Tensor:
     # the recorder would take torch.empty for an operation of the forward
     with torch._C.DisableTorchFunction():
-        return torch.empty(_SHAPE, device="cpu")
+        made = torch.empty(_SHAPE, device="cpu").as_subclass(_Made)
+    made.recorder = recorder
+    return made
+
+
+def _modes() -> tuple[Any, ...]:
+    """Return what a forward may set around a call, unseen by a `TorchFunctionMode`."""
+    autocast = ((torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda"))
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *autocast, hooks
+
+
+@contextmanager
+def _random_state_kept() -> Iterator[Callable[[], bool]]:
+    """Restore the random states of torch, Python and NumPy; the value says whether they are as they were."""
+    numpy = sys.modules.get("numpy")
+
+    def states() -> tuple[Any, ...]:
+        return torch.get_rng_state(), random.getstate(), numpy.random.get_state() if numpy else ()
+
+    def untouched() -> bool:
+        now = states()
+        # NumPy's hold an array
+        of_numpy = all(
+            bool((a == b).all()) if hasattr(a, "all") else a == b for a, b in zip(now[2], before[2], strict=True)
+        )
+        return torch.equal(now[0], before[0]) and now[1] == before[1] and of_numpy
+
+    before = states()
+    try:
+        yield untouched
+    finally:
+        torch.set_rng_state(before[0])
+        random.setstate(before[1])
+        if numpy:
+            numpy.random.set_state(before[2])
 
 
 def _short(func: Any) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -198,6 +200,19 @@ def test_strides_and_dtypes_of_results() -> None:
     assert y.is_contiguous()
     (dx,) = torch.autograd.grad(y, x, torch.ones(()).expand_as(y))
     torch.testing.assert_close(dx, torch.zeros_like(x), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("norm", [layer_norm, rms_norm])
+def test_compiled_results_have_the_strides_of_eager_ones(norm: Any) -> None:
+    x, w = torch.randn(3, 4, 16), torch.ones(16)
+
+    def call(x: torch.Tensor) -> Any:
+        y, s = norm(x.transpose(0, 1), w, residual=x.transpose(0, 1))
+        return norm(x.transpose(0, 1), w).view(-1, 16), y.view(-1, 16), s.view(-1, 16)
+
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+    for found, expected in zip(compiled(x), call(x), strict=True):
+        torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize("norm", [layer_norm, rms_norm])

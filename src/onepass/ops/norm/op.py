@@ -81,6 +81,11 @@ def _decomposes() -> bool:
     return COMPILED == "torch" and torch.compiler.is_compiling()
 
 
+def _contiguous(found: Any) -> Any:
+    """Return torch's results with the strides of the kernels', so that a view of them fits compiled or not."""
+    return tuple(t.contiguous() for t in found) if isinstance(found, tuple) else found.contiguous()
+
+
 def _one_stream(x: Tensor, residual: Tensor) -> bool:
     """Return whether x and residual have one gradient; kernels write it in two dtypes for `options` alone."""
     return not isinstance(x, Tensor) or getattr(residual, "dtype", x.dtype) == x.dtype or not uses_triton(x)
@@ -186,7 +191,7 @@ def layer_norm(
     if _plain(weight, bias, gate, gate_first, groups, quantize, out_dtype) and not offset:
         if not stable and _decomposes():
             check_arguments(x, residual, weight, bias, eps, True)
-            return reference.layer_norm(x, weight, bias, eps=eps, residual=residual)
+            return _contiguous(reference.layer_norm(x, weight, bias, eps=eps, residual=residual))
         if residual is None:
             return norm(x, weight, bias, eps, 0.0, True, stable)
         if _one_stream(x, residual):
@@ -289,7 +294,7 @@ def rms_norm(
     if rounding == "once" and _plain(weight, bias, gate, gate_first, groups, quantize, out_dtype):
         if _decomposes():
             check_arguments(x, residual, weight, bias, eps, False)
-            return reference.rms_norm(x, weight, bias, eps=eps, offset=offset, residual=residual)
+            return _contiguous(reference.rms_norm(x, weight, bias, eps=eps, offset=offset, residual=residual))
         if residual is None:
             return norm(x, weight, bias, eps, offset, False, False)
         if _one_stream(x, residual):
