@@ -71,6 +71,11 @@ def unpack(
     if mask is not None:
         raise ValueError(f"{caller}: mask and cu_seqlens exclude each other: packed tokens are all real")
     check.floating(caller, "x", x)
+    if hasattr(x, "to_local"):
+        raise TypeError(
+            f"{caller}: with cu_seqlens, x must be a plain tensor, got a DTensor; give each device whole sequences, or "
+            "pad them and spread the padded batch"
+        )
     if x.dim() not in (2, 3) or (x.dim() == 3 and len(x) != 1):
         raise ValueError(f"{caller}: with cu_seqlens, x must be (total, dim) or (1, total, dim), got {tuple(x.shape)}")
     tokens = x.reshape(-1, x.shape[-1])

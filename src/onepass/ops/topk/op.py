@@ -273,8 +273,8 @@ def topk(
     Returns:
         ``TopK(values, indices, gates)``, each ``(..., k)``: the selected scores in descending order (ties by lowest
         index; NaN before +inf), their indices, the gates. -inf is never selected. A row with fewer than k valid entries
-        is padded with value -inf, index -1, gate 0. Values have the gradient of a gather, gates that of soft_topk. The
-        gates of a row whose selection holds a NaN are NaN.
+        is padded with value -inf, index -1, gate 0. Values have the gradient of a gather, gates that of soft_topk.
+        Where a row's selection holds a NaN, all its gates but the padding are NaN.
 
     Raises:
         TypeError: scores is not a floating-point tensor, k is not an int, mask is not bool, lengths or start is not
