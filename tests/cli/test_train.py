@@ -60,6 +60,8 @@ def test_unreadable_file(capsys: pytest.CaptureFixture[str], text: Path, monkeyp
 def test_neither_file_nor_directory(capsys: pytest.CaptureFixture[str]):
     os.mkfifo("pipe")
     assert "pipe is neither a file nor a directory" in refused(capsys, "train", "pipe")
+    Path("folder").mkdir()
+    assert "folder is a directory, not a file" in refused(capsys, "train", "--config", "folder")
 
 
 def test_empty_data(capsys: pytest.CaptureFixture[str]):

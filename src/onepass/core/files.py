@@ -96,10 +96,12 @@ def cut(path: Path, length: int) -> None:
 
 
 def read(path: Path) -> bytes:
-    """Read a whole file; raise UserError for a pipe or a device, which may never end."""
+    """Read a whole file; raise UserError for a directory, and for a pipe or a device, which may never end."""
     try:
-        if not stat.S_ISREG(path.stat().st_mode):
-            raise UserError(f"{path} is neither a file nor a directory")
+        mode = path.stat().st_mode
+        if not stat.S_ISREG(mode):
+            what = "a directory, not a file" if stat.S_ISDIR(mode) else "neither a file nor a directory"
+            raise UserError(f"{path} is {what}")
         return path.read_bytes()
     except OSError as error:
         raise UserError(f"can't read {path}: {reason(error)}") from None
