@@ -36,7 +36,7 @@ def _steps(what: str) -> Any:
 
         return training("masked", data.load([], binary=False, follow_links=False), "cuda", "gpu")._one_step
     x = torch.randn(2, 4096, 1024, device="cuda", requires_grad=True)
-    layer = onepass.nn.RMSNorm(1024) if what == "norm" else onepass.nn.RoutedBlock(1024, 1 / 16)
+    layer = onepass.nn.RMSNorm(1024) if what == "norm" else onepass.nn.RoutedBlock(1024, 1 / 16, window=128)
     layer = layer.cuda()
     run = torch.compile(layer) if what.startswith("compiled") else layer
 

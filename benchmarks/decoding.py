@@ -103,7 +103,7 @@ def measure(
     torch.manual_seed(0)
     models = {
         "routed": nn.ModuleList(
-            RoutedBlock(dim, 1 / 16, heads=heads, dim_head=dim // heads, causal=True) for _ in range(blocks)
+            RoutedBlock(dim, 1 / 16, heads=heads, dim_head=dim // heads, window=128, causal=True) for _ in range(blocks)
         ),
         "dense": nn.ModuleList(DenseBlock(dim, heads) for _ in range(blocks)),
     }

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -122,11 +123,12 @@ def _block(n: int, dim: int, dtype: torch.dtype, causal: bool) -> Case:
         def impl(module: Callable[[], nn.Module]) -> Prepared:
             return both_passes(module, x, autocast, not autocast)
 
-        impls: dict[str, Impl] = {"onepass": impl(lambda: RoutedBlock(dim, 1 / 16, k_kv=1 / 8, causal=causal))}
+        block = partial(RoutedBlock, dim, 1 / 16, k_kv=1 / 8, window=128, causal=causal)
+        impls: dict[str, Impl] = {"onepass": impl(block)}
         if autocast:
             if not causal:
                 impls["dense flash"] = impl(lambda: DenseBlock(dim))
-                impls["attention alone"] = impl(lambda: RoutedAttention(dim, 1 / 16, 1 / 8))
+                impls["attention alone"] = impl(lambda: RoutedAttention(dim, 1 / 16, 1 / 8, window=128))
             return impls
         # its kernels know fp32 alone: under autocast it fails
         colt5 = optional("colt5_attention")

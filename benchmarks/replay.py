@@ -76,7 +76,7 @@ def _calls() -> dict[str, Callable[[], Any]]:
     y, dy = onepass.layer_norm(x, w, b), torch.randn(64, 1024, device="cuda", dtype=torch.bfloat16)
     scores = torch.randn(64, 1024, device="cuda")
     feed_forward = onepass.nn.RoutedFeedForward(256, k=64).cuda().bfloat16()
-    block = onepass.nn.RoutedBlock(256, k=64, heads=4, dim_head=64).cuda().bfloat16()
+    block = onepass.nn.RoutedBlock(256, k=64, heads=4, dim_head=64, window=128).cuda().bfloat16()
     tokens = leaf(2, 1024, 256)
 
     def without_gradients(call: Callable[[], Any]) -> Callable[[], Any]:

@@ -159,7 +159,7 @@ class RoutedAttention(nn.Module):
         heads: int = 8,
         dim_head: int = 64,
         light_heads: int | None = None,
-        window: int = 128,
+        window: int = 256,
         causal: bool = False,
         router_q: nn.Module | None = None,
         router_kv: nn.Module | None = None,

@@ -51,7 +51,7 @@ class LocalAttention(nn.Module):
         *,
         heads: int = 8,
         dim_head: int = 64,
-        window: int = 128,
+        window: int = 256,
         causal: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,

@@ -72,7 +72,7 @@ PRESETS: dict[str, dict[str, int | float]] = {
         "eval_windows": 128, "final_windows": 1024,
     },
     "gpu": {
-        "steps": 2000, "batch": 8, "seq": 8192, "dim": 512, "blocks": 6, "heads": 8, "routed": 0.0625, "window": 128,
+        "steps": 2000, "batch": 8, "seq": 8192, "dim": 512, "blocks": 6, "heads": 8, "routed": 0.125, "window": 256,
         "eval_windows": 16, "final_windows": 128,
     },
 }  # fmt: skip
