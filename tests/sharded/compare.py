@@ -118,6 +118,12 @@ def _routings(routing: Any) -> list[RouterOutput]:
     return [routing] if isinstance(routing, RouterOutput) else [r for part in routing for r in _routings(part)]
 
 
+def tolerance(dtype: torch.dtype) -> dict[str, float]:
+    """Return how far layers that sum in another order may lie apart; `wide` gives fp32 on a GPU."""
+    most = 2e-5 if dtype == torch.float32 else 1e-12
+    return {"rtol": most, "atol": most}
+
+
 def same_layer(
     layer: nn.Module, x: Tensor, mask: Tensor | None, on: DeviceMesh, placements: Sequence[Placement],
     weights: Callable[[str, nn.Module, DeviceMesh], None] | None = None,
@@ -135,8 +141,7 @@ def same_layer(
         # a block's second layer scores tokens that are rounded otherwise: equal choices, gates within rounding
         assert torch.equal(whole(found.indices), expected.indices)
         torch.testing.assert_close(whole(found.gates.detach()), expected.gates.detach())
-    most = 2e-5 if x.dtype == torch.float32 else 1e-12
-    tight = {"rtol": most, "atol": most}
+    tight = tolerance(x.dtype)
     torch.testing.assert_close(whole(got.detach()), y.detach(), **tight)
     torch.manual_seed(1)
     up = torch.randn_like(y)

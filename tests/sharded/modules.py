@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard, distribute_module
 
 from onepass.nn import Routed, RoutedAttention, RoutedBlock, RoutedFeedForward, Router
-from sharded.compare import CASES, R, case, in_shards, many, mesh, placed, same_layer, whole, wide
+from sharded.compare import CASES, R, case, in_shards, many, mesh, placed, same_layer, tolerance, whole, wide
 from sharded.processes import device_type, main
 
 DIM = 16
@@ -82,23 +82,30 @@ def _() -> None:
     same_layer(_feed_forward(), wide(2, 24, DIM).to(device_type()), None, mesh(), [Shard(1)], in_shards)
 
 
-@many("plain weights", {"layer": ["feed-forward", "cosine", "attention", "causal attention", "causal block"]})
-def _(layer: str) -> None:
+@many(
+    "plain weights",
+    {
+        "layer": ["feed-forward", "cosine", "attention", "causal attention", "causal block"],
+        "dtype": [torch.float32, torch.float64],
+    },
+)
+def _(layer: str, dtype: torch.dtype) -> None:
     """Each process has whole weights, as FSDP2 hands them; the parts of their gradients add up."""
-    x = wide(2, 24, DIM).to(device_type())
+    x = wide(2, 24, DIM).to(device_type(), dtype)
     module = {**LAYERS, **ATTENTIONS}[layer]().to(x.device, x.dtype)
     other = copy.deepcopy(module)
     a = x.clone().requires_grad_()
     b = placed(x, mesh(), [Shard(1)]).requires_grad_()
     y, got = module(a), other(b)
-    torch.testing.assert_close(whole(got.detach()), y.detach(), rtol=1e-12, atol=1e-12)
+    tight = tolerance(dtype)
+    torch.testing.assert_close(whole(got.detach()), y.detach(), **tight)
     y.backward(torch.ones_like(y))
     got.backward(placed(torch.ones_like(y), mesh(), [Shard(1)]))
-    torch.testing.assert_close(whole(b.grad), a.grad, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(whole(b.grad), a.grad, **tight)
     for (name, p), q in zip(module.named_parameters(), other.parameters(), strict=True):
         assert q.grad is not None, name
         dist.all_reduce(q.grad)
-        torch.testing.assert_close(q.grad, p.grad, rtol=1e-12, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(q.grad, p.grad, **tight, msg=lambda m, n=name: f"{n}: {m}")
 
 
 @case("all chosen tokens in one place")
