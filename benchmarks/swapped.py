@@ -2,10 +2,10 @@
 
     python benchmarks/swapped.py --json benchmarks/results/h200/raw/swapped.json
 
-Each model is built from a configuration with random weights, three times: as it is, with its norms exchanged, and with
-``residuals=True`` as well. First loss and gradients of one step are compared with those of the model as it is and with
-fp32; then forward and backward are timed in eager and compiled programs, as `onepass bench program` does it.
-About four minutes on an H200, most of them for the compiler; the file is written after each measurement.
+Each model is built from a configuration with random weights, as it is and with its norms exchanged. First loss and
+gradients of one step are compared with those of the model as it is and with fp32; then forward and backward are timed
+in eager and compiled programs, as `onepass bench program` does it. About three minutes on an H200, most of them for the
+compiler; the file is written after each measurement.
 """
 
 # ruff: noqa: T201
@@ -31,7 +31,7 @@ from onepass.bench.program import measure
 from onepass.bench.programs import Program
 from onepass.core.about import device_name, settings, versions
 
-WAYS: dict[str, dict[str, bool] | None] = {"as it is": None, "swapped": {}, "swapped, residuals": {"residuals": True}}
+WAYS = ("as it is", "swapped")
 VOCABULARY, CLASSES = 32000, 1000
 
 
@@ -108,7 +108,7 @@ def build(model: Model, device: str, way: str) -> nn.Module:
     with torch.device(device):
         made = model.build().to(torch.bfloat16).train()
     if way != "as it is":
-        report = onepass.swap(made, **WAYS[way] or {})
+        report = onepass.swap(made)
         print(f"{model.name}, {way}:\n{report}\n")
     return Loss(made)
 

@@ -56,7 +56,7 @@ def functions(some: Tensor | None) -> None:
         assert_type(report, onepass.SwapReport)
     assert_type(report.exchanged[0].names, tuple[str, ...])
     assert_type(report.undo(), None)
-    assert_type(onepass.swap(linear, residuals=True), onepass.SwapReport)
+    assert_type(onepass.swap(linear, dry_run=True), onepass.SwapReport)
     onepass.swap("linear")  # wrong
     assert_type(onepass.topk(x, 2), TopK)
     assert_type(onepass.topk(x, 2).gates, Tensor)

@@ -272,7 +272,7 @@ def test_the_examples_of_the_page(capsys) -> None:
     page = (Path(__file__).parents[2] / "docs" / "swap.md").read_text()
     codes = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
     printed = "".join(re.findall(r"^```text\n(.*?)^```", page, re.DOTALL | re.MULTILINE))
-    assert len(codes) == 3
+    assert len(codes) == 2
     for code in codes:
         exec(compile(code, "docs/swap.md", "exec"), {})
     assert capsys.readouterr().out == printed

@@ -57,17 +57,4 @@ class Exchange:
                 parameters.pop(name, None)
 
 
-class LayerExchange:
-    """One layer that has the class `cls`, until `undo`."""
-
-    def __init__(self, module: nn.Module, cls: type[nn.Module]) -> None:
-        self.module, self.cls = module, cls
-        self._cls = type(module)
-        module.__class__ = cls
-
-    def undo(self) -> None:
-        """Restore the class."""
-        self.module.__class__ = self._cls
-
-
-__all__ = ["Exchange", "LayerExchange", "Target"]
+__all__ = ["Exchange", "Target"]

@@ -75,19 +75,14 @@ def targets(module: nn.Module) -> list[Target] | str:
     return [Target.like(made) for made in ([layer] if only_layer else [*rms, layer])]
 
 
-def altered(module: nn.Module) -> str:
-    """Return why a call of the module is more than the forward of its class, or an empty string."""
+def _obstacle(module: nn.Module) -> str:
+    """Return why a call of the module may do more than compute a norm, or an empty string."""
     if parametrize.is_parametrized(module):
         return "it has parametrizations"
     if "forward" in vars(module):
         return "its forward is overwritten on the instance"
-    return "" if vars(module).get("_compiled_call_impl") is None else "it is compiled on its own"
-
-
-def _obstacle(module: nn.Module) -> str:
-    """Return why a call of the module may do more than compute a norm, or an empty string."""
-    if problem := altered(module):
-        return problem
+    if vars(module).get("_compiled_call_impl") is not None:
+        return "it is compiled on its own"
     if module._modules:
         return f"it has modules inside: {', '.join(module._modules)}"
     if module._buffers:
@@ -129,4 +124,4 @@ def _parameter_problem(module: nn.Module) -> str:
     return ""
 
 
-__all__ = ["altered", "looks_like_norm", "targets"]
+__all__ = ["looks_like_norm", "targets"]

@@ -7,14 +7,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from types import TracebackType
 
-from .exchange import Exchange, LayerExchange
+from .exchange import Exchange
 
 _SHOWN = 3
 
 
 @dataclass(frozen=True)
 class Layer:
-    """One norm of the model, or with ``residuals=True`` one layer around norms."""
+    """One norm of the model."""
 
     names: tuple[str, ...]
     """The names by which the model reaches it; "" is the model itself."""
@@ -32,12 +32,11 @@ class SwapReport:
     ``report.undo()`` takes the exchange back, and so does the end of ``with onepass.swap(model) as report: ...``.
 
     Attributes:
-        layers: a `Layer` for each norm, then for each module with additions before its norms, in the order of
-            ``model.named_modules()``: names, kind, becomes, reason.
+        layers: a `Layer` for each norm, in the order of ``model.named_modules()``: names, kind, becomes, reason.
         dry_run: nothing was exchanged.
     """
 
-    def __init__(self, layers: Iterable[Layer], exchanges: Iterable[Exchange | LayerExchange], dry_run: bool) -> None:
+    def __init__(self, layers: Iterable[Layer], exchanges: Iterable[Exchange], dry_run: bool) -> None:
         self.layers = tuple(layers)
         self.dry_run = dry_run
         self._exchanges = tuple(exchanges)

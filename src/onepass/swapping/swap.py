@@ -10,8 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from .check import choose
-from .exchange import Exchange, LayerExchange, Target
-from .layers import around
+from .exchange import Exchange, Target
 from .recognise import looks_like_norm, targets
 from .report import Layer, SwapReport
 
@@ -23,7 +22,6 @@ def swap(
     exclude: str | Iterable[str] = (),
     strict: bool = False,
     dry_run: bool = False,
-    residuals: bool = False,
 ) -> SwapReport:
     r"""Exchange the LayerNorms and RMSNorms of a model for those of `onepass.nn`, which read x once.
 
@@ -44,18 +42,12 @@ def swap(
     plus a few of fp16's subnormal steps. The output of `onepass` has the dtype of x. Where the weight is wider than x,
     that of transformers' norms has the weight's; under CUDA autocast, that of torch's LayerNorm is fp32.
 
-    With ``residuals=True``, layers whose forward adds two tensors and norms the sum, as decoder layers of Llama, Qwen
-    and GPT-2 do, hand both tensors to the norm, which adds them in its kernel. A layer's forward is run on stand-ins
-    first; it is exchanged if it only calls modules, adds, and hands on its arguments. The norm gets the rounded sum,
-    so outputs have the bits of a call without `residuals`; the sum's gradient is rounded once instead of twice.
-
     Args:
         model: any module; swap first, then wrap it in DistributedDataParallel or FSDP, or compile it.
         include: a glob or several, as in ``"model.layers.*"``; norms with such a name are exchanged.
         exclude: a glob or several; norms with such a name are left alone.
         strict: raise if a norm is left alone that include and exclude chose; nothing is exchanged then.
         dry_run: check and report only.
-        residuals: fuse additions into the norms that follow them; `strict` ignores these.
 
     Returns:
         a `SwapReport`: ``str()`` is a table, ``undo()`` takes the exchange back, ``with`` does so at its end.
@@ -96,15 +88,8 @@ def swap(
                 found.append((Layer(names, kind, target.label, ""), module, target))
     if strict and failed:
         raise ValueError(f"swap: strict, and these norms would be left alone\n{SwapReport(failed, (), True)}")
-    changed = {module for _, module, target in found if target is not None}
-    outer = list(around(model, changed)) if residuals else []
-    lines = [layer for layer, *_ in (*found, *outer)]
-    if dry_run:
-        return SwapReport(lines, (), dry_run)
-    exchanges: list[Exchange | LayerExchange] = []
-    exchanges += [Exchange(module, target) for _, module, target in found if target is not None]
-    exchanges += [LayerExchange(module, cls) for _, module, cls in outer if cls is not None]
-    return SwapReport(lines, exchanges, dry_run)
+    changes = [] if dry_run else [(module, target) for _, module, target in found if target is not None]
+    return SwapReport([layer for layer, *_ in found], [Exchange(*change) for change in changes], dry_run)
 
 
 def _norms(model: nn.Module) -> dict[nn.Module, tuple[str, ...]]:
