@@ -101,5 +101,6 @@ soak: .venv/ready  ## stop the main job in the worst ways and resume it 50 times
 	OMP_NUM_THREADS=1 .venv/bin/python benchmarks/soak.py --json benchmarks/results/cpu/raw/soak.json $(ARGS)
 
 MINUTES ?= 10
-fuzz: .venv-dev/ready  ## attacks with fresh seeds, MINUTES long; findings go to fuzz-findings/
-	PYTHONPATH=src .venv-dev/bin/python -m fuzz --minutes $(MINUTES) --jobs $(JOBS) $(ARGS)
+fuzz: .venv-dev/ready  ## the property tests on fresh examples until MINUTES are over; .hypothesis/ keeps what fails for the next run
+	until=$$(($$(date +%s) + 60 * $(MINUTES))); while [ $$(date +%s) -lt $$until ]; do \
+	HYPOTHESIS_PROFILE=random $(PYTEST) $(PARALLEL) -m hypothesis $(ARGS) || exit 1; done

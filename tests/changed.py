@@ -39,8 +39,6 @@ def tests_for(name: str) -> list[str]:
             return [f"tests/{package}"]
         case ("hub", *_):
             return ["tests/kernels_hub/test_hub.py"]
-        case ("fuzz", *_):
-            return ["tests/test_fuzz.py"]
         case ("tests", *_, file) if file.startswith("test_"):
             return [name]
         case ("tests", folder, _, *_):

@@ -1,1 +1,0 @@
-"""Attacks on onepass with fresh seeds: `python -m fuzz --help`, or `make fuzz MINUTES=10`."""

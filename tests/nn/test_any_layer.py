@@ -1,0 +1,67 @@
+"""Routed layers of drawn sizes: padding, other rows of the batch and later tokens change no bit of a result."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from onepass.nn import LocalAttention, RoutedAttention, RoutedBlock, RoutedFeedForward
+from onepass.nn.causal import CausalRouter
+
+DIM = 16
+
+
+@st.composite
+def layers(draw: st.DrawFn, n: int, causal: bool) -> nn.Module:
+    share = st.integers(1, n + 2) | st.sampled_from((0.1, 0.25, 1.0))
+    k, k_kv, window = draw(share), draw(share), draw(st.sampled_from((1, 4, 8)))
+    heads = {"heads": 2, "dim_head": 8, "window": window, "causal": causal}
+    torch.manual_seed(draw(st.integers(0, 2**31)))
+    match draw(st.sampled_from(("local", "attention", "feed forward", "block"))):
+        case "local":
+            layer: nn.Module = LocalAttention(DIM, **heads)
+        case "attention":
+            layer = RoutedAttention(DIM, k, k_kv, **heads)
+        case "block":
+            layer = RoutedBlock(DIM, k, k_kv=k_kv, **heads)
+        case _:
+            router = CausalRouter(DIM, block=window, memory=2 * window) if causal else None
+            layer = RoutedFeedForward(DIM, k, router=router)
+    if draw(st.booleans()):
+        # with a hook the layer is a composition of modules instead of one node
+        for part in layer.modules():
+            part.register_forward_hook(lambda *_: None)
+    return layer.train(draw(st.booleans()))
+
+
+def results(layer: nn.Module, x: Tensor, mask: Tensor) -> list[Tensor | None]:
+    x = x.detach().requires_grad_()
+    y = layer(x, mask)
+    up = torch.cos(torch.arange(float(y.numel()))).view(y.shape)
+    dx, *rest = torch.autograd.grad(y, [x, *layer.parameters()], up, allow_unused=True)
+    return [y.detach()[mask], dx[mask], *rest]
+
+
+@settings(max_examples=60)
+@given(data=st.data())
+def test_nothing_reaches_what_it_must_not(data: st.DataObject) -> None:
+    n, batch, causal = data.draw(st.integers(1, 40)), data.draw(st.integers(1, 3)), data.draw(st.booleans())
+    layer = data.draw(layers(n, causal))
+    x, other = torch.randn(batch, n, DIM), 10 * torch.randn(batch, n, DIM)
+    mask = torch.rand(batch, n) < data.draw(st.sampled_from((0.0, 0.3, 0.7, 1.0)))
+    plain = results(layer, x.masked_fill(~mask[..., None], 0.0), mask)
+    filled = x.masked_fill(~mask[..., None], data.draw(st.sampled_from((math.nan, math.inf, -math.inf, 1e30))))
+    for a, b in zip(results(layer, filled, mask), plain, strict=True):
+        assert (a is None) == (b is None)
+        assert a is None or b is None or torch.equal(a, b), "padding reaches a result"
+    y = layer(filled, mask).detach()
+    again = layer(torch.cat((filled[:1], other[1:])), mask).detach()
+    assert torch.equal(again[0][mask[0]], y[0][mask[0]]), "another row of the batch reaches this one"
+    if causal:
+        at = data.draw(st.integers(0, n - 1))
+        ahead = layer(torch.cat((filled[:, :at], other[:, at:]), 1), mask).detach()
+        assert torch.equal(ahead[:, :at][mask[:, :at]], y[:, :at][mask[:, :at]]), f"token {at} reaches an earlier one"
