@@ -2,18 +2,22 @@
 PYTHON ?= python3
 # which torch to install, as pip writes it: make test TORCH='torch==2.13.*'
 TORCH ?= torch
+# the versions of everything but torch, triton and CUDA; `LOCK=` takes the newest
+LOCK ?= constraints.txt
 # what `make quick` compares with
 BASE ?= main
 ARGS ?=
 JOBS ?= 2
 
 DEV = .venv-dev/bin
+OLDEST = PYTHONPATH=.triton-oldest TRITON_CACHE_DIR=.triton-oldest/cache
 PYTEST = OMP_NUM_THREADS=1 $(DEV)/pytest -q
 PARALLEL = -n $(JOBS) --dist worksteal
 KERNELS = tests/contract tests/ops tests/fused tests/core/test_replay_kernels.py
 PIP = -m pip install --quiet --disable-pip-version-check
+LOCKED = $(PIP) $(if $(LOCK),--constraint $(LOCK))
 
-.PHONY: run quick test test-all slow oldest lint types unit interpret doctest dist hub docs fuzz soak clean FORCE
+.PHONY: run quick test test-all newest slow lint types unit interpret codegen doctest dist hub docs lock fuzz soak clean FORCE
 
 run: .venv/ready  ## train a routed transformer on the standard library's own sources
 	.venv/bin/onepass train $(ARGS)
@@ -21,9 +25,16 @@ run: .venv/ready  ## train a routed transformer on the standard library's own so
 quick: lint types  ## lint, types and the tests of what changed since BASE
 	tests=$$($(DEV)/python tests/changed.py $(BASE)) && { [ -z "$$tests" ] || $(PYTEST) $(PARALLEL) -m 'not slow' $$tests; }
 
-test: lint types unit interpret doctest  ## everything that needs no GPU, without the slow tests
+test: lint types unit interpret codegen doctest  ## everything that needs no GPU, without the slow tests
 
-test-all: test slow oldest dist docs  ## the slow tests, the oldest Triton, the built packages and the site as well
+test-all: test slow dist docs  ## the slow tests, the built packages and the site as well
+
+newest:  ## `test` with the newest of everything; what leans on another library's inside is told apart
+	$(MAKE) LOCK= lint types interpret codegen doctest
+	$(MAKE) LOCK= unit ARGS="-m 'not slow and not peer'"
+	PYTHONPATH= $(PYTEST) $(PARALLEL) -m 'not slow' tests/codegen
+	@echo 'The tests that follow lean on the inside of other libraries: a failure is a change of theirs.'
+	$(MAKE) LOCK= unit ARGS="-m 'peer and not slow'"
 
 lint: .venv-dev/ready
 	$(DEV)/ruff check .
@@ -33,7 +44,7 @@ types: .venv-dev/ready
 	$(DEV)/mypy
 
 unit: .venv-dev/ready
-	$(PYTEST) $(PARALLEL) -m 'not slow' $(ARGS)
+	$(PYTEST) $(PARALLEL) -m 'not slow' --ignore=tests/codegen $(ARGS)
 
 # the Triton kernels themselves, run by Triton's interpreter on the CPU
 interpret: .venv-dev/ready
@@ -42,13 +53,15 @@ interpret: .venv-dev/ready
 doctest: .venv-dev/ready
 	$(PYTEST) --doctest-modules --ignore-glob='*kernels_*' src
 
-slow: .venv-dev/ready
-	$(PYTEST) $(PARALLEL) -m slow $(ARGS)
-	TRITON_INTERPRET=1 $(PYTEST) $(PARALLEL) -m slow $(KERNELS) $(ARGS)
+# every kernel compiled, within its budget of registers, by one Triton: the oldest, whose language is the smallest and
+# with which the committed figures were measured. It keeps what it compiled.
+codegen: .triton-oldest/ready
+	$(OLDEST) $(PYTEST) $(PARALLEL) -m 'not slow' tests/codegen $(ARGS)
 
-# torch 2.11 has Triton 3.6, the oldest; its language is smaller
-oldest: .triton-oldest/ready  ## every kernel in the language of the oldest Triton
-	PYTHONPATH=.triton-oldest $(PYTEST) $(PARALLEL) -m slow tests/codegen/test_oldest.py
+slow: .venv-dev/ready .triton-oldest/ready
+	$(PYTEST) $(PARALLEL) -m slow --ignore=tests/codegen $(ARGS)
+	TRITON_INTERPRET=1 $(PYTEST) $(PARALLEL) -m slow $(KERNELS) $(ARGS)
+	$(OLDEST) $(PYTEST) $(PARALLEL) -m slow tests/codegen $(ARGS)
 
 dist: .venv-dev/ready  ## build sdist and wheel into dist/, check them and try the wheel with torch alone
 	$(DEV)/python tests/packages.py
@@ -63,26 +76,26 @@ docs: .venv-docs/ready  ## the documentation as a site in .site/; a dead link is
 clean:
 	rm -rf .venv .venv-dev .venv-docs .triton-oldest .site .requirement .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
 
-.venv/ready: pyproject.toml .requirement
+.venv/ready: pyproject.toml $(LOCK) .requirement
 	$(NEW)
-	.venv/bin/python $(PIP) '$(TORCH)' --editable '.[train]'
+	.venv/bin/python $(LOCKED) '$(TORCH)' --editable '.[train]'
 	touch $@
 
-.venv-dev/ready: pyproject.toml .requirement
+.venv-dev/ready: pyproject.toml $(LOCK) .requirement
 	$(NEW)
-	.venv-dev/bin/python $(PIP) '$(TORCH)' --editable '.[train,bench]' --group dev
+	.venv-dev/bin/python $(LOCKED) '$(TORCH)' --editable '.[train,bench]' --group dev
 	touch $@
 
 .triton-oldest/ready: .venv-dev/ready
 	rm -rf $(@D)
-	$(DEV)/python $(PIP) --no-deps --target $(@D) 'triton==3.6.*'
+	$(DEV)/python $(PIP) --no-deps --target $(@D) 'triton==3.6.0'
 	touch $@
 
 # the site is made from the sources alone, without torch
-.venv-docs/ready: pyproject.toml
+.venv-docs/ready: pyproject.toml $(LOCK) .requirement
 	$(PYTHON) -m venv --clear $(@D)
 	$(@D)/bin/python $(PIP) 'pip>=25.1'
-	$(@D)/bin/python $(PIP) --group docs
+	$(@D)/bin/python $(LOCKED) --group docs
 	touch $@
 
 # an environment; pip 25.1 is the first that knows --group
@@ -93,9 +106,15 @@ $(PYTHON) -m venv --clear $(@D)
 $(@D)/bin/python $(PIP) 'pip>=25.1'
 endef
 
-# its date changes with PYTHON or TORCH only, so that another choice makes another environment
+# its date changes with PYTHON, TORCH or LOCK only, so that another choice makes another environment
 .requirement: FORCE
-	@echo '$(PYTHON) $(TORCH)' | cmp -s - $@ || echo '$(PYTHON) $(TORCH)' > $@
+	@echo '$(PYTHON) $(TORCH) $(LOCK)' | cmp -s - $@ || echo '$(PYTHON) $(TORCH) $(LOCK)' > $@
+
+lock: .venv-dev/ready  ## renew constraints.txt for every supported Python, and show what changed
+	$(DEV)/python $(PIP) uv
+	UV_CUSTOM_COMPILE_COMMAND='make lock' $(DEV)/uv pip compile --quiet --universal --upgrade --no-annotate \
+	  --python-version 3.10 --no-emit-package setuptools --extra train --extra bench --group dev --group docs --output-file constraints.txt pyproject.toml
+	@git --no-pager diff --unified=0 constraints.txt | grep '^[-+][a-z]' || echo 'nothing changed'
 
 soak: .venv/ready  ## stop the main job in the worst ways and resume it 50 times; 10 000 steps in flat memory
 	OMP_NUM_THREADS=1 .venv/bin/python benchmarks/soak.py --json benchmarks/results/cpu/raw/soak.json $(ARGS)

@@ -1,5 +1,9 @@
 """The speed gate that needs no GPU: every kernel, compiled for every target, within its budget.
 
+`make codegen` compiles with the oldest Triton that is supported. Its language is the smallest: it refuses a str for a
+default, or a constexpr that an unrolled loop names again. Budgets are judged with this one alone; another allocates
+registers otherwise, so what it takes beyond a budget is a warning.
+
 Triton's package carries cuobjdump: registers and local memory (spills) are read from the machine code. The width of
 global loads is read from PTX, which fixes it (to disassemble takes as long as to compile).
 """
@@ -10,6 +14,7 @@ import importlib.util
 import os
 import re
 import subprocess
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +29,7 @@ pytestmark = [
     pytest.mark.skipif(INTERPRET, reason="the interpreter compiles nothing"),
 ]
 
+BUDGETS_OF = "3.6.0"
 # one target in every run; its neighbours and AMD in the slow one
 NVIDIA = [90, *(pytest.param(arch, marks=pytest.mark.slow) for arch in (80, 100))]
 KERNELS = [pytest.param(k, id=k.name) for k in all_kernels()]
@@ -45,15 +51,14 @@ def _tool(name: str, *args: str) -> str:
     return subprocess.run([str(tool), *args], capture_output=True, text=True, check=True).stdout
 
 
-def _margins() -> tuple[int, int]:
-    """Return the registers and bytes beyond the budgets that this compiler may take.
-
-    The budgets were read with Triton 3.9. Another allocates otherwise: with 3.8 four kernels take more, up to
-    10 registers or 48 bytes.
-    """
+def _judge(within: bool, found: str) -> None:
+    """Fail where the budgets' own Triton exceeds one; warn where another does."""
     import triton
 
-    return (0, 0) if str(triton.__version__).startswith("3.9.") else (10, 48)
+    if str(triton.__version__) == BUDGETS_OF:
+        assert within, found
+    elif not within:
+        warnings.warn(f"Triton {triton.__version__}: {found}", stacklevel=2)
 
 
 def _usage(cubin: Path) -> tuple[int, int]:
@@ -75,15 +80,13 @@ def test_nvidia(kernel: Kernel, arch: int, tmp_path: Path) -> None:
     cubin = tmp_path / "kernel.cubin"
     cubin.write_bytes(compiled.asm["cubin"])
     registers, spilled = _usage(cubin)
-    more_registers, more_bytes = _margins()
-    budget, local = kernel.max_registers + more_registers, kernel.max_spill_bytes + more_bytes
-    assert registers <= budget, f"{registers} registers, budget {budget}"
-    assert spilled <= local, f"{spilled} bytes of local memory, budget {local}"
+    _judge(registers <= kernel.max_registers, f"{registers} registers, budget {kernel.max_registers}")
+    _judge(spilled <= kernel.max_spill_bytes, f"{spilled} bytes of local memory, budget {kernel.max_spill_bytes}")
     if kernel.vector_loads:
         # plain loads of 4 × 4, 2 × 8 bytes or more; asynchronous copies of a pipelined loop
         loads = set(re.findall(r"\bld\.global[\w.:]*|\bcp\.async\.bulk|\bcp\.async\.c[ag][^;]*", compiled.asm["ptx"]))
         wide = [x for x in loads if re.search(r"v4\.\w(32|64)|v8\.\w32|v2\.\w64|bulk|, 0x10\b|, 16\b", x)]
-        assert wide, f"no 16-byte load; found {sorted(loads)}"
+        _judge(bool(wide), f"no 16-byte load; found {sorted(loads)}")
 
 
 @pytest.mark.slow
@@ -94,7 +97,11 @@ def test_amd(kernel: Kernel) -> None:
     compiled = _compile(kernel, GPUTarget("hip", "gfx942", 64))
     spills = re.search(r"\.vgpr_spill_count:\s+(\d+)", compiled.asm["amdgcn"])
     assert spills is not None
-    assert int(spills[1]) <= kernel.max_amd_spills, f"{spills[1]} vector registers spilled"
+    _judge(int(spills[1]) <= kernel.max_amd_spills, f"{spills[1]} vector registers spilled")
+
+
+def test_the_makefile_brings_the_triton_of_the_budgets() -> None:
+    assert f"'triton=={BUDGETS_OF}'" in (Path(__file__).parents[2] / "Makefile").read_text()
 
 
 def test_every_folder_with_kernels_is_gated() -> None:

@@ -24,6 +24,13 @@ SPECS: list[Spec] = []
 _EVERY_VARIANT = ("fp32", "bf16", "bf16 + remainder", "bf16, int8 momentum")
 
 
+# registers where two widths meet in one tile
+_MIXED = {
+    "fp32, bf16 momentum": 80, "fp32, bf16 gradient": 96, "bf16, fp32 momentum": 72,
+    "bf16 + remainder, fp32 momentum": 120, "fp32, int8 momentum": 96,
+}  # fmt: skip
+
+
 def _kernels() -> Iterator[Kernel]:
     signature = {
         "table_ptr": "*i64", "scale_ptr": "*fp32", "clip_ptr": "*fp32", "found_inf_ptr": "*fp32", "agreed_ptr": "*i64",
@@ -59,6 +66,7 @@ def _kernels() -> Iterator[Kernel]:
             # only int8 codes use NVIDIA's assembly; other GPUs use plain Triton
             for ptx in (True, False) if m == "i8" else (False,):
                 budget = 80 if m == "i8" or mode == 3 else 72 if cautious or mode == 1 else 64
+                budget = _MIXED.get(name, budget) if aligned and not cautious else budget
                 yield Kernel(
                     f"lion {', '.join(words)}{', no PTX' if m == 'i8' and not ptx else ''}",
                     kernel("ops.lion.kernels_triton", "step_kernel"), signature,

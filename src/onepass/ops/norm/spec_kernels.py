@@ -145,7 +145,7 @@ def _kernels() -> Iterator[Kernel]:
         yield Kernel(
             f"norm team forward {t} N=65536 stable", _TEAM_FORWARD, forward | {"words_ptr": "*i64"},
             plain | no_residual | {"N_COLS": 65536, "STABLE": True} | _team_constants(lagging),
-            _DIVISIBLE, num_warps=lagging.warps, max_registers=128, max_spill_bytes=8, amd=False,
+            _DIVISIBLE, num_warps=lagging.warps, max_registers=128, max_spill_bytes=40, amd=False,
         )  # fmt: skip
 
         for cols in (32768, 24000, 65536) if size == 2 else (32768, 24000):

@@ -138,7 +138,7 @@ def _kernels() -> Iterator[Kernel]:
             sample = {"DISORDERED": 1, "SIGMAS": plan.SIGMAS, "GROUPS": long.groups, "GROUP": long.group}
             pointer = f"*{dtype}"
             yield _kernel(
-                f"topk pivot {title}", kp.pivot_kernel, {**options, "SHIFT": shift, **sample}, long.sample_warps, 128,
+                f"topk pivot {title}", kp.pivot_kernel, {**options, "SHIFT": shift, **sample}, long.sample_warps, 144,
                 spill=120, s_ptr=pointer,
             )  # fmt: skip
             blocks = {**options, "ALONE": alone, "BLOCK": long.tile, "STAGES": long.tile_stages}
@@ -149,7 +149,7 @@ def _kernels() -> Iterator[Kernel]:
                 "TILE": long.alone,
             }  # fmt: skip
             yield _kernel(
-                f"topk choose {title}", kp.choose_kernel, blocks, long.choose_warps, 255, wide=False, spill=24,
+                f"topk choose {title}", kp.choose_kernel, blocks, long.choose_warps, 255, wide=False, spill=88,
                 s_ptr=pointer,
             )  # fmt: skip
     for k in (64, 2048):
