@@ -11,7 +11,7 @@ from torch import Tensor
 
 from onepass import layer_norm, rms_norm
 from onepass.core.launch import INTERPRET
-from onepass.ops.norm.native import SMALL, native
+from onepass.ops.norm.torch_path import native
 
 pytestmark = pytest.mark.skipif(INTERPRET, reason="kernels run on the CPU")
 
@@ -33,10 +33,10 @@ def test_layer_norm_is_torchs_where_nothing_is_widened(dtype: torch.dtype) -> No
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("rows", [1 << 10, SMALL // 64 + 1], ids=["at once", "groups"])
 @pytest.mark.parametrize("has_mean", [True, False], ids=["layer_norm", "rms_norm"])
-def test_sixteen_bit_gradients_are_rounded_once(dtype: torch.dtype, rows: int, has_mean: bool) -> None:
+def test_sixteen_bit_gradients_are_rounded_once(dtype: torch.dtype, has_mean: bool) -> None:
     """F.layer_norm's dw is 12 % off after 4096 rows of bf16."""
+    rows = 1 << 13
     x, w, b = _tensors(rows, 64, dtype)
     dy = (torch.randn(rows, 64) + 0.5).to(dtype)
     x64, w64, b64 = (t.detach().double().requires_grad_() for t in (x, w, b))
@@ -49,29 +49,6 @@ def test_sixteen_bit_gradients_are_rounded_once(dtype: torch.dtype, rows: int, h
     for a, e in zip(actual, expected, strict=True):
         assert a.dtype == dtype
         assert float((a.double() - e).detach().abs().max()) <= limit * float(e.detach().abs().max())
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("rows", [1 << 11, SMALL // 64], ids=["at once", "groups"])
-@pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (0, 2)])
-def test_sixteen_bit_gradients_asked_for_alone(dtype: torch.dtype, rows: int, wanted: tuple[int, ...]) -> None:
-    tensors = _tensors(rows, 64, dtype)
-    dy = torch.randn(rows, 64).to(dtype)
-    together = torch.autograd.grad(layer_norm(*tensors), tensors, dy)
-    apart = [t.detach().requires_grad_(i in wanted) for i, t in enumerate(tensors)]
-    for i, d in zip(wanted, torch.autograd.grad(layer_norm(*apart), [apart[i] for i in wanted], dy), strict=True):
-        # fp32 terms of order 1 cancel in dx, in another order
-        torch.testing.assert_close(d, together[i], rtol=torch.finfo(dtype).eps, atol=1e-6)
-
-
-def test_sixteen_bit_without_weight_and_bias() -> None:
-    x = _tensors(1 << 11, 64, torch.bfloat16)[0]
-    dy = torch.randn(x.shape).bfloat16()
-    x64 = x.detach().double().requires_grad_()
-    y, y64 = layer_norm(x), F.layer_norm(x64, (64,))
-    torch.testing.assert_close(y.double(), y64, rtol=8e-3, atol=8e-3)
-    (dx,), (dx64,) = torch.autograd.grad(y, x, dy), torch.autograd.grad(y64, x64, dy.double())
-    torch.testing.assert_close(dx.double(), dx64, rtol=8e-3, atol=8e-3)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -139,7 +116,7 @@ def test_sixteen_bit_rows_far_from_zero_are_rounded_once(dtype: torch.dtype, off
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("size", [1e-15, 1.0, 1e10, 1e13, 1e15, 1e17])
-@pytest.mark.parametrize("rows", [1, 4, SMALL // 256 + 1])
+@pytest.mark.parametrize("rows", [1, 4, 600])
 def test_rms_norm_gradients_at_every_size(dtype: torch.dtype, size: float, rows: int) -> None:
     """The cube of 1/rms is no fp32 number beyond 1e12; gradients of dy along x are what is projected out."""
     x = (torch.randn(rows, 256) * size).to(dtype)
@@ -158,7 +135,7 @@ def test_rms_norm_gradients_at_every_size(dtype: torch.dtype, size: float, rows:
 def test_sixteen_bit_refuses_second_derivatives() -> None:
     x = _tensors(1 << 11, 64, torch.bfloat16)[0]
     (dx,) = torch.autograd.grad(layer_norm(x).square().sum(), x, create_graph=True)
-    with pytest.raises(NotImplementedError, match="layer_norm: second derivatives are not implemented"):
+    with pytest.raises(NotImplementedError, match="layer_norm, rms_norm: second derivatives are not implemented"):
         dx.sum().backward()
 
 
@@ -168,8 +145,9 @@ def _options(**changed: object) -> tuple[object, ...]:
     return tuple((given | changed).values())
 
 
-def test_what_is_left_to_us() -> None:
+def test_what_torchs_operators_are_asked() -> None:
     x, w, _ = _tensors(4, 8, torch.float32)
+    rms = {"has_mean": False, "b": None}
     assert native(*_options()) is not None
     assert native(*_options(b=None)) is not None
     assert native(*_options(stable=True)) is None
@@ -179,16 +157,13 @@ def test_what_is_left_to_us() -> None:
     assert native(*_options(x=torch.tensor(1.0), w=None, b=None)) is None
     assert native(*_options(x=torch.ones(4, 8, dtype=torch.int64), w=None, b=None)) is None
     assert native(*_options(x=x[:0])) is None
-    assert native(*_options(has_mean=False, b=None, offset=1.0)) is None
-    assert native(*_options(has_mean=False, b=None, w=None, offset=1.0)) is None, "torch's gradient underflows"
+    assert native(*_options(x=x.bfloat16(), w=None, b=None)) is None, "torch's statistics have 16 bits"
+    assert native(*_options(x=x + 1e6)) is None, "torch's gradient cancels"
+    assert native(*_options(**rms, offset=1.0)) is None
+    assert native(*_options(**rms, w=None, offset=1.0)) is None, "torch's gradient underflows"
     with torch.no_grad():
-        assert native(*_options(has_mean=False, b=None, w=None, offset=1.0)) is not None
-    many = torch.randn(SMALL // 8 + 1, 8)
-    assert native(*_options(has_mean=False, b=None, x=many)) is None
-    assert native(*_options(x=many)) is not None
-    half = many.bfloat16()
-    assert native(*_options(x=half, w=None, b=None)) is not None
-    assert native(*_options(x=half.requires_grad_(), w=None, b=None)) is not None
+        assert native(*_options(x=x + 1e6)) is not None
+        assert native(*_options(**rms, w=None, offset=1.0)) is not None
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert native(*_options()) is None
         assert layer_norm(x, w).dtype == torch.float32

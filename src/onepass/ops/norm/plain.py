@@ -14,7 +14,6 @@ from onepass.core.launch import uses_triton
 from onepass.core.register import register, register_fake
 
 from . import sharding, torch_path
-from .native import native
 
 
 def check_arguments(
@@ -253,7 +252,7 @@ def _vmap_backward(
 norm: Callable[..., Tensor] = bind(
     name="layer_norm, rms_norm",
     forward=_forward, forward_op=forward_op, backward=_backward, backward_op=backward_op, inference=_infer,
-    save=_save, gradients=_gradients, replay=True, native=native,
+    save=_save, gradients=_gradients, replay=True, native=torch_path.native,
     vmap_forward=_vmap_forward, vmap_backward=_vmap_backward,
     check=lambda x, weight, bias, eps, offset, has_mean, stable: check_arguments(x, None, weight, bias, eps, has_mean),
 )  # fmt: skip

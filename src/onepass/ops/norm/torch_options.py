@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from onepass.core.launch import uses_triton
-from onepass.core.sums import row_sum
 
 from . import torch_path
 from .reference import quantize
-from .torch_path import rows_formula, stable_forward, wide_dtype, wide_weight
+from .torch_path import rows_formula, wide_dtype, wide_weight
 
 
 def _sigmoid(z: Tensor) -> Tensor:
@@ -23,20 +22,13 @@ def _sigmoid(z: Tensor) -> Tensor:
 
 def _normalised(f: Tensor, eps: float, has_mean: bool, stable: bool) -> tuple[Tensor, Tensor]:
     """Return the normalised rows of f, contiguous and in fp32 or wider, and the statistics (1 to 3, ...)."""
-    n_cols = f.shape[-1]
-    if uses_triton(f):
-        from . import launch
+    if not uses_triton(f):
+        return torch_path.normalised(f, eps, has_mean, stable)
+    from . import launch
 
-        n, _, kept = launch.forward(f, None, None, None, eps, 0.0, has_mean, stable)
-        assert kept is not None
-        return n, kept
-    if stable:
-        n, rows = stable_forward(f.view(-1, n_cols), eps)
-        return n.view(f.shape), rows.view(3, *f.shape[:-1])
-    mean = row_sum(f).div_(n_cols) if has_mean else None
-    f = f if mean is None else f - mean
-    rstd = row_sum(f.square()).div_(n_cols).add_(eps).rsqrt_()
-    return f * rstd, torch.stack([t[..., 0] for t in (rstd, mean) if t is not None])
+    n, _, kept = launch.forward(f, None, None, None, eps, 0.0, has_mean, stable)
+    assert kept is not None
+    return n, kept
 
 
 def _gradient(g: Tensor, f: Tensor, stats: Tensor, eps: float, has_mean: bool, stable: bool) -> Tensor:
