@@ -29,7 +29,7 @@ from torch.nn.attention import sdpa_kernel
 from onepass.core import files
 from onepass.core.about import device_name, versions
 from onepass.nn import RMSNorm, RoutedBlock
-from onepass.nn.decoding import BACKENDS
+from onepass.nn.cache import BACKENDS
 from onepass.nn.feed_forward import FeedForward
 from onepass.ops.span_attention.op_rotary import rotary
 
@@ -62,7 +62,7 @@ class DenseBlock(nn.Module):
 
 def routed(model: nn.ModuleList, prompt: Tensor) -> tuple[Callable[[Tensor], Tensor], int]:
     """Read a prompt; return a step, and the bytes kept per sequence."""
-    caches = [block.new_cache(len(prompt)) for block in model]  # type: ignore[operator]
+    caches = [block.new_cache(len(prompt), prompt.shape[1] + STEPS * TURNS + 1) for block in model]  # type: ignore[operator]
     x = prompt
     for block, cache in zip(model, caches, strict=True):
         x = block.prefill(x, cache)  # type: ignore[operator]

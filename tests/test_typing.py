@@ -25,6 +25,7 @@ import onepass
 from onepass import TopK, nn, optim
 from onepass.compat import colt5_attention, cs336, lion_pytorch, triton_transformer
 from onepass.nn import AttentionRouting, BlockRouting, RouterOutput
+from onepass.nn.cache import BlockCache
 from onepass.optim.release import ReleasedGradients
 
 x = torch.ones(2, 16, 8)
@@ -99,7 +100,7 @@ def modules(asked: bool) -> None:
     assert_type(nn.Router(8)(x[0], 0.5, cu_seqlens=bounds), RouterOutput)
     nn.RoutedFeedForward(8, k=0.5)(x[0], cu_seqlens=[0, 9, 16])  # wrong
     decoder = nn.RoutedBlock(8, k=0.5, causal=True)
-    assert_type(decoder.new_cache(2), nn.BlockCache)
+    assert_type(decoder.new_cache(2), BlockCache)
     assert_type(decoder.prefill(x, decoder.new_cache(2)), Tensor)
     assert_type(decoder.step(x[:, 0], decoder.new_cache(2)), Tensor)
     assert_type(decoder.new_cache(2).nbytes, int)

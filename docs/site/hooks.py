@@ -34,7 +34,6 @@ MODULES = (
     "RoutedAttention",
     "RoutedCrossAttention",
     "RoutedBlock",
-    "BlockCache",
     "RoutingStats",
     "graphed",
 )

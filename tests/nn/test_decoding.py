@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from onepass.nn import CausalRouter, RoutedBlock, Router, decoding
-from onepass.nn.block import BlockRouting
-from onepass.nn.decoding import BlockCache
+from onepass.nn import CausalRouter, RoutedBlock, Router
+from onepass.nn.cache import BlockCache
 
 DIM, WINDOW = 16, 8
 
@@ -38,22 +37,15 @@ def _gates(routing: Any, n: int) -> Tensor:
     return dense.scatter_(1, routing.indices % (n + 1), routing.gates)[:, :n]
 
 
-def _stepped(block: RoutedBlock, x: Tensor, cache: BlockCache) -> tuple[Tensor, Tensor, Tensor]:
+@torch.no_grad()
+def _stepped(block: Any, x: Tensor, cache: BlockCache) -> tuple[Tensor, Tensor, Tensor]:
     """Outputs, gates of queries, gates of the feed-forward."""
     found = []
     for i in range(x.shape[1]):
-        y = block.step(x[:, i], cache)
-        found.append((y, cache.attention.queries.gates, cache.feed_forward.gates))
-    y, q, f = (torch.stack(part, 1) for part in zip(*found, strict=True))
+        y, routing = block(x[:, i : i + 1], cache=cache, return_routing=True)
+        found.append((y, routing.attention.q.gates, routing.feed_forward.gates))
+    y, q, f = (torch.cat(part, 1) for part in zip(*found, strict=True))
     return y, q, f
-
-
-def _same_keys(cache: BlockCache, routing: BlockRouting, n: int) -> None:
-    """The remembered keys are those of the windows that are whole."""
-    chosen, attention = routing.attention.kv.indices, cache.attention
-    quota = chosen.shape[1] // -(-n // WINDOW)
-    assert attention.count == n // WINDOW * quota
-    assert torch.equal(attention.at[:, : attention.count], chosen[:, : attention.count])
 
 
 def _compare(block: Any, x: Tensor, tolerance: float, prefilled: int = 0) -> None:
@@ -73,7 +65,6 @@ def _compare(block: Any, x: Tensor, tolerance: float, prefilled: int = 0) -> Non
             torch.testing.assert_close(gates, of_all, rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(torch.cat(parts, 1), expected, rtol=tolerance, atol=tolerance)
     assert cache.position == n
-    _same_keys(cache, routing, n)
 
 
 @settings(max_examples=60, deadline=None)
@@ -111,41 +102,82 @@ def test_default_routers_and_a_longer_sequence() -> None:
 
 
 def test_a_cache_does_not_grow_with_every_token() -> None:
-    """Of the past it keeps two windows, and a share of the rest."""
-    block, sizes = _block(1 / 16, memory=WINDOW), []
-    x = _tokens(1, 2048, 5)
-    for n in (1024, 2048):
-        cache = block.new_cache(1)
-        block.prefill(x[:, :n], cache)
-        assert cache.attention.count == n // WINDOW
-        sizes.append(cache.nbytes)
-    dense = 1024 * 2 * DIM * 8
-    # one key of a window of 8, with its position; memory is set aside in powers of two
-    assert sizes[1] - sizes[0] <= dense / 8 + 1024 // WINDOW * 8
+    """Of the past it keeps two windows, and a share of the rest: one key of a window of 8."""
+    block = _block(1 / 16, memory=WINDOW)
+    short, long = (block.new_cache(1, n).nbytes for n in (1024, 2048))
+    assert long - short <= 1024 * 2 * DIM * 8 / 8
 
 
-def test_heavy_branches_on_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a GPU does: rows that are not chosen run along and add 0."""
-    monkeypatch.setattr(decoding, "chosen_rows", lambda gates: slice(None))
-    _compare(_block(), _tokens(3, 45, 7), 1e-10)
+def test_sequences_of_unequal_lengths() -> None:
+    """Each has the outputs that it has alone, wherever its windows end."""
+    block, x, lengths = _block(), _tokens(4, 40, 7), [1, WINDOW, WINDOW + 1, 3 * WINDOW - 1]
+    cache, mask = block.new_cache(4, 40), torch.arange(24) < torch.tensor(lengths)[:, None]
+    steps = [block.prefill(x[:, :24], cache, mask)]
+    for i in range(16):
+        steps.append(block.step(torch.stack([x[row, n + i] for row, n in enumerate(lengths)]), cache)[:, None])
+    for row, n in enumerate(lengths):
+        alone = block(x[row : row + 1, : n + 16])[0]
+        found = torch.cat([steps[0][row, :n], *(y[row] for y in steps[1:])])
+        torch.testing.assert_close(found, alone, rtol=1e-10, atol=1e-10)
 
 
-def test_no_step_plans_for_its_number_of_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    """cuDNN's attention does, for milliseconds."""
-    seen = []
-    attention = F.scaled_dot_product_attention
+def _doubled(module: nn.Module, inputs: Any, out: Any) -> Any:
+    return (out[0] * 2, out[1]) if isinstance(out, tuple) else out * 2
 
-    def recorded(*tensors: Tensor) -> Tensor:
-        seen.append(torch.backends.cuda.cudnn_sdp_enabled())
-        return attention(*tensors)
 
-    monkeypatch.setattr("onepass.nn.decoding.F.scaled_dot_product_attention", recorded)
-    before = torch.backends.cuda.cudnn_sdp_enabled()
-    block = _block()
-    block.step(_tokens(2, 1, 0)[:, 0], block.new_cache(2))
-    assert seen
-    assert not any(seen)
-    assert torch.backends.cuda.cudnn_sdp_enabled() == before
+def _doubled_input(module: nn.Module, inputs: Any) -> Any:
+    return (inputs[0] * 2, *inputs[1:])
+
+
+@pytest.mark.parametrize("hook", [_doubled, _doubled_input])
+def test_hooks_run_in_steps(hook: Any) -> None:
+    """Of every module inside: a step and a prompt run what the full forward runs."""
+    x = _tokens(2, 40, 8)
+    for name, _ in _block().named_modules():
+        block = _block()
+        module = block.get_submodule(name)
+        if hook is _doubled and not isinstance(module, Router):
+            module.register_forward_hook(hook)
+        else:
+            module.register_forward_pre_hook(_doubled_input)
+        cache = block.new_cache(2)
+        y = torch.cat([block.prefill(x[:, :20], cache), _stepped(block, x[:, 20:], cache)[0]], 1)
+        torch.testing.assert_close(y, block(x), rtol=1e-9, atol=1e-9, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("name", ["", "attention", "attention.light", "attention.heavy", "feed_forward"])
+def test_a_forward_of_ones_own_is_refused(name: str) -> None:
+    block, x = _block(), _tokens(1, 1, 0)
+    cache = block.new_cache(1)
+    module = block.get_submodule(name)
+    forward = module.forward
+    module.forward = forward
+    with pytest.raises(TypeError, match=f"decoding needs {name or 'itself'} to be a .*overridden"):
+        # a step would run the block's own forward
+        block.step(x[:, 0], cache) if name else block.new_cache(1)
+
+
+def test_a_cache_is_copied_saved_and_moved() -> None:
+    block, x = _block(), _tokens(2, 30, 9)
+    cache = block.new_cache(2, 64)
+    block.prefill(x[:, :13], cache)
+    twin, loaded = copy.deepcopy(cache), block.new_cache(2, 64)
+    loaded.load_state_dict(cache.state_dict())
+    moved = copy.deepcopy(cache).to("cpu")
+    expected = _stepped(block, x[:, 13:], cache)[0]
+    for other in (twin, loaded, moved):
+        assert other.position == 13
+        assert torch.equal(_stepped(block, x[:, 13:], other)[0], expected)
+
+
+def test_no_sequence_reaches_another() -> None:
+    block, x = _block(), _tokens(3, 30, 10)
+    outputs = []
+    for _ in range(2):
+        cache = block.new_cache(3)
+        outputs.append(torch.cat([block.prefill(x[:, :9], cache), _stepped(block, x[:, 9:], cache)[0]], 1))
+        x[1] = float("nan")
+    assert torch.equal(outputs[0][::2], outputs[1][::2])
 
 
 def test_no_gradient_is_kept() -> None:
@@ -153,17 +185,24 @@ def test_no_gradient_is_kept() -> None:
     assert not block.step(x[:, 0], block.new_cache(2)).requires_grad
 
 
-def test_an_empty_prompt_and_no_sequence() -> None:
+def test_an_empty_prompt() -> None:
     block = _block()
     cache = block.new_cache(2)
     assert block.prefill(_tokens(2, 0, 1), cache).shape == (2, 0, DIM)
     assert cache.position == 0
-    assert block.step(_tokens(2, 1, 1)[:, 0], cache).shape == (2, DIM)
-    assert block.step(_tokens(0, 1, 1)[:, 0], block.new_cache(0)).shape == (0, DIM)
 
 
 def _whole_number() -> Any:
     return RoutedBlock(DIM, 4, heads=2, dim_head=8, window=WINDOW, causal=True)
+
+
+def _read(batch: int, room: int, n: int = 4, lengths: list[int] | None = None, before: int = 0) -> None:
+    block = _block()
+    cache = block.new_cache(room, 64)
+    if before:
+        block.prefill(_tokens(room, before, 1), cache)
+    mask = None if lengths is None else torch.arange(n) < torch.tensor(lengths)[:, None]
+    block.prefill(_tokens(batch, n, 1), cache, mask)
 
 
 def _other_router() -> Any:
@@ -175,20 +214,20 @@ def _other_router() -> Any:
 @pytest.mark.parametrize(
     ("run", "error", "match"),
     [
-        (lambda: _whole_number().new_cache(1), TypeError, "RoutedAttention: decoding needs k_q as a share.*the int 4"),
+        (lambda: _whole_number().new_cache(1), TypeError, "RoutedBlock: decoding needs k_q as a share.*the int 4"),
         (
             lambda: RoutedBlock(DIM, 0.25, heads=2, dim_head=8).new_cache(1),
             ValueError,
             "RoutedBlock: decoding needs causal=True",
         ),
-        (lambda: _other_router().new_cache(1), TypeError, "needs a CausalRouter as router, got Router"),
+        (lambda: _other_router().new_cache(1), TypeError, "needs feed_forward.router to be a CausalRouter, got Router"),
         (lambda: _block().new_cache(1.0), TypeError, "batch must be an int, got float"),
-        (lambda: _block().new_cache(-1), ValueError, "batch must be ≥ 0, got -1"),
-        (
-            lambda: _block().step(torch.ones(3, DIM).double(), _block().new_cache(2)),
-            ValueError,
-            r"RoutedAttention: step takes x as \(batch, dim\) = \(2, 16\), got \(3, 16\)",
-        ),
+        (lambda: _block().new_cache(0), ValueError, "batch must be ≥ 1, got 0"),
+        (lambda: _block().new_cache(1, 0), ValueError, "max_tokens must be ≥ 1, got 0"),
+        (lambda: _read(3, 2), ValueError, "the cache holds 2 sequences, got 3"),
+        (lambda: _read(2, 2, 65), ValueError, "the cache holds max_tokens = 64 tokens, got token 65"),
+        (lambda: _read(2, 2, 4, [2, 0]), ValueError, "mask must be True at its first tokens, at least one"),
+        (lambda: _read(2, 2, 4, [2, 5], 4), ValueError, "a prompt needs a new cache, got one of 4 tokens"),
     ],
 )
 def test_what_is_refused(run: Any, error: type[Exception], match: str) -> None:
@@ -196,12 +235,12 @@ def test_what_is_refused(run: Any, error: type[Exception], match: str) -> None:
         run()
 
 
-def test_a_used_cache_takes_no_prompt() -> None:
-    block = _block()
-    cache = block.new_cache(1)
-    block.step(_tokens(1, 1, 1)[:, 0], cache)
-    with pytest.raises(ValueError, match="prefill needs a new cache, got one of 1 tokens"):
-        block.prefill(_tokens(1, 4, 1), cache)
+def test_a_full_cache_takes_no_token() -> None:
+    block, x = _block(), _tokens(1, 9, 1)
+    cache = block.new_cache(1, 8)
+    block.prefill(x[:, :8], cache)
+    with pytest.raises(ValueError, match="max_tokens = 8 tokens, got token 9"):
+        block.step(x[:, 8], cache)
 
 
 @pytest.mark.gpu

@@ -4,7 +4,6 @@ from .attention import AttentionRouting, RoutedAttention
 from .block import BlockRouting, RoutedBlock
 from .causal import CausalRouter
 from .cross_attention import RoutedCrossAttention
-from .decoding import BlockCache
 from .graphed import graphed
 from .local_attention import LocalAttention
 from .norm import LayerNorm, RMSNorm
@@ -15,7 +14,6 @@ from .weighted_sum import WeightedSum
 
 __all__ = [
     "AttentionRouting",
-    "BlockCache",
     "BlockRouting",
     "CausalRouter",
     "LayerNorm",

@@ -28,6 +28,7 @@ from .packed import packed
 from .router import NORM_EPS, Router, RouterOutput, asked
 
 if TYPE_CHECKING:
+    from .cache import AttentionCache, HeavyCache
     from .calls import RoutedCall
 
 
@@ -81,8 +82,16 @@ class HeavyAttention(nn.Module):
         *,
         turned: bool,
         mask: Tensor | None,
+        cache: HeavyCache | None = None,
     ) -> Tensor:
-        y = self.attend(self.q(queries), self.kv(memories), routing, last, turned=turned, mask=mask)
+        q, kv = self.q(queries), self.kv(memories)
+        if cache is not None and queries.shape[1] == 1:
+            heads = kv.unflatten(-1, (2, self.heads, self.dim_head))
+            y = cache.attend(q.unflatten(-1, (self.heads, self.dim_head)), heads, routing.kv)
+        else:
+            if cache is not None:
+                cache.fill(kv.unflatten(-1, (2, self.heads, self.dim_head)), routing.kv)
+            y = self.attend(q, kv, routing, last, turned=turned, mask=mask)
         y = self.out(y.flatten(2))
         return y - null.to(y.dtype)  # type: ignore[no-any-return]
 
@@ -194,18 +203,25 @@ class RoutedAttention(nn.Module):
 
     def forward(
         self, x: Tensor, mask: Tensor | None = None, return_routing: bool = False, *,
-        cu_seqlens: Tensor | None = None, max_seqlen: int | None = None,
+        cu_seqlens: Tensor | None = None, max_seqlen: int | None = None, cache: AttentionCache | None = None,
     ) -> Tensor | tuple[Tensor, AttentionRouting]:  # fmt: skip
         if cu_seqlens is not None or max_seqlen is not None:
             return packed(self, x, mask, return_routing, cu_seqlens, max_seqlen)  # type: ignore[no-any-return]
         self._check_tokens(x)
         dtype = self._fused_dtype(x, mask)
-        if dtype is not None:
+        if cache is not None and x.shape[1] == 1:
+            y, routing = self._step(x, cache)
+        elif dtype is not None:
             y, routing = self._fused(x, mask, dtype)
+            if cache is not None:
+                cache.fill(self, x, routing)
+                cache.light.fill(self.light, x)
+                kv = self.heavy.kv(self.heavy.norm_kv(gather(x, routing.kv.indices)))
+                cache.heavy.fill(kv.unflatten(-1, (2, self.heavy.heads, self.heavy.dim_head)), routing.kv)
         elif (axis := sequence_axis(x)) is not None:
             y, routing = attention_over_sequence(self, x, mask, axis)
         else:
-            y, routing = self._composed(x, mask)
+            y, routing = self._composed(x, mask, cache)
             y = explore(y, x, self.router_q, self.k_q, mask).view(x.shape)
         return (y, routing) if return_routing else y
 
@@ -217,18 +233,42 @@ class RoutedAttention(nn.Module):
         if x.dim() != 3 or x.shape[-1] != self.dim:
             raise ValueError(f"RoutedAttention: x must be (batch, n, {self.dim}), got {tuple(x.shape)}")
 
-    def _composed(self, x: Tensor, mask: Tensor | None) -> tuple[Tensor, AttentionRouting]:
+    def _composed(
+        self, x: Tensor, mask: Tensor | None, cache: AttentionCache | None = None
+    ) -> tuple[Tensor, AttentionRouting]:
         """Return the output as (batch·n, dim) and the routing, computed module by module."""
         routing = self._choose(x, mask)
-        y = self.light(x, mask).flatten(0, 1)
+        of_light, of_heavy = ({}, {}) if cache is None else ({"cache": cache.light}, {"cache": cache.heavy})
+        if cache is not None:
+            cache.fill(self, x, routing)
+        y = self.light(x, mask, **of_light).flatten(0, 1)
         y = y + self.null.to(y.dtype)
         q, kv = routing.q.indices, routing.kv.indices
         if q.shape[1]:
             heavy = self.heavy
             tokens = heavy.norm_q(gather(x, q)), heavy.norm_kv(gather(x, kv))
             last, seen = self.seen(routing, x.shape[1], mask)
-            update = heavy(*tokens, routing, self.null, last, turned=True, mask=seen)
+            update = heavy(*tokens, routing, self.null, last, turned=True, mask=seen, **of_heavy)
             y = scatter_add(y, update, routing.q.gates, q, inplace=plain())
+        return y, routing
+
+    def _step(self, x: Tensor, cache: AttentionCache) -> tuple[Tensor, AttentionRouting]:
+        """Return the outputs (batch, 1, dim) of one more token of each sequence; indices are positions, or −1."""
+        heavy, q = self.heavy, self.router_q(x, self.k_q, cache=cache.queries)
+        y = self.light(x, cache=cache.light)
+        y = y + self.null.to(y.dtype)
+        # a CPU skips a branch that no token chose; on a GPU the host would wait longer than the branch takes
+        begins = cache.clock.turns(self.window)
+        if begins or x.device.type != "cpu" or bool((q.indices >= 0).any()):
+            memories, kv = cache.given(self, begins)
+            routing = AttentionRouting(q, kv)
+            tokens = heavy.norm_q(x), heavy.norm_kv(memories)
+            last = q.indices[:, 0] // self.window
+            update = heavy(*tokens, routing, self.null, last, turned=True, mask=None, cache=cache.heavy)
+            y = y + (update * q.gates[..., None]).to(y.dtype)
+        else:
+            routing = AttentionRouting(q, RouterOutput(q.indices[:, :0], q.gates[:, :0], q.scores[:, :0]))
+        cache.keep(x)
         return y, routing
 
     def _choose(self, x: Tensor, mask: Tensor | None) -> AttentionRouting:

@@ -7,18 +7,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from . import decoding
-from .attention import AttentionRouting, RoutedAttention
-from .causal import router_of_windows
-from .count import check_count, check_flag
+from .attention import AttentionRouting, HeavyAttention, RoutedAttention
+from .cache import AttentionCache, BlockCache, ChoiceCache, Clock, HeavyCache, LocalCache
+from .causal import CausalRouter, router_of_windows
+from .count import check_count, check_flag, check_size, count
 from .feed_forward import has_no_overrides
+from .local_attention import LocalAttention
 from .packed import packed
 from .routed import RoutedFeedForward
-from .router import RouterOutput
+from .router import Router, RouterOutput
 
 if TYPE_CHECKING:
     from .calls import RoutedCall
-    from .decoding import BlockCache
 
 
 class BlockRouting(NamedTuple):
@@ -123,34 +123,63 @@ class RoutedBlock(nn.Module):
 
     def forward(
         self, x: Tensor, mask: Tensor | None = None, return_routing: bool = False, *,
-        cu_seqlens: Tensor | None = None, max_seqlen: int | None = None,
+        cu_seqlens: Tensor | None = None, max_seqlen: int | None = None, cache: BlockCache | None = None,
     ) -> Tensor | tuple[Tensor, BlockRouting]:  # fmt: skip
         if cu_seqlens is not None or max_seqlen is not None:
             return packed(self, x, mask, return_routing, cu_seqlens, max_seqlen)  # type: ignore[no-any-return]
+        if cache is not None:
+            return self._cached(x, mask, return_routing, cache)
         x, attention = self._added(self.attention, x, mask)
         x, feed_forward = self._added(self.feed_forward, x, mask)
         return (x, BlockRouting(attention, feed_forward)) if return_routing else x
 
-    def new_cache(self, batch: int) -> BlockCache:
+    def _cached(
+        self, x: Tensor, mask: Tensor | None, return_routing: bool, cache: BlockCache
+    ) -> Tensor | tuple[Tensor, BlockRouting]:
+        _check_decodes(self)
+        if cache.owns_clock:
+            cache.clock.begin(x, mask)
+        y, attention = self.attention(x, mask, return_routing=True, cache=cache.attention)  # type: ignore[call-overload]
+        x = x + y
+        y, feed_forward = self.feed_forward(x, mask, return_routing=True, cache=cache.feed_forward)  # type: ignore[call-overload]
+        if cache.owns_clock:
+            cache.clock.end(mask)
+        return (x + y, BlockRouting(attention, feed_forward)) if return_routing else x + y
+
+    def new_cache(self, batch: int, max_tokens: int = 4096, *, clock: Clock | None = None) -> BlockCache:
         """Return the cache of `batch` sequences without tokens, for :meth:`step` and :meth:`prefill`.
 
-        Its tensors have the device and dtype of the block's weights; ``cache.nbytes`` is their size.
+        Its tensors have the device and dtype of the block's weights, and room for `max_tokens` of each sequence.
+        `clock` is that of a model of several blocks, which then counts the tokens (`Decoder`).
 
         Raises:
-            TypeError: a k is an int, which is a share of a length that is not known yet; a router is not a default one;
-                or batch is not an int.
-            ValueError: the block is not causal, or batch < 0.
+            TypeError: a k is an int, which is a share of a length that is not known yet; a part is of another class, or
+                its forward is overridden; or batch or max_tokens is not an int.
+            ValueError: the block is not causal, or batch or max_tokens is < 1.
         """
-        return decoding.new_block(self, batch)
+        check_size("RoutedBlock", "batch", batch)
+        check_size("RoutedBlock", "max_tokens", max_tokens)
+        _check_decodes(self)
+        layer, weight = self.attention, self.attention.light.qkv.weight
+        owns_clock, clock = clock is None, clock or Clock(batch, max_tokens, weight.device)
+        quota = count(layer.k_kv, layer.window)
+        attention = AttentionCache(
+            ChoiceCache(layer.router_q, float(layer.k_q), clock), LocalCache(layer.light, clock),  # type: ignore[arg-type]
+            HeavyCache(layer.heavy, layer.window, quota, clock), weight.new_zeros(batch, layer.window, layer.dim),
+        )  # fmt: skip
+        router: Any = self.feed_forward.router
+        return BlockCache(attention, ChoiceCache(router, float(self.feed_forward.k), clock), owns_clock)
 
     @torch.no_grad()
     def step(self, x: Tensor, cache: BlockCache) -> Tensor:
         """Return the outputs (batch, dim) of one more token (batch, dim) of each sequence, and update the cache.
 
         The choices are those of the full forward of all tokens so far, and the output equals its last one to rounding.
-        Nothing is differentiable. On a CPU heavy branches run on the chosen rows alone, on a GPU on all, so that the
-        host waits for nothing.
-        ``cache.attention.queries.gates`` and ``cache.feed_forward.gates`` hold this step's gates, 0 where not chosen.
+        Hooks run as in the full forward. Nothing is differentiable. A CPU skips a heavy branch that no token chose; a
+        GPU runs it on all rows, with gate 0, so that the host waits for nothing.
+
+        Raises:
+            ValueError: the cache is full, or holds another number of sequences.
 
         Example:
             >>> import torch
@@ -161,18 +190,20 @@ class RoutedBlock(nn.Module):
             >>> torch.allclose(steps, block(x), atol=1e-5)
             True
         """
-        x = x + decoding.attention_step(self.attention, x, cache.attention)
-        return x + decoding.feed_forward_step(self.feed_forward, x, cache.feed_forward)
+        call: Any = self
+        return call(x[:, None], cache=cache)[:, 0]  # type: ignore[no-any-return]
 
     @torch.no_grad()
-    def prefill(self, x: Tensor, cache: BlockCache) -> Tensor:
+    def prefill(self, x: Tensor, cache: BlockCache, mask: Tensor | None = None) -> Tensor:
         """Return the outputs of tokens (batch, n, dim) by the full forward, and make a new cache that of their steps.
 
+        Sequences of unequal lengths are padded at the end; mask ``(batch, n)`` is True at their tokens.
+
         Raises:
-            ValueError: the cache has seen tokens, or shapes don't fit.
+            ValueError: the cache has seen tokens or is too small, or shapes don't fit.
         """
-        x = x + decoding.attention_prefill(self.attention, x, cache.attention)
-        return x + decoding.feed_forward_prefill(self.feed_forward, x, cache.feed_forward)
+        call: Any = self
+        return call(x, mask, cache=cache) if x.shape[1] else x  # type: ignore[no-any-return]
 
     @staticmethod
     def _added(layer: Any, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Any]:
@@ -184,3 +215,31 @@ class RoutedBlock(nn.Module):
                 return layer._fused(x, mask, dtype, residual=True)  # type: ignore[no-any-return]
         y, routing = layer(x, mask, return_routing=True)
         return x + y, routing
+
+
+# what a step calls instead of the forward that these classes define
+_CLASSES: list[tuple[str, type[nn.Module]]] = [
+    ("", RoutedBlock), ("attention", RoutedAttention), ("attention.light", LocalAttention),
+    ("attention.heavy", HeavyAttention), ("attention.router_q", CausalRouter), ("attention.router_kv", Router),
+    ("feed_forward", RoutedFeedForward), ("feed_forward.router", CausalRouter),
+]  # fmt: skip
+
+
+def _check_decodes(block: RoutedBlock) -> None:
+    """Raise unless a block can take one token after another as its full forward would take them all."""
+    if not block.attention.causal:
+        raise ValueError("RoutedBlock: decoding needs causal=True; this block's tokens see later ones")
+    for name, kind in _CLASSES:
+        module = block.get_submodule(name)
+        if type(module).forward is not kind.forward or "forward" in module.__dict__:
+            what = type(module).__name__ if type(module) is not kind else "one whose forward is overridden"
+            raise TypeError(
+                f"RoutedBlock: decoding needs {name or 'itself'} to be a {kind.__name__}, got {what}: a step would not "
+                "run its forward; use hooks, which run in steps too"
+            )
+    for name, k in (("k_q", block.attention.k_q), ("k_kv", block.attention.k_kv), ("k", block.feed_forward.k)):
+        if not isinstance(k, float):
+            raise TypeError(
+                f"RoutedBlock: decoding needs {name} as a share, a float 0 < {name} ≤ 1; got the int {k}, which is a "
+                "share of a length that is not known yet"
+            )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,6 +14,9 @@ from onepass.ops.causal_choice.reference import places
 
 from .count import check_size
 from .router import Router, RouterOutput
+
+if TYPE_CHECKING:
+    from .cache import ChoiceCache
 
 
 class CausalRouter(Router):
@@ -82,6 +85,17 @@ class CausalRouter(Router):
         check_size("CausalRouter", "memory", memory)
         check_sizes("CausalRouter", block, memory)
         self.block, self.memory = block, memory
+
+    def forward(
+        self, x: Tensor, k: int | float, mask: Tensor | None = None, *,
+        cu_seqlens: Tensor | None = None, max_seqlen: int | None = None, cache: ChoiceCache | None = None,
+    ) -> RouterOutput:  # fmt: skip
+        if cache is None:
+            return super().forward(x, k, mask, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen)
+        # one more token of each sequence
+        self.check(x, k, mask)
+        scores = self.scores(x)
+        return RouterOutput(*cache.choose(self, scores), scores)
 
     def decide(self, scores: Tensor, k: int | float, mask: Tensor | None = None) -> RouterOutput:
         """Choose by running thresholds; see the class."""

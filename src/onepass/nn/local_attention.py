@@ -14,6 +14,9 @@ from .count import check_size
 from .norm import RMSNorm
 from .padding import zero_padding
 
+if TYPE_CHECKING:
+    from .cache import LocalCache
+
 
 class LocalAttention(nn.Module):
     r"""Attention within windows: a token sees its own window, the one before and, unless causal, the one after.
@@ -64,15 +67,19 @@ class LocalAttention(nn.Module):
         self.qkv = nn.Linear(dim, 3 * heads * dim_head, bias=False, device=device, dtype=dtype)
         self.out = nn.Linear(heads * dim_head, dim, bias=False, device=device, dtype=dtype)
 
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor | None = None, *, cache: LocalCache | None = None) -> Tensor:
         x = zero_padding("LocalAttention", x, mask)
         qkv = self.qkv(self.norm(x)).unflatten(-1, (3, self.heads, self.dim_head))
+        if cache is not None:
+            if x.shape[1] == 1:
+                return self.out(cache.attend(qkv).flatten(2))  # type: ignore[no-any-return]
+            cache.fill(self, x)
         first, last = neighbours(x.shape[1], self.window, self.causal, x.device)
         return self.out(rotary_attention(qkv, first, last, mask=mask).flatten(2))  # type: ignore[no-any-return]
 
     if TYPE_CHECKING:
 
-        def __call__(self, x: Tensor, mask: Tensor | None = None) -> Tensor: ...
+        def __call__(self, x: Tensor, mask: Tensor | None = None, *, cache: LocalCache | None = None) -> Tensor: ...
 
     def extra_repr(self) -> str:
         return f"heads={self.heads}, dim_head={self.dim_head}, window={self.window}, causal={self.causal}"

@@ -26,6 +26,7 @@ from .padding import zero_padding
 from .router import NORM_EPS, Router, RouterOutput, asked
 
 if TYPE_CHECKING:
+    from .cache import ChoiceCache
     from .calls import RoutedCall
 
 
@@ -105,6 +106,21 @@ class Routed(nn.Module):
 
     if TYPE_CHECKING:
         __call__: RoutedCall[RouterOutput]
+
+    def _cached(self, x: Tensor, mask: Tensor | None, cache: ChoiceCache) -> tuple[Tensor, RouterOutput]:
+        """Return the outputs of a prompt or of one more token of each sequence, and the choice; see `RoutedBlock`."""
+        if x.shape[1] > 1:
+            y, routing = self.forward(x, mask, True)
+            cache.fill(self.router, routing)  # type: ignore[arg-type]
+            return y, routing
+        routing = self.router(x, self.k, cache=cache)
+        y = self._light(x).view(x.shape)
+        # a CPU skips a branch that no token chose; on a GPU the host would wait longer than the branch takes
+        if x.device.type != "cpu" or bool((routing.indices >= 0).any()):
+            update = self.heavy(x)
+            self.same_shape("heavy", update, x.shape)
+            y = y + (update * routing.gates[..., None]).to(y.dtype)
+        return y, routing
 
     def _light(self, x: Tensor) -> Tensor:
         """Return the light output; of a `FeedForward` as rows (batch·n, dim), no view, so that it may be written to."""
@@ -207,11 +223,14 @@ class RoutedFeedForward(Routed):
 
     def forward(
         self, x: Tensor, mask: Tensor | None = None, return_routing: bool = False, *,
-        cu_seqlens: Tensor | None = None, max_seqlen: int | None = None,
+        cu_seqlens: Tensor | None = None, max_seqlen: int | None = None, cache: ChoiceCache | None = None,
     ) -> Tensor | tuple[Tensor, RouterOutput]:  # fmt: skip
         if cu_seqlens is not None or max_seqlen is not None:
             return packed(self, x, mask, return_routing, cu_seqlens, max_seqlen)  # type: ignore[no-any-return]
         self._check_tokens(x)
+        if cache is not None:
+            y, routing = self._cached(x, mask, cache)
+            return (y, routing) if return_routing else y
         dtype = self._fused_dtype(x, mask)
         if dtype is None:
             return super().forward(zero_padding("RoutedFeedForward", x, mask), mask, return_routing)

@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
     device = model.embedding.weight.device
     written = generate(
         model, torch.tensor([list(prompt)], device=device), temperature=args.temperature,
-        generator=torch.Generator().manual_seed(args.seed),
+        length=args.length, generator=torch.Generator().manual_seed(args.seed),
     )  # fmt: skip
     show = codecs.getincrementaldecoder("utf-8")("replace")
     stop = None if args.stop is None else args.stop.encode("utf-8", "surrogateescape")
@@ -104,23 +104,26 @@ def load(directory: Path) -> tuple[ByteModel, int]:
     return model.eval(), saved.config.seq
 
 
-def generate(model: ByteModel, prompt: Tensor, *, temperature: float, generator: torch.Generator) -> Iterator[int]:
-    """Yield the bytes that a causal model writes after a prompt (1, n), without end.
+def generate(
+    model: ByteModel, prompt: Tensor, *, temperature: float, generator: torch.Generator, length: int = 256
+) -> Iterator[int]:
+    """Yield the `length` bytes that a causal model writes after a prompt (1, n).
 
     Args:
         model: in evaluation mode.
         prompt: bytes, int64, n ≥ 1, on the model's device.
         temperature: what logits are divided by before a byte is drawn; 0: the likeliest byte, the first of equals.
         generator: of the draws, on the CPU.
+        length: how many bytes.
 
     Raises:
         UserError: the logits are not finite.
     """
     import torch
 
-    cache = model.new_cache(1)
+    cache = model.new_cache(1, prompt.shape[1] + length)
     logits = model.prefill(prompt, cache)
-    while True:
+    for _ in range(length):
         of_bytes = logits[0].double().cpu()
         if not bool(of_bytes.isfinite().all()):
             raise UserError("the model's outputs are no numbers; its weights are damaged or diverged")

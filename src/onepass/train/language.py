@@ -8,8 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from onepass.nn import BlockCache, RMSNorm, RoutedBlock
+from onepass.nn import RMSNorm, RoutedBlock
 from onepass.nn.block import BlockRouting
+from onepass.nn.cache import BlockCache
 from onepass.train.data import VOCABULARY
 
 NEIGHBOURS = 7  # width of the convolution after the embedding, in bytes
@@ -76,11 +77,11 @@ class ByteModel(nn.Module):
             x = x.gather(1, asked[..., None].expand(-1, -1, x.shape[-1]))
         return self.head(self.norm(x)).float(), routing
 
-    def new_cache(self, batch: int) -> ByteCache:
+    def new_cache(self, batch: int, max_bytes: int = 4096) -> ByteCache:
         """Return the cache of `batch` texts without bytes; raise as `RoutedBlock.new_cache` does."""
         weight = self.embedding.weight
         recent = torch.zeros(batch, weight.shape[1], NEIGHBOURS - 1, dtype=weight.dtype, device=weight.device)
-        return ByteCache(recent, [block.new_cache(batch) for block in self._blocks()])
+        return ByteCache(recent, [block.new_cache(batch, max_bytes) for block in self._blocks()])
 
     @torch.no_grad()
     def step(self, tokens: Tensor, cache: ByteCache) -> Tensor:

@@ -1,0 +1,321 @@
+"""What causal routed layers keep of the tokens before.
+
+All tensors have a fixed size and all lengths are tensors, so that a CUDA graph can repeat a step. A step makes the
+choices of the full forward, because a share's running threshold and budget do not depend on the length. Layers are
+typed as Any: they import this module.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from onepass.ops.causal_choice.reference import fraction, ranked
+from onepass.ops.routing.op import gather
+from onepass.ops.span_attention.op_rotary import rotary
+
+from .router import RouterOutput, asked
+
+# torch's first choice on Hopper, cuDNN, takes 6 ms to plan each new number of keys
+BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+
+class Clock(nn.Module):
+    """How many tokens each sequence has: on the device for the layers, and on the host, which decides what a step does.
+
+    Attributes:
+        position: ``(batch,)`` int64.
+        counts: the same numbers on the host.
+        lengths: ``(batch,)`` int64: of the prompt that is being read.
+        periods: the blocks and windows of the layers; see `turns`.
+        forced: what `turns` returns; None: what the counts say.
+    """
+
+    position: Tensor
+
+    def __init__(self, batch: int, max_tokens: int, device: torch.device) -> None:
+        super().__init__()
+        self.max_tokens, self.counts = max_tokens, [0] * batch
+        self.periods: set[int] = set()
+        self.forced: bool | None = None
+        self.register_buffer("position", torch.zeros(batch, dtype=torch.int64, device=device))
+        self.lengths = self.position
+
+    def turns(self, period: int) -> bool:
+        """Return whether the next token of some sequence is in the first `period` tokens or begins a period."""
+        return any(c < period or c % period == 0 for c in self.counts) if self.forced is None else self.forced
+
+    def begin(self, x: Tensor, mask: Tensor | None = None) -> None:
+        """Check tokens (batch, n, …) that the layers are about to read, a prompt or one more of each sequence."""
+        batch, n = len(self.counts), x.shape[1]
+        if len(x) != batch:
+            raise ValueError(f"decoding: the cache holds {batch} sequences, got {len(x)}: make a cache for as many")
+        if x.device != self.position.device:
+            raise ValueError(f"decoding: the cache is on {self.position.device}, got tokens on {x.device}: move one")
+        if n > 1 and any(self.counts):
+            raise ValueError(f"decoding: a prompt needs a new cache, got one of {max(self.counts)} tokens")
+        if max(self.counts) + n > self.max_tokens:
+            raise ValueError(
+                f"decoding: the cache holds max_tokens = {self.max_tokens} tokens, got token {max(self.counts) + n}: "
+                "make one with a larger max_tokens"
+            )
+        self.lengths = torch.full_like(self.position, n)
+        if mask is not None:
+            self.lengths = mask.sum(-1)
+            if not bool((mask == (torch.arange(n, device=x.device) < self.lengths[:, None])).all() & mask[:, 0].all()):
+                raise ValueError("decoding: a prompt's mask must be True at its first tokens, at least one, then False")
+
+    def end(self, mask: Tensor | None = None) -> None:
+        """Count the tokens that were read."""
+        read = self.lengths.tolist() if mask is not None else [int(self.lengths[0])] * len(self.counts)
+        self.counts = [c + n for c, n in zip(self.counts, read, strict=True)]
+        self.position += self.lengths
+
+    def clear(self) -> None:
+        """Forget all tokens."""
+        self.position.zero_()
+        self.counts = [0] * len(self.counts)
+
+    def last_in(self, places: int) -> Tensor:
+        """Return (batch, places) the prompt's last token i with i mod places = column; < 0: there is none."""
+        last = self.lengths[:, None] - 1
+        return last - (last - torch.arange(places, device=last.device)) % places
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        super()._load_from_state_dict(*args)
+        self.counts = self.position.tolist()
+
+
+class _Cache(nn.Module):
+    """Buffers of a layer; the clock belongs to the whole model."""
+
+    clock: Clock
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__()
+        # no submodule: many layers share it
+        self.__dict__["clock"] = clock
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors, unused memory included."""
+        return sum(b.nbytes for b in self.buffers())
+
+
+class ChoiceCache(_Cache):
+    """What a `CausalRouter` keeps.
+
+    Attributes:
+        scores: ``(batch, memory)``: those of the last tokens, token i in column i mod memory; −∞ in unused columns.
+        threshold: ``(batch,)``: of the last token's block.
+        taken: ``(batch,)`` int64: how many tokens were chosen.
+    """
+
+    scores: Tensor
+    threshold: Tensor
+    taken: Tensor
+
+    def __init__(self, router: Any, share: float, clock: Clock) -> None:
+        super().__init__(clock)
+        self.share, batch = fraction(share), len(clock.counts)
+        clock.periods.add(router.block)
+        options: dict[str, Any] = {
+            "dtype": torch.promote_types(router.weight.dtype, torch.float32), "device": router.weight.device
+        }  # fmt: skip
+        self.register_buffer("scores", torch.full((batch, router.memory), -math.inf, **options))
+        self.register_buffer("threshold", torch.full((batch,), -math.inf, **options))
+        self.register_buffer("taken", torch.zeros(batch, dtype=torch.int64, device=router.weight.device))
+
+    def choose(self, router: Any, scores: Tensor) -> tuple[Tensor, Tensor]:
+        """Take scores (batch, 1) of one more token; return its position or −1, and its gate or 0, (batch, 1)."""
+        numerator, denominator = self.share
+        i, score, block = self.clock.position, scores[:, 0].to(self.scores.dtype), router.block
+        if self.clock.turns(block):
+            due = (i < block) | (i % block == 0)
+            self.threshold.copy_(torch.where(due, ranked(self.scores, self.share), self.threshold))
+        budget = ((i // block + 1) * (block * numerator) + denominator - 1) // denominator
+        chosen = (score > self.threshold) & (self.taken < budget)
+        gates = ((self.threshold - score) / router.eps).exp().add(1).reciprocal()
+        self.scores.scatter_(1, (i % router.memory)[:, None], score[:, None])
+        self.taken += chosen
+        return torch.where(chosen, i, -1)[:, None], torch.where(chosen, gates, 0.0)[:, None]
+
+    def fill(self, router: Any, output: RouterOutput) -> None:
+        """Keep what steps through the tokens of a prompt would."""
+        scores = output.scores.to(self.scores.dtype)
+        start = (self.clock.lengths - 1) // router.block * router.block
+        before = start[:, None] - 1 - torch.arange(router.memory, device=scores.device)
+        # in the first block each step computes its own threshold
+        self.threshold.copy_(ranked(_at(scores, before), self.share))
+        self.scores.copy_(_at(scores, self.clock.last_in(router.memory)))
+        self.taken.copy_((output.indices >= 0).sum(-1))
+
+
+def _at(scores: Tensor, tokens: Tensor) -> Tensor:
+    return torch.where(tokens >= 0, scores.gather(1, tokens.clamp_min(0)), -math.inf)
+
+
+class LocalCache(_Cache):
+    """What a causal `LocalAttention` keeps.
+
+    Attributes:
+        keys, values: ``(batch, 2·window, heads, dim_head)``: those of token i in place i mod 2·window, keys rotated.
+    """
+
+    keys: Tensor
+    values: Tensor
+
+    def __init__(self, layer: Any, clock: Clock) -> None:
+        super().__init__(clock)
+        weight = layer.qkv.weight
+        for name in ("keys", "values"):
+            room = weight.new_zeros(len(clock.counts), 2 * layer.window, layer.heads, layer.dim_head)
+            self.register_buffer(name, room)
+
+    def attend(self, qkv: Tensor) -> Tensor:
+        """Return the attention (batch, 1, heads, dim_head) of one more token (batch, 1, 3, heads, dim_head)."""
+        i, places, heads = self.clock.position, self.keys.shape[1], qkv.shape[3]
+        turned = rotary(qkv[:, :, :2].flatten(2, 3), i[:, None])
+        rows, at = torch.arange(len(i), device=i.device), i % places
+        self.keys.index_put_((rows, at), turned[:, 0, heads:].to(self.keys.dtype))
+        self.values.index_put_((rows, at), qkv[:, 0, 2].to(self.values.dtype))
+        age = (i[:, None] - torch.arange(places, device=i.device)) % places
+        # the tokens of this window and of the one before
+        seen = age <= (i % (places // 2) + places // 2).minimum(i)[:, None]
+        return _attend(turned[:, :, :heads], self.keys, self.values, seen)
+
+    def fill(self, layer: Any, x: Tensor) -> None:
+        """Keep keys and values of the last tokens of a prompt."""
+        at = self.clock.last_in(self.keys.shape[1])
+        _, k, v = layer.qkv(layer.norm(gather(x, at))).unflatten(-1, (3, layer.heads, layer.dim_head)).unbind(2)
+        self.keys.copy_(rotary(k, at))
+        self.values.copy_(v)
+
+
+class HeavyCache(_Cache):
+    """What a causal `HeavyAttention` keeps.
+
+    Attributes:
+        keys, values: ``(batch, places, heads, dim_head)``: rotated keys, and gated values, that earlier windows gave.
+        quota: how many each window gives.
+    """
+
+    keys: Tensor
+    values: Tensor
+
+    def __init__(self, layer: Any, window: int, quota: int, clock: Clock) -> None:
+        super().__init__(clock)
+        self.window, self.quota = window, quota
+        clock.periods.add(window)
+        for name in ("keys", "values"):
+            # the last window gives its keys to the tokens after it
+            places = max(1, (clock.max_tokens - 1) // window) * quota
+            self.register_buffer(
+                name, layer.kv.weight.new_zeros(len(clock.counts), places, layer.heads, layer.dim_head)
+            )
+
+    def attend(self, q: Tensor, kv: Tensor, chosen: RouterOutput) -> Tensor:
+        """Return the attention (batch, 1, heads, dim_head) of one more token to what earlier windows gave.
+
+        kv: ``(batch, m, 2, heads, dim_head)``: what the window before gives, of the `chosen` tokens (batch, m); m = 0
+        where no sequence begins a window.
+        """
+        i, places = self.clock.position, self.keys.shape[1]
+        whole = i // self.window
+        if kv.shape[1]:
+            due = ((i % self.window == 0) & (i > 0))[:, None]
+            to = ((whole - 1).clamp_min(0)[:, None] * self.quota + torch.arange(self.quota, device=i.device)) % places
+            rows = torch.arange(len(i), device=i.device)[:, None]
+            for room, new in zip((self.keys, self.values), _turned(kv, chosen), strict=True):
+                old = room[rows, to]
+                room.index_put_((rows, to), torch.where(due[..., None, None], new.to(room.dtype), old))
+        used = places
+        if self.clock.forced is None:
+            used = max(1, min(places, max(self.clock.counts) // self.window * self.quota))
+        count = (whole * self.quota)[:, None]
+        seen = torch.arange(used, device=i.device) < count
+        y = _attend(rotary(q, i[:, None]), self.keys[:, :used], self.values[:, :used], seen)
+        return torch.where(count[..., None, None] > 0, y, 0.0)
+
+    def fill(self, kv: Tensor, chosen: RouterOutput) -> None:
+        """Keep what the windows of a prompt gave, (batch, m, 2, heads, dim_head), of the `chosen` tokens (batch, m)."""
+        n = min(self.keys.shape[1], kv.shape[1])
+        for room, new in zip((self.keys, self.values), _turned(kv, chosen), strict=True):
+            room[:, :n] = new[:, :n]
+
+
+def _turned(kv: Tensor, chosen: RouterOutput) -> tuple[Tensor, Tensor]:
+    """Return rotated keys and gated values."""
+    return rotary(kv[:, :, 0], chosen.indices), kv[:, :, 1] * chosen.gates.to(kv.dtype)[..., None, None]
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
+    """Return the attention of (batch, 1, heads, width) to the keys (batch, n, heads, width) where `seen` (batch, n)."""
+    q, k, v = (t.transpose(1, 2) for t in (q.to(k.dtype), k, v))
+    with sdpa_kernel(BACKENDS):
+        return F.scaled_dot_product_attention(q, k, v, seen[:, None, None]).transpose(1, 2)
+
+
+class AttentionCache(_Cache):
+    """What a causal `RoutedAttention` keeps.
+
+    Attributes:
+        queries, light, heavy: the caches of its parts.
+        tokens: ``(batch, window, dim)``: the tokens of this window, token i in place i mod window.
+    """
+
+    tokens: Tensor
+
+    def __init__(self, queries: ChoiceCache, light: LocalCache, heavy: HeavyCache, tokens: Tensor) -> None:
+        super().__init__(queries.clock)
+        self.queries, self.light, self.heavy = queries, light, heavy
+        self.register_buffer("tokens", tokens)
+
+    def given(self, layer: Any, begins: bool) -> tuple[Tensor, RouterOutput]:
+        """Return the tokens (batch, m, dim) that the window before gives where a sequence begins one, and the choice.
+
+        m = 0 where none does. Sequences that do not begin a window get tokens that `HeavyCache.attend` leaves out.
+        """
+        if not begins:
+            none = self.clock.position[:, None][:, :0]
+            return self.tokens[:, :0], RouterOutput(
+                none, none.to(self.queries.scores.dtype), self.queries.scores[:, :0]
+            )
+        window = layer.window
+        indices, gates, scores = layer.router_kv(self.tokens, asked(layer.router_kv, layer.k_kv, window))
+        start = (self.clock.position // window - 1) * window
+        return gather(self.tokens, indices), RouterOutput(indices + start[:, None], gates, scores)
+
+    def fill(self, layer: Any, x: Tensor, routing: Any) -> None:
+        """Keep the tokens of a prompt (batch, n, dim) and the choice of queries; the parts keep theirs."""
+        self.queries.fill(layer.router_q, routing.q)
+        self.tokens.copy_(gather(x, self.clock.last_in(layer.window)))
+
+    def keep(self, x: Tensor) -> None:
+        """Keep one more token (batch, 1, dim)."""
+        i, window = self.clock.position, self.tokens.shape[1]
+        self.tokens.index_put_((torch.arange(len(i), device=i.device), i % window), x[:, 0].to(self.tokens.dtype))
+
+
+class BlockCache(_Cache):
+    """What a causal `RoutedBlock` keeps of the tokens before; ``cache.nbytes`` is its size.
+
+    A module of buffers: ``state_dict``, ``load_state_dict``, ``to`` and ``copy.deepcopy`` save, move and copy it.
+    """
+
+    def __init__(self, attention: AttentionCache, feed_forward: ChoiceCache, owns_clock: bool) -> None:
+        super().__init__(attention.clock)
+        self.attention, self.feed_forward, self.owns_clock = attention, feed_forward, owns_clock
+        if owns_clock:
+            del self.__dict__["clock"]
+            self.clock = attention.clock
+
+    @property
+    def position(self) -> int:
+        """How many tokens the longest sequence has."""
+        return max(self.clock.counts)
