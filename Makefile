@@ -17,7 +17,7 @@ KERNELS = tests/contract tests/ops tests/fused tests/core/test_replay_kernels.py
 PIP = -m pip install --quiet --disable-pip-version-check
 LOCKED = $(PIP) $(if $(LOCK),--constraint $(LOCK))
 
-.PHONY: run quick test test-all newest slow lint types unit interpret codegen doctest dist hub docs lock fuzz soak clean FORCE
+.PHONY: run quick test test-all newest slow lint types unit interpret codegen doctest dist docs lock fuzz soak clean FORCE
 
 run: .venv/ready  ## train a routed transformer on the standard library's own sources
 	.venv/bin/onepass train $(ARGS)
@@ -65,9 +65,6 @@ slow: .venv-dev/ready .triton-oldest/ready
 
 dist: .venv-dev/ready  ## build sdist and wheel into dist/, check them and try the wheel with torch alone
 	$(DEV)/python tests/packages.py
-
-hub: .venv-dev/ready  ## the repository for the Hugging Face kernels hub, in build/hub
-	$(DEV)/python hub/build.py build/hub
 
 docs: .venv-docs/ready  ## the documentation as a site in .site/; a dead link is an error
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/python -m mkdocs build --quiet $(ARGS)

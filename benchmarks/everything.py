@@ -40,7 +40,7 @@ PARTS = {
     "norm": (4, 1.5), "soft_topk": (2, 2.0), "coor_descent": (2, 2.0), "topk": (1, 1.0), "weighted_sum": (2, 1.5),
     "lion": (1, 1.0), "routing": (1, 0.5), "fused": (1, 0.5),
 }  # fmt: skip
-TESTS = ("contract core bench benchmarks doctor train research swapping kernels_hub sharded", "nn",
+TESTS = ("contract core bench benchmarks doctor train research swapping sharded", "nn",
          "ops/norm ops/weighted_sum ops/lion ops/causal_choice", "ops/soft_topk", "ops/coor_descent ops/topk", "optim",
          "ops/routing ops/span_attention fused compat")  # fmt: skip
 

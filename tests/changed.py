@@ -37,8 +37,6 @@ def tests_for(name: str) -> list[str]:
             return [f"tests/{package}", *(["tests/cli"] if package == "train" else [])]
         case ("benchmarks" | "research" as package, *_):
             return [f"tests/{package}"]
-        case ("hub", *_):
-            return ["tests/kernels_hub/test_hub.py"]
         case ("tests", *_, file) if file.startswith("test_"):
             return [name]
         case ("tests", folder, _, *_):
