@@ -17,7 +17,7 @@ KERNELS = tests/contract tests/ops tests/fused tests/core/test_replay_kernels.py
 PIP = -m pip install --quiet --disable-pip-version-check
 LOCKED = $(PIP) $(if $(LOCK),--constraint $(LOCK))
 
-.PHONY: run quick test test-all newest slow lint types unit interpret codegen doctest dist docs lock fuzz soak clean FORCE
+.PHONY: run quick test test-all newest gpu slow lint types unit interpret codegen doctest dist docs lock fuzz soak clean FORCE
 
 run: .venv/ready  ## train a routed transformer on the standard library's own sources
 	.venv/bin/onepass train $(ARGS)
@@ -57,6 +57,9 @@ doctest: .venv-dev/ready
 # with which the committed figures were measured. It keeps what it compiled.
 codegen: .triton-oldest/ready
 	$(OLDEST) $(PYTEST) $(PARALLEL) -m 'not slow' tests/codegen $(ARGS)
+
+gpu:  ## every test marked gpu on this machine's GPU, with the Python at hand: ARGS='--record FILE'
+	PYTHONPATH=src $(PYTHON) tests/gpu.py $(ARGS)
 
 slow: .venv-dev/ready .triton-oldest/ready
 	$(PYTEST) $(PARALLEL) -m slow --ignore=tests/codegen $(ARGS)
