@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 _RAW = "../benchmarks/results/h200/raw"
-_OPS = "../src/onepass/ops"
+_LAB = "lab"
 
 # a note and the bars that it explains, as "operator pass, words"; the page shows it where one of them is missed
 NOTES: Mapping[str, Sequence[str]] = {
-    f"A copy of a tensor of this size is slower than the 2 GiB copy too; [norm]({_OPS}/norm/README.md) has both.": (
+    f"A copy of a tensor of this size is slower than the 2 GiB copy too; [norm]({_LAB}/norm.md) has both.": (
         "layer_norm forward, 4096 to 16384 wide",
         "layer_norm forward, 128 to 1024 wide",
     ),
@@ -23,8 +23,7 @@ NOTES: Mapping[str, Sequence[str]] = {
     "The fused call moves four tensors, addition and norm move five: 1.25× is what the bytes allow.": (
         "rms_norm forward, residual, against add then norm",
     ),
-    "The bench flushes the L2 before a call. In a CUDA graph these cells "
-    f"[meet the bar]({_OPS}/weighted_sum/README.md).": (
+    f"The bench flushes the L2 before a call. In a CUDA graph these cells [meet the bar]({_LAB}/weighted_sum.md).": (
         "weighted_sum forward, from 512 wide",
         "weighted_sum forward, 64 wide",
     ),
@@ -56,7 +55,7 @@ NOTES: Mapping[str, Sequence[str]] = {
         "routed_block forward+backward, d=1024, 2×8192, dense flash",
     ),
     "The peak holds cuBLAS workspaces, which the block measured first is charged with; see "
-    f"[span_attention]({_OPS}/span_attention/README.md).": (
+    f"[span_attention]({_LAB}/span_attention.md).": (
         "routed_block forward+backward, d=1024, 2×32768, memory of dense",
     ),
     "16-bit `layer_norm`: torch adds the weight's gradient up in 16 bits, onepass in 32.": (

@@ -16,9 +16,11 @@ from onepass.optim import Lion
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-PAGES = sorted(path for path in DOCS.rglob("*.md") if path.name != "swap.md")  # its examples have a test of their own
+READMES = sorted((ROOT / "src").rglob("README.md"))
+# lab notes are history; the examples of swap.md have a test of their own
+PAGES = [*READMES, *(p for p in sorted(DOCS.rglob("*.md")) if p.name != "swap.md" and p.parent.name != "lab")]
 BLOCKS = [
-    (f"{path.relative_to(DOCS)}:{number}", code)
+    (f"{path.relative_to(ROOT)}:{number}", code)
     for path in PAGES
     for number, code in enumerate(re.findall(r"^```python\n(.*?)^```", path.read_text(), re.DOTALL | re.MULTILINE))
 ]
@@ -27,6 +29,11 @@ BLOCKS = [
 @pytest.mark.parametrize(("name", "code"), BLOCKS, ids=[name for name, _ in BLOCKS])
 def test_example(name: str, code: str) -> None:
     exec(compile(code, name, "exec"), {})
+
+
+@pytest.mark.parametrize("path", READMES, ids=lambda path: path.parent.name)
+def test_readmes_are_short(path: Path) -> None:
+    assert len(path.read_text().splitlines()) <= 80
 
 
 def test_each_line_of_the_compatibility_table_is_a_test() -> None:

@@ -178,7 +178,7 @@ def test_the_weight_on_what_was_chosen(arm: str) -> None:
 def test_the_table_is_of_the_record() -> None:
     root = Path(__file__).parents[1]
     rows = json.loads((root / "benchmarks/results/cpu/raw/sparse_attention.json").read_text())["rows"]
-    page = (root / "src/onepass/ops/topk/README.md").read_text(encoding="utf-8")
+    page = (root / "docs/lab/topk.md").read_text(encoding="utf-8")
     for arm in EXAMPLE.ARMS:
         of_arm = [row for row in rows if row["arm"] == arm]
         assert len(of_arm) == 2
