@@ -18,6 +18,7 @@ SHAPES = [(3, 4), (5,), (40_001,)]
 KINDS: list[tuple[torch.dtype, dict[str, Any]]] = [
     (torch.float32, {}),
     (torch.float32, {"state_dtype": torch.bfloat16}),
+    (torch.float32, {"fused": True}),
     (torch.bfloat16, {}),
     (torch.bfloat16, {"state_dtype": torch.float32}),
     (torch.bfloat16, {"low_precision": "kahan"}),

@@ -32,21 +32,6 @@ def test_closure_returns_the_loss_with_gradients_enabled() -> None:
     assert p.item() == 2.5
 
 
-def test_complex_parameters_are_pairs_of_reals() -> None:
-    a = [torch.randn(3, 5, dtype=torch.complex64, requires_grad=True)]
-    b = [torch.view_as_real(a[0].detach()).clone().requires_grad_()]
-    for options in ({}, {"foreach": False}, {"foreach": True}):
-        ours, real = Lion(a, lr=1e-2, weight_decay=0.1, **options), Lion(b, lr=1e-2, weight_decay=0.1, **options)
-        for _ in range(3):
-            a[0].grad = torch.randn(3, 5, dtype=torch.complex64)
-            b[0].grad = torch.view_as_real(a[0].grad).clone()
-            ours.step()
-            real.step()
-        assert torch.allclose(torch.view_as_real(a[0].detach()), b[0], rtol=0, atol=1e-7)
-    a[0].grad = torch.randn(3, 5, dtype=torch.complex64).conj()
-    ours.step()
-
-
 def test_sparse_gradients_are_refused() -> None:
     p = torch.ones(3, requires_grad=True)
     p.grad = torch.ones(3).to_sparse()
@@ -96,34 +81,6 @@ def test_any_layout_is_updated_in_place(layout: str, dtype: torch.dtype) -> None
         b.step()
     assert p.data_ptr() == address
     assert torch.allclose(p, q, rtol=1e-5, atol=1e-6)
-
-
-def test_hooks_run() -> None:
-    p = torch.ones(2, requires_grad=True)
-    optimizer = Lion([p], lr=0.5)
-    seen: list[str] = []
-    optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
-    optimizer.register_step_post_hook(lambda *_: seen.append("after"))
-    p.grad = torch.ones(2)
-    optimizer.step()
-    assert seen == ["before", "after"]
-
-
-def test_replaced_parameter_data_gradients_and_state() -> None:
-    p = torch.ones(100, requires_grad=True)
-    optimizer = Lion([p], lr=0.5)
-    p.grad = torch.ones(100)
-    optimizer.step()
-    p.data = torch.full((100,), 7.0)
-    p.grad.data = torch.full((100,), -100.0)
-    optimizer.step()
-    assert torch.equal(p, torch.full((100,), 7.5))
-    optimizer.state[p]["exp_avg"] = torch.full((100,), 1e6)
-    optimizer.step()
-    assert torch.equal(p, torch.full((100,), 7.0))
-    optimizer.state.clear()
-    optimizer.step()
-    assert torch.equal(p, torch.full((100,), 7.5))
 
 
 def test_gradients_are_not_kept_alive() -> None:

@@ -85,19 +85,6 @@ def test_low_precision_is_deterministic_resumes_and_does_not_depend_on_grouping(
         assert all(map(torch.equal, results[0], other))
 
 
-def test_int8_is_scale_invariant() -> None:
-    a = torch.randn(100_000, device="cuda", requires_grad=True)
-    b = a.detach().clone().requires_grad_()
-    one, two = (Lion([x], lr=1e-2, state_dtype="int8") for x in (a, b))
-    for _ in range(4):
-        a.grad = torch.randn_like(a)
-        b.grad = a.grad * 2.0**-20
-        one.step()
-        two.step()
-    assert torch.equal(a, b)
-    assert torch.equal(one.state[a]["exp_avg"], two.state[b]["exp_avg"])
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_clipping_is_torchs_waits_for_nothing_and_repeats_its_bits(dtype: torch.dtype) -> None:
     a = [p.requires_grad_() for p in make(dtype, [*SHAPES, (3_000_001,)])]

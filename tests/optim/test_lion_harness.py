@@ -6,10 +6,6 @@ driven by the same declarations.
 
 from __future__ import annotations
 
-import copy
-import functools
-import io
-import pickle
 from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
@@ -18,7 +14,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from onepass.core.launch import INTERPRET
 from onepass.optim import Lion
@@ -47,24 +42,10 @@ def inputs(device: str, dtype: torch.dtype | None = None) -> list[Any]:
     ]
 
 
-def error_inputs(device: str, dtype: torch.dtype) -> list[Any]:
-    found = common.get_error_inputs_for_all_optims(device, dtype)
-    if "cpu" in device:
-        for kwargs, error, words in (
-            ({"lr": -1.0}, ValueError, "Invalid learning rate: -1.0"),
-            ({"betas": (1.0, 0.0)}, ValueError, "Invalid beta parameter at index 0: 1.0"),
-            ({"betas": (0.0, 1.0)}, ValueError, "Invalid beta parameter at index 1: 1.0"),
-            ({"weight_decay": -1}, ValueError, "Invalid weight_decay value: -1"),
-        ):
-            made = common.OptimizerInput(params=None, kwargs=kwargs, desc=words)
-            found.append(common.ErrorOptimizerInput(made, error_type=error, error_regex=words))
-    return found
-
-
 INFO = common.OptimizerInfo(
     Lion,
     optim_inputs_func=inputs,
-    optim_error_inputs_func=error_inputs,
+    optim_error_inputs_func=common.get_error_inputs_for_all_optims,
     supported_impls=("foreach", "differentiable", "fused"),
     not_og_supported_flags=(),
     has_capturable_arg=True,
@@ -164,89 +145,6 @@ def test_implementations_agree(device: str, flag: str) -> None:
                 torch.testing.assert_close(s[key], t[key])
 
 
-@on_devices
-def test_param_groups_weight_decay_and_lr(device: str) -> None:
-    for kwargs in all_inputs(device, skip=("differentiable",)):
-        for options in ({"weight_decay": 10.0}, {"lr": 0.0}):
-            weight = nn.Parameter(torch.randn(10, 5, device=device))
-            bias = nn.Parameter(torch.randn(10, device=device))
-            given = {
-                "lr": 1e-2,
-                **{
-                    k: v for k, v in kwargs.items() if k not in ("weight_decay", "decouple_lr", "cautious_weight_decay")
-                },
-            }
-            optimizer = Lion([{"params": [weight], **options}, {"params": [bias]}], **given)
-            before = weight.detach().clone(), bias.detach().clone()
-            run(optimizer, [weight, bias], 1, torch.zeros_like if "weight_decay" in options else None)
-            moved = [not torch.equal(p, q) for p, q in zip((weight, bias), before, strict=True)]
-            assert moved == ([True, False] if "weight_decay" in options else [False, True])
-
-
-@on_devices
-@pytest.mark.parametrize("zeros", [False, True])
-def test_step_without_gradients_or_with_zeros_does_nothing(device: str, zeros: bool) -> None:
-    for kwargs in all_inputs(device, skip=("differentiable",)):
-        params = [torch.randn(3, 2, device=device, requires_grad=True) for _ in range(3)]
-        before = [p.detach().clone() for p in params]
-        optimizer = Lion(params, **{**kwargs, "weight_decay": 0.0})
-        for p in params:
-            p.grad = torch.zeros_like(p) if zeros else None
-        optimizer.step()
-        for p, q in zip(params, before, strict=True):
-            assert torch.equal(p, q)
-        assert len(optimizer.state) == (3 if zeros else 0)
-
-
-@on_devices
-def test_state_dict_is_deterministic_and_resumes(device: str) -> None:
-    for kwargs in all_inputs(device, skip=("differentiable",)):
-        weight = nn.Parameter(torch.randn(2, 3, device=device))
-        bias = nn.Parameter(torch.randn(2, device=device))
-        x = torch.randn(3, device=device)
-
-        def closure(optimizer: Any, weight: Tensor, bias: Tensor, x: Tensor = x) -> Tensor:
-            optimizer.zero_grad()
-            loss = (weight.mv(x) + bias).pow(2).sum()
-            loss.backward()
-            return loss
-
-        optimizer = Lion([weight, bias], **kwargs)
-        for _ in range(5):
-            optimizer.step(functools.partial(closure, optimizer, weight, bias))
-        state = copy.deepcopy(optimizer.state_dict())
-        twin_weight, twin_bias = (nn.Parameter(p.detach().clone()) for p in (weight, bias))
-        twin = Lion([twin_weight, twin_bias], **kwargs)
-        # keys that older states don't have are taken from the defaults
-        for group in state["param_groups"]:
-            for key in ("foreach", "fused", "maximize", "capturable", "differentiable", "seed", "cautious"):
-                if kwargs.get(key) is None:
-                    group.pop(key, None)
-        twin.load_state_dict(state)
-        for _ in range(5):
-            optimizer.step(functools.partial(closure, optimizer, weight, bias))
-            twin.step(functools.partial(closure, twin, twin_weight, twin_bias))
-            assert torch.equal(weight, twin_weight)
-            assert torch.equal(bias, twin_bias)
-        twin.param_groups[0]["lr"] = 7.0
-        assert optimizer.param_groups[0]["lr"] != 7.0
-
-
-@on_devices
-def test_save_load_with_weights_only(device: str) -> None:
-    for kwargs in all_inputs(device, skip=("differentiable",)):
-        p = torch.randn(3, device=device, requires_grad=True)
-        optimizer = Lion([p], **kwargs)
-        run(optimizer, [p], 3)
-        with io.BytesIO() as file:
-            torch.save(optimizer.state_dict(), file)
-            file.seek(0)
-            loaded = torch.load(file, weights_only=True)
-        now = optimizer.state_dict()
-        assert loaded["param_groups"] == now["param_groups"]
-        assert torch.equal(loaded["state"][0]["exp_avg"], now["state"][0]["exp_avg"])
-
-
 def test_named_parameters_and_their_names_in_a_state() -> None:
     model = nn.Linear(2, 3)
     optimizer = Lion(model.named_parameters())
@@ -258,42 +156,6 @@ def test_named_parameters_and_their_names_in_a_state() -> None:
     named = Lion(model.named_parameters())
     named.load_state_dict(state)
     assert named.param_groups[0]["param_names"] == ["weight", "bias"]
-
-
-def test_hooks() -> None:
-    calls: list[str] = []
-    p = torch.ones(2, requires_grad=True)
-    optimizer = Lion([p])
-    handles = [
-        optimizer.register_step_pre_hook(lambda *_: calls.append("pre")),
-        optimizer.register_step_post_hook(lambda *_: calls.append("post")),
-        register_optimizer_step_pre_hook(lambda *_: calls.append("global pre")),
-        register_optimizer_step_post_hook(lambda *_: calls.append("global post")),
-        optimizer.register_state_dict_pre_hook(lambda _: calls.append("state pre")),
-        optimizer.register_state_dict_post_hook(lambda _, state: calls.append("state post")),
-        optimizer.register_load_state_dict_pre_hook(lambda _, state: calls.append("load pre")),
-        optimizer.register_load_state_dict_post_hook(lambda _: calls.append("load post")),
-    ]
-    run(optimizer, [p], 1)
-    optimizer.load_state_dict(optimizer.state_dict())
-    want = ["global pre", "pre", "post", "global post", "state pre", "state post", "load pre", "load post"]
-    assert calls == want
-    for handle in handles:
-        handle.remove()
-    run(optimizer, [p], 1)
-    optimizer.load_state_dict(optimizer.state_dict())
-    assert calls == want
-
-
-def test_deepcopy_copies_all_public_attributes() -> None:
-    for kwargs in all_inputs("cpu"):
-        params = [torch.randn(2, 3), torch.randn(2, 3)]
-        optimizer = Lion([nn.Parameter(p) for p in params], **kwargs)
-        twin = copy.deepcopy(optimizer)
-        assert {k for k in optimizer.__dict__ if not k.startswith("_")} == {
-            k for k in twin.__dict__ if not k.startswith("_")
-        }
-        pickle.loads(pickle.dumps(twin)).state_dict()
 
 
 @on_devices
@@ -354,28 +216,3 @@ def test_mixed_devices_and_dtypes(capturable: bool, foreach: bool | None) -> Non
     run(optimizer, params, 1)
     for p in params:
         assert bool((p == 0.5).all())
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("flag", ["foreach", "fused"])
-def test_grad_scaling_with_autocast(flag: str) -> None:
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1)).cuda()
-    optimizer = Lion(model.parameters(), lr=1e-2, **{flag: True})
-    scaler = torch.amp.GradScaler("cuda", init_scale=128.0)
-    x = torch.randn(16, 8, device="cuda")
-    losses = []
-    for i in range(10):
-        optimizer.zero_grad()
-        with torch.autocast("cuda", torch.float16):
-            loss = (model(x).float() - 3).square().mean()
-        scaler.scale(loss).backward()
-        if i == 4:
-            next(model.parameters()).grad.fill_(float("inf"))
-            before = [p.detach().clone() for p in model.parameters()]
-        scaler.step(optimizer)
-        scaler.update()
-        if i == 4:
-            assert all(map(torch.equal, model.parameters(), before))
-        losses.append(loss.item())
-    assert losses[-1] < losses[0]
-    assert scaler.get_scale() == 64.0
