@@ -1,10 +1,11 @@
-"""What `onepass.swap` does for a training step of a Llama, a GPT-2 and a ViT of transformers, in bf16.
+"""What `onepass.swap` does for a training step of Llama 3.2 1B, a GPT-2 and a ViT of transformers, in bf16.
 
     python benchmarks/swapped.py --json benchmarks/results/h200/raw/swapped.json
 
-Each model is built from a configuration with random weights, as it is and with its norms exchanged. First loss and
-gradients of one step are compared with those of the model as it is and with fp32; then forward and backward are timed
-in eager and compiled programs, as `onepass bench program` does it. About three minutes on an H200, most of them for the
+Each model is built from a configuration with random weights, as it is and with its norms exchanged; the Llama also with
+Liger's norms, and with all that Liger exchanges (rotary, SwiGLU, loss) if it is installed. Loss and gradients of one
+step are compared with those of the model as it is and with fp32, and forward and backward are timed in eager and
+compiled programs. About three minutes on an H200, most of them for the
 compiler; the file is written after each measurement.
 """
 
@@ -13,8 +14,8 @@ compiler; the file is written after each measurement.
 from __future__ import annotations
 
 import argparse
-import copy
 import gc
+import importlib.util
 from collections.abc import Callable, Iterator
 from datetime import datetime, timezone
 from functools import partial
@@ -31,7 +32,8 @@ from onepass.bench.program import measure
 from onepass.bench.programs import Program
 from onepass.core.about import device_name, settings, versions
 
-WAYS = ("as it is", "swapped")
+# Liger patches whole modules, so its ways come last
+WAYS = ("as it is", "swapped", "Liger's norms", "Liger")
 VOCABULARY, CLASSES = 32000, 1000
 
 
@@ -61,21 +63,24 @@ class Loss(nn.Module):
 
 def models(small: bool) -> Iterator[Model]:
     """Yield the three models; dropout is off, so that ways can be compared."""
-    dim, layers, heads = (64, 2, 4) if small else (1536, 8, 12)
-    tokens = (2, 64) if small else (4, 2048)
+    tokens = (2, 64) if small else (1, 4096)
 
     def text(device: str) -> Tensor:
         generator = torch.Generator(device).manual_seed(1)
         return torch.randint(0, VOCABULARY, tokens, device=device, generator=generator)
 
     def llama() -> nn.Module:
+        # the published configuration of Llama 3.2 1B
+        size = (64, 256, 2, 4, 2, VOCABULARY) if small else (2048, 8192, 16, 32, 8, 128256)
+        names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
         config = transformers.LlamaConfig(
-            hidden_size=dim, intermediate_size=4 * dim, num_hidden_layers=layers, num_attention_heads=heads,
-            num_key_value_heads=heads // 4, vocab_size=VOCABULARY, max_position_embeddings=tokens[1],
+            **dict(zip((*names, "vocab_size"), size, strict=True)), rms_norm_eps=1e-5,
+            max_position_embeddings=tokens[1], tie_word_embeddings=True, head_dim=size[0] // size[3],
         )  # fmt: skip
         return transformers.LlamaForCausalLM(config)  # type: ignore[no-any-return]
 
-    yield Model("Llama", f"{layers} layers, d {dim}, {tokens[0]} x {tokens[1]} tokens", llama, text)
+    yield Model("Llama 3.2 1B" if not small else "Llama", f"{tokens[0]} x {tokens[1]} tokens", llama, text)
+    tokens = (2, 64) if small else (4, 2048)
     dim, layers, heads = (64, 2, 4) if small else (1024, 12, 16)
 
     def gpt2() -> nn.Module:
@@ -102,12 +107,23 @@ def models(small: bool) -> Iterator[Model]:
     yield Model("ViT", f"{layers} layers, d {dim}, {images} images of {side} x {side}", vit, pixels)
 
 
+def ways(model: Model) -> tuple[str, ...]:
+    """Return what the model is measured as."""
+    liger = "Llama" in model.name and importlib.util.find_spec("liger_kernel") is not None
+    return WAYS if liger else WAYS[:2]
+
+
 def build(model: Model, device: str, way: str) -> nn.Module:
     """Return the model in bf16 on the device in training mode, with the same weights whatever the way."""
     torch.manual_seed(0)
     with torch.device(device):
         made = model.build().to(torch.bfloat16).train()
-    if way != "as it is":
+    if way.startswith("Liger"):
+        from liger_kernel.transformers import apply_liger_kernel_to_llama
+
+        rest = {} if way == "Liger" else dict.fromkeys(("rope", "swiglu", "fused_linear_cross_entropy"), False)
+        apply_liger_kernel_to_llama(rms_norm=True, model=made, **rest)
+    elif way != "as it is":
         report = onepass.swap(made)
         print(f"{model.name}, {way}:\n{report}\n")
     return Loss(made)
@@ -125,22 +141,33 @@ def apart(a: list[Tensor], b: list[Tensor]) -> float:
     return float(error / sum(float(y.float().square().sum()) for y in b)) ** 0.5
 
 
-def check(model: Model, device: str) -> Iterator[dict[str, Any]]:
-    """Yield how far loss and gradients of each way are from the model as it is, and from the same weights in fp32."""
-    batch = model.batch(device)
-    plain = build(model, device, "as it is")
-    wide = copy.deepcopy(plain).float()
-    wide_loss, wide_gradients = step(wide, batch if batch.dtype == torch.int64 else batch.float())
-    del wide
-    base_loss, base = step(plain, batch)
-    for way in WAYS:
-        loss, gradients = step(build(model, device, way), batch)
-        yield {
-            "check": True, "model": model.name, "case": model.case, "way": way, "loss": loss,
-            "loss_as_it_is": base_loss, "loss_fp32": wide_loss, "gradients_from_as_it_is": apart(gradients, base),
-            "gradients_from_fp32": apart(gradients, wide_gradients),
-            "finite": all(bool(torch.isfinite(g).all()) for g in gradients),
-        }  # fmt: skip
+class Reference(NamedTuple):
+    """Loss and gradients of a model as it is, in bf16 and with the same weights in fp32; gradients on the CPU."""
+
+    loss: float
+    gradients: list[Tensor]
+    wide_loss: float
+    wide_gradients: list[Tensor]
+
+
+def reference(model: Model, device: str) -> Reference:
+    """Return what the model as it is gives; nothing may be patched yet."""
+    batch, plain = model.batch(device), build(model, device, "as it is")
+    loss, gradients = step(plain, batch)
+    wide = step(plain.float(), batch if batch.dtype == torch.int64 else batch.float())
+    return Reference(loss, [g.cpu() for g in gradients], wide[0], [g.cpu() for g in wide[1]])
+
+
+def check(model: Model, device: str, way: str, base: Reference) -> dict[str, Any]:
+    """Return how far loss and gradients of this way are from the model as it is, and from the same weights in fp32."""
+    loss, gradients = step(build(model, device, way), model.batch(device))
+    gradients = [g.cpu() for g in gradients]
+    return {
+        "check": True, "model": model.name, "case": model.case, "way": way, "loss": loss, "loss_as_it_is": base.loss,
+        "loss_fp32": base.wide_loss, "gradients_from_as_it_is": apart(gradients, base.gradients),
+        "gradients_from_fp32": apart(gradients, base.wide_gradients),
+        "finite": all(bool(torch.isfinite(g).all()) for g in gradients),
+    }  # fmt: skip
 
 
 def main() -> None:
@@ -153,7 +180,7 @@ def main() -> None:
     parser.add_argument("--mode", choices=["eager", "compiled"], nargs="*", default=["eager", "compiled"])
     args = parser.parse_args()
     transformers.logging.set_verbosity_error()
-    chosen = [m for m in models(args.device == "cpu") if not args.model or m.name in args.model]
+    chosen = [m for m in models(args.device == "cpu") if not args.model or m.name.partition(" ")[0] in args.model]
     header = {
         "header": True, **versions(), "transformers": transformers.__version__, "device": args.device,
         "gpu": device_name(torch.device(args.device)), "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
@@ -170,15 +197,15 @@ def main() -> None:
         if args.device == "cuda":
             torch.cuda.empty_cache()
 
-    for model in chosen:
-        for record in check(model, args.device):
-            keep(record)
-    for mode in args.mode:
-        for model in chosen:
-            for way in WAYS:
-                base = None if way == "as it is" else f"{model.name}, as it is"
-                made = partial(build, model, way=way)
-                program = Program(f"{model.name}, {way}", model.case, made, model.batch, autocast=False, base=base)
+    # way by way, Liger last: what it patches stays patched in this process
+    references = {model.name: reference(model, args.device) for model in chosen}
+    for way in WAYS:
+        for model in (m for m in chosen if way in ways(m)):
+            keep(check(model, args.device, way, references[model.name]))
+            base = None if way == "as it is" else f"{model.name}, as it is"
+            made = partial(build, model, way=way)
+            program = Program(f"{model.name}, {way}", model.case, made, model.batch, autocast=False, base=base)
+            for mode in args.mode:
                 keep(measure(program, args.device, mode, args.calls))
 
 

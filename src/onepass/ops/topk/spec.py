@@ -103,7 +103,7 @@ def _kernel(
     pointers = [a for a in signature if a.endswith("_ptr")]
     return Kernel(
         title, lambda: fn, signature, constants, pointers, num_warps=warps, max_registers=registers,
-        max_spill_bytes=spill, max_amd_spills=52 if registers > 128 else 0, vector_loads=wide,
+        max_spill_bytes=spill, max_amd_spills=111 if registers > 128 else 0, vector_loads=wide,
     )  # fmt: skip
 
 
