@@ -83,7 +83,7 @@ clean:
 
 .venv-dev/ready: pyproject.toml $(LOCK) .requirement
 	$(NEW)
-	.venv-dev/bin/python $(LOCKED) '$(TORCH)' --editable '.[train,bench]' --group dev
+	.venv-dev/bin/python $(LOCKED) '$(TORCH)' --editable '.[train]' --group dev
 	touch $@
 
 .triton-oldest/ready: .venv-dev/ready
@@ -113,7 +113,7 @@ endef
 lock: .venv-dev/ready  ## renew constraints.txt for every supported Python, and show what changed
 	$(DEV)/python $(PIP) uv
 	UV_CUSTOM_COMPILE_COMMAND='make lock' $(DEV)/uv pip compile --quiet --universal --upgrade --no-annotate \
-	  --python-version 3.10 --no-emit-package setuptools --extra train --extra bench --group dev --group docs --output-file constraints.txt pyproject.toml
+	  --python-version 3.10 --no-emit-package setuptools --extra train --group dev --group docs --output-file constraints.txt pyproject.toml
 	@git --no-pager diff --unified=0 constraints.txt | grep '^[-+][a-z]' || echo 'nothing changed'
 
 soak: .venv/ready  ## stop the main job in the worst ways and resume it 50 times; 10 000 steps in flat memory

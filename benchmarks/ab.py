@@ -1,15 +1,15 @@
-"""Is a change faster? The same cases of `onepass bench` in two or more versions of the source, in turns.
+"""Is a change faster? The same cases of `python -m benchmarks` in two or more versions of the source, in turns.
 
     python benchmarks/ab.py HEAD . -- norm --case 4096 --stage forward
     python benchmarks/ab.py HEAD . /somewhere/else -- norm weighted_sum --dtype bf16
     python benchmarks/ab.py HEAD . -- soft_topk --device cpu
     python benchmarks/ab.py HEAD . --cases my_cases.py
 
-A version is a folder with a copy of the repository, or a git revision. Behind `--` stands what `onepass bench` takes to
-select cases (of which only ours is timed); --cases takes them from a Python file's `cases()` instead. Each version has
-a process of its own; they take turns, so that a clock that drifts or a busy host is no difference between them. A ratio
-is the first version's time over another's: above 1 the other is faster, and where the range holds 1 nothing is gained.
-Results are compared with the first version's.
+A version is a folder with a copy of the repository, or a git revision. Cases and timers are those of this copy. Behind
+`--` stands what `python -m benchmarks` takes to select cases (of which only ours is timed); --cases takes them from a
+Python file's `cases()` instead. Each version has a process of its own; they take turns, so that a clock that drifts or
+a busy host is no difference between them. A ratio is the first version's time over another's: above 1 the other is
+faster, and where the range holds 1 nothing is gained. Results are compared with the first version's.
 """
 
 # ruff: noqa: T201
@@ -31,24 +31,21 @@ from pathlib import Path
 from typing import Any
 
 MEASURE_MS = 15.0
+ROOT = Path(__file__).resolve().parents[1]
 
 
 def _cases(file: str, selection: Sequence[str]) -> dict[str, Any]:
     """What is to be timed: {name: Case}."""
     import torch
 
-    from onepass.bench.cli import add_command, select
-    from onepass.bench.runner import label
+    from benchmarks.bench.runner import label
+    from benchmarks.bench.select import add_options, select
+    from benchmarks.modules import all_cases
     from onepass.core.about import dtype_name
 
-    try:
-        from benchmarks.modules import all_cases
-    except ImportError:  # a version that declares the modules' cases in the package
-        from onepass.bench.cases import all_cases
-
     parser = argparse.ArgumentParser(prog="ab.py")
-    add_command(parser.add_subparsers())
-    args = parser.parse_args(["bench", *selection])
+    add_options(parser)
+    args = parser.parse_args(selection)
     known = [(Path(file).stem, case) for case in runpy.run_path(file)["cases"]()] if file else all_cases()
     selected = [c for _, c in select(known, args)]
     # one device at a time: its timer is not the other's
@@ -64,9 +61,9 @@ def worker(file: str, selection: Sequence[str]) -> None:
 
     import torch
 
-    from onepass.bench.compare import error, tensors
-    from onepass.bench.runner import OURS, SEED
-    from onepass.bench.timers import CpuTimer, CudaTimer
+    from benchmarks.bench.compare import error, tensors
+    from benchmarks.bench.runner import OURS, SEED
+    from benchmarks.bench.timers import CpuTimer, CudaTimer
     from onepass.core.about import one_line
     from onepass.core.spec import Prepared
 
@@ -124,7 +121,7 @@ class Version:
 
     def __init__(self, name: str, folder: Path, file: str, selection: Sequence[str]) -> None:
         self.name = name
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(folder / "src"), str(folder)))}
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(folder / "src"), str(ROOT)))}
         command = [sys.executable, str(Path(__file__)), "--worker", file, *selection]
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from onepass.bench.runner import OURS, is_rival, label
+from benchmarks.bench.runner import OURS, is_rival, label
 
 Record = Mapping[str, Any]
 # variants of ours, which are no rivals

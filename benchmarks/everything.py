@@ -40,7 +40,7 @@ PARTS = {
     "norm": (4, 1.5), "soft_topk": (2, 2.0), "coor_descent": (2, 2.0), "topk": (1, 1.0), "weighted_sum": (2, 1.5),
     "lion": (1, 1.0), "routing": (1, 0.5), "fused": (1, 0.5),
 }  # fmt: skip
-TESTS = ("contract core bench benchmarks doctor train research swapping sharded", "nn",
+TESTS = ("contract core benchmarks doctor train research swapping sharded", "nn",
          "ops/norm ops/weighted_sum ops/lion ops/causal_choice", "ops/soft_topk", "ops/coor_descent ops/topk", "optim",
          "ops/routing ops/span_attention fused compat")  # fmt: skip
 
@@ -64,7 +64,7 @@ class Done(NamedTuple):
 
 def jobs(out: Path) -> list[Job]:
     """Everything there is to do, in order; the longest of a phase first."""
-    bench, script = [sys.executable, "-m", "benchmarks.run", "--device", "cuda"], [sys.executable, "-u"]
+    bench, script = [sys.executable, "-m", "benchmarks", "--device", "cuda"], [sys.executable, "-u"]
 
     def run(name: str, *args: str) -> list[str]:
         return [*script, str(BENCHMARKS / f"{name}.py"), *args]
@@ -76,17 +76,13 @@ def jobs(out: Path) -> list[Job]:
             command = [*bench, folder, "--part", f"{i}/{parts}"]
             found.append(Job("measure", f"{folder}.{i}", minutes, [*command, "--json", str(_part(out, folder, i))]))
     found += [
-        Job("measure", "topk_accuracy", 0.5, run("topk_accuracy", "--out", str(out / "accuracy"))),
         Job("measure", "host", 0.5, run("host")),
-        Job("measure", "lion_first_step", 0.5, run("lion_first_step", "--out", str(out / "raw/lion_first_step"))),
         Job("check", "sanitize", 4, run("sanitize", "--json", str(out / "raw/sanitize.json"))),
     ]
     for folders in TESTS:
         paths = [str(ROOT / "tests" / folder) for folder in folders.split()]
         name = "tests." + folders.replace("/", "-").replace(" ", ".")
         found.append(Job("check", name, 3, [*script, "-m", "pytest", "-q", "-m", "gpu", *paths]))
-    lion = run("lion_training", "--preset", "gpu", "--tune", "300", "--out", str(out / "raw/lion_training"))
-    found.append(Job("train", "lion_training", 3, lion))
     for task, option, other, minutes in (("planted", "--start", "adverse", 8), ("text", "--task", "causal", 16)):
         command = [sys.executable, "-m", "research.ablate", task, "--out", str(out / f"ablate_{task}")]
         found.append(Job("train", f"ablate_{task}", minutes, command))
@@ -167,7 +163,7 @@ def _outcome(code: int | str) -> str:
 
 def merge(out: Path) -> None:
     """One file per operator folder from its parts, and tables and pictures from all of them."""
-    command = [sys.executable, "-m", "benchmarks.run"]
+    command = [sys.executable, "-m", "benchmarks"]
     for folder, (parts, _) in PARTS.items():
         found = [str(p) for p in (_part(out, folder, i) for i in range(1, parts + 1)) if p.exists()]
         if found:

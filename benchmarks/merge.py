@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from onepass.bench.records import read, write
-from onepass.bench.runner import label
+from benchmarks.bench.records import read, write
+from benchmarks.bench.runner import label
 from onepass.core.about import dtype_name
 from onepass.core.errors import UserError
 

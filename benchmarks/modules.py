@@ -1,4 +1,4 @@
-"""What the modules are measured against: `python -m benchmarks.run fused` takes these with the operators' cases.
+"""What the modules are measured against: `python -m benchmarks fused` takes these with the operators' cases.
 
 Weights differ between implementations,
 so results are not compared; the byte floor is a formal one (x, y and their gradients).
@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from onepass.bench import cases
-from onepass.bench.programs import DenseBlock
+from benchmarks.bench import cases
+from benchmarks.bench.programs import DenseBlock
 from onepass.core.spec import Case, Impl, Missing, Prepared, optional
 from onepass.nn.attention import RoutedAttention
 from onepass.nn.block import RoutedBlock

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from onepass.bench.records import read, write_text
-from onepass.bench.runner import OURS, label
+from benchmarks.bench.records import read, write_text
+from benchmarks.bench.runner import OURS, label
 from onepass.core.errors import UserError
 
 from . import programs
@@ -20,7 +20,7 @@ RESULTS = Path(__file__).parent / "results"
 _INTRO = """\
 # How fast it is today
 
-<!-- written by `python -m benchmarks.run --performance docs/performance.md`; `make test` compares -->
+<!-- written by `python -m benchmarks --performance docs/performance.md`; `make test` compares -->
 
 A *bar* is a target that was set before measuring. A *cell* is one shape in one dtype. A bar is met when every cell
 meets it; a line shows the worst cell. An operator must read its inputs and write its outputs at least once: *% of copy*
@@ -33,7 +33,7 @@ _VERSIONS = ("gpu", "torch", "triton", "date")
 
 
 def _first_step(path: Path) -> list[Row]:
-    """`lion_first_step.py` writes one record per mode; torch's AdamW beside ours has no bar."""
+    """One record per mode; torch's AdamW beside ours has no bar."""
     found = []
     for r in _entries(path):
         if "AdamW" not in r["mode"]:
@@ -104,7 +104,7 @@ def _versions(headers: Sequence[Mapping[str, Any]]) -> str:
 def _measured(directory: Path) -> tuple[list[Mapping[str, Any]], list[Row]]:
     sources = sorted(directory.glob("*.json"))
     if not sources:
-        raise UserError(f"{directory} holds no results; write some with `python -m benchmarks.run --json {directory}/`")
+        raise UserError(f"{directory} holds no results; write some with `python -m benchmarks --json {directory}/`")
     documents = [read(source) for source in sources]
     return [header for header, _ in documents], rows([r for _, records in documents for r in records])
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from onepass.bench.runner import OURS, STAGES, label
+from benchmarks.bench.runner import OURS, STAGES, label
 from onepass.core import files
 
 Record = Mapping[str, Any]

@@ -1,4 +1,4 @@
-"""The part of docs/performance.md about layers in programs, from the records of `onepass bench program`."""
+"""The part of docs/performance.md about layers in programs, from the records of `python -m benchmarks program`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from onepass.bench.program import MODES, against
+from benchmarks.bench.program import MODES, against
 from onepass.core import files
 
 # later records replace earlier ones of the same program, case and mode

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from onepass.bench.records import read, write_text
-from onepass.bench.runner import OURS, is_rival, label
+from benchmarks.bench.records import read, write_text
+from benchmarks.bench.runner import OURS, is_rival, label
 from onepass.core.errors import UserError
 
 from .bars import table as bars_table
@@ -101,11 +101,11 @@ def build(directory: Path) -> list[Path]:
     """Write <name>.md and its pictures beside every <name>.json in a directory; return their paths."""
     if not directory.is_dir():
         raise UserError(
-            f"--report {directory}: no such directory; give one that holds results of `onepass bench --json`"
+            f"--report {directory}: no such directory; give one that holds results of `python -m benchmarks --json`"
         )
     sources = sorted(directory.glob("*.json"))
     if not sources:
-        raise UserError(f"--report {directory}: no .json files; write some with `onepass bench --json {directory}/`")
+        raise UserError(f"--report {directory}: no .json files; `python -m benchmarks --json {directory}/` writes some")
     written: list[Path] = []
     for source in sources:
         header, records = read(source)

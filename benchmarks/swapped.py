@@ -1,6 +1,6 @@
 """What `onepass.swap` does for a training step of Llama 3.2 1B, a GPT-2 and a ViT of transformers, in bf16.
 
-    python benchmarks/swapped.py --json benchmarks/results/h200/raw/swapped.json
+    python -m benchmarks.swapped --json benchmarks/results/h200/raw/swapped.json
 
 Each model is built from a configuration with random weights, as it is and with its norms exchanged; the Llama also with
 Liger's norms, and with all that Liger exchanges (rotary, SwiGLU, loss) if it is installed. Loss and gradients of one
@@ -27,9 +27,9 @@ import transformers
 from torch import Tensor, nn
 
 import onepass
-from onepass.bench import records
-from onepass.bench.program import measure
-from onepass.bench.programs import Program
+from benchmarks.bench import records
+from benchmarks.bench.program import measure
+from benchmarks.bench.programs import Program
 from onepass.core.about import device_name, settings, versions
 
 # Liger patches whole modules, so its ways come last

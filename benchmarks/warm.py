@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from onepass.bench import runner
-from onepass.bench.timers import Timer
+from benchmarks.bench import runner
+from benchmarks.bench.timers import Timer
 from onepass.core.spec import Case
 
 
@@ -44,10 +44,10 @@ def _start(command: Sequence[str]) -> subprocess.Popen[bytes]:
 
 
 def warm(arguments: Sequence[str], part: tuple[int, int], processes: int) -> float:
-    """Run `benchmarks.run <arguments> --compile-only` on `part` (the I-th of N) in so many processes; seconds spent."""
+    """Run `benchmarks <arguments> --compile-only` on `part` (the I-th of N) in so many processes; seconds spent."""
     began = time.perf_counter()
     first, every = part
-    command = [sys.executable, "-m", "benchmarks.run", *arguments, "--compile-only", "--part"]
+    command = [sys.executable, "-m", "benchmarks", *arguments, "--compile-only", "--part"]
     started = [_start([*command, f"{first + every * i}/{every * processes}"]) for i in range(processes)]
     for process in started:
         # a part without a case ends with an error; the measurement reports what can't compile

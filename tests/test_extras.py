@@ -56,7 +56,6 @@ def test_doctor_with_torch_alone() -> None:
         (["train"], "train", "matplotlib, numpy, rich, safetensors"),
         (["show", "run", "file"], "train", "matplotlib, numpy, rich, safetensors"),
         (["generate", "run", "--prompt", "a"], "train", "matplotlib, numpy, rich, safetensors"),
-        (["bench", "--list"], "bench", "matplotlib, rich"),
     ],
 )
 def test_a_command_names_its_extra(command: list[str], extra: str, missing: str) -> None:

@@ -38,7 +38,7 @@ def test_no_warnings_on_import_or_first_call() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-@pytest.mark.parametrize("command", [[], ["doctor"], ["train"], ["show"], ["generate"], ["bench"]])
+@pytest.mark.parametrize("command", [[], ["doctor"], ["train"], ["show"], ["generate"]])
 def test_every_help_has_examples(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main([*command, "--help"])
@@ -98,7 +98,7 @@ def test_a_name_of_another_room_gets_a_hint(name: str, hint: str) -> None:
     ("command", "said"),
     [
         (["train", "--stesp", "3"], "onepass train: unrecognized arguments: --stesp; did you mean --steps?\n"),
-        (["bench", "--jsn=x"], "onepass bench: unrecognized arguments: --jsn=x; did you mean --json?\n"),
+        (["train", "--tsk=x"], "onepass train: unrecognized arguments: --tsk=x; did you mean --task?\n"),
         (["doctor", "--zzz"], "onepass doctor: unrecognized arguments: --zzz\n"),
         (["--versoin"], "onepass: unrecognized arguments: --versoin; did you mean --version?\n"),
     ],

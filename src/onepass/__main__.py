@@ -22,8 +22,6 @@ COMMANDS = (
     "onepass.train.cli",
     "onepass.train.show",
     "onepass.train.generate",
-    "onepass.bench.cli",
-    "onepass.bench.explain",
 )
 
 
@@ -33,9 +31,8 @@ examples:
   onepass doctor                   is this machine ready, and which path does each operator take?
   onepass train ~/notes            train a routed model on your own text
   onepass generate runs/notes --prompt "def "   let a trained language model write on
-  onepass bench norm --quick       measure the norms beside torch and the rivals that are installed
 
-`onepass COMMAND --help` has more of each.
+`onepass COMMAND --help` has more of each. `python -m benchmarks`, in a copy of the repository, measures the operators.
 """
 
 
@@ -99,7 +96,7 @@ def run_command(top: Parser, argv: Sequence[str] | None) -> int:
         print(f"{name}: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        # the reader of the output has ended (`onepass bench | head`): not an error
+        # the reader of the output has ended (`onepass doctor | head`): not an error
         sys.stderr.close()
         return 141
     except OSError as error:

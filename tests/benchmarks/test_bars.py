@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from benchmarks.bars import BARS, Bar, rows, table
+from benchmarks.bench.runner import STAGES
 from benchmarks.modules import all_cases
-from onepass.bench.runner import STAGES
 
 
 def record(impl: str, us: float, cols: int = 128, **more: Any) -> dict[str, Any]:

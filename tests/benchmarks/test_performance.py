@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import performance, run
+from benchmarks import performance
+from benchmarks.__main__ import main
 from benchmarks.bars import BARS, CPU_BARS, CPU_NORM_BARS, FIRST_STEP_BARS
+from benchmarks.bench.records import read, write
 from benchmarks.notes import NOTES
-from onepass.bench.records import read, write
 from onepass.core.errors import UserError
 
 PAGE = Path(__file__).parents[2] / "docs" / "performance.md"
@@ -29,7 +30,7 @@ def line(page: str, *words: str) -> list[str]:
 
 
 def test_the_committed_page_is_what_the_command_writes(tmp_path: Path) -> None:
-    assert run.main(["--performance", str(tmp_path / "page.md")]) == 0
+    assert main(["--performance", str(tmp_path / "page.md")]) == 0
     assert (tmp_path / "page.md").read_text() == PAGE.read_text()
 
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from benchmarks import plot
+from benchmarks.bench.records import read, write
 from benchmarks.plot import draw, panels
 from benchmarks.report import build, caption, page, table
-from onepass.bench.records import read, write
 from onepass.core.errors import UserError
 
 HEADER = {

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.run`: parts, compiling ahead, merging; the operator that it measures exists only here."""
+"""`python -m benchmarks`: parts, compiling ahead, merging; the operator that it measures exists only here."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from bench.fakes import FakeTimer, case, fake_operator, thunk
+from bench_fakes import FakeTimer, case, fake_operator, thunk
 from benchmarks import modules, warm
-from benchmarks.run import main
-from onepass.bench import timers
-from onepass.bench.records import read
+from benchmarks.__main__ import main
+from benchmarks.bench import timers
+from benchmarks.bench.records import read
 
 __all__ = ["fake_operator"]  # pytest finds the fixture under its name
 
@@ -51,7 +51,7 @@ def test_warm_starts_this_command_in_parts(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(warm, "_start", lambda command: started.append(command[1:]) or Done())
     assert main(["fake", "--part", "1/2", "--case", "4x", "--warm", "3", "--limit", "5"]) == 0
-    same = ["-m", "benchmarks.run", "fake", "--limit", "5.0", "--case", "4x", "--compile-only", "--part"]
+    same = ["-m", "benchmarks", "fake", "--limit", "5.0", "--case", "4x", "--compile-only", "--part"]
     assert started == [[*same, part] for part in ("1/6", "3/6", "5/6")]
 
 
@@ -134,5 +134,5 @@ def test_mistakes_cost_one_line(arguments: list[str], words: str, capsys: pytest
     assert code == 2
     err = capsys.readouterr().err
     assert words in err
-    assert err.startswith("python -m benchmarks.run: ")
+    assert err.startswith("python -m benchmarks: ")
     assert err.count("\n") == 1

@@ -10,7 +10,6 @@ from onepass.core.errors import UserError
 # extra → import names of what it installs, as in pyproject.toml
 EXTRAS = {
     "train": ("matplotlib", "numpy", "rich", "safetensors", "tomli"),
-    "bench": ("matplotlib", "rich"),
 }
 
 

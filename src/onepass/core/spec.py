@@ -4,7 +4,7 @@ Three kinds of declaration, each with one reader:
 
 * `Spec` → tests/contract: values, gradients, strides, dtypes, errors, compile, torch.func, determinism;
 * `Kernel` → tests/codegen: registers, spills and load widths, without a GPU;
-* `Case` → `onepass bench`: sizes, byte floors and rivals.
+* `Case` → `python -m benchmarks`: sizes, byte floors and rivals.
 
 A spec.py holds lists of them: SPECS, KERNELS, CASES. It may also hold RIVALS, a mapping from import name to
 distribution ({"liger_kernel": "liger-kernel"}) of the packages that its cases compare with. The bench records their

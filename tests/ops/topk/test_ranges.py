@@ -12,13 +12,23 @@ from hypothesis import given, settings
 from torch import Tensor
 
 import onepass
-from benchmarks.selection import sampled
 from onepass.core.launch import INTERPRET
 from onepass.ops.topk import plan
 from topk_plans import shrink
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
 KINDS = ("normal", "a third equal", "all equal", "far apart", "special", "in one place", "no sample sees them", "few")
+
+
+def sampled(n: int, groups: int, group: int) -> Tensor:
+    """The columns of the sample of a whole row, as `pivot_kernel` takes it."""
+    n_groups = -(-n // group)
+    at = torch.arange(groups)
+    if n_groups > groups:
+        scattered = ((at * 2654435769) & 0xFFFFFFFF) * (n_groups // groups) >> 32
+        at = at * n_groups // groups + scattered
+    columns = (at[:, None] * group + torch.arange(group)).flatten()
+    return columns[columns < n]
 
 
 def expected(

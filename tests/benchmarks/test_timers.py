@@ -6,9 +6,9 @@ import time
 import pytest
 import torch
 
-from onepass.bench import timers
-from onepass.bench.roofline import copy_pct, gbps, speedup
-from onepass.bench.timers import CpuTimer, CudaTimer
+from benchmarks.bench import timers
+from benchmarks.bench.roofline import copy_pct, gbps, speedup
+from benchmarks.bench.timers import CpuTimer, CudaTimer
 
 
 class Clock:

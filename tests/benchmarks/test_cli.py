@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from bench.fakes import FakeTimer, case, everything, fake_operator, thunk
-from onepass.__main__ import main
-from onepass.bench import timers
-from onepass.bench.records import FIELDS, MEMORY, read
+from bench_fakes import FakeTimer, case, everything, fake_operator, thunk
+from benchmarks.__main__ import main
+from benchmarks.bench import timers
+from benchmarks.bench.records import FIELDS, MEMORY, read
 
 __all__ = ["fake_operator"]  # pytest finds the fixture under its name
 
@@ -28,7 +28,7 @@ def _fake_timer(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_table(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "fakes", "--stage", "forward"]) == 0
+    assert main(["fakes", "--stage", "forward"]) == 0
     out = capsys.readouterr().out
     assert "copy 1000 GB/s" in out
     assert "absent (needs absent-package)" in out
@@ -42,7 +42,7 @@ def test_table(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_json(tmp_path: Path) -> None:
     path = tmp_path / "new" / "result.json"
-    assert main(["bench", "--json", str(path)]) == 0
+    assert main(["--json", str(path)]) == 0
     header, *records = json.loads(path.read_text())
     assert header["header"] is True
     assert header["complete"] is True
@@ -63,22 +63,22 @@ def test_json(tmp_path: Path) -> None:
 
 
 def test_a_directory_gets_a_file_per_folder(tmp_path: Path) -> None:
-    assert main(["bench", "--json", str(tmp_path / "gpu")]) == 0
+    assert main(["--json", str(tmp_path / "gpu")]) == 0
     assert [p.name for p in (tmp_path / "gpu").iterdir()] == ["fakes.json"]
 
 
 def test_list_and_filters(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "fake", "--list"]) == 0
+    assert main(["fake", "--list"]) == 0
     assert capsys.readouterr().out.splitlines() == [
         "fakes  fake  forward  float32  4x8  (cpu)",
         "fakes  fake  backward  float32  16x8  (cpu)",
     ]
-    assert main(["bench", "--list", "--case", "16", "--dtype", "fp32", "--stage", "backward"]) == 0
+    assert main(["--list", "--case", "16", "--dtype", "fp32", "--stage", "backward"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 1
 
 
 def test_several_texts_for_cases(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "--list", "--case", "16x", "--case", "4x"]) == 0
+    assert main(["--list", "--case", "16x", "--case", "4x"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 2
 
 
@@ -91,7 +91,7 @@ def test_a_rival_that_tunes_itself_for_ever(fake_operator: SimpleNamespace, caps
     fake_operator.CASES = [
         case(lambda: {"onepass": thunk(torch.ones(2)), "tunes": tunes, "agrees": thunk(torch.ones(2))})
     ]
-    assert main(["bench", "--limit", "1"]) == 0
+    assert main(["--limit", "1"]) == 0
     out = capsys.readouterr().out
     assert "failed: took longer than 1 s" in out
     assert "agrees" in out
@@ -99,7 +99,7 @@ def test_a_rival_that_tunes_itself_for_ever(fake_operator: SimpleNamespace, caps
 
 def test_no_compile(tmp_path: Path) -> None:
     path = tmp_path / "r.json"
-    assert main(["bench", "--no-compile", "--quick", "--json", str(path)]) == 0
+    assert main(["--no-compile", "--quick", "--json", str(path)]) == 0
     assert "compile" not in path.read_text()
 
 
@@ -116,24 +116,24 @@ def test_no_compile(tmp_path: Path) -> None:
     ],
 )
 def test_mistakes_cost_one_line(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", *arguments]) == 2
+    assert main([*arguments]) == 2
     err = capsys.readouterr().err
     assert words in err
-    assert err.startswith("onepass bench: ")
+    assert err.startswith("python -m benchmarks: ")
     assert err.count("\n") == 1
 
 
 def test_cases_for_a_gpu_need_one(fake_operator: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:
     fake_operator.CASES = [case(everything, device="cuda")]
-    assert main(["bench"]) == 2
+    assert main([]) == 2
     assert "need a CUDA GPU" in capsys.readouterr().err
-    assert main(["bench", "--device", "cuda"]) == 2
+    assert main(["--device", "cuda"]) == 2
     assert "torch sees no CUDA GPU" in capsys.readouterr().err
 
 
 def test_own_failure_is_exit_code_1(fake_operator: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:
     fake_operator.CASES = [case(lambda: {"onepass": thunk(ValueError("no [good] reason"))})]
-    assert main(["bench"]) == 1
+    assert main([]) == 1
     assert "failed: ValueError: no [good] reason" in capsys.readouterr().out
 
 
@@ -143,7 +143,7 @@ def test_an_interruption_keeps_what_was_measured(fake_operator: SimpleNamespace,
 
     fake_operator.CASES.append(case(lambda: {"onepass": interrupt}, op="later"))
     path = tmp_path / "r.json"
-    assert main(["bench", "--json", str(path)]) == 130
+    assert main(["--json", str(path)]) == 130
     header, records = read(path)
     assert header["complete"] is False
     assert len(records) == 6
@@ -161,7 +161,7 @@ def test_a_lost_device_keeps_what_was_measured(
 
     fake_operator.CASES.append(case(lambda: {"onepass": breaks}, op="later"))
     path = tmp_path / "r.json"
-    assert main(["bench", "--json", str(path)]) == 1
+    assert main(["--json", str(path)]) == 1
     assert "stopped: onepass at later 4x8 broke the device" in capsys.readouterr().out
     assert len(read(path)[1]) == 6
     assert read(path)[0]["complete"] is False
@@ -171,13 +171,13 @@ def test_a_target_without_permission(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(os, "access", lambda *_: False)
-    assert main(["bench", "--json", str(tmp_path / "r.json")]) == 2
+    assert main(["--json", str(tmp_path / "r.json")]) == 2
     assert "permission denied" in capsys.readouterr().err
 
 
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
-        main(["bench", "--help"])
+        main(["--help"])
     assert stop.value.code == 0
     out = capsys.readouterr().out
     for option in ("json", "list", "stage", "case", "dtype", "device", "quick", "no-compile", "limit"):
@@ -187,6 +187,6 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize("given", ["--limit -1", "--limit soon"])
 def test_numbers_out_of_range_are_refused(given: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
-        main(["bench", *given.split()])
+        main([*given.split()])
     assert stop.value.code == 2
     assert f"argument {given.split()[0]}: must be" in capsys.readouterr().err

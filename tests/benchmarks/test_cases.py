@@ -8,10 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from bench.fakes import FakeTimer
+from bench_fakes import FakeTimer
+from benchmarks.bench.rivals import installed, known
+from benchmarks.bench.runner import FAILED, MISSING, OK, OURS, STAGES, label, run_case
 from benchmarks.modules import all_cases
-from onepass.bench.rivals import installed, known
-from onepass.bench.runner import FAILED, MISSING, OK, OURS, STAGES, label, run_case
 from onepass.core import spec
 from onepass.core.spec import Case
 
@@ -35,7 +35,7 @@ def test_no_case_is_declared_twice() -> None:
 
 
 def test_every_operator_with_cases_has_some_for_a_cpu() -> None:
-    """`onepass bench --device cpu`; modules have none."""
+    """`python -m benchmarks --device cpu`; modules have none."""
     wanted = {folder for folder in spec.folders() if getattr(spec.load(folder), "CASES", ())}
     assert {folder for folder, case in CASES if case.device == "cpu"} == wanted
 

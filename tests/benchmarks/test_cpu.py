@@ -1,4 +1,4 @@
-"""`onepass bench --device cpu` with its own timer: what it shows, and what it keeps."""
+"""`python -m benchmarks --device cpu` with its own timer: what it shows, and what it keeps."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from bench.fakes import case, fake_operator
-from onepass.__main__ import main
-from onepass.bench import cli, timers
-from onepass.bench.records import read
-from onepass.bench.runner import run_case
-from onepass.bench.timers import CpuTimer
+from bench_fakes import case, fake_operator
+from benchmarks.__main__ import main
+from benchmarks.bench import select, timers
+from benchmarks.bench.records import read
+from benchmarks.bench.runner import run_case
+from benchmarks.bench.timers import CpuTimer
 
 __all__ = ["fake_operator"]  # pytest finds the fixture under its name
 
@@ -29,12 +29,12 @@ def test_the_command(
     fake_operator: SimpleNamespace, timer: CpuTimer, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(cli, "timer", lambda device, quick: timer)
+    monkeypatch.setattr(select, "timer", lambda device, quick: timer)
     x = torch.randn(64, 128)
     impls = {"onepass": lambda: x.sum(-1), "einsum": lambda: torch.einsum("nd->n", x)}
     fake_operator.CASES = [case(lambda: impls), case(lambda: impls, device="cuda")]
     path = tmp_path / "sums.json"
-    assert main(["bench", "--device", "cpu", "--json", str(path)]) == 0
+    assert main(["--device", "cpu", "--json", str(path)]) == 0
     said = capsys.readouterr().out
     assert "warm µs" in said
     assert "host µs" not in said

@@ -1,4 +1,4 @@
-"""`onepass bench program`: what a layer costs where it is used, in eager, compiled and captured programs."""
+"""`python -m benchmarks program`: what a layer costs where it is used, in eager, compiled and captured programs."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from onepass.core.errors import UserError
 from onepass.core.garbage import collected, no_collection
 
 from . import records
-from .cli import pick_device
 from .programs import Program, programs
+from .select import pick_device
 
 MODES = ("eager", "compiled", "reduce-overhead", "graph")
 # calls that are timed, and calls that are profiled

@@ -1,4 +1,4 @@
-"""What `onepass bench program` runs: layers and models in a training program, ours beside what they stand in for."""
+"""What `python -m benchmarks program` runs: layers and models in training, ours beside what they stand in for."""
 
 from __future__ import annotations
 

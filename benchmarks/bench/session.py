@@ -13,11 +13,10 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from onepass.core import files
 from onepass.core.about import device_name, dtype_name, settings, versions
 from onepass.core.spec import Case
 
-from . import page, records, rivals, runner, table
+from . import records, rivals, runner, table
 from .timers import Timer
 
 
@@ -27,10 +26,7 @@ def json_path(target: Path, folder: str) -> Path:
 
 
 class Session:
-    """Measure cases, show them and write them to `json`; `html` gets them as a page.
-
-    `known` is {import name: distribution} of the rivals.
-    """
+    """Measure cases, show them and write them to `json`; `known` is {import name: distribution} of the rivals."""
 
     def __init__(
         self,
@@ -39,7 +35,6 @@ class Session:
         known: Mapping[str, str],
         console: Console,
         json: Path | None = None,
-        html: Path | None = None,
         *,
         compile: bool = True,
         limit_s: float = 0.0,
@@ -48,7 +43,6 @@ class Session:
         self.cases = sorted(cases, key=lambda fc: (fc[0], fc[1].op, str(fc[1].dtype), runner.STAGES.index(fc[1].stage)))
         self.console = console
         self.json = json
-        self.html = html
         self.compile = compile
         self.limit_s = limit_s
         self.about: dict[str, Any] = {
@@ -65,17 +59,14 @@ class Session:
 
     def save(self, complete: bool) -> list[Path]:
         """Write the results so far, if there is a target; return the files."""
-        if self.html is not None:
-            whole = records.document(self.about, self.results, self.copy_gbps, complete=complete)
-            files.write(self.html, page.page(whole[0], whole[1:]))
         if self.json is None:
-            return [self.html] if self.html is not None else []
+            return []
         found: dict[Path, list[runner.Result]] = {}
         for result in self.results:
             found.setdefault(json_path(self.json, result.folder), []).append(result)
         for path, results in found.items():
             records.write(path, records.document(self.about, results, self.copy_gbps, complete=complete))
-        return [*found, *([self.html] if self.html is not None else [])]
+        return [*found]
 
     def _show(self, final: bool) -> None:
         groups = [list(g) for _, g in groupby(self.results[self._shown :], key=table.group_key)]
@@ -111,8 +102,6 @@ class Session:
 
     def run(self, timer: Timer) -> int:
         """Measure, print and save everything; return 1 if an implementation of ours failed or the device was lost."""
-        if self.html is not None:
-            records.check_writable(self.html)
         if self.json is not None:
             for folder in dict.fromkeys(f for f, _ in self.cases):
                 records.check_writable(json_path(self.json, folder))

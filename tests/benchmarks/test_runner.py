@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from bench.fakes import FakeTimer, case, everything, thunk
-from onepass.bench import runner
-from onepass.bench.compare import all_zero, disagreement, error
-from onepass.bench.limit import TookTooLongError, limit
-from onepass.bench.runner import DISAGREES, FAILED, MISSING, OK, SKIPPED, DeviceLostError, label
+from bench_fakes import FakeTimer, case, everything, thunk
+from benchmarks.bench import runner
+from benchmarks.bench.compare import all_zero, disagreement, error
+from benchmarks.bench.limit import TookTooLongError, limit
+from benchmarks.bench.runner import DISAGREES, FAILED, MISSING, OK, SKIPPED, DeviceLostError, label
 from onepass.core.spec import Prepared, backward_of, optional
 
 

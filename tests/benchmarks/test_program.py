@@ -1,4 +1,4 @@
-"""`onepass bench program` on a CPU, with a program of one layer in place of the real ones."""
+"""`python -m benchmarks program` on a CPU, with a program of one layer in place of the real ones."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from onepass.__main__ import main
-from onepass.bench import program, programs
-from onepass.bench.programs import Program
+from benchmarks.__main__ import main
+from benchmarks.bench import program, programs
+from benchmarks.bench.programs import Program
 
 
 def _x(device: str) -> Tensor:
@@ -38,7 +38,7 @@ def _few(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _run(*arguments: str) -> int:
-    return main(["bench", "program", "--no-compile", "--quick", *arguments])
+    return main(["program", "--no-compile", "--quick", *arguments])
 
 
 def test_table_and_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-import onepass.__main__ as entry
+from benchmarks import modules
 from onepass.core import spec
 from onepass.core.spec import Case, Impl, Missing, Prepared
 
@@ -87,5 +87,5 @@ def fake_operator(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     )
     monkeypatch.setattr(spec, "folders", lambda: ["fakes"])
     monkeypatch.setattr(spec, "load", lambda folder: module)
-    monkeypatch.setattr(entry, "COMMANDS", ("onepass.bench.cli",))
+    monkeypatch.setattr(modules, "CASES", {})
     return module

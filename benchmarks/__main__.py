@@ -1,4 +1,9 @@
-"""Measure operators and modules as `onepass bench` does, in parts on several GPUs; make tables and plots of results."""
+"""Measure operators and modules against a device copy and the installed rivals, in one run or in parts on several GPUs.
+
+% of copy is the byte floor over the time, against a copy on the same device in the same run. µs is the median of calls
+with cold caches. host µs is the wall time of enqueueing one call on a GPU; on a CPU, warm µs is the median with warm
+caches, and memory is not measured. A CPU has smaller cases of its own: --list shows them with (cpu).
+"""
 
 from __future__ import annotations
 
@@ -8,29 +13,34 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from onepass.__main__ import Parser, run_command
-from onepass.bench import cli
-from onepass.bench.rivals import known
 from onepass.core.errors import UserError
 from onepass.core.options import number
 from onepass.core.spec import Case
 
+from .bench import select
+from .bench.rivals import known
+
 _EPILOG = """\
 examples:
-  python -m benchmarks.run fused                                     kernels of routed layers, and the modules
-  python -m benchmarks.run --json benchmarks/results/h200/           one file per operator folder
-  python -m benchmarks.run --report benchmarks/results/h200          tables and plots from what is there
-  python -m benchmarks.run --performance docs/performance.md         every bar, from all committed results
-  python -m benchmarks.run norm --warm 12                            compile in 12 processes, then measure in one
-  python -m benchmarks.run norm --part 1/2 --json a.json             half of it; the other half on another GPU
-  python -m benchmarks.run --merge benchmarks/results/h200/norm.json a.json b.json
+  python -m benchmarks weighted_sum --dtype bf16 --no-compile
+  python -m benchmarks norm --case 4096 --stage backward
+  python -m benchmarks --device cpu --quick
+  python -m benchmarks program --case RoutedBlock                    layers and models in eager and compiled programs
+  python -m benchmarks fused                                         kernels of routed layers, and the modules
+  python -m benchmarks --json benchmarks/results/h200/               one file per operator folder
+  python -m benchmarks --report benchmarks/results/h200              tables and plots from what is there
+  python -m benchmarks --performance docs/performance.md             every bar, from all committed results
+  python -m benchmarks norm --warm 12                                compile in 12 processes, then measure in one
+  python -m benchmarks norm --part 1/2 --json a.json                 half of it; the other half on another GPU
+  python -m benchmarks --merge benchmarks/results/h200/norm.json a.json b.json
 """
 
 
 def command_line() -> Parser:
-    """Build the parser: the options of `onepass bench` and those for runs in parts and for reports."""
+    """Build the parser: what to measure and how, runs in parts, reports."""
     form = argparse.RawDescriptionHelpFormatter
-    parser = Parser(prog="python -m benchmarks.run", description=__doc__, epilog=_EPILOG, formatter_class=form)
-    cli.add_options(parser)
+    parser = Parser(prog="python -m benchmarks", description=__doc__, epilog=_EPILOG, formatter_class=form)
+    select.add_options(parser)
     parser.add_argument("--part", metavar="I/N", help="only every N-th case, from the I-th on (1/N to N/N)")
     parser.add_argument(
         "--warm", type=number(0, 1024), default=0, metavar="N", help="first compile everything, in N processes"
@@ -45,7 +55,7 @@ def command_line() -> Parser:
     parser.add_argument(
         "--performance", type=Path, metavar="FILE", help="write the page of all bars from the committed results to FILE"
     )
-    parser.set_defaults(run=run, extra="bench")
+    parser.set_defaults(run=run, extra="train")
     return parser
 
 
@@ -78,7 +88,7 @@ def _rivals(cases: Sequence[tuple[str, Case]]) -> dict[str, str]:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command; 1 when one of our own implementations failed."""
-    console = cli.console()
+    console = select.console()
     if args.report is not None:
         from .report import build
 
@@ -100,14 +110,19 @@ def run(args: argparse.Namespace) -> int:
         console.print(f"wrote {args.merge[0]}", markup=False, soft_wrap=True)
         return 0
 
+    if args.ops == ["program"]:
+        from .bench import program
+
+        return program.run(args, console)
+
     from .modules import all_cases
     from .warm import compile_only, warm
 
     first, every = _part(args.part)
-    cases = cli.select(all_cases(), args)
+    cases = select.select(all_cases(), args)
     device = ""
     if not args.list:
-        device, cases = cli.here(cases, args.device)
+        device, cases = select.here(cases, args.device)
     cases = cases[first - 1 :: every]
     if not cases:
         raise UserError(f"--part {args.part}: there are fewer cases than parts")
@@ -116,10 +131,10 @@ def run(args: argparse.Namespace) -> int:
         spent = warm(_selection(args), (first, every), args.warm)
         console.print(f"compiled in {spent:.0f} s", style="dim", markup=False)
     elif args.compile_only and not args.list:
-        compile_only(cases, cli.timer(device, args.quick), limit_s=args.limit)
+        compile_only(cases, select.timer(device, args.quick), limit_s=args.limit)
     if args.compile_only and not args.list:
         return 0
-    return cli.measure(cases, args, _rivals(cases), console)
+    return select.measure(cases, args, _rivals(cases), console)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,14 +1,14 @@
-"""`onepass bench`: measure operators on this machine."""
+"""Which cases are measured, on which device, and how long."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from onepass.core.errors import UserError
-from onepass.core.options import command, number
+from onepass.core.options import number
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -21,28 +21,6 @@ DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "fp64": "flo
 QUICK_MS, MEASURE_MS = 15.0, 60.0
 LIMIT_S = 20.0
 
-_EPILOG = """\
-examples:
-  onepass bench weighted_sum --dtype bf16 --no-compile
-  onepass bench norm --case 4096 --stage backward
-  onepass bench --device cpu --quick
-  onepass bench --json results/       (one file per operator folder)
-  onepass bench program --case RoutedBlock   (layers and models in eager, compiled and captured programs)
-  onepass bench norm --html norm.html (plots beside every rival, one page without scripts)
-
-% of copy is the operator's byte floor over its time, against a copy on the same device in the same run.
-µs is the median of calls with cold caches. host µs is the wall time of enqueueing one call on a GPU;
-on a CPU, warm µs is the median with warm caches, and memory is not measured.
-A CPU has smaller cases of its own, and the rivals that run there: --list shows them with (cpu).
-"""
-
-
-def add_command(subparsers: Any) -> None:
-    """Add `onepass bench`."""
-    line = "measure operators against a copy and installed rivals"
-    text = "Measure operators against a device copy and the rivals that are installed, in one run."
-    add_options(command(subparsers, "bench", run, (line, text, _EPILOG), "bench"))
-
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that select cases and set how they are measured."""
@@ -50,7 +28,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="write the records; a directory gets a file per folder"
     )
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with plots beside every rival")
     parser.add_argument("--list", action="store_true", help="list the cases and stop")
     parser.add_argument("--stage", metavar="PASS", help="only this pass, such as backward")
     parser.add_argument(
@@ -160,18 +137,5 @@ def measure(
     from .session import Session
 
     kept = {"compile": not args.no_compile, "limit_s": args.limit}
-    session = Session(cases, device, rivals, console, args.json, args.html, **kept)
+    session = Session(cases, device, rivals, console, args.json, **kept)
     return session.run(timer(device, args.quick))
-
-
-def run(args: argparse.Namespace) -> int:
-    """Run the command; return 1 if an implementation of onepass failed, else 0."""
-    if args.ops == ["program"]:
-        from . import program
-
-        return program.run(args, console())
-    from .cases import all_cases
-    from .rivals import known
-
-    cases = select(all_cases(), args)
-    return measure(cases, args, known(dict.fromkeys(f for f, _ in cases)), console())
