@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from onepass.nn import RMSNorm, RoutedBlock
+from onepass.nn import Decoder, RMSNorm, RoutedBlock
 from onepass.optim import Lion
 
 LENGTH, DIM = 128, 64
@@ -38,15 +38,13 @@ class Model(nn.Module):
         return self.head(self.norm(x))
 
 
-@torch.no_grad()
 def sample(model: Model, start: bytes, count: int, temperature: float = 0.7) -> bytes:
     """Write `count` bytes after `start`; each is drawn from the model's guess given all bytes so far."""
-    model.eval()
-    tokens = torch.tensor([list(start)])
-    for _ in range(count):
-        logits = model(tokens[:, -LENGTH:])[:, -1] / temperature
-        tokens = torch.cat([tokens, torch.multinomial(logits.softmax(-1), 1)], dim=1)
-    return bytes(tokens[0].tolist())
+    decoder = Decoder(
+        model.eval().blocks, model.embedding, lambda x: model.head(model.norm(x)),
+        batch=1, max_tokens=len(start) + count, temperature=temperature, top_k=50,
+    )  # fmt: skip
+    return bytes(decoder.generate(torch.tensor([list(start)]), count)[0].tolist())
 
 
 def main() -> None:
@@ -73,7 +71,7 @@ def main() -> None:
     batch[:, 100:] = 0
     assert torch.allclose(model(batch)[:, :100], before, atol=1e-5)
     print(f"loss {losses[0]:.2f} to {losses[-1]:.2f}")
-    print(sample(model, b"def ", 80).decode(errors="replace"))
+    print(sample(model, b"def ", 200).decode(errors="replace"))
 
 
 if __name__ == "__main__":

@@ -105,6 +105,10 @@ def modules(asked: bool) -> None:
     assert_type(decoder.step(x[:, 0], decoder.new_cache(2)), Tensor)
     assert_type(decoder.new_cache(2).nbytes, int)
     decoder.step(x[:, 0])  # wrong
+    writer = nn.Decoder([decoder], linear, linear, batch=2, max_tokens=9, top_k=3)
+    assert_type(writer.generate(x[..., 0].long(), 4, lengths=[3, 5]), Tensor)
+    assert_type(writer.step(), Tensor)
+    nn.Decoder(decoder, linear, linear, batch=2, max_tokens=9)  # wrong
     with nn.RoutingStats(linear) as stats:
         assert_type(stats, nn.RoutingStats)
     stats.add("0", nn.RoutedBlock(8, k=2)(x, return_routing=True)[1], mask=None)

@@ -34,6 +34,7 @@ MODULES = (
     "RoutedAttention",
     "RoutedCrossAttention",
     "RoutedBlock",
+    "Decoder",
     "RoutingStats",
     "graphed",
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from onepass.__main__ import main
-from onepass.train.generate import generate, load
+from onepass.train.generate import load
 from onepass.train.language import ByteModel
 
 CAUSAL = ("--task", "causal", "--seq", "32")
@@ -49,23 +50,21 @@ def test_temperature_0_is_the_argmax_of_the_full_forward(run: Path) -> None:
     assert seen == 32
     model = model.double()
     tokens = list(b"rou")
-    steps = generate(model, torch.tensor([tokens]), temperature=0, generator=torch.Generator())
-    for _, byte in zip(range(60), steps, strict=False):
-        assert byte == int(_whole(model, tokens).argmax())
-        tokens.append(byte)
+    for written in model.decoder(1, 63, temperature=0).stream(torch.tensor([tokens]), 60):
+        assert int(written) == int(_whole(model, tokens).argmax())
+        tokens.append(int(written))
 
 
 def test_logits_of_steps_equal_the_full_forward(run: Path) -> None:
     model = load(run)[0].double()
     text = torch.randint(256, (3, 70), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
-        expected = ByteModel.forward(model, text)[0]
+        expected = ByteModel.forward(model, text)[0].double()
+    decoder = model.decoder(3, 70)
     for prompt in (1, 3, 6, 50):
-        cache = model.new_cache(3)
-        logits = [model.prefill(text[:, :prompt], cache)]
-        logits += [model.step(text[:, i], cache) for i in range(prompt, 70)]
-        torch.testing.assert_close(torch.stack(logits, 1), expected[:, prompt - 1 :], rtol=1e-6, atol=1e-6)
-    assert cache.nbytes > 0
+        logits = [decoder.prefill(text[:, :prompt]).clone()]
+        logits += [decoder.step(text[:, i]).clone() for i in range(prompt, 70)]
+        torch.testing.assert_close(torch.stack(logits, 1).double(), expected[:, prompt - 1 :], rtol=1e-6, atol=1e-6)
 
 
 def test_draws_follow_the_seed_and_the_temperature(capsys: pytest.CaptureFixture[str], run: Path) -> None:
@@ -79,27 +78,6 @@ def test_draws_follow_the_seed_and_the_temperature(capsys: pytest.CaptureFixture
     assert text().endswith("\n")
 
 
-def test_draws_have_the_models_probabilities(run: Path) -> None:
-    model, _ = load(run)
-    likely = (_whole(model, list(b"to")) / 0.7).softmax(-1)
-    first, draws = torch.zeros(256), 2000
-    generator = torch.Generator().manual_seed(3)
-    for _ in range(draws):
-        first[next(generate(model, torch.tensor([list(b"to")]), temperature=0.7, generator=generator))] += 1
-    # 256 counts of 2000 draws: five standard deviations hold for all
-    assert ((first - draws * likely).abs() <= 5 * (draws * likely).sqrt() + 5).all()
-
-
-def test_the_smallest_temperature_is_the_likeliest_byte(run: Path) -> None:
-    model, _ = load(run)
-    prompt = torch.tensor([list(b"to")])
-    first = [
-        next(generate(model, prompt, temperature=temperature, generator=torch.Generator().manual_seed(3)))
-        for temperature in (0.0, 5e-324, 1e-308, 1e-30)
-    ]
-    assert len(set(first)) == 1
-
-
 def test_length_and_stop(capsys: pytest.CaptureFixture[str], run: Path) -> None:
     long = written(capsys, run, "--prompt", "to", "--length", 30, "--temperature", 0)
     inside = long[2:-1]
@@ -111,8 +89,23 @@ def test_length_and_stop(capsys: pytest.CaptureFixture[str], run: Path) -> None:
 def test_what_a_terminal_would_obey_is_escaped(
     capsys: pytest.CaptureFixture[str], run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("onepass.train.generate.generate", lambda *a, **k: iter("é\x1b[2J\n\t\xff".encode() + b"\xe9"))
+    text = "é\x1b[2J\n\t\xff".encode() + b"\xe9"
+    monkeypatch.setattr("onepass.nn.decoder.Decoder.stream", lambda *a: iter([torch.tensor([list(text)])]))
     assert written(capsys, run, "--prompt", "é\x07") == "é\\x07é\\x1b[2J\n\tÿ\ufffd\n"
+
+
+def test_what_stderr_says(capsys: pytest.CaptureFixture[str], run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing; where a text ends because the caches are full; on a terminal, how fast it was."""
+    capsys.readouterr()
+    assert main(["generate", str(run), "--prompt", "to", "--length", "9"]) == 0
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr("onepass.train.generate.MOST", 8)
+    assert main(["generate", str(run), "--prompt", "to", "--length", "9", "--temperature", "0"]) == 0
+    said = capsys.readouterr()
+    assert said.err == "note: a text ends at 8 bytes, where its caches are full\n"
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    assert main(["generate", str(run), "--prompt", "to", "--length", "5"]) == 0
+    assert re.fullmatch(r"5 bytes in \d+\.\d\d s, [\d,]+ a second\n", capsys.readouterr().err)
 
 
 def test_a_longer_text_than_the_model_has_seen_is_noted(capsys: pytest.CaptureFixture[str], run: Path) -> None:
@@ -145,10 +138,8 @@ def test_mistakes(capsys: pytest.CaptureFixture[str], run: Path, train: Callable
     assert "cut off" in refused(capsys, run, "--prompt", "a")
 
 
-def test_weights_that_are_no_numbers(run: Path) -> None:
-    from onepass.core.errors import UserError
-
+def test_weights_that_are_no_numbers(capsys: pytest.CaptureFixture[str], run: Path) -> None:
     model, _ = load(run)
     torch.nn.init.constant_(model.head.bias, torch.nan)
-    with pytest.raises(UserError, match="outputs are no numbers"):
-        next(generate(model, torch.tensor([[1]]), temperature=1, generator=torch.Generator()))
+    with pytest.raises(ValueError, match="logits are not finite"):
+        model.decoder(1, 10).generate(torch.tensor([[1]]), 2)

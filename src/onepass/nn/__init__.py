@@ -4,6 +4,7 @@ from .attention import AttentionRouting, RoutedAttention
 from .block import BlockRouting, RoutedBlock
 from .causal import CausalRouter
 from .cross_attention import RoutedCrossAttention
+from .decoder import Decoder
 from .graphed import graphed
 from .local_attention import LocalAttention
 from .norm import LayerNorm, RMSNorm
@@ -16,6 +17,7 @@ __all__ = [
     "AttentionRouting",
     "BlockRouting",
     "CausalRouter",
+    "Decoder",
     "LayerNorm",
     "LocalAttention",
     "RMSNorm",

@@ -143,7 +143,7 @@ class RoutedBlock(nn.Module):
         x = x + y
         y, feed_forward = self.feed_forward(x, mask, return_routing=True, cache=cache.feed_forward)  # type: ignore[call-overload]
         if cache.owns_clock:
-            cache.clock.end(mask)
+            cache.clock.end()
         return (x + y, BlockRouting(attention, feed_forward)) if return_routing else x + y
 
     def new_cache(self, batch: int, max_tokens: int = 4096, *, clock: Clock | None = None) -> BlockCache:

@@ -31,7 +31,7 @@ class Clock(nn.Module):
     Attributes:
         position: ``(batch,)`` int64.
         counts: the same numbers on the host.
-        lengths: ``(batch,)`` int64: of the prompt that is being read.
+        lengths: ``(batch,)`` int64: of the prompt that is being read; None in a step.
         periods: the blocks and windows of the layers; see `turns`.
         forced: what `turns` returns; None: what the counts say.
     """
@@ -44,11 +44,15 @@ class Clock(nn.Module):
         self.periods: set[int] = set()
         self.forced: bool | None = None
         self.register_buffer("position", torch.zeros(batch, dtype=torch.int64, device=device))
-        self.lengths = self.position
+        self.lengths: Any = None
 
     def turns(self, period: int) -> bool:
         """Return whether the next token of some sequence is in the first `period` tokens or begins a period."""
         return any(c < period or c % period == 0 for c in self.counts) if self.forced is None else self.forced
+
+    def any_turns(self) -> bool:
+        """Return whether `turns` is True for some layer."""
+        return any(self.turns(period) for period in self.periods)
 
     def begin(self, x: Tensor, mask: Tensor | None = None) -> None:
         """Check tokens (batch, n, …) that the layers are about to read, a prompt or one more of each sequence."""
@@ -64,17 +68,17 @@ class Clock(nn.Module):
                 f"decoding: the cache holds max_tokens = {self.max_tokens} tokens, got token {max(self.counts) + n}: "
                 "make one with a larger max_tokens"
             )
-        self.lengths = torch.full_like(self.position, n)
+        self.lengths = None if n == 1 else torch.full_like(self.position, n)
         if mask is not None:
             self.lengths = mask.sum(-1)
             if not bool((mask == (torch.arange(n, device=x.device) < self.lengths[:, None])).all() & mask[:, 0].all()):
                 raise ValueError("decoding: a prompt's mask must be True at its first tokens, at least one, then False")
 
-    def end(self, mask: Tensor | None = None) -> None:
+    def end(self) -> None:
         """Count the tokens that were read."""
-        read = self.lengths.tolist() if mask is not None else [int(self.lengths[0])] * len(self.counts)
+        read = [1] * len(self.counts) if self.lengths is None else self.lengths.tolist()
         self.counts = [c + n for c, n in zip(self.counts, read, strict=True)]
-        self.position += self.lengths
+        self.position += 1 if self.lengths is None else self.lengths
 
     def clear(self) -> None:
         """Forget all tokens."""
@@ -83,7 +87,7 @@ class Clock(nn.Module):
 
     def last_in(self, places: int) -> Tensor:
         """Return (batch, places) the prompt's last token i with i mod places = column; < 0: there is none."""
-        last = self.lengths[:, None] - 1
+        last: Tensor = self.lengths[:, None] - 1
         return last - (last - torch.arange(places, device=last.device)) % places
 
     def _load_from_state_dict(self, *args: Any) -> None:
@@ -105,6 +109,11 @@ class _Cache(nn.Module):
     def nbytes(self) -> int:
         """Bytes of all tensors, unused memory included."""
         return sum(b.nbytes for b in self.buffers())
+
+    def clear(self) -> None:
+        """Forget all tokens; the clock is cleared by its owner."""
+        for name, b in self.named_buffers():
+            b.fill_(-math.inf if name.endswith(("scores", "threshold")) else 0)
 
 
 class ChoiceCache(_Cache):

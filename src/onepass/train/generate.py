@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import codecs
 import sys
-from collections.abc import Iterator
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,15 +13,15 @@ from onepass.core.errors import UserError, printable
 from onepass.core.options import command, number
 
 if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-
     from onepass.train.language import ByteModel
 
 TEXT = """\
 Let the language model of a run, trained with --task causal, write on after a prompt. It reads the prompt once, then
 takes one step per byte. Steps make the choices of the full model; they keep two windows of the text before and a share
-of the rest. The text appears as it is written; the same seed gives the same text on the same machine."""
+of the rest. The text appears as it is written; the same seed gives the same text on the same machine. On a terminal,
+the last line tells how fast it was."""
+# bytes of a text, prompt included, that the caches have room for
+MOST = 2**17
 EXAMPLES = """\
 examples:
   onepass train --task causal ~/notes --out runs/notes       first a model
@@ -41,7 +41,11 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     )
     parser.add_argument("--prompt", required=True, metavar="TEXT", help="what the text begins with, at least one byte")
     parser.add_argument(
-        "--length", type=number(1, 2**24), default=256, metavar="N", help="bytes to write at most (default: 256)"
+        "--length",
+        type=number(1, 2**24),
+        default=256,
+        metavar="N",
+        help=f"bytes to write at most (default: 256); a text ends at {MOST:,} bytes, prompt included",
     )
     parser.add_argument(
         "--temperature", type=number(0, 100, float), default=0.8, metavar="T",
@@ -70,21 +74,31 @@ def run(args: argparse.Namespace) -> int:
     if len(prompt) + args.length > seen:
         sys.stderr.write(f"note: what follows byte {seen:,} is longer than any text the model has seen\n")
     device = model.embedding.weight.device
-    written = generate(
-        model, torch.tensor([list(prompt)], device=device), temperature=args.temperature,
-        length=args.length, generator=torch.Generator().manual_seed(args.seed),
-    )  # fmt: skip
+    count = min(args.length, MOST - len(prompt) + 1)
+    decoder = model.decoder(1, len(prompt) + count - 1, temperature=args.temperature, seed=args.seed)
     show = codecs.getincrementaldecoder("utf-8")("replace")
     stop = None if args.stop is None else args.stop.encode("utf-8", "surrogateescape")
     _write(show.decode(prompt))
-    tail = b""
-    for _, byte in zip(range(args.length), written, strict=False):
-        _write(show.decode(bytes([byte])))
-        if stop is not None:
-            tail = (tail + bytes([byte]))[-len(stop) :]
-            if tail == stop:
+    length, tail, began = 0, b"", time.perf_counter()
+    try:
+        for tokens in decoder.stream(torch.tensor([list(prompt)], device=device), count):
+            for byte in tokens[0].tolist():
+                _write(show.decode(bytes([byte])))
+                length += 1
+                if stop is not None:
+                    tail = (tail + bytes([byte]))[-len(stop) :]
+                    if tail == stop:
+                        break
+            if stop is not None and tail == stop:
                 break
+    except ValueError as error:
+        raise UserError("the model's outputs are no numbers; its weights are damaged or diverged") from error
     _write(show.decode(b"", final=True) + "\n")
+    if length == count < args.length and tail != stop:
+        sys.stderr.write(f"note: a text ends at {MOST:,} bytes, where its caches are full\n")
+    if sys.stderr.isatty():
+        seconds = time.perf_counter() - began
+        sys.stderr.write(f"{length:,} bytes in {seconds:.2f} s, {length / seconds:,.0f} a second\n")
     return 0
 
 
@@ -102,39 +116,6 @@ def load(directory: Path) -> tuple[ByteModel, int]:
     checkpoint.restore_model(saved, model)
     assert isinstance(model, RoutedLanguageModel)
     return model.eval(), saved.config.seq
-
-
-def generate(
-    model: ByteModel, prompt: Tensor, *, temperature: float, generator: torch.Generator, length: int = 256
-) -> Iterator[int]:
-    """Yield the `length` bytes that a causal model writes after a prompt (1, n).
-
-    Args:
-        model: in evaluation mode.
-        prompt: bytes, int64, n ≥ 1, on the model's device.
-        temperature: what logits are divided by before a byte is drawn; 0: the likeliest byte, the first of equals.
-        generator: of the draws, on the CPU.
-        length: how many bytes.
-
-    Raises:
-        UserError: the logits are not finite.
-    """
-    import torch
-
-    cache = model.new_cache(1, prompt.shape[1] + length)
-    logits = model.prefill(prompt, cache)
-    for _ in range(length):
-        of_bytes = logits[0].double().cpu()
-        if not bool(of_bytes.isfinite().all()):
-            raise UserError("the model's outputs are no numbers; its weights are damaged or diverged")
-        if temperature > 0:
-            # the largest logit becomes 0, so that no temperature is too small to divide by
-            likely = ((of_bytes - of_bytes.max()) / temperature).softmax(-1)
-            byte = int(torch.multinomial(likely, 1, generator=generator))
-        else:
-            byte = int(of_bytes.argmax())
-        yield byte
-        logits = model.step(torch.tensor([byte], device=prompt.device), cache)
 
 
 def _write(text: str) -> None:

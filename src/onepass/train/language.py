@@ -2,36 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from onepass.nn import RMSNorm, RoutedBlock
+from onepass.nn import Decoder, RMSNorm, RoutedBlock
 from onepass.nn.block import BlockRouting
-from onepass.nn.cache import BlockCache
 from onepass.train.data import VOCABULARY
 
 NEIGHBOURS = 7  # width of the convolution after the embedding, in bytes
-
-
-@dataclass
-class ByteCache:
-    """What a causal `ByteModel` keeps of the bytes before.
-
-    Attributes:
-        recent: ``(batch, dim, NEIGHBOURS − 1)``: the last embeddings, which the convolution reads; 0 before the first.
-        blocks: one cache per block.
-    """
-
-    recent: Tensor
-    blocks: list[BlockCache]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors."""
-        return self.recent.nbytes + sum(block.nbytes for block in self.blocks)
 
 
 class ByteModel(nn.Module):
@@ -75,36 +55,20 @@ class ByteModel(nn.Module):
             routing.append(chosen)
         if asked is not None:
             x = x.gather(1, asked[..., None].expand(-1, -1, x.shape[-1]))
-        return self.head(self.norm(x)).float(), routing
+        return self._logits(x), routing
 
-    def new_cache(self, batch: int, max_bytes: int = 4096) -> ByteCache:
-        """Return the cache of `batch` texts without bytes; raise as `RoutedBlock.new_cache` does."""
-        weight = self.embedding.weight
-        recent = torch.zeros(batch, weight.shape[1], NEIGHBOURS - 1, dtype=weight.dtype, device=weight.device)
-        return ByteCache(recent, [block.new_cache(batch, max_bytes) for block in self._blocks()])
+    def decoder(self, batch: int, max_tokens: int, **options: Any) -> Decoder:
+        """Return what writes bytes after prompts; options and errors as `Decoder`."""
+        blocks: Any = self.blocks
+        return Decoder(
+            blocks, self._embed_some, self._logits, batch=batch, max_tokens=max_tokens, lookback=NEIGHBOURS - 1,
+            **options,
+        )  # fmt: skip
 
-    @torch.no_grad()
-    def step(self, tokens: Tensor, cache: ByteCache) -> Tensor:
-        """Return fp32 logits (batch, 256) of the byte after one more byte (batch,) of each text; update the cache."""
-        x = self._embed_more(tokens[:, None], cache)[:, 0]
-        for block, kept in zip(self._blocks(), cache.blocks, strict=True):
-            x = block.step(x, kept)
+    def _embed_some(self, tokens: Tensor) -> Tensor:
+        """Return `embed` of bytes (batch, n), where −1 stands for none before the first."""
+        x = self.embedding(tokens.clamp_min(0)).masked_fill((tokens < 0)[..., None], 0)
+        return x + self.neighbours(F.pad(x.mT, (NEIGHBOURS - 1, 0))).mT  # type: ignore[no-any-return]
+
+    def _logits(self, x: Tensor) -> Tensor:
         return self.head(self.norm(x)).float()  # type: ignore[no-any-return]
-
-    @torch.no_grad()
-    def prefill(self, tokens: Tensor, cache: ByteCache) -> Tensor:
-        """Return fp32 logits (batch, 256) of the byte after n > 0 bytes (batch, n), read at once; fill a new cache."""
-        x = self._embed_more(tokens, cache)
-        for block, kept in zip(self._blocks(), cache.blocks, strict=True):
-            x = block.prefill(x, kept)
-        return self.head(self.norm(x[:, -1])).float()  # type: ignore[no-any-return]
-
-    def _embed_more(self, tokens: Tensor, cache: ByteCache) -> Tensor:
-        """Return embeddings (batch, n, dim) of bytes that follow those of the cache."""
-        x = self.embedding(tokens)
-        around = torch.cat((cache.recent, x.mT), -1)
-        cache.recent = around[..., -(NEIGHBOURS - 1) :].clone()
-        return x + self.neighbours(around).mT  # type: ignore[no-any-return]
-
-    def _blocks(self) -> list[RoutedBlock]:
-        return list(self.blocks)  # type: ignore[arg-type]

@@ -1,0 +1,320 @@
+"""`Decoder`: a stack of causal routed blocks writes after prompts, on a GPU with one CUDA graph per token."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from onepass.core.garbage import collected
+from onepass.ops.topk.op import topk
+
+from .block import RoutedBlock
+from .cache import BlockCache, Clock
+from .count import check_number, check_size
+
+# tokens that a GPU writes before the host looks at them
+CHUNK = 32
+
+
+class Decoder:
+    r"""Write tokens after prompts: the full forward reads a prompt, then each token takes one step of all blocks.
+
+    Steps make the choices of the full forward and equal it to rounding. On a CUDA device a step is one CUDA graph. A
+    second graph has what only the first token of a window needs; the host's count of tokens chooses between them, and
+    the host reads nothing per token. On a CPU the same steps run without graphs.
+
+    A token is drawn from ``softmax(logits / temperature)`` at a number that the CPU draws from the seed, so both
+    devices draw alike.
+
+    Args:
+        blocks: `RoutedBlock` modules, causal, every k a share (see `RoutedBlock.new_cache`); in evaluation mode.
+        embed: called with tokens ``(batch, n)`` int64, gives ``(batch, n, dim)``.
+        head: called with ``(batch, n, dim)``, gives logits ``(batch, n, vocabulary)``.
+        batch: how many sequences are written side by side. They may have prompts of unequal lengths.
+        max_tokens: how many tokens of a sequence the caches hold, prompt included. One more raises.
+        lookback: how many tokens before a token its embedding depends on. In steps embed gets these and the token;
+            they are −1 before the first.
+        temperature: 0 takes the likeliest token, the first of equals.
+        top_k: draw from the k likeliest tokens alone.
+        top_p: draw from the fewest likeliest tokens alone whose probabilities reach this sum.
+        seed: of the draws.
+        stop: a token that ends a sequence: it is written on to the end, while other sequences go on.
+
+    Attributes:
+        caches: the blocks' `BlockCache`; ``nbytes`` is their size.
+        tokens: ``(batch, max_tokens + 1)`` int64: all that was read or drawn.
+        logits: ``(batch, vocabulary)`` fp32 or wider: of the next token; overwritten by the next step.
+
+    Raises:
+        TypeError: a block can't be decoded, or an argument has another type.
+        ValueError: an argument is out of range. In a call: there are more tokens than the caches hold, or a prompt of
+            another batch size; on a GPU, a parameter or hook was replaced, added or moved since the graphs were
+            captured (weights may change in place).
+
+    Example:
+        >>> import torch
+        >>> from onepass.nn import Decoder, RoutedBlock
+        >>> embedding, head = torch.nn.Embedding(256, 32), torch.nn.Linear(32, 256)
+        >>> blocks = [RoutedBlock(32, k=1 / 8, heads=2, dim_head=16, window=16, causal=True).eval() for _ in range(2)]
+        >>> decoder = Decoder(blocks, embedding, head, batch=2, max_tokens=100, top_p=0.9)
+        >>> decoder.generate(torch.randint(256, (2, 30)), 50, lengths=[30, 7]).shape
+        torch.Size([2, 50])
+    """
+
+    def __init__(
+        self,
+        blocks: Sequence[RoutedBlock] | nn.ModuleList,
+        embed: Callable[[Tensor], Tensor],
+        head: Callable[[Tensor], Tensor],
+        *,
+        batch: int,
+        max_tokens: int,
+        lookback: int = 0,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        seed: int = 0,
+        stop: int | None = None,
+    ) -> None:
+        self.blocks: list[RoutedBlock] = list(blocks)  # type: ignore[arg-type]
+        if not self.blocks or not all(isinstance(block, RoutedBlock) for block in self.blocks):
+            raise TypeError(f"Decoder: blocks must be RoutedBlock modules, got {[type(b).__name__ for b in blocks]}")
+        for name, size in (("batch", batch), ("max_tokens", max_tokens), ("top_k", 1 if top_k is None else top_k)):
+            check_size("Decoder", name, size)
+        check_number("Decoder", "temperature", temperature)
+        check_number("Decoder", "top_p", 1 if top_p is None else top_p)
+        if not 0 <= temperature < math.inf:
+            raise ValueError(f"Decoder: temperature must be a finite number ≥ 0, got {temperature}")
+        if top_p is not None and not 0 < top_p <= 1:
+            raise ValueError(f"Decoder: top_p must be a probability 0 < top_p ≤ 1, got {top_p}")
+        self.embed, self.head, self.lookback = embed, head, lookback
+        self.temperature, self.top_k, self.top_p, self.stop = temperature, top_k, top_p, stop
+        weight = self.blocks[0].attention.light.qkv.weight
+        self.clock, device = Clock(batch, max_tokens, weight.device), weight.device
+        self.caches: list[BlockCache] = [b.new_cache(batch, max_tokens, clock=self.clock) for b in self.blocks]
+        self.tokens = torch.zeros(batch, max_tokens + 1, dtype=torch.int64, device=device)
+        self.ended = torch.zeros(batch, dtype=torch.bool, device=device)
+        self.failed = torch.zeros((), dtype=torch.bool, device=device)
+        with torch.no_grad():
+            logits = head(weight.new_zeros(batch, 1, self.blocks[0].attention.dim))
+        self.logits = logits.new_zeros(batch, logits.shape[-1], dtype=torch.promote_types(logits.dtype, torch.float32))
+        numbers = torch.rand(
+            max_tokens + 1, batch, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+        )  # fmt: skip
+        self.numbers = numbers.to(device)
+        self.graphs: dict[bool, torch.cuda.CUDAGraph] = {}
+        self.captured: dict[str, Any] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the blocks' caches."""
+        return sum(cache.nbytes for cache in self.caches)
+
+    @torch.no_grad()
+    def prefill(self, prompt: Tensor, lengths: Sequence[int] | None = None) -> Tensor:
+        """Forget all tokens, read prompts (batch, n) int64, and return the logits (batch, vocabulary) after them.
+
+        lengths: how many tokens of each prompt count, the first ones; default: all n.
+        """
+        batch, room = len(self.tokens), self.clock.max_tokens
+        if prompt.dim() != 2 or len(prompt) != batch or not prompt.shape[1]:
+            raise ValueError(f"Decoder: prompt must be (batch, n ≥ 1) with batch = {batch}, got {tuple(prompt.shape)}")
+        n = prompt.shape[1]
+        if lengths is not None and (len(lengths) != batch or not all(1 <= m <= n for m in lengths)):
+            raise ValueError(f"Decoder: lengths must be {batch} numbers from 1 to n = {n}, got {list(lengths)}")
+        if n > room:
+            raise ValueError(f"Decoder: the caches hold max_tokens = {room} tokens, got a prompt of {n}")
+        self._clear()
+        self._check_captured()
+        device = self.tokens.device
+        last = torch.tensor([n] * batch if lengths is None else list(lengths), device=device)
+        # padding of one column keeps a prompt of one token apart from a step
+        mask = None if lengths is None or n == 1 else torch.arange(n, device=device) < last[:, None]
+        x = self.embed(prompt)
+        self.clock.begin(x, mask)
+        for block, cache in zip(self.blocks, self.caches, strict=True):
+            x = self._call(block, x, cache, mask)
+        self.clock.end()
+        self.tokens[:, :n] = prompt
+        self.logits.copy_(self.head(x.gather(1, (last - 1)[:, None, None].expand(-1, 1, x.shape[-1])))[:, 0])
+        self._draw()
+        return self.logits
+
+    @torch.no_grad()
+    def step(self, tokens: Tensor | None = None) -> Tensor:
+        """Read one more token (batch,) of each sequence, default: those drawn; return the logits after them."""
+        if self.tokens.is_cuda and not self.graphs:
+            self._clear()
+        self._check_captured()
+        if tokens is not None:
+            if tokens.shape != (len(self.tokens),):
+                raise ValueError(f"Decoder: tokens must be (batch,) = ({len(self.tokens)},), got {tuple(tokens.shape)}")
+            self.tokens.scatter_(1, self.clock.position[:, None], tokens[:, None])
+        self._advance()
+        return self.logits
+
+    def stream(self, prompt: Tensor, count: int, lengths: Sequence[int] | None = None) -> Iterator[Tensor]:
+        """Yield the tokens of :meth:`generate` as they are written, (batch, m); ends early where all sequences have.
+
+        m is 1 on a CPU and at most 32 on a GPU, where the host waits once for as many.
+        """
+        check_size("Decoder", "count", count)
+        longest, room = max(lengths) if lengths else prompt.shape[-1], self.clock.max_tokens
+        if longest + count - 1 > room:
+            raise ValueError(
+                f"Decoder: the caches hold max_tokens = {room} tokens, got a prompt of {longest} and count = {count}: "
+                "make a decoder with a larger max_tokens"
+            )
+        self.prefill(prompt, lengths)
+        yield from self._written(count)
+
+    @torch.no_grad()
+    def _written(self, count: int) -> Iterator[Tensor]:
+        chunk = CHUNK if self.tokens.is_cuda else 1
+        for done in range(0, count, chunk):
+            written = [self._drawn()]
+            self._check_captured()
+            for _ in range(1, min(chunk, count - done)):
+                self._advance()
+                written.append(self._drawn())
+            if bool(self.failed):
+                raise ValueError("Decoder: the logits are not finite: the weights are damaged or diverged")
+            yield torch.cat(written, 1)
+            if done + chunk >= count or (self.stop is not None and bool(self.ended.all())):
+                return
+            self._advance()
+
+    def generate(self, prompt: Tensor, count: int, lengths: Sequence[int] | None = None) -> Tensor:
+        """Return the tokens (batch, count) that follow prompts (batch, n) int64; after `stop` comes `stop`.
+
+        lengths: how many tokens of each prompt count, the first ones; default: all n.
+        """
+        written = torch.cat(list(self.stream(prompt, count, lengths)), 1)
+        missing = count - written.shape[1]
+        return torch.cat((written, written[:, -1:].expand(-1, missing)), 1)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return all tensors that change with the tokens; `load_state_dict` continues from them."""
+        state = {"tokens": self.tokens, "logits": self.logits, "ended": self.ended, "position": self.clock.position}
+        for i, cache in enumerate(self.caches):
+            state |= {f"{i}.{name}": value for name, value in cache.state_dict().items()}
+        return state
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Continue from a saved state of the same blocks, batch and max_tokens."""
+        self._clear()
+        for name, value in self.state_dict().items():
+            if name not in state or state[name].shape != value.shape:
+                raise ValueError(
+                    f"Decoder: {name} must be {tuple(value.shape)} in the state, got {state.get(name)!r:.80}"
+                )
+            value.copy_(state[name])
+        self.clock.counts = self.clock.position.tolist()
+
+    def _call(self, block: Any, x: Tensor, cache: BlockCache, mask: Tensor | None = None) -> Tensor:
+        return block(x, mask, cache=cache)  # type: ignore[no-any-return]
+
+    def _advance(self) -> None:
+        clock = self.clock
+        if max(clock.counts) >= clock.max_tokens:
+            raise ValueError(
+                f"Decoder: the caches hold max_tokens = {clock.max_tokens} tokens, got token {max(clock.counts) + 1}: "
+                "make a decoder with a larger max_tokens"
+            )
+        if self.tokens.is_cuda:
+            self.graphs[clock.any_turns()].replay()
+        else:
+            self._step()
+        clock.counts = [n + 1 for n in clock.counts]
+
+    def _step(self) -> None:
+        """Read the drawn tokens and draw the next ones; only operations that a CUDA graph can repeat."""
+        at = self.clock.position[:, None]
+        if self.lookback:
+            at = at + torch.arange(-self.lookback, 1, device=at.device)
+        tokens = torch.where(at >= 0, self.tokens.gather(1, at.clamp_min(0)), -1)
+        x = self.embed(tokens)[:, -1:]
+        for block, cache in zip(self.blocks, self.caches, strict=True):
+            x = self._call(block, x, cache)
+        self.logits.copy_(self.head(x)[:, 0])
+        self.clock.position += 1
+        self._draw()
+
+    def _draw(self) -> None:
+        """Draw the token after the logits."""
+        best, likeliest = self.logits.max(-1, keepdim=True)
+        self.failed |= ~best.isfinite().all()
+        at = self.clock.position[:, None]
+        if self.temperature:
+            # the largest logit becomes 0, so that no temperature is too small to divide by
+            likely = ((self.logits - best).double() / self.temperature).softmax(-1)
+            if self.top_k is not None:
+                of_best = topk(likely, min(self.top_k, likely.shape[-1]), sorted=False)
+                likely = torch.zeros_like(likely).scatter_(1, of_best.indices, of_best.values)
+            if self.top_p is not None:
+                ordered, order = likely.sort(dim=-1, descending=True, stable=True)
+                before = ordered.cumsum(-1) - ordered
+                ordered = ordered.masked_fill(before >= self.top_p * likely.sum(-1, keepdim=True), 0)
+                likely = torch.zeros_like(likely).scatter_(1, order, ordered)
+            up_to = likely.cumsum(-1)
+            number = self.numbers.gather(0, at.mT).mT
+            drawn = (up_to <= number * up_to[:, -1:]).sum(-1, keepdim=True).clamp_max(likely.shape[-1] - 1)
+        else:
+            drawn = likeliest
+        if self.stop is not None:
+            drawn = torch.where(self.ended[:, None], self.stop, drawn)
+            self.ended |= drawn[:, 0] == self.stop
+        self.tokens.scatter_(1, at, drawn)
+
+    def _drawn(self) -> Tensor:
+        return self.tokens.gather(1, self.clock.position[:, None])
+
+    def _clear(self) -> None:
+        if self.tokens.is_cuda and not self.graphs:
+            self._capture()
+        for cache in self.caches:
+            cache.clear()
+        self.clock.clear()
+        self.ended.zero_()
+        self.failed.zero_()
+
+    @torch.no_grad()
+    def _capture(self) -> None:
+        """Capture a step of any token, and one of a token that begins a window for some sequence."""
+        stream = torch.cuda.Stream(self.tokens.device)  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        with collected(), torch.cuda.device(self.tokens.device):
+            for turns in (False, True):
+                self.clock.forced, graph = turns, torch.cuda.CUDAGraph()
+                # the first pass compiles kernels and makes the libraries' workspaces
+                with torch.cuda.stream(stream):
+                    self._step()
+                with torch.cuda.graph(graph, stream=stream):
+                    self._step()
+                self.graphs[turns] = graph
+            self.clock.forced = None
+        torch.cuda.current_stream().wait_stream(stream)
+        self.captured = dict(self._settings())
+
+    def _settings(self) -> Iterator[tuple[str, Any]]:
+        """Yield what a graph can't follow: addresses of weights, and how many hooks there are."""
+        owners = [getattr(part, "__self__", part) for part in (self.embed, self.head)]
+        seen: set[nn.Module] = set()
+        for i, part in enumerate([*self.blocks, *(m for m in owners if isinstance(m, nn.Module))]):
+            for name, m in part.named_modules(seen):
+                yield f"{i}.{name}", (len(m._forward_hooks), len(m._forward_pre_hooks), "forward" in m.__dict__)
+                for key, t in (*m._parameters.items(), *m._buffers.items()):
+                    if t is not None:
+                        yield f"{i}.{name}.{key}", t.data_ptr()
+
+    def _check_captured(self) -> None:
+        for name, now in self._settings() if self.graphs else ():
+            if self.captured.get(name) != now:
+                raise ValueError(
+                    f"Decoder: a weight or a hook of {name} was replaced, added or moved since the graphs were "
+                    "captured: make another decoder"
+                )

@@ -1,0 +1,194 @@
+"""`Decoder`: tokens and logits of the full forward, draws of given probabilities, graphs that are never out of date."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from onepass.core.launch import INTERPRET
+from onepass.nn import Decoder, RoutedBlock
+
+DIM, WINDOW, VOCABULARY = 16, 8, 64
+pytestmark = pytest.mark.skipif(INTERPRET, reason="steps run no kernel of their own")
+
+
+class Model(nn.Module):
+    def __init__(self, device: str = "cpu", **options: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.head = nn.Embedding(VOCABULARY, DIM), nn.Linear(DIM, VOCABULARY)
+        self.blocks = nn.ModuleList(
+            RoutedBlock(DIM, 1 / 4, heads=2, dim_head=8, window=window, causal=True, **options)
+            for window in (WINDOW, 2 * WINDOW)
+        )
+        self.to(device, torch.float64).eval()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+    def decoder(self, batch: int = 3, max_tokens: int = 60, **options: Any) -> Decoder:
+        return Decoder(self.blocks, self.embedding, self.head, batch=batch, max_tokens=max_tokens, **options)
+
+
+def _prompt(batch: int = 3, n: int = 60, device: str = "cpu") -> Tensor:
+    return torch.randint(VOCABULARY, (batch, n), generator=torch.Generator().manual_seed(1)).to(device)
+
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+LENGTHS = [20, WINDOW, 13]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("device", DEVICES)
+def test_steps_equal_the_full_forward(device: str) -> None:
+    """After prompts of unequal lengths, twice with the same decoder: nothing of the first prompt is left."""
+    model, x = Model(device), _prompt(device=device)
+    decoder = model.decoder()
+    for _ in range(2):
+        logits = [decoder.prefill(x[:, :20], LENGTHS).clone()]
+        for i in range(40):
+            more = torch.stack([x[row, n + i] for row, n in enumerate(LENGTHS)])
+            logits.append(decoder.step(more).clone())
+        for row, n in enumerate(LENGTHS):
+            expected = model(x[row : row + 1, : n + 40])[0, n - 1 :]
+            torch.testing.assert_close(torch.stack([y[row] for y in logits]), expected, rtol=1e-9, atol=1e-9)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_likeliest_tokens_until_each_sequence_stops(device: str) -> None:
+    model, x = Model(device), _prompt(device=device)[:, :20]
+    free = model.decoder(temperature=0).generate(x, 30, LENGTHS)
+    for row, n in enumerate(LENGTHS):
+        tokens = x[row, :n]
+        for token in free[row]:
+            assert token == model(tokens[None])[0, -1].argmax()
+            tokens = torch.cat((tokens, token[None]))
+    stop = int(free[1, 4])
+    cut = model.decoder(temperature=0, stop=stop).generate(x, 30, LENGTHS)
+    for found, expected in zip(cut.tolist(), free.tolist(), strict=True):
+        end = expected.index(stop) if stop in expected else len(expected)
+        assert found == expected[:end] + [stop] * (len(expected) - end)
+
+
+def _shares(options: dict[str, Any], logits: Tensor) -> Tensor:
+    """How often each token is the first after the prompt, in 4,000 draws."""
+    model = Model()
+    nn.init.zeros_(model.head.weight)
+    with torch.no_grad():
+        model.head.bias.copy_(logits)
+    first = model.decoder(4000, 2, **options).generate(torch.zeros(4000, 1, dtype=torch.int64), 1)
+    return torch.bincount(first[:, 0], minlength=VOCABULARY) / 4000
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"temperature": 0.5}, {"top_k": 3}, {"top_p": 0.6}, {"top_k": 9, "top_p": 0.3}]
+)
+def test_draws_have_the_models_probabilities(options: dict[str, Any]) -> None:
+    logits = torch.randn(VOCABULARY, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    likely, order = (logits / options.get("temperature", 1)).softmax(0).sort(descending=True)
+    likely[options.get("top_k", VOCABULARY) :] = 0
+    likely /= likely.sum()
+    likely[likely.cumsum(0) - likely >= options.get("top_p", 1)] = 0
+    expected = torch.zeros_like(likely).scatter(0, order, likely / likely.sum())
+    found = _shares(options, logits)
+    assert not found[expected == 0].any()
+    assert ((found - expected).abs() <= 5 * (expected * (1 - expected) / 4000).sqrt() + 1e-3).all()
+
+
+def test_the_smallest_temperature_is_the_likeliest_token() -> None:
+    decoders = [Model().decoder(temperature=t) for t in (0.0, 5e-324, 1e-308, 1e-30)]
+    first, *others = (d.generate(_prompt()[:, :9], 4).tolist() for d in decoders)
+    assert all(other == first for other in others)
+
+
+def test_the_seed_decides_the_draws() -> None:
+    texts = [Model().decoder(seed=seed).generate(_prompt()[:, :9], 20).tolist() for seed in (1, 1, 2)]
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_a_state_is_saved_and_continued() -> None:
+    model, x = Model(), _prompt()
+    decoder, other = model.decoder(), model.decoder()
+    decoder.prefill(x[:, :20], LENGTHS)
+    other.load_state_dict({name: t.clone() for name, t in decoder.state_dict().items()})
+    for _ in range(20):
+        assert torch.equal(decoder.step(), other.step())
+    assert torch.equal(decoder.tokens, other.tokens)
+
+
+def test_bytes_kept() -> None:
+    """Two windows of keys and values, and a share of the rest: half of what dense attention keeps, and less."""
+    short, long = (Model().decoder(1, n).nbytes for n in (1024, 2048))
+    assert long - short <= 1024 * 2 * 2 * DIM * 8 * 0.51
+
+
+def _no_room() -> None:
+    decoder = Model().decoder(3, 9)
+    decoder.prefill(_prompt()[:, :9])
+    decoder.step()
+
+
+@pytest.mark.parametrize(
+    ("run", "error", "match"),
+    [
+        (lambda: Model().decoder(temperature=-1), ValueError, "temperature must be a finite number ≥ 0, got -1"),
+        (lambda: Model().decoder(temperature="1"), TypeError, "temperature must be a number"),
+        (lambda: Model().decoder(top_p=0), ValueError, "top_p must be a probability"),
+        (lambda: Model().decoder(top_k=0), ValueError, "top_k must be ≥ 1"),
+        (lambda: Model().decoder(batch=0), ValueError, "batch must be ≥ 1"),
+        (
+            lambda: Decoder([nn.Identity()], nn.Identity(), nn.Identity(), batch=1, max_tokens=1),
+            TypeError,
+            "RoutedBlock",
+        ),
+        (lambda: Model().decoder().prefill(_prompt(2)), ValueError, r"batch = 3, got \(2, 60\)"),
+        (lambda: Model().decoder().prefill(_prompt()[:, :9], [9, 9]), ValueError, "lengths must be 3 numbers"),
+        (lambda: Model().decoder().prefill(_prompt()[:, :9], [9, 0, 9]), ValueError, "from 1 to n = 9"),
+        (
+            lambda: Model().decoder(max_tokens=9).prefill(_prompt()),
+            ValueError,
+            "max_tokens = 9 tokens, got a prompt of 60",
+        ),
+        (lambda: Model().decoder().generate(_prompt()[:, :50], 12), ValueError, "a prompt of 50 and count = 12"),
+        (_no_room, ValueError, "max_tokens = 9 tokens, got token 10"),
+        (lambda: Model().decoder().load_state_dict({}), ValueError, "tokens must be"),
+    ],
+)
+def test_what_is_refused(run: Any, error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        run()
+
+
+@pytest.mark.gpu
+def test_graphs_see_new_weights_and_refuse_other_ones() -> None:
+    model, x = Model("cuda"), _prompt(device="cuda")
+    decoder = model.decoder()
+    decoder.prefill(x[:, :20])
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(1.1)
+        decoder.prefill(x[:, :20])
+        torch.testing.assert_close(decoder.step(x[:, 20]), model(x[:, :21])[:, -1], rtol=1e-9, atol=1e-9)
+    hook = model.blocks[0].feed_forward.heavy.register_forward_hook(lambda m, i, y: y * 2)
+    with pytest.raises(ValueError, match=r"0\.feed_forward\.heavy was replaced, added or moved"):
+        decoder.step()
+    hook.remove()
+    decoder.step()
+    model.cpu()
+    with pytest.raises(ValueError, match="was replaced, added or moved since the graphs were captured"):
+        decoder.step()
+
+
+@pytest.mark.gpu
+def test_both_devices_draw_alike() -> None:
+    texts = [
+        Model(d).decoder(top_k=9, seed=3).generate(_prompt(device=d)[:, :20], 30).tolist() for d in ("cpu", "cuda")
+    ]
+    assert texts[0] == texts[1]
