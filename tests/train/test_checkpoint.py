@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import json
+import math
 import pickle
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +18,7 @@ from onepass.__main__ import main
 from onepass.core.errors import UserError
 from onepass.optim import Lion
 from onepass.train import checkpoint
-from onepass.train.config import Config, build, from_json
+from onepass.train.config import RANGES, ROUTES, TASKS, Config, build, from_json
 from onepass.train.metrics import Mark
 from onepass.train.model import RoutedEncoder, new, parameter_groups
 from train.tiny import TINY
@@ -129,7 +131,7 @@ def test_any_bytes(tmp_path: Path, content: bytes):
         {"onepass": "{}", "sha256": "0"},
         {"onepass": "[]", "sha256": "sum"},
         {"onepass": '{"config": 3, "step": 1}', "sha256": "sum"},
-        {"onepass": '{"config": "{}", "step": "x", "metrics_bytes": 0, "seconds": 0, "scalars": {}}', "sha256": "sum"},
+        {"onepass": '{"config": "{}", "step": "x", "metrics_bytes": 0, "seconds": 0}', "sha256": "sum"},
     ],
 )
 def test_other_safetensors_files(tmp_path: Path, metadata: dict[str, str] | None):
@@ -139,12 +141,63 @@ def test_other_safetensors_files(tmp_path: Path, metadata: dict[str, str] | None
     refused(save(tensors, metadata), tmp_path / "other")
 
 
+def strangers(good: Path, **changes: object) -> bytes:
+    """A checkpoint with other values, and a digest that fits them; `config` and `momentum` change those parts."""
+    saved = checkpoint.load(good)
+    config = json.loads(saved.config.to_json()) | dict(changes.pop("config", {}))  # type: ignore[call-overload]
+    change = changes.pop("momentum", None)
+    tensors = {n: change(t) if change and n.startswith("optimizer/") else t for n, t in saved.tensors.items()}
+    values = {"config": json.dumps(config), "step": 3, "metrics_bytes": 77, "metrics_digest": "d1", "seconds": 1.5}
+    record = json.dumps({**values, **changes})
+    return save(tensors, {"onepass": record, "sha256": checkpoint._digest(record, tensors)})
+
+
+STRANGE: dict[str, tuple[dict[str, object], str]] = {
+    "a model of 170 billion weights": ({"config": {"dim": 2**14, "heads": 512, "blocks": 256}}, "another config"),
+    "int8 momentum without scales": ({"momentum": lambda t: t.to(torch.int8)}, "exp_avg is int8"),
+    "momentum of another shape": ({"momentum": lambda t: t.new_zeros(1)}, r"exp_avg is float32 \(1,\) there"),
+    "complex momentum": ({"momentum": lambda t: t.to(torch.complex64)}, "exp_avg is complex64"),
+    "a step before the first": ({"step": -5}, "step -5 after"),
+    "a step after the last": ({"step": 6}, "none of a run of 5 steps"),
+    "half a step": ({"step": 1.5}, "step 1.5 after"),
+    "a step without end": ({"step": math.inf}, "step inf after"),
+    "no time": ({"seconds": math.nan}, "after nan s"),
+    "negative time": ({"seconds": -1.0}, r"after -1\.0 s"),
+    "metrics of negative length": ({"metrics_bytes": -1}, "none of a run"),
+    "a digest that is a list": ({"metrics_digest": [1]}, "none of a run"),
+}
+
+
+@pytest.mark.parametrize("name", STRANGE)
+def test_a_strangers_checkpoint(good: Path, tmp_path: Path, name: str):
+    """A digest that fits says nothing about its numbers: each is refused before a model is built."""
+    changes, message = STRANGE[name]
+    assert re.search(message, refused(strangers(good, **changes), tmp_path / "strange"))
+
+
+def test_generating_from_a_strangers_checkpoint(good: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / checkpoint.NAME).write_bytes(strangers(good, config={"dim": 2**14, "blocks": 256, "task": "causal"}))
+    assert main(["generate", str(tmp_path), "--prompt", "a"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+@settings(max_examples=30, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_any_configuration_is_compared(good: Path, tmp_path: Path, data: st.DataObject):
+    """Values at the ends of their ranges: the tensors of the file don't fit it, or it is no configuration."""
+    names = data.draw(st.lists(st.sampled_from(["light_mult", "heavy_mult", "routed", "window", "seq"]), unique=True))
+    config = {"dim": 2**10, **{n: RANGES[n][data.draw(st.integers(0, 1))] for n in names}}
+    config |= {"task": data.draw(st.sampled_from(TASKS)), "route": data.draw(st.sampled_from(ROUTES))}
+    said = refused(strangers(good, config=config), tmp_path / "strange")
+    assert "another configuration" in said or "_mult must be at least 1" in said
+
+
 def test_weights_of_another_model(good: Path):
     saved = checkpoint.load(good)
-    with pytest.raises(UserError, match=r"another configuration: .*norm.weight is \(8,\) there and \(16,\) in"):
-        checkpoint.restore_model(saved, new(small(dim=16)))
+    with pytest.raises(UserError, match=r"configuration: .*norm.weight is float32 \(8,\) there and float32 \(16,\) in"):
+        checkpoint.compare(saved, new(small(dim=16)))
     with pytest.raises(UserError, match=r"another configuration: blocks.1.* is absent there"):
-        checkpoint.restore_model(saved, new(small(blocks=2)))
+        checkpoint.compare(saved, new(small(blocks=2)))
 
 
 TEXT = small().to_json()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from onepass.core.errors import UserError
 from onepass.optim.sharded import whole
 from onepass.train.config import Config, from_json
 from onepass.train.metrics import Mark
+from onepass.train.model import new
 
 NAME = "checkpoint.safetensors"
 
@@ -37,7 +39,6 @@ class Checkpoint:
     metrics_digest: str | None  # digest of the last row at this step; None in checkpoints older than the digests
     seconds: float  # training time up to this step
     tensors: dict[str, Tensor]
-    scalars: dict[str, dict[str, float]]  # optimizer states that are plain numbers
 
 
 def _digest(record: str, tensors: dict[str, Tensor]) -> str:
@@ -60,14 +61,10 @@ def save(
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     tensors = {f"model/{name}": value for name, value in model.state_dict().items()}
-    scalars: dict[str, dict[str, float]] = {}
     for parameter, state in optimizer.state.items():
         name = names[id(parameter)]
         for key, value in state.items():
-            if isinstance(value, Tensor):
-                tensors[f"optimizer/{name}/{key}"] = value
-            elif isinstance(value, int | float):
-                scalars.setdefault(name, {})[key] = value
+            tensors[f"optimizer/{name}/{key}"] = value
     for name in sorted(tensors):
         value = whole(tensors[name].detach())
         if first:
@@ -80,7 +77,6 @@ def save(
         "metrics_bytes": metrics.length,
         "metrics_digest": metrics.digest,
         "seconds": seconds,
-        "scalars": scalars,
     }
     record = json.dumps(values, sort_keys=True)
     metadata = {"onepass": record, "sha256": _digest(record, tensors)}
@@ -95,7 +91,10 @@ def of_run(directory: Path) -> Path:
 
 
 def load(path: Path) -> Checkpoint:
-    """Read a checkpoint; raise UserError if the file is cut off, damaged or not a checkpoint."""
+    """Read a checkpoint; raise UserError if the file is cut off, damaged, or not one of the run that it names.
+
+    A digest only shows accidents, so every number is checked before a model of this configuration is built.
+    """
     where = f"{path} can't be used: "
     content = files.read(path)
     if len(content) < 8 or len(content) < 8 + int.from_bytes(content[:8], "little"):
@@ -116,27 +115,40 @@ def load(path: Path) -> Checkpoint:
     try:
         values = json.loads(record)
         config = from_json(values["config"], f"{path}: ")
-        step, length, seconds = int(values["step"]), int(values["metrics_bytes"]), float(values["seconds"])
+        step, length, seconds = values["step"], values["metrics_bytes"], values["seconds"]
         digest = values.get("metrics_digest")
-        scalars = {str(name): dict(state) for name, state in values["scalars"].items()}
-    except (ValueError, TypeError, KeyError, AttributeError):
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         raise UserError(f"{where}it was written by another version of onepass") from None
-    return Checkpoint(path, config, step, length, digest, seconds, tensors, scalars)
+    numbers = type(step) is int and type(length) is int and type(seconds) is float and isinstance(digest, str | None)
+    if not (numbers and 0 <= step <= config.steps and length >= 0 and 0 <= seconds < math.inf):
+        raise UserError(f"{where}step {step!r:.20} after {seconds!r:.20} s is none of a run of {config.steps:,} steps")
+    checkpoint = Checkpoint(path, config, step, length, digest, seconds, tensors)
+    with torch.device("meta"):
+        compare(checkpoint, new(config))
+    return checkpoint
+
+
+def _stored(tensor: Tensor | None) -> str:
+    return "absent" if tensor is None else f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
+
+
+def compare(checkpoint: Checkpoint, model: nn.Module) -> None:
+    """Raise UserError unless the checkpoint holds the weights of this model and nothing else but their momentum."""
+    wanted = {f"model/{name}": value for name, value in model.state_dict().items()}
+    momentum = {f"optimizer/{name}/exp_avg": value for name, value in model.named_parameters()}
+    for name in sorted(wanted.keys() | checkpoint.tensors.keys()):
+        saved, own = checkpoint.tensors.get(name), wanted.get(name, momentum.get(name))
+        if (there := _stored(saved)) != (here := _stored(own)):
+            what = name.removeprefix("model/")
+            raise UserError(
+                f"{checkpoint.path} is of another configuration: {what:.80} is {there} there and {here} in this model"
+            )
 
 
 def restore_model(checkpoint: Checkpoint, model: nn.Module) -> None:
-    """Load the weights into a model of the checkpoint's configuration; raise UserError if names or shapes differ."""
-    weights = {
-        name.removeprefix("model/"): value for name, value in checkpoint.tensors.items() if name.startswith("model/")
-    }
-    own = model.state_dict()
-    for name in sorted(own.keys() | weights.keys()):
-        here, there = (str(tuple(side[name].shape)) if name in side else "absent" for side in (own, weights))
-        if here != there:
-            raise UserError(
-                f"{checkpoint.path} is of another configuration: {name} is {there} there and {here} in this model"
-            )
-    model.load_state_dict(weights)
+    """Load the weights into a model of the checkpoint's configuration."""
+    prefix = "model/"
+    model.load_state_dict({n.removeprefix(prefix): t for n, t in checkpoint.tensors.items() if n.startswith(prefix)})
 
 
 def restore_optimizer(checkpoint: Checkpoint, model: nn.Module, optimizer: Optimizer) -> None:
@@ -149,7 +161,6 @@ def restore_optimizer(checkpoint: Checkpoint, model: nn.Module, optimizer: Optim
         state: dict[str, object] = {
             key.removeprefix(prefix): value for key, value in checkpoint.tensors.items() if key.startswith(prefix)
         }
-        state.update(checkpoint.scalars.get(name, {}))
         if state:
             states[index] = state
     optimizer.load_state_dict({"state": states, "param_groups": optimizer.state_dict()["param_groups"]})

@@ -173,13 +173,18 @@ def started(args: argparse.Namespace) -> tuple[Config, Corpus, str | None]:
         paths=tuple(os.path.abspath(path) for path in args.paths),
         **given,
     )
+    refuse_longer(config, corpus)
+    return config, corpus, note
+
+
+def refuse_longer(config: Config, corpus: Corpus) -> None:
+    """Raise UserError if a sequence is longer than the data."""
     for part, text in (("training", corpus.training), ("validation", corpus.validation)):
         if len(text) < config.seq:
             raise UserError(
                 f"a sequence of {config.seq:,} bytes is longer than the {part} data ({len(text):,} bytes); "
                 f"give more text or a smaller --seq"
             )
-    return config, corpus, note
 
 
 def resumed(args: argparse.Namespace, run_: Run) -> tuple[Config, Corpus, str | None, Checkpoint | None]:
@@ -207,6 +212,7 @@ def resumed(args: argparse.Namespace, run_: Run) -> tuple[Config, Corpus, str | 
     if corpus.digest != config.data:
         what = data.changed(corpus, run_ / "data.json")
         raise UserError(f"--resume: the data has changed since the run began: {what}; put it back or start another run")
+    refuse_longer(config, corpus)
     if data.damaged(corpus, run_ / "data.json"):
         # the data has the run's digest, so its list is right
         run_.write("data.json", corpus.manifest())

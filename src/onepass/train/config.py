@@ -146,6 +146,9 @@ def checked(values: dict[str, object], where: str) -> Config:
             f"{where}dim must be a multiple of 2 × heads (rotary positions turn pairs), "
             f"got dim {config.dim} and {config.heads} heads"
         )
+    for name, mult in (("light_mult", config.light_mult), ("heavy_mult", config.heavy_mult)):
+        if config.dim * mult < 1:
+            raise UserError(f"{where}dim {config.dim} times {name} must be at least 1, got {config.dim * mult:g}")
     return config
 
 

@@ -324,7 +324,7 @@ class Onlooker(Run):
 
 def _outline(saved: Checkpoint) -> dict[str, Any]:
     tensors = {name: (list(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in saved.tensors.items()}
-    return {"step": saved.step, "seconds": saved.seconds, "scalars": saved.scalars, "tensors": tensors}
+    return {"step": saved.step, "seconds": saved.seconds, "tensors": tensors}
 
 
 def _from_outline(path: Path, config: Config, outline: dict[str, Any]) -> Checkpoint:
@@ -332,7 +332,7 @@ def _from_outline(path: Path, config: Config, outline: dict[str, Any]) -> Checkp
         name: torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
         for name, (shape, dtype) in outline["tensors"].items()
     }
-    return Checkpoint(path, config, outline["step"], 0, None, outline["seconds"], tensors, outline["scalars"])
+    return Checkpoint(path, config, outline["step"], 0, None, outline["seconds"], tensors)
 
 
 @contextlib.contextmanager
