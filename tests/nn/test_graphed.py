@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import onepass
 from onepass.nn import RoutedBlock, graphed
+from onepass.nn.graphed import refuse_changed, settings
 from onepass.optim import Lion
 
 gpu = pytest.mark.gpu
@@ -136,6 +138,36 @@ def test_what_a_graph_cannot_follow_is_refused() -> None:
     block.attention.null.data = torch.zeros_like(block.attention.null)
     with pytest.raises(ValueError, match=r"attention.null was replaced"):
         run(_x(), _mask(N, 40))
+
+
+def _twice(module: nn.Module, args: Any, y: Tensor) -> Tensor:
+    return 2 * y
+
+
+CHANGES: dict[str, tuple[Any, str]] = {
+    "a count becomes a share": (lambda b: setattr(b.feed_forward, "k", 1.0), r"feed_forward.k was 1, is now 1\.0"),
+    "eps": (lambda b: setattr(b.norm, "eps", None), "norm.eps was 1e-05, is now None"),
+    "a hook": (lambda b: b.norm.register_forward_hook(_twice), r"norm._forward_hooks was None, is now \["),
+    "a forward": (lambda b: setattr(b.norm, "forward", torch.relu), "norm.forward was None, is now <built-in"),
+    "a class": (onepass.swap, "norm.__class__ was <class 'torch.*, is now <class 'onepass"),
+    "a parameter": (lambda b: setattr(b.norm, "bias", nn.Parameter(torch.ones(4))), "norm.bias was replaced"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_every_change_of_a_module_is_seen(name: str) -> None:
+    """By value and by type, hooks and classes too; what comes later and what is gone."""
+    change, message = CHANGES[name]
+    module = nn.Module()
+    module.norm, module.feed_forward = nn.LayerNorm(4), RoutedBlock(DIM, 1).feed_forward
+    cpu = torch.device("cpu")
+    before = settings(module, cpu)
+    refuse_changed(before, settings(module, cpu))
+    change(module)
+    with pytest.raises(ValueError, match=message):
+        refuse_changed(before, settings(module, cpu))
+    with pytest.raises(ValueError, match="since the capture"):
+        refuse_changed(settings(module, cpu), before)
 
 
 @pytest.mark.parametrize(

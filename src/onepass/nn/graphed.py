@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
 
 from onepass.core.garbage import collected
 
@@ -46,23 +47,44 @@ def _describe(value: Any) -> Any:
     return value
 
 
+_SIMPLE = (bool, int, float, str, torch.dtype, type(None))
+
+
 def _settings(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield what a graph can't follow: numbers and flags of the modules, addresses of parameters and buffers."""
+    """Yield what a graph can't follow of a module.
+
+    These are numbers, flags, classes, hooks and own forwards of all modules, and addresses of parameters and buffers.
+    """
     for name, m in module.named_modules():
+        yield f"{name}.__class__".lstrip("."), type(m)
         for key, value in m.__dict__.items():
-            if type(value) in (bool, int, float, str):
+            if type(value) in _SIMPLE or key == "forward":
                 yield f"{name}.{key}".lstrip("."), value
+            elif value and key.endswith("_hooks"):
+                yield f"{name}.{key}".lstrip("."), list(value)
     for name, t in (*module.named_parameters(), *module.named_buffers()):
         yield name, (t.data_ptr(), t.requires_grad)
 
 
-def _mode(device: torch.device) -> dict[str, Any]:
+def settings(module: nn.Module, device: torch.device) -> dict[str, Any]:
+    """Return all that a captured graph repeats, by name."""
     kind = device.type
     return {
+        **dict(_settings(module)),
         "autocast": torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None,
         "torch.is_grad_enabled()": torch.is_grad_enabled(),
         "the precision of fp32 products": torch.get_float32_matmul_precision(),
+        "a hook of all modules": torch_module._has_any_global_hook(),  # type: ignore[no-untyped-call]
     }
+
+
+def refuse_changed(before: dict[str, Any], now: dict[str, Any]) -> None:
+    """Raise ValueError for a setting that differs, by value or by type: k=1 is one token, k=1.0 all."""
+    for name in before | now:
+        was, is_now = before.get(name), now.get(name)
+        if type(was) is not type(is_now) or was != is_now:
+            known = "was replaced" if isinstance(is_now, tuple) else f"was {was!r}, is now {is_now!r}"
+            raise ValueError(f"graphed: {name} {known} since the capture: capture another")
 
 
 def graphed(module: nn.Module, *tensors: Tensor, warmup: int = 3) -> Callable[..., Any]:
@@ -71,9 +93,9 @@ def graphed(module: nn.Module, *tensors: Tensor, warmup: int = 3) -> Callable[..
     A graph costs the host a few µs where a routed block's launches take milliseconds. Results are bit-equal to those of
     the module. Gradients accumulate in ``.grad`` as always; an optimizer reads and writes the same parameters.
 
-    A graph repeats what was captured: one shape, one dtype, one set of settings. The function compares every call with
-    what was captured and refuses another by name, instead of replaying old values. The values in the tensors, masks
-    included, are free to change.
+    A graph repeats what was captured: one shape, one dtype, one set of settings, what hooks did to the tensors. The
+    function compares every call with what was captured and refuses another by name, instead of replaying old values.
+    The values in the tensors, masks included, are free to change.
 
     Args:
         module: any module of tensors, on a CUDA device. Call `graphed` under the autocast that calls will have.
@@ -87,8 +109,8 @@ def graphed(module: nn.Module, *tensors: Tensor, warmup: int = 3) -> Callable[..
     Raises:
         TypeError: module is not an `nn.Module`, an argument is not a tensor, or warmup is not an int.
         ValueError: a tensor is not on a CUDA device, gradients are disabled, or warmup < 1. In a call: a tensor differs
-            from its sample, or a setting of the module, autocast, grad mode or a parameter's address has changed since
-            the capture.
+            from its sample, or a setting, class, hook or forward of a module, autocast, grad mode or a parameter's
+            address has changed since the capture.
         RuntimeError: in backward: the function was called again in between.
 
     Source: CUDA graphs by `torch.cuda.make_graphed_callables`.
@@ -116,7 +138,8 @@ def graphed(module: nn.Module, *tensors: Tensor, warmup: int = 3) -> Callable[..
     if not torch.is_grad_enabled():
         raise ValueError("graphed: it captures a backward pass too: call it with gradients enabled")
     device = tensors[0].device
-    samples, settings, mode = [_describe(t) for t in tensors], dict(_settings(module)), _mode(device)
+    samples, captured = [_describe(t) for t in tensors], settings(module, device)
+    autocast = captured["autocast"]
     # the parameters as arguments, so that each call hands in views of its own; a frozen one needs no gradient
     parameters = [p for p in module.parameters() if p.requires_grad]
     calls = _Calls()
@@ -127,7 +150,7 @@ def graphed(module: nn.Module, *tensors: Tensor, warmup: int = 3) -> Callable[..
     # autocast's cache would tie the graph to casts that live only as long as the context
     with (
         collected(),
-        torch.autocast(device.type, mode["autocast"], enabled=mode["autocast"] is not None, cache_enabled=False),
+        torch.autocast(device.type, autocast, enabled=autocast is not None, cache_enabled=False),
     ):
         replay = torch.cuda.make_graphed_callables(  # type: ignore[no-untyped-call]
             body, (*tensors, *parameters), num_warmup_iters=warmup, allow_unused_input=True
@@ -146,11 +169,7 @@ def graphed(module: nn.Module, *tensors: Tensor, warmup: int = 3) -> Callable[..
                     if was != now
                 ]
                 raise ValueError(f"graphed: tensor {i} differs from its sample ({'; '.join(told)}): capture another")
-        for name, now in (*_settings(module), *_mode(device).items()):
-            was = settings.get(name, mode.get(name))
-            if was != now:
-                known = "was replaced" if isinstance(now, tuple) else f"was {was!r}, is now {now!r}"
-                raise ValueError(f"graphed: {name} {known} since the capture: capture another")
+        refuse_changed(captured, settings(module, device))
         return replay(*_Fresh.apply(calls, *given, *parameters))  # type: ignore[no-untyped-call]
 
     return run

@@ -18,13 +18,19 @@ COMPLEX_STATE = {torch.float32: torch.complex64}
 SMALL_INT8 = 4096
 
 MODES = {"none": NONE, "remainder": REMAINDER, "kahan": KAHAN, "stochastic": STOCHASTIC}
-# read from a group: `routing`, the options that decide a tensor's path; `numbers`, which may change at any step
-routing = itemgetter(
+_routing = itemgetter(
     "foreach", "fused", "differentiable", "capturable", "cautious", "cautious_weight_decay", "low_precision",
     "state_dtype",
 )  # fmt: skip
+# the options of a group that may change at any step
 numbers = itemgetter("lr", "weight_decay", "betas", "decouple_lr", "maximize", "cautious_weight_decay", "cautious")
 _FIXED = (float, int)
+
+
+def routing(group: dict[str, Any]) -> tuple[Any, ...]:
+    """Return the options of a group that decide a tensor's path, with their types: cautious=1.0 is off, True is on."""
+    options = _routing(group)
+    return options, *map(type, options)
 
 
 def may_vary(values: tuple[Any, ...]) -> bool:
@@ -137,7 +143,9 @@ def cautious_factor(group: dict[str, Any]) -> float | None:
     value = group["cautious"]
     if not _is_number(value) or not 0.0 <= value <= 1.0:
         raise ValueError(f"Invalid cautious value: {value}; a bool or a factor in [0, 1] is accepted")
-    factor = (0.0 if value else 1.0) if isinstance(value, bool) else float(value)
+    # NumPy's bools are no subclass of bool
+    is_bool = isinstance(value, bool) or str(getattr(value, "dtype", "")) == "bool"
+    factor = (0.0 if value else 1.0) if is_bool else float(value)
     return None if factor == 1.0 else factor
 
 
