@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .kernels_triton import TINY, add_pairs, power_of_two, signed_scale
+from .kernels_triton import add_pairs
 
 # number of polls, about a minute: a missing member ends in a CUDA error instead of a hang
 PATIENCE = tl.constexpr(1 << 27)
@@ -118,144 +118,15 @@ def store_part(ptr, cols, value, live, N_COLS: tl.constexpr, MASKED: tl.constexp
         tl.store(ptr + cols, value, mask=cols < tl.where(live, N_COLS, 0))
 
 
-@triton.jit(do_not_specialize=["x_row_stride", "r_row_stride", "n_rows"])
-def team_forward_kernel(
-    x_ptr,  # (n_rows, N_COLS), unit column stride
-    r_ptr,  # (n_rows, N_COLS), unit column stride; None: no residual
-    w_ptr,  # (N_COLS,) or None
-    b_ptr,  # (N_COLS,) or None
-    y_ptr,  # (n_rows, N_COLS), contiguous
-    s_ptr,  # (n_rows, N_COLS), contiguous; None without residual
-    stats_ptr,  # (1 to 3, n_rows) fp32: 1/σ, mean, ±m
-    words_ptr,  # (teams, 4, R, 1 or 3, TEAM) int64 zeros, the mailbox, and one counter
-    x_row_stride,  # in units of VEC elements
-    r_row_stride,
-    n_rows,
-    eps,
-    offset,
-    N_COLS: tl.constexpr,
-    VEC: tl.constexpr,
-    HAS_MEAN: tl.constexpr,
-    STABLE: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    TEAM: tl.constexpr,
-    WIDTH: tl.constexpr,
-    R: tl.constexpr,
-    LAG: tl.constexpr,
-    STAGES: tl.constexpr,
-    COOPERATIVE: tl.constexpr,
+@triton.jit(do_not_specialize=["n_words"])
+def zeros_kernel(
+    words_ptr,  # (n_words,) int64
+    n_words,
+    BLOCK: tl.constexpr,
 ):
-    """Per phase: read R rows and publish their partials; write y of the rows of LAG phases ago."""
-    MASKED: tl.constexpr = N_COLS % BLOCK_C != 0
-    ALL_LIVE: tl.constexpr = LAG == 0 and R == 1
-    KINDS: tl.constexpr = 3 if STABLE else 1
-    SLOT: tl.constexpr = R * KINDS * TEAM
-    team, member, teams = take_place(words_ptr, 4 * SLOT, TEAM, COOPERATIVE)
-    words_ptr += team * (4 * SLOT)
-    cols = member * BLOCK_C + tl.arange(0, BLOCK_C)
-    count = tl.minimum(N_COLS - member * BLOCK_C, BLOCK_C).to(tl.float32)
-    if w_ptr is not None:
-        w = load_part(w_ptr, cols, True, N_COLS, MASKED, True)
-    if b_ptr is not None:
-        b = load_part(b_ptr, cols, True, N_COLS, MASKED, True)
-    previous = ()
-    if LAG:
-        for _ in tl.static_range(R):
-            if r_ptr is not None:
-                previous = previous + (tl.zeros((BLOCK_C,), s_ptr.dtype.element_ty),)
-            else:
-                previous = previous + (tl.zeros((BLOCK_C,), x_ptr.dtype.element_ty),)
-
-    turn = 0
-    for first in tl.range(team * R, n_rows + LAG * teams * R, teams * R, num_stages=STAGES):
-        parts = ()
-        parity = parity_of(turn)
-        slot = words_ptr + (turn & 3) * SLOT
-        for k in tl.static_range(R):
-            row = tl.cast(first + k, tl.int64)
-            live = row < n_rows
-            x = load_part(x_ptr + row * x_row_stride * VEC, cols, live, N_COLS, MASKED, ALL_LIVE)
-            if r_ptr is not None:
-                r = load_part(r_ptr + row * r_row_stride * VEC, cols, live, N_COLS, MASKED, ALL_LIVE)
-                x = (x.to(tl.float32) + r.to(tl.float32)).to(s_ptr.dtype.element_ty)
-                store_part(s_ptr + row * N_COLS, cols, x, live, N_COLS, MASKED, ALL_LIVE)
-            parts = parts + (x,)
-        for k in tl.static_range(R):
-            f = parts[k].to(tl.float32)
-            if STABLE:
-                # work in units of about the part's max|x|: then no part overflows or underflows
-                largest = tl.max(tl.where(cols < N_COLS, f, float("-inf")), 0)
-                smallest = tl.min(tl.where(cols < N_COLS, f, float("inf")), 0)
-                tl.atomic_xchg(slot + (k * KINDS + 1) * TEAM + member, pair(parity, largest), sem="relaxed")
-                tl.atomic_xchg(slot + (k * KINDS + 2) * TEAM + member, pair(parity, smallest), sem="relaxed")
-                _own_unit, per_own = power_of_two(tl.maximum(tl.maximum(largest, -smallest), TINY))
-                f *= per_own
-            if HAS_MEAN:
-                mean = tl.sum(f, 0) / count
-                f -= mean
-                if MASKED:
-                    f = tl.where(cols < N_COLS, f, 0.0)
-                square = tl.sum(f * f, 0)
-            else:
-                square = tl.sum(f * f, 0)
-                mean = square
-            word = pair(with_parity(square, parity), mean)
-            tl.atomic_xchg(slot + k * KINDS * TEAM + member, word, sem="relaxed")
-
-        if LAG:
-            ready = previous
-            previous = parts
-        else:
-            ready = parts
-        parity = parity_of(turn - LAG)
-        slot = words_ptr + ((turn - LAG) & 3) * SLOT
-        members = tl.arange(0, WIDTH)
-        counts = tl.where(members < TEAM, tl.minimum(N_COLS - members * BLOCK_C, BLOCK_C), 0).to(tl.float32)
-        for k in tl.static_range(R):
-            row = tl.cast(first - LAG * teams * R + k, tl.int64)
-            live = (row >= 0) & (row < n_rows)
-            words = await_words(slot + k * KINDS * TEAM, parity, TEAM, WIDTH)
-            squares = tl.where(members < TEAM, low_half(words), 0.0)
-            means = high_half(words)
-            eps_row = eps
-            if STABLE:
-                tops = high_half(await_words(slot + (k * KINDS + 1) * TEAM, parity, TEAM, WIDTH))
-                bottoms = high_half(await_words(slot + (k * KINDS + 2) * TEAM, parity, TEAM, WIDTH))
-                largest = tl.max(tops, 0)
-                smallest = tl.min(bottoms, 0)
-                signed = signed_scale(largest, smallest)
-                size = tl.maximum(largest, -smallest)
-                unit, per_unit = power_of_two(tl.where(size > 0, tl.maximum(size, TINY), 1.0))
-                eps_row = eps * (signed * per_unit) * (signed * per_unit)
-                own_units, _per_owns = power_of_two(tl.maximum(tl.maximum(tops, -bottoms), TINY))
-                scale = own_units * per_unit
-                squares *= scale * scale
-                means *= scale
-            if HAS_MEAN:
-                # move the sums of squares from each part's own mean to the common mean
-                mean = tl.sum(counts * means, 0) / N_COLS
-                squares += counts * (means - mean) * (means - mean)
-            rstd = tl.rsqrt(tl.sum(squares, 0) / N_COLS + eps_row)
-            y = ready[k].to(tl.float32)
-            if STABLE:
-                y *= per_unit
-            if HAS_MEAN:
-                y -= mean
-            y *= rstd
-            if w_ptr is not None:
-                y *= gain(w, offset, HAS_MEAN)
-            if b_ptr is not None:
-                y += b.to(tl.float32)
-            store_part(y_ptr + row * N_COLS, cols, y, live, N_COLS, MASKED, ALL_LIVE)
-            mine = live & (member == 0)
-            if STABLE:
-                rstd *= per_unit
-                mean *= unit
-                tl.store(stats_ptr + n_rows + n_rows + row, signed, mask=mine)
-            if HAS_MEAN:
-                tl.store(stats_ptr + n_rows + row, mean, mask=mine)
-            tl.store(stats_ptr + row, rstd, mask=mine)
-        turn += 1
+    """Zero the mailbox by a kernel: replay records it."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(words_ptr + at, tl.zeros((BLOCK,), tl.int64), mask=at < n_words)
 
 
 @triton.jit(do_not_specialize=["x_row_stride", "dy_row_stride", "ds_row_stride", "n_rows"])

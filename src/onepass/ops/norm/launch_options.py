@@ -12,7 +12,7 @@ from onepass.core.launch import aligned, cdiv, device_guard, launch, sm_count
 
 from . import shapes_options
 from .kernels_triton import backward_kernel, forward_kernel
-from .launch import empty, even_rows_of, finish, limits, rows_of
+from .launch import empty, even_rows_of, finish, rows_of, shared_memory
 
 
 @functools.cache
@@ -98,8 +98,8 @@ def backward(
     tensors = 2 + (ds is not None) + (gate is not None)
     itemsize = max(t.element_size() for t in (x, dy, gate) if t is not None)
     tile = shapes_options.backward_tile(
-        n_cols, itemsize, tensors, limits(x)[0], stable, max(need_w + need_b, bias is not None), gate_first, entries,
-        gate is not None,
+        n_cols, itemsize, tensors, shared_memory(x), stable, max(need_w + need_b, bias is not None), gate_first,
+        entries, gate is not None,
     )  # fmt: skip
     wanted = tile.per_sm * sm_count(x) if entries == 1 else max(1, tile.per_sm * sm_count(x) // entries)
     programs = min(wanted, cdiv(n_rows // entries, tile.rows))

@@ -15,7 +15,7 @@ from onepass.core.launch import uses_triton
 from onepass.core.register import register, register_fake
 
 from . import sharding, torch_options
-from .plain import check_arguments, contiguous, empty_stats
+from .plain import backward, check_arguments, contiguous, empty_stats
 
 # widest rows of `launch_options`: 16 elements per thread with a gate, whose values wait in registers beside the others
 MAX_FORWARD_COLS, MAX_BACKWARD_COLS = 16384, 8192
@@ -199,12 +199,10 @@ def _backward(
     fits = x.shape[-1] <= MAX_BACKWARD_COLS
     one_dtype = x_dtype == x.dtype or not need_x or not fits
     if gate is None and shared == (1, 1) and one_dtype and _on_triton(x, dy, ds, weight, bias):
-        from . import launch
-
         b_dtype = x.dtype if bias is None else bias.dtype
-        dx, dw, db = launch.backward(
-            dy, ds, x, stats, contiguous(weight), b_dtype, eps, offset, has_mean, stable, need_x, need_w, need_b
-        )
+        dx, dw, db = backward(
+            dy, ds, x, stats, weight, b_dtype, eps, offset, has_mean, stable, need_x, need_w, need_b
+        )  # fmt: skip
         # of a weight (1, N); the kernels know (N,)
         return dx, None, _like(dw, weight), _like(db, bias), None
     if fits and _on_triton(x, dy, ds, gate, weight, bias):

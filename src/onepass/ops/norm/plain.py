@@ -110,10 +110,11 @@ def _infer_residual(
     return launch.forward(x, residual, *vectors, eps, offset, has_mean, stable, keep=False)[:2]
 
 
-def _backward(
+def backward(
     dy: Tensor, ds: Tensor | None, x: Tensor, stats: Tensor, weight: Tensor | None, bias_dtype: torch.dtype,
     eps: float, offset: float, has_mean: bool, stable: bool, need_x: bool, need_w: bool, need_b: bool,
 ) -> torch_path.Gradients:  # fmt: skip
+    """Return dx in the dtype of x, dw in that of weight, db in `bias_dtype`; None for those not needed."""
     w_dtype = x.dtype if weight is None else weight.dtype
     if not x.numel():
         n = x.shape[-1]
@@ -127,9 +128,10 @@ def _backward(
     if uses_triton(x):
         from . import launch
 
-        return launch.backward(
-            dy, ds, x, stats, contiguous(weight), bias_dtype, eps, offset, has_mean, stable, need_x, need_w, need_b
-        )
+        if launch.has_backward(x, dy, stable):
+            return launch.backward(
+                dy, ds, x, stats, contiguous(weight), bias_dtype, eps, offset, has_mean, stable, need_x, need_w, need_b
+            )
     needs = (need_x, need_w, need_b)
     rows = stats.view(len(stats), -1)
     dx, dw, db = torch_path.backward(dy, ds, x, rows, weight, eps, offset, has_mean, stable, needs)
@@ -140,8 +142,8 @@ def _backward_all(
     dy: Tensor, ds: Tensor | None, x: Tensor, stats: Tensor, weight: Tensor | None, bias_dtype: torch.dtype,
     eps: float, offset: float, has_mean: bool, stable: bool, need_x: bool, need_w: bool, need_b: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Do `_backward` as an op: gradients that are not needed are empty tensors, since an op cannot return None."""
-    dx, dw, db = _backward(
+    """Do `backward` as an op: gradients that are not needed are empty tensors, since an op cannot return None."""
+    dx, dw, db = backward(
         dy, ds, x, stats, weight, bias_dtype, eps, offset, has_mean, stable, need_x, need_w, need_b
     )  # fmt: skip
     return (
@@ -251,14 +253,14 @@ def _vmap_backward(
 
 norm: Callable[..., Tensor] = bind(
     name="layer_norm, rms_norm",
-    forward=_forward, forward_op=forward_op, backward=_backward, backward_op=backward_op, inference=_infer,
+    forward=_forward, forward_op=forward_op, backward=backward, backward_op=backward_op, inference=_infer,
     save=_save, gradients=_gradients, replay=True, native=torch_path.native,
     vmap_forward=_vmap_forward, vmap_backward=_vmap_backward,
     check=lambda x, weight, bias, eps, offset, has_mean, stable: check_arguments(x, None, weight, bias, eps, has_mean),
 )  # fmt: skip
 norm_residual: Callable[..., tuple[Tensor, Tensor]] = bind(
     name="layer_norm, rms_norm",
-    forward=_forward_residual, forward_op=forward_residual_op, backward=_backward, backward_op=backward_op,
+    forward=_forward_residual, forward_op=forward_residual_op, backward=backward, backward_op=backward_op,
     inference=_infer_residual, save=_save_residual, gradients=_gradients_residual, n_public=2, replay=True,
     vmap_backward=_vmap_backward,
     check=lambda x, residual, weight, bias, eps, offset, has_mean, stable: check_arguments(
@@ -268,6 +270,7 @@ norm_residual: Callable[..., tuple[Tensor, Tensor]] = bind(
 
 
 __all__ = [
+    "backward",
     "backward_op",
     "check_arguments",
     "contiguous",

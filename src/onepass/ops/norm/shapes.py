@@ -8,23 +8,11 @@ from typing import NamedTuple
 from onepass.core.launch import cdiv, next_power_of_2
 
 WARP = 32
-# widest rows that one program holds in registers; wider rows take the packed, team or wide kernels
-MAX_FORWARD_COLS = 32768
+# widest rows that one program holds in registers; wider rows are walked twice forward, and backward shared by a team
+MAX_FORWARD_COLS = 16384
 MAX_BACKWARD_COLS = 8192
-# `packed_forward_kernel`: smallest width (narrower rows are as fast without it), columns per warp, registers per thread
-MIN_PACKED_COLS, PACKED_WARP_COLS, PACKED_REGISTERS = 16384, 2048, 64
-# warps of a program that has a row alone, warps of a team's member, largest team before its programs get more warps
-PACKED_ALONE_WARPS, PACKED_TEAM_WARPS, PACKED_TEAM = 16, 4, 16
-# programs of the wide forward: bytes of a row per step, warps, buffers of the software pipeline plus one
-WIDE_BYTES, WIDE_WARPS, WIDE_STAGES = 16384, 16, 3
-# wide backward, sums: two or three programs fit a multiprocessor, and one reduces while another loads
-SUMS_BYTES, SUMS_WARPS, SUMS_STAGES = 8192, 8, 4
-APPLY_COLS, APPLY_WARPS, APPLY_STAGES = 2048, 4, 3
-APPLY_PROGRAMS_PER_SM = 4
-# share of L2 that rows may fill between the two passes of the wide backward, or the two walks of `reread`
-L2_SHARE = 0.6
-# bytes of rows that the programs of one multiprocessor walk at once in `reread`
-REREAD_BYTES = 131072
+# columns of a warp in `wide_forward_kernel`
+WIDE_WARP_COLS = 512
 
 
 class Tile(NamedTuple):
@@ -69,17 +57,19 @@ def forward_tile(n_cols: int, itemsize: int) -> Tile:
     return Tile(rows=1, cols=warps * load, warps=warps)
 
 
-@functools.cache
-def reread(n_cols: int, itemsize: int, sms: int, l2_bytes: int) -> tuple[Tile, int] | None:
-    """Return tile and registers per thread of `wide_forward_kernel` if it is an RMS norm's fastest kernel; else None.
+def in_one_program(n_cols: int, itemsize: int, has_mean: bool) -> bool:
+    """Return whether `forward_kernel` takes rows of this width: a layer norm of 16 bits gains by it up to 32768."""
+    return n_cols <= MAX_FORWARD_COLS * (2 if has_mean and itemsize == 2 else 1)
 
-    L2 must hold all rows between their two walks: one row of 128 KB or two of 64 KB per multiprocessor.
+
+def wide_tile(n_cols: int, itemsize: int, stable: bool, residual: bool) -> tuple[Tile, int]:
+    """Return the tile of `wide_forward_kernel` and its registers per thread.
+
+    L2 holds rows between their two walks, and the more easily the fewer are under way: two of up to 96 KB on a
+    multiprocessor, or one. `stable` and an fp32 residual need more registers than 32 warps have.
     """
-    row_bytes = n_cols * itemsize
-    if n_cols <= 16384 or row_bytes > REREAD_BYTES or sms * REREAD_BYTES > L2_SHARE * l2_bytes:
-        return None
-    warps = 32 if 2 * row_bytes > REREAD_BYTES else 16
-    return Tile(rows=1, cols=512 * warps, warps=warps), 65536 // (32 * warps)
+    warps = 16 if stable or (residual and itemsize == 4) or n_cols * itemsize <= 98304 else 32
+    return Tile(rows=1, cols=WIDE_WARP_COLS * warps, warps=warps), 65536 // (WARP * warps)
 
 
 def forward_early(n_cols: int, itemsize: int) -> bool:
@@ -180,39 +170,6 @@ def _small_backward_tile(n_cols: int, itemsize: int) -> Tile | None:
     return Tile(rows, chunk, 2, per_sm=4) if n_cols <= 3 * chunk else Tile(rows, chunk, 4, per_sm=2)
 
 
-class Packed(NamedTuple):
-    """Launch shape of `packed_forward_kernel`: `size` programs per row, of `warps` each."""
-
-    size: int
-    warps: int
-
-    def cols(self) -> int:
-        """Return the columns that a program's threads load at once."""
-        return self.warps * WARP * vector(2)
-
-    def width(self) -> int:
-        """Return the lanes that poll the mailbox, one per member, rounded up to a power of two."""
-        return next_power_of_2(self.size)
-
-
-@functools.cache
-def packed(n_cols: int) -> Packed | None:
-    """Return how programs share a 16-bit row: equal parts of whole 16-byte loads; None if the parts would be small.
-
-    A thread has 64 registers, so a multiprocessor runs 32 warps; 64 columns take half of them. If one program has the
-    whole row, a multiprocessor runs two programs of 16 warps: one loads while the other stores. Members of a team wait
-    more, so it runs eight programs of 4 warps.
-    """
-    warps = PACKED_ALONE_WARPS if n_cols <= PACKED_ALONE_WARPS * PACKED_WARP_COLS else PACKED_TEAM_WARPS
-    while cdiv(n_cols, warps * PACKED_WARP_COLS) > PACKED_TEAM:
-        warps *= 2
-    least = cdiv(n_cols, warps * PACKED_WARP_COLS)
-    for size in range(least, 2 * least + 1):
-        if n_cols % (size * vector(2)) == 0:
-            return Packed(size, warps)
-    return None
-
-
 class Team(NamedTuple):
     """Launch shape of the team kernels: how programs share a wide row.
 
@@ -249,16 +206,6 @@ def _team(
 ) -> Team:
     buffers = (shared_bytes - 4096) // (rows * cols * row_bytes)
     return Team(cols, cdiv(n_cols, cols), warps, rows, lag, 1 + max(0, min(stages - 1, buffers)))
-
-
-@functools.cache
-def forward_team(n_cols: int, itemsize: int, tensors: int, shared_bytes: int) -> Team:
-    """Return the team of `team_forward_kernel`, which reads `tensors` tensors (x, residual) through shared memory."""
-    if itemsize == 2 and n_cols <= 131072 and n_cols % 16384 == 0:
-        return _team(n_cols, 16384, 16, 1, 0, 3, itemsize * tensors, shared_bytes)
-    lag = int(n_cols > 40960)
-    team = _team(n_cols, 8192, 16, 2, lag, 3, itemsize * tensors, shared_bytes)
-    return team._replace(cooperative=lag == 1)
 
 
 @functools.cache

@@ -11,13 +11,9 @@ from onepass.ops._shared.spec_parts import kernel
 from . import shapes
 
 _FORWARD = kernel("ops.norm.kernels_triton", "forward_kernel")
-_PACKED_FORWARD = kernel("ops.norm.kernels_packed", "packed_forward_kernel")
 _BACKWARD = kernel("ops.norm.kernels_triton", "backward_kernel")
-_TEAM_FORWARD = kernel("ops.norm.kernels_team", "team_forward_kernel")
 _TEAM_BACKWARD = kernel("ops.norm.kernels_team", "team_backward_kernel")
 _WIDE_FORWARD = kernel("ops.norm.kernels_wide", "wide_forward_kernel")
-_WIDE_SUMS = kernel("ops.norm.kernels_wide", "wide_sums_kernel")
-_WIDE_APPLY = kernel("ops.norm.kernels_wide", "wide_apply_kernel")
 _FINISH = kernel("ops.norm.kernels_triton", "finish_kernel")
 
 
@@ -79,27 +75,6 @@ def _kernels() -> Iterator[Kernel]:
             | {"stats_ptr": None, "N_COLS": 128, "BLOCK_R": tile.rows, "BLOCK_C": tile.cols, "EARLY": False},
             _DIVISIBLE, num_warps=tile.warps, max_registers=72,
         )  # fmt: skip
-        tile = shapes.forward_tile(32768, size)
-        yield Kernel(
-            f"norm forward {t} N=32768 stable residual", _FORWARD,
-            forward | _TABLES | {k: pointers[k] for k in ("r_ptr", "s_ptr")},
-            plain | _PLAIN_FORWARD
-            | {"N_COLS": 32768, "STABLE": True, "BLOCK_R": tile.rows, "BLOCK_C": tile.cols, "EARLY": False},
-            _DIVISIBLE, num_warps=tile.warps, max_registers=64,
-        )  # fmt: skip
-        for cols, residual in ((20480, False), (32768, True), (40000, False), (131072, False)) if size == 2 else ():
-            packed = shapes.packed(cols)
-            assert packed is not None
-            sources = {k: pointers[k] for k in ("r_ptr", "s_ptr")} if residual else {}
-            words = {"words_ptr": "*i64"} if packed.size > 1 else {}
-            absent = ({} if residual else no_residual) | ({} if words else {"words_ptr": None})
-            shape = {"BLOCK_C": packed.cols(), "TEAM": packed.size, "WIDTH": packed.width(), "WAITS": False}
-            yield Kernel(
-                f"norm packed forward {t} N={cols}{' residual' if residual else ''}", _PACKED_FORWARD,
-                forward | sources | words | {"zero": "i32"},
-                {"N_COLS": cols, "VEC": 8, "HAS_MEAN": True} | shape | absent, _DIVISIBLE, num_warps=packed.warps,
-                maxnreg=shapes.PACKED_REGISTERS, max_registers=shapes.PACKED_REGISTERS, amd=False,
-            )  # fmt: skip
         # a single program of 8 warps per multiprocessor may use all 255 registers; sm_100 uses the most
         for cols, registers in (
             (128, 192), (768, 224), (1024, 192), (2048, 192), (3000, 224), (4096, 128), (5120, 224), (8192, 128),
@@ -123,15 +98,7 @@ def _kernels() -> Iterator[Kernel]:
         )  # fmt: skip
 
         for cols in (40000, 65536, 262144):
-            forward_team = shapes.forward_team(cols, size, 1, _SHARED_BYTES)
             backward_team = shapes.backward_team(cols, size, 2, _SHARED_BYTES)
-            yield Kernel(
-                f"norm team forward {t} N={cols}", _TEAM_FORWARD, forward | {"words_ptr": "*i64"},
-                plain | no_residual | {"N_COLS": cols} | _team_constants(forward_team),
-                _DIVISIBLE, num_warps=forward_team.warps, max_registers=128, amd=False,
-                # w and b of 16384 columns spill a few bytes; still 8 % faster than any shape without spills
-                max_spill_bytes=40 if forward_team.cols == 16384 else 0,
-            )  # fmt: skip
             yield Kernel(
                 f"norm team backward {t} N={cols}", _TEAM_BACKWARD, backward | {"words_ptr": "*i64"},
                 plain | both | no_ds | {"N_COLS": cols} | _team_constants(backward_team),
@@ -141,46 +108,24 @@ def _kernels() -> Iterator[Kernel]:
                 max_spill_bytes=32 if backward_team.lag and size == 2 else 0,
             )  # fmt: skip
 
-        lagging = shapes.forward_team(65536, size, 1, _SHARED_BYTES)
-        yield Kernel(
-            f"norm team forward {t} N=65536 stable", _TEAM_FORWARD, forward | {"words_ptr": "*i64"},
-            plain | no_residual | {"N_COLS": 65536, "STABLE": True} | _team_constants(lagging),
-            _DIVISIBLE, num_warps=lagging.warps, max_registers=128, max_spill_bytes=40, amd=False,
-        )  # fmt: skip
-
-        for cols in (32768, 24000, 65536) if size == 2 else (32768, 24000):
-            found = shapes.reread(cols, size, 132, 50 << 20)
-            assert found is not None
-            tile, registers = found
+        sources = {k: pointers[k] for k in ("r_ptr", "s_ptr")}
+        if size == 2:
+            tile = shapes.forward_tile(32768, size)
             yield Kernel(
-                f"norm rms forward {t} N={cols}", _WIDE_FORWARD,
-                {k: v for k, v in forward.items() if k != "b_ptr"},
-                plain | no_residual
-                | {"b_ptr": None, "HAS_MEAN": False, "N_COLS": cols, "BLOCK_C": tile.cols, "STAGES": tile.stages},
-                _DIVISIBLE, num_warps=tile.warps, maxnreg=registers, max_registers=registers, amd=False,
+                f"norm forward {t} N=32768 stable residual", _FORWARD, forward | _TABLES | sources,
+                plain | _PLAIN_FORWARD
+                | {"N_COLS": 32768, "STABLE": True, "BLOCK_R": tile.rows, "BLOCK_C": tile.cols, "EARLY": False},
+                _DIVISIBLE, num_warps=tile.warps, max_registers=64,
             )  # fmt: skip
-
-        wide = plain | {"N_COLS": 262144}
-        yield Kernel(
-            f"norm wide forward {t}", _WIDE_FORWARD, forward,
-            wide | no_residual | {"BLOCK_C": shapes.WIDE_BYTES // size, "STAGES": shapes.WIDE_STAGES},
-            _DIVISIBLE, num_warps=shapes.WIDE_WARPS,
-        )  # fmt: skip
-        sums = {k: backward[k] for k in ("dy_ptr", "x_ptr", "w_ptr", "stats_ptr", "x_row_stride", "dy_row_stride")}
-        yield Kernel(
-            f"norm wide sums {t}", _WIDE_SUMS,
-            sums | _NUMBERS | {"sums_ptr": "*fp32", "first_row": "i32"},
-            wide | {"BLOCK_C": shapes.SUMS_BYTES // size, "STAGES": shapes.SUMS_STAGES},
-            _DIVISIBLE, num_warps=shapes.SUMS_WARPS,
-        )  # fmt: skip
-        apply = {k: v for k, v in backward.items() if k not in ("eps", "partials_ptr")}
-        apply |= {k: floats[k] for k in ("dw_ptr", "db_ptr")}
-        yield Kernel(
-            f"norm wide apply {t}", _WIDE_APPLY,
-            apply | {"sums_ptr": "*fp32", "first_row": "i32", "group_rows": "i32"},
-            wide | no_ds | {"BLOCK_C": shapes.APPLY_COLS, "STAGES": shapes.APPLY_STAGES},
-            _DIVISIBLE, num_warps=shapes.APPLY_WARPS,
-        )  # fmt: skip
+        for cols, stable, residual in ((24000, False, False), (40000, True, True), (65536, False, True)):
+            tile, registers = shapes.wide_tile(cols, size, stable, residual)
+            yield Kernel(
+                f"norm wide forward {t} N={cols}{' stable' * stable}{' residual' * residual}", _WIDE_FORWARD,
+                forward | (sources if residual else {}),
+                plain | ({} if residual else no_residual)
+                | {"STABLE": stable, "N_COLS": cols, "BLOCK_C": tile.cols, "STAGES": tile.stages},
+                _DIVISIBLE, num_warps=tile.warps, maxnreg=registers, max_registers=registers,
+            )  # fmt: skip
     yield Kernel(
         "norm finish", _FINISH,
         {"partials_ptr": "*fp32", "dw_ptr": "*bf16", "db_ptr": "*bf16", "n_partials": "i32", "n_entries": "i32"},

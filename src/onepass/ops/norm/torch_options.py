@@ -33,12 +33,14 @@ def _normalised(f: Tensor, eps: float, has_mean: bool, stable: bool) -> tuple[Te
 
 def _gradient(g: Tensor, f: Tensor, stats: Tensor, eps: float, has_mean: bool, stable: bool) -> Tensor:
     """Return the gradient of f, given that of the normalised rows."""
+    df: Tensor | None = None
     if uses_triton(f):
         from . import launch
 
-        needs = True, False, False
-        df, *_ = launch.backward(g, None, f, stats, None, f.dtype, eps, 0.0, has_mean, stable, *needs)
-    else:
+        if launch.has_backward(f, g, stable):
+            needs = True, False, False
+            df, *_ = launch.backward(g, None, f, stats, None, f.dtype, eps, 0.0, has_mean, stable, *needs)
+    if df is None:
         rows = g.reshape(-1, g.shape[-1]), f.reshape(-1, f.shape[-1])
         df, *_ = rows_formula(*rows, stats.reshape(len(stats), -1), None, eps, has_mean, stable, (True, False, False))
     assert df is not None

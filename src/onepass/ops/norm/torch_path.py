@@ -120,7 +120,7 @@ def backward(
     """Return the needed ones of dx (in the dtype of x), dw and db (in fp32 or wider), contiguous; else None."""
     wide, n_cols = wide_dtype(x), x.shape[-1]
     g, f = dy.to(wide).reshape(-1, n_cols), x.to(wide).reshape(-1, n_cols)
-    w = wide_weight(weight, offset, wide)
+    w = None if weight is None else wide_weight(weight.reshape(-1), offset, wide)
     # on a GPU torch's kernel subtracts the mean first
     if has_mean and not stable and not (x.is_cpu and _any_far(stats[1], stats[0])):
         # torch computes db only if it gets a bias, whose values it does not read
