@@ -55,7 +55,7 @@ def test_the_operators_calls_are_replayed(
         options, b = (1e-5, 0.0, has_mean, stable), torch.empty(shape[-1], dtype=dtype) if has_mean else None
         given = (x, r, w, b) if name == "residual" else (x, w, b)
         run, calls = counted(norm._forward_residual if name == "residual" else norm._forward)
-        back, back_calls = counted(norm._backward)
+        back, back_calls = counted(norm.backward)
         forward = (*given, *options)
         stats = torch.empty(1 + has_mean + stable, x.numel() // shape[-1])
         ds = torch.empty(shape, dtype=dtype) if name == "residual" else None
@@ -72,7 +72,7 @@ def test_the_operators_calls_are_replayed(
 def test_the_calls_of_norms_options_are_replayed(gpu: FakeGpu, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     from onepass.ops.norm import launch as plain_launch
-    from onepass.ops.norm import launch_options, launch_rope, options, rope
+    from onepass.ops.norm import launch_options, launch_rope, options, plain, rope
 
     def launch(kernel: Any, grid: Any, tensors: Any, numbers: Any, constants: Any, **options: Any) -> None:
         gpu.launch(grid, tensors, 1.0)
@@ -81,7 +81,7 @@ def test_the_calls_of_norms_options_are_replayed(gpu: FakeGpu, name: str, monkey
         monkeypatch.setattr(module, "launch", launch)
         monkeypatch.setattr(module, "sm_count", lambda x: 132)
     monkeypatch.setattr(plain_launch, "dependent_launch", lambda x: True)
-    for module in (options, rope):
+    for module in (plain, options, rope):
         monkeypatch.setattr(module, "uses_triton", lambda x: True)
     x, r, z = (torch.empty(6, 4, 128, dtype=torch.bfloat16) for _ in range(3))
     w = torch.empty(*((4, 128) if name == "weights per head" else (128,)), dtype=torch.bfloat16)
