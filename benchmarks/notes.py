@@ -75,8 +75,8 @@ SINCE = f"""\
 Later changes were timed in turns against revision 18994a1 on one H200:
 - `soft_topk` counts saturated entries: `clamp` takes longer, meets its bar ([record]({_RAW}/ab_soft_topk_tails.txt)).
 - Forward bits depend on a row alone: norms and `weighted_sum` stay within 2 % ([record]({_RAW}/ab_row_bits.txt)).
-- Replay saves host time ([record]({_RAW}/replay.json)). Changed and not timed again: `weighted_sum` and norms on a CPU, \
-the router's score kernel, norms forward above 16384 columns (an \
+- Replay saves host time ([record]({_RAW}/replay.json)). Changed and not timed again: `weighted_sum` and \
+norms on a CPU, the router's score kernel, norms forward above 16384 columns (an \
 [H100](../benchmarks/results/h100/less/norm_wide.json) has them: 0.83 to 1.45 times the time).
 
 Elsewhere: [Lion and AdamW in training]({_RAW}/lion_training.md), [a causal block]({_RAW}/causal_block.txt), \
