@@ -247,3 +247,26 @@ class TestFaultsOfThePublicLibrary:
             if "router" in name:
                 assert p.grad is not None
                 assert p.grad.norm() > 1e-3, name
+
+
+def test_dropout_is_on_what_a_layer_adds_while_training() -> None:
+    block, x = _block(False, dropout=0.5), _tokens(3, 40, DIM)
+    torch.manual_seed(0)
+    h = x + torch.nn.functional.dropout(block.attention(x), 0.5)
+    expected = h + torch.nn.functional.dropout(block.feed_forward(h), 0.5)
+    torch.manual_seed(0)
+    torch.testing.assert_close(block(x), expected)
+    h = x + block.attention(x)
+    torch.testing.assert_close(block.eval()(x), h + block.feed_forward(h))
+    with pytest.raises(ValueError, match="dropout probability"):
+        _block(False, dropout=1.5)
+
+
+def test_tokens_of_another_dtype_than_the_weights_are_named() -> None:
+    with pytest.raises(TypeError, match=r"x is torch.bfloat16 and the weights are torch.float32; convert one"):
+        _block(False)(_tokens(1, 8, DIM).bfloat16())
+
+
+def test_an_int_k_of_one_is_one_token() -> None:
+    with pytest.warns(UserWarning, match=r"write k=1\.0 for all of them"):
+        _block(False, k=1)

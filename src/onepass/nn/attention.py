@@ -18,7 +18,7 @@ from onepass.ops.span_attention.op import span_attention
 from onepass.ops.span_attention.op_rotary import rotary
 
 from .causal import CausalRouter, choose_per_block, router_of_windows
-from .count import check_count, count
+from .count import check_count, check_dtype, count
 from .explore import explore
 from .feed_forward import has_no_overrides
 from .local_attention import LocalAttention, check_heads
@@ -84,6 +84,7 @@ class HeavyAttention(nn.Module):
         mask: Tensor | None,
         cache: HeavyCache | None = None,
     ) -> Tensor:
+        check_dtype("HeavyAttention", queries, self.q)
         q, kv = self.q(queries), self.kv(memories)
         if cache is not None and queries.shape[1] == 1:
             heads = kv.unflatten(-1, (2, self.heads, self.dim_head))

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from .attention import AttentionRouting, HeavyAttention, RoutedAttention
 from .cache import AttentionCache, BlockCache, ChoiceCache, Clock, HeavyCache, LocalCache
 from .causal import CausalRouter, router_of_windows
-from .count import check_count, check_flag, check_size, count
+from .count import check_count, check_flag, check_number, check_size, count
 from .feed_forward import has_no_overrides
 from .local_attention import LocalAttention
 from .packed import packed
@@ -46,6 +46,8 @@ class RoutedBlock(nn.Module):
         heads, dim_head, light_heads, window: as `RoutedAttention`.
         light_mult, heavy_mult, bias, balance: as `RoutedFeedForward`. With dim 256, ``light_mult=2`` was better in both
             tasks of docs/equal_time.md.
+        dropout: while training, the probability with which an element of what a layer adds to the residual stream is
+            zero; the others are divided by 1 − dropout. Above 0 the additions are not fused.
         causal: no output depends on a later token: for language models.
         device, dtype: of all parameters.
 
@@ -86,12 +88,14 @@ class RoutedBlock(nn.Module):
         bias: bool = True,
         causal: bool = False,
         balance: bool = False,
+        dropout: float = 0.0,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         check_count("RoutedBlock", "k", k)
         check_flag("RoutedBlock", "balance", balance)
+        check_number("RoutedBlock", "dropout", dropout)
         if k_kv is None:
             k_kv = min(1.0, 2 * k) if isinstance(k, float) else 2 * k
         self.attention = RoutedAttention(
@@ -117,6 +121,7 @@ class RoutedBlock(nn.Module):
             device=device,
             dtype=dtype,
         )
+        self.dropout = nn.Dropout(dropout)
 
     if TYPE_CHECKING:
         __call__: RoutedCall[BlockRouting]
@@ -140,11 +145,12 @@ class RoutedBlock(nn.Module):
         if cache.owns_clock:
             cache.clock.begin(x, mask)
         y, attention = self.attention(x, mask, return_routing=True, cache=cache.attention)  # type: ignore[call-overload]
-        x = x + y
+        x = x + self.dropout(y)
         y, feed_forward = self.feed_forward(x, mask, return_routing=True, cache=cache.feed_forward)  # type: ignore[call-overload]
         if cache.owns_clock:
             cache.clock.end()
-        return (x + y, BlockRouting(attention, feed_forward)) if return_routing else x + y
+        y = x + self.dropout(y)
+        return (y, BlockRouting(attention, feed_forward)) if return_routing else y
 
     def new_cache(self, batch: int, max_tokens: int = 4096, *, clock: Clock | None = None) -> BlockCache:
         """Return the cache of `batch` sequences without tokens, for :meth:`step` and :meth:`prefill`.
@@ -205,16 +211,16 @@ class RoutedBlock(nn.Module):
         call: Any = self
         return call(x, mask, cache=cache) if x.shape[1] else x  # type: ignore[no-any-return]
 
-    @staticmethod
-    def _added(layer: Any, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Any]:
+    def _added(self, layer: Any, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Any]:
         """Return x + layer(x) and the routing: from one node where nothing looks at the layer's own output."""
-        if type(layer) in (RoutedAttention, RoutedFeedForward) and has_no_overrides(layer):
+        drops = self.training and self.dropout.p > 0
+        if not drops and type(layer) in (RoutedAttention, RoutedFeedForward) and has_no_overrides(layer):
             layer._check_tokens(x)
             dtype = layer._fused_dtype(x, mask)
             if dtype is not None:
                 return layer._fused(x, mask, dtype, residual=True)  # type: ignore[no-any-return]
         y, routing = layer(x, mask, return_routing=True)
-        return x + y, routing
+        return x + self.dropout(y), routing
 
 
 # what a step calls instead of the forward that these classes define

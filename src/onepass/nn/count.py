@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import torch
+from torch import Tensor, nn
+
 from onepass.ops.causal_choice.reference import fraction, nearest
 
 
@@ -31,6 +34,17 @@ def check_count(module: str, name: str, k: int | float) -> None:
         raise TypeError(f"{module}: {name} must be an int or a float, got {type(k).__name__}")
     if (isinstance(k, int) and k < 0) or (isinstance(k, float) and not 0 < k <= 1):
         raise ValueError(f"{module}: {name} must be an int ≥ 0 or a share 0 < {name} ≤ 1 of n, got {k}")
+
+
+def check_dtype(module: str, x: Tensor, linear: nn.Module) -> None:
+    """Raise TypeError if tokens and the weights that multiply them have two dtypes, outside autocast."""
+    # another class than nn.Linear, as that of quantised weights, may take any dtype
+    if type(linear) is not nn.Linear or x.dtype == linear.weight.dtype or torch.is_autocast_enabled(x.device.type):
+        return
+    raise TypeError(
+        f"{module}: x is {x.dtype} and the weights are {linear.weight.dtype}; convert one of them, as in "
+        f"layer.to({x.dtype}), or call it under torch.autocast({x.device.type!r})"
+    )
 
 
 def count(k: int | float, n: int) -> int:

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
+from .count import check_dtype
 from .norm import RMSNorm
 
 
@@ -28,6 +29,7 @@ class FeedForward(nn.Module):
         self.down = nn.Linear(hidden, dim, bias=bias, device=device, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
+        check_dtype("FeedForward", x, self.up)
         return self.down(F.gelu(self.up(self.norm(x))))  # type: ignore[no-any-return]
 
     def layers(self) -> tuple[nn.Module, nn.Module, nn.Module]:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from onepass.fused.runs import neighbours
 from onepass.ops.span_attention.op_rotary import rotary_attention
 
-from .count import check_size
+from .count import check_dtype, check_size
 from .norm import RMSNorm
 from .padding import zero_padding
 
@@ -69,6 +69,7 @@ class LocalAttention(nn.Module):
 
     def forward(self, x: Tensor, mask: Tensor | None = None, *, cache: LocalCache | None = None) -> Tensor:
         x = zero_padding("LocalAttention", x, mask)
+        check_dtype("LocalAttention", x, self.qkv)
         qkv = self.qkv(self.norm(x)).unflatten(-1, (3, self.heads, self.dim_head))
         if cache is not None:
             if x.shape[1] == 1:

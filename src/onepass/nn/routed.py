@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from typing import TYPE_CHECKING
 
 import torch
@@ -80,6 +81,8 @@ class Routed(nn.Module):
         super().__init__()
         check_count(type(self).__name__, "k", k)
         check_flag(type(self).__name__, "balance", balance)
+        if isinstance(k, int) and k == 1:
+            warnings.warn("the int k=1 is one token of a sequence; write k=1.0 for all of them", stacklevel=2)
         self.light, self.heavy, self.router, self.k, self.balance = light, heavy, router, k, balance
 
     def forward(
