@@ -38,7 +38,8 @@ NOTES: Mapping[str, Sequence[str]] = {
     f"Bound by the host. Missed in [another run]({_RAW}/soft_topk_first_run.md) too.": (
         "coor_descent backward, torch.compile",
     ),
-    "`topk` also makes gates and settles ties by the lowest index.": (
+    "`topk` also makes gates and settles ties by the lowest index. These are cells of earlier kernels; [the present "
+    "ones](../src/onepass/ops/topk/README.md) were measured on their own.": (
         "topk forward, torch.topk, which makes no gates",
     ),
     "Bound by the host: the kernel is a small part of the step. "
