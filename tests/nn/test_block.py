@@ -258,7 +258,7 @@ def test_dropout_is_on_what_a_layer_adds_while_training() -> None:
     torch.testing.assert_close(block(x), expected)
     h = x + block.attention(x)
     torch.testing.assert_close(block.eval()(x), h + block.feed_forward(h))
-    with pytest.raises(ValueError, match="dropout probability"):
+    with pytest.raises(ValueError, match="dropout must be between 0 and 1"):
         _block(False, dropout=1.5)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .attention import AttentionRouting, HeavyAttention, RoutedAttention
@@ -96,6 +97,8 @@ class RoutedBlock(nn.Module):
         check_count("RoutedBlock", "k", k)
         check_flag("RoutedBlock", "balance", balance)
         check_number("RoutedBlock", "dropout", dropout)
+        if not 0 <= dropout <= 1:
+            raise ValueError(f"RoutedBlock: dropout must be between 0 and 1, got {dropout}")
         if k_kv is None:
             k_kv = min(1.0, 2 * k) if isinstance(k, float) else 2 * k
         self.attention = RoutedAttention(
@@ -121,7 +124,7 @@ class RoutedBlock(nn.Module):
             device=device,
             dtype=dtype,
         )
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = dropout
 
     if TYPE_CHECKING:
         __call__: RoutedCall[BlockRouting]
@@ -145,11 +148,11 @@ class RoutedBlock(nn.Module):
         if cache.owns_clock:
             cache.clock.begin(x, mask)
         y, attention = self.attention(x, mask, return_routing=True, cache=cache.attention)  # type: ignore[call-overload]
-        x = x + self.dropout(y)
+        x = x + F.dropout(y, self.dropout, self.training)
         y, feed_forward = self.feed_forward(x, mask, return_routing=True, cache=cache.feed_forward)  # type: ignore[call-overload]
         if cache.owns_clock:
             cache.clock.end()
-        y = x + self.dropout(y)
+        y = x + F.dropout(y, self.dropout, self.training)
         return (y, BlockRouting(attention, feed_forward)) if return_routing else y
 
     def new_cache(self, batch: int, max_tokens: int = 4096, *, clock: Clock | None = None) -> BlockCache:
@@ -213,14 +216,14 @@ class RoutedBlock(nn.Module):
 
     def _added(self, layer: Any, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Any]:
         """Return x + layer(x) and the routing: from one node where nothing looks at the layer's own output."""
-        drops = self.training and self.dropout.p > 0
+        drops = self.training and self.dropout > 0
         if not drops and type(layer) in (RoutedAttention, RoutedFeedForward) and has_no_overrides(layer):
             layer._check_tokens(x)
             dtype = layer._fused_dtype(x, mask)
             if dtype is not None:
                 return layer._fused(x, mask, dtype, residual=True)  # type: ignore[no-any-return]
         y, routing = layer(x, mask, return_routing=True)
-        return x + self.dropout(y), routing
+        return x + F.dropout(y, self.dropout, self.training), routing
 
 
 # what a step calls instead of the forward that these classes define
