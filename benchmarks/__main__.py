@@ -15,10 +15,9 @@ from pathlib import Path
 from onepass.__main__ import Parser, run_command
 from onepass.core.errors import UserError
 from onepass.core.options import number
-from onepass.core.spec import Case
 
+from . import cases as declared
 from .bench import select
-from .bench.rivals import known
 
 _EPILOG = """\
 examples:
@@ -78,14 +77,6 @@ def _selection(args: argparse.Namespace) -> list[str]:
     return given
 
 
-def _rivals(cases: Sequence[tuple[str, Case]]) -> dict[str, str]:
-    from . import modules
-
-    declared = {id(case) for folder in modules.CASES.values() for case in folder}
-    of_modules = modules.RIVALS if any(id(case) in declared for _, case in cases) else {}
-    return dict(sorted({**known(dict.fromkeys(f for f, _ in cases)), **of_modules}.items()))
-
-
 def run(args: argparse.Namespace) -> int:
     """Run the command; 1 when one of our own implementations failed."""
     console = select.console()
@@ -115,11 +106,10 @@ def run(args: argparse.Namespace) -> int:
 
         return program.run(args, console)
 
-    from .modules import all_cases
     from .warm import compile_only, warm
 
     first, every = _part(args.part)
-    cases = select.select(all_cases(), args)
+    cases = select.select(declared.all_cases(), args)
     device = ""
     if not args.list:
         device, cases = select.here(cases, args.device)
@@ -134,7 +124,7 @@ def run(args: argparse.Namespace) -> int:
         compile_only(cases, select.timer(device, args.quick), limit_s=args.limit)
     if args.compile_only and not args.list:
         return 0
-    return select.measure(cases, args, _rivals(cases), console)
+    return select.measure(cases, args, declared.rivals({folder for folder, _ in cases}), console)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -40,7 +40,7 @@ def _cases(file: str, selection: Sequence[str]) -> dict[str, Any]:
 
     from benchmarks.bench.runner import label
     from benchmarks.bench.select import add_options, select
-    from benchmarks.modules import all_cases
+    from benchmarks.cases import all_cases
     from onepass.core.about import dtype_name
 
     parser = argparse.ArgumentParser(prog="ab.py")
@@ -64,8 +64,8 @@ def worker(file: str, selection: Sequence[str]) -> None:
     from benchmarks.bench.compare import error, tensors
     from benchmarks.bench.runner import OURS, SEED
     from benchmarks.bench.timers import CpuTimer, CudaTimer
+    from benchmarks.case import Prepared
     from onepass.core.about import one_line
-    from onepass.core.spec import Prepared
 
     try:
         cases = _cases(file, selection)

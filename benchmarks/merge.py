@@ -11,7 +11,7 @@ from benchmarks.bench.runner import label
 from onepass.core.about import dtype_name
 from onepass.core.errors import UserError
 
-from .modules import all_cases
+from .cases import all_cases
 
 # what has to be the same for results to stand in one table
 SAME = ("onepass", "python", "torch", "triton", "cuda", "driver", "os", "device", "gpu", "date")

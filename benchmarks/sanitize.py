@@ -35,23 +35,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from sanitize_calls import PLANTED, calls
+from sanitize_calls import OPERATORS, PLANTED, calls
 
-from onepass.core import files, spec
+from onepass.core import files
 from onepass.core.launch import compiled
 
 TOOLS = ("memcheck", "racecheck", "initcheck")
 
 
 def kernels(op: str) -> set[str]:
-    """Names of all kernels of an operator, those that its spec budgets among them."""
+    """Names of all kernels of an operator."""
     from triton.runtime import KernelInterface
 
-    package = importlib.import_module(spec.package(op))
+    package = importlib.import_module(f"onepass.{op}" if op == "fused" else f"onepass.ops.{op}")
     modules = [importlib.import_module(f"{package.__name__}.{m.name}") for m in pkgutil.iter_modules(package.__path__)]
     there = [v for m in modules for name, v in vars(m).items() if name.endswith("_kernel")]
-    budgeted = [k.fn() for k in getattr(spec.load(op), "KERNELS", ())]
-    return {_where(k) for k in (*there, *budgeted) if isinstance(k, KernelInterface)}
+    return {_where(k) for k in there if isinstance(k, KernelInterface)}
 
 
 def _where(kernel: Any) -> str:
@@ -217,7 +216,7 @@ def drive(ops: list[str], tools: list[str], seconds: float, logs: Path, parts: i
 def main() -> int:
     """Run the command; 1 when a tool found an error, did not end, or a result was wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    accepted = [*spec.folders(), PLANTED]
+    accepted = [*OPERATORS, PLANTED]
     parser.add_argument("--op", action="append", choices=accepted, help="operator folder (default: all)")
     parser.add_argument("--tool", action="append", choices=TOOLS, help="default: all three")
     parser.add_argument(

@@ -11,12 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onepass.core import spec
 from onepass.core.launch import geometry
 from onepass.core.spec import Sample, Spec
+from onepass.ops._shared.specs import folders, load
 
 Call = tuple[str, Callable[[], None]]
 PLANTED = "planted"
+OPERATORS = (*folders(), "fused", "lion")
 FP32, BF16 = torch.float32, torch.bfloat16
 # without a GPU the calls take the torch path: enough to try this file
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -115,7 +116,7 @@ def _in_8_bits(x: Tensor) -> None:
 
 def norm() -> Iterator[Call]:
     """Rows of every kernel: several per program, one, a team, in passes."""
-    layer, rms, rope = spec.load("norm").SPECS
+    layer, rms, rope = load("norm").SPECS
     yield from of_spec(
         layer, FP32, ("3-d, odd width", "one column", "width of several chunks", "all, residual", "backward in tiles",
                       "stable, ties, eps=0.1", "stable, residual"),
@@ -144,7 +145,7 @@ def norm() -> Iterator[Call]:
 
 def weighted_sum() -> Iterator[Call]:
     """Every sample, several 16-bit vectors over a whole tile, and the weight's gradient alone."""
-    (found,) = spec.load("weighted_sum").SPECS
+    (found,) = load("weighted_sum").SPECS
     for dtype in (BF16, FP32):
         make = maker(dtype)
         x, tolerance = make(70, 136), found.grad_factor * found.tolerances[dtype].rtol
@@ -164,7 +165,7 @@ def _long(found: Spec, n: int, options: dict[str, Any]) -> Iterator[Call]:
 
 def soft_topk() -> Iterator[Call]:
     """Short rows, rows of a team and rows in passes."""
-    (found,) = spec.load("soft_topk").SPECS
+    (found,) = load("soft_topk").SPECS
     yield from _long(found, 16387, {"kind": "sigmoid"})
     yield from _long(found, 32771, {})
     yield from of_spec(
@@ -176,7 +177,7 @@ def soft_topk() -> Iterator[Call]:
 
 def coor_descent() -> Iterator[Call]:
     """Short rows, rows of a team and rows in passes."""
-    (found,) = spec.load("coor_descent").SPECS
+    (found,) = load("coor_descent").SPECS
     yield from _long(found, 32771, {"n_iters": 3})
     yield from of_spec(found, FP32, ("rows", "schedule, k tensor", "mask, 0-d k", "wide"))
     yield from of_spec(found, BF16, ("wide",))
@@ -202,7 +203,7 @@ def topk() -> Iterator[Call]:
 
 def routing() -> Iterator[Call]:
     """Every sample of the operators."""
-    for found in spec.load("routing").SPECS:
+    for found in load("routing").SPECS:
         for dtype in (FP32, BF16):
             yield from of_spec(found, dtype)
 
@@ -348,6 +349,6 @@ def calls(op: str) -> Iterator[Call]:
     if op in OWN:
         yield from OWN[op]()
         return
-    for found in getattr(spec.load(op), "SPECS", ()):
+    for found in load(op).SPECS if op in folders() else ():
         for dtype in (FP32, BF16):
             yield from of_spec(found, dtype)

@@ -12,7 +12,7 @@ from typing import Any
 
 from benchmarks.bench import runner
 from benchmarks.bench.timers import Timer
-from onepass.core.spec import Case
+from benchmarks.case import Case
 
 
 class Untimed:

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import modules
-from onepass.core import spec
-from onepass.core.spec import Case, Impl, Missing, Prepared
+from benchmarks import cases
+from benchmarks.case import Case, Impl, Missing, Prepared
 
 
 class FakeTimer:
@@ -85,7 +84,6 @@ def fake_operator(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         CASES=[case(everything), case(everything, stage="backward", params={"rows": 16, "cols": 8})],
         RIVALS={"torch": "torch", "surely_not_installed": "surely-not-installed"},
     )
-    monkeypatch.setattr(spec, "folders", lambda: ["fakes"])
-    monkeypatch.setattr(spec, "load", lambda folder: module)
-    monkeypatch.setattr(modules, "CASES", {})
+    monkeypatch.setattr(cases, "files", lambda: ["fakes"])
+    monkeypatch.setattr(cases, "load", lambda folder: module)
     return module

@@ -13,8 +13,8 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from interpreter import patch_once_per_launch, reduce_by_halves
-from onepass.core import spec
 from onepass.core.launch import INTERPRET
+from onepass.ops._shared.specs import all_specs, folders, load
 
 # neither a deadline nor "too slow": how busy the machine is proves nothing
 settings.register_profile("random", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -38,14 +38,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def concerns(test: str, names: set[str]) -> bool:
     """Whether a contract test's id names one of these operators, or none at all."""
-    named = set(re.findall(r"[a-z_]+", test.partition("[")[2])) & {found.name for found in spec.all_specs()}
+    named = set(re.findall(r"[a-z_]+", test.partition("[")[2])) & {found.name for found in all_specs()}
     return not named or bool(named & names)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     elsewhere = [item for item in items if not _belongs_here(item)]
     if chosen := config.getoption("--operators"):
-        names = {found.name for folder in chosen.split(",") for found in getattr(spec.load(folder), "SPECS", ())}
+        names = {found.name for folder in {*chosen.split(",")} & {*folders()} for found in load(folder).SPECS}
         contract = [item for item in items if "contract" in item.path.parts and item not in elsewhere]
         elsewhere += [item for item in contract if not concerns(item.name, names)]
     if elsewhere:

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from onepass.core.launch import INTERPRET
-from onepass.core.spec import Sample, Spec, all_specs
+from onepass.core.spec import Sample, Spec
+from onepass.ops._shared.specs import all_specs
 
 SPECS = all_specs()
 SEED = 20

@@ -42,17 +42,14 @@ def test_length(path: Path) -> None:
 
 @pytest.mark.parametrize("path", FILES, ids=_module)
 def test_imports(path: Path) -> None:
-    """An operator imports another's op and definition. Only `fused` imports kernels. `core` imports no operator.
-
-    Specs and bench cases look at an operator from outside and may use everything that is built on it.
-    """
+    """An operator imports another's op and definition. Only `fused` imports kernels. `core` imports no operator."""
     own = _room(_module(path))
     for name in _imports(path):
         other = _room(name)
-        if not name.startswith("onepass.") or other == own or path.stem in ("spec", "cases"):
+        if not name.startswith("onepass.") or other == own:
             continue
         if own.startswith("core"):
-            assert other.startswith("core") or name == "onepass.ops", f"core imports {name}"
+            assert other.startswith("core"), f"core imports {name}"
         elif own.startswith("ops"):
             public = other.startswith(("core", "ops._shared")) or name.rpartition(".")[2] in ("op", "reference")
             assert public, f"an operator imports {name}"

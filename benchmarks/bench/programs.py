@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import onepass
-from onepass.core.spec import optional
+from benchmarks.case import optional
 from onepass.nn import RMSNorm, RoutedBlock, RoutedFeedForward
 from onepass.nn.feed_forward import FeedForward
 

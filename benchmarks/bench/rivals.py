@@ -1,18 +1,11 @@
-"""The rivals that operators declare, and their installed versions."""
+"""Installed versions of rivals."""
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 
-from onepass.core import spec
 from onepass.core.about import distribution_version
-
-
-def known(folders: Collection[str]) -> dict[str, str]:
-    """Return {import name: distribution} of every rival of these operators."""
-    declared = [getattr(spec.load(folder), "RIVALS", {}) for folder in folders]
-    return dict(sorted((name, distribution) for rivals in declared for name, distribution in rivals.items()))
 
 
 def installed(rivals: Mapping[str, str]) -> dict[str, str]:

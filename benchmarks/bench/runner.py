@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
+from benchmarks.case import Case, Missing, Prepared
 from onepass.core.about import one_line
-from onepass.core.spec import Case, Missing, Prepared
 
 from .compare import all_zero, disagreement
 from .limit import TookTooLongError, limit

@@ -13,7 +13,7 @@ from onepass.core.options import number
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from onepass.core.spec import Case
+    from benchmarks.case import Case
 
     from .timers import Timer
 

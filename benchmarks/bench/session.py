@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from benchmarks.case import Case
 from onepass.core.about import device_name, dtype_name, settings, versions
-from onepass.core.spec import Case
 
 from . import records, rivals, runner, table
 from .timers import Timer

@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 CASES = """
 import onepass, torch
-from onepass.core.spec import Case
+from benchmarks.case import Case
 
 def cases():
     changed = "changed" in onepass.__path__[0]

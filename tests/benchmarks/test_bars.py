@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.bars import BARS, Bar, rows, table
 from benchmarks.bench.runner import STAGES
-from benchmarks.modules import all_cases
+from benchmarks.cases import all_cases
 
 
 def record(impl: str, us: float, cols: int = 128, **more: Any) -> dict[str, Any]:

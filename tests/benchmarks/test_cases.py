@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from types import SimpleNamespace
 
 import pytest
 
 from bench_fakes import FakeTimer
-from benchmarks.bench.rivals import installed, known
+from benchmarks import cases
+from benchmarks.bench.rivals import installed
 from benchmarks.bench.runner import FAILED, MISSING, OK, OURS, STAGES, label, run_case
-from benchmarks.modules import all_cases
-from onepass.core import spec
-from onepass.core.spec import Case
+from benchmarks.case import Case
+from benchmarks.cases import all_cases
 
 CASES = all_cases()
 
@@ -36,8 +35,7 @@ def test_no_case_is_declared_twice() -> None:
 
 def test_every_operator_with_cases_has_some_for_a_cpu() -> None:
     """`python -m benchmarks --device cpu`; modules have none."""
-    wanted = {folder for folder in spec.folders() if getattr(spec.load(folder), "CASES", ())}
-    assert {folder for folder, case in CASES if case.device == "cpu"} == wanted
+    assert {folder for folder, case in CASES if case.device == "cpu"} == {folder for folder, _ in CASES} - {"fused"}
 
 
 def test_cases_for_a_cpu_are_small() -> None:
@@ -67,12 +65,7 @@ def test_cases_for_a_cpu_run_there(case: Case) -> None:
 
 
 def test_rivals_are_declared_by_import_name() -> None:
-    rivals = known(spec.folders())
+    rivals = cases.rivals({folder for folder, _ in CASES})
+    assert rivals["lion_pytorch"] == "lion-pytorch"
     assert set(installed(rivals)) <= set(rivals.values())
     assert "unknown version" not in installed(rivals).values()
-
-
-def test_a_spec_speaks_for_its_own_rivals(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "lion_pytorch" in known(["lion"])
-    monkeypatch.setattr(spec, "load", lambda folder: SimpleNamespace(RIVALS={"b": "b-kernels", "a": "a"}))
-    assert known(["lion"]) == {"a": "a", "b": "b-kernels"}

@@ -31,11 +31,10 @@ def _python(code: str) -> list[str]:
 
 
 def test_every_operator_is_measured_and_every_test_folder_run(everything: ModuleType, tmp_path: Path) -> None:
-    from onepass.core import spec
+    from benchmarks.cases import all_cases
 
     commands = [job.command for job in everything.jobs(tmp_path)]
-    # whole modules are filed under fused; span_attention is measured with them
-    measured = {f for f in spec.folders() if any(c.stage for c in getattr(spec.load(f), "CASES", ()))} | {"fused"}
+    measured = {folder for folder, _ in all_cases()}
     assert measured == set(everything.PARTS)
     tests = {Path(a) for c in commands for a in c if "/tests/" in a}
     assert all(t.is_dir() for t in tests)

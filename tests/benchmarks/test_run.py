@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from bench_fakes import FakeTimer, case, fake_operator, thunk
-from benchmarks import modules, warm
+from benchmarks import warm
 from benchmarks.__main__ import main
 from benchmarks.bench import timers
 from benchmarks.bench.records import read
@@ -23,7 +23,6 @@ pytestmark = pytest.mark.usefixtures("fake_operator")
 def _fakes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timers, "CpuTimer", lambda **options: FakeTimer())
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(modules, "CASES", {})
 
 
 def test_parts_are_disjoint_and_complete(capsys: pytest.CaptureFixture[str]) -> None:
@@ -99,18 +98,6 @@ def test_parts_count_the_cases_of_the_device(fake_operator: SimpleNamespace, tmp
         path = tmp_path / f"{part[0]}.json"
         assert main(["--part", part, "--json", str(path)]) == 0
         assert len(read(path)[1]) == 1
-
-
-def test_modules_are_filed_with_their_operator(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    layer = case(lambda: {"onepass": thunk(torch.ones(2))}, op="layer")
-    monkeypatch.setattr(modules, "CASES", {"fakes": [layer]})
-    monkeypatch.setattr(modules, "RIVALS", {"pytest": "pytest"})
-    assert main(["--json", str(tmp_path / "with")]) == 0
-    header, records = read(tmp_path / "with" / "fakes.json")
-    assert {r["op"] for r in records} == {"fake", "layer"}
-    assert list(header["rivals"]) == ["pytest", "torch"]
-    assert main(["fake", "--json", str(tmp_path / "without")]) == 0
-    assert list(read(tmp_path / "without" / "fakes.json")[0]["rivals"]) == ["torch"]
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from benchmarks.bench import runner
 from benchmarks.bench.compare import all_zero, disagreement, error
 from benchmarks.bench.limit import TookTooLongError, limit
 from benchmarks.bench.runner import DISAGREES, FAILED, MISSING, OK, SKIPPED, DeviceLostError, label
-from onepass.core.spec import Prepared, backward_of, optional
+from benchmarks.case import Prepared, backward_of, optional
 
 
 def results(*cases: Any, timer: FakeTimer | None = None, **options: Any) -> dict[str, runner.Result]:

@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 import torch
 
-from onepass.core import spec
+from benchmarks.sanitize_calls import OPERATORS
 from onepass.core.launch import INTERPRET, geometry
+from onepass.core.spec import Sample
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "sanitize.py"
 
@@ -39,7 +40,7 @@ def calls(sanitize: ModuleType) -> ModuleType:
     return sys.modules["sanitize_calls"]
 
 
-@pytest.mark.parametrize("op", spec.folders())
+@pytest.mark.parametrize("op", OPERATORS)
 def test_every_operator_has_calls_that_agree(calls: ModuleType, op: str) -> None:
     found = list(itertools.islice(calls.calls(op), 6))
     assert found, f"{op}: nothing to run"
@@ -50,7 +51,7 @@ def test_every_operator_has_calls_that_agree(calls: ModuleType, op: str) -> None
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 @pytest.mark.skipif(INTERPRET, reason="teams never run under the interpreter")
 # lion asks its tensors whether they are CUDA's; both of its kernels are in every step
-@pytest.mark.parametrize("op", [op for op in spec.folders() if op != "lion"])
+@pytest.mark.parametrize("op", [op for op in OPERATORS if op != "lion"])
 def test_calls_reach_every_kernel(
     sanitize: ModuleType, calls: ModuleType, monkeypatch: pytest.MonkeyPatch, op: str
 ) -> None:
@@ -66,7 +67,10 @@ def test_calls_reach_every_kernel(
     monkeypatch.setattr(geometry, "_sm_count", lambda index: 132)
     pretended = {"launch": note, "launch_specialized": note, "uses_triton": on_gpu, "on_triton": on_gpu,
                  "sm_count": lambda x: geometry._sm_count(0)}  # fmt: skip
-    for name in (*map(spec.package, spec.folders()), "onepass.ops._shared"):
+    for name in (
+        *(f"onepass.{op}" if op == "fused" else f"onepass.ops.{op}" for op in OPERATORS),
+        "onepass.ops._shared",
+    ):
         package = importlib.import_module(name)
         for found in pkgutil.iter_modules(package.__path__):
             module = importlib.import_module(f"{package.__name__}.{found.name}")
@@ -94,7 +98,7 @@ def test_processes_of_a_tool_are_one_row(sanitize: ModuleType) -> None:
 
 def test_a_wrong_result_is_an_error(calls: ModuleType) -> None:
     make = calls.maker(calls.FP32)
-    sample = spec.Sample("x", (make(3),))
+    sample = Sample("x", (make(3),))
     with pytest.raises(AssertionError):
         calls.check(lambda x: 2 * x, lambda x: 2.1 * x, sample, 1e-3)
 

@@ -25,9 +25,8 @@ from typing import Any
 
 import pytest
 
-from kernel_sources import ast_source
+from codegen.kernel import Kernel, all_kernels, ast_source
 from onepass.core.launch import INTERPRET
-from onepass.core.spec import Kernel, all_kernels
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),

@@ -12,10 +12,11 @@ from torch import Tensor
 
 import onepass.__main__ as entry
 from onepass.__main__ import main
-from onepass.core import about, spec
+from onepass.core import about
 from onepass.core.launch import backend
 from onepass.core.spec import Sample, Spec
 from onepass.doctor import cli, facts, report, selftest
+from onepass.ops._shared import specs as operators
 
 CPU = torch.device("cpu")
 
@@ -40,8 +41,8 @@ def operator(op: Callable[..., Any], name: str = "double", reference: Callable[.
 
 def install(monkeypatch: pytest.MonkeyPatch, *specs: Spec) -> None:
     """Let these be all the operators there are."""
-    monkeypatch.setattr(spec, "folders", lambda: ["fakes"])
-    monkeypatch.setattr(spec, "load", lambda folder: SimpleNamespace(SPECS=specs))
+    monkeypatch.setattr(operators, "folders", lambda: ["fakes"])
+    monkeypatch.setattr(operators, "load", lambda folder: SimpleNamespace(SPECS=specs))
     monkeypatch.setattr(selftest, "lion_checks", lambda device, dtype: iter(()))
 
 
@@ -69,7 +70,7 @@ def test_healthy(capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     assert code == 0, out
     assert "all is well" in out
-    for name in ["weighted_sum", "Lion", *(s.name for s in spec.all_specs())]:
+    for name in ["weighted_sum", "Lion", *(s.name for s in operators.all_specs())]:
         assert f"\n{name} cpu float32: " in out
     assert "problems: none" in out
     assert torch.__version__ in out
@@ -111,7 +112,7 @@ def test_samples_that_raise(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
 
 
 def test_an_operator_that_does_not_import(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(spec, "folders", lambda: ["absent"])
+    monkeypatch.setattr(operators, "folders", lambda: ["absent"])
     monkeypatch.setattr(selftest, "lion_checks", lambda device, dtype: iter(()))
     assert main(["doctor"]) == 1
     assert "onepass.ops.absent does not import: ModuleNotFoundError" in capsys.readouterr().out
@@ -251,8 +252,7 @@ def test_plan_covers_every_device() -> None:
     cuda = facts.Device(torch.device("cuda", 0), "GPU", "")
     cpu = facts.Device(CPU, "CPU", "")
     checks, problems = cli.plan([cpu, cuda])
-    operators = len(spec.all_specs()) + 1
-    assert len(checks) == operators * 3
+    assert len(checks) == (len(operators.all_specs()) + 1) * 3
     assert problems == []
 
 

@@ -40,18 +40,19 @@ def plan(devices: Sequence[Device]) -> tuple[list[Iterator[Check]], list[str]]:
 
     import torch
 
-    from onepass.core import spec
     from onepass.core.about import one_line
+    from onepass.core.spec import Spec
+    from onepass.ops._shared import specs as operators
 
     from .selftest import lion_checks, spec_checks
 
-    specs: list[spec.Spec] = []
+    specs: list[Spec] = []
     problems = []
-    for folder in spec.folders():
+    for folder in operators.folders():
         try:
-            specs += getattr(spec.load(folder), "SPECS", ())
+            specs += operators.load(folder).SPECS
         except Exception as error:
-            problems.append(f"{spec.package(folder)} does not import: {one_line(error)}")
+            problems.append(f"onepass.ops.{folder} does not import: {one_line(error)}")
     checks: list[Iterator[Check]] = []
     for found in devices:
         dtypes = (torch.float32, torch.bfloat16) if found.device.type == "cuda" else (torch.float32,)

@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from codegen.budgets.weighted_sum import _BACKWARD, _FORWARD, _WEIGHT
 from onepass import weighted_sum
 from onepass.core.launch import INTERPRET
 from onepass.ops.weighted_sum import op
-from onepass.ops.weighted_sum.spec import _BACKWARD, _FORWARD, _WEIGHT
 
 
 @st.composite

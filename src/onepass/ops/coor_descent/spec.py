@@ -1,4 +1,4 @@
-"""Samples, bad calls and kernel budgets of coor_descent."""
+"""The contract of coor_descent."""
 
 from __future__ import annotations
 
@@ -10,17 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onepass.core.launch import triton_installed
-from onepass.core.spec import BadCall, Kernel, Sample, Spec
-from onepass.ops._shared.spec_parts import DIVISIBLE, arguments_refused, signature, some_mask, tensors
+from onepass.core.spec import BadCall, Sample, Spec
+from onepass.ops._shared.spec_parts import arguments_refused, some_mask, tensors
 
 from . import op, reference
-from .cases import CASES
 from .op import coor_descent
-
-__all__ = ["CASES", "KERNELS", "RIVALS", "SPECS"]
-
-RIVALS = {"colt5_attention": "colt5-attention"}
 
 _SCHEDULE = {"n_iters": 20, "eps": 0.03, "eps_init": 4.0, "eps_decay": 0.7}
 
@@ -86,60 +80,3 @@ SPECS = [
         bad_calls=_BAD_CALLS, opchecks=_opchecks, of_rows=_of_rows,
     ),
 ]  # fmt: skip
-
-_FORWARD = ("s_ptr k_ptr mask_ptr y_ptr trace_ptr s_row_stride k_stride mask_row_stride n_rows n_cols k_value n_iters "
-            "n_changing eps_first eps_last log2_decay")  # fmt: skip
-_ITERATE = ("s_ptr k_ptr mask_ptr y_ptr trace_ptr state_ptr partial_ptr s_row_stride k_stride mask_row_stride "
-            "n_rows n_cols chunk k_value t n_iters eps_before eps")  # fmt: skip
-_BACKWARD = ("gy_ptr s_ptr k_ptr mask_ptr trace_ptr partial_ptr ds_ptr dk_ptr gy_row_stride s_row_stride "
-             "k_stride mask_row_stride n_rows n_cols n_splits k_value n_iters n_changing eps_first eps_last "
-             "log2_decay")  # fmt: skip
-_SHAPES = (("fp32", 64), ("fp32", 1024), ("fp32", 8192), ("fp32", 32768), ("bf16", 8192))
-# spill bytes allowed under the launch's register limit, for the reason given in soft_topk
-_CROWDED = {8192: 128, 32768: 128}
-
-
-def _kernels() -> Iterator[Kernel]:
-    if not triton_installed():
-        return
-    from onepass.ops._shared import kernels_mailbox, kernels_rows
-
-    from . import kernels_backward, kernels_triton
-
-    plain = {"HAS_K": False, "HAS_MASK": False}
-    for dtype, cols in _SHAPES:
-        plan = kernels_triton.forward_shape(1 << 16, cols)
-        yield Kernel(
-            f"coor_descent forward {dtype} {plan.block_r}x{cols}",
-            lambda: kernels_triton.forward_kernel, signature(_FORWARD, dtype),
-            {**plain, "TRACE": True, "BLOCK_R": plan.block_r, "BLOCK_C": cols, "VEC": 16},
-            DIVISIBLE, **kernels_triton.forward_options(plan), max_registers=160,
-            max_spill_bytes=_CROWDED.get(cols, 0),
-        )  # fmt: skip
-        if cols > kernels_backward.LONGEST:
-            continue
-        plan = kernels_rows.shape(1 << 16, cols, kernels_rows.HALF_PER_WARP, kernels_backward.LONGEST)
-        yield Kernel(
-            f"coor_descent backward {dtype} {plan.block_r}x{cols}",
-            lambda: kernels_backward.backward_kernel, signature(_BACKWARD, dtype),
-            {**plain, "N_SPLITS": 0, "BLOCK_R": plan.block_r, "BLOCK_C": cols, "VEC": 16},
-            DIVISIBLE, num_warps=plan.warps, max_registers=128,
-        )  # fmt: skip
-    block, warps, per_sm = kernels_triton.TEAM
-    yield Kernel(
-        "coor_descent team", lambda: kernels_triton.team_kernel,
-        signature(_FORWARD.replace("trace_ptr", "trace_ptr mailbox_ptr"), "fp32"),
-        {**plain, "TRACE": True, "TEAM": 64, "WIDTH": 256, "BLOCK_C": block, "VEC": 16}, DIVISIBLE,
-        # spills 96 bytes under Triton 3.9, 104 under 3.6, and is still faster than an exchange without spills
-        **kernels_mailbox.resident(warps, per_sm), max_registers=128, max_spill_bytes=104, amd=False,
-    )  # fmt: skip
-    plan = kernels_triton.forward_shape(2, 1 << 20)
-    yield Kernel(
-        "coor_descent step over long rows", lambda: kernels_triton.iterate_kernel,
-        signature(_ITERATE, "fp32"),
-        {**plain, "TRACE": True, "FIRST": False, "LAST": False, "N_SPLITS": plan.splits, "BLOCK_C": plan.block_c},
-        DIVISIBLE, num_warps=plan.warps, max_registers=128,
-    )  # fmt: skip
-
-
-KERNELS = list(_kernels())

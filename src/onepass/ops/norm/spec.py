@@ -12,10 +12,6 @@ from torch import Tensor
 from onepass.core.spec import BadCall, Sample, Spec
 
 from . import reference
-from .cases import CASES as PLAIN_CASES
-from .cases import RIVALS as PLAIN_RIVALS
-from .cases_options import CASES as OPTION_CASES
-from .cases_options import RIVALS as OPTION_RIVALS
 from .op import layer_norm, rms_norm
 from .options import backward_op as options_backward_op
 from .options import forward_op as options_op
@@ -23,8 +19,6 @@ from .plain import backward_op, forward_op, forward_residual_op
 from .rope import backward_op as rope_backward_op
 from .rope import forward_op as rope_op
 from .rope import qk_norm_rope
-from .spec_kernels import KERNELS as PLAIN_KERNELS
-from .spec_options import KERNELS as OPTION_KERNELS
 
 
 def _shared_samples(make: Callable[..., Tensor]) -> Iterator[Sample]:
@@ -326,9 +320,3 @@ SPECS = [
         of_rows=_rope_rows,
     ),
 ]
-
-KERNELS = [*PLAIN_KERNELS, *OPTION_KERNELS]
-CASES = [*PLAIN_CASES, *OPTION_CASES]
-RIVALS = PLAIN_RIVALS | OPTION_RIVALS
-
-__all__ = ["CASES", "KERNELS", "RIVALS", "SPECS"]

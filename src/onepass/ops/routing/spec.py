@@ -1,4 +1,4 @@
-"""The contracts of score, gather and scatter_add; KERNELS and CASES have their own files."""
+"""The contracts of score, gather and scatter_add."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ from torch import Tensor
 from onepass.core.spec import BadCall, Sample, Spec
 
 from . import op_score, reference
-from .cases import CASES
 from .op import gather, gather_backward_op, gather_op, scatter_add, scatter_backward_op, scatter_op, score
-from .spec_kernels import KERNELS
 
 
 def _score_samples(make: Callable[..., Tensor]) -> Iterator[Sample]:
@@ -141,5 +139,3 @@ SPECS = [
     Spec("gather", gather, reference.gather, _gather_samples, _BAD_GATHER, _gather_opchecks),
     Spec("scatter_add", scatter_add, reference.scatter_add, _scatter_samples, _BAD_SCATTER, _scatter_opchecks),
 ]
-
-__all__ = ["CASES", "KERNELS", "SPECS"]

@@ -1,4 +1,4 @@
-"""Samples, bad calls and kernel budgets of topk."""
+"""The contract of topk."""
 
 from __future__ import annotations
 
@@ -8,15 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onepass.core.launch import triton_installed
-from onepass.core.spec import BadCall, Kernel, Sample, Spec
+from onepass.core.spec import BadCall, Sample, Spec
 from onepass.ops._shared.spec_parts import some_mask, tensors
 
-from . import op, plan, reference
-from .cases import CASES
+from . import op, reference
 from .op import topk
-
-__all__ = ["CASES", "KERNELS", "SPECS"]
 
 
 def _samples(make: Callable[..., Tensor]) -> Iterator[Sample]:
@@ -73,117 +69,3 @@ SPECS = [
         opchecks=_opchecks, of_rows=_of_rows, surrogate=True,
     ),
 ]  # fmt: skip
-
-_INTS = (
-    "gate_row_stride", "gate_col_stride", "value_row_stride", "value_col_stride", "s_row_stride", "eps_stride",
-    "mask_row_stride", "start_stride", "lengths_stride", "packed_row_stride", "out_row_stride", "n_rows", "n_cols",
-    "n_splits", "tiles", "k", "run", "steps", "capacity", "column_bits",
-)  # fmt: skip
-_TYPES = {
-    **dict.fromkeys(_INTS, "i32"),
-    **dict.fromkeys(("s_ptr", "y_ptr", "value_ptr", "gate_ptr", "ds_ptr", "deps_ptr", "q_ptr"), "*fp32"),
-    **dict.fromkeys(("partial_ptr", "solution_ptr", "pivot_ptr"), "*fp32"),
-    **dict.fromkeys(("packed_ptr", "out_ptr", "index_ptr", "candidates_ptr", "start_ptr"), "*i64"),
-    **dict.fromkeys(("state_ptr", "lengths_ptr"), "*i32"),
-}
-
-
-def _kernel(
-    title: str,
-    fn: Any,
-    constants: dict[str, Any],
-    warps: int,
-    registers: int,
-    *,
-    wide: bool = True,
-    spill: int = 0,
-    **types: str,
-) -> Kernel:  # fmt: skip
-    signature = {a: t for a, t in {**_TYPES, **types}.items() if a in fn.arg_names and a not in constants}
-    pointers = [a for a in signature if a.endswith("_ptr")]
-    return Kernel(
-        title, lambda: fn, signature, constants, pointers, num_warps=warps, max_registers=registers,
-        max_spill_bytes=spill, max_amd_spills=111 if registers > 128 else 0, vector_loads=wide,
-    )  # fmt: skip
-
-
-def _kernels() -> Iterator[Kernel]:
-    if not triton_installed():
-        return
-    from onepass.ops._shared.kernels_rows import PER_WARP, shape
-
-    from . import kernels_backward as kb
-    from . import kernels_pivot as kp
-    from . import kernels_sort as ks
-    from . import kernels_whole as kw
-
-    no_range = {"start_ptr": None, "lengths_ptr": None, "HAS_START": False, "HAS_LENGTHS": False}
-    plain = {"mask_ptr": None, "UNIT": 16, "HAS_MASK": False, "LARGEST": True, **no_range}
-    ranged = {"mask_ptr": None, "UNIT": 16, "HAS_MASK": False, "LARGEST": True, "HAS_START": True, "HAS_LENGTHS": True}
-    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
-    for dtype, cols in (("fp32", 64), ("fp32", 1024), ("fp32", 8192), ("bf16", 8192)):
-        whole = plan.of_selection(1 << 16, cols, cols // 8, 4, 132)
-        assert isinstance(whole, plan.Whole)
-        blocks = {
-            **plain, "SHIFT": plan.constant_bits(dtypes[dtype]), "BLOCK_R": whole.block_r, "BLOCK_C": whole.block_c,
-            "BLOCK_T": whole.scan,
-        }  # fmt: skip
-        yield _kernel(f"topk whole {dtype} {cols}", kw.whole_kernel, blocks, whole.warps, 120, s_ptr=f"*{dtype}")
-    for dtype, n_rows, k in (("fp32", 64, 2048), ("fp32", 2048, 2048), ("bf16", 64, 2048), ("fp32", 8, 65536)):
-        for options in (plain, ranged):
-            long = plan.of_selection(n_rows, 131072, k, dtypes[dtype].itemsize, 132)
-            assert isinstance(long, plan.Pivot)
-            title = f"{dtype} {n_rows} {k}{', ranges' if options is ranged else ''}"
-            shift, alone = plan.constant_bits(dtypes[dtype]), long.splits == 1
-            sample = {"DISORDERED": 1, "SIGMAS": plan.SIGMAS, "GROUPS": long.groups, "GROUP": long.group}
-            pointer = f"*{dtype}"
-            yield _kernel(
-                f"topk pivot {title}", kp.pivot_kernel, {**options, "SHIFT": shift, **sample}, long.sample_warps, 144,
-                spill=120, s_ptr=pointer,
-            )  # fmt: skip
-            blocks = {**options, "ALONE": alone, "BLOCK": long.tile, "STAGES": long.tile_stages}
-            yield _kernel(f"topk pass {title}", kp.pass_kernel, blocks, long.tile_warps, 120, s_ptr=pointer)
-            chooses = k <= plan.MAX_SORTED
-            blocks = {
-                **options, "SHIFT": shift, "CHOOSE": chooses, "BLOCK": long.capacity if chooses else 1,
-                "TILE": long.alone,
-            }  # fmt: skip
-            yield _kernel(
-                f"topk choose {title}", kp.choose_kernel, blocks, long.choose_warps, 255, wide=False, spill=88,
-                s_ptr=pointer,
-            )  # fmt: skip
-    for k in (64, 2048):
-        for best_first in (True, False):
-            block_r, block_k, warps = plan.of_sort(64, k, 132)
-            blocks = {
-                "y_ptr": None, "SORTED": best_first, "LARGEST": True, "GATES": ks.HARD.value, "BLOCK_R": block_r,
-                "BLOCK_K": block_k,
-            }  # fmt: skip
-            title = f"topk sort {k}" + ("" if best_first else " by column")
-            # rows of 64: 8 bytes
-            yield _kernel(title, ks.sort_kernel, blocks, warps, 80, wide=False, spill=8 if k == 64 else 0)
-    yield _kernel("topk runs", ks.run_kernel, {"BY_SCORE": True, "BLOCK": plan.RUN}, 16, 64, wide=False)
-    blocks = {
-        "BY_SCORE": True, "FETCH": True, "LARGEST": True, "GATES": ks.SOFT.value, "WAYS": plan.WAYS,
-        "BLOCK": plan.MERGED,
-    }  # fmt: skip
-    yield _kernel("topk merge", ks.merge_kernel, blocks, 4, 120, wide=False)
-    given = {"value_ptr": None, "HAS_GATES": True, "HAS_VALUES": False}
-    options = {"eps_ptr": None, "HAS_EPS": False, "mask_ptr": None, "HAS_MASK": False}
-    needs = {"NEED_S": True, "NEED_EPS": False}
-    for kind, cols in ((0, 1024), (0, 8192), (0, 32768), (1, 8192)):
-        rows = shape(64, cols, PER_WARP, kb.LONGEST)
-        block_k = min(kb.SELECTED, kb.SELECTED_PER_WARP * rows.warps)
-        blocks = {"KIND": kind, "BLOCK_R": rows.block_r, "BLOCK_C": cols, "BLOCK_K": block_k, "VEC": 16}
-        constants = {**given, **options, **needs, **blocks}
-        yield _kernel(f"topk backward {kind} {cols}", kb.row_kernel, constants, rows.warps, 112, eps_value="fp32")
-    team = shape(8, 1 << 20, PER_WARP, kb.LONGEST)
-    blocks = {"KIND": 0, **options, "NEED_EPS": False, "BLOCK_C": team.block_c, "BLOCK_K": kb.SELECTED, "VEC": 16}
-    yield _kernel("topk backward, sums", kb.sums_kernel, blocks, team.warps, 80, eps_value="fp32")
-    blocks = {"KIND": 0, **options, **needs, "N_SPLITS": team.splits, "BLOCK_C": team.block_c, "VEC": 16}
-    yield _kernel("topk backward, rest", kb.rest_kernel, blocks, team.warps, 80, eps_value="fp32")
-    blocks = {"KIND": 0, **given, "eps_ptr": None, "HAS_EPS": False, "BLOCK_K": kb.SELECTED}
-    yield _kernel("topk backward, selected", kb.selected_kernel, blocks, 4, 80, wide=False, eps_value="fp32")
-
-
-KERNELS = list(_kernels())

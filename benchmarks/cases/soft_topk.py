@@ -1,4 +1,4 @@
-"""Benchmark cases of soft_topk: shapes, temperatures and rivals."""
+"""Benchmark cases of soft_topk: shapes, temperatures, rivals."""
 
 from __future__ import annotations
 
@@ -8,11 +8,46 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onepass.core.spec import Case, Impl, Missing, backward_of, graphed, optional
+from benchmarks.case import Case, Impl, Missing, backward_of, graphed, optional
 from onepass.ops.coor_descent.op import coor_descent
+from onepass.ops.soft_topk.op import KINDS, soft_topk
 
-from . import rivals
-from .op import KINDS, soft_topk
+RIVALS = {"colt5_attention": "colt5-attention", "entmax": "entmax"}
+
+
+def lapsum(scores: Tensor, k: float, eps: float) -> Tensor:
+    """Return the `laplace` gates by one sort: between two neighbours the threshold solves a quadratic equation.
+
+    Struski et al. (arXiv 2503.06242). Assumes that the threshold lies between the smallest and the largest score.
+    """
+    n = scores.shape[-1]
+    s = scores.sort(dim=-1).values / eps
+    below = (s.logcumsumexp(-1) - s).exp()
+    above = ((-s).flip(-1).logcumsumexp(-1).flip(-1) + s).exp()
+    ahead = torch.arange(n - 1, -1, -1, device=s.device, dtype=s.dtype)
+    total = 0.5 * below + ahead - 0.5 * (above - 1)
+    left = ((total >= k).sum(-1, keepdim=True) - 1).clamp(0, n - 2)
+    a, start = below.gather(-1, left), s.gather(-1, left)
+    b = above.gather(-1, left + 1) * (start - s.gather(-1, left + 1)).exp()
+    rest = n - 1 - left - k
+    t = start + ((rest + (rest * rest + a * b).sqrt()) / b).log()
+    x = scores / eps - t
+    tail = 0.5 * (-x.abs()).exp()
+    return torch.where(x < 0, tail, 1 - tail)
+
+
+def sinkhorn(scores: Tensor, k: float, eps: float, n_iters: int = 200) -> Tensor:
+    """Return the `sigmoid` gates by Sinkhorn iterations towards the marginals (k, n - k).
+
+    Xie et al. (arXiv 2002.06504).
+    """
+    n = scores.shape[-1]
+    c = torch.zeros_like(scores[..., :1])
+    for _ in range(n_iters):
+        chosen = ((scores + c) / eps).sigmoid().sum(-1, keepdim=True)
+        c = c + eps * (torch.log(k / chosen) - torch.log((n - k) / (n - chosen)))
+    return ((scores + c) / eps).sigmoid()
+
 
 # widths of rows at a constant number of elements, then temperatures
 WIDTHS = (256, 1024, 4096, 32768, 131072, 1 << 20)
@@ -29,11 +64,11 @@ def _rivals(s: Tensor, k: float, eps: float, kind: str) -> dict[str, Callable[[]
             return {"entmax budget_bisect": Missing("entmax")}
         return {"entmax budget_bisect": lambda: entmax.budget_bisect(s / eps, budget=k)}
     if kind == "laplace":
-        return {"LapSum by sorting": lambda: rivals.lapsum(s, k, eps)}
+        return {"LapSum by sorting": lambda: lapsum(s, k, eps)}
     if kind == "sigmoid":
         torchsort = optional("torchsort")
         ranks: Any = Missing("torchsort") if torchsort is None else lambda: torchsort.soft_rank(s)
-        return {"SOFT by Sinkhorn (200)": lambda: rivals.sinkhorn(s, k, eps), "torchsort soft_rank": ranks}
+        return {"SOFT by Sinkhorn (200)": lambda: sinkhorn(s, k, eps), "torchsort soft_rank": ranks}
     found: dict[str, Callable[[], Tensor] | Missing] = {
         "coor_descent T=50": lambda: coor_descent(s, n_iters=50, k=k, eps=eps)
     }

@@ -9,11 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from onepass.core.spec import Case, Impl, Missing, Prepared, optional
-
-from .op import layer_norm, rms_norm
-from .reference import quantize
-from .rope import qk_norm_rope
+from benchmarks.case import Case, Impl, Missing, Prepared, optional
+from onepass.ops.norm.op import layer_norm, rms_norm
+from onepass.ops.norm.reference import quantize
+from onepass.ops.norm.rope import qk_norm_rope
 
 BF16 = torch.bfloat16
 # implementations by name, and the tensors that need gradients

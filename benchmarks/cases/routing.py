@@ -7,10 +7,9 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 from torch import Tensor
 
-from onepass.core.spec import Case, Impl, backward_of
-
-from . import reference
-from .op import gather, scatter_add, score
+from benchmarks.case import Case, Impl, backward_of
+from onepass.ops.routing import reference
+from onepass.ops.routing.op import gather, scatter_add, score
 
 # batch, n, dim, k: in bf16 the chosen rows of a batch are 64 MB in the first three, 8 MB in the last
 CELLS = ((8, 65536, 1024, 4096), (8, 131072, 512, 8192), (2, 65536, 4096, 4096), (2, 32768, 1024, 2048))

@@ -6,10 +6,8 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from onepass.core.spec import Kernel
-from onepass.ops._shared.spec_parts import i32, kernel, pointers
-
-from . import shapes_options, shapes_rope
+from codegen.kernel import Kernel, i32, kernel, pointers
+from onepass.ops.norm import shapes_options, shapes_rope
 
 _SHARED_BYTES = 232448  # of an H200
 _NUMBERS = {"eps": "fp32", "offset": "fp32", **i32("n_rows", "z_row_stride", "repeat", "n_entries", "x_row_stride")}

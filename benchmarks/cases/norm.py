@@ -9,9 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from onepass.core.spec import Case, Impl, Missing, Prepared, backward_of, optional
-
-from .op import layer_norm, rms_norm
+from benchmarks.case import Case, Impl, Missing, Prepared, backward_of, optional
+from onepass.ops.norm.op import layer_norm, rms_norm
 
 RIVALS = {"liger_kernel": "liger-kernel", "quack": "quack-kernels"}
 

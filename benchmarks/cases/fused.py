@@ -7,16 +7,15 @@ so results are not compared; the byte floor is a formal one (x, y and their grad
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from benchmarks.bench import cases
 from benchmarks.bench.programs import DenseBlock
-from onepass.core.spec import Case, Impl, Missing, Prepared, optional
+from benchmarks.case import Case, Impl, Missing, Prepared, optional
 from onepass.nn.attention import RoutedAttention
 from onepass.nn.block import RoutedBlock
 from onepass.nn.feed_forward import FeedForward
@@ -157,9 +156,4 @@ def _cases() -> Iterator[Case]:
                 yield _feed_forward(2, n, dim, dtype)
 
 
-CASES: Mapping[str, Sequence[Case]] = {"fused": list(_cases())}
-
-
-def all_cases() -> list[tuple[str, Case]]:
-    """(folder, case) of every operator's cases, then of the modules', which are filed under an operator's folder."""
-    return [*cases.all_cases(), *((folder, case) for folder, found in CASES.items() for case in found)]
+CASES = list(_cases())

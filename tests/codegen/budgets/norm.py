@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from onepass.core.spec import Kernel
-from onepass.ops._shared.spec_parts import kernel
-
-from . import shapes
+from codegen.kernel import Kernel, kernel
+from onepass.ops.norm import shapes
 
 _FORWARD = kernel("ops.norm.kernels_triton", "forward_kernel")
 _BACKWARD = kernel("ops.norm.kernels_triton", "backward_kernel")

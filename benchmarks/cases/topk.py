@@ -7,10 +7,9 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 from torch import Tensor
 
-from onepass.core.spec import Case, Impl, backward_of, graphed
+from benchmarks.case import Case, Impl, backward_of, graphed
 from onepass.ops.soft_topk.op import soft_topk
-
-from .op import topk
+from onepass.ops.topk.op import topk
 
 CELLS = ((64, 32768, 2048), (1024, 8192, 512), (4096, 1024, 64), (8, 1 << 20, 65536))
 # small enough for a CPU

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from onepass.core.spec import Kernel
-from onepass.ops._shared.spec_parts import i32, kernel, pointers
+from codegen.kernel import Kernel, i32, kernel, pointers
 
 __all__ = ["KERNELS"]
 

@@ -1,0 +1,102 @@
+"""One row of the benchmark, as `benchmarks/cases` declares them."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onepass.core.garbage import collected
+
+
+@dataclass(frozen=True)
+class Missing:
+    """A rival in `Case.make`'s mapping that can't run here: the bench names it and continues."""
+
+    needs: str
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """An implementation that the bench sets up right before timing it, and frees afterwards.
+
+    Use it for set-up that is costly or may fail: a backward pass needs its forward first, a rival may not import.
+    `build()` returns the thunk to time. An ImportError inside counts as `Missing`, any other exception as a failure
+    of this implementation alone.
+    """
+
+    build: Callable[[], Callable[[], Any]]
+
+
+def optional(import_name: str) -> Any:
+    """Return the module `import_name`, or None when it is not installed or does not import here."""
+    try:
+        return importlib.import_module(import_name)
+    except Exception:
+        # other people's packages raise anything at import: a missing symbol, an unknown GPU, a version check
+        return None
+
+
+def backward_of(forward: Callable[[], Tensor], inputs: Sequence[Tensor], grad: Tensor) -> Prepared:
+    """Return the backward pass of `forward()` with respect to `inputs`, as an implementation to time."""
+
+    def build() -> Callable[[], Any]:
+        out = forward()
+        return lambda: torch.autograd.grad(out, tuple(inputs), grad, retain_graph=True)
+
+    return Prepared(build)
+
+
+def graphed(prepare: Callable[[], Callable[[], Any]]) -> Prepared:
+    """Return the replay of a CUDA graph of the call that `prepare` returns, as an implementation to time."""
+
+    def build() -> Callable[[], Any]:
+        # autograd runs a backward pass on the stream of its forward pass, so both run on the stream of the capture
+        new_stream: Any = torch.cuda.Stream
+        stream, graph = new_stream(), torch.cuda.CUDAGraph()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            run = prepare()
+            run()
+        torch.cuda.synchronize()
+        with collected(), torch.cuda.graph(graph, stream=stream):
+            run()
+        return graph.replay
+
+    return Prepared(build)
+
+
+Impl = Callable[[], Any] | Prepared | Missing
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row of the benchmark: an operator at one size, ours and the rivals', with its byte floor.
+
+    Attributes:
+        op: operator name as the record shows it; results are filed by operator folder.
+        stage: "forward", "backward" or "step".
+        params: sizes and options of the case, for the record ({"rows": 4096, "cols": 1024}).
+        dtype: element type.
+        floor_bytes: the fewest bytes that the operator must move.
+        make: builds inputs (seed already set) on `device` and returns {impl name: impl}. "onepass" is ours and comes
+            first; an impl is a thunk, a `Prepared`, or `Missing("distribution")` for a rival that is not installed
+            (see `optional`). Names of rivals that compile contain "torch.compile": `--no-compile` leaves them out.
+            Inputs are random, never zeros.
+        check: largest accepted |theirs − ours|, relative to the largest |ours|, checked before timing; thunks return
+            the same tensors in the same order (None: no comparison, e.g. of an in-place step).
+        device: where `make` puts its inputs.
+    """
+
+    op: str
+    stage: str
+    params: Mapping[str, Any]
+    dtype: torch.dtype
+    floor_bytes: int
+    make: Callable[[], Mapping[str, Impl]]
+    check: float | None = None
+    device: str = "cuda"

@@ -1,0 +1,72 @@
+"""Budgets of the kernels of soft_topk."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from codegen.kernel import DIVISIBLE, Kernel, signature
+from onepass.core.launch import triton_installed
+from onepass.ops.soft_topk.op import KINDS
+
+_FORWARD = ("s_ptr k_ptr eps_ptr mask_ptr y_ptr solution_ptr s_row_stride k_stride eps_stride mask_row_stride n_rows "
+            "n_cols k_value eps_value")  # fmt: skip
+_NEWTON = ("s_ptr k_ptr eps_ptr mask_ptr y_ptr solution_ptr stats_ptr state_ptr partial_ptr s_row_stride k_stride "
+           "eps_stride mask_row_stride n_rows n_cols chunk k_value eps_value i_pass")  # fmt: skip
+_BACKWARD = ("gy_ptr s_ptr eps_ptr mask_ptr solution_ptr partial_ptr ds_ptr dk_ptr deps_ptr gy_row_stride s_row_stride "
+             "eps_stride mask_row_stride n_rows n_cols n_splits tiles eps_value")  # fmt: skip
+_FORWARD_SHAPES = (
+    ("fp32", 0, 64), ("fp32", 0, 1024), ("fp32", 0, 8192), ("fp32", 0, 16384), ("fp32", 0, 32768), ("bf16", 0, 8192),
+    ("fp32", 1, 8192), ("fp32", 2, 8192), ("fp32", 3, 8192), ("fp32", 1, 16384),
+)  # fmt: skip
+# spill bytes allowed under the launch's register limit: more rows at once gain more than the spills cost, which are in
+# the bracketed search that few rows take
+_CROWDED = {
+    (0, 1024): 168, (0, 8192): 336, (0, 16384): 304, (0, 32768): 704, (1, 8192): 304, (2, 8192): 192, (3, 8192): 496,
+    (1, 16384): 304,
+}  # fmt: skip
+
+
+def _kernels() -> Iterator[Kernel]:
+    if not triton_installed():
+        return
+    from onepass.ops._shared import kernels_mailbox, kernels_rows
+    from onepass.ops.soft_topk import kernels_backward, kernels_triton
+
+    plain = {"HAS_K": False, "HAS_EPS": False, "HAS_MASK": False}
+    for dtype, kind, cols in _FORWARD_SHAPES:
+        plan = kernels_triton.forward_shape(1 << 16, cols, kind)
+        yield Kernel(
+            f"soft_topk forward {KINDS[kind]} {dtype} {plan.block_r}x{cols}",
+            lambda: kernels_triton.forward_kernel, signature(_FORWARD, dtype),
+            {**plain, "KIND": kind, "BLOCK_R": plan.block_r, "BLOCK_C": cols, "VEC": 16}, DIVISIBLE,
+            **kernels_triton.forward_options(plan, kind), max_registers=176,
+            max_spill_bytes=_CROWDED.get((kind, cols), 0),
+        )  # fmt: skip
+    for dtype, cols in (("fp32", 64), ("fp32", 1024), ("fp32", 8192), ("bf16", 8192)):
+        plan = kernels_rows.shape(1 << 16, cols, kernels_rows.HALF_PER_WARP, kernels_backward.LONGEST)
+        yield Kernel(
+            f"soft_topk backward {dtype} {plan.block_r}x{cols}",
+            lambda: kernels_backward.backward_kernel, signature(_BACKWARD, dtype),
+            {"KIND": 0, "HAS_EPS": False, "HAS_MASK": False, "NEED_S": True, "NEED_EPS": False, "SUMS_ONLY": False,
+             "N_SPLITS": 0, "BLOCK_R": plan.block_r, "BLOCK_C": cols, "VEC": 16},
+            DIVISIBLE, num_warps=plan.warps, max_registers=80,
+        )  # fmt: skip
+    plan = kernels_triton.forward_shape(2, 1 << 20, 0)
+    long = {"FIRST": False, "LAST": False, "N_SPLITS": plan.splits, "BLOCK_C": plan.block_c}
+    yield Kernel(
+        "soft_topk pass over long rows", lambda: kernels_triton.newton_kernel, signature(_NEWTON, "fp32"),
+        {**plain, **long, "KIND": 0}, DIVISIBLE, num_warps=plan.warps, max_registers=128,
+    )  # fmt: skip
+    block, warps, per_sm = kernels_triton.TEAM
+    team = {"TEAM": 64, "WIDTH": 256, "BLOCK_C": block}
+    for kind in (0, 1):
+        yield Kernel(
+            f"soft_topk team {KINDS[kind]}", lambda: kernels_triton.team_kernel,
+            signature(_FORWARD.replace("solution_ptr", "solution_ptr mailbox_ptr"), "fp32"),
+            {**plain, **team, "KIND": kind, "VEC": 16}, DIVISIBLE,
+            **kernels_mailbox.resident(warps, per_sm), max_registers=128,
+            max_spill_bytes=256 if kind else 16, amd=False,
+        )  # fmt: skip
+
+
+KERNELS = list(_kernels())
