@@ -133,28 +133,6 @@ class TestCausalRouter:
         with pytest.raises(ValueError, match=r"CausalRouter: (block|memory) must be"):
             CausalRouter(DIM, **kwargs)
 
-    def test_masked_tokens_count_nowhere(self) -> None:
-        router, x = CausalRouter(DIM, block=8, memory=16), _tokens(2, 64, DIM)
-        mask = torch.rand(2, 64, generator=torch.Generator().manual_seed(7)) < 0.5
-        out = router(x, 16, mask)
-        assert mask.gather(1, out.indices.clamp_min(0))[out.indices >= 0].all()
-        x[~mask] = torch.nan
-        again = router(x, 16, mask)
-        assert torch.equal(again.indices, out.indices)
-        assert torch.equal(again.gates, out.gates)
-
-    @pytest.mark.parametrize("value", [torch.inf, torch.nan, 3e38])
-    def test_masked_tokens_reach_no_gradient(self, value: float) -> None:
-        router, x = CausalRouter(DIM, block=8, memory=16), _tokens(2, 64, DIM)
-        mask = torch.rand(2, 64, generator=torch.Generator().manual_seed(7)) < 0.5
-        grads = []
-        for filler in (0.0, value):
-            tokens = x.masked_fill(~mask[..., None], filler).requires_grad_()
-            gates = router(tokens, 16, mask).gates
-            grads.append(torch.autograd.grad(gates.square().sum(), (router.weight, tokens)))
-        assert grads[0][0].any()
-        torch.testing.assert_close(grads[1], grads[0])
-
 
 def test_choice_per_block_is_each_blocks_own() -> None:
     router, x = Router(DIM), _tokens(2, 21, DIM)

@@ -1,9 +1,8 @@
-"""The eight faults of the public routing library, by name, as far as today's modules could have them.
+"""Faults 5, 6 and 8 of the public routing library by name.
 
-Covered here: 3 (several routes read other batch elements), 5 (masked tokens are selected), 6 (gradients of the wrong
-sign for negative scores), 7 (the documented configuration crashes: under autocast, with images, with masks), 8 (the
-default router gets no gradient). Faults 1 (cross-attention), 2 (block-wise routing) and 4 (causal routing) belong to
-modules that are not here yet.
+Masked tokens are selected, gradients have the wrong sign for negative scores, the default router gets no gradient.
+2, 5 and 7 of a block are in `test_block.py`; 1 (cross-attention) and 3 (several routes read other sequences) would
+fail `test_every_layer.py`, 4 (later tokens count) `test_causal.py`.
 """
 
 from __future__ import annotations
@@ -12,30 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from onepass.nn import RoutedFeedForward, Router
+from onepass.nn import Router
 
 DIM = 16
 
 
 def _tokens(*shape: int, seed: int = 1) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-@pytest.mark.parametrize("routes", [1, 2, 3])
-def test_fault_3_several_routes_never_read_other_batch_elements(routes: int) -> None:
-    layer = RoutedFeedForward(DIM, 5, router=Router(DIM, routes))
-    x = _tokens(4, 30, DIM)
-    y, routing = layer(x, return_routing=True)
-    (dx,) = torch.autograd.grad(layer(x.requires_grad_()).square().sum(), x)
-    for changed in range(4):
-        other = x.detach().clone()
-        other[changed] = _tokens(30, DIM, seed=7) * 10
-        z, routing_z = layer(other, return_routing=True)
-        (dz,) = torch.autograd.grad(layer(other.requires_grad_()).square().sum(), other)
-        rest = torch.arange(4) != changed
-        for before, after in ((y, z), (dx, dz), *zip(routing, routing_z, strict=True)):
-            assert torch.equal(before[rest], after[rest])
-        assert not torch.equal(y[changed], z[changed])
 
 
 @pytest.mark.parametrize("gate", ["soft", "straight_through"])
@@ -50,18 +32,6 @@ def test_fault_5_masked_tokens_are_never_selected(gate: str, routes: int) -> Non
     chosen = out.indices.view(6, -1)
     assert (chosen >= 0).all()
     assert mask.gather(1, chosen).all()
-
-
-def test_fault_5_what_a_masked_token_holds_changes_nothing_else() -> None:
-    layer = RoutedFeedForward(DIM, 5)
-    x = _tokens(2, 30, DIM)
-    mask = _tokens(2, 30, seed=2) > -0.5
-    y, routing = layer(x, mask, return_routing=True)
-    other = torch.where(mask[..., None], x, 100 * _tokens(2, 30, DIM, seed=3))
-    z, routing_z = layer(other, mask, return_routing=True)
-    assert torch.equal(y[mask], z[mask])
-    assert torch.equal(routing.indices, routing_z.indices)
-    assert torch.equal(routing.gates, routing_z.gates)
 
 
 @pytest.mark.parametrize("gate", ["soft", "straight_through"])
@@ -100,26 +70,6 @@ def test_fault_6_the_router_learns_to_open_a_gate_that_helps_from_negative_score
     after = router(x, 8)
     margin = (out.scores[0, barely] - out.scores[0].mean(), after.scores[0, barely] - after.scores[0].mean())
     assert margin[1] > margin[0]
-
-
-class TestFault7TheDocumentedConfigurationRuns:
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-    def test_readme_shape_with_mask_and_autocast(self, dtype: torch.dtype) -> None:
-        layer = RoutedFeedForward(64, 1 / 32, light_mult=0.5, heavy_mult=4)
-        x, mask = _tokens(2, 1024, 64).requires_grad_(), torch.ones(2, 1024, dtype=torch.bool)
-        mask[1, 700:] = False
-        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
-            y, routing = layer(x, mask, return_routing=True)
-        assert y.shape == x.shape
-        assert routing.indices.shape == (2, 32)
-        y.float().sum().backward()
-        assert x.grad is not None
-        assert x.grad.isfinite().all()
-
-    def test_an_image_as_tokens(self) -> None:
-        image = _tokens(2, DIM, 8, 8)
-        y = RoutedFeedForward(DIM, 6)(image.flatten(2).mT)
-        assert y.mT.reshape(image.shape).shape == image.shape
 
 
 @pytest.mark.parametrize("gate", ["soft", "straight_through"])

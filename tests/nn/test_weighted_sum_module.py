@@ -30,22 +30,6 @@ def test_weights_start_as_those_of_a_linear_layer() -> None:
     assert abs(weight.std().item() - 0.05 / 3**0.5) < 0.002
 
 
-def test_dtypes() -> None:
-    layer = WeightedSum(24, dtype=torch.bfloat16)
-    assert layer(torch.randn(3, 24, dtype=torch.bfloat16)).dtype == torch.bfloat16
-    assert layer(torch.randn(3, 24)).dtype == torch.float32
-    wide = WeightedSum(24, dtype=torch.bfloat16, out_dtype=torch.float32)
-    assert wide(torch.randn(3, 24, dtype=torch.bfloat16)).dtype == torch.float32
-
-
-def test_state_dict_round_trip() -> None:
-    a, b = WeightedSum(24, 2), WeightedSum(24, 2)
-    assert list(a.state_dict()) == ["weight"]
-    b.load_state_dict(a.state_dict())
-    x = torch.randn(3, 24)
-    assert torch.equal(a(x), b(x))
-
-
 @pytest.mark.parametrize(
     ("args", "match"),
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,14 +13,19 @@ import torch
 from onepass.__main__ import main
 from onepass.train.generate import load
 from onepass.train.language import ByteModel
+from train.tiny import TINY
 
 CAUSAL = ("--task", "causal", "--seq", "32")
 
 
-@pytest.fixture
-def run(train: Callable[..., int], tmp_path: Path) -> Path:
-    assert train(*CAUSAL, "--out", tmp_path / "run") == 0
-    return tmp_path / "run"
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A causal run that is over; who damages it copies it."""
+    folder = tmp_path_factory.mktemp("causal")
+    (folder / "text.txt").write_text("route the heavy token, or the light byte " * 60)
+    options = [*TINY, *CAUSAL, "--threads", "1", "--out", str(folder / "run")]
+    assert main(["train", str(folder / "text.txt"), *options]) == 0
+    return folder / "run"
 
 
 def written(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
@@ -133,9 +139,9 @@ def test_mistakes(capsys: pytest.CaptureFixture[str], run: Path, train: Callable
     )
     assert train(*CAUSAL, "--route", "none", "--out", tmp_path / "none") == 0
     assert "has --route none; generate needs --route learned" in refused(capsys, tmp_path / "none", "--prompt", "a")
-    checkpoint = run / "checkpoint.safetensors"
+    checkpoint = shutil.copytree(run, tmp_path / "cut") / "checkpoint.safetensors"
     checkpoint.write_bytes(checkpoint.read_bytes()[:1000])
-    assert "cut off" in refused(capsys, run, "--prompt", "a")
+    assert "cut off" in refused(capsys, checkpoint.parent, "--prompt", "a")
 
 
 def test_weights_that_are_no_numbers(capsys: pytest.CaptureFixture[str], run: Path) -> None:
