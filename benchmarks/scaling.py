@@ -1,14 +1,14 @@
-"""Weak scaling of the main job, Lion on shards, and routing over a spread sequence against the bytes it must send.
+"""Routed layers over a spread row against half of the row on one device, the main job, and Lion on shards.
 
-    python -m benchmarks.scaling --json benchmarks/results/h200/raw/scaling.json
+    python -m benchmarks.scaling --json benchmarks/results/h100/scaling.json
 
 Each number of processes (default: 1 and all GPUs) is one torchrun. The main job keeps its batch per process, so that
-tokens per second and process should stay; one process runs with and without its CUDA graph, as FSDP2 has none. `lion`
-is one step over as many parameters in all, whole on one process. `routing` is a routed block forward and backward over
-one row whose tokens are spread; `predicted_ms` is the time of one process over N, plus the bytes of docs/scale.md at
-the rate at which an all-reduce of the same run sends its keys and values. `balance` is a routed feed-forward, its
-heavy work balanced and not, for choices that fall anywhere and for choices on the first process alone; `predicted_ms`
-is the time of the former, plus four trips of the tokens that the latter move.
+tokens per second and process should stay; one process runs with and without its CUDA graph, as FSDP2 has none. With
+several processes, `layers` times forward and backward of each layer on a part of a row alone, on the whole row alone,
+and on the row over all processes, with plain weights (`plain`) and DTensors (`placed`); `host_ms` is the time until
+the call returns, `kernels_ms` and `nccl_ms` are sums of the device's time. `lion` is one step on the parameters of
+`layers` as FSDP2 shards them, and on plain tensors of the shards' sizes. `balance` is a routed feed-forward, its heavy
+work balanced and not, for choices that fall anywhere and for choices on the first process alone.
 """
 
 # ruff: noqa: T201
@@ -36,8 +36,6 @@ from torch import Tensor, nn
 from onepass.core import files
 from onepass.core.about import device_name, versions
 from onepass.nn import RoutedBlock, RoutedFeedForward
-from onepass.nn.balance import shares
-from onepass.nn.halo import fetch
 from onepass.optim import Lion
 from onepass.train import config as configs
 from onepass.train import data, parallel
@@ -46,12 +44,14 @@ from onepass.train.loop import FLUSH, Training
 # sizes: on a GPU as the questions are asked, on a CPU as small as shows that it runs
 SIZES: dict[str, dict[str, Any]] = {
     "cuda": {
-        "steps": 40, "job": {}, "width": 4096, "layers": 8, "repeats": 20,
-        "n": 262144, "block": {"dim": 1024, "heads": 8, "dim_head": 64, "window": 128}, "dtype": torch.bfloat16,
+        "steps": 40, "job": {}, "width": 4096, "layers": 8, "repeats": 12, "rows": (65536, 262144),
+        "dim": 1024, "widths": (1024, 4096), "attention": {"heads": 8, "dim_head": 64, "window": 128},
+        "dtype": torch.bfloat16,
     },
     "cpu": {
         "steps": 10, "job": {"dim": 16, "seq": 64, "batch": 2, "blocks": 1}, "width": 64, "layers": 2, "repeats": 3,
-        "n": 512, "block": {"dim": 16, "heads": 2, "dim_head": 8, "window": 16}, "dtype": torch.float32,
+        "rows": (512,), "dim": 16, "widths": (16,), "attention": {"heads": 2, "dim_head": 8, "window": 16},
+        "dtype": torch.float32,
     },
 }  # fmt: skip
 K, K_KV = 1 / 16, 1 / 8
@@ -63,22 +63,42 @@ def wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def milliseconds(call: Callable[[], object], repeats: int, device: torch.device) -> float:
-    """Return the median wall time of a call that all processes make, each time from a common start."""
-    found = []
+def measured(call: Callable[[], object], repeats: int, device: torch.device, together: bool) -> dict[str, Any]:
+    """Return medians of a call's time and the host's part of it, and on a GPU where the device's time went.
+
+    With `together` all processes begin at the same time, and the slowest decides.
+    """
+    took, host = [], []
     for _ in range(repeats + 3):
         wait(device)
-        if dist.is_initialized():
+        if together:
             dist.all_reduce(torch.zeros(()))
         began = time.perf_counter()
         call()
+        host.append(1e3 * (time.perf_counter() - began))
         wait(device)
-        found.append(1e3 * (time.perf_counter() - began))
-    # the slowest process decides; the first three calls compile and allocate
-    median = torch.tensor(statistics.median(found[3:]), device=device)
-    if dist.is_initialized():
-        dist.all_reduce(median, dist.ReduceOp.MAX)
-    return round(float(median), 4)
+        took.append(1e3 * (time.perf_counter() - began))
+    # the first three calls compile and allocate
+    medians = torch.tensor([statistics.median(took[3:]), statistics.median(host[3:])])
+    if together:
+        dist.all_reduce(medians, dist.ReduceOp.MAX)
+    found: dict[str, Any] = dict(zip(("ms", "host_ms"), (round(float(m), 4) for m in medians), strict=True))
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            call()
+            wait(device)
+        events = [e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+        nccl = [e for e in events if "nccl" in e.name.lower()]
+        total = sum(e.device_time for e in events)
+        sent = sum(e.device_time for e in nccl)
+        found |= {
+            "kernels_ms": round((total - sent) / 1e3, 3), "nccl_ms": round(sent / 1e3, 3),
+            "launches": len(events), "collectives": len(nccl),
+            "peak_mib": (torch.cuda.max_memory_allocated() - before) >> 20,
+        }  # fmt: skip
+    return found
 
 
 def main_job(
@@ -112,98 +132,108 @@ def main_job(
 
 
 def lion(world: parallel.World, size: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """Return the time of one step of Lion, on shards if there are several processes."""
+    """Return the time of one step of Lion, on shards if there are several processes, and on plain tensors of theirs."""
     from torch.distributed.fsdp import fully_shard
 
     model = nn.Sequential(*(nn.Linear(size["width"], size["width"], bias=False) for _ in range(size["layers"])))
     model = model.to(device)
+    count = sum(p.numel() for p in model.parameters())
     if isinstance(world, parallel.Processes):
         for layer in model:
             fully_shard(layer, mesh=world.mesh)
         fully_shard(model, mesh=world.mesh)
-    count = sum(p.numel() for p in model.parameters())
-    for p in model.parameters():
-        p.grad = torch.ones_like(p)
-    took = milliseconds(Lion(model.parameters()).step, size["repeats"], device)
-    # parameter and momentum are read and written, the gradient is read, all of them fp32
-    return {"parameters": count, "ms": took, "gb_per_s_and_process": round(20 * count / world.size / took / 1e6, 2)}
+    found: dict[str, Any] = {"parameters": count}
+    plain = [nn.Parameter(getattr(p, "to_local", lambda p=p: p)().detach().clone()) for p in model.parameters()]
+    for name, params in (("shards", list(model.parameters())), ("plain", plain)):
+        for p in params:
+            p.grad = torch.randn_like(p)
+        found[name] = measured(Lion(params).step, 3 * size["repeats"], device, world.size > 1)
+    return found
 
 
-def one_row(size: dict[str, Any], device: torch.device) -> Tensor:
+def one_row(n: int, dim: int, size: dict[str, Any], device: torch.device) -> Tensor:
     """Return tokens (1, n, dim), the same in every process."""
-    x = torch.randn(1, size["n"], size["block"]["dim"], generator=torch.Generator().manual_seed(0))
-    return x.to(device, size["dtype"])
+    random = torch.Generator(device).manual_seed(0)
+    return torch.randn(1, n, dim, generator=random, device=device).to(size["dtype"])
 
 
-def both_passes(world: parallel.World, layer: nn.Module, x: Tensor, repeats: int, device: torch.device) -> float:
-    """Return the time of forward and backward, with the tokens of x over the processes if there are several."""
-    up = torch.ones_like(x)
-    if isinstance(world, parallel.Processes):
-        from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
-
-        layer = distribute_module(layer, world.mesh)
-        x, up = (distribute_tensor(t, world.mesh, [Shard(1)]) for t in (x, up))
-    x.requires_grad_()
+def both_passes(
+    layer: nn.Module, x: Tensor, size: dict[str, Any], device: torch.device, together: bool
+) -> dict[str, Any]:  # fmt: skip
+    """Return the time of forward and backward."""
+    x, up = x.detach().requires_grad_(), torch.ones_like(x)
 
     def call() -> None:
         layer.zero_grad()
         x.grad = None
         layer(x).backward(up)
 
-    return milliseconds(call, repeats, device)
+    return measured(call, size["repeats"], device, together)
 
 
-def balance(world: parallel.World, size: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """Return the time of a routed feed-forward over a spread row, and the most tokens that a heavy branch gets."""
-    n, repeats = size["n"], size["repeats"]
-    chosen, found = round(n * K), {}
-    for choices in ("anywhere", "first"):
-        for balanced in (False, True):
+def layers(world: parallel.Processes, size: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    """Return the times of each layer on a part of a row and on all of it alone, and over all processes."""
+    from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
+
+    dim, attention = size["dim"], size["attention"]
+    makes: dict[str, Callable[[], nn.Module]] = {
+        "block": lambda: RoutedBlock(dim, K, k_kv=K_KV, **attention),
+        "causal block": lambda: RoutedBlock(dim, K, k_kv=K_KV, causal=True, **attention),
+        "feed-forward": lambda: RoutedFeedForward(dim, K),
+    }
+    found: dict[str, Any] = {}
+    for n in size["rows"]:
+        x = one_row(n, dim, size, device)
+        spread = distribute_tensor(x, world.mesh, [Shard(1)], src_data_rank=None)
+        for name, make in makes.items():
             torch.manual_seed(0)
-            layer: Any = RoutedFeedForward(size["block"]["dim"], K, balance=balanced).to(device, size["dtype"])
-            x = one_row(size, device)
-            if choices == "first":
-                x[:, :chosen] += 10 * layer.router.weight.detach()
-            rows: list[int] = []
-            layer.heavy.register_forward_pre_hook(lambda _, args, rows=rows: rows.append(args[0].shape[1]))
-            took = both_passes(world, layer, x, repeats, device)
-            most = torch.tensor(rows[-1], device=device)
-            dist.all_reduce(most, dist.ReduceOp.MAX)
-            found[f"{choices}, balanced" if balanced else choices] = {"ms": took, "most_tokens": int(most)}
-    plan = shares([chosen, *[0] * (world.size - 1)])
-    begin, end = plan.given[dist.get_rank()]
-    travelling = torch.zeros(1, end - begin, size["block"]["dim"], dtype=size["dtype"], device=device)
-    trip = milliseconds(lambda: fetch(travelling, plan.given, plan.taken, None), repeats, device)
-    predicted_ms = round(found["anywhere"]["ms"] + 4 * trip, 3)
-    return {"n": n, **found, "tokens_moved": plan.travelling, "trip_ms": trip, "predicted_ms": predicted_ms}
-
-
-def routing(world: parallel.World, size: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """Return the time of a routed block over one row, what it sends, and how fast an all-reduce sends as much."""
-    torch.manual_seed(0)
-    n, options, dtype = size["n"], size["block"], size["dtype"]
-    block: Any = RoutedBlock(options["dim"], K, k_kv=K_KV, **{k: v for k, v in options.items() if k != "dim"})
-    block = block.to(device, dtype)
-    took = both_passes(world, block, one_row(size, device), size["repeats"], device)
-    found: dict[str, Any] = {"n": n, **options, "dtype": str(dtype), "ms": took}
-    if world.size > 1:
-        inner, item = options["heads"] * options["dim_head"], dtype.itemsize
-        memories = torch.zeros(round(n * K_KV), 2 * inner, dtype=dtype, device=device)
-        found["bytes"] = {
-            "scores": 3 * 4 * n, "windows": 4 * options["window"] * options["dim"] * item,
-            "keys_and_values": memories.numel() * item,
-            "weights": sum(p.numel() for p in block.parameters()) * item,
-        }  # fmt: skip
-        # both passes sum keys and values; backward also sums the weights' gradients
-        found["all_reduce_ms"] = milliseconds(lambda: dist.all_reduce(memories), size["repeats"], device)
+            layer = make().to(device, size["dtype"])
+            part = both_passes(layer, x[:, : n // world.size].contiguous(), size, device, True)
+            whole = both_passes(layer, x, size, device, True)
+            plain = both_passes(layer, spread, size, device, True)
+            placed = both_passes(distribute_module(layer, world.mesh), spread, size, device, True)
+            found[f"{name}, {n}"] = {"part_alone": part, "whole_alone": whole, "plain": plain, "placed": placed}
     return found
 
 
-def predicted(one: dict[str, Any], many: dict[str, Any], processes: int) -> float:
-    """Return one process's time over N, plus all bytes at the rate of the measured all-reduce."""
-    sent = many["bytes"]
-    total = 2 * (sent["keys_and_values"] + sent["windows"]) + sent["scores"] + sent["weights"]
-    return round(one["ms"] / processes + many["all_reduce_ms"] * total / sent["keys_and_values"], 3)
+def balance(world: parallel.Processes, size: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    """Return the time of a routed feed-forward over a spread row, by width, place of the chosen tokens, and balance."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    found: dict[str, Any] = {}
+    for dim in size["widths"]:
+        n = size["rows"][0]
+        for choices in ("anywhere", "first"):
+            for balanced in (False, True):
+                torch.manual_seed(0)
+                layer: Any = RoutedFeedForward(dim, K, balance=balanced).to(device, size["dtype"])
+                x = one_row(n, dim, size, device)
+                if choices == "first":
+                    x[:, : round(n * K)] += 10 * layer.router.weight.detach()
+                spread = distribute_tensor(x, world.mesh, [Shard(1)], src_data_rank=None)
+                name = f"dim {dim}, {choices}" + ", balanced" * balanced
+                found[name] = both_passes(layer, spread, size, device, True)
+    return found
+
+
+def table(records: list[dict[str, Any]]) -> list[str]:
+    """Return the rows of the bars' table for the last record."""
+    one, last = records[0], records[-1]
+    rows = [f"{last['processes']} processes"]
+    for name, ways in last.get("layers", {}).items():
+        alone = ways["part_alone"]
+        for way, found in ways.items():
+            more = "".join(f", {key} {found[key]}" for key in found if key not in ("ms",))
+            ratio = found["ms"] / alone["ms"]
+            rows.append(f"{name}, {way}: {found['ms']:.2f} ms, {ratio:.2f} of a part alone{more}")
+    rows += [f"feed-forward, {name}: {found['ms']:.2f} ms" for name, found in last.get("balance", {}).items()]
+    rows += [f"Lion on {name}: {last['lion'][name]}" for name in ("shards", "plain")]
+    speed = one["main_job"]["tokens_per_s_and_process"]
+    for job in ("main_job", "main_job_eager", "main_job_sequence_parallel"):
+        if job in last:
+            own = last[job]["tokens_per_s_and_process"]
+            rows.append(f"{job}: {own} tokens/s and process, {own / speed:.2f} of one process")
+    return rows
 
 
 def work(folder: Path, kind: str) -> None:
@@ -233,8 +263,8 @@ def work(folder: Path, kind: str) -> None:
             world.sequence_parallel = True
             record["main_job_sequence_parallel"] = main_job(world, whole, corpus, size["steps"], "")
         record["lion"] = lion(world, size, device)
-        record["routing"] = routing(world, size, device)
-        if world.size > 1:
+        if isinstance(world, parallel.Processes):
+            record["layers"] = layers(world, size, device)
             record["balance"] = balance(world, size, device)
         if world.first:
             files.write(folder / "record.json", json.dumps(record))
@@ -269,11 +299,8 @@ def main() -> None:
         parser.error(f"argument --processes: the first must be 1, got {counts[0]}")
     records = []
     for processes in counts:
-        record = launched(processes, args.device)
-        if processes > 1:
-            record["routing"]["predicted_ms"] = predicted(records[0]["routing"], record["routing"], processes)
-        records.append(record)
-        print(json.dumps(record, indent=1))
+        records.append(launched(processes, args.device))
+        print("\n".join(table(records)))
     result = {
         "device": device_name(torch.device(args.device)), "versions": versions(),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"), "records": records,

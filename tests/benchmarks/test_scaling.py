@@ -31,24 +31,13 @@ def test_on_a_cpu(tmp_path: Path) -> None:
     assert two["main_job"]["batch"] == 2 * one["main_job"]["batch"]
     assert two["main_job_sequence_parallel"]["tokens_per_s_and_process"] > 0
     assert two["lion"]["parameters"] == one["lion"]["parameters"]
-    # 512 tokens: three rows of fp32 scores, and an eighth of them as two heads of 8 keys and 8 values
-    assert two["routing"]["bytes"]["scores"] == 3 * 4 * 512
-    assert two["routing"]["bytes"]["keys_and_values"] == 64 * 2 * 16 * 4
-    assert two["routing"]["predicted_ms"] > one["routing"]["ms"] / 2
-    # a sixteenth of the tokens, all on the first process: half of them move
-    assert two["balance"]["first"]["most_tokens"] == 32
-    assert two["balance"]["first, balanced"]["most_tokens"] == two["balance"]["tokens_moved"] == 16
-    assert two["balance"]["anywhere, balanced"]["most_tokens"] == 16 < two["balance"]["anywhere"]["most_tokens"] < 32
-    assert two["balance"]["predicted_ms"] > two["balance"]["anywhere"]["ms"]
-
-
-def test_the_prediction() -> None:
-    from benchmarks import scaling
-
-    one = {"ms": 10.0}
-    two = {"bytes": {"keys_and_values": 100, "windows": 10, "scores": 30, "weights": 50}, "all_reduce_ms": 2.0}
-    # half of the time, and 300 bytes at 50 bytes a millisecond
-    assert scaling.predicted(one, two, 2) == 5.0 + 300 / 50
+    assert two["lion"]["shards"]["host_ms"] > 0
+    assert set(two["layers"]) == {"block, 512", "causal block, 512", "feed-forward, 512"}
+    for ways in two["layers"].values():
+        assert {*ways} == {"part_alone", "whole_alone", "plain", "placed"}
+        assert all(found["ms"] > 0 for found in ways.values())
+    assert len(two["balance"]) == 4
+    assert "block, 512, placed: " in done.stdout
 
 
 def test_the_tables_of_the_docs() -> None:

@@ -34,8 +34,9 @@ def test_every_stretch_is_replayed(host: Host, masked: bool, causal: bool, autoc
     mask = torch.ones(2, 64, dtype=torch.bool) if masked else None
     for _ in range(5):
         autocast_pass(layer, x, mask, enabled=autocast)
-    assert len(host.stretches) == 6
-    assert host.written == dict.fromkeys(host.stretches, 2)
+    # `score` is for rows that are spread over devices
+    assert len(host.stretches) == 7
+    assert host.written == dict.fromkeys({*host.stretches} - {"score"}, 2)
 
 
 @pytest.mark.usefixtures("host")

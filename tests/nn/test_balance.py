@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from onepass.fused.row import shares
 from onepass.nn import Routed, RoutedBlock, RoutedFeedForward, Router
-from onepass.nn.balance import shares
 
 LAYERS: dict[str, Callable[[Any], nn.Module]] = {
     "Routed": lambda balance: Routed(nn.Identity(), nn.Linear(8, 8), Router(8), 2, balance=balance),

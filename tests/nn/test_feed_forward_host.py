@@ -32,8 +32,9 @@ def test_every_stretch_is_replayed(host: Host, masked: bool, causal: bool) -> No
     mask = torch.ones(2, 64, dtype=torch.bool) if masked else None
     for _ in range(5):
         autocast_pass(layer, x, mask)
-    assert len(host.stretches) == 5
-    assert host.written == dict.fromkeys(host.stretches, 2)
+    # `_score_alone` is for rows that are spread over devices
+    assert len(host.stretches) == 6
+    assert host.written == dict.fromkeys({*host.stretches} - {"_score_alone"}, 2)
 
 
 @pytest.mark.usefixtures("host")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from onepass.nn.halo import wanted
-from onepass.nn.over_sequence import parts, sequence_axis
+from onepass.fused.row import parts, wanted
+from onepass.nn.over_sequence import sequence_axis
 
 
 @pytest.mark.parametrize(("n", "devices"), [(8, 2), (9, 2), (5, 4), (1, 3), (0, 2)])

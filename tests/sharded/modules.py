@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard, distribute_module
+from torch.distributed.tensor import DTensor, Shard, distribute_module, distribute_tensor
 
 from onepass.nn import Routed, RoutedAttention, RoutedBlock, RoutedFeedForward, Router
 from sharded.compare import CASES, R, case, in_shards, many, mesh, placed, same_layer, tolerance, whole, wide
@@ -117,25 +117,88 @@ def _() -> None:
     same_layer(layer, x, None, mesh(), [Shard(1)])
 
 
+class Calls(torch.utils._python_dispatch.TorchDispatchMode):
+    """Collectives, how much each sends, and operators on DTensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent: list[tuple[str, int]] = []
+        self.on_dtensors: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "c10d" in str(func):
+            tensors = [t for a in args for t in (a if isinstance(a, list | tuple) else [a]) if isinstance(t, Tensor)]
+            self.sent.append((str(func), max(t.numel() for t in tensors)))
+        if any(issubclass(t, DTensor) for t in types):
+            self.on_dtensors.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@many("few collectives, and no operator on DTensors", {"layer": list(ATTENTIONS), "placed": [False, True]})
+def _(layer: str, placed: bool) -> None:
+    """Scores, edges of windows, keys and values; a block also sends the feed-forward's scores. Weights: one sum."""
+    module = ATTENTIONS[layer]().to(device_type())
+    module = distribute_module(module, mesh()) if placed else module
+    x = distribute_tensor(torch.randn(1, 64, DIM, device=device_type()), mesh(), [Shard(1)]).requires_grad_()
+    up = distribute_tensor(torch.ones_like(x), mesh(), [Shard(1)])
+    x.grad = torch.zeros_like(x)
+    module(x)
+    with Calls() as forward:
+        y = module(x)
+    with Calls() as backward:
+        y.backward(up)
+    block = "block" in layer
+    assert len(forward.sent) == 3 + block, forward.sent
+    assert len(backward.sent) == 3 + block + placed, backward.sent
+    assert not forward.on_dtensors
+    # autograd alone: it adds to x.grad, and keeps each weight's gradient
+    assert {*backward.on_dtensors} <= {"aten.add_.Tensor", "aten.detach.default"}, backward.on_dtensors
+
+
+WRONG: dict[str, tuple[str, Callable[[int, Tensor, nn.Module], tuple[Any, Any]]]] = {
+    "mask": ("mask", lambda rank, x, _: (x, None if rank else _part(torch.ones(2, 24, dtype=torch.bool)))),
+    "dtype": ("weights", lambda rank, x, layer: (layer.to(torch.float32 if rank else torch.float64), (x, None))[1]),
+    "length": ("x", lambda rank, x, _: (_part(torch.randn(2, 24 + 9 * rank, DIM)), None)),
+    "placing": ("distribute_tensor", lambda rank, x, _: (_unlike(rank), None)),
+    "plain mask": ("mask must be a DTensor", lambda rank, x, _: (x, torch.ones(2, 24, dtype=torch.bool))),
+}
+
+
+def _part(t: Tensor) -> DTensor:
+    """Return t with this process's tokens alone, without asking the others."""
+    own = t.chunk(dist.get_world_size(), 1)[dist.get_rank()].contiguous().to(device_type())
+    return DTensor.from_local(own, mesh(), [Shard(1)], run_check=False)
+
+
+def _unlike(rank: int) -> DTensor:
+    """24 tokens, of which the first process has one more than its share, and the second one less."""
+    here = 24 // dist.get_world_size() + (1, -1, 0, 0)[rank]
+    part = torch.randn(2, here, DIM, device=device_type())
+    return DTensor.from_local(part, mesh(), [Shard(1)], run_check=False, shape=(2, 24, DIM), stride=(24 * DIM, DIM, 1))
+
+
+@many("a call unlike those of the others is named everywhere", {"wrong": list(WRONG), "layer": list(ATTENTIONS)[1:3]})
+def _(wrong: str, layer: str) -> None:
+    said, make = WRONG[wrong]
+    module = ATTENTIONS[layer]().to(device_type())
+    x, mask = make(dist.get_rank(), _part(torch.randn(2, 24, DIM)), module)
+    with pytest.raises((ValueError, TypeError), match=said):
+        module(x.to(device_type()), mask)
+
+
 @many("only scores, windows and chosen keys travel", {"layer": ["feed-forward", "attention"]})
 def _(layer: str) -> None:
     """The largest tensors sent are rows of scores, chosen keys and values, and weights' gradients."""
-    sent: list[int] = []
     n, world = 2048, dist.get_world_size()
     module = _feed_forward() if layer == "feed-forward" else RoutedAttention(DIM, 1 / 64, 1 / 64, **HEADS)
     module = distribute_module(module.to(device_type()), mesh())
     x = placed(wide(2, n, DIM).float().to(device_type()), mesh(), [Shard(1)]).requires_grad_()
 
-    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if "c10d" in str(func) and args:
-                tensors = args[0] if isinstance(args[0], list | tuple) else [args[0]]
-                sent.extend(t.numel() for t in tensors if isinstance(t, Tensor))
-            return func(*args, **(kwargs or {}))
-
-    with Watch():
+    module(x)
+    with Calls() as calls:
         y = module(x)
         y.backward(DTensor.from_local(torch.ones_like(y.to_local()), mesh(), [Shard(1)], run_check=False))
+    sent = [count for _, count in calls.sent]
     assert sent
     # what a device has and the windows beside it may be copied to itself
     beside = 2 * (n // world + 4 * HEADS["window"]) * DIM if layer == "attention" else 0

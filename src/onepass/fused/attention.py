@@ -28,55 +28,91 @@ from .attention_steps import (
     attend_backward,
     before_backward_products,
     before_products,
+    choose_both,
+    choose_both_backward,
+    norm_chosen,
+    score,
 )  # fmt: skip
 from .plans import AttentionPlan as Plan
-from .runs import Runs, whole_runs, window_runs
+from .row import Row
+from .runs import Runs, part_runs, whole_runs, window_runs
 
 # tensors among the arguments, of which MASK may be None; how many of the saved ones `backward_tokens` takes
 TENSORS, MASK, TOKENS = 13, 4, 18
 
 
 def _runs(
-    x: Tensor, mask: Tensor | None, at_kv: Tensor, seen: Tensor | None, plan: Plan, precision: str
-) -> tuple[Runs, Runs]:
+    x: Tensor, mask: Tensor | None, at_q: Tensor, at_kv: Tensor, seen: Tensor | None, plan: Plan, precision: str,
+    row: Row | None,
+) -> tuple[Runs, Runs]:  # fmt: skip
     """Return the runs of the local attention and of the chosen queries."""
     n, queries = x.shape[1], (x.device, plan.dtype, plan.width, precision)
-    light = window_runs(n, plan.window, plan.causal, queries)._replace(mask=mask)
+    if row is None:
+        light = window_runs(n, plan.window, plan.causal, queries)._replace(mask=mask)
+    else:
+        n, mask, (left, right, *_) = row.n, row.mask, row.edges(plan.window, plan.causal)
+        first = row.begin - left
+        light = part_runs(n, plan.window, plan.causal, row.begin, x.shape[1], first, left + x.shape[1] + right, queries)
+        light = light._replace(mask=None if mask is None else row.around(mask, left, x.shape[1], right))
     there = None if mask is None and not (plan.causal and n % plan.window) else at_kv >= 0
     if seen is None:
-        return light, whole_runs(plan.k_q, at_kv.shape[1], queries)._replace(mask=there)
+        return light, whole_runs(at_q.shape[1], at_kv.shape[1], queries)._replace(mask=there)
     return light, Runs(there, seen[0], seen[1], None, None)
 
 
 def forward(
     x: Tensor, vector_q: Tensor, vector_kv: Tensor, light_norm: Tensor, mask: Tensor | None, norm_q: Tensor,
-    norm_kv: Tensor, weights: Sequence[Tensor], plan: Plan,
+    norm_kv: Tensor, weights: Sequence[Tensor], plan: Plan, row: Row | None = None,
 ) -> tuple[tuple[Tensor, ...], list[Any], list[Tensor]]:  # fmt: skip
     """Return (y, queries, their gates, keys, their gates, scores (2, batch, n)), what backward needs, and the matrices.
 
     The last are copies of the weights in the branches' dtype, and empty where they have it. `weights`: ν, then qkv and
-    out of the light branch, q, kv and out of the heavy one.
+    out of the light branch, q, kv and out of the heavy one. With a `row`, x and mask are those of this device's tokens;
+    choices and scores are those of the row, and `row` keeps what is here of them.
     """
     precision = torch.get_float32_matmul_precision()
     vectors = torch.cat((vector_q, vector_kv))
-    (
-        y, tokens, scores, stats, gates_q, at_q, state_q, starts, gates_kv, at_kv, state_kv, within, seen, chosen_q,
-        stats_q, chosen_kv, stats_kv, *copies,
-    ) = before_products(x, vectors, light_norm, mask, norm_q, norm_kv, plan, *weights)  # fmt: skip
-    null, qkv_w, light_out_w, q_w, kv_w, heavy_out_w = copies or weights
-    light_runs, heavy_runs = _runs(x, mask, at_kv, seen, plan, precision)
-    qkv, q, kv = (
-        torch.mm(rows, w.t()) for rows, w in ((tokens, qkv_w), (chosen_q, q_w), (chosen_kv, kv_w))
-    )  # fmt: skip
+    left, here = 0, x.shape[1]
+    if row is None:
+        (
+            y, tokens, scores, stats, gates_q, at_q, state_q, starts, gates_kv, at_kv, state_kv, within, seen, chosen_q,
+            stats_q, chosen_kv, stats_kv, *copies,
+        ) = before_products(x, vectors, light_norm, mask, norm_q, norm_kv, plan, *weights)  # fmt: skip
+        null, qkv_w, light_out_w, q_w, kv_w, heavy_out_w = copies or weights
+        qkv, at, at_gates = torch.mm(tokens, qkv_w.t()), at_q, gates_q
+    else:
+        y, tokens, scores, stats, *copies = score(x, vectors, light_norm, mask, plan, *weights)
+        null, qkv_w, light_out_w, q_w, kv_w, heavy_out_w = copies or weights
+        scores = row.whole(scores, mask)
+        gates_q, at_q, state_q, starts, gates_kv, at_kv, state_kv, within, seen = choose_both(scores, row.mask, plan)
+        of_q, of_kv = row.sort(at_q), row.sort(at_kv)
+        counts = row.ask(of_q, of_kv)
+        edges = row.edges(plan.window, plan.causal)
+        left, qkv = edges.left, row.project(tokens, qkv_w, len(x), edges)
+        # the host waits here, when the largest product is on its way
+        counts_q, counts_kv = counts.read()
+        places, at_gates = row.choose(of_q, gates_q, counts_q)
+        at, row.keys = row.own.at, row.pick(of_kv, counts_kv, everyone=True).places
+        row.sources = row.locate(of_kv, row.keys.shape[1])
+        chosen_q, stats_q, chosen_kv, stats_kv = norm_chosen(x, places, row.keys, norm_q, norm_kv, plan)
+        if seen is not None:
+            # missing queries come last and see every key, so that the last never decreases
+            last = torch.where(at >= 0, at // plan.window * plan.k_kv, at_kv.shape[1]).to(torch.int32)
+            seen = torch.stack((torch.zeros_like(last), last))
+    light_runs, heavy_runs = _runs(x, mask, at, at_kv, seen, plan, precision, row)
+    q, kv = torch.mm(chosen_q, q_w.t()), torch.mm(chosen_kv, kv_w.t())
+    if row is not None:
+        kv = row.gather(kv, row.sources)
     light, light_lse, gated, heavy, heavy_lse = attend(
-        qkv, q, kv, gates_kv, at_q, at_kv, plan, precision, *light_runs[:3], *heavy_runs[:3]
+        qkv, q, kv, gates_kv, at, at_kv, plan, precision, left, here, *light_runs[:3], *heavy_runs[:3]
     )  # fmt: skip
     rows = torch.addmm(null, light, light_out_w.t(), out=None if y is None else y.view(tokens.shape))
     update = torch.mm(heavy, heavy_out_w.t())
+    where = at if row is None else places
     if y is None:
-        y = branch.add_residual(x, rows, update, gates_q, at_q, null)
+        y = branch.add_residual(x, rows, update, at_gates, where, null)
     else:
-        add_chosen(rows, update, gates_q, at_q, null)
+        add_chosen(rows, update, at_gates, where, null)
     kept = [
         vectors, stats, state_q, starts, state_kv, within, stats_q, stats_kv, seen, tokens, qkv, light, light_lse,
         chosen_q, chosen_kv, q, kv, gated, heavy, heavy_lse, update,
@@ -85,8 +121,9 @@ def forward(
 
 
 def backward_products(
-    saved: list[Any], plan: Plan, dtypes: Sequence[torch.dtype], needs: Sequence[bool], dy: Tensor
-) -> tuple[Tensor | None, ...]:
+    saved: list[Any], plan: Plan, dtypes: Sequence[torch.dtype], needs: Sequence[bool], dy: Tensor,
+    row: Row | None = None,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Return the gradients of the normed tokens, queries and keys, of both gates, explore_grad, ν's and the matrices'.
 
     `saved` holds x, mask, queries, their gates, keys, their gates, then seen to update as :func:`forward` kept them,
@@ -101,7 +138,12 @@ def backward_products(
     saved.clear()
     need_x, need_v, need_light_norm, need_norm_q, need_norm_kv, need_null, *need_weights = needs
     need_gates, dim, precision = need_x or need_v, x.shape[-1], torch.get_float32_matmul_precision()
-    light_runs, heavy_runs = _runs(x, mask, at_kv, seen, plan, precision)
+    places, left, here, gates = at_q, 0, x.shape[1], gates_q
+    if row is not None:
+        places, at_q, gates = row.own.places, row.own.at, row.gates
+        edges = row.edges(plan.window, plan.causal)
+        left = edges.left
+    light_runs, heavy_runs = _runs(x, mask, at_q, at_kv, seen, plan, precision, row)
     grads: list[Tensor | None] = [None] * 5
 
     def gradient(which: int, dy: Tensor, x: Tensor) -> None:
@@ -111,7 +153,7 @@ def backward_products(
     # one pass over dy rounds it and sums its rows
     dy = (dy if need_null else dy.to(plan.dtype)).contiguous()
     rounded, du, d_gates_q, explore_grad, sums = before_backward_products(
-        dy, update, gates_q, at_q, null, mask, plan, need_gates, need_null, plan.explore_stride > 0 and need_v
+        dy, update, gates, places, null, mask, plan, need_gates, need_null, plan.explore_stride > 0 and need_v
     )
     dy = (dy if rounded is None else rounded).view(-1, dim)
     del rounded
@@ -128,8 +170,11 @@ def backward_products(
         heavy_runs = heavy_runs._replace(begin=begin, end=end)
     d_qkv, dq, dkv, d_gates_kv = attend_backward(
         d_light, qkv, light, light_lse, d_heavy, q, kv, gated, heavy, heavy_lse, gates_kv, at_q, at_kv, plan, precision,
-        *light_runs, *heavy_runs,
+        left, here, *light_runs, *heavy_runs,
     )  # fmt: skip
+    if row is not None:
+        d_qkv = row.project_backward(d_qkv, len(x), edges)
+        dkv = row.gather_backward(dkv, row.sources, len(chosen_kv))
     del qkv, light, d_light
     gradient(0, d_qkv, tokens)
     del tokens
@@ -143,19 +188,19 @@ def backward_products(
 
 def backward_tokens(
     saved: Sequence[Any], plan: Plan, needs: Sequence[bool], products: Sequence[Tensor | None], dy: Tensor | None,
-    g_gates_q: Tensor | None, g_gates_kv: Tensor | None, g_scores: Tensor | None,
+    g_gates_q: Tensor | None, g_gates_kv: Tensor | None, g_scores: Tensor | None, of_scores: bool = False,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Return the gradients of x, both vectors (2, dim), and the norms of tokens, queries and keys; None if not needed.
 
     `saved` holds x, vectors, the three norms, mask, queries, their gates, keys, their gates, scores, and stats to
     stats_kv as :func:`forward` kept them. `products` are the first six results of :func:`backward_products`, None
-    without dy, the gradient of y.
+    without dy, the gradient of y. `of_scores`: g_scores is all of the scores' gradient, that through gates included.
     """
     x, vectors, *norms = saved[:5]
     need_x, need_v, *need_norms = needs
     d_normed, d_q, d_kv, d_gates_q, d_gates_kv, explore_grad = products
     gates_q, gates_kv = saved[7], saved[9]
-    if need_x or need_v:
+    if (need_x or need_v) and not of_scores:
         # without any gradient of the gates, zeros: the choices' backward then gives zeros
         d_gates_q, d_gates_kv = (
             torch.zeros_like(like) if own is None and g is None else g if own is None else own if g is None else own + g
@@ -183,13 +228,13 @@ def backward_tokens(
 
 class _RoutedAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, plan: Plan, *tensors: Any) -> Any:
+    def forward(ctx: Any, plan: Plan, row: Row | None, *tensors: Any) -> Any:
         x, vector_q, vector_kv, light_norm, mask, norm_q, norm_kv, *weights = tensors
-        public, kept, matrices = forward(x, vector_q, vector_kv, light_norm, mask, norm_q, norm_kv, weights, plan)
+        public, kept, matrices = forward(x, vector_q, vector_kv, light_norm, mask, norm_q, norm_kv, weights, plan, row)
         ctx.save_for_backward(
             x, kept[0], light_norm, norm_q, norm_kv, mask, *public[1:], *kept[1:], *(matrices or weights)
         )
-        ctx.plan, ctx.dtypes = plan, [w.dtype for w in weights]  # type: ignore[union-attr]
+        ctx.plan, ctx.row, ctx.dtypes = plan, row, [w.dtype for w in weights]  # type: ignore[union-attr]
         ctx.mark_non_differentiable(public[1], public[3])
         ctx.set_materialize_grads(False)
         return public
@@ -202,22 +247,58 @@ class _RoutedAttention(torch.autograd.Function):
         ctx.maybe_clear_saved_tensors()  # `saved` is now the only owner, unless the graph is retained
         tokens, activations = saved[:TOKENS], [saved[0], saved[5], *saved[6:10], *saved[TOKENS:]]
         del saved
-        needs = [need for i, need in enumerate(ctx.needs_input_grad[1:]) if i != MASK]
+        needs = [need for i, need in enumerate(ctx.needs_input_grad[2:]) if i != MASK]
         # both vectors' gradients come from one sum
         needs = [needs[0], needs[1] or needs[2], *needs[3:]]
+        plan, row, d_probed = ctx.plan, ctx.row, None
+        if row is not None:
+            plan = plan._replace(explore_stride=0)
         products: tuple[Tensor | None, ...] = (None,) * 12
         if dy is not None:
-            products = backward_products(activations, ctx.plan, ctx.dtypes, needs, dy)
+            products = backward_products(activations, plan, ctx.dtypes, needs, dy, row)
+        if row is not None:
+            g_gates_q, g_gates_kv, g_scores, d_probed = _spread_scores(
+                row, tokens, ctx.plan, needs, products, dy, g_gates_q, g_gates_kv, g_scores
+            )
+            products = (*products[:3], None, None, *products[5:])
         dx, dv_q, dv_kv, *d_norms = backward_tokens(
-            tokens, ctx.plan, needs[:5], products[:6], dy, g_gates_q, g_gates_kv, g_scores
+            tokens, plan, needs[:5], products[:6], dy, g_gates_q, g_gates_kv, g_scores, row is not None
         )
-        return None, dx, dv_q, dv_kv, d_norms[0], None, *d_norms[1:], *products[6:]
+        if d_probed is not None and dv_q is not None:
+            dv_q = dv_q + d_probed.to(dv_q.dtype)
+        return None, None, dx, dv_q, dv_kv, d_norms[0], None, *d_norms[1:], *products[6:]
+
+
+def _spread_scores(
+    row: Row, tokens: list[Any], plan: Plan, needs: Sequence[bool], products: Sequence[Tensor | None],
+    dy: Tensor | None, g_gates_q: Tensor | None, g_gates_kv: Tensor | None, g_scores: Tensor | None,
+) -> tuple[None, None, Tensor | None, Tensor | None]:  # fmt: skip
+    """Return the gradient of this device's scores in place of those of the row's gates, and that of exploration.
+
+    In `tokens`, what belongs to this device's tokens takes the place of what belongs to the row.
+    """
+    x, mask, (at_q, gates_q, at_kv, gates_kv, scores, stats, *states) = tokens[0], tokens[5], tokens[6:16]
+    tokens[6:11] = row.own.places, row.gates, row.keys, gates_kv, row.here(scores, x.shape[1])
+    if not (needs[0] or needs[1]):
+        return None, None, None, None
+    parts = [(gates_q, products[3], True), (gates_kv, products[4], False)]
+    stride = plan.explore_stride if needs[1] else 0
+    grads, d_probed = row.backward(dy, x, mask, stats[1], parts, stride, plan.explore_weight)
+    d_q, d_kv = (
+        own if g is None else g if own is None else own + g
+        for own, g in zip(grads, (g_gates_q, g_gates_kv), strict=True)
+    )
+    if d_q is not None or d_kv is not None:
+        d_q, d_kv = (torch.zeros_like(like) if d is None else d for d, like in ((d_q, gates_q), (d_kv, gates_kv)))
+        ds = choose_both_backward(d_q, d_kv, scores, row.mask, plan, at_q, gates_q, at_kv, gates_kv, *states)
+        g_scores = ds if g_scores is None else ds + g_scores
+    return None, None, None if g_scores is None else row.here(g_scores, x.shape[1]), d_probed
 
 
 _apply: Callable[..., Any] = fast_apply(_RoutedAttention)
 
 
-def routed_attention(plan: Plan, *tensors: Tensor | None) -> tuple[Tensor, ...]:
+def routed_attention(plan: Plan, *tensors: Tensor | None, row: Row | None = None) -> tuple[Tensor, ...]:
     """Return y like x in the branches' dtype, indices and gates of queries and of keys, and scores (2, batch, n).
 
     With ``plan.residual`` y is x + y, in the wider dtype of the two.
@@ -225,9 +306,10 @@ def routed_attention(plan: Plan, *tensors: Tensor | None) -> tuple[Tensor, ...]:
     `tensors`: x, the routers' vectors (1, dim) of queries and of keys, the norm's weight of all tokens, the mask or
     None, the norms' weights of queries and of keys, ν, then qkv and out of the light branch, q, kv and out of the heavy
     one. Callers guarantee that `core.eager.plain` and `fits_one_program` hold, that the arguments are checked, and that
-    there are tokens and k ≥ 1.
+    there are tokens and k ≥ 1. `row`: as `forward`; choices, gates and scores are whole rows on each device, and so are
+    gradients of the latter two.
     """
-    return _apply(plan, *tensors)  # type: ignore[no-any-return]
+    return _apply(plan, row, *tensors)  # type: ignore[no-any-return]
 
 
 __all__ = ["Plan", "routed_attention"]

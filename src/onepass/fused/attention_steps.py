@@ -11,7 +11,7 @@ from torch import Tensor
 from onepass.core.launch import replayed
 from onepass.ops.routing.rows import add_rows, scatter_backward
 from onepass.ops.span_attention import op as span
-from onepass.ops.span_attention.op_rotary import BASE, apply_rotary, packed_backward, split
+from onepass.ops.span_attention.op_rotary import BASE, apply_rotary, split
 
 from . import branch
 from .choice import choose, choose_backward, choose_keys, choose_keys_backward
@@ -24,46 +24,67 @@ def _heads(plan: Plan, rows: Tensor, batch: int, parts: int, heads: int) -> Tens
     return rows.view(batch, len(rows) // batch, parts, heads, plan.width)
 
 
+def _score(
+    x: Tensor, vectors: Tensor, light_norm: Tensor, mask: Tensor | None, plan: Plan, *weights: Tensor
+) -> tuple[Any, ...]:  # fmt: skip
+    """Norm and score the tokens; copy weights of another dtype to the branches'."""
+    normed, scores, stats = norm_forward(x, None, light_norm, vectors, plan.eps, plan.score_eps, plan.dtype, mask)
+    other = any(w.dtype != plan.dtype for w in weights)
+    copies = branch.cast((*weights, None, None), plan.dtype)[:6] if other else ()
+    # y has the shape of x from the start: autograd forbids in-place writes to a view that a Function returned
+    y = None if plan.residual else torch.empty(x.shape, dtype=plan.dtype, device=x.device)
+    return y, normed.view(-1, x.shape[-1]), scores, stats, *copies
+
+
+score = replayed(_score)
+
+
+def choose_both(scores: Tensor, mask: Tensor | None, plan: Plan) -> tuple[Any, ...]:
+    """Choose queries and keys by the scores (2, batch, n): gates, indices and state of each, as `choose_keys` says."""
+    gates_q, at_q, state_q, starts = choose(scores[0], mask, plan.queries())
+    gates_kv, at_kv, state_kv, within, seen = choose_keys(
+        scores[1], mask, plan.keys(), at_q, plan.window if plan.causal else 0
+    )
+    return gates_q, at_q, state_q, starts, gates_kv.view(at_kv.shape), at_kv, state_kv, within, seen
+
+
+def norm_chosen(
+    x: Tensor, at_q: Tensor, at_kv: Tensor, norm_q: Tensor, norm_kv: Tensor, plan: Plan
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return the normed queries and keys as rows, each with its statistics."""
+    chosen_q, _, stats_q = norm_forward(x, at_q, norm_q, None, plan.eps, 0.0, plan.dtype)
+    chosen_kv, _, stats_kv = norm_forward(x, at_kv, norm_kv, None, plan.eps, 0.0, plan.dtype)
+    return chosen_q.view(-1, x.shape[-1]), stats_q, chosen_kv.view(-1, x.shape[-1]), stats_kv
+
+
 @replayed
 def before_products(
     x: Tensor, vectors: Tensor, light_norm: Tensor, mask: Tensor | None, norm_q: Tensor, norm_kv: Tensor, plan: Plan,
     *weights: Tensor,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """Norm and score, choose twice, norm the chosen tokens; copy weights of another dtype to the branches'."""
-    normed, scores, stats = norm_forward(x, None, light_norm, vectors, plan.eps, plan.score_eps, plan.dtype, mask)
-    assert scores is not None
-    gates_q, at_q, state_q, starts = choose(scores[0], mask, plan.queries())
-    gates_kv, at_kv, state_kv, within, seen = choose_keys(
-        scores[1], mask, plan.keys(), at_q, plan.window if plan.causal else 0
-    )
-    chosen_q, _, stats_q = norm_forward(x, at_q, norm_q, None, plan.eps, 0.0, plan.dtype)
-    chosen_kv, _, stats_kv = norm_forward(x, at_kv, norm_kv, None, plan.eps, 0.0, plan.dtype)
-    other = any(w.dtype != plan.dtype for w in weights)
-    copies = branch.cast((*weights, None, None), plan.dtype)[:6] if other else ()
-    d = x.shape[-1]
-    # y has the shape of x from the start: autograd forbids in-place writes to a view that a Function returned
-    y = None if plan.residual else torch.empty(x.shape, dtype=plan.dtype, device=x.device)
-    return (
-        y, normed.view(-1, d), scores, stats, gates_q, at_q, state_q, starts, gates_kv.view(at_kv.shape), at_kv,
-        state_kv, within, seen, chosen_q.view(-1, d), stats_q, chosen_kv.view(-1, d), stats_kv, *copies,
-    )  # fmt: skip
+    """Norm and score, choose twice, norm the chosen tokens; copy the weights."""
+    y, tokens, scores, stats, *copies = _score(x, vectors, light_norm, mask, plan, *weights)
+    choice = choose_both(scores, mask, plan)
+    return y, tokens, scores, stats, *choice, *norm_chosen(x, choice[1], choice[5], norm_q, norm_kv, plan), *copies
 
 
 @replayed
 def attend(
     qkv: Tensor, q: Tensor, kv: Tensor, gates_kv: Tensor, at_q: Tensor, at_kv: Tensor, plan: Plan, precision: str,
-    light_mask: Tensor | None, light_first: Tensor, light_last: Tensor,
+    left: int, here: int, light_mask: Tensor | None, light_first: Tensor, light_last: Tensor,
     heavy_mask: Tensor | None, heavy_first: Tensor, heavy_last: Tensor,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Rotate queries and keys in place (the node alone holds them), gate the values, compute both attentions.
 
     qkv, q and kv are rows of products, and so are the attentions' results. `precision` is that of fp32 products, which
-    decides the kernels' tiles (torch.get_float32_matmul_precision); it is part of what a replay is known by.
+    decides the kernels' tiles (torch.get_float32_matmul_precision); it is part of what a replay is known by. Tokens
+    before the first `left` and after the next `here` of a sequence are keys of the local attention alone.
     """
     scale, batch = 1 / math.sqrt(plan.width), len(at_q)
     light_qk, light_v = split(_heads(plan, qkv, batch, 3, plan.light_heads))
     apply_rotary(light_qk, None, BASE, False, light_qk)
     light_q, light_k = light_qk.chunk(2, dim=2)
+    light_q = light_q[:, left : left + here]
     light, light_lse = span.forward(light_q, light_k, light_v, light_first, light_last, light_mask, scale)
     query = _heads(plan, q, batch, 1, plan.heavy_heads).select(2, 0)
     k, v = _heads(plan, kv, batch, 2, plan.heavy_heads).unbind(2)
@@ -71,7 +92,7 @@ def attend(
     apply_rotary(k, at_kv, BASE, False, k)
     gated = branch.gate(v, gates_kv)
     heavy, heavy_lse = span.forward(query, k, gated, heavy_first, heavy_last, heavy_mask, scale)
-    return light.view(len(qkv), -1), light_lse, gated, heavy.view(len(q), -1), heavy_lse
+    return light.view(batch * here, -1), light_lse, gated, heavy.view(len(q), -1), heavy_lse
 
 
 add_chosen = replayed(add_rows)
@@ -109,9 +130,9 @@ def before_backward_products(
 def attend_backward(
     d_light: Tensor, qkv: Tensor, light: Tensor, light_lse: Tensor, d_heavy: Tensor, q: Tensor, kv: Tensor,
     gated: Tensor, heavy: Tensor, heavy_lse: Tensor, gates_kv: Tensor, at_q: Tensor, at_kv: Tensor, plan: Plan,
-    precision: str, light_mask: Tensor | None, light_first: Tensor, light_last: Tensor, light_begin: Tensor | None,
-    light_end: Tensor | None, heavy_mask: Tensor | None, heavy_first: Tensor, heavy_last: Tensor,
-    heavy_begin: Tensor | None, heavy_end: Tensor | None,
+    precision: str, left: int, here: int, light_mask: Tensor | None, light_first: Tensor, light_last: Tensor,
+    light_begin: Tensor | None, light_end: Tensor | None, heavy_mask: Tensor | None, heavy_first: Tensor,
+    heavy_last: Tensor, heavy_begin: Tensor | None, heavy_end: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return gradients of qkv, q, kv and the keys' gates through attention, rotary and gating; rows as in `attend`."""
     scale, batch = 1 / math.sqrt(plan.width), len(at_q)
@@ -122,12 +143,22 @@ def attend_backward(
     def heavy_rows(rows: Tensor, parts: int) -> Tensor:
         return _heads(plan, rows, batch, parts, plan.heavy_heads)
 
-    packed = light_rows(qkv, 3)
-    d_qkv = packed_backward(
-        light_rows(d_light, 1).select(2, 0), packed, light_rows(light, 1).select(2, 0), light_lse, split(packed)[0],
-        light_first, light_last, light_mask, BASE, scale,
+    d_qkv = torch.empty_like(qkv)
+    (qk, light_v), (d_qk, d_light_v) = split(light_rows(qkv, 3)), split(light_rows(d_qkv, 3))
+    (light_q, light_k), (d_light_q, d_light_k) = qk.chunk(2, dim=2), d_qk.chunk(2, dim=2)
+    own = slice(left, left + here)
+    d_own = d_light_q[:, own]
+    if batch > 1 and d_light_q.shape[1] > here:
+        # kernels write sequences one after another
+        d_own = torch.empty(d_own.shape, dtype=d_own.dtype, device=d_own.device)
+    span.backward(
+        light_rows(d_light, 1).select(2, 0), light_q[:, own], light_k, light_v, light_rows(light, 1).select(2, 0),
+        light_lse, light_first, light_last, light_mask, scale, (d_own, d_light_k, d_light_v),
         None if light_begin is None or light_end is None else (light_begin, light_end),
     )  # fmt: skip
+    if batch > 1 and d_light_q.shape[1] > here:
+        d_light_q[:, own] = d_own
+    apply_rotary(d_qk, None, BASE, True, d_qk)
     dq, dkv = torch.empty_like(q), torch.empty_like(kv)
     (k, v), (dk, dv), d_query = (
         heavy_rows(kv, 2).unbind(2),
@@ -141,7 +172,22 @@ def attend_backward(
     )  # fmt: skip
     apply_rotary(d_query, at_q, BASE, True, d_query)
     apply_rotary(dk, at_kv, BASE, True, dk)
-    return d_qkv.view(len(qkv), -1), dq, dkv, branch.gate_backward(dv, v, gates_kv)
+    return d_qkv, dq, dkv, branch.gate_backward(dv, v, gates_kv)
+
+
+def choose_both_backward(
+    d_gates_q: Tensor, d_gates_kv: Tensor, scores: Tensor, mask: Tensor | None, plan: Plan, at_q: Tensor,
+    gates_q: Tensor, at_kv: Tensor, gates_kv: Tensor, state_q: Tensor | None, starts: Tensor | None,
+    state_kv: Tensor | None, within: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """Return the gradient of the scores (2, batch, n) from those of both gates."""
+    ds = torch.empty_like(scores)
+    choose_backward(d_gates_q, scores[0], mask, plan.queries(), at_q, gates_q, state_q, starts, ds[0])
+    choose_keys_backward(
+        d_gates_kv, scores[1], mask, plan.keys(), at_kv if within is None else within, gates_kv, state_kv,
+        plan.window if plan.causal else 0, ds[1],
+    )  # fmt: skip
+    return ds
 
 
 @replayed
@@ -158,13 +204,13 @@ def after_backward_products(
     d, tokens = x.shape[-1], x.numel() // x.shape[-1]
     ds, vector = None, None
     if d_gates_q is not None and d_gates_kv is not None:
-        ds, vector = torch.empty_like(scores), vectors
-        choose_backward(d_gates_q, scores[0], mask, plan.queries(), at_q, gates_q, state_q, starts, ds[0])
-        choose_keys_backward(
-            d_gates_kv, scores[1], mask, plan.keys(), at_kv if within is None else within, gates_kv, state_kv,
-            plan.window if plan.causal else 0, ds[1],
+        vector = vectors
+        ds = choose_both_backward(
+            d_gates_q, d_gates_kv, scores, mask, plan, at_q, gates_q, at_kv, gates_kv, state_q, starts, state_kv, within
         )  # fmt: skip
         ds = ds if g_scores is None else ds + g_scores
+    elif g_scores is not None:
+        ds, vector = g_scores, vectors
     own = (d + (0 if vector is None else vector.numel())) if need_sums else 0
     partials = None
     if need_sums:

@@ -28,9 +28,31 @@ from . import branch
 from .choice import choose, choose_backward
 from .norms import norm_backward_into, norm_forward, norm_partials
 from .plans import FeedForwardPlan as Plan
+from .row import Even, Row
 
 # how many of the saved tensors `backward_tokens` takes
 TOKENS = 12
+
+
+def _score(
+    x: Tensor, vectors: Tensor, light_norm: Tensor | None, mask: Tensor | None, plan: Plan, *weights: Tensor | None
+) -> tuple[Any, ...]:  # fmt: skip
+    """Norm and score the tokens; copy the weights to the branches' dtype where theirs differs."""
+    normed, scores, stats = norm_forward(
+        x, None, light_norm, vectors.view(-1), plan.light_eps, plan.score_eps, plan.dtype, mask
+    )  # fmt: skip
+    # y has the shape of x from the start: autograd forbids in-place writes to a view that a Function returned
+    y = None if plan.residual else torch.empty(x.shape, dtype=plan.dtype, device=x.device)
+    other = any(w is not None and w.dtype != plan.dtype for w in weights)
+    return y, normed.view(-1, x.shape[-1]), scores, stats, *(branch.cast(weights, plan.dtype) if other else ())
+
+
+_score_alone = replayed(_score)
+
+
+def _norm_chosen(x: Tensor, indices: Tensor, heavy_norm: Tensor | None, plan: Plan) -> tuple[Tensor, Tensor]:
+    chosen, _, chosen_stats = norm_forward(x, indices, heavy_norm, None, plan.heavy_eps, 0.0, plan.dtype)
+    return chosen.view(-1, x.shape[-1]), chosen_stats
 
 
 @replayed
@@ -38,18 +60,10 @@ def _before_products(
     x: Tensor, vectors: Tensor, light_norm: Tensor | None, heavy_norm: Tensor | None, mask: Tensor | None, plan: Plan,
     *weights: Tensor | None,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """Norm and score, choose, norm the chosen tokens; copy the weights to the branches' dtype where theirs differs."""
-    normed, scores, stats = norm_forward(
-        x, None, light_norm, vectors.view(-1), plan.light_eps, plan.score_eps, plan.dtype, mask
-    )  # fmt: skip
-    assert scores is not None
+    """Norm and score, choose, norm the chosen tokens; copy the weights."""
+    y, tokens, scores, stats, *copies = _score(x, vectors, light_norm, mask, plan, *weights)
     gates, indices, state, starts = choose(scores, mask, plan.choice())
-    chosen, _, chosen_stats = norm_forward(x, indices, heavy_norm, None, plan.heavy_eps, 0.0, plan.dtype)
-    # y has the shape of x from the start: autograd forbids in-place writes to a view that a Function returned
-    y = None if plan.residual else torch.empty(x.shape, dtype=plan.dtype, device=x.device)
-    other = any(w is not None and w.dtype != plan.dtype for w in weights)
-    copies = branch.cast(weights, plan.dtype) if other else ()
-    tokens, chosen = (t.view(-1, t.shape[-1]) for t in (normed, chosen))
+    chosen, chosen_stats = _norm_chosen(x, indices, heavy_norm, plan)
     return y, tokens, scores, stats, indices, gates, state, starts, chosen, chosen_stats, *copies
 
 
@@ -152,15 +166,23 @@ def _as(t: Tensor, dtype: torch.dtype) -> Tensor:
 
 def forward(
     x: Tensor, vectors: Tensor, light_norm: Tensor | None, heavy_norm: Tensor | None, mask: Tensor | None, plan: Plan,
-    *weights: Tensor | None,
+    *weights: Tensor | None, row: Row | None = None,
 ) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], list[Tensor | None], list[Tensor | None]]:  # fmt: skip
     """Return (y, indices, gates, scores), what backward needs of the activations, and the weights as multiplied.
 
-    The last are copies in the branches' dtype, and empty where the weights have it.
+    The last are copies in the branches' dtype, and empty where the weights have it. With a `row`, x and mask are those
+    of this device's tokens; indices, gates and scores are those of the row, and `row` keeps what is here of them.
     """
-    y, tokens, scores, stats, indices, gates, state, starts, chosen, chosen_stats, *copies = _before_products(
-        x, vectors, light_norm, heavy_norm, mask, plan, *weights
-    )
+    if row is None:
+        y, tokens, scores, stats, indices, gates, state, starts, chosen, chosen_stats, *copies = _before_products(
+            x, vectors, light_norm, heavy_norm, mask, plan, *weights
+        )
+    else:
+        y, tokens, scores, stats, *copies = _score_alone(x, vectors, light_norm, mask, plan, *weights)
+        scores = row.whole(scores, mask)
+        gates, indices, state, starts = choose(scores, row.mask, plan.choice())
+        found = row.sort(indices)
+        counts = row.ask(found)
     cast: Any = copies or weights
     up, up_bias, down, down_bias, heavy_up, heavy_up_bias, heavy_down, heavy_down_bias = cast
     u = F.linear(tokens, up, up_bias)
@@ -170,19 +192,27 @@ def forward(
         rows = torch.mm(h, down.t(), out=out)
     else:
         rows = torch.addmm(down_bias, h, down.t(), out=out)
+    at, at_gates = indices, gates
+    if row is not None:
+        # the host waits here, when the light branch is on its way
+        at, at_gates = row.choose(found, gates, counts.read()[0])
+        chosen, chosen_stats = _norm_chosen(x, at, heavy_norm, plan)
+        chosen = chosen if row.even is None else row.even.there(chosen)
     heavy_u = F.linear(chosen, heavy_up, heavy_up_bias)
     heavy_h = F.gelu(heavy_u)
     update = F.linear(heavy_h, heavy_down, heavy_down_bias)
+    if row is not None and row.even is not None:
+        update = row.even.back(update)
     if y is None:
-        y = branch.add_residual(x, rows, update, gates, indices, None)
+        y = branch.add_residual(x, rows, update, at_gates, at, None)
     else:
-        _add_chosen(rows, update, gates, indices)
+        _add_chosen(rows, update, at_gates, at)
     kept = [stats, state, starts, chosen_stats, tokens, u, h, chosen, heavy_u, heavy_h, update]
     return (y, indices, gates, scores), kept, [up, down, heavy_up, heavy_down] if copies else []
 
 
 def backward_products(
-    saved: list[Any], plan: Plan, dtypes: Sequence[Any], needs: Sequence[bool], dy: Tensor
+    saved: list[Any], plan: Plan, dtypes: Sequence[Any], needs: Sequence[bool], dy: Tensor, even: Even | None = None
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of the normed tokens, of all and of the chosen, the gates', explore_grad, and the weights'.
 
@@ -211,6 +241,7 @@ def backward_products(
     del rounded
     dh, heavy_dh, update, d_normed, d_chosen = None, None, None, None, None
     if d_update is not None:
+        d_update = d_update if even is None else even.there(d_update)
         if need_weights[6]:
             grads[6] = weight_gradient(d_update, heavy_h, dtypes[6])
         if need_chosen or need_weights[4] or need_weights[5]:
@@ -229,6 +260,7 @@ def backward_products(
             grads[4] = weight_gradient(heavy_dh, chosen, dtypes[4])
         if need_chosen:
             d_chosen = torch.mm(heavy_dh, heavy_up)
+            d_chosen = d_chosen if even is None else even.back(d_chosen)
     heavy_dh = chosen = None
     if dh is not None:
         if need_weights[0]:
@@ -284,13 +316,13 @@ class _RoutedFeedForward(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, vectors: Tensor, light_norm: Tensor | None, heavy_norm: Tensor | None,
-        mask: Tensor | None, plan: Plan, *weights: Tensor | None,
+        mask: Tensor | None, plan: Plan, row: Row | None, *weights: Tensor | None,
     ) -> Any:  # fmt: skip
-        public, kept, matrices = forward(x, vectors, light_norm, heavy_norm, mask, plan, *weights)
+        public, kept, matrices = forward(x, vectors, light_norm, heavy_norm, mask, plan, *weights, row=row)
         ctx.save_for_backward(
             x, vectors, light_norm, heavy_norm, mask, *public[1:], *kept, *(matrices or weights[::2])
         )  # fmt: skip
-        ctx.plan, ctx.dtypes = plan, [None if w is None else w.dtype for w in weights]
+        ctx.plan, ctx.row, ctx.dtypes = plan, row, [None if w is None else w.dtype for w in weights]
         ctx.mark_non_differentiable(public[1])
         ctx.set_materialize_grads(False)
         return public
@@ -301,14 +333,36 @@ class _RoutedFeedForward(torch.autograd.Function):
         dy, _, g_gates, g_scores = grads_out
         saved = list(ctx.saved_tensors)
         ctx.maybe_clear_saved_tensors()  # `saved` is now the only owner, unless the graph is retained
-        needs = ctx.needs_input_grad
+        needs, plan, row = ctx.needs_input_grad, ctx.plan, ctx.row
         inputs, activations = saved[:TOKENS], [*saved[4:7], *saved[TOKENS:]]
         del saved
+        even = None
+        if row is not None:
+            # this device's tokens in place of the row's; the row keeps the rest
+            indices, gates, scores = inputs[5:8]
+            inputs[5:8] = row.own.places, row.gates, row.here(scores, inputs[0].shape[1])
+            activations[1:3] = row.own.places, row.gates
+            plan, even = plan._replace(explore_stride=0), row.even
         products: tuple[Tensor | None, ...] = (None,) * 12
         if dy is not None:
-            products = backward_products(activations, ctx.plan, ctx.dtypes, (*needs[:4], *needs[6:]), dy)
-        grads = backward_tokens(inputs, ctx.plan, needs[:4], products[:4], dy, g_gates, g_scores)
-        return *grads, None, None, *products[4:]
+            products = backward_products(activations, plan, ctx.dtypes, (*needs[:4], *needs[7:]), dy, even)
+        d_probed = None
+        if row is not None and (needs[0] or needs[1]):
+            explore = ctx.plan.explore_stride if needs[1] else 0
+            (d_gates,), d_probed = row.backward(
+                dy, inputs[0], inputs[4], inputs[8][1], [(gates, products[2], True)], explore, plan.explore_weight
+            )
+            d_gates = d_gates if g_gates is None else g_gates if d_gates is None else d_gates + g_gates
+            if d_gates is not None:
+                ds = choose_backward(d_gates, scores, row.mask, plan.choice(), indices, gates, *inputs[9:11])
+                g_scores = ds if g_scores is None else ds + g_scores
+            g_gates, products = None, (*products[:2], None, *products[3:])
+            g_scores = None if g_scores is None else row.here(g_scores, inputs[0].shape[1])
+        grads = backward_tokens(inputs, plan, needs[:4], products[:4], dy, g_gates, g_scores)
+        dx, dv, *d_norms = grads
+        if d_probed is not None and dv is not None:
+            dv = dv + d_probed.to(dv.dtype)
+        return dx, dv, *d_norms, None, None, None, *products[4:]
 
 
 _apply: Callable[..., Any] = fast_apply(_RoutedFeedForward)
@@ -316,7 +370,7 @@ _apply: Callable[..., Any] = fast_apply(_RoutedFeedForward)
 
 def routed_feed_forward(
     x: Tensor, vectors: Tensor, light_norm: Tensor | None, heavy_norm: Tensor | None, mask: Tensor | None, plan: Plan,
-    *weights: Tensor | None,
+    *weights: Tensor | None, row: Row | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return y, in the shape of x and the branches' dtype, indices, gates and scores; see the module's docstring.
 
@@ -324,11 +378,12 @@ def routed_feed_forward(
 
     `weights`: for the light, then the heavy branch, weight and bias (or None) of the first linear layer, then of the
     second; `vectors` (1, dim): the score vector. Gradients of gates and scores flow to x and the vectors. The gradient
-    of y reaches the gates inside the node, so autograd finds no path from y to the gates returned here.
+    of y reaches the gates inside the node, so autograd finds no path from y to the gates returned here. `row`: as
+    `forward`; indices, gates and scores are whole rows on each device, and so are gradients of the latter two.
     Callers guarantee that `core.eager.plain` and `fits_one_program` hold, that the arguments are checked, and that
     there are tokens and k ≥ 1.
     """
-    return _apply(x, vectors, light_norm, heavy_norm, mask, plan, *weights)  # type: ignore[no-any-return]
+    return _apply(x, vectors, light_norm, heavy_norm, mask, plan, row, *weights)  # type: ignore[no-any-return]
 
 
 __all__ = ["routed_feed_forward"]

@@ -23,7 +23,7 @@ from .explore import explore
 from .feed_forward import has_no_overrides
 from .local_attention import LocalAttention, check_heads
 from .norm import RMSNorm
-from .over_sequence import attention_over_sequence, sequence_axis
+from .over_sequence import Door, sequence_axis
 from .packed import packed
 from .router import NORM_EPS, Router, RouterOutput, asked
 
@@ -219,8 +219,10 @@ class RoutedAttention(nn.Module):
                 cache.light.fill(self.light, x)
                 kv = self.heavy.kv(self.heavy.norm_kv(gather(x, routing.kv.indices)))
                 cache.heavy.fill(kv.unflatten(-1, (2, self.heavy.heads, self.heavy.dim_head)), routing.kv)
-        elif (axis := sequence_axis(x)) is not None:
-            y, routing = attention_over_sequence(self, x, mask, axis)
+        elif (axis := sequence_axis(x)) is not None and x.numel() and cache is None:
+            door = Door(self, x, axis, mask)
+            y, found = door.fused(self, door.tokens)
+            return (door.leave(y), AttentionRouting(*map(door.routing, found))) if return_routing else door.leave(y)
         else:
             y, routing = self._composed(x, mask, cache)
             y = explore(y, x, self.router_q, self.k_q, mask).view(x.shape)
@@ -280,10 +282,11 @@ class RoutedAttention(nn.Module):
         return AttentionRouting(q, choose_per_block(self.router_kv, x, self.quota(n), self.window, mask))
 
     def _fused(
-        self, x: Tensor, mask: Tensor | None, dtype: torch.dtype, residual: bool = False
+        self, x: Tensor, mask: Tensor | None, dtype: torch.dtype, residual: bool = False, door: Door | None = None
     ) -> tuple[Tensor, AttentionRouting]:
         """Return the same (x + y with `residual`) by one autograd node, or one operator through the dispatcher."""
-        light, heavy, q, kv, n = self.light, self.heavy, self.router_q, self.router_kv, x.shape[1]
+        light, heavy, q, kv = self.light, self.heavy, self.router_q, self.router_kv
+        n = x.shape[1] if door is None else door.n
         assert isinstance(q, Router)
         assert isinstance(kv, Router)
         q.check(x, 0, mask)
@@ -295,12 +298,18 @@ class RoutedAttention(nn.Module):
             of_q.k, of_q.kind, of_q.hard, q_block, q_memory, of_kv.k, of_kv.kind, of_kv.hard, stride, residual,
             light.norm.eps_for(x), NORM_EPS, of_q.eps, of_kv.eps, q.explore, of_q.share, of_kv.share,
         )  # fmt: skip
-        run = routed_attention if plain(x, mask) else attention_op.routed_attention
-        y, at_q, gates_q, at_kv, gates_kv, scores = run(
-            plan, x, q.directions(), kv.directions(), light.norm.weight, mask, heavy.norm_q.weight,
-            heavy.norm_kv.weight, self.null, light.qkv.weight, light.out.weight, heavy.q.weight, heavy.kv.weight,
-            heavy.out.weight,
+        weights = (
+            light.norm.weight, heavy.norm_q.weight, heavy.norm_kv.weight, self.null, light.qkv.weight, light.out.weight,
+            heavy.q.weight, heavy.kv.weight, heavy.out.weight,
         )  # fmt: skip
+        if door is not None:
+            vectors = (router.directions(door.weight(router.weight)) for router in (q, kv))
+            norm, *rest = map(door.weight, weights)
+            y, *choice = routed_attention(plan, x, *vectors, norm, mask, *rest, row=door.row())
+        else:
+            run = routed_attention if plain(x, mask) else attention_op.routed_attention
+            y, *choice = run(plan, x, q.directions(), kv.directions(), weights[0], mask, *weights[1:])
+        at_q, gates_q, at_kv, gates_kv, scores = choice
         scores_q, scores_kv = scores.unbind(0)
         return y, AttentionRouting(
             RouterOutput(at_q, gates_q, scores_q), RouterOutput(at_kv, gates_kv, scores_kv)
@@ -328,14 +337,16 @@ class RoutedAttention(nn.Module):
         k = count(self.k_kv, n)
         return min(self.window, max(1, round(self.window * k / n))) if k else 0
 
-    def _fused_dtype(self, x: Tensor, mask: Tensor | None) -> torch.dtype | None:
+    def _fused_dtype(self, x: Tensor, mask: Tensor | None, spread: bool = False) -> torch.dtype | None:
         """Return the branches' dtype where `_fused` gives the same as `_composed`, else None.
+
+        `spread`: x are tokens of a row that is spread over devices, and weights may be DTensors.
 
         None if something intercepts the call (a compiler, a transform, a hook), if a branch or router is not the
         default one, or if there is nothing to choose.
         """
         if not (
-            (plain(x, mask) or takes_operators(x, mask))
+            (spread or plain(x, mask) or takes_operators(x, mask))
             and x.numel()
             and self.k_q
             and self.k_kv
@@ -359,7 +370,7 @@ class RoutedAttention(nn.Module):
             return None
         weights = [p for m in parts for p in m._parameters.values() if p is not None]
         if any(m._parameters.get("bias") is not None for m in inner) or not (
-            plain(*weights) or takes_operators(*weights)
+            spread or plain(*weights) or takes_operators(*weights)
         ):
             return None
         # kernels don't check devices; fall back so that modules raise the error

@@ -14,6 +14,7 @@ from .causal import CausalRouter, router_of_windows
 from .count import check_count, check_flag, check_number, check_size, count
 from .feed_forward import has_no_overrides
 from .local_attention import LocalAttention
+from .over_sequence import Door, sequence_axis
 from .packed import packed
 from .routed import RoutedFeedForward
 from .router import Router, RouterOutput
@@ -137,6 +138,14 @@ class RoutedBlock(nn.Module):
             return packed(self, x, mask, return_routing, cu_seqlens, max_seqlen)  # type: ignore[no-any-return]
         if cache is not None:
             return self._cached(x, mask, return_routing, cache)
+        if (axis := sequence_axis(x)) is not None and self._opens(x, mask):
+            door = Door(self, x, axis, mask)
+            y, at_attention = door.fused(self.attention, door.tokens, residual=True)
+            y, at_feed_forward = door.fused(self.feed_forward, y, residual=True)
+            if not return_routing:
+                return door.leave(y)  # type: ignore[no-any-return]
+            of_attention = AttentionRouting(*map(door.routing, at_attention))
+            return door.leave(y), BlockRouting(of_attention, door.routing(at_feed_forward))
         x, attention = self._added(self.attention, x, mask)
         x, feed_forward = self._added(self.feed_forward, x, mask)
         return (x, BlockRouting(attention, feed_forward)) if return_routing else x
@@ -213,6 +222,15 @@ class RoutedBlock(nn.Module):
         """
         call: Any = self
         return call(x, mask, cache=cache) if x.shape[1] else x  # type: ignore[no-any-return]
+
+    def _opens(self, x: Tensor, mask: Tensor | None) -> bool:
+        """Return whether a spread row may pass both layers without a DTensor between them."""
+        layers: list[Any] = [self.attention, self.feed_forward]
+        drops = self.training and self.dropout > 0
+        if drops or [*map(type, layers)] != [RoutedAttention, RoutedFeedForward] or not has_no_overrides(*layers):
+            return False
+        self.attention._check_tokens(x)
+        return all(layer._fused_dtype(x, mask, spread=True) is not None for layer in layers)
 
     def _added(self, layer: Any, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Any]:
         """Return x + layer(x) and the routing: from one node where nothing looks at the layer's own output."""

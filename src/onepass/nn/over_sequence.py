@@ -1,6 +1,7 @@
-"""Routed layers over a sequence that is spread over devices: scores travel, and tokens only to balance the work.
+"""Routed layers over a sequence that is spread over devices: DTensors at the door, plain tensors inside.
 
-Everything here runs on plain tensors, the part of each device; scores and choices alone are DTensors.
+`Door` takes the tokens and all weights out of their DTensors, once for a layer or block. The layer then runs as on one
+device, in its fused form with a `Row`; `routed_over_sequence` composes branches that have none.
 """
 
 from __future__ import annotations
@@ -8,19 +9,26 @@ from __future__ import annotations
 import math
 import sys
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
 from onepass.ops.routing.op import gather, scatter_add
 
 from .explore import explore_part
-from .router import Router, RouterOutput, asked
+from .padding import check_mask
+from .router import Router, RouterOutput
 
 if TYPE_CHECKING:
-    from .attention import AttentionRouting, RoutedAttention
+    from onepass.fused.row import Row
+
     from .routed import Routed
+
+# the calls of a layer that its devices have agreed on
+_agreed: WeakKeyDictionary[nn.Module, set[Any]] = WeakKeyDictionary()
 
 
 def sequence_axis(x: Tensor) -> int | None:
@@ -34,105 +42,210 @@ def sequence_axis(x: Tensor) -> int | None:
     return axes[0] if len(axes) == 1 and known else None
 
 
-class Part:
-    """One device's tokens of a DTensor (batch, n, dim) that is spread along an axis of its mesh, and what it needs."""
+class Door:
+    """One device's tokens of a DTensor (batch, n, dim) that is spread along an axis of its mesh, and whole weights.
 
-    def __init__(self, x: Any, axis: int) -> None:
+    Attributes:
+        tokens: those of this device; one of zeros where it has none.
+        mask: theirs.
+    """
+
+    def __init__(self, module: nn.Module, x: Any, axis: int, mask: Any) -> None:
         from torch.distributed.tensor import DTensor, Partial, Replicate
 
-        self._dtensor = DTensor
-        self.mesh, self.placements, self.axis = x.device_mesh, x.placements, axis
-        self.shape, self.n = x.shape, x.shape[1]
-        self.tokens: Tensor = x.to_local(grad_placements=x.placements)
-        self.here = self.tokens.shape[1]
-        self.group, self.rank = self.mesh.get_group(axis), self.mesh.get_local_rank(axis)
-        self.ranges = parts(self.n, self.mesh.size(axis))
-        self.begin, end = self.ranges[self.rank]
-        if end - self.begin != self.here:
-            raise ValueError(
-                f"of {self.n} tokens over {len(self.ranges)} devices number {self.rank} must have "
-                f"{end - self.begin}, as distribute_tensor places them; it has {self.here}"
-            )
+        self._dtensor, self.x, self.name = DTensor, x, type(module).__name__
+        self.mesh, self.placements, self.shape, self.n = x.device_mesh, x.placements, x.shape, x.shape[1]
+        self.group = self.mesh.get_group(axis)
         self.everywhere = [Replicate() if i == axis else p for i, p in enumerate(self.placements)]
         # each device has its own part of a gradient of what all of them read
         self._of_choices = [Partial() if i == axis else p for i, p in enumerate(self.placements)]
-        self._of_weights = [Partial() if p.is_shard() else p for p in self.placements]
-        self._whole = [Replicate()] * self.mesh.ndim
+        self.whole = [Replicate()] * self.mesh.ndim
+        self.tokens: Tensor = x.to_local(grad_placements=x.placements)
+        self.here = self.tokens.shape[1]
+        weights = list(module.parameters())
+        self._agree(module, mask, weights)
+        check_mask(self.name, x, mask)
+        self.mask: Tensor | None = None
+        if mask is not None:
+            self.mask = mask.redistribute(placements=self.placements).to_local()
+        if not self.here:
+            self.tokens = F.pad(self.tokens, (0, 0, 0, 1))
+            self.mask = None if self.mask is None else F.pad(self.mask, (0, 1))
+        self._weights: dict[int, Tensor] = {}
+        self._open([p for p in weights if isinstance(p, DTensor)])
 
-    def weight(self, parameter: Any) -> Tensor:
+    def _agree(self, module: nn.Module, mask: Any, weights: list[nn.Parameter]) -> None:
+        """Raise an error on every device if one has another call than the others, where such a call is new here.
+
+        A layer asks the others once for each kind of call, so that none waits for one that raised an error alone.
+        """
+        import torch.distributed as dist
+
+        from onepass.fused.row import parts
+
+        of_mask = None if mask is None else (mask.shape, getattr(mask, "placements", "a plain tensor"))
+        kinds = frozenset(p.dtype for p in weights)
+        modes = module.training, torch.is_grad_enabled(), torch.is_autocast_enabled(self.tokens.device.type)
+        seen = self.group.group_name, self.here, self.shape, self.x.dtype, self.placements, of_mask, kinds, modes
+        agreed = _agreed.setdefault(module, set())
+        if seen in agreed:
+            return
+        call = {
+            "x": f"{tuple(self.shape)}, {self.x.dtype}, {self.placements}",
+            "mask": of_mask if of_mask is None else f"{tuple(of_mask[0])}, {of_mask[1]}",
+            "weights": sorted(map(str, kinds)),
+            "layer": f"{module}, (training, gradients, autocast) = {modes}",
+        }
+        every: list[Any] = [None] * dist.get_world_size(self.group)
+        dist.all_gather_object(every, (call, self.here), group=self.group)
+        for key in call:
+            if any(other[key] != every[0][0][key] for other, _ in every):
+                said = "; ".join(f"device {i}: {other[key]}" for i, (other, _) in enumerate(every))
+                raise ValueError(f"{self.name}: devices that share a sequence must agree on {key}; {said}")
+        sizes = [b - a for a, b in parts(self.n, len(every))]
+        if sizes != [here for _, here in every]:
+            raise ValueError(
+                f"{self.name}: {self.n} tokens over {len(every)} devices must be placed as distribute_tensor places "
+                f"them, {sizes}; got {[here for _, here in every]}"
+            )
+        if mask is not None and not isinstance(mask, self._dtensor):
+            raise TypeError(f"{self.name}: mask must be a DTensor beside a DTensor x; use distribute_tensor")
+        agreed.add(seen)
+
+    def _open(self, parameters: list[Any]) -> None:
+        """Take weights out of their DTensors; their gradients are summed over all parts of x by one all-reduce."""
+        for p in parameters:
+            if p.device_mesh != self.mesh:
+                raise ValueError(f"{self.name}: weights are on {p.device_mesh} but x is on {self.mesh}; use one mesh")
+        found = [
+            p if all(q.is_replicate() for q in p.placements) else p.redistribute(placements=self.whole)
+            for p in parameters
+        ]
+        learn = [i for i, p in enumerate(found) if p.requires_grad and torch.is_grad_enabled()]
+        with torch.no_grad():
+            opened = list(map(_local, found))
+        if learn:
+            groups = [self.mesh.get_group(i) for i, p in enumerate(self.placements) if p.is_shard()]
+            learned = _Opened.apply(groups, *(found[i] for i in learn))  # type: ignore[no-untyped-call]
+            for i, t in zip(learn, learned, strict=True):
+                opened[i] = t
+        self._weights = {id(p): t for p, t in zip(parameters, opened, strict=True)}
+
+    def weight(self, parameter: Any) -> Any:
         """Return a whole parameter; its gradient is this device's part of a sum.
 
         A plain one is whole already, and whoever handed it here adds the parts up, as FSDP2 and DDP do.
         """
-        if not isinstance(parameter, self._dtensor):
-            return parameter  # type: ignore[no-any-return]
-        return parameter.redistribute(placements=self._whole).to_local(grad_placements=self._of_weights)  # type: ignore[no-any-return]
+        return self._weights.get(id(parameter), parameter)
+
+    def fused(self, layer: Any, x: Tensor, residual: bool = False) -> Any:
+        """Return a layer's y (x + y with `residual`) at this device's tokens x, and its routing of whole rows."""
+        dtype = layer._fused_dtype(x, self.mask, spread=True)
+        if dtype is None:
+            raise ValueError(
+                f"{type(layer).__name__}: over a sequence that is spread over devices, routers, branches and norms "
+                "must be the default ones without hooks, dim ≤ 4096, every k ≥ 1, and weights and x of one dtype or "
+                f"under autocast; got x {x.dtype} and {layer}"
+            )
+        return layer._fused(x, self.mask, dtype, residual, self)
+
+    def row(self, balance: bool = False) -> Row:
+        """Return the row for one call of a fused layer."""
+        from onepass.fused.row import Row
+
+        return Row(self.n, self.group, balance)
+
+    def cut(self, t: Tensor) -> Tensor:
+        """Return t (batch, tokens, …) without the token that stands in for none."""
+        return t if self.here else t[:, :0]
+
+    def leave(self, y: Tensor) -> Any:
+        """Return the DTensor of which y is this device's part."""
+        strides = (self.n * self.shape[2], self.shape[2], 1)
+        return self._dtensor.from_local(
+            self.cut(y), self.mesh, self.placements, run_check=False, shape=self.shape, stride=strides
+        )  # fmt: skip
+
+    def routing(self, found: RouterOutput) -> RouterOutput:
+        """Return whole rows, which each device has, as DTensors."""
+
+        def everyone(t: Tensor) -> Any:
+            shape = torch.Size((self.shape[0], *t.shape[1:]))
+            t = t.contiguous()
+            return self._dtensor.from_local(
+                t, self.mesh, self.everywhere, run_check=False, shape=shape, stride=t.stride()
+            )  # fmt: skip
+
+        return RouterOutput(*map(everyone, found))
 
     def run(self, module: nn.Module, *args: Any) -> Tensor:
         """Return module(*args) with whole parameters."""
         return functional_call(module, {n: self.weight(p) for n, p in module.named_parameters()}, args)  # type: ignore[no-any-return]
 
-    def over_tokens(self, router: nn.Module, *args: Any) -> Any:
-        """Return router(*args) for DTensor tokens, which a router's plain parameters could not meet."""
-        beside = {n: self._beside(p) for n, p in router.named_parameters() if not isinstance(p, self._dtensor)}
-        return functional_call(router, beside, args) if beside else router(*args)
-
-    def _beside(self, parameter: Tensor) -> Tensor:
-        return _Beside.apply(parameter, self.mesh, self._whole)  # type: ignore[no-any-return, no-untyped-call]
+    def route(self, router: nn.Module, x: Any, k: int | float, mask: Any) -> RouterOutput:
+        """Return router(x, k, mask) for DTensor tokens, which a router's plain parameters could not meet."""
+        beside = {
+            n: _Beside.apply(p, self.mesh, self.whole)  # type: ignore[no-untyped-call]
+            for n, p in router.named_parameters()
+            if not isinstance(p, self._dtensor)
+        }
+        args = x, k, mask
+        return functional_call(router, beside, args) if beside else router(*args)  # type: ignore[no-any-return]
 
     def choice(self, t: Any) -> Tensor:
-        """Return whole rows of indices, gates or scores; a router that reads no tokens has them already."""
+        """Return whole rows of indices or gates; a router that reads no tokens has them already."""
         if not isinstance(t, self._dtensor):
             return t  # type: ignore[no-any-return]
         whole = t.redistribute(placements=self.everywhere)
         return whole.to_local(grad_placements=self._of_choices) if t.is_floating_point() else whole.to_local()  # type: ignore[no-any-return]
 
-    def everyone(self, t: Tensor) -> Tensor:
-        """Return whole rows, which each device has, as a DTensor."""
+
+def _local(t: Any) -> Tensor:
+    part = t.to_local()
+    # the result of a collective may still be on its way
+    return part.wait() if hasattr(part, "wait") else part  # type: ignore[no-any-return]
+
+
+class _Opened(torch.autograd.Function):
+    """Whole weights as plain tensors; their gradients are summed by one all-reduce."""
+
+    @staticmethod
+    def forward(ctx: Any, groups: list[Any], *weights: Any) -> tuple[Tensor, ...]:
+        ctx.groups, ctx.placed = groups, [(w.device_mesh, w.placements) for w in weights]
+        ctx.set_materialize_grads(False)
+        # an alias: autograd marks what a Function returns
+        return tuple(_local(w).detach() for w in weights)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         from torch.distributed.tensor import DTensor
 
-        shape = torch.Size((self.shape[0], *t.shape[1:]))
-        t = t.contiguous()
-        return DTensor.from_local(
-            t, self.mesh, self.everywhere, run_check=False, shape=shape, stride=t.stride()
-        )  # fmt: skip
+        return None, *(
+            None if g is None else DTensor.from_local(g, *placed, run_check=False)
+            for g, placed in zip(total(grads, ctx.groups), ctx.placed, strict=True)
+        )
 
-    def own(self, indices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the tokens among indices (…, k) that are here, as few as the row with the most of them allows.
 
-        Returns:
-            Their places among the tokens of this device (−1: none), which of the k they are, and which exist.
-        """
-        places = indices - self.begin
-        own = (places >= 0) & (places < self.here)
-        most = int(own.sum(-1).max()) if own.numel() else 0
-        slots = own.logical_not().sort(dim=-1, stable=True).indices[..., :most]
-        own = own.gather(-1, slots)
-        return torch.where(own, places.gather(-1, slots), -1), slots, own
+def total(grads: tuple[Tensor | None, ...], groups: list[Any]) -> list[Tensor | None]:
+    """Return the sums of tensors over the devices of the groups: one all-reduce for each dtype and group."""
+    import torch.distributed as dist
 
-    def counts(self, indices: Tensor) -> Tensor:
-        """Return how many of the tokens among indices (…, k) each device has."""
-        size = -(-self.n // len(self.ranges))
-        edges = (size * torch.arange(len(self.ranges) + 1, device=indices.device)).clamp_max(self.n)
-        return torch.searchsorted(indices.flatten().sort().values, edges).diff()
-
-    def explored(self, y: Tensor, router: nn.Module, k: int | float, mask: Any) -> Tensor:
-        """Return y, whose backward also gives the router a gradient from tokens that were not chosen."""
-        stride = router.explore_stride(k, self.n) if isinstance(router, Router) and y.requires_grad else 0
-        if not (isinstance(router, Router) and stride):
-            return y
-        real = None if mask is None else mask.redistribute(placements=self.placements).to_local()
-        weight = self.weight(router.weight)
-        return explore_part(y, self.tokens, router, weight, stride, real, self.begin, self.group)
-
-    def spread(self, y: Tensor) -> Tensor:
-        """Return the DTensor of which y is this device's part."""
-        from torch.distributed.tensor import DTensor
-
-        strides = (self.n * self.shape[2], self.shape[2], 1)
-        return DTensor.from_local(
-            y, self.mesh, self.placements, run_check=False, shape=self.shape, stride=strides
-        )  # fmt: skip
+    out: list[Tensor | None] = [None] * len(grads)
+    for dtype in {g.dtype: None for g in grads if g is not None}:
+        # each begins at a whole number of 128 bytes, as kernels like it
+        grain = 128 // dtype.itemsize
+        some = [(i, g) for i, g in enumerate(grads) if g is not None and g.dtype == dtype]
+        sizes = [-(-g.numel() // grain) * grain for _, g in some]
+        flat = some[0][1].new_zeros(sum(sizes))
+        views = [
+            t[: g.numel()].view(g.shape) for t, (_, g) in zip(torch.split_with_sizes(flat, sizes), some, strict=True)
+        ]
+        torch._foreach_copy_(views, [g for _, g in some])
+        for group in groups:
+            dist.all_reduce(flat, group=group)
+        for (i, _), t in zip(some, views, strict=True):
+            out[i] = t
+    return out
 
 
 class _Beside(torch.autograd.Function):
@@ -151,111 +264,48 @@ class _Beside(torch.autograd.Function):
         return grad.to_local() / same, None, None
 
 
-class _Scores(nn.Module):
-    """The scores of a router, as a module."""
-
-    def __init__(self, router: Router) -> None:
-        super().__init__()
-        self.router = router
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.router.scores(x)
-
-
-def parts(n: int, devices: int) -> list[tuple[int, int]]:
-    """Return where the tokens of each device begin and end, as distribute_tensor places them."""
-    size = -(-n // devices)
-    return [(min(i * size, n), min((i + 1) * size, n)) for i in range(devices)]
-
-
 def routed_over_sequence(layer: Routed, x: Any, k: int | float, mask: Any, axis: int) -> tuple[Tensor, RouterOutput]:
-    """Return what `Routed` returns for a DTensor x whose tokens are spread along one axis of its mesh.
+    """Return what `Routed` returns for a DTensor x whose tokens are spread along one axis of its mesh, by composition.
 
-    The scores are gathered, 4 bytes a token, and every device chooses from the whole row. The heavy branch then runs
-    where the chosen tokens are, on as many as the row with the most of them has there, or, with `balance`, in even
-    parts. The host reads that number, and with `balance` how many tokens each device has.
+    Every device chooses from the whole row. The heavy branch then runs where the chosen tokens are, on as many as the
+    row with the most of them has there, or, with `balance`, in even parts.
     """
 
     def heavy(tokens: Tensor) -> Tensor:
-        update = part.run(layer.heavy, tokens)
+        update = door.run(layer.heavy, tokens)
         layer.same_shape("heavy", update, tokens.shape)
         return update
 
-    part = Part(x, axis)
-    routing: RouterOutput = part.over_tokens(layer.router, x, k, mask)
-    y = part.run(layer.light, part.tokens)
-    layer.same_shape("light", y, part.tokens.shape)
-    if routing.indices.shape[-1]:
-        indices = part.choice(routing.indices)
-        # before the host waits in `own`: then it waits once
-        counts = part.counts(indices) if layer.balance else None
-        places, slots, own = part.own(indices)
-        chosen = gather(part.tokens, places)
-        if counts is None:
-            update = heavy(chosen.flatten(1, -2)).reshape(chosen.shape)
-        else:
+    door = Door(layer, x, axis, mask)
+    row, tokens = door.row(), door.tokens
+    routing = door.route(layer.router, x, k, mask)
+    indices = door.choice(routing.indices)
+    places = indices.shape[-1]
+    found = row.sort(indices.reshape(-1, places)) if places else None
+    counts = None if found is None else row.ask(found)
+    y = door.run(layer.light, tokens)
+    layer.same_shape("light", y, tokens.shape)
+    if found is not None and counts is not None:
+        read = counts.read()[0]
+        own = row.pick(found, read)
+        at, slots, real = (t.view(*indices.shape[:-1], -1) for t in own[1:])
+        chosen = gather(tokens, at)
+        if layer.balance:
             from .balance import evenly
 
-            update = evenly(heavy, chosen, own, counts, part.rank, part.group)
-        gates = torch.where(own, part.choice(routing.gates).gather(-1, slots), 0)
-        y = scatter_add(y, update, gates, places)
-    return part.spread(part.explored(y, layer.router, k, mask)), routing
-
-
-def attention_over_sequence(
-    layer: RoutedAttention, x: Any, mask: Any, axis: int
-) -> tuple[Tensor, AttentionRouting]:  # fmt: skip
-    """Return what `RoutedAttention` returns for a DTensor x whose tokens are spread along one axis of its mesh.
-
-    Windows need the tokens of up to two windows on either side from the devices there. Queries are computed where they
-    are; keys and values are projected where they are and gathered, those of the chosen tokens alone.
-    """
-    from . import halo
-    from .attention import AttentionRouting
-    from .causal import choose_per_block
-
-    part = Part(x, axis)
-    n, heavy, window = part.n, layer.heavy, layer.window
-    real = None if mask is None else mask.redistribute(placements=part.everywhere).to_local()
-    q = part.over_tokens(layer.router_q, x, asked(layer.router_q, layer.k_q, n), mask)
-    if layer.causal and n:
-        if not isinstance(layer.router_kv, Router):
-            raise ValueError(
-                "RoutedAttention: over a sequence that is spread over devices, router_kv must be a Router with causal"
-            )
-        scores: Any = part.over_tokens(_Scores(layer.router_kv), x)
-        scores = scores.redistribute(placements=part.everywhere).to_local()
-        kv = choose_per_block(layer.router_kv.decide, scores, layer.quota(n), window, real)
-        kv = RouterOutput(*map(part.everyone, kv))
-    else:
-        kv = part.over_tokens(layer.router_kv, x, asked(layer.router_kv, layer.k_kv, n), mask)
-    routing = AttentionRouting(q, kv)
-
-    wants = [halo.wanted(*r, n, window, layer.causal) for r in part.ranges]
-    around = halo.fetch(part.tokens, part.ranges, wants, part.group)
-    first, last = wants[part.rank]
-    left = part.begin - first
-    y = part.run(layer.light, around, None if real is None else real[:, first:last])[:, left : left + part.here]
-    null = part.weight(layer.null)
-    y = y + null.to(y.dtype)
-    if q.indices.shape[1]:
-        at_q, at_kv = part.choice(q.indices), part.choice(kv.indices)
-        places, slots, own = part.own(at_kv)
-        rows = part.run(heavy.kv, part.run(heavy.norm_kv, gather(part.tokens, places)))
-        rows = torch.where(own[..., None], rows, 0)
-        memories = rows.new_zeros(*at_kv.shape, rows.shape[-1])
-        memories = halo.total(memories.scatter_add(1, slots[..., None].expand_as(rows), rows), part.group)
-        places, slots, own = part.own(at_q)
-        mine = RouterOutput(
-            torch.where(own, at_q.gather(-1, slots), -1),
-            torch.where(own, part.choice(q.gates).gather(-1, slots), 0), at_q,
+            update = evenly(heavy, chosen, real, [sum(c) for c in zip(*read, strict=True)], row.rank, door.group)
+        else:
+            update = heavy(chosen.flatten(1, -2)).reshape(chosen.shape)
+        gates = torch.where(real, door.choice(routing.gates).gather(-1, slots), 0)
+        y = scatter_add(y, update, gates, at)
+    stride = layer.router.explore_stride(k, door.n) if isinstance(layer.router, Router) and y.requires_grad else 0
+    if isinstance(layer.router, Router) and stride:
+        weight = door.weight(layer.router.weight)
+        y = explore_part(
+            door.cut(y), door.cut(tokens), layer.router, weight, stride,
+            None if door.mask is None else door.cut(door.mask), row.begin, door.group,
         )  # fmt: skip
-        local = AttentionRouting(mine, RouterOutput(at_kv, part.choice(kv.gates), at_kv))
-        queries = part.run(heavy.q, part.run(heavy.norm_q, gather(part.tokens, places)))
-        until, seen = layer.seen(local, n, real)
-        update = part.run(heavy.out, heavy.attend(queries, memories, local, until, turned=True, mask=seen).flatten(2))
-        y = scatter_add(y, update - null.to(update.dtype), mine.gates, places)
-    return part.spread(part.explored(y, layer.router_q, layer.k_q, mask)), routing
+    return door.leave(y), routing
 
 
-__all__ = ["Part", "attention_over_sequence", "parts", "routed_over_sequence", "sequence_axis"]
+__all__ = ["Door", "routed_over_sequence", "sequence_axis"]

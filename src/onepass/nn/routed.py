@@ -21,7 +21,7 @@ from .causal import CausalRouter
 from .count import check_count, check_flag, check_number, check_size
 from .explore import explore
 from .feed_forward import FeedForward, has_no_overrides
-from .over_sequence import routed_over_sequence, sequence_axis
+from .over_sequence import Door, routed_over_sequence, sequence_axis
 from .packed import packed
 from .padding import zero_padding
 from .router import NORM_EPS, Router, RouterOutput, asked
@@ -235,6 +235,10 @@ class RoutedFeedForward(Routed):
             y, routing = self._cached(x, mask, cache)
             return (y, routing) if return_routing else y
         dtype = self._fused_dtype(x, mask)
+        if dtype is None and (axis := sequence_axis(x)) is not None and self._fused_dtype(x, mask, spread=True):
+            door = Door(self, x, axis, mask)
+            y, routing = door.fused(self, door.tokens)
+            return (door.leave(y), door.routing(routing)) if return_routing else door.leave(y)
         if dtype is None:
             return super().forward(zero_padding("RoutedFeedForward", x, mask), mask, return_routing)
         y, routing = self._fused(x, mask, dtype)
@@ -244,10 +248,11 @@ class RoutedFeedForward(Routed):
         check.tensor("RoutedFeedForward", "x", x)
 
     def _fused(
-        self, x: Tensor, mask: Tensor | None, dtype: torch.dtype, residual: bool = False
+        self, x: Tensor, mask: Tensor | None, dtype: torch.dtype, residual: bool = False, door: Door | None = None
     ) -> tuple[Tensor, RouterOutput]:
         """Return the same (x + y with `residual`) by one autograd node, or one operator through the dispatcher."""
-        light, heavy, router, n = self.light, self.heavy, self.router, x.shape[1]
+        light, heavy, router = self.light, self.heavy, self.router
+        n = x.shape[1] if door is None else door.n
         assert isinstance(light, FeedForward)
         assert isinstance(heavy, FeedForward)
         assert isinstance(router, Router)
@@ -258,12 +263,20 @@ class RoutedFeedForward(Routed):
             light.norm.eps_for(x), heavy.norm.eps_for(x), NORM_EPS, how.eps, router.explore, how.share,
         )  # fmt: skip
         (light_norm, *linear), (heavy_norm, *more) = light.weights(), heavy.weights()
-        run = routed_feed_forward if plain(x, mask, light_norm) else feed_forward_op.routed_feed_forward
-        y, *routing = run(x, router.directions(), light_norm, heavy_norm, mask, plan, *linear, *more)
+        if door is not None:
+            vectors = router.directions(door.weight(router.weight))
+            light_norm, heavy_norm, *linear = map(door.weight, (light_norm, heavy_norm, *linear, *more))
+            row = door.row(self.balance)
+            y, *routing = routed_feed_forward(x, vectors, light_norm, heavy_norm, mask, plan, *linear, row=row)
+        else:
+            run = routed_feed_forward if plain(x, mask, light_norm) else feed_forward_op.routed_feed_forward
+            y, *routing = run(x, router.directions(), light_norm, heavy_norm, mask, plan, *linear, *more)
         return y, RouterOutput(*routing)
 
-    def _fused_dtype(self, x: Tensor, mask: Tensor | None) -> torch.dtype | None:
+    def _fused_dtype(self, x: Tensor, mask: Tensor | None, spread: bool = False) -> torch.dtype | None:
         """Return the branches' dtype where the fused form gives the same as the composition of modules, else None.
+
+        `spread`: x are tokens of a row that is spread over devices, and weights may be DTensors.
 
         None for a transform of torch.func, for a hook inside, if a branch or the router is not a default one, or if
         there is nothing to choose.
@@ -280,7 +293,7 @@ class RoutedFeedForward(Routed):
         (light_norm, *linear), (heavy_norm, *more) = light.weights(), heavy.weights()
         linear += more
         weights = router.weight, light_norm, heavy_norm, *linear
-        if not (plain(x, mask, *weights) or takes_operators(x, mask, *weights)):
+        if not (spread or plain(x, mask, *weights) or takes_operators(x, mask, *weights)):
             return None
         # kernels don't check devices; fall back so that modules raise the error
         if {w.device for w in weights if w is not None} != {x.device}:

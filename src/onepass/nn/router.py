@@ -136,13 +136,17 @@ class Router(nn.Module):
         vectors = self.directions()
         return score(x, vectors if self.num_routes > 1 else vectors[0], eps=NORM_EPS)
 
-    def directions(self) -> Tensor:
-        """Return the vectors ``(R, dim)`` for `onepass.ops.routing.op.score`; "cosine" scales them to length 1."""
+    def directions(self, weight: Tensor | None = None) -> Tensor:
+        """Return the vectors ``(R, dim)`` for `onepass.ops.routing.op.score`; "cosine" scales them to length 1.
+
+        `weight` stands for the router's own.
+        """
+        weight = self.weight if weight is None else weight
         if self.score != "cosine":
-            return self.weight
-        dtype = torch.promote_types(self.weight.dtype, torch.float32)
-        length: Tensor = torch.linalg.vector_norm(self.weight, dim=-1, keepdim=True, dtype=dtype)
-        return self.weight / length
+            return weight
+        dtype = torch.promote_types(weight.dtype, torch.float32)
+        length: Tensor = torch.linalg.vector_norm(weight, dim=-1, keepdim=True, dtype=dtype)
+        return weight / length
 
     def forward(
         self, x: Tensor, k: int | float, mask: Tensor | None = None, *,

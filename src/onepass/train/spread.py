@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from onepass.core.errors import UserError
+from onepass.fused.row import parts
 from onepass.nn import RoutedBlock, RoutedFeedForward
 from onepass.nn.halo import fetch
-from onepass.nn.over_sequence import parts
 from onepass.train.config import Config
 from onepass.train.data import Batch
 from onepass.train.model import Attention, Model, angles

@@ -1,0 +1,373 @@
+"""Rows of tokens that are spread over devices: what travels between the steps of a fused layer, without autograd.
+
+A fused layer that is given a `Row` computes on this device's tokens. Scores, chosen keys and values, and the edges of
+windows come from the other devices, and so do the parts of the gradients of what all of them read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+Range = tuple[int, int]
+# torch 2.13 renames both
+_all_gather: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or getattr(dist, "reduce_scatter_tensor", None)
+
+
+@lru_cache(64)
+def parts(n: int, devices: int) -> list[Range]:
+    """Return where the tokens of each device begin and end, as distribute_tensor places them."""
+    size = -(-n // devices)
+    return [(min(i * size, n), min((i + 1) * size, n)) for i in range(devices)]
+
+
+def wanted(begin: int, end: int, n: int, window: int, causal: bool) -> Range:
+    """Return the range of tokens that those from begin to end see: whole windows, one more before, and one after."""
+    if begin == end:
+        return begin, begin
+    first = max(0, (begin // window - 1) * window)
+    return first, end if causal else min(n, (-(-end // window) + 1) * window)
+
+
+def shared(a: Range, b: Range) -> Range:
+    """Return the range that two ranges share, perhaps an empty one."""
+    begin = max(a[0], b[0])
+    return begin, max(begin, min(a[1], b[1]))
+
+
+def send(x: Tensor, given: Sequence[Range], taken: Sequence[Range], group: Any) -> Tensor:
+    """Send tokens (batch, n, dim), those of range given[i] to device i in turn; return those sent here, in turn."""
+    into, out_of = ([b - a for a, b in ranges] for ranges in (taken, given))
+    received = x.new_empty(sum(into), len(x), x.shape[2])
+    dist.all_to_all_single(received, x.transpose(0, 1).contiguous(), into, out_of, group=group)  # type: ignore[no-untyped-call]
+    return received.transpose(0, 1)
+
+
+class Edges(NamedTuple):
+    """The tokens of other devices that local attention needs here, and who gets which of this device's."""
+
+    left: int  # how many before this device's tokens
+    right: int  # how many after them
+    given: list[Range]  # of the row, to each device
+    taken: list[Range]
+
+
+@lru_cache(256)
+def _edges(n: int, devices: int, rank: int, window: int, causal: bool) -> Edges:
+    own = parts(n, devices)
+    wants = [wanted(*r, n, window, causal) for r in own]
+    (begin, end), (first, last) = own[rank], wants[rank]
+
+    def of_others(i: int, a: Range, b: Range) -> Range:
+        return (0, 0) if i == rank else shared(a, b)
+
+    given = [of_others(i, own[rank], w) for i, w in enumerate(wants)]
+    taken = [of_others(i, r, wants[rank]) for i, r in enumerate(own)]
+    return Edges(begin - first, last - end, given, taken)
+
+
+class Shares(NamedTuple):
+    """Who computes what.
+
+    The travelling tokens of all devices form one list, device after device.
+
+    Attributes:
+        kept: how many of its own tokens each device computes.
+        given: which range of the list each device has.
+        taken: which range of the list each device computes.
+    """
+
+    kept: list[int]
+    given: list[Range]
+    taken: list[Range]
+
+    @property
+    def travelling(self) -> int:
+        """How many tokens travel."""
+        return self.given[-1][1]
+
+
+def shares(counts: list[int]) -> Shares:
+    """Return who computes what if device i has counts[i] tokens: at most ⌈sum / devices⌉ each, the rest stays.
+
+    No plan with this most moves fewer tokens. Every device computes the plan from the same counts, so nothing is sent.
+    """
+    most = -(-sum(counts) // len(counts))
+    given = list(accumulate((max(0, c - most) for c in counts), initial=0))
+    rooms = accumulate((max(0, most - c) for c in counts), initial=0)
+    taken = [min(room, given[-1]) for room in rooms]
+    return Shares([min(c, most) for c in counts], list(pairwise(given)), list(pairwise(taken)))
+
+
+class Even:
+    """Rows of chosen tokens in even parts: those of which a device has too many travel to others, and come back."""
+
+    def __init__(self, counts: list[int], real: Tensor, rank: int, group: Any) -> None:
+        kept, given, taken = plan = shares(counts)
+        self.kept, self.places, self.group, self.travels = kept[rank], real.numel(), group, plan.travelling > 0
+        self.given = [shared(given[rank], r) for r in taken]
+        self.taken = [shared(r, taken[rank]) for r in given]
+        # the tokens that exist come first
+        self.order = real.flatten().logical_not().sort(stable=True).indices[: counts[rank]]
+
+    def there(self, rows: Tensor) -> Tensor:
+        """Return the rows that this device computes, of rows (all places, dim) of its own chosen tokens."""
+        mine = rows.index_select(0, self.order)
+        if not self.travels:
+            return mine
+        guests = send(mine[None, self.kept :], self.given, self.taken, self.group)
+        return torch.cat((mine[: self.kept], guests[0]))
+
+    def back(self, done: Tensor) -> Tensor:
+        """Return what was computed of this device's own tokens (places, dim), zeros where a token does not exist."""
+        if self.travels:
+            back = send(done[None, self.kept :], self.taken, self.given, self.group)
+            done = torch.cat((done[: self.kept], back[0]))
+        # places are unique: a copy
+        return done.new_zeros(self.places, done.shape[1]).index_copy_(0, self.order, done)
+
+
+class Chosen(NamedTuple):
+    """Which of a row's chosen tokens are on this device, best first or in order as the choice is."""
+
+    at: Tensor  # (batch, places): where in the row; −1: no token
+    places: Tensor  # the same among this device's tokens
+    slots: Tensor  # which of the k they are; anything where there is no token
+    real: Tensor  # which exist
+
+
+class Sorted(NamedTuple):
+    """A choice (batch, k), device after device."""
+
+    at: Tensor
+    order: Tensor
+    starts: Tensor  # (batch, devices + 1): where the tokens of each device begin in `order`
+
+
+class Counts:
+    """Small numbers on their way to the host."""
+
+    def __init__(self, counts: Tensor) -> None:
+        self._event: Any = None
+        if counts.is_cuda:
+            self._host = torch.empty(counts.shape, dtype=counts.dtype, pin_memory=True)
+            self._host.copy_(counts, non_blocking=True)
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record()
+        else:
+            self._host = counts
+
+    def read(self) -> list[list[list[int]]]:
+        """Return them, when they are there."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._host.tolist()  # type: ignore[no-any-return]
+
+
+class Row:
+    """A row of n tokens of which this device has those from `begin` to `end`, for one call of a layer.
+
+    Attributes:
+        mask: of whole rows, once the scores are there.
+        own, gates: which of the chosen tokens are here, and their gates.
+        even: how the heavy work is spread; None: each device computes its own tokens.
+    """
+
+    own: Chosen
+    gates: Tensor
+    even: Even | None = None
+    keys: Tensor  # places of the chosen keys here
+    sources: Tensor  # of the keys: see `locate`
+
+    def __init__(self, n: int, group: Any, balance: bool = False) -> None:
+        self.n, self.group, self.balance = n, group, balance
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self.most = max(1, -(-n // self.size))
+        self.begin, self.end = parts(n, self.size)[self.rank]
+        self.mask: Tensor | None = None
+
+    def whole(self, scores: Tensor, mask: Tensor | None) -> Tensor:
+        """Return the scores ([R,] batch, n) of whole rows, and keep their mask (batch, n): from one all-gather."""
+        here = scores.view(-1, *scores.shape[-2:])[..., : self.end - self.begin]
+        if mask is not None:
+            here = torch.cat((here, mask[None, :, : self.end - self.begin].to(here.dtype)))
+        routes, batch, missing = len(here), here.shape[1], self.most - here.shape[2]
+        sent = (F.pad(here, (0, missing)) if missing else here).contiguous()
+        found = sent.new_empty(self.size * sent.numel())
+        _all_gather(found, sent.view(-1), group=self.group)
+        whole = found.view(self.size, routes, batch, self.most).movedim(0, 2).reshape(routes, batch, -1)
+        whole = whole[..., : self.n].contiguous()
+        if mask is not None:
+            whole, self.mask = whole[:-1], whole[-1] > 0
+        return whole.view(*scores.shape[:-1], self.n)
+
+    def here(self, t: Tensor, tokens: int) -> Tensor:
+        """Return this device's part of whole rows (…, n), zeros after it up to `tokens`."""
+        own = t[..., self.begin : self.end]
+        return F.pad(own, (0, tokens - own.shape[-1])) if own.shape[-1] < tokens else own.contiguous()
+
+    def sort(self, at: Tensor) -> Sorted:
+        """Return a choice (batch, k) of whole rows sorted by the device that has the tokens; missing ones come last."""
+        owner = torch.where((at >= 0) & (at < self.n), at // self.most, self.size)
+        ordered, order = owner.sort(dim=-1, stable=True)
+        each = torch.arange(self.size + 1, device=at.device).expand(len(at), -1).contiguous()
+        return Sorted(at, order, torch.searchsorted(ordered, each))
+
+    def ask(self, *found: Sorted) -> Counts:
+        """Start to tell the host how many tokens each device has: (choices, batch, devices)."""
+        return Counts(torch.stack([s.starts.diff() for s in found]))
+
+    def pick(self, found: Sorted, counts: list[list[int]], everyone: bool = False) -> Chosen:
+        """Return which of the chosen tokens are here, in as many places as the fullest row here or `everyone` has."""
+        at, order, starts = found
+        most = max((max(c) if everyone else c[self.rank] for c in counts), default=0)
+        # kernels take no empty tensors, and on a GPU few shapes repeat if each may differ
+        grain = 64 if at.is_cuda else 1
+        places = min(at.shape[1], -(-max(1, most) // grain) * grain)
+        ranks = torch.arange(places, device=at.device) + starts[:, self.rank, None]
+        real = ranks < starts[:, self.rank + 1, None]
+        slots = order.gather(1, ranks.clamp_max(at.shape[1] - 1))
+        own = torch.where(real, at.gather(1, slots), -1)
+        return Chosen(own, torch.where(real, own - self.begin, -1), slots, real)
+
+    def choose(self, found: Sorted, gates: Tensor, counts: list[list[int]]) -> tuple[Tensor, Tensor]:
+        """Keep which of the chosen tokens are here; return their places among this device's tokens, and gates."""
+        self.own = self.pick(found, counts)
+        self.gates = torch.where(self.own.real, gates.gather(1, self.own.slots), 0)
+        if self.balance:
+            self.even = Even([sum(c) for c in zip(*counts, strict=True)], self.own.real, self.rank, self.group)
+        return self.own.places, self.gates
+
+    def locate(self, found: Sorted, places: int) -> Tensor:
+        """Return where each of the chosen (batch·k,) is in what :meth:`gather` receives; past its end: nowhere."""
+        at, order, starts = found
+        batch, k = at.shape
+        slot = torch.arange(k, device=at.device).expand(batch, -1).contiguous()
+        owner = torch.searchsorted(starts, slot, right=True) - 1
+        place = slot - starts.gather(1, owner.clamp_max(self.size))
+        source = (owner * batch + torch.arange(batch, device=at.device)[:, None]) * places + place
+        source = torch.where(owner < self.size, source, self.size * batch * places)
+        return torch.empty_like(source).scatter_(1, order, source).view(-1)
+
+    def gather(self, rows: Tensor, sources: Tensor) -> Tensor:
+        """Return the chosen tokens' rows (batch·k, dim) from those that each device has, (batch·places, dim)."""
+        found = rows.new_empty(self.size * rows.numel())
+        _all_gather(found, rows.contiguous().view(-1), group=self.group)
+        found = found.view(-1, rows.shape[1])
+        # one that does not exist is masked: any finite row will do
+        return found.index_select(0, torch.where(sources < len(found), sources, 0))
+
+    def gather_backward(self, grad: Tensor, sources: Tensor, rows: int) -> Tensor:
+        """Return the gradient of this device's rows (batch·places, dim): a sum over the devices."""
+        every = self.size * rows
+        sent = grad.new_zeros(every + 1, grad.shape[1]).index_copy_(0, sources, grad)[:every]
+        found = grad.new_empty(rows, grad.shape[1])
+        _reduce_scatter(found.view(-1), sent.view(-1), group=self.group)
+        return found
+
+    def edges(self, window: int, causal: bool) -> Edges:
+        """Return which keys of local attention travel."""
+        return _edges(self.n, self.size, self.rank, window, causal)
+
+    def around(self, mask: Tensor, left: int, here: int, right: int) -> Tensor:
+        """Return the mask of this device's tokens and of those beside them; there is none beside no tokens."""
+        own = mask[:, self.begin - left : self.end + right]
+        return F.pad(own, (0, left + here + right - own.shape[1])).contiguous()
+
+    def project(self, tokens: Tensor, weight: Tensor, batch: int, edges: Edges) -> Tensor:
+        """Return tokens·weightᵀ (batch·(left + here + right), 3·inner): queries here, keys and values of both sides."""
+        left, right, given, taken = edges
+        here, columns = len(tokens) // batch, len(weight)
+        rows = tokens.new_empty(batch, left + here + right, columns)
+        inside = rows[:, left : left + here]
+        if batch == 1:
+            torch.mm(tokens, weight.t(), out=inside[0])
+        else:
+            inside.copy_(torch.mm(tokens, weight.t()).view(inside.shape))
+        part, shift = rows[..., columns // 3 :], left - self.begin
+        sent = [part[:, a + shift : b + shift] for a, b in given if a < b]
+        received = send(torch.cat(sent, 1) if sent else part[:, :0], given, taken, self.group)
+        part[:, :left] = received[:, :left]
+        part[:, left + here :] = received[:, left:]
+        return rows.view(-1, columns)
+
+    def project_backward(self, grad: Tensor, batch: int, edges: Edges) -> Tensor:
+        """Return the gradient of this device's projected tokens (batch·here, 3·inner) from that of `project`."""
+        left, right, given, taken = edges
+        rows = grad.view(batch, -1, grad.shape[1])
+        here = rows.shape[1] - left - right
+        part, shift, done = rows[..., grad.shape[1] // 3 :], left - self.begin, 0
+        sent = torch.cat((part[:, :left], part[:, left + here :]), 1)
+        received = send(sent, taken, given, self.group)
+        for a, b in given:
+            if a < b:
+                part[:, a + shift : b + shift] += received[:, done : done + b - a]
+                done += b - a
+        return rows[:, left : left + here].reshape(-1, grad.shape[1])
+
+    def total(self, *tensors: Tensor) -> list[Tensor]:
+        """Return the sums of tensors over the devices, by one all-reduce."""
+        flat = torch.cat([t.reshape(-1) for t in tensors])
+        dist.all_reduce(flat, group=self.group)
+        pieces: Any = torch.split_with_sizes(flat, [t.numel() for t in tensors])
+        return [t.view(like.shape) for t, like in zip(pieces, tensors, strict=True)]
+
+    def backward(
+        self, dy: Tensor | None, x: Tensor, mask: Tensor | None, inverse: Tensor,
+        parts: Sequence[tuple[Tensor, Tensor | None, bool]], stride: int, weight: float,
+    ) -> tuple[list[Tensor | None], Tensor | None]:  # fmt: skip
+        """Return the gradients of whole rows' gates, by one all-reduce, and what exploration adds to the vector's.
+
+        Args:
+            dy: the gradient of this device's outputs; None: there is none.
+            x: this device's tokens.
+            mask: theirs.
+            inverse: their 1/rms in the scores.
+            parts: of each list of gates: the gates, this device's part of their gradient, and whether it is that of
+                the tokens here alone.
+            stride: of the tokens that `nn.explore` samples; 0: none.
+            weight: of exploration.
+        """
+        if dy is None:
+            return [None] * len(parts), None
+        grads = []
+        for gates, part, own in parts:
+            assert part is not None
+            whole = torch.zeros_like(gates).scatter_add_(1, self.own.slots, part) if own else part
+            grads.append(whole.view(gates.shape))
+        if not stride:
+            return [*self.total(*grads)], None
+        sampled = slice(-self.begin % stride, max(0, self.end - self.begin), stride)
+        lengths: Tensor = torch.linalg.vector_norm(dy[:, sampled], dim=-1, dtype=grads[0].dtype)
+        real = torch.ones_like(lengths, dtype=torch.bool) if mask is None else mask[:, sampled]
+        # keep the content of padding out, even NaN
+        lengths = lengths.where(real, 0)
+        *totals, sums, numbers = self.total(*grads, lengths.sum(-1), real.sum(-1).to(lengths.dtype))
+        mean = sums / numbers.clamp_min(1)
+        gain = (lengths - mean[:, None]) * inverse.view(x.shape[:2])[:, sampled] * (-weight * stride)
+        tokens = x[:, sampled].to(gain.dtype).where(real[..., None], 0)
+        return [*totals], torch.mv(tokens.flatten(0, 1).mT, gain.where(real, 0).flatten())
+
+
+__all__ = [
+    "Chosen",
+    "Counts",
+    "Edges",
+    "Even",
+    "Row",
+    "Shares",
+    "Sorted",
+    "parts",
+    "send",
+    "shared",
+    "shares",
+    "wanted",
+]
