@@ -157,7 +157,14 @@ class Trials:
             result = runner.train(
                 task, self.size.steps, self.size.rates(), deadline=deadline, say=display.update
             )  # fmt: skip
-        record = {"task": self.name, "arm": arm, "seed": seed, **about(self.device), "size": task.describe(), **result}
+        record = {
+            "task": self.name,
+            "arm": arm,
+            "seed": seed,
+            **runner.about(self.device),
+            "size": task.describe(),
+            **result,
+        }
         runner.save(path, {**record, **({"dense": dense} if arm == "dense" else {})})
 
     def hidden(self) -> dict[str, Any]:
@@ -189,14 +196,6 @@ class Trials:
         found = {"hidden": hidden, "slower": low == 0, "ms": dict(zip(arms, ms, strict=True))}
         runner.save(path, found)
         return found
-
-
-def about(device: torch.device) -> dict[str, str]:
-    """Name the hardware and the software of a record."""
-    import torch
-
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    return {"device": name, "torch": torch.__version__}
 
 
 def write_report(args: argparse.Namespace) -> int:

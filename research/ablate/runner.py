@@ -198,6 +198,12 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+def about(device: torch.device) -> dict[str, str]:
+    """Name the hardware and the software of a record."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    return {"device": name, "torch": torch.__version__}
+
+
 def save(path: Path, record: dict[str, Any]) -> None:
     """Write one run's record in one stroke: a file that is there is whole."""
     files.write(path, json.dumps(record, indent=1) + "\n")

@@ -1,15 +1,13 @@
-"""`research.ablate`: records, what is done again and what not, reports, refusals."""
+"""`research.ablate`: records, what is done again and what not, reports."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from onepass.train import data
-from research.ablate import tables, text
+from research.ablate import tables
 from research.ablate.__main__ import main
 
 QUICK = ["--size", "small", "--device", "cpu", "--steps", "4"]
@@ -68,38 +66,3 @@ def test_text(tmp_path: Path, task: str) -> None:
     # the same weights, whoever chooses
     assert records[3]["parameters"] == records[0]["parameters"]
     assert (tmp_path / f"text-{task}.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_at_full_size_torch_is_read_as_well() -> None:
-    corpus = data.load((), text.SIZES["full"].packages)
-    assert any(source.name.startswith("torch/nn/") for source in corpus.sources)
-    # 4000 steps of 8 sequences read most of it once
-    assert len(corpus.training) > 3e7
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["planted", "--arm", "best"], "argument --arm: invalid choice: 'best'"),
-        (["text", "--arm", "oracle"], "argument --arm: invalid choice: 'oracle'"),
-        (["report", "nowhere"], "there are no records of `research.ablate` in nowhere"),
-        (["planted", "--steps", "0"], "--steps: must be from 1"),
-    ],
-)
-def test_refusals(options: list[str], message: str, refusal: Callable[[list[str]], str]) -> None:
-    assert message in refusal(options)
-
-
-def test_a_damaged_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "planted.light.0.json").write_text("{")
-    assert main(["report", str(tmp_path)]) == 2
-    assert "is no record of `research.ablate`" in capsys.readouterr().err
-
-
-def test_help(capsys: pytest.CaptureFixture[str]) -> None:
-    for options in (["--help"], ["planted", "--help"], ["text", "--help"], ["report", "--help"]):
-        with pytest.raises(SystemExit) as stop:
-            main([*options])
-        assert stop.value.code == 0
-    said = capsys.readouterr().out
-    assert [word for word in ["oracle", "--start", "--task", "--seed", "--calibrate", "DIR"] if word not in said] == []

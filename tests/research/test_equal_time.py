@@ -1,4 +1,4 @@
-"""`research.ablate text --equal-time`: what a pair shares, whose time is whose, resuming, merging, the tables."""
+"""`research.ablate text --equal-time`: what docs/equal_time.md says of a pair, of the clock and of the rates."""
 
 from __future__ import annotations
 
@@ -6,20 +6,46 @@ import dataclasses
 import json
 import math
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from equal_runs import CPU, DATA, ROOT, SIZE, TINY, cell, run, trials
 from onepass.core.errors import UserError
 from research.ablate import runner, text
 from research.ablate.__main__ import main
 from research.ablate.equal import records, report
 from research.ablate.equal.arms import Task
-from research.ablate.equal.trials import OutOfTimeError
+from research.ablate.equal.trials import Ask, Cell, Trials
+
+CPU = torch.device("cpu")
+ROOT = Path(__file__).parents[2]
+DATA = (str(ROOT / "research"), str(ROOT / "examples"))
+SIZE = dataclasses.replace(
+    text.SIZES["small"], dim=16, heads=2, blocks=1, n=64, batch=2, steps=12, paths=DATA, curve_windows=2,
+    final_windows=4,
+)  # fmt: skip
+OPTIONS = ["text", "--equal-time", "--size", "small", "--device", "cpu", "--data", DATA[0], "--data", DATA[1]]
+TINY = [*OPTIONS, "--dim", "16", "--heads", "2", "--blocks", "1", "--n", "64", "--batch", "2", "--steps", "6"]
+
+
+def cell(task: str = "causal", steps: int = 12, seconds: float = 0.0) -> Cell:
+    return Cell(task, dataclasses.replace(SIZE, steps=steps), Ask(steps, seconds, "cpu", "some"))
+
+
+def trials(folder: Path, part: str = "", **options: Any) -> Trials:
+    return Trials(records.Store(folder, part), CPU, False, **options)
+
+
+def run(**changes: Any) -> records.Record:
+    """A record as the command writes it, for the tables."""
+    point = {"step": 0, "seconds": 0.0, "bits": 8.0}
+    last = {"step": 10, "seconds": 2.0, "bits": 2.0}
+    head = cell().record("run", "learned", 0, 1e-3)
+    about = {"device": "cpu", "torch": "2", "data": "some", "seconds": 2.0, "steps": 10, "ms_per_step": 200.0}
+    return {**head, **about, "parameters": 5, "curve": [point, last], "final": {"step": 10, "bits": 2.0}, **changes}
+
 
 PAGE = ROOT / "docs" / "equal_time.md"
 RESULTS = "benchmarks/results/h200/equal_time"
@@ -79,33 +105,6 @@ def test_the_clock_leaves_measurements_out() -> None:
     assert [point["step"] for point in result["curve"]] == [0, 4, 8, 12, 16, 20, 24]
 
 
-def test_the_dense_arm_gets_the_steps_that_fit_the_routed_arms_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(runner, "pace", lambda task, rates: {"learned": 40.0, "dense": 30.0}[task.arm])
-    trained = []
-
-    def train(task: Any, steps: int, *rest: Any, **options: Any) -> dict[str, Any]:
-        trained.append((task.arm, steps))
-        made = {"steps": steps, "steps_done": steps, "seconds": 0.5, "ms_per_step": 500 / steps, "parameters": 1}
-        return {**made, "curve": [{"step": 0, "seconds": 0.0, "bits": 8.0}], "final": {"step": steps, "bits": 2.0}}
-
-    monkeypatch.setattr(runner, "train", train)
-    one = trials(tmp_path)
-    one.compare(cell(), ("dense", "learned"), (0,))
-    assert trained == [("learned", 12), ("dense", math.floor(500 / 30))]
-    assert [made["given_seconds"] for made in one.store.all] == [0, 0.5]
-    # a budget is the routed arm's time too
-    trained.clear()
-    one.compare(cell("masked", steps=0, seconds=0.4), ("learned",), (0,))
-    assert trained == [("learned", 10)]
-
-
-def test_the_dense_arm_alone_needs_a_routed_run(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no routed run of causal, n = 64"):
-        trials(tmp_path).compare(cell(), ("dense",), (0,))
-
-
 def test_rates_are_tried_for_a_third_and_the_best_is_taken(tmp_path: Path) -> None:
     one = trials(tmp_path)
     one.tune(cell(), ("learned",), (1e-6, 4e-3))
@@ -135,15 +134,29 @@ def test_a_rate_is_taken_from_the_nearest_length_and_never_from_a_diverged_run()
     assert records.tuned(tried, run(n=2048, task="masked")) is None
 
 
-def test_a_run_that_does_not_fit_is_not_begun_and_one_that_is_cut_off_leaves_no_record(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with pytest.raises(OutOfTimeError):
-        trials(tmp_path, deadline=time.monotonic() + 1).compare(cell(), ("learned",), (0,))
-    monkeypatch.setattr("research.ablate.equal.trials.MARGIN", -1e9)
-    with pytest.raises(OutOfTimeError):
-        trials(tmp_path, deadline=time.monotonic() - 1).compare(cell(), ("learned",), (0,))
-    assert not list(tmp_path.iterdir())
+def test_the_dense_arm_gets_the_seconds_of_its_own_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def train(task: Any, steps: int, *rest: Any, **options: Any) -> dict[str, Any]:
+        seconds = task.size.window / 100
+        made = {"steps": steps, "steps_done": steps, "seconds": seconds, "ms_per_step": 10.0, "parameters": 1}
+        return {**made, "curve": [{"step": 0, "seconds": 0.0, "bits": 8.0}], "final": {"step": steps, "bits": 2.0}}
+
+    monkeypatch.setattr(runner, "pace", lambda task, rates: 10.0)
+    monkeypatch.setattr(runner, "train", train)
+    one, plain = trials(tmp_path), cell()
+    wide = Cell(plain.task, dataclasses.replace(plain.size, window=48, k=0.5), plain.ask)
+    one.tune(plain, records.ARMS, (1e-3,))
+    one.tune(wide, records.ARMS, (1e-3,))
+    one.compare(plain, records.ARMS, (0,))
+    with pytest.raises(
+        UserError, match=r"no routed run of causal, n = 64, window 48, share 0.5, light 0.5, to take the time of"
+    ):
+        one.compare(wide, ("dense",), (0,))
+    one.compare(wide, records.ARMS, (0,))
+    assert [(made["window"], made["k"], made["arm"], made["given_seconds"]) for made in one.store.all] == 2 * [
+        (32, 0.0625, "learned", 0), (32, 0.0625, "dense", 0.32), (48, 0.5, "learned", 0), (48, 0.5, "dense", 0.48),
+    ]  # fmt: skip
+    assert [made["tuned"].get("window") for made in one.store.all] == 4 * [None] + [32, 32, 48, 48]
+    assert [list(seeds) for seeds in records.pairs(records.load(tmp_path)).values()] == [[0], [0]]
 
 
 def test_the_command_resumes_and_writes_every_run_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -189,37 +202,6 @@ def test_parts_merge(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "content",
-    [
-        "{",
-        "[]",
-        '{"runs": [{}]}',
-        '{"runs": 3}',
-        *(json.dumps({"runs": [bad]}) for bad in (run(curve=[]), run(arm="best"), run(kind=[]), run(n=10**400))),
-        *(
-            json.dumps({"runs": [bad]})
-            for bad in (run(window="32"), run(window=0), run(k=None), run(k=2), run(k=math.nan))
-        ),
-        json.dumps({"runs": [run(), {name: value for name, value in run().items() if name != "window"}]}),
-    ],
-)
-def test_a_damaged_record(content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "equal.json").write_text(content)
-    assert main(["report", str(tmp_path)]) == 2
-    said = capsys.readouterr().err
-    assert "equal.json is no record of `research.ablate text --equal-time`" in said
-    assert said.count("\n") == 1
-
-
-def test_the_time_to_a_loss_lies_on_the_line_between_two_points() -> None:
-    curve = [{"seconds": 0.0, "bits": 8.0}, {"seconds": 4.0, "bits": 2.0}, {"seconds": 6.0, "bits": 3.0}]
-    assert report.time_to(curve, 9.0) == 0
-    assert report.time_to(curve, 5.0) == pytest.approx(2)
-    assert report.time_to(curve, 2.0) == pytest.approx(4)
-    assert report.time_to(curve, 1.9) is None
-
-
-@pytest.mark.parametrize(
     ("gains", "verdict"),
     [((0.4, 0.5, 0.6), "**routed**, 5.0 ×"), ((0.1, 0.3, 0.5), "level (routed by 1.5 ×"), ((-0.4, -0.5), "**dense**")],
 )
@@ -240,76 +222,9 @@ def test_ahead_is_more_than_three_times_the_spread(gains: tuple[float, ...], ver
         assert "| never | 93 % (1.9 s) |" in line
 
 
-def test_a_run_that_diverged_is_told(tmp_path: Path) -> None:
-    curve = [run()["curve"][0], {"step": 5, "seconds": 2.0, "bits": math.nan}]
-    diverged = run(arm="dense", final={"step": 5, "bits": math.nan}, curve=curve)
-    (tmp_path / "equal.json").write_text(json.dumps({"runs": [run(), diverged]}))
-    assert main(["report", str(tmp_path)]) == 0
-    assert "| a run diverged | never |" in (tmp_path / "equal_time.md").read_text()
-    assert (tmp_path / "equal_time.png").exists()
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--n", "2048"], "--n goes with --equal-time"),
-        (["--window", "32"], "--window goes with --equal-time"),
-        (["--share", "0.5"], "--share goes with --equal-time"),
-        (["--size", "100m"], "--size 100m goes with --equal-time"),
-        (["--equal-time", "--arm", "random"], "--arm random: --equal-time compares learned and dense"),
-        (["--equal-time", "--calibrate"], "leave one of them out"),
-        (["--equal-time", "--steps", "5", "--budget", "5"], "give one of them"),
-        (["--equal-time", "--rate", "0.1"], "--rate goes with --tune"),
-        (["--equal-time", "--tune", "--seed", "0"], "--tune has a seed of its own"),
-        (["--equal-time", "--n", "3"], "--n: must be from 64"),
-        (["--equal-time", "--window", "0"], "--window: must be from 1 to 16,384"),
-        (["--equal-time", "--share", "0"], "--share: must be from"),
-        (["--equal-time", "--share", "1.1"], "--share: must be from"),
-        (
-            ["--equal-time", "--device", "cpu", "--n", "64", "--window", "64"],
-            "--window 64: must be smaller than the 64",
-        ),
-        (
-            ["--equal-time", "--device", "cpu", "--n", "64", "--share", "0.01"],
-            "--share 0.01: is less than one of the 64",
-        ),
-        (["--equal-time", "--part", "../x"], "--part: must be letters"),
-        (
-            ["--equal-time", "--device", "cpu", "--size", "small", "--dim", "30", "--heads", "4"],
-            "--heads 4: 30 channels",
-        ),
-        (["--equal-time", "--device", "cpu", "--data", "nowhere"], "nowhere"),
-        (["--equal-time", "--device", "cpu", "--data", DATA[1], "--n", "1000000"], "--n 1000000: the "),
-    ],
-)
-def test_refusals(options: list[str], message: str, tmp_path: Path, refusal: Callable[[list[str]], str]) -> None:
-    assert message in refusal(["text", *options, "--out", str(tmp_path / "out")])
-    assert not (tmp_path / "out").exists()
-
-
-def test_the_large_size_has_a_hundred_million_parameters_in_both_arms() -> None:
-    from research.ablate.__main__ import command_line
-    from research.ablate.equal.command import sizes
-
-    (size,) = sizes(command_line().parse_args(["text", "--equal-time", "--size", "100m"]), "100m")
-    with torch.device("meta"):
-        for arm in ("learned", "dense"):
-            shapes = text.build(arm, dataclasses.replace(size, n=64), True, 4 * size.dim)
-            assert sum(p.numel() for p in shapes.parameters()) >= 100e6
-
-
 def test_the_committed_page_is_what_the_command_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     assert report.page(Path(RESULTS), Path("docs")) == PAGE.read_text()
-
-
-@pytest.mark.slow
-def test_compiled_blocks_learn_the_same() -> None:
-    size = dataclasses.replace(SIZE, dim=64, dense_heads=1)
-    plain, compiled = (Task("dense", 0, size, CPU, causal=True, compiled=compiled) for compiled in (False, True))
-    bits = [runner.train(task, 6, size.rates(), points=2, closing=True)["curve"] for task in (plain, compiled)]
-    for ours, theirs in zip(*bits, strict=True):
-        assert ours["bits"] == pytest.approx(theirs["bits"], rel=1e-3)
 
 
 @pytest.mark.gpu

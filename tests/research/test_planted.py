@@ -28,16 +28,6 @@ def test_the_mark_is_in_no_single_feature() -> None:
         assert batch.planted[features[..., feature] > 0].float().mean() < 0.25
 
 
-def test_only_planted_tokens_want_something_and_it_is_no_linear_function() -> None:
-    data = planted.Data(SMALL, 0, CPU)
-    batch = data.batch()
-    assert batch.target[~batch.planted].abs().max() == 0
-    x, wanted = batch.x[batch.planted], batch.target[batch.planted]
-    x = torch.cat((x, torch.ones(len(x), 1)), 1)
-    rest = wanted - x @ torch.linalg.lstsq(x, wanted).solution
-    assert rest.square().mean() > 0.1 * wanted.square().mean()
-
-
 def test_arms_of_a_seed_share_data_and_initial_weights() -> None:
     arms = {arm: planted.Task(arm, 3, SMALL, CPU, 64) for arm in ARMS["planted"]}
     batches = {arm: task.inputs(0)[0] for arm, task in arms.items()}

@@ -169,8 +169,7 @@ def run(args: argparse.Namespace) -> int:
 
 def cells(args: argparse.Namespace, base: str, device: Any) -> list[Cell]:
     """Return the rows of the table that were asked for."""
-    from research.ablate import text
-    from research.ablate.__main__ import about
+    from research.ablate import runner, text
     from research.ablate.equal.trials import Ask, Cell
 
     found = []
@@ -181,7 +180,7 @@ def cells(args: argparse.Namespace, base: str, device: Any) -> list[Cell]:
                 raise UserError(
                     f"--n {size.n}: the {part} data has {len(content):,} bytes; give more text or a smaller --n"
                 )
-        ask = Ask(size.steps, args.budget or 0.0, about(device)["device"], read.digest[:16])
+        ask = Ask(size.steps, args.budget or 0.0, runner.about(device)["device"], read.digest[:16])
         found += [Cell(task, size, ask) for task in ((args.task,) if args.task else TASKS)]
     return found
 

@@ -10,7 +10,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from research.ablate.curves import COLOURS
-from research.ablate.equal.report import NAMES, Seeds
+from research.ablate.equal.records import NAMES, Seeds
 
 
 def png(found: dict[tuple[Any, ...], Seeds]) -> bytes:

@@ -15,6 +15,8 @@ Record = dict[str, Any]
 Place = tuple[int, int, int, float, float]  # where rates were tried: n, batch, and the setting
 PATTERN = "equal*.json"
 ARMS = ("learned", "dense")
+NAMES = {"causal": "next byte", "masked": "hidden bytes"}  # of tasks, in tables
+Seeds = dict[int, dict[str, Record]]  # seed → arm → run
 # of the routed arm; a dense run has those of the routed run whose time it took
 SETTING = ("window", "k", "light_mult")
 LIGHT = 0.5  # light_mult of records that do not tell it

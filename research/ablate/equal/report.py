@@ -10,13 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from research.ablate.equal.records import ARMS, PATTERN, SETTING, Record, load, pairs
+from research.ablate.equal.records import ARMS, NAMES, PATTERN, SETTING, Record, Seeds, load, pairs
 from research.ablate.tables import spread
 
-NAMES = {"causal": "next byte", "masked": "hidden bytes"}
 WANTED = 3  # times the spread of the paired differences, to be called ahead
 PICTURE = "equal_time.png"
-Seeds = dict[int, dict[str, Record]]
 
 _PAGE = """\
 # Routed against dense at equal time
