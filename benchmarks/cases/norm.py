@@ -36,7 +36,7 @@ def _rms_norm_rivals(x: Tensor, w: Tensor) -> dict[str, Callable[[], Tensor] | M
     n = (x.shape[-1],)
     compiled = torch.compile(F.rms_norm)
     impls: dict[str, Callable[[], Tensor] | Missing] = {
-        "onepass": lambda: rms_norm(x, w),
+        "onepass": lambda: rms_norm(x, w, eps=1e-6),
         "F.rms_norm": lambda: F.rms_norm(x, n, w, 1e-6),
         "torch.compile": lambda: compiled(x, n, w, 1e-6),
     }
@@ -99,11 +99,11 @@ def _residual_case(rows: int, cols: int, dtype: torch.dtype, stage: str, device:
 
         def pair() -> tuple[Tensor, Tensor]:
             s = x + r
-            return rms_norm(s, w), s
+            return rms_norm(s, w, eps=1e-6), s
 
         compiled = torch.compile(lambda: (F.rms_norm(x + r, (cols,), w, 1e-6), x + r))
         impls: dict[str, Callable[[], Any]] = {
-            "onepass": lambda: rms_norm(x, w, residual=r),
+            "onepass": lambda: rms_norm(x, w, residual=r, eps=1e-6),
             "add, then onepass": pair,
             "torch.compile": compiled,
         }

@@ -63,7 +63,7 @@ def _heads(tokens: int, heads: int, d: int, device: str) -> list[Case]:
         x, w = (torch.randn(*shape, heads, d, device=device, dtype=BF16) for shape in ((tokens,), ()))
         composed = torch.compile(lambda x, w: _rms(x, w).to(x.dtype))
         return {
-            "onepass": lambda: rms_norm(x, w),
+            "onepass": lambda: rms_norm(x, w, eps=1e-6),
             "torch.compile": lambda: composed(x, w),
             "quack": _rival("quack-kernels", "quack.rmsnorm", lambda m: lambda: m.rmsnorm(x, w, eps=1e-6)),
         }, [x, w]
@@ -100,7 +100,7 @@ def _gated(rows: int, cols: int, first: bool, groups: int, device: str) -> list[
         w = torch.randn(cols, device=device, dtype=BF16)
         composed = torch.compile(compose)
         impls: dict[str, Any] = {
-            "onepass": lambda: rms_norm(x, w, gate=z, gate_first=first, groups=groups),
+            "onepass": lambda: rms_norm(x, w, gate=z, gate_first=first, groups=groups, eps=1e-6),
             "torch.compile": lambda: composed(x, z, w),
         }
         if not first and groups == 1:
@@ -123,7 +123,7 @@ def _twice(rows: int, cols: int, device: str) -> list[Case]:
             return lambda: m.LigerRMSNormFunction.apply(x, w, 1e-6, 0.0, "llama", False)
 
         return {
-            "onepass": lambda: rms_norm(x, w, rounding="twice"),
+            "onepass": lambda: rms_norm(x, w, rounding="twice", eps=1e-6),
             "torch.compile": lambda: composed(x, w),
             "liger": _rival("liger-kernel", "liger_kernel.ops.rms_norm", liger),
         }, [x, w]
@@ -150,7 +150,7 @@ def _wide_stream(rows: int, cols: int, device: str) -> list[Case]:
             )
 
         return {
-            "onepass": lambda: rms_norm(x, w, residual=r),
+            "onepass": lambda: rms_norm(x, w, residual=r, eps=1e-6),
             "torch.compile": lambda: composed(x, r, w),
             "quack": _rival("quack-kernels", "quack.rmsnorm", quack),
         }, [x, r, w]
@@ -173,7 +173,7 @@ def _in_8_bits(rows: int, cols: int, by: Any, device: str) -> list[Case]:
 
         # codes differ by a step where sums were added in another order: as bytes they compare within the check
         return {
-            "onepass": lambda: wide(rms_norm(x, w, quantize=by)),
+            "onepass": lambda: wide(rms_norm(x, w, quantize=by, eps=1e-6)),
             "norm, then torch.compile": lambda: wide(composed(x, w)),
         }, [x, w]
 

@@ -43,7 +43,7 @@ def test_sixteen_bit_gradients_are_rounded_once(dtype: torch.dtype, has_mean: bo
     if has_mean:
         y, y64, inputs, exact = layer_norm(x, w, b), F.layer_norm(x64, (64,), w64, b64), (x, w, b), (x64, w64, b64)
     else:
-        y, y64, inputs, exact = rms_norm(x, w), F.rms_norm(x64, (64,), w64, 1e-6), (x, w), (x64, w64)
+        y, y64, inputs, exact = rms_norm(x, w, eps=1e-6), F.rms_norm(x64, (64,), w64, 1e-6), (x, w), (x64, w64)
     limit = torch.finfo(dtype).eps
     actual, expected = (y, *torch.autograd.grad(y, inputs, dy)), (y64, *torch.autograd.grad(y64, exact, dy.double()))
     for a, e in zip(actual, expected, strict=True):
@@ -125,7 +125,7 @@ def test_rms_norm_gradients_at_every_size(dtype: torch.dtype, size: float, rows:
     x64, w64 = x.double().requires_grad_(), w.double().requires_grad_()
     y64 = x64 * torch.rsqrt(x64.square().mean(-1, keepdim=True) + 1e-6) * w64
     ours = x.requires_grad_(), w.requires_grad_()
-    actual = torch.autograd.grad(rms_norm(*ours), ours, dy)
+    actual = torch.autograd.grad(rms_norm(*ours, eps=1e-6), ours, dy)
     for a, e in zip(actual, torch.autograd.grad(y64, (x64, w64), dy.double()), strict=True):
         # sums of 256 fp32 terms, and one rounding
         limit = 256 * torch.finfo(torch.float32).eps + torch.finfo(dtype).eps

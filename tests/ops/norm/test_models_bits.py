@@ -20,9 +20,9 @@ pytestmark = pytest.mark.skipif(INTERPRET, reason="the kernels add in another or
 
 Call = Callable[[Tensor, Tensor, Tensor], Tensor]
 # class by module of transformers.models, arguments after the width, is there a gate, the same by onepass
-ONCE: Call = lambda x, w, z: onepass.rms_norm(x, w)  # noqa: E731
-TWICE: Call = lambda x, w, z: onepass.rms_norm(x, w, rounding="twice")  # noqa: E731
-PLUS_ONE: Call = lambda x, w, z: onepass.rms_norm(x, w, offset=1.0)  # noqa: E731
+ONCE: Call = lambda x, w, z: onepass.rms_norm(x, w, eps=1e-6)  # noqa: E731
+TWICE: Call = lambda x, w, z: onepass.rms_norm(x, w, rounding="twice", eps=1e-6)  # noqa: E731
+PLUS_ONE: Call = lambda x, w, z: onepass.rms_norm(x, w, offset=1.0, eps=1e-6)  # noqa: E731
 NORMS: dict[str, tuple[str, tuple[Any, ...], bool, Call]] = {
     "LlamaRMSNorm": ("llama.modeling_llama", (), False, TWICE),
     "MistralRMSNorm": ("mistral.modeling_mistral", (), False, TWICE),
@@ -34,9 +34,9 @@ NORMS: dict[str, tuple[str, tuple[Any, ...], bool, Call]] = {
     "Qwen3NextRMSNorm": ("qwen3_next.modeling_qwen3_next", (), False, PLUS_ONE),
     "Olmo2RMSNorm": ("olmo2.modeling_olmo2", (), False, ONCE),
     "MambaRMSNormGated": ("mamba2.modeling_mamba2", (32,), True, lambda x, w, z: onepass.rms_norm(
-        x, w, gate=z, gate_first=True, groups=3, rounding="twice")),
+        x, w, gate=z, gate_first=True, groups=3, rounding="twice", eps=1e-6)),
     "Qwen3NextRMSNormGated": ("qwen3_next.modeling_qwen3_next", (), True, lambda x, w, z: onepass.rms_norm(
-        x, w, gate=z, rounding="twice")),
+        x, w, gate=z, rounding="twice", eps=1e-6)),
 }  # fmt: skip
 
 
@@ -90,7 +90,7 @@ def test_gradients_are_those_of_float64(name: str) -> None:
     leaves = x.clone().requires_grad_(), norm.weight.detach().clone().requires_grad_()
     offset = 1.0 if name.startswith("Gemma") else 0.0
     dy = torch.randn(64, 96, generator=torch.Generator().manual_seed(1)).bfloat16()
-    want = torch.autograd.grad(onepass.rms_norm(*wide, offset=offset), wide, dy.double())
+    want = torch.autograd.grad(onepass.rms_norm(*wide, offset=offset, eps=1e-6), wide, dy.double())
     found = torch.autograd.grad(ours(*leaves, x), leaves, dy)
     for a, e in zip(found, want, strict=True):
         torch.testing.assert_close(a.double(), e, rtol=1.6e-2, atol=1.6e-2 * float(e.abs().max()))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -187,3 +189,16 @@ def test_twenty_repetitions_are_bit_identical(cols: int) -> None:
     for _ in range(20):
         for a, e in zip(torch.autograd.grad(layer_norm(x, w, b), (x, w, b), dy), first, strict=True):
             assert torch.equal(a, e)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_calls_as_torchs(dtype: torch.dtype) -> None:
+    """The arguments of F.layer_norm and F.rms_norm, and the default eps of the latter, which small x shows."""
+    x, w, b = 1e-3 * torch.randn(5, 16), torch.randn(16), torch.randn(16)
+    x, w, b = x.to(dtype), w.to(dtype), b.to(dtype)
+    equal = partial(torch.testing.assert_close, rtol=1e-6 if dtype != torch.bfloat16 else 1e-2, atol=1e-6)
+    equal(layer_norm(x, (16,), w, b), F.layer_norm(x, (16,), w, b))
+    equal(layer_norm(x, x.shape[-1:], w, None, 0.1), F.layer_norm(x, (16,), w, None, 0.1))
+    equal(rms_norm(x, [16]), F.rms_norm(x, [16]))
+    equal(rms_norm(x, w), F.rms_norm(x, (16,), w))
+    equal(rms_norm(x, (16,), w, 0.1), F.rms_norm(x, (16,), w, 0.1))

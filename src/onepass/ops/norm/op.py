@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, overload
 
 import torch
@@ -22,6 +23,9 @@ if COMPILED not in ("torch", "kernels"):
 
 Scaled = Literal["row", "block"]
 Rounding = Literal["once", "twice"]
+# a sequence is the normalized_shape of a call as torch's
+Weight = Tensor | Sequence[int] | None
+_SEQUENCES = (tuple, list)
 
 
 class Quantized(NamedTuple):
@@ -91,35 +95,55 @@ def _one_stream(x: Tensor, residual: Tensor) -> bool:
     return not isinstance(x, Tensor) or getattr(residual, "dtype", x.dtype) == x.dtype or not uses_triton(x)
 
 
+def _as_torchs(
+    op: str, x: Tensor, weight: Any, bias: Any, more: tuple[Any, ...], eps: float | None
+) -> tuple[Tensor | None, Tensor | None, float | None]:
+    """Return weight, bias and eps of a call with the arguments of torch's function, or say how to write it."""
+    if not isinstance(weight, _SEQUENCES):
+        raise TypeError(f"{op}: options are keywords: write {op}(x, weight, bias, eps={(*more, bias)[0]!r})")
+    check.floating(op, "x", x)
+    if not all(isinstance(n, (int, torch.SymInt)) for n in weight):
+        check.tensor(op, "weight", weight)
+    if tuple(weight) != tuple(x.shape[-1:]):
+        raise ValueError(
+            f"{op}: normalized_shape must be ({x.shape[-1] if x.dim() else 1},), the last dimension of x, got "
+            f"{tuple(weight)}; flatten several last dimensions, or use the modules of onepass.nn"
+        )
+    given = (bias, *more) if op == "layer_norm" else (bias, None, *more)
+    if len(given) > 3:
+        raise TypeError(f"{op}: too many positional arguments; options are keywords")
+    return given[0], given[1] if len(given) > 1 else None, given[2] if len(given) > 2 else eps
+
+
 @overload
 def layer_norm(
-    x: Tensor, weight: Tensor | None = ..., bias: Tensor | None = ..., *, eps: float = ..., offset: float = ...,
+    x: Tensor, weight: Weight = ..., bias: Tensor | None = ..., *more: Any, eps: float = ..., offset: float = ...,
     stable: bool = ..., residual: None = ..., gate: Tensor | None = ..., gate_first: bool = ...,
     groups: int = ..., quantize: None = ..., out_dtype: torch.dtype | None = ...,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def layer_norm(
-    x: Tensor, weight: Tensor | None = ..., bias: Tensor | None = ..., *, eps: float = ..., offset: float = ...,
+    x: Tensor, weight: Weight = ..., bias: Tensor | None = ..., *more: Any, eps: float = ..., offset: float = ...,
     stable: bool = ..., residual: Tensor, gate: Tensor | None = ..., gate_first: bool = ...,
     groups: int = ..., quantize: None = ..., out_dtype: torch.dtype | None = ...,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 @overload
 def layer_norm(
-    x: Tensor, weight: Tensor | None = ..., bias: Tensor | None = ..., *, eps: float = ..., offset: float = ...,
+    x: Tensor, weight: Weight = ..., bias: Tensor | None = ..., *more: Any, eps: float = ..., offset: float = ...,
     stable: bool = ..., residual: None = ..., gate: Tensor | None = ..., gate_first: bool = ...,
     groups: int = ..., quantize: Scaled, out_dtype: torch.dtype | None = ...,
 ) -> Quantized: ...  # fmt: skip
 @overload
 def layer_norm(
-    x: Tensor, weight: Tensor | None = ..., bias: Tensor | None = ..., *, eps: float = ..., offset: float = ...,
+    x: Tensor, weight: Weight = ..., bias: Tensor | None = ..., *more: Any, eps: float = ..., offset: float = ...,
     stable: bool = ..., residual: Tensor, gate: Tensor | None = ..., gate_first: bool = ...,
     groups: int = ..., quantize: Scaled, out_dtype: torch.dtype | None = ...,
 ) -> tuple[Quantized, Tensor]: ...  # fmt: skip
 def layer_norm(
     x: Tensor,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    *,
+    weight: Any = None,
+    bias: Any = None,
+    *more: Any,
     eps: float = 1e-5,
     offset: float = 0.0,
     stable: bool = False,
@@ -139,7 +163,8 @@ def layer_norm(
     activations in range. :math:`\max(s) \le 0` would flip the sign of the row or divide by zero; such a row has
     :math:`m = \max|s|`, and a row of zeros has m = 1. Statistics are in fp32 (fp64 for fp64 inputs).
 
-    The adaptive norm of diffusion transformers is ``layer_norm(x, scale[:, None], shift[:, None], offset=1.0)``.
+    The adaptive norm of diffusion transformers is ``layer_norm(x, scale[:, None], shift[:, None], offset=1.0)``. Calls
+    as torch's, ``layer_norm(x, (N,), weight, bias, eps)``, work too.
 
     A row of one value v is the bias exactly, on a GPU if fp32 holds N·v and one program the row (16384 columns). Else
     the mean may be off by its rounding, and y by :math:`|w v|\,2^{-23}/\sqrt{\varepsilon}`.
@@ -149,6 +174,7 @@ def layer_norm(
         weight: ``(N,)`` or None; any of these dtypes, also another than that of x. Rows may have different weights: any
             shape that broadcasts to x from neighbouring dimensions, such as ``(heads, N)`` or ``(batch, 1, N)``.
         bias: like weight; if both are given they have one shape.
+        *more: bias and eps of a call as torch's.
         eps: added to the variance; ≥ 0.
         offset: added to the weight (1.0 for a model that stores weight − 1); ignored without weight.
         stable: normalise :math:`s/m` instead of :math:`s`; not with a gate.
@@ -187,6 +213,9 @@ def layer_norm(
         >>> s
         tensor([1., 3.])
     """
+    if more or isinstance(weight, _SEQUENCES):
+        weight, bias, found = _as_torchs("layer_norm", x, weight, bias, more, eps)
+        eps = eps if found is None else found
     offset = offset if type(offset) is float else check.number("layer_norm", "offset", offset)
     if _plain(weight, bias, gate, gate_first, groups, quantize, out_dtype) and not offset:
         if not stable and _decomposes():
@@ -204,34 +233,34 @@ def layer_norm(
 
 @overload
 def rms_norm(
-    x: Tensor, weight: Tensor | None = ..., bias: Tensor | None = ..., *, eps: float = ..., offset: float = ...,
-    rounding: Rounding = ..., residual: None = ..., gate: Tensor | None = ..., gate_first: bool = ...,
-    groups: int = ..., quantize: None = ..., out_dtype: torch.dtype | None = ...,
+    x: Tensor, weight: Weight = ..., bias: Tensor | None = ..., *more: Any, eps: float | None = ...,
+    offset: float = ..., rounding: Rounding = ..., residual: None = ..., gate: Tensor | None = ...,
+    gate_first: bool = ..., groups: int = ..., quantize: None = ..., out_dtype: torch.dtype | None = ...,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def rms_norm(
-    x: Tensor, weight: Tensor | None = ..., bias: Tensor | None = ..., *, eps: float = ..., offset: float = ...,
-    rounding: Rounding = ..., residual: Tensor, gate: Tensor | None = ..., gate_first: bool = ...,
-    groups: int = ..., quantize: None = ..., out_dtype: torch.dtype | None = ...,
+    x: Tensor, weight: Weight = ..., bias: Tensor | None = ..., *more: Any, eps: float | None = ...,
+    offset: float = ..., rounding: Rounding = ..., residual: Tensor, gate: Tensor | None = ...,
+    gate_first: bool = ..., groups: int = ..., quantize: None = ..., out_dtype: torch.dtype | None = ...,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 @overload
 def rms_norm(
-    x: Tensor, weight: Tensor | None = ..., bias: Tensor | None = ..., *, eps: float = ..., offset: float = ...,
-    rounding: Rounding = ..., residual: None = ..., gate: Tensor | None = ..., gate_first: bool = ...,
-    groups: int = ..., quantize: Scaled, out_dtype: torch.dtype | None = ...,
+    x: Tensor, weight: Weight = ..., bias: Tensor | None = ..., *more: Any, eps: float | None = ...,
+    offset: float = ..., rounding: Rounding = ..., residual: None = ..., gate: Tensor | None = ...,
+    gate_first: bool = ..., groups: int = ..., quantize: Scaled, out_dtype: torch.dtype | None = ...,
 ) -> Quantized: ...  # fmt: skip
 @overload
 def rms_norm(
-    x: Tensor, weight: Tensor | None = ..., bias: Tensor | None = ..., *, eps: float = ..., offset: float = ...,
-    rounding: Rounding = ..., residual: Tensor, gate: Tensor | None = ..., gate_first: bool = ...,
-    groups: int = ..., quantize: Scaled, out_dtype: torch.dtype | None = ...,
+    x: Tensor, weight: Weight = ..., bias: Tensor | None = ..., *more: Any, eps: float | None = ...,
+    offset: float = ..., rounding: Rounding = ..., residual: Tensor, gate: Tensor | None = ...,
+    gate_first: bool = ..., groups: int = ..., quantize: Scaled, out_dtype: torch.dtype | None = ...,
 ) -> tuple[Quantized, Tensor]: ...  # fmt: skip
 def rms_norm(
     x: Tensor,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    *,
-    eps: float = 1e-6,
+    weight: Any = None,
+    bias: Any = None,
+    *more: Any,
+    eps: float | None = None,
     offset: float = 0.0,
     rounding: Rounding = "once",
     residual: Tensor | None = None,
@@ -246,14 +275,16 @@ def rms_norm(
     .. math:: y = (w + \mathrm{offset})\,\frac{s}{\sqrt{\mathrm{mean}(s^2) + \varepsilon}} + b, \qquad s = x
         \;(+\ \mathrm{residual})
 
-    The mean of squares is in fp32 (fp64 for fp64 inputs).
+    The mean of squares is in fp32 (fp64 for fp64 inputs). Calls as torch's, ``rms_norm(x, (N,), weight, eps)``, work
+    too.
 
     Args:
         x: ``(..., N)``, fp32, fp16, bf16 or fp64, any strides.
         weight: ``(N,)`` or None; any of these dtypes, also another than that of x. Rows may have different weights: any
             shape that broadcasts to x from neighbouring dimensions, such as ``(heads, N)`` or ``(batch, 1, N)``.
         bias: like weight; if both are given they have one shape.
-        eps: added to the mean of squares; ≥ 0.
+        *more: eps of a call as torch's.
+        eps: added to the mean of squares; ≥ 0. None: the machine epsilon of the statistics, as in F.rms_norm.
         offset: added to the weight (1.0 for a model that stores weight − 1); ignored without weight.
         rounding: ``"once"`` computes in fp32 and rounds y. ``"twice"`` rounds the normalised row to the dtype of x,
             then its product with the weight, as the RMS norms of Llama, Qwen and T5 do (docs/norms.md); not with an
@@ -290,6 +321,11 @@ def rms_norm(
         >>> onepass.rms_norm(torch.tensor([3.0, 4.0]), gate=torch.zeros(2))
         tensor([0., 0.])
     """
+    if more or isinstance(weight, _SEQUENCES) or isinstance(bias, float):
+        weight, bias, eps = _as_torchs("rms_norm", x, weight, bias, more, eps)
+    if eps is None:
+        fp64 = torch.float64 in (getattr(x, "dtype", None), getattr(residual, "dtype", None))
+        eps = 2.0**-52 if fp64 else 2.0**-23
     offset = offset if type(offset) is float else check.number("rms_norm", "offset", offset)
     if rounding == "once" and _plain(weight, bias, gate, gate_first, groups, quantize, out_dtype):
         if _decomposes():

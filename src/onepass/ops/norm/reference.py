@@ -96,7 +96,7 @@ def rms_norm(
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     *,
-    eps: float = 1e-6,
+    eps: float | None = None,
     offset: float = 0.0,
     rounding: str = "once",
     residual: Tensor | None = None,
@@ -111,6 +111,7 @@ def rms_norm(
     Gate as in `layer_norm`. rounding="twice" rounds the normalised rows to the dtype of x, then their product with w.
     """
     s, f = _source(x, residual, gate, gate_first, groups)
+    eps = torch.finfo(f.dtype).eps if eps is None else eps
     n = f * (f.square().mean(-1, keepdim=True) + eps).rsqrt()
     y = _finish(n, x, weight, bias, offset, gate, gate_first, quantize, out_dtype, rounding == "twice")
     return y if residual is None else (y, s)

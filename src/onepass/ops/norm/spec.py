@@ -81,7 +81,7 @@ def _layer_norm_samples(make: Callable[..., Tensor]) -> Iterator[Sample]:
     yield Sample("stable, residual", (_ties(make, 8, 20), make(20)), {"stable": True, "eps": 0.1, "residual": residual})
 
 
-def _rms_norm_samples(make: Callable[..., Tensor]) -> Iterator[Sample]:
+def _rms_norm_all(make: Callable[..., Tensor]) -> Iterator[Sample]:
     yield from _shared_samples(make)
     yield Sample("offset", (make(6, 10), make(10)), {"offset": 1.0, "eps": 1e-3})
     yield Sample("offset, residual", (make(3, 130), make(130)), {"offset": 1.0, "residual": make(3, 130)})
@@ -90,6 +90,12 @@ def _rms_norm_samples(make: Callable[..., Tensor]) -> Iterator[Sample]:
     yield Sample("rounded twice", (make(6, 33), make(33)), {"rounding": "twice"})
     options = {"rounding": "twice", "gate": make(5, 24), "gate_first": True, "groups": 2}
     yield Sample("rounded twice, gate first, groups", (make(5, 24), make(24)), options)
+
+
+def _rms_norm_samples(make: Callable[..., Tensor]) -> Iterator[Sample]:
+    # the default is the machine epsilon of fp32 or fp64: the definition in float64 has another
+    for sample in _rms_norm_all(make):
+        yield sample._replace(kwargs={"eps": 1e-6, **sample.kwargs})
 
 
 def _rope_samples(make: Callable[..., Tensor]) -> Iterator[Sample]:
@@ -219,13 +225,15 @@ def _bad_calls(op: Callable[..., Any], name: str) -> Iterator[BadCall]:
     )
     yield BadCall("eps", lambda: op(x, w, eps=-1.0), ValueError, "eps must be ≥ 0, got -1.0")
     yield BadCall("eps nan", lambda: op(x, w, eps=math.nan), ValueError, "eps must be ≥ 0, got nan")
-    yield BadCall("eps None", lambda: op(x, w, eps=None), TypeError, "eps must be a number ≥ 0, got NoneType")
+    yield BadCall("shape", lambda: op(x, (2, 3), w), ValueError, r"normalized_shape must be \(3,\).*got \(2, 3\)")
+    yield BadCall("eps by place", lambda: op(x, w, None, 1e-5), TypeError, r"write \w+\(x, weight, bias, eps=1e-05\)")
     yield BadCall("weight list", lambda: op(x, [1.0] * 3), TypeError, "weight must be a tensor, got list")
     yield BadCall("device", lambda: op(x, w.to("meta")), ValueError, "weight is on meta but x is on cpu")
 
 
 _LAYER_NORM_BAD = (
     *_bad_calls(layer_norm, "layer_norm"),
+    BadCall("eps None", lambda: layer_norm(torch.ones(3), eps=None), TypeError, "number ≥ 0, got NoneType"),  # type: ignore[call-overload]
     BadCall(
         "stable",
         lambda: layer_norm(torch.ones(2, 3), gate=torch.ones(2, 3), stable=True),
@@ -240,6 +248,12 @@ _LAYER_NORM_BAD = (
 
 _RMS_NORM_BAD = (
     *_bad_calls(rms_norm, "rms_norm"),
+    BadCall(
+        "eps as bias",
+        lambda: rms_norm(torch.ones(3), torch.ones(3), 1e-5),  # type: ignore[call-overload]
+        TypeError,
+        r"write rms_norm\(.*eps=1e-05\)",
+    ),
     BadCall(
         "rounding",
         lambda: rms_norm(torch.ones(3), rounding="never"),  # type: ignore[call-overload]
