@@ -21,25 +21,17 @@ _PAGE = """\
 
 <!-- written by `python -m research.ablate report {folder} --page docs/equal_time.md`; a test compares -->
 
-With the same seconds on the same GPU, is a routed model better than a dense one? Each pair has a task, a number of
-tokens in view, a setting of the routed arm and a seed. The routed arm (`learned` of
-[research.ablate](../research/ablate/README.md)) trains for its steps. The dense arm trains for as many seconds: the
-number of its steps follows from the time of one step, so that its learning rate too comes down to zero.
+With the same seconds on the same GPU, is a routed model better than a dense one? The routed arm (`learned` of
+[research.ablate](../research/ablate/README.md)) trains for its steps, the dense arm for as many seconds: the number of
+its steps follows from the time of one step, so that its learning rate too comes down to zero.
 
-- **routed**: `RoutedBlock`s. Their setting is in the tables: the window of the local attention, in bytes, the share
-  of the bytes in the heavy branch, and the hidden units of the light feed-forward. Dense rows name the setting whose
-  seconds they have. Forward and backward are one CUDA graph.
-- **dense**: attention from every token to every token with the faster of torch's kernels (flash attention, cuDNN) in
-  heads of 64, then a feed-forward of 4·d for every token. `torch.compile` compiles the blocks; forward and backward are
-  one CUDA graph.
-- Both have the same width, number of blocks, kind of norm, embedding, head, autocast, optimizer (Lion), schedule,
-  batches and hidden bytes. Each arm has the best of the learning rates that were tried for a third of the time, with a
-  seed that is not compared. Rates tried with the pair's own setting come first, at its length or the nearest that was
-  tried. Without such, those of the nearest length count, whatever their setting.
-- Runs are short. The arm whose steps are cheaper takes more of them, and that counts most at first. The curves show
-  whether its lead grows or shrinks.
-- The clock runs in training steps alone, data and update included. Measurements, compilers and the capture of graphs
-  are left out for both.
+- **routed**: `RoutedBlock`s in one CUDA graph. Their setting: the window of the local attention in bytes, the share of
+  the bytes in the heavy branch, the hidden units of the light feed-forward. The defaults of a block are 256 and 0.5·d.
+- **dense**: attention from every token to every token with the faster of torch's kernels (flash attention, cuDNN), then
+  a feed-forward of 4·d for every token; `torch.compile`, in one CUDA graph.
+- All else is the same. Each arm has the best of the learning rates that were tried for a third of the time, with
+  another seed. The clock runs in training steps alone.
+- Runs are short. The arm whose steps are cheaper takes more of them, and that counts most at first.
 
 *Ahead* is an arm whose paired difference is more than {wanted} times its spread, the standard deviation over the seeds.
 """
@@ -77,9 +69,12 @@ def page(folder: Path, target: Path) -> str:
     text = _PAGE.format(folder=shown, wanted=WANTED)
     if not runs:
         return text + _EMPTY
-    picture = f"\n![Loss over wall-clock time]({path}/{PICTURE})\n" if pairs(runs) else ""
+    found = pairs(runs)
+    lines = "\n".join([*_about(runs), *(["", *_results(found, whole=False)] if found else [])])
+    picture = f"\n![Loss over wall-clock time]({path}/{PICTURE})\n" if found else ""
     names = ", ".join(f"[{one.name}]({path}/{one.name})" for one in sorted(folder.glob(PATTERN)))
-    return f"{text}\n{tables(runs)}{picture}\nEvery run: {names}.\n"
+    whole = f"[Steps, speeds, rates and when one arm reaches the other's loss]({path}/equal_time.md)"
+    return f"{text}\n{lines}\n{picture}\n{whole}. Every run: {names}.\n"
 
 
 def tables(runs: Sequence[Record]) -> str:
@@ -126,15 +121,18 @@ def _row(name: tuple[Any, ...]) -> str:
     return f"{NAMES.get(task, task)} | {n:,} | {dim:,} | {window:,}; {k:g}; {light:g}·d"
 
 
-def _results(found: dict[tuple[Any, ...], Seeds]) -> list[str]:
-    head = f"| task | {_SHAPE} | seeds | routed, bits per byte | dense | dense − routed | ahead |"
-    lines = [f"{head} routed at dense's last loss | dense at routed's |", "|---" * 11 + "|"]
+def _results(found: dict[tuple[Any, ...], Seeds], whole: bool = True) -> list[str]:
+    """Return a line for each pair; the page does without the last three columns, which are in the record's table."""
+    last = ["dense − routed", "routed at dense's last loss", "dense at routed's"]
+    heads = ["task", _SHAPE, "seeds", "routed, bits per byte", "dense", "ahead", *(last if whole else [])]
+    lines = [f"| {' | '.join(heads)} |", "|---" * (len(heads) + 2) + "|"]
     for name, seeds in found.items():
         bits = {arm: [arms[arm]["final"]["bits"] for arms in seeds.values()] for arm in ARMS}
         mean, deviation = ahead(seeds)
         differences = [dense - routed for routed, dense in zip(bits["learned"], bits["dense"], strict=True)]
-        cells = [_row(name), str(len(seeds)), spread(bits["learned"]), spread(bits["dense"]), spread(differences)]
-        cells += [_verdict(mean, deviation), _reached(seeds, "learned", "dense"), _reached(seeds, "dense", "learned")]
+        cells = [_row(name), str(len(seeds)), spread(bits["learned"]), spread(bits["dense"]), _verdict(mean, deviation)]
+        if whole:
+            cells += [spread(differences), _reached(seeds, "learned", "dense"), _reached(seeds, "dense", "learned")]
         lines.append(f"| {' | '.join(cells)} |")
     return lines
 
