@@ -20,8 +20,8 @@ _TYPES = {
     **dict.fromkeys(_INTS, "i32"),
     **dict.fromkeys(("s_ptr", "y_ptr", "value_ptr", "gate_ptr", "ds_ptr", "deps_ptr", "q_ptr"), "*fp32"),
     **dict.fromkeys(("partial_ptr", "solution_ptr", "pivot_ptr"), "*fp32"),
-    **dict.fromkeys(("packed_ptr", "out_ptr", "index_ptr", "candidates_ptr", "start_ptr"), "*i64"),
-    **dict.fromkeys(("state_ptr", "lengths_ptr"), "*i32"),
+    **dict.fromkeys(("packed_ptr", "out_ptr", "index_ptr", "candidates_ptr", "scratch_ptr", "start_ptr"), "*i64"),
+    **dict.fromkeys(("state_ptr", "lengths_ptr", "groups_ptr"), "*i32"),
 }
 
 
@@ -44,6 +44,51 @@ def _kernel(
     )  # fmt: skip
 
 
+def _in_one_launch(plain: dict[str, Any], dtypes: dict[str, torch.dtype]) -> Iterator[Kernel]:
+    """Rows that one program selects, sorts and fetches from."""
+    from onepass.ops.topk import kernels_narrow, kernels_whole, kernels_wide
+    from onepass.ops.topk.kernels_sort import HARD
+
+    for dtype, n_rows, cols, k in (
+        ("fp32", 1 << 16, 64, 8), ("bf16", 1 << 15, 256, 8), ("fp32", 4096, 65536, 32), ("bf16", 1 << 14, 24576, 64),
+        ("fp32", 4096, 1024, 64), ("fp32", 8192, 8192, 2048), ("bf16", 8192, 8192, 2048), ("fp32", 8192, 16384, 2048),
+    ):  # fmt: skip
+        one = plan.of_selection(n_rows, cols, k, dtypes[dtype].itemsize, 132)
+        constants: dict[str, Any] = {
+            **plain, "y_ptr": None, "SHIFT": plan.constant_bits(dtypes[dtype]), "SORTED": True, "GATES": HARD.value,
+        }  # fmt: skip
+        for_all: dict[str, Any] = {"s_ptr": f"*{dtype}", "value_ptr": f"*{dtype}", "gate_ptr": f"*{dtype}"}
+        if isinstance(one, plan.Narrow):
+            blocks: dict[str, Any] = {
+                "PARTS": one.parts,
+                "BLOCK_R": one.block_r,
+                "BLOCK_C": one.block_c,
+                "BLOCK_K": one.block_k,
+            }
+            yield _kernel(
+                f"topk narrow {dtype} {cols}",
+                kernels_narrow.narrow_kernel,
+                constants | blocks,
+                one.warps,
+                80,
+                **for_all,
+            )
+        elif isinstance(one, plan.Wide):
+            blocks = {
+                "CHUNK": one.chunk, "GROUP": one.group, "GROUPS": one.groups, "AGAIN": one.again, "ROOM": one.room,
+            }  # fmt: skip
+            kernel = kernels_wide.wide_kernel
+            yield _kernel(f"topk wide {dtype} {cols}", kernel, constants | blocks, one.warps, 96, **for_all)
+        else:
+            assert isinstance(one, plan.Whole)
+            blocks = {
+                "BLOCK_R": one.block_r, "BLOCK_C": one.block_c, "BLOCK_T": one.scan, "BLOCK_K": one.block_k,
+            }  # fmt: skip
+            scratch: dict[str, Any] = {} if k > kernels_whole.RADIX.value else {"scratch_ptr": None}
+            kernel, constants = kernels_whole.whole_kernel, constants | scratch
+            yield _kernel(f"topk whole {dtype} {cols}", kernel, constants | blocks, one.warps, 128, **for_all)
+
+
 def _kernels() -> Iterator[Kernel]:
     if not triton_installed():
         return
@@ -51,20 +96,19 @@ def _kernels() -> Iterator[Kernel]:
     from onepass.ops.topk import kernels_backward as kb
     from onepass.ops.topk import kernels_pivot as kp
     from onepass.ops.topk import kernels_sort as ks
-    from onepass.ops.topk import kernels_whole as kw
 
     no_range = {"start_ptr": None, "lengths_ptr": None, "HAS_START": False, "HAS_LENGTHS": False}
-    plain = {"mask_ptr": None, "UNIT": 16, "HAS_MASK": False, "LARGEST": True, **no_range}
-    ranged = {"mask_ptr": None, "UNIT": 16, "HAS_MASK": False, "LARGEST": True, "HAS_START": True, "HAS_LENGTHS": True}
+    plain: dict[str, Any] = {"mask_ptr": None, "UNIT": 16, "HAS_MASK": False, "LARGEST": True, **no_range}
+    ranged: dict[str, Any] = {
+        "mask_ptr": None,
+        "UNIT": 16,
+        "HAS_MASK": False,
+        "LARGEST": True,
+        "HAS_START": True,
+        "HAS_LENGTHS": True,
+    }
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
-    for dtype, cols in (("fp32", 64), ("fp32", 1024), ("fp32", 8192), ("bf16", 8192)):
-        whole = plan.of_selection(1 << 16, cols, cols // 8, 4, 132)
-        assert isinstance(whole, plan.Whole)
-        blocks = {
-            **plain, "SHIFT": plan.constant_bits(dtypes[dtype]), "BLOCK_R": whole.block_r, "BLOCK_C": whole.block_c,
-            "BLOCK_T": whole.scan,
-        }  # fmt: skip
-        yield _kernel(f"topk whole {dtype} {cols}", kw.whole_kernel, blocks, whole.warps, 120, s_ptr=f"*{dtype}")
+    yield from _in_one_launch(plain, dtypes)
     for dtype, n_rows, k in (("fp32", 64, 2048), ("fp32", 2048, 2048), ("bf16", 64, 2048), ("fp32", 8, 65536)):
         for options in (plain, ranged):
             long = plan.of_selection(n_rows, 131072, k, dtypes[dtype].itemsize, 132)

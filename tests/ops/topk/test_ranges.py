@@ -105,16 +105,19 @@ def rows_of(kind: str, n: int, generator: torch.Generator, k: int = 1) -> Tensor
     seed=st.integers(0, 2**20), n=st.integers(1, 130), k=st.integers(0, 90), kind=st.sampled_from(KINDS),
     dtype=st.sampled_from(DTYPES[:2] if INTERPRET else DTYPES), largest=st.booleans(), best_first=st.booleans(),
     ranged=st.sampled_from(["", "start", "lengths", "both"]), masked=st.booleans(), narrow=st.booleans(),
-    sigmas=st.sampled_from([0.0, 1.0]), whole=st.booleans(),
+    sigmas=st.sampled_from([0.0, 1.0]), way=st.sampled_from(["narrow", "wide", "whole", "long"]),
 )  # fmt: skip
 def test_every_option(
     seed: int, n: int, k: int, kind: str, dtype: torch.dtype, largest: bool, best_first: bool, ranged: str,
-    masked: bool, narrow: bool, sigmas: float, whole: bool,
+    masked: bool, narrow: bool, sigmas: float, way: str,
 ) -> None:  # fmt: skip
     """Under the interpreter small sizes lead through all kernels; a pivot without margin misses often."""
     generator = torch.Generator().manual_seed(seed)
     with pytest.MonkeyPatch.context() as patch:
-        shrink(patch, SIGMAS=sigmas, MAX_COLS=128 if whole else 16, MAX_SORTED=32)
+        shrink(
+            patch, SIGMAS=sigmas, MAX_COLS=128 if way == "whole" else 16, MAX_SORTED=32,
+            NARROW=512 if way == "narrow" else 0, WIDE=1 if way == "wide" else 1 << 40,
+        )  # fmt: skip
         s = rows_of(kind, n, generator, k).to(dtype)
         start = torch.randint(0, n + 1, (3,), generator=generator) if ranged in ("start", "both") else None
         lengths = None
@@ -137,6 +140,44 @@ def test_every_way_of_long_rows(kind: str, monkeypatch: pytest.MonkeyPatch) -> N
         s = rows_of(kind, 210, torch.Generator().manual_seed(1), 20)
         for best_first in (True, False):
             compare(s, 20, sorted=best_first)
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize(("n", "k"), [(16, 16), (33, 5)])
+def test_narrow_rows(n: int, k: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """fp32 scores that differ in few bits, or in none, and scores of 16 bits."""
+    shrink(monkeypatch, NARROW=512)
+    s = 1 + torch.randint(0, 9, (5, n), generator=torch.Generator().manual_seed(2)) * 2.0**-23
+    for scores in (s, -s, s.bfloat16(), torch.where(s > 1 + 2.0**-21, s, -math.inf)):
+        for best_first in (True, False):
+            compare(scores, k, sorted=best_first)
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("kind", ["normal", "a third equal", "all equal", "few", "one group"])
+def test_wide_rows(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Maxima below a bound, a plateau of maxima, rows with fewer scores than k, a group that holds all of the best."""
+    shrink(monkeypatch, WIDE=1)
+    s = rows_of(kind, 700, torch.Generator().manual_seed(1))
+    if kind == "one group":
+        # the same place in every chunk of 32
+        s[:, 4::32] += 20
+        s[:, 5::32] += 30
+    for best_first in (True, False):
+        compare(s, 3, sorted=best_first)
+        compare(s.bfloat16(), 20, sorted=best_first)
+
+
+@pytest.mark.interpret
+def test_more_survivors_than_exchanges_sort(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows whose survivors are sorted by their bits."""
+    shrink(monkeypatch, MAX_COLS=1024, SCAN=1024)
+    generator = torch.Generator().manual_seed(1)
+    s = torch.stack([torch.randn(700, generator=generator), torch.randn(700, generator=generator).round()])
+    s[0, :3] = torch.tensor([math.nan, 3e38, -3e38])
+    for scores in (s, s.bfloat16()):
+        compare(scores, 600)
+        compare(scores, 600, largest=False, index_dtype=torch.int32)
 
 
 @pytest.mark.interpret

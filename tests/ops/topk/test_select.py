@@ -141,8 +141,16 @@ def test_the_launch_formula_covers_a_row(rows: int, n: int, part: float) -> None
     for k in sorted({1, min(n, 2048), max(1, round(part * n)), n // 2 + 1, n}):
         for itemsize in (2, 4):
             shape = plan.of_selection(rows, n, k, itemsize, 132)
-            if isinstance(shape, plan.Whole):
-                assert n <= shape.block_c <= plan.MAX_COLS
+            if isinstance(shape, plan.Narrow):
+                assert n <= shape.block_c <= plan.NARROW
+                assert k <= shape.block_k
+            elif isinstance(shape, plan.Wide):
+                assert k <= min(shape.groups, shape.room)
+                assert shape.again % (shape.groups * shape.group) == 0
+                assert shape.warps in (1, 2, 4, 8, 16, 32)
+            elif isinstance(shape, plan.Whole):
+                assert n <= shape.block_c <= plan.MAX_COLS_OF_MANY
+                assert k <= shape.block_k
                 assert shape.block_c % shape.scan == 0
                 assert shape.warps in (1, 2, 4, 8, 16, 32)
             else:

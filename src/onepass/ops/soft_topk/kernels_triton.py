@@ -218,13 +218,17 @@ def solve(
             a, b = measure_clipped(s, base, c, eps, BLOCK_R)
             a, b, phase = team_sums(a, b, mailbox_ptr, member, phase, TEAM, WIDTH)
             excess, size, step = newton(0.0, a, b, k, n, KIND)
+            # no score in the window: move on by half of it
+            step = tl.where(size > 0, step, tl.where(excess > 0, 0.5, -0.5))
             good = (swift > 0) & (tl.abs(step) < REACH)
             exact = good & (tl.abs(excess) <= 4 * TINY * k)
             # one more step, unless its rounding changes many equal gates by more
             worse = exact & (tl.abs(excess) <= size * TINY * tl.abs(c))
             c = tl.where(good & (worse == 0), c + step, c)
-            done = tl.where(exact & firm(k, size), 1.0, done)
-            swift = tl.where(good & (exact == 0), 1.0, 0.0)
+            # with every gate 0 or 1 the sum is exact, and any threshold between these scores is right
+            level = (swift > 0) & (size == 0) & (excess == 0)
+            done = tl.where((exact & firm(k, size)) | level, 1.0, done)
+            swift = tl.where(good & (exact == 0) & (level == 0), 1.0, 0.0)
             i += 1
     else:
         s = exponentials(s, base, eps, KIND)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,9 +13,11 @@ from onepass.core.launch import cdiv, device_guard, launch, sm_count
 
 from . import plan
 from .kernels_keys import COUNTERS
+from .kernels_narrow import narrow_kernel
 from .kernels_pivot import choose_kernel, pass_kernel, pivot_kernel
 from .kernels_sort import HARD, NO_GATES, SOFT, merge_kernel, run_kernel, sort_kernel
-from .kernels_whole import whole_kernel
+from .kernels_whole import RADIX, whole_kernel
+from .kernels_wide import wide_kernel
 
 
 class Rows(NamedTuple):
@@ -37,53 +39,84 @@ class Found(NamedTuple):
 
 
 class _Survivors(NamedTuple):
-    """Packed survivors (rows, width), the rows' counters, and whether these are k in the order of columns."""
+    """Packed survivors (rows, width), and the rows' counters."""
 
     packed: Tensor
     state: Tensor
-    in_order: bool
 
 
-def _survivors(rows: Rows, k: int) -> _Survivors:
-    """Return k packed survivors of each row, or more from which a sort takes the best."""
+class _Layout(NamedTuple):
+    """What every kernel of a selection takes: strides and constants of the rows."""
+
+    strides: tuple[int, ...]
+    n_cols: int  # in units
+    options: tuple[Any, ...]
+
+
+def _layout(rows: Rows) -> _Layout:
     s, mask, start, lengths, largest = rows
-    n_rows, n_cols = s.shape
-    shape = plan.of_selection(n_rows, n_cols, k, s.element_size(), sm_count(s))
-    unit = 16 if n_cols % 16 == 0 and s.stride(0) % 16 == 0 else 1
-    strides = (
-        s.stride(0) // unit,
-        *(0 if t is None else t.stride(0) for t in (mask, start, lengths)),
-    )
-    options = unit, mask is not None, start is not None, lengths is not None, largest
-    shift = plan.constant_bits(s.dtype)
-    state = torch.empty((n_rows, COUNTERS.value), dtype=torch.int32, device=s.device)
-    if isinstance(shape, plan.Whole):
-        out = torch.empty((n_rows, k), dtype=torch.int64, device=s.device)
+    unit = 16 if s.shape[1] % 16 == 0 and s.stride(0) % 16 == 0 else 1
+    strides = s.stride(0) // unit, *(0 if t is None else t.stride(0) for t in (mask, start, lengths))
+    options = unit, mask is not None, start is not None, lengths is not None, largest, plan.constant_bits(s.dtype)
+    return _Layout(strides, s.shape[1] // unit, options)
+
+
+def _in_one_launch(
+    rows: Rows,
+    k: int,
+    shape: plan.Narrow | plan.Wide | plan.Whole,
+    results: tuple[Tensor | None, ...],
+    order: tuple[bool, int],
+) -> None:
+    """Select, order and fetch by one kernel."""
+    strides, n_cols, options = _layout(rows)
+    s, n_rows = rows.s, len(rows.s)
+    if isinstance(shape, plan.Narrow):
         launch(
-            whole_kernel, (cdiv(n_rows, shape.block_r), 1, 1), (s, mask, start, lengths, out, state),
-            (*strides, n_rows, n_cols // unit, k),
-            (*options, shift, shape.block_r, shape.block_c, shape.scan), num_warps=shape.warps,
+            narrow_kernel, (cdiv(n_rows, shape.block_r), 1, 1), (*rows[:4], *results),
+            (*strides, n_rows, n_cols, k), (*options, *order, *shape[:4]), num_warps=shape.warps,
         )  # fmt: skip
-        return _Survivors(out, state, True)
+        return
+    if isinstance(shape, plan.Whole):
+        scratch = torch.empty((n_rows, k), dtype=torch.int64, device=s.device) if order[0] and k > RADIX.value else None
+        launch(
+            whole_kernel, (cdiv(n_rows, shape.block_r), 1, 1), (*rows[:4], scratch, *results),
+            (*strides, n_rows, n_cols, k), (*options, *order, *shape[:4]), num_warps=shape.warps,
+        )  # fmt: skip
+        return
+    groups = torch.empty((n_rows, shape.groups), dtype=torch.int32, device=s.device)
+    candidates = torch.empty((n_rows, shape.room), dtype=torch.int64, device=s.device)
+    launch(
+        wide_kernel, (n_rows, 1, 1), (*rows[:4], groups, candidates, *results),
+        (*strides, n_cols, k), (*options, *order, *shape[:5]), num_warps=shape.warps,
+    )  # fmt: skip
+
+
+def _survivors(rows: Rows, k: int, shape: plan.Pivot) -> _Survivors:
+    """Return k packed survivors of each row, or more from which a sort takes the best."""
+    s, mask, start, lengths, _ = rows
+    n_rows, n_cols = s.shape
+    strides, units, options = _layout(rows)
+    state = torch.empty((n_rows, COUNTERS.value), dtype=torch.int32, device=s.device)
     pivots = torch.empty(n_rows, dtype=torch.float32, device=s.device)
     found = torch.empty((n_rows, shape.capacity), dtype=torch.int64, device=s.device)
-    given, numbers = (s, mask, start, lengths, pivots, state), (*strides, n_cols // unit, k, shape.capacity)
+    given, numbers = (s, mask, start, lengths, pivots, state), (*strides, units, k, shape.capacity)
     alone = shape.splits == 1
     launch(
         pivot_kernel, (n_rows, 1, 1), given, numbers,
-        (*options, shift, int(not alone), plan.SIGMAS, shape.groups, shape.group), num_warps=shape.sample_warps,
+        (*options, int(not alone), plan.SIGMAS, shape.groups, shape.group), num_warps=shape.sample_warps,
     )  # fmt: skip
     launch(
         pass_kernel, (n_rows, shape.splits, 1), (*given, found), (*numbers, shape.tiles),
-        (*options, alone, shape.tile, shape.tile_stages), num_warps=shape.tile_warps,
+        (*options[:-1], alone, shape.tile, shape.tile_stages), num_warps=shape.tile_warps,
     )  # fmt: skip
     chooses = k <= plan.MAX_SORTED
     out = torch.empty((n_rows, k), dtype=torch.int64, device=s.device) if chooses else found
     launch(
         choose_kernel, (n_rows, 1, 1), (*given, found, out), (*numbers, out.stride(0), n_cols.bit_length()),
-        (*options, shift, chooses, shape.capacity if chooses else 1, shape.alone), num_warps=shape.choose_warps,
+        (*options, chooses, shape.capacity if chooses else 1, shape.alone), num_warps=shape.choose_warps,
     )  # fmt: skip
-    return _Survivors(out, state, False)
+    return _Survivors(out, state)
 
 
 def _merged(
@@ -91,7 +124,7 @@ def _merged(
     numbers: tuple[int, int], constants: tuple[bool, int],
 ) -> Tensor:  # fmt: skip
     """Sort rows of any length in runs, then merge these; the last merge fetches if `last` is given."""
-    packed, state, _ = found
+    packed, state = found
     n_rows, width = packed.shape
     count = width if by_score else k
     launch(
@@ -136,19 +169,23 @@ def select(
         if out is not None:
             values, indices = out[0].copy_(values), out[1].copy_(indices)
         return Found(indices, values, None if found.gates is None else pad(found.gates, more))
-    shape = (*lead, k)
+    size = (*lead, k)
     if out is None:
-        values = torch.empty(shape, dtype=s.dtype, device=s.device)
-        indices = torch.empty(shape, dtype=index_dtype, device=s.device)
+        values = torch.empty(size, dtype=s.dtype, device=s.device)
+        indices = torch.empty(size, dtype=index_dtype, device=s.device)
     else:
         values, indices = out
-    gates = torch.empty(shape, dtype=s.dtype, device=s.device) if gated else None
+    gates = torch.empty(size, dtype=s.dtype, device=s.device) if gated else None
     if not values.numel():
         return Found(indices, values, gates)
     kind = (NO_GATES if not gated else HARD if soft is None else SOFT).value
     results = indices, s, soft, values, gates
     with device_guard(s):
-        chosen = _survivors(rows, k)
+        shape = plan.of_selection(n_rows, n_cols, k, s.element_size(), sm_count(s))
+        if not isinstance(shape, plan.Pivot):
+            _in_one_launch(rows, k, shape, (indices, soft, values, gates), (is_sorted, kind))
+            return Found(indices, values, gates)
+        chosen = _survivors(rows, k, shape)
         if k <= plan.MAX_SORTED:
             block_r, block_k, warps = plan.of_sort(n_rows, k, sm_count(s))
             launch(
@@ -158,10 +195,10 @@ def select(
             return Found(indices, values, gates)
         spare = torch.empty_like(chosen.packed)
         numbers, constants = (s.stride(0), n_cols), (rows.largest, kind)
-        if not is_sorted and not chosen.in_order:
+        if not is_sorted:
             # the k best of them, by score
             best = _merged(chosen, True, k, spare, None, numbers, constants)
             spare = chosen.packed if best is spare else spare
-            chosen = _Survivors(best, chosen.state, True)
+            chosen = _Survivors(best, chosen.state)
         _merged(chosen, is_sorted, k, spare, results, numbers, constants)
     return Found(indices, values, gates)

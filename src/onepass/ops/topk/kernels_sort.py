@@ -31,6 +31,13 @@ def fetch(
         tl.store(gate_ptr + at, gate, mask=wanted)
 
 
+@triton.jit
+def by_column(index):
+    """Return columns (…, k) in ascending order, those that are -1 last."""
+    index = tl.sort(tl.where(index < 0, 0x7FFFFFFF, index))
+    return tl.where(index == 0x7FFFFFFF, -1, index)
+
+
 @triton.jit(do_not_specialize=["s_row_stride", "n_rows", "n_cols", "k"])
 def sort_kernel(
     packed_ptr,  # (n_rows, k) int64: packed survivors

@@ -1,15 +1,82 @@
-"""The selection from rows that one program holds in registers."""
+"""The selection from rows that one program holds in registers, in one launch."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from .kernels_keys import COUNTERS, EMPTY, LARGEST_KEY, NAN, NOTHING, bounds, load_scores, pack, to_key
+from .kernels_keys import LARGEST_KEY, NAN, NOTHING, bounds, load_scores, to_key, to_score
+from .kernels_sort import fetch
 
+# more survivors are sorted two bits at a time, fewer by exchanges
+RADIX = tl.constexpr(512)
 INTS = [
     "s_row_stride", "mask_row_stride", "start_stride", "lengths_stride", "n_rows", "n_cols", "k",
 ]  # fmt: skip
+
+
+@triton.jit
+def threshold_of(key, k, nothing, SHIFT: tl.constexpr):
+    """Return the key of the k-th largest score of each row, 0 or more scores, and how many are a score.
+
+    Counts bracket the threshold. The next guess is on the line through both ends, with log(count/(n - count)) for the
+    count: a row of normal scores is solved by 7 counts instead of 18. Every other guess from the seventh on bisects
+    keys, so that a row of any scores is solved.
+    """
+    valid = tl.sum((key > nothing).to(tl.int32), 1)
+    few = valid <= k
+    # at least k keys are ≥ lo, fewer than k are ≥ hi
+    lo = tl.where(few, nothing, tl.min(tl.where(key > nothing, key, LARGEST_KEY), 1))
+    hi = tl.where(few, nothing, tl.max(key, 1)) + 1
+    total = valid.to(tl.float32) + 0.5
+    aim = tl.log((k + 0.5) / tl.maximum(total - k, 0.5))
+    at_lo = tl.log(total * 2.0) - aim
+    at_hi = -tl.log(total * 2.0) - aim
+    side = tl.zeros_like(valid)
+    i = 0
+    while tl.max((lo + 1 < hi).to(tl.int32), 0) > 0:
+        low = tl.maximum(tl.minimum(to_score(lo, SHIFT), 1e38), -1e38)
+        high = tl.maximum(tl.minimum(to_score(hi - 1, SHIFT), 1e38), -1e38)
+        guess = to_key(low + (high - low) * (at_lo / tl.maximum(at_lo - at_hi, 1e-30))) >> SHIFT
+        halfway = (lo & hi) + ((lo ^ hi) >> 1)
+        bisect = (i >= 6) & (i % 2 == 0)
+        middle = tl.where(bisect, halfway, tl.maximum(tl.minimum(guess, hi - 1), lo + 1))
+        # a row that is solved keeps lo
+        middle = tl.where(lo + 1 < hi, middle, lo)
+        count = tl.sum((key >= middle[:, None]).to(tl.int32), 1)
+        found = tl.log((count.to(tl.float32) + 0.5) / tl.maximum(total - count.to(tl.float32), 0.5)) - aim
+        above = count < k
+        # an end that stays twice counts half
+        at_lo = tl.where(above, tl.where(side == -1, 0.5 * at_lo, at_lo), found)
+        at_hi = tl.where(above, found, tl.where(side == 1, 0.5 * at_hi, at_hi))
+        side = tl.where(above, -1, 1)
+        # exactly k: this row is solved, so set hi = lo + 1
+        hi = tl.where(above, middle, tl.where(count == k, middle + 1, hi))
+        lo = tl.where(above, lo, middle)
+        i += 1
+    return lo, valid
+
+
+@triton.jit
+def radix_sort(number, scratch_ptr, at, present, span):
+    """Sort int64 numbers of a row's first places by their high halves, 0 to span, in a stable way, lowest first.
+
+    Two bits at a time: a scan counts four digits at once, 16 bits each.
+    """
+    shift = 32
+    while (span >> (shift - 32)) > 0:
+        digit = 16 * ((number >> shift) & 3)
+        ones = tl.where(present, tl.full(number.shape, 1, tl.int64) << digit, 0)
+        total = tl.sum(ones, 1, keep_dims=True)
+        before = (total << 16) + (total << 32) + (total << 48)
+        slot = ((tl.cumsum(ones, 1) + before) >> digit) & 0xFFFF
+        tl.store(scratch_ptr + at + slot - 1, number, mask=present)
+        tl.debug_barrier()
+        here = tl.arange(0, number.shape[1])[None, :]
+        number = tl.load(scratch_ptr + at + here, mask=present, other=0)
+        tl.debug_barrier()
+        shift += 2
+    return number
 
 
 @triton.jit(do_not_specialize=INTS)
@@ -18,8 +85,11 @@ def whole_kernel(
     mask_ptr,  # (n_rows, n_cols) uint8 or None
     start_ptr,  # (n_rows,) int32 or int64, or None
     lengths_ptr,  # (n_rows,) int32 or int64, or None
-    out_ptr,  # (n_rows, k) int64: packed survivors in the order of columns, then empty places
-    state_ptr,  # (n_rows, COUNTERS) int32
+    scratch_ptr,  # (n_rows, k) int64, or None where nothing is sorted
+    index_ptr,  # (n_rows, k) int32 or int64: columns, then -1; at first survivors' columns in int32
+    y_ptr,  # (n_rows, n_cols) soft gates, like s, or None
+    value_ptr,  # (n_rows, k) like s
+    gate_ptr,  # (n_rows, k) like s, or None
     s_row_stride,  # in UNITs, like n_cols: multiples of 16 elements allow loads of 16 bytes
     mask_row_stride,
     start_stride,
@@ -33,9 +103,12 @@ def whole_kernel(
     HAS_LENGTHS: tl.constexpr,
     LARGEST: tl.constexpr,
     SHIFT: tl.constexpr,
+    SORTED: tl.constexpr,
+    GATES: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_T: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):
     n_cols = n_cols * UNIT
     s_row_stride = s_row_stride * UNIT
@@ -58,22 +131,17 @@ def whole_kernel(
         )
     )  # fmt: skip
     key = key >> SHIFT
-    valid = tl.sum((key > nothing).to(tl.int32), 1)
     top = tl.max(key, 1)
-    few = valid <= k
-    # at least k keys are ≥ lo, fewer than k are ≥ hi
-    lo = tl.where(few, nothing, tl.min(tl.where(key > nothing, key, LARGEST_KEY), 1))
-    hi = tl.where(few, nothing, top) + 1
-    while tl.max((lo + 1 < hi).to(tl.int32), 0) > 0:
-        middle = (lo & hi) + ((lo ^ hi) >> 1)
-        count = tl.sum((key >= middle[:, None]).to(tl.int32), 1)
-        # exactly k: this row is solved, so set hi = lo + 1
-        hi = tl.where(count < k, middle, tl.where(count == k, middle + 1, hi))
-        lo = tl.where(count < k, lo, middle)
-    room = (k - tl.sum((key > lo[:, None]).to(tl.int32), 1))[:, None]
-    kept = tl.where(few, valid, k)[:, None]
+    nan = (top == (NAN >> SHIFT))[:, None]
+    threshold, valid = threshold_of(key, k, nothing, SHIFT)
+    lo = threshold[:, None]
+    room = k - tl.sum((key > lo).to(tl.int32), 1)[:, None]
+    kept = tl.minimum(valid, k)[:, None]
     above_before = tl.zeros((BLOCK_R, 1), tl.int32)
     level_before = tl.zeros((BLOCK_R, 1), tl.int32)
+    # survivors' columns pass through the memory of the indices, as int32
+    columns_ptr = index_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
+    columns_row = rows * k * (index_ptr.dtype.element_ty.primitive_bitwidth // 32)
     # load the scores again, from the cache: registers can't hold them beside the scan
     for begin in range(0, BLOCK_C, BLOCK_T):
         here = (begin + tl.arange(0, BLOCK_T))[None, :]
@@ -82,8 +150,8 @@ def whole_kernel(
             n_cols, HAS_MASK, has_range, LARGEST,
         )  # fmt: skip
         near_key = to_key(near) >> SHIFT
-        above = near_key > lo[:, None]
-        level = (near_key == lo[:, None]) & (near_key > nothing)
+        above = near_key > lo
+        level = (near_key == lo) & (near_key > nothing)
         # one scan for both counts, 16 bits each
         ones = (above.to(tl.int32) << 16) | level.to(tl.int32)
         total = tl.sum(ones, 1)
@@ -92,12 +160,28 @@ def whole_kernel(
             n_level = level_before + (both & 0xFFFF)
             chosen = above | (level & (n_level <= room))
             slot = above_before + (both >> 16) + tl.minimum(n_level, room) - 1
-            tl.store(out_ptr + rows * k + slot, pack(near, here), mask=chosen)
+            tl.store(columns_ptr + columns_row + slot, here + tl.zeros_like(slot), mask=chosen)
         above_before += (total >> 16)[:, None]
         level_before += (total & 0xFFFF)[:, None]
-        empty = present & (here >= kept) & (here < k)
-        tl.store(out_ptr + rows * k + here, tl.full((BLOCK_R, BLOCK_T), EMPTY, tl.int64), mask=empty)
-    state = state_ptr + row * COUNTERS
-    tl.store(state, tl.zeros((BLOCK_R,), tl.int32) + k, mask=row < n_rows)
-    tl.store(state + 1, (top == (NAN >> SHIFT)).to(tl.int32), mask=row < n_rows)
-    tl.store(state + 2, tl.zeros((BLOCK_R,), tl.int32), mask=row < n_rows)
+    tl.debug_barrier()
+    place = tl.arange(0, BLOCK_K)[None, :]
+    wanted = present & (place < k)
+    index = tl.load(columns_ptr + columns_row + place, mask=wanted & (place < kept), other=-1)
+    if SORTED:
+        s = tl.load(s_ptr + rows * s_row_stride + index, mask=index >= 0, other=0.0).to(tl.float32)
+        key = to_key(s if LARGEST else -s) >> SHIFT
+        # columns ascend, so that a stable sort leaves equal scores in order
+        if BLOCK_K > RADIX:
+            below = tl.where(index >= 0, top[:, None].to(tl.int64) - key, 0)
+            number = (below << 32) | index
+            span = tl.max(tl.max(below, 1), 0)
+            number = radix_sort(number, scratch_ptr, rows * k, index >= 0, span)
+            index = tl.where(index >= 0, number.to(tl.int32), -1)
+        else:
+            number = tl.where(index >= 0, (key.to(tl.int64) << 32) | (0x7FFFFFFF - index), -0x8000000000000000)
+            number = tl.sort(number, 1, descending=True)
+            index = tl.where(place < kept, 0x7FFFFFFF - number.to(tl.int32), -1)
+    tl.debug_barrier()
+    at = rows * k + place
+    tl.store(index_ptr + at, index.to(index_ptr.dtype.element_ty), mask=wanted)
+    fetch(index, at, wanted, nan, s_ptr, y_ptr, value_ptr, gate_ptr, rows * s_row_stride, rows * n_cols, LARGEST, GATES)

@@ -9,8 +9,18 @@ import torch
 
 from onepass.core.launch import cdiv, next_power_of_2
 
-# longest row that one program holds in registers; elements per warp
-MAX_COLS = 8192
+# narrow rows, and how many scores are found one after another; elements and warps of a tile
+NARROW, FEW_OF_NARROW = 512, 16
+NARROW_TILE, NARROW_WARPS = 1024, 4
+# wide rows, and how many scores are found by maxima of groups; bytes of a chunk, twice as many from WIDE_LONG bytes a
+# row on, and of a warp; bytes of the neighbours in a group, one load; scores that are read again at a time
+WIDE, WIDEST, FEW_OF_WIDE = 8193, 1 << 18, 64
+WIDE_CHUNK, WIDE_PER_WARP = 1 << 14, 1 << 12
+WIDE_LONG = 3 << 15
+VECTOR = 16
+WIDE_AGAIN = 1024
+# longest row that one program holds in registers, with few rows and with many; elements per warp
+MAX_COLS, MAX_COLS_OF_MANY = 8192, 16384
 PER_WARP = 1024
 # elements per warp in a scan, and most of a program
 PER_SCAN = 256
@@ -46,13 +56,42 @@ MERGED = 128
 CONSTANT_BITS = {torch.bfloat16: 16, torch.float16: 13}
 
 
+class Narrow(NamedTuple):
+    """One program holds many rows and finds their largest scores one after another.
+
+    parts: of a row, side by side in a thread; block_r, block_c, block_k: rows, columns, places.
+    """
+
+    parts: int
+    block_r: int
+    block_c: int
+    block_k: int
+    warps: int
+
+
+class Wide(NamedTuple):
+    """One program goes through a row in chunks and keeps the largest score of each group.
+
+    chunk, group: columns of a chunk, neighbours in a group; groups, room: groups and scores that may reach the bound;
+    again: scores that are read again at a time.
+    """
+
+    chunk: int
+    group: int
+    groups: int
+    again: int
+    room: int
+    warps: int
+
+
 class Whole(NamedTuple):
-    """One program holds whole rows: rows, columns, warps of a program, columns of one scan."""
+    """One program holds whole rows: rows, columns, columns of one scan, places of the chosen."""
 
     block_r: int
     block_c: int
-    warps: int
     scan: int
+    block_k: int
+    warps: int
 
 
 class Pivot(NamedTuple):
@@ -78,13 +117,24 @@ class Pivot(NamedTuple):
     alone: int
 
 
-def of_selection(n_rows: int, n_cols: int, k: int, itemsize: int, sms: int) -> Whole | Pivot:
+def of_selection(n_rows: int, n_cols: int, k: int, itemsize: int, sms: int) -> Narrow | Wide | Whole | Pivot:
     """Return the launch shape for rows of n_cols scores of itemsize bytes, 1 ≤ k ≤ n_cols."""
     many = n_rows >= MANY * sms
-    if n_cols <= MAX_COLS:
+    if n_cols <= NARROW and k <= FEW_OF_NARROW:
+        block_c = max(16, next_power_of_2(n_cols))
+        parts = 2 if itemsize == 4 else 1
+        return Narrow(parts, max(1, NARROW_TILE // block_c), block_c, max(2, next_power_of_2(k)), NARROW_WARPS)
+    if WIDE <= n_cols <= WIDEST and k <= FEW_OF_WIDE:
+        chunk = WIDE_CHUNK * (1 if n_cols * itemsize < WIDE_LONG else 2)
+        chunk, group = chunk // itemsize, VECTOR // itemsize
+        warps = max(1, chunk * itemsize // WIDE_PER_WARP)
+        places = max(16, next_power_of_2(k))
+        return Wide(chunk, group, 2 * places, max(WIDE_AGAIN, 2 * places * group), 4 * places, warps)
+    if n_cols <= MAX_COLS or (many and n_cols <= MAX_COLS_OF_MANY and k <= MAX_SORTED):
         block_c = next_power_of_2(n_cols)
         warps = max(1, block_c // PER_WARP)
-        return Whole(max(1, min(32, 512 // block_c)), block_c, warps, min(block_c, PER_SCAN * warps, SCAN))
+        block_r = max(1, min(32, 512 // block_c))
+        return Whole(block_r, block_c, min(block_c, PER_SCAN * warps, SCAN), next_power_of_2(k), warps)
     group = SECTOR // itemsize
     sample = min(SAMPLE_OF_MANY if many else SAMPLE, next_power_of_2(n_cols))
     n_tiles = cdiv(n_cols, TILE)

@@ -1,0 +1,130 @@
+"""The selection of a few scores from narrow rows: many rows a program, one round of maxima for each score."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .kernels_keys import NAN, NOTHING, bounds, load_scores, to_key
+from .kernels_sort import by_column, fetch
+
+INTS = ["s_row_stride", "mask_row_stride", "start_stride", "lengths_stride", "n_rows", "n_cols", "k"]
+
+
+@triton.jit
+def load_keys(
+    s_ptr, mask_ptr, rows, mask_rows, present, first, last, n_cols, PART: tl.constexpr, HAS_MASK: tl.constexpr,
+    HAS_RANGE: tl.constexpr, LARGEST: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Return the keys of WIDTH columns."""
+    cols = PART * WIDTH + tl.arange(0, WIDTH)[None, :]
+    return to_key(
+        load_scores(
+            s_ptr, mask_ptr, rows + cols, mask_rows + cols, cols, present, first, last, n_cols, HAS_MASK, HAS_RANGE,
+            LARGEST,
+        )
+    )  # fmt: skip
+
+
+@triton.jit
+def rounds(number, k, nothing, beyond, COLUMNS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Return the k + 1 largest numbers of each row, and whether two of them differ in COLUMNS only.
+
+    Numbers differ and lie between `nothing`, of which there may be many, and `beyond`, closely enough for a difference.
+    """
+    unsigned: tl.constexpr = tl.uint32 if number.dtype == tl.int32 else tl.uint64
+    place = tl.arange(0, BLOCK_K)[None, :]
+    best = tl.zeros((BLOCK_R, BLOCK_K), number.dtype) + nothing
+    top = tl.zeros((BLOCK_R,), number.dtype) + beyond
+    close = tl.zeros((BLOCK_R,), tl.int1)
+    for i in range(k + 1):
+        # the numbers below the last one wrap around to the largest unsigned ones: an addition and a maximum a number
+        step = tl.max((number - top[:, None]).to(unsigned, bitcast=True), 1).to(number.dtype, bitcast=True)
+        below = tl.where(step < 0, top + step, nothing)
+        close = close | (((top ^ below) < COLUMNS) & ((top ^ below) > 0) & (below > nothing))
+        best = tl.where(place == i, below[:, None], best)
+        top = below
+    return best, tl.max(close.to(tl.int32), 0) > 0
+
+
+@triton.jit(do_not_specialize=INTS)
+def narrow_kernel(
+    s_ptr,  # (n_rows, n_cols) scores, any float dtype
+    mask_ptr,  # (n_rows, n_cols) uint8 or None
+    start_ptr,  # (n_rows,) int32 or int64, or None
+    lengths_ptr,  # (n_rows,) int32 or int64, or None
+    index_ptr,  # (n_rows, k) int32 or int64: columns, then -1
+    y_ptr,  # (n_rows, n_cols) soft gates, like s, or None
+    value_ptr,  # (n_rows, k) like s
+    gate_ptr,  # (n_rows, k) like s, or None
+    s_row_stride,  # in UNITs, like n_cols
+    mask_row_stride,
+    start_stride,
+    lengths_stride,
+    n_rows,
+    n_cols,
+    k,
+    UNIT: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    HAS_START: tl.constexpr,
+    HAS_LENGTHS: tl.constexpr,
+    LARGEST: tl.constexpr,
+    SHIFT: tl.constexpr,
+    SORTED: tl.constexpr,
+    GATES: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Find the largest number of each row k times.
+
+    A number is a score's key and, in its low bits, the column from the end. 16-bit scores leave these bits free. Of
+    fp32 scores the low bits give way, and two scores that differ in nothing else send the program through 64-bit
+    numbers.
+    """
+    n_cols = n_cols * UNIT
+    s_row_stride = s_row_stride * UNIT
+    row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    here_row = tl.minimum(row, n_rows - 1)
+    first, last = bounds(
+        start_ptr, lengths_ptr, here_row * start_stride, here_row * lengths_stride, n_cols, HAS_START, HAS_LENGTHS
+    )
+    first = (first + tl.zeros((BLOCK_R,), tl.int32))[:, None]
+    last = (last + tl.zeros((BLOCK_R,), tl.int32))[:, None]
+    rows = row[:, None]
+    present = rows < n_rows
+    at = tl.arange(0, BLOCK_C)[None, :]
+    WIDTH: tl.constexpr = BLOCK_C // PARTS
+    key = load_keys(
+        s_ptr, mask_ptr, rows * s_row_stride, rows * mask_row_stride, present, first, last, n_cols, 0, HAS_MASK,
+        HAS_START or HAS_LENGTHS, LARGEST, WIDTH,
+    )  # fmt: skip
+    cols = at
+    if PARTS == 2:
+        # halves of a row side by side in a thread: half as many threads share a row
+        other = load_keys(
+            s_ptr, mask_ptr, rows * s_row_stride, rows * mask_row_stride, present, first, last, n_cols, 1, HAS_MASK,
+            HAS_START or HAS_LENGTHS, LARGEST, WIDTH,
+        )  # fmt: skip
+        key = tl.reshape(tl.join(key, other), (BLOCK_R, BLOCK_C))
+        cols = (at % 2) * WIDTH + at // 2
+    from_end = BLOCK_C - 1 - cols
+    none: tl.constexpr = -(1 << 30)
+    number = tl.where(key > NOTHING, ((key >> 1) & -BLOCK_C) | from_end, none)
+    best, close = rounds(number, k, none, 1 << 30, BLOCK_C if SHIFT == 0 else 0, BLOCK_R, BLOCK_K)
+    index = tl.where(best == none, -1, BLOCK_C - 1 - (best & (BLOCK_C - 1)))
+    nan = tl.max(best, 1)[:, None] >= ((NAN >> 1) & -BLOCK_C)
+    if SHIFT == 0:
+        if close:
+            none_wide: tl.constexpr = -(1 << 62)
+            wide = tl.where(key > NOTHING, (key.to(tl.int64) << 31) | from_end, none_wide)
+            far, _ = rounds(wide, k, none_wide, 1 << 62, 0, BLOCK_R, BLOCK_K)
+            index = tl.where(far == none_wide, -1, BLOCK_C - 1 - (far & (BLOCK_C - 1)).to(tl.int32))
+    place = tl.arange(0, BLOCK_K)[None, :]
+    if not SORTED:
+        index = by_column(tl.where(place < k, index, -1))
+    wanted = (rows < n_rows) & (place < k)
+    at = rows * k + place
+    tl.store(index_ptr + at, index.to(index_ptr.dtype.element_ty), mask=wanted)
+    fetch(index, at, wanted, nan, s_ptr, y_ptr, value_ptr, gate_ptr, rows * s_row_stride, rows * n_cols, LARGEST, GATES)
