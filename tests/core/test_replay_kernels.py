@@ -20,9 +20,9 @@ from onepass.nn import RoutedAttention, RoutedFeedForward
 
 pytestmark = pytest.mark.interpret
 
-NAMES = ("layer_norm", "rms_norm", "weighted_sum", "topk")
+NAMES = ("layer_norm", "rms_norm", "qk_norm_rope", "weighted_sum", "topk")
 # without rows nothing is launched; eps that broadcasts is copied by torch: such calls have no replay
-UNREPLAYED = ("no rows", "eps tensor, mask")
+UNREPLAYED = ("no rows", "no tokens", "eps tensor, mask")
 SAMPLES = [
     pytest.param(spec, name, id=f"{spec.name}-{name}")
     for i, spec in enumerate(SPECS)

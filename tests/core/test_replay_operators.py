@@ -66,60 +66,6 @@ def test_the_operators_calls_are_replayed(
     assert (calls, back_calls) == ([2], [2])
 
 
-@pytest.mark.parametrize(
-    "name", ["weights per head", "gate first, residual", "rounded twice", "8 bits", "fp32", "rope"]
-)
-def test_the_calls_of_norms_options_are_replayed(gpu: FakeGpu, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("triton")
-    from onepass.ops.norm import launch as plain_launch
-    from onepass.ops.norm import launch_options, launch_rope, options, plain, rope
-
-    def launch(kernel: Any, grid: Any, tensors: Any, numbers: Any, constants: Any, **options: Any) -> None:
-        gpu.launch(grid, tensors, 1.0)
-
-    for module in (plain_launch, launch_options, launch_rope):
-        monkeypatch.setattr(module, "launch", launch)
-        monkeypatch.setattr(module, "sm_count", lambda x: 132)
-    monkeypatch.setattr(plain_launch, "dependent_launch", lambda x: True)
-    for module in (plain, options, rope):
-        monkeypatch.setattr(module, "uses_triton", lambda x: True)
-    x, r, z = (torch.empty(6, 4, 128, dtype=torch.bfloat16) for _ in range(3))
-    w = torch.empty(*((4, 128) if name == "weights per head" else (128,)), dtype=torch.bfloat16)
-    if name == "rope":
-        # heads of a packed projection lie between each other
-        q, k = x[:, :3], x[:, 3:]
-        forward = (
-            q,
-            k,
-            w,
-            w.clone(),
-            torch.empty(9, 64),
-            torch.empty(9, 64),
-            torch.empty(6, dtype=torch.long),
-            1e-6,
-            0.0,
-            False,
-        )
-        run, calls = counted(rope._forward)
-        back, back_calls = counted(rope._backward)
-        backward: tuple[Any, ...] = (q.clone(), k.clone(), *forward, True, True, True, True)
-    else:
-        residual, gate = (r, z) if name == "gate first, residual" else (None, None)
-        dtype = torch.float32 if name == "fp32" else torch.bfloat16
-        quant, same = 2 if name == "8 bits" else 0, (1e-6, 0.0, False, False)
-        first = gate is not None
-        forward = x, residual, gate, w, None, *same, name == "rounded twice", first, quant, dtype, True  # type: ignore[assignment]
-        run, calls = counted(options._forward)
-        back, back_calls = counted(options._backward)
-        stats = torch.empty(1, 6, 4)
-        backward = torch.empty_like(x, dtype=dtype), residual, x, gate, stats, w, None, *same, first
-        backward = (*backward, x.dtype, True, first, True, False)
-    for _ in range(5):
-        run(*forward)
-        back(*backward)
-    assert (calls, back_calls) == ([2], [2])
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_replays_on_a_gpu_give_the_same_bits(dtype: torch.dtype) -> None:

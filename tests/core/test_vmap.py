@@ -55,36 +55,3 @@ def test_one_call_for_the_whole_batch(name: str, shape: tuple[int, ...], dim: in
         dx = torch.vmap(grad, in_dims=dim)(rows)
     assert len(calls.names) == 2
     torch.testing.assert_close(dx, torch.stack([grad(x) for x in batch]))
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_each_element_has_its_own_weight_gradient(name: str) -> None:
-    call, batch, w = CALLS[name], torch.randn(3, 4, 8), torch.randn(8)
-    grad = torch.func.grad(lambda x, w: call(x, w).square().sum(), argnums=1)
-    shared = torch.vmap(grad, in_dims=(0, None))(batch, w)
-    torch.testing.assert_close(shared, torch.stack([grad(x, w) for x in batch]))
-    weights = torch.randn(3, 8)
-    own = torch.vmap(call)(batch, weights)
-    torch.testing.assert_close(own, torch.stack([call(x, w) for x, w in zip(batch, weights, strict=True)]))
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_an_empty_batch(name: str) -> None:
-    batch, weights = torch.randn(0, 4, 8), torch.randn(8, 0)
-    call = CALLS[name]
-    assert torch.vmap(call, in_dims=(0, 1))(batch, weights).shape == (0, *call(torch.randn(4, 8), torch.ones(8)).shape)
-    grad = torch.func.grad(lambda x, w: call(x, w).square().sum(), argnums=(0, 1))
-    dx, dw = torch.vmap(grad, in_dims=(0, 1))(batch, weights)
-    assert (dx.shape, dw.shape) == ((0, 4, 8), (0, 8))
-
-
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("name", CALLS)
-def test_a_batch_of_upstream_gradients(name: str, device: str) -> None:
-    """`is_grads_batched` is a vmap of its own over the backward pass of a plain call."""
-    x, w = (torch.randn(shape, device=device, requires_grad=True) for shape in ((3, 8), (8,)))
-    y = CALLS[name](x, w)
-    upstream = torch.randn(4, *y.shape, device=device)
-    batched = torch.autograd.grad(y, (x, w), upstream, is_grads_batched=True, retain_graph=True)
-    each = [torch.autograd.grad(y, (x, w), dy, retain_graph=True) for dy in upstream]
-    torch.testing.assert_close(batched, tuple(map(torch.stack, zip(*each, strict=True))))

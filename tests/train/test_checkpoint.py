@@ -203,10 +203,6 @@ def test_weights_of_another_model(good: Path):
 TEXT = small().to_json()
 
 
-def test_config_round_trip():
-    assert from_json(TEXT, "") == small()
-
-
 @settings(max_examples=300)
 @given(st.data())
 def test_damaged_configurations(data: st.DataObject):

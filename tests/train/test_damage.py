@@ -75,13 +75,6 @@ def test_lost_moved_and_doubled_lines_show(order: list[int], count: int):
 
 
 @FUZZ
-@given(st.binary(max_size=300))
-def test_noise(content: bytes):
-    if content:
-        refused(content)
-
-
-@FUZZ
 @given(st.integers(0, len(LINES) - 1))
 def test_a_cut_is_seen_beside_the_checkpoint(tmp_path: Path, length: int):
     (tmp_path / "metrics.jsonl").write_bytes(LINES[:length])
@@ -256,12 +249,3 @@ def test_a_damaged_list_of_data_is_mended(finished: Path, texts: Path, capsys: p
     assert main(resume) == 2
     assert "the data has changed since the run began: its files are not the same" in capsys.readouterr().err
     (texts / "1.txt").write_text(text)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("path", ["a\0b", "\ud800", "nowhere\n"])
-def test_paths_that_no_file_can_have(finished: Path, capsys: pytest.CaptureFixture[str], path: str):
-    values = json.loads((finished / "config.json").read_text())
-    (finished / "config.json").write_text(json.dumps({**values, "paths": [path]}))
-    assert main(["train", "--resume", "--out", str(finished)]) == 2
-    assert capsys.readouterr().err.count("\n") == 1

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -190,13 +189,6 @@ def test_shades_can_be_told_apart_and_read_on(blocks: int, dark: bool):
     assert min(_contrast(*step) for step in steps) > (1.2 if blocks <= 4 else 1.04)
 
 
-def test_shade_is_oklch():
-    """Against published values of Oklab: white, and pure red at L 0.62796, C 0.25768, h 29.234°."""
-    assert colours._hex(1.0, 0.0, 0.0) == "#ffffff"
-    assert colours._hex(0.62796, 0.25768, 29.234) == "#ff0000"
-    assert colours._hex(0.45201, 0.31321, 264.052) == "#0000ff"
-
-
 def test_the_page_follows_the_readers_scheme():
     page = html.page(traced(b"some text 123\n" * 9, blocks=3), "here")
     light, dark = page.split("@media (prefers-color-scheme: dark)")
@@ -251,10 +243,6 @@ def test_loss_picture():
         for step in (1, 4):
             assert pictures.loss_png(rows[:step], small(), 4.4).startswith(PNG)
         assert pictures.loss_png(rows, small(), 4.4).startswith(PNG)
-
-
-def test_smoothing_keeps_a_constant():
-    assert pictures._smooth(np.full(50, 3.0)) == pytest.approx(3.0)
 
 
 @pytest.mark.slow

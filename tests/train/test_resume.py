@@ -201,25 +201,6 @@ def test_a_signal_between_a_step_and_its_checkpoint(train: Train, tmp_path: Path
     assert checkpoint.load(tmp_path / "run/checkpoint.safetensors").step == 1
 
 
-@pytest.mark.slow
-def test_only_one_process_at_a_time(train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    from onepass.train.run import Run
-
-    assert train("--out", tmp_path / "run") == 0
-    with Run(tmp_path / "run").locked():
-        assert train("--out", tmp_path / "run", "--resume") == 2
-    assert "in use by another process" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_force_starts_over(train: Train, tmp_path: Path):
-    assert train("--out", tmp_path / "run", "--seed", 1) == 0
-    assert train("--out", tmp_path / "run", "--force") == 0
-    assert json.loads((tmp_path / "run/config.json").read_text())["seed"] == 0
-    assert train("--out", tmp_path / "whole") == 0
-    same(tmp_path / "whole", tmp_path / "run")
-
-
 def test_force_spares_what_is_no_run(train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     for name in ("thesis.tex", "config.json"):
         folder = tmp_path / name.split(".")[0]

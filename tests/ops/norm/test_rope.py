@@ -67,21 +67,6 @@ def test_heads_wider_than_the_kernels(dtype: torch.dtype, device: str) -> None:
         assert torch.equal(alone, out[0][..., i : i + 1, :])
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("interleaved", [False, True])
-def test_rotations_keep_lengths_and_depend_on_distances(interleaved: bool, device: str) -> None:
-    q, k, _ = packed(device, torch.float32)
-    cos, sin = angles(64, 8, device)
-    shifted = torch.arange(5, device=device) + 40
-    at_start = onepass.qk_norm_rope(q, k, cos=cos, sin=sin, interleaved=interleaved)
-    later = onepass.qk_norm_rope(q, k, cos=cos, sin=sin, interleaved=interleaved, positions=shifted)
-    for out in (at_start, later):
-        rms = out[0].square().mean(-1)
-        torch.testing.assert_close(rms, torch.ones_like(rms), rtol=1e-5, atol=1e-5)
-    products = [torch.einsum("bthd,bshd->bhts", a[:, :, :2], b) for a, b in (at_start, later)]
-    torch.testing.assert_close(products[0], products[1], rtol=1e-4, atol=1e-4)
-
-
 @pytest.mark.skipif(INTERPRET, reason="the torch path and transformers")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 def test_as_qwen_3_does(dtype: torch.dtype) -> None:

@@ -114,26 +114,6 @@ def test_a_token_that_several_routes_name_gets_all_their_gradients(device: str) 
     assert torch.equal(dx, torch.full_like(dx, 3.0))
 
 
-@pytest.mark.parametrize("layout", ["transposed", "column step", "expanded", "offset"])
-def test_any_strides(device: str, layout: str) -> None:
-    x = {
-        "transposed": torch.randn(9, 2, 24, device=device).transpose(0, 1),
-        "column step": torch.randn(2, 9, 48, device=device)[..., ::2],
-        "expanded": torch.randn(1, 9, 24, device=device).expand(2, 9, 24),
-        "offset": torch.randn(2, 9, 27, device=device)[..., 3:],
-    }[layout]
-    indices, update = _choice(2, 9, 4).to(device), torch.randn(2, 24, 4, device=device).mT
-    assert torch.equal(gather(x, indices), gather(x.contiguous(), indices))
-    torch.testing.assert_close(
-        scatter_add(x, update, None, indices), reference.scatter_add(x.contiguous(), update, None, indices)
-    )
-    inputs = torch.randn(2, 9, 24, device=device), update.contiguous().requires_grad_()
-    out = scatter_add(*inputs, None, indices)
-    (strided,) = torch.autograd.grad(out, inputs[1], x, retain_graph=True)
-    (contiguous,) = torch.autograd.grad(out, inputs[1], x.contiguous())
-    assert torch.equal(strided, contiguous)
-
-
 def test_sequences_do_not_touch_each_other(device: str) -> None:
     x, indices = torch.randn(4, 9, 8, device=device), _choice(4, 9, 5).to(device)
     update, gates = torch.randn(4, 5, 8, device=device), torch.rand(4, 5, device=device)

@@ -1,0 +1,177 @@
+"""A routed layer is one operator forward and two backward.
+
+What compiled, exported and counted programs run is what plain eager runs, bit for bit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.library import opcheck
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
+
+from onepass.core.launch import INTERPRET
+from onepass.fused import attention_op, feed_forward_op
+from onepass.nn import CausalRouter, RoutedAttention, RoutedBlock, RoutedFeedForward
+from programs import compiled, exported, graphs_for
+
+pytestmark = [
+    pytest.mark.skipif(INTERPRET, reason="the kernels are those of the eager nodes"),
+    pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]),
+    pytest.mark.parametrize("causal", [False, True], ids=["best", "causal"]),
+]
+DIM, N = 32, 64
+HEADS: dict[str, Any] = {"heads": 2, "dim_head": 16, "window": 16}
+OPERATORS = {
+    "attention": ["onepass.routed_attention.default"],
+    "feed-forward": ["onepass.routed_feed_forward.default"],
+    "block": ["onepass.routed_attention.default", "onepass.routed_feed_forward.default"],
+}
+layers = pytest.mark.parametrize("name", ["attention", "feed-forward"])
+alone_and_in_a_block = pytest.mark.parametrize("name", ["feed-forward", "block"])
+
+
+def _layer(name: str, device: str, causal: bool, *, k: float = 1 / 8, bias: bool = True) -> nn.Module:
+    torch.manual_seed(0)
+    if name == "feed-forward":
+        router = CausalRouter(DIM, block=16) if causal else None
+        return RoutedFeedForward(DIM, k, bias=bias, router=router).to(device)
+    if name == "attention":
+        return RoutedAttention(DIM, k, 2 * k, causal=causal, **HEADS).to(device)
+    return RoutedBlock(DIM, k, causal=causal, **HEADS).to(device)
+
+
+def _tokens(device: str, batch: int = 2, n: int = N) -> Tensor:
+    return torch.randn(batch, n, DIM, device=device, requires_grad=True)
+
+
+def _mask(device: str, n: int = N) -> Tensor:
+    return torch.arange(n, device=device) < torch.tensor([[n], [40]], device=device)
+
+
+@contextlib.contextmanager
+def _operators() -> Any:
+    """The operators in plain eager calls too."""
+    with (
+        mock.patch("onepass.nn.attention.plain", return_value=False),
+        mock.patch("onepass.nn.routed.plain", return_value=False),
+    ):
+        yield
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["whole", "padded"])
+@pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "autocast"])
+@pytest.mark.parametrize(
+    ("name", "n", "bias"),
+    [("attention", N, True), ("attention", N + 9, True), ("feed-forward", N, True), ("feed-forward", N, False)],
+)
+def test_the_operator_is_the_eager_node_bit_for_bit(
+    device: str, causal: bool, name: str, n: int, bias: bool, autocast: bool, masked: bool
+) -> None:
+    layer = _layer(name, device, causal, bias=bias)
+    x, mask, outs = _tokens(device, n=n), _mask(device, n) if masked else None, []
+    for way in (contextlib.nullcontext, _operators):
+        with way(), torch.autocast(device, torch.bfloat16, enabled=autocast):
+            y, routing = layer(x, mask, return_routing=True)
+        torch.manual_seed(1)
+        loss = (y * torch.randn_like(y)).sum()
+        for choice in routing if name == "attention" else [routing]:
+            loss = loss + choice.gates.sum() + choice.scores.where(choice.scores > 0, 0).sum() / n
+        outs.append([*tree_leaves((y, routing)), *torch.autograd.grad(loss, [x, *layer.parameters()])])
+    for actual, expected in zip(*outs, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("wanted", ["gates", "scores", "no heavy", "no light", "no router", "no x"])
+@layers
+def test_only_the_gradients_that_are_wanted(device: str, causal: bool, name: str, wanted: str) -> None:
+    layer, x = _layer(name, device, causal), _tokens(device)
+    frozen = wanted.removeprefix("no ")
+    if frozen == "x":
+        x = x.detach()
+    for where, p in layer.named_parameters():
+        p.requires_grad_(not where.startswith(frozen))
+    if wanted in ("gates", "scores"):
+        layer.requires_grad_(False)
+        for where, p in layer.named_parameters():
+            p.requires_grad_("router" in where)
+    leaves = [t for t in (x, *layer.parameters()) if t.requires_grad]
+    found = []
+    for way in (contextlib.nullcontext, _operators):
+        with way():
+            y, routing = layer(x, return_routing=True)
+        choices = routing if name == "attention" else [routing]
+        parts = [y] if wanted.startswith("no ") else [getattr(choice, wanted) for choice in choices]
+        found.append(torch.autograd.grad(sum(t.square().sum() for t in parts), leaves))
+    for a, e in zip(*found, strict=True):
+        torch.testing.assert_close(a, e, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("residual", "n", "masked"), [(False, N + 9, True), (True, N, False)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@layers
+def test_opcheck(
+    device: str, causal: bool, name: str, residual: bool, n: int, masked: bool, dtype: torch.dtype
+) -> None:
+    module = attention_op if name == "attention" else feed_forward_op
+    layer, x = _layer(name, device, causal), _tokens(device, n=n)
+    with _operators(), mock.patch.object(module, "forward_op", wraps=module.forward_op) as seen:
+        layer._fused(x, _mask(device, n) if masked else None, dtype, residual)
+    opcheck(
+        module.forward_op, tuple(seen.call_args.args),
+        test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_dynamic", "test_autograd_registration"),
+    )  # fmt: skip
+
+
+@alone_and_in_a_block
+def test_a_compiled_layer_holds_one_operator_forward_and_two_backward(device: str, causal: bool, name: str) -> None:
+    layer, x = _layer(name, device, causal), _tokens(device)
+    y, (z, graphs) = layer(x), compiled(layer, x)
+    torch.testing.assert_close(z, y, rtol=0, atol=0)
+    leaves, g = [x, *layer.parameters()], torch.randn_like(y)
+    # dx of the attention joins that of the residual in another order
+    exact = {"rtol": 0, "atol": 0} if name != "block" else {}
+    for a, e in zip(torch.autograd.grad(z, leaves, g), torch.autograd.grad(y, leaves, g), strict=True):
+        torch.testing.assert_close(a, e, **exact)
+    names = OPERATORS[name]
+    parts = [n.replace(".default", f"_{p}_backward.default") for n in reversed(names) for p in ("products", "tokens")]
+    assert graphs == [names, parts]
+
+
+@alone_and_in_a_block
+def test_one_graph_for_all_lengths(device: str, causal: bool, name: str) -> None:
+    shapes = (2, 64), (2, 96), (3, 130), (5, 1000)
+    assert graphs_for(_layer(name, device, causal), (_tokens(device, *shape) for shape in shapes)) == 1
+
+
+@pytest.mark.parametrize(("name", "k"), [("block", 1 / 8), ("feed-forward", 8), ("feed-forward", 0.3)])
+def test_export_with_named_batch_and_length(device: str, causal: bool, name: str, k: float) -> None:
+    others = (_tokens(device, *shape).detach() for shape in ((3, 128), (1, 80)))
+    assert exported(_layer(name, device, causal, k=k), _tokens(device).detach(), others) == OPERATORS[name]
+
+
+@layers
+def test_products_are_counted(device: str, causal: bool, name: str) -> None:
+    layer, x = _layer(name, device, causal), _tokens(device)
+    if name == "attention":
+        forward = 2 * 2 * DIM * (2 * 16) * (4 * N + 2 * (N // 8) + 2 * (N // 4))
+    else:
+        forward = 4 * 2 * DIM * (N * layer.light.up.out_features + N // 8 * layer.heavy.up.out_features)
+    with FlopCounterMode(display=False) as counter:
+        y = layer(x)
+    assert counter.get_total_flops() == forward
+    # a counter has copied the list of formulas when it was made
+    with FlopCounterMode(display=False) as counter:
+        counter.flop_registry.pop(torch.ops.onepass.routed_feed_forward, None)
+        layer(x)
+    assert counter.get_total_flops() == forward
+    with FlopCounterMode(display=False) as counter:
+        y.sum().backward()
+    # explored tokens add a product with their few gradients
+    assert 2 * forward <= counter.get_total_flops() <= 2 * forward + 2 * 2 * N * DIM
