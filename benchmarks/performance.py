@@ -22,13 +22,13 @@ _INTRO = """\
 
 <!-- written by `python -m benchmarks --performance docs/performance.md`; `make test` compares -->
 
-A *bar* is a target that was set before measuring. A *cell* is one shape in one dtype. A bar is met when every cell
-meets it; a line shows the worst cell. An operator must read its inputs and write its outputs at least once: *% of copy*
-is the time of copying as many bytes, in the same run, over the operator's time; 100 % is as fast as copying memory.
-*×* with ≥ is the rival's time over ours: above 1 ours is faster. *×* with ≤ is ours over the other's. Every single cell
-stands in [results](../benchmarks/results); [benchmarks/README.md](../benchmarks/README.md) says how it is measured.
+A *bar* is a target that was set before measuring, a *cell* one shape in one dtype. A bar is met when every cell meets
+it. *% of copy* is the time of copying as many bytes as an operator must read and write, in the same run, over the
+operator's time. *×* with ≥ is the rival's time over ours: above 1 ours is faster. *×* with ≤ is ours over the other's.
+Every cell stands in [results](../benchmarks/results); [benchmarks/README.md](../benchmarks/README.md) says how it is
+measured.
 """
-_HEAD = "| operator | pass | cells, rival | bar | worst | in which cell | |\n|---|---|---|---|---|---|---|\n"
+_HEAD = "| operator | pass | cells, rival | bar | worst | in which cell | cells met |\n|---|---|---|---|---|---|---|\n"
 _VERSIONS = ("gpu", "torch", "triton", "date")
 
 
@@ -62,26 +62,30 @@ def name(bar: Bar) -> str:
 
 
 def _table(judged: Iterable[tuple[Bar, Verdict | None]], notes: list[str]) -> str:
-    """One line per bar; operators that share a bar share its line. Notes that a line refers to are appended."""
+    """Missed bars as a table, met ones as a list; operators that share a bar share its line. Notes are appended."""
     lines: dict[tuple[Any, ...], list[tuple[Bar, Verdict | None]]] = {}
     for bar, verdict in judged:
         lines.setdefault((bar.stage, bar.words, asked(bar)), []).append((bar, verdict))
-    return _HEAD + "".join(_line(group, notes) for group in lines.values())
-
-
-def _line(group: Sequence[tuple[Bar, Verdict | None]], notes: list[str]) -> str:
-    bar = group[0][0]
-    ops = ", ".join(f"`{other.op}`" for other, _ in group)
-    start = f"| {ops} | {bar.stage} | {bar.words} | {asked(bar)} |"
-    verdicts = [verdict for _, verdict in group if verdict is not None]
-    if len(verdicts) < len(group):
-        return f"{start} not in the records | | |\n"
-    worst = (max if bar.most else min)(verdicts, key=lambda v: v.worst)
-    cell = f"{label(worst.at.case)} {worst.at.dtype}"
-    cell = cell if len(group) == 1 else f"`{worst.at.op}` {cell}"
-    met, cells = sum(v.met for v in verdicts), sum(v.cells for v in verdicts)
-    told = "met" if met == cells else f"**missed**, {met} of {cells}{_marks(group, notes)}"
-    return f"{start} {with_unit(worst.worst, bar.unit.partition(' ')[0])} | {cell} | {told} |\n"
+    missed: list[str] = []
+    met: dict[str, list[str]] = {}
+    for group in lines.values():
+        bar, ops = group[0][0], ", ".join(f"`{other.op}`" for other, _ in group)
+        verdicts = [verdict for _, verdict in group if verdict is not None]
+        start = f"| {ops} | {bar.stage} | {bar.words} | {asked(bar)} |"
+        if len(verdicts) < len(group):
+            missed.append(f"{start} not in the records | | |\n")
+            continue
+        worst = (max if bar.most else min)(verdicts, key=lambda v: v.worst)
+        found = with_unit(worst.worst, bar.unit.partition(" ")[0])
+        if all(v.met == v.cells for v in verdicts):
+            met.setdefault(ops, []).append(f"{bar.stage}, {bar.words}: {found} ({asked(bar)})")
+            continue
+        cell = f"{label(worst.at.case)} {worst.at.dtype}"
+        cell = cell if len(group) == 1 else f"`{worst.at.op}` {cell}"
+        told = f"{sum(v.met for v in verdicts)} of {sum(v.cells for v in verdicts)}{_marks(group, notes)}"
+        missed.append(f"{start} {found} | {cell} | {told} |\n")
+    listed = "".join(f"- {ops}: {'; '.join(told)}\n" for ops, told in met.items())
+    return f"**Missed**\n\n{_HEAD}{''.join(missed)}\n**Met**: the worst cell, and the bar in brackets\n\n{listed}"
 
 
 def _marks(group: Sequence[tuple[Bar, Verdict | None]], notes: list[str]) -> str:
