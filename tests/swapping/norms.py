@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+import onepass
 
 
 class FooRMSNorm(nn.Module):
@@ -149,6 +152,38 @@ class ChannelsFirst(nn.LayerNorm):
         return super().forward(input.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
 
 
+class Gain(FooRMSNorm):
+    """Constrains its gain: another function of negative or large weights."""
+
+    def __init__(self, dim: int, of: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(dim)
+        self.of_weight = of
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        h = hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        return self.of_weight(self.weight) * h
+
+
+class Guarded(FooRMSNorm):
+    """Changes its input first: another function of large or missing values."""
+
+    def __init__(self, dim: int, guard: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(dim)
+        self.guard = guard
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return super().forward(self.guard(hidden))
+
+
+class OfChannels(nn.LayerNorm):
+    """Takes the second of four dimensions for channels where it has their number."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        if input.dim() == 4 and input.shape[1] == self.normalized_shape[0]:
+            return super().forward(input.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+        return super().forward(input)
+
+
 class Gated(FooRMSNorm):
     def forward(self, hidden: Tensor, gate: Tensor | None = None) -> Tensor:
         return super().forward(hidden if gate is None else hidden * gate)
@@ -215,3 +250,9 @@ def compiled() -> nn.Module:
 
 class Quantised(nn.Parameter):
     pass
+
+
+def swap(model: nn.Module, **options: Any) -> onepass.SwapReport:
+    """`onepass.swap` for models with the classes of this file."""
+    own = [cls for cls in globals().values() if isinstance(cls, type) and cls.__module__ == __name__]
+    return onepass.swap(model, also=[c for c in own if issubclass(c, nn.Module) and c not in (NoEps, Tiny)], **options)

@@ -12,18 +12,22 @@ from torch import nn
 from torch.nn.utils import parametrizations, weight_norm
 
 import onepass
-from onepass import swap
 from swapping.norms import (
     ByGradMode,
     Centred,
     ChannelsFirst,
     Detached,
     Flat,
+    FooRMSNorm,
+    Gain,
     Gated,
+    Guarded,
+    InFloat,
     L2Norm,
     NoEps,
     NoEpsNorm,
     Noisy,
+    OfChannels,
     OtherIn16Bits,
     OutsideEps,
     Quantised,
@@ -32,6 +36,7 @@ from swapping.norms import (
     Unlike,
     Widening,
     compiled,
+    swap,
     with_buffer,
     with_child,
     with_eps,
@@ -44,6 +49,14 @@ ALONE: list[Any] = [
     pytest.param(lambda: OutsideEps(16), "its output differs by .* from an RMS norm's in float32", id="outside-eps"),
     pytest.param(lambda: Unbiased(16384), "its output differs by .* from an RMS norm's in float32", id="unbiased"),
     pytest.param(lambda: Unlike(16), "its output differs by", id="l1"),
+    pytest.param(lambda: Gain(16, torch.abs), "its output differs by", id="gain-abs"),
+    pytest.param(lambda: Gain(16, torch.relu), "its output differs by", id="gain-relu"),
+    pytest.param(lambda: Gain(16, lambda w: w.clamp(-9, 9)), "its output differs by", id="gain-clamp"),
+    pytest.param(
+        lambda: Guarded(16, lambda x: x.clamp(-100, 100)), r"differs by .* far from 1|NaN or infinite", id="clamp"
+    ),
+    pytest.param(lambda: Guarded(16, torch.nan_to_num), "where x is NaN or infinite", id="nan-to-num"),
+    pytest.param(lambda: OfChannels(16), "its output", id="channels"),
     pytest.param(lambda: Detached(16), "its gradient differs by", id="detached"),
     pytest.param(lambda: Widening(16).bfloat16(), "its output is float32, an RMS norm's bfloat16", id="wide"),
     pytest.param(lambda: Widening(16), "its output is float32, an RMS norm's bfloat16", id="wide-once-cast"),
@@ -94,6 +107,26 @@ def test_left_alone(make: Callable[[], nn.Module], reason: str) -> None:
     assert re.search(reason, layer.reason), layer.reason
     with pytest.raises(ValueError, match=r"swap: strict, and these norms would be left alone\nleft alone"):
         swap(norm, strict=True)
+
+
+def test_classes_that_nobody_named() -> None:
+    """Norms by name, and subclasses of torch's: left alone whatever they compute, with the way out; strict says so."""
+    model = nn.Sequential(FooRMSNorm(16), InFloat(16), nn.LayerNorm(16))
+    report = onepass.swap(model, strict=True)
+    assert [layer.reason for layer in report.layers] == [
+        *(f"its class is not known; also=({name},) if it computes a norm of every input"
+          for name in ("FooRMSNorm", "InFloat")), "",
+    ]  # fmt: skip
+    report.undo()
+    assert len(onepass.swap(model, also=FooRMSNorm).exchanged) == 2
+    assert len(onepass.swap(model, also=(InFloat,), strict=True).exchanged) == 1
+    # exactly the class, as a subclass may do something else
+    assert not onepass.swap(Unlike(16), also=FooRMSNorm).exchanged
+    with pytest.raises(ValueError, match="strict"):
+        onepass.swap(Unlike(16), also=Unlike, strict=True)
+    for also in ("FooRMSNorm", FooRMSNorm(16), [FooRMSNorm, int]):
+        with pytest.raises(TypeError, match="also must be a class of modules or several"):
+            onepass.swap(model, also=also)  # type: ignore[arg-type]
 
 
 def test_other_norms_have_no_line() -> None:

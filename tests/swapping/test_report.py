@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 import onepass
-from onepass import SwapReport, swap
+from onepass import SwapReport
 from swapping.norms import (
     FooRMSNorm,
     InFloat,
@@ -19,6 +19,7 @@ from swapping.norms import (
     Tiny,
     Unlike,
     shuffle,
+    swap,
 )
 
 

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 import onepass
-from onepass import swap
 from swapping.norms import (
     ByProduct,
     Centred,
@@ -23,6 +22,7 @@ from swapping.norms import (
     Noisy,
     Tiny,
     shuffle,
+    swap,
 )
 
 LAYER, RMS = onepass.nn.LayerNorm, onepass.nn.RMSNorm

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 import onepass
-from onepass import swap
 from swapping.norms import (
     Tiny,
     shuffle,
+    swap,
 )
 
 

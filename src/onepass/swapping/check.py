@@ -1,4 +1,4 @@
-"""Compare a norm with its replacement on random input: outputs and gradients in fp32, outputs in its own dtype."""
+"""Compare a norm with its replacement: outputs and gradients in fp32, outputs in its own dtype, dtypes of results."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from onepass.nn import LayerNorm
+from onepass.nn import LayerNorm, RMSNorm
 
 from .exchange import Exchange, Target
 
 SEED = 20
-NAMES = {"LayerNorm": "a layer norm's", "RMSNorm": "an RMS norm's"}
+# a 4-D input has the norm's width in its second dimension, which a norm of channels would take, up to this width
+SQUARE = 256
 # nonzero numbers of a sparse row
 FEW = 8
 # outputs of `_run` before its gradients, of which the first is that of x
@@ -27,7 +28,7 @@ _DENSE = (slice(0, 1), slice(0, 2))
 
 def choose(module: nn.Module, found: list[Target]) -> Target | str:
     """Return the first target that computes what the module computes, or why the closest does not."""
-    parameters = [p for p in module._parameters.values() if p is not None]
+    parameters = _parameters(module)
     fits: list[Target] = []
     device = parameters[0].device if parameters else torch.device("cpu")
     device = torch.device("cpu") if device.type == "meta" else device
@@ -43,9 +44,32 @@ def choose(module: nn.Module, found: list[Target]) -> Target | str:
         if not fits:
             return min(problems)[1]
         target, problem = _same_rounding(module, fits)
-        if problem is None and dtype != torch.float32:
-            problem = _compare(module, target, device, dtype)
-    return target if problem is None else problem[1]
+        more = [(torch.float32, "hard"), (torch.float32, "own")]
+        more += [(dtype, "random")] if dtype != torch.float32 else []
+        problem = problem or next(filter(None, (_compare(module, target, device, *how) for how in more)), None)
+        return _of_two_dtypes(module, target) if problem is None else problem[1]
+
+
+def _of_two_dtypes(module: nn.Module, target: Target) -> Target | str:
+    """Return the target that returns the module's dtypes where those of x and weight differ, or why there is none."""
+    found: list[torch.dtype | None] = []
+    wide, narrow = torch.float32, torch.bfloat16
+    for of_x, of_weight in ((wide, narrow), (narrow, wide)):
+        generator = torch.Generator("cpu").manual_seed(SEED)
+        twin = _twin(module, generator, torch.device("cpu"), of_weight)
+        try:
+            with torch.no_grad():
+                found.append(type(twin).forward(twin, _input(generator, target).to(of_x)).dtype)
+        except Exception:
+            # a module that takes no two dtypes returns none
+            found.append(None)
+    rules = {(wide, narrow): target}
+    if issubclass(target.cls, RMSNorm) and "weight" in module._parameters:
+        rules |= {(wide, wide): target.mixed(narrow=False), (narrow, wide): target.mixed(narrow=True)}
+    for dtypes, rule in rules.items():
+        if all(a in (None, b) for a, b in zip(found, dtypes, strict=True)):
+            return rule
+    return f"its output is {' and '.join(_short(d) for d in found if d)} where x and weight have two dtypes"
 
 
 def _same_rounding(module: nn.Module, fits: list[Target]) -> tuple[Target, tuple[float, str] | None]:
@@ -65,29 +89,33 @@ def _same_rounding(module: nn.Module, fits: list[Target]) -> tuple[Target, tuple
             # a module that does not run in bf16 has no rounding there
             return fits[0], None
         if theirs[0].dtype != torch.bfloat16:
-            label = NAMES[target.cls.__name__]
-            return target, (math.inf, f"its output is {_short(theirs[0].dtype)}, {label} bfloat16")
+            return target, (math.inf, f"its output is {_short(theirs[0].dtype)}, {_whose(target)} bfloat16")
         if all(torch.equal(a, b) for a, b in zip(theirs, ours, strict=True)):
             return target, None
     return fits[0], None
 
 
-def _compare(module: nn.Module, target: Target, device: torch.device, dtype: torch.dtype) -> tuple[float, str] | None:
+def _compare(
+    module: nn.Module, target: Target, device: torch.device, dtype: torch.dtype, kind: str = "random"
+) -> tuple[float, str] | None:
     """Return None if the target computes the same, else how far off it is and a sentence that says so.
 
-    Twins of the module are compared: its class and attributes on random parameters, on its device, or on the CPU for
-    the meta device. The weights at hand do not matter: they may be zero or not loaded yet.
+    Twins of the module are compared: its class and attributes with parameters of a kind, on its device, or on the CPU
+    for the meta device. Random ones come first: those at hand may be zero or not loaded yet.
     """
+    if kind == "own" and any(p.is_meta or not p.detach().isfinite().all() for p in _parameters(module)):
+        return None
     generator = torch.Generator("cpu").manual_seed(SEED)
-    gradients = dtype == torch.float32
-    twin = _twin(module, generator, device, dtype if gradients else None)
+    gradients = dtype == torch.float32 and kind == "random"
+    twin = _twin(module, generator, device, dtype if dtype == torch.float32 else None, kind)
     x = _input(generator, target)
+    hard = _hard_input(generator, target).to(dtype).to(device) if kind == "hard" else None
     dy = x + torch.randn(x.shape, generator=generator, dtype=torch.float64, device="cpu")
     # cast first: not every device has float64
     x, dy = (t.to(dtype).to(device) for t in (x, dy))
     before = _attributes(twin)
     try:
-        theirs = _run(twin, x, dy, gradients)
+        theirs, far = _run(twin, x, dy, gradients), _run_hard(twin, hard)
     except Exception as e:
         return math.inf, f"its forward raises on random input in {_short(dtype)}: {_first_line(e)}"
     written = _attributes(twin).keys() ^ before.keys()
@@ -95,14 +123,23 @@ def _compare(module: nn.Module, target: Target, device: torch.device, dtype: tor
         return math.inf, f"its forward changes the attribute {min(written)[0]}"
     try:
         Exchange(twin, target)
-        ours = _run(twin, x, dy, gradients)
+        ours, our_far = _run(twin, x, dy, gradients), _run_hard(twin, hard)
     except Exception as e:
         return math.inf, f"{target.label} raises in its place: {_first_line(e)}"
-    return _difference(theirs, ours, twin, target, x, dy)
+    return _difference(theirs, ours, twin, target, x, dy) or _hard_difference(far, our_far, twin, target)
 
 
-def _twin(module: nn.Module, generator: torch.Generator, device: torch.device, dtype: torch.dtype | None) -> nn.Module:
-    """Return a module of the same class and attributes with random parameters; dtype None keeps each its own."""
+def _parameters(module: nn.Module) -> list[nn.Parameter]:
+    return [p for p in module._parameters.values() if p is not None]
+
+
+def _twin(
+    module: nn.Module, generator: torch.Generator, device: torch.device, dtype: torch.dtype | None, kind: str = "random"
+) -> nn.Module:
+    """Return a module of the same class and attributes with other parameters; dtype None keeps each its own.
+
+    They are "random" around 1, "hard" of either sign and up to 100, or the module's "own".
+    """
     twin = object.__new__(type(module))
     # containers are copied: a forward that fills one leaves the module as it was
     own = {name: copy.copy(v) if isinstance(v, (dict, list, set)) else v for name, v in vars(module).items()}
@@ -111,6 +148,8 @@ def _twin(module: nn.Module, generator: torch.Generator, device: torch.device, d
     def random(name: str, p: Tensor) -> nn.Parameter:
         t = torch.rand(p.shape, generator=generator, dtype=torch.float64, device="cpu") + 0.5
         t = t if name == "weight" else t - 1
+        if kind != "random":
+            t = p.detach().clone() if kind == "own" else 200 * (t - t.mean())
         return nn.Parameter(t.to(dtype or p.dtype).to(device))
 
     vars(twin)["_parameters"] = {name: None if p is None else random(name, p) for name, p in module._parameters.items()}
@@ -142,6 +181,55 @@ def _input(generator: torch.Generator, target: Target) -> Tensor:
     return x.view(2, 3, *target.fields["normalized_shape"])
 
 
+def _hard_input(generator: torch.Generator, target: Target) -> Tensor:
+    """Return rows that a norm of every input treats like others, as (1, m, n, *shape).
+
+    Large numbers, one large number among small ones, and in every sixth row a NaN or an infinity.
+    """
+    shape = target.fields["normalized_shape"]
+    width = math.prod(shape)
+    rows = width if len(shape) == 1 and 1 < width <= SQUARE else 3
+    x = torch.randn(rows, 6, width, generator=generator, dtype=torch.float64, device="cpu")
+    x[:, 1] *= 1e12
+    x[:, 2, 0] = 1e4
+    x[:, 3, 0], x[:, 4, 0], x[:, 5, 0] = math.nan, math.inf, -math.inf
+    return x.view(1, rows, 6, *shape)
+
+
+def _run_hard(module: nn.Module, hard: Tensor | None) -> list[Tensor]:
+    with torch.no_grad():
+        return [] if hard is None else [type(module).forward(module, hard)]
+
+
+def _hard_difference(
+    theirs: list[Tensor], ours: list[Tensor], twin: nn.Module, target: Target
+) -> tuple[float, str] | None:
+    """Return 0 and a sentence if results of `_hard_input` differ; 0, because all others agree.
+
+    Of a row with a NaN or infinity, both must be NaN in parts. Other rows differ by the rounding of sums, relative to
+    the row's largest number before the bias is added.
+    """
+    bias = twin._parameters.get("bias")
+    width = math.prod(target.fields["normalized_shape"])
+    for a, b in zip(theirs, ours, strict=True):
+        if a.shape != b.shape:
+            return 0.0, f"its output is {tuple(a.shape)}, {_whose(target)} {tuple(b.shape)}"
+        a, b = (_wide(t).view(-1, 6, width) for t in (a, b))
+        if bool((a.isnan().any(-1) != b.isnan().any(-1)).any()):
+            return 0.0, f"its output differs from {_whose(target)} where x is NaN or infinite"
+        finite = slice(0, 3)
+        scale = b[:, finite].abs().amax(-1) + (0.0 if bias is None else _wide(bias).abs().max())
+        fp32 = torch.finfo(torch.float32)
+        worst = float(((a - b)[:, finite].abs().amax(-1) / scale.clamp_min(fp32.tiny)).max())
+        if worst > 2 * (width + FEW) * fp32.eps:
+            return 0.0, f"its output differs by {worst:.1e} from {_whose(target)} far from 1"
+    return None
+
+
+def _whose(target: Target) -> str:
+    return "an RMS norm's" if issubclass(target.cls, RMSNorm) else "a layer norm's"
+
+
 def _run(module: nn.Module, x: Tensor, dy: Tensor, gradients: bool) -> list[Tensor]:
     """Return the outputs for (6, …), (3, 1, 2, …) and (2, 3, …), and with `gradients` those of x and of the parameters.
 
@@ -158,7 +246,7 @@ def _run(module: nn.Module, x: Tensor, dy: Tensor, gradients: bool) -> list[Tens
     if not gradients:
         return outs
     rows = x[_DENSE].clone().requires_grad_()
-    inputs = [rows, *(p for p in module._parameters.values() if p is not None)]
+    inputs = [rows, *_parameters(module)]
     return [*outs, *torch.autograd.grad(forward(module, rows), inputs, dy[_DENSE])]
 
 
@@ -171,7 +259,7 @@ def _difference(
     and a few more roundings. In 16 bits the module may round three times and the replacement rounds once: four u of
     that dtype more.
     """
-    label = NAMES[target.cls.__name__]
+    label = _whose(target)
     width = math.prod(target.fields["normalized_shape"])
     u, fp32 = (torch.finfo(dtype).eps / 2 for dtype in (x.dtype, torch.float32))
     for i, (a, b) in enumerate(zip(theirs, ours, strict=True)):

@@ -4,7 +4,31 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+
+from onepass.nn import RMSNorm
+from onepass.ops.norm.op import rms_norm
+
+
+class MixedRMSNorm(RMSNorm):
+    """An `RMSNorm` whose result has another dtype than x where x and weight have two: the wider, as Llama's.
+
+    With `narrow` it is T5's, which rounds the normalised row to a 16-bit weight's dtype, and to none for a wider one.
+    """
+
+    narrow = False
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Any:
+        """Y, or ``(y, x + residual)``."""
+        own = self.weight.dtype
+        if x.dtype == own or residual is not None:
+            return super().forward(x, residual)  # type: ignore[arg-type]
+        eps, dtype = self.eps_for(x), torch.promote_types(x.dtype, own)
+        if self.narrow and own.itemsize == 2:
+            return self.weight * rms_norm(x, eps=eps, out_dtype=own)
+        rounding = "once" if self.narrow else self.rounding
+        return rms_norm(x, self.weight, eps=eps, offset=self.offset, rounding=rounding, out_dtype=dtype)
 
 
 class Target(NamedTuple):
@@ -22,8 +46,12 @@ class Target(NamedTuple):
         fields = {name: value for name, value in vars(made).items() if name not in state}
         offset, twice = getattr(made, "offset", 0.0), getattr(made, "rounding", "once") == "twice"
         option = f"(offset={offset:g})" if offset else "(rounding='twice')" if twice else ""
-        label = f"onepass.nn.{type(made).__name__}{option}"
+        label = f"onepass.nn.{'RMSNorm' if isinstance(made, RMSNorm) else 'LayerNorm'}{option}"
         return cls(type(made), fields, tuple(made._parameters), label)
+
+    def mixed(self, narrow: bool) -> Target:
+        """Return the target as a `MixedRMSNorm`."""
+        return self._replace(cls=MixedRMSNorm, fields={**self.fields, "narrow": narrow})
 
 
 class Exchange:
@@ -57,4 +85,4 @@ class Exchange:
                 parameters.pop(name, None)
 
 
-__all__ = ["Exchange", "Target"]
+__all__ = ["Exchange", "MixedRMSNorm", "Target"]

@@ -22,11 +22,19 @@ _OTHERS = ("batchnorm", "groupnorm", "instancenorm", "localresponsenorm", "weigh
 _HARMLESS = {"__init__", "forward", "extra_repr", "__repr__"}
 
 
-def looks_like_norm(module: nn.Module) -> bool:
+def is_known(module: nn.Module, also: tuple[type[nn.Module], ...]) -> bool:
+    """Return whether a class may be exchanged: torch's two, norms of transformers, and those that the caller names."""
+    cls: type = type(module).__base__ if parametrize.is_parametrized(module) else type(module)  # type: ignore[assignment]
+    if cls in (nn.LayerNorm, nn.RMSNorm, *also):
+        return True
+    return cls.__module__.startswith("transformers.models.") and cls.__name__.endswith(("RMSNorm", "LayerNorm"))
+
+
+def looks_like_norm(module: nn.Module, also: tuple[type[nn.Module], ...] = ()) -> bool:
     """Return whether the report has a line for the module: a LayerNorm or RMSNorm by type, or a norm by name."""
     if isinstance(module, (LayerNorm, RMSNorm)):
         return False
-    if isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
+    if isinstance(module, (nn.LayerNorm, nn.RMSNorm)) or type(module) in also:
         return True
     names = [cls.__name__.lower() for cls in type(module).__mro__]
     if any(other in name for name in names for other in _OTHERS):
@@ -40,11 +48,13 @@ def looks_like_norm(module: nn.Module) -> bool:
     return not any(isinstance(m, (LayerNorm, RMSNorm)) or looks_like_norm(m) for m in inside)
 
 
-def targets(module: nn.Module) -> list[Target] | str:
+def targets(module: nn.Module, also: tuple[type[nn.Module], ...]) -> list[Target] | str:
     """Return what the module may become, the likeliest first, or why it is left alone."""
     problem = _obstacle(module) or _parameter_problem(module)
     if problem:
         return problem
+    if not is_known(module, also):
+        return f"its class is not known; also=({type(module).__name__},) if it computes a norm of every input"
     weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
     shape: tuple[int, ...]
     eps: Any
@@ -124,4 +134,4 @@ def _parameter_problem(module: nn.Module) -> str:
     return ""
 
 
-__all__ = ["looks_like_norm", "targets"]
+__all__ = ["is_known", "looks_like_norm", "targets"]

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .check import choose
 from .exchange import Exchange, Target
-from .recognise import looks_like_norm, targets
+from .recognise import is_known, looks_like_norm, targets
 from .report import Layer, SwapReport
 
 
@@ -22,14 +22,16 @@ def swap(
     exclude: str | Iterable[str] = (),
     strict: bool = False,
     dry_run: bool = False,
+    also: type[nn.Module] | Iterable[type[nn.Module]] = (),
 ) -> SwapReport:
     r"""Exchange the LayerNorms and RMSNorms of a model for those of `onepass.nn`, which read x once.
 
-    Candidates are ``nn.LayerNorm``, ``nn.RMSNorm``, their subclasses, and modules named like a norm with one vector
-    ``weight`` (and perhaps ``bias``) and an ``eps``, such as the RMSNorm classes of transformers. Each is compared
-    with its replacement on random numbers first: outputs and gradients in fp32, outputs in the module's own dtype. So
-    a module is exchanged for what it computes, whatever its name; RMS norms that multiply by 1 + weight (Gemma)
-    become ``RMSNorm(offset=1.0)``. The report says why a norm is left alone.
+    Exchanged are ``nn.LayerNorm``, ``nn.RMSNorm``, the norms of transformers, and classes that `also` names, with a
+    vector ``weight`` (and perhaps ``bias``) and an ``eps``. Each is compared with its replacement first: outputs and
+    gradients in fp32, with random, negative and large weights and its own, on large and missing values and several
+    shapes, and outputs in the module's own dtype. RMS norms that multiply by 1 + weight (Gemma) become
+    ``RMSNorm(offset=1.0)``. The report says why a norm is left alone: no comparison shows what a class of unknown code
+    does with every input, so subclasses and norms of other libraries are left alone unless named.
 
     The model keeps its module objects: an exchange changes the class of a module and adds the attributes of the new
     class. Parameters, hooks of all kinds, dtype, device, training flag and state_dict keys stay as they are, and an
@@ -39,21 +41,23 @@ def swap(
     Rounding: in fp32 outputs agree within the rounding of the sums. In 16 bits a norm that rounds the normalised x and
     its product with the weight (Llama, Qwen, T5) becomes ``RMSNorm(rounding="twice")``; others round once. On a CPU the
     bits are the same; a module that rounds otherwise differs by at most ``1.5 * torch.finfo(dtype).eps`` of its size,
-    plus a few of fp16's subnormal steps. The output of `onepass` has the dtype of x. Where the weight is wider than x,
-    that of transformers' norms has the weight's; under CUDA autocast, that of torch's LayerNorm is fp32.
+    plus a few of fp16's subnormal steps. The result has the dtype that it had, also where those of x and weight
+    differ; but under CUDA autocast that of torch's LayerNorm is fp32, and afterwards that of x.
 
     Args:
         model: any module; swap first, then wrap it in DistributedDataParallel or FSDP, or compile it.
         include: a glob or several, as in ``"model.layers.*"``; norms with such a name are exchanged.
         exclude: a glob or several; norms with such a name are left alone.
-        strict: raise if a norm is left alone that include and exclude chose; nothing is exchanged then.
+        strict: raise if a norm of a known class is left alone that include and exclude chose; nothing is exchanged
+            then.
         dry_run: check and report only.
+        also: a class or several, exactly these and not their subclasses, that compute a norm of every input.
 
     Returns:
         a `SwapReport`: ``str()`` is a table, ``undo()`` takes the exchange back, ``with`` does so at its end.
 
     Raises:
-        TypeError: model is not a module, or a glob not a string.
+        TypeError: model is not a module, a glob not a string, or `also` holds something else than classes of modules.
         ValueError: a glob matches no norm, model has a DistributedDataParallel or FSDP in it, or strict and a norm is
             left alone.
 
@@ -68,7 +72,11 @@ def swap(
     if not isinstance(model, nn.Module):
         raise TypeError(f"swap: model must be a torch.nn.Module, got {type(model).__name__}")
     _refuse_wrappers(model)
-    norms = _norms(model)
+    named = tuple(also) if isinstance(also, Iterable) else (also,)
+    for cls in named:
+        if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
+            raise TypeError(f"swap: also must be a class of modules or several, got {cls!r:.80}")
+    norms = _norms(model, named)
     chosen = _globs("include", include, norms), _globs("exclude", exclude, norms)
     found: list[tuple[Layer, nn.Module, Target | None]] = []
     failed: list[Layer] = []
@@ -79,11 +87,11 @@ def swap(
         elif _matches(names, chosen[1]):
             found.append((Layer(names, kind, "", "excluded"), module, None))
         else:
-            options = targets(module)
+            options = targets(module, named)
             target = options if isinstance(options, str) else choose(module, options)
             if isinstance(target, str):
-                failed.append(Layer(names, kind, "", target))
-                found.append((failed[-1], module, None))
+                found.append((Layer(names, kind, "", target), module, None))
+                failed += [found[-1][0]] if is_known(module, named) else []
             else:
                 found.append((Layer(names, kind, target.label, ""), module, target))
     if strict and failed:
@@ -92,11 +100,11 @@ def swap(
     return SwapReport([layer for layer, *_ in found], [Exchange(*change) for change in changes], dry_run)
 
 
-def _norms(model: nn.Module) -> dict[nn.Module, tuple[str, ...]]:
+def _norms(model: nn.Module, also: tuple[type[nn.Module], ...]) -> dict[nn.Module, tuple[str, ...]]:
     """Return the norms with all their names: a shared module has several."""
     norms: dict[nn.Module, tuple[str, ...]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
-        if looks_like_norm(module):
+        if looks_like_norm(module, also):
             norms[module] = (*norms.get(module, ()), name)
     return norms
 
