@@ -96,4 +96,4 @@ def test_a_dense_and_a_routed_layer_on_a_cpu() -> None:
     """The modules are built and run as the command does."""
     for p in programs.programs("cpu")[:5]:
         record = program.measure(p, "cpu", "eager", 1)
-        assert record["first_s"] > 0
+        assert record["wall_us"] > 0  # seconds of a first step are rounded, to 0 for a quick one

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import sys
 from typing import Any
 
 import pytest
@@ -58,55 +57,6 @@ def test_coor_descent_is_the_eager_original(options: dict[str, Any], masked: boo
             rtol=1e-7,
             atol=1e-8,
         )
-
-
-@pytest.fixture
-def _patched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their modules, their imports, our function: what a user does who wants the speed without touching the model."""
-    # the module imports Triton at its top
-    module = pytest.importorskip("colt5_attention.triton_coor_descent")
-    monkeypatch.setattr(module, "triton_coor_descent", ours.triton_coor_descent)
-
-
-def _feed_forward(use_triton: bool) -> torch.nn.Module:
-    torch.manual_seed(3)
-    return theirs.ConditionalRoutedFeedForward(
-        16, num_heavy_tokens=5, use_triton=use_triton, router_kwargs={"eps": 0.3, "eps_init": 4.0, "eps_decay": 0.7}
-    ).double()
-
-
-@pytest.mark.usefixtures("_patched")
-@pytest.mark.parametrize("masked", [False, True])
-def test_their_feed_forward_runs_on_ours(masked: bool) -> None:
-    eager, fused = _feed_forward(False), _feed_forward(True)
-    assert fused.router.coor_descent.func is ours.triton_coor_descent
-    x = torch.randn(2, 24, 16, dtype=torch.float64)
-    mask = torch.arange(24) < 20 if masked else None
-    mask = None if mask is None else mask.expand(2, 24)
-    results = []
-    for model in (eager, fused):
-        inputs = x.clone().requires_grad_()
-        out = model(inputs, mask=mask)
-        out.square().sum().backward()
-        results.append((out.detach(), inputs.grad, [p.grad for p in model.parameters()]))
-    torch.testing.assert_close(results[1][0], results[0][0], rtol=1e-9, atol=1e-9)
-    torch.testing.assert_close(results[1][1], results[0][1], rtol=1e-7, atol=1e-7)
-    torch.testing.assert_close(results[1][2], results[0][2], rtol=1e-7, atol=1e-7)
-
-
-def test_their_topk_runs_on_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    s = torch.randn(3, 30, dtype=torch.float64).abs().requires_grad_()
-    expected = their_topk(s, 4, eps=0.3)
-    # the package's attribute of that name is the function, not the module
-    monkeypatch.setattr(sys.modules["colt5_attention.topk"], "coor_descent", ours.coor_descent)
-    actual = their_topk(s, 4, eps=0.3)
-    gy = torch.randn(3, 4, dtype=torch.float64)
-    for name in ("values", "coor_descent_values", "gates"):
-        torch.testing.assert_close(getattr(actual, name), getattr(expected, name), rtol=1e-9, atol=1e-9)
-    assert torch.equal(actual.indices, expected.indices)
-    torch.testing.assert_close(
-        torch.autograd.grad(actual.gates, s, gy), torch.autograd.grad(expected.gates, s, gy), rtol=1e-7, atol=1e-8
-    )
 
 
 def test_topk_agrees_where_the_original_is_right() -> None:

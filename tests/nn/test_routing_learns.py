@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from onepass.nn import CausalRouter, RoutedFeedForward, Router
+from onepass.nn import RoutedFeedForward, Router
 from onepass.nn.explore import explore
 
 DIM, N, K, BATCH, STEPS = 32, 128, 8, 8, 300
@@ -95,14 +95,6 @@ def test_exploring_is_for_training_and_leaves_the_output_alone() -> None:
     assert not torch.equal(measured[1], trained[1])
 
 
-def test_exploring_learns_nothing_from_padding() -> None:
-    layer, x, dy = _layer_and_tokens()
-    mask = torch.arange(50) < torch.tensor([[50], [23], [1]])
-    other = torch.where(mask[..., None], x, 1e3)
-    dy = dy * mask[..., None]
-    assert torch.equal(_exploring(layer, x, dy, mask)[1], _exploring(layer, other, dy, mask)[1])
-
-
 def test_exploring_learns_nothing_from_the_gradient_of_padding() -> None:
     router, x, dy = Router(DIM), torch.randn(3, 50, DIM), torch.randn(3, 50, DIM)
     mask = torch.arange(50) < torch.tensor([[50], [23], [1]])
@@ -151,25 +143,3 @@ def test_explore_must_be_a_number_that_makes_sense() -> None:
         Router(8, explore=-1)
     with pytest.raises(ValueError, match="explore"):
         Router(8, explore=float("nan"))
-
-
-def test_a_causal_gate_has_no_gradient_in_what_all_scores_share() -> None:
-    """Else a router whose gates help learns to raise every score, which changes no choice."""
-    torch.manual_seed(0)
-    scores = torch.randn(4, 160, requires_grad=True)
-    out = CausalRouter(8, block=16, memory=64).decide(scores, 20)
-    later = out.indices >= 16  # the first block has no past to compare with
-    (grad,) = torch.autograd.grad((out.gates * later).sum(), scores)
-    assert grad.abs().sum(1).min() > 1
-    torch.testing.assert_close(grad.sum(1), torch.zeros(4), atol=1e-4, rtol=0)
-
-
-def test_a_causal_gates_gradient_reaches_no_later_score() -> None:
-    torch.manual_seed(0)
-    scores = torch.randn(1, 160, requires_grad=True)
-    out = CausalRouter(8, block=16, memory=64).decide(scores, 20)
-    for place, index in enumerate(out.indices[0].tolist()):
-        if index >= 16:  # the very first token is chosen whatever its score
-            (grad,) = torch.autograd.grad(out.gates[0, place], scores, retain_graph=True)
-            assert grad[0, index] > 0
-            assert grad[0, index + 1 :].abs().sum() == 0

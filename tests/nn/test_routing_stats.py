@@ -226,17 +226,6 @@ def test_cross_attention_counts_its_memories() -> None:
     assert added.scalars() == scalars
 
 
-def test_padding_and_width_change_nothing() -> None:
-    """A row counts as it does alone: here the same choices of 20 tokens, with and without padding after them."""
-    x = _tokens(2, 20)
-    alone, padded = RoutingStats(), RoutingStats()
-    output = Router(DIM)(x, 5)
-    wide = RouterOutput(output.indices, output.gates, torch.cat([output.scores, torch.zeros(2, 30)], 1))
-    alone.add("", output)
-    padded.add("", wide, _mask(20, 20, n=50))
-    assert alone.scalars() == padded.scalars()
-
-
 def test_sizes_may_change_from_call_to_call() -> None:
     """The last batch is often smaller, and lengths vary."""
     model, n = nn.Sequential(*(RoutedFeedForward(DIM, 0.25) for _ in range(2))), (40, 24, 0)

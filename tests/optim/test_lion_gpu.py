@@ -299,19 +299,3 @@ def test_other_devices_are_guarded() -> None:
     Lion(params, lr=0.5).step()
     for p in params:
         assert torch.equal(p.cpu(), torch.full((3,), 0.5))
-
-
-def test_compiled_step() -> None:
-    a = [p.requires_grad_() for p in make(torch.float32, [(40,), (3, 5)])]
-    b = [p.detach().clone().requires_grad_() for p in a]
-    lr = torch.tensor(1e-2, device="cuda")
-    compiled, eager = Lion(a, lr=lr, weight_decay=0.1), Lion(b, lr=1e-2, weight_decay=0.1)
-    step = torch.compile(compiled.step, backend="aot_eager")
-    for _ in range(3):
-        for p, q in zip(a, b, strict=True):
-            p.grad = torch.randn_like(p)
-            q.grad = p.grad.clone()
-        step()
-        eager.step()
-    for p, q in zip(a, b, strict=True):
-        assert torch.equal(p, q)

@@ -183,23 +183,6 @@ DEVICES = [pytest.param("cpu", id="cpu"), pytest.param("cuda", id="cuda", marks=
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("masked", [False, True])
-def test_no_later_score_counts(device: str, masked: bool) -> None:
-    """Row i has score i changed: what stands before i is the same bit for bit."""
-    n, block, memory = 14, 4, 8
-    scores = _scores(1, n).expand(n + 1, n).clone()
-    mask = _mask(2, n)[:1].logical_and(_scores(1, n, seed=3) > -0.7).expand(n + 1, n).to(device) if masked else None
-    for i in range(n):
-        scores[i, i] = (3e38, -math.inf, math.inf, math.nan, 0.0)[i % 5]
-    indices, gates = causal_choice(scores.to(device), 6, block=block, memory=memory, mask=mask)
-    dense = torch.zeros(n + 1, n + 1, device=device).scatter_(1, indices % (n + 1), gates)
-    dense[:, n] = 0
-    assert dense[n].any()
-    for i in range(n):
-        assert torch.equal(dense[i, :i], dense[n, :i]), f"score {i} changed an earlier gate"
-
-
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, 3e38])
 def test_scores_that_are_no_numbers(device: str, value: float) -> None:
     """They end, and choose what the definition chooses."""

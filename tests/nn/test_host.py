@@ -1,0 +1,122 @@
+"""What one pass of a routed layer costs the host, counted: kernels are not run, what starts them is."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fake_gpu import Host, autocast_pass, launches, still_held, torch_calls_of_a_pass
+from onepass.core.launch import INTERPRET
+from onepass.fused import attention as attention_node
+from onepass.fused import feed_forward as feed_forward_node
+from onepass.nn import CausalRouter, RoutedAttention, RoutedFeedForward
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.skipif(INTERPRET, reason="kernels are not run")
+NODES: dict[str, ModuleType] = {"attention": attention_node, "feed-forward": feed_forward_node}
+
+
+@pytest.fixture
+def host(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Host:
+    return Host(monkeypatch, NODES[request.getfixturevalue("name")])
+
+
+def _layer(name: str, causal: bool = False) -> nn.Module:
+    if name == "attention":
+        return RoutedAttention(32, 1 / 16, 1 / 8, heads=2, dim_head=16, window=16, causal=causal).eval()
+    return RoutedFeedForward(32, 1 / 16, router=CausalRouter(32, block=16) if causal else None)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
+# the last one is for rows that are spread over devices
+@pytest.mark.parametrize(("name", "count", "alone"), [("attention", 7, "score"), ("feed-forward", 6, "_score_alone")])
+def test_every_stretch_is_replayed(
+    host: Host, name: str, count: int, alone: str, masked: bool, causal: bool, autocast: bool
+) -> None:
+    layer, x = _layer(name, causal), torch.randn(2, 64, 32, requires_grad=True)
+    mask = torch.ones(2, 64, dtype=torch.bool) if masked else None
+    for _ in range(5):
+        autocast_pass(layer, x, mask, enabled=autocast)
+    assert len(host.stretches) == count
+    assert host.written == dict.fromkeys({*host.stretches} - {alone}, 2)
+
+
+@pytest.mark.usefixtures("host")
+@pytest.mark.parametrize(
+    ("name", "causal", "expected"),
+    [("attention", False, (15, 35)), ("attention", True, (16, 37)), ("feed-forward", False, (6, 19)),
+     ("feed-forward", True, (6, 20))],
+)  # fmt: skip
+def test_launches(name: str, causal: bool, expected: tuple[int, int]) -> None:
+    """Attention forward: norm and scores, two choices of two, two norms, cast, three turns, gates, two attentions.
+
+    Then the addition. Backward: of the addition, three sums, twice queries and keys, three turns, gates, two choices,
+    three norms, a sum, two additions. Causal: queries take two launches to choose, and two backward; keys one for their
+    places. Feed-forward: norm and scores, solve, select in order, norm of the chosen, cast, addition; 13 backward.
+    Causal: two in place of solve and select, and two backward in place of one.
+    """
+    layer, x = _layer(name, causal), torch.randn(2, 64, 32, requires_grad=True)
+    assert launches(layer, x) == expected
+
+
+@pytest.mark.usefixtures("host")
+@pytest.mark.parametrize("name", ["attention"])
+def test_what_torch_is_called_for_by_attention(name: str) -> None:
+    """Products and the views that these take; runs of keys are remembered."""
+    x = torch.randn(2, 64, 32, requires_grad=True)
+    calls = torch_calls_of_a_pass(_layer(name), x)
+    assert calls == {
+        "mm": 14, "addmm": 1, "t": 10, "view": 4, "split_with_sizes": 2, "sub": 1,
+        # both routers' vectors together, their scores apart
+        "cat": 1, "unbind": 1,
+    }  # fmt: skip
+    # causal: what each query sees, and whose tiles of keys these are
+    more = torch_calls_of_a_pass(_layer(name, True), x) - calls
+    assert more == {"select": 4, "arange": 2, "cat": 1, "expand": 1, "contiguous": 1, "searchsorted": 2}
+
+
+@pytest.mark.usefixtures("host")
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("name", ["feed-forward"])
+def test_what_torch_is_called_for_by_a_feed_forward(name: str, causal: bool) -> None:
+    """Products, GELUs, and the views that these take; kernels get theirs without torch."""
+    layer, x = _layer(name, causal), torch.randn(2, 64, 32, requires_grad=True)
+    assert torch_calls_of_a_pass(layer, x) == {
+        "linear": 3, "addmm": 1, "mm": 8, "t": 5, "gelu": 2, "split_with_sizes": 2, "view": 3,
+    }  # fmt: skip
+    assert {type(node).__name__ for node, _ in layer(x).grad_fn.next_functions if node is not None} == {
+        "AccumulateGrad"
+    }
+
+
+@pytest.mark.usefixtures("host")
+@pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.parametrize(
+    ("name", "stretch"),
+    [("attention", "after_backward_products"), ("feed-forward", "_after_backward_products")],
+)
+def test_backward_lets_go_of_what_it_has_used(
+    monkeypatch: pytest.MonkeyPatch, name: str, stretch: str, kept: bool
+) -> None:
+    """Not all tensors of the tokens' size live at once, unless the graph is kept for another backward."""
+    x = torch.randn(2, 80, 32, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = _layer(name)(x)
+    node: Any = y.grad_fn
+    while not type(node).__name__.startswith("_Routed"):
+        node = node.next_functions[0][0]
+    # of the light branch: tokens, and what its products read and gave
+    saved = [t for t in node.saved_tensors if t is not None and t.is_floating_point()]
+    of_tokens = [t for t in saved if (t.numel() >= x.numel() if name == "attention" else t.shape[:1] == (160,))]
+    used = [t for t in of_tokens if t.data_ptr() != x.data_ptr()]
+    assert len(used) == 3
+    alive = still_held(monkeypatch, NODES[name], stretch, used)
+    del saved, of_tokens, used
+    torch.autograd.grad(y, x, torch.randn_like(y), retain_graph=kept)
+    assert alive == [3 if kept else 0]
