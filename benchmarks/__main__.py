@@ -30,8 +30,7 @@ examples:
   python -m benchmarks --report benchmarks/results/h200              tables and plots from what is there
   python -m benchmarks --performance docs/performance.md             every bar, from all committed results
   python -m benchmarks norm --warm 12                                compile in 12 processes, then measure in one
-  python -m benchmarks norm --part 1/2 --json a.json                 half of it; the other half on another GPU
-  python -m benchmarks --merge benchmarks/results/h200/norm.json a.json b.json
+  python -m benchmarks norm --part 1/2 --json a.json             every other case
 """
 
 
@@ -46,9 +45,6 @@ def command_line() -> Parser:
     )
     parser.add_argument(
         "--compile-only", action="store_true", help="compile (with --warm: in N processes) and measure nothing"
-    )
-    parser.add_argument(
-        "--merge", type=Path, nargs="+", metavar="FILE", help="write the first FILE from the others, parts of one run"
     )
     parser.add_argument("--report", type=Path, metavar="DIR", help="build tables and plots from the JSON files in DIR")
     parser.add_argument(
@@ -94,13 +90,6 @@ def run(args: argparse.Namespace) -> int:
         programs.picture(RESULTS / "h200" / "raw", args.performance.parent / programs.PICTURE)
         console.print(f"wrote {args.performance}", markup=False, soft_wrap=True)
         return 0
-    if args.merge is not None:
-        from .merge import merge
-
-        merge(args.merge[0], args.merge[1:])
-        console.print(f"wrote {args.merge[0]}", markup=False, soft_wrap=True)
-        return 0
-
     if args.ops == ["program"]:
         from .bench import program
 

@@ -7,7 +7,7 @@
 Phases, one after another: compile (fills the compilers' caches, all cores), measure (one process per GPU and nothing
 beside it, as host times count), check (the tests marked gpu, compute-sanitizer; several on a GPU, which they leave idle
 most of the time), train (routing and optimizers on real text; step times count). A job's output is in
-OUT/logs/<job>.log; measurements end up merged in OUT, with tables and pictures, as in benchmarks/results/<gpu>.
+OUT/logs/<job>.log; measurements are in OUT, with tables and pictures, as in benchmarks/results/<gpu>.
 A job that would not end within --minutes is not begun; one that takes three times as long as planned is interrupted,
 and keeps what it has written.
 """
@@ -35,14 +35,17 @@ BENCHMARKS = Path(__file__).resolve().parent
 ROOT = BENCHMARKS.parent
 PHASES = ("compile", "measure", "check", "train")
 CHECKS_PER_GPU = 4
-# processes that measure one operator folder's cases, and minutes that each takes on an H200 with every rival installed
-PARTS = {
-    "norm": (4, 1.5), "soft_topk": (2, 2.0), "coor_descent": (2, 2.0), "topk": (1, 1.0), "weighted_sum": (2, 1.5),
-    "lion": (1, 1.0), "routing": (1, 0.5), "fused": (1, 0.5),
-}  # fmt: skip
-TESTS = ("contract core benchmarks doctor train research swapping sharded", "nn",
-         "ops/norm ops/weighted_sum ops/lion ops/causal_choice", "ops/soft_topk", "ops/coor_descent ops/topk", "optim",
-         "ops/routing ops/span_attention fused compat")  # fmt: skip
+# minutes that each operator folder's cases take on an H200 with every rival installed
+MINUTES = {
+    "norm": 6,
+    "soft_topk": 4,
+    "coor_descent": 4,
+    "weighted_sum": 3,
+    "topk": 1,
+    "lion": 1,
+    "routing": 0.5,
+    "fused": 0.5,
+}
 
 
 class Job(NamedTuple):
@@ -71,27 +74,20 @@ def jobs(out: Path) -> list[Job]:
 
     workers = str(max(2, (os.cpu_count() or 2) - 2))
     found = [Job("compile", "compile", 2, [*bench, "--compile-only", "--warm", workers])]
-    for folder, (parts, minutes) in PARTS.items():
-        for i in range(1, parts + 1):
-            command = [*bench, folder, "--part", f"{i}/{parts}"]
-            found.append(Job("measure", f"{folder}.{i}", minutes, [*command, "--json", str(_part(out, folder, i))]))
+    for folder, minutes in MINUTES.items():
+        found.append(Job("measure", folder, minutes, [*bench, folder, "--json", str(out / f"{folder}.json")]))
     found += [
         Job("measure", "host", 0.5, run("host")),
         Job("check", "sanitize", 4, run("sanitize", "--json", str(out / "raw/sanitize.json"))),
+        Job(
+            "check", "tests", 10, [*script, str(ROOT / "tests" / "gpu.py"), "--record", str(out / "raw/gpu_tests.json")]
+        ),
     ]
-    for folders in TESTS:
-        paths = [str(ROOT / "tests" / folder) for folder in folders.split()]
-        name = "tests." + folders.replace("/", "-").replace(" ", ".")
-        found.append(Job("check", name, 3, [*script, "-m", "pytest", "-q", "-m", "gpu", *paths]))
     for task, option, other, minutes in (("planted", "--start", "adverse", 8), ("text", "--task", "causal", 16)):
         command = [sys.executable, "-m", "research.ablate", task, "--out", str(out / f"ablate_{task}")]
         found.append(Job("train", f"ablate_{task}", minutes, command))
         found.append(Job("train", f"ablate_{task}_{other}", minutes, [*command, option, other]))
     return sorted(found, key=lambda job: (PHASES.index(job.phase), -job.minutes))
-
-
-def _part(out: Path, folder: str, i: int) -> Path:
-    return out / "parts" / f"{folder}.{i}.json"
 
 
 def _run(job: Job, gpu: int, out: Path, deadline: float) -> Done:
@@ -129,7 +125,6 @@ def drive(todo: list[Job], gpus: int, out: Path, minutes: float, say: Callable[[
         # a shell's background: the jobs would inherit deaf ears, and lose what they had not written
         signal.signal(signal.SIGINT, signal.default_int_handler)
     (out / "logs").mkdir(parents=True, exist_ok=True)
-    (out / "parts").mkdir(exist_ok=True)
     (out / "raw").mkdir(exist_ok=True)
     deadline = time.monotonic() + 60 * minutes
     done: list[Done] = []
@@ -161,16 +156,6 @@ def _outcome(code: int | str) -> str:
     return code if isinstance(code, str) else "done" if code == 0 else f"exit code {code}"
 
 
-def merge(out: Path) -> None:
-    """One file per operator folder from its parts, and tables and pictures from all of them."""
-    command = [sys.executable, "-m", "benchmarks"]
-    for folder, (parts, _) in PARTS.items():
-        found = [str(p) for p in (_part(out, folder, i) for i in range(1, parts + 1)) if p.exists()]
-        if found:
-            subprocess.run([*command, "--merge", str(out / f"{folder}.json"), *found], check=False, cwd=ROOT)
-    subprocess.run([*command, "--report", str(out)], check=False, cwd=ROOT)
-
-
 def main() -> int:
     """Run the command; 1 when a job failed or was not begun."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -198,7 +183,8 @@ def main() -> int:
         parser.error(f"--gpus {gpus}: between 1 and the {there} of this machine" if there else "torch sees no GPU here")
     done = drive(todo, gpus, args.out, args.minutes)
     if any(d.job.phase == "measure" for d in done):
-        merge(args.out)
+        command = [sys.executable, "-m", "benchmarks", "--report", str(args.out)]
+        subprocess.run(command, check=False, cwd=ROOT)
     failed = [d for d in done if d.code != 0]
     for d in failed:
         print(f"{d.job.name}: {_outcome(d.code)}, see {args.out / 'logs' / d.job.name}.log")

@@ -13,10 +13,20 @@ FILES = sorted((SRC / "onepass").rglob("*.py"))
 # lines of Python that a room may have: what grows beyond is an edit here, with its reason in the commit; what shrinks
 # lowers the number. CONTRIBUTING has the rule by which a second way of doing a thing stays
 MOST_LINES = {
-    "src/onepass/core": 1780, "src/onepass/ops": 16850, "src/onepass/fused": 3380, "src/onepass/nn": 4030,
-    "src/onepass/optim": 1590, "src/onepass/swapping": 820, "src/onepass/compat": 1520, "src/onepass/doctor": 510,
-    "src/onepass/train": 3680, "tests": 30400, "benchmarks": 6800, "research": 1970, "examples": 730,
-}  # fmt: skip
+    "src/onepass/core": 1780,
+    "src/onepass/ops": 16850,
+    "src/onepass/fused": 3380,
+    "src/onepass/nn": 4030,
+    "src/onepass/optim": 1590,
+    "src/onepass/swapping": 820,
+    "src/onepass/compat": 1520,
+    "src/onepass/doctor": 510,
+    "src/onepass/train": 3680,
+    "tests": 30400,
+    "benchmarks": 6680,
+    "research": 1970,
+    "examples": 730,
+}
 
 
 def _module(path: Path) -> str:

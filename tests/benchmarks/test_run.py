@@ -1,4 +1,4 @@
-"""`python -m benchmarks`: parts, compiling ahead, merging; the operator that it measures exists only here."""
+"""`python -m benchmarks`: parts, compiling ahead; the operator that it measures exists only here."""
 
 from __future__ import annotations
 
@@ -54,33 +54,6 @@ def test_warm_starts_this_command_in_parts(monkeypatch: pytest.MonkeyPatch) -> N
     assert started == [[*same, part] for part in ("1/6", "3/6", "5/6")]
 
 
-def test_merge(fake_operator: SimpleNamespace, tmp_path: Path) -> None:
-    whole, parts = tmp_path / "whole.json", [tmp_path / "1.json", tmp_path / "2.json"]
-    for i, path in enumerate(parts):
-        assert main(["--part", f"{2 - i}/2", "--json", str(path)]) == 0
-    assert main(["--json", str(whole)]) == 0
-    merged = tmp_path / "merged.json"
-    assert main(["--merge", str(merged), *map(str, parts)]) == 0
-    (joined, records), (single, expected) = read(merged), read(whole)
-    assert records == expected
-    assert joined["copies"] == [1000.0, 1000.0]
-    assert {k: joined[k] for k in ("copy_gbps", "missing", "complete", "rivals")} == {
-        k: single[k] for k in ("copy_gbps", "missing", "complete", "rivals")
-    }
-    assert len(joined["failed"]) == len(single["failed"])
-
-
-def test_what_is_not_merged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path, other, target = tmp_path / "1.json", tmp_path / "2.json", tmp_path / "both.json"
-    assert main(["--json", str(path)]) == 0
-    assert main(["--merge", str(target), str(path), str(path)]) == 2
-    assert "fake forward 4x8 float32 onepass is in" in capsys.readouterr().err
-    other.write_text(path.read_text().replace('"gpu": "', '"gpu": "another '))
-    assert main(["--merge", str(target), str(path), str(other)]) == 2
-    assert "is of another run" in capsys.readouterr().err
-    assert not target.exists()
-
-
 def test_warm_and_compile_only_leave_all_compiling_to_the_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     started = []
     monkeypatch.setattr(warm, "_start", lambda command: started.append(command) or SimpleNamespace(wait=lambda: None))
@@ -106,7 +79,6 @@ def test_parts_count_the_cases_of_the_device(fake_operator: SimpleNamespace, tmp
         (["--part", "3/2"], "--part '3/2': I/N with 1 ≤ I ≤ N"),
         (["--part", "2"], "--part '2': I/N"),
         (["--part", "3/3"], "--part 3/3: there are fewer cases than parts"),
-        (["--merge", "x.json"], "--merge x.json: no file to read was given"),
         (["--report", "nowhere"], "nowhere: no such directory"),
         (["--warm", "-3"], "argument --warm: must be from 0"),
         (["--warm", "2.5"], "argument --warm: must be a whole number"),
