@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 from typing import Any
 
@@ -269,3 +270,23 @@ def test_checkpoints_of_others_become_int8() -> None:
     moved = p.detach() != before
     assert bool((moved | (m.abs() < 1e-7 * m.abs().max())).all())
     assert torch.equal((p.detach() - before).sign()[moved], -m.sign()[moved])
+
+
+OTHERS = ["AdamW", "Adam", "NAdam", "RAdam", "Adamax", "SGD", "RMSprop", "Adagrad", "Adadelta", "ASGD", "Rprop"]
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize("name", OTHERS)
+def test_states_of_other_optimizers_are_refused(name: str, steps: int) -> None:
+    """Their rate and decay would become Lion's in silence; nothing of this one changes."""
+    params = [torch.randn(s).requires_grad_() for s in SHAPES]
+    other = getattr(torch.optim, name)(params, lr=3e-3)
+    train(other, params, range(steps))
+    lion = Lion(params, lr=1e-5, weight_decay=0.5)
+    train(lion, params, range(1))
+    before = copy.deepcopy(lion.state_dict())
+    with pytest.raises(ValueError, match=r"another optimizer's state \((it has|no betas).*load the model alone"):
+        lion.load_state_dict(other.state_dict())
+    after = lion.state_dict()
+    assert after["param_groups"] == before["param_groups"]
+    assert all(torch.equal(after["state"][i]["exp_avg"], s["exp_avg"]) for i, s in before["state"].items())

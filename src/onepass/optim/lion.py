@@ -17,7 +17,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks as _pre_hooks
 
 from onepass.optim.options import check_options, check_parameters
 from onepass.optim.sharded import is_sharded, placed_gradients
-from onepass.optim.state import gatherable, load_state, rename_options
+from onepass.optim.state import gatherable, load_state, refuse_others, rename_options
 from onepass.optim.step import Work, compiled_step
 
 Loss = TypeVar("Loss")
@@ -175,9 +175,16 @@ class Lion(Optimizer):
 
         A group's `state_dtype`, if set, converts its momentum. States of lion-pytorch, timm and optimi load too;
         options that they lack keep the values of this optimizer.
+
+        Raises:
+            ValueError: for the state of another optimizer, such as AdamW: rate and decay of one are not the other's.
         """
         seen: dict[str, Any] = {}
         peaks = [{key: g[key] for key in ("peak_lr", "keep_peak_lr") if key in g} for g in self.param_groups]
+
+        def take(_: Optimizer, loaded: dict[str, Any]) -> None:
+            refuse_others(loaded)
+            seen.update(loaded)
 
         def restore(_: Optimizer) -> None:
             for group, peak in zip(self.param_groups, peaks, strict=True):
@@ -189,7 +196,7 @@ class Lion(Optimizer):
                 load_state(seen["state"].get(key, {}), self.state, p, group)
 
         # our pre-hook runs last, to read the state after other hooks; our post-hook first, so that others read ours
-        before = self.register_load_state_dict_pre_hook(lambda _, loaded: seen.update(loaded))
+        before = self.register_load_state_dict_pre_hook(take)
         after = self.register_load_state_dict_post_hook(restore, prepend=True)
         try:
             super().load_state_dict(state_dict)

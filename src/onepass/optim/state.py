@@ -80,6 +80,20 @@ def _remainder_of_sum(p: Tensor, compensation: Tensor) -> Tensor:
     return (bits - p.detach().float().view(torch.int32)).clamp(-(2**15), 2**15 - 1)
 
 
+def refuse_others(state_dict: dict[str, Any]) -> None:
+    """Raise ValueError for the state of another optimizer: its learning rate and decay would drive Lion."""
+    states, groups = state_dict["state"].values(), state_dict["param_groups"]
+    tensors = {key for state in states for key, value in state.items() if isinstance(value, Tensor)}
+    signs = sorted(tensors - {*_OWN, "step"}) or sorted({"eps", "amsgrad"} & {key for group in groups for key in group})
+    if signs or any(group.keys().isdisjoint(("betas", "beta1")) for group in groups):
+        what = f"it has {signs[0]}" if signs else "no betas"
+        raise ValueError(
+            f"Lion.load_state_dict: this is another optimizer's state ({what}), whose rate and decay would replace "
+            "Lion's: load the model alone, and start with a new Lion of about a fifth of AdamW's lr and five times its "
+            "weight_decay (docs/lion.md)"
+        )
+
+
 def load_state(saved: dict[str, Any], states: MutableMapping[Tensor, Any], p: Tensor, group: dict[str, Any]) -> None:
     """Write a parameter's saved state to `states` in its saved dtypes, in place of torch's casts to the weight's dtype.
 
