@@ -158,6 +158,13 @@ FIGURES: dict[str, list[Callable[[], Iterable[str]]]] = {
 }
 
 
+@pytest.mark.parametrize(("file", "layer"), [("block", "RoutedBlock"), ("routed", "RoutedFeedForward")])
+def test_the_docstrings_figures_are_of_the_record(file: str, layer: str) -> None:
+    words = '{} in eager, {} compiled, {} with ``mode="reduce-overhead"``, {} in a CUDA graph (`graphed`)'
+    told = words.format(*(step(layer, "2x8192, d 512", mode) for mode in MODES))
+    assert told in " ".join((ROOT / "src" / "onepass" / "nn" / f"{file}.py").read_text(encoding="utf-8").split())
+
+
 @pytest.mark.parametrize("code", BLOCKS, ids=lambda c: c.strip().splitlines()[0][:40])
 def test_example(code: str) -> None:
     if "transformers" in code:

@@ -40,6 +40,9 @@ class RoutedBlock(nn.Module):
 
     `RoutedAttention` and `RoutedFeedForward` with pre-norm residuals (the norms are inside, one per branch).
 
+    A step over few tokens waits for the host. Speed against a dense block, bf16, 2×8192 tokens, d 512, on an H200:
+    0.88× in eager, 0.71× compiled, 2.49× with ``mode="reduce-overhead"``, 2.86× in a CUDA graph (`graphed`).
+
     Args:
         dim: width of the tokens.
         k: how many tokens the heavy feed-forward sees: an int, or a share 0 < k ≤ 1 of the real tokens.

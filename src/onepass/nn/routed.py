@@ -166,6 +166,9 @@ class RoutedFeedForward(Routed):
     tokens alone, and the two branches may scale their inputs differently. There is no residual inside:
     write ``x + ff(x)``.
 
+    A step over few tokens waits for the host. Speed against a dense one, bf16, 2×8192 tokens, d 512, on an H200:
+    0.60× in eager, 0.63× compiled, 0.78× with ``mode="reduce-overhead"``, 1.92× in a CUDA graph (`graphed`).
+
     Args:
         dim: width of the tokens.
         k: how many tokens the heavy branch sees: an int, or a share 0 < k ≤ 1 of the real tokens (see `Routed`).
