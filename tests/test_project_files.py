@@ -57,3 +57,19 @@ def test_the_release_keeps_no_secret() -> None:
     assert read(ROOT / ".github/workflows/release.yml")["jobs"]["publish"]["permissions"] == {"id-token": "write"}
     # the check of the tag finds the version where it stands
     assert re.search(r'__version__ = "(.+)"', (ROOT / "src/onepass/__init__.py").read_text())[1] == onepass.__version__
+
+
+def test_every_promise_names_its_test() -> None:
+    """docs/reliability.md: each row of its first three tables names tests that exist, a target or a record."""
+    page = (ROOT / "docs/reliability.md").read_text(encoding="utf-8")
+    rows = [line for line in page.partition("## Versions")[0].splitlines() if line.startswith("| ")]
+    rows = [row for row in rows if not row.startswith("| promise ")]
+    assert len(rows) > 15
+    for row in rows:
+        folder = ROOT
+        for name in re.findall(r"`(tests/[\w/.]+|test_\w+\.py)`", row):
+            # a bare name stands beside the one before it
+            path = ROOT / name if "/" in name else folder / name
+            assert path.exists(), f"{name}: {row}"
+            folder = path.parent
+        assert folder != ROOT or "`make " in row or "(../benchmarks/results/" in row, row

@@ -182,26 +182,6 @@ def test_show(capsys: pytest.CaptureFixture[str], text: Path):
     assert "cut off" in refused(capsys, "show", "run", text / "0.txt")
 
 
-@pytest.mark.parametrize(
-    ("command", "words"),
-    [
-        (
-            "train",
-            "PATH --out --steps --preset --device --route --seed --resume --force routing.html "
-            "--threads --config --binary --follow-links --tensorboard",
-        ),
-        ("show", "RUN FILE --out --bytes --binary"),
-        ("generate", "RUN --prompt --length --temperature --stop --seed --device"),
-    ],
-)
-def test_help(capsys: pytest.CaptureFixture[str], command: str, words: str):
-    with pytest.raises(SystemExit) as stop:
-        main([command, "--help"])
-    assert stop.value.code == 0
-    said = capsys.readouterr().out
-    assert [word for word in words.split() if word not in said] == []
-
-
 @pytest.mark.slow
 def test_as_a_process(text: Path):
     """The real command, from the shell: what it prints where, and how it ends."""

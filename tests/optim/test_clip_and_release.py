@@ -67,17 +67,6 @@ def test_the_coefficient_is_for_one_step_and_zero_grad_forgets_it() -> None:
     assert torch.allclose(optimizer.state[p]["exp_avg"], torch.full((4,), 1.5))
 
 
-def test_clipping_with_a_loss_scale() -> None:
-    p, q = torch.zeros(4, requires_grad=True), torch.zeros(4, requires_grad=True)
-    scaled, plain = Lion([p]), Lion([q])
-    p.grad, q.grad = torch.full((4,), 3.0 * 256), torch.full((4,), 3.0)
-    scaled.grad_scale = torch.tensor(256.0)
-    assert clip_grad_norm([p], 1.0, grad_scale=torch.tensor(256.0)) == clip_grad_norm([q], 1.0) == 6.0
-    scaled.step()
-    plain.step()
-    assert torch.allclose(scaled.state[p]["exp_avg"], plain.state[q]["exp_avg"])
-
-
 def test_nan_norm_reaches_the_weights() -> None:
     p, q = torch.ones(3, requires_grad=True), torch.ones(2, requires_grad=True)
     optimizer = Lion([p, q])

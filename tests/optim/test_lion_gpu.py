@@ -33,7 +33,9 @@ def hyper(*rows: tuple[float, float, float, float, float]) -> Tensor:
     return torch.tensor([[lr, wd, b1, 1 - b1, b2, 1 - b2, f, 0.0] for lr, wd, b1, b2, f in rows], dtype=torch.float64)
 
 
-@pytest.mark.parametrize("dtypes", itertools.product(HALF_ULP, repeat=3), ids=lambda d: "-".join(str(t)[6:] for t in d))
+@pytest.mark.parametrize(
+    "dtypes", [*itertools.product(HALF_ULP, repeat=3)], ids=lambda d: "-".join(str(t)[6:] for t in d)
+)
 @pytest.mark.parametrize("offset", [0, 1, 3])
 def test_every_dtype_mix_and_alignment(dtypes: tuple[torch.dtype, ...], offset: int) -> None:
     sizes = [1, 7, 1023, 1024, 1025, 70_000]

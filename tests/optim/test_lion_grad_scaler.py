@@ -121,17 +121,6 @@ def test_a_first_step_that_is_skipped_leaves_the_parameters() -> None:
         assert all(not s.any() for s in optimizer.state[p].values())
 
 
-def test_gradients_stay_scaled_with_fused_alone() -> None:
-    for fused, want in ((None, 2.0), (False, 2.0), (True, 128.0)):
-        p = torch.ones(3, requires_grad=True)
-        optimizer = Lion([p], fused=fused)
-        scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
-        scaler.scale((2 * p).sum()).backward()
-        scaler.step(optimizer)
-        assert p.grad is not None
-        assert torch.equal(p.grad, torch.full((3,), want))
-
-
 def test_fp16_gradients_need_fused() -> None:
     """GradScaler's own rule, for every optimizer: it unscales no fp16 gradient in place."""
     for kind in (Lion, AdamW):

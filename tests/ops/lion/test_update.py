@@ -166,20 +166,6 @@ def test_op_skips_when_found_inf_and_unscales() -> None:
     assert torch.allclose(m, torch.full((3,), 0.02))
 
 
-def test_op_writes_through_strides() -> None:
-    base = torch.randn(6, 10)
-    for p, g in (
-        (base.clone().t(), torch.randn(6, 10).t()),  # dense, alike
-        (base.clone().t(), torch.randn(10, 6)),  # dense, unlike
-        (base.clone()[:, ::2], torch.randn(6, 5)),  # with gaps
-    ):
-        m = torch.randn_like(g) * 0.1
-        want = reference(p.double(), g.double(), m.double(), lr=1e-3, weight_decay=0.1, betas=(B1, 0.99))
-        lion_([p], [g], [m], [], [0], HYPER, "none")
-        assert torch.allclose(p.double(), want[0], atol=1e-6)
-        assert torch.allclose(m.double(), want[1], atol=1e-6)
-
-
 def test_op_passes_opcheck() -> None:
     def lists() -> list[list[Tensor]]:
         return [[torch.randn(3, 4), torch.randn(5)] for _ in range(3)]

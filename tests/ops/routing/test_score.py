@@ -5,21 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from onepass.core.launch import INTERPRET
 from onepass.ops.routing.op import score
 
 DEVICES = [pytest.param("cpu", id="cpu"), pytest.param("cuda", id="cuda", marks=pytest.mark.gpu)]
 pytestmark = pytest.mark.parametrize("device", DEVICES)
-
-
-@pytest.mark.parametrize("dim", [16, 256])
-@pytest.mark.parametrize("scale", [0.02, 1.0, 1e4])
-def test_scores_have_unit_spread_at_every_width_and_scale(device: str, dim: int, scale: float) -> None:
-    x = scale * torch.randn(1, 60 if INTERPRET else 2000, dim, device=device)
-    weight = torch.randn(dim, device=device)
-    # |v| of one draw varies by 1/√(2·dim) around √dim
-    expected = float(weight.norm())
-    assert score(x, weight).std().item() == pytest.approx(expected, rel=0.3 if INTERPRET else 0.1)
 
 
 def test_a_token_of_zeros_scores_0_and_has_a_finite_gradient(device: str) -> None:
