@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -77,11 +76,6 @@ def test_list_and_filters(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(capsys.readouterr().out.splitlines()) == 1
 
 
-def test_several_texts_for_cases(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--list", "--case", "16x", "--case", "4x"]) == 0
-    assert len(capsys.readouterr().out.splitlines()) == 2
-
-
 def test_a_rival_that_tunes_itself_for_ever(fake_operator: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:
     def tunes() -> torch.Tensor:
         while True:
@@ -95,12 +89,6 @@ def test_a_rival_that_tunes_itself_for_ever(fake_operator: SimpleNamespace, caps
     out = capsys.readouterr().out
     assert "failed: took longer than 1 s" in out
     assert "agrees" in out
-
-
-def test_no_compile(tmp_path: Path) -> None:
-    path = tmp_path / "r.json"
-    assert main(["--no-compile", "--quick", "--json", str(path)]) == 0
-    assert "compile" not in path.read_text()
 
 
 @pytest.mark.parametrize(
@@ -165,28 +153,3 @@ def test_a_lost_device_keeps_what_was_measured(
     assert "stopped: onepass at later 4x8 broke the device" in capsys.readouterr().out
     assert len(read(path)[1]) == 6
     assert read(path)[0]["complete"] is False
-
-
-def test_a_target_without_permission(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(os, "access", lambda *_: False)
-    assert main(["--json", str(tmp_path / "r.json")]) == 2
-    assert "permission denied" in capsys.readouterr().err
-
-
-def test_help(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stop:
-        main(["--help"])
-    assert stop.value.code == 0
-    out = capsys.readouterr().out
-    for option in ("json", "list", "stage", "case", "dtype", "device", "quick", "no-compile", "limit"):
-        assert f"--{option}" in out
-
-
-@pytest.mark.parametrize("given", ["--limit -1", "--limit soon"])
-def test_numbers_out_of_range_are_refused(given: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stop:
-        main([*given.split()])
-    assert stop.value.code == 2
-    assert f"argument {given.split()[0]}: must be" in capsys.readouterr().err

@@ -8,8 +8,8 @@ import pytest
 
 from benchmarks import plot
 from benchmarks.bench.records import read, write
-from benchmarks.plot import draw, panels
-from benchmarks.report import build, caption, page, table
+from benchmarks.plot import draw
+from benchmarks.report import build, page, table
 from onepass.core.errors import UserError
 
 HEADER = {
@@ -61,30 +61,11 @@ def test_what_went_wrong_is_told() -> None:
     assert "Disagreeing" not in text
 
 
-def test_panels() -> None:
-    """Lines through the largest case of each width where there are enough widths; the rest are bars."""
-    wide = [record("onepass", 30.0, cols) for cols in (128, 256, 512)]
-    small = {**wide[0], "case": {"rows": 2, "cols": 128}}
-    other = {**wide[0], "case": {"rows": 8, "cols": 128, "eps": 0.1}}
-    lines, bars = panels([*wide, small, other])
-    assert (lines.over_width, bars.over_width) == (True, False)
-    assert lines.records == wide
-    assert bars.records == [small, other]
-    assert [p.over_width for p in panels(wide[:2])] == [False]
-
-
 def test_a_picture_per_operator(tmp_path: Path) -> None:
     other = {**RECORDS[1], "op": "gather, add", "pass": "step", "case": {"model": "a|b"}}
     found = draw(HEADER, [*RECORDS, other], tmp_path / "norm.json")
     assert [p.name for p in found] == ["norm-layer_norm.png", "norm-gather_add.png"]
     assert all(p.read_bytes().startswith(b"\x89PNG") for p in found)
-
-
-def test_caption() -> None:
-    assert caption(HEADER) == (
-        "NVIDIA H200, copy 4274 GB/s; torch 2.11.0, triton 3.6.0, onepass 0.1.0, liger-kernel 0.8.5"
-    )
-    assert caption({**HEADER, "complete": False}).endswith("(incomplete run)")
 
 
 def test_build(tmp_path: Path) -> None:
@@ -94,28 +75,6 @@ def test_build(tmp_path: Path) -> None:
     assert text.startswith("NVIDIA H200, copy 4274 GB/s")
     assert "![% of copy](norm.png)" in text
     assert (tmp_path / "norm.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_what_is_written_is_what_is_read(tmp_path: Path) -> None:
-    path = tmp_path / "norm.json"
-    write(path, [HEADER, *RECORDS])
-    assert read(path) == (HEADER, RECORDS)
-    assert len(path.read_text().splitlines()) == 2 + 1 + len(RECORDS)
-    assert [p.name for p in tmp_path.iterdir()] == ["norm.json"]
-
-
-def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "norm.json"
-    write(path, [HEADER])
-
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("os.fsync", full)
-    with pytest.raises(UserError, match="no space left"):
-        write(path, [HEADER, *RECORDS])
-    assert read(path) == (HEADER, [])
-    assert [p.name for p in tmp_path.iterdir()] == ["norm.json"]
 
 
 @pytest.mark.parametrize(
@@ -133,13 +92,6 @@ def test_broken_files(tmp_path: Path, text: str, words: str) -> None:
     (tmp_path / "norm.json").write_text(text)
     with pytest.raises(UserError, match=words):
         build(tmp_path)
-
-
-def test_nothing_to_report(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"no \.json files"):
-        build(tmp_path)
-    with pytest.raises(UserError, match="no such directory"):
-        build(tmp_path / "missing")
 
 
 COMMITTED = sorted((Path(__file__).parents[2] / "benchmarks" / "results").glob("*/*.json"))
