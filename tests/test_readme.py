@@ -121,7 +121,7 @@ def step(layer: str, case: str, mode: str) -> str:
 
 
 def steps() -> Iterable[str]:
-    for case in ("2x8192, d 512", "2x8192, d 1024", "2x32768, d 1024"):
+    for case in ("2x4096, d 768", "2x8192, d 512", "2x32768, d 1024"):
         yield f"| {case.replace('x', '×')} | " + " | ".join(step("RoutedBlock", case, mode) for mode in MODES) + " |"
 
 
