@@ -59,6 +59,7 @@ def functions(some: Tensor | None) -> None:
     assert_type(report.undo(), None)
     assert_type(onepass.swap(linear, dry_run=True), onepass.SwapReport)
     onepass.swap("linear")  # wrong
+    assert_type(onepass.kth_value(x, 1), Tensor)
     assert_type(onepass.topk(x, 2), TopK)
     assert_type(onepass.topk(x, 2).gates, Tensor)
     onepass.layernorm(x)  # wrong

@@ -7,7 +7,7 @@ from onepass.ops.coor_descent.op import coor_descent
 from onepass.ops.norm.op import Quantized, layer_norm, rms_norm
 from onepass.ops.norm.rope import qk_norm_rope
 from onepass.ops.soft_topk.op import soft_topk
-from onepass.ops.topk.op import TopK, topk
+from onepass.ops.topk.op import TopK, kth_value, topk
 from onepass.ops.weighted_sum.op import weighted_sum
 
 __version__ = "0.1.0"
@@ -46,6 +46,7 @@ __all__ = [
     "TopK",
     "__version__",
     "coor_descent",
+    "kth_value",
     "layer_norm",
     "qk_norm_rope",
     "rms_norm",

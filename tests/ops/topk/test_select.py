@@ -149,7 +149,7 @@ def test_the_launch_formula_covers_a_row(rows: int, n: int, part: float) -> None
                 assert shape.again % (shape.groups * shape.group) == 0
                 assert shape.warps in (1, 2, 4, 8, 16, 32)
             elif isinstance(shape, plan.Whole):
-                assert n <= shape.block_c <= plan.MAX_COLS_OF_MANY
+                assert n <= shape.block_c <= max(plan.MAX_COLS, plan.MAX_BYTES_OF_MANY // itemsize)
                 assert k <= shape.block_k
                 assert shape.block_c % shape.scan == 0
                 assert shape.warps in (1, 2, 4, 8, 16, 32)

@@ -25,7 +25,7 @@ def test_selection_is_a_stable_sort(seed: int, n: int, k: int, ties: bool, maske
     s = torch.randn(3, n, generator=generator)
     s = (2 * s).round() if ties else s
     mask = torch.rand(3, n, generator=generator) > 0.4 if masked else None
-    top = onepass.topk(s, k, mask=mask)
+    top = onepass.topk(s, k, mask=mask, pad=True)
     assert top.values.shape == top.indices.shape == top.gates.shape == (3, k)
     assert top.indices.dtype == torch.int64
     for row in range(3):
@@ -36,6 +36,7 @@ def test_selection_is_a_stable_sort(seed: int, n: int, k: int, ties: bool, maske
         assert top.indices[row, len(found) :].eq(-1).all()
         assert top.values[row, : len(found)].tolist() == [s[row, i].item() for i in expected]
         assert top.values[row, len(found) :].eq(-math.inf).all()
+        assert top.counts[row] == len(found)
         assert top.gates[row].tolist() == [1.0] * len(found) + [0.0] * (k - len(found))
 
 
@@ -129,7 +130,7 @@ def test_soft_gates_of_the_chosen(kind: str) -> None:
 
 def test_padding_sends_no_gradient() -> None:
     s = torch.randn(2, 3, requires_grad=True)
-    top = onepass.topk(s, 5)
+    top = onepass.topk(s, 5, pad=True)
     present = top.indices >= 0
     (ds,) = torch.autograd.grad(top.gates.sum() + top.values[present].sum(), s)
     assert torch.equal(ds, torch.ones(2, 3))
@@ -137,7 +138,7 @@ def test_padding_sends_no_gradient() -> None:
 
 def test_none_and_nothing() -> None:
     assert onepass.topk(torch.randn(3, 4), 0).indices.shape == (3, 0)
-    empty = onepass.topk(torch.randn(3, 0), 2)
+    empty = onepass.topk(torch.randn(3, 0), 2, pad=True)
     assert empty.indices.tolist() == [[-1, -1]] * 3
     assert empty.gates.tolist() == [[0.0, 0.0]] * 3
     assert onepass.topk(torch.randn(0, 4), 2).values.shape == (0, 2)
@@ -187,3 +188,36 @@ def test_vmap(mask_dim: int | None) -> None:
         expected = onepass.topk(s[i], 4, mask=mask[i] if mask_dim == 0 else mask)
         for a, e in zip(mapped, expected, strict=True):
             assert torch.equal(a[i], e)
+
+
+@pytest.mark.parametrize("k", [1, 7, 20])
+def test_kth_value(k: int) -> None:
+    """The k-th of a sort, within ranges and of a NaN too, compiled, under vmap, with the gradient of one score."""
+    s = torch.randn(3, 20, dtype=torch.float64, requires_grad=True)
+    assert torch.equal(onepass.kth_value(s, k), s.sort(-1, descending=True).values[:, k - 1])
+    (ds,) = torch.autograd.grad(onepass.kth_value(s, k).sum(), s)
+    assert torch.equal(ds, (s == onepass.kth_value(s, k)[:, None]).double())
+    start, lengths = torch.tensor([0, 5, 9]), torch.tensor(9)
+    for row, first in zip(s, start.tolist(), strict=True):
+        expected = -math.inf if k > 9 else row[first : first + 9].sort(descending=True).values[k - 1]
+        assert onepass.kth_value(row, k, start=torch.tensor(first), lengths=lengths) == expected
+    compiled = torch.compile(onepass.kth_value, fullgraph=True, backend="aot_eager")
+    assert torch.equal(
+        compiled(s, k, start=start, lengths=lengths), onepass.kth_value(s, k, start=start, lengths=lengths)
+    )
+    assert torch.equal(torch.vmap(lambda row: onepass.kth_value(row, k))(s), onepass.kth_value(s, k))
+    s.data[1, 3] = math.nan
+    assert onepass.kth_value(s, 1).isnan().tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize(
+    ("k", "lengths", "match"),
+    [
+        (0, None, "k must be ≥ 1, got 0"),
+        (4, None, "k must be at most the row's length 3, got 4"),
+        (1, torch.tensor(9), "lengths must be from 0 to the row's length 3, got 9"),
+    ],
+)
+def test_kth_value_refuses(k: int, lengths: Any, match: str) -> None:
+    with pytest.raises(ValueError, match=f"kth_value: {match}"):
+        onepass.kth_value(torch.zeros(2, 3), k, lengths=lengths)

@@ -81,52 +81,42 @@ def check(found: tuple[Tensor, ...], s: Tensor, k: int, best_first: bool) -> Non
 @settings(max_examples=400, deadline=None)
 @given(
     seed=st.integers(0, 2**20), rows=st.integers(1, 5), n=st.integers(1, 90), share=st.floats(0, 1),
-    kind=st.sampled_from(KINDS), dtype=st.sampled_from(DTYPES), best_first=st.booleans(), least=st.sampled_from([1, 8]),
+    kind=st.sampled_from(KINDS), dtype=st.sampled_from(DTYPES), best_first=st.booleans(),
 )  # fmt: skip
 def test_every_way_is_exact(
-    seed: int, rows: int, n: int, share: float, kind: str, dtype: torch.dtype, best_first: bool, least: int
+    seed: int, rows: int, n: int, share: float, kind: str, dtype: torch.dtype, best_first: bool
 ) -> None:
     """Every way takes any scores, or returns None and leaves them to another."""
     if kind == "lowest" and dtype == torch.float16:
         kind = "few"
     s = scores(kind, rows, n, seed).to(dtype)
     k = 1 + round(share * (n - 1))
-    ways: list[Any] = [torch_path._by_bound, torch_path._of_a_few, torch_path._by_rounds]
-    if s.element_size() == 2:
+    ways: list[Any] = [torch_path._without_ties, torch_path._anywhere]
+    if dtype != torch.float64:
         ways.append(torch_path._by_number)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch_path, "LEAST_GROUPS", least)
-        for way in ways:
-            found = way(s, k, best_first)
-            if found is not None:
-                check(found, s, k, best_first)
-    if s.element_size() > 2:
-        found, top = torch_path._without_ties(s, k, best_first)
+    for way in ways:
+        found = way(s, k, best_first)
         if found is not None:
             check(found, s, k, best_first)
-        check(torch_path._by_bound(s, k, best_first, top), s, k, best_first)
 
 
 @settings(max_examples=200, deadline=None)
 @given(
     seed=st.integers(0, 2**20), rows=st.integers(0, 4), n=st.integers(0, 40), k=st.integers(0, 50),
     kind=st.sampled_from(KINDS), dtype=st.sampled_from(DTYPES), best_first=st.booleans(), ranged=st.booleans(),
-    few=st.sampled_from([0, 64]), at_once=st.sampled_from([1, 50, 1000]),
+    at_once=st.sampled_from([1, 50, 1000]),
 )  # fmt: skip
 def test_calls(
-    seed: int, rows: int, n: int, k: int, kind: str, dtype: torch.dtype, best_first: bool, ranged: bool, few: int,
-    at_once: int,
-) -> None:  # fmt: skip
-    """Calls with small limits take every way; rows that are done apart; k above n; ranges."""
+    seed: int, rows: int, n: int, k: int, kind: str, dtype: torch.dtype, best_first: bool, ranged: bool, at_once: int
+) -> None:
+    """Rows that are done apart; k above n; ranges."""
     if kind == "lowest" and dtype == torch.float16:
         kind = "few"
     s = scores(kind, rows, n, seed).to(dtype)
     lengths = torch.randint(0, n + 1, (rows,), generator=torch.Generator().manual_seed(seed)) if ranged else None
-    limits = {"TINY": few, "FEW": few, "FEW_SORTED": 2 * few, "LONG": 16, "LEAST_GROUPS": 4, "AT_ONCE": at_once}
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in limits.items():
-            patch.setattr(torch_path, name, value)
-        top = onepass.topk(s, k, sorted=best_first, lengths=lengths)
+        patch.setattr(torch_path, "AT_ONCE", at_once)
+        top = onepass.topk(s, k, sorted=best_first, lengths=lengths, pad=True)
     if lengths is not None:
         s = s.masked_fill(torch.arange(n) >= lengths[:, None], -math.inf)
     check((top.values, top.indices), s, k, best_first)
@@ -137,7 +127,6 @@ def test_calls(
     ("rows", "n", "k"), [(33, 1024, 64), (1, 20000, 1250), (2, 17001, 700), (70, 1030, 9), (300, 64, 2)]
 )
 def test_long_rows(rows: int, n: int, k: int, kind: str) -> None:
-    """The limits as they are; a length that no number of groups divides."""
     s = scores(kind, rows, n, 0)
     for dtype in DTYPES[:2]:
         for best_first in (True, False):
@@ -152,23 +141,3 @@ def test_other_layouts() -> None:
             for k in (1, 3, 30):
                 top = onepass.topk(view, k, sorted=best_first)
                 check((top.values, top.indices), view, k, best_first)
-
-
-def test_a_bound_leaves_few(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is sorted of 1024 normal scores is little more than k; a level at the top needs no sort."""
-    widths: list[int] = []
-    reaching = torch_path._reaching
-
-    def noted(*args: Any) -> Any:
-        found = reaching(*args)
-        widths.append(found[0].shape[-1])
-        return found
-
-    monkeypatch.setattr(torch_path, "_reaching", noted)
-    torch_path._by_bound(scores("normal", 64, 1024, 0), 64, True)
-    assert len(widths) == 1
-    assert 64 <= widths[0] < 160
-    torch_path._by_bound(scores("level at the top", 64, 1024, 0), 64, True)
-    assert len(widths) == 1
-    torch_path._by_bound(scores("level within", 64, 1024, 0), 300, False)
-    assert widths[1:] == [300]

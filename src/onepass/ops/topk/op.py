@@ -27,6 +27,11 @@ class TopK(NamedTuple):
     indices: Tensor
     gates: Tensor
 
+    @property
+    def counts(self) -> Tensor:
+        """How many entries of each row exist, int64 ``(...)``: k, or fewer where the rest is padding."""
+        return (self.indices >= 0).sum(-1)
+
 
 select_op = register("topk_select", compute.select, sharding.select)
 
@@ -228,16 +233,33 @@ def _check_out(out: object, scores: Tensor, k: int, eps: object, index_dtype: to
         )
 
 
+def _check_width(scores: Tensor, k: int, dim: object, pad: object, short: bool) -> None:
+    """Refuse another dimension than the last, and more than a row holds unless something says that rows are short."""
+    if dim not in (-1, scores.dim() - 1):
+        raise ValueError(
+            f"topk: dim must be -1, the last dimension, got {dim!r}; of dimension d call topk(scores.movedim(d, -1), k)"
+        )
+    if not isinstance(pad, bool):
+        raise TypeError(f"topk: pad must be a bool, got {type(pad).__name__}")
+    if not short and not pad and k > scores.shape[-1]:
+        raise ValueError(
+            f"topk: k must be at most the row's length {scores.shape[-1]}, got {k}; pad=True fills up with index -1, "
+            "which as an index is the last element"
+        )
+
+
 def topk(
     scores: Tensor,
     k: int,
     *,
+    dim: int = -1,
     largest: bool = True,
     sorted: bool = True,
     lengths: Tensor | None = None,
     start: Tensor | None = None,
     index_dtype: torch.dtype = torch.int64,
     out: tuple[Tensor, Tensor] | None = None,
+    pad: bool = False,
     eps: Tensor | float = 0.1,
     mask: Tensor | None = None,
     kind: str = "capped_exp",
@@ -255,7 +277,9 @@ def topk(
 
     Args:
         scores: ``(..., n)``, fp32, fp16, bf16 or fp64, any strides.
-        k: how many to choose, an int ≥ 0. k = 0 gives empty tensors; k > n is allowed.
+        k: how many to choose, an int ≥ 0. k = 0 gives empty tensors. k > n takes ``lengths``, ``start``,
+            ``mask`` or ``pad``.
+        dim: -1. Other dimensions: ``topk(scores.movedim(d, -1), k)``.
         largest: False chooses the smallest: all is as for ``-scores``, except that values are the scores themselves and
             missing ones +inf. So NaN comes first there too, other than in `torch.topk`.
         sorted: best first; False gives ascending indices, which costs less.
@@ -266,22 +290,24 @@ def topk(
             stay positions in the row.
         index_dtype: of the indices, ``torch.int64`` or ``torch.int32``.
         out: ``(values, indices)`` to write to, of the result's shapes and dtypes; for calls without gradients.
+        pad: True allows k > n; what a row lacks is padding, as with ``lengths`` and ``mask``.
         eps: temperature of the gates' gradient, see :func:`onepass.soft_topk`.
         mask: bool, broadcasts to ``scores``; masked entries are never selected.
         kind: gate function of the gradient, see :func:`onepass.soft_topk`.
 
     Returns:
         ``TopK(values, indices, gates)``, each ``(..., k)``: the selected scores in descending order (ties by lowest
-        index; NaN before +inf), their indices, the gates. -inf is never selected. A row with fewer than k valid entries
-        is padded with value -inf, index -1, gate 0. Values have the gradient of a gather, gates that of soft_topk.
+        index; NaN before +inf, whatever its sign; -0 equals +0), their indices, the gates. -inf is never selected. A
+        row with fewer than k valid entries is padded with value -inf, index -1, gate 0; ``counts`` tells how many
+        entries of each row exist. Values have the gradient of a gather, gates that of soft_topk.
         Where a row's selection holds a NaN, all its gates but the padding are NaN.
 
     Raises:
         TypeError: scores is not a floating-point tensor, k is not an int, mask is not bool, lengths or start is not
             an int tensor, index_dtype is not int32 or int64, or out is not a pair of tensors of the results' dtypes.
-        ValueError: k < 0, shapes don't broadcast, devices differ, eps is not > 0, kind is unknown, lengths or start
-            reaches past a row (on a CPU), out has another shape, or out is given where a
-            gradient is asked for.
+        ValueError: k < 0, k > n without ``lengths``, ``start``, ``mask`` or ``pad``, dim is not the last, shapes don't
+            broadcast, devices differ, eps is not > 0, kind is unknown, lengths or start reaches past a row (on a CPU),
+            out has another shape, or out is given where a gradient is asked for.
         NotImplementedError: for second derivatives and forward-mode derivatives.
 
     Source: CoLT5 (arXiv 2303.09752).
@@ -299,6 +325,7 @@ def topk(
     if kind not in KINDS:
         raise ValueError(f"topk: kind must be one of {', '.join(KINDS)}; got {kind!r}")
     arguments.whole("topk", "k", k, 0)
+    _check_width(scores, k, dim, pad, mask is not None or start is not None or lengths is not None)
     arguments.mask("topk", mask, scores)
     for name, option in (("largest", largest), ("sorted", sorted)):
         if not isinstance(option, bool):
@@ -334,4 +361,40 @@ def topk(
     return TopK(out[0].copy_(found.values), out[1].copy_(found.indices), found.gates)
 
 
-__all__ = ["TopK", "backward", "choose", "forward", "gates", "select", "select_op", "topk"]
+def kth_value(scores: Tensor, k: int, *, lengths: Tensor | None = None, start: Tensor | None = None) -> Tensor:
+    r"""Return the k-th largest score of each row: the threshold that k scores reach.
+
+    .. math:: v = \max\{t : |\{i : s_i \ge t\}| \ge k\}
+
+    Of a flattened batch it is the threshold of BatchTopK autoencoders: ``kth_value(latents.flatten(), k * rows)``.
+
+    Args:
+        scores: ``(..., n)``, fp32, fp16, bf16 or fp64, any strides.
+        k: 1 to n.
+        lengths: as for :func:`onepass.topk`: how many scores of each row count.
+        start: as for :func:`onepass.topk`: the first score of each row that counts.
+
+    Returns:
+        ``(...)`` in the dtype of ``scores``; -inf where a row has fewer than k scores above -inf. NaN counts as the
+        largest. The gradient goes to the one score that :func:`onepass.topk` chooses last.
+
+    Raises:
+        TypeError: scores is not a floating-point tensor, k is not an int, lengths or start is not an int tensor.
+        ValueError: k < 1 or k > n, shapes don't broadcast, devices differ, or a range reaches past a row (on a CPU).
+
+    Source: BatchTopK (arXiv 2412.06410).
+
+    Example:
+        >>> import torch, onepass
+        >>> onepass.kth_value(torch.tensor([3.0, 1.0, 2.0, -1.0]), 2).item()
+        2.0
+    """
+    arguments.scores("kth_value", scores)
+    arguments.whole("kth_value", "k", k, 1)
+    if k > scores.shape[-1]:
+        raise ValueError(f"kth_value: k must be at most the row's length {scores.shape[-1]}, got {k}")
+    ranges.check_ranges("kth_value", scores, start, lengths)
+    return topk(scores, k, lengths=lengths, start=start).values[..., -1]
+
+
+__all__ = ["TopK", "backward", "choose", "forward", "gates", "kth_value", "select", "select_op", "topk"]

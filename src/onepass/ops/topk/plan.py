@@ -19,8 +19,8 @@ WIDE_CHUNK, WIDE_PER_WARP = 1 << 14, 1 << 12
 WIDE_LONG = 3 << 15
 VECTOR = 16
 WIDE_AGAIN = 1024
-# longest row that one program holds in registers, with few rows and with many; elements per warp
-MAX_COLS, MAX_COLS_OF_MANY = 8192, 16384
+# longest row that one program holds in registers, and its bytes where rows are many; elements per warp
+MAX_COLS, MAX_BYTES_OF_MANY = 8192, 1 << 16
 PER_WARP = 1024
 # elements per warp in a scan, and most of a program
 PER_SCAN = 256
@@ -130,7 +130,7 @@ def of_selection(n_rows: int, n_cols: int, k: int, itemsize: int, sms: int) -> N
         warps = max(1, chunk * itemsize // WIDE_PER_WARP)
         places = max(16, next_power_of_2(k))
         return Wide(chunk, group, 2 * places, max(WIDE_AGAIN, 2 * places * group), 4 * places, warps)
-    if n_cols <= MAX_COLS or (many and n_cols <= MAX_COLS_OF_MANY and k <= MAX_SORTED):
+    if n_cols <= MAX_COLS or (many and n_cols * itemsize <= MAX_BYTES_OF_MANY and k <= MAX_SORTED):
         block_c = next_power_of_2(n_cols)
         warps = max(1, block_c // PER_WARP)
         block_r = max(1, min(32, 512 // block_c))

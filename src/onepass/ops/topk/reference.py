@@ -6,7 +6,7 @@ import math
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
+from torch.nn import functional
 
 from onepass.ops._shared.reference import valid_entries
 from onepass.ops.soft_topk.reference import soft_topk
@@ -19,6 +19,7 @@ def topk(
     eps: Tensor | float = 0.1,
     mask: Tensor | None = None,
     kind: str = "capped_exp",
+    pad: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (values, indices, gates) by a stable sort of the valid scores; gates are 1 with soft_topk's gradient."""
     valid = valid_entries(scores, mask)
@@ -28,4 +29,7 @@ def topk(
     values = torch.where(present, scores.gather(-1, order), -math.inf)
     gates = torch.where(present, soft - soft.detach() + 1, 0.0)
     more = (0, k - order.shape[-1])
-    return pad(values, more, value=-math.inf), pad(torch.where(present, order, -1), more, value=-1), pad(gates, more)
+    indices = torch.where(present, order, -1)
+    padded = zip((values, indices, gates), (-math.inf, -1, 0.0), strict=True)
+    values, indices, gates = (functional.pad(found, more, value=value) for found, value in padded)
+    return values, indices, gates

@@ -20,7 +20,7 @@ def _samples(make: Callable[..., Tensor]) -> Iterator[Sample]:
     yield Sample("rows", (x, 4), {"eps": 0.5})
     yield Sample("eps tensor, mask", (make(2, 3, 9), 4), {"eps": make(3).abs() + 0.4, "mask": some_mask(x, 3, 9)})
     yield Sample("sigmoid", (make(4, 9), 3), {"kind": "sigmoid", "eps": 0.5})
-    yield Sample("k above n", (make(2, 3), 5), {})
+    yield Sample("k above n", (make(2, 3), 5), {"pad": True})
     yield Sample("vector", (make(33), 4), {"eps": 1.0})
     yield Sample("one row", (make(1, 9), 3), {"eps": make(()).abs() + 0.4})
     yield Sample("one column", (make(3, 1), 1), {})
@@ -52,6 +52,10 @@ _BAD_CALLS = (
     BadCall("list", lambda: topk([1.0], 1), TypeError, "topk: scores must be a tensor, got list"),  # type: ignore[arg-type]
     BadCall("k negative", lambda: topk(_S, -1), ValueError, "topk: k must be ≥ 0, got -1"),
     BadCall("k real", lambda: topk(_S, 1.5), TypeError, "topk: k must be an int, got float"),  # type: ignore[arg-type]
+    BadCall(
+        "k above n", lambda: topk(_S, 4), ValueError, "topk: k must be at most the row's length 3, got 4; pad=True"
+    ),
+    BadCall("dim", lambda: topk(_S, 1, dim=0), ValueError, "topk: dim must be -1, the last dimension, got 0"),
     BadCall("eps", lambda: topk(_S, 1, eps=0.0), ValueError, "topk: eps must be > 0, got 0.0"),
     BadCall("kind", lambda: topk(_S, 1, kind="hard"), ValueError, "topk: kind must be one of .*'hard'"),
     BadCall("mask", lambda: topk(_S, 1, mask=torch.ones(2, 2).bool()), ValueError, "topk: mask must broadcast"),
