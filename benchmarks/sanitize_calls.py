@@ -305,7 +305,7 @@ def lion() -> Iterator[Call]:
 
     modes: list[tuple[torch.dtype, dict[str, Any]]] = [
         (FP32, {}), (BF16, {"low_precision": "none"}), (BF16, {"low_precision": "remainder"}),
-        (BF16, {"low_precision": "kahan"}), (BF16, {"low_precision": "stochastic"}), (FP32, {"state_dtype": "int8"}),
+        (FP32, {"state_dtype": "int8"}),
         (BF16, {"low_precision": "remainder", "state_dtype": "int8"}), (FP32, {"cautious": True}),
         (BF16, {"low_precision": "none", "cautious": 0.5}),
     ]  # fmt: skip

@@ -7,6 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from onepass.core.launch import uses_triton
+from onepass.ops.lion.table import Columns, Plan, Scalars, pack_rows
+from onepass.ops.lion.torch_path import Row, update_
+
 SHAPES = [(3, 4), (5,), (0,), (), (130, 300)]
 
 
@@ -35,3 +39,18 @@ def run(n: int, *pairs: tuple[torch.optim.Optimizer, list[Tensor]], scale: float
 def assert_same(a: list[Tensor], b: list[Tensor]) -> None:
     for x, y in zip(a, b, strict=True):
         assert torch.equal(x, y)
+
+
+def update_lists_(
+    params: list[Tensor], grads: list[Tensor], momenta: list[Tensor], extras: list[Tensor], groups: list[int],
+    rows: list[Row], mode: int,
+) -> None:  # fmt: skip
+    """Update dense tensors of any dtype mix as a step does: in one launch on a GPU, else on the torch path."""
+    if not uses_triton(params[0]):
+        for i, k in enumerate(groups):
+            update_([params[i]], [grads[i]], [momenta[i]], extras[i : i + 1], mode, rows[k])
+        return
+    nothing = [None] * len(params)
+    plan = Plan(Columns(params, grads, momenta, extras or nothing, nothing), [mode] * len(params), groups)
+    plan.refresh(grads)
+    plan.step(pack_rows(rows), Scalars())

@@ -64,8 +64,6 @@ def modules() -> dict[str, nn.Module]:
 LIONS: dict[str, dict[str, Any]] = {
     "float32": {},
     "bfloat16 remainder": {"dtype": torch.bfloat16},
-    "bfloat16 kahan": {"dtype": torch.bfloat16, "low_precision": "kahan"},
-    "bfloat16 stochastic": {"dtype": torch.bfloat16, "low_precision": "stochastic"},
     "bfloat16 none": {"dtype": torch.bfloat16, "low_precision": "none"},
     "float16": {"dtype": torch.float16},
     "int8 momentum": {"state_dtype": "int8"},

@@ -1,4 +1,4 @@
-"""int8, stochastic, cautious, clipping and releasing on CUDA: against the CPU, repeated, resumed, captured."""
+"""int8, cautious, clipping and releasing on CUDA: against the CPU, repeated, resumed, captured."""
 
 from __future__ import annotations
 
@@ -25,11 +25,10 @@ LOW = [
     (torch.float32, {"state_dtype": "int8"}),
     (torch.bfloat16, {"state_dtype": "int8", "low_precision": "none"}),
     (torch.bfloat16, {"state_dtype": "int8", "low_precision": "remainder"}),
-    (torch.bfloat16, {"low_precision": "stochastic"}),
-    (torch.float16, {"low_precision": "stochastic", "state_dtype": "int8"}),
+    (torch.float16, {"state_dtype": "int8"}),
     (torch.float32, {"cautious": True}),
     (torch.bfloat16, {"cautious": 0.25, "cautious_weight_decay": True}),
-    (torch.bfloat16, {"cautious": True, "state_dtype": "int8", "low_precision": "stochastic"}),
+    (torch.bfloat16, {"cautious": True, "state_dtype": "int8"}),
 ]
 
 
@@ -129,7 +128,7 @@ def test_clipping_with_grad_scaler_and_mixed_dtypes() -> None:
         assert torch.allclose(m, torch.full_like(m, 0.01 / 2000**0.5), rtol=1e-3)
 
 
-@pytest.mark.parametrize("options", [{}, {"state_dtype": "int8", "low_precision": "stochastic"}, {"cautious": True}])
+@pytest.mark.parametrize("options", [{}, {"state_dtype": "int8"}, {"cautious": True}])
 def test_graph_with_clipping_and_every_mode(options: dict[str, Any]) -> None:
     a = [p.requires_grad_() for p in make(torch.bfloat16, [(5000,), (70,)])]
     b = [p.detach().clone().requires_grad_() for p in a]

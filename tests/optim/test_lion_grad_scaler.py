@@ -55,10 +55,10 @@ def test_only_an_explicit_fused_takes_the_scale(fused: bool | None) -> None:
     [
         (torch.float32, {}),
         (torch.bfloat16, {}),
-        (torch.bfloat16, {"low_precision": "stochastic", "state_dtype": "int8"}),
+        (torch.bfloat16, {"state_dtype": "int8"}),
         (torch.float32, {"cautious": True}),
     ],
-    ids=["fp32", "remainder", "stochastic-int8", "cautious"],
+    ids=["fp32", "remainder", "remainder-int8", "cautious"],
 )
 def test_many_steps_with_infinite_gradients(dtype: torch.dtype, options: dict[str, Any], fused: bool | None) -> None:
     """Bit for bit the run that leaves out what AdamW's scaler skips, with unscaled gradients and no scaler.

@@ -221,10 +221,10 @@ def test_another_dtype_at_the_same_address_is_another_launch(tables: Tables) -> 
     optimizer = Lion([matrix], lr=0.125)
     optimizer.step()
     optimizer.step()
-    assert "kahan_comp" not in optimizer.state[matrix]
+    launched = len(tables)
     matrix.data = matrix.data.view(torch.float16)
     optimizer.step()
-    assert "kahan_comp" in optimizer.state[matrix]
+    assert len(tables) == launched + 1
 
 
 @pytest.mark.parametrize(("key", "value", "words"), [

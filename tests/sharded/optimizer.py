@@ -31,7 +31,6 @@ SHAPES = [(48, 256), (33, 256), (1, 5120), (128, 128), (8192,), (20, 96, 9), (5,
 STATES: dict[str, dict[str, Any]] = {
     "fp32": {"dtype": torch.float32},
     "remainder": {"dtype": torch.bfloat16},
-    "kahan": {"dtype": torch.bfloat16, "low_precision": "kahan"},
     "int8": {"dtype": torch.float32, "state_dtype": "int8"},
     "int8 remainder": {"dtype": torch.bfloat16, "state_dtype": "int8"},
     "wide momentum": {"dtype": torch.bfloat16, "state_dtype": torch.float32},
@@ -220,7 +219,7 @@ def load(model: Model, optimizer: Lion, path: str, *, alone: bool = False) -> No
     set_state_dict(model, optimizer, model_state_dict=state["p"], optim_state_dict=state["s"])
 
 
-@case("checkpoint on other ranks", state=["fp32", "kahan", "int8 remainder", "half cautious"])
+@case("checkpoint on other ranks", state=["fp32", "int8 remainder", "half cautious"])
 def _(state: str) -> None:
     a = make(state, mesh(), [Shard(0)])
     train(*a, range(3))
@@ -238,7 +237,7 @@ def _(state: str) -> None:
         check_equal(a, b)
 
 
-@case("full state dict", state=["int8", "int8 remainder", "kahan"])
+@case("full state dict", state=["int8", "int8 remainder"])
 def _(state: str) -> None:
     a = make(state, mesh(), [Shard(0)])
     train(*a, range(3))

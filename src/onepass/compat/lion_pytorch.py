@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from onepass.compat._absent import absent
-from onepass.ops.lion.op import lion_
+from onepass.ops.lion.op import NONE, split_complex
+from onepass.ops.lion.torch_path import plain_
 from onepass.optim.lion import Lion as _Lion
 
 __all__ = ["Lion", "update_fn"]
@@ -85,9 +86,11 @@ def update_fn(p: Tensor, grad: Tensor, exp_avg: Tensor, lr: float, wd: float, be
         >>> p
         tensor([0.5000, 1.5000])
     """
-    row = [lr, wd, beta1, 1 - beta1, beta2, 1 - beta2, 1.0, 0.0]
-    hyper = torch.tensor([row], dtype=torch.float64, device="cpu")
-    lion_([p], [grad], [exp_avg], [], [0], hyper, "none")
+    p, grad, exp_avg = map(split_complex, (p, grad, exp_avg))
+    plain_(
+        p, grad, exp_avg, None, NONE, lr=lr, weight_decay=wd, betas=(beta1, beta2), factor=1.0, cautious=None,
+        cautious_weight_decay=False,
+    )  # fmt: skip
 
 
 if not TYPE_CHECKING:  # with this function, a type checker would accept any name

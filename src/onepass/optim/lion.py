@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import wraps
 from itertools import chain
 from typing import Any, ClassVar, TypeVar, overload
 from weakref import WeakSet
 
 import torch
 from torch import Tensor
-from torch.autograd import profiler
 from torch.optim.optimizer import Optimizer, ParamsT, _use_grad_for_differentiable
-from torch.optim.optimizer import _global_optimizer_post_hooks as _post_hooks
-from torch.optim.optimizer import _global_optimizer_pre_hooks as _pre_hooks
 
 from onepass.optim.options import check_options, check_parameters
-from onepass.optim.sharded import is_sharded, placed_gradients
+from onepass.optim.sharded import placed_gradients
 from onepass.optim.state import gatherable, load_state, refuse_others, rename_options
-from onepass.optim.step import Work, compiled_step
+from onepass.optim.step import Work
 
 Loss = TypeVar("Loss")
 
@@ -56,11 +52,9 @@ class Lion(Optimizer):
         cautious_weight_decay: decay only weights that the update moves towards zero (arXiv 2510.12402).
         state_dtype: dtype of the momentum: None for the parameter's, torch.float32, torch.bfloat16, or "int8": a byte
             per element and an fp32 scale per 256 (momenta of fewer than 4096 elements have the parameter's dtype).
-        low_precision: what is stored beside a 16-bit parameter. "remainder" (bf16): an int16 per weight; training is
-            bit for bit that of fp32. "kahan": the rounding error, in the parameter's dtype. "stochastic": nothing;
-            values round up or down at random, so that small updates happen on average. "none": nothing; updates and
-            weight decay are lost at small learning rates. "auto": remainder for bf16, kahan for fp16.
-        seed: seed of stochastic rounding. Equal seeds round alike, on every device and for every grouping of tensors.
+        low_precision: what is stored beside a bf16 parameter. "remainder", and "auto": an int16 per weight; training is
+            bit for bit that of fp32. "none": nothing, as beside fp16 weights; updates and weight decay are lost at
+            small learning rates.
 
     Raises:
         ValueError, TypeError: an option is out of range; the message names what is accepted.
@@ -117,13 +111,12 @@ class Lion(Optimizer):
         cautious_weight_decay: bool = False,
         state_dtype: torch.dtype | str | None = None,
         low_precision: str = "auto",
-        seed: int = 0,
     ) -> None:
         defaults = {
             "lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize, "foreach": foreach,
             "fused": fused, "capturable": capturable, "differentiable": differentiable, "decouple_lr": decouple_lr,
             "cautious": cautious, "cautious_weight_decay": cautious_weight_decay, "state_dtype": state_dtype,
-            "low_precision": low_precision, "seed": seed,
+            "low_precision": low_precision,
         }  # fmt: skip
         check_options(defaults)
         super().__init__(params, defaults)
@@ -223,23 +216,6 @@ class Lion(Optimizer):
             live = [g for g in grads if g is not None]
         return work, live
 
-    @staticmethod
-    def profile_hook_step(func: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap `step` as torch does, to run hooks and to name the step in profiles; call it plainly without them.
-
-        torch's wrapper makes two calls through the dispatcher: 3 to 5 % of a step over a thousand small tensors.
-        """
-        announced = Optimizer.profile_hook_step(func)
-
-        @wraps(func)
-        def step(self: Lion, *args: Any, **kwargs: Any) -> Any:
-            hooked = self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks or _pre_hooks or _post_hooks
-            if hooked or profiler._is_profiler_enabled or torch.compiler.is_compiling():
-                return announced(self, *args, **kwargs)
-            return func(self, *args, **kwargs)
-
-        return step
-
     @overload
     def step(self, closure: None = ...) -> None: ...
     @overload
@@ -252,12 +228,7 @@ class Lion(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         if torch.compiler.is_compiling():
-            scaled = (self.clip_coefficient, getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
-            sharded = any(is_sharded(p) for group in self.param_groups for p in group["params"])
-            if all(t is None for t in scaled) and not sharded:
-                compiled_step(self)
-            else:
-                _uncompiled_step(self)
+            _uncompiled_step(self)
             return loss
         self._take_step()
         return loss
@@ -284,7 +255,7 @@ class Lion(Optimizer):
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _uncompiled_step(optimizer: Lion) -> None:
-    """Take an eager step from compiled code, for DTensors and for gradients to clip or unscale."""
+    """Take an eager step from compiled code."""
     optimizer._take_step()
 
 

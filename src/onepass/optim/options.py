@@ -8,16 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onepass.ops.lion.op import KAHAN, NONE, REMAINDER, STOCHASTIC, Row
+from onepass.ops.lion.op import NONE, REMAINDER, Row
 from onepass.optim.sharded import is_sharded, scale_shape
 
-LOW_PRECISION = ("auto", "none", "remainder", "kahan", "stochastic")
+LOW_PRECISION = ("auto", "none", "remainder")
 STATE_DTYPES = (None, torch.float32, torch.bfloat16, "int8")
 COMPLEX_STATE = {torch.float32: torch.complex64}
 # momenta of smaller parameters (gains, biases) have the parameter's dtype: int8 would save little
 SMALL_INT8 = 4096
 
-MODES = {"none": NONE, "remainder": REMAINDER, "kahan": KAHAN, "stochastic": STOCHASTIC}
 _routing = itemgetter(
     "foreach", "fused", "differentiable", "capturable", "cautious", "cautious_weight_decay", "low_precision",
     "state_dtype",
@@ -85,8 +84,6 @@ def check_options(group: dict[str, Any]) -> None:
         )
     if group["low_precision"] not in LOW_PRECISION:
         raise ValueError(f"Invalid low_precision: {group['low_precision']!r}; {', '.join(LOW_PRECISION)} are accepted")
-    if not isinstance(group["seed"], int):
-        raise TypeError(f"Invalid seed: {group['seed']!r}; a whole number is accepted")
     if group["fused"]:
         if group["differentiable"]:
             raise RuntimeError("`fused` does not support `differentiable`")
@@ -111,15 +108,11 @@ def check_parameters(group: dict[str, Any]) -> None:
 
 
 def mode_of(p: Tensor, group: dict[str, Any]) -> int:
-    """Return the mode in which a parameter is stored: NONE except for 16-bit parameters."""
-    if p.dtype not in (torch.bfloat16, torch.float16) or group["low_precision"] == "none" or group["differentiable"]:
-        return NONE
-    if group["low_precision"] == "auto":
-        return REMAINDER if p.dtype == torch.bfloat16 else KAHAN
-    mode = MODES[group["low_precision"]]
-    if mode == REMAINDER and p.dtype == torch.float16:
-        raise ValueError("low_precision='remainder' takes bfloat16 parameters, got float16; use 'kahan' or 'auto'")
-    return mode
+    """Return the mode in which a parameter is stored: REMAINDER for bf16 parameters unless that is declined."""
+    if group["low_precision"] == "remainder" and p.dtype == torch.float16:
+        raise ValueError("low_precision='remainder' takes bfloat16 parameters, got float16; use bfloat16 or float32")
+    declined = group["low_precision"] == "none" or group["differentiable"]
+    return NONE if p.dtype != torch.bfloat16 or declined else REMAINDER
 
 
 def momentum_dtype(p: Tensor, group: dict[str, Any]) -> torch.dtype:

@@ -9,22 +9,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onepass.ops.lion.op import KAHAN, NONE, REMAINDER, STOCHASTIC
-from onepass.ops.lion.reference import join
-from onepass.ops.lion.storage import dequantize, quantize_, scales_for, stream_word
+from onepass.ops.lion.op import NONE, REMAINDER
+from onepass.ops.lion.storage import dequantize, quantize_, scales_for
 from onepass.optim.options import mode_of, momentum_dtype
 from onepass.optim.sharded import is_sharded, local, place_like, scale_shape, whole, zero_scales
 
-EXTRA_KEYS = {NONE: "", REMAINDER: "remainder", KAHAN: "kahan_comp", STOCHASTIC: "rounding"}
+EXTRA_KEYS = {NONE: "", REMAINDER: "remainder"}
 SCALE_KEY = "exp_avg_scale"
-_OWN = ("exp_avg", SCALE_KEY, "remainder", "kahan_comp", "rounding")
+# the compensation is that of other libraries: it becomes a remainder
+_OWN = ("exp_avg", SCALE_KEY, "remainder", "kahan_comp")
 
 
-def prepare_state(state: dict[str, Any], p: Tensor, group: dict[str, Any], index: int) -> int:
-    """Create what a parameter's state lacks, convert it after changed options, and return the parameter's mode.
-
-    `index` is the place of the parameter among all, which sets its random stream.
-    """
+def prepare_state(state: dict[str, Any], p: Tensor, group: dict[str, Any]) -> int:
+    """Create what a parameter's state lacks, convert it after changed options, and return the parameter's mode."""
     mode, momentum = mode_of(p, group), momentum_dtype(p, group)
     key = EXTRA_KEYS[mode]
     old: Any = state.get("exp_avg")
@@ -32,9 +29,7 @@ def prepare_state(state: dict[str, Any], p: Tensor, group: dict[str, Any], index
     if convert and group["state_dtype"] is None:
         # without state_dtype a momentum keeps its dtype, loaded or earlier; only from and to int8 it must convert
         convert = torch.int8 in (old.dtype, momentum)
-    # a kernel reads the compensation in the dtype of the parameter: bf16 bits as fp16 would be wrong numbers
-    misfit = mode == KAHAN and key in state and state[key].dtype != p.dtype
-    if old is not None and not convert and not misfit and (not key or key in state):
+    if old is not None and not convert and (not key or key in state):
         return mode
     if p.is_cuda and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
@@ -60,17 +55,6 @@ def prepare_state(state: dict[str, Any], p: Tensor, group: dict[str, Any], index
         state[key] = torch.zeros_like(p, dtype=torch.int16, memory_format=torch.preserve_format)
         if "kahan_comp" in state:
             local(state[key]).copy_(_remainder_of_sum(local(p), local(state.pop("kahan_comp"))))
-    elif misfit:
-        state[key] = state[key].to(p.dtype)
-    elif mode == KAHAN and key not in state:
-        state[key] = torch.zeros_like(p, memory_format=torch.preserve_format)
-        remainder = state.pop("remainder", None)
-        if remainder is not None and p.dtype == torch.bfloat16:
-            own = local(p.detach())
-            local(state[key]).copy_(join(own, local(remainder)) - own.float())
-    elif mode == STOCHASTIC and key not in state:
-        # from seed and place only: torch's generators and the order of first updates do not matter
-        state[key] = torch.full((), stream_word(group["seed"], index), dtype=torch.int64, device=p.device)
     return mode
 
 
@@ -100,11 +84,18 @@ def load_state(saved: dict[str, Any], states: MutableMapping[Tensor, Any], p: Te
     Placeholders of other libraries are dropped; a group's `state_dtype` converts the momentum. Whole tensors are cut
     into shards for a DTensor.
     """
-    shapes: dict[str, tuple[int, ...]] = {SCALE_KEY: (scales_for(p.numel()),), "rounding": ()}
+    shapes: dict[str, tuple[int, ...]] = {SCALE_KEY: (scales_for(p.numel()),)}
     if is_sharded(p):
         blocks = scale_shape(p)
         saved = saved if blocks is not None else without_codes(saved)
         shapes[SCALE_KEY] = blocks or ()
+    if p.dtype == torch.float16 and isinstance(saved.get("kahan_comp"), Tensor):
+        raise ValueError(
+            "Lion: the state of a float16 parameter has a 'kahan_comp', which Lion keeps for bfloat16 alone, as a "
+            "remainder; load the weights in bfloat16, or delete the 'kahan_comp' of each state to go on without"
+        )
+    if "rounding" in saved:  # of the stochastic rounding that an earlier Lion had
+        del states[p]["rounding"]
     for name, value in saved.items():
         if name not in _OWN:
             continue
@@ -121,7 +112,7 @@ def load_state(saved: dict[str, Any], states: MutableMapping[Tensor, Any], p: Te
             dtype = torch.int16  # of a sharded state, see `gatherable`
         # always copy: steps must not change the checkpoint
         value = value.detach().to(p.device, dtype, copy=True)
-        states[p][name] = value if name == "rounding" else place_like(p, value)
+        states[p][name] = place_like(p, value)
 
 
 def without_codes(saved: dict[str, Any]) -> dict[str, Any]:
@@ -146,7 +137,10 @@ def gatherable(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def rename_options(group: dict[str, Any]) -> None:
-    """Rename the options of a group saved by optimi or timm to those of `Lion`."""
+    """Rename the options of a group saved by optimi, timm or an earlier Lion to those of `Lion`."""
+    if group.get("low_precision") in ("kahan", "stochastic"):
+        group["low_precision"] = "auto"
+    group.pop("seed", None)
     if "betas" not in group and "beta1" in group and "beta2" in group:
         group["betas"] = (group.pop("beta1"), group.pop("beta2"))
     if "caution" in group:

@@ -12,11 +12,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from onepass.core.launch import uses_triton
-from onepass.ops.lion.op import NONE, STOCHASTIC, Row, lion_, same_dense_layout, split_complex
+from onepass.ops.lion.op import Row, same_dense_layout, split_complex
 from onepass.ops.lion.table import KERNEL_DTYPES, Columns, Plan, Rows, Scalars, pack_rows
-from onepass.ops.lion.torch_path import accumulator, foreach_, plain_, update_
+from onepass.ops.lion.torch_path import foreach_, plain_, update_
 from onepass.optim.options import (
-    MODES,
     betas_of,
     cautious_factor,
     hyperparameters,
@@ -29,7 +28,6 @@ from onepass.optim.sharded import global_mean, is_sharded, local
 from onepass.optim.state import EXTRA_KEYS, SCALE_KEY, check_placements, check_places, prepare_state
 from onepass.optim.watch import Layouts, Objects
 
-MODE_NAMES = {mode: name for name, mode in MODES.items()}
 _grad = attrgetter("grad")
 
 
@@ -62,14 +60,14 @@ class Work:
         states: list[dict[str, Any]] = []
         self.modes: list[int] = []
         flat = ((p, k) for k, group in enumerate(groups) for p in group["params"])
-        for index, ((p, k), g) in enumerate(zip(flat, grads, strict=True)):
+        for (p, k), g in zip(flat, grads, strict=True):
             if g is None:
                 if not part:
                     self.idle.append(p)
                 continue
             check_dense(g)
             state = optimizer.state[p]
-            mode = prepare_state(state, p, groups[k], index)
+            mode = prepare_state(state, p, groups[k])
             check_places(p, g, state)
             self.params.append(p)
             self.groups.append(k)
@@ -90,7 +88,6 @@ class Work:
             [s[EXTRA_KEYS[mode]] if mode else None for s, mode in zip(states, self.modes, strict=True)],
             [s.get(SCALE_KEY) for s in states],
         )  # fmt: skip
-        self.rounding = [s["rounding"] for s, mode in zip(states, self.modes, strict=True) if mode == STOCHASTIC]
         self._sort(optimizer, live)
 
     def _sort(self, optimizer: Optimizer, live: list[Tensor]) -> None:
@@ -101,8 +98,7 @@ class Work:
         self.plain: list[int] = []
         for j, (p, g, m, e, s) in enumerate(zip(*columns, strict=True)):
             group, mode = optimizer.param_groups[self.groups[j]], self.modes[j]
-            # skip the state of a random stream: it is one word, not one element per weight
-            vectors = same_dense_layout(p, g, m, None if mode == STOCHASTIC else e)
+            vectors = same_dense_layout(p, g, m, e)
             vectors = vectors and not group["differentiable"] and not g.is_conj() and not g.is_neg()
             known = all(t.dtype in KERNEL_DTYPES for t in (p, g, m))
             triton = vectors and known and not group["foreach"] and group["fused"] is not False
@@ -117,7 +113,7 @@ class Work:
                     f"parameter {p.dtype} {tuple(p.shape)} of strides {p.stride()} with a gradient {g.dtype} of "
                     f"strides {g.stride()}"
                 )
-            simple = cautious_factor(group) is None and s is None and mode != STOCHASTIC
+            simple = cautious_factor(group) is None and s is None
             simple = simple and not group["differentiable"]
             one_type = p.dtype == g.dtype == m.dtype and p.dtype in (torch.float32, torch.float64)
             decay_simple = not group["cautious_weight_decay"]
@@ -200,16 +196,6 @@ class Work:
             torch.autograd.graph.increment_version(self.params)
         if not self.all_fused and not (scalars.found_inf is not None and bool(scalars.found_inf)):
             self._run_others(groups, self._local_columns(optimizer, live), _factor(scalars))
-        self._advance_rounding(scalars.found_inf)
-
-    def _advance_rounding(self, found_inf: Tensor | None) -> None:
-        """Give each random stream its next word; a skipped step changes none."""
-        if found_inf is None:
-            if self.rounding:
-                torch._foreach_add_(self.rounding, 1)
-            return
-        for word in self.rounding:
-            word.add_((found_inf.reshape(()) == 0).to(word.device, non_blocking=True))
 
     def _rows(self, groups: Sequence[dict[str, Any]]) -> Rows:
         """Return the hyperparameters of all groups, packed again only if a number changed."""
@@ -321,49 +307,3 @@ def _factor(scalars: Scalars) -> float | Tensor | None:
 
 def _scaled(row: Row, factor: float | None) -> Row:
     return row if factor is None else row._replace(factor=row.factor * factor)
-
-
-def compiled_step(optimizer: Optimizer) -> None:
-    """Step inside torch.compile: one opaque op per mode; plain torch for options that the op does not have."""
-    groups = optimizer.param_groups
-    lists: dict[int, tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor], list[int]]] = {}
-    rows = []
-    index = -1
-    for k, group in enumerate(groups):
-        row, on_device = row_of(group)
-        values: list[Any] = list(row[:8])
-        for field, t in on_device:
-            values[field] = t
-        rows.append(values)
-        for p in group["params"]:
-            index += 1
-            g = p.grad
-            if g is None:
-                continue
-            check_dense(g)
-            state = optimizer.state[p]
-            mode = prepare_state(state, p, group, index)
-            key, scales = EXTRA_KEYS[mode], state.get(SCALE_KEY)
-            plain = group["differentiable"] or cautious_factor(group) is not None or scales is not None
-            if plain or mode == STOCHASTIC:
-                p_real, g_real, m_real = split_complex(p), split_complex(g), split_complex(state["exp_avg"])
-                plain_group_(group, p_real, g_real, m_real, state.get(key), mode, scales)
-                if mode == STOCHASTIC:
-                    state[key].add_(1)
-                continue
-            own = lists.setdefault(mode, ([], [], [], [], []))
-            own[0].append(p)
-            own[1].append(g)
-            own[2].append(state["exp_avg"])
-            if mode != NONE:
-                own[3].append(state[key])
-            own[4].append(k)
-    for mode, (params, grads, exp_avgs, extras, which) in lists.items():
-        if any(isinstance(v, Tensor) for row in rows for v in row):
-            device = params[0].device
-            dtype = accumulator(*params)
-            hyper = torch.stack([torch.as_tensor(v, dtype=dtype, device=device) for r in rows for v in r])
-            hyper = hyper.reshape(len(rows), -1)
-        else:
-            hyper = torch.tensor(rows, dtype=torch.float64, device="cpu")
-        lion_(params, grads, exp_avgs, extras, which, hyper, MODE_NAMES[mode])

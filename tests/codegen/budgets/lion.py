@@ -32,14 +32,9 @@ def _kernels() -> Iterator[Kernel]:
         ("bf16, fp32 momentum", 0, "bf16", "bf16", "fp32", "bf16"),
         ("bf16 + remainder", 1, "i16", "bf16", "bf16", "i16"),
         ("bf16 + remainder, fp32 momentum", 1, "i16", "bf16", "fp32", "i16"),
-        ("bf16 + kahan", 2, "bf16", "bf16", "bf16", "bf16"),
-        ("fp16 + kahan", 2, "fp16", "fp16", "fp16", "fp16"),
-        ("bf16, stochastic", 3, "i16", "bf16", "bf16", "i64"),
-        ("fp16, stochastic", 3, "fp16", "fp16", "fp16", "i64"),
         ("fp32, int8 momentum", 0, "fp32", "fp32", "i8", "fp32"),
         ("bf16, int8 momentum", 0, "bf16", "bf16", "i8", "bf16"),
         ("bf16 + remainder, int8 momentum", 1, "i16", "bf16", "i8", "i16"),
-        ("bf16, stochastic, int8 momentum", 3, "i16", "bf16", "i8", "i64"),
     )
     variants = ((True, False, False), (False, False, False), (True, True, False), (True, True, True))
     for name, mode, p, g, m, e in types:
@@ -51,7 +46,7 @@ def _kernels() -> Iterator[Kernel]:
             shape = shape_of(p, m)
             # only int8 codes use NVIDIA's assembly; other GPUs use plain Triton
             for ptx in (True, False) if m == "i8" else (False,):
-                budget = 80 if m == "i8" or mode == 3 else 72 if cautious or mode == 1 else 64
+                budget = 80 if m == "i8" else 72 if cautious or mode == 1 else 64
                 budget = _MIXED.get(name, budget) if aligned and not cautious else budget
                 yield Kernel(
                     f"lion {', '.join(words)}{', no PTX' if m == 'i8' and not ptx else ''}",

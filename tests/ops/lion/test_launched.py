@@ -17,8 +17,7 @@ BF16 = torch.bfloat16
     ("dtype", "options"),
     [
         (torch.float32, {"state_dtype": "int8"}),
-        (torch.float16, {"low_precision": "stochastic", "state_dtype": torch.float32}),
-        (BF16, {"low_precision": "stochastic", "state_dtype": torch.float32}),
+        (torch.float16, {"state_dtype": torch.float32}),
         (BF16, {"low_precision": "remainder", "state_dtype": "int8"}),
         (torch.float32, {"cautious": True, "cautious_weight_decay": True}),
         (torch.float32, {"cautious": 0.3, "state_dtype": "int8"}),

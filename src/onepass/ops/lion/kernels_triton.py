@@ -12,7 +12,7 @@ from onepass.core.launch import launch as launch_kernel
 from onepass.ops._shared.kernels_memory import load
 
 from .kernels_codes import load_codes, store_scales, to_codes
-from .storage import REMAINDER, STOCHASTIC
+from .storage import REMAINDER
 
 
 @triton.jit
@@ -34,47 +34,6 @@ def split_bits(x):
     bits = tl.where(x == x, x.to(tl.int32, bitcast=True), 0x7FC00000)
     high = (bits + 0x8000) >> 16
     return high.to(tl.int16), (bits - (high << 16)).to(tl.int16)
-
-
-@triton.jit
-def mix(x):
-    """Return a 32-bit hash of uint32: two multiplications, three shifts."""
-    x = (x ^ (x >> 16)) * 0x7FEB352D
-    x = (x ^ (x >> 15)) * 0x846CA68B
-    return x ^ (x >> 16)
-
-
-@triton.jit
-def stream_keys(word_ptr):
-    """Return the two random keys of one step of one tensor, from its int64 word."""
-    word = tl.load(word_ptr)
-    low = word.to(tl.uint32)
-    key0 = mix(low ^ mix((word >> 32).to(tl.uint32)))
-    return key0, mix(key0 + low)
-
-
-@triton.jit
-def round_stochastically(x, offset, at, key0, key1, P_TYPE: tl.constexpr, BLOCK: tl.constexpr):
-    """Round fp32 to bf16 bits (int16) or fp16, away from zero with the probability of the cut-off part."""
-    lane = offset.to(tl.uint32) + tl.arange(0, BLOCK).to(tl.uint32)
-    # a tile crosses no multiple of 2^32: the upper half of the offset is the same for all its elements
-    r = lane ^ mix(key0 ^ (offset >> 32).to(tl.uint32))
-    r = (r ^ (r >> 16)) * 0x7FEB352D
-    r = ((r ^ (r >> 15)) + key1) * 0x846CA68B
-    noise = (r >> 16).to(tl.int32)
-    finite = tl.abs(x) < float("inf")
-    bits = x.to(tl.int32, bitcast=True)
-    if P_TYPE == "i16":
-        special = tl.where(x == x, bits, 0x7FC00000)
-        rounded = (tl.where(finite, bits + noise, special) >> 16).to(tl.int16)
-    else:
-        cut = ((bits + (noise & 0x1FFF)) & -0x2000).to(tl.float32, bitcast=True)
-        # below the smallest normal number the spacing is 2^-24 for every exponent
-        steps = tl.floor(tl.abs(x) * 16777216.0 + noise.to(tl.float32) * (1.0 / 65536.0))
-        small = tl.where(x < 0, -steps, steps) * (1.0 / 16777216.0)
-        cut = tl.where(tl.abs(x) < 6.103515625e-05, small, cut)
-        rounded = tl.where(finite, cut, x).to(tl.float16)
-    return rounded
 
 
 @triton.jit
@@ -108,12 +67,12 @@ def agreement(
 
 @triton.jit
 def update_tile(
-    p_ptr,  # (n,) of a tensor's memory: parameter; int16 bits of bf16 when MODE is REMAINDER or STOCHASTIC
+    p_ptr,  # (n,) of a tensor's memory: parameter; int16 bits of bf16 when MODE is REMAINDER
     g_ptr,  # (n,) gradient
     m_ptr,  # (n,) momentum, or its int8 codes
-    e_ptr,  # (n,) int16 remainder or compensation in the parameter's dtype; unused in other modes
+    e_ptr,  # (n,) int16 remainder; unused in the other mode
     s_ptr,  # (⌈n / 256⌉,) fp32 scales of the codes; unused for other momenta
-    offset, n, factor, lr, wd, beta1, rest1, beta2, rest2, cautious_decay, agreeing, disagreeing, key0, key1,
+    offset, n, factor, lr, wd, beta1, rest1, beta2, rest2, cautious_decay, agreeing, disagreeing,
     P_TYPE: tl.constexpr, M_TYPE: tl.constexpr, MODE: tl.constexpr, CAUTIOUS: tl.constexpr,
     CAUTIOUS_DECAY: tl.constexpr, STREAM: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
@@ -131,19 +90,15 @@ def update_tile(
     if MASKED:
         p = tl.load(p_ptr + at, mask=inside, other=0)
         g = tl.load(g_ptr + at, mask=inside, other=0)
-        if MODE == 1 or MODE == 2:
+        if MODE == 1:
             e = tl.load(e_ptr + at, mask=inside, other=0)
     else:
         p = tl.load(p_ptr + at)
         g = tl.load(g_ptr + at, eviction_policy=first)
-        if MODE == 1 or MODE == 2:
+        if MODE == 1:
             e = tl.load(e_ptr + at)
     if MODE == 1:
         value = join_bits(p, e)
-    elif MODE == 2:
-        value = p.to(tl.float32) + e.to(tl.float32)
-    elif P_TYPE == "i16":
-        value = (p.to(tl.int32) << 16).to(tl.float32, bitcast=True)
     else:
         value = p.to(tl.float32)
 
@@ -160,14 +115,8 @@ def update_tile(
 
     if MODE == 1:
         new_p, new_e = split_bits(new)
-    elif MODE == 3:
-        new_p = round_stochastically(new, offset, at, key0, key1, P_TYPE, BLOCK)
     else:
         new_p = new.to(p.dtype)
-        if MODE == 2:
-            lost = new - new_p.to(tl.float32)
-            # an infinite weight needs no compensation: inf − inf would turn it into nan
-            new_e = tl.where(tl.abs(lost) < float("inf"), lost, 0.0).to(e.dtype)
     if M_TYPE == "i8":
         if MASKED:
             # 0 beyond the end never is the maximum that sets the scale
@@ -178,12 +127,12 @@ def update_tile(
     if MASKED:
         tl.store(p_ptr + at, new_p, mask=inside)
         tl.store(m_ptr + at, new_m, mask=inside)
-        if MODE == 1 or MODE == 2:
+        if MODE == 1:
             tl.store(e_ptr + at, new_e, mask=inside)
     else:
         tl.store(p_ptr + at, new_p, cache_modifier=through)
         tl.store(m_ptr + at, new_m, cache_modifier=through)
-        if MODE == 1 or MODE == 2:
+        if MODE == 1:
             tl.store(e_ptr + at, new_e, cache_modifier=through)
 
 
@@ -199,8 +148,6 @@ def pointer(word_ptr, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
         address = word.to(tl.pointer_type(tl.float16))
     elif TYPE == "i8":
         address = word.to(tl.pointer_type(tl.int8))
-    elif TYPE == "i64":
-        address = word.to(tl.pointer_type(tl.int64))
     else:
         address = word.to(tl.pointer_type(tl.int16))
     if ALIGNED:
@@ -289,22 +236,18 @@ def step_kernel(
             share = tl.load(agreed_ptr + tensor).to(tl.float32) / n.to(tl.float32)
             agreeing = 1.0 / tl.maximum(share + (1.0 - share) * lowered, 1e-5)
             disagreeing = lowered * agreeing
-        key0 = 0
-        key1 = 0
-        if MODE == 3:
-            key0, key1 = stream_keys(e_ptr)
         for tile in range(TILES):
             offset = begin + tile * BLOCK
             if offset + BLOCK <= n:
                 update_tile(
                     p_ptr, g_ptr, m_ptr, e_ptr, s_ptr, offset, n, factor, lr, wd, beta1, rest1, beta2, rest2,
-                    cautious_decay, agreeing, disagreeing, key0, key1, P_TYPE, M_TYPE, MODE, CAUTIOUS, CAUTIOUS_DECAY,
+                    cautious_decay, agreeing, disagreeing, P_TYPE, M_TYPE, MODE, CAUTIOUS, CAUTIOUS_DECAY,
                     STREAM, False, BLOCK, PTX,
                 )  # fmt: skip
             elif offset < n:
                 update_tile(
                     p_ptr, g_ptr, m_ptr, e_ptr, s_ptr, offset, n, factor, lr, wd, beta1, rest1, beta2, rest2,
-                    cautious_decay, agreeing, disagreeing, key0, key1, P_TYPE, M_TYPE, MODE, CAUTIOUS, CAUTIOUS_DECAY,
+                    cautious_decay, agreeing, disagreeing, P_TYPE, M_TYPE, MODE, CAUTIOUS, CAUTIOUS_DECAY,
                     False, True, BLOCK, PTX,
                 )  # fmt: skip
 
@@ -419,9 +362,6 @@ def launch(
     e_type = p_type
     if mode == REMAINDER:
         p_type = e_type = "i16"
-    elif mode == STOCHASTIC:
-        e_type = "i64"
-        p_type = "i16" if dtypes[0] == torch.bfloat16 else p_type
     span, block, tiles, num_warps, stream = shape
     counts = (False,)
     if agreed is not None:

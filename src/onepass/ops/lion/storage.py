@@ -8,7 +8,7 @@ from torch import Tensor
 from .reference import join, split
 
 # what is stored beside a 16-bit parameter; MODE of the kernels
-NONE, REMAINDER, KAHAN, STOCHASTIC = 0, 1, 2, 3
+NONE, REMAINDER = 0, 1
 
 # elements of an int8 momentum that share a scale, in the order of memory
 INT8_BLOCK = 256
@@ -16,15 +16,11 @@ INT8_BLOCK = 256
 INT8_SCALES = (2.0**-120, 2.0**120)
 INT8_NAN = -128
 
-_MASK = 0xFFFFFFFF
-
 
 def widen(p: Tensor, extra: Tensor | None, mode: int, dtype: torch.dtype) -> Tensor:
     """Return the full-precision parameter; p itself if it already is."""
     if mode == REMAINDER and extra is not None:
         return join(p, extra)
-    if mode == KAHAN and extra is not None:
-        return p.to(dtype) + extra.to(dtype)
     return p.to(dtype)
 
 
@@ -36,73 +32,8 @@ def narrow_(p: Tensor, extra: Tensor | None, mode: int, value: Tensor) -> None:
         p.copy_(high)
         extra.copy_(low)
         return
-    if mode == STOCHASTIC and extra is not None:
-        noise = in_memory_order(random_bits(extra, p.numel()), p)
-        p.copy_(round_stochastically(value.float(), noise, p.dtype))
-        return
     if value is not p:
         p.copy_(value)
-    if mode == KAHAN and extra is not None:
-        lost = value - p.to(value.dtype)
-        # an infinite weight needs no compensation: inf − inf would turn it into nan
-        extra.copy_(torch.where(lost.isfinite(), lost, torch.zeros_like(lost)))
-
-
-def in_memory_order(values: Tensor, like: Tensor) -> Tensor:
-    """Return vector `values` in the shape of `like`, in the order of its memory if dense, else of its indices."""
-    if like.is_contiguous():
-        return values.view(like.shape)
-    dense = torch.empty_like(like, dtype=values.dtype, memory_format=torch.preserve_format)
-    if dense.stride() != like.stride():
-        return values.view(like.shape)
-    dense.as_strided((like.numel(),), (1,)).copy_(values)
-    return dense
-
-
-def _mix(x: Tensor) -> Tensor:
-    """Return a 32-bit hash (two multiplications, three shifts) of numbers held in int64."""
-    x = ((x ^ (x >> 16)) * 0x7FEB352D) & _MASK
-    x = ((x ^ (x >> 15)) * 0x846CA68B) & _MASK
-    return x ^ (x >> 16)
-
-
-def random_bits(stream: Tensor, n: int) -> Tensor:
-    """Return (n,) random 16-bit numbers of one step of one tensor, the same as in the kernel.
-
-    They depend only on the stream's word and the element's place in memory, not on the order of updates or on the
-    tensors of a launch.
-    """
-    low, high = stream & _MASK, (stream >> 32) & _MASK
-    key0 = _mix(low ^ _mix(high))
-    key1 = _mix((key0 + low) & _MASK)
-    places = torch.arange(n, device=stream.device)
-    x = (places & _MASK) ^ _mix(key0 ^ (places >> 32))
-    x = ((x ^ (x >> 16)) * 0x7FEB352D) & _MASK
-    x = (x ^ (x >> 15)) + key1
-    x = ((x & _MASK) * 0x846CA68B) & _MASK
-    return x >> 16
-
-
-def round_stochastically(x: Tensor, noise: Tensor, dtype: torch.dtype) -> Tensor:
-    """Round fp32 to bf16 or fp16, away from zero with the probability of the cut-off part; noise: 16 uniform bits."""
-    drop = 16 if dtype == torch.bfloat16 else 13
-    cut = noise & ((1 << drop) - 1)
-    bits = (x.view(torch.int32) + cut.to(torch.int32)) & -(1 << drop)
-    rounded = bits.view(torch.float32)
-    if dtype == torch.float16:
-        # below the smallest normal number the spacing is 2^-24 for every exponent
-        small = (x.abs() * 2.0**24 + noise.float() * 2.0**-16).floor() * 2.0**-24
-        rounded = torch.where(x.abs() < 2.0**-14, small.copysign(x), rounded)
-    return torch.where(x.isfinite(), rounded, x).to(dtype)
-
-
-def stream_word(seed: int, index: int) -> int:
-    """Return the first word of a parameter's random stream: 62 well-mixed bits; each step adds one."""
-    mask = 2**64 - 1
-    z = (seed * 0x9E3779B97F4A7C15 + (index + 1) * 0xD1342543DE82EF95) & mask
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
-    return (z ^ (z >> 31)) >> 2
 
 
 def scales_for(n: int) -> int:
@@ -148,4 +79,4 @@ def quantize_(value: Tensor, codes: Tensor, scales: Tensor) -> None:
     scales.copy_(scale)
 
 
-__all__ = ["KAHAN", "NONE", "REMAINDER", "STOCHASTIC", "dequantize", "narrow_", "quantize_", "widen"]
+__all__ = ["NONE", "REMAINDER", "dequantize", "narrow_", "quantize_", "widen"]
