@@ -153,7 +153,7 @@ def test_a_compensation_of_an_fp16_weight_is_refused_by_name() -> None:
 def test_states_of_modes_that_are_gone_go_on() -> None:
     """Stochastic rounding kept a word per weight's stream, and the option's name stands in the group."""
     p = torch.ones(4, dtype=torch.bfloat16, requires_grad=True)
-    group = {"lr": 0.5, "low_precision": "stochastic", "seed": 3, "params": [0]}
+    group = {"lr": 0.5, "betas": (0.9, 0.99), "low_precision": "stochastic", "seed": 3, "params": [0]}
     saved = {"exp_avg": torch.full((4,), -100.0).bfloat16(), "rounding": torch.tensor(7)}
     optimizer = Lion([p])
     optimizer.load_state_dict({"state": {0: saved}, "param_groups": [group]})

@@ -68,7 +68,9 @@ def refuse_others(state_dict: dict[str, Any]) -> None:
     """Raise ValueError for the state of another optimizer: its learning rate and decay would drive Lion."""
     states, groups = state_dict["state"].values(), state_dict["param_groups"]
     tensors = {key for state in states for key, value in state.items() if isinstance(value, Tensor)}
-    signs = sorted(tensors - {*_OWN, "step"}) or sorted({"eps", "amsgrad"} & {key for group in groups for key in group})
+    signs = sorted(tensors - {*_OWN, "rounding", "step"}) or sorted(
+        {"eps", "amsgrad"} & {key for group in groups for key in group}
+    )
     if signs or any(group.keys().isdisjoint(("betas", "beta1")) for group in groups):
         what = f"it has {signs[0]}" if signs else "no betas"
         raise ValueError(
