@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from onepass.nn import CausalRouter, RoutedAttention, RoutedBlock, RoutedFeedForward, Router
+from onepass.nn import CausalRouter, LocalAttention, RoutedAttention, RoutedBlock, RoutedFeedForward, Router
 from onepass.nn.causal import choose_per_block
 
 DIM, WINDOW = 16, 8
@@ -28,6 +28,23 @@ def _feed_forward() -> nn.Module:
 
 def _block() -> nn.Module:
     return RoutedBlock(DIM, 1 / 4, heads=2, dim_head=8, window=WINDOW, causal=True)
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("fill", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize(
+    "make",
+    [_attention, _feed_forward, _block, lambda: LocalAttention(DIM, heads=2, dim_head=8, window=WINDOW, causal=True)],
+)
+def test_a_missing_value_stays_with_later_tokens(make: Callable[[], nn.Module], fill: float, grad: bool) -> None:
+    """On a CPU: a NaN or an infinity amid a window changes no output before it."""
+    layer, x = make().double().eval(), _tokens(2, 40, DIM).double()
+    x[:, 13] = fill
+    with torch.set_grad_enabled(grad):
+        whole, prefix = layer(x), layer(x[:, :13])
+    assert prefix.isfinite().all()
+    torch.testing.assert_close(whole[:, :13], prefix)
+    assert whole[:, 13].isnan().any()
 
 
 MODULES = [_attention, _feed_forward, _block]

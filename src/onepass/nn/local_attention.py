@@ -28,7 +28,8 @@ class LocalAttention(nn.Module):
         dim: width of the tokens.
         heads, dim_head: number of heads, and channels of each (even).
         window: w, tokens of a window.
-        causal: no token sees a later one.
+        causal: no token sees a later one. On a GPU a NaN or an infinity in a token may reach earlier outputs of its
+            window, as in torch's attention; on a CPU it reaches none. Gradients spread it.
         device, dtype: of all parameters.
 
     Shapes: ``attention(x, mask=None)`` with x ``(batch, n, dim)``, mask ``(batch, n)`` bool, True at real tokens,

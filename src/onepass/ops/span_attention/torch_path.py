@@ -52,6 +52,19 @@ def _rows(q: Tensor, k: Tensor, first: Tensor, last: Tensor, mask: Tensor | None
                 yield rows
 
 
+def _weighted(p: Tensor, values: Tensor) -> Tensor:
+    """Return p @ values, where an exact 0 of p keeps out a NaN or an infinity: a query must not get what it can't see.
+
+    A sum that is finite costs one pass over the result.
+    """
+    y = p @ values
+    if math.isfinite(float(y.sum())):
+        return y
+    bad = ~values.isfinite()
+    hit = (p != 0).to(p.dtype) @ bad.to(p.dtype) > 0
+    return torch.where(hit, y, p @ values.masked_fill(bad, 0.0))
+
+
 def forward(
     q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, mask: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
@@ -67,9 +80,10 @@ def forward(
         for s, tile in zip(scores, rows.tiles, strict=True):
             p = (s - top[..., None]).exp_()
             total += p.sum(-1)
-            y += p @ rows.keys(v, tile)
+            y += _weighted(p, rows.keys(v, tile))
         lse[rows.b, :, rows.at] = torch.where(total > 0, top + total.log(), math.inf)
-        y = torch.where(total[..., None] > 0, y / total[..., None], 0.0)
+        # of a NaN, NaN: only a query without keys has a total of 0
+        y = torch.where(total[..., None] == 0, 0.0, y / total[..., None])
         out[rows.b, rows.at] = y.transpose(0, 1).to(q.dtype)
     return out, lse
 
@@ -96,7 +110,9 @@ def backward(
         for tile in rows.tiles:
             p = (rows.scores(q, k, tile, scale) - lse[b, :, at, None]).exp_()
             ds = p * (do @ rows.keys(v, tile).mT - delta) * scale
-            dq[b, at] += (ds @ rows.keys(k, tile)).transpose(0, 1)
-            dk[b, tile] += (ds.mT @ qs).transpose(0, 1)
-            dv[b, tile] += (p.mT @ do).transpose(0, 1)
+            if not math.isfinite(float(ds.sum())):
+                ds.masked_fill_(p == 0, 0.0)
+            dq[b, at] += _weighted(ds, rows.keys(k, tile)).transpose(0, 1)
+            dk[b, tile] += _weighted(ds.mT, qs).transpose(0, 1)
+            dv[b, tile] += _weighted(p.mT, do).transpose(0, 1)
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
