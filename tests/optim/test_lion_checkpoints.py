@@ -139,14 +139,12 @@ def test_optimi_compensation_becomes_a_remainder() -> None:
 
 
 def test_a_compensation_of_an_fp16_weight_is_refused_by_name() -> None:
-    optimi = pytest.importorskip("optimi")
-    p = torch.randn(10).half().requires_grad_()
-    theirs = optimi.Lion([p], lr=1e-5, foreach=False, triton=False)
-    train(theirs, [p], range(1))
-    state = theirs.state_dict()
+    p = torch.ones(4, dtype=torch.float16, requires_grad=True)
+    saved = {"exp_avg": torch.zeros(4).half(), "kahan_comp": torch.zeros(4).half()}
+    state = {"state": {0: saved}, "param_groups": [{"lr": 0.5, "beta1": 0.9, "beta2": 0.99, "params": [0]}]}
     with pytest.raises(ValueError, match=r"float16 parameter has a 'kahan_comp'.*delete the 'kahan_comp'"):
         Lion([p]).load_state_dict(state)
-    del state["state"][0]["kahan_comp"]
+    del saved["kahan_comp"]
     Lion([p]).load_state_dict(state)
 
 
