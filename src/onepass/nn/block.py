@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from onepass.fused import decoding
+
 from .attention import AttentionRouting, HeavyAttention, RoutedAttention
 from .cache import AttentionCache, BlockCache, ChoiceCache, Clock, HeavyCache, LocalCache
 from .causal import CausalRouter, router_of_windows
@@ -17,7 +19,7 @@ from .local_attention import LocalAttention
 from .over_sequence import Door, sequence_axis
 from .packed import packed
 from .routed import RoutedFeedForward
-from .router import Router, RouterOutput
+from .router import NORM_EPS, Router, RouterOutput
 
 if TYPE_CHECKING:
     from .calls import RoutedCall
@@ -159,6 +161,13 @@ class RoutedBlock(nn.Module):
         _check_decodes(self)
         if cache.owns_clock:
             cache.clock.begin(x, mask)
+        if x.shape[1] == 1 and not return_routing and self._fits_kernels(x):
+            cache.attention.begin_window(self.attention)
+            x = decoding.attention(self.attention, cache.attention, x, NORM_EPS)
+            x = decoding.feed_forward(self.feed_forward, cache.feed_forward, x, NORM_EPS)
+            if cache.owns_clock:
+                cache.clock.end()
+            return x
         y, attention = self.attention(x, mask, return_routing=True, cache=cache.attention)  # type: ignore[call-overload]
         x = x + F.dropout(y, self.dropout, self.training)
         y, feed_forward = self.feed_forward(x, mask, return_routing=True, cache=cache.feed_forward)  # type: ignore[call-overload]
@@ -166,6 +175,16 @@ class RoutedBlock(nn.Module):
             cache.clock.end()
         y = x + F.dropout(y, self.dropout, self.training)
         return (y, BlockRouting(attention, feed_forward)) if return_routing else y
+
+    def _fits_kernels(self, x: Tensor) -> bool:
+        """Return whether a step is what its kernels compute: default modules in one dtype, without hooks."""
+        attention, feed_forward = self.attention, self.feed_forward
+        return (
+            decoding.fits(x)
+            and has_no_overrides(attention, feed_forward)
+            and attention._fused_dtype(x, None) is not None
+            and feed_forward._fused_dtype(x, None) is not None
+        )
 
     def new_cache(self, batch: int, max_tokens: int = 4096, *, clock: Clock | None = None) -> BlockCache:
         """Return the cache of `batch` sequences without tokens, for :meth:`step` and :meth:`prefill`.

@@ -142,17 +142,22 @@ class ChoiceCache(_Cache):
 
     def choose(self, router: Any, scores: Tensor) -> tuple[Tensor, Tensor]:
         """Take scores (batch, 1) of one more token; return its position or −1, and its gate or 0, (batch, 1)."""
+        self.refresh(router)
         numerator, denominator = self.share
         i, score, block = self.clock.position, scores[:, 0].to(self.scores.dtype), router.block
-        if self.clock.turns(block):
-            due = (i < block) | (i % block == 0)
-            self.threshold.copy_(torch.where(due, ranked(self.scores, self.share), self.threshold))
         budget = ((i // block + 1) * (block * numerator) + denominator - 1) // denominator
         chosen = (score > self.threshold) & (self.taken < budget)
         gates = ((self.threshold - score) / router.eps).exp().add(1).reciprocal()
         self.scores.scatter_(1, (i % router.memory)[:, None], score[:, None])
         self.taken += chosen
         return torch.where(chosen, i, -1)[:, None], torch.where(chosen, gates, 0.0)[:, None]
+
+    def refresh(self, router: Any) -> None:
+        """Compute the threshold anew for sequences whose next token begins a block, or is in the first one."""
+        if self.clock.turns(router.block):
+            i = self.clock.position
+            due = (i < router.block) | (i % router.block == 0)
+            self.threshold.copy_(torch.where(due, ranked(self.scores, self.share), self.threshold))
 
     def fill(self, router: Any, output: RouterOutput) -> None:
         """Keep what steps through the tokens of a prompt would."""
@@ -234,22 +239,27 @@ class HeavyCache(_Cache):
         kv: ``(batch, m, 2, heads, dim_head)``: what the window before gives, of the `chosen` tokens (batch, m); m = 0
         where no sequence begins a window.
         """
-        i, places = self.clock.position, self.keys.shape[1]
-        whole = i // self.window
         if kv.shape[1]:
-            due = ((i % self.window == 0) & (i > 0))[:, None]
-            to = ((whole - 1).clamp_min(0)[:, None] * self.quota + torch.arange(self.quota, device=i.device)) % places
-            rows = torch.arange(len(i), device=i.device)[:, None]
-            for room, new in zip((self.keys, self.values), _turned(kv, chosen), strict=True):
-                old = room[rows, to]
-                room.index_put_((rows, to), torch.where(due[..., None, None], new.to(room.dtype), old))
-        used = places
+            self.give(kv, chosen)
+        i = self.clock.position
+        used = self.keys.shape[1]
         if self.clock.forced is None:
-            used = max(1, min(places, max(self.clock.counts) // self.window * self.quota))
-        count = (whole * self.quota)[:, None]
+            used = max(1, min(used, max(self.clock.counts) // self.window * self.quota))
+        count = (i // self.window * self.quota)[:, None]
         seen = torch.arange(used, device=i.device) < count
         y = _attend(rotary(q, i[:, None]), self.keys[:, :used], self.values[:, :used], seen)
         return torch.where(count[..., None, None] > 0, y, 0.0)
+
+    def give(self, kv: Tensor, chosen: RouterOutput) -> None:
+        """Keep what the window before gives, for the sequences that begin a window."""
+        i = self.clock.position
+        due = ((i % self.window == 0) & (i > 0))[:, None]
+        window = (i // self.window - 1).clamp_min(0)[:, None]
+        to = (window * self.quota + torch.arange(self.quota, device=i.device)) % self.keys.shape[1]
+        rows = torch.arange(len(i), device=i.device)[:, None]
+        for room, new in zip((self.keys, self.values), _turned(kv, chosen), strict=True):
+            old = room[rows, to]
+            room.index_put_((rows, to), torch.where(due[..., None, None], new.to(room.dtype), old))
 
     def fill(self, kv: Tensor, chosen: RouterOutput) -> None:
         """Keep what the windows of a prompt gave, (batch, m, 2, heads, dim_head), of the `chosen` tokens (batch, m)."""
@@ -299,6 +309,14 @@ class AttentionCache(_Cache):
         indices, gates, scores = layer.router_kv(self.tokens, asked(layer.router_kv, layer.k_kv, window))
         start = (self.clock.position // window - 1) * window
         return gather(self.tokens, indices), RouterOutput(indices + start[:, None], gates, scores)
+
+    def begin_window(self, layer: Any) -> None:
+        """Keep what the window before gives, where a sequence begins a window: for steps by kernels."""
+        if self.clock.turns(layer.window):
+            memories, chosen = self.given(layer, True)
+            heavy = layer.heavy
+            kv = heavy.kv(heavy.norm_kv(memories)).unflatten(-1, (2, heavy.heads, heavy.dim_head))
+            self.heavy.give(kv, chosen)
 
     def fill(self, layer: Any, x: Tensor, routing: Any) -> None:
         """Keep the tokens of a prompt (batch, n, dim) and the choice of queries; the parts keep theirs."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from onepass.core.garbage import collected
+from onepass.core.launch import uses_triton
 from onepass.ops.topk.op import topk
 
 from .block import RoutedBlock
@@ -25,7 +26,7 @@ class Decoder:
 
     Steps make the choices of the full forward and equal it to rounding. On a CUDA device a step is one CUDA graph. A
     second graph has what only the first token of a window needs; the host's count of tokens chooses between them, and
-    the host reads nothing per token. On a CPU the same steps run without graphs.
+    the host reads nothing per token. On a CPU, and in float64, the same steps run without graphs.
 
     A token is drawn from ``softmax(logits / temperature)`` at a number that the CPU draws from the seed, so both
     devices draw alike.
@@ -106,6 +107,8 @@ class Decoder:
             max_tokens + 1, batch, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
         )  # fmt: skip
         self.numbers = numbers.to(device)
+        # in float64 the choice of keys reads the device, which no graph can
+        self.repeats = weight.is_cuda and uses_triton(weight)
         self.graphs: dict[bool, torch.cuda.CUDAGraph] = {}
         self.captured: dict[str, Any] = {}
 
@@ -147,7 +150,7 @@ class Decoder:
     @torch.no_grad()
     def step(self, tokens: Tensor | None = None) -> Tensor:
         """Read one more token (batch,) of each sequence, default: those drawn; return the logits after them."""
-        if self.tokens.is_cuda and not self.graphs:
+        if self.repeats and not self.graphs:
             self._clear()
         self._check_captured()
         if tokens is not None:
@@ -225,7 +228,7 @@ class Decoder:
                 f"Decoder: the caches hold max_tokens = {clock.max_tokens} tokens, got token {max(clock.counts) + 1}: "
                 "make a decoder with a larger max_tokens"
             )
-        if self.tokens.is_cuda:
+        if self.repeats:
             self.graphs[clock.any_turns()].replay()
         else:
             self._step()
@@ -274,7 +277,7 @@ class Decoder:
         return self.tokens.gather(1, self.clock.position[:, None])
 
     def _clear(self) -> None:
-        if self.tokens.is_cuda and not self.graphs:
+        if self.repeats and not self.graphs:
             self._capture()
         for cache in self.caches:
             cache.clear()

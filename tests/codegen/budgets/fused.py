@@ -151,4 +151,51 @@ def _counts() -> Iterator[Kernel]:
         )  # fmt: skip
 
 
-KERNELS = [*_norm(), *_branch(), *_attention(), *_counts()]
+def _decoding() -> Iterator[Kernel]:
+    """A token of 8 sequences through a block of width 1024 with 16 heads of 64, windows of 256."""
+    t, source = "*bf16", "fused.kernels_decoding"
+    names = ("x", "v", "light", "heavy", "tokens", "to_light", "to_heavy")
+    signature = {f"{name}_ptr": t for name in names} | {f"{name}_ptr": "*i64" for name in ("position", "taken")}
+    signature |= {f"{name}_ptr": "*fp32" for name in ("scores", "threshold", "gates")}
+    floats = dict.fromkeys(("light_eps", "heavy_eps", "score_eps", "eps"), "fp32")
+    yield Kernel(
+        "decoding choose", kernel(source, "choose_kernel"), signature | i32("numerator", "denominator") | floats,
+        {"D": 1024, "BLOCK": 256, "MEMORY": 2048, "WINDOW": 256, "BLOCK_C": 1024}, pointers(signature),
+        max_registers=64,
+    )  # fmt: skip
+    rows = {"ROWS": 8, "BLOCK_B": 16, "BLOCK_N": 16, "BLOCK_K": 256}
+    signature = {f"{h}{name}_ptr": t for h in ("", "heavy_") for name in ("x", "w", "bias", "y")}
+    signature |= {"gates_ptr": "*fp32"}
+    yield Kernel(
+        "decoding both", kernel(source, "both_kernel"), signature,
+        rows | {"GELU": True, "N": 512, "N_HEAVY": 4096, "K": 1024}, pointers(signature),
+    )  # fmt: skip
+    signature = {f"{h}{name}_ptr": t for h in ("", "heavy_") for name in ("x", "w")}
+    signature |= {"gates_ptr": "*fp32", "null_ptr": t, "residual_ptr": t, "y_ptr": t}
+    yield Kernel(
+        "decoding sum", kernel(source, "sum_kernel"), signature,
+        rows | {"N": 1024, "K": 1024, "K_HEAVY": 1024, "bias_ptr": None, "heavy_bias_ptr": None}, pointers(signature),
+    )  # fmt: skip
+    heads = {"HEADS": 16, "HALF": 32, "BLOCK_H": 32}
+    floats = dict.fromkeys(("scale", "log2_base_high", "log2_base_low"), "fp32")
+    signature = {f"{name}_ptr": t for name in ("qkv", "keys", "values", "out")} | {"position_ptr": "*i64"}
+    yield Kernel(
+        "decoding local", kernel(source, "local_kernel"), signature | floats,
+        heads | {"WINDOW": 256, "BLOCK_N": 256}, pointers(signature), num_warps=8, max_registers=168,
+        max_spill_bytes=32,
+    )  # fmt: skip
+    partial = {f"{name}_ptr": "*fp32" for name in ("sums", "weights", "tops", "gates")}
+    signature = {f"{name}_ptr": t for name in ("q", "keys", "values")} | {"position_ptr": "*i64"} | partial
+    yield Kernel(
+        "decoding far", kernel(source, "far_kernel"), signature | floats,
+        heads | {"WINDOW": 256, "QUOTA": 32, "PLACES": 8192, "PARTS": 16, "BLOCK_N": 128}, pointers(signature),
+        max_registers=168, max_spill_bytes=32,
+    )  # fmt: skip
+    signature = partial | {"out_ptr": t}
+    yield Kernel(
+        "decoding merge", kernel(source, "merge_kernel"), signature, heads | {"PARTS": 16, "BLOCK_P": 16},
+        pointers(signature), num_warps=2, max_registers=64,
+    )  # fmt: skip
+
+
+KERNELS = [*_norm(), *_branch(), *_attention(), *_counts(), *_decoding()]

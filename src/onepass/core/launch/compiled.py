@@ -104,7 +104,7 @@ def launch(
     hooks are set, Triton's own launch runs.
     """
     first = tensors[0]
-    if INTERPRET or first is None or not first.is_cuda or max(numbers) > _INT32_MAX:
+    if INTERPRET or first is None or not first.is_cuda or max(numbers, default=0) > _INT32_MAX:
         launch_specialized(kernel, grid, *tensors, *numbers, *constants, **options)
         return
     pointers: list[int | None] = []

@@ -28,6 +28,18 @@ TURNS_HIGH, TURNS_MIDDLE, TURNS_LOW = tl.constexpr(_HIGH), tl.constexpr(_MIDDLE)
 TURN = tl.constexpr(2 * math.pi)
 
 
+@triton.jit
+def cos_sin(positions, channels, log2_base_high, log2_base_low, HALF: tl.constexpr):
+    """Return the cosine and sine of the angles of channels at positions."""
+    # fp32 holds a million radians only to 0.06, so angles are fp64 until they are less than one turn
+    log2_base = tl.cast(log2_base_high, tl.float64) + tl.cast(log2_base_low, tl.float64)
+    radians = positions.to(tl.float64) * tl.exp2((channels.to(tl.float64) / HALF) * -log2_base)
+    per_radian = tl.cast(TURNS_HIGH, tl.float64) + tl.cast(TURNS_MIDDLE, tl.float64) + tl.cast(TURNS_LOW, tl.float64)
+    turns = radians * per_radian
+    angle = ((turns - tl.floor(turns)) * TURN).to(tl.float32)
+    return tl.cos(angle), tl.sin(angle)
+
+
 STRIDES = [f"{t}_{d}" for t in ("x", "out") for d in ("batch", "row", "head")]
 INTS = [*STRIDES, "position_batch", "n", "heads"]
 
@@ -57,14 +69,7 @@ def rotary_kernel(
         positions = tl.load(positions_ptr + b * position_batch + rows, mask=rows < n, other=0)
     else:
         positions = rows
-    # fp32 holds a million radians only to 0.06, so angles are fp64 until they are less than one turn
-    log2_base = tl.cast(log2_base_high, tl.float64) + tl.cast(log2_base_low, tl.float64)
-    radians = positions.to(tl.float64)[:, None] * tl.exp2((cols.to(tl.float64) / HALF) * -log2_base)[None, :]
-    per_radian = tl.cast(TURNS_HIGH, tl.float64) + tl.cast(TURNS_MIDDLE, tl.float64) + tl.cast(TURNS_LOW, tl.float64)
-    turns = radians * per_radian
-    angle = ((turns - tl.floor(turns)) * TURN).to(tl.float32)
-    cos = tl.cos(angle)
-    sin = tl.sin(angle)
+    cos, sin = cos_sin(positions[:, None], cols[None, :], log2_base_high, log2_base_low, HALF)
     if INVERSE:
         sin = -sin
     x_ptr += b * x_batch * UNIT + rows.to(tl.int64)[:, None] * (x_row * UNIT) + cols[None, :]

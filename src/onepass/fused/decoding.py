@@ -1,0 +1,159 @@
+"""One more token through a routed layer by nine kernels a block. Layers and caches are typed as Any: they import this.
+
+The same as the modules' own steps to rounding, with the residual added; the caches keep what those would.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onepass.core.launch import cdiv, device_guard, launch, next_power_of_2, uses_triton
+from onepass.ops.span_attention.op_rotary import BASE
+
+# sequences side by side: the rows of one product
+MOST_ROWS = 64
+# keys of a far part, and how many parts at most
+PART, PARTS = 512, 64
+
+
+def fits(x: Tensor) -> bool:
+    """Return whether tokens (batch, 1, dim) can go through these kernels, as far as the tokens decide."""
+    return uses_triton(x) and len(x) <= MOST_ROWS and not torch.is_autocast_enabled(x.device.type)
+
+
+def attention(layer: Any, cache: Any, x: Tensor, score_eps: float) -> Tensor:
+    """Return x + attention (batch, 1, dim) of one more token of each sequence."""
+    light, heavy, position = layer.light, layer.heavy, cache.clock.position
+    keys, far, dim = cache.light.keys, cache.heavy.keys, x.shape[-1]
+    x = x.contiguous()
+    for_light, for_heavy, gates = _choose(
+        layer.router_q, cache.queries, x, (light.norm, heavy.norm_q), score_eps, cache.tokens
+    )  # fmt: skip
+    qkv, q = _both(
+        (for_light, light.qkv.weight, None), (for_heavy, heavy.q.weight, None), gates, gelu=False
+    )  # fmt: skip
+    near, update = x.new_empty(len(x), light.qkv.out_features // 3), torch.empty_like(q)
+    half, parts = heavy.dim_head // 2, min(PARTS, cdiv(far.shape[1], PART))
+    sums = torch.empty(len(x), heavy.heads, parts, 2 * half, dtype=torch.float32, device=x.device)
+    weights, tops = torch.empty(2, len(x), heavy.heads, parts, dtype=torch.float32, device=x.device)
+    from . import kernels_decoding as kernels
+
+    block_h, block_heavy = (max(8, next_power_of_2(d // 2)) for d in (light.dim_head, heavy.dim_head))
+    with device_guard(x):
+        launch(
+            kernels.local_kernel, (light.heads, len(x), 1),
+            (qkv, position, keys, cache.light.values, near), (light.dim_head**-0.5, *_LOG2_BASE),
+            (light.heads, light.dim_head // 2, light.window, block_h, _keys(2 * light.window, block_h)), num_warps=8,
+        )  # fmt: skip
+        launch(
+            kernels.far_kernel, (parts, heavy.heads, len(x)),
+            (q, position, gates, far, cache.heavy.values, sums, weights, tops), (heavy.dim_head**-0.5, *_LOG2_BASE),
+            (
+                heavy.heads, half, layer.window, cache.heavy.quota, far.shape[1], parts, block_heavy,
+                _keys(PART, block_heavy) // 2,
+            ), num_warps=4,
+        )  # fmt: skip
+        launch(
+            kernels.merge_kernel, (heavy.heads, len(x), 1), (sums, weights, tops, gates, update), (),
+            (heavy.heads, half, parts, block_heavy, next_power_of_2(parts)), num_warps=2,
+        )  # fmt: skip
+    return _sum((near, light.out.weight, None), (update, heavy.out.weight, None), gates, layer.null, x, dim)
+
+
+def feed_forward(layer: Any, cache: Any, x: Tensor, score_eps: float) -> Tensor:
+    """Return x + feed_forward (batch, 1, dim) of one more token of each sequence."""
+    light, heavy = layer.light, layer.heavy
+    x = x.contiguous()
+    for_light, for_heavy, gates = _choose(layer.router, cache, x, (light.norm, heavy.norm), score_eps, None)
+    hidden, more = _both(
+        (for_light, light.up.weight, light.up.bias), (for_heavy, heavy.up.weight, heavy.up.bias), gates, gelu=True
+    )  # fmt: skip
+    return _sum(
+        (hidden, light.down.weight, light.down.bias), (more, heavy.down.weight, heavy.down.bias), gates, None, x,
+        x.shape[-1],
+    )  # fmt: skip
+
+
+def _choose(
+    router: Any, cache: Any, x: Tensor, norms: tuple[Any, Any], score_eps: float, tokens: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return x normed for both branches, and the gates (batch,)."""
+    from . import kernels_decoding as kernels
+
+    cache.refresh(router)
+    (batch, _, dim), (numerator, denominator) = x.shape, cache.share
+    light, heavy = torch.empty(2, batch, dim, dtype=x.dtype, device=x.device)
+    gates = torch.empty(batch, dtype=torch.float32, device=x.device)
+    block = next_power_of_2(dim)
+    with device_guard(x):
+        launch(
+            kernels.choose_kernel, (batch, 1, 1),
+            (
+                x, router.directions(), norms[0].weight, norms[1].weight, cache.clock.position, cache.scores,
+                cache.threshold, cache.taken, tokens, gates, light, heavy,
+            ),
+            (numerator, denominator, *(float(norm.eps_for(x)) for norm in norms), float(score_eps), float(router.eps)),
+            (dim, router.block, router.memory, 1 if tokens is None else tokens.shape[1], block),
+            num_warps=4 if block <= 2048 else 8,
+        )  # fmt: skip
+    return light, heavy, gates
+
+
+Linear = tuple[Tensor, Tensor, Any]
+
+
+def _both(light: Linear, heavy: Linear, gates: Tensor, *, gelu: bool) -> tuple[Tensor, Tensor]:
+    from . import kernels_decoding as kernels
+
+    (x, w, _), (_, more, _) = light, heavy
+    (n, k), m, rows = w.shape, len(more), len(gates)
+    y, update = x.new_empty(rows, n), x.new_empty(rows, m)
+    block_n, block_k = 16, _columns(k, w)
+    with device_guard(x):
+        launch(
+            kernels.both_kernel, (cdiv(n, block_n) + cdiv(m, block_n), 1, 1),
+            (*_contiguous(light), y, *_contiguous(heavy), update, gates), (),
+            (gelu, rows, n, m, k, max(16, next_power_of_2(rows)), block_n, block_k), num_warps=4,
+        )  # fmt: skip
+    return y, update
+
+
+def _sum(light: Linear, heavy: Linear, gates: Tensor, null: Tensor | None, x: Tensor, dim: int) -> Tensor:
+    from . import kernels_decoding as kernels
+
+    rows, block_n, y = len(gates), 16, torch.empty_like(x)
+    k, m = light[1].shape[1], heavy[1].shape[1]
+    with device_guard(x):
+        launch(
+            kernels.sum_kernel, (cdiv(dim, block_n), 1, 1),
+            (*_contiguous(light), *_contiguous(heavy), gates, null, x, y), (),
+            (rows, dim, k, m, max(16, next_power_of_2(rows)), block_n, _columns(max(k, m), light[1])), num_warps=4,
+        )  # fmt: skip
+    return y
+
+
+def _contiguous(linear: Linear) -> tuple[Tensor, Tensor, Any]:
+    x, w, bias = linear
+    return x, w.contiguous(), bias
+
+
+def _columns(k: int, w: Tensor) -> int:
+    """Return how many bytes' worth of columns a program loads at a time: 512 of each row."""
+    return max(16, min(512 // w.element_size(), next_power_of_2(k)))
+
+
+def _keys(places: int, block_h: int) -> int:
+    """Return how many keys a program takes at a time."""
+    return max(16, min(next_power_of_2(places), 8192 // block_h))
+
+
+def _parts(x: float) -> tuple[float, float]:
+    high = float(torch.tensor(x, dtype=torch.float32))
+    return high, x - high
+
+
+_LOG2_BASE = _parts(math.log2(BASE))

@@ -1,0 +1,68 @@
+"""A step by kernels beside the step of the modules: outputs, choices, and all that the caches keep."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from onepass.core.launch import INTERPRET
+from onepass.fused import decoding
+from onepass.nn import RoutedBlock
+
+WHERE = [
+    pytest.param("cpu", id="interpreter", marks=[pytest.mark.interpret, pytest.mark.skipif(not INTERPRET, reason="-")]),
+    pytest.param("cuda", id="cuda", marks=pytest.mark.gpu),
+]
+# the first has heads and widths that fill no tile
+SIZES: list[dict[str, Any]] = [
+    {"dim": 24, "k": 0.5, "heads": 3, "light_heads": 4, "dim_head": 6, "window": 8, "bias": False},
+    {"dim": 64, "k": 1 / 4, "heads": 2, "dim_head": 32, "window": 16},
+]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("device", WHERE)
+@pytest.mark.parametrize("size", SIZES, ids=["odd", "even"])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_step(device: str, size: dict[str, Any], rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After prompts whose windows end at different times; a window is given within the steps."""
+    torch.manual_seed(rows)
+    block = RoutedBlock(**size, causal=True).to(device).eval()
+    nn.init.normal_(block.attention.null)
+    x = torch.randn(rows, 30, size["dim"], device=device)
+    mask = torch.arange(20, device=device) < torch.tensor([20, 7, 13][:rows], device=device)[:, None]
+    found, calls, attention = [], [], decoding.attention
+
+    def counted(*args: Any) -> torch.Tensor:
+        calls.append(len(found))
+        return attention(*args)
+
+    for kernels in (True, False):
+        with monkeypatch.context() as patch:
+            patch.setattr(decoding, "attention", counted)
+            if not kernels:
+                patch.setattr(decoding, "fits", lambda x: False)
+            cache = block.new_cache(rows, 64)
+            block.prefill(x[:, :20], cache, mask)
+            steps = torch.stack([block.step(x[:, i], cache) for i in range(20, 30)])
+        found.append({"steps": steps, **cache.state_dict()})
+    assert calls == [0] * 10
+    torch.testing.assert_close(*found, rtol=1e-4, atol=2e-5)
+
+
+@torch.no_grad()
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_and_many_keys(dtype: torch.dtype) -> None:
+    """Every token chosen, so that no choice hangs on rounding; far keys in several parts; beside float64."""
+    torch.manual_seed(0)
+    block = RoutedBlock(256, 1.0, heads=4, dim_head=64, window=128, causal=True).to("cuda", dtype).eval()
+    x = torch.randn(2, 2100, 256, device="cuda", dtype=dtype)
+    cache = block.new_cache(2, 2100)
+    block.prefill(x[:, :2040], cache)
+    steps = torch.stack([block.step(x[:, i], cache) for i in range(2040, 2100)], 1)
+    expected = block.double()(x.double())[:, 2040:]
+    assert (steps.double() - expected).norm() / expected.norm() < (0.01 if dtype == torch.bfloat16 else 2e-3)
