@@ -1,4 +1,4 @@
-"""Benchmark cases of score, gather and scatter_add; those of modules are in `benchmarks/modules.py`."""
+"""Benchmark cases of score, gather and scatter_add; those of modules are in `fused.py`."""
 
 from __future__ import annotations
 
