@@ -197,17 +197,9 @@ def test_a_directory_that_is_replaced_under_a_run(
 def test_no_planted_link_is_written_through(
     train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
 ):
-    """Each file of a run becomes a link to somebody's file: before the start, in the middle, before a resumption."""
+    """Each file of a run becomes a link to somebody's file in the middle; `test_attacks.py` has other moments."""
     victim, run = tmp_path / "victim", tmp_path / "run"
     victim.write_text("keep me")
-    run.mkdir()
-    (run / ".lock").touch()
-    (run / name).unlink(missing_ok=True)
-    (run / name).symlink_to(victim)
-    train("--out", run, "--force")
-    assert victim.read_text() == "keep me"
-    shutil.rmtree(run)
-
     step = loop.Training._one_step
 
     def planted(self: loop.Training) -> torch.Tensor:
@@ -247,12 +239,13 @@ def test_unfinished_files_are_swept(train: Train, tmp_path: Path):
     assert {path.name for path in run.iterdir()} == whole
 
 
-@pytest.mark.parametrize("name", ["routing", "my.routing", "notes.partial", "routing.html.txt", ".routing.html"])
-def test_names_that_only_look_like_a_runs(train: Train, tmp_path: Path, name: str):
+def test_names_that_only_look_like_a_runs(train: Train, tmp_path: Path):
     assert train("--out", tmp_path / "run") == 0
-    (tmp_path / "run" / name).write_text("precious")
-    assert train("--out", tmp_path / "run", "--force") == 2
-    assert (tmp_path / "run" / name).read_text() == "precious"
+    for name in ("routing", "my.routing", "notes.partial", "routing.html.txt", ".routing.html"):
+        (tmp_path / "run" / name).write_text("precious")
+        assert train("--out", tmp_path / "run", "--force") == 2
+        assert (tmp_path / "run" / name).read_text() == "precious"
+        (tmp_path / "run" / name).unlink()
 
 
 def test_an_owner_without_a_lock_file_is_refused(tmp_path: Path):
