@@ -19,7 +19,10 @@ from onepass.core.launch import INTERPRET
 from onepass.optim import Lion
 
 common = pytest.importorskip("torch.testing._internal.common_optimizers")
-pytestmark = pytest.mark.skipif(INTERPRET, reason="the paths are compared elsewhere; interpreted it takes minutes")
+pytestmark = [
+    pytest.mark.peer,
+    pytest.mark.skipif(INTERPRET, reason="the paths are compared elsewhere; interpreted it takes minutes"),
+]
 
 
 def inputs(device: str, dtype: torch.dtype | None = None) -> list[Any]:

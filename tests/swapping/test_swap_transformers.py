@@ -16,6 +16,8 @@ import onepass
 from onepass import swap
 
 transformers = pytest.importorskip("transformers")
+# names of classes and attributes, and bits of forwards, are not what transformers documents
+pytestmark = pytest.mark.peer
 
 SIZES: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 DECODER: dict[str, Any] = {**SIZES, "num_key_value_heads": 2, "vocab_size": 64, "max_position_embeddings": 64}

@@ -16,7 +16,7 @@ import onepass
 from onepass.core.launch import INTERPRET
 
 pytest.importorskip("transformers")
-pytestmark = pytest.mark.skipif(INTERPRET, reason="the kernels add in another order")
+pytestmark = [pytest.mark.peer, pytest.mark.skipif(INTERPRET, reason="the kernels add in another order")]
 
 Call = Callable[[Tensor, Tensor, Tensor], Tensor]
 # class by module of transformers.models, arguments after the width, is there a gate, the same by onepass

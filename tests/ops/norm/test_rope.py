@@ -67,6 +67,7 @@ def test_heads_wider_than_the_kernels(dtype: torch.dtype, device: str) -> None:
         assert torch.equal(alone, out[0][..., i : i + 1, :])
 
 
+@pytest.mark.peer
 @pytest.mark.skipif(INTERPRET, reason="the torch path and transformers")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 def test_as_qwen_3_does(dtype: torch.dtype) -> None:
