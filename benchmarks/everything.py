@@ -77,7 +77,6 @@ def jobs(out: Path) -> list[Job]:
     for folder, minutes in MINUTES.items():
         found.append(Job("measure", folder, minutes, [*bench, folder, "--json", str(out / f"{folder}.json")]))
     found += [
-        Job("measure", "host", 0.5, run("host")),
         Job("check", "sanitize", 4, run("sanitize", "--json", str(out / "raw/sanitize.json"))),
         Job(
             "check", "tests", 10, [*script, str(ROOT / "tests" / "gpu.py"), "--record", str(out / "raw/gpu_tests.json")]
