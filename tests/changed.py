@@ -23,6 +23,8 @@ def tests_for(name: str) -> list[str]:
             return [*SHARED, "tests/sharded"]
         case ("src", "onepass", "nn", "balance.py" | "halo.py" | "over_sequence.py"):
             return ["tests/nn", "tests/sharded"]
+        case ("src", "onepass", "fused", "parts.py" | "row.py"):
+            return ["tests/fused", "tests/nn", "tests/sharded"]
         case ("src", "onepass", "ops", operator, "sharding.py"):
             return [f"tests/ops/{operator}", "tests/sharded"]
         case ("src", "onepass", "optim", "sharded.py" | "state.py" | "step.py"):

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from onepass.fused.row import shares
+from onepass.fused.parts import shares
 from onepass.nn import Routed, RoutedBlock, RoutedFeedForward, Router
 
 LAYERS: dict[str, Callable[[Any], nn.Module]] = {

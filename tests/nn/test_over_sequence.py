@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from onepass.fused.row import parts, wanted
+from onepass.fused.parts import parts, wanted
 from onepass.nn.over_sequence import sequence_axis
 
 

@@ -26,6 +26,8 @@ from .attention_steps import (
     after_backward_products,
     attend,
     attend_backward,
+    attend_heavy,
+    attend_light,
     before_backward_products,
     before_products,
     choose_both,
@@ -87,8 +89,7 @@ def forward(
         gates_q, at_q, state_q, starts, gates_kv, at_kv, state_kv, within, seen = choose_both(scores, row.mask, plan)
         of_q, of_kv = row.sort(at_q), row.sort(at_kv)
         counts = row.ask(of_q, of_kv)
-        edges = row.edges(plan.window, plan.causal)
-        left, qkv = edges.left, row.project(tokens, qkv_w, len(x), edges)
+        left, qkv, arrive = row.project(tokens, qkv_w, len(x), plan.window, plan.causal)
         # the host waits here, when the largest product is on its way
         counts_q, counts_kv = counts.read()
         places, at_gates = row.choose(of_q, gates_q, counts_q)
@@ -101,11 +102,16 @@ def forward(
             seen = torch.stack((torch.zeros_like(last), last))
     light_runs, heavy_runs = _runs(x, mask, at, at_kv, seen, plan, precision, row)
     q, kv = torch.mm(chosen_q, q_w.t()), torch.mm(chosen_kv, kv_w.t())
-    if row is not None:
-        kv = row.gather(kv, row.sources)
-    light, light_lse, gated, heavy, heavy_lse = attend(
-        qkv, q, kv, gates_kv, at, at_kv, plan, precision, left, here, *light_runs[:3], *heavy_runs[:3]
-    )  # fmt: skip
+    if row is None:
+        light, light_lse, gated, heavy, heavy_lse = attend(
+            qkv, q, kv, gates_kv, at, at_kv, plan, precision, here, *light_runs[:3], *heavy_runs[:3]
+        )  # fmt: skip
+    else:
+        gathered = row.gather(kv, row.sources)
+        arrive()
+        light, light_lse = attend_light(qkv, len(x), plan, precision, left, here, *light_runs[:3])
+        kv = gathered()
+        gated, heavy, heavy_lse = attend_heavy(q, kv, gates_kv, at, at_kv, plan, precision, *heavy_runs[:3])
     rows = torch.addmm(null, light, light_out_w.t(), out=None if y is None else y.view(tokens.shape))
     update = torch.mm(heavy, heavy_out_w.t())
     where = at if row is None else places
@@ -141,8 +147,7 @@ def backward_products(
     places, left, here, gates = at_q, 0, x.shape[1], gates_q
     if row is not None:
         places, at_q, gates = row.own.places, row.own.at, row.gates
-        edges = row.edges(plan.window, plan.causal)
-        left = edges.left
+        left = row.edges(plan.window, plan.causal).left
     light_runs, heavy_runs = _runs(x, mask, at_q, at_kv, seen, plan, precision, row)
     grads: list[Tensor | None] = [None] * 5
 
@@ -173,15 +178,17 @@ def backward_products(
         left, here, *light_runs, *heavy_runs,
     )  # fmt: skip
     if row is not None:
-        d_qkv = row.project_backward(d_qkv, len(x), edges)
-        dkv = row.gather_backward(dkv, row.sources, len(chosen_kv))
+        projected = row.project_backward(d_qkv, len(x), plan.window, plan.causal)
+        gathered = row.gather_backward(dkv, row.sources, len(chosen_kv))
     del qkv, light, d_light
+    gradient(2, dq, chosen_q)
+    d_q = torch.mm(dq, q_w) if need_x or need_norm_q else None
+    d_qkv = d_qkv if row is None else projected()
     gradient(0, d_qkv, tokens)
     del tokens
-    gradient(2, dq, chosen_q)
-    gradient(3, dkv, chosen_kv)
     d_normed = torch.mm(d_qkv, qkv_w) if need_x or need_light_norm else None
-    d_q = torch.mm(dq, q_w) if need_x or need_norm_q else None
+    dkv = dkv if row is None else gathered()
+    gradient(3, dkv, chosen_kv)
     d_kv = torch.mm(dkv, kv_w) if need_x or need_norm_kv else None
     return d_normed, d_q, d_kv, d_gates_q, d_gates_kv if need_gates else None, explore_grad, d_null, *grads
 

@@ -36,10 +36,7 @@ def _score(
     return y, normed.view(-1, x.shape[-1]), scores, stats, *copies
 
 
-score = replayed(_score)
-
-
-def choose_both(scores: Tensor, mask: Tensor | None, plan: Plan) -> tuple[Any, ...]:
+def _choose_both(scores: Tensor, mask: Tensor | None, plan: Plan) -> tuple[Any, ...]:
     """Choose queries and keys by the scores (2, batch, n): gates, indices and state of each, as `choose_keys` says."""
     gates_q, at_q, state_q, starts = choose(scores[0], mask, plan.queries())
     gates_kv, at_kv, state_kv, within, seen = choose_keys(
@@ -48,7 +45,7 @@ def choose_both(scores: Tensor, mask: Tensor | None, plan: Plan) -> tuple[Any, .
     return gates_q, at_q, state_q, starts, gates_kv.view(at_kv.shape), at_kv, state_kv, within, seen
 
 
-def norm_chosen(
+def _norm_chosen(
     x: Tensor, at_q: Tensor, at_kv: Tensor, norm_q: Tensor, norm_kv: Tensor, plan: Plan
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the normed queries and keys as rows, each with its statistics."""
@@ -64,35 +61,60 @@ def before_products(
 ) -> tuple[Any, ...]:  # fmt: skip
     """Norm and score, choose twice, norm the chosen tokens; copy the weights."""
     y, tokens, scores, stats, *copies = _score(x, vectors, light_norm, mask, plan, *weights)
-    choice = choose_both(scores, mask, plan)
-    return y, tokens, scores, stats, *choice, *norm_chosen(x, choice[1], choice[5], norm_q, norm_kv, plan), *copies
+    choice = _choose_both(scores, mask, plan)
+    return y, tokens, scores, stats, *choice, *_norm_chosen(x, choice[1], choice[5], norm_q, norm_kv, plan), *copies
+
+
+def _attend_light(
+    qkv: Tensor, batch: int, plan: Plan, precision: str, left: int, here: int, mask: Tensor | None, first: Tensor,
+    last: Tensor,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Rotate queries and keys of qkv (batch·tokens, 3·inner) in place; return the attention's rows and denominators.
+
+    Tokens before the first `left` and after the next `here` of a sequence are keys alone.
+    """
+    qk, v = split(_heads(plan, qkv, batch, 3, plan.light_heads))
+    apply_rotary(qk, None, BASE, False, qk)
+    q, k = qk.chunk(2, dim=2)
+    light, lse = span.forward(q[:, left : left + here], k, v, first, last, mask, 1 / math.sqrt(plan.width))
+    return light.view(batch * here, -1), lse
+
+
+def _attend_heavy(
+    q: Tensor, kv: Tensor, gates_kv: Tensor, at_q: Tensor, at_kv: Tensor, plan: Plan, precision: str,
+    mask: Tensor | None, first: Tensor, last: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    query = _heads(plan, q, len(at_q), 1, plan.heavy_heads).select(2, 0)
+    k, v = _heads(plan, kv, len(at_q), 2, plan.heavy_heads).unbind(2)
+    apply_rotary(query, at_q, BASE, False, query)
+    apply_rotary(k, at_kv, BASE, False, k)
+    gated = branch.gate(v, gates_kv)
+    heavy, lse = span.forward(query, k, gated, first, last, mask, 1 / math.sqrt(plan.width))
+    return gated, heavy.view(len(q), -1), lse
 
 
 @replayed
 def attend(
     qkv: Tensor, q: Tensor, kv: Tensor, gates_kv: Tensor, at_q: Tensor, at_kv: Tensor, plan: Plan, precision: str,
-    left: int, here: int, light_mask: Tensor | None, light_first: Tensor, light_last: Tensor,
+    here: int, light_mask: Tensor | None, light_first: Tensor, light_last: Tensor,
     heavy_mask: Tensor | None, heavy_first: Tensor, heavy_last: Tensor,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Rotate queries and keys in place (the node alone holds them), gate the values, compute both attentions.
 
     qkv, q and kv are rows of products, and so are the attentions' results. `precision` is that of fp32 products, which
-    decides the kernels' tiles (torch.get_float32_matmul_precision); it is part of what a replay is known by. Tokens
-    before the first `left` and after the next `here` of a sequence are keys of the local attention alone.
+    decides the kernels' tiles (torch.get_float32_matmul_precision); it is part of what a replay is known by.
     """
-    scale, batch = 1 / math.sqrt(plan.width), len(at_q)
-    light_qk, light_v = split(_heads(plan, qkv, batch, 3, plan.light_heads))
-    apply_rotary(light_qk, None, BASE, False, light_qk)
-    light_q, light_k = light_qk.chunk(2, dim=2)
-    light_q = light_q[:, left : left + here]
-    light, light_lse = span.forward(light_q, light_k, light_v, light_first, light_last, light_mask, scale)
-    query = _heads(plan, q, batch, 1, plan.heavy_heads).select(2, 0)
-    k, v = _heads(plan, kv, batch, 2, plan.heavy_heads).unbind(2)
-    apply_rotary(query, at_q, BASE, False, query)
-    apply_rotary(k, at_kv, BASE, False, k)
-    gated = branch.gate(v, gates_kv)
-    heavy, heavy_lse = span.forward(query, k, gated, heavy_first, heavy_last, heavy_mask, scale)
-    return light.view(batch * here, -1), light_lse, gated, heavy.view(len(q), -1), heavy_lse
+    light = _attend_light(qkv, len(at_q), plan, precision, 0, here, light_mask, light_first, light_last)
+    heavy = _attend_heavy(q, kv, gates_kv, at_q, at_kv, plan, precision, heavy_mask, heavy_first, heavy_last)
+    return *light, *heavy
+
+
+# a row that is spread over devices waits for others between the steps
+score = replayed(_score)
+choose_both = replayed(_choose_both)
+norm_chosen = replayed(_norm_chosen)
+attend_light = replayed(_attend_light)
+attend_heavy = replayed(_attend_heavy)
 
 
 add_chosen = replayed(add_rows)
@@ -175,7 +197,7 @@ def attend_backward(
     return d_qkv, dq, dkv, branch.gate_backward(dv, v, gates_kv)
 
 
-def choose_both_backward(
+def _choose_both_backward(
     d_gates_q: Tensor, d_gates_kv: Tensor, scores: Tensor, mask: Tensor | None, plan: Plan, at_q: Tensor,
     gates_q: Tensor, at_kv: Tensor, gates_kv: Tensor, state_q: Tensor | None, starts: Tensor | None,
     state_kv: Tensor | None, within: Tensor | None,
@@ -188,6 +210,9 @@ def choose_both_backward(
         plan.window if plan.causal else 0, ds[1],
     )  # fmt: skip
     return ds
+
+
+choose_both_backward = replayed(_choose_both_backward)
 
 
 @replayed
@@ -205,7 +230,7 @@ def after_backward_products(
     ds, vector = None, None
     if d_gates_q is not None and d_gates_kv is not None:
         vector = vectors
-        ds = choose_both_backward(
+        ds = _choose_both_backward(
             d_gates_q, d_gates_kv, scores, mask, plan, at_q, gates_q, at_kv, gates_kv, state_q, starts, state_kv, within
         )  # fmt: skip
         ds = ds if g_scores is None else ds + g_scores

@@ -47,9 +47,6 @@ def _score(
     return y, normed.view(-1, x.shape[-1]), scores, stats, *(branch.cast(weights, plan.dtype) if other else ())
 
 
-_score_alone = replayed(_score)
-
-
 def _norm_chosen(x: Tensor, indices: Tensor, heavy_norm: Tensor | None, plan: Plan) -> tuple[Tensor, Tensor]:
     chosen, _, chosen_stats = norm_forward(x, indices, heavy_norm, None, plan.heavy_eps, 0.0, plan.dtype)
     return chosen.view(-1, x.shape[-1]), chosen_stats
@@ -67,6 +64,11 @@ def _before_products(
     return y, tokens, scores, stats, indices, gates, state, starts, chosen, chosen_stats, *copies
 
 
+# a row that is spread over devices waits for others between the steps
+_score_part = replayed(_score)
+_choose_part = replayed(choose)
+_choose_part_backward = replayed(choose_backward)
+_norm_part = replayed(_norm_chosen)
 _add_chosen = replayed(add_rows)
 
 
@@ -178,9 +180,9 @@ def forward(
             x, vectors, light_norm, heavy_norm, mask, plan, *weights
         )
     else:
-        y, tokens, scores, stats, *copies = _score_alone(x, vectors, light_norm, mask, plan, *weights)
+        y, tokens, scores, stats, *copies = _score_part(x, vectors, light_norm, mask, plan, *weights)
         scores = row.whole(scores, mask)
-        gates, indices, state, starts = choose(scores, row.mask, plan.choice())
+        gates, indices, state, starts = _choose_part(scores, row.mask, plan.choice())
         found = row.sort(indices)
         counts = row.ask(found)
     cast: Any = copies or weights
@@ -196,7 +198,7 @@ def forward(
     if row is not None:
         # the host waits here, when the light branch is on its way
         at, at_gates = row.choose(found, gates, counts.read()[0])
-        chosen, chosen_stats = _norm_chosen(x, at, heavy_norm, plan)
+        chosen, chosen_stats = _norm_part(x, at, heavy_norm, plan)
         chosen = chosen if row.even is None else row.even.there(chosen)
     heavy_u = F.linear(chosen, heavy_up, heavy_up_bias)
     heavy_h = F.gelu(heavy_u)
@@ -354,7 +356,7 @@ class _RoutedFeedForward(torch.autograd.Function):
             )
             d_gates = d_gates if g_gates is None else g_gates if d_gates is None else d_gates + g_gates
             if d_gates is not None:
-                ds = choose_backward(d_gates, scores, row.mask, plan.choice(), indices, gates, *inputs[9:11])
+                ds = _choose_part_backward(d_gates, scores, row.mask, plan.choice(), indices, gates, *inputs[9:11])
                 g_scores = ds if g_scores is None else ds + g_scores
             g_gates, products = None, (*products[:2], None, *products[3:])
             g_scores = None if g_scores is None else row.here(g_scores, inputs[0].shape[1])

@@ -6,9 +6,7 @@ windows come from the other devices, and so do the parts of the gradients of wha
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import lru_cache
-from itertools import accumulate, pairwise
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,95 +14,30 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-Range = tuple[int, int]
+from .parts import Edges, Range, edges, parts, shared, shares
+
 # torch 2.13 renames both
 _all_gather: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or getattr(dist, "reduce_scatter_tensor", None)
 
 
-@lru_cache(64)
-def parts(n: int, devices: int) -> list[Range]:
-    """Return where the tokens of each device begin and end, as distribute_tensor places them."""
-    size = -(-n // devices)
-    return [(min(i * size, n), min((i + 1) * size, n)) for i in range(devices)]
-
-
-def wanted(begin: int, end: int, n: int, window: int, causal: bool) -> Range:
-    """Return the range of tokens that those from begin to end see: whole windows, one more before, and one after."""
-    if begin == end:
-        return begin, begin
-    first = max(0, (begin // window - 1) * window)
-    return first, end if causal else min(n, (-(-end // window) + 1) * window)
-
-
-def shared(a: Range, b: Range) -> Range:
-    """Return the range that two ranges share, perhaps an empty one."""
-    begin = max(a[0], b[0])
-    return begin, max(begin, min(a[1], b[1]))
+def start_sending(
+    x: Tensor, given: Sequence[Range], taken: Sequence[Range], group: Any
+) -> tuple[Tensor, Callable[[], object]]:  # fmt: skip
+    """Do as `send`, but return at once, with a call that waits until all is there."""
+    into, out_of = ([b - a for a, b in ranges] for ranges in (taken, given))
+    received = x.new_empty(sum(into), len(x), x.shape[2])
+    work: Any = dist.all_to_all_single(
+        received, x.transpose(0, 1).contiguous(), into, out_of, group=group, async_op=True
+    )  # type: ignore[no-untyped-call]
+    return received.transpose(0, 1), work.wait
 
 
 def send(x: Tensor, given: Sequence[Range], taken: Sequence[Range], group: Any) -> Tensor:
     """Send tokens (batch, n, dim), those of range given[i] to device i in turn; return those sent here, in turn."""
-    into, out_of = ([b - a for a, b in ranges] for ranges in (taken, given))
-    received = x.new_empty(sum(into), len(x), x.shape[2])
-    dist.all_to_all_single(received, x.transpose(0, 1).contiguous(), into, out_of, group=group)  # type: ignore[no-untyped-call]
-    return received.transpose(0, 1)
-
-
-class Edges(NamedTuple):
-    """The tokens of other devices that local attention needs here, and who gets which of this device's."""
-
-    left: int  # how many before this device's tokens
-    right: int  # how many after them
-    given: list[Range]  # of the row, to each device
-    taken: list[Range]
-
-
-@lru_cache(256)
-def _edges(n: int, devices: int, rank: int, window: int, causal: bool) -> Edges:
-    own = parts(n, devices)
-    wants = [wanted(*r, n, window, causal) for r in own]
-    (begin, end), (first, last) = own[rank], wants[rank]
-
-    def of_others(i: int, a: Range, b: Range) -> Range:
-        return (0, 0) if i == rank else shared(a, b)
-
-    given = [of_others(i, own[rank], w) for i, w in enumerate(wants)]
-    taken = [of_others(i, r, wants[rank]) for i, r in enumerate(own)]
-    return Edges(begin - first, last - end, given, taken)
-
-
-class Shares(NamedTuple):
-    """Who computes what.
-
-    The travelling tokens of all devices form one list, device after device.
-
-    Attributes:
-        kept: how many of its own tokens each device computes.
-        given: which range of the list each device has.
-        taken: which range of the list each device computes.
-    """
-
-    kept: list[int]
-    given: list[Range]
-    taken: list[Range]
-
-    @property
-    def travelling(self) -> int:
-        """How many tokens travel."""
-        return self.given[-1][1]
-
-
-def shares(counts: list[int]) -> Shares:
-    """Return who computes what if device i has counts[i] tokens: at most ⌈sum / devices⌉ each, the rest stays.
-
-    No plan with this most moves fewer tokens. Every device computes the plan from the same counts, so nothing is sent.
-    """
-    most = -(-sum(counts) // len(counts))
-    given = list(accumulate((max(0, c - most) for c in counts), initial=0))
-    rooms = accumulate((max(0, most - c) for c in counts), initial=0)
-    taken = [min(room, given[-1]) for room in rooms]
-    return Shares([min(c, most) for c in counts], list(pairwise(given)), list(pairwise(taken)))
+    received, wait = start_sending(x, given, taken, group)
+    wait()
+    return received
 
 
 class Even:
@@ -257,34 +190,52 @@ class Row:
         source = torch.where(owner < self.size, source, self.size * batch * places)
         return torch.empty_like(source).scatter_(1, order, source).view(-1)
 
-    def gather(self, rows: Tensor, sources: Tensor) -> Tensor:
-        """Return the chosen tokens' rows (batch·k, dim) from those that each device has, (batch·places, dim)."""
-        found = rows.new_empty(self.size * rows.numel())
-        _all_gather(found, rows.contiguous().view(-1), group=self.group)
-        found = found.view(-1, rows.shape[1])
-        # one that does not exist is masked: any finite row will do
-        return found.index_select(0, torch.where(sources < len(found), sources, 0))
+    def gather(self, rows: Tensor, sources: Tensor) -> Callable[[], Tensor]:
+        """Start to gather the rows (batch·places, dim) that each device has; return a call for those of all chosen.
 
-    def gather_backward(self, grad: Tensor, sources: Tensor, rows: int) -> Tensor:
-        """Return the gradient of this device's rows (batch·places, dim): a sum over the devices."""
+        They are (batch·k, dim).
+        """
+        found = rows.new_empty(self.size * rows.numel())
+        work = _all_gather(found, rows.contiguous().view(-1), group=self.group, async_op=True)
+
+        def finish() -> Tensor:
+            work.wait()
+            every = found.view(-1, rows.shape[1])
+            # one that does not exist is masked: any finite row will do
+            return every.index_select(0, torch.where(sources < len(every), sources, 0))
+
+        return finish
+
+    def gather_backward(self, grad: Tensor, sources: Tensor, rows: int) -> Callable[[], Tensor]:
+        """Start to sum over the devices; return a call for the gradient of this device's rows (batch·places, dim)."""
         every = self.size * rows
         sent = grad.new_zeros(every + 1, grad.shape[1]).index_copy_(0, sources, grad)[:every]
         found = grad.new_empty(rows, grad.shape[1])
-        _reduce_scatter(found.view(-1), sent.view(-1), group=self.group)
-        return found
+        work = _reduce_scatter(found.view(-1), sent.view(-1), group=self.group, async_op=True)
+
+        def finish() -> Tensor:
+            work.wait()
+            return found
+
+        return finish
 
     def edges(self, window: int, causal: bool) -> Edges:
         """Return which keys of local attention travel."""
-        return _edges(self.n, self.size, self.rank, window, causal)
+        return edges(self.n, self.size, self.rank, window, causal)
 
     def around(self, mask: Tensor, left: int, here: int, right: int) -> Tensor:
         """Return the mask of this device's tokens and of those beside them; there is none beside no tokens."""
         own = mask[:, self.begin - left : self.end + right]
         return F.pad(own, (0, left + here + right - own.shape[1])).contiguous()
 
-    def project(self, tokens: Tensor, weight: Tensor, batch: int, edges: Edges) -> Tensor:
-        """Return tokens·weightᵀ (batch·(left + here + right), 3·inner): queries here, keys and values of both sides."""
-        left, right, given, taken = edges
+    def project(
+        self, tokens: Tensor, weight: Tensor, batch: int, window: int, causal: bool
+    ) -> tuple[int, Tensor, Callable[[], None]]:  # fmt: skip
+        """Return `left`, tokens·weightᵀ (batch·(left + here + right), 3·inner), and a call that waits for the sides.
+
+        Of the tokens of the sides it has keys and values alone.
+        """
+        left, right, given, taken = self.edges(window, causal)
         here, columns = len(tokens) // batch, len(weight)
         rows = tokens.new_empty(batch, left + here + right, columns)
         inside = rows[:, left : left + here]
@@ -294,24 +245,37 @@ class Row:
             inside.copy_(torch.mm(tokens, weight.t()).view(inside.shape))
         part, shift = rows[..., columns // 3 :], left - self.begin
         sent = [part[:, a + shift : b + shift] for a, b in given if a < b]
-        received = send(torch.cat(sent, 1) if sent else part[:, :0], given, taken, self.group)
-        part[:, :left] = received[:, :left]
-        part[:, left + here :] = received[:, left:]
-        return rows.view(-1, columns)
+        received, wait = start_sending(torch.cat(sent, 1) if sent else part[:, :0], given, taken, self.group)
 
-    def project_backward(self, grad: Tensor, batch: int, edges: Edges) -> Tensor:
-        """Return the gradient of this device's projected tokens (batch·here, 3·inner) from that of `project`."""
-        left, right, given, taken = edges
+        def arrive() -> None:
+            wait()
+            part[:, :left] = received[:, :left]
+            part[:, left + here :] = received[:, left:]
+
+        return left, rows.view(-1, columns), arrive
+
+    def project_backward(self, grad: Tensor, batch: int, window: int, causal: bool) -> Callable[[], Tensor]:
+        """Start to return the gradients of the sides; return a call for that of the tokens here, (batch·here, 3·inner).
+
+        `grad` is that of :meth:`project`.
+        """
+        left, right, given, taken = self.edges(window, causal)
         rows = grad.view(batch, -1, grad.shape[1])
         here = rows.shape[1] - left - right
-        part, shift, done = rows[..., grad.shape[1] // 3 :], left - self.begin, 0
+        part, shift = rows[..., grad.shape[1] // 3 :], left - self.begin
         sent = torch.cat((part[:, :left], part[:, left + here :]), 1)
-        received = send(sent, taken, given, self.group)
-        for a, b in given:
-            if a < b:
-                part[:, a + shift : b + shift] += received[:, done : done + b - a]
-                done += b - a
-        return rows[:, left : left + here].reshape(-1, grad.shape[1])
+        received, wait = start_sending(sent, taken, given, self.group)
+
+        def finish() -> Tensor:
+            wait()
+            done = 0
+            for a, b in given:
+                if a < b:
+                    part[:, a + shift : b + shift] += received[:, done : done + b - a]
+                    done += b - a
+            return rows[:, left : left + here].reshape(-1, grad.shape[1])
+
+        return finish
 
     def total(self, *tensors: Tensor) -> list[Tensor]:
         """Return the sums of tensors over the devices, by one all-reduce."""
@@ -357,17 +321,4 @@ class Row:
         return [*totals], torch.mv(tokens.flatten(0, 1).mT, gain.where(real, 0).flatten())
 
 
-__all__ = [
-    "Chosen",
-    "Counts",
-    "Edges",
-    "Even",
-    "Row",
-    "Shares",
-    "Sorted",
-    "parts",
-    "send",
-    "shared",
-    "shares",
-    "wanted",
-]
+__all__ = ["Chosen", "Counts", "Even", "Row", "Sorted", "send"]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onepass.fused.row import shares
+from onepass.fused.parts import shares
 
 from .halo import fetch
 

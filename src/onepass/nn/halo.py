@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from onepass.fused.row import send, shared
+from onepass.fused.parts import shared
+from onepass.fused.row import send
 
 
 def fetch(x: Tensor, ranges: list[tuple[int, int]], wants: list[tuple[int, int]], group: Any) -> Tensor:

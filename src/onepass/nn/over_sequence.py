@@ -81,7 +81,7 @@ class Door:
         """
         import torch.distributed as dist
 
-        from onepass.fused.row import parts
+        from onepass.fused.parts import parts
 
         of_mask = None if mask is None else (mask.shape, getattr(mask, "placements", "a plain tensor"))
         kinds = frozenset(p.dtype for p in weights)

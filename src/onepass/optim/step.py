@@ -24,7 +24,7 @@ from onepass.optim.options import (
     routing,
     row_of,
 )
-from onepass.optim.sharded import global_mean, is_sharded, local
+from onepass.optim.sharded import global_mean, is_sharded, shards
 from onepass.optim.state import EXTRA_KEYS, SCALE_KEY, check_placements, check_places, prepare_state
 from onepass.optim.watch import Layouts, Objects
 
@@ -79,19 +79,29 @@ class Work:
         self.kept = [(key, Objects([s.get(key) for s in optimizer.state.values()])) for key in sorted(keys)]
         live = [g for g in grads if g is not None]
         self.sharded = any(map(is_sharded, self.params))
-        self.layouts = Layouts(self._shards(live))
-        self.own = Layouts(self._shards(self.params))
-        self.squares = [p for p in self.params if _may_be_turned(p)]
-        self.turned = Layouts(self.squares)
-        self.columns = Columns(
+        columns = Columns(
             self.params, (), [s["exp_avg"] for s in states],
             [s[EXTRA_KEYS[mode]] if mode else None for s, mode in zip(states, self.modes, strict=True)],
             [s.get(SCALE_KEY) for s in states],
         )  # fmt: skip
+        if self.sharded:
+            self.placed = [t for column in columns for t in column if is_sharded(t)]
+            self.shards = Objects(shards(self.placed))
+            for p, m in zip(columns.params, columns.exp_avgs, strict=True):
+                check_placements(p, m)
+            live = shards(live)
+            columns = Columns(*map(shards, columns))
+            columns = columns._replace(scales=[None if s is None else s.view(-1) for s in columns.scales])
+        # what this rank has of the tensors
+        self.columns = columns
+        self.layouts = Layouts(live)
+        self.own = Layouts(columns.params)
+        self.squares = [p for p in columns.params if _may_be_turned(p)]
+        self.turned = Layouts(self.squares)
         self._sort(optimizer, live)
 
     def _sort(self, optimizer: Optimizer, live: list[Tensor]) -> None:
-        columns = self._local_columns(optimizer, live)
+        columns = self.columns._replace(grads=live)
         self.fused: list[int] = []
         self.foreach: dict[object, list[int]] = {}
         self.foreach_cpu: dict[object, list[int]] = {}
@@ -123,7 +133,7 @@ class Work:
                 self.foreach_cpu.setdefault((self.groups[j], mode, p.dtype, g.dtype, m.dtype), []).append(j)
             else:
                 self.plain.append(j)
-        self.all_fused = len(self.fused) == len(self.params) and not self.sharded
+        self.all_fused = len(self.fused) == len(self.params)
         self.plan: Plan | None = None
         self._known: tuple[list[tuple[Any, ...]], Rows] | None = None
         if self.fused:
@@ -136,15 +146,6 @@ class Work:
         decay = any(group["cautious_weight_decay"] for group in optimizer.param_groups)
         self.plan = Plan(columns.take(own), [self.modes[j] for j in own], groups, [careful[k] for k in groups], decay)
         return self.plan
-
-    def _local_columns(self, optimizer: Optimizer, live: list[Tensor]) -> Columns:
-        columns = self.columns._replace(grads=live)
-        if not self.sharded:
-            return columns
-        for p, m in zip(self.params, columns.exp_avgs, strict=True):
-            check_placements(p, m)
-        shards = Columns(*([None if t is None else local(t) for t in c] for c in columns))  # type: ignore[arg-type]
-        return shards._replace(scales=[None if s is None else s.view(-1) for s in shards.scales])
 
     def gradients(self, optimizer: Optimizer, placed: dict[int, Tensor] | None) -> list[Tensor] | None:
         """Return the gradients to step with; None if more than values and addresses has changed.
@@ -168,7 +169,9 @@ class Work:
         live: list[Any] = list(map(_grad, self.params)) if placed is None else [placed.get(id(p)) for p in self.params]
         if self.idle and any(p.grad is not None for p in self.idle):
             return None
-        return live if self._hold(live) else None
+        if not self.sharded:
+            return live if self._hold(live) else None
+        return live if self.shards.same_objects(shards(self.placed)) and self._hold(shards(live)) else None
 
     def _hold(self, live: list[Tensor]) -> bool:
         """Return whether parameters and gradients keep their layouts, and momenta their addresses."""
@@ -176,17 +179,15 @@ class Work:
             return False
         moved = self.plan is None or self.plan.params_moved()
         if moved or not self.all_fused:
-            return self.layouts.unchanged(self._shards(live)) and self.own.unchanged(self._shards(self.params))
+            return self.layouts.unchanged(live) and self.own.unchanged(self.columns.params)
         # without a move, a square matrix may still have been transposed in place. Any other new layout at the same
         # address reinterprets memory and keeps the gradient: too rare for a check of all parameters at each step
         return self.layouts.unchanged(live) and (not self.squares or self.turned.unchanged(self.squares))
 
-    def _shards(self, tensors: list[Tensor]) -> list[Tensor]:
-        return list(map(local, tensors)) if self.sharded else tensors
-
     def run(self, optimizer: Optimizer, live: list[Tensor], clip: Tensor | None = None) -> None:
         """Update all parameters; `clip` multiplies the gradients."""
         groups = optimizer.param_groups
+        live = shards(live) if self.sharded else live
         scalars = Scalars(getattr(optimizer, "grad_scale", None), clip, getattr(optimizer, "found_inf", None))
         if self.plan is not None:
             rows = self._rows(groups)
@@ -195,7 +196,7 @@ class Work:
             # kernels write without raising the version counters that autograd checks
             torch.autograd.graph.increment_version(self.params)
         if not self.all_fused and not (scalars.found_inf is not None and bool(scalars.found_inf)):
-            self._run_others(groups, self._local_columns(optimizer, live), _factor(scalars))
+            self._run_others(groups, self.columns._replace(grads=live), _factor(scalars))
 
     def _rows(self, groups: Sequence[dict[str, Any]]) -> Rows:
         """Return the hyperparameters of all groups, packed again only if a number changed."""
@@ -211,24 +212,24 @@ class Work:
         """Return a plan with the current addresses."""
         plan = self.plan
         assert plan is not None
-        if self.all_fused:
-            if plan.refresh(live):
-                return plan
-            columns = self.columns._replace(grads=live)
-        else:
-            columns = self._local_columns(optimizer, live)
-            own = [columns.grads[j] for j in self.fused]
-            if not self.sharded and plan.refresh(own):
-                return plan
-        plan = self._make_plan(optimizer, columns)
-        plan.refresh([columns.grads[j] for j in self.fused])
+        own = live if self.all_fused else [live[j] for j in self.fused]
+        if plan.refresh(own):
+            return plan
+        plan = self._make_plan(optimizer, self.columns._replace(grads=live))
+        plan.refresh(own)
         return plan
 
     def norm(
         self, optimizer: Optimizer, live: list[Tensor], max_norm: Tensor, grad_scale: Tensor | None
     ) -> Tensor | None:
         """Return (sum of squares, norm, clip coefficient), one launch per dtype; None if some take another path."""
-        if not self.all_fused or self.plan is None or len({launch.device for launch in self.plan.launches}) != 1:
+        # the norm of shards is that of all ranks, which plain torch adds up
+        if (
+            not self.all_fused
+            or self.sharded
+            or self.plan is None
+            or len({launch.device for launch in self.plan.launches}) != 1
+        ):
             return None
         self.plan = self._current_plan(optimizer, live)
         device = self.plan.launches[0].device

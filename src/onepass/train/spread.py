@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from onepass.core.errors import UserError
-from onepass.fused.row import parts
+from onepass.fused.parts import parts
 from onepass.nn import RoutedBlock, RoutedFeedForward
 from onepass.nn.halo import fetch
 from onepass.train.config import Config
