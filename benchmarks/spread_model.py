@@ -1,4 +1,4 @@
-"""Routing over a spread sequence, and balancing its heavy work, on paper: the tables of docs/scale.md.
+"""Routing over a spread sequence, and balancing its heavy work, on paper: the tables of docs/lab/scale.md.
 
     python -m benchmarks.spread_model
 

@@ -43,7 +43,7 @@ def test_on_a_cpu(tmp_path: Path) -> None:
 def test_the_tables_of_the_docs() -> None:
     from benchmarks import spread_model
 
-    text = (ROOT / "docs" / "scale.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "lab" / "scale.md").read_text(encoding="utf-8")
     assert [row for row in spread_model.tables() if row not in text] == []
     for link in (spread_model.INSIDE, spread_model.BETWEEN):
         assert f"h = {spread_model.least_width(link):.0f}" in text

@@ -91,14 +91,15 @@ def forward(
         counts = row.ask(of_q, of_kv)
         left, qkv, arrive = row.project(tokens, qkv_w, len(x), plan.window, plan.causal)
         # the host waits here, when the largest product is on its way
-        counts_q, counts_kv = counts.read()
-        places, at_gates = row.choose(of_q, gates_q, counts_q)
-        at, row.keys = row.own.at, row.pick(of_kv, counts_kv, everyone=True).places
+        starts_q, starts_kv = counts.read()
+        places, at_gates = row.choose(of_q, gates_q, starts_q)
+        at = row.at = places + row.begin
+        row.keys = row.pick(of_kv, starts_kv, everyone=True).places
         row.sources = row.locate(of_kv, row.keys.shape[1])
         chosen_q, stats_q, chosen_kv, stats_kv = norm_chosen(x, places, row.keys, norm_q, norm_kv, plan)
         if seen is not None:
-            # missing queries come last and see every key, so that the last never decreases
-            last = torch.where(at >= 0, at // plan.window * plan.k_kv, at_kv.shape[1]).to(torch.int32)
+            # in the order of the tokens, so that the last never decreases
+            last = (at // plan.window * plan.k_kv).clamp_min(0).to(torch.int32)
             seen = torch.stack((torch.zeros_like(last), last))
     light_runs, heavy_runs = _runs(x, mask, at, at_kv, seen, plan, precision, row)
     q, kv = torch.mm(chosen_q, q_w.t()), torch.mm(chosen_kv, kv_w.t())
@@ -146,7 +147,7 @@ def backward_products(
     need_gates, dim, precision = need_x or need_v, x.shape[-1], torch.get_float32_matmul_precision()
     places, left, here, gates = at_q, 0, x.shape[1], gates_q
     if row is not None:
-        places, at_q, gates = row.own.places, row.own.at, row.gates
+        places, at_q, gates = row.own.places, row.at, row.gates
         left = row.edges(plan.window, plan.causal).left
     light_runs, heavy_runs = _runs(x, mask, at_q, at_kv, seen, plan, precision, row)
     grads: list[Tensor | None] = [None] * 5

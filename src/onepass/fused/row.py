@@ -7,6 +7,8 @@ windows come from the other devices, and so do the parts of the gradients of wha
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -69,20 +71,26 @@ class Even:
 
 
 class Chosen(NamedTuple):
-    """Which of a row's chosen tokens are on this device, best first or in order as the choice is."""
+    """Some of a row's chosen tokens, in their order; those of this device are all among them."""
 
-    at: Tensor  # (batch, places): where in the row; −1: no token
-    places: Tensor  # the same among this device's tokens
-    slots: Tensor  # which of the k they are; anything where there is no token
-    real: Tensor  # which exist
+    places: Tensor  # (batch, places): which of this device's tokens; < 0 or beyond them: one of another device, or none
+    slots: Tensor  # which of the k they are
 
 
 class Sorted(NamedTuple):
-    """A choice (batch, k), device after device."""
+    """A choice (batch, k) in the order of the tokens."""
 
     at: Tensor
-    order: Tensor
-    starts: Tensor  # (batch, devices + 1): where the tokens of each device begin in `order`
+    order: Tensor  # which of the k they are
+    starts: Tensor  # (batch, devices + 1): where those of each device begin
+
+
+@lru_cache(64)
+def _bounds(n: int, devices: int, batch: int, device: torch.device) -> Tensor:
+    bounds = [begin for begin, _ in parts(n, devices)]
+    # not of inference mode: a later call may be recorded
+    with torch.inference_mode(False):
+        return torch.tensor([[*bounds, n]] * batch, device=device)
 
 
 class Counts:
@@ -117,6 +125,7 @@ class Row:
     own: Chosen
     gates: Tensor
     even: Even | None = None
+    at: Tensor  # where in the row the chosen tokens are
     keys: Tensor  # places of the chosen keys here
     sources: Tensor  # of the keys: see `locate`
 
@@ -148,36 +157,48 @@ class Row:
         return F.pad(own, (0, tokens - own.shape[-1])) if own.shape[-1] < tokens else own.contiguous()
 
     def sort(self, at: Tensor) -> Sorted:
-        """Return a choice (batch, k) of whole rows sorted by the device that has the tokens; missing ones come last."""
-        owner = torch.where((at >= 0) & (at < self.n), at // self.most, self.size)
-        ordered, order = owner.sort(dim=-1, stable=True)
-        each = torch.arange(self.size + 1, device=at.device).expand(len(at), -1).contiguous()
-        return Sorted(at, order, torch.searchsorted(ordered, each))
+        """Return a choice (batch, k) of whole rows in the order of the tokens, and so device after device."""
+        ordered, order = at.sort(dim=-1)
+        return Sorted(ordered, order, torch.searchsorted(ordered, _bounds(self.n, self.size, len(at), at.device)))
 
     def ask(self, *found: Sorted) -> Counts:
-        """Start to tell the host how many tokens each device has: (choices, batch, devices)."""
-        return Counts(torch.stack([s.starts.diff() for s in found]))
+        """Start to tell the host where each device's tokens begin: (choices, batch, devices + 1)."""
+        return Counts(found[0].starts[None] if len(found) == 1 else torch.stack([s.starts for s in found]))
 
-    def pick(self, found: Sorted, counts: list[list[int]], everyone: bool = False) -> Chosen:
-        """Return which of the chosen tokens are here, in as many places as the fullest row here or `everyone` has."""
-        at, order, starts = found
-        most = max((max(c) if everyone else c[self.rank] for c in counts), default=0)
+    def pick(self, found: Sorted, starts: list[list[int]], everyone: bool = False) -> Chosen:
+        """Return the chosen tokens that are here, in as many places as the fullest row here or `everyone` needs."""
+        k = found.at.shape[1]
+        ranks = range(self.size) if everyone else (self.rank,)
+        most = max((row[r + 1] - row[r] for row in starts for r in ranks), default=0)
         # kernels take no empty tensors, and on a GPU few shapes repeat if each may differ
-        grain = 64 if at.is_cuda else 1
-        places = min(at.shape[1], -(-max(1, most) // grain) * grain)
-        ranks = torch.arange(places, device=at.device) + starts[:, self.rank, None]
-        real = ranks < starts[:, self.rank + 1, None]
-        slots = order.gather(1, ranks.clamp_max(at.shape[1] - 1))
-        own = torch.where(real, at.gather(1, slots), -1)
-        return Chosen(own, torch.where(real, own - self.begin, -1), slots, real)
+        grain = 64 if found.at.is_cuda else 1
+        places = min(k, -(-max(1, most) // grain) * grain)
+        if len(starts) == 1:
+            first = min(starts[0][self.rank], k - places)
+            at, slots = (t[:, first : first + places] for t in found[:2])
+        else:
+            # as many from there on, or the last ones
+            which = found.starts[:, self.rank, None].clamp_max(k - places) + torch.arange(
+                places, device=found.at.device
+            )
+            at, slots = found.at.gather(1, which), found.order.gather(1, which)
+        return Chosen(at - self.begin, slots)
 
-    def choose(self, found: Sorted, gates: Tensor, counts: list[list[int]]) -> tuple[Tensor, Tensor]:
+    def choose(self, found: Sorted, gates: Tensor, starts: list[list[int]]) -> tuple[Tensor, Tensor]:
         """Keep which of the chosen tokens are here; return their places among this device's tokens, and gates."""
-        self.own = self.pick(found, counts)
-        self.gates = torch.where(self.own.real, gates.gather(1, self.own.slots), 0)
+        self.own = self.pick(found, starts)
+        self.gates = gates.gather(1, self.own.slots)
         if self.balance:
-            self.even = Even([sum(c) for c in zip(*counts, strict=True)], self.own.real, self.rank, self.group)
+            self.even = Even(self.counts(starts), self.real(self.own.places), self.rank, self.group)
         return self.own.places, self.gates
+
+    def real(self, places: Tensor) -> Tensor:
+        """Return which places are those of tokens here."""
+        return (places >= 0) & (places < self.end - self.begin)
+
+    def counts(self, starts: list[list[int]]) -> list[int]:
+        """Return how many chosen tokens of all rows each device has."""
+        return [sum(c) for c in zip(*([b - a for a, b in pairwise(row)] for row in starts), strict=True)]
 
     def locate(self, found: Sorted, places: int) -> Tensor:
         """Return where each of the chosen (batch·k,) is in what :meth:`gather` receives; past its end: nowhere."""
@@ -185,9 +206,14 @@ class Row:
         batch, k = at.shape
         slot = torch.arange(k, device=at.device).expand(batch, -1).contiguous()
         owner = torch.searchsorted(starts, slot, right=True) - 1
-        place = slot - starts.gather(1, owner.clamp_max(self.size))
-        source = (owner * batch + torch.arange(batch, device=at.device)[:, None]) * places + place
-        source = torch.where(owner < self.size, source, self.size * batch * places)
+        nowhere = self.size * batch * places
+        # each device's places begin where `pick` has them begin
+        place = slot - starts.clamp_max(k - places).gather(1, owner.clamp(0, self.size))
+        if batch > 1:
+            owner_row = owner * batch + torch.arange(batch, device=at.device)[:, None]
+        else:
+            owner_row = owner
+        source = torch.where(owner >= 0, owner_row * places + place, nowhere)
         return torch.empty_like(source).scatter_(1, order, source).view(-1)
 
     def gather(self, rows: Tensor, sources: Tensor) -> Callable[[], Tensor]:
@@ -305,20 +331,23 @@ class Row:
         grads = []
         for gates, part, own in parts:
             assert part is not None
-            whole = torch.zeros_like(gates).scatter_add_(1, self.own.slots, part) if own else part
+            whole = torch.zeros_like(gates).scatter_(1, self.own.slots, part) if own else part
             grads.append(whole.view(gates.shape))
         if not stride:
             return [*self.total(*grads)], None
         sampled = slice(-self.begin % stride, max(0, self.end - self.begin), stride)
         lengths: Tensor = torch.linalg.vector_norm(dy[:, sampled], dim=-1, dtype=grads[0].dtype)
-        real = torch.ones_like(lengths, dtype=torch.bool) if mask is None else mask[:, sampled]
-        # keep the content of padding out, even NaN
-        lengths = lengths.where(real, 0)
-        *totals, sums, numbers = self.total(*grads, lengths.sum(-1), real.sum(-1).to(lengths.dtype))
-        mean = sums / numbers.clamp_min(1)
-        gain = (lengths - mean[:, None]) * inverse.view(x.shape[:2])[:, sampled] * (-weight * stride)
-        tokens = x[:, sampled].to(gain.dtype).where(real[..., None], 0)
-        return [*totals], torch.mv(tokens.flatten(0, 1).mT, gain.where(real, 0).flatten())
+        inverse, tokens = inverse.view(x.shape[:2])[:, sampled], x[:, sampled].to(lengths.dtype)
+        if mask is None:
+            *totals, sums = self.total(*grads, lengths.sum(-1))
+            gain = lengths - (sums / -(-self.n // stride))[:, None]
+        else:
+            # keep the content of padding out, even NaN
+            real = mask[:, sampled]
+            lengths, tokens = lengths.where(real, 0), tokens.where(real[..., None], 0)
+            *totals, sums, numbers = self.total(*grads, lengths.sum(-1), real.sum(-1).to(lengths.dtype))
+            gain = (lengths - (sums / numbers.clamp_min(1))[:, None]).where(real, 0)
+        return [*totals], torch.mv(tokens.flatten(0, 1).mT, (gain * inverse).flatten()) * (-weight * stride)
 
 
 __all__ = ["Chosen", "Counts", "Even", "Row", "Sorted", "send"]

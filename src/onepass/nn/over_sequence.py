@@ -288,12 +288,12 @@ def routed_over_sequence(layer: Routed, x: Any, k: int | float, mask: Any, axis:
     if found is not None and counts is not None:
         read = counts.read()[0]
         own = row.pick(found, read)
-        at, slots, real = (t.view(*indices.shape[:-1], -1) for t in own[1:])
+        at, slots, real = (t.view(*indices.shape[:-1], -1) for t in (*own, row.real(own.places)))
         chosen = gather(tokens, at)
         if layer.balance:
             from .balance import evenly
 
-            update = evenly(heavy, chosen, real, [sum(c) for c in zip(*read, strict=True)], row.rank, door.group)
+            update = evenly(heavy, chosen, real, row.counts(read), row.rank, door.group)
         else:
             update = heavy(chosen.flatten(1, -2)).reshape(chosen.shape)
         gates = torch.where(real, door.choice(routing.gates).gather(-1, slots), 0)
