@@ -21,7 +21,7 @@ def tests_for(name: str) -> list[str]:
     match path.parts:
         case ("src", "onepass", "core", "sharding.py"):
             return [*SHARED, "tests/sharded"]
-        case ("src", "onepass", "nn", "balance.py" | "halo.py" | "over_sequence.py"):
+        case ("src", "onepass", "nn", "halo.py" | "over_sequence.py"):
             return ["tests/nn", "tests/sharded"]
         case ("src", "onepass", "fused", "parts.py" | "row.py"):
             return ["tests/fused", "tests/nn", "tests/sharded"]

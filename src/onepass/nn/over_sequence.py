@@ -16,6 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from onepass.fused.parts import parts
+from onepass.fused.row import Even, Row
 from onepass.ops.routing.op import gather, scatter_add
 
 from .explore import explore_part
@@ -23,8 +25,6 @@ from .padding import check_mask
 from .router import Router, RouterOutput
 
 if TYPE_CHECKING:
-    from onepass.fused.row import Row
-
     from .routed import Routed
 
 # the calls of a layer that its devices have agreed on
@@ -80,8 +80,6 @@ class Door:
         A layer asks the others once for each kind of call, so that none waits for one that raised an error alone.
         """
         import torch.distributed as dist
-
-        from onepass.fused.parts import parts
 
         of_mask = None if mask is None else (mask.shape, getattr(mask, "placements", "a plain tensor"))
         kinds = frozenset(p.dtype for p in weights)
@@ -151,8 +149,6 @@ class Door:
 
     def row(self, balance: bool = False) -> Row:
         """Return the row for one call of a fused layer."""
-        from onepass.fused.row import Row
-
         return Row(self.n, self.group, balance)
 
     def cut(self, t: Tensor) -> Tensor:
@@ -264,6 +260,32 @@ class _Beside(torch.autograd.Function):
         return grad.to_local() / same, None, None
 
 
+class _There(torch.autograd.Function):
+    """`Even.there`, whose gradient goes back."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, even: Even) -> Tensor:
+        ctx.even = even
+        return even.there(rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.even.back(grad), None
+
+
+class _Back(torch.autograd.Function):
+    """`Even.back`, whose gradient goes there."""
+
+    @staticmethod
+    def forward(ctx: Any, done: Tensor, even: Even) -> Tensor:
+        ctx.even = even
+        return even.back(done)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.even.there(grad), None
+
+
 def routed_over_sequence(layer: Routed, x: Any, k: int | float, mask: Any, axis: int) -> tuple[Tensor, RouterOutput]:
     """Return what `Routed` returns for a DTensor x whose tokens are spread along one axis of its mesh, by composition.
 
@@ -291,9 +313,9 @@ def routed_over_sequence(layer: Routed, x: Any, k: int | float, mask: Any, axis:
         at, slots, real = (t.view(*indices.shape[:-1], -1) for t in (*own, row.real(own.places)))
         chosen = gather(tokens, at)
         if layer.balance:
-            from .balance import evenly
-
-            update = evenly(heavy, chosen, real, row.counts(read), row.rank, door.group)
+            even = Even(row.counts(read), real, row.rank, door.group)
+            mine = _There.apply(chosen.flatten(0, -2), even)  # type: ignore[no-untyped-call]
+            update = _Back.apply(heavy(mine[None])[0], even).view(chosen.shape)  # type: ignore[no-untyped-call]
         else:
             update = heavy(chosen.flatten(1, -2)).reshape(chosen.shape)
         gates = torch.where(real, door.choice(routing.gates).gather(-1, slots), 0)
