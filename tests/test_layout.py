@@ -14,6 +14,7 @@ FILES = sorted((SRC / "onepass").rglob("*.py"))
 # lowers the number. CONTRIBUTING has the rule by which a second way of doing a thing stays
 MOST_LINES = {
     "src/onepass/core": 1780,
+    "src/onepass/ops": 16750,
     "src/onepass/fused": 3820,
     "src/onepass/nn": 3940,
     "src/onepass/optim": 1590,
