@@ -16,6 +16,7 @@ from onepass.ops.topk.op import topk
 from .block import RoutedBlock
 from .cache import BlockCache, Clock
 from .count import check_number, check_size
+from .graphed import refuse_changed, settings
 
 # tokens that a GPU writes before the host looks at them
 CHUNK = 32
@@ -53,8 +54,8 @@ class Decoder:
     Raises:
         TypeError: a block can't be decoded, or an argument has another type.
         ValueError: an argument is out of range. In a call: there are more tokens than the caches hold, or a prompt of
-            another batch size; on a GPU, a parameter or hook was replaced, added or moved since the graphs were
-            captured (weights may change in place).
+            another batch size; on a GPU, a setting, parameter or hook was set, replaced, added or moved since the
+            graphs were captured (weights may change in place).
 
     Example:
         >>> import torch
@@ -111,6 +112,10 @@ class Decoder:
         self.repeats = weight.is_cuda and uses_triton(weight)
         self.graphs: dict[bool, torch.cuda.CUDAGraph] = {}
         self.captured: dict[str, Any] = {}
+        # a method belongs to its module
+        parts: dict[str, Any] = {"blocks": nn.ModuleList(self.blocks)}
+        parts |= {n: getattr(f, "__self__", f) for n, f in (("embed", embed), ("head", head))}
+        self.modules = nn.ModuleDict({name: m for name, m in parts.items() if isinstance(m, nn.Module)})
 
     @property
     def nbytes(self) -> int:
@@ -301,23 +306,8 @@ class Decoder:
                 self.graphs[turns] = graph
             self.clock.forced = None
         torch.cuda.current_stream().wait_stream(stream)
-        self.captured = dict(self._settings())
-
-    def _settings(self) -> Iterator[tuple[str, Any]]:
-        """Yield what a graph can't follow: addresses of weights, and how many hooks there are."""
-        owners = [getattr(part, "__self__", part) for part in (self.embed, self.head)]
-        seen: set[nn.Module] = set()
-        for i, part in enumerate([*self.blocks, *(m for m in owners if isinstance(m, nn.Module))]):
-            for name, m in part.named_modules(seen):
-                yield f"{i}.{name}", (len(m._forward_hooks), len(m._forward_pre_hooks), "forward" in m.__dict__)
-                for key, t in (*m._parameters.items(), *m._buffers.items()):
-                    if t is not None:
-                        yield f"{i}.{name}.{key}", t.data_ptr()
+        self.captured = settings(self.modules, self.tokens.device)
 
     def _check_captured(self) -> None:
-        for name, now in self._settings() if self.graphs else ():
-            if self.captured.get(name) != now:
-                raise ValueError(
-                    f"Decoder: a weight or a hook of {name} was replaced, added or moved since the graphs were "
-                    "captured: make another decoder"
-                )
+        if self.graphs:
+            refuse_changed(self.captured, settings(self.modules, self.tokens.device), "Decoder")

@@ -78,13 +78,13 @@ def settings(module: nn.Module, device: torch.device) -> dict[str, Any]:
     }
 
 
-def refuse_changed(before: dict[str, Any], now: dict[str, Any]) -> None:
+def refuse_changed(before: dict[str, Any], now: dict[str, Any], caller: str = "graphed") -> None:
     """Raise ValueError for a setting that differs, by value or by type: k=1 is one token, k=1.0 all."""
     for name in before | now:
         was, is_now = before.get(name), now.get(name)
         if type(was) is not type(is_now) or was != is_now:
             known = "was replaced" if isinstance(is_now, tuple) else f"was {was!r}, is now {is_now!r}"
-            raise ValueError(f"graphed: {name} {known} since the capture: capture another")
+            raise ValueError(f"{caller}: {name} {known} since the capture: capture another")
 
 
 def graphed(module: nn.Module, *tensors: Tensor, warmup: int = 3) -> Callable[..., Any]:
