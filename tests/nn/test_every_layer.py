@@ -164,6 +164,29 @@ def test_empty_and_shortest(name: str, batch: int, n: int) -> None:
     assert all(t.isfinite().all() for t in (y, *grads))
 
 
+@pytest.mark.parametrize("kind", ["hook", "pre-hook", "own forward", "subclass"])
+@every_layer
+def test_what_looks_at_any_module_is_called(name: str, kind: str) -> None:
+    """No path beside the modules' forward passes by a hook, a forward of an instance, or one of a subclass."""
+    layer, x = _make(name).eval(), _tokens()
+    plain = layer(x)
+    for where, _ in [*layer.named_modules()][1:]:
+        watched = copy.deepcopy(layer)
+        part: Any = watched.get_submodule(where)
+        calls: list[str] = []
+        if kind == "hook":
+            part.register_forward_hook(lambda *_, calls=calls: calls.append(""))
+        elif kind == "pre-hook":
+            part.register_forward_pre_hook(lambda *_, calls=calls: calls.append(""))
+        else:
+            place = part if kind == "own forward" else type("Other", (type(part),), {})
+            own = part.forward if place is part else type(part).forward
+            place.forward = lambda *args, own=own, calls=calls, **options: (calls.append(""), own(*args, **options))[1]
+            part.__class__ = place if kind == "subclass" else type(part)
+        torch.testing.assert_close(watched(x), plain, rtol=1e-4, atol=1e-5)
+        assert calls, where
+
+
 @every_layer
 def test_every_parameter_gets_a_gradient_from_gates_alone(name: str) -> None:
     layer = _make(name).eval()  # no training mode: nothing is explored
