@@ -56,28 +56,26 @@ def _on_cpu(keys: Tensor, k: int, is_sorted: bool) -> tuple[Tensor, Tensor]:
 
 
 def _from_rows(rows: Tensor, k: int, is_sorted: bool) -> tuple[Tensor, Tensor]:
-    found = _without_ties(rows, k, is_sorted) if rows.element_size() > 2 else None
-    if found is None:
-        found = (_anywhere if rows.element_size() == 8 else _by_number)(rows, k, is_sorted)
-    return found
-
-
-def _without_ties(rows: Tensor, k: int, is_sorted: bool) -> tuple[Tensor, Tensor] | None:
-    """Select by torch.topk; None if it had a tie to decide, or a NaN or -inf is among the chosen."""
+    exact = _anywhere if rows.element_size() == 8 else _by_number
+    if rows.element_size() == 2:
+        return exact(rows, k, is_sorted)
     n = rows.shape[-1]
     # one value more than k shows a tie of the last one with what is left
     values, indices = rows.topk(min(k + 1, n))
-    # each value must be below the one before: a tie or a NaN breaks this
-    if n > 1 and not values.diff().amax().item() < 0:
-        return None
-    if (n == 1 or n == k) and not values[:, -1].amin().item() > -math.inf:
-        return None
-    if not is_sorted:
-        indices = indices[:, :k].sort(-1).values
-        return rows.gather(-1, indices), indices
+    # each value is below the one before: a tie or a NaN breaks this
+    tied = ~(values.diff() < 0).all(-1)
+    if n == k:
+        tied |= ~(values[:, -1] > -math.inf)
+    if tied.all():
+        return exact(rows, k, is_sorted)
     if n > k:
         # copies: a view would keep k + 1 values, and their stride
         values, indices = (t[:, :k].clone(memory_format=torch.contiguous_format) for t in (values, indices))
+    if not is_sorted:
+        indices = indices.sort(-1).values
+        values = rows.gather(-1, indices)
+    if tied.any():
+        values[tied], indices[tied] = exact(rows[tied], k, is_sorted)
     return values, indices
 
 
