@@ -115,8 +115,13 @@ def _kernels() -> Iterator[Kernel]:
                 | {"N_COLS": 32768, "STABLE": True, "BLOCK_R": tile.rows, "BLOCK_C": tile.cols, "EARLY": False},
                 _DIVISIBLE, num_warps=tile.warps, max_registers=64,
             )  # fmt: skip
-        for cols, stable, residual in ((24000, False, False), (40000, True, True), (65536, False, True)):
-            tile, registers = shapes.wide_tile(cols, size, stable, residual)
+        for cols, stable, residual in (
+            (24000, False, False),
+            (40000, True, True),
+            (65536, False, False),
+            (65536, False, True),
+        ):
+            tile, registers = shapes.wide_tile(cols, size, stable or residual)
             yield Kernel(
                 f"norm wide forward {t} N={cols}{' stable' * stable}{' residual' * residual}", _WIDE_FORWARD,
                 forward | (sources if residual else {}),

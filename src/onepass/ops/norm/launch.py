@@ -104,7 +104,7 @@ def forward(
                 (*constants, *shape), num_warps=tile.warps,
             )  # fmt: skip
         else:
-            tile, registers = shapes.wide_tile(n_cols, itemsize, stable, residual is not None)
+            tile, registers = shapes.wide_tile(n_cols, itemsize, stable or residual is not None)
             launch(
                 wide_forward_kernel, (n_rows, 1, 1), tensors, numbers, (*constants, tile.cols, tile.stages),
                 num_warps=tile.warps, **({} if torch.version.hip else {"maxnreg": registers}),

@@ -62,13 +62,13 @@ def in_one_program(n_cols: int, itemsize: int, has_mean: bool) -> bool:
     return n_cols <= MAX_FORWARD_COLS * (2 if has_mean and itemsize == 2 else 1)
 
 
-def wide_tile(n_cols: int, itemsize: int, stable: bool, residual: bool) -> tuple[Tile, int]:
+def wide_tile(n_cols: int, itemsize: int, roomy: bool) -> tuple[Tile, int]:
     """Return the tile of `wide_forward_kernel` and its registers per thread.
 
     L2 holds rows between their two walks, and the more easily the fewer are under way: two of up to 96 KB on a
-    multiprocessor, or one. `stable` and an fp32 residual need more registers than 32 warps have.
+    multiprocessor, or one. `roomy`: for `stable` and with a residual, which need more registers than 32 warps have.
     """
-    warps = 16 if stable or (residual and itemsize == 4) or n_cols * itemsize <= 98304 else 32
+    warps = 16 if roomy or n_cols * itemsize <= 98304 else 32
     return Tile(rows=1, cols=WIDE_WARP_COLS * warps, warps=warps), 65536 // (WARP * warps)
 
 
