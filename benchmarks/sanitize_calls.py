@@ -194,7 +194,7 @@ def topk() -> Iterator[Call]:
         torch.testing.assert_close(found.values.detach().cpu(), allowed.topk(k).values, rtol=0, atol=0)
 
     make = maker(FP32)
-    for n, k in ((33, 5), (1000, 100), (5000, 4500), (32771, 700)):
+    for n, k in ((33, 5), (1000, 100), (5000, 4500), (9001, 20), (9001, 4100), (32771, 700)):
         s = make(3, n)
         mask = (torch.arange(n) % 7 != 3).to(DEVICE)
         for m in (None, mask):
