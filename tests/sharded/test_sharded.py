@@ -24,6 +24,14 @@ def test_four_processes(script: str) -> None:
     assert not errors, errors
 
 
+@pytest.mark.slow
+def test_kernels_in_two_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    errors = run("kernels.py", 2)
+    assert not errors, errors
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("script", ["operators.py", "optimizer.py", "modules.py", "balance.py"])
