@@ -19,6 +19,8 @@ def tests_for(name: str) -> list[str]:
     """Paths of the tests to run when this file changed; some may be absent."""
     path = PurePosixPath(name)
     match path.parts:
+        case ("src", *_, "README.md") | ("docs", *_) | ("mkdocs.yml",):
+            return ["tests/test_docs.py", "tests/test_readme.py"]
         case ("src", "onepass", "core", "sharding.py"):
             return [*SHARED, "tests/sharded"]
         case ("src", "onepass", "nn", "halo.py" | "over_sequence.py"):
@@ -43,8 +45,6 @@ def tests_for(name: str) -> list[str]:
             return [name]
         case ("tests", folder, _, *_):
             return [f"tests/{folder}"]
-        case ("docs", *_) | ("mkdocs.yml",):
-            return ["tests/test_docs.py"]
         case ("examples", "sparse_attention.py"):
             return ["tests/test_examples.py", "tests/test_sparse_attention.py"]
         case ("examples", *_):

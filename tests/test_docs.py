@@ -36,6 +36,17 @@ def test_readmes_are_short(path: Path) -> None:
     assert len(path.read_text().splitlines()) <= 80
 
 
+def test_all_pages_are_read_in_an_afternoon() -> None:
+    pages = [
+        *ROOT.glob("*.md"),
+        *(p for room in ("docs", "src", "research", "examples") for p in (ROOT / room).rglob("*.md")),
+    ]
+    counted = [
+        p for p in (*pages, ROOT / "benchmarks" / "README.md") if p.name != "CHANGELOG.md" and p.parent.name != "lab"
+    ]
+    assert sum(len(path.read_text().split()) for path in counted) <= 28_000
+
+
 def test_each_line_of_the_compatibility_table_is_a_test() -> None:
     rows = [line for line in (DOCS / "compatibility.md").read_text().splitlines() if line.startswith("| ")][1:]
     assert len(rows) > 20
