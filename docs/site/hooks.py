@@ -22,7 +22,7 @@ OPERATORS = {
     "weighted_sum": ("weighted_sum", "nn.WeightedSum"),
     "soft_topk": ("soft_topk",),
     "coor_descent": ("coor_descent",),
-    "topk": ("topk", "TopK"),
+    "topk": ("topk", "TopK", "kth_value"),
     "routing": ("nn.Router",),
     "span_attention": ("nn.LocalAttention",),
     "causal_choice": ("nn.CausalRouter",),
