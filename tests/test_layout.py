@@ -15,7 +15,7 @@ FILES = sorted((SRC / "onepass").rglob("*.py"))
 MOST_LINES = {
     "src/onepass/core": 1780,
     "src/onepass/ops": 16750,
-    "src/onepass/fused": 3820,
+    "src/onepass/fused": 3850,
     "src/onepass/nn": 3940,
     "src/onepass/optim": 1590,
     "src/onepass/swapping": 820,

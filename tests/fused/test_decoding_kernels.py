@@ -54,6 +54,23 @@ def test_a_step(device: str, size: dict[str, Any], rows: int, monkeypatch: pytes
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("device", WHERE)
+def test_a_token_that_comes_again_ties_with_itself(device: str) -> None:
+    """Of two tokens in turns, the scores are the thresholds: a last bit would choose another branch.
+
+    At this width the kernels of the full forward add up in another order.
+    """
+    torch.manual_seed(3)
+    block = RoutedBlock(320, 1 / 4, heads=2, dim_head=8, window=8, heavy_mult=0.5, causal=True).to(device).eval()
+    x = torch.randn(1, 2, 320, device=device).repeat(1, 12, 1)
+    cache = block.new_cache(1, 24)
+    block.prefill(x[:, :13], cache)
+    steps = torch.stack([block.step(x[:, i], cache) for i in range(13, 24)], 1)
+    assert len(cache.attention.queries.scores.unique()) == 3  # two, and none in the columns that are not used
+    torch.testing.assert_close(steps, block(x)[:, 13:], rtol=1e-4, atol=2e-5)
+
+
+@torch.no_grad()
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_and_many_keys(dtype: torch.dtype) -> None:

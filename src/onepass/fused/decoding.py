@@ -78,6 +78,24 @@ def feed_forward(layer: Any, cache: Any, x: Tensor, score_eps: float) -> Tensor:
     )  # fmt: skip
 
 
+def scores(router: Any, x: Tensor, score_eps: float) -> Tensor:
+    """Return the scores (batch, n) of a prompt with the bits that steps give the same tokens."""
+    from . import kernels_decoding as kernels
+
+    batch, n, dim = x.shape
+    result, block = torch.empty(batch, n, dtype=torch.float32, device=x.device), next_power_of_2(dim)
+    with device_guard(x):
+        launch(
+            kernels.score_kernel, (batch * n, 1, 1), (x.contiguous(), router.directions(), result), (float(score_eps),),
+            (dim, block), num_warps=_warps(block),
+        )  # fmt: skip
+    return result
+
+
+def _warps(block: int) -> int:
+    return 4 if block <= 2048 else 8
+
+
 def _choose(
     router: Any, cache: Any, x: Tensor, norms: tuple[Any, Any], score_eps: float, tokens: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -98,7 +116,7 @@ def _choose(
             ),
             (numerator, denominator, *(float(norm.eps_for(x)) for norm in norms), float(score_eps), float(router.eps)),
             (dim, router.block, router.memory, 1 if tokens is None else tokens.shape[1], block),
-            num_warps=4 if block <= 2048 else 8,
+            num_warps=_warps(block),
         )  # fmt: skip
     return light, heavy, gates
 

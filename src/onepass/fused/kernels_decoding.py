@@ -13,6 +13,23 @@ from onepass.ops.span_attention.kernels_rotary import cos_sin
 INTS = ["numerator", "denominator"]
 
 
+@triton.jit
+def score_of(x, v_ptr, mean_square, eps, D: tl.constexpr, BLOCK_C: tl.constexpr):
+    """Return the score of one token, with the same bits in all kernels here, because thresholds are scores."""
+    cols = tl.arange(0, BLOCK_C)
+    v = tl.load(v_ptr + cols, mask=cols < D, other=0.0).to(tl.float32)
+    return tl.sum(x * v, 0) * tl.rsqrt(mean_square + eps)
+
+
+@triton.jit
+def score_kernel(x_ptr, v_ptr, scores_ptr, eps, D: tl.constexpr, BLOCK_C: tl.constexpr):
+    """Score one token of x (tokens, D)."""
+    token = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, BLOCK_C)
+    x = tl.load(x_ptr + token * D + cols, mask=cols < D, other=0.0).to(tl.float32)
+    tl.store(scores_ptr + token, score_of(x, v_ptr, tl.sum(x * x, 0) / D, eps, D, BLOCK_C))
+
+
 @triton.jit(do_not_specialize=INTS)
 def choose_kernel(
     x_ptr,  # (batch, D)
@@ -51,8 +68,7 @@ def choose_kernel(
     if heavy_ptr is not None:
         heavy *= tl.load(heavy_ptr + cols, mask=inside, other=0.0).to(tl.float32)
     tl.store(to_heavy_ptr + b * D + cols, heavy.to(token.dtype), mask=inside)
-    v = tl.load(v_ptr + cols, mask=inside, other=0.0).to(tl.float32)
-    score = tl.sum(x * v, 0) * tl.rsqrt(mean_square + score_eps)
+    score = score_of(x, v_ptr, mean_square, score_eps, D, BLOCK_C)
     threshold = tl.load(threshold_ptr + b)
     taken = tl.load(taken_ptr + b)
     budget = ((i // BLOCK + 1) * BLOCK * numerator + denominator - 1) // denominator

@@ -161,7 +161,8 @@ class RoutedBlock(nn.Module):
         _check_decodes(self)
         if cache.owns_clock:
             cache.clock.begin(x, mask)
-        if x.shape[1] == 1 and not return_routing and self._fits_kernels(x):
+        kernels = self._fits_kernels(x)
+        if x.shape[1] == 1 and not return_routing and kernels:
             cache.attention.begin_window(self.attention)
             x = decoding.attention(self.attention, cache.attention, x, NORM_EPS)
             x = decoding.feed_forward(self.feed_forward, cache.feed_forward, x, NORM_EPS)
@@ -169,11 +170,17 @@ class RoutedBlock(nn.Module):
                 cache.clock.end()
             return x
         y, attention = self.attention(x, mask, return_routing=True, cache=cache.attention)  # type: ignore[call-overload]
-        x = x + F.dropout(y, self.dropout, self.training)
-        y, feed_forward = self.feed_forward(x, mask, return_routing=True, cache=cache.feed_forward)  # type: ignore[call-overload]
+        h = x + F.dropout(y, self.dropout, self.training)
+        y, feed_forward = self.feed_forward(h, mask, return_routing=True, cache=cache.feed_forward)  # type: ignore[call-overload]
+        if kernels and x.shape[1] > 1:
+            # a threshold is a score: a token that comes again in a step has to tie with itself
+            for router, kept, tokens in (
+                (self.attention.router_q, cache.attention.queries, x), (self.feed_forward.router, cache.feed_forward, h)
+            ):  # fmt: skip
+                kept.keep(router, decoding.scores(router, tokens, NORM_EPS))
         if cache.owns_clock:
             cache.clock.end()
-        y = x + F.dropout(y, self.dropout, self.training)
+        y = h + F.dropout(y, self.dropout, self.training)
         return (y, BlockRouting(attention, feed_forward)) if return_routing else y
 
     def _fits_kernels(self, x: Tensor) -> bool:
@@ -181,6 +188,7 @@ class RoutedBlock(nn.Module):
         attention, feed_forward = self.attention, self.feed_forward
         return (
             decoding.fits(x)
+            and not (self.training and self.dropout)
             and has_no_overrides(attention, feed_forward)
             and attention._fused_dtype(x, None) is not None
             and feed_forward._fused_dtype(x, None) is not None

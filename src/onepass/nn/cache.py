@@ -161,13 +161,16 @@ class ChoiceCache(_Cache):
 
     def fill(self, router: Any, output: RouterOutput) -> None:
         """Keep what steps through the tokens of a prompt would."""
-        scores = output.scores.to(self.scores.dtype)
+        self.keep(router, output.scores.to(self.scores.dtype))
+        self.taken.copy_((output.indices >= 0).sum(-1))
+
+    def keep(self, router: Any, scores: Tensor) -> None:
+        """Keep the scores (batch, n) of a prompt."""
         start = (self.clock.lengths - 1) // router.block * router.block
         before = start[:, None] - 1 - torch.arange(router.memory, device=scores.device)
         # in the first block each step computes its own threshold
         self.threshold.copy_(ranked(_at(scores, before), self.share))
         self.scores.copy_(_at(scores, self.clock.last_in(router.memory)))
-        self.taken.copy_((output.indices >= 0).sum(-1))
 
 
 def _at(scores: Tensor, tokens: Tensor) -> Tensor:

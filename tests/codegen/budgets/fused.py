@@ -163,6 +163,11 @@ def _decoding() -> Iterator[Kernel]:
         {"D": 1024, "BLOCK": 256, "MEMORY": 2048, "WINDOW": 256, "BLOCK_C": 1024}, pointers(signature),
         max_registers=64,
     )  # fmt: skip
+    signature = {"x_ptr": t, "v_ptr": t, "scores_ptr": "*fp32"}
+    yield Kernel(
+        "decoding score", kernel(source, "score_kernel"), signature | {"eps": "fp32"}, {"D": 1024, "BLOCK_C": 1024},
+        pointers(signature), max_registers=64,
+    )  # fmt: skip
     rows = {"ROWS": 8, "BLOCK_B": 16, "BLOCK_N": 16, "BLOCK_K": 256}
     signature = {f"{h}{name}_ptr": t for h in ("", "heavy_") for name in ("x", "w", "bias", "y")}
     signature |= {"gates_ptr": "*fp32"}
