@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -25,6 +26,7 @@ NEEDS = {
     "choose_features": ("sklearn",),
     "fsdp2": (),
     "sparse_attention": (),
+    "sparse_autoencoder": (),
 }
 # an experiment of six arms; its layer has tests/test_sparse_attention.py
 LINES = {"sparse_attention": 180}
@@ -190,3 +192,20 @@ def test_the_notebook_runs() -> None:
 def test_the_notebook_is_stored_without_outputs() -> None:
     cells = json.loads((EXAMPLES / "gates.ipynb").read_text())["cells"]
     assert all(not cell.get("outputs") and cell.get("execution_count") is None for cell in cells)
+
+
+def test_sparse_autoencoder(tmp_path: Path) -> None:
+    """Both kinds learn; TopK keeps the first of equal latents; AuxK's gradient reaches dead latents."""
+    for flags in ((), ("--batch",)):
+        said = output("sparse_autoencoder", tmp_path, options=("--steps", "61", *flags))
+        losses = [float(x) for x in re.findall(r"loss ([\d.]+)", said)]
+        assert losses[-1] < 0.6 * losses[0]
+    autoencoder = runpy.run_path(str(EXAMPLES / "sparse_autoencoder.py"))["SparseAutoencoder"]
+    model = autoencoder(8, 32, 3)
+    latents = torch.tensor([[0.0, 2.0, 1.0, 1.0, 1.0, -1.0]])
+    model.decoder.data = torch.eye(6)
+    assert model.decode(latents, 3)[0].tolist() == [[0.0, 2.0, 1.0, 1.0, 0.0, 0.0]]
+    model = autoencoder(8, 32, 3)
+    model.unused[5:] = 1000
+    model(torch.randn(4, 8))[1].backward()
+    assert model.decoder.grad[5:].any()
