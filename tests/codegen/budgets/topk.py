@@ -78,7 +78,7 @@ def _in_one_launch(plain: dict[str, Any], dtypes: dict[str, torch.dtype]) -> Ite
                 "CHUNK": one.chunk, "GROUP": one.group, "GROUPS": one.groups, "AGAIN": one.again, "ROOM": one.room,
             }  # fmt: skip
             kernel = kernels_wide.wide_kernel
-            yield _kernel(f"topk wide {dtype} {cols}", kernel, constants | blocks, one.warps, 96, **for_all)
+            yield _kernel(f"topk wide {dtype} {cols}", kernel, constants | blocks, one.warps, 120, **for_all)
         else:
             assert isinstance(one, plan.Whole)
             blocks = {
