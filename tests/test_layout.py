@@ -13,18 +13,18 @@ FILES = sorted((SRC / "onepass").rglob("*.py"))
 # lines of Python that a room may have: what grows beyond is an edit here, with its reason in the commit; what shrinks
 # lowers the number. CONTRIBUTING has the rule by which a second way of doing a thing stays
 MOST_LINES = {
-    "src/onepass/core": 1780,
-    "src/onepass/ops": 16750,
+    "src/onepass/core": 1750,
+    "src/onepass/ops": 16660,
     "src/onepass/fused": 3850,
     "src/onepass/nn": 3940,
-    "src/onepass/optim": 1590,
+    "src/onepass/optim": 1510,
     "src/onepass/swapping": 820,
-    "src/onepass/compat": 1520,
-    "src/onepass/doctor": 510,
-    "src/onepass/train": 3680,
-    "tests": 30400,
-    "benchmarks": 6600,
-    "research": 1970,
+    "src/onepass/compat": 1490,
+    "src/onepass/doctor": 500,
+    "src/onepass/train": 3610,
+    "tests": 28910,
+    "benchmarks": 6500,
+    "research": 1940,
     "examples": 790,
 }
 
