@@ -30,8 +30,8 @@ test: lint types unit interpret codegen doctest  ## everything that needs no GPU
 test-all: test slow dist docs  ## the slow tests, the built packages and the site as well
 
 newest:  ## `test` with the newest of everything; what leans on another library's inside is told apart
-	$(MAKE) LOCK= lint types interpret codegen doctest
-	$(MAKE) LOCK= unit ARGS="-m 'not slow and not peer'"
+	$(MAKE) LOCK= lint types codegen doctest
+	$(MAKE) LOCK= unit interpret ARGS="-m 'not slow and not peer'"
 	PYTHONPATH= $(PYTEST) $(PARALLEL) -m 'not slow' tests/codegen
 	@echo 'The tests that follow lean on the inside of other libraries: a failure is a change of theirs.'
 	$(MAKE) LOCK= unit ARGS="-m 'peer and not slow'"
