@@ -1,6 +1,6 @@
 """One token after a long text: milliseconds, kernels and bytes of causal routed blocks, beside dense ones.
 
-    python -m benchmarks.decoding --json benchmarks/results/h100/decoding.json      on a GPU: 8 k and 64 k tokens
+    python -m benchmarks.decoding --json benchmarks/results/h100/raw/decoding.json      on a GPU: 8 k and 64 k tokens
     python -m benchmarks.decoding --device cpu --tokens 1024 --dim 128               a size that a CPU takes
 
 Both models have the same width, heads, embedding, head and number of blocks, take the likeliest token, and on a GPU run

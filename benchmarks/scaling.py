@@ -1,6 +1,6 @@
 """Routed layers over a spread row against half of the row on one device, the main job, and Lion on shards.
 
-    python -m benchmarks.scaling --json benchmarks/results/h100/scaling.json
+    python -m benchmarks.scaling --json benchmarks/results/h100/raw/scaling.json
 
 Each number of processes (default: 1 and all GPUs) is one torchrun. The main job keeps its batch per process, so that
 tokens per second and process should stay; one process runs with and without its CUDA graph, as FSDP2 has none. With
