@@ -258,6 +258,20 @@ def fused() -> Iterator[Call]:
     def block() -> torch.nn.Module:
         return RoutedBlock(48, 9, heads=2, dim_head=16, window=8, causal=True)
 
+    @torch.no_grad()
+    def decode() -> None:
+        """Steps after prompts of unequal lengths, over the ends of windows."""
+        torch.manual_seed(4)
+        here = RoutedBlock(24, 0.5, heads=3, light_heads=4, dim_head=6, window=8, causal=True).to(DEVICE).eval()
+        there = copy.deepcopy(here).cpu()
+        x, mask, found = torch.randn(3, 30, 24), torch.arange(20) < torch.tensor([[20], [7], [13]]), []
+        for module, device in ((here, DEVICE), (there, "cpu")):
+            cache = module.new_cache(3, 64)
+            module.prefill(x[:, :20].to(device), cache, mask.to(device))
+            found.append(torch.stack([module.step(x[:, i].to(device), cache).cpu() for i in range(20, 30)]))
+        torch.testing.assert_close(*found, rtol=1e-3, atol=1e-4)
+
+    yield "decoding", decode
     for mask in (False, True):
         yield (
             f"RoutedFeedForward{', mask' * mask}",

@@ -202,7 +202,7 @@ def _(eps: str | None, mask: tuple[int, ...] | None, place: str, k: int) -> None
     of_eps = None if eps is None else torch.rand(shape, dtype=torch.float64) + 0.5
 
     def call(s: Tensor, eps: Tensor | None, mask: Tensor | None) -> Any:
-        return onepass.topk(s, k, eps=0.5 if eps is None else eps, mask=mask)
+        return onepass.topk(s, k, eps=0.5 if eps is None else eps, mask=mask, pad=True)
 
     of_mask = None if mask is None else torch.rand(mask) < 0.8
     places = [PLACES[place], where.get(place, [R]), [R]]
