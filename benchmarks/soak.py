@@ -49,6 +49,7 @@ from onepass.train.run import METRICS, Run
 
 SIZE = ["--dim", "16", "--blocks", "2", "--seq", "32", "--batch", "2", "--device", "cpu"]
 STEPS_PER_RESUME = 16
+LEAST_STEPS = 800  # so that the last fault comes a second before the end, however few there are
 EVERY = 5  # steps between checkpoints
 FAULTS = ("kill -9 at the start", "kill -9", "kill -9 in a write", "SIGTERM", "disk full", "clock set back")
 CLOCKED = {"seconds", "tokens_per_s", "digest"}  # a row's digest covers the other two
@@ -127,7 +128,7 @@ class Soak:
     def __init__(self, root: Path, texts: Path, resumes: int, seed: int) -> None:
         self.out = root / "disturbed"
         self.log = texts.parent / "log"
-        self.steps = STEPS_PER_RESUME * resumes
+        self.steps = max(STEPS_PER_RESUME * resumes, LEAST_STEPS)
         self.options = [str(texts), *SIZE, "--steps", str(self.steps), "--checkpoint-every", str(EVERY)]
         self.draws = random.Random(seed)
         self.faults = [FAULTS[i % len(FAULTS)] for i in range(resumes)]

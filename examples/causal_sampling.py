@@ -44,7 +44,7 @@ def sample(model: Model, start: bytes, count: int, temperature: float = 0.7) -> 
         model.eval().blocks, model.embedding, lambda x: model.head(model.norm(x)),
         batch=1, max_tokens=len(start) + count, temperature=temperature, top_k=50,
     )  # fmt: skip
-    return bytes(decoder.generate(torch.tensor([list(start)]), count)[0].tolist())
+    return start + bytes(decoder.generate(torch.tensor([list(start)]), count)[0].tolist())
 
 
 def main() -> None:
