@@ -38,6 +38,19 @@ def patch_once_per_launch() -> None:
     interpreter._patch_lang = patch_lang
 
 
+def leave_tensors_to_themselves() -> None:
+    """Let `CONSTANT * tensor` be the tensor's product: in Triton 3.8 the constant of a module makes another of it."""
+    import triton.language as tl
+
+    for name in ("add", "sub", "mul", "truediv", "lt", "le", "gt", "ge"):
+        method = getattr(tl.constexpr, f"__{name}__")
+
+        def operate(self: Any, other: Any, method: Callable[..., Any] = method) -> Any:
+            return NotImplemented if isinstance(other, tl.tensor) else method(self, other)
+
+        setattr(tl.constexpr, f"__{name}__", operate)
+
+
 def reduce_by_halves() -> None:
     """Let a reduction with a combine function of its own run on whole arrays, as a tree; it goes element by element."""
     import numpy as np
