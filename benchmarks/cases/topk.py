@@ -12,7 +12,7 @@ from onepass.ops.soft_topk.op import soft_topk
 from onepass.ops.topk.op import topk
 
 CELLS = ((64, 32768, 2048), (1024, 8192, 512), (4096, 1024, 64), (8, 1 << 20, 65536))
-# who has many rows: sparse autoencoders, indexers of sparse attention (by index too), expert routers, vocabularies
+# users with many rows: sparse autoencoders, indexers of sparse attention (by index too), expert routers, vocabularies
 MANY_ROWS = (
     (4096, 65536, 32), (8192, 131072, 64), (16384, 24576, 64), (4096, 16384, 32), (4096, 32768, 2048),
     (8192, 8192, 2048), (16384, 16384, 2048), (65536, 64, 8), (32768, 256, 8), (256, 128256, 50),

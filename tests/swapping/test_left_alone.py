@@ -109,7 +109,7 @@ def test_left_alone(make: Callable[[], nn.Module], reason: str) -> None:
         swap(norm, strict=True)
 
 
-def test_classes_that_nobody_named() -> None:
+def test_unknown_classes_are_left_alone() -> None:
     """Norms by name, and subclasses of torch's: left alone whatever they compute, with the way out; strict says so."""
     model = nn.Sequential(FooRMSNorm(16), InFloat(16), nn.LayerNorm(16))
     report = onepass.swap(model, strict=True)

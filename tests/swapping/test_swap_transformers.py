@@ -16,7 +16,7 @@ import onepass
 from onepass import swap
 
 transformers = pytest.importorskip("transformers")
-# names of classes and attributes, and bits of forwards, are not what transformers documents
+# transformers documents neither the names of its classes and attributes nor the bits of its forwards
 pytestmark = pytest.mark.peer
 
 SIZES: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}

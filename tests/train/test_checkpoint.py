@@ -184,7 +184,7 @@ def test_generating_from_a_strangers_checkpoint(good: Path, tmp_path: Path, caps
 @settings(max_examples=30, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_any_configuration_is_compared(good: Path, tmp_path: Path, data: st.DataObject):
-    """Values at the ends of their ranges: the tensors of the file don't fit it, or it is no configuration."""
+    """Values at the ends of their ranges: a configuration that is invalid, or that the file's tensors don't fit."""
     names = data.draw(st.lists(st.sampled_from(["light_mult", "heavy_mult", "routed", "window", "seq"]), unique=True))
     config = {"dim": 2**10, **{n: RANGES[n][data.draw(st.integers(0, 1))] for n in names}}
     config |= {"task": data.draw(st.sampled_from(TASKS)), "route": data.draw(st.sampled_from(ROUTES))}
