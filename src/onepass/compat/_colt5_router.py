@@ -9,13 +9,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import onepass
 from onepass.core import check
 from onepass.nn.count import check_number, check_size
 from onepass.nn.padding import check_mask
+from onepass.ops.coor_descent.op import coor_descent
+from onepass.ops.norm.op import rms_norm
 from onepass.ops.routing.op import gather, scatter_add
 from onepass.ops.topk.op import gates, select
-from onepass.ops.weighted_sum.op import MAX_VECTORS
+from onepass.ops.weighted_sum.op import MAX_VECTORS, weighted_sum
 
 # the original divides by max(|x|, 1e-12); as a mean of squares this is 1e-24 / dim
 _TINY = 1e-24
@@ -164,11 +165,11 @@ class CoordinateDescentRouter(nn.Module):
         else:
             given = vectors
         if self.cosine_sim_routing:
-            x = onepass.rms_norm(x, eps=_TINY / self.dim)
+            x = rms_norm(x, eps=_TINY / self.dim)
             given = F.normalize(given, dim=-1) * (self.cosine_sim_scale / math.sqrt(self.dim))
         if vectors is None:
             return given @ x.mT
-        sums = [onepass.weighted_sum(x, some) for some in torch.split(given, MAX_VECTORS)]
+        sums = [weighted_sum(x, some) for some in torch.split(given, MAX_VECTORS)]
         return torch.cat(sums, -1).mT if len(sums) > 1 else sums[0].mT
 
     def choose(
@@ -190,7 +191,7 @@ class CoordinateDescentRouter(nn.Module):
             _, indices = select(torch.randn_like(scores), num_tokens, mask)
             chosen = (indices >= 0).to(scores.dtype)
         else:
-            soft = onepass.coor_descent(
+            soft = coor_descent(
                 scores, n_iters=self.n_iters, k=min(num_tokens * self.fetch_k_ratio, n), eps=self.eps,
                 eps_init=self.eps_init, eps_decay=self.eps_decay, mask=mask,
             )  # fmt: skip
@@ -218,7 +219,7 @@ class ScaledNorm(nn.Module):
         self.gamma = nn.Parameter(torch.ones(dim))
 
     def forward(self, x: Tensor) -> Tensor:
-        return onepass.rms_norm(x, self.gamma, eps=_TINY / self.gamma.numel())
+        return rms_norm(x, self.gamma, eps=_TINY / self.gamma.numel())
 
 
 class ConditionalRoutedFeedForward(nn.Module):

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-import onepass
 from onepass.compat._absent import absent
 from onepass.compat._colt5_attention import (
     ConditionalRoutedAttention,
@@ -35,6 +34,7 @@ from onepass.compat._colt5_models import (
 from onepass.compat._colt5_router import ConditionalRoutedFeedForward, CoordinateDescentRouter, RouterReturn
 from onepass.core import check
 from onepass.ops._shared import arguments
+from onepass.ops.coor_descent.op import coor_descent as _coor_descent
 from onepass.ops.topk.op import gates, select
 
 __all__ = [
@@ -82,7 +82,7 @@ def coor_descent(
         >>> [round(v, 3) for v in y.tolist()]
         [1.0, 0.12, 0.89, 0.002]
     """
-    return onepass.coor_descent(s, n_iters=n_iters, k=k, eps=eps, eps_init=eps_init, eps_decay=eps_decay, mask=mask)
+    return _coor_descent(s, n_iters=n_iters, k=k, eps=eps, eps_init=eps_init, eps_decay=eps_decay, mask=mask)
 
 
 def triton_coor_descent(

@@ -5,12 +5,9 @@ A module that declares ``__call__`` with one of these under `TYPE_CHECKING` is c
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, Protocol, TypeVar, overload
+from typing import Literal, Protocol, TypeVar, overload
 
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from .attention import AttentionRouting
 
 Routing = TypeVar("Routing", covariant=True)
 
@@ -47,28 +44,3 @@ class RoutedCall(Protocol[Routing]):
         self, x: Tensor, mask: Tensor | None = ..., return_routing: bool = ..., *,
         cu_seqlens: Tensor | None = ..., max_seqlen: int | None = ...,
     ) -> Tensor | tuple[Tensor, Routing]: ...  # fmt: skip
-
-
-class CrossCall(Protocol):
-    """``layer(x, context, mask=None, context_mask=None, return_routing=False)``."""
-
-    @overload
-    def __call__(
-        self, x: Tensor, context: Tensor, mask: Tensor | None = ..., context_mask: Tensor | None = ...,
-        return_routing: Literal[False] = ...,
-    ) -> Tensor: ...  # fmt: skip
-    @overload
-    def __call__(
-        self, x: Tensor, context: Tensor, mask: Tensor | None = ..., context_mask: Tensor | None = ...,
-        *, return_routing: Literal[True],
-    ) -> tuple[Tensor, AttentionRouting]: ...  # fmt: skip
-    @overload
-    def __call__(
-        self, x: Tensor, context: Tensor, mask: Tensor | None, context_mask: Tensor | None,
-        return_routing: Literal[True],
-    ) -> tuple[Tensor, AttentionRouting]: ...  # fmt: skip
-    @overload
-    def __call__(
-        self, x: Tensor, context: Tensor, mask: Tensor | None = ..., context_mask: Tensor | None = ...,
-        return_routing: bool = ...,
-    ) -> Tensor | tuple[Tensor, AttentionRouting]: ...  # fmt: skip

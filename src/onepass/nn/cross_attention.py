@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, Protocol, overload
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +17,30 @@ from .explore import explore
 from .local_attention import check_heads
 from .router import Router, RouterOutput, asked
 
-if TYPE_CHECKING:
-    from .calls import CrossCall
+
+class CrossCall(Protocol):
+    """``layer(x, context, mask=None, context_mask=None, return_routing=False)``."""
+
+    @overload
+    def __call__(
+        self, x: Tensor, context: Tensor, mask: Tensor | None = ..., context_mask: Tensor | None = ...,
+        return_routing: Literal[False] = ...,
+    ) -> Tensor: ...  # fmt: skip
+    @overload
+    def __call__(
+        self, x: Tensor, context: Tensor, mask: Tensor | None = ..., context_mask: Tensor | None = ...,
+        *, return_routing: Literal[True],
+    ) -> tuple[Tensor, AttentionRouting]: ...  # fmt: skip
+    @overload
+    def __call__(
+        self, x: Tensor, context: Tensor, mask: Tensor | None, context_mask: Tensor | None,
+        return_routing: Literal[True],
+    ) -> tuple[Tensor, AttentionRouting]: ...  # fmt: skip
+    @overload
+    def __call__(
+        self, x: Tensor, context: Tensor, mask: Tensor | None = ..., context_mask: Tensor | None = ...,
+        return_routing: bool = ...,
+    ) -> Tensor | tuple[Tensor, AttentionRouting]: ...  # fmt: skip
 
 
 class RoutedCrossAttention(nn.Module):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -18,14 +18,9 @@ from torch.func import functional_call
 
 from onepass.fused.parts import parts
 from onepass.fused.row import Even, Row
-from onepass.ops.routing.op import gather, scatter_add
 
-from .explore import explore_part
 from .padding import check_mask
-from .router import Router, RouterOutput
-
-if TYPE_CHECKING:
-    from .routed import Routed
+from .router import RouterOutput
 
 # the calls of a layer that its devices have agreed on
 _agreed: WeakKeyDictionary[nn.Module, set[Any]] = WeakKeyDictionary()
@@ -260,74 +255,22 @@ class _Beside(torch.autograd.Function):
         return grad.to_local() / same, None, None
 
 
-class _There(torch.autograd.Function):
-    """`Even.there`, whose gradient goes back."""
+class _Travel(torch.autograd.Function):
+    """Rows of chosen tokens to the devices that compute them, or back; gradients take the other way."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, even: Even) -> Tensor:
-        ctx.even = even
-        return even.there(rows)
+    def forward(ctx: Any, rows: Tensor, even: Even, back: bool) -> Tensor:
+        ctx.even, ctx.back = even, back
+        return even.back(rows) if back else even.there(rows)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.even.back(grad), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.even.there(grad) if ctx.back else ctx.even.back(grad), None, None
 
 
-class _Back(torch.autograd.Function):
-    """`Even.back`, whose gradient goes there."""
-
-    @staticmethod
-    def forward(ctx: Any, done: Tensor, even: Even) -> Tensor:
-        ctx.even = even
-        return even.back(done)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.even.there(grad), None
+def travel(rows: Tensor, even: Even, *, back: bool = False) -> Tensor:
+    """Return `even.there` of rows, or with `back` `even.back`, with a gradient."""
+    return _Travel.apply(rows, even, back)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def routed_over_sequence(layer: Routed, x: Any, k: int | float, mask: Any, axis: int) -> tuple[Tensor, RouterOutput]:
-    """Return what `Routed` returns for a DTensor x whose tokens are spread along one axis of its mesh, by composition.
-
-    Every device chooses from the whole row. The heavy branch then runs where the chosen tokens are, on as many as the
-    row with the most of them has there, or, with `balance`, in even parts.
-    """
-
-    def heavy(tokens: Tensor) -> Tensor:
-        update = door.run(layer.heavy, tokens)
-        layer.same_shape("heavy", update, tokens.shape)
-        return update
-
-    door = Door(layer, x, axis, mask)
-    row, tokens = door.row(), door.tokens
-    routing = door.route(layer.router, x, k, mask)
-    indices = door.choice(routing.indices)
-    places = indices.shape[-1]
-    found = row.sort(indices.reshape(-1, places)) if places else None
-    counts = None if found is None else row.ask(found)
-    y = door.run(layer.light, tokens)
-    layer.same_shape("light", y, tokens.shape)
-    if found is not None and counts is not None:
-        read = counts.read()[0]
-        own = row.pick(found, read)
-        at, slots, real = (t.view(*indices.shape[:-1], -1) for t in (*own, row.real(own.places)))
-        chosen = gather(tokens, at)
-        if layer.balance:
-            even = Even(row.counts(read), real, row.rank, door.group)
-            mine = _There.apply(chosen.flatten(0, -2), even)  # type: ignore[no-untyped-call]
-            update = _Back.apply(heavy(mine[None])[0], even).view(chosen.shape)  # type: ignore[no-untyped-call]
-        else:
-            update = heavy(chosen.flatten(1, -2)).reshape(chosen.shape)
-        gates = torch.where(real, door.choice(routing.gates).gather(-1, slots), 0)
-        y = scatter_add(y, update, gates, at)
-    stride = layer.router.explore_stride(k, door.n) if isinstance(layer.router, Router) and y.requires_grad else 0
-    if isinstance(layer.router, Router) and stride:
-        weight = door.weight(layer.router.weight)
-        y = explore_part(
-            door.cut(y), door.cut(tokens), layer.router, weight, stride,
-            None if door.mask is None else door.cut(door.mask), row.begin, door.group,
-        )  # fmt: skip
-    return door.leave(y), routing
-
-
-__all__ = ["Door", "routed_over_sequence", "sequence_axis"]
+__all__ = ["Door", "sequence_axis", "travel"]

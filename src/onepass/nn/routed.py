@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -15,13 +15,14 @@ from onepass.fused import feed_forward_op
 from onepass.fused.feed_forward import routed_feed_forward
 from onepass.fused.norms import fits_one_program
 from onepass.fused.plans import FeedForwardPlan
+from onepass.fused.row import Even
 from onepass.ops.routing.op import gather, scatter_add
 
 from .causal import CausalRouter
 from .count import check_count, check_flag, check_number, check_size
-from .explore import explore
+from .explore import explore, explore_part
 from .feed_forward import FeedForward, has_no_overrides
-from .over_sequence import Door, routed_over_sequence, sequence_axis
+from .over_sequence import Door, sequence_axis, travel
 from .packed import packed
 from .padding import zero_padding
 from .router import NORM_EPS, Router, RouterOutput, asked
@@ -96,7 +97,7 @@ class Routed(nn.Module):
             raise ValueError(f"{type(self).__name__}: x must be (batch, n, dim), got {tuple(x.shape)}")
         k, axis = asked(self.router, self.k, x.shape[1]), sequence_axis(x)
         if axis is not None:
-            y, routing = routed_over_sequence(self, x, k, mask, axis)
+            y, routing = self._over_sequence(x, k, mask, axis)
             return (y, routing) if return_routing else y
         routing = self.router(x, k, mask)
         y = self._light(x)
@@ -147,6 +148,47 @@ class Routed(nn.Module):
         out = self.heavy(chosen)
         self.same_shape("heavy", out, chosen.shape)
         return out.reshape(*indices.shape, x.shape[-1])  # type: ignore[no-any-return]
+
+    def _over_sequence(self, x: Any, k: int | float, mask: Any, axis: int) -> tuple[Tensor, RouterOutput]:
+        """Return y and the routing for a DTensor x whose tokens are spread along one axis of its mesh.
+
+        Every device chooses from the whole row. The heavy branch then runs where the chosen tokens are, on as many as
+        the row with the most of them has there, or, with `balance`, in even parts.
+        """
+
+        def heavy(tokens: Tensor) -> Tensor:
+            update = door.run(self.heavy, tokens)
+            self.same_shape("heavy", update, tokens.shape)
+            return update
+
+        door, router = Door(self, x, axis, mask), self.router
+        row, tokens = door.row(), door.tokens
+        routing = door.route(router, x, k, mask)
+        indices = door.choice(routing.indices)
+        places = indices.shape[-1]
+        found = row.sort(indices.reshape(-1, places)) if places else None
+        counts = None if found is None else row.ask(found)
+        y = door.run(self.light, tokens)
+        self.same_shape("light", y, tokens.shape)
+        if found is not None and counts is not None:
+            read = counts.read()[0]
+            own = row.pick(found, read)
+            at, slots, real = (t.view(*indices.shape[:-1], -1) for t in (*own, row.real(own.places)))
+            chosen = gather(tokens, at)
+            if self.balance:
+                even = Even(row.counts(read), real, row.rank, door.group)
+                update = travel(heavy(travel(chosen.flatten(0, -2), even)[None])[0], even, back=True).view(chosen.shape)
+            else:
+                update = heavy(chosen.flatten(1, -2)).reshape(chosen.shape)
+            gates = torch.where(real, door.choice(routing.gates).gather(-1, slots), 0)
+            y = scatter_add(y, update, gates, at)
+        if isinstance(router, Router) and y.requires_grad and (stride := router.explore_stride(k, door.n)):
+            real_here = None if door.mask is None else door.cut(door.mask)
+            y = explore_part(
+                door.cut(y), door.cut(tokens), router, door.weight(router.weight), stride, real_here, row.begin,
+                door.group,
+            )  # fmt: skip
+        return door.leave(y), routing
 
     def same_shape(self, branch: str, out: Tensor, shape: torch.Size) -> None:
         """Raise ValueError unless a branch kept the shape of its tokens."""
