@@ -157,14 +157,13 @@ def weighted_sum() -> Iterator[Call]:
 
 
 def _long(found: Spec, n: int, options: dict[str, Any]) -> Iterator[Call]:
-    """One row just longer than what one program takes, shared by a team and in passes; wide gates take few steps."""
+    """One row just longer than what one program takes, shared by a team; wide gates take few steps."""
     long = [Sample(f"long {n}", (maker(FP32)(1, n),), {"k": 4000.5, "eps": 4.0, **options})]
     yield from of_samples(found, FP32, long)
-    yield from _on_few(of_samples(found, FP32, long))
 
 
 def soft_topk() -> Iterator[Call]:
-    """Short rows, rows of a team and rows in passes."""
+    """Short rows and rows of a team."""
     (found,) = load("soft_topk").SPECS
     yield from _long(found, 16387, {"kind": "sigmoid"})
     yield from _long(found, 32771, {})
@@ -176,7 +175,7 @@ def soft_topk() -> Iterator[Call]:
 
 
 def coor_descent() -> Iterator[Call]:
-    """Short rows, rows of a team and rows in passes."""
+    """Short rows and rows of a team."""
     (found,) = load("coor_descent").SPECS
     yield from _long(found, 32771, {"n_iters": 3})
     yield from of_spec(found, FP32, ("rows", "schedule, k tensor", "mask, 0-d k", "wide"))

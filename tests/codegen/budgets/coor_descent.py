@@ -9,8 +9,6 @@ from onepass.core.launch import triton_installed
 
 _FORWARD = ("s_ptr k_ptr mask_ptr y_ptr trace_ptr s_row_stride k_stride mask_row_stride n_rows n_cols k_value n_iters "
             "n_changing eps_first eps_last log2_decay")  # fmt: skip
-_ITERATE = ("s_ptr k_ptr mask_ptr y_ptr trace_ptr state_ptr partial_ptr s_row_stride k_stride mask_row_stride "
-            "n_rows n_cols chunk k_value t n_iters eps_before eps")  # fmt: skip
 _BACKWARD = ("gy_ptr s_ptr k_ptr mask_ptr trace_ptr partial_ptr ds_ptr dk_ptr gy_row_stride s_row_stride "
              "k_stride mask_row_stride n_rows n_cols n_splits k_value n_iters n_changing eps_first eps_last "
              "log2_decay")  # fmt: skip
@@ -51,13 +49,6 @@ def _kernels() -> Iterator[Kernel]:
         {**plain, "TRACE": True, "TEAM": 64, "WIDTH": 256, "BLOCK_C": block, "VEC": 16}, DIVISIBLE,
         # spills 96 bytes under Triton 3.9, 104 under 3.6, and is still faster than an exchange without spills
         **kernels_mailbox.resident(warps, per_sm), max_registers=128, max_spill_bytes=104, amd=False,
-    )  # fmt: skip
-    plan = kernels_triton.forward_shape(2, 1 << 20)
-    yield Kernel(
-        "coor_descent step over long rows", lambda: kernels_triton.iterate_kernel,
-        signature(_ITERATE, "fp32"),
-        {**plain, "TRACE": True, "FIRST": False, "LAST": False, "N_SPLITS": plan.splits, "BLOCK_C": plan.block_c},
-        DIVISIBLE, num_warps=plan.warps, max_registers=128,
     )  # fmt: skip
 
 

@@ -10,8 +10,6 @@ from onepass.ops.soft_topk.op import KINDS
 
 _FORWARD = ("s_ptr k_ptr eps_ptr mask_ptr y_ptr solution_ptr s_row_stride k_stride eps_stride mask_row_stride n_rows "
             "n_cols k_value eps_value")  # fmt: skip
-_NEWTON = ("s_ptr k_ptr eps_ptr mask_ptr y_ptr solution_ptr stats_ptr state_ptr partial_ptr s_row_stride k_stride "
-           "eps_stride mask_row_stride n_rows n_cols chunk k_value eps_value i_pass")  # fmt: skip
 _BACKWARD = ("gy_ptr s_ptr eps_ptr mask_ptr solution_ptr partial_ptr ds_ptr dk_ptr deps_ptr gy_row_stride s_row_stride "
              "eps_stride mask_row_stride n_rows n_cols n_splits tiles eps_value")  # fmt: skip
 _FORWARD_SHAPES = (
@@ -51,12 +49,6 @@ def _kernels() -> Iterator[Kernel]:
              "N_SPLITS": 0, "BLOCK_R": plan.block_r, "BLOCK_C": cols, "VEC": 16},
             DIVISIBLE, num_warps=plan.warps, max_registers=80,
         )  # fmt: skip
-    plan = kernels_triton.forward_shape(2, 1 << 20, 0)
-    long = {"FIRST": False, "LAST": False, "N_SPLITS": plan.splits, "BLOCK_C": plan.block_c}
-    yield Kernel(
-        "soft_topk pass over long rows", lambda: kernels_triton.newton_kernel, signature(_NEWTON, "fp32"),
-        {**plain, **long, "KIND": 0}, DIVISIBLE, num_warps=plan.warps, max_registers=128,
-    )  # fmt: skip
     block, warps, per_sm = kernels_triton.TEAM
     team = {"TEAM": 64, "WIDTH": 256, "BLOCK_C": block}
     for kind in (0, 1):

@@ -148,15 +148,14 @@ def test_trace_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.interpret
 @pytest.mark.parametrize("options", SCHEDULES[2:4], ids=["constant", "schedule"])
-def test_chunks_of_long_rows(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernels for rows of any length, at a length that the interpreter can bear."""
+def test_backward_of_long_rows_in_chunks(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """At a length that the interpreter can bear."""
     from onepass.ops._shared import kernels_rows
-    from onepass.ops.coor_descent import kernels_backward, kernels_triton
+    from onepass.ops.coor_descent import kernels_backward
 
     monkeypatch.setattr(kernels_rows, "CHUNK", 1024)
     for module in (kernels_rows, kernels_backward):
         monkeypatch.setattr(module, "TILE", 1024)
-    monkeypatch.setattr(kernels_triton, "FORWARD_MAX_COLS", 256)
     monkeypatch.setattr(kernels_backward, "LONGEST", 256)
     s = torch.randn(3, 3000, requires_grad=True)
     k = torch.tensor([2.5, 100.3, 700.0], requires_grad=True)
@@ -168,3 +167,20 @@ def test_chunks_of_long_rows(options: dict[str, Any], monkeypatch: pytest.Monkey
     gy = torch.randn(3, 3000) * (_kinks(wide[0].detach(), wide[1].detach(), options, mask) > 1e-5)[:, None]
     for a, e in zip(torch.autograd.grad(y, (s, k), gy), torch.autograd.grad(expected, wide, gy.double()), strict=True):
         assert (a - e).abs().max() <= 1e-4 * max(1.0, e.abs().max().item())
+
+
+@pytest.mark.interpret
+def test_rows_beyond_the_registers_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward and backward together: they keep different traces. The interpreter has no teams."""
+    from onepass.ops.coor_descent import kernels_triton, op
+
+    def run() -> tuple[Tensor, ...]:
+        y = onepass.coor_descent(s, k=k, **SCHEDULES[3])
+        return y, *torch.autograd.grad(y, (s, k), gy)
+
+    s, gy = torch.randn(2, 300, requires_grad=True), torch.randn(2, 300)
+    k = torch.tensor([2.5, 100.3], requires_grad=True)
+    monkeypatch.setattr(kernels_triton, "FORWARD_MAX_COLS", 256)
+    actual = run()
+    monkeypatch.setattr(op, "uses_triton", lambda x: False)
+    assert all(map(torch.equal, actual, run()))

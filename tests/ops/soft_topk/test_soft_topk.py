@@ -307,7 +307,6 @@ def test_rows_do_not_know_each_other(kind: str) -> None:
     assert torch.equal(onepass.soft_topk(other, 20, kind=kind)[:2], y[:2])
 
 
-@pytest.mark.skipif(INTERPRET, reason="a bounded sequence of launches over a million columns")
 def test_a_million_columns() -> None:
     s = torch.randn(2, 1 << 20, requires_grad=True)
     y = onepass.soft_topk(s, 1000)
@@ -327,11 +326,10 @@ def test_saved_for_backward() -> None:
 
 @pytest.mark.interpret
 @ALL_KINDS
-def test_chunks_of_long_rows(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernels for rows of any length, at a length that the interpreter can bear."""
-    from onepass.ops.soft_topk import kernels_backward, kernels_triton
+def test_backward_of_long_rows_in_chunks(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At a length that the interpreter can bear."""
+    from onepass.ops.soft_topk import kernels_backward
 
-    monkeypatch.setattr(kernels_triton, "LONGEST", (256,) * 4)
     monkeypatch.setattr(kernels_backward, "LONGEST", 256)
     _short_chunks(monkeypatch)
     s = torch.randn(3, 3000, requires_grad=True)
@@ -354,3 +352,21 @@ def _short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(kernels_rows, "CHUNK", 1024)
     monkeypatch.setattr(kernels_rows, "TILE", 1024)
+
+
+@pytest.mark.interpret
+@ALL_KINDS
+def test_rows_beyond_the_registers_are_torchs(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward and backward. The interpreter has no teams."""
+    from onepass.ops.soft_topk import kernels_triton, op
+
+    def run() -> tuple[Tensor, ...]:
+        y = onepass.soft_topk(s, k, eps=0.3, kind=kind)
+        return y, *torch.autograd.grad(y, (s, k), gy)
+
+    s, gy = torch.randn(2, 300, requires_grad=True), torch.randn(2, 300)
+    k = torch.tensor([2.5, 100.3], requires_grad=True)
+    monkeypatch.setattr(kernels_triton, "LONGEST", (256,) * 4)
+    actual = run()
+    monkeypatch.setattr(op, "uses_triton", lambda x: False)
+    assert all(map(torch.equal, actual, run()))

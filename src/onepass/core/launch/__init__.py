@@ -5,7 +5,7 @@ measurements.
 """
 
 from .backend import INTERPRET, path, triton_installed, uses_triton
-from .compiled import device_guard, launch, launch_specialized
+from .compiled import device_guard, launch
 from .geometry import aligned, as_rows, cdiv, even_rows, next_power_of_2, sm_count
 from .replay import replayed
 
@@ -17,7 +17,6 @@ __all__ = [
     "device_guard",
     "even_rows",
     "launch",
-    "launch_specialized",
     "next_power_of_2",
     "path",
     "replayed",

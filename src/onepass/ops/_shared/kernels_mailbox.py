@@ -84,18 +84,25 @@ class Team(NamedTuple):
     options: dict[str, Any]
 
 
-def team_of(s: Tensor, block_c: int, warps: int, per_sm: int) -> Team | None:
-    """Return the team for a long row; None if its programs do not fit the GPU at once, or not on NVIDIA."""
-    if INTERPRET or torch.version.hip is not None:
-        return None
+def in_registers(s: Tensor, longest: int, team: tuple[int, int, int]) -> bool:
+    """Return whether a row of s (..., n) fits one program, up to `longest` columns, or a team that runs at once.
+
+    Teams need the cooperative launches of NVIDIA. `team`: columns and warps of a program, programs per multiprocessor.
+    """
+    n_cols, (block_c, _, per_sm) = s.shape[-1], team
+    if n_cols <= longest or INTERPRET or torch.version.hip is not None:
+        return n_cols <= longest
+    return cdiv(n_cols, block_c) <= sm_count(s) * per_sm
+
+
+def team_of(s: Tensor, block_c: int, warps: int, per_sm: int) -> Team:
+    """Return the team for a long row that `in_registers` accepts; s is (rows, n)."""
     n_rows, n_cols = s.shape
     size = cdiv(n_cols, block_c)
-    teams = min(n_rows, sm_count(s) * per_sm // size)
-    if not teams:
-        return None
     # one slot per thread: with fewer slots, several warps would read the same ones
     width = next_power_of_2(max(size, 32 * warps))
-    return Team(size, teams, block_c, width, {"launch_cooperative_grid": True, **resident(warps, per_sm)})
+    options = {"launch_cooperative_grid": True, **resident(warps, per_sm)}
+    return Team(size, min(n_rows, sm_count(s) * per_sm // size), block_c, width, options)
 
 
 def resident(warps: int, per_sm: int) -> dict[str, Any]:

@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from onepass.core.launch import device_guard, launch, launch_specialized, next_power_of_2
-from onepass.ops._shared.kernels_mailbox import poll, publish, resident, team_of, team_sums
+from onepass.core.launch import device_guard, launch
+from onepass.ops._shared.kernels_mailbox import in_registers, poll, publish, resident, team_of, team_sums
 from onepass.ops._shared.kernels_rows import (
     CROWDED,
     INF,
@@ -228,130 +228,6 @@ def team_kernel(
         visit += 1
 
 
-@triton.jit(do_not_specialize=["n_rows"])
-def stats_kernel(
-    s_ptr,  # (n_rows, n_cols) any float, unit column stride
-    mask_ptr,  # (n_rows, n_cols) uint8, unit column stride, or nothing
-    partial_ptr,  # (n_rows, n_splits, 2) fp32: valid entries, largest score
-    s_row_stride,
-    mask_row_stride,
-    n_rows,
-    n_cols,
-    chunk,
-    HAS_MASK: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-):
-    """Long rows, stats: valid entries and largest score of one chunk per program."""
-    rows = tile_rows(1)
-    valid = 0.0
-    top = -INF
-    for tile in range(0, chunk, BLOCK_C):
-        cols = tl.program_id(1) * chunk + tile + tl.arange(0, BLOCK_C)
-        s = load_scores(s_ptr, mask_ptr, rows, cols, s_row_stride, mask_row_stride, n_rows, n_cols, HAS_MASK, 1)
-        count, highest = count_and_top(s, 1)
-        valid += count
-        top = tl.maximum(top, highest)
-    out = partial_ptr + (rows * tl.num_programs(1) + tl.program_id(1)) * 2
-    tl.store(out, valid)
-    tl.store(out + 1, top)
-
-
-@triton.jit(do_not_specialize=["n_rows"])
-def iterate_kernel(
-    s_ptr,  # (n_rows, n_cols) any float, unit column stride
-    k_ptr,  # (n_rows,) any float, or nothing
-    mask_ptr,  # (n_rows, n_cols) uint8, unit column stride, or nothing
-    y_ptr,  # (n_rows, n_cols) like s, contiguous; written by the last step
-    trace_ptr,  # (n_rows, 2 * n_iters) fp32, contiguous, or nothing
-    state_ptr,  # (2, n_rows, 5) fp32: ref, off, start, top, valid entries; read from one half, written to the other
-    partial_ptr,  # (2, n_rows, n_splits, 2) fp32: Σ min(E, u) and saturated entries, likewise
-    s_row_stride,
-    k_stride,
-    mask_row_stride,
-    n_rows,
-    n_cols,
-    chunk,
-    k_value,
-    t,
-    n_iters,
-    eps_before,
-    eps,
-    HAS_K: tl.constexpr,
-    HAS_MASK: tl.constexpr,
-    TRACE: tl.constexpr,
-    FIRST: tl.constexpr,
-    LAST: tl.constexpr,
-    N_SPLITS: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-):
-    """Long rows, launch t: each program sums all partials to get threshold t, then writes its own for the next.
-
-    The last launch writes the gates instead.
-    """
-    split = tl.program_id(1)
-    n_splits = tl.num_programs(1)
-    rows = tile_rows(1)
-    k = load_option(k_ptr, k_stride, k_value, rows, n_rows, HAS_K)
-    read, write = (t - 1) % 2, t % 2
-    here = tl.arange(0, N_SPLITS)
-    partial = partial_ptr + ((read * n_rows + rows) * n_splits + here) * 2
-    first = tl.load(partial, mask=here < n_splits, other=0.0)
-    second = tl.load(partial + 1, mask=here < n_splits, other=-INF if FIRST else 0.0)
-    trace = trace_ptr + rows * (2 * n_iters)
-    if FIRST:
-        valid, top = tl.sum(first, 0), tl.max(second, 0)
-        ref, off, top = first_threshold(valid, top, k, eps_before)
-        start = ref
-        if TRACE and split == 0:
-            tl.store(trace + 2 * n_iters - 1, start)
-    else:
-        state = state_ptr + (read * n_rows + rows) * 5
-        ref = tl.load(state)
-        start = tl.load(state + 2)
-        top = tl.load(state + 3)
-        valid = tl.load(state + 4)
-        total, saturated = tl.sum(first, 0), tl.sum(second, 0)
-        off = eps_before * tl.log(tl.where(valid == 0, k, total) / k)
-        if TRACE and split == 0:
-            tl.store(trace + n_iters + t - 2, saturated)
-    if TRACE and split == 0:
-        tl.store(trace + t - 1, (ref - start) + off)
-    moved = tl.minimum(top, ref + off, propagate_nan=tl.PropagateNan.ALL)
-    off = (ref - moved) + off
-    ref = moved
-    u = tl.exp2(off * (LOG2E / eps))
-    if LAST:
-        scale = tl.exp2(-off * (LOG2E / eps))
-        for tile in range(0, chunk, BLOCK_C):
-            cols = split * chunk + tile + tl.arange(0, BLOCK_C)
-            s = load_scores(s_ptr, mask_ptr, rows, cols, s_row_stride, mask_row_stride, n_rows, n_cols, HAS_MASK, 1)
-            y = tl.exp2((s - ref) * (LOG2E / eps)) * scale
-            y = tl.where(y > 1.0, 1.0, y)
-            out = y_ptr + rows * n_cols + cols
-            tl.store(out, y.to(y_ptr.dtype.element_ty), mask=cols < n_cols)
-    else:
-        total = 0.0
-        saturated = 0.0
-        for tile in range(0, chunk, BLOCK_C):
-            cols = split * chunk + tile + tl.arange(0, BLOCK_C)
-            s = load_scores(s_ptr, mask_ptr, rows, cols, s_row_stride, mask_row_stride, n_rows, n_cols, HAS_MASK, 1)
-            e = tl.exp2((s - ref) * (LOG2E / eps))
-            clipped = tl.minimum(e, u, propagate_nan=tl.PropagateNan.ALL)
-            a, b = pair_sum(clipped, tl.where(e > u, 1.0, 0.0), 1)
-            total += a
-            saturated += b
-        out = partial_ptr + ((write * n_rows + rows) * n_splits + split) * 2
-        tl.store(out, total)
-        tl.store(out + 1, saturated)
-        if split == 0:
-            state = state_ptr + (write * n_rows + rows) * 5
-            tl.store(state, ref)
-            tl.store(state + 1, off)
-            tl.store(state + 2, start)
-            tl.store(state + 3, top)
-            tl.store(state + 4, valid)
-
-
 def eps_arguments(eps: float, eps_init: float, eps_decay: float) -> tuple[float, float, float]:
     return max(eps_init, eps), eps, math.log2(eps_decay)
 
@@ -362,6 +238,11 @@ def n_changing_of(n_iters: int, eps: float, eps_init: float, eps_decay: float) -
         return n_iters if eps_decay > 1 else 0
     # one step later than in exact arithmetic, as the kernel's rounding may reach eps late
     return min(n_iters, math.ceil(math.log(eps / eps_init) / math.log(eps_decay)) + 1)
+
+
+def holds(s: Tensor) -> bool:
+    """Return whether rows like those of s (..., n) stay in registers; others are torch's, forward and backward."""
+    return in_registers(s, FORWARD_MAX_COLS, TEAM)
 
 
 def forward_shape(n_rows: int, n_cols: int) -> Shape:
@@ -403,25 +284,9 @@ def forward(
             )  # fmt: skip
             return y, trace
         team = team_of(s, *TEAM)
-        if team is not None:
-            slots = torch.zeros(team.teams * 4 * team.size, dtype=torch.int64, device=s.device)
-            launch(
-                team_kernel, (team.teams * team.size, 1, 1), (s, k, mask, y, trace, slots), numbers,
-                (*flags.values(), team.size, team.width, team.block_c, vec), **team.options,
-            )  # fmt: skip
-            return y, trace
-        grid = (n_rows, plan.splits)
-        state, partial = scratch(s, 2, n_rows, 5), scratch(s, 2, n_rows, plan.splits, 2)
-        launch_specialized(
-            stats_kernel, grid, s, mask, partial, s.stride(0), stride(mask), n_rows, n_cols, plan.chunk,
-            HAS_MASK=mask is not None, BLOCK_C=plan.block_c, num_warps=plan.warps,
+        slots = torch.zeros(team.teams * 4 * team.size, dtype=torch.int64, device=s.device)
+        launch(
+            team_kernel, (team.teams * team.size, 1, 1), (s, k, mask, y, trace, slots), numbers,
+            (*flags.values(), team.size, team.width, team.block_c, vec), **team.options,
         )  # fmt: skip
-        epsilons = [max(schedule[0] * eps_decay**t, eps) for t in range(n_iters + 1)]
-        for t in range(1, n_iters + 1):
-            launch_specialized(
-                iterate_kernel, grid, s, k, mask, y, trace, state, partial, s.stride(0), stride(k), stride(mask),
-                n_rows, n_cols, plan.chunk, k_value, t, n_iters, epsilons[t - 1], epsilons[t], **flags,
-                FIRST=t == 1, LAST=t == n_iters, N_SPLITS=next_power_of_2(plan.splits), BLOCK_C=plan.block_c,
-                num_warps=plan.warps,
-            )  # fmt: skip
     return y, trace

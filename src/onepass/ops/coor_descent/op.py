@@ -32,6 +32,14 @@ def _check(
     arguments.mask("coor_descent", mask, scores)
 
 
+def _in_kernels(scores: Tensor) -> bool:
+    if not uses_triton(scores):
+        return False
+    from . import kernels_triton
+
+    return kernels_triton.holds(scores)
+
+
 def _forward(
     scores: Tensor,
     k: Tensor | None,
@@ -43,7 +51,7 @@ def _forward(
     eps_decay: float,
     want_trace: bool,
 ) -> tuple[Tensor, Tensor]:
-    if uses_triton(scores):
+    if _in_kernels(scores):
         from . import kernels_triton
 
         y, trace = kernels_triton.forward(
@@ -71,7 +79,7 @@ def _backward(
     need_scores: bool,
     need_k: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
-    if uses_triton(scores):
+    if _in_kernels(scores):
         from . import kernels_backward
 
         ds, dk = kernels_backward.backward(

@@ -205,7 +205,11 @@ def _backward(
             between[first] = _Between(z, level[:, apart : end - 1], above, weight)
             count[:, apart : end - 1] = between[first].count
     # da of step t is da of the last step times the factors of all later steps
-    eps = level.new_tensor(epsilons[:-1])
+    if level.is_cuda:
+        # numbers copied from the host's memory would make it wait
+        eps = torch.cat([level.new_full((1,), e) for e in epsilons[:-1]])
+    else:
+        eps = level.new_tensor(epsilons[:-1])
     passed = count * ((level[:, :-1] - level[:, 1:]) / eps[1:]).exp_() / k
     passed = torch.where(count == 0, 0.0, passed).flip(-1).cumprod(-1).flip(-1)
     da = total * torch.cat((passed, torch.ones_like(last)), -1)

@@ -1,8 +1,7 @@
 """Triton kernels of soft_topk and their launchers.
 
 A short row stays in registers for all passes. A team of programs that run at once shares a long row: each holds a chunk
-in registers, and they exchange partials through a mailbox. Rows too long for the registers of the whole GPU, and GPUs
-without cooperative launches, take a bounded sequence of launches without waits of the host.
+in registers, and they exchange partials through a mailbox.
 """
 
 from __future__ import annotations
@@ -15,9 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from onepass.core.launch import device_guard, launch, launch_specialized, next_power_of_2
+from onepass.core.launch import device_guard, launch
 from onepass.ops._shared.kernels_gates import CAPPED_EXP, CLAMP, SIGMOID, gates_and_slopes, offsets
-from onepass.ops._shared.kernels_mailbox import poll, publish, team_of, team_sums
+from onepass.ops._shared.kernels_mailbox import in_registers, poll, publish, team_of, team_sums
 from onepass.ops._shared.kernels_rows import (
     HALF_PER_WARP,
     INF,
@@ -58,8 +57,6 @@ from .kernels_search import (
     swift_step,
 )
 
-# newton launches for long rows; they cost little once a row is solved
-LONG_PASSES = 64
 # longest row that one program holds in registers, by kind
 LONGEST = (32768, 16384, 16384, 16384)
 # team: columns per program, warps per program, programs per multiprocessor
@@ -71,7 +68,6 @@ TABLE: tuple[dict[int, tuple[int, int]], ...] = (
     {8192: (8, 80), 16384: (16, 64)},
     {8192: (4, 128), 16384: (8, 128)},
 )
-N_STATE = tl.constexpr(8)
 # cap of exponentials that are divided by: their gates are 1 far below it, and values below 1/HUGE don't matter
 HUGE = tl.constexpr(1e30)
 # the largest fp32 number below 1
@@ -368,154 +364,9 @@ def team_kernel(
         visit += 1
 
 
-@triton.jit(do_not_specialize=["n_rows"])
-def stats_kernel(
-    s_ptr,  # (n_rows, n_cols) any float, unit column stride
-    mask_ptr,  # (n_rows, n_cols) uint8, unit column stride, or nothing
-    partial_ptr,  # (n_rows, n_splits, 6) fp32: finite entries, sum, +inf entries, smallest, largest, Σ squares
-    s_row_stride,
-    mask_row_stride,
-    n_rows,
-    n_cols,
-    chunk,
-    HAS_MASK: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-):
-    """Long rows, stats: one chunk of one row per program; sums are of s - pivot."""
-    rows = tile_rows(1)
-    pivot = load_pivot(s_ptr, rows, s_row_stride, n_rows)
-    n = 0.0
-    total = 0.0
-    endless = 0.0
-    squares = 0.0
-    lo = INF
-    hi = -INF
-    for tile in range(0, chunk, BLOCK_C):
-        cols = tl.program_id(1) * chunk + tile + tl.arange(0, BLOCK_C)
-        s = load_scores(s_ptr, mask_ptr, rows, cols, s_row_stride, mask_row_stride, n_rows, n_cols, HAS_MASK, 1)
-        n1, total1, squares1, endless1, lo1, hi1 = first_look(s, pivot, 1)
-        n += n1
-        total += total1
-        squares += squares1
-        endless += endless1
-        lo = tl.minimum(lo, lo1)
-        hi = tl.maximum(hi, hi1)
-    out = partial_ptr + (rows * tl.num_programs(1) + tl.program_id(1)) * 6
-    tl.store(out, n)
-    tl.store(out + 1, total)
-    tl.store(out + 2, endless)
-    tl.store(out + 3, lo)
-    tl.store(out + 4, hi)
-    tl.store(out + 5, squares)
-
-
-@triton.jit(do_not_specialize=["n_rows"])
-def newton_kernel(
-    s_ptr,  # (n_rows, n_cols) any float, unit column stride
-    k_ptr,  # (n_rows,) any float, or nothing
-    eps_ptr,  # (n_rows,) any float, or nothing
-    mask_ptr,  # (n_rows, n_cols) uint8, unit column stride, or nothing
-    y_ptr,  # (n_rows, n_cols) like s, contiguous; written by the last pass
-    solution_ptr,  # (n_rows, 2) fp32: base and c; written by the last pass
-    stats_ptr,  # (n_rows, n_splits, 6) fp32: from stats_kernel
-    state_ptr,  # (2, n_rows, N_STATE) fp32; read from one half, written to the other
-    partial_ptr,  # (2, n_rows, n_splits, 3) fp32: the sums of a pass, likewise
-    s_row_stride,
-    k_stride,
-    eps_stride,
-    mask_row_stride,
-    n_rows,
-    n_cols,
-    chunk,
-    k_value,
-    eps_value,
-    i_pass,
-    KIND: tl.constexpr,
-    HAS_K: tl.constexpr,
-    HAS_EPS: tl.constexpr,
-    HAS_MASK: tl.constexpr,
-    FIRST: tl.constexpr,
-    LAST: tl.constexpr,
-    N_SPLITS: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-):
-    """Long rows, one pass: each program computes the same step from all partials, then writes its own for the next."""
-    split = tl.program_id(1)
-    n_splits = tl.num_programs(1)
-    rows = tile_rows(1)
-    k = load_option(k_ptr, k_stride, k_value, rows, n_rows, HAS_K)
-    eps = load_option(eps_ptr, eps_stride, eps_value, rows, n_rows, HAS_EPS)
-    here = tl.arange(0, N_SPLITS)
-    there = here < n_splits
-    read, write = i_pass % 2, (i_pass + 1) % 2
-    if FIRST:
-        partial = stats_ptr + (rows * n_splits + here) * 6
-        count = tl.sum(tl.load(partial, mask=there, other=0.0), 0)
-        total = tl.sum(tl.load(partial + 1, mask=there, other=0.0), 0)
-        endless = tl.sum(tl.load(partial + 2, mask=there, other=0.0), 0)
-        lo_base = tl.min(tl.load(partial + 3, mask=there, other=float("inf")), 0)
-        hi_base = tl.max(tl.load(partial + 4, mask=there, other=-float("inf")), 0)
-        squares = tl.sum(tl.load(partial + 5, mask=there, other=0.0), 0)
-        pivot = load_pivot(s_ptr, rows, s_row_stride, n_rows)
-        base, c, lo, hi, done = begin(pivot, count, total, squares, endless, lo_base, hi_base, k, eps, KIND)
-        n = count + endless
-        last = -1.0
-        fine = 0.0
-    else:
-        state = state_ptr + (read * n_rows + rows) * N_STATE
-        base = tl.load(state)
-        c = tl.load(state + 1)
-        lo = tl.load(state + 2).to(tl.int32, bitcast=True)
-        hi = tl.load(state + 3).to(tl.int32, bitcast=True)
-        fine = tl.load(state + 4)
-        last = tl.load(state + 5)
-        done = tl.load(state + 6)
-        n = tl.load(state + 7)
-        partial = partial_ptr + ((read * n_rows + rows) * n_splits + here) * 3
-        above = tl.sum(tl.load(partial, mask=there, other=0.0), 0)
-        rest = tl.sum(tl.load(partial + 1, mask=there, other=0.0), 0)
-        slopes = tl.sum(tl.load(partial + 2, mask=there, other=0.0), 0)
-        excess, size, step = newton(above, rest, slopes, k, n, KIND)
-        base, c, lo, hi, fine, last, done = advance(
-            base, c, lo, hi, fine, last, done, excess, size, step, k, eps, i_pass - 1, KIND
-        )
-    if LAST:
-        for tile in range(0, chunk, BLOCK_C):
-            cols = split * chunk + tile + tl.arange(0, BLOCK_C)
-            s = load_scores(s_ptr, mask_ptr, rows, cols, s_row_stride, mask_row_stride, n_rows, n_cols, HAS_MASK, 1)
-            y, _ = gates_and_slopes(offsets(s, base, eps) - c, KIND)
-            out = y_ptr + rows * n_cols + cols
-            tl.store(out, y.to(y_ptr.dtype.element_ty), mask=cols < n_cols)
-        if split == 0:
-            tl.store(solution_ptr + rows * 2, base)
-            tl.store(solution_ptr + rows * 2 + 1, c)
-    else:
-        if split == 0:
-            state = state_ptr + (write * n_rows + rows) * N_STATE
-            tl.store(state, base)
-            tl.store(state + 1, c)
-            tl.store(state + 2, lo.to(tl.float32, bitcast=True))
-            tl.store(state + 3, hi.to(tl.float32, bitcast=True))
-            tl.store(state + 4, fine)
-            tl.store(state + 5, last)
-            tl.store(state + 6, done)
-            tl.store(state + 7, n)
-        # a solved row skips the pass: its stale sums change nothing any more
-        if done == 0:
-            above = 0.0
-            rest = 0.0
-            slopes = 0.0
-            for tile in range(0, chunk, BLOCK_C):
-                cols = split * chunk + tile + tl.arange(0, BLOCK_C)
-                s = load_scores(s_ptr, mask_ptr, rows, cols, s_row_stride, mask_row_stride, n_rows, n_cols, HAS_MASK, 1)
-                above1, rest1, slopes1 = measure(s, base, c, eps, KIND, 1)
-                above += above1
-                rest += rest1
-                slopes += slopes1
-            out = partial_ptr + ((write * n_rows + rows) * n_splits + split) * 3
-            tl.store(out, above)
-            tl.store(out + 1, rest)
-            tl.store(out + 2, slopes)
+def holds(s: Tensor, kind: int) -> bool:
+    """Return whether rows like those of s (..., n) stay in registers; others are torch's, forward and backward."""
+    return in_registers(s, LONGEST[kind], TEAM)
 
 
 def forward_shape(n_rows: int, n_cols: int, kind: int) -> Shape:
@@ -560,25 +411,9 @@ def forward(
             )  # fmt: skip
             return y, solution
         team = team_of(s, *TEAM)
-        if team is not None:
-            slots = torch.zeros(team.teams * 4 * team.size, dtype=torch.int64, device=s.device)
-            launch(
-                team_kernel, (team.teams * team.size, 1, 1), (s, k, eps, mask, y, solution, slots), numbers,
-                (*flags.values(), team.size, team.width, team.block_c, vec), **team.options,
-            )  # fmt: skip
-            return y, solution
-        grid = (n_rows, plan.splits)
-        first_look = scratch(s, n_rows, plan.splits, 6)
-        state = scratch(s, 2, n_rows, N_STATE.value)
-        partial = scratch(s, 2, n_rows, plan.splits, 3)
-        launch_specialized(
-            stats_kernel, grid, s, mask, first_look, s.stride(0), stride(mask), n_rows, n_cols, plan.chunk,
-            HAS_MASK=mask is not None, BLOCK_C=plan.block_c, num_warps=plan.warps,
+        slots = torch.zeros(team.teams * 4 * team.size, dtype=torch.int64, device=s.device)
+        launch(
+            team_kernel, (team.teams * team.size, 1, 1), (s, k, eps, mask, y, solution, slots), numbers,
+            (*flags.values(), team.size, team.width, team.block_c, vec), **team.options,
         )  # fmt: skip
-        for i_pass in range(LONG_PASSES + 1):
-            launch_specialized(
-                newton_kernel, grid, s, k, eps, mask, y, solution, first_look, state, partial, *strides, n_rows, n_cols,
-                plan.chunk, k_value, eps_value, i_pass, **flags, FIRST=i_pass == 0, LAST=i_pass == LONG_PASSES,
-                N_SPLITS=next_power_of_2(plan.splits), BLOCK_C=plan.block_c, num_warps=plan.warps,
-            )  # fmt: skip
     return y, solution

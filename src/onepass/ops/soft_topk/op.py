@@ -24,6 +24,14 @@ def _check(scores: Tensor, k: Tensor | float, eps: Tensor | float, mask: Tensor 
         raise ValueError(f"soft_topk: kind must be one of {', '.join(KINDS)}; got {kind!r}")
 
 
+def _in_kernels(scores: Tensor, kind: int) -> bool:
+    if not uses_triton(scores):
+        return False
+    from . import kernels_triton
+
+    return kernels_triton.holds(scores, kind)
+
+
 def forward(
     scores: Tensor,
     k: Tensor | None,
@@ -34,7 +42,7 @@ def forward(
     kind: int,
 ) -> tuple[Tensor, Tensor]:
     """Return gates and solution (..., 2), without checks and autograd, for operators built on them."""
-    if uses_triton(scores):
+    if _in_kernels(scores, kind):
         from . import kernels_triton
 
         y, state = kernels_triton.forward(
@@ -62,7 +70,7 @@ def backward(
     need_eps: bool,
 ) -> tuple[Any, ...]:
     """Return the gradients of scores, k and eps, None where not needed, from the gates' gradient and the solution."""
-    if uses_triton(scores):
+    if _in_kernels(scores, kind):
         from . import kernels_backward
 
         ds, dk, deps = kernels_backward.backward(
