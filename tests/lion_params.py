@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -12,21 +14,25 @@ from onepass.ops.lion.table import Columns, Plan, Scalars, pack_rows
 from onepass.ops.lion.torch_path import Row, update_
 
 SHAPES = [(3, 4), (5,), (0,), (), (130, 300)]
+# tiles and their neighbours, many tiles, and an odd number of them
+GPU_SHAPES = [(3, 4), (5,), (0,), (), (1023,), (1024,), (1025,), (130, 300), (1 << 20,), (999_999,)]
+# no 16-bit numbers are an exact tie with these
+BETAS = (0.9137, 0.99)
 
 
-def make_params(dtype: torch.dtype = torch.float32, shapes: Any = SHAPES) -> list[Tensor]:
-    return [torch.randn(s).to(dtype).requires_grad_() for s in shapes]
+def make_params(dtype: torch.dtype = torch.float32, shapes: Any = SHAPES, device: str = "cpu") -> list[Tensor]:
+    return [torch.randn(s, device=device).to(dtype).requires_grad_() for s in shapes]
 
 
-def clones(params: list[Tensor], dtype: torch.dtype | None = None) -> list[Tensor]:
-    return [p.detach().to(dtype or p.dtype, copy=True).requires_grad_() for p in params]
+def clones(params: list[Tensor], dtype: torch.dtype | None = None, device: str | None = None) -> list[Tensor]:
+    return [p.detach().to(device or p.device, dtype or p.dtype, copy=True).requires_grad_() for p in params]
 
 
 def set_grads(*lists: list[Tensor], scale: float = 1.0) -> None:
     for group in zip(*lists, strict=True):
-        g = torch.randn(group[0].shape)
+        g = torch.randn(group[0].shape, device=group[0].device)
         for p in group:
-            p.grad = (g.to(group[0].dtype) * scale).to(p.dtype)
+            p.grad = (g.to(group[0].dtype) * scale).to(p.device, p.dtype, copy=True)
 
 
 def run(n: int, *pairs: tuple[torch.optim.Optimizer, list[Tensor]], scale: float = 1.0) -> None:
@@ -39,6 +45,27 @@ def run(n: int, *pairs: tuple[torch.optim.Optimizer, list[Tensor]], scale: float
 def assert_same(a: list[Tensor], b: list[Tensor]) -> None:
     for x, y in zip(a, b, strict=True):
         assert torch.equal(x, y)
+
+
+def assert_same_states(
+    a: torch.optim.Optimizer, ps: list[Tensor], b: torch.optim.Optimizer, qs: list[Tensor]
+) -> None:  # fmt: skip
+    for p, q in zip(ps, qs, strict=True):
+        assert a.state[p].keys() == b.state[q].keys()
+        for key, value in a.state[p].items():
+            assert b.state[q][key].dtype == value.dtype
+            assert torch.equal(b.state[q][key], value)
+
+
+@contextlib.contextmanager
+def waiting_is_an_error() -> Iterator[None]:
+    """Within it a wait for the GPU is an error."""
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def update_lists_(

@@ -9,20 +9,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from onepass.core.launch import INTERPRET
+from lion_params import assert_same, clones, make_params, set_grads
 from onepass.optim import Lion, clip_grad_norm, release_gradients
 
 
 def pair(dtype: torch.dtype = torch.float32) -> tuple[list[Tensor], list[Tensor]]:
-    a = [torch.randn(s).to(dtype).requires_grad_() for s in [(3, 4), (5000,), (0,), ()]]
-    return a, [p.detach().clone().requires_grad_() for p in a]
+    a = make_params(dtype, [(3, 4), (5000,), (0,), ()])
+    return a, clones(a)
 
 
-def give(*lists: list[Tensor], scale: float = 1.0) -> None:
-    for group in zip(*lists, strict=True):
-        g = torch.randn(group[0].shape).to(group[0].dtype) * scale
-        for p in group:
-            p.grad = g.clone()
+def assert_equal(model: nn.Module, twin: nn.Module) -> None:
+    assert_same([*model.parameters()], [*twin.parameters()])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16])
@@ -31,7 +28,7 @@ def test_clipping_is_torchs(dtype: torch.dtype, max_norm: float) -> None:
     a, b = pair(dtype)
     ours, theirs = (Lion(x, lr=1e-2, state_dtype=torch.float32, low_precision="auto") for x in (a, b))
     for _ in range(3):
-        give(a, b)
+        set_grads(a, b)
         before = [p.grad.clone() for p in a if p.grad is not None]
         norm = clip_grad_norm(a, max_norm)
         wide = [p.grad.double() for p in b if p.grad is not None]
@@ -80,19 +77,18 @@ def test_nan_norm_reaches_the_weights() -> None:
 def test_whose_gradients_are_clipped() -> None:
     a, b = pair()
     first, second = Lion(a), Lion(b)
-    give(a, b)
-    with pytest.raises(ValueError, match=r"2 onepass\.optim\.Lion have these parameters"):
-        clip_grad_norm([*a, *b], 1.0)
-    with pytest.raises(ValueError, match=r"no onepass\.optim\.Lion has these"):
-        clip_grad_norm([torch.ones(2, requires_grad=True)], 1.0)
-    with pytest.raises(ValueError, match="not the optimizer's"):
-        clip_grad_norm([*a, *b], 1.0, optimizer=first)
-    with pytest.raises(ValueError, match="more parameters with gradients than were given"):
-        clip_grad_norm(b[:1], 1.0)
-    with pytest.raises(TypeError, match=r"optimizer must be an onepass\.optim\.Lion, got SGD"):
-        clip_grad_norm(a, 1.0, optimizer=torch.optim.SGD(a))  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="max_norm must be at least 0, got -1"):
-        clip_grad_norm(a, -1.0)
+    set_grads(a, b)
+    sgd: Any = torch.optim.SGD(a)
+    for params, max_norm, optimizer, error, words in (
+        ([*a, *b], 1.0, None, ValueError, r"2 onepass\.optim\.Lion have these parameters"),
+        ([torch.ones(2, requires_grad=True)], 1.0, None, ValueError, r"no onepass\.optim\.Lion has these"),
+        ([*a, *b], 1.0, first, ValueError, "not the optimizer's"),
+        (b[:1], 1.0, None, ValueError, "more parameters with gradients than were given"),
+        (a, 1.0, sgd, TypeError, r"optimizer must be an onepass\.optim\.Lion, got SGD"),
+        (a, -1.0, None, ValueError, "max_norm must be at least 0, got -1"),
+    ):
+        with pytest.raises(error, match=words):
+            clip_grad_norm(params, max_norm, optimizer=optimizer)
     assert first.clip_coefficient is None
     clip_grad_norm(b, 1.0)
     assert second.clip_coefficient is not None
@@ -149,8 +145,7 @@ def test_released_is_the_normal_step(bucket_bytes: int, options: dict[str, Any])
             scheduler.step()
         if i == 1:
             optimizer.load_state_dict(optimizer.state_dict())
-        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
-            assert torch.equal(p, q)
+        assert_equal(model, twin)
     handle.remove()
     x = torch.randn(5, 8)
     for m, o in ((model, optimizer), (twin, normal)):
@@ -158,8 +153,7 @@ def test_released_is_the_normal_step(bucket_bytes: int, options: dict[str, Any])
         m(x).square().sum().backward()
         assert all(p.grad is not None for p in m.parameters())
         o.step()
-    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
-        assert torch.equal(p, q)
+    assert_equal(model, twin)
 
 
 def test_released_accumulation_updates_with_the_sum() -> None:
@@ -177,12 +171,10 @@ def test_released_accumulation_updates_with_the_sum() -> None:
             for x in xs:
                 twin(x).square().sum().backward()
             normal.step()
-    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
-        assert torch.equal(p, q)
+    assert_equal(model, twin)
     assert not optimizer.releasing
 
 
-@pytest.mark.skipif(INTERPRET, reason="nothing of it is the kernel's")
 @pytest.mark.parametrize("bucket_bytes", [None, 0, 1000])
 def test_a_compiled_training_step_clips_or_releases(bucket_bytes: int | None) -> None:
     (model, optimizer), (twin, normal) = models()
@@ -221,8 +213,7 @@ def test_released_closures_step_once(bucket_bytes: int) -> None:
                 return loss
 
             o.step(closure)
-        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
-            assert torch.equal(p, q)
+        assert_equal(model, twin)
 
 
 def test_released_steps_leave_no_gradient_that_did_not_arrive() -> None:
@@ -241,7 +232,6 @@ def test_released_steps_leave_no_gradient_that_did_not_arrive() -> None:
         assert torch.equal(p, torch.full((3,), 0.75))
 
 
-@pytest.mark.skipif(INTERPRET, reason="nothing of it is the kernel's")
 def test_gradients_die_during_backward() -> None:
     alive: list[int] = []
     layers = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(8)))

@@ -10,9 +10,12 @@ import pytest
 import torch
 
 from lion_params import assert_same, clones, make_params, run, set_grads
-from onepass.core.launch import INTERPRET
-from onepass.ops.lion.reference import join
+from onepass.ops.lion.reference import join, reference
+from onepass.ops.lion.torch_path import SMALL
 from onepass.optim import Lion
+
+# worked on alone, gathered, and neither
+COMPILED_SHAPES = [(SMALL + 13,), (3, 5), (257, 300), (0,), ()]
 
 
 @pytest.mark.parametrize("foreach", [None, True, False])
@@ -55,13 +58,27 @@ def test_cautious_weight_decay_alone(foreach: bool | None) -> None:
     assert torch.equal(p, torch.tensor([1.0, -2.5, 2.0]))
 
 
-@pytest.mark.parametrize("foreach", [None, False])
-@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
-def test_bf16_with_remainder_is_fp32_bit_for_bit(foreach: bool | None, state_dtype: torch.dtype) -> None:
-    low = make_params(torch.bfloat16)
+@pytest.mark.parametrize(
+    ("device", "options"),
+    [
+        ("cpu", {}),
+        ("cpu", {"state_dtype": torch.bfloat16}),
+        ("cpu", {"foreach": False}),
+        ("cpu", {"foreach": False, "state_dtype": torch.bfloat16}),
+        ("cpu", {"fused": True}),
+        pytest.param("cpu", {"fused": True, "cautious_weight_decay": True}, marks=pytest.mark.slow),
+        pytest.param("cuda", {}, marks=pytest.mark.gpu),
+        pytest.param("cuda", {"state_dtype": torch.bfloat16}, marks=pytest.mark.gpu),
+    ],
+    ids=str,
+)
+def test_bf16_with_remainder_is_fp32_bit_for_bit(device: str, options: dict[str, Any]) -> None:
+    low = make_params(torch.bfloat16, COMPILED_SHAPES, device)
+    # no multiple of 16 bytes
+    low.append(torch.randn(100_004, device=device).bfloat16()[1:].requires_grad_())
     full = clones(low, torch.float32)
-    ours = Lion(low, lr=3e-6, weight_decay=0.1, low_precision="remainder", state_dtype=state_dtype, foreach=foreach)
-    oracle = Lion(full, lr=3e-6, weight_decay=0.1, state_dtype=state_dtype, foreach=foreach)
+    options = {"lr": 3e-6, "weight_decay": 0.1, "state_dtype": torch.float32, **options}
+    ours, oracle = Lion(low, low_precision="remainder", **options), Lion(full, **options)
     for _ in range(12):
         run(1, (ours, low), (oracle, full))
         for p, q in zip(low, full, strict=True):
@@ -70,7 +87,6 @@ def test_bf16_with_remainder_is_fp32_bit_for_bit(foreach: bool | None, state_dty
     assert any(bool((q != p).any()) for p, q in zip(low, full, strict=True))
 
 
-@pytest.mark.skipif(INTERPRET, reason="thousands of steps; and interpreted conversions to bf16 truncate")
 def test_weight_decay_survives_bf16_and_tiny_rates() -> None:
     # a plain bf16 weight can't lose 1e-5 of itself; with a remainder it must
     p = torch.ones(1000, dtype=torch.bfloat16, requires_grad=True)
@@ -179,20 +195,25 @@ def test_lambda_lr_and_edits_of_groups() -> None:
         assert torch.allclose(x, y, rtol=1e-13, atol=1e-13)
 
 
-@pytest.mark.parametrize("foreach", [None, True, False])
-def test_ties_inf_and_nan(foreach: bool | None) -> None:
-    p = torch.ones(4, requires_grad=True)
+@pytest.mark.parametrize("n", [1, 200])
+@pytest.mark.parametrize(
+    ("device", "foreach"),
+    [("cpu", None), ("cpu", True), ("cpu", False), pytest.param("cuda", None, marks=pytest.mark.gpu)],
+)
+def test_ties_inf_nan_and_numbers_at_the_ends(device: str, foreach: bool | None, n: int) -> None:
+    inf, nan = float("inf"), float("nan")
+    p = torch.ones(8 * n, device=device, requires_grad=True)
     optimizer = Lion([p], lr=0.25, foreach=foreach)
-    p.grad = torch.tensor([0.0, float("inf"), float("-inf"), float("nan")])
+    p.grad = torch.tensor([nan, inf, -inf, 0.0, 1e-42, -1e-42, 3e38, -3e38], device=device).repeat(n)
     optimizer.step()
-    assert torch.equal(p[:3], torch.tensor([1.0, 0.75, 1.25]))
-    assert p[3].isnan()
-    m = optimizer.state[p]["exp_avg"]
-    assert torch.equal(m[:3], torch.tensor([0.0, float("inf"), float("-inf")]))
-    assert m[3].isnan()
-    p.grad = torch.zeros(4)
+    want = torch.tensor([nan, 0.75, 1.25, 1.0, 0.75, 1.25, 0.75, 1.25]).repeat(n)
+    assert torch.equal(p.cpu().nan_to_num(7.0), want.nan_to_num(7.0))
+    m = optimizer.state[p]["exp_avg"].cpu()
+    assert torch.equal(m[1:4], torch.tensor([inf, -inf, 0.0]))
+    assert m[0].isnan()
+    p.grad = torch.zeros_like(p)
     optimizer.step()
-    assert p[3].isnan()
+    assert p[0].isnan()
 
 
 def test_nan_reaches_a_bf16_weight_with_remainder() -> None:
@@ -202,3 +223,40 @@ def test_nan_reaches_a_bf16_weight_with_remainder() -> None:
     optimizer.step()
     assert p[0].isnan()
     assert p[1] == 0.75
+
+
+def test_fused_on_a_cpu_is_the_definition() -> None:
+    params = make_params(torch.float32, COMPILED_SHAPES)
+    exact = [p.detach().double() for p in params]
+    momenta = [torch.zeros_like(p) for p in exact]
+    options: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.3, "betas": (0.9137, 0.97)}
+    optimizer = Lion(params, fused=True, maximize=True, **options)
+    for _ in range(3):
+        run(1, (optimizer, params))
+        for i, p in enumerate(params):
+            assert p.grad is not None
+            exact[i], momenta[i] = reference(exact[i], -p.grad.double(), momenta[i], **options)
+    for p, q, m in zip(params, exact, momenta, strict=True):
+        assert torch.allclose(p.double(), q, rtol=1e-6, atol=1e-7)
+        assert torch.allclose(optimizer.state[p]["exp_avg"].double(), m, rtol=1e-5, atol=1e-7)
+
+
+def test_rates_and_sizes_compile_nothing_again() -> None:
+    from torch._dynamo.utils import counters
+
+    def graphs() -> int:
+        return int(counters["stats"]["unique_graphs"])
+
+    def steps(shapes: list[tuple[int, ...]], lr: float) -> Lion:
+        params = make_params(torch.float32, shapes)
+        optimizer = Lion(params, lr=lr, fused=True)
+        run(2, (optimizer, params))
+        optimizer.param_groups[0]["lr"] = lr / 2
+        run(1, (optimizer, params))
+        return optimizer
+
+    steps(COMPILED_SHAPES, 1e-2)
+    before = graphs()
+    assert before > 0
+    steps([(SMALL * 3,), (SMALL, 2), (7,)], 1e-3)
+    assert graphs() == before

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lion_params import assert_same, assert_same_states, clones, make_params
 from onepass.ops.lion.reference import join
 from onepass.optim import Lion
 from onepass.optim.state import prepare_state
@@ -49,25 +50,18 @@ def through_disk(state: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("dtype", "options"), KINDS, ids=str)
 def test_resumed_is_uninterrupted(dtype: torch.dtype, options: dict[str, Any]) -> None:
-    start = [torch.randn(s).to(dtype) for s in SHAPES]
-    a = [p.clone().requires_grad_() for p in start]
+    a = make_params(dtype, SHAPES)
     through = Lion(a, lr=1e-3, weight_decay=0.1, **options)
     train(through, a, range(4))
-    weights, state = [p.detach().clone() for p in a], through_disk(through.state_dict())
-    b = [p.requires_grad_() for p in weights]
+    b, state = clones(a), through_disk(through.state_dict())
     resumed = Lion(b, lr=9.0)
     resumed.load_state_dict(state)
     kept = {key: t.clone() for key, t in state["state"][0].items()}
-    for p, q in zip(a, b, strict=True):
-        for key, value in through.state[p].items():
-            assert resumed.state[q][key].dtype == value.dtype
-            assert torch.equal(resumed.state[q][key], value)
+    assert_same_states(through, a, resumed, b)
     train(through, a, range(4, 9))
     train(resumed, b, range(4, 9))
-    for p, q in zip(a, b, strict=True):
-        assert torch.equal(p, q)
-        for key, value in through.state[p].items():
-            assert torch.equal(resumed.state[q][key], value)
+    assert_same(a, b)
+    assert_same_states(through, a, resumed, b)
     for key, value in kept.items():
         assert torch.equal(state["state"][0][key], value), "stepping must not write into the checkpoint"
 
@@ -92,32 +86,19 @@ def test_state_dtype_of_the_group_wins() -> None:
     assert ours.param_groups[0]["state_dtype"] == torch.bfloat16
 
 
-def test_lion_pytorch_checkpoint_goes_on() -> None:
-    a = [torch.randn(s, dtype=torch.float64, requires_grad=True) for s in SHAPES]
-    theirs = lion_pytorch.Lion(a, lr=1e-2, betas=(0.8, 0.95), weight_decay=0.1)
+@pytest.mark.parametrize(("library", "tolerance"), [("lion_pytorch", 1e-13), ("optimi", 1e-12)])
+def test_checkpoints_of_others_go_on(library: str, tolerance: float) -> None:
+    a = make_params(torch.float64, SHAPES)
+    theirs = pytest.importorskip(library).Lion(a, lr=1e-2, betas=(0.8, 0.95), weight_decay=0.1)
     train(theirs, a, range(4))
-    b = [p.detach().clone().requires_grad_() for p in a]
+    b = clones(a)
     ours = Lion(b, lr=1.0)
     ours.load_state_dict(through_disk(theirs.state_dict()))
-    train(theirs, a, range(4, 9))
-    train(ours, b, range(4, 9))
-    for p, q in zip(a, b, strict=True):
-        assert torch.allclose(p, q, rtol=1e-13, atol=1e-13)
-
-
-def test_optimi_checkpoint_goes_on() -> None:
-    optimi = pytest.importorskip("optimi")
-    a = [torch.randn(s, dtype=torch.float64, requires_grad=True) for s in SHAPES]
-    theirs = optimi.Lion(a, lr=1e-2, betas=(0.8, 0.95), weight_decay=0.1)
-    train(theirs, a, range(4))
-    b = [p.detach().clone().requires_grad_() for p in a]
-    ours = Lion(b, lr=1.0)
-    ours.load_state_dict(theirs.state_dict())
     assert ours.param_groups[0]["betas"] == (0.8, 0.95)
     train(theirs, a, range(4, 9))
     train(ours, b, range(4, 9))
     for p, q in zip(a, b, strict=True):
-        assert torch.allclose(p, q, rtol=1e-12, atol=1e-12)
+        assert torch.allclose(p, q, rtol=tolerance, atol=tolerance)
 
 
 def test_optimi_compensation_becomes_a_remainder() -> None:
@@ -249,12 +230,9 @@ def test_distributed_checkpoint_round_trip(options: dict[str, Any], kept: set[st
     set_optimizer_state_dict(twin, other, target)
     for m, o in ((model, optimizer), (twin, other)):
         train(o, list(m.parameters()), range(3, 5))
-    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
-        assert torch.equal(p, q)
-        assert optimizer.state[p].keys() == other.state[q].keys()
-        for key, value in optimizer.state[p].items():
-            assert other.state[q][key].dtype == value.dtype
-            assert torch.equal(other.state[q][key], value)
+    params, others = [*model.parameters()], [*twin.parameters()]
+    assert_same(params, others)
+    assert_same_states(optimizer, params, other, others)
     assert kept == set(optimizer.state[model.weight])
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import pickle
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from lion_params import assert_same, clones, make_params, set_grads
+from lion_params import assert_same, assert_same_states, clones, make_params, set_grads
+from onepass.ops.lion.torch_path import SMALL
 from onepass.optim import Lion, clip_grad_norm
 from onepass.optim.lion import _lr_to_device
 
@@ -84,8 +87,6 @@ def test_any_layout_is_updated_in_place(layout: str, dtype: torch.dtype) -> None
 
 
 def test_gradients_are_not_kept_alive() -> None:
-    import weakref
-
     p = torch.ones(10, requires_grad=True)
     optimizer = Lion([p])
     p.grad = torch.ones(10)
@@ -95,11 +96,12 @@ def test_gradients_are_not_kept_alive() -> None:
     assert gone() is None
 
 
-def test_autograd_notices_the_write() -> None:
-    p = torch.ones(3, requires_grad=True)
+@pytest.mark.parametrize(("n", "fused"), [(3, None), (2 * SMALL, None), (2 * SMALL, True)])
+def test_autograd_notices_the_write(n: int, fused: bool | None) -> None:
+    p = torch.ones(n, requires_grad=True)
     loss = (p * p).sum()
-    p.grad = torch.ones(3)
-    Lion([p]).step()
+    p.grad = torch.ones(n)
+    Lion([p], fused=fused).step()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
 
@@ -118,30 +120,15 @@ def test_differentiable_step() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_compiled_step_is_the_step(dtype: torch.dtype) -> None:
+def test_a_compiled_step_clips_unscales_and_skips(dtype: torch.dtype) -> None:
     a = make_params(dtype, [(3, 4), (5,)])
     b = clones(a)
     eager, compiled = (
-        Lion(p, lr=torch.tensor(1e-2), weight_decay=0.1, state_dtype=torch.float32) for p in (a, b)
+        Lion(p, lr=torch.tensor([1e-2]), weight_decay=0.1, state_dtype=torch.float32) for p in (a, b)
     )  # fmt: skip
-    step = torch.compile(compiled.step, backend="aot_eager")
-    for _ in range(3):
-        set_grads(a, b)
-        eager.step()
-        step()
-    assert_same(a, b)
-
-
-def test_compiled_step_clips_unscales_and_skips() -> None:
-    a, b = make_params(shapes=[(3, 4), (5,)]), make_params(shapes=[(3, 4), (5,)])
-    for p, q in zip(a, b, strict=True):
-        q.data.copy_(p)
-    eager, compiled = (Lion(p, lr=torch.tensor([1e-2]), weight_decay=0.1) for p in (a, b))
     compiled.step = torch.compile(compiled.step, backend="aot_eager")  # type: ignore[method-assign]
     for i in range(6):
-        for p, q in zip(a, b, strict=True):
-            p.grad = torch.randn(p.shape) * (float("inf") if i == 4 else 1.0)
-            q.grad = p.grad.clone()
+        set_grads(a, b, scale=float("inf") if i == 4 else 1.0)
         for optimizer, params in ((eager, a), (compiled, b)):
             if i in (1, 2):
                 clip_grad_norm(params, 0.5)
@@ -154,9 +141,8 @@ def test_compiled_step_clips_unscales_and_skips() -> None:
                 del optimizer.grad_scale, optimizer.found_inf
             assert optimizer.clip_coefficient is None
         assert_same(a, b)
-        for p, q in zip(a, b, strict=True):
-            assert torch.equal(eager.state[p]["exp_avg"], compiled.state[q]["exp_avg"])
-            assert bool(p.isfinite().all())
+        assert_same_states(eager, a, compiled, b)
+        assert all(bool(p.isfinite().all()) for p in a)
 
 
 def test_a_state_on_another_device_is_refused() -> None:
@@ -222,8 +208,6 @@ def test_bad_parameters() -> None:
 
 
 def test_deepcopy_and_pickle_go_on() -> None:
-    import pickle
-
     p = torch.ones(3, requires_grad=True)
     optimizer = Lion([p], lr=0.5)
     p.grad = torch.ones(3)

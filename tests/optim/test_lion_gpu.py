@@ -1,182 +1,60 @@
-"""The fused path on CUDA against the definition: dtypes, layouts, many groups, GradScaler, no waiting."""
+"""Lion on CUDA beyond its values (tests/ops/lion has those): groups, waiting, memory, CUDA graphs, devices."""
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from lion_params import update_lists_
+from lion_params import (
+    BETAS,
+    GPU_SHAPES,
+    assert_same,
+    assert_same_states,
+    clones,
+    make_params,
+    run,
+    set_grads,
+    update_lists_,
+    waiting_is_an_error,
+)
 from onepass.ops.lion.op import NONE
-from onepass.ops.lion.reference import join, reference
 from onepass.ops.lion.torch_path import Row
-from onepass.optim import Lion
+from onepass.optim import Lion, clip_grad_norm, release_gradients
 
 pytestmark = pytest.mark.gpu
 
-SHAPES = [(3, 4), (5,), (0,), (), (1023,), (1024,), (1025,), (130, 300), (1 << 20,), (999_999,)]
-HALF_ULP = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
-# no 16-bit numbers are an exact tie with these
-BETAS = (0.9137, 0.99)
 
-
-def make(dtype: torch.dtype, shapes: Any = SHAPES, scale: float = 1.0) -> list[Tensor]:
-    return [(torch.randn(s, device="cuda") * scale).to(dtype) for s in shapes]
-
-
-def near(got: Tensor, want: Tensor, ulp: float) -> bool:
-    return bool(((got.double() - want).abs() <= want.abs() * ulp * 1.01 + 1e-6).all())
-
-
-def row(lr: float, wd: float, b1: float, b2: float) -> Row:
-    return Row(lr, wd, b1, 1 - b1, b2, 1 - b2, 1.0, 0.0)
-
-
-@pytest.mark.parametrize(
-    "dtypes", [*itertools.product(HALF_ULP, repeat=3)], ids=lambda d: "-".join(str(t)[6:] for t in d)
-)
-@pytest.mark.parametrize("offset", [0, 1, 3])
-def test_every_dtype_mix_and_alignment(dtypes: tuple[torch.dtype, ...], offset: int) -> None:
-    sizes = [1, 7, 1023, 1024, 1025, 70_000]
-    params, grads, momenta = (
-        [(torch.randn(n + offset, device="cuda") * s).to(t)[offset:] for n in sizes]
-        for t, s in zip(dtypes, (1.0, 1.0, 0.1), strict=True)
-    )
-    want = [
-        reference(p.double(), g.double(), m.double(), lr=1e-3, weight_decay=0.1, betas=BETAS)
-        for p, g, m in zip(params, grads, momenta, strict=True)
-    ]
-    update_lists_(params, grads, momenta, [], [0] * len(sizes), [row(1e-3, 0.1, *BETAS)], NONE)
-    for p, m, (new_p, new_m) in zip(params, momenta, want, strict=True):
-        assert near(p, new_p, HALF_ULP[dtypes[0]] + 2.0**-23)
-        assert near(m, new_m, HALF_ULP[dtypes[2]] + 2.0**-23)
-
-
-@pytest.mark.parametrize("offset", [0, 1])
-@pytest.mark.parametrize("momentum", [torch.float32, torch.bfloat16])
-def test_remainder_is_fp32_bit_for_bit(offset: int, momentum: torch.dtype) -> None:
-    low = [t[offset:].requires_grad_() for t in make(torch.bfloat16, [(n + offset,) for n in (5, 1024, 100_003)])]
-    full = [p.detach().float().requires_grad_() for p in low]
-    ours = Lion(low, lr=3e-6, weight_decay=0.1, state_dtype=momentum)
-    oracle = Lion(full, lr=3e-6, weight_decay=0.1, state_dtype=momentum)
-    for _ in range(20):
-        for p, q in zip(low, full, strict=True):
-            p.grad = torch.randn_like(p)
-            q.grad = p.grad.float()
-        ours.step()
-        oracle.step()
-    for p, q in zip(low, full, strict=True):
-        assert torch.equal(join(p.detach(), ours.state[p]["remainder"]), q)
-
-
-def test_together_is_one_at_a_time_is_cpu() -> None:
-    a = [p.requires_grad_() for p in make(torch.float32)]
-    b = [p.detach().clone().requires_grad_() for p in a]
-    c = [p.detach().cpu().requires_grad_() for p in a]
-    together, on_cpu = Lion(a, lr=1e-2, weight_decay=0.1, betas=BETAS), Lion(c, lr=1e-2, weight_decay=0.1, betas=BETAS)
-    apart = [Lion([p], lr=1e-2, weight_decay=0.1, betas=BETAS) for p in b]
-    for _ in range(3):
-        for p, q, r in zip(a, b, c, strict=True):
-            p.grad = torch.randn_like(p)
-            q.grad, r.grad = p.grad.clone(), p.grad.cpu()
-        for optimizer in (together, on_cpu, *apart):
-            optimizer.step()
-    for p, q, r in zip(a, b, c, strict=True):
-        assert torch.equal(p, q)
-        # a sign can differ where u is a rounding error
-        assert ((p.cpu() - r).abs() > 1e-6).double().mean() < 1e-4 if p.numel() else True
+def on_gpu(dtype: torch.dtype, shapes: Any = GPU_SHAPES) -> list[Tensor]:
+    return make_params(dtype, shapes, "cuda")
 
 
 def test_many_groups_and_many_small_tensors() -> None:
-    a = [p.requires_grad_() for p in make(torch.float32, [(n,) for n in range(1, 400)])]
-    b = [p.detach().double().requires_grad_() for p in a]
-    groups = [
-        [{"params": [p], "lr": 1e-3 * (1 + i % 7), "weight_decay": 0.01 * (i % 3), "maximize": i % 2 == 0}
-         for i, p in enumerate(ps)]
-        for ps in (a, b)
-    ]  # fmt: skip
-    fused, exact = Lion(groups[0], betas=BETAS), Lion(groups[1], betas=BETAS)
-    for _ in range(3):
-        for p, q in zip(a, b, strict=True):
-            p.grad = torch.randn_like(p)
-            q.grad = p.grad.double()
-        fused.step()
-        exact.step()
+    a = on_gpu(torch.float32, [(n,) for n in range(1, 400)])
+    b = clones(a, torch.float64)
+    fused, exact = (
+        Lion(
+            [{"params": [p], "lr": 1e-3 * (1 + i % 7), "weight_decay": 0.01 * (i % 3), "maximize": i % 2 == 0}
+             for i, p in enumerate(ps)],
+            betas=BETAS,
+        ) for ps in (a, b)
+    )  # fmt: skip
+    run(3, (fused, a), (exact, b))
     wrong = sum(int(((p.double() - q).abs() > 1e-5).sum()) for p, q in zip(a, b, strict=True))
     assert wrong <= 2
 
 
-def test_special_gradients() -> None:
-    inf, nan = float("inf"), float("nan")
-    g = torch.tensor([nan, inf, -inf, 0.0, 1e-42, -1e-42, 3e38, -3e38], device="cuda")
-    for n in (1, 200):
-        p = torch.ones(8 * n, device="cuda", requires_grad=True)
-        p.grad = g.repeat(n)
-        optimizer = Lion([p], lr=0.25)
-        optimizer.step()
-        want = torch.tensor([nan, 0.75, 1.25, 1.0, 0.75, 1.25, 0.75, 1.25], device="cuda").repeat(n)
-        assert torch.equal(p.nan_to_num(7.0), want.nan_to_num(7.0))
-        m = optimizer.state[p]["exp_avg"]
-        assert m[0].isnan()
-        assert m[1] == inf
-
-
 def test_fused_true_refuses_what_it_cannot_do() -> None:
-    p = torch.ones(4, 6, device="cuda")[:, ::2].requires_grad_()
-    p.grad = torch.ones(4, 3, device="cuda")
-    with pytest.raises(RuntimeError, match="`fused=True` requires dense parameters"):
-        Lion([p], fused=True).step()
-    Lion([p], lr=0.5).step()
-    assert torch.equal(p, torch.full((4, 3), 0.5, device="cuda"))
-    for dtype in (torch.float64, torch.complex128):
-        p = torch.ones(3, device="cuda", dtype=dtype, requires_grad=True)
-        p.grad = torch.ones_like(p)
+    strided = torch.ones(4, 6, device="cuda")[:, ::2].requires_grad_()
+    others = [torch.ones(3, device="cuda", dtype=t, requires_grad=True) for t in (torch.float64, torch.complex128)]
+    for p in (strided, *others):
+        p.grad = torch.ones_like(p, memory_format=torch.contiguous_format)
         with pytest.raises(RuntimeError, match="`fused=True` requires dense parameters of supported dtypes"):
             Lion([p], fused=True).step()
         Lion([p], lr=0.5).step()
         assert torch.equal(p, torch.full_like(p, 0.5))
-
-
-@pytest.mark.parametrize("options", [{"foreach": True}, {"foreach": False}, {"fused": False}, {"cautious": True}])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_fallbacks_agree(options: dict[str, Any], dtype: torch.dtype) -> None:
-    a = [p.requires_grad_() for p in make(dtype, SHAPES[:8])]
-    b = [p.detach().cpu().requires_grad_() for p in a]
-    ours = Lion(a, lr=1e-2, weight_decay=0.1, betas=BETAS, **options)
-    on_cpu = Lion(b, lr=1e-2, weight_decay=0.1, betas=BETAS, cautious=options.get("cautious", False))
-    for _ in range(3):
-        for p, q in zip(a, b, strict=True):
-            p.grad = torch.randn_like(p)
-            q.grad = p.grad.cpu()
-        ours.step()
-        on_cpu.step()
-    for p, q in zip(a, b, strict=True):
-        if p.numel():
-            assert ((p.cpu().double() - q.double()).abs() > 1e-2 * q.double().abs() + 1e-4).double().mean() < 1e-3
-
-
-@pytest.mark.parametrize(("dtype", "fused"), [(torch.float32, None), (torch.float32, True), (torch.float16, True)])
-def test_grad_scaler(dtype: torch.dtype, fused: bool | None) -> None:
-    p = torch.ones(3000, dtype=dtype, device="cuda", requires_grad=True)
-    q = p.detach().clone().requires_grad_()
-    scaled, plain = (Lion([x], lr=0.25, state_dtype=torch.float32, betas=BETAS, fused=fused) for x in (p, q))
-    scaler = torch.amp.GradScaler("cuda", init_scale=256.0)
-    for i in range(4):
-        scaler.scale(torch.ones((), device="cuda"))
-        g = torch.randn_like(q)
-        p.grad = g * scaler.get_scale()
-        if i == 1:
-            p.grad[17] = float("inf")
-        scaler.step(scaled)
-        if i != 1:
-            q.grad = g
-            plain.step()
-        scaler.update()
-        assert torch.equal(p, q)
-        assert torch.equal(scaled.state[p]["exp_avg"], plain.state[q]["exp_avg"])
 
 
 def test_the_scalers_step_does_not_wait_with_fused() -> None:
@@ -192,41 +70,29 @@ def test_the_scalers_step_does_not_wait_with_fused() -> None:
             scaler.update()
 
         step()
-        torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with waiting_is_an_error():
             if fused:
                 step()
             else:
                 with pytest.raises(RuntimeError, match="synchroniz"):
                     step()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
         assert optimizer.current_work()[0].all_fused
 
 
 def test_step_does_not_wait_for_the_device() -> None:
-    params = [p.requires_grad_() for p in make(torch.bfloat16)]
+    params = on_gpu(torch.bfloat16)
     optimizer = Lion(params, lr=torch.tensor(1e-3, device="cuda"))
     optimizer.grad_scale, optimizer.found_inf = torch.ones((), device="cuda"), torch.zeros((), device="cuda")
-    for p in params:
-        p.grad = torch.randn_like(p)
-    optimizer.step()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    run(1, (optimizer, params))
+    with waiting_is_an_error():
         for i in range(3):
-            for p in params:
-                p.grad = torch.randn_like(p)
             optimizer.param_groups[0]["weight_decay"] = 0.1 * i
-            optimizer.step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+            run(1, (optimizer, params))
 
 
 def test_no_extra_memory() -> None:
-    params = [torch.randn(1 << 22, device="cuda").requires_grad_() for _ in range(8)]
-    for p in params:
-        p.grad = torch.randn_like(p)
+    params = on_gpu(torch.float32, [(1 << 22,)] * 8)
+    set_grads(params)
     optimizer = Lion(params)
     torch.cuda.synchronize()
     # what was asked for: the allocator hands out up to a megabyte more with a large block
@@ -274,7 +140,7 @@ def test_more_than_2_to_31_elements() -> None:
     p, g, m = (torch.zeros(n, dtype=torch.bfloat16, device="cuda") for _ in range(3))
     g[-3:] = 1.0
     g[7] = -1.0
-    update_lists_([p], [g], [m], [], [0], [row(0.5, 0.0, 0.9, 0.99)], NONE)
+    update_lists_([p], [g], [m], [], [0], [Row(0.5, 0.0, 0.9, 0.1, 0.99, 0.01, 1.0, 0.0)], NONE)
     assert torch.equal(p[-4:].float().cpu(), torch.tensor([0.0, -0.5, -0.5, -0.5]))
     assert p[7] == 0.5
     assert p.count_nonzero() == 4
@@ -289,3 +155,189 @@ def test_other_devices_are_guarded() -> None:
     Lion(params, lr=0.5).step()
     for p in params:
         assert torch.equal(p.cpu(), torch.full((3,), 0.5))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_clipping_is_torchs_waits_for_nothing_and_repeats_its_bits(dtype: torch.dtype) -> None:
+    a = on_gpu(dtype, [*GPU_SHAPES, (3_000_001,)])
+    optimizer = Lion(a, lr=1e-2, betas=BETAS, state_dtype=torch.float32)
+    set_grads(a)
+    want = float(torch.nn.utils.get_total_norm([p.grad.double() for p in a if p.grad is not None]))
+    first = clip_grad_norm(a, 2.0)
+    optimizer.step()
+    norms = []
+    with waiting_is_an_error():
+        for _ in range(20):
+            for p in a:
+                assert p.grad is not None
+                p.grad = p.grad.clone()
+            norms.append(clip_grad_norm(a, 2.0))
+            optimizer.step()
+    assert abs(float(first) - want) < 1e-5 * want
+    assert all(torch.equal(n, first) for n in norms)
+    p = a[-1]
+    assert p.grad is not None
+    m = optimizer.state[p]["exp_avg"].double()
+    assert torch.allclose(m, p.grad.double() * (2.0 / want) * (1 - 0.99**21), rtol=1e-4)
+
+
+def test_clipping_with_grad_scaler_and_mixed_dtypes() -> None:
+    a = [torch.zeros(1000, device="cuda", dtype=t, requires_grad=True) for t in (torch.float32, torch.float16)]
+    optimizer = Lion(a, state_dtype=torch.float32, fused=True)
+    scaler = torch.amp.GradScaler("cuda", init_scale=256.0)
+    scale = scaler.scale(torch.ones((), device="cuda"))
+    for p in a:
+        p.grad = torch.full_like(p, 3.0 * 256)
+    norm = clip_grad_norm(a, 1.0, grad_scale=scale)
+    assert abs(float(norm) - 3.0 * 2000**0.5) < 1e-3
+    scaler.step(optimizer)
+    for p in a:
+        m = optimizer.state[p]["exp_avg"]
+        assert torch.allclose(m, torch.full_like(m, 0.01 / 2000**0.5), rtol=1e-3)
+
+
+def test_released_gradients_take_less_memory_and_change_nothing() -> None:
+    def build() -> tuple[torch.nn.Module, Lion]:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(*(torch.nn.Linear(2048, 2048, bias=False) for _ in range(12))).cuda()
+        return model, Lion(model.parameters(), lr=1e-3)
+
+    x = torch.randn(8, 2048, device="cuda")
+    peaks, models = [], []
+    for released in (False, True):
+        model, optimizer = build()
+        if released:
+            release_gradients(model, optimizer, bucket_bytes=1 << 24)
+        for i in range(3):
+            if i == 2:
+                torch.cuda.synchronize()
+                torch.cuda.reset_peak_memory_stats()
+                before = torch.cuda.memory_allocated()
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+        models.append(model)
+    assert_same([*models[0].parameters()], [*models[1].parameters()])
+    # 12 gradients of 16 MiB against two of them and what backward itself needs
+    assert peaks[0] > 12 << 24
+    assert peaks[1] < 4 << 24
+
+
+def captured_step(optimizer: Lion, params: list[Tensor], clip: bool = False) -> torch.cuda.CUDAGraph:
+    """A graph of a step, after one on another stream; capturing changes no parameter."""
+
+    def step() -> None:
+        if clip:
+            clip_grad_norm(params, 0.5)
+        optimizer.step()
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    before = clones(params)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    assert_same(params, before)
+    return graph
+
+
+@pytest.mark.parametrize(
+    ("dtype", "options", "clip"),
+    [
+        (torch.float32, {"weight_decay": 0.1}, False),
+        (torch.bfloat16, {"weight_decay": 0.1}, False),
+        (torch.bfloat16, {}, True),
+        (torch.bfloat16, {"state_dtype": "int8"}, True),
+        (torch.bfloat16, {"cautious": True}, True),
+    ],
+    ids=str,
+)
+def test_graph_replay_sees_the_schedulers_lr_and_clips(dtype: torch.dtype, options: dict[str, Any], clip: bool) -> None:
+    a = on_gpu(dtype, [(5000,), (50, 7)])
+    b = clones(a)
+    captured, eager = (
+        Lion([{"params": ps[:1]}, {"params": ps[1:], "lr": 3e-2}], lr=1e-2, capturable=c, **options)
+        for ps, c in ((a, True), (b, False))
+    )
+    schedulers = [torch.optim.lr_scheduler.LambdaLR(o, lambda i: 0.5**i) for o in (captured, eager)]
+    kept = [torch.zeros_like(p) for p in a]
+
+    def grads() -> None:
+        set_grads(b)
+        for p, q, g in zip(a, b, kept, strict=True):
+            assert q.grad is not None
+            p.grad = g.copy_(q.grad)
+
+    def step(optimizer: Lion, params: list[Tensor]) -> None:
+        if clip:
+            clip_grad_norm(params, 0.5)
+        optimizer.step()
+
+    grads()
+    graph = captured_step(captured, a, clip)
+    step(eager, b)
+    for i in range(5):
+        for scheduler in schedulers:
+            scheduler.step()
+        grads()
+        if i == 3:
+            step(captured, a)  # an eager step between replays must not disturb the graph's table, nor it this one's
+        else:
+            graph.replay()
+        step(eager, b)
+        assert_same(a, b)
+        assert_same_states(captured, a, eager, b)
+
+
+def test_capture_needs_capturable_and_a_first_step() -> None:
+    for capturable in (False, True):
+        p = torch.ones(3, device="cuda", requires_grad=True)
+        p.grad = torch.ones(3, device="cuda")
+        optimizer = Lion([p], capturable=capturable)
+        if not capturable:
+            optimizer.step()
+        words = "take a step before" if capturable else "capturable is False"
+        with pytest.raises(RuntimeError, match=words), torch.cuda.graph(torch.cuda.CUDAGraph()):
+            optimizer.step()
+        torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("cautious", [False, True])
+def test_a_graph_outlives_the_launch_that_it_captured(cautious: bool) -> None:
+    params = on_gpu(torch.float32, [(1000,), (5000,)])
+    twins = clones(params)
+    options: dict[str, Any] = {"lr": 0.01, "weight_decay": 0.1, "cautious": cautious}
+    captured, eager = Lion(params, capturable=True, **options), Lion(twins, **options)
+    set_grads(params, twins)
+    graph = captured_step(captured, params)
+    eager.step()
+    used = params[0].grad
+    for _ in range(4):
+        # without a gradient it is another launch; what the first one held is free to be given to others
+        params[0].grad = twins[0].grad = None
+        captured.step()
+        eager.step()
+        others = [torch.full((2,), 7, dtype=torch.int64, device="cuda") for _ in range(1000)]
+        pinned = [torch.full((n,), -1, dtype=torch.int64).pin_memory() for n in (16, 32, 64, 128)]
+        params[0].grad, twins[0].grad = used, None if used is None else used.clone()
+        graph.replay()
+        eager.step()
+        assert_same(params, twins)
+        assert all(bool((t == 7).all()) for t in others)
+        assert all(bool((t == -1).all()) for t in pinned)
+
+
+def test_float64_weights_have_float64_options() -> None:
+    """1e-4 in fp32 is off by 2.5e-8 of it."""
+    (p,) = on_gpu(torch.float64, [(100,)])
+    start = p.detach().clone()
+    optimizer = Lion([p], lr=1e-4, weight_decay=torch.tensor(0.1, dtype=torch.float64), capturable=True)
+    run(1, (optimizer, [p]))
+    assert p.grad is not None
+    expected = start - 1e-4 * (p.grad.sign() + 0.1 * start)
+    # four roundings of numbers that are no larger than the largest weight
+    assert (p - expected).abs().max() <= 4 * torch.finfo(torch.float64).eps * start.abs().max()

@@ -15,14 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
-from onepass.core.launch import INTERPRET
+from lion_params import assert_same, assert_same_states
+from onepass.ops.lion.torch_path import SMALL
 from onepass.optim import Lion
 
 common = pytest.importorskip("torch.testing._internal.common_optimizers")
-pytestmark = [
-    pytest.mark.peer,
-    pytest.mark.skipif(INTERPRET, reason="the paths are compared elsewhere; interpreted it takes minutes"),
-]
+pytestmark = pytest.mark.peer
 
 
 def inputs(device: str, dtype: torch.dtype | None = None) -> list[Any]:
@@ -189,21 +187,23 @@ def test_defaults_take_the_path_of_the_device(device: str) -> None:
     assert bool(optimizer._work.foreach_cpu) == (device == "cpu")
 
 
-def test_default_dtype_does_not_matter() -> None:
+@pytest.mark.parametrize("options", [{"state_dtype": "int8"}, {"fused": True}], ids=str)
+def test_default_dtype_and_device_do_not_matter(options: dict[str, Any]) -> None:
     results = []
-    for dtype in (torch.float32, torch.float64):
+    for dtype, device in ((torch.float32, "cpu"), (torch.float64, "meta")):
+        torch.manual_seed(0)
+        params = [torch.randn(n, requires_grad=True) for n in (7, 5000, 2 * SMALL)]
         torch.set_default_dtype(dtype)
         try:
-            torch.manual_seed(0)
-            params = [torch.randn(n, dtype=torch.float32, requires_grad=True) for n in (7, 5000)]
-            optimizer = Lion(params, lr=1e-2, weight_decay=0.1, state_dtype="int8")
-            run(optimizer, params, 3, lambda p: p.detach().cos())
+            with torch.device(device):
+                optimizer = Lion(params, lr=1e-2, weight_decay=0.1, **options)
+                run(optimizer, params, 3, lambda p: p.detach().cos())
         finally:
             torch.set_default_dtype(torch.float32)
-        results.append((params, [s for p in params for s in optimizer.state[p].values()]))
-    for a, b in zip(results[0][0] + results[0][1], results[1][0] + results[1][1], strict=True):
-        assert a.dtype == b.dtype
-        assert torch.equal(a, b)
+        results.append((params, optimizer))
+    (a, one), (b, other) = results
+    assert_same(a, b)
+    assert_same_states(one, a, other, b)
 
 
 @pytest.mark.gpu

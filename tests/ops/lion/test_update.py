@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -35,14 +36,17 @@ def assert_near(got: Tensor, want: Tensor, ulp: float) -> None:
     assert bool((error <= want.abs() * ulp * 1.01 + 1e-6).all()), f"error {error.max()}"
 
 
-def check_step(dtypes: tuple[torch.dtype, ...], mode: int, shapes: list[tuple[int, ...]], device: str = "cpu") -> None:
+def check_step(
+    dtypes: tuple[torch.dtype, ...], mode: int, shapes: list[tuple[int, ...]], device: str = "cpu", offset: int = 0
+) -> None:
     def make(dtype: torch.dtype, scale: float) -> list[Tensor]:
-        return [(torch.randn(s) * scale).to(device, dtype) for s in shapes]
+        flat = [(torch.randn(math.prod(s) + offset) * scale).to(device, dtype)[offset:] for s in shapes]
+        return [t.view(s) for t, s in zip(flat, shapes, strict=True)]
 
     params, grads, momenta = make(dtypes[0], 1.0), make(dtypes[1], 1.0), make(dtypes[2], 0.1)
     extras = [torch.zeros(s, dtype=torch.int16, device=device) for s in shapes] if mode == REMAINDER else []
     groups = [i % 2 for i in range(len(shapes))]
-    want = [expected(p, g, m, HYPER[k].to(device)) for p, g, m, k in zip(params, grads, momenta, groups, strict=True)]
+    want = [expected(p, g, m, HYPER[k]) for p, g, m, k in zip(params, grads, momenta, groups, strict=True)]
     update_lists_(params, grads, momenta, extras, groups, [Row(*row) for row in HYPER.tolist()], mode)
     # interpreted conversions to 16 bits truncate
     factor = 2.0 if INTERPRET else 1.0
@@ -59,9 +63,12 @@ F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 MIXES = [m for m in itertools.product((F32, F16, BF16), repeat=3) if not (INTERPRET and BF16 in m)]
 
 
+@pytest.mark.parametrize(
+    ("device", "offset"), [("cpu", 0), *(pytest.param("cuda", n, marks=pytest.mark.gpu) for n in (0, 1, 3))]
+)
 @pytest.mark.parametrize("dtypes", MIXES, ids=lambda d: "-".join(str(t)[6:] for t in d))
-def test_every_dtype_mix(dtypes: tuple[torch.dtype, ...]) -> None:
-    check_step(dtypes, NONE, SHAPES)
+def test_every_dtype_mix_and_alignment(dtypes: tuple[torch.dtype, ...], device: str, offset: int) -> None:
+    check_step(dtypes, NONE, SHAPES if device == "cpu" else [*SHAPES, (70_000,)], device, offset)
 
 
 @pytest.mark.parametrize("shape", [(), (5,)])
