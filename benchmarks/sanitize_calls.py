@@ -116,7 +116,7 @@ def _in_8_bits(x: Tensor) -> None:
 
 def norm() -> Iterator[Call]:
     """Rows of every kernel: several per program, one, a team, in passes."""
-    layer, rms, rope = load("norm").SPECS
+    layer, rms = load("norm").SPECS
     yield from of_spec(
         layer, FP32, ("3-d, odd width", "one column", "width of several chunks", "all, residual", "backward in tiles",
                       "stable, ties, eps=0.1", "stable, residual"),
@@ -127,7 +127,6 @@ def norm() -> Iterator[Call]:
     for dtype in (FP32, BF16):
         yield from of_spec(layer, dtype, ("weights per head, chunks", "adaptive", "gate, bias per head"))
         yield from of_spec(rms, dtype, ("gate, chunks, residual", "gate first, groups, residual", "rounded twice"))
-        yield from of_spec(rope, dtype)
         yield f"rms_norm, 8 bits, {str(dtype)[6:]}", functools.partial(_in_8_bits, maker(dtype)(5, 384))
     # just wider than what one program takes; 41000 columns are read in turns that overlap
     for dtype in (FP32, BF16):

@@ -1,4 +1,4 @@
-"""Bench cases of the norms' options and of qk_norm_rope, beside torch.compile of the composition and rivals."""
+"""Bench cases of the norms' options, beside torch.compile of the composition and rivals."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ from torch import Tensor
 from benchmarks.case import Case, Impl, Missing, Prepared, optional
 from onepass.ops.norm.op import layer_norm, rms_norm
 from onepass.ops.norm.reference import quantize
-from onepass.ops.norm.rope import qk_norm_rope
 
 BF16 = torch.bfloat16
 # implementations by name, and the tensors that need gradients
 Setup = Callable[[str], tuple[dict[str, Callable[[], Any] | Missing], list[Tensor]]]
 
 
-def _case(op: str, params: Mapping[str, Any], floors: Mapping[str, int], setup: Setup, device: str) -> list[Case]:
+def case(op: str, params: Mapping[str, Any], floors: Mapping[str, int], setup: Setup, device: str) -> list[Case]:
     """Return the cases of forward and, where `floors` has it, backward; a floor is the bytes that must move."""
 
     def make(stage: str) -> Callable[[], Mapping[str, Impl]]:
@@ -52,7 +51,8 @@ def _rival(distribution: str, module: str, call: Callable[[Any], Callable[[], An
     return Missing(distribution) if found is None else call(found)
 
 
-def _rms(x: Tensor, w: Tensor | None) -> Tensor:
+def rms(x: Tensor, w: Tensor | None) -> Tensor:
+    """Return the RMS norm in fp32."""
     f = x.float()
     n = f * torch.rsqrt(f.square().mean(-1, keepdim=True) + 1e-6)
     return n if w is None else n * w.float()
@@ -61,7 +61,7 @@ def _rms(x: Tensor, w: Tensor | None) -> Tensor:
 def _heads(tokens: int, heads: int, d: int, device: str) -> list[Case]:
     def setup(device: str) -> Any:
         x, w = (torch.randn(*shape, heads, d, device=device, dtype=BF16) for shape in ((tokens,), ()))
-        composed = torch.compile(lambda x, w: _rms(x, w).to(x.dtype))
+        composed = torch.compile(lambda x, w: rms(x, w).to(x.dtype))
         return {
             "onepass": lambda: rms_norm(x, w, eps=1e-6),
             "torch.compile": lambda: composed(x, w),
@@ -70,7 +70,7 @@ def _heads(tokens: int, heads: int, d: int, device: str) -> list[Case]:
 
     size = 2 * tokens * heads * d
     params = {"what": "weights per head", "rows": tokens * heads, "cols": d}
-    return _case("norm_options", params, {"forward": 2 * size, "backward": 3 * size}, setup, device)
+    return case("norm_options", params, {"forward": 2 * size, "backward": 3 * size}, setup, device)
 
 
 def _adaptive(batch: int, tokens: int, cols: int, device: str) -> list[Case]:
@@ -85,14 +85,14 @@ def _adaptive(batch: int, tokens: int, cols: int, device: str) -> list[Case]:
 
     size = 2 * batch * tokens * cols
     params = {"what": "adaptive", "rows": batch * tokens, "cols": cols}
-    return _case("norm_options", params, {"forward": 2 * size, "backward": 3 * size}, setup, device)
+    return case("norm_options", params, {"forward": 2 * size, "backward": 3 * size}, setup, device)
 
 
 def _gated(rows: int, cols: int, first: bool, groups: int, device: str) -> list[Case]:
     def compose(x: Tensor, z: Tensor, w: Tensor) -> Tensor:
         f, g = x.float(), F.silu(z.float())
         f = (f * g if first else f).unflatten(-1, (groups, -1))  # type: ignore[no-untyped-call]
-        y = _rms(f, None).flatten(-2) * w.float()
+        y = rms(f, None).flatten(-2) * w.float()
         return (y if first else y * g).to(x.dtype)
 
     def setup(device: str) -> Any:
@@ -110,13 +110,13 @@ def _gated(rows: int, cols: int, first: bool, groups: int, device: str) -> list[
 
     size = 2 * rows * cols
     params = {"what": "gate first" if first else "gate", "rows": rows, "cols": cols, "groups": groups}
-    return _case("norm_options", params, {"forward": 3 * size, "backward": 5 * size}, setup, device)
+    return case("norm_options", params, {"forward": 3 * size, "backward": 5 * size}, setup, device)
 
 
 def _twice(rows: int, cols: int, device: str) -> list[Case]:
     def setup(device: str) -> Any:
         x, w = (torch.randn(*shape, device=device, dtype=BF16) for shape in ((rows, cols), (cols,)))
-        composed = torch.compile(lambda x, w: w * _rms(x, None).to(x.dtype))
+        composed = torch.compile(lambda x, w: w * rms(x, None).to(x.dtype))
 
         def liger(m: Any) -> Callable[[], Any]:
             # in_place=False: all implementations share one upstream gradient, which in_place would overwrite
@@ -130,7 +130,7 @@ def _twice(rows: int, cols: int, device: str) -> list[Case]:
 
     size = 2 * rows * cols
     params = {"what": "rounded twice", "rows": rows, "cols": cols}
-    return _case("norm_options", params, {"forward": 2 * size, "backward": 3 * size}, setup, device)
+    return case("norm_options", params, {"forward": 2 * size, "backward": 3 * size}, setup, device)
 
 
 def _wide_stream(rows: int, cols: int, device: str) -> list[Case]:
@@ -140,7 +140,7 @@ def _wide_stream(rows: int, cols: int, device: str) -> list[Case]:
 
         def compose(x: Tensor, r: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
             s = x + r
-            return _rms(s, w).to(x.dtype), s
+            return rms(s, w).to(x.dtype), s
 
         composed = torch.compile(compose)
 
@@ -158,7 +158,7 @@ def _wide_stream(rows: int, cols: int, device: str) -> list[Case]:
     params = {"what": "fp32 stream", "rows": rows, "cols": cols}
     # forward x 2, residual 4, s 4, y 2; backward dy 2, ds 4, s 4, and the gradients of x 2 and residual 4
     floors = {"forward": 12 * rows * cols, "backward": 16 * rows * cols}
-    return _case("norm_options", params, floors, setup, device)
+    return case("norm_options", params, floors, setup, device)
 
 
 def _in_8_bits(rows: int, cols: int, by: Any, device: str) -> list[Case]:
@@ -166,7 +166,7 @@ def _in_8_bits(rows: int, cols: int, by: Any, device: str) -> list[Case]:
 
     def setup(device: str) -> Any:
         x, w = (torch.randn(*shape, device=device, dtype=BF16) for shape in ((rows, cols), (cols,)))
-        composed = torch.compile(lambda x, w: quantize(_rms(x, w).to(x.dtype), columns))
+        composed = torch.compile(lambda x, w: quantize(rms(x, w).to(x.dtype), columns))
 
         def wide(pair: Any) -> tuple[Tensor, Tensor]:
             return pair[0].view(torch.uint8), pair[1]
@@ -179,35 +179,7 @@ def _in_8_bits(rows: int, cols: int, by: Any, device: str) -> list[Case]:
 
     params = {"what": f"e4m3 by {by}", "rows": rows, "cols": cols}
     floor = rows * (3 * cols + 4 * (cols // columns))
-    return _case("norm_options", params, {"forward": floor}, setup, device)
-
-
-def _rope(tokens: int, heads: tuple[int, int], d: int, interleaved: bool, device: str) -> list[Case]:
-    def turn(x: Tensor, w: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        n = _rms(x, w)
-        a, b = (n[..., ::2], n[..., 1::2]) if interleaved else n.chunk(2, -1)
-        pair = a * cos - b * sin, b * cos + a * sin
-        return (torch.stack(pair, -1).flatten(-2) if interleaved else torch.cat(pair, -1)).to(x.dtype)
-
-    def setup(device: str) -> Any:
-        qkv = torch.randn(1, tokens, heads[0] + 2 * heads[1], d, device=device, dtype=BF16)
-        q, k = (t.detach() for t in qkv.split((*heads, heads[1]), -2)[:2])  # type: ignore[no-untyped-call]
-        wq, wk = (torch.randn(d, device=device, dtype=BF16) for _ in range(2))
-        angles = torch.arange(tokens, device=device)[:, None] * 10000.0 ** -torch.linspace(0, 1, d // 2, device=device)
-        cos, sin = angles.cos(), angles.sin()
-        composed = torch.compile(lambda q, k, wq, wk: tuple(
-            turn(t, w, cos[:, None], sin[:, None]) for t, w in ((q, wq), (k, wk))
-        ))  # fmt: skip
-        return {
-            "onepass": lambda: qk_norm_rope(q, k, wq, wk, cos=cos, sin=sin, interleaved=interleaved),
-            "torch.compile": lambda: composed(q, k, wq, wk),
-        }, [q, k, wq, wk]
-
-    size = 2 * tokens * sum(heads) * d
-    tables = 4 * tokens * d
-    params = {"tokens": tokens, "heads": heads[0], "kv_heads": heads[1], "d": d, "interleaved": interleaved}
-    floors = {"forward": 2 * size + tables, "backward": 3 * size + tables}
-    return _case("qk_norm_rope", params, floors, setup, device)
+    return case("norm_options", params, {"forward": floor}, setup, device)
 
 
 def _cases(device: str) -> list[Case]:
@@ -217,12 +189,10 @@ def _cases(device: str) -> list[Case]:
         found += _twice(16384, cols, device) + _wide_stream(16384, cols, device)
         found += _in_8_bits(16384, cols, "row", device) + _in_8_bits(16384, cols, "block", device)
     found += _gated(16384, 8192, True, 8, device) + _gated(262144, 128, False, 1, device)
-    for interleaved in (False, True):
-        found += _rope(4096, (32, 8), 128, interleaved, device) + _rope(65536, (32, 8), 128, interleaved, device)
     return found
 
 
 CASES = _cases("cuda")
 RIVALS = {"fla": "flash-linear-attention"}
 
-__all__ = ["CASES", "RIVALS"]
+__all__ = ["BF16", "CASES", "RIVALS", "case", "rms"]

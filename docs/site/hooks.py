@@ -18,7 +18,8 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).parents[2]
 # operator folder → what its page shows of the package before the README
 OPERATORS = {
-    "norm": ("layer_norm", "rms_norm", "qk_norm_rope", "Quantized", "nn.LayerNorm", "nn.RMSNorm"),
+    "norm": ("layer_norm", "rms_norm", "Quantized", "nn.LayerNorm", "nn.RMSNorm"),
+    "qk_norm_rope": ("qk_norm_rope",),
     "weighted_sum": ("weighted_sum", "nn.WeightedSum"),
     "soft_topk": ("soft_topk",),
     "coor_descent": ("coor_descent",),

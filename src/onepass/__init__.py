@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from onepass.ops.coor_descent.op import coor_descent
 from onepass.ops.norm.op import Quantized, layer_norm, rms_norm
-from onepass.ops.norm.rope import qk_norm_rope
+from onepass.ops.qk_norm_rope.op import qk_norm_rope
 from onepass.ops.soft_topk.op import soft_topk
 from onepass.ops.topk.op import TopK, kth_value, topk
 from onepass.ops.weighted_sum.op import weighted_sum

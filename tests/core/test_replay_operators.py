@@ -42,7 +42,7 @@ def test_the_operators_calls_are_replayed(
         monkeypatch.setattr(module, "launch", launch)
     for module in (norm_launch, kernels_triton):
         monkeypatch.setattr(module, "sm_count", lambda x: 132)
-    monkeypatch.setattr(norm_launch, "dependent_launch", lambda x: True)
+    monkeypatch.setattr(kernels_partials, "dependent_launch", lambda x: True)
     for module in (norm, op):
         monkeypatch.setattr(module, "uses_triton", lambda x: True)
     x, w, r = (torch.empty(size, dtype=dtype) for size in (shape, shape[-1], shape))

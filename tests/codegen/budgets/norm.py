@@ -12,7 +12,7 @@ _FORWARD = kernel("ops.norm.kernels_triton", "forward_kernel")
 _BACKWARD = kernel("ops.norm.kernels_triton", "backward_kernel")
 _TEAM_BACKWARD = kernel("ops.norm.kernels_team", "team_backward_kernel")
 _WIDE_FORWARD = kernel("ops.norm.kernels_wide", "wide_forward_kernel")
-_FINISH = kernel("ops.norm.kernels_triton", "finish_kernel")
+_FINISH = kernel("ops._shared.kernels_partials", "vector_partials_kernel")
 
 
 def _team_constants(team: shapes.Team) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from codegen.kernel import Kernel, i32, kernel, pointers
-from onepass.ops.norm import shapes_options, shapes_rope
+from onepass.ops.norm import shapes_options
 
 _SHARED_BYTES = 232448  # of an H200
 _NUMBERS = {"eps": "fp32", "offset": "fp32", **i32("n_rows", "z_row_stride", "repeat", "n_entries", "x_row_stride")}
@@ -65,35 +65,6 @@ def _backward(t: str, what: str, cols: int, given: str, **options: Any) -> Kerne
     )  # fmt: skip
 
 
-def _rope(t: str, what: str, backward: bool, d: int, rotary: int, interleaved: bool = False) -> Kernel:
-    of_two = ("batch_stride", "token_stride", "head_stride")
-    names = ["q", "k", "qw", "kw", "cos", "sin", "positions", "q_out", "k_out"]
-    strided = ["q", "k"]
-    if backward:
-        names = ["dq_out", "dk_out", *names[:7], "dq", "dk", "dqw", "dkw"]
-        strided = ["dq", "dk", "q", "k"]
-    types = {"cos": "*fp32", "sin": "*fp32", "positions": "*i64", "dqw": "*fp32", "dkw": "*fp32"}
-    signature = {f"{n}_ptr": types.get(n, f"*{t}") for n in names}
-    integers = ["q_rows", "k_rows", "q_heads", "k_heads", "tokens", *(f"{n}_{s}" for n in strided for s in of_two)]
-    integers += ["n_positions", "cos_stride", "sin_stride", "positions_batch_stride", "positions_stride"]
-    heads = shapes_rope.heads(d, rotary, interleaved, 2 if t == "bf16" else 4, backward)
-    constants = dict(
-        zip(
-            ("D", "VEC", "TABLE_VEC", "ROTARY", "HALF", "REST", "INTERLEAVED", "BLOCK_R"),
-            heads.constants(),
-            strict=True,
-        )
-    )
-    return Kernel(
-        f"norm rope {'backward' if backward else 'forward'} {t} D={d} {what}",
-        kernel("ops.norm.kernels_rope", f"rope_{'backward' if backward else 'forward'}_kernel"),
-        signature | {"eps": "fp32", "offset": "fp32"} | i32(*integers, *(() if backward else ("q_tiles",))),
-        constants | ({"STAGES": shapes_rope.BACKWARD_STAGES} if backward else {}), pointers(signature),
-        num_warps=heads.warps,
-        max_registers=128 if heads.warps == 8 else 168, max_amd_spills=52,
-    )  # fmt: skip
-
-
 def _kernels() -> Iterator[Kernel]:
     for t in ("bf16", "fp32"):
         yield _forward(t, "weights per head", 128, "x w y stats", TABLE=True)
@@ -108,17 +79,11 @@ def _kernels() -> Iterator[Kernel]:
             yield _backward(t, "gate first", cols, "dy x w stats dx partials z dz", GATE=2)
         yield _forward(t, "rows in 8 bits", 8192, "x w stats codes scales", QUANT=1)
         yield _forward(t, "blocks in 8 bits", 8192, "x w stats codes scales", QUANT=2)
-        for backward in (False, True):
-            yield _rope(t, "halves", backward, 128, 128)
-            yield _rope(t, "interleaved", backward, 128, 128, True)
     codes = _forward("bf16", "codes of rows in 8 bits", 4096, "x w stats codes scales", QUANT=1)
     yield dataclasses.replace(codes, signature={**codes.signature, "codes_ptr": "*u8"}, least_arch=80, amd=True)
     stream = _backward("fp32", "bf16 beside an fp32 stream", 4096, "dy ds x w stats dx partials copy")
     mixed = {f"{n}_ptr": "*bf16" for n in ("dy", "w", "copy")}
     yield dataclasses.replace(stream, signature={**stream.signature, **mixed})
-    for backward in (False, True):
-        yield _rope("bf16", "half of it rotated", backward, 128, 64)
-        yield _rope("bf16", "halves", backward, 96, 96)
     yield _forward("bf16", "rounded twice", 4096, "x w y stats", TWICE=True)
 
 

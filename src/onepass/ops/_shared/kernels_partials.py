@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_wait
 
 from onepass.core.launch import cdiv, launch, next_power_of_2
 
@@ -41,3 +45,76 @@ def add_partials(partials: Tensor, out: Tensor, unit: int) -> None:
     block_c = min(128, max(16, 4096 // block_p))
     constants = (unit, block_p, block_c)
     launch(partials_kernel, (cdiv(n, block_c), 1, 1), (partials, out), (n_partials, n // unit), constants, num_warps=4)
+
+
+@triton.jit(do_not_specialize=["n_partials", "n_entries"])
+def vector_partials_kernel(
+    partials_ptr,  # (1 or 2, n_entries, n_partials, N_COLS) fp32, contiguous: of dw, then of db, whichever are needed
+    dw_ptr,  # (n_entries, N_COLS), dtype of the weight; None: not needed
+    db_ptr,  # (n_entries, N_COLS), dtype of the bias; None: not needed
+    n_partials,
+    n_entries,
+    N_COLS: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    WAITS: tl.constexpr,
+):
+    """Add the partials of dw and of db, always in the same order, and round once.
+
+    WAITS: the kernel starts before the previous one ends and waits inside, which hides its launch time.
+    """
+    if WAITS:
+        gdc_wait()
+    COLUMNS: tl.constexpr = (N_COLS + BLOCK_C - 1) // BLOCK_C
+    which = tl.program_id(1)
+    entry = (tl.program_id(0) // COLUMNS).to(tl.int64)
+    cols = tl.program_id(0) % COLUMNS * BLOCK_C + tl.arange(0, BLOCK_C)
+    partials_ptr += (which * n_entries + entry) * n_partials * N_COLS
+    total = tl.zeros((BLOCK_P, BLOCK_C), tl.float32)
+    for start in range(0, n_partials, BLOCK_P):
+        rows = start + tl.arange(0, BLOCK_P)
+        mask = (rows < n_partials)[:, None] & (cols < N_COLS)[None, :]
+        total += tl.load(partials_ptr + rows.to(tl.int64)[:, None] * N_COLS + cols[None, :], mask=mask, other=0.0)
+    result = tl.sum(total, 0)
+    out = entry * N_COLS + cols
+    if dw_ptr is not None and db_ptr is not None:
+        if which == 0:
+            tl.store(dw_ptr + out, result.to(dw_ptr.dtype.element_ty), mask=cols < N_COLS)
+        else:
+            tl.store(db_ptr + out, result.to(db_ptr.dtype.element_ty), mask=cols < N_COLS)
+    elif dw_ptr is not None:
+        tl.store(dw_ptr + out, result.to(dw_ptr.dtype.element_ty), mask=cols < N_COLS)
+    else:
+        tl.store(db_ptr + out, result.to(db_ptr.dtype.element_ty), mask=cols < N_COLS)
+
+
+def vector_tile(n_partials: int, n_cols: int) -> tuple[int, int]:
+    """Return (partial rows, columns) of a program's tile in `vector_partials_kernel`.
+
+    32 columns fill a 128-byte line, and give enough programs even for a narrow row.
+    """
+    rows = min(256, next_power_of_2(n_partials))
+    return rows, max(32, min(256, 4096 // rows, next_power_of_2(n_cols)))
+
+
+@functools.cache
+def _has_dependent_launch(index: int) -> bool:
+    return torch.version.hip is None and torch.cuda.get_device_capability(index) >= (9, 0)
+
+
+def dependent_launch(x: Tensor) -> bool:
+    """Return whether a kernel may start before the previous one ends and wait for it inside (sm_90 on)."""
+    return x.is_cuda and _has_dependent_launch(x.device.index)
+
+
+def add_vector_partials(
+    partials: Tensor, dw: Tensor | None, db: Tensor | None, n_partials: int, n_entries: int
+) -> None:
+    """Add the partials of dw and db, which stand in this order in `partials` (1 or 2, ..., N)."""
+    n_cols = partials.shape[-1]
+    rows, cols = vector_tile(n_partials, n_cols)
+    waits = dependent_launch(partials)
+    launch(
+        vector_partials_kernel, (cdiv(n_cols, cols) * n_entries, len(partials), 1), (partials, dw, db),
+        (n_partials, n_entries), (n_cols, rows, cols, waits), num_warps=4, **({"launch_pdl": True} if waits else {}),
+    )  # fmt: skip

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
 
 from onepass.ops._shared.kernels_memory import load, store
 
@@ -527,44 +526,3 @@ def backward_kernel(
                     out += tl.num_programs(0).to(tl.int64) * N_COLS
             if NEED_B:
                 tl.store(out + cols, tl.sum(db[i], 0), mask=cols < N_COLS)
-
-
-@triton.jit(do_not_specialize=["n_partials", "n_entries"])
-def finish_kernel(
-    partials_ptr,  # (1 or 2, n_entries, n_partials, N_COLS) fp32, contiguous: of dw, then of db, whichever are needed
-    dw_ptr,  # (n_entries, N_COLS), dtype of the weight; None: not needed
-    db_ptr,  # (n_entries, N_COLS), dtype of the bias; None: not needed
-    n_partials,
-    n_entries,
-    N_COLS: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    WAITS: tl.constexpr,
-):
-    """Add the partials of dw and of db, always in the same order, and round once.
-
-    WAITS: the kernel starts before the previous one ends and waits inside, which hides its launch time.
-    """
-    if WAITS:
-        gdc_wait()
-    COLUMNS: tl.constexpr = (N_COLS + BLOCK_C - 1) // BLOCK_C
-    which = tl.program_id(1)
-    entry = (tl.program_id(0) // COLUMNS).to(tl.int64)
-    cols = tl.program_id(0) % COLUMNS * BLOCK_C + tl.arange(0, BLOCK_C)
-    partials_ptr += (which * n_entries + entry) * n_partials * N_COLS
-    total = tl.zeros((BLOCK_P, BLOCK_C), tl.float32)
-    for start in range(0, n_partials, BLOCK_P):
-        rows = start + tl.arange(0, BLOCK_P)
-        mask = (rows < n_partials)[:, None] & (cols < N_COLS)[None, :]
-        total += tl.load(partials_ptr + rows.to(tl.int64)[:, None] * N_COLS + cols[None, :], mask=mask, other=0.0)
-    result = tl.sum(total, 0)
-    out = entry * N_COLS + cols
-    if dw_ptr is not None and db_ptr is not None:
-        if which == 0:
-            tl.store(dw_ptr + out, result.to(dw_ptr.dtype.element_ty), mask=cols < N_COLS)
-        else:
-            tl.store(db_ptr + out, result.to(db_ptr.dtype.element_ty), mask=cols < N_COLS)
-    elif dw_ptr is not None:
-        tl.store(dw_ptr + out, result.to(dw_ptr.dtype.element_ty), mask=cols < N_COLS)
-    else:
-        tl.store(db_ptr + out, result.to(db_ptr.dtype.element_ty), mask=cols < N_COLS)

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from onepass.core.launch import INTERPRET, aligned, as_rows, cdiv, device_guard, even_rows, launch, sm_count
+from onepass.ops._shared.kernels_partials import add_vector_partials
 
 from . import shapes
 from .kernels_team import team_backward_kernel, zeros_kernel
-from .kernels_triton import backward_kernel, finish_kernel, forward_kernel
+from .kernels_triton import backward_kernel, forward_kernel
 from .kernels_wide import wide_forward_kernel
 
 # TABLE, TWICE, GATE and QUANT of `forward_kernel`, TABLE and GATE of `backward_kernel`, for calls without such options
@@ -27,16 +28,6 @@ def _shared_memory_of(index: int) -> int:
 def shared_memory(x: Tensor) -> int:
     """Return the bytes of shared memory that a program may use."""
     return _shared_memory_of(x.device.index) if x.is_cuda else 232448
-
-
-@functools.cache
-def _has_dependent_launch(index: int) -> bool:
-    return torch.version.hip is None and torch.cuda.get_device_capability(index) >= (9, 0)
-
-
-def dependent_launch(x: Tensor) -> bool:
-    """Return whether a kernel may start before the previous one ends and wait for it inside (sm_90 on)."""
-    return x.is_cuda and _has_dependent_launch(x.device.index)
 
 
 def _teams_run(x: Tensor, size: int) -> bool:
@@ -172,16 +163,5 @@ def backward(
                 num_warps=team.warps, maxnreg=team.registers(), launch_cooperative_grid=team.cooperative,
             )  # fmt: skip
         if partials is not None:
-            finish(partials, dw, db, n_partials, 1)
+            add_vector_partials(partials, dw, db, n_partials, 1)
     return dx if need_x else None, dw, db
-
-
-def finish(partials: Tensor, dw: Tensor | None, db: Tensor | None, n_partials: int, n_entries: int) -> None:
-    """Add the partials of dw and db, which stand in this order in `partials` (1 or 2, ..., N)."""
-    n_cols = partials.shape[-1]
-    rows, cols = shapes.finish_tile(n_partials, n_cols)
-    waits = dependent_launch(partials)
-    launch(
-        finish_kernel, (cdiv(n_cols, cols) * n_entries, len(partials), 1), (partials, dw, db), (n_partials, n_entries),
-        (n_cols, rows, cols, waits), num_warps=4, **({"launch_pdl": True} if waits else {}),
-    )  # fmt: skip

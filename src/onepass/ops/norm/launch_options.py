@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from onepass.core.launch import aligned, cdiv, device_guard, launch, sm_count
+from onepass.ops._shared.kernels_partials import add_vector_partials
 
 from . import shapes_options
 from .kernels_triton import backward_kernel, forward_kernel
-from .launch import empty, even_rows_of, finish, rows_of, shared_memory
+from .launch import empty, even_rows_of, rows_of, shared_memory
 
 
 @functools.cache
@@ -118,5 +119,5 @@ def backward(
             num_warps=tile.warps,
         )  # fmt: skip
         if partials is not None:
-            finish(partials, dw, db, programs, entries)
+            add_vector_partials(partials, dw, db, programs, entries)
     return dx, dz, dw, db, copy

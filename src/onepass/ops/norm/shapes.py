@@ -77,15 +77,6 @@ def forward_early(n_cols: int, itemsize: int) -> bool:
     return itemsize == 4 and 2048 < n_cols <= 8192
 
 
-def finish_tile(n_partials: int, n_cols: int) -> tuple[int, int]:
-    """Return (partial rows, columns) of a program's tile in `finish_kernel`.
-
-    32 columns fill a 128-byte line, and give enough programs even for a narrow row.
-    """
-    rows = min(256, next_power_of_2(n_partials))
-    return rows, max(32, min(256, 4096 // rows, next_power_of_2(n_cols)))
-
-
 @functools.cache
 def backward_tile(
     n_cols: int, itemsize: int, tensors: int, shared_bytes: int, stable: bool = False, sums: int = 2

@@ -11,14 +11,14 @@ from onepass.core.sums import row_sum
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     """Rotate pairs of the first 2·cos.shape[-1] columns of x."""
     half = cos.shape[-1]
-    made = x.clone()
+    rotated = x.clone()
     if interleaved:
-        a, b, made_a, made_b = (t[..., i : 2 * half : 2] for t in (x, made) for i in (0, 1))
+        a, b, new_a, new_b = (t[..., i : 2 * half : 2] for t in (x, rotated) for i in (0, 1))
     else:
-        a, b, made_a, made_b = (t[..., i : i + half] for t in (x, made) for i in (0, half))
-    made_a.copy_(a * cos - b * sin)
-    made_b.copy_(b * cos + a * sin)
-    return made
+        a, b, new_a, new_b = (t[..., i : i + half] for t in (x, rotated) for i in (0, half))
+    new_a.copy_(a * cos - b * sin)
+    new_b.copy_(b * cos + a * sin)
+    return rotated
 
 
 def _angles(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -26,8 +26,8 @@ def _angles(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None) -> tu
     wide = torch.promote_types(x.dtype, torch.float32)
     at = torch.arange(x.shape[-3], device=x.device) if positions is None else positions
     inside = (at >= 0) & (at < cos.shape[0])
-    found = (t.to(wide)[torch.where(inside, at, 0)] for t in (cos, sin))
-    cos, sin = (torch.where(inside[..., None], t, torch.nan)[..., None, :] for t in found)
+    of_tokens = (t.to(wide)[torch.where(inside, at, 0)] for t in (cos, sin))
+    cos, sin = (torch.where(inside[..., None], t, torch.nan)[..., None, :] for t in of_tokens)
     return cos, sin
 
 

@@ -13,8 +13,9 @@ from onepass.core.bind import bind
 from onepass.core.eager import plain
 from onepass.core.launch import uses_triton
 from onepass.core.register import register, register_backward, register_fake
+from onepass.ops.norm.op import rms_norm
 
-from . import sharding, torch_rope
+from . import sharding, torch_path
 
 OP = "qk_norm_rope"
 # widest head of the kernels; wider ones are normed by the kernels of `rms_norm` and rotated by torch operations
@@ -56,9 +57,10 @@ def _check_positions(q: Tensor, positions: Tensor, count: int) -> None:
     check.tensor(OP, "positions", positions)
     if positions.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"{OP}: positions must be int32 or int64, got {positions.dtype}")
-    tokens, own = q.shape[:-2], positions.shape
-    if own not in (tokens[-1:], tokens):
-        raise ValueError(f"{OP}: positions must be {tuple(tokens[-1:])} or {tuple(tokens)}; got {tuple(own)}")
+    tokens = q.shape[:-2]
+    if positions.shape not in (tokens[-1:], tokens):
+        accepted = f"{tuple(tokens[-1:])} or {tuple(tokens)}"
+        raise ValueError(f"{OP}: positions must be {accepted}; got {tuple(positions.shape)}")
     check.same_device(OP, "positions", positions, "q", q)
     # on a GPU the host would wait for the values: a position outside of the tables gives NaN there
     if positions.numel() and positions.is_cpu and plain(positions):
@@ -77,23 +79,20 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     if not q.numel() or not k.numel():
         return _empty(q, k)
+    rest = cos, sin, positions, eps, offset, interleaved
     if _on_triton(q, k, q_weight, k_weight, cos, sin):
-        weights = _vector(q_weight), _vector(k_weight)
         if q.shape[-1] <= MAX_HEAD:
-            from . import launch_rope
+            from . import launch
 
-            return launch_rope.forward(q, k, *weights, cos, sin, positions, eps, offset, interleaved)
-        from . import launch
-
+            return launch.forward(q, k, _vector(q_weight), _vector(k_weight), *rest)
         # torch's mean of a row would depend on how many rows there are
         normed = (
-            launch.forward(t, None, weight, None, eps, offset, False, False, False, torch.float32)[0]
-            for t, weight in zip((q, k), weights, strict=True)
+            rms_norm(x, weight, eps=eps, offset=offset, out_dtype=torch.float32)
+            for x, weight in ((q, q_weight), (k, k_weight))
         )
-        new_q, new_k = (torch_rope.rotated(n, cos, sin, positions, interleaved) for n in normed)
+        new_q, new_k = (torch_path.rotated(n, cos, sin, positions, interleaved) for n in normed)
         return new_q.to(q.dtype), new_k.to(k.dtype)
-    rest = cos, sin, positions, eps, offset, interleaved
-    return torch_rope.forward(q, q_weight, *rest), torch_rope.forward(k, k_weight, *rest)
+    return torch_path.forward(q, q_weight, *rest), torch_path.forward(k, k_weight, *rest)
 
 
 def _vector(v: Tensor | None) -> Tensor | None:
@@ -101,8 +100,8 @@ def _vector(v: Tensor | None) -> Tensor | None:
 
 
 def _empty(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    made = [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k)]
-    return made[0], made[1]
+    new_q, new_k = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k))
+    return new_q, new_k
 
 
 def _backward(
@@ -111,24 +110,22 @@ def _backward(
     need_qw: bool, need_kw: bool,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Return the gradients of q, k and both weights; None for those that are not needed."""
-    needs = need_q, need_k, need_qw, need_kw
+    needs, rest = (need_q, need_k, need_qw, need_kw), (cos, sin, positions, eps, offset, interleaved)
     if not q.numel() or not k.numel():
         tensors = zip((q, k, q_weight, k_weight), needs, strict=True)
         return tuple(torch.zeros_like(t) if t is not None and need else None for t, need in tensors)
     if q.shape[-1] <= MAX_HEAD and _on_triton(q, k, q_weight, k_weight, cos, sin, dq, dk):
-        from . import launch_rope
+        from . import launch
 
-        vectors = _vector(q_weight), _vector(k_weight)
-        return launch_rope.backward(dq, dk, q, k, *vectors, cos, sin, positions, eps, offset, interleaved, needs)
-    rest = cos, sin, positions, eps, offset, interleaved
-    of_q = torch_rope.backward(dq, q, q_weight, *rest, need_q, need_qw)
-    of_k = torch_rope.backward(dk, k, k_weight, *rest, need_k, need_kw)
-    return of_q[0], of_k[0], of_q[1], of_k[1]
+        return launch.backward(dq, dk, q, k, _vector(q_weight), _vector(k_weight), *rest, needs)
+    dq_in, dq_weight = torch_path.backward(dq, q, q_weight, *rest, need_q, need_qw)
+    dk_in, dk_weight = torch_path.backward(dk, k, k_weight, *rest, need_k, need_kw)
+    return dq_in, dk_in, dq_weight, dk_weight
 
 
-forward_op = register("qk_norm_rope", _forward, sharding.rope)
+forward_op = register("qk_norm_rope", _forward, sharding.forward)
 backward_op = register_backward(
-    "qk_norm_rope_backward", _backward, sharding.rope_backward, of=("q", "k", "q_weight", "k_weight")
+    "qk_norm_rope_backward", _backward, sharding.backward, of=("q", "k", "q_weight", "k_weight")
 )
 
 
@@ -146,8 +143,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 def _gradients(ctx: Any, run: Any, dq: Tensor, dk: Tensor) -> tuple[Tensor | None, ...]:
     needs = ctx.needs_input_grad[:4]
-    found = run(dq, dk, *ctx.saved_tensors, *ctx.options, *needs)
-    return *(g if need else None for g, need in zip(found, needs, strict=True)), *(None,) * 6
+    gradients = run(dq, dk, *ctx.saved_tensors, *ctx.options, *needs)
+    return *(g if need else None for g, need in zip(gradients, needs, strict=True)), *(None,) * 6
 
 
 _call: Callable[..., tuple[Tensor, Tensor]] = bind(

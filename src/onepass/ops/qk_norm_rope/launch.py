@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from onepass.core.launch import cdiv, device_guard, even_rows, launch, sm_count
+from onepass.ops._shared.kernels_partials import add_vector_partials
 
-from . import shapes_rope
-from .kernels_rope import rope_backward_kernel, rope_forward_kernel
-from .launch import finish
+from . import shapes
+from .kernels_triton import rope_backward_kernel, rope_forward_kernel
 
 
 def _heads(x: Tensor) -> tuple[Tensor, tuple[int, int, int]]:
@@ -45,19 +44,19 @@ def forward(
     positions: Tensor | None, eps: float, offset: float, interleaved: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return q and k, normed and rotated, contiguous."""
-    outs = tuple(torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k))
-    heads = shapes_rope.heads(q.shape[-1], 2 * cos.shape[-1], interleaved, q.element_size(), False)
+    new_q, new_k = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k))
+    heads = shapes.heads(q.shape[-1], 2 * cos.shape[-1], interleaved, q.element_size(), False)
     tables, places = _tables(q, cos, sin, positions)
     sizes = _sizes(q, k)
     tiles = [cdiv(rows, heads.rows) for rows in sizes[:2]]
     (q, q_strides), (k, k_strides) = _heads(q), _heads(k)
     with device_guard(q):
         launch(
-            rope_forward_kernel, (sum(tiles), 1, 1), (q, k, q_weight, k_weight, *tables, *outs),
+            rope_forward_kernel, (sum(tiles), 1, 1), (q, k, q_weight, k_weight, *tables, new_q, new_k),
             (*sizes, *q_strides, *k_strides, *places, tiles[0], float(eps), float(offset)), heads.constants(),
             num_warps=heads.warps,
         )  # fmt: skip
-    return outs[0], outs[1]
+    return new_q, new_k
 
 
 def backward(
@@ -66,30 +65,29 @@ def backward(
     needs: tuple[bool, bool, bool, bool],
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Return the gradients of q, k and both weights, contiguous and in their dtypes; None for those not needed."""
-    made: list[Any] = [
+    dq_in, dk_in, dq_weight, dk_weight = (
         torch.empty(t.shape, dtype=t.dtype, device=t.device) if need and t is not None else None
         for t, need in zip((q, k, q_weight, k_weight), needs, strict=True)
-    ]
-    heads = shapes_rope.heads(
-        q.shape[-1], 2 * cos.shape[-1], interleaved, max(q.element_size(), dq.element_size()), True
     )
+    itemsize = max(q.element_size(), dq.element_size())
+    heads = shapes.heads(q.shape[-1], 2 * cos.shape[-1], interleaved, itemsize, True)
     tables, places = _tables(q, cos, sin, positions)
     sizes = _sizes(q, k)
     programs = min(heads.per_sm * sm_count(q), cdiv(max(sizes[:2]), heads.rows))
     rows = [_heads(t) for t in (dq, dk, q, k)]
     strides = [s for _, of_one in rows for s in of_one]
-    of_weights = needs[2] + needs[3]
-    parts: list[Tensor | None] = [None, None]
-    if of_weights:
-        partials = torch.empty((of_weights, programs, q.shape[-1]), dtype=torch.float32, device=q.device)
-        parts = [partials[0] if needs[2] else None, partials[-1] if needs[3] else None]
+    n_weights = needs[2] + needs[3]
+    q_partials = k_partials = None
+    if n_weights:
+        partials = torch.empty((n_weights, programs, q.shape[-1]), dtype=torch.float32, device=q.device)
+        q_partials, k_partials = partials[0] if needs[2] else None, partials[-1] if needs[3] else None
     with device_guard(q):
         launch(
             rope_backward_kernel, (programs, 1, 1),
-            (*(t for t, _ in rows), q_weight, k_weight, *tables, *made[:2], *parts),
-            (*sizes, *strides, *places, float(eps), float(offset)), (*heads.constants(), shapes_rope.BACKWARD_STAGES),
+            (*(t for t, _ in rows), q_weight, k_weight, *tables, dq_in, dk_in, q_partials, k_partials),
+            (*sizes, *strides, *places, float(eps), float(offset)), (*heads.constants(), shapes.BACKWARD_STAGES),
             num_warps=heads.warps,
         )  # fmt: skip
-        if of_weights:
-            finish(partials, made[2], made[3], programs, 1)
-    return tuple(made)
+        if n_weights:
+            add_vector_partials(partials, dq_weight, dk_weight, programs, 1)
+    return dq_in, dk_in, dq_weight, dk_weight

@@ -1,0 +1,101 @@
+"""Samples, bad calls and opchecks of `qk_norm_rope`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onepass.core.spec import BadCall, Sample, Spec
+
+from . import reference
+from .op import backward_op, forward_op, qk_norm_rope
+
+
+def _samples(make: Callable[..., Tensor]) -> Iterator[Sample]:
+    def sample(
+        name: str, tokens: tuple[int, ...], heads: tuple[int, int], d: int, rotary: int, **options: Any
+    ) -> Sample:
+        q, k, _ = torch.split(make(*tokens, 2 * heads[1] + heads[0], d), [*heads, heads[1]], -2)
+        # one token takes a short table: the tests of batches try small samples alone
+        angles = make(9 if tokens[-1] > 1 else 2, rotary // 2)
+        weights = {} if options.pop("bare", False) else {"q_weight": make(d), "k_weight": make(d)}
+        return Sample(name, (q, k), {**weights, "cos": angles.cos(), "sin": angles.sin(), **options})
+
+    device = make(1).device
+    each = torch.tensor([[8, 0, 3], [1, 1, 2]], device=device)
+    yield sample("rows of a packed projection", (2, 3), (4, 2), 8, 8)
+    yield sample("interleaved, positions", (2, 3), (4, 2), 8, 8, interleaved=True, positions=each)
+    yield sample("odd width, partly rotated", (3,), (2, 1), 13, 6, positions=each[1])
+    yield sample("interleaved, partly rotated, offset", (2, 3), (1, 1), 10, 4, interleaved=True, offset=1.0)
+    yield sample("many heads", (2, 9), (6, 3), 80, 80)
+    yield sample("two columns, one token, no weights", (1,), (1, 1), 2, 2, bare=True)
+    yield sample("no tokens", (2, 0), (2, 1), 4, 4)
+
+
+def _opchecks() -> Iterator[tuple[Any, tuple[Any, ...]]]:
+    def rows(*shape: int) -> Tensor:
+        return torch.randn(*shape, requires_grad=True)
+
+    angles, at = torch.randn(5, 2), torch.tensor([4, 0, 2])
+    tensors = rows(2, 3, 2, 6), rows(2, 3, 1, 6), rows(6), rows(6), angles.cos(), angles.sin()
+    yield forward_op, (*tensors, at, 1e-6, 0.0, False)
+    yield forward_op, (*tensors[:2], None, tensors[3], *tensors[4:], None, 1e-6, 1.0, True)
+    saved = (*(t.detach() for t in tensors), at, 1e-6, 0.0, False)
+    dq, dk = torch.randn(2, 3, 2, 6), torch.randn(2, 3, 1, 6)
+    yield backward_op, (dq, dk, *saved, True, True, True, True)
+    yield backward_op, (dq, dk, *saved, False, True, True, False)
+
+
+def _bad_calls() -> Iterator[BadCall]:
+    q, k, w, c = torch.ones(2, 3, 4, 8), torch.ones(2, 3, 2, 8), torch.ones(8), torch.ones(5, 4)
+
+    def call(**other: Any) -> Callable[[], Any]:
+        given = {"q": q, "k": k, "q_weight": w, "k_weight": w, "cos": c, "sin": c} | other
+        return lambda: qk_norm_rope(**given)
+
+    yield BadCall("list", call(q=[1.0]), TypeError, "q must be a tensor, got list")
+    yield BadCall("2-d q", call(q=w[None]), ValueError, r"q must be \(..., tokens, heads, D\), got \(1, 8\)")
+    yield BadCall("k", call(k=k[:1]), ValueError, r"k must have the shape of q.*got \(1, 3, 2, 8\)")
+    yield BadCall("weight", call(k_weight=w[:3]), ValueError, r"k_weight must be \(8,\).*got \(3,\)")
+    yield BadCall("wide angles", call(cos=torch.ones(5, 5), sin=torch.ones(5, 5)), ValueError, "R ≤ 8 rotated columns")
+    yield BadCall("sin", call(sin=c[:2]), ValueError, r"got \(5, 4\) and \(2, 4\)")
+    yield BadCall("few", call(cos=c[:2], sin=c[:2]), ValueError, "cos and sin have 2 positions, q has 3 tokens")
+    yield BadCall("float positions", call(positions=torch.ones(3)), TypeError, "positions must be int32 or int64")
+    yield BadCall("positions", call(positions=torch.arange(2)), ValueError, r"\(3,\) or \(2, 3\); got \(2,\)")
+    yield BadCall("outside", call(positions=torch.arange(3) + 3), ValueError, "from 0 to 4; got 3 to 5")
+    yield BadCall("negative", call(positions=torch.arange(3) - 1), ValueError, "from 0 to 4; got -1 to 1")
+    yield BadCall("eps", call(eps=-1.0), ValueError, "eps must be ≥ 0, got -1.0")
+    yield BadCall("device", call(q_weight=w.to("meta")), ValueError, "q_weight is on meta but q is on cpu")
+
+
+def _of_rows(make: Callable[..., Tensor], n: int) -> Mapping[str, Callable[[Tensor], Any]]:
+    angles, w = make(1, max(n // 2, 1)), make(n)
+
+    def rotated(x: Tensor) -> Any:
+        # a row is a head; one column has no pair
+        if n == 1:
+            return x.square()
+        at = torch.zeros(len(x), dtype=torch.long, device=x.device)
+        heads = x[:, None]
+        q, k = qk_norm_rope(heads, heads, w, None, cos=angles.cos(), sin=angles.sin(), positions=at)
+        return q[:, 0], k[:, 0]
+
+    return {"qk_norm_rope": rotated}
+
+
+SPECS = [
+    Spec(
+        name="qk_norm_rope",
+        op=qk_norm_rope,
+        reference=reference.qk_norm_rope,
+        samples=_samples,
+        bad_calls=tuple(_bad_calls()),
+        opchecks=_opchecks,
+        # values depend on cos and sin, which have no gradient
+        surrogate=True,
+        of_rows=_of_rows,
+    ),
+]
