@@ -18,7 +18,7 @@ from conftest import concerns
         (["src/onepass/__main__.py"], ["tests/contract", "tests/core", "tests/test_import.py"]),
         (["tests/nn/test_norm.py", "src/onepass/nn/norm.py"], ["tests/nn"]),
         (["tests/nn/test_norm.py"], ["tests/nn/test_norm.py"]),
-        (["tests/nn/attention_oracle.py"], ["tests/nn"]),
+        (["tests/nn/layers.py"], ["tests/nn"]),
         (["tests/test_that_was_removed.py", "LICENSE"], []),
         (["docs/stability.md", "src/onepass/ops/norm/README.md"], ["tests/test_docs.py", "tests/test_readme.py"]),
         (["examples/fsdp2.py"], ["tests/test_examples.py"]),

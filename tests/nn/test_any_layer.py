@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from onepass.nn import LocalAttention, RoutedAttention, RoutedBlock, RoutedFeedForward
+from nn.layers import first, holes, tokens, watched
+from onepass.nn import LocalAttention, RoutedAttention, RoutedBlock, RoutedCrossAttention, RoutedFeedForward
 from onepass.nn.causal import CausalRouter
 
 DIM = 16
@@ -32,18 +35,26 @@ def layers(draw: st.DrawFn, n: int, causal: bool) -> nn.Module:
             router = CausalRouter(DIM, block=window, memory=2 * window) if causal else None
             layer = RoutedFeedForward(DIM, k, router=router)
     if draw(st.booleans()):
-        # with a hook the layer is a composition of modules instead of one node
-        for part in layer.modules():
-            part.register_forward_hook(lambda *_: None)
+        watched(layer)
     return layer.train(draw(st.booleans()))
 
 
-def results(layer: nn.Module, x: Tensor, mask: Tensor) -> list[Tensor | None]:
+def results(run: Callable[[Tensor], Tensor], layer: nn.Module, x: Tensor, mask: Tensor) -> list[Tensor | None]:
+    """Of real tokens; padding has an upstream gradient as well."""
     x = x.detach().requires_grad_()
-    y = layer(x, mask)
+    y = run(x)
     up = torch.cos(torch.arange(float(y.numel()))).view(y.shape)
     dx, *rest = torch.autograd.grad(y, [x, *layer.parameters()], up, allow_unused=True)
     return [y.detach()[mask], dx[mask], *rest]
+
+
+def assert_padding_reaches_nothing(
+    run: Callable[[Tensor], Tensor], layer: nn.Module, x: Tensor, mask: Tensor, value: float
+) -> None:
+    plain, filled = (results(run, layer, x.masked_fill(~mask[..., None], fill), mask) for fill in (0.0, value))
+    for a, b in zip(filled, plain, strict=True):
+        assert (a is None) == (b is None)
+        assert a is None or b is None or (torch.equal(a, b) and b.isfinite().all())
 
 
 @settings(max_examples=60)
@@ -53,11 +64,9 @@ def test_nothing_reaches_what_it_must_not(data: st.DataObject) -> None:
     layer = data.draw(layers(n, causal))
     x, other = torch.randn(batch, n, DIM), 10 * torch.randn(batch, n, DIM)
     mask = torch.rand(batch, n) < data.draw(st.sampled_from((0.0, 0.3, 0.7, 1.0)))
-    plain = results(layer, x.masked_fill(~mask[..., None], 0.0), mask)
-    filled = x.masked_fill(~mask[..., None], data.draw(st.sampled_from((math.nan, math.inf, -math.inf, 1e30))))
-    for a, b in zip(results(layer, filled, mask), plain, strict=True):
-        assert (a is None) == (b is None)
-        assert a is None or b is None or torch.equal(a, b), "padding reaches a result"
+    value = data.draw(st.sampled_from((math.nan, math.inf, -math.inf, 1e30)))
+    assert_padding_reaches_nothing(lambda x: layer(x, mask), layer, x, mask, value)
+    filled = x.masked_fill(~mask[..., None], value)
     y = layer(filled, mask).detach()
     again = layer(torch.cat((filled[:1], other[1:])), mask).detach()
     assert torch.equal(again[0][mask[0]], y[0][mask[0]]), "another row of the batch reaches this one"
@@ -65,3 +74,22 @@ def test_nothing_reaches_what_it_must_not(data: st.DataObject) -> None:
         at = data.draw(st.integers(0, n - 1))
         ahead = layer(torch.cat((filled[:, :at], other[:, at:]), 1), mask).detach()
         assert torch.equal(ahead[:, :at][mask[:, :at]], y[:, :at][mask[:, :at]]), f"token {at} reaches an earlier one"
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_padding_of_cross_attention(value: float) -> None:
+    layer, x, other, mask = RoutedCrossAttention(DIM, 5, 7, heads=2, dim_head=8), *(tokens(2, 3, 22, DIM)), holes(22)
+    assert_padding_reaches_nothing(lambda x: layer(x, other, mask), layer, x, mask, value)
+    assert_padding_reaches_nothing(lambda x: layer(other, x, context_mask=mask), layer, x, mask, value)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_padding_gets_what_zeros_get(causal: bool) -> None:
+    """In attention also what padded tokens get is finite, so that a loss which multiplies it by 0 is one."""
+    layer = RoutedAttention(DIM, 5, 7, heads=2, dim_head=8, window=4, causal=causal)
+    mask, x = first(22, 22, 9, 0), tokens(3, 22, DIM)
+    padded = x.masked_fill(~mask[..., None], torch.nan).requires_grad_()
+    y = layer(padded, mask)
+    assert torch.equal(y, layer(x.masked_fill(~mask[..., None], 0), mask))
+    (dx,) = torch.autograd.grad(y.square().sum(), padded)
+    assert not dx[~mask].any()

@@ -1,133 +1,184 @@
-"""`RoutedAttention`: its formula with full matrices, at every edge, in every mode of PyTorch."""
+"""`RoutedAttention` and `RoutedCrossAttention`: their formulas with full matrices, and parts that a user exchanges."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from nn.attention_oracle import routed_attention
-from onepass.nn import LocalAttention, RoutedAttention
+from nn.layers import cross_attention, holes, routed_attention, tokens, watched
+from onepass.nn import CausalRouter, LocalAttention, RoutedAttention, RoutedCrossAttention, Router, RouterOutput
 
-DIM, WINDOW = 12, 8
-
-
-def _tokens(*shape: int, seed: int = 1) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+DIM, WINDOW, CONTEXT = 12, 8, 10
+LINEAR = ("light.qkv", "light.out", "heavy.q", "heavy.kv", "heavy.out")
 
 
 def _layer(k_q: float = 5, k_kv: float = 7, causal: bool = False, **kwargs: Any) -> RoutedAttention:
     torch.manual_seed(2)
     layer = RoutedAttention(DIM, k_q, k_kv, heads=2, dim_head=6, window=WINDOW, causal=causal, **kwargs)
-    nn.init.normal_(layer.null)
-    nn.init.normal_(layer.heavy.norm_q.weight)
-    nn.init.normal_(layer.light.norm.weight)
+    for p in (layer.null, layer.heavy.norm_q.weight, layer.light.norm.weight):
+        nn.init.normal_(p)
     # no training mode: routers get the gradient of the gates alone
     return layer.eval()
 
 
-def _mask(n: int) -> Tensor:
-    """A row with holes, one with fewer real tokens than k, one with none."""
-    mask = torch.rand(3, n, generator=torch.Generator().manual_seed(3)) < 0.7
-    mask[1, 3:] = False
-    mask[2] = False
-    return mask
+def _cross(k_q: float = 5, k_kv: float = 7, **kwargs: Any) -> RoutedCrossAttention:
+    torch.manual_seed(2)
+    layer = RoutedCrossAttention(DIM, k_q, k_kv, heads=2, dim_head=6, dim_context=CONTEXT, **kwargs)
+    nn.init.normal_(layer.null)
+    nn.init.normal_(layer.heavy.norm_kv.weight)
+    return layer.eval()
 
 
-class TestFormula:
-    @pytest.mark.parametrize("causal", [False, True])
-    @pytest.mark.parametrize("masked", [False, True])
-    @pytest.mark.parametrize("n", [4 * WINDOW, 3 * WINDOW + 5, 3])
-    def test_values_and_gradients(self, causal: bool, masked: bool, n: int) -> None:
-        layer = _layer(causal=causal).double()
-        x = _tokens(3, n, DIM).double().requires_grad_()
-        mask = _mask(n) if masked else None
-        y, routing = layer(x, mask, return_routing=True)
-        expected = routed_attention(layer, x, torch.ones(3, n).bool() if mask is None else mask, routing)
+def _agrees(layer: nn.Module, inputs: list[Tensor], masks: list[Tensor | None], oracle: Callable[..., Tensor]) -> None:
+    """Outputs and all gradients, as one node and, where a hook looks on, as modules."""
+    layer, inputs = layer.double(), [t.double().requires_grad_() for t in inputs]
+    wanted, dy = [*inputs, *layer.parameters()], tokens(*inputs[0].shape, seed=5).double()
+    for hooked in (False, True):
+        ran = watched(layer) if hooked else []
+        y, routing = layer(*inputs, *masks, return_routing=True)
+        expected = oracle(layer, *inputs, routing)
         torch.testing.assert_close(y, expected)
-        dy = _tokens(3, n, DIM, seed=2).double()
-        wanted = [x, *layer.parameters()]
         ours = torch.autograd.grad(y, wanted, dy, retain_graph=True)
-        theirs = torch.autograd.grad(expected, wanted, dy, materialize_grads=True)
-        torch.testing.assert_close(ours, theirs)
-
-    @pytest.mark.parametrize("causal", [False, True])
-    @pytest.mark.parametrize("masked", [False, True])
-    def test_the_composition_of_modules_gives_the_same(self, causal: bool, masked: bool) -> None:
-        """Plain eager calls take fewer passes over x; whoever looks on, here a hook, gets module by module."""
-        layer, x = _layer(causal=causal).double(), _tokens(3, 29, DIM).double().requires_grad_()
-        mask, dy = _mask(29) if masked else None, _tokens(3, 29, DIM, seed=2).double()
-        wanted = [x, *layer.parameters()]
-        fused = layer(x, mask)
-        expected = torch.autograd.grad(fused, wanted, dy)
-        calls = []
-        layer.router_q.register_forward_hook(lambda *_: calls.append(1))
-        y = layer(x, mask)
-        assert calls
-        torch.testing.assert_close(y, fused)
-        torch.testing.assert_close(torch.autograd.grad(y, wanted, dy), expected)
-
-    def test_other_numbers_of_light_heads(self) -> None:
-        layer, x = _layer(light_heads=3).double(), _tokens(2, 20, DIM).double()
-        y, routing = layer(x, return_routing=True)
-        torch.testing.assert_close(y, routed_attention(layer, x, torch.ones(2, 20).bool(), routing))
+        torch.testing.assert_close(ours, torch.autograd.grad(expected, wanted, dy, materialize_grads=True))
+        assert ("router_q" in ran) == hooked
 
 
-class TestK:
-    def test_a_quota_per_window_when_causal(self) -> None:
-        _, routing = _layer(1 / 16, 1 / 4, causal=True)(_tokens(2, 64, DIM), return_routing=True)
-        windows = routing.kv.indices.view(2, 8, 2) // WINDOW
-        assert (windows == torch.arange(8)[:, None]).all()
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("n", [4 * WINDOW, 3 * WINDOW + 5, 3])
+def test_values_and_gradients(causal: bool, masked: bool, n: int) -> None:
+    mask = holes(n) if masked else None
+    _agrees(_layer(causal=causal), [tokens(3, n, DIM)], [mask], lambda m, x, r: routed_attention(m, x, mask, r))
 
-    @pytest.mark.parametrize("causal", [False, True])
-    @pytest.mark.parametrize(("k_q", "k_kv"), [(0, 4), (4, 0), (0, 0)])
-    def test_nothing_chosen(self, k_q: int, k_kv: int, causal: bool) -> None:
-        """Without queries it is local attention and ν; without keys a query gets less of ν and nothing for it."""
-        layer, x = _layer(k_q, k_kv, causal=causal), _tokens(2, 20, DIM)
-        y, routing = layer(x, return_routing=True)
-        gates = torch.zeros(2, 21).scatter(1, routing.q.indices % 21, routing.q.gates)[:, :20]
-        torch.testing.assert_close(y, layer.light(x) + (1 - gates)[..., None] * layer.null)
-        y.sum().backward()
 
-    @pytest.mark.parametrize("name", ["k_q", "k_kv"])
-    @pytest.mark.parametrize(("k", "error"), [(-1, ValueError), (1.5, ValueError), (True, TypeError), ("3", TypeError)])
-    def test_other_values_are_refused(self, name: str, k: Any, error: type[Exception]) -> None:
-        with pytest.raises(error, match=f"RoutedAttention: {name} must be an int"):
-            RoutedAttention(DIM, **{"k_q": 1, "k_kv": 1, name: k})
+def test_other_numbers_of_light_heads() -> None:
+    _agrees(_layer(light_heads=3), [tokens(2, 20, DIM)], [None], lambda m, x, r: routed_attention(m, x, None, r))
 
-    @pytest.mark.parametrize(
-        ("kwargs", "match"),
-        [
-            ({"heads": 0}, "heads must be ≥ 1"),
-            ({"dim_head": 5}, "dim_head must be even"),
-            ({"light_heads": 0}, "heads must be ≥ 1"),
-            ({"window": 0}, "window must be ≥ 1"),
-            ({"window": 2.5}, "window must be an int, got float"),
-            ({"heads": "2"}, "heads must be an int, got str"),
-        ],
-    )
-    def test_sizes_are_checked(self, kwargs: dict[str, Any], match: str) -> None:
-        error = ValueError if "≥" in match or "even" in match else TypeError
-        with pytest.raises(error, match=match):
-            RoutedAttention(DIM, 1, 1, **kwargs)
 
-    @pytest.mark.parametrize("x", [[1.0], torch.ones(2, 4, DIM, dtype=torch.int64)])
-    def test_what_is_no_tensor_of_floats_is_refused(self, x: Any) -> None:
-        with pytest.raises(TypeError, match="RoutedAttention: x must be"):
-            _layer()(x)
+@pytest.mark.parametrize("masked", ["", "x", "context", "x context"])
+def test_values_and_gradients_of_cross_attention(masked: str) -> None:
+    mask = holes(20) if "x" in masked.split() else None
+    context_mask = holes(34)[:, 1:] if "context" in masked else None
+    inputs = [tokens(3, 20, DIM), tokens(3, 33, CONTEXT, seed=2)]
+    _agrees(_cross(), inputs, [mask, context_mask], cross_attention)
 
-    def test_another_width_is_refused(self) -> None:
-        with pytest.raises(ValueError, match=r"x must be \(batch, n, 12\), got \(2, 4, 11\)"):
-            _layer()(torch.randn(2, 4, 11))
+
+def test_memories_are_projected_only_when_chosen() -> None:
+    """A long memory is read once: nothing as large as its projection is ever made."""
+    layer, seen = _cross(4, 16), []
+    for part in (layer.heavy.kv, layer.heavy.norm_kv):
+        part.register_forward_hook(lambda _, inputs, __: seen.append(inputs[0].shape))
+    assert layer(tokens(1, 8, DIM), tokens(1, 100_000, CONTEXT)).shape == (1, 8, DIM)
+    assert seen == [(1, 16, CONTEXT)] * 2
+
+
+def _nothing_found(layer: nn.Module, *args: Any) -> tuple[Tensor, Tensor]:
+    """y, and what of ν is left to it where no key is seen."""
+    y, routing = layer(*args, return_routing=True)
+    n = y.shape[1]
+    gates = torch.zeros(len(y), n + 1).scatter(1, routing.q.indices % (n + 1), routing.q.gates)[:, :n]
+    return y, (1 - gates)[..., None] * layer.null
+
+
+@pytest.mark.parametrize("kind", ["plain", "causal", "cross"])
+@pytest.mark.parametrize(("k_q", "k_kv"), [(0, 4), (4, 0), (0, 0)])
+def test_nothing_chosen(k_q: int, k_kv: int, kind: str) -> None:
+    """Without queries it is local attention and ν; without keys a query gets less of ν and nothing for it."""
+    x, of_cross = tokens(2, 20, DIM), kind == "cross"
+    layer = _cross(k_q, k_kv) if of_cross else _layer(k_q, k_kv, causal=kind == "causal")
+    y, left = _nothing_found(layer, x, *[tokens(2, 33, CONTEXT)] * of_cross)
+    torch.testing.assert_close(y, left if of_cross else layer.light(x) + left)
+    y.sum().backward()
+
+
+def test_without_memories_a_chosen_token_gets_what_is_left_of_null() -> None:
+    y, left = _nothing_found(_cross(), tokens(3, 20, DIM), tokens(3, 33, CONTEXT), None, holes(33))
+    torch.testing.assert_close(y[2], left[2])
+
+
+def test_shares_and_quotas() -> None:
+    _, routing = _cross(1 / 4, 1 / 3)(tokens(2, 20, DIM), tokens(2, 33, CONTEXT), return_routing=True)
+    assert (routing.q.indices.shape, routing.kv.indices.shape) == ((2, 5), (2, 11))
+    # causal: keys per window
+    _, routing = _layer(1 / 16, 1 / 4, causal=True)(tokens(2, 64, DIM), return_routing=True)
+    assert (routing.kv.indices.view(2, 8, 2) // WINDOW == torch.arange(8)[:, None]).all()
 
 
 def test_local_attention_sees_its_neighbours_and_nobody_else() -> None:
     layer = LocalAttention(DIM, heads=2, dim_head=6, window=4).double()
-    x = _tokens(1, 20, DIM).double().requires_grad_()
+    x, window = tokens(1, 20, DIM).double().requires_grad_(), torch.arange(20) // 4
     y = layer(x)
     for i in (0, 5, 11, 19):
         (grad,) = torch.autograd.grad(y[0, i].sum(), x, retain_graph=True)
-        window = torch.arange(20) // 4
         assert torch.equal(grad[0].abs().sum(-1) > 0, (window - window[i]).abs() <= 1)
+
+
+class Adapted(nn.Module):
+    """A linear layer with something beside it, which offers the layer's weight as its own."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.linear, self.beside = linear, nn.Linear(linear.in_features, linear.out_features)
+        self.weight = linear.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) + self.beside(x)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("name", LINEAR)
+def test_what_stands_in_for_a_linear_layer_is_asked(name: str, causal: bool) -> None:
+    x, layer = tokens(2, 20, DIM), _layer(causal=causal)
+    before, linear = layer(x), layer.get_submodule(name)
+    with_bias = nn.Linear(linear.in_features, linear.out_features)
+    with_bias.weight = linear.weight
+    for other in (with_bias, Adapted(linear)):
+        layer.set_submodule(name, other)
+        assert not torch.allclose(layer(x), before), type(other)
+    layer.set_submodule(name, linear)
+    # a bias that is no parameter
+    del linear.bias
+    linear.register_buffer("bias", torch.ones(linear.out_features))
+    assert not torch.allclose(layer(x), before)
+
+
+@pytest.mark.parametrize("put", [setattr, nn.Module.register_buffer])
+def test_a_null_that_is_no_parameter_counts(put: Any) -> None:
+    x, layer = tokens(2, 20, DIM), _layer()
+    nn.init.zeros_(layer.null)
+    before = layer(x)
+    del layer.null
+    put(layer, "null", torch.ones(DIM))
+    y, left = _nothing_found(layer, x)
+    torch.testing.assert_close(y, before + left)
+
+
+class FirstToken(nn.Module):
+    """Choose the first token and nothing else, however many are asked for."""
+
+    def forward(self, x: Tensor, k: int, mask: Tensor | None = None) -> RouterOutput:
+        indices = torch.full((len(x), k), -1)
+        indices[:, 0] = 0
+        return RouterOutput(indices, (indices >= 0).float(), torch.zeros(x.shape[:2]))
+
+
+@pytest.mark.parametrize("kind", ["plain", "causal", "cross"])
+def test_keys_that_a_router_did_not_find_are_not_seen(kind: str) -> None:
+    inputs = [tokens(2, 4 * WINDOW, DIM), *[tokens(2, 30, CONTEXT, seed=2)] * (kind == "cross")]
+    few, many = (
+        (_cross(4, k, router_kv=FirstToken()) if kind == "cross" else
+         _layer(k_kv=k, causal=kind == "causal", router_kv=FirstToken()))(*inputs)
+        for k in (4 if kind == "causal" else 1, 30)
+    )  # fmt: skip
+    torch.testing.assert_close(many, few)
+
+
+def test_causal_attention_takes_other_routers_by_the_past() -> None:
+    layer = _layer(causal=True, router_q=CausalRouter(DIM, block=4, memory=8), router_kv=CausalRouter(DIM, block=4))
+    assert layer(tokens(2, 20, DIM)).isfinite().all()
+    with pytest.raises(ValueError, match="with causal, router_q must be as CausalRouter"):
+        _layer(causal=True, router_q=Router(DIM))

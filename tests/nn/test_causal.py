@@ -6,16 +6,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from nn.layers import tokens
 from onepass.nn import CausalRouter, LocalAttention, RoutedAttention, RoutedBlock, RoutedFeedForward, Router
 from onepass.nn.causal import choose_per_block
 
 DIM, WINDOW = 16, 8
-
-
-def _tokens(*shape: int, seed: int = 1) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def _attention() -> nn.Module:
@@ -36,9 +33,9 @@ def _block() -> nn.Module:
     "make",
     [_attention, _feed_forward, _block, lambda: LocalAttention(DIM, heads=2, dim_head=8, window=WINDOW, causal=True)],
 )
-def test_a_missing_value_stays_with_later_tokens(make: Callable[[], nn.Module], fill: float, grad: bool) -> None:
+def test_a_missing_value_stays_with_latertokens(make: Callable[[], nn.Module], fill: float, grad: bool) -> None:
     """On a CPU: a NaN or an infinity amid a window changes no output before it."""
-    layer, x = make().double().eval(), _tokens(2, 40, DIM).double()
+    layer, x = make().double().eval(), tokens(2, 40, DIM).double()
     x[:, 13] = fill
     with torch.set_grad_enabled(grad):
         whole, prefix = layer(x), layer(x[:, :13])
@@ -54,17 +51,17 @@ class TestNoLaterTokenCounts:
     """Every position is perturbed in turn; what stands before it must not change by one bit."""
 
     @pytest.mark.parametrize("make", MODULES)
-    @pytest.mark.parametrize("n", [5 * WINDOW, 4 * WINDOW + 3])
     @pytest.mark.parametrize("masked", [False, True])
-    def test_perturbed_positions(self, make: Callable[[], nn.Module], n: int, masked: bool) -> None:
+    def test_perturbed_positions(self, make: Callable[[], nn.Module], masked: bool) -> None:
         torch.manual_seed(3)
-        layer, x = make(), _tokens(2, n, DIM)
+        n = 4 * WINDOW + 3
+        layer, x = make(), tokens(2, n, DIM)
         mask = torch.rand(2, n, generator=torch.Generator().manual_seed(4)) < 0.7 if masked else None
         before = layer(x, mask)
         for i in range(n):
             other = x.clone()
             # a little, so that choices stay, and enough to turn them over
-            other[:, i] += (0.1, 50.0)[i % 2] * _tokens(2, DIM, seed=10 + i)
+            other[:, i] += (0.1, 50.0)[i % 2] * tokens(2, DIM, seed=10 + i)
             after = layer(other, mask)
             assert torch.equal(after[:, :i], before[:, :i]), f"token {i} changed an earlier output"
             if mask is None:
@@ -74,7 +71,7 @@ class TestNoLaterTokenCounts:
     def test_gradients(self, make: Callable[[], nn.Module]) -> None:
         """No earlier output has a gradient in a later token."""
         torch.manual_seed(3)
-        layer, x = make().double(), _tokens(1, 5 * WINDOW, DIM).double().requires_grad_()
+        layer, x = make().double(), tokens(1, 5 * WINDOW, DIM).double().requires_grad_()
         y = layer(x)
         for i in range(0, x.shape[1], 3):
             (grad,) = torch.autograd.grad(y[:, i].sum(), x, retain_graph=True)
@@ -84,7 +81,7 @@ class TestNoLaterTokenCounts:
     def test_a_later_window_reads_what_earlier_ones_chose(self) -> None:
         """Causality is not bought by looking at nothing: far tokens do reach later ones."""
         torch.manual_seed(3)
-        layer, x = _attention().double(), _tokens(1, 10 * WINDOW, DIM).double().requires_grad_()
+        layer, x = _attention().double(), tokens(1, 10 * WINDOW, DIM).double().requires_grad_()
         y, routing = layer(x, return_routing=True)
         last = int(routing.q.indices.max())
         assert last >= 3 * WINDOW
@@ -94,7 +91,7 @@ class TestNoLaterTokenCounts:
         assert (far[chosen[chosen < len(far)]] > 0).all()
 
     def test_the_first_window_is_local_attention_alone(self) -> None:
-        layer, x = _attention(), _tokens(1, 3 * WINDOW, DIM)
+        layer, x = _attention(), tokens(1, 3 * WINDOW, DIM)
         nn.init.normal_(layer.null)
         y, routing = layer(x, return_routing=True)
         gates = torch.zeros(1, 3 * WINDOW).scatter_add(1, routing.q.indices.clamp_min(0), routing.q.gates)
@@ -103,22 +100,18 @@ class TestNoLaterTokenCounts:
 
 
 class TestCausalRouter:
-    def test_the_share_is_kept_on_a_long_sequence(self) -> None:
-        out = CausalRouter(64)(_tokens(2, 8192, 64), 512)
-        assert ((out.indices >= 0).sum(-1) >= 0.9 * 512).all()
-
-    def test_a_shift_of_all_scores_changes_the_choice_little(self) -> None:
+    @pytest.mark.parametrize("shift", [0, 3])
+    def test_the_share_is_kept_on_a_long_sequence(self, shift: int) -> None:
         """The threshold follows: no score level is special."""
         router = CausalRouter(64)
-        with torch.no_grad():
-            direction = router.weight[0] / router.weight[0].norm()
-        out = router(_tokens(2, 8192, 64) - 3 * direction, 512)
-        assert (out.scores < 0).float().mean() > 0.9
+        direction = router.weight.detach()[0] / router.weight.detach()[0].norm()
+        out = router(tokens(2, 8192, 64) - shift * direction, 512)
+        assert not shift or (out.scores < 0).float().mean() > 0.9
         assert ((out.indices >= 0).sum(-1) >= 0.9 * 512).all()
 
     def test_every_chosen_gate_has_a_gradient(self) -> None:
         router = CausalRouter(64).double()
-        out = router(_tokens(2, 1024, 64).double(), 64)
+        out = router(tokens(2, 1024, 64).double(), 64)
         found = out.indices >= 0
         assert (out.gates[found] > 0.5).all()
         (grad,) = torch.autograd.grad(out.gates.sum(), out.scores)
@@ -126,33 +119,22 @@ class TestCausalRouter:
         # a token without a past has no threshold: its gate is 1
         assert (chosen[found & (out.indices > 0)] > 0).all()
 
-    def test_all_of_a_sequence(self) -> None:
-        x = _tokens(2, 20, DIM)
-        assert CausalRouter(DIM, block=8, memory=8)(x, 20).indices.tolist() == [list(range(20))] * 2
-
-    @pytest.mark.parametrize(("k", "batch", "n"), [(0, 2, 9), (3, 0, 9), (3, 2, 0)])
-    def test_nothing_to_choose(self, k: int, batch: int, n: int) -> None:
-        out = CausalRouter(DIM)(torch.randn(batch, n, DIM), k)
-        assert out.indices.shape == out.gates.shape == (batch, min(k, n))
+    def test_all_and_nothing(self) -> None:
+        assert CausalRouter(DIM, block=8, memory=8)(tokens(2, 20, DIM), 20).indices.tolist() == [[*range(20)]] * 2
+        for k, batch, n in ((0, 2, 9), (3, 0, 9), (3, 2, 0)):
+            out = CausalRouter(DIM)(torch.randn(batch, n, DIM), k)
+            assert out.indices.shape == out.gates.shape == (batch, min(k, n))
 
     @pytest.mark.parametrize(("window", "memory"), [(1, 2048), (48, 2016), (128, 2048), (2048, 2048), (3000, 3000)])
     def test_a_layer_remembers_whole_windows(self, window: int, memory: int) -> None:
         block = RoutedBlock(16, 1 / 4, heads=2, dim_head=8, window=window, causal=True)
         assert block.feed_forward.router.memory == memory
         assert block.attention.router_q.memory == memory
-
-    def test_a_window_that_divides_no_power_of_two(self) -> None:
-        block = RoutedBlock(16, 1 / 4, heads=2, dim_head=8, window=48, causal=True)
         assert block(torch.randn(1, 100, 16)).isfinite().all()
-
-    @pytest.mark.parametrize("kwargs", [{"block": 0}, {"block": 8, "memory": 12}, {"block": 8, "memory": 0}])
-    def test_bad_sizes(self, kwargs: dict[str, int]) -> None:
-        with pytest.raises(ValueError, match=r"CausalRouter: (block|memory) must be"):
-            CausalRouter(DIM, **kwargs)
 
 
 def test_choice_per_block_is_each_blocks_own() -> None:
-    router, x = Router(DIM), _tokens(2, 21, DIM)
+    router, x = Router(DIM), tokens(2, 21, DIM)
     out = choose_per_block(router, x, 3, 8, None)
     assert out.indices.shape == (2, 9)
     for b in range(2):

@@ -1,6 +1,6 @@
 """What every routed layer owes PyTorch's modes; the formula and the edges of a layer are in its own tests.
 
-`test_padding.py` has what stands in padding, `test_all_modules.py` devices, copies and files.
+`test_any_layer.py` has what stands in padding, `test_all_modules.py` devices, copies and files.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from nn.layers import holes, outputs, tokens
 from onepass.nn import RoutedAttention, RoutedBlock, RoutedCrossAttention, RoutedFeedForward, Router
 
 DIM, N = 32, 40
@@ -51,20 +52,8 @@ def _make(name: str, device: str = "cpu", dtype: torch.dtype = torch.float32) ->
     return LAYERS[name]().to(device, dtype)
 
 
-def _tokens(*shape: int, seed: int = 1) -> Tensor:
-    return torch.randn(*(shape or (3, N, DIM)), generator=torch.Generator().manual_seed(seed))
-
-
-def _mask(n: int = N) -> Tensor:
-    """A row with holes, one with few real tokens, one with none."""
-    mask = torch.rand(3, n, generator=torch.Generator().manual_seed(3)) < 0.7
-    mask[1, 3:] = False
-    mask[2] = False
-    return mask
-
-
-def _choices(routing: Any) -> list[Tensor]:
-    return [routing.indices] if hasattr(routing, "indices") else [i for part in routing for i in _choices(part)]
+def _x() -> Tensor:
+    return tokens(3, N, DIM)
 
 
 def _run(
@@ -76,15 +65,19 @@ def _run(
         y, routing = layer(x, mask, return_routing=True)
     wanted = [x, *layer.parameters()]
     upstream = torch.linspace(-1, 1, y.numel(), device=y.device).view(y.shape).to(y.dtype)
-    return y.detach(), _choices(routing), list(torch.autograd.grad(y, wanted, upstream, materialize_grads=True))
+    return (
+        y.detach(),
+        [r.indices for r in outputs(routing)],
+        list(torch.autograd.grad(y, wanted, upstream, materialize_grads=True)),
+    )
 
 
 @on_devices
 @every_layer
 def test_other_sequences_count_for_nothing(name: str, device: str) -> None:
-    layer, x = _make(name, device), _tokens().to(device)
+    layer, x = _make(name, device), _x().to(device)
     y, choices, (dx, *_) = _run(layer, x)
-    x[1] = 30 * _tokens(N, DIM, seed=9).to(device)
+    x[1] = 30 * tokens(N, DIM, seed=9).to(device)
     z, others, (dz, *_) = _run(layer, x)
     for before, after in ((y, z), (dx, dz), *zip(choices, others, strict=True)):
         assert torch.equal(before[[0, 2]], after[[0, 2]])
@@ -95,7 +88,7 @@ def test_other_sequences_count_for_nothing(name: str, device: str) -> None:
 @pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16])
 @every_layer
 def test_autocast(name: str, x_dtype: torch.dtype, device: str) -> None:
-    layer, x = _make(name, device), _tokens().to(device, x_dtype)
+    layer, x = _make(name, device), _x().to(device, x_dtype)
     expected, choices, _ = _run(layer, x.float())
     y, ours, grads = _run(layer, x, context=torch.autocast(device, torch.bfloat16))
     assert y.dtype == (x_dtype if "block" in name else torch.bfloat16)
@@ -109,7 +102,7 @@ def test_autocast(name: str, x_dtype: torch.dtype, device: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 @every_layer
 def test_any_dtype(name: str, dtype: torch.dtype) -> None:
-    y, _, grads = _run(_make(name, dtype=dtype), _tokens().to(dtype), _mask())
+    y, _, grads = _run(_make(name, dtype=dtype), _x().to(dtype), holes(N))
     assert {y.dtype, *(g.dtype for g in grads)} == {dtype}
     assert all(t.isfinite().all() for t in (y, *grads))
 
@@ -118,10 +111,10 @@ def test_any_dtype(name: str, dtype: torch.dtype) -> None:
 @every_layer
 def test_any_strides(name: str, layout: str) -> None:
     x = {
-        "transposed": _tokens(N, 3, DIM).transpose(0, 1),
-        "channels first": _tokens(3, DIM, 8, 5).flatten(2).mT,
-        "stepped": _tokens(3, 2 * N, 2 * DIM)[:, ::2, ::2],
-        "expanded": _tokens(1, N, DIM).expand(3, N, DIM),
+        "transposed": tokens(N, 3, DIM).transpose(0, 1),
+        "channels first": tokens(3, DIM, 8, 5).flatten(2).mT,
+        "stepped": tokens(3, 2 * N, 2 * DIM)[:, ::2, ::2],
+        "expanded": tokens(1, N, DIM).expand(3, N, DIM),
     }[layout]
     layer = _make(name)
     torch.testing.assert_close(_run(layer, x), _run(layer, x.contiguous()))
@@ -131,7 +124,7 @@ def test_any_strides(name: str, layout: str) -> None:
 @every_layer
 def test_compiled_in_one_graph(name: str, masked: bool) -> None:
     torch._dynamo.reset()
-    layer, x, mask = _make(name).eval(), _tokens(), _mask() if masked else None
+    layer, x, mask = _make(name).eval(), _x(), holes(N) if masked else None
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(_run(compiled, x, mask), _run(layer, x, mask))
 
@@ -140,7 +133,7 @@ def test_compiled_in_one_graph(name: str, masked: bool) -> None:
 @pytest.mark.parametrize("reentrant", [False, True])
 @every_layer
 def test_checkpoint_repeats_bit_for_bit(name: str, reentrant: bool, device: str) -> None:
-    layer, x = _make(name, device), _tokens().to(device).requires_grad_()
+    layer, x = _make(name, device), _x().to(device).requires_grad_()
 
     def grads(run: Callable[[Tensor], Tensor]) -> list[Tensor]:
         y = run(x)
@@ -168,7 +161,7 @@ def test_empty_and_shortest(name: str, batch: int, n: int) -> None:
 @every_layer
 def test_what_looks_at_any_module_is_called(name: str, kind: str) -> None:
     """No path beside the modules' forward passes by a hook, a forward of an instance, or one of a subclass."""
-    layer, x = _make(name).eval(), _tokens()
+    layer, x = _make(name).eval(), _x()
     plain = layer(x)
     for where, _ in [*layer.named_modules()][1:]:
         watched = copy.deepcopy(layer)
@@ -190,7 +183,7 @@ def test_what_looks_at_any_module_is_called(name: str, kind: str) -> None:
 @every_layer
 def test_every_parameter_gets_a_gradient_from_gates_alone(name: str) -> None:
     layer = _make(name).eval()  # no training mode: nothing is explored
-    layer(_tokens(2, 8 * N, DIM)).square().sum().backward()
+    layer(tokens(2, 8 * N, DIM)).square().sum().backward()
     for where, p in layer.named_parameters():
         assert p.grad is not None, where
         assert p.grad.any(), where
@@ -200,7 +193,7 @@ def test_every_parameter_gets_a_gradient_from_gates_alone(name: str) -> None:
 @every_layer
 def test_shapes_of_meta_tensors(name: str, masked: bool) -> None:
     layer, x = _make(name, "meta"), torch.empty(3, N, DIM, device="meta", requires_grad=True)
-    y = layer(x, _mask().to("meta") if masked else None)
+    y = layer(x, holes(N).to("meta") if masked else None)
     assert y.shape == x.shape
     y.sum().backward()
     assert all(p.grad is not None and p.grad.is_meta for p in (x, *layer.parameters()))
@@ -210,7 +203,7 @@ def test_shapes_of_meta_tensors(name: str, masked: bool) -> None:
 @pytest.mark.parametrize("masked", [False, True])
 @every_layer
 def test_a_gpu_gives_what_a_cpu_gives(name: str, masked: bool) -> None:
-    layer, x, mask = _make(name), _tokens(), _mask() if masked else None
+    layer, x, mask = _make(name), _x(), holes(N) if masked else None
     expected = _run(layer, x, mask)
     found = _run(copy.deepcopy(layer).cuda(), x.cuda(), None if mask is None else mask.cuda())
     for ours, theirs in zip(found[1], expected[1], strict=True):

@@ -1,22 +1,48 @@
-"""`Routed` and `RoutedFeedForward`: the sum of the two branches, at every edge, in every mode of PyTorch."""
+"""`Routed` and `RoutedFeedForward`: the sum of two branches, as one autograd node and as the modules it consists of."""
 
 from __future__ import annotations
 
 import copy
-import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from onepass.nn import Routed, RoutedFeedForward, Router, RouterOutput
+import onepass.nn.routed as routed_module
+from nn.layers import tokens
+from onepass.nn import CausalRouter, Routed, RoutedFeedForward, Router, RouterOutput
+from onepass.nn.feed_forward import FeedForward
 
-DIM = 16
+DIM = 24
+on_devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 
 
-def _tokens(*shape: int, seed: int = 1) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+@contextmanager
+def counted() -> Iterator[list[int]]:
+    """How often the fused way was taken."""
+    calls, real = [0], routed_module.routed_feed_forward
+
+    def spy(*args: Any) -> Any:
+        calls[0] += 1
+        return real(*args)
+
+    with patch.object(routed_module, "routed_feed_forward", spy):
+        yield calls
+
+
+def composed() -> Any:
+    """The modules one by one."""
+    return patch.object(RoutedFeedForward, "_fused_dtype", lambda self, x, mask: None)
+
+
+def _mask(device: str = "cpu") -> Tensor:
+    """Fewer real tokens than k, none at all, all."""
+    return torch.arange(20, device=device) < torch.tensor([[3], [0], [20]], device=device)
 
 
 def _definition(layer: Routed, x: Tensor, routing: RouterOutput) -> Tensor:
@@ -44,163 +70,287 @@ def test_values_and_gradients_are_those_of_the_definition(routes: int, kind: str
         else Routed(nn.Sequential(nn.Linear(DIM, DIM), nn.Sigmoid()), nn.Linear(DIM, DIM), router, 4)
     )
     layer = layer.double()
-    x = _tokens(3, 11, DIM).double().requires_grad_()
-    mask = None
-    if masked:
-        mask = torch.ones(3, 11, dtype=torch.bool)
-        mask[0, 2:] = False  # fewer than k
-        mask[1] = False  # none at all
+    x, dy = tokens(3, 20, DIM).double().requires_grad_(), tokens(3, 20, DIM, seed=2).double()
+    mask = _mask() if masked else None
     y, routing = layer(x, mask, return_routing=True)
     # a module of the user's sees padding as it is, a feed-forward sees zeros
-    read = x if mask is None or kind == "any modules" else x * mask[..., None]
-    expected = _definition(layer, read, routing)
+    expected = _definition(layer, x if mask is None or kind == "any modules" else x * mask[..., None], routing)
     torch.testing.assert_close(y, expected)
-    dy = _tokens(3, 11, DIM, seed=2).double()
     wanted = [x, *layer.parameters()]
     ours = torch.autograd.grad(y, wanted, dy, retain_graph=True)
     torch.testing.assert_close(ours, torch.autograd.grad(expected, wanted, dy))
 
 
-class TestLightOutputIsNotTouched:
-    """The heavy output is added in place where that is safe, and only there."""
-
-    def test_a_light_branch_that_returns_its_input(self) -> None:
-        x = _tokens(2, 9, DIM)
-        before = x.clone()
-        y = Routed(nn.Identity(), nn.Linear(DIM, DIM), Router(DIM), 3)(x)
-        assert torch.equal(x, before)
-        assert not torch.equal(y, before)
-
-    def test_a_light_branch_that_keeps_its_output_for_backward(self) -> None:
-        layer = Routed(nn.Sequential(nn.Linear(DIM, DIM), nn.Tanh()), nn.Linear(DIM, DIM), Router(DIM), 3)
-        layer(_tokens(2, 9, DIM)).sum().backward()
-
-    def test_a_light_branch_that_returns_a_buffer_of_its_own(self) -> None:
-        class Constant(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.register_buffer("value", torch.zeros(2, 9, DIM))
-
-            def forward(self, x: Tensor) -> Tensor:
-                return self.value  # type: ignore[return-value]
-
-        layer = Routed(Constant(), nn.Linear(DIM, DIM), Router(DIM), 3)
-        layer(_tokens(2, 9, DIM))
-        assert not layer.light.value.any()  # type: ignore[union-attr, operator]
+def _both(
+    layer: RoutedFeedForward, x: Tensor, mask: Tensor | None, context: Callable[[], Any] = nullcontext
+) -> list[list[Tensor]]:
+    """Outputs, routing and gradients of the fused way and of the composition; a loss on all that is differentiable."""
+    found, wanted = [], [t for t in (x, *layer.parameters()) if t.requires_grad]
+    for way, fused in ((nullcontext, 1), (composed, 0)):
+        with way(), counted() as calls:
+            with context():
+                y, routing = layer(x, mask, return_routing=True)
+            scores = routing.scores if mask is None else routing.scores.masked_fill(~mask, 0)
+            loss = y.double().square().sum() + routing.gates.square().sum() + 0.1 * scores.square().sum()
+            found.append([y, routing.indices, routing.gates, *torch.autograd.grad(loss, wanted)])
+        assert calls == [fused]
+    return found
 
 
-class TestK:
-    @pytest.mark.parametrize(
-        ("k", "n", "chosen"),
-        [
-            (3, 10, 3),
-            (30, 10, 10),
-            (0.25, 10, 2),
-            (0.26, 10, 3),
-            (0.24, 10, 2),
-            (0.01, 10, 1),
-            (1.0, 10, 10),
-            (1, 10, 1),
-            (0, 10, 0),
-            (0.5, 0, 0),
-            (4, 0, 0),
-        ],
-    )
-    def test_an_int_or_a_share_of_n(self, k: float, n: int, chosen: int) -> None:
-        layer = RoutedFeedForward(DIM, k)
-        y, routing = layer(torch.randn(2, n, DIM), return_routing=True)
-        assert y.shape == (2, n, DIM)
-        assert routing.indices.shape == (2, chosen)
-
-    def test_none_chosen_is_the_light_branch(self) -> None:
-        layer = RoutedFeedForward(DIM, 0)
-        x = _tokens(2, 9, DIM)
-        assert torch.equal(layer(x), layer.light(x))
-        layer(x).sum().backward()
-
-    @pytest.mark.parametrize(
-        ("k", "error"), [(-1, ValueError), (0.0, ValueError), (1.5, ValueError), (True, TypeError), ("3", TypeError)]
-    )
-    def test_other_values_are_refused(self, k: Any, error: type[Exception]) -> None:
-        with pytest.raises(error, match="RoutedFeedForward: k must be an int"):
-            RoutedFeedForward(DIM, k)
+def _near(ours: list[Tensor], theirs: list[Tensor], limit: float, rtol: float | None = None) -> None:
+    for a, b in zip(ours, theirs, strict=True):
+        scale = max(1.0, float(b.detach().abs().max()))
+        torch.testing.assert_close(a, b, rtol=limit if rtol is None else rtol, atol=limit * scale)
 
 
-class TestMask:
-    @staticmethod
-    def _light_alone(layer: RoutedFeedForward, x: Tensor, mask: Tensor, where: Tensor) -> None:
-        """Y at `where` is the light output of zeros, and the heavy branch's weights play no part in it, to the bit."""
-        y = layer(x, mask)
-        torch.testing.assert_close(y[where], layer.light(torch.zeros_like(x[where])))
-        other = copy.deepcopy(layer)
-        for p in other.heavy.parameters():
-            nn.init.normal_(p)
-        z = other(x, mask)
-        assert torch.equal(z[where], y[where])
-        assert not torch.equal(z, y)
-
-    def test_masked_tokens_get_the_light_output_alone(self) -> None:
-        mask = torch.rand(2, 12, generator=torch.Generator().manual_seed(3)) < 0.6
-        self._light_alone(RoutedFeedForward(DIM, 4), _tokens(2, 12, DIM), mask, ~mask)
-
-    def test_a_fully_masked_row_is_the_light_branch(self) -> None:
-        layer, x = RoutedFeedForward(DIM, 4), _tokens(2, 12, DIM)
-        mask = torch.ones(2, 12, dtype=torch.bool)
-        mask[1] = False
-        self._light_alone(layer, x, mask, ~mask)
-        layer(x, mask).sum().backward()
-        assert all(p.grad is not None and p.grad.isfinite().all() for p in layer.parameters())
+ROUTERS = [
+    *(
+        pytest.param(partial(Router, DIM, **options), id=" ".join(map(str, options.values())) or "default")
+        for options in (
+            {}, {"explore": 3.0}, {"explore": 0}, {"score": "cosine"}, {"gate": "straight_through"}, {"kind": "sigmoid"}
+        )
+    ),
+    pytest.param(partial(CausalRouter, DIM, block=4, memory=8), id="causal"),
+]  # fmt: skip
 
 
-class TestRouterArgument:
-    def test_any_module_with_the_call_signature(self) -> None:
-        class First(nn.Module):
-            """The first k tokens."""
+@on_devices
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("router", ROUTERS)
+def test_both_ways_give_the_same(device: str, masked: bool, bias: bool, router: Callable[[], nn.Module]) -> None:
+    dtype = torch.float64 if device == "cpu" else torch.float32
+    layer = RoutedFeedForward(DIM, 7, bias=bias, router=router()).to(device, dtype)
+    x = torch.randn(3, 20, DIM, dtype=dtype, device=device, requires_grad=True)
+    ours, theirs = _both(layer, x, _mask(device) if masked else None)
+    _near(ours, theirs, 1e-10 if device == "cpu" else 1e-4)
 
-            def forward(self, x: Tensor, k: int, mask: Tensor | None = None) -> RouterOutput:
-                indices = torch.arange(k).expand(len(x), k)
-                return RouterOutput(indices, torch.ones(len(x), k), torch.zeros(x.shape[:2]))
 
-        layer, x = RoutedFeedForward(DIM, 4, router=First()), _tokens(2, 9, DIM)
+@on_devices
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16])
+def test_both_ways_under_autocast(device: str, dtype: torch.dtype, x_dtype: torch.dtype) -> None:
+    layer = RoutedFeedForward(DIM, 7).to(device)
+    x = torch.randn(3, 20, DIM, device=device).to(x_dtype).requires_grad_()
+    ours, theirs = _both(layer, x, None, lambda: torch.autocast(device, dtype))
+    assert ours[0].dtype == dtype
+    assert torch.equal(ours[1], theirs[1])
+    assert [g.dtype for g in ours[3:]] == [t.dtype for t in (x, *layer.parameters())]
+    _near(ours, theirs, 2e-2, rtol=0)  # roundings of a 16-bit product
+
+
+@on_devices
+@pytest.mark.parametrize("frozen", ["x", "light", "heavy", "router", "norms", "weights", "biases"])
+def test_only_what_is_asked_for(device: str, frozen: str) -> None:
+    layer = RoutedFeedForward(DIM, 7).to(device)
+    x = torch.randn(3, 20, DIM, device=device, requires_grad=frozen != "x")
+    kinds = {"norms": "norm.", "weights": ".weight", "biases": ".bias"}
+    for name, p in layer.named_parameters():
+        p.requires_grad_(kinds.get(frozen, frozen + ".") not in name)
+    _near(*_both(layer, x, _mask(device)), 1e-4)
+
+
+def _set(layer: nn.Module, name: str, value: Any) -> None:
+    path, _, last = name.rpartition(".")
+    setattr(layer.get_submodule(path), last, value)
+
+
+class Reversed(Router):
+    def forward(self, x: Tensor, k: int, mask: Tensor | None = None) -> RouterOutput:
+        return super().forward(-x, k, mask)
+
+
+CHANGES: dict[str, Callable[[RoutedFeedForward], object]] = {
+    **{
+        f"{kind} {where}": lambda layer, kind=kind, where=where: getattr(layer.get_submodule(where), kind)(
+            lambda *_: None
+        )
+        for where in ("light", "heavy.norm", "light.up", "heavy.down", "router")
+        for kind in ("register_forward_pre_hook", "register_full_backward_hook")
+    },
+    "forward": lambda layer: _set(layer, "heavy.up.forward", lambda x: torch.zeros(*x.shape[:-1], 4 * DIM)),
+    "parametrization": lambda layer: nn.utils.parametrizations.weight_norm(layer.light.up),
+    "router": lambda layer: _set(layer, "router", Reversed(DIM)),
+    "routes": lambda layer: _set(layer, "router", Router(DIM, 2)),
+    "branch": lambda layer: _set(layer, "heavy", nn.Linear(DIM, DIM)),
+    "none chosen": lambda layer: _set(layer, "k", 0),
+    "rounding": lambda layer: _set(layer, "heavy.norm.rounding", "twice"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_modules_are_called_where_something_else_looks_on(name: str) -> None:
+    layer, x = RoutedFeedForward(DIM, 3), torch.randn(2, 9, DIM)
+    with counted() as calls:
+        layer(x)
+        handle = CHANGES[name](layer)
+        layer(x)
+        assert calls == [1]
+        if hasattr(handle, "remove"):
+            handle.remove()
+            layer(x)
+            assert calls == [2]
+
+
+@pytest.mark.parametrize("where", ["light.up", "heavy.down", "heavy.norm", "router"])
+@pytest.mark.parametrize("put", [setattr, nn.Module.register_buffer])
+def test_another_tensor_in_a_parameters_place(where: str, put: Callable[..., None]) -> None:
+    """As who shards, replicates, freezes or computes a weight leaves it."""
+    layer, x = RoutedFeedForward(DIM, 3), torch.randn(2, 9, DIM)
+    module, expected = layer.get_submodule(where), layer(x)
+    weight = module.weight.detach().clone().requires_grad_()
+    del module.weight
+    put(module, "weight", weight)
+    with counted() as calls:
         y = layer(x)
-        light = layer.light(x)
-        torch.testing.assert_close(y[:, :4], light[:, :4] + layer.heavy(x[:, :4]))
-        torch.testing.assert_close(y[:, 4:], light[:, 4:])
-
-    def test_hidden_widths(self) -> None:
-        layer = RoutedFeedForward(DIM, 4, light_mult=0.25, heavy_mult=3, bias=False)
-        shapes = {n: tuple(p.shape) for n, p in layer.named_parameters()}
-        assert shapes["light.up.weight"] == (4, DIM)
-        assert shapes["heavy.up.weight"] == (48, DIM)
-        assert not any(n.endswith("bias") for n in shapes)
+    assert calls == [0]
+    torch.testing.assert_close(y, expected)
+    assert torch.autograd.grad(y.square().sum(), weight)[0].any()
 
 
-class TestErrors:
-    def test_a_branch_that_changes_the_shape(self) -> None:
-        wide, same = nn.Linear(DIM, 2 * DIM), nn.Linear(DIM, DIM)
-        with pytest.raises(ValueError, match=r"light branch must keep the shape \(2, 9, 16\), got \(2, 9, 32\)"):
-            Routed(wide, same, Router(DIM), 3)(_tokens(2, 9, DIM))
-        with pytest.raises(ValueError, match=r"heavy branch must keep the shape \(2, 3, 16\), got \(2, 3, 32\)"):
-            Routed(same, wide, Router(DIM), 3)(_tokens(2, 9, DIM))
+def test_a_transform() -> None:
+    layer, x = RoutedFeedForward(DIM, 3), torch.randn(2, 9, DIM)
+    expected = torch.autograd.grad(layer(x).square().sum(), [*layer.parameters()])
+    with counted() as calls:
+        grads = torch.func.grad(lambda p: torch.func.functional_call(layer, p, (x,)).square().sum())(
+            {n: p.detach() for n, p in layer.named_parameters()}
+        )
+    assert calls == [0]
+    torch.testing.assert_close([*grads.values()], [*expected])
 
-    def test_tokens_without_a_batch(self) -> None:
-        with pytest.raises(ValueError, match=r"x must be \(batch, n, dim\), got \(9, 16\)"):
-            RoutedFeedForward(DIM, 3)(_tokens(9, DIM))
 
-    def test_what_is_no_tensor(self) -> None:
-        for layer in (RoutedFeedForward(DIM, 3), Routed(nn.Identity(), nn.Linear(DIM, DIM), Router(DIM), 3)):
-            with pytest.raises(TypeError, match=f"{type(layer).__name__}: x must be a tensor, got list"):
-                layer([[0.0]])
+class TestGraph:
+    @staticmethod
+    def _example() -> tuple[RoutedFeedForward, Tensor, tuple[Tensor, ...]]:
+        """A layer, tokens, and the gradients of y² in all of them."""
+        layer, x = RoutedFeedForward(DIM, 4, router=Router(DIM, explore=0)), torch.randn(2, 20, DIM, requires_grad=True)
+        return layer, x, torch.autograd.grad(layer(x).square().sum(), [x, *layer.parameters()])
 
-    @pytest.mark.parametrize(
-        ("mult", "error", "match"),
-        [
-            (0.01, ValueError, r"light_mult = 0\.01 of dim 16 leaves a hidden width of 0\.16; it must be"),
-            (math.nan, ValueError, "light_mult = nan of dim 16 leaves a hidden width of nan"),
-            (math.inf, ValueError, "light_mult = inf of dim 16 leaves a hidden width of inf"),
-            ("2", TypeError, "light_mult must be a number, got str"),
-        ],
-    )
-    def test_hidden_widths_that_are_none(self, mult: Any, error: type[Exception], match: str) -> None:
-        with pytest.raises(error, match=f"RoutedFeedForward: {match}"):
-            RoutedFeedForward(DIM, 3, light_mult=mult)
+    def test_without_gradients(self) -> None:
+        layer, x, _ = self._example()
+        with torch.no_grad():
+            y = layer(x)
+        assert torch.equal(y, layer(x))
+        assert not y.requires_grad
+
+    def test_a_kept_graph_gives_the_same_twice(self) -> None:
+        layer, x, expected = self._example()
+        y = layer(x)
+        for kept in (True, False):
+            grads = torch.autograd.grad(y.square().sum(), [x, *layer.parameters()], retain_graph=kept)
+            assert all(map(torch.equal, grads, expected))
+
+    def test_the_output_may_be_written_to(self) -> None:
+        layer, x, expected = self._example()
+        y = layer(x)
+        y *= 2
+        grads = torch.autograd.grad(y.square().sum(), [x, *layer.parameters()])
+        torch.testing.assert_close(grads, tuple(4 * g for g in expected))
+
+    def test_several_layers_over_one_input(self) -> None:
+        """The gradient of x has other sources: nothing may be added to theirs in place."""
+        a, b = RoutedFeedForward(DIM, 3).double(), RoutedFeedForward(DIM, 5).double()
+        x = torch.randn(2, 9, DIM, dtype=torch.float64, requires_grad=True)
+
+        def run() -> tuple[Tensor, ...]:
+            y = x + a(x) + b(x)
+            return torch.autograd.grad((y + b(y)).square().sum(), [x, *a.parameters(), *b.parameters()])
+
+        ours = run()
+        with composed():
+            theirs = run()
+        torch.testing.assert_close(ours, theirs)
+
+    @pytest.mark.parametrize("forward", [nullcontext, torch.autograd.graph.save_on_cpu])
+    @pytest.mark.parametrize("autocast", [False, True])
+    def test_backward_computes_as_forward_did(self, forward: Callable[[], Any], autocast: bool) -> None:
+        """Inside autocast, and where saved tensors travel."""
+        layer, x, expected = self._example()
+        with forward():
+            loss = layer(x).square().sum()
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            grads = torch.autograd.grad(loss, [x, *layer.parameters()])
+        assert all(map(torch.equal, grads, expected))
+
+
+def test_the_branch_is_what_its_layers_say() -> None:
+    branch, x = FeedForward(DIM, 40).double(), torch.randn(5, DIM, dtype=torch.float64)
+    expected = branch.down(nn.functional.gelu(branch.up(nn.functional.rms_norm(x, (DIM,), branch.norm.weight))))
+    torch.testing.assert_close(branch(x), expected)
+
+
+class Constant(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("value", torch.zeros(2, 9, DIM))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.value  # type: ignore[return-value]
+
+
+def test_the_light_output_is_not_touched() -> None:
+    """The heavy output is added in place where that is safe: not to a branch's input, buffer, or what it kept."""
+    x = tokens(2, 9, DIM)
+    before, heavy, kept = x.clone(), nn.Linear(DIM, DIM), []
+    y = Routed(nn.Identity(), heavy, Router(DIM), 3)(x)
+    assert torch.equal(x, before)
+    assert not torch.equal(y, before)
+    layer = Routed(Constant(), heavy, Router(DIM), 3)
+    layer(x)
+    assert not layer.light.value.any()  # type: ignore[union-attr, operator]
+    Routed(nn.Sequential(nn.Linear(DIM, DIM), nn.Tanh()), heavy, Router(DIM), 3)(x).sum().backward()
+    layer = RoutedFeedForward(DIM, 3)
+    layer.light.register_forward_hook(lambda module, args, out: kept.append((out, out.detach().clone())))
+    layer(x)
+    assert torch.equal(*kept[0])
+
+
+@pytest.mark.parametrize(
+    ("k", "n", "chosen"),
+    [
+        (3, 10, 3), (30, 10, 10), (0.25, 10, 2), (0.26, 10, 3), (0.24, 10, 2), (0.01, 10, 1), (1.0, 10, 10), (1, 10, 1),
+        (0, 10, 0), (0.5, 0, 0), (4, 0, 0),
+    ],
+)  # fmt: skip
+def test_k_is_an_int_or_a_share_of_n(k: float, n: int, chosen: int) -> None:
+    layer, x = RoutedFeedForward(DIM, k), tokens(2, n, DIM)
+    y, routing = layer(x, return_routing=True)
+    assert routing.indices.shape == (2, chosen)
+    assert chosen or torch.equal(y, layer.light(x))
+    y.sum().backward()
+
+
+def test_masked_tokens_get_the_light_output_alone() -> None:
+    """Y there is the light output of zeros, and the heavy branch's weights play no part in it, to the bit."""
+    layer, x, mask = RoutedFeedForward(DIM, 4), tokens(3, 20, DIM), _mask()
+    mask[2] = torch.rand(20, generator=torch.Generator().manual_seed(3)) < 0.6
+    y, other = layer(x, mask), copy.deepcopy(layer)
+    torch.testing.assert_close(y[~mask], layer.light(torch.zeros_like(x[~mask])))
+    y.sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in layer.parameters())
+    for p in other.heavy.parameters():
+        nn.init.normal_(p)
+    z = other(x, mask)
+    assert torch.equal(z[~mask], y[~mask])
+    assert not torch.equal(z, y)
+
+
+class First(nn.Module):
+    """The first k tokens."""
+
+    def forward(self, x: Tensor, k: int, mask: Tensor | None = None) -> RouterOutput:
+        return RouterOutput(torch.arange(k).expand(len(x), k), torch.ones(len(x), k), torch.zeros(x.shape[:2]))
+
+
+def test_a_router_is_any_module_with_its_call() -> None:
+    layer, x = RoutedFeedForward(DIM, 4, router=First()), tokens(2, 9, DIM)
+    y, light = layer(x), layer.light(x)
+    torch.testing.assert_close(y[:, :4], light[:, :4] + layer.heavy(x[:, :4]))
+    torch.testing.assert_close(y[:, 4:], light[:, 4:])
+
+
+def test_hidden_widths() -> None:
+    layer = RoutedFeedForward(DIM, 4, light_mult=0.25, heavy_mult=3, bias=False)
+    shapes = {n: tuple(p.shape) for n, p in layer.named_parameters()}
+    assert (shapes["light.up.weight"], shapes["heavy.up.weight"]) == ((6, DIM), (72, DIM))
+    assert not any(n.endswith("bias") for n in shapes)

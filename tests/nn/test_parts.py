@@ -1,4 +1,4 @@
-"""Who computes which chosen tokens; the layers are tested in tests/sharded/balance.py."""
+"""Parts of a sequence on several devices, and who computes which chosen tokens; `tests/sharded` has the layers."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from onepass.fused.parts import shares
+from onepass.fused.parts import parts, shares, wanted
 from onepass.nn import Routed, RoutedBlock, RoutedFeedForward, Router
+from onepass.nn.over_sequence import sequence_axis
 
 LAYERS: dict[str, Callable[[Any], nn.Module]] = {
     "Routed": lambda balance: Routed(nn.Identity(), nn.Linear(8, 8), Router(8), 2, balance=balance),
@@ -55,8 +56,29 @@ def test_tokens_on_one_device_are_computed_as_without(name: str) -> None:
     assert "balance" not in repr(plain)
 
 
-@pytest.mark.parametrize("name", LAYERS)
-@pytest.mark.parametrize("value", [1, None, "yes"])
-def test_balance_is_a_bool(name: str, value: Any) -> None:
-    with pytest.raises(TypeError, match=rf"^{name}: balance must be a bool, got {type(value).__name__}$"):
-        LAYERS[name](value)
+@pytest.mark.parametrize(("n", "devices"), [(8, 2), (9, 2), (5, 4), (1, 3), (0, 2)])
+def test_parts_are_those_of_distribute_tensor(n: int, devices: int) -> None:
+    sizes = [len(p) for p in torch.arange(n).chunk(devices)] if n else []
+    sizes += [0] * (devices - len(sizes))
+    assert [b - a for a, b in parts(n, devices)] == sizes
+    assert [a for a, _ in parts(n, devices)] == [sum(sizes[:i]) for i in range(devices)]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_device_wants_all_that_its_tokens_see(causal: bool) -> None:
+    for n, window, devices in ((32, 4, 4), (33, 4, 2), (7, 8, 3), (40, 16, 5)):
+        for begin, end in parts(n, devices):
+            first, last = wanted(begin, end, n, window, causal)
+            assert first % window == 0 or begin == end
+            seen = [
+                j
+                for i in range(begin, end)
+                for j in range(n)
+                if abs(i // window - j // window) <= 1 and not (causal and j > i)
+            ]
+            assert not seen or (first <= min(seen) and max(seen) < last)
+            assert 0 <= first <= begin <= end <= last <= n
+
+
+def test_plain_tokens_are_spread_along_no_axis() -> None:
+    assert sequence_axis(torch.ones(2, 3, 4)) is None

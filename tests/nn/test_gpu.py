@@ -1,4 +1,4 @@
-"""Routed attention on CUDA: the CPU's float64 values, the same bits every time, and nobody reads whom they must not."""
+"""Routed layers on CUDA: float64's values, the same bits every time, no wait, and nobody reads whom they must not."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from onepass.nn import RoutedAttention, RoutedBlock, RoutedCrossAttention
+from nn.layers import first, tokens
+from onepass.nn import CausalRouter, RoutedAttention, RoutedBlock, RoutedCrossAttention, RoutedFeedForward, Router
 from onepass.nn.local_attention import neighbours
 from onepass.ops.span_attention.op import span_attention
 from onepass.ops.span_attention.op_rotary import rotary_attention
@@ -68,14 +69,13 @@ def _layers() -> list[nn.Module]:
     torch.manual_seed(0)
     sizes = {"heads": 2, "dim_head": 32, "window": 64}
     return [
-        RoutedAttention(96, 1 / 16, 1 / 8, **sizes),
-        RoutedAttention(96, 1 / 16, 1 / 8, causal=True, **sizes),
-        RoutedBlock(96, 1 / 16, **sizes),
-        RoutedBlock(96, 1 / 16, causal=True, **sizes),
+        *(RoutedAttention(96, 1 / 16, 1 / 8, causal=causal, **sizes) for causal in (False, True)),
+        *(RoutedBlock(96, 1 / 16, causal=causal, **sizes) for causal in (False, True)),
+        *(RoutedFeedForward(96, 1 / 16, router=router(96)) for router in (Router, CausalRouter)),
     ]
 
 
-@pytest.mark.parametrize("which", [1, 3])
+@pytest.mark.parametrize("which", [1, 3, 5])
 @pytest.mark.parametrize("autocast", [False, True])
 def test_no_later_token_counts(which: int, autocast: bool) -> None:
     layer = _layers()[which].cuda()
@@ -88,7 +88,7 @@ def test_no_later_token_counts(which: int, autocast: bool) -> None:
             assert torch.equal(layer(other)[:, :i], before[:, :i]), f"token {i} changed an earlier output"
 
 
-@pytest.mark.parametrize("which", range(4))
+@pytest.mark.parametrize("which", range(6))
 def test_isolation_of_sequences_and_padding(which: int) -> None:
     layer, mask = _layers()[which].cuda(), _mask(1000)
     x = torch.randn(2, 1000, 96, device="cuda")
@@ -114,12 +114,22 @@ def test_a_memory_of_a_million_tokens_is_read_and_not_projected() -> None:
     assert torch.cuda.max_memory_allocated() - before < 2**20 * 128
 
 
-@pytest.mark.parametrize("causal", [False, True])
-def test_compiled_with_inductor(causal: bool) -> None:
+@pytest.mark.parametrize("which", [2, 3, 4])
+def test_compiled_with_inductor(which: int) -> None:
     torch._dynamo.reset()
-    layer = _layers()[2 + causal].cuda().eval()
-    x = torch.randn(2, 512, 96, device="cuda")
+    layer, x = _layers()[which].cuda().eval(), torch.randn(2, 512, 96, device="cuda")
     y = torch.compile(layer, fullgraph=True)(x)
     torch.testing.assert_close(y, layer(x), rtol=1e-3, atol=1e-3)
     y.square().sum().backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in layer.parameters())
+
+
+@pytest.mark.parametrize("which", [4, 5])
+def test_no_synchronisation_with_the_host(which: int) -> None:
+    layer, x, mask = _layers()[which].cuda(), tokens(3, 300, 96).cuda(), first(300, 10, 0, 300).cuda()
+    layer(x, mask).sum().backward()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        layer(x, mask).sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

@@ -1,0 +1,191 @@
+"""What modules refuse, and the words by which they name it: the argument, what was given, what is accepted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import inf, nan
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import onepass
+from onepass.nn import (
+    CausalRouter,
+    LayerNorm,
+    LocalAttention,
+    RMSNorm,
+    Routed,
+    RoutedAttention,
+    RoutedBlock,
+    RoutedCrossAttention,
+    RoutedFeedForward,
+    Router,
+    RoutingStats,
+    WeightedSum,
+)
+
+X, LINEAR, WIDE = torch.ones(2, 9, 16), nn.Linear(16, 16), nn.Linear(16, 32)
+HEADS: dict[str, Any] = {"heads": 2, "dim_head": 8}
+LAYERS: dict[str, Callable[..., nn.Module]] = {
+    "LocalAttention": lambda: LocalAttention(16, **HEADS),
+    "Routed": lambda k=3, **o: Routed(LINEAR, LINEAR, Router(16), k, **o),
+    "RoutedFeedForward": lambda k=3, **o: RoutedFeedForward(16, k, **o),
+    "RoutedAttention": lambda k=3, **o: RoutedAttention(16, k, 4, **HEADS, **o),
+    "RoutedBlock": lambda k=3, **o: RoutedBlock(16, k, **HEADS, **o),
+}
+
+
+def cross(**options: Any) -> RoutedCrossAttention:
+    return RoutedCrossAttention(16, 2, 3, dim_context=8, **HEADS, **options)
+
+
+def on_meta(layer: nn.Module, part: str) -> nn.Module:
+    layer.get_submodule(part).to("meta")
+    return layer
+
+
+def listening_twice() -> None:
+    with RoutingStats(RoutedFeedForward(16, 4)) as stats, stats:
+        pass
+
+
+STATS = RoutingStats(RoutedFeedForward(16, 4))
+CHOICE = Router(16)(X, 4)
+ROWS: list[tuple[type[Exception], str, Callable[[], Any]]] = [
+    # layers
+    *((error, f"{name}: k(_q)? must be an int", lambda name=name, k=k: LAYERS[name](k))
+      for name in ("Routed", "RoutedFeedForward", "RoutedAttention")
+      for k, error in ((-1, ValueError), (0.0, ValueError), (1.5, ValueError), (True, TypeError), ("3", TypeError))),
+    *((error, "must be an int", lambda k=k: LAYERS["RoutedBlock"](k))
+      for k, error in ((-1, ValueError), (1.5, ValueError), ("3", TypeError), (None, TypeError))),
+    *((error, "RoutedAttention: k_kv must be an int", lambda k=k: RoutedAttention(16, 1, k))
+      for k, error in ((-1, ValueError), (1.5, ValueError), (True, TypeError), ("3", TypeError))),
+    *((TypeError, rf"^{name}: balance must be a bool, got {type(value).__name__}$",
+       lambda name=name, value=value: LAYERS[name](balance=value))
+      for name in ("Routed", "RoutedFeedForward", "RoutedBlock") for value in (1, None, "yes")),
+    *((error, match, lambda name=name, mask=mask: LAYERS[name]()(X, mask))
+      for name in LAYERS if name != "Routed" for mask, error, match in (
+        (torch.ones(2, 9), TypeError, "mask must be bool"),
+        (torch.ones(2, 5).bool(), ValueError, r"mask must be \(batch, n\) = \(2, 9\), got \(2, 5\)"),
+        (torch.ones(2, 9, device="meta").bool(), ValueError, "mask is on meta but x is on cpu"))),
+    *((TypeError, f"{name}: x must be a tensor, got list", lambda name=name: LAYERS[name]()([[0.0]]))
+      for name in ("Routed", "RoutedFeedForward", "RoutedAttention")),
+    *((ValueError, r"x must be \(batch, n, (16|dim)\), got \(9, 16\)", lambda name=name: LAYERS[name]()(X[0]))
+      for name in ("RoutedFeedForward", "RoutedAttention", "RoutedBlock")),
+    *((ValueError, r"x must be \(batch, n, 16\), got \(2, 9, 15\)", lambda name=name: LAYERS[name]()(X[..., 1:]))
+      for name in ("RoutedAttention", "RoutedBlock")),
+    *((TypeError, "RoutedAttention: x must be float32", lambda name=name: LAYERS[name]()(X.int()))
+      for name in ("RoutedAttention", "RoutedBlock")),
+    *((ValueError, "weight is on meta but x is on cpu",
+       lambda name=name, part=part: on_meta(RoutedBlock(16, 3, **HEADS).get_submodule(name), part)(X))
+      for name in ("attention", "feed_forward") for part in ("", "light.norm", "heavy")),
+    (TypeError, "RoutedAttention: x must be a tensor, got str", lambda: LAYERS["RoutedBlock"]()("abc")),
+    (TypeError, r"x is torch.bfloat16 and the weights are torch.float32; convert one",
+     lambda: LAYERS["RoutedBlock"]()(X.bfloat16())),
+    (ValueError, "dropout must be between 0 and 1", lambda: LAYERS["RoutedBlock"](dropout=1.5)),
+    (ValueError, r"light branch must keep the shape \(2, 9, 16\), got \(2, 9, 32\)",
+     lambda: Routed(WIDE, LINEAR, Router(16), 3)(X)),
+    (ValueError, r"heavy branch must keep the shape \(2, 3, 16\), got \(2, 3, 32\)",
+     lambda: Routed(LINEAR, WIDE, Router(16), 3)(X)),
+    *((error, f"RoutedFeedForward: light_mult {match}", lambda mult=mult: RoutedFeedForward(16, 3, light_mult=mult))
+      for mult, error, match in (
+        (0.01, ValueError, r"= 0\.01 of dim 16 leaves a hidden width of 0\.16; it must be"),
+        (nan, ValueError, "= nan of dim 16 leaves a hidden width of nan"),
+        (inf, ValueError, "= inf of dim 16 leaves a hidden width of inf"),
+        ("2", TypeError, "must be a number, got str"))),
+    *((error, match, lambda options=options: RoutedAttention(16, 1, 1, **options)) for options, error, match in (
+        ({"heads": 0}, ValueError, "heads must be ≥ 1"),
+        ({"heads": "2"}, TypeError, "heads must be an int, got str"),
+        ({"light_heads": 0}, ValueError, "heads must be ≥ 1"),
+        ({"dim_head": 5}, ValueError, "dim_head must be even"),
+        ({"window": 0}, ValueError, "window must be ≥ 1"),
+        ({"window": 2.5}, TypeError, "window must be an int, got float"))),
+    *((ValueError, f"{kind.__name__}: {name} must have one route, got num_routes = 2",
+       lambda kind=kind, name=name: kind(16, 4, 4, **{name: Router(16, num_routes=2)}))
+      for kind in (RoutedAttention, RoutedCrossAttention) for name in ("router_q", "router_kv")),
+    *((ValueError, r"context must be \(2, m, 8\), got", lambda shape=shape: cross()(X, torch.ones(shape)))
+      for shape in ((2, 33, 16), (3, 33, 8), (33, 8))),
+    (TypeError, "dim_context must be an int, got str", lambda: RoutedCrossAttention(8, 1, 1, dim_context="8")),
+    # routers
+    (ValueError, "dim must be ≥ 1, got 0", lambda: Router(0)),
+    (ValueError, "num_routes must be 1 to 16, got 17", lambda: Router(8, 17)),
+    (ValueError, "eps must be a finite number > 0, got 0.0", lambda: Router(8, eps=0.0)),
+    (ValueError, "eps must be a finite number > 0, got inf", lambda: Router(8, eps=inf)),
+    (ValueError, "kind must be one of capped_exp.*got 'hard'", lambda: Router(8, kind="hard")),
+    (ValueError, "score must be one of normalised, cosine; got 'dot'", lambda: Router(8, score="dot")),
+    (ValueError, "gate must be one of soft, straight_through; got 'none'", lambda: Router(8, gate="none")),
+    (ValueError, "explore must be a finite number ≥ 0, got -1", lambda: Router(8, explore=-1)),
+    (ValueError, "explore must be a finite number ≥ 0, got nan", lambda: Router(8, explore=nan)),
+    (TypeError, "Router: dim must be an int, got float", lambda: Router(8.0)),
+    (TypeError, "Router: num_routes must be an int, got str", lambda: Router(8, "2")),
+    (TypeError, "Router: eps must be a number, got Tensor", lambda: Router(8, eps=torch.ones(()))),
+    (TypeError, "Router: explore must be a number, got NoneType", lambda: Router(8, explore=None)),
+    (TypeError, "CausalRouter: block must be an int, got float", lambda: CausalRouter(8, block=2.0)),
+    (TypeError, "CausalRouter: memory must be an int, got NoneType", lambda: CausalRouter(8, memory=None)),
+    *((ValueError, r"CausalRouter: (block|memory) must be", lambda options=options: CausalRouter(16, **options))
+      for options in ({"block": 0}, {"block": 8, "memory": 12}, {"block": 8, "memory": 0})),
+    *((error, match, lambda args=args: Router(16)(*args)) for args, error, match in (
+        ((X[0], 1), ValueError, r"x must be \(batch, n, 16\), got \(9, 16\)"),
+        ((X[..., 1:], 1), ValueError, r"got \(2, 9, 15\)"),
+        ((X.long(), 1), TypeError, "int64"),
+        ((X, 1.5), ValueError, "an int ≥ 0 or a share 0 < k ≤ 1 of the real tokens, got 1.5"),
+        ((X, "1"), TypeError, "k must be an int or a float, got str"),
+        ((X, True), TypeError, "k must be an int or a float, got bool"),
+        ((X, -1), ValueError, "k must be an int ≥ 0 or a share.*, got -1"),
+        ((X, 1, torch.ones(2, 9)), TypeError, "mask must be bool.*float32"),
+        ((X, 1, torch.ones(5).bool()), ValueError, r"mask must be .*\(2, 9\), got \(5,\)"),
+        ((X, 1, [True]), TypeError, "mask must be a tensor"))),
+    # statistics of choices
+    (TypeError, "RoutingStats: model must be an nn.Module or None, got str", lambda: RoutingStats("model")),
+    (ValueError, "RoutingStats: Linear has no routed layer", lambda: RoutingStats(LINEAR)),
+    (TypeError, "routing must be a RouterOutput, AttentionRouting or BlockRouting, got Tensor",
+     lambda: STATS.add("a", X)),
+    (TypeError, "RoutingStats: mask must be bool", lambda: STATS.add("a", CHOICE, torch.ones(2, 9))),
+    (ValueError, r"RoutingStats: mask must be \(batch, n\) = \(2, 9\), got \(2, 8\)",
+     lambda: STATS.add("a", CHOICE, torch.ones(2, 8).bool())),
+    (RuntimeError, "listens already", listening_twice),
+    # norms and sums
+    *((error, f"{kind.__name__}: normalized_shape {match}", lambda kind=kind, shape=shape: kind(shape))
+      for kind in (LayerNorm, RMSNorm) for shape, error, match in (
+        ("a", TypeError, "must be an int or a sequence of ints, got 'a'"),
+        (4.0, TypeError, "must be an int or a sequence of ints, got 4.0"),
+        (None, TypeError, "must be an int or a sequence of ints, got None"),
+        ((), TypeError, r"must be an int or a sequence of ints, got \(\)"),
+        ([4, "a"], TypeError, r"must be an int or a sequence of ints, got \[4, 'a'\]"),
+        (-1, ValueError, "must be ≥ 0, got -1"),
+        ((3, -8), ValueError, r"must be ≥ 0, got \(3, -8\)"))),
+    *((ValueError, rf"{kind.__name__}: x must end in normalized_shape \(3, 8\), got",
+       lambda kind=kind, shape=shape: kind((3, 8))(torch.ones(shape)))
+      for kind in (LayerNorm, RMSNorm) for shape in ((8,), (2, 3, 7), (2, 4, 8))),
+    *((ValueError, r"residual must have the shape of x \(2, 3, 8\); got",
+       lambda kind=kind, shape=shape: kind((3, 8))(torch.ones(2, 3, 8), torch.ones(shape)))
+      for kind in (LayerNorm, RMSNorm) for shape in ((3, 8), (2, 8, 3), (2, 24), (24,))),
+    *((TypeError, f"{name} must be a tensor, got list", lambda kind=kind, shape=shape, args=args: kind(shape)(*args))
+      for kind in (LayerNorm, RMSNorm) for shape in ((8,), (3, 8))
+      for name, args in (("x", ([1.0] * 8,)), ("residual", (torch.ones(2, 3, 8), [1.0] * 8)))),
+    (ValueError, "rounding must be 'once' or 'twice', got 'never'", lambda: RMSNorm(8, rounding="never")),
+    (ValueError, "takes no offset", lambda: RMSNorm(8, rounding="twice", offset=1.0)),
+    (TypeError, "RMSNorm: offset must be a number, got str", lambda: RMSNorm(4, offset="one")),
+    *((TypeError, f"{norm.__name__}: offset must be a number, got str",
+       lambda norm=norm: norm(X, X[0, 0], offset="one"))
+      for norm in (onepass.layer_norm, onepass.rms_norm)),
+    (ValueError, "dim must be ≥ 1, got 0", lambda: WeightedSum(0)),
+    (TypeError, "dim must be an int, got float", lambda: WeightedSum(8.0)),
+    (ValueError, "num_vectors must be ≥ 1, got 0", lambda: WeightedSum(8, 0)),
+    (ValueError, "None or 1 to 16, got 17", lambda: WeightedSum(8, 17)),
+    (TypeError, "num_vectors must be an int, got str", lambda: WeightedSum(8, "3")),
+    (ValueError, "weight must be", lambda: WeightedSum(8)(torch.ones(2, 9))),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("error", "match", "call"), ROWS, ids=[f"{i}-{row[1]}" for i, row in enumerate(ROWS)])
+def test_what_is_refused(error: type[Exception], match: str, call: Callable[[], Any]) -> None:
+    with pytest.raises(error, match=match):
+        call()
+
+
+def test_an_int_k_of_one_is_one_token() -> None:
+    with pytest.warns(UserWarning, match=r"write k=1\.0 for all of them"):
+        RoutedBlock(16, 1, **HEADS)
