@@ -36,6 +36,7 @@ examples:
   python -m research.ablate planted --start adverse  routers begin pointing away from what they have to find
   python -m research.ablate text --task causal --arm learned --arm random --seed 0 --seed 1
   python -m research.ablate text --equal-time        routed against dense with the same seconds; leaves runs/ablate
+  python -m research.ablate text --envelope --out runs/envelope    the best width of each for 60, 200 and 600 seconds
   python -m research.ablate report runs/ablate       tables and curves of all records in a directory
 """
 TASKS = {
@@ -47,6 +48,7 @@ ARMS = {
     "planted": ("learned", "random", "oracle", "light", "dense"),
     "text": ("learned", "random", "light", "dense", "all"),
 }
+MORE = ("hybrid",)  # arms of --envelope alone
 SEEDS = 5
 
 
@@ -67,7 +69,8 @@ def command_line() -> Parser:
         else:
             where = "where learned routers begin: anywhere, or pointing away from the planted tokens"
             add("--start", choices=("random", "adverse"), default="random", help=where)
-        add("--arm", action="append", choices=ARMS[task], help="one arm; may be repeated (default: every arm)")
+        names = (*ARMS[task], *(MORE if task == "text" else ()))
+        add("--arm", action="append", choices=names, help="one arm; may be repeated (default: every arm)")
         seeds = f"may be repeated (default: 0 to {SEEDS - 1})"
         add("--seed", action="append", type=number(0, 2**31), metavar="N", help=seeds)
         sizes = "small: for a CPU; full: for a GPU (default: by the device)"
@@ -99,6 +102,10 @@ def run(args: argparse.Namespace) -> int:
 
     if args.kind == "text":
         command.check(args)
+        if args.envelope:
+            from research.ablate.equal import envelope
+
+            return envelope.run(args)
         if args.equal_time:
             return command.run(args)
     deadline = time.monotonic() + args.seconds if args.seconds else math.inf

@@ -17,6 +17,7 @@ from onepass.core.errors import UserError
 from onepass.optim import Lion
 from onepass.train.captured import Gradients
 from onepass.train.model import parameter_groups
+from research.ablate import resume
 
 POINTS = 24  # measurements over a run, the first before the first step
 WARMUP = 0.1  # share of the steps over which the learning rate rises
@@ -76,6 +77,32 @@ def rate(step: int, steps: int) -> float:
     return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
 
 
+class Clock:
+    """Seconds of steps in a row, which begin when the device has done all before them."""
+
+    def __init__(self, device: torch.device, steps: int = 0, seconds: float = 0.0) -> None:
+        self.device, self.steps, self.seconds = device, steps, seconds
+        self.begun: tuple[int, float] | None = None
+
+    def start(self, step: int) -> None:
+        """Count from this step on."""
+        synchronize(self.device)
+        self.begun = step, time.perf_counter()
+
+    def stop(self, step: int) -> None:
+        """Count to this step, if it was started."""
+        synchronize(self.device)
+        if self.begun:
+            self.steps += step - self.begun[0]
+            self.seconds += time.perf_counter() - self.begun[1]
+        self.begun = None
+
+    @property
+    def ms(self) -> float:
+        """Return the milliseconds of a step."""
+        return 1e3 * self.seconds / max(1, self.steps)
+
+
 def train(
     task: Task,
     steps: int,
@@ -85,50 +112,52 @@ def train(
     closing: bool = False,
     deadline: float = math.inf,
     say: Callable[[int, dict[str, Any]], None] = lambda step, figures: None,
+    cut: Path | None = None,
 ) -> dict[str, Any]:
     """Train to the last step or to the deadline (of `time.monotonic`); return curve, figures and speed.
 
     `points` measurements lie between the first step and the last; with `closing` another one follows the last step, on
-    the same text as those before. Their `seconds` are wall-clock time in steps alone: measurements are left out, and
-    the first steps, which compile kernels and capture the graph, count as if they had gone at the speed of the others.
+    the same text as those before. Their `seconds` are those of as many steps at the run's mean speed: measurements, and
+    the first steps, which compile kernels and capture the graph, are left out of it. A run that the deadline ends
+    leaves its state in the file `cut`, if one is given, and the next call goes on from there.
     """
     one = Step(task, rates)
     marks = {round(point * steps / points) for point in range(points)}
-    curve: list[dict[str, Any]] = []
-    spent, done, clock = 0.0, 0, time.perf_counter()
-    at: list[float] = []  # what was spent at each measurement
-    settled = min(20, steps // 2)
-    for step in range(steps):
-        if step in marks or time.monotonic() > deadline:
-            synchronize(task.device)
-            spent += time.perf_counter() - clock if step > settled else 0.0
-            if time.monotonic() > deadline:
+    begun, curve, clock = 0, list[dict[str, Any]](), Clock(task.device)
+    if cut is not None and cut.exists():
+        state = resume.load(cut, task, one.optimizer)
+        begun, curve, clock = state["step"], state["curve"], Clock(task.device, state["counted"], state["seconds"])
+    done = begun
+    settled = begun + min(20, (steps - begun) // 2)
+    for step in range(begun, steps):
+        late = time.monotonic() > deadline
+        if late or step == settled or step in marks:
+            clock.stop(step)
+            if late:
                 break
-            curve.append({"step": step, **measure(task, False)})
-            at.append(spent)
-            say(step, curve[-1])
-            clock = time.perf_counter()
-        elif step == settled:
-            synchronize(task.device)
-            clock = time.perf_counter()
+            if step in marks:
+                curve.append({"step": step, **measure(task, False)})
+                say(step, curve[-1])
+            if step >= settled:
+                clock.start(step)
         one(task.inputs(step), rate(step, steps))
         done = step + 1
     else:
-        synchronize(task.device)
-        spent += time.perf_counter() - clock
+        clock.stop(steps)
         if closing:
             curve.append({"step": done, **measure(task, False)})
-            at.append(spent)
-    ms = 1e3 * spent / max(1, done - settled)
-    for point, seconds in zip(curve, at, strict=True):
-        point["seconds"] = round(seconds + min(point["step"], settled) * ms / 1e3, 4)
+    if cut is not None and done < steps:
+        state = {"steps": steps, "step": done, "curve": curve, "counted": clock.steps, "seconds": clock.seconds}
+        resume.save(cut, task, one.optimizer, state)
+    for point in curve:
+        point["seconds"] = round(point["step"] * clock.ms / 1e3, 4)
     final = measure(task, True)
     say(done, final)
     return {
         "steps": steps,
         "steps_done": done,
-        "ms_per_step": round(ms, 3),
-        "seconds": round(done * ms / 1e3, 4),
+        "ms_per_step": round(clock.ms, 3),
+        "seconds": round(done * clock.ms / 1e3, 4),
         "graph": one.gradients.graph is not None,
         "why_eager": one.gradients.why_eager,
         "parameters": sum(p.numel() for p in task.model.parameters() if p.requires_grad),

@@ -86,7 +86,7 @@ def build(arm: str, size: Size, causal: bool, hidden: int) -> ByteModel:
     model = ByteModel(
         size.dim, size.blocks, k=k, heads=size.heads, window=size.window, causal=causal, light_mult=size.light_mult
     )
-    if arm == "dense":
+    if arm in ("dense", "hybrid"):
         model.blocks = nn.ModuleList(DenseBlock(size, hidden, causal) for _ in range(size.blocks))
     if arm == "random":
         use_chance(model, DeviceRandomRouter)
@@ -117,8 +117,12 @@ class Task:
         self.digest = text.digest
         self.draws = torch.Generator(device).manual_seed(seed + 1_000_003)
         torch.manual_seed(seed)
-        self.model = build(arm, size, causal, hidden).to(device)
+        self.model = self.build(hidden).to(device)
         self.before: dict[str, Tensor] = {}
+
+    def build(self, hidden: int) -> ByteModel:
+        """Make the arm's model."""
+        return build(self.arm, self.size, self.causal, hidden)
 
     def inputs(self, step: int) -> tuple[Tensor, ...]:
         size = self.size

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from onepass.core.errors import UserError
-from research.ablate import runner, text
+from research.ablate import resume, runner, text
 from research.ablate.__main__ import main
-from research.ablate.equal import records, report
+from research.ablate.equal import envelope, envelope_report, records, report
 from research.ablate.equal.arms import Task
 from research.ablate.equal.trials import Ask, Cell, Trials
 
@@ -239,3 +239,67 @@ def test_both_arms_are_captured_and_the_dense_one_uses_a_fast_kernel(causal: boo
         result = runner.train(Task(arm, 0, size, device, causal=causal, compiled=True), 12, size.rates(), closing=True)
         assert result["graph"]
         assert result["curve"][-1]["bits"] < result["curve"][0]["bits"]
+
+
+def test_a_run_that_is_cut_goes_on_as_if_it_had_not_been(tmp_path: Path) -> None:
+    cut = tmp_path / "cut.safetensors"
+    whole = runner.train(Task("learned", 0, SIZE, CPU, causal=True, compiled=False), 12, SIZE.rates(), points=4)
+
+    class Cut(Task):
+        def inputs(self, step: int) -> tuple[torch.Tensor, ...]:
+            end[0] = step
+            return super().inputs(step)
+
+    # the deadline comes after seven steps
+    end = [0]
+    task = Cut("learned", 0, SIZE, CPU, causal=True, compiled=False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(time, "monotonic", lambda: float(end[0] >= 6))
+        first = runner.train(task, 12, SIZE.rates(), points=4, deadline=0.5, cut=cut)
+    assert first["steps_done"] == 7
+    rest = runner.train(Task("learned", 0, SIZE, CPU, causal=True, compiled=False), 12, SIZE.rates(), points=4, cut=cut)
+    assert rest["final"]["bits"] == whole["final"]["bits"]
+    assert [(p["step"], p["bits"]) for p in rest["curve"]] == [(p["step"], p["bits"]) for p in whole["curve"]]
+    with pytest.raises(UserError, match="is no state of a run"):
+        cut.write_bytes(b"{}")
+        resume.read(cut)
+
+
+def test_short_runs_decide_which_widths_get_long_ones() -> None:
+    rates = {1: (0.1,), 2: (0.1,), 3: (0.1,)}
+
+    def made(budget: float, dim: int, arm: str, bits: float) -> records.Record:
+        last = {"step": 10, "bits": bits}
+        return run(task="causal", n=8192, dim=dim, arm=arm, asked_seconds=budget, final=last)
+
+    first = {"learned": (1.0, 0.6, 0.8), "dense": (1.1, 0.7, 0.9)}
+    short = [made(60, dim, arm, at) for arm, bits in first.items() for dim, at in enumerate(bits, 1)]
+    runs = {60.0: short, 200.0: list[records.Record](), 600.0: list[records.Record]()}
+    asked = [one for one in envelope.plan(runs, records.ARMS, (8192,), ("causal",), rates) if one.budget > 60]
+    assert [(one.budget, one.dim, one.arm) for one in asked] == [
+        (200, dim, arm) for arm in records.ARMS for dim in (2, 3)
+    ]  # fmt: skip
+    runs[200.0] += [made(200, 2, "learned", 0.5), made(200, 3, "learned", 0.4), made(200, 2, "dense", 0.41)]
+    asked = [one for one in envelope.plan(runs, records.ARMS, (8192,), ("causal",), rates) if one.budget > 60]
+    assert [(one.budget, one.dim, one.arm, one.seed) for one in asked[4:]] == [
+        (200, 3, "learned", 1), (200, 2, "dense", 1), (600, 3, "learned", 0), (600, 2, "dense", 0),
+    ]  # fmt: skip
+    assert "| next byte | 8,192 | 200 | 0.4000 (3) | 0.4100 (2) |" in envelope_report.table(runs)
+
+
+@pytest.mark.slow
+def test_the_envelope_is_trained_and_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    some = [option if option != "--equal-time" else "--envelope" for option in OPTIONS]
+    options = [*some, "--out", str(tmp_path), "--task", "causal", "--budget", "0.3", "--n", "64", "--batch", "2"]
+    assert main(options) == 0
+    rows = envelope.read(tmp_path)
+    # two widths of each arm, then both, then the best one
+    trained = [one["seed"] == 0 and one["kind"] == "run" for made in rows.values() for one in made]
+    assert sum(trained) == 4 + 4 + 2
+    assert (tmp_path / "envelope.png").read_bytes().startswith(b"\x89PNG")
+    before = capsys.readouterr().out
+    assert "| next byte | 64 | 0.3 |" in before
+    assert main(options) == 0
+    assert envelope.read(tmp_path) == rows
+    assert main([*options, "--dim", "16"]) == 2
+    assert "--dim: --envelope decides that" in capsys.readouterr().err

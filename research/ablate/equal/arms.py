@@ -1,29 +1,49 @@
-"""The two arms: the routed model of the ablation, and the dense one in the fastest form that torch has for it."""
+"""The arms: the routed model of the ablation, the dense one in the fastest form that torch has for it, and a hybrid."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import time
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from onepass.nn import RMSNorm
+from onepass.train.language import ByteModel
 from research.ablate import text
 
 # torch's kernels that never hold the n × n scores
 BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
 REPEATS = 5
+ATTENTION = 4  # one block in so many of the hybrid attends
+
+
+class GatedDeltaNet(nn.Module):
+    """Pre-norm gated delta net of flash-linear-attention (arXiv:2412.06464), in the place of a block's attention."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        layers = importlib.import_module("fla.layers")
+        # the package's own proportions: heads take 3/4 of the width, values twice as much
+        head = 64 if dim <= 256 else 128
+        self.norm = RMSNorm(dim)
+        self.layer = layers.GatedDeltaNet(dim, head_dim=head, num_heads=max(1, 3 * dim // 4 // head), expand_v=2)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return self.layer(self.norm(x))[0]  # type: ignore[no-any-return]
 
 
 class Task(text.Task):
     """`text.Task` of one arm; the dense one attends with the fastest kernel and, on CUDA, has its blocks compiled.
 
-    The dense arm has a feed-forward of 4·dim hidden units, as the heavy branch of the routed one.
+    The dense arm has a feed-forward of 4·dim hidden units, as the heavy branch of the routed one. The hybrid is the
+    dense arm with a gated delta net for attention in three blocks of four.
     """
 
     def __init__(
@@ -31,14 +51,23 @@ class Task(text.Task):
         attention: str = "",
     ) -> None:  # fmt: skip
         super().__init__(arm, seed, size, device, 4 * size.dim, causal=causal)
-        self.attention, self.compiled = "", compiled and arm == "dense"
-        if arm == "dense" and device.type == "cuda":
+        self.attention, self.compiled = "", compiled and arm != "learned"
+        if arm != "learned" and device.type == "cuda":
             heads = size.dense_heads or size.heads
             self.attention = attention or fastest_attention(size.batch, heads, size.n, size.dim, causal)
         if self.compiled:
             for block in self.model.blocks:
                 # one program for all blocks and seeds; other lengths get programs of their own
-                block.compile(fullgraph=True, dynamic=False)
+                part: Any = block.feed_forward if isinstance(block.attention, GatedDeltaNet) else block
+                part.compile(fullgraph=True, dynamic=False)
+
+    def build(self, hidden: int) -> ByteModel:
+        model = super().build(hidden)
+        if self.arm == "hybrid":
+            for place, block in enumerate(model.blocks, 1):
+                if place % ATTENTION:
+                    block.attention = GatedDeltaNet(self.size.dim)
+        return model
 
     def loss(self, tokens: Tensor, wanted: Tensor, places: Tensor | None = None) -> Tensor:
         with self._attending():

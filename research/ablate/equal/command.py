@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import math
 import re
 import time
@@ -18,7 +19,11 @@ if TYPE_CHECKING:
     from research.ablate.text import Size
 
 HELP = "the routed arm trains, then a dense one (flash attention, feed-forward of 4·dim) for the same seconds"
-# options that only --equal-time has
+ENVELOPE = (
+    "the best of several widths for 60, 200 and 600 seconds, of these two and of a hybrid of gated delta nets "
+    "(flash-linear-attention); --budget: seconds of the longest"
+)
+# options that only these two have
 OWN = (
     "n", "dim", "blocks", "heads", "batch", "window", "share", "light", "budget", "tune", "rate", "part", "attention",
     "no_compile",
@@ -46,6 +51,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     one = parser.add_argument_group("equal time")
     add = one.add_argument
     add("--equal-time", action="store_true", help=HELP)
+    add("--envelope", action="store_true", help=ENVELOPE)
     for name, (low, high) in NUMBERS.items():
         more: dict[str, Any] = {"action": "append"} if name == "n" else {}
         add(f"--{name}", type=number(low, high), metavar="N", help=HELPS[name], **more)
@@ -71,6 +77,9 @@ def _part(text: str) -> str:
 
 def check(args: argparse.Namespace) -> None:
     """Raise UserError for options that don't go together."""
+    if args.envelope:
+        _check_envelope(args)
+        return
     if not args.equal_time:
         given = [name for name in OWN if getattr(args, name)]
         if given:
@@ -88,6 +97,17 @@ def check(args: argparse.Namespace) -> None:
         raise UserError("--rate goes with --tune")
     if args.tune and args.seed:
         raise UserError("--seed: --tune has a seed of its own, which is not compared")
+
+
+def _check_envelope(args: argparse.Namespace) -> None:
+    """Raise UserError for options that the plan of the envelope decides."""
+    for name in ("equal_time", "calibrate", "steps", "dim", "tune", "rate", "seed"):
+        if getattr(args, name):
+            raise UserError(f"--{name.replace('_', '-')}: --envelope decides that; leave one of them out")
+    if args.size == "100m":
+        raise UserError("--size 100m: --envelope has widths of its own; leave it out")
+    if "hybrid" in (args.arm or ()) and importlib.util.find_spec("fla") is None:
+        raise UserError("--arm hybrid needs flash-linear-attention: pip install flash-linear-attention")
 
 
 def sizes(args: argparse.Namespace, base: str) -> list[Size]:

@@ -14,7 +14,8 @@ from onepass.core.errors import UserError
 Record = dict[str, Any]
 Place = tuple[int, int, int, float, float]  # where rates were tried: n, batch, and the setting
 PATTERN = "equal*.json"
-ARMS = ("learned", "dense")
+ARMS = ("learned", "dense")  # that are compared at equal width
+HYBRID = "hybrid"  # of the envelope alone
 NAMES = {"causal": "next byte", "masked": "hidden bytes"}  # of tasks, in tables
 Seeds = dict[int, dict[str, Record]]  # seed → arm → run
 # of the routed arm; a dense run has those of the routed run whose time it took
@@ -63,7 +64,7 @@ def _whole(run: Record) -> bool:
     numbers += [run["final"]["step"], run["final"]["bits"]]
     fit = all(type(value) is float or (type(value) is int and abs(value) < 2**63) for value in numbers)
     texts = all(type(run[name]) is str for name in ("task", "device", "torch", "data"))
-    known = run["arm"] in ARMS and run["kind"] in ("run", "tune")
+    known = run["arm"] in (*ARMS, HYBRID) and run["kind"] in ("run", "tune")
     setting = run["window"] > 0 and 0 < run["k"] <= 1 and run["light_mult"] > 0
     return bool(fit and texts and known and setting and run["curve"] and run["n"] > 0)
 
@@ -108,7 +109,7 @@ def pairs(runs: Iterable[Record]) -> dict[tuple[Any, ...], dict[int, dict[str, R
     """Group the runs that are compared: group → seed → arm, where both arms are there."""
     found: dict[tuple[Any, ...], dict[int, dict[str, Record]]] = {}
     for run in runs:
-        if run["kind"] == "run":
+        if run["kind"] == "run" and run["arm"] in ARMS:
             found.setdefault(group(run), {}).setdefault(run["seed"], {})[run["arm"]] = run
     whole = {
         name: {seed: arms for seed, arms in sorted(seeds.items()) if len(arms) == 2} for name, seeds in found.items()

@@ -7,12 +7,13 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from onepass.core.errors import UserError
-from research.ablate import runner, text
+from research.ablate import resume, runner, text
 from research.ablate.display import Display
 from research.ablate.equal.arms import Task
 from research.ablate.equal.records import ARMS, Record, Store, group, named, tuned
@@ -21,6 +22,7 @@ POINTS = 12  # measurements before the last step
 SHARE = 3  # a rate is tried for one over this of a run's steps
 TUNE_SEED = 1000  # no seed that is compared
 MARGIN = 10.0  # seconds beside training that a run may need: measurements, compilers
+CUT = 15.0  # seconds that the last measurement and the file of a run that is cut off may take
 CURVE, FINAL = 2**18, 2**20  # bytes of validation text at each point, and in the end
 
 
@@ -72,6 +74,7 @@ class Trials:
     compiled: bool
     attention: str = ""
     deadline: float = math.inf
+    resumes: bool = False  # a run may be cut off by the deadline: its state goes to a file, and it goes on from there
 
     def tune(self, cell: Cell, arms: Sequence[str], rates: Sequence[float]) -> None:
         """Try rates, the routed arm's first, whose time is the dense arm's."""
@@ -115,22 +118,28 @@ class Trials:
         if (there := self.store.find(head)) is not None:
             self._refuse_other(there, cell)
             return
-        if time.monotonic() + MARGIN > self.deadline:
+        if time.monotonic() + (2 * CUT if self.resumes else MARGIN) > self.deadline:
             raise OutOfTimeError
         size, ask = replace(cell.size, lr=lr), cell.ask
         rates = size.rates()
-        ms = runner.pace(self._task(arm, seed, size, cell), rates)
-        # a captured step is a ring of references, which holds its memory until it is collected
-        gc.collect()
+        cut = self._cut(head) if self.resumes else None
         seconds = given or ask.seconds
-        steps = max(1, math.floor(1e3 * seconds / ms)) if seconds else ask.steps
-        if time.monotonic() + 1.1e-3 * steps * ms + MARGIN > self.deadline:
+        if cut is not None and cut.exists():
+            steps = resume.read(cut)["steps"]
+            ms = 1e3 * seconds / steps
+        else:
+            ms = runner.pace(self._task(arm, seed, size, cell), rates)
+            # a captured step is a ring of references, which holds its memory until it is collected
+            gc.collect()
+            steps = max(1, math.floor(1e3 * seconds / ms)) if seconds else ask.steps
+        if not self.resumes and time.monotonic() + 1.1e-3 * steps * ms + MARGIN > self.deadline:
             raise OutOfTimeError
         task = self._task(arm, seed, size, cell)
         with Display(f"{kind} {cell.task} {size.n} {arm} {seed} {lr:g}", steps) as display:
             result = runner.train(
-                task, steps, rates, points=POINTS, closing=True, deadline=self.deadline, say=display.update
-            )
+                task, steps, rates, points=POINTS, closing=True, deadline=self.deadline - CUT * self.resumes,
+                say=display.update, cut=cut,
+            )  # fmt: skip
         if result.pop("steps_done") < steps:
             # the rate of a run that is cut off has not come down: no result
             raise OutOfTimeError
@@ -140,6 +149,12 @@ class Trials:
             extra |= {"attention": task.attention, "compiled": task.compiled, "dense_heads": heads}
         extra["bytes"] = len(task.training)
         self.store.add({**head, **ask.told(), "torch": torch.__version__, **extra, **result})
+        if cut is not None:
+            cut.unlink(missing_ok=True)
+
+    def _cut(self, head: Record) -> Path:
+        name = "-".join(f"{value:g}" if isinstance(value, float) else str(value) for value in head.values())
+        return self.store.path.parent / f"cut-{name}.safetensors"
 
     def _task(self, arm: str, seed: int, size: text.Size, cell: Cell) -> Any:
         causal = cell.task == "causal"
