@@ -28,9 +28,10 @@ if INTERPRET:
 
 
 def _belongs_here(item: pytest.Item) -> bool:
-    if "gpu" in item.keywords and not torch.cuda.is_available():
+    # marks, not keywords: names of folders are keywords too
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         return False
-    return INTERPRET or "interpret" not in item.keywords
+    return INTERPRET or not item.get_closest_marker("interpret")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

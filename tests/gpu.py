@@ -49,8 +49,9 @@ def main() -> int:
             sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-n", str(args.jobs), "--dist", "worksteal",
             f"--junitxml={report}", *chosen,
         ]  # fmt: skip
-        # one thread each: the processes share the cores
-        code = subprocess.run(command, check=False, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}).returncode
+        # one thread each, also to compile: the processes share the cores
+        alone = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+        code = subprocess.run(command, check=False, cwd=ROOT, env={**os.environ, **alone}).returncode
         found = counts(report)
     record = {
         "gpu": torch.cuda.get_device_name(), "gpus": torch.cuda.device_count(), "torch": torch.__version__,

@@ -125,10 +125,6 @@ def on_cpu(test: Callable[..., None]) -> Any:
     return _each(test, CPU_WIDTHS, CPU_DTYPES[:1] if INTERPRET else CPU_DTYPES)
 
 
-def on_gpu(test: Callable[..., None]) -> Any:
-    return pytest.mark.gpu(_each(test, GPU_WIDTHS, GPU_DTYPES))
-
-
 def _each(test: Callable[..., None], widths: Sequence[int], dtypes: Sequence[torch.dtype]) -> Any:
     @pytest.mark.parametrize("name", NAMES)
     def run(name: str) -> None:
@@ -266,25 +262,8 @@ def test_causal_choice_depends_on_its_sequence_and_its_past(device: str) -> None
         assert torch.equal(prefix.gates[i, :count], all_rows.gates[i, :count])
 
 
-@on_gpu
-def test_company_on_gpu(name: str, width: int, dtype: torch.dtype) -> None:
-    company(calls(name, "cuda", dtype, width), rows_of("cuda", dtype, 5 if width > 20000 else 37, width))
-
-
-@on_gpu
-def test_placement_on_gpu(name: str, width: int, dtype: torch.dtype) -> None:
-    placement(calls(name, "cuda", dtype, width), rows_of("cuda", dtype, 5, width))
-
-
-@on_gpu
-def test_modes_on_gpu(name: str, width: int, dtype: torch.dtype) -> None:
-    modes(calls(name, "cuda", dtype, width), rows_of("cuda", dtype, 5, width))
-
-
-@on_gpu
-def test_replays_graphs_and_streams(name: str, width: int, dtype: torch.dtype) -> None:
+def replays_graphs_and_streams(f: Function, x: Tensor) -> None:
     """The first call, the recorded one and those that are replayed; a CUDA graph; streams beside each other."""
-    f, x = calls(name, "cuda", dtype, width), rows_of("cuda", dtype, 5, width)
     y = [t.clone() for t in results(f(x))]
     for turn in range(4):
         same(f(x), y, slice(None), f"call {turn + 2}")
@@ -307,8 +286,21 @@ def test_replays_graphs_and_streams(name: str, width: int, dtype: torch.dtype) -
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", GPU_DTYPES, ids=lambda d: str(d)[6:])
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_on_gpu(name: str, dtype: torch.dtype) -> None:
+    """All in one test: apart, several processes would compile the same kernels at the same time."""
+    for width in GPU_WIDTHS:
+        f, x = calls(name, "cuda", dtype, width), rows_of("cuda", dtype, 5, width)
+        replays_graphs_and_streams(f, x)
+        placement(f, x)
+        modes(f, x)
+        company(f, x if width > 20000 else rows_of("cuda", dtype, 37, width))
+
+
+@pytest.mark.gpu
 @pytest.mark.slow
-@functools.partial(_each, widths=[7, 1000, 32768, 131072], dtypes=GPU_DTYPES)
+@functools.partial(_each, widths=[7, 1000, 131072], dtypes=[torch.float32, torch.bfloat16])
 def test_compiled_on_gpu(name: str, width: int, dtype: torch.dtype) -> None:
     compiled(calls(name, "cuda", dtype, width), rows_of("cuda", dtype, 5, width), "inductor")
 

@@ -56,13 +56,15 @@ def test_a_step(device: str, size: dict[str, Any], rows: int, monkeypatch: pytes
 @torch.no_grad()
 @pytest.mark.parametrize("device", WHERE)
 def test_a_token_that_comes_again_ties_with_itself(device: str) -> None:
-    """Of two tokens in turns, the scores are the thresholds: a last bit would choose another branch.
+    """Of two tokens in turns, the scores are the thresholds: a last bit would choose another query.
 
-    At this width the kernels of the full forward add up in another order.
+    At this width the kernels of the full forward add up in another order. The feed-forward takes all tokens: its
+    scores follow attention, which repeats itself after a window to rounding, not to the last bit.
     """
     torch.manual_seed(3)
-    block = RoutedBlock(320, 1 / 4, heads=2, dim_head=8, window=8, heavy_mult=0.5, causal=True).to(device).eval()
-    x = torch.randn(1, 2, 320, device=device).repeat(1, 12, 1)
+    block = RoutedBlock(320, 1.0, k_q=1 / 4, k_kv=1 / 2, heads=2, dim_head=8, window=8, heavy_mult=0.5, causal=True)
+    block = block.to(device).eval()
+    x = torch.randn(1, 2, 320).repeat(1, 12, 1).to(device)
     cache = block.new_cache(1, 24)
     block.prefill(x[:, :13], cache)
     steps = torch.stack([block.step(x[:, i], cache) for i in range(13, 24)], 1)

@@ -59,9 +59,9 @@ def check_all(n: int, kind: str, device: str = "cpu") -> None:
     for eps in (1e-3, 0.03, 1.0):
         given = torch.tensor(eps)
         for name in SCORES:
-            s = scores(name, n)
-            y = onepass.soft_topk(s.to(device).expand(len(k), n), k.to(device), eps=given.to(device), kind=kind)
-            for row, of_k in zip(y.cpu(), k.double().tolist(), strict=True):
+            s = scores(name, n).to(device)
+            y = onepass.soft_topk(s.expand(len(k), n), k.to(device), eps=given.to(device), kind=kind)
+            for row, of_k in zip(y, k.double().tolist(), strict=True):
                 error = (row.double() - solved(s, of_k, given.double().item(), kind)).abs().max().item()
                 assert error <= LARGEST, f"{name}, n = {n}, k = {of_k}, eps = {eps}: {error:.1e}"
 

@@ -48,8 +48,11 @@ def expected(
             i for i in range(max(begin[r], 0), min(begin[r] + max(count[r], 0), n))
             if (allowed is None or allowed[r][i]) and sign * row[i] != -math.inf
         ]  # fmt: skip
-        found.sort(key=lambda i: (0.0, 0.0, i) if math.isnan(row[i]) else (1.0, -sign * row[i], i))
-        found = found[:k] if best_first else sorted(found[:k])
+        # NaN first; equals stay in their order
+        keys = [-sign * value for value in row]
+        best = [i for i in found if math.isnan(row[i])]
+        best += sorted((i for i in found if not math.isnan(row[i])), key=keys.__getitem__)
+        found = best[:k] if best_first else sorted(best[:k])
         indices[r, : len(found)] = torch.tensor(found, dtype=torch.long)
     indices = indices.view(*lead, k)
     missing = -math.inf if largest else math.inf
