@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from harness import build, call, compare_gradients, float64, floats, gradients, replace, same_sums, spec_samples, terms
+from harness import upstream as upstreams
 from onepass.core.launch import INTERPRET
 from onepass.core.spec import Sample, Spec
 
@@ -22,10 +23,8 @@ def _loss(fn: Any, sample: Sample, upstream: list[Tensor]) -> Tensor:
 
 @pytest.mark.parametrize(("spec", "name"), spec_samples())
 def test_grad(spec: Spec, name: str) -> None:
-    from harness import upstream
-
     sample = build(spec, name, "cpu", torch.float32)
-    gy = upstream(call(spec.op, sample))
+    gy = upstreams(call(spec.op, sample))
     inputs = floats(sample)
     got = torch.func.grad(lambda tensors: _loss(spec.op, replace(sample, tensors), gy))(inputs)
     compare_gradients(spec, got, gradients(spec.reference, float64(sample)), torch.float32)
@@ -41,14 +40,3 @@ def test_vmap(spec: Spec, name: str) -> None:
     for i, t in enumerate(batch):
         for m, e in zip(mapped, call(spec.op, replace(sample, {0: t})), strict=True):
             same_sums(m[i], e, terms(sample))
-
-
-@pytest.mark.parametrize(("spec", "name"), spec_samples())
-def test_per_sample_gradients(spec: Spec, name: str) -> None:
-    sample = build(spec, name, "cpu", torch.float32)
-    x = sample.args[0]
-    batch = torch.stack([x, x * 0.5])
-    grad = torch.func.grad(lambda t: torch.stack([o.sum() for o in call(spec.op, replace(sample, {0: t}))]).sum())
-    mapped = torch.vmap(grad)(batch)
-    for i, t in enumerate(batch):
-        same_sums(mapped[i], grad(t), terms(sample))
