@@ -91,6 +91,7 @@ class Host:
         from onepass.ops.causal_choice import op as op_causal
         from onepass.ops.routing import kernels_triton as kernels_rows
         from onepass.ops.routing import rows
+        from onepass.ops.soft_topk import kernels_backward as kernels_soft
         from onepass.ops.soft_topk import kernels_triton, op
         from onepass.ops.span_attention import kernels_rotary, op_rotary
         from onepass.ops.span_attention import kernels_triton as kernels_span
@@ -115,8 +116,8 @@ class Host:
             run()
 
         for module in (kernels_rows, kernels_attention, kernels_branch, kernels_cast, kernels_counts, kernels_norm,
-                       kernels_explore, kernels_triton, kernels_select, kernels_backward, kernels_rotary, kernels_span,
-                       kernels_causal, kernels_partials):  # fmt: skip
+                       kernels_explore, kernels_triton, kernels_select, kernels_backward, kernels_soft,
+                       kernels_rotary, kernels_span, kernels_causal, kernels_partials):  # fmt: skip
             monkeypatch.setattr(module, "launch", launch)
         for module in (branch, choice, rows, op, compute, op_rotary, op_span, op_causal):
             monkeypatch.setattr(module, "uses_triton", lambda x: True)

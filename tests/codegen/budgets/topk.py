@@ -12,14 +12,12 @@ from onepass.core.launch import triton_installed
 from onepass.ops.topk import plan
 
 _INTS = (
-    "gate_row_stride", "gate_col_stride", "value_row_stride", "value_col_stride", "s_row_stride", "eps_stride",
-    "mask_row_stride", "start_stride", "lengths_stride", "packed_row_stride", "out_row_stride", "n_rows", "n_cols",
-    "n_splits", "tiles", "k", "run", "steps", "capacity", "column_bits",
+    "g_row_stride", "g_col_stride", "s_row_stride", "mask_row_stride", "start_stride", "lengths_stride",
+    "packed_row_stride", "out_row_stride", "n_rows", "n_cols", "tiles", "k", "run", "steps", "capacity", "column_bits",
 )  # fmt: skip
 _TYPES = {
     **dict.fromkeys(_INTS, "i32"),
-    **dict.fromkeys(("s_ptr", "y_ptr", "value_ptr", "gate_ptr", "ds_ptr", "deps_ptr", "q_ptr"), "*fp32"),
-    **dict.fromkeys(("partial_ptr", "solution_ptr", "pivot_ptr"), "*fp32"),
+    **dict.fromkeys(("s_ptr", "y_ptr", "value_ptr", "gate_ptr", "g_ptr", "ds_ptr", "pivot_ptr"), "*fp32"),
     **dict.fromkeys(("packed_ptr", "out_ptr", "index_ptr", "candidates_ptr", "scratch_ptr", "start_ptr"), "*i64"),
     **dict.fromkeys(("state_ptr", "lengths_ptr", "groups_ptr"), "*i32"),
 }
@@ -92,7 +90,6 @@ def _in_one_launch(plain: dict[str, Any], dtypes: dict[str, torch.dtype]) -> Ite
 def _kernels() -> Iterator[Kernel]:
     if not triton_installed():
         return
-    from onepass.ops._shared.kernels_rows import PER_WARP, shape
     from onepass.ops.topk import kernels_backward as kb
     from onepass.ops.topk import kernels_pivot as kp
     from onepass.ops.topk import kernels_sort as ks
@@ -148,22 +145,8 @@ def _kernels() -> Iterator[Kernel]:
         "BLOCK": plan.MERGED,
     }  # fmt: skip
     yield _kernel("topk merge", ks.merge_kernel, blocks, 4, 120, wide=False)
-    given = {"value_ptr": None, "HAS_GATES": True, "HAS_VALUES": False}
-    options = {"eps_ptr": None, "HAS_EPS": False, "mask_ptr": None, "HAS_MASK": False}
-    needs = {"NEED_S": True, "NEED_EPS": False}
-    for kind, cols in ((0, 1024), (0, 8192), (0, 32768), (1, 8192)):
-        rows = shape(64, cols, PER_WARP, kb.LONGEST)
-        block_k = min(kb.SELECTED, kb.SELECTED_PER_WARP * rows.warps)
-        blocks = {"KIND": kind, "BLOCK_R": rows.block_r, "BLOCK_C": cols, "BLOCK_K": block_k, "VEC": 16}
-        constants = {**given, **options, **needs, **blocks}
-        yield _kernel(f"topk backward {kind} {cols}", kb.row_kernel, constants, rows.warps, 112, eps_value="fp32")
-    team = shape(8, 1 << 20, PER_WARP, kb.LONGEST)
-    blocks = {"KIND": 0, **options, "NEED_EPS": False, "BLOCK_C": team.block_c, "BLOCK_K": kb.SELECTED, "VEC": 16}
-    yield _kernel("topk backward, sums", kb.sums_kernel, blocks, team.warps, 80, eps_value="fp32")
-    blocks = {"KIND": 0, **options, **needs, "N_SPLITS": team.splits, "BLOCK_C": team.block_c, "VEC": 16}
-    yield _kernel("topk backward, rest", kb.rest_kernel, blocks, team.warps, 80, eps_value="fp32")
-    blocks = {"KIND": 0, **given, "eps_ptr": None, "HAS_EPS": False, "BLOCK_K": kb.SELECTED}
-    yield _kernel("topk backward, selected", kb.selected_kernel, blocks, 4, 80, wide=False, eps_value="fp32")
+    blocks = {"BLOCK": kb.BLOCK}
+    yield _kernel("topk backward", kb.add_kernel, blocks, 4, 64, wide=False)
 
 
 KERNELS = list(_kernels())

@@ -149,14 +149,15 @@ def backward_kernel(
 
 def backward(
     gy: Tensor, s: Tensor, solution: Tensor, eps: Tensor | None, mask: Tensor | None, eps_value: float, kind: int,
-    need_s: bool, need_eps: bool,
+    need_s: bool, need_eps: bool, ds: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return ds (rows, n) in the dtype of s, or empty, and dk and deps (rows, 1) in fp32, deps empty if not needed.
 
-    gy and s are (rows, n) with unit column stride.
+    gy and s are (rows, n) with unit column stride. A given ds, contiguous, is written to.
     """
     n_rows, n_cols = s.shape
-    ds = torch.empty((n_rows, n_cols) if need_s else (0,), dtype=s.dtype, device=s.device)
+    if ds is None:
+        ds = torch.empty((n_rows, n_cols) if need_s else (0,), dtype=s.dtype, device=s.device)
     dk = scratch(s, n_rows, 1)
     deps = scratch(s, n_rows if need_eps else 0, 1)
     if not s.numel():

@@ -68,14 +68,18 @@ def backward(
     need_scores: bool,
     need_k: bool,
     need_eps: bool,
+    into: Tensor | None = None,
 ) -> tuple[Any, ...]:
-    """Return the gradients of scores, k and eps, None where not needed, from the gates' gradient and the solution."""
+    """Return the gradients of scores, k and eps, None where not needed, from the gates' gradient and the solution.
+
+    With `into`, contiguous and like scores, the gradient of the scores is written there.
+    """
     if _in_kernels(scores, kind):
         from . import kernels_backward
 
         ds, dk, deps = kernels_backward.backward(
             as_rows(gy), as_rows(scores), state.contiguous(), arguments.per_row(eps, scores),
-            arguments.mask_rows(mask, scores), eps_value, kind, need_scores, need_eps,
+            arguments.mask_rows(mask, scores), eps_value, kind, need_scores, need_eps, into,
         )  # fmt: skip
     else:
         rows = arguments.torch_rows(scores, mask)
@@ -83,6 +87,7 @@ def backward(
         ds, dk, deps = torch_path.soft_backward(
             gy.reshape(rows.shape).to(rows.dtype), rows, state.reshape(len(rows), 2), eps_rows, kind, need_eps
         )
+        ds = ds if into is None else into.copy_(ds.view(into.shape))
     return (
         ds.to(scores.dtype).view(scores.shape) if need_scores else None,
         arguments.to_shape(dk, k, scores) if need_k and k is not None else None,

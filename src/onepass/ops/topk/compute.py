@@ -116,39 +116,34 @@ def backward(
             ds = ds.neg_() if into is None else torch.neg(ds, out=into)
         return ds, deps
     need_eps = need_eps and eps is not None
-    mask = ranges.allowed(scores, mask, start, lengths)
-    if g_gates is None:
-        # the kernels read no solution
-        state = scores.new_empty((*scores.shape[:-1], 2), dtype=arguments.accumulator(scores))
-    elif state is None or not state.shape[-1]:
-        _, state = solve(scores, eps, mask, None, None, indices.shape[-1], eps_value, kind)
-    if uses_triton(scores):
+    ds = of_eps = None
+    if g_gates is not None:
+        mask = ranges.allowed(scores, mask, start, lengths)
+        if state is None or not state.shape[-1]:
+            _, state = solve(scores, eps, mask, None, None, indices.shape[-1], eps_value, kind)
+        gy = _add_chosen(scores.new_zeros(scores.shape), indices, g_gates)
+        ds, _, of_eps = soft_backward(
+            gy, scores, state, None, eps, mask, eps_value, kind, need_scores, False, need_eps, into
+        )  # fmt: skip
+    elif need_eps:
+        of_eps = torch.zeros_like(eps)  # type: ignore[arg-type]
+    if need_scores and g_values is not None:
+        if ds is None:
+            ds = scores.new_zeros(scores.shape) if into is None else into.zero_()
+        ds = _add_chosen(ds, indices, g_values)
+    return ds, of_eps
+
+
+def _add_chosen(ds: Tensor, indices: Tensor, gradient: Tensor) -> Tensor:
+    """Add the gradient of the chosen entries to ds, contiguous, which is returned."""
+    if uses_triton(ds):
         from . import kernels_backward
 
-        rows_of_k = (-1, indices.shape[-1])
-        ds, deps = kernels_backward.backward(
-            None if g_gates is None else g_gates.reshape(rows_of_k),
-            None if g_values is None else g_values.reshape(rows_of_k), indices.contiguous().view(rows_of_k),
-            as_rows(scores), state.contiguous(), arguments.per_row(eps, scores), arguments.mask_rows(mask, scores),
-            eps_value, kind, need_scores, need_eps, tuple(scores.shape), into,
-        )  # fmt: skip
-        return (
-            ds if need_scores else None,
-            arguments.to_shape(deps, eps, scores) if need_eps and eps is not None else None,
-        )
-    columns, present = indices.clamp(min=0).long(), indices >= 0
-    ds = scores.new_zeros(scores.shape)
-    of_eps = None if eps is None else torch.zeros_like(eps)
-    if g_gates is not None:
-        gy = scores.new_zeros(scores.shape).scatter_add_(
-            -1, columns, torch.where(present, g_gates, 0.0).to(scores.dtype)
-        )
-        ds, _, of_eps = soft_backward(gy, scores, state, None, eps, mask, eps_value, kind, need_scores, False, need_eps)
-    if need_scores and g_values is not None:
-        ds.scatter_add_(-1, columns, torch.where(present, g_values, 0.0).to(scores.dtype))
-    if need_scores and into is not None:
-        ds = into.copy_(ds)
-    return ds if need_scores else None, of_eps if need_eps else None
+        rows = (-1, indices.shape[-1])
+        kernels_backward.add(ds.view(-1, ds.shape[-1]), indices.contiguous().view(rows), gradient.reshape(rows))
+        return ds
+    present = torch.where(indices >= 0, gradient, 0.0).to(ds.dtype)
+    return ds.scatter_add_(-1, indices.clamp(min=0).long(), present)
 
 
 __all__ = ["backward", "forward", "index_dtype", "rows_of", "select", "solve"]
