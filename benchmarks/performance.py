@@ -43,7 +43,7 @@ def _first_step(path: Path) -> list[Row]:
 
 
 def _cpu_norms(path: Path) -> list[Row]:
-    """`cpu_norm.py` writes torch's time and the ratio of the two, taken in turns, in one record."""
+    """`cpu_norm.py` wrote torch's time and the ratio of the two, taken in turns, in one record."""
     found = []
     for r in _entries(path)[1:]:
         times = {"torch": {"us": r["torch_us"]}, OURS: {"us": r["ratio"] * r["torch_us"]}}

@@ -14,6 +14,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
@@ -110,8 +113,18 @@ def test_mixture_of_depths(tmp_path: Path) -> None:
 
 
 def test_mixture_of_depths_compares_equal_products_and_looks_at_no_later_byte() -> None:
-    from benchmarks.mixture_of_depths import chosen, flops
-    from examples.mixture_of_depths import DENSE, N, build
+    from examples.mixture_of_depths import DENSE, N, Skipped, build
+
+    def flops(model: nn.Module) -> int:
+        # the counter knows the products of this way to attend alone
+        with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+            model.train()(torch.zeros(1, N, dtype=torch.int64))
+        return int(counter.get_total_flops())
+
+    def chosen(model: nn.Sequential, tokens: Tensor) -> Tensor:
+        model(tokens)
+        places = torch.arange(tokens.shape[1])
+        return torch.stack([(b.indices[:, None] == places[:, None]).any(-1) for b in model if isinstance(b, Skipped)])
 
     torch.manual_seed(0)
     models = {name: build(name) for name in ("auxiliary", "threshold", *DENSE)}

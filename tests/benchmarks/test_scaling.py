@@ -38,23 +38,3 @@ def test_on_a_cpu(tmp_path: Path) -> None:
         assert all(found["ms"] > 0 for found in ways.values())
     assert len(two["balance"]) == 4
     assert "block, 512, placed: " in done.stdout
-
-
-def test_the_tables_of_the_docs() -> None:
-    from benchmarks import spread_model
-
-    text = (ROOT / "docs" / "lab" / "scale.md").read_text(encoding="utf-8")
-    assert [row for row in spread_model.tables() if row not in text] == []
-    for link in (spread_model.INSIDE, spread_model.BETWEEN):
-        assert f"h = {spread_model.least_width(link):.0f}" in text
-
-
-def test_a_trip_of_a_token_takes_its_heavy_time_at_the_least_width(monkeypatch: pytest.MonkeyPatch) -> None:
-    from benchmarks import spread_model
-
-    link = spread_model.BETWEEN._replace(latency=0.0)
-    monkeypatch.setattr(spread_model, "RATES", {64: link})
-    monkeypatch.setattr(spread_model, "HIDDEN", spread_model.least_width(link))
-    found = spread_model.balance(64, 3.0)
-    assert found.tokens == 2 * spread_model.CHOSEN // 64
-    assert found.cost == pytest.approx(found.saved, rel=1e-12)
