@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from onepass.core.launch import INTERPRET
+from onepass.fused.choice import Choice
 from onepass.fused.feed_forward import Plan, routed_feed_forward
 from onepass.ops.routing import reference
 from onepass.ops.soft_topk.reference import soft_topk
@@ -61,7 +62,7 @@ def _definition(t: dict[Any, Tensor | None], mask: Tensor | None, indices: Tenso
     assert vectors is not None
     x = x if mask is None else x * mask[..., None]
     scores = reference.score(x, vectors[0], eps=plan.score_eps)
-    soft = soft_topk(scores, plan.k, eps=plan.gate_eps, mask=mask)
+    soft = soft_topk(scores, plan.choice.k, eps=plan.choice.eps, mask=mask)
     found, columns = reference.present(indices, N)
     gates = soft.gather(1, columns).where(found, 0)
     update = layers(norm(reference.gather(x, indices), t["heavy_norm"]), 4)
@@ -83,7 +84,7 @@ def _close(a: Tensor | None, b: Tensor | None, limit: float) -> None:
 def test_the_node_is_the_composition(device: str, bias: bool, masked: bool, wanted: str, loss: str) -> None:
     kernels = device == "cuda" or INTERPRET
     dtype, limit = (torch.float32, 2e-5) if kernels else (torch.float64, 1e-9)
-    plan = Plan(dtype, K, 0, False, 0, False, 0, 0, 1e-5, 1e-5, 1e-6, 0.3, 0.0)
+    plan = Plan(dtype, Choice(K, 0.3, 0, False), 0, 0.0, False, 1e-5, 1e-5, 1e-6)
     given = _tensors(device, dtype, bias)
     mask = torch.ones(BATCH, N, dtype=torch.bool, device=device)
     mask[0, 2:] = False  # fewer than k
@@ -116,6 +117,7 @@ def test_the_node_is_the_composition(device: str, bias: bool, masked: bool, want
 def test_a_loss_on_the_choice_alone_leaves_the_branches_alone(device: str) -> None:
     given = _tensors(device, torch.float32, True)
     leaves = [t.requires_grad_() for t in given.values() if t is not None]
-    _, _, gates, _ = _ours(given, None, Plan(torch.float32, K, 0, False, 0, False, 0, 0, 1e-5, 1e-5, 1e-6, 0.3, 0.0))
+    plan = Plan(torch.float32, Choice(K, 0.3, 0, False), 0, 0.0, False, 1e-5, 1e-5, 1e-6)
+    _, _, gates, _ = _ours(given, None, plan)
     grads = torch.autograd.grad(gates.square().sum(), leaves, allow_unused=True)
     assert [g is not None for g in grads] == [True, True] + [False] * 10

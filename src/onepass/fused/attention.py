@@ -99,7 +99,7 @@ def forward(
         chosen_q, stats_q, chosen_kv, stats_kv = norm_chosen(x, places, row.keys, norm_q, norm_kv, plan)
         if seen is not None:
             # in the order of the tokens, so that the last never decreases
-            last = (at // plan.window * plan.k_kv).clamp_min(0).to(torch.int32)
+            last = (at // plan.window * plan.keys.k).clamp_min(0).to(torch.int32)
             seen = torch.stack((torch.zeros_like(last), last))
     light_runs, heavy_runs = _runs(x, mask, at, at_kv, seen, plan, precision, row)
     q, kv = torch.mm(chosen_q, q_w.t()), torch.mm(chosen_kv, kv_w.t())

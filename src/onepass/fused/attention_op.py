@@ -16,7 +16,6 @@ from torch.library import register_autograd
 from onepass.core.eager import outside_autocast
 from onepass.core.flops import flop_formula, register_formulas
 from onepass.core.register import refuse_second, register, register_fake
-from onepass.ops.causal_choice import op as causal_choice
 
 from . import attention as node
 from .attention import MASK, TENSORS, TOKENS
@@ -25,10 +24,6 @@ from .plans import AttentionPlan as Plan
 
 # the outputs of forward that belong to the caller: y, indices and gates of queries and of keys, scores
 PUBLIC = 6
-
-
-def _plan(dtype: torch.dtype, ints: Sequence[int], floats: Sequence[float]) -> Plan:
-    return Plan(dtype, *ints, *floats)  # type: ignore[arg-type]
 
 
 def _filled(tensors: Sequence[Tensor | None], like: Tensor) -> list[Tensor]:
@@ -50,7 +45,7 @@ def _forward(
     Tensor, Tensor, Tensor, Tensor, Tensor,
 ]:  # fmt: skip
     """Return y, the routing, what backward needs, and ν and the matrices as cast; empty: there is none."""
-    plan = _plan(dtype, ints, floats)
+    plan = Plan.of(dtype, ints, floats)
     weights = null, qkv, light_out, q, kv, heavy_out
     # the caller's autocast has become `dtype`
     with outside_autocast(x.device):
@@ -66,7 +61,7 @@ def _products_backward(
     Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor,
 ]:  # fmt: skip
     """Call `node.backward_products`; a gradient that is not needed is an empty tensor."""
-    plan = _plan(dtype, ints, floats)
+    plan = Plan.of(dtype, ints, floats)
     activations, cast = _there(kept[: -len(weights)]), kept[-len(weights) :]
     matrices = [c if c.numel() else w for c, w in zip(cast, weights, strict=True)]
     with outside_autocast(dy.device):
@@ -81,7 +76,7 @@ def _tokens_backward(
     dtype: torch.dtype, ints: Sequence[int], floats: Sequence[float],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Call `node.backward_tokens`; an empty tensor stands for None in `products`, `kept` and the result."""
-    plan = _plan(dtype, ints, floats)
+    plan = Plan.of(dtype, ints, floats)
     saved = x, vectors, light_norm, norm_q, norm_kv, mask, *_there(kept)
     found = _there(products) or [None] * 6
     with outside_autocast(x.device):
@@ -96,25 +91,18 @@ tokens_backward_op = register("routed_attention_tokens_backward", _tokens_backwa
 
 @register_fake(forward_op)
 def _(x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    mask, weights, plan = rest[MASK - 1], rest[6 : TENSORS - 1], _plan(*rest[TENSORS - 1 :])
+    mask, weights, plan = rest[MASK - 1], rest[6 : TENSORS - 1], Plan.of(*rest[TENSORS - 1 :])
     (batch, n, dim), wide = x.shape, torch.promote_types(x.dtype, torch.float32)
-    scores, keys = x.new_empty((2, batch, n), dtype=wide), plan.k_kv
-    starts, within, seen = (x.new_empty(0) for _ in range(3))
-    how = plan.queries()
-    if how.causal is None:
-        gates_q, at_q, state_q = empty_choice(scores[0], how, mask is not None)
-    else:
-        gates_q, at_q, state_q, starts = causal_choice.forward_op(
-            scores[0], mask, how.k, how.share, how.eps, *how.causal
-        )
-    of_kv, how = scores[1], plan.keys()
+    scores, keys = x.new_empty((2, batch, n), dtype=wide), plan.keys.k
+    gates_q, at_q, state_q, starts = empty_choice(scores[0], plan.queries, mask is not None)
+    of_kv, within, seen = scores[1], x.new_empty(0), x.new_empty(0)
     if plan.causal:
         windows = (n + plan.window - 1) // plan.window
-        of_kv, keys = scores.new_empty((batch * windows, plan.window)), windows * plan.k_kv
-        seen = x.new_empty((2, batch, plan.k_q), dtype=torch.int32)
+        of_kv, keys = scores.new_empty((batch * windows, plan.window)), windows * plan.keys.k
+        seen = x.new_empty((2, batch, plan.queries.k), dtype=torch.int32)
     # only hard gates ask about the last window: the question ties a graph to some lengths
-    masked = mask is not None or bool(how.hard and plan.causal and n % plan.window)
-    gates_kv, at_kv, state_kv = empty_choice(of_kv, how, masked)
+    masked = mask is not None or bool(plan.keys.hard and plan.causal and n % plan.window)
+    gates_kv, at_kv, state_kv, _ = empty_choice(of_kv, plan.keys, masked)
     if plan.causal:
         within, at_kv, gates_kv = at_kv, at_kv.new_empty((batch, keys)), gates_kv.new_empty((batch, keys))
 
@@ -129,12 +117,12 @@ def _(x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     y = new(batch, n, dim, dtype=torch.promote_types(x.dtype, plan.dtype) if plan.residual else plan.dtype)
     return (
         y, at_q, gates_q, at_kv, gates_kv, scores, new(2, dim, dtype=rest[0].dtype),
-        new(2, batch * n, dtype=wide), state_q, starts, state_kv, within, new(1, batch * plan.k_q, dtype=wide),
+        new(2, batch * n, dtype=wide), state_q, starts, state_kv, within, new(1, batch * plan.queries.k, dtype=wide),
         new(1, batch * keys, dtype=wide), seen, new(batch * n, dim), new(batch * n, len(weights[1])),
-        *attention(n, plan.light_heads), new(batch * plan.k_q, dim), new(batch * keys, dim),
-        new(batch * plan.k_q, len(weights[3])), new(batch * keys, len(weights[4])),
-        new(batch, keys, plan.heavy_heads, plan.width), *attention(plan.k_q, plan.heavy_heads),
-        new(batch * plan.k_q, dim), *(new(*w.shape) if cast else x.new_empty(0) for w in weights),
+        *attention(n, plan.light_heads), new(batch * plan.queries.k, dim), new(batch * keys, dim),
+        new(batch * plan.queries.k, len(weights[3])), new(batch * keys, len(weights[4])),
+        new(batch, keys, plan.heavy_heads, plan.width), *attention(plan.queries.k, plan.heavy_heads),
+        new(batch * plan.queries.k, dim), *(new(*w.shape) if cast else x.new_empty(0) for w in weights),
     )  # fmt: skip
 
 
@@ -143,7 +131,7 @@ def _(
     dy: Tensor, x: Tensor, mask: Tensor | None, weights: Sequence[Tensor], kept: Sequence[Tensor],
     needs: Sequence[bool], *numbers: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    plan, (need_x, need_v, *need_norms) = _plan(*numbers), needs[:5]
+    plan, (need_x, need_v, *need_norms) = Plan.of(*numbers), needs[:5]
     (batch, n, _), gates_q, gates_kv, tokens, chosen = x.shape, kept[1], kept[3], kept[5], kept[9:11]
     stride, explores = plan.explore_stride, plan.explore_stride > 0 and need_v
     shapes = (
@@ -196,7 +184,7 @@ def _gradients(
         of_products = [*choice, *kept[of_tokens:]]
         products = products_backward_op(dy, x, mask, weights, of_products, needs, *ctx.numbers)
     grads = tokens_backward_op(
-        products[:6], dy if _plan(*ctx.numbers).residual else None, g_gates_q, g_gates_kv, g_scores, x, vectors,
+        products[:6], dy if Plan.of(*ctx.numbers).residual else None, g_gates_q, g_gates_kv, g_scores, x, vectors,
         light_norm, norm_q, norm_kv, mask, [*choice, scores, *kept[:of_tokens]], needs[:5], *ctx.numbers,
     )  # fmt: skip
     wanted = [needs[0], need[1], need[2], *(bool(products) and n for n in needs[2:])]
@@ -211,20 +199,20 @@ refuse_second("RoutedAttention", products_backward_op, tokens_backward_op)
 def _products(x: Any, matrices: Any, plan: Plan) -> int:
     """Return the multiplications and additions of one pass over the five matrices."""
     batch, n, _ = x
-    keys = -(-n // plan.window) * plan.k_kv if plan.causal else plan.k_kv
-    rows = n, n, plan.k_q, keys, plan.k_q
+    keys = -(-n // plan.window) * plan.keys.k if plan.causal else plan.keys.k
+    rows = n, n, plan.queries.k, keys, plan.queries.k
     total: int = 2 * batch * sum(m * w[0] * w[1] for m, w in zip(rows, matrices, strict=True))
     return total
 
 
 @flop_formula(forward_op)
 def _(x: Any, *rest: Any, **_: Any) -> int:
-    return _products(x, rest[7 : TENSORS - 1], _plan(*rest[TENSORS - 1 :]))
+    return _products(x, rest[7 : TENSORS - 1], Plan.of(*rest[TENSORS - 1 :]))
 
 
 @flop_formula(products_backward_op)
 def _(dy: Any, x: Any, mask: Any, weights: Any, kept: Any, needs: Any, *numbers: Any, **_: Any) -> int:
-    return 2 * _products(x, weights[1:], _plan(*numbers))
+    return 2 * _products(x, weights[1:], Plan.of(*numbers))
 
 
 def routed_attention(plan: Plan, *tensors: Tensor | None) -> tuple[Tensor, ...]:

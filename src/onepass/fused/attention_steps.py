@@ -38,9 +38,9 @@ def _score(
 
 def _choose_both(scores: Tensor, mask: Tensor | None, plan: Plan) -> tuple[Any, ...]:
     """Choose queries and keys by the scores (2, batch, n): gates, indices and state of each, as `choose_keys` says."""
-    gates_q, at_q, state_q, starts = choose(scores[0], mask, plan.queries())
+    gates_q, at_q, state_q, starts = choose(scores[0], mask, plan.queries)
     gates_kv, at_kv, state_kv, within, seen = choose_keys(
-        scores[1], mask, plan.keys(), at_q, plan.window if plan.causal else 0
+        scores[1], mask, plan.keys, at_q, plan.window if plan.causal else 0
     )
     return gates_q, at_q, state_q, starts, gates_kv.view(at_kv.shape), at_kv, state_kv, within, seen
 
@@ -204,9 +204,9 @@ def _choose_both_backward(
 ) -> Tensor:  # fmt: skip
     """Return the gradient of the scores (2, batch, n) from those of both gates."""
     ds = torch.empty_like(scores)
-    choose_backward(d_gates_q, scores[0], mask, plan.queries(), at_q, gates_q, state_q, starts, ds[0])
+    choose_backward(d_gates_q, scores[0], mask, plan.queries, at_q, gates_q, state_q, starts, ds[0])
     choose_keys_backward(
-        d_gates_kv, scores[1], mask, plan.keys(), at_kv if within is None else within, gates_kv, state_kv,
+        d_gates_kv, scores[1], mask, plan.keys, at_kv if within is None else within, gates_kv, state_kv,
         plan.window if plan.causal else 0, ds[1],
     )  # fmt: skip
     return ds

@@ -1,4 +1,7 @@
-"""The choice of tokens by given scores, and its gradient, without autograd: of a whole sequence, or of each window."""
+"""The choice of tokens by given scores: of a whole sequence, or of each window.
+
+`decide` is differentiable. The others are its steps without autograd, for nodes that compute gradients themselves.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,8 @@ class Choice(NamedTuple):
     eps: float  # temperature of the gates
     kind: int  # of the gates: index in KINDS
     hard: bool  # straight-through: gates are 1
-    causal: tuple[int, int] | None = None  # block and memory of a causal choice; None: choose the best of all tokens
+    block: int = 0  # of a causal choice; 0: choose the best of all tokens
+    memory: int = 0
     share: float = 0.0  # k are the places for this share of each row's real tokens; 0: k tokens of each row
 
 
@@ -41,13 +45,33 @@ def first_of_each(indices: Tensor, counts: Tensor) -> Tensor:
     return torch.where(torch.ones_like(indices).cumsum(-1) <= counts[..., None], indices, -1)
 
 
+def decide(scores: Tensor, mask: Tensor | None, how: Choice) -> tuple[Tensor, Tensor]:
+    """Return indices and differentiable gates, (…, k) for scores (…, n)."""
+    if how.block:
+        return causal_choice.choose(scores, how.share or how.k, how.eps, how.block, how.memory, mask)
+    if how.k == 0:
+        none = scores[..., :0]
+        return none.long(), none
+    kind = soft_topk.KINDS[how.kind]
+    if not (how.share and mask is not None):
+        chosen = op_topk.choose(scores, how.k, how.eps, mask, kind, how.hard)
+        return chosen.indices, chosen.gates
+    counts = row_counts(how.share, mask)
+    soft = soft_topk.soft_topk(scores, counts.clamp_min(1).to(scores.dtype), eps=how.eps, mask=mask, kind=kind)
+    _, best, *_ = op_topk.select_op(scores.detach(), mask, None, None, how.k, True, True, False)
+    indices = first_of_each(best, counts)
+    if how.hard:
+        return indices, op_topk.gates(soft, indices)
+    return indices, torch.where(indices >= 0, soft.gather(-1, indices.clamp_min(0)), 0.0)
+
+
 def choose(scores: Tensor, mask: Tensor | None, how: Choice) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Return gates, indices, and the state and starts that :func:`choose_backward` needs.
 
     The state is None for hard gates of k tokens in each row, whose backward computes it.
     """
-    if how.causal is not None:
-        return causal_choice.forward(scores, mask, how.k, how.share, how.eps, *how.causal)
+    if how.block:
+        return causal_choice.forward(scores, mask, how.k, how.share, how.eps, how.block, how.memory)
     if not (how.share and mask is not None):
         _, indices, gates, state = op_topk.forward(scores, None, mask, how.k, how.eps, how.kind, how.hard)
         return gates, indices, state, None
@@ -73,20 +97,22 @@ def choose_backward(
     state: Tensor | None, starts: Tensor | None, into: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Return the gradient of the scores, written to `into`, contiguous, if that is given."""
-    if how.causal is not None and state is not None and starts is not None:
+    if how.block and state is not None and starts is not None:
         return causal_choice.backward(
-            d_gates, scores, mask, gates, indices, state, starts, how.eps, *how.causal, into
+            d_gates, scores, mask, gates, indices, state, starts, how.eps, how.block, how.memory, into
         )  # fmt: skip
     ds, _ = op_topk.backward(None, d_gates, scores, indices, state, None, mask, how.eps, how.kind, True, False, into)
     assert ds is not None
     return ds
 
 
-def empty_choice(scores: Tensor, how: Choice, masked: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Return empty tensors like the gates, indices and state of a choice that is not causal."""
+def empty_choice(scores: Tensor, how: Choice, masked: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return empty tensors like the results of :func:`choose`; one without elements stands for None."""
+    if how.block:
+        return causal_choice.forward_op(scores, None, how.k, how.share, how.eps, how.block, how.memory)  # type: ignore[no-any-return]
     shape = (*scores.shape[:-1], how.k)
     state = scores.new_empty(0 if how.hard and not (how.share and masked) else (*scores.shape[:-1], 2))
-    return scores.new_empty(shape), scores.new_empty(shape, dtype=torch.int64), state
+    return scores.new_empty(shape), scores.new_empty(shape, dtype=torch.int64), state, scores.new_empty(0)
 
 
 def choose_keys(
@@ -150,6 +176,6 @@ def of_sequence(within: Tensor, batch: int, block: int) -> Tensor:
 
 
 __all__ = [
-    "Choice", "choose", "choose_backward", "choose_keys", "choose_keys_backward", "empty_choice", "first_of_each",
-    "of_sequence", "row_counts", "windows",
+    "Choice", "choose", "choose_backward", "choose_keys", "choose_keys_backward", "decide", "empty_choice",
+    "first_of_each", "of_sequence", "row_counts", "windows",
 ]  # fmt: skip

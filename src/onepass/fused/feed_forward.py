@@ -59,7 +59,7 @@ def _before_products(
 ) -> tuple[Any, ...]:  # fmt: skip
     """Norm and score, choose, norm the chosen tokens; copy the weights."""
     y, tokens, scores, stats, *copies = _score(x, vectors, light_norm, mask, plan, *weights)
-    gates, indices, state, starts = choose(scores, mask, plan.choice())
+    gates, indices, state, starts = choose(scores, mask, plan.choice)
     chosen, chosen_stats = _norm_chosen(x, indices, heavy_norm, plan)
     return y, tokens, scores, stats, indices, gates, state, starts, chosen, chosen_stats, *copies
 
@@ -125,7 +125,7 @@ def _after_backward_products(
     rows, d_rows, partials, of_chosen = x.numel() // d, None, None, None
     vector: Tensor | None = vectors.view(-1)
     if d_gates is not None:
-        ds = choose_backward(d_gates, scores, mask, plan.choice(), indices, gates, state, starts)
+        ds = choose_backward(d_gates, scores, mask, plan.choice, indices, gates, state, starts)
         d_scores = ds if d_scores is None or ds is None else ds + d_scores
     elif explore_grad is not None and d_scores is None:
         d_scores = torch.zeros_like(scores)
@@ -182,7 +182,7 @@ def forward(
     else:
         y, tokens, scores, stats, *copies = _score_part(x, vectors, light_norm, mask, plan, *weights)
         scores = row.whole(scores, mask)
-        gates, indices, state, starts = _choose_part(scores, row.mask, plan.choice())
+        gates, indices, state, starts = _choose_part(scores, row.mask, plan.choice)
         found = row.sort(indices)
         counts = row.ask(found)
     cast: Any = copies or weights
@@ -356,7 +356,7 @@ class _RoutedFeedForward(torch.autograd.Function):
             )
             d_gates = d_gates if g_gates is None else g_gates if d_gates is None else d_gates + g_gates
             if d_gates is not None:
-                ds = _choose_part_backward(d_gates, scores, row.mask, plan.choice(), indices, gates, *inputs[9:11])
+                ds = _choose_part_backward(d_gates, scores, row.mask, plan.choice, indices, gates, *inputs[9:11])
                 g_scores = ds if g_scores is None else ds + g_scores
             g_gates, products = None, (*products[:2], None, *products[3:])
             g_scores = None if g_scores is None else row.here(g_scores, inputs[0].shape[1])

@@ -16,7 +16,6 @@ from torch.library import register_autograd
 from onepass.core.eager import outside_autocast
 from onepass.core.flops import flop_formula, register_formulas
 from onepass.core.register import refuse_second, register, register_fake
-from onepass.ops.causal_choice import op as causal_choice
 
 from . import feed_forward as node
 from .choice import empty_choice
@@ -24,10 +23,6 @@ from .plans import FeedForwardPlan as Plan
 
 # the outputs of forward that belong to the caller: y, indices, gates, scores
 PUBLIC = 4
-
-
-def _plan(dtype: torch.dtype, ints: Sequence[int], floats: Sequence[float]) -> Plan:
-    return Plan(dtype, *ints, *floats)  # type: ignore[arg-type]
 
 
 def _forward(
@@ -40,7 +35,7 @@ def _forward(
     Tensor, Tensor, Tensor, Tensor, Tensor,
 ]:  # fmt: skip
     """Return y, indices, gates, scores, what backward needs, and the four matrices as cast; empty: there is none."""
-    plan = _plan(dtype, ints, floats)
+    plan = Plan.of(dtype, ints, floats)
     # the caller's autocast has become `dtype`
     with outside_autocast(x.device):
         public, kept, matrices = node.forward(
@@ -59,7 +54,7 @@ def _products_backward(
     Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor,
 ]:  # fmt: skip
     """Call `node.backward_products`; a gradient that is not needed is an empty tensor."""
-    plan = _plan(dtype, ints, floats)
+    plan = Plan.of(dtype, ints, floats)
     *activations, up, down, heavy_up, heavy_down = kept
     saved: list[Any] = [mask, indices, gates, *activations]
     for cast, weight in zip((up, down, heavy_up, heavy_down), weights[::2], strict=True):
@@ -77,7 +72,7 @@ def _tokens_backward(
     dtype: torch.dtype, ints: Sequence[int], floats: Sequence[float],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Call `node.backward_tokens`; an empty tensor stands for None in `products`, `kept` and the result."""
-    plan = _plan(dtype, ints, floats)
+    plan = Plan.of(dtype, ints, floats)
     there = [t if t.numel() else None for t in (*kept, *products)]
     saved = (x, vectors, light_norm, heavy_norm, mask, *there[: len(kept)])
     found = there[len(kept) :] or [None] * 4
@@ -96,16 +91,11 @@ def _(
     x: Tensor, vectors: Tensor, light_norm: Tensor | None, heavy_norm: Tensor | None, mask: Tensor | None, *rest: Any
 ) -> tuple[Tensor, ...]:
     up, _, down, _, heavy_up, _, heavy_down, _, *numbers = rest
-    plan = _plan(*numbers)
-    (batch, n, d), k = x.shape, plan.k
+    plan = Plan.of(*numbers)
+    (batch, n, d), k = x.shape, plan.choice.k
     wide = torch.promote_types(x.dtype, torch.float32)
     scores = x.new_empty((batch, n), dtype=wide)
-    how = plan.choice()
-    if how.causal is None:
-        gates, indices, state = empty_choice(scores, how, mask is not None)
-        starts = x.new_empty(0)
-    else:
-        gates, indices, state, starts = causal_choice.forward_op(scores, mask, k, how.share, plan.gate_eps, *how.causal)
+    gates, indices, state, starts = empty_choice(scores, plan.choice, mask is not None)
 
     def new(*shape: Any) -> Tensor:
         return x.new_empty(shape, dtype=plan.dtype)
@@ -126,7 +116,7 @@ def _(
     dy: Tensor, mask: Tensor | None, indices: Tensor, gates: Tensor, weights: Sequence[Tensor | None],
     kept: Sequence[Tensor], needs: Sequence[bool], *numbers: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    plan, (need_x, need_v, need_light_norm, need_heavy_norm, *need_weights) = _plan(*numbers), needs
+    plan, (need_x, need_v, need_light_norm, need_heavy_norm, *need_weights) = Plan.of(*numbers), needs
     batch, n, _ = dy.shape
     explores = plan.explore_stride > 0 and need_v
     shapes = (
@@ -177,7 +167,7 @@ def _gradients(
     if dy is not None:
         products = products_backward_op(dy, mask, *choice[:2], weights, of_products, needs, *ctx.numbers)
     grads = tokens_backward_op(
-        products[:4], dy if _plan(*ctx.numbers).residual else None, g_gates, g_scores, x, vectors, light_norm,
+        products[:4], dy if Plan.of(*ctx.numbers).residual else None, g_gates, g_scores, x, vectors, light_norm,
         heavy_norm, mask, of_tokens, needs[:4], *ctx.numbers,
     )  # fmt: skip
     reached = True, True, *(dy is not None,) * 10
@@ -201,14 +191,14 @@ def _products(x: Any, up: Any, heavy_up: Any, k: int) -> int:
 
 @flop_formula(forward_op)
 def _(x: Any, vectors: Any, light_norm: Any, heavy_norm: Any, mask: Any, *rest: Any, **_: Any) -> int:
-    return _products(x, rest[0], rest[4], _plan(*rest[8:]).k)
+    return _products(x, rest[0], rest[4], Plan.of(*rest[8:]).choice.k)
 
 
 @flop_formula(products_backward_op)
 def _(
     dy: Any, mask: Any, indices: Any, gates: Any, weights: Any, kept: Any, needs: Any, *numbers: Any, **_: Any
 ) -> int:
-    both = _products(dy, weights[0], weights[4], _plan(*numbers).k)
+    both = _products(dy, weights[0], weights[4], Plan.of(*numbers).choice.k)
     return both * (any(needs[:4]) + any(needs[4:]))
 
 

@@ -13,78 +13,75 @@ from .choice import Choice
 Numbers = tuple[torch.dtype, Sequence[int], Sequence[float]]
 
 
-def _ints(values: Sequence[int]) -> list[int]:
-    # keep a symbolic number: int() would tie a graph to one length
-    return [int(v) if isinstance(v, bool) else v for v in values]
-
-
 class FeedForwardPlan(NamedTuple):
-    """Settings of a routed feed-forward; the fields after `k` up to `memory` are ints or bools, the rest floats."""
+    """Settings of a routed feed-forward."""
 
     dtype: torch.dtype  # of the branches
-    k: int
-    kind: int  # of the gates: index in KINDS
-    hard: bool  # straight-through: gates are 1
+    choice: Choice
     explore_stride: int  # every so many tokens, one gives the router a gradient (`nn.explore`); 0: off
+    explore_weight: float
     residual: bool  # return x + y, and take its gradient
-    block: int  # of a causal choice; 0: choose the best of all tokens
-    memory: int
     light_eps: float  # of the norms
     heavy_eps: float
     score_eps: float
-    gate_eps: float  # temperature of the gates
-    explore_weight: float
-    share: float = 0.0  # k are the places for this share of each row's real tokens; 0: k tokens of each row
-
-    def choice(self) -> Choice:
-        """Return how the router chooses."""
-        causal = (self.block, self.memory) if self.block else None
-        return Choice(self.k, self.gate_eps, self.kind, self.hard, causal, self.share)
 
     def numbers(self) -> Numbers:
         """Return the plan as an operator takes it."""
-        return self.dtype, _ints(self[1:8]), list(self[8:])  # type: ignore[arg-type]
+        how = self.choice
+        ints = [how.k, how.kind, int(how.hard), how.block, how.memory, self.explore_stride, int(self.residual)]
+        floats = [how.eps, how.share, self.explore_weight, self.light_eps, self.heavy_eps, self.score_eps]
+        return self.dtype, ints, floats
+
+    @classmethod
+    def of(cls, dtype: torch.dtype, ints: Sequence[int], floats: Sequence[float]) -> FeedForwardPlan:
+        """Return the plan of such numbers."""
+        k, kind, hard, block, memory, stride, residual = ints
+        eps, share, weight, *norms = floats
+        how = Choice(k, eps, kind, bool(hard), block, memory, share)
+        return cls(dtype, how, stride, weight, bool(residual), *norms)
 
 
 class AttentionPlan(NamedTuple):
-    """Settings of routed attention; the fields after `dtype` up to `residual` are ints or bools, the rest floats."""
+    """Settings of routed attention."""
 
     dtype: torch.dtype  # of the branches
     light_heads: int
     heavy_heads: int
     width: int  # of a head
     window: int
-    causal: bool  # attention looks back only, and each window gives k_kv keys
-    k_q: int
-    q_kind: int  # of the gates: index in KINDS
-    q_hard: bool  # straight-through: gates are 1
-    q_block: int  # of a causal choice of queries; 0: choose the best of all tokens
-    q_memory: int
-    k_kv: int  # of the sequence; causal: of each window
-    kv_kind: int
-    kv_hard: bool
-    explore_stride: int  # every so many tokens, one gives the queries' router a gradient (`nn.explore`); 0: off
+    causal: bool  # attention looks back only, and each window gives `keys.k` keys
+    queries: Choice
+    keys: Choice  # never causal: of the whole sequence, or of a whole window
+    explore_stride: int  # as in `FeedForwardPlan`, for the queries' router
+    explore_weight: float
     residual: bool  # return x + y, and take its gradient
     eps: float  # of the norms
     score_eps: float
-    q_eps: float  # temperature of the gates
-    kv_eps: float
-    explore_weight: float
-    q_share: float = 0.0  # k_q are the places for this share of each row's real tokens; 0: k_q tokens of each row
-    kv_share: float = 0.0  # the same of k_kv and the rows or windows that keys are chosen from
-
-    def queries(self) -> Choice:
-        """Return how queries are chosen."""
-        causal = (self.q_block, self.q_memory) if self.q_block else None
-        return Choice(self.k_q, self.q_eps, self.q_kind, self.q_hard, causal, self.q_share)
-
-    def keys(self) -> Choice:
-        """Return how keys are chosen, of the sequence or of a window."""
-        return Choice(self.k_kv, self.kv_eps, self.kv_kind, self.kv_hard, share=self.kv_share)
 
     def numbers(self) -> Numbers:
         """Return the plan as an operator takes it."""
-        return self.dtype, _ints(self[1:16]), list(self[16:])  # type: ignore[arg-type]
+        q, kv = self.queries, self.keys
+        ints = [
+            self.light_heads, self.heavy_heads, self.width, self.window, int(self.causal), q.k, q.kind, int(q.hard),
+            q.block, q.memory, kv.k, kv.kind, int(kv.hard), self.explore_stride, int(self.residual),
+        ]  # fmt: skip
+        floats = [q.eps, q.share, kv.eps, kv.share, self.explore_weight, self.eps, self.score_eps]
+        return self.dtype, ints, floats
+
+    @classmethod
+    def of(cls, dtype: torch.dtype, ints: Sequence[int], floats: Sequence[float]) -> AttentionPlan:
+        """Return the plan of such numbers."""
+        (
+            light_heads, heavy_heads, width, window, causal, q_k, q_kind, q_hard, q_block, q_memory, kv_k, kv_kind,
+            kv_hard, stride, residual,
+        ) = ints  # fmt: skip
+        q_eps, q_share, kv_eps, kv_share, weight, *norms = floats
+        queries = Choice(q_k, q_eps, q_kind, bool(q_hard), q_block, q_memory, q_share)
+        keys = Choice(kv_k, kv_eps, kv_kind, bool(kv_hard), share=kv_share)
+        return cls(
+            dtype, light_heads, heavy_heads, width, window, bool(causal), queries, keys, stride, weight,
+            bool(residual), *norms,
+        )  # fmt: skip
 
 
 __all__ = ["AttentionPlan", "FeedForwardPlan", "Numbers"]

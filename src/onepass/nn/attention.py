@@ -290,13 +290,10 @@ class RoutedAttention(nn.Module):
         assert isinstance(q, Router)
         assert isinstance(kv, Router)
         q.check(x, 0, mask)
-        of_q = q.choice(self.k_q, n)
-        of_kv = kv.choice(self.quota(n), self.window) if self.causal else kv.choice(self.k_kv, n)
-        (q_block, q_memory), stride = of_q.causal or (0, 0), q.explore_stride(self.k_q, n)
+        keys = kv.choice(self.quota(n), self.window) if self.causal else kv.choice(self.k_kv, n)
         plan = AttentionPlan(
-            dtype, light.heads, heavy.heads, heavy.dim_head, light.window, self.causal,
-            of_q.k, of_q.kind, of_q.hard, q_block, q_memory, of_kv.k, of_kv.kind, of_kv.hard, stride, residual,
-            light.norm.eps_for(x), NORM_EPS, of_q.eps, of_kv.eps, q.explore, of_q.share, of_kv.share,
+            dtype, light.heads, heavy.heads, heavy.dim_head, light.window, self.causal, q.choice(self.k_q, n), keys,
+            q.explore_stride(self.k_q, n), q.explore, residual, light.norm.eps_for(x), NORM_EPS,
         )  # fmt: skip
         weights = (
             light.norm.weight, heavy.norm_q.weight, heavy.norm_kv.weight, self.null, light.qkv.weight, light.out.weight,

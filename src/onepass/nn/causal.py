@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from onepass.fused.choice import Choice, of_sequence, windows
-from onepass.ops.causal_choice.op import MEMORY, check_sizes, choose
+from onepass.ops.causal_choice.op import MEMORY, check_sizes
 from onepass.ops.causal_choice.reference import places
 
 from .count import check_size
@@ -97,14 +97,9 @@ class CausalRouter(Router):
         scores = self.scores(x)
         return RouterOutput(*cache.choose(self, scores), scores)
 
-    def decide(self, scores: Tensor, k: int | float, mask: Tensor | None = None) -> RouterOutput:
-        """Choose by running thresholds; see the class."""
-        chosen = choose(scores, k, self.eps, self.block, self.memory, mask)
-        return RouterOutput(*chosen, scores)
-
     def choice(self, k: int | float, n: int) -> Choice:
         """Return how this router chooses k of n tokens."""
-        how = super().choice(k, n)._replace(causal=(self.block, self.memory))
+        how = super().choice(k, n)._replace(block=self.block, memory=self.memory)
         return how._replace(k=places(k, n, self.block)) if isinstance(k, float) else how
 
     def extra_repr(self) -> str:

@@ -302,10 +302,9 @@ class RoutedFeedForward(Routed):
         assert isinstance(heavy, FeedForward)
         assert isinstance(router, Router)
         router.check(x, 0, mask)
-        how, stride = router.choice(self.k, n), router.explore_stride(self.k, n)
         plan = FeedForwardPlan(
-            dtype, how.k, how.kind, how.hard, stride, residual, *(how.causal or (0, 0)),
-            light.norm.eps_for(x), heavy.norm.eps_for(x), NORM_EPS, how.eps, router.explore, how.share,
+            dtype, router.choice(self.k, n), router.explore_stride(self.k, n), router.explore, residual,
+            light.norm.eps_for(x), heavy.norm.eps_for(x), NORM_EPS,
         )  # fmt: skip
         (light_norm, *linear), (heavy_norm, *more) = light.weights(), heavy.weights()
         if door is not None:

@@ -9,11 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from onepass.core import check
-from onepass.fused.choice import Choice, first_of_each, row_counts
+from onepass.fused.choice import Choice, decide
 from onepass.ops.routing.op import MAX_VECTORS, score
-from onepass.ops.soft_topk.op import KINDS, soft_topk
-from onepass.ops.topk.op import choose, select_op
-from onepass.ops.topk.op import gates as hard_gates
+from onepass.ops.soft_topk.op import KINDS
 
 from .count import check_number, check_size, count
 from .packed import refuse_int, unpack
@@ -168,22 +166,9 @@ class Router(nn.Module):
 
     def decide(self, scores: Tensor, k: int | float, mask: Tensor | None = None) -> RouterOutput:
         """Choose and gate by the scores of this router; the caller has checked the arguments."""
-        share, k = k, count(k, scores.shape[-1])
-        if k == 0:
-            none = scores[..., :0]
-            return RouterOutput(none.long(), none, scores)
         if mask is not None and self.num_routes > 1:
             mask = mask[:, None]
-        if isinstance(share, float) and mask is not None:
-            counts = row_counts(share, mask)
-            soft = soft_topk(scores, counts.clamp_min(1).to(scores.dtype), eps=self.eps, mask=mask, kind=self.kind)
-            indices = first_of_each(select_op(scores.detach(), mask, None, None, k, True, True, False)[1], counts)
-            if self.gate == "straight_through":
-                return RouterOutput(indices, hard_gates(soft, indices), scores)
-            gates = torch.where(indices >= 0, soft.gather(-1, indices.clamp_min(0)), 0.0)
-            return RouterOutput(indices, gates, scores)
-        chosen = choose(scores, k, self.eps, mask, self.kind, self.gate == "straight_through")
-        return RouterOutput(chosen.indices, chosen.gates, scores)
+        return RouterOutput(*decide(scores, mask, self.choice(k, scores.shape[-1])), scores)
 
     def choice(self, k: int | float, n: int) -> Choice:
         """Return how this router chooses k of n tokens."""
