@@ -110,12 +110,11 @@ def modules(asked: bool) -> None:
     assert_type(writer.generate(x[..., 0].long(), 4, lengths=[3, 5]), Tensor)
     assert_type(writer.step(), Tensor)
     nn.Decoder(decoder, linear, linear, batch=2, max_tokens=9)  # wrong
-    with nn.RoutingStats(linear) as stats:
-        assert_type(stats, nn.RoutingStats)
-    stats.add("0", nn.RoutedBlock(8, k=2)(x, return_routing=True)[1], mask=None)
-    stats.add("0", x)  # wrong
+    stats = nn.RoutingStats()
+    stats.add([nn.RoutedBlock(8, k=2)(x, return_routing=True)[1]], mask=None)
+    stats.add({"0": nn.Router(8)(x, 2)})
+    stats.add([x])  # wrong
     assert_type(stats.scalars(), dict[str, float])
-    assert_type(stats.reset(), None)
     assert_type(nn.RoutedBlock(8, k=2)(x, return_routing=asked), Tensor | tuple[Tensor, BlockRouting])
     cross = nn.RoutedCrossAttention(8, k_q=2, k_kv=2)
     assert_type(cross(x, x), Tensor)

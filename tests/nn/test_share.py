@@ -224,9 +224,10 @@ def test_compiled_layers_choose_as_many(dynamic: bool) -> None:
 
 
 def test_what_statistics_count_of_a_packed_sequence() -> None:
-    model = nn.Sequential(RoutedFeedForward(DIM, 0.25))
-    with RoutingStats(model) as stats, torch.no_grad():
-        model[0](tokens(48, DIM), cu_seqlens=_bounds([40, 8]))
+    layer, stats = RoutedFeedForward(DIM, 0.25), RoutingStats()
+    _, routing = layer(tokens(48, DIM), cu_seqlens=_bounds([40, 8]), return_routing=True)
+    # the routing is that of the padded batch
+    stats.add([routing], first(40, 40, 8))
     assert stats.scalars()["0.router/share"] == 0.25
 
 

@@ -23,7 +23,7 @@ from onepass.train import checkpoint as checkpoints
 from onepass.train import data
 from onepass.train.captured import Gradients
 from onepass.train.config import Config
-from onepass.train.model import MEASURING_DRAWS, Model, parameter_groups
+from onepass.train.model import MEASURING_DRAWS, Guess, Model, parameter_groups
 from onepass.train.parallel import World
 from onepass.train.progress import Display
 from onepass.train.run import Run
@@ -162,16 +162,16 @@ class Training:
 
     def _loss(
         self, tokens: Tensor, hidden: Tensor, value: Tensor, draw: int, scale: float | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Return the mean cross entropy of the hidden bytes in nats, or its sum times `scale`; and the choices."""
+    ) -> tuple[Tensor, Guess]:
+        """Return the mean cross entropy of the hidden bytes in nats, or its sum times `scale`; and the guesses."""
         bf16 = self.config.precision == "bf16"
         # no cache of cast weights: one from before a capture would be read inside it
         with torch.autocast(self.device.type, torch.bfloat16, enabled=bf16, cache_enabled=False):
-            logits, chosen = self.model(tokens, hidden, draw=draw)
-        guesses, answers = logits.flatten(0, 1), value.flatten()
+            guess: Guess = self.model(tokens, hidden, draw=draw)
+        guesses, answers = guess.logits.flatten(0, 1), value.flatten()
         if scale is None:
-            return F.cross_entropy(guesses, answers), chosen
-        return F.cross_entropy(guesses, answers, reduction="sum") * scale, chosen
+            return F.cross_entropy(guesses, answers), guess
+        return F.cross_entropy(guesses, answers, reduction="sum") * scale, guess
 
     def _flush(self) -> float:
         """Log the losses since the last flush; return the last one."""
@@ -219,23 +219,24 @@ class Training:
         routed, touched, hidden_routed = (torch.zeros((), dtype=torch.int64, device=self.device) for _ in range(3))
         tokens, hidden = 0, 0
         batches = data.validation_batches(self.corpus.validation, config.batch, config.seq, config.hides, windows)
-        stats = RoutingStats(None if config.route == "none" else self.model)
-        with stats:
-            for batch in batches:
-                tokens, hidden = tokens + batch.tokens.size, hidden + batch.hidden.size
-                batch = self.world.measuring(batch)
-                given, places, value = self._on_device(batch)
-                loss, chosen = self._loss(given, places, value, MEASURING_DRAWS + batch.draw)
-                if not batch.tokens.size:
-                    # this process helped to gather weights, and has no row
-                    continue
-                nats += loss.double() * batch.hidden.size
-                counts = torch.zeros(batch.tokens.shape, dtype=torch.int64, device=self.device)
-                for indices in chosen:
-                    counts.scatter_add_(1, indices.clamp_min(0), (indices >= 0).long())
-                routed += counts.sum()
-                touched += (counts > 0).sum()
-                hidden_routed += counts.gather(1, places).sum()
+        stats = RoutingStats()
+        for batch in batches:
+            tokens, hidden = tokens + batch.tokens.size, hidden + batch.hidden.size
+            batch = self.world.measuring(batch)
+            given, places, value = self._on_device(batch)
+            loss, guess = self._loss(given, places, value, MEASURING_DRAWS + batch.draw)
+            if config.route != "none":
+                stats.add(guess.routings)
+            if not batch.tokens.size:
+                # this process helped to gather weights, and has no row
+                continue
+            nats += loss.double() * batch.hidden.size
+            counts = torch.zeros(batch.tokens.shape, dtype=torch.int64, device=self.device)
+            for indices in guess.chosen:
+                counts.scatter_add_(1, indices.clamp_min(0), (indices >= 0).long())
+            routed += counts.sum()
+            touched += (counts > 0).sum()
+            hidden_routed += counts.gather(1, places).sum()
         self.model.train()
         nats, routed, touched, hidden_routed = map(self.world.total, (nats, routed, touched, hidden_routed))
         blocks = config.blocks

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from onepass.nn import RMSNorm, RoutedFeedForward
+from onepass.nn import BlockRouting, RMSNorm, RoutedFeedForward, RouterOutput
 from onepass.nn.routed import FeedForward
 from onepass.train.config import Config
 from onepass.train.data import VOCABULARY
@@ -21,10 +21,21 @@ MEASURING_DRAWS = 2**40
 
 
 class Guess(NamedTuple):
-    """A model's output: `logits` (batch, m, 256) at the asked positions, `chosen` (blocks, batch, k) heavy tokens."""
+    """A model's output.
+
+    Attributes:
+        logits: ``(batch, m, 256)`` at the asked positions.
+        routings: what the routed layers chose, by their names.
+    """
 
     logits: Tensor
-    chosen: Tensor
+    routings: dict[str, RouterOutput | BlockRouting]
+
+    @property
+    def chosen(self) -> list[Tensor]:
+        """The tokens (batch, k) that each block's heavy feed-forward sees."""
+        routings = self.routings.values()
+        return [(r.feed_forward if isinstance(r, BlockRouting) else r).indices for r in routings]
 
 
 class Attention(nn.Module):
@@ -80,12 +91,12 @@ class Block(nn.Module):
             config.dim, config.routed, light_mult=config.light_mult, heavy_mult=config.heavy_mult, router=router
         )
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, RouterOutput | None]:
         x = x + self.attention(x, cos, sin)
         if isinstance(self.feed_forward, FeedForward):
-            return x + self.feed_forward(x), torch.empty(len(x), 0, dtype=torch.int64, device=x.device)
+            return x + self.feed_forward(x), None
         y, routing = self.feed_forward(x, return_routing=True)
-        return x + y, routing.indices
+        return x + y, routing
 
 
 class RoutedEncoder(nn.Module):
@@ -114,12 +125,13 @@ class RoutedEncoder(nn.Module):
         x = self.embedding(tokens)
         x = x + self.neighbours(x.mT).mT
         cos, sin = angles(tokens.shape[1], self.head_width, tokens.device)
-        chosen = []
-        for block in self.blocks:
-            x, indices = block(x, cos, sin)
-            chosen.append(indices)
+        routings: dict[str, RouterOutput | BlockRouting] = {}
+        for i, block in enumerate(self.blocks):
+            x, routing = block(x, cos, sin)
+            if routing is not None:
+                routings[f"blocks.{i}.feed_forward"] = routing
         x = x.gather(1, asked[..., None].expand(-1, -1, x.shape[-1]))
-        return Guess(self.head(self.norm(x)).float(), torch.stack(chosen))
+        return Guess(self.head(self.norm(x)).float(), routings)
 
 
 class RoutedLanguageModel(ByteModel):
@@ -141,7 +153,7 @@ class RoutedLanguageModel(ByteModel):
             if isinstance(module, RandomRouter):
                 module.draw = draw
         logits, routing = super().forward(tokens)
-        return Guess(logits, torch.stack([block.feed_forward.indices for block in routing]))
+        return Guess(logits, {f"blocks.{i}": each for i, each in enumerate(routing)})
 
 
 Model = RoutedEncoder | RoutedLanguageModel

@@ -47,8 +47,10 @@ def trace(model: Model, config: Config, name: str, content: bytes, limit: int) -
         batch = data.ask(text[None, start : start + config.seq], config.hides, draws, start)
         tokens, asked = torch.from_numpy(batch.tokens).to(device), torch.from_numpy(batch.hidden).to(device)
         with torch.autocast(device.type, torch.bfloat16, enabled=config.precision == "bf16"):
-            logits, chosen = model(tokens, asked, draw=MEASURING_DRAWS + start)
-        for block, indices in enumerate(chosen[:, 0].cpu().numpy()):
+            found = model(tokens, asked, draw=MEASURING_DRAWS + start)
+        logits = found.logits
+        for block, chosen in enumerate(found.chosen):
+            indices = chosen[0].cpu().numpy()
             routed[block, start + indices[indices >= 0]] = True
         places = start + batch.hidden[0]
         # a language model has no hidden bytes
