@@ -21,21 +21,10 @@ class RoutedHeavy(nn.Module):
     """What the attention modules share: two routers, the heavy branch, and the output of tokens that are not chosen."""
 
     def __init__(
-        self,
-        dim: int,
-        k_q: int,
-        k_kv: int,
-        routes: int,
-        heads: int,
-        dim_head: int,
-        straight_through: bool,
-        router_kwargs: dict[str, Any] | None,
-        multiply_keys: bool,
-        null: bool,
-        multiply_queries: bool = False,
-        rotary_emb: bool = False,
-        route_block_size: int | None = None,
-    ) -> None:
+        self, dim: int, k_q: int, k_kv: int, routes: int, heads: int, dim_head: int, straight_through: bool,
+        router_kwargs: dict[str, Any] | None, multiply_keys: bool, null: bool, multiply_queries: bool = False,
+        rotary_emb: bool = False, route_block_size: int | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
         module = type(self).__name__
         for name, size in (("number of heavy query tokens", k_q), ("number of heavy key tokens", k_kv)):
@@ -132,27 +121,13 @@ class ConditionalRoutedAttention(RoutedHeavy):
     """
 
     def __init__(
-        self,
-        dim: int,
-        *,
-        num_heavy_tokens_q: int,
-        num_heavy_tokens_kv: int,
-        num_routed_kv: int = 1,
-        has_light_attn: bool = True,
-        light_dim_head: int = 64,
-        light_heads: int = 8,
-        light_window_size: int = 128,
-        heavy_dim_head: int = 64,
-        heavy_heads: int = 8,
-        router_straight_through: bool = True,
-        router_kwargs: dict[str, Any] | None = None,
-        multiply_keys_by_score: bool = False,
-        multiply_queries_by_score: bool = False,
-        use_triton: bool = False,
-        use_null_q_tokens: bool = True,
-        use_flash_attn: bool = False,
-        rotary_emb: bool = False,
-    ) -> None:
+        self, dim: int, *, num_heavy_tokens_q: int, num_heavy_tokens_kv: int, num_routed_kv: int = 1,
+        has_light_attn: bool = True, light_dim_head: int = 64, light_heads: int = 8, light_window_size: int = 128,
+        heavy_dim_head: int = 64, heavy_heads: int = 8, router_straight_through: bool = True,
+        router_kwargs: dict[str, Any] | None = None, multiply_keys_by_score: bool = False,
+        multiply_queries_by_score: bool = False, use_triton: bool = False, use_null_q_tokens: bool = True,
+        use_flash_attn: bool = False, rotary_emb: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__(
             dim, num_heavy_tokens_q, num_heavy_tokens_kv, num_routed_kv, heavy_heads, heavy_dim_head,
             router_straight_through, router_kwargs, multiply_keys_by_score, use_null_q_tokens,
@@ -165,13 +140,9 @@ class ConditionalRoutedAttention(RoutedHeavy):
             self.light_attn = LocalAttention(dim, light_heads, light_dim_head, light_window_size // 2, causal=False)
 
     def forward(
-        self,
-        x: Tensor,
-        *,
-        num_heavy_tokens_q: int | None = None,
-        num_heavy_tokens_kv: int | None = None,
+        self, x: Tensor, *, num_heavy_tokens_q: int | None = None, num_heavy_tokens_kv: int | None = None,
         mask: Tensor | None = None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         self.check(x, mask)
         k_q, k_kv = self.counts(num_heavy_tokens_q, num_heavy_tokens_kv)
         light = torch.zeros_like(x) if self.light_attn is None else self.light_attn(x, mask)
@@ -213,27 +184,13 @@ class ConditionalRoutedAutoregressiveAttention(RoutedHeavy):
     """
 
     def __init__(
-        self,
-        dim: int,
-        *,
-        num_heavy_tokens_q: int,
-        num_heavy_tokens_kv: int,
-        num_routed_kv: int = 1,
-        light_dim_head: int = 64,
-        light_heads: int = 8,
-        light_window_size: int = 128,
-        heavy_window_size: int | None = None,
-        heavy_dim_head: int = 64,
-        heavy_heads: int = 8,
-        router_straight_through: bool = True,
-        router_kwargs: dict[str, Any] | None = None,
-        multiply_keys_by_score: bool = False,
-        multiply_queries_by_score: bool = False,
-        use_triton: bool = False,
-        use_null_q_tokens: bool = True,
-        use_flash_attn: bool = False,
-        rotary_emb: bool = False,
-    ) -> None:
+        self, dim: int, *, num_heavy_tokens_q: int, num_heavy_tokens_kv: int, num_routed_kv: int = 1,
+        light_dim_head: int = 64, light_heads: int = 8, light_window_size: int = 128,
+        heavy_window_size: int | None = None, heavy_dim_head: int = 64, heavy_heads: int = 8,
+        router_straight_through: bool = True, router_kwargs: dict[str, Any] | None = None,
+        multiply_keys_by_score: bool = False, multiply_queries_by_score: bool = False, use_triton: bool = False,
+        use_null_q_tokens: bool = True, use_flash_attn: bool = False, rotary_emb: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__(
             dim, num_heavy_tokens_q, num_heavy_tokens_kv, num_routed_kv, heavy_heads, heavy_dim_head,
             router_straight_through, router_kwargs, multiply_keys_by_score, use_null_q_tokens,
@@ -245,13 +202,9 @@ class ConditionalRoutedAutoregressiveAttention(RoutedHeavy):
         self.light_attn = LocalAttention(dim, light_heads, light_dim_head, light_window_size, causal=True)
 
     def forward(
-        self,
-        x: Tensor,
-        *,
-        num_heavy_tokens_q: int | None = None,
-        num_heavy_tokens_kv: int | None = None,
+        self, x: Tensor, *, num_heavy_tokens_q: int | None = None, num_heavy_tokens_kv: int | None = None,
         random_route: bool = False,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         self.check(x)
         k_q, k_kv = self.counts(num_heavy_tokens_q, num_heavy_tokens_kv)
         light = self.light_attn(x)
@@ -316,38 +269,20 @@ class ConditionalRoutedCrossAttention(RoutedHeavy):
     """
 
     def __init__(
-        self,
-        dim: int,
-        *,
-        num_tokens_q: int,
-        num_tokens_kv: int,
-        num_sets_kv: int = 1,
-        dim_head: int = 64,
-        heads: int = 8,
-        router_straight_through: bool = True,
-        router_kwargs: dict[str, Any] | None = None,
-        kv_routing_tokens: int = 1,
-        multiply_keys_by_score: bool = False,
-        use_triton: bool = False,
-        use_null_q_tokens: bool = True,
-        use_flash_attn: bool = False,
-        route_block_size: int | None = None,
-    ) -> None:
+        self, dim: int, *, num_tokens_q: int, num_tokens_kv: int, num_sets_kv: int = 1, dim_head: int = 64,
+        heads: int = 8, router_straight_through: bool = True, router_kwargs: dict[str, Any] | None = None,
+        kv_routing_tokens: int = 1, multiply_keys_by_score: bool = False, use_triton: bool = False,
+        use_null_q_tokens: bool = True, use_flash_attn: bool = False, route_block_size: int | None = None,
+    ) -> None:  # fmt: skip
         super().__init__(
             dim, num_tokens_q, num_tokens_kv, kv_routing_tokens, heads, dim_head, router_straight_through,
             router_kwargs, multiply_keys_by_score, use_null_q_tokens, route_block_size=route_block_size,
         )  # fmt: skip
 
     def forward(
-        self,
-        x: Tensor,
-        context: Tensor,
-        *,
-        num_tokens_q: int | None = None,
-        num_tokens_kv: int | None = None,
-        mask: Tensor | None = None,
-        context_mask: Tensor | None = None,
-    ) -> Tensor:
+        self, x: Tensor, context: Tensor, *, num_tokens_q: int | None = None, num_tokens_kv: int | None = None,
+        mask: Tensor | None = None, context_mask: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         self.check(x, mask)
         self.check(context, context_mask, "context")
         k_q, k_kv = self.counts(num_tokens_q, num_tokens_kv)

@@ -65,15 +65,9 @@ class HeavyAttention(nn.Module):
         self.to_out = nn.Linear(heads * dim_head, dim, bias=False)
 
     def forward(
-        self,
-        x: Tensor,
-        memories: Tensor,
-        *,
-        mask: Tensor | None = None,
-        gates_q: Tensor | None = None,
-        gates_kv: Tensor | None = None,
-        positions: tuple[Tensor, Tensor] | None = None,
-    ) -> Tensor:
+        self, x: Tensor, memories: Tensor, *, mask: Tensor | None = None, gates_q: Tensor | None = None,
+        gates_kv: Tensor | None = None, positions: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:  # fmt: skip
         memories = memories[:, None] if memories.dim() == 3 else memories
         batch, routes, m, _ = memories.shape
         rows, h, d = batch * routes, self.heads // routes, self.dim_head

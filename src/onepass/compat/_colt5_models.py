@@ -44,28 +44,13 @@ class ConditionalRoutedTransformerBlock(nn.Module):
     """
 
     def __init__(
-        self,
-        dim: int,
-        *,
-        num_heavy_attn_tokens_q: int,
-        num_heavy_attn_tokens_kv: int,
-        num_routed_kv: int = 1,
-        num_heavy_ff_tokens: int,
-        light_dim_head: int = 64,
-        light_heads: int = 8,
-        light_window_size: int = 128,
-        heavy_dim_head: int = 64,
-        heavy_heads: int = 8,
-        light_ff_mult: float = 0.5,
-        heavy_ff_mult: float = 4,
-        router_straight_through: bool = True,
-        router_kwargs: dict[str, Any] | None = None,
-        multiply_keys_by_score: bool = False,
-        multiply_queries_by_score: bool = False,
-        use_triton: bool = False,
-        use_null_q_tokens: bool = True,
-        use_flash_attn: bool = False,
-    ) -> None:
+        self, dim: int, *, num_heavy_attn_tokens_q: int, num_heavy_attn_tokens_kv: int, num_routed_kv: int = 1,
+        num_heavy_ff_tokens: int, light_dim_head: int = 64, light_heads: int = 8, light_window_size: int = 128,
+        heavy_dim_head: int = 64, heavy_heads: int = 8, light_ff_mult: float = 0.5, heavy_ff_mult: float = 4,
+        router_straight_through: bool = True, router_kwargs: dict[str, Any] | None = None,
+        multiply_keys_by_score: bool = False, multiply_queries_by_score: bool = False, use_triton: bool = False,
+        use_null_q_tokens: bool = True, use_flash_attn: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.conditional_ff = ConditionalRoutedFeedForward(
             dim, num_heavy_tokens=num_heavy_ff_tokens, light_ff_mult=light_ff_mult, heavy_ff_mult=heavy_ff_mult,
@@ -81,13 +66,9 @@ class ConditionalRoutedTransformerBlock(nn.Module):
         )  # fmt: skip
 
     def forward(
-        self,
-        x: Tensor,
-        mask: Tensor | None = None,
-        num_heavy_attn_tokens_q: int | None = None,
-        num_heavy_attn_tokens_kv: int | None = None,
-        num_heavy_ff_tokens: int | None = None,
-    ) -> Tensor:
+        self, x: Tensor, mask: Tensor | None = None, num_heavy_attn_tokens_q: int | None = None,
+        num_heavy_attn_tokens_kv: int | None = None, num_heavy_ff_tokens: int | None = None,
+    ) -> Tensor:  # fmt: skip
         x = x + self.conditional_attn(
             x, mask=mask, num_heavy_tokens_q=num_heavy_attn_tokens_q, num_heavy_tokens_kv=num_heavy_attn_tokens_kv
         )
@@ -127,26 +108,12 @@ class ConditionalRoutedImageAttention(RoutedHeavy):
     """
 
     def __init__(
-        self,
-        dim: int,
-        *,
-        num_heavy_tokens_q: int,
-        num_heavy_tokens_kv: int,
-        num_routed_kv: int = 1,
-        light_dim_head: int = 64,
-        light_heads: int = 8,
-        light_window_size: int = 128,
-        heavy_dim_head: int = 64,
-        heavy_heads: int = 8,
-        router_straight_through: bool = True,
-        router_kwargs: dict[str, Any] | None = None,
-        multiply_keys_by_score: bool = False,
-        multiply_queries_by_score: bool = False,
-        use_triton: bool = False,
-        use_null_q_tokens: bool = True,
-        use_flash_attn: bool = False,
-        channel_first: bool = False,
-    ) -> None:
+        self, dim: int, *, num_heavy_tokens_q: int, num_heavy_tokens_kv: int, num_routed_kv: int = 1,
+        light_dim_head: int = 64, light_heads: int = 8, light_window_size: int = 128, heavy_dim_head: int = 64,
+        heavy_heads: int = 8, router_straight_through: bool = True, router_kwargs: dict[str, Any] | None = None,
+        multiply_keys_by_score: bool = False, multiply_queries_by_score: bool = False, use_triton: bool = False,
+        use_null_q_tokens: bool = True, use_flash_attn: bool = False, channel_first: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__(
             dim, num_heavy_tokens_q, num_heavy_tokens_kv, num_routed_kv, heavy_heads, heavy_dim_head,
             router_straight_through, router_kwargs, multiply_keys_by_score, use_null_q_tokens,
@@ -157,13 +124,9 @@ class ConditionalRoutedImageAttention(RoutedHeavy):
         self.light_attn = WindowAttention(dim, light_heads, light_dim_head)
 
     def forward(
-        self,
-        x: Tensor,
-        *,
-        num_heavy_tokens_q: int | None = None,
-        num_heavy_tokens_kv: int | None = None,
+        self, x: Tensor, *, num_heavy_tokens_q: int | None = None, num_heavy_tokens_kv: int | None = None,
         mask: Tensor | None = None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         module, w = "ConditionalRoutedImageAttention", self.light_window_size
         check.floating(module, "x", x)
         if x.dim() != 4:
@@ -215,31 +178,14 @@ class ConditionalRoutedViT(nn.Module):
     """
 
     def __init__(
-        self,
-        *,
-        image_size: int | tuple[int, int],
-        patch_size: int | tuple[int, int],
-        num_classes: int,
-        dim: int,
-        depth: int,
-        attn_num_heavy_tokens_q: int,
-        attn_num_heavy_tokens_kv: int,
-        attn_heavy_dim_head: int,
-        attn_heavy_heads: int,
-        attn_light_dim_head: int,
-        attn_light_heads: int,
-        attn_light_window_size: int,
-        ff_num_heavy_tokens: int,
-        ff_heavy_mult: float,
-        ff_light_mult: float,
-        channels: int = 3,
-        router_straight_through: bool = True,
-        router_kwargs: dict[str, Any] | None = None,
-        router_use_triton: bool = False,
-        flash_attn: bool = True,
-        attn_num_routed_kv: int = 1,
+        self, *, image_size: int | tuple[int, int], patch_size: int | tuple[int, int], num_classes: int, dim: int,
+        depth: int, attn_num_heavy_tokens_q: int, attn_num_heavy_tokens_kv: int, attn_heavy_dim_head: int,
+        attn_heavy_heads: int, attn_light_dim_head: int, attn_light_heads: int, attn_light_window_size: int,
+        ff_num_heavy_tokens: int, ff_heavy_mult: float, ff_light_mult: float, channels: int = 3,
+        router_straight_through: bool = True, router_kwargs: dict[str, Any] | None = None,
+        router_use_triton: bool = False, flash_attn: bool = True, attn_num_routed_kv: int = 1,
         default_coor_descent_eps: float = 1.0,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__()
         image, patch = _pair("image_size", image_size), _pair("patch_size", patch_size)
         if image[0] % patch[0] or image[1] % patch[1]:

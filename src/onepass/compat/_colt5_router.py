@@ -77,22 +77,11 @@ class CoordinateDescentRouter(nn.Module):
     """
 
     def __init__(
-        self,
-        dim: int,
-        straight_through: bool = True,
-        n_iters: int = 20,
-        fetch_k_ratio: float = 9 / 8,
-        eps: float = 0.03,
-        eps_decay: float = 0.7,
-        eps_init: float = 4.0,
-        num_routing_tokens: int = 1,
-        learned_routing_tokens: bool = False,
-        use_triton: bool = False,
-        cosine_sim_routing: bool = False,
-        cosine_sim_scale: float = 8,
-        route_block_size: int | None = None,
-        triton_checkpoint_segments: int | None = None,
-    ) -> None:
+        self, dim: int, straight_through: bool = True, n_iters: int = 20, fetch_k_ratio: float = 9 / 8,
+        eps: float = 0.03, eps_decay: float = 0.7, eps_init: float = 4.0, num_routing_tokens: int = 1,
+        learned_routing_tokens: bool = False, use_triton: bool = False, cosine_sim_routing: bool = False,
+        cosine_sim_scale: float = 8, route_block_size: int | None = None, triton_checkpoint_segments: int | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
         sizes = {"dim": dim, "n_iters": n_iters, "num_routing_tokens": num_routing_tokens}
         if route_block_size is not None:
@@ -117,15 +106,9 @@ class CoordinateDescentRouter(nn.Module):
         return F.pad(src, (0, 0, 0, 1)).scatter(1, rows, routed_tokens.to(src.dtype))[:, :n]
 
     def forward(
-        self,
-        x: Tensor,
-        *,
-        num_tokens: int,
-        mask: Tensor | None = None,
-        random_route: bool = False,
-        routing_tokens: Tensor | None = None,
-        keep_one_route_dim: bool = False,
-    ) -> RouterReturn:
+        self, x: Tensor, *, num_tokens: int, mask: Tensor | None = None, random_route: bool = False,
+        routing_tokens: Tensor | None = None, keep_one_route_dim: bool = False,
+    ) -> RouterReturn:  # fmt: skip
         check.floating("CoordinateDescentRouter", "x", x)
         if x.dim() != 3 or x.shape[-1] != self.dim:
             raise ValueError(f"CoordinateDescentRouter: x must be (batch, n, {self.dim}), got {tuple(x.shape)}")
@@ -248,16 +231,9 @@ class ConditionalRoutedFeedForward(nn.Module):
     """
 
     def __init__(
-        self,
-        dim: int,
-        *,
-        num_heavy_tokens: int,
-        light_ff_mult: float = 0.5,
-        heavy_ff_mult: float = 4,
-        router_straight_through: bool = True,
-        router_kwargs: dict[str, Any] | None = None,
-        use_triton: bool = False,
-    ) -> None:
+        self, dim: int, *, num_heavy_tokens: int, light_ff_mult: float = 0.5, heavy_ff_mult: float = 4,
+        router_straight_through: bool = True, router_kwargs: dict[str, Any] | None = None, use_triton: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__()
         check_size("ConditionalRoutedFeedForward", "num_heavy_tokens", num_heavy_tokens)
         self.num_heavy_tokens = num_heavy_tokens

@@ -64,15 +64,9 @@ class TopkReturn(NamedTuple):
 
 
 def coor_descent(
-    s: Tensor,
-    *,
-    n_iters: int,
-    k: Tensor | float,
-    eps: float = 1e-1,
-    eps_init: float | None = None,
-    eps_decay: float = 1.0,
-    mask: Tensor | None = None,
-) -> Tensor:
+    s: Tensor, *, n_iters: int, k: Tensor | float, eps: float = 1e-1, eps_init: float | None = None,
+    eps_decay: float = 1.0, mask: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Run T steps of coordinate descent, as ``colt5_attention.coor_descent``; see :func:`onepass.coor_descent`.
 
     Example:
@@ -86,16 +80,9 @@ def coor_descent(
 
 
 def triton_coor_descent(
-    s: Tensor,
-    *,
-    n_iters: int,
-    k: Tensor | float,
-    eps: float = 1e-1,
-    eps_init: float | None = None,
-    eps_decay: float = 1.0,
-    mask: Tensor | None = None,
-    checkpoint_segments: int = 1,
-) -> Tensor:
+    s: Tensor, *, n_iters: int, k: Tensor | float, eps: float = 1e-1, eps_init: float | None = None,
+    eps_decay: float = 1.0, mask: Tensor | None = None, checkpoint_segments: int = 1,
+) -> Tensor:  # fmt: skip
     """Run T steps of coordinate descent, as ``colt5_attention.triton_coor_descent``.
 
     ``checkpoint_segments`` is accepted and ignored: backward repeats no step. See :func:`onepass.coor_descent`.
@@ -104,17 +91,10 @@ def triton_coor_descent(
 
 
 def topk(
-    x: Tensor,
-    k: int,
-    coor_descent_k_ratio: float = 9 / 8,
-    n_iters: int = 20,
-    eps: float = 1e-1,
-    eps_init: float | None = None,
-    eps_decay: float = 1.0,
-    mask: Tensor | None = None,
-    fused: bool = False,
+    x: Tensor, k: int, coor_descent_k_ratio: float = 9 / 8, n_iters: int = 20, eps: float = 1e-1,
+    eps_init: float | None = None, eps_decay: float = 1.0, mask: Tensor | None = None, fused: bool = False,
     non_differentiable: bool = False,
-) -> TopkReturn:
+) -> TopkReturn:  # fmt: skip
     """Select the k largest scores with straight-through gates, as ``colt5_attention.topk``.
 
     Values are the selected scores in descending order. Gates are 1, with the gradient of T steps of coordinate descent

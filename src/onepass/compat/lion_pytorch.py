@@ -50,14 +50,9 @@ class Lion(_Lion):
     """
 
     def __init__(
-        self,
-        params: ParamsT,
-        lr: float = 1e-4,
-        betas: tuple[float, float] = (0.9, 0.99),
-        weight_decay: float = 0.0,
-        use_triton: bool = False,
-        decoupled_weight_decay: bool = False,
-    ) -> None:
+        self, params: ParamsT, lr: float = 1e-4, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 0.0,
+        use_triton: bool = False, decoupled_weight_decay: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__(
             params,
             lr=lr,

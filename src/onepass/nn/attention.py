@@ -53,15 +53,9 @@ class HeavyAttention(nn.Module):
     """
 
     def __init__(
-        self,
-        dim: int,
-        heads: int,
-        dim_head: int,
-        *,
-        dim_context: int | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+        self, dim: int, heads: int, dim_head: int, *, dim_context: int | None = None,
+        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.heads, self.dim_head = heads, dim_head
         dim_context = dim if dim_context is None else dim_context
@@ -73,17 +67,9 @@ class HeavyAttention(nn.Module):
         self.out = nn.Linear(inner, dim, bias=False, device=device, dtype=dtype)
 
     def forward(
-        self,
-        queries: Tensor,
-        memories: Tensor,
-        routing: AttentionRouting,
-        null: Tensor,
-        last: Tensor,
-        *,
-        turned: bool,
-        mask: Tensor | None,
-        cache: HeavyCache | None = None,
-    ) -> Tensor:
+        self, queries: Tensor, memories: Tensor, routing: AttentionRouting, null: Tensor, last: Tensor, *, turned: bool,
+        mask: Tensor | None, cache: HeavyCache | None = None,
+    ) -> Tensor:  # fmt: skip
         check_dtype("HeavyAttention", queries, self.q)
         q, kv = self.q(queries), self.kv(memories)
         if cache is not None and queries.shape[1] == 1:
@@ -161,21 +147,10 @@ class RoutedAttention(nn.Module):
     """
 
     def __init__(
-        self,
-        dim: int,
-        k_q: int | float,
-        k_kv: int | float,
-        *,
-        heads: int = 8,
-        dim_head: int = 64,
-        light_heads: int | None = None,
-        window: int = 256,
-        causal: bool = False,
-        router_q: nn.Module | None = None,
-        router_kv: nn.Module | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+        self, dim: int, k_q: int | float, k_kv: int | float, *, heads: int = 8, dim_head: int = 64,
+        light_heads: int | None = None, window: int = 256, causal: bool = False, router_q: nn.Module | None = None,
+        router_kv: nn.Module | None = None, device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
         check_heads("RoutedAttention", dim, heads, dim_head)
         check_count("RoutedAttention", "k_q", k_q)

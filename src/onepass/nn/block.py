@@ -80,25 +80,11 @@ class RoutedBlock(nn.Module):
     """
 
     def __init__(
-        self,
-        dim: int,
-        k: int | float,
-        *,
-        k_q: int | float | None = None,
-        k_kv: int | float | None = None,
-        heads: int = 8,
-        dim_head: int = 64,
-        light_heads: int | None = None,
-        window: int = 256,
-        light_mult: float = 0.5,
-        heavy_mult: float = 4,
-        bias: bool = True,
-        causal: bool = False,
-        balance: bool = False,
-        dropout: float = 0.0,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+        self, dim: int, k: int | float, *, k_q: int | float | None = None, k_kv: int | float | None = None,
+        heads: int = 8, dim_head: int = 64, light_heads: int | None = None, window: int = 256, light_mult: float = 0.5,
+        heavy_mult: float = 4, bias: bool = True, causal: bool = False, balance: bool = False, dropout: float = 0.0,
+        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
         check_count("RoutedBlock", "k", k)
         check_flag("RoutedBlock", "balance", balance)

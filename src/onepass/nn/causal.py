@@ -70,16 +70,9 @@ class CausalRouter(Router):
     causal = True
 
     def __init__(
-        self,
-        dim: int,
-        *,
-        eps: float = 0.3,
-        block: int = 128,
-        memory: int = MEMORY,
-        score: str = "normalised",
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+        self, dim: int, *, eps: float = 0.3, block: int = 128, memory: int = MEMORY, score: str = "normalised",
+        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
         super().__init__(dim, eps=eps, score=score, device=device, dtype=dtype)
         check_size("CausalRouter", "block", block)
         check_size("CausalRouter", "memory", memory)
@@ -115,12 +108,9 @@ def router_of_windows(
 
 
 def choose_per_block(
-    choose: Callable[[Tensor, Any, Tensor | None], RouterOutput],
-    values: Tensor,
-    quota: int | float,
-    block: int,
+    choose: Callable[[Tensor, Any, Tensor | None], RouterOutput], values: Tensor, quota: int | float, block: int,
     mask: Tensor | None,
-) -> RouterOutput:
+) -> RouterOutput:  # fmt: skip
     """Choose `quota` tokens of each block, as if it were a sequence; return indices (batch, blocks·places) in order.
 
     A float quota is a share of each block's real tokens. Indices are −1 where a block has fewer real tokens. A choice

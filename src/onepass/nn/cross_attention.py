@@ -84,19 +84,10 @@ class RoutedCrossAttention(nn.Module):
     """
 
     def __init__(
-        self,
-        dim: int,
-        k_q: int | float,
-        k_kv: int | float,
-        *,
-        heads: int = 8,
-        dim_head: int = 64,
-        dim_context: int | None = None,
-        router_q: nn.Module | None = None,
-        router_kv: nn.Module | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+        self, dim: int, k_q: int | float, k_kv: int | float, *, heads: int = 8, dim_head: int = 64,
+        dim_context: int | None = None, router_q: nn.Module | None = None, router_kv: nn.Module | None = None,
+        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
         check_heads("RoutedCrossAttention", dim, heads, dim_head)
         check_size("RoutedCrossAttention", "dim_context", dim if dim_context is None else dim_context)
@@ -116,13 +107,9 @@ class RoutedCrossAttention(nn.Module):
         nn.init.zeros_(self.null)
 
     def forward(
-        self,
-        x: Tensor,
-        context: Tensor,
-        mask: Tensor | None = None,
-        context_mask: Tensor | None = None,
+        self, x: Tensor, context: Tensor, mask: Tensor | None = None, context_mask: Tensor | None = None,
         return_routing: bool = False,
-    ) -> Tensor | tuple[Tensor, AttentionRouting]:
+    ) -> Tensor | tuple[Tensor, AttentionRouting]:  # fmt: skip
         check.floating("RoutedCrossAttention", "x", x)
         check.floating("RoutedCrossAttention", "context", context)
         if x.dim() != 3 or x.shape[-1] != self.dim:

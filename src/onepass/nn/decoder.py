@@ -68,20 +68,10 @@ class Decoder:
     """
 
     def __init__(
-        self,
-        blocks: Sequence[RoutedBlock] | nn.ModuleList,
-        embed: Callable[[Tensor], Tensor],
-        head: Callable[[Tensor], Tensor],
-        *,
-        batch: int,
-        max_tokens: int,
-        lookback: int = 0,
-        temperature: float = 1.0,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        seed: int = 0,
-        stop: int | None = None,
-    ) -> None:
+        self, blocks: Sequence[RoutedBlock] | nn.ModuleList, embed: Callable[[Tensor], Tensor],
+        head: Callable[[Tensor], Tensor], *, batch: int, max_tokens: int, lookback: int = 0, temperature: float = 1.0,
+        top_k: int | None = None, top_p: float | None = None, seed: int = 0, stop: int | None = None,
+    ) -> None:  # fmt: skip
         self.blocks: list[RoutedBlock] = list(blocks)  # type: ignore[arg-type]
         if not self.blocks or not all(isinstance(block, RoutedBlock) for block in self.blocks):
             raise TypeError(f"Decoder: blocks must be RoutedBlock modules, got {[type(b).__name__ for b in blocks]}")

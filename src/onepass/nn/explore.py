@@ -74,17 +74,9 @@ class _Explore(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        y: Tensor,
-        x: Tensor,
-        weight: Tensor,
-        mask: Tensor | None,
-        stride: int,
-        explore_weight: float,
-        cosine: bool,
-        same: bool,
-        first: int,
-        group: Any,
-    ) -> Tensor:
+        y: Tensor, x: Tensor, weight: Tensor, mask: Tensor | None, stride: int, explore_weight: float, cosine: bool,
+        same: bool, first: int, group: Any,
+    ) -> Tensor:  # fmt: skip
         return y if same else y.view_as(y)
 
     @staticmethod

@@ -15,14 +15,9 @@ class FeedForward(nn.Module):
     """``down(gelu(up(norm(x))))``: one branch of `RoutedFeedForward`, with a norm of its own."""
 
     def __init__(
-        self,
-        dim: int,
-        hidden: int,
-        *,
-        bias: bool = True,
-        device: torch.device | str | None = None,
+        self, dim: int, hidden: int, *, bias: bool = True, device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__()
         self.norm = RMSNorm(dim, device=device, dtype=dtype)
         self.up = nn.Linear(dim, hidden, bias=bias, device=device, dtype=dtype)

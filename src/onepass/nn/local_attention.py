@@ -50,16 +50,9 @@ class LocalAttention(nn.Module):
     """
 
     def __init__(
-        self,
-        dim: int,
-        *,
-        heads: int = 8,
-        dim_head: int = 64,
-        window: int = 256,
-        causal: bool = False,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+        self, dim: int, *, heads: int = 8, dim_head: int = 64, window: int = 256, causal: bool = False,
+        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
         check_heads("LocalAttention", dim, heads, dim_head)
         check_size("LocalAttention", "window", window)

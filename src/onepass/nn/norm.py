@@ -17,14 +17,9 @@ if TYPE_CHECKING:
 
 
 def _over_last_dims(
-    name: str,
-    shape: tuple[int, ...],
-    x: Tensor,
-    vectors: tuple[Tensor | None, ...],
-    residual: Tensor | None,
-    norm: Callable[..., Tensor | tuple[Tensor, Tensor]],
-    **options: Any,
-) -> Tensor | tuple[Tensor, Tensor]:
+    name: str, shape: tuple[int, ...], x: Tensor, vectors: tuple[Tensor | None, ...], residual: Tensor | None,
+    norm: Callable[..., Tensor | tuple[Tensor, Tensor]], **options: Any,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Normalise over several last dimensions as over one: they are flattened and given back."""
     if x.shape[-len(shape) :] != shape:
         raise ValueError(f"{name}: x must end in normalized_shape {shape}, got {tuple(x.shape)}")
@@ -81,16 +76,9 @@ class LayerNorm(nn.LayerNorm):
     """
 
     def __init__(
-        self,
-        normalized_shape: Any,
-        eps: float = 1e-5,
-        elementwise_affine: bool = True,
-        bias: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        *,
-        stable: bool = False,
-    ) -> None:
+        self, normalized_shape: Any, eps: float = 1e-5, elementwise_affine: bool = True, bias: bool = True,
+        device: torch.device | str | None = None, dtype: torch.dtype | None = None, *, stable: bool = False,
+    ) -> None:  # fmt: skip
         _check_shape(type(self).__name__, normalized_shape)
         super().__init__(normalized_shape, eps, elementwise_affine, bias, device, dtype)
         self.stable = stable
@@ -148,16 +136,10 @@ class RMSNorm(nn.RMSNorm):
     rounding: Literal["once", "twice"] = "once"
 
     def __init__(
-        self,
-        normalized_shape: Any,
-        eps: float | None = None,
-        elementwise_affine: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        *,
-        offset: float = 0.0,
+        self, normalized_shape: Any, eps: float | None = None, elementwise_affine: bool = True,
+        device: torch.device | str | None = None, dtype: torch.dtype | None = None, *, offset: float = 0.0,
         rounding: Literal["once", "twice"] = "once",
-    ) -> None:
+    ) -> None:  # fmt: skip
         if rounding not in ("once", "twice"):
             raise ValueError(f"RMSNorm: rounding must be 'once' or 'twice', got {rounding!r}")
         if rounding == "twice" and offset:

@@ -243,18 +243,10 @@ class RoutedFeedForward(Routed):
     """
 
     def __init__(
-        self,
-        dim: int,
-        k: int | float,
-        *,
-        light_mult: float = 0.5,
-        heavy_mult: float = 4,
-        router: nn.Module | None = None,
-        bias: bool = True,
-        balance: bool = False,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+        self, dim: int, k: int | float, *, light_mult: float = 0.5, heavy_mult: float = 4,
+        router: nn.Module | None = None, bias: bool = True, balance: bool = False,
+        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
         def branch(name: str, mult: float) -> FeedForward:
             check_number("RoutedFeedForward", name, mult)
             if not 1 <= dim * mult < math.inf:

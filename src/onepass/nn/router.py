@@ -94,18 +94,10 @@ class Router(nn.Module):
     causal = False  # whether the choice of a token depends on earlier tokens alone
 
     def __init__(
-        self,
-        dim: int,
-        num_routes: int = 1,
-        *,
-        eps: float = 0.3,
-        kind: str = "capped_exp",
-        score: str = "normalised",
-        gate: str = "soft",
-        explore: float = 0.1,
-        device: torch.device | str | None = None,
+        self, dim: int, num_routes: int = 1, *, eps: float = 0.3, kind: str = "capped_exp", score: str = "normalised",
+        gate: str = "soft", explore: float = 0.1, device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__()
         check_size("Router", "dim", dim)
         check_size("Router", "num_routes", num_routes)

@@ -44,14 +44,9 @@ class WeightedSum(nn.Module):
     """
 
     def __init__(
-        self,
-        dim: int,
-        num_vectors: int | None = None,
-        *,
-        out_dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+        self, dim: int, num_vectors: int | None = None, *, out_dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
         check_size("WeightedSum", "dim", dim)
         if num_vectors is not None:

@@ -29,12 +29,9 @@ _ROOM: dict[tuple[torch.device, float], Tensor] = {}
 # torch.compile must not trace what a step keeps for the next one
 @_untraced
 def clip_grad_norm(
-    parameters: Tensor | Iterable[Tensor],
-    max_norm: float | Tensor,
-    *,
-    optimizer: Lion | None = None,
+    parameters: Tensor | Iterable[Tensor], max_norm: float | Tensor, *, optimizer: Lion | None = None,
     grad_scale: Tensor | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     r"""Clip the gradients of a `Lion` by their total norm; its next step does the multiplication.
 
     .. math:: ‖g‖ = \sqrt{\sum g_i^2}, \qquad g \leftarrow g·\min(1, max\_norm / (‖g‖ + 10^{-6}))

@@ -95,23 +95,12 @@ class Lion(Optimizer):
     releasing: bool = False
 
     def __init__(
-        self,
-        params: ParamsT,
-        lr: float | Tensor = 1e-4,
-        betas: tuple[float, float] = (0.9, 0.99),
-        weight_decay: float | Tensor = 0.0,
-        *,
-        maximize: bool = False,
-        foreach: bool | None = None,
-        fused: bool | None = None,
-        capturable: bool = False,
-        differentiable: bool = False,
-        decouple_lr: bool = False,
-        cautious: bool | float = False,
-        cautious_weight_decay: bool = False,
-        state_dtype: torch.dtype | str | None = None,
-        low_precision: str = "auto",
-    ) -> None:
+        self, params: ParamsT, lr: float | Tensor = 1e-4, betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float | Tensor = 0.0, *, maximize: bool = False, foreach: bool | None = None,
+        fused: bool | None = None, capturable: bool = False, differentiable: bool = False, decouple_lr: bool = False,
+        cautious: bool | float = False, cautious_weight_decay: bool = False,
+        state_dtype: torch.dtype | str | None = None, low_precision: str = "auto",
+    ) -> None:  # fmt: skip
         defaults = {
             "lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize, "foreach": foreach,
             "fused": fused, "capturable": capturable, "differentiable": differentiable, "decouple_lr": decouple_lr,
