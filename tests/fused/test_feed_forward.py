@@ -50,7 +50,7 @@ def _definition(t: dict[Any, Tensor | None], mask: Tensor | None, indices: Tenso
     """Y, gates and scores in float64, for a given choice; masked tokens count as zeros."""
 
     def norm(x: Tensor, weight: Any) -> Tensor:
-        return x * (x.square().mean(-1, keepdim=True) + plan.light_eps).rsqrt() * weight
+        return x * (x.square().mean(-1, keepdim=True) + plan.eps).rsqrt() * weight
 
     def layers(x: Tensor, first: int) -> Tensor:
         up, up_bias, down, down_bias = (t[first + i] for i in range(4))

@@ -32,7 +32,7 @@ from .attention_steps import (
     before_products,
     choose_both,
     choose_both_backward,
-    norm_chosen,
+    norm_both,
     score,
 )  # fmt: skip
 from .plans import AttentionPlan as Plan
@@ -96,7 +96,7 @@ def forward(
         at = row.at = places + row.begin
         row.keys = row.pick(of_kv, starts_kv, everyone=True).places
         row.sources = row.locate(of_kv, row.keys.shape[1])
-        chosen_q, stats_q, chosen_kv, stats_kv = norm_chosen(x, places, row.keys, norm_q, norm_kv, plan)
+        chosen_q, stats_q, chosen_kv, stats_kv = norm_both(x, places, row.keys, norm_q, norm_kv, plan)
         if seen is not None:
             # in the order of the tokens, so that the last never decreases
             last = (at // plan.window * plan.keys.k).clamp_min(0).to(torch.int32)

@@ -15,25 +15,13 @@ from onepass.ops.span_attention.op_rotary import BASE, apply_rotary, split
 
 from . import branch
 from .choice import choose, choose_backward, choose_keys, choose_keys_backward
-from .norms import norm_backward_into, norm_forward, norm_partials
+from .norms import Chosen, norm_chosen, score_tokens, through_norms
 from .plans import AttentionPlan as Plan
 
 
 def _heads(plan: Plan, rows: Tensor, batch: int, parts: int, heads: int) -> Tensor:
     """Return the rows (batch·n, parts·heads·width) of a product as (batch, n, parts, heads, width)."""
     return rows.view(batch, len(rows) // batch, parts, heads, plan.width)
-
-
-def _score(
-    x: Tensor, vectors: Tensor, light_norm: Tensor, mask: Tensor | None, plan: Plan, *weights: Tensor
-) -> tuple[Any, ...]:  # fmt: skip
-    """Norm and score the tokens; copy weights of another dtype to the branches'."""
-    normed, scores, stats = norm_forward(x, None, light_norm, vectors, plan.eps, plan.score_eps, plan.dtype, mask)
-    other = any(w.dtype != plan.dtype for w in weights)
-    copies = branch.cast((*weights, None, None), plan.dtype)[:6] if other else ()
-    # y has the shape of x from the start: autograd forbids in-place writes to a view that a Function returned
-    y = None if plan.residual else torch.empty(x.shape, dtype=plan.dtype, device=x.device)
-    return y, normed.view(-1, x.shape[-1]), scores, stats, *copies
 
 
 def _choose_both(scores: Tensor, mask: Tensor | None, plan: Plan) -> tuple[Any, ...]:
@@ -45,13 +33,11 @@ def _choose_both(scores: Tensor, mask: Tensor | None, plan: Plan) -> tuple[Any, 
     return gates_q, at_q, state_q, starts, gates_kv.view(at_kv.shape), at_kv, state_kv, within, seen
 
 
-def _norm_chosen(
+def _norm_both(
     x: Tensor, at_q: Tensor, at_kv: Tensor, norm_q: Tensor, norm_kv: Tensor, plan: Plan
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the normed queries and keys as rows, each with its statistics."""
-    chosen_q, _, stats_q = norm_forward(x, at_q, norm_q, None, plan.eps, 0.0, plan.dtype)
-    chosen_kv, _, stats_kv = norm_forward(x, at_kv, norm_kv, None, plan.eps, 0.0, plan.dtype)
-    return chosen_q.view(-1, x.shape[-1]), stats_q, chosen_kv.view(-1, x.shape[-1]), stats_kv
+    return *norm_chosen(x, at_q, norm_q, plan.eps, plan.dtype), *norm_chosen(x, at_kv, norm_kv, plan.eps, plan.dtype)
 
 
 @replayed
@@ -60,9 +46,9 @@ def before_products(
     *weights: Tensor,
 ) -> tuple[Any, ...]:  # fmt: skip
     """Norm and score, choose twice, norm the chosen tokens; copy the weights."""
-    y, tokens, scores, stats, *copies = _score(x, vectors, light_norm, mask, plan, *weights)
+    y, tokens, scores, stats, *copies = score_tokens(x, vectors, light_norm, mask, plan, *weights)
     choice = _choose_both(scores, mask, plan)
-    return y, tokens, scores, stats, *choice, *_norm_chosen(x, choice[1], choice[5], norm_q, norm_kv, plan), *copies
+    return y, tokens, scores, stats, *choice, *_norm_both(x, choice[1], choice[5], norm_q, norm_kv, plan), *copies
 
 
 def _attend_light(
@@ -110,9 +96,9 @@ def attend(
 
 
 # a row that is spread over devices waits for others between the steps
-score = replayed(_score)
+score = replayed(score_tokens)
 choose_both = replayed(_choose_both)
-norm_chosen = replayed(_norm_chosen)
+norm_both = replayed(_norm_both)
 attend_light = replayed(_attend_light)
 attend_heavy = replayed(_attend_heavy)
 
@@ -226,39 +212,15 @@ def after_backward_products(
     need_x: bool, need_sums: bool, need_q: bool, need_kv: bool,
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
     """Return dx through all norms, choices and scores, and sums: light norm, vectors, then the chosen tokens'."""
-    d, tokens = x.shape[-1], x.numel() // x.shape[-1]
-    ds, vector = None, None
+    ds = None
     if d_gates_q is not None and d_gates_kv is not None:
-        vector = vectors
         ds = _choose_both_backward(
             d_gates_q, d_gates_kv, scores, mask, plan, at_q, gates_q, at_kv, gates_kv, state_q, starts, state_kv, within
         )  # fmt: skip
-        ds = ds if g_scores is None else ds + g_scores
-    elif g_scores is not None:
-        ds, vector = g_scores, vectors
-    own = (d + (0 if vector is None else vector.numel())) if need_sums else 0
-    partials = None
-    if need_sums:
-        partials = norm_partials(x, tokens, light_norm, vector, d * (need_q + need_kv))
-    elif need_q or need_kv:
-        partials = norm_partials(x, tokens, norm_q, None, d * (need_q + need_kv - 1))
-    rows, queries = [], (d_q, at_q, norm_q, stats_q, need_q)
-    for dy, at, norm, of_rows, need in (queries, (d_kv, at_kv, norm_kv, stats_kv, need_kv)):
-        if dy is not None:
-            into, dy = None if partials is None or not need else partials[:, own:], dy.view(*at.shape, d)
-            rows.append((norm_backward_into(into, dy, x, at, norm, None, of_rows, None, None, need_x), at))
-            own += d * need
-    if not (need_x or need_sums):
-        return None, None if partials is None else branch.total(partials)
-    dx = norm_backward_into(
-        partials if need_sums else None, torch.zeros_like(x) if d_normed is None else d_normed.view(x.shape), x, None,
-        light_norm,
-        vector, stats, None if vector is None else scores, ds, need_x, explore_grad,
-        max(1, plan.explore_stride), mask, residual,
+    if g_scores is not None:
+        ds = g_scores if ds is None else ds + g_scores
+    lists: list[Chosen] = [(d_q, at_q, norm_q, stats_q, need_q), (d_kv, at_kv, norm_kv, stats_kv, need_kv)]
+    return through_norms(
+        x, light_norm, vectors, mask, stats, scores, d_normed, ds, lists, explore_grad, plan.explore_stride, residual,
+        need_x, need_sums,
     )  # fmt: skip
-    if dx is not None:
-        # one after the other: a token may be in both lists
-        for update, at in rows:
-            if update is not None:
-                add_rows(dx.view(tokens, d), update, None, at)
-    return dx, None if partials is None else branch.total(partials)

@@ -16,12 +16,13 @@ from . import torch_path
 
 
 def cast(weights: tuple[Tensor | None, ...], dtype: torch.dtype) -> tuple[Tensor | None, ...]:
-    """Copy eight tensors to `dtype`, by one kernel where possible; None stays None."""
+    """Copy up to eight tensors to `dtype`, by one kernel where possible; None stays None."""
     there = [t for t in weights if t is not None]
     if uses_triton(there[0]) and all(t.is_contiguous() and t.dtype != dtype for t in there):
         from . import kernels_cast
 
-        return kernels_cast.cast(*weights, dtype)  # type: ignore[no-any-return]
+        missing = (None,) * (kernels_cast.TENSORS - len(weights))
+        return kernels_cast.cast(*weights, *missing, dtype)[: len(weights)]  # type: ignore[no-any-return]
     return tuple(None if t is None else t.to(dtype) for t in weights)
 
 

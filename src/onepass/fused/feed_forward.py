@@ -26,30 +26,12 @@ from onepass.ops.routing.rows import add_rows, scatter_backward
 
 from . import branch
 from .choice import choose, choose_backward
-from .norms import norm_backward_into, norm_forward, norm_partials
+from .norms import Chosen, norm_chosen, score_tokens, through_norms
 from .plans import FeedForwardPlan as Plan
 from .row import Even, Row
 
 # how many of the saved tensors `backward_tokens` takes
 TOKENS = 12
-
-
-def _score(
-    x: Tensor, vectors: Tensor, light_norm: Tensor | None, mask: Tensor | None, plan: Plan, *weights: Tensor | None
-) -> tuple[Any, ...]:  # fmt: skip
-    """Norm and score the tokens; copy the weights to the branches' dtype where theirs differs."""
-    normed, scores, stats = norm_forward(
-        x, None, light_norm, vectors.view(-1), plan.light_eps, plan.score_eps, plan.dtype, mask
-    )  # fmt: skip
-    # y has the shape of x from the start: autograd forbids in-place writes to a view that a Function returned
-    y = None if plan.residual else torch.empty(x.shape, dtype=plan.dtype, device=x.device)
-    other = any(w is not None and w.dtype != plan.dtype for w in weights)
-    return y, normed.view(-1, x.shape[-1]), scores, stats, *(branch.cast(weights, plan.dtype) if other else ())
-
-
-def _norm_chosen(x: Tensor, indices: Tensor, heavy_norm: Tensor | None, plan: Plan) -> tuple[Tensor, Tensor]:
-    chosen, _, chosen_stats = norm_forward(x, indices, heavy_norm, None, plan.heavy_eps, 0.0, plan.dtype)
-    return chosen.view(-1, x.shape[-1]), chosen_stats
 
 
 @replayed
@@ -58,17 +40,17 @@ def _before_products(
     *weights: Tensor | None,
 ) -> tuple[Any, ...]:  # fmt: skip
     """Norm and score, choose, norm the chosen tokens; copy the weights."""
-    y, tokens, scores, stats, *copies = _score(x, vectors, light_norm, mask, plan, *weights)
+    y, tokens, scores, stats, *copies = score_tokens(x, vectors.view(-1), light_norm, mask, plan, *weights)
     gates, indices, state, starts = choose(scores, mask, plan.choice)
-    chosen, chosen_stats = _norm_chosen(x, indices, heavy_norm, plan)
+    chosen, chosen_stats = norm_chosen(x, indices, heavy_norm, plan.heavy_eps, plan.dtype)
     return y, tokens, scores, stats, indices, gates, state, starts, chosen, chosen_stats, *copies
 
 
 # a row that is spread over devices waits for others between the steps
-_score_part = replayed(_score)
+_score_part = replayed(score_tokens)
 _choose_part = replayed(choose)
 _choose_part_backward = replayed(choose_backward)
-_norm_part = replayed(_norm_chosen)
+_norm_part = replayed(norm_chosen)
 _add_chosen = replayed(add_rows)
 
 
@@ -121,38 +103,16 @@ def _after_backward_products(
     need_heavy_norm: bool,
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
     """Return dx through all norms, the choice and the scores, and sums: light norm, vectors, heavy norm."""
-    d = x.shape[-1]
-    rows, d_rows, partials, of_chosen = x.numel() // d, None, None, None
-    vector: Tensor | None = vectors.view(-1)
     if d_gates is not None:
         ds = choose_backward(d_gates, scores, mask, plan.choice, indices, gates, state, starts)
-        d_scores = ds if d_scores is None or ds is None else ds + d_scores
+        d_scores = ds if d_scores is None else ds + d_scores
     elif explore_grad is not None and d_scores is None:
         d_scores = torch.zeros_like(scores)
-    if d_scores is None:
-        vector = None
-    if need_sums:
-        partials = norm_partials(x, rows, light_norm, vector, d if need_heavy_norm else 0)
-        of_chosen = partials[:, -d:]
-    elif need_heavy_norm:
-        partials = of_chosen = norm_partials(x, indices.numel(), heavy_norm, None)
-    if d_chosen is not None:
-        d_rows = norm_backward_into(
-            of_chosen if need_heavy_norm else None, d_chosen.view(*indices.shape, d), x, indices, heavy_norm, None,
-            chosen_stats, None, None, need_x,
-        )  # fmt: skip
-    if not (need_x or need_sums):
-        return None, None if partials is None else branch.total(partials)
-    d_normed = torch.zeros_like(x) if d_normed is None else d_normed.view(x.shape)
-    dx = norm_backward_into(
-        partials if need_sums else None, d_normed, x, None, light_norm, vector, stats,
-        None if vector is None else scores, None if d_scores is None else d_scores.contiguous(), need_x, explore_grad,
-        plan.explore_stride, mask, residual,
+    lists: list[Chosen] = [(d_chosen, indices, heavy_norm, chosen_stats, need_heavy_norm)]
+    return through_norms(
+        x, light_norm, vectors.view(-1), mask, stats, scores, d_normed, d_scores, lists, explore_grad,
+        plan.explore_stride, residual, need_x, need_sums,
     )  # fmt: skip
-    if dx is not None and d_rows is not None:
-        # add in place, as this node alone holds dx: the few chosen rows need no second tensor of the size of x
-        add_rows(dx.view(rows, -1), d_rows, None, indices)
-    return dx, None if partials is None else branch.total(partials)
 
 
 @lru_cache(256)
@@ -180,7 +140,7 @@ def forward(
             x, vectors, light_norm, heavy_norm, mask, plan, *weights
         )
     else:
-        y, tokens, scores, stats, *copies = _score_part(x, vectors, light_norm, mask, plan, *weights)
+        y, tokens, scores, stats, *copies = _score_part(x, vectors.view(-1), light_norm, mask, plan, *weights)
         scores = row.whole(scores, mask)
         gates, indices, state, starts = _choose_part(scores, row.mask, plan.choice)
         found = row.sort(indices)
@@ -198,7 +158,7 @@ def forward(
     if row is not None:
         # the host waits here, when the light branch is on its way
         at, at_gates = row.choose(found, gates, counts.read()[0])
-        chosen, chosen_stats = _norm_part(x, at, heavy_norm, plan)
+        chosen, chosen_stats = _norm_part(x, at, heavy_norm, plan.heavy_eps, plan.dtype)
         chosen = chosen if row.even is None else row.even.there(chosen)
     heavy_u = F.linear(chosen, heavy_up, heavy_up_bias)
     heavy_h = F.gelu(heavy_u)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from onepass.ops.routing.rows import as_bytes, on_triton
+from onepass.ops.routing.rows import add_rows, as_bytes, on_triton
 
-from . import torch_path
+from . import branch, torch_path
+from .plans import AttentionPlan, FeedForwardPlan
 
 
 def fits_one_program(d: int) -> bool:
@@ -75,4 +79,75 @@ def norm_partials(x: Tensor, rows: int, weight: Tensor | None, vectors: Tensor |
     return torch.empty((kernels_norm.programs(x, rows, x.shape[-1]), width), dtype=torch.float32, device=x.device)
 
 
-__all__ = ["fits_one_program", "norm_backward_into", "norm_forward", "norm_partials"]
+def score_tokens(
+    x: Tensor, vectors: Tensor, weight: Tensor | None, mask: Tensor | None, plan: AttentionPlan | FeedForwardPlan,
+    *weights: Tensor | None,
+) -> tuple[Any, ...]:  # fmt: skip
+    """Return memory for y, None for a residual; the normed tokens as rows; their scores; statistics; and copies.
+
+    These are of the weights, in the branches' dtype; there are none if all have it.
+    """
+    normed, scores, stats = norm_forward(x, None, weight, vectors, plan.eps, plan.score_eps, plan.dtype, mask)
+    # y has the shape of x from the start: autograd forbids in-place writes to a view that a Function returned
+    y = None if plan.residual else torch.empty(x.shape, dtype=plan.dtype, device=x.device)
+    other = any(w is not None and w.dtype != plan.dtype for w in weights)
+    return y, normed.view(-1, x.shape[-1]), scores, stats, *(branch.cast(weights, plan.dtype) if other else ())
+
+
+def norm_chosen(
+    x: Tensor, indices: Tensor, weight: Tensor | None, eps: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Return the normed chosen tokens as rows, and their statistics."""
+    chosen, _, stats = norm_forward(x, indices, weight, None, eps, 0.0, dtype)
+    return chosen.view(-1, x.shape[-1]), stats
+
+
+# of chosen tokens: the gradient of the normed rows or None, indices, weight, statistics, and whether the weight learns
+Chosen = tuple[Tensor | None, Tensor, Tensor | None, Tensor, bool]
+
+
+def through_norms(
+    x: Tensor, weight: Tensor | None, vectors: Tensor | None, mask: Tensor | None, stats: Tensor, scores: Tensor,
+    d_normed: Tensor | None, ds: Tensor | None, lists: Sequence[Chosen], explore_grad: Tensor | None, stride: int,
+    residual: Tensor | None, need_x: bool, need_sums: bool,
+) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+    """Return dx through the norms of all tokens and of the chosen `lists`, and the sums of the weights' gradients.
+
+    With `need_sums` these begin with the gradients of `weight` and, if there is `ds`, of the vectors; then come those
+    of the lists.
+    """
+    d = x.shape[-1]
+    tokens, learn = x.numel() // d, sum(need for *_, need in lists)
+    vectors = None if ds is None else vectors
+    begin = (d + (0 if vectors is None else vectors.numel())) if need_sums else 0
+    partials = None
+    if need_sums:
+        partials = norm_partials(x, tokens, weight, vectors, d * learn)
+    elif learn:
+        partials = norm_partials(x, tokens, lists[0][2], None, d * (learn - 1))
+    updates = []
+    for dy, indices, of_list, of_rows, need in lists:
+        if dy is not None:
+            into, dy = None if partials is None or not need else partials[:, begin:], dy.view(*indices.shape, d)
+            update = norm_backward_into(into, dy, x, indices, of_list, None, of_rows, None, None, need_x)
+            updates.append((update, indices))
+            begin += d * need
+    dx = None
+    if need_x or need_sums:
+        dx = norm_backward_into(
+            partials if need_sums else None, torch.zeros_like(x) if d_normed is None else d_normed.view(x.shape), x,
+            None, weight, vectors, stats, None if vectors is None else scores, None if ds is None else ds.contiguous(),
+            need_x, explore_grad, max(1, stride), mask, residual,
+        )  # fmt: skip
+    if dx is not None:
+        # in place, as the node alone holds dx; one after the other, as a token may be in several lists
+        for update, indices in updates:
+            if update is not None:
+                add_rows(dx.view(tokens, d), update, None, indices)
+    return dx, None if partials is None else branch.total(partials)
+
+
+__all__ = [
+    "Chosen", "fits_one_program", "norm_backward_into", "norm_chosen", "norm_forward", "norm_partials", "score_tokens",
+    "through_norms",
+]  # fmt: skip

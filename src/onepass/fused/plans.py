@@ -21,15 +21,15 @@ class FeedForwardPlan(NamedTuple):
     explore_stride: int  # every so many tokens, one gives the router a gradient (`nn.explore`); 0: off
     explore_weight: float
     residual: bool  # return x + y, and take its gradient
-    light_eps: float  # of the norms
-    heavy_eps: float
+    eps: float  # of the norm of all tokens
+    heavy_eps: float  # of that of the chosen ones
     score_eps: float
 
     def numbers(self) -> Numbers:
         """Return the plan as an operator takes it."""
         how = self.choice
         ints = [how.k, how.kind, int(how.hard), how.block, how.memory, self.explore_stride, int(self.residual)]
-        floats = [how.eps, how.share, self.explore_weight, self.light_eps, self.heavy_eps, self.score_eps]
+        floats = [how.eps, how.share, self.explore_weight, self.eps, self.heavy_eps, self.score_eps]
         return self.dtype, ints, floats
 
     @classmethod

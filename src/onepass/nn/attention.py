@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from onepass.core import check
-from onepass.core.eager import plain, takes_operators
+from onepass.core.eager import plain
 from onepass.fused import attention_op
 from onepass.fused.attention import routed_attention
 from onepass.fused.norms import fits_one_program
@@ -20,7 +20,7 @@ from onepass.ops.span_attention.op_rotary import rotary
 from .causal import CausalRouter, choose_per_block, router_of_windows
 from .count import check_count, check_dtype, count
 from .explore import explore
-from .feed_forward import has_no_overrides
+from .feed_forward import branch_dtype, has_no_overrides
 from .local_attention import LocalAttention, check_heads
 from .norm import RMSNorm
 from .over_sequence import Door, sequence_axis
@@ -317,13 +317,7 @@ class RoutedAttention(nn.Module):
         None if something intercepts the call (a compiler, a transform, a hook), if a branch or router is not the
         default one, or if there is nothing to choose.
         """
-        if not (
-            (spread or plain(x, mask) or takes_operators(x, mask))
-            and x.numel()
-            and self.k_q
-            and self.k_kv
-            and fits_one_program(x.shape[-1])
-        ):
+        if not (x.numel() and self.k_q and self.k_kv and fits_one_program(x.shape[-1])):
             return None
         # read `_modules`: attributes and `modules()` take longer than everything else here
         own = self._modules
@@ -340,18 +334,10 @@ class RoutedAttention(nn.Module):
         # the fused node has one eps and multiplies by the norms' weights alone
         if len({m.eps for m in norms}) > 1 or any(m.offset or m.rounding != "once" for m in norms):
             return None
+        if any(m._parameters.get("bias") is not None for m in inner):
+            return None
         weights = [p for m in parts for p in m._parameters.values() if p is not None]
-        if any(m._parameters.get("bias") is not None for m in inner) or not (
-            spread or plain(*weights) or takes_operators(*weights)
-        ):
-            return None
-        # kernels don't check devices; fall back so that modules raise the error
-        if {w.device for w in weights} != {x.device}:
-            return None
-        dtypes = {w.dtype for w in weights}
-        if torch.is_autocast_enabled(x.device.type):
-            return None if torch.float64 in (x.dtype, *dtypes) else torch.get_autocast_dtype(x.device.type)
-        return x.dtype if dtypes == {x.dtype} else None
+        return branch_dtype(x, mask, weights, weights, spread)
 
     def extra_repr(self) -> str:
         return f"{self.dim}, k_q={self.k_q}, k_kv={self.k_kv}, window={self.window}, causal={self.causal}"

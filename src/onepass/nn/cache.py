@@ -54,6 +54,14 @@ class Clock(nn.Module):
         """Return whether `turns` is True for some layer."""
         return any(self.turns(period) for period in self.periods)
 
+    def check_room(self, n: int) -> None:
+        """Raise ValueError unless the caches can hold n more tokens of each sequence."""
+        if max(self.counts) + n > self.max_tokens:
+            raise ValueError(
+                f"decoding: the cache holds max_tokens = {self.max_tokens} tokens, got token {max(self.counts) + n}: "
+                "make one with a larger max_tokens"
+            )
+
     def begin(self, x: Tensor, mask: Tensor | None = None) -> None:
         """Check tokens (batch, n, …) that the layers are about to read, a prompt or one more of each sequence."""
         batch, n = len(self.counts), x.shape[1]
@@ -63,11 +71,7 @@ class Clock(nn.Module):
             raise ValueError(f"decoding: the cache is on {self.position.device}, got tokens on {x.device}: move one")
         if n > 1 and any(self.counts):
             raise ValueError(f"decoding: a prompt needs a new cache, got one of {max(self.counts)} tokens")
-        if max(self.counts) + n > self.max_tokens:
-            raise ValueError(
-                f"decoding: the cache holds max_tokens = {self.max_tokens} tokens, got token {max(self.counts) + n}: "
-                "make one with a larger max_tokens"
-            )
+        self.check_room(n)
         self.lengths = None if n == 1 else torch.full_like(self.position, n)
         if mask is not None:
             self.lengths = mask.sum(-1)

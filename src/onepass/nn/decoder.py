@@ -218,11 +218,7 @@ class Decoder:
 
     def _advance(self) -> None:
         clock = self.clock
-        if max(clock.counts) >= clock.max_tokens:
-            raise ValueError(
-                f"Decoder: the caches hold max_tokens = {clock.max_tokens} tokens, got token {max(clock.counts) + 1}: "
-                "make a decoder with a larger max_tokens"
-            )
+        clock.check_room(1)
         if self.repeats:
             self.graphs[clock.any_turns()].replay()
         else:

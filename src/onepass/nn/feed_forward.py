@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
+
+from onepass.core.eager import plain, takes_operators
 
 from .count import check_dtype
 from .norm import RMSNorm
@@ -65,3 +69,22 @@ def has_no_overrides(*modules: nn.Module) -> bool:
         if "forward" in own or "weight" in own or "bias" in own or "null" in own or own["_buffers"]:
             return False
     return True
+
+
+def branch_dtype(
+    x: Tensor, mask: Tensor | None, weights: Sequence[Tensor], multiplied: Sequence[Tensor], spread: bool
+) -> torch.dtype | None:
+    """Return the dtype of the branches of a fused layer; None where its modules have to compute.
+
+    That is where something intercepts the call, or where weights are on another device or, without autocast, of another
+    dtype than x. With `spread`, x are tokens of a row that is spread over devices, and weights may be DTensors.
+    """
+    if not (spread or plain(x, mask, *weights) or takes_operators(x, mask, *weights)):
+        return None
+    # kernels don't check devices; the modules raise the error
+    if {w.device for w in weights} != {x.device}:
+        return None
+    dtypes = {w.dtype for w in multiplied}
+    if torch.is_autocast_enabled(x.device.type):
+        return None if torch.float64 in (x.dtype, *dtypes) else torch.get_autocast_dtype(x.device.type)
+    return x.dtype if dtypes == {x.dtype} else None

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from onepass.core import check
-from onepass.core.eager import plain, takes_operators
+from onepass.core.eager import plain
 from onepass.fused import feed_forward_op
 from onepass.fused.feed_forward import routed_feed_forward
 from onepass.fused.norms import fits_one_program
@@ -21,7 +21,7 @@ from onepass.ops.routing.op import gather, scatter_add
 from .causal import CausalRouter
 from .count import check_count, check_flag, check_number, check_size
 from .explore import explore, explore_part
-from .feed_forward import FeedForward, has_no_overrides
+from .feed_forward import FeedForward, branch_dtype, has_no_overrides
 from .over_sequence import Door, sequence_axis, travel
 from .packed import packed
 from .padding import zero_padding
@@ -327,17 +327,9 @@ class RoutedFeedForward(Routed):
         if not (light.is_plain() and heavy.is_plain() and has_no_overrides(router)):
             return None
         (light_norm, *linear), (heavy_norm, *more) = light.weights(), heavy.weights()
-        linear += more
-        weights = router.weight, light_norm, heavy_norm, *linear
-        if not (spread or plain(x, mask, *weights) or takes_operators(x, mask, *weights)):
-            return None
-        # kernels don't check devices; fall back so that modules raise the error
-        if {w.device for w in weights if w is not None} != {x.device}:
-            return None
-        dtypes = {w.dtype for w in linear if w is not None}
-        if torch.is_autocast_enabled(x.device.type):
-            return None if torch.float64 in (x.dtype, *dtypes) else torch.get_autocast_dtype(x.device.type)
-        return x.dtype if dtypes == {x.dtype} else None
+        multiplied = [w for w in (*linear, *more) if w is not None]
+        norms = [w for w in (light_norm, heavy_norm) if w is not None]
+        return branch_dtype(x, mask, [router.weight, *norms, *multiplied], multiplied, spread)
 
 
 __all__ = ["FeedForward", "Routed", "RoutedFeedForward"]
