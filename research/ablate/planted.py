@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from onepass.nn import RoutedFeedForward, Router, RouterOutput
-from onepass.nn.routed import FeedForward
+from onepass.nn.feed_forward import FeedForward
 from onepass.train.routes import DeviceRandomRouter, use_chance, use_nobody
 
 from .runner import Rates

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from onepass.nn import RouterOutput
-from onepass.nn.routed import FeedForward
+from onepass.nn.feed_forward import FeedForward
 from onepass.train import data
 from onepass.train.language import ByteModel
 from onepass.train.model import Attention, angles

@@ -38,20 +38,11 @@ from onepass.ops.coor_descent.op import coor_descent as _coor_descent
 from onepass.ops.topk.op import gates, select
 
 __all__ = [
-    "ConditionalRoutedAttention",
-    "ConditionalRoutedAutoregressiveAttention",
-    "ConditionalRoutedCrossAttention",
-    "ConditionalRoutedFeedForward",
-    "ConditionalRoutedImageAttention",
-    "ConditionalRoutedTransformerBlock",
-    "ConditionalRoutedViT",
-    "CoordinateDescentRouter",
-    "RouterReturn",
-    "TopkReturn",
-    "coor_descent",
-    "topk",
+    "ConditionalRoutedAttention", "ConditionalRoutedAutoregressiveAttention", "ConditionalRoutedCrossAttention",
+    "ConditionalRoutedFeedForward", "ConditionalRoutedImageAttention", "ConditionalRoutedTransformerBlock",
+    "ConditionalRoutedViT", "CoordinateDescentRouter", "RouterReturn", "TopkReturn", "coor_descent", "topk",
     "triton_coor_descent",
-]
+]  # fmt: skip
 
 
 class TopkReturn(NamedTuple):

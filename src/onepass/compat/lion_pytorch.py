@@ -54,13 +54,9 @@ class Lion(_Lion):
         use_triton: bool = False, decoupled_weight_decay: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(
-            params,
-            lr=lr,
-            betas=betas,
-            weight_decay=weight_decay,
-            decouple_lr=decoupled_weight_decay,
+            params, lr=lr, betas=betas, weight_decay=weight_decay, decouple_lr=decoupled_weight_decay,
             low_precision="none",
-        )
+        )  # fmt: skip
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if self.defaults["decouple_lr"]:

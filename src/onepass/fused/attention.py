@@ -20,21 +20,8 @@ from onepass.core.eager import fast_apply, node_backward
 from onepass.core.products import weight_gradient
 from onepass.ops.span_attention import op as span
 
+from . import attention_steps as steps
 from . import branch
-from .attention_steps import (
-    add_chosen,
-    after_backward_products,
-    attend,
-    attend_backward,
-    attend_heavy,
-    attend_light,
-    before_backward_products,
-    before_products,
-    choose_both,
-    choose_both_backward,
-    norm_both,
-    score,
-)  # fmt: skip
 from .plans import AttentionPlan as Plan
 from .row import Row
 from .runs import Runs, part_runs, whole_runs, window_runs
@@ -79,14 +66,16 @@ def forward(
         (
             y, tokens, scores, stats, gates_q, at_q, state_q, starts, gates_kv, at_kv, state_kv, within, seen, chosen_q,
             stats_q, chosen_kv, stats_kv, *copies,
-        ) = before_products(x, vectors, light_norm, mask, norm_q, norm_kv, plan, *weights)  # fmt: skip
+        ) = steps.before_products(x, vectors, light_norm, mask, norm_q, norm_kv, plan, *weights)  # fmt: skip
         null, qkv_w, light_out_w, q_w, kv_w, heavy_out_w = copies or weights
         qkv, at, at_gates = torch.mm(tokens, qkv_w.t()), at_q, gates_q
     else:
-        y, tokens, scores, stats, *copies = score(x, vectors, light_norm, mask, plan, *weights)
+        y, tokens, scores, stats, *copies = steps.score(x, vectors, light_norm, mask, plan, *weights)
         null, qkv_w, light_out_w, q_w, kv_w, heavy_out_w = copies or weights
         scores = row.whole(scores, mask)
-        gates_q, at_q, state_q, starts, gates_kv, at_kv, state_kv, within, seen = choose_both(scores, row.mask, plan)
+        gates_q, at_q, state_q, starts, gates_kv, at_kv, state_kv, within, seen = steps.choose_both(
+            scores, row.mask, plan
+        )
         of_q, of_kv = row.sort(at_q), row.sort(at_kv)
         counts = row.ask(of_q, of_kv)
         left, qkv, arrive = row.project(tokens, qkv_w, len(x), plan.window, plan.causal)
@@ -96,7 +85,7 @@ def forward(
         at = row.at = places + row.begin
         row.keys = row.pick(of_kv, starts_kv, everyone=True).places
         row.sources = row.locate(of_kv, row.keys.shape[1])
-        chosen_q, stats_q, chosen_kv, stats_kv = norm_both(x, places, row.keys, norm_q, norm_kv, plan)
+        chosen_q, stats_q, chosen_kv, stats_kv = steps.norm_both(x, places, row.keys, norm_q, norm_kv, plan)
         if seen is not None:
             # in the order of the tokens, so that the last never decreases
             last = (at // plan.window * plan.keys.k).clamp_min(0).to(torch.int32)
@@ -104,22 +93,22 @@ def forward(
     light_runs, heavy_runs = _runs(x, mask, at, at_kv, seen, plan, precision, row)
     q, kv = torch.mm(chosen_q, q_w.t()), torch.mm(chosen_kv, kv_w.t())
     if row is None:
-        light, light_lse, gated, heavy, heavy_lse = attend(
+        light, light_lse, gated, heavy, heavy_lse = steps.attend(
             qkv, q, kv, gates_kv, at, at_kv, plan, precision, here, *light_runs[:3], *heavy_runs[:3]
         )  # fmt: skip
     else:
         gathered = row.gather(kv, row.sources)
         arrive()
-        light, light_lse = attend_light(qkv, len(x), plan, precision, left, here, *light_runs[:3])
+        light, light_lse = steps.attend_light(qkv, len(x), plan, precision, left, here, *light_runs[:3])
         kv = gathered()
-        gated, heavy, heavy_lse = attend_heavy(q, kv, gates_kv, at, at_kv, plan, precision, *heavy_runs[:3])
+        gated, heavy, heavy_lse = steps.attend_heavy(q, kv, gates_kv, at, at_kv, plan, precision, *heavy_runs[:3])
     rows = torch.addmm(null, light, light_out_w.t(), out=None if y is None else y.view(tokens.shape))
     update = torch.mm(heavy, heavy_out_w.t())
     where = at if row is None else places
     if y is None:
         y = branch.add_residual(x, rows, update, at_gates, where, null)
     else:
-        add_chosen(rows, update, at_gates, where, null)
+        steps.add_chosen(rows, update, at_gates, where, null)
     kept = [
         vectors, stats, state_q, starts, state_kv, within, stats_q, stats_kv, seen, tokens, qkv, light, light_lse,
         chosen_q, chosen_kv, q, kv, gated, heavy, heavy_lse, update,
@@ -158,7 +147,7 @@ def backward_products(
 
     # one pass over dy rounds it and sums its rows
     dy = (dy if need_null else dy.to(plan.dtype)).contiguous()
-    rounded, du, d_gates_q, explore_grad, sums = before_backward_products(
+    rounded, du, d_gates_q, explore_grad, sums = steps.before_backward_products(
         dy, update, gates, places, null, mask, plan, need_gates, need_null, plan.explore_stride > 0 and need_v
     )
     dy = (dy if rounded is None else rounded).view(-1, dim)
@@ -174,7 +163,7 @@ def backward_products(
     if heavy_runs.begin is None:
         begin, end = span.edges(gated, heavy_runs.first, heavy_runs.last, at_kv.shape[1]) or (None, None)
         heavy_runs = heavy_runs._replace(begin=begin, end=end)
-    d_qkv, dq, dkv, d_gates_kv = attend_backward(
+    d_qkv, dq, dkv, d_gates_kv = steps.attend_backward(
         d_light, qkv, light, light_lse, d_heavy, q, kv, gated, heavy, heavy_lse, gates_kv, at_q, at_kv, plan, precision,
         left, here, *light_runs, *heavy_runs,
     )  # fmt: skip
@@ -215,7 +204,7 @@ def backward_tokens(
             for own, g, like in ((d_gates_q, g_gates_q, gates_q), (d_gates_kv, g_gates_kv, gates_kv))
         )
     needed = [need and d is not None for need, d in zip(need_norms, (d_normed, d_q, d_kv), strict=True)]
-    dx, sums = after_backward_products(
+    dx, sums = steps.after_backward_products(
         x, *saved[1:6], plan, *saved[6:], d_normed, d_q, d_kv, d_gates_q, d_gates_kv, g_scores, explore_grad,
         dy.contiguous() if plan.residual and dy is not None else None, need_x,
         need_v or needed[0], *needed[1:],
@@ -298,7 +287,7 @@ def _spread_scores(
     )
     if d_q is not None or d_kv is not None:
         d_q, d_kv = (torch.zeros_like(like) if d is None else d for d, like in ((d_q, gates_q), (d_kv, gates_kv)))
-        ds = choose_both_backward(d_q, d_kv, scores, row.mask, plan, at_q, gates_q, at_kv, gates_kv, *states)
+        ds = steps.choose_both_backward(d_q, d_kv, scores, row.mask, plan, at_q, gates_q, at_kv, gates_kv, *states)
         g_scores = ds if g_scores is None else ds + g_scores
     return None, None, None if g_scores is None else row.here(g_scores, x.shape[1]), d_probed
 
@@ -318,6 +307,3 @@ def routed_attention(plan: Plan, *tensors: Tensor | None, row: Row | None = None
     gradients of the latter two.
     """
     return _apply(plan, row, *tensors)  # type: ignore[no-any-return]
-
-
-__all__ = ["Plan", "routed_attention"]

@@ -219,6 +219,3 @@ def routed_attention(plan: Plan, *tensors: Tensor | None) -> tuple[Tensor, ...]:
     """Do as `attention.routed_attention` through the dispatcher, where callers need not be plain eager."""
     register_formulas()
     return tuple(forward_op(*tensors, *plan.numbers())[:PUBLIC])
-
-
-__all__ = ["forward_op", "products_backward_op", "routed_attention", "tokens_backward_op"]

@@ -117,16 +117,3 @@ def add_residual(
         torch.add(x, rows.view(x.shape), out=y)
     add_rows(y.view(rows.shape), update, gates, indices, shift)
     return y
-
-
-__all__ = [
-    "add_residual",
-    "cast",
-    "column_sums",
-    "explore_gradient",
-    "gate",
-    "gate_backward",
-    "gelu_backward",
-    "new_partials",
-    "total",
-]

@@ -173,9 +173,3 @@ def of_sequence(within: Tensor, batch: int, block: int) -> Tensor:
     indices = within.view(batch, len(within) // max(batch, 1), within.shape[1])
     start = torch.arange(0, indices.shape[1] * block, block, device=within.device)[:, None]
     return torch.where(indices >= 0, indices + start, -1).flatten(1)
-
-
-__all__ = [
-    "Choice", "choose", "choose_backward", "choose_keys", "choose_keys_backward", "decide", "empty_choice",
-    "first_of_each", "of_sequence", "row_counts", "windows",
-]  # fmt: skip

@@ -346,6 +346,3 @@ def routed_feed_forward(
     there are tokens and k ≥ 1.
     """
     return _apply(x, vectors, light_norm, heavy_norm, mask, plan, row, *weights)  # type: ignore[no-any-return]
-
-
-__all__ = ["routed_feed_forward"]

@@ -212,6 +212,3 @@ def routed_feed_forward(
         x, vectors, light_norm, heavy_norm, mask, *weights, *plan.numbers()
     )  # fmt: skip
     return y, indices, gates, scores
-
-
-__all__ = ["forward_op", "products_backward_op", "routed_feed_forward", "tokens_backward_op"]

@@ -83,6 +83,3 @@ def cut(indices: Tensor, gates: Tensor, soft: Tensor | None, counts: Tensor) -> 
             cut_kernel, (cdiv(total, CUT), 1, 1), (indices, gates, soft, counts),
             (0 if soft is None else soft.stride(0), indices.shape[1], total), (CUT,), num_warps=4,
         )  # fmt: skip
-
-
-__all__ = ["counts", "cut"]

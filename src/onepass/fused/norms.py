@@ -145,9 +145,3 @@ def through_norms(
             if update is not None:
                 add_rows(dx.view(tokens, d), update, None, indices)
     return dx, None if partials is None else branch.total(partials)
-
-
-__all__ = [
-    "Chosen", "fits_one_program", "norm_backward_into", "norm_chosen", "norm_forward", "norm_partials", "score_tokens",
-    "through_norms",
-]  # fmt: skip

@@ -85,6 +85,3 @@ def shares(counts: list[int]) -> Shares:
     rooms = accumulate((max(0, most - c) for c in counts), initial=0)
     taken = [min(room, given[-1]) for room in rooms]
     return Shares([min(c, most) for c in counts], list(pairwise(given)), list(pairwise(taken)))
-
-
-__all__ = ["Edges", "Range", "Shares", "edges", "parts", "shared", "shares", "wanted"]

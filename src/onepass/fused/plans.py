@@ -82,6 +82,3 @@ class AttentionPlan(NamedTuple):
             dtype, light_heads, heavy_heads, width, window, bool(causal), queries, keys, stride, weight,
             bool(residual), *norms,
         )  # fmt: skip
-
-
-__all__ = ["AttentionPlan", "FeedForwardPlan", "Numbers"]

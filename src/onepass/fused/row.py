@@ -348,6 +348,3 @@ class Row:
             *totals, sums, numbers = self.total(*grads, lengths.sum(-1), real.sum(-1).to(lengths.dtype))
             gain = (lengths - (sums / numbers.clamp_min(1))[:, None]).where(real, 0)
         return [*totals], torch.mv(tokens.flatten(0, 1).mT, (gain * inverse).flatten()) * (-weight * stride)
-
-
-__all__ = ["Chosen", "Counts", "Even", "Row", "Sorted", "send"]

@@ -101,6 +101,3 @@ def _all(n: int, keys: int, device: torch.device) -> tuple[Tensor, Tensor]:
 def whole_runs(n: int, keys: int, queries: Queries) -> Runs:
     """Return the runs of n queries that see all `keys` keys."""
     return _of(_all, (n, keys), keys, queries)
-
-
-__all__ = ["Runs", "neighbours", "part_runs", "whole_runs", "window_runs"]

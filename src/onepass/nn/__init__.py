@@ -14,21 +14,7 @@ from .routing_stats import RoutingStats
 from .weighted_sum import WeightedSum
 
 __all__ = [
-    "AttentionRouting",
-    "BlockRouting",
-    "CausalRouter",
-    "Decoder",
-    "LayerNorm",
-    "LocalAttention",
-    "RMSNorm",
-    "Routed",
-    "RoutedAttention",
-    "RoutedBlock",
-    "RoutedCrossAttention",
-    "RoutedFeedForward",
-    "Router",
-    "RouterOutput",
-    "RoutingStats",
-    "WeightedSum",
-    "graphed",
-]
+    "AttentionRouting", "BlockRouting", "CausalRouter", "Decoder", "LayerNorm", "LocalAttention", "RMSNorm", "Routed",
+    "RoutedAttention", "RoutedBlock", "RoutedCrossAttention", "RoutedFeedForward", "Router", "RouterOutput",
+    "RoutingStats", "WeightedSum", "graphed",
+]  # fmt: skip

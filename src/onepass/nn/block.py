@@ -94,28 +94,14 @@ class RoutedBlock(nn.Module):
         if k_kv is None:
             k_kv = min(1.0, 2 * k) if isinstance(k, float) else 2 * k
         self.attention = RoutedAttention(
-            dim,
-            k if k_q is None else k_q,
-            k_kv,
-            heads=heads,
-            dim_head=dim_head,
-            light_heads=light_heads,
-            window=window,
-            causal=causal,
-            device=device,
-            dtype=dtype,
-        )
+            dim, k if k_q is None else k_q, k_kv, heads=heads, dim_head=dim_head, light_heads=light_heads,
+            window=window, causal=causal, device=device, dtype=dtype,
+        )  # fmt: skip
         self.feed_forward = RoutedFeedForward(
-            dim,
-            k,
-            light_mult=light_mult,
-            heavy_mult=heavy_mult,
-            router=router_of_windows(dim, window, device, dtype) if causal else None,
-            bias=bias,
-            balance=balance,
-            device=device,
-            dtype=dtype,
-        )
+            dim, k, light_mult=light_mult, heavy_mult=heavy_mult,
+            router=router_of_windows(dim, window, device, dtype) if causal else None, bias=bias, balance=balance,
+            device=device, dtype=dtype,
+        )  # fmt: skip
         self.dropout = dropout
 
     if TYPE_CHECKING:

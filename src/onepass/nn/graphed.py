@@ -179,6 +179,3 @@ def _check_tensors(tensors: tuple[Any, ...]) -> None:
     for i, t in enumerate(tensors):
         if not isinstance(t, Tensor):
             raise TypeError(f"graphed: argument {i} must be a tensor, got {type(t).__name__}")
-
-
-__all__ = ["graphed"]

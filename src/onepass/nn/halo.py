@@ -47,6 +47,3 @@ class _Exchange(torch.autograd.Function):
                 gx[:, a - ctx.begin : b - ctx.begin] += received[:, done : done + b - a]
                 done += b - a
         return gx, None, None, None
-
-
-__all__ = ["fetch"]

@@ -178,6 +178,3 @@ class RMSNorm(nn.RMSNorm):
     def extra_repr(self) -> str:
         options = (f", offset={self.offset}" if self.offset else "", ", rounding='twice'" * (self.rounding == "twice"))
         return super().extra_repr() + "".join(options)
-
-
-__all__ = ["LayerNorm", "RMSNorm"]

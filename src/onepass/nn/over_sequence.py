@@ -271,6 +271,3 @@ class _Travel(torch.autograd.Function):
 def travel(rows: Tensor, even: Even, *, back: bool = False) -> Tensor:
     """Return `even.there` of rows, or with `back` `even.back`, with a gradient."""
     return _Travel.apply(rows, even, back)  # type: ignore[no-any-return, no-untyped-call]
-
-
-__all__ = ["Door", "sequence_axis", "travel"]

@@ -108,6 +108,3 @@ def packed(
     y, routing = layer.forward(padded, where.mask, return_routing=True)
     y = y.flatten(0, 1).index_select(0, where.slots).view(x.shape)
     return (y, routing) if return_routing else y
-
-
-__all__ = ["packed", "places", "refuse_int", "unpack"]

@@ -330,6 +330,3 @@ class RoutedFeedForward(Routed):
         multiplied = [w for w in (*linear, *more) if w is not None]
         norms = [w for w in (light_norm, heavy_norm) if w is not None]
         return branch_dtype(x, mask, [router.weight, *norms, *multiplied], multiplied, spread)
-
-
-__all__ = ["FeedForward", "Routed", "RoutedFeedForward"]

@@ -160,6 +160,3 @@ def _outputs(routing: Routing) -> Iterator[tuple[str, RouterOutput]]:
     else:
         yield from ((f"attention.{path}", output) for path, output in _outputs(routing.attention))
         yield "feed_forward.router", routing.feed_forward
-
-
-__all__ = ["RoutingStats"]

@@ -153,9 +153,3 @@ def place_like(p: Any, value: Tensor) -> Tensor:
 
     # every rank has loaded it: none must send it
     return distribute_tensor(value.to(p.device), p.device_mesh, p.placements, src_data_rank=None)
-
-
-__all__ = [
-    "global_mean", "is_sharded", "local", "place_like", "placed_gradients", "scale_shape", "shards", "whole",
-    "zero_scales",
-]  # fmt: skip

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from onepass.nn import BlockRouting, RMSNorm, RoutedFeedForward, RouterOutput
-from onepass.nn.routed import FeedForward
+from onepass.nn.feed_forward import FeedForward
 from onepass.train.config import Config
 from onepass.train.data import VOCABULARY
 from onepass.train.language import ByteModel
