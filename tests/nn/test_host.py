@@ -11,7 +11,7 @@ from torch import nn
 
 from fake_gpu import Host, autocast_pass, launches, still_held, torch_calls_of_a_pass
 from onepass.core.launch import INTERPRET
-from onepass.fused import attention as attention_node
+from onepass.fused import attention_steps as attention_node
 from onepass.fused import feed_forward as feed_forward_node
 from onepass.nn import CausalRouter, RoutedAttention, RoutedFeedForward
 
@@ -19,7 +19,7 @@ pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(INTERPRET, reason="kernels are not run")
 # for rows that are spread over devices
 OF_PARTS = {
-    "score", "choose_both", "choose_both_backward", "norm_chosen", "attend_light", "attend_heavy",
+    "score", "choose_both", "choose_both_backward", "norm_both", "attend_light", "attend_heavy",
     "_score_part", "_choose_part", "_choose_part_backward", "_norm_part",
 }  # fmt: skip
 NODES: dict[str, ModuleType] = {"attention": attention_node, "feed-forward": feed_forward_node}
