@@ -24,6 +24,8 @@ from onepass.ops.causal_choice.op import causal_choice
 Function = Callable[[Tensor], Any]
 
 NAMES = [name for spec in SPECS for name in spec.of_rows(maker("cpu", torch.float32), 8)]
+# of compiled calls and of long rows on a CPU
+TWO_DTYPES = [torch.float32, torch.bfloat16]
 CPU_WIDTHS = [7] if INTERPRET else [1, 7, 257, 1000]
 # programs with several rows, with one, with chunks of one; packed, reread and team kernels
 GPU_WIDTHS = [1, 7, 64, 100, 512, 1000, 3000, 4096, 8192, 16384, 20000, 32768, 65536, 131072, 1000003, 1048576]
@@ -141,7 +143,7 @@ def test_company(name: str, width: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.skipif(INTERPRET, reason="too slow")
-@functools.partial(_each, widths=[40000], dtypes=CPU_DTYPES)
+@functools.partial(_each, widths=[40000], dtypes=TWO_DTYPES)
 def test_a_long_row_alone(name: str, width: int, dtype: torch.dtype) -> None:
     """Torch shares the sum of one long row among threads, that of several never."""
     f, x = calls(name, "cpu", dtype, width), rows_of("cpu", dtype, 3, width)
@@ -168,14 +170,14 @@ def test_modes(name: str, width: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.skipif(INTERPRET, reason="compiled code calls the registered op")
-@functools.partial(_each, widths=[257], dtypes=CPU_DTYPES)
+@functools.partial(_each, widths=[257], dtypes=TWO_DTYPES)
 def test_compiled(name: str, width: int, dtype: torch.dtype) -> None:
     compiled(calls(name, "cpu", dtype, width), rows_of("cpu", dtype, 5, width), "aot_eager")
 
 
 @pytest.mark.skipif(INTERPRET, reason="compiled code calls the registered op")
 @pytest.mark.parametrize("name", [n for n in NAMES if "norm" in n])
-@pytest.mark.parametrize("dtype", CPU_DTYPES, ids=lambda d: str(d)[6:])
+@pytest.mark.parametrize("dtype", TWO_DTYPES, ids=lambda d: str(d)[6:])
 def test_a_large_norm_compiled_and_eager(name: str, dtype: torch.dtype) -> None:
     """More elements than small calls have, which take torch's own operators."""
     f, x = calls(name, "cpu", dtype, 64), rows_of("cpu", dtype, (1 << 19) // 64 + 3, 64)

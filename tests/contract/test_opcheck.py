@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -10,31 +11,31 @@ from torch.library import opcheck
 
 from harness import SPECS
 from onepass.core.launch import INTERPRET
+from onepass.core.spec import Spec
 
 pytestmark = pytest.mark.skipif(INTERPRET, reason="the dispatcher is the same in both jobs")
 
-CHECKS = [
-    pytest.param(i, j, id=f"{spec.name}-{j}") for i, spec in enumerate(SPECS) for j, _ in enumerate(spec.opchecks())
-]
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
-def _move(args: tuple[Any, ...], device: str) -> tuple[Any, ...]:
-    return tuple(
+def _checks() -> list[Any]:
+    """(spec, place in its list): the first two of each registered op; the others are slow."""
+    found, seen = [], Counter[str]()
+    for spec in SPECS:
+        for i, (op, _) in enumerate(spec.opchecks()):
+            seen[str(op)] += 1
+            marks = [pytest.mark.slow] if seen[str(op)] > 2 else []
+            found.append(pytest.param(spec, i, id=f"{spec.name}-{i}", marks=marks))
+    return found
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("spec", "i"), _checks())
+def test_opcheck(spec: Spec, i: int, device: str) -> None:
+    op, args = list(spec.opchecks())[i]
+    opcheck(op, tuple(
         a.detach().to(device).requires_grad_(a.requires_grad) if isinstance(a, torch.Tensor) else a for a in args
-    )
-
-
-@pytest.mark.parametrize(("i", "j"), CHECKS)
-def test_opcheck(i: int, j: int) -> None:
-    op, args = list(SPECS[i].opchecks())[j]
-    opcheck(op, args)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(("i", "j"), CHECKS)
-def test_opcheck_cuda(i: int, j: int) -> None:
-    op, args = list(SPECS[i].opchecks())[j]
-    opcheck(op, _move(args, "cuda"))
+    ))  # fmt: skip
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda s: s.name)

@@ -56,7 +56,6 @@ class Spec:
         opchecks: yields (registered op, arguments) for `torch.library.opcheck`.
         tolerances: per dtype, for values.
         grad_factor: the tolerance of gradients, as a multiple of that of values.
-        surrogate: gradients are straight-through, not the slopes of the values, so finite differences don't apply.
         of_rows: `of_rows(make, width)` returns functions by name; each maps a tensor (rows, width) to (rows, ...), and
             the bits of a row must depend on this row alone (docs/bits.md).
     """
@@ -69,5 +68,4 @@ class Spec:
     opchecks: Callable[[], Iterator[tuple[Any, tuple[Any, ...]]]] = lambda: iter(())
     tolerances: Mapping[torch.dtype, Tolerance] = field(default_factory=lambda: DEFAULT_TOLERANCES)
     grad_factor: float = 4.0
-    surrogate: bool = False
     of_rows: Callable[[Callable[..., Tensor], int], Mapping[str, Callable[[Tensor], Any]]] = lambda make, width: {}

@@ -66,5 +66,4 @@ _BAD = (
     BadCall("real mask", lambda: causal_choice(_S, 1, mask=_S), TypeError, "mask must be bool"),
 )
 
-# surrogate: a threshold's gradient is by design not that of its value, which is one earlier score
-SPECS = [Spec("causal_choice", causal_choice, reference, _samples, _BAD, _opchecks, surrogate=True)]
+SPECS = [Spec("causal_choice", causal_choice, reference, _samples, _BAD, _opchecks)]

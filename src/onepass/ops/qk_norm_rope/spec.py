@@ -94,8 +94,6 @@ SPECS = [
         samples=_samples,
         bad_calls=tuple(_bad_calls()),
         opchecks=_opchecks,
-        # values depend on cos and sin, which have no gradient
-        surrogate=True,
         of_rows=_of_rows,
     ),
 ]

@@ -67,9 +67,8 @@ def _of_rows(make: Callable[..., Tensor], n: int) -> Mapping[str, Callable[[Tens
 
 
 SPECS = [
-    # surrogate: gates are 1 with the gradient of soft gates, so finite differences don't apply
     Spec(
         name="topk", op=topk, reference=reference.topk, samples=_samples, bad_calls=_BAD_CALLS,
-        opchecks=_opchecks, of_rows=_of_rows, surrogate=True,
+        opchecks=_opchecks, of_rows=_of_rows,
     ),
 ]  # fmt: skip
