@@ -18,23 +18,12 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
+from test_extras import LIBRARY
+
 ROOT = Path(__file__).parents[1]
 DIST = ROOT / "dist"
 IN_SDIST = ["pyproject.toml", "README.md", "CHANGELOG.md", "LICENSE", "src/onepass/py.typed", "tests/conftest.py"]
 NOT_IN_WHEEL = re.compile(r"^(?!onepass/|onepass-[^/]+\.dist-info/)|results/|(^|/)test_|\.png$")
-
-USE = """
-import onepass, torch
-from onepass import compat, nn, optim
-import onepass.compat.colt5_attention, onepass.compat.cs336
-import onepass.compat.lion_pytorch, onepass.compat.triton_transformer
-
-block = nn.RoutedBlock(32, k=1 / 16, heads=2, dim_head=16)
-optimizer = optim.Lion(block.parameters())
-block(torch.randn(2, 64, 32)).square().sum().backward()
-optimizer.step()
-print("used", onepass.__version__, onepass.__file__)
-"""
 
 
 def build() -> tuple[Path, Path]:
@@ -95,7 +84,7 @@ def use(wheel: Path, directory: Path) -> None:
     for module in ("numpy", "rich", "matplotlib", "safetensors"):
         if run(python, "-c", f"import {module}").returncode == 0:
             sys.exit(f"the environment that should have torch alone has {module}")
-    used = run(python, "-c", USE)
+    used = run(python, "-c", LIBRARY)
     if used.returncode or str(directory) not in used.stdout:
         sys.exit(used.stdout + used.stderr)
     doctor = run(python, "-m", "onepass", "doctor")

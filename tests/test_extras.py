@@ -12,7 +12,12 @@ from onepass.doctor.facts import LEAST
 
 PYPROJECT = (Path(__file__).parents[1] / "pyproject.toml").read_text()
 # None in sys.modules: importing the name raises, and looking for it finds nothing
-TORCH_ALONE = "import sys\nfor name in ('matplotlib', 'numpy', 'rich', 'safetensors'): sys.modules[name] = None\n"
+TORCH_ALONE = """
+import sys
+for name in ("matplotlib", "numpy", "rich", "safetensors", "triton"):
+    sys.modules[name] = None
+"""
+# what the built wheel does as well, where nothing else is installed (packages.py)
 LIBRARY = """
 import onepass, torch
 from onepass import compat, nn, optim
@@ -23,8 +28,9 @@ block = nn.RoutedBlock(32, k=1 / 16, heads=2, dim_head=16)
 optimizer = optim.Lion(block.parameters())
 block(torch.randn(2, 64, 32)).square().sum().backward()
 optimizer.step()
-print("used")
+print("used", onepass.__version__, onepass.__file__)
 """
+COMMANDS = (["train"], ["show", "run", "file"], ["generate", "run", "--prompt", "a"])
 
 
 def _requirements(key: str) -> list[str]:
@@ -33,29 +39,23 @@ def _requirements(key: str) -> list[str]:
     return re.findall(r'"([\w-]+)', found)
 
 
-def _run(code: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", TORCH_ALONE + code], capture_output=True, text=True, check=False)
-
-
-def test_library_with_torch_alone() -> None:
-    done = _run(LIBRARY)
-    assert (done.stdout, done.returncode) == ("used\n", 0), done.stderr
-
-
-def test_doctor_with_torch_alone() -> None:
-    done = _run("from onepass.__main__ import main; sys.exit(main(['doctor']))")
-    assert done.returncode == 0, done.stderr
-    assert "all is well" in done.stdout
-
-
-def test_a_command_names_its_extra() -> None:
-    commands = ["train"], ["show", "run", "file"], ["generate", "run", "--prompt", "a"]
+def test_torch_alone() -> None:
     # the import may make torch warn that there is no NumPy; what the commands say follows after the mark
-    code = "from onepass.__main__ import main; print('mark', file=sys.stderr)\n"
-    done = _run(code + f"sys.exit(sum(main(command) for command in {commands}))")
-    assert (done.returncode, done.stdout) == (2 * len(commands), "")
+    code = f"""
+from onepass.__main__ import main
+print(main(["doctor"]))
+print("mark", file=sys.stderr)
+sys.exit(sum(main(command) for command in {COMMANDS}))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", TORCH_ALONE + LIBRARY + code], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2 * len(COMMANDS), done.stderr
+    assert done.stdout.startswith("used ")
+    assert "all is well" in done.stdout
+    assert done.stdout.endswith("\n0\n")
     needs = "needs matplotlib, numpy, rich, safetensors: pip install 'onepass[train]'\n"
-    assert done.stderr.partition("mark\n")[2] == "".join(f"onepass {command[0]}: {needs}" for command in commands)
+    assert done.stderr.partition("mark\n")[2] == "".join(f"onepass {command[0]}: {needs}" for command in COMMANDS)
 
 
 def test_extras_are_those_of_the_package() -> None:
