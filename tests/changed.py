@@ -38,7 +38,7 @@ def tests_for(name: str) -> list[str]:
         case ("src", "onepass", "fused", *_):
             return ["tests/fused", "tests/nn"]
         case ("src", "onepass", package, _, *_) if package != "core":
-            return [f"tests/{package}", *(["tests/cli"] if package == "train" else [])]
+            return [f"tests/{package}"]
         case ("benchmarks" | "research" as package, *_):
             return [f"tests/{package}"]
         case ("tests", *_, file) if file.startswith("test_"):

@@ -13,7 +13,7 @@ from conftest import concerns
     [
         (["src/onepass/ops/norm/op.py"], ["tests/contract", "tests/ops/norm"]),
         (["src/onepass/nn/norm.py"], ["tests/nn"]),
-        (["src/onepass/train/loop.py"], ["tests/cli", "tests/train"]),
+        (["src/onepass/train/loop.py"], ["tests/train"]),
         (["src/onepass/core/launch.py"], ["tests/contract", "tests/core", "tests/test_import.py"]),
         (["src/onepass/__main__.py"], ["tests/contract", "tests/core", "tests/test_import.py"]),
         (["tests/nn/test_norm.py", "src/onepass/nn/norm.py"], ["tests/nn"]),

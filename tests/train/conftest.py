@@ -1,7 +1,8 @@
-"""A small text to learn from and a run small enough to be trained in a second."""
+"""A small text to learn from, a run of it that is over, and what must not depend on the machine."""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -9,38 +10,44 @@ import pytest
 import torch
 
 from onepass.__main__ import main
-from onepass.train import machine
-from train.tiny import TINY
+from train.tiny import TINY, quick, write_texts
 
-WORDS = ["route", "token", "heavy", "light", "byte", "k", "norm", "=", "(x)", "é", "\n", "mask\n"]
+
+@pytest.fixture(autouse=True)
+def _quick() -> Iterator[None]:
+    with quick():
+        yield
 
 
 @pytest.fixture
 def texts(tmp_path: Path) -> Path:
-    """A directory of 24 different texts."""
-    folder = tmp_path / "texts"
-    (folder / "deep").mkdir(parents=True)
-    for number in range(24):
-        words = [WORDS[(number * 7 + place * place) % len(WORDS)] for place in range(120)]
-        where = folder / "deep" if number % 3 == 0 else folder
-        (where / f"{number}.txt").write_text(f"{number} " + " ".join(words))
-    return folder
+    return write_texts(tmp_path / "texts")
 
 
-@pytest.fixture
-def train(texts: Path) -> Iterator[Callable[..., int]]:
+def _train(texts: Path, *options: object) -> int:
     """`onepass train` on the small texts, one thread, options as given."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-
-    def command(*options: object) -> int:
+    try:
         return main(["train", str(texts), *TINY, *map(str, options)])
+    finally:
+        torch.set_num_threads(threads)
 
-    yield command
-    torch.set_num_threads(threads)
+
+@pytest.fixture
+def train(texts: Path) -> Callable[..., int]:
+    return lambda *options: _train(texts, *options)
 
 
-@pytest.fixture(autouse=True)
-def _idle(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is said must not depend on what else the machine does."""
-    monkeypatch.setattr(machine, "idle_cores", lambda: 64.0)
+@pytest.fixture(scope="session")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that is over, with the options of `train`; who changes it takes `finished`, a copy."""
+    folder = tmp_path_factory.mktemp("whole")
+    with quick():
+        assert _train(write_texts(folder / "texts"), "--out", folder / "run") == 0
+    return folder / "run"
+
+
+@pytest.fixture
+def finished(whole: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(whole, tmp_path / "finished"))

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import os
 import shutil
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,8 +15,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from onepass.__main__ import main
-from onepass.train import checkpoint, pictures, sources
+from onepass.train import checkpoint, sources
+from train.tiny import command, contents, quick
 
 OPTIONS = ("--dim", "16", "--blocks", "1", "--seq", "16", "--batch", "2", "--device", "cpu")
 RESUME = ("train", "texts", "--resume", "--out", "run")
@@ -28,44 +26,24 @@ FEW = settings(suppress_health_check=[HealthCheck.function_scoped_fixture, Healt
 
 
 @pytest.fixture(autouse=True)
-def _here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """One thread; pictures are drawn and not encoded, which takes most of a small run's time."""
+def _here() -> Iterator[None]:
     threads, before = torch.get_num_threads(), os.getcwd()
     torch.set_num_threads(1)
-    monkeypatch.setattr(pictures, "_png", lambda *_, **__: b"")
     yield
     os.chdir(before)
     torch.set_num_threads(threads)
 
 
 def call(*arguments: str, where: Path, codes: tuple[int, ...] = (0, 2)) -> int:
-    """The exit code of `onepass <arguments>`; a refusal is one line, and nothing gives orders to a terminal."""
-    out, err = (io.TextIOWrapper(io.BytesIO(), "utf-8", "backslashreplace", write_through=True) for _ in "oe")
     os.chdir(where)
-    with mock.patch.object(sys, "stdout", out), mock.patch.object(sys, "stderr", err):
-        try:
-            code: Any = main(list(arguments)) or 0
-        except SystemExit as stop:
-            code = stop.code or 0
-    said, refused = (stream.buffer.getvalue().decode("utf-8", "backslashreplace") for stream in (out, err))
-    assert code in codes, (code, refused)
-    if code == 2:
-        assert refused.count("\n") == 1, refused
-        assert refused.rstrip("\n").isprintable(), refused
-    raw = [c for c in said if not (c.isprintable() or c in "\n\t\r")]
-    assert not raw, said
+    code, _, refusal = command(*arguments)
+    assert code in codes, (code, refusal)
     return code
 
 
 def weights(run: Path) -> dict[str, bytes]:
     found = safetensors.torch.load((run / "checkpoint.safetensors").read_bytes())
     return {name: t.numpy().tobytes() for name, t in found.items()}
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    """Every file below a directory but for its lock."""
-    files = (path for path in folder.rglob("*") if path.is_file() and path.name != ".lock")
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
 
 
 @pytest.fixture(scope="module")
@@ -81,10 +59,9 @@ def unfinished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str
         saved[named["step"]] = path.read_bytes()
 
     before = os.getcwd()
-    with mock.patch.object(checkpoint, "save", keep), mock.patch.object(pictures, "_png", return_value=b""):
-        assert (
-            call("train", "texts", *OPTIONS, "--steps", "6", "--checkpoint-every", "4", "--out", "run", where=home) == 0
-        )
+    options = ("--steps", "6", "--checkpoint-every", "4", "--out", "run")
+    with mock.patch.object(checkpoint, "save", keep), quick():
+        assert call("train", "texts", *OPTIONS, *options, where=home) == 0
     os.chdir(before)
     end = weights(home / "run")
     (home / "run" / "checkpoint.safetensors").write_bytes(saved[4])
@@ -204,15 +181,14 @@ def test_command_lines(home: Path, data: st.DataObject) -> None:
     (home / "in").mkdir(parents=True)
     for name in ("a.txt", "b.py", "c.py"):
         (home / "in" / name).write_text(f"{name} the quick brown fox jumps over the lazy dog\n" * 9)
-    command = data.draw(st.sampled_from(tuple(COMMANDS)))
-    options, short = COMMANDS[command]
-    word = st.sampled_from(WORDS) | st.text(
-        st.characters(exclude_categories=("Cs",), exclude_characters="\0"), max_size=8
-    )
+    name = data.draw(st.sampled_from(tuple(COMMANDS)))
+    options, short = COMMANDS[name]
+    letters = st.characters(exclude_categories=("Cs",), exclude_characters="\0")
+    word = st.sampled_from(WORDS) | st.text(letters, max_size=8)
     arguments = data.draw(st.lists(word | st.sampled_from(options.split()), max_size=6))
     # after "--" options are paths: nothing would keep the command short
     cut = arguments.index("--") if "--" in arguments else len(arguments)
-    arguments = [command, *arguments[:cut], *short.split(), *arguments[cut:]]
+    arguments = [name, *arguments[:cut], *short.split(), *arguments[cut:]]
     # without a path a run reads all of the standard library
     with mock.patch.object(sources, "standard_library", return_value=home / "in"):
-        call(*arguments, where=home, codes=(0, 1, 2) if command == "doctor" else (0, 2))
+        call(*arguments, where=home, codes=(0, 1, 2) if name == "doctor" else (0, 2))

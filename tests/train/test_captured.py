@@ -8,33 +8,22 @@ import pytest
 import torch
 from torch import nn
 
-from onepass.train import config as configs
 from onepass.train import data, loop
 from onepass.train.captured import Gradients
 from onepass.train.run import Run
+from train.tiny import config, write_texts
 
 gpu = pytest.mark.gpu
 
 
-def _training(path: Path, *, device: str = "cpu", **values: object) -> loop.Training:
-    (path / "text").mkdir(parents=True)
-    for i in range(12):
-        (path / "text" / f"{i}.txt").write_text(f"{i} " + " ".join(str(j * j % 97) for j in range(i, 900)))
-    corpus = data.load([path / "text"], binary=False, follow_links=False)
-    small = {
-        "route": "learned",
-        "batch": 4,
-        "seq": 128,
-        "dim": 64,
-        "blocks": 2,
-        "steps": 8,
-        "precision": "bf16" if device == "cuda" else "fp32",
-    }
-    config = configs.build("gpu", device=device, threads=1, data=corpus.digest, paths=(), seed=0, **{**small, **values})
+def _training(path: Path, **values: object) -> loop.Training:
+    corpus = data.load([write_texts(path / "text")], binary=False, follow_links=False)
+    small = {"batch": 4, "seq": 128, "dim": 64, "steps": 8, "device": "cuda", "precision": "bf16"}
     run = Run(path / "run")
     run.path.mkdir()
-    run.create(config, corpus.manifest())
-    return loop.Training(config, corpus, run, 50)
+    settings = config(**{**small, "data": corpus.digest, "paths": (), **values})
+    run.create(settings, corpus.manifest())
+    return loop.Training(settings, corpus, run, 50)
 
 
 def test_each_call_gives_the_gradients_of_this_call_alone() -> None:
@@ -55,8 +44,8 @@ def test_each_call_gives_the_gradients_of_this_call_alone() -> None:
 @gpu
 @pytest.mark.parametrize("values", [{}, {"task": "causal"}, {"route": "none"}], ids=["masked", "causal", "no routing"])
 def test_a_captured_run_has_the_bits_of_an_eager_one(tmp_path: Path, values: dict[str, object]) -> None:
-    captured = _training(tmp_path / "a", device="cuda", **values)
-    eager = _training(tmp_path / "b", device="cuda", **values)
+    captured = _training(tmp_path / "a", **values)
+    eager = _training(tmp_path / "b", **values)
     eager.gradients.why_eager = "for comparison"
     for step in range(6):
         losses = captured._one_step(), eager._one_step()
@@ -74,7 +63,7 @@ def test_a_captured_run_has_the_bits_of_an_eager_one(tmp_path: Path, values: dic
 
 @gpu
 def test_random_routing_is_not_captured(tmp_path: Path) -> None:
-    training = _training(tmp_path, device="cuda", route="random")
+    training = _training(tmp_path, route="random")
     first, second = training._one_step(), training._one_step()
     assert training.gradients.graph is None
     assert "draws its tokens on the host" in training.gradients.why_eager

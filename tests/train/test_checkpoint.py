@@ -4,8 +4,6 @@ import json
 import math
 import pickle
 import re
-import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,29 +12,29 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save
 
-from onepass.__main__ import main
 from onepass.core.errors import UserError
 from onepass.optim import Lion
 from onepass.train import checkpoint
-from onepass.train.config import RANGES, ROUTES, TASKS, Config, build, from_json
+from onepass.train.config import RANGES, ROUTES, TASKS, Config, from_json
 from onepass.train.metrics import Mark
 from onepass.train.model import RoutedEncoder, new, parameter_groups
-from train.tiny import TINY
+from train.tiny import TINY, config, refused
 
 FUZZ = settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 
 
 def small(**values: object) -> Config:
-    rest = {"route": "learned", "seed": 0, "dim": 8, "blocks": 1, "seq": 16, "batch": 2, "steps": 5, "device": "cpu"}
-    return build("cpu", **{**rest, "precision": "fp32", "threads": 1, "data": "d", "paths": ("a", "b"), **values})
+    return config(**{"dim": 8, "blocks": 1, "seq": 16, "batch": 2, "steps": 5, **values})
 
 
-def trained(config: Config) -> tuple[RoutedEncoder, Lion]:
-    model = new(config)
+def saved_to(path: Path) -> tuple[RoutedEncoder, Lion]:
+    """A model after a step and its optimizer, whose checkpoint is in `path` now."""
+    model = new(small())
     optimizer = Lion(parameter_groups(model, 0.1), lr=1e-3)
     tokens = torch.randint(257, (2, 16))
     model(tokens, tokens[:, :3] % 16).logits.square().mean().backward()
     optimizer.step()
+    checkpoint.save(path, model, optimizer, small(), step=3, metrics=Mark(77, "d1"), seconds=1.5)
     return model, optimizer
 
 
@@ -44,22 +42,18 @@ def trained(config: Config) -> tuple[RoutedEncoder, Lion]:
 def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A whole checkpoint."""
     path = tmp_path_factory.mktemp("good") / checkpoint.NAME
-    model, optimizer = trained(small())
-    checkpoint.save(path, model, optimizer, small(), step=3, metrics=Mark(77, "d1"), seconds=1.5)
+    saved_to(path)
     return path
 
 
 def test_round_trip(tmp_path: Path):
-    config = small()
-    model, optimizer = trained(config)
-    path = tmp_path / checkpoint.NAME
-    checkpoint.save(path, model, optimizer, config, step=3, metrics=Mark(77, "d1"), seconds=1.5)
-    saved = checkpoint.load(path)
-    assert (saved.config, saved.step, saved.seconds) == (config, 3, 1.5)
+    model, optimizer = saved_to(tmp_path / checkpoint.NAME)
+    saved = checkpoint.load(tmp_path / checkpoint.NAME)
+    assert (saved.config, saved.step, saved.seconds) == (small(), 3, 1.5)
     assert (saved.metrics_bytes, saved.metrics_digest) == (77, "d1")
 
     torch.manual_seed(1)
-    other = RoutedEncoder(config)
+    other = RoutedEncoder(small())
     other_optimizer = Lion(parameter_groups(other, 0.1), lr=1e-3)
     checkpoint.restore_model(saved, other)
     checkpoint.restore_optimizer(saved, other, other_optimizer)
@@ -76,7 +70,7 @@ def test_nothing_in_it_is_pickled(good: Path):
     assert {entry["dtype"] for name, entry in json.loads(header).items() if name != "__metadata__"} == {"F32"}
 
 
-def refused(content: bytes, path: Path) -> str:
+def not_loaded(content: bytes, path: Path) -> str:
     path.write_bytes(content)
     with pytest.raises(UserError) as caught:
         checkpoint.load(path)
@@ -90,7 +84,7 @@ def refused(content: bytes, path: Path) -> str:
 @given(share=st.floats(0, 1, exclude_max=True))
 def test_truncated(good: Path, tmp_path: Path, share: float):
     content = good.read_bytes()
-    assert "cut off" in refused(content[: int(share * len(content))], tmp_path / "cut")
+    assert "cut off" in not_loaded(content[: int(share * len(content))], tmp_path / "cut")
 
 
 @FUZZ
@@ -120,7 +114,7 @@ def test_flipped_bits(good: Path, tmp_path: Path, data: st.DataObject):
 @FUZZ
 @given(st.binary(max_size=200))
 def test_any_bytes(tmp_path: Path, content: bytes):
-    refused(content, tmp_path / "noise")
+    not_loaded(content, tmp_path / "noise")
 
 
 @pytest.mark.parametrize(
@@ -138,17 +132,17 @@ def test_other_safetensors_files(tmp_path: Path, metadata: dict[str, str] | None
     tensors = {"a": torch.zeros(2)}
     if metadata and metadata.get("sha256") == "sum":
         metadata = {**metadata, "sha256": checkpoint._digest(metadata["onepass"], tensors)}
-    refused(save(tensors, metadata), tmp_path / "other")
+    not_loaded(save(tensors, metadata), tmp_path / "other")
 
 
 def strangers(good: Path, **changes: object) -> bytes:
     """A checkpoint with other values, and a digest that fits them; `config` and `momentum` change those parts."""
     saved = checkpoint.load(good)
-    config = json.loads(saved.config.to_json()) | dict(changes.pop("config", {}))  # type: ignore[call-overload]
+    values = json.loads(saved.config.to_json()) | dict(changes.pop("config", {}))  # type: ignore[call-overload]
     change = changes.pop("momentum", None)
     tensors = {n: change(t) if change and n.startswith("optimizer/") else t for n, t in saved.tensors.items()}
-    values = {"config": json.dumps(config), "step": 3, "metrics_bytes": 77, "metrics_digest": "d1", "seconds": 1.5}
-    record = json.dumps({**values, **changes})
+    record = {"config": json.dumps(values), "step": 3, "metrics_bytes": 77, "metrics_digest": "d1", "seconds": 1.5}
+    record = json.dumps({**record, **changes})
     return save(tensors, {"onepass": record, "sha256": checkpoint._digest(record, tensors)})
 
 
@@ -172,13 +166,12 @@ STRANGE: dict[str, tuple[dict[str, object], str]] = {
 def test_a_strangers_checkpoint(good: Path, tmp_path: Path, name: str):
     """A digest that fits says nothing about its numbers: each is refused before a model is built."""
     changes, message = STRANGE[name]
-    assert re.search(message, refused(strangers(good, **changes), tmp_path / "strange"))
+    assert re.search(message, not_loaded(strangers(good, **changes), tmp_path / "strange"))
 
 
-def test_generating_from_a_strangers_checkpoint(good: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_generating_from_a_strangers_checkpoint(good: Path, tmp_path: Path):
     (tmp_path / checkpoint.NAME).write_bytes(strangers(good, config={"dim": 2**14, "blocks": 256, "task": "causal"}))
-    assert main(["generate", str(tmp_path), "--prompt", "a"]) == 2
-    assert capsys.readouterr().err.count("\n") == 1
+    refused("generate", tmp_path, "--prompt", "a")
 
 
 @settings(max_examples=30, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
@@ -186,9 +179,9 @@ def test_generating_from_a_strangers_checkpoint(good: Path, tmp_path: Path, caps
 def test_any_configuration_is_compared(good: Path, tmp_path: Path, data: st.DataObject):
     """Values at the ends of their ranges: a configuration that is invalid, or that the file's tensors don't fit."""
     names = data.draw(st.lists(st.sampled_from(["light_mult", "heavy_mult", "routed", "window", "seq"]), unique=True))
-    config = {"dim": 2**10, **{n: RANGES[n][data.draw(st.integers(0, 1))] for n in names}}
-    config |= {"task": data.draw(st.sampled_from(TASKS)), "route": data.draw(st.sampled_from(ROUTES))}
-    said = refused(strangers(good, config=config), tmp_path / "strange")
+    values = {"dim": 2**10, **{n: RANGES[n][data.draw(st.integers(0, 1))] for n in names}}
+    values |= {"task": data.draw(st.sampled_from(TASKS)), "route": data.draw(st.sampled_from(ROUTES))}
+    said = not_loaded(strangers(good, config=values), tmp_path / "strange")
     assert "another configuration" in said or "_mult must be at least 1" in said
 
 
@@ -210,6 +203,7 @@ def test_damaged_configurations(data: st.DataObject):
     for place in data.draw(st.lists(st.integers(0, len(content) - 1), max_size=3)):
         content[place] = data.draw(st.integers(0, 255))
     content = content[: data.draw(st.integers(0, len(content)))] if data.draw(st.booleans()) else content
+    one_line("[" * 100_000)
     one_line(content.decode("utf-8", "replace"))
 
 
@@ -229,60 +223,42 @@ def test_configurations_with_any_value(name: str, value: object):
 def one_line(text: str) -> None:
     message = "config.json: "
     try:
-        config = from_json(text, "config.json: ")
+        values = from_json(text, "config.json: ")
     except UserError as error:
         message = str(error)
     else:
-        assert from_json(config.to_json(), "") == config
+        assert from_json(values.to_json(), "") == values
     assert message.startswith("config.json: ")
     assert "\n" not in message
 
 
-def test_nested_too_deeply():
-    one_line("[" * 100_000)
+def test_what_resuming_refuses(finished: Path, texts: Path):
+    def said(*options: object) -> str:
+        return refused("train", texts, *TINY, "--resume", "--out", finished, *options)
 
-
-@pytest.fixture
-def finished(train: Callable[..., int], tmp_path: Path) -> Path:
-    """A run that is over."""
-    assert train("--out", tmp_path / "run") == 0
-    return tmp_path / "run"
-
-
-def resume(run: Path, texts: Path, capsys: pytest.CaptureFixture[str], *options: str) -> str:
-    capsys.readouterr()
-    assert main(["train", str(texts), *TINY, "--resume", "--out", str(run), *options]) == 2
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1
-    return said
-
-
-def test_what_resuming_refuses(finished: Path, texts: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path):
-    assert "--steps 8: the run has 12; give more to train longer" in resume(finished, texts, capsys, "--steps", "8")
-    assert "route is none here and learned in the run" in resume(finished, texts, capsys, "--route", "none")
+    assert "--steps 8: the run has 12; give more to train longer" in said("--steps", 8)
+    assert "route is none here and learned in the run" in said("--route", "none")
+    assert "binary is True here and False in the run" in said("--binary")
 
     path = finished / checkpoint.NAME
     whole = path.read_bytes()
     path.write_bytes(whole[:-100])
-    assert "cut off" in resume(finished, texts, capsys)
+    assert "cut off" in said()
     path.write_bytes(whole)
-
-    assert main(["train", str(texts), *TINY, "--seed", "5", "--out", str(tmp_path / "other")]) == 0
-    shutil.copy(tmp_path / "other" / checkpoint.NAME, path)
-    assert "is of another configuration: seed is 5 there and 0 in config.json" in resume(finished, texts, capsys)
+    path.write_bytes(strangers(path, config={"seed": 5}, step=12))
+    assert "is of another configuration: seed is 5 there and 0 in config.json" in said()
     path.write_bytes(whole)
 
     metrics = (finished / "metrics.jsonl").read_bytes()
     (finished / "metrics.jsonl").write_bytes(metrics[:50])
-    assert "fewer than" in resume(finished, texts, capsys)
+    assert "fewer than" in said()
     (finished / "metrics.jsonl").write_bytes(metrics)
 
     (texts / "1.txt").write_text("something else")
-    assert "the data has changed since the run began: '1.txt' changed" in resume(finished, texts, capsys)
+    assert "the data has changed since the run began: '1.txt' changed" in said()
 
-    (finished / "config.json").write_text("{")
-    assert "config.json: is no JSON" in resume(finished, texts, capsys)
-    (finished / "config.json").write_bytes(b"\xff")
-    assert "is no JSON" in resume(finished, texts, capsys)
+    for content in (b"{", b"\xff"):
+        (finished / "config.json").write_bytes(content)
+        assert "config.json: is no JSON" in said()
     (finished / "config.json").unlink()
-    assert "there is no run in" in resume(finished, texts, capsys)
+    assert "there is no run in" in said()

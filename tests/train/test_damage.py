@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from onepass.__main__ import main
 from onepass.core.errors import UserError
 from onepass.train import data, metrics
 from onepass.train.metrics import Mark
 from onepass.train.run import Run
-from train.tiny import TINY, rows
+from train.tiny import TINY, contents, printed, refused, rows
 
 WHERE = Path("metrics.jsonl")
 ROWS = [{"step": step, "loss": 1 / step, "bits_per_byte": 1.5 / step, "lr": 1e-3} for step in range(1, 8)]
@@ -28,7 +28,7 @@ def parsed(content: bytes) -> tuple[list[metrics.Row], Mark]:
     return [row for row, _ in found], found[-1][1] if found else Mark()
 
 
-def refused(content: bytes) -> str:
+def unreadable(content: bytes) -> str:
     with pytest.raises(UserError) as caught:
         parsed(content)
     assert "\n" not in str(caught.value)
@@ -60,7 +60,7 @@ def test_any_changed_byte_shows(data: st.DataObject):
     content = bytearray(LINES)
     place = data.draw(st.integers(0, len(content) - 1))
     content[place] = data.draw(st.integers(0, 255).filter(lambda value: value != LINES[place]))
-    assert "is damaged, or a line before it is lost or moved" in refused(bytes(content))
+    assert "is damaged, or a line before it is lost or moved" in unreadable(bytes(content))
 
 
 @FUZZ
@@ -69,8 +69,8 @@ def test_lost_moved_and_doubled_lines_show(order: list[int], count: int):
     lines = LINES.splitlines(keepends=True)
     chosen = order[:count]
     if chosen != list(range(count)):
-        refused(b"".join(lines[i] for i in chosen))
-    refused(b"".join(lines[: chosen[0] + 1]) + lines[chosen[0]])
+        unreadable(b"".join(lines[i] for i in chosen))
+    unreadable(b"".join(lines[: chosen[0] + 1]) + lines[chosen[0]])
 
 
 @FUZZ
@@ -81,15 +81,9 @@ def test_a_cut_is_seen_beside_the_checkpoint(tmp_path: Path, length: int):
         Run(tmp_path).verify(saved(END))
 
 
-class Saved:
+def saved(mark: Mark) -> Any:
     """What `verify` reads of a checkpoint."""
-
-    def __init__(self, length: int, digest: str | None) -> None:
-        self.metrics_bytes, self.metrics_digest = length, digest
-
-
-def saved(mark: Mark) -> Saved:
-    return Saved(mark.length, mark.digest)
+    return SimpleNamespace(metrics_bytes=mark.length, metrics_digest=mark.digest)
 
 
 def test_verify(tmp_path: Path):
@@ -98,25 +92,25 @@ def test_verify(tmp_path: Path):
     (tmp_path / "metrics.jsonl").write_bytes(LINES + b"a torn line after the checkpoint")
     assert run.verify(saved(END)) == END
     with pytest.raises(UserError, match="of another run than checkpoint"):
-        run.verify(Saved(END.length, "0" * 16))
+        run.verify(saved(Mark(END.length, "0" * 16)))
     with pytest.raises(UserError, match="line 7 is damaged"):
-        run.verify(Saved(END.length - 1, END.digest))
+        run.verify(saved(Mark(END.length - 1, END.digest)))
 
 
 def test_runs_from_before_there_were_digests(tmp_path: Path):
     old = b"".join(json.dumps(row).encode() + b"\n" for row in ROWS[:3])
     (tmp_path / "metrics.jsonl").write_bytes(old)
     run = Run(tmp_path)
-    mark = run.verify(Saved(len(old), None))
+    mark = run.verify(saved(Mark(len(old), None)))
     more, end = metrics.written(ROWS[3:], mark)
     (tmp_path / "metrics.jsonl").write_bytes(old + more)
     assert run.verify(saved(end)) == end
     assert parsed(old + more)[0] == ROWS
     # later rows seal the old ones, and none of them may lack its digest
-    refused(old.replace(b'"step": 2', b'"step": 9') + more)
-    refused(old[old.index(b"\n") + 1 :] + more)
+    unreadable(old.replace(b'"step": 2', b'"step": 9') + more)
+    unreadable(old[old.index(b"\n") + 1 :] + more)
     stripped = b"".join(json.dumps(row).encode() + b"\n" for row in ROWS[-1:])
-    refused(old + more.splitlines(keepends=True)[0] + stripped)
+    unreadable(old + more.splitlines(keepends=True)[0] + stripped)
 
 
 @pytest.mark.parametrize(
@@ -126,7 +120,7 @@ def test_runs_from_before_there_were_digests(tmp_path: Path):
      '{"step": 1, "loss": NaN}', '{"step": 1, "loss": Infinity}', '{"step": 1, "loss": null}', "[" * 100_000],
 )  # fmt: skip
 def test_old_rows_that_are_none(row: str):
-    refused(row.encode() + b"\n")
+    unreadable(row.encode() + b"\n")
 
 
 @FUZZ
@@ -162,56 +156,28 @@ def manifest_said(folder: Path, content: bytes) -> None:
     assert "\n" not in data.changed(corpus, path)
 
 
-@pytest.fixture
-def finished(train: Callable[..., int], tmp_path: Path) -> Iterator[Path]:
-    """A run that is over; after the test it can still be resumed once its files are put back."""
-    run = tmp_path / "run"
-    assert train("--out", run, "--checkpoint-every", 5) == 0
-    whole = {path.name: path.read_bytes() for path in run.iterdir()}
-    before = rows(run)
-    yield run
-    for name, content in whole.items():
-        (run / name).unlink(missing_ok=True)
-        (run / name).write_bytes(content)
-    assert train("--out", run, "--resume") == 0
-    assert rows(run) == before
-
-
 @pytest.mark.slow
-def test_what_is_gone(finished: Path, texts: Path, capsys: pytest.CaptureFixture[str]):
-    resume = ["train", str(texts), *TINY, "--resume", "--out", str(finished)]
-    saved = (finished / "checkpoint.safetensors").read_bytes()
-    lines = (finished / "metrics.jsonl").read_bytes()
+def test_what_is_gone(whole: Path, finished: Path, texts: Path):
+    """To start over would cost the metrics; what is put back goes on."""
+    resume = ["train", texts, *TINY, "--resume", "--out", finished]
+    before = contents(finished)
     (finished / "checkpoint.safetensors").unlink()
-    # to start over would cost the metrics
-    assert main(resume) == 2
-    assert "checkpoint.safetensors is gone; put it back" in capsys.readouterr().err
-    assert (finished / "metrics.jsonl").read_bytes() == lines
+    assert "checkpoint.safetensors is gone; put it back" in refused(*resume)
     (finished / "checkpoint.safetensors").symlink_to(finished.parent / "unmounted")
-    assert main(resume) == 2
-    assert "no such file" in capsys.readouterr().err
+    assert "no such file" in refused(*resume)
     (finished / "checkpoint.safetensors").unlink()
-    (finished / "checkpoint.safetensors").write_bytes(saved)
+    (finished / "checkpoint.safetensors").write_bytes(before["checkpoint.safetensors"])
     (finished / "metrics.jsonl").unlink()
-    assert main(resume) == 2
-    assert "has 0 bytes, fewer than" in capsys.readouterr().err
+    assert "has 0 bytes, fewer than" in refused(*resume)
     # a model may be passed on without its metrics
-    assert main(["show", str(finished), str(texts / "1.txt")]) == 0
-
-
-@pytest.mark.slow
-def test_a_damaged_list_of_data_is_mended(finished: Path, texts: Path, capsys: pytest.CaptureFixture[str]):
-    resume = ["train", str(texts), *TINY, "--resume", "--out", str(finished)]
-    whole = (finished / "data.json").read_bytes()
-    for bad in (b"{", whole[:-5], b""):
+    printed("show", finished, texts / "1.txt")
+    for bad in (b"{", before["data.json"][:-5], b""):
+        (finished / "metrics.jsonl").write_bytes(before["metrics.jsonl"])
         (finished / "data.json").write_bytes(bad)
-        assert main(resume) == 0
-        assert "data.json was damaged or gone and is written anew" in capsys.readouterr().out
-        assert (finished / "data.json").read_bytes() == whole
+        assert "data.json was damaged or gone and is written anew" in printed(*resume)
+        assert (finished / "data.json").read_bytes() == before["data.json"]
     # with other data there is nothing to mend it by
     (finished / "data.json").write_bytes(b"{")
-    text = (texts / "1.txt").read_text()
     (texts / "1.txt").write_text("something else")
-    assert main(resume) == 2
-    assert "the data has changed since the run began: its files are not the same" in capsys.readouterr().err
-    (texts / "1.txt").write_text(text)
+    assert "the data has changed since the run began: its files are not the same" in refused(*resume)
+    assert rows(finished) == rows(whole)

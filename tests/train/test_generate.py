@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ import torch
 from onepass.__main__ import main
 from onepass.train.generate import load
 from onepass.train.language import ByteModel
-from train.tiny import TINY
+from train.tiny import TINY, command, printed, quick, refused
 
 CAUSAL = ("--task", "causal", "--seq", "32")
 
@@ -23,26 +22,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A causal run that is over; who damages it copies it."""
     folder = tmp_path_factory.mktemp("causal")
     (folder / "text.txt").write_text("route the heavy token, or the light byte " * 60)
-    options = [*TINY, *CAUSAL, "--threads", "1", "--out", str(folder / "run")]
-    assert main(["train", str(folder / "text.txt"), *options]) == 0
+    with quick():
+        printed("train", folder / "text.txt", *TINY, *CAUSAL, "--threads", "1", "--out", folder / "run")
     return folder / "run"
-
-
-def written(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
-    capsys.readouterr()
-    assert main(["generate", *map(str, arguments)]) == 0
-    return capsys.readouterr().out
-
-
-def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
-    capsys.readouterr()
-    try:
-        code = main(["generate", *map(str, arguments)])
-    except SystemExit as stop:
-        code = stop.code
-    said = capsys.readouterr()
-    assert (code, said.out, said.err.count("\n")) == (2, "", 1), said.err
-    return said.err
 
 
 def _whole(model: ByteModel, tokens: list[int]) -> torch.Tensor:
@@ -56,9 +38,9 @@ def test_temperature_0_is_the_argmax_of_the_full_forward(run: Path) -> None:
     assert seen == 32
     model = model.double()
     tokens = list(b"rou")
-    for written in model.decoder(1, 63, temperature=0).stream(torch.tensor([tokens]), 60):
-        assert int(written) == int(_whole(model, tokens).argmax())
-        tokens.append(int(written))
+    for token in model.decoder(1, 63, temperature=0).stream(torch.tensor([tokens]), 60):
+        assert int(token) == int(_whole(model, tokens).argmax())
+        tokens.append(int(token))
 
 
 def test_logits_of_steps_equal_the_full_forward(run: Path) -> None:
@@ -73,9 +55,9 @@ def test_logits_of_steps_equal_the_full_forward(run: Path) -> None:
         torch.testing.assert_close(torch.stack(logits, 1).double(), expected[:, prompt - 1 :], rtol=1e-6, atol=1e-6)
 
 
-def test_draws_follow_the_seed_and_the_temperature(capsys: pytest.CaptureFixture[str], run: Path) -> None:
+def test_draws_follow_the_seed_and_the_temperature(run: Path) -> None:
     def text(*options: object) -> str:
-        return written(capsys, run, "--prompt", "to", "--length", 40, *options)
+        return printed("generate", run, "--prompt", "to", "--length", 40, *options)
 
     assert text("--seed", 1) == text("--seed", 1)
     assert text("--seed", 1) != text("--seed", 2)
@@ -84,64 +66,68 @@ def test_draws_follow_the_seed_and_the_temperature(capsys: pytest.CaptureFixture
     assert text().endswith("\n")
 
 
-def test_length_and_stop(capsys: pytest.CaptureFixture[str], run: Path) -> None:
-    long = written(capsys, run, "--prompt", "to", "--length", 30, "--temperature", 0)
+def test_length_and_stop(run: Path) -> None:
+    long = printed("generate", run, "--prompt", "to", "--length", 30, "--temperature", 0)
     inside = long[2:-1]
     stop = inside[4:6]
-    cut = written(capsys, run, "--prompt", "to", "--length", 30, "--temperature", 0, "--stop", stop)
+    cut = printed("generate", run, "--prompt", "to", "--length", 30, "--temperature", 0, "--stop", stop)
     assert cut == "to" + inside[: inside.index(stop) + len(stop)] + "\n"
 
 
-def test_what_a_terminal_would_obey_is_escaped(
-    capsys: pytest.CaptureFixture[str], run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_terminal_would_obey_is_escaped(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = "é\x1b[2J\n\t\xff".encode() + b"\xe9"
     monkeypatch.setattr("onepass.nn.decoder.Decoder.stream", lambda *a: iter([torch.tensor([list(text)])]))
-    assert written(capsys, run, "--prompt", "é\x07") == "é\\x07é\\x1b[2J\n\tÿ\ufffd\n"
+    assert printed("generate", run, "--prompt", "é\x07") == "é\\x07é\\x1b[2J\n\tÿ\ufffd\n"
 
 
-def test_what_stderr_says(capsys: pytest.CaptureFixture[str], run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing; where a text ends because the caches are full; on a terminal, how fast it was."""
-    capsys.readouterr()
-    assert main(["generate", str(run), "--prompt", "to", "--length", "9"]) == 0
-    assert capsys.readouterr().err == ""
+def test_what_stderr_says(run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a text gets too long; on a terminal, how fast it was; else nothing."""
+
+    def noted(length: int) -> str:
+        return command("generate", run, "--prompt", "to", "--temperature", 0, "--length", length)[2]
+
+    assert noted(30) == ""
+    assert noted(31) == "note: what follows byte 32 is longer than any text the model has seen\n"
     monkeypatch.setattr("onepass.train.generate.MOST", 8)
-    assert main(["generate", str(run), "--prompt", "to", "--length", "9", "--temperature", "0"]) == 0
-    said = capsys.readouterr()
-    assert said.err == "note: a text ends at 8 bytes, where its caches are full\n"
+    assert noted(9) == "note: a text ends at 8 bytes, where its caches are full\n"
+    capsys.readouterr()
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     assert main(["generate", str(run), "--prompt", "to", "--length", "5"]) == 0
     assert re.fullmatch(r"5 bytes in \d+\.\d\d s, [\d,]+ a second\n", capsys.readouterr().err)
 
 
-def test_a_longer_text_than_the_model_has_seen_is_noted(capsys: pytest.CaptureFixture[str], run: Path) -> None:
-    capsys.readouterr()
-    assert main(["generate", str(run), "--prompt", "to", "--length", "31"]) == 0
-    said = capsys.readouterr()
-    assert said.err == "note: what follows byte 32 is longer than any text the model has seen\n"
-    assert main(["generate", str(run), "--prompt", "to", "--length", "30"]) == 0
-    assert capsys.readouterr().err == ""
-
-
-def test_mistakes(capsys: pytest.CaptureFixture[str], run: Path, train: Callable[..., int], tmp_path: Path) -> None:
-    assert "--prompt is empty" in refused(capsys, run, "--prompt", "")
-    assert "--prompt has 33 bytes, more than the 32 that" in refused(capsys, run, "--prompt", "a" * 33)
-    assert "--stop is empty" in refused(capsys, run, "--prompt", "a", "--stop", "")
-    assert "the following arguments are required: --prompt" in refused(capsys, run)
-    assert "--temperature: must be from 0 to 100" in refused(capsys, run, "--prompt", "a", "--temperature", -1)
-    assert "--length: must be from 1" in refused(capsys, run, "--prompt", "a", "--length", 0)
-    assert "there is no run with a checkpoint in nowhere" in refused(capsys, "nowhere", "--prompt", "a")
-    if not torch.cuda.is_available():
-        assert "sees no CUDA device" in refused(capsys, run, "--prompt", "a", "--device", "cuda")
-    assert train("--out", tmp_path / "masked") == 0
-    assert "guesses hidden bytes; generate needs one of --task causal" in refused(
-        capsys, tmp_path / "masked", "--prompt", "a"
-    )
-    assert train(*CAUSAL, "--route", "none", "--out", tmp_path / "none") == 0
-    assert "has --route none; generate needs --route learned" in refused(capsys, tmp_path / "none", "--prompt", "a")
-    checkpoint = shutil.copytree(run, tmp_path / "cut") / "checkpoint.safetensors"
-    checkpoint.write_bytes(checkpoint.read_bytes()[:1000])
-    assert "cut off" in refused(capsys, checkpoint.parent, "--prompt", "a")
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["run", "--prompt", ""], "--prompt is empty"),
+        (["run", "--prompt", "a" * 33], "--prompt has 33 bytes, more than the 32 that"),
+        (["run", "--prompt", "a", "--stop", ""], "--stop is empty"),
+        (["run"], "the following arguments are required: --prompt"),
+        (["run", "--prompt", "a", "--temperature", "-1"], "--temperature: must be from 0 to 100"),
+        (["run", "--prompt", "a", "--length", "0"], "--length: must be from 1"),
+        (["nowhere", "--prompt", "a"], "there is no run with a checkpoint in nowhere"),
+        (["cut", "--prompt", "a"], "cut off"),
+        (["masked", "--prompt", "a"], "guesses hidden bytes; generate needs one of --task causal"),
+        (["none", "--prompt", "a"], "has --route none; generate needs --route learned"),
+        pytest.param(
+            ["run", "--prompt", "a", "--device", "cuda"], "sees no CUDA device",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is one"),
+        ),
+    ],
+)  # fmt: skip
+def test_mistakes(
+    run: Path, finished: Path, texts: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], said: str
+) -> None:
+    monkeypatch.chdir(run.parent)
+    folder = finished.parent / arguments[0]
+    if arguments[0] == "cut":
+        shutil.copytree(run, folder)
+        (folder / "checkpoint.safetensors").write_bytes((run / "checkpoint.safetensors").read_bytes()[:1000])
+    elif arguments[0] == "none":
+        printed("train", texts, *TINY, *CAUSAL, "--steps", 1, "--route", "none", "--out", folder)
+    else:
+        folder = {"masked": finished, "run": run}.get(arguments[0], Path("nowhere"))
+    assert said in refused("generate", folder, *arguments[1:])
 
 
 def test_weights_that_are_no_numbers(capsys: pytest.CaptureFixture[str], run: Path) -> None:

@@ -1,22 +1,32 @@
+"""The models of `onepass train`: what they see, what learns, how they are routed and measured."""
+
 from __future__ import annotations
 
+import json
 import math
+from collections.abc import Callable
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
-from onepass.train.config import Config, build
+from onepass.train import data
+from onepass.train.config import Config, from_json
 from onepass.train.loop import learning_rate
-from onepass.train.model import RandomRouter, new, parameter_groups
+from onepass.train.model import RandomRouter, RoutedLanguageModel, new, parameter_groups
+from onepass.train.trace import trace
+from train.tiny import TINY, config, printed, rows
 
 
-def config(**values: object) -> Config:
-    small = {"route": "learned", "seed": 0, "dim": 16, "blocks": 2, "seq": 32, "batch": 4, "steps": 100}
-    rest = {"device": "cpu", "precision": "fp32", "threads": 1, "data": "", "paths": ()}
-    return build("cpu", **{**small, **rest, **values})
+def causal(**values: object) -> Config:
+    return config(**{"task": "causal", "seq": 48, "window": 8, **values})
 
 
-@pytest.mark.parametrize("route", ["learned", "random", "none"])
+ROUTES = pytest.mark.parametrize("route", ["learned", "random", "none"])
+
+
+@ROUTES
 def test_shapes(route: str):
     model = new(config(route=route))
     guess = model(torch.randint(257, (3, 40)), torch.randint(40, (3, 6)))
@@ -32,12 +42,6 @@ def test_learned_routing_is_learned():
     routers = {name: parameter for name, parameter in model.named_parameters() if "router" in name}
     assert len(routers) == 2
     assert all(parameter.grad is not None and parameter.grad.abs().max() > 0 for parameter in routers.values())
-
-
-def test_every_parameter_gets_a_gradient():
-    model = new(config())
-    model(torch.randint(257, (3, 40)), torch.randint(40, (3, 6))).logits.square().mean().backward()
-    assert [name for name, parameter in model.named_parameters() if parameter.grad is None] == []
 
 
 def test_no_route_means_no_heavy_branch():
@@ -145,3 +149,83 @@ def test_schedule():
     assert rates[550] == pytest.approx(run.lr / 2)
     assert rates[-1] < run.lr * 1e-4
     assert all(math.isfinite(learning_rate(config(steps=steps), 0)) for steps in (1, 2, 9, 10))
+
+
+def test_each_byte_is_asked_for_and_the_one_before_it_shown():
+    text = np.arange(60, 160, dtype=np.uint8)
+    batch = data.training_batch(text, 3, 10, None, 0, 0)
+    assert batch.tokens.shape == batch.bytes.shape == batch.hidden.shape == (3, 10)
+    assert (batch.tokens[:, 0] == data.MASK).all()
+    assert (batch.tokens[:, 1:] == batch.bytes[:, :-1]).all()
+    assert (batch.hidden == np.arange(10)).all()
+    (measured,) = data.validation_batches(text, 16, 10, None, 4)
+    assert (measured.tokens[:, 1:] == measured.bytes[:, :-1]).all()
+
+
+@ROUTES
+def test_no_guess_depends_on_a_later_byte(route: str):
+    model = new(causal(route=route)).eval()
+    assert isinstance(model, RoutedLanguageModel)
+    tokens = torch.randint(256, (1, 48))
+    asked = torch.arange(48)[None]
+    with torch.no_grad():
+        logits = model(tokens, asked, draw=3).logits
+        assert logits.shape == (1, 48, 256)
+        for place in range(1, 48):
+            other = tokens.clone()
+            other[0, place:] = torch.randint(256, (48 - place,))
+            assert torch.equal(model(other, asked, draw=3).logits[:, :place], logits[:, :place])
+
+
+@ROUTES
+@pytest.mark.parametrize("make", [config, causal])
+def test_every_parameter_in_use_gets_a_gradient(make: Callable[..., Config], route: str):
+    model = new(make(route=route))
+    model(torch.randint(257, (3, 48)), torch.arange(48).expand(3, -1)).logits.square().mean().backward()
+    silent = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
+    # nothing is routed to: neither what attends nor what an unrouted token gets in its place
+    assert [name for name in silent if route != "none" or "null" not in name] == []
+
+
+def test_show_and_pictures_of_a_causal_model(texts: Path, tmp_path: Path):
+    printed("train", texts, *TINY, "--task", "causal", "--steps", 2, "--out", tmp_path / "run")
+    assert "guessed right from those before" in printed("show", tmp_path / "run", texts / "1.txt")
+    page = (tmp_path / "run" / "1.txt.routing.html").read_text()
+    assert "hidden" not in page[page.index("</style>") :]
+
+
+def test_trace_guesses_every_byte():
+    traced = trace(new(causal()).eval(), causal(), "text", bytes(range(65, 100)) * 4, 100)
+    assert not traced.hidden.any()
+    assert (traced.guess >= 0).all()
+    assert (traced.chance > 0).all()
+    assert traced.routed.any()
+
+
+def test_runs_from_before_there_was_a_choice_are_masked():
+    values = json.loads(config().to_json())
+    del values["task"], values["window"]
+    assert from_json(json.dumps(values), "").task == "masked"
+
+
+@pytest.mark.parametrize("task", ["masked", "causal"])
+@ROUTES
+def test_metrics_hold_what_the_loop_counts_of_the_routers(
+    train: Callable[..., int], tmp_path: Path, task: str, route: str
+) -> None:
+    assert train("--out", tmp_path / "run", "--task", task, "--route", route, "--steps", 2) == 0
+    measured = [row for row in rows(tmp_path / "run") if "routed" in row]
+    assert measured
+    for row in measured:
+        found = {name: value for name, value in row.items() if name.startswith("routing/")}
+        shares = [value for name, value in found.items() if name.endswith("feed_forward.router/share")]
+        if route == "none":
+            assert not found
+            continue
+        assert sum(shares) / len(shares) == pytest.approx(row["routed"])
+        # of two blocks, a token is chosen by both, by one or by none: |A| + |B| − |A ∩ B| = |A ∪ B|
+        overlap = found["routing/blocks.1.feed_forward.router/overlap"]
+        assert sum(shares) - overlap * shares[1] == pytest.approx(row["routed_once_at_least"])
+        # random choices have gates of 1
+        saturated = found["routing/blocks.0.feed_forward.router/saturated"]
+        assert saturated == 1 if route == "random" else 0 <= saturated < 1

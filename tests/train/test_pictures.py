@@ -4,7 +4,6 @@ import itertools
 import os
 import re
 import warnings
-from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -12,43 +11,29 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onepass.__main__ import main
 from onepass.train import colours, html, pictures
 from onepass.train.colours import INK, WRONG, shade
 from onepass.train.model import new
 from onepass.train.trace import Trace, cells, kinds, trace
-from train.test_checkpoint import small
+from train.tiny import TINY, config, printed
 
 PNG = b"\x89PNG\r\n\x1a\n"
 TAGS = {
-    "html",
-    "head",
-    "meta",
-    "title",
-    "style",
-    "body",
-    "h1",
-    "p",
-    "div",
-    "span",
-    "b",
-    "input",
-    "label",
-    "pre",
-    "i",
-    "u",
-    "table",
-    "caption",
-    "tr",
-    "th",
-    "td",
-}
+    "html", "head", "meta", "title", "style", "body", "h1", "p", "div", "span", "b", "input", "label", "pre", "i", "u",
+    "table", "caption", "tr", "th", "td",
+}  # fmt: skip
+ENCODE = pictures._png  # which other tests do without
 EVIL = "</pre><script>alert(1)</script><img src=x onerror=alert(1)> & \"quotes\" 'too' &lt;b&gt;\n"
 
 
+@pytest.fixture(autouse=True)
+def _encoded(_quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pictures, "_png", ENCODE)
+
+
 def traced(content: bytes, name: str = "text.txt", **values: object) -> Trace:
-    config = small(**values)
-    return trace(new(config).eval(), config, name, content, 4096)
+    values = {"dim": 8, "blocks": 1, "seq": 16, **values}
+    return trace(new(config(**values)).eval(), config(**values), name, content, 4096)
 
 
 class Reader(HTMLParser):
@@ -124,9 +109,8 @@ def test_no_text_breaks_out(text: str, name: str):
     reader = Reader(page)
     assert set(reader.tags) <= TAGS
     assert reader.links == []
-    assert not re.search(
-        r"https?:|//|url\(|@import", re.sub(r"<pre>.*</pre>", "", page, flags=re.DOTALL).replace(EVIL, "")
-    )
+    rest = re.sub(r"<pre>.*</pre>", "", page, flags=re.DOTALL).replace(EVIL, "")
+    assert not re.search(r"https?:|//|url\(|@import", rest)
     shown = "".join(character for character, _ in reader.text)
     assert shown.startswith(EVIL.replace("\n", "↵\n"))
 
@@ -225,35 +209,21 @@ def test_loss_picture():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for step in (1, 4):
-            assert pictures.loss_png(rows[:step], small(), 4.4).startswith(PNG)
-        assert pictures.loss_png(rows, small(), 4.4).startswith(PNG)
+            assert pictures.loss_png(rows[:step], config(), 4.4).startswith(PNG)
+        assert pictures.loss_png(rows, config(), 4.4).startswith(PNG)
 
 
 @pytest.mark.slow
-def test_show(train: Callable[..., int], texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    run = tmp_path / "run"
-    assert train("--out", run) == 0
+def test_show(texts: Path, tmp_path: Path):
+    run, letter, other = tmp_path / "run", tmp_path / "a letter.txt", tmp_path / "new" / "place"
+    printed("train", texts, *TINY, "--steps", 2, "--out", run)
     for name in ("routing.png", "loss.png"):
         assert (run / name).read_bytes().startswith(PNG)
     assert "Which bytes get the heavy branch" in (run / "routing.html").read_text()
-    (tmp_path / "a letter.txt").write_text("Dear reader,\n" + EVIL)
-
-    assert main(["show", str(run), str(tmp_path / "a letter.txt")]) == 0
-    assert (
-        main(
-            [
-                "show",
-                str(run),
-                str(tmp_path / "a letter.txt"),
-                "--out",
-                str(tmp_path / "new" / "place"),
-                "--bytes",
-                "20",
-            ]
-        )
-        == 0
-    )
-    for folder in (run, tmp_path / "new" / "place"):
+    letter.write_text("Dear reader,\n" + EVIL)
+    printed("show", run, letter)
+    printed("show", run, letter, "--out", other, "--bytes", 20)
+    for folder in (run, other):
         page = (folder / "a letter.txt.routing.html").read_text()
         assert "Dear" in re.sub("<[^>]*>", "", page)
         assert "<script" not in page
@@ -262,8 +232,7 @@ def test_show(train: Callable[..., int], texts: Path, tmp_path: Path, capsys: py
     # a name that is no text
     strange = os.fsdecode(bytes(tmp_path) + b"/caf\xe9.txt")
     Path(strange).write_text("some text")
-    assert main(["show", str(run), strange]) == 0
-    capsys.readouterr()
+    printed("show", run, strange)
     # a directory with pictures of ours is still a run, and may be started over
-    assert train("--out", run, "--force") == 0
+    printed("train", texts, *TINY, "--steps", 2, "--out", run, "--force")
     assert not (run / "a letter.txt.routing.png").exists()

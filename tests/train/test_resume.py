@@ -1,10 +1,11 @@
+"""Stopped, resumed, longer, with other threads: a run is what it would have been."""
+
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,67 +13,52 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from onepass.__main__ import main
 from onepass.core import files
 from onepass.train import checkpoint, loop
-from train.tiny import TINY, rows
+from train.tiny import TINY, at_step, cut_off, drive, power_cut, printed, refused, rows, same
 
 Train = Callable[..., int]
+slow = pytest.mark.slow
 
 
-def same(one: Path, other: Path) -> None:
-    """Two runs came to the same numbers, bit for bit."""
-    assert rows(one) == rows(other)
-    a, b = (load_file(run / "checkpoint.safetensors") for run in (one, other))
-    assert a.keys() == b.keys()
-    assert all(torch.equal(a[name].view(torch.uint8), b[name].view(torch.uint8)) for name in a)
-    assert any(name.startswith("optimizer/") for name in a)
+def config(run: Path) -> dict[str, object]:
+    return json.loads((run / "config.json").read_text())
 
 
 @pytest.mark.parametrize("route", ["learned", "random"])
-def test_resuming_changes_nothing(train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, route: str):
-    options = ("--route", route, "--checkpoint-every", 3)
+@pytest.mark.parametrize("task", ["masked", pytest.param("causal", marks=slow)])
+def test_resuming_changes_nothing(train: Train, tmp_path: Path, route: str, task: str):
+    options = ("--route", route, "--task", task, "--checkpoint-every", 3)
     assert train("--out", tmp_path / "whole", *options) == 0
-
-    step = loop.Training._one_step
-
-    def power_cut(self: loop.Training) -> torch.Tensor:
-        if self.step == 8:
-            raise RuntimeError("power cut")
-        return step(self)
-
-    monkeypatch.setattr(loop.Training, "_one_step", power_cut)
-    with pytest.raises(RuntimeError, match="power cut"):
-        train("--out", tmp_path / "parts", *options)
-    monkeypatch.setattr(loop.Training, "_one_step", step)
-    # three rows of the last checkpoint's time are cut off again
+    # two rows after the last checkpoint are cut off again
+    cut_off(8, lambda: train("--out", tmp_path / "parts", *options))
     assert train("--out", tmp_path / "parts", "--resume") == 0
     same(tmp_path / "whole", tmp_path / "parts")
 
 
-def test_resuming_needs_no_option_but_the_directory(train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    from onepass.__main__ import main
-
+def test_resuming_needs_no_option_but_the_directory(
+    whole: Path, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.chdir(tmp_path)
-    assert train("--out", "runs/first") == 0
-    before = rows(tmp_path / "runs/first")
+    (tmp_path / "runs").mkdir()
+    finished.rename("runs/first")
     # without --out: the newest run below runs/
     assert main(["train", "--resume"]) == 0
-    assert rows(tmp_path / "runs/first") == before
+    same(tmp_path / "runs/first", whole)
 
 
-@pytest.mark.slow
-def test_a_run_killed_before_its_first_checkpoint(train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    def power_cut(self: loop.Training) -> None:
-        raise RuntimeError("power cut")
-
+@slow
+def test_a_run_killed_before_its_first_checkpoint(
+    train: Train, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     with monkeypatch.context() as patch:
         patch.setattr(loop.Training, "save", power_cut)
         with pytest.raises(RuntimeError):
             train("--out", tmp_path / "parts")
     assert not (tmp_path / "parts/checkpoint.safetensors").exists()
     assert train("--out", tmp_path / "parts", "--resume") == 0
-    assert train("--out", tmp_path / "whole") == 0
-    same(tmp_path / "whole", tmp_path / "parts")
+    same(whole, tmp_path / "parts")
 
 
 def test_a_directory_killed_before_the_run_began_is_free(train: Train, tmp_path: Path):
@@ -88,13 +74,9 @@ def test_a_directory_killed_before_the_run_began_is_free(train: Train, tmp_path:
 def test_a_crash_between_writing_and_renaming_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     path = tmp_path / "file"
     files.write(path, b"old")
-
-    def crash(old: object, new: object) -> None:
-        raise SystemExit
-
     with monkeypatch.context() as patch:
-        patch.setattr(os, "replace", crash)
-        with pytest.raises(SystemExit):
+        patch.setattr(os, "replace", power_cut)
+        with pytest.raises(RuntimeError):
             files.write(path, b"new")
     assert path.read_bytes() == b"old"
     files.write(path, "newer")
@@ -102,30 +84,18 @@ def test_a_crash_between_writing_and_renaming_leaves_the_old_file(tmp_path: Path
     assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
 
 
-# one process imports torch once and lets forks of itself train: kill, resume, kill, … then once to the end
-DRIVER = """
-import os, random, signal, sys, time
-import torch
-torch.set_num_threads(1)
-from onepass.__main__ import main
-# what every fork would import again
-import onepass.train.loop, onepass.train.pictures, torch._dynamo
-from pathlib import Path
-
-def fork(*options):
-    child = os.fork()
-    if child == 0:
-        sys.stdout = open(os.devnull, "w")
-        os._exit(main(["train", *ARGS, *options]))
-    return child
-
-ARGS, out, checkpoint = sys.argv[2:], Path(sys.argv[1]), Path(sys.argv[1], "checkpoint.safetensors")
+@slow
+def test_kill_9_again_and_again(train: Train, texts: Path, tmp_path: Path):
+    """Kill, resume, kill, … then once to the end."""
+    script = """
+out, checkpoint = Path("killed"), Path("killed/checkpoint.safetensors")
 random.seed(0)
-steps = kills = partial = 0
+kills = 0
 while True:
     known = checkpoint.stat().st_mtime_ns if checkpoint.exists() else 0
-    child = fork(*(["--resume"] if (out / "config.json").exists() else []), "--out", str(out))
-    if kills == 10:
+    again = ["--resume"] if (out / "config.json").exists() else []
+    child = fork(lambda: main(["train", *ARGS, *again, "--out", str(out)]), "log")
+    if kills == 5:
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         break
     # kill it some time after its first checkpoint of this round, so that the rounds go on
@@ -137,56 +107,26 @@ while True:
     os.kill(child, signal.SIGKILL)
     assert os.WIFSIGNALED(os.waitpid(child, 0)[1])
     kills += 1
-    partial += bool(list(out.glob("*.partial")))
-print(kills, partial)
 """
-
-
-@pytest.mark.slow
-def test_kill_9_again_and_again(train: Train, texts: Path, tmp_path: Path):
-    arguments = [str(texts), *TINY, "--steps", "120", "--checkpoint-every", "1"]
-    done = subprocess.run(
-        [sys.executable, "-c", DRIVER, str(tmp_path / "killed"), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split()[0] == "10"
-    assert train("--out", tmp_path / "whole", "--steps", "120") == 0
+    drive(script, tmp_path, str(texts), *TINY, "--steps", "50", "--checkpoint-every", "1")
+    assert train("--out", tmp_path / "whole", "--steps", "50") == 0
     same(tmp_path / "whole", tmp_path / "killed")
 
 
-@pytest.mark.slow
+@slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_saves_and_says_how_to_go_on(
-    train: Train,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    number: int,
-    code: int,
+    train: Train, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], number: int, code: int
 ):
-    step = loop.Training._one_step
-
-    def interrupted(self: loop.Training) -> torch.Tensor:
-        if self.step == 4:
-            os.kill(os.getpid(), number)
-        return step(self)
-
-    out = tmp_path / "a run"
-    with monkeypatch.context() as patch:
-        patch.setattr(loop.Training, "_one_step", interrupted)
-        handler = signal.getsignal(number)
+    out, handler = tmp_path / "a run", signal.getsignal(number)
+    with at_step(4, lambda: os.kill(os.getpid(), number)):
         assert train("--out", out) == code
-        assert signal.getsignal(number) == handler
+    assert signal.getsignal(number) == handler
     said = capsys.readouterr().out
     assert "stopped after 5 of 12 steps" in said
     assert f"onepass train --resume --out '{out}'" in said
     assert train("--out", out, "--resume") == 0
-    assert train("--out", tmp_path / "whole") == 0
-    same(tmp_path / "whole", out)
+    same(whole, out)
 
 
 def test_a_signal_between_a_step_and_its_checkpoint(train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -198,29 +138,74 @@ def test_a_signal_between_a_step_and_its_checkpoint(train: Train, tmp_path: Path
     with monkeypatch.context() as patch:
         patch.setattr(loop.Training, "measure", interrupted)
         assert train("--out", tmp_path / "run") == 130
-    assert checkpoint.load(tmp_path / "run/checkpoint.safetensors").step == 1
+    assert checkpoint.load(tmp_path / "run/checkpoint.safetensors").step == 4
 
 
-def test_force_spares_what_is_no_run(train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_force_spares_what_is_no_run(tmp_path: Path):
     for name in ("thesis.tex", "config.json"):
         folder = tmp_path / name.split(".")[0]
         folder.mkdir()
         (folder / name).write_text("precious")
-        assert train("--out", folder, "--force") == 2
-        assert "holds other things than a run" in capsys.readouterr().err
+        assert "holds other things than a run" in refused("train", __file__, *TINY, "--out", folder, "--force")
         assert (folder / name).read_text() == "precious"
         assert [entry.name for entry in folder.iterdir()] == [name]
 
 
+def test_training_longer(train: Train, whole: Path, finished: Path, texts: Path, tmp_path: Path):
+    """`--resume --steps N`; an interrupted longer run is the undisturbed one."""
+    cut = shutil.copytree(finished, tmp_path / "cut")
+    short = (whole / "config.json").read_bytes()
+    before = [row for row in rows(whole) if "loss" in row]
+    assert train("--out", finished, "--resume", "--steps", 20) == 0
+    after = [row for row in rows(finished) if "loss" in row]
+    assert after[:12] == before
+    assert [row["step"] for row in after] == list(range(1, 21))
+    assert (config(finished)["steps"], config(finished)["changes"]) == (20, ["steps 12 to 20 after step 12"])
+    saved = checkpoint.load(finished / "checkpoint.safetensors")
+    assert (saved.step, saved.config.steps) == (20, 20)
+    # the learning rate follows the longer schedule: down to zero at its end, not at the old one
+    assert after[12]["lr"] == pytest.approx(loop.learning_rate(saved.config, 12))
+    assert after[12]["lr"] > after[-1]["lr"] > 0
+    # a second resume needs no option
+    printed("train", "--out", finished, "--resume")
+    assert [row for row in rows(finished) if "loss" in row] == after
+
+    cut_off(15, lambda: train("--out", cut, "--resume", "--steps", 20))
+    # the configuration is new, the checkpoint is still of the shorter run
+    assert checkpoint.load(cut / "checkpoint.safetensors").config.steps == 12
+    printed("train", "--out", cut, "--resume")
+    same(cut, finished)
+
+    (finished / "config.json").write_bytes(short)
+    said = refused("train", texts, *TINY, "--out", finished, "--resume")
+    assert "is of another configuration: steps is 20 there and 12 in config.json" in said
+
+
+def test_other_threads(train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    used: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", used.append)
+    assert train("--out", tmp_path / "run", "--threads", 2) == 0
+    assert config(tmp_path / "run")["threads"] == 2
+    assert train("--out", tmp_path / "run", "--resume", "--threads", 1) == 0
+    # the fixture's own are before and after each
+    assert [n for n in used if n != torch.get_num_threads()][:1] == [2]
+    assert config(tmp_path / "run")["changes"] == ["threads 2 to 1 after step 12"]
+
+
+def test_runs_from_before_the_record_can_be_resumed(train: Train, finished: Path):
+    values = config(finished)
+    for name in ("binary", "follow_links", "changes"):
+        del values[name]
+    (finished / "config.json").write_text(json.dumps(values))
+    assert train("--out", finished, "--resume") == 0
+
+
 @pytest.mark.gpu
 def test_the_gpu_preset(texts: Path, tmp_path: Path):
-    from onepass.__main__ import main
-
     options = ["--preset", "gpu", "--seq", "64", "--batch", "2", "--dim", "64", "--blocks", "2", "--steps", "6"]
-    out = ["--out", str(tmp_path / "run")]
-    assert main(["train", str(texts), *options, *out, "--checkpoint-every", "4"]) == 0
-    config = json.loads((tmp_path / "run/config.json").read_text())
-    assert (config["device"], config["precision"]) == ("cuda", "bf16")
-    assert all(value.dtype == torch.float32 for value in load_file(tmp_path / "run/checkpoint.safetensors").values())
-    assert main(["train", "--resume", *out]) == 0
-    assert len([row for row in rows(tmp_path / "run") if "loss" in row]) == 6
+    out = tmp_path / "run"
+    printed("train", texts, *options, "--out", out, "--checkpoint-every", 4)
+    assert (config(out)["device"], config(out)["precision"]) == ("cuda", "bf16")
+    assert all(value.dtype == torch.float32 for value in load_file(out / "checkpoint.safetensors").values())
+    printed("train", "--resume", "--out", out)
+    assert len([row for row in rows(out) if "loss" in row]) == 6
