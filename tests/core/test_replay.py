@@ -329,8 +329,9 @@ def test_the_operators_calls_are_replayed(
     """Nothing but allocations, views and launches lies between their arguments and their results."""
     pytest.importorskip("triton")
     from onepass.ops._shared import kernels_partials
+    from onepass.ops.norm import family
     from onepass.ops.norm import launch as norm_launch
-    from onepass.ops.norm import plain as norm
+    from onepass.ops.norm.options import NONE
     from onepass.ops.weighted_sum import kernels_triton, op
 
     def launch(kernel: Any, grid: Any, tensors: Any, numbers: Any, constants: Any, **options: Any) -> None:
@@ -341,7 +342,7 @@ def test_the_operators_calls_are_replayed(
     for module in (norm_launch, kernels_triton):
         monkeypatch.setattr(module, "sm_count", lambda x: 132)
     monkeypatch.setattr(kernels_partials, "dependent_launch", lambda x: True)
-    for module in (norm, op):
+    for module in (family, op):
         monkeypatch.setattr(module, "uses_triton", lambda x: True)
     x, w, r = (torch.empty(size, dtype=dtype) for size in (shape, shape[-1], shape))
     if name == "weighted_sum":
@@ -350,14 +351,14 @@ def test_the_operators_calls_are_replayed(
         forward, backward = (x, w, None), (torch.empty(shape[:-1], dtype=dtype), x, w, True, True)
     else:
         has_mean, stable = name != "rms_norm", name == "stable"
-        options, b = (1e-5, 0.0, has_mean, stable), torch.empty(shape[-1], dtype=dtype) if has_mean else None
-        given = (x, r, w, b) if name == "residual" else (x, w, b)
-        run, calls = counted(norm._forward_residual if name == "residual" else norm._forward)
-        back, back_calls = counted(norm.backward)
-        forward = (*given, *options)
+        options = (1e-5, 0.0, has_mean, stable, *NONE)
+        b = torch.empty(shape[-1], dtype=dtype) if has_mean else None
+        run, calls = counted(family._forward)
+        back, back_calls = counted(family._backward)
+        forward = (x, r if name == "residual" else None, None, w, b, options)
         stats = torch.empty(1 + has_mean + stable, x.numel() // shape[-1])
         ds = torch.empty(shape, dtype=dtype) if name == "residual" else None
-        backward = (r, ds, x, stats, w, dtype, *options, True, True, has_mean)
+        backward = (r, ds, x, None, stats, w, b, options, dtype, (True, False, True, has_mean))
     for _ in range(5):
         run(*forward)
         back(*backward)

@@ -62,6 +62,15 @@ def _vmap_rule(op: Any, at_once: Callable[..., Any] | None) -> Callable[..., Any
     return rule
 
 
+def _flat(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that hands on the items of its tuples: a registered operator takes each by itself."""
+
+    def run(*args: Any) -> Any:
+        return function(*(item for a in args for item in (a if isinstance(a, tuple) else (a,))))
+
+    return run
+
+
 def outside_autocast(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Return fn with autocast off: its arguments' dtypes decide, and inner matmuls keep their precision."""
 
@@ -99,7 +108,8 @@ def bind(
         name: of the public function, for messages.
         forward: the kernels; positional arguments, returns a tensor or a tuple of which the first
             `n_public` belong to the user and the rest are saved for backward.
-        forward_op: the operator that `core.register` made of `forward`.
+        forward_op: the operator that `core.register` made of `forward`. Where `forward` or `backward` take a tuple of
+            options, the operator, and `save` from it, get each by itself.
         backward: the backward kernels. They return None or an empty tensor for a gradient that is not needed.
         backward_op: the operator made of `backward`; an empty tensor stands for a gradient that is not needed.
         save: `save(ctx, inputs, output)` keeps what backward needs.
@@ -117,6 +127,7 @@ def bind(
     """
 
     gradients = outside_autocast(gradients)
+    call_forward_op, call_backward_op = _flat(forward_op), _flat(backward_op)
 
     def checked(kernels: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any) -> Any:
@@ -146,7 +157,7 @@ def bind(
         for g in grads:
             if g is not None and is_legacy_batchedtensor(g):
                 # is_grads_batched=True: the dispatcher unpacks such a batch; it has no memory for a kernel to read
-                return gradients(ctx, backward_op, *grads)
+                return gradients(ctx, call_backward_op, *grads)
         return gradients(ctx, backward, *grads)
 
     run_once = once(name, run_backward)
@@ -193,11 +204,11 @@ def bind(
 
         @staticmethod
         def backward(ctx: Any, *grads: Any) -> Any:
-            return gradients(ctx, FuncBackward.apply, *grads)
+            return gradients(ctx, _flat(FuncBackward.apply), *grads)
 
         jvp = staticmethod(refuse_tangents)
 
-    register_autograd(forward_op, lambda ctx, *grads: gradients(ctx, backward_op, *grads), setup_context=save)
+    register_autograd(forward_op, lambda ctx, *grads: gradients(ctx, call_backward_op, *grads), setup_context=save)
     register_vmap(forward_op, _vmap_rule(forward_op, vmap_forward))
     # two forwards may share a backward
     if backward_op not in _backwards:
@@ -210,8 +221,8 @@ def bind(
         check(*args)
         # a Function raises on tangents; the op would silently drop them
         if torch._C._are_functorch_transforms_active() or forward_mode():
-            return public(Func.apply(*args))  # type: ignore[no-untyped-call]
-        return public(forward_op(*args))
+            return public(_flat(Func.apply)(*args))
+        return public(call_forward_op(*args))
 
     infer = None if inference is None else prepared(checked(inference))
 
@@ -220,7 +231,7 @@ def bind(
             if forward_mode():
                 refuse_tangents(None)
             check(*args)
-            return public(forward_op(*args))
+            return public(call_forward_op(*args))
         if not is_plain_eager_call(args):
             return through_dispatcher(*args)
         if native is not None and isinstance(args[0], Tensor):

@@ -12,8 +12,8 @@ from torch.autograd import forward_ad
 
 PLAIN_TYPES = frozenset((torch.Tensor, torch.nn.Parameter))
 _OF_OPERATORS = PLAIN_TYPES | {FakeTensor}
-# types of most calls' arguments: one set comparison instead of a loop
-_PLAIN_ARGUMENTS = PLAIN_TYPES | {type(None), bool, int, float, str, torch.dtype}
+# types of most calls' arguments, a tuple of options among them: one set comparison instead of a loop
+_PLAIN_ARGUMENTS = PLAIN_TYPES | {type(None), bool, int, float, str, torch.dtype, tuple}
 
 
 def forward_mode() -> bool:

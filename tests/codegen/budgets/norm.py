@@ -58,7 +58,7 @@ def _kernels() -> Iterator[Kernel]:
         for cols, registers in (
             (128, 72), (768, 64), (1024, 80), (3000, 128), (4096, 128), (5120, 144), (8192, 128), (16384, 96),
         ):  # fmt: skip
-            tile, early = shapes.forward_tile(cols, size), shapes.forward_early(cols, size)
+            tile, early = shapes.forward_tile(cols, size), shapes.forward_early(cols, size, False, True)
             yield Kernel(
                 f"norm forward {t} N={cols}", _FORWARD, forward | _TABLES,
                 plain | no_residual | _PLAIN_FORWARD

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from codegen.kernel import Kernel, i32, kernel, pointers
-from onepass.ops.norm import shapes_options
+from onepass.ops.norm import shapes
 
 _SHARED_BYTES = 232448  # of an H200
 _NUMBERS = {"eps": "fp32", "offset": "fp32", **i32("n_rows", "z_row_stride", "repeat", "n_entries", "x_row_stride")}
@@ -23,12 +23,11 @@ def _arguments(t: str, names: tuple[str, ...], given: str) -> tuple[dict[str, st
 
 
 def _forward(t: str, what: str, cols: int, given: str, **options: Any) -> Kernel:
-    tile = shapes_options.forward_tile(
-        cols, 2 if t == "bf16" else 4, options.get("GATE", 0) > 0, options.get("QUANT", 0) > 0
-    )
+    size = 2 if t == "bf16" else 4
+    tile = shapes.forward_tile(cols, size, options.get("GATE", 0) > 0, options.get("QUANT", 0) > 0)
     signature, absent = _arguments(t, _FORWARD, given)
     constants = {"HAS_MEAN": False, "STABLE": False, "TABLE": False, "TWICE": False, "GATE": 0, "QUANT": 0} | options
-    early = shapes_options.forward_early(cols, constants["TABLE"])
+    early = shapes.forward_early(cols, size, constants["TABLE"], False)
     shape = {"N_COLS": cols, "VEC": 8, "BLOCK_R": tile.rows, "BLOCK_C": tile.cols, "EARLY": early}
     return Kernel(
         f"norm forward {t} N={cols} {what}", kernel("ops.norm.kernels_triton", "forward_kernel"),
@@ -48,9 +47,9 @@ def _backward(t: str, what: str, cols: int, given: str, **options: Any) -> Kerne
         "NEED_W": True,
         "NEED_B": False,
     } | options
-    tile = shapes_options.backward_tile(
-        cols, 2 if t == "bf16" else 4, 2 + bool(gate), _SHARED_BYTES, False, 1 + constants["NEED_B"], gate == 2,
-        16 if constants["TABLE"] else 1, gate > 0,
+    tile = shapes.backward_tile(
+        cols, 2 if t == "bf16" else 4, 2 + bool(gate), _SHARED_BYTES, False, 1 + constants["NEED_B"], gate,
+        16 if constants["TABLE"] else 1,
     )  # fmt: skip
     signature, absent = _arguments(t, _BACKWARD, given)
     shape = {"N_COLS": cols, "VEC": 8, "BLOCK_R": tile.rows, "BLOCK_C": tile.cols, "STAGES": tile.stages}

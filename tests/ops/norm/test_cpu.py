@@ -11,6 +11,7 @@ from torch import Tensor
 
 from onepass import layer_norm, rms_norm
 from onepass.core.launch import INTERPRET
+from onepass.ops.norm.options import NONE
 from onepass.ops.norm.torch_path import native
 
 pytestmark = pytest.mark.skipif(INTERPRET, reason="kernels run on the CPU")
@@ -141,8 +142,12 @@ def test_sixteen_bit_refuses_second_derivatives() -> None:
 
 def _options(**changed: object) -> tuple[object, ...]:
     x, w, b = _tensors(4, 8, torch.float32)
-    given = {"x": x, "w": w, "b": b, "eps": 1e-5, "offset": 0.0, "has_mean": True, "stable": False}
-    return tuple((given | changed).values())
+    tensors = {"x": x, "residual": None, "gate": None, "w": w, "b": b}
+    options = {"eps": 1e-5, "offset": 0.0, "has_mean": True, "stable": False}
+    return (
+        *(changed.get(name, t) for name, t in tensors.items()),
+        (*(changed.get(name, value) for name, value in options.items()), *NONE),
+    )
 
 
 def test_what_torchs_operators_are_asked() -> None:

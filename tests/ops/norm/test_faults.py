@@ -8,7 +8,8 @@ import torch.nn.functional as F
 
 from conftest import INTERPRET
 from onepass import layer_norm, rms_norm
-from onepass.ops.norm.plain import forward_op
+from onepass.ops.norm.family import forward_op
+from onepass.ops.norm.options import NONE
 from onepass.ops.norm.reference import layer_norm as reference
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -20,7 +21,7 @@ pytestmark = pytest.mark.parametrize("device", DEVICES)
 def test_statistics_of_16_bit_rows_are_fp32(device: str, weight: bool) -> None:
     x = (torch.randn(50, 640, dtype=torch.float64) + 3).to(device, torch.bfloat16)
     w = torch.ones(640, device=device, dtype=torch.bfloat16) if weight else None
-    stats = forward_op(x, w, None, 1e-5, 0.0, True, False)[1]
+    stats = forward_op(x, None, None, w, None, 1e-5, 0.0, True, False, *NONE)[4]
     assert stats.dtype == torch.float32
     exact = x.double()
     torch.testing.assert_close(stats[1].double(), exact.mean(-1), rtol=1e-6, atol=1e-6)

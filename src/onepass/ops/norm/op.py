@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from onepass.core import check
-from onepass.core.launch import uses_triton
 
-from . import options, reference
-from .plain import check_arguments, norm, norm_residual
+from . import reference
+from .family import norm
+from .options import NONE, QUANTIZE, Options, check_arguments, grouped
 
 # how torch.compile and torch.export take norms without options: "torch" as torch's operations, which Inductor fuses
 # with what stands beside them and whose calls take the host half as long; "kernels" as the kernels of eager
@@ -50,32 +50,31 @@ def _with_options(
 ) -> Any:  # fmt: skip
     if rounding not in ("once", "twice"):
         raise ValueError(f"{op}: rounding must be 'once' or 'twice', got {rounding!r}")
-    if quantize not in options.QUANTIZE:
+    if quantize not in QUANTIZE:
         raise ValueError(f"{op}: quantize must be 'row', 'block' or None, got {quantize!r}")
     if gate is None and gate_first:
         raise ValueError(f"{op}: gate_first needs a gate")
     if groups != 1:
-        x, (weight, bias, residual, gate) = options.grouped(op, groups, x, weight, bias, residual, gate, quantize)
-    dtype = x.dtype if out_dtype is None and isinstance(x, Tensor) else out_dtype
+        x, (weight, bias, residual, gate) = grouped(op, groups, x, weight, bias, residual, gate, quantize)
     keep_y = quantize is None or out_dtype is not None
-    found: Any = options.call(
-        x, residual, gate, weight, bias, eps, offset, has_mean, stable, rounding == "twice", gate_first,
-        options.QUANTIZE.index(quantize), dtype, keep_y,
-    )  # fmt: skip
-    y, s, codes, scales = found
+    options = Options(
+        eps, offset, has_mean, stable, rounding == "twice", gate_first, QUANTIZE.index(quantize), out_dtype, keep_y
+    )
+    results: Any = norm(x, residual, gate, weight, bias, tuple(options))
+    y, s, codes, scales = results
     if groups != 1:
         y, s = y.flatten(-2), None if residual is None else s.flatten(-2)
     out = y if quantize is None else Quantized(codes.view(torch.float8_e4m3fn), scales, y if keep_y else None)
     return out if residual is None else (out, s)
 
 
-def _plain(
-    weight: Tensor | None, bias: Tensor | None, gate: Tensor | None, gate_first: bool, groups: int,
-    quantize: str | None, out_dtype: torch.dtype | None,
-) -> bool:  # fmt: skip
-    """Return whether the call has no option that needs `options`."""
-    if gate is not None or quantize is not None or out_dtype is not None or groups != 1 or gate_first:
-        return False
+def _no_options(
+    gate: Tensor | None, gate_first: bool, groups: int, quantize: str | None, out_dtype: torch.dtype | None
+) -> bool:
+    return gate is None and quantize is None and out_dtype is None and groups == 1 and not gate_first
+
+
+def _one_weight(weight: Tensor | None, bias: Tensor | None) -> bool:
     # a value that is not a tensor raises later
     return getattr(weight, "ndim", 1) == 1 and getattr(bias, "ndim", 1) == 1
 
@@ -85,14 +84,9 @@ def _decomposes() -> bool:
     return COMPILED == "torch" and torch.compiler.is_compiling()
 
 
-def _contiguous(found: Any) -> Any:
+def _contiguous(results: Any) -> Any:
     """Return torch's results with the strides of the kernels', so that a view of them fits compiled or not."""
-    return tuple(t.contiguous() for t in found) if isinstance(found, tuple) else found.contiguous()
-
-
-def _one_stream(x: Tensor, residual: Tensor) -> bool:
-    """Return whether x and residual have one gradient; kernels write it in two dtypes for `options` alone."""
-    return not isinstance(x, Tensor) or getattr(residual, "dtype", x.dtype) == x.dtype or not uses_triton(x)
+    return tuple(t.contiguous() for t in results) if isinstance(results, tuple) else results.contiguous()
 
 
 def _as_torchs(
@@ -109,10 +103,11 @@ def _as_torchs(
             f"{op}: normalized_shape must be ({x.shape[-1] if x.dim() else 1},), the last dimension of x, got "
             f"{tuple(weight)}; flatten several last dimensions, or use the modules of onepass.nn"
         )
-    given = (bias, *more) if op == "layer_norm" else (bias, None, *more)
-    if len(given) > 3:
+    if len(more) > (2 if op == "layer_norm" else 1):
         raise TypeError(f"{op}: too many positional arguments; options are keywords")
-    return given[0], given[1] if len(given) > 1 else None, given[2] if len(given) > 2 else eps
+    if op == "rms_norm":
+        return bias, None, more[0] if more else eps
+    return bias, more[0] if more else None, more[1] if len(more) > 1 else eps
 
 
 @overload
@@ -214,17 +209,16 @@ def layer_norm(
         tensor([1., 3.])
     """
     if more or isinstance(weight, _SEQUENCES):
-        weight, bias, found = _as_torchs("layer_norm", x, weight, bias, more, eps)
-        eps = eps if found is None else found
+        weight, bias, torchs_eps = _as_torchs("layer_norm", x, weight, bias, more, eps)
+        eps = eps if torchs_eps is None else torchs_eps
     offset = offset if type(offset) is float else check.number("layer_norm", "offset", offset)
-    if _plain(weight, bias, gate, gate_first, groups, quantize, out_dtype) and not offset:
-        if not stable and _decomposes():
-            check_arguments(x, residual, weight, bias, eps, True)
+    if _no_options(gate, gate_first, groups, quantize, out_dtype):
+        options = (eps, offset, True, stable, *NONE)
+        if _decomposes() and not (stable or offset) and _one_weight(weight, bias):
+            check_arguments(x, residual, None, weight, bias, options)
             return _contiguous(reference.layer_norm(x, weight, bias, eps=eps, residual=residual))
-        if residual is None:
-            return norm(x, weight, bias, eps, 0.0, True, stable)
-        if _one_stream(x, residual):
-            return norm_residual(x, residual, weight, bias, eps, 0.0, True, stable)
+        y, s, _, _ = norm(x, residual, None, weight, bias, options)
+        return y if residual is None else (y, s)
     return _with_options(
         "layer_norm", x, weight, bias, eps, offset, True, stable, "once", residual, gate, gate_first, groups,
         quantize, out_dtype,
@@ -327,14 +321,13 @@ def rms_norm(
         fp64 = torch.float64 in (getattr(x, "dtype", None), getattr(residual, "dtype", None))
         eps = 2.0**-52 if fp64 else 2.0**-23
     offset = offset if type(offset) is float else check.number("rms_norm", "offset", offset)
-    if rounding == "once" and _plain(weight, bias, gate, gate_first, groups, quantize, out_dtype):
-        if _decomposes():
-            check_arguments(x, residual, weight, bias, eps, False)
+    if rounding == "once" and _no_options(gate, gate_first, groups, quantize, out_dtype):
+        options = (eps, offset, False, False, *NONE)
+        if _decomposes() and _one_weight(weight, bias):
+            check_arguments(x, residual, None, weight, bias, options)
             return _contiguous(reference.rms_norm(x, weight, bias, eps=eps, offset=offset, residual=residual))
-        if residual is None:
-            return norm(x, weight, bias, eps, offset, False, False)
-        if _one_stream(x, residual):
-            return norm_residual(x, residual, weight, bias, eps, offset, False, False)
+        y, s, _, _ = norm(x, residual, None, weight, bias, options)
+        return y if residual is None else (y, s)
     return _with_options(
         "rms_norm", x, weight, bias, eps, offset, False, False, rounding, residual, gate, gate_first, groups,
         quantize, out_dtype,

@@ -8,6 +8,8 @@ from typing import NamedTuple
 from onepass.core.launch import cdiv, next_power_of_2
 
 WARP = 32
+# columns of a warp whose threads store 16 codes of 8 bits at once
+CODED = 16 * WARP
 # widest rows that one program holds in registers; wider rows are walked twice forward, and backward shared by a team
 MAX_FORWARD_COLS = 16384
 MAX_BACKWARD_COLS = 8192
@@ -31,8 +33,25 @@ def vector(itemsize: int) -> int:
 
 
 @functools.cache
-def forward_tile(n_cols: int, itemsize: int) -> Tile:
-    """Return the tile of `forward_kernel`: about 32 elements per thread, in chunks of one 16-byte load per thread.
+def forward_tile(n_cols: int, itemsize: int, gated: bool = False, coded: bool = False) -> Tile:
+    """Return the tile of `forward_kernel`.
+
+    With 8-bit results (`coded`) each thread stores 16 codes at once and holds up to 64 elements: 5 to 8 % faster. A
+    gate is as much work as the norm of a narrow row: twice the warps are 9 % faster.
+    """
+    tile = _forward_tile(n_cols, itemsize)
+    if itemsize != 2:
+        return tile
+    warps = min(4, next_power_of_2(n_cols // 1024)) if n_cols <= 8192 else 8
+    if coded and n_cols >= 2048 and n_cols % (CODED * warps) == 0:
+        return Tile(rows=1, cols=CODED * warps, warps=warps)
+    if gated and tile.rows > 1 and n_cols <= WARP * vector(itemsize):
+        return tile._replace(warps=2 * tile.warps)
+    return tile
+
+
+def _forward_tile(n_cols: int, itemsize: int) -> Tile:
+    """Return the tile without options: about 32 elements per thread, in chunks of one 16-byte load per thread.
 
     A width between powers of two wastes less than one chunk. Up to 2048 columns, two warps share a row if their joint
     load divides it; else each takes a row of its own. In 16 bits narrow rows are cut into chunks of the largest power
@@ -72,33 +91,65 @@ def wide_tile(n_cols: int, itemsize: int, roomy: bool) -> tuple[Tile, int]:
     return Tile(rows=1, cols=WIDE_WARP_COLS * warps, warps=warps), 65536 // (WARP * warps)
 
 
-def forward_early(n_cols: int, itemsize: int) -> bool:
-    """Return whether `forward_kernel` reads w and b along with x: 1 to 3 % faster in fp32 at these widths."""
-    return itemsize == 4 and 2048 < n_cols <= 8192
+def forward_early(n_cols: int, itemsize: int, has_table: bool, no_options: bool) -> bool:
+    """Return whether `forward_kernel` reads w and b along with x.
+
+    Each row of a table loads its own entry, which takes longer than one weight for all rows: 17 % faster at 1152
+    columns, as fast at 4096, slower at 128, where other rows hide the wait. Without options 1 to 3 % faster in fp32.
+    """
+    if has_table:
+        return 512 < n_cols < 4096
+    return no_options and itemsize == 4 and 2048 < n_cols <= 8192
 
 
 @functools.cache
 def backward_tile(
-    n_cols: int, itemsize: int, tensors: int, shared_bytes: int, stable: bool = False, sums: int = 2
-) -> Tile:
-    """Return the tile of `backward_kernel` with the fewest idle lanes that fits the registers.
+    n_cols: int, itemsize: int, tensors: int, shared_bytes: int, stable: bool = False, sums: int = 2, gate: int = 0,
+    entries: int = 1,
+) -> Tile:  # fmt: skip
+    """Return the tile of `backward_kernel`.
+
+    The entries of a table share the programs: smaller programs leave fewer idle, 6 to 32 % faster. A gate first above
+    4096 columns needs the registers of 8 warps: 24 % faster.
+
+    Args:
+        n_cols: width of a row.
+        itemsize: bytes of an element, the widest of x, dy and the gate.
+        tensors: number of tensors that the software pipeline buffers: x, dy and perhaps ds and the gate.
+        shared_bytes: shared memory of a program.
+        stable: needs a few registers more per element; so does a gate.
+        sums: how many of dw and db are needed.
+        gate: GATE of the kernel: 0 none, 1 after, 2 first.
+        entries: of the table of weights; 1: no table.
+    """
+    if itemsize == 2 and gate == 2 and 4096 < n_cols <= 8192:
+        tile = Tile(1, 4096, 8, 3)
+    elif itemsize == 2 and entries > 1 and not gate and 1024 < n_cols <= 1536:
+        tile = Tile(1, 512, 2, 4, 4)
+    elif itemsize == 2 and entries > 1 and not gate and 3072 < n_cols <= 4096:
+        tile = Tile(1, 2048, 8, 3, 2)
+    else:
+        return _backward_tile(n_cols, itemsize, tensors, shared_bytes, stable or gate > 0, sums)
+    buffers = (shared_bytes - 4096) // tile.per_sm // _row_bytes(n_cols, tile.cols, itemsize, tensors)
+    return tile._replace(stages=1 + max(1, min(tile.stages - 1, buffers)))
+
+
+def _row_bytes(n_cols: int, cols: int, itemsize: int, tensors: int) -> int:
+    """Return the shared memory of a row in chunks of `cols`; 12 bytes are its statistics."""
+    return cdiv(n_cols, cols) * cols * itemsize * tensors + 12
+
+
+def _backward_tile(n_cols: int, itemsize: int, tensors: int, shared_bytes: int, stable: bool, sums: int) -> Tile:
+    """Return the tile with the fewest idle lanes that fits the registers.
 
     A thread keeps five fp32 values per element (x, dy, w, dw, db): 16 elements fit 128 registers (16 warps), 24 fit
     the 255 of 8 warps, which hide latency a little worse (counted as a tenth of a row). Among equals the larger tile
     wins: it has more rows in flight and fewer reductions.
-
-    Args:
-        n_cols: width of a row.
-        itemsize: bytes of an element, the widest of x and dy.
-        tensors: number of tensors that the software pipeline buffers: x, dy and perhaps ds.
-        shared_bytes: shared memory of a program.
-        stable: needs a few registers more per element; so does a gate.
-        sums: how many of dw and db are needed.
     """
     room = shared_bytes - 4096
     small = _small_backward_tile(n_cols, itemsize)
     if small is not None:
-        buffer = small.per_sm * small.rows * (n_cols * itemsize * tensors + 12)
+        buffer = small.per_sm * small.rows * _row_bytes(n_cols, n_cols, itemsize, tensors)
         return small._replace(stages=1 + max(1, min(3, room // buffer)))
     cols = next_power_of_2(n_cols)
     # 16-bit tiles tolerate fewer idle lanes: they are bound by instructions, not bytes
@@ -114,7 +165,7 @@ def backward_tile(
         # small programs, two per multiprocessor if they fit: one reduces while the other loads
         cols, warps = (512, 4) if itemsize == 2 else (1024, 8)
         per_sm = 1 if itemsize == 4 and n_cols > 2048 else 2
-        buffer = cdiv(n_cols, cols) * cols * itemsize * tensors + 12
+        buffer = _row_bytes(n_cols, cols, itemsize, tensors)
         if room // per_sm >= buffer:
             return Tile(1, cols, warps, 1 + min(3, room // per_sm // buffer), per_sm)
     fits = ((16, 8, 1.0), (8, 16, 1.1)) if stable and n_cols <= 4096 else ((16, 16, 1.0), (8, 24, 1.1))
@@ -134,8 +185,7 @@ def backward_tile(
             rows *= 2
     if best is None:
         raise ValueError(f"a row of {n_cols} columns does not fit one program")
-    # 12 bytes: the pipeline buffers the statistics of a row too
-    row_bytes = cdiv(n_cols, best.cols) * best.cols * itemsize * tensors + 12
+    row_bytes = _row_bytes(n_cols, best.cols, itemsize, tensors)
     rows = best.rows
     while rows > 1 and rows * row_bytes > room:
         rows //= 2

@@ -12,10 +12,9 @@ from torch import Tensor
 from onepass.core.spec import BadCall, Sample, Spec
 
 from . import reference
+from .family import backward_op, forward_op
 from .op import layer_norm, rms_norm
-from .options import backward_op as options_backward_op
-from .options import forward_op as options_op
-from .plain import backward_op, forward_op, forward_residual_op
+from .options import NONE
 
 
 def _shared_samples(make: Callable[..., Tensor]) -> Iterator[Sample]:
@@ -96,28 +95,36 @@ def _rms_norm_samples(make: Callable[..., Tensor]) -> Iterator[Sample]:
 
 
 def _opchecks(has_mean: bool, stable: bool = False) -> Iterator[tuple[Any, tuple[Any, ...]]]:
-    x = torch.randn(2, 3, 10, requires_grad=True)
+    def rows() -> Tensor:
+        return torch.randn(2, 3, 10, requires_grad=True)
+
+    def saved(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+        return tuple(None if t is None else t.detach() for t in tensors)
+
+    x = rows()
     w = torch.randn(10, requires_grad=True)
     b = torch.randn(10, requires_grad=True) if has_mean else None
-    options = (1e-5, 0.0 if has_mean else 1.0, has_mean, stable)
-    yield forward_op, (x, w, b, *options)
-    yield forward_op, (x, None, None, *options)
-    yield forward_residual_op, (x, torch.randn(2, 3, 10, requires_grad=True), w, b, *options)
-    saved = x.detach(), forward_op(x.detach(), w.detach(), None, *options)[1], w.detach(), torch.float32, *options
-    yield backward_op, (torch.randn(2, 3, 10), None, *saved, True, True, has_mean)
-    yield backward_op, (torch.randn(2, 3, 10), torch.randn(2, 3, 10), *saved, True, False, False)
+    options: tuple[Any, ...] = (1e-5, 0.0 if has_mean else 1.0, has_mean, stable, *NONE)
+    yield forward_op, (x, None, None, w, b, *options)
+    yield forward_op, (x, None, None, None, None, *options)
+    yield forward_op, (x, rows(), None, w, b, *options)
+    stats = forward_op(*saved(x, None, None, w, None), *options)[4]
+    of_plain = (*saved(x, None, stats, w, b), *options, torch.float32)
+    yield backward_op, (torch.randn(2, 3, 10), None, *of_plain, True, False, True, has_mean)
+    yield backward_op, (torch.randn(2, 3, 10), torch.randn(2, 3, 10), *of_plain, True, False, False, False)
     if stable:
         return
-    gate, heads = torch.randn(2, 3, 10, requires_grad=True), torch.randn(3, 10, requires_grad=True)
+    gate, heads = rows(), torch.randn(3, 10, requires_grad=True)
     rest = 1e-5, 0.5, has_mean, False, False
     fp16, fp32 = torch.float16, torch.float32
-    yield options_op, (x, x.detach(), gate, heads, heads if has_mean else None, *rest, True, 0, fp32, True)
-    yield options_op, (x, None, None, w, None, *rest, False, 1, fp16, False)
-    yield options_op, (x, None, None, None, None, *rest, False, 1, fp32, True)
-    made = options_op(x.detach(), None, gate.detach(), heads.detach(), None, *rest, False, 0, fp32, True)[4]
-    kept = x.detach(), gate.detach(), made, heads.detach(), heads.detach() if has_mean else None
-    yield options_backward_op, (torch.randn(2, 3, 10), None, *kept, *rest[:4], False, fp16, True, True, True, has_mean)
-    yield options_backward_op, (torch.randn(2, 3, 10), None, *kept, *rest[:4], False, fp32, False, True, False, False)
+    yield forward_op, (x, x.detach(), gate, heads, heads if has_mean else None, *rest, True, 0, fp32, True)
+    yield forward_op, (x, None, None, w, None, *rest, False, 1, fp16, False)
+    yield forward_op, (x, None, None, None, None, *rest, False, 1, fp32, True)
+    options = (*rest, False, 0, fp32, True)
+    stats = forward_op(*saved(x, None, gate, heads, None), *options)[4]
+    of_gate = (*saved(x, gate, stats, heads, heads if has_mean else None), *options)
+    yield backward_op, (torch.randn(2, 3, 10), None, *of_gate, fp16, True, True, True, has_mean)
+    yield backward_op, (torch.randn(2, 3, 10), None, *of_gate, fp32, False, True, False, False)
 
 
 def _bad_calls(op: Callable[..., Any], name: str) -> Iterator[BadCall]:
