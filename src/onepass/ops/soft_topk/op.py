@@ -144,7 +144,7 @@ def soft_topk(
     scores: Tensor,
     k: Tensor | float,
     *,
-    eps: Tensor | float = 0.1,
+    eps: Tensor | float = 0.3,
     mask: Tensor | None = None,
     kind: str = "capped_exp",
 ) -> Tensor:
@@ -169,7 +169,7 @@ def soft_topk(
         scores: ``(..., n)``, fp32, fp16, bf16 or fp64, any strides, any n. Computed in fp32 (fp64 for fp64).
         k: how many to choose, > 0, fractions allowed: a number or a tensor that broadcasts to ``scores.shape[:-1]``.
         eps: temperature, > 0: a number or a tensor that broadcasts to ``scores.shape[:-1]``. Small eps gives gates near
-            0 or 1.
+            0 or 1. The default is a third of the deviation of scores with unit variance, as `onepass.nn.Router` has it.
         mask: bool, broadcasts to ``scores``; True = may be chosen. Masked entries get gate 0 and gradient 0,
             but for rows with a NaN, below.
         kind: the gate function, see above.

@@ -26,7 +26,7 @@ def soft_topk(
     scores: Tensor,
     k: Tensor | float,
     *,
-    eps: Tensor | float = 0.1,
+    eps: Tensor | float = 0.3,
     mask: Tensor | None = None,
     kind: str = "capped_exp",
 ) -> Tensor:

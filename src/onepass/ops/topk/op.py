@@ -260,7 +260,7 @@ def topk(
     index_dtype: torch.dtype = torch.int64,
     out: tuple[Tensor, Tensor] | None = None,
     pad: bool = False,
-    eps: Tensor | float = 0.1,
+    eps: Tensor | float = 0.3,
     mask: Tensor | None = None,
     kind: str = "capped_exp",
 ) -> TopK:

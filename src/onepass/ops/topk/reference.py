@@ -16,7 +16,7 @@ def topk(
     scores: Tensor,
     k: int,
     *,
-    eps: Tensor | float = 0.1,
+    eps: Tensor | float = 0.3,
     mask: Tensor | None = None,
     kind: str = "capped_exp",
     pad: bool = False,

@@ -1,0 +1,74 @@
+"""onepass's norms in torchtitan's models, by its overrides and without a change of the models' code.
+
+    torchtitan_train … --override.imports onepass.torchtitan.rms_norm onepass.torchtitan.qwen3_5_offset_rms_norm
+
+Each override replaces a module by a subclass with the same parameters, initialization, sharding and checkpoint keys;
+only `forward` is one kernel. Written for torchtitan 0.3.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from onepass.ops.norm.op import rms_norm as _rms_norm
+
+try:
+    from torchtitan.config import derive, override
+    from torchtitan.models.common import nn_modules
+except ImportError as error:
+    raise ImportError(f"onepass.torchtitan needs torchtitan 0.3 (pip install torchtitan): {error}") from error
+
+
+class RMSNorm(nn_modules.RMSNorm):
+    """torchtitan's `RMSNorm` by `onepass.rms_norm`."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(nn_modules.RMSNorm.Config):
+        """As torchtitan's."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _rms_norm(x, self.weight, eps=self.eps)
+
+
+@override(target=nn_modules.RMSNorm.Config, exact=True, description="onepass.rms_norm")
+def rms_norm(config: nn_modules.RMSNorm.Config) -> RMSNorm.Config:
+    """Override every RMS norm over one dimension: ``y = x·weight/√(mean(x²) + eps)``."""
+    return derive(config, RMSNorm.Config)
+
+
+# Qwen3.5's model imports flash-linear-attention
+if importlib.util.find_spec("fla"):
+    from torchtitan.models.qwen3_5 import model as qwen3_5
+
+    class OffsetRMSNorm(qwen3_5.OffsetRMSNorm):
+        """Qwen3.5's `OffsetRMSNorm` by `onepass.rms_norm`."""
+
+        @dataclass(kw_only=True, slots=True)
+        class Config(qwen3_5.OffsetRMSNorm.Config):
+            """As torchtitan's."""
+
+        def forward(self, x: Tensor) -> Tensor:
+            return _rms_norm(x, self.weight, eps=self.eps, offset=1.0)
+
+    class RMSNormGated(qwen3_5.RMSNormGated):
+        """Qwen3.5's `RMSNormGated` by `onepass.rms_norm`."""
+
+        @dataclass(kw_only=True, slots=True)
+        class Config(qwen3_5.RMSNormGated.Config):
+            """As torchtitan's."""
+
+        def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+            return _rms_norm(x, self.weight, eps=self.eps, gate=gate)
+
+    @override(target=qwen3_5.OffsetRMSNorm.Config, exact=True, description="onepass.rms_norm")
+    def qwen3_5_offset_rms_norm(config: qwen3_5.OffsetRMSNorm.Config) -> OffsetRMSNorm.Config:
+        """Override ``y = x·(1 + weight)/√(mean(x²) + eps)``."""
+        return derive(config, OffsetRMSNorm.Config)
+
+    @override(target=qwen3_5.RMSNormGated.Config, exact=True, description="onepass.rms_norm")
+    def qwen3_5_gated_rms_norm(config: qwen3_5.RMSNormGated.Config) -> RMSNormGated.Config:
+        """Override ``y = silu(gate)·x·weight/√(mean(x²) + eps)``, rounded to x's dtype once and not twice."""
+        return derive(config, RMSNormGated.Config)
