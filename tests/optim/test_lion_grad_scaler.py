@@ -65,6 +65,8 @@ def test_many_steps_with_infinite_gradients(
 
     Scales are powers of two, so that scaling rounds nothing.
     """
+    if device == "cuda" and dtype == torch.bfloat16:
+        pytest.skip("torch looks for infinities in bf16 gradients on a CPU alone")
     ours = make_params(dtype, SHAPES, device)
     by_hand, theirs = clones(ours), clones(ours)
     scaled, plain = (Lion(x, lr=1e-2, weight_decay=0.1, fused=fused, **options) for x in (ours, by_hand))

@@ -87,15 +87,18 @@ def gates_of(gates_ptr, ROWS: tl.constexpr, BLOCK_B: tl.constexpr):
 
 @triton.jit
 def product(
-    x_ptr, w_ptr, bias_ptr, cols, ROWS: tl.constexpr, N: tl.constexpr, K: tl.constexpr, BLOCK_B: tl.constexpr,
+    x_ptr, w_ptr, bias_ptr, cols, real, N: tl.constexpr, K: tl.constexpr, BLOCK_B: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Return (BLOCK_B, BLOCK_N) in fp32 of x (ROWS, K) times rows `cols` of w (N, K), plus the bias."""
+    """Return (BLOCK_B, BLOCK_N) in fp32 of x (BLOCK_B, K) times rows `cols` of w (N, K), plus the bias.
+
+    Rows of x that are not `real` count as 0, and are not read.
+    """
     rows = tl.arange(0, BLOCK_B)
     acc = tl.zeros((BLOCK_B, BLOCK_N), tl.float32)
     for start in tl.range(0, K, BLOCK_K, num_stages=4):
         k = start + tl.arange(0, BLOCK_K)
-        x = tl.load(x_ptr + (rows * K)[:, None] + k[None, :], mask=(rows < ROWS)[:, None] & (k < K)[None, :], other=0.0)
+        x = tl.load(x_ptr + (rows * K)[:, None] + k[None, :], mask=real[:, None] & (k < K)[None, :], other=0.0)
         w = tl.load(w_ptr + (cols * K)[:, None] + k[None, :], mask=(cols < N)[:, None] & (k < K)[None, :], other=0.0)
         acc = tl.dot(x, tl.trans(w), acc, input_precision="ieee")
     if bias_ptr is not None:
@@ -123,14 +126,14 @@ def both_kernel(
 ):  # fmt: skip
     """Light and heavy linear layers side by side, each with its own output."""
     TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
-    tile = tl.program_id(0)
+    tile, real = tl.program_id(0), tl.arange(0, BLOCK_B) < ROWS
     if tile < TILES:
         cols = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-        y = product(x_ptr, w_ptr, bias_ptr, cols, ROWS, N, K, BLOCK_B, BLOCK_N, BLOCK_K)
+        y = product(x_ptr, w_ptr, bias_ptr, cols, real, N, K, BLOCK_B, BLOCK_N, BLOCK_K)
         store_rows(y_ptr, y, cols, GELU, ROWS, N, BLOCK_B)
     elif tl.max(gates_of(gates_ptr, ROWS, BLOCK_B), 0) > 0:
         cols = (tile - TILES) * BLOCK_N + tl.arange(0, BLOCK_N)
-        y = product(heavy_x_ptr, heavy_w_ptr, heavy_bias_ptr, cols, ROWS, N_HEAVY, K, BLOCK_B, BLOCK_N, BLOCK_K)
+        y = product(heavy_x_ptr, heavy_w_ptr, heavy_bias_ptr, cols, real, N_HEAVY, K, BLOCK_B, BLOCK_N, BLOCK_K)
         store_rows(heavy_y_ptr, y, cols, GELU, ROWS, N_HEAVY, BLOCK_B)
 
 
@@ -149,15 +152,16 @@ def sum_kernel(
     rows = tl.arange(0, BLOCK_B)
     cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = (rows < ROWS)[:, None] & (cols < N)[None, :]
-    gates = gates_of(gates_ptr, ROWS, BLOCK_B)[:, None]
-    y = product(x_ptr, w_ptr, bias_ptr, cols, ROWS, N, K, BLOCK_B, BLOCK_N, BLOCK_K)
+    gates = gates_of(gates_ptr, ROWS, BLOCK_B)
+    y = product(x_ptr, w_ptr, bias_ptr, cols, rows < ROWS, N, K, BLOCK_B, BLOCK_N, BLOCK_K)
     y += tl.load(residual_ptr + (rows * N)[:, None] + cols[None, :], mask=mask, other=0.0).to(tl.float32)
     if null_ptr is not None:
-        y += tl.load(null_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)[None, :] * (1.0 - gates)
-    if tl.max(gates) > 0:
-        # rows that are not chosen hold the numbers of an earlier token
-        heavy = product(heavy_x_ptr, heavy_w_ptr, heavy_bias_ptr, cols, ROWS, N, K_HEAVY, BLOCK_B, BLOCK_N, BLOCK_K)
-        y += tl.where(gates > 0, gates * heavy, 0.0)
+        y += tl.load(null_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)[None, :] * (1.0 - gates)[:, None]
+    if tl.max(gates, 0) > 0:
+        # of rows that are not chosen nothing was written
+        chosen = gates > 0
+        heavy = product(heavy_x_ptr, heavy_w_ptr, heavy_bias_ptr, cols, chosen, N, K_HEAVY, BLOCK_B, BLOCK_N, BLOCK_K)
+        y += tl.where(chosen[:, None], gates[:, None] * heavy, 0.0)
     store_rows(y_ptr, y, cols, False, ROWS, N, BLOCK_B)
 
 
