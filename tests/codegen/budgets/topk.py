@@ -45,7 +45,6 @@ def _kernel(
 def _in_one_launch(plain: dict[str, Any], dtypes: dict[str, torch.dtype]) -> Iterator[Kernel]:
     """Rows that one program selects, sorts and fetches from."""
     from onepass.ops.topk import kernels_narrow, kernels_whole, kernels_wide
-    from onepass.ops.topk.kernels_sort import HARD
 
     for dtype, n_rows, cols, k in (
         ("fp32", 1 << 16, 64, 8), ("bf16", 1 << 15, 256, 8), ("fp32", 4096, 65536, 32), ("bf16", 1 << 14, 24576, 64),
@@ -53,7 +52,7 @@ def _in_one_launch(plain: dict[str, Any], dtypes: dict[str, torch.dtype]) -> Ite
     ):  # fmt: skip
         one = plan.of_selection(n_rows, cols, k, dtypes[dtype].itemsize, 132)
         constants: dict[str, Any] = {
-            **plain, "y_ptr": None, "SHIFT": plan.constant_bits(dtypes[dtype]), "SORTED": True, "GATES": HARD.value,
+            **plain, "y_ptr": None, "SHIFT": plan.constant_bits(dtypes[dtype]), "SORTED": True,
         }  # fmt: skip
         for_all: dict[str, Any] = {"s_ptr": f"*{dtype}", "value_ptr": f"*{dtype}", "gate_ptr": f"*{dtype}"}
         if isinstance(one, plan.Narrow):
@@ -94,16 +93,8 @@ def _kernels() -> Iterator[Kernel]:
     from onepass.ops.topk import kernels_pivot as kp
     from onepass.ops.topk import kernels_sort as ks
 
-    no_range = {"start_ptr": None, "lengths_ptr": None, "HAS_START": False, "HAS_LENGTHS": False}
-    plain: dict[str, Any] = {"mask_ptr": None, "UNIT": 16, "HAS_MASK": False, "LARGEST": True, **no_range}
-    ranged: dict[str, Any] = {
-        "mask_ptr": None,
-        "UNIT": 16,
-        "HAS_MASK": False,
-        "LARGEST": True,
-        "HAS_START": True,
-        "HAS_LENGTHS": True,
-    }
+    ranged: dict[str, Any] = {"mask_ptr": None, "UNIT": 16, "LARGEST": True}
+    plain = ranged | {"start_ptr": None, "lengths_ptr": None}
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
     yield from _in_one_launch(plain, dtypes)
     for dtype, n_rows, k in (("fp32", 64, 2048), ("fp32", 2048, 2048), ("bf16", 64, 2048), ("fp32", 8, 65536)):
@@ -133,7 +124,7 @@ def _kernels() -> Iterator[Kernel]:
         for best_first in (True, False):
             block_r, block_k, warps = plan.of_sort(64, k, 132)
             blocks = {
-                "y_ptr": None, "SORTED": best_first, "LARGEST": True, "GATES": ks.HARD.value, "BLOCK_R": block_r,
+                "y_ptr": None, "SORTED": best_first, "LARGEST": True, "BLOCK_R": block_r,
                 "BLOCK_K": block_k,
             }  # fmt: skip
             title = f"topk sort {k}" + ("" if best_first else " by column")
@@ -141,7 +132,7 @@ def _kernels() -> Iterator[Kernel]:
             yield _kernel(title, ks.sort_kernel, blocks, warps, 80, wide=False, spill=8 if k == 64 else 0)
     yield _kernel("topk runs", ks.run_kernel, {"BY_SCORE": True, "BLOCK": plan.RUN}, 16, 64, wide=False)
     blocks = {
-        "BY_SCORE": True, "FETCH": True, "LARGEST": True, "GATES": ks.SOFT.value, "WAYS": plan.WAYS,
+        "BY_SCORE": True, "FETCH": True, "LARGEST": True, "WAYS": plan.WAYS,
         "BLOCK": plan.MERGED,
     }  # fmt: skip
     yield _kernel("topk merge", ks.merge_kernel, blocks, 4, 120, wide=False)

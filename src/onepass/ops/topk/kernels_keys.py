@@ -7,6 +7,8 @@ make it, and `ordered` makes of it an integer that sorts by score, then by lowes
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -36,15 +38,27 @@ def to_score(key, SHIFT: tl.constexpr):
     return (full ^ ((full >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
+class Row(NamedTuple):
+    """A row of scores, or rows (R, 1), as functions of the kernels take it."""
+
+    s_ptr: Any
+    mask_ptr: Any  # or None
+    s_at: Any  # offset of the row's first score
+    mask_at: Any
+    first: Any  # first column of the row's range, and the one after its last
+    last: Any
+    n_cols: Any
+
+
 @triton.jit
-def bounds(start_ptr, lengths_ptr, start_at, lengths_at, n_cols, HAS_START: tl.constexpr, HAS_LENGTHS: tl.constexpr):
+def bounds(start_ptr, lengths_ptr, start_at, lengths_at, n_cols):
     """Return the first column of a row's range and the one after its last, both within the row."""
     n = n_cols.to(tl.int64)
     first = n - n
     last = n
-    if HAS_START:
+    if start_ptr is not None:
         first = tl.minimum(tl.maximum(tl.load(start_ptr + start_at).to(tl.int64), -n), n)
-    if HAS_LENGTHS:
+    if lengths_ptr is not None:
         length = tl.load(lengths_ptr + lengths_at).to(tl.int64)
         last = first + tl.minimum(tl.maximum(length, 0), 2 * n)
     first = tl.maximum(first, 0)
@@ -52,23 +66,27 @@ def bounds(start_ptr, lengths_ptr, start_at, lengths_at, n_cols, HAS_START: tl.c
 
 
 @triton.jit
-def load_scores(
-    s_ptr, mask_ptr, s_offset, mask_offset, cols, present, first, last, n_cols, HAS_MASK: tl.constexpr,
-    HAS_RANGE: tl.constexpr, LARGEST: tl.constexpr,
-):  # fmt: skip
-    """Return scores in fp32, negated for the smallest, -inf where masked or outside of the row's range.
+def load_scores(row, cols, present, RANGED: tl.constexpr, LARGEST: tl.constexpr):
+    """Return scores in fp32, negated for the smallest, -inf where masked or outside of the row's range, if it has one.
 
     The loads depend on n_cols alone: a range that begins anywhere would make them 4 bytes wide.
     """
-    inside = present & (cols < n_cols)
-    s = tl.load(s_ptr + s_offset, mask=inside, other=-float("inf") if LARGEST else float("inf")).to(tl.float32)
+    inside = present & (cols < row.n_cols)
+    other: tl.constexpr = -float("inf") if LARGEST else float("inf")
+    s = tl.load(row.s_ptr + (row.s_at + cols), mask=inside, other=other).to(tl.float32)
     if not LARGEST:
         s = -s
-    if HAS_MASK:
-        s = tl.where(tl.load(mask_ptr + mask_offset, mask=inside, other=0) != 0, s, -float("inf"))
-    if HAS_RANGE:
-        s = tl.where((cols >= first) & (cols < last), s, -float("inf"))
+    if row.mask_ptr is not None:
+        s = tl.where(tl.load(row.mask_ptr + (row.mask_at + cols), mask=inside, other=0) != 0, s, -float("inf"))
+    if RANGED:
+        s = tl.where((cols >= row.first) & (cols < row.last), s, -float("inf"))
     return s
+
+
+@triton.jit
+def load_keys(row, cols, present, RANGED: tl.constexpr, LARGEST: tl.constexpr, SHIFT: tl.constexpr):
+    """Return the keys of scores, without the SHIFT low bits that all share."""
+    return to_key(load_scores(row, cols, present, RANGED, LARGEST)) >> SHIFT
 
 
 @triton.jit
@@ -101,6 +119,6 @@ def is_nan(packed):
 
 
 __all__ = [
-    "COUNTERS", "EMPTY", "INFINITY", "LARGEST_KEY", "LOW", "NAN", "NOTHING", "bounds", "is_nan", "key_of",
-    "load_scores", "ordered", "pack", "to_column", "to_key", "to_score",
+    "COUNTERS", "EMPTY", "INFINITY", "LARGEST_KEY", "LOW", "NAN", "NOTHING", "Row", "bounds", "is_nan", "key_of",
+    "load_keys", "load_scores", "ordered", "pack", "to_column", "to_key", "to_score",
 ]  # fmt: skip

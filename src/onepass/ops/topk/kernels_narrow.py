@@ -5,25 +5,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .kernels_keys import NAN, NOTHING, bounds, load_scores, to_key
-from .kernels_sort import by_column, fetch
+from .kernels_keys import NAN, NOTHING, Row, bounds, load_keys
+from .kernels_sort import Results, by_column, deliver
 
 INTS = ["s_row_stride", "mask_row_stride", "start_stride", "lengths_stride", "n_rows", "n_cols", "k"]
-
-
-@triton.jit
-def load_keys(
-    s_ptr, mask_ptr, rows, mask_rows, present, first, last, n_cols, PART: tl.constexpr, HAS_MASK: tl.constexpr,
-    HAS_RANGE: tl.constexpr, LARGEST: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
-    """Return the keys of WIDTH columns."""
-    cols = PART * WIDTH + tl.arange(0, WIDTH)[None, :]
-    return to_key(
-        load_scores(
-            s_ptr, mask_ptr, rows + cols, mask_rows + cols, cols, present, first, last, n_cols, HAS_MASK, HAS_RANGE,
-            LARGEST,
-        )
-    )  # fmt: skip
 
 
 @triton.jit
@@ -65,13 +50,9 @@ def narrow_kernel(
     n_cols,
     k,
     UNIT: tl.constexpr,
-    HAS_MASK: tl.constexpr,
-    HAS_START: tl.constexpr,
-    HAS_LENGTHS: tl.constexpr,
     LARGEST: tl.constexpr,
     SHIFT: tl.constexpr,
     SORTED: tl.constexpr,
-    GATES: tl.constexpr,
     PARTS: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
@@ -87,26 +68,21 @@ def narrow_kernel(
     s_row_stride = s_row_stride * UNIT
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     here_row = tl.minimum(row, n_rows - 1)
-    first, last = bounds(
-        start_ptr, lengths_ptr, here_row * start_stride, here_row * lengths_stride, n_cols, HAS_START, HAS_LENGTHS
-    )
+    first, last = bounds(start_ptr, lengths_ptr, here_row * start_stride, here_row * lengths_stride, n_cols)
     first = (first + tl.zeros((BLOCK_R,), tl.int32))[:, None]
     last = (last + tl.zeros((BLOCK_R,), tl.int32))[:, None]
     rows = row[:, None]
     present = rows < n_rows
     at = tl.arange(0, BLOCK_C)[None, :]
     WIDTH: tl.constexpr = BLOCK_C // PARTS
-    key = load_keys(
-        s_ptr, mask_ptr, rows * s_row_stride, rows * mask_row_stride, present, first, last, n_cols, 0, HAS_MASK,
-        HAS_START or HAS_LENGTHS, LARGEST, WIDTH,
-    )  # fmt: skip
+    ranged: tl.constexpr = start_ptr is not None or lengths_ptr is not None
+    # of fp32 all bits: 16-bit scores leave low ones free
+    scores = Row(s_ptr, mask_ptr, rows * s_row_stride, rows * mask_row_stride, first, last, n_cols)
+    key = load_keys(scores, tl.arange(0, WIDTH)[None, :], present, ranged, LARGEST, 0)
     cols = at
     if PARTS == 2:
         # halves of a row side by side in a thread: half as many threads share a row
-        other = load_keys(
-            s_ptr, mask_ptr, rows * s_row_stride, rows * mask_row_stride, present, first, last, n_cols, 1, HAS_MASK,
-            HAS_START or HAS_LENGTHS, LARGEST, WIDTH,
-        )  # fmt: skip
+        other = load_keys(scores, WIDTH + tl.arange(0, WIDTH)[None, :], present, ranged, LARGEST, 0)
         key = tl.reshape(tl.join(key, other), (BLOCK_R, BLOCK_C))
         cols = (at % 2) * WIDTH + at // 2
     from_end = BLOCK_C - 1 - cols
@@ -126,5 +102,5 @@ def narrow_kernel(
         index = by_column(tl.where(place < k, index, -1))
     wanted = (rows < n_rows) & (place < k)
     at = rows * k + place
-    tl.store(index_ptr + at, index.to(index_ptr.dtype.element_ty), mask=wanted)
-    fetch(index, at, wanted, nan, s_ptr, y_ptr, value_ptr, gate_ptr, rows * s_row_stride, rows * n_cols, LARGEST, GATES)
+    to = Results(s_ptr, y_ptr, index_ptr, value_ptr, gate_ptr)
+    deliver(to, index, at, wanted, nan, rows * s_row_stride, rows * n_cols, LARGEST)

@@ -16,13 +16,15 @@ from .kernels_keys import (
     INFINITY,
     LOW,
     NOTHING,
+    Row,
     bounds,
     key_of,
+    load_keys,
     load_scores,
     pack,
     to_key,
     to_score,
-)
+)  # fmt: skip
 
 INTS = [
     "s_row_stride", "mask_row_stride", "start_stride", "lengths_stride", "n_cols", "k", "capacity", "out_row_stride",
@@ -46,9 +48,6 @@ def pivot_kernel(
     k,
     capacity,
     UNIT: tl.constexpr,
-    HAS_MASK: tl.constexpr,
-    HAS_START: tl.constexpr,
-    HAS_LENGTHS: tl.constexpr,
     LARGEST: tl.constexpr,
     SHIFT: tl.constexpr,
     DISORDERED: tl.constexpr,
@@ -60,9 +59,8 @@ def pivot_kernel(
     n_cols = n_cols * UNIT
     row = tl.program_id(0).to(tl.int64)
     nothing: tl.constexpr = NOTHING >> SHIFT
-    first, last = bounds(
-        start_ptr, lengths_ptr, row * start_stride, row * lengths_stride, n_cols, HAS_START, HAS_LENGTHS
-    )
+    first, last = bounds(start_ptr, lengths_ptr, row * start_stride, row * lengths_stride, n_cols)
+    scores = Row(s_ptr, mask_ptr, row * s_row_stride * UNIT, row * mask_row_stride, first, last, n_cols)
     group = tl.arange(0, GROUPS).to(tl.int64)
     before = first // GROUP
     n_groups = (last + GROUP - 1) // GROUP - before
@@ -73,11 +71,7 @@ def pivot_kernel(
     at = before + tl.where(whole, group, group * n_groups // GROUPS + scattered)
     cols = (at[:, None] * GROUP + tl.arange(0, GROUP)[None, :]).to(tl.int32)
     present = (group < n_groups)[:, None]
-    s = load_scores(
-        s_ptr, mask_ptr, row * s_row_stride * UNIT + cols, row * mask_row_stride + cols, cols, present, first, last,
-        n_cols, HAS_MASK, True, LARGEST,
-    )  # fmt: skip
-    key = tl.reshape(to_key(s) >> SHIFT, (GROUPS * GROUP,))
+    key = tl.reshape(load_keys(scores, cols, present, True, LARGEST, SHIFT), (GROUPS * GROUP,))
     sampled = tl.sum(tl.sum((present & (cols >= first) & (cols < last)).to(tl.int32), 1), 0)
     ratio = sampled.to(tl.float32) / tl.maximum(last - first, 1).to(tl.float32)
     rank = k * ratio
@@ -124,9 +118,6 @@ def pass_kernel(
     capacity,
     tiles,
     UNIT: tl.constexpr,
-    HAS_MASK: tl.constexpr,
-    HAS_START: tl.constexpr,
-    HAS_LENGTHS: tl.constexpr,
     LARGEST: tl.constexpr,
     ALONE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -136,10 +127,9 @@ def pass_kernel(
     n_cols = n_cols * UNIT
     row = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
-    has_range: tl.constexpr = HAS_START or HAS_LENGTHS
-    first, last = bounds(
-        start_ptr, lengths_ptr, row * start_stride, row * lengths_stride, n_cols, HAS_START, HAS_LENGTHS
-    )
+    ranged: tl.constexpr = start_ptr is not None or lengths_ptr is not None
+    first, last = bounds(start_ptr, lengths_ptr, row * start_stride, row * lengths_stride, n_cols)
+    scores = Row(s_ptr, mask_ptr, row * s_row_stride * UNIT, row * mask_row_stride, first, last, n_cols)
     pivot = tl.load(pivot_ptr + row)
     counter = state_ptr + row * COUNTERS
     found = 0
@@ -147,10 +137,7 @@ def pass_kernel(
     end = tl.minimum((split + 1) * tiles, (last + BLOCK - 1) // BLOCK)
     for tile in tl.range(begin, end, num_stages=STAGES):
         cols = tile * BLOCK + tl.arange(0, BLOCK)
-        s = load_scores(
-            s_ptr, mask_ptr, row * s_row_stride * UNIT + cols, row * mask_row_stride + cols, cols, True, first, last,
-            n_cols, HAS_MASK, has_range, LARGEST,
-        )  # fmt: skip
+        s = load_scores(scores, cols, True, ranged, LARGEST)
         # NaN is above every pivot
         above = (s <= pivot) == 0
         ones = above.to(tl.int32)
@@ -168,8 +155,7 @@ def pass_kernel(
 
 @triton.jit
 def exact_threshold(
-    s_ptr, mask_ptr, s_row, mask_row, first, last, n_cols, k, HAS_MASK: tl.constexpr, HAS_RANGE: tl.constexpr,
-    LARGEST: tl.constexpr, SHIFT: tl.constexpr, TILE: tl.constexpr,
+    row, k, RANGED: tl.constexpr, LARGEST: tl.constexpr, SHIFT: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Return the key of the k-th largest score of a range of at least k, and how many of its equals are wanted.
 
@@ -181,14 +167,10 @@ def exact_threshold(
     wanted = k
     for i in tl.static_range(n_bytes):
         counts = tl.zeros((256,), tl.int32)
-        for tile in range(first // TILE, (last + TILE - 1) // TILE):
+        for tile in range(row.first // TILE, (row.last + TILE - 1) // TILE):
             cols = tile * TILE + tl.arange(0, TILE)
-            s = load_scores(
-                s_ptr, mask_ptr, s_row + cols, mask_row + cols, cols, True, first, last, n_cols, HAS_MASK, HAS_RANGE,
-                LARGEST,
-            )  # fmt: skip
-            key = to_key(s) >> (SHIFT + 8 * (n_bytes - 1 - i))
-            same = (cols >= first) & (cols < last)
+            key = load_keys(row, cols, True, RANGED, LARGEST, SHIFT) >> (8 * (n_bytes - 1 - i))
+            same = (cols >= row.first) & (cols < row.last)
             if i == 0:
                 value = key + 128
             else:
@@ -207,9 +189,8 @@ def exact_threshold(
 
 @triton.jit
 def collect(
-    s_ptr, mask_ptr, out_ptr, s_row, mask_row, out_row, first, last, n_cols, k, found, threshold, room,
-    ABOVE: tl.constexpr, HAS_MASK: tl.constexpr, HAS_RANGE: tl.constexpr, LARGEST: tl.constexpr, SHIFT: tl.constexpr,
-    TILE: tl.constexpr,
+    row, out_ptr, k, found, threshold, room, ABOVE: tl.constexpr, RANGED: tl.constexpr, LARGEST: tl.constexpr,
+    SHIFT: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Write the keys above the threshold and the first `room` equal to it after `found` others; return their number.
 
@@ -217,14 +198,11 @@ def collect(
     """
     n_above = found
     n_level = 0
-    tile = first // TILE
-    end = (last + TILE - 1) // TILE
+    tile = row.first // TILE
+    end = (row.last + TILE - 1) // TILE
     while (tile < end) & (n_above + tl.minimum(n_level, room) < k):
         cols = tile * TILE + tl.arange(0, TILE)
-        s = load_scores(
-            s_ptr, mask_ptr, s_row + cols, mask_row + cols, cols, True, first, last, n_cols, HAS_MASK, HAS_RANGE,
-            LARGEST,
-        )  # fmt: skip
+        s = load_scores(row, cols, True, RANGED, LARGEST)
         key = to_key(s) >> SHIFT
         level = key == threshold
         ones = level.to(tl.int32)
@@ -239,7 +217,7 @@ def collect(
             if ABOVE:
                 chosen = chosen | above
             slot = n_above + (both >> 16) + tl.minimum(of_level, room) - 1
-            tl.store(out_ptr + out_row + slot, pack(s, cols), mask=chosen)
+            tl.store(out_ptr + slot, pack(s, cols), mask=chosen)
         n_above += total >> 16
         n_level += total & 0xFFFF
         tile += 1
@@ -248,13 +226,12 @@ def collect(
 
 @triton.jit
 def choose(
-    candidates_ptr, out_ptr, row, out_row, capacity, n_found, pivot_key, k, column_bits, SHIFT: tl.constexpr,
-    BLOCK: tl.constexpr,
+    candidates_ptr, out_ptr, n_found, pivot_key, k, column_bits, SHIFT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Write the k best candidates in their order, or all if there are fewer."""
     here = tl.arange(0, BLOCK)
     present = here < n_found
-    packed = tl.load(candidates_ptr + row * capacity + here, mask=present, other=EMPTY)
+    packed = tl.load(candidates_ptr + here, mask=present, other=EMPTY)
     # score, then column, in as many bits as the row's columns take: all numbers differ, so a search ends with exactly k
     column = (0x7FFFFFFF - (packed & LOW)).to(tl.int64)
     number = ((key_of(packed) >> SHIFT).to(tl.int64) << column_bits) + (1 << column_bits) - 1 - column
@@ -268,7 +245,7 @@ def choose(
         lo = tl.where(count < k, lo, middle)
     chosen = number >= lo
     slot = tl.cumsum(chosen.to(tl.int32), 0) - 1
-    tl.store(out_ptr + out_row + slot, packed, mask=chosen)
+    tl.store(out_ptr + slot, packed, mask=chosen)
 
 
 @triton.jit(do_not_specialize=INTS)
@@ -291,9 +268,6 @@ def choose_kernel(
     out_row_stride,
     column_bits,
     UNIT: tl.constexpr,
-    HAS_MASK: tl.constexpr,
-    HAS_START: tl.constexpr,
-    HAS_LENGTHS: tl.constexpr,
     LARGEST: tl.constexpr,
     SHIFT: tl.constexpr,
     CHOOSE: tl.constexpr,
@@ -307,8 +281,8 @@ def choose_kernel(
     n_cols = n_cols * UNIT
     row = tl.program_id(0).to(tl.int64)
     nothing: tl.constexpr = NOTHING >> SHIFT
-    has_range: tl.constexpr = HAS_START or HAS_LENGTHS
-    out_row = row * out_row_stride
+    ranged: tl.constexpr = start_ptr is not None or lengths_ptr is not None
+    out_ptr += row * out_row_stride
     state = state_ptr + row * COUNTERS
     pivot_key = to_key(tl.load(pivot_ptr + row)) >> SHIFT
     n_found = tl.load(state)
@@ -316,40 +290,30 @@ def choose_kernel(
     many = n_found > capacity
     if CHOOSE:
         if many == 0:
-            choose(candidates_ptr, out_ptr, row, out_row, capacity, n_found, pivot_key, k, column_bits, SHIFT, BLOCK)
+            candidates_ptr += row * capacity
+            choose(candidates_ptr, out_ptr, n_found, pivot_key, k, column_bits, SHIFT, BLOCK)
     if few | many:
-        first, last = bounds(
-            start_ptr, lengths_ptr, row * start_stride, row * lengths_stride, n_cols, HAS_START, HAS_LENGTHS
-        )
-        s_row = row * s_row_stride * UNIT
-        mask_row = row * mask_row_stride
+        first, last = bounds(start_ptr, lengths_ptr, row * start_stride, row * lengths_stride, n_cols)
+        scores = Row(s_ptr, mask_ptr, row * s_row_stride * UNIT, row * mask_row_stride, first, last, n_cols)
         kept = tl.minimum(n_found, k)
         exact = many
         disordered = tl.load(state + 2)
         if few & (pivot_key > nothing):
             # all candidates, then the first scores equal to the pivot
-            kept = collect(
-                s_ptr, mask_ptr, out_ptr, s_row, mask_row, out_row, first, last, n_cols, k, n_found, pivot_key,
-                k - n_found, False, HAS_MASK, has_range, LARGEST, SHIFT, TILE,
-            )  # fmt: skip
+            kept = collect(scores, out_ptr, k, n_found, pivot_key, k - n_found, False, ranged, LARGEST, SHIFT, TILE)
             exact = kept < k
             disordered = 1
         if exact:
-            threshold, room = exact_threshold(
-                s_ptr, mask_ptr, s_row, mask_row, first, last, n_cols, k, HAS_MASK, has_range, LARGEST, SHIFT, TILE
-            )
+            threshold, room = exact_threshold(scores, k, ranged, LARGEST, SHIFT, TILE)
             # -inf is never chosen
             room = tl.where(threshold <= nothing, 0, room)
             # others of this program may still be writing candidates to the same places
             tl.debug_barrier()
-            kept = collect(
-                s_ptr, mask_ptr, out_ptr, s_row, mask_row, out_row, first, last, n_cols, k, 0, threshold, room,
-                True, HAS_MASK, has_range, LARGEST, SHIFT, TILE,
-            )  # fmt: skip
+            kept = collect(scores, out_ptr, k, 0, threshold, room, True, ranged, LARGEST, SHIFT, TILE)
             disordered = 0
         for begin in range(0, tl.where(kept < k, k, 0), TILE):
             here = begin + tl.arange(0, TILE)
             empty = tl.full((TILE,), EMPTY, tl.int64)
-            tl.store(out_ptr + out_row + here, empty, mask=(here >= kept) & (here < k))
+            tl.store(out_ptr + here, empty, mask=(here >= kept) & (here < k))
         tl.store(state, k)
         tl.store(state + 2, disordered)

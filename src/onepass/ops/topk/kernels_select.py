@@ -15,7 +15,7 @@ from . import plan
 from .kernels_keys import COUNTERS
 from .kernels_narrow import narrow_kernel
 from .kernels_pivot import choose_kernel, pass_kernel, pivot_kernel
-from .kernels_sort import HARD, NO_GATES, SOFT, merge_kernel, run_kernel, sort_kernel
+from .kernels_sort import merge_kernel, run_kernel, sort_kernel
 from .kernels_whole import RADIX, whole_kernel
 from .kernels_wide import wide_kernel
 
@@ -54,10 +54,10 @@ class _Layout(NamedTuple):
 
 
 def _layout(rows: Rows) -> _Layout:
-    s, mask, start, lengths, largest = rows
+    s, *others, _ = rows
     unit = 16 if s.shape[1] % 16 == 0 and s.stride(0) % 16 == 0 else 1
-    strides = s.stride(0) // unit, *(0 if t is None else t.stride(0) for t in (mask, start, lengths))
-    options = unit, mask is not None, start is not None, lengths is not None, largest, plan.constant_bits(s.dtype)
+    strides = s.stride(0) // unit, *(0 if t is None else t.stride(0) for t in others)
+    options = unit, rows.largest, plan.constant_bits(s.dtype)
     return _Layout(strides, s.shape[1] // unit, options)
 
 
@@ -66,7 +66,7 @@ def _in_one_launch(
     k: int,
     shape: plan.Narrow | plan.Wide | plan.Whole,
     results: tuple[Tensor | None, ...],
-    order: tuple[bool, int],
+    is_sorted: bool,
 ) -> None:
     """Select, order and fetch by one kernel."""
     strides, n_cols, options = _layout(rows)
@@ -74,33 +74,34 @@ def _in_one_launch(
     if isinstance(shape, plan.Narrow):
         launch(
             narrow_kernel, (cdiv(n_rows, shape.block_r), 1, 1), (*rows[:4], *results),
-            (*strides, n_rows, n_cols, k), (*options, *order, *shape[:4]), num_warps=shape.warps,
+            (*strides, n_rows, n_cols, k), (*options, is_sorted, *shape[:4]), num_warps=shape.warps,
         )  # fmt: skip
         return
     if isinstance(shape, plan.Whole):
-        scratch = torch.empty((n_rows, k), dtype=torch.int64, device=s.device) if order[0] and k > RADIX.value else None
+        scratch = (
+            torch.empty((n_rows, k), dtype=torch.int64, device=s.device) if is_sorted and k > RADIX.value else None
+        )
         launch(
             whole_kernel, (cdiv(n_rows, shape.block_r), 1, 1), (*rows[:4], scratch, *results),
-            (*strides, n_rows, n_cols, k), (*options, *order, *shape[:4]), num_warps=shape.warps,
+            (*strides, n_rows, n_cols, k), (*options, is_sorted, *shape[:4]), num_warps=shape.warps,
         )  # fmt: skip
         return
     groups = torch.empty((n_rows, shape.groups), dtype=torch.int32, device=s.device)
     candidates = torch.empty((n_rows, shape.room), dtype=torch.int64, device=s.device)
     launch(
         wide_kernel, (n_rows, 1, 1), (*rows[:4], groups, candidates, *results),
-        (*strides, n_cols, k), (*options, *order, *shape[:5]), num_warps=shape.warps,
+        (*strides, n_cols, k), (*options, is_sorted, *shape[:5]), num_warps=shape.warps,
     )  # fmt: skip
 
 
 def _survivors(rows: Rows, k: int, shape: plan.Pivot) -> _Survivors:
     """Return k packed survivors of each row, or more from which a sort takes the best."""
-    s, mask, start, lengths, _ = rows
-    n_rows, n_cols = s.shape
+    s, (n_rows, n_cols) = rows.s, rows.s.shape
     strides, units, options = _layout(rows)
     state = torch.empty((n_rows, COUNTERS.value), dtype=torch.int32, device=s.device)
     pivots = torch.empty(n_rows, dtype=torch.float32, device=s.device)
     found = torch.empty((n_rows, shape.capacity), dtype=torch.int64, device=s.device)
-    given, numbers = (s, mask, start, lengths, pivots, state), (*strides, units, k, shape.capacity)
+    given, numbers = (*rows[:4], pivots, state), (*strides, units, k, shape.capacity)
     alone = shape.splits == 1
     launch(
         pivot_kernel, (n_rows, 1, 1), given, numbers,
@@ -121,7 +122,7 @@ def _survivors(rows: Rows, k: int, shape: plan.Pivot) -> _Survivors:
 
 def _merged(
     found: _Survivors, by_score: bool, k: int, spare: Tensor, last: tuple[Tensor | None, ...] | None,
-    numbers: tuple[int, int], constants: tuple[bool, int],
+    numbers: tuple[int, int], largest: bool,
 ) -> Tensor:  # fmt: skip
     """Sort rows of any length in runs, then merge these; the last merge fetches if `last` is given."""
     packed, state = found
@@ -141,7 +142,7 @@ def _merged(
             merge_kernel, (n_rows, cdiv(count, plan.MERGED), 1),
             (packed, state, None if fetches else spare, *(last if fetches and last is not None else nothing)),
             (*numbers, packed.stride(0), k, run, run.bit_length()),
-            (by_score, fetches, *constants, plan.WAYS, plan.MERGED), num_warps=4,
+            (by_score, fetches, largest, plan.WAYS, plan.MERGED), num_warps=4,
         )  # fmt: skip
         packed, spare, run = spare, packed, run * plan.WAYS
     return packed
@@ -178,27 +179,26 @@ def select(
     gates = torch.empty(size, dtype=s.dtype, device=s.device) if gated else None
     if not values.numel():
         return Found(indices, values, gates)
-    kind = (NO_GATES if not gated else HARD if soft is None else SOFT).value
     results = indices, s, soft, values, gates
     with device_guard(s):
         shape = plan.of_selection(n_rows, n_cols, k, s.element_size(), sm_count(s))
         if not isinstance(shape, plan.Pivot):
-            _in_one_launch(rows, k, shape, (indices, soft, values, gates), (is_sorted, kind))
+            _in_one_launch(rows, k, shape, (indices, soft, values, gates), is_sorted)
             return Found(indices, values, gates)
         chosen = _survivors(rows, k, shape)
         if k <= plan.MAX_SORTED:
             block_r, block_k, warps = plan.of_sort(n_rows, k, sm_count(s))
             launch(
                 sort_kernel, (cdiv(n_rows, block_r), 1, 1), (chosen.packed, chosen.state, *results),
-                (s.stride(0), n_rows, n_cols, k), (is_sorted, rows.largest, kind, block_r, block_k), num_warps=warps,
+                (s.stride(0), n_rows, n_cols, k), (is_sorted, rows.largest, block_r, block_k), num_warps=warps,
             )  # fmt: skip
             return Found(indices, values, gates)
         spare = torch.empty_like(chosen.packed)
-        numbers, constants = (s.stride(0), n_cols), (rows.largest, kind)
+        numbers = s.stride(0), n_cols
         if not is_sorted:
             # the k best of them, by score
-            best = _merged(chosen, True, k, spare, None, numbers, constants)
+            best = _merged(chosen, True, k, spare, None, numbers, rows.largest)
             spare = chosen.packed if best is spare else spare
             chosen = _Survivors(best, chosen.state)
-        _merged(chosen, is_sorted, k, spare, results, numbers, constants)
+        _merged(chosen, is_sorted, k, spare, results, numbers, rows.largest)
     return Found(indices, values, gates)

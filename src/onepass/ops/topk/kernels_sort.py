@@ -2,33 +2,38 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
 from .kernels_keys import COUNTERS, EMPTY, LOW, is_nan, ordered, to_column
 
-# gates that a kernel writes: none, 1, or those of soft_topk
-NO_GATES = tl.constexpr(0)
-HARD = tl.constexpr(1)
-SOFT = tl.constexpr(2)
+
+class Results(NamedTuple):
+    """Where a kernel takes values and gates from, and where its results go."""
+
+    s_ptr: Any  # scores
+    y_ptr: Any  # soft gates like s; None: the gates are 1
+    index_ptr: Any  # int32 or int64: columns, then -1
+    value_ptr: Any  # like s
+    gate_ptr: Any  # like s, or None
 
 
 @triton.jit
-def fetch(
-    index, at, wanted, nan, s_ptr, y_ptr, value_ptr, gate_ptr, s_row, y_row, LARGEST: tl.constexpr,
-    GATES: tl.constexpr,
-):  # fmt: skip
-    """Store scores and gates of chosen columns; -inf (of the smallest: inf) and 0 where the index is -1."""
+def deliver(to, index, at, wanted, nan, s_row, y_row, LARGEST: tl.constexpr):
+    """Store columns, their scores and gates; -inf (of the smallest: inf) and 0 where the column is -1."""
+    tl.store(to.index_ptr + at, index.to(to.index_ptr.dtype.element_ty), mask=wanted)
     found = wanted & (index >= 0)
-    score = tl.load(s_ptr + s_row + index, mask=found, other=-float("inf") if LARGEST else float("inf"))
-    tl.store(value_ptr + at, score, mask=wanted)
-    if GATES == HARD:
-        # the gates of a row with a NaN are NaN
-        gate = tl.where(found, tl.where(nan, float("nan"), 1.0), 0.0)
-        tl.store(gate_ptr + at, gate.to(gate_ptr.dtype.element_ty), mask=wanted)
-    if GATES == SOFT:
-        gate = tl.load(y_ptr + y_row + index, mask=found, other=0.0)
-        tl.store(gate_ptr + at, gate, mask=wanted)
+    score = tl.load(to.s_ptr + s_row + index, mask=found, other=-float("inf") if LARGEST else float("inf"))
+    tl.store(to.value_ptr + at, score, mask=wanted)
+    if to.gate_ptr is not None:
+        if to.y_ptr is None:
+            # the gates of a row with a NaN are NaN
+            gate = tl.where(found, tl.where(nan, float("nan"), 1.0), 0.0)
+        else:
+            gate = tl.load(to.y_ptr + y_row + index, mask=found, other=0.0)
+        tl.store(to.gate_ptr + at, gate.to(to.gate_ptr.dtype.element_ty), mask=wanted)
 
 
 @triton.jit
@@ -53,7 +58,6 @@ def sort_kernel(
     k,
     SORTED: tl.constexpr,
     LARGEST: tl.constexpr,
-    GATES: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
@@ -72,8 +76,8 @@ def sort_kernel(
         if tl.max(tl.max(disordered, 1), 0) > 0:
             low = tl.sort(low, 1, descending=True)
         index = to_column(low.to(tl.int64))
-    tl.store(index_ptr + at, index.to(index_ptr.dtype.element_ty), mask=wanted)
-    fetch(index, at, wanted, nan, s_ptr, y_ptr, value_ptr, gate_ptr, rows * s_row_stride, rows * n_cols, LARGEST, GATES)
+    to = Results(s_ptr, y_ptr, index_ptr, value_ptr, gate_ptr)
+    deliver(to, index, at, wanted, nan, rows * s_row_stride, rows * n_cols, LARGEST)
 
 
 @triton.jit(do_not_specialize=["packed_row_stride", "out_row_stride", "k"])
@@ -124,7 +128,6 @@ def merge_kernel(
     BY_SCORE: tl.constexpr,
     FETCH: tl.constexpr,
     LARGEST: tl.constexpr,
-    GATES: tl.constexpr,
     WAYS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -159,11 +162,8 @@ def merge_kernel(
             wanted = inside & (place < k)
             at = row * k + place
             index = to_column(mine)
-            tl.store(index_ptr + at, index.to(index_ptr.dtype.element_ty), mask=wanted)
             nan = tl.load(state_ptr + row * COUNTERS + 1) > 0
-            fetch(
-                index, at, wanted, nan, s_ptr, y_ptr, value_ptr, gate_ptr, row * s_row_stride, row * n_cols, LARGEST,
-                GATES,
-            )  # fmt: skip
+            to = Results(s_ptr, y_ptr, index_ptr, value_ptr, gate_ptr)
+            deliver(to, index, at, wanted, nan, row * s_row_stride, row * n_cols, LARGEST)
         else:
             tl.store(out_ptr + packed_row + place, mine, mask=inside)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .kernels_keys import LARGEST_KEY, NAN, NOTHING, bounds, load_scores, to_key, to_score
-from .kernels_sort import fetch
+from .kernels_keys import LARGEST_KEY, NAN, NOTHING, Row, bounds, load_keys, to_key, to_score
+from .kernels_sort import Results, deliver
 
 # more survivors are sorted two bits at a time, fewer by exchanges
 RADIX = tl.constexpr(512)
@@ -98,13 +98,9 @@ def whole_kernel(
     n_cols,
     k,
     UNIT: tl.constexpr,
-    HAS_MASK: tl.constexpr,
-    HAS_START: tl.constexpr,
-    HAS_LENGTHS: tl.constexpr,
     LARGEST: tl.constexpr,
     SHIFT: tl.constexpr,
     SORTED: tl.constexpr,
-    GATES: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -113,24 +109,17 @@ def whole_kernel(
     n_cols = n_cols * UNIT
     s_row_stride = s_row_stride * UNIT
     nothing: tl.constexpr = NOTHING >> SHIFT
-    has_range: tl.constexpr = HAS_START or HAS_LENGTHS
+    ranged: tl.constexpr = start_ptr is not None or lengths_ptr is not None
     row = (tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)).to(tl.int64)
     here_row = tl.minimum(row, n_rows - 1)
-    first, last = bounds(
-        start_ptr, lengths_ptr, here_row * start_stride, here_row * lengths_stride, n_cols, HAS_START, HAS_LENGTHS
-    )
+    first, last = bounds(start_ptr, lengths_ptr, here_row * start_stride, here_row * lengths_stride, n_cols)
     first = (first + tl.zeros((BLOCK_R,), tl.int32))[:, None]
     last = (last + tl.zeros((BLOCK_R,), tl.int32))[:, None]
     rows = row[:, None]
     cols = tl.arange(0, BLOCK_C)[None, :]
     present = rows < n_rows
-    key = to_key(
-        load_scores(
-            s_ptr, mask_ptr, rows * s_row_stride + cols, rows * mask_row_stride + cols, cols, present, first, last,
-            n_cols, HAS_MASK, has_range, LARGEST,
-        )
-    )  # fmt: skip
-    key = key >> SHIFT
+    scores = Row(s_ptr, mask_ptr, rows * s_row_stride, rows * mask_row_stride, first, last, n_cols)
+    key = load_keys(scores, cols, present, ranged, LARGEST, SHIFT)
     top = tl.max(key, 1)
     nan = (top == (NAN >> SHIFT))[:, None]
     threshold, valid = threshold_of(key, k, nothing, SHIFT)
@@ -145,11 +134,7 @@ def whole_kernel(
     # load the scores again, from the cache: registers can't hold them beside the scan
     for begin in range(0, BLOCK_C, BLOCK_T):
         here = (begin + tl.arange(0, BLOCK_T))[None, :]
-        near = load_scores(
-            s_ptr, mask_ptr, rows * s_row_stride + here, rows * mask_row_stride + here, here, present, first, last,
-            n_cols, HAS_MASK, has_range, LARGEST,
-        )  # fmt: skip
-        near_key = to_key(near) >> SHIFT
+        near_key = load_keys(scores, here, present, ranged, LARGEST, SHIFT)
         above = near_key > lo
         level = (near_key == lo) & (near_key > nothing)
         # one scan for both counts, 16 bits each
@@ -183,5 +168,5 @@ def whole_kernel(
             index = tl.where(place < kept, 0x7FFFFFFF - number.to(tl.int32), -1)
     tl.debug_barrier()
     at = rows * k + place
-    tl.store(index_ptr + at, index.to(index_ptr.dtype.element_ty), mask=wanted)
-    fetch(index, at, wanted, nan, s_ptr, y_ptr, value_ptr, gate_ptr, rows * s_row_stride, rows * n_cols, LARGEST, GATES)
+    to = Results(s_ptr, y_ptr, index_ptr, value_ptr, gate_ptr)
+    deliver(to, index, at, wanted, nan, rows * s_row_stride, rows * n_cols, LARGEST)

@@ -15,15 +15,16 @@ from .kernels_keys import (
     INFINITY,
     LARGEST_KEY,
     NOTHING,
+    Row,
     bounds,
     load_scores,
     ordered,
     pack,
     to_column,
     to_key,
-)
+)  # fmt: skip
 from .kernels_pivot import collect, exact_threshold
-from .kernels_sort import by_column, fetch
+from .kernels_sort import Results, by_column, deliver
 
 INTS = ["s_row_stride", "mask_row_stride", "start_stride", "lengths_stride", "n_cols", "k"]
 
@@ -53,13 +54,9 @@ def wide_kernel(
     n_cols,
     k,
     UNIT: tl.constexpr,
-    HAS_MASK: tl.constexpr,
-    HAS_START: tl.constexpr,
-    HAS_LENGTHS: tl.constexpr,
     LARGEST: tl.constexpr,
     SHIFT: tl.constexpr,
     SORTED: tl.constexpr,
-    GATES: tl.constexpr,
     CHUNK: tl.constexpr,
     GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -72,21 +69,16 @@ def wide_kernel(
     nothing: tl.constexpr = NOTHING >> SHIFT
     # chunks whose groups are read again at a time
     SPAN: tl.constexpr = AGAIN // (GROUPS * GROUP)
-    has_range: tl.constexpr = HAS_START or HAS_LENGTHS
-    first, last = bounds(
-        start_ptr, lengths_ptr, row * start_stride, row * lengths_stride, n_cols, HAS_START, HAS_LENGTHS
-    )
+    ranged: tl.constexpr = start_ptr is not None or lengths_ptr is not None
+    first, last = bounds(start_ptr, lengths_ptr, row * start_stride, row * lengths_stride, n_cols)
     s_row = row * s_row_stride * UNIT
-    mask_row = row * mask_row_stride
+    scores = Row(s_ptr, mask_ptr, s_row, row * mask_row_stride, first, last, n_cols)
     begin = first // CHUNK
     end = (last + CHUNK - 1) // CHUNK
     top = tl.full((CHUNK // GROUP,), -float("inf"), tl.float32)
     for chunk in range(begin, end):
         cols = chunk * CHUNK + tl.arange(0, CHUNK)
-        s = load_scores(
-            s_ptr, mask_ptr, s_row + cols, mask_row + cols, cols, True, first, last, n_cols, HAS_MASK, has_range,
-            LARGEST,
-        )  # fmt: skip
+        s = load_scores(scores, cols, True, ranged, LARGEST)
         top = larger(top, tl.reduce(tl.reshape(s, (CHUNK // GROUP, GROUP)), 1, larger))
     key = to_key(top) >> SHIFT
     # a bound that k to GROUPS maxima reach, or all that are a score, where these are fewer
@@ -119,29 +111,18 @@ def wide_kernel(
         outer = chunk + tl.arange(0, SPAN)
         present = tl.broadcast_to(there & (outer < end)[None, :, None], (GROUPS, SPAN, GROUP))
         cols = tl.reshape(outer[None, :, None] * CHUNK + inner, (AGAIN,))
-        s = load_scores(
-            s_ptr, mask_ptr, s_row + cols, mask_row + cols, cols, tl.reshape(present, (AGAIN,)), first, last, n_cols,
-            HAS_MASK, has_range, LARGEST,
-        )  # fmt: skip
+        s = load_scores(scores, cols, tl.reshape(present, (AGAIN,)), ranged, LARGEST)
         above = (to_key(s) >> SHIFT) >= pivot
         slot = found + tl.cumsum(above.to(tl.int32), 0) - 1
         tl.store(candidates_ptr + slot, pack(s, cols), mask=above & (slot < ROOM))
         found += tl.sum(above.to(tl.int32), 0)
     if plateau & (found < k):
-        found = collect(
-            s_ptr, mask_ptr, candidates_ptr, s_row, mask_row, 0, first, last, n_cols, k, found, lo, k - found,
-            False, HAS_MASK, has_range, LARGEST, SHIFT, AGAIN,
-        )  # fmt: skip
+        found = collect(scores, candidates_ptr, k, found, lo, k - found, False, ranged, LARGEST, SHIFT, AGAIN)
     if found > ROOM:
         # one group holds many of the best
-        threshold, room = exact_threshold(
-            s_ptr, mask_ptr, s_row, mask_row, first, last, n_cols, k, HAS_MASK, has_range, LARGEST, SHIFT, AGAIN
-        )
+        threshold, room = exact_threshold(scores, k, ranged, LARGEST, SHIFT, AGAIN)
         tl.debug_barrier()
-        found = collect(
-            s_ptr, mask_ptr, candidates_ptr, s_row, mask_row, 0, first, last, n_cols, k, 0, threshold, room,
-            True, HAS_MASK, has_range, LARGEST, SHIFT, AGAIN,
-        )  # fmt: skip
+        found = collect(scores, candidates_ptr, k, 0, threshold, room, True, ranged, LARGEST, SHIFT, AGAIN)
     tl.debug_barrier()
     here = tl.arange(0, ROOM)
     best = tl.sort(ordered(tl.load(candidates_ptr + here, mask=here < found, other=EMPTY)), descending=True)
@@ -151,5 +132,5 @@ def wide_kernel(
         index = by_column(index)
     wanted = here < k
     at = row * k + here
-    tl.store(index_ptr + at, index.to(index_ptr.dtype.element_ty), mask=wanted)
-    fetch(index, at, wanted, nan, s_ptr, y_ptr, value_ptr, gate_ptr, s_row, row * n_cols, LARGEST, GATES)
+    to = Results(s_ptr, y_ptr, index_ptr, value_ptr, gate_ptr)
+    deliver(to, index, at, wanted, nan, s_row, row * n_cols, LARGEST)
