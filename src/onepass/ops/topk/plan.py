@@ -44,14 +44,10 @@ SAMPLE_PER_WARP = 1024
 PER_CHOOSING_WARP = 512
 # elements of the tile in which a program goes through a row alone
 ALONE = 8192
-# most survivors of a row that one program sorts; elements per warp of that sort with many rows, and with few
+# most survivors of a row that one program sorts, torch sorts more; elements per warp with many rows, and with few
 MAX_SORTED = 4096
 SORT_PER_WARP = 512
 SORT_PER_WARP_OF_FEW = 64
-# more survivors: length of a sorted run, runs merged at a time, elements per program of a merge
-RUN = 1024
-WAYS = 4
-MERGED = 128
 # bits of a 32-bit key that are the same for all scores of a dtype
 CONSTANT_BITS = {torch.bfloat16: 16, torch.float16: 13}
 
