@@ -36,10 +36,7 @@ def test_no_case_is_declared_twice() -> None:
 def test_every_operator_with_cases_has_some_for_a_cpu() -> None:
     """`python -m benchmarks --device cpu`; modules have none."""
     assert {folder for folder, case in CASES if case.device == "cpu"} == {folder for folder, _ in CASES} - {"fused"}
-
-
-def test_cases_for_a_cpu_are_small() -> None:
-    """The bytes that must move, of which some implementations keep several times as many."""
+    # small: some implementations keep several times the bytes that must move
     assert max(case.floor_bytes for _, case in CASES if case.device == "cpu") < 500e6
 
 
@@ -56,12 +53,8 @@ def test_cases_for_a_cpu_run_there(case: Case) -> None:
     assert (results[0].impl, results[0].status) == (OURS, OK)
     assert [(r.impl, r.note) for r in results if r.status == FAILED] == []
     assert not [r.impl for r in results if any(word in r.impl for word in ("liger", "quack", "triton", "graph"))]
-    assert {r.note for r in results if r.status == MISSING} <= {
-        "lion-pytorch",
-        "colt5-attention",
-        "entmax",
-        "torchsort",
-    }
+    missing = {"lion-pytorch", "colt5-attention", "entmax", "torchsort"}
+    assert {r.note for r in results if r.status == MISSING} <= missing
 
 
 def test_rivals_are_declared_by_import_name() -> None:

@@ -1,3 +1,5 @@
+"""`python -m benchmarks`: tables, records, parts, mistakes; the operator that it measures exists only here."""
+
 from __future__ import annotations
 
 import contextlib
@@ -11,6 +13,7 @@ import pytest
 import torch
 
 from bench_fakes import FakeTimer, case, everything, fake_operator, thunk
+from benchmarks import warm
 from benchmarks.__main__ import main
 from benchmarks.bench import timers
 from benchmarks.bench.records import FIELDS, MEMORY, read
@@ -101,10 +104,20 @@ def test_a_rival_that_tunes_itself_for_ever(fake_operator: SimpleNamespace, caps
         (["--case", "999"], "no case matches"),
         (["--device", "cuda"], "no case matches"),
         (["--json", "/dev/null/x.json"], "can't write /dev/null/x.json"),
+        (["--part", "3/2"], "--part '3/2': I/N with 1 ≤ I ≤ N"),
+        (["--part", "2"], "--part '2': I/N"),
+        (["--part", "3/3"], "--part 3/3: there are fewer cases than parts"),
+        (["--report", "nowhere"], "nowhere: no such directory"),
+        (["--warm", "-3"], "argument --warm: must be from 0"),
+        (["--warm", "2.5"], "argument --warm: must be a whole number"),
     ],
 )
 def test_mistakes_cost_one_line(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*arguments]) == 2
+    try:
+        code = main(arguments)
+    except SystemExit as stop:
+        code = stop.code  # type: ignore[assignment]
+    assert code == 2
     err = capsys.readouterr().err
     assert words in err
     assert err.startswith("python -m benchmarks: ")
@@ -125,31 +138,67 @@ def test_own_failure_is_exit_code_1(fake_operator: SimpleNamespace, capsys: pyte
     assert "failed: ValueError: no [good] reason" in capsys.readouterr().out
 
 
-def test_an_interruption_keeps_what_was_measured(fake_operator: SimpleNamespace, tmp_path: Path) -> None:
-    def interrupt() -> Any:
-        raise KeyboardInterrupt
-
-    fake_operator.CASES.append(case(lambda: {"onepass": interrupt}, op="later"))
-    path = tmp_path / "r.json"
-    assert main(["--json", str(path)]) == 130
-    header, records = read(path)
-    assert header["complete"] is False
-    assert len(records) == 6
-
-
-def test_a_lost_device_keeps_what_was_measured(
-    fake_operator: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("error", "code"), [(KeyboardInterrupt(), 130), (RuntimeError("launch failed"), 1)])
+def test_an_interruption_and_a_lost_device_keep_what_was_measured(
+    fake_operator: SimpleNamespace,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    error: BaseException,
+    code: int,
 ) -> None:
     timer = FakeTimer()
     monkeypatch.setattr(timers, "CpuTimer", lambda **options: timer)
 
     def breaks() -> Any:
-        timer.lost = True
-        raise RuntimeError("launch failed")
+        timer.lost = code == 1
+        raise error
 
     fake_operator.CASES.append(case(lambda: {"onepass": breaks}, op="later"))
     path = tmp_path / "r.json"
-    assert main(["--json", str(path)]) == 1
-    assert "stopped: onepass at later 4x8 broke the device" in capsys.readouterr().out
-    assert len(read(path)[1]) == 6
-    assert read(path)[0]["complete"] is False
+    assert main(["--json", str(path)]) == code
+    assert ("stopped: onepass at later 4x8 broke the device" in capsys.readouterr().out) == timer.lost
+    header, records = read(path)
+    assert header["complete"] is False
+    assert len(records) == 6
+
+
+def test_parts_are_disjoint_and_complete(capsys: pytest.CaptureFixture[str]) -> None:
+    listed = []
+    for part in ("1/2", "2/2"):
+        assert main(["--list", "--part", part]) == 0
+        listed += capsys.readouterr().out.splitlines()
+    assert len(listed) == len(set(listed)) == 2
+
+
+def test_compile_only_measures_nothing(fake_operator: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:
+    calls = []
+    fake_operator.CASES = [case(lambda: {"onepass": lambda: calls.append(1) or torch.ones(1)})]
+    assert main(["--compile-only"]) == 0
+    assert 1 <= len(calls) <= 2
+    assert capsys.readouterr().out == ""
+
+
+def test_warm_starts_this_command_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With compile-only all compiling is the processes'."""
+    started = []
+    done = SimpleNamespace(wait=lambda: None)
+    monkeypatch.setattr(warm, "_start", lambda command: started.append(command[1:]) or done)
+    assert main(["fake", "--part", "1/2", "--case", "4x", "--warm", "3", "--limit", "5"]) == 0
+    same = ["-m", "benchmarks", "fake", "--limit", "5.0", "--case", "4x", "--compile-only", "--part"]
+    assert started == [[*same, part] for part in ("1/6", "3/6", "5/6")]
+    started.clear()
+    monkeypatch.setattr(warm, "compile_only", lambda *_, **__: pytest.fail("compiled in this process"))
+    assert main(["--compile-only", "--warm", "2"]) == 0
+    assert len(started) == 2
+
+
+def test_parts_count_the_cases_of_the_device(fake_operator: SimpleNamespace, tmp_path: Path) -> None:
+    """A part is a share of what is measured, whatever is declared for the other device."""
+    ones = {"onepass": thunk(torch.ones(2))}
+    devices = ("cuda", "cpu", "cuda", "cpu")
+    fake_operator.CASES = [case(lambda: ones, params={"i": i}, device=d) for i, d in enumerate(devices)]
+    for part in ("1/2", "2/2"):
+        path = tmp_path / f"{part[0]}.json"
+        assert main(["--part", part, "--json", str(path)]) == 0
+        assert len(read(path)[1]) == 1

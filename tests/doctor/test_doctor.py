@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import contextlib
 import getpass
+import io
 import platform
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -56,6 +58,14 @@ class WrongGradient(torch.autograd.Function):
         return grad
 
 
+def doctor(code: int = 0) -> str:
+    """What the command prints."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        assert main(["doctor"]) == code, out.getvalue()
+    return out.getvalue()
+
+
 def raising(x: Tensor) -> Tensor:
     raise RuntimeError("no such kernel\nlong story")
 
@@ -65,10 +75,8 @@ def nan_at_the_end(x: Tensor) -> Tensor:
     return torch.cat([y[:-1], y[-1:] * torch.nan]).view_as(x)
 
 
-def test_healthy(capsys: pytest.CaptureFixture[str]) -> None:
-    code = main(["doctor"])
-    out = capsys.readouterr().out
-    assert code == 0, out
+def test_healthy() -> None:
+    out = doctor()
     assert "all is well" in out
     for name in ["weighted_sum", "Lion", *(s.name for s in operators.all_specs())]:
         assert f"\n{name} cpu float32: " in out
@@ -90,11 +98,10 @@ def test_healthy(capsys: pytest.CaptureFixture[str]) -> None:
     ],
 )
 def test_a_broken_operator_is_named_and_the_others_go_on(
-    op: Callable[..., Any], words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    op: Callable[..., Any], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install(monkeypatch, operator(op, "broken"), operator(double, "sound"))
-    assert main(["doctor"]) == 1
-    out = capsys.readouterr().out
+    out = doctor(1)
     assert "sound cpu float32: torch (device cpu has no Triton path); ok, 2/2 samples" in out
     assert "problem: broken on cpu in float32: vector: " in out
     assert words in out
@@ -102,20 +109,17 @@ def test_a_broken_operator_is_named_and_the_others_go_on(
     assert "2 problems found" in out
 
 
-def test_samples_that_raise(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_samples_that_raise_and_operators_that_do_not_import(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_samples(make: Callable[..., Tensor]) -> Iterator[Sample]:
         raise LookupError("lost")
 
     install(monkeypatch, Spec(name="double", op=double, reference=double, samples=no_samples))
-    assert main(["doctor"]) == 1
-    assert "double on cpu in float32: samples: LookupError: lost" in capsys.readouterr().out
-
-
-def test_an_operator_that_does_not_import(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "double on cpu in float32: samples: LookupError: lost" in doctor(1)
+    monkeypatch.undo()
+    monkeypatch.setattr(entry, "COMMANDS", ("onepass.doctor.cli",))
     monkeypatch.setattr(operators, "folders", lambda: ["absent"])
     monkeypatch.setattr(selftest, "lion_checks", lambda device, dtype: iter(()))
-    assert main(["doctor"]) == 1
-    assert "onepass.ops.absent does not import: ModuleNotFoundError" in capsys.readouterr().out
+    assert "onepass.ops.absent does not import: ModuleNotFoundError" in doctor(1)
 
 
 def test_a_wrong_lion(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,23 +136,22 @@ def test_a_wrong_lion(monkeypatch: pytest.MonkeyPatch) -> None:
     assert selftest.check_lion(CPU, torch.float32) > 1
 
 
-def test_without_triton(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(backend, "triton_installed", lambda: False)
-    monkeypatch.setattr(about.importlib.metadata, "version", _no_triton(about.importlib.metadata.version))
-    install(monkeypatch, operator(double))
-    assert main(["doctor"]) == 0
-    out = capsys.readouterr().out
-    assert "triton none" in out
-    assert "double cpu float32: torch (Triton is not installed)" in out
+def test_without_triton_and_with_a_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    version = about.importlib.metadata.version
 
-
-def _no_triton(version: Callable[[str], str]) -> Callable[[str], str]:
     def lookup(name: str) -> str:
         if "triton" in name:
             raise about.importlib.metadata.PackageNotFoundError(name)
         return version(name)
 
-    return lookup
+    monkeypatch.setattr(backend, "triton_installed", lambda: False)
+    monkeypatch.setattr(about.importlib.metadata, "version", lookup)
+    install(monkeypatch, operator(double))
+    out = doctor()
+    assert "triton none" in out
+    assert "double cpu float32: torch (Triton is not installed)" in out
+    monkeypatch.setenv("ONEPASS_BACKEND", "torch")
+    assert "ONEPASS_BACKEND=torch" in doctor()
 
 
 def test_old_versions_are_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,13 +182,6 @@ def test_a_gpu_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
     found, problems = facts.devices()
     assert [d.device.type for d in found] == ["cpu"]
     assert problems == ["cuda:0 can't be used: RuntimeError: CUDA error: no kernel image"]
-
-
-def test_settings_are_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setenv("ONEPASS_BACKEND", "torch")
-    install(monkeypatch, operator(double))
-    main(["doctor"])
-    assert "ONEPASS_BACKEND=torch" in capsys.readouterr().out
 
 
 class TestTime:
@@ -220,14 +216,13 @@ class TestBlock:
         monkeypatch.setattr(platform, "node", lambda: "secret-host")
         assert report.scrub("lovelace at secret-host") == "... at ..."
 
-    def test_is_plain_and_private(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_is_plain_and_private(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def leaky(x: Tensor) -> Tensor:
             raise OSError("/home/ada/cache/kernel.cubin: gone")
 
         monkeypatch.setattr(getpass, "getuser", lambda: "lovelace")
         install(monkeypatch, operator(leaky, "leaky_of_lovelace"))
-        main(["doctor"])
-        text = capsys.readouterr().out.split("```")[1]
+        text = doctor(1).split("```")[1]
         assert text.isascii()
         assert "\x1b" not in text
         assert "/home" not in text

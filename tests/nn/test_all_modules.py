@@ -196,8 +196,7 @@ def test_copies_and_files(case: Case) -> None:
     """Also after a call, when something may be remembered: deepcopy, pickle, torch.save of the module."""
     module = case.build()
     for _ in range(2):
-        file = io.BytesIO()
-        torch.save(module, file)
+        torch.save(module, file := io.BytesIO())
         file.seek(0)
         for twin in (copy.deepcopy(module), pickle.loads(pickle.dumps(module)), torch.load(file, weights_only=False)):
             assert not {id(t) for t in tensors_of(twin).values()} & {id(t) for t in tensors_of(module).values()}
@@ -205,17 +204,14 @@ def test_copies_and_files(case: Case) -> None:
 
 
 @every_case
-def test_state_dict_through_a_file_of_weights(case: Case) -> None:
-    module, other = case.build(), case.build()
-    file = io.BytesIO()
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_state_dict_through_a_file_of_weights(case: Case, device: str) -> None:
+    module, file = case.build(), io.BytesIO()
     torch.save(module.state_dict(), file)
     file.seek(0)
     state = torch.load(file, weights_only=True)
     assert list(state) == list(tensors_of(module))
-    other.load_state_dict(state)
+    with torch.device(device):
+        other = case.build()
+    other.load_state_dict(state, assign=device == "meta")
     assert_runs_alike(module, other, case)
-    file.seek(0)
-    with torch.device("meta"):
-        taken = case.build()
-    taken.load_state_dict(torch.load(file, weights_only=True), assign=True)
-    assert_runs_alike(module, taken, case)

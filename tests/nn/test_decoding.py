@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from nn.layers import first, tokens
 from onepass.nn import CausalRouter, RoutedBlock, Router
 from onepass.nn.cache import BlockCache
 
@@ -28,7 +29,7 @@ def _block(k: float = 1 / 4, *, seed: int = 0, memory: int = 2 * WINDOW, dtype: 
 
 
 def _tokens(batch: int, n: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(batch, n, DIM, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+    return tokens(batch, n, DIM, seed=seed, dtype=torch.float64).to(dtype)
 
 
 def _gates(routing: Any, n: int) -> Tensor:
@@ -109,15 +110,16 @@ def test_a_cache_does_not_grow_with_every_token() -> None:
 
 
 def test_sequences_of_unequal_lengths() -> None:
-    """Each has the outputs that it has alone, wherever its windows end."""
+    """Each has the outputs that it has alone, wherever its windows end; no gradient is kept."""
     block, x, lengths = _block(), _tokens(4, 40, 7), [1, WINDOW, WINDOW + 1, 3 * WINDOW - 1]
-    cache, mask = block.new_cache(4, 40), torch.arange(24) < torch.tensor(lengths)[:, None]
+    cache, mask = block.new_cache(4, 40), first(24, *lengths)
     steps = [block.prefill(x[:, :24], cache, mask)]
     for i in range(16):
         steps.append(block.step(torch.stack([x[row, n + i] for row, n in enumerate(lengths)]), cache)[:, None])
     for row, n in enumerate(lengths):
         alone = block(x[row : row + 1, : n + 16])[0]
         found = torch.cat([steps[0][row, :n], *(y[row] for y in steps[1:])])
+        assert not found.requires_grad
         torch.testing.assert_close(found, alone, rtol=1e-10, atol=1e-10)
 
 
@@ -180,29 +182,19 @@ def test_no_sequence_reaches_another() -> None:
     assert torch.equal(outputs[0][::2], outputs[1][::2])
 
 
-def test_no_gradient_is_kept() -> None:
-    block, x = _block(), _tokens(2, 3, 6).requires_grad_()
-    assert not block.step(x[:, 0], block.new_cache(2)).requires_grad
-
-
-def test_an_empty_prompt() -> None:
+def _read(batch: int, n: int = 4, lengths: list[int] | None = None, before: int = 0, steps: int = 0) -> None:
+    """Give a cache for two sequences a prompt, and then steps."""
     block = _block()
-    cache = block.new_cache(2)
-    assert block.prefill(_tokens(2, 0, 1), cache).shape == (2, 0, DIM)
-    assert cache.position == 0
-
-
-def _whole_number() -> Any:
-    return RoutedBlock(DIM, 4, heads=2, dim_head=8, window=WINDOW, causal=True)
-
-
-def _read(batch: int, room: int, n: int = 4, lengths: list[int] | None = None, before: int = 0) -> None:
-    block = _block()
-    cache = block.new_cache(room, 64)
+    cache, mask = block.new_cache(2, 64), None if lengths is None else first(n, *lengths)
     if before:
-        block.prefill(_tokens(room, before, 1), cache)
-    mask = None if lengths is None else torch.arange(n) < torch.tensor(lengths)[:, None]
-    block.prefill(_tokens(batch, n, 1), cache, mask)
+        block.prefill(_tokens(2, before, 1), cache)
+    assert block.prefill(_tokens(batch, n, 1), cache, mask).shape == (batch, n, DIM)
+    for _ in range(steps):
+        block.step(_tokens(2, 1, 1)[:, 0], cache)
+
+
+def _routed(k: float = 0.25, causal: bool = True) -> Any:
+    return RoutedBlock(DIM, k, heads=2, dim_head=8, window=WINDOW, causal=causal)
 
 
 def _other_router() -> Any:
@@ -214,33 +206,23 @@ def _other_router() -> Any:
 @pytest.mark.parametrize(
     ("run", "error", "match"),
     [
-        (lambda: _whole_number().new_cache(1), TypeError, "RoutedBlock: decoding needs k_q as a share.*the int 4"),
-        (
-            lambda: RoutedBlock(DIM, 0.25, heads=2, dim_head=8).new_cache(1),
-            ValueError,
-            "RoutedBlock: decoding needs causal=True",
-        ),
+        (lambda: _routed(4).new_cache(1), TypeError, "RoutedBlock: decoding needs k_q as a share.*the int 4"),
+        (lambda: _routed(causal=False).new_cache(1), ValueError, "RoutedBlock: decoding needs causal=True"),
         (lambda: _other_router().new_cache(1), TypeError, "needs feed_forward.router to be a CausalRouter, got Router"),
         (lambda: _block().new_cache(1.0), TypeError, "batch must be an int, got float"),
         (lambda: _block().new_cache(0), ValueError, "batch must be ≥ 1, got 0"),
         (lambda: _block().new_cache(1, 0), ValueError, "max_tokens must be ≥ 1, got 0"),
-        (lambda: _read(3, 2), ValueError, "the cache holds 2 sequences, got 3"),
-        (lambda: _read(2, 2, 65), ValueError, "the cache holds max_tokens = 64 tokens, got token 65"),
-        (lambda: _read(2, 2, 4, [2, 0]), ValueError, "mask must be True at its first tokens, at least one"),
-        (lambda: _read(2, 2, 4, [2, 5], 4), ValueError, "a prompt needs a new cache, got one of 4 tokens"),
+        (lambda: _read(3), ValueError, "the cache holds 2 sequences, got 3"),
+        (lambda: _read(2, 65), ValueError, "the cache holds max_tokens = 64 tokens, got token 65"),
+        (lambda: _read(2, 64, steps=1), ValueError, "max_tokens = 64 tokens, got token 65"),
+        (lambda: _read(2, 4, [2, 0]), ValueError, "mask must be True at its first tokens, at least one"),
+        (lambda: _read(2, 4, [2, 5], 4), ValueError, "a prompt needs a new cache, got one of 4 tokens"),
     ],
 )
 def test_what_is_refused(run: Any, error: type[Exception], match: str) -> None:
+    _read(2, 0, steps=1)  # an empty prompt is none
     with pytest.raises(error, match=match):
         run()
-
-
-def test_a_full_cache_takes_no_token() -> None:
-    block, x = _block(), _tokens(1, 9, 1)
-    cache = block.new_cache(1, 8)
-    block.prefill(x[:, :8], cache)
-    with pytest.raises(ValueError, match="max_tokens = 8 tokens, got token 9"):
-        block.step(x[:, 8], cache)
 
 
 @pytest.mark.gpu

@@ -114,30 +114,24 @@ def test_training_with_lion_in_a_graph_of_the_whole_step() -> None:
 
 @gpu
 def test_what_a_graph_cannot_follow_is_refused() -> None:
-    block = _block()
-    run = graphed(block, _x(), _mask(N, 40))
-    with pytest.raises(ValueError, match=r"tensor 1 differs .*shape was \(2, 128\), got \(2, 100\)"):
-        run(_x(), _mask(N, 40)[:, :100])
-    with pytest.raises(ValueError, match="2 tensors were captured, got 1"):
-        run(_x())
-    with pytest.raises(ValueError, match=r"tensor 0 differs .*requires_grad was True, got False"):
-        run(_x().detach(), _mask(N, 40))
-    half = torch.autocast("cuda", torch.bfloat16)
-    with pytest.raises(ValueError, match=r"autocast was None, is now torch\.bfloat16"), half:
-        run(_x(), _mask(N, 40))
-    with pytest.raises(ValueError, match="is_grad_enabled"), torch.no_grad():
-        run(_x(), _mask(N, 40))
-    block.feed_forward.router.explore = 0.5
-    with pytest.raises(ValueError, match=r"feed_forward.router.explore was 0.1, is now 0.5"):
-        run(_x(), _mask(N, 40))
-    block.feed_forward.router.explore = 0.1
-    block.eval()
-    with pytest.raises(ValueError, match=r"training was True, is now False"):
-        run(_x(), _mask(N, 40))
-    block.train()
-    block.attention.null.data = torch.zeros_like(block.attention.null)
-    with pytest.raises(ValueError, match=r"attention.null was replaced"):
-        run(_x(), _mask(N, 40))
+    block, x, mask = _block(), _x(), _mask(N, 40)
+    run, half = graphed(block, x, mask), torch.autocast("cuda", torch.bfloat16)
+    router, null = block.feed_forward.router, block.attention.null
+    for match, call in (
+        (r"tensor 1 differs .*shape was \(2, 128\), got \(2, 100\)", lambda: run(x, mask[:, :100])),
+        ("2 tensors were captured, got 1", lambda: run(x)),
+        (r"tensor 0 differs .*requires_grad was True, got False", lambda: run(x.detach(), mask)),
+        (r"autocast was None, is now torch\.bfloat16", lambda: half(run)(x, mask)),
+        ("is_grad_enabled", lambda: torch.no_grad()(run)(x, mask)),
+        (r"feed_forward.router.explore was 0.1, is now 0.5", lambda: (setattr(router, "explore", 0.5), run(x, mask))),
+        (r"training was True, is now False", lambda: (setattr(router, "explore", 0.1), block.eval(), run(x, mask))),
+        (
+            r"attention.null was replaced",
+            lambda: (block.train(), setattr(null, "data", torch.zeros_like(null)), run(x, mask)),
+        ),
+    ):
+        with pytest.raises(ValueError, match=match):
+            call()
 
 
 def _twice(module: nn.Module, args: Any, y: Tensor) -> Tensor:
@@ -171,26 +165,22 @@ def test_every_change_of_a_module_is_seen(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "error", "message"),
+    ("arguments", "warmup", "error", "message"),
     [
-        ((torch.relu, torch.ones(2)), TypeError, "module must be an nn.Module, got builtin_function_or_method"),
-        ((nn.Identity(), 3), TypeError, "argument 0 must be a tensor, got int"),
-        ((nn.Identity(), torch.ones(2)), ValueError, "tensor 0 must be on a CUDA device, got one on cpu"),
-        ((nn.Identity(),), ValueError, "give the sample arguments"),
+        ((torch.relu, torch.ones(2)), 3, TypeError, "module must be an nn.Module, got builtin_function_or_method"),
+        ((nn.Identity(), 3), 3, TypeError, "argument 0 must be a tensor, got int"),
+        ((nn.Identity(), torch.ones(2)), 3, ValueError, "tensor 0 must be on a CUDA device, got one on cpu"),
+        ((nn.Identity(),), 3, ValueError, "give the sample arguments"),
+        *(((nn.Identity(), torch.ones(2)), warmup, error, "graphed: warmup")
+          for warmup, error in ((0, ValueError), (1.5, TypeError), (True, TypeError))),
     ],
-)
-def test_other_arguments(arguments: tuple[Any, ...], error: type[Exception], message: str) -> None:
+)  # fmt: skip
+def test_other_arguments(arguments: tuple[Any, ...], warmup: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
-        graphed(*arguments)
+        graphed(*arguments, warmup=warmup)
 
 
 @gpu
 def test_without_gradients_there_is_nothing_to_capture() -> None:
     with pytest.raises(ValueError, match="gradients"), torch.no_grad():
         graphed(_block(), _x())
-
-
-@pytest.mark.parametrize(("warmup", "error"), [(0, ValueError), (1.5, TypeError), (True, TypeError)])
-def test_warmup(warmup: Any, error: type[Exception]) -> None:
-    with pytest.raises(error, match="graphed: warmup"):
-        graphed(nn.Identity(), torch.ones(2), warmup=warmup)

@@ -85,7 +85,7 @@ def _both(
     layer: RoutedFeedForward, x: Tensor, mask: Tensor | None, context: Callable[[], Any] = nullcontext
 ) -> list[list[Tensor]]:
     """Outputs, routing and gradients of the fused way and of the composition; a loss on all that is differentiable."""
-    found, wanted = [], [t for t in (x, *layer.parameters()) if t.requires_grad]
+    found, wanted = [], [x, *layer.parameters()]
     for way, fused in ((nullcontext, 1), (composed, 0)):
         with way(), counted() as calls:
             with context():
@@ -137,17 +137,6 @@ def test_both_ways_under_autocast(device: str, dtype: torch.dtype, x_dtype: torc
     assert torch.equal(ours[1], theirs[1])
     assert [g.dtype for g in ours[3:]] == [t.dtype for t in (x, *layer.parameters())]
     _near(ours, theirs, 2e-2, rtol=0)  # roundings of a 16-bit product
-
-
-@on_devices
-@pytest.mark.parametrize("frozen", ["x", "light", "heavy", "router", "norms", "weights", "biases"])
-def test_only_what_is_asked_for(device: str, frozen: str) -> None:
-    layer = RoutedFeedForward(DIM, 7).to(device)
-    x = torch.randn(3, 20, DIM, device=device, requires_grad=frozen != "x")
-    kinds = {"norms": "norm.", "weights": ".weight", "biases": ".bias"}
-    for name, p in layer.named_parameters():
-        p.requires_grad_(kinds.get(frozen, frozen + ".") not in name)
-    _near(*_both(layer, x, _mask(device)), 1e-4)
 
 
 def _set(layer: nn.Module, name: str, value: Any) -> None:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard, distribute_module
 
+from nn.layers import first
 from onepass.nn import CausalRouter, Routed, RoutedBlock, RoutedFeedForward, Router, RouterOutput
 from sharded.compare import CASES, R, case, in_shards, many, mesh, placed, same_layer, whole, wide
 from sharded.processes import device_type, main
@@ -74,19 +75,18 @@ def _balanced(layer: Any, x: Tensor, mask: Tensor | None = None) -> None:
         _even(rows[1], int(((indices >= 0) & (indices < x.shape[1])).sum()))
 
 
-def _crowded(layer: Any, x: Tensor, first: int, last: int) -> Tensor:
-    """Return x with tokens that the feed-forward's router prefers from first to last."""
+def _crowded(layer: Any, x: Tensor, begin: int, end: int) -> Tensor:
+    """Return x with tokens that the feed-forward's router prefers from begin to end."""
     router = getattr(layer, "feed_forward", layer).router
     x = 0.1 * x
-    x[:, first:last] += 10 * router.weight.detach().to(x).sum(0)
+    x[:, begin:end] += 10 * router.weight.detach().to(x).sum(0)
     return x
 
 
 @many("like one process", {"layer": list(LAYERS), "n": [33, 5, 1], "masked": [False, True]})
 def _(layer: str, n: int, masked: bool) -> None:
     x = wide(3, n, DIM).to(device_type())
-    mask = torch.arange(n, device=x.device) < torch.tensor([[max(1, n // 2)], [n], [0]], device=x.device)
-    _balanced(LAYERS[layer](), x, mask if masked else None)
+    _balanced(LAYERS[layer](), x, first(n, max(1, n // 2), n, 0).to(x.device) if masked else None)
 
 
 @many("all chosen tokens on one device", {"layer": [*LAYERS][:-3], "place": ["first", "last"], "batch": [1, 2]})
@@ -94,8 +94,8 @@ def _(layer: str, place: str, batch: int) -> None:
     n, here = 40, 40 // dist.get_world_size()
     module = LAYERS[layer]()
     x = wide(batch, n, DIM).to(device_type())
-    first = 0 if place == "first" else n - here
-    _balanced(module, _crowded(module, x, first, first + min(here, 10)))
+    begin = 0 if place == "first" else n - here
+    _balanced(module, _crowded(module, x, begin, begin + min(here, 10)))
 
 
 _CHOICES = [[[0, 1, 2], [0, 1, -1]], [[4, 3, 2], [-1, -1, -1]], [[-1] * 3] * 2, [[99, 1, -7], [0, 24, 2]]]
@@ -144,7 +144,7 @@ def _(layer: str, learns: str) -> None:
             dist.all_reduce(grad)
         routing = getattr(routing, "feed_forward", routing)
         gradients += [] if x.grad is None else [whole(x.grad)]
-        found.append([whole(t.detach()) for t in (y, routing.gates, routing.indices)] + gradients)
+        found.append([whole(t) for t in (y, routing.gates, routing.indices)] + gradients)
     plain, balanced = found
     assert len(plain) == len(balanced) > 3
     for a, b in zip(plain, balanced, strict=True):

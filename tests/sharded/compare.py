@@ -22,7 +22,7 @@ from torch.distributed.tensor import (
     distribute_tensor,
 )
 
-from onepass.nn import RouterOutput
+from nn.layers import outputs
 from sharded.processes import device_type
 
 CASES: dict[str, Callable[[], None]] = {}
@@ -35,7 +35,7 @@ def mesh(*shape: int) -> DeviceMesh:
     """Return a mesh of this shape, by default of all processes in a row."""
     shape = shape or (dist.get_world_size(),)
     if shape not in _meshes:
-        _meshes[shape] = init_device_mesh(device_type(), shape)
+        _meshes[shape] = init_device_mesh(device_type(), shape, mesh_dim_names=tuple("abc"[: len(shape)]))
     return _meshes[shape]
 
 
@@ -48,7 +48,7 @@ def placed(t: Tensor, on: DeviceMesh, placements: Placements) -> DTensor:
 
 
 def whole(t: Tensor) -> Tensor:
-    return t.full_tensor() if isinstance(t, DTensor) else t
+    return t.detach().full_tensor() if isinstance(t, DTensor) else t.detach()
 
 
 def in_shards(name: str, module: nn.Module, on: DeviceMesh) -> None:
@@ -95,7 +95,7 @@ def compare(
     tight = {"rtol": most, "atol": most}
     for e, g in zip(expected, got, strict=True):
         assert isinstance(g, DTensor)
-        torch.testing.assert_close(whole(g.detach()), e.detach(), **tight, equal_nan=True)
+        torch.testing.assert_close(whole(g), e.detach(), **tight, equal_nan=True)
     if not gradients:
         return b
     torch.manual_seed(1)
@@ -112,10 +112,6 @@ def compare(
             assert y.grad.shape == x.grad.shape
             torch.testing.assert_close(whole(y.grad), x.grad, **tight, msg=lambda m, i=i: f"gradient of {i}: {m}")
     return b
-
-
-def _routings(routing: Any) -> list[RouterOutput]:
-    return [routing] if isinstance(routing, RouterOutput) else [r for part in routing for r in _routings(part)]
 
 
 def tolerance(dtype: torch.dtype) -> dict[str, float]:
@@ -137,12 +133,12 @@ def same_layer(
     got, got_routing = spread(b, None if mask is None else placed(mask, on, placements), return_routing=True)
     assert tuple(got.placements) == tuple(placements), got.placements
     assert got.shape == y.shape
-    for found, expected in zip(_routings(got_routing), _routings(routing), strict=True):
+    for found, expected in zip(outputs(got_routing), outputs(routing), strict=True):
         # a block's second layer scores tokens that are rounded otherwise: equal choices, gates within rounding
         assert torch.equal(whole(found.indices), expected.indices)
-        torch.testing.assert_close(whole(found.gates.detach()), expected.gates.detach())
+        torch.testing.assert_close(whole(found.gates), expected.gates.detach())
     tight = tolerance(x.dtype)
-    torch.testing.assert_close(whole(got.detach()), y.detach(), **tight)
+    torch.testing.assert_close(whole(got), y.detach(), **tight)
     torch.manual_seed(1)
     up = torch.randn_like(y)
     y.backward(up)

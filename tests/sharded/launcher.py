@@ -1,4 +1,4 @@
-"""Start `onepass train` as its user does, with torchrun, on a small text."""
+"""Start `onepass train` with torchrun, as its user does but for few measurements and pictures that are not encoded."""
 
 from __future__ import annotations
 
@@ -7,20 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-from train.tiny import TINY
+from onepass.__main__ import main
+from train.tiny import TINY, quick
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 200
-WORDS = ["route", "token", "heavy", "light", "byte", "k", "norm", "=", "(x)", "é", "\n", "mask\n"]
-
-
-def write_texts(folder: Path) -> Path:
-    """Write 12 different texts."""
-    folder.mkdir()
-    for number in range(12):
-        words = [WORDS[(number * 7 + place * place) % len(WORDS)] for place in range(120)]
-        (folder / f"{number}.txt").write_text(f"{number} " + " ".join(words), encoding="utf-8")
-    return folder
 
 
 def start(processes: int, *options: object, restarts: int = 0, torchrun: bool = False) -> subprocess.Popen[str]:
@@ -30,8 +21,8 @@ def start(processes: int, *options: object, restarts: int = 0, torchrun: bool = 
     ]  # fmt: skip
     if processes == 1 and not torchrun:
         launcher = []
-    command = [sys.executable, *launcher, "-m", "onepass", "train", *map(str, options)]
-    path = os.pathsep.join((str(ROOT / "src"), os.environ.get("PYTHONPATH", "")))
+    command = [sys.executable, *launcher, __file__, "train", *map(str, options)]
+    path = os.pathsep.join((str(ROOT / "src"), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")))
     # a process that crashes tells where
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
@@ -58,3 +49,8 @@ def train(processes: int, texts: Path, out: Path, *options: object) -> str:
 def own_lines(faults: str) -> list[str]:
     """Return the lines of onepass in what torchrun and its processes wrote to standard error."""
     return [line for line in faults.splitlines() if line.startswith("onepass train: ")]
+
+
+if __name__ == "__main__":
+    with quick():
+        sys.exit(main())

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import sys
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,20 +10,18 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Shard, distribute_tensor
 
 from onepass.optim import Lion, clip_grad_norm
 from onepass.optim.sharded import placed_gradients
 from onepass.optim.state import gatherable
+from sharded.compare import CASES, Placements, R, case, many, mesh, whole
 from sharded.processes import device_type, main
 
-CASES: dict[str, Callable[[], None]] = {}
-R = Replicate()
-Placements = Sequence[Placement]
 # uneven shards, an empty one, rows of no whole number of blocks, and a vector too small for int8
 SHAPES = [(48, 256), (33, 256), (1, 5120), (128, 128), (8192,), (20, 96, 9), (5, 7), (3,)]
 STATES: dict[str, dict[str, Any]] = {
@@ -38,27 +34,6 @@ STATES: dict[str, dict[str, Any]] = {
     "half cautious": {"dtype": torch.bfloat16, "cautious": 0.25, "cautious_weight_decay": True},
     "tensor by tensor": {"dtype": torch.float32, "foreach": False},
 }
-_meshes: dict[tuple[int, ...], DeviceMesh] = {}
-
-
-def case(name: str, **options: Sequence[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Add the function as a case for every combination of the options."""
-
-    def add(function: Callable[..., None]) -> Callable[..., None]:
-        for values in itertools.product(*options.values()):
-            chosen = dict(zip(options, values, strict=True))
-            CASES[f"{name} {chosen or ''}"] = lambda chosen=chosen: function(**chosen)  # type: ignore[misc]
-        return function
-
-    return add
-
-
-def mesh(*shape: int) -> DeviceMesh:
-    shape = shape or (dist.get_world_size(),)
-    if shape not in _meshes:
-        names = tuple("abc"[: len(shape)])
-        _meshes[shape] = init_device_mesh(device_type(), shape, mesh_dim_names=names)
-    return _meshes[shape]
 
 
 def one_rank() -> DeviceMesh:
@@ -110,10 +85,6 @@ def train(model: Model, optimizer: Lion, steps: range, placements: Placements | 
         optimizer.step()
 
 
-def whole(t: Any) -> Tensor:
-    return t.full_tensor() if isinstance(t, DTensor) else t.detach()
-
-
 Trained = tuple[Model, Lion]
 
 
@@ -141,7 +112,7 @@ def check_states(whole_one: Lion, sharded: Lion) -> None:
 PLACES = {"0": [Shard(0)], "1": [Shard(1)], "whole": [R]}
 
 
-@case("steps", state=list(STATES), place=list(PLACES))
+@many("steps", {"state": [*STATES], "place": [*PLACES]})
 def _(state: str, place: str) -> None:
     a, b = make(state), make(state, mesh(), PLACES[place])
     train(*a, range(3))
@@ -169,7 +140,7 @@ def _() -> None:
 GRADIENTS = {"sum": [Partial()], "whole": [R], "1": [Shard(1)], "0": [Shard(0)]}
 
 
-@case("placements of gradients", state=["fp32", "remainder"], place=["0", "whole"], gradient=list(GRADIENTS))
+@many("placements of gradients", {"state": ["fp32", "remainder"], "place": ["0", "whole"], "gradient": [*GRADIENTS]})
 def _(state: str, place: str, gradient: str) -> None:
     a, b = make(state), make(state, mesh(), PLACES[place])
     train(*a, range(2))
@@ -219,7 +190,7 @@ def load(model: Model, optimizer: Lion, path: str, *, alone: bool = False) -> No
     set_state_dict(model, optimizer, model_state_dict=state["p"], optim_state_dict=state["s"])
 
 
-@case("checkpoint on other ranks", state=["fp32", "int8 remainder", "half cautious"])
+@many("checkpoint on other ranks", {"state": ["fp32", "int8 remainder", "half cautious"]})
 def _(state: str) -> None:
     a = make(state, mesh(), [Shard(0)])
     train(*a, range(3))
@@ -237,7 +208,7 @@ def _(state: str) -> None:
         check_equal(a, b)
 
 
-@case("full state dict", state=["int8", "int8 remainder"])
+@many("full state dict", {"state": ["int8", "int8 remainder"]})
 def _(state: str) -> None:
     a = make(state, mesh(), [Shard(0)])
     train(*a, range(3))
@@ -255,7 +226,7 @@ def _(state: str) -> None:
         check_equal(a, b)
 
 
-@case("an older state: int16 remainders, codes of whole tensors", state=["remainder", "int8 remainder"])
+@many("an older state: int16 remainders, codes of whole tensors", {"state": ["remainder", "int8 remainder"]})
 def _(state: str) -> None:
     a = make(state)
     train(*a, range(3))
@@ -286,7 +257,7 @@ def _() -> None:
     check_equal(a, b)
 
 
-@case("fully_shard", state=["remainder", "int8 remainder"])
+@many("fully_shard", {"state": ["remainder", "int8 remainder"]})
 def _(state: str) -> None:
     a, model = make(state), make(state)[0]
     fully_shard(model, mesh=mesh())
@@ -297,7 +268,7 @@ def _(state: str) -> None:
     check_equal(a, b)
 
 
-@case("meshes of two dimensions", state=["fp32", "remainder", "int8", "cautious"])
+@many("meshes of two dimensions", {"state": ["fp32", "remainder", "int8", "cautious"]})
 def _(state: str) -> None:
     on = mesh(2, dist.get_world_size() // 2)
     a = make(state)

@@ -11,14 +11,17 @@ from sharded.processes import run
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")
 
 
-@pytest.mark.parametrize("script", ["operators.py", "optimizer.py", "modules.py", "balance.py"])
+EVERY = pytest.mark.parametrize("script", ["operators.py", "optimizer.py", "modules.py", "balance.py"])
+
+
+@EVERY
 def test_two_processes(script: str) -> None:
     errors = run(script, 2)
     assert not errors, errors
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script", ["operators.py", "optimizer.py", "modules.py", "balance.py"])
+@EVERY
 def test_four_processes(script: str) -> None:
     errors = run(script, 4)
     assert not errors, errors
@@ -28,13 +31,13 @@ def test_four_processes(script: str) -> None:
 def test_kernels_in_two_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    errors = run("kernels.py", 2)
+    errors = run("modules.py", 2)
     assert not errors, errors
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-@pytest.mark.parametrize("script", ["operators.py", "optimizer.py", "modules.py", "balance.py"])
+@EVERY
 def test_two_gpus(script: str) -> None:
     errors = run(script, 2, "cpu:gloo,cuda:nccl")
     assert not errors, errors

@@ -63,65 +63,40 @@ class InFloat(nn.LayerNorm):
         return nn.functional.layer_norm(input.float(), self.normalized_shape, w, b, self.eps).to(input.dtype)
 
 
-class Centred(FooRMSNorm):
-    """Divides by the standard deviation with N − 1, as older layer norms do."""
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        centred = hidden - hidden.mean(-1, keepdim=True)
-        return self.weight * centred / (centred.square().sum(-1, keepdim=True) / (hidden.shape[-1] - 1) + 1e-6).sqrt()
+def _like(name: str, forward: Callable[[Any, Tensor], Tensor], doc: str = "") -> type[FooRMSNorm]:
+    """A class of its own whose forward is another function; `FooRMSNorm.forward` is at hand."""
+    return type(name, (FooRMSNorm,), {"forward": forward, "__doc__": doc, "__module__": __name__})
 
 
-class OutsideEps(FooRMSNorm):
-    def forward(self, hidden: Tensor) -> Tensor:
-        return self.weight * hidden / (hidden.square().mean(-1, keepdim=True).sqrt() + self.variance_epsilon)
+def _rms(self: FooRMSNorm, h: Tensor) -> Tensor:
+    return FooRMSNorm.forward(self, h)
 
 
-class Unbiased(FooRMSNorm):
-    def forward(self, hidden: Tensor) -> Tensor:
-        n = hidden.shape[-1]
-        return super().forward(hidden) * ((n - 1) / n) ** 0.5
+def _centred(self: FooRMSNorm, h: Tensor) -> Tensor:
+    c = h - h.mean(-1, keepdim=True)
+    return self.weight * c / (c.square().sum(-1, keepdim=True) / (h.shape[-1] - 1) + 1e-6).sqrt()
 
 
-class Unlike(FooRMSNorm):
-    def forward(self, hidden: Tensor) -> Tensor:
-        return self.weight * torch.nn.functional.normalize(hidden, p=1, dim=-1)
+def _by_product(self: FooRMSNorm, h: Tensor) -> Tensor:
+    squares = (h.unsqueeze(-2) @ h.unsqueeze(-1)).squeeze(-1)
+    return self.weight * h * torch.rsqrt(squares / h.shape[-1] + self.variance_epsilon)
 
 
-class Detached(FooRMSNorm):
-    """The same output, another gradient."""
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        r = torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
-        return self.weight * hidden * r.detach()
+def _detached(self: FooRMSNorm, h: Tensor) -> Tensor:
+    return self.weight * h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + self.variance_epsilon).detach()
 
 
-class Widening(FooRMSNorm):
-    def forward(self, hidden: Tensor) -> Tensor:
-        return super().forward(hidden.float())
-
-
-class Flat(FooRMSNorm):
-    """Another function of two dimensions."""
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return hidden if hidden.dim() == 2 else super().forward(hidden)
-
-
-class ByGradMode(FooRMSNorm):
-    def forward(self, hidden: Tensor) -> Tensor:
-        return super().forward(hidden) * (1 if torch.is_grad_enabled() else 2)
-
-
-class OtherIn16Bits(FooRMSNorm):
-    def forward(self, hidden: Tensor) -> Tensor:
-        return super().forward(hidden) * (1 if hidden.dtype == torch.float32 else 1.03)
-
-
-class Noisy(FooRMSNorm):
-    """Another function in training mode, and one that draws random numbers."""
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return nn.functional.dropout(super().forward(hidden), 0.5, self.training)
+Centred = _like("Centred", _centred, "Divides by the standard deviation with N − 1, as older layer norms do.")
+OutsideEps = _like("OutsideEps", lambda self, h: self.weight * h / (h.square().mean(-1, keepdim=True).sqrt() + 1e-6))
+Unbiased = _like("Unbiased", lambda self, h: _rms(self, h) * ((h.shape[-1] - 1) / h.shape[-1]) ** 0.5)
+Unlike = _like("Unlike", lambda self, h: self.weight * nn.functional.normalize(h, p=1, dim=-1))
+Detached = _like("Detached", _detached, "The same output, another gradient.")
+Widening = _like("Widening", lambda self, h: _rms(self, h.float()))
+Flat = _like("Flat", lambda self, h: h if h.dim() == 2 else _rms(self, h), "Another function of two dimensions.")
+ByGradMode = _like("ByGradMode", lambda self, h: _rms(self, h) * (1 if torch.is_grad_enabled() else 2))
+OtherIn16Bits = _like("OtherIn16Bits", lambda self, h: _rms(self, h) * (1 if h.dtype == torch.float32 else 1.03))
+Noisy = _like("Noisy", lambda self, h: nn.functional.dropout(_rms(self, h), 0.5, self.training))
+ByProduct = _like("ByProduct", _by_product, "Autocast would compute the sum of squares in bf16.")
 
 
 class Counting(FooRMSNorm):
@@ -139,40 +114,21 @@ class Counting(FooRMSNorm):
         return super().forward(hidden)
 
 
-class ByProduct(FooRMSNorm):
-    """Autocast would compute the sum of squares in bf16."""
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        squares = (hidden.unsqueeze(-2) @ hidden.unsqueeze(-1)).squeeze(-1)
-        return self.weight * hidden * torch.rsqrt(squares / hidden.shape[-1] + self.variance_epsilon)
-
-
 class ChannelsFirst(nn.LayerNorm):
     def forward(self, input: Tensor) -> Tensor:
         return super().forward(input.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
 
 
 class Gain(FooRMSNorm):
-    """Constrains its gain: another function of negative or large weights."""
+    """Constrains its gain: another function of negative or large weights. `guard` changes its input first."""
 
-    def __init__(self, dim: int, of: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, dim: int, of: Callable[[Tensor], Tensor] = Tensor.clone, guard: Any = Tensor.clone) -> None:
         super().__init__(dim)
-        self.of_weight = of
+        self.of_weight, self.guard = of, guard
 
     def forward(self, hidden: Tensor) -> Tensor:
-        h = hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
-        return self.of_weight(self.weight) * h
-
-
-class Guarded(FooRMSNorm):
-    """Changes its input first: another function of large or missing values."""
-
-    def __init__(self, dim: int, guard: Callable[[Tensor], Tensor]) -> None:
-        super().__init__(dim)
-        self.guard = guard
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return super().forward(self.guard(hidden))
+        h = self.guard(hidden)
+        return self.of_weight(self.weight) * h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
 
 
 class OfChannels(nn.LayerNorm):
@@ -212,39 +168,8 @@ class L2Norm(nn.Module):
         return nn.functional.normalize(x, dim=-1)
 
 
-def with_forward() -> nn.Module:
-    norm = nn.LayerNorm(16)
-    norm.forward = lambda x: 2 * x  # type: ignore[method-assign]
-    return norm
-
-
-def with_buffer() -> nn.Module:
-    norm = FooRMSNorm(16)
-    norm.register_buffer("count", torch.zeros(1))
-    return norm
-
-
-def with_child() -> nn.Module:
-    norm = FooRMSNorm(16)
-    norm.inner = nn.Linear(16, 16)
-    return norm
-
-
-def with_eps(eps: Any) -> nn.Module:
-    norm = nn.LayerNorm(16)
-    norm.eps = eps
-    return norm
-
-
-def with_parameter(p: Any) -> nn.Module:
-    norm = FooRMSNorm(16)
-    norm.weight = p
-    return norm
-
-
-def compiled() -> nn.Module:
-    norm = nn.LayerNorm(16)
-    norm.compile(backend="eager")
+def altered(norm: nn.Module, change: Callable[[Any], object]) -> nn.Module:
+    change(norm)
     return norm
 
 

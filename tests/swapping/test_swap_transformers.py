@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -46,8 +47,8 @@ def _quiet() -> Iterator[None]:
     transformers.logging.set_verbosity(before)
 
 
-def build(name: str) -> nn.Module:
-    """The model in eval mode; its norms' weights and biases are random, as after training."""
+@functools.cache
+def built(name: str) -> nn.Module:
     cls, config, options, *_ = MODELS[name]
     special = {} if name == "vit" else SPECIAL
     model = getattr(transformers, cls)(getattr(transformers, config)(**options, **special)).eval()
@@ -59,6 +60,11 @@ def build(name: str) -> nn.Module:
     return model
 
 
+def build(name: str) -> nn.Module:
+    """The model in eval mode; its norms' weights and biases are random, as after training."""
+    return copy.deepcopy(built(name))
+
+
 def inputs(name: str, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(1)
     if name == "vit":
@@ -66,6 +72,18 @@ def inputs(name: str, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
         return {"pixel_values": pixels, "labels": torch.tensor([0, 1])}
     ids = torch.randint(3, 64, (2, 9), generator=generator)
     return {"input_ids": ids, "labels": ids}
+
+
+def same_gradients(ours: nn.Module, theirs: nn.Module) -> int:
+    """Compare them; return how many there are."""
+    compared = 0
+    for (key, a), (_, b) in zip(ours.named_parameters(), theirs.named_parameters(), strict=True):
+        assert (a.grad is None) == (b.grad is None), key
+        if a.grad is not None and b.grad is not None:
+            compared += 1
+            atol = 64 * 30 * FP32 * max(1.0, float(b.grad.abs().max()))
+            torch.testing.assert_close(a.grad, b.grad, rtol=0.0, atol=atol, msg=key)
+    return compared
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -81,11 +99,7 @@ def test_outputs_and_gradients(name: str) -> None:
     torch.testing.assert_close(results[0].logits, results[1].logits, rtol=0.0, atol=64 * 30 * FP32)
     for result in results:
         result.loss.backward()
-    for (key, a), (_, b) in zip(ours.named_parameters(), theirs.named_parameters(), strict=True):
-        assert (a.grad is None) == (b.grad is None), key
-        if a.grad is not None and b.grad is not None:
-            largest = float(b.grad.abs().max())
-            torch.testing.assert_close(a.grad, b.grad, rtol=0.0, atol=64 * 30 * FP32 * max(largest, 1.0), msg=key)
+    same_gradients(ours, theirs)
     report.undo()
     assert torch.equal(ours(**batch).logits, results[1].logits)
     assert [type(m) for m in ours.modules()] == [type(m) for m in theirs.modules()]
@@ -142,22 +156,7 @@ def test_save_and_load(name: str, tmp_path) -> None:
     assert torch.equal(loaded(**batch).logits, model(**batch).logits)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma"])
-def test_meta_then_from_a_state_dict(name: str) -> None:
-    full = build(name)
-    with torch.device("meta"):
-        empty = type(full)(full.config).eval()
-    assert len(swap(empty, strict=True).exchanged) == 5
-    keys = empty.load_state_dict(full.state_dict(), assign=True)
-    assert not keys.missing_keys
-    for m, like in zip(empty.modules(), full.modules(), strict=True):
-        # transformers computes rotary frequencies outside of the state_dict
-        m._buffers.update({k: b for k, b in like._buffers.items() if b is not None})
-    batch = inputs(name)
-    torch.testing.assert_close(empty(**batch).logits, full(**batch).logits, rtol=0.0, atol=64 * 30 * FP32)
-
-
-@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "gemma", "gpt2"])
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_generate(name: str) -> None:
     """Greedy and sampled, with the cache: the same tokens, and the same random numbers are drawn."""
     model = build(name)
@@ -199,14 +198,7 @@ def test_lora(name: str, first: str, tmp_path) -> None:
     torch.testing.assert_close(a.logits, b.logits, rtol=0.0, atol=64 * 30 * FP32)
     a.loss.backward()
     b.loss.backward()
-    compared = 0
-    for (key, p), (_, q) in zip(model.named_parameters(), twin.named_parameters(), strict=True):
-        assert (p.grad is None) == (q.grad is None), key
-        if p.grad is not None and q.grad is not None:
-            compared += 1
-            atol = 64 * 30 * FP32 * max(1.0, float(q.grad.abs().max()))
-            torch.testing.assert_close(p.grad, q.grad, rtol=0.0, atol=atol, msg=key)
-    assert compared >= 4
+    assert same_gradients(model, twin) >= 4
     model.save_pretrained(tmp_path)
     loaded = peft.PeftModel.from_pretrained(build(name), tmp_path)
     mine, theirs = (peft.get_peft_model_state_dict(m) for m in (loaded, twin))
@@ -248,31 +240,6 @@ def test_t5_and_others_by_what_they_compute() -> None:
         assert first == ("its forward raises on random input in float32: RuntimeError: " in layer.reason)
     assert report.exchanged
     assert report.left_alone
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama", "gemma", "gpt2"])
-def test_training_takes_the_same_path(name: str) -> None:
-    """Five steps of SGD with the weights exchanged after the optimizer was built."""
-    models = [build(name).train(), build(name).train()]
-    models[1].load_state_dict(models[0].state_dict())
-    losses: list[list[float]] = [[], []]
-    batch = inputs(name)
-    for i, model in enumerate(models):
-        for m in model.modules():
-            if isinstance(m, nn.Dropout):
-                m.p = 0.0
-        optimizer = torch.optim.SGD(model.parameters(), 0.05)
-        if i:
-            swap(model, strict=True)
-        for _ in range(5):
-            optimizer.zero_grad()
-            loss = model(**batch).loss
-            loss.backward()
-            optimizer.step()
-            losses[i].append(loss.item())
-    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
-    assert losses[0][-1] < losses[0][0]
 
 
 @pytest.mark.gpu

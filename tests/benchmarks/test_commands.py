@@ -1,0 +1,117 @@
+"""Scripts of benchmarks/ as commands, in short and on the CPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+ROOT = Path(__file__).parents[2]
+slow = pytest.mark.slow
+CASES = """
+import onepass, torch
+from benchmarks.case import Case
+
+def cases():
+    changed = "changed" in onepass.__path__[0]
+    x = torch.linspace(1.0, 2.0, 1000)
+    def make(name):
+        if changed and name == "broken":
+            raise ValueError("not here")
+        return {"onepass": lambda: x + 0.5 * (changed and name == "other"), "rival": lambda: 1 / 0}
+    for name in ("same", "other", "broken"):
+        yield Case(name, "forward", {"cols": 1000}, torch.float32, 8000, lambda name=name: make(name), device="cpu")
+    yield Case("elsewhere", "forward", {"cols": 1000}, torch.float32, 8000, lambda: make("same"), device="cuda")
+"""
+
+
+def run(*command: object, code: int = 0) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [sys.executable, *map(str, command)],
+        env=environment, cwd=ROOT, capture_output=True, text=True, check=False, timeout=600,
+    )  # fmt: skip
+    assert done.returncode == code, done.stdout + done.stderr
+    return done
+
+
+@slow
+def test_ab_tells_of_a_change(tmp_path: Path) -> None:
+    """Versions in processes of their own, in turns, their results compared."""
+    (tmp_path / "cases.py").write_text(CASES)
+    changed = tmp_path / "changed"
+    changed.mkdir()
+    (changed / "src").symlink_to(ROOT / "src")
+    said = run("benchmarks/ab.py", ROOT, changed, "--cases", tmp_path / "cases.py", "--rounds", 1, code=1).stdout
+    assert "elsewhere" not in said  # a CPU's timer would be wrong there
+    same, other, broken = said.split(" forward float32 ")[1:]
+    assert "same bits" in same
+    assert "off by 2.5e-01" in other
+    assert f"{changed}: ValueError: not here" in broken
+
+
+@slow
+def test_mistakes_of_ab_are_one_line() -> None:
+    for args, told in (
+        ([ROOT, "no-such-thing"], "neither a copy of the repository nor a git revision"),
+        ([ROOT, ROOT, "--", "no_such_op"], "unknown operator"),
+    ):
+        said = run("benchmarks/ab.py", *args, code=1).stderr
+        assert told in said
+        assert "Traceback" not in said
+
+
+@slow
+def test_every_fault_of_the_soak_once(tmp_path: Path) -> None:
+    """A resumed run equals the undisturbed one."""
+    record = tmp_path / "soak.json"
+    run("benchmarks/soak.py", "--resumes", 6, "--memory-steps", 0, "--json", record)
+    found = json.loads(record.read_text())
+    assert len(found["faults"]) == 6
+    assert set(found["faults"].values()) == {1}
+    assert found["equal_bit_for_bit"]["tensors"] > 0
+
+
+@slow
+def test_swapped(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    out = tmp_path / "swapped.json"
+    said = run("benchmarks/swapped.py", "--device", "cpu", "--calls", 1, "--mode", "eager", "--json", out).stdout
+    assert "LayerNorm -> onepass.nn.LayerNorm" in said
+    header, *records = json.loads(out.read_text())
+    assert header["header"]
+    checks = [r for r in records if r.get("check")]
+    assert (len(checks), len(records)) == (6, 12)
+    for r in checks:
+        assert r["finite"]
+        # the bits of the losses; gradients as far from fp32 as those of the model as it is, within a half
+        assert r["loss"] == r["loss_as_it_is"]
+        base = next(c for c in checks if c["model"] == r["model"] and c["way"] == "as it is")
+        assert r["gradients_from_fp32"] <= 1.5 * base["gradients_from_fp32"]
+    assert all(r["wall_us"] > 0 for r in records if "wall_us" in r)
+
+
+@slow
+@pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")
+def test_scaling(tmp_path: Path) -> None:
+    out = tmp_path / "scaling.json"
+    said = run("-m", "benchmarks.scaling", "--device", "cpu", "--processes", 1, 2, "--json", out).stdout
+    one, two = json.loads(out.read_text())["records"]
+    assert (one["processes"], two["processes"]) == (1, 2)
+    # weak scaling: as many sequences per process; strong scaling of the others
+    assert two["main_job"]["batch"] == 2 * one["main_job"]["batch"]
+    assert two["main_job_sequence_parallel"]["tokens_per_s_and_process"] > 0
+    assert two["lion"]["parameters"] == one["lion"]["parameters"]
+    assert two["lion"]["shards"]["host_ms"] > 0
+    assert set(two["layers"]) == {"block, 512", "causal block, 512", "feed-forward, 512"}
+    for ways in two["layers"].values():
+        assert {*ways} == {"part_alone", "whole_alone", "plain", "placed"}
+        assert all(found["ms"] > 0 for found in ways.values())
+    assert len(two["balance"]) == 4
+    assert "block, 512, placed: " in said
