@@ -1,0 +1,261 @@
+"""One token after a long text: milliseconds, kernels and bytes of causal routed blocks, beside dense ones.
+
+    python -m benchmarks.decoding --json benchmarks/results/h100/raw/decoding.json      on a GPU: 8 k and 64 k tokens
+    python -m benchmarks.decoding --device cpu --tokens 1024 --dim 128               a size that a CPU takes
+
+Both models have the same width, heads, embedding, head and number of blocks, take the likeliest token, and on a GPU run
+one CUDA graph per token. The dense one runs a 4× feed-forward and attends to exactly the tokens before, by the fastest
+of torch's attentions, in a cache of random numbers: a graph for one length, of no use for the next. The routed one
+has k = 1/16, k_kv = 1/8 and windows of 256, reads a prompt of random tokens, and writes on with growing lengths; first
+tokens of windows are among those timed. The floor is the bytes that have to be read over the bandwidth of a copy.
+"""
+
+# ruff: noqa: T201
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from onepass.core import files
+from onepass.core.about import device_name, versions
+from onepass.nn import Decoder, RMSNorm, RoutedBlock
+from onepass.nn.feed_forward import FeedForward
+from onepass.ops.span_attention.op_rotary import rotary
+
+STEPS, TURNS, VOCABULARY, K, WINDOW = 64, 3, 256, 1 / 16, 256
+ATTENTIONS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+
+
+class DenseBlock(nn.Module):
+    """Pre-norm attention over all earlier tokens with rotary positions, then a 4× feed-forward."""
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        self.heads, self.norm, self.feed_forward = heads, RMSNorm(dim), FeedForward(dim, 4 * dim)
+        self.qkv, self.out = nn.Linear(dim, 3 * dim, bias=False), nn.Linear(dim, dim, bias=False)
+
+    def forward(self, x: Tensor, cache: Tensor, position: Tensor) -> Tensor:
+        """Return the outputs (batch, 1, dim) of the last token; its cache is (2, batch, n, heads, width)."""
+        qkv = self.qkv(self.norm(x)).unflatten(-1, (3, self.heads, -1))
+        turned = rotary(qkv[:, :, :2].flatten(2, 3), position)
+        cache[0, :, -1], cache[1, :, -1] = turned[:, 0, self.heads :], qkv[:, 0, 2]
+        q, k, v = (t.transpose(1, 2) for t in (turned[:, :, : self.heads], *cache))
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        return x + self.feed_forward(x)  # type: ignore[no-any-return]
+
+
+class Ends(nn.Module):
+    """Embedding and head, of both models."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(VOCABULARY, dim), nn.Linear(dim, VOCABULARY)
+
+
+def dense(blocks: nn.ModuleList, ends: Ends, batch: int, tokens: int) -> tuple[Callable[[], object], str, int]:
+    """Return a step, by the fastest attention, its name, and the bytes kept per sequence."""
+    weight = ends.head.weight
+    heads, dim = blocks[0].heads, weight.shape[1]  # type: ignore[union-attr]
+    caches = [
+        torch.randn(2, batch, tokens + 1, heads, dim // heads, device=weight.device, dtype=weight.dtype)
+        for _ in blocks  # type: ignore[operator, arg-type]
+    ]
+    token = torch.randint(VOCABULARY, (batch, 1), device=weight.device)
+    position = torch.full((1,), tokens, device=weight.device)
+
+    def step() -> None:
+        x = ends.embedding(token)
+        for block, cache in zip(blocks, caches, strict=True):
+            x = block(x, cache, position)
+        token.copy_(ends.head(x).argmax(-1))
+
+    kept = sum(cache.nbytes for cache in caches) // batch
+    if not weight.is_cuda:
+        return step, "torch's choice", kept
+    found: list[tuple[float, str, Any]] = []
+    for name, backend in ATTENTIONS.items():
+        try:
+            with sdpa_kernel(backend):
+                run = captured(step)
+        except RuntimeError:
+            continue
+        found.append((milliseconds(run, weight.device, 8), name, run))
+    _, name, run = min(found, key=lambda one: one[0])
+    return run, name, kept
+
+
+def captured(step: Callable[[], object]) -> Callable[[], object]:
+    """Return a step as a CUDA graph."""
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()  # type: ignore[no-untyped-call]
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
+
+
+def milliseconds(step: Callable[[], object], device: torch.device, steps: int) -> float:
+    """Return the mean of `steps` steps, host and device."""
+    step()
+    _wait(device)
+    began = time.perf_counter()
+    for _ in range(steps):
+        step()
+    _wait(device)
+    return 1e3 * (time.perf_counter() - began) / steps
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def kernels(step: Callable[[], object]) -> int | None:
+    """Return how many kernels, copies included, a step runs on the GPU; None: the profiler saw none."""
+    from torch.profiler import ProfilerActivity, profile
+
+    step()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as seen:
+        step()
+        torch.cuda.synchronize()
+    events = [e for e in seen.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    return len(events) or None
+
+
+def floor_bytes(model: nn.ModuleList, batch: int, tokens: int) -> int:
+    """Return the bytes that a routed token has to read: weights, two windows, and what chosen tokens attend to."""
+    any_chosen, total = 1 - (1 - K) ** batch, 0.0
+    for name, p in model.named_parameters():
+        total += p.nbytes * (any_chosen if ".heavy." in name else 1)
+    width = model[0].attention.dim * model[0].attention.light.qkv.weight.element_size() * 2  # type: ignore[union-attr, operator]
+    return int(total + len(model) * batch * width * (1.5 * WINDOW + K * 2 * K * tokens))  # type: ignore[operator]
+
+
+def measure(args: argparse.Namespace, tokens: int, batch: int, bandwidth: float) -> dict[str, Any]:
+    """Return what both models keep of a sequence, and what a step takes."""
+    torch.manual_seed(0)
+    device, dim, heads = torch.device(args.device), args.dim, args.dim // 64
+    dtype = torch.bfloat16 if args.device == "cuda" else torch.float32
+    ends = Ends(dim).to(device, dtype)
+    blocks = nn.ModuleList(
+        RoutedBlock(dim, K, heads=heads, dim_head=64, window=WINDOW, causal=True) for _ in range(args.blocks)
+    )
+    blocks = blocks.to(device, dtype).eval()
+    decoder = Decoder(
+        blocks, ends.embedding, ends.head, batch=batch, max_tokens=tokens + STEPS * (TURNS + 1) + 8, temperature=0
+    )  # fmt: skip
+    prompt = torch.randint(VOCABULARY, (batch, tokens), device=device)
+
+    def forward() -> None:
+        x = ends.embedding(prompt)
+        for block in blocks:
+            x = block(x)
+        ends.head(x[:, -1:])
+
+    record: dict[str, Any] = {
+        "tokens": tokens, "dim": dim, "heads": heads, "blocks": args.blocks, "batch": batch, "dtype": str(dtype)[6:],
+        "forward ms": round(milliseconds(forward, device, 2), 2),
+        "prefill ms": round(milliseconds(lambda: decoder.prefill(prompt), device, 2), 2),
+    }  # fmt: skip
+    rival = nn.ModuleList(DenseBlock(dim, heads) for _ in range(args.blocks)).to(device, dtype).eval()
+    dense_step, attention, dense_bytes = dense(rival, ends, batch, tokens)
+    steps: dict[str, Callable[[], object]] = {"routed": decoder._advance, "dense": dense_step}
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(TURNS):
+        for name, step in steps.items():
+            times[name].append(milliseconds(step, device, STEPS - 1))
+    if device.type == "cuda":
+        record |= {f"{name} kernels": kernels(step) for name, step in steps.items()}
+        record["floor ms"] = round(1e3 * floor_bytes(blocks, batch, tokens) / bandwidth, 4)
+    record |= {f"{name} ms": round(sorted(t)[len(t) // 2], 4) for name, t in times.items()}
+    # per sequence, for as many tokens as the dense cache holds
+    kept = sum(block.new_cache(1, tokens + 1).nbytes for block in blocks)  # type: ignore[operator]
+    return record | {"dense attention": attention, "routed bytes": kept, "dense bytes": dense_bytes}
+
+
+def kernels_of_a_block(dim: int) -> int | None:
+    """Return how many kernels one more block adds to a token."""
+    counts = []
+    for n in (1, 2):
+        ends = Ends(dim).to("cuda", torch.bfloat16)
+        blocks = [RoutedBlock(dim, K, heads=dim // 64, causal=True).to("cuda", torch.bfloat16).eval() for _ in range(n)]
+        decoder = Decoder(blocks, ends.embedding, ends.head, batch=1, max_tokens=1024, temperature=0)
+        decoder.prefill(torch.randint(VOCABULARY, (1, 300), device="cuda"))
+        counts.append(kernels(decoder._advance))
+    return None if None in counts else counts[1] - counts[0]  # type: ignore[operator]
+
+
+def writing(device: str) -> float:
+    """Return how many bytes a second a model of the training job's gpu preset writes after a prompt of 1,000."""
+    from onepass.train.config import PRESETS
+    from onepass.train.language import ByteModel
+
+    torch.manual_seed(0)
+    size: dict[str, Any] = {name: PRESETS["gpu"][name] for name in ("dim", "blocks", "heads", "window")}
+    model = ByteModel(**size, k=PRESETS["gpu"]["routed"], causal=True).to(device).eval()
+    count = 1024 if device == "cuda" else 64
+    decoder, prompt = model.decoder(1, 2100), torch.randint(256, (1, 1000), device=device)
+    decoder.generate(prompt, 2)
+    began = time.perf_counter()
+    decoder.generate(prompt, count)
+    return round(count / (time.perf_counter() - began), 1)
+
+
+@torch.no_grad()
+def main() -> int:
+    """Measure every length and batch."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[8192, 65536], help="lengths of the prompt")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8], help="sequences")
+    parser.add_argument("--dim", type=int, default=1024)
+    parser.add_argument("--blocks", type=int, default=4)
+    parser.add_argument("--json", type=Path, help="write the records")
+    args = parser.parse_args()
+    about: dict[str, Any] = {
+        "device": device_name(torch.device(args.device)), "threads": torch.get_num_threads(), "versions": versions(),
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"), "steps": STEPS, "turns": TURNS,
+    }  # fmt: skip
+    bandwidth = 0.0
+    if args.device == "cuda":
+        source = torch.randn(2**28, device="cuda")
+        into = torch.empty_like(source)
+        bandwidth = 2e3 * source.nbytes / milliseconds(lambda: into.copy_(source), source.device, 10)
+        del source, into
+        about |= {"copy TB/s": round(bandwidth / 1e12, 3), "kernels a block": kernels_of_a_block(args.dim)}
+        print(about)
+    records = []
+    for tokens in args.tokens:
+        for batch in args.batch:
+            records.append(measure(args, tokens, batch, bandwidth))
+            print(records[-1], flush=True)
+            if args.json:
+                files.write(args.json, json.dumps({**about, "records": records}, indent=1) + "\n")
+    about["bytes a second"] = {device: writing(device) for device in dict.fromkeys((args.device, "cpu"))}
+    print(about["bytes a second"])
+    if args.json:
+        files.write(args.json, json.dumps({**about, "records": records}, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
