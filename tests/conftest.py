@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, settings
 
 from interpreter import leave_tensors_to_themselves, patch_once_per_launch, reduce_by_halves
 from onepass.core.launch import INTERPRET
-from onepass.ops._shared.specs import all_specs, folders, load
+from onepass.ops._shared.specs import folders, load
 
 # neither a deadline nor "too slow": how busy the machine is proves nothing
 settings.register_profile("random", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -40,7 +40,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def concerns(test: str, names: set[str]) -> bool:
     """Whether a contract test's id names one of these operators, or none at all."""
-    named = set(re.findall(r"[a-z_]+", test.partition("[")[2])) & {found.name for found in all_specs()}
+    operators = {found.name for folder in folders() for found in load(folder).SPECS}
+    named = operators & set(re.findall(r"[a-z_]+", test.partition("[")[2]))
     return not named or bool(named & names)
 
 

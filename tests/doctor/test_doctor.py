@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import onepass.__main__ as entry
+from harness import SPECS
 from onepass.__main__ import main
 from onepass.core import about
 from onepass.core.launch import backend
@@ -78,7 +79,7 @@ def nan_at_the_end(x: Tensor) -> Tensor:
 def test_healthy() -> None:
     out = doctor()
     assert "all is well" in out
-    for name in ["weighted_sum", "Lion", *(s.name for s in operators.all_specs())]:
+    for name in ["weighted_sum", "Lion", *(s.name for s in SPECS)]:
         assert f"\n{name} cpu float32: " in out
     assert "problems: none" in out
     assert torch.__version__ in out
@@ -233,7 +234,7 @@ def test_plan_covers_every_device() -> None:
     cuda = facts.Device(torch.device("cuda", 0), "GPU", "")
     cpu = facts.Device(CPU, "CPU", "")
     checks, problems = cli.plan([cpu, cuda])
-    assert len(checks) == (len(operators.all_specs()) + 1) * 3
+    assert len(checks) == (len(SPECS) + 1) * 3
     assert problems == []
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from nn.layers import cross_attention, holes, routed_attention, tokens, watched
-from onepass.nn import CausalRouter, LocalAttention, RoutedAttention, RoutedCrossAttention, Router, RouterOutput
+from onepass.nn import CausalRouter, RoutedAttention, RoutedCrossAttention, Router, RouterOutput
 
 DIM, WINDOW, CONTEXT = 12, 8, 10
 LINEAR = ("light.qkv", "light.out", "heavy.q", "heavy.kv", "heavy.out")
@@ -95,26 +95,12 @@ def test_nothing_chosen(k_q: int, k_kv: int, kind: str) -> None:
     y.sum().backward()
 
 
-def test_without_memories_a_chosen_token_gets_what_is_left_of_null() -> None:
-    y, left = _nothing_found(_cross(), tokens(3, 20, DIM), tokens(3, 33, CONTEXT), None, holes(33))
-    torch.testing.assert_close(y[2], left[2])
-
-
 def test_shares_and_quotas() -> None:
     _, routing = _cross(1 / 4, 1 / 3)(tokens(2, 20, DIM), tokens(2, 33, CONTEXT), return_routing=True)
     assert (routing.q.indices.shape, routing.kv.indices.shape) == ((2, 5), (2, 11))
     # causal: keys per window
     _, routing = _layer(1 / 16, 1 / 4, causal=True)(tokens(2, 64, DIM), return_routing=True)
     assert (routing.kv.indices.view(2, 8, 2) // WINDOW == torch.arange(8)[:, None]).all()
-
-
-def test_local_attention_sees_its_neighbours_and_nobody_else() -> None:
-    layer = LocalAttention(DIM, heads=2, dim_head=6, window=4).double()
-    x, window = tokens(1, 20, DIM).double().requires_grad_(), torch.arange(20) // 4
-    y = layer(x)
-    for i in (0, 5, 11, 19):
-        (grad,) = torch.autograd.grad(y[0, i].sum(), x, retain_graph=True)
-        assert torch.equal(grad[0].abs().sum(-1) > 0, (window - window[i]).abs() <= 1)
 
 
 class Adapted(nn.Module):

@@ -35,15 +35,6 @@ def test_shapes(route: str):
     assert [chosen.shape for chosen in guess.chosen] == ([] if route == "none" else [(3, 5)] * 2)
 
 
-def test_learned_routing_is_learned():
-    model = new(config())
-    guess = model(torch.randint(257, (3, 40)), torch.randint(40, (3, 6)))
-    guess.logits.square().mean().backward()
-    routers = {name: parameter for name, parameter in model.named_parameters() if "router" in name}
-    assert len(routers) == 2
-    assert all(parameter.grad is not None and parameter.grad.abs().max() > 0 for parameter in routers.values())
-
-
 def test_no_route_means_no_heavy_branch():
     light, learned, random = (
         sum(parameter.numel() for parameter in new(config(route=route)).parameters())
@@ -83,30 +74,19 @@ def test_initial_weights_depend_on_the_seed_and_leave_torchs_random_state_alone(
 
 
 def test_random_router():
-    router, x = RandomRouter(3), torch.zeros(4, 20, 8)
-    router.draw = 5
-    first = router(x, 6)
-    router.draw = 6
-    second = router(x, 6)
-    router.draw = 5
-    again = router(x, 6)
-    assert torch.equal(first.indices, again.indices)
-    assert not torch.equal(first.indices, second.indices)
-    assert all(len(set(row)) == 6 for row in first.indices.tolist())
-    assert (first.gates == 1).all()
-
-
-def test_a_part_of_a_batch_has_the_random_routes_of_the_batch():
-    router, x = RandomRouter(3), torch.zeros(5, 20, 8)
-    whole = router(x, 6).indices
+    """A function of seed and draw; a part of a batch has the routes of the batch; masked tokens are left alone."""
+    router, x, found = RandomRouter(3), torch.zeros(5, 20, 8), []
+    for router.draw in (5, 6, 5):
+        found.append(router(x, 6))
+    assert torch.equal(found[0].indices, found[2].indices)
+    assert not torch.equal(found[0].indices, found[1].indices)
+    assert all(len(set(row)) == 6 for row in found[0].indices.tolist())
+    assert (found[0].gates == 1).all()
     parts = []
     for first, last in ((0, 0), (0, 2), (2, 5)):
         router.rows = first, 5
         parts.append(router(x[first:last], 6).indices)
-    assert torch.equal(torch.cat(parts), whole)
-
-
-def test_random_router_leaves_masked_tokens_alone():
+    assert torch.equal(torch.cat(parts), found[0].indices)
     mask = torch.ones(2, 20, dtype=torch.bool)
     mask[1, 3:] = False
     out = RandomRouter(0)(torch.zeros(2, 20, 8), 5, mask)
@@ -185,6 +165,9 @@ def test_every_parameter_in_use_gets_a_gradient(make: Callable[..., Config], rou
     silent = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
     # nothing is routed to: neither what attends nor what an unrouted token gets in its place
     assert [name for name in silent if route != "none" or "null" not in name] == []
+    routers = [p for name, p in model.named_parameters() if "router" in name]
+    assert bool(routers) == (route == "learned")
+    assert all(p.grad.any() for p in routers)
 
 
 def test_show_and_pictures_of_a_causal_model(texts: Path, tmp_path: Path):

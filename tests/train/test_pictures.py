@@ -89,7 +89,11 @@ def test_trace():
 def test_the_page_shows_every_byte_with_its_choices():
     content = b"def f(x):\n    return x < 3 and x > 1\n" * 6
     seen = traced(content, blocks=2)
-    reader = Reader(html.page(seen, "here"))
+    page = html.page(seen, "here")
+    for name, share, mean in kinds(seen):
+        assert f"<tr><th>{name}</th><td>{100 * share:.1f} %</td><td>{mean:.2f}</td></tr>" in page
+    assert "<table" not in html.page(traced(b"some text", route="none"), "here")
+    reader = Reader(page)
     shown = "".join(character for character, _ in reader.text)
     assert shown.replace("↵", "") == content.decode()
     names = [names for character, names in reader.text if character != "\n"]
@@ -115,15 +119,16 @@ def test_no_text_breaks_out(text: str, name: str):
     assert shown.startswith(EVIL.replace("\n", "↵\n"))
 
 
+TEXTS = {
+    "one": b"a", "line feed": b"\n", "unicode": "é日本\u202e\n\t$x^2$ \\ %s".encode(),
+    "every byte": bytes(range(1, 256)) * 3, "long line": b"x" * 3000, "many lines": b"\n" * 300,
+}  # fmt: skip
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "content",
-    [b"a", b"\n", "é日本\u202e\n\t$x^2$ \\ %s".encode(), bytes(range(1, 256)) * 3, b"x" * 3000, b"\n" * 300],
-    ids=["one", "line feed", "unicode", "every byte", "long line", "many lines"],
-)
-@pytest.mark.parametrize("blocks", [1, 9])
-def test_pictures_of_any_text(content: bytes, blocks: int):
-    seen = traced(content, "$na_me^$日.txt", blocks=blocks)
+@pytest.mark.parametrize(("text", "blocks"), [*((text, 1) for text in TEXTS), ("unicode", 9), ("every byte", 9)])
+def test_pictures_of_any_text(text: str, blocks: int):
+    seen = traced(TEXTS[text], "$na_me^$日.txt", blocks=blocks)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert pictures.routing_png(seen, "$so_urce^$日").startswith(PNG)
@@ -193,14 +198,6 @@ def test_kinds_are_all_of_the_text(content: bytes):
     seen = traced(content)
     assert sum(share for _, share, _ in kinds(seen)) == pytest.approx(float(bool(content)))
     assert sum(share * mean for _, share, mean in kinds(seen)) * len(content) == pytest.approx(seen.counts.sum())
-
-
-def test_the_page_has_the_table():
-    seen = traced(b"def f(x):\n    return x < 3\n" * 6, blocks=2)
-    page = html.page(seen, "here")
-    for name, share, mean in kinds(seen):
-        assert f"<tr><th>{name}</th><td>{100 * share:.1f} %</td><td>{mean:.2f}</td></tr>" in page
-    assert "<table" not in html.page(traced(b"some text", route="none"), "here")
 
 
 def test_loss_picture():

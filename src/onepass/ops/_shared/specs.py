@@ -8,7 +8,6 @@ import pkgutil
 from typing import Any
 
 import onepass.ops
-from onepass.core.spec import Spec
 
 
 def folders() -> list[str]:
@@ -20,8 +19,3 @@ def folders() -> list[str]:
 def load(folder: str) -> Any:
     """Return the module `spec` of a folder."""
     return importlib.import_module(f"onepass.ops.{folder}.spec")
-
-
-def all_specs() -> list[Spec]:
-    """Return every operator's contract."""
-    return [found for folder in folders() for found in load(folder).SPECS]
