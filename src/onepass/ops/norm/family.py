@@ -138,6 +138,14 @@ def _fake_backward(dy: Tensor, ds: Tensor | None, x: Tensor, *rest: Any) -> Five
     return *gradients, copy  # type: ignore[return-value]
 
 
+def _public(results: Results) -> Any:
+    """Return y; (y, s); or, of a call in 8 bits and of the operator, y, s, codes and scales."""
+    y, s, codes, *_ = results
+    if codes is not None:
+        return results[:4]
+    return y if s is None else (y, s)
+
+
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Results) -> None:
     x, residual, gate, weight, bias, *options = inputs
     # an eager call has them in one tuple, the operator each by itself
@@ -150,21 +158,25 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Results) -> None:
     ctx.save_for_backward(x if residual is None else output[1], gate, output[4], weight, bias)
 
 
-def _gradients(ctx: Any, run: Any, dy: Tensor | None, ds: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
-    need_x, need_r, need_z, need_w, need_b = ctx.needs_input_grad[:5]
+def _gradients(ctx: Any, run: Any, dy: Tensor | None, ds: Tensor | None = None, *_: Any) -> tuple[Tensor | None, ...]:
+    need_x, need_r, need_z, need_w, need_b, *_ = ctx.needs_input_grad
     x_dtype, r_dtype = ctx.dtypes
-    dsum, dz, dw, db, copy = None if r_dtype is None else ds, None, None, None, None
+    dx = dr = dz = dw = db = None
+    ds = None if r_dtype is None else ds
     # y that is in 8 bits alone has an empty tensor for its gradient
     if dy is not None and ctx.options[-1]:
         s, gate, stats, weight, bias = ctx.saved_tensors
         needs = need_x or need_r, need_z, need_w, need_b
-        dsum, dz, dw, db, copy = run(dy, dsum, s, gate, stats, weight, bias, ctx.options, x_dtype, needs)
-        copy = copy if x_dtype != s.dtype and needs[0] else None
+        ds, dz, dw, db, copy = run(dy, ds, s, gate, stats, weight, bias, ctx.options, x_dtype, needs)
+        dx = copy if needs[0] and x_dtype != s.dtype else None
     # x and residual have the same gradient: one tensor for both, as torch.add returns
-    dr = dsum.to(r_dtype) if need_r and dsum is not None else None
-    dx = (dsum.to(x_dtype) if copy is None else copy) if need_x and dsum is not None else None
-    vectors = dz if need_z else None, dw if need_w else None, db if need_b else None
-    return dx, dr, *vectors, *(None,) * ctx.n_options
+    if ds is not None:
+        if need_x and dx is None:
+            dx = ds if ds.dtype == x_dtype else ds.to(x_dtype)
+        if need_r:
+            dr = ds.to(r_dtype)
+    rows = dx if need_x else None, dr, dz if need_z else None
+    return *rows, dw if need_w else None, db if need_b else None, *(None,) * ctx.n_options
 
 
 def _vmap_forward(size: int, in_dims: InDims, *args: Any) -> Any:
@@ -197,13 +209,13 @@ def _vmap_backward(
 def _infer(
     x: Tensor, residual: Tensor | None, gate: Tensor | None, weight: Tensor | None, bias: Tensor | None,
     options: tuple[Any, ...],
-) -> tuple[Tensor | None, ...]:  # fmt: skip
-    return _forward(x, residual, gate, weight, bias, options, False)[:4]
+) -> Any:  # fmt: skip
+    return _public(_forward(x, residual, gate, weight, bias, options, False))
 
 
-norm: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]] = bind(
+norm: Callable[..., Any] = bind(
     name="layer_norm, rms_norm",
     forward=_forward, forward_op=forward_op, backward=_backward, backward_op=backward_op, check=check_arguments,
-    inference=_infer, save=_save, gradients=_gradients, n_public=4, replay=True, native=torch_path.native,
+    inference=_infer, save=_save, gradients=_gradients, public=_public, replay=True, native=torch_path.native,
     vmap_forward=_vmap_forward, vmap_backward=_vmap_backward,
 )  # fmt: skip

@@ -60,12 +60,22 @@ def _with_options(
     options = Options(
         eps, offset, has_mean, stable, rounding == "twice", gate_first, QUANTIZE.index(quantize), out_dtype, keep_y
     )
-    results: Any = norm(x, residual, gate, weight, bias, tuple(options))
-    y, s, codes, scales = results
-    if groups != 1:
-        y, s = y.flatten(-2), None if residual is None else s.flatten(-2)
-    out = y if quantize is None else Quantized(codes.view(torch.float8_e4m3fn), scales, y if keep_y else None)
-    return out if residual is None else (out, s)
+    results = norm(x, residual, gate, weight, bias, tuple(options))
+    if quantize is not None:
+        y, s, codes, scales = results
+        quantized = Quantized(codes.view(torch.float8_e4m3fn), scales, y if keep_y else None)
+        return quantized if residual is None else (quantized, s)
+    out = _y_and_s(results, residual)
+    if groups == 1:
+        return out
+    return out.flatten(-2) if residual is None else tuple(t.flatten(-2) for t in out)
+
+
+def _y_and_s(results: Any, residual: Tensor | None) -> Any:
+    """Return y, or with a residual (y, s); the operator has four results."""
+    if residual is None:
+        return results if isinstance(results, Tensor) else results[0]
+    return results[:2]
 
 
 def _no_options(
@@ -217,8 +227,7 @@ def layer_norm(
         if _decomposes() and not (stable or offset) and _one_weight(weight, bias):
             check_arguments(x, residual, None, weight, bias, options)
             return _contiguous(reference.layer_norm(x, weight, bias, eps=eps, residual=residual))
-        y, s, _, _ = norm(x, residual, None, weight, bias, options)
-        return y if residual is None else (y, s)
+        return _y_and_s(norm(x, residual, None, weight, bias, options), residual)
     return _with_options(
         "layer_norm", x, weight, bias, eps, offset, True, stable, "once", residual, gate, gate_first, groups,
         quantize, out_dtype,
@@ -274,37 +283,25 @@ def rms_norm(
 
     Args:
         x: ``(..., N)``, fp32, fp16, bf16 or fp64, any strides.
-        weight: ``(N,)`` or None; any of these dtypes, also another than that of x. Rows may have different weights: any
-            shape that broadcasts to x from neighbouring dimensions, such as ``(heads, N)`` or ``(batch, 1, N)``.
-        bias: like weight; if both are given they have one shape.
+        weight: as in `layer_norm`.
+        bias: as in `layer_norm`.
         *more: eps of a call as torch's.
         eps: added to the mean of squares; ≥ 0. None: the machine epsilon of the statistics, as in F.rms_norm.
         offset: added to the weight (1.0 for a model that stores weight − 1); ignored without weight.
         rounding: ``"once"`` computes in fp32 and rounds y. ``"twice"`` rounds the normalised row to the dtype of x,
             then its product with the weight, as the RMS norms of Llama, Qwen and T5 do (docs/norms.md); not with an
             offset or a bias.
-        residual: ``(..., N)`` or None; added to x first, and the sum is returned too.
-        gate: ``(..., N)`` or None; y is multiplied by silu(gate); with ``gate_first`` the input of the norm is.
-        gate_first: multiply s by silu(gate) before the norm.
-        groups: number of groups of neighbouring columns in a row, each with its own statistics.
-        quantize: return y in e4m3 with fp32 scales, one for each ``"row"`` or ``"block"`` of 128 columns; a scale maps
-            the largest number to 448.
-        out_dtype: of y; None: that of x. With ``quantize`` y is returned beside its 8-bit form only if this is given.
+        residual: as in `layer_norm`.
+        gate: as in `layer_norm`.
+        gate_first: as in `layer_norm`.
+        groups: as in `layer_norm`.
+        quantize: as in `layer_norm`.
+        out_dtype: as in `layer_norm`.
 
     Returns:
-        y, of the shape of ``x``; with ``residual`` the pair ``(y, s)``, where s has the dtype of ``x + residual``;
-        with ``quantize`` a `Quantized` in the place of y.
+        y, with ``residual`` the pair ``(y, s)``, as `layer_norm` does.
 
-    Gradients flow to x, residual, gate, weight and bias, through y and s. Backward computes only the needed ones, and
-    repeats them bit for bit from run to run. It keeps x (or s), the gate and 4 bytes per row. On a GPU, options that
-    rows wider than 16384 columns (backward: 8192) have no kernel for run as torch operations.
-
-    Raises:
-        TypeError: a tensor is not floating-point, or eps is not a number.
-        ValueError: shapes don't fit, eps is negative, an option is unknown or does not go with another, or the tensors
-            are on different devices.
-        NotImplementedError: for a forward-mode derivative; for a second derivative, unless torch's own operator
-            computed y (some plain eager calls on a CPU).
+    Gradients and errors are those of `layer_norm`; backward keeps 4 bytes per row.
 
     Source: Zhang, Sennrich 2019, arXiv:1910.07467; gates and groups: Dao, Gu 2024, arXiv:2405.21060.
 
@@ -326,8 +323,7 @@ def rms_norm(
         if _decomposes() and _one_weight(weight, bias):
             check_arguments(x, residual, None, weight, bias, options)
             return _contiguous(reference.rms_norm(x, weight, bias, eps=eps, offset=offset, residual=residual))
-        y, s, _, _ = norm(x, residual, None, weight, bias, options)
-        return y if residual is None else (y, s)
+        return _y_and_s(norm(x, residual, None, weight, bias, options), residual)
     return _with_options(
         "rms_norm", x, weight, bias, eps, offset, False, False, rounding, residual, gate, gate_first, groups,
         quantize, out_dtype,

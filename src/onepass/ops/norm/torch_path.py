@@ -29,7 +29,7 @@ ONE_WEIGHT, X_ALONE = Table(1, 1), Needs(True, False, False, False)
 def native(
     x: Tensor, residual: Tensor | None, gate: Tensor | None, weight: Tensor | None, bias: Tensor | None,
     options: tuple[Any, ...],
-) -> tuple[Tensor, None, None, None] | None:  # fmt: skip
+) -> Tensor | None:  # fmt: skip
     """Return the norm of a plain eager call by torch's operator on a CPU, differentiable; None where it is less exact.
 
     None for 16-bit layer norms, whose statistics and sums torch keeps in 16 bits (dw is 12 % off after 4096 rows), for
@@ -54,13 +54,13 @@ def native(
         if dtype.itemsize == 2 or (weight is None and bias is not None) or offset:
             return None
         y, mean, rstd = torch.native_layer_norm(x, (n_cols,), weight, bias, eps)
-        return None if y.requires_grad and _any_far(mean, rstd) else (y, None, None, None)
+        return None if y.requires_grad and _any_far(mean, rstd) else y
     # above BLOCK columns torch's order of a sum depends on the number of rows and threads
     if bias is not None or n_cols > BLOCK or (offset and weight is not None):
         return None
     if torch.is_grad_enabled() and (x.requires_grad or (weight is not None and weight.requires_grad)):
         return None
-    return torch.rms_norm(x.contiguous(), (n_cols,), weight, eps), None, None, None
+    return torch.rms_norm(x.contiguous(), (n_cols,), weight, eps)
 
 
 def _any_far(mean: Tensor, rstd: Tensor) -> bool:

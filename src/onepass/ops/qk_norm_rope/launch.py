@@ -45,7 +45,7 @@ def forward(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return q and k, normed and rotated, contiguous."""
     new_q, new_k = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k))
-    heads = shapes.heads(q.shape[-1], 2 * cos.shape[-1], interleaved, q.element_size(), False)
+    heads = shapes.heads(q.shape[-1], 2 * cos.shape[-1], interleaved, shapes.FORWARD_TILE)
     tables, places = _tables(q, cos, sin, positions)
     sizes = _sizes(q, k)
     tiles = [cdiv(rows, heads.rows) for rows in sizes[:2]]
@@ -53,8 +53,8 @@ def forward(
     with device_guard(q):
         launch(
             rope_forward_kernel, (sum(tiles), 1, 1), (q, k, q_weight, k_weight, *tables, new_q, new_k),
-            (*sizes, *q_strides, *k_strides, *places, tiles[0], float(eps), float(offset)), heads.constants(),
-            num_warps=heads.warps,
+            (*sizes, *q_strides, *k_strides, *places, tiles[0], float(eps), float(offset)), heads,
+            num_warps=shapes.WARPS,
         )  # fmt: skip
     return new_q, new_k
 
@@ -70,10 +70,10 @@ def backward(
         for t, need in zip((q, k, q_weight, k_weight), needs, strict=True)
     )
     itemsize = max(q.element_size(), dq.element_size())
-    heads = shapes.heads(q.shape[-1], 2 * cos.shape[-1], interleaved, itemsize, True)
+    heads = shapes.heads(q.shape[-1], 2 * cos.shape[-1], interleaved, shapes.BACKWARD_BYTES // itemsize)
     tables, places = _tables(q, cos, sin, positions)
     sizes = _sizes(q, k)
-    programs = min(heads.per_sm * sm_count(q), cdiv(max(sizes[:2]), heads.rows))
+    programs = min(shapes.backward_per_sm(heads) * sm_count(q), cdiv(max(sizes[:2]), heads.rows))
     rows = [_heads(t) for t in (dq, dk, q, k)]
     strides = [s for _, of_one in rows for s in of_one]
     n_weights = needs[2] + needs[3]
@@ -85,8 +85,8 @@ def backward(
         launch(
             rope_backward_kernel, (programs, 1, 1),
             (*(t for t, _ in rows), q_weight, k_weight, *tables, dq_in, dk_in, q_partials, k_partials),
-            (*sizes, *strides, *places, float(eps), float(offset)), (*heads.constants(), shapes.BACKWARD_STAGES),
-            num_warps=heads.warps,
+            (*sizes, *strides, *places, float(eps), float(offset)), (*heads, shapes.BACKWARD_STAGES),
+            num_warps=shapes.WARPS,
         )  # fmt: skip
         if n_weights:
             add_vector_partials(partials, dq_weight, dk_weight, programs, 1)

@@ -7,17 +7,15 @@ from typing import NamedTuple
 
 from onepass.core.launch import next_power_of_2
 
-# elements of a forward tile, bytes of a backward one
+# elements of a forward tile, bytes of a backward one: 32 elements per thread, and at most 16
 FORWARD_TILE, BACKWARD_BYTES = 4096, 4096
+WARPS = 4
 # buffers of the software pipeline plus one
 BACKWARD_STAGES = 3
 
 
 class Heads(NamedTuple):
-    """Constants of the kernels for heads of `d` columns, of which `rotary` are rotated; tiles of `rows` heads.
-
-    The last two are not constants of the kernels: warps, and programs per multiprocessor.
-    """
+    """Constants of the kernels, in their order: heads of `d` columns, of which `rotary` are rotated, `rows` a tile."""
 
     d: int
     vec: int
@@ -27,32 +25,16 @@ class Heads(NamedTuple):
     rest: int
     interleaved: bool
     rows: int
-    warps: int = 4
-    per_sm: int = 1
-
-    def constants(self) -> tuple[int, ...]:
-        """Return the constants of the kernels, in their order."""
-        return self[:8]
 
 
-def heads(d: int, rotary: int, interleaved: bool, itemsize: int, backward: bool) -> Heads:
-    """Return the constants of a kernel: forward has 32 elements per thread, backward at most 16."""
-    tile, warps, per_sm = FORWARD_TILE, 4, 1
-    if backward:
-        # masks and a part that is not rotated take registers: then fewer programs fit
-        simple = rotary == d and d & (d - 1) == 0
-        tile, warps, per_sm = (BACKWARD_BYTES // itemsize, 4, 4 if simple else 3)
-    rest = next_power_of_2(d - rotary) if d > rotary else 0
-    half = next_power_of_2(rotary // 2)
+def heads(d: int, rotary: int, interleaved: bool, tile: int) -> Heads:
+    """Return the constants of a kernel whose tiles have about `tile` elements."""
     return Heads(
-        d,
-        math.gcd(8, d),
-        math.gcd(8, rotary // 2),
-        rotary,
-        half,
-        rest,
-        interleaved,
-        max(1, tile // next_power_of_2(d)),
-        warps,
-        per_sm,
-    )
+        d, math.gcd(8, d), math.gcd(8, rotary // 2), rotary, next_power_of_2(rotary // 2),
+        next_power_of_2(d - rotary) if d > rotary else 0, interleaved, max(1, tile // next_power_of_2(d)),
+    )  # fmt: skip
+
+
+def backward_per_sm(heads: Heads) -> int:
+    """Return the programs of a multiprocessor: masks and a part that is not rotated take registers, so fewer fit."""
+    return 4 if heads.rotary == heads.d and heads.d & (heads.d - 1) == 0 else 3
