@@ -16,7 +16,7 @@ FILES = sorted((SRC / "onepass").rglob("*.py"))
 # lowers the number. CONTRIBUTING has the rule by which a second way of doing a thing stays
 MOST_LINES = {
     "src/onepass/core": 1750,
-    "src/onepass/ops": 15395,
+    "src/onepass/ops": 15383,
     "src/onepass/fused": 3800,
     "src/onepass/nn": 3600,
     "src/onepass/optim": 1480,
