@@ -1,4 +1,4 @@
-"""Routed layers on CUDA: float64's values, the same bits every time, no wait, and nobody reads whom they must not."""
+"""Routed layers on CUDA: float64's values, the same bits every time, no wait; no token reads a later one or padding."""
 
 from __future__ import annotations
 
