@@ -23,9 +23,7 @@ CALLS: dict[str, Callable[[Tensor], Any]] = {
 }
 WAYS: dict[str, Callable[[Callable[[Tensor], Any], Tensor], Any]] = {
     "jvp": lambda call, x: torch.func.jvp(call, (x,), (x,)),
-    "linearize": lambda call, x: torch.func.linearize(call, x)[1](x),
     "compiled jvp": lambda call, x: torch.compile(lambda t: torch.func.jvp(call, (t,), (t,)), backend="eager")(x),
-    "hessian": lambda call, x: torch.func.hessian(lambda t: call(t).sum())(x),
 }
 REFUSED = "(norm|weighted_sum): forward-mode derivatives are not implemented"
 

@@ -101,20 +101,6 @@ def test_int8_follows_the_formula() -> None:
         assert torch.allclose(scales, state["exp_avg_scale"], rtol=1e-6)
 
 
-@pytest.mark.parametrize("exponent", [-20, 20])
-def test_int8_lion_is_scale_invariant(exponent: int) -> None:
-    a = torch.randn(5000, requires_grad=True)
-    b = a.detach().clone().requires_grad_()
-    one, other = (Lion([x], lr=1e-2, state_dtype="int8") for x in (a, b))
-    for _ in range(4):
-        a.grad = torch.randn(5000)
-        b.grad = a.grad * 2.0**exponent
-        one.step()
-        other.step()
-    assert torch.equal(a, b)
-    assert torch.equal(one.state[a]["exp_avg"], other.state[b]["exp_avg"])
-
-
 def test_small_tensors_and_groups_opt_out_of_int8() -> None:
     small, large, other = (torch.ones(n, dtype=BF16, requires_grad=True) for n in (4095, 4096, 4096))
     optimizer = Lion(

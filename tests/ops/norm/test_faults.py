@@ -10,7 +10,6 @@ from conftest import INTERPRET
 from onepass import layer_norm, rms_norm
 from onepass.ops.norm.family import forward_op
 from onepass.ops.norm.options import NONE
-from onepass.ops.norm.reference import layer_norm as reference
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 pytestmark = pytest.mark.parametrize("device", DEVICES)
@@ -29,14 +28,6 @@ def test_statistics_of_16_bit_rows_are_fp32(device: str, weight: bool) -> None:
     torch.testing.assert_close(stats[0].double(), rstd, rtol=1e-5, atol=0)
 
 
-def test_variance_far_from_zero(device: str) -> None:
-    """E[x²] − mean² in fp32 would be 28 % off here."""
-    x = torch.randn(20, 512, dtype=torch.float64) + 1000
-    x = x.float()
-    y = layer_norm(x.to(device))
-    torch.testing.assert_close(y.cpu().double(), reference(x.double()), rtol=1e-3, atol=1e-3)
-
-
 @pytest.mark.parametrize("norm", [layer_norm, rms_norm])
 def test_upstream_gradient_is_left_alone(device: str, norm) -> None:
     x, r = (torch.randn(8, 40, device=device, requires_grad=True) for _ in range(2))
@@ -45,21 +36,6 @@ def test_upstream_gradient_is_left_alone(device: str, norm) -> None:
     torch.autograd.grad(norm(x, residual=r), (x, r), (dy, ds))
     assert torch.equal(dy, kept[0])
     assert torch.equal(ds, kept[1])
-
-
-@pytest.mark.parametrize("norm", [layer_norm, rms_norm])
-def test_zero_gamma(device: str, norm) -> None:
-    """An implementation that recovers x from y divides by gamma."""
-    x = torch.randn(6, 33, device=device, requires_grad=True)
-    w = torch.randn(33, device=device)
-    w[::3] = 0
-    w.requires_grad_()
-    dy = torch.randn(6, 33, device=device)
-    got = torch.autograd.grad(norm(x, w), (x, w), dy)
-    wide = [t.detach().double().requires_grad_() for t in (x, w)]
-    expected = torch.autograd.grad(norm(*wide), wide, dy.double())
-    for a, e in zip(got, expected, strict=True):
-        torch.testing.assert_close(a.double(), e, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("norm", [layer_norm, rms_norm])

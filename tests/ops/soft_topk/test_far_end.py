@@ -166,14 +166,3 @@ def test_edge_of_saturation_on_a_gpu(n: int, kind: str) -> None:
     s, k, eps = between(n, kind)
     y = onepass.soft_topk(s.cuda(), k, eps=eps, kind=kind).cpu()
     assert (y.double() - solved(s, k, eps, kind)).abs().max() <= LARGEST
-
-
-@pytest.mark.gpu
-@ALL_KINDS
-def test_a_row_does_not_know_the_others(kind: str) -> None:
-    for n in (300, 8192, 100000):
-        s = torch.stack([scores(name, n) for name in SCORES]).cuda()
-        k = torch.tensor([n - 1.0, n / 8, n - 0.5, 3.0, n - 7.0, n / 2, n - 1.0], device="cuda")
-        y = onepass.soft_topk(s, k, eps=0.01, kind=kind)
-        for i in range(len(s)):
-            assert torch.equal(onepass.soft_topk(s[i : i + 1], k[i : i + 1], eps=0.01, kind=kind), y[i : i + 1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import hypothesis.strategies as st
@@ -194,34 +195,24 @@ def test_special_scores_end_and_mean_what_they_say(values: list[float], k: float
 
 # whole rows, several to a program and one; rows in chunks
 GPU_WIDTHS = (60, 1000, 8192, 32768, 100003)
-on_every_width = [
-    pytest.mark.gpu,
-    pytest.mark.parametrize("cols", GPU_WIDTHS),
-    pytest.mark.parametrize("name", ["bimodal", "ties"]),
-    pytest.mark.parametrize("kind", KINDS),
-    pytest.mark.parametrize("masked", [False, True]),
-]
+ON_GPU: dict[str, Callable[[Problem], None]] = {
+    "sum": lambda p: check_sum(p, 1e-6),
+    "shift, scale, permutation": lambda p: check_shift_scale_permutation(p, 1e-5),
+    "gradients": lambda p: check_gradients(p, 1e-4),
+    "threshold": check_threshold,
+    "isolation": check_isolation,
+    "isolation from their number": check_isolation_from_their_number,
+}
 
 
-class TestOnGpu:
-    pytestmark = on_every_width
-
-    def test_sum(self, cols: int, name: str, kind: str, masked: bool) -> None:
-        check_sum(on_gpu(cols, name, kind, masked), 1e-6)
-
-    def test_shift_scale_permutation(self, cols: int, name: str, kind: str, masked: bool) -> None:
-        check_shift_scale_permutation(on_gpu(cols, name, kind, masked), 1e-5)
-
-    def test_gradients(self, cols: int, name: str, kind: str, masked: bool) -> None:
-        check_gradients(on_gpu(cols, name, kind, masked), 1e-4)
-
-    def test_threshold(self, cols: int, name: str, kind: str, masked: bool) -> None:
-        check_threshold(on_gpu(cols, name, kind, masked))
-
-    def test_isolation(self, cols: int, name: str, kind: str, masked: bool) -> None:
-        p = on_gpu(cols, name, kind, masked)
-        check_isolation(p)
-        check_isolation_from_their_number(p)
+@pytest.mark.gpu
+@pytest.mark.parametrize("cols", GPU_WIDTHS)
+@pytest.mark.parametrize("name", ["bimodal", "ties"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("what", ON_GPU)
+def test_on_gpu(cols: int, name: str, kind: str, masked: bool, what: str) -> None:
+    ON_GPU[what](on_gpu(cols, name, kind, masked))
 
 
 @pytest.mark.gpu

@@ -24,70 +24,11 @@ rows = st.builds(
 )  # fmt: skip
 shares = st.floats(0.02, 0.98)
 temperatures = st.sampled_from([0.03, 0.1, 1.0, 10.0])
-kinds = st.sampled_from(KINDS)
-shifts = st.sampled_from([-1000.0, -3.0, 7.0, 4096.0])
-scales = st.sampled_from([0.25, 2.0, 8.0])
 
 
 def _k(s: Tensor, share: float) -> float:
     """A k inside (0, n) that is no whole number: at whole numbers hard gates have a kink."""
     return min(max(share * s.shape[-1], 0.3), s.shape[-1] - 0.2) + 0.0123
-
-
-@settings(max_examples=60)
-@given(rows, shares, temperatures, kinds)
-def test_sum_order_and_range(s: Tensor, share: float, eps: float, kind: str) -> None:
-    k = _k(s, share)
-    y = onepass.soft_topk(s, k, eps=eps, kind=kind)
-    torch.testing.assert_close(y.sum(-1), torch.full((2,), k, dtype=s.dtype), rtol=1e-9, atol=0)
-    assert (y >= 0).all()
-    assert (y <= 1).all()
-    order = s.argsort(dim=-1, descending=True, stable=True)
-    assert (y.gather(-1, order).diff(dim=-1) <= 1e-12).all()
-    hard = s.topk(math.floor(k)).values[..., -1:] if k >= 1 else None
-    if hard is not None:
-        assert (y.masked_fill(s < hard, 1).amin(-1) >= y.masked_fill(s >= hard, 0).amax(-1) - 1e-12).all()
-
-
-@settings(max_examples=60)
-@given(
-    rows, shares, temperatures, kinds, st.sampled_from([-1000.0, -3.0, 7.0, 4096.0]), st.sampled_from([0.25, 2.0, 8.0])
-)
-def test_shift_scale_permutation(s: Tensor, share: float, eps: float, kind: str, shift: float, scale: float) -> None:
-    k = _k(s, share)
-    y = onepass.soft_topk(s, k, eps=eps, kind=kind)
-    moved = s + shift
-    # what the shift itself rounds away is not the operator's
-    torch.testing.assert_close(
-        onepass.soft_topk(moved, k, eps=eps, kind=kind), onepass.soft_topk(moved - shift, k, eps=eps, kind=kind),
-        rtol=1e-6, atol=1e-8,
-    )  # fmt: skip
-    torch.testing.assert_close(onepass.soft_topk(s * scale, k, eps=eps * scale, kind=kind), y, rtol=1e-8, atol=1e-10)
-    order = torch.randperm(s.shape[-1], generator=torch.Generator().manual_seed(1))
-    torch.testing.assert_close(
-        onepass.soft_topk(s[:, order], k, eps=eps, kind=kind), y[:, order], rtol=1e-8, atol=1e-10
-    )
-
-
-@settings(max_examples=60)
-@given(rows, shares, temperatures, kinds)
-def test_gradients_sum_to_zero_and_dk_is_their_mean(s: Tensor, share: float, eps: float, kind: str) -> None:
-    s = s.requires_grad_()
-    k = torch.tensor(_k(s, share), dtype=s.dtype, requires_grad=True)
-    y = onepass.soft_topk(s, k, eps=eps, kind=kind)
-    gy = torch.randn(y.shape, generator=torch.Generator().manual_seed(3), dtype=y.dtype)
-    ds, dk = torch.autograd.grad(y, (s, k), gy, retain_graph=True)
-    assert (ds.sum(-1).abs() <= 1e-9 * (1 + ds.abs().sum(-1))).all()
-    # a gradient that is the same everywhere moves no gate, and k only
-    ones_s, ones_k = torch.autograd.grad(y, (s, k), torch.ones_like(y))
-    assert ones_s.abs().max() <= 1e-9 / eps
-    slope = ones_k.item()
-    assert slope == pytest.approx(2.0) or slope in (0.0, 1.0)
-    if kind == "capped_exp":
-        open_ = y < 1
-        weight = torch.where(open_, y, 0.0).detach()
-        q = (gy * weight).sum(-1) / weight.sum(-1)
-        assert dk.item() == pytest.approx(q.sum().item(), rel=1e-6, abs=1e-9)
 
 
 @settings(max_examples=40)
@@ -160,45 +101,24 @@ def test_a_gap_below_k_saturated_scores(seed: int) -> None:
     assert abs(total - k) <= 1e-6 * k
 
 
-def test_clamp_is_entmax_budget() -> None:
-    entmax = pytest.importorskip("entmax")
-    s = torch.randn(6, 50, dtype=torch.float64, requires_grad=True)
-    for k in (1.5, 7.3, 40.0):
-        gy = torch.randn(6, 50, dtype=torch.float64)
-        expected = entmax.budget_bisect(s, budget=k, n_iter=100)
-        actual = onepass.soft_topk(s, k, eps=1.0, kind="clamp")
-        torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-9)
-        torch.testing.assert_close(
-            torch.autograd.grad(actual, s, gy)[0], torch.autograd.grad(expected, s, gy)[0], rtol=1e-7, atol=1e-8
-        )
-
-
-def test_capped_exp_is_coordinate_descent_at_convergence() -> None:
-    s = torch.randn(3, 60, dtype=torch.float64)
-    many = onepass.coor_descent(s, n_iters=3000, k=7.5, eps=0.2)
-    torch.testing.assert_close(onepass.soft_topk(s, 7.5, eps=0.2), many, rtol=1e-9, atol=1e-9)
-
-
-def test_rival_definitions_agree() -> None:
+@ALL_KINDS
+def test_the_gates_of_others_agree(kind: str) -> None:
+    """Three thousand steps of coordinate descent, a sort, Sinkhorn iterations, bisection; entmax with its gradient."""
     from benchmarks.cases.soft_topk import lapsum, sinkhorn
 
-    s = torch.randn(4, 100, dtype=torch.float64)
-    torch.testing.assert_close(
-        onepass.soft_topk(s, 12.5, eps=0.3, kind="laplace"), lapsum(s, 12.5, 0.3), rtol=1e-7, atol=1e-9
-    )
-    soft = onepass.soft_topk(s, 12.5, eps=1.0, kind="sigmoid")
-    torch.testing.assert_close(soft, sinkhorn(s, 12.5, 1.0, 500), rtol=1e-7, atol=1e-9)
-
-
-@ALL_KINDS
-def test_gradcheck_with_k_and_eps(kind: str) -> None:
-    s = torch.randn(2, 3, 9, dtype=torch.float64, requires_grad=True)
-    k = torch.tensor([[2.3], [3.6]], dtype=torch.float64, requires_grad=True)
-    eps = torch.tensor([0.8, 1.0, 1.3], dtype=torch.float64, requires_grad=True)
-    mask = torch.arange(9) != 4
-    assert torch.autograd.gradcheck(
-        lambda s, k, eps: onepass.soft_topk(s, k, eps=eps, mask=mask, kind=kind), (s, k, eps), eps=1e-7, atol=1e-5
-    )
+    s, k = torch.randn(3, 60, dtype=torch.float64, requires_grad=True), 7.5
+    theirs = {
+        "capped_exp": lambda: onepass.coor_descent(s, n_iters=3000, k=k, eps=1.0),
+        "sigmoid": lambda: sinkhorn(s, k, 1.0, 500),
+        "laplace": lambda: lapsum(s, k, 1.0),
+        "clamp": lambda: pytest.importorskip("entmax").budget_bisect(s, budget=k, n_iter=100),
+    }[kind]()
+    ours = onepass.soft_topk(s, k, eps=1.0, kind=kind)
+    torch.testing.assert_close(ours, theirs, rtol=1e-7, atol=1e-9)
+    if kind == "clamp":
+        gy = torch.randn(3, 60, dtype=torch.float64)
+        grads = [torch.autograd.grad(y, s, gy)[0] for y in (ours, theirs)]
+        torch.testing.assert_close(*grads, rtol=1e-7, atol=1e-8)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
@@ -297,14 +217,6 @@ def test_upstream_nan_where_nothing_can_change(kind: str) -> None:
         onepass.soft_topk(s, 3, mask=mask, kind=kind), s, torch.where(mask, 1.0, math.nan).expand(2, 10)
     )
     assert ds.isfinite().all()
-
-
-@ALL_KINDS
-def test_rows_do_not_know_each_other(kind: str) -> None:
-    s = torch.randn(6, 300)
-    y = onepass.soft_topk(s, 20, kind=kind)
-    other = torch.cat((s[:2], 1e6 * torch.tan(torch.randn(4, 300))))
-    assert torch.equal(onepass.soft_topk(other, 20, kind=kind)[:2], y[:2])
 
 
 def test_a_million_columns() -> None:
