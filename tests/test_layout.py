@@ -24,10 +24,10 @@ MOST_LINES = {
     "src/onepass/compat": 1300,
     "src/onepass/doctor": 500,
     "src/onepass/train": 3610,
-    "tests": 26107,
+    "tests": 26140,
     "benchmarks": 5980,
     "research": 2400,
-    "examples": 790,
+    "examples": 870,
 }
 
 
