@@ -74,7 +74,7 @@ def _kernels() -> Iterator[Kernel]:
         for cols in (128, 8192) if t == "bf16" else (4096,):
             yield _forward(t, "gate", cols, "x w y stats z", GATE=1)
             yield _forward(t, "gate first", cols, "x w y stats z", GATE=2)
-            yield _backward(t, "gate", cols, "dy x w stats dx partials z dz", GATE=1)
+            yield _backward(t, "gate by sigmoid", cols, "dy x w stats dx partials z dz", GATE=5)
             yield _backward(t, "gate first", cols, "dy x w stats dx partials z dz", GATE=2)
         yield _forward(t, "rows in 8 bits", 8192, "x w stats codes scales", QUANT=1)
         yield _forward(t, "blocks in 8 bits", 8192, "x w stats codes scales", QUANT=2)

@@ -93,7 +93,7 @@ def test_gradients_of_a_wider_stream(cols: int, wanted: tuple[int, ...], device:
 OPTIONS: dict[str, dict[str, Any]] = {
     "weights per head": {},
     "gate": {"gate": 3},
-    "gate first": {"gate": 3, "gate_first": True},
+    "gate first, by sigmoid": {"gate": 3, "gate_first": True, "gate_act": "sigmoid"},
     "rounded twice": {"rounding": "twice"},
     "rows in 8 bits": {"quantize": "row", "out_dtype": torch.float32},
     "blocks in 8 bits": {"quantize": "block", "out_dtype": torch.float32},

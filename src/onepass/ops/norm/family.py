@@ -71,10 +71,10 @@ def _all(results: Results, x: Tensor) -> Five:
 
 def _forward_all(
     x: Tensor, residual: Tensor | None, gate: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float,
-    offset: float, has_mean: bool, stable: bool, twice: bool, gate_first: bool, quantize: int,
-    dtype: torch.dtype | None, keep_y: bool,
+    offset: float, has_mean: bool, stable: bool, twice: bool, gate_first: bool, sigmoid: bool,
+    quantize: int, dtype: torch.dtype | None, keep_y: bool,
 ) -> Five:  # fmt: skip
-    options = eps, offset, has_mean, stable, twice, gate_first, quantize, dtype, keep_y
+    options = eps, offset, has_mean, stable, twice, gate_first, sigmoid, quantize, dtype, keep_y
     return _all(_forward(x, residual, gate, weight, bias, options), x)
 
 
@@ -102,10 +102,10 @@ def _backward(
 def _backward_all(
     dy: Tensor, ds: Tensor | None, x: Tensor, gate: Tensor | None, stats: Tensor, weight: Tensor | None,
     bias: Tensor | None, eps: float, offset: float, has_mean: bool, stable: bool, twice: bool, gate_first: bool,
-    quantize: int, dtype: torch.dtype | None, keep_y: bool, x_dtype: torch.dtype, need_x: bool, need_z: bool,
-    need_w: bool, need_b: bool,
+    sigmoid: bool, quantize: int, dtype: torch.dtype | None, keep_y: bool, x_dtype: torch.dtype, need_x: bool,
+    need_z: bool, need_w: bool, need_b: bool,
 ) -> Five:  # fmt: skip
-    options = eps, offset, has_mean, stable, twice, gate_first, quantize, dtype, keep_y
+    options = eps, offset, has_mean, stable, twice, gate_first, sigmoid, quantize, dtype, keep_y
     needs = need_x, need_z, need_w, need_b
     *gradients, copy = _backward(dy, ds, x, gate, stats, weight, bias, options, x_dtype, needs)
     # an operator has the same results for every width: a copy of dx that no kernel has written is made here

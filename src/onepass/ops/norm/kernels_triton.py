@@ -16,8 +16,8 @@ from .kernels_e4m3 import e4m3_codes, scales_of
 
 # smallest normal float: 1/TINY is finite
 TINY = tl.constexpr(1.1754943508222875e-38)
-# GATE: where silu(z) is multiplied in
-AFTER, FIRST = tl.constexpr(1), tl.constexpr(2)
+# GATE: where the gate's activation is multiplied in; SIGMOID is added where that is the sigmoid, not silu
+AFTER, FIRST, SIGMOID = tl.constexpr(1), tl.constexpr(2), tl.constexpr(4)
 # QUANT: what shares a scale, a row or 128 columns of it
 ROW, BLOCK = tl.constexpr(1), tl.constexpr(2)
 
@@ -80,15 +80,20 @@ def load_weight(
 
 
 @triton.jit
-def silu(z):
-    return z / (1.0 + tl.exp(-z))
+def activation(z, GATE: tl.constexpr):
+    """Return silu(z), or sigmoid(z) with SIGMOID & GATE."""
+    return (1.0 if SIGMOID & GATE else z) / (1.0 + tl.exp(-z))
 
 
 @triton.jit
-def silu_and_slope(z):
-    """Return silu(z) and its derivative."""
+def activation_and_slope(z, GATE: tl.constexpr):
+    """Return the activation and its derivative."""
     s = 1.0 / (1.0 + tl.exp(-z))
-    return z * s, s * (1.0 + z * (1.0 - s))
+    if SIGMOID & GATE:
+        value, slope = s, s * (1.0 - s)
+    else:
+        value, slope = z * s, s * (1.0 + z * (1.0 - s))
+    return value, slope
 
 
 @triton.jit
@@ -168,8 +173,8 @@ def forward_kernel(
         if z_ptr is not None:
             z_offsets = (rows * z_row_stride * VEC)[:, None] + cols[None, :]
             z = load_streamed(z_ptr, z_offsets, mask, MASK_ROWS or (i + 1) * BLOCK_C > N_COLS)
-            if GATE == FIRST:
-                x *= silu(z)
+            if FIRST & GATE:
+                x *= activation(z, GATE)
             else:
                 # in its own dtype it waits in half the registers
                 zs = zs + (z.to(z_ptr.dtype.element_ty),)
@@ -264,8 +269,8 @@ def forward_kernel(
                     b_ptr, entries, cols, mask, N_COLS, BLOCK_R, TABLE, MASK_ROWS, (i + 1) * BLOCK_C > N_COLS
                 )
             y += b.to(tl.float32)
-        if GATE == AFTER:
-            y *= silu(zs[i].to(tl.float32))
+        if AFTER & GATE:
+            y *= activation(zs[i].to(tl.float32), GATE)
         if y_ptr is not None:
             store(y_ptr, y_rows + cols[None, :], y, mask, MASK_ROWS or (i + 1) * BLOCK_C > N_COLS)
         if codes_ptr is not None:
@@ -428,8 +433,8 @@ def backward_kernel(
             if z_ptr is not None:
                 z_offsets = (rows * z_row_stride * VEC)[:, None] + cols[None, :]
                 z = load_tile(z_ptr, z_offsets, mask, MASK_ROWS or (i + 1) * BLOCK_C > N_COLS)
-                gate, slope = silu_and_slope(z)
-                if GATE == FIRST:
+                gate, slope = activation_and_slope(z, GATE)
+                if FIRST & GATE:
                     # in their own dtype they wait in half the registers
                     xs = xs + (n.to(x_ptr.dtype.element_ty),)
                     zs = zs + (z.to(z_ptr.dtype.element_ty),)
@@ -442,7 +447,7 @@ def backward_kernel(
             n *= rstd[:, None]
             if STABLE:
                 n = mark(n, hit)
-            if GATE == AFTER:
+            if AFTER & GATE:
                 if dz_ptr is not None:
                     t = n
                     if w_ptr is not None:
@@ -467,7 +472,7 @@ def backward_kernel(
         dw = new_dw
         db = new_db
 
-        if dx_ptr is not None or (GATE == FIRST and dz_ptr is not None):
+        if dx_ptr is not None or (FIRST & GATE and dz_ptr is not None):
             products = gs[0] * ns[0]
             for i in tl.static_range(1, CHUNKS):
                 products += gs[i] * ns[i]
@@ -495,8 +500,8 @@ def backward_kernel(
                 if HAS_MEAN:
                     dx -= (c * rstd)[:, None]
                 dx_offsets = (rows * N_COLS)[:, None] + cols[None, :]
-                if GATE == FIRST:
-                    gate, slope = silu_and_slope(zs[i].to(tl.float32))
+                if FIRST & GATE:
+                    gate, slope = activation_and_slope(zs[i].to(tl.float32), GATE)
                     if dz_ptr is not None:
                         dz = dx * xs[i].to(tl.float32) * slope
                         store(dz_ptr, dx_offsets, dz, mask, MASK_ROWS or (i + 1) * BLOCK_C > N_COLS)

@@ -70,7 +70,7 @@ def _empty(t: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 def _gate_constant(gate: Tensor | None, options: Options) -> int:
     """Return GATE of the kernels."""
-    return 0 if gate is None else 1 + options.gate_first
+    return 0 if gate is None else 1 + options.gate_first + 4 * options.sigmoid
 
 
 def has_forward(x: Tensor, gate: Tensor | None, table: Table, options: Options) -> bool:

@@ -22,6 +22,7 @@ if COMPILED not in ("torch", "kernels"):
     raise ValueError(f"ONEPASS_COMPILED_NORMS must be 'torch' or 'kernels', got {COMPILED!r}")
 
 Scaled = Literal["row", "block"]
+Activation = Literal["silu", "sigmoid"]
 Rounding = Literal["once", "twice"]
 # a sequence is the normalized_shape of a call as torch's
 Weight = Tensor | Sequence[int] | None
@@ -45,21 +46,24 @@ class Quantized(NamedTuple):
 
 def _with_options(
     op: str, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, offset: float, has_mean: bool,
-    stable: bool, rounding: str, residual: Tensor | None, gate: Tensor | None, gate_first: bool, groups: int,
-    quantize: str | None, out_dtype: torch.dtype | None,
+    stable: bool, rounding: str, residual: Tensor | None, gate: Tensor | None, gate_first: bool, gate_act: str,
+    groups: int, quantize: str | None, out_dtype: torch.dtype | None,
 ) -> Any:  # fmt: skip
     if rounding not in ("once", "twice"):
         raise ValueError(f"{op}: rounding must be 'once' or 'twice', got {rounding!r}")
     if quantize not in QUANTIZE:
         raise ValueError(f"{op}: quantize must be 'row', 'block' or None, got {quantize!r}")
-    if gate is None and gate_first:
-        raise ValueError(f"{op}: gate_first needs a gate")
+    if gate_act not in ("silu", "sigmoid"):
+        raise ValueError(f"{op}: gate_act must be 'silu' or 'sigmoid', got {gate_act!r}")
+    if gate is None and (gate_first or gate_act != "silu"):
+        raise ValueError(f"{op}: {'gate_first' if gate_first else 'gate_act'} needs a gate")
     if groups != 1:
         x, (weight, bias, residual, gate) = grouped(op, groups, x, weight, bias, residual, gate, quantize)
     keep_y = quantize is None or out_dtype is not None
     options = Options(
-        eps, offset, has_mean, stable, rounding == "twice", gate_first, QUANTIZE.index(quantize), out_dtype, keep_y
-    )
+        eps, offset, has_mean, stable, rounding == "twice", gate_first, gate_act == "sigmoid",
+        QUANTIZE.index(quantize), out_dtype, keep_y,
+    )  # fmt: skip
     results = norm(x, residual, gate, weight, bias, tuple(options))
     if quantize is not None:
         y, s, codes, scales = results
@@ -79,9 +83,11 @@ def _y_and_s(results: Any, residual: Tensor | None) -> Any:
 
 
 def _no_options(
-    gate: Tensor | None, gate_first: bool, groups: int, quantize: str | None, out_dtype: torch.dtype | None
-) -> bool:
-    return gate is None and quantize is None and out_dtype is None and groups == 1 and not gate_first
+    gate: Tensor | None, gate_first: bool, gate_act: str, groups: int, quantize: str | None,
+    out_dtype: torch.dtype | None,
+) -> bool:  # fmt: skip
+    gated = gate is not None or gate_first or gate_act != "silu"
+    return not gated and quantize is None and out_dtype is None and groups == 1
 
 
 def _one_weight(weight: Tensor | None, bias: Tensor | None) -> bool:
@@ -124,25 +130,25 @@ def _as_torchs(
 def layer_norm(
     x: Tensor, weight: Weight = ..., bias: Tensor | None = ..., *more: Any, eps: float = ..., offset: float = ...,
     stable: bool = ..., residual: None = ..., gate: Tensor | None = ..., gate_first: bool = ...,
-    groups: int = ..., quantize: None = ..., out_dtype: torch.dtype | None = ...,
+    gate_act: Activation = ..., groups: int = ..., quantize: None = ..., out_dtype: torch.dtype | None = ...,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def layer_norm(
     x: Tensor, weight: Weight = ..., bias: Tensor | None = ..., *more: Any, eps: float = ..., offset: float = ...,
     stable: bool = ..., residual: Tensor, gate: Tensor | None = ..., gate_first: bool = ...,
-    groups: int = ..., quantize: None = ..., out_dtype: torch.dtype | None = ...,
+    gate_act: Activation = ..., groups: int = ..., quantize: None = ..., out_dtype: torch.dtype | None = ...,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 @overload
 def layer_norm(
     x: Tensor, weight: Weight = ..., bias: Tensor | None = ..., *more: Any, eps: float = ..., offset: float = ...,
     stable: bool = ..., residual: None = ..., gate: Tensor | None = ..., gate_first: bool = ...,
-    groups: int = ..., quantize: Scaled, out_dtype: torch.dtype | None = ...,
+    gate_act: Activation = ..., groups: int = ..., quantize: Scaled, out_dtype: torch.dtype | None = ...,
 ) -> Quantized: ...  # fmt: skip
 @overload
 def layer_norm(
     x: Tensor, weight: Weight = ..., bias: Tensor | None = ..., *more: Any, eps: float = ..., offset: float = ...,
     stable: bool = ..., residual: Tensor, gate: Tensor | None = ..., gate_first: bool = ...,
-    groups: int = ..., quantize: Scaled, out_dtype: torch.dtype | None = ...,
+    gate_act: Activation = ..., groups: int = ..., quantize: Scaled, out_dtype: torch.dtype | None = ...,
 ) -> tuple[Quantized, Tensor]: ...  # fmt: skip
 def layer_norm(
     x: Tensor,
@@ -155,6 +161,7 @@ def layer_norm(
     residual: Tensor | None = None,
     gate: Tensor | None = None,
     gate_first: bool = False,
+    gate_act: Activation = "silu",
     groups: int = 1,
     quantize: Scaled | None = None,
     out_dtype: torch.dtype | None = None,
@@ -184,8 +191,9 @@ def layer_norm(
         offset: added to the weight (1.0 for a model that stores weight − 1); ignored without weight.
         stable: normalise :math:`s/m` instead of :math:`s`; not with a gate.
         residual: ``(..., N)`` or None; added to x first, and the sum is returned too.
-        gate: ``(..., N)`` or None; y is multiplied by silu(gate); with ``gate_first`` the input of the norm is.
-        gate_first: multiply s by silu(gate) before the norm.
+        gate: ``(..., N)`` or None; y is multiplied by silu(gate), or with ``gate_first`` s before the norm.
+        gate_first: the gate multiplies s, not y.
+        gate_act: ``"silu"``, or ``"sigmoid"``, which multiplies by sigmoid(gate) (Kimi Linear).
         groups: number of groups of neighbouring columns in a row, each with its own statistics.
         quantize: return y in e4m3 with fp32 scales, one for each ``"row"`` or ``"block"`` of 128 columns; a scale maps
             the largest number to 448.
@@ -222,15 +230,15 @@ def layer_norm(
         weight, bias, torchs_eps = _as_torchs("layer_norm", x, weight, bias, more, eps)
         eps = eps if torchs_eps is None else torchs_eps
     offset = offset if type(offset) is float else check.number("layer_norm", "offset", offset)
-    if _no_options(gate, gate_first, groups, quantize, out_dtype):
+    if _no_options(gate, gate_first, gate_act, groups, quantize, out_dtype):
         options = (eps, offset, True, stable, *NONE)
         if _decomposes() and not (stable or offset) and _one_weight(weight, bias):
             check_arguments(x, residual, None, weight, bias, options)
             return _contiguous(reference.layer_norm(x, weight, bias, eps=eps, residual=residual))
         return _y_and_s(norm(x, residual, None, weight, bias, options), residual)
     return _with_options(
-        "layer_norm", x, weight, bias, eps, offset, True, stable, "once", residual, gate, gate_first, groups,
-        quantize, out_dtype,
+        "layer_norm", x, weight, bias, eps, offset, True, stable, "once", residual, gate, gate_first,
+        gate_act, groups, quantize, out_dtype,
     )  # fmt: skip
 
 
@@ -238,25 +246,29 @@ def layer_norm(
 def rms_norm(
     x: Tensor, weight: Weight = ..., bias: Tensor | None = ..., *more: Any, eps: float | None = ...,
     offset: float = ..., rounding: Rounding = ..., residual: None = ..., gate: Tensor | None = ...,
-    gate_first: bool = ..., groups: int = ..., quantize: None = ..., out_dtype: torch.dtype | None = ...,
+    gate_first: bool = ..., gate_act: Activation = ..., groups: int = ..., quantize: None = ...,
+    out_dtype: torch.dtype | None = ...,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def rms_norm(
     x: Tensor, weight: Weight = ..., bias: Tensor | None = ..., *more: Any, eps: float | None = ...,
     offset: float = ..., rounding: Rounding = ..., residual: Tensor, gate: Tensor | None = ...,
-    gate_first: bool = ..., groups: int = ..., quantize: None = ..., out_dtype: torch.dtype | None = ...,
+    gate_first: bool = ..., gate_act: Activation = ..., groups: int = ..., quantize: None = ...,
+    out_dtype: torch.dtype | None = ...,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 @overload
 def rms_norm(
     x: Tensor, weight: Weight = ..., bias: Tensor | None = ..., *more: Any, eps: float | None = ...,
     offset: float = ..., rounding: Rounding = ..., residual: None = ..., gate: Tensor | None = ...,
-    gate_first: bool = ..., groups: int = ..., quantize: Scaled, out_dtype: torch.dtype | None = ...,
+    gate_first: bool = ..., gate_act: Activation = ..., groups: int = ..., quantize: Scaled,
+    out_dtype: torch.dtype | None = ...,
 ) -> Quantized: ...  # fmt: skip
 @overload
 def rms_norm(
     x: Tensor, weight: Weight = ..., bias: Tensor | None = ..., *more: Any, eps: float | None = ...,
     offset: float = ..., rounding: Rounding = ..., residual: Tensor, gate: Tensor | None = ...,
-    gate_first: bool = ..., groups: int = ..., quantize: Scaled, out_dtype: torch.dtype | None = ...,
+    gate_first: bool = ..., gate_act: Activation = ..., groups: int = ..., quantize: Scaled,
+    out_dtype: torch.dtype | None = ...,
 ) -> tuple[Quantized, Tensor]: ...  # fmt: skip
 def rms_norm(
     x: Tensor,
@@ -269,6 +281,7 @@ def rms_norm(
     residual: Tensor | None = None,
     gate: Tensor | None = None,
     gate_first: bool = False,
+    gate_act: Activation = "silu",
     groups: int = 1,
     quantize: Scaled | None = None,
     out_dtype: torch.dtype | None = None,
@@ -294,6 +307,7 @@ def rms_norm(
         residual: as in `layer_norm`.
         gate: as in `layer_norm`.
         gate_first: as in `layer_norm`.
+        gate_act: as in `layer_norm`.
         groups: as in `layer_norm`.
         quantize: as in `layer_norm`.
         out_dtype: as in `layer_norm`.
@@ -318,15 +332,15 @@ def rms_norm(
         fp64 = torch.float64 in (getattr(x, "dtype", None), getattr(residual, "dtype", None))
         eps = 2.0**-52 if fp64 else 2.0**-23
     offset = offset if type(offset) is float else check.number("rms_norm", "offset", offset)
-    if rounding == "once" and _no_options(gate, gate_first, groups, quantize, out_dtype):
+    if rounding == "once" and _no_options(gate, gate_first, gate_act, groups, quantize, out_dtype):
         options = (eps, offset, False, False, *NONE)
         if _decomposes() and _one_weight(weight, bias):
             check_arguments(x, residual, None, weight, bias, options)
             return _contiguous(reference.rms_norm(x, weight, bias, eps=eps, offset=offset, residual=residual))
         return _y_and_s(norm(x, residual, None, weight, bias, options), residual)
     return _with_options(
-        "rms_norm", x, weight, bias, eps, offset, False, False, rounding, residual, gate, gate_first, groups,
-        quantize, out_dtype,
+        "rms_norm", x, weight, bias, eps, offset, False, False, rounding, residual, gate, gate_first,
+        gate_act, groups, quantize, out_dtype,
     )  # fmt: skip
 
 

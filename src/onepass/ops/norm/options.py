@@ -23,6 +23,7 @@ class Options(NamedTuple):
         stable: normalise s/max(s).
         twice: round the normalised row, then its product with the weight.
         gate_first: the gate multiplies s; else y.
+        sigmoid: the gate's activation is the sigmoid, not silu.
         quantize: index into QUANTIZE.
         dtype: of y; None: that of x.
         keep_y: y is wanted, not its 8-bit form alone.
@@ -34,6 +35,7 @@ class Options(NamedTuple):
     stable: bool
     twice: bool
     gate_first: bool
+    sigmoid: bool
     quantize: int
     dtype: torch.dtype | None
     keep_y: bool
@@ -45,7 +47,7 @@ class Options(NamedTuple):
 
 # the last options of calls that have none: eager calls pass `(eps, offset, has_mean, stable, *NONE)`, since to make
 # an `Options` takes the host half a microsecond
-NONE = (False, False, 0, None, True)
+NONE = (False, False, False, 0, None, True)
 
 
 class Needs(NamedTuple):

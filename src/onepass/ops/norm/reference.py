@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -31,9 +32,12 @@ def quantize(y: Tensor, columns: int) -> tuple[Tensor, Tensor]:
     return values.view(y.shape), (largest / most)[..., 0]
 
 
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "sigmoid": torch.sigmoid}
+
+
 def _finish(
     n: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, offset: float, gate: Tensor | None,
-    gate_first: bool, quantize_by: str | None, out_dtype: torch.dtype | None, twice: bool = False,
+    gate_first: bool, gate_act: str, quantize_by: str | None, out_dtype: torch.dtype | None, twice: bool = False,
 ) -> Any:  # fmt: skip
     """Return y, or its e4m3 values and scales, from the normalised rows in fp32 or wider."""
     n = n.view(x.shape)
@@ -45,7 +49,7 @@ def _finish(
     if bias is not None:
         n = n + bias.to(n.dtype)
     if gate is not None and not gate_first:
-        n = n * F.silu(gate.to(n.dtype))
+        n = n * ACTIVATIONS[gate_act](gate.to(n.dtype))
     y = n.to(out_dtype or x.dtype)
     if quantize_by is None:
         return y
@@ -54,13 +58,13 @@ def _finish(
 
 
 def _source(
-    x: Tensor, residual: Tensor | None, gate: Tensor | None, gate_first: bool, groups: int
+    x: Tensor, residual: Tensor | None, gate: Tensor | None, gate_first: bool, gate_act: str, groups: int
 ) -> tuple[Tensor, Tensor]:
-    """Return s = x (+ residual), and in fp32 or wider what is normalised: s, times silu(gate), in groups of columns."""
+    """Return s = x (+ residual), and in fp32 or wider what is normalised: s, times its gate, in groups of columns."""
     s = x if residual is None else x + residual
     f = s.to(torch.promote_types(s.dtype, torch.float32))
     if gate is not None and gate_first:
-        f = f * F.silu(gate.to(f.dtype))
+        f = f * ACTIVATIONS[gate_act](gate.to(f.dtype))
     return s, f.reshape(*f.shape[:-1], groups, f.shape[-1] // groups) if groups > 1 else f
 
 
@@ -75,19 +79,21 @@ def layer_norm(
     residual: Tensor | None = None,
     gate: Tensor | None = None,
     gate_first: bool = False,
+    gate_act: str = "silu",
     groups: int = 1,
     quantize: str | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Any:
     """Return y = (w + offset)·(s − mean)/sqrt(var + eps·m²) + b with s = x (+ residual), m = 1 unless stable.
 
-    With a gate z the norm is that of s·silu(z) if gate_first, else y is multiplied by silu(z). With residual: (y, s).
+    With a gate z the norm is that of s·a(z) if gate_first, else y is multiplied by a(z), a = silu or sigmoid.
+    With residual: (y, s).
     """
-    s, f = _source(x, residual, gate, gate_first, groups)
+    s, f = _source(x, residual, gate, gate_first, gate_act, groups)
     d = f - f.mean(-1, keepdim=True)
     eps_row = eps * stable_scale(f) ** 2 if stable and f.numel() else eps
     n = d * (d.square().mean(-1, keepdim=True) + eps_row).rsqrt()
-    y = _finish(n, x, weight, bias, offset, gate, gate_first, quantize, out_dtype)
+    y = _finish(n, x, weight, bias, offset, gate, gate_first, gate_act, quantize, out_dtype)
     return y if residual is None else (y, s)
 
 
@@ -102,6 +108,7 @@ def rms_norm(
     residual: Tensor | None = None,
     gate: Tensor | None = None,
     gate_first: bool = False,
+    gate_act: str = "silu",
     groups: int = 1,
     quantize: str | None = None,
     out_dtype: torch.dtype | None = None,
@@ -110,8 +117,8 @@ def rms_norm(
 
     Gate as in `layer_norm`. rounding="twice" rounds the normalised rows to the dtype of x, then their product with w.
     """
-    s, f = _source(x, residual, gate, gate_first, groups)
+    s, f = _source(x, residual, gate, gate_first, gate_act, groups)
     eps = torch.finfo(f.dtype).eps if eps is None else eps
     n = f * (f.square().mean(-1, keepdim=True) + eps).rsqrt()
-    y = _finish(n, x, weight, bias, offset, gate, gate_first, quantize, out_dtype, rounding == "twice")
+    y = _finish(n, x, weight, bias, offset, gate, gate_first, gate_act, quantize, out_dtype, rounding == "twice")
     return y if residual is None else (y, s)

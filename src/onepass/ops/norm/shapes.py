@@ -119,10 +119,10 @@ def backward_tile(
         shared_bytes: shared memory of a program.
         stable: needs a few registers more per element; so does a gate.
         sums: how many of dw and db are needed.
-        gate: GATE of the kernel: 0 none, 1 after, 2 first.
+        gate: GATE of the kernel.
         entries: of the table of weights; 1: no table.
     """
-    if itemsize == 2 and gate == 2 and 4096 < n_cols <= 8192:
+    if itemsize == 2 and gate & 2 and 4096 < n_cols <= 8192:
         tile = Tile(1, 4096, 8, 3)
     elif itemsize == 2 and entries > 1 and not gate and 1024 < n_cols <= 1536:
         tile = Tile(1, 512, 2, 4, 4)

@@ -39,10 +39,11 @@ def _shared_samples(make: Callable[..., Tensor]) -> Iterator[Sample]:
     yield Sample("one head, one column", (make(2, 1, 1), make(1, 1)))
     yield Sample("groups", (make(3, 12), make(12)), {"groups": 3})
     yield Sample("gate", (make(4, 10), make(10)), {"gate": make(4, 10)})
-    yield Sample("gate, chunks, residual", (make(3, 700), make(700)), {"gate": make(3, 700), "residual": make(3, 700)})
+    options = {"gate": make(3, 700), "residual": make(3, 700), "gate_act": "sigmoid"}
+    yield Sample("gate by sigmoid, chunks, residual", (make(3, 700), make(700)), options)
     yield Sample("gate first", (make(4, 10), make(10)), {"gate": make(4, 10), "gate_first": True})
     options = {"gate": make(5, 330), "gate_first": True, "groups": 2, "residual": make(5, 330)}
-    yield Sample("gate first, groups, residual", (make(5, 330), make(330)), options)
+    yield Sample("gate first, groups, residual", (make(5, 330), make(330)), options | {"gate_act": "sigmoid"})
     yield Sample("no rows, gate, weights per head", (make(0, 2, 4), make(2, 4)), {"gate": make(0, 2, 4)})
 
 
@@ -117,10 +118,10 @@ def _opchecks(has_mean: bool, stable: bool = False) -> Iterator[tuple[Any, tuple
     gate, heads = rows(), torch.randn(3, 10, requires_grad=True)
     rest = 1e-5, 0.5, has_mean, False, False
     fp16, fp32 = torch.float16, torch.float32
-    yield forward_op, (x, x.detach(), gate, heads, heads if has_mean else None, *rest, True, 0, fp32, True)
-    yield forward_op, (x, None, None, w, None, *rest, False, 1, fp16, False)
-    yield forward_op, (x, None, None, None, None, *rest, False, 1, fp32, True)
-    options = (*rest, False, 0, fp32, True)
+    yield forward_op, (x, x.detach(), gate, heads, heads if has_mean else None, *rest, True, True, 0, fp32, True)
+    yield forward_op, (x, None, None, w, None, *rest, False, False, 1, fp16, False)
+    yield forward_op, (x, None, None, None, None, *rest, False, False, 1, fp32, True)
+    options = (*rest, False, True, 0, fp32, True)
     stats = forward_op(*saved(x, None, gate, heads, None), *options)[4]
     of_gate = (*saved(x, gate, stats, heads, heads if has_mean else None), *options)
     yield backward_op, (torch.randn(2, 3, 10), None, *of_gate, fp16, True, True, True, has_mean)
@@ -137,6 +138,9 @@ def _bad_calls(op: Callable[..., Any], name: str) -> Iterator[BadCall]:
     yield BadCall("gate", lambda: op(x, gate=w), ValueError, r"gate must have the shape of x \(2, 3\); got \(3,\)")
     yield BadCall("gate dtype", lambda: op(x, gate=x.int()), TypeError, "gate must be float.*int32")
     yield BadCall("gate first", lambda: op(x, gate_first=True), ValueError, "gate_first needs a gate")
+    yield BadCall(
+        "gate act", lambda: op(x, gate=x, gate_act="relu"), ValueError, "gate_act must be 'silu' or 'sigmoid'"
+    )
     yield BadCall("gate, 8 bits", lambda: op(x, gate=x, quantize="row"), ValueError, "quantize takes no gate")
     yield BadCall("quantize", lambda: op(x, quantize="int8"), ValueError, "quantize must be 'row', 'block' or None")
     yield BadCall("blocks", lambda: op(x, quantize="block"), ValueError, "blocks of 128 columns, got 3 columns")

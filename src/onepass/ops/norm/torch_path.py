@@ -148,12 +148,12 @@ def _with_options(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     wide = _wide(s)
     rows = s.to(wide).contiguous()
-    silu = None
+    factor = None
     if gate is not None:
         z = gate.to(wide)
-        silu = z * _sigmoid(z)
+        factor = _sigmoid(z) if o.sigmoid else z * _sigmoid(z)
         if o.gate_first:
-            rows = rows * silu
+            rows = rows * factor
     if uses_triton(rows):
         y, stats = _by_kernels(rows, None, None, o.alone())
     else:
@@ -167,8 +167,8 @@ def _with_options(
             y = y.to(torch.promote_types(x.dtype, weight.dtype)).to(wide)
     if b is not None:
         y = y + b
-    if silu is not None and not o.gate_first:
-        y = y * silu
+    if factor is not None and not o.gate_first:
+        y = y * factor
     y = y.to(dtype)
     # autograd forbids in-place changes of a view that a Function returns, and of an argument
     return y.clone() if y.data_ptr() in (x.data_ptr(), s.data_ptr()) or y._is_view() else y, stats
@@ -235,28 +235,31 @@ def _backward_with_options(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     wide = _wide(s)
     rows, g, w = s.to(wide), dy.to(wide), _wide_weight(weight, o.offset, wide)
-    silu = slope = dx = dz = dw = None
+    factor = slope = dx = dz = dw = None
     if gate is not None:
         z = gate.to(wide)
         sigmoid = _sigmoid(z)
-        silu, slope = z * sigmoid, sigmoid * (1 + z * (1 - sigmoid))
-    gated_rows = rows * silu if silu is not None and o.gate_first else rows
+        if o.sigmoid:
+            factor, slope = sigmoid, sigmoid * (1 - sigmoid)
+        else:
+            factor, slope = z * sigmoid, sigmoid * (1 + z * (1 - sigmoid))
+    gated_rows = rows * factor if factor is not None and o.gate_first else rows
     normed = gated_rows if not o.has_mean else gated_rows - stats[1, ..., None]
     normed = normed * stats[0, ..., None]
-    if silu is not None and slope is not None and not o.gate_first:
+    if factor is not None and slope is not None and not o.gate_first:
         if need.gate:
             before_gate = normed if w is None else normed * w
             before_gate = before_gate if bias is None else before_gate + bias.to(wide)
             dz = g * before_gate * slope
-        g = g * silu
+        g = g * factor
     if need.weight and weight is not None:
         dw = (g * normed).sum_to_size(weight.shape)
     db = g.sum_to_size(bias.shape) if need.bias and bias is not None else None
     if need.x or (need.gate and o.gate_first):
         dx = _rows_gradient(g if w is None else g * w, gated_rows, stats, o)
-        if silu is not None and slope is not None and o.gate_first:
+        if factor is not None and slope is not None and o.gate_first:
             dz = dx * rows * slope if need.gate else None
-            dx = dx * silu
+            dx = dx * factor
     return dx if need.x else None, dz, dw, db
 
 
