@@ -15,12 +15,12 @@ FILES = sorted((SRC / "onepass").rglob("*.py"))
 # lines of Python that a room may have: what grows beyond is an edit here, with its reason in the commit; what shrinks
 # lowers the number. CONTRIBUTING has the rule by which a second way of doing a thing stays
 MOST_LINES = {
-    "src/onepass/core": 1750,
+    "src/onepass/core": 1730,
     "src/onepass/ops": 15383,
     "src/onepass/fused": 3800,
     "src/onepass/nn": 3600,
     "src/onepass/optim": 1480,
-    "src/onepass/swapping": 820,
+    "src/onepass/swapping": 805,
     "src/onepass/compat": 1300,
     "src/onepass/doctor": 500,
     "src/onepass/train": 3610,

@@ -34,6 +34,3 @@ def register_formulas() -> None:
         registry = getattr(getattr(mode, "counter", None), "flop_registry", None)
         if registry is not None:
             registry.update({op: module.flop_registry[op] for op in _formulas if op not in registry})
-
-
-__all__ = ["flop_formula", "register_formulas"]

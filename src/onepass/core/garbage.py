@@ -30,6 +30,3 @@ def collected() -> Iterator[None]:
     gc.collect()
     with no_collection():
         yield
-
-
-__all__ = ["collected", "no_collection"]

@@ -96,6 +96,3 @@ def refuse_second(name: str, *backward_ops: Any) -> None:
 
     for op in backward_ops:
         torch.library.register_autograd(op, refuse, setup_context=lambda ctx, inputs, output: None)
-
-
-__all__ = ["NAMESPACE", "refuse_second", "register", "register_backward", "register_fake"]

@@ -95,17 +95,3 @@ def gradient(placed: Placement, needed: bool) -> Placement:
     if not needed or placed is None:
         return REPLICATE
     return PARTIAL if placed == REPLICATE else placed
-
-
-__all__ = [
-    "PARTIAL",
-    "REPLICATE",
-    "Placement",
-    "Rule",
-    "Way",
-    "add_rule",
-    "beside",
-    "gradient",
-    "register_rules",
-    "row_dims",
-]

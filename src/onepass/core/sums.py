@@ -23,6 +23,3 @@ def block_sums(x: Tensor) -> Tensor:
 def row_sum(x: Tensor) -> Tensor:
     """Sum x (..., n) of unit column stride over its columns → (..., 1)."""
     return x.sum(-1, keepdim=True) if x.shape[-1] <= BLOCK or x.is_cuda else block_sums(x).sum(-1, keepdim=True)
-
-
-__all__ = ["BLOCK", "block_sums", "row_sum"]

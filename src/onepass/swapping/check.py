@@ -327,6 +327,3 @@ def _alone(device: torch.device) -> Iterator[None]:
         torch.autocast(device.type, enabled=False),
     ):
         yield
-
-
-__all__ = ["choose"]

@@ -83,6 +83,3 @@ class Exchange:
         for name in self._unused:
             if parameters.get(name) is None:
                 parameters.pop(name, None)
-
-
-__all__ = ["Exchange", "MixedRMSNorm", "Target"]

@@ -132,6 +132,3 @@ def _parameter_problem(module: nn.Module) -> str:
     if len({p.device for p in found.values()}) > 1:
         return "its parameters are on two devices"
     return ""
-
-
-__all__ = ["is_known", "looks_like_norm", "targets"]

@@ -106,6 +106,3 @@ def _places(names: list[str]) -> str:
     """Return the names with * for each number between dots, each once, the first few."""
     patterns = list(dict.fromkeys(re.sub(r"(?<![^.])\d+(?![^.])", "*", name) or "(the model)" for name in names))
     return ", ".join(patterns[:_SHOWN]) + (", ..." if len(patterns) > _SHOWN else "")
-
-
-__all__ = ["Layer", "SwapReport"]

@@ -135,6 +135,3 @@ def _globs(argument: str, given: str | Iterable[str], norms: dict[nn.Module, tup
 
 def _matches(names: tuple[str, ...], globs: list[str]) -> bool:
     return any(fnmatchcase(name, glob) for name in names for glob in globs)
-
-
-__all__ = ["swap"]

@@ -203,6 +203,3 @@ def causal_choice(
     """
     _check(scores, mask, k, eps, block, memory)
     return choose(scores, k, eps, block, memory, mask)
-
-
-__all__ = ["MEMORY", "CausalChoice", "backward", "backward_op", "causal_choice", "check_sizes", "choose", "forward"]

@@ -201,6 +201,3 @@ def coor_descent(
     return _call(  # type: ignore[no-any-return]
         scores, k_tensor, mask, k_value, n_iters, float(eps), first, float(eps_decay), _wants_trace(scores, k_tensor)
     )
-
-
-__all__ = ["backward_op", "coor_descent", "forward_op"]

@@ -77,6 +77,3 @@ def quantize_(value: Tensor, codes: Tensor, scales: Tensor) -> None:
     code = torch.where(blocks.isnan(), torch.full_like(code, INT8_NAN), code)
     _vector(codes).copy_(code.view(-1)[:n])
     scales.copy_(scale)
-
-
-__all__ = ["NONE", "REMAINDER", "dequantize", "narrow_", "quantize_", "widen"]

@@ -355,6 +355,3 @@ class Plan:
             launch.norm(rows, before, room, out[i], max_norm, grad_scale)
             before = out[i, 0, 0]
         return out[-1, :, 0]
-
-
-__all__ = ["KERNEL_DTYPES", "Columns", "Launch", "Plan", "Rows", "Scalars", "Shape", "pack_rows", "shape_of"]

@@ -33,6 +33,3 @@ def e4m3_codes(x, dtype: tl.constexpr):
         codes = tl.where(x == x, tl.where(size < SMALLEST_E4M3, subnormal, normal), 0x7F)
         codes = (codes | ((x.to(tl.int32, bitcast=True) >> 24) & 0x80)).to(tl.uint8)
     return codes
-
-
-__all__ = ["e4m3_codes", "scales_of"]

@@ -342,6 +342,3 @@ def rms_norm(
         "rms_norm", x, weight, bias, eps, offset, False, False, rounding, residual, gate, gate_first,
         gate_act, groups, quantize, out_dtype,
     )  # fmt: skip
-
-
-__all__ = ["Quantized", "layer_norm", "rms_norm"]

@@ -211,6 +211,3 @@ def qk_norm_rope(
         torch.Size([2, 8, 2, 8])
     """
     return _call(q, k, q_weight, k_weight, cos, sin, positions, eps, float(offset), interleaved)
-
-
-__all__ = ["backward_op", "forward_op", "qk_norm_rope"]

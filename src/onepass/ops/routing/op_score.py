@@ -109,6 +109,3 @@ def score(x: Tensor, weight: Tensor, *, eps: float = 1e-6) -> Tensor:
     """
     arguments.score(x, weight, eps)
     return _call(x, weight, float(eps))  # type: ignore[no-any-return]
-
-
-__all__ = ["backward_op", "forward_op", "score"]

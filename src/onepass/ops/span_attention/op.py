@@ -227,9 +227,3 @@ def span_attention(
     first, last = checked_spans("span_attention", q, k, first, last, mask)
     scale = checked_scale("span_attention", scale, q.shape[-1])
     return _call(q, k, v, first, last, mask, scale)  # type: ignore[no-any-return]
-
-
-__all__ = [
-    "backward", "backward_op", "checked_scale", "checked_spans", "edges", "forward", "forward_op",
-    "span_attention",
-]  # fmt: skip

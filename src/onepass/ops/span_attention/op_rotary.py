@@ -235,6 +235,3 @@ def rotary_attention(
     first, last = op.checked_spans("rotary_attention", qkv, qkv, first, last, mask)
     scale = op.checked_scale("rotary_attention", scale, qkv.shape[-1])
     return _call(qkv, first, last, mask, float(base), scale)  # type: ignore[no-any-return]
-
-
-__all__ = ["BASE", "apply_rotary", "packed_backward", "rotary", "rotary_attention", "split"]

@@ -205,6 +205,3 @@ def weighted_sum(x: Tensor, weight: Tensor, *, out_dtype: torch.dtype | None = N
         tensor([-2., -2.])
     """
     return _call(x, weight, out_dtype)  # type: ignore[no-any-return]
-
-
-__all__ = ["MAX_VECTORS", "backward_op", "forward_op", "weighted_sum"]
