@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -10,11 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_module, distribute_tensor
 
 from nn.layers import first
 from onepass.core.launch import INTERPRET
-from onepass.nn import Routed, RoutedAttention, RoutedBlock, RoutedFeedForward, Router
+from onepass.nn import RMSNorm, Routed, RoutedAttention, RoutedBlock, RoutedFeedForward, Router, WeightedSum
 from sharded.compare import CASES, R, case, in_shards, many, mesh, placed, same_layer, tolerance, whole, wide
 from sharded.processes import device_type, main
 
@@ -154,6 +156,25 @@ def _(layer: str, placed: bool) -> None:
     assert not forward.on_dtensors
     # autograd alone: it adds to x.grad, and keeps each weight's gradient
     assert {*backward.on_dtensors} <= {"aten.add_.Tensor", "aten.detach.default"}, backward.on_dtensors
+
+
+@many("meta device, FSDP2, to_empty, reset: nothing is left uninitialised", {"causal": [False, True]})
+def _(causal: bool) -> None:
+    with torch.device("meta"):
+        block = RoutedBlock(16, 4, heads=2, dim_head=8, causal=causal)
+        model = nn.Sequential(block, RMSNorm(16), WeightedSum(16, 2))
+    fully_shard(block, mesh=mesh())
+    fully_shard(model, mesh=mesh())
+    model.to_empty(device=device_type())
+    for p in model.parameters():
+        nn.init.constant_(p, float("nan"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch has no random tracker for a mesh of CPUs
+        for m in model.modules():
+            if hasattr(m, "reset_parameters"):
+                m.reset_parameters()
+    assert not [name for name, p in model.named_parameters() if whole(p).isnan().any()]
+    assert not whole(block.attention.null).any()
 
 
 WRONG: dict[str, tuple[str, Callable[[int, Tensor, nn.Module], tuple[Any, Any]]]] = {

@@ -172,6 +172,16 @@ def _() -> None:
         placed_gradients([{"params": [Odd()]}])
 
 
+@case("a state placed otherwise is refused")
+def _() -> None:
+    model, optimizer = make("fp32", mesh(), [Shard(0)])
+    train(model, optimizer, range(1))
+    p = model.get_parameter("p0")
+    optimizer.state[p]["exp_avg"] = distribute_tensor(whole(p), mesh(), [R])
+    with pytest.raises(ValueError, match="equal placements"):
+        train(model, optimizer, range(1, 2))
+
+
 def folder(name: str) -> str:
     # the folder of the group's store, the same on all ranks
     return str(Path(sys.argv[1], name))
