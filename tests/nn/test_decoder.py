@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from onepass.core.launch import INTERPRET
 from onepass.nn import Decoder, RoutedBlock
@@ -147,6 +148,33 @@ def test_a_state_is_saved_and_continued() -> None:
     for _ in range(20):
         assert torch.equal(decoder.step(), other.step())
     assert torch.equal(decoder.tokens, other.tokens)
+
+
+class _Operations(TorchDispatchMode):
+    """Counts what reaches the dispatcher, views left out."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += not func.is_view
+        return func(*args, **(kwargs or {}))
+
+
+@torch.no_grad()
+def test_a_prompt_fills_caches_by_few_operations() -> None:
+    """The host takes longer to call for a small operation than a GPU to run it."""
+    model, more = Model(), []
+    for blocks in (1, 4):
+        decoder = Decoder([model.blocks[0]] * blocks, model.embedding, model.head, batch=3, max_tokens=60)
+        x = model.embedding(_prompt())
+        with _Operations() as of_prefill:
+            decoder.prefill(_prompt(), [60, 8, 13])
+        with _Operations() as of_forward:
+            for block in decoder.blocks:
+                x = block(x)
+        more.append(of_prefill.count - of_forward.count)
+    assert more[1] - more[0] <= 3 * 19
+    assert more[0] <= 115
 
 
 def test_bytes_kept() -> None:

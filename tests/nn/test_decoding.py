@@ -123,6 +123,12 @@ def test_sequences_of_unequal_lengths() -> None:
         torch.testing.assert_close(found, alone, rtol=1e-10, atol=1e-10)
 
 
+def test_a_prompt_of_which_one_query_is_chosen_is_no_step() -> None:
+    block = _block(1 / 16)
+    block.attention.light.register_forward_hook(lambda module, inputs, y: None)
+    _compare(block, _tokens(2, 20, 5), 1e-10, WINDOW + 4)
+
+
 def _doubled(module: nn.Module, inputs: Any, out: Any) -> Any:
     return (out[0] * 2, out[1]) if isinstance(out, tuple) else out * 2
 

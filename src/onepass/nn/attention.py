@@ -72,7 +72,7 @@ class HeavyAttention(nn.Module):
     ) -> Tensor:  # fmt: skip
         check_dtype("HeavyAttention", queries, self.q)
         q, kv = self.q(queries), self.kv(memories)
-        if cache is not None and queries.shape[1] == 1:
+        if cache is not None and cache.clock.lengths is None:
             heads = kv.unflatten(-1, (2, self.heads, self.dim_head))
             y = cache.attend(q.unflatten(-1, (self.heads, self.dim_head)), heads, routing.kv)
         else:

@@ -146,10 +146,9 @@ class RoutedBlock(nn.Module):
         y, feed_forward = self.feed_forward(h, mask, return_routing=True, cache=cache.feed_forward)  # type: ignore[call-overload]
         if kernels and x.shape[1] > 1:
             # a threshold is a score: a token that comes again in a step has to tie with itself
-            for router, kept, tokens in (
-                (self.attention.router_q, cache.attention.queries, x), (self.feed_forward.router, cache.feed_forward, h)
-            ):  # fmt: skip
-                kept.keep(router, decoding.scores(router, tokens, NORM_EPS))
+            for kept, tokens in ((cache.attention.queries, x), (cache.feed_forward, h)):
+                router, output = cache.clock.choices[kept]
+                kept.fill(router, output._replace(scores=decoding.scores(router, tokens, NORM_EPS)))
         if cache.owns_clock:
             cache.clock.end()
         y = h + F.dropout(y, self.dropout, self.training)

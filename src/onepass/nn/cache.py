@@ -8,6 +8,8 @@ typed as Any: they import this module.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -32,6 +34,7 @@ class Clock(nn.Module):
         position: ``(batch,)`` int64.
         counts: the same numbers on the host.
         lengths: ``(batch,)`` int64: of the prompt that is being read; None in a step.
+        choices: routers and choices of that prompt, by the caches that keep them.
         periods: the blocks and windows of the layers; see `turns`.
         forced: what `turns` returns; None: what the counts say.
     """
@@ -45,6 +48,8 @@ class Clock(nn.Module):
         self.forced: bool | None = None
         self.register_buffer("position", torch.zeros(batch, dtype=torch.int64, device=device))
         self.lengths: Any = None
+        self.choices: dict[ChoiceCache, tuple[Any, RouterOutput]] = {}
+        self.last: dict[int, Tensor] = {}
 
     def turns(self, period: int) -> bool:
         """Return whether the next token of some sequence is in the first `period` tokens or begins a period."""
@@ -72,17 +77,23 @@ class Clock(nn.Module):
         if n > 1 and any(self.counts):
             raise ValueError(f"decoding: a prompt needs a new cache, got one of {max(self.counts)} tokens")
         self.check_room(n)
-        self.lengths = None if n == 1 else torch.full_like(self.position, n)
+        self.choices.clear()
+        self.last.clear()
+        self.lengths = torch.full_like(self.position, n)
         if mask is not None:
             self.lengths = mask.sum(-1)
             if not bool((mask == (torch.arange(n, device=x.device) < self.lengths[:, None])).all() & mask[:, 0].all()):
                 raise ValueError("decoding: a prompt's mask must be True at its first tokens, at least one, then False")
+        if n == 1:
+            self.lengths = None
 
     def end(self) -> None:
-        """Count the tokens that were read."""
+        """Count the tokens that were read, and keep the choices of a prompt."""
+        _keep(self)
         read = [1] * len(self.counts) if self.lengths is None else self.lengths.tolist()
         self.counts = [c + n for c, n in zip(self.counts, read, strict=True)]
         self.position += 1 if self.lengths is None else self.lengths
+        self.lengths = None
 
     def clear(self) -> None:
         """Forget all tokens."""
@@ -91,8 +102,10 @@ class Clock(nn.Module):
 
     def last_in(self, places: int) -> Tensor:
         """Return (batch, places) the prompt's last token i with i mod places = column; < 0: there is none."""
-        last: Tensor = self.lengths[:, None] - 1
-        return last - (last - torch.arange(places, device=last.device)) % places
+        if places not in self.last:
+            last = self.lengths[:, None] - 1
+            self.last[places] = last - (last - torch.arange(places, device=last.device)) % places
+        return self.last[places]
 
     def _load_from_state_dict(self, *args: Any) -> None:
         super()._load_from_state_dict(*args)
@@ -114,10 +127,12 @@ class _Cache(nn.Module):
         """Bytes of all tensors, unused memory included."""
         return sum(b.nbytes for b in self.buffers())
 
-    def clear(self) -> None:
-        """Forget all tokens; the clock is cleared by its owner."""
-        for name, b in self.named_buffers():
-            b.fill_(-math.inf if name.endswith(("scores", "threshold")) else 0)
+
+def clear(caches: Sequence[BlockCache]) -> None:
+    """Forget all tokens; the clock is cleared by its owner."""
+    buffers = [(name.endswith(("scores", "threshold")), b) for cache in caches for name, b in cache.named_buffers()]
+    torch._foreach_zero_([b for _, b in buffers])
+    torch._foreach_add_([b for lowest, b in buffers if lowest], -math.inf)
 
 
 class ChoiceCache(_Cache):
@@ -164,21 +179,30 @@ class ChoiceCache(_Cache):
             self.threshold.copy_(torch.where(due, ranked(self.scores, self.share), self.threshold))
 
     def fill(self, router: Any, output: RouterOutput) -> None:
-        """Keep what steps through the tokens of a prompt would."""
-        self.keep(router, output.scores.to(self.scores.dtype))
-        self.taken.copy_((output.indices >= 0).sum(-1))
+        """Keep what steps through the tokens of a prompt would, at its end."""
+        self.clock.choices[self] = router, output
 
-    def keep(self, router: Any, scores: Tensor) -> None:
-        """Keep the scores (batch, n) of a prompt."""
-        start = (self.clock.lengths - 1) // router.block * router.block
-        before = start[:, None] - 1 - torch.arange(router.memory, device=scores.device)
+
+def _keep(clock: Clock) -> None:
+    """Keep the choices of a prompt: those of all routers that count alike by the same few operations."""
+    alike: dict[Any, list[tuple[ChoiceCache, RouterOutput]]] = defaultdict(list)
+    for cache, (router, output) in clock.choices.items():
+        alike[router.block, cache.share, cache.scores.shape, cache.scores.dtype].append((cache, output))
+    for (block, share, (_, memory), dtype), group in alike.items():
+        scores = torch.stack([output.scores.to(dtype) for _, output in group])
+        taken = (torch.stack([output.indices for _, output in group]) >= 0).sum(-1)
+        start = (clock.lengths - 1) // block * block
+        before = start[:, None] - 1 - torch.arange(memory, device=scores.device)
         # in the first block each step computes its own threshold
-        self.threshold.copy_(ranked(_at(scores, before), self.share))
-        self.scores.copy_(_at(scores, self.clock.last_in(router.memory)))
+        new = _at(scores, clock.last_in(memory)), ranked(_at(scores, before), share), taken
+        for name, kept in zip(("scores", "threshold", "taken"), new, strict=True):
+            torch._foreach_copy_([getattr(cache, name) for cache, _ in group], list(kept))
+    clock.choices.clear()
 
 
 def _at(scores: Tensor, tokens: Tensor) -> Tensor:
-    return torch.where(tokens >= 0, scores.gather(1, tokens.clamp_min(0)), -math.inf)
+    """Return the scores (routers, batch, m) of tokens (batch, m), −∞ where there is none."""
+    return torch.where(tokens >= 0, scores.gather(2, tokens.clamp_min(0).expand(len(scores), -1, -1)), -math.inf)
 
 
 class LocalCache(_Cache):
@@ -193,10 +217,9 @@ class LocalCache(_Cache):
 
     def __init__(self, layer: Any, clock: Clock) -> None:
         super().__init__(clock)
-        weight = layer.qkv.weight
+        shape = len(clock.counts), 2 * layer.window, layer.heads, layer.dim_head
         for name in ("keys", "values"):
-            room = weight.new_zeros(len(clock.counts), 2 * layer.window, layer.heads, layer.dim_head)
-            self.register_buffer(name, room)
+            self.register_buffer(name, layer.qkv.weight.new_zeros(shape))
 
     def attend(self, qkv: Tensor) -> Tensor:
         """Return the attention (batch, 1, heads, dim_head) of one more token (batch, 1, 3, heads, dim_head)."""
@@ -233,12 +256,10 @@ class HeavyCache(_Cache):
         super().__init__(clock)
         self.window, self.quota = window, quota
         clock.periods.add(window)
+        # the last window gives its keys to the tokens after it
+        shape = len(clock.counts), max(1, (clock.max_tokens - 1) // window) * quota, layer.heads, layer.dim_head
         for name in ("keys", "values"):
-            # the last window gives its keys to the tokens after it
-            places = max(1, (clock.max_tokens - 1) // window) * quota
-            self.register_buffer(
-                name, layer.kv.weight.new_zeros(len(clock.counts), places, layer.heads, layer.dim_head)
-            )
+            self.register_buffer(name, layer.kv.weight.new_zeros(shape))
 
     def attend(self, q: Tensor, kv: Tensor, chosen: RouterOutput) -> Tensor:
         """Return the attention (batch, 1, heads, dim_head) of one more token to what earlier windows gave.

@@ -14,7 +14,7 @@ from onepass.core.launch import uses_triton
 from onepass.ops.topk.op import topk
 
 from .block import RoutedBlock
-from .cache import BlockCache, Clock
+from .cache import BlockCache, Clock, clear
 from .count import check_number, check_size
 from .graphed import refuse_changed, settings
 
@@ -72,7 +72,7 @@ class Decoder:
         head: Callable[[Tensor], Tensor], *, batch: int, max_tokens: int, lookback: int = 0, temperature: float = 1.0,
         top_k: int | None = None, top_p: float | None = None, seed: int = 0, stop: int | None = None,
     ) -> None:  # fmt: skip
-        self.blocks: list[RoutedBlock] = list(blocks)  # type: ignore[arg-type]
+        self.blocks: list[Any] = list(blocks)
         if not self.blocks or not all(isinstance(block, RoutedBlock) for block in self.blocks):
             raise TypeError(f"Decoder: blocks must be RoutedBlock modules, got {[type(b).__name__ for b in blocks]}")
         for name, size in (("batch", batch), ("max_tokens", max_tokens), ("top_k", 1 if top_k is None else top_k)):
@@ -94,10 +94,8 @@ class Decoder:
         with torch.no_grad():
             logits = head(weight.new_zeros(batch, 1, self.blocks[0].attention.dim))
         self.logits = logits.new_zeros(batch, logits.shape[-1], dtype=torch.promote_types(logits.dtype, torch.float32))
-        numbers = torch.rand(
-            max_tokens + 1, batch, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
-        )  # fmt: skip
-        self.numbers = numbers.to(device)
+        generator = torch.Generator().manual_seed(seed)
+        self.numbers = torch.rand(max_tokens + 1, batch, generator=generator, dtype=torch.float64).to(device)
         # in float64 the choice of keys reads the device, which no graph can
         self.repeats = weight.is_cuda and uses_triton(weight)
         self.graphs: dict[bool, torch.cuda.CUDAGraph] = {}
@@ -135,7 +133,7 @@ class Decoder:
         x = self.embed(prompt)
         self.clock.begin(x, mask)
         for block, cache in zip(self.blocks, self.caches, strict=True):
-            x = self._call(block, x, cache, mask)
+            x = block(x, mask, cache=cache)
         self.clock.end()
         self.tokens[:, :n] = prompt
         self.logits.copy_(self.head(x.gather(1, (last - 1)[:, None, None].expand(-1, 1, x.shape[-1])))[:, 0])
@@ -213,9 +211,6 @@ class Decoder:
             value.copy_(state[name])
         self.clock.counts = self.clock.position.tolist()
 
-    def _call(self, block: Any, x: Tensor, cache: BlockCache, mask: Tensor | None = None) -> Tensor:
-        return block(x, mask, cache=cache)  # type: ignore[no-any-return]
-
     def _advance(self) -> None:
         clock = self.clock
         clock.check_room(1)
@@ -233,7 +228,7 @@ class Decoder:
         tokens = torch.where(at >= 0, self.tokens.gather(1, at.clamp_min(0)), -1)
         x = self.embed(tokens)[:, -1:]
         for block, cache in zip(self.blocks, self.caches, strict=True):
-            x = self._call(block, x, cache)
+            x = block(x, cache=cache)
         self.logits.copy_(self.head(x)[:, 0])
         self.clock.position += 1
         self._draw()
@@ -270,8 +265,7 @@ class Decoder:
     def _clear(self) -> None:
         if self.repeats and not self.graphs:
             self._capture()
-        for cache in self.caches:
-            cache.clear()
+        clear(self.caches)
         self.clock.clear()
         self.ended.zero_()
         self.failed.zero_()
