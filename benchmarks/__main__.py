@@ -27,7 +27,7 @@ examples:
   python -m benchmarks program --case RoutedBlock                    layers and models in eager and compiled programs
   python -m benchmarks fused                                         kernels of routed layers, and the modules
   python -m benchmarks --json benchmarks/results/h200/               one file per operator folder
-  python -m benchmarks --report benchmarks/results/h200              tables and plots from what is there
+  python -m benchmarks --report benchmarks/results/h200              tables from what is there
   python -m benchmarks --performance docs/performance.md             every bar, from all committed results
   python -m benchmarks norm --warm 12                                compile in 12 processes, then measure in one
   python -m benchmarks norm --part 1/2 --json a.json             every other case
@@ -46,7 +46,7 @@ def command_line() -> Parser:
     parser.add_argument(
         "--compile-only", action="store_true", help="compile (with --warm: in N processes) and measure nothing"
     )
-    parser.add_argument("--report", type=Path, metavar="DIR", help="build tables and plots from the JSON files in DIR")
+    parser.add_argument("--report", type=Path, metavar="DIR", help="build tables from the JSON files in DIR")
     parser.add_argument(
         "--performance", type=Path, metavar="FILE", help="write the page of all bars from the committed results to FILE"
     )
@@ -83,11 +83,9 @@ def run(args: argparse.Namespace) -> int:
             console.print(f"wrote {path}", markup=False, soft_wrap=True)
         return 0
     if args.performance is not None:
-        from . import programs
-        from .performance import RESULTS, write
+        from .performance import write
 
         write(args.performance)
-        programs.picture(RESULTS / "h200" / "raw", args.performance.parent / programs.PICTURE)
         console.print(f"wrote {args.performance}", markup=False, soft_wrap=True)
         return 0
     if args.ops == ["program"]:

@@ -330,20 +330,3 @@ def asked(bar: Bar) -> str:
 def with_unit(value: float, unit: str) -> str:
     """Three digits and the unit: 1.25×, 92 % of copy."""
     return f"{number(value)}{'' if unit == '×' else ' '}{unit}"
-
-
-def table(records: Sequence[Record], bars: Sequence[Bar] = BARS) -> str:
-    """Markdown: every bar of the operators that were measured; empty where there is none."""
-    found = rows(records)
-    ops = {row.op for row in found}
-    lines = []
-    for bar in (b for b in bars if b.op in ops):
-        name = f"| {bar.op} {bar.stage}, {bar.words} | {asked(bar)} |"
-        verdict = judge(bar, found)
-        if verdict is None:
-            lines.append(f"{name} not measured | | |")
-            continue
-        worst, row, met, cells = verdict
-        lines.append(f"{name} {number(worst)} | {label(row.case)} {row.dtype} | {met} of {cells} |")
-    head = ["| bar | asked | worst | at | cells that meet it |", "|---|---|---|---|---|"]
-    return "\n".join(head + lines) + "\n" if lines else ""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import re
 from collections.abc import Mapping
@@ -10,17 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.bench.program import MODES, against
-from onepass.core import files
 
 # later records replace earlier ones of the same program, case and mode
 SOURCES = ("program.json", "program_graphs.json", "program_tokens.json")
-# the picture: its panels and lines
-DRAWN = ("eager", "compiled", "graph")
-LINES = {"dense block": "dense", "RoutedBlock": "routed", "RoutedBlock causal": "routed, causal"}
-COLOURS = ("#6b7a8f", "#d1495b", "#2e86ab")
-TICKS = (4096, 16384, 65536)
-# drawn beside the page
-PICTURE = "step_over_tokens.png"
 _HEAD = """\
 ## Routed layers in programs
 One forward and backward pass, bf16 autocast over fp32 parameters, k = n/16, windows of 128 (the default is 256 now)
@@ -43,36 +34,6 @@ def _found(raw: Path) -> dict[tuple[str, str, str], dict[str, Any]]:
         for i, r in enumerate(records):
             found[r["case"], r["program"], r["mode"]] = {**r, "ratio": ratios.get(i)}
     return found
-
-
-def picture(raw: Path, path: Path) -> None:
-    """Draw the time of a step over the tokens, routed and dense, a panel for each mode."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    found = _found(raw)
-    figure = Figure(figsize=(9.0, 3.6), layout="constrained")
-    FigureCanvasAgg(figure)
-    for axes, mode in zip(figure.subplots(1, len(DRAWN), sharey=True), DRAWN, strict=True):
-        for (name, shown), colour in zip(LINES.items(), COLOURS, strict=True):
-            points = sorted(
-                (2 * int(match[1]), r["wall_us"] / 1e3)
-                for (case, program, of), r in found.items()
-                if program == name and of == mode and (match := re.fullmatch(r"2x(\d+), d 1024", case))
-            )
-            axes.loglog(*zip(*points, strict=True), marker="o", color=colour, label=shown)
-        axes.set_xticks(TICKS, [f"{tokens:,}" for tokens in TICKS], fontsize=8)
-        axes.minorticks_off()
-        axes.set_title(mode, loc="left", fontsize=10)
-        axes.set_xlabel("tokens (2 sequences)", fontsize=9)
-        axes.grid(alpha=0.25)
-    figure.axes[0].set_ylabel("forward + backward, ms", fontsize=9)
-    figure.axes[0].set_yticks([0.5, 1, 2, 5, 10, 20, 50], ["0.5", "1", "2", "5", "10", "20", "50"], fontsize=8)
-    figure.axes[0].legend(fontsize=8, frameon=False)
-    figure.suptitle("A block's training step, d 1024, one of 16 tokens routed, H200", fontsize=11)
-    out = io.BytesIO()
-    figure.savefig(out, format="png", dpi=110, metadata={"Software": None})
-    files.write(path, out.getvalue())
 
 
 def section(raw: Path) -> str:

@@ -1,4 +1,4 @@
-"""Committed results as markdown tables and plots: what the READMEs show."""
+"""Committed results as markdown tables: what the READMEs show."""
 
 from __future__ import annotations
 
@@ -9,9 +9,6 @@ from typing import Any
 from benchmarks.bench.records import read, write_text
 from benchmarks.bench.runner import OURS, is_rival, label
 from onepass.core.errors import UserError
-
-from .bars import table as bars_table
-from .plot import draw
 
 Record = Mapping[str, Any]
 
@@ -77,12 +74,9 @@ def caption(header: Record) -> str:
     return text if header.get("complete", True) else f"{text} (incomplete run)"
 
 
-def page(header: Record, records: Sequence[Record], pictures: Sequence[Path]) -> str:
-    """Everything that a results file says: times, pictures, host time, memory, what went wrong."""
+def page(header: Record, records: Sequence[Record]) -> str:
+    """Everything that a results file says: times, host time, memory, what went wrong."""
     parts = [f"{caption(header)}. Microseconds (% of copy).", table(records)]
-    parts += [f"![% of copy]({picture.name})\n" for picture in pictures]
-    bars = bars_table(records) if "H200" in str(header.get("gpu")) else ""
-    parts += [f"## Bars\n{bars}"] if bars else []
     if any(r["host_us"] is not None for r in records):
         what = "with warm caches" if header.get("device") == "cpu" else "until the call returns, on an idle device"
         parts += [f"## Host time\nMicroseconds {what}.", table(records, _host)]
@@ -98,7 +92,7 @@ def page(header: Record, records: Sequence[Record], pictures: Sequence[Path]) ->
 
 
 def build(directory: Path) -> list[Path]:
-    """Write <name>.md and its pictures beside every <name>.json in a directory; return their paths."""
+    """Write <name>.md beside every <name>.json in a directory; return their paths."""
     if not directory.is_dir():
         raise UserError(
             f"--report {directory}: no such directory; give one that holds results of `python -m benchmarks --json`"
@@ -111,8 +105,6 @@ def build(directory: Path) -> list[Path]:
         header, records = read(source)
         if not records:
             raise UserError(f"{source} has a header but no measurements")
-        pictures = draw(header, records, source)
-        text = source.with_suffix(".md")
-        write_text(text, page(header, records, pictures))
-        written += [text, *pictures]
+        written.append(source.with_suffix(".md"))
+        write_text(written[-1], page(header, records))
     return written

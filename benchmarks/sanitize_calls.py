@@ -126,7 +126,9 @@ def norm() -> Iterator[Call]:
     yield from of_spec(rms, BF16, ("one row per program", "residual"))
     for dtype in (FP32, BF16):
         yield from of_spec(layer, dtype, ("weights per head, chunks", "adaptive", "gate, bias per head"))
-        yield from of_spec(rms, dtype, ("gate, chunks, residual", "gate first, groups, residual", "rounded twice"))
+        yield from of_spec(
+            rms, dtype, ("gate by sigmoid, chunks, residual", "gate first, groups, residual", "rounded twice")
+        )
         yield f"rms_norm, 8 bits, {str(dtype)[6:]}", functools.partial(_in_8_bits, maker(dtype)(5, 384))
     # just wider than what one program takes; 41000 columns are read in turns that overlap
     for dtype in (FP32, BF16):

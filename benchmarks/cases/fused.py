@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.bench.programs import DenseBlock
-from benchmarks.case import Case, Impl, Missing, Prepared, optional
+from benchmarks.case import Case, Impl, Missing, Prepared, graphed, optional
 from onepass.nn.attention import RoutedAttention
 from onepass.nn.block import RoutedBlock
 from onepass.nn.feed_forward import FeedForward
@@ -58,26 +58,6 @@ def both_passes(module: Callable[[], nn.Module], x: Tensor, autocast: bool, tf32
     return Prepared(build)
 
 
-def graphed(passes: Prepared) -> Prepared:
-    """The replay of a CUDA graph of both passes: what is left when the host costs nothing."""
-
-    def build() -> Callable[[], Any]:
-        # autograd runs a backward pass on the stream of its forward pass: both belong on the stream of the capture
-        new_stream: Any = torch.cuda.Stream
-        stream, graph = new_stream(), torch.cuda.CUDAGraph()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            run = passes.build()
-            for _ in range(3):
-                run()
-        torch.cuda.synchronize()
-        with torch.cuda.graph(graph, stream=stream):
-            run()
-        return graph.replay
-
-    return Prepared(build)
-
-
 def _feed_forward(batch: int, n: int, dim: int, dtype: torch.dtype) -> Case:
     autocast = dtype == torch.bfloat16
 
@@ -94,7 +74,7 @@ def _feed_forward(batch: int, n: int, dim: int, dtype: torch.dtype) -> Case:
             "light alone": of(lambda: FeedForward(dim, dim // 2)),
         }
         if autocast:
-            return impls | {"onepass, CUDA graph": graphed(ours), "dense, CUDA graph": graphed(dense)}
+            return impls | {"onepass, CUDA graph": graphed(ours.build), "dense, CUDA graph": graphed(dense.build)}
         # its kernels know fp32 alone: under autocast it fails
         colt5 = optional("colt5_attention")
         for kernel in (False, True):

@@ -19,7 +19,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "performance.md"
 @pytest.fixture
 def results(tmp_path: Path) -> Path:
     """A copy of the records, to be changed; the ablation's many files are left out."""
-    shutil.copytree(performance.RESULTS, tmp_path / "results", ignore=shutil.ignore_patterns("ablate*", "*.png"))
+    shutil.copytree(performance.RESULTS, tmp_path / "results", ignore=shutil.ignore_patterns("ablate*"))
     return tmp_path / "results"
 
 

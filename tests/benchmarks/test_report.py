@@ -6,9 +6,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import plot
 from benchmarks.bench.records import read, write
-from benchmarks.plot import draw
 from benchmarks.report import build, page, table
 from onepass.core.errors import UserError
 
@@ -46,35 +44,25 @@ def test_table() -> None:
 
 def test_memory_and_host_time_have_tables() -> None:
     more = {**record("onepass", 30.0), "peak_mib": 12.5, "kept_mib": 4.0, "host_us": None}
-    text = page(HEADER, [more, record("liger", 60.0)], [])
+    text = page(HEADER, [more, record("liger", 60.0)])
     assert "## Memory" in text
     assert "| 8x128 | 12.5 (4) | – |" in text
     assert "## Host time" in text
     assert "| 8x128 | – | 5 |" in text
-    assert "## Memory" not in page(HEADER, RECORDS, [])
+    assert "## Memory" not in page(HEADER, RECORDS)
 
 
 def test_what_went_wrong_is_told() -> None:
     told = {"op": "layer_norm", "pass": "forward", "case": {"rows": 8}, "dtype": "float32", "impl": "x", "note": "off"}
-    text = page({**HEADER, "failed": [told]}, RECORDS, [])
+    text = page({**HEADER, "failed": [told]}, RECORDS)
     assert "## Failed\n- x at layer_norm forward 8 float32: off" in text
     assert "Disagreeing" not in text
 
 
-def test_a_picture_per_operator(tmp_path: Path) -> None:
-    other = {**RECORDS[1], "op": "gather, add", "pass": "step", "case": {"model": "a|b"}}
-    found = draw(HEADER, [*RECORDS, other], tmp_path / "norm.json")
-    assert [p.name for p in found] == ["norm-layer_norm.png", "norm-gather_add.png"]
-    assert all(p.read_bytes().startswith(b"\x89PNG") for p in found)
-
-
 def test_build(tmp_path: Path) -> None:
     write(tmp_path / "norm.json", [HEADER, *RECORDS, record("onepass", 50.0, dtype="float32")])
-    assert build(tmp_path) == [tmp_path / "norm.md", tmp_path / "norm.png"]
-    text = (tmp_path / "norm.md").read_text()
-    assert text.startswith("NVIDIA H200, copy 4274 GB/s")
-    assert "![% of copy](norm.png)" in text
-    assert (tmp_path / "norm.png").read_bytes().startswith(b"\x89PNG")
+    assert build(tmp_path) == [tmp_path / "norm.md"]
+    assert (tmp_path / "norm.md").read_text().startswith("NVIDIA H200, copy 4274 GB/s")
 
 
 @pytest.mark.parametrize(
@@ -98,12 +86,8 @@ COMMITTED = sorted((Path(__file__).parents[2] / "benchmarks" / "results").glob("
 
 
 @pytest.mark.parametrize("source", COMMITTED, ids=lambda p: f"{p.parent.name}-{p.stem}")
-def test_committed_tables_are_those_of_the_committed_records(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_committed_tables_are_those_of_the_committed_records(source: Path) -> None:
     """Only `*.json` with records of the bench stands beside tables: `--report` reads all of them."""
-    monkeypatch.setattr(plot, "picture", lambda *_: None)
     header, records = read(source)
-    pictures = draw(header, records, source)
     text = source.with_suffix(".md")
-    if text.exists():
-        assert all(path.exists() for path in pictures)
-        assert page(header, records, pictures) == text.read_text()
+    assert not text.exists() or page(header, records) == text.read_text()

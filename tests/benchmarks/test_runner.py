@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import contextlib
 import gc
 import signal
 import time
@@ -14,31 +13,13 @@ import torch
 from bench_fakes import FakeTimer, case, everything, thunk
 from benchmarks.bench import runner
 from benchmarks.bench.compare import disagreement, error
-from benchmarks.bench.limit import TookTooLongError, limit
-from benchmarks.bench.runner import DISAGREES, FAILED, MISSING, OK, DeviceLostError, label
+from benchmarks.bench.runner import DISAGREES, FAILED, OK, label
 from benchmarks.case import Prepared, backward_of
 
 
 def results(*cases: Any, timer: FakeTimer | None = None, **options: Any) -> dict[str, runner.Result]:
     found = runner.run([("fakes", c) for c in cases], timer or FakeTimer(), **options)
     return {r.impl: r for r in found}
-
-
-def test_every_implementation_ends_up_where_it_belongs() -> None:
-    found = results(case(everything))
-    assert {n: r.status for n, r in found.items()} == {
-        "onepass": OK, "agrees": OK, "wrong": DISAGREES, "raises": FAILED, "absent": MISSING, "late": MISSING,
-        "torch.compile of it": OK,
-    }  # fmt: skip
-    assert next(iter(found)) == "onepass"
-    assert (found["onepass"].us, found["onepass"].host_us) == (10.0, 3.0)
-    assert found["raises"].note == "RuntimeError: kaput"
-    assert found["absent"].note == "absent-package"
-    assert found["late"].note == "far_away"
-    wrong = found["wrong"]
-    assert wrong.us == 1.0
-    assert "off by" in wrong.note
-    assert "0.001 accepted" in wrong.note
 
 
 def test_a_failing_own_implementation_ends_the_case_but_not_the_run() -> None:
@@ -77,17 +58,6 @@ def test_backward_of_gives_gradients_again_and_again() -> None:
     call = backward_of(lambda: x**2, (x,), torch.ones(3)).build()
     for _ in range(2):
         torch.testing.assert_close(call()[0], 2 * x.detach())
-
-
-def test_a_lost_device_ends_the_run() -> None:
-    timer = FakeTimer()
-
-    def breaks() -> Any:
-        timer.lost = True
-        raise RuntimeError("launch failed")
-
-    with pytest.raises(DeviceLostError, match=r"breaks.*illegal memory access"):
-        results(case(lambda: {"onepass": thunk(torch.ones(1)), "breaks": breaks}), timer=timer)
 
 
 def test_memory_is_counted_above_what_was_there() -> None:
@@ -129,20 +99,13 @@ def test_what_one_implementation_held_is_gone_before_the_next() -> None:
 
 
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="no timer signals here")
-class TestLimit:
-    def test_it_ends_what_catches_exceptions(self) -> None:
-        with pytest.raises(TookTooLongError, match=r"longer than 0\.05 s"), limit(0.05):
-            while True:
-                with contextlib.suppress(Exception):
-                    time.sleep(0.01)
+def test_only_rivals_are_given_up() -> None:
+    def slow() -> torch.Tensor:
+        time.sleep(0.03)
+        return torch.ones(2)
 
-    def test_only_rivals_are_given_up(self) -> None:
-        def slow() -> torch.Tensor:
-            time.sleep(0.03)
-            return torch.ones(2)
-
-        found = results(case(lambda: {"onepass": slow, "rival": slow}), limit_s=0.02)
-        assert (found["onepass"].status, found["rival"].status) == (OK, FAILED)
+    found = results(case(lambda: {"onepass": slow, "rival": slow}), limit_s=0.02)
+    assert (found["onepass"].status, found["rival"].status) == (OK, FAILED)
 
 
 @pytest.mark.parametrize(
