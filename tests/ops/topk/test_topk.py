@@ -124,6 +124,7 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"start": torch.tensor([0, 6])}, ValueError, "start must be from 0 to the row's length 5, got 6"),
     ({"start": torch.tensor([0, 3]), "lengths": torch.tensor(3)}, ValueError, r"start \+ lengths must be .* 5, got 6"),
     ({"index_dtype": torch.int16}, TypeError, "index_dtype must be torch.int32 or torch.int64"),
+    ({"ties": "lowest"}, ValueError, "ties must be 'first' or 'last', got 'lowest'"),
     ({"sorted": 1}, TypeError, "sorted must be a bool, got int"),
     ({"largest": None}, TypeError, "largest must be a bool, got NoneType"),
     ({"out": torch.ones(2, 1)}, TypeError, "out must be a tuple of two tensors"),

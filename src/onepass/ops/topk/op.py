@@ -58,12 +58,8 @@ def _select_batched(
         given = given.movedim(dim, 0)
         return given.reshape(given.shape[0], *(1,) * (n_dims - given.dim()), *given.shape[1:])
 
-    others = (
-        beside(mask, in_dims[1], rows.dim()),
-        beside(start, in_dims[2], rows.dim() - 1),
-        beside(lengths, in_dims[3], rows.dim() - 1),
-    )
-    return select_op(rows, *others, *options), (0, 0)
+    of_rows = (beside(t, dim, rows.dim() - 1) for t, dim in zip((start, lengths), in_dims[2:], strict=False))
+    return select_op(rows, beside(mask, in_dims[1], rows.dim()), *of_rows, *options), (0, 0)
 
 
 register_vmap(select_op, _select_batched)
@@ -109,12 +105,8 @@ def _(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     shape = (*scores.shape[:-1], k)
     state = scores.new_empty((*scores.shape[:-1], 0 if hard else 2), dtype=arguments.accumulator(scores))
-    return (
-        scores.new_empty(shape),
-        scores.new_empty(shape, dtype=compute.index_dtype(narrow)),
-        scores.new_empty(shape),
-        state,
-    )
+    indices = scores.new_empty(shape, dtype=compute.index_dtype(narrow))
+    return scores.new_empty(shape), indices, scores.new_empty(shape), state
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
@@ -157,19 +149,10 @@ def forward(
 
 
 def backward(
-    g_values: Tensor | None,
-    g_gates: Tensor | None,
-    scores: Tensor,
-    indices: Tensor,
-    state: Tensor | None,
-    eps: Tensor | None,
-    mask: Tensor | None,
-    eps_value: float,
-    kind: int,
-    need_scores: bool,
-    need_eps: bool,
+    g_values: Tensor | None, g_gates: Tensor | None, scores: Tensor, indices: Tensor, state: Tensor | None,
+    eps: Tensor | None, mask: Tensor | None, eps_value: float, kind: int, need_scores: bool, need_eps: bool,
     into: Tensor | None = None,
-) -> tuple[Tensor | None, Tensor | None]:
+) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
     """Return the gradients of scores and eps of :func:`forward`, None where not needed; `into` takes the scores'."""
     return compute.backward(
         g_values, g_gates, scores, indices, state, eps, mask, None, None, eps_value, kind, True, need_scores, need_eps,
@@ -192,16 +175,8 @@ def _fill(
     from . import kernels_select
 
     lead = tuple(scores.shape[:-1])
-    found = kernels_select.select(
-        compute.rows_of(scores, mask, start, lengths, largest),
-        k,
-        is_sorted,
-        None,
-        True,
-        indices.dtype,
-        lead,
-        (values, indices),
-    )
+    rows = compute.rows_of(scores, mask, start, lengths, largest)
+    found = kernels_select.select(rows, k, is_sorted, None, True, indices.dtype, lead, (values, indices))
     assert found.gates is not None
     return found.gates
 
@@ -233,6 +208,28 @@ def _check_out(out: object, scores: Tensor, k: int, eps: object, index_dtype: to
         )
 
 
+def _last_of_equals(
+    scores: Tensor, k: int, mask: Tensor | None, start: Tensor | None, lengths: Tensor | None, is_sorted: bool,
+    **options: Any,
+) -> TopK:  # fmt: skip
+    """`topk` with ties to the highest index: that of a copy with the columns in reverse."""
+    n = scores.shape[-1]
+    if start is not None or lengths is not None:
+        # clamped as the kernels do, because the host may not see the values
+        first = torch.zeros_like(lengths) if start is None else start.clamp(-n, n)  # type: ignore[arg-type]
+        last = (first + (2 * n if lengths is None else lengths.clamp(0, 2 * n))).clamp(max=n)
+        start, lengths = n - last, last - first.clamp(min=0)
+    mask = None if mask is None else mask.flip(-1)
+    found = topk(scores.flip(-1), k, mask=mask, start=start, lengths=lengths, sorted=is_sorted, **options)
+    indices = torch.where(found.indices < 0, -1, n - 1 - found.indices)
+    if is_sorted:
+        return found._replace(indices=indices)
+    # in reverse, but what is missing stays last
+    place, counts = torch.ones_like(indices).cumsum(-1) - 1, found.counts[..., None]
+    order = torch.where(place < counts, counts - 1 - place, place)
+    return TopK(*(t.gather(-1, order) for t in (found.values, indices, found.gates)))
+
+
 def _check_width(scores: Tensor, k: int, dim: object, pad: object, short: bool) -> None:
     """Refuse another dimension than the last, and more than a row holds unless something says that rows are short."""
     if dim not in (-1, scores.dim() - 1):
@@ -258,6 +255,7 @@ def topk(
     lengths: Tensor | None = None,
     start: Tensor | None = None,
     index_dtype: torch.dtype = torch.int64,
+    ties: str = "first",
     out: tuple[Tensor, Tensor] | None = None,
     pad: bool = False,
     eps: Tensor | float = 0.3,
@@ -272,8 +270,8 @@ def topk(
     .. math:: g_j = 1 \quad\text{forward}, \qquad \mathrm{d}g_j = \mathrm{d}\,\text{soft\_topk}(s, k)_{i_j}
               \quad\text{backward.}
 
-    The selection is exact and has the same bits in every run, however rows are batched: ties go to the lowest index.
-    The host never waits for the device, so calls can be captured in a CUDA graph.
+    The selection is exact and has the same bits in every run, however rows are batched: ties go to the lowest index
+    (``ties="last"``: to the highest). The host never waits for the device, so calls can be captured in a CUDA graph.
 
     Args:
         scores: ``(..., n)``, fp32, fp16, bf16 or fp64, any strides.
@@ -289,6 +287,7 @@ def topk(
         start: int32 or int64, broadcasts to ``scores.shape[:-1]``: the first score of each row that counts. Indices
             stay positions in the row.
         index_dtype: of the indices, ``torch.int64`` or ``torch.int32``.
+        ties: among equal scores ``"first"`` takes the lower index first, ``"last"`` the higher, from a copy of scores.
         out: ``(values, indices)`` to write to, of the result's shapes and dtypes; for calls without gradients.
         pad: True allows k > n; what a row lacks is padding, as with ``lengths`` and ``mask``.
         eps: temperature of the gates' gradient, see :func:`onepass.soft_topk`.
@@ -306,8 +305,8 @@ def topk(
         TypeError: scores is not a floating-point tensor, k is not an int, mask is not bool, lengths or start is not
             an int tensor, index_dtype is not int32 or int64, or out is not a pair of tensors of the results' dtypes.
         ValueError: k < 0, k > n without ``lengths``, ``start``, ``mask`` or ``pad``, dim is not the last, shapes don't
-            broadcast, devices differ, eps is not > 0, kind is unknown, lengths or start reaches past a row (on a CPU),
-            out has another shape, or out is given where a gradient is asked for.
+            broadcast, devices differ, eps is not > 0, kind or ties is unknown, lengths or start reaches past a row (on
+            a CPU), out has another shape, or out is given where a gradient is asked for.
         NotImplementedError: for second derivatives and forward-mode derivatives.
 
     Source: CoLT5 (arXiv 2303.09752).
@@ -332,11 +331,16 @@ def topk(
             raise TypeError(f"topk: {name} must be a bool, got {type(option).__name__}")
     if index_dtype not in (torch.int32, torch.int64):
         raise TypeError(f"topk: index_dtype must be torch.int32 or torch.int64, got {index_dtype}")
+    if ties not in ("first", "last"):
+        raise ValueError(f"topk: ties must be 'first' or 'last', got {ties!r}")
     ranges.check_ranges("topk", scores, start, lengths)
     narrow = index_dtype == torch.int32
     if out is not None:
         _check_out(out, scores, k, eps, index_dtype)
-    if k == 0 or scores.shape[-1] == 0:
+    if ties == "last":
+        given = scores, k, mask, start, lengths, sorted
+        found = _last_of_equals(*given, largest=largest, index_dtype=index_dtype, pad=pad, eps=eps, kind=kind)
+    elif k == 0 or scores.shape[-1] == 0:
         values, indices = select_op(scores.detach(), mask, start, lengths, k, largest, sorted, narrow)
         zeros = torch.zeros_like(values)
         if scores.requires_grad:
@@ -350,12 +354,8 @@ def topk(
             gates_of_out = _fill(scores.detach(), mask, start, lengths, *out, k, largest, sorted)
             torch.autograd.graph.increment_version(out)
             return TopK(*out, gates_of_out)
-        eps_tensor, eps_value = arguments.split(eps)
-        found = TopK(
-            *_call(
-                scores, eps_tensor, mask, start, lengths, k, eps_value, KINDS.index(kind), True, largest, sorted, narrow
-            )
-        )  # fmt: skip
+        options = *arguments.split(eps), KINDS.index(kind), True, largest, sorted, narrow
+        found = TopK(*_call(scores, options[0], mask, start, lengths, k, *options[1:]))
     if out is None:
         return found
     return TopK(out[0].copy_(found.values), out[1].copy_(found.indices), found.gates)
