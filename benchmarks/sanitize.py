@@ -161,7 +161,8 @@ def _start(command: list[str], log: Path, gpu: str) -> tuple[Any, Path, float]:
 
 def read_log(text: str) -> dict[str, Any]:
     """Errors that the tool counted (None: it did not come to an end) and what our own run says of itself."""
-    counts = re.findall(r"(?:ERROR|RACECHECK) SUMMARY: (\d+) (?:error|hazard)", text)
+    # a second line counts those that were not printed, once more
+    counts = re.findall(r"(?:ERROR|RACECHECK) SUMMARY: (\d+) (?:errors?|hazards?)\b(?! were)", text)
     result = re.findall(r"^RESULT (.*)$", text, re.MULTILINE)
     return {"errors": sum(map(int, counts)) if counts else None, **(json.loads(result[-1]) if result else {})}
 

@@ -106,6 +106,10 @@ def test_a_wrong_result_is_an_error(calls: ModuleType) -> None:
 def test_what_a_log_says(sanitize: ModuleType) -> None:
     clean = 'RESULT {"calls": 3, "wrong": 0}\n========= ERROR SUMMARY: 0 errors\n'
     assert sanitize.read_log(clean) == {"errors": 0, "calls": 3, "wrong": 0}
+    many = (
+        "========= ERROR SUMMARY: 68 errors\n========= ERROR SUMMARY: 18 errors were not printed. Use --print-limit\n"
+    )
+    assert sanitize.read_log(many) == {"errors": 68}
     race = "========= RACECHECK SUMMARY: 2 hazards displayed (2 errors, 0 warnings)\n"
     assert sanitize.read_log(race) == {"errors": 2}
     assert sanitize.read_log("killed")["errors"] is None

@@ -103,7 +103,10 @@ def _survivors(rows: Rows, k: int, shape: plan.Pivot) -> _Survivors:
     strides, units, options = _layout(rows)
     state = torch.empty((n_rows, COUNTERS.value), dtype=torch.int32, device=s.device)
     pivots = torch.empty(n_rows, dtype=torch.float32, device=s.device)
-    found = torch.empty((n_rows, shape.capacity), dtype=torch.int64, device=s.device)
+    chooses = k <= plan.MAX_SORTED
+    # torch's sort reads the room for further survivors, too
+    make = torch.empty if chooses else torch.zeros
+    found = make((n_rows, shape.capacity), dtype=torch.int64, device=s.device)
     given, numbers = (*rows[:4], pivots, state), (*strides, units, k, shape.capacity)
     alone = shape.splits == 1
     launch(
@@ -114,7 +117,6 @@ def _survivors(rows: Rows, k: int, shape: plan.Pivot) -> _Survivors:
         pass_kernel, (n_rows, shape.splits, 1), (*given, found), (*numbers, shape.tiles),
         (*options[:-1], alone, shape.tile, shape.tile_stages), num_warps=shape.tile_warps,
     )  # fmt: skip
-    chooses = k <= plan.MAX_SORTED
     out = torch.empty((n_rows, k), dtype=torch.int64, device=s.device) if chooses else found
     launch(
         choose_kernel, (n_rows, 1, 1), (*given, found, out), (*numbers, out.stride(0), n_cols.bit_length()),
