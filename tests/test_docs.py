@@ -47,6 +47,13 @@ def test_all_pages_are_read_in_an_afternoon() -> None:
     assert sum(len(path.read_text().split()) for path in counted) <= 28_000
 
 
+def test_links_lead_somewhere() -> None:
+    rooms = ("docs", "src", "research", "examples", "benchmarks")
+    for page in (*ROOT.glob("*.md"), *(p for room in rooms for p in (ROOT / room).rglob("*.md"))):
+        for link in re.findall(r"\]\(([^)#:]*[^)#:.])(?:#[^)]*)?\)", page.read_text()):
+            assert (page.parent / link).exists(), f"{page.name}: {link}"
+
+
 def test_each_line_of_the_compatibility_table_is_a_test() -> None:
     rows = [line for line in (DOCS / "compatibility.md").read_text().splitlines() if line.startswith("| ")][1:]
     assert len(rows) > 20
