@@ -28,6 +28,8 @@ from .runs import Runs, part_runs, whole_runs, window_runs
 
 # tensors among the arguments, of which MASK may be None; how many of the saved ones `backward_tokens` takes
 TENSORS, MASK, TOKENS = 13, 4, 18
+# where `forward` keeps keys and values of the chosen, as multiplied and as attended to
+KV = 16
 
 
 def _runs(
@@ -307,3 +309,13 @@ def routed_attention(plan: Plan, *tensors: Tensor | None, row: Row | None = None
     gradients of the latter two.
     """
     return _apply(plan, row, *tensors)  # type: ignore[no-any-return]
+
+
+def with_keys(
+    plan: Plan, x: Tensor, vector_q: Tensor, vector_kv: Tensor, light_norm: Tensor, mask: Tensor | None,
+    norm_q: Tensor, norm_kv: Tensor, *weights: Tensor,
+) -> tuple[tuple[Tensor, ...], Tensor, Tensor]:  # fmt: skip
+    """Return the same without gradients, and the chosen rotated keys and gated values (batch, k, heads, width)."""
+    public, kept, _ = forward(x, vector_q, vector_kv, light_norm, mask, norm_q, norm_kv, weights, plan)
+    kv, values = kept[KV : KV + 2]
+    return public, kv.view(*values.shape[:2], 2, *values.shape[2:])[:, :, 0], values

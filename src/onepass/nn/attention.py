@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from onepass.core import check
 from onepass.core.eager import plain
 from onepass.fused import attention_op
-from onepass.fused.attention import routed_attention
+from onepass.fused.attention import routed_attention, with_keys
 from onepass.fused.norms import fits_one_program
 from onepass.fused.plans import AttentionPlan
 from onepass.ops.routing.op import gather, scatter_add
@@ -76,15 +76,14 @@ class HeavyAttention(nn.Module):
             heads = kv.unflatten(-1, (2, self.heads, self.dim_head))
             y = cache.attend(q.unflatten(-1, (self.heads, self.dim_head)), heads, routing.kv)
         else:
-            if cache is not None:
-                cache.fill(kv.unflatten(-1, (2, self.heads, self.dim_head)), routing.kv)
-            y = self.attend(q, kv, routing, last, turned=turned, mask=mask)
+            y = self.attend(q, kv, routing, last, turned=turned, mask=mask, cache=cache)
         y = self.out(y.flatten(2))
         return y - null.to(y.dtype)  # type: ignore[no-any-return]
 
     def attend(
-        self, q: Tensor, kv: Tensor, routing: AttentionRouting, last: Tensor, *, turned: bool, mask: Tensor | None
-    ) -> Tensor:
+        self, q: Tensor, kv: Tensor, routing: AttentionRouting, last: Tensor, *, turned: bool, mask: Tensor | None,
+        cache: HeavyCache | None = None,
+    ) -> Tensor:  # fmt: skip
         """Return (batch, k_q, heads, dim_head) for projected queries, and keys and values (batch, k_kv, …)."""
         q = q.view(*q.shape[:2], self.heads, self.dim_head)
         k, v = kv.view(*kv.shape[:2], 2, self.heads, self.dim_head).unbind(2)
@@ -94,6 +93,8 @@ class HeavyAttention(nn.Module):
         # gates scale the values, not the logits: flash attention needs no bias, and a token with gate 0 contributes
         # nothing
         v = v * routing.kv.gates.to(v.dtype)[..., None, None]
+        if cache is not None:
+            cache.fill(k, v)
         return span_attention(q, k, v, torch.zeros_like(last), last, mask=mask)
 
 
@@ -188,12 +189,10 @@ class RoutedAttention(nn.Module):
         if cache is not None and x.shape[1] == 1:
             y, routing = self._step(x, cache)
         elif dtype is not None:
-            y, routing = self._fused(x, mask, dtype)
+            y, routing = self._fused(x, mask, dtype, cache=cache)
             if cache is not None:
                 cache.fill(self, x, routing)
                 cache.light.fill(self.light, x)
-                kv = self.heavy.kv(self.heavy.norm_kv(gather(x, routing.kv.indices)))
-                cache.heavy.fill(kv.unflatten(-1, (2, self.heavy.heads, self.heavy.dim_head)), routing.kv)
         elif (axis := sequence_axis(x)) is not None and x.numel() and cache is None:
             door = Door(self, x, axis, mask)
             y, found = door.fused(self, door.tokens)
@@ -257,8 +256,9 @@ class RoutedAttention(nn.Module):
         return AttentionRouting(q, choose_per_block(self.router_kv, x, self.quota(n), self.window, mask))
 
     def _fused(
-        self, x: Tensor, mask: Tensor | None, dtype: torch.dtype, residual: bool = False, door: Door | None = None
-    ) -> tuple[Tensor, AttentionRouting]:
+        self, x: Tensor, mask: Tensor | None, dtype: torch.dtype, residual: bool = False, door: Door | None = None,
+        cache: AttentionCache | None = None,
+    ) -> tuple[Tensor, AttentionRouting]:  # fmt: skip
         """Return the same (x + y with `residual`) by one autograd node, or one operator through the dispatcher."""
         light, heavy, q, kv = self.light, self.heavy, self.router_q, self.router_kv
         n = x.shape[1] if door is None else door.n
@@ -278,6 +278,9 @@ class RoutedAttention(nn.Module):
             vectors = (router.directions(door.weight(router.weight)) for router in (q, kv))
             norm, *rest = map(door.weight, weights)
             y, *choice = routed_attention(plan, x, *vectors, norm, mask, *rest, row=door.row())
+        elif cache is not None:
+            (y, *choice), *chosen = with_keys(plan, x, q.directions(), kv.directions(), weights[0], mask, *weights[1:])
+            cache.heavy.fill(*chosen)
         else:
             run = routed_attention if plain(x, mask) else attention_op.routed_attention
             y, *choice = run(plan, x, q.directions(), kv.directions(), weights[0], mask, *weights[1:])

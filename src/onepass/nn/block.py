@@ -127,6 +127,7 @@ class RoutedBlock(nn.Module):
         x, feed_forward = self._added(self.feed_forward, x, mask)
         return (x, BlockRouting(attention, feed_forward)) if return_routing else x
 
+    @torch.no_grad()
     def _cached(
         self, x: Tensor, mask: Tensor | None, return_routing: bool, cache: BlockCache
     ) -> Tensor | tuple[Tensor, BlockRouting]:
@@ -189,7 +190,6 @@ class RoutedBlock(nn.Module):
         router: Any = self.feed_forward.router
         return BlockCache(attention, ChoiceCache(router, float(self.feed_forward.k), clock), owns_clock)
 
-    @torch.no_grad()
     def step(self, x: Tensor, cache: BlockCache) -> Tensor:
         """Return the outputs (batch, dim) of one more token (batch, dim) of each sequence, and update the cache.
 
@@ -212,7 +212,6 @@ class RoutedBlock(nn.Module):
         call: Any = self
         return call(x[:, None], cache=cache)[:, 0]  # type: ignore[no-any-return]
 
-    @torch.no_grad()
     def prefill(self, x: Tensor, cache: BlockCache, mask: Tensor | None = None) -> Tensor:
         """Return the outputs of tokens (batch, n, dim) by the full forward, and make a new cache that of their steps.
 

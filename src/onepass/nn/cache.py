@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from onepass.ops.causal_choice.reference import fraction, ranked
 from onepass.ops.routing.op import gather
-from onepass.ops.span_attention.op_rotary import rotary
+from onepass.ops.span_attention.op_rotary import BASE, apply_rotary, rotary
 
 from .router import RouterOutput, asked
 
@@ -35,6 +35,7 @@ class Clock(nn.Module):
         counts: the same numbers on the host.
         lengths: ``(batch,)`` int64: of the prompt that is being read; None in a step.
         choices: routers and choices of that prompt, by the caches that keep them.
+        kept: buffers, and what each will hold of that prompt.
         periods: the blocks and windows of the layers; see `turns`.
         forced: what `turns` returns; None: what the counts say.
     """
@@ -49,6 +50,7 @@ class Clock(nn.Module):
         self.register_buffer("position", torch.zeros(batch, dtype=torch.int64, device=device))
         self.lengths: Any = None
         self.choices: dict[ChoiceCache, tuple[Any, RouterOutput]] = {}
+        self.kept: list[tuple[Tensor, Tensor]] = []
         self.last: dict[int, Tensor] = {}
 
     def turns(self, period: int) -> bool:
@@ -77,8 +79,7 @@ class Clock(nn.Module):
         if n > 1 and any(self.counts):
             raise ValueError(f"decoding: a prompt needs a new cache, got one of {max(self.counts)} tokens")
         self.check_room(n)
-        self.choices.clear()
-        self.last.clear()
+        self.choices, self.kept, self.last = {}, [], {}
         self.lengths = torch.full_like(self.position, n)
         if mask is not None:
             self.lengths = mask.sum(-1)
@@ -88,8 +89,12 @@ class Clock(nn.Module):
             self.lengths = None
 
     def end(self) -> None:
-        """Count the tokens that were read, and keep the choices of a prompt."""
-        _keep(self)
+        """Count the tokens that were read, and fill the buffers that wait for the end of a prompt."""
+        if self.lengths is not None:
+            _choices(self)
+            buffers, new = zip(*self.kept, strict=True)
+            torch._foreach_copy_(list(buffers), list(new))
+            self.choices, self.kept, self.last = {}, [], {}
         read = [1] * len(self.counts) if self.lengths is None else self.lengths.tolist()
         self.counts = [c + n for c, n in zip(self.counts, read, strict=True)]
         self.position += 1 if self.lengths is None else self.lengths
@@ -183,7 +188,7 @@ class ChoiceCache(_Cache):
         self.clock.choices[self] = router, output
 
 
-def _keep(clock: Clock) -> None:
+def _choices(clock: Clock) -> None:
     """Keep the choices of a prompt: those of all routers that count alike by the same few operations."""
     alike: dict[Any, list[tuple[ChoiceCache, RouterOutput]]] = defaultdict(list)
     for cache, (router, output) in clock.choices.items():
@@ -195,9 +200,8 @@ def _keep(clock: Clock) -> None:
         before = start[:, None] - 1 - torch.arange(memory, device=scores.device)
         # in the first block each step computes its own threshold
         new = _at(scores, clock.last_in(memory)), ranked(_at(scores, before), share), taken
-        for name, kept in zip(("scores", "threshold", "taken"), new, strict=True):
-            torch._foreach_copy_([getattr(cache, name) for cache, _ in group], list(kept))
-    clock.choices.clear()
+        for name, rows in zip(("scores", "threshold", "taken"), new, strict=True):
+            torch._foreach_copy_([getattr(cache, name) for cache, _ in group], list(rows))
 
 
 def _at(scores: Tensor, tokens: Tensor) -> Tensor:
@@ -237,8 +241,8 @@ class LocalCache(_Cache):
         """Keep keys and values of the last tokens of a prompt."""
         at = self.clock.last_in(self.keys.shape[1])
         _, k, v = layer.qkv(layer.norm(gather(x, at))).unflatten(-1, (3, layer.heads, layer.dim_head)).unbind(2)
-        self.keys.copy_(rotary(k, at))
-        self.values.copy_(v)
+        apply_rotary(k, at, BASE, False, self.keys)
+        self.clock.kept.append((self.values, v))
 
 
 class HeavyCache(_Cache):
@@ -285,20 +289,15 @@ class HeavyCache(_Cache):
         window = (i // self.window - 1).clamp_min(0)[:, None]
         to = (window * self.quota + torch.arange(self.quota, device=i.device)) % self.keys.shape[1]
         rows = torch.arange(len(i), device=i.device)[:, None]
-        for room, new in zip((self.keys, self.values), _turned(kv, chosen), strict=True):
+        keys, values = rotary(kv[:, :, 0], chosen.indices), kv[:, :, 1] * chosen.gates.to(kv.dtype)[..., None, None]
+        for room, new in ((self.keys, keys), (self.values, values)):
             old = room[rows, to]
             room.index_put_((rows, to), torch.where(due[..., None, None], new.to(room.dtype), old))
 
-    def fill(self, kv: Tensor, chosen: RouterOutput) -> None:
-        """Keep what the windows of a prompt gave, (batch, m, 2, heads, dim_head), of the `chosen` tokens (batch, m)."""
-        n = min(self.keys.shape[1], kv.shape[1])
-        for room, new in zip((self.keys, self.values), _turned(kv, chosen), strict=True):
-            room[:, :n] = new[:, :n]
-
-
-def _turned(kv: Tensor, chosen: RouterOutput) -> tuple[Tensor, Tensor]:
-    """Return rotated keys and gated values."""
-    return rotary(kv[:, :, 0], chosen.indices), kv[:, :, 1] * chosen.gates.to(kv.dtype)[..., None, None]
+    def fill(self, keys: Tensor, values: Tensor) -> None:
+        """Keep the rotated keys and gated values (batch, m, heads, dim_head) that the windows of a prompt gave."""
+        n = min(self.keys.shape[1], keys.shape[1])
+        torch._foreach_copy_([self.keys[:, :n], self.values[:, :n]], [keys[:, :n], values[:, :n]])
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
@@ -349,7 +348,7 @@ class AttentionCache(_Cache):
     def fill(self, layer: Any, x: Tensor, routing: Any) -> None:
         """Keep the tokens of a prompt (batch, n, dim) and the choice of queries; the parts keep theirs."""
         self.queries.fill(layer.router_q, routing.q)
-        self.tokens.copy_(gather(x, self.clock.last_in(layer.window)))
+        self.clock.kept.append((self.tokens, gather(x, self.clock.last_in(layer.window))))
 
     def keep(self, x: Tensor) -> None:
         """Keep one more token (batch, 1, dim)."""

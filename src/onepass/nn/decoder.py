@@ -125,7 +125,6 @@ class Decoder:
         if n > room:
             raise ValueError(f"Decoder: the caches hold max_tokens = {room} tokens, got a prompt of {n}")
         self._clear()
-        self._check_captured()
         device = self.tokens.device
         last = torch.tensor([n] * batch if lengths is None else list(lengths), device=device)
         # padding of one column keeps a prompt of one token apart from a step

@@ -47,7 +47,7 @@ def _describe(value: Any) -> Any:
     return value
 
 
-_SIMPLE = (bool, int, float, str, torch.dtype, type(None))
+_SIMPLE = {bool, int, float, str, torch.dtype, type(None)}
 
 
 def _settings(module: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -56,14 +56,15 @@ def _settings(module: nn.Module) -> Iterator[tuple[str, Any]]:
     These are numbers, flags, classes, hooks and own forwards of all modules, and addresses of parameters and buffers.
     """
     for name, m in module.named_modules():
-        yield f"{name}.__class__".lstrip("."), type(m)
-        for key, value in m.__dict__.items():
+        begin, own = f"{name}." if name else "", m.__dict__
+        yield f"{begin}__class__", type(m)
+        for key, value in own.items():
             if type(value) in _SIMPLE or key == "forward":
-                yield f"{name}.{key}".lstrip("."), value
+                yield begin + key, value
             elif value and key.endswith("_hooks"):
-                yield f"{name}.{key}".lstrip("."), list(value)
-    for name, t in (*module.named_parameters(), *module.named_buffers()):
-        yield name, (t.data_ptr(), t.requires_grad)
+                yield begin + key, list(value)
+        for key, t in (*own["_parameters"].items(), *own["_buffers"].items()):
+            yield begin + key, None if t is None else (t.data_ptr(), t.requires_grad)
 
 
 def settings(module: nn.Module, device: torch.device) -> dict[str, Any]:
