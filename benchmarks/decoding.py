@@ -1,6 +1,7 @@
 """One token after a long text: milliseconds, kernels and bytes of causal routed blocks, beside dense ones.
 
-    python -m benchmarks.decoding --json benchmarks/results/h100/raw/decoding.json      on a GPU: 8 k and 64 k tokens
+    python -m benchmarks.decoding --json benchmarks/results/h100/raw/decoding.json      on a GPU: 2 k to 64 k tokens
+    python -m benchmarks.decoding --prefill                                  prompts alone, beside the forward alone
     python -m benchmarks.decoding --device cpu --tokens 1024 --dim 128               a size that a CPU takes
 
 Both models have the same width, heads, embedding, head and number of blocks, take the likeliest token, and on a GPU run
@@ -8,6 +9,7 @@ one CUDA graph per token. The dense one runs a 4× feed-forward and attends to e
 of torch's attentions, in a cache of random numbers: a graph for one length, of no use for the next. The routed one
 has k = 1/16, k_kv = 1/8 and windows of 256, reads a prompt of random tokens, and writes on with growing lengths; first
 tokens of windows are among those timed. The floor is the bytes that have to be read over the bandwidth of a copy.
+Prompts are timed one by one, of one length again and again, and "new" of lengths that were not seen before.
 """
 
 # ruff: noqa: T201
@@ -123,6 +125,21 @@ def milliseconds(step: Callable[[], object], device: torch.device, steps: int) -
     return 1e3 * (time.perf_counter() - began) / steps
 
 
+def prompts(runs: dict[str, Callable[[Tensor], object]], prompt: Tensor) -> dict[str, float]:
+    """Return the median time of each run by a prompt, in ms, and that by prompts of lengths not seen before."""
+    times: dict[str, list[float]] = {f"{of}{name} ms": [] for of in ("", "new ") for name in runs}
+    # kernels are compiled in the first turn, replays begin in the third
+    for turn in range(3 + 2 * TURNS):
+        for i, (name, run) in enumerate(runs.items()):
+            for of, tokens in (("", prompt), ("new ", prompt[:, 1 + turn * len(runs) + i :].contiguous())):
+                _wait(prompt.device)
+                began = time.perf_counter()
+                run(tokens)
+                _wait(prompt.device)
+                times[f"{of}{name} ms"].append(1e3 * (time.perf_counter() - began))
+    return {name: round(sorted(t[3:])[TURNS], 2) for name, t in times.items()}
+
+
 def _wait(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize()
@@ -150,33 +167,44 @@ def floor_bytes(model: nn.ModuleList, batch: int, tokens: int) -> int:
     return int(total + len(model) * batch * width * (1.5 * WINDOW + K * 2 * K * tokens))  # type: ignore[operator]
 
 
-def measure(args: argparse.Namespace, tokens: int, batch: int, bandwidth: float) -> dict[str, Any]:
-    """Return what both models keep of a sequence, and what a step takes."""
+def models(args: argparse.Namespace) -> tuple[Ends, nn.ModuleList, nn.ModuleList]:
+    """Return embedding and head, routed blocks, and dense ones."""
     torch.manual_seed(0)
-    device, dim, heads = torch.device(args.device), args.dim, args.dim // 64
-    dtype = torch.bfloat16 if args.device == "cuda" else torch.float32
-    ends = Ends(dim).to(device, dtype)
-    blocks = nn.ModuleList(
-        RoutedBlock(dim, K, heads=heads, dim_head=64, window=WINDOW, causal=True) for _ in range(args.blocks)
-    )
-    blocks = blocks.to(device, dtype).eval()
+    dim, heads = args.dim, args.dim // 64
+    with torch.device(args.device):
+        made = [
+            Ends(dim),
+            nn.ModuleList(RoutedBlock(dim, K, heads=heads, window=WINDOW, causal=True) for _ in range(args.blocks)),
+            nn.ModuleList(DenseBlock(dim, heads) for _ in range(args.blocks)),
+        ]
+    ends, blocks, rival = (m.to(torch.bfloat16 if args.device == "cuda" else torch.float32).eval() for m in made)
+    return ends, blocks, rival  # type: ignore[return-value]
+
+
+def measure(
+    args: argparse.Namespace, of: tuple[Ends, nn.ModuleList, nn.ModuleList], tokens: int, batch: int, bandwidth: float
+) -> dict[str, Any]:  # fmt: skip
+    """Return what both models keep of a sequence, and what prompts and steps take."""
+    ends, blocks, rival = of
+    device, dtype = ends.head.weight.device, ends.head.weight.dtype
     decoder = Decoder(
         blocks, ends.embedding, ends.head, batch=batch, max_tokens=tokens + STEPS * (TURNS + 1) + 8, temperature=0
     )  # fmt: skip
     prompt = torch.randint(VOCABULARY, (batch, tokens), device=device)
 
-    def forward() -> None:
+    def forward(prompt: Tensor) -> None:
         x = ends.embedding(prompt)
         for block in blocks:
             x = block(x)
         ends.head(x[:, -1:])
 
     record: dict[str, Any] = {
-        "tokens": tokens, "dim": dim, "heads": heads, "blocks": args.blocks, "batch": batch, "dtype": str(dtype)[6:],
-        "forward ms": round(milliseconds(forward, device, 2), 2),
-        "prefill ms": round(milliseconds(lambda: decoder.prefill(prompt), device, 2), 2),
+        "tokens": tokens, "dim": args.dim, "heads": args.dim // 64, "blocks": args.blocks, "batch": batch,
+        "dtype": str(dtype)[6:], **prompts({"forward": forward, "prefill": decoder.prefill}, prompt),
     }  # fmt: skip
-    rival = nn.ModuleList(DenseBlock(dim, heads) for _ in range(args.blocks)).to(device, dtype).eval()
+    if args.prefill:
+        return record
+    decoder.prefill(prompt)
     dense_step, attention, dense_bytes = dense(rival, ends, batch, tokens)
     steps: dict[str, Callable[[], object]] = {"routed": decoder._advance, "dense": dense_step}
     times: dict[str, list[float]] = {name: [] for name in steps}
@@ -221,35 +249,38 @@ def writing(device: str) -> float:
 
 
 @torch.no_grad()
-def main() -> int:
+def main(argv: list[str] | None = None) -> int:
     """Measure every length and batch."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
-    parser.add_argument("--tokens", type=int, nargs="+", default=[8192, 65536], help="lengths of the prompt")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[2048, 8192, 32768, 65536], help="of the prompt")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8], help="sequences")
     parser.add_argument("--dim", type=int, default=1024)
     parser.add_argument("--blocks", type=int, default=4)
     parser.add_argument("--json", type=Path, help="write the records")
-    args = parser.parse_args()
+    parser.add_argument("--prefill", action="store_true", help="measure prompts alone")
+    args = parser.parse_args(argv)
     about: dict[str, Any] = {
         "device": device_name(torch.device(args.device)), "threads": torch.get_num_threads(), "versions": versions(),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"), "steps": STEPS, "turns": TURNS,
     }  # fmt: skip
     bandwidth = 0.0
-    if args.device == "cuda":
+    if args.device == "cuda" and not args.prefill:
         source = torch.randn(2**28, device="cuda")
         into = torch.empty_like(source)
         bandwidth = 2e3 * source.nbytes / milliseconds(lambda: into.copy_(source), source.device, 10)
         del source, into
         about |= {"copy TB/s": round(bandwidth / 1e12, 3), "kernels a block": kernels_of_a_block(args.dim)}
         print(about)
-    records = []
+    records, of = [], models(args)
     for tokens in args.tokens:
         for batch in args.batch:
-            records.append(measure(args, tokens, batch, bandwidth))
+            records.append(measure(args, of, tokens, batch, bandwidth))
             print(records[-1], flush=True)
             if args.json:
                 files.write(args.json, json.dumps({**about, "records": records}, indent=1) + "\n")
+    if args.prefill:
+        return 0
     about["bytes a second"] = {device: writing(device) for device in dict.fromkeys((args.device, "cpu"))}
     print(about["bytes a second"])
     if args.json:

@@ -24,8 +24,8 @@ MOST_LINES = {
     "src/onepass/compat": 1300,
     "src/onepass/doctor": 500,
     "src/onepass/train": 3610,
-    "tests": 25960,
-    "benchmarks": 5509,
+    "tests": 25995,
+    "benchmarks": 5533,
     "research": 2400,
     "examples": 870,
 }
