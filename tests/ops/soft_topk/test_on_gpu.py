@@ -9,7 +9,6 @@ import torch
 
 import onepass
 from onepass.ops.soft_topk.torch_gates import KINDS
-from ops.soft_topk.distributions import NAMES, draw
 
 pytestmark = pytest.mark.gpu
 
@@ -20,19 +19,6 @@ DESCENTS: list[dict[str, Any]] = [
     {"n_iters": 50, "eps": 0.1},
     {"n_iters": 20, "eps": 0.03, "eps_init": 4.0, "eps_decay": 0.7},
 ]
-
-
-@pytest.mark.parametrize("name", NAMES)
-@ALL_KINDS
-def test_rows_sum_to_k(name: str, kind: str) -> None:
-    for n in (40, 1000, 8192, 40000):
-        s = draw(name, 5, n, seed=n).float().cuda()
-        for eps in (1.0, 0.1, 0.03):
-            for share in (0.002, 0.125, 0.7):
-                k = max(share * n, 0.5) + 0.3
-                y = onepass.soft_topk(s, k, eps=eps, kind=kind)
-                error = (y.double().sum(-1) - k).abs().max().item() / k
-                assert error <= 1e-6, f"n = {n}, k = {k}, eps = {eps}: {error:.1e}"
 
 
 @pytest.mark.parametrize("n", WIDTHS)
@@ -98,7 +84,10 @@ def test_the_host_never_waits(n: int) -> None:
         for kind in KINDS:
             torch.autograd.grad(onepass.soft_topk(s, k, eps=eps, mask=mask, kind=kind), (s, k), gy)
         torch.autograd.grad(onepass.coor_descent(s, n_iters=6, k=k, mask=mask), (s, k), gy)
-        torch.autograd.grad(onepass.topk(s, 20, eps=eps, mask=mask).gates.sum(), s)
+        # chosen in one launch, and sorted by torch
+        for n_chosen in (20, min(n, n // 2 + 2500)):
+            top = onepass.topk(s, n_chosen, eps=eps, mask=mask)
+            torch.autograd.grad(top.gates.sum() + top.values.masked_fill(top.indices < 0, 0).sum(), s)
 
     everything()
     torch.cuda.synchronize()

@@ -44,12 +44,13 @@ def test_saturation_is_a_threshold(s: Tensor, share: float, eps: float) -> None:
         assert (scores[gates == 1] >= threshold.mean() - spread).all()
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("eps", [1.0, 0.1, 0.03])
 @ALL_KINDS
-def test_float32_rows_sum_to_k(eps: float, kind: str) -> None:
+def test_float32_rows_sum_to_k(eps: float, kind: str, device: str) -> None:
     """|Σy - k| ≤ 1e-6·k for every distribution."""
-    for n in SIZES:
-        s = torch.cat([draw(name, ROWS, n, seed=n) for name in NAMES]).float()
+    for n in SIZES if device == "cpu" else (*SIZES, 40000):
+        s = torch.cat([draw(name, ROWS, n, seed=n) for name in NAMES]).float().to(device)
         for share in SHARES:
             k = max(share * n, 0.5) + 0.3
             y = onepass.soft_topk(s, k, eps=eps, kind=kind)
