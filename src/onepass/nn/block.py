@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -257,7 +258,7 @@ def _check_decodes(block: RoutedBlock) -> None:
     if not block.attention.causal:
         raise ValueError("RoutedBlock: decoding needs causal=True; this block's tokens see later ones")
     for name, kind in _CLASSES:
-        module = block.get_submodule(name)
+        module = attrgetter(name)(block) if name else block
         if type(module).forward is not kind.forward or "forward" in module.__dict__:
             what = type(module).__name__ if type(module) is not kind else "one whose forward is overridden"
             raise TypeError(

@@ -34,6 +34,7 @@ class Clock(nn.Module):
         position: ``(batch,)`` int64.
         counts: the same numbers on the host.
         lengths: ``(batch,)`` int64: of the prompt that is being read; None in a step.
+        read: how many tokens of each sequence are being read, on the host.
         choices: routers and choices of that prompt, by the caches that keep them.
         kept: buffers, and what each will hold of that prompt.
         periods: the blocks and windows of the layers; see `turns`.
@@ -49,6 +50,7 @@ class Clock(nn.Module):
         self.forced: bool | None = None
         self.register_buffer("position", torch.zeros(batch, dtype=torch.int64, device=device))
         self.lengths: Any = None
+        self.read: list[int] = []
         self.choices: dict[ChoiceCache, tuple[Any, RouterOutput]] = {}
         self.kept: list[tuple[Tensor, Tensor]] = []
         self.last: dict[int, Tensor] = {}
@@ -80,13 +82,14 @@ class Clock(nn.Module):
             raise ValueError(f"decoding: a prompt needs a new cache, got one of {max(self.counts)} tokens")
         self.check_room(n)
         self.choices, self.kept, self.last = {}, [], {}
-        self.lengths = torch.full_like(self.position, n)
+        lengths = torch.full_like(self.position, n) if mask is None else mask.sum(-1)
         if mask is not None:
-            self.lengths = mask.sum(-1)
-            if not bool((mask == (torch.arange(n, device=x.device) < self.lengths[:, None])).all() & mask[:, 0].all()):
+            first = torch.arange(n, device=x.device) < lengths[:, None]
+            if not bool((mask == first).all() & mask[:, 0].all()):
                 raise ValueError("decoding: a prompt's mask must be True at its first tokens, at least one, then False")
-        if n == 1:
-            self.lengths = None
+        # the host waits before the layers have work, not after
+        self.read = [n] * batch if mask is None else lengths.tolist()
+        self.lengths = None if n == 1 else lengths
 
     def end(self) -> None:
         """Count the tokens that were read, and fill the buffers that wait for the end of a prompt."""
@@ -95,15 +98,14 @@ class Clock(nn.Module):
             buffers, new = zip(*self.kept, strict=True)
             torch._foreach_copy_(list(buffers), list(new))
             self.choices, self.kept, self.last = {}, [], {}
-        read = [1] * len(self.counts) if self.lengths is None else self.lengths.tolist()
-        self.counts = [c + n for c, n in zip(self.counts, read, strict=True)]
+        self.counts = [c + n for c, n in zip(self.counts, self.read, strict=True)]
         self.position += 1 if self.lengths is None else self.lengths
         self.lengths = None
 
     def clear(self) -> None:
         """Forget all tokens."""
         self.position.zero_()
-        self.counts = [0] * len(self.counts)
+        self.counts, self.lengths = [0] * len(self.counts), None
 
     def last_in(self, places: int) -> Tensor:
         """Return (batch, places) the prompt's last token i with i mod places = column; < 0: there is none."""
@@ -133,11 +135,11 @@ class _Cache(nn.Module):
         return sum(b.nbytes for b in self.buffers())
 
 
-def clear(caches: Sequence[BlockCache]) -> None:
-    """Forget all tokens; the clock is cleared by its owner."""
-    buffers = [(name.endswith(("scores", "threshold")), b) for cache in caches for name, b in cache.named_buffers()]
-    torch._foreach_zero_([b for _, b in buffers])
-    torch._foreach_add_([b for lowest, b in buffers if lowest], -math.inf)
+def clear(buffers: Sequence[tuple[str, Tensor]]) -> None:
+    """Forget all tokens in the named buffers of caches."""
+    for dtype in {b.dtype for _, b in buffers}:
+        torch._foreach_zero_([b for _, b in buffers if b.dtype == dtype])
+    torch._foreach_add_([b for name, b in buffers if name.endswith(("scores", "threshold"))], -math.inf)
 
 
 class ChoiceCache(_Cache):

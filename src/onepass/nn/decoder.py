@@ -88,6 +88,7 @@ class Decoder:
         weight = self.blocks[0].attention.light.qkv.weight
         self.clock, device = Clock(batch, max_tokens, weight.device), weight.device
         self.caches: list[BlockCache] = [b.new_cache(batch, max_tokens, clock=self.clock) for b in self.blocks]
+        self.buffers = [buffer for cache in self.caches for buffer in cache.named_buffers()]
         self.tokens = torch.zeros(batch, max_tokens + 1, dtype=torch.int64, device=device)
         self.ended = torch.zeros(batch, dtype=torch.bool, device=device)
         self.failed = torch.zeros((), dtype=torch.bool, device=device)
@@ -264,7 +265,7 @@ class Decoder:
     def _clear(self) -> None:
         if self.repeats and not self.graphs:
             self._capture()
-        clear(self.caches)
+        clear(self.buffers)
         self.clock.clear()
         self.ended.zero_()
         self.failed.zero_()
