@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -17,6 +17,7 @@ from onepass.ops._shared.specs import folders, load
 
 SPECS = [spec for folder in folders() for spec in load(folder).SPECS]
 SEED = 20
+Choice = TypeVar("Choice")
 
 # the interpreter does not emulate bfloat16 faithfully; float64 never reaches a kernel
 CPU_DTYPES = (
@@ -52,6 +53,12 @@ def spec_samples() -> list[Any]:
 def specs() -> list[Any]:
     """One parameter per operator."""
     return [pytest.param(spec, id=spec.name) for spec in SPECS]
+
+
+def in_turn(choices: Sequence[Choice], spec: Spec, name: str) -> Sequence[Choice]:
+    """All of them; under the interpreter, which takes a millisecond a program, one: samples take them in turn."""
+    place = sample_names(SPECS.index(spec)).index(name) % len(choices)
+    return choices[place : place + 1] if INTERPRET else choices
 
 
 def build(spec: Spec, name: str, device: str, dtype: torch.dtype) -> Sample:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+import onepass
 from onepass.compat import colt5_attention as ours
 
 theirs = pytest.importorskip("colt5_attention")
@@ -42,21 +43,12 @@ def test_signatures_are_the_originals() -> None:
 
 
 @pytest.mark.parametrize("options", SCHEDULES, ids=str)
-@pytest.mark.parametrize("masked", [False, True])
-def test_coor_descent_is_the_eager_original(options: dict[str, Any], masked: bool) -> None:
-    s = torch.randn(3, 40, dtype=torch.float64, requires_grad=True)
-    mask = torch.rand(3, 40) > 0.3 if masked else None
-    gy = torch.randn_like(s)
-    expected = their_descent(s, k=5.5, mask=mask, **options)
-    for fn in (ours.coor_descent, lambda *a, **kw: ours.triton_coor_descent(*a, **kw, checkpoint_segments=4)):
-        actual = fn(s, k=5.5, mask=mask, **options)
-        torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
-        torch.testing.assert_close(
-            torch.autograd.grad(actual, s, gy),
-            torch.autograd.grad(expected, s, gy, retain_graph=True),
-            rtol=1e-7,
-            atol=1e-8,
-        )
+def test_coor_descent_passes_all_on(options: dict[str, Any]) -> None:
+    """tests/ops/coor_descent compares with the original."""
+    s, mask = torch.randn(3, 40, dtype=torch.float64), torch.rand(3, 40) > 0.3
+    expected = onepass.coor_descent(s, k=5.5, mask=mask, **options)
+    assert torch.equal(ours.coor_descent(s, k=5.5, mask=mask, **options), expected)
+    assert torch.equal(ours.triton_coor_descent(s, k=5.5, mask=mask, **options, checkpoint_segments=4), expected)
 
 
 def test_topk_agrees_where_the_original_is_right() -> None:

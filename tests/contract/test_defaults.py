@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from harness import DEVICES, build, call, gradients, leaves, replace, spec_samples
+from harness import DEVICES, build, call, gradients, in_turn, leaves, replace, spec_samples
 from onepass.core.launch import INTERPRET
 from onepass.core.spec import Sample, Spec
 
@@ -30,13 +30,14 @@ def _same(actual: list[Tensor | None], expected: list[Tensor | None]) -> None:
         assert torch.equal(a.nan_to_num(7.0), e.nan_to_num(7.0))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+# interpreted bf16 is not a GPU's
+@pytest.mark.parametrize("dtype", [torch.float32] if INTERPRET else [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("spec", "name"), spec_samples())
 def test_defaults(spec: Spec, name: str, device: str, dtype: torch.dtype) -> None:
     sample = build(spec, name, device, dtype)
     expected = _everything(spec, sample)
-    for default in (torch.bfloat16, torch.float64):
+    for default in in_turn((torch.bfloat16, torch.float64), spec, name):
         torch.set_default_dtype(default)
         try:
             found = _everything(spec, sample)

@@ -44,6 +44,7 @@ def _kinks(s: Tensor, k: Tensor | float, options: dict[str, Any], mask: Tensor |
     return nearest
 
 
+@pytest.mark.skipif(INTERPRET, reason="float64 never reaches a kernel")
 @pytest.mark.parametrize("shift", [0.0, -3.0, 2.0])
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("per_row", [False, True])

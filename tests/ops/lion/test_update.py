@@ -107,6 +107,7 @@ def test_together_is_one_at_a_time_bit_for_bit(compiled: bool) -> None:
         assert torch.equal(momenta[i], together[1][i])
 
 
+@pytest.mark.skipif(INTERPRET, reason="the torch path")
 @pytest.mark.parametrize("path", ["tiles", "small", "foreach", "compiled"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_special_gradients(path: str, dtype: torch.dtype) -> None:

@@ -143,24 +143,28 @@ def check_isolation_from_their_number(p: Problem) -> None:
         assert torch.equal(alone[0], y[i])
 
 
+@pytest.mark.skipif(INTERPRET, reason="float64 never reaches a kernel")
 @settings(max_examples=60)
 @given(problems)
 def test_sum(p: Problem) -> None:
     check_sum(p, 1e-9)
 
 
+@pytest.mark.skipif(INTERPRET, reason="float64 never reaches a kernel")
 @settings(max_examples=40)
 @given(problems)
 def test_shift_scale_permutation(p: Problem) -> None:
     check_shift_scale_permutation(p, 1e-8)
 
 
+@pytest.mark.skipif(INTERPRET, reason="float64 never reaches a kernel")
 @settings(max_examples=60)
 @given(problems)
 def test_gradients(p: Problem) -> None:
     check_gradients(p, 1e-6)
 
 
+@pytest.mark.skipif(INTERPRET, reason="float64 never reaches a kernel")
 @settings(max_examples=60)
 @given(problems)
 def test_threshold(p: Problem) -> None:

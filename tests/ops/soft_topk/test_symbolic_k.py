@@ -10,7 +10,9 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 
 import onepass
+from onepass.core.launch import INTERPRET
 
+pytestmark = pytest.mark.skipif(INTERPRET, reason="compiled code calls the registered op")
 CALLS: dict[str, Callable[[Tensor], Tensor]] = {
     "soft_topk of a float": lambda x: onepass.soft_topk(x, x.shape[-1] / 4),
     "soft_topk of an int": lambda x: onepass.soft_topk(x, x.shape[-1] // 4),
