@@ -67,8 +67,9 @@ def wide_forward_kernel(
             x = add_residual(x, r_ptr, s_ptr, cols, cols < N_COLS, MASKED)
             store(s_ptr, cols, x, cols < N_COLS, MASKED)
         if STABLE:
-            largest = tl.maximum(largest, tl.where(cols < N_COLS, x, float("-inf")))
-            smallest = tl.minimum(smallest, tl.where(cols < N_COLS, x, float("inf")))
+            # by comparison: Triton 3.8 crashes while it compiles tl.maximum beside tl.minimum here
+            largest = tl.where((cols < N_COLS) & (x > largest), x, largest)
+            smallest = tl.where((cols < N_COLS) & (x < smallest), x, smallest)
             x *= per_unit
         if HAS_MEAN:
             x -= shift
