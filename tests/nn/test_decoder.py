@@ -155,7 +155,7 @@ def test_a_state_is_saved_and_continued() -> None:
 class _Operations(TorchDispatchMode):
     """Counts what reaches the dispatcher, views left out; what `apart` wraps counts as one operation."""
 
-    count, inside = 0, 0
+    count, inside = 0, False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.count += not (func.is_view or func is torch.ops.aten._unsafe_view.default or self.inside)
@@ -163,11 +163,10 @@ class _Operations(TorchDispatchMode):
 
     def apart(self, function: Any) -> Any:
         def run(*args: Any) -> Any:
-            self.count, self.inside = self.count + 1, self.inside + 1
-            try:
-                return function(*args)
-            finally:
-                self.inside -= 1
+            self.count, self.inside = self.count + 1, True
+            out = function(*args)
+            self.inside = False
+            return out
 
         return run
 

@@ -311,11 +311,9 @@ def routed_attention(plan: Plan, *tensors: Tensor | None, row: Row | None = None
     return _apply(plan, row, *tensors)  # type: ignore[no-any-return]
 
 
-def with_keys(
-    plan: Plan, x: Tensor, vector_q: Tensor, vector_kv: Tensor, light_norm: Tensor, mask: Tensor | None,
-    norm_q: Tensor, norm_kv: Tensor, *weights: Tensor,
-) -> tuple[tuple[Tensor, ...], Tensor, Tensor]:  # fmt: skip
+def with_keys(plan: Plan, *tensors: Any) -> tuple[tuple[Tensor, ...], Tensor, Tensor]:
     """Return the same without gradients, and the chosen rotated keys and gated values (batch, k, heads, width)."""
+    x, vector_q, vector_kv, light_norm, mask, norm_q, norm_kv, *weights = tensors
     public, kept, _ = forward(x, vector_q, vector_kv, light_norm, mask, norm_q, norm_kv, weights, plan)
     kv, values = kept[KV : KV + 2]
     return public, kv.view(*values.shape[:2], 2, *values.shape[2:])[:, :, 0], values

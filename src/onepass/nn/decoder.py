@@ -128,7 +128,7 @@ class Decoder:
         self._clear()
         device = self.tokens.device
         last = torch.tensor([n] * batch if lengths is None else list(lengths), device=device)
-        # padding of one column keeps a prompt of one token apart from a step
+        # a prompt of one token is a step
         mask = None if lengths is None or n == 1 else torch.arange(n, device=device) < last[:, None]
         x = self.embed(prompt)
         self.clock.begin(x, mask)
