@@ -55,10 +55,9 @@ def specs() -> list[Any]:
     return [pytest.param(spec, id=spec.name) for spec in SPECS]
 
 
-def in_turn(choices: Sequence[Choice], spec: Spec, name: str) -> Sequence[Choice]:
-    """All of them; under the interpreter, which takes a millisecond a program, one: samples take them in turn."""
-    place = sample_names(SPECS.index(spec)).index(name) % len(choices)
-    return choices[place : place + 1] if INTERPRET else choices
+def in_turn(choices: Sequence[Choice], spec: Spec, name: str) -> Choice:
+    """One of them: an operator's samples take them in turn."""
+    return choices[sample_names(SPECS.index(spec)).index(name) % len(choices)]
 
 
 def build(spec: Spec, name: str, device: str, dtype: torch.dtype) -> Sample:

@@ -1,4 +1,4 @@
-"""What the tests of topk share: a stable sort, and launch shapes by which small rows take the ways of large ones."""
+"""What the tests of topk share: scores, a stable sort, launch shapes that send small rows the ways of large ones."""
 
 from __future__ import annotations
 
@@ -47,3 +47,55 @@ def same(a: Tensor, b: Tensor) -> bool:
     """Equal bits but for NaN, which are alike; the sign of a zero counts."""
     nan = a.isnan()
     return a.dtype == b.dtype and bool((((a == b) & (a.signbit() == b.signbit())) | (nan & b.isnan())).all())
+
+
+KINDS = (
+    "normal", "a third equal", "level within", "all equal", "zeros of both signs", "far apart", "special", "NaN",
+    "in one place", "one group", "no sample sees them", "few", "lowest",
+)  # fmt: skip
+
+
+def sampled(n: int, groups: int, group: int) -> Tensor:
+    """The columns of the sample of a whole row, as `pivot_kernel` takes it."""
+    n_groups = -(-n // group)
+    at = torch.arange(groups)
+    if n_groups > groups:
+        scattered = ((at * 2654435769) & 0xFFFFFFFF) * (n_groups // groups) >> 32
+        at = at * n_groups // groups + scattered
+    columns = (at[:, None] * group + torch.arange(group)).flatten()
+    return columns[columns < n]
+
+
+def rows_of(kind: str, rows: int, n: int, generator: torch.Generator, k: int = 1) -> Tensor:
+    """Scores (rows, n) in fp32; k: how many will be chosen."""
+    s, chance = torch.randn(rows, n, generator=generator), torch.rand(rows, n, generator=generator)
+    if kind == "a third equal":
+        return s.clamp(max=0.43)
+    if kind == "level within":
+        return torch.where(chance < 1 / 3, 0.5, s)
+    if kind == "all equal":
+        return torch.full_like(s, -0.0)
+    if kind == "zeros of both signs":
+        return torch.where(chance < 0.5, 0.0, -0.0)
+    if kind == "far apart":
+        return s.pow(9) * 1e20
+    if kind == "NaN":
+        return torch.where(chance < 0.1, math.nan, torch.where(chance < 0.15, -math.nan, s))
+    if kind == "one group":
+        # a bound from groups is far too low
+        return torch.where(torch.arange(n) % max(1, n // 8) == 0, 9 + chance, s)
+    if kind == "few":
+        # of each row another share is there
+        return torch.where(chance < torch.linspace(0, 0.5, rows)[:, None], s, -math.inf)
+    if kind == "lowest":
+        # in fp16 it is infinite
+        return torch.where(chance < 0.5, torch.finfo(torch.bfloat16).min, -math.inf)
+    if kind == "special":
+        s[:, ::3], s[::3, 1::3], s[1::3, 1::3], s[2::3] = math.inf, math.nan, -math.inf, -math.inf
+    elif kind == "in one place":
+        s[:, n // 3 : n // 3 + k + 2] += 9
+    elif kind == "no sample sees them" and n:
+        shape = plan.of_selection(3, n, max(1, min(k, n)), 4, 4)
+        if isinstance(shape, plan.Pivot):
+            s[:, sampled(n, shape.groups, shape.group)] -= 20
+    return s

@@ -12,7 +12,7 @@ from torch import Tensor
 from onepass.core.launch import INTERPRET
 from onepass.ops.causal_choice import op, torch_path
 from onepass.ops.causal_choice.op import causal_choice
-from onepass.ops.causal_choice.reference import arrivals, per_token, reference, running_threshold
+from onepass.ops.causal_choice.reference import reference
 
 EPS = 0.3
 
@@ -28,63 +28,18 @@ def _mask(*shape: int) -> Tensor:
     return mask
 
 
-def _threshold(scores: Tensor, k: int, block: int, memory: int, mask: Tensor) -> Tensor:
-    """Token by token, from lists."""
-    out = torch.empty_like(scores)
-    for b, row in enumerate(scores.tolist()):
-        for i in range(len(row)):
-            start = i // block * block
-            past = range(max(0, start - memory), start) if start else range(i)
-            known = sorted((row[j] for j in past if mask[b, j]), reverse=True)
-            rank = len(known) * k // len(row)
-            out[b, i] = known[rank] if rank < len(known) else -math.inf
-    return out
-
-
 @pytest.mark.skipif(INTERPRET, reason="no kernel runs")
-@pytest.mark.parametrize(
-    ("n", "block", "memory"), [(64, 8, 16), (61, 8, 64), (5, 8, 8), (40, 1, 7), (8, 8, 8), (1, 4, 4)]
-)
-@pytest.mark.parametrize("k", [1, 5, 16, 64])
-@pytest.mark.parametrize("masked", [False, True])
-def test_threshold_is_the_rank_in_the_past(n: int, block: int, memory: int, k: int, masked: bool) -> None:
-    k = min(k, n)
-    scores = _scores(3, n)
-    mask = _mask(3, n) if masked else torch.ones(3, n).bool()
-    actual = per_token(running_threshold(scores, (k, n), block, memory, mask if masked else None), n, block)
-    assert torch.equal(actual, _threshold(scores, k, block, memory, mask))
-
-
-@pytest.mark.skipif(INTERPRET, reason="no kernel runs")
-@pytest.mark.parametrize("n", [48, 45, 3])
-@pytest.mark.parametrize("k", [1, 6, 17])
-@pytest.mark.parametrize("share", [0.1, 0.5, 1.0])
-def test_arrivals_keep_to_the_budget(n: int, k: int, share: float) -> None:
-    k, block = min(k, n), 8
-    wants = torch.rand(4, n, generator=torch.Generator().manual_seed(6)) < share
-    actual, starts = arrivals(wants, k, (k, n), block, None)
-    assert actual.shape == (4, k)
-    for b in range(4):
-        taken: list[int] = []
-        for i in range(n):
-            seen = min((i // block + 1) * block, n)
-            if wants[b, i] and len(taken) < math.ceil(k * seen / n):
-                taken.append(i)
-        assert actual[b].tolist() == taken + [-1] * (k - len(taken))
-        ends = [*range(0, n, block), n]
-        assert starts[b].tolist() == [sum(i < end for i in taken) for end in ends]
-
-
-@pytest.mark.skipif(INTERPRET, reason="no kernel runs")
-@pytest.mark.parametrize("k", [0.05, 0.3, 1.0])
 @pytest.mark.parametrize("density", [0.2, 0.6, 1.0])
-def test_a_share_is_kept_by_lists(k: float, density: float) -> None:
-    """Token by token: rank and budget count the real tokens so far, and the length appears nowhere."""
-    n, block, memory = 61, 8, 16
-    scores = _scores(4, n)
-    mask = torch.rand(4, n, generator=torch.Generator().manual_seed(8)) < density
-    indices, _ = causal_choice(scores, k, block=block, memory=memory, mask=mask)
-    share = Fraction(k).limit_denominator(1 << 20)
+@pytest.mark.parametrize("k", [1, 5, 16, 64, 0.05, 0.3, 1.0])
+@pytest.mark.parametrize(
+    ("n", "block", "memory"), [(61, 8, 16), (64, 8, 64), (45, 8, 8), (40, 1, 7), (5, 8, 8), (8, 8, 8), (1, 4, 4)]
+)
+def test_rank_and_budget_by_lists(n: int, block: int, memory: int, k: int | float, density: float) -> None:
+    """Token by token: rank and budget count the real tokens so far. A number k is a share, and a limit."""
+    k = k if isinstance(k, float) else min(k, n)
+    scores, mask = _scores(4, n), torch.rand(4, n, generator=torch.Generator().manual_seed(8)) < density
+    indices, _ = causal_choice(scores, k, block=block, memory=memory, mask=mask if density < 1 else None)
+    share = Fraction(k).limit_denominator(1 << 20) if isinstance(k, float) else Fraction(k, n)
     for b, row in enumerate(scores.tolist()):
         taken: list[int] = []
         for i in range(n):
@@ -94,7 +49,7 @@ def test_a_share_is_kept_by_lists(k: float, density: float) -> None:
             rank = math.floor(len(known) * share)
             above = rank >= len(known) or row[i] > known[rank]
             budget = math.ceil((int(mask[b, :start].sum()) + block) * share)
-            if mask[b, i] and above and len(taken) < budget:
+            if mask[b, i] and above and len(taken) < (budget if isinstance(k, float) else min(k, budget)):
                 taken.append(i)
         assert [int(i) for i in indices[b] if i >= 0] == taken
 
