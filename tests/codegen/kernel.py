@@ -17,8 +17,8 @@ class Kernel:
     Attributes:
         name: shown in the test id.
         fn: thunk that imports and returns the @triton.jit function (Triton stays lazy).
-        signature: argument → Triton type ("*bf16", "i32", "fp32", …); constexprs are left out.
-        constexprs: argument → value.
+        signature: argument → Triton type ("*bf16", "i32", "fp32", …).
+        constexprs: argument → value, None for a tensor that is not there; they come before the signature.
         divisible: arguments the launcher guarantees to be multiples of 16.
         num_warps, num_stages: launch options.
         maxnreg: the launch's limit of registers per thread on NVIDIA targets (0: no limit).
@@ -81,10 +81,11 @@ def ast_source(kernel: Kernel) -> Any:
 
     fn = kernel.fn()
     constexprs = {(fn.arg_names.index(k),): v for k, v in kernel.constexprs.items()}
-    signature = {n: kernel.signature.get(n, "constexpr") for n in fn.arg_names}
+    types = {n: t for n, t in kernel.signature.items() if n not in kernel.constexprs}
+    signature = {n: types.get(n, "constexpr") for n in fn.arg_names}
     missing = [n for n in fn.arg_names if n not in kernel.signature and n not in kernel.constexprs]
     assert not missing, f"the spec of {kernel.name} says nothing about {missing}"
-    attrs = {(fn.arg_names.index(n),): [["tt.divisibility", 16]] for n in kernel.divisible if n in kernel.signature}
+    attrs = {(fn.arg_names.index(n),): [["tt.divisibility", 16]] for n in kernel.divisible if n in types}
     return ASTSource(fn=fn, signature=signature, constexprs=constexprs, attrs=attrs)
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from codegen.kernel import DIVISIBLE, Kernel, signature
 from onepass.core.launch import triton_installed
 
-_FORWARD = ("s_ptr k_ptr mask_ptr y_ptr trace_ptr s_row_stride k_stride mask_row_stride n_rows n_cols k_value n_iters "
-            "n_changing eps_first eps_last log2_decay")  # fmt: skip
+_FORWARD = ("s_ptr k_ptr mask_ptr y_ptr trace_ptr mailbox_ptr s_row_stride k_stride mask_row_stride n_rows n_cols "
+            "k_value n_iters n_changing eps_first eps_last log2_decay")  # fmt: skip
 _BACKWARD = ("gy_ptr s_ptr k_ptr mask_ptr trace_ptr partial_ptr ds_ptr dk_ptr gy_row_stride s_row_stride "
              "k_stride mask_row_stride n_rows n_cols n_splits k_value n_iters n_changing eps_first eps_last "
              "log2_decay")  # fmt: skip
@@ -23,13 +24,13 @@ def _kernels() -> Iterator[Kernel]:
     from onepass.ops._shared import kernels_mailbox, kernels_rows
     from onepass.ops.coor_descent import kernels_backward, kernels_triton
 
-    plain = {"HAS_K": False, "HAS_MASK": False}
+    plain: dict[str, Any] = {"k_ptr": None, "mask_ptr": None}
     for dtype, cols in _SHAPES:
         plan = kernels_triton.forward_shape(1 << 16, cols)
         yield Kernel(
             f"coor_descent forward {dtype} {plan.block_r}x{cols}",
             lambda: kernels_triton.forward_kernel, signature(_FORWARD, dtype),
-            {**plain, "TRACE": True, "BLOCK_R": plan.block_r, "BLOCK_C": cols, "VEC": 16},
+            {**plain, "mailbox_ptr": None, "TEAM": 0, "WIDTH": 1, "BLOCK_R": plan.block_r, "BLOCK_C": cols, "VEC": 16},
             DIVISIBLE, **kernels_triton.forward_options(plan), max_registers=160,
             max_spill_bytes=_CROWDED.get(cols, 0),
         )  # fmt: skip
@@ -39,14 +40,13 @@ def _kernels() -> Iterator[Kernel]:
         yield Kernel(
             f"coor_descent backward {dtype} {plan.block_r}x{cols}",
             lambda: kernels_backward.backward_kernel, signature(_BACKWARD, dtype),
-            {**plain, "N_SPLITS": 0, "BLOCK_R": plan.block_r, "BLOCK_C": cols, "VEC": 16},
+            {**plain, "partial_ptr": None, "N_SPLITS": 0, "BLOCK_R": plan.block_r, "BLOCK_C": cols, "VEC": 16},
             DIVISIBLE, num_warps=plan.warps, max_registers=128,
         )  # fmt: skip
     block, warps, per_sm = kernels_triton.TEAM
     yield Kernel(
-        "coor_descent team", lambda: kernels_triton.team_kernel,
-        signature(_FORWARD.replace("trace_ptr", "trace_ptr mailbox_ptr"), "fp32"),
-        {**plain, "TRACE": True, "TEAM": 64, "WIDTH": 256, "BLOCK_C": block, "VEC": 16}, DIVISIBLE,
+        "coor_descent team", lambda: kernels_triton.forward_kernel, signature(_FORWARD, "fp32"),
+        {**plain, "TEAM": 64, "WIDTH": 256, "BLOCK_R": 1, "BLOCK_C": block, "VEC": 16}, DIVISIBLE,
         # spills 96 bytes under Triton 3.9, 104 under 3.6, and is still faster than an exchange without spills
         **kernels_mailbox.resident(warps, per_sm), max_registers=128, max_spill_bytes=104, amd=False,
     )  # fmt: skip

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from codegen.kernel import DIVISIBLE, Kernel, signature
 from onepass.core.launch import triton_installed
 from onepass.ops.soft_topk.op import KINDS
 
-_FORWARD = ("s_ptr k_ptr eps_ptr mask_ptr y_ptr solution_ptr s_row_stride k_stride eps_stride mask_row_stride n_rows "
-            "n_cols k_value eps_value")  # fmt: skip
+_FORWARD = ("s_ptr k_ptr eps_ptr mask_ptr y_ptr solution_ptr mailbox_ptr s_row_stride k_stride eps_stride "
+            "mask_row_stride n_rows n_cols k_value eps_value")  # fmt: skip
 _BACKWARD = ("gy_ptr s_ptr eps_ptr mask_ptr solution_ptr partial_ptr ds_ptr dk_ptr deps_ptr gy_row_stride s_row_stride "
              "eps_stride mask_row_stride n_rows n_cols n_splits tiles eps_value")  # fmt: skip
 _FORWARD_SHAPES = (
@@ -30,14 +31,14 @@ def _kernels() -> Iterator[Kernel]:
     from onepass.ops._shared import kernels_mailbox, kernels_rows
     from onepass.ops.soft_topk import kernels_backward, kernels_triton
 
-    plain = {"HAS_K": False, "HAS_EPS": False, "HAS_MASK": False}
+    plain: dict[str, Any] = {"k_ptr": None, "eps_ptr": None, "mask_ptr": None}
     for dtype, kind, cols in _FORWARD_SHAPES:
         plan = kernels_triton.forward_shape(1 << 16, cols, kind)
         yield Kernel(
             f"soft_topk forward {KINDS[kind]} {dtype} {plan.block_r}x{cols}",
             lambda: kernels_triton.forward_kernel, signature(_FORWARD, dtype),
-            {**plain, "KIND": kind, "BLOCK_R": plan.block_r, "BLOCK_C": cols, "VEC": 16}, DIVISIBLE,
-            **kernels_triton.forward_options(plan, kind), max_registers=176,
+            {**plain, "mailbox_ptr": None, "KIND": kind, "TEAM": 0, "WIDTH": 1, "BLOCK_R": plan.block_r,
+             "BLOCK_C": cols, "VEC": 16}, DIVISIBLE, **kernels_triton.forward_options(plan, kind), max_registers=176,
             max_spill_bytes=_CROWDED.get((kind, cols), 0),
         )  # fmt: skip
     for dtype, cols in (("fp32", 64), ("fp32", 1024), ("fp32", 8192), ("bf16", 8192)):
@@ -45,16 +46,15 @@ def _kernels() -> Iterator[Kernel]:
         yield Kernel(
             f"soft_topk backward {dtype} {plan.block_r}x{cols}",
             lambda: kernels_backward.backward_kernel, signature(_BACKWARD, dtype),
-            {"KIND": 0, "HAS_EPS": False, "HAS_MASK": False, "NEED_S": True, "NEED_EPS": False, "SUMS_ONLY": False,
-             "N_SPLITS": 0, "BLOCK_R": plan.block_r, "BLOCK_C": cols, "VEC": 16},
+            {"eps_ptr": None, "mask_ptr": None, "partial_ptr": None, "KIND": 0, "NEED_S": True, "NEED_EPS": False,
+             "SUMS_ONLY": False, "N_SPLITS": 0, "BLOCK_R": plan.block_r, "BLOCK_C": cols, "VEC": 16},
             DIVISIBLE, num_warps=plan.warps, max_registers=80,
         )  # fmt: skip
     block, warps, per_sm = kernels_triton.TEAM
-    team = {"TEAM": 64, "WIDTH": 256, "BLOCK_C": block}
+    team = {"TEAM": 64, "WIDTH": 256, "BLOCK_R": 1, "BLOCK_C": block}
     for kind in (0, 1):
         yield Kernel(
-            f"soft_topk team {KINDS[kind]}", lambda: kernels_triton.team_kernel,
-            signature(_FORWARD.replace("solution_ptr", "solution_ptr mailbox_ptr"), "fp32"),
+            f"soft_topk team {KINDS[kind]}", lambda: kernels_triton.forward_kernel, signature(_FORWARD, "fp32"),
             {**plain, **team, "KIND": kind, "VEC": 16}, DIVISIBLE,
             **kernels_mailbox.resident(warps, per_sm), max_registers=128,
             max_spill_bytes=256 if kind else 16, amd=False,

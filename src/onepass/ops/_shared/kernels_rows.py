@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -108,16 +108,24 @@ def pair_sum(a, b, BLOCK_R: tl.constexpr):
     return a, b
 
 
+class Scores(NamedTuple):
+    """Rows of scores and their mask as functions of the kernels take them."""
+
+    s_ptr: Any  # (n_rows, n_cols) any float, unit column stride
+    mask_ptr: Any  # (n_rows, n_cols) uint8, unit column stride, or None
+    row_stride: Any
+    mask_row_stride: Any
+    n_rows: Any
+    n_cols: Any
+
+
 @triton.jit
-def load_scores(
-    s_ptr, mask_ptr, rows, cols, s_row_stride, mask_row_stride, n_rows, n_cols, HAS_MASK: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-):  # fmt: skip
+def load_scores(scores, rows, cols, BLOCK_R: tl.constexpr):
     """Load a tile of scores in fp32, -inf where masked or outside."""
-    inside = within(rows, cols, n_rows, n_cols, BLOCK_R)
-    s = tl.load(s_ptr + rows * s_row_stride + cols, mask=inside, other=-float("inf")).to(tl.float32)
-    if HAS_MASK:
-        allowed = tl.load(mask_ptr + rows * mask_row_stride + cols, mask=inside, other=0)
+    inside = within(rows, cols, scores.n_rows, scores.n_cols, BLOCK_R)
+    s = tl.load(scores.s_ptr + rows * scores.row_stride + cols, mask=inside, other=-float("inf")).to(tl.float32)
+    if scores.mask_ptr is not None:
+        allowed = tl.load(scores.mask_ptr + rows * scores.mask_row_stride + cols, mask=inside, other=0)
         s = tl.where(allowed != 0, s, -INF)
     return s
 
@@ -130,9 +138,9 @@ def load_gradient(gy_ptr, rows, cols, gy_row_stride, n_rows, n_cols, BLOCK_R: tl
 
 
 @triton.jit
-def load_option(ptr, stride, value, rows, n_rows, HAS: tl.constexpr):
+def load_option(ptr, stride, value, rows, n_rows):
     """Return k or eps of each row in fp32: from a tensor of any dtype, or one number for all."""
-    if HAS:
+    if ptr is not None:
         option = tl.load(ptr + rows * stride, mask=rows < n_rows, other=1.0).to(tl.float32)
     else:
         option = rows.to(tl.float32) * 0.0 + value

@@ -19,6 +19,7 @@ from onepass.ops._shared.kernels_rows import (
     LOG2E,
     SIZES,
     TILE,
+    Scores,
     largest,
     load_gradient,
     load_option,
@@ -63,15 +64,13 @@ def gradient_sum_kernel(
     eps_first,
     eps_last,
     log2_decay,
-    HAS_MASK: tl.constexpr,
     BLOCK_C: tl.constexpr,
     VEC: tl.constexpr,
 ):
     """Long rows: sum `last_gradient` over one chunk per program, the only row reduction of backward."""
     gy_row_stride *= VEC
-    s_row_stride *= VEC
-    mask_row_stride *= VEC
     n_cols *= VEC
+    scores = Scores(s_ptr, mask_ptr, s_row_stride * VEC, mask_row_stride * VEC, n_rows, n_cols)
     rows = tile_rows(1)
     trace = trace_ptr + rows * (2 * n_iters)
     start = tl.load(trace + 2 * n_iters - 1)
@@ -80,7 +79,7 @@ def gradient_sum_kernel(
     da = 0.0
     for tile in range(tiles):
         cols = (tl.program_id(1) * tiles + tile) * BLOCK_C + tl.arange(0, BLOCK_C)
-        s = load_scores(s_ptr, mask_ptr, rows, cols, s_row_stride, mask_row_stride, n_rows, n_cols, HAS_MASK, 1)
+        s = load_scores(scores, rows, cols, 1)
         gy = load_gradient(gy_ptr, rows, cols, gy_row_stride, n_rows, n_cols, 1)
         da += tl.sum(last_gradient(s - start, gy, level, eps), 0)
     tl.store(partial_ptr + rows * tl.num_programs(1) + tl.program_id(1), da)
@@ -109,8 +108,6 @@ def backward_kernel(
     eps_first,
     eps_last,
     log2_decay,
-    HAS_K: tl.constexpr,
-    HAS_MASK: tl.constexpr,
     N_SPLITS: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
@@ -122,15 +119,14 @@ def backward_kernel(
     recursion itself needs none. Before step n_changing each step may have its own eps and exponential.
     """
     gy_row_stride *= VEC
-    s_row_stride *= VEC
-    mask_row_stride *= VEC
     n_cols *= VEC
+    scores = Scores(s_ptr, mask_ptr, s_row_stride * VEC, mask_row_stride * VEC, n_rows, n_cols)
     rows = tile_rows(BLOCK_R)
     in_rows = rows < n_rows
     cols = tile_cols(tl.program_id(1) * BLOCK_C, BLOCK_R, BLOCK_C)
-    s = load_scores(s_ptr, mask_ptr, rows, cols, s_row_stride, mask_row_stride, n_rows, n_cols, HAS_MASK, BLOCK_R)
+    s = load_scores(scores, rows, cols, BLOCK_R)
     gy = load_gradient(gy_ptr, rows, cols, gy_row_stride, n_rows, n_cols, BLOCK_R)
-    k = load_option(k_ptr, k_stride, k_value, rows, n_rows, HAS_K)
+    k = load_option(k_ptr, k_stride, k_value, rows, n_rows)
     trace = trace_ptr + rows * (2 * n_iters)
     z = s - tl.load(trace + 2 * n_iters - 1, mask=in_rows, other=0.0)
     here = tl.load(trace + n_iters - 1, mask=in_rows, other=0.0)
@@ -154,7 +150,7 @@ def backward_kernel(
         while (t >= n_changing) & (t > 0):
             next_before = tl.load(trace + tl.maximum(t - 2, 0), mask=in_rows, other=0.0)
             next_saturated = tl.load(trace + n_iters + tl.maximum(t - 2, 0), mask=in_rows, other=0.0)
-            if HAS_K:
+            if k_ptr is not None:
                 dk += eps * da * tl.exp2((here - base) * scale)
             weight += tl.where(z <= before, da, 0.0)
             da *= saturated * per_k
@@ -176,7 +172,7 @@ def backward_kernel(
         next_saturated = tl.load(trace + n_iters + tl.maximum(t - 2, 0), mask=in_rows, other=0.0)
         eps = epsilon(t, eps_first, log2_decay, eps_last)
         scale = LOG2E / eps
-        if HAS_K:
+        if k_ptr is not None:
             dk += eps * da
         da *= per_k
         ds -= tl.where(z <= before, da * tl.exp2((z - here) * scale), 0.0)
@@ -187,7 +183,7 @@ def backward_kernel(
         t -= 1
     inside = within(rows, cols, n_rows, n_cols, BLOCK_R)
     tl.store(ds_ptr + rows * n_cols + cols, ds.to(ds_ptr.dtype.element_ty), mask=inside)
-    if HAS_K:
+    if k_ptr is not None:
         dk += epsilon(0, eps_first, log2_decay, eps_last) * da
         if tl.program_id(1) == 0:
             tl.store(dk_ptr + rows, dk * per_k, mask=in_rows)
@@ -217,7 +213,7 @@ def backward(
             launch(
                 gradient_sum_kernel, (n_rows, plan.splits, 1), (gy, s, mask, trace, partial),
                 (*strides[:2], strides[3], n_rows, n_cols // vec, plan.chunk // TILE, n_iters, *schedule),
-                (mask is not None, TILE, vec), num_warps=4,
+                (TILE, vec), num_warps=4,
             )  # fmt: skip
             block_c, warps, col_programs = TILE, TILE // HALF_PER_WARP, cdiv(n_cols, TILE)
         n_splits = 0 if partial is None else next_power_of_2(plan.splits)
@@ -225,7 +221,7 @@ def backward(
             backward_kernel, (plan.programs, col_programs, 1), (gy, s, k, mask, trace, partial, ds, dk),
             (*strides, n_rows, n_cols // vec, plan.splits, k_value, n_iters,
              n_changing_of(n_iters, eps, eps_init, eps_decay), *schedule),
-            (k is not None, mask is not None, n_splits, plan.block_r, block_c, vec),
+            (n_splits, plan.block_r, block_c, vec),
             **(resident(warps, 2) if warps == 16 else {"num_warps": warps}),
         )  # fmt: skip
     return ds, dk

@@ -23,6 +23,7 @@ from onepass.ops._shared.kernels_rows import (
     LOG2E,
     PER_WARP,
     SIZES,
+    Scores,
     Shape,
     even,
     largest,
@@ -84,10 +85,8 @@ def clipped_sum(e, u, TRACE: tl.constexpr, BLOCK_R: tl.constexpr):
 
 @triton.jit
 def iterate(
-    s_ptr, k_ptr, mask_ptr, y_ptr, trace_ptr, mailbox_ptr, rows, cols, s_row_stride, k_stride, mask_row_stride, n_rows,
-    n_cols, k_value, n_iters, n_changing, eps_first, eps_last, log2_decay, member, visit, phase,
-    HAS_K: tl.constexpr, HAS_MASK: tl.constexpr, TRACE: tl.constexpr, TEAM: tl.constexpr, WIDTH: tl.constexpr,
-    BLOCK_R: tl.constexpr,
+    scores, k_ptr, y_ptr, trace_ptr, mailbox_ptr, rows, cols, k_stride, k_value, n_iters, n_changing, eps_first,
+    eps_last, log2_decay, member, visit, phase, TEAM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """Run all steps on rows in registers; one program or a team holds each row.
 
@@ -95,8 +94,10 @@ def iterate(
     leaves its range, the scores are loaded again (from L2).
     """
     phase = tl.cast(phase, tl.int32)
-    s = load_scores(s_ptr, mask_ptr, rows, cols, s_row_stride, mask_row_stride, n_rows, n_cols, HAS_MASK, BLOCK_R)
-    k = load_option(k_ptr, k_stride, k_value, rows, n_rows, HAS_K)
+    n_rows = scores.n_rows
+    n_cols = scores.n_cols
+    s = load_scores(scores, rows, cols, BLOCK_R)
+    k = load_option(k_ptr, k_stride, k_value, rows, n_rows)
     valid, top = count_and_top(s, BLOCK_R)
     if TEAM > 0:
         slots = mailbox_ptr + (2 + visit % 2) * TEAM
@@ -107,9 +108,9 @@ def iterate(
     eps = epsilon(0, eps_first, log2_decay, eps_last)
     ref, off, top = first_threshold(valid, top, k, eps)
     start = ref
-    trace = trace_ptr + rows * (2 * n_iters)
     writes = (rows < n_rows) & (member == 0)
-    if TRACE:
+    if trace_ptr is not None:
+        trace = trace_ptr + rows * (2 * n_iters)
         tl.store(trace, off, mask=writes)
         tl.store(trace + 2 * n_iters - 1, start, mask=writes)
     t = 1
@@ -120,10 +121,10 @@ def iterate(
         ref = moved
         if t < n_iters:
             e = tl.exp2((s - ref) * (LOG2E / eps))
-            total, saturated = clipped_sum(e, tl.exp2(off * (LOG2E / eps)), TRACE, BLOCK_R)
+            total, saturated = clipped_sum(e, tl.exp2(off * (LOG2E / eps)), trace_ptr is not None, BLOCK_R)
             total, saturated, phase = team_sums(total, saturated, mailbox_ptr, member, phase, TEAM, WIDTH)
             off = eps * tl.log(tl.where(valid == 0, k, total) / k)
-            if TRACE:
+            if trace_ptr is not None:
                 tl.store(trace + n_iters + t - 1, saturated, mask=writes)
                 tl.store(trace + t, (ref - start) + off, mask=writes)
         t += 1
@@ -134,15 +135,13 @@ def iterate(
         if largest(leaves, BLOCK_R) > 0:
             off = tl.where(leaves > 0, (ref - moved) + off, off)
             ref = tl.where(leaves > 0, moved, ref)
-            s = load_scores(
-                s_ptr, mask_ptr, rows, cols, s_row_stride, mask_row_stride, n_rows, n_cols, HAS_MASK, BLOCK_R
-            )
+            s = load_scores(scores, rows, cols, BLOCK_R)
             e = tl.exp2((s - ref) * (LOG2E / eps))
         if t < n_iters:
-            total, saturated = clipped_sum(e, tl.exp2(off * (LOG2E / eps)), TRACE, BLOCK_R)
+            total, saturated = clipped_sum(e, tl.exp2(off * (LOG2E / eps)), trace_ptr is not None, BLOCK_R)
             total, saturated, phase = team_sums(total, saturated, mailbox_ptr, member, phase, TEAM, WIDTH)
             off = eps * tl.log(tl.where(valid == 0, k, total) / k)
-            if TRACE:
+            if trace_ptr is not None:
                 tl.store(trace + n_iters + t - 1, saturated, mask=writes)
                 tl.store(trace + t, (ref - start) + off, mask=writes)
         t += 1
@@ -156,43 +155,10 @@ def iterate(
 @triton.jit(do_not_specialize=SIZES)
 def forward_kernel(
     s_ptr,  # (n_rows, n_cols) any float, unit column stride
-    k_ptr,  # (n_rows,) any float, or nothing
-    mask_ptr,  # (n_rows, n_cols) uint8, unit column stride, or nothing
+    k_ptr,  # (n_rows,) any float, or None
+    mask_ptr,  # (n_rows, n_cols) uint8, unit column stride, or None
     y_ptr,  # (n_rows, n_cols) like s, contiguous
-    trace_ptr,  # (n_rows, 2 * n_iters) fp32, contiguous, or nothing
-    s_row_stride,
-    k_stride,
-    mask_row_stride,
-    n_rows,
-    n_cols,
-    k_value,
-    n_iters,
-    n_changing,
-    eps_first,
-    eps_last,
-    log2_decay,
-    HAS_K: tl.constexpr,
-    HAS_MASK: tl.constexpr,
-    TRACE: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    VEC: tl.constexpr,
-):
-    """Whole rows in the registers of one program."""
-    iterate(
-        s_ptr, k_ptr, mask_ptr, y_ptr, trace_ptr, None, tile_rows(BLOCK_R), tile_cols(0, BLOCK_R, BLOCK_C),
-        s_row_stride * VEC, k_stride, mask_row_stride * VEC, n_rows, n_cols * VEC, k_value, n_iters, n_changing,
-        eps_first, eps_last, log2_decay, 0, 0, 0, HAS_K, HAS_MASK, TRACE, 0, 1, BLOCK_R,
-    )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=SIZES)
-def team_kernel(
-    s_ptr,  # (n_rows, n_cols) any float, unit column stride
-    k_ptr,  # (n_rows,) any float, or nothing
-    mask_ptr,  # (n_rows, n_cols) uint8, unit column stride, or nothing
-    y_ptr,  # (n_rows, n_cols) like s, contiguous
-    trace_ptr,  # (n_rows, 2 * n_iters) fp32, contiguous, or nothing
+    trace_ptr,  # (n_rows, 2 * n_iters) fp32, contiguous, or None
     mailbox_ptr,  # (teams, 4, TEAM) int64 zeros: per member two slots for the sums of a step, two for a row's stats
     s_row_stride,
     k_stride,
@@ -205,27 +171,31 @@ def team_kernel(
     eps_first,
     eps_last,
     log2_decay,
-    HAS_K: tl.constexpr,
-    HAS_MASK: tl.constexpr,
-    TRACE: tl.constexpr,
     TEAM: tl.constexpr,
     WIDTH: tl.constexpr,
+    BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
     VEC: tl.constexpr,
 ):
-    """Long rows: a team of programs shares each row, one chunk per program; all members take the same steps."""
-    team = tl.program_id(0) // TEAM
-    member = tl.program_id(0) % TEAM
-    visit = 0
-    phase = 0
-    for row in range(team, n_rows, tl.num_programs(0) // TEAM):
-        phase = iterate(
-            s_ptr, k_ptr, mask_ptr, y_ptr, trace_ptr, mailbox_ptr + team * (4 * TEAM), tl.cast(row, tl.int64),
-            member * BLOCK_C + tl.arange(0, BLOCK_C), s_row_stride * VEC, k_stride, mask_row_stride * VEC, n_rows,
-            n_cols * VEC, k_value, n_iters, n_changing, eps_first, eps_last, log2_decay, member, visit, phase,
-            HAS_K, HAS_MASK, TRACE, TEAM, WIDTH, 1,
+    """A program holds whole rows, TEAM programs hold a long one in chunks; all members take the same steps."""
+    scores = Scores(s_ptr, mask_ptr, s_row_stride * VEC, mask_row_stride * VEC, n_rows, n_cols * VEC)
+    if TEAM == 0:
+        iterate(
+            scores, k_ptr, y_ptr, trace_ptr, None, tile_rows(BLOCK_R), tile_cols(0, BLOCK_R, BLOCK_C), k_stride,
+            k_value, n_iters, n_changing, eps_first, eps_last, log2_decay, 0, 0, 0, 0, 1, BLOCK_R,
         )  # fmt: skip
-        visit += 1
+    else:
+        team = tl.program_id(0) // TEAM
+        member = tl.program_id(0) % TEAM
+        visit = 0
+        phase = 0
+        for row in range(team, n_rows, tl.num_programs(0) // TEAM):
+            phase = iterate(
+                scores, k_ptr, y_ptr, trace_ptr, mailbox_ptr + team * (4 * TEAM), tl.cast(row, tl.int64),
+                member * BLOCK_C + tl.arange(0, BLOCK_C), k_stride, k_value, n_iters, n_changing, eps_first, eps_last,
+                log2_decay, member, visit, phase, TEAM, WIDTH, 1,
+            )  # fmt: skip
+            visit += 1
 
 
 def eps_arguments(eps: float, eps_init: float, eps_decay: float) -> tuple[float, float, float]:
@@ -269,24 +239,24 @@ def forward(
     trace = scratch(s, *shape_of_s[:-1], 2 * n_iters if want_trace else 0)
     if not y.numel():
         return y, trace.zero_()
+    notes = trace if want_trace else None
     s, k, _, mask = even(s, k, None, mask)
     plan = forward_shape(n_rows, n_cols)
     schedule = eps_arguments(eps, eps_init, eps_decay)
-    flags = {"HAS_K": k is not None, "HAS_MASK": mask is not None, "TRACE": want_trace}
     vec = math.gcd(16, n_cols)
     numbers = (s.stride(0) // vec, stride(k), stride(mask) // vec, n_rows, n_cols // vec, k_value, n_iters,
                n_changing_of(n_iters, eps, eps_init, eps_decay), *schedule)  # fmt: skip
     with device_guard(s):
         if plan.splits == 1:
             launch(
-                forward_kernel, (plan.programs, 1, 1), (s, k, mask, y, trace), numbers,
-                (*flags.values(), plan.block_r, plan.block_c, vec), **forward_options(plan),
+                forward_kernel, (plan.programs, 1, 1), (s, k, mask, y, notes, None), numbers,
+                (0, 1, plan.block_r, plan.block_c, vec), **forward_options(plan),
             )  # fmt: skip
             return y, trace
         team = team_of(s, *TEAM)
         slots = torch.zeros(team.teams * 4 * team.size, dtype=torch.int64, device=s.device)
         launch(
-            team_kernel, (team.teams * team.size, 1, 1), (s, k, mask, y, trace, slots), numbers,
-            (*flags.values(), team.size, team.width, team.block_c, vec), **team.options,
+            forward_kernel, (team.teams * team.size, 1, 1), (s, k, mask, y, notes, slots), numbers,
+            (team.size, team.width, 1, team.block_c, vec), **team.options,
         )  # fmt: skip
     return y, trace

@@ -14,6 +14,7 @@ from onepass.ops._shared.kernels_gates import gates_and_slopes, offsets
 from onepass.ops._shared.kernels_rows import (
     HALF_PER_WARP,
     SIZES,
+    Scores,
     load_gradient,
     load_option,
     load_scores,
@@ -31,13 +32,10 @@ LONGEST = 16384
 
 
 @triton.jit
-def weigh(
-    gy_ptr, s_ptr, mask_ptr, rows, cols, gy_row_stride, s_row_stride, mask_row_stride, n_rows, n_cols, base, c, eps,
-    KIND: tl.constexpr, HAS_MASK: tl.constexpr, BLOCK_R: tl.constexpr,
-):  # fmt: skip
+def weigh(scores, gy_ptr, rows, cols, gy_row_stride, base, c, eps, KIND: tl.constexpr, BLOCK_R: tl.constexpr):
     """Return φ' and gy·φ' of a tile, and the offsets, 0 where φ' is 0."""
-    s = load_scores(s_ptr, mask_ptr, rows, cols, s_row_stride, mask_row_stride, n_rows, n_cols, HAS_MASK, BLOCK_R)
-    gy = load_gradient(gy_ptr, rows, cols, gy_row_stride, n_rows, n_cols, BLOCK_R)
+    s = load_scores(scores, rows, cols, BLOCK_R)
+    gy = load_gradient(gy_ptr, rows, cols, gy_row_stride, scores.n_rows, scores.n_cols, BLOCK_R)
     x = offsets(s, base, eps) - c
     _, w = gates_and_slopes(x, KIND)
     return w, tl.where(w > 0, gy * w, 0.0), tl.where(w > 0, x, 0.0)
@@ -64,8 +62,6 @@ def backward_kernel(
     tiles,
     eps_value,
     KIND: tl.constexpr,
-    HAS_EPS: tl.constexpr,
-    HAS_MASK: tl.constexpr,
     NEED_S: tl.constexpr,
     NEED_EPS: tl.constexpr,
     SUMS_ONLY: tl.constexpr,
@@ -76,21 +72,17 @@ def backward_kernel(
 ):
     """Compute ds = w·(gy - q)/eps with q = Σ gy·w / Σ w; long rows need a launch for the sums and one for the rest."""
     gy_row_stride *= VEC
-    s_row_stride *= VEC
-    mask_row_stride *= VEC
     n_cols *= VEC
+    scores = Scores(s_ptr, mask_ptr, s_row_stride * VEC, mask_row_stride * VEC, n_rows, n_cols)
     rows = tile_rows(BLOCK_R)
     in_rows = rows < n_rows
     split = tl.program_id(1)
-    eps = load_option(eps_ptr, eps_stride, eps_value, rows, n_rows, HAS_EPS)
+    eps = load_option(eps_ptr, eps_stride, eps_value, rows, n_rows)
     base = tl.load(solution_ptr + rows * 2, mask=in_rows, other=0.0)
     c = tl.load(solution_ptr + rows * 2 + 1, mask=in_rows, other=0.0)
     if N_SPLITS == 0:
         cols = tile_cols(0, BLOCK_R, BLOCK_C)
-        w, gw, x = weigh(
-            gy_ptr, s_ptr, mask_ptr, rows, cols, gy_row_stride, s_row_stride, mask_row_stride, n_rows, n_cols,
-            base, c, eps, KIND, HAS_MASK, BLOCK_R,
-        )  # fmt: skip
+        w, gw, x = weigh(scores, gy_ptr, rows, cols, gy_row_stride, base, c, eps, KIND, BLOCK_R)
         sum_w, sum_gw = pair_sum(w, gw, BLOCK_R)
         if NEED_EPS:
             sum_wx, sum_gwx = pair_sum(w * x, gw * x, BLOCK_R)
@@ -101,10 +93,7 @@ def backward_kernel(
         sum_gwx = 0.0
         for tile in range(tiles):
             cols = (split * tiles + tile) * BLOCK_C + tl.arange(0, BLOCK_C)
-            w, gw, x = weigh(
-                gy_ptr, s_ptr, mask_ptr, rows, cols, gy_row_stride, s_row_stride, mask_row_stride, n_rows, n_cols,
-                base, c, eps, KIND, HAS_MASK, BLOCK_R,
-            )  # fmt: skip
+            w, gw, x = weigh(scores, gy_ptr, rows, cols, gy_row_stride, base, c, eps, KIND, BLOCK_R)
             a, b = pair_sum(w, gw, BLOCK_R)
             sum_w += a
             sum_gw += b
@@ -138,10 +127,7 @@ def backward_kernel(
             else:
                 for tile in range(tiles):
                     cols = (split * tiles + tile) * BLOCK_C + tl.arange(0, BLOCK_C)
-                    w, gw, x = weigh(
-                        gy_ptr, s_ptr, mask_ptr, rows, cols, gy_row_stride, s_row_stride, mask_row_stride, n_rows,
-                        n_cols, base, c, eps, KIND, HAS_MASK, BLOCK_R,
-                    )  # fmt: skip
+                    w, gw, x = weigh(scores, gy_ptr, rows, cols, gy_row_stride, base, c, eps, KIND, BLOCK_R)
                     ds = (gw - q * w) * (1.0 / eps)
                     out = ds_ptr + rows * n_cols + cols
                     tl.store(out, ds.to(ds_ptr.dtype.element_ty), mask=cols < n_cols)
@@ -173,7 +159,7 @@ def backward(
             launch(
                 backward_kernel, (plan.programs, plan.splits, 1), (gy, s, eps, mask, solution, partial, ds, dk, deps),
                 (*strides, n_rows, n_cols // vec, plan.splits, plan.chunk // plan.block_c, eps_value),
-                (kind, eps is not None, mask is not None, need_s, need_eps, sums_only, n_splits, plan.block_r,
+                (kind, need_s, need_eps, sums_only, n_splits, plan.block_r,
                  plan.block_c, vec), num_warps=plan.warps,
             )  # fmt: skip
     return ds, dk, deps

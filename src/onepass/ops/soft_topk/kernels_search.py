@@ -83,9 +83,9 @@ def first_look(s, pivot, BLOCK_R: tl.constexpr):
 
 
 @triton.jit
-def load_pivot(s_ptr, rows, s_row_stride, n_rows):
+def load_pivot(scores, rows):
     """Return the first score of each row, 0 if it is not finite: sums of differences to it lose fewer digits."""
-    pivot = tl.load(s_ptr + rows * s_row_stride, mask=rows < n_rows, other=0.0).to(tl.float32)
+    pivot = tl.load(scores.s_ptr + rows * scores.row_stride, mask=rows < scores.n_rows, other=0.0).to(tl.float32)
     return tl.where(tl.abs(pivot) < INF, pivot, 0.0)
 
 

@@ -22,6 +22,7 @@ from onepass.ops._shared.kernels_rows import (
     INF,
     LOG2E,
     SIZES,
+    Scores,
     Shape,
     even,
     largest,
@@ -157,10 +158,9 @@ def gates_of_exponentials(e, u, KIND: tl.constexpr):
 
 @triton.jit
 def solve(
-    s_ptr, k_ptr, eps_ptr, mask_ptr, y_ptr, solution_ptr, mailbox_ptr, rows, cols, s_row_stride, k_stride, eps_stride,
-    mask_row_stride, n_rows, n_cols, k_value, eps_value, member, visit, phase,
-    KIND: tl.constexpr, HAS_K: tl.constexpr, HAS_EPS: tl.constexpr, HAS_MASK: tl.constexpr, TEAM: tl.constexpr,
-    WIDTH: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+    scores, k_ptr, eps_ptr, y_ptr, solution_ptr, mailbox_ptr, rows, cols, k_stride, eps_stride, k_value, eps_value,
+    member, visit, phase, KIND: tl.constexpr, TEAM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """Solve rows in registers, one program or a team per row: a guess, Newton, the bracketed search where that fails.
 
@@ -168,11 +168,13 @@ def solve(
     rows that take the bracketed search load their scores again (from L2).
     """
     phase = tl.cast(phase, tl.int32)
+    n_rows = scores.n_rows
+    n_cols = scores.n_cols
     inside = within(rows, cols, n_rows, n_cols, BLOCK_R)
-    k = load_option(k_ptr, k_stride, k_value, rows, n_rows, HAS_K)
-    eps = load_option(eps_ptr, eps_stride, eps_value, rows, n_rows, HAS_EPS)
-    s = load_scores(s_ptr, mask_ptr, rows, cols, s_row_stride, mask_row_stride, n_rows, n_cols, HAS_MASK, BLOCK_R)
-    pivot = load_pivot(s_ptr, rows, s_row_stride, n_rows)
+    k = load_option(k_ptr, k_stride, k_value, rows, n_rows)
+    eps = load_option(eps_ptr, eps_stride, eps_value, rows, n_rows)
+    s = load_scores(scores, rows, cols, BLOCK_R)
+    pivot = load_pivot(scores, rows)
     sample: tl.constexpr = KIND == CAPPED_EXP and BLOCK_R == 1 and BLOCK_C >= QUARTER
     n, total, squares = moments(s, pivot, sample, BLOCK_R)
     if TEAM > 0:
@@ -244,9 +246,7 @@ def solve(
     if largest(1.0 - done, BLOCK_R) > 0:
         solved = done
         if KIND != CLAMP:
-            s = load_scores(
-                s_ptr, mask_ptr, rows, cols, s_row_stride, mask_row_stride, n_rows, n_cols, HAS_MASK, BLOCK_R
-            )
+            s = load_scores(scores, rows, cols, BLOCK_R)
         n, total, squares, endless, lo, hi = first_look(s, pivot, BLOCK_R)
         n, endless, phase = team_sums(n, endless, mailbox_ptr, member, phase, TEAM, WIDTH)
         total, squares, phase = team_sums(total, squares, mailbox_ptr, member, phase, TEAM, WIDTH)
@@ -294,41 +294,9 @@ def solve(
 @triton.jit(do_not_specialize=SIZES)
 def forward_kernel(
     s_ptr,  # (n_rows, n_cols) any float, unit column stride
-    k_ptr,  # (n_rows,) any float, or nothing
-    eps_ptr,  # (n_rows,) any float, or nothing
-    mask_ptr,  # (n_rows, n_cols) uint8, unit column stride, or nothing
-    y_ptr,  # (n_rows, n_cols) like s, contiguous
-    solution_ptr,  # (n_rows, 2) fp32: base and c
-    s_row_stride,
-    k_stride,
-    eps_stride,
-    mask_row_stride,
-    n_rows,
-    n_cols,
-    k_value,
-    eps_value,
-    KIND: tl.constexpr,
-    HAS_K: tl.constexpr,
-    HAS_EPS: tl.constexpr,
-    HAS_MASK: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    VEC: tl.constexpr,
-):
-    """Whole rows in the registers of one program."""
-    solve(
-        s_ptr, k_ptr, eps_ptr, mask_ptr, y_ptr, solution_ptr, None, tile_rows(BLOCK_R), tile_cols(0, BLOCK_R, BLOCK_C),
-        s_row_stride * VEC, k_stride, eps_stride, mask_row_stride * VEC, n_rows, n_cols * VEC, k_value, eps_value,
-        0, 0, 0, KIND, HAS_K, HAS_EPS, HAS_MASK, 0, 1, BLOCK_R, BLOCK_C,
-    )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=SIZES)
-def team_kernel(
-    s_ptr,  # (n_rows, n_cols) any float, unit column stride
-    k_ptr,  # (n_rows,) any float, or nothing
-    eps_ptr,  # (n_rows,) any float, or nothing
-    mask_ptr,  # (n_rows, n_cols) uint8, unit column stride, or nothing
+    k_ptr,  # (n_rows,) any float, or None
+    eps_ptr,  # (n_rows,) any float, or None
+    mask_ptr,  # (n_rows, n_cols) uint8, unit column stride, or None
     y_ptr,  # (n_rows, n_cols) like s, contiguous
     solution_ptr,  # (n_rows, 2) fp32: base and c
     mailbox_ptr,  # (teams, 4, TEAM) int64 zeros: per member two slots for the sums of a pass, two for Σ d² of a row
@@ -341,27 +309,31 @@ def team_kernel(
     k_value,
     eps_value,
     KIND: tl.constexpr,
-    HAS_K: tl.constexpr,
-    HAS_EPS: tl.constexpr,
-    HAS_MASK: tl.constexpr,
     TEAM: tl.constexpr,
     WIDTH: tl.constexpr,
+    BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
     VEC: tl.constexpr,
 ):
-    """Long rows: a team of programs shares each row, one chunk per program; all members take the same steps."""
-    team = tl.program_id(0) // TEAM
-    member = tl.program_id(0) % TEAM
-    visit = 0
-    phase = 0
-    for row in range(team, n_rows, tl.num_programs(0) // TEAM):
-        phase = solve(
-            s_ptr, k_ptr, eps_ptr, mask_ptr, y_ptr, solution_ptr, mailbox_ptr + team * (4 * TEAM),
-            tl.cast(row, tl.int64), member * BLOCK_C + tl.arange(0, BLOCK_C), s_row_stride * VEC, k_stride, eps_stride,
-            mask_row_stride * VEC, n_rows, n_cols * VEC, k_value, eps_value, member, visit, phase,
-            KIND, HAS_K, HAS_EPS, HAS_MASK, TEAM, WIDTH, 1, BLOCK_C,
+    """A program holds whole rows, TEAM programs hold a long one in chunks; all members take the same steps."""
+    scores = Scores(s_ptr, mask_ptr, s_row_stride * VEC, mask_row_stride * VEC, n_rows, n_cols * VEC)
+    if TEAM == 0:
+        solve(
+            scores, k_ptr, eps_ptr, y_ptr, solution_ptr, None, tile_rows(BLOCK_R), tile_cols(0, BLOCK_R, BLOCK_C),
+            k_stride, eps_stride, k_value, eps_value, 0, 0, 0, KIND, 0, 1, BLOCK_R, BLOCK_C,
         )  # fmt: skip
-        visit += 1
+    else:
+        team = tl.program_id(0) // TEAM
+        member = tl.program_id(0) % TEAM
+        visit = 0
+        phase = 0
+        for row in range(team, n_rows, tl.num_programs(0) // TEAM):
+            phase = solve(
+                scores, k_ptr, eps_ptr, y_ptr, solution_ptr, mailbox_ptr + team * (4 * TEAM), tl.cast(row, tl.int64),
+                member * BLOCK_C + tl.arange(0, BLOCK_C), k_stride, eps_stride, k_value, eps_value, member, visit,
+                phase, KIND, TEAM, WIDTH, 1, BLOCK_C,
+            )  # fmt: skip
+            visit += 1
 
 
 def holds(s: Tensor, kind: int) -> bool:
@@ -399,21 +371,20 @@ def forward(
         return y, solution.zero_()
     s, k, eps, mask = even(s, k, eps, mask)
     plan = forward_shape(n_rows, n_cols, kind)
-    flags = {"KIND": kind, "HAS_K": k is not None, "HAS_EPS": eps is not None, "HAS_MASK": mask is not None}
     strides = (s.stride(0), stride(k), stride(eps), stride(mask))
     vec = math.gcd(16, n_cols)
     numbers = (strides[0] // vec, *strides[1:3], strides[3] // vec, n_rows, n_cols // vec, k_value, eps_value)
     with device_guard(s):
         if plan.splits == 1:
             launch(
-                forward_kernel, (plan.programs, 1, 1), (s, k, eps, mask, y, solution), numbers,
-                (*flags.values(), plan.block_r, plan.block_c, vec), **forward_options(plan, kind),
+                forward_kernel, (plan.programs, 1, 1), (s, k, eps, mask, y, solution, None), numbers,
+                (kind, 0, 1, plan.block_r, plan.block_c, vec), **forward_options(plan, kind),
             )  # fmt: skip
             return y, solution
         team = team_of(s, *TEAM)
         slots = torch.zeros(team.teams * 4 * team.size, dtype=torch.int64, device=s.device)
         launch(
-            team_kernel, (team.teams * team.size, 1, 1), (s, k, eps, mask, y, solution, slots), numbers,
-            (*flags.values(), team.size, team.width, team.block_c, vec), **team.options,
+            forward_kernel, (team.teams * team.size, 1, 1), (s, k, eps, mask, y, solution, slots), numbers,
+            (kind, team.size, team.width, 1, team.block_c, vec), **team.options,
         )  # fmt: skip
     return y, solution
