@@ -6,11 +6,12 @@ import itertools
 
 import pytest
 import torch
-from torch import Tensor
 
 from conftest import INTERPRET
+from harness import call, close, float64, gradients
 from onepass import layer_norm, rms_norm
 from onepass.core.launch import cdiv
+from onepass.core.spec import Sample
 from onepass.ops.norm import reference, shapes
 
 triton = pytest.importorskip("triton")
@@ -79,21 +80,11 @@ def test_rows_in_tiles(cols: int) -> None:
         (rms_norm, reference.rms_norm, (x, w), {"offset": 1.0}),
         (rms_norm, reference.rms_norm, (x,), {"residual": r}),
     ):
-        _compare(norm, definition, args, options)
-
-
-def _compare(norm, definition, args: tuple[Tensor | None, ...], options: dict) -> None:
-    def run(fn, up) -> list[Tensor]:
-        leaves = [None if t is None else up(t).clone().requires_grad_() for t in args]
-        kwargs = {k: up(v).clone().requires_grad_() if isinstance(v, Tensor) else v for k, v in options.items()}
-        out = fn(*leaves, **kwargs)
-        outs = list(out) if isinstance(out, tuple) else [out]
-        wanted = [t for t in (*leaves, *kwargs.values()) if isinstance(t, Tensor)]
-        dys = [torch.arange(o.numel()).view(o.shape).to(o).sin() for o in outs]
-        return [*outs, *torch.autograd.grad(outs, wanted, dys)]
-
-    for a, e in zip(run(norm, lambda t: t), run(definition, lambda t: t.double()), strict=True):
-        torch.testing.assert_close(a.detach().double(), e.detach(), rtol=1e-4, atol=1e-4)
+        sample = Sample("", args, options)
+        calls = ((norm, sample), (definition, float64(sample)))
+        found, exact = ([*call(fn, given), *gradients(fn, given).values()] for fn, given in calls)
+        for a, e in zip(found, exact, strict=True):
+            close(a, e, 1e-4, 1e-4, f"{norm.__name__} {[*options]}")
 
 
 @pytest.mark.skipif(INTERPRET, reason="an interpreted kernel has no parameters")

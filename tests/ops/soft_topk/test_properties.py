@@ -183,11 +183,14 @@ specials = st.sampled_from([math.nan, math.inf, -math.inf, 0.0, -0.0, 1e4, -1e4,
 @settings(max_examples=30 if INTERPRET else 100)
 @given(st.lists(specials, min_size=1, max_size=12), st.floats(0.1, 14), st.sampled_from(KINDS))
 def test_special_scores_end_and_mean_what_they_say(values: list[float], k: float, kind: str) -> None:
-    s = torch.tensor(values)
-    y = onepass.soft_topk(s, k, kind=kind)
+    leaf = torch.tensor(values, requires_grad=True)
+    y, s = onepass.soft_topk(leaf, k, kind=kind), leaf.detach()
+    (ds,) = torch.autograd.grad(y, leaf, torch.randn(len(s)))
+    y = y.detach()
     if s.isnan().any():
         assert y.isnan().all()
         return
+    assert ds.isfinite().all()
     assert not y[s == -math.inf].any()
     candidates = int((s > -math.inf).sum())
     assert y.double().sum().item() == pytest.approx(min(k, candidates), rel=2e-6, abs=1e-30)

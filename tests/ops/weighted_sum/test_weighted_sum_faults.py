@@ -4,27 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
 
+from harness import call, close, float64, gradients
 from onepass import weighted_sum
 from onepass.core.launch import INTERPRET
+from onepass.core.spec import Sample
+from onepass.ops.weighted_sum.reference import reference
 
 DEVICES = [pytest.param("cpu", id="cpu"), pytest.param("cuda", id="cuda", marks=pytest.mark.gpu)]
-
-
-def _check(x: Tensor, weight: Tensor) -> None:
-    """Forward and both gradients against float64 autograd of the definition."""
-    x, weight = x.detach().requires_grad_(), weight.detach().requires_grad_()
-    y = weighted_sum(x, weight)
-    dy = torch.randn(y.shape, dtype=torch.float64).to(y)
-    dx, dw = torch.autograd.grad(y, (x, weight), dy)
-    x64, w64 = (t.detach().double().cpu().requires_grad_() for t in (x, weight))
-    y64 = x64 @ w64 if weight.dim() == 1 else x64 @ w64.mT
-    dx64, dw64 = torch.autograd.grad(y64, (x64, w64), dy.double().cpu())
-    for ours, theirs in ((y, y64), (dx, dx64), (dw, dw64)):
-        # one rounding of the result, and fp32 sums
-        limit = max(torch.finfo(ours.dtype).eps, 1e-4)
-        torch.testing.assert_close(ours.double().cpu(), theirs, rtol=limit, atol=limit)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -47,7 +34,13 @@ def test_row_offsets_are_64_bit(device: str) -> None:
     rows, stride = 2050, 2**20
     x = torch.empty(rows * stride, dtype=torch.float16, device=device).as_strided((rows, 8), (stride, 1))
     x.copy_(torch.randn(rows, 8))
-    _check(x, torch.randn(8, device=device))
+    sample = Sample("rows far apart", (x, torch.randn(8, device=device)))
+    calls = ((weighted_sum, sample), (reference, float64(sample)))
+    found, exact = ([*call(fn, given), *gradients(fn, given).values()] for fn, given in calls)
+    for name, a, e in zip(("y", "dx", "dw"), found, exact, strict=True):
+        # one rounding of the result, and fp32 sums
+        limit = max(torch.finfo(a.dtype).eps, 1e-4)
+        close(a, e, limit, limit, name)
 
 
 @pytest.mark.gpu
