@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 from pathlib import Path
@@ -16,21 +15,11 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import onepass
+from examples import sparse_attention as EXAMPLE
 
 SPARSE = ("window", "untrained", "distil", "gates", "both")
 
 
-def program() -> Any:
-    path = Path(__file__).parents[1] / "examples" / "sparse_attention.py"
-    spec = importlib.util.spec_from_file_location("sparse_attention", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-EXAMPLE = program()
 WIDTH, HEADS, DIM = 8, 2, 16
 COLUMNS = (("bits", ".3f"), ("ms", ".0f"), ("chosen", ".3f"))
 

@@ -31,21 +31,6 @@ def on_gpu(dtype: torch.dtype, shapes: Any = GPU_SHAPES) -> list[Tensor]:
     return make_params(dtype, shapes, "cuda")
 
 
-def test_many_groups_and_many_small_tensors() -> None:
-    a = on_gpu(torch.float32, [(n,) for n in range(1, 400)])
-    b = clones(a, torch.float64)
-    fused, exact = (
-        Lion(
-            [{"params": [p], "lr": 1e-3 * (1 + i % 7), "weight_decay": 0.01 * (i % 3), "maximize": i % 2 == 0}
-             for i, p in enumerate(ps)],
-            betas=BETAS,
-        ) for ps in (a, b)
-    )  # fmt: skip
-    run(3, (fused, a), (exact, b))
-    wrong = sum(int(((p.double() - q).abs() > 1e-5).sum()) for p, q in zip(a, b, strict=True))
-    assert wrong <= 2
-
-
 def test_fused_true_refuses_what_it_cannot_do() -> None:
     strided = torch.ones(4, 6, device="cuda")[:, ::2].requires_grad_()
     others = [torch.ones(3, device="cuda", dtype=t, requires_grad=True) for t in (torch.float64, torch.complex128)]
@@ -118,19 +103,6 @@ def test_states_follow_a_moved_model_through_their_state_dict() -> None:
         before = model.weight.detach().clone()
         optimizer.step()
         assert torch.equal(model.weight, before - 0.25)
-
-
-def test_a_default_device_of_cuda() -> None:
-    torch.set_default_device("cuda")
-    try:
-        p = torch.ones(5, requires_grad=True)
-        p.grad = torch.ones(5)
-        optimizer = Lion([p], lr=0.25, capturable=True)
-        optimizer.step()
-        optimizer.step()
-    finally:
-        torch.set_default_device(None)
-    assert torch.equal(p, torch.full_like(p, 0.5))
 
 
 def test_more_than_2_to_31_elements() -> None:

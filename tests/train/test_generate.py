@@ -43,18 +43,6 @@ def test_temperature_0_is_the_argmax_of_the_full_forward(run: Path) -> None:
         tokens.append(int(token))
 
 
-def test_logits_of_steps_equal_the_full_forward(run: Path) -> None:
-    model = load(run)[0].double()
-    text = torch.randint(256, (3, 70), generator=torch.Generator().manual_seed(1))
-    with torch.no_grad():
-        expected = ByteModel.forward(model, text)[0].double()
-    decoder = model.decoder(3, 70)
-    for prompt in (1, 3, 6, 50):
-        logits = [decoder.prefill(text[:, :prompt]).clone()]
-        logits += [decoder.step(text[:, i]).clone() for i in range(prompt, 70)]
-        torch.testing.assert_close(torch.stack(logits, 1).double(), expected[:, prompt - 1 :], rtol=1e-6, atol=1e-6)
-
-
 def test_draws_follow_the_seed_and_the_temperature(run: Path) -> None:
     def text(*options: object) -> str:
         return printed("generate", run, "--prompt", "to", "--length", 40, *options)

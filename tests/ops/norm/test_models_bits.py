@@ -79,18 +79,3 @@ def test_cohere_norms_each_head_with_its_own_weight(dtype: torch.dtype) -> None:
     with torch.no_grad():
         norm.weight.copy_(torch.rand(3, 32) + 0.5)
     assert torch.equal(onepass.layer_norm(x, norm.weight), norm(x))
-
-
-@pytest.mark.parametrize("name", ["LlamaRMSNorm", "GemmaRMSNorm"])
-def test_gradients_are_those_of_float64(name: str) -> None:
-    module, _, _, ours = NORMS[name]
-    norm = getattr(pytest.importorskip(f"transformers.models.{module}"), name)(96).bfloat16()
-    x = torch.randn(64, 96, generator=torch.Generator().manual_seed(0)).bfloat16()
-    wide = x.double().requires_grad_(), norm.weight.detach().double().requires_grad_()
-    leaves = x.clone().requires_grad_(), norm.weight.detach().clone().requires_grad_()
-    offset = 1.0 if name.startswith("Gemma") else 0.0
-    dy = torch.randn(64, 96, generator=torch.Generator().manual_seed(1)).bfloat16()
-    want = torch.autograd.grad(onepass.rms_norm(*wide, offset=offset, eps=1e-6), wide, dy.double())
-    found = torch.autograd.grad(ours(*leaves, x), leaves, dy)
-    for a, e in zip(found, want, strict=True):
-        torch.testing.assert_close(a.double(), e, rtol=1.6e-2, atol=1.6e-2 * float(e.abs().max()))

@@ -143,32 +143,21 @@ def check_isolation_from_their_number(p: Problem) -> None:
         assert torch.equal(alone[0], y[i])
 
 
+# in float64 on a CPU, in fp32 on a GPU
+CHECKS: dict[str, Callable[[Problem], None]] = {
+    "sum": lambda p: check_sum(p, 1e-6 if p.scores.is_cuda else 1e-9),
+    "shift, scale, permutation": lambda p: check_shift_scale_permutation(p, 1e-5 if p.scores.is_cuda else 1e-8),
+    "gradients": lambda p: check_gradients(p, 1e-4 if p.scores.is_cuda else 1e-6),
+    "threshold": check_threshold,
+}
+
+
 @pytest.mark.skipif(INTERPRET, reason="float64 never reaches a kernel")
+@pytest.mark.parametrize("what", CHECKS)
 @settings(max_examples=60)
-@given(problems)
-def test_sum(p: Problem) -> None:
-    check_sum(p, 1e-9)
-
-
-@pytest.mark.skipif(INTERPRET, reason="float64 never reaches a kernel")
-@settings(max_examples=40)
-@given(problems)
-def test_shift_scale_permutation(p: Problem) -> None:
-    check_shift_scale_permutation(p, 1e-8)
-
-
-@pytest.mark.skipif(INTERPRET, reason="float64 never reaches a kernel")
-@settings(max_examples=60)
-@given(problems)
-def test_gradients(p: Problem) -> None:
-    check_gradients(p, 1e-6)
-
-
-@pytest.mark.skipif(INTERPRET, reason="float64 never reaches a kernel")
-@settings(max_examples=60)
-@given(problems)
-def test_threshold(p: Problem) -> None:
-    check_threshold(p)
+@given(p=problems)
+def test_on_cpu(p: Problem, what: str) -> None:
+    CHECKS[what](p)
 
 
 @settings(max_examples=6 if INTERPRET else 40)
@@ -202,11 +191,7 @@ def test_special_scores_end_and_mean_what_they_say(values: list[float], k: float
 
 # whole rows, several to a program and one; rows in chunks
 GPU_WIDTHS = (60, 1000, 8192, 32768, 100003)
-ON_GPU: dict[str, Callable[[Problem], None]] = {
-    "sum": lambda p: check_sum(p, 1e-6),
-    "shift, scale, permutation": lambda p: check_shift_scale_permutation(p, 1e-5),
-    "gradients": lambda p: check_gradients(p, 1e-4),
-    "threshold": check_threshold,
+ON_GPU = CHECKS | {
     "isolation": check_isolation,
     "isolation from their number": check_isolation_from_their_number,
 }
