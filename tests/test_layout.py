@@ -16,7 +16,7 @@ FILES = sorted((SRC / "onepass").rglob("*.py"))
 # lowers the number. CONTRIBUTING has the rule by which a second way of doing a thing stays
 MOST_LINES = {
     "src/onepass/core": 1730,
-    "src/onepass/ops": 15310,
+    "src/onepass/ops": 15395,
     "src/onepass/fused": 3804,
     "src/onepass/nn": 3611,
     "src/onepass/optim": 1480,
@@ -24,7 +24,7 @@ MOST_LINES = {
     "src/onepass/compat": 1300,
     "src/onepass/doctor": 500,
     "src/onepass/train": 3610,
-    "tests": 25606,
+    "tests": 25620,
     "benchmarks": 5541,
     "research": 2400,
     "examples": 870,

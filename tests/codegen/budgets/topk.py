@@ -18,7 +18,7 @@ _INTS = (
 _TYPES = {
     **dict.fromkeys(_INTS, "i32"),
     **dict.fromkeys(("s_ptr", "y_ptr", "value_ptr", "gate_ptr", "g_ptr", "ds_ptr", "pivot_ptr"), "*fp32"),
-    **dict.fromkeys(("packed_ptr", "out_ptr", "index_ptr", "candidates_ptr", "scratch_ptr", "start_ptr"), "*i64"),
+    **dict.fromkeys(("packed_ptr", "out_ptr", "index_ptr", "candidates_ptr", "start_ptr"), "*i64"),
     **dict.fromkeys(("state_ptr", "lengths_ptr", "groups_ptr"), "*i32"),
 }
 
@@ -32,12 +32,13 @@ def _kernel(
     *,
     wide: bool = True,
     spill: int = 0,
+    limit: int | None = None,
     **types: str,
 ) -> Kernel:  # fmt: skip
     signature = {a: t for a, t in {**_TYPES, **types}.items() if a in fn.arg_names and a not in constants}
     pointers = [a for a in signature if a.endswith("_ptr")]
     return Kernel(
-        title, lambda: fn, signature, constants, pointers, num_warps=warps, max_registers=registers,
+        title, lambda: fn, signature, constants, pointers, num_warps=warps, maxnreg=limit or 0, max_registers=registers,
         max_spill_bytes=spill, max_amd_spills=111 if registers > 128 else 0, vector_loads=wide,
     )  # fmt: skip
 
@@ -81,8 +82,9 @@ def _in_one_launch(plain: dict[str, Any], dtypes: dict[str, torch.dtype]) -> Ite
             blocks = {
                 "BLOCK_R": one.block_r, "BLOCK_C": one.block_c, "BLOCK_T": one.scan, "BLOCK_K": one.block_k,
             }  # fmt: skip
-            scratch: dict[str, Any] = {} if k > kernels_whole.RADIX.value else {"scratch_ptr": None}
-            kernel, constants = kernels_whole.whole_kernel, constants | scratch
+            packed: dict[str, Any] = {} if k > plan.SORTED_BY_WHOLE else {"packed_ptr": None}
+            for_all |= {"packed_ptr": "*i32" if dtype == "bf16" else "*i64"}
+            kernel, constants = kernels_whole.whole_kernel, constants | packed
             yield _kernel(f"topk whole {dtype} {cols}", kernel, constants | blocks, one.warps, 128, **for_all)
 
 
@@ -120,16 +122,24 @@ def _kernels() -> Iterator[Kernel]:
                 f"topk choose {title}", kp.choose_kernel, blocks, long.choose_warps, 255, wide=False, spill=88,
                 s_ptr=pointer,
             )  # fmt: skip
-    for k in (64, 2048):
-        for best_first in (True, False):
-            block_r, block_k, warps = plan.of_sort(64, k, 132)
-            blocks = {
-                "y_ptr": None, "SORTED": best_first, "LARGEST": True, "BLOCK_R": block_r,
-                "BLOCK_K": block_k,
-            }  # fmt: skip
-            title = f"topk sort {k}" + ("" if best_first else " by column")
-            # rows of 64: 8 bytes
-            yield _kernel(title, ks.sort_kernel, blocks, warps, 80, wide=False, spill=8 if k == 64 else 0)
+    for dtype, n_rows, k, best_first, in_order, registers in (
+        ("fp32", 64, 64, True, False, 96), ("fp32", 64, 64, False, False, 96), ("fp32", 64, 2048, True, False, 80),
+        ("fp32", 64, 2048, False, False, 80), ("fp32", 8192, 2048, True, True, 128),
+        ("bf16", 8192, 2048, True, True, 208), ("fp32", 4096, 2048, False, False, 128),
+    ):  # fmt: skip
+        block_r, block_k, warps, limit = plan.of_sort(n_rows, k, 4 if dtype == "bf16" else 8, 132)
+        blocks = {
+            "y_ptr": None, "SORTED": best_first, "LARGEST": True, "BLOCK_R": block_r, "BLOCK_K": block_k,
+            "WARPS": warps, **({"state_ptr": None} if in_order else {}),
+        }  # fmt: skip
+        for_all = {"s_ptr": f"*{dtype}", "value_ptr": f"*{dtype}", "gate_ptr": f"*{dtype}"}
+        for_all |= {"packed_ptr": "*i32"} if dtype == "bf16" else {}
+        title = f"topk sort {dtype} {n_rows} {k}" + ("" if best_first else " by column")
+        # rows of 64: 8 bytes
+        yield _kernel(
+            title, ks.sort_kernel, blocks, warps, registers, wide=False, spill=8 if k == 64 else 0, limit=limit,
+            **for_all,
+        )  # fmt: skip
     blocks = {"BLOCK": kb.BLOCK}
     yield _kernel("topk backward", kb.add_kernel, blocks, 4, 64, wide=False)
 

@@ -86,6 +86,19 @@ def test_every_way_of_long_rows(kind: str, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.interpret
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("cols", [8192, 16])
+def test_the_sort_of_many_rows(cols: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sixteen survivors a thread, from whole rows and from long ones: zeros of both signs, NaN, plateaus."""
+    shrink(monkeypatch, MANY=0, MAX_COLS=cols, MAX_SORTED=1024)
+    s = torch.randn(3, 700, generator=torch.Generator().manual_seed(3))
+    s[1] = s[1].relu() * torch.tensor([1.0, -1.0]).repeat(350)
+    s[2], s[2, ::90] = (s[2] * 2).round(), math.nan
+    compare(s.to(dtype), 520)
+    compare(s.to(dtype), 520, largest=False, sorted=False)
+
+
+@pytest.mark.interpret
 @pytest.mark.parametrize(("n", "k"), [(16, 16), (33, 5)])
 def test_narrow_rows(n: int, k: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """fp32 scores that differ in few bits, or in none, and scores of 16 bits."""

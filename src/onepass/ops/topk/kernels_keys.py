@@ -21,6 +21,8 @@ NAN = tl.constexpr(2143289344)
 # an empty place among survivors: the bits of -inf, and a low half that no column has
 EMPTY = tl.constexpr(-36028797018963968)
 LOW = tl.constexpr(4294967295)
+# an empty place among 16-bit survivors: below all keys, and a low half that no column has
+EMPTY_HALF = tl.constexpr(-2147483648)
 # counters of a row in `state`: candidates or survivors, whether one is NaN, whether their order is not that of columns
 COUNTERS = tl.constexpr(3)
 
@@ -96,6 +98,23 @@ def pack(s, cols):
 
 
 @triton.jit
+def pack_half(s, cols, DTYPE: tl.constexpr):
+    """Return 16-bit scores, held as fp32, and columns up to 65534 as int32 that sort by score, then lowest column."""
+    bits = tl.where(s == 0.0, 0.0, s).to(DTYPE).to(tl.int16, bitcast=True).to(tl.int32)
+    key = tl.where(s != s, 0x7FFF, bits ^ ((bits >> 31) & 0x7FFF))
+    return (key << 16) | (0xFFFF - cols)
+
+
+@triton.jit
+def unpack_half(number, DTYPE: tl.constexpr):
+    """Return scores in fp32, and columns; -1 for an empty place, whose score is NaN."""
+    key = number >> 16
+    score = (key ^ ((key >> 31) & 0x7FFF)).to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
+    low = number & 0xFFFF
+    return score, tl.where(low == 0, -1, 0xFFFF - low)
+
+
+@triton.jit
 def key_of(packed):
     return to_key((packed >> 32).to(tl.int32).to(tl.float32, bitcast=True))
 
@@ -119,6 +138,7 @@ def is_nan(packed):
 
 
 __all__ = [
-    "COUNTERS", "EMPTY", "INFINITY", "LARGEST_KEY", "LOW", "NAN", "NOTHING", "Row", "bounds", "is_nan", "key_of",
-    "load_keys", "load_scores", "ordered", "pack", "to_column", "to_key", "to_score",
+    "COUNTERS", "EMPTY", "EMPTY_HALF", "INFINITY", "LARGEST_KEY", "LOW", "NAN", "NOTHING", "Row", "bounds", "is_nan",
+    "key_of", "load_keys", "load_scores", "ordered", "pack", "pack_half", "to_column", "to_key", "to_score",
+    "unpack_half",
 ]  # fmt: skip

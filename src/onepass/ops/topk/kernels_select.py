@@ -16,7 +16,7 @@ from .kernels_keys import COUNTERS, LOW, NAN
 from .kernels_narrow import narrow_kernel
 from .kernels_pivot import choose_kernel, pass_kernel, pivot_kernel
 from .kernels_sort import sort_kernel
-from .kernels_whole import RADIX, whole_kernel
+from .kernels_whole import whole_kernel
 from .kernels_wide import wide_kernel
 
 # below the numbers of all survivors, and without a column
@@ -42,10 +42,10 @@ class Found(NamedTuple):
 
 
 class _Survivors(NamedTuple):
-    """Packed survivors (rows, width), and the rows' counters."""
+    """Packed survivors (rows, width), and the rows' counters, or None where they are in the order of columns."""
 
     packed: Tensor
-    state: Tensor
+    state: Tensor | None
 
 
 class _Layout(NamedTuple):
@@ -70,8 +70,8 @@ def _in_one_launch(
     shape: plan.Narrow | plan.Wide | plan.Whole,
     results: tuple[Tensor | None, ...],
     is_sorted: bool,
-) -> None:
-    """Select, order and fetch by one kernel."""
+) -> _Survivors | None:
+    """Select, order and fetch by one kernel; or return k packed survivors of each row, which are too many to order."""
     strides, n_cols, options = _layout(rows)
     s, n_rows = rows.s, len(rows.s)
     if isinstance(shape, plan.Narrow):
@@ -79,22 +79,23 @@ def _in_one_launch(
             narrow_kernel, (cdiv(n_rows, shape.block_r), 1, 1), (*rows[:4], *results),
             (*strides, n_rows, n_cols, k), (*options, is_sorted, *shape[:4]), num_warps=shape.warps,
         )  # fmt: skip
-        return
+        return None
     if isinstance(shape, plan.Whole):
-        scratch = (
-            torch.empty((n_rows, k), dtype=torch.int64, device=s.device) if is_sorted and k > RADIX.value else None
-        )
+        many = is_sorted and k > plan.SORTED_BY_WHOLE
+        number = torch.int32 if s.element_size() == 2 else torch.int64
+        packed = torch.empty((n_rows, k), dtype=number, device=s.device) if many else None
         launch(
-            whole_kernel, (cdiv(n_rows, shape.block_r), 1, 1), (*rows[:4], scratch, *results),
+            whole_kernel, (cdiv(n_rows, shape.block_r), 1, 1), (*rows[:4], packed, *results),
             (*strides, n_rows, n_cols, k), (*options, is_sorted, *shape[:4]), num_warps=shape.warps,
         )  # fmt: skip
-        return
+        return None if packed is None else _Survivors(packed, None)
     groups = torch.empty((n_rows, shape.groups), dtype=torch.int32, device=s.device)
     candidates = torch.empty((n_rows, shape.room), dtype=torch.int64, device=s.device)
     launch(
         wide_kernel, (n_rows, 1, 1), (*rows[:4], groups, candidates, *results),
         (*strides, n_cols, k), (*options, is_sorted, *shape[:5]), num_warps=shape.warps,
     )  # fmt: skip
+    return None
 
 
 def _survivors(rows: Rows, k: int, shape: plan.Pivot) -> _Survivors:
@@ -130,6 +131,7 @@ def _sorted_by_torch(
 ) -> None:  # fmt: skip
     """Write indices, values and gates (rows, k) of more survivors than one program sorts."""
     packed, state = survivors
+    assert state is not None
     # distinct numbers in the order of kernels_keys.ordered, and -1 as the column of what is missing
     score = (packed >> 32).int().view(torch.float32) + 0.0
     bits = score.view(torch.int32)
@@ -185,15 +187,20 @@ def select(
     results = indices, s, soft, values, gates
     with device_guard(s):
         shape = plan.of_selection(n_rows, n_cols, k, s.element_size(), sm_count(s))
-        if not isinstance(shape, plan.Pivot):
-            _in_one_launch(rows, k, shape, (indices, soft, values, gates), is_sorted)
+        chosen: _Survivors | None
+        if isinstance(shape, plan.Pivot):
+            chosen = _survivors(rows, k, shape)
+        else:
+            chosen = _in_one_launch(rows, k, shape, (indices, soft, values, gates), is_sorted)
+        if chosen is None:
             return Found(indices, values, gates)
-        chosen = _survivors(rows, k, shape)
-        if k <= plan.MAX_SORTED:
-            block_r, block_k, warps = plan.of_sort(n_rows, k, sm_count(s))
+        if k <= plan.MAX_SORTED or isinstance(shape, plan.Whole):
+            block_r, block_k, warps, registers = plan.of_sort(n_rows, k, chosen.packed.element_size(), sm_count(s))
+            constants = is_sorted, rows.largest, block_r, block_k, warps
+            limit = {} if registers is None or torch.version.hip is not None else {"maxnreg": registers}
             launch(
                 sort_kernel, (cdiv(n_rows, block_r), 1, 1), (chosen.packed, chosen.state, *results),
-                (s.stride(0), n_rows, n_cols, k), (is_sorted, rows.largest, block_r, block_k), num_warps=warps,
+                (s.stride(0), n_rows, n_cols, k), constants, num_warps=warps, **limit,
             )  # fmt: skip
             return Found(indices, values, gates)
         _sorted_by_torch(chosen, rows, k, is_sorted, soft, (indices, values, gates))

@@ -5,11 +5,22 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .kernels_keys import LARGEST_KEY, NAN, NOTHING, Row, bounds, load_keys, to_key, to_score
+from .kernels_keys import (
+    EMPTY,
+    EMPTY_HALF,
+    LARGEST_KEY,
+    NAN,
+    NOTHING,
+    Row,
+    bounds,
+    load_keys,
+    pack,
+    pack_half,
+    to_key,
+    to_score,
+)  # fmt: skip
 from .kernels_sort import Results, deliver
 
-# more survivors are sorted two bits at a time, fewer by exchanges
-RADIX = tl.constexpr(512)
 INTS = [
     "s_row_stride", "mask_row_stride", "start_stride", "lengths_stride", "n_rows", "n_cols", "k",
 ]  # fmt: skip
@@ -57,35 +68,13 @@ def threshold_of(key, k, nothing, SHIFT: tl.constexpr):
     return lo, valid
 
 
-@triton.jit
-def radix_sort(number, scratch_ptr, at, present, span):
-    """Sort int64 numbers of a row's first places by their high halves, 0 to span, in a stable way, lowest first.
-
-    Two bits at a time: a scan counts four digits at once, 16 bits each.
-    """
-    shift = 32
-    while (span >> (shift - 32)) > 0:
-        digit = 16 * ((number >> shift) & 3)
-        ones = tl.where(present, tl.full(number.shape, 1, tl.int64) << digit, 0)
-        total = tl.sum(ones, 1, keep_dims=True)
-        before = (total << 16) + (total << 32) + (total << 48)
-        slot = ((tl.cumsum(ones, 1) + before) >> digit) & 0xFFFF
-        tl.store(scratch_ptr + at + slot - 1, number, mask=present)
-        tl.debug_barrier()
-        here = tl.arange(0, number.shape[1])[None, :]
-        number = tl.load(scratch_ptr + at + here, mask=present, other=0)
-        tl.debug_barrier()
-        shift += 2
-    return number
-
-
 @triton.jit(do_not_specialize=INTS)
 def whole_kernel(
     s_ptr,  # (n_rows, n_cols) scores, any float dtype
     mask_ptr,  # (n_rows, n_cols) uint8 or None
     start_ptr,  # (n_rows,) int32 or int64, or None
     lengths_ptr,  # (n_rows,) int32 or int64, or None
-    scratch_ptr,  # (n_rows, k) int64, or None where nothing is sorted
+    packed_ptr,  # (n_rows, k) survivors for `sort_kernel`, which delivers: int64, int32 of 16-bit scores; or None
     index_ptr,  # (n_rows, k) int32 or int64: columns, then -1; at first survivors' columns in int32
     y_ptr,  # (n_rows, n_cols) soft gates, like s, or None
     value_ptr,  # (n_rows, k) like s
@@ -152,21 +141,22 @@ def whole_kernel(
     place = tl.arange(0, BLOCK_K)[None, :]
     wanted = present & (place < k)
     index = tl.load(columns_ptr + columns_row + place, mask=wanted & (place < kept), other=-1)
+    at = rows * k + place
     if SORTED:
         s = tl.load(s_ptr + rows * s_row_stride + index, mask=index >= 0, other=0.0).to(tl.float32)
-        key = to_key(s if LARGEST else -s) >> SHIFT
-        # columns ascend, so that a stable sort leaves equal scores in order
-        if BLOCK_K > RADIX:
-            below = tl.where(index >= 0, top[:, None].to(tl.int64) - key, 0)
-            number = (below << 32) | index
-            span = tl.max(tl.max(below, 1), 0)
-            number = radix_sort(number, scratch_ptr, rows * k, index >= 0, span)
-            index = tl.where(index >= 0, number.to(tl.int32), -1)
+        s = s if LARGEST else -s
+    if packed_ptr is not None:
+        if packed_ptr.dtype.element_ty == tl.int32:
+            number = tl.where(index >= 0, pack_half(s, index, s_ptr.dtype.element_ty), EMPTY_HALF)
         else:
+            number = tl.where(index >= 0, pack(s, index), EMPTY)
+        tl.store(packed_ptr + at, number, mask=wanted)
+    else:
+        if SORTED:
+            key = to_key(s) >> SHIFT
             number = tl.where(index >= 0, (key.to(tl.int64) << 32) | (0x7FFFFFFF - index), -0x8000000000000000)
             number = tl.sort(number, 1, descending=True)
             index = tl.where(place < kept, 0x7FFFFFFF - number.to(tl.int32), -1)
-    tl.debug_barrier()
-    at = rows * k + place
-    to = Results(s_ptr, y_ptr, index_ptr, value_ptr, gate_ptr)
-    deliver(to, index, at, wanted, nan, rows * s_row_stride, rows * n_cols, LARGEST)
+        tl.debug_barrier()
+        to = Results(s_ptr, y_ptr, index_ptr, value_ptr, gate_ptr)
+        deliver(to, index, at, wanted, nan, rows * s_row_stride, rows * n_cols, LARGEST)

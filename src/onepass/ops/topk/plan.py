@@ -25,6 +25,8 @@ PER_WARP = 1024
 # elements per warp in a scan, and most of a program
 PER_SCAN = 256
 SCAN = 4096
+# most survivors that the program of a row sorts; a kernel of their own sorts more
+SORTED_BY_WHOLE = 512
 # rows are many from this many per multiprocessor on
 MANY = 4
 # longer rows: elements, warps and buffers of a tile of the pass; programs per multiprocessor; one program per row from
@@ -44,9 +46,11 @@ SAMPLE_PER_WARP = 1024
 PER_CHOOSING_WARP = 512
 # elements of the tile in which a program goes through a row alone
 ALONE = 8192
-# most survivors of a row that one program sorts, torch sorts more; elements per warp with many rows, and with few
+# most survivors of a row that one program sorts, torch sorts more; bytes per warp with many rows, and the registers of
+# a thread that holds 8-byte numbers (without a limit fewer programs run); elements per warp with few
 MAX_SORTED = 4096
-SORT_PER_WARP = 512
+SORT_PER_WARP = 4096
+SORT_REGISTERS = 128
 SORT_PER_WARP_OF_FEW = 64
 # bits of a 32-bit key that are the same for all scores of a dtype
 CONSTANT_BITS = {torch.bfloat16: 16, torch.float16: 13}
@@ -159,11 +163,12 @@ def _capacity(n_cols: int, k: int, sample: int) -> int:
     return next_power_of_2(room) if k <= MAX_SORTED else cdiv(room, 16) * 16
 
 
-def of_sort(n_rows: int, k: int, sms: int) -> tuple[int, int, int]:
-    """Return (rows per program, columns, warps) of the sort of k survivors."""
-    block_k = next_power_of_2(k)
-    per_warp = SORT_PER_WARP if n_rows > MANY * sms else SORT_PER_WARP_OF_FEW
-    return max(1, min(32, 256 // block_k)), block_k, max(1, min(32, block_k // per_warp))
+def of_sort(n_rows: int, k: int, itemsize: int, sms: int) -> tuple[int, int, int, int | None]:
+    """Return rows per program, columns, warps and most registers of the sort of k survivors of itemsize bytes."""
+    block_k, many = next_power_of_2(k), n_rows > MANY * sms
+    warps = block_k * itemsize // SORT_PER_WARP if many else block_k // SORT_PER_WARP_OF_FEW
+    registers = SORT_REGISTERS if many and itemsize == 8 else None
+    return max(1, min(32, 256 // block_k)), block_k, max(1, min(32, warps)), registers
 
 
 def constant_bits(dtype: torch.dtype) -> int:
