@@ -42,9 +42,9 @@ def _runs(
         light = window_runs(n, plan.window, plan.causal, queries)._replace(mask=mask)
     else:
         n, mask, (left, right, *_) = row.n, row.mask, row.edges(plan.window, plan.causal)
-        first = row.begin - left
-        light = part_runs(n, plan.window, plan.causal, row.begin, x.shape[1], first, left + x.shape[1] + right, queries)
-        light = light._replace(mask=None if mask is None else row.around(mask, left, x.shape[1], right))
+        keys = left + x.shape[1] + right
+        light = part_runs(n, plan.window, plan.causal, row.begin, x.shape[1], row.begin - left, keys, queries)
+        light = light._replace(mask=None if mask is None else row.here(mask, keys, left, right))
     there = None if mask is None and not (plan.causal and n % plan.window) else at_kv >= 0
     if seen is None:
         return light, whole_runs(at_q.shape[1], at_kv.shape[1], queries)._replace(mask=there)
@@ -86,7 +86,7 @@ def forward(
         places, at_gates = row.choose(of_q, gates_q, starts_q)
         at = row.at = places + row.begin
         row.keys = row.pick(of_kv, starts_kv, everyone=True).places
-        row.sources = row.locate(of_kv, row.keys.shape[1])
+        row.sources = row.locate(of_kv, starts_kv, row.keys.shape[1])
         chosen_q, stats_q, chosen_kv, stats_kv = steps.norm_both(x, places, row.keys, norm_q, norm_kv, plan)
         if seen is not None:
             # in the order of the tokens, so that the last never decreases
@@ -277,7 +277,7 @@ def _spread_scores(
     In `tokens`, what belongs to this device's tokens takes the place of what belongs to the row.
     """
     x, mask, (at_q, gates_q, at_kv, gates_kv, scores, stats, *states) = tokens[0], tokens[5], tokens[6:16]
-    tokens[6:11] = row.own.places, row.gates, row.keys, gates_kv, row.here(scores, x.shape[1])
+    tokens[6:11] = row.own.places, row.gates, row.keys, gates_kv, row.scores
     if not (needs[0] or needs[1]):
         return None, None, None, None
     parts = [(gates_q, products[3], True), (gates_kv, products[4], False)]

@@ -302,7 +302,7 @@ class _RoutedFeedForward(torch.autograd.Function):
         if row is not None:
             # this device's tokens in place of the row's; the row keeps the rest
             indices, gates, scores = inputs[5:8]
-            inputs[5:8] = row.own.places, row.gates, row.here(scores, inputs[0].shape[1])
+            inputs[5:8] = row.own.places, row.gates, row.scores
             activations[1:3] = row.own.places, row.gates
             plan, even = plan._replace(explore_stride=0), row.even
         products: tuple[Tensor | None, ...] = (None,) * 12

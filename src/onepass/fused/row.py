@@ -42,6 +42,21 @@ def send(x: Tensor, given: Sequence[Range], taken: Sequence[Range], group: Any) 
     return received
 
 
+def pieces(x: Tensor, ranges: Sequence[Range], begin: int) -> Tensor:
+    """Return the tokens in ranges of a row, one range after another; x (batch, n, dim) has those from `begin` on."""
+    found = [x[:, a - begin : b - begin] for a, b in ranges if a < b]
+    return found[0] if len(found) == 1 else torch.cat(found, 1) if found else x[:, :0]
+
+
+def add_pieces(x: Tensor, ranges: Sequence[Range], begin: int, more: Tensor) -> None:
+    """Add to x in place what :func:`pieces` would return of another x."""
+    done = 0
+    for a, b in ranges:
+        if a < b:
+            x[:, a - begin : b - begin].add_(more[:, done : done + b - a])
+            done += b - a
+
+
 class Even:
     """Rows of chosen tokens in even parts: those of which a device has too many travel to others, and come back."""
 
@@ -93,18 +108,23 @@ def _bounds(n: int, devices: int, batch: int, device: torch.device) -> Tensor:
         return torch.tensor([[*bounds, n]] * batch, device=device)
 
 
+@lru_cache(64)
+def _places(k: int, devices: int, batch: int, places: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the slots (k,), and where each device's places begin, row by row; last: beyond all of them."""
+    with torch.inference_mode(False):
+        first = torch.arange(devices * batch, device=device).view(devices, batch).t() * places
+        return torch.arange(k, device=device), F.pad(first, (0, 1), value=devices * batch * places + k)
+
+
 class Counts:
     """Small numbers on their way to the host."""
 
     def __init__(self, counts: Tensor) -> None:
-        self._event: Any = None
+        self._host, self._event = counts, None
         if counts.is_cuda:
             self._host = torch.empty(counts.shape, dtype=counts.dtype, pin_memory=True)
             self._host.copy_(counts, non_blocking=True)
-            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._event.record()
-        else:
-            self._host = counts
+            self._event = torch.cuda.current_stream(counts.device).record_event()
 
     def read(self) -> list[list[list[int]]]:
         """Return them, when they are there."""
@@ -117,7 +137,7 @@ class Row:
     """A row of n tokens of which this device has those from `begin` to `end`, for one call of a layer.
 
     Attributes:
-        mask: of whole rows, once the scores are there.
+        mask, scores: of whole rows, and of this device's tokens, once the scores are there.
         own, gates: which of the chosen tokens are here, and their gates.
         even: how the heavy work is spread; None: each device computes its own tokens.
     """
@@ -125,6 +145,7 @@ class Row:
     own: Chosen
     gates: Tensor
     even: Even | None = None
+    scores: Tensor
     at: Tensor  # where in the row the chosen tokens are
     keys: Tensor  # places of the chosen keys here
     sources: Tensor  # of the keys: see `locate`
@@ -137,23 +158,24 @@ class Row:
         self.mask: Tensor | None = None
 
     def whole(self, scores: Tensor, mask: Tensor | None) -> Tensor:
-        """Return the scores ([R,] batch, n) of whole rows, and keep their mask (batch, n): from one all-gather."""
-        here = scores.view(-1, *scores.shape[-2:])[..., : self.end - self.begin]
+        """Return the scores ([R,] batch, n) of whole rows, and keep these and their mask (batch, n): one all-gather."""
+        self.scores, lead, own = scores, scores.shape[:-1], self.end - self.begin
+        here = scores if scores.shape[-1] == own else scores[..., :own]
         if mask is not None:
-            here = torch.cat((here, mask[None, :, : self.end - self.begin].to(here.dtype)))
-        routes, batch, missing = len(here), here.shape[1], self.most - here.shape[2]
-        sent = (F.pad(here, (0, missing)) if missing else here).contiguous()
-        found = sent.new_empty(self.size * sent.numel())
-        _all_gather(found, sent.view(-1), group=self.group)
-        whole = found.view(self.size, routes, batch, self.most).movedim(0, 2).reshape(routes, batch, -1)
-        whole = whole[..., : self.n].contiguous()
-        if mask is not None:
-            whole, self.mask = whole[:-1], whole[-1] > 0
-        return whole.view(*scores.shape[:-1], self.n)
+            here = torch.cat((here.view(lead[:-1].numel(), *mask.shape[:1], own), mask[None, :, :own].to(here.dtype)))
+        sent = (F.pad(here, (0, self.most - own)) if own < self.most else here).contiguous()
+        found = sent.new_empty(self.size * len(sent), *sent.shape[1:])
+        _all_gather(found, sent, group=self.group)
+        whole = found.view(self.size, *sent.shape).movedim(0, -2).flatten(-2)
+        whole = whole if whole.shape[-1] == self.n else whole[..., : self.n].contiguous()
+        if mask is None:
+            return whole
+        self.mask = whole[-1] > 0
+        return whole[:-1].view(*lead, self.n)
 
-    def here(self, t: Tensor, tokens: int) -> Tensor:
-        """Return this device's part of whole rows (…, n), zeros after it up to `tokens`."""
-        own = t[..., self.begin : self.end]
+    def here(self, t: Tensor, tokens: int, left: int = 0, right: int = 0) -> Tensor:
+        """Return of whole rows (…, n) this device's tokens and those beside them, then zeros up to `tokens` in all."""
+        own = t[..., self.begin - left : self.end + right]
         return F.pad(own, (0, tokens - own.shape[-1])) if own.shape[-1] < tokens else own.contiguous()
 
     def sort(self, at: Tensor) -> Sorted:
@@ -200,35 +222,28 @@ class Row:
         """Return how many chosen tokens of all rows each device has."""
         return [sum(c) for c in zip(*([b - a for a, b in pairwise(row)] for row in starts), strict=True)]
 
-    def locate(self, found: Sorted, places: int) -> Tensor:
-        """Return where each of the chosen (batch·k,) is in what :meth:`gather` receives; past its end: nowhere."""
-        at, order, starts = found
-        batch, k = at.shape
-        slot = torch.arange(k, device=at.device).expand(batch, -1).contiguous()
-        owner = torch.searchsorted(starts, slot, right=True) - 1
-        nowhere = self.size * batch * places
-        # each device's places begin where `pick` has them begin
-        place = slot - starts.clamp_max(k - places).gather(1, owner.clamp(0, self.size))
-        if batch > 1:
-            owner_row = owner * batch + torch.arange(batch, device=at.device)[:, None]
-        else:
-            owner_row = owner
-        source = torch.where(owner >= 0, owner_row * places + place, nowhere)
-        return torch.empty_like(source).scatter_(1, order, source).view(-1)
+    def locate(self, found: Sorted, starts: list[list[int]], places: int) -> Tensor:
+        """Return where each of the chosen (batch·k,) is in what :meth:`gather` receives, its length for one missing."""
+        at, order, begins = found
+        slot, first = _places(at.shape[1], self.size, len(at), places, at.device)
+        # each device's places begin where `pick` has them begin; a missing one, −1, has the last owner
+        shift = first - begins.clamp_max(at.shape[1] - places)
+        source = shift.gather(1, at.div(self.most, rounding_mode="floor").remainder(self.size + 1)) + slot
+        source = torch.empty_like(source).scatter_(1, order, source).view(-1)
+        return source.clamp_max(self.size * len(at) * places) if any(row[0] for row in starts) else source
 
     def gather(self, rows: Tensor, sources: Tensor) -> Callable[[], Tensor]:
         """Start to gather the rows (batch·places, dim) that each device has; return a call for those of all chosen.
 
         They are (batch·k, dim).
         """
-        found = rows.new_empty(self.size * rows.numel())
-        work = _all_gather(found, rows.contiguous().view(-1), group=self.group, async_op=True)
+        every = rows.new_empty(self.size * len(rows), rows.shape[1])
+        work = _all_gather(every, rows.contiguous(), group=self.group, async_op=True)
 
         def finish() -> Tensor:
             work.wait()
-            every = found.view(-1, rows.shape[1])
             # one that does not exist is masked: any finite row will do
-            return every.index_select(0, torch.where(sources < len(every), sources, 0))
+            return every.index_select(0, sources.clamp_max(len(every) - 1))
 
         return finish
 
@@ -237,7 +252,7 @@ class Row:
         every = self.size * rows
         sent = grad.new_zeros(every + 1, grad.shape[1]).index_copy_(0, sources, grad)[:every]
         found = grad.new_empty(rows, grad.shape[1])
-        work = _reduce_scatter(found.view(-1), sent.view(-1), group=self.group, async_op=True)
+        work = _reduce_scatter(found, sent, group=self.group, async_op=True)
 
         def finish() -> Tensor:
             work.wait()
@@ -249,11 +264,6 @@ class Row:
         """Return which keys of local attention travel."""
         return edges(self.n, self.size, self.rank, window, causal)
 
-    def around(self, mask: Tensor, left: int, here: int, right: int) -> Tensor:
-        """Return the mask of this device's tokens and of those beside them; there is none beside no tokens."""
-        own = mask[:, self.begin - left : self.end + right]
-        return F.pad(own, (0, left + here + right - own.shape[1])).contiguous()
-
     def project(
         self, tokens: Tensor, weight: Tensor, batch: int, window: int, causal: bool
     ) -> tuple[int, Tensor, Callable[[], None]]:  # fmt: skip
@@ -263,22 +273,22 @@ class Row:
         """
         left, right, given, taken = self.edges(window, causal)
         here, columns = len(tokens) // batch, len(weight)
-        rows = tokens.new_empty(batch, left + here + right, columns)
-        inside = rows[:, left : left + here]
+        qkv = tokens.new_empty(batch * (left + here + right), columns)
+        rows = qkv.view(batch, -1, columns)
         if batch == 1:
-            torch.mm(tokens, weight.t(), out=inside[0])
+            torch.mm(tokens, weight.t(), out=qkv[left : left + here])
         else:
-            inside.copy_(torch.mm(tokens, weight.t()).view(inside.shape))
-        part, shift = rows[..., columns // 3 :], left - self.begin
-        sent = [part[:, a + shift : b + shift] for a, b in given if a < b]
-        received, wait = start_sending(torch.cat(sent, 1) if sent else part[:, :0], given, taken, self.group)
+            rows[:, left : left + here] = torch.mm(tokens, weight.t()).view(batch, here, columns)
+        part = rows[..., columns // 3 :]
+        received, wait = start_sending(pieces(part, given, self.begin - left), given, taken, self.group)
 
         def arrive() -> None:
             wait()
             part[:, :left] = received[:, :left]
-            part[:, left + here :] = received[:, left:]
+            if right:
+                part[:, left + here :] = received[:, left:]
 
-        return left, rows.view(-1, columns), arrive
+        return left, qkv, arrive
 
     def project_backward(self, grad: Tensor, batch: int, window: int, causal: bool) -> Callable[[], Tensor]:
         """Start to return the gradients of the sides; return a call for that of the tokens here, (batch·here, 3·inner).
@@ -288,31 +298,27 @@ class Row:
         left, right, given, taken = self.edges(window, causal)
         rows = grad.view(batch, -1, grad.shape[1])
         here = rows.shape[1] - left - right
-        part, shift = rows[..., grad.shape[1] // 3 :], left - self.begin
-        sent = torch.cat((part[:, :left], part[:, left + here :]), 1)
+        part = rows[..., grad.shape[1] // 3 :]
+        sent = torch.cat((part[:, :left], part[:, left + here :]), 1) if right else part[:, :left]
         received, wait = start_sending(sent, taken, given, self.group)
 
         def finish() -> Tensor:
             wait()
-            done = 0
-            for a, b in given:
-                if a < b:
-                    part[:, a + shift : b + shift] += received[:, done : done + b - a]
-                    done += b - a
+            add_pieces(part, given, self.begin - left, received)
             return rows[:, left : left + here].reshape(-1, grad.shape[1])
 
         return finish
 
     def total(self, *tensors: Tensor) -> list[Tensor]:
         """Return the sums of tensors over the devices, by one all-reduce."""
-        flat = torch.cat([t.reshape(-1) for t in tensors])
+        flat = torch.cat([t if t.dim() == 1 else t.reshape(-1) for t in tensors])
         dist.all_reduce(flat, group=self.group)
-        pieces: Any = torch.split_with_sizes(flat, [t.numel() for t in tensors])
-        return [t.view(like.shape) for t, like in zip(pieces, tensors, strict=True)]
+        split: Any = torch.split_with_sizes(flat, [t.numel() for t in tensors])
+        return [t if like.dim() == 1 else t.view(like.shape) for t, like in zip(split, tensors, strict=True)]
 
     def backward(
         self, dy: Tensor | None, x: Tensor, mask: Tensor | None, inverse: Tensor,
-        parts: Sequence[tuple[Tensor, Tensor | None, bool]], stride: int, weight: float,
+        parts: Sequence[tuple[Tensor, Any, bool]], stride: int, weight: float,
     ) -> tuple[list[Tensor | None], Tensor | None]:  # fmt: skip
         """Return the gradients of whole rows' gates, by one all-reduce, and what exploration adds to the vector's.
 
@@ -328,11 +334,7 @@ class Row:
         """
         if dy is None:
             return [None] * len(parts), None
-        grads = []
-        for gates, part, own in parts:
-            assert part is not None
-            whole = torch.zeros_like(gates).scatter_(1, self.own.slots, part) if own else part
-            grads.append(whole.view(gates.shape))
+        grads: Any = [torch.zeros_like(g).scatter_(1, self.own.slots, p) if own else p for g, p, own in parts]
         if not stride:
             return [*self.total(*grads)], None
         sampled = slice(-self.begin % stride, max(0, self.end - self.begin), stride)

@@ -116,10 +116,10 @@ class RoutedBlock(nn.Module):
             return packed(self, x, mask, return_routing, cu_seqlens, max_seqlen)  # type: ignore[no-any-return]
         if cache is not None:
             return self._cached(x, mask, return_routing, cache)
-        if (axis := sequence_axis(x)) is not None and self._opens(x, mask):
+        if (axis := sequence_axis(x)) is not None and None not in (dtypes := self._open_dtypes(x, mask)):
             door = Door(self, x, axis, mask)
-            y, at_attention = door.fused(self.attention, door.tokens, residual=True)
-            y, at_feed_forward = door.fused(self.feed_forward, y, residual=True)
+            y, at_attention = door.fused(self.attention, door.tokens, True, dtypes[0])
+            y, at_feed_forward = door.fused(self.feed_forward, y, True, dtypes[1])
             if not return_routing:
                 return door.leave(y)  # type: ignore[no-any-return]
             of_attention = AttentionRouting(*map(door.routing, at_attention))
@@ -224,14 +224,14 @@ class RoutedBlock(nn.Module):
         call: Any = self
         return call(x, mask, cache=cache) if x.shape[1] else x  # type: ignore[no-any-return]
 
-    def _opens(self, x: Tensor, mask: Tensor | None) -> bool:
-        """Return whether a spread row may pass both layers without a DTensor between them."""
+    def _open_dtypes(self, x: Tensor, mask: Tensor | None) -> list[torch.dtype | None]:
+        """Return the branches' dtypes, with None unless a spread row may pass both layers without a DTensor between."""
         layers: list[Any] = [self.attention, self.feed_forward]
         drops = self.training and self.dropout > 0
         if drops or [*map(type, layers)] != [RoutedAttention, RoutedFeedForward] or not has_no_overrides(*layers):
-            return False
+            return [None]
         self.attention._check_tokens(x)
-        return all(layer._fused_dtype(x, mask, spread=True) is not None for layer in layers)
+        return [layer._fused_dtype(x, mask, spread=True) for layer in layers]
 
     def _added(self, layer: Any, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Any]:
         """Return x + layer(x) and the routing: from one node where nothing looks at the layer's own output."""

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from onepass.fused.parts import shared
-from onepass.fused.row import send
+from onepass.fused.row import add_pieces, pieces, send
 
 
 def fetch(x: Tensor, ranges: list[tuple[int, int]], wants: list[tuple[int, int]], group: Any) -> Tensor:
@@ -35,15 +35,10 @@ class _Exchange(torch.autograd.Function):
         ctx.given = [shared(ranges[me], w) for w in wants]
         ctx.taken = [shared(r, wants[me]) for r in ranges]
         ctx.group, ctx.begin, ctx.shape = group, begin, x.shape
-        parts = [x[:, a - begin : b - begin] for a, b in ctx.given if a < b]
-        return send(torch.cat(parts, 1) if parts else x[:, :0], ctx.given, ctx.taken, group)
+        return send(pieces(x, ctx.given, begin), ctx.given, ctx.taken, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        gx, done = grad.new_zeros(ctx.shape), 0
-        received = send(grad, ctx.taken, ctx.given, ctx.group)
-        for a, b in ctx.given:
-            if a < b:
-                gx[:, a - ctx.begin : b - ctx.begin] += received[:, done : done + b - a]
-                done += b - a
+        gx = grad.new_zeros(ctx.shape)
+        add_pieces(gx, ctx.given, ctx.begin, send(grad, ctx.taken, ctx.given, ctx.group))
         return gx, None, None, None
