@@ -32,6 +32,9 @@ class Prepared:
     build: Callable[[], Callable[[], Any]]
 
 
+Impl = Callable[[], Any] | Prepared | Missing
+
+
 def optional(import_name: str) -> Any:
     """Return the module `import_name`, or None when it is not installed or does not import here."""
     try:
@@ -41,14 +44,31 @@ def optional(import_name: str) -> Any:
         return None
 
 
-def backward_of(forward: Callable[[], Tensor], inputs: Sequence[Tensor], grad: Tensor) -> Prepared:
+def upstream(*outs: Tensor) -> list[Tensor]:
+    """Return random gradients of outputs, the same for every implementation."""
+    generator = torch.Generator(outs[0].device).manual_seed(7)
+    return [torch.randn(t.shape, dtype=t.dtype, device=t.device, generator=generator) for t in outs]
+
+
+def backward_of(forward: Callable[[], Any], inputs: Sequence[Tensor]) -> Prepared:
     """Return the backward pass of `forward()` with respect to `inputs`, as an implementation to time."""
 
     def build() -> Callable[[], Any]:
         out = forward()
-        return lambda: torch.autograd.grad(out, tuple(inputs), grad, retain_graph=True)
+        outs = [t for t in ([out] if isinstance(out, Tensor) else out) if t.requires_grad]
+        grads = upstream(*outs)
+        return lambda: torch.autograd.grad(outs, tuple(inputs), grads, retain_graph=True)
 
     return Prepared(build)
+
+
+def staged(stage: str, impls: Mapping[str, Callable[[], Any] | Missing], inputs: Sequence[Tensor]) -> dict[str, Impl]:
+    """Return implementations of a forward pass as they are, or for "backward" the backward pass of each."""
+    if stage == "forward":
+        return dict(impls)
+    for t in inputs:
+        t.requires_grad_()
+    return {name: f if isinstance(f, Missing) else backward_of(f, inputs) for name, f in impls.items()}
 
 
 def graphed(prepare: Callable[[], Callable[[], Any]]) -> Prepared:
@@ -70,9 +90,6 @@ def graphed(prepare: Callable[[], Callable[[], Any]]) -> Prepared:
         return graph.replay
 
     return Prepared(build)
-
-
-Impl = Callable[[], Any] | Prepared | Missing
 
 
 @dataclass(frozen=True)

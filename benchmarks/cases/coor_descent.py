@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.case import Case, Impl, Missing, backward_of, optional
+from benchmarks.case import Case, Impl, Missing, optional, staged
 from onepass.ops.coor_descent.op import coor_descent
 
 RIVALS = {"colt5_attention": "colt5-attention"}
@@ -62,13 +62,10 @@ def _impls(s: Tensor, k: float, options: Mapping[str, Any], compiled: bool) -> d
 
 def _case(rows: int, cols: int, name: str, options: Mapping[str, Any], stage: str, device: str = "cuda") -> Case:
     def make() -> Mapping[str, Impl]:
-        s = torch.randn(rows, cols, device=device).requires_grad_(stage == "backward")
+        s = torch.randn(rows, cols, device=device)
         impls = _impls(s, cols / 8, options, name in SCHEDULES and (rows, cols) == COMPILED and s.is_cuda)
         missing = {} if "colt5 eager" in impls else {"colt5": Missing("colt5-attention")}
-        if stage == "forward":
-            return {**impls, **missing}
-        gy = torch.randn(rows, cols, device=device)
-        return {**{label: backward_of(f, (s,), gy) for label, f in impls.items()}, **missing}
+        return staged(stage, {**impls, **missing}, (s,))
 
     floor = rows * cols * 4 * (2 if stage == "forward" else 3)
     params = {"rows": rows, "cols": cols, "schedule": name}

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.case import Case, Impl, Missing, Prepared, backward_of, optional
+from benchmarks.case import Case, Impl, Missing, Prepared, optional, staged, upstream
 from onepass.ops.norm.op import layer_norm, rms_norm
 
 RIVALS = {"liger_kernel": "liger-kernel", "quack": "quack-kernels"}
@@ -52,7 +52,7 @@ def _rms_norm_rivals(x: Tensor, w: Tensor) -> dict[str, Callable[[], Tensor] | M
     return impls
 
 
-def _quack_layer_norm(x: Tensor, w: Tensor, b: Tensor, dy: Tensor | None) -> Impl:
+def _quack_layer_norm(x: Tensor, w: Tensor, b: Tensor, stage: str) -> Impl:
     """Call quack's forward and backward functions: its layer norm has no autograd and takes fp32 weights only."""
     quack = optional("quack.rmsnorm")
     if quack is None:
@@ -60,8 +60,9 @@ def _quack_layer_norm(x: Tensor, w: Tensor, b: Tensor, dy: Tensor | None) -> Imp
 
     def build() -> Callable[[], Any]:
         data, weight, bias = x.detach(), w.detach().float(), b.detach().float()
-        if dy is None:
+        if stage == "forward":
             return lambda: quack.layernorm_fwd(data, weight, bias, eps=1e-5)
+        (dy,) = upstream(data)
         _, rstd, mean = quack.layernorm_fwd(data, weight, bias, eps=1e-5, return_rstd=True, return_mean=True)
         return lambda: quack.layernorm_bwd(data, weight, dy, rstd, mean)
 
@@ -70,18 +71,11 @@ def _quack_layer_norm(x: Tensor, w: Tensor, b: Tensor, dy: Tensor | None) -> Imp
 
 def _case(op: str, rows: int, cols: int, dtype: torch.dtype, stage: str, device: str = "cuda") -> Case:
     def make() -> Mapping[str, Impl]:
-        need = stage == "backward"
         x, w, b = (torch.randn(*shape, device=device, dtype=dtype) for shape in ((rows, cols), (cols,), (cols,)))
-        inputs = [t.requires_grad_(need) for t in ((x, w, b) if op == "layer_norm" else (x, w))]
-        impls = _layer_norm_rivals(x, w, b) if op == "layer_norm" else _rms_norm_rivals(x, w)
-        dy = torch.randn_like(x) if need else None
-        made: dict[str, Impl] = {
-            name: impl if dy is None or isinstance(impl, Missing) else backward_of(impl, inputs, dy)
-            for name, impl in impls.items()
-        }
-        if op == "layer_norm" and device == "cuda":
-            made["quack"] = _quack_layer_norm(x, w, b, dy)
-        return made
+        if op == "rms_norm":
+            return staged(stage, _rms_norm_rivals(x, w), (x, w))
+        made = staged(stage, _layer_norm_rivals(x, w, b), (x, w, b))
+        return made | ({"quack": _quack_layer_norm(x, w, b, stage)} if device == "cuda" else {})
 
     floor = rows * cols * dtype.itemsize * (2 if stage == "forward" else 3)
     check = 1e-3 if dtype == torch.float32 else 5e-2
@@ -92,34 +86,24 @@ def _residual_case(rows: int, cols: int, dtype: torch.dtype, stage: str, device:
     """Measure norm(x + residual). Four tensors move, forward (x, residual → s, y) and backward (dy, ds, s → dx)."""
 
     def make() -> Mapping[str, Impl]:
-        need = stage == "backward"
-        x, r, dy, ds = (torch.randn(rows, cols, device=device, dtype=dtype) for _ in range(4))
+        x, r = (torch.randn(rows, cols, device=device, dtype=dtype) for _ in range(2))
         w = torch.randn(cols, device=device, dtype=dtype)
-        inputs = [t.requires_grad_(need) for t in (x, r, w)]
 
         def pair() -> tuple[Tensor, Tensor]:
             s = x + r
             return rms_norm(s, w, eps=1e-6), s
 
         compiled = torch.compile(lambda: (F.rms_norm(x + r, (cols,), w, 1e-6), x + r))
-        impls: dict[str, Callable[[], Any]] = {
+        impls: dict[str, Callable[[], Any] | Missing] = {
             "onepass": lambda: rms_norm(x, w, residual=r, eps=1e-6),
             "add, then onepass": pair,
             "torch.compile": compiled,
         }
-        quack = optional("quack.rmsnorm") if device == "cuda" else None
-        made: dict[str, Impl] = {"quack": Missing("quack-kernels")} if device == "cuda" and quack is None else {}
-        if quack is not None:
-            impls["quack"] = lambda: quack.rmsnorm(x, w, residual=r, eps=1e-6, prenorm=True)
-
-        def grads(impl: Callable[[], Any]) -> Callable[[], Callable[[], Any]]:
-            def build() -> Callable[[], Any]:
-                out = impl()
-                return lambda: torch.autograd.grad(out, inputs, (dy, ds), retain_graph=True)
-
-            return build
-
-        return made | {name: Prepared(grads(f)) if need else f for name, f in impls.items()}
+        if device == "cuda":
+            quack, impls["quack"] = optional("quack.rmsnorm"), Missing("quack-kernels")
+            if quack is not None:
+                impls["quack"] = lambda: quack.rmsnorm(x, w, residual=r, eps=1e-6, prenorm=True)
+        return staged(stage, impls, (x, r, w))
 
     check = 1e-3 if dtype == torch.float32 else 5e-2
     params = {"rows": rows, "cols": cols, "residual": True}

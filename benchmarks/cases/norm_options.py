@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.case import Case, Impl, Missing, Prepared, optional
+from benchmarks.case import Case, Impl, Missing, optional, staged
 from onepass.ops.norm.op import layer_norm, rms_norm
 from onepass.ops.norm.reference import quantize
 
@@ -23,27 +23,11 @@ def case(op: str, params: Mapping[str, Any], floors: Mapping[str, int], setup: S
 
     def make(stage: str) -> Callable[[], Mapping[str, Impl]]:
         def build() -> Mapping[str, Impl]:
-            impls, inputs = setup(device)
-            if stage == "forward":
-                return impls
-            for t in inputs:
-                t.requires_grad_()
-            return {name: f if isinstance(f, Missing) else _backward(f, inputs) for name, f in impls.items()}
+            return staged(stage, *setup(device))
 
         return build
 
     return [Case(op, stage, params, BF16, floor, make(stage), 5e-2, device) for stage, floor in floors.items()]
-
-
-def _backward(forward: Callable[[], Any], inputs: list[Tensor]) -> Prepared:
-    def build() -> Callable[[], Any]:
-        out = forward()
-        outs = [out] if isinstance(out, Tensor) else [t for t in out if t.requires_grad]
-        generator = torch.Generator(outs[0].device).manual_seed(1)
-        grads = [torch.randn(t.shape, dtype=t.dtype, device=t.device, generator=generator) for t in outs]
-        return lambda: torch.autograd.grad(outs, inputs, grads, retain_graph=True)
-
-    return Prepared(build)
 
 
 def _rival(distribution: str, module: str, call: Callable[[Any], Callable[[], Any]]) -> Callable[[], Any] | Missing:

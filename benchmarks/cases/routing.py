@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 from torch import Tensor
 
-from benchmarks.case import Case, Impl, backward_of
+from benchmarks.case import Case, Impl, staged
 from onepass.ops.routing import reference
 from onepass.ops.routing.op import gather, scatter_add, score
 
@@ -54,14 +54,13 @@ def _rows_case(
                 "onepass": lambda: scatter_add(rows, update, gates, indices, inplace=True),
                 "index_add_": composed,
             }
-        dy, wanted = torch.randn_like(x), (update.requires_grad_(), gates.requires_grad_())
-        return {
-            "onepass": backward_of(lambda: scatter_add(x, update, gates, indices), wanted, dy),
-            "index_add": backward_of(
-                lambda: rows.index_add(0, flat, (update * gates[..., None]).to(dtype).view(-1, dim)).view_as(x),
-                wanted, dy,
+        impls = {
+            "onepass": lambda: scatter_add(x, update, gates, indices),
+            "index_add": lambda: rows.index_add(0, flat, (update * gates[..., None]).to(dtype).view(-1, dim)).view_as(
+                x
             ),
-        }  # fmt: skip
+        }
+        return staged(stage, impls, (update, gates))
 
     moved = {"gather": 2, "gated add": 3, "gather, gated add": 5}[op]
     params = {"batch": batch, "n": n, "dim": dim, "k": k}
@@ -72,18 +71,14 @@ def _rows_case(
 
 def _score_case(batch: int, n: int, dim: int, dtype: torch.dtype, stage: str, device: str = "cuda") -> Case:
     def make() -> Mapping[str, Impl]:
-        x = torch.randn(batch, n, dim, device=device, dtype=dtype, requires_grad=stage == "backward")
-        weight = torch.randn(dim, device=device, requires_grad=stage == "backward")
-        ds = torch.randn(batch, n, device=device)
+        x, weight = torch.randn(batch, n, dim, device=device, dtype=dtype), torch.randn(dim, device=device)
         compiled = torch.compile(reference.score, dynamic=False)
         impls: dict[str, Callable[[], Tensor]] = {
             "onepass": lambda: score(x, weight),
             "torch": lambda: reference.score(x, weight),
             "torch.compile": lambda: compiled(x, weight),
         }
-        if stage == "forward":
-            return impls
-        return {name: backward_of(run, (x, weight), ds) for name, run in impls.items()}
+        return staged(stage, impls, (x, weight))
 
     floor = batch * n * dim * dtype.itemsize * (1 if stage == "forward" else 2)
     return Case("score", stage, {"batch": batch, "n": n, "dim": dim}, dtype, floor, make, 2e-2, device)

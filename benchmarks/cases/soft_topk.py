@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.case import Case, Impl, Missing, backward_of, graphed, optional
+from benchmarks.case import Case, Impl, Missing, backward_of, graphed, optional, staged
 from onepass.ops.coor_descent.op import coor_descent
 from onepass.ops.soft_topk.op import KINDS, soft_topk
 
@@ -87,23 +87,18 @@ def _case(
     def make() -> Mapping[str, Impl]:
         s = torch.randn(rows, cols, device=device, dtype=dtype).requires_grad_(stage == "backward")
         k = cols / 8
-        gy = torch.randn(rows, cols, device=device, dtype=dtype)
 
         def ours() -> Tensor:
             return soft_topk(s, k, eps=eps, kind=kind)
 
-        def staged(run: Callable[[], Tensor]) -> Impl:
-            return run if stage == "forward" else backward_of(run, (s,), gy)
-
         def prepare() -> Callable[[], Any]:
-            return ours if stage == "forward" else backward_of(ours, (s,), gy).build()
+            return ours if stage == "forward" else backward_of(ours, (s,)).build()
 
-        impls: dict[str, Impl] = {"onepass": staged(ours)}
+        impls = staged(stage, {"onepass": ours}, (s,))
         if rows < 8 and device == "cuda":
             impls["onepass, CUDA graph"] = graphed(prepare)
         if against:
-            others = _rivals(s, k, eps, kind)
-            impls |= {name: f if isinstance(f, Missing) else staged(f) for name, f in others.items()}
+            impls |= staged(stage, _rivals(s, k, eps, kind), (s,))
         return impls
 
     floor = rows * cols * dtype.itemsize * (2 if stage == "forward" else 3)

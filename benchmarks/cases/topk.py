@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
 
-from benchmarks.case import Case, Impl, backward_of, graphed
+from benchmarks.case import Case, Impl, graphed, staged
 from onepass.ops.soft_topk.op import soft_topk
 from onepass.ops.topk.op import topk
 
@@ -42,12 +42,7 @@ def _case(rows: int, cols: int, k: int, stage: str, device: str = "cuda") -> Cas
             if device == "cuda":
                 impls["onepass, CUDA graph"] = graphed(lambda: lambda: topk(s.detach(), k))
             return impls
-        gy = torch.randn(rows, k, device=device)
-
-        def gradient(run: Callable[[], tuple[Tensor, Tensor]]) -> Impl:
-            return backward_of(lambda: run()[1], (s,), gy)
-
-        return {"onepass": gradient(ours), "torch.topk + soft_topk": gradient(apart)}
+        return staged(stage, {"onepass": lambda: ours()[1], "torch.topk + soft_topk": lambda: apart()[1]}, (s,))
 
     # forward: read scores, write a value, an index and a gate for each of k, 16 bytes
     # backward: read scores, write their gradients, and 12 bytes for each of k: index and gradient of the gate

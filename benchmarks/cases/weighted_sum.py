@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.case import Case
+from benchmarks.case import Case, Impl, staged
 from onepass.ops.weighted_sum.op import weighted_sum
 
 
@@ -24,19 +24,9 @@ def _impls(x: Tensor, w: Tensor) -> dict[str, Callable[[], Tensor]]:
 
 
 def _case(rows: int, cols: int, dtype: torch.dtype, stage: str, device: str = "cuda") -> Case:
-    def make() -> Mapping[str, Callable[[], Any]]:
-        need = stage == "backward"
-        x = torch.randn(rows, cols, device=device, dtype=dtype).requires_grad_(need)
-        w = torch.randn(cols, device=device, dtype=dtype).requires_grad_(need)
-        impls = _impls(x, w)
-        if not need:
-            return impls
-        dy = torch.randn(rows, device=device, dtype=dtype)
-
-        def grads(y: Tensor) -> Callable[[], Any]:
-            return lambda: torch.autograd.grad(y, (x, w), dy, retain_graph=True)
-
-        return {name: grads(f()) for name, f in impls.items()}
+    def make() -> Mapping[str, Impl]:
+        x, w = (torch.randn(*shape, device=device, dtype=dtype) for shape in ((rows, cols), (cols,)))
+        return staged(stage, _impls(x, w), (x, w))
 
     floor = rows * cols * dtype.itemsize * (1 if stage == "forward" else 2)
     return Case("weighted_sum", stage, {"rows": rows, "cols": cols}, dtype, floor, make, 2e-2, device)
