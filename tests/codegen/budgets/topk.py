@@ -13,7 +13,7 @@ from onepass.ops.topk import plan
 
 _INTS = (
     "g_row_stride", "g_col_stride", "s_row_stride", "mask_row_stride", "start_stride", "lengths_stride",
-    "out_row_stride", "n_rows", "n_cols", "tiles", "k", "capacity", "column_bits",
+    "packed_row_stride", "out_row_stride", "n_rows", "n_cols", "tiles", "k", "run", "steps", "capacity", "column_bits",
 )  # fmt: skip
 _TYPES = {
     **dict.fromkeys(_INTS, "i32"),
@@ -140,6 +140,12 @@ def _kernels() -> Iterator[Kernel]:
             title, ks.sort_kernel, blocks, warps, registers, wide=False, spill=8 if k == 64 else 0, limit=limit,
             **for_all,
         )  # fmt: skip
+    yield _kernel("topk runs", ks.run_kernel, {"BY_SCORE": True, "BLOCK": plan.RUN}, 16, 64, wide=False)
+    blocks = {
+        "BY_SCORE": True, "FETCH": True, "LARGEST": True, "WAYS": plan.WAYS,
+        "BLOCK": plan.MERGED,
+    }  # fmt: skip
+    yield _kernel("topk merge", ks.merge_kernel, blocks, 4, 120, wide=False)
     blocks = {"BLOCK": kb.BLOCK}
     yield _kernel("topk backward", kb.add_kernel, blocks, 4, 64, wide=False)
 

@@ -65,7 +65,7 @@ def compare(n: int, k: int, device: str) -> None:
 @pytest.mark.interpret
 @pytest.mark.parametrize(
     "sorted_here",
-    [pytest.param(True, id="sorted by one program"), pytest.param(False, id="sorted by torch")],
+    [pytest.param(True, id="sorted by one program"), pytest.param(False, id="merged runs", marks=pytest.mark.slow)],
 )
 @pytest.mark.parametrize("long", [False, True], ids=["whole rows", "chunks"])
 def test_kernels_interpreted(sorted_here: bool, long: bool, monkeypatch: pytest.MonkeyPatch) -> None:

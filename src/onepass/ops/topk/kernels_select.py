@@ -12,15 +12,12 @@ from torch.nn.functional import pad
 from onepass.core.launch import cdiv, device_guard, launch, sm_count
 
 from . import plan
-from .kernels_keys import COUNTERS, LOW, NAN
+from .kernels_keys import COUNTERS
 from .kernels_narrow import narrow_kernel
 from .kernels_pivot import choose_kernel, pass_kernel, pivot_kernel
-from .kernels_sort import sort_kernel
+from .kernels_sort import merge_kernel, run_kernel, sort_kernel
 from .kernels_whole import whole_kernel
 from .kernels_wide import wide_kernel
-
-# below the numbers of all survivors, and without a column
-NO_NUMBER = torch.iinfo(torch.int64).min
 
 
 class Rows(NamedTuple):
@@ -105,9 +102,7 @@ def _survivors(rows: Rows, k: int, shape: plan.Pivot) -> _Survivors:
     state = torch.empty((n_rows, COUNTERS.value), dtype=torch.int32, device=s.device)
     pivots = torch.empty(n_rows, dtype=torch.float32, device=s.device)
     chooses = k <= plan.MAX_SORTED
-    # torch's sort reads the room for further survivors, too
-    make = torch.empty if chooses else torch.zeros
-    found = make((n_rows, shape.capacity), dtype=torch.int64, device=s.device)
+    found = torch.empty((n_rows, shape.capacity), dtype=torch.int64, device=s.device)
     given, numbers = (*rows[:4], pivots, state), (*strides, units, k, shape.capacity)
     alone = shape.splits == 1
     launch(
@@ -126,31 +121,32 @@ def _survivors(rows: Rows, k: int, shape: plan.Pivot) -> _Survivors:
     return _Survivors(out, state)
 
 
-def _sorted_by_torch(
-    survivors: _Survivors, rows: Rows, k: int, is_sorted: bool, soft: Tensor | None, out: tuple[Tensor | None, ...]
-) -> None:  # fmt: skip
-    """Write indices, values and gates (rows, k) of more survivors than one program sorts."""
-    packed, state = survivors
-    assert state is not None
-    # distinct numbers in the order of kernels_keys.ordered, and -1 as the column of what is missing
-    score = (packed >> 32).int().view(torch.float32) + 0.0
-    bits = score.view(torch.int32)
-    key = torch.where(score.isnan(), NAN.value, bits ^ ((bits >> 31) & 0x7FFFFFFF))
-    present = torch.arange(packed.shape[1], device=packed.device) < state[:, :1]
-    number = torch.where(present, (key.long() << 32) | (packed & LOW.value), NO_NUMBER)
-    best = number.sort(-1, descending=True).values[:, :k]
-    low = best & LOW.value
-    index = torch.where(low == 0, -1, 0x7FFFFFFF - low)
-    if not is_sorted:
-        index = torch.where(index < 0, 0x7FFFFFFF, index).sort(-1).values
-        index = torch.where(index == 0x7FFFFFFF, -1, index)
-    column, found = index.clamp(0, rows.s.shape[1] - 1), index >= 0
-    nan = best[:, :1] >= NAN.value << 32
-    gates = torch.where(nan, math.nan, 1.0) if soft is None else soft.gather(-1, column)
-    values = torch.where(found, rows.s.gather(-1, column), -math.inf if rows.largest else math.inf)
-    for to, result in zip(out, (index, values, torch.where(found, gates, 0.0)), strict=True):
-        if to is not None:
-            to.view(result.shape).copy_(result)
+def _merged(
+    found: _Survivors, by_score: bool, k: int, spare: Tensor, last: tuple[Tensor | None, ...] | None,
+    numbers: tuple[int, int], largest: bool,
+) -> Tensor:  # fmt: skip
+    """Sort rows of any length in runs, then merge these; the last merge fetches if `last` is given."""
+    packed, state = found
+    n_rows, width = packed.shape
+    count = width if by_score else k
+    launch(
+        run_kernel, (n_rows, cdiv(count, plan.RUN), 1), (packed, state, spare), (packed.stride(0), spare.stride(0), k),
+        (by_score, plan.RUN), num_warps=16,
+    )  # fmt: skip
+    packed, spare, run = spare, packed, plan.RUN
+    nothing: tuple[Tensor | None, ...] = (None,) * 5
+    done = False
+    while not done:
+        done = run * plan.WAYS >= count
+        fetches = done and last is not None
+        launch(
+            merge_kernel, (n_rows, cdiv(count, plan.MERGED), 1),
+            (packed, state, None if fetches else spare, *(last if fetches and last is not None else nothing)),
+            (*numbers, packed.stride(0), k, run, run.bit_length()),
+            (by_score, fetches, largest, plan.WAYS, plan.MERGED), num_warps=4,
+        )  # fmt: skip
+        packed, spare, run = spare, packed, run * plan.WAYS
+    return packed
 
 
 def select(
@@ -203,5 +199,12 @@ def select(
                 (s.stride(0), n_rows, n_cols, k), constants, num_warps=warps, **limit,
             )  # fmt: skip
             return Found(indices, values, gates)
-        _sorted_by_torch(chosen, rows, k, is_sorted, soft, (indices, values, gates))
+        spare = torch.empty_like(chosen.packed)
+        numbers = s.stride(0), n_cols
+        if not is_sorted:
+            # the k best of them, by score
+            best = _merged(chosen, True, k, spare, None, numbers, rows.largest)
+            spare = chosen.packed if best is spare else spare
+            chosen = _Survivors(best, chosen.state)
+        _merged(chosen, is_sorted, k, spare, results, numbers, rows.largest)
     return Found(indices, values, gates)

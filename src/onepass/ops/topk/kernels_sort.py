@@ -146,3 +146,92 @@ def sort_kernel(
             index = to_column(low.to(tl.int64))
     to = Results(s_ptr, y_ptr, index_ptr, value_ptr, gate_ptr)
     deliver(to, index, at, wanted, nan, rows * s_row_stride, rows * n_cols, LARGEST, score)
+
+
+@triton.jit(do_not_specialize=["packed_row_stride", "out_row_stride", "k"])
+def run_kernel(
+    packed_ptr,  # (n_rows, packed_row_stride) int64 survivors: packed, or in order of their scores
+    state_ptr,  # (n_rows, COUNTERS) int32: how many of them; whether one is NaN is written here
+    out_ptr,  # (n_rows, out_row_stride) int64: every BLOCK of a row in descending order
+    packed_row_stride,
+    out_row_stride,
+    k,
+    BY_SCORE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Sort runs of packed survivors by score, or of k sorted ones by column."""
+    row = tl.program_id(0).to(tl.int64)
+    begin = tl.program_id(1) * BLOCK
+    count = k
+    if BY_SCORE:
+        count = tl.load(state_ptr + row * COUNTERS)
+    if begin < count:
+        here = begin + tl.arange(0, BLOCK)
+        packed = tl.load(packed_ptr + row * packed_row_stride + here, mask=here < count, other=EMPTY)
+        if BY_SCORE:
+            if tl.max(is_nan(packed).to(tl.int32), 0) > 0:
+                tl.store(state_ptr + row * COUNTERS + 1, 1)
+            packed = ordered(packed)
+        else:
+            packed = packed & LOW
+        tl.store(out_ptr + row * out_row_stride + here, tl.sort(packed, 0, descending=True), mask=here < count)
+
+
+@triton.jit(do_not_specialize=["s_row_stride", "n_cols", "packed_row_stride", "k", "run", "steps"])
+def merge_kernel(
+    packed_ptr,  # (n_rows, packed_row_stride) int64 survivors in sorted runs
+    state_ptr,  # (n_rows, COUNTERS) int32: how many of them, whether one is NaN
+    out_ptr,  # like packed: runs WAYS times as long; None in the last round with FETCH
+    index_ptr,  # this and the next four as for sort_kernel, in the last round with FETCH
+    s_ptr,
+    y_ptr,
+    value_ptr,
+    gate_ptr,
+    s_row_stride,
+    n_cols,
+    packed_row_stride,
+    k,
+    run,
+    steps,
+    BY_SCORE: tl.constexpr,
+    FETCH: tl.constexpr,
+    LARGEST: tl.constexpr,
+    WAYS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Merge WAYS runs: a survivor's place is its place in its own run plus its rank in the others, by bisection."""
+    row = tl.program_id(0).to(tl.int64)
+    begin = tl.program_id(1) * BLOCK
+    count = k
+    if BY_SCORE:
+        count = tl.load(state_ptr + row * COUNTERS)
+    if begin < count:
+        cols = begin + tl.arange(0, BLOCK)
+        inside = cols < count
+        packed_row = row * packed_row_stride
+        mine = tl.load(packed_ptr + packed_row + cols, mask=inside, other=EMPTY)
+        own = cols // run
+        first = own // WAYS * WAYS
+        other = first[:, None] + tl.arange(0, WAYS)[None, :]
+        start = other * run
+        # empty places are equal: those of earlier runs come first
+        earlier = other < own[:, None]
+        lo = tl.zeros((BLOCK, WAYS), tl.int32)
+        hi = tl.where(other == own[:, None], 0, tl.minimum(tl.maximum(count - start, 0), run))
+        for _ in range(steps):
+            middle = (lo + hi) // 2
+            open = (lo < hi) & inside[:, None]
+            theirs = tl.load(packed_ptr + packed_row + start + middle, mask=open, other=EMPTY)
+            before = (theirs > mine[:, None]) | (earlier & (theirs == mine[:, None]))
+            lo = tl.where(open & before, middle + 1, lo)
+            hi = tl.where(open & (before == 0), middle, hi)
+        place = first * run + (cols - own * run) + tl.sum(lo, 1)
+        if FETCH:
+            wanted = inside & (place < k)
+            at = row * k + place
+            index = to_column(mine)
+            nan = tl.load(state_ptr + row * COUNTERS + 1) > 0
+            to = Results(s_ptr, y_ptr, index_ptr, value_ptr, gate_ptr)
+            deliver(to, index, at, wanted, nan, row * s_row_stride, row * n_cols, LARGEST)
+        else:
+            tl.store(out_ptr + packed_row + place, mine, mask=inside)

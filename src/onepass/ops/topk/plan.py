@@ -46,12 +46,16 @@ SAMPLE_PER_WARP = 1024
 PER_CHOOSING_WARP = 512
 # elements of the tile in which a program goes through a row alone
 ALONE = 8192
-# most survivors of a row that one program sorts, torch sorts more; bytes per warp with many rows, and the registers of
-# a thread that holds 8-byte numbers (without a limit fewer programs run); elements per warp with few
+# most survivors of a row that one program sorts; bytes per warp with many rows, and registers of a thread that holds
+# 8-byte numbers (without a limit fewer programs run); elements per warp with few
 MAX_SORTED = 4096
 SORT_PER_WARP = 4096
 SORT_REGISTERS = 128
 SORT_PER_WARP_OF_FEW = 64
+# more survivors: length of a sorted run, runs merged at a time, elements per program of a merge
+RUN = 1024
+WAYS = 4
+MERGED = 128
 # bits of a 32-bit key that are the same for all scores of a dtype
 CONSTANT_BITS = {torch.bfloat16: 16, torch.float16: 13}
 
