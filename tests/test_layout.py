@@ -24,8 +24,8 @@ MOST_LINES = {
     "src/onepass/compat": 1300,
     "src/onepass/doctor": 500,
     "src/onepass/train": 3610,
-    "tests": 25628,
-    "benchmarks": 5575,
+    "tests": 25625,
+    "benchmarks": 5584,
     "research": 2400,
     "examples": 870,
 }

@@ -12,13 +12,9 @@ import pytest
 
 from onepass.train import machine
 from onepass.train.progress import LINES, Display, clock, say
+from train.tiny import Terminal
 
 IDLE = machine.idle_cores  # other tests replace it
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
 
 
 def play(total: int) -> None:
