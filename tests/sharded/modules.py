@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_module, distribute_tensor
 
+import onepass
 from nn.layers import first
 from onepass.core.launch import INTERPRET
 from onepass.nn import RMSNorm, Routed, RoutedAttention, RoutedBlock, RoutedFeedForward, Router, WeightedSum
@@ -121,12 +123,13 @@ def _() -> None:
 
 
 class Calls(torch.utils._python_dispatch.TorchDispatchMode):
-    """Collectives, how much each sends, and operators on DTensors."""
+    """Collectives, how much each sends, operators on DTensors, and how many operators only a spread layer has."""
 
     def __init__(self) -> None:
         super().__init__()
         self.sent: list[tuple[str, int]] = []
         self.on_dtensors: list[str] = []
+        self.seams = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if "c10d" in str(func):
@@ -134,6 +137,10 @@ class Calls(torch.utils._python_dispatch.TorchDispatchMode):
             self.sent.append((str(func), max(t.numel() for t in tensors)))
         if any(issubclass(t, DTensor) for t in types):
             self.on_dtensors.append(str(func))
+        frame: Any = sys._getframe(1)
+        while frame and not frame.f_code.co_filename.startswith(onepass.__path__[0]):
+            frame = frame.f_back
+        self.seams += frame is not None and frame.f_code.co_filename.endswith(("row.py", "over_sequence.py"))
         return func(*args, **(kwargs or {}))
 
 
@@ -153,6 +160,9 @@ def _(layer: str, placed: bool) -> None:
     block = "block" in layer
     assert len(forward.sent) == 3 + block, forward.sent
     assert len(backward.sent) == 3 + block + placed, backward.sent
+    weights = placed * len(list(module.parameters()))
+    assert forward.seams <= 52 + 10 * block + weights, forward.seams
+    assert backward.seams <= 48 + 20 * block + weights, backward.seams
     assert not forward.on_dtensors
     # autograd alone: it adds to x.grad, and keeps each weight's gradient
     assert {*backward.on_dtensors} <= {"aten.add_.Tensor", "aten.detach.default"}, backward.on_dtensors

@@ -48,7 +48,8 @@ def _runs(
     there = None if mask is None and not (plan.causal and n % plan.window) else at_kv >= 0
     if seen is None:
         return light, whole_runs(at_q.shape[1], at_kv.shape[1], queries)._replace(mask=there)
-    return light, Runs(there, seen[0], seen[1], None, None)
+    first, last = seen.unbind()
+    return light, Runs(there, first, last, None, None)
 
 
 def forward(

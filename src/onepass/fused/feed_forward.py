@@ -157,7 +157,7 @@ def forward(
     at, at_gates = indices, gates
     if row is not None:
         # the host waits here, when the light branch is on its way
-        at, at_gates = row.choose(found, gates, counts.read()[0])
+        at, at_gates = row.choose(found, gates, counts.read())
         chosen, chosen_stats = _norm_part(x, at, heavy_norm, plan.heavy_eps, plan.dtype)
         chosen = chosen if row.even is None else row.even.there(chosen)
     heavy_u = F.linear(chosen, heavy_up, heavy_up_bias)

@@ -48,12 +48,13 @@ def pieces(x: Tensor, ranges: Sequence[Range], begin: int) -> Tensor:
     return found[0] if len(found) == 1 else torch.cat(found, 1) if found else x[:, :0]
 
 
-def add_pieces(x: Tensor, ranges: Sequence[Range], begin: int, more: Tensor) -> None:
-    """Add to x in place what :func:`pieces` would return of another x."""
+def put_pieces(x: Tensor, ranges: Sequence[Range], begin: int, more: Tensor, add: bool = True) -> None:
+    """Add to x in place what :func:`pieces` would return of another x, or without `add` put it there."""
     done = 0
     for a, b in ranges:
         if a < b:
-            x[:, a - begin : b - begin].add_(more[:, done : done + b - a])
+            into, part = x[:, a - begin : b - begin], more[:, done : done + b - a]
+            into.add_(part) if add else into.copy_(part)
             done += b - a
 
 
@@ -126,7 +127,7 @@ class Counts:
             self._host.copy_(counts, non_blocking=True)
             self._event = torch.cuda.current_stream(counts.device).record_event()
 
-    def read(self) -> list[list[list[int]]]:
+    def read(self) -> list[Any]:
         """Return them, when they are there."""
         if self._event is not None:
             self._event.synchronize()
@@ -145,6 +146,7 @@ class Row:
     own: Chosen
     gates: Tensor
     even: Even | None = None
+    missing = False  # whether fewer keys exist than were asked for
     scores: Tensor
     at: Tensor  # where in the row the chosen tokens are
     keys: Tensor  # places of the chosen keys here
@@ -166,7 +168,8 @@ class Row:
         sent = (F.pad(here, (0, self.most - own)) if own < self.most else here).contiguous()
         found = sent.new_empty(self.size * len(sent), *sent.shape[1:])
         _all_gather(found, sent, group=self.group)
-        whole = found.view(self.size, *sent.shape).movedim(0, -2).flatten(-2)
+        one = sent.numel() == self.most
+        whole = found.view(*sent.shape[:-1], -1) if one else torch.cat(found.chunk(self.size), -1)
         whole = whole if whole.shape[-1] == self.n else whole[..., : self.n].contiguous()
         if mask is None:
             return whole
@@ -184,8 +187,8 @@ class Row:
         return Sorted(ordered, order, torch.searchsorted(ordered, _bounds(self.n, self.size, len(at), at.device)))
 
     def ask(self, *found: Sorted) -> Counts:
-        """Start to tell the host where each device's tokens begin: (choices, batch, devices + 1)."""
-        return Counts(found[0].starts[None] if len(found) == 1 else torch.stack([s.starts for s in found]))
+        """Start to tell the host where each device's tokens begin: ([choices,] batch, devices + 1)."""
+        return Counts(found[0].starts if len(found) == 1 else torch.stack([s.starts for s in found]))
 
     def pick(self, found: Sorted, starts: list[list[int]], everyone: bool = False) -> Chosen:
         """Return the chosen tokens that are here, in as many places as the fullest row here or `everyone` needs."""
@@ -226,11 +229,13 @@ class Row:
         """Return where each of the chosen (batch·k,) is in what :meth:`gather` receives, its length for one missing."""
         at, order, begins = found
         slot, first = _places(at.shape[1], self.size, len(at), places, at.device)
-        # each device's places begin where `pick` has them begin; a missing one, −1, has the last owner
-        shift = first - begins.clamp_max(at.shape[1] - places)
-        source = shift.gather(1, at.div(self.most, rounding_mode="floor").remainder(self.size + 1)) + slot
+        self.missing, owner = any(row[0] for row in starts), at.div(self.most, rounding_mode="floor")
+        # a missing one, −1, has the last owner
+        owner = owner.remainder(self.size + 1) if self.missing else owner
+        # each device's places begin where `pick` has them begin
+        source = (first - begins.clamp_max(at.shape[1] - places)).gather(1, owner) + slot
         source = torch.empty_like(source).scatter_(1, order, source).view(-1)
-        return source.clamp_max(self.size * len(at) * places) if any(row[0] for row in starts) else source
+        return source.clamp_max(self.size * len(at) * places) if self.missing else source
 
     def gather(self, rows: Tensor, sources: Tensor) -> Callable[[], Tensor]:
         """Start to gather the rows (batch·places, dim) that each device has; return a call for those of all chosen.
@@ -243,14 +248,15 @@ class Row:
         def finish() -> Tensor:
             work.wait()
             # one that does not exist is masked: any finite row will do
-            return every.index_select(0, sources.clamp_max(len(every) - 1))
+            return every.index_select(0, sources.clamp_max(len(every) - 1) if self.missing else sources)
 
         return finish
 
     def gather_backward(self, grad: Tensor, sources: Tensor, rows: int) -> Callable[[], Tensor]:
         """Start to sum over the devices; return a call for the gradient of this device's rows (batch·places, dim)."""
         every = self.size * rows
-        sent = grad.new_zeros(every + 1, grad.shape[1]).index_copy_(0, sources, grad)[:every]
+        sent = grad.new_zeros(every + self.missing, grad.shape[1]).index_copy_(0, sources, grad)
+        sent = sent[:every] if self.missing else sent
         found = grad.new_empty(rows, grad.shape[1])
         work = _reduce_scatter(found, sent, group=self.group, async_op=True)
 
@@ -284,9 +290,7 @@ class Row:
 
         def arrive() -> None:
             wait()
-            part[:, :left] = received[:, :left]
-            if right:
-                part[:, left + here :] = received[:, left:]
+            put_pieces(part, taken, self.begin - left, received, add=False)
 
         return left, qkv, arrive
 
@@ -299,22 +303,22 @@ class Row:
         rows = grad.view(batch, -1, grad.shape[1])
         here = rows.shape[1] - left - right
         part = rows[..., grad.shape[1] // 3 :]
-        sent = torch.cat((part[:, :left], part[:, left + here :]), 1) if right else part[:, :left]
-        received, wait = start_sending(sent, taken, given, self.group)
+        received, wait = start_sending(pieces(part, taken, self.begin - left), taken, given, self.group)
 
         def finish() -> Tensor:
             wait()
-            add_pieces(part, given, self.begin - left, received)
+            put_pieces(part, given, self.begin - left, received)
             return rows[:, left : left + here].reshape(-1, grad.shape[1])
 
         return finish
 
     def total(self, *tensors: Tensor) -> list[Tensor]:
-        """Return the sums of tensors over the devices, by one all-reduce."""
-        flat = torch.cat([t if t.dim() == 1 else t.reshape(-1) for t in tensors])
+        """Return the sums of tensors (batch, …) over the devices, by one all-reduce."""
+        rows = [t if t.shape[0] == 1 else t.reshape(1, -1) for t in tensors]
+        flat = torch.cat(rows, 1)
         dist.all_reduce(flat, group=self.group)
-        split: Any = torch.split_with_sizes(flat, [t.numel() for t in tensors])
-        return [t if like.dim() == 1 else t.view(like.shape) for t, like in zip(split, tensors, strict=True)]
+        split: Any = torch.split_with_sizes(flat, [t.shape[1] for t in rows], 1)
+        return [t if t.shape == like.shape else t.view(like.shape) for t, like in zip(split, tensors, strict=True)]
 
     def backward(
         self, dy: Tensor | None, x: Tensor, mask: Tensor | None, inverse: Tensor,
@@ -322,15 +326,9 @@ class Row:
     ) -> tuple[list[Tensor | None], Tensor | None]:  # fmt: skip
         """Return the gradients of whole rows' gates, by one all-reduce, and what exploration adds to the vector's.
 
-        Args:
-            dy: the gradient of this device's outputs; None: there is none.
-            x: this device's tokens.
-            mask: theirs.
-            inverse: their 1/rms in the scores.
-            parts: of each list of gates: the gates, this device's part of their gradient, and whether it is that of
-                the tokens here alone.
-            stride: of the tokens that `nn.explore` samples; 0: none.
-            weight: of exploration.
+        `dy` is the gradient of this device's outputs, x and `mask` are its tokens', `inverse` their 1/rms.
+        `parts` holds, for each list of gates: the gates, this device's part of their gradient, and whether that is of
+        the tokens here alone. Exploration has a `weight`, and samples one token of every `stride`; 0: none.
         """
         if dy is None:
             return [None] * len(parts), None
@@ -341,12 +339,12 @@ class Row:
         lengths: Tensor = torch.linalg.vector_norm(dy[:, sampled], dim=-1, dtype=grads[0].dtype)
         inverse, tokens = inverse.view(x.shape[:2])[:, sampled], x[:, sampled].to(lengths.dtype)
         if mask is None:
-            *totals, sums = self.total(*grads, lengths.sum(-1))
-            gain = lengths - (sums / -(-self.n // stride))[:, None]
+            *totals, sums = self.total(*grads, lengths.sum(-1, True))
+            gain = lengths - sums / -(-self.n // stride)
         else:
             # keep the content of padding out, even NaN
             real = mask[:, sampled]
             lengths, tokens = lengths.where(real, 0), tokens.where(real[..., None], 0)
-            *totals, sums, numbers = self.total(*grads, lengths.sum(-1), real.sum(-1).to(lengths.dtype))
-            gain = (lengths - (sums / numbers.clamp_min(1))[:, None]).where(real, 0)
+            *totals, sums, numbers = self.total(*grads, lengths.sum(-1, True), real.sum(-1, True).to(lengths.dtype))
+            gain = (lengths - sums / numbers.clamp_min(1)).where(real, 0)
         return [*totals], torch.mv(tokens.flatten(0, 1).mT, (gain * inverse).flatten()) * (-weight * stride)

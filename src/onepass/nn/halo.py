@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from onepass.fused.parts import shared
-from onepass.fused.row import add_pieces, pieces, send
+from onepass.fused.row import pieces, put_pieces, send
 
 
 def fetch(x: Tensor, ranges: list[tuple[int, int]], wants: list[tuple[int, int]], group: Any) -> Tensor:
@@ -40,5 +40,5 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         gx = grad.new_zeros(ctx.shape)
-        add_pieces(gx, ctx.given, ctx.begin, send(grad, ctx.taken, ctx.given, ctx.group))
+        put_pieces(gx, ctx.given, ctx.begin, send(grad, ctx.taken, ctx.given, ctx.group))
         return gx, None, None, None

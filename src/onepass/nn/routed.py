@@ -171,7 +171,7 @@ class Routed(nn.Module):
         y = door.run(self.light, tokens)
         self.same_shape("light", y, tokens.shape)
         if found is not None and counts is not None:
-            read = counts.read()[0]
+            read = counts.read()
             own = row.pick(found, read)
             at, slots, real = (t.view(*indices.shape[:-1], -1) for t in (*own, row.real(own.places)))
             chosen = gather(tokens, at)
