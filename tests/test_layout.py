@@ -24,7 +24,7 @@ MOST_LINES = {
     "src/onepass/compat": 1300,
     "src/onepass/doctor": 500,
     "src/onepass/train": 3610,
-    "tests": 25625,
+    "tests": 25640,
     "benchmarks": 5584,
     "research": 2400,
     "examples": 870,

@@ -49,6 +49,13 @@ def _share(then: tuple[int, int], now: tuple[int, int]) -> float | None:
     return (now[0] - then[0]) / ticks if ticks > 0 else None
 
 
+def busy(idle: float | None, need: int) -> str | None:
+    """Return how many of our cores others keep busy, if fewer than `need` are idle."""
+    if idle is None or idle > min(need, cores()) - 0.5:
+        return None
+    return f"other processes keep {max(0.0, cores() - idle):.1f} of {cores()} CPU cores busy"
+
+
 def threads(wanted: int | None, most: int) -> tuple[int, str | None]:
     """Return the number of threads and, on a loaded machine, a line to print.
 
@@ -58,11 +65,11 @@ def threads(wanted: int | None, most: int) -> tuple[int, str | None]:
     if wanted is None and "OMP_NUM_THREADS" in os.environ:
         wanted = most
     need = wanted or most
-    if idle is None or idle > min(need, cores()) - 0.5:
+    told = busy(idle, need)
+    if told is None or idle is None:
         return need, None
     count = wanted or max(1, min(most, round(idle)))
-    busy = f"other processes keep {max(0.0, cores() - idle):.1f} of {cores()} CPU cores busy"
     plural = "s" * (count > 1)
     if count < need:
-        return count, f"{busy}: this run takes {count} thread{plural}; --threads N takes N"
-    return count, f"{busy}: {count} thread{plural} may be slow" + (", and fewer --threads faster" if count > 1 else "")
+        return count, f"{told}: this run takes {count} thread{plural}; --threads N takes N"
+    return count, f"{told}: {count} thread{plural} may be slow" + (", and fewer --threads faster" if count > 1 else "")
