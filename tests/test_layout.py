@@ -24,8 +24,8 @@ MOST_LINES = {
     "src/onepass/compat": 1300,
     "src/onepass/doctor": 500,
     "src/onepass/train": 3610,
-    "tests": 25640,
-    "benchmarks": 5584,
+    "tests": 25633,
+    "benchmarks": 5589,
     "research": 2400,
     "examples": 870,
 }

@@ -13,8 +13,8 @@ from torch.distributed.tensor import Shard, distribute_module
 
 from nn.layers import first
 from onepass.nn import CausalRouter, Routed, RoutedBlock, RoutedFeedForward, Router, RouterOutput
-from sharded.compare import CASES, R, case, in_shards, many, mesh, placed, same_layer, whole, wide
-from sharded.processes import device_type, main
+from sharded.compare import R, case, in_shards, many, mesh, placed, same_layer, whole, wide
+from sharded.processes import device_type
 
 DIM = 16
 HEADS: dict[str, Any] = {"heads": 2, "dim_head": 8, "window": 4}
@@ -196,7 +196,3 @@ def _() -> None:
     # device 0 has one more than a share, device 1 one less: one token there and back, and its gradients
     moved = [d * here + i for d in range(world) for i in range((3, 1, 2, 2)[d])]
     assert _sent(moved) == ([1, 0, 1, 0] if rank == 0 else [0, 1, 0, 1] if rank == 1 else [0] * 4)
-
-
-if __name__ == "__main__":
-    main(CASES)

@@ -6,6 +6,7 @@ import copy
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -153,8 +154,9 @@ def same_layer(
 
 def case(name: str) -> Callable[[Callable[[], Any]], Callable[[], Any]]:
     def add(function: Callable[[], Any]) -> Callable[[], Any]:
-        assert name not in CASES
-        CASES[name] = function
+        named = f"{Path(function.__code__.co_filename).stem}: {name}"
+        assert named not in CASES
+        CASES[named] = function
         return function
 
     return add
@@ -175,7 +177,7 @@ def many(name: str, options: dict[str, Sequence[Any]]) -> Callable[[Callable[...
                     failed.append(f"{chosen}: {type(e).__name__}: {str(e)[:1500]}")
             assert not failed, f"{len(failed)} failed: " + "\n".join(failed[:3])
 
-        CASES[name] = run
+        CASES[f"{Path(function.__code__.co_filename).stem}: {name}"] = run
         return function
 
     return add

@@ -19,8 +19,8 @@ import onepass
 from nn.layers import first
 from onepass.core.launch import INTERPRET
 from onepass.nn import RMSNorm, Routed, RoutedAttention, RoutedBlock, RoutedFeedForward, Router, WeightedSum
-from sharded.compare import CASES, R, case, in_shards, many, mesh, placed, same_layer, tolerance, whole, wide
-from sharded.processes import device_type, main
+from sharded.compare import R, case, in_shards, many, mesh, placed, same_layer, tolerance, whole, wide
+from sharded.processes import device_type
 
 DIM = 16
 
@@ -235,8 +235,3 @@ def _(layer: str) -> None:
     # what a device has and the windows beside it may be copied to itself
     beside = 2 * (n // world + 4 * HEADS["window"]) * DIM if layer == "attention" else 0
     assert max(sent) <= max(2 * n, beside) < 2 * n * DIM, sent
-
-
-if __name__ == "__main__":
-    # kernels run there in the interpreter, which is slow
-    main({name: run for name, run in CASES.items() if not INTERPRET or name == "spread over the sequence"})

@@ -19,8 +19,7 @@ from onepass.ops.norm.options import NONE
 from onepass.ops.routing.op import scatter_add, score
 from onepass.ops.span_attention.op import span_attention
 from onepass.ops.weighted_sum import op as weighted_sum
-from sharded.compare import CASES, PLACES, Placements, R, case, compare, many, mesh, placed, whole, wide
-from sharded.processes import main
+from sharded.compare import PLACES, Placements, R, case, compare, many, mesh, placed, whole, wide
 
 
 def _samples() -> dict[str, tuple[Spec, str]]:
@@ -308,7 +307,3 @@ def _(op: str, place: str) -> None:
         compare(onepass.soft_topk, [wide(5, 6, 7), k], [p, [R, R]], on)
     else:
         compare(lambda s: onepass.topk(s, 3), [wide(5, 6, 7)], [p], on)
-
-
-if __name__ == "__main__":
-    main(CASES)

@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Shard, distrib
 from onepass.optim import Lion, clip_grad_norm
 from onepass.optim.sharded import placed_gradients
 from onepass.optim.state import gatherable
-from sharded.compare import CASES, Placements, R, case, many, mesh, whole
-from sharded.processes import device_type, main
+from sharded.compare import Placements, R, case, many, mesh, whole
+from sharded.processes import device_type
 
 # uneven shards, an empty one, rows of no whole number of blocks, and a vector too small for int8
 SHAPES = [(48, 256), (33, 256), (1, 5120), (128, 128), (8192,), (20, 96, 9), (5, 7), (3,)]
@@ -287,7 +287,3 @@ def _(state: str) -> None:
         b = make(state, on, placements)
         train(*b, range(3))
         check_equal(a, b)
-
-
-if __name__ == "__main__":
-    main(CASES)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 Case = Callable[[], None]
-SECONDS = 240
+SECONDS = 600
 
 
 def run(script: str, world: int, backend: str = "gloo") -> str:
