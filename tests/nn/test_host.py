@@ -85,7 +85,7 @@ def test_what_torch_is_called_for_by_attention(name: str) -> None:
     }  # fmt: skip
     # causal: what each query sees, and whose tiles of keys these are
     more = torch_calls_of_a_pass(_layer(name, True), x) - calls
-    assert more == {"select": 4, "arange": 2, "cat": 1, "expand": 1, "contiguous": 1, "searchsorted": 2}
+    assert more == {"unbind": 2, "arange": 2, "cat": 1, "expand": 1, "contiguous": 1, "searchsorted": 2}
 
 
 @pytest.mark.usefixtures("host")

@@ -32,24 +32,29 @@ TENSORS, MASK, TOKENS = 13, 4, 18
 KV = 16
 
 
-def _runs(
-    x: Tensor, mask: Tensor | None, at_q: Tensor, at_kv: Tensor, seen: Tensor | None, plan: Plan, precision: str,
-    row: Row | None,
-) -> tuple[Runs, Runs]:  # fmt: skip
-    """Return the runs of the local attention and of the chosen queries."""
+def _light_runs(x: Tensor, mask: Tensor | None, plan: Plan, precision: str, row: Row | None) -> Runs:
+    """Return the runs of the local attention."""
     n, queries = x.shape[1], (x.device, plan.dtype, plan.width, precision)
     if row is None:
-        light = window_runs(n, plan.window, plan.causal, queries)._replace(mask=mask)
-    else:
-        n, mask, (left, right, *_) = row.n, row.mask, row.edges(plan.window, plan.causal)
-        keys = left + x.shape[1] + right
-        light = part_runs(n, plan.window, plan.causal, row.begin, x.shape[1], row.begin - left, keys, queries)
-        light = light._replace(mask=None if mask is None else row.here(mask, keys, left, right))
+        return window_runs(n, plan.window, plan.causal, queries)._replace(mask=mask)
+    left, right, *_ = row.edges(plan.window, plan.causal)
+    keys = left + n + right
+    runs = part_runs(row.n, plan.window, plan.causal, row.begin, n, row.begin - left, keys, queries)
+    return runs._replace(mask=None if row.mask is None else row.here(row.mask, keys, left, right))
+
+
+def _heavy_runs(
+    x: Tensor, mask: Tensor | None, at_q: Tensor, at_kv: Tensor, seen: Tensor | None, plan: Plan, precision: str,
+    row: Row | None,
+) -> Runs:  # fmt: skip
+    """Return the runs of the chosen queries."""
+    n, mask = (x.shape[1], mask) if row is None else (row.n, row.mask)
     there = None if mask is None and not (plan.causal and n % plan.window) else at_kv >= 0
     if seen is None:
-        return light, whole_runs(at_q.shape[1], at_kv.shape[1], queries)._replace(mask=there)
+        queries = x.device, plan.dtype, plan.width, precision
+        return whole_runs(at_q.shape[1], at_kv.shape[1], queries)._replace(mask=there)
     first, last = seen.unbind()
-    return light, Runs(there, first, last, None, None)
+    return Runs(there, first, last, None, None)
 
 
 def forward(
@@ -75,14 +80,18 @@ def forward(
     else:
         y, tokens, scores, stats, *copies = steps.score(x, vectors, light_norm, mask, plan, *weights)
         null, qkv_w, light_out_w, q_w, kv_w, heavy_out_w = copies or weights
+        # edges of windows travel while queries and keys are chosen
+        left, qkv, arrive = row.project(tokens, qkv_w, len(x), plan.window, plan.causal)
         scores = row.whole(scores, mask)
         gates_q, at_q, state_q, starts, gates_kv, at_kv, state_kv, within, seen = steps.choose_both(
             scores, row.mask, plan
         )
         of_q, of_kv = row.sort(at_q), row.sort(at_kv)
         counts = row.ask(of_q, of_kv)
-        left, qkv, arrive = row.project(tokens, qkv_w, len(x), plan.window, plan.causal)
-        # the host waits here, when the largest product is on its way
+        arrive()
+        light_runs = _light_runs(x, mask, plan, precision, row)
+        light, light_lse = steps.attend_light(qkv, len(x), plan, precision, left, here, *light_runs[:3])
+        # the host waits here, when all of the light attention is on its way
         starts_q, starts_kv = counts.read()
         places, at_gates = row.choose(of_q, gates_q, starts_q)
         at = row.at = places + row.begin
@@ -93,19 +102,19 @@ def forward(
             # in the order of the tokens, so that the last never decreases
             last = (at // plan.window * plan.keys.k).clamp_min(0).to(torch.int32)
             seen = torch.stack((torch.zeros_like(last), last))
-    light_runs, heavy_runs = _runs(x, mask, at, at_kv, seen, plan, precision, row)
+    heavy_runs = _heavy_runs(x, mask, at, at_kv, seen, plan, precision, row)
     q, kv = torch.mm(chosen_q, q_w.t()), torch.mm(chosen_kv, kv_w.t())
     if row is None:
+        light_runs = _light_runs(x, mask, plan, precision, row)
         light, light_lse, gated, heavy, heavy_lse = steps.attend(
             qkv, q, kv, gates_kv, at, at_kv, plan, precision, here, *light_runs[:3], *heavy_runs[:3]
         )  # fmt: skip
     else:
         gathered = row.gather(kv, row.sources)
-        arrive()
-        light, light_lse = steps.attend_light(qkv, len(x), plan, precision, left, here, *light_runs[:3])
+    rows = torch.addmm(null, light, light_out_w.t(), out=None if y is None else y.view(tokens.shape))
+    if row is not None:
         kv = gathered()
         gated, heavy, heavy_lse = steps.attend_heavy(q, kv, gates_kv, at, at_kv, plan, precision, *heavy_runs[:3])
-    rows = torch.addmm(null, light, light_out_w.t(), out=None if y is None else y.view(tokens.shape))
     update = torch.mm(heavy, heavy_out_w.t())
     where = at if row is None else places
     if y is None:
@@ -141,7 +150,8 @@ def backward_products(
     if row is not None:
         places, at_q, gates = row.own.places, row.at, row.gates
         left = row.edges(plan.window, plan.causal).left
-    light_runs, heavy_runs = _runs(x, mask, at_q, at_kv, seen, plan, precision, row)
+    light_runs = _light_runs(x, mask, plan, precision, row)
+    heavy_runs = _heavy_runs(x, mask, at_q, at_kv, seen, plan, precision, row)
     grads: list[Tensor | None] = [None] * 5
 
     def gradient(which: int, dy: Tensor, x: Tensor) -> None:

@@ -203,9 +203,8 @@ class Row:
             at, slots = (t[:, first : first + places] for t in found[:2])
         else:
             # as many from there on, or the last ones
-            which = found.starts[:, self.rank, None].clamp_max(k - places) + torch.arange(
-                places, device=found.at.device
-            )
+            slot = _places(k, self.size, len(starts), places, found.at.device)[0][:places]
+            which = found.starts[:, self.rank, None].clamp_max(k - places) + slot
             at, slots = found.at.gather(1, which), found.order.gather(1, which)
         return Chosen(at - self.begin, slots)
 
@@ -238,10 +237,7 @@ class Row:
         return source.clamp_max(self.size * len(at) * places) if self.missing else source
 
     def gather(self, rows: Tensor, sources: Tensor) -> Callable[[], Tensor]:
-        """Start to gather the rows (batch·places, dim) that each device has; return a call for those of all chosen.
-
-        They are (batch·k, dim).
-        """
+        """Start to gather all devices' rows (batch·places, dim); return a call for the chosen ones (batch·k, dim)."""
         every = rows.new_empty(self.size * len(rows), rows.shape[1])
         work = _all_gather(every, rows.contiguous(), group=self.group, async_op=True)
 
@@ -273,10 +269,7 @@ class Row:
     def project(
         self, tokens: Tensor, weight: Tensor, batch: int, window: int, causal: bool
     ) -> tuple[int, Tensor, Callable[[], None]]:  # fmt: skip
-        """Return `left`, tokens·weightᵀ (batch·(left + here + right), 3·inner), and a call that waits for the sides.
-
-        Of the tokens of the sides it has keys and values alone.
-        """
+        """Return `left`, tokens·weightᵀ (batch·(left + here + right), 3·inner), and a call that waits for the sides."""
         left, right, given, taken = self.edges(window, causal)
         here, columns = len(tokens) // batch, len(weight)
         qkv = tokens.new_empty(batch * (left + here + right), columns)
@@ -295,10 +288,7 @@ class Row:
         return left, qkv, arrive
 
     def project_backward(self, grad: Tensor, batch: int, window: int, causal: bool) -> Callable[[], Tensor]:
-        """Start to return the gradients of the sides; return a call for that of the tokens here, (batch·here, 3·inner).
-
-        `grad` is that of :meth:`project`.
-        """
+        """Start to send the sides of the gradient of :meth:`project`; return a call for that of the tokens here."""
         left, right, given, taken = self.edges(window, causal)
         rows = grad.view(batch, -1, grad.shape[1])
         here = rows.shape[1] - left - right

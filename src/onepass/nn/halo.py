@@ -13,13 +13,9 @@ from onepass.fused.row import pieces, put_pieces, send
 
 
 def fetch(x: Tensor, ranges: list[tuple[int, int]], wants: list[tuple[int, int]], group: Any) -> Tensor:
-    """Return the tokens (batch, …, dim) that this device wants, of x (batch, here, dim), its own, and of the others.
+    """Return the tokens that this device wants, of x (batch, here, dim), its own, and of the others.
 
-    Args:
-        x: tokens of this device.
-        ranges: where the tokens of each device begin and end in the row, in the order of the group.
-        wants: which range of the row each device wants.
-        group: the devices.
+    `ranges`: where the tokens of each device of the group begin and end in the row; `wants`: what each wants of it.
     """
     return _Exchange.apply(x, ranges, wants, group)  # type: ignore[no-any-return, no-untyped-call]
 

@@ -196,9 +196,8 @@ def _parameters(module: nn.Module) -> list[nn.Parameter]:
 
 
 def _local(t: Any) -> Tensor:
-    # a DTensor has its part at hand; `to_local` makes a view of a parameter's
+    # at hand, where `to_local` makes a view; the result of a collective may still be on its way
     part = t._local_tensor
-    # the result of a collective may still be on its way
     return part.wait() if hasattr(part, "wait") else part  # type: ignore[no-any-return]
 
 
@@ -233,7 +232,7 @@ def total(grads: tuple[Tensor | None, ...], groups: list[Any]) -> list[Tensor | 
         grain = 128 // dtype.itemsize
         some = [(i, g) for i, g in enumerate(grads) if g is not None and g.dtype == dtype]
         sizes = [size for _, g in some for size in (g.numel(), -g.numel() % grain)]
-        flat = some[0][1].new_empty(sum(sizes))
+        flat = some[0][1].new_zeros(sum(sizes))
         pieces: Any = torch.split_with_sizes(flat, sizes)
         views = [t if g.dim() == 1 else t.view(g.shape) for t, (_, g) in zip(pieces[::2], some, strict=True)]
         torch._foreach_copy_(views, [g for _, g in some])
