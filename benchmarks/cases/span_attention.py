@@ -9,16 +9,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from benchmarks.case import Case, Impl, Prepared
+from benchmarks.case import Case, Impl, staged
 from onepass.ops.span_attention.op import span_attention
 
-BF16 = torch.bfloat16
 HEADS, WIDTH = 8, 64
 
 
-def _spans(n: int, m: int, window: int | None, causal: bool) -> tuple[Tensor, Tensor]:
+def _spans(n: int, m: int, window: int | None, causal: bool, device: str) -> tuple[Tensor, Tensor]:
     """First and one past the last key of each query: windows of their own, the one before and the one after."""
-    i = torch.arange(n, device="cuda")
+    i = torch.arange(n, device=device)
     if window is None:
         return torch.zeros_like(i), torch.full_like(i, m)
     of = i // window
@@ -40,47 +39,34 @@ def _flex(q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor) -> Calla
     return lambda: compiled(*_heads_first(q, k, v), block_mask=mask).transpose(1, 2)
 
 
-def _case(batch: int, n: int, m: int, window: int | None, causal: bool, stage: str) -> Case:
+def _case(batch: int, n: int, m: int, window: int | None, causal: bool, stage: str, device: str) -> Case:
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+
     def make() -> Mapping[str, Impl]:
-        q, k, v = (
-            torch.randn(batch, length, HEADS, WIDTH, device="cuda", dtype=BF16, requires_grad=stage == "backward")
-            for length in (n, m, m)
-        )
-        dy = torch.randn(batch, n, HEADS, WIDTH, device="cuda", dtype=BF16)
-        first, last = _spans(n, m, window, causal)
-
-        def of(build: Callable[[], Callable[[], Tensor]]) -> Prepared:
-            def prepared() -> Callable[[], Any]:
-                forward = build()
-                if stage == "forward":
-                    return forward
-                out = forward()
-                return lambda: torch.autograd.grad(out, (q, k, v), dy, retain_graph=True)
-
-            return Prepared(prepared)
-
-        impls = {
-            "onepass": of(lambda: lambda: span_attention(q, k, v, first, last)),
-            "flex_attention, torch.compile": of(lambda: _flex(q, k, v, first, last)),
-        }
+        q, k, v = (torch.randn(batch, length, HEADS, WIDTH, device=device, dtype=dtype) for length in (n, m, m))
+        first, last = _spans(n, m, window, causal, device)
+        impls: dict[str, Callable[[], Any]] = {"onepass": lambda: span_attention(q, k, v, first, last)}
+        if device == "cuda":
+            impls["flex_attention, torch.compile"] = _flex(q, k, v, first, last)
         if window is None:
-            impls["sdpa"] = of(lambda: lambda: scaled_dot_product_attention(*_heads_first(q, k, v)).transpose(1, 2))
-        return impls
+            impls["sdpa"] = lambda: scaled_dot_product_attention(*_heads_first(q, k, v)).transpose(1, 2)
+        return staged(stage, impls, (q, k, v))
 
-    floor = batch * HEADS * WIDTH * BF16.itemsize * (2 * n + 2 * m) * (2 if stage == "backward" else 1)
+    floor = batch * HEADS * WIDTH * dtype.itemsize * (2 * n + 2 * m) * (2 if stage == "backward" else 1)
     params = {"batch": batch, "queries": n, "keys": m, "window": window or 0, "causal": causal}
-    return Case("span_attention", stage, params, BF16, floor, make, check=0.05)
+    return Case("span_attention", stage, params, dtype, floor, make, check=0.05, device=device)
 
 
 def _cases() -> Iterator[Case]:
-    for batch, n, m, window, causal in (
-        (2, 32768, 32768, 128, False),
-        (2, 32768, 32768, 256, True),
-        (2, 8192, 8192, 256, True),
-        (2, 2048, 4096, None, False),
+    for batch, n, m, window, causal, device in (
+        (2, 32768, 32768, 128, False, "cuda"),
+        (2, 32768, 32768, 256, True, "cuda"),
+        (2, 8192, 8192, 256, True, "cuda"),
+        (2, 2048, 4096, None, False, "cuda"),
+        (1, 256, 256, None, False, "cpu"),
     ):
         for stage in ("forward", "backward"):
-            yield _case(batch, n, m, window, causal, stage)
+            yield _case(batch, n, m, window, causal, stage, device)
 
 
 CASES = list(_cases())

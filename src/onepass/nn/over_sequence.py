@@ -215,9 +215,10 @@ class _Opened(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         from torch.distributed.tensor import DTensor
 
-        # `from_local` takes four times as long, for each weight
+        # `from_local` takes four times as long, for each weight; typed since torch 2.14
+        make: Any = DTensor
         return None, *(
-            None if g is None else DTensor(g, copy(spec), requires_grad=False)
+            None if g is None else make(g, copy(spec), requires_grad=False)
             for g, spec in zip(total(grads, ctx.groups), ctx.specs, strict=True)
         )
 
