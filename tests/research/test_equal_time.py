@@ -287,6 +287,14 @@ def test_short_runs_decide_which_widths_get_long_ones() -> None:
     assert "| next byte | 8,192 | 200 | 0.4000 (3) | 0.4100 (2) |" in envelope_report.table(runs)
 
 
+def test_rates_that_were_tried_make_no_table(tmp_path: Path) -> None:
+    folder = envelope.folder(tmp_path, 60)
+    folder.mkdir()
+    records.Store(folder, "").add({**run(task="causal", n=8192, asked_seconds=20), "kind": "tune"})
+    assert envelope_report.write(tmp_path) == 0
+    assert list(tmp_path.iterdir()) == [folder]
+
+
 @pytest.mark.slow
 def test_the_envelope_is_trained_and_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     some = [option if option != "--equal-time" else "--envelope" for option in OPTIONS]

@@ -38,7 +38,7 @@ HELPS = {
     "blocks": "number of blocks",
     "heads": "of the routed arm; the dense one has heads of 64, the fastest width",
     "batch": "sequences a step (default: as many as hold 16384 tokens)",
-    "window": "tokens of a window of the routed arm's local attention (default: 32)",
+    "window": "tokens of a window of the routed arm's local attention (default: 32; --envelope: 256)",
 }
 LENGTHS = {"small": (128,), "full": (2048, 8192, 32768), "100m": (8192,)}
 TASKS = ("causal", "masked")

@@ -26,6 +26,7 @@ BLOCKS = {256: 4, 512: 6, 1024: 8}  # of each width
 RATES = {256: 8e-4, 512: 4e-4, 1024: 2e-4}  # the middle one of those that are tried
 LENGTHS = (8192, 32768)  # rates are tried at the first that a command has
 SHORT = 8192
+WINDOW = 256  # as `RoutedBlock` has it
 WIDTHS = (None, 2, 1)  # of each arm that get a budget: all, then the best after the budget before
 LEVEL = 0.03  # bits; arms that are nearer get a second seed
 ALL = (*ARMS, HYBRID)
@@ -158,9 +159,12 @@ def _one(trials: Trials, ask: Run, cell: Cell, tried: list[Record]) -> None:
 def _cells(args: argparse.Namespace, device: Any, small: bool) -> Callable[[Run, float], Cell]:
     """Return the function that makes the cell of a run."""
 
+    window = args.window or (None if small else WINDOW)
+
     def cell(ask: Run, seconds: float) -> Cell:
         blocks = args.blocks or (1 if small else BLOCKS[ask.dim])
         changed = {"n": [ask.n], "dim": ask.dim, "blocks": blocks, "budget": seconds, "steps": None, "task": ask.task}
+        changed["window"] = window
         (found,) = command.cells(argparse.Namespace(**{**vars(args), **changed}), "small" if small else "full", device)
         return found
 

@@ -27,7 +27,8 @@ def write(out: Path) -> int:
     from onepass.train.progress import say
 
     rows = envelope.read(out)
-    if not any(rows.values()):
+    if not places(rows):
+        say(f"no run of {out} is done yet")
         return 0
     text = table(rows)
     files.write(out / "envelope.md", text)
@@ -68,6 +69,8 @@ def table(rows: Rows) -> str:
         "seconds of a run",
         *(f"{label}: bits per byte (d)" for label in LABELS.values()),
     ]
+    settings = sorted({(r["window"], r["k"], r["light_mult"]) for r in runs if r["arm"] == "learned"})
+    about += "".join(f"; routed: window {w}, share {k:g}, light {light:g}·d" for w, k, light in settings)
     lines = ["# The best model for a budget of time", "", about, "", _line([*heads, "dense − routed"])]
     lines.append("|---" * (len(heads) + 1) + "|")
     for task, n in places(rows):
