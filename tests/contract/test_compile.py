@@ -14,6 +14,7 @@ from harness import (
     call,
     compare_gradients,
     float64,
+    fullest,
     gradients,
     leaves,
     replace,
@@ -40,16 +41,7 @@ def _typical(spec: Spec) -> str:
 
 def _two_of_each() -> list[Any]:
     """Every sample; all but the typical one and the one of most arguments are slow."""
-
-    def arguments(name: str, spec: Spec) -> int:
-        sample = build(spec, name, "cpu", torch.float32)
-        return len(sample.args) + len(sample.kwargs)
-
-    chosen = {
-        (spec.name, name)
-        for i, spec in enumerate(SPECS)
-        for name in (_typical(spec), max(sample_names(i), key=lambda name, spec=spec: arguments(name, spec)))
-    }
+    chosen = {(spec.name, name) for spec in SPECS for name in (_typical(spec), fullest(spec))}
     return [
         p if (p.values[0].name, p.values[1]) in chosen else pytest.param(*p.values, id=p.id, marks=pytest.mark.slow)
         for p in spec_samples()

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from harness import DEVICES, build, call, gradients, in_turn, leaves, replace, spec_samples
+from harness import DEVICES, build, call, gradients, in_turn, leaves, replace, samples_in_turn
 from onepass.core.launch import INTERPRET
 from onepass.core.spec import Sample, Spec
 
@@ -31,7 +31,7 @@ def _same(actual: list[Tensor | None], expected: list[Tensor | None]) -> None:
 # interpreted bf16 is not a GPU's
 @pytest.mark.parametrize("dtype", [torch.float32] if INTERPRET else [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("spec", "name"), spec_samples())
+@pytest.mark.parametrize(("spec", "name"), samples_in_turn(1))
 def test_defaults(spec: Spec, name: str, device: str, dtype: torch.dtype) -> None:
     sample = build(spec, name, device, dtype)
     expected = _everything(spec, sample)

@@ -17,6 +17,7 @@ from harness import (
     leaves,
     replace,
     same_sums,
+    samples_in_turn,
     spec_samples,
     terms,
 )
@@ -33,7 +34,7 @@ def test_gradients(spec: Spec, name: str, device: str, dtype: torch.dtype) -> No
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("spec", "name"), spec_samples())
+@pytest.mark.parametrize(("spec", "name"), samples_in_turn(0))
 def test_each_gradient_alone_and_of_a_sum(spec: Spec, name: str, device: str) -> None:
     """One gradient alone is that beside all others; `.sum()`, whose gradient is expanded, gives that of ones."""
     sample = build(spec, name, device, torch.float32)

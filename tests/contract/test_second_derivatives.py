@@ -14,7 +14,19 @@ import torch
 from torch import Tensor
 
 import onepass.nn
-from harness import DEVICES, build, call, compare_gradients, float64, floats, leaves, replace, spec_samples, upstream
+from harness import (
+    DEVICES,
+    build,
+    call,
+    compare_gradients,
+    float64,
+    floats,
+    leaves,
+    replace,
+    samples_in_turn,
+    spec_samples,
+    upstream,
+)
 from onepass.core.launch import INTERPRET
 from onepass.core.spec import Sample, Spec
 from onepass.ops.routing.op import scatter_add
@@ -54,7 +66,7 @@ def _operator(spec: Spec) -> str:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("loss", ["square"] if INTERPRET else LOSSES)
-@pytest.mark.parametrize(("spec", "name"), spec_samples())
+@pytest.mark.parametrize(("spec", "name"), samples_in_turn(1))
 def test_right_or_refused_by_name(spec: Spec, name: str, loss: str, device: str) -> None:
     sample = build(spec, name, device, torch.float32)
     if sum(t.numel() for t in floats(sample).values()) > 1000:

@@ -17,7 +17,7 @@ from harness import (
     gradients,
     in_turn,
     replace,
-    spec_samples,
+    samples_in_turn,
 )
 from onepass.core.launch import INTERPRET
 from onepass.core.spec import Spec
@@ -53,7 +53,7 @@ LAYOUTS = [_transposed, _stepped, _sliced]
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("spec", "name"), spec_samples())
+@pytest.mark.parametrize(("spec", "name"), samples_in_turn(2))
 def test_strides(spec: Spec, name: str, device: str) -> None:
     sample = build(spec, name, device, torch.float32)
     rtol, atol = spec.tolerances[torch.float32]
