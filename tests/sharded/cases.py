@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from onepass.core.launch import INTERPRET
-from sharded import balance, modules, operators, optimizer  # noqa: F401
+from sharded import balance, modules, operators, optimizer, packed  # noqa: F401
 from sharded.compare import CASES
 from sharded.processes import main
 
+# kernels run in the interpreter there, which is slow
+KERNELS = ("modules: spread over the sequence", "packed: as on one process")
+
 if __name__ == "__main__":
-    # kernels run there in the interpreter, which is slow
-    main({name: run for name, run in CASES.items() if not INTERPRET or name == "modules: spread over the sequence"})
+    main({name: run for name, run in CASES.items() if not INTERPRET or name in KERNELS})

@@ -123,15 +123,15 @@ def tolerance(dtype: torch.dtype) -> dict[str, float]:
 
 def same_layer(
     layer: nn.Module, x: Tensor, mask: Tensor | None, on: DeviceMesh, placements: Sequence[Placement],
-    weights: Callable[[str, nn.Module, DeviceMesh], None] | None = None,
+    weights: Callable[[str, nn.Module, DeviceMesh], None] | None = None, **packed: Any,
 ) -> Any:  # fmt: skip
     """Compare y, the choice and all gradients; demand that y is placed like x. Return the routing of one process."""
     layer = layer.to(x.device, x.dtype)
     spread = distribute_module(copy.deepcopy(layer), on, weights)
     a = x.clone().requires_grad_()
     b = placed(x, on, placements).requires_grad_()
-    y, routing = layer(a, mask, return_routing=True)
-    got, got_routing = spread(b, None if mask is None else placed(mask, on, placements), return_routing=True)
+    y, routing = layer(a, mask, return_routing=True, **packed)
+    got, got_routing = spread(b, None if mask is None else placed(mask, on, placements), return_routing=True, **packed)
     assert tuple(got.placements) == tuple(placements), got.placements
     assert got.shape == y.shape
     for found, expected in zip(outputs(got_routing), outputs(routing), strict=True):

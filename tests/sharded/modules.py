@@ -73,15 +73,6 @@ def _(masked: bool) -> None:
     same_layer(ATTENTIONS["block"](), x, None, on, [Shard(0), Shard(1)])
 
 
-@case("packed sequences are refused")
-def _() -> None:
-    x = placed(wide(24, DIM).to(device_type()), mesh(), [Shard(0)])
-    bounds = torch.tensor([0, 10, 24], dtype=torch.int32, device=x.device)
-    for make in (LAYERS["feed-forward"], *ATTENTIONS.values()):
-        with pytest.raises(TypeError, match="with cu_seqlens, x must be a plain tensor, got a DTensor"):
-            make().to(x.device, x.dtype)(x, cu_seqlens=bounds, max_seqlen=14)
-
-
 @case("weights in shards")
 def _() -> None:
     same_layer(_feed_forward(), wide(2, 24, DIM).to(device_type()), None, mesh(), [Shard(1)], in_shards)

@@ -46,11 +46,11 @@ def takes_operators(*tensors: torch.Tensor | None) -> bool:
     True under torch.compile, dispatch modes and FakeTensor. False for transforms of torch.func, tangents and other
     subclasses of Tensor, whose rules are written for smaller operators, and for meta tensors.
     """
-    if forward_mode() or any(t is not None and t.is_meta for t in tensors):
+    if forward_mode() or not all(t is None or type(t) in _OF_OPERATORS for t in tensors):
         return False
     if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
         return False
-    return all(t is None or type(t) in _OF_OPERATORS for t in tensors)
+    return not any(t is not None and t.is_meta for t in tensors)
 
 
 def fast_apply(function: Any) -> Callable[..., Any]:

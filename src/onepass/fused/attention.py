@@ -39,6 +39,9 @@ def _light_runs(x: Tensor, mask: Tensor | None, plan: Plan, precision: str, row:
         return window_runs(n, plan.window, plan.causal, queries)._replace(mask=mask)
     left, right, *_ = row.edges(plan.window, plan.causal)
     keys = left + n + right
+    if row.packing is not None:
+        first, last = row.packing.windows(plan.window, plan.causal, n, row.begin - left)
+        return Runs(None, first, last, None, None)
     runs = part_runs(row.n, plan.window, plan.causal, row.begin, n, row.begin - left, keys, queries)
     return runs._replace(mask=None if row.mask is None else row.here(row.mask, keys, left, right))
 
@@ -49,12 +52,20 @@ def _heavy_runs(
 ) -> Runs:  # fmt: skip
     """Return the runs of the chosen queries."""
     n, mask = (x.shape[1], mask) if row is None else (row.n, row.mask)
-    there = None if mask is None and not (plan.causal and n % plan.window) else at_kv >= 0
+    exist = (mask is None and not (plan.causal and n % plan.window)) or (row is not None and row.packing is not None)
+    there = None if exist else at_kv >= 0
     if seen is None:
         queries = x.device, plan.dtype, plan.width, precision
         return whole_runs(at_q.shape[1], at_kv.shape[1], queries)._replace(mask=there)
     first, last = seen.unbind()
     return Runs(there, first, last, None, None)
+
+
+def _with_edges(runs: Runs, like: Tensor, keys: int) -> Runs:
+    if runs.begin is not None:
+        return runs
+    begin, end = span.edges(like, runs.first, runs.last, keys) or (None, None)
+    return runs._replace(begin=begin, end=end)
 
 
 def forward(
@@ -76,7 +87,7 @@ def forward(
             stats_q, chosen_kv, stats_kv, *copies,
         ) = steps.before_products(x, vectors, light_norm, mask, norm_q, norm_kv, plan, *weights)  # fmt: skip
         null, qkv_w, light_out_w, q_w, kv_w, heavy_out_w = copies or weights
-        qkv, at, at_gates = torch.mm(tokens, qkv_w.t()), at_q, gates_q
+        qkv, at, at_gates, to, to_gates = torch.mm(tokens, qkv_w.t()), at_q, gates_q, at_kv, gates_kv
     else:
         y, tokens, scores, stats, *copies = steps.score(x, vectors, light_norm, mask, plan, *weights)
         null, qkv_w, light_out_w, q_w, kv_w, heavy_out_w = copies or weights
@@ -94,27 +105,31 @@ def forward(
         # the host waits here, when all of the light attention is on its way
         starts_q, starts_kv = counts.read()
         places, at_gates = row.choose(of_q, gates_q, starts_q)
-        at = row.at = places + row.begin
+        at = row.at = row.flat(at_q).gather(1, row.own.slots)
         row.keys = row.pick(of_kv, starts_kv, everyone=True).places
         row.sources = row.locate(of_kv, starts_kv, row.keys.shape[1])
         chosen_q, stats_q, chosen_kv, stats_kv = steps.norm_both(x, places, row.keys, norm_q, norm_kv, plan)
-        if seen is not None:
+        to, to_gates = (row.heard(t) for t in (at_kv, gates_kv))
+        if row.packing is not None:
+            keys = of_kv.at[:, -to.shape[1] :]
+            seen = row.packing.seen(keys, places + row.begin, at, plan.window if plan.causal else 0)
+        elif seen is not None:
             # in the order of the tokens, so that the last never decreases
             last = (at // plan.window * plan.keys.k).clamp_min(0).to(torch.int32)
             seen = torch.stack((torch.zeros_like(last), last))
-    heavy_runs = _heavy_runs(x, mask, at, at_kv, seen, plan, precision, row)
+    heavy_runs = _heavy_runs(x, mask, at, to, seen, plan, precision, row)
     q, kv = torch.mm(chosen_q, q_w.t()), torch.mm(chosen_kv, kv_w.t())
     if row is None:
         light_runs = _light_runs(x, mask, plan, precision, row)
         light, light_lse, gated, heavy, heavy_lse = steps.attend(
-            qkv, q, kv, gates_kv, at, at_kv, plan, precision, here, *light_runs[:3], *heavy_runs[:3]
+            qkv, q, kv, to_gates, at, to, plan, precision, here, *light_runs[:3], *heavy_runs[:3]
         )  # fmt: skip
     else:
         gathered = row.gather(kv, row.sources)
     rows = torch.addmm(null, light, light_out_w.t(), out=None if y is None else y.view(tokens.shape))
     if row is not None:
         kv = gathered()
-        gated, heavy, heavy_lse = steps.attend_heavy(q, kv, gates_kv, at, at_kv, plan, precision, *heavy_runs[:3])
+        gated, heavy, heavy_lse = steps.attend_heavy(q, kv, to_gates, at, to, plan, precision, *heavy_runs[:3])
     update = torch.mm(heavy, heavy_out_w.t())
     where = at if row is None else places
     if y is None:
@@ -149,6 +164,7 @@ def backward_products(
     places, left, here, gates = at_q, 0, x.shape[1], gates_q
     if row is not None:
         places, at_q, gates = row.own.places, row.at, row.gates
+        at_kv, gates_kv = row.heard(at_kv), row.heard(gates_kv)
         left = row.edges(plan.window, plan.causal).left
     light_runs = _light_runs(x, mask, plan, precision, row)
     heavy_runs = _heavy_runs(x, mask, at_q, at_kv, seen, plan, precision, row)
@@ -173,9 +189,8 @@ def backward_products(
         d_null = (of_dy - of_du).to(dtypes[0])
     d_light, d_heavy = torch.mm(dy, light_out_w), torch.mm(du, heavy_out_w)
     del dy, du, update
-    if heavy_runs.begin is None:
-        begin, end = span.edges(gated, heavy_runs.first, heavy_runs.last, at_kv.shape[1]) or (None, None)
-        heavy_runs = heavy_runs._replace(begin=begin, end=end)
+    light_runs = _with_edges(light_runs, gated, len(qkv) // len(x))
+    heavy_runs = _with_edges(heavy_runs, gated, at_kv.shape[1])
     d_qkv, dq, dkv, d_gates_kv = steps.attend_backward(
         d_light, qkv, light, light_lse, d_heavy, q, kv, gated, heavy, heavy_lse, gates_kv, at_q, at_kv, plan, precision,
         left, here, *light_runs, *heavy_runs,
@@ -291,7 +306,7 @@ def _spread_scores(
     tokens[6:11] = row.own.places, row.gates, row.keys, gates_kv, row.scores
     if not (needs[0] or needs[1]):
         return None, None, None, None
-    parts = [(gates_q, products[3], True), (gates_kv, products[4], False)]
+    parts = [(gates_q, products[3], row.own.slots), (gates_kv, products[4], row.key_slots)]
     stride = plan.explore_stride if needs[1] else 0
     grads, d_probed = row.backward(dy, x, mask, stats[1], parts, stride, plan.explore_weight)
     d_q, d_kv = (

@@ -312,8 +312,9 @@ class _RoutedFeedForward(torch.autograd.Function):
         if row is not None and (needs[0] or needs[1]):
             explore = ctx.plan.explore_stride if needs[1] else 0
             (d_gates,), d_probed = row.backward(
-                dy, inputs[0], inputs[4], inputs[8][1], [(gates, products[2], True)], explore, plan.explore_weight
-            )
+                dy, inputs[0], inputs[4], inputs[8][1], [(gates, products[2], row.own.slots)], explore,
+                plan.explore_weight,
+            )  # fmt: skip
             d_gates = d_gates if g_gates is None else g_gates if d_gates is None else d_gates + g_gates
             if d_gates is not None:
                 ds = _choose_part_backward(d_gates, scores, row.mask, plan.choice, indices, gates, *inputs[9:11])

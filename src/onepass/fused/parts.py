@@ -16,10 +16,16 @@ def parts(n: int, devices: int) -> list[Range]:
     return [(min(i * size, n), min((i + 1) * size, n)) for i in range(devices)]
 
 
-def wanted(begin: int, end: int, n: int, window: int, causal: bool) -> Range:
-    """Return the range of tokens that those from begin to end see: whole windows, one more before, and one after."""
+def wanted(begin: int, end: int, n: int, window: int, causal: bool, packed: bool = False) -> Range:
+    """Return the range of tokens that those from begin to end see: whole windows, one more before, and one after.
+
+    `packed`: windows may begin at any token.
+    """
     if begin == end:
         return begin, begin
+    if packed:
+        most = 2 * window - 1
+        return max(0, begin - most), end if causal else min(n, end + most)
     first = max(0, (begin // window - 1) * window)
     return first, end if causal else min(n, (-(-end // window) + 1) * window)
 
@@ -40,10 +46,10 @@ class Edges(NamedTuple):
 
 
 @lru_cache(256)
-def edges(n: int, devices: int, rank: int, window: int, causal: bool) -> Edges:
+def edges(n: int, devices: int, rank: int, window: int, causal: bool, packed: bool = False) -> Edges:
     """Return which keys of local attention travel to and from device number `rank`."""
     own = parts(n, devices)
-    wants = [wanted(*r, n, window, causal) for r in own]
+    wants = [wanted(*r, n, window, causal, packed) for r in own]
     (begin, end), (first, last) = own[rank], wants[rank]
 
     def of_others(i: int, a: Range, b: Range) -> Range:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from .packing import Packing, Samples
 from .parts import Edges, Range, edges, parts, shared, shares
 
 # torch 2.13 renames both
@@ -139,6 +139,7 @@ class Row:
 
     Attributes:
         mask, scores: of whole rows, and of this device's tokens, once the scores are there.
+        packing: of packed sequences, whose choices are those of a batch; the rest is one row.
         own, gates: which of the chosen tokens are here, and their gates.
         even: how the heavy work is spread; None: each device computes its own tokens.
     """
@@ -151,9 +152,10 @@ class Row:
     at: Tensor  # where in the row the chosen tokens are
     keys: Tensor  # places of the chosen keys here
     sources: Tensor  # of the keys: see `locate`
+    key_slots: Tensor | None = None  # which of a batch's keys are attended to; None: all
 
-    def __init__(self, n: int, group: Any, balance: bool = False) -> None:
-        self.n, self.group, self.balance = n, group, balance
+    def __init__(self, n: int, group: Any, balance: bool = False, packing: Packing | None = None) -> None:
+        self.n, self.group, self.balance, self.packing = n, group, balance, packing
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.most = max(1, -(-n // self.size))
         self.begin, self.end = parts(n, self.size)[self.rank]
@@ -162,14 +164,21 @@ class Row:
     def whole(self, scores: Tensor, mask: Tensor | None) -> Tensor:
         """Return the scores ([R,] batch, n) of whole rows, and keep these and their mask (batch, n): one all-gather."""
         self.scores, lead, own = scores, scores.shape[:-1], self.end - self.begin
+        most = self.most + (self.packing is not None)
         here = scores if scores.shape[-1] == own else scores[..., :own]
         if mask is not None:
             here = torch.cat((here.view(lead[:-1].numel(), *mask.shape[:1], own), mask[None, :, :own].to(here.dtype)))
-        sent = (F.pad(here, (0, self.most - own)) if own < self.most else here).contiguous()
+        sent = (F.pad(here, (0, most - own)) if own < most else here).contiguous()
+        if self.packing is not None:
+            self.packing.sign(sent)
         found = sent.new_empty(self.size * len(sent), *sent.shape[1:])
         _all_gather(found, sent, group=self.group)
-        one = sent.numel() == self.most
+        one = sent.numel() == most
         whole = found.view(*sent.shape[:-1], -1) if one else torch.cat(found.chunk(self.size), -1)
+        if self.packing is not None:
+            self.mask = self.packing.mask
+            found, self.checks = self.packing.batch(whole.view(*lead, -1), self.most)
+            return found
         whole = whole if whole.shape[-1] == self.n else whole[..., : self.n].contiguous()
         if mask is None:
             return whole
@@ -178,17 +187,32 @@ class Row:
 
     def here(self, t: Tensor, tokens: int, left: int = 0, right: int = 0) -> Tensor:
         """Return of whole rows (…, n) this device's tokens and those beside them, then zeros up to `tokens` in all."""
-        own = t[..., self.begin - left : self.end + right]
+        if self.packing is None:
+            own = t[..., self.begin - left : self.end + right]
+        else:
+            own = t.flatten(-2).index_select(-1, self.packing.slots).unsqueeze(-2)
         return F.pad(own, (0, tokens - own.shape[-1])) if own.shape[-1] < tokens else own.contiguous()
+
+    def flat(self, t: Tensor) -> Tensor:
+        """Return what belongs to a choice (batch, k), of packed sequences as one row (1, sequences·k)."""
+        return t if self.packing is None else t.view(1, -1)
+
+    def heard(self, t: Tensor) -> Tensor:
+        """Return what belongs to all chosen keys as what belongs to those that are attended to, in their order."""
+        return t if self.key_slots is None else self.flat(t).gather(1, self.key_slots)
 
     def sort(self, at: Tensor) -> Sorted:
         """Return a choice (batch, k) of whole rows in the order of the tokens, and so device after device."""
+        at = at if self.packing is None else self.packing.of_row(at)
         ordered, order = at.sort(dim=-1)
         return Sorted(ordered, order, torch.searchsorted(ordered, _bounds(self.n, self.size, len(at), at.device)))
 
     def ask(self, *found: Sorted) -> Counts:
         """Start to tell the host where each device's tokens begin: ([choices,] batch, devices + 1)."""
-        return Counts(found[0].starts if len(found) == 1 else torch.stack([s.starts for s in found]))
+        starts = found[0].starts if len(found) == 1 else torch.stack([s.starts for s in found])
+        # after them, what tells whether all devices packed alike
+        more = () if self.packing is None else (self.checks.expand(*starts.shape[:-1], self.size),)
+        return Counts(torch.cat((starts, *more), -1) if more else starts)
 
     def pick(self, found: Sorted, starts: list[list[int]], everyone: bool = False) -> Chosen:
         """Return the chosen tokens that are here, in as many places as the fullest row here or `everyone` needs."""
@@ -210,8 +234,10 @@ class Row:
 
     def choose(self, found: Sorted, gates: Tensor, starts: list[list[int]]) -> tuple[Tensor, Tensor]:
         """Keep which of the chosen tokens are here; return their places among this device's tokens, and gates."""
+        if self.packing is not None:
+            self.packing.agree(starts[0][self.size + 1 :], self.group)
         self.own = self.pick(found, starts)
-        self.gates = gates.gather(1, self.own.slots)
+        self.gates = self.flat(gates).gather(1, self.own.slots)
         if self.balance:
             self.even = Even(self.counts(starts), self.real(self.own.places), self.rank, self.group)
         return self.own.places, self.gates
@@ -222,11 +248,13 @@ class Row:
 
     def counts(self, starts: list[list[int]]) -> list[int]:
         """Return how many chosen tokens of all rows each device has."""
-        return [sum(c) for c in zip(*([b - a for a, b in pairwise(row)] for row in starts), strict=True)]
+        return [sum(row[r + 1] - row[r] for row in starts) for r in range(self.size)]
 
     def locate(self, found: Sorted, starts: list[list[int]], places: int) -> Tensor:
         """Return where each of the chosen (batch·k,) is in what :meth:`gather` receives, its length for one missing."""
         at, order, begins = found
+        if self.packing is not None:
+            return self._locate_packed(found, starts, places)
         slot, first = _places(at.shape[1], self.size, len(at), places, at.device)
         self.missing, owner = any(row[0] for row in starts), at.div(self.most, rounding_mode="floor")
         # a missing one, −1, has the last owner
@@ -235,6 +263,16 @@ class Row:
         source = (first - begins.clamp_max(at.shape[1] - places)).gather(1, owner) + slot
         source = torch.empty_like(source).scatter_(1, order, source).view(-1)
         return source.clamp_max(self.size * len(at) * places) if self.missing else source
+
+    def _locate_packed(self, found: Sorted, starts: list[list[int]], places: int) -> Tensor:
+        """Return the same of the chosen that exist, in the order of the tokens; keep which of all they are."""
+        k, grain = found.at.shape[1], 64 if found.at.is_cuda else 1
+        missing = max(0, k - -(-(k - starts[0][0]) // grain) * grain)
+        self.missing, self.key_slots, at = missing < starts[0][0], found.order[:, missing:], found.at[:, missing:]
+        owner = at.clamp_min(0).div(self.most, rounding_mode="floor")
+        source = (owner * places - found.starts.clamp_max(k - places).gather(1, owner)).view(-1)
+        source += torch.arange(missing, k, device=at.device)
+        return source.where(at.view(-1) >= 0, self.size * places) if self.missing else source
 
     def gather(self, rows: Tensor, sources: Tensor) -> Callable[[], Tensor]:
         """Start to gather all devices' rows (batch·places, dim); return a call for the chosen ones (batch·k, dim)."""
@@ -264,7 +302,7 @@ class Row:
 
     def edges(self, window: int, causal: bool) -> Edges:
         """Return which keys of local attention travel."""
-        return edges(self.n, self.size, self.rank, window, causal)
+        return edges(self.n, self.size, self.rank, window, causal, self.packing is not None)
 
     def project(
         self, tokens: Tensor, weight: Tensor, batch: int, window: int, causal: bool
@@ -312,29 +350,41 @@ class Row:
 
     def backward(
         self, dy: Tensor | None, x: Tensor, mask: Tensor | None, inverse: Tensor,
-        parts: Sequence[tuple[Tensor, Any, bool]], stride: int, weight: float,
+        parts: Sequence[tuple[Tensor, Any, Tensor | None]], stride: int, weight: float,
     ) -> tuple[list[Tensor | None], Tensor | None]:  # fmt: skip
         """Return the gradients of whole rows' gates, by one all-reduce, and what exploration adds to the vector's.
 
         `dy` is the gradient of this device's outputs, x and `mask` are its tokens', `inverse` their 1/rms.
-        `parts` holds, for each list of gates: the gates, this device's part of their gradient, and whether that is of
-        the tokens here alone. Exploration has a `weight`, and samples one token of every `stride`; 0: none.
+        `parts` holds, for each list of gates: the gates, this device's part of their gradient, and of which of them
+        that is (None: all). Exploration has a `weight`, and samples one token of every `stride`; 0: none.
         """
         if dy is None:
             return [None] * len(parts), None
-        grads: Any = [torch.zeros_like(g).scatter_(1, self.own.slots, p) if own else p for g, p, own in parts]
+        grads: Any = [p if slots is None else self._spread(g, slots, p) for g, p, slots in parts]
         if not stride:
             return [*self.total(*grads)], None
-        sampled = slice(-self.begin % stride, max(0, self.end - self.begin), stride)
-        lengths: Tensor = torch.linalg.vector_norm(dy[:, sampled], dim=-1, dtype=grads[0].dtype)
-        inverse, tokens = inverse.view(x.shape[:2])[:, sampled], x[:, sampled].to(lengths.dtype)
-        if mask is None:
-            *totals, sums = self.total(*grads, lengths.sum(-1, True))
+        pick, real, total, back = self._samples(stride, mask)
+        lengths: Tensor = torch.linalg.vector_norm(pick(dy), dim=-1, dtype=grads[0].dtype)
+        inverse, tokens = pick(inverse.view(x.shape[:2])), pick(x).to(lengths.dtype)
+        if real is None:
+            *totals, sums = self.total(*grads, total(lengths))
             gain = lengths - sums / -(-self.n // stride)
         else:
             # keep the content of padding out, even NaN
-            real = mask[:, sampled]
             lengths, tokens = lengths.where(real, 0), tokens.where(real[..., None], 0)
-            *totals, sums, numbers = self.total(*grads, lengths.sum(-1, True), real.sum(-1, True).to(lengths.dtype))
-            gain = (lengths - sums / numbers.clamp_min(1)).where(real, 0)
+            *totals, sums, numbers = self.total(*grads, total(lengths), total(real).to(lengths.dtype))
+            gain = (lengths - back(sums / numbers.clamp_min(1))).where(real, 0)
         return [*totals], torch.mv(tokens.flatten(0, 1).mT, (gain * inverse).flatten()) * (-weight * stride)
+
+    def _spread(self, gates: Tensor, slots: Tensor, part: Tensor) -> Tensor:
+        whole = torch.zeros_like(gates)
+        self.flat(whole).scatter_(1, slots, part)
+        return whole
+
+    def _samples(self, stride: int, mask: Tensor | None) -> Samples:
+        """Return every `stride`-th token of each row or packed sequence, of those that are here."""
+        if self.packing is not None:
+            return self.packing.samples(stride)
+        here = slice(-self.begin % stride, max(0, self.end - self.begin), stride)
+        real = None if mask is None else mask[:, here]
+        return Samples(lambda t: t[:, here], real, lambda t: t.sum(-1, True), lambda t: t)

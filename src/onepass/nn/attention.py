@@ -261,7 +261,7 @@ class RoutedAttention(nn.Module):
     ) -> tuple[Tensor, AttentionRouting]:  # fmt: skip
         """Return the same (x + y with `residual`) by one autograd node, or one operator through the dispatcher."""
         light, heavy, q, kv = self.light, self.heavy, self.router_q, self.router_kv
-        n = x.shape[1] if door is None else door.n
+        n = x.shape[1] if door is None else door.length
         assert isinstance(q, Router)
         assert isinstance(kv, Router)
         q.check(x, 0, mask)

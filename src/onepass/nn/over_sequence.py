@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import sys
 from copy import copy
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -17,11 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from onepass.fused.packing import Packing
 from onepass.fused.parts import parts
 from onepass.fused.row import Even, Row
 
-from .padding import check_mask
-from .router import RouterOutput
+from .padding import check_bounds, check_mask
 
 # the calls of a layer that its devices have agreed on
 _agreed: WeakKeyDictionary[nn.Module, set[Any]] = WeakKeyDictionary()
@@ -38,12 +38,39 @@ def sequence_axis(x: Tensor) -> int | None:
     return axes[0] if len(axes) == 1 and known else None
 
 
+class Bounds(NamedTuple):
+    """Where packed sequences begin and end; layers take it for a mask. Every device has the same."""
+
+    cu_seqlens: Tensor
+    max_seqlen: int | None
+
+    def fault(self, caller: str, device: torch.device) -> TypeError | ValueError | None:
+        """Return the error for bounds that no values could make right."""
+        if hasattr(self.cu_seqlens, "to_local"):
+            return TypeError(f"{caller}: cu_seqlens must be a plain tensor, the same everywhere; write .full_tensor()")
+        try:
+            check_bounds(caller, *self, device)
+        except (TypeError, ValueError) as e:
+            return e
+        return None
+
+    def longest(self, n: int) -> int:
+        """Return max_seqlen, or what the host reads in its place."""
+        # wrong ones too lead to a size: they are named when all devices know of them
+        if self.max_seqlen is not None:
+            return max(1, self.max_seqlen)
+        longest: int = max((1, *self.cu_seqlens.diff().tolist()))
+        return min(n, longest)
+
+
 class Door:
     """One device's tokens of a DTensor (batch, n, dim) that is spread along an axis of its mesh, and whole weights.
 
     Attributes:
         tokens: those of this device; one of zeros where it has none.
         mask: theirs.
+        packing: of packed sequences; None: a row is one.
+        length: that of the longest sequence.
     """
 
     def __init__(self, module: nn.Module, x: Any, axis: int, mask: Any) -> None:
@@ -60,6 +87,12 @@ class Door:
         self.here = self.tokens.shape[1]
         weights = _parameters(module)
         self._agree(module, mask, weights)
+        self.length, self.packing = self.n, None  # type: int, Packing | None
+        if isinstance(mask, Bounds):
+            self.length = mask.longest(self.n)
+            begin, end = parts(self.n, self.mesh.size(axis))[self.mesh.get_local_rank(axis)]
+            self.packing = Packing(self.name, mask.cu_seqlens, self.length, self.n, begin, end)
+            mask = None
         check_mask(self.name, x, mask)
         self.mask: Tensor | None = None
         if mask is not None:
@@ -76,7 +109,11 @@ class Door:
         """
         import torch.distributed as dist
 
-        of_mask = None if mask is None else (mask.shape, getattr(mask, "placements", "a plain tensor"))
+        fault = mask.fault(self.name, self.tokens.device) if isinstance(mask, Bounds) else None
+        if isinstance(mask, Bounds):
+            of_mask: Any = str(fault or "cu_seqlens")
+        else:
+            of_mask = None if mask is None else (tuple(mask.shape), getattr(mask, "placements", "a plain tensor"))
         kinds = frozenset(p.dtype for p in weights)
         modes = module.training, torch.is_grad_enabled(), torch.is_autocast_enabled(self.tokens.device.type)
         seen = self.group.group_name, self.here, self.shape, self.x.dtype, self.placements, of_mask, kinds, modes
@@ -85,7 +122,7 @@ class Door:
             return
         call = {
             "x": f"{tuple(self.shape)}, {self.x.dtype}, {self.placements}",
-            "mask": of_mask if of_mask is None else f"{tuple(of_mask[0])}, {of_mask[1]}",
+            "mask and cu_seqlens": str(of_mask),
             "weights": sorted(map(str, kinds)),
             "layer": f"{module}, (training, gradients, autocast) = {modes}",
         }
@@ -101,7 +138,9 @@ class Door:
                 f"{self.name}: {self.n} tokens over {len(every)} devices must be placed as distribute_tensor places "
                 f"them, {sizes}; got {[here for _, here in every]}"
             )
-        if mask is not None and not isinstance(mask, self._dtensor):
+        if fault is not None:
+            raise fault
+        if mask is not None and not isinstance(mask, (self._dtensor, Bounds)):
             raise TypeError(f"{self.name}: mask must be a DTensor beside a DTensor x; use distribute_tensor")
         agreed.add(seen)
 
@@ -142,7 +181,7 @@ class Door:
 
     def row(self, balance: bool = False) -> Row:
         """Return the row for one call of a fused layer."""
-        return Row(self.n, self.group, balance)
+        return Row(self.n, self.group, balance, self.packing)
 
     def cut(self, t: Tensor) -> Tensor:
         """Return t (batch, tokens, …) without the token that stands in for none."""
@@ -155,23 +194,23 @@ class Door:
             self.cut(y), self.mesh, self.placements, run_check=False, shape=self.shape, stride=strides
         )  # fmt: skip
 
-    def routing(self, found: RouterOutput) -> RouterOutput:
-        """Return whole rows, which each device has, as DTensors."""
+    def routing(self, found: Any) -> Any:
+        """Return a `RouterOutput` of whole rows, which each device has, as one of DTensors."""
 
         def everyone(t: Tensor) -> Any:
-            shape = torch.Size((self.shape[0], *t.shape[1:]))
+            shape = t.shape if self.packing is not None else torch.Size((self.shape[0], *t.shape[1:]))
             t = t.contiguous()
             return self._dtensor.from_local(
                 t, self.mesh, self.everywhere, run_check=False, shape=shape, stride=t.stride()
             )  # fmt: skip
 
-        return RouterOutput(*map(everyone, found))
+        return found._make(map(everyone, found))
 
     def run(self, module: nn.Module, *args: Any) -> Tensor:
         """Return module(*args) with whole parameters."""
         return functional_call(module, {n: self.weight(p) for n, p in module.named_parameters()}, args)  # type: ignore[no-any-return]
 
-    def route(self, router: nn.Module, x: Any, k: int | float, mask: Any) -> RouterOutput:
+    def route(self, router: nn.Module, x: Any, k: int | float, mask: Any) -> Any:
         """Return router(x, k, mask) for DTensor tokens, which a router's plain parameters could not meet."""
         beside = {
             n: _Beside.apply(p, self.mesh, self.whole)  # type: ignore[no-untyped-call]
@@ -179,7 +218,7 @@ class Door:
             if not isinstance(p, self._dtensor)
         }
         args = x, k, mask
-        return functional_call(router, beside, args) if beside else router(*args)  # type: ignore[no-any-return]
+        return functional_call(router, beside, args) if beside else router(*args)
 
     def choice(self, t: Any) -> Tensor:
         """Return whole rows of indices or gates; a router that reads no tokens has them already."""

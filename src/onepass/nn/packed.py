@@ -14,6 +14,9 @@ from torch import Tensor
 from onepass.core import check
 from onepass.core.eager import plain
 
+from .over_sequence import Bounds, sequence_axis
+from .padding import check_bounds
+
 if TYPE_CHECKING:
     from torch import nn
 
@@ -31,15 +34,7 @@ def places(caller: str, total: int, device: torch.device, cu_seqlens: Tensor, ma
     The values of `cu_seqlens` must rise from 0 to `total` by at most `max_seqlen`. On a GPU they are not checked, since
     the host would wait for them.
     """
-    check.tensor(caller, "cu_seqlens", cu_seqlens)
-    if cu_seqlens.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"{caller}: cu_seqlens must be int32 or int64, got {cu_seqlens.dtype}")
-    if cu_seqlens.dim() != 1 or not len(cu_seqlens):
-        raise ValueError(f"{caller}: cu_seqlens must be (sequences + 1,), got {tuple(cu_seqlens.shape)}")
-    if cu_seqlens.device != device:
-        raise ValueError(f"{caller}: cu_seqlens is on {cu_seqlens.device} but x is on {device}; move one of them")
-    if max_seqlen is not None and (isinstance(max_seqlen, bool) or not isinstance(max_seqlen, (int, torch.SymInt))):
-        raise TypeError(f"{caller}: max_seqlen must be an int, got {type(max_seqlen).__name__}")
+    check_bounds(caller, cu_seqlens, max_seqlen, device)
     if plain(cu_seqlens) and device.type == "cpu":
         bounds = cu_seqlens.tolist()
         lengths = [end - begin for begin, end in pairwise(bounds)]
@@ -50,11 +45,7 @@ def places(caller: str, total: int, device: torch.device, cu_seqlens: Tensor, ma
             max_seqlen = longest
         if longest > max_seqlen:
             raise ValueError(f"{caller}: max_seqlen must be at least {longest}, the longest sequence, got {max_seqlen}")
-    if max_seqlen is None:
-        raise ValueError(
-            f"{caller}: max_seqlen, the length of the longest sequence, must be given where the host does not see "
-            f"cu_seqlens: on {device}, or when compiled"
-        )
+    assert max_seqlen is not None
     begin, end = cu_seqlens[:-1].long(), cu_seqlens[1:].long()
     token = torch.arange(total, device=device)
     row = torch.searchsorted(end, token, right=True)
@@ -62,22 +53,26 @@ def places(caller: str, total: int, device: torch.device, cu_seqlens: Tensor, ma
     return Places(mask, row * max_seqlen + token - begin.index_select(0, row))
 
 
-def unpack(
-    caller: str, x: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, max_seqlen: int | None
-) -> tuple[Tensor, Places]:
-    """Return packed tokens (total, dim) or (1, total, dim) as a padded batch (sequences, longest, dim), and places."""
+def _checked(caller: str, x: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
     if cu_seqlens is None:
         raise ValueError(f"{caller}: max_seqlen belongs to cu_seqlens, which is not given")
     if mask is not None:
         raise ValueError(f"{caller}: mask and cu_seqlens exclude each other: packed tokens are all real")
     check.floating(caller, "x", x)
-    if hasattr(x, "to_local"):
-        raise TypeError(
-            f"{caller}: with cu_seqlens, x must be a plain tensor, got a DTensor; give each device whole sequences, or "
-            "pad them and spread the padded batch"
-        )
     if x.dim() not in (2, 3) or (x.dim() == 3 and len(x) != 1):
         raise ValueError(f"{caller}: with cu_seqlens, x must be (total, dim) or (1, total, dim), got {tuple(x.shape)}")
+    return cu_seqlens
+
+
+def unpack(
+    caller: str, x: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, max_seqlen: int | None
+) -> tuple[Tensor, Places]:
+    """Return packed tokens (total, dim) or (1, total, dim) as a padded batch (sequences, longest, dim), and places."""
+    cu_seqlens = _checked(caller, x, mask, cu_seqlens)
+    if hasattr(x, "to_local"):
+        raise TypeError(
+            f"{caller}: with cu_seqlens, x must be a plain tensor, got a DTensor; give each device whole sequences"
+        )
     tokens = x.reshape(-1, x.shape[-1])
     where = places(caller, len(tokens), x.device, cu_seqlens, max_seqlen)
     rows, longest = where.mask.shape
@@ -104,7 +99,25 @@ def packed(
         if getattr(one, "causal", False) or getattr(getattr(one, "router", None), "causal", False):
             for name in ("k", "k_q", "k_kv"):
                 refuse_int(type(one).__name__, name, getattr(one, name, None))
+    if hasattr(x, "to_local"):
+        bounds = Bounds(_checked(type(layer).__name__, x, mask, cu_seqlens), max_seqlen)
+        return _spread(layer, x, bounds, return_routing)
     padded, where = unpack(type(layer).__name__, x, mask, cu_seqlens, max_seqlen)
     y, routing = layer.forward(padded, where.mask, return_routing=True)
     y = y.flatten(0, 1).index_select(0, where.slots).view(x.shape)
     return (y, routing) if return_routing else y
+
+
+def _spread(layer: nn.Module, x: Any, bounds: Bounds, return_routing: bool) -> Any:
+    """Do as `packed` for a DTensor x whose tokens are spread over devices: the layer takes bounds for a mask."""
+    tokens = x if x.dim() == 3 else x.unsqueeze(0)
+    if sequence_axis(tokens) is None or any(p.is_shard(0) for p in tokens.placements) or not x.numel():
+        raise TypeError(
+            f"{type(layer).__name__}: with cu_seqlens, x must be a plain tensor, or a DTensor whose tokens are in "
+            f"shards along one axis of its mesh: distribute_tensor(x, mesh, [Shard({x.dim() - 2})]); got "
+            f"{tuple(x.shape)}, {x.placements}"
+        )
+    found = layer.forward(tokens, bounds, return_routing)
+    if x.dim() == 3:
+        return found
+    return (found[0].squeeze(0), found[1]) if return_routing else found.squeeze(0)

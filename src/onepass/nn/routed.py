@@ -22,7 +22,7 @@ from .causal import CausalRouter
 from .count import check_count, check_flag, check_number, check_size
 from .explore import explore, explore_part
 from .feed_forward import FeedForward, branch_dtype, has_no_overrides
-from .over_sequence import Door, sequence_axis, travel
+from .over_sequence import Bounds, Door, sequence_axis, travel
 from .packed import packed
 from .padding import zero_padding
 from .router import NORM_EPS, Router, RouterOutput, asked
@@ -55,7 +55,8 @@ class Routed(nn.Module):
     dim)``, sequences one after another, and bounds ``(sequences + 1,)`` int32 or int64, where each begins and the last
     ends. Each gives what it gives alone; a causal layer needs shares for that and refuses an int k. It computes on a
     batch padded to max_seqlen, which a CPU reads from the bounds if it is not given; the routing is that of the padded
-    batch. On a GPU, values of bounds are not checked.
+    batch. On a GPU, values of bounds are not checked. Over a row that is spread over devices (docs/scale.md), layers
+    with default branches compute on the row itself, and check the bounds on all devices; `Routed` refuses them.
 
     Masked tokens get the light output and never the heavy one. Rows with fewer real tokens than k use those they have.
     No row's output depends on another row. There is no residual inside: write ``x + routed(x)``.
@@ -162,6 +163,11 @@ class Routed(nn.Module):
             return update
 
         door, router = Door(self, x, axis, mask), self.router
+        if door.packing is not None:
+            raise ValueError(
+                f"{type(self).__name__}: packed sequences over a row that is spread over devices need the default "
+                f"branches and a Router of one route, without hooks, and k ≥ 1; pad them and pass a mask. Got {self}"
+            )
         row, tokens = door.row(), door.tokens
         routing = door.route(router, x, k, mask)
         indices = door.choice(routing.indices)
@@ -277,7 +283,8 @@ class RoutedFeedForward(Routed):
             y, routing = door.fused(self, door.tokens)
             return (door.leave(y), door.routing(routing)) if return_routing else door.leave(y)
         if dtype is None:
-            return super().forward(zero_padding("RoutedFeedForward", x, mask), mask, return_routing)
+            x = x if isinstance(mask, Bounds) else zero_padding("RoutedFeedForward", x, mask)
+            return super().forward(x, mask, return_routing)
         y, routing = self._fused(x, mask, dtype)
         return (y, routing) if return_routing else y
 
@@ -289,7 +296,7 @@ class RoutedFeedForward(Routed):
     ) -> tuple[Tensor, RouterOutput]:
         """Return the same (x + y with `residual`) by one autograd node, or one operator through the dispatcher."""
         light, heavy, router = self.light, self.heavy, self.router
-        n = x.shape[1] if door is None else door.n
+        n = x.shape[1] if door is None else door.length
         assert isinstance(light, FeedForward)
         assert isinstance(heavy, FeedForward)
         assert isinstance(router, Router)
