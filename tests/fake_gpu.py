@@ -92,7 +92,7 @@ class Host:
         from onepass.ops.routing import kernels_triton as kernels_rows
         from onepass.ops.routing import rows
         from onepass.ops.soft_topk import kernels_backward as kernels_soft
-        from onepass.ops.soft_topk import kernels_triton, op
+        from onepass.ops.soft_topk import kernels_chosen, kernels_triton, op
         from onepass.ops.span_attention import kernels_rotary, op_rotary
         from onepass.ops.span_attention import kernels_triton as kernels_span
         from onepass.ops.span_attention import op as op_span
@@ -117,7 +117,7 @@ class Host:
 
         for module in (kernels_rows, kernels_attention, kernels_branch, kernels_cast, kernels_counts, kernels_norm,
                        kernels_explore, kernels_triton, kernels_select, kernels_backward, kernels_soft,
-                       kernels_rotary, kernels_span, kernels_causal, kernels_partials):  # fmt: skip
+                       kernels_chosen, kernels_rotary, kernels_span, kernels_causal, kernels_partials):  # fmt: skip
             monkeypatch.setattr(module, "launch", launch)
         for module in (branch, choice, rows, op, compute, op_rotary, op_span, op_causal):
             monkeypatch.setattr(module, "uses_triton", lambda x: True)

@@ -35,19 +35,23 @@ LONGEST = 16384
 def weigh(scores, gy_ptr, rows, cols, gy_row_stride, base, c, eps, KIND: tl.constexpr, BLOCK_R: tl.constexpr):
     """Return φ' and gy·φ' of a tile, and the offsets, 0 where φ' is 0."""
     s = load_scores(scores, rows, cols, BLOCK_R)
-    gy = load_gradient(gy_ptr, rows, cols, gy_row_stride, scores.n_rows, scores.n_cols, BLOCK_R)
     x = offsets(s, base, eps) - c
     _, w = gates_and_slopes(x, KIND)
-    return w, tl.where(w > 0, gy * w, 0.0), tl.where(w > 0, x, 0.0)
+    gw = tl.zeros_like(w)
+    if gy_ptr is not None:
+        gy = load_gradient(gy_ptr, rows, cols, gy_row_stride, scores.n_rows, scores.n_cols, BLOCK_R)
+        gw = tl.where(w > 0, gy * w, 0.0)
+    return w, gw, tl.where(w > 0, x, 0.0)
 
 
 @triton.jit(do_not_specialize=SIZES)
 def backward_kernel(
-    gy_ptr,  # (n_rows, n_cols) any float, unit column stride
+    gy_ptr,  # (n_rows, n_cols) any float, unit column stride; None: 0
     s_ptr,  # (n_rows, n_cols) any float, unit column stride
     eps_ptr,  # (n_rows,) any float, or nothing
     mask_ptr,  # (n_rows, n_cols) uint8, unit column stride, or nothing
     solution_ptr,  # (n_rows, 2) fp32: base and c
+    sums_ptr,  # (n_rows, 2) fp32: Σ gy·w and Σ gy·w·x, or None: to be computed from gy
     partial_ptr,  # (n_rows, n_splits, 4) fp32: Σ w, Σ gy·w, Σ w·x, Σ gy·w·x; nothing when a program holds whole rows
     ds_ptr,  # (n_rows, n_cols) like s, contiguous
     dk_ptr,  # (n_rows,) fp32
@@ -114,6 +118,9 @@ def backward_kernel(
         sum_wx = tl.sum(tl.load(partial + 2, mask=here < n_splits, other=0.0), 0)
         sum_gwx = tl.sum(tl.load(partial + 3, mask=here < n_splits, other=0.0), 0)
     if SUMS_ONLY == 0:
+        if sums_ptr is not None:
+            sum_gw = tl.load(sums_ptr + rows * 2, mask=in_rows, other=0.0)
+            sum_gwx = tl.load(sums_ptr + rows * 2 + 1, mask=in_rows, other=0.0)
         q = tl.where(sum_w == 0, 0.0, sum_gw / sum_w)
         if split == 0:
             tl.store(dk_ptr + rows, q, mask=in_rows)
@@ -134,12 +141,13 @@ def backward_kernel(
 
 
 def backward(
-    gy: Tensor, s: Tensor, solution: Tensor, eps: Tensor | None, mask: Tensor | None, eps_value: float, kind: int,
-    need_s: bool, need_eps: bool, ds: Tensor | None = None,
+    gy: Tensor | None, s: Tensor, solution: Tensor, eps: Tensor | None, mask: Tensor | None, eps_value: float,
+    kind: int, need_s: bool, need_eps: bool, ds: Tensor | None = None, sums: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return ds (rows, n) in the dtype of s, or empty, and dk and deps (rows, 1) in fp32, deps empty if not needed.
 
-    gy and s are (rows, n) with unit column stride. A given ds, contiguous, is written to.
+    gy and s are (rows, n) with unit column stride. A given ds, contiguous, is written to. With `sums` (rows, 2), which
+    are Σ gy·w and Σ gy·w·x, ds is what entries without a gradient of their own get, and gy is None.
     """
     n_rows, n_cols = s.shape
     if ds is None:
@@ -151,13 +159,13 @@ def backward(
     plan = shape(n_rows, n_cols, HALF_PER_WARP, LONGEST)
     whole = plan.splits == 1
     partial = None if whole else scratch(s, n_rows, plan.splits, 4)
-    vec = math.gcd(16, n_cols, gy.stride(0), s.stride(0), stride(mask))
-    strides = (gy.stride(0) // vec, s.stride(0) // vec, stride(eps), stride(mask) // vec)
+    vec = math.gcd(16, n_cols, stride(gy), s.stride(0), stride(mask))
+    strides = (stride(gy) // vec, s.stride(0) // vec, stride(eps), stride(mask) // vec)
     n_splits = 0 if whole else next_power_of_2(plan.splits)
     with device_guard(s):
         for sums_only in (False,) if whole else (True, False):
             launch(
-                backward_kernel, (plan.programs, plan.splits, 1), (gy, s, eps, mask, solution, partial, ds, dk, deps),
+                backward_kernel, (plan.programs, plan.splits, 1), (gy, s, eps, mask, solution, sums, partial, ds, dk, deps),
                 (*strides, n_rows, n_cols // vec, plan.splits, plan.chunk // plan.block_c, eps_value),
                 (kind, need_s, need_eps, sums_only, n_splits, plan.block_r,
                  plan.block_c, vec), num_warps=plan.warps,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from onepass.core.bind import bind
@@ -91,6 +92,41 @@ def backward(
     return (
         ds.to(scores.dtype).view(scores.shape) if need_scores else None,
         arguments.to_shape(dk, k, scores) if need_k and k is not None else None,
+        arguments.to_shape(deps, eps, scores) if need_eps and eps is not None else None,
+    )
+
+
+def backward_chosen(
+    g: Tensor,
+    indices: Tensor,
+    scores: Tensor,
+    state: Tensor,
+    eps: Tensor | None,
+    mask: Tensor | None,
+    eps_value: float,
+    kind: int,
+    need_scores: bool,
+    need_eps: bool,
+    into: Tensor | None = None,
+) -> tuple[Any, ...]:
+    """As `backward`, of scores and eps, where only the gates at `indices` (..., k) have a gradient, g (..., k).
+
+    Indices are distinct within a row, or -1: those have none.
+    """
+    if not _in_kernels(scores, kind):
+        g = torch.where(indices >= 0, g, 0.0).to(scores.dtype)
+        gy = scores.new_zeros(scores.shape).scatter_add_(-1, indices.clamp(min=0).long(), g)
+        ds, _, deps = backward(gy, scores, state, None, eps, mask, eps_value, kind, need_scores, False, need_eps, into)
+        return ds, deps
+    from . import kernels_chosen
+
+    k = indices.shape[-1]
+    ds, deps = kernels_chosen.backward(
+        g.reshape(-1, k), indices.contiguous().view(-1, k), as_rows(scores), state.contiguous(),
+        arguments.per_row(eps, scores), arguments.mask_rows(mask, scores), eps_value, kind, need_scores, need_eps, into,
+    )  # fmt: skip
+    return (
+        ds.view(scores.shape) if need_scores else None,
         arguments.to_shape(deps, eps, scores) if need_eps and eps is not None else None,
     )
 
@@ -206,4 +242,4 @@ def soft_topk(
     return _call(scores, k_tensor, eps_tensor, mask, k_value, eps_value, KINDS.index(kind))  # type: ignore[no-any-return]
 
 
-__all__ = ["KINDS", "backward", "backward_op", "forward", "forward_op", "soft_topk"]
+__all__ = ["KINDS", "backward", "backward_chosen", "backward_op", "forward", "forward_op", "soft_topk"]

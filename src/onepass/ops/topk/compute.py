@@ -9,7 +9,7 @@ from torch import Tensor
 
 from onepass.core.launch import as_rows, uses_triton
 from onepass.ops._shared import arguments
-from onepass.ops.soft_topk.op import backward as soft_backward
+from onepass.ops.soft_topk.op import backward_chosen
 from onepass.ops.soft_topk.op import forward as soft_forward
 
 from . import ranges, torch_path
@@ -121,9 +121,8 @@ def backward(
         mask = ranges.allowed(scores, mask, start, lengths)
         if state is None or not state.shape[-1]:
             _, state = solve(scores, eps, mask, None, None, indices.shape[-1], eps_value, kind)
-        gy = _add_chosen(scores.new_zeros(scores.shape), indices, g_gates)
-        ds, _, of_eps = soft_backward(
-            gy, scores, state, None, eps, mask, eps_value, kind, need_scores, False, need_eps, into
+        ds, of_eps = backward_chosen(
+            g_gates, indices, scores, state, eps, mask, eps_value, kind, need_scores, need_eps, into
         )  # fmt: skip
     elif need_eps:
         of_eps = torch.zeros_like(eps)  # type: ignore[arg-type]
