@@ -165,7 +165,8 @@ def backward(
     with device_guard(s):
         for sums_only in (False,) if whole else (True, False):
             launch(
-                backward_kernel, (plan.programs, plan.splits, 1), (gy, s, eps, mask, solution, sums, partial, ds, dk, deps),
+                backward_kernel, (plan.programs, plan.splits, 1),
+                (gy, s, eps, mask, solution, sums, partial, ds, dk, deps),
                 (*strides, n_rows, n_cols // vec, plan.splits, plan.chunk // plan.block_c, eps_value),
                 (kind, need_s, need_eps, sums_only, n_splits, plan.block_r,
                  plan.block_c, vec), num_warps=plan.warps,
