@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from interpreter import leave_tensors_to_themselves, patch_once_per_launch, reduce_by_halves
+from interpreter import leave_tensors_to_themselves, make_types_once, patch_once_per_launch, reduce_by_halves
 from onepass.core.launch import INTERPRET
 from onepass.ops._shared.specs import folders, load
 
@@ -24,6 +24,7 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 if INTERPRET:
     patch_once_per_launch()
     leave_tensors_to_themselves()
+    make_types_once()
     reduce_by_halves()
 
 
