@@ -84,7 +84,7 @@ def _padded_equals_alone(layer: nn.Module, lengths: list[int], n: int, seed: int
 @pytest.mark.parametrize("composed", [False, True], ids=["fused", "composed"])
 @pytest.mark.parametrize("causal", [False, True], ids=["best", "causal"])
 @pytest.mark.parametrize("name", [name for name in LAYERS if name != "routed"])
-@settings(max_examples=12)
+@settings(max_examples=6)
 @given(
     k=st.sampled_from((1 / 16, 0.1, 0.3, 0.5, 0.9, 1.0)),
     lengths=st.lists(st.integers(1, 40), min_size=1, max_size=3),
@@ -122,7 +122,7 @@ def test_the_700_of_1024(causal: bool) -> None:
 
 
 @pytest.mark.parametrize(("name", "causal"), [("routed", False), *((n, c) for n in [*LAYERS][:3] for c in (0, 1))])
-@settings(max_examples=12)
+@settings(max_examples=6)
 @given(
     lengths=st.lists(st.integers(0, 30), min_size=1, max_size=4).filter(any),
     k=st.sampled_from((0.2, 0.3)),

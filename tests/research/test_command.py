@@ -42,7 +42,7 @@ def test_what_is_there_is_not_trained_again(tmp_path: Path) -> None:
 
 def test_a_time_limit_keeps_what_there_is(tmp_path: Path) -> None:
     options = ["--size", "small", "--device", "cpu", "--arm", "light", "--seed", "0", "--steps", "1000000"]
-    assert main(["planted", *options, "--seconds", "3", "--out", str(tmp_path)]) == 0
+    assert main(["planted", *options, "--seconds", "1", "--out", str(tmp_path)]) == 0
     record = json.loads((tmp_path / "planted.light.0.json").read_text())
     assert 0 < record["steps_done"] < record["steps"] == 1_000_000
     assert record["final"]["loss"] > 0

@@ -54,7 +54,7 @@ def test_rank_and_budget_by_lists(n: int, block: int, memory: int, k: int | floa
         assert [int(i) for i in indices[b] if i >= 0] == taken
 
 
-@pytest.mark.parametrize("n", [1, 9, 61] if INTERPRET else [1, 7, 8, 9, 24, 40, 61])
+@pytest.mark.parametrize("n", [9, 61] if INTERPRET else [1, 7, 8, 9, 24, 40, 61])
 def test_a_share_knows_no_length(n: int) -> None:
     """What a prefix chooses is what the whole chooses there, and padding at the end changes nothing."""
     scores, sizes = _scores(3, 80), {"eps": EPS, "block": 8, "memory": 16}

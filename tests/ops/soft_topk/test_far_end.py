@@ -42,7 +42,7 @@ def solved(s: Tensor, k: float, eps: float, kind: str) -> Tensor:
     if k >= len(s):
         return torch.ones_like(s)
     lo, hi = s.min() - 60 * eps, s.max() + 60 * eps
-    for _ in range(80):
+    for _ in range(60):
         middle = (lo + hi) / 2
         u = (s - middle) / eps
         if kind == "capped_exp":
@@ -56,7 +56,7 @@ def solved(s: Tensor, k: float, eps: float, kind: str) -> Tensor:
 
 def check_all(n: int, kind: str, device: str = "cpu") -> None:
     k = torch.tensor([n / 2 + 0.25, 0.9 * n, n - 5, n - 1, n - 0.5])
-    for eps in (1e-3, 0.03, 1.0):
+    for eps in (1e-3, 1.0) if INTERPRET else (1e-3, 0.03, 1.0):
         given = torch.tensor(eps)
         for name in SCORES:
             s = scores(name, n).to(device)

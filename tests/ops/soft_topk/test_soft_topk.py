@@ -46,7 +46,7 @@ def test_saturation_is_a_threshold(s: Tensor, share: float, eps: float) -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("eps", [1.0, 0.1, 0.03])
+@pytest.mark.parametrize("eps", [1.0, 0.03] if INTERPRET else [1.0, 0.1, 0.03])
 @ALL_KINDS
 def test_float32_rows_sum_to_k(eps: float, kind: str, device: str) -> None:
     """|Σy - k| ≤ 1e-6·k for every distribution."""

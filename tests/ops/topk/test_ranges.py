@@ -38,7 +38,7 @@ def compare(s: Tensor, k: int, **options: Any) -> None:
     assert top.indices.dtype == options.get("index_dtype", torch.int64)
 
 
-@settings(max_examples=40 if INTERPRET else 150)
+@settings(max_examples=24 if INTERPRET else 150)
 @given(
     seed=st.integers(0, 2**20), rows=st.integers(0, 4), n=st.integers(0, 130), k=st.integers(0, 90),
     kind=st.sampled_from(KINDS), dtype=st.sampled_from(DTYPES[:2] if INTERPRET else DTYPES), largest=st.booleans(),
@@ -78,16 +78,14 @@ def test_every_option(
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_way_of_long_rows(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One program per row and several; margins that hold and none."""
-    for many, sigmas in ((1000, 1.0), (0, 1.0), (1000, 0.0), (0, 0.0)):
+    for i, (many, sigmas) in enumerate(((1000, 1.0), (0, 1.0), (1000, 0.0), (0, 0.0))):
         shrink(monkeypatch, SIGMAS=sigmas, MANY=many)
         s = rows_of(kind, 3, 210, torch.Generator().manual_seed(1), 20)
-        for best_first in (True, False):
-            compare(s, 20, sorted=best_first)
+        compare(s, 20, sorted=(i + KINDS.index(kind)) % 2 == 0)
 
 
 @pytest.mark.interpret
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("cols", [8192, 16])
+@pytest.mark.parametrize(("cols", "dtype"), [(8192, torch.float32), (16, torch.bfloat16)])
 def test_the_sort_of_many_rows(cols: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sixteen survivors a thread, from whole rows and from long ones: zeros of both signs, NaN, plateaus."""
     shrink(monkeypatch, MANY=0, MAX_COLS=cols, MAX_SORTED=1024)
@@ -119,9 +117,8 @@ def test_wide_rows(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
         # the same place in every chunk of 32
         s[:, 4::32] += 20
         s[:, 5::32] += 30
-    for best_first in (True, False):
-        compare(s, 3, sorted=best_first)
-        compare(s.bfloat16(), 20, sorted=best_first)
+    compare(s, 3, sorted=False)
+    compare(s.bfloat16(), 20)
 
 
 @pytest.mark.interpret
