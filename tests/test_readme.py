@@ -128,26 +128,25 @@ def few_tokens() -> Iterable[str]:
     yield "`RoutedBlock`: " + ", ".join(step("RoutedBlock", "2x8192, d 512", mode) for mode in MODES)
 
 
-def equal_time() -> Iterable[str]:
-    folder = ROOT / "benchmarks" / "results" / "h200" / "equal_time"
+def envelope() -> Iterable[str]:
+    folder = ROOT / "benchmarks" / "results" / "h100" / "envelope" / "60s"
     runs = [r for path in sorted(folder.glob("equal*.json")) for r in json.loads(path.read_text())["runs"]]
-    for n, dim, words in ((8192, 256, "{} in view {:.2f} and {:.2f}"), (32768, 256, "{} {:.2f} and {:.2f}"),
-                          (8192, 1024, "{} {:.2f} and {:.2f}")):  # fmt: skip
-        bits = [
-            mean(
-                r["final"]["bits"]
-                for r in runs
-                if (r["kind"], r["task"], r["n"], r["dim"], r["window"], r["arm"])
-                == ("run", "causal", n, dim, 256, arm)
-                and r.get("light_mult", 0.5) == 0.5
-            )
-            for arm in ("learned", "dense")
-        ]
-        yield f"d {dim}, " + words.format(f"{n // 1024} k", *bits)
+    best = {
+        (n, arm): min(
+            (r["final"]["bits"], r["dim"])
+            for r in runs
+            if (r["kind"], r["task"], r["n"], r["arm"]) == ("run", "causal", n, arm)
+        )
+        for n in (8192, 32768)
+        for arm in ("learned", "dense")
+    }
+    assert {dim for _, dim in best.values()} == {256}
+    yield "dense {:.3f}, routed {:.3f} with 8 k in view".format(*(best[8192, arm][0] for arm in ("dense", "learned")))
+    yield "dense {:.3f}, routed {:.3f} with 32 k".format(*(best[32768, arm][0] for arm in ("dense", "learned")))
 
 
 FIGURES: dict[str, list[Callable[[], Iterable[str]]]] = {
-    "README.md": [swapped, norms, selection, lion, steps, equal_time],
+    "README.md": [swapped, norms, selection, lion, steps, envelope],
     "docs/compatibility.md": [],
     "docs/which.md": [few_tokens, states],
 }

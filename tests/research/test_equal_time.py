@@ -294,6 +294,11 @@ def test_short_runs_decide_which_widths_get_long_ones() -> None:
     assert "| next byte | 8,192 | 200 | 0.4000 (3) | 0.4100 (2) |" in envelope_report.table(runs)
 
 
+def test_the_envelopes_table_is_of_its_records() -> None:
+    folder = PAGE.parents[1] / "benchmarks" / "results" / "h100" / "envelope"
+    assert (folder / "envelope.md").read_text(encoding="utf-8") == envelope_report.table(envelope.read(folder))
+
+
 def test_rates_that_were_tried_make_no_table(tmp_path: Path) -> None:
     folder = envelope.folder(tmp_path, 60)
     folder.mkdir()

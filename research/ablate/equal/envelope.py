@@ -23,7 +23,7 @@ from research.ablate.equal.trials import TUNE_SEED, Cell, OutOfTimeError, Trials
 
 BUDGETS = (60.0, 200.0, 600.0)
 BLOCKS = {256: 4, 512: 6, 1024: 8}  # of each width
-RATES = {256: 8e-4, 512: 4e-4, 1024: 2e-4}  # the middle one of those that are tried
+RATES = {256: 4e-4, 512: 2e-4, 1024: 1e-4}  # the middle one of those that are tried
 LENGTHS = (8192, 32768)  # rates are tried at the first that a command has
 SHORT = 8192
 WINDOW = 256  # as `RoutedBlock` has it

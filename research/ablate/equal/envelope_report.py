@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullLocator
 
 from research.ablate.curves import COLOURS
 from research.ablate.equal import envelope
@@ -129,6 +130,9 @@ def png(rows: Rows) -> bytes:
         if last:
             axis.set_ylim(min(last) - 0.05, max(begin) + 0.05)
         axis.set_xscale("log")
+        axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 6)))
+        axis.xaxis.set_major_formatter("{x:g}")
+        axis.xaxis.set_minor_locator(NullLocator())
         axis.set_title(f"{NAMES.get(task, task)}, {n:,} in view", loc="left", fontsize=10)
         axis.set_xlabel("seconds of training")
         axis.grid(alpha=0.25)
