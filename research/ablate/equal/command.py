@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import math
 import re
 import time
@@ -106,8 +105,6 @@ def _check_envelope(args: argparse.Namespace) -> None:
             raise UserError(f"--{name.replace('_', '-')}: --envelope decides that; leave one of them out")
     if args.size == "100m":
         raise UserError("--size 100m: --envelope has widths of its own; leave it out")
-    if "hybrid" in (args.arm or ()) and importlib.util.find_spec("fla") is None:
-        raise UserError("--arm hybrid needs flash-linear-attention: pip install flash-linear-attention")
 
 
 def sizes(args: argparse.Namespace, base: str) -> list[Size]:

@@ -6,6 +6,7 @@ DIR/60s, DIR/200s and DIR/600s are directories of `--equal-time`, in which every
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import importlib.util
 import itertools
 import math
@@ -111,7 +112,12 @@ def run(args: argparse.Namespace) -> int:
     lengths = tuple(dict.fromkeys(args.n or ((128,) if small else LENGTHS)))
     rates = {dim: (lr / 2, lr, 2 * lr) for dim, lr in ({16: 1e-3, 32: 1e-3} if small else RATES).items()}
     cell = _cells(args, device, small)
-
+    refusal = _hybrid_refused(device)
+    some = tuple(dict.fromkeys(args.arm or (ARMS if refusal else ALL)))
+    if other := [arm for arm in some if arm not in ALL]:
+        raise UserError(f"--arm {other[0]}: --envelope compares {', '.join(ALL)}")
+    if HYBRID in some and refusal:
+        raise UserError(f"--arm {HYBRID} {refusal}")
     try:
         for budget in BUDGETS:
             folder(args.out, budget).mkdir(parents=True, exist_ok=True)
@@ -120,9 +126,6 @@ def run(args: argparse.Namespace) -> int:
     kept = {budget: Store(folder(args.out, budget), args.part or "") for budget in BUDGETS}
     compiled = device.type == "cuda" and not args.no_compile
     share = args.budget / BUDGETS[-1] if args.budget else 1.0
-    some = tuple(dict.fromkeys(args.arm or (ALL if importlib.util.find_spec("fla") else ARMS)))
-    if other := [arm for arm in some if arm not in ALL]:
-        raise UserError(f"--arm {other[0]}: --envelope compares {', '.join(ALL)}")
     done: set[Run] = set()
     shape: tuple[Any, ...] = ()
     try:
@@ -140,6 +143,21 @@ def run(args: argparse.Namespace) -> int:
     except torch.OutOfMemoryError:
         raise UserError("the device has too little memory for these steps; lower --batch or --n") from None
     return envelope_report.write(args.out)
+
+
+def _hybrid_refused(device: Any) -> str:
+    """Say what flash-linear-attention's gated delta nets need and is not here."""
+    import torch
+
+    if importlib.util.find_spec("fla") is None:
+        return "needs flash-linear-attention: pip install flash-linear-attention"
+    hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+    if hopper and importlib.util.find_spec("tilelang") is None:
+        version = torch.torch_version.TorchVersion(importlib.metadata.version("triton"))
+        # its own check (flash-linear-attention#640)
+        if "3.4" <= version < "3.7.1":
+            return f"needs Triton 3.7.1 or newer on a Hopper GPU, or tilelang; this is Triton {version}"
+    return ""
 
 
 def _runs(kept: dict[float, Store]) -> dict[float, list[Record]]:
