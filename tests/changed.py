@@ -23,9 +23,9 @@ def tests_for(name: str) -> list[str]:
             return ["tests/test_docs.py", "tests/test_readme.py"]
         case ("src", "onepass", "core", "sharding.py"):
             return [*SHARED, "tests/sharded"]
-        case ("src", "onepass", "nn", "halo.py" | "over_sequence.py" | "routed.py"):
+        case ("src", "onepass", "nn", "halo.py" | "over_sequence.py" | "packed.py" | "routed.py"):
             return ["tests/nn", "tests/sharded"]
-        case ("src", "onepass", "fused", "parts.py" | "row.py"):
+        case ("src", "onepass", "fused", "packing.py" | "parts.py" | "row.py"):
             return ["tests/fused", "tests/nn", "tests/sharded"]
         case ("src", "onepass", "ops", operator, "sharding.py"):
             return [f"tests/ops/{operator}", "tests/sharded"]
