@@ -21,12 +21,22 @@ from sharded.processes import device_type
 
 DIM = 16
 HEADS: dict[str, Any] = {"heads": 2, "dim_head": 8, "window": 4}
+
+
+def _own(router: nn.Module, k: int | float, **options: Any) -> nn.Module:
+    return Routed(nn.Linear(DIM, DIM), nn.Sequential(nn.Linear(DIM, DIM), nn.Tanh()), router, k, **options)
+
+
 LAYERS: dict[str, Callable[[], nn.Module]] = {
     "feed-forward": lambda: RoutedFeedForward(DIM, 1 / 4),
     "number": lambda: RoutedFeedForward(DIM, 3),
     "balance": lambda: RoutedFeedForward(DIM, 1 / 4, balance=True),
     "straight through": lambda: RoutedFeedForward(DIM, 1 / 4, router=Router(DIM, gate="straight_through")),
     "causal feed-forward": lambda: RoutedFeedForward(DIM, 1 / 4, router=CausalRouter(DIM, block=4, memory=8)),
+    "two routes": lambda: RoutedFeedForward(DIM, 1 / 4, router=Router(DIM, num_routes=2)),
+    "own branches": lambda: _own(Router(DIM), 3),
+    "causal, own branches": lambda: _own(CausalRouter(DIM, block=4, memory=8), 1 / 4, balance=True),
+    "no choice": lambda: RoutedFeedForward(DIM, 0),
     "attention": lambda: RoutedAttention(DIM, 1 / 4, 1 / 2, **HEADS),
     "number attention": lambda: RoutedAttention(DIM, 3, 5, **HEADS),
     "causal attention": lambda: RoutedAttention(DIM, 1 / 4, 1 / 2, causal=True, **HEADS),
@@ -64,7 +74,10 @@ def _(layer: str) -> None:
     same_layer(block, x, None, mesh(), [Shard(1)], **how)
 
 
-@many("plain weights, and a loss on the routing", {"layer": ["feed-forward", "attention", "causal attention"]})
+@many(
+    "plain weights, and a loss on the routing",
+    {"layer": ["feed-forward", "two routes", "attention", "causal attention"]},
+)
 def _(layer: str) -> None:
     """The loss on the routing is the whole one on each process: for the others' sum, a share of it."""
     x, how = wide(1, 24, DIM).to(device_type()), {"cu_seqlens": bounds(LENGTHS[2]), "max_seqlen": 14}
@@ -78,7 +91,7 @@ def _(layer: str) -> None:
             real = torch.arange(14, device=x.device) < bounds(LENGTHS[2]).diff()[:, None]
             scores = output.scores.full_tensor() if isinstance(a, DTensor) else output.scores
             gates = output.gates.full_tensor() if isinstance(a, DTensor) else output.gates
-            routed = (scores.square() * real).sum() + gates.square().sum()
+            routed = (scores.square() * real.view(6, *(1,) * (scores.dim() - 2), 14)).sum() + gates.square().sum()
             loss = loss + (DTensor.from_local(routed, mesh(), [R]) if isinstance(a, DTensor) else routed)
         loss.backward()
         grads = {name: p.grad for name, p in module.named_parameters()}
@@ -90,7 +103,10 @@ def _(layer: str) -> None:
         torch.testing.assert_close(found[1][name], expected, **tolerance(x.dtype), msg=lambda m, n=name: f"{n}: {m}")
 
 
-@many("no more collectives than a row has, and no operator on DTensors", {"layer": list(LAYERS)[5:], "placed": [0, 1]})
+@many(
+    "no more collectives than a row has, and no operator on DTensors",
+    {"layer": ["attention", "causal attention", "block", "causal block"], "placed": [0, 1]},
+)
 def _(layer: str, placed: bool) -> None:
     module = LAYERS[layer]().to(device_type())
     module = distribute_module(module, mesh()) if placed else module
@@ -132,7 +148,8 @@ WRONG: dict[str, tuple[str, Callable[[int], tuple[tuple[int, ...], int]]]] = {
 
 
 @many(
-    "wrong bounds are named everywhere", {"wrong": list(WRONG), "layer": ["feed-forward", "attention", "causal block"]}
+    "wrong bounds are named everywhere",
+    {"wrong": list(WRONG), "layer": ["feed-forward", "attention", "causal block", "own branches"]},
 )
 def _(wrong: str, layer: str) -> None:
     """Also after a right call, when processes no longer compare what they do."""
@@ -172,14 +189,15 @@ def _(wrong: str, layer: str) -> None:
         module(x, **make(dist.get_rank(), bounds((10, 14))))
 
 
-@case("layers and placements that are refused")
+class Given(nn.Module):
+    def forward(self, x: Tensor, k: int, mask: Tensor | None = None) -> Any:
+        raise AssertionError("called")
+
+
+@case("routers and placements that are refused")
 def _() -> None:
     x, how = torch.randn(1, 24, DIM, device=device_type()), {"cu_seqlens": bounds((10, 14)), "max_seqlen": 14}
-    for layer in (
-        Routed(nn.Linear(DIM, DIM), nn.Linear(DIM, DIM), Router(DIM), 0.25),
-        RoutedFeedForward(DIM, 0.25, router=Router(DIM, num_routes=2)),
-    ):
-        with pytest.raises(ValueError, match=r"packed sequences over a row .* need .* pad them and pass a mask"):
-            layer.to(x.device)(placed(x, mesh(), [Shard(1)]), **how)
+    with pytest.raises(TypeError, match=r"packed sequences over a row .* need a Router, got Given; pad them"):
+        _own(Given(), 0.25).to(x.device)(placed(x, mesh(), [Shard(1)]), **how)
     with pytest.raises(TypeError, match=r"DTensor whose tokens are in shards .*Shard\(1\)"):
         LAYERS["block"]().to(x.device)(placed(x, mesh(), [R]), **how)

@@ -26,6 +26,12 @@ class Samples(NamedTuple):
     back: Callable[[Tensor], Tensor]  # what belongs to rows or sequences → what belongs to these
 
 
+def of_rows(some: slice, mask: Tensor | None) -> Samples:
+    """Return the samples that are a slice of each row."""
+    real = None if mask is None else mask[:, some]
+    return Samples(lambda t: t[:, some], real, lambda t: t.sum(-1, True), lambda t: t)
+
+
 class Packing:
     """Sequences one after another on a row of n tokens, of which this device has those from `begin` to `end`.
 
@@ -87,9 +93,32 @@ class Packing:
             f"{said[0]}"
         )
 
+    def exchange(self, group: Any) -> Tensor:
+        """Return the numbers of all devices."""
+        checks = [torch.empty_like(self._check) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(checks, self._check, group=group)
+        return torch.stack(checks)
+
+    def padded(self, scores: Any) -> tuple[Any, Any]:
+        """Return scores (1, [R,] n), a DTensor, as those of the batch (sequences, [R,] longest), and its mask."""
+        from torch.distributed.tensor import DTensor, Replicate
+
+        where = [Replicate()] * scores.device_mesh.ndim
+        whole = scores.redistribute(placements=where).to_local()[0]
+        batch = whole.index_select(-1, self._tokens.flatten()).unflatten(-1, self._tokens.shape).movedim(-2, 0)
+        of_all = (
+            DTensor.from_local(t, scores.device_mesh, where, run_check=False) for t in (batch.contiguous(), self.mask)
+        )
+        return tuple(of_all)  # type: ignore[return-value]
+
+    def flat(self, t: Tensor) -> Tensor:
+        """Return what belongs to a choice (sequences, [R,] k) as what belongs to one of the row, (R, sequences·k)."""
+        return t.view(1, -1) if t.dim() == 2 else t.transpose(0, 1).contiguous().flatten(1)
+
     def of_row(self, at: Tensor) -> Tensor:
-        """Return a choice (sequences, k) of the batch as one of the row, (1, sequences·k); −1 stays."""
-        return torch.where(at >= 0, at + self._begins[:, None], -1).view(1, -1)
+        """Return a choice (sequences, [R,] k) of the batch as one of the row, (R, sequences·k); −1 stays."""
+        begins = self._begins.view(-1, *(1,) * (at.dim() - 1))
+        return self.flat(torch.where(at >= 0, at + begins, -1))
 
     def windows(self, window: int, causal: bool, tokens: int, shift: int) -> tuple[Tensor, Tensor]:
         """Return first and last + 1 of the keys that this device's tokens see (1, tokens), counted from `shift` on."""

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from .packing import Packing, Samples
+from .packing import Packing, Samples, of_rows
 from .parts import Edges, Range, edges, parts, shared, shares
 
 # torch 2.13 renames both
@@ -153,6 +153,7 @@ class Row:
     keys: Tensor  # places of the chosen keys here
     sources: Tensor  # of the keys: see `locate`
     key_slots: Tensor | None = None  # which of a batch's keys are attended to; None: all
+    checks: Tensor | None = None  # what devices said of their packing
 
     def __init__(self, n: int, group: Any, balance: bool = False, packing: Packing | None = None) -> None:
         self.n, self.group, self.balance, self.packing = n, group, balance, packing
@@ -195,7 +196,7 @@ class Row:
 
     def flat(self, t: Tensor) -> Tensor:
         """Return what belongs to a choice (batch, k), of packed sequences as one row (1, sequences·k)."""
-        return t if self.packing is None else t.view(1, -1)
+        return t if self.packing is None else self.packing.flat(t)
 
     def heard(self, t: Tensor) -> Tensor:
         """Return what belongs to all chosen keys as what belongs to those that are attended to, in their order."""
@@ -210,12 +211,16 @@ class Row:
     def ask(self, *found: Sorted) -> Counts:
         """Start to tell the host where each device's tokens begin: ([choices,] batch, devices + 1)."""
         starts = found[0].starts if len(found) == 1 else torch.stack([s.starts for s in found])
+        if self.packing is None:
+            return Counts(starts)
         # after them, what tells whether all devices packed alike
-        more = () if self.packing is None else (self.checks.expand(*starts.shape[:-1], self.size),)
-        return Counts(torch.cat((starts, *more), -1) if more else starts)
+        checks = self.packing.exchange(self.group) if self.checks is None else self.checks
+        return Counts(torch.cat((starts, checks.expand(*starts.shape[:-1], self.size)), -1))
 
     def pick(self, found: Sorted, starts: list[list[int]], everyone: bool = False) -> Chosen:
         """Return the chosen tokens that are here, in as many places as the fullest row here or `everyone` needs."""
+        if self.packing is not None:
+            self.packing.agree(starts[0][self.size + 1 :], self.group)
         k = found.at.shape[1]
         ranks = range(self.size) if everyone else (self.rank,)
         most = max((row[r + 1] - row[r] for row in starts for r in ranks), default=0)
@@ -234,8 +239,6 @@ class Row:
 
     def choose(self, found: Sorted, gates: Tensor, starts: list[list[int]]) -> tuple[Tensor, Tensor]:
         """Keep which of the chosen tokens are here; return their places among this device's tokens, and gates."""
-        if self.packing is not None:
-            self.packing.agree(starts[0][self.size + 1 :], self.group)
         self.own = self.pick(found, starts)
         self.gates = self.flat(gates).gather(1, self.own.slots)
         if self.balance:
@@ -363,7 +366,7 @@ class Row:
         grads: Any = [p if slots is None else self._spread(g, slots, p) for g, p, slots in parts]
         if not stride:
             return [*self.total(*grads)], None
-        pick, real, total, back = self._samples(stride, mask)
+        pick, real, total, back = self.samples(stride, mask)
         lengths: Tensor = torch.linalg.vector_norm(pick(dy), dim=-1, dtype=grads[0].dtype)
         inverse, tokens = pick(inverse.view(x.shape[:2])), pick(x).to(lengths.dtype)
         if real is None:
@@ -381,10 +384,9 @@ class Row:
         self.flat(whole).scatter_(1, slots, part)
         return whole
 
-    def _samples(self, stride: int, mask: Tensor | None) -> Samples:
+    def samples(self, stride: int, mask: Tensor | None) -> Samples:
         """Return every `stride`-th token of each row or packed sequence, of those that are here."""
         if self.packing is not None:
             return self.packing.samples(stride)
         here = slice(-self.begin % stride, max(0, self.end - self.begin), stride)
-        real = None if mask is None else mask[:, here]
-        return Samples(lambda t: t[:, here], real, lambda t: t.sum(-1, True), lambda t: t)
+        return of_rows(here, mask)

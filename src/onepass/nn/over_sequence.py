@@ -151,11 +151,10 @@ class Door:
         for p in parameters:
             if p.device_mesh != self.mesh:
                 raise ValueError(f"{self.name}: weights are on {p.device_mesh} but x is on {self.mesh}; use one mesh")
-            w = p if all(q.is_replicate() for q in p.placements) else p.redistribute(placements=self.whole)
-            if w.requires_grad and torch.is_grad_enabled():
-                learn[id(p)] = w
+            if p.requires_grad and torch.is_grad_enabled():
+                learn[id(p)] = p
             else:
-                self._weights[id(p)] = _local(w)
+                self._weights[id(p)] = _local(_whole(p))
         if learn:
             groups = [self.mesh.get_group(i) for i, p in enumerate(self.placements) if p.is_shard()]
             opened = _Opened.apply(groups, *learn.values())  # type: ignore[no-untyped-call]
@@ -217,7 +216,7 @@ class Door:
             for n, p in router.named_parameters()
             if not isinstance(p, self._dtensor)
         }
-        args = x, k, mask
+        args = x, k, mask if self.packing is None else self.packing
         return functional_call(router, beside, args) if beside else router(*args)
 
     def choice(self, t: Any) -> Tensor:
@@ -234,6 +233,14 @@ def _parameters(module: nn.Module) -> list[nn.Parameter]:
     return [p for p in (*module._parameters.values(), *inner) if p is not None]
 
 
+def _whole(p: Any) -> Any:
+    """Return a parameter as every device has it."""
+    from torch.distributed.tensor import Replicate
+
+    replicated = all(q.is_replicate() for q in p.placements)
+    return p if replicated else p.redistribute(placements=[Replicate()] * p.device_mesh.ndim)
+
+
 def _local(t: Any) -> Tensor:
     # at hand, where `to_local` makes a view; the result of a collective may still be on its way
     part = t._local_tensor
@@ -245,10 +252,11 @@ class _Opened(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, groups: list[Any], *weights: Any) -> tuple[Tensor, ...]:
-        ctx.groups, ctx.specs = groups, [w._spec for w in weights]
+        whole = [_whole(w) for w in weights]
+        ctx.groups, ctx.specs, ctx.placements = groups, [w._spec for w in whole], [w.placements for w in weights]
         ctx.set_materialize_grads(False)
         # an alias: autograd marks what a Function returns
-        return tuple(_local(w).detach() for w in weights)
+        return tuple(_local(w).detach() for w in whole)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
@@ -256,9 +264,13 @@ class _Opened(torch.autograd.Function):
 
         # `from_local` takes four times as long, for each weight; typed since torch 2.14
         make: Any = DTensor
-        return None, *(
+        found = [
             None if g is None else make(g, copy(spec), requires_grad=False)
             for g, spec in zip(total(grads, ctx.groups), ctx.specs, strict=True)
+        ]
+        return None, *(
+            g if g is None or g.placements == placed else g.redistribute(placements=placed)
+            for g, placed in zip(found, ctx.placements, strict=True)
         )
 
 

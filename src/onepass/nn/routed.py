@@ -56,7 +56,7 @@ class Routed(nn.Module):
     ends. Each gives what it gives alone; a causal layer needs shares for that and refuses an int k. It computes on a
     batch padded to max_seqlen, which a CPU reads from the bounds if it is not given; the routing is that of the padded
     batch. On a GPU, values of bounds are not checked. Over a row that is spread over devices (docs/scale.md), layers
-    with default branches compute on the row itself, and check the bounds on all devices; `Routed` refuses them.
+    compute on the row itself, the router must be a `Router`, and all devices compare and check the bounds.
 
     Masked tokens get the light output and never the heavy one. Rows with fewer real tokens than k use those they have.
     No row's output depends on another row. There is no residual inside: write ``x + routed(x)``.
@@ -163,37 +163,39 @@ class Routed(nn.Module):
             return update
 
         door, router = Door(self, x, axis, mask), self.router
-        if door.packing is not None:
-            raise ValueError(
-                f"{type(self).__name__}: packed sequences over a row that is spread over devices need the default "
-                f"branches and a Router of one route, without hooks, and k ≥ 1; pad them and pass a mask. Got {self}"
+        if door.packing is not None and not isinstance(router, Router):
+            raise TypeError(
+                f"{type(self).__name__}: packed sequences over a row that is spread over devices need a Router, got "
+                f"{type(router).__name__}; pad them and pass a mask"
             )
         row, tokens = door.row(), door.tokens
         routing = door.route(router, x, k, mask)
         indices = door.choice(routing.indices)
-        places = indices.shape[-1]
-        found = row.sort(indices.reshape(-1, places)) if places else None
+        batch, *routes, places = indices.shape
+        lead = batch if door.packing is None else 1, *routes
+        found = None
+        if places:
+            found = row.sort(indices.reshape(-1, places) if door.packing is None else indices)
         counts = None if found is None else row.ask(found)
         y = door.run(self.light, tokens)
         self.same_shape("light", y, tokens.shape)
         if found is not None and counts is not None:
             read = counts.read()
             own = row.pick(found, read)
-            at, slots, real = (t.view(*indices.shape[:-1], -1) for t in (*own, row.real(own.places)))
+            at, slots, real = (t.view(*lead, -1) for t in (*own, row.real(own.places)))
             chosen = gather(tokens, at)
             if self.balance:
                 even = Even(row.counts(read), real, row.rank, door.group)
                 update = travel(heavy(travel(chosen.flatten(0, -2), even)[None])[0], even, back=True).view(chosen.shape)
             else:
                 update = heavy(chosen.flatten(1, -2)).reshape(chosen.shape)
-            gates = torch.where(real, door.choice(routing.gates).gather(-1, slots), 0)
+            gates = row.flat(door.choice(routing.gates)).view(*lead, -1)
+            gates = torch.where(real, gates.gather(-1, slots), 0)
             y = scatter_add(y, update, gates, at)
-        if isinstance(router, Router) and y.requires_grad and (stride := router.explore_stride(k, door.n)):
-            real_here = None if door.mask is None else door.cut(door.mask)
-            y = explore_part(
-                door.cut(y), door.cut(tokens), router, door.weight(router.weight), stride, real_here, row.begin,
-                door.group,
-            )  # fmt: skip
+        if isinstance(router, Router) and y.requires_grad and (stride := router.explore_stride(k, door.length)):
+            some = row.samples(stride, None if door.mask is None else door.cut(door.mask))
+            weight = door.weight(router.weight)
+            y = explore_part(door.cut(y), door.cut(tokens), router, weight, stride, some, door.group)
         return door.leave(y), routing
 
     def same_shape(self, branch: str, out: Tensor, shape: torch.Size) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from onepass.core import check
 from onepass.fused.choice import Choice, decide
+from onepass.fused.packing import Packing
 from onepass.ops.routing.op import MAX_VECTORS, score
 from onepass.ops.soft_topk.op import KINDS
 
@@ -146,6 +147,10 @@ class Router(nn.Module):
             if self.causal:
                 refuse_int(type(self).__name__, "k", k)
             x, (mask, _) = unpack("Router", x, mask, cu_seqlens, max_seqlen)
+        packing: Any = mask
+        if isinstance(packing, Packing):
+            scores, real = packing.padded(self.scores(x))
+            return self.decide(scores, k, real)
         self.check(x, k, mask)
         return self.decide(self.scores(x), k, mask)
 
