@@ -16,15 +16,15 @@ Case = Callable[[], None]
 SECONDS = 600
 
 
-def run(script: str, world: int, backend: str = "gloo") -> str:
-    """Run the cases of a script beside this file in `world` processes; return the errors, by case and rank."""
+def run(script: str, world: int, backend: str = "gloo", room: str = "") -> str:
+    """Run the cases, or a room's, of a script beside this file in `world` processes; return errors by case and rank."""
     path = Path(__file__).with_name(script)
     with tempfile.TemporaryDirectory() as folder:
         paths = [str(path.parents[1]), *sys.path]
         base = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in paths if p), "OMP_NUM_THREADS": "1"}
         ranks = [
             subprocess.Popen(
-                [sys.executable, str(path), folder, backend],
+                [sys.executable, str(path), folder, backend, room],
                 env={**base, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)},
                 stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
             )
@@ -57,7 +57,7 @@ def main(cases: dict[str, Case]) -> None:
     import torch
     import torch.distributed as dist
 
-    folder, backend = sys.argv[1:]
+    folder, backend, room = sys.argv[1:]
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if "nccl" in backend:
         torch.cuda.set_device(rank)
@@ -67,6 +67,8 @@ def main(cases: dict[str, Case]) -> None:
     )  # fmt: skip
     results = {}
     for name, case in cases.items():
+        if not name.startswith(room):
+            continue
         torch.manual_seed(0)
         try:
             case()
