@@ -51,14 +51,14 @@ def test_cut(device: str, hard: bool, rows: int, k: int, n: int) -> None:
 
 
 @pytest.mark.parametrize("device", WHERE)
-@pytest.mark.parametrize("gate", ["soft", "straight_through"])
-def test_a_whole_layer(device: str, gate: str) -> None:
+@pytest.mark.parametrize(("gate", "k", "bias"), [("soft", 0.2, True), ("straight_through", 5, False)])
+def test_a_whole_layer(device: str, gate: str, k: float, bias: bool) -> None:
     """The fused layer by kernels beside the torch path in float64: outputs, choices and gradients."""
     torch.manual_seed(3)
-    here = RoutedFeedForward(32, 0.2, router=Router(32, gate=gate)).to(device)
+    here = RoutedFeedForward(32, k, bias=bias, router=Router(32, gate=gate)).to(device)
     there = copy.deepcopy(here).cpu().double()
     x = torch.randn(3, 40, 32)
-    mask = torch.arange(40) < torch.tensor([[40], [13], [0]])
+    mask = torch.arange(40) < torch.tensor([[40], [13], [0]] if k < 1 else [[40]] * 3)
     found = []
     for layer, tokens, real in ((here, x.to(device), mask.to(device)), (there, x.double(), mask)):
         tokens.requires_grad_()

@@ -125,6 +125,28 @@ def test_both_ways_give_the_same(device: str, masked: bool, bias: bool, router: 
     _near(ours, theirs, 1e-10 if device == "cpu" else 1e-4)
 
 
+@pytest.mark.parametrize("loss", ["y", "gates", "scores"])
+def test_a_gradient_alone_is_that_beside_all_others(loss: str) -> None:
+    layer, x = RoutedFeedForward(DIM, 4, router=Router(DIM, explore=0)).double(), tokens(3, 20, DIM).double()
+
+    def grads(wanted: str) -> dict[str, Tensor]:
+        leaf = x.clone().requires_grad_(wanted in ("", "x"))
+        for name, p in layer.named_parameters():
+            p.requires_grad_(name.startswith(wanted))
+        y, routing = layer(leaf, return_routing=True)
+        out = y if loss == "y" else getattr(routing, loss)
+        leaves = {name: t for name, t in (("x", leaf), *layer.named_parameters()) if t.requires_grad}
+        if not out.requires_grad:
+            return {name: torch.zeros_like(t) for name, t in leaves.items()}
+        found = torch.autograd.grad(out.square().sum(), [*leaves.values()], materialize_grads=True)
+        return dict(zip(leaves, found, strict=True))
+
+    together = grads("")
+    for wanted in ("x", "router", "light", "heavy", "heavy.norm", "light.up.bias", "heavy.down.weight"):
+        for name, grad in grads(wanted).items():
+            torch.testing.assert_close(grad, together[name], msg=lambda m, at=(wanted, name): f"{at}: {m}")
+
+
 @on_devices
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16])

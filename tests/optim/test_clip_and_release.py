@@ -175,16 +175,12 @@ def test_released_accumulation_updates_with_the_sum() -> None:
     assert not optimizer.releasing
 
 
-@pytest.mark.parametrize("bucket_bytes", [None, 1000])
-def test_a_compiled_training_step_clips_or_releases(bucket_bytes: int | None) -> None:
+def test_a_compiled_training_step_releases() -> None:
     (model, optimizer), (twin, normal) = models()
-    if bucket_bytes is not None:
-        release_gradients(model, optimizer, bucket_bytes=bucket_bytes)
+    release_gradients(model, optimizer, bucket_bytes=1000)
 
     def train(m: nn.Module, o: Lion, x: Tensor) -> None:
         m(x).square().sum().backward()
-        if bucket_bytes is None:
-            clip_grad_norm(m.parameters(), 0.5)
         o.step()
         o.zero_grad()
 

@@ -162,15 +162,18 @@ def test_a_rate_on_another_device_is_read() -> None:
         optimizer.step()
 
 
-@pytest.mark.parametrize("n", [1, 200])
+# gathered with others, and in tiles
+@pytest.mark.parametrize("n", [1, SMALL // 4])
 @pytest.mark.parametrize(
-    ("device", "foreach"),
-    [("cpu", None), ("cpu", True), ("cpu", False), pytest.param("cuda", None, marks=pytest.mark.gpu)],
-)
-def test_ties_inf_nan_and_numbers_at_the_ends(device: str, foreach: bool | None, n: int) -> None:
+    ("device", "options"),
+    [("cpu", {}), ("cpu", {"foreach": True}), ("cpu", {"foreach": False}), ("cpu", {"fused": True}),
+     pytest.param("cuda", {}, marks=pytest.mark.gpu)],
+    ids=str,
+)  # fmt: skip
+def test_ties_inf_nan_and_numbers_at_the_ends(device: str, options: dict[str, Any], n: int) -> None:
     inf, nan = float("inf"), float("nan")
     p = torch.ones(8 * n, device=device, requires_grad=True)
-    optimizer = Lion([p], lr=0.25, foreach=foreach)
+    optimizer = Lion([p], lr=0.25, **options)
     p.grad = torch.tensor([nan, inf, -inf, 0.0, 1e-42, -1e-42, 3e38, -3e38], device=device).repeat(n)
     optimizer.step()
     want = torch.tensor([nan, 0.75, 1.25, 1.0, 0.75, 1.25, 0.75, 1.25]).repeat(n)

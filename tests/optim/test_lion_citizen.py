@@ -7,6 +7,7 @@ import pickle
 import weakref
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,6 +18,8 @@ from lion_params import assert_same, assert_same_states, clones, make_params, se
 from onepass.ops.lion.torch_path import SMALL
 from onepass.optim import Lion, clip_grad_norm
 from onepass.optim.lion import _lr_to_device
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 def test_closure_returns_the_loss_with_gradients_enabled() -> None:
@@ -277,3 +280,87 @@ def test_signs_of_huge_terms_with_foreach_given(foreach: bool, m: float, g: floa
     p.grad.fill_(g)
     optimizer.step()
     assert (p == (-1 if 0.9 * m + 0.1 * g > 0 else 1)).all()
+
+
+def steps(optimizer: Lion, params: list[Tensor], n: int) -> None:
+    for _ in range(n):
+        for p in params:
+            p.grad = p.detach().cos()
+        optimizer.step()
+
+
+def test_named_parameters_and_their_names_in_a_state() -> None:
+    model = torch.nn.Linear(2, 3)
+    optimizer = Lion(model.named_parameters())
+    steps(optimizer, list(model.parameters()), 1)
+    state = optimizer.state_dict()
+    assert state["param_groups"][0]["param_names"] == ["weight", "bias"]
+    plain = Lion(model.parameters())
+    plain.load_state_dict(state)
+    named = Lion(model.named_parameters())
+    named.load_state_dict(state)
+    assert named.param_groups[0]["param_names"] == ["weight", "bias"]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_complex_is_pairs_of_reals(device: str) -> None:
+    options: list[dict[str, Any]] = [
+        {}, {"lr": torch.tensor(0.001)}, {"betas": (0.8, 0.95)}, {"weight_decay": 0.1, "maximize": True},
+        {"weight_decay": 0.1, "decouple_lr": True, "foreach": False}, {"foreach": True},
+    ]  # fmt: skip
+    for kwargs in options:
+        a = torch.randn(10, 5, device=device, dtype=torch.complex64, requires_grad=True)
+        real, imaginary = (part.clone().detach().requires_grad_() for part in (a.detach().real, a.detach().imag))
+        one, two = Lion([a], **kwargs), Lion([real, imaginary], **kwargs)
+        for _ in range(3):
+            a.grad = torch.randn_like(a)
+            real.grad, imaginary.grad = a.grad.real.clone(), a.grad.imag.clone()
+            one.step()
+            two.step()
+            torch.testing.assert_close(torch.complex(real.detach(), imaginary.detach()), a.detach())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_defaults_take_the_path_of_the_device(device: str) -> None:
+    p = torch.ones(100, device=device, requires_grad=True)
+    optimizer = Lion([p])
+    with patch("onepass.optim.step.plain_") as slow:
+        steps(optimizer, [p], 1)
+    slow.assert_not_called()
+    assert optimizer._work is not None
+    assert bool(optimizer._work.fused) == (device == "cuda")
+    assert bool(optimizer._work.foreach_cpu) == (device == "cpu")
+
+
+@pytest.mark.parametrize("options", [{"state_dtype": "int8"}, {"fused": True}], ids=str)
+def test_default_dtype_and_device_do_not_matter(options: dict[str, Any]) -> None:
+    results = []
+    for dtype, device in ((torch.float32, "cpu"), (torch.float64, "meta")):
+        torch.manual_seed(0)
+        params = [torch.randn(n, requires_grad=True) for n in (7, 5000, 2 * SMALL)]
+        torch.set_default_dtype(dtype)
+        try:
+            with torch.device(device):
+                optimizer = Lion(params, lr=1e-2, weight_decay=0.1, **options)
+                steps(optimizer, params, 3)
+        finally:
+            torch.set_default_dtype(torch.float32)
+        results.append((params, optimizer))
+    (a, one), (b, other) = results
+    assert_same(a, b)
+    assert_same_states(one, a, other, b)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("foreach", [None, False])
+@pytest.mark.parametrize("capturable", [False, True])
+def test_mixed_devices_and_dtypes(capturable: bool, foreach: bool | None) -> None:
+    params = [
+        torch.ones(n, device=device, dtype=dtype, requires_grad=True)
+        for n in (3, 5000) for device in ("cuda", "cpu") for dtype in (torch.float64, torch.float32, torch.bfloat16)
+    ]  # fmt: skip
+    # capturable: the rate lives on the first parameter's device
+    optimizer = Lion(params, lr=0.5, capturable=capturable, foreach=foreach)
+    steps(optimizer, params, 1)
+    for p in params:
+        assert bool((p == 0.5).all())

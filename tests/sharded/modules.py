@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_module, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
 
 import onepass
 from nn.layers import first
@@ -176,6 +177,25 @@ def _(causal: bool) -> None:
                 m.reset_parameters()
     assert not [name for name, p in model.named_parameters() if whole(p).isnan().any()]
     assert not whole(block.attention.null).any()
+
+
+@case("swap refuses what is wrapped, and leaves a norm of DTensors alone")
+def _() -> None:
+    def norm() -> nn.Module:
+        return nn.Sequential(nn.LayerNorm(8)).to(device_type())
+
+    wrapped = fully_shard(norm(), mesh=mesh())
+    for model, name in (
+        (DistributedDataParallel(norm()), "the model is wrapped in DistributedDataParallel"),
+        (wrapped, "the model is wrapped in FSDPSequential"), (nn.Sequential(wrapped), "0 is wrapped in FSDPSequential"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=f"swap: {name}; swap first, then wrap"):
+            onepass.swap(model)
+    assert onepass.swap(distribute_module(norm(), mesh())).left_alone[0].reason == "its weight is of type DTensor"
+    onepass.swap(swapped := norm())
+    ddp = DistributedDataParallel(swapped)
+    ddp(torch.randn(2, 8, device=device_type())).sum().backward()
+    assert ddp.module[0].weight.grad is not None
 
 
 WRONG: dict[str, tuple[str, Callable[[int, Tensor, nn.Module], tuple[Any, Any]]]] = {

@@ -52,7 +52,8 @@ def _kernels() -> Iterator[Kernel]:
             f"soft_topk backward {dtype} {plan.block_r}x{cols}",
             lambda: kernels_backward.backward_kernel, signature(_BACKWARD, dtype),
             {"eps_ptr": None, "mask_ptr": None, "sums_ptr": None, "partial_ptr": None, "KIND": 0,
-             "NEED_S": True, "NEED_EPS": False, "SUMS_ONLY": False, "N_SPLITS": 0, "BLOCK_R": plan.block_r, "BLOCK_C": cols, "VEC": 16},
+             "NEED_S": True, "NEED_EPS": False, "SUMS_ONLY": False, "N_SPLITS": 0, "BLOCK_R": plan.block_r,
+             "BLOCK_C": cols, "VEC": 16},
             DIVISIBLE, num_warps=plan.warps, max_registers=80,
         )  # fmt: skip
     for k in (8, 64, 2048):

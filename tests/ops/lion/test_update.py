@@ -14,7 +14,7 @@ from onepass.core.launch import INTERPRET
 from onepass.ops.lion.op import NONE, REMAINDER
 from onepass.ops.lion.reference import join, reference, split
 from onepass.ops.lion.storage import narrow_
-from onepass.ops.lion.torch_path import SMALL, TILE, Row, foreach_, update_
+from onepass.ops.lion.torch_path import SMALL, TILE, Row, update_
 
 # with β1 = 0.9 some 16-bit numbers are exact ties, g = −9·m, whose sign is a matter of rounding
 B1, B2 = 0.9137, 0.8071
@@ -105,30 +105,6 @@ def test_together_is_one_at_a_time_bit_for_bit(compiled: bool) -> None:
         update_([params[i]], [grads[i]], [momenta[i]], [], 0, ROW, compiled=compiled)
         assert torch.equal(params[i], together[0][i])
         assert torch.equal(momenta[i], together[1][i])
-
-
-@pytest.mark.skipif(INTERPRET, reason="the torch path")
-@pytest.mark.parametrize("path", ["tiles", "small", "foreach", "compiled"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_special_gradients(path: str, dtype: torch.dtype) -> None:
-    inf, nan = float("inf"), float("nan")
-    tiny = torch.finfo(dtype).smallest_normal * 2.0**-10
-    g = torch.tensor([nan, inf, -inf, 0.0, 1.0, -tiny, tiny, 1e20, -1e20, -0.0], dtype=dtype)
-    m = torch.tensor([1.0, -1.0, 1.0, 0.0, -1.0, 0.0, 0.0, -1e20, 1e20, 0.0], dtype=dtype)
-    p = torch.ones_like(g)
-    row = ROW._replace(beta1=0.5, rest1=0.5, weight_decay=0.0, lr=0.25)
-    if path == "tiles":
-        g, m, p = (t.repeat(SMALL) for t in (g, m, p))
-    if path == "foreach":
-        foreach_([p], [g], [m], row)
-    else:
-        update_([p], [g], [m], [], 0, row, compiled=path == "compiled")
-    p, m = p[:10], m[:10]
-    want = torch.tensor([nan, 0.75, 1.25, 1.0, 1.0, 1.25, 0.75, 1.0, 1.0, 1.0], dtype=dtype)
-    assert torch.equal(p.nan_to_num(7.0), want.nan_to_num(7.0))
-    assert m[0].isnan()
-    assert m[1] == inf
-    assert m[2] == -inf
 
 
 def test_split_and_join_are_inverse_on_every_kind_of_number() -> None:
