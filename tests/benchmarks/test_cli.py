@@ -72,11 +72,6 @@ def test_json(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
-def test_a_directory_gets_a_file_per_folder(tmp_path: Path) -> None:
-    assert main(["--json", str(tmp_path / "gpu")]) == 0
-    assert [p.name for p in (tmp_path / "gpu").iterdir()] == ["fakes.json"]
-
-
 def test_list_and_filters(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["fake", "--list"]) == 0
     assert capsys.readouterr().out.splitlines() == [
@@ -107,17 +102,13 @@ def test_a_rival_that_tunes_itself_for_ever(fake_operator: SimpleNamespace, caps
     [
         (["nothing"], "unknown operator 'nothing': accepted are fake, fakes"),
         (["--dtype", "int8"], "--dtype 'int8': accepted are fp32"),
-        (["--stage", "sideways"], "--stage 'sideways': accepted are forward, backward, forward+backward, step"),
         (["--device", "tpu"], "--device 'tpu': accepted are cuda, cpu"),
-        (["--case", "999"], "no case matches"),
         (["--device", "cuda"], "no case matches"),
         (["--json", "/dev/null/x.json"], "can't write /dev/null/x.json"),
         (["--part", "3/2"], "--part '3/2': I/N with 1 ≤ I ≤ N"),
-        (["--part", "2"], "--part '2': I/N"),
         (["--part", "3/3"], "--part 3/3: there are fewer cases than parts"),
         (["--report", "nowhere"], "nowhere: no such directory"),
         (["--warm", "-3"], "argument --warm: must be from 0"),
-        (["--warm", "2.5"], "argument --warm: must be a whole number"),
     ],
 )
 def test_mistakes_cost_one_line(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -138,12 +129,6 @@ def test_cases_for_a_gpu_need_one(fake_operator: SimpleNamespace, capsys: pytest
     assert "need a CUDA GPU" in capsys.readouterr().err
     assert main(["--device", "cuda"]) == 2
     assert "torch sees no CUDA GPU" in capsys.readouterr().err
-
-
-def test_own_failure_is_exit_code_1(fake_operator: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:
-    fake_operator.CASES = [case(lambda: {"onepass": thunk(ValueError("no [good] reason"))})]
-    assert main([]) == 1
-    assert "failed: ValueError: no [good] reason" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("error", "code"), [(KeyboardInterrupt(), 130), (RuntimeError("launch failed"), 1)])
@@ -171,14 +156,6 @@ def test_an_interruption_and_a_lost_device_keep_what_was_measured(
     assert len(records) == 6
 
 
-def test_parts_are_disjoint_and_complete(capsys: pytest.CaptureFixture[str]) -> None:
-    listed = []
-    for part in ("1/2", "2/2"):
-        assert main(["--list", "--part", part]) == 0
-        listed += capsys.readouterr().out.splitlines()
-    assert len(listed) == len(set(listed)) == 2
-
-
 def test_compile_only_measures_nothing(fake_operator: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:
     calls = []
     fake_operator.CASES = [case(lambda: {"onepass": lambda: calls.append(1) or torch.ones(1)})]
@@ -201,12 +178,17 @@ def test_warm_starts_this_command_in_parts(monkeypatch: pytest.MonkeyPatch) -> N
     assert len(started) == 2
 
 
-def test_parts_count_the_cases_of_the_device(fake_operator: SimpleNamespace, tmp_path: Path) -> None:
-    """A part is a share of what is measured, whatever is declared for the other device."""
+def test_parts_share_the_cases_of_the_device(fake_operator: SimpleNamespace, tmp_path: Path) -> None:
+    """Whatever is declared for the other one; a failure of ours is exit code 1."""
     ones = {"onepass": thunk(torch.ones(2))}
     devices = ("cuda", "cpu", "cuda", "cpu")
     fake_operator.CASES = [case(lambda: ones, params={"i": i}, device=d) for i, d in enumerate(devices)]
+    measured = []
     for part in ("1/2", "2/2"):
         path = tmp_path / f"{part[0]}.json"
         assert main(["--part", part, "--json", str(path)]) == 0
-        assert len(read(path)[1]) == 1
+        (record,) = read(path)[1]
+        measured.append(record["case"]["i"])
+    assert measured == [1, 3]
+    fake_operator.CASES = [case(lambda: {"onepass": thunk(ValueError("no [good] reason"))})]
+    assert main([]) == 1

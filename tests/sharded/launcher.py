@@ -8,19 +8,17 @@ import sys
 from pathlib import Path
 
 from onepass.__main__ import main
-from train.tiny import TINY, quick
+from train.tiny import TINY, printed, quick
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 200
 
 
-def start(processes: int, *options: object, restarts: int = 0, torchrun: bool = False) -> subprocess.Popen[str]:
-    """Start `onepass train OPTIONS` in this many processes; one needs no torchrun."""
+def start(processes: int, *options: object, restarts: int = 0) -> subprocess.Popen[str]:
+    """Start `onepass train OPTIONS` in this many processes."""
     launcher = [
         "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", f"--max-restarts={restarts}",
     ]  # fmt: skip
-    if processes == 1 and not torchrun:
-        launcher = []
     command = [sys.executable, *launcher, __file__, "train", *map(str, options)]
     path = os.pathsep.join((str(ROOT / "src"), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")))
     # a process that crashes tells where
@@ -38,8 +36,11 @@ def ended(running: subprocess.Popen[str]) -> tuple[str, str]:
 
 
 def train(processes: int, texts: Path, out: Path, *options: object) -> str:
-    """Train a tiny model to the end; return what was printed."""
+    """Train a tiny model to the end, on one process here; return what was printed."""
     given = [texts, "--out", out, *TINY, "--threads", 1, *options]
+    if processes == 1:
+        with quick():
+            return printed("train", *given)
     with start(processes, *given) as running:
         said, faults = ended(running)
     assert running.returncode == 0, faults  # torchrun's own report is the end of it, and its longest part

@@ -142,19 +142,6 @@ def told_lost(faults: str, run: Path, then: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_restart_of_one_process_loses_nothing(texts: Path, of: Runs, tmp_path: Path) -> None:
-    options = ("--steps", 200, "--checkpoint-every", 5)
-    given = [texts, "--out", tmp_path / "killed", *TINY, "--threads", 1, *options]
-    with start(1, *given, restarts=1, torchrun=True) as running:
-        wait_for(tmp_path / "killed", 12)
-        os.kill(process(running, 0), signal.SIGKILL)
-        said, faults = ended(running)
-    assert running.returncode == 0, faults[-4000:]
-    assert said.count("going on after step") == 1
-    assert rows(tmp_path / "killed") == rows(of(1, *options))
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_killed_process_ends_the_job_and_a_restart_loses_nothing(
     texts: Path, of: Runs, tmp_path: Path, rank: int

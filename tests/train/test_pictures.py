@@ -69,11 +69,6 @@ def test_cells():
     assert cells("\u202e".encode()) == ["·", "", ""]
 
 
-@given(st.binary(max_size=60))
-def test_a_cell_for_every_byte(content: bytes):
-    assert len(cells(content)) == len(content)
-
-
 def test_trace():
     content = ("routed bytes and others, " * 9).encode()
     seen = traced(content, blocks=3)

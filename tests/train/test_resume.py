@@ -14,7 +14,6 @@ import torch
 from safetensors.torch import load_file
 
 from onepass.__main__ import main
-from onepass.core import files
 from onepass.train import checkpoint, loop
 from train.tiny import TINY, at_step, cut_off, drive, power_cut, printed, refused, rows, same
 
@@ -69,19 +68,6 @@ def test_a_directory_killed_before_the_run_began_is_free(train: Train, tmp_path:
     (out / "config.json.partial").write_text("{")
     assert train("--out", out) == 0
     assert not (out / "config.json.partial").exists()
-
-
-def test_a_crash_between_writing_and_renaming_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    path = tmp_path / "file"
-    files.write(path, b"old")
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "replace", power_cut)
-        with pytest.raises(RuntimeError):
-            files.write(path, b"new")
-    assert path.read_bytes() == b"old"
-    files.write(path, "newer")
-    assert path.read_bytes() == b"newer"
-    assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
 
 
 @slow

@@ -40,7 +40,7 @@ def test_any_layout_of_dy(device: str, norm, layout: str) -> None:
 
 @pytest.mark.skipif(INTERPRET, reason="nothing is compiled")
 def test_no_compilation_per_number_of_rows(device: str) -> None:
-    """Neither Dynamo nor Triton may specialise on the rows: a batch of another size is no other program."""
+    """A batch of another size is no other program; test_launch has Triton's."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     compiled = torch.compile(lambda x, w: rms_norm(x, w) + 1, backend="aot_eager", fullgraph=True, dynamic=True)
@@ -48,16 +48,6 @@ def test_no_compilation_per_number_of_rows(device: str) -> None:
     for rows in (4, 7, 16, 32):
         compiled(torch.randn(rows, 10, device=device), w)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
-    if device == "cuda":
-        from onepass.ops.norm import kernels_triton
-
-        x = torch.randn(64, 10, device=device)
-        rms_norm(x, w)
-        cache = kernels_triton.forward_kernel.device_caches[x.device.index][0]
-        before = len(cache)
-        for rows in (1, 2, 16, 17, 33):
-            rms_norm(x[:rows], w)
-        assert len(cache) == before
 
 
 @pytest.mark.skipif(INTERPRET, reason="bfloat16")

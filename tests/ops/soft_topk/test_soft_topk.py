@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import math
 
-import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import given, settings
 from torch import Tensor
 
 import onepass
@@ -18,31 +16,6 @@ from ops.soft_topk.distributions import NAMES, draw
 # the interpreter takes a millisecond per program and pass
 SIZES, SHARES, ROWS = ((40,), (0.02, 0.7), 1) if INTERPRET else ((40, 1000, 8192), (0.002, 0.125, 0.7), 3)
 ALL_KINDS = pytest.mark.parametrize("kind", KINDS)
-rows = st.builds(
-    lambda seed, n, name: draw(name, 2, n, seed),
-    st.integers(0, 2**20), st.integers(2, 70), st.sampled_from(NAMES),
-)  # fmt: skip
-shares = st.floats(0.02, 0.98)
-temperatures = st.sampled_from([0.03, 0.1, 1.0, 10.0])
-
-
-def _k(s: Tensor, share: float) -> float:
-    """A k inside (0, n) that is no whole number: at whole numbers hard gates have a kink."""
-    return min(max(share * s.shape[-1], 0.3), s.shape[-1] - 0.2) + 0.0123
-
-
-@pytest.mark.skipif(INTERPRET, reason="float64 never reaches a kernel")
-@settings(max_examples=40)
-@given(rows, shares, temperatures)
-def test_saturation_is_a_threshold(s: Tensor, share: float, eps: float) -> None:
-    """capped_exp: a gate is 1 exactly above the threshold, and its logarithm is linear in the score below."""
-    y = onepass.soft_topk(s, _k(s, share), eps=eps)
-    for scores, gates in zip(s, y, strict=True):
-        free = (gates < 1) & (gates > 1e-200)
-        threshold = scores[free] - eps * gates[free].log()
-        spread = 1e-9 * (1 + scores.abs().max())
-        assert threshold.max() - threshold.min() <= spread
-        assert (scores[gates == 1] >= threshold.mean() - spread).all()
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -58,17 +31,6 @@ def test_float32_rows_sum_to_k(eps: float, kind: str, device: str) -> None:
             errors = (y.double().sum(-1) - k).abs() / k
             worst = int(errors.argmax())
             assert errors[worst] <= 1e-6, f"{NAMES[worst // ROWS]}, n = {n}, k = {k}: {errors[worst]:.1e}"
-
-
-@pytest.mark.parametrize("shift", [-1e5, -1000.0, 1000.0, 3e6])
-@ALL_KINDS
-def test_float32_survives_any_shift(shift: float, kind: str) -> None:
-    s = torch.randn(3, 2000) + shift
-    for eps in (0.03, 1.0):
-        y = onepass.soft_topk(s, 250, eps=eps, kind=kind)
-        expected = onepass.soft_topk(s.double(), 250, eps=eps, kind=kind)
-        assert ((y.double().sum(-1) - 250).abs() <= 250e-6).all()
-        torch.testing.assert_close(y.double(), expected, rtol=0, atol=2e-5 if kind != "clamp" else 1e-4)
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -94,13 +56,6 @@ def test_float32_threshold_nearer_to_the_number_above_every_score(kind: str, dev
     for eps in (1e-8, 1e-9):
         total = onepass.soft_topk(s, k, eps=eps, kind=kind).double().sum(-1)
         torch.testing.assert_close(total, torch.full_like(total, k), rtol=2e-6, atol=0)
-
-
-@pytest.mark.parametrize("seed", [1, 71, 357])
-def test_a_gap_below_k_saturated_scores(seed: int) -> None:
-    s, k = draw("cauchy", 1, 1000, seed).float(), 200.0
-    total = onepass.soft_topk(s, k, eps=1e-3).double().sum()
-    assert abs(total - k) <= 1e-6 * k
 
 
 @pytest.mark.skipif(INTERPRET, reason="float64 never reaches a kernel")

@@ -12,32 +12,6 @@ import onepass
 from onepass.nn import CausalRouter
 
 
-@pytest.mark.parametrize(("n", "k"), [(700, 40), (33000, 40)])
-def test_gradients_are_those_of_a_gather(n: int, k: int) -> None:
-    """Of soft_topk's gates and of the scores, at every launch shape; eps has a gradient of its own."""
-    s = torch.randn(2, n, requires_grad=True)
-    eps = torch.tensor([0.7, 1.1], requires_grad=True)
-    mask = torch.rand(2, n) > 0.3
-    mask[1, k - 10 :] = False
-    top = onepass.topk(s, k, eps=eps, mask=mask)
-    here, present = top.indices.clamp(min=0), top.indices >= 0
-    soft = torch.where(present, onepass.soft_topk(s, k, eps=eps, mask=mask).gather(-1, here), 0.0)
-    values = torch.where(present, s.gather(-1, here), 0.0)
-    gates_gradient, values_gradient = torch.randn(2, 2, k)
-    pairs = {
-        "gates": ((top.gates,), (soft,), (gates_gradient,)),
-        "values": ((top.values,), (values,), (values_gradient,)),
-        "both": ((top.gates, top.values), (soft, values), (gates_gradient, values_gradient)),
-    }
-    for wanted, (ours, theirs, gradients) in pairs.items():
-        inputs = (s,) if wanted == "values" else (s, eps)
-        actual = torch.autograd.grad(ours, inputs, gradients, retain_graph=True)
-        expected = torch.autograd.grad(theirs, inputs, gradients, retain_graph=True)
-        torch.testing.assert_close(
-            actual, expected, rtol=1e-4, atol=1e-5, msg=lambda m, wanted=wanted: f"{wanted}: {m}"
-        )
-
-
 @pytest.mark.parametrize("k", [1, 7, 20])
 def test_kth_value(k: int) -> None:
     """The k-th of a sort, within ranges and of a NaN too, compiled, under vmap, with the gradient of one score."""
