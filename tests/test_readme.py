@@ -6,7 +6,6 @@ import json
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from statistics import mean
 from typing import Any
 
 import pytest

@@ -17,7 +17,6 @@ from benchmarks import warm
 from benchmarks.__main__ import main
 from benchmarks.bench import timers
 from benchmarks.bench.records import FIELDS, MEMORY, read
-from onepass.train.machine import cores
 
 __all__ = ["fake_operator"]  # pytest finds the fixture under its name
 
@@ -28,13 +27,6 @@ pytestmark = pytest.mark.usefixtures("fake_operator")
 def _fake_timer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timers, "CpuTimer", lambda **options: FakeTimer())
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-
-
-def test_a_busy_machine_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    for idle, told in ((0.0, True), (float(cores()), False), (None, False)):
-        monkeypatch.setattr("benchmarks.__main__.idle_cores", lambda idle=idle: idle)
-        assert main(["fakes", "--stage", "forward"]) == 0
-        assert ("CPU cores busy: times of this run will be too long" in capsys.readouterr().out) == told
 
 
 def test_table(capsys: pytest.CaptureFixture[str]) -> None:

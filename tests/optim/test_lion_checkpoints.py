@@ -76,16 +76,6 @@ def test_state_dict_of_a_running_optimizer_does_not_tie_two_together() -> None:
     assert torch.equal(b.state[q]["exp_avg"], before)
 
 
-def test_state_dtype_of_the_group_wins() -> None:
-    p = torch.ones(3, requires_grad=True)
-    theirs = lion_pytorch.Lion([p])
-    train(theirs, [p], range(2))
-    ours = Lion([p], state_dtype=torch.bfloat16)
-    ours.load_state_dict(theirs.state_dict())
-    assert ours.state[p]["exp_avg"].dtype == torch.bfloat16
-    assert ours.param_groups[0]["state_dtype"] == torch.bfloat16
-
-
 @pytest.mark.parametrize(("library", "tolerance"), [("lion_pytorch", 1e-13), ("optimi", 1e-12)])
 def test_checkpoints_of_others_go_on(library: str, tolerance: float) -> None:
     a = make_params(torch.float64, SHAPES)

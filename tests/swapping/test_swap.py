@@ -69,15 +69,6 @@ def test_exchanged(name: str, dtype: torch.dtype, rows: tuple[int, ...]) -> None
     torch.testing.assert_close(*grads, rtol=100 * fp32, atol=1000 * fp32)
 
 
-def test_offset_of_the_module() -> None:
-    norm = onepass.nn.RMSNorm(8, 1e-6, offset=1.0)
-    assert torch.equal(norm.weight, torch.zeros(8))
-    assert repr(norm) == "RMSNorm((8,), eps=1e-06, elementwise_affine=True, offset=1.0)"
-    x = torch.randn(3, 8)
-    shuffle(norm)
-    torch.testing.assert_close(norm(x), nn.functional.rms_norm(x, (8,), 1 + norm.weight, 1e-6))
-
-
 @pytest.mark.parametrize("name", ["RoutedFeedForward", "RoutedAttention"])
 def test_a_fused_layer_obeys_the_offset(name: str) -> None:
     """The fused nodes multiply by the weight alone, so they step aside."""

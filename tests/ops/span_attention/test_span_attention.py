@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from onepass.ops.span_attention.op import forward, span_attention
-from onepass.ops.span_attention.op_rotary import rotary, rotary_attention
 from onepass.ops.span_attention.reference import reference
 
 
@@ -106,24 +105,6 @@ def test_large_scores_stay_in_range() -> None:
     spans = torch.zeros(20, dtype=torch.int64), torch.full((20,), 20)
     expected = reference(q.double(), k.double(), v.double(), *spans)
     torch.testing.assert_close(span_attention(q, k, v, *spans).double(), expected, rtol=1e-4, atol=1e-2)
-
-
-def test_rotary_keeps_lengths_and_depends_on_distance() -> None:
-    q, k = _random(1, 1, 1, 16), _random(1, 1, 1, 16, seed=2)
-    turned = rotary(q, torch.tensor([123_456]))
-    torch.testing.assert_close(turned.norm(), q.norm())
-    near = (rotary(q, torch.tensor([7])) * rotary(k, torch.tensor([3]))).sum()
-    far = (rotary(q, torch.tensor([1_000_004])) * rotary(k, torch.tensor([1_000_000]))).sum()
-    torch.testing.assert_close(near, far, rtol=1e-5, atol=1e-5)
-
-
-def test_packed_is_its_parts() -> None:
-    qkv = _random(2, 40, 3, 2, 16).requires_grad_()
-    spans, dy = _windows(40, 8, True), _random(2, 40, 2, 16, seed=2)
-    q, k, v = qkv.unbind(2)
-    y, z = rotary_attention(qkv, *spans), span_attention(rotary(q), rotary(k), v, *spans)
-    torch.testing.assert_close(y, z)
-    torch.testing.assert_close(torch.autograd.grad(y, qkv, dy), torch.autograd.grad(z, qkv, dy))
 
 
 def test_autocast_of_a_caller_rounds_nothing() -> None:
