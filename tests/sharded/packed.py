@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_module, distribu
 
 from nn.layers import outputs
 from onepass.core.launch import INTERPRET
+from onepass.fused import row
 from onepass.nn import CausalRouter, Routed, RoutedAttention, RoutedBlock, RoutedFeedForward, Router
 from sharded.compare import R, case, in_shards, many, mesh, placed, same_layer, tolerance, whole, wide
 from sharded.modules import Calls
@@ -58,6 +59,8 @@ def _(layer: str, lengths: Sequence[int]) -> None:
         return
     x = wide(1, sum(lengths), DIM).to(device_type())
     more = lengths == LENGTHS[4]
+    # fewer keys than a grain are never cut
+    row.GRAIN = 64 if more else 1
     same_layer(
         LAYERS[layer](), x.float() if INTERPRET else x, None, mesh(), [Shard(1)], in_shards if more else None,
         cu_seqlens=bounds(lengths, torch.int64 if more else torch.int32), max_seqlen=max(lengths) + 2 * more,

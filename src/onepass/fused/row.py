@@ -18,6 +18,9 @@ from torch import Tensor
 from .packing import Packing, Samples, of_rows
 from .parts import Edges, Range, edges, parts, shared, shares
 
+# keys of packed sequences are cut to a multiple of so many: steps and kernels meet few lengths
+GRAIN = 64
+
 # torch 2.13 renames both
 _all_gather: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or getattr(dist, "reduce_scatter_tensor", None)
@@ -269,8 +272,8 @@ class Row:
 
     def _locate_packed(self, found: Sorted, starts: list[list[int]], places: int) -> Tensor:
         """Return the same of the chosen that exist, in the order of the tokens; keep which of all they are."""
-        k, grain = found.at.shape[1], 64 if found.at.is_cuda else 1
-        missing = max(0, k - -(-(k - starts[0][0]) // grain) * grain)
+        k = found.at.shape[1]
+        missing = max(0, k - -(-(k - starts[0][0]) // GRAIN) * GRAIN)
         self.missing, self.key_slots, at = missing < starts[0][0], found.order[:, missing:], found.at[:, missing:]
         owner = at.clamp_min(0).div(self.most, rounding_mode="floor")
         source = (owner * places - found.starts.clamp_max(k - places).gather(1, owner)).view(-1)
