@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from interpreter import leave_tensors_to_themselves, make_types_once, patch_once_per_launch, reduce_by_halves
+from interpreter import speed_up
 from onepass.core.launch import INTERPRET
 from onepass.ops._shared.specs import folders, load
 
@@ -22,10 +22,7 @@ settings.register_profile("repeatable", settings.get_profile("random"), derandom
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 if INTERPRET:
-    patch_once_per_launch()
-    leave_tensors_to_themselves()
-    make_types_once()
-    reduce_by_halves()
+    speed_up()
 
 
 def _belongs_here(item: pytest.Item) -> bool:

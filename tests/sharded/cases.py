@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from interpreter import speed_up
 from onepass.core.launch import INTERPRET
 from sharded import balance, modules, operators, optimizer, packed  # noqa: F401
 from sharded.compare import CASES
@@ -11,4 +12,6 @@ from sharded.processes import main
 KERNELS = ("modules: spread over the sequence", "packed: as on one process")
 
 if __name__ == "__main__":
+    if INTERPRET:
+        speed_up()
     main({name: run for name, run in CASES.items() if not INTERPRET or name in KERNELS})

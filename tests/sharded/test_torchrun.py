@@ -189,7 +189,6 @@ def test_a_signal_to_torchrun_saves_and_stops(texts: Path, of: Runs, tmp_path: P
     [
         (("--batch", 3), "--batch 3: 2 processes take equal parts of a batch; give a multiple of 2, or"),
         (("--batch", "x"), "argument --batch: "),
-        (("--config", "absent.toml"), "can't read absent.toml: "),
     ],
 )
 def test_faults_are_told_once(texts: Path, tmp_path: Path, options: tuple[object, ...], line: str) -> None:
