@@ -175,21 +175,6 @@ def test_sparse_attention(tmp_path: Path, tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (("--steps", "0"), "argument --steps: must be from 1 to 1,000,000, got 0"),
-        (("--out", "nowhere/found.json"), "--out needs a folder that exists"),
-    ],
-)
-def test_sparse_attention_refuses(tmp_path: Path, options: tuple[str, str], said: str) -> None:
-    done = ran("sparse_attention", tmp_path, options=options)
-    assert done.returncode == 2
-    assert said in done.stderr.splitlines()[-1]
-    assert "Traceback" not in done.stderr
-
-
-@pytest.mark.slow
 def test_the_notebook_runs() -> None:
     for package in ("nbclient", "ipykernel", "matplotlib"):
         pytest.importorskip(package)

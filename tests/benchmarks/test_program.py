@@ -65,15 +65,6 @@ def test_the_base_has_the_same_case_and_mode() -> None:
     assert program.against([*found, record("a", "x", "graph", 1.0)]) == {2: 4.0}
 
 
-def test_list_and_selection(capsys: pytest.CaptureFixture[str]) -> None:
-    assert _run("--list", "--case", "ours") == 0
-    assert capsys.readouterr().out == "ours, 3x4, eager\n"
-    assert _run("--case", "nothing like it") == 2
-    assert "no case matches; --list shows what there is" in capsys.readouterr().err
-    assert _run("--device", "cuda") == 2
-    assert "torch sees no CUDA GPU here" in capsys.readouterr().err
-
-
 def test_a_program_that_fails_leaves_the_others_their_turn(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

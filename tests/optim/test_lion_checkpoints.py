@@ -132,20 +132,6 @@ def test_states_of_modes_that_are_gone_go_on() -> None:
     assert "seed" not in optimizer.param_groups[0]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_optimi_checkpoint_without_compensations_goes_on(dtype: torch.dtype) -> None:
-    optimi = pytest.importorskip("optimi")
-    params = [torch.ones(n, dtype=dtype, requires_grad=True) for n in (3, 5)]
-    theirs = optimi.Lion(params, lr=1e-2, kahan_sum=False, foreach=False, triton=False)
-    train(theirs, params, range(1))
-    assert theirs.state[params[0]]["kahan_comp"] is None
-    ours = Lion(params, lr=1e-2)
-    ours.load_state_dict(theirs.state_dict())
-    train(ours, params, range(1, 2))
-    for p in params:
-        assert all(isinstance(value, Tensor) for value in ours.state[p].values())
-
-
 def test_timm_style_state_goes_on() -> None:
     # timm's Lion keeps exp_avg and groups of lr, betas, weight_decay, caution, maximize, foreach
     p = torch.ones(3, requires_grad=True)

@@ -202,20 +202,6 @@ def test_gradients_pass_8_bits_straight(device: str) -> None:
     assert not alone.values.requires_grad
 
 
-@pytest.mark.skipif(INTERPRET, reason="the registered op is the same")
-def test_export() -> None:
-    class Model(torch.nn.Module):
-        def forward(self, x: Tensor, w: Tensor, z: Tensor) -> Tensor:
-            heads = onepass.rms_norm(x, w, gate=z, gate_first=True)
-            return onepass.rms_norm(heads, groups=2, out_dtype=torch.float32)
-
-    args = numbers(4, 3, 8), numbers(3, 8, seed=1), numbers(4, 3, 8, seed=2)
-    batch = {0: torch.export.Dim("batch", min=2, max=64)}
-    program = torch.export.export(Model(), args, dynamic_shapes=(batch, None, batch))
-    more = numbers(7, 3, 8, seed=3), args[1], numbers(7, 3, 8, seed=4)
-    torch.testing.assert_close(program.module()(*more), Model()(*more), rtol=0, atol=0)
-
-
 def _vmap_views_dtypes() -> bool:
     """Return whether this torch has a rule for the view that codes need: 2.13 has, 2.11 has not."""
     try:
