@@ -24,9 +24,9 @@ MOST_LINES = {
     "src/onepass/compat": 1300,
     "src/onepass/doctor": 500,
     "src/onepass/train": 3610,
-    "tests": 25158,
+    "tests": 25172,
     "benchmarks": 5589,
-    "research": 2406,
+    "research": 2420,
     "examples": 870,
 }
 

@@ -294,6 +294,20 @@ def test_short_runs_decide_which_widths_get_long_ones() -> None:
     assert "| next byte | 8,192 | 200 | 0.4000 (3) | 0.4100 (2) |" in envelope_report.table(runs)
 
 
+def test_rates_go_on_beyond_the_best() -> None:
+    def after(*bits: float) -> list[tuple[float, ...]]:
+        tried = [
+            run(task="causal", n=8192, lr=2.0**i, final={"bits": b}) | {"kind": "tune"} for i, b in enumerate(bits)
+        ]
+        first = tried[0]
+        return [r.rates for r in envelope.further(tried, envelope.Run(60, "causal", 8192, first["dim"], first["arm"]))]
+
+    assert after(1.0, 0.9, 1.1) == []
+    assert after(0.8, 0.9, 1.1) == [(0.5,)]
+    assert after(1.0, 0.9, 0.8, 0.7) == [(16.0,)]
+    assert after(math.nan, 1.0, 0.9, 0.8, 0.7) == []
+
+
 def test_the_envelopes_table_is_of_its_records() -> None:
     folder = PAGE.parents[1] / "benchmarks" / "results" / "h100" / "envelope"
     assert (folder / "envelope.md").read_text(encoding="utf-8") == envelope_report.table(envelope.read(folder))

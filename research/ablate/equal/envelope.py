@@ -72,8 +72,20 @@ def plan(
                 for dim in dims[: 1 if number and arm == HYBRID else WIDTHS[number]]:
                     if not number and n == lengths[0]:
                         yield Run(budget, task, n, dim, arm, rates=rates[dim])
+                        yield from further(runs[budget], Run(budget, task, n, dim, arm))
                     yield Run(budget, task, n, dim, arm)
             yield from again(runs[budget], budget, task, n, arms)
+
+
+def further(runs: Sequence[Record], run: Run) -> Iterator[Run]:
+    """Yield a rate beyond the best that was tried, while that is the lowest or the highest: two at most."""
+    cell = run.task, run.n, run.dim, run.arm
+    tried = [r for r in runs if r["kind"] == "tune" and (r["task"], r["n"], r["dim"], r["arm"]) == cell]
+    if len(tried) in (3, 4):
+        lowest, *_, highest = sorted(r["lr"] for r in tried)
+        found = min(tried, key=lambda r: r["final"]["bits"] if math.isfinite(r["final"]["bits"]) else math.inf)["lr"]
+        if found in (lowest, highest):
+            yield run._replace(rates=(found / 2 if found == lowest else 2 * found,))
 
 
 def best(runs: Sequence[Record], task: str, n: int, arm: str) -> list[int]:
