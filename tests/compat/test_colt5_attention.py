@@ -107,3 +107,20 @@ def test_topk_not_differentiable() -> None:
 def test_refused(kwargs: dict[str, Any], match: str) -> None:
     with pytest.raises((TypeError, ValueError), match=match):
         ours.topk(torch.randn(2, 5), **kwargs)
+
+
+@pytest.mark.parametrize(("rows", "n"), [(0, 4), (3, 0)])
+def test_topk_of_nothing_can_be_differentiated(rows: int, n: int) -> None:
+    top = ours.topk(torch.randn(rows, n), 2)
+    for part in (top.coor_descent_values, top.gates):
+        assert part is not None
+        assert part.tolist() == [[0.0, 0.0]] * rows
+
+
+def test_half_precision_masks() -> None:
+    """Where the original fills with the most negative 16-bit float, divides by eps and meets inf."""
+    s = torch.randn(2, 16, dtype=torch.float16)
+    mask = torch.arange(16) < 10
+    y = ours.coor_descent(s, n_iters=20, k=3.0, eps=0.3, mask=mask)
+    expected = their_descent(s.double(), n_iters=20, k=3.0, eps=0.3, mask=mask)
+    torch.testing.assert_close(y.double(), expected, rtol=2e-3, atol=2e-3)

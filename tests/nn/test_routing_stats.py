@@ -163,3 +163,18 @@ def test_counts_of_several_processes_add_up() -> None:
         numbers = stats.scalars(note)
     assert counted[1].sum() == 0
     assert numbers == whole.scalars()
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_nothing_waits() -> None:
+    block = RoutedBlock(64, 0.25, heads=2, dim_head=32, causal=True).cuda()
+    mask, stats = first(300, 300, 170).cuda(), RoutingStats()
+    _, routing = block(torch.randn(2, 300, 64, device="cuda"), mask, return_routing=True)
+    stats.add([routing], mask)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        stats.add([routing], mask)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert stats.scalars()

@@ -248,3 +248,27 @@ def test_states_of_other_optimizers_are_refused(name: str, steps: int) -> None:
     after = lion.state_dict()
     assert after["param_groups"] == before["param_groups"]
     assert all(torch.equal(after["state"][i]["exp_avg"], s["exp_avg"]) for i, s in before["state"].items())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_optimi_checkpoint_without_compensations_goes_on(dtype: torch.dtype) -> None:
+    optimi = pytest.importorskip("optimi")
+    params = [torch.ones(n, dtype=dtype, requires_grad=True) for n in (3, 5)]
+    theirs = optimi.Lion(params, lr=1e-2, kahan_sum=False, foreach=False, triton=False)
+    train(theirs, params, range(1))
+    assert theirs.state[params[0]]["kahan_comp"] is None
+    ours = Lion(params, lr=1e-2)
+    ours.load_state_dict(theirs.state_dict())
+    train(ours, params, range(1, 2))
+    for p in params:
+        assert all(isinstance(value, Tensor) for value in ours.state[p].values())
+
+
+def test_state_dtype_of_the_group_wins() -> None:
+    p = torch.ones(3, requires_grad=True)
+    theirs = lion_pytorch.Lion([p])
+    train(theirs, [p], range(2))
+    ours = Lion([p], state_dtype=torch.bfloat16)
+    ours.load_state_dict(theirs.state_dict())
+    assert ours.state[p]["exp_avg"].dtype == torch.bfloat16
+    assert ours.param_groups[0]["state_dtype"] == torch.bfloat16

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch.nn.utils import parametrize
 
 import onepass
 from onepass import SwapReport
-from swapping.norms import FooRMSNorm, Tiny, Unlike, shuffle, swap
+from swapping.norms import FooRMSNorm, InFloat, NamedLayerNorm, Tiny, Unlike, shuffle, swap
 
 
 def two_layers() -> nn.ModuleDict:
@@ -156,3 +157,12 @@ def test_transformer_encoder(training: bool, norm_first: bool) -> None:
         assert len(report.exchanged) == 4
         # random weights of variance 1: activations of about 10³, so a relative bound
         torch.testing.assert_close(model(x), want, rtol=0.0, atol=1e-4 * float(want.detach().abs().max()))
+
+
+@pytest.mark.parametrize("make", [lambda: NamedLayerNorm(16), lambda: InFloat(16), lambda: nn.RMSNorm(16)])
+def test_undo_leaves_nothing(make: Callable[[], nn.Module]) -> None:
+    norm = make()
+    before, parameters = dict(vars(norm)), dict(norm._parameters)
+    swap(norm).undo()
+    assert vars(norm) == before
+    assert list(norm._parameters.items()) == list(parameters.items())

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from onepass.__main__ import main
+from onepass.core import files
 from onepass.train import checkpoint, loop
 from train.tiny import TINY, at_step, cut_off, drive, power_cut, printed, refused, rows, same
 
@@ -195,3 +196,16 @@ def test_the_gpu_preset(texts: Path, tmp_path: Path):
     assert all(value.dtype == torch.float32 for value in load_file(out / "checkpoint.safetensors").values())
     printed("train", "--resume", "--out", out)
     assert len([row for row in rows(out) if "loss" in row]) == 6
+
+
+def test_a_crash_between_writing_and_renaming_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    path = tmp_path / "file"
+    files.write(path, b"old")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", power_cut)
+        with pytest.raises(RuntimeError):
+            files.write(path, b"new")
+    assert path.read_bytes() == b"old"
+    files.write(path, "newer")
+    assert path.read_bytes() == b"newer"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["file"]

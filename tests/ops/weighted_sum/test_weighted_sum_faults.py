@@ -41,3 +41,19 @@ def test_row_offsets_are_64_bit(device: str) -> None:
         # one rounding of the result, and fp32 sums
         limit = max(torch.finfo(a.dtype).eps, 1e-4)
         close(a, e, limit, limit, name)
+
+
+@pytest.mark.gpu
+def test_more_elements_than_32_bits_count() -> None:
+    x = torch.empty(2**21 + 1, 1024, device="cuda", dtype=torch.float16)
+    if torch.cuda.mem_get_info()[0] < 3 * x.numel() * 2:
+        pytest.skip("not enough memory")
+    x.fill_(0)
+    x[-1] = 1
+    w = torch.ones(1024, device="cuda", dtype=torch.float16, requires_grad=True)
+    y = weighted_sum(x.requires_grad_(), w)
+    assert y[-1].item() == 1024
+    assert not y[:-1].any()
+    dx, dw = torch.autograd.grad(y, (x, w), torch.ones_like(y))
+    assert (dw == 1).all()
+    assert (dx[-1] == 1).all()
