@@ -164,7 +164,8 @@ def _long(found: Spec, n: int, options: dict[str, Any]) -> Iterator[Call]:
 
 
 def soft_topk() -> Iterator[Call]:
-    """Short rows and rows of a team."""
+    """Short rows and rows of a team; backward where topk has chosen."""
+    yield from itertools.islice(topk(), 2)
     (found,) = load("soft_topk").SPECS
     yield from _long(found, 16387, {"kind": "sigmoid"})
     yield from _long(found, 32771, {})
