@@ -73,14 +73,6 @@ class TestNoLaterTokenCounts:
         chosen = routing.kv.indices[0]
         assert (far[chosen[chosen < len(far)]] > 0).all()
 
-    def test_the_first_window_is_local_attention_alone(self) -> None:
-        layer, x = _attention(), tokens(1, 3 * WINDOW, DIM)
-        nn.init.normal_(layer.null)
-        y, routing = layer(x, return_routing=True)
-        gates = torch.zeros(1, 3 * WINDOW).scatter_add(1, routing.q.indices.clamp_min(0), routing.q.gates)
-        nothing = layer.light(x) + layer.null - gates[..., None] * layer.null
-        torch.testing.assert_close(y[:, :WINDOW], nothing[:, :WINDOW])
-
 
 class TestCausalRouter:
     @pytest.mark.parametrize("shift", [0, 3])
@@ -91,22 +83,6 @@ class TestCausalRouter:
         out = router(tokens(2, 8192, 64) - shift * direction, 512)
         assert not shift or (out.scores < 0).float().mean() > 0.9
         assert ((out.indices >= 0).sum(-1) >= 0.9 * 512).all()
-
-    def test_every_chosen_gate_has_a_gradient(self) -> None:
-        router = CausalRouter(64).double()
-        out = router(tokens(2, 1024, 64).double(), 64)
-        found = out.indices >= 0
-        assert (out.gates[found] > 0.5).all()
-        (grad,) = torch.autograd.grad(out.gates.sum(), out.scores)
-        chosen = grad.gather(1, out.indices.clamp_min(0))
-        # a token without a past has no threshold: its gate is 1
-        assert (chosen[found & (out.indices > 0)] > 0).all()
-
-    def test_all_and_nothing(self) -> None:
-        assert CausalRouter(DIM, block=8, memory=8)(tokens(2, 20, DIM), 20).indices.tolist() == [[*range(20)]] * 2
-        for k, batch, n in ((0, 2, 9), (3, 0, 9), (3, 2, 0)):
-            out = CausalRouter(DIM)(torch.randn(batch, n, DIM), k)
-            assert out.indices.shape == out.gates.shape == (batch, min(k, n))
 
     @pytest.mark.parametrize(("window", "memory"), [(1, 2048), (48, 2016), (128, 2048), (2048, 2048), (3000, 3000)])
     def test_a_layer_remembers_whole_windows(self, window: int, memory: int) -> None:

@@ -271,8 +271,6 @@ def _() -> None:
         [[Shard(1)], [R], [Shard(1)]],
         compiled=True,
     )
-    compare(onepass.weighted_sum, [wide(4, 6), wide(6)], [[Shard(0)], [R]], compiled=True)
-    compare(lambda s: onepass.soft_topk(s, 2), [wide(4, 6)], [[Shard(0)]], compiled=True)
     compare(lambda s: onepass.coor_descent(s, n_iters=3, k=2), [wide(4, 6)], [[Shard(1)]], compiled=True)
     compare(lambda s: onepass.topk(s, 2), [wide(4, 6)], [[Shard(0)]], compiled=True)
 
