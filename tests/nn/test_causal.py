@@ -84,6 +84,16 @@ class TestCausalRouter:
         assert not shift or (out.scores < 0).float().mean() > 0.9
         assert ((out.indices >= 0).sum(-1) >= 0.9 * 512).all()
 
+    def test_every_chosen_gate_has_a_gradient(self) -> None:
+        router = CausalRouter(64).double()
+        out = router(tokens(2, 1024, 64).double(), 64)
+        found = out.indices >= 0
+        assert (out.gates[found] > 0.5).all()
+        (grad,) = torch.autograd.grad(out.gates.sum(), out.scores)
+        chosen = grad.gather(1, out.indices.clamp_min(0))
+        # a token without a past has no threshold: its gate is 1
+        assert (chosen[found & (out.indices > 0)] > 0).all()
+
     @pytest.mark.parametrize(("window", "memory"), [(1, 2048), (48, 2016), (128, 2048), (2048, 2048), (3000, 3000)])
     def test_a_layer_remembers_whole_windows(self, window: int, memory: int) -> None:
         block = RoutedBlock(16, 1 / 4, heads=2, dim_head=8, window=window, causal=True)
