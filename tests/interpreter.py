@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -13,7 +14,9 @@ def speed_up() -> None:
     """All of this file."""
     patch_once_per_launch()
     leave_tensors_to_themselves()
-    make_types_once()
+    # it saves time alone: a Triton with other insides does without
+    with contextlib.suppress(AttributeError, TypeError):
+        make_types_once()
     reduce_by_halves()
 
 
