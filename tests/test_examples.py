@@ -244,3 +244,18 @@ def test_experts_have_their_exact_capacity(way: str) -> None:
     torch.testing.assert_close(y, expected)
     y.square().sum().backward()
     assert model.router.weight.grad.any()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--steps", "0"), "argument --steps: must be from 1 to 1,000,000, got 0"),
+        (("--out", "nowhere/found.json"), "--out needs a folder that exists"),
+    ],
+)
+def test_sparse_attention_refuses(tmp_path: Path, options: tuple[str, str], said: str) -> None:
+    done = ran("sparse_attention", tmp_path, options=options)
+    assert done.returncode == 2
+    assert said in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr

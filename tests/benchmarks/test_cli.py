@@ -17,6 +17,7 @@ from benchmarks import warm
 from benchmarks.__main__ import main
 from benchmarks.bench import timers
 from benchmarks.bench.records import FIELDS, MEMORY, read
+from onepass.train.machine import cores
 
 __all__ = ["fake_operator"]  # pytest finds the fixture under its name
 
@@ -184,3 +185,16 @@ def test_parts_share_the_cases_of_the_device(fake_operator: SimpleNamespace, tmp
     assert measured == [1, 3]
     fake_operator.CASES = [case(lambda: {"onepass": thunk(ValueError("no [good] reason"))})]
     assert main([]) == 1
+
+
+def test_a_busy_machine_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for idle, told in ((0.0, True), (float(cores()), False), (None, False)):
+        monkeypatch.setattr("benchmarks.__main__.idle_cores", lambda idle=idle: idle)
+        assert main(["fakes", "--stage", "forward"]) == 0
+        assert ("CPU cores busy: times of this run will be too long" in capsys.readouterr().out) == told
+
+
+def test_own_failure_is_exit_code_1(fake_operator: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:
+    fake_operator.CASES = [case(lambda: {"onepass": thunk(ValueError("no [good] reason"))})]
+    assert main([]) == 1
+    assert "failed: ValueError: no [good] reason" in capsys.readouterr().out

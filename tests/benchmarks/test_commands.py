@@ -85,3 +85,14 @@ def test_scaling(tmp_path: Path) -> None:
         assert all(found["ms"] > 0 for found in ways.values())
     assert len(two["balance"]) == 4
     assert "block, 512, placed: " in said
+
+
+@slow
+def test_mistakes_of_ab_are_one_line() -> None:
+    for args, told in (
+        ([ROOT, "no-such-thing"], "neither a copy of the repository nor a git revision"),
+        ([ROOT, ROOT, "--", "no_such_op"], "unknown operator"),
+    ):
+        said = run("benchmarks/ab.py", *args, code=1).stderr
+        assert told in said
+        assert "Traceback" not in said

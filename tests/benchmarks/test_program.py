@@ -88,3 +88,12 @@ def test_a_dense_and_a_routed_layer_on_a_cpu() -> None:
     for p in programs.programs("cpu")[:5]:
         record = program.measure(p, "cpu", "eager", 1)
         assert record["wall_us"] > 0  # seconds of a first step are rounded, to 0 for a quick one
+
+
+def test_list_and_selection(capsys: pytest.CaptureFixture[str]) -> None:
+    assert _run("--list", "--case", "ours") == 0
+    assert capsys.readouterr().out == "ours, 3x4, eager\n"
+    assert _run("--case", "nothing like it") == 2
+    assert "no case matches; --list shows what there is" in capsys.readouterr().err
+    assert _run("--device", "cuda") == 2
+    assert "torch sees no CUDA GPU here" in capsys.readouterr().err
