@@ -24,9 +24,9 @@ MOST_LINES = {
     "src/onepass/compat": 1300,
     "src/onepass/doctor": 500,
     "src/onepass/train": 3610,
-    "tests": 25322,
+    "tests": 25335,
     "benchmarks": 5589,
-    "research": 2420,
+    "research": 2433,
     "examples": 870,
 }
 

@@ -292,6 +292,16 @@ def test_short_runs_decide_which_widths_get_long_ones() -> None:
         (200, 3, "learned", 1), (200, 2, "dense", 1), (600, 3, "learned", 0), (600, 2, "dense", 0),
     ]  # fmt: skip
     assert "| next byte | 8,192 | 200 | 0.4000 (3) | 0.4100 (2) |" in envelope_report.table(runs)
+    runs = {**runs, 60.0: [made(60, dim, "dense", at) for dim, at in ((1, 1.7), (2, 0.7), (3, math.nan))]}
+    asked = list(envelope.plan(runs, ("dense",), (8192,), ("causal",), rates))
+    assert [(one.budget, one.dim) for one in asked if not one.rates] == [(60, 2), (200, 2), (600, 2)]
+
+
+def test_a_run_is_trained_again_at_a_better_rate(tmp_path: Path) -> None:
+    kept = trials(tmp_path, resumes=True)
+    for lr in (1e-3, 1e-3, 5e-4):
+        kept.one(cell(steps=2), "run", "learned", 0, lr, 0.0)
+    assert [one["lr"] for one in records.load(tmp_path)] == [one["lr"] for one in kept.store.all] == [5e-4]
 
 
 def test_rates_go_on_beyond_the_best() -> None:
@@ -322,7 +332,10 @@ def test_rates_that_were_tried_make_no_table(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_envelope_is_trained_and_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_envelope_is_trained_and_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(envelope, "FAR", math.inf)  # so short a run says little
     some = [option if option != "--equal-time" else "--envelope" for option in OPTIONS]
     options = [*some, "--out", str(tmp_path), "--task", "causal", "--budget", "0.3", "--n", "64", "--batch", "2"]
     assert main(options) == 0

@@ -29,6 +29,7 @@ LENGTHS = (8192, 32768)  # rates are tried at the first that a command has
 SHORT = 8192
 WINDOW = 256  # as `RoutedBlock` has it
 WIDTHS = (None, 2, 1)  # of each arm that get a budget: all, then the best after the budget before
+FAR = 1.0  # bits
 LEVEL = 0.03  # bits; arms that are nearer get a second seed
 ALL = (*ARMS, HYBRID)
 
@@ -70,6 +71,8 @@ def plan(
                     continue
                 dims = sorted(rates) if not number else best(runs[BUDGETS[number - 1]], task, n, arm)
                 for dim in dims[: 1 if number and arm == HYBRID else WIDTHS[number]]:
+                    if far(runs[BUDGETS[0]], task, n, arm, dim):
+                        continue
                     if not number and n == lengths[0]:
                         yield Run(budget, task, n, dim, arm, rates=rates[dim])
                         yield from further(runs[budget], Run(budget, task, n, dim, arm))
@@ -86,6 +89,13 @@ def further(runs: Sequence[Record], run: Run) -> Iterator[Run]:
         found = min(tried, key=lambda r: r["final"]["bits"] if math.isfinite(r["final"]["bits"]) else math.inf)["lr"]
         if found in (lowest, highest):
             yield run._replace(rates=(found / 2 if found == lowest else 2 * found,))
+
+
+def far(runs: Sequence[Record], task: str, n: int, arm: str, dim: int) -> bool:
+    """Return whether a width's first run was more than `FAR` behind the best of its arm: it gets no more time."""
+    bits = {run["dim"]: run["final"]["bits"] for run in runs if _of(run, task, n, arm) and run["seed"] == 0}
+    good = [there for there in bits.values() if math.isfinite(there)]
+    return dim in bits and bool(good) and not bits[dim] - min(good) < FAR
 
 
 def best(runs: Sequence[Record], task: str, n: int, arm: str) -> list[int]:

@@ -99,9 +99,9 @@ class Store:
         return next((run for run in self.all if key(run) == key(wanted)), None)
 
     def add(self, run: Record) -> None:
-        """Keep a run, in one stroke: the file on disk is whole at any moment."""
-        self.all.append(run)
-        self.own.append(run)
+        """Keep a run, in place of one with its key, in one stroke: the file on disk is whole at any moment."""
+        for runs in (self.all, self.own):
+            runs[:] = [*(other for other in runs if key(other) != key(run)), run]
         files.write(self.path, json.dumps({"runs": self.own}, indent=1) + "\n")
 
 

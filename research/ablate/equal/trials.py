@@ -74,7 +74,9 @@ class Trials:
     compiled: bool
     attention: str = ""
     deadline: float = math.inf
-    resumes: bool = False  # a run may be cut off by the deadline: its state goes to a file, and it goes on from there
+    # a run may be cut off by the deadline: its state goes to a file, and it goes on from there; and it is trained once
+    # more where a better rate has been found since
+    resumes: bool = False
 
     def tune(self, cell: Cell, arms: Sequence[str], rates: Sequence[float]) -> None:
         """Try rates, the routed arm's first, whose time is the dense arm's."""
@@ -117,7 +119,8 @@ class Trials:
         head = cell.record(kind, arm, seed, lr)
         if (there := self.store.find(head)) is not None:
             self._refuse_other(there, cell)
-            return
+            if there["lr"] == lr or not self.resumes:
+                return
         if time.monotonic() + (2 * CUT if self.resumes else MARGIN) > self.deadline:
             raise OutOfTimeError
         size, ask = replace(cell.size, lr=lr), cell.ask
