@@ -16,7 +16,7 @@ FILES = sorted((SRC / "onepass").rglob("*.py"))
 # lowers the number. CONTRIBUTING has the rule by which a second way of doing a thing stays
 MOST_LINES = {
     "src/onepass/core": 1730,
-    "src/onepass/ops": 15676,
+    "src/onepass/ops": 15796,
     "src/onepass/fused": 4039,
     "src/onepass/nn": 3703,
     "src/onepass/optim": 1480,
@@ -24,7 +24,7 @@ MOST_LINES = {
     "src/onepass/compat": 1300,
     "src/onepass/doctor": 500,
     "src/onepass/train": 3610,
-    "tests": 25335,
+    "tests": 25349,
     "benchmarks": 5589,
     "research": 2433,
     "examples": 870,

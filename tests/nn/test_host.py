@@ -55,15 +55,15 @@ def test_every_stretch_is_replayed(
 @pytest.mark.usefixtures("host")
 @pytest.mark.parametrize(
     ("name", "causal", "expected"),
-    [("attention", False, (15, 39)), ("attention", True, (16, 39)), ("feed-forward", False, (6, 21)),
+    [("attention", False, (15, 35)), ("attention", True, (16, 37)), ("feed-forward", False, (6, 19)),
      ("feed-forward", True, (6, 20))],
 )  # fmt: skip
 def test_launches(name: str, causal: bool, expected: tuple[int, int]) -> None:
     """Attention forward: norm and scores, two choices of two, two norms, cast, three turns, gates, two attentions.
 
-    Then the addition. Backward: of the addition, three sums, twice queries and keys, three turns, gates, two choices
-    of three, three norms, a sum, two additions. Causal: queries take two launches to choose; keys one for their places.
-    Feed-forward: norm and scores, solve, select in order, norm of the chosen, cast, addition; 15 backward. Causal: two
+    Then the addition. Backward: of the addition, three sums, twice queries and keys, three turns, gates, two choices,
+    three norms, a sum, two additions. Causal: queries take two launches to choose; keys one for their places.
+    Feed-forward: norm and scores, solve, select in order, norm of the chosen, cast, addition; 13 backward. Causal: two
     in place of solve and select.
     """
     layer, x = _layer(name, causal), torch.randn(2, 64, 32, requires_grad=True)

@@ -17,6 +17,8 @@ _SUMS = ("index_ptr g_ptr s_ptr eps_ptr solution_ptr sums_ptr g_row_stride g_col
          "k eps_value")  # fmt: skip
 _CHOSEN = ("index_ptr g_ptr s_ptr eps_ptr solution_ptr q_ptr ds_ptr g_row_stride g_col_stride s_row_stride eps_stride "
            "n_rows n_cols k eps_value")  # fmt: skip
+_ROW = ("index_ptr g_ptr s_ptr eps_ptr mask_ptr solution_ptr ds_ptr deps_ptr g_row_stride g_col_stride s_row_stride "
+        "eps_stride mask_row_stride n_rows n_cols k eps_value")  # fmt: skip
 _INDEXED = {"index_ptr": "*i64", **i32("g_row_stride", "g_col_stride", "k")}
 _FORWARD_SHAPES = (
     ("fp32", 0, 64), ("fp32", 0, 1024), ("fp32", 0, 8192), ("fp32", 0, 16384), ("fp32", 0, 32768), ("bf16", 0, 8192),
@@ -57,17 +59,26 @@ def _kernels() -> Iterator[Kernel]:
             DIVISIBLE, num_warps=plan.warps, max_registers=80,
         )  # fmt: skip
     for k in (8, 64, 2048):
-        block_r, block_k, warps = kernels_chosen.shape_of_sums(k)
+        block_r, block_k, warps = kernels_chosen.shape_of_chosen(k)
         yield Kernel(
             f"soft_topk sums of {k} chosen", lambda: kernels_chosen.sums_kernel, signature(_SUMS, "fp32") | _INDEXED,
             {"eps_ptr": None, "KIND": 0, "BLOCK_R": block_r, "BLOCK_K": block_k}, DIVISIBLE, num_warps=warps,
             max_registers=64, vector_loads=False,
         )  # fmt: skip
-    yield Kernel(
-        "soft_topk chosen", lambda: kernels_chosen.chosen_kernel, signature(_CHOSEN, "fp32") | _INDEXED,
-        {"eps_ptr": None, "KIND": 0, "BLOCK": kernels_chosen.BLOCK}, DIVISIBLE, num_warps=8, max_registers=72,
-        vector_loads=False,
-    )  # fmt: skip
+        yield Kernel(
+            f"soft_topk {k} chosen", lambda: kernels_chosen.chosen_kernel, signature(_CHOSEN, "fp32") | _INDEXED,
+            {"eps_ptr": None, "KIND": 0, "BLOCK_R": block_r, "BLOCK_K": block_k}, DIVISIBLE, num_warps=warps,
+            max_registers=72, vector_loads=False,
+        )  # fmt: skip
+    for cols, k in ((64, 8), (1024, 64), (32768, 2048)):
+        plan = kernels_rows.shape(1 << 16, cols, kernels_rows.HALF_PER_WARP, kernels_chosen.LONGEST)
+        yield Kernel(
+            f"soft_topk {k} chosen of {plan.block_r}x{cols}", lambda: kernels_chosen.row_kernel,
+            signature(_ROW, "fp32") | _INDEXED,
+            {"eps_ptr": None, "mask_ptr": None, "KIND": 0, "NEED_S": True, "NEED_EPS": False, "BLOCK_R": plan.block_r,
+             "BLOCK_C": cols, "BLOCK_K": kernels_chosen.chosen_at_a_time(plan, k), "VEC": 16}, DIVISIBLE,
+            num_warps=plan.warps, max_registers=80,
+        )  # fmt: skip
     block, warps, per_sm = kernels_triton.TEAM
     team = {"TEAM": 64, "WIDTH": 256, "BLOCK_R": 1, "BLOCK_C": block}
     for kind in (0, 1):

@@ -184,23 +184,26 @@ def test_backward_of_long_rows_in_chunks(kind: str, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.interpret
 @pytest.mark.parametrize("longest", [256, 4096])
-@pytest.mark.parametrize("k", [3, 1500])
+@pytest.mark.parametrize(("n", "k"), [(2100, 3), (2100, 1500), (70, 50)])
 @ALL_KINDS
-def test_gradients_of_chosen_entries_alone(kind: str, k: int, longest: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_of_chosen_entries_alone(
+    kind: str, n: int, k: int, longest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """They are the gradients of rows that are 0 elsewhere."""
-    from onepass.ops.soft_topk import kernels_backward, op
+    from onepass.ops.soft_topk import kernels_backward, kernels_chosen, op
 
-    monkeypatch.setattr(kernels_backward, "LONGEST", longest)
+    for kernels in (kernels_backward, kernels_chosen):
+        monkeypatch.setattr(kernels, "LONGEST", longest)
     _short_chunks(monkeypatch)
-    s, eps = torch.randn(3, 2100), torch.tensor([0.3, 0.5, 0.1])
+    s, eps = torch.randn(3, n), torch.tensor([0.3, 0.5, 0.1])
     s[1, 7] = math.inf
-    mask = torch.arange(2100) % 50 != 9
+    mask = torch.arange(n) % 50 != 9
     number = KINDS.index(kind)
     _, state = op.forward(s, None, eps, mask, float(k), 0.0, number)
     indices = s.masked_fill(~mask, -math.inf).topk(k).indices
     indices[2, k // 2 :] = -1
     g = torch.randn(k, 3).t()
-    gy = torch.zeros(3, 2100).scatter_(1, indices.clamp(min=0), torch.where(indices >= 0, g, 0.0))
+    gy = torch.zeros(3, n).scatter_(1, indices.clamp(min=0), torch.where(indices >= 0, g, 0.0))
     gy[2].scatter_(0, indices[2, : k // 2], g[2, : k // 2])
     actual = op.backward_chosen(g, indices, s, state, eps, mask, 0.0, number, True, True)
     ds, _, deps = op.backward(gy, s, state, None, eps, mask, 0.0, number, True, False, True)

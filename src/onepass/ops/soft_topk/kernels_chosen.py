@@ -1,46 +1,163 @@
 """Triton backward of soft_topk where only some entries of a row have an upstream gradient, as the chosen ones of topk.
 
 No row of gy is stored or read: Σ gy·w is a sum over the chosen entries, -q·w/eps goes to the whole row, and then the
-chosen entries get their own gradient.
+chosen entries get their own gradient. One launch does so for rows that a program holds.
 """
 
 from __future__ import annotations
 
+import math
+from typing import Any, NamedTuple
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from onepass.core.launch import cdiv, device_guard, launch, next_power_of_2
 from onepass.ops._shared.kernels_gates import gates_and_slopes, offsets
-from onepass.ops._shared.kernels_rows import load_option, pair_sum, scratch, stride, tile_cols, tile_rows, within
+from onepass.ops._shared.kernels_rows import (
+    HALF_PER_WARP,
+    Scores,
+    Shape,
+    load_option,
+    pair_sum,
+    scratch,
+    shape,
+    stride,
+    tile_cols,
+    tile_rows,
+    within,
+)
 
 from . import kernels_backward
+from .kernels_backward import weigh as weigh_row
 
+# longest row that one program holds in registers
+LONGEST = 32768
 # chosen entries of a program at a time, and of a warp
 BLOCK = 1024
-PER_WARP = 256
-SIZES = ("g_row_stride", "g_col_stride", "s_row_stride", "eps_stride", "n_rows", "n_cols", "k")
+CHOSEN_PER_WARP = 256
+SIZES = (
+    "g_row_stride", "g_col_stride", "s_row_stride", "eps_stride", "mask_row_stride", "n_rows", "n_cols", "k",
+)  # fmt: skip
+
+
+class Chosen(NamedTuple):
+    """The chosen entries of rows as functions of the kernels take them."""
+
+    index_ptr: Any  # (n_rows, k) int32 or int64, contiguous: columns, distinct within a row, or -1
+    g_ptr: Any  # (n_rows, k) gradients, any float
+    s_ptr: Any  # (n_rows, n_cols) any float, unit column stride
+    g_row_stride: Any
+    g_col_stride: Any
+    s_row_stride: Any
+    n_rows: Any
+    k: Any
 
 
 @triton.jit
-def weigh(index_ptr, g_ptr, s_ptr, at, rows, here, inside, strides, base, c, eps, KIND: tl.constexpr):
+def solved(solution_ptr, eps_ptr, eps_stride, eps_value, rows, n_rows):
+    """Return base, c and eps of each row."""
+    base = tl.load(solution_ptr + rows * 2, mask=rows < n_rows, other=0.0)
+    c = tl.load(solution_ptr + rows * 2 + 1, mask=rows < n_rows, other=0.0)
+    return base, c, load_option(eps_ptr, eps_stride, eps_value, rows, n_rows)
+
+
+@triton.jit
+def weigh(chosen, rows, here, base, c, eps, KIND: tl.constexpr, BLOCK_R: tl.constexpr):
     """Return columns of chosen entries, which of them exist, their φ', gy·φ', and offsets (0 where φ' is 0)."""
-    index = tl.load(index_ptr + at, mask=inside, other=-1)
+    inside = within(rows, here, chosen.n_rows, chosen.k, BLOCK_R)
+    index = tl.load(chosen.index_ptr + rows * chosen.k + here, mask=inside, other=-1)
     found = index >= 0
-    s = tl.load(s_ptr + rows * strides[2] + index, mask=found, other=-float("inf")).to(tl.float32)
-    g = tl.load(g_ptr + rows * strides[0] + here * strides[1], mask=found, other=0.0).to(tl.float32)
+    s = tl.load(chosen.s_ptr + rows * chosen.s_row_stride + index, mask=found, other=-float("inf")).to(tl.float32)
+    g = chosen.g_ptr + rows * chosen.g_row_stride + here * chosen.g_col_stride
+    g = tl.load(g, mask=found, other=0.0).to(tl.float32)
     x = offsets(s, base, eps) - c
     _, w = gates_and_slopes(x, KIND)
     return index, found, w, tl.where(w > 0, g * w, 0.0), tl.where(w > 0, x, 0.0)
 
 
+@triton.jit
+def sums(chosen, rows, base, c, eps, KIND: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Return Σ gy·w and Σ gy·w·x of each row."""
+    sum_gw = tl.zeros_like(base)
+    sum_gwx = tl.zeros_like(base)
+    for first in range(0, chosen.k, BLOCK_K):
+        _, _, _, gw, x = weigh(chosen, rows, tile_cols(first, BLOCK_R, BLOCK_K), base, c, eps, KIND, BLOCK_R)
+        a, b = pair_sum(gw, gw * x, BLOCK_R)
+        sum_gw += a
+        sum_gwx += b
+    return sum_gw, sum_gwx
+
+
+@triton.jit
+def overwrite(chosen, rows, here, ds_ptr, n_cols, base, c, eps, q, KIND: tl.constexpr, BLOCK_R: tl.constexpr):
+    """Overwrite the gradient of some chosen entries."""
+    index, found, w, gw, _ = weigh(chosen, rows, here, base, c, eps, KIND, BLOCK_R)
+    ds = (gw - q * w) * (1.0 / eps)
+    tl.store(ds_ptr + rows * n_cols + index, ds.to(ds_ptr.dtype.element_ty), mask=found)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def row_kernel(
+    index_ptr,  # as in Chosen
+    g_ptr,
+    s_ptr,
+    eps_ptr,  # (n_rows,) any float, or None
+    mask_ptr,  # (n_rows, n_cols) uint8, unit column stride, or None
+    solution_ptr,  # (n_rows, 2) fp32: base and c
+    ds_ptr,  # (n_rows, n_cols) like s, contiguous
+    deps_ptr,  # (n_rows,) fp32
+    g_row_stride,
+    g_col_stride,
+    s_row_stride,
+    eps_stride,
+    mask_row_stride,
+    n_rows,
+    n_cols,
+    k,
+    eps_value,
+    KIND: tl.constexpr,
+    NEED_S: tl.constexpr,
+    NEED_EPS: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    VEC: tl.constexpr,
+):
+    """Whole rows: the sums, the row, then its chosen entries."""
+    s_row_stride *= VEC
+    n_cols *= VEC
+    scores = Scores(s_ptr, mask_ptr, s_row_stride, mask_row_stride * VEC, n_rows, n_cols)
+    chosen = Chosen(index_ptr, g_ptr, s_ptr, g_row_stride, g_col_stride, s_row_stride, n_rows, k)
+    rows = tile_rows(BLOCK_R)
+    base, c, eps = solved(solution_ptr, eps_ptr, eps_stride, eps_value, rows, n_rows)
+    cols = tile_cols(0, BLOCK_R, BLOCK_C)
+    w, _, x = weigh_row(scores, None, rows, cols, 0, base, c, eps, KIND, BLOCK_R)
+    sum_w, sum_wx = pair_sum(w, w * x, BLOCK_R)
+    sum_gw, sum_gwx = sums(chosen, rows, base, c, eps, KIND, BLOCK_R, BLOCK_K)
+    q = tl.where(sum_w == 0, 0.0, sum_gw / sum_w)
+    if NEED_EPS:
+        tl.store(deps_ptr + rows, (q * sum_wx - sum_gwx) / eps, mask=rows < n_rows)
+    if NEED_S:
+        ds = -q * w * (1.0 / eps)
+        inside = within(rows, cols, n_rows, n_cols, BLOCK_R)
+        tl.store(ds_ptr + rows * n_cols + cols, ds.to(ds_ptr.dtype.element_ty), mask=inside)
+        # the stores of the chosen entries come after the row's
+        tl.debug_barrier()
+        for first in range(0, k, BLOCK_K):
+            here = tile_cols(first, BLOCK_R, BLOCK_K)
+            overwrite(chosen, rows, here, ds_ptr, n_cols, base, c, eps, q, KIND, BLOCK_R)
+
+
 @triton.jit(do_not_specialize=SIZES)
 def sums_kernel(
-    index_ptr,  # (n_rows, k) int32 or int64, contiguous: columns, distinct within a row, or -1
-    g_ptr,  # (n_rows, k) gradients of the chosen entries, any float
-    s_ptr,  # (n_rows, n_cols) any float, unit column stride
-    eps_ptr,  # (n_rows,) any float, or None
-    solution_ptr,  # (n_rows, 2) fp32: base and c
+    index_ptr,  # as for row_kernel
+    g_ptr,
+    s_ptr,
+    eps_ptr,
+    solution_ptr,
     sums_ptr,  # (n_rows, 2) fp32: Σ gy·w, Σ gy·w·x
     g_row_stride,
     g_col_stride,
@@ -53,36 +170,24 @@ def sums_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Whole rows: the sums over their chosen entries."""
+    """Long rows, first launch: the sums over their chosen entries."""
+    chosen = Chosen(index_ptr, g_ptr, s_ptr, g_row_stride, g_col_stride, s_row_stride, n_rows, k)
     rows = tile_rows(BLOCK_R)
-    in_rows = rows < n_rows
-    eps = load_option(eps_ptr, eps_stride, eps_value, rows, n_rows)
-    base = tl.load(solution_ptr + rows * 2, mask=in_rows, other=0.0)
-    c = tl.load(solution_ptr + rows * 2 + 1, mask=in_rows, other=0.0)
-    sum_gw = tl.zeros_like(base)
-    sum_gwx = tl.zeros_like(base)
-    for first in range(0, k, BLOCK_K):
-        here = tile_cols(first, BLOCK_R, BLOCK_K)
-        _, _, _, gw, x = weigh(
-            index_ptr, g_ptr, s_ptr, rows * k + here, rows, here, within(rows, here, n_rows, k, BLOCK_R),
-            (g_row_stride, g_col_stride, s_row_stride), base, c, eps, KIND,
-        )  # fmt: skip
-        a, b = pair_sum(gw, gw * x, BLOCK_R)
-        sum_gw += a
-        sum_gwx += b
-    tl.store(sums_ptr + rows * 2, sum_gw, mask=in_rows)
-    tl.store(sums_ptr + rows * 2 + 1, sum_gwx, mask=in_rows)
+    base, c, eps = solved(solution_ptr, eps_ptr, eps_stride, eps_value, rows, n_rows)
+    sum_gw, sum_gwx = sums(chosen, rows, base, c, eps, KIND, BLOCK_R, BLOCK_K)
+    tl.store(sums_ptr + rows * 2, sum_gw, mask=rows < n_rows)
+    tl.store(sums_ptr + rows * 2 + 1, sum_gwx, mask=rows < n_rows)
 
 
 @triton.jit(do_not_specialize=SIZES)
 def chosen_kernel(
-    index_ptr,  # as for sums_kernel
+    index_ptr,  # as for row_kernel
     g_ptr,
     s_ptr,
     eps_ptr,
     solution_ptr,
     q_ptr,  # (n_rows,) fp32: Σ gy·w / Σ w
-    ds_ptr,  # (n_rows, n_cols) like s, contiguous
+    ds_ptr,
     g_row_stride,
     g_col_stride,
     s_row_stride,
@@ -92,28 +197,27 @@ def chosen_kernel(
     k,
     eps_value,
     KIND: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):
-    """Overwrite the gradient of the chosen entries."""
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    row = at // k
-    inside = row < n_rows
-    eps = load_option(eps_ptr, eps_stride, eps_value, row, n_rows)
-    base = tl.load(solution_ptr + row * 2, mask=inside, other=0.0)
-    c = tl.load(solution_ptr + row * 2 + 1, mask=inside, other=0.0)
-    q = tl.load(q_ptr + row, mask=inside, other=0.0)
-    index, found, w, gw, _ = weigh(
-        index_ptr, g_ptr, s_ptr, at, row, at - row * k, inside, (g_row_stride, g_col_stride, s_row_stride), base, c,
-        eps, KIND,
-    )  # fmt: skip
-    ds = (gw - q * w) * (1.0 / eps)
-    tl.store(ds_ptr + row * n_cols + index, ds.to(ds_ptr.dtype.element_ty), mask=found)
+    """Long rows, last launch: their chosen entries."""
+    chosen = Chosen(index_ptr, g_ptr, s_ptr, g_row_stride, g_col_stride, s_row_stride, n_rows, k)
+    rows = tile_rows(BLOCK_R)
+    here = tile_cols(tl.program_id(1) * BLOCK_K, BLOCK_R, BLOCK_K)
+    base, c, eps = solved(solution_ptr, eps_ptr, eps_stride, eps_value, rows, n_rows)
+    q = tl.load(q_ptr + rows, mask=rows < n_rows, other=0.0)
+    overwrite(chosen, rows, here, ds_ptr, n_cols, base, c, eps, q, KIND, BLOCK_R)
 
 
-def shape_of_sums(k: int) -> tuple[int, int, int]:
-    """Return rows and entries of a program of sums_kernel, and its warps, by k alone: so are a row's bits."""
+def shape_of_chosen(k: int) -> tuple[int, int, int]:
+    """Return rows and entries of a program that handles chosen entries alone, and its warps, by k alone."""
     block_k = min(BLOCK, max(8, next_power_of_2(k)))
-    return max(1, PER_WARP // 2 // block_k), block_k, max(1, block_k // PER_WARP)
+    return max(1, CHOSEN_PER_WARP // 2 // block_k), block_k, max(1, block_k // CHOSEN_PER_WARP)
+
+
+def chosen_at_a_time(plan: Shape, k: int) -> int:
+    """Return the chosen entries that a program of row_kernel handles at a time."""
+    return max(16, min(BLOCK, CHOSEN_PER_WARP * plan.warps // plan.block_r, next_power_of_2(k)))
 
 
 def backward(
@@ -125,22 +229,38 @@ def backward(
     g (rows, k) has any strides, indices (rows, k) are contiguous, s (rows, n) has unit column stride. A given ds,
     contiguous, is written to.
     """
-    n_rows, k = indices.shape
-    sums = scratch(s, n_rows, 2)
+    (n_rows, n_cols), k = s.shape, indices.shape[1]
+    if ds is None:
+        ds = torch.empty((n_rows, n_cols) if need_s else (0,), dtype=s.dtype, device=s.device)
+    if not s.numel():
+        return ds, scratch(s, n_rows if need_eps else 0, 1).zero_()
+    plan = shape(n_rows, n_cols, HALF_PER_WARP, LONGEST)
     strides = (*g.stride(), s.stride(0), stride(eps))
     with device_guard(s):
-        if s.numel():
-            block_r, block_k, warps = shape_of_sums(k)
+        if plan.splits == 1:
+            deps = scratch(s, n_rows if need_eps else 0, 1)
+            vec = math.gcd(16, n_cols, s.stride(0), stride(mask))
+            row_strides = (s.stride(0) // vec, stride(eps), stride(mask) // vec)
             launch(
-                sums_kernel, (cdiv(n_rows, block_r), 1, 1), (indices, g, s, eps, solution, sums),
-                (*strides, n_rows, k, eps_value), (kind, block_r, block_k), num_warps=warps,
+                row_kernel, (plan.programs, 1, 1), (indices, g, s, eps, mask, solution, ds, deps),
+                (*g.stride(), *row_strides, n_rows, n_cols // vec, k, eps_value),
+                (kind, need_s, need_eps, plan.block_r, plan.block_c, chosen_at_a_time(plan, k), vec),
+                num_warps=plan.warps,
             )  # fmt: skip
+            return ds, deps
+        block_r, block_k, warps = shape_of_chosen(k)
+        programs = cdiv(n_rows, block_r)
+        of_chosen = scratch(s, n_rows, 2)
+        launch(
+            sums_kernel, (programs, 1, 1), (indices, g, s, eps, solution, of_chosen),
+            (*strides, n_rows, k, eps_value), (kind, block_r, block_k), num_warps=warps,
+        )  # fmt: skip
         ds, q, deps = kernels_backward.backward(
-            None, s, solution, eps, mask, eps_value, kind, need_s, need_eps, ds, sums
+            None, s, solution, eps, mask, eps_value, kind, need_s, need_eps, ds, of_chosen
         )
-        if s.numel() and need_s:
+        if need_s:
             launch(
-                chosen_kernel, (cdiv(n_rows * k, BLOCK), 1, 1), (indices, g, s, eps, solution, q, ds),
-                (*strides, n_rows, s.shape[1], k, eps_value), (kind, BLOCK), num_warps=8,
+                chosen_kernel, (programs, cdiv(k, block_k), 1), (indices, g, s, eps, solution, q, ds),
+                (*strides, n_rows, n_cols, k, eps_value), (kind, block_r, block_k), num_warps=warps,
             )  # fmt: skip
     return ds, deps
