@@ -287,12 +287,13 @@ def test_short_runs_decide_which_widths_get_long_ones() -> None:
         (200, dim, arm) for arm in records.ARMS for dim in (2, 3)
     ]  # fmt: skip
     runs[200.0] += [made(200, 2, "learned", 0.5), made(200, 3, "learned", 0.4), made(200, 2, "dense", 0.41)]
+    runs[200.0].append(made(200, 3, "dense", 0.42))
     asked = [one for one in envelope.plan(runs, records.ARMS, (8192,), ("causal",), rates) if one.budget > 60]
     assert [(one.budget, one.dim, one.arm, one.seed) for one in asked[4:]] == [
-        (200, 3, "learned", 1), (200, 2, "dense", 1), (600, 3, "learned", 0), (600, 2, "dense", 0),
+        (200, 3, "learned", 1), (200, 2, "dense", 1), (600, 3, "learned", 0), (600, 3, "dense", 0),
     ]  # fmt: skip
     assert "| next byte | 8,192 | 200 | 0.4000 (3) | 0.4100 (2) |" in envelope_report.table(runs)
-    runs = {**runs, 60.0: [made(60, dim, "dense", at) for dim, at in ((1, 1.7), (2, 0.7), (3, math.nan))]}
+    runs = {**runs, 60.0: [made(60, dim, "dense", at) for dim, at in ((1, 1.8), (2, 0.7), (3, math.nan))]}
     asked = list(envelope.plan(runs, ("dense",), (8192,), ("causal",), rates))
     assert [(one.budget, one.dim) for one in asked if not one.rates] == [(60, 2), (200, 2), (600, 2)]
 

@@ -70,9 +70,10 @@ def plan(
                 if arm == HYBRID and (task == "masked" or budget == BUDGETS[-1]):
                     continue
                 dims = sorted(rates) if not number else best(runs[BUDGETS[number - 1]], task, n, arm)
+                if budget == BUDGETS[-1]:
+                    dims = level(runs[BUDGETS[number - 1]], task, n, arm)
+                dims = [dim for dim in dims if not far(runs[BUDGETS[0]], task, n, arm, dim)]
                 for dim in dims[: 1 if number and arm == HYBRID else WIDTHS[number]]:
-                    if far(runs[BUDGETS[0]], task, n, arm, dim):
-                        continue
                     if not number and n == lengths[0]:
                         yield Run(budget, task, n, dim, arm, rates=rates[dim])
                         yield from further(runs[budget], Run(budget, task, n, dim, arm))
@@ -91,29 +92,36 @@ def further(runs: Sequence[Record], run: Run) -> Iterator[Run]:
             yield run._replace(rates=(found / 2 if found == lowest else 2 * found,))
 
 
-def far(runs: Sequence[Record], task: str, n: int, arm: str, dim: int) -> bool:
-    """Return whether a width's first run was more than `FAR` behind the best of its arm: it gets no more time."""
-    bits = {run["dim"]: run["final"]["bits"] for run in runs if _of(run, task, n, arm) and run["seed"] == 0}
-    good = [there for there in bits.values() if math.isfinite(there)]
-    return dim in bits and bool(good) and not bits[dim] - min(good) < FAR
+def first(runs: Sequence[Record], task: str, n: int, arm: str) -> dict[int, float]:
+    """Return the bits of the first seed of each width of an arm; infinite where they are no number."""
+    some = [run for run in runs if _of(run, task, n, arm) and run["seed"] == 0]
+    return {r["dim"]: r["final"]["bits"] if math.isfinite(r["final"]["bits"]) else math.inf for r in some}
 
 
 def best(runs: Sequence[Record], task: str, n: int, arm: str) -> list[int]:
     """Return the widths of an arm's first runs, the best first."""
-    bits = {run["dim"]: run["final"]["bits"] for run in runs if _of(run, task, n, arm) and run["seed"] == 0}
-    return sorted(bits, key=lambda dim: bits[dim] if math.isfinite(bits[dim]) else math.inf)
+    bits = first(runs, task, n, arm)
+    return sorted(bits, key=lambda dim: bits[dim])
+
+
+def level(runs: Sequence[Record], task: str, n: int, arm: str) -> list[int]:
+    """Return the widths within `LEVEL` of an arm's best, the widest first: it gains the most from more time."""
+    bits = first(runs, task, n, arm)
+    return sorted((dim for dim in bits if bits[dim] < min(bits.values()) + LEVEL), reverse=True)
+
+
+def far(runs: Sequence[Record], task: str, n: int, arm: str, dim: int) -> bool:
+    """Return whether a width's first run was more than `FAR` behind the best of its arm: it gets no more time."""
+    bits = first(runs, task, n, arm)
+    return dim in bits and bits[dim] > min(bits.values()) + FAR
 
 
 def again(runs: Sequence[Record], budget: float, task: str, n: int, arms: Sequence[str]) -> Iterator[Run]:
     """Yield a second seed for the best of two arms that lie within `LEVEL`."""
-    leaders = [(arm, dims[0]) for arm in arms if (dims := best(runs, task, n, arm))]
-    bits = {
-        arm: min(r["final"]["bits"] for r in runs if _of(r, task, n, arm) and r["dim"] == dim and r["seed"] == 0)
-        for arm, dim in leaders
-    }
-    for arm, dim in leaders:
-        if any(other != arm and abs(bits[other] - bits[arm]) < LEVEL for other in bits):
-            yield Run(budget, task, n, dim, arm, seed=1)
+    bits = {arm: found for arm in arms if (found := first(runs, task, n, arm))}
+    for arm, found in bits.items():
+        if any(other != arm and abs(min(bits[other].values()) - min(found.values())) < LEVEL for other in bits):
+            yield Run(budget, task, n, min(found, key=lambda dim: found[dim]), arm, seed=1)
 
 
 def _of(run: Record, task: str, n: int, arm: str) -> bool:
