@@ -24,9 +24,9 @@ MOST_LINES = {
     "src/onepass/compat": 1300,
     "src/onepass/doctor": 500,
     "src/onepass/train": 3610,
-    "tests": 25349,
+    "tests": 25352,
     "benchmarks": 5589,
-    "research": 2433,
+    "research": 2441,
     "examples": 870,
 }
 
