@@ -16,15 +16,15 @@ FILES = sorted((SRC / "onepass").rglob("*.py"))
 # lowers the number. CONTRIBUTING has the rule by which a second way of doing a thing stays
 MOST_LINES = {
     "src/onepass/core": 1730,
-    "src/onepass/ops": 15796,
+    "src/onepass/ops": 15805,
     "src/onepass/fused": 4039,
-    "src/onepass/nn": 3703,
+    "src/onepass/nn": 3763,
     "src/onepass/optim": 1480,
     "src/onepass/swapping": 805,
     "src/onepass/compat": 1300,
     "src/onepass/doctor": 500,
     "src/onepass/train": 3610,
-    "tests": 25352,
+    "tests": 25387,
     "benchmarks": 5589,
     "research": 2441,
     "examples": 870,

@@ -19,8 +19,18 @@ from torch.nn.parallel import DistributedDataParallel
 import onepass
 from nn.layers import first
 from onepass.core.launch import INTERPRET
-from onepass.nn import RMSNorm, Routed, RoutedAttention, RoutedBlock, RoutedFeedForward, Router, WeightedSum
-from sharded.compare import R, case, in_shards, many, mesh, placed, same_layer, tolerance, whole, wide
+from onepass.nn import (
+    LocalAttention,
+    RMSNorm,
+    Routed,
+    RoutedAttention,
+    RoutedBlock,
+    RoutedCrossAttention,
+    RoutedFeedForward,
+    Router,
+    WeightedSum,
+)
+from sharded.compare import R, case, compare, in_shards, many, mesh, placed, same_layer, tolerance, whole, wide
 from sharded.processes import device_type
 
 DIM = 16
@@ -72,6 +82,31 @@ def _(masked: bool) -> None:
     same_layer(_feed_forward(), x, mask, on, [Shard(0), Shard(1)])
     same_layer(_feed_forward(), x, None, on, [R, Shard(1)])
     same_layer(ATTENTIONS["block"](), x, None, on, [Shard(0), Shard(1)])
+
+
+@many("each process has whole rows", {"layer": ["feed-forward", "attention", "causal block"], "rows": [5, 1]})
+def _(layer: str, rows: int) -> None:
+    x = wide(rows, 20, DIM).to(device_type())
+    mask = torch.rand(rows, 20, device=x.device) < 0.7
+    make = {**LAYERS, **ATTENTIONS}[layer]
+    same_layer(make(), x, mask, mesh(), [Shard(0)])
+    same_layer(make(), x, None, mesh(), [Shard(0)], in_shards)
+    same_layer(make(), x, None, mesh(), [R])
+
+
+@many("other attentions", {"name": ["local", "cross"], "dim": [0, 1]})
+def _(name: str, dim: int) -> None:
+    """Where their keys begin and end are plain tensors, made on each process."""
+    sizes = {"heads": 2, "dim_head": 8}
+    layer = LocalAttention(DIM, window=4, **sizes) if name == "local" else RoutedCrossAttention(DIM, 4, 8, **sizes)
+    weights = dict(layer.double().named_parameters())
+
+    def call(x: Tensor, *given: Tensor) -> Any:
+        args = (x,) if name == "local" else (x, x)
+        return torch.func.functional_call(layer, dict(zip(weights, given, strict=True)), args)
+
+    given = [p.detach() for p in weights.values()]
+    compare(call, [wide(4, 20, DIM), *given], [[Shard(dim)], *([[R]] * len(given))])
 
 
 @case("weights in shards")

@@ -23,7 +23,7 @@ from .explore import explore
 from .feed_forward import branch_dtype, has_no_overrides
 from .local_attention import LocalAttention, check_heads
 from .norm import RMSNorm
-from .over_sequence import Door, sequence_axis
+from .over_sequence import Door, is_dtensor, sequence_axis, whole_rows
 from .packed import packed
 from .router import NORM_EPS, Router, RouterOutput, asked
 
@@ -197,6 +197,8 @@ class RoutedAttention(nn.Module):
             door = Door(self, x, axis, mask)
             y, found = door.fused(self, door.tokens)
             return (door.leave(y), AttentionRouting(*map(door.routing, found))) if return_routing else door.leave(y)
+        elif is_dtensor(x) and cache is None:
+            return whole_rows(self, x, mask, return_routing)  # type: ignore[no-any-return]
         else:
             y, routing = self._composed(x, mask, cache)
             y = explore(y, x, self.router_q, self.k_q, mask).view(x.shape)

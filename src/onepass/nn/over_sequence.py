@@ -1,7 +1,8 @@
-"""Routed layers over a sequence that is spread over devices: DTensors at the door, plain tensors inside.
+"""Routed layers of DTensors: these stay at the door, plain tensors are inside.
 
-`Door` takes the tokens and all weights out of their DTensors, once for a layer or block. The layer then runs as on one
-device, in its fused form with a `Row`; `routed_over_sequence` composes branches that have none.
+`whole_rows` runs a layer on the rows that a device has. Where the tokens of a row are spread over devices, `Door` takes
+them and all weights out of their DTensors, once for a layer or block. The layer then runs as on one device, in its
+fused form with a `Row`; `Routed` composes branches that have none.
 """
 
 from __future__ import annotations
@@ -25,6 +26,12 @@ from .padding import check_bounds, check_mask
 
 # the calls of a layer that its devices have agreed on
 _agreed: WeakKeyDictionary[nn.Module, set[Any]] = WeakKeyDictionary()
+
+
+def is_dtensor(x: Tensor) -> bool:
+    """Return whether x is a DTensor, without importing torch.distributed for others."""
+    tensors = sys.modules.get("torch.distributed.tensor")
+    return tensors is not None and isinstance(x, tensors.DTensor)
 
 
 def sequence_axis(x: Tensor) -> int | None:
@@ -100,7 +107,7 @@ class Door:
         if not self.here:
             self.tokens = F.pad(self.tokens, (0, 0, 0, 1))
             self.mask = None if self.mask is None else F.pad(self.mask, (0, 1))
-        self._open([p for p in weights if isinstance(p, DTensor)])
+        self._weights = opened(self.name, self.mesh, self.placements, weights)
 
     def _agree(self, module: nn.Module, mask: Any, weights: list[nn.Parameter]) -> None:
         """Raise an error on every device if one has another call than the others, where such a call is new here.
@@ -143,22 +150,6 @@ class Door:
         if mask is not None and not isinstance(mask, (self._dtensor, Bounds)):
             raise TypeError(f"{self.name}: mask must be a DTensor beside a DTensor x; use distribute_tensor")
         agreed.add(seen)
-
-    def _open(self, parameters: list[Any]) -> None:
-        """Take weights out of their DTensors; their gradients are summed over all parts of x by one all-reduce."""
-        self._weights: dict[int, Tensor] = {}
-        learn = {}
-        for p in parameters:
-            if p.device_mesh != self.mesh:
-                raise ValueError(f"{self.name}: weights are on {p.device_mesh} but x is on {self.mesh}; use one mesh")
-            if p.requires_grad and torch.is_grad_enabled():
-                learn[id(p)] = p
-            else:
-                self._weights[id(p)] = _local(_whole(p))
-        if learn:
-            groups = [self.mesh.get_group(i) for i, p in enumerate(self.placements) if p.is_shard()]
-            opened = _Opened.apply(groups, *learn.values())  # type: ignore[no-untyped-call]
-            self._weights.update(zip(learn, opened, strict=True))
 
     def weight(self, parameter: Any) -> Any:
         """Return a whole parameter; its gradient is this device's part of a sum.
@@ -225,6 +216,70 @@ class Door:
             return t  # type: ignore[no-any-return]
         whole = t.redistribute(placements=self.everywhere)
         return whole.to_local(grad_placements=self._of_choices) if t.is_floating_point() else whole.to_local()  # type: ignore[no-any-return]
+
+
+def whole_rows(layer: nn.Module, x: Any, mask: Any, return_routing: bool) -> Any:
+    """Return layer(x, mask) for a DTensor x (batch, n, dim): each device computes the rows that it has.
+
+    Other placements than Replicate and those of the batch are redistributed, as for torch's own operators.
+    """
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    name, mesh, batch = type(layer).__name__, x.device_mesh, x.shape[0]
+    placements = tuple(p if type(p) is Shard and p.dim == 0 else Replicate() for p in x.placements)
+    if mask is not None and not isinstance(mask, DTensor):
+        raise TypeError(f"{name}: mask must be a DTensor beside a DTensor x; use distribute_tensor")
+    check_mask(name, x, mask)
+    tokens = x.redistribute(placements=placements).to_local(grad_placements=placements)
+    real = None if mask is None else mask.redistribute(placements=placements).to_local()
+    here = tokens.shape[0]
+    if not here:
+        # a row of zeros, so that all devices have gradients of the same weights
+        tokens = F.pad(tokens, (0, 0, 0, 0, 0, 1))
+        real = None if real is None else F.pad(real, (0, 0, 0, 1))
+    weights = opened(name, mesh, placements, _parameters(layer))
+    plain = {f"layer.{n}": weights.get(id(p), p) for n, p in layer.named_parameters()}
+
+    def leave(found: Any) -> Any:
+        if not isinstance(found, Tensor):
+            return found._make(map(leave, found))
+        found = found[:here].contiguous()
+        shape = torch.Size((batch, *found.shape[1:]))
+        return DTensor.from_local(found, mesh, placements, run_check=False, shape=shape, stride=found.stride())
+
+    y, routing = functional_call(_Forward(layer), plain, (tokens, real))
+    return (leave(y), leave(routing)) if return_routing else leave(y)
+
+
+class _Forward(nn.Module):
+    """A layer's own forward: its hooks see what it is called with, DTensors."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor, mask: Tensor | None) -> Any:
+        return self.layer.forward(x, mask, return_routing=True)
+
+
+def opened(name: str, mesh: Any, placements: Any, parameters: list[Any]) -> dict[int, Tensor]:
+    """Return weights of DTensors as plain tensors, by id; their gradients are summed over all parts of x at once."""
+    from torch.distributed.tensor import DTensor
+
+    found: dict[int, Tensor] = {}
+    learn = {}
+    for p in (p for p in parameters if isinstance(p, DTensor)):
+        if p.device_mesh != mesh:
+            raise ValueError(f"{name}: weights are on {p.device_mesh} but x is on {mesh}; use one mesh")
+        if p.requires_grad and torch.is_grad_enabled():
+            learn[id(p)] = p
+        else:
+            found[id(p)] = _local(_whole(p))
+    if learn:
+        groups = [mesh.get_group(i) for i, p in enumerate(placements) if p.is_shard()]
+        plain = _Opened.apply(groups, *learn.values())  # type: ignore[no-untyped-call]
+        found.update(zip(learn, plain, strict=True))
+    return found
 
 
 def _parameters(module: nn.Module) -> list[nn.Parameter]:

@@ -22,7 +22,7 @@ from .causal import CausalRouter
 from .count import check_count, check_flag, check_number, check_size
 from .explore import explore, explore_part
 from .feed_forward import FeedForward, branch_dtype, has_no_overrides
-from .over_sequence import Bounds, Door, sequence_axis, travel
+from .over_sequence import Bounds, Door, is_dtensor, sequence_axis, travel, whole_rows
 from .packed import packed
 from .padding import zero_padding
 from .router import NORM_EPS, Router, RouterOutput, asked
@@ -280,10 +280,13 @@ class RoutedFeedForward(Routed):
             y, routing = self._cached(x, mask, cache)
             return (y, routing) if return_routing else y
         dtype = self._fused_dtype(x, mask)
-        if dtype is None and (axis := sequence_axis(x)) is not None and self._fused_dtype(x, mask, spread=True):
+        axis = sequence_axis(x) if dtype is None else None
+        if axis is not None and self._fused_dtype(x, mask, spread=True):
             door = Door(self, x, axis, mask)
             y, routing = door.fused(self, door.tokens)
             return (door.leave(y), door.routing(routing)) if return_routing else door.leave(y)
+        if axis is None and x.dim() == 3 and is_dtensor(x):
+            return whole_rows(self, x, mask, return_routing)  # type: ignore[no-any-return]
         if dtype is None:
             x = x if isinstance(mask, Bounds) else zero_padding("RoutedFeedForward", x, mask)
             return super().forward(x, mask, return_routing)

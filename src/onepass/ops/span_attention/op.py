@@ -49,8 +49,17 @@ def checked_spans(
         arguments.boolean(op, mask, "may be seen")
         if mask.shape != k.shape[:2]:
             raise ValueError(f"{op}: mask must be (batch, keys) = {tuple(k.shape[:2])}, got {tuple(mask.shape)}")
-    first, last = (t if t.dim() == 2 else t[None] for t in (first, last))
-    return first.to(torch.int32), last.to(torch.int32)
+    first, last = ((t if t.dim() == 2 else t[None]).to(torch.int32) for t in (first, last))
+    return _beside(q, first), _beside(q, last)
+
+
+def _beside(q: Any, t: Any) -> Tensor:
+    """Return positions that are a plain tensor, whole on every device, as a DTensor beside a DTensor q."""
+    if not hasattr(q, "to_local") or hasattr(t, "to_local"):
+        return t  # type: ignore[no-any-return]
+    from torch.distributed.tensor import DTensor, Replicate
+
+    return DTensor.from_local(t, q.device_mesh, [Replicate()] * q.device_mesh.ndim, run_check=False)
 
 
 def checked_scale(op: str, scale: float | None, width: int) -> float:
