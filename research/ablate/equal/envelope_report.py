@@ -19,6 +19,7 @@ from research.ablate.equal.records import NAMES, Record
 from research.ablate.tables import spread
 
 LABELS = {"learned": "routed", "dense": "dense", "hybrid": "gated delta net"}
+RANGE = 1.2  # bits above the lowest that a panel shows
 Rows = dict[float, list[Record]]
 
 
@@ -114,7 +115,7 @@ def png(rows: Rows) -> bytes:
     chart = Figure(figsize=(5.0 * len(panels), 3.8), layout="constrained")
     axes = chart.subplots(1, len(panels), squeeze=False)[0]
     for axis, (task, n) in zip(axes, panels, strict=True):
-        last, begin = [], []
+        last = []
         for arm, label in LABELS.items():
             for run in (r for some in rows.values() for r in some if r["kind"] == "run"):
                 if (run["task"], run["n"], run["arm"]) == (task, n, arm):
@@ -124,13 +125,12 @@ def png(rows: Rows) -> bytes:
                     axis.plot(*curve, color=COLOURS[arm], linewidth=0.6, alpha=0.35)
                     if curve.size and np.isfinite(curve[1]).all():
                         last.append(curve[1].min())
-                        begin.append(curve[1][len(curve[1]) // 4])
             best = [(found[arm][0]["seconds"], found[arm][0]["final"]["bits"]) for budget in rows
                     if arm in (found := leaders(rows, budget, task, n))]  # fmt: skip
             if best and all(math.isfinite(bits) for _, bits in best):
                 axis.plot(*zip(*best, strict=True), color=COLOURS[arm], linewidth=2, marker="o", label=f"best {label}")
         if last:
-            axis.set_ylim(min(last) - 0.05, max(begin) + 0.05)
+            axis.set_ylim(min(last) - 0.05, min(last) + RANGE)
         axis.set_xscale("log")
         axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 6)))
         axis.xaxis.set_major_formatter("{x:g}")
