@@ -140,6 +140,15 @@ def test_hooks() -> None:
     assert "added" not in all_of_them()
 
 
+def test_nothing_warns(recwarn: pytest.WarningsRecorder) -> None:
+    torch.set_warn_always(True)
+    try:
+        onepass.swap(nn.Sequential(nn.LayerNorm(16), nn.RMSNorm(16)))
+    finally:
+        torch.set_warn_always(False)
+    assert not [str(w.message) for w in recwarn]
+
+
 def test_the_check_leaves_no_trace() -> None:
     model = shuffle(Tiny())
     state = torch.get_rng_state()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -58,7 +59,9 @@ def _of_two_dtypes(module: nn.Module, target: Target) -> Target | str:
         generator = torch.Generator("cpu").manual_seed(SEED)
         twin = _twin(module, generator, torch.device("cpu"), of_weight)
         try:
-            with torch.no_grad():
+            with torch.no_grad(), warnings.catch_warnings():
+                # torch's, of two dtypes: our question, not the user's
+                warnings.simplefilter("ignore")
                 found.append(type(twin).forward(twin, _input(generator, target).to(of_x)).dtype)
         except Exception:
             # a module that takes no two dtypes returns none
