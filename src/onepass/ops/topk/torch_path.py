@@ -51,8 +51,9 @@ def _on_cpu(keys: Tensor, k: int, is_sorted: bool) -> tuple[Tensor, Tensor]:
     rows = keys.reshape(-1, n)
     parts = [_from_rows(part, k, is_sorted) for part in rows.split(max(1, AT_ONCE // n))]  # type: ignore[no-untyped-call]
     values, indices = parts[0] if len(parts) == 1 else (torch.cat(found) for found in zip(*parts, strict=True))
-    shape = (*keys.shape[:-1], k)
-    return values.view(shape), indices.view(shape)
+    # not views, which autograd forbids to change in place
+    shaped, shape = torch.ops.aten._unsafe_view, (*keys.shape[:-1], k)
+    return shaped(values, shape), shaped(indices, shape)
 
 
 def _from_rows(rows: Tensor, k: int, is_sorted: bool) -> tuple[Tensor, Tensor]:
