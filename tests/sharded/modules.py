@@ -12,8 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import onepass
@@ -92,6 +94,32 @@ def _(layer: str, rows: int) -> None:
     same_layer(make(), x, mask, mesh(), [Shard(0)])
     same_layer(make(), x, None, mesh(), [Shard(0)], in_shards)
     same_layer(make(), x, None, mesh(), [R])
+
+
+@many("the forward of a subclass, as FSDP2 makes one, runs once", {"kind": [0, 1], "dim": [0, 1]})
+def _(kind: int, dim: int) -> None:
+    base: Any = (RoutedAttention, RoutedFeedForward)[kind]
+
+    class Shifted(base):
+        def forward(self, x: Tensor, *args: Any, **options: Any) -> Any:
+            return super().forward(x + 1, *args, **options)
+
+    layer = Shifted(DIM, 1 / 4) if kind else Shifted(DIM, 1 / 4, 1 / 2, **HEADS)
+    x = wide(4, 20, DIM).to(device_type())
+    same_layer(layer, x, None, mesh(), [Shard(dim)])
+    bounds = torch.tensor([0, 7, 20], device=x.device)
+    alone = torch.cat([layer(x[:1, :7]), layer(x[:1, 7:])], 1)
+    torch.testing.assert_close(layer(x[:1], cu_seqlens=bounds, max_seqlen=13), alone, **tolerance(x.dtype))
+
+
+@case("branches in tensor parallelism")
+def _() -> None:
+    def branch(name: str, module: nn.Module, on: DeviceMesh) -> None:
+        if name.endswith(("up", "down")):
+            style = ColwiseParallel() if name.endswith("up") else RowwiseParallel(use_local_output=False)
+            parallelize_module(module, on, style)
+
+    same_layer(_feed_forward(), wide(4, 20, DIM).to(device_type()), None, mesh(), [R], branch)
 
 
 @many("other attentions", {"name": ["local", "cross"], "dim": [0, 1]})

@@ -23,7 +23,7 @@ from .explore import explore
 from .feed_forward import branch_dtype, has_no_overrides
 from .local_attention import LocalAttention, check_heads
 from .norm import RMSNorm
-from .over_sequence import Door, is_dtensor, sequence_axis, whole_rows
+from .over_sequence import Door, sequence_axis, takes_whole_rows, whole_rows
 from .packed import packed
 from .router import NORM_EPS, Router, RouterOutput, asked
 
@@ -183,7 +183,7 @@ class RoutedAttention(nn.Module):
         cu_seqlens: Tensor | None = None, max_seqlen: int | None = None, cache: AttentionCache | None = None,
     ) -> Tensor | tuple[Tensor, AttentionRouting]:  # fmt: skip
         if cu_seqlens is not None or max_seqlen is not None:
-            return packed(self, x, mask, return_routing, cu_seqlens, max_seqlen)  # type: ignore[no-any-return]
+            return packed(RoutedAttention, self, x, mask, return_routing, cu_seqlens, max_seqlen)  # type: ignore[no-any-return]
         self._check_tokens(x)
         dtype = self._fused_dtype(x, mask)
         if cache is not None and x.shape[1] == 1:
@@ -197,8 +197,8 @@ class RoutedAttention(nn.Module):
             door = Door(self, x, axis, mask)
             y, found = door.fused(self, door.tokens)
             return (door.leave(y), AttentionRouting(*map(door.routing, found))) if return_routing else door.leave(y)
-        elif is_dtensor(x) and cache is None:
-            return whole_rows(self, x, mask, return_routing)  # type: ignore[no-any-return]
+        elif cache is None and takes_whole_rows(self, x):
+            return whole_rows(RoutedAttention, self, x, mask, return_routing)  # type: ignore[no-any-return]
         else:
             y, routing = self._composed(x, mask, cache)
             y = explore(y, x, self.router_q, self.k_q, mask).view(x.shape)
@@ -329,8 +329,8 @@ class RoutedAttention(nn.Module):
         branches = own["light"], own["heavy"]
         inner: list[Any] = [m for branch in branches for m in branch._modules.values()]  # type: ignore[union-attr]
         parts: list[Any] = [self, own["router_kv"], *branches, *inner, own["router_q"]]
-        *kinds, of_q = map(type, parts)
-        # hooks of the layer itself see the same inputs and outputs either way
+        # subclasses, as FSDP2 makes them, and hooks of the layer itself see the same inputs and outputs either way
+        _, *kinds, of_q = map(type, parts)
         if kinds != _KINDS or of_q not in (Router, CausalRouter) or not has_no_overrides(*parts[1:]):
             return None
         if "null" in self.__dict__ or self.__dict__["_buffers"]:
@@ -357,6 +357,6 @@ def check_routers(module: str, router_q: nn.Module | None, router_kv: nn.Module 
 
 # the modules that `_fused` replaces, in the order in which `_fused_dtype` lists them; router_q has two accepted types
 _KINDS = [
-    RoutedAttention, Router, LocalAttention, HeavyAttention, RMSNorm, nn.Linear, nn.Linear, RMSNorm, RMSNorm, nn.Linear,
-    nn.Linear, nn.Linear,
+    Router, LocalAttention, HeavyAttention, RMSNorm, nn.Linear, nn.Linear, RMSNorm, RMSNorm, nn.Linear, nn.Linear,
+    nn.Linear,
 ]  # fmt: skip

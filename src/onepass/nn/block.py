@@ -113,7 +113,7 @@ class RoutedBlock(nn.Module):
         cu_seqlens: Tensor | None = None, max_seqlen: int | None = None, cache: BlockCache | None = None,
     ) -> Tensor | tuple[Tensor, BlockRouting]:  # fmt: skip
         if cu_seqlens is not None or max_seqlen is not None:
-            return packed(self, x, mask, return_routing, cu_seqlens, max_seqlen)  # type: ignore[no-any-return]
+            return packed(RoutedBlock, self, x, mask, return_routing, cu_seqlens, max_seqlen)  # type: ignore[no-any-return]
         if cache is not None:
             return self._cached(x, mask, return_routing, cache)
         if (axis := sequence_axis(x)) is not None and None not in (dtypes := self._open_dtypes(x, mask)):

@@ -28,10 +28,13 @@ from .padding import check_bounds, check_mask
 _agreed: WeakKeyDictionary[nn.Module, set[Any]] = WeakKeyDictionary()
 
 
-def is_dtensor(x: Tensor) -> bool:
-    """Return whether x is a DTensor, without importing torch.distributed for others."""
+def takes_whole_rows(layer: nn.Module, x: Tensor) -> bool:
+    """Return whether x is a DTensor and no hook inside makes DTensors again, as those of tensor parallelism do."""
+    # without an import of torch.distributed
     tensors = sys.modules.get("torch.distributed.tensor")
-    return tensors is not None and isinstance(x, tensors.DTensor)
+    if tensors is None or not isinstance(x, tensors.DTensor):
+        return False
+    return not any(m._forward_hooks or m._forward_pre_hooks for m in layer.modules() if m is not layer)
 
 
 def sequence_axis(x: Tensor) -> int | None:
@@ -218,8 +221,8 @@ class Door:
         return whole.to_local(grad_placements=self._of_choices) if t.is_floating_point() else whole.to_local()  # type: ignore[no-any-return]
 
 
-def whole_rows(layer: nn.Module, x: Any, mask: Any, return_routing: bool) -> Any:
-    """Return layer(x, mask) for a DTensor x (batch, n, dim): each device computes the rows that it has.
+def whole_rows(kind: Any, layer: nn.Module, x: Any, mask: Any, return_routing: bool) -> Any:
+    """Return kind.forward(layer, x, mask) for a DTensor x (batch, n, dim): each device computes the rows that it has.
 
     Other placements than Replicate and those of the batch are redistributed, as for torch's own operators.
     """
@@ -247,19 +250,19 @@ def whole_rows(layer: nn.Module, x: Any, mask: Any, return_routing: bool) -> Any
         shape = torch.Size((batch, *found.shape[1:]))
         return DTensor.from_local(found, mesh, placements, run_check=False, shape=shape, stride=found.stride())
 
-    y, routing = functional_call(_Forward(layer), plain, (tokens, real))
+    y, routing = functional_call(_Forward(kind, layer), plain, (tokens, real))
     return (leave(y), leave(routing)) if return_routing else leave(y)
 
 
 class _Forward(nn.Module):
-    """A layer's own forward: its hooks see what it is called with, DTensors."""
+    """The forward of a layer's class: its hooks, and the forward of a subclass, have seen DTensors already."""
 
-    def __init__(self, layer: nn.Module) -> None:
+    def __init__(self, kind: Any, layer: nn.Module) -> None:
         super().__init__()
-        self.layer = layer
+        self.kind, self.layer = kind, layer
 
     def forward(self, x: Tensor, mask: Tensor | None) -> Any:
-        return self.layer.forward(x, mask, return_routing=True)
+        return self.kind.forward(self.layer, x, mask, return_routing=True)
 
 
 def opened(name: str, mesh: Any, placements: Any, parameters: list[Any]) -> dict[int, Tensor]:

@@ -91,24 +91,25 @@ def refuse_int(caller: str, name: str, k: int | float | None) -> None:
 
 
 def packed(
-    layer: nn.Module, x: Tensor, mask: Tensor | None, return_routing: bool, cu_seqlens: Tensor | None,
+    kind: Any, layer: nn.Module, x: Tensor, mask: Tensor | None, return_routing: bool, cu_seqlens: Tensor | None,
     max_seqlen: int | None,
 ) -> Any:  # fmt: skip
-    """Return what `layer` returns for packed sequences; the routing is that of the padded batch."""
+    """Return what kind.forward(layer, …) returns for packed sequences; the routing is that of the padded batch."""
+    # the caller's class: the forward of a subclass has run up to here
     for one in (layer, *layer.children()):
         if getattr(one, "causal", False) or getattr(getattr(one, "router", None), "causal", False):
             for name in ("k", "k_q", "k_kv"):
                 refuse_int(type(one).__name__, name, getattr(one, name, None))
     if hasattr(x, "to_local"):
         bounds = Bounds(_checked(type(layer).__name__, x, mask, cu_seqlens), max_seqlen)
-        return _spread(layer, x, bounds, return_routing)
+        return _spread(kind, layer, x, bounds, return_routing)
     padded, where = unpack(type(layer).__name__, x, mask, cu_seqlens, max_seqlen)
-    y, routing = layer.forward(padded, where.mask, return_routing=True)
+    y, routing = kind.forward(layer, padded, where.mask, return_routing=True)
     y = y.flatten(0, 1).index_select(0, where.slots).view(x.shape)
     return (y, routing) if return_routing else y
 
 
-def _spread(layer: nn.Module, x: Any, bounds: Bounds, return_routing: bool) -> Any:
+def _spread(kind: Any, layer: nn.Module, x: Any, bounds: Bounds, return_routing: bool) -> Any:
     """Do as `packed` for a DTensor x whose tokens are spread over devices: the layer takes bounds for a mask."""
     tokens = x if x.dim() == 3 else x.unsqueeze(0)
     if sequence_axis(tokens) is None or any(p.is_shard(0) for p in tokens.placements) or not x.numel():
@@ -117,7 +118,7 @@ def _spread(layer: nn.Module, x: Any, bounds: Bounds, return_routing: bool) -> A
             f"shards along one axis of its mesh: distribute_tensor(x, mesh, [Shard({x.dim() - 2})]); got "
             f"{tuple(x.shape)}, {x.placements}"
         )
-    found = layer.forward(tokens, bounds, return_routing)
+    found = kind.forward(layer, tokens, bounds, return_routing)
     if x.dim() == 3:
         return found
     return (found[0].squeeze(0), found[1]) if return_routing else found.squeeze(0)

@@ -22,7 +22,7 @@ from .causal import CausalRouter
 from .count import check_count, check_flag, check_number, check_size
 from .explore import explore, explore_part
 from .feed_forward import FeedForward, branch_dtype, has_no_overrides
-from .over_sequence import Bounds, Door, is_dtensor, sequence_axis, travel, whole_rows
+from .over_sequence import Bounds, Door, sequence_axis, takes_whole_rows, travel, whole_rows
 from .packed import packed
 from .padding import zero_padding
 from .router import NORM_EPS, Router, RouterOutput, asked
@@ -92,7 +92,7 @@ class Routed(nn.Module):
         cu_seqlens: Tensor | None = None, max_seqlen: int | None = None,
     ) -> Tensor | tuple[Tensor, RouterOutput]:  # fmt: skip
         if cu_seqlens is not None or max_seqlen is not None:
-            return packed(self, x, mask, return_routing, cu_seqlens, max_seqlen)  # type: ignore[no-any-return]
+            return packed(Routed, self, x, mask, return_routing, cu_seqlens, max_seqlen)  # type: ignore[no-any-return]
         check.tensor(type(self).__name__, "x", x)
         if x.dim() != 3:
             raise ValueError(f"{type(self).__name__}: x must be (batch, n, dim), got {tuple(x.shape)}")
@@ -274,7 +274,7 @@ class RoutedFeedForward(Routed):
         cu_seqlens: Tensor | None = None, max_seqlen: int | None = None, cache: ChoiceCache | None = None,
     ) -> Tensor | tuple[Tensor, RouterOutput]:  # fmt: skip
         if cu_seqlens is not None or max_seqlen is not None:
-            return packed(self, x, mask, return_routing, cu_seqlens, max_seqlen)  # type: ignore[no-any-return]
+            return packed(RoutedFeedForward, self, x, mask, return_routing, cu_seqlens, max_seqlen)  # type: ignore[no-any-return]
         self._check_tokens(x)
         if cache is not None:
             y, routing = self._cached(x, mask, cache)
@@ -285,8 +285,8 @@ class RoutedFeedForward(Routed):
             door = Door(self, x, axis, mask)
             y, routing = door.fused(self, door.tokens)
             return (door.leave(y), door.routing(routing)) if return_routing else door.leave(y)
-        if axis is None and x.dim() == 3 and is_dtensor(x):
-            return whole_rows(self, x, mask, return_routing)  # type: ignore[no-any-return]
+        if axis is None and x.dim() == 3 and takes_whole_rows(self, x):
+            return whole_rows(RoutedFeedForward, self, x, mask, return_routing)  # type: ignore[no-any-return]
         if dtype is None:
             x = x if isinstance(mask, Bounds) else zero_padding("RoutedFeedForward", x, mask)
             return super().forward(x, mask, return_routing)
