@@ -122,6 +122,15 @@ def _() -> None:
     same_layer(_feed_forward(), wide(4, 20, DIM).to(device_type()), None, mesh(), [R], branch)
 
 
+@case("whole rows in a compiled program")
+def _() -> None:
+    layer = distribute_module(ATTENTIONS["block"]().to(device_type()), mesh())
+    x = placed(wide(4, 20, DIM).float().to(device_type()), mesh(), [Shard(0)])
+    y, got = layer(x), torch.compile(layer, backend="aot_eager")(x)
+    got.sum().backward()
+    torch.testing.assert_close(whole(got.detach()), whole(y.detach()))
+
+
 @many("other attentions", {"name": ["local", "cross"], "dim": [0, 1]})
 def _(name: str, dim: int) -> None:
     """Where their keys begin and end are plain tensors, made on each process."""

@@ -23,7 +23,7 @@ from .explore import explore
 from .feed_forward import branch_dtype, has_no_overrides
 from .local_attention import LocalAttention, check_heads
 from .norm import RMSNorm
-from .over_sequence import Door, sequence_axis, takes_whole_rows, whole_rows
+from .over_sequence import Door, sequence_axis, takes_whole_rows
 from .packed import packed
 from .router import NORM_EPS, Router, RouterOutput, asked
 
@@ -198,6 +198,8 @@ class RoutedAttention(nn.Module):
             y, found = door.fused(self, door.tokens)
             return (door.leave(y), AttentionRouting(*map(door.routing, found))) if return_routing else door.leave(y)
         elif cache is None and takes_whole_rows(self, x):
+            from .whole_rows import whole_rows
+
             return whole_rows(RoutedAttention, self, x, mask, return_routing)  # type: ignore[no-any-return]
         else:
             y, routing = self._composed(x, mask, cache)

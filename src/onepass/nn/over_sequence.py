@@ -1,8 +1,7 @@
-"""Routed layers of DTensors: these stay at the door, plain tensors are inside.
+"""Routed layers over a sequence that is spread over devices: DTensors at the door, plain tensors inside.
 
-`whole_rows` runs a layer on the rows that a device has. Where the tokens of a row are spread over devices, `Door` takes
-them and all weights out of their DTensors, once for a layer or block. The layer then runs as on one device, in its
-fused form with a `Row`; `Routed` composes branches that have none.
+`Door` takes the tokens and all weights out of their DTensors, once for a layer or block. The layer then runs as on one
+device, in its fused form with a `Row`; `Routed` composes branches that have none.
 """
 
 from __future__ import annotations
@@ -95,7 +94,7 @@ class Door:
         self.whole = [Replicate()] * self.mesh.ndim
         self.tokens: Tensor = x.to_local(grad_placements=x.placements)
         self.here = self.tokens.shape[1]
-        weights = _parameters(module)
+        weights = parameters(module)
         self._agree(module, mask, weights)
         self.length, self.packing = self.n, None  # type: int, Packing | None
         if isinstance(mask, Bounds):
@@ -221,57 +220,13 @@ class Door:
         return whole.to_local(grad_placements=self._of_choices) if t.is_floating_point() else whole.to_local()  # type: ignore[no-any-return]
 
 
-def whole_rows(kind: Any, layer: nn.Module, x: Any, mask: Any, return_routing: bool) -> Any:
-    """Return kind.forward(layer, x, mask) for a DTensor x (batch, n, dim): each device computes the rows that it has.
-
-    Other placements than Replicate and those of the batch are redistributed, as for torch's own operators.
-    """
-    from torch.distributed.tensor import DTensor, Replicate, Shard
-
-    name, mesh, batch = type(layer).__name__, x.device_mesh, x.shape[0]
-    placements = tuple(p if type(p) is Shard and p.dim == 0 else Replicate() for p in x.placements)
-    if mask is not None and not isinstance(mask, DTensor):
-        raise TypeError(f"{name}: mask must be a DTensor beside a DTensor x; use distribute_tensor")
-    check_mask(name, x, mask)
-    tokens = x.redistribute(placements=placements).to_local(grad_placements=placements)
-    real = None if mask is None else mask.redistribute(placements=placements).to_local()
-    here = tokens.shape[0]
-    if not here:
-        # a row of zeros, so that all devices have gradients of the same weights
-        tokens = F.pad(tokens, (0, 0, 0, 0, 0, 1))
-        real = None if real is None else F.pad(real, (0, 0, 0, 1))
-    weights = opened(name, mesh, placements, _parameters(layer))
-    plain = {f"layer.{n}": weights.get(id(p), p) for n, p in layer.named_parameters()}
-
-    def leave(found: Any) -> Any:
-        if not isinstance(found, Tensor):
-            return found._make(map(leave, found))
-        found = found[:here].contiguous()
-        shape = torch.Size((batch, *found.shape[1:]))
-        return DTensor.from_local(found, mesh, placements, run_check=False, shape=shape, stride=found.stride())
-
-    y, routing = functional_call(_Forward(kind, layer), plain, (tokens, real))
-    return (leave(y), leave(routing)) if return_routing else leave(y)
-
-
-class _Forward(nn.Module):
-    """The forward of a layer's class: its hooks, and the forward of a subclass, have seen DTensors already."""
-
-    def __init__(self, kind: Any, layer: nn.Module) -> None:
-        super().__init__()
-        self.kind, self.layer = kind, layer
-
-    def forward(self, x: Tensor, mask: Tensor | None) -> Any:
-        return self.kind.forward(self.layer, x, mask, return_routing=True)
-
-
-def opened(name: str, mesh: Any, placements: Any, parameters: list[Any]) -> dict[int, Tensor]:
+def opened(name: str, mesh: Any, placements: Any, weights: list[Any]) -> dict[int, Tensor]:
     """Return weights of DTensors as plain tensors, by id; their gradients are summed over all parts of x at once."""
     from torch.distributed.tensor import DTensor
 
     found: dict[int, Tensor] = {}
     learn = {}
-    for p in (p for p in parameters if isinstance(p, DTensor)):
+    for p in (p for p in weights if isinstance(p, DTensor)):
         if p.device_mesh != mesh:
             raise ValueError(f"{name}: weights are on {p.device_mesh} but x is on {mesh}; use one mesh")
         if p.requires_grad and torch.is_grad_enabled():
@@ -285,9 +240,9 @@ def opened(name: str, mesh: Any, placements: Any, parameters: list[Any]) -> dict
     return found
 
 
-def _parameters(module: nn.Module) -> list[nn.Parameter]:
+def parameters(module: nn.Module) -> list[nn.Parameter]:
     """Return what `module.parameters()` gives, shared ones each time: torch's own walk takes five times as long."""
-    inner = (p for m in module._modules.values() if m is not None for p in _parameters(m))
+    inner = (p for m in module._modules.values() if m is not None for p in parameters(m))
     return [p for p in (*module._parameters.values(), *inner) if p is not None]
 
 

@@ -22,7 +22,7 @@ from .causal import CausalRouter
 from .count import check_count, check_flag, check_number, check_size
 from .explore import explore, explore_part
 from .feed_forward import FeedForward, branch_dtype, has_no_overrides
-from .over_sequence import Bounds, Door, sequence_axis, takes_whole_rows, travel, whole_rows
+from .over_sequence import Bounds, Door, sequence_axis, takes_whole_rows, travel
 from .packed import packed
 from .padding import zero_padding
 from .router import NORM_EPS, Router, RouterOutput, asked
@@ -286,6 +286,8 @@ class RoutedFeedForward(Routed):
             y, routing = door.fused(self, door.tokens)
             return (door.leave(y), door.routing(routing)) if return_routing else door.leave(y)
         if axis is None and x.dim() == 3 and takes_whole_rows(self, x):
+            from .whole_rows import whole_rows
+
             return whole_rows(RoutedFeedForward, self, x, mask, return_routing)  # type: ignore[no-any-return]
         if dtype is None:
             x = x if isinstance(mask, Bounds) else zero_padding("RoutedFeedForward", x, mask)
