@@ -122,10 +122,10 @@ def _() -> None:
     same_layer(_feed_forward(), wide(4, 20, DIM).to(device_type()), None, mesh(), [R], branch)
 
 
-@case("whole rows in a compiled program")
-def _() -> None:
-    layer = distribute_module(ATTENTIONS["block"]().to(device_type()), mesh())
-    x = placed(wide(4, 20, DIM).float().to(device_type()), mesh(), [Shard(0)])
+@many("torch.compile leaves layers of DTensors to eager", {"dim": [0, 1]})
+def _(dim: int) -> None:
+    layer = distribute_module((_linear() if dim else ATTENTIONS["block"]()).to(device_type()), mesh())
+    x = placed(wide(4, 20, DIM).float().to(device_type()), mesh(), [Shard(dim)])
     y, got = layer(x), torch.compile(layer, backend="aot_eager")(x)
     got.sum().backward()
     torch.testing.assert_close(whole(got.detach()), whole(y.detach()))

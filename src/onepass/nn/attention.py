@@ -23,7 +23,7 @@ from .explore import explore
 from .feed_forward import branch_dtype, has_no_overrides
 from .local_attention import LocalAttention, check_heads
 from .norm import RMSNorm
-from .over_sequence import Door, sequence_axis, takes_whole_rows
+from .over_sequence import Door, sequence_axis, spread_rows, takes_whole_rows
 from .packed import packed
 from .router import NORM_EPS, Router, RouterOutput, asked
 
@@ -194,9 +194,7 @@ class RoutedAttention(nn.Module):
                 cache.fill(self, x, routing)
                 cache.light.fill(self.light, x)
         elif (axis := sequence_axis(x)) is not None and x.numel() and cache is None:
-            door = Door(self, x, axis, mask)
-            y, found = door.fused(self, door.tokens)
-            return (door.leave(y), AttentionRouting(*map(door.routing, found))) if return_routing else door.leave(y)
+            return spread_rows(self, x, axis, mask, return_routing)  # type: ignore[no-any-return]
         elif cache is None and takes_whole_rows(self, x):
             from .whole_rows import whole_rows
 

@@ -17,7 +17,7 @@ from .causal import CausalRouter, router_of_windows
 from .count import check_count, check_flag, check_number, check_size, count
 from .feed_forward import has_no_overrides
 from .local_attention import LocalAttention
-from .over_sequence import Door, sequence_axis
+from .over_sequence import Door, sequence_axis, uncompiled
 from .packed import packed
 from .routed import RoutedFeedForward
 from .router import NORM_EPS, Router, RouterOutput
@@ -117,16 +117,18 @@ class RoutedBlock(nn.Module):
         if cache is not None:
             return self._cached(x, mask, return_routing, cache)
         if (axis := sequence_axis(x)) is not None and None not in (dtypes := self._open_dtypes(x, mask)):
-            door = Door(self, x, axis, mask)
-            y, at_attention = door.fused(self.attention, door.tokens, True, dtypes[0])
-            y, at_feed_forward = door.fused(self.feed_forward, y, True, dtypes[1])
-            if not return_routing:
-                return door.leave(y)  # type: ignore[no-any-return]
-            of_attention = AttentionRouting(*map(door.routing, at_attention))
-            return door.leave(y), BlockRouting(of_attention, door.routing(at_feed_forward))
+            return self._spread(x, axis, mask, dtypes, return_routing)  # type: ignore[no-any-return]
         x, attention = self._added(self.attention, x, mask)
         x, feed_forward = self._added(self.feed_forward, x, mask)
         return (x, BlockRouting(attention, feed_forward)) if return_routing else x
+
+    @uncompiled
+    def _spread(self, x: Any, axis: int, mask: Any, dtypes: list[Any], return_routing: bool) -> Any:
+        """Return what both layers return for tokens that are spread along an axis of their mesh."""
+        door = Door(self, x, axis, mask)
+        y, attention = door.fused(self.attention, door.tokens, True, dtypes[0])
+        y, feed_forward = door.fused(self.feed_forward, y, True, dtypes[1])
+        return (door.leave(y), door.routing(BlockRouting(attention, feed_forward))) if return_routing else door.leave(y)
 
     @torch.no_grad()
     def _cached(

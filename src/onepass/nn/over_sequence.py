@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Callable
 from copy import copy
+from functools import wraps
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -45,6 +47,18 @@ def sequence_axis(x: Tensor) -> int | None:
     axes = [i for i, p in enumerate(x.placements) if type(p) is tensors.Shard and p.dim == 1]
     known = all(type(p) in (tensors.Shard, tensors.Replicate) and not p.is_shard(2) for p in x.placements)
     return axes[0] if len(axes) == 1 and known else None
+
+
+def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function as `torch.compile` leaves it to eager: it would trace collectives for a minute, or fail."""
+
+    @wraps(function)
+    def call(*args: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return torch.compiler.disable(function)(*args)  # type: ignore[no-untyped-call]
+        return function(*args)
+
+    return call
 
 
 class Bounds(NamedTuple):
@@ -187,9 +201,11 @@ class Door:
         )  # fmt: skip
 
     def routing(self, found: Any) -> Any:
-        """Return a `RouterOutput` of whole rows, which each device has, as one of DTensors."""
+        """Return a routing of whole rows, which each device has, as one of DTensors."""
 
-        def everyone(t: Tensor) -> Any:
+        def everyone(t: Any) -> Any:
+            if not isinstance(t, Tensor):
+                return self.routing(t)
             shape = t.shape if self.packing is not None else torch.Size((self.shape[0], *t.shape[1:]))
             t = t.contiguous()
             return self._dtensor.from_local(
@@ -218,6 +234,14 @@ class Door:
             return t  # type: ignore[no-any-return]
         whole = t.redistribute(placements=self.everywhere)
         return whole.to_local(grad_placements=self._of_choices) if t.is_floating_point() else whole.to_local()  # type: ignore[no-any-return]
+
+
+@uncompiled
+def spread_rows(layer: Any, x: Any, axis: int, mask: Any, return_routing: bool) -> Any:
+    """Return what a fused layer returns for tokens that are spread along an axis of their mesh."""
+    door = Door(layer, x, axis, mask)
+    y, routing = door.fused(layer, door.tokens)
+    return (door.leave(y), door.routing(routing)) if return_routing else door.leave(y)
 
 
 def opened(name: str, mesh: Any, placements: Any, weights: list[Any]) -> dict[int, Tensor]:

@@ -22,7 +22,7 @@ from .causal import CausalRouter
 from .count import check_count, check_flag, check_number, check_size
 from .explore import explore, explore_part
 from .feed_forward import FeedForward, branch_dtype, has_no_overrides
-from .over_sequence import Bounds, Door, sequence_axis, takes_whole_rows, travel
+from .over_sequence import Bounds, Door, sequence_axis, spread_rows, takes_whole_rows, travel, uncompiled
 from .packed import packed
 from .padding import zero_padding
 from .router import NORM_EPS, Router, RouterOutput, asked
@@ -150,6 +150,7 @@ class Routed(nn.Module):
         self.same_shape("heavy", out, chosen.shape)
         return out.reshape(*indices.shape, x.shape[-1])  # type: ignore[no-any-return]
 
+    @uncompiled
     def _over_sequence(self, x: Any, k: int | float, mask: Any, axis: int) -> tuple[Tensor, RouterOutput]:
         """Return y and the routing for a DTensor x whose tokens are spread along one axis of its mesh.
 
@@ -282,9 +283,7 @@ class RoutedFeedForward(Routed):
         dtype = self._fused_dtype(x, mask)
         axis = sequence_axis(x) if dtype is None else None
         if axis is not None and self._fused_dtype(x, mask, spread=True):
-            door = Door(self, x, axis, mask)
-            y, routing = door.fused(self, door.tokens)
-            return (door.leave(y), door.routing(routing)) if return_routing else door.leave(y)
+            return spread_rows(self, x, axis, mask, return_routing)  # type: ignore[no-any-return]
         if axis is None and x.dim() == 3 and takes_whole_rows(self, x):
             from .whole_rows import whole_rows
 
