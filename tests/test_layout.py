@@ -16,7 +16,7 @@ FILES = sorted((SRC / "onepass").rglob("*.py"))
 # lowers the number. CONTRIBUTING has the rule by which a second way of doing a thing stays
 MOST_LINES = {
     "src/onepass/core": 1730,
-    "src/onepass/ops": 15806,
+    "src/onepass/ops": 15807,
     "src/onepass/fused": 4039,
     "src/onepass/nn": 3807,
     "src/onepass/optim": 1480,

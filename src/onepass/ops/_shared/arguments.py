@@ -70,7 +70,7 @@ def positive(op: str, name: str, value: Any, like: Tensor) -> None:
 def number(op: str, name: str, value: Any, most: float = math.inf) -> None:
     """Raise an error unless value is a positive Python number of at most `most`."""
     if isinstance(value, bool) or not isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
-        raise TypeError(f"{op}: {name} must be a number > 0, got {type(value).__name__}")
+        raise TypeError(f"{op}: {name} must be a number > 0, got {type(value).__name__}; pass float({name})")
     if not value > 0:
         raise ValueError(f"{op}: {name} must be > 0, got {value}")
     if value > most:
@@ -80,7 +80,7 @@ def number(op: str, name: str, value: Any, most: float = math.inf) -> None:
 def whole(op: str, name: str, value: Any, least: int) -> None:
     """Raise an error unless value is an int of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
-        raise TypeError(f"{op}: {name} must be an int, got {type(value).__name__}")
+        raise TypeError(f"{op}: {name} must be an int, got {type(value).__name__}; pass int({name})")
     if value < least:
         raise ValueError(f"{op}: {name} must be ≥ {least}, got {value}")
 

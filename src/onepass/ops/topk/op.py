@@ -193,7 +193,7 @@ def _check_out(out: object, scores: Tensor, k: int, eps: object, index_dtype: to
     shape = (*scores.shape[:-1], k)
     for name, given, dtype in zip(("values", "indices"), out, (scores.dtype, index_dtype), strict=True):
         if given.dtype != dtype:
-            raise TypeError(f"topk: out's {name} must be {dtype}, got {given.dtype}")
+            raise TypeError(f"topk: out's {name} must be {dtype}, got {given.dtype}; index_dtype= sets the indices'")
         if tuple(given.shape) != shape:
             raise ValueError(f"topk: out's {name} must have the shape {shape}, got {tuple(given.shape)}")
         check.same_device("topk", f"out's {name}", given, "scores", scores)

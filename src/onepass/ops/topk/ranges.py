@@ -36,9 +36,10 @@ def check_ranges(op: str, scores: Tensor, start: Tensor | None, lengths: Tensor 
 def _check(op: str, name: str, value: Tensor | None, scores: Tensor) -> None:
     if value is None:
         return
-    check.tensor(op, name, value)
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{op}: {name} must be a tensor, got {type(value).__name__}; pass torch.tensor({name})")
     if value.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"{op}: {name} must be int32 or int64, got {value.dtype}")
+        raise TypeError(f"{op}: {name} must be int32 or int64, got {value.dtype}; pass {name}.int()")
     lead = scores.shape[:-1]
     if not arguments.broadcasts(value.shape, lead):
         raise ValueError(f"{op}: {name} must broadcast to scores.shape[:-1] = {tuple(lead)}, got {tuple(value.shape)}")
