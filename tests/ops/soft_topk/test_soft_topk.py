@@ -103,11 +103,13 @@ def test_integer_k_tensors() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @ALL_KINDS
 def test_numbers_that_float32_cannot_hold(kind: str, dtype: torch.dtype) -> None:
-    """A k that large takes everybody; with an eps that large all gates are equal."""
+    """A k that large takes everybody; with an eps that large all gates are equal; |s|/eps may overflow."""
     s = torch.randn(2, 8, dtype=dtype)
     for huge in (math.inf, 1e60):
         assert torch.equal(onepass.soft_topk(s, huge, kind=kind), torch.ones_like(s))
         torch.testing.assert_close(onepass.soft_topk(s, 3, eps=huge, kind=kind), torch.full_like(s, 3 / 8))
+    far = torch.tensor([3e38, -3e38, 0.0], dtype=dtype)
+    torch.testing.assert_close(onepass.soft_topk(far, 1, eps=0.1, kind=kind), far.new_tensor([1.0, 0.0, 0.0]))
 
 
 @pytest.mark.parametrize("shape", [(9,), (2, 9), (2, 3, 9)])

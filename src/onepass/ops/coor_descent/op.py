@@ -175,8 +175,8 @@ def coor_descent(
         mask: bool, broadcasts to ``scores``; True = may be chosen. Masked entries get gate 0 and gradient 0.
 
     Returns:
-        Gates in [0, 1] with the shape and dtype of ``scores``. Scores of -inf count as masked; a NaN among the valid
-        scores makes its row NaN.
+        Gates in [0, 1] with the shape and dtype of ``scores``. Scores of -inf count as masked, those of
+        +inf as saturated; a NaN among the valid scores makes its row NaN.
 
     Gradients flow to ``scores`` and a tensor ``k``. Backward keeps the scores and 2T numbers per row; it repeats no
     step.
