@@ -18,10 +18,16 @@ def tensor(op: str, name: str, value: object) -> None:
 
 
 def floating(op: str, name: str, value: Tensor) -> None:
-    """Raise TypeError unless value is an fp32, fp16, bf16 or fp64 tensor."""
+    """Raise TypeError unless value is a dense fp32, fp16, bf16 or fp64 tensor."""
     tensor(op, name, value)
+    if value.layout is not torch.strided:
+        raise TypeError(
+            f"{op}: {name} must be dense, got {value.layout}; to_dense() or to_padded_tensor() makes a dense tensor"
+        )
     if value.dtype not in FLOATS:
-        raise TypeError(f"{op}: {name} must be float32, float16, bfloat16 or float64, got {value.dtype}")
+        raise TypeError(
+            f"{op}: {name} must be float32, float16, bfloat16 or float64, got {value.dtype}; pass {name}.float()"
+        )
 
 
 def not_negative(op: str, name: str, value: Any) -> None:

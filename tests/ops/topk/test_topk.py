@@ -87,7 +87,8 @@ def test_vmap(dim: int | None, ranged: bool) -> None:
 S = torch.zeros(2, 5)
 REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"scores": torch.ones(())}, ValueError, "scores must have at least one dimension"),
-    ({"scores": torch.ones(3).long()}, TypeError, "scores must be .*int64"),
+    ({"scores": torch.ones(3).long()}, TypeError, r"scores must be .*int64; pass scores.float\(\)"),
+    ({"scores": S.to_sparse()}, TypeError, "scores must be dense, got torch.sparse_coo"),
     ({"k": torch.ones(())}, TypeError, r"k must be an int, got Tensor; pass int\(k\)"),
     ({"k": True}, TypeError, "k must be an int, got bool"),
     ({"mask": torch.ones(5)}, TypeError, "mask must be bool"),
