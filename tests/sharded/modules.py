@@ -42,8 +42,19 @@ def _feed_forward(**options: Any) -> nn.Module:
     return RoutedFeedForward(DIM, 1 / 4, router=Router(DIM, **options) if options else None)
 
 
+class _Scale(nn.Module):
+    """A branch's buffer, which `distribute_module` makes a DTensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("by", torch.linspace(1, 2, DIM))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.by
+
+
 def _linear() -> nn.Module:
-    return Routed(nn.Linear(DIM, DIM), nn.Sequential(nn.Linear(DIM, DIM), nn.Tanh()), Router(DIM), 5)
+    return Routed(nn.Linear(DIM, DIM), nn.Sequential(nn.Linear(DIM, DIM), _Scale()), Router(DIM), 5)
 
 
 LAYERS: dict[str, Callable[[], nn.Module]] = {
@@ -86,7 +97,10 @@ def _(masked: bool) -> None:
     same_layer(ATTENTIONS["block"](), x, None, on, [Shard(0), Shard(1)])
 
 
-@many("each process has whole rows", {"layer": ["feed-forward", "attention", "causal block"], "rows": [5, 1]})
+@many(
+    "each process has whole rows",
+    {"layer": ["feed-forward", "attention", "causal block", "own branches"], "rows": [5, 1]},
+)
 def _(layer: str, rows: int) -> None:
     x = wide(rows, 20, DIM).to(device_type())
     mask = torch.rand(rows, 20, device=x.device) < 0.7

@@ -125,7 +125,7 @@ class Door:
             self.mask = None if self.mask is None else F.pad(self.mask, (0, 1))
         self._weights = opened(self.name, self.mesh, self.placements, weights)
 
-    def _agree(self, module: nn.Module, mask: Any, weights: list[nn.Parameter]) -> None:
+    def _agree(self, module: nn.Module, mask: Any, weights: list[Tensor]) -> None:
         """Raise an error on every device if one has another call than the others, where such a call is new here.
 
         A layer asks the others once for each kind of call, so that none waits for one that raised an error alone.
@@ -216,7 +216,7 @@ class Door:
 
     def run(self, module: nn.Module, *args: Any) -> Tensor:
         """Return module(*args) with whole parameters."""
-        return functional_call(module, {n: self.weight(p) for n, p in module.named_parameters()}, args)  # type: ignore[no-any-return]
+        return functional_call(module, {n: self.weight(p) for n, p in named(module)}, args)  # type: ignore[no-any-return]
 
     def route(self, router: nn.Module, x: Any, k: int | float, mask: Any) -> Any:
         """Return router(x, k, mask) for DTensor tokens, which a router's plain parameters could not meet."""
@@ -264,10 +264,15 @@ def opened(name: str, mesh: Any, placements: Any, weights: list[Any]) -> dict[in
     return found
 
 
-def parameters(module: nn.Module) -> list[nn.Parameter]:
-    """Return what `module.parameters()` gives, shared ones each time: torch's own walk takes five times as long."""
+def parameters(module: nn.Module) -> list[Tensor]:
+    """Return parameters and buffers, shared ones each time: torch's own walk takes five times as long."""
     inner = (p for m in module._modules.values() if m is not None for p in parameters(m))
-    return [p for p in (*module._parameters.values(), *inner) if p is not None]
+    return [p for p in (*module._parameters.values(), *module._buffers.values(), *inner) if p is not None]
+
+
+def named(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """Return parameters and buffers with their names."""
+    return [*module.named_parameters(), *module.named_buffers()]
 
 
 def _whole(p: Any) -> Any:

@@ -100,6 +100,10 @@ class Routed(nn.Module):
         if axis is not None:
             y, routing = self._over_sequence(x, k, mask, axis)
             return (y, routing) if return_routing else y
+        if takes_whole_rows(self, x):
+            from .whole_rows import whole_rows
+
+            return whole_rows(Routed, self, x, mask, return_routing)  # type: ignore[no-any-return]
         routing = self.router(x, k, mask)
         y = self._light(x)
         if routing.indices.shape[-1]:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.func import functional_call
 
-from .over_sequence import opened, parameters
+from .over_sequence import named, opened, parameters
 from .padding import check_mask
 
 
@@ -34,7 +34,7 @@ def whole_rows(kind: Any, layer: nn.Module, x: Any, mask: Any, return_routing: b
         tokens = F.pad(tokens, (0, 0, 0, 0, 0, 1))
         real = None if real is None else F.pad(real, (0, 0, 0, 1))
     weights = opened(name, mesh, placements, parameters(layer))
-    plain = {f"layer.{n}": weights.get(id(p), p) for n, p in layer.named_parameters()}
+    plain = {f"layer.{n}": weights.get(id(p), p) for n, p in named(layer)}
 
     def leave(found: Any) -> Any:
         if not isinstance(found, Tensor):
