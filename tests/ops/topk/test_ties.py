@@ -72,3 +72,14 @@ def test_gradients_out_vmap_and_compile(is_sorted: bool) -> None:
         for a, b in ((out[0], values), (out[1], indices), (compiled[1], indices)):
             assert torch.equal(a, b)
         assert torch.equal(mapped[1], onepass.topk(s, 6, ties="last", sorted=is_sorted).indices)
+
+
+@pytest.mark.parametrize("ties", ["first", "last"])
+def test_windows_that_begin_far_before_their_row(ties: str) -> None:
+    """Ranges that the host doesn't see are cut to the row: here the 40 scores up to each of 8."""
+    place = torch.arange(8)
+
+    def select(s: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
+        return onepass.topk(s, 8, start=start, lengths=torch.tensor(40), ties=ties, sorted=False).indices
+
+    assert torch.equal(torch.vmap(select)(torch.randn(8, 8), place - 39) >= 0, place <= place[:, None])

@@ -59,11 +59,11 @@ def bounds(start_ptr, lengths_ptr, start_at, lengths_at, n_cols):
     first = n - n
     last = n
     if start_ptr is not None:
-        first = tl.minimum(tl.maximum(tl.load(start_ptr + start_at).to(tl.int64), -n), n)
+        first = tl.load(start_ptr + start_at).to(tl.int64)
     if lengths_ptr is not None:
-        length = tl.load(lengths_ptr + lengths_at).to(tl.int64)
-        last = first + tl.minimum(tl.maximum(length, 0), 2 * n)
-    first = tl.maximum(first, 0)
+        # a sum beyond int64 takes a start beyond every row, and is empty
+        last = first + tl.minimum(tl.maximum(tl.load(lengths_ptr + lengths_at).to(tl.int64), 0), 1 << 62)
+    first = tl.maximum(tl.minimum(first, n), 0)
     return first.to(tl.int32), tl.maximum(tl.minimum(last, n), first).to(tl.int32)
 
 

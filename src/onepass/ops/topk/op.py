@@ -216,8 +216,8 @@ def _last_of_equals(
     n = scores.shape[-1]
     if start is not None or lengths is not None:
         # clamped as the kernels do, because the host may not see the values
-        first = torch.zeros_like(lengths) if start is None else start.clamp(-n, n)  # type: ignore[arg-type]
-        last = (first + (2 * n if lengths is None else lengths.clamp(0, 2 * n))).clamp(max=n)
+        first = torch.zeros_like(lengths) if start is None else start.long()  # type: ignore[arg-type]
+        last = (first + (1 << 62 if lengths is None else lengths.long().clamp(0, 1 << 62))).clamp(max=n)
         start, lengths = n - last, last - first.clamp(min=0)
     mask = None if mask is None else mask.flip(-1)
     found = topk(scores.flip(-1), k, mask=mask, start=start, lengths=lengths, sorted=is_sorted, **options)
