@@ -23,9 +23,10 @@ from .explore import explore
 from .feed_forward import branch_dtype, has_no_overrides
 from .local_attention import LocalAttention, check_heads
 from .norm import RMSNorm
-from .over_sequence import Door, sequence_axis, spread_rows, takes_whole_rows
+from .over_sequence import Door, sequence_axis, spread_rows
 from .packed import packed
 from .router import NORM_EPS, Router, RouterOutput, asked
+from .whole_rows import takes_whole_rows, whole_rows
 
 if TYPE_CHECKING:
     from .cache import AttentionCache, HeavyCache
@@ -196,8 +197,6 @@ class RoutedAttention(nn.Module):
         elif (axis := sequence_axis(x)) is not None and x.numel() and cache is None:
             return spread_rows(self, x, axis, mask, return_routing)  # type: ignore[no-any-return]
         elif cache is None and takes_whole_rows(self, x):
-            from .whole_rows import whole_rows
-
             return whole_rows(RoutedAttention, self, x, mask, return_routing)  # type: ignore[no-any-return]
         else:
             y, routing = self._composed(x, mask, cache)

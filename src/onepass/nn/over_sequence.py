@@ -29,15 +29,6 @@ from .padding import check_bounds, check_mask
 _agreed: WeakKeyDictionary[nn.Module, set[Any]] = WeakKeyDictionary()
 
 
-def takes_whole_rows(layer: nn.Module, x: Tensor) -> bool:
-    """Return whether x is a DTensor and no hook inside makes DTensors again, as those of tensor parallelism do."""
-    # without an import of torch.distributed
-    tensors = sys.modules.get("torch.distributed.tensor")
-    if tensors is None or not isinstance(x, tensors.DTensor):
-        return False
-    return not any(m._forward_hooks or m._forward_pre_hooks for m in layer.modules() if m is not layer)
-
-
 def sequence_axis(x: Tensor) -> int | None:
     """Return the axis of the mesh along which the tokens (batch, n, dim) are spread; None: not, or along several."""
     tensors = sys.modules.get("torch.distributed.tensor")

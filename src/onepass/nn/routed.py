@@ -22,10 +22,11 @@ from .causal import CausalRouter
 from .count import check_count, check_flag, check_number, check_size
 from .explore import explore, explore_part
 from .feed_forward import FeedForward, branch_dtype, has_no_overrides
-from .over_sequence import Bounds, Door, sequence_axis, spread_rows, takes_whole_rows, travel, uncompiled
+from .over_sequence import Bounds, Door, sequence_axis, spread_rows, travel, uncompiled
 from .packed import packed
 from .padding import zero_padding
 from .router import NORM_EPS, Router, RouterOutput, asked
+from .whole_rows import takes_whole_rows, whole_rows
 
 if TYPE_CHECKING:
     from .cache import ChoiceCache
@@ -101,8 +102,6 @@ class Routed(nn.Module):
             y, routing = self._over_sequence(x, k, mask, axis)
             return (y, routing) if return_routing else y
         if takes_whole_rows(self, x):
-            from .whole_rows import whole_rows
-
             return whole_rows(Routed, self, x, mask, return_routing)  # type: ignore[no-any-return]
         routing = self.router(x, k, mask)
         y = self._light(x)
@@ -289,8 +288,6 @@ class RoutedFeedForward(Routed):
         if axis is not None and self._fused_dtype(x, mask, spread=True):
             return spread_rows(self, x, axis, mask, return_routing)  # type: ignore[no-any-return]
         if axis is None and x.dim() == 3 and takes_whole_rows(self, x):
-            from .whole_rows import whole_rows
-
             return whole_rows(RoutedFeedForward, self, x, mask, return_routing)  # type: ignore[no-any-return]
         if dtype is None:
             x = x if isinstance(mask, Bounds) else zero_padding("RoutedFeedForward", x, mask)

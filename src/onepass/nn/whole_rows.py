@@ -1,26 +1,36 @@
-"""Routed layers of DTensors whose rows are whole on each device. Imported with the first such call."""
+"""Routed layers of DTensors whose rows are whole on each device."""
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.func import functional_call
 
-from .over_sequence import named, opened, parameters
+from .over_sequence import named, opened, parameters, uncompiled
 from .padding import check_mask
 
 
-# a compiler breaks its graph here either way: inside, it would return a routing that nobody asked for
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+def takes_whole_rows(layer: nn.Module, x: Tensor) -> bool:
+    """Return whether x is a DTensor and no hook inside makes DTensors again, as those of tensor parallelism do."""
+    # without an import of torch.distributed
+    tensors = sys.modules.get("torch.distributed.tensor")
+    if tensors is None or not isinstance(x, tensors.DTensor):
+        return False
+    return not any(m._forward_hooks or m._forward_pre_hooks for m in layer.modules() if m is not layer)
+
+
+@uncompiled
 def whole_rows(kind: Any, layer: nn.Module, x: Any, mask: Any, return_routing: bool) -> Any:
     """Return kind.forward(layer, x, mask) for a DTensor x (batch, n, dim): each device computes the rows that it has.
 
     Other placements than Replicate and those of the batch are redistributed, as for torch's own operators.
     """
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
     name, mesh, batch = type(layer).__name__, x.device_mesh, x.shape[0]
     placements = tuple(p if type(p) is Shard and p.dim == 0 else Replicate() for p in x.placements)
     if mask is not None and not isinstance(mask, DTensor):
