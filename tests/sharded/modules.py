@@ -97,6 +97,13 @@ def _(masked: bool) -> None:
     same_layer(ATTENTIONS["block"](), x, None, on, [Shard(0), Shard(1)])
 
 
+@many("fewer rows than processes along the batch", {"layer": ["feed-forward", "causal block", "own branches"]})
+def _(layer: str) -> None:
+    x = wide(1, 20, DIM).to(device_type())
+    on, make = mesh(dist.get_world_size(), 1), {**LAYERS, **ATTENTIONS}[layer]
+    same_layer(make(), x, torch.rand(1, 20, device=x.device) < 0.7, on, [Shard(0), Shard(1)])
+
+
 @many(
     "each process has whole rows",
     {"layer": ["feed-forward", "attention", "causal block", "own branches"], "rows": [5, 1]},

@@ -98,7 +98,7 @@ class Door:
         self._of_choices = [Partial() if i == axis else p for i, p in enumerate(self.placements)]
         self.whole = [Replicate()] * self.mesh.ndim
         self.tokens: Tensor = x.to_local(grad_placements=x.placements)
-        self.here = self.tokens.shape[1]
+        self.rows, self.here = self.tokens.shape[:2]
         weights = parameters(module)
         self._agree(module, mask, weights)
         self.length, self.packing = self.n, None  # type: int, Packing | None
@@ -111,9 +111,11 @@ class Door:
         self.mask: Tensor | None = None
         if mask is not None:
             self.mask = mask.redistribute(placements=self.placements).to_local()
-        if not self.here:
-            self.tokens = F.pad(self.tokens, (0, 0, 0, 1))
-            self.mask = None if self.mask is None else F.pad(self.mask, (0, 1))
+        if not self.tokens.numel():
+            # a token of zeros, so that every device takes part in each sum
+            more = (0, int(not self.here), 0, int(not self.rows))
+            self.tokens = F.pad(self.tokens, (0, 0, *more))
+            self.mask = None if self.mask is None else F.pad(self.mask, more)
         self._weights = opened(self.name, self.mesh, self.placements, weights)
 
     def _agree(self, module: nn.Module, mask: Any, weights: list[Tensor]) -> None:
@@ -182,7 +184,7 @@ class Door:
 
     def cut(self, t: Tensor) -> Tensor:
         """Return t (batch, tokens, …) without the token that stands in for none."""
-        return t if self.here else t[:, :0]
+        return t if self.here and self.rows else t[: self.rows, : self.here]
 
     def leave(self, y: Tensor) -> Any:
         """Return the DTensor of which y is this device's part."""
@@ -198,7 +200,7 @@ class Door:
             if not isinstance(t, Tensor):
                 return self.routing(t)
             shape = t.shape if self.packing is not None else torch.Size((self.shape[0], *t.shape[1:]))
-            t = t.contiguous()
+            t = (t if self.rows else t[:0]).contiguous()
             return self._dtensor.from_local(
                 t, self.mesh, self.everywhere, run_check=False, shape=shape, stride=t.stride()
             )  # fmt: skip
@@ -224,7 +226,9 @@ class Door:
         if not isinstance(t, self._dtensor):
             return t  # type: ignore[no-any-return]
         whole = t.redistribute(placements=self.everywhere)
-        return whole.to_local(grad_placements=self._of_choices) if t.is_floating_point() else whole.to_local()  # type: ignore[no-any-return]
+        part = whole.to_local(grad_placements=self._of_choices) if t.is_floating_point() else whole.to_local()
+        # nothing is chosen in a row that stands in for none
+        return part if self.rows else F.pad(part, (0, 0) * (part.dim() - 1) + (0, 1), value=-1)  # type: ignore[no-any-return]
 
 
 @uncompiled
