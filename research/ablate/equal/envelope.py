@@ -29,7 +29,7 @@ LENGTHS = (8192, 32768)  # rates are tried at the first that a command has
 SHORT = 8192
 WINDOW = 256  # as `RoutedBlock` has it
 WIDTHS = (None, 2, 1)  # of each arm that get a budget: all, then the best after the budget before
-FAR = 1.0  # bits
+FAR = 1.0  # bits; a width that is farther behind gets no more time
 LEVEL = 0.03  # bits; arms that are nearer get a second seed
 ALL = (*ARMS, HYBRID)
 

@@ -45,9 +45,7 @@ def leaders(rows: Rows, budget: float, task: str, n: int) -> dict[str, list[Reco
     found = {}
     for arm in LABELS:
         if dims := envelope.best(rows[budget], task, n, arm):
-            runs = (r for r in rows[budget] if r["kind"] == "run" and _at(r) == (task, n, arm, dims[0]))
-            # the last one of a seed has the best rate that was tried
-            found[arm] = list({r["seed"]: r for r in runs}.values())
+            found[arm] = [r for r in rows[budget] if r["kind"] == "run" and _at(r) == (task, n, arm, dims[0])]
     return found
 
 
