@@ -134,7 +134,8 @@ class Trials:
         import dataclasses
 
         self.module, self.kind, self.device, self.out = module, args.kind, device, args.out
-        size = module.SIZES[args.size or ("full" if device.type == "cuda" else "small")]
+        base = args.size or ("full" if device.type == "cuda" else "small")
+        size = module.SIZES[base]
         changes: dict[str, Any] = {"steps": args.steps} if args.steps else {}
         self.options: dict[str, Any] = {}
         if args.kind == "planted":
@@ -144,6 +145,9 @@ class Trials:
             self.name = f"text-{args.task or 'masked'}"
             self.options["causal"] = args.task == "causal"
             changes["paths"] = tuple(args.data or ())
+            if any(getattr(args, name) for name in command.MODEL):
+                given = argparse.Namespace(**{**vars(args), "n": args.n or [size.n]})
+                (size,) = command.sizes(given, base)
         self.size = dataclasses.replace(size, **changes)
 
     def task(self, arm: str, seed: int, hidden: int = 0) -> Any:

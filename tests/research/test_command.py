@@ -66,3 +66,14 @@ def test_text(tmp_path: Path, task: str) -> None:
     # the same weights, whoever chooses
     assert records[3]["parameters"] == records[0]["parameters"]
     assert (tmp_path / f"text-{task}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_model_of_the_text_has_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    some = ["text", "--task", "causal", *QUICK[:-1], "1", "--arm", "random", "--seed", "0", "--out", str(tmp_path)]
+    text = ["--data", str(Path(tables.__file__).parent)]
+    assert main([*some, *text, "--n", "64", "--window", "16", "--share", "0.25"]) == 0
+    (record,) = tables.load(tmp_path)
+    size = record["size"]
+    assert (size["n"], size["window"], size["k"], size["steps"]) == (64, 16, 0.25, 1)
+    assert main([*some, "--n", "64", "--n", "128"]) == 2
+    assert "--n" in capsys.readouterr().err

@@ -23,16 +23,14 @@ ENVELOPE = (
     "(flash-linear-attention); --budget: seconds of the longest"
 )
 # options that only these two have
-OWN = (
-    "n", "dim", "blocks", "heads", "batch", "window", "share", "light", "budget", "tune", "rate", "part", "attention",
-    "no_compile",
-)  # fmt: skip
+OWN = ("budget", "tune", "rate", "part", "attention", "no_compile")
+MODEL = ("n", "dim", "blocks", "heads", "batch", "window", "share", "light")
 NUMBERS = {
     "n": (64, 2**20), "dim": (8, 2**14), "blocks": (1, 256), "heads": (1, 256), "batch": (1, 4096),
     "window": (1, 2**14),
 }  # fmt: skip
 HELPS = {
-    "n": "tokens in view; may be repeated (default: 2048, 8192, 32768)",
+    "n": "tokens in view; may be repeated with --equal-time (default there: 2048, 8192, 32768)",
     "dim": "width of a token",
     "blocks": "number of blocks",
     "heads": "of the routed arm; the dense one has heads of 64, the fastest width",
@@ -47,7 +45,7 @@ SEEDS = 3
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options to those of `text`."""
-    one = parser.add_argument_group("equal time")
+    one = parser.add_argument_group("the model, and equal time")
     add = one.add_argument
     add("--equal-time", action="store_true", help=HELP)
     add("--envelope", action="store_true", help=ENVELOPE)
@@ -85,6 +83,8 @@ def check(args: argparse.Namespace) -> None:
             raise UserError(f"--{given[0].replace('_', '-')} goes with --equal-time")
         if args.size == "100m":
             raise UserError("--size 100m goes with --equal-time")
+        if len(args.n or ()) > 1:
+            raise UserError("--n: several lengths go with --equal-time; give one")
         return
     if args.calibrate:
         raise UserError("--calibrate looks for a width that --equal-time does not use; leave one of them out")
