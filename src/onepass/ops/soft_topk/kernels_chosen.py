@@ -17,7 +17,7 @@ from torch import Tensor
 from onepass.core.launch import cdiv, device_guard, launch, next_power_of_2
 from onepass.ops._shared.kernels_gates import gates_and_slopes, offsets
 from onepass.ops._shared.kernels_rows import (
-    HALF_PER_WARP,
+    PER_WARP,
     Scores,
     Shape,
     load_option,
@@ -234,7 +234,7 @@ def backward(
         ds = torch.empty((n_rows, n_cols) if need_s else (0,), dtype=s.dtype, device=s.device)
     if not s.numel():
         return ds, scratch(s, n_rows if need_eps else 0, 1).zero_()
-    plan = shape(n_rows, n_cols, HALF_PER_WARP, LONGEST)
+    plan = shape(n_rows, n_cols, PER_WARP, LONGEST)
     strides = (*g.stride(), s.stride(0), stride(eps))
     with device_guard(s):
         if plan.splits == 1:
