@@ -69,17 +69,17 @@ class Config:
 PRESETS: dict[str, dict[str, int | float]] = {
     "cpu": {
         "steps": 800, "batch": 16, "seq": 256, "dim": 128, "blocks": 3, "heads": 4, "routed": 0.125, "window": 64,
-        "eval_windows": 128, "final_windows": 1024,
+        "lr": 1e-3, "eval_windows": 128, "final_windows": 1024,
     },
     "gpu": {
-        "steps": 2000, "batch": 8, "seq": 8192, "dim": 512, "blocks": 6, "heads": 8, "routed": 0.125, "window": 256,
-        "eval_windows": 16, "final_windows": 128,
+        "steps": 8000, "batch": 2, "seq": 8192, "dim": 512, "blocks": 6, "heads": 8, "routed": 0.125, "window": 256,
+        "lr": 2e-4, "eval_windows": 16, "final_windows": 128,
     },
 }  # fmt: skip
 # `outside`: Lion needs a larger rate outside the blocks. One rate for all is too small for the output layer or too
 # large for the matrices of the blocks; AdamW tolerates too large a rate, an update by signs does not
 COMMON: dict[str, int | float] = {
-    "light_mult": 0.5, "heavy_mult": 4.0, "masked": 0.15, "lr": 1e-3, "outside": 10.0, "beta1": 0.9,
+    "light_mult": 0.5, "heavy_mult": 4.0, "masked": 0.15, "outside": 10.0, "beta1": 0.9,
     "beta2": 0.95, "weight_decay": 0.1,
 }  # fmt: skip
 

@@ -23,7 +23,7 @@ NUMBERS = {
     "seq": "bytes a sequence",
     "dim": "width of a token",
     "blocks": "number of blocks",
-    "lr": "peak learning rate (default: 0.001)",
+    "lr": "peak learning rate",
     "threads": "CPU threads (default: one for each idle core)",
 }
 CHOICES = {
