@@ -146,8 +146,7 @@ class Trials:
             self.options["causal"] = args.task == "causal"
             changes["paths"] = tuple(args.data or ())
             if any(getattr(args, name) for name in command.MODEL):
-                given = argparse.Namespace(**{**vars(args), "n": args.n or [size.n]})
-                (size,) = command.sizes(given, base)
+                (size,) = command.sizes(args, base, (size.n,))
         self.size = dataclasses.replace(size, **changes)
 
     def task(self, arm: str, seed: int, hidden: int = 0) -> Any:

@@ -107,8 +107,8 @@ def _check_envelope(args: argparse.Namespace) -> None:
         raise UserError("--size 100m: --envelope has widths of its own; leave it out")
 
 
-def sizes(args: argparse.Namespace, base: str) -> list[Size]:
-    """Return the model and the batch at every length that was asked for."""
+def sizes(args: argparse.Namespace, base: str, lengths: tuple[int, ...] = ()) -> list[Size]:
+    """Return the model and the batch at every length that was asked for; `lengths` where none was."""
     from dataclasses import replace
 
     from research.ablate import text
@@ -122,7 +122,7 @@ def sizes(args: argparse.Namespace, base: str) -> list[Size]:
         raise UserError(f"--heads {heads}: {dim} channels do not part into that many heads of even width")
     dense = dim // 64 if dim % 64 == 0 else heads
     found = []
-    for n in dict.fromkeys(args.n or LENGTHS[base]):
+    for n in dict.fromkeys(args.n or lengths or LENGTHS[base]):
         changes: dict[str, Any] = {"dim": dim, "heads": heads, "dense_heads": dense, "blocks": args.blocks, "n": n}
         changes["batch"] = args.batch or (size.batch if base != "full" else max(1, TOKENS // n))
         # as many steps as earlier records have: fewer where each has more tokens in view

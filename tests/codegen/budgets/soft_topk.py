@@ -71,13 +71,14 @@ def _kernels() -> Iterator[Kernel]:
             max_registers=72, vector_loads=False,
         )  # fmt: skip
     for cols, k in ((64, 8), (1024, 64), (32768, 2048)):
-        plan = kernels_rows.shape(1 << 16, cols, kernels_rows.PER_WARP, kernels_chosen.LONGEST)
+        per_warp = kernels_rows.HALF_PER_WARP * (2 if cols > kernels_rows.CROWDED else 1)
+        plan = kernels_rows.shape(1 << 16, cols, per_warp, kernels_chosen.LONGEST)
         yield Kernel(
             f"soft_topk {k} chosen of {plan.block_r}x{cols}", lambda: kernels_chosen.row_kernel,
             signature(_ROW, "fp32") | _INDEXED,
             {"eps_ptr": None, "mask_ptr": None, "KIND": 0, "NEED_S": True, "NEED_EPS": False, "BLOCK_R": plan.block_r,
              "BLOCK_C": cols, "BLOCK_K": kernels_chosen.chosen_at_a_time(plan, k), "VEC": 16}, DIVISIBLE,
-            num_warps=plan.warps, max_registers=96,
+            num_warps=plan.warps, max_registers=80,
         )  # fmt: skip
     block, warps, per_sm = kernels_triton.TEAM
     team = {"TEAM": 64, "WIDTH": 256, "BLOCK_R": 1, "BLOCK_C": block}

@@ -17,7 +17,8 @@ from torch import Tensor
 from onepass.core.launch import cdiv, device_guard, launch, next_power_of_2
 from onepass.ops._shared.kernels_gates import gates_and_slopes, offsets
 from onepass.ops._shared.kernels_rows import (
-    PER_WARP,
+    CROWDED,
+    HALF_PER_WARP,
     Scores,
     Shape,
     load_option,
@@ -81,8 +82,7 @@ def weigh(chosen, rows, here, base, c, eps, KIND: tl.constexpr, BLOCK_R: tl.cons
 @triton.jit
 def sums(chosen, rows, base, c, eps, KIND: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr):
     """Return Σ gy·w and Σ gy·w·x of each row."""
-    sum_gw = tl.zeros_like(base)
-    sum_gwx = tl.zeros_like(base)
+    sum_gw, sum_gwx = tl.zeros_like(base), tl.zeros_like(base)
     for first in range(0, chosen.k, BLOCK_K):
         _, _, _, gw, x = weigh(chosen, rows, tile_cols(first, BLOCK_R, BLOCK_K), base, c, eps, KIND, BLOCK_R)
         a, b = pair_sum(gw, gw * x, BLOCK_R)
@@ -234,7 +234,7 @@ def backward(
         ds = torch.empty((n_rows, n_cols) if need_s else (0,), dtype=s.dtype, device=s.device)
     if not s.numel():
         return ds, scratch(s, n_rows if need_eps else 0, 1).zero_()
-    plan = shape(n_rows, n_cols, PER_WARP, LONGEST)
+    plan = shape(n_rows, n_cols, HALF_PER_WARP * (2 if n_cols > CROWDED else 1), LONGEST)
     strides = (*g.stride(), s.stride(0), stride(eps))
     with device_guard(s):
         if plan.splits == 1:
