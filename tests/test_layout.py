@@ -15,19 +15,19 @@ FILES = sorted((SRC / "onepass").rglob("*.py"))
 # lines of Python that a room may have: what grows beyond is an edit here, with its reason in the commit; what shrinks
 # lowers the number. CONTRIBUTING has the rule by which a second way of doing a thing stays
 MOST_LINES = {
-    "src/onepass/core": 1730,
-    "src/onepass/ops": 15807,
+    "src/onepass/core": 1726,
+    "src/onepass/ops": 15936,
     "src/onepass/fused": 4039,
     "src/onepass/nn": 3817,
-    "src/onepass/optim": 1480,
-    "src/onepass/swapping": 805,
-    "src/onepass/compat": 1300,
-    "src/onepass/doctor": 500,
-    "src/onepass/train": 3610,
-    "tests": 25477,
-    "benchmarks": 5589,
+    "src/onepass/optim": 1469,
+    "src/onepass/swapping": 802,
+    "src/onepass/compat": 1288,
+    "src/onepass/doctor": 496,
+    "src/onepass/train": 3591,
+    "tests": 25475,
+    "benchmarks": 5567,
     "research": 2442,
-    "examples": 870,
+    "examples": 868,
 }
 
 

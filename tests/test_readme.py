@@ -62,11 +62,13 @@ def norms() -> Iterable[str]:
 
 
 def selection() -> Iterable[str]:
-    cell = records("h200/raw/selection_flashinfer.json")["cells"]["64x131072 k 2048, float32"]
-    ours, theirs, torch = (cell[i]["graph"] for i in ("onepass", "flashinfer, deterministic", "torch.topk"))
+    cells = {(r["cols"], r["k"], r["dtype"], r["rows"]): r for r in records("h100/raw/topk_rivals.json")["rows"]}
+    ours, theirs, torch = (
+        cells[131072, 2048, "float32", 64][i] for i in ("onepass", "flashinfer deterministic", "torch.topk")
+    )
     yield f"{ours:.0f} µs | FlashInfer, deterministic: {theirs:.0f} µs; `torch.topk`, ties by chance: {torch:.0f} µs"
-    cell = records("h200/raw/selection.json")["cells"]["2x32768 k 2048, bfloat16, by index"]
-    yield f"{cell['onepass']['graph']:.0f} µs | `torch.topk`, ties by chance: {cell['torch.topk']['graph']:.0f} µs"
+    ours, torch = (cells[1 << 20, 65536, "bfloat16", 8][i] for i in ("onepass by index", "torch.topk unsorted"))
+    yield f"{ours:.0f} µs | `torch.topk`, ties by chance: {torch:.0f} µs"
 
 
 def llama_step(impl: str, dtype: str, low: str = "none") -> tuple[float, int]:

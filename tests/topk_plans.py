@@ -16,7 +16,7 @@ def shrink(monkeypatch: pytest.MonkeyPatch, **sizes: Any) -> None:
     """Let small rows take the ways of large ones."""
     small = {
         "NARROW": 0, "NARROW_TILE": 64, "WIDE": 1 << 40, "WIDE_CHUNK": 128, "WIDE_AGAIN": 512,
-        "MAX_COLS": 16, "MAX_BYTES_OF_MANY": 16, "SCAN": 16, "TILE": 32, "TILE_WARPS": 1, "SAMPLE": 32, "SECTOR": 16,
+        "MAX_COLS": 16, "MAX_BYTES_OF_MANY": 16, "TILE": 32, "TILE_WARPS": 1, "SAMPLE": 32, "SECTOR": 16,
         "SIGMAS": 1.0, "ALONE": 32, "MAX_SORTED": 64, "SORTED_BY_WHOLE": 8, "RUN": 8, "MERGED": 16, **sizes,
     }  # fmt: skip
     for name, value in small.items():

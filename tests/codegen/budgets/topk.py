@@ -13,7 +13,7 @@ from onepass.ops.topk import plan
 
 _INTS = (
     "g_row_stride", "g_col_stride", "s_row_stride", "mask_row_stride", "start_stride", "lengths_stride",
-    "packed_row_stride", "out_row_stride", "n_rows", "n_cols", "tiles", "k", "run", "steps", "capacity", "column_bits",
+    "packed_row_stride", "out_row_stride", "n_rows", "n_cols", "tiles", "k", "run", "steps", "capacity",
 )  # fmt: skip
 _TYPES = {
     **dict.fromkeys(_INTS, "i32"),
@@ -39,7 +39,7 @@ def _kernel(
     pointers = [a for a in signature if a.endswith("_ptr")]
     return Kernel(
         title, lambda: fn, signature, constants, pointers, num_warps=warps, maxnreg=limit or 0, max_registers=registers,
-        max_spill_bytes=spill, max_amd_spills=111 if registers > 128 else 0, vector_loads=wide,
+        max_spill_bytes=spill, max_amd_spills=139 if registers > 128 else 0, vector_loads=wide,
     )  # fmt: skip
 
 
@@ -58,19 +58,10 @@ def _in_one_launch(plain: dict[str, Any], dtypes: dict[str, torch.dtype]) -> Ite
         for_all: dict[str, Any] = {"s_ptr": f"*{dtype}", "value_ptr": f"*{dtype}", "gate_ptr": f"*{dtype}"}
         if isinstance(one, plan.Narrow):
             blocks: dict[str, Any] = {
-                "PARTS": one.parts,
-                "BLOCK_R": one.block_r,
-                "BLOCK_C": one.block_c,
-                "BLOCK_K": one.block_k,
-            }
-            yield _kernel(
-                f"topk narrow {dtype} {cols}",
-                kernels_narrow.narrow_kernel,
-                constants | blocks,
-                one.warps,
-                80,
-                **for_all,
-            )
+                "PARTS": one.parts, "BLOCK_R": one.block_r, "BLOCK_C": one.block_c, "BLOCK_K": one.block_k,
+            }  # fmt: skip
+            kernel = kernels_narrow.narrow_kernel
+            yield _kernel(f"topk narrow {dtype} {cols}", kernel, constants | blocks, one.warps, 80, **for_all)
         elif isinstance(one, plan.Wide):
             blocks = {
                 "CHUNK": one.chunk, "GROUP": one.group, "GROUPS": one.groups, "AGAIN": one.again, "ROOM": one.room,
@@ -80,12 +71,16 @@ def _in_one_launch(plain: dict[str, Any], dtypes: dict[str, torch.dtype]) -> Ite
         else:
             assert isinstance(one, plan.Whole)
             blocks = {
-                "BLOCK_R": one.block_r, "BLOCK_C": one.block_c, "BLOCK_T": one.scan, "BLOCK_K": one.block_k,
+                "BLOCK_R": one.block_r, "BLOCK_C": one.block_c, "BLOCK_K": one.block_k,
+                "VECTOR": plan.VECTOR // dtypes[dtype].itemsize,
             }  # fmt: skip
             packed: dict[str, Any] = {} if k > plan.SORTED_BY_WHOLE else {"packed_ptr": None}
             for_all |= {"packed_ptr": "*i32" if dtype == "bf16" else "*i64"}
             kernel, constants = kernels_whole.whole_kernel, constants | packed
-            yield _kernel(f"topk whole {dtype} {cols}", kernel, constants | blocks, one.warps, 128, **for_all)
+            yield _kernel(
+                f"topk whole {dtype} {cols}", kernel, constants | blocks, one.warps, 128, spill=8,
+                limit=one.registers, **for_all,
+            )  # fmt: skip
 
 
 def _kernels() -> Iterator[Kernel]:
@@ -108,10 +103,13 @@ def _kernels() -> Iterator[Kernel]:
             sample = {"DISORDERED": 1, "SIGMAS": plan.SIGMAS, "GROUPS": long.groups, "GROUP": long.group}
             pointer = f"*{dtype}"
             yield _kernel(
-                f"topk pivot {title}", kp.pivot_kernel, {**options, "SHIFT": shift, **sample}, long.sample_warps, 144,
+                f"topk pivot {title}", kp.pivot_kernel, {**options, "SHIFT": shift, **sample}, long.sample_warps, 160,
                 spill=120, s_ptr=pointer,
             )  # fmt: skip
-            blocks = {**options, "ALONE": alone, "BLOCK": long.tile, "STAGES": long.tile_stages}
+            blocks = {
+                **options, "ALONE": alone, "BLOCK": long.tile, "VECTOR": long.vector, "PARTS": long.parts,
+                "STAGES": long.tile_stages,
+            }  # fmt: skip
             yield _kernel(f"topk pass {title}", kp.pass_kernel, blocks, long.tile_warps, 120, s_ptr=pointer)
             chooses = k <= plan.MAX_SORTED
             blocks = {
@@ -119,8 +117,8 @@ def _kernels() -> Iterator[Kernel]:
                 "TILE": long.alone,
             }  # fmt: skip
             yield _kernel(
-                f"topk choose {title}", kp.choose_kernel, blocks, long.choose_warps, 255, wide=False, spill=88,
-                s_ptr=pointer,
+                f"topk choose {title}", kp.choose_kernel, blocks, long.choose_warps, 255, wide=False, spill=144,
+                limit=long.choose_registers, s_ptr=pointer,
             )  # fmt: skip
     for dtype, n_rows, k, best_first, in_order, registers in (
         ("fp32", 64, 64, True, False, 96), ("fp32", 64, 64, False, False, 96), ("fp32", 64, 2048, True, False, 80),

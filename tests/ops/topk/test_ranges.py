@@ -124,7 +124,7 @@ def test_wide_rows(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.interpret
 def test_more_survivors_than_exchanges_sort(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows whose survivors are sorted by their bits."""
-    shrink(monkeypatch, MAX_COLS=1024, SCAN=1024)
+    shrink(monkeypatch, MAX_COLS=1024)
     generator = torch.Generator().manual_seed(1)
     s = torch.stack([torch.randn(700, generator=generator), torch.randn(700, generator=generator).round()])
     s[0, :3] = torch.tensor([math.nan, 3e38, -3e38])

@@ -70,7 +70,7 @@ def compare(n: int, k: int, device: str) -> None:
 @pytest.mark.parametrize("long", [False, True], ids=["whole rows", "chunks"])
 def test_kernels_interpreted(sorted_here: bool, long: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     shrink(monkeypatch, MAX_SORTED=64 if sorted_here else 8, MAX_COLS=16 if long else 64)
-    n = 75 if long else 40
+    n = 95 if long else 40
     for k in (1, 9) if sorted_here else (17, n + 3):
         compare(n, k, "cpu")
 
@@ -134,7 +134,6 @@ def test_the_launch_formula_covers_a_row(rows: int, n: int, part: float) -> None
             elif isinstance(shape, plan.Whole):
                 assert n <= shape.block_c <= max(plan.MAX_COLS, plan.MAX_BYTES_OF_MANY // itemsize)
                 assert k <= shape.block_k
-                assert shape.block_c % shape.scan == 0
                 assert shape.warps in (1, 2, 4, 8, 16, 32)
             else:
                 assert shape.splits * shape.tiles * shape.tile >= n

@@ -53,6 +53,15 @@ class Row(NamedTuple):
 
 
 @triton.jit
+def from_boundary(at, VECTOR: tl.constexpr):
+    """Return the last multiple of VECTOR up to a row's first score, and how many scores lie between.
+
+    From there on VECTOR neighbours are in one thread, wherever the row begins; elsewhere they are in as many threads.
+    """
+    return at // VECTOR * VECTOR, (at % VECTOR).to(tl.int32)
+
+
+@triton.jit
 def bounds(start_ptr, lengths_ptr, start_at, lengths_at, n_cols):
     """Return the first column of a row's range and the one after its last, both within the row."""
     n = n_cols.to(tl.int64)
@@ -89,6 +98,61 @@ def load_scores(row, cols, present, RANGED: tl.constexpr, LARGEST: tl.constexpr)
 def load_keys(row, cols, present, RANGED: tl.constexpr, LARGEST: tl.constexpr, SHIFT: tl.constexpr):
     """Return the keys of scores, without the SHIFT low bits that all share."""
     return to_key(load_scores(row, cols, present, RANGED, LARGEST)) >> SHIFT
+
+
+@triton.jit
+def about_log2(x):
+    """Return log2(x) + 127 of positive numbers within 0.01, which is enough for a guess and a third of a logarithm."""
+    bits = x.to(tl.int32, bitcast=True)
+    fraction = ((bits & 0x7FFFFF) | 0x3F800000).to(tl.float32, bitcast=True) - 1.0
+    return bits.to(tl.float32) * 1.1920928955078125e-07 + 0.344 * fraction * (1.0 - fraction)
+
+
+@triton.jit
+def threshold_of(key, k, most, nothing, SHIFT: tl.constexpr):
+    """Return a key that k to `most` keys of each row reach, how many keys are a score, and how many reach it.
+
+    Where keys are equal it is the k-th largest, which more than `most` reach; where there are fewer, `nothing`. Counts
+    bracket the threshold. The next guess is on the line through both ends, with log(count/(n - count)) for the
+    count: a row of normal scores is solved by 7 counts instead of 18. Every other guess from the seventh on bisects
+    keys, so that a row of any scores is solved.
+    """
+    valid = tl.sum((key > nothing).to(tl.int32), 1)
+    few = valid <= k
+    # at least k keys are ≥ lo, fewer than k are ≥ hi
+    lo = tl.where(few, nothing, tl.min(tl.where(key > nothing, key, LARGEST_KEY), 1))
+    hi = tl.where(few, nothing, tl.max(key, 1)) + 1
+    total = valid.to(tl.float32) + 0.5
+    aimed = 0.5 * (k + most) + tl.zeros_like(total)
+    aim = about_log2(aimed + 0.5) - about_log2(tl.maximum(total - aimed, 0.5))
+    at_lo = about_log2(total) - 126.0 - aim
+    at_hi = 126.0 - about_log2(total) - aim
+    side = tl.zeros_like(valid)
+    n_lo = valid
+    i = 0
+    while tl.max((lo + 1 < hi).to(tl.int32), 0) > 0:
+        low = tl.maximum(tl.minimum(to_score(lo, SHIFT), 1e38), -1e38)
+        high = tl.maximum(tl.minimum(to_score(hi - 1, SHIFT), 1e38), -1e38)
+        guess = to_key(low + (high - low) * (at_lo / tl.maximum(at_lo - at_hi, 1e-30))) >> SHIFT
+        halfway = (lo & hi) + ((lo ^ hi) >> 1)
+        bisect = (i >= 6) & (i % 2 == 0)
+        middle = tl.where(bisect, halfway, tl.maximum(tl.minimum(guess, hi - 1), lo + 1))
+        # a row that is solved keeps lo
+        middle = tl.where(lo + 1 < hi, middle, lo)
+        count = tl.sum((key >= middle[:, None]).to(tl.int32), 1)
+        n_above = count.to(tl.float32)
+        found = about_log2(n_above + 0.5) - about_log2(tl.maximum(total - n_above, 0.5)) - aim
+        above = count < k
+        # an end that stays twice counts half
+        at_lo = tl.where(above, tl.where(side == -1, 0.5 * at_lo, at_lo), found)
+        at_hi = tl.where(above, found, tl.where(side == 1, 0.5 * at_hi, at_hi))
+        side = tl.where(above, -1, 1)
+        # k to `most`: this row is solved, so set hi = lo + 1
+        hi = tl.where(above, middle, tl.where(count <= most, middle + 1, hi))
+        lo = tl.where(above, lo, middle)
+        n_lo = tl.where(above, n_lo, count)
+        i += 1
+    return lo, valid, n_lo
 
 
 @triton.jit
@@ -138,7 +202,7 @@ def is_nan(packed):
 
 
 __all__ = [
-    "COUNTERS", "EMPTY", "EMPTY_HALF", "INFINITY", "LARGEST_KEY", "LOW", "NAN", "NOTHING", "Row", "bounds", "is_nan",
-    "key_of", "load_keys", "load_scores", "ordered", "pack", "pack_half", "to_column", "to_key", "to_score",
-    "unpack_half",
+    "COUNTERS", "EMPTY", "EMPTY_HALF", "INFINITY", "LARGEST_KEY", "LOW", "NAN", "NOTHING", "Row", "bounds",
+    "from_boundary", "is_nan", "key_of", "load_keys", "load_scores", "ordered", "pack", "pack_half", "threshold_of",
+    "to_column", "to_key", "to_score", "unpack_half",
 ]  # fmt: skip

@@ -32,6 +32,21 @@ def rounds(number, k, nothing, beyond, COLUMNS: tl.constexpr, BLOCK_R: tl.conste
     return best, tl.max(close.to(tl.int32), 0) > 0
 
 
+@triton.jit
+def side_by_side(
+    scores, first, step, present, RANGED: tl.constexpr, LARGEST: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    """Return the keys of PARTS tiles of WIDTH columns that begin `step` apart; equal places are neighbours."""
+    if PARTS == 1:
+        key = load_keys(scores, first + tl.arange(0, WIDTH)[None, :], present, RANGED, LARGEST, 0)
+    else:
+        even = side_by_side(scores, first, 2 * step, present, RANGED, LARGEST, PARTS // 2, WIDTH, BLOCK_R)
+        odd = side_by_side(scores, first + step, 2 * step, present, RANGED, LARGEST, PARTS // 2, WIDTH, BLOCK_R)
+        key = tl.reshape(tl.join(even, odd), (BLOCK_R, WIDTH * PARTS))
+    return key
+
+
 @triton.jit(do_not_specialize=INTS)
 def narrow_kernel(
     s_ptr,  # (n_rows, n_cols) scores, any float dtype
@@ -78,13 +93,9 @@ def narrow_kernel(
     ranged: tl.constexpr = start_ptr is not None or lengths_ptr is not None
     # of fp32 all bits: 16-bit scores leave low ones free
     scores = Row(s_ptr, mask_ptr, rows * s_row_stride, rows * mask_row_stride, first, last, n_cols)
-    key = load_keys(scores, tl.arange(0, WIDTH)[None, :], present, ranged, LARGEST, 0)
-    cols = at
-    if PARTS == 2:
-        # halves of a row side by side in a thread: half as many threads share a row
-        other = load_keys(scores, WIDTH + tl.arange(0, WIDTH)[None, :], present, ranged, LARGEST, 0)
-        key = tl.reshape(tl.join(key, other), (BLOCK_R, BLOCK_C))
-        cols = (at % 2) * WIDTH + at // 2
+    # parts of a row side by side in a thread: fewer threads share a row
+    key = side_by_side(scores, 0, WIDTH, present, ranged, LARGEST, PARTS, WIDTH, BLOCK_R)
+    cols = (at % PARTS) * WIDTH + at // PARTS
     from_end = BLOCK_C - 1 - cols
     none: tl.constexpr = -(1 << 30)
     number = tl.where(key > NOTHING, ((key >> 1) & -BLOCK_C) | from_end, none)

@@ -14,21 +14,23 @@ from .kernels_keys import (
     COUNTERS,
     EMPTY,
     INFINITY,
-    LOW,
     NOTHING,
     Row,
     bounds,
+    from_boundary,
     key_of,
     load_keys,
     load_scores,
     pack,
+    threshold_of,
+    to_column,
     to_key,
     to_score,
 )  # fmt: skip
 
 INTS = [
     "s_row_stride", "mask_row_stride", "start_stride", "lengths_stride", "n_cols", "k", "capacity", "out_row_stride",
-    "tiles", "column_bits",
+    "tiles",
 ]  # fmt: skip
 
 
@@ -78,17 +80,8 @@ def pivot_kernel(
     room = capacity * ratio
     wanted = tl.where(whole, k + 1, (rank + SIGMAS * tl.sqrt(rank) + SIGMAS + 0.999).to(tl.int32))
     most = tl.where(whole, capacity, (room - SIGMAS * tl.sqrt(room)).to(tl.int32))
-    # at least `wanted` keys are ≥ lo, fewer are ≥ hi; stop at a count that the candidates' room allows
-    lo = 0 * wanted + nothing
-    hi = tl.max(key, 0) + 1
-    n_lo = most + 1
-    while lo + 1 < hi:
-        middle = (lo & hi) + ((lo ^ hi) >> 1)
-        count = tl.sum((key >= middle).to(tl.int32), 0)
-        enough = count >= wanted
-        hi = tl.where(enough, tl.where(count <= most, middle + 1, hi), middle)
-        lo = tl.where(enough, middle, lo)
-        n_lo = tl.where(enough, count, n_lo)
+    lo, _, n_lo = threshold_of(key[None, :], wanted, most, nothing, SHIFT)
+    lo, n_lo = tl.sum(lo, 0), tl.sum(n_lo, 0)
     # the keys ≥ lo where these are few enough, else only those > lo, when many scores are equal to lo; no score has the
     # key -1, because -0 counts as 0
     fits = (n_lo <= most) & (lo > nothing)
@@ -98,6 +91,41 @@ def pivot_kernel(
     tl.store(state, 0)
     tl.store(state + 1, 0)
     tl.store(state + 2, DISORDERED)
+
+
+@triton.jit
+def write_above(
+    row, out_ptr, at, capacity, begin, off, left, counts, totals, LARGEST: tl.constexpr, LANES: tl.constexpr,
+    VECTOR: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Write the chosen scores of a tile, in the order of columns.
+
+    A tile is PARTS loads of VECTOR scores by each of LANES lanes, and begins at `begin`, where the row begins at `off`.
+    A bit of `left` is a score of a lane; `counts` and `totals` are their numbers in each part, side by side. A lane
+    goes from bit to bit and loads the score again, from the cache: an index can't choose a register.
+    """
+    FIELD: tl.constexpr = 16 if PARTS == 1 else 32 // PARTS
+    lane = tl.arange(0, LANES)
+    before = tl.cumsum(counts, 0) - counts
+    # of each part, the place of the lane's next score in this tile
+    places = tl.zeros((LANES,), tl.int64)
+    n_before = totals * 0
+    for i in tl.static_range(PARTS):
+        here = n_before + ((before >> (FIELD * i)) & ((1 << FIELD) - 1))
+        places |= here.to(tl.int64) << (16 * i)
+        n_before += (totals >> (FIELD * i)) & ((1 << FIELD) - 1)
+    while tl.max(left, 0) > 0:
+        # the exponent of a power of two
+        bit = ((left & -left).to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
+        part = bit // VECTOR
+        col = begin + (part * LANES + lane) * VECTOR + bit % VECTOR
+        slot = at + ((places >> (16 * part)) & 0xFFFF).to(tl.int32)
+        s = tl.load(row.s_ptr + (row.s_at + col), mask=left > 0, other=0).to(tl.float32)
+        if not LARGEST:
+            s = -s
+        tl.store(out_ptr + slot, pack(s, col - off), mask=(left > 0) & (slot < capacity))
+        places += tl.full((LANES,), 1, tl.int64) << (16 * part)
+        left &= left - 1
 
 
 @triton.jit(do_not_specialize=INTS)
@@ -121,6 +149,8 @@ def pass_kernel(
     LARGEST: tl.constexpr,
     ALONE: tl.constexpr,
     BLOCK: tl.constexpr,
+    VECTOR: tl.constexpr,
+    PARTS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """Collect the scores above the pivot from `tiles` tiles of a row; ALONE: one program per row, in order."""
@@ -128,27 +158,48 @@ def pass_kernel(
     row = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
     ranged: tl.constexpr = start_ptr is not None or lengths_ptr is not None
+    off_boundary: tl.constexpr = UNIT < VECTOR and mask_ptr is None
     first, last = bounds(start_ptr, lengths_ptr, row * start_stride, row * lengths_stride, n_cols)
     scores = Row(s_ptr, mask_ptr, row * s_row_stride * UNIT, row * mask_row_stride, first, last, n_cols)
+    if off_boundary:
+        boundary, off = from_boundary(scores.s_at, VECTOR)
+        scores = Row(s_ptr, mask_ptr, boundary, scores.mask_at, first + off, last + off, n_cols + off)
     pivot = tl.load(pivot_ptr + row)
     counter = state_ptr + row * COUNTERS
     found = 0
+    out_ptr += row * capacity
+    LANES: tl.constexpr = BLOCK // (PARTS * VECTOR)
+    FIELD: tl.constexpr = 16 if PARTS == 1 else 32 // PARTS
+    part, place = tl.arange(0, PARTS)[:, None, None], tl.arange(0, VECTOR)[None, None, :]
+    first, last = scores.first, scores.last
     begin = tl.maximum(split * tiles, first // BLOCK)
-    end = tl.minimum((split + 1) * tiles, (last + BLOCK - 1) // BLOCK)
+    end = (last + BLOCK - 1) // BLOCK
+    if split + 1 < tl.num_programs(1):
+        end = tl.minimum((split + 1) * tiles, end)
     for tile in tl.range(begin, end, num_stages=STAGES):
         cols = tile * BLOCK + tl.arange(0, BLOCK)
-        s = load_scores(scores, cols, True, ranged, LARGEST)
+        s = load_scores(scores, cols, True, False, LARGEST)
+        if ranged or off_boundary:
+            # few tiles have a bound in them
+            if (tile * BLOCK < first) | ((tile + 1) * BLOCK > last):
+                s = tl.where((cols >= first) & (cols < last), s, -float("inf"))
         # NaN is above every pivot
-        above = (s <= pivot) == 0
-        ones = above.to(tl.int32)
-        n_above = tl.sum(ones, 0)
-        if n_above > 0:
+        above = tl.reshape((s <= pivot) == 0, (PARTS, LANES, VECTOR))
+        counts = tl.sum(tl.sum(tl.where(above, 1 << (part * FIELD), 0), 2), 0)
+        totals = tl.sum(counts, 0)
+        if totals != 0:
+            n_above = totals & 0
+            for i in tl.static_range(PARTS):
+                n_above += (totals >> (FIELD * i)) & ((1 << FIELD) - 1)
             at = found
             if not ALONE:
                 at = tl.atomic_add(counter, n_above, sem="relaxed")
-            slot = at + tl.cumsum(ones, 0) - 1
-            tl.store(out_ptr + row * capacity + slot, pack(s, cols), mask=above & (slot < capacity))
-        found += n_above
+            left = tl.sum(tl.sum(tl.where(above, 1 << (part * VECTOR + place), 0), 2), 0)
+            write_above(
+                scores, out_ptr, at, capacity, tile * BLOCK, scores.n_cols - n_cols, left, counts, totals, LARGEST,
+                LANES, VECTOR, PARTS,
+            )  # fmt: skip
+            found += n_above
     if ALONE:
         tl.store(counter, found)
 
@@ -226,24 +277,35 @@ def collect(
 
 @triton.jit
 def choose(
-    candidates_ptr, out_ptr, n_found, pivot_key, k, column_bits, SHIFT: tl.constexpr, BLOCK: tl.constexpr,
+    candidates_ptr, out_ptr, n_found, k, SHIFT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Write the k best candidates in their order, or all if there are fewer."""
-    here = tl.arange(0, BLOCK)
-    present = here < n_found
-    packed = tl.load(candidates_ptr + here, mask=present, other=EMPTY)
-    # score, then column, in as many bits as the row's columns take: all numbers differ, so a search ends with exactly k
-    column = (0x7FFFFFFF - (packed & LOW)).to(tl.int64)
-    number = ((key_of(packed) >> SHIFT).to(tl.int64) << column_bits) + (1 << column_bits) - 1 - column
-    lo = pivot_key.to(tl.int64) << column_bits
-    number = tl.where(present, number, lo - 1)
-    hi = tl.where(n_found > k, tl.max(number, 0), lo) + 1
-    while lo + 1 < hi:
-        middle = (lo & hi) + ((lo ^ hi) >> 1)
-        count = tl.sum((number >= middle).to(tl.int32), 0)
-        hi = tl.where(count < k, middle, tl.where(count == k, middle + 1, hi))
-        lo = tl.where(count < k, lo, middle)
-    chosen = number >= lo
+    nothing: tl.constexpr = NOTHING >> SHIFT
+    packed = tl.load(candidates_ptr + tl.arange(0, BLOCK), mask=tl.arange(0, BLOCK) < n_found, other=EMPTY)
+    # an empty place has the key of -inf, which no candidate has
+    key = key_of(packed) >> SHIFT
+    lo, _, n_lo = threshold_of(key[None, :], k, k, nothing, SHIFT)
+    lo, n_lo = tl.sum(lo, 0), tl.sum(n_lo, 0)
+    chosen = (key >= lo) & (key > nothing)
+    if n_lo > k:
+        # of the scores equal to the k-th, the first columns: they end at `last`
+        above, level = key > lo, key == lo
+        room = k - tl.sum(above.to(tl.int32), 0)
+        column = to_column(packed).to(tl.int32)
+        before, n_before = room * 0 - 1, room * 0
+        last, n_last = tl.max(tl.where(level, column, -1), 0), n_lo - k + room
+        bisect = room < 0
+        while n_last > room:
+            # on the line through both ends, and halfway, in turns
+            part = (room - n_before).to(tl.float32) / (n_last - n_before).to(tl.float32)
+            part = tl.where(bisect, 0.5, part)
+            middle = before + tl.maximum(((last - before).to(tl.float32) * part).to(tl.int32), 1)
+            count = tl.sum((level & (column <= middle)).to(tl.int32), 0)
+            enough = count >= room
+            before, n_before = tl.where(enough, before, middle), tl.where(enough, n_before, count)
+            last, n_last = tl.where(enough, middle, last), tl.where(enough, count, n_last)
+            bisect = ~bisect
+        chosen = above | (level & (column <= last))
     slot = tl.cumsum(chosen.to(tl.int32), 0) - 1
     tl.store(out_ptr + slot, packed, mask=chosen)
 
@@ -266,7 +328,6 @@ def choose_kernel(
     k,
     capacity,
     out_row_stride,
-    column_bits,
     UNIT: tl.constexpr,
     LARGEST: tl.constexpr,
     SHIFT: tl.constexpr,
@@ -291,7 +352,11 @@ def choose_kernel(
     if CHOOSE:
         if many == 0:
             candidates_ptr += row * capacity
-            choose(candidates_ptr, out_ptr, n_found, pivot_key, k, column_bits, SHIFT, BLOCK)
+            # most rows have far fewer candidates than there is room for
+            if n_found <= BLOCK // 2:
+                choose(candidates_ptr, out_ptr, n_found, k, SHIFT, BLOCK // 2)
+            else:
+                choose(candidates_ptr, out_ptr, n_found, k, SHIFT, BLOCK)
     if few | many:
         first, last = bounds(start_ptr, lengths_ptr, row * start_stride, row * lengths_stride, n_cols)
         scores = Row(s_ptr, mask_ptr, row * s_row_stride * UNIT, row * mask_row_stride, first, last, n_cols)

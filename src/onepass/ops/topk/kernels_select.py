@@ -55,10 +55,15 @@ class _Layout(NamedTuple):
 
 def _layout(rows: Rows) -> _Layout:
     s, *others, _ = rows
-    unit = 16 if s.shape[1] % 16 == 0 and s.stride(0) % 16 == 0 else 1
+    unit = 1 if s.data_ptr() % 16 else math.gcd(16, s.shape[1], s.stride(0))
     strides = s.stride(0) // unit, *(0 if t is None else t.stride(0) for t in others)
     options = unit, rows.largest, plan.constant_bits(s.dtype)
     return _Layout(strides, s.shape[1] // unit, options)
+
+
+def _limit(registers: int | None) -> dict[str, int]:
+    """Return the launch option that bounds a thread's registers; AMD's compiler has none."""
+    return {} if registers is None or torch.version.hip is not None else {"maxnreg": registers}
 
 
 def _in_one_launch(
@@ -81,9 +86,14 @@ def _in_one_launch(
         many = is_sorted and k > plan.SORTED_BY_WHOLE
         number = torch.int32 if s.element_size() == 2 else torch.int64
         packed = torch.empty((n_rows, k), dtype=number, device=s.device) if many else None
+        vector = min(plan.VECTOR // s.element_size(), shape.block_c)
+        if s.stride(0) % vector and (s.shape[1] + vector - 1 > shape.block_c or rows.mask is not None):
+            # no room to read from a boundary on
+            vector = options[0]
         launch(
             whole_kernel, (cdiv(n_rows, shape.block_r), 1, 1), (*rows[:4], packed, *results),
-            (*strides, n_rows, n_cols, k), (*options, is_sorted, *shape[:4]), num_warps=shape.warps,
+            (*strides, n_rows, n_cols, k), (*options, is_sorted, *shape[:3], vector), num_warps=shape.warps,
+            **_limit(shape.registers),
         )  # fmt: skip
         return None if packed is None else _Survivors(packed, None)
     groups = torch.empty((n_rows, shape.groups), dtype=torch.int32, device=s.device)
@@ -97,7 +107,7 @@ def _in_one_launch(
 
 def _survivors(rows: Rows, k: int, shape: plan.Pivot) -> _Survivors:
     """Return k packed survivors of each row, or more from which a sort takes the best."""
-    s, (n_rows, n_cols) = rows.s, rows.s.shape
+    s, n_rows = rows.s, len(rows.s)
     strides, units, options = _layout(rows)
     state = torch.empty((n_rows, COUNTERS.value), dtype=torch.int32, device=s.device)
     pivots = torch.empty(n_rows, dtype=torch.float32, device=s.device)
@@ -111,12 +121,13 @@ def _survivors(rows: Rows, k: int, shape: plan.Pivot) -> _Survivors:
     )  # fmt: skip
     launch(
         pass_kernel, (n_rows, shape.splits, 1), (*given, found), (*numbers, shape.tiles),
-        (*options[:-1], alone, shape.tile, shape.tile_stages), num_warps=shape.tile_warps,
+        (*options[:-1], alone, shape.tile, shape.vector, shape.parts, shape.tile_stages), num_warps=shape.tile_warps,
     )  # fmt: skip
     out = torch.empty((n_rows, k), dtype=torch.int64, device=s.device) if chooses else found
     launch(
-        choose_kernel, (n_rows, 1, 1), (*given, found, out), (*numbers, out.stride(0), n_cols.bit_length()),
+        choose_kernel, (n_rows, 1, 1), (*given, found, out), (*numbers, out.stride(0)),
         (*options, chooses, shape.capacity if chooses else 1, shape.alone), num_warps=shape.choose_warps,
+        **_limit(shape.choose_registers),
     )  # fmt: skip
     return _Survivors(out, state)
 
@@ -193,10 +204,9 @@ def select(
         if k <= plan.MAX_SORTED or isinstance(shape, plan.Whole):
             block_r, block_k, warps, registers = plan.of_sort(n_rows, k, chosen.packed.element_size(), sm_count(s))
             constants = is_sorted, rows.largest, block_r, block_k, warps
-            limit = {} if registers is None or torch.version.hip is not None else {"maxnreg": registers}
             launch(
                 sort_kernel, (cdiv(n_rows, block_r), 1, 1), (chosen.packed, chosen.state, *results),
-                (s.stride(0), n_rows, n_cols, k), constants, num_warps=warps, **limit,
+                (s.stride(0), n_rows, n_cols, k), constants, num_warps=warps, **_limit(registers),
             )  # fmt: skip
             return Found(indices, values, gates)
         spare = torch.empty_like(chosen.packed)

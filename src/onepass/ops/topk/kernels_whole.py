@@ -8,64 +8,22 @@ import triton.language as tl
 from .kernels_keys import (
     EMPTY,
     EMPTY_HALF,
-    LARGEST_KEY,
     NAN,
     NOTHING,
     Row,
     bounds,
+    from_boundary,
     load_keys,
     pack,
     pack_half,
+    threshold_of,
     to_key,
-    to_score,
 )  # fmt: skip
 from .kernels_sort import Results, deliver
 
 INTS = [
     "s_row_stride", "mask_row_stride", "start_stride", "lengths_stride", "n_rows", "n_cols", "k",
 ]  # fmt: skip
-
-
-@triton.jit
-def threshold_of(key, k, nothing, SHIFT: tl.constexpr):
-    """Return the key of the k-th largest score of each row, 0 or more scores, and how many are a score.
-
-    Counts bracket the threshold. The next guess is on the line through both ends, with log(count/(n - count)) for the
-    count: a row of normal scores is solved by 7 counts instead of 18. Every other guess from the seventh on bisects
-    keys, so that a row of any scores is solved.
-    """
-    valid = tl.sum((key > nothing).to(tl.int32), 1)
-    few = valid <= k
-    # at least k keys are ≥ lo, fewer than k are ≥ hi
-    lo = tl.where(few, nothing, tl.min(tl.where(key > nothing, key, LARGEST_KEY), 1))
-    hi = tl.where(few, nothing, tl.max(key, 1)) + 1
-    total = valid.to(tl.float32) + 0.5
-    aim = tl.log((k + 0.5) / tl.maximum(total - k, 0.5))
-    at_lo = tl.log(total * 2.0) - aim
-    at_hi = -tl.log(total * 2.0) - aim
-    side = tl.zeros_like(valid)
-    i = 0
-    while tl.max((lo + 1 < hi).to(tl.int32), 0) > 0:
-        low = tl.maximum(tl.minimum(to_score(lo, SHIFT), 1e38), -1e38)
-        high = tl.maximum(tl.minimum(to_score(hi - 1, SHIFT), 1e38), -1e38)
-        guess = to_key(low + (high - low) * (at_lo / tl.maximum(at_lo - at_hi, 1e-30))) >> SHIFT
-        halfway = (lo & hi) + ((lo ^ hi) >> 1)
-        bisect = (i >= 6) & (i % 2 == 0)
-        middle = tl.where(bisect, halfway, tl.maximum(tl.minimum(guess, hi - 1), lo + 1))
-        # a row that is solved keeps lo
-        middle = tl.where(lo + 1 < hi, middle, lo)
-        count = tl.sum((key >= middle[:, None]).to(tl.int32), 1)
-        found = tl.log((count.to(tl.float32) + 0.5) / tl.maximum(total - count.to(tl.float32), 0.5)) - aim
-        above = count < k
-        # an end that stays twice counts half
-        at_lo = tl.where(above, tl.where(side == -1, 0.5 * at_lo, at_lo), found)
-        at_hi = tl.where(above, found, tl.where(side == 1, 0.5 * at_hi, at_hi))
-        side = tl.where(above, -1, 1)
-        # exactly k: this row is solved, so set hi = lo + 1
-        hi = tl.where(above, middle, tl.where(count == k, middle + 1, hi))
-        lo = tl.where(above, lo, middle)
-        i += 1
-    return lo, valid
 
 
 @triton.jit(do_not_specialize=INTS)
@@ -92,8 +50,8 @@ def whole_kernel(
     SORTED: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
-    BLOCK_T: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    VECTOR: tl.constexpr,
 ):
     n_cols = n_cols * UNIT
     s_row_stride = s_row_stride * UNIT
@@ -107,36 +65,41 @@ def whole_kernel(
     rows = row[:, None]
     cols = tl.arange(0, BLOCK_C)[None, :]
     present = rows < n_rows
+    # until they are stored, columns count from a boundary of VECTOR scores
+    off = rows * 0
     scores = Row(s_ptr, mask_ptr, rows * s_row_stride, rows * mask_row_stride, first, last, n_cols)
-    key = load_keys(scores, cols, present, ranged, LARGEST, SHIFT)
+    off_boundary: tl.constexpr = UNIT < VECTOR
+    if off_boundary:
+        boundary, off = from_boundary(rows * s_row_stride, VECTOR)
+        scores = Row(s_ptr, mask_ptr, boundary, scores.mask_at, first + off, last + off, n_cols + off)
+    key = load_keys(scores, cols, present, ranged or off_boundary, LARGEST, SHIFT)
     top = tl.max(key, 1)
     nan = (top == (NAN >> SHIFT))[:, None]
-    threshold, valid = threshold_of(key, k, nothing, SHIFT)
+    threshold, valid, _ = threshold_of(key, k, k, nothing, SHIFT)
     lo = threshold[:, None]
     room = k - tl.sum((key > lo).to(tl.int32), 1)[:, None]
     kept = tl.minimum(valid, k)[:, None]
-    above_before = tl.zeros((BLOCK_R, 1), tl.int32)
-    level_before = tl.zeros((BLOCK_R, 1), tl.int32)
     # survivors' columns pass through the memory of the indices, as int32
     columns_ptr = index_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
     columns_row = rows * k * (index_ptr.dtype.element_ty.primitive_bitwidth // 32)
-    # load the scores again, from the cache: registers can't hold them beside the scan
-    for begin in range(0, BLOCK_C, BLOCK_T):
-        here = (begin + tl.arange(0, BLOCK_T))[None, :]
-        near_key = load_keys(scores, here, present, ranged, LARGEST, SHIFT)
-        above = near_key > lo
-        level = (near_key == lo) & (near_key > nothing)
-        # one scan for both counts, 16 bits each
-        ones = (above.to(tl.int32) << 16) | level.to(tl.int32)
-        total = tl.sum(ones, 1)
-        if tl.max(total, 0) > 0:
-            both = tl.cumsum(ones, 1)
-            n_level = level_before + (both & 0xFFFF)
-            chosen = above | (level & (n_level <= room))
-            slot = above_before + (both >> 16) + tl.minimum(n_level, room) - 1
-            tl.store(columns_ptr + columns_row + slot, here + tl.zeros_like(slot), mask=chosen)
-        above_before += (total >> 16)[:, None]
-        level_before += (total & 0xFFFF)[:, None]
+    # neighbours, which one load brings, as bits: a scan of their counts is shorter than one of the row
+    above = tl.reshape(key > lo, (BLOCK_R, BLOCK_C // VECTOR, VECTOR))
+    level = tl.reshape((key == lo) & (key > nothing), (BLOCK_R, BLOCK_C // VECTOR, VECTOR))
+    bit = (1 << tl.arange(0, VECTOR))[None, None, :]
+    # two counts in a number, 16 bits each
+    counts = tl.sum(tl.where(above, 1 << 16, level.to(tl.int32)), 2)
+    above_bits = tl.sum(tl.where(above, bit, 0), 2)
+    level_bits = tl.sum(tl.where(level, bit, 0), 2)
+    before = tl.cumsum(counts, 1) - counts
+    n_level = before & 0xFFFF
+    slot = (before >> 16) + tl.minimum(n_level, room)
+    for i in tl.static_range(VECTOR):
+        is_level = (level_bits >> i) & 1
+        chosen = ((above_bits >> i) & 1) | (is_level & (n_level < room).to(tl.int32))
+        column = tl.arange(0, BLOCK_C // VECTOR)[None, :] * VECTOR + i - off + tl.zeros_like(slot)
+        tl.store(columns_ptr + columns_row + slot, column, mask=chosen > 0)
+        slot += chosen
+        n_level += is_level
     tl.debug_barrier()
     place = tl.arange(0, BLOCK_K)[None, :]
     wanted = present & (place < k)

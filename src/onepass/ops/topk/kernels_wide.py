@@ -13,13 +13,14 @@ import triton.language as tl
 from .kernels_keys import (
     EMPTY,
     INFINITY,
-    LARGEST_KEY,
     NOTHING,
     Row,
     bounds,
+    from_boundary,
     load_scores,
     ordered,
     pack,
+    threshold_of,
     to_column,
     to_key,
 )  # fmt: skip
@@ -73,25 +74,23 @@ def wide_kernel(
     first, last = bounds(start_ptr, lengths_ptr, row * start_stride, row * lengths_stride, n_cols)
     s_row = row * s_row_stride * UNIT
     scores = Row(s_ptr, mask_ptr, s_row, row * mask_row_stride, first, last, n_cols)
-    begin = first // CHUNK
-    end = (last + CHUNK - 1) // CHUNK
+    # until they are packed, columns count from a boundary of GROUP scores
+    seen = scores
+    off_boundary: tl.constexpr = UNIT < GROUP and mask_ptr is None
+    if off_boundary:
+        boundary, off = from_boundary(s_row, GROUP)
+        seen = Row(s_ptr, mask_ptr, boundary, scores.mask_at, first + off, last + off, n_cols + off)
+    begin = seen.first // CHUNK
+    end = (seen.last + CHUNK - 1) // CHUNK
     top = tl.full((CHUNK // GROUP,), -float("inf"), tl.float32)
     for chunk in range(begin, end):
         cols = chunk * CHUNK + tl.arange(0, CHUNK)
-        s = load_scores(scores, cols, True, ranged, LARGEST)
+        s = load_scores(seen, cols, True, ranged or off_boundary, LARGEST)
         top = larger(top, tl.reduce(tl.reshape(s, (CHUNK // GROUP, GROUP)), 1, larger))
     key = to_key(top) >> SHIFT
     # a bound that k to GROUPS maxima reach, or all that are a score, where these are fewer
-    valid = tl.sum((key > nothing).to(tl.int32), 0)
-    lo = tl.where(valid <= k, nothing + 1, tl.min(tl.where(key > nothing, key, LARGEST_KEY), 0))
-    hi = tl.where(valid <= k, lo, tl.max(key, 0)) + 1
-    reached = valid
-    while (lo + 1 < hi) & (reached > k + k // 4):
-        middle = (lo & hi) + ((lo ^ hi) >> 1)
-        count = tl.sum((key >= middle).to(tl.int32), 0)
-        hi = tl.where(count < k, middle, hi)
-        lo = tl.where(count < k, lo, middle)
-        reached = tl.where(count < k, reached, count)
+    lo, _, reached = threshold_of(key[None, :], k, k + k // 4, nothing, SHIFT)
+    lo, reached = tl.maximum(tl.sum(lo, 0), nothing + 1), tl.sum(reached, 0)
     # a plateau of maxima: their groups stay out, and the first scores equal to them follow the others
     plateau = reached > GROUPS
     pivot = lo + plateau.to(tl.int32)
@@ -111,11 +110,22 @@ def wide_kernel(
         outer = chunk + tl.arange(0, SPAN)
         present = tl.broadcast_to(there & (outer < end)[None, :, None], (GROUPS, SPAN, GROUP))
         cols = tl.reshape(outer[None, :, None] * CHUNK + inner, (AGAIN,))
-        s = load_scores(scores, cols, tl.reshape(present, (AGAIN,)), ranged, LARGEST)
-        above = (to_key(s) >> SHIFT) >= pivot
-        slot = found + tl.cumsum(above.to(tl.int32), 0) - 1
-        tl.store(candidates_ptr + slot, pack(s, cols), mask=above & (slot < ROOM))
-        found += tl.sum(above.to(tl.int32), 0)
+        s = load_scores(seen, cols, tl.reshape(present, (AGAIN,)), ranged or off_boundary, LARGEST)
+        # the scores of a group as bits: a scan of their counts is shorter than one of the scores
+        above = tl.reshape((to_key(s) >> SHIFT) >= pivot, (AGAIN // GROUP, GROUP))
+        counts = tl.sum(above.to(tl.int32), 1)
+        bits = tl.sum(tl.where(above, (1 << tl.arange(0, GROUP))[None, :], 0), 1)
+        slot = found + tl.cumsum(counts, 0) - counts
+        begins = tl.reshape(outer[None, :] * CHUNK + group[:, None] * GROUP, (AGAIN // GROUP,))
+        for i in tl.static_range(GROUP):
+            here_above = (bits >> i) & 1
+            # a register can't be chosen by an index; the score comes from the cache
+            s = tl.load(s_ptr + (seen.s_at + begins) + i, mask=here_above > 0, other=0).to(tl.float32)
+            s = s if LARGEST else -s
+            col = begins + i - (seen.n_cols - n_cols)
+            tl.store(candidates_ptr + slot, pack(s, col), mask=(here_above > 0) & (slot < ROOM))
+            slot += here_above
+        found += tl.sum(counts, 0)
     if plateau & (found < k):
         found = collect(scores, candidates_ptr, k, found, lo, k - found, False, ranged, LARGEST, SHIFT, AGAIN)
     if found > ROOM:

@@ -11,7 +11,7 @@ from onepass.core.launch import cdiv, next_power_of_2
 
 # narrow rows, and how many scores are found one after another; elements and warps of a tile
 NARROW, FEW_OF_NARROW = 512, 16
-NARROW_TILE, NARROW_WARPS = 1024, 4
+NARROW_TILE, NARROW_WARPS, NARROW_PER_THREAD = 512, 1, 16
 # wide rows, and how many scores are found by maxima of groups; bytes of a chunk, twice as many from WIDE_LONG bytes a
 # row on, and of a warp; bytes of the neighbours in a group, one load; scores that are read again at a time
 WIDE, WIDEST, FEW_OF_WIDE = 8193, 1 << 18, 64
@@ -22,9 +22,8 @@ WIDE_AGAIN = 1024
 # longest row that one program holds in registers, and its bytes where rows are many; elements per warp
 MAX_COLS, MAX_BYTES_OF_MANY = 8192, 1 << 16
 PER_WARP = 1024
-# elements per warp in a scan, and most of a program
-PER_SCAN = 256
-SCAN = 4096
+# registers of a thread that holds a part of MAX_COLS: three programs run side by side instead of two
+REGISTERS = 80
 # most survivors that the program of a row sorts; a kernel of their own sorts more
 SORTED_BY_WHOLE = 512
 # rows are many from this many per multiprocessor on
@@ -44,6 +43,8 @@ SIGMAS = 5.0
 # sampled elements, and candidates, per warp of the kernels that hold them in registers
 SAMPLE_PER_WARP = 1024
 PER_CHOOSING_WARP = 512
+# registers of a thread that chooses with many rows: most rows fill half of its places, and need no more
+CHOOSING_REGISTERS = 64
 # elements of the tile in which a program goes through a row alone
 ALONE = 8192
 # most survivors of a row that one program sorts; bytes per warp with many rows, and registers of a thread that holds
@@ -89,35 +90,38 @@ class Wide(NamedTuple):
 
 
 class Whole(NamedTuple):
-    """One program holds whole rows: rows, columns, columns of one scan, places of the chosen."""
+    """One program holds whole rows: rows, columns, places of the chosen, warps, most registers of a thread."""
 
     block_r: int
     block_c: int
-    scan: int
     block_k: int
     warps: int
+    registers: int | None
 
 
 class Pivot(NamedTuple):
     """Sample, pass, choice.
 
     groups, group: sampled groups of a row and elements of each; sample_warps: of the program that samples;
-    tile, tile_warps, tile_stages, tiles, splits: elements, warps and buffers of a tile, tiles of a program, programs of
-    a row;
-    capacity: candidates that a row has room for; choose_warps, alone: warps of the program that chooses among them,
-    and elements of its tile where it has to read the row again.
+    tile, vector, parts, tile_warps, tile_stages, tiles, splits: elements, elements of a load, loads of a thread, warps
+    and buffers of a tile, tiles of a program, programs of a row;
+    capacity: candidates that a row has room for; choose_warps, choose_registers, alone: warps of the program that
+    chooses among them, most registers of a thread, and elements of its tile where it has to read the row again.
     """
 
     groups: int
     group: int
     sample_warps: int
     tile: int
+    vector: int
+    parts: int
     tile_warps: int
     tile_stages: int
     tiles: int
     splits: int
     capacity: int
     choose_warps: int
+    choose_registers: int | None
     alone: int
 
 
@@ -126,30 +130,32 @@ def of_selection(n_rows: int, n_cols: int, k: int, itemsize: int, sms: int) -> N
     many = n_rows >= MANY * sms
     if n_cols <= NARROW and k <= FEW_OF_NARROW:
         block_c = max(16, next_power_of_2(n_cols))
-        parts = 2 if itemsize == 4 else 1
+        parts = max(1, min(NARROW_PER_THREAD, block_c) // (VECTOR // itemsize))
         return Narrow(parts, max(1, NARROW_TILE // block_c), block_c, max(2, next_power_of_2(k)), NARROW_WARPS)
     if WIDE <= n_cols <= WIDEST and k <= FEW_OF_WIDE:
         chunk = WIDE_CHUNK * (1 if n_cols * itemsize < WIDE_LONG else 2)
         chunk, group = chunk // itemsize, VECTOR // itemsize
         warps = max(1, chunk * itemsize // WIDE_PER_WARP)
         places = max(16, next_power_of_2(k))
-        return Wide(chunk, group, 2 * places, max(WIDE_AGAIN, 2 * places * group), 4 * places, warps)
+        return Wide(chunk, group, 2 * places, max(WIDE_AGAIN, max(32 * warps, 2 * places) * group), 4 * places, warps)
     if n_cols <= MAX_COLS or (many and n_cols * itemsize <= MAX_BYTES_OF_MANY and k <= MAX_SORTED):
         block_c = next_power_of_2(n_cols)
         warps = max(1, block_c // PER_WARP)
         block_r = max(1, min(32, 512 // block_c))
-        return Whole(block_r, block_c, min(block_c, PER_SCAN * warps, SCAN), next_power_of_2(k), warps)
+        return Whole(block_r, block_c, next_power_of_2(k), warps, REGISTERS if block_c == MAX_COLS else None)
     group = SECTOR // itemsize
     sample = min(SAMPLE_OF_MANY if many else SAMPLE, next_power_of_2(n_cols))
     n_tiles = cdiv(n_cols, TILE)
     splits = 1 if many else min(n_tiles, cdiv(PER_SM * sms, n_rows))
     tiles = cdiv(n_tiles, splits)
     capacity = _capacity(n_cols, k, sample)
+    vector = min(VECTOR // itemsize, TILE)
     return Pivot(
         max(1, sample // group), group, max(1, min(32, sample // SAMPLE_PER_WARP)),
         # with many rows other programs hide the wait for a load, and buffers cost more than they save
-        TILE, TILE_WARPS, 1 if many else TILE_STAGES, tiles, cdiv(n_tiles, tiles),
-        capacity, max(4, min(32, next_power_of_2(capacity // PER_CHOOSING_WARP))), ALONE,
+        TILE, vector, max(1, TILE // (32 * vector)), TILE_WARPS, 1 if many else TILE_STAGES,
+        tiles, cdiv(n_tiles, tiles), capacity, max(4, min(32, next_power_of_2(capacity // PER_CHOOSING_WARP))),
+        CHOOSING_REGISTERS if many else None, ALONE,
     )  # fmt: skip
 
 
