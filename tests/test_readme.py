@@ -134,12 +134,12 @@ def envelope() -> Iterable[str]:
     runs = [r for path in sorted(folder.glob("*/equal*.json")) for r in json.loads(path.read_text())["runs"]]
 
     def best(n: int, arm: str) -> str:
-        found: dict[float, list[float]] = {}
+        found: dict[float, dict[int, list[float]]] = {}
         for r in runs:
             if (r["kind"], r["task"], r["n"], r["arm"]) == ("run", "causal", n, arm):
-                found.setdefault(r["asked_seconds"], []).append(r["final"]["bits"])
-        *some, last = (f"{min(bits):.3f}" for _, bits in sorted(found.items()))
-        return f"{', '.join(some)} and {last}"
+                found.setdefault(r["asked_seconds"], {}).setdefault(r["dim"], []).append(r["final"]["bits"])
+        bits = [min(sum(seeds) / len(seeds) for seeds in widths.values()) for _, widths in sorted(found.items())]
+        return ", ".join(f"{b:.3f}" for b in bits[:-1]) + f" and {bits[-1]:.3f}"
 
     for n, name in ((8192, "8 k in view"), (32768, "32 k")):
         yield f"dense {best(n, 'dense')}, routed {best(n, 'learned')} with {name}"
