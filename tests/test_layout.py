@@ -15,7 +15,7 @@ FILES = sorted((SRC / "onepass").rglob("*.py"))
 # lines of Python that a room may have: what grows beyond is an edit here, with its reason in the commit; what shrinks
 # lowers the number. CONTRIBUTING has the rule by which a second way of doing a thing stays
 MOST_LINES = {
-    "src/onepass/core": 1726,
+    "src/onepass/core": 1719,
     "src/onepass/ops": 15936,
     "src/onepass/fused": 4039,
     "src/onepass/nn": 3817,

@@ -9,11 +9,12 @@ import io
 import os
 import re
 import sys
+import time
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from onepass import __version__
-from onepass.core.errors import UserError, printable, reason, told_elsewhere
+from onepass.core.errors import UserError, printable, reason
 from onepass.core.extras import require
 
 # each module has `add_command(subparsers)` and imports its heavy parts when its command runs
@@ -24,7 +25,8 @@ COMMANDS = (
     "onepass.train.generate",
 )
 
-
+# seconds that a process waits for torchrun's first one, which may still load torch
+PATIENCE = 60.0
 TEXT = "One-pass PyTorch operators and conditional computation."
 EXAMPLES = """\
 examples:
@@ -51,7 +53,11 @@ class Parser(argparse.ArgumentParser):
         return found, unknown
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, "" if told_elsewhere() else f"{self.prog}: {printable(message)}\n")
+        if "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("RANK", "0") != "0":
+            # torchrun's first process meets the same options and says so; it would be ended unheard if this one ended
+            # before, and ends this one when it has
+            time.sleep(PATIENCE)
+        self.exit(2, f"{self.prog}: {printable(message)}\n")
 
 
 def parser() -> Parser:

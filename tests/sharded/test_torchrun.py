@@ -19,6 +19,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from harness import tolerance
+from onepass.__main__ import PATIENCE, main
 from onepass.core.errors import UserError
 from onepass.train import parallel, spread
 from sharded.launcher import SECONDS, ended, own_lines, start, train
@@ -199,6 +200,18 @@ def test_faults_are_told_once(texts: Path, tmp_path: Path, options: tuple[object
     (told,) = own_lines(faults)
     assert told.startswith(f"onepass train: {line}"), told
     assert "onepass/train" not in faults
+
+
+def test_a_fault_of_all_is_told_by_the_first_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun ends all processes when one ends: the others wait."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    slept: list[float] = []
+    monkeypatch.setattr(time, "sleep", slept.append)
+    for rank, waited in (("0", []), ("1", [PATIENCE])):
+        monkeypatch.setenv("RANK", rank)
+        with pytest.raises(SystemExit, match="2"):
+            main(["train", "--batch", "x"])
+        assert slept == waited
 
 
 @pytest.mark.slow

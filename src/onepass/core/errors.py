@@ -1,15 +1,8 @@
 """Errors that a command reports to its user."""
 
-import os
-
 
 class UserError(Exception):
     """A one-line message for the command line: what was given, what is accepted. Exit code 2, no traceback."""
-
-
-def told_elsewhere() -> bool:
-    """Return whether torchrun started this process beside another that meets the same wrong options and says so."""
-    return "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("RANK", "0") != "0"
 
 
 def reason(error: OSError) -> str:

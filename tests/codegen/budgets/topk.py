@@ -24,16 +24,8 @@ _TYPES = {
 
 
 def _kernel(
-    title: str,
-    fn: Any,
-    constants: dict[str, Any],
-    warps: int,
-    registers: int,
-    *,
-    wide: bool = True,
-    spill: int = 0,
-    limit: int | None = None,
-    **types: str,
+    title: str, fn: Any, constants: dict[str, Any], warps: int, registers: int, *, wide: bool = True, spill: int = 0,
+    limit: int | None = None, **types: str,
 ) -> Kernel:  # fmt: skip
     signature = {a: t for a, t in {**_TYPES, **types}.items() if a in fn.arg_names and a not in constants}
     pointers = [a for a in signature if a.endswith("_ptr")]
@@ -52,9 +44,8 @@ def _in_one_launch(plain: dict[str, Any], dtypes: dict[str, torch.dtype]) -> Ite
         ("fp32", 4096, 1024, 64), ("fp32", 8192, 8192, 2048), ("bf16", 8192, 8192, 2048), ("fp32", 8192, 16384, 2048),
     ):  # fmt: skip
         one = plan.of_selection(n_rows, cols, k, dtypes[dtype].itemsize, 132)
-        constants: dict[str, Any] = {
-            **plain, "y_ptr": None, "SHIFT": plan.constant_bits(dtypes[dtype]), "SORTED": True,
-        }  # fmt: skip
+        shift = plan.constant_bits(dtypes[dtype])
+        constants: dict[str, Any] = {**plain, "y_ptr": None, "SHIFT": shift, "SORTED": True}
         for_all: dict[str, Any] = {"s_ptr": f"*{dtype}", "value_ptr": f"*{dtype}", "gate_ptr": f"*{dtype}"}
         if isinstance(one, plan.Narrow):
             blocks: dict[str, Any] = {
@@ -139,13 +130,9 @@ def _kernels() -> Iterator[Kernel]:
             **for_all,
         )  # fmt: skip
     yield _kernel("topk runs", ks.run_kernel, {"BY_SCORE": True, "BLOCK": plan.RUN}, 16, 64, wide=False)
-    blocks = {
-        "BY_SCORE": True, "FETCH": True, "LARGEST": True, "WAYS": plan.WAYS,
-        "BLOCK": plan.MERGED,
-    }  # fmt: skip
+    blocks = {"BY_SCORE": True, "FETCH": True, "LARGEST": True, "WAYS": plan.WAYS, "BLOCK": plan.MERGED}
     yield _kernel("topk merge", ks.merge_kernel, blocks, 4, 120, wide=False)
-    blocks = {"BLOCK": kb.BLOCK}
-    yield _kernel("topk backward", kb.add_kernel, blocks, 4, 64, wide=False)
+    yield _kernel("topk backward", kb.add_kernel, {"BLOCK": kb.BLOCK}, 4, 64, wide=False)
 
 
 KERNELS = list(_kernels())
