@@ -123,7 +123,7 @@ def png(rows: Rows) -> bytes:
                     axis.plot(*curve, color=COLOURS[arm], linewidth=0.6, alpha=0.35)
                     if curve.size and np.isfinite(curve[1]).all():
                         last.append(curve[1].min())
-            best = [(found[arm][0]["seconds"], found[arm][0]["final"]["bits"]) for budget in rows
+            best = [(found[arm][0]["seconds"], np.mean([r["final"]["bits"] for r in found[arm]])) for budget in rows
                     if arm in (found := leaders(rows, budget, task, n))]  # fmt: skip
             if best and all(math.isfinite(bits) for _, bits in best):
                 axis.plot(*zip(*best, strict=True), color=COLOURS[arm], linewidth=2, marker="o", label=f"best {label}")

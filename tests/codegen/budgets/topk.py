@@ -25,13 +25,13 @@ _TYPES = {
 
 def _kernel(
     title: str, fn: Any, constants: dict[str, Any], warps: int, registers: int, *, wide: bool = True, spill: int = 0,
-    limit: int | None = None, **types: str,
+    limit: int | None = None, amd: int = 0, **types: str,
 ) -> Kernel:  # fmt: skip
     signature = {a: t for a, t in {**_TYPES, **types}.items() if a in fn.arg_names and a not in constants}
     pointers = [a for a in signature if a.endswith("_ptr")]
     return Kernel(
         title, lambda: fn, signature, constants, pointers, num_warps=warps, maxnreg=limit or 0, max_registers=registers,
-        max_spill_bytes=spill, max_amd_spills=139 if registers > 128 else 0, vector_loads=wide,
+        max_spill_bytes=spill, max_amd_spills=amd or (111 if registers > 128 else 0), vector_loads=wide,
     )  # fmt: skip
 
 
@@ -69,8 +69,8 @@ def _in_one_launch(plain: dict[str, Any], dtypes: dict[str, torch.dtype]) -> Ite
             for_all |= {"packed_ptr": "*i32" if dtype == "bf16" else "*i64"}
             kernel, constants = kernels_whole.whole_kernel, constants | packed
             yield _kernel(
-                f"topk whole {dtype} {cols}", kernel, constants | blocks, one.warps, 128, spill=8,
-                limit=one.registers, **for_all,
+                f"topk whole {dtype} {cols}", kernel, constants | blocks, one.warps, 128,
+                spill=8 if one.registers else 0, limit=one.registers, **for_all,
             )  # fmt: skip
 
 
@@ -90,12 +90,11 @@ def _kernels() -> Iterator[Kernel]:
             long = plan.of_selection(n_rows, 131072, k, dtypes[dtype].itemsize, 132)
             assert isinstance(long, plan.Pivot)
             title = f"{dtype} {n_rows} {k}{', ranges' if options is ranged else ''}"
-            shift, alone = plan.constant_bits(dtypes[dtype]), long.splits == 1
+            shift, alone, pointer = plan.constant_bits(dtypes[dtype]), long.splits == 1, f"*{dtype}"
             sample = {"DISORDERED": 1, "SIGMAS": plan.SIGMAS, "GROUPS": long.groups, "GROUP": long.group}
-            pointer = f"*{dtype}"
             yield _kernel(
-                f"topk pivot {title}", kp.pivot_kernel, {**options, "SHIFT": shift, **sample}, long.sample_warps, 160,
-                spill=120, s_ptr=pointer,
+                f"topk pivot {title}", kp.pivot_kernel, {**options, "SHIFT": shift, **sample}, long.sample_warps,
+                160 if alone and options is ranged else 144, spill=120, s_ptr=pointer,
             )  # fmt: skip
             blocks = {
                 **options, "ALONE": alone, "BLOCK": long.tile, "VECTOR": long.vector, "PARTS": long.parts,
@@ -108,8 +107,8 @@ def _kernels() -> Iterator[Kernel]:
                 "TILE": long.alone,
             }  # fmt: skip
             yield _kernel(
-                f"topk choose {title}", kp.choose_kernel, blocks, long.choose_warps, 255, wide=False, spill=144,
-                limit=long.choose_registers, s_ptr=pointer,
+                f"topk choose {title}", kp.choose_kernel, blocks, long.choose_warps, 255, wide=False,
+                spill=144 if alone else 88, limit=long.choose_registers, amd=139 if alone else 0, s_ptr=pointer,
             )  # fmt: skip
     for dtype, n_rows, k, best_first, in_order, registers in (
         ("fp32", 64, 64, True, False, 96), ("fp32", 64, 64, False, False, 96), ("fp32", 64, 2048, True, False, 80),

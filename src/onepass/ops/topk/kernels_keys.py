@@ -202,7 +202,7 @@ def is_nan(packed):
 
 
 __all__ = [
-    "COUNTERS", "EMPTY", "EMPTY_HALF", "INFINITY", "LARGEST_KEY", "LOW", "NAN", "NOTHING", "Row", "bounds",
+    "COUNTERS", "EMPTY", "EMPTY_HALF", "INFINITY", "LOW", "NAN", "NOTHING", "Row", "bounds",
     "from_boundary", "is_nan", "key_of", "load_keys", "load_scores", "ordered", "pack", "pack_half", "threshold_of",
     "to_column", "to_key", "to_score", "unpack_half",
 ]  # fmt: skip
