@@ -52,8 +52,8 @@ class RoutedBlock(nn.Module):
         k_q: how many queries the heavy attention sees; default: k.
         k_kv: how many keys and values it sees; default: 2·k (a share: at most 1).
         heads, dim_head, light_heads, window: as `RoutedAttention`.
-        light_mult, heavy_mult, bias, balance: as `RoutedFeedForward`. With dim 256, ``light_mult=2`` was better in both
-            tasks of docs/equal_time.md.
+        light_mult, heavy_mult, bias, balance: as `RoutedFeedForward`. With dim 256 and 512, ``light_mult=2`` was better
+            in both tasks of docs/lab/ablate.md.
         dropout: while training, the probability with which an element of what a layer adds to the residual stream is
             zero; the others are divided by 1 − dropout. Above 0 the additions are not fused.
         causal: no output depends on a later token: for language models.
