@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+from collections import Counter
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -12,22 +13,22 @@ import pytest
 
 SRC = Path(__file__).parents[1] / "src"
 FILES = sorted((SRC / "onepass").rglob("*.py"))
-# lines of Python that a room may have: what grows beyond is an edit here, with its reason in the commit; what shrinks
-# lowers the number. CONTRIBUTING has the rule by which a second way of doing a thing stays
-MOST_LINES = {
-    "src/onepass/core": 1719,
-    "src/onepass/ops": 15936,
-    "src/onepass/fused": 4039,
-    "src/onepass/nn": 3817,
-    "src/onepass/optim": 1469,
-    "src/onepass/swapping": 802,
-    "src/onepass/compat": 1288,
-    "src/onepass/doctor": 496,
-    "src/onepass/train": 3591,
-    "tests": 25475,
-    "benchmarks": 5567,
-    "research": 2442,
-    "examples": 868,
+# a room's places, the lines of Python it may have, and its target. The lines may only fall: whoever needs more takes
+# them from another room in the same commit. CONTRIBUTING has the rule by which a second way of doing a thing stays
+MOST_LINES: dict[str, tuple[str, int, int]] = {
+    "core": ("src/onepass/core src/onepass/ops/_shared src/onepass/ops/__init__.py", 2507, 2250),
+    "norms": ("src/onepass/ops/norm src/onepass/ops/qk_norm_rope src/onepass/ops/weighted_sum", 4587, 3250),
+    "topk": ("src/onepass/ops/soft_topk src/onepass/ops/coor_descent src/onepass/ops/topk", 5679, 4300),
+    "lion": ("src/onepass/ops/lion src/onepass/optim", 2840, 2550),
+    "routing": ("src/onepass/ops/causal_choice src/onepass/ops/routing src/onepass/ops/span_attention", 3511, 2800),
+    "experts": ("src/onepass/ops/experts src/onepass/nn/experts.py", 1000, 1000),
+    "layers": ("src/onepass/fused src/onepass/nn", 7856, 5700),
+    "others": ("src/onepass/swapping src/onepass/compat src/onepass/torchtitan.py", 2164, 1150),
+    "doctor": ("src/onepass/doctor", 496, 496),
+    "train": ("src/onepass/train", 3591, 2900),
+    "tests": ("tests", 25475, 19000),
+    "measured": ("benchmarks research", 8009, 6000),
+    "examples": ("examples", 868, 900),
 }
 
 
@@ -62,16 +63,16 @@ def _room(module: str) -> str:
     return ".".join(parts[1:3] if parts[1:2] == ["ops"] else parts[1:2])
 
 
-@pytest.mark.parametrize("room", MOST_LINES)
-def test_lines_of_a_room(room: str) -> None:
-    folder = SRC.parent / room
-    lines = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in folder.rglob("*.py"))
-    assert lines <= MOST_LINES[room], f"{room} has {lines} lines of Python, MOST_LINES allows {MOST_LINES[room]}"
-
-
-def test_every_room_has_a_budget() -> None:
-    rooms = {path.parent.name for path in (SRC / "onepass").glob("*/__init__.py")}
-    assert {f"src/onepass/{room}" for room in rooms} <= MOST_LINES.keys()
+def test_lines_of_a_room() -> None:
+    found: dict[Path, str] = {}
+    for room, (places, *_) in MOST_LINES.items():
+        for pattern in places.split():
+            found = dict.fromkeys(SRC.parent.glob(pattern if ".py" in pattern else f"{pattern}/**/*.py"), room) | found
+    assert [path for path in FILES if path not in found and path.parent != SRC / "onepass"] == []
+    lines = Counter(dict.fromkeys(MOST_LINES, 0))
+    for path, room in found.items():
+        lines[room] += len(path.read_text(encoding="utf-8").splitlines())
+    assert [f"{r}: {lines[r]} > {most}" for r, (_, most, _) in MOST_LINES.items() if lines[r] > most] == []
 
 
 def test_no_circle_of_imports() -> None:
@@ -85,8 +86,7 @@ def test_no_circle_of_imports() -> None:
 
 
 def test_length() -> None:
-    lengths = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in FILES}
-    assert [p for p, lines in lengths.items() if lines > (600 if p.name.startswith("kernels_") else 400)] == []
+    assert [p for p in FILES if len(p.read_text(encoding="utf-8").splitlines()) > 700] == []
 
 
 def test_imports() -> None:
