@@ -136,28 +136,6 @@ def compat() -> None:
     assert_type(colt5_attention.coor_descent(x, n_iters=1, k=2), Tensor)
     assert_type(colt5_attention.triton_coor_descent(x, n_iters=1, k=2), Tensor)
     assert_type(colt5_attention.topk(x, 2), colt5_attention.TopkReturn)
-    router = colt5_attention.CoordinateDescentRouter(8)
-    assert_type(router(x, num_tokens=4), colt5_attention.RouterReturn)
-    assert_type(router(x, num_tokens=4).indices, Tensor | None)
-    router(x, 4)  # wrong
-    assert_type(colt5_attention.ConditionalRoutedFeedForward(8, num_heavy_tokens=4)(x), Tensor)
-    assert_type(colt5_attention.ConditionalRoutedAttention(8, num_heavy_tokens_q=4, num_heavy_tokens_kv=4)(x), Tensor)
-    causal = colt5_attention.ConditionalRoutedAutoregressiveAttention(8, num_heavy_tokens_q=4, num_heavy_tokens_kv=4)
-    assert_type(causal(x, random_route=True), Tensor)
-    assert_type(colt5_attention.ConditionalRoutedCrossAttention(8, num_tokens_q=4, num_tokens_kv=4)(x, x), Tensor)
-    block = colt5_attention.ConditionalRoutedTransformerBlock(
-        8, num_heavy_attn_tokens_q=4, num_heavy_attn_tokens_kv=4, num_heavy_ff_tokens=4
-    )
-    assert_type(block(x), Tensor)
-    image = colt5_attention.ConditionalRoutedImageAttention(8, num_heavy_tokens_q=4, num_heavy_tokens_kv=4)
-    assert_type(image(x), Tensor)
-    vit = colt5_attention.ConditionalRoutedViT(
-        image_size=16, patch_size=2, num_classes=10, dim=16, depth=1, attn_num_heavy_tokens_q=4,
-        attn_num_heavy_tokens_kv=8, attn_heavy_dim_head=8, attn_heavy_heads=2, attn_light_dim_head=8,
-        attn_light_heads=2, attn_light_window_size=4, ff_num_heavy_tokens=8, ff_heavy_mult=4, ff_light_mult=0.5,
-    )
-    assert_type(vit(x), Tensor)
-    colt5_attention.ConditionalRoutedFeedForward(8)  # wrong
     assert_type(cs336.WeightedSumFunc.apply(x, x), Tensor)
     assert_type(lion_pytorch.Lion([x]).step(), None)
     assert_type(lion_pytorch.update_fn(x, x, x, 1e-4, 0.0, 0.9, 0.99), None)  # type: ignore[func-returns-value]

@@ -5,8 +5,7 @@ One module per original. To switch, change the import line of any name that the 
 =====================  =============================================================================================
 `lion_pytorch`         `Lion`, `update_fn`; the variants in lion-pytorch's `foreach` and `cautious_lion` are options of
                        `onepass.optim.Lion`
-`colt5_attention`      `coor_descent`, `triton_coor_descent`, `topk`, and all modules (`Conditional…`, the router);
-                       they load the original's state_dict
+`colt5_attention`      `coor_descent`, `triton_coor_descent`, `topk`; modules: `contrib/colt5` in the repository
 `triton_transformer`   `layernorm`; no other layer
 `cs336`                `WeightedSumFunc`
 =====================  =============================================================================================

@@ -1,15 +1,13 @@
-"""The names and arguments of colt5-attention, on top of onepass.
+"""The functions of colt5-attention, on top of onepass: `coor_descent`, `triton_coor_descent` and `topk`.
 
 To switch, change ``from colt5_attention import …`` (or ``colt5_attention.triton_coor_descent``) into an import from
-here. The modules have the original's state_dict keys: ``load_state_dict`` takes its weights as they are.
+here. The modules (``Conditional…`` and the router) are in the repository, in `contrib/colt5`, outside the package.
 docs/migrate/colt5_attention.md lists where results differ, because the original is faulty or limited. In short:
 
-* masks: masked entries get gate 0 in every dtype, rows without a valid entry are all 0, and ``topk`` and the routers
-  never choose masked entries (the original masks with the most negative float, which is -inf in 16 bits);
+* masks: masked entries get gate 0 in every dtype, rows without a valid entry are all 0, and ``topk`` never chooses
+  masked entries (the original masks with the most negative float, which is -inf in 16 bits);
 * ``topk`` selects by the scores and returns them unchanged; the original selects by score × gate and returns that, so
   the gradient of a negative score has the wrong sign;
-* routers choose by score; the original chooses by gate, and in wide models more than k gates are exactly 1;
-* several routes, ``route_block_size``, padded windows and cross-attention give what they promise;
 * any dtype, any row length, any shape of ``k`` that broadcasts, on CPU as on CUDA.
 """
 
@@ -21,28 +19,19 @@ import torch
 from torch import Tensor
 
 from onepass.compat._absent import absent
-from onepass.compat._colt5_attention import (
-    ConditionalRoutedAttention,
-    ConditionalRoutedAutoregressiveAttention,
-    ConditionalRoutedCrossAttention,
-)
-from onepass.compat._colt5_models import (
-    ConditionalRoutedImageAttention,
-    ConditionalRoutedTransformerBlock,
-    ConditionalRoutedViT,
-)
-from onepass.compat._colt5_router import ConditionalRoutedFeedForward, CoordinateDescentRouter, RouterReturn
 from onepass.core import check
 from onepass.ops._shared import arguments
 from onepass.ops.coor_descent.op import coor_descent as _coor_descent
 from onepass.ops.topk.op import gates, select
 
-__all__ = [
+__all__ = ["TopkReturn", "coor_descent", "topk", "triton_coor_descent"]
+
+_MODULES = (
     "ConditionalRoutedAttention", "ConditionalRoutedAutoregressiveAttention", "ConditionalRoutedCrossAttention",
     "ConditionalRoutedFeedForward", "ConditionalRoutedImageAttention", "ConditionalRoutedTransformerBlock",
-    "ConditionalRoutedViT", "CoordinateDescentRouter", "RouterReturn", "TopkReturn", "coor_descent", "topk",
-    "triton_coor_descent",
-]  # fmt: skip
+    "ConditionalRoutedViT", "CoordinateDescentRouter", "RouterReturn",
+)  # fmt: skip
+_INSTEAD = {name: f"`from contrib.colt5 import {name}` in a checkout of onepass" for name in _MODULES}
 
 
 class TopkReturn(NamedTuple):
@@ -122,4 +111,4 @@ def topk(
 if not TYPE_CHECKING:  # with this function, a type checker would accept any name
 
     def __getattr__(name: str) -> Any:
-        raise absent(__name__, __all__, name, {})
+        raise absent(__name__, __all__, name, _INSTEAD)

@@ -11,7 +11,7 @@ from onepass.nn.norm import LayerNorm
 from onepass.ops.span_attention.op import span_attention
 from onepass.ops.span_attention.op_rotary import rotary
 
-from ._colt5_router import ScaledNorm
+from .router import ScaledNorm
 
 
 class LocalAttention(nn.Module):

@@ -1,4 +1,4 @@
-"""colt5-attention's router and routed feed-forward; see `onepass.compat.colt5_attention`."""
+"""colt5-attention's router and routed feed-forward; see `contrib.colt5`."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class CoordinateDescentRouter(nn.Module):
 
     Example:
         >>> import torch
-        >>> from onepass.compat.colt5_attention import CoordinateDescentRouter
+        >>> from contrib.colt5 import CoordinateDescentRouter
         >>> routed = CoordinateDescentRouter(16)(torch.randn(2, 40, 16), num_tokens=4)
         >>> routed.indices.shape, routed.scores.tolist()[0], routed.routed_tokens.shape
         (torch.Size([2, 4]), [1.0, 1.0, 1.0, 1.0], torch.Size([2, 4, 16]))
@@ -225,7 +225,7 @@ class ConditionalRoutedFeedForward(nn.Module):
 
     Example:
         >>> import torch
-        >>> from onepass.compat.colt5_attention import ConditionalRoutedFeedForward
+        >>> from contrib.colt5 import ConditionalRoutedFeedForward
         >>> ConditionalRoutedFeedForward(16, num_heavy_tokens=4)(torch.randn(2, 40, 16)).shape
         torch.Size([2, 40, 16])
     """

@@ -1,4 +1,4 @@
-"""colt5-attention's transformer block, image attention and vision transformer; see `onepass.compat.colt5_attention`."""
+"""colt5-attention's transformer block, image attention and vision transformer; see `contrib.colt5`."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from onepass.core import check
 from onepass.nn.count import check_size
 from onepass.nn.norm import LayerNorm
 
-from ._colt5_attention import ConditionalRoutedAttention, RoutedHeavy
-from ._colt5_heavy import WindowAttention
-from ._colt5_router import ConditionalRoutedFeedForward
+from .attention import ConditionalRoutedAttention, RoutedHeavy
+from .heavy import WindowAttention
+from .router import ConditionalRoutedFeedForward
 
 
 class ConditionalRoutedTransformerBlock(nn.Module):
@@ -35,7 +35,7 @@ class ConditionalRoutedTransformerBlock(nn.Module):
 
     Example:
         >>> import torch
-        >>> from onepass.compat.colt5_attention import ConditionalRoutedTransformerBlock
+        >>> from contrib.colt5 import ConditionalRoutedTransformerBlock
         >>> block = ConditionalRoutedTransformerBlock(
         ...     16, num_heavy_attn_tokens_q=4, num_heavy_attn_tokens_kv=8, num_heavy_ff_tokens=4, light_window_size=8
         ... )
@@ -99,7 +99,7 @@ class ConditionalRoutedImageAttention(RoutedHeavy):
 
     Example:
         >>> import torch
-        >>> from onepass.compat.colt5_attention import ConditionalRoutedImageAttention
+        >>> from contrib.colt5 import ConditionalRoutedImageAttention
         >>> attention = ConditionalRoutedImageAttention(
         ...     16, num_heavy_tokens_q=4, num_heavy_tokens_kv=8, light_window_size=4, channel_first=True
         ... )
@@ -167,7 +167,7 @@ class ConditionalRoutedViT(nn.Module):
 
     Example:
         >>> import torch
-        >>> from onepass.compat.colt5_attention import ConditionalRoutedViT
+        >>> from contrib.colt5 import ConditionalRoutedViT
         >>> vit = ConditionalRoutedViT(
         ...     image_size=16, patch_size=2, num_classes=10, dim=16, depth=1, attn_num_heavy_tokens_q=4,
         ...     attn_num_heavy_tokens_kv=8, attn_heavy_dim_head=8, attn_heavy_heads=2, attn_light_dim_head=8,

@@ -1,4 +1,4 @@
-"""colt5-attention's routed attention of sequences; see `onepass.compat.colt5_attention`."""
+"""colt5-attention's routed attention of sequences; see `contrib.colt5`."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from onepass.nn.count import check_size
 from onepass.nn.padding import check_mask
 from onepass.ops.routing.op import gather, scatter_add
 
-from ._colt5_heavy import HeavyAttention, LocalAttention
-from ._colt5_router import CoordinateDescentRouter, RouterReturn, add_heavy
+from .heavy import HeavyAttention, LocalAttention
+from .router import CoordinateDescentRouter, RouterReturn, add_heavy
 
 
 class RoutedHeavy(nn.Module):
@@ -114,7 +114,7 @@ class ConditionalRoutedAttention(RoutedHeavy):
 
     Example:
         >>> import torch
-        >>> from onepass.compat.colt5_attention import ConditionalRoutedAttention
+        >>> from contrib.colt5 import ConditionalRoutedAttention
         >>> attention = ConditionalRoutedAttention(16, num_heavy_tokens_q=4, num_heavy_tokens_kv=8, light_window_size=8)
         >>> attention(torch.randn(2, 40, 16)).shape
         torch.Size([2, 40, 16])
@@ -175,7 +175,7 @@ class ConditionalRoutedAutoregressiveAttention(RoutedHeavy):
 
     Example:
         >>> import torch
-        >>> from onepass.compat.colt5_attention import ConditionalRoutedAutoregressiveAttention
+        >>> from contrib.colt5 import ConditionalRoutedAutoregressiveAttention
         >>> attention = ConditionalRoutedAutoregressiveAttention(
         ...     16, num_heavy_tokens_q=4, num_heavy_tokens_kv=8, light_window_size=8
         ... )
@@ -262,7 +262,7 @@ class ConditionalRoutedCrossAttention(RoutedHeavy):
 
     Example:
         >>> import torch
-        >>> from onepass.compat.colt5_attention import ConditionalRoutedCrossAttention
+        >>> from contrib.colt5 import ConditionalRoutedCrossAttention
         >>> attention = ConditionalRoutedCrossAttention(16, num_tokens_q=4, num_tokens_kv=8)
         >>> attention(torch.randn(2, 40, 16), torch.randn(2, 50, 16)).shape
         torch.Size([2, 40, 16])

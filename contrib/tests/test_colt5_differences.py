@@ -1,4 +1,4 @@
-"""Where `compat.colt5_attention`'s modules differ from the original: its fault, and what ours give instead."""
+"""Where `contrib.colt5`'s modules differ from the original: its fault, and what ours give instead."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from onepass.compat import colt5_attention as ours
+from contrib import colt5 as ours
 
 theirs = pytest.importorskip("colt5_attention")
 
+pytestmark = pytest.mark.slow
 ATTENTION: dict[str, Any] = {
     "num_heavy_tokens_q": 3, "num_heavy_tokens_kv": 4, "light_dim_head": 4, "light_heads": 2, "light_window_size": 8,
     "heavy_dim_head": 4, "heavy_heads": 2,

@@ -1,19 +1,22 @@
-"""`compat.colt5_attention`'s modules: the original's weights, arguments, outputs and gradients, in float64."""
+"""`contrib.colt5`'s modules: the original's weights, arguments, outputs and gradients, in float64."""
 
 from __future__ import annotations
 
+import doctest
 import inspect
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from onepass.compat import colt5_attention as ours
+from contrib import colt5 as ours
 
 theirs = pytest.importorskip("colt5_attention")
 blocks = pytest.importorskip("colt5_attention.transformer_block")
 
+pytestmark = pytest.mark.slow
 MODULES = [name for name in ours.__all__ if name.startswith(("Conditional", "Coordinate"))]
 # at most k gates are 1, so that the original's choice among them is no lottery
 FEW: dict[str, Any] = {"eps": 0.5, "n_iters": 30, "fetch_k_ratio": 1.0}
@@ -91,6 +94,13 @@ def test_every_module_of_the_original_is_here() -> None:
     exported = {n for n, v in vars(theirs).items() if inspect.isclass(v)}
     assert exported == set(MODULES)
     assert len(exported) == 8
+
+
+@pytest.mark.parametrize("module", [ours.attention, ours.models, ours.router])
+def test_examples_of_docstrings(module: ModuleType) -> None:
+    failed, tried = doctest.testmod(module)
+    assert failed == 0
+    assert tried > 0
 
 
 @pytest.mark.parametrize("kwargs", KWARGS, ids=str)
