@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 
 from onepass.__main__ import Parser, run_command
-from onepass.core.errors import UserError
-from onepass.core.options import number
+from onepass.train.commands.errors import UserError
+from onepass.train.commands.options import number
 from onepass.train.machine import busy, idle_cores
 
 from . import cases as declared

@@ -29,11 +29,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from onepass.core import files
 from onepass.core.about import device_name, versions
 from onepass.nn import Decoder, RMSNorm, RoutedBlock
 from onepass.nn.feed_forward import FeedForward
 from onepass.ops.span_attention.op_rotary import rotary
+from onepass.train.commands import files
 
 STEPS, TURNS, VOCABULARY, K, WINDOW = 64, 3, 256, 1 / 16, 256
 ATTENTIONS = {

@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.bench.records import read, write_text
 from benchmarks.bench.runner import OURS, label
-from onepass.core.errors import UserError
+from onepass.train.commands.errors import UserError
 
 from . import programs
 from .bars import BARS, CPU_BARS, CPU_NORM_BARS, FIRST_STEP_BARS, Bar, Row, Verdict, asked, judge, rows, with_unit

@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks.bench.records import read, write_text
 from benchmarks.bench.runner import OURS, is_rival, label
-from onepass.core.errors import UserError
+from onepass.train.commands.errors import UserError
 
 Record = Mapping[str, Any]
 

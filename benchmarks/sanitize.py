@@ -37,8 +37,8 @@ from typing import Any
 import torch
 from sanitize_calls import OPERATORS, PLANTED, calls
 
-from onepass.core import files
 from onepass.core.launch import compiled
+from onepass.train.commands import files
 
 TOOLS = ("memcheck", "racecheck", "initcheck")
 

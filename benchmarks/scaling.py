@@ -33,12 +33,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from onepass.core import files
 from onepass.core.about import device_name, versions
 from onepass.nn import RoutedBlock, RoutedFeedForward
 from onepass.optim import Lion
 from onepass.train import config as configs
 from onepass.train import data, parallel
+from onepass.train.commands import files
 from onepass.train.loop import FLUSH, Training
 
 # sizes: on a GPU as the questions are asked, on a CPU as small as shows that it runs

@@ -42,9 +42,9 @@ import torch._dynamo
 
 # what every child would import again
 from onepass.__main__ import main as onepass_command
-from onepass.core import files
 from onepass.core.about import cpu_name, versions
 from onepass.train import checkpoint
+from onepass.train.commands import files
 from onepass.train.run import METRICS, Run
 
 SIZE = ["--dim", "16", "--blocks", "2", "--seq", "32", "--batch", "2", "--device", "cpu"]

@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import onepass
-from onepass.core.options import number
 from onepass.nn import RMSNorm
 from onepass.optim import Lion
 from onepass.train import data
+from onepass.train.commands.options import number
 
 ARMS = ("full", "window", "untrained", "distil", "gates", "both")
 SIZES = {  # sequences of bytes, learning rate, steps of an arm; then the model

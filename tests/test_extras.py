@@ -7,8 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from onepass.core.extras import EXTRAS
 from onepass.doctor.facts import LEAST
+from onepass.train.commands.extras import EXTRAS
 
 PYPROJECT = (Path(__file__).parents[1] / "pyproject.toml").read_text()
 # None in sys.modules: importing the name raises, and looking for it finds nothing

@@ -17,8 +17,8 @@ from rich.table import Table
 from torch.profiler import ProfilerActivity, profile
 
 from onepass.core.about import device_name, settings, versions
-from onepass.core.errors import UserError
 from onepass.core.garbage import collected, no_collection
+from onepass.train.commands.errors import UserError
 
 from . import records
 from .programs import Program, programs

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from onepass.core import files
 from onepass.core.about import dtype_name
-from onepass.core.errors import UserError
+from onepass.train.commands import files
+from onepass.train.commands.errors import UserError
 
 from .roofline import copy_pct, gbps
 from .runner import DISAGREES, FAILED, MISSING, OK, Result

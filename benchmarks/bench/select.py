@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from onepass.core.errors import UserError
-from onepass.core.options import number
+from onepass.train.commands.errors import UserError
+from onepass.train.commands.options import number
 
 if TYPE_CHECKING:
     from rich.console import Console

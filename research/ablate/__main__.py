@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from onepass.__main__ import Parser, run_command
-from onepass.core.errors import UserError
-from onepass.core.options import number
 from onepass.train.cli import pick_device
+from onepass.train.commands.errors import UserError
+from onepass.train.commands.options import number
 from research.ablate.equal import command
 
 if TYPE_CHECKING:
@@ -210,7 +210,7 @@ class Trials:
 
 def write_report(args: argparse.Namespace) -> int:
     """Write tables and curves of a directory's records, and show the tables."""
-    from onepass.core import files
+    from onepass.train.commands import files
     from onepass.train.progress import say
     from research.ablate import curves, tables
     from research.ablate.equal import report

@@ -10,9 +10,9 @@ import safetensors
 import safetensors.torch
 from torch import nn
 
-from onepass.core import files
-from onepass.core.errors import UserError
 from onepass.optim import Lion
+from onepass.train.commands import files
+from onepass.train.commands.errors import UserError
 
 State = dict[str, Any]  # steps of the whole run; step, curve, counted steps and their seconds so far
 

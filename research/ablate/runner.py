@@ -12,10 +12,10 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from onepass.core import files
-from onepass.core.errors import UserError
 from onepass.optim import Lion
 from onepass.train.captured import Gradients
+from onepass.train.commands import files
+from onepass.train.commands.errors import UserError
 from onepass.train.model import parameter_groups
 from research.ablate import resume
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from onepass.core.errors import UserError
+from onepass.train.commands.errors import UserError
 
 ORDER = ("learned", "random", "oracle", "light", "dense", "all")
 GAP = 0.8  # share of the gap between random and oracle that a learned router must close

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from onepass import __version__
-from onepass.core.errors import UserError, printable, reason
-from onepass.core.extras import require
+from onepass.train.commands.errors import UserError, printable, reason
+from onepass.train.commands.extras import require
 
 # each module has `add_command(subparsers)` and imports its heavy parts when its command runs
 COMMANDS = (

@@ -11,7 +11,7 @@ from benchmarks.__main__ import main
 from benchmarks.bars import BARS, CPU_BARS, CPU_NORM_BARS, FIRST_STEP_BARS
 from benchmarks.bench.records import read, write
 from benchmarks.notes import NOTES
-from onepass.core.errors import UserError
+from onepass.train.commands.errors import UserError
 
 PAGE = Path(__file__).parents[2] / "docs" / "performance.md"
 

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.bench.records import read
 from benchmarks.report import build, page, table
-from onepass.core.errors import UserError
+from onepass.train.commands.errors import UserError
 
 HEADER = {
     "header": True, "gpu": "NVIDIA H200", "copy_gbps": 4274.0, "torch": "2.11.0", "triton": "3.6.0",

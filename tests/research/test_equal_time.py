@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from onepass.core.errors import UserError
+from onepass.train.commands.errors import UserError
 from research.ablate import resume, runner, text
 from research.ablate.__main__ import main
 from research.ablate.equal import envelope, envelope_report, records, report

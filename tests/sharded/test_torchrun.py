@@ -20,8 +20,8 @@ from safetensors.torch import load_file
 
 from harness import tolerance
 from onepass.__main__ import PATIENCE, main
-from onepass.core.errors import UserError
 from onepass.train import parallel, spread
+from onepass.train.commands.errors import UserError
 from sharded.launcher import SECONDS, ended, own_lines, start, train
 from train.tiny import TINY, config, rows, write_texts
 from train.tiny import same as bit_for_bit

@@ -12,9 +12,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save
 
-from onepass.core.errors import UserError
 from onepass.optim import Lion
 from onepass.train import checkpoint
+from onepass.train.commands.errors import UserError
 from onepass.train.config import RANGES, ROUTES, TASKS, Config, from_json
 from onepass.train.metrics import Mark
 from onepass.train.model import RoutedEncoder, new, parameter_groups

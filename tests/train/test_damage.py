@@ -11,8 +11,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from onepass.core.errors import UserError
 from onepass.train import data, metrics
+from onepass.train.commands.errors import UserError
 from onepass.train.metrics import Mark
 from onepass.train.run import Run
 from train.tiny import TINY, contents, printed, refused, rows

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onepass.core.errors import UserError
 from onepass.train import data, sources
+from onepass.train.commands.errors import UserError
 
 
 def test_the_place_of_a_file_depends_on_its_name_alone_and_never_changes():

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from onepass.core.errors import UserError
 from onepass.train import cli
+from onepass.train.commands.errors import UserError
 from onepass.train.run import Run
 from train.tiny import TINY, at_step, command, contents, drive, refused, rows
 

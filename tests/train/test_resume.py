@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import load_file
 
 from onepass.__main__ import main
-from onepass.core import files
 from onepass.train import checkpoint, loop
+from onepass.train.commands import files
 from train.tiny import TINY, at_step, cut_off, drive, power_cut, printed, refused, rows, same
 
 Train = Callable[..., int]

@@ -145,7 +145,7 @@ import torch
 torch.set_num_threads(1)
 from pathlib import Path
 from onepass.__main__ import main
-from onepass.core.errors import UserError
+from onepass.train.commands.errors import UserError
 from onepass.train.run import Run
 import onepass.train.loop, torch._dynamo
 from onepass.train import config, pictures

@@ -9,9 +9,9 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from onepass.core.errors import UserError
-from onepass.core.options import number
 from onepass.train.cli import pick_device
+from onepass.train.commands.errors import UserError
+from onepass.train.commands.options import number
 
 if TYPE_CHECKING:
     from research.ablate.equal.trials import Cell
@@ -204,7 +204,7 @@ def cells(args: argparse.Namespace, base: str, device: Any) -> list[Cell]:
 
 def write_page(folder: Path, target: Path) -> None:
     """Write the page of the documentation from a directory's records."""
-    from onepass.core import files
+    from onepass.train.commands import files
     from research.ablate.equal import report
 
     files.write(target, report.page(folder, target.parent))

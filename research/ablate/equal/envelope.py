@@ -16,8 +16,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from onepass.core.errors import UserError
 from onepass.train.cli import pick_device
+from onepass.train.commands.errors import UserError
 from research.ablate.equal import command
 from research.ablate.equal.records import ARMS, HYBRID, Record, Store, load, tuned
 from research.ablate.equal.trials import TUNE_SEED, Cell, OutOfTimeError, Trials

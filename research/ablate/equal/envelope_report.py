@@ -25,7 +25,7 @@ Rows = dict[float, list[Record]]
 
 def write(out: Path) -> int:
     """Write envelope.md and envelope.png beside the records; show the table."""
-    from onepass.core import files
+    from onepass.train.commands import files
     from onepass.train.progress import say
 
     rows = envelope.read(out)

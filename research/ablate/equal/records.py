@@ -8,8 +8,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from onepass.core import files
-from onepass.core.errors import UserError
+from onepass.train.commands import files
+from onepass.train.commands.errors import UserError
 
 Record = dict[str, Any]
 Place = tuple[int, int, int, float, float]  # where rates were tried: n, batch, and the setting

@@ -46,7 +46,7 @@ def here(folder: Path) -> bool:
 
 def write(folder: Path) -> int:
     """Write tables and picture beside the records; show the tables."""
-    from onepass.core import files
+    from onepass.train.commands import files
     from onepass.train.progress import say
 
     from .picture import png

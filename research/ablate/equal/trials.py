@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from onepass.core.errors import UserError
+from onepass.train.commands.errors import UserError
 from research.ablate import resume, runner, text
 from research.ablate.display import Display
 from research.ablate.equal.arms import Task

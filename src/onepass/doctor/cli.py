@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from onepass.core.options import command
+from onepass.train.commands.options import command
 
 if TYPE_CHECKING:
     from .facts import Device
@@ -103,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
     """Run the command; return 1 if something is wrong, else 0."""
     from onepass.core.about import dtype_name, settings
     from onepass.core.about import versions as all_versions
-    from onepass.core.errors import printable
+    from onepass.train.commands.errors import printable
 
     from . import facts, report, selftest
 

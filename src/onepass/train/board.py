@@ -6,7 +6,7 @@ import contextlib
 import importlib.util
 from collections.abc import Iterator
 
-from onepass.core.errors import UserError
+from onepass.train.commands.errors import UserError
 from onepass.train.metrics import Row
 from onepass.train.run import Run
 

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from onepass.core import files
-from onepass.core.errors import UserError
 from onepass.optim.sharded import whole
+from onepass.train.commands import files
+from onepass.train.commands.errors import UserError
 from onepass.train.config import Config, from_json
 from onepass.train.metrics import Mark
 from onepass.train.model import new

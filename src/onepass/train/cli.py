@@ -8,8 +8,8 @@ import os
 import shlex
 from typing import TYPE_CHECKING
 
-from onepass.core.errors import UserError, printable
-from onepass.core.options import command
+from onepass.train.commands.errors import UserError, printable
+from onepass.train.commands.options import command
 
 if TYPE_CHECKING:
     from onepass.train.checkpoint import Checkpoint

@@ -7,7 +7,7 @@ import json
 import math
 from dataclasses import dataclass
 
-from onepass.core.errors import UserError
+from onepass.train.commands.errors import UserError
 
 TASKS = ("masked", "causal")
 ROUTES = ("learned", "random", "none")

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from onepass.core import files
-from onepass.core.errors import UserError
+from onepass.train.commands import files
+from onepass.train.commands.errors import UserError
 from onepass.train.sources import LeftOut, Source, gather
 
 Bytes = NDArray[np.uint8]

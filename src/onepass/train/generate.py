@@ -9,8 +9,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from onepass.core.errors import UserError, printable
-from onepass.core.options import command, number
+from onepass.train.commands.errors import UserError, printable
+from onepass.train.commands.options import command, number
 
 if TYPE_CHECKING:
     from onepass.train.language import ByteModel

@@ -7,7 +7,6 @@ from itertools import groupby
 
 import numpy as np
 
-from onepass.core.errors import printable
 from onepass.train.colours import (
     DARK_INK,
     DARK_PAPER,
@@ -19,6 +18,7 @@ from onepass.train.colours import (
     WRONG,
     shade,
 )
+from onepass.train.commands.errors import printable
 from onepass.train.trace import Trace, cells, kinds, name_of
 
 _STYLE = """

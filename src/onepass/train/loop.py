@@ -16,12 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from onepass.core.errors import UserError
 from onepass.nn import RoutingStats
 from onepass.optim import Lion
 from onepass.train import checkpoint as checkpoints
 from onepass.train import data
 from onepass.train.captured import Gradients
+from onepass.train.commands.errors import UserError
 from onepass.train.config import Config
 from onepass.train.model import MEASURING_DRAWS, Guess, Model, parameter_groups
 from onepass.train.parallel import World

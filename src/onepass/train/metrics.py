@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from onepass.core.errors import UserError
+from onepass.train.commands.errors import UserError
 
 Row = Mapping[str, Any]
 _KEY = b', "digest": "'

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from onepass.core.errors import UserError
-from onepass.core.files import read
-from onepass.core.options import number
+from onepass.train.commands.errors import UserError
+from onepass.train.commands.files import read
+from onepass.train.commands.options import number
 from onepass.train.config import PRESETS, RANGES, ROUTES, TASKS
 
 CHECKPOINT_EVERY = 50

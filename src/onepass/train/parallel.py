@@ -25,9 +25,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from onepass.core.errors import UserError, printable
 from onepass.train import metrics, spread
 from onepass.train.checkpoint import Checkpoint
+from onepass.train.commands.errors import UserError, printable
 from onepass.train.config import Config, from_json
 from onepass.train.data import Batch
 from onepass.train.model import Model, new

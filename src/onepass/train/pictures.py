@@ -18,8 +18,8 @@ from matplotlib.patches import Rectangle
 from matplotlib.textpath import TextPath
 from matplotlib.transforms import Affine2D
 
-from onepass.core.errors import printable
 from onepass.train.colours import INK, QUIET, WRONG, shade
+from onepass.train.commands.errors import printable
 from onepass.train.config import Config
 from onepass.train.html import count_words, numbers
 from onepass.train.metrics import Row

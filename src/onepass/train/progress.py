@@ -7,7 +7,7 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
-from onepass.core.errors import printable
+from onepass.train.commands.errors import printable
 
 if TYPE_CHECKING:
     from rich.progress import Progress

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
-from onepass.core import files
-from onepass.core.errors import UserError, reason
 from onepass.train import checkpoint, metrics, progress
 from onepass.train.checkpoint import Checkpoint
+from onepass.train.commands import files
+from onepass.train.commands.errors import UserError, reason
 from onepass.train.config import Config, from_json
 
 CONFIG, DATA, METRICS, LOSS, LOCK = "config.json", "data.json", "metrics.jsonl", "loss.png", ".lock"

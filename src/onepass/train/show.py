@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from onepass.core.errors import UserError, reason
-from onepass.core.options import command, number
+from onepass.train.commands.errors import UserError, reason
+from onepass.train.commands.options import command, number
 
 TEXT = """\
 Draw the routing of any file as `onepass train` does for a validation text: every byte shaded by the number of blocks
@@ -35,8 +35,8 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 def run(args: argparse.Namespace) -> int:
     """Load the model, trace the file, write both pictures."""
-    from onepass.core import files
     from onepass.train import checkpoint, sources
+    from onepass.train.commands import files
     from onepass.train.progress import say
     from onepass.train.run import METRICS, PICTURE, Run
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from onepass.core import files
-from onepass.core.errors import UserError, reason
+from onepass.train.commands import files
+from onepass.train.commands.errors import UserError, reason
 
 SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 

@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from onepass.core.errors import UserError
 from onepass.fused.parts import parts
 from onepass.nn import RoutedBlock, RoutedFeedForward
 from onepass.nn.halo import fetch
+from onepass.train.commands.errors import UserError
 from onepass.train.config import Config
 from onepass.train.data import Batch
 from onepass.train.model import Attention, Model, angles

@@ -5,13 +5,10 @@ from __future__ import annotations
 import importlib.util
 import sys
 
-from onepass.core.errors import UserError
+from onepass.train.commands.errors import UserError
 
 # extra → import names of what it installs, as in pyproject.toml
-EXTRAS = {
-    "train": ("matplotlib", "numpy", "rich", "safetensors", "tomli"),
-}
-
+EXTRAS = {"train": ("matplotlib", "numpy", "rich", "safetensors", "tomli")}
 
 # parts of newer Pythons: import name → first version that has no need of it
 BUILT_IN = {"tomli": (3, 11)}

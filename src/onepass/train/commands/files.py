@@ -14,7 +14,7 @@ import secrets
 import stat
 from pathlib import Path
 
-from onepass.core.errors import UserError, reason
+from onepass.train.commands.errors import UserError, reason
 
 _PARTIAL = re.compile(r"(.+?)(\.[0-9a-f]{8})?\.partial", re.DOTALL)
 # errors from file systems that can't sync a directory

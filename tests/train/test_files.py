@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from onepass.core import files
-from onepass.core.errors import UserError, printable
+from onepass.train.commands import files
+from onepass.train.commands.errors import UserError, printable
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ def test_two_writers_of_one_path_share_no_temporary(victim: Path):
 KILLED = """
 import sys
 from pathlib import Path
-from onepass.core import files
+from onepass.train.commands import files
 path = Path(sys.argv[1])
 print("ready", flush=True)
 while True:
