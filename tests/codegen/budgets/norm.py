@@ -52,7 +52,8 @@ def _kernels() -> Iterator[Kernel]:
         backward = {k: pointers[k] for k in ("dy_ptr", "x_ptr", "w_ptr", "dx_ptr")} | _NUMBERS | _BACKWARD_STRIDES
         backward |= {k: floats[k] for k in ("stats_ptr", "partials_ptr")}
         both = {"NEED_W": True, "NEED_B": True}
-        plain = {"VEC": 8, "HAS_MEAN": True, "STABLE": False}
+        wide = {"VEC": 8, "HAS_MEAN": True}
+        plain = wide | {"STABLE": False}
         no_residual, no_ds = {"r_ptr": None, "s_ptr": None}, {"ds_ptr": None}
 
         for cols, registers in (
@@ -98,8 +99,9 @@ def _kernels() -> Iterator[Kernel]:
         for cols in (40000, 65536, 262144):
             backward_team = shapes.backward_team(cols, size, 2, _SHARED_BYTES)
             yield Kernel(
-                f"norm team backward {t} N={cols}", _TEAM_BACKWARD, backward | {"words_ptr": "*i64"},
-                plain | both | no_ds | {"N_COLS": cols} | _team_constants(backward_team),
+                f"norm team backward {t} N={cols}", _TEAM_BACKWARD,
+                {k: v for k, v in backward.items() if k != "eps"} | {"words_ptr": "*i64"},
+                wide | both | no_ds | {"N_COLS": cols} | _team_constants(backward_team),
                 _DIVISIBLE, num_warps=backward_team.warps, maxnreg=backward_team.registers() or 0, amd=False,
                 max_registers=backward_team.registers() or 256 * 8 // backward_team.warps,
                 # the rows of two phases fill all registers: 8 bytes spilled on sm_90, 32 on sm_100
@@ -110,23 +112,18 @@ def _kernels() -> Iterator[Kernel]:
         if size == 2:
             tile = shapes.forward_tile(32768, size)
             yield Kernel(
-                f"norm forward {t} N=32768 stable residual", _FORWARD, forward | _TABLES | sources,
+                f"norm forward {t} N=32768 residual", _FORWARD, forward | _TABLES | sources,
                 plain | _PLAIN_FORWARD
-                | {"N_COLS": 32768, "STABLE": True, "BLOCK_R": tile.rows, "BLOCK_C": tile.cols, "EARLY": False},
+                | {"N_COLS": 32768, "BLOCK_R": tile.rows, "BLOCK_C": tile.cols, "EARLY": False},
                 _DIVISIBLE, num_warps=tile.warps, max_registers=64,
             )  # fmt: skip
-        for cols, stable, residual in (
-            (24000, False, False),
-            (40000, True, True),
-            (65536, False, False),
-            (65536, False, True),
-        ):
-            tile, registers = shapes.wide_tile(cols, size, stable or residual)
+        for cols, residual in ((24000, False), (40000, True), (65536, False), (65536, True)):
+            tile, registers = shapes.wide_tile(cols, size, residual)
             yield Kernel(
-                f"norm wide forward {t} N={cols}{' stable' * stable}{' residual' * residual}", _WIDE_FORWARD,
+                f"norm wide forward {t} N={cols}{' residual' * residual}", _WIDE_FORWARD,
                 forward | (sources if residual else {}),
-                plain | ({} if residual else no_residual)
-                | {"STABLE": stable, "N_COLS": cols, "BLOCK_C": tile.cols, "STAGES": tile.stages},
+                wide | ({} if residual else no_residual)
+                | {"N_COLS": cols, "BLOCK_C": tile.cols, "STAGES": tile.stages},
                 _DIVISIBLE, num_warps=tile.warps, maxnreg=registers, max_registers=registers,
             )  # fmt: skip
     yield Kernel(

@@ -135,20 +135,18 @@ def team_backward_kernel(
     ds_ptr,  # (n_rows, N_COLS), unit column stride: gradient of x + residual; None: none
     x_ptr,  # (n_rows, N_COLS), unit column stride
     w_ptr,  # (N_COLS,) or None
-    stats_ptr,  # (1 to 3, n_rows) fp32: 1/σ, mean, ±m
+    stats_ptr,  # (1 or 2, n_rows) fp32: 1/σ, mean
     dx_ptr,  # (n_rows, N_COLS), contiguous
     partials_ptr,  # (1 or 2, teams, N_COLS) fp32: of dw, then of db, whichever are needed; None: neither
-    words_ptr,  # (teams, 4, R, 1 or 2, TEAM) int64 zeros, the mailbox, and one counter
+    words_ptr,  # (teams, 4, R, TEAM) int64 zeros, the mailbox, and one counter
     x_row_stride,  # in units of VEC elements
     dy_row_stride,
     ds_row_stride,
     n_rows,
-    eps,
     offset,
     N_COLS: tl.constexpr,
     VEC: tl.constexpr,
     HAS_MEAN: tl.constexpr,
-    STABLE: tl.constexpr,
     NEED_W: tl.constexpr,
     NEED_B: tl.constexpr,
     BLOCK_C: tl.constexpr,
@@ -162,8 +160,7 @@ def team_backward_kernel(
     """Per phase: read R rows, publish partials, add to dw and db in registers; write dx of LAG phases ago."""
     MASKED: tl.constexpr = N_COLS % BLOCK_C != 0
     ALL_LIVE: tl.constexpr = LAG == 0 and R == 1
-    KINDS: tl.constexpr = 2 if STABLE else 1
-    SLOT: tl.constexpr = R * KINDS * TEAM
+    SLOT: tl.constexpr = R * TEAM
     team, member, teams = take_place(words_ptr, 4 * SLOT, TEAM, COOPERATIVE)
     words_ptr += team * (4 * SLOT)
     cols = member * BLOCK_C + tl.arange(0, BLOCK_C)
@@ -199,11 +196,6 @@ def team_backward_kernel(
             live = row < n_rows
             n = xs[k].to(tl.float32)
             g = dys[k].to(tl.float32)
-            if STABLE:
-                signed = tl.load(stats_ptr + n_rows + n_rows + row, mask=live, other=1.0)
-                attained = tl.sum(((n == signed) & (cols < N_COLS)).to(tl.int32), 0)
-                word = pair(parity, attained)
-                tl.atomic_xchg(slot + (k * KINDS + 1) * TEAM + member, word, sem="relaxed")
             rstd = tl.load(stats_ptr + row, mask=live, other=0.0)
             if HAS_MEAN:
                 n -= tl.load(stats_ptr + n_rows + row, mask=live, other=0.0)
@@ -219,7 +211,7 @@ def team_backward_kernel(
             else:
                 a = tl.sum(g * n, 0)
                 c = a
-            tl.atomic_xchg(slot + k * KINDS * TEAM + member, pair(with_parity(a, parity), c), sem="relaxed")
+            tl.atomic_xchg(slot + k * TEAM + member, pair(with_parity(a, parity), c), sem="relaxed")
             ns = ns + (n,)
             gs = gs + (g,)
             rstds = rstds + (rstd,)
@@ -242,7 +234,7 @@ def team_backward_kernel(
                 rstd = tl.load(stats_ptr + row, mask=live, other=0.0)
             else:
                 rstd = rstds[k]
-            words = await_words(slot + k * KINDS * TEAM, parity, TEAM, WIDTH)
+            words = await_words(slot + k * TEAM, parity, TEAM, WIDTH)
             a = tl.sum(tl.where(in_team, low_half(words), 0.0), 0) / N_COLS
             slope = -a * rstd
             shift = 0.0
@@ -264,13 +256,6 @@ def team_backward_kernel(
             if ds_ptr is not None:
                 ds_row = ds_ptr + row * ds_row_stride * VEC
                 dx += load_part(ds_row, cols, live, N_COLS, MASKED, ALL_LIVE).to(tl.float32)
-            if STABLE:
-                signed = tl.load(stats_ptr + n_rows + n_rows + row, mask=live, other=1.0)
-                words = await_words(slot + (k * KINDS + 1) * TEAM, parity, TEAM, WIDTH)
-                attained = tl.sum(tl.where(in_team, (words >> 32).to(tl.int32), 0), 0)
-                # values that attain ±m are bit-equal to it; ties share the gradient of m evenly
-                share = N_COLS * a * eps * (signed * rstd) * rstd / tl.maximum(attained, 1)
-                dx -= tl.where(ready_xs[k].to(tl.float32) == signed, share, 0.0)
             store_part(dx_ptr + row * N_COLS, cols, dx, live, N_COLS, MASKED, ALL_LIVE)
         turn += 1
 

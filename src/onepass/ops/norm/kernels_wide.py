@@ -7,7 +7,7 @@ import triton.language as tl
 
 from onepass.ops._shared.kernels_memory import load, store
 
-from .kernels_triton import add_residual, load_streamed, load_tile, power_of_two, signed_scale
+from .kernels_triton import add_residual, load_streamed, load_tile
 
 
 @triton.jit(do_not_specialize=["x_row_stride", "r_row_stride", "n_rows"])
@@ -18,7 +18,7 @@ def wide_forward_kernel(
     b_ptr,  # (N_COLS,) or None
     y_ptr,  # (n_rows, N_COLS), contiguous
     s_ptr,  # (n_rows, N_COLS), contiguous; None without residual
-    stats_ptr,  # (1 to 3, n_rows) fp32: 1/σ, mean, ±m
+    stats_ptr,  # (1 or 2, n_rows) fp32: 1/σ, mean
     x_row_stride,  # in units of VEC elements
     r_row_stride,
     n_rows,
@@ -27,14 +27,13 @@ def wide_forward_kernel(
     N_COLS: tl.constexpr,
     VEC: tl.constexpr,
     HAS_MEAN: tl.constexpr,
-    STABLE: tl.constexpr,
     BLOCK_C: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """Normalise one row per program in two walks; the second finds the row in L2.
 
     The first walk sums x − shift and its square, where shift is the mean of the first tile: that avoids most of the
-    cancellation of E[x²] − mean². For `stable` the unit is about the max|x| of the first tile: no extra walk for it.
+    cancellation of E[x²] − mean².
     """
     MASKED: tl.constexpr = N_COLS % BLOCK_C != 0
     row = tl.program_id(0).to(tl.int64)
@@ -44,65 +43,45 @@ def wide_forward_kernel(
         r_ptr += row * r_row_stride * VEC
         s_ptr += row * N_COLS
 
-    unit = 1.0
-    per_unit = 1.0
     shift = 0.0
     if HAS_MEAN:
         cols = tl.arange(0, BLOCK_C)
         first = add_residual(load_tile(x_ptr, cols, cols < N_COLS, MASKED), r_ptr, s_ptr, cols, cols < N_COLS, MASKED)
-        if STABLE:
-            # bounded below: after a tiny first tile, the squares of the others must not overflow
-            unit, per_unit = power_of_two(tl.maximum(tl.max(tl.abs(first), 0), 1e-12))
-            first *= per_unit
         shift = tl.sum(first, 0) / min(N_COLS, BLOCK_C)
 
     sums = tl.zeros((BLOCK_C,), tl.float32)
     squares = tl.zeros((BLOCK_C,), tl.float32)
-    largest = tl.full((BLOCK_C,), float("-inf"), tl.float32)
-    smallest = tl.full((BLOCK_C,), float("inf"), tl.float32)
     for start in tl.range(0, N_COLS, BLOCK_C, num_stages=STAGES):
         cols = start + tl.arange(0, BLOCK_C)
         x = load_streamed(x_ptr, cols, cols < N_COLS, MASKED)
         if r_ptr is not None:
             x = add_residual(x, r_ptr, s_ptr, cols, cols < N_COLS, MASKED)
             store(s_ptr, cols, x, cols < N_COLS, MASKED)
-        if STABLE:
-            # by comparison: Triton 3.8 crashes while it compiles tl.maximum beside tl.minimum here
-            largest = tl.where((cols < N_COLS) & (x > largest), x, largest)
-            smallest = tl.where((cols < N_COLS) & (x < smallest), x, smallest)
-            x *= per_unit
         if HAS_MEAN:
             x -= shift
             if MASKED:
                 x = tl.where(cols < N_COLS, x, 0.0)
             sums += x
         squares += x * x
-    eps_row = eps
-    if STABLE:
-        signed = signed_scale(tl.max(largest, 0), tl.min(smallest, 0))
-        relative = signed * per_unit
-        eps_row = eps * relative * relative
     var = tl.sum(squares, 0) / N_COLS
     if HAS_MEAN:
         drift = tl.sum(sums, 0) / N_COLS
         var = tl.maximum(var - drift * drift, 0.0)
         shift += drift
-    rstd = tl.rsqrt(var + eps_row)
+    rstd = tl.rsqrt(var + eps)
 
     for start in tl.range(0, N_COLS, BLOCK_C, num_stages=STAGES):
         cols = start + tl.arange(0, BLOCK_C)
         # read for the last time and written once: such lines leave L2 first, which keeps the rows of other programs
         x = load(x_ptr, cols, cols < N_COLS, MASKED, "evict_first").to(tl.float32)
         x = add_residual(x, r_ptr, s_ptr, cols, cols < N_COLS, MASKED)
-        y = (x * per_unit - shift) * rstd
+        y = (x - shift) * rstd
         if w_ptr is not None:
             y *= load_tile(w_ptr, cols, cols < N_COLS, MASKED) + offset
         if b_ptr is not None:
             y += load_tile(b_ptr, cols, cols < N_COLS, MASKED)
         store(y_ptr, cols, y, cols < N_COLS, MASKED, "evict_first")
 
-    tl.store(stats_ptr + row, rstd * per_unit)
+    tl.store(stats_ptr + row, rstd)
     if HAS_MEAN:
-        tl.store(stats_ptr + n_rows + row, shift * unit)
-    if STABLE:
-        tl.store(stats_ptr + n_rows + n_rows + row, signed)
+        tl.store(stats_ptr + n_rows + row, shift)

@@ -75,7 +75,7 @@ def _gate_constant(gate: Tensor | None, options: Options) -> int:
 
 def has_forward(x: Tensor, gate: Tensor | None, table: Table, options: Options) -> bool:
     """Return whether a kernel has these options for rows of this width: all do up to MAX_FORWARD_COLS."""
-    return x.shape[-1] <= shapes.MAX_FORWARD_COLS or not _has_options(gate, table, options)
+    return x.shape[-1] <= shapes.MAX_FORWARD_COLS or not (options.stable or _has_options(gate, table, options))
 
 
 def _has_table(table: Table, options: Options) -> bool:
@@ -120,7 +120,6 @@ def forward(
         stats = torch.empty((n_stats, *x.shape[:-1]), dtype=torch.float32, device=x.device)
     tensors = (x_rows, residual, weight, bias, y, s, stats)
     numbers = (x_stride // vec, r_stride // vec, n_rows, float(options.eps), float(options.offset))
-    constants = (n_cols, vec, options.has_mean, options.stable)
     with device_guard(x):
         if one_program:
             has_table = _has_table(table, options)
@@ -129,14 +128,15 @@ def forward(
             launch(
                 forward_kernel, (cdiv(n_rows, tile.rows), 1, 1), (*tensors, gate, stored_codes, scales),
                 (*numbers, z_stride // vec, *table),
-                (*constants, tile.rows, tile.cols, early, has_table, options.twice, _gate_constant(gate, options),
-                 options.quantize),
+                (n_cols, vec, options.has_mean, options.stable, tile.rows, tile.cols, early, has_table, options.twice,
+                 _gate_constant(gate, options), options.quantize),
                 num_warps=tile.warps,
             )  # fmt: skip
         else:
-            tile, registers = shapes.wide_tile(n_cols, itemsize, options.stable or residual is not None)
+            tile, registers = shapes.wide_tile(n_cols, itemsize, residual is not None)
             launch(
-                wide_forward_kernel, (n_rows, 1, 1), tensors, numbers, (*constants, tile.cols, tile.stages),
+                wide_forward_kernel, (n_rows, 1, 1), tensors, numbers,
+                (n_cols, vec, options.has_mean, tile.cols, tile.stages),
                 num_warps=tile.warps, **({} if torch.version.hip else {"maxnreg": registers}),
             )  # fmt: skip
     return y, s, codes, scales, stats
@@ -153,8 +153,8 @@ def has_backward(x: Tensor, dy: Tensor, gate: Tensor | None, table: Table, stabl
     if n_cols <= shapes.MAX_BACKWARD_COLS:
         return True
     itemsize = max(x.element_size(), dy.element_size())
-    team = shapes.backward_team(n_cols, itemsize, 2, _shared_memory(x), stable)
-    return gate is None and table.entries == 1 and _teams_run(x, team.size)
+    team = shapes.backward_team(n_cols, itemsize, 2, _shared_memory(x))
+    return gate is None and not stable and table.entries == 1 and _teams_run(x, team.size)
 
 
 def backward(
@@ -181,12 +181,12 @@ def backward(
     ds, ds_stride = _rows(ds, n_cols)
     gate, z_stride = _rows(gate, n_cols)
     vec = math.gcd(8, x_stride, dy_stride, ds_stride, z_stride)
-    numbers = (x_stride // vec, dy_stride // vec, ds_stride // vec, n_rows, float(options.eps), float(options.offset))
-    constants = (n_cols, vec, options.has_mean, options.stable, dw is not None, db is not None)
+    strides = (x_stride // vec, dy_stride // vec, ds_stride // vec, n_rows)
+    needed = (dw is not None, db is not None)
     n_read = 2 + (ds is not None) + (gate is not None)
     entries = table.entries
     if in_team:
-        team = shapes.backward_team(n_cols, itemsize, n_read, _shared_memory(x), options.stable)
+        team = shapes.backward_team(n_cols, itemsize, n_read, _shared_memory(x))
         programs = team.teams(n_rows, sm_count(x))
     else:
         tile = shapes.backward_tile(
@@ -200,12 +200,15 @@ def backward(
     tensors = (dy_rows, ds, x_rows, weight, stats, dx, partials)
     with device_guard(x):
         if in_team:
-            _launch_team(team, programs, tensors, numbers, constants)
+            numbers = (*strides, float(options.offset))
+            _launch_team(team, programs, tensors, numbers, (n_cols, vec, options.has_mean, *needed))
         else:
             launch(
                 backward_kernel, (programs, 1, 1) if entries == 1 else (entries, programs, 1),
-                (*tensors, gate, bias, dz, dx_copy), (*numbers, z_stride // vec, *table),
-                (*constants, tile.rows, tile.cols, tile.stages, entries > 1, _gate_constant(gate, options)),
+                (*tensors, gate, bias, dz, dx_copy),
+                (*strides, float(options.eps), float(options.offset), z_stride // vec, *table),
+                (n_cols, vec, options.has_mean, options.stable, *needed, tile.rows, tile.cols, tile.stages, entries > 1,
+                 _gate_constant(gate, options)),
                 num_warps=tile.warps,
             )  # fmt: skip
         if partials is not None:
@@ -216,7 +219,7 @@ def backward(
 def _launch_team(
     team: shapes.Team, teams: int, tensors: tuple[Any, ...], numbers: tuple[Any, ...], constants: tuple[Any, ...]
 ) -> None:
-    n_words = 4 * teams * team.rows * (2 if constants[3] else 1) * team.size + 1
+    n_words = 4 * teams * team.rows * team.size + 1
     # a kernel writes the mailbox's zeros: replay records it
     words = torch.empty(n_words, dtype=torch.int64, device=tensors[0].device)
     launch(zeros_kernel, (cdiv(n_words, 1024), 1, 1), (words,), (n_words,), (1024,), num_warps=4)

@@ -81,13 +81,13 @@ def in_one_program(n_cols: int, itemsize: int, has_mean: bool) -> bool:
     return n_cols <= MAX_FORWARD_COLS * (2 if has_mean and itemsize == 2 else 1)
 
 
-def wide_tile(n_cols: int, itemsize: int, roomy: bool) -> tuple[Tile, int]:
+def wide_tile(n_cols: int, itemsize: int, residual: bool) -> tuple[Tile, int]:
     """Return the tile of `wide_forward_kernel` and its registers per thread.
 
     L2 holds rows between their two walks, and the more easily the fewer are under way: two of up to 96 KB on a
-    multiprocessor, or one. `roomy`: for `stable` and with a residual, which need more registers than 32 warps have.
+    multiprocessor, or one. `residual`: it needs more registers than 32 warps have.
     """
-    warps = 16 if roomy or n_cols * itemsize <= 98304 else 32
+    warps = 16 if residual or n_cols * itemsize <= 98304 else 32
     return Tile(rows=1, cols=WIDE_WARP_COLS * warps, warps=warps), 65536 // (WARP * warps)
 
 
@@ -250,12 +250,12 @@ def _team(
 
 
 @functools.cache
-def backward_team(n_cols: int, itemsize: int, tensors: int, shared_bytes: int, stable: bool = False) -> Team:
+def backward_team(n_cols: int, itemsize: int, tensors: int, shared_bytes: int) -> Team:
     """Return the team of `team_backward_kernel`, which reads `tensors` tensors (x, dy, ds) through shared memory.
 
     A lag of one phase hides the time that members wait for each other. It costs registers: for the rows of two phases.
     """
-    if itemsize == 2 and not stable:
+    if itemsize == 2:
         if n_cols <= 131072 and shared_bytes >= 163840:
             # several programs per multiprocessor: some work while others wait
             per_sm = 4 if n_cols <= 65536 else 2
@@ -265,5 +265,5 @@ def backward_team(n_cols: int, itemsize: int, tensors: int, shared_bytes: int, s
         # no lag if the last member is partly filled: the rows of two phases leave no registers for its mask
         team = _team(n_cols, 8192, 16, 1, int(n_cols % 8192 == 0), 3, itemsize * tensors, shared_bytes)
         return team._replace(cooperative=True)
-    team = _team(n_cols, 4096, 8, 1 if stable else 2, int(n_cols >= 65536), 3, itemsize * tensors, shared_bytes)
+    team = _team(n_cols, 4096, 8, 2, int(n_cols >= 65536), 3, itemsize * tensors, shared_bytes)
     return team._replace(cooperative=team.size >= 32)

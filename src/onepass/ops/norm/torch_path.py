@@ -117,7 +117,7 @@ def forward(
     dtype = o.dtype or x.dtype
     # a plain call rounds a 16-bit layer norm to its own dtype first
     if _is_plain(gate, weight, bias, o) and (dtype == s.dtype or s.element_size() > 2):
-        if uses_triton(s):
+        if uses_triton(s) and not o.stable:
             y, stats = _by_kernels(s, weight, bias, o._replace(quantize=0, dtype=dtype, keep_y=True))
         else:
             y, stats = _plain(s, weight, bias, o, dtype)
@@ -154,7 +154,7 @@ def _with_options(
         factor = _sigmoid(z) if o.sigmoid else z * _sigmoid(z)
         if o.gate_first:
             rows = rows * factor
-    if uses_triton(rows):
+    if uses_triton(rows) and not o.stable:
         y, stats = _by_kernels(rows, None, None, o.alone())
     else:
         y, stats = normalised(rows, o.eps, o.has_mean, o.stable)
