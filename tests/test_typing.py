@@ -83,6 +83,7 @@ def modules(asked: bool) -> None:
     assert_type(nn.WeightedSum(8)(x), Tensor)
     assert_type(nn.LocalAttention(8)(x), Tensor)
     assert_type(nn.Router(8)(x, 2), RouterOutput)
+    nn.Router(8, score="cosine")  # wrong
     assert_type(nn.CausalRouter(8)(x, 2, mask=None), RouterOutput)
     assert_type(nn.Routed(linear, linear, nn.Router(8), k=2)(x), Tensor)
     assert_type(nn.Routed(linear, linear, nn.Router(8), k=2)(x, return_routing=True), tuple[Tensor, RouterOutput])
@@ -110,11 +111,9 @@ def modules(asked: bool) -> None:
     assert_type(writer.generate(x[..., 0].long(), 4, lengths=[3, 5]), Tensor)
     assert_type(writer.step(), Tensor)
     nn.Decoder(decoder, linear, linear, batch=2, max_tokens=9)  # wrong
-    stats = nn.RoutingStats()
-    stats.add([nn.RoutedBlock(8, k=2)(x, return_routing=True)[1]], mask=None)
-    stats.add({"0": nn.Router(8)(x, 2)})
-    stats.add([x])  # wrong
-    assert_type(stats.scalars(), dict[str, float])
+    assert_type(nn.routing_stats([[nn.RoutedBlock(8, k=2)(x, return_routing=True)[1]]], [None]), dict[str, float])
+    nn.routing_stats([{"0": nn.Router(8)(x, 2)}])
+    nn.routing_stats([[x]])  # wrong
     assert_type(nn.RoutedBlock(8, k=2)(x, return_routing=asked), Tensor | tuple[Tensor, BlockRouting])
     cross = nn.RoutedCrossAttention(8, k_q=2, k_kv=2)
     assert_type(cross(x, x), Tensor)

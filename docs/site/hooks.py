@@ -36,7 +36,7 @@ MODULES = (
     "RoutedCrossAttention",
     "RoutedBlock",
     "Decoder",
-    "RoutingStats",
+    "routing_stats",
     "graphed",
 )
 # file of the repository → page of the site

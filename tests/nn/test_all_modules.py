@@ -43,7 +43,7 @@ def _routed(**factory: Any) -> onn.Routed:
 
 def _own_routers(**factory: Any) -> onn.RoutedAttention:
     """Routers made by the caller, before the module draws its own parameters."""
-    q, kv = (onn.Router(DIM, score="cosine", **factory) for _ in range(2))
+    q, kv = (onn.Router(DIM, kind="sigmoid", **factory) for _ in range(2))
     return onn.RoutedAttention(DIM, K, 2 * K, router_q=q, router_kv=kv, **LOCAL, **factory)
 
 
@@ -56,7 +56,7 @@ CASES = [
     Case("WeightedSum", lambda **f: onn.WeightedSum(DIM, **f)),
     Case("WeightedSum", lambda **f: onn.WeightedSum(DIM, 3, **f)),
     Case("Router", lambda **f: onn.Router(DIM, **f), k=K),
-    Case("Router", lambda **f: onn.Router(DIM, 3, kind="sigmoid", score="cosine", gate="straight_through", **f), k=K),
+    Case("Router", lambda **f: onn.Router(DIM, 3, kind="sigmoid", gate="straight_through", **f), k=K),
     Case("CausalRouter", lambda **f: onn.CausalRouter(DIM, block=8, memory=16, **f), k=K),
     Case("LocalAttention", lambda **f: onn.LocalAttention(DIM, **LOCAL, **f)),
     Case("LocalAttention", lambda **f: onn.LocalAttention(DIM, causal=True, **LOCAL, **f)),

@@ -22,8 +22,8 @@ from onepass.nn import (
     RoutedCrossAttention,
     RoutedFeedForward,
     Router,
-    RoutingStats,
     WeightedSum,
+    routing_stats,
 )
 
 X, LINEAR, WIDE = torch.ones(2, 9, 16), nn.Linear(16, 16), nn.Linear(16, 32)
@@ -46,7 +46,6 @@ def on_meta(layer: nn.Module, part: str) -> nn.Module:
     return layer
 
 
-STATS = RoutingStats()
 CHOICE = Router(16)(X, 4)
 ROWS: list[tuple[type[Exception], str, Callable[[], Any]]] = [
     # layers
@@ -109,7 +108,8 @@ ROWS: list[tuple[type[Exception], str, Callable[[], Any]]] = [
     (ValueError, "eps must be a finite number > 0, got 0.0", lambda: Router(8, eps=0.0)),
     (ValueError, "eps must be a finite number > 0, got inf", lambda: Router(8, eps=inf)),
     (ValueError, "kind must be one of capped_exp.*got 'hard'", lambda: Router(8, kind="hard")),
-    (ValueError, "score must be one of normalised, cosine; got 'dot'", lambda: Router(8, score="dot")),
+    (TypeError, "Router: unexpected argument score; scores are", lambda: Router(8, score="cosine")),
+    (TypeError, "CausalRouter: unexpected argument memories$", lambda: CausalRouter(8, memories=2)),
     (ValueError, "gate must be one of soft, straight_through; got 'none'", lambda: Router(8, gate="none")),
     (ValueError, "explore must be a finite number ≥ 0, got -1", lambda: Router(8, explore=-1)),
     (ValueError, "explore must be a finite number ≥ 0, got nan", lambda: Router(8, explore=nan)),
@@ -134,10 +134,11 @@ ROWS: list[tuple[type[Exception], str, Callable[[], Any]]] = [
         ((X, 1, [True]), TypeError, "mask must be a tensor"))),
     # statistics of choices
     (TypeError, "routing must be a RouterOutput, AttentionRouting or BlockRouting, got Tensor",
-     lambda: STATS.add([X])),
-    (TypeError, "RoutingStats: mask must be bool", lambda: STATS.add([CHOICE], torch.ones(2, 9))),
-    (ValueError, r"RoutingStats: mask must be \(batch, n\) = \(2, 9\), got \(2, 8\)",
-     lambda: STATS.add([CHOICE], torch.ones(2, 8).bool())),
+     lambda: routing_stats([[X]])),
+    (TypeError, "routing_stats: mask must be bool", lambda: routing_stats([[CHOICE]], [torch.ones(2, 9)])),
+    (ValueError, r"routing_stats: mask must be \(batch, n\) = \(2, 9\), got \(2, 8\)",
+     lambda: routing_stats([[CHOICE]], [torch.ones(2, 8).bool()])),
+    (ValueError, "masks must be one for each of 1 passes, got 0", lambda: routing_stats([[CHOICE]], [])),
     # norms and sums
     *((error, f"{kind.__name__}: normalized_shape {match}", lambda kind=kind, shape=shape: kind(shape))
       for kind in (LayerNorm, RMSNorm) for shape, error, match in (

@@ -106,7 +106,7 @@ ROUTERS = [
     *(
         pytest.param(partial(Router, DIM, **options), id=" ".join(map(str, options.values())) or "default")
         for options in (
-            {}, {"explore": 3.0}, {"explore": 0}, {"score": "cosine"}, {"gate": "straight_through"}, {"kind": "sigmoid"}
+            {}, {"explore": 3.0}, {"explore": 0}, {"gate": "straight_through"}, {"kind": "sigmoid"}
         )
     ),
     pytest.param(partial(CausalRouter, DIM, block=4, memory=8), id="causal"),

@@ -25,7 +25,7 @@ from onepass.nn import (
     RoutedCrossAttention,
     RoutedFeedForward,
     Router,
-    RoutingStats,
+    routing_stats,
 )
 from onepass.nn.count import count
 from onepass.ops.soft_topk.op import KINDS
@@ -217,11 +217,9 @@ def test_compiled_layers_choose_as_many(dynamic: bool) -> None:
 
 
 def test_what_statistics_count_of_a_packed_sequence() -> None:
-    layer, stats = RoutedFeedForward(DIM, 0.25), RoutingStats()
-    _, routing = layer(tokens(48, DIM), cu_seqlens=_bounds([40, 8]), return_routing=True)
+    _, routing = RoutedFeedForward(DIM, 0.25)(tokens(48, DIM), cu_seqlens=_bounds([40, 8]), return_routing=True)
     # the routing is that of the padded batch
-    stats.add([routing], first(40, 40, 8))
-    assert stats.scalars()["0.router/share"] == 0.25
+    assert routing_stats([[routing]], [first(40, 40, 8)])["0.router/share"] == 0.25
 
 
 @pytest.mark.parametrize(

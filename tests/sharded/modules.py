@@ -60,7 +60,6 @@ def _linear() -> nn.Module:
 LAYERS: dict[str, Callable[[], nn.Module]] = {
     "feed-forward": _feed_forward,
     "two routes, straight through": lambda: _feed_forward(num_routes=2, gate="straight_through"),
-    "cosine": lambda: _feed_forward(score="cosine"),
     "own branches": _linear,
     "no choice": lambda: RoutedFeedForward(DIM, 0),
 }
@@ -175,7 +174,7 @@ def _() -> None:
 @many(
     "plain weights",
     {
-        "layer": ["feed-forward", "cosine", "attention", "causal attention", "causal block"],
+        "layer": ["feed-forward", "attention", "causal attention", "causal block"],
         "dtype": [torch.float32, torch.float64],
     },
 )

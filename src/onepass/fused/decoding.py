@@ -86,7 +86,7 @@ def scores(router: Any, x: Tensor, score_eps: float) -> Tensor:
     result, block = torch.empty(batch, n, dtype=torch.float32, device=x.device), next_power_of_2(dim)
     with device_guard(x):
         launch(
-            kernels.score_kernel, (batch * n, 1, 1), (x.contiguous(), router.directions(), result), (float(score_eps),),
+            kernels.score_kernel, (batch * n, 1, 1), (x.contiguous(), router.weight, result), (float(score_eps),),
             (dim, block), num_warps=_warps(block),
         )  # fmt: skip
     return result
@@ -111,7 +111,7 @@ def _choose(
         launch(
             kernels.choose_kernel, (batch, 1, 1),
             (
-                x, router.directions(), norms[0].weight, norms[1].weight, cache.clock.position, cache.scores,
+                x, router.weight, norms[0].weight, norms[1].weight, cache.clock.position, cache.scores,
                 cache.threshold, cache.taken, tokens, gates, light, heavy,
             ),
             (numerator, denominator, *(float(norm.eps_for(x)) for norm in norms), float(score_eps), float(router.eps)),

@@ -10,11 +10,11 @@ from .local_attention import LocalAttention
 from .norm import LayerNorm, RMSNorm
 from .routed import Routed, RoutedFeedForward
 from .router import Router, RouterOutput
-from .routing_stats import RoutingStats
+from .stats import routing_stats
 from .weighted_sum import WeightedSum
 
 __all__ = [
     "AttentionRouting", "BlockRouting", "CausalRouter", "Decoder", "LayerNorm", "LocalAttention", "RMSNorm", "Routed",
     "RoutedAttention", "RoutedBlock", "RoutedCrossAttention", "RoutedFeedForward", "Router", "RouterOutput",
-    "RoutingStats", "WeightedSum", "graphed",
+    "WeightedSum", "graphed", "routing_stats",
 ]  # fmt: skip

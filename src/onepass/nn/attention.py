@@ -276,15 +276,15 @@ class RoutedAttention(nn.Module):
             heavy.q.weight, heavy.kv.weight, heavy.out.weight,
         )  # fmt: skip
         if door is not None:
-            vectors = (router.directions(door.weight(router.weight)) for router in (q, kv))
+            vectors = (door.weight(router.weight) for router in (q, kv))
             norm, *rest = map(door.weight, weights)
             y, *choice = routed_attention(plan, x, *vectors, norm, mask, *rest, row=door.row())
         elif cache is not None:
-            (y, *choice), *chosen = with_keys(plan, x, q.directions(), kv.directions(), weights[0], mask, *weights[1:])
+            (y, *choice), *chosen = with_keys(plan, x, q.weight, kv.weight, weights[0], mask, *weights[1:])
             cache.heavy.fill(*chosen)
         else:
             run = routed_attention if plain(x, mask) else attention_op.routed_attention
-            y, *choice = run(plan, x, q.directions(), kv.directions(), weights[0], mask, *weights[1:])
+            y, *choice = run(plan, x, q.weight, kv.weight, weights[0], mask, *weights[1:])
         at_q, gates_q, at_kv, gates_kv, scores = choice
         scores_q, scores_kv = scores.unbind(0)
         return y, AttentionRouting(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -70,10 +70,10 @@ class CausalRouter(Router):
     causal = True
 
     def __init__(
-        self, dim: int, *, eps: float = 0.3, block: int = 128, memory: int = MEMORY, score: str = "normalised",
-        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+        self, dim: int, *, eps: float = 0.3, block: int = 128, memory: int = MEMORY,
+        device: torch.device | str | None = None, dtype: torch.dtype | None = None, **removed: NoReturn,
     ) -> None:  # fmt: skip
-        super().__init__(dim, eps=eps, score=score, device=device, dtype=dtype)
+        super().__init__(dim, eps=eps, device=device, dtype=dtype, **removed)
         check_size("CausalRouter", "block", block)
         check_size("CausalRouter", "memory", memory)
         check_sizes("CausalRouter", block, memory)
@@ -96,7 +96,7 @@ class CausalRouter(Router):
         return how._replace(k=places(k, n, self.block)) if isinstance(k, float) else how
 
     def extra_repr(self) -> str:
-        return f"{self.dim}, eps={self.eps}, score={self.score!r}, block={self.block}, memory={self.memory}"
+        return f"{self.dim}, eps={self.eps}, block={self.block}, memory={self.memory}"
 
 
 def router_of_windows(

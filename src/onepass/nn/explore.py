@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from onepass.core.eager import fast_apply, plain
@@ -45,7 +44,7 @@ def explore(y: Tensor, x: Tensor, router: nn.Module, k: int | float, mask: Tenso
     # plain eager returns y itself: autograd forbids later in-place writes to a view that a Function returned
     same = plain(y, x) and not y._is_view()
     # x gets no gradient here, so it needs no edge in the graph
-    rest = x.detach(), router.weight, mask, stride, router.explore, router.score == "cosine", same
+    rest = x.detach(), router.weight, mask, stride, router.explore, same
     return (_explore if same else _Explore.apply)(y, *rest, None, None)
 
 
@@ -63,7 +62,7 @@ def explore_part(
         samples: those of them that are here.
         group: the devices that share the rows.
     """
-    rest = x.detach(), weight, None, stride, router.explore, router.score == "cosine", False
+    rest = x.detach(), weight, None, stride, router.explore, False
     return _Explore.apply(y, *rest, samples, group)  # type: ignore[no-any-return, no-untyped-call]
 
 
@@ -74,14 +73,14 @@ class _Explore(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        y: Tensor, x: Tensor, weight: Tensor, mask: Tensor | None, stride: int, explore_weight: float, cosine: bool,
-        same: bool, samples: Samples | None, group: Any,
+        y: Tensor, x: Tensor, weight: Tensor, mask: Tensor | None, stride: int, explore_weight: float, same: bool,
+         samples: Samples | None, group: Any,
     ) -> Tensor:  # fmt: skip
         return y if same else y.view_as(y)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        y, x, weight, mask, ctx.stride, ctx.explore_weight, ctx.cosine, same, ctx.samples, ctx.group = inputs
+        y, x, weight, mask, ctx.stride, ctx.explore_weight, same, ctx.samples, ctx.group = inputs
         if same:
             ctx.mark_dirty(y)
         ctx.save_for_backward(x, weight, mask)
@@ -89,7 +88,7 @@ class _Explore(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, mask = ctx.saved_tensors
-        weight, grad_rows = weight.detach(), grad.detach().view(x.shape)
+        grad_rows = grad.detach().view(x.shape)
         dim = x.shape[-1]
         dtype = torch.promote_types(x.dtype, torch.float32)
         pick, real, total, back = ctx.samples or of_rows(slice(None, None, ctx.stride), mask)
@@ -110,12 +109,7 @@ class _Explore(torch.autograd.Function):
         explore_grad = gain * torch.rsqrt(square + dim * NORM_EPS) * (-ctx.explore_weight * ctx.stride * math.sqrt(dim))
         # no matrix product: a backward under autocast would round it, and a reshape would tie a graph to one length
         toward = (explore_grad[..., None] * sample).sum((0, 1)).expand(weight.shape)
-        if ctx.cosine:
-            # only the direction counts: the score divides by the vector's length
-            unit = F.normalize(weight.to(dtype), dim=-1)
-            length = torch.linalg.vector_norm(weight, dim=-1, keepdim=True, dtype=dtype)
-            toward = (toward - (toward * unit).sum(-1, keepdim=True) * unit) / length
-        return grad, None, toward.to(weight.dtype), None, None, None, None, None, None, None
+        return grad, None, toward.to(weight.dtype), None, None, None, None, None, None
 
 
 _explore: Callable[..., Tensor] = fast_apply(_Explore)

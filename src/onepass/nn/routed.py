@@ -314,13 +314,13 @@ class RoutedFeedForward(Routed):
         )  # fmt: skip
         (light_norm, *linear), (heavy_norm, *more) = light.weights(), heavy.weights()
         if door is not None:
-            vectors = router.directions(door.weight(router.weight))
+            vectors = door.weight(router.weight)
             light_norm, heavy_norm, *linear = map(door.weight, (light_norm, heavy_norm, *linear, *more))
             row = door.row(self.balance)
             y, *routing = routed_feed_forward(x, vectors, light_norm, heavy_norm, mask, plan, *linear, row=row)
         else:
             run = routed_feed_forward if plain(x, mask, light_norm) else feed_forward_op.routed_feed_forward
-            y, *routing = run(x, router.directions(), light_norm, heavy_norm, mask, plan, *linear, *more)
+            y, *routing = run(x, router.weight, light_norm, heavy_norm, mask, plan, *linear, *more)
         return y, RouterOutput(*routing)
 
     def _fused_dtype(self, x: Tensor, mask: Tensor | None, spread: bool = False) -> torch.dtype | None:

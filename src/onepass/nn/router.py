@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,6 @@ from .count import check_number, check_size, count
 from .packed import refuse_int, unpack
 from .padding import check_mask
 
-SCORES = ("normalised", "cosine")
 GATES = ("soft", "straight_through")
 # ε of the norm inside a score: a token of zeros scores 0 and its gradient stays finite
 NORM_EPS = 1e-6
@@ -59,8 +58,6 @@ class Router(nn.Module):
         eps: temperature ε of the gates, in units of the scores' initial standard deviation. Smaller is harder: fewer
             tokens around the threshold share the gradient.
         kind: shape of the gates, see `onepass.soft_topk`.
-        score: "normalised" as above (the vector's length is a learned sharpness), or "cosine"
-            (√d·cos(x, v): only the vector's direction is learned).
         gate: the factor of the heavy output. "soft": the soft gate itself, so that a barely chosen token counts for
             less. "straight_through": 1, with the gradient of the soft gate. In a first comparison on text "soft" gave
             the lower loss and is the default.
@@ -95,11 +92,14 @@ class Router(nn.Module):
     causal = False  # whether the choice of a token depends on earlier tokens alone
 
     def __init__(
-        self, dim: int, num_routes: int = 1, *, eps: float = 0.3, kind: str = "capped_exp", score: str = "normalised",
+        self, dim: int, num_routes: int = 1, *, eps: float = 0.3, kind: str = "capped_exp",
         gate: str = "soft", explore: float = 0.1, device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | None = None, **removed: NoReturn,
     ) -> None:  # fmt: skip
         super().__init__()
+        for name in removed:
+            told = "; scores are ⟨x/rms(x), v⟩: for cosines, parametrize weight to length 1" if name == "score" else ""
+            raise TypeError(f"{type(self).__name__}: unexpected argument {name}{told}")
         check_size("Router", "dim", dim)
         check_size("Router", "num_routes", num_routes)
         check_number("Router", "eps", eps)
@@ -110,11 +110,11 @@ class Router(nn.Module):
             raise ValueError(f"Router: eps must be a finite number > 0, got {eps}")
         if not 0 <= explore < math.inf:
             raise ValueError(f"Router: explore must be a finite number ≥ 0, got {explore}")
-        for name, value, accepted in (("kind", kind, KINDS), ("score", score, SCORES), ("gate", gate, GATES)):
+        for name, value, accepted in (("kind", kind, KINDS), ("gate", gate, GATES)):
             if value not in accepted:
                 raise ValueError(f"Router: {name} must be one of {', '.join(accepted)}; got {value!r}")
         self.dim, self.num_routes, self.eps = dim, num_routes, eps
-        self.kind, self.score, self.gate, self.explore = kind, score, gate, explore
+        self.kind, self.gate, self.explore = kind, gate, explore
         self.weight = nn.Parameter(torch.empty(num_routes, dim, device=device, dtype=dtype))
         self.reset_parameters()
 
@@ -124,20 +124,7 @@ class Router(nn.Module):
 
     def scores(self, x: Tensor) -> Tensor:
         """Return the scores ``(batch, n)``, or ``(batch, R, n)`` for R routes, of tokens ``(batch, n, dim)``."""
-        vectors = self.directions()
-        return score(x, vectors if self.num_routes > 1 else vectors[0], eps=NORM_EPS)
-
-    def directions(self, weight: Tensor | None = None) -> Tensor:
-        """Return the vectors ``(R, dim)`` for `onepass.ops.routing.op.score`; "cosine" scales them to length 1.
-
-        `weight` stands for the router's own.
-        """
-        weight = self.weight if weight is None else weight
-        if self.score != "cosine":
-            return weight
-        dtype = torch.promote_types(weight.dtype, torch.float32)
-        length: Tensor = torch.linalg.vector_norm(weight, dim=-1, keepdim=True, dtype=dtype)
-        return weight / length
+        return score(x, self.weight if self.num_routes > 1 else self.weight[0], eps=NORM_EPS)
 
     def forward(
         self, x: Tensor, k: int | float, mask: Tensor | None = None, *,
@@ -203,7 +190,7 @@ class Router(nn.Module):
 
     def extra_repr(self) -> str:
         return (
-            f"{self.dim}, num_routes={self.num_routes}, eps={self.eps}, kind={self.kind!r}, score={self.score!r}, "
+            f"{self.dim}, num_routes={self.num_routes}, eps={self.eps}, kind={self.kind!r}, "
             f"gate={self.gate!r}, explore={self.explore}"
         )
 

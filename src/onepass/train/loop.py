@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from onepass.nn import RoutingStats
+from onepass.nn import routing_stats
 from onepass.optim import Lion
 from onepass.train import checkpoint as checkpoints
 from onepass.train import data
@@ -47,7 +47,7 @@ class Measured:
     routed: float  # share of the tokens that get the heavy branch, averaged over the blocks
     touched: float  # share of the tokens that get the heavy branch in at least one block
     hidden: float  # as `routed`, of the hidden tokens alone
-    routers: dict[str, float]  # what `onepass.nn.RoutingStats` counts, by router
+    routers: dict[str, float]  # what `onepass.nn.routing_stats` counts, by router
 
 
 @dataclass
@@ -219,14 +219,14 @@ class Training:
         routed, touched, hidden_routed = (torch.zeros((), dtype=torch.int64, device=self.device) for _ in range(3))
         tokens, hidden = 0, 0
         batches = data.validation_batches(self.corpus.validation, config.batch, config.seq, config.hides, windows)
-        stats = RoutingStats()
+        passes = []
         for batch in batches:
             tokens, hidden = tokens + batch.tokens.size, hidden + batch.hidden.size
             batch = self.world.measuring(batch)
             given, places, value = self._on_device(batch)
             loss, guess = self._loss(given, places, value, MEASURING_DRAWS + batch.draw)
             if config.route != "none":
-                stats.add(guess.routings)
+                passes.append(guess.routings)
             if not batch.tokens.size:
                 # this process helped to gather weights, and has no row
                 continue
@@ -242,7 +242,7 @@ class Training:
         blocks = config.blocks
         return Measured(
             nats.item() / hidden / math.log(2), routed.item() / tokens / blocks, touched.item() / tokens,
-            hidden_routed.item() / hidden / blocks, stats.scalars(self.world.total),
+            hidden_routed.item() / hidden / blocks, routing_stats(passes, total=self.world.total),
         )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""`RoutingStats` against sets of tokens counted in Python."""
+"""`routing_stats` against sets of tokens counted in Python."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nn.layers import first, tokens
-from onepass.nn import RoutedBlock, RoutedCrossAttention, RoutedFeedForward, Router, RouterOutput, RoutingStats
+from onepass.nn import RoutedBlock, RoutedCrossAttention, RoutedFeedForward, Router, RouterOutput, routing_stats
 
 DIM = 16
 ATTENTION: dict[str, Any] = {"heads": 2, "dim_head": 8, "window": 8}
@@ -55,18 +55,16 @@ def _of(scalars: dict[str, float], router: str) -> dict[str, float]:
 
 
 @given(st.integers(0, 3), st.integers(0, 40), st.integers(0, 40), st.integers(1, 3), st.booleans(), st.integers(0, 99))
-def test_add_is_the_definition(batch: int, n: int, k: int, routes: int, masked: bool, seed: int) -> None:
+def test_numbers_are_the_definition(batch: int, n: int, k: int, routes: int, masked: bool, seed: int) -> None:
     random = torch.Generator().manual_seed(seed)
     x = torch.randn(batch, n, DIM, generator=random)
     # holes anywhere, not only at the end
     mask = torch.rand(batch, n, generator=random) < 0.6 if masked else None
     routers = [Router(DIM, routes) for _ in range(2)]
     outputs = [[router(tokens, k, mask) for tokens in (x, -x)] for router in routers]
-    stats = RoutingStats()
-    for a, b in zip(*outputs, strict=True):
-        stats.add({"a": a, "b": b}, mask)
+    passes = [{"a": a, "b": b} for a, b in zip(*outputs, strict=True)]
     real = torch.ones(batch, n, dtype=torch.bool) if mask is None else mask
-    scalars = stats.scalars()
+    scalars = routing_stats(passes, [mask] * 2)
     assert _of(scalars, "a.router") == pytest.approx(_expected(outputs[0], real))
     assert _of(scalars, "b.router") == pytest.approx(_expected(outputs[1], real, outputs[0]))
 
@@ -75,24 +73,22 @@ def test_known_numbers() -> None:
     scores = torch.zeros(1, 32)
     ends = RouterOutput(torch.tensor([[0, 31, 1, -1]]), torch.tensor([[1.0, 0.9995, 0.5, 0.0]]), scores)
     start = RouterOutput(torch.tensor([[0, 1]]), torch.tensor([[0.0005, 0.2]]), scores)
-    stats = RoutingStats()
-    assert stats.scalars() == {}
-    stats.add([ends, start])
+    assert routing_stats([]) == {}
+    scalars = routing_stats([[ends, start]])
     entropy = (2 / 3 * math.log(1.5) + math.log(3) / 3) / math.log(16)
     first = {"share": 3 / 32, "entropy": entropy, "saturated": 2 / 3, "closed": 0.0}
-    assert _of(stats.scalars(), "0.router") == pytest.approx(first)
+    assert _of(scalars, "0.router") == pytest.approx(first)
     known = {"share": 2 / 32, "entropy": 0.0, "overlap": 1.0, "saturated": 0.0, "closed": 0.5}
-    assert _of(stats.scalars(), "1.router") == known
+    assert _of(scalars, "1.router") == known
 
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_blocks(causal: bool) -> None:
-    mask, stats, x, routings = first(40, 40, 25, 0), RoutingStats(), _tokens(), []
+    mask, x, routings = first(40, 40, 25, 0), _tokens(), []
     for _ in range(3):
         x, routing = RoutedBlock(DIM, 1 / 4, causal=causal, **ATTENTION)(x, mask, return_routing=True)
         routings.append(routing)
-    stats.add(routings, mask)
-    scalars = stats.scalars()
+    scalars = routing_stats([routings], [mask])
     for i, routing in enumerate(routings):
         for path, output in (
             ("attention.router_q", routing.attention.q), ("attention.router_kv", routing.attention.kv),
@@ -106,51 +102,24 @@ def test_blocks(causal: bool) -> None:
 
 
 def test_cross_attention_counts_its_memories() -> None:
-    layer, stats = RoutedCrossAttention(DIM, 4, 8, heads=2, dim_head=8), RoutingStats()
+    layer = RoutedCrossAttention(DIM, 4, 8, heads=2, dim_head=8)
     context_mask = first(64, 64, 30, 4)
     _, routing = layer(_tokens(), _tokens(n=64), None, context_mask, return_routing=True)
-    stats.add({"cross": routing}, context_mask=context_mask)
-    assert stats.scalars()["cross.router_q/share"] == 4 / 40
-    assert stats.scalars()["cross.router_kv/share"] == pytest.approx((8 + 8 + 4) / 98)
+    scalars = routing_stats([{"cross": routing}], context_masks=[context_mask])
+    assert scalars["cross.router_q/share"] == 4 / 40
+    assert scalars["cross.router_kv/share"] == pytest.approx((8 + 8 + 4) / 98)
 
 
 def test_sizes_may_change_from_call_to_call() -> None:
     """The last batch is often smaller, and lengths vary from layer to layer."""
-    router, stats = Router(DIM), RoutingStats()
-    for batch, length in ((3, 40), (1, 24), (2, 0)):
-        stats.add([router(_tokens(batch, length), 0.25), router(_tokens(batch, length // 2), 0.25)])
-    scalars = stats.scalars()
+    router, sizes = Router(DIM), ((3, 40), (1, 24), (2, 0))
+    scalars = routing_stats([[router(_tokens(b, n), 0.25), router(_tokens(b, n // 2), 0.25)] for b, n in sizes])
     assert scalars["0.router/share"] == scalars["1.router/share"] == 0.25
-
-
-def test_inference_mode_and_grad_mode_mix() -> None:
-    layer, stats = RoutedFeedForward(DIM, 4), RoutingStats()
-    with torch.inference_mode():
-        stats.add([layer(_tokens(), return_routing=True)[1]])
-    y, routing = layer(_tokens().requires_grad_(), return_routing=True)
-    stats.add([routing])
-    y.sum().backward()
-    assert stats.scalars()["0.router/share"] == 4 / 40
-
-
-def test_the_host_waits_for_nothing_before_scalars(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> None:
-        raise AssertionError("a value was read")
-
-    stats, mask = RoutingStats(), first(40, 40, 25, 0)
-    routing = RoutedBlock(DIM, 0.25, causal=True, **ATTENTION)(_tokens(), mask, return_routing=True)[1]
-    with monkeypatch.context() as patch:
-        for name in ("item", "tolist", "cpu", "nonzero", "__bool__", "__int__", "__float__"):
-            patch.setattr(Tensor, name, refuse)
-        for _ in range(2):
-            stats.add([routing, routing], mask)
-    assert stats.scalars()["1.feed_forward.router/overlap"] == 1.0
 
 
 def test_counts_of_several_processes_add_up() -> None:
     layer, x = RoutedFeedForward(DIM, k=1 / 4), torch.randn(6, 64, DIM)
-    whole, counted = RoutingStats(), list[Tensor]()
-    whole.add([layer(x, return_routing=True)[1]])
+    whole, counted = routing_stats([[layer(x, return_routing=True)[1]]]), list[Tensor]()
 
     def note(counts: Tensor) -> Tensor:
         counted.append(counts)
@@ -158,23 +127,6 @@ def test_counts_of_several_processes_add_up() -> None:
 
     # one after another in place of processes; the last one sees the sum
     for rows in (slice(0, 1), slice(1, 1), slice(1, 6)):
-        stats = RoutingStats()
-        stats.add([layer(x[rows], return_routing=True)[1]])
-        numbers = stats.scalars(note)
+        numbers = routing_stats([[layer(x[rows], return_routing=True)[1]]], total=note)
     assert counted[1].sum() == 0
-    assert numbers == whole.scalars()
-
-
-@pytest.mark.gpu
-def test_on_a_gpu_nothing_waits() -> None:
-    block = RoutedBlock(64, 0.25, heads=2, dim_head=32, causal=True).cuda()
-    mask, stats = first(300, 300, 170).cuda(), RoutingStats()
-    _, routing = block(torch.randn(2, 300, 64, device="cuda"), mask, return_routing=True)
-    stats.add([routing], mask)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        stats.add([routing], mask)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert stats.scalars()
+    assert numbers == whole

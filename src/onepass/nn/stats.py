@@ -1,4 +1,4 @@
-"""`RoutingStats`: what the routers of a model do, as numbers for a training loop."""
+"""`routing_stats`: what the routers of a model do, as numbers for a training loop."""
 
 from __future__ import annotations
 
@@ -21,11 +21,15 @@ SATURATED = 1e-3
 Routing = RouterOutput | AttentionRouting | BlockRouting
 
 
-class RoutingStats:
-    r"""Count what routers choose: share, positions, agreement between blocks, saturated gates.
+@torch.no_grad()
+def routing_stats(
+    passes: Sequence[Sequence[Routing] | Mapping[str, Routing]], masks: Sequence[Tensor | None] | None = None,
+    context_masks: Sequence[Tensor | None] | None = None, *, total: Callable[[Tensor], Tensor] | None = None,
+) -> dict[str, float]:  # fmt: skip
+    r"""Count what routers chose in some passes: share, positions, agreement between layers, saturated gates.
 
     With real tokens R, chosen tokens A ⊆ R (for R routes: by any of them) and gates g of the chosen, summed over all
-    calls of `add`:
+    passes:
 
     .. math::
         \text{share} = \frac{|A|}{|R|}, \qquad
@@ -41,86 +45,74 @@ class RoutingStats:
     - ``saturated``, ``closed``: of the gates of the chosen, those with g ≥ 1 − 0.001, and those with g ≤ 0.001. They
       give their router no gradient, or nearly none. (Of ``gate="straight_through"`` all gates are 1.)
 
-    Counts stay on the device: only `scalars` waits for it. Each router costs 37 small operations a call.
+    Args:
+        passes: for each pass what the layers of a model returned with ``return_routing=True``: a list in their order,
+            or a dict with their names, of a `RouterOutput`, `AttentionRouting` or `BlockRouting` each.
+        masks: for each pass ``(batch, n)`` bool, True at real tokens, as the layers got it, or None.
+        context_masks: of the memories, if these are `RoutedCrossAttention` layers.
+        total: returns the sum of an int64 tensor over processes: the numbers then count the rows of all. Each process
+            calls this, perhaps with passes without rows.
+
+    Returns:
+        Numbers as ``{"blocks.0.feed_forward.router/share": 0.0625, …}``: the layer's name, its router's, a slash and
+        the number's. Undefined ones are left out, such as the first layer's overlap. The device is waited for once.
+
+    Raises:
+        TypeError: a routing is none of these, or a mask is not bool.
+        ValueError: a mask does not fit a routing, or there are not as many masks as passes.
 
     Source: shares and router entropy as reported for mixtures of experts (Switch Transformer, arXiv:2101.03961).
 
     Example:
         >>> import torch
-        >>> from onepass.nn import RoutedFeedForward, RoutingStats
-        >>> layers, stats = [RoutedFeedForward(32, k=1 / 8) for _ in range(2)], RoutingStats()
+        >>> from onepass.nn import RoutedFeedForward, routing_stats
+        >>> layers, passes = [RoutedFeedForward(32, k=1 / 8) for _ in range(2)], []
         >>> for _ in range(3):
         ...     x, routings = torch.randn(4, 256, 32), []
         ...     for layer in layers:
         ...         x, routing = layer(x, return_routing=True)
         ...         routings.append(routing)
-        ...     stats.add(routings)
-        >>> numbers = stats.scalars()
+        ...     passes.append(routings)
+        >>> numbers = routing_stats(passes)
         >>> numbers["0.router/share"], "1.router/overlap" in numbers
         (0.125, True)
     """
-
-    def __init__(self) -> None:
-        self._counts: dict[str, Tensor] = {}
-
-    @torch.no_grad()
-    def add(
-        self, routings: Sequence[Routing] | Mapping[str, Routing], mask: Tensor | None = None,
-        context_mask: Tensor | None = None,
-    ) -> None:  # fmt: skip
-        """Count what the layers of a model returned in one pass with ``return_routing=True``.
-
-        Args:
-            routings: a list in the order of the layers, or a dict with their names: a `RouterOutput`,
-                `AttentionRouting` or `BlockRouting` of each.
-            mask: ``(batch, n)`` bool, True at real tokens, as the layers got it.
-            context_mask: of the memories, if these are `RoutedCrossAttention` layers.
-
-        Raises:
-            TypeError: a routing is none of these, or a mask is not bool.
-            ValueError: a mask does not fit a routing.
-        """
+    counted: dict[str, Tensor] = {}
+    none = [None] * len(passes)
+    for name, found in (("masks", masks), ("context_masks", context_masks)):
+        if found is not None and len(found) != len(passes):
+            raise ValueError(f"routing_stats: {name} must be one for each of {len(passes)} passes, got {len(found)}")
+    for routings, mask, context_mask in zip(passes, masks or none, context_masks or none, strict=True):
         named = routings if isinstance(routings, Mapping) else {str(i): each for i, each in enumerate(routings)}
         before: dict[str, Tensor] = {}
         for name, routing in named.items():
             if not isinstance(routing, RouterOutput | AttentionRouting | BlockRouting):
                 raise TypeError(
-                    f"RoutingStats: routing must be a RouterOutput, AttentionRouting or BlockRouting, "
+                    f"routing_stats: routing must be a RouterOutput, AttentionRouting or BlockRouting, "
                     f"got {type(routing).__name__}"
                 )
             for path, output in _outputs(routing):
                 router, role = f"{name}.{path}", path.rpartition(".")[2]
                 of_context = context_mask is not None and path == "router_kv"
                 counts, before[role] = _count(output, context_mask if of_context else mask, before.get(role))
-                # not in place: a tensor made under inference mode can't be changed outside it
-                self._counts[router] = self._counts[router] + counts if router in self._counts else counts
-
-    def scalars(self, total: Callable[[Tensor], Tensor] | None = None) -> dict[str, float]:
-        """Return the numbers so far as ``{"blocks.0.feed_forward.router/share": 0.0625, …}``.
-
-        With `total`, a function that returns the sum of an int64 tensor over processes, they count the rows of all.
-        Each process calls this, after at least one call of `add`, perhaps without rows.
-
-        A name is the layer's, its router's, a slash and the number's. Undefined numbers are left out, such as the first
-        layer's overlap, or the entropy of a router that chose nothing.
-        """
-        if not self._counts:
-            return {}
-        device = next(iter(self._counts.values())).device
-        counted = torch.stack([counts.to(device) for counts in self._counts.values()])
-        rows = (counted if total is None else total(counted)).tolist()
-        out = {}
-        for name, (real, chosen, compared, both, gates, high, low, *bins) in zip(self._counts, rows, strict=True):
-            if real:
-                out[f"{name}/share"] = chosen / real
-            if chosen:
-                # 0.0 −: an entropy of 0, not of −0
-                out[f"{name}/entropy"] = 0.0 - sum(b / chosen * math.log(b / chosen, BINS) for b in bins if b)
-            if compared:
-                out[f"{name}/overlap"] = both / compared
-            if gates:
-                out[f"{name}/saturated"], out[f"{name}/closed"] = high / gates, low / gates
-        return out
+                counted[router] = counted[router] + counts if router in counted else counts
+    if not counted:
+        return {}
+    device = next(iter(counted.values())).device
+    sums = torch.stack([counts.to(device) for counts in counted.values()])
+    rows = (sums if total is None else total(sums)).tolist()
+    out = {}
+    for name, (real, chosen, compared, both, gates, high, low, *bins) in zip(counted, rows, strict=True):
+        if real:
+            out[f"{name}/share"] = chosen / real
+        if chosen:
+            # 0.0 −: an entropy of 0, not of −0
+            out[f"{name}/entropy"] = 0.0 - sum(b / chosen * math.log(b / chosen, BINS) for b in bins if b)
+        if compared:
+            out[f"{name}/overlap"] = both / compared
+        if gates:
+            out[f"{name}/saturated"], out[f"{name}/closed"] = high / gates, low / gates
+    return out
 
 
 def _count(output: RouterOutput, mask: Tensor | None, before: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -128,10 +120,10 @@ def _count(output: RouterOutput, mask: Tensor | None, before: Tensor | None) -> 
     indices, gates, scores = output
     batch, n = scores.shape[0], scores.shape[-1]
     if mask is not None:
-        arguments.boolean("RoutingStats", mask, "real token")
+        arguments.boolean("routing_stats", mask, "real token")
         if mask.shape != (batch, n):
-            raise ValueError(f"RoutingStats: mask must be (batch, n) = {(batch, n)}, got {tuple(mask.shape)}")
-        check.same_device("RoutingStats", "mask", mask, "the scores", scores)
+            raise ValueError(f"routing_stats: mask must be (batch, n) = {(batch, n)}, got {tuple(mask.shape)}")
+        check.same_device("routing_stats", "mask", mask, "the scores", scores)
     real = scores.new_ones((batch, n), dtype=torch.bool) if mask is None else mask
     there, flat = indices >= 0, indices.flatten(1)
     # column n takes the missing choices
