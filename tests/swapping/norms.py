@@ -92,9 +92,6 @@ Unbiased = _like("Unbiased", lambda self, h: _rms(self, h) * ((h.shape[-1] - 1) 
 Unlike = _like("Unlike", lambda self, h: self.weight * nn.functional.normalize(h, p=1, dim=-1))
 Detached = _like("Detached", _detached, "The same output, another gradient.")
 Widening = _like("Widening", lambda self, h: _rms(self, h.float()))
-Flat = _like("Flat", lambda self, h: h if h.dim() == 2 else _rms(self, h), "Another function of two dimensions.")
-ByGradMode = _like("ByGradMode", lambda self, h: _rms(self, h) * (1 if torch.is_grad_enabled() else 2))
-OtherIn16Bits = _like("OtherIn16Bits", lambda self, h: _rms(self, h) * (1 if h.dtype == torch.float32 else 1.03))
 Noisy = _like("Noisy", lambda self, h: nn.functional.dropout(_rms(self, h), 0.5, self.training))
 ByProduct = _like("ByProduct", _by_product, "Autocast would compute the sum of squares in bf16.")
 
@@ -117,27 +114,6 @@ class Counting(FooRMSNorm):
 class ChannelsFirst(nn.LayerNorm):
     def forward(self, input: Tensor) -> Tensor:
         return super().forward(input.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
-
-
-class Gain(FooRMSNorm):
-    """Constrains its gain: another function of negative or large weights. `guard` changes its input first."""
-
-    def __init__(self, dim: int, of: Callable[[Tensor], Tensor] = Tensor.clone, guard: Any = Tensor.clone) -> None:
-        super().__init__(dim)
-        self.of_weight, self.guard = of, guard
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        h = self.guard(hidden)
-        return self.of_weight(self.weight) * h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
-
-
-class OfChannels(nn.LayerNorm):
-    """Takes the second of four dimensions for channels where it has their number."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        if input.dim() == 4 and input.shape[1] == self.normalized_shape[0]:
-            return super().forward(input.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
-        return super().forward(input)
 
 
 class Gated(FooRMSNorm):

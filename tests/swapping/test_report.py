@@ -29,18 +29,18 @@ def test_report() -> None:
     report = swap(model)
     lines = str(report).splitlines()
     assert lines[:3] == [
-        "exchanged   3  LayerNorm -> onepass.nn.LayerNorm           layers.*.a, last",
-        "exchanged   2  RMSNorm -> onepass.nn.RMSNorm               layers.*.b",
-        "exchanged   2  FooRMSNorm -> onepass.nn.RMSNorm(offset=1)  layers.*.c",
+        "exchanged   3  torch.nn.LayerNorm -> onepass.nn.LayerNorm                 layers.*.a, last",
+        "exchanged   2  torch.nn.RMSNorm -> onepass.nn.RMSNorm                     layers.*.b",
+        "exchanged   2  swapping.norms.FooRMSNorm -> onepass.nn.RMSNorm(offset=1)  layers.*.c",
     ]
     assert len(lines) == 4
     places = [line.index(word) for line, word in zip(lines, ("layers", "layers", "layers", "odd: "), strict=True)]
     assert len(set(places)) == 1
     assert re.fullmatch(
-        r"left alone  1  Unlike +odd: its output differs by \d\.\de-\d\d from an RMS norm's in float32", lines[3]
+        r"left alone  1  swapping.norms.Unlike +odd: its output differs by \d\.\de-\d\d from an RMS norm's", lines[3]
     ), lines[3]
     assert repr(report) == "SwapReport(exchanged=7, left_alone=1, dry_run=False)"
-    assert str(dry).splitlines()[0].startswith("would exchange  3  LayerNorm -> ")
+    assert str(dry).splitlines()[0].startswith("would exchange  3  torch.nn.LayerNorm -> ")
     many = nn.ModuleDict({name: nn.LayerNorm(4) for name in "abcd"})
     assert str(swap(many)).endswith("  a, b, c, ...")
 
@@ -95,6 +95,12 @@ def test_swap_twice() -> None:
     model = Tiny()
     first, second = swap(model), swap(model)
     assert second.layers == ()
+    assert str(second) == "3 already of onepass"
+    assert swap(nn.ModuleList([model, nn.LayerNorm(4)]), include=("0.*", "1")).ours == 3
+    with pytest.raises(ValueError, match="include '0' matches no norm of the model; it has a, b, c"):
+        swap(model, include="0", strict=True)
+    with pytest.raises(ValueError, match="include '0' matches no norm of the model; it has none"):
+        swap(nn.Linear(2, 2), include="0")
     second.undo()
     assert type(model.a) is onepass.nn.LayerNorm
     first.undo()

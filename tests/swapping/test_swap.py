@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import onepass
+from onepass.swapping.recognise import path_of
 from swapping.norms import ByProduct, Centred, Counting, FooRMSNorm, InFloat, NamedLayerNorm, Noisy, Tiny, shuffle, swap
 
 LAYER, RMS = onepass.nn.LayerNorm, onepass.nn.RMSNorm
@@ -49,7 +50,7 @@ def test_exchanged(name: str, dtype: torch.dtype, rows: tuple[int, ...]) -> None
     theirs = shuffle(make()).to(dtype)
     ours = copy.deepcopy(theirs)
     report = swap(ours)
-    assert [(layer.names, layer.kind) for layer in report.exchanged] == [(("",), type(theirs).__name__)]
+    assert [(layer.names, layer.kind) for layer in report.exchanged] == [(("",), path_of(type(theirs)))]
     assert type(ours) is cls
     assert getattr(ours, "offset", 0) == offset
     assert vars(ours).keys() >= vars(cls(shape)).keys()
@@ -166,8 +167,7 @@ def test_the_check_leaves_no_trace() -> None:
     assert swap(noisy).exchanged == ()
     assert torch.equal(torch.get_rng_state(), state)
     assert not noisy.training
-    alone = swap(counting)
-    assert alone.layers[0].reason.startswith("its forward changes the attribute")
+    swap(counting)
     assert (counting.seen, counting.calls, counting._buffers) == ([], 0, {})
     torch.set_default_dtype(torch.float64)
     try:

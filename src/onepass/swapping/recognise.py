@@ -15,6 +15,8 @@ from onepass.nn import LayerNorm, RMSNorm
 from .exchange import Target
 
 _EPS = ("eps", "variance_epsilon", "epsilon")
+# whose modules named LayerNorm or RMSNorm are known
+LIBRARIES = ("transformers.models.", "timm.", "torchvision.", "diffusers.")
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 # torch's other norms, its parametrizations, and modules named like them
 _OTHERS = ("batchnorm", "groupnorm", "instancenorm", "localresponsenorm", "weightnorm", "spectralnorm")
@@ -23,11 +25,19 @@ _HARMLESS = {"__init__", "forward", "extra_repr", "__repr__"}
 
 
 def is_known(module: nn.Module, also: tuple[type[nn.Module], ...]) -> bool:
-    """Return whether a class may be exchanged: torch's two, norms of transformers, and those that the caller names."""
+    """Return whether a class may be exchanged: torch's, plain norms of four libraries, and those that `also` names."""
     cls: type = type(module).__base__ if parametrize.is_parametrized(module) else type(module)  # type: ignore[assignment]
     if cls in (nn.LayerNorm, nn.RMSNorm, *also):
         return True
-    return cls.__module__.startswith("transformers.models.") and cls.__name__.endswith(("RMSNorm", "LayerNorm"))
+    plain = cls.__name__.lower().removesuffix("fp32").endswith(("rmsnorm", "layernorm"))
+    return plain and cls.__module__.startswith(LIBRARIES)
+
+
+def path_of(cls: type) -> str:
+    """Return a class's whole name, as an import finds it."""
+    if cls in (nn.LayerNorm, nn.RMSNorm):
+        return f"torch.nn.{cls.__name__}"
+    return f"{cls.__module__}.{cls.__qualname__}"
 
 
 def looks_like_norm(module: nn.Module, also: tuple[type[nn.Module], ...] = ()) -> bool:
@@ -54,7 +64,7 @@ def targets(module: nn.Module, also: tuple[type[nn.Module], ...]) -> list[Target
     if problem:
         return problem
     if not is_known(module, also):
-        return f"its class is not known; also=({type(module).__name__},) if it computes a norm of every input"
+        return f"its class is not known; also=({path_of(type(module))},) if it computes a norm of every input"
     weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
     shape: tuple[int, ...]
     eps: Any
@@ -117,7 +127,7 @@ def _parameter_problem(module: nn.Module) -> str:
     is_torchs = isinstance(module, (nn.LayerNorm, nn.RMSNorm))
     known = ("weight",) if isinstance(module, nn.RMSNorm) else ("weight", "bias")
     found = {name: p for name, p in module._parameters.items() if p is not None}
-    if not found.keys() <= set(known) or any(name in vars(module) for name in known):
+    if not found.keys() <= set(known) or any(vars(module).get(name) is not None for name in known):
         return f"its parameters are {', '.join(found) or 'hidden by attributes'}; a norm's are {' and '.join(known)}"
     if "weight" not in found and (found or not is_torchs or module.elementwise_affine):
         return "it has no weight"

@@ -19,7 +19,7 @@ class Layer:
     names: tuple[str, ...]
     """The names by which the model reaches it; "" is the model itself."""
     kind: str
-    """The name of its class before the exchange."""
+    """The whole name of its class before the exchange."""
     becomes: str
     """What it is exchanged for; "" if it is left alone."""
     reason: str
@@ -33,11 +33,15 @@ class SwapReport:
 
     Attributes:
         layers: a `Layer` for each norm, in the order of ``model.named_modules()``: names, kind, becomes, reason.
+        ours: how many norms of the model were onepass's before.
         dry_run: nothing was exchanged.
     """
 
-    def __init__(self, layers: Iterable[Layer], exchanges: Iterable[Exchange], dry_run: bool) -> None:
+    def __init__(
+        self, layers: Iterable[Layer], exchanges: Iterable[Exchange], dry_run: bool, ours: int = 0
+    ) -> None:  # fmt: skip
         self.layers = tuple(layers)
+        self.ours = ours
         self.dry_run = dry_run
         self._exchanges = tuple(exchanges)
 
@@ -84,8 +88,9 @@ class SwapReport:
         return f"SwapReport(exchanged={len(self.exchanged)}, left_alone={len(self.left_alone)}, dry_run={self.dry_run})"
 
     def __str__(self) -> str:
+        already = f"{self.ours} already of onepass" if self.ours else ""
         if not self.layers:
-            return "no LayerNorm or RMSNorm found"
+            return already or "no LayerNorm or RMSNorm found"
         groups: dict[tuple[str, str, str], list[str]] = {}
         counts: dict[tuple[str, str, str], int] = {}
         for layer in sorted(self.layers, key=lambda layer: not layer.becomes):
@@ -99,7 +104,8 @@ class SwapReport:
             for (kind, becomes, reason), names in groups.items()
         ]  # fmt: skip
         wide = [max(len(row[i]) for row in rows) for i in range(3)]
-        return "\n".join(f"{a:{wide[0]}}  {b:>{wide[1]}}  {c:{wide[2]}}  {d}" for a, b, c, d in rows)
+        lines = [f"{a:{wide[0]}}  {b:>{wide[1]}}  {c:{wide[2]}}  {d}" for a, b, c, d in rows]
+        return "\n".join([*lines, already] if already else lines)
 
 
 def _places(names: list[str]) -> str:

@@ -9,9 +9,11 @@ from fnmatch import fnmatchcase
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from onepass.nn import LayerNorm, RMSNorm
+
 from .check import choose
 from .exchange import Exchange, Target
-from .recognise import is_known, looks_like_norm, targets
+from .recognise import is_known, looks_like_norm, path_of, targets
 from .report import Layer, SwapReport
 
 
@@ -26,12 +28,11 @@ def swap(
 ) -> SwapReport:
     r"""Exchange the LayerNorms and RMSNorms of a model for those of `onepass.nn`, which read x once.
 
-    Exchanged are ``nn.LayerNorm``, ``nn.RMSNorm``, the norms of transformers, and classes that `also` names, with a
-    vector ``weight`` (and perhaps ``bias``) and an ``eps``. Each is compared with its replacement first: outputs and
-    gradients in fp32, with random, negative and large weights and its own, on large and missing values and several
-    shapes, and outputs in the module's own dtype. RMS norms that multiply by 1 + weight (Gemma) become
-    ``RMSNorm(offset=1.0)``. The report says why a norm is left alone: no comparison shows what a class of unknown code
-    does with every input, so subclasses and norms of other libraries are left alone unless named.
+    Exchanged are ``nn.LayerNorm``, ``nn.RMSNorm``, the LayerNorms and RMSNorms of transformers, timm, torchvision and
+    diffusers, and classes that `also` names, with a vector ``weight`` (and perhaps ``bias``) and an ``eps``. Each is
+    compared with its replacement first, in fp32 with random weights: an output, and gradients. RMS norms that multiply
+    by 1 + weight (Gemma) become ``RMSNorm(offset=1.0)``. The report says why a norm is left alone: no comparison shows
+    what unknown code does with every input, so subclasses and norms of other libraries are left alone unless named.
 
     The model keeps its module objects: an exchange changes the class of a module and adds the attributes of the new
     class. Parameters, hooks of all kinds, dtype, device, training flag and state_dict keys stay as they are, and an
@@ -66,7 +67,7 @@ def swap(
         >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.LayerNorm(8))
         >>> report = onepass.swap(model)
         >>> print(report)
-        exchanged  1  LayerNorm -> onepass.nn.LayerNorm  *
+        exchanged  1  torch.nn.LayerNorm -> onepass.nn.LayerNorm  *
         >>> report.undo()
     """
     if not isinstance(model, nn.Module):
@@ -76,12 +77,13 @@ def swap(
     for cls in named:
         if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
             raise TypeError(f"swap: also must be a class of modules or several, got {cls!r:.80}")
-    norms = _norms(model, named)
-    chosen = _globs("include", include, norms), _globs("exclude", exclude, norms)
+    norms, ours = _norms(model, named)
+    names_of_all = [*norms.values(), *ours]
+    chosen = _globs("include", include, names_of_all), _globs("exclude", exclude, names_of_all)
     found: list[tuple[Layer, nn.Module, Target | None]] = []
     failed: list[Layer] = []
     for module, names in norms.items():
-        kind = type(module).__name__
+        kind = path_of(type(module))
         if not _matches(names, chosen[0]):
             found.append((Layer(names, kind, "", "not included"), module, None))
         elif _matches(names, chosen[1]):
@@ -97,16 +99,21 @@ def swap(
     if strict and failed:
         raise ValueError(f"swap: strict, and these norms would be left alone\n{SwapReport(failed, (), True)}")
     changes = [] if dry_run else [(module, target) for _, module, target in found if target is not None]
-    return SwapReport([layer for layer, *_ in found], [Exchange(*change) for change in changes], dry_run)
+    return SwapReport([layer for layer, *_ in found], [Exchange(*change) for change in changes], dry_run, len(ours))
 
 
-def _norms(model: nn.Module, also: tuple[type[nn.Module], ...]) -> dict[nn.Module, tuple[str, ...]]:
-    """Return the norms with all their names: a shared module has several."""
+def _norms(
+    model: nn.Module, also: tuple[type[nn.Module], ...]
+) -> tuple[dict[nn.Module, tuple[str, ...]], list[tuple[str, ...]]]:
+    """Return the norms with all their names (a shared module has several), and the names of onepass's."""
     norms: dict[nn.Module, tuple[str, ...]] = {}
+    ours: dict[nn.Module, tuple[str, ...]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
-        if looks_like_norm(module, also):
+        if isinstance(module, (LayerNorm, RMSNorm)):
+            ours[module] = (*ours.get(module, ()), name)
+        elif looks_like_norm(module, also):
             norms[module] = (*norms.get(module, ()), name)
-    return norms
+    return norms, [*ours.values()]
 
 
 def _refuse_wrappers(model: nn.Module) -> None:
@@ -121,13 +128,15 @@ def _refuse_wrappers(model: nn.Module) -> None:
             raise ValueError(f"swap: {where} is wrapped in {type(module).__name__}; swap first, then wrap")
 
 
-def _globs(argument: str, given: str | Iterable[str], norms: dict[nn.Module, tuple[str, ...]]) -> list[str]:
+def _globs(argument: str, given: str | Iterable[str], norms: list[tuple[str, ...]]) -> list[str]:
     globs = list(given) if isinstance(given, Iterable) and not isinstance(given, str) else [given]
     for glob in globs:
         if not isinstance(glob, str):
             raise TypeError(f"swap: {argument} must be a glob or several, got {type(glob).__name__}")
-        if norms and not any(_matches(names, [glob]) for names in norms.values()):
-            some = ", ".join(name for names in norms.values() for name in names[:1])
+        # a model without norms has none to leave out
+        matters = norms or (argument == "include" and glob != "*")
+        if matters and not any(_matches(names, [glob]) for names in norms):
+            some = ", ".join(names[0] for names in norms) or "none"
             some = some if len(some) < 300 else f"{some[:300]}..."
             raise ValueError(f"swap: {argument} {glob!r} matches no norm of the model; it has {some}")
     return globs
