@@ -44,7 +44,7 @@ def test_all_pages_are_read_in_an_afternoon() -> None:
     counted = [
         p for p in (*pages, ROOT / "benchmarks" / "README.md") if p.name != "CHANGELOG.md" and p.parent.name != "lab"
     ]
-    assert sum(len(path.read_text().split()) for path in counted) <= 28_000
+    assert sum(len(path.read_text().split()) for path in counted) <= 27_000
 
 
 def test_links_lead_somewhere() -> None:
@@ -110,9 +110,9 @@ def test_arguments_of_the_rivals_exist() -> None:
         colt5.ConditionalRoutedCrossAttention: "num_tokens_q num_tokens_kv dim_head heads",
         colt5.ConditionalRoutedTransformerBlock: "num_heavy_attn_tokens_q num_heavy_attn_tokens_kv num_heavy_ff_tokens",
     }
-    pages = " ".join((DOCS / "migrate" / f"{name}.md").read_text() for name in ("colt5_attention", "lion_pytorch"))
+    page = (DOCS / "moving.md").read_text()
     for call, names in table.items():
         has = inspect.signature(call).parameters
         for name in names.split():
             assert name in has, f"{call} has no {name}"
-            assert name in pages
+            assert name in page

@@ -2,7 +2,7 @@
 
 To switch, change ``from colt5_attention import …`` (or ``colt5_attention.triton_coor_descent``) into an import from
 here. The modules (``Conditional…`` and the router) are in the repository, in `contrib/colt5`, outside the package.
-docs/migrate/colt5_attention.md lists where results differ, because the original is faulty or limited. In short:
+docs/moving.md lists where results differ, because the original is faulty or limited. In short:
 
 * masks: masked entries get gate 0 in every dtype, rows without a valid entry are all 0, and ``topk`` never chooses
   masked entries (the original masks with the most negative float, which is -inf in 16 bits);
