@@ -16,9 +16,9 @@ FILES = sorted((SRC / "onepass").rglob("*.py"))
 # a room's places, the lines of Python it may have, and its target. The lines may only fall: whoever needs more takes
 # them from another room in the same commit. CONTRIBUTING has the rule by which a second way of doing a thing stays
 MOST_LINES: dict[str, tuple[str, int, int]] = {
-    "core": ("src/onepass/core src/onepass/ops/_shared src/onepass/ops/__init__.py", 2291, 2250),
-    "norms": ("src/onepass/ops/norm src/onepass/ops/qk_norm_rope src/onepass/ops/weighted_sum", 4555, 3250),
-    "topk": ("src/onepass/ops/soft_topk src/onepass/ops/coor_descent src/onepass/ops/topk", 5679, 4300),
+    "core": ("src/onepass/core src/onepass/ops/_shared src/onepass/ops/__init__.py", 2571, 2250),
+    "norms": ("src/onepass/ops/norm src/onepass/ops/qk_norm_rope src/onepass/ops/weighted_sum", 4368, 3250),
+    "topk": ("src/onepass/ops/soft_topk src/onepass/ops/coor_descent src/onepass/ops/topk", 5294, 4300),
     "lion": ("src/onepass/ops/lion src/onepass/optim", 2840, 2550),
     "routing": ("src/onepass/ops/causal_choice src/onepass/ops/routing src/onepass/ops/span_attention", 3511, 2800),
     "experts": ("src/onepass/ops/experts src/onepass/nn/experts.py", 1000, 1000),
@@ -26,7 +26,7 @@ MOST_LINES: dict[str, tuple[str, int, int]] = {
     "others": ("src/onepass/swapping src/onepass/compat src/onepass/torchtitan.py", 1141, 1150),
     "doctor": ("src/onepass/doctor", 496, 496),
     "train": ("src/onepass/train", 3805, 2900),
-    "tests": ("tests", 24947, 19000),
+    "tests": ("tests", 24941, 19000),
     "measured": ("benchmarks research", 8009, 6000),
     "contrib": ("contrib", 1438, 1438),
     "examples": ("examples", 868, 900),
@@ -103,7 +103,7 @@ def test_imports() -> None:
                 allowed = other.startswith("core")
             elif own.startswith("ops"):
                 free = other.startswith(("core", "ops._shared")) or name == "onepass.ops"
-                allowed = free or name.rpartition(".")[2] in ("op", "reference")
+                allowed = free or name.rpartition(".")[2] in ("op", "reference", "definition")
             else:
                 allowed = own != "nn" or not ("kernels" in name or "torch_path" in name)
             wrong += [] if allowed else [f"{module} imports {name}"]

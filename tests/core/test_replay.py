@@ -332,23 +332,23 @@ def test_the_operators_calls_are_replayed(
     from onepass.ops.norm import family
     from onepass.ops.norm import launch as norm_launch
     from onepass.ops.norm.options import NONE
-    from onepass.ops.weighted_sum import kernels_triton, op
+    from onepass.ops.weighted_sum import kernels, op
 
     def launch(kernel: Any, grid: Any, tensors: Any, numbers: Any, constants: Any, **options: Any) -> None:
         gpu.launch(grid, tensors, 1.0)
 
-    for module in (norm_launch, kernels_triton, kernels_partials):
+    for module in (norm_launch, kernels, kernels_partials):
         monkeypatch.setattr(module, "launch", launch)
-    for module in (norm_launch, kernels_triton):
+    for module in (norm_launch, kernels):
         monkeypatch.setattr(module, "sm_count", lambda x: 132)
     monkeypatch.setattr(kernels_partials, "dependent_launch", lambda x: True)
     for module in (family, op):
         monkeypatch.setattr(module, "uses_triton", lambda x: True)
     x, w, r = (torch.empty(size, dtype=dtype) for size in (shape, shape[-1], shape))
     if name == "weighted_sum":
-        run, calls = counted(op._forward)
-        back, back_calls = counted(op._backward)
-        forward, backward = (x, w, None), (torch.empty(shape[:-1], dtype=dtype), x, w, True, True)
+        run, calls = counted(op.forward)
+        back, back_calls = counted(op.backward)
+        forward, backward = (x, w, None), (torch.empty(shape[:-1], dtype=dtype), x, w, None, True, True)
     else:
         has_mean, stable = name != "rms_norm", name == "stable"
         options = (1e-5, 0.0, has_mean, stable, *NONE)

@@ -98,7 +98,7 @@ def _() -> None:
         assert stats.shape == (1 + has_mean + stable, 4), stats.shape
     y = distribute_tensor(wide(4).to(mesh().device_type), mesh(), [Shard(0)])
     for need_x, need_w in ((True, True), (True, False), (False, True), (True, True)):
-        dx, dw = weighted_sum.backward_op(y, x, w, need_x, need_w)
+        dx, dw = weighted_sum.backward_op(y, x, w, None, need_x, need_w)
         assert (dx.shape, dw.shape) == ((4, 6) if need_x else (0,), (6,) if need_w else (0,))
         assert dw.placements == ((Partial(),) if need_w else (R,))
 

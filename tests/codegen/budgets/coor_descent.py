@@ -22,30 +22,30 @@ def _kernels() -> Iterator[Kernel]:
     if not triton_installed():
         return
     from onepass.ops._shared import kernels_mailbox, kernels_rows
-    from onepass.ops.coor_descent import kernels_backward, kernels_triton
+    from onepass.ops.coor_descent import kernels
 
     plain: dict[str, Any] = {"k_ptr": None, "mask_ptr": None}
     for dtype, cols in _SHAPES:
-        plan = kernels_triton.forward_shape(1 << 16, cols)
+        plan = kernels.forward_shape(1 << 16, cols)
         yield Kernel(
             f"coor_descent forward {dtype} {plan.block_r}x{cols}",
-            lambda: kernels_triton.forward_kernel, signature(_FORWARD, dtype),
+            lambda: kernels.forward_kernel, signature(_FORWARD, dtype),
             {**plain, "mailbox_ptr": None, "TEAM": 0, "WIDTH": 1, "BLOCK_R": plan.block_r, "BLOCK_C": cols, "VEC": 16},
-            DIVISIBLE, **kernels_triton.forward_options(plan), max_registers=160,
+            DIVISIBLE, **kernels.forward_options(plan), max_registers=160,
             max_spill_bytes=_CROWDED.get(cols, 0),
         )  # fmt: skip
-        if cols > kernels_backward.LONGEST:
+        if cols > kernels.BACKWARD_MAX_COLS:
             continue
-        plan = kernels_rows.shape(1 << 16, cols, kernels_rows.HALF_PER_WARP, kernels_backward.LONGEST)
+        plan = kernels_rows.shape(1 << 16, cols, kernels_rows.HALF_PER_WARP, kernels.BACKWARD_MAX_COLS)
         yield Kernel(
             f"coor_descent backward {dtype} {plan.block_r}x{cols}",
-            lambda: kernels_backward.backward_kernel, signature(_BACKWARD, dtype),
+            lambda: kernels.backward_kernel, signature(_BACKWARD, dtype),
             {**plain, "partial_ptr": None, "N_SPLITS": 0, "BLOCK_R": plan.block_r, "BLOCK_C": cols, "VEC": 16},
             DIVISIBLE, num_warps=plan.warps, max_registers=128,
         )  # fmt: skip
-    block, warps, per_sm = kernels_triton.TEAM
+    block, warps, per_sm = kernels.TEAM
     yield Kernel(
-        "coor_descent team", lambda: kernels_triton.forward_kernel, signature(_FORWARD, "fp32"),
+        "coor_descent team", lambda: kernels.forward_kernel, signature(_FORWARD, "fp32"),
         {**plain, "TEAM": 64, "WIDTH": 256, "BLOCK_R": 1, "BLOCK_C": block, "VEC": 16}, DIVISIBLE,
         # spills 96 bytes under Triton 3.9, 104 under 3.6, and is still faster than an exchange without spills
         **kernels_mailbox.resident(warps, per_sm), max_registers=128, max_spill_bytes=104, amd=False,

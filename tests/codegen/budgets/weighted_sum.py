@@ -59,7 +59,7 @@ def _kernels() -> Iterator[Kernel]:
         for (cols, vectors), (unit, block_r, block_c, warps, registers) in _FORWARD[t].items():
             yield Kernel(
                 f"weighted_sum forward {t} D={cols} R={vectors}",
-                kernel("ops.weighted_sum.kernels_triton", "forward_kernel"),
+                kernel("ops.weighted_sum.kernels", "forward_kernel"),
                 {k: pointers[k] for k in ("x_ptr", "w_ptr", "y_ptr")} | _UNITS | {"split_tiles": "i32"},
                 {"UNIT": unit, "N_VECTORS": vectors, "VECTOR": min(unit, widest), "BLOCK_R": block_r,
                  "BLOCK_C": block_c, "EVEN_C": cols % block_c == 0},
@@ -68,7 +68,7 @@ def _kernels() -> Iterator[Kernel]:
         for (cols, vectors), (unit, unroll, block_r, block_c, warps, registers) in _BACKWARD[t].items():
             yield Kernel(
                 f"weighted_sum backward {t} D={cols} R={vectors}",
-                kernel("ops.weighted_sum.kernels_triton", "backward_kernel"),
+                kernel("ops.weighted_sum.kernels", "backward_kernel"),
                 {k: pointers[k] for k in ("dy_ptr", "x_ptr", "w_ptr", "dx_ptr")} | {"dw_ptr": "*fp32"} | _UNITS,
                 {"UNIT": unit, "N_VECTORS": vectors, "NEED_X": True, "NEED_W": True, "UNROLL": unroll,
                  "BLOCK_R": block_r, "BLOCK_C": block_c, "EVEN_C": cols % block_c == 0},
@@ -78,7 +78,7 @@ def _kernels() -> Iterator[Kernel]:
             )  # fmt: skip
     for (cols, t), (unit, block_r, block_c, stages, warps, registers) in _WEIGHT.items():
         yield Kernel(
-            f"weighted_sum dw {t} D={cols}", kernel("ops.weighted_sum.kernels_triton", "weight_kernel"),
+            f"weighted_sum dw {t} D={cols}", kernel("ops.weighted_sum.kernels", "weight_kernel"),
             {"dy_ptr": f"*{t}", "x_ptr": f"*{t}", "dw_ptr": "*fp32"} | _UNITS,
             {"UNIT": unit, "BLOCK_R": block_r, "BLOCK_C": block_c, "EVEN_C": cols % block_c == 0, "STAGES": stages},
             divisible, num_warps=warps, max_registers=registers,
@@ -86,7 +86,7 @@ def _kernels() -> Iterator[Kernel]:
     for cols in (64, 512, 3000):
         block_c = 64 if cols == 64 else 128
         yield Kernel(
-            f"weighted_sum dot bf16 D={cols} R=4", kernel("ops.weighted_sum.kernels_triton", "dot_forward_kernel"),
+            f"weighted_sum dot bf16 D={cols} R=4", kernel("ops.weighted_sum.kernels", "dot_forward_kernel"),
             {"x_ptr": "*bf16", "w_ptr": "*bf16", "y_ptr": "*bf16"} | _UNITS | {"split_tiles": "i32"},
             {"UNIT": 8 if cols == 3000 else 16, "N_VECTORS": 4, "BLOCK_R": 64, "BLOCK_C": block_c,
              "EVEN_C": cols % block_c == 0, "STAGES": 4},

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import onepass
 from onepass.core.launch import INTERPRET
-from onepass.ops.coor_descent import torch_path
+from onepass.ops._shared import arguments
 
 theirs = pytest.importorskip("colt5_attention.coor_descent").coor_descent
 
@@ -121,20 +121,18 @@ def test_t_steps_are_not_the_converged_operator() -> None:
     assert abs(converged - 1) < 1e-5
 
 
-@pytest.mark.skipif(INTERPRET, reason="the torch path")
-@pytest.mark.parametrize("options", [SCHEDULES[3], SCHEDULES[7]], ids=["schedule", "leaves its exponentials"])
-def test_rows_longer_than_the_cache(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The torch path clips long rows in pieces: the same numbers as in one."""
-    s = torch.randn(3, 300, dtype=torch.float64, requires_grad=True)
-    k = torch.tensor([2.5, 17.0, 200.0], dtype=torch.float64)
-    whole = onepass.coor_descent(s, k=k, **options)
-    (ds,) = torch.autograd.grad(whole.square().sum(), s)
-    monkeypatch.setattr(torch_path, "CHUNK", 64)
-    pieces = onepass.coor_descent(s, k=k, **options)
-    torch.testing.assert_close(pieces, whole, rtol=1e-12, atol=1e-14)
-    torch.testing.assert_close(pieces, theirs(s, k=k, **options), rtol=1e-10, atol=1e-12)
-    (ds_pieces,) = torch.autograd.grad(pieces.square().sum(), s)
-    torch.testing.assert_close(ds_pieces, ds, rtol=1e-9, atol=1e-11)
+@pytest.mark.skipif(INTERPRET, reason="a CPU's")
+def test_some_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same bits as all at once, with a k of their own and the gradient of it."""
+    s, k = torch.randn(5, 30, requires_grad=True), torch.tensor([2.5, 17.0, 20.0, 1.0, 8.0], requires_grad=True)
+
+    def run() -> tuple[Tensor, ...]:
+        y = onepass.coor_descent(s, k=k, **SCHEDULES[3])
+        return y, *torch.autograd.grad(y.square().sum(), (s, k))
+
+    whole = run()
+    monkeypatch.setattr(arguments, "AT_ONCE", 64)
+    assert all(map(torch.equal, whole, run()))
 
 
 def test_trace_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,12 +150,12 @@ def test_trace_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_backward_of_long_rows_in_chunks(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """At a length that the interpreter can bear."""
     from onepass.ops._shared import kernels_rows
-    from onepass.ops.coor_descent import kernels_backward
+    from onepass.ops.coor_descent import kernels
 
     monkeypatch.setattr(kernels_rows, "CHUNK", 1024)
-    for module in (kernels_rows, kernels_backward):
+    for module in (kernels_rows, kernels):
         monkeypatch.setattr(module, "TILE", 1024)
-    monkeypatch.setattr(kernels_backward, "LONGEST", 256)
+    monkeypatch.setattr(kernels, "BACKWARD_MAX_COLS", 256)
     s = torch.randn(3, 3000, requires_grad=True)
     k = torch.tensor([2.5, 100.3, 700.0], requires_grad=True)
     mask = torch.arange(3000) % 50 != 7
@@ -173,7 +171,7 @@ def test_backward_of_long_rows_in_chunks(options: dict[str, Any], monkeypatch: p
 @pytest.mark.interpret
 def test_rows_beyond_the_registers_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forward and backward together: they keep different traces. The interpreter has no teams."""
-    from onepass.ops.coor_descent import kernels_triton, op
+    from onepass.ops.coor_descent import kernels, op
 
     def run() -> tuple[Tensor, ...]:
         y = onepass.coor_descent(s, k=k, **SCHEDULES[3])
@@ -181,7 +179,7 @@ def test_rows_beyond_the_registers_are_torchs(monkeypatch: pytest.MonkeyPatch) -
 
     s, gy = torch.randn(2, 300, requires_grad=True), torch.randn(2, 300)
     k = torch.tensor([2.5, 100.3], requires_grad=True)
-    monkeypatch.setattr(kernels_triton, "FORWARD_MAX_COLS", 256)
+    monkeypatch.setattr(kernels, "FORWARD_MAX_COLS", 256)
     actual = run()
     monkeypatch.setattr(op, "uses_triton", lambda x: False)
     assert all(map(torch.equal, actual, run()))

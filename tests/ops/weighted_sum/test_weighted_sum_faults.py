@@ -9,7 +9,7 @@ from harness import call, close, float64, gradients
 from onepass import weighted_sum
 from onepass.core.launch import INTERPRET
 from onepass.core.spec import Sample
-from onepass.ops.weighted_sum.reference import reference
+from onepass.ops.weighted_sum.definition import definition
 
 DEVICES = [pytest.param("cpu", id="cpu"), pytest.param("cuda", id="cuda", marks=pytest.mark.gpu)]
 
@@ -35,12 +35,19 @@ def test_row_offsets_are_64_bit(device: str) -> None:
     x = torch.empty(rows * stride, dtype=torch.float16, device=device).as_strided((rows, 8), (stride, 1))
     x.copy_(torch.randn(rows, 8))
     sample = Sample("rows far apart", (x, torch.randn(8, device=device)))
-    calls = ((weighted_sum, sample), (reference, float64(sample)))
+    calls = ((weighted_sum, sample), (definition, float64(sample)))
     found, exact = ([*call(fn, given), *gradients(fn, given).values()] for fn, given in calls)
     for name, a, e in zip(("y", "dx", "dw"), found, exact, strict=True):
         # one rounding of the result, and fp32 sums
         limit = max(torch.finfo(a.dtype).eps, 1e-4)
         close(a, e, limit, limit, name)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_result_may_be_changed_in_place(device: str) -> None:
+    x, w = torch.randn(4, 9, device=device, requires_grad=True), torch.randn(2, 9, device=device)
+    (dx,) = torch.autograd.grad(weighted_sum(x, w).mul_(2).sum(), x)
+    torch.testing.assert_close(dx, 2 * w.sum(0).expand(4, 9))
 
 
 @pytest.mark.gpu

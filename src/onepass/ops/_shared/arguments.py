@@ -1,8 +1,9 @@
-"""Argument checks and row views shared by coor_descent, soft_topk and topk."""
+"""Argument checks and row views that operators share."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,13 +15,36 @@ from onepass.core.launch import as_rows
 
 # largest finite fp32 number
 LARGEST = torch.finfo(torch.float32).max
+# entries of a definition's rows that are computed at a time
+AT_ONCE = 1 << 15
+# most vectors of one call
+MAX_VECTORS = 16
 
 
-def scores(op: str, value: Tensor) -> None:
-    """Raise an error unless the scores are a floating-point tensor of at least one dimension."""
-    check.floating(op, "scores", value)
+def rows(op: str, name: str, value: Tensor) -> None:
+    """Raise an error unless value is a floating-point tensor of at least one dimension."""
+    check.floating(op, name, value)
     if value.dim() < 1:
-        raise ValueError(f"{op}: scores must have at least one dimension, got a 0-d tensor")
+        raise ValueError(f"{op}: {name} must have at least one dimension, got a 0-d tensor")
+
+
+def vectors(op: str, name: str, value: Tensor, of: str, like: Tensor) -> None:
+    """Raise an error unless value is one vector (D,), or up to MAX_VECTORS (R, D), for rows (..., D)."""
+    check.floating(op, name, value)
+    if value.dim() not in (1, 2) or value.shape[-1] != like.shape[-1]:
+        raise ValueError(
+            f"{op}: {name} must be (D,) or (R, D) with D = {like.shape[-1]}, the last dimension of {of} "
+            f"{tuple(like.shape)}; got {tuple(value.shape)}"
+        )
+    if value.dim() == 2 and not 1 <= value.shape[0] <= MAX_VECTORS:
+        raise ValueError(f"{op}: {name} (R, D) takes 1 ≤ R ≤ {MAX_VECTORS} vectors, got R = {value.shape[0]}")
+    check.same_device(op, name, value, of, like)
+
+
+def result_dtype(op: str, name: str, value: object) -> None:
+    """Raise TypeError unless value is None or a floating-point dtype."""
+    if value is not None and value not in check.FLOATS:
+        raise TypeError(f"{op}: {name} must be None, float32, float16, bfloat16 or float64, got {value!r}")
 
 
 def boolean(op: str, mask: object, meaning: str) -> None:
@@ -139,6 +163,31 @@ def mask_rows(value: Tensor | None, like: Tensor) -> Tensor | None:
 def to_shape(rows: Tensor, value: Tensor, like: Tensor) -> Tensor:
     """Sum per-row gradients over broadcast dimensions; return them in the shape and dtype of value."""
     return rows.view(like.shape[:-1]).sum_to_size(value.shape).to(value.dtype)
+
+
+def wide_rows(like: Tensor, allowed: Tensor | None) -> Tensor:
+    """Return scores as definitions take them: (R, n) in float64, -inf where a mask of such rows is 0."""
+    wide = like.reshape(math.prod(like.shape[:-1]), like.shape[-1]).double().contiguous()
+    return wide if allowed is None else torch.where(allowed != 0, wide, -math.inf)
+
+
+def column(value: Tensor | None, number: float, rows: Tensor) -> Tensor:
+    """Return k or eps, (R,) or a number, as (R, 1) beside the rows of a definition; NaN where it is not > 0."""
+    if value is None:
+        return rows.new_full((len(rows), 1), number)
+    return torch.where(value > 0, value.to(rows.dtype), math.nan)[:, None]
+
+
+def by_rows(function: Callable[..., tuple[Tensor, ...]], *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Return what `function` returns for rows of these tensors, (R, …) each: computed of some rows at a time.
+
+    They stay in the caches meanwhile; on a GPU it is all rows, as each part would cost launches.
+    """
+    height = max(1, AT_ONCE // max(1, tensors[0].shape[-1]))
+    if tensors[0].is_cuda or len(tensors[0]) <= height:
+        return function(*tensors)
+    parts = zip(*(t.split(height) for t in tensors), strict=True)  # type: ignore[no-untyped-call]
+    return tuple(map(torch.cat, zip(*(function(*part) for part in parts), strict=True)))
 
 
 def accumulator(like: Tensor) -> torch.dtype:

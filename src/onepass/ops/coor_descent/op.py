@@ -1,143 +1,44 @@
-"""`coor_descent`: checks, registration with the dispatcher, autograd, the public function."""
+"""`coor_descent`: its declaration and the public function."""
 
 from __future__ import annotations
 
+import functools
+from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from onepass.core.bind import bind
-from onepass.core.launch import as_rows, uses_triton
-from onepass.core.register import register, register_backward, register_fake
+from onepass.core.launch import uses_triton
 from onepass.ops._shared import arguments
+from onepass.ops._shared.declare import MASK, PER_ROW, ROWS, Role, declare
 
-from . import sharding, torch_path
+from . import definition
 
-
-def _check(
-    scores: Tensor,
-    k: Tensor | float,
-    mask: Tensor | None,
-    n_iters: int,
-    eps: float,
-    eps_init: float | None,
-    eps_decay: float,
-) -> None:
-    arguments.scores("coor_descent", scores)
-    arguments.whole("coor_descent", "n_iters", n_iters, 1)
-    arguments.positive("coor_descent", "k", k, scores)
-    for name, value in (("eps", eps), ("eps_init", eps if eps_init is None else eps_init), ("eps_decay", eps_decay)):
-        arguments.number("coor_descent", name, value, arguments.LARGEST)
-    arguments.mask("coor_descent", mask, scores)
+_kernels = functools.cache(lambda: import_module(".kernels", __package__))
 
 
-def _in_kernels(scores: Tensor) -> bool:
-    if not uses_triton(scores):
-        return False
-    from . import kernels_triton
-
-    return kernels_triton.holds(scores)
+def _way(scores: Tensor, *_: Any) -> Any:
+    return _kernels() if uses_triton(scores) and _kernels().holds(scores) else definition
 
 
-def _forward(
-    scores: Tensor,
-    k: Tensor | None,
-    mask: Tensor | None,
-    k_value: float,
-    n_iters: int,
-    eps: float,
-    eps_init: float,
-    eps_decay: float,
-    want_trace: bool,
-) -> tuple[Tensor, Tensor]:
-    if _in_kernels(scores):
-        from . import kernels_triton
-
-        y, trace = kernels_triton.forward(
-            as_rows(scores), arguments.per_row(k, scores), arguments.mask_rows(mask, scores),
-            k_value, n_iters, eps, eps_init, eps_decay, want_trace, scores.shape,
-        )  # fmt: skip
-        return y, trace
-    rows = arguments.torch_rows(scores, mask)
-    epsilons = torch_path.schedule(n_iters, eps, eps_init, eps_decay)
-    y, trace = torch_path.forward(rows, arguments.torch_column(k, k_value, scores, rows), epsilons, want_trace)
-    return arguments.from_rows(y, scores), trace.view(*scores.shape[:-1], trace.shape[-1])
+def _width(n_iters: int, *rest: Any) -> int:
+    return 2 * n_iters if rest[-1] else 0
 
 
-def _backward(
-    gy: Tensor,
-    scores: Tensor,
-    trace: Tensor,
-    k: Tensor | None,
-    mask: Tensor | None,
-    k_value: float,
-    n_iters: int,
-    eps: float,
-    eps_init: float,
-    eps_decay: float,
-    need_scores: bool,
-    need_k: bool,
-) -> tuple[Tensor | None, Tensor | None]:
-    if _in_kernels(scores):
-        from . import kernels_backward
-
-        ds, dk = kernels_backward.backward(
-            as_rows(gy), as_rows(scores), trace.contiguous(), arguments.per_row(k, scores),
-            arguments.mask_rows(mask, scores), k_value, n_iters, eps, eps_init, eps_decay,
-        )  # fmt: skip
-    else:
-        rows = arguments.torch_rows(scores, mask)
-        k_rows = arguments.torch_column(k, k_value, scores, rows)
-        epsilons = torch_path.schedule(n_iters, eps, eps_init, eps_decay)
-        trace = trace.reshape(len(rows), 2 * n_iters)
-        ds, dk = torch_path.backward(gy.reshape(rows.shape).to(rows.dtype), rows, trace, k_rows, epsilons)
-    return (
-        ds.to(scores.dtype).view(scores.shape) if need_scores else None,
-        arguments.to_shape(dk, k, scores) if need_k and k is not None else None,
-    )
-
-
-forward_op = register("coor_descent", _forward, sharding.forward)
-backward_op = register_backward("coor_descent_backward", _backward, sharding.backward, of=("scores", "k"))
-
-
-@register_fake(forward_op)
-def _(
-    scores: Tensor, k: Tensor | None, mask: Tensor | None, k_value: float, n_iters: int, *rest: Any
-) -> tuple[Tensor, Tensor]:
-    *schedule, want_trace = rest
-    _check(scores, k_value if k is None else k, mask, n_iters, *schedule)
-    shape = (*scores.shape[:-1], 2 * n_iters if want_trace else 0)
-    return scores.new_empty(scores.shape), scores.new_empty(shape, dtype=arguments.accumulator(scores))
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    scores, k, mask, *options, _ = inputs
-    ctx.save_for_backward(scores, output[1], k, mask)
-    ctx.options = options
-    ctx.set_materialize_grads(False)
-
-
-def _gradients(ctx: Any, run: Any, gy: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
-    if gy is None:
-        return (None,) * 9
-    scores, trace, k, mask = ctx.saved_tensors
-    needs = (ctx.needs_input_grad[0], k is not None and ctx.needs_input_grad[1])
-    grads = run(gy, scores, trace, k, mask, *ctx.options, *needs)
-    return *(g if need else None for g, need in zip(grads, needs, strict=True)), *(None,) * 7
-
-
-_call = bind(
-    name="coor_descent", forward=_forward, forward_op=forward_op, backward=_backward, backward_op=backward_op,
-    save=_save, gradients=_gradients,
+_operator = declare(
+    "coor_descent",
+    {"scores": ROWS, "k": PER_ROW, "mask": MASK, "n_iters": Role(int), "eps": Role(float), "eps_init": Role(float),
+     "eps_decay": Role(float), "want_trace": Role(bool)},
+    _way, state=_width,
 )  # fmt: skip
+_call, _check, forward, backward, forward_op, backward_op = _operator
 
 
-def _wants_trace(scores: Tensor, k: Tensor | None) -> bool:
+def _wants_trace(scores: Tensor, k: Tensor | float) -> bool:
     if torch._C._are_functorch_transforms_active():
         return True
-    return torch.is_grad_enabled() and (scores.requires_grad or (k is not None and k.requires_grad))
+    return torch.is_grad_enabled() and any(getattr(t, "requires_grad", False) for t in (scores, k))
 
 
 def coor_descent(
@@ -195,9 +96,9 @@ def coor_descent(
         >>> [round(v, 3) for v in y.tolist()]
         [1.0, 0.12, 0.89, 0.002]
     """
-    _check(scores, k, mask, n_iters, eps, eps_init, eps_decay)
-    k_tensor, k_value = arguments.split_count(k, scores)
-    first = float(eps if eps_init is None else eps_init)
-    return _call(  # type: ignore[no-any-return]
-        scores, k_tensor, mask, k_value, n_iters, float(eps), first, float(eps_decay), _wants_trace(scores, k_tensor)
-    )
+    arguments.whole("coor_descent", "n_iters", n_iters, 1)
+    eps_init = eps if eps_init is None else eps_init
+    for name, value in (("eps", eps), ("eps_init", eps_init), ("eps_decay", eps_decay)):
+        arguments.number("coor_descent", name, value, arguments.LARGEST)
+    want_trace = _wants_trace(scores, k)
+    return _call(scores, k, mask, n_iters, float(eps), float(eps_init), float(eps_decay), want_trace)  # type: ignore[no-any-return]

@@ -13,7 +13,8 @@ from torch import Tensor
 from onepass.core.spec import BadCall, Sample, Spec
 from onepass.ops._shared.spec_parts import arguments_refused, some_mask, tensors
 
-from . import op, reference
+from . import op
+from .definition import definition
 from .op import coor_descent
 
 _SCHEDULE = {"n_iters": 20, "eps": 0.03, "eps_init": 4.0, "eps_decay": 0.7}
@@ -41,12 +42,12 @@ def _samples(make: Callable[..., Tensor]) -> Iterator[Sample]:
 def _opchecks() -> Iterator[tuple[Any, tuple[Any, ...]]]:
     s, k = tensors(2, 3, 10).requires_grad_(), torch.tensor([[2.5], [3.5]], requires_grad=True)
     allowed = some_mask(s, 10)
-    options = (0.0, 5, 0.3, 2.0, 0.7)
-    trace = op.forward_op(s.detach(), k.detach(), allowed, *options, True)[1]
-    yield op.forward_op, (s, k, allowed, *options, True)
-    yield op.forward_op, (s.detach(), None, None, 2.5, *options[1:], False)
+    options = (0.0, 5, 0.3, 2.0, 0.7, True)
+    trace = op.forward_op(s.detach(), k.detach(), allowed, *options)[1]
+    yield op.forward_op, (s, k, allowed, *options)
+    yield op.forward_op, (s.detach(), None, None, 2.5, *options[1:-1], False)
     for needs in ((True, True), (False, True)):
-        yield op.backward_op, (tensors(2, 3, 10), s.detach(), trace, k.detach(), allowed, *options, *needs)
+        yield op.backward_op, (tensors(2, 3, 10), s.detach(), k.detach(), allowed, trace, *options, *needs)
 
 
 _S = torch.zeros(2, 3)
@@ -76,7 +77,7 @@ def _of_rows(make: Callable[..., Tensor], n: int) -> Mapping[str, Callable[[Tens
 
 SPECS = [
     Spec(
-        name="coor_descent", op=coor_descent, reference=reference.coor_descent, samples=_samples,
+        name="coor_descent", op=coor_descent, reference=definition, samples=_samples,
         bad_calls=_BAD_CALLS, opchecks=_opchecks, of_rows=_of_rows,
     ),
 ]  # fmt: skip

@@ -17,7 +17,7 @@ from .torch_gates import KINDS
 
 
 def _check(scores: Tensor, k: Tensor | float, eps: Tensor | float, mask: Tensor | None, kind: object) -> None:
-    arguments.scores("soft_topk", scores)
+    arguments.rows("soft_topk", "scores", scores)
     arguments.positive("soft_topk", "k", k, scores)
     arguments.positive("soft_topk", "eps", eps, scores)
     arguments.mask("soft_topk", mask, scores)

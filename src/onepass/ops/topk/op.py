@@ -319,7 +319,7 @@ def topk(
         >>> onepass.topk(torch.tensor([1.0, 2.0, 3.0, 9.0]), 2, sorted=False, lengths=torch.tensor(3)).indices.tolist()
         [1, 2]
     """
-    arguments.scores("topk", scores)
+    arguments.rows("topk", "scores", scores)
     arguments.positive("topk", "eps", eps, scores)
     if kind not in KINDS:
         raise ValueError(f"topk: kind must be one of {', '.join(KINDS)}; got {kind!r}")
@@ -389,7 +389,7 @@ def kth_value(scores: Tensor, k: int, *, lengths: Tensor | None = None, start: T
         >>> onepass.kth_value(torch.tensor([3.0, 1.0, 2.0, -1.0]), 2).item()
         2.0
     """
-    arguments.scores("kth_value", scores)
+    arguments.rows("kth_value", "scores", scores)
     arguments.whole("kth_value", "k", k, 1)
     if k > scores.shape[-1]:
         raise ValueError(f"kth_value: k must be at most the row's length {scores.shape[-1]}, got {k}")

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from onepass.core.spec import BadCall, Sample, Spec
 
+from .definition import definition
 from .op import backward_op, forward_op, weighted_sum
-from .reference import reference
 
 
 def _samples(make: Callable[..., Tensor]) -> Iterator[Sample]:
@@ -35,8 +35,8 @@ def _opchecks() -> Iterator[tuple[Any, tuple[Any, ...]]]:
         x = torch.randn(2, 6, 10, requires_grad=True)
         y = torch.randn(x.shape[:-1] + w.shape[:-1])
         yield forward_op, (x, w.requires_grad_(), torch.float32)
-        yield backward_op, (y, x.detach(), w.detach(), True, True)
-        yield backward_op, (y, x.detach(), w.detach(), False, True)
+        yield backward_op, (y, x.detach(), w.detach(), None, True, True)
+        yield backward_op, (y, x.detach(), w.detach(), None, False, True)
 
 
 _BAD = (
@@ -72,7 +72,7 @@ SPECS = [
     Spec(
         name="weighted_sum",
         op=weighted_sum,
-        reference=reference,
+        reference=definition,
         samples=_samples,
         bad_calls=_BAD,
         opchecks=_opchecks,

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from onepass.core.launch import cdiv, device_guard, launch, next_power_of_2, sm_count
+from onepass.core.launch import aligned, as_rows, cdiv, device_guard, even_rows, launch, next_power_of_2, sm_count
 from onepass.ops._shared.kernels_memory import load
 from onepass.ops._shared.kernels_partials import add_partials
 from onepass.ops._shared.kernels_tokens import least_padding
@@ -281,50 +281,42 @@ def _in_two_passes(dx: Tensor, n_vectors: int) -> bool:
     return n_vectors == 1 and wide and dx.numel() * size >= 1 << 28
 
 
-def forward(x: Tensor, weight: Tensor, y: Tensor) -> None:
-    """Fill y (rows, R) from x (rows, D) and weight (R, D), no dimension 0.
-
-    All are contiguous, except that x may have any row stride or be column by column (`is_columns`).
-    """
+def forward(x: Tensor, weight: Tensor, out_dtype: torch.dtype | None) -> Tensor:
+    """Return y (...) or (..., R) from x (..., D) and weight (D,) or (R, D)."""
+    dtype = out_dtype or torch.promote_types(x.dtype, weight.dtype)
+    y = torch.empty(x.shape[:-1] + weight.shape[:-1], dtype=dtype, device=x.device)
+    if not x.numel():
+        return y.zero_()
     with device_guard(x):
-        if not is_columns(x):
-            _forward_pass(x, weight, y)
-            return
-        # y.T = weight @ x.T is the form of dweight = dy.T @ x, so the backward kernels compute it
-        one = weight.shape[0] == 1
-        out = y.view(1, len(x)) if one else torch.empty((len(weight), len(x)), dtype=y.dtype, device=y.device)
-        _backward_pass(weight.mT.contiguous(), x.mT, None, None, out)
-        if not one:
-            y.copy_(out.mT.view(y.shape))
+        _forward_pass(even_rows(as_rows(x)), aligned(_matrix(weight)), y)
+    return y
 
 
-def backward(dy: Tensor, x: Tensor | None, weight: Tensor, dx: Tensor | None, dw: Tensor | None) -> None:
-    """Fill dx (rows, D) and dw (R, D) from dy (rows, R), x (rows, D) and weight (R, D), no dimension 0.
-
-    All are contiguous, except that x and dx may both be column by column (`is_columns`). dx or dw is None if not
-    needed; x is None without dw.
-    """
+def backward(
+    dy: Tensor, x: Tensor, weight: Tensor, out_dtype: torch.dtype | None, need_x: bool, need_w: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return dx and dweight from dy (...) or (..., R); None where not needed."""
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if need_x else None
+    dw = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device) if need_w else None
+    if not x.numel():
+        return dx, None if dw is None else dw.zero_()
+    vectors = _matrix(weight)
+    # only dw reads x: skip the copy that its rows may need
+    rows = as_rows(x) if need_w else None
+    # `.sum().backward()` gives dy with stride 0
+    dy = dy.reshape(-1, len(vectors)).contiguous()
+    of_x, of_w = (None if t is None else t.view(-1, x.shape[-1]) for t in (dx, dw))
     with device_guard(dy):
-        if is_columns(x if dx is None else dx):
-            columns = dy.mT.contiguous()
-            if dw is not None and x is not None:
-                one = len(dw) == 1
-                out = dw if one else torch.empty_like(dw.mT, memory_format=torch.contiguous_format)
-                _forward_pass(x.mT, columns, out)
-                if not one:
-                    dw.copy_(out.mT)
-            if dx is not None:
-                _backward_pass(weight.mT.contiguous(), None, columns, dx.mT, None)
-        elif dx is not None and dw is not None and _in_two_passes(dx, len(dw)):
-            _backward_pass(dy, x, None, None, dw)
-            _backward_pass(dy, None, weight, dx, None)
-        else:
-            _backward_pass(dy, x, weight, dx, dw)
+        if of_x is not None and of_w is not None and _in_two_passes(of_x, len(vectors)):
+            _backward_pass(dy, rows, None, None, of_w)
+            _backward_pass(dy, None, vectors, of_x, None)
+        elif need_x or need_w:
+            _backward_pass(dy, rows, vectors, of_x, of_w)
+    return dx, dw
 
 
-def is_columns(x: Tensor | None) -> bool:
-    """Return whether the matrix lies in memory column by column, as a transposed one does; False for None."""
-    return x is not None and x.stride(0) == 1 and x.stride(1) != 1 and len(x) > 1 and x.shape[1] > 1
+def _matrix(weight: Tensor) -> Tensor:
+    return weight.contiguous() if weight.dim() == 2 else weight[None].contiguous()
 
 
 def _forward_pass(x: Tensor, weight: Tensor, y: Tensor) -> None:

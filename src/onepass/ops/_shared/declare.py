@@ -1,0 +1,231 @@
+"""An operator as a declaration: its arguments have roles, and from these follows all that is not the operator's own.
+
+That is: checks, the schema, the fake, what backward keeps and which gradients it makes, shards of DTensors, vmap. Its
+own are the public function and `way`, which returns what computes a call: kernels, or the definition in torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from onepass.core.bind import batch_first, bind
+from onepass.core.register import register, register_backward, register_fake
+from onepass.core.sharding import PARTIAL, REPLICATE, Placement, Way, beside, gradient, row_dims
+
+from . import arguments
+
+
+class Role(NamedTuple):
+    """What an argument is. Strings are code: {a} is its name, {rows} that of the rows, _f is `arguments.f`."""
+
+    type: Any
+    # raises an error unless the argument fits
+    check: str = ""
+    # the argument as kernels take it
+    flat: str = "{a}"
+    # its gradient from the kernels' d_{a}, in its shape; empty: it has none
+    shaped: str = ""
+    # its placement next to rows, of so many dimensions, that are sharded along a dimension; None: not a tensor
+    placed: Callable[[Any, int, int], Placement] | None = None
+
+
+# (..., n), any strides: every operator's first argument
+ROWS = Role(
+    Tensor, "_rows({op!r}, {a!r}, {a})", shaped="d_{a}.view({a}.shape) if need_{a} else None", placed=lambda t, n, d: d
+)
+# rows whose columns are added up: the result is linear in them, and a shard of columns gives a part of a sum
+SUMMED = ROWS._replace()
+# (n,) or (R, n), the same for all rows
+VECTORS = Role(
+    Tensor, "_vectors({op!r}, {a!r}, {a}, {rows!r}, {rows})", shaped="d_{a} if need_{a} else None",
+    placed=lambda t, n, d: REPLICATE,
+)  # fmt: skip
+# a positive number, or a tensor of them that broadcasts to the rows without their last dimension. The operator takes a
+# tensor or None, and beside it the number {a}_value
+PER_ROW = Role(
+    Tensor | None, "_positive({op!r}, {a!r}, {a}, {rows})", "_per_row({a}, {rows})",
+    "_to_shape(d_{a}, {a}, {rows}) if need_{a} and {a} is not None else None", lambda t, n, d: beside(t, n - 1, d),
+)  # fmt: skip
+# bool, broadcasts to the rows
+MASK = Role(Tensor | None, "_mask({op!r}, {a}, {rows})", "_mask_rows({a}, {rows})", placed=beside)
+# dtype of the result, or None
+RESULT_DTYPE = Role(torch.dtype | None, "_result_dtype({op!r}, {a!r}, {a})")
+
+
+class Operator(NamedTuple):
+    """A declared operator; `call` serves its public function and takes the arguments in the order declared."""
+
+    call: Callable[..., Any]
+    check: Callable[..., None]
+    forward: Callable[..., Any]
+    backward: Callable[..., Any]
+    forward_op: Any
+    backward_op: Any
+
+
+# what an eager call runs, written out for the operator's arguments: loops over roles would take µs of each call
+_PROGRAM = """
+def check({given}):
+    {checks}
+
+def forward({taken}):
+    return way({taken}).forward({flat})
+
+def backward(gy, {back}):
+    {grads} = way({taken}).backward(gy, {flat_back})
+    return {shaped}
+
+def fake({taken}):
+    check({checkable})
+    return {made}
+
+def save(ctx, inputs, output):
+    {taken} = inputs
+    ctx.save_for_backward({saved})
+    ctx.numbers = {numbers}
+    ctx.set_materialize_grads(False)
+
+def gradients(ctx, run, gy, *_):
+    if gy is None:
+        return {nothing}
+    {needs_of_taken} = ctx.needs_input_grad
+    {tensors_and_state} = ctx.saved_tensors
+    {numbers} = ctx.numbers
+    {grads} = run(gy, {back})
+    return {wanted}
+
+def call({given}):
+    check({given})
+    {split}
+    return bound({taken})
+"""
+
+
+def declare(
+    name: str, roles: Mapping[str, Role], way: Callable[..., Any], *,
+    result: Callable[..., tuple[Any, torch.dtype]] = lambda rows, *_: (rows.shape, rows.dtype),
+    state: Callable[..., int] | None = None, replay: bool = False,
+) -> Operator:  # fmt: skip
+    """Return the operator `name`: its arguments are tensors with gradients, other tensors, options.
+
+    Args:
+        name: of the public function.
+        roles: of the arguments, by their names.
+        way: `way(*taken)` → what computes this call: `forward(*flat)` → the result or (result, state), and
+            `backward(gy, *flat, *needs)` → the gradients, of rows in any shape. `taken` are the tensors, then the
+            number beside each that is per row, then the options; `flat` are these as kernels take them. Backward has
+            the state after the tensors.
+        result: `result(*taken)` → shape and dtype of the result; by default those of the rows.
+        state: `state(*options)` → how many numbers of each row forward keeps for backward.
+        replay: as `core.bind` has it; a replayed call checks nothing, so no argument may be per row.
+    """
+    rows = next(iter(roles))
+    tensors = [a for a, role in roles.items() if role.placed is not None]
+    graded = [a for a in tensors if roles[a].shaped]
+    per_row = [a for a in tensors if roles[a].flat == PER_ROW.flat]
+    options = [a for a in roles if a not in tensors]
+    numbers = [*(f"{a}_value" for a in per_row), *options]
+    taken, needs = [*tensors, *numbers], [f"need_{a}" for a in graded]
+    kept = [] if state is None else ["state"]
+
+    def code(part: str) -> dict[str, str]:
+        return {a: getattr(role, part).format(a=a, rows=rows, op=name) for a, role in roles.items()}
+
+    flat, shaped = code("flat"), code("shaped")
+    made = [
+        "new({rows}, *result({taken}))",
+        "new({rows}, (*{rows}.shape[:-1], width({options})), _accumulator({rows}))",
+    ]
+    lists = {
+        "given": roles, "taken": taken, "numbers": numbers, "options": options, "needs": needs,
+        "flat": [*map(flat.get, tensors), *numbers], "back": [*tensors, *kept, *numbers, *needs],
+        "flat_back": [*map(flat.get, tensors), *(f"{k}.contiguous()" for k in kept), *numbers, *needs],
+        "grads": [f"d_{a}" for a in graded], "shaped": map(shaped.get, graded),
+        "saved": [*tensors, *("output[1]" for _ in kept)], "nothing": ["None"] * len(taken),
+        "needs_of_taken": [f"need_{a}" for a in taken], "tensors_and_state": [*tensors, *kept],
+        "wanted": [f"d_{a} if need_{a} else None" if a in graded else "None" for a in taken],
+        "checkable": [f"{a}_value if {a} is None else {a}" if a in per_row else a for a in roles],
+    }  # fmt: skip
+    text = {key: "".join(f"{item}, " for item in items) or "()" for key, items in lists.items()}
+    text["checks"] = "; ".join(line for line in code("check").values() if line) or "pass"
+    text["split"] = "; ".join(f"{a}, {a}_value = _split_count({a}, {rows})" for a in per_row) or "pass"
+    text["made"] = ", ".join(made[: 1 + len(kept)]).format(rows=rows, **text)
+    names = {
+        **{f"_{f}": v for f, v in vars(arguments).items()},
+        "way": way,
+        "result": result,
+        "width": state,
+        "new": _new,
+    }
+    exec(compile(_PROGRAM.format(**text), f"<declared {name}>", "exec"), names)
+
+    def typed(function: str, of: Mapping[str, Any]) -> Any:
+        names[function].__annotations__ = of
+        return names[function]
+
+    types = {a: roles[a].type if a in roles else float for a in taken}
+    of_state = dict.fromkeys(kept, Tensor)
+    forward = typed("forward", {**types, "return": tuple[Tensor, Tensor] if kept else Tensor})
+    of_tensors = {a: types[a] for a in tensors}
+    backward = typed(
+        "backward",
+        {"gy": Tensor, **of_tensors, **of_state, **{a: types[a] for a in numbers}, **dict.fromkeys(needs, bool),
+         "return": tuple[Tensor | None, ...]},
+    )  # fmt: skip
+
+    def ways(*args: Any) -> list[Way]:
+        given = dict(zip(tensors, args, strict=False))
+        ndim, summed = args[0].ndim, roles[rows] is SUMMED
+        found: list[Way] = [
+            ((d,) * (1 + len(kept)), [roles[a].placed(t, ndim, d) for a, t in given.items()])  # type: ignore[misc]
+            for d in (range(ndim - 1) if summed else row_dims(args[0]))
+        ]
+        if summed:
+            # the columns of rows and vectors, or the vectors, may be sharded as well
+            found.append(((PARTIAL,), [t.ndim - 1 for t in given.values()]))
+            if args[1].ndim == 2:
+                found.append(((ndim - 1,), (REPLICATE, 0)))
+        return found
+
+    def ways_back(gy: Any, *args: Any) -> list[Way]:
+        found: list[Way] = []
+        for (of_y, *of_kept), placed in ways(*args):
+            wanted = [gradient(p, need) for p, need in zip(placed, args[-len(needs) :], strict=False)]
+            found.append((wanted, (REPLICATE if of_y == PARTIAL else of_y, *placed, *of_kept)))
+        return found
+
+    forward_op = register(name, forward, ways)
+    backward_op = register_backward(f"{name}_backward", backward, ways_back, tuple(graded))
+    register_fake(forward_op)(names["fake"])
+
+    def rows_at_once(size: int, dims: tuple[int | None, ...], *args: Any) -> Any:
+        """Return a batch of rows that share all else as more rows; None: one call per element."""
+        if dims[0] is None or any(d is not None for d in dims[1:]):
+            return None
+        return forward_op(batch_first(args[0], dims[0], size), *args[1:]), (0, 0) if kept else 0
+
+    def rows_back_at_once(size: int, dims: tuple[int | None, ...], *args: Any) -> Any:
+        n, (need, *needs_of_others) = 1 + len(tensors), args[-len(needs) :]
+        shared = [d for d in dims[2:n] if d is not None]
+        if shared or not need or any(needs_of_others):
+            return None
+        first = [batch_first(args[i], dims[i], size) for i in (0, 1, *range(n, n + len(kept)))]
+        found = backward_op(*first[:2], *args[2:n], *first[2:], *args[n + len(kept) :])
+        return found, (0, *[None] * (len(graded) - 1))
+
+    names["bound"] = bind(
+        name=name, forward=forward, forward_op=forward_op, backward=backward, backward_op=backward_op,
+        save=names["save"], gradients=names["gradients"], replay=replay,
+        check=names["check"] if not per_row else lambda *args: None,
+        vmap_forward=rows_at_once, vmap_backward=rows_back_at_once,
+    )  # fmt: skip
+    call = names["call"] if per_row else names["bound"]
+    return Operator(call, names["check"], forward, backward, forward_op, backward_op)
+
+
+def _new(rows: Tensor, shape: Any, dtype: torch.dtype) -> Tensor:
+    return rows.new_empty(shape, dtype=dtype)
