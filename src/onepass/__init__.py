@@ -4,6 +4,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from onepass.ops.coor_descent.op import coor_descent
+from onepass.ops.experts.op import expert_order, experts
 from onepass.ops.norm.op import Quantized, layer_norm, rms_norm
 from onepass.ops.qk_norm_rope.op import qk_norm_rope
 from onepass.ops.soft_topk.op import soft_topk
@@ -46,6 +47,8 @@ __all__ = [
     "TopK",
     "__version__",
     "coor_descent",
+    "expert_order",
+    "experts",
     "kth_value",
     "layer_norm",
     "qk_norm_rope",

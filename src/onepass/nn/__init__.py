@@ -5,6 +5,7 @@ from .block import BlockRouting, RoutedBlock
 from .causal import CausalRouter
 from .cross_attention import RoutedCrossAttention
 from .decoder import Decoder
+from .experts import ExpertRouting, Experts, load_balancing_loss, router_z_loss, update_balance
 from .graphed import graphed
 from .local_attention import LocalAttention
 from .norm import LayerNorm, RMSNorm
@@ -14,7 +15,8 @@ from .stats import routing_stats
 from .weighted_sum import WeightedSum
 
 __all__ = [
-    "AttentionRouting", "BlockRouting", "CausalRouter", "Decoder", "LayerNorm", "LocalAttention", "RMSNorm", "Routed",
-    "RoutedAttention", "RoutedBlock", "RoutedCrossAttention", "RoutedFeedForward", "Router", "RouterOutput",
-    "WeightedSum", "graphed", "routing_stats",
+    "AttentionRouting", "BlockRouting", "CausalRouter", "Decoder", "ExpertRouting", "Experts", "LayerNorm",
+    "LocalAttention", "RMSNorm", "Routed", "RoutedAttention", "RoutedBlock", "RoutedCrossAttention",
+    "RoutedFeedForward", "Router", "RouterOutput", "WeightedSum", "graphed", "load_balancing_loss", "router_z_loss",
+    "routing_stats", "update_balance",
 ]  # fmt: skip

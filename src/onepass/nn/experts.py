@@ -1,0 +1,271 @@
+"""`Experts`: each token to the feed-forwards that a router chooses for it, its balance and its losses."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from onepass.core import check
+from onepass.ops._shared import arguments
+from onepass.ops.experts.choice import choose_experts
+from onepass.ops.experts.op import ACTIVATIONS, experts
+
+from .count import check_flag, check_number, check_size
+from .norm import RMSNorm
+
+if TYPE_CHECKING:
+    from .calls import RoutedCall
+
+
+class ExpertRouting(NamedTuple):
+    """Which experts the tokens chose.
+
+    Attributes:
+        indices: ``(…, top_k)`` int64, best first; −1 for masked tokens.
+        weights: same shape, fp32 or wider, differentiable; 0 for masked tokens.
+        logits: ``(…, num_experts)``, fp32 or wider, differentiable; those of masked tokens are meaningless.
+        counts: ``(num_experts,)`` int32: how many tokens chose each expert.
+    """
+
+    indices: Tensor
+    weights: Tensor
+    logits: Tensor
+    counts: Tensor
+
+
+class _Shared(nn.Module):
+    """The feed-forward of all tokens, without a norm: it takes what the experts take."""
+
+    def __init__(self, dim: int, hidden: int, activation: str, **factory: Any) -> None:
+        super().__init__()
+        self.up = nn.Linear(dim, hidden, bias=False, **factory)
+        self.gate = nn.Linear(dim, hidden, bias=False, **factory) if activation == "swiglu" else None
+        self.down = nn.Linear(hidden, dim, bias=False, **factory)
+
+    def forward(self, u: Tensor) -> Tensor:
+        h = self.up(u)
+        h = F.gelu(h, approximate="tanh") if self.gate is None else F.silu(self.gate(u)) * h
+        return self.down(h)  # type: ignore[no-any-return]
+
+
+class Experts(nn.Module):
+    r"""A feed-forward of many experts, of which each token takes ``top_k``; attention and residual are outside.
+
+    .. math::
+        u = \mathrm{rms\_norm}(x), \quad z = u\,W^\top, \quad s = \sigma(z), \quad
+        y_t = \sum_{e \in \mathrm{top}_k(s_t + b)} g_{te}\, \mathrm{act}(u_t U_e)\, D_e + \mathrm{shared}(u_t)
+
+    with g the scores s of the chosen experts, divided by their sum if `norm_topk` (and top_k > 1). The bias b balances
+    the load without a loss: it changes the choice alone, and :func:`update_balance` moves it after each step toward
+    experts with fewer tokens than the mean. Write ``x + layer(x)``.
+
+    Args:
+        dim: width of the tokens.
+        num_experts: how many experts there are.
+        top_k: how many a token takes.
+        hidden_dim: hidden width of one expert; default 4·dim // top_k, the multiplications of a dense feed-forward.
+        activation: ``"gelu"`` (by tanh), or ``"swiglu"``: ``silu(u·gate) ⊙ (u·up)``.
+        shared_dim: hidden width of a feed-forward for all tokens; 0: none.
+        score_func: ``"sigmoid"`` or ``"softmax"``.
+        norm_topk: divide the weights of a token by their sum.
+        balance_rate: how far :func:`update_balance` moves a bias.
+        device, dtype: of all parameters.
+
+    Shapes: ``layer(x, mask=None)`` with x ``(…, dim)`` and mask ``(…)`` bool, True at real tokens, gives y like x: 0 at
+    masked tokens, which are in no expert's rows and in no count. ``layer(x, mask, return_routing=True)`` gives
+    ``(y, ExpertRouting)``. Logits are in fp32 under autocast too. In training a forward adds its counts to the buffer
+    ``tokens_per_expert``, in place, so that a CUDA graph repeats it; in eval mode and under torch.func it does not.
+
+    All weights are in memory, a token multiplies by those of top_k experts (docs/experts.md). Results are the same bit
+    for bit from run to run; the host never waits. A token's last bits may depend on how many tokens share its expert.
+
+    Raises:
+        TypeError: a size is not an int, an option has another type, or x and the weights have two dtypes (no autocast).
+        ValueError: a size is < 1, top_k > num_experts, an option is unknown, or shapes don't fit.
+
+    Source: Shazeer et al. (arXiv:1701.06538); balance without a loss as in Wang et al. (arXiv:2408.15664).
+
+    Example:
+        >>> import torch
+        >>> from onepass.nn import Experts
+        >>> layer = Experts(64, num_experts=8)
+        >>> y, routing = layer(torch.randn(2, 100, 64), return_routing=True)
+        >>> y.shape, routing.indices.shape
+        (torch.Size([2, 100, 64]), torch.Size([2, 100, 2]))
+    """
+
+    expert_bias: Tensor
+    tokens_per_expert: Tensor
+
+    def __init__(
+        self, dim: int, num_experts: int, top_k: int = 2, *, hidden_dim: int | None = None, activation: str = "gelu",
+        shared_dim: int = 0, score_func: str = "sigmoid", norm_topk: bool = True, balance_rate: float = 1e-3,
+        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        for name, size in (("dim", dim), ("num_experts", num_experts), ("top_k", top_k)):
+            check_size("Experts", name, size)
+        hidden_dim = max(1, 4 * dim // top_k) if hidden_dim is None else hidden_dim
+        check_size("Experts", "hidden_dim", hidden_dim)
+        if shared_dim != 0:
+            check_size("Experts", "shared_dim", shared_dim)
+        check_flag("Experts", "norm_topk", norm_topk)
+        check_number("Experts", "balance_rate", balance_rate)
+        if top_k > num_experts:
+            raise ValueError(f"Experts: top_k must be ≤ num_experts = {num_experts}, got {top_k}")
+        for name, value, known in (
+            ("activation", activation, ACTIVATIONS), ("score_func", score_func, ("sigmoid", "softmax")),
+        ):  # fmt: skip
+            if value not in known:
+                raise ValueError(f"Experts: {name} must be one of {known}, got {value!r}")
+        self.dim, self.num_experts, self.top_k, self.hidden_dim = dim, num_experts, top_k, hidden_dim
+        self.activation, self.score_func, self.norm_topk = activation, score_func, norm_topk
+        self.balance_rate = float(balance_rate)
+        factory: Any = {"device": device, "dtype": dtype}
+        self.norm = RMSNorm(dim, **factory)
+        self.router = nn.Linear(dim, num_experts, bias=False, **factory)
+        self.up = nn.Parameter(torch.empty(num_experts, dim, hidden_dim, **factory))
+        self.gate = nn.Parameter(torch.empty_like(self.up)) if activation == "swiglu" else None
+        self.down = nn.Parameter(torch.empty(num_experts, hidden_dim, dim, **factory))
+        self.shared = _Shared(dim, shared_dim, activation, **factory) if shared_dim else None
+        zeros = torch.zeros(num_experts, dtype=torch.float32, device=device)
+        self.register_buffer("expert_bias", zeros)
+        self.register_buffer("tokens_per_expert", zeros.clone(), persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the router from N(0, 1/dim) and the experts as `torch.nn.Linear` does; set bias and counts to 0."""
+        nn.init.normal_(self.router.weight, std=self.dim**-0.5)
+        for weight in (self.up, self.gate, self.down):
+            if weight is not None:
+                bound = 1 / math.sqrt(weight.shape[1])
+                nn.init.uniform_(weight, -bound, bound)
+        nn.init.zeros_(self.expert_bias)
+        nn.init.zeros_(self.tokens_per_expert)
+
+    def forward(
+        self, x: Tensor, mask: Tensor | None = None, return_routing: bool = False
+    ) -> Tensor | tuple[Tensor, ExpertRouting]:
+        check.tensor("Experts", "x", x)
+        if not x.dim() or x.shape[-1] != self.dim:
+            raise ValueError(f"Experts: x must be (…, dim = {self.dim}), got {tuple(x.shape)}")
+        if x.dtype != self.up.dtype and not torch.is_autocast_enabled(x.device.type):
+            raise TypeError(
+                f"Experts: x is {x.dtype} and the weights are {self.up.dtype}; convert one of them, as in "
+                f"layer.to({x.dtype}), or call it under torch.autocast({x.device.type!r})"
+            )
+        if mask is not None:
+            arguments.boolean("Experts", mask, "real token")
+            if mask.shape != x.shape[:-1]:
+                raise ValueError(f"Experts: mask must be {tuple(x.shape[:-1])}, got {tuple(mask.shape)}")
+            # 0·NaN is NaN in a weight's gradient
+            x, mask = x.masked_fill(~mask[..., None], 0), mask.reshape(-1)
+        u = self.norm(x).reshape(-1, self.dim)
+        weights, indices, counts, logits = choose_experts(
+            u, self.router.weight, self.expert_bias, mask, self.top_k, self.score_func, self.norm_topk
+        )
+        if self.training and not torch._C._are_functorch_transforms_active():
+            self.tokens_per_expert.add_(counts)
+        up, down, gate = self.up, self.down, self.gate
+        if torch.is_autocast_enabled(x.device.type):
+            dtype = torch.get_autocast_dtype(x.device.type)
+            u, up, down = u.to(dtype), up.to(dtype), down.to(dtype)
+            gate = None if gate is None else gate.to(dtype)
+        y = experts(u, indices, weights, up, down, activation=self.activation, gate=gate)
+        if self.shared is not None:
+            y = y + (self.shared(u) if mask is None else self.shared(u) * mask[:, None])
+        y = y.to(x.dtype).view(x.shape)
+        if not return_routing:
+            return y
+        shape = x.shape[:-1]
+        return y, ExpertRouting(
+            indices.view(*shape, self.top_k), weights.view(*shape, self.top_k), logits.view(*shape, -1), counts
+        )
+
+    if TYPE_CHECKING:
+        __call__: RoutedCall[ExpertRouting]
+
+    def extra_repr(self) -> str:
+        return (
+            f"{self.dim}, num_experts={self.num_experts}, top_k={self.top_k}, hidden_dim={self.hidden_dim}, "
+            f"activation={self.activation!r}, score_func={self.score_func!r}"
+        )
+
+
+@torch.no_grad()
+def update_balance(model: nn.Module, group: Any = None) -> None:
+    """Move the bias of each `Experts` toward experts with fewer tokens than the mean; call it once per optimizer step.
+
+    Sums ``tokens_per_expert`` over the processes of `group` (default: all, where torch.distributed is initialised),
+    adds ``balance_rate · sign(mean − count)`` to each bias and clears the counts. All of it stays on the device, and a
+    CUDA graph can hold it. Recomputed forwards count twice and accumulated steps several times: the sign is the same.
+
+    Args:
+        model: any module; its `Experts` are found at any depth.
+        group: a process group of torch.distributed.
+
+    Source: Wang et al., Auxiliary-loss-free load balancing (arXiv:2408.15664).
+
+    Example:
+        >>> import torch
+        >>> from onepass.nn import Experts, update_balance
+        >>> layer = Experts(16, num_experts=4)
+        >>> y = layer(torch.randn(8, 16))
+        >>> update_balance(layer)
+        >>> layer.expert_bias.abs().max() <= 1e-3, layer.tokens_per_expert.sum()
+        (tensor(True), tensor(0.))
+    """
+    layers = [m for m in model.modules() if isinstance(m, Experts)]
+    if not layers:
+        return
+    sizes = [m.num_experts for m in layers]
+    counts = torch.cat([m.tokens_per_expert for m in layers])
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.all_reduce(counts, group=group)
+    for layer, count in zip(layers, counts.split(sizes), strict=True):
+        layer.expert_bias.add_((count.mean() - count).sign(), alpha=layer.balance_rate)
+        layer.tokens_per_expert.zero_()
+
+
+def _of_real(values: Tensor, routing: ExpertRouting) -> Tensor:
+    """Return the mean over real tokens of values (…, m)."""
+    real = routing.indices[..., 0] >= 0
+    return torch.where(real[..., None], values, 0.0).flatten(0, -2).sum(0) / real.sum().clamp(min=1)
+
+
+def load_balancing_loss(routing: ExpertRouting) -> Tensor:
+    r"""Return :math:`E \sum_e f_e\, p_e`: 1 where all experts get the same share, more where few get most.
+
+    f is the share of all choices that went to expert e, p the mean of softmax(logits) over the real tokens. Gradients
+    flow through p.
+
+    Source: Fedus et al., Switch Transformers (arXiv:2101.03961).
+
+    Example:
+        >>> import torch
+        >>> from onepass.nn import Experts, load_balancing_loss
+        >>> _, routing = Experts(16, num_experts=4)(torch.randn(8, 16), return_routing=True)
+        >>> bool(load_balancing_loss(routing) > 0)
+        True
+    """
+    share = routing.counts / routing.counts.sum().clamp(min=1)
+    return len(routing.counts) * (share * _of_real(routing.logits.softmax(-1), routing)).sum()
+
+
+def router_z_loss(routing: ExpertRouting) -> Tensor:
+    r"""Return the mean of :math:`\mathrm{logsumexp}(z)^2` over the real tokens, which keeps logits small.
+
+    Source: Zoph et al., ST-MoE (arXiv:2202.08906).
+
+    Example:
+        >>> import torch
+        >>> from onepass.nn import Experts, router_z_loss
+        >>> _, routing = Experts(16, num_experts=4)(torch.randn(8, 16), return_routing=True)
+        >>> router_z_loss(routing).shape
+        torch.Size([])
+    """
+    return _of_real(routing.logits.logsumexp(-1, keepdim=True).square(), routing)[0]

@@ -1,0 +1,48 @@
+"""Experts by definition, in plain differentiable torch: the tests' oracle."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def expert_order(indices: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return places, rows and ends of a stable sort of the choices by expert; −1 sorts behind all experts."""
+    flat = indices.flatten()
+    rows = torch.where(flat < 0, num_experts, flat).argsort(stable=True)
+    places = torch.empty_like(rows)
+    places[rows] = torch.arange(len(rows), device=rows.device)
+    # bincount has no deterministic form on a GPU
+    ends = (flat[:, None] == torch.arange(num_experts, device=flat.device)).sum(0).cumsum(0)
+    return places.view(indices.shape).int(), rows.int(), ends.int()
+
+
+def experts(
+    x: Tensor, indices: Tensor, weights: Tensor, up: Tensor, down: Tensor, *, activation: str = "gelu",
+    gate: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Return Σ_j weights[t, j] · act(x[t] · up[e]) · down[e] with e = indices[t, j]; every expert sees every token."""
+    linear = torch.einsum("td,edh->teh", x, up)
+    hidden = (
+        F.gelu(linear, approximate="tanh") if gate is None else F.silu(torch.einsum("td,edh->teh", x, gate)) * linear
+    )
+    out = torch.einsum("teh,ehd->ted", hidden, down)
+    chosen = indices[..., None] == torch.arange(len(up), device=x.device)
+    return torch.einsum("tke,tk,ted->td", chosen.to(x.dtype), weights.to(x.dtype), out)
+
+
+def choose(
+    logits: Tensor, bias: Tensor | None, mask: Tensor | None, k: int, score_func: str, norm_topk: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return weights (T, k), indices (T, k) and counts (E,) of logits (T, E); the lowest index wins ties."""
+    s = logits.softmax(-1) if score_func == "softmax" else logits.sigmoid()
+    v = s.detach() if bias is None else s.detach() + bias
+    indices = v.sort(dim=-1, descending=True, stable=True).indices[:, :k]
+    weights = s.gather(-1, indices)
+    if norm_topk and k > 1:
+        weights = weights / weights.sum(-1, keepdim=True).clamp(min=1e-20)
+    if mask is not None:
+        indices, weights = indices.masked_fill(~mask[:, None], -1), weights.masked_fill(~mask[:, None], 0.0)
+    counts = (indices[..., None] == torch.arange(logits.shape[1], device=logits.device)).sum((0, 1), dtype=torch.int32)
+    return weights, indices, counts

@@ -1,0 +1,89 @@
+"""The contract of `experts`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onepass.core.spec import BadCall, Sample, Spec
+
+from . import choice, definition, op
+from .op import expert_order, experts
+
+# name, tokens, dim, hidden, experts, k, share of choices that are no expert's
+_CASES = (
+    ("experts", 40, 16, 24, 5, 2, 0.2),
+    ("one token", 1, 8, 16, 3, 2, 0.0),
+    ("one expert", 9, 8, 8, 1, 1, 0.0),
+    ("every expert", 7, 8, 16, 4, 4, 0.0),
+    ("wide", 3, 264, 136, 2, 1, 0.0),
+    ("no expert", 5, 8, 8, 3, 2, 1.0),
+    ("no tokens", 0, 8, 16, 3, 2, 0.0),
+)
+
+
+def _indices(tokens: int, n_experts: int, k: int, none: float, device: Any) -> Tensor:
+    generator = torch.Generator().manual_seed(5)
+    chosen = torch.rand(tokens, n_experts, generator=generator).topk(k, -1).indices
+    return chosen.masked_fill(torch.rand(tokens, k, generator=generator) < none, -1).to(device)
+
+
+def _samples(make: Callable[..., Tensor]) -> Iterator[Sample]:
+    for name, tokens, dim, hidden, n_experts, k, none in _CASES:
+        x = make(tokens, dim)
+        up, down = make(n_experts, dim, hidden) / dim**0.5, make(n_experts, hidden, dim) / hidden**0.5
+        indices, weights = _indices(tokens, n_experts, k, none, x.device), make(tokens, k)
+        yield Sample(name, (x, indices, weights, up, down))
+        if name == "experts":
+            gated = {"activation": "swiglu", "gate": make(n_experts, dim, hidden) / dim**0.5}
+            yield Sample("swiglu", (x, indices.int(), weights, up, down), gated)
+
+
+def _opchecks() -> Iterator[tuple[Any, tuple[Any, ...]]]:
+    indices = _indices(9, 3, 2, 0.2, "cpu")
+    for gate in (None, torch.randn(3, 8, 16)):
+        x, w, up, down = (torch.randn(s, requires_grad=True) for s in ((9, 8), (9, 2), (3, 8, 16), (3, 16, 8)))
+        args = (x, indices, w, up, down, gate, "gelu" if gate is None else "swiglu")
+        yield op.forward_op, args
+        y, *saved = op.forward_op(*args)
+        given = [t.detach() for t in (torch.randn_like(y), x, w, up, down)]
+        yield op.backward_op, (*given, gate, *(t.detach() for t in saved), True, True, True, False, gate is not None)
+    yield op.order_op, (indices, 3)
+    u, weight = torch.randn(9, 8, requires_grad=True), torch.randn(4, 8, requires_grad=True)
+    for score_func in ("sigmoid", "softmax"):
+        args = (u, weight, torch.zeros(4), torch.arange(9) % 4 != 1, 2, score_func, True)
+        yield choice.forward_op, args
+        weights, found, _, logits = (t.detach() for t in choice.forward_op(*args))
+        kept = (u.detach(), weight.detach(), logits, found, weights, score_func, True)
+        yield choice.backward_op, (torch.randn_like(weights), None, *kept, True, True)
+        yield choice.backward_op, (torch.randn_like(weights), torch.randn_like(logits), *kept, True, False)
+
+
+_X, _I, _W = torch.ones(4, 8), torch.zeros(4, 2, dtype=torch.int64), torch.ones(4, 2)
+_UP, _DOWN = torch.ones(3, 8, 16), torch.ones(3, 16, 8)
+
+
+def _bad(name: str, error: type[Exception], match: str, *args: Any, **options: Any) -> BadCall:
+    return BadCall(name, lambda: experts(*args, **options), error, match)
+
+
+_BAD_CALLS = (
+    _bad("3-d x", ValueError, r"x must be \(tokens, dim\)", _X[None], _I, _W, _UP, _DOWN),
+    _bad("list", TypeError, "x must be a tensor, got list", [1.0], _I, _W, _UP, _DOWN),
+    _bad("width", ValueError, r"up must be \(experts, dim = 8, hidden\), got", _X, _I, _W, _UP[:, 1:], _DOWN),
+    _bad("down", ValueError, r"down must be \(3, 16, 8\) beside", _X, _I, _W, _UP, _DOWN[:2]),
+    _bad("dtypes", TypeError, "x is torch.float32 and up is torch.float64; pass", _X, _I, _W, _UP.double(), _DOWN),
+    _bad("float indices", TypeError, "indices must be int32 or int64", _X, _I.float(), _W, _UP, _DOWN),
+    _bad("tokens", ValueError, r"indices and weights must be \(tokens = 4, k\)", _X, _I[1:], _W[1:], _UP, _DOWN),
+    _bad("range", ValueError, "−1 .no expert. or 0 … 2, got 3", _X, _I + 3, _W, _UP, _DOWN),
+    _bad("activation", ValueError, "activation must be 'gelu' or 'swiglu', got 'relu'", _X, _I, _W, _UP, _DOWN,
+         activation="relu"),
+    _bad("no gate", ValueError, "'swiglu' got no gate; pass gate=", _X, _I, _W, _UP, _DOWN, activation="swiglu"),
+    _bad("a gate", ValueError, "takes it", _X, _I, _W, _UP, _DOWN, gate=_UP),
+    BadCall("order", lambda: expert_order(_I[0], 3), ValueError, r"indices must be \(tokens, k\)"),
+)  # fmt: skip
+
+SPECS = [Spec("experts", experts, definition.experts, _samples, _BAD_CALLS, _opchecks)]

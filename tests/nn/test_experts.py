@@ -1,0 +1,248 @@
+"""`Experts`: the layer against its definition, masks, balance, losses, and a task that only the right experts solve."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from onepass.core.launch import INTERPRET
+from onepass.nn import Experts, load_balancing_loss, router_z_loss, update_balance
+
+from harness import DEVICES
+
+KINDS = [
+    {"activation": "gelu"}, {"activation": "swiglu", "shared_dim": 8}, {"score_func": "softmax", "norm_topk": False},
+    {"score_func": "softmax", "top_k": 1, "shared_dim": 8},
+]  # fmt: skip
+
+
+def _definition(layer: Experts, x: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
+    """Return y and the chosen weights, by a loop over tokens and their experts."""
+    p = dict(layer.named_parameters())
+    u = x * (x.square().mean(-1, keepdim=True) + torch.finfo(torch.float32).eps).rsqrt() * p["norm.weight"]
+    z = u @ p["router.weight"].t()
+    s = z.softmax(-1) if layer.score_func == "softmax" else z.sigmoid()
+    weights = s.gather(-1, indices)
+    if layer.norm_topk and layer.top_k > 1:
+        weights = weights / weights.sum(-1, keepdim=True)
+
+    def feed_forward(v: Tensor, up: Tensor, gate: Tensor | None, down: Tensor) -> Tensor:
+        h = v @ up
+        return (F.gelu(h, approximate="tanh") if gate is None else F.silu(v @ gate) * h) @ down
+
+    rows = []
+    for t in range(len(x)):
+        row = torch.zeros_like(x[0])
+        for j, e in enumerate(indices[t].tolist()):
+            gate = None if layer.gate is None else p["gate"][e]
+            row = row + weights[t, j] * feed_forward(u[t], p["up"][e], gate, p["down"][e])
+        if layer.shared is not None:
+            gate = p["shared.gate.weight"].t() if "shared.gate.weight" in p else None
+            row = row + feed_forward(u[t], p["shared.up.weight"].t(), gate, p["shared.down.weight"].t())
+        rows.append(row)
+    return torch.stack(rows), weights
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_the_layer_is_its_definition(kind: dict[str, object], device: str) -> None:
+    layer = Experts(16, 4, hidden_dim=24, **kind).to(device)  # type: ignore[arg-type]
+    x = torch.randn(2, 9, 16, device=device, requires_grad=True)
+    y, routing = layer(x, return_routing=True)
+    wide = Experts(16, 4, hidden_dim=24, dtype=torch.float64, **kind)  # type: ignore[arg-type]
+    wide.load_state_dict({n: t.double() for n, t in layer.state_dict().items()})
+    rows = x.detach().cpu().double().view(18, 16).requires_grad_()
+    expected, weights = _definition(wide, rows, routing.indices.cpu().view(18, -1))
+    torch.testing.assert_close(y.cpu().double().view(18, 16), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(routing.weights.cpu().double().view(18, -1), weights, rtol=1e-4, atol=1e-5)
+    dy = torch.randn(y.shape)
+    found = torch.autograd.grad(y, [x, *layer.parameters()], dy.to(device))
+    wanted = torch.autograd.grad(expected, [rows, *wide.parameters()], dy.double().view(18, 16))
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a.cpu().double().view(b.shape), b, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_masked_tokens_take_no_part(device: str) -> None:
+    """Not even as NaN: outputs 0, indices −1, weights 0, and the others get what they get alone."""
+    layer = Experts(16, 4, shared_dim=8).to(device)
+    x, mask = torch.randn(2, 7, 16, device=device), torch.rand(2, 7, device=device) < 0.6
+    mask[0, 0], mask[0, 1] = True, False
+    y, routing = layer(x.masked_fill(~mask[..., None], torch.nan).requires_grad_(), mask, return_routing=True)
+    y.sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in layer.parameters())
+    assert not y[~mask].any()
+    assert (routing.indices[~mask] == -1).all()
+    assert not routing.weights[~mask].any()
+    assert routing.counts.sum() == 2 * mask.sum()
+    torch.testing.assert_close(y[mask], layer(x[mask]), rtol=1e-5, atol=1e-6)
+    loss = load_balancing_loss(routing) + router_z_loss(routing)
+    _, alone = layer(x[mask], return_routing=True)
+    torch.testing.assert_close(loss, load_balancing_loss(alone) + router_z_loss(alone))
+
+
+def test_losses() -> None:
+    layer = Experts(16, 4, score_func="softmax")
+    _, routing = layer(torch.randn(50, 16), return_routing=True)
+    p, f = routing.logits.double().softmax(-1).mean(0), routing.counts.double() / 100
+    torch.testing.assert_close(load_balancing_loss(routing).double(), 4 * (p * f).sum(), rtol=1e-5, atol=1e-6)
+    expected = routing.logits.double().logsumexp(-1).square().mean()
+    torch.testing.assert_close(router_z_loss(routing).double(), expected, rtol=1e-5, atol=1e-6)
+    (router_weight,) = torch.autograd.grad(load_balancing_loss(routing) + router_z_loss(routing), layer.router.weight)
+    assert router_weight.any()
+
+
+def test_balance_moves_toward_the_mean() -> None:
+    layer, x = Experts(8, 4, balance_rate=0.25), torch.randn(64, 8)
+    layer(x)
+    counts = layer.tokens_per_expert.clone()
+    assert counts.sum() == 128
+    update_balance(nn.ModuleList([layer]))
+    assert torch.equal(layer.expert_bias, 0.25 * (32 - counts).sign())
+    assert not layer.tokens_per_expert.any()
+    layer.eval()(x)
+    assert not layer.tokens_per_expert.any()
+    assert "tokens_per_expert" not in layer.state_dict()
+
+
+def test_four_parts_move_a_bias_as_one_batch() -> None:
+    whole, parts = Experts(8, 4), Experts(8, 4)
+    parts.load_state_dict(whole.state_dict())
+    x = torch.randn(64, 8)
+    whole(x)
+    for part in x.split(16):
+        checkpoint(parts, part.requires_grad_(), use_reentrant=False).sum().backward()
+    # checkpointing counts each part twice
+    torch.testing.assert_close(parts.tokens_per_expert, 2 * whole.tokens_per_expert)
+    for layer in (whole, parts):
+        update_balance(layer)
+    assert torch.equal(whole.expert_bias, parts.expert_bias)
+
+
+def test_transforms_of_torch_func() -> None:
+    layer, x = Experts(8, 4), torch.randn(3, 5, 8)
+    mapped = torch.func.vmap(layer)(x)
+    torch.testing.assert_close(mapped, layer.eval()(x), rtol=1e-5, atol=1e-6)
+    layer.train()
+    weights = {n: p.detach() for n, p in layer.named_parameters()}
+    before = layer.tokens_per_expert.clone()
+    found = torch.func.grad(lambda w: torch.func.functional_call(layer, w, (x,)).square().sum())(weights)
+    layer.eval()(x).square().sum().backward()
+    for name, p in layer.named_parameters():
+        torch.testing.assert_close(found[name], p.grad, rtol=1e-4, atol=1e-5)
+    assert torch.equal(layer.tokens_per_expert, before)
+
+
+@pytest.mark.skipif(INTERPRET, reason="torch.compile of kernels that run in Python")
+@pytest.mark.parametrize("device", DEVICES)
+def test_compiled_in_one_graph_and_exported(device: str) -> None:
+    """The same bits as eager; counts too; any length."""
+    layer = Experts(16, 4).to(device)
+    x, mask = torch.randn(2, 9, 16, device=device, requires_grad=True), torch.rand(2, 9, device=device) < 0.8
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager" if device == "cpu" else "inductor")
+    found = []
+    for call in (layer, compiled):
+        layer.tokens_per_expert.zero_()
+        y = call(x, mask)
+        found.append([y, *torch.autograd.grad(y, [x, *layer.parameters()], torch.ones_like(y)), layer.tokens_per_expert])
+    assert all(map(torch.equal, *found))
+    exported = torch.export.export(layer.eval(), (x,), dynamic_shapes=({1: torch.export.Dim("n", min=2)},))
+    longer = torch.randn(2, 12, 16, device=device)
+    assert torch.equal(exported.module()(longer), layer(longer))
+
+
+@pytest.mark.skipif(INTERPRET, reason="bfloat16")
+@pytest.mark.parametrize("device", DEVICES)
+def test_autocast(device: str) -> None:
+    """Logits stay in fp32, products take autocast's dtype, y is like x and the gradients like the weights."""
+    layer, x = Experts(16, 4, activation="swiglu", shared_dim=8).to(device), torch.randn(40, 16, device=device)
+    plain, routing = layer(x, return_routing=True)
+    with torch.autocast(device, torch.bfloat16):
+        y, again = layer(x, return_routing=True)
+    y.sum().backward()
+    assert torch.equal(again.logits, routing.logits)
+    assert y.dtype == torch.float32
+    assert not torch.equal(y, plain)
+    torch.testing.assert_close(y, plain, rtol=0.05, atol=0.05)
+    assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in layer.parameters())
+
+
+@pytest.mark.gpu
+def test_a_graph_counts_at_each_replay() -> None:
+    layer, x = Experts(64, 8).cuda(), torch.randn(100, 64, device="cuda")
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        expected = layer(x)
+        update_balance(layer)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=side):
+        y = layer(x)
+        update_balance(layer)
+    bias = layer.expert_bias.clone()
+    layer.expert_bias.zero_()
+    graph.replay()
+    assert torch.equal(y, expected)
+    assert torch.equal(layer.expert_bias, bias)
+    graph.replay()
+    assert layer.expert_bias.abs().max() <= 2e-3 + 1e-9
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_planted_task_is_learned_and_balanced(device: str) -> None:
+    """Eight kinds of tokens, each with a map of its own: one expert a kind solves it, a dense layer of its size can't."""
+    torch.manual_seed(3)
+    dim, kinds = 16, 8
+    maps, marks = torch.randn(kinds, dim, dim) / dim**0.5, 3 * torch.eye(kinds, dim)
+    layer = Experts(dim, kinds, 1, hidden_dim=32, balance_rate=1e-2).to(device)
+    optimizer = torch.optim.Adam(layer.parameters(), lr=1e-2)
+    first = loss = math.inf
+    for _ in range(30 if INTERPRET else 250):
+        kind = torch.randint(kinds, (256,))
+        x = marks[kind] + 0.5 * torch.randn(256, dim)
+        target = torch.einsum("td,tde->te", x, maps[kind]).to(device)
+        y, routing = layer(x.to(device), return_routing=True)
+        error = F.mse_loss(y, target)
+        optimizer.zero_grad()
+        error.backward()
+        optimizer.step()
+        update_balance(layer)
+        loss = error.item()
+        first = min(first, loss) if first is math.inf else first
+    assert loss < (0.9 if INTERPRET else 0.4) * first
+    if not INTERPRET:
+        assert routing.counts.max() <= 1.3 * routing.counts.float().mean() + 3 * 32**0.5 / 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "match"),
+    [
+        ({"dim": 8, "num_experts": 2, "top_k": 3}, ValueError, "top_k must be ≤ num_experts = 2, got 3"),
+        ({"dim": 8.0, "num_experts": 2}, TypeError, "dim must be an int, got float"),
+        ({"dim": 8, "num_experts": 0}, ValueError, "num_experts must be ≥ 1, got 0"),
+        ({"dim": 8, "num_experts": 2, "activation": "relu"}, ValueError, "activation must be one of .*got 'relu'"),
+        ({"dim": 8, "num_experts": 2, "score_func": "top"}, ValueError, "score_func must be one of .*got 'top'"),
+        ({"dim": 8, "num_experts": 2, "shared_dim": -1}, ValueError, "shared_dim must be ≥ 1, got -1"),
+    ],
+)
+def test_options_that_are_refused(arguments: dict[str, object], error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        Experts(**arguments)  # type: ignore[arg-type]
+
+
+def test_calls_that_are_refused() -> None:
+    layer = Experts(8, 2)
+    x = torch.randn(2, 3, 8)
+    for call, error, match in (
+        (lambda: layer(x[..., :4]), ValueError, r"x must be \(…, dim = 8\), got \(2, 3, 4\)"),
+        (lambda: layer(x.double()), TypeError, "x is torch.float64 and the weights are torch.float32; convert"),
+        (lambda: layer(x, torch.ones(2, 4, dtype=torch.bool)), ValueError, r"mask must be \(2, 3\), got \(2, 4\)"),
+        (lambda: layer(x, torch.ones(2, 3)), TypeError, "mask must be bool"),
+    ):
+        with pytest.raises(error, match=match):
+            call()

@@ -1,0 +1,188 @@
+"""`experts` beyond the contract: order and choice against their definitions, loads of every kind, what backward keeps."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import onepass
+from onepass.core.launch import INTERPRET
+from onepass.ops.experts import choice, definition
+
+from harness import DEVICES
+
+EXAMPLES = 12 if INTERPRET else 40
+
+
+def _tensors(tokens: int, dim: int, hidden: int, n_experts: int, k: int, device: str = "cpu") -> list[Tensor]:
+    """x, weights, up and down."""
+    shapes = ((tokens, dim), (tokens, k), (n_experts, dim, hidden), (n_experts, hidden, dim))
+    return [(torch.randn(s) / s[-2] ** (0.5 * (len(s) == 3))).to(device).requires_grad_() for s in shapes]
+
+
+def _equals_definition(indices: Tensor, given: list[Tensor]) -> list[Tensor]:
+    """Return y and gradients, after a comparison with those of the definition in float64."""
+    wide = [t.detach().cpu().double().requires_grad_() for t in given]
+    y = onepass.experts(given[0], indices, *given[1:])
+    expected = definition.experts(wide[0], indices.cpu(), *wide[1:])
+    dy = torch.randn(y.shape)
+    found = [y, *torch.autograd.grad(y, given, dy.to(y.device))]
+    wanted = [expected, *torch.autograd.grad(expected, wide, dy.double())]
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a.cpu().double(), b, rtol=1e-4, atol=1e-5)
+    return found
+
+
+@pytest.mark.hypothesis
+@pytest.mark.parametrize("device", DEVICES)
+@settings(max_examples=EXAMPLES)
+@given(data=st.data())
+def test_order_is_a_stable_sort(device: str, data: st.DataObject) -> None:
+    tokens, k, n_experts = data.draw(st.integers(0, 300)), data.draw(st.integers(1, 4)), data.draw(st.integers(1, 70))
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
+    dtype = data.draw(st.sampled_from([torch.int32, torch.int64]))
+    indices = torch.randint(-1, n_experts, (tokens, k), generator=generator).to(dtype)
+    found = onepass.expert_order(indices.to(device), n_experts)
+    for a, b in zip(found, definition.expert_order(indices, n_experts), strict=True):
+        assert torch.equal(a.cpu(), b)
+
+
+@pytest.mark.hypothesis
+@pytest.mark.parametrize("device", DEVICES)
+@settings(max_examples=EXAMPLES)
+@given(data=st.data())
+def test_choice_is_its_definition(device: str, data: st.DataObject) -> None:
+    """Weights, indices, counts and gradients; scores of few values, so that the lowest index has to win ties."""
+    tokens, n_experts = data.draw(st.integers(1, 40)), data.draw(st.integers(1, 33))
+    k, dim = data.draw(st.integers(1, n_experts)), 8
+    score_func, norm = data.draw(st.sampled_from(["sigmoid", "softmax"])), data.draw(st.booleans())
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
+    u = torch.randint(-2, 3, (tokens, dim), generator=generator).float()
+    weight = torch.randint(-1, 2, (n_experts, dim), generator=generator).float() / 2
+    bias = torch.randint(-1, 2, (n_experts,), generator=generator) / 4 if data.draw(st.booleans()) else None
+    mask = torch.rand(tokens, generator=generator) < 0.7 if data.draw(st.booleans()) else None
+    own = [t.to(device).requires_grad_() for t in (u, weight)]
+    here = [None if t is None else t.to(device) for t in (bias, mask)]
+    weights, indices, counts, logits = choice.choose_experts(*own, *here, k, score_func, norm)
+    wide = [t.double().requires_grad_() for t in (u, weight)]
+    z = wide[0] @ wide[1].t()
+    # the choice of fp32 scores: those of float64 may tell apart what is equal in fp32
+    _, chosen, load = definition.choose(z.detach().float(), bias, mask, k, score_func, norm)
+    if device == "cpu" and not INTERPRET:
+        assert torch.equal(indices, chosen)
+        assert torch.equal(counts, load)
+    assert torch.equal(counts.cpu(), torch.bincount(indices[indices >= 0].cpu(), minlength=n_experts).int())
+    s = z.softmax(-1) if score_func == "softmax" else z.sigmoid()
+    expected = s.gather(-1, indices.cpu().clamp(min=0))
+    expected = expected / expected.sum(-1, keepdim=True) if norm and k > 1 else expected
+    expected = expected.masked_fill(indices.cpu() < 0, 0.0)
+    torch.testing.assert_close(weights.cpu().double(), expected, rtol=1e-5, atol=1e-6)
+    # of no expert that was left out is s + b larger, and the chosen are in order
+    v = s.detach() if bias is None else s.detach() + bias
+    if mask is None:
+        taken = v.gather(-1, indices.cpu())
+        assert (taken.diff() <= 1e-6).all()
+        left = v.scatter(-1, indices.cpu(), -torch.inf).amax(-1)
+        assert (left <= taken[:, -1] + 1e-6).all()
+    up, more = torch.randn(weights.shape, generator=generator), torch.randn(logits.shape, generator=generator)
+    found = torch.autograd.grad((weights * up.to(device)).sum() + (logits * more.to(device)).sum(), own)
+    wanted = torch.autograd.grad((expected * up).sum() + (z * more).sum(), wide)
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a.cpu().double(), b, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_ties_and_nan(device: str) -> None:
+    """The lowest index wins a tie; NaN counts as the largest score, so that it shows in the result."""
+    eye = torch.eye(4, device=device)
+    u = torch.tensor([[1.0, 1.0, 1.0, 1.0], [0.0, 0.0, torch.nan, 0.0], [0.0, 2.0, 0.0, 2.0]], device=device)
+    u = u.nan_to_num(nan=0.0) if device == "cpu" and INTERPRET else u
+    weights, indices, _, _ = choice.choose_experts(u, eye, None, None, 2, "sigmoid", True)
+    assert indices[0].tolist() == [0, 1]
+    assert indices[2].tolist() == [1, 3]
+    # a NaN in a token reaches all of its logits
+    assert weights[1].isnan().all() or INTERPRET
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("load", ["one expert", "the last", "none", "unlike"])
+def test_loads(device: str, load: str) -> None:
+    tokens, n_experts, k = 50, 5, 2
+    indices = torch.stack([torch.randperm(n_experts)[:k] for _ in range(tokens)])
+    if load == "unlike":
+        indices[:, 0], indices[10:, 1] = 3, -1
+    else:
+        indices[:] = {"one expert": 0, "the last": n_experts - 1, "none": -1}[load]
+    given = _tensors(tokens, 16, 24, n_experts, k, device)
+    y, dx, *_ = _equals_definition(indices.to(device), given)
+    if load == "none":
+        assert not y.any()
+        assert not dx.any()
+
+
+def test_one_column() -> None:
+    _equals_definition(torch.tensor([[0], [1], [1]]), _tensors(3, 1, 1, 2, 1))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_graph_that_is_kept_gives_the_same_twice(device: str) -> None:
+    """Backward overwrites its own memory alone, nothing that was saved."""
+    given = _tensors(30, 16, 24, 4, 2, device)
+    indices = torch.stack([torch.randperm(4)[:2] for _ in range(30)]).to(device)
+    y = onepass.experts(given[0], indices, *given[1:])
+    first = torch.autograd.grad(y, given, torch.ones_like(y), retain_graph=True)
+    second = torch.autograd.grad(y, given, torch.ones_like(y))
+    assert all(map(torch.equal, first, second))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_the_host_never_waits(dtype: torch.dtype) -> None:
+    given = [t.detach().to(dtype).requires_grad_() for t in _tensors(300, 64, 128, 8, 2, "cuda")]
+    indices = torch.rand(300, 8, device="cuda").topk(2, -1).indices
+    onepass.experts(given[0], indices, *given[1:]).sum().backward()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        onepass.experts(given[0], indices, *given[1:]).sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+def test_an_index_out_of_range_is_clamped() -> None:
+    given = _tensors(6, 8, 8, 3, 2, "cuda")
+    wild = torch.tensor([[0, 9], [2, -5], [1, 2], [0, 1], [7, 0], [-1, 1]], device="cuda")
+    kept = wild.clamp(-1, 2)
+    assert torch.equal(onepass.experts(given[0], wild, *given[1:]), onepass.experts(given[0], kept, *given[1:]))
+
+
+@pytest.mark.gpu
+def test_sizes_that_a_gpu_refuses_in_16_bits() -> None:
+    given = [t.detach().bfloat16() for t in _tensors(6, 12, 8, 3, 2, "cuda")]
+    indices = torch.zeros(6, 2, dtype=torch.int64, device="cuda")
+    with pytest.raises(ValueError, match="multiples of 8 in torch.bfloat16, got 12 and 8; pad them"):
+        onepass.experts(given[0], indices, *given[1:])
+
+
+@pytest.mark.gpu
+def test_peak_memory() -> None:
+    """Backward holds five tensors of the rows' size at once, besides results: no copy in fp32, none that lingers."""
+    tokens, dim, hidden, n_experts, k = 8192, 512, 512, 8, 2
+    given = [t.detach().bfloat16().requires_grad_() for t in _tensors(tokens, dim, hidden, n_experts, k, "cuda")]
+    indices = torch.rand(tokens, n_experts, device="cuda").topk(k, -1).indices
+    dy = torch.randn(tokens, dim, device="cuda", dtype=torch.bfloat16)
+
+    def run() -> None:
+        y = onepass.experts(given[0], indices, *given[1:])
+        torch.autograd.grad(y, given, dy)
+
+    run()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    run()
+    rows, results = tokens * k * dim * 2, 2 * tokens * dim * 2 + 2 * n_experts * dim * hidden * 2
+    assert torch.cuda.max_memory_allocated() - before <= 4 * rows + results + 2**21
