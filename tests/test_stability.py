@@ -57,6 +57,8 @@ def modules() -> dict[str, nn.Module]:
         "RoutedFeedForward": one.RoutedFeedForward(8, k=2),
         "Router": one.Router(8),
         "WeightedSum": one.WeightedSum(8),
+        "Experts": one.Experts(8, 4),
+        "Experts(swiglu, shared)": one.Experts(8, 4, activation="swiglu", shared_dim=8),
         "WeightedSum(num_vectors=2)": one.WeightedSum(8, 2),
     }
 

@@ -58,6 +58,8 @@ CASES = [
     Case("Router", lambda **f: onn.Router(DIM, **f), k=K),
     Case("Router", lambda **f: onn.Router(DIM, 3, kind="sigmoid", gate="straight_through", **f), k=K),
     Case("CausalRouter", lambda **f: onn.CausalRouter(DIM, block=8, memory=16, **f), k=K),
+    Case("Experts", lambda **f: onn.Experts(DIM, 4, **f)),
+    Case("Experts", lambda **f: onn.Experts(DIM, 4, activation="swiglu", shared_dim=8, **f)),
     Case("LocalAttention", lambda **f: onn.LocalAttention(DIM, **LOCAL, **f)),
     Case("LocalAttention", lambda **f: onn.LocalAttention(DIM, causal=True, **LOCAL, **f)),
     Case("Routed", _routed),
@@ -91,7 +93,8 @@ def tensors_of(module: nn.Module) -> dict[str, Tensor]:
 
 
 def assert_same_tensors(a: nn.Module, b: nn.Module) -> None:
-    first, second = tensors_of(a), tensors_of(b)
+    # what a forward in training counts is no state
+    first, second = ({name: t for name, t in tensors_of(m).items() if "tokens_per_expert" not in name} for m in (a, b))
     assert first.keys() == second.keys()
     for name, t in first.items():
         assert torch.equal(t, second[name]), name
@@ -185,7 +188,9 @@ def test_factory_arguments(case: Case) -> None:
     for device, dtype in (("meta", torch.bfloat16), ("cpu", torch.float64), ("cpu", None)):
         module = case.build(device=device, dtype=dtype)
         for name, t in tensors_of(module).items():
-            assert (t.device.type, t.dtype) == (device, dtype or torch.get_default_dtype()), name
+            # biases of experts move by a thousandth
+            wanted = torch.float32 if name in ("expert_bias", "tokens_per_expert") else dtype
+            assert (t.device.type, t.dtype) == (device, wanted or torch.get_default_dtype()), name
     # what takes no module from its caller takes them itself
     given = {"device", "dtype"} & set(inspect.signature(exported()[case.name]).parameters)
     assert given == (set() if case.name == "Routed" else {"device", "dtype"})
@@ -210,7 +215,7 @@ def test_state_dict_through_a_file_of_weights(case: Case, device: str) -> None:
     torch.save(module.state_dict(), file)
     file.seek(0)
     state = torch.load(file, weights_only=True)
-    assert list(state) == list(tensors_of(module))
+    assert set(state) == set(tensors_of(module)) - {"tokens_per_expert"}
     with torch.device(device):
         other = case.build()
     other.load_state_dict(state, assign=device == "meta")

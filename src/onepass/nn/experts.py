@@ -37,6 +37,13 @@ class ExpertRouting(NamedTuple):
     counts: Tensor
 
 
+class _Logits(nn.Linear):
+    """The router's weight, drawn from N(0, 1/dim)."""
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=self.in_features**-0.5)
+
+
 class _Shared(nn.Module):
     """The feed-forward of all tokens, without a norm: it takes what the experts take."""
 
@@ -126,26 +133,33 @@ class Experts(nn.Module):
         self.activation, self.score_func, self.norm_topk = activation, score_func, norm_topk
         self.balance_rate = float(balance_rate)
         factory: Any = {"device": device, "dtype": dtype}
-        self.norm = RMSNorm(dim, **factory)
-        self.router = nn.Linear(dim, num_experts, bias=False, **factory)
         self.up = nn.Parameter(torch.empty(num_experts, dim, hidden_dim, **factory))
         self.gate = nn.Parameter(torch.empty_like(self.up)) if activation == "swiglu" else None
         self.down = nn.Parameter(torch.empty(num_experts, hidden_dim, dim, **factory))
-        self.shared = _Shared(dim, shared_dim, activation, **factory) if shared_dim else None
-        zeros = torch.zeros(num_experts, dtype=torch.float32, device=device)
-        self.register_buffer("expert_bias", zeros)
-        self.register_buffer("tokens_per_expert", zeros.clone(), persistent=False)
+        for name, stays in (("expert_bias", True), ("tokens_per_expert", False)):
+            self.register_buffer(name, torch.zeros(num_experts, dtype=torch.float32, device=device), persistent=stays)
         self.reset_parameters()
+        self.norm = RMSNorm(dim, **factory)
+        self.router = _Logits(dim, num_experts, bias=False, **factory)
+        self.shared = _Shared(dim, shared_dim, activation, **factory) if shared_dim else None
 
     def reset_parameters(self) -> None:
-        """Draw the router from N(0, 1/dim) and the experts as `torch.nn.Linear` does; set bias and counts to 0."""
-        nn.init.normal_(self.router.weight, std=self.dim**-0.5)
+        """Draw the experts as `torch.nn.Linear` does, and set bias and counts to 0."""
         for weight in (self.up, self.gate, self.down):
             if weight is not None:
                 bound = 1 / math.sqrt(weight.shape[1])
                 nn.init.uniform_(weight, -bound, bound)
         nn.init.zeros_(self.expert_bias)
         nn.init.zeros_(self.tokens_per_expert)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        # layer.bfloat16() leaves bias and counts in fp32: they move by a thousandth and by one
+        exact = {name: self._buffers[name] for name in ("expert_bias", "tokens_per_expert")}
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for name, t in exact.items():
+            if t is not None and (new := self._buffers[name]) is not None and new.dtype != t.dtype:
+                self._buffers[name] = t.to(new.device)
+        return self
 
     def forward(
         self, x: Tensor, mask: Tensor | None = None, return_routing: bool = False
@@ -170,11 +184,12 @@ class Experts(nn.Module):
         )
         if self.training and not torch._C._are_functorch_transforms_active():
             self.tokens_per_expert.add_(counts)
-        up, down, gate = self.up, self.down, self.gate
+        matrices: list[Any] = [self.up, self.down, self.gate]
         if torch.is_autocast_enabled(x.device.type):
             dtype = torch.get_autocast_dtype(x.device.type)
-            u, up, down = u.to(dtype), up.to(dtype), down.to(dtype)
-            gate = None if gate is None else gate.to(dtype)
+            u = u.to(dtype)
+            matrices = [None if t is None else t.to(dtype) for t in matrices]
+        up, down, gate = matrices
         y = experts(u, indices, weights, up, down, activation=self.activation, gate=gate)
         if self.shared is not None:
             y = y + (self.shared(u) if mask is None else self.shared(u) * mask[:, None])
@@ -226,7 +241,7 @@ def update_balance(model: nn.Module, group: Any = None) -> None:
     counts = torch.cat([m.tokens_per_expert for m in layers])
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.all_reduce(counts, group=group)
-    for layer, count in zip(layers, counts.split(sizes), strict=True):
+    for layer, count in zip(layers, torch.split(counts, sizes), strict=True):
         layer.expert_bias.add_((count.mean() - count).sign(), alpha=layer.balance_rate)
         layer.tokens_per_expert.zero_()
 

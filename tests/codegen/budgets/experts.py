@@ -84,7 +84,7 @@ def _products(t: str) -> Iterator[Kernel]:
     common = {"a_ptr": f"*{t}", "b_ptr": f"*{t}", "end_ptr": "*i32", "out_ptr": f"*{t}"}
     signature = common | i32("b_expert", "b_row", "D", "M", "E")
     size, depth = (64, 32) if t == "fp32" else (128, 64)
-    block = {"BLOCK_N": size, "BLOCK_M": size, "BLOCK_D": depth}
+    block = {"BLOCK": size, "BLOCK_D": depth}
     yield Kernel(
         f"experts product {t}", kernel(_PRODUCTS, "rows_kernel"), signature,
         {"b_col": 1, "WIDTH": 64, **block}, (*pointers(common), "b_row", "D", "M"), num_warps=4 if t == "fp32" else 8,
@@ -92,7 +92,7 @@ def _products(t: str) -> Iterator[Kernel]:
     )  # fmt: skip
     yield Kernel(
         f"experts weight product {t}", kernel(_PRODUCTS, "weights_kernel"), common | i32("P", "Q"),
-        {"BLOCK_N": 32, "BLOCK_P": 64, "BLOCK_Q": 64}, (*pointers(common), "P", "Q"), max_registers=200,
+        {"BLOCK_N": 32, "BLOCK": 64}, (*pointers(common), "P", "Q"), max_registers=200,
         vector_loads=False,
     )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""`experts` beyond the contract: order and choice against their definitions, loads of every kind, what backward keeps."""
+"""`experts` beyond the contract: order and choice against their definitions, loads of every kind, memory."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import onepass
+from harness import DEVICES
 from onepass.core.launch import INTERPRET
 from onepass.ops.experts import choice, definition
-
-from harness import DEVICES
 
 EXAMPLES = 12 if INTERPRET else 40
 
@@ -163,7 +162,7 @@ def test_an_index_out_of_range_is_clamped() -> None:
 def test_sizes_that_a_gpu_refuses_in_16_bits() -> None:
     given = [t.detach().bfloat16() for t in _tensors(6, 12, 8, 3, 2, "cuda")]
     indices = torch.zeros(6, 2, dtype=torch.int64, device="cuda")
-    with pytest.raises(ValueError, match="multiples of 8 in torch.bfloat16, got 12 and 8; pad them"):
+    with pytest.raises(ValueError, match=r"multiples of 8 in torch\.bfloat16, got 12 and 8; pad them"):
         onepass.experts(given[0], indices, *given[1:])
 
 

@@ -46,7 +46,7 @@ def _opchecks() -> Iterator[tuple[Any, tuple[Any, ...]]]:
     indices = _indices(9, 3, 2, 0.2, "cpu")
     for gate in (None, torch.randn(3, 8, 16)):
         x, w, up, down = (torch.randn(s, requires_grad=True) for s in ((9, 8), (9, 2), (3, 8, 16), (3, 16, 8)))
-        args = (x, indices, w, up, down, gate, "gelu" if gate is None else "swiglu")
+        args: Any = (x, indices, w, up, down, gate, "gelu" if gate is None else "swiglu")
         yield op.forward_op, args
         y, *saved = op.forward_op(*args)
         given = [t.detach() for t in (torch.randn_like(y), x, w, up, down)]
