@@ -32,7 +32,7 @@ def test_kernels_in_two_processes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-@pytest.mark.parametrize("room", ["balance", "modules", "operators", "optimizer", "packed"])
+@pytest.mark.parametrize("room", ["balance", "experts", "modules", "operators", "optimizer", "packed"])
 def test_two_gpus(room: str) -> None:
     errors = run("cases.py", 2, "cpu:gloo,cuda:nccl", room)
     assert not errors, errors

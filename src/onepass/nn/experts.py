@@ -183,7 +183,7 @@ class Experts(nn.Module):
             u, self.router.weight, self.expert_bias, mask, self.top_k, self.score_func, self.norm_topk
         )
         if self.training and not torch._C._are_functorch_transforms_active():
-            self.tokens_per_expert.add_(counts)
+            _here(self.tokens_per_expert).add_(_here(counts))
         matrices: list[Any] = [self.up, self.down, self.gate]
         if torch.is_autocast_enabled(x.device.type):
             dtype = torch.get_autocast_dtype(x.device.type)
@@ -209,6 +209,11 @@ class Experts(nn.Module):
             f"{self.dim}, num_experts={self.num_experts}, top_k={self.top_k}, hidden_dim={self.hidden_dim}, "
             f"activation={self.activation!r}, score_func={self.score_func!r}"
         )
+
+
+def _here(t: Tensor) -> Tensor:
+    """Return this device's part of a DTensor; any other tensor as it is."""
+    return t.to_local() if hasattr(t, "to_local") else t  # type: ignore[no-any-return]
 
 
 @torch.no_grad()
@@ -238,12 +243,12 @@ def update_balance(model: nn.Module, group: Any = None) -> None:
     if not layers:
         return
     sizes = [m.num_experts for m in layers]
-    counts = torch.cat([m.tokens_per_expert for m in layers])
+    counts = torch.cat([_here(m.tokens_per_expert) for m in layers])
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.all_reduce(counts, group=group)
     for layer, count in zip(layers, torch.split(counts, sizes), strict=True):
-        layer.expert_bias.add_((count.mean() - count).sign(), alpha=layer.balance_rate)
-        layer.tokens_per_expert.zero_()
+        _here(layer.expert_bias).add_((count.mean() - count).sign(), alpha=layer.balance_rate)
+        _here(layer.tokens_per_expert).zero_()
 
 
 def _of_real(values: Tensor, routing: ExpertRouting) -> Tensor:
