@@ -7,8 +7,7 @@ tokens per second and process should stay; one process runs with and without its
 several processes, `layers` times forward and backward of each layer on a part of a row alone, on the whole row alone,
 and on the row over all processes, with plain weights (`plain`) and DTensors (`placed`); `host_ms` is the time until
 the call returns, `kernels_ms` and `nccl_ms` are sums of the device's time. `lion` is one step on the parameters of
-`layers` as FSDP2 shards them, and on plain tensors of the shards' sizes. `balance` is a routed feed-forward, its heavy
-work balanced and not, for choices that fall anywhere and for choices on the first process alone.
+`layers` as FSDP2 shards them, and on plain tensors of the shards' sizes.
 """
 
 # ruff: noqa: T201
@@ -45,12 +44,12 @@ from onepass.train.loop import FLUSH, Training
 SIZES: dict[str, dict[str, Any]] = {
     "cuda": {
         "steps": 40, "job": {}, "width": 4096, "layers": 8, "repeats": 12, "rows": (65536, 262144),
-        "dim": 1024, "widths": (1024, 4096), "attention": {"heads": 8, "dim_head": 64, "window": 128},
+        "dim": 1024, "attention": {"heads": 8, "dim_head": 64, "window": 128},
         "dtype": torch.bfloat16,
     },
     "cpu": {
         "steps": 10, "job": {"dim": 16, "seq": 64, "batch": 2, "blocks": 1}, "width": 64, "layers": 2, "repeats": 3,
-        "rows": (512,), "dim": 16, "widths": (16,), "attention": {"heads": 2, "dim_head": 8, "window": 16},
+        "rows": (512,), "dim": 16, "attention": {"heads": 2, "dim_head": 8, "window": 16},
         "dtype": torch.float32,
     },
 }  # fmt: skip
@@ -196,26 +195,6 @@ def layers(world: parallel.Processes, size: dict[str, Any], device: torch.device
     return found
 
 
-def balance(world: parallel.Processes, size: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """Return the time of a routed feed-forward over a spread row, by width, place of the chosen tokens, and balance."""
-    from torch.distributed.tensor import Shard, distribute_tensor
-
-    found: dict[str, Any] = {}
-    for dim in size["widths"]:
-        n = size["rows"][0]
-        for choices in ("anywhere", "first"):
-            for balanced in (False, True):
-                torch.manual_seed(0)
-                layer: Any = RoutedFeedForward(dim, K, balance=balanced).to(device, size["dtype"])
-                x = one_row(n, dim, size, device)
-                if choices == "first":
-                    x[:, : round(n * K)] += 10 * layer.router.weight.detach()
-                spread = distribute_tensor(x, world.mesh, [Shard(1)], src_data_rank=None)
-                name = f"dim {dim}, {choices}" + ", balanced" * balanced
-                found[name] = both_passes(layer, spread, size, device, True)
-    return found
-
-
 def table(records: list[dict[str, Any]]) -> list[str]:
     """Return the rows of the bars' table for the last record."""
     one, last = records[0], records[-1]
@@ -226,7 +205,6 @@ def table(records: list[dict[str, Any]]) -> list[str]:
             more = "".join(f", {key} {found[key]}" for key in found if key not in ("ms",))
             ratio = found["ms"] / alone["ms"]
             rows.append(f"{name}, {way}: {found['ms']:.2f} ms, {ratio:.2f} of a part alone{more}")
-    rows += [f"feed-forward, {name}: {found['ms']:.2f} ms" for name, found in last.get("balance", {}).items()]
     rows += [f"Lion on {name}: {last['lion'][name]}" for name in ("shards", "plain")]
     speed = one["main_job"]["tokens_per_s_and_process"]
     for job in ("main_job", "main_job_eager", "main_job_sequence_parallel"):
@@ -265,7 +243,6 @@ def work(folder: Path, kind: str) -> None:
         record["lion"] = lion(world, size, device)
         if isinstance(world, parallel.Processes):
             record["layers"] = layers(world, size, device)
-            record["balance"] = balance(world, size, device)
         if world.first:
             files.write(folder / "record.json", json.dumps(record))
         world.leave(0)

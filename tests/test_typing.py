@@ -90,7 +90,7 @@ def modules(asked: bool) -> None:
     assert_type(nn.RoutedFeedForward(8, k=2)(x, return_routing=False), Tensor)
     nn.RoutedFeedForward(8, k=2, balance="even")  # wrong
     nn.Routed(linear, linear, nn.Router(8), 2, True)  # wrong
-    assert_type(nn.RoutedBlock(8, k=2, balance=True)(x), Tensor)
+    assert_type(nn.RoutedBlock(8, k=2)(x), Tensor)
     assert_type(nn.RoutedFeedForward(8, k=2)(x, None, True), tuple[Tensor, RouterOutput])
     assert_type(nn.RoutedAttention(8, k_q=2, k_kv=2)(x), Tensor)
     assert_type(nn.RoutedAttention(8, k_q=2, k_kv=2)(x, return_routing=True), tuple[Tensor, AttentionRouting])

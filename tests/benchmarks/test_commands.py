@@ -83,7 +83,6 @@ def test_scaling(tmp_path: Path) -> None:
     for ways in two["layers"].values():
         assert {*ways} == {"part_alone", "whole_alone", "plain", "placed"}
         assert all(found["ms"] > 0 for found in ways.values())
-    assert len(two["balance"]) == 4
     assert "block, 512, placed: " in said
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from interpreter import speed_up
 from onepass.core.launch import INTERPRET
-from sharded import balance, experts, modules, operators, optimizer, packed  # noqa: F401
+from sharded import experts, modules, operators, optimizer, packed  # noqa: F401
 from sharded.compare import CASES
 from sharded.processes import main
 

@@ -31,17 +31,16 @@ def _own(router: nn.Module, k: int | float, **options: Any) -> nn.Module:
 LAYERS: dict[str, Callable[[], nn.Module]] = {
     "feed-forward": lambda: RoutedFeedForward(DIM, 1 / 4),
     "number": lambda: RoutedFeedForward(DIM, 3),
-    "balance": lambda: RoutedFeedForward(DIM, 1 / 4, balance=True),
     "straight through": lambda: RoutedFeedForward(DIM, 1 / 4, router=Router(DIM, gate="straight_through")),
     "causal feed-forward": lambda: RoutedFeedForward(DIM, 1 / 4, router=CausalRouter(DIM, block=4, memory=8)),
     "two routes": lambda: RoutedFeedForward(DIM, 1 / 4, router=Router(DIM, num_routes=2)),
     "own branches": lambda: _own(Router(DIM), 3),
-    "causal, own branches": lambda: _own(CausalRouter(DIM, block=4, memory=8), 1 / 4, balance=True),
+    "causal, own branches": lambda: _own(CausalRouter(DIM, block=4, memory=8), 1 / 4),
     "no choice": lambda: RoutedFeedForward(DIM, 0),
     "attention": lambda: RoutedAttention(DIM, 1 / 4, 1 / 2, **HEADS),
     "number attention": lambda: RoutedAttention(DIM, 3, 5, **HEADS),
     "causal attention": lambda: RoutedAttention(DIM, 1 / 4, 1 / 2, causal=True, **HEADS),
-    "block": lambda: RoutedBlock(DIM, 1 / 4, balance=True, **HEADS),
+    "block": lambda: RoutedBlock(DIM, 1 / 4, **HEADS),
     "causal block": lambda: RoutedBlock(DIM, 1 / 4, causal=True, **HEADS),
 }
 # one over all processes, ends at edges of two and of four, empty ones, processes where none begins, parts of unequal
@@ -121,8 +120,7 @@ def _(layer: str, placed: bool) -> None:
         y = module(x, cu_seqlens=bounds((3, 40, 21)), max_seqlen=40)
     with Calls() as backward:
         y.backward(up)
-    block, balance = "block" in layer, 4 * (layer == "block")
-    assert len(forward.sent) + len(backward.sent) <= 2 * (3 + block) + placed + balance
+    assert len(forward.sent) + len(backward.sent) <= 2 * (3 + ("block" in layer)) + placed
     assert not forward.on_dtensors
     assert {*backward.on_dtensors} <= {"aten.add_.Tensor", "aten.detach.default"}, backward.on_dtensors
 

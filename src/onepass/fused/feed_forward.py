@@ -28,7 +28,7 @@ from . import branch
 from .choice import choose, choose_backward
 from .norms import Chosen, norm_chosen, score_tokens, through_norms
 from .plans import FeedForwardPlan as Plan
-from .row import Even, Row
+from .row import Row
 
 # how many of the saved tensors `backward_tokens` takes
 TOKENS = 12
@@ -159,12 +159,9 @@ def forward(
         # the host waits here, when the light branch is on its way
         at, at_gates = row.choose(found, gates, counts.read())
         chosen, chosen_stats = _norm_part(x, at, heavy_norm, plan.heavy_eps, plan.dtype)
-        chosen = chosen if row.even is None else row.even.there(chosen)
     heavy_u = F.linear(chosen, heavy_up, heavy_up_bias)
     heavy_h = F.gelu(heavy_u)
     update = F.linear(heavy_h, heavy_down, heavy_down_bias)
-    if row is not None and row.even is not None:
-        update = row.even.back(update)
     if y is None:
         y = branch.add_residual(x, rows, update, at_gates, at, None)
     else:
@@ -174,7 +171,7 @@ def forward(
 
 
 def backward_products(
-    saved: list[Any], plan: Plan, dtypes: Sequence[Any], needs: Sequence[bool], dy: Tensor, even: Even | None = None
+    saved: list[Any], plan: Plan, dtypes: Sequence[Any], needs: Sequence[bool], dy: Tensor
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of the normed tokens, of all and of the chosen, the gates', explore_grad, and the weights'.
 
@@ -203,7 +200,6 @@ def backward_products(
     del rounded
     dh, heavy_dh, update, d_normed, d_chosen = None, None, None, None, None
     if d_update is not None:
-        d_update = d_update if even is None else even.there(d_update)
         if need_weights[6]:
             grads[6] = weight_gradient(d_update, heavy_h, dtypes[6])
         if need_chosen or need_weights[4] or need_weights[5]:
@@ -222,7 +218,6 @@ def backward_products(
             grads[4] = weight_gradient(heavy_dh, chosen, dtypes[4])
         if need_chosen:
             d_chosen = torch.mm(heavy_dh, heavy_up)
-            d_chosen = d_chosen if even is None else even.back(d_chosen)
     heavy_dh = chosen = None
     if dh is not None:
         if need_weights[0]:
@@ -298,16 +293,15 @@ class _RoutedFeedForward(torch.autograd.Function):
         needs, plan, row = ctx.needs_input_grad, ctx.plan, ctx.row
         inputs, activations = saved[:TOKENS], [*saved[4:7], *saved[TOKENS:]]
         del saved
-        even = None
         if row is not None:
             # this device's tokens in place of the row's; the row keeps the rest
             indices, gates, scores = inputs[5:8]
             inputs[5:8] = row.own.places, row.gates, row.scores
             activations[1:3] = row.own.places, row.gates
-            plan, even = plan._replace(explore_stride=0), row.even
+            plan = plan._replace(explore_stride=0)
         products: tuple[Tensor | None, ...] = (None,) * 12
         if dy is not None:
-            products = backward_products(activations, plan, ctx.dtypes, (*needs[:4], *needs[7:]), dy, even)
+            products = backward_products(activations, plan, ctx.dtypes, (*needs[:4], *needs[7:]), dy)
         d_probed = None
         if row is not None and (needs[0] or needs[1]):
             explore = ctx.plan.explore_stride if needs[1] else 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 Range = tuple[int, int]
@@ -58,36 +57,3 @@ def edges(n: int, devices: int, rank: int, window: int, causal: bool, packed: bo
     given = [of_others(i, own[rank], w) for i, w in enumerate(wants)]
     taken = [of_others(i, r, wants[rank]) for i, r in enumerate(own)]
     return Edges(begin - first, last - end, given, taken)
-
-
-class Shares(NamedTuple):
-    """Who computes what.
-
-    The travelling tokens of all devices form one list, device after device.
-
-    Attributes:
-        kept: how many of its own tokens each device computes.
-        given: which range of the list each device has.
-        taken: which range of the list each device computes.
-    """
-
-    kept: list[int]
-    given: list[Range]
-    taken: list[Range]
-
-    @property
-    def travelling(self) -> int:
-        """How many tokens travel."""
-        return self.given[-1][1]
-
-
-def shares(counts: list[int]) -> Shares:
-    """Return who computes what if device i has counts[i] tokens: at most ⌈sum / devices⌉ each, the rest stays.
-
-    No plan with this most moves fewer tokens. Every device computes the plan from the same counts, so nothing is sent.
-    """
-    most = -(-sum(counts) // len(counts))
-    given = list(accumulate((max(0, c - most) for c in counts), initial=0))
-    rooms = accumulate((max(0, most - c) for c in counts), initial=0)
-    taken = [min(room, given[-1]) for room in rooms]
-    return Shares([min(c, most) for c in counts], list(pairwise(given)), list(pairwise(taken)))

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .packing import Packing, Samples, of_rows
-from .parts import Edges, Range, edges, parts, shared, shares
+from .parts import Edges, Range, edges, parts
 
 # keys of packed sequences are cut to a multiple of so many: steps and kernels meet few lengths
 GRAIN = 64
@@ -59,34 +59,6 @@ def put_pieces(x: Tensor, ranges: Sequence[Range], begin: int, more: Tensor, add
             into, part = x[:, a - begin : b - begin], more[:, done : done + b - a]
             into.add_(part) if add else into.copy_(part)
             done += b - a
-
-
-class Even:
-    """Rows of chosen tokens in even parts: those of which a device has too many travel to others, and come back."""
-
-    def __init__(self, counts: list[int], real: Tensor, rank: int, group: Any) -> None:
-        kept, given, taken = plan = shares(counts)
-        self.kept, self.places, self.group, self.travels = kept[rank], real.numel(), group, plan.travelling > 0
-        self.given = [shared(given[rank], r) for r in taken]
-        self.taken = [shared(r, taken[rank]) for r in given]
-        # the tokens that exist come first
-        self.order = real.flatten().logical_not().sort(stable=True).indices[: counts[rank]]
-
-    def there(self, rows: Tensor) -> Tensor:
-        """Return the rows that this device computes, of rows (all places, dim) of its own chosen tokens."""
-        mine = rows.index_select(0, self.order)
-        if not self.travels:
-            return mine
-        guests = send(mine[None, self.kept :], self.given, self.taken, self.group)
-        return torch.cat((mine[: self.kept], guests[0]))
-
-    def back(self, done: Tensor) -> Tensor:
-        """Return what was computed of this device's own tokens (places, dim), zeros where a token does not exist."""
-        if self.travels:
-            back = send(done[None, self.kept :], self.taken, self.given, self.group)
-            done = torch.cat((done[: self.kept], back[0]))
-        # places are unique: a copy
-        return done.new_zeros(self.places, done.shape[1]).index_copy_(0, self.order, done)
 
 
 class Chosen(NamedTuple):
@@ -144,12 +116,10 @@ class Row:
         mask, scores: of whole rows, and of this device's tokens, once the scores are there.
         packing: of packed sequences, whose choices are those of a batch; the rest is one row.
         own, gates: which of the chosen tokens are here, and their gates.
-        even: how the heavy work is spread; None: each device computes its own tokens.
     """
 
     own: Chosen
     gates: Tensor
-    even: Even | None = None
     missing = False  # whether fewer keys exist than were asked for
     scores: Tensor
     at: Tensor  # where in the row the chosen tokens are
@@ -158,8 +128,8 @@ class Row:
     key_slots: Tensor | None = None  # which of a batch's keys are attended to; None: all
     checks: Tensor | None = None  # what devices said of their packing
 
-    def __init__(self, n: int, group: Any, balance: bool = False, packing: Packing | None = None) -> None:
-        self.n, self.group, self.balance, self.packing = n, group, balance, packing
+    def __init__(self, n: int, group: Any, packing: Packing | None = None) -> None:
+        self.n, self.group, self.packing = n, group, packing
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.most = max(1, -(-n // self.size))
         self.begin, self.end = parts(n, self.size)[self.rank]
@@ -244,17 +214,11 @@ class Row:
         """Keep which of the chosen tokens are here; return their places among this device's tokens, and gates."""
         self.own = self.pick(found, starts)
         self.gates = self.flat(gates).gather(1, self.own.slots)
-        if self.balance:
-            self.even = Even(self.counts(starts), self.real(self.own.places), self.rank, self.group)
         return self.own.places, self.gates
 
     def real(self, places: Tensor) -> Tensor:
         """Return which places are those of tokens here."""
         return (places >= 0) & (places < self.end - self.begin)
-
-    def counts(self, starts: list[list[int]]) -> list[int]:
-        """Return how many chosen tokens of all rows each device has."""
-        return [sum(row[r + 1] - row[r] for row in starts) for r in range(self.size)]
 
     def locate(self, found: Sorted, starts: list[list[int]], places: int) -> Tensor:
         """Return where each of the chosen (batch·k,) is in what :meth:`gather` receives, its length for one missing."""

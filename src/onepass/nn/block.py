@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +14,7 @@ from onepass.fused import decoding
 from .attention import AttentionRouting, HeavyAttention, RoutedAttention
 from .cache import AttentionCache, BlockCache, ChoiceCache, Clock, HeavyCache, LocalCache
 from .causal import CausalRouter, router_of_windows
-from .count import check_count, check_flag, check_number, check_size, count
+from .count import check_count, check_number, check_size, count, refuse_gone
 from .feed_forward import has_no_overrides
 from .local_attention import LocalAttention
 from .over_sequence import Door, sequence_axis, uncompiled
@@ -52,7 +52,7 @@ class RoutedBlock(nn.Module):
         k_q: how many queries the heavy attention sees; default: k.
         k_kv: how many keys and values it sees; default: 2·k (a share: at most 1).
         heads, dim_head, light_heads, window: as `RoutedAttention`.
-        light_mult, heavy_mult, bias, balance: as `RoutedFeedForward`. With dim 256 and 512, ``light_mult=2`` was better
+        light_mult, heavy_mult, bias: as `RoutedFeedForward`. With dim 256 and 512, ``light_mult=2`` was better
             in both tasks of docs/lab/ablate.md.
         dropout: while training, the probability with which an element of what a layer adds to the residual stream is
             zero; the others are divided by 1 − dropout. Above 0 the additions are not fused.
@@ -65,7 +65,7 @@ class RoutedBlock(nn.Module):
     checkpointing.
 
     Raises:
-        TypeError: a k is neither int nor float, a size is not an int, or balance is not a bool.
+        TypeError: a k is neither int nor float, or a size is not an int.
         ValueError: a size is out of range.
 
     Source: CoLT5 (arXiv:2303.09752).
@@ -83,12 +83,12 @@ class RoutedBlock(nn.Module):
     def __init__(
         self, dim: int, k: int | float, *, k_q: int | float | None = None, k_kv: int | float | None = None,
         heads: int = 8, dim_head: int = 64, light_heads: int | None = None, window: int = 256, light_mult: float = 0.5,
-        heavy_mult: float = 4, bias: bool = True, causal: bool = False, balance: bool = False, dropout: float = 0.0,
-        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+        heavy_mult: float = 4, bias: bool = True, causal: bool = False, dropout: float = 0.0,
+        device: torch.device | str | None = None, dtype: torch.dtype | None = None, **gone: NoReturn,
     ) -> None:  # fmt: skip
         super().__init__()
         check_count("RoutedBlock", "k", k)
-        check_flag("RoutedBlock", "balance", balance)
+        refuse_gone("RoutedBlock", gone)
         check_number("RoutedBlock", "dropout", dropout)
         if not 0 <= dropout <= 1:
             raise ValueError(f"RoutedBlock: dropout must be between 0 and 1, got {dropout}")
@@ -100,8 +100,8 @@ class RoutedBlock(nn.Module):
         )  # fmt: skip
         self.feed_forward = RoutedFeedForward(
             dim, k, light_mult=light_mult, heavy_mult=heavy_mult,
-            router=router_of_windows(dim, window, device, dtype) if causal else None, bias=bias, balance=balance,
-            device=device, dtype=dtype,
+            router=router_of_windows(dim, window, device, dtype) if causal else None, bias=bias, device=device,
+            dtype=dtype,
         )  # fmt: skip
         self.dropout = dropout
 

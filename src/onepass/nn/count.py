@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -22,10 +24,11 @@ def check_number(module: str, name: str, value: float) -> None:
         raise TypeError(f"{module}: {name} must be a number, got {type(value).__name__}")
 
 
-def check_flag(module: str, name: str, value: bool) -> None:
-    """Raise TypeError unless value is a bool."""
-    if not isinstance(value, bool):
-        raise TypeError(f"{module}: {name} must be a bool, got {type(value).__name__}")
+def refuse_gone(module: str, gone: Any) -> None:
+    """Raise TypeError for arguments that do not exist; tell what to write instead of one that did."""
+    for name in gone:
+        instead = "it went with rows over several devices, leave it out" if name == "balance" else "there is none such"
+        raise TypeError(f"{module}: unexpected argument {name}: {instead}")
 
 
 def check_count(module: str, name: str, k: int | float) -> None:

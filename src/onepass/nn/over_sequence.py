@@ -21,7 +21,7 @@ from torch.func import functional_call
 
 from onepass.fused.packing import Packing
 from onepass.fused.parts import parts
-from onepass.fused.row import Even, Row
+from onepass.fused.row import Row
 
 from .padding import check_bounds, check_mask
 
@@ -178,9 +178,9 @@ class Door:
             )
         return layer._fused(x, self.mask, dtype, residual, self)
 
-    def row(self, balance: bool = False) -> Row:
+    def row(self) -> Row:
         """Return the row for one call of a fused layer."""
-        return Row(self.n, self.group, balance, self.packing)
+        return Row(self.n, self.group, self.packing)
 
     def cut(self, t: Tensor) -> Tensor:
         """Return t (batch, tokens, …) without the token that stands in for none."""
@@ -346,21 +346,3 @@ class _Beside(torch.autograd.Function):
         # along other axes than those of the sum, each device has the whole gradient
         same = math.prod(grad.device_mesh.size(i) for i, p in enumerate(grad.placements) if p.is_replicate())
         return grad.to_local() / same, None, None
-
-
-class _Travel(torch.autograd.Function):
-    """Rows of chosen tokens to the devices that compute them, or back; gradients take the other way."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, even: Even, back: bool) -> Tensor:
-        ctx.even, ctx.back = even, back
-        return even.back(rows) if back else even.there(rows)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.even.there(grad) if ctx.back else ctx.even.back(grad), None, None
-
-
-def travel(rows: Tensor, even: Even, *, back: bool = False) -> Tensor:
-    """Return `even.there` of rows, or with `back` `even.back`, with a gradient."""
-    return _Travel.apply(rows, even, back)  # type: ignore[no-any-return, no-untyped-call]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -15,14 +15,13 @@ from onepass.fused import feed_forward_op
 from onepass.fused.feed_forward import routed_feed_forward
 from onepass.fused.norms import fits_one_program
 from onepass.fused.plans import FeedForwardPlan
-from onepass.fused.row import Even
 from onepass.ops.routing.op import gather, scatter_add
 
 from .causal import CausalRouter
-from .count import check_count, check_flag, check_number, check_size
+from .count import check_count, check_number, check_size, refuse_gone
 from .explore import explore, explore_part
 from .feed_forward import FeedForward, branch_dtype, has_no_overrides
-from .over_sequence import Bounds, Door, sequence_axis, spread_rows, travel, uncompiled
+from .over_sequence import Bounds, Door, sequence_axis, spread_rows, uncompiled
 from .packed import packed
 from .padding import zero_padding
 from .router import NORM_EPS, Router, RouterOutput, asked
@@ -44,10 +43,6 @@ class Routed(nn.Module):
         k: how many tokens of each sequence the heavy branch sees: an int ≥ 0 (at most n are taken), or a float
             0 < k ≤ 1, a share of its m real tokens: ``max(1, round(k·m))``, so that a padded sequence gives what it
             gives alone. (A router that is not a `Router` is called with ``max(1, round(k·n))``, n the padded length.)
-        balance: for tokens that are spread over devices along the sequence (docs/scale.md). True: every device runs
-            the heavy branch on an even part of the chosen tokens, ``(1, tokens, dim)``; tokens of which a device has
-            more travel there and back. False: each device computes its own. Results are equal within rounding. Tokens
-            that are not spread are computed the same either way.
 
     Shapes: ``routed(x, mask=None)`` with x ``(batch, n, dim)`` of any float dtype and strides, mask ``(batch, n)``
     bool, True at real tokens, gives y like x; ``routed(x, mask, return_routing=True)`` gives ``(y, RouterOutput)``.
@@ -65,7 +60,7 @@ class Routed(nn.Module):
     Deterministic: the indices of one route are unique in a row, so no two additions race.
 
     Raises:
-        TypeError: k is neither int nor float, or balance is not a bool.
+        TypeError: k is neither int nor float.
         ValueError: k is out of range, or a branch changes the shape.
 
     Source: CoLT5 (arXiv:2303.09752).
@@ -79,14 +74,14 @@ class Routed(nn.Module):
     """
 
     def __init__(
-        self, light: nn.Module, heavy: nn.Module, router: nn.Module, k: int | float, *, balance: bool = False
+        self, light: nn.Module, heavy: nn.Module, router: nn.Module, k: int | float, **gone: NoReturn
     ) -> None:  # fmt: skip
         super().__init__()
         check_count(type(self).__name__, "k", k)
-        check_flag(type(self).__name__, "balance", balance)
+        refuse_gone(type(self).__name__, gone)
         if isinstance(k, int) and k == 1:
             warnings.warn("the int k=1 is one token of a sequence; write k=1.0 for all of them", stacklevel=2)
-        self.light, self.heavy, self.router, self.k, self.balance = light, heavy, router, k, balance
+        self.light, self.heavy, self.router, self.k = light, heavy, router, k
 
     def forward(
         self, x: Tensor, mask: Tensor | None = None, return_routing: bool = False, *,
@@ -158,7 +153,7 @@ class Routed(nn.Module):
         """Return y and the routing for a DTensor x whose tokens are spread along one axis of its mesh.
 
         Every device chooses from the whole row. The heavy branch then runs where the chosen tokens are, on as many as
-        the row with the most of them has there, or, with `balance`, in even parts.
+        the row with the most of them has there.
         """
 
         def heavy(tokens: Tensor) -> Tensor:
@@ -188,11 +183,7 @@ class Routed(nn.Module):
             own = row.pick(found, read)
             at, slots, real = (t.view(*lead, -1) for t in (*own, row.real(own.places)))
             chosen = gather(tokens, at)
-            if self.balance:
-                even = Even(row.counts(read), real, row.rank, door.group)
-                update = travel(heavy(travel(chosen.flatten(0, -2), even)[None])[0], even, back=True).view(chosen.shape)
-            else:
-                update = heavy(chosen.flatten(1, -2)).reshape(chosen.shape)
+            update = heavy(chosen.flatten(1, -2)).reshape(chosen.shape)
             gates = row.flat(door.choice(routing.gates)).view(*lead, -1)
             gates = torch.where(real, gates.gather(-1, slots), 0)
             y = scatter_add(y, update, gates, at)
@@ -210,7 +201,7 @@ class Routed(nn.Module):
             )
 
     def extra_repr(self) -> str:
-        return f"k={self.k}" + (", balance=True" if self.balance else "")
+        return f"k={self.k}"
 
 
 class RoutedFeedForward(Routed):
@@ -230,7 +221,6 @@ class RoutedFeedForward(Routed):
         heavy_mult: hidden width of the heavy branch, in units of dim.
         router: default ``Router(dim)``; any module with its call signature.
         bias: biases in the linear layers.
-        balance: spread the heavy work evenly over devices that share a sequence (see `Routed`).
         device, dtype: of all parameters.
 
     Shapes, masks, packed sequences and errors: as `Routed`; masked tokens count as zeros whatever they hold. Works
@@ -239,7 +229,7 @@ class RoutedFeedForward(Routed):
     these two: the gradient of y reaches x and the router directly.
 
     Raises:
-        TypeError: k is neither int nor float, dim is not an int, a width is not a number, or balance is not a bool.
+        TypeError: k is neither int nor float, dim is not an int, or a width is not a number.
         ValueError: k is out of range, or a hidden width comes out below 1.
 
     Source: CoLT5 (arXiv:2303.09752).
@@ -256,8 +246,8 @@ class RoutedFeedForward(Routed):
 
     def __init__(
         self, dim: int, k: int | float, *, light_mult: float = 0.5, heavy_mult: float = 4,
-        router: nn.Module | None = None, bias: bool = True, balance: bool = False,
-        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+        router: nn.Module | None = None, bias: bool = True, device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None, **gone: NoReturn,
     ) -> None:  # fmt: skip
         def branch(name: str, mult: float) -> FeedForward:
             check_number("RoutedFeedForward", name, mult)
@@ -271,7 +261,7 @@ class RoutedFeedForward(Routed):
         check_size("RoutedFeedForward", "dim", dim)
         light, heavy = branch("light_mult", light_mult), branch("heavy_mult", heavy_mult)
         router = Router(dim, device=device, dtype=dtype) if router is None else router
-        super().__init__(light, heavy, router, k, balance=balance)
+        super().__init__(light, heavy, router, k, **gone)
 
     def forward(
         self, x: Tensor, mask: Tensor | None = None, return_routing: bool = False, *,
@@ -316,7 +306,7 @@ class RoutedFeedForward(Routed):
         if door is not None:
             vectors = door.weight(router.weight)
             light_norm, heavy_norm, *linear = map(door.weight, (light_norm, heavy_norm, *linear, *more))
-            row = door.row(self.balance)
+            row = door.row()
             y, *routing = routed_feed_forward(x, vectors, light_norm, heavy_norm, mask, plan, *linear, row=row)
         else:
             run = routed_feed_forward if plain(x, mask, light_norm) else feed_forward_op.routed_feed_forward
