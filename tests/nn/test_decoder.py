@@ -12,7 +12,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from onepass.core.launch import INTERPRET
 from onepass.fused import attention
 from onepass.nn import Decoder, RoutedBlock, cache
-from onepass.nn.graphed import settings
 from onepass.ops.span_attention import op_rotary
 
 DIM, WINDOW, VOCABULARY = 16, 8, 64
@@ -214,6 +213,32 @@ def _no_room() -> None:
         (lambda: Model().decoder(max_tokens=9).prefill(_prompt()), ValueError, "= 9 tokens, got a prompt of 60"),
         (lambda: Model().decoder().generate(_prompt()[:, :50], 12), ValueError, "a prompt of 50 and count = 12"),
         (_no_room, ValueError, "max_tokens = 9 tokens, got token 10"),
+        *(
+            (lambda name=name, value=value: Model().decoder(**{name: value}), error, f"Decoder: {name} must be ")
+            for name, value, error in (
+                ("stop", 1.5, TypeError),
+                ("stop", True, TypeError),
+                ("stop", -1, ValueError),
+                ("stop", 64, ValueError),
+                ("seed", 0.5, TypeError),
+                ("seed", -1, ValueError),
+                ("lookback", 0.5, TypeError),
+                ("lookback", -1, ValueError),
+            )
+        ),
+        *(
+            (
+                lambda prompt=prompt: Model().decoder().prefill(prompt),
+                TypeError,
+                "Decoder: prompt must be a tensor of int64",
+            )
+            for prompt in ([[1]] * 3, torch.ones(3, 2), torch.ones(3, 2, dtype=torch.int32))
+        ),
+        *(
+            (lambda m=m, run=run: run(Model().decoder(), m), TypeError, "Decoder: lengths must be 3 ints, got ")
+            for m in ([1, 2, 3.0], 5, torch.ones(3))
+            for run in (lambda d, m: d.prefill(_prompt()[:, :9], m), lambda d, m: d.generate(_prompt()[:, :9], 3, m))
+        ),
         (lambda: Model().decoder().load_state_dict({}), ValueError, "tokens must be"),
     ],
 )
@@ -241,11 +266,95 @@ def test_what_changed_since_a_capture_is_refused(change: Any, match: str) -> Non
     """Without a GPU: what a decoder with graphs compares before it repeats them."""
     model = Model().float()
     decoder = model.decoder()
-    decoder.graphs, decoder.captured = {True: None}, settings(decoder.modules, decoder.tokens.device)
+    decoder.graphs, decoder.captured = {True: None}, decoder._settings()
     decoder._check_captured()
     change(model)
     with pytest.raises(ValueError, match=match):
         decoder._check_captured()
+
+
+@torch.no_grad()
+def test_what_changed_of_a_decoder_since_a_capture_is_refused() -> None:
+    """All attributes that a step reads, before a prompt takes the place of the last one."""
+    model = Model()
+    for name, value in {
+        "temperature": 0.0, "top_k": 1, "top_p": 0.1, "stop": 4, "lookback": 1, "embed": nn.Embedding(VOCABULARY, DIM),
+        "head": print, "numbers": torch.zeros(61, 3), "logits": torch.zeros(3, VOCABULARY),
+    }.items():  # fmt: skip
+        decoder = model.decoder(stop=3, top_k=5, top_p=0.9)
+        decoder.prefill(_prompt()[:, :9])
+        decoder.graphs, decoder.captured = {True: None}, decoder._settings()
+        tokens = decoder.tokens.clone()
+        setattr(decoder, name, value)
+        with pytest.raises(ValueError, match=rf"Decoder: {name} was .* since the capture"):
+            decoder.prefill(_prompt()[:, 9:20])
+        assert torch.equal(decoder.tokens, tokens)
+    moved = model.decoder()
+    moved.graphs, moved.captured = {True: None}, moved._settings()
+    moved.caches[1].float()
+    with pytest.raises(ValueError, match=r"caches\.1\..* was replaced"):
+        moved.step()
+
+
+def _same_as(decoder: Decoder) -> Any:
+    """A call that tells whether all that tokens change is still as it is now."""
+    before, counts = {name: t.clone() for name, t in decoder.state_dict().items()}, list(decoder.clock.counts)
+    return lambda: (
+        all(torch.equal(before[n], t) for n, t in decoder.state_dict().items()) and counts == decoder.clock.counts
+    )
+
+
+@torch.no_grad()
+def test_a_refused_call_changes_nothing() -> None:
+    decoder = Model().decoder(max_tokens=20)
+    decoder.prefill(_prompt()[:, :9], torch.tensor([9, 4, 7]))
+    own = decoder.state_dict()
+    for error, run in (
+        (TypeError, lambda: decoder.step(torch.zeros(3))),
+        (TypeError, lambda: decoder.step(torch.zeros(3, dtype=torch.int32))),
+        (ValueError, lambda: decoder.step(torch.zeros(2, dtype=torch.int64))),
+        (IndexError, lambda: decoder.step(torch.tensor([1, 2, VOCABULARY]))),
+        (IndexError, lambda: decoder.prefill(torch.full((3, 2), VOCABULARY))),
+        (ValueError, lambda: decoder.prefill(_prompt())),
+        (ValueError, lambda: decoder.generate(_prompt()[:, :9], 13)),
+        (TypeError, lambda: decoder.generate(_prompt()[:, :9], 3, [1, 2, "3"])),
+        *((ValueError, lambda wrong=wrong: decoder.load_state_dict(own | wrong))
+          for wrong in ({"1.attention.heavy.keys": torch.zeros(2)}, {"ended": None})),
+    ):  # fmt: skip
+        same = _same_as(decoder)
+        with pytest.raises(error):
+            run()
+        assert same()
+    for _ in range(11):
+        decoder.step()
+    full = _same_as(decoder)
+    with pytest.raises(ValueError, match="got token 21"):
+        decoder.step(torch.tensor([1, 2, 3]))
+    assert full()
+
+
+@torch.no_grad()
+def test_the_token_that_is_read_stops_a_sequence_not_the_one_that_was_drawn() -> None:
+    model = Model()
+    for row in _prompt(8)[:, None, :20]:
+        free = model.decoder(1, seed=2)
+        free.prefill(row)
+        drawn = int(free._drawn())
+        read = (drawn + 1) % VOCABULARY
+        for stop, first in ((drawn, read), (read, drawn)):
+            texts = []
+            for s in (None, stop):
+                decoder = model.decoder(1, seed=2, stop=s)
+                decoder.prefill(row)
+                decoder.step(torch.tensor([first]))
+                texts.append([int(decoder._drawn()), *(int((decoder.step(), decoder._drawn())[1]) for _ in range(9))])
+            text, ended = texts
+            end = text.index(stop) if stop in text else len(text)
+            assert ended == text[:end] + [stop] * (len(text) - end)
+        decoder = model.decoder(1, seed=2, stop=read)
+        decoder.prefill(row)
+        decoder.step(torch.tensor([read]))
+        assert all(int((decoder._drawn(), decoder.step())[0]) == read for _ in range(9))
 
 
 @pytest.mark.gpu

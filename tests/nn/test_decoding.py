@@ -231,6 +231,31 @@ def test_what_is_refused(run: Any, error: type[Exception], match: str) -> None:
         run()
 
 
+@pytest.mark.parametrize("watched", [False, True])
+def test_a_refused_call_leaves_its_cache(watched: bool) -> None:
+    block = _block()
+    if watched:
+        block.attention.light.out.register_forward_hook(lambda *_: None)
+    read, new = block.new_cache(2, 12), block.new_cache(2, 12)
+    block.prefill(_tokens(2, 7, 0), read)
+    mask = torch.ones(2, 3, dtype=torch.bool)
+    for cache, run in (
+        (read, lambda: block.step(torch.randn(2, DIM), read)),
+        (read, lambda: block.step(_tokens(2, DIM + 1, 0)[..., 0], read)),
+        (read, lambda: block.prefill(_tokens(2, 3, 0), read)),
+        (new, lambda: block.prefill(torch.randn(2, 3, DIM), new)),
+        (new, lambda: block.prefill(_tokens(2, 3, 0), new, mask[:, :2])),
+        (new, lambda: block.prefill(_tokens(2, 3, 0), new, ~mask)),
+        (new, lambda: block.prefill(_tokens(2, 13, 0), new)),
+    ):  # fmt: skip
+        before, counts = copy.deepcopy(cache.state_dict()), list(cache.clock.counts)
+        with pytest.raises((ValueError, TypeError)):
+            run()
+        assert counts == cache.clock.counts
+        for name, t in cache.state_dict().items():
+            assert torch.equal(t, before[name]), name
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("prefilled", [0, 300])
 def test_steps_on_gpu(prefilled: int) -> None:

@@ -152,9 +152,36 @@ def test_checkpoint_repeats_bit_for_bit(name: str, reentrant: bool, device: str)
 @pytest.mark.parametrize(("batch", "n"), [(0, 20), (2, 0), (2, 1)])
 @every_layer
 def test_empty_and_shortest(name: str, batch: int, n: int) -> None:
-    y, _, grads = _run(_make(name), torch.randn(batch, n, DIM))
+    layer = _make(name)
+    y, _, grads = _run(layer, torch.randn(batch, n, DIM))
     assert y.shape == (batch, n, DIM)
     assert all(t.isfinite().all() for t in (y, *grads))
+    if batch * n == 0:
+        _gives_gradients_of_zero(layer, layer(torch.randn(batch, n, DIM)))
+
+
+def _gives_gradients_of_zero(layer: nn.Module, y: Tensor) -> None:
+    """None would be no gradient: DDP waits for one of every parameter on every process."""
+    y.sum().backward()
+    for where, p in layer.named_parameters():
+        assert p.grad is not None, where
+        assert not p.grad.any(), where
+
+
+@pytest.mark.parametrize("watched", [False, True])
+@pytest.mark.parametrize("training", [False, True])
+@every_layer
+def test_packed_sequences_without_tokens(name: str, training: bool, watched: bool) -> None:
+    layer = _make(name).train(training)
+    if name == "cross-attention":
+        y = layer.layer(torch.randn(2, 5, DIM), torch.randn(2, 0, DIM))
+        y = torch.cat((y, layer.layer(torch.randn(2, 0, DIM), torch.randn(2, 5, DIM))), 1)[:, :0]
+    else:
+        if watched:
+            [*layer.modules()][-1].register_forward_hook(lambda *_: None)
+        y = layer(torch.randn(0, DIM), cu_seqlens=torch.zeros(3, dtype=torch.int32))
+        assert y.shape == (0, DIM)
+    _gives_gradients_of_zero(layer, y)
 
 
 @pytest.mark.parametrize("kind", ["hook", "pre-hook", "own forward", "subclass"])

@@ -56,10 +56,10 @@ ROWS: list[tuple[type[Exception], str, Callable[[], Any]]] = [
       for k, error in ((-1, ValueError), (1.5, ValueError), ("3", TypeError), (None, TypeError))),
     *((error, "RoutedAttention: k_kv must be an int", lambda k=k: RoutedAttention(16, 1, k))
       for k, error in ((-1, ValueError), (1.5, ValueError), (True, TypeError), ("3", TypeError))),
-    *((TypeError, rf"^{name}: unexpected argument {wrong}: {said}",
+    *((TypeError, rf"^{name}: unexpected argument {wrong}{said}",
        lambda name=name, wrong=wrong: LAYERS[name](**{wrong: True}))
       for name in ("Routed", "RoutedFeedForward", "RoutedBlock")
-      for wrong, said in (("balance", "it went with rows over several devices"), ("windows", "there is"))),
+      for wrong, said in (("balance", "; it went with rows over several"), ("windows", "$"))),
     *((error, match, lambda name=name, mask=mask: LAYERS[name]()(X, mask))
       for name in LAYERS if name != "Routed" for mask, error, match in (
         (torch.ones(2, 9), TypeError, "mask must be bool"),

@@ -180,7 +180,7 @@ def test_a_state_on_another_device_is_refused() -> None:
         ({"betas": (0.9,)}, ValueError, "Invalid betas"),
         ({"weight_decay": -0.5}, ValueError, "Invalid weight_decay value: -0.5; weight_decay must be ≥ 0"),
         ({"cautious": 1.5}, ValueError, r"Invalid cautious value: 1.5; a bool or a factor in \[0, 1\]"),
-        ({"state_dtype": "int4"}, ValueError, "Invalid state_dtype: 'int4'; None, torch.float32, torch.bfloat16 and"),
+        ({"state_dtype": "int4"}, ValueError, r"Invalid state_dtype: 'int4'; accepted: \(None, torch.float32,"),
         ({"state_dtype": "int8", "differentiable": True}, ValueError, "'int8' is not differentiable"),
         ({"low_precision": "sr"}, ValueError, "low_precision: 'sr'; auto, none, remainder are"),
         ({"fused": True, "differentiable": True}, RuntimeError, "`fused` does not support `differentiable`"),
@@ -196,6 +196,21 @@ def test_bad_options(options: dict[str, Any], error: type[Exception], match: str
     with pytest.raises(error, match=match):
         good.add_param_group({"params": [torch.ones(2, requires_grad=True)], **options})
     assert len(good.param_groups) == 1
+
+
+@pytest.mark.parametrize("option", ["low_precision", "state_dtype"])
+def test_a_word_that_a_group_gets_later_is_read_as_the_constructor_reads_it(option: str) -> None:
+    w = torch.ones(2, dtype=torch.bfloat16, requires_grad=True)
+    optimizer = Lion([w], lr=0.1)
+    w.grad = torch.ones_like(w)
+    for _ in range(2):
+        before = w.detach().clone()
+        optimizer.param_groups[0][option] = "auto8"
+        with pytest.raises(ValueError, match=f"Invalid {option}: 'auto8'; "):
+            optimizer.step()
+        assert torch.equal(w, before)
+        optimizer.param_groups[0][option] = "auto" if option == "low_precision" else None
+        optimizer.step()
 
 
 def test_bad_parameters() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -93,7 +94,7 @@ def compare(
     expected, got = _results(call(*a)), _results(run(*b))
     if out is not None:
         assert tuple(got[0].placements) == tuple(out), f"placed as {got[0].placements}, not {out}"
-    most = 0.0 if exact else 1e-5 if on.device_type == "cuda" else 1e-12
+    most = 0.0 if exact else 1e-5 if narrow() else 1e-12
     tight = {"rtol": most, "atol": most}
     for e, g in zip(expected, got, strict=True):
         assert isinstance(g, DTensor)
@@ -191,9 +192,14 @@ def many(name: str, options: dict[str, Sequence[Any]]) -> Callable[[Callable[...
     return add
 
 
+def narrow() -> bool:
+    """Return whether cases are in fp32, as on GPUs, where fp64 takes the torch path."""
+    return device_type() == "cuda" or "CASES_IN_FP32" in os.environ
+
+
 def wide(*shape: int) -> Tensor:
-    """Return random numbers: fp32 on GPUs, where fp64 takes the torch path, else fp64."""
-    return torch.randn(*shape, dtype=torch.float32 if device_type() == "cuda" else torch.float64)
+    """Return random numbers in the dtype of the cases: layers and weights beside them take theirs from it."""
+    return torch.randn(*shape, dtype=torch.float32 if narrow() else torch.float64)
 
 
 PLACES = {"0": [Shard(0)], "1": [Shard(1)], "last": [Shard(2)], "whole": [R], "sum": [Partial()]}

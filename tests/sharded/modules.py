@@ -32,7 +32,7 @@ from onepass.nn import (
     Router,
     WeightedSum,
 )
-from sharded.compare import R, case, compare, in_shards, many, mesh, placed, same_layer, tolerance, whole, wide
+from sharded.compare import R, case, in_shards, many, mesh, placed, same_layer, tolerance, whole, wide
 from sharded.processes import device_type
 
 DIM = 16
@@ -64,6 +64,30 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "no choice": lambda: RoutedFeedForward(DIM, 0),
 }
 HEADS: dict[str, Any] = {"heads": 2, "dim_head": 8, "window": 4}
+
+
+class _Local(nn.Module):
+    """`LocalAttention`, which chooses nothing, called as the others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = LocalAttention(DIM, **HEADS)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None, return_routing: bool = False) -> Any:
+        return self.layer(x, mask), ()
+
+
+class _Cross(nn.Module):
+    """`RoutedCrossAttention` whose memories are the tokens in another order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = RoutedCrossAttention(DIM, 4, 1 / 2, heads=2, dim_head=8)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None, return_routing: bool = False) -> Any:
+        return self.layer(x, x.flip(1), mask, None if mask is None else mask.flip(1), return_routing=True)
+
+
 ATTENTIONS: dict[str, Callable[[], nn.Module]] = {
     "attention": lambda: RoutedAttention(DIM, 1 / 4, 1 / 2, **HEADS),
     "causal attention": lambda: RoutedAttention(DIM, 1 / 4, 1 / 2, causal=True, **HEADS),
@@ -103,17 +127,46 @@ def _(layer: str) -> None:
     same_layer(make(), x, torch.rand(1, 20, device=x.device) < 0.7, on, [Shard(0), Shard(1)])
 
 
-@many(
-    "each process has whole rows",
-    {"layer": ["feed-forward", "attention", "causal block", "own branches"], "rows": [5, 1]},
-)
+EVERY = {**LAYERS, **ATTENTIONS, "local": _Local, "cross": _Cross}
+
+
+@many("each process has whole rows", {"layer": list(EVERY), "rows": [5, 1]})
 def _(layer: str, rows: int) -> None:
     x = wide(rows, 20, DIM).to(device_type())
     mask = torch.rand(rows, 20, device=x.device) < 0.7
-    make = {**LAYERS, **ATTENTIONS}[layer]
-    same_layer(make(), x, mask, mesh(), [Shard(0)])
-    same_layer(make(), x, None, mesh(), [Shard(0)], in_shards)
-    same_layer(make(), x, None, mesh(), [R])
+    same_layer(EVERY[layer](), x, mask, mesh(), [Shard(0)])
+    same_layer(EVERY[layer](), x, None, mesh(), [Shard(0)], in_shards)
+    same_layer(EVERY[layer](), x, None, mesh(), [R])
+    # plain weights, as FSDP2 hands them; the parts of their gradients add up
+    _alike(EVERY[layer]().to(x.device, x.dtype), x)
+
+
+def _alike(layer: nn.Module, x: Tensor, *on: DeviceMesh) -> None:
+    """Compare a layer's outputs and gradients on rows in shards, with plain weights or those on a mesh."""
+    other = copy.deepcopy(layer)
+    other = distribute_module(other, *on) if on else other
+    (y, _), (got, _) = layer(x, return_routing=True), other(placed(x, mesh(), [Shard(0)]), return_routing=True)
+    torch.testing.assert_close(whole(got.detach()), y.detach(), **tolerance(x.dtype))
+    y.sum().backward()
+    got.sum().backward()
+    for (name, p), q in zip(layer.named_parameters(), other.parameters(), strict=True):
+        if not on and p.grad is not None:
+            dist.all_reduce(q.grad)
+        if p.grad is not None:
+            torch.testing.assert_close(whole(q.grad), p.grad, **tolerance(x.dtype), msg=lambda m, n=name: f"{n}: {m}")
+
+
+@many("hooks see DTensors", {"layer": list(EVERY)})
+def _(layer: str) -> None:
+    x, seen = wide(4, 20, DIM).to(device_type()), []
+    plain, module = (EVERY[layer]().to(x.device, x.dtype) for _ in range(2))
+    for m in (plain, module):
+        [*m.modules()][-1].register_forward_hook(lambda _, __, y: seen.append(type(y[0])))
+    _alike(module, x, mesh())
+    assert seen == [Tensor, DTensor] * (len(seen) // 2)
+    for rows, m in ((5, distribute_module(module, mesh())), (4, plain)):
+        with pytest.raises(ValueError, match=f"with hooks inside, .*; got {rows} rows on {dist.get_world_size()} dev"):
+            m(placed(wide(rows, 20, DIM).to(x.device), mesh(), [Shard(0)]))
 
 
 @many("the forward of a subclass, as FSDP2 makes one, runs once", {"kind": [0, 1], "dim": [0, 1]})
@@ -151,21 +204,6 @@ def _(dim: int) -> None:
     torch.testing.assert_close(whole(got.detach()), whole(y.detach()))
 
 
-@many("other attentions", {"name": ["local", "cross"], "dim": [0, 1]})
-def _(name: str, dim: int) -> None:
-    """Where their keys begin and end are plain tensors, made on each process."""
-    sizes = {"heads": 2, "dim_head": 8}
-    layer = LocalAttention(DIM, window=4, **sizes) if name == "local" else RoutedCrossAttention(DIM, 4, 8, **sizes)
-    weights = dict(layer.double().named_parameters())
-
-    def call(x: Tensor, *given: Tensor) -> Any:
-        args = (x,) if name == "local" else (x, x)
-        return torch.func.functional_call(layer, dict(zip(weights, given, strict=True)), args)
-
-    given = [p.detach() for p in weights.values()]
-    compare(call, [wide(4, 20, DIM), *given], [[Shard(dim)], *([[R]] * len(given))])
-
-
 @case("weights in shards")
 def _() -> None:
     same_layer(_feed_forward(), wide(2, 24, DIM).to(device_type()), None, mesh(), [Shard(1)], in_shards)
@@ -195,15 +233,6 @@ def _(layer: str, dtype: torch.dtype) -> None:
         assert q.grad is not None, name
         dist.all_reduce(q.grad)
         torch.testing.assert_close(q.grad, p.grad, **tight, msg=lambda m, n=name: f"{n}: {m}")
-
-
-@case("all chosen tokens in one place")
-def _() -> None:
-    x = 0.1 * wide(2, 24, DIM).to(device_type())
-    layer = _feed_forward(explore=0.0)
-    with torch.no_grad():
-        x[:, :6] += layer.router.weight.to(x)[0] * 10  # type: ignore[union-attr]
-    same_layer(layer, x, None, mesh(), [Shard(1)])
 
 
 class Calls(torch.utils._python_dispatch.TorchDispatchMode):

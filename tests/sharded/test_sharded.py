@@ -16,6 +16,13 @@ def test_two_processes() -> None:
     assert not errors, errors
 
 
+def test_layers_in_the_dtype_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A case that names its own dtype beside that of `wide` would fail where nobody runs it, on two GPUs."""
+    monkeypatch.setenv("CASES_IN_FP32", "1")
+    errors = run("cases.py", 2, room="modules")
+    assert not errors, errors
+
+
 @pytest.mark.slow
 def test_four_processes() -> None:
     errors = run("cases.py", 4)

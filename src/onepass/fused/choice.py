@@ -171,5 +171,5 @@ def windows(values: Tensor, mask: Tensor | None, block: int) -> tuple[Tensor, Te
 def of_sequence(within: Tensor, batch: int, block: int) -> Tensor:
     """Return indices of tokens in their windows, (batch·windows, quota), as indices in the sequence; -1 stays."""
     indices = within.view(batch, len(within) // max(batch, 1), within.shape[1])
-    start = torch.arange(0, indices.shape[1] * block, block, device=within.device)[:, None]
-    return torch.where(indices >= 0, indices + start, -1).flatten(1)
+    # a running sum, as in `first_of_each`
+    return torch.where(indices >= 0, indices + (torch.ones_like(indices).cumsum(1) - 1) * block, -1).flatten(1)

@@ -197,7 +197,7 @@ class RoutedAttention(nn.Module):
         elif (axis := sequence_axis(x)) is not None and x.numel() and cache is None:
             return spread_rows(self, x, axis, mask, return_routing)  # type: ignore[no-any-return]
         elif cache is None and takes_whole_rows(self, x):
-            return whole_rows(RoutedAttention, self, x, mask, return_routing)  # type: ignore[no-any-return]
+            return whole_rows(RoutedAttention, self, x, mask, return_routing=return_routing)  # type: ignore[no-any-return]
         else:
             y, routing = self._composed(x, mask, cache)
             y = explore(y, x, self.router_q, self.k_q, mask).view(x.shape)
@@ -222,7 +222,7 @@ class RoutedAttention(nn.Module):
         y = self.light(x, mask, **of_light).flatten(0, 1)
         y = y + self.null.to(y.dtype)
         q, kv = routing.q.indices, routing.kv.indices
-        if q.shape[1]:
+        if self.k_q:
             heavy = self.heavy
             tokens = heavy.norm_q(gather(x, q)), heavy.norm_kv(gather(x, kv))
             last, seen = self.seen(routing, x.shape[1], mask)
@@ -296,7 +296,7 @@ class RoutedAttention(nn.Module):
         q, kv, there = routing.q.indices, routing.kv.indices, self._there(routing, n, mask)
         if not self.causal:
             return torch.full(q.shape[1:], kv.shape[1], dtype=torch.int32, device=q.device), there
-        quota = kv.shape[1] // -(-n // self.window)
+        quota = kv.shape[1] // max(1, -(-n // self.window))
         # missing queries come last and see every key, so that `last` never decreases
         return torch.where(q >= 0, q // self.window * quota, kv.shape[1]), there
 

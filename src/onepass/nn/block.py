@@ -14,11 +14,12 @@ from onepass.fused import decoding
 from .attention import AttentionRouting, HeavyAttention, RoutedAttention
 from .cache import AttentionCache, BlockCache, ChoiceCache, Clock, HeavyCache, LocalCache
 from .causal import CausalRouter, router_of_windows
-from .count import check_count, check_number, check_size, count, refuse_gone
+from .count import check_count, check_dtype, check_number, check_size, count, refuse_gone
 from .feed_forward import has_no_overrides
 from .local_attention import LocalAttention
 from .over_sequence import Door, sequence_axis, uncompiled
 from .packed import packed
+from .padding import check_mask
 from .routed import RoutedFeedForward
 from .router import NORM_EPS, Router, RouterOutput
 
@@ -135,6 +136,10 @@ class RoutedBlock(nn.Module):
         self, x: Tensor, mask: Tensor | None, return_routing: bool, cache: BlockCache
     ) -> Tensor | tuple[Tensor, BlockRouting]:
         _check_decodes(self)
+        # all that can be refused, before a cache changes
+        self.attention._check_tokens(x)
+        check_dtype("RoutedBlock", x, self.attention.light.qkv)
+        check_mask("RoutedBlock", x, mask)
         if cache.owns_clock:
             cache.clock.begin(x, mask)
         kernels = self._fits_kernels(x)

@@ -71,9 +71,9 @@ class CausalRouter(Router):
 
     def __init__(
         self, dim: int, *, eps: float = 0.3, block: int = 128, memory: int = MEMORY,
-        device: torch.device | str | None = None, dtype: torch.dtype | None = None, **removed: NoReturn,
+        device: torch.device | str | None = None, dtype: torch.dtype | None = None, **gone: NoReturn,
     ) -> None:  # fmt: skip
-        super().__init__(dim, eps=eps, device=device, dtype=dtype, **removed)
+        super().__init__(dim, eps=eps, device=device, dtype=dtype, **gone)
         check_size("CausalRouter", "block", block)
         check_size("CausalRouter", "memory", memory)
         check_sizes("CausalRouter", block, memory)

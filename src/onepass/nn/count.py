@@ -12,10 +12,17 @@ from onepass.ops.causal_choice.reference import fraction, nearest
 
 def check_size(module: str, name: str, size: int) -> None:
     """Raise TypeError unless size is an int, ValueError unless it is ≥ 1."""
-    if isinstance(size, bool) or not isinstance(size, int):
-        raise TypeError(f"{module}: {name} must be an int, got {type(size).__name__}")
-    if size < 1:
-        raise ValueError(f"{module}: {name} must be ≥ 1, got {size}")
+    check_int(module, name, size, 1)
+
+
+def check_int(module: str, name: str, value: int, least: int = 0, most: int = 2**63 - 1) -> None:
+    """Raise TypeError unless value is an int, ValueError unless it is in the range."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{module}: {name} must be an int, got {type(value).__name__}")
+    if not least <= value <= most:
+        raise ValueError(
+            f"{module}: {name} must be ≥ {least}{f' and ≤ {most}' if most < 2**63 - 1 else ''}, got {value}"
+        )
 
 
 def check_number(module: str, name: str, value: float) -> None:
@@ -24,11 +31,22 @@ def check_number(module: str, name: str, value: float) -> None:
         raise TypeError(f"{module}: {name} must be a number, got {type(value).__name__}")
 
 
+def check_flag(module: str, name: str, value: bool) -> None:
+    """Raise TypeError unless value is a bool."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{module}: {name} must be a bool, got {type(value).__name__}")
+
+
 def refuse_gone(module: str, gone: Any) -> None:
     """Raise TypeError for arguments that do not exist; tell what to write instead of one that did."""
     for name in gone:
-        instead = "it went with rows over several devices, leave it out" if name == "balance" else "there is none such"
-        raise TypeError(f"{module}: unexpected argument {name}: {instead}")
+        raise TypeError(f"{module}: unexpected argument {name}{_GONE.get(name, '')}")
+
+
+_GONE = {
+    "balance": "; it went with rows over several devices: leave it out",
+    "score": "; scores are ⟨x/rms(x), v⟩: for cosines, parametrize weight to length 1",
+}
 
 
 def check_count(module: str, name: str, k: int | float) -> None:

@@ -16,6 +16,7 @@ from .count import check_count, check_size
 from .explore import explore
 from .local_attention import check_heads
 from .router import Router, RouterOutput, asked
+from .whole_rows import takes_whole_rows, whole_rows
 
 
 class CrossCall(Protocol):
@@ -119,6 +120,9 @@ class RoutedCrossAttention(nn.Module):
                 f"RoutedCrossAttention: context must be ({x.shape[0]}, m, {self.dim_context}), "
                 f"got {tuple(context.shape)}"
             )
+        if takes_whole_rows(self, x, context):
+            given = x, context, mask, context_mask
+            return whole_rows(RoutedCrossAttention, self, *given, return_routing=return_routing)  # type: ignore[no-any-return]
         q: RouterOutput = self.router_q(x, asked(self.router_q, self.k_q, x.shape[1]), mask)
         of_context = asked(self.router_kv, self.k_kv, context.shape[1])
         kv: RouterOutput = self.router_kv(context, of_context, context_mask)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from onepass.ops.topk.op import topk
 
 from .block import RoutedBlock
 from .cache import BlockCache, Clock, clear
-from .count import check_number, check_size
+from .count import check_int, check_number, check_size
 from .graphed import refuse_changed, settings
 
 # tokens that a GPU writes before the host looks at them
@@ -43,8 +44,9 @@ class Decoder:
         temperature: 0 takes the likeliest token, the first of equals.
         top_k: draw from the k likeliest tokens alone.
         top_p: draw from the fewest likeliest tokens alone whose probabilities reach this sum.
-        seed: of the draws.
-        stop: a token that ends a sequence: it is written on to the end, while other sequences go on.
+        seed: of the draws, an int ≥ 0.
+        stop: a token that ends a sequence: where it is read or written after the prompt, it is written on to the end,
+            while other sequences go on.
 
     Attributes:
         caches: the blocks' `BlockCache`; ``nbytes`` is their size.
@@ -77,6 +79,8 @@ class Decoder:
             raise TypeError(f"Decoder: blocks must be RoutedBlock modules, got {[type(b).__name__ for b in blocks]}")
         for name, size in (("batch", batch), ("max_tokens", max_tokens), ("top_k", 1 if top_k is None else top_k)):
             check_size("Decoder", name, size)
+        check_int("Decoder", "lookback", lookback)
+        check_int("Decoder", "seed", seed)
         check_number("Decoder", "temperature", temperature)
         check_number("Decoder", "top_p", 1 if top_p is None else top_p)
         if not 0 <= temperature < math.inf:
@@ -94,6 +98,7 @@ class Decoder:
         self.failed = torch.zeros((), dtype=torch.bool, device=device)
         with torch.no_grad():
             logits = head(weight.new_zeros(batch, 1, self.blocks[0].attention.dim))
+        check_int("Decoder", "stop", 0 if stop is None else stop, 0, logits.shape[-1] - 1)
         self.logits = logits.new_zeros(batch, logits.shape[-1], dtype=torch.promote_types(logits.dtype, torch.float32))
         generator = torch.Generator().manual_seed(seed)
         self.numbers = torch.rand(max_tokens + 1, batch, generator=generator, dtype=torch.float64).to(device)
@@ -102,7 +107,7 @@ class Decoder:
         self.graphs: dict[bool, torch.cuda.CUDAGraph] = {}
         self.captured: dict[str, Any] = {}
         # a method belongs to its module
-        parts: dict[str, Any] = {"blocks": nn.ModuleList(self.blocks)}
+        parts: dict[str, Any] = {"blocks": nn.ModuleList(self.blocks), "caches": nn.ModuleList(self.caches)}
         parts |= {n: getattr(f, "__self__", f) for n, f in (("embed", embed), ("head", head))}
         self.modules = nn.ModuleDict({name: m for name, m in parts.items() if isinstance(m, nn.Module)})
 
@@ -112,25 +117,22 @@ class Decoder:
         return sum(cache.nbytes for cache in self.caches)
 
     @torch.no_grad()
-    def prefill(self, prompt: Tensor, lengths: Sequence[int] | None = None) -> Tensor:
+    def prefill(self, prompt: Tensor, lengths: Sequence[int] | Tensor | None = None) -> Tensor:
         """Forget all tokens, read prompts (batch, n) int64, and return the logits (batch, vocabulary) after them.
 
-        lengths: how many tokens of each prompt count, the first ones; default: all n.
+        lengths: how many tokens of each prompt count, the first ones; ints or a tensor, default: all n.
         """
-        batch, room = len(self.tokens), self.clock.max_tokens
-        if prompt.dim() != 2 or len(prompt) != batch or not prompt.shape[1]:
-            raise ValueError(f"Decoder: prompt must be (batch, n ≥ 1) with batch = {batch}, got {tuple(prompt.shape)}")
-        n = prompt.shape[1]
-        if lengths is not None and (len(lengths) != batch or not all(1 <= m <= n for m in lengths)):
-            raise ValueError(f"Decoder: lengths must be {batch} numbers from 1 to n = {n}, got {list(lengths)}")
-        if n > room:
-            raise ValueError(f"Decoder: the caches hold max_tokens = {room} tokens, got a prompt of {n}")
-        self._clear()
-        device = self.tokens.device
-        last = torch.tensor([n] * batch if lengths is None else list(lengths), device=device)
+        counts, n, device = self._counts(prompt, lengths), prompt.shape[1], self.tokens.device
+        if n > self.clock.max_tokens:
+            raise ValueError(
+                f"Decoder: the caches hold max_tokens = {self.clock.max_tokens} tokens, got a prompt of {n}"
+            )
+        self._check_captured()
+        last = torch.tensor(counts, device=device)
         # a prompt of one token is a step
         mask = None if lengths is None or n == 1 else torch.arange(n, device=device) < last[:, None]
         x = self.embed(prompt)
+        self._clear()
         self.clock.begin(x, mask)
         for block, cache in zip(self.blocks, self.caches, strict=True):
             x = block(x, mask, cache=cache)
@@ -143,23 +145,30 @@ class Decoder:
     @torch.no_grad()
     def step(self, tokens: Tensor | None = None) -> Tensor:
         """Read one more token (batch,) of each sequence, default: those drawn; return the logits after them."""
+        if tokens is not None:
+            self._check_tokens("tokens", tokens, "(batch,)")
+        self.clock.check_room(1)
         if self.repeats and not self.graphs:
             self._clear()
         self._check_captured()
+        drawn = self._drawn()
         if tokens is not None:
-            if tokens.shape != (len(self.tokens),):
-                raise ValueError(f"Decoder: tokens must be (batch,) = ({len(self.tokens)},), got {tuple(tokens.shape)}")
             self.tokens.scatter_(1, self.clock.position[:, None], tokens[:, None])
-        self._advance()
+        try:
+            self._advance()
+        except Exception:
+            # as an embedding refuses a token that it does not have
+            self.tokens.scatter_(1, self.clock.position[:, None], drawn)
+            raise
         return self.logits
 
-    def stream(self, prompt: Tensor, count: int, lengths: Sequence[int] | None = None) -> Iterator[Tensor]:
+    def stream(self, prompt: Tensor, count: int, lengths: Sequence[int] | Tensor | None = None) -> Iterator[Tensor]:
         """Yield the tokens of :meth:`generate` as they are written, (batch, m); ends early where all sequences have.
 
         m is 1 on a CPU and at most 32 on a GPU, where the host waits once for as many.
         """
         check_size("Decoder", "count", count)
-        longest, room = max(lengths) if lengths else prompt.shape[-1], self.clock.max_tokens
+        longest, room = max(self._counts(prompt, lengths)), self.clock.max_tokens
         if longest + count - 1 > room:
             raise ValueError(
                 f"Decoder: the caches hold max_tokens = {room} tokens, got a prompt of {longest} and count = {count}: "
@@ -180,14 +189,15 @@ class Decoder:
             if bool(self.failed):
                 raise ValueError("Decoder: the logits are not finite: the weights are damaged or diverged")
             yield torch.cat(written, 1)
-            if done + chunk >= count or (self.stop is not None and bool(self.ended.all())):
+            ended = self.ended if self.stop is None else self.ended | (written[-1][:, 0] == self.stop)
+            if done + chunk >= count or bool(ended.all()):
                 return
             self._advance()
 
-    def generate(self, prompt: Tensor, count: int, lengths: Sequence[int] | None = None) -> Tensor:
+    def generate(self, prompt: Tensor, count: int, lengths: Sequence[int] | Tensor | None = None) -> Tensor:
         """Return the tokens (batch, count) that follow prompts (batch, n) int64; after `stop` comes `stop`.
 
-        lengths: how many tokens of each prompt count, the first ones; default: all n.
+        lengths: how many tokens of each prompt count, the first ones; ints or a tensor, default: all n.
         """
         written = torch.cat(list(self.stream(prompt, count, lengths)), 1)
         missing = count - written.shape[1]
@@ -202,12 +212,14 @@ class Decoder:
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Continue from a saved state of the same blocks, batch and max_tokens."""
-        self._clear()
-        for name, value in self.state_dict().items():
-            if name not in state or state[name].shape != value.shape:
+        own = self.state_dict()
+        for name, value in own.items():
+            if not isinstance(state.get(name), Tensor) or state[name].shape != value.shape:
                 raise ValueError(
                     f"Decoder: {name} must be {tuple(value.shape)} in the state, got {state.get(name)!r:.80}"
                 )
+        self._clear()
+        for name, value in own.items():
             value.copy_(state[name])
         self.clock.counts = self.clock.position.tolist()
 
@@ -227,6 +239,8 @@ class Decoder:
             at = at + torch.arange(-self.lookback, 1, device=at.device)
         tokens = torch.where(at >= 0, self.tokens.gather(1, at.clamp_min(0)), -1)
         x = self.embed(tokens)[:, -1:]
+        if self.stop is not None:
+            self.ended |= tokens[:, -1] == self.stop
         for block, cache in zip(self.blocks, self.caches, strict=True):
             x = block(x, cache=cache)
         self.logits.copy_(self.head(x)[:, 0])
@@ -256,7 +270,6 @@ class Decoder:
             drawn = likeliest
         if self.stop is not None:
             drawn = torch.where(self.ended[:, None], self.stop, drawn)
-            self.ended |= drawn[:, 0] == self.stop
         self.tokens.scatter_(1, at, drawn)
 
     def _drawn(self) -> Tensor:
@@ -286,8 +299,33 @@ class Decoder:
                 self.graphs[turns] = graph
             self.clock.forced = None
         torch.cuda.current_stream().wait_stream(stream)
-        self.captured = settings(self.modules, self.tokens.device)
+        self.captured = self._settings()
+
+    def _settings(self) -> dict[str, Any]:
+        return settings(self.modules, self.tokens.device, self)
 
     def _check_captured(self) -> None:
         if self.graphs:
-            refuse_changed(self.captured, settings(self.modules, self.tokens.device), "Decoder")
+            refuse_changed(self.captured, self._settings(), "Decoder")
+
+    def _check_tokens(self, name: str, tokens: Tensor, shape: str) -> None:
+        if not isinstance(tokens, Tensor) or tokens.dtype != torch.int64:
+            got = tokens.dtype if isinstance(tokens, Tensor) else type(tokens).__name__
+            raise TypeError(
+                f"Decoder: {name} must be a tensor of int64, got {got}; write torch.as_tensor({name}).long()"
+            )
+        if tokens.dim() != len(shape.split(", ")) or len(tokens) != len(self.tokens) or not tokens.numel():
+            raise ValueError(
+                f"Decoder: {name} must be {shape} with batch = {len(self.tokens)}, got {tuple(tokens.shape)}"
+            )
+
+    def _counts(self, prompt: Tensor, lengths: Sequence[int] | Tensor | None) -> list[int]:
+        """Check a prompt; return how many of its tokens count in each sequence."""
+        self._check_tokens("prompt", prompt, "(batch, n ≥ 1)")
+        batch, n = prompt.shape
+        counts: Any = lengths.tolist() if isinstance(lengths, Tensor) else [n] * batch if lengths is None else lengths
+        if not isinstance(counts, Sequence) or not all(isinstance(m, Integral) for m in counts):
+            raise TypeError(f"Decoder: lengths must be {batch} ints, got {lengths!r:.80}")
+        if len(counts) != batch or not all(1 <= m <= n for m in counts):
+            raise ValueError(f"Decoder: lengths must be {batch} numbers from 1 to n = {n}, got {list(counts)}")
+        return list(counts)

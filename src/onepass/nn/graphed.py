@@ -50,11 +50,17 @@ def _describe(value: Any) -> Any:
 _SIMPLE = {bool, int, float, str, torch.dtype, type(None)}
 
 
-def _settings(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield what a graph can't follow of a module.
+def _settings(module: nn.Module, owner: object) -> Iterator[tuple[str, Any]]:
+    """Yield what a graph can't follow of a module, and of the object whose method was captured.
 
-    These are numbers, flags, classes, hooks and own forwards of all modules, and addresses of parameters and buffers.
+    These are numbers, flags, classes, hooks and own forwards of all modules, and addresses of parameters and buffers;
+    of the owner its numbers, flags, functions and addresses of tensors.
     """
+    for key, value in () if owner is None else vars(owner).items():
+        if type(value) in _SIMPLE or callable(value):
+            yield key, value
+        elif isinstance(value, Tensor):
+            yield key, (value.data_ptr(), value.requires_grad)
     for name, m in module.named_modules():
         begin, own = f"{name}." if name else "", m.__dict__
         yield f"{begin}__class__", type(m)
@@ -67,11 +73,11 @@ def _settings(module: nn.Module) -> Iterator[tuple[str, Any]]:
             yield begin + key, None if t is None else (t.data_ptr(), t.requires_grad)
 
 
-def settings(module: nn.Module, device: torch.device) -> dict[str, Any]:
+def settings(module: nn.Module, device: torch.device, owner: object = None) -> dict[str, Any]:
     """Return all that a captured graph repeats, by name."""
     kind = device.type
     return {
-        **dict(_settings(module)),
+        **dict(_settings(module, owner)),
         "autocast": torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None,
         "torch.is_grad_enabled()": torch.is_grad_enabled(),
         "the precision of fp32 products": torch.get_float32_matmul_precision(),

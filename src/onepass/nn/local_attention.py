@@ -13,6 +13,7 @@ from onepass.ops.span_attention.op_rotary import rotary_attention
 from .count import check_dtype, check_size
 from .norm import RMSNorm
 from .padding import zero_padding
+from .whole_rows import takes_whole_rows, whole_rows
 
 if TYPE_CHECKING:
     from .cache import LocalCache
@@ -62,6 +63,8 @@ class LocalAttention(nn.Module):
         self.out = nn.Linear(heads * dim_head, dim, bias=False, device=device, dtype=dtype)
 
     def forward(self, x: Tensor, mask: Tensor | None = None, *, cache: LocalCache | None = None) -> Tensor:
+        if cache is None and takes_whole_rows(self, x):
+            return whole_rows(LocalAttention, self, x, mask)  # type: ignore[no-any-return]
         x = zero_padding("LocalAttention", x, mask)
         check_dtype("LocalAttention", x, self.qkv)
         qkv = self.qkv(self.norm(x)).unflatten(-1, (3, self.heads, self.dim_head))

@@ -44,10 +44,10 @@ def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return the function as `torch.compile` leaves it to eager: it would trace collectives for a minute, or fail."""
 
     @wraps(function)
-    def call(*args: Any) -> Any:
+    def call(*args: Any, **options: Any) -> Any:
         if torch.compiler.is_compiling():
-            return torch.compiler.disable(function)(*args)  # type: ignore[no-untyped-call]
-        return function(*args)
+            return torch.compiler.disable(function)(*args, **options)  # type: ignore[no-untyped-call]
+        return function(*args, **options)
 
     return call
 

@@ -97,10 +97,11 @@ class Routed(nn.Module):
             y, routing = self._over_sequence(x, k, mask, axis)
             return (y, routing) if return_routing else y
         if takes_whole_rows(self, x):
-            return whole_rows(Routed, self, x, mask, return_routing)  # type: ignore[no-any-return]
+            return whole_rows(Routed, self, x, mask, return_routing=return_routing)  # type: ignore[no-any-return]
         routing = self.router(x, k, mask)
         y = self._light(x)
-        if routing.indices.shape[-1]:
+        if self.k:
+            # also of no tokens: every weight has a gradient then, and processes of DDP have the same ones
             update = self._heavy(x, routing.indices)
             y = scatter_add(y, update, routing.gates, routing.indices, inplace=self._owns_light_output())
         y = explore(y, x, self.router, k, mask)
@@ -278,7 +279,7 @@ class RoutedFeedForward(Routed):
         if axis is not None and self._fused_dtype(x, mask, spread=True):
             return spread_rows(self, x, axis, mask, return_routing)  # type: ignore[no-any-return]
         if axis is None and x.dim() == 3 and takes_whole_rows(self, x):
-            return whole_rows(RoutedFeedForward, self, x, mask, return_routing)  # type: ignore[no-any-return]
+            return whole_rows(RoutedFeedForward, self, x, mask, return_routing=return_routing)  # type: ignore[no-any-return]
         if dtype is None:
             x = x if isinstance(mask, Bounds) else zero_padding("RoutedFeedForward", x, mask)
             return super().forward(x, mask, return_routing)

@@ -14,7 +14,7 @@ from onepass.fused.packing import Packing
 from onepass.ops.routing.op import MAX_VECTORS, score
 from onepass.ops.soft_topk.op import KINDS
 
-from .count import check_number, check_size, count
+from .count import check_number, check_size, count, refuse_gone
 from .packed import refuse_int, unpack
 from .padding import check_mask
 
@@ -94,12 +94,10 @@ class Router(nn.Module):
     def __init__(
         self, dim: int, num_routes: int = 1, *, eps: float = 0.3, kind: str = "capped_exp",
         gate: str = "soft", explore: float = 0.1, device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None, **removed: NoReturn,
+        dtype: torch.dtype | None = None, **gone: NoReturn,
     ) -> None:  # fmt: skip
         super().__init__()
-        for name in removed:
-            told = "; scores are ⟨x/rms(x), v⟩: for cosines, parametrize weight to length 1" if name == "score" else ""
-            raise TypeError(f"{type(self).__name__}: unexpected argument {name}{told}")
+        refuse_gone(type(self).__name__, gone)
         check_size("Router", "dim", dim)
         check_size("Router", "num_routes", num_routes)
         check_number("Router", "eps", eps)

@@ -78,10 +78,7 @@ def check_options(group: dict[str, Any]) -> None:
         raise ValueError(f"Invalid weight_decay value: {wd}; weight_decay must be ≥ 0")
     cautious_factor(group)
     if group["state_dtype"] not in STATE_DTYPES:
-        raise ValueError(
-            f"Invalid state_dtype: {group['state_dtype']!r}; None, torch.float32, torch.bfloat16 and 'int8' are "
-            "accepted"
-        )
+        raise ValueError(f"Invalid state_dtype: {group['state_dtype']!r}; accepted: {STATE_DTYPES}")
     if group["low_precision"] not in LOW_PRECISION:
         raise ValueError(f"Invalid low_precision: {group['low_precision']!r}; {', '.join(LOW_PRECISION)} are accepted")
     if group["fused"]:
@@ -109,6 +106,8 @@ def check_parameters(group: dict[str, Any]) -> None:
 
 def mode_of(p: Tensor, group: dict[str, Any]) -> int:
     """Return the mode in which a parameter is stored: REMAINDER for bf16 parameters unless that is declined."""
+    if group["low_precision"] not in LOW_PRECISION or group["state_dtype"] not in STATE_DTYPES:
+        check_options(group)  # set since the constructor
     if group["low_precision"] == "remainder" and p.dtype == torch.float16:
         raise ValueError("low_precision='remainder' takes bfloat16 parameters, got float16; use bfloat16 or float32")
     declined = group["low_precision"] == "none" or group["differentiable"]

@@ -83,3 +83,15 @@ def test_windows_that_begin_far_before_their_row(ties: str) -> None:
         return onepass.topk(s, 8, start=start, lengths=torch.tensor(40), ties=ties, sorted=False).indices
 
     assert torch.equal(torch.vmap(select)(torch.randn(8, 8), place - 39) >= 0, place <= place[:, None])
+
+
+@pytest.mark.parametrize("ties", ["first", "last"])
+def test_no_start_is_too_far_before_its_row(ties: str) -> None:
+    start = torch.tensor([-(1 << 63), -(1 << 62) - 5, -(1 << 62), -1])
+    most = torch.tensor([1 << 62, 1 << 62, 1 << 62, 3])
+
+    def select(s: torch.Tensor, *given: torch.Tensor) -> torch.Tensor:
+        return onepass.topk(s, 4, **dict(zip(("start", "lengths"), given, strict=False)), ties=ties).indices
+
+    assert (torch.vmap(select)(torch.randn(4, 4), start) >= 0).all()
+    assert (torch.vmap(select)(torch.randn(4, 4), start, most) >= 0).sum(-1).tolist() == [0, 0, 0, 2]

@@ -215,10 +215,8 @@ def _last_of_equals(
     """`topk` with ties to the highest index: that of a copy with the columns in reverse."""
     n = scores.shape[-1]
     if start is not None or lengths is not None:
-        # clamped as the kernels do, because the host may not see the values
-        first = torch.zeros_like(lengths) if start is None else start.long()  # type: ignore[arg-type]
-        last = (first + (1 << 62 if lengths is None else lengths.long().clamp(0, 1 << 62))).clamp(max=n)
-        start, lengths = n - last, last - first.clamp(min=0)
+        begin, lengths = ranges.clamped(n, start, lengths)
+        start = n - begin - lengths
     mask = None if mask is None else mask.flip(-1)
     found = topk(scores.flip(-1), k, mask=mask, start=start, lengths=lengths, sorted=is_sorted, **options)
     indices = torch.where(found.indices < 0, -1, n - 1 - found.indices)

@@ -17,8 +17,7 @@ def check_ranges(op: str, scores: Tensor, start: Tensor | None, lengths: Tensor 
     """
     _check(op, "start", start, scores)
     _check(op, "lengths", lengths, scores)
-    given = [t for t in (start, lengths) if t is not None]
-    if not given or scores.device.type != "cpu" or not plain(scores, *given):
+    if scores.device.type != "cpu" or not plain(scores, start, lengths):
         return
     n = scores.shape[-1]
     for name, value in (("start", start), ("lengths", lengths)):
@@ -51,12 +50,15 @@ def allowed(scores: Tensor, mask: Tensor | None, start: Tensor | None, lengths: 
     if start is None and lengths is None:
         return mask
     column = torch.arange(scores.shape[-1], device=scores.device)
-    first = torch.zeros((), dtype=torch.int64, device=scores.device) if start is None else start.long()
-    inside = column >= first[..., None]
-    if lengths is not None:
-        # a difference, because first + lengths may overflow
-        inside = inside & (column - first[..., None] < lengths[..., None])
+    begin, count = clamped(scores.shape[-1], start, lengths)
+    inside = (column >= begin[..., None]) & (column < (begin + count)[..., None])
     return inside if mask is None else inside & mask
 
 
-__all__ = ["allowed", "check_ranges"]
+def clamped(n: int, start: Tensor | None, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return where ranges begin and how many scores they have, in rows of n; the host may not see the values."""
+    first = torch.zeros_like(lengths) if start is None else start.long()  # type: ignore[arg-type]
+    begin = first.clamp(0, n)
+    if lengths is None:
+        return begin, n - begin
+    return begin, (lengths.long().clamp(min=0) + first.clamp(max=0)).clamp(min=0).minimum(n - begin)
