@@ -27,7 +27,6 @@ examples:
   python -m benchmarks weighted_sum --dtype bf16 --no-compile
   python -m benchmarks norm --case 4096 --stage backward
   python -m benchmarks --device cpu --quick
-  python -m benchmarks program --case RoutedBlock                    layers and models in eager and compiled programs
   python -m benchmarks fused                                         kernels of routed layers, and the modules
   python -m benchmarks --json benchmarks/results/h200/               one file per operator folder
   python -m benchmarks --report benchmarks/results/h200              tables from what is there
@@ -91,10 +90,6 @@ def run(args: argparse.Namespace) -> int:
         write(args.performance)
         console.print(f"wrote {args.performance}", markup=False, soft_wrap=True)
         return 0
-    if args.ops == ["program"]:
-        from .bench import program
-
-        return program.run(args, console)
 
     from .warm import compile_only, warm
 

@@ -32,7 +32,14 @@ class Prepared:
     build: Callable[[], Callable[[], Any]]
 
 
-Impl = Callable[[], Any] | Prepared | Missing
+@dataclass(frozen=True)
+class Definition:
+    """What every implementation should return, in float64 or rounded from it: in `Case.make`'s mapping, not timed."""
+
+    call: Callable[[], Any]
+
+
+Impl = Callable[[], Any] | Prepared | Missing | Definition
 
 
 def optional(import_name: str) -> Any:
@@ -86,8 +93,13 @@ def graphed(prepare: Callable[[], Callable[[], Any]]) -> Prepared:
                 run()
         torch.cuda.synchronize()
         with collected(), torch.cuda.graph(graph, stream=stream):
-            run()
-        return graph.replay
+            kept = run()
+
+        def replay() -> Any:
+            graph.replay()
+            return kept
+
+        return replay
 
     return Prepared(build)
 
@@ -107,7 +119,8 @@ class Case:
             (see `optional`). Names of rivals that compile contain "torch.compile": `--no-compile` leaves them out.
             Inputs are random, never zeros.
         check: largest accepted |theirs − ours|, relative to the largest |ours|, checked before timing; thunks return
-            the same tensors in the same order (None: no comparison, e.g. of an in-place step).
+            the same tensors in the same order (None: no comparison, e.g. of an in-place step). Beside a `Definition`:
+            the largest accepted ‖result − definition‖/‖definition‖ of a tensor, ours and theirs; no tensors pass.
         device: where `make` puts its inputs.
     """
 

@@ -29,6 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from benchmarks.case import graphed
 from onepass.core.about import device_name, versions
 from onepass.nn import Decoder, RMSNorm, RoutedBlock
 from onepass.nn.feed_forward import FeedForward
@@ -94,24 +95,12 @@ def dense(blocks: nn.ModuleList, ends: Ends, batch: int, tokens: int) -> tuple[C
     for name, backend in ATTENTIONS.items():
         try:
             with sdpa_kernel(backend):
-                run = captured(step)
+                run = graphed(lambda: step).build()
         except RuntimeError:
             continue
         found.append((milliseconds(run, weight.device, 8), name, run))
     _, name, run = min(found, key=lambda one: one[0])
     return run, name, kept
-
-
-def captured(step: Callable[[], object]) -> Callable[[], object]:
-    """Return a step as a CUDA graph."""
-    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()  # type: ignore[no-untyped-call]
-    torch.cuda.synchronize()
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.synchronize()
-    with torch.cuda.graph(graph):
-        step()
-    return graph.replay
 
 
 def milliseconds(step: Callable[[], object], device: torch.device, steps: int) -> float:

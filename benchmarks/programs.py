@@ -1,15 +1,14 @@
-"""The part of docs/performance.md about layers in programs, from the records of `python -m benchmarks program`."""
+"""The part of docs/performance.md about layers in programs, from records that results/README.md names."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.bench.program import MODES, against
-
+MODES = ("eager", "compiled", "reduce-overhead", "graph")
 # later records replace earlier ones of the same program, case and mode
 SOURCES = ("program.json", "program_graphs.json", "program_tokens.json")
 _HEAD = """\
@@ -25,12 +24,19 @@ times differ by a third from run to run. *graph*: one CUDA graph of the whole st
 """
 
 
+def _against(found: Sequence[dict[str, Any]]) -> dict[int, float]:
+    """Return, by index of the record, the base's step time over the program's, in the same case and mode."""
+    times = {(r["program"], r["case"], r["mode"]): r["wall_us"] for r in found}
+    bases = ((i, r, times.get((r["base"], r["case"], r["mode"]))) for i, r in enumerate(found))
+    return {i: base / r["wall_us"] for i, r, base in bases if base is not None}
+
+
 def _found(raw: Path) -> dict[tuple[str, str, str], dict[str, Any]]:
     """Return the records by case, program and mode."""
     found: dict[tuple[str, str, str], dict[str, Any]] = {}
     for source in SOURCES:
         _, *records = json.loads((raw / source).read_text(encoding="utf-8"))
-        ratios = against(records)
+        ratios = _against(records)
         for i, r in enumerate(records):
             found[r["case"], r["program"], r["mode"]] = {**r, "ratio": ratios.get(i)}
     return found

@@ -39,7 +39,7 @@ def compile_only(cases: Sequence[tuple[str, Case]], timer: Timer, *, limit_s: fl
 
 def _start(command: Sequence[str]) -> subprocess.Popen[bytes]:
     # the processes are many already: none starts a pool of its own
-    environment = os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    environment = os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": "1", "BENCHMARKS_COMPILE_ONLY": "1"}
     return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment)
 
 

@@ -68,6 +68,12 @@ def disagreement(ours: Any, theirs: Any, tolerance: float) -> str | None:
     return None
 
 
+def norm_error(wanted: Any, found: Any) -> float | None:
+    """Return the largest ‖found − wanted‖/‖wanted‖ of a tensor; None if nothing was found."""
+    pairs = list(zip(tensors(wanted), tensors(found), strict=True)) if tensors(found) else []
+    return max((float((b - a).norm() / a.norm()) for a, b in pairs if a is not None and b is not None), default=None)
+
+
 def all_zero(result: Any) -> bool:
     """Return whether a result has elements and all are zero; such a case measures nothing."""
     found = [t for t in tensors(result) if t is not None and t.numel()]

@@ -12,12 +12,16 @@ from onepass.core.about import dtype_name
 from onepass.train.commands import files
 from onepass.train.commands.errors import UserError
 
-from .roofline import copy_pct, gbps
 from .runner import DISAGREES, FAILED, MISSING, OK, Result
 
-# fields of every record; early runs have only these, later ones also MEMORY
+# fields of every record; early runs have only these, later ones also MEMORY, and "error" beside a definition
 FIELDS = ("op", "pass", "case", "dtype", "impl", "us", "gbps", "copy_pct", "host_us")
 MEMORY = ("peak_mib", "kept_mib")
+
+
+def gbps(result: Result) -> float:
+    """Return the byte floor over the time, in 10⁹ bytes per second."""
+    return result.case.floor_bytes / (result.us or 1.0) / 1e3
 
 
 def _mib(size: int | None) -> float | None:
@@ -36,12 +40,12 @@ def record(result: Result, copy_gbps: float) -> dict[str, Any]:
         "dtype": dtype_name(case.dtype),
         "impl": result.impl,
         "us": round(result.us, 2),
-        "gbps": round(gbps(case.floor_bytes, result.us), 1),
-        "copy_pct": round(copy_pct(case.floor_bytes, result.us, copy_gbps), 1),
+        "gbps": round(gbps(result), 1),
+        "copy_pct": round(100 * gbps(result) / copy_gbps, 1),
         "host_us": None if result.host_us is None else round(result.host_us, 2),
         "peak_mib": _mib(result.peak),
         "kept_mib": _mib(result.kept),
-    }
+    } | ({} if result.error is None else {"error": float(f"{result.error:.3g}")})
 
 
 def _problem(result: Result) -> dict[str, Any]:

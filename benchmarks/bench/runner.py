@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from benchmarks.case import Case, Missing, Prepared
+from benchmarks.case import Case, Definition, Missing, Prepared
 from onepass.core.about import one_line
 
-from .compare import all_zero, disagreement
+from .compare import all_zero, disagreement, norm_error
 from .limit import TookTooLongError, limit
 from .timers import CpuTimer, Timer
 
@@ -49,6 +49,7 @@ class Result:
     peak: int | None = None
     kept: int | None = None
     seconds: float = 0.0
+    error: float | None = None  # against the case's definition
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,7 @@ class _Ready:
     peak: int | None
     kept: int | None
     seconds: float  # spent so far
+    error: float | None
 
 
 class DeviceLostError(Exception):
@@ -105,9 +107,9 @@ def _check_device(timer: Timer, after: str) -> None:
 
 
 def _prepare(
-    case: Case, name: str, impl: Prepared | Callable[[], Any], ours: Any, timer: Timer, limit_s: float
+    case: Case, name: str, impl: Prepared | Callable[[], Any], ours: Any, defined: Any, timer: Timer, limit_s: float
 ) -> _Ready:
-    """Build an implementation, let it compile (rivals at most `limit_s`), measure its memory, compare it with ours."""
+    """Build an implementation, let it compile (rivals at most `limit_s`), measure its memory, compare its results."""
     began, before = time.perf_counter(), timer.held_bytes()
     with limit(0 if name == OURS else limit_s):
         call = impl.build() if isinstance(impl, Prepared) else impl
@@ -115,8 +117,12 @@ def _prepare(
         timer.synchronize()
         kept = timer.held_bytes()
         peak, result = timer.peak_bytes(call)
-        status, note = OK, ""
-        if case.check is not None:
+        status, note, error = OK, "", None
+        if defined is not None:
+            error = norm_error(defined, result)
+            if error is not None and case.check is not None and not error <= case.check:
+                status, note = DISAGREES, f"off by {error:.2g} of the definition's norm, {case.check:.2g} accepted"
+        elif case.check is not None:
             if name == OURS:
                 wrong = "the result is zero everywhere: nothing to measure" if all_zero(result) else None
             else:
@@ -126,12 +132,13 @@ def _prepare(
     peak = None if peak is None or before is None else peak - before
     kept = None if kept is None or before is None else kept - before
     result = result if name == OURS and case.check is not None else None
-    return _Ready(name, call, result, status, note, peak, kept, time.perf_counter() - began)
+    return _Ready(name, call, result, status, note, peak, kept, time.perf_counter() - began, error)
 
 
 def _timed(folder: str, case: Case, ready: _Ready, us: float, host_us: float | None, seconds: float) -> Result:
     spent = ready.seconds + seconds
-    return Result(folder, case, ready.name, ready.status, us, host_us, ready.note, ready.peak, ready.kept, spent)
+    found = us, host_us, ready.note, ready.peak, ready.kept, spent, ready.error
+    return Result(folder, case, ready.name, ready.status, *found)
 
 
 def _ready(
@@ -139,8 +146,11 @@ def _ready(
 ) -> Iterator[_Ready | Result]:
     """Yield each implementation of a case, ours first: ready to time, or a result that says why not."""
     torch.manual_seed(SEED)
+    defined: Any = None
     try:
         impls = dict(case.make())
+        for name in [n for n, impl in impls.items() if isinstance(impl, Definition)]:
+            defined = impls.pop(name).call()  # type: ignore[union-attr]
     except Exception as error:
         _check_device(timer, f"{case.op} {label(case.params)}")
         yield Result(folder, case, OURS, FAILED, note=one_line(error))
@@ -157,7 +167,7 @@ def _ready(
         started(name)
         began = time.perf_counter()
         try:
-            ready = _prepare(case, name, impl, ours, timer, limit_s)
+            ready = _prepare(case, name, impl, ours, defined, timer, limit_s)  # type: ignore[arg-type]
             ours = ready.result if name == OURS else ours
             del impl
             yield ready

@@ -24,7 +24,7 @@ LIMIT_S = 20.0
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that select cases and set how they are measured."""
-    parser.add_argument("ops", nargs="*", metavar="op", help="operators or operator folders (default: all), or program")
+    parser.add_argument("ops", nargs="*", metavar="op", help="operators or operator folders (default: all)")
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="write the records; a directory gets a file per folder"
     )

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from onepass.core.about import dtype_name
 
-from .roofline import copy_pct, gbps, speedup
+from .records import gbps
 from .runner import FAILED, MISSING, OK, OURS, SKIPPED, Result, is_rival, label
 
 
@@ -28,14 +28,13 @@ def _row(result: Result, copy_gbps: float, rival_us: float | None) -> list[str]:
     if result.us is None:
         style = "red" if result.status == FAILED else "dim"
         return ["–", "–", "–", "–", "–", f"[{style}]{escape(f'{result.status}: {result.note}')}[/]"]
-    floor = result.case.floor_bytes
-    ratio = "" if rival_us is None else f"{speedup(result.us, rival_us):.2f}×"
+    ratio = "" if rival_us is None else f"{rival_us / result.us:.2f}×"
     if result.status != OK:
         ratio = f"[red]{escape(f'{result.status}: {result.note}')}[/]"
     return [
         f"{result.us:.1f}",
-        _number(gbps(floor, result.us)),
-        _number(copy_pct(floor, result.us, copy_gbps)),
+        _number(gbps(result)),
+        _number(100 * gbps(result) / copy_gbps),
         "–" if result.host_us is None else f"{result.host_us:.1f}",
         "–" if result.peak is None else _number(result.peak / 2**20),
         ratio,
@@ -56,6 +55,9 @@ def table(results: Sequence[Result], copy_gbps: float) -> Table:
     for name in ("µs", "GB/s", "% of copy", host, "peak MiB"):
         shown.add_column(name, justify="right", no_wrap=True)
     shown.add_column("× rival", overflow="fold", min_width=7)
+    defined = any(r.error is not None for r in results)
+    if defined:
+        shown.add_column("error", justify="right", no_wrap=True)
     cases: dict[str, list[Result]] = {}
     for result in results:
         cases.setdefault(label(result.case.params), []).append(result)
@@ -65,5 +67,6 @@ def table(results: Sequence[Result], copy_gbps: float) -> Table:
         for i, result in enumerate(visible):
             style = "bold" if result.impl == OURS else None
             row = _row(result, copy_gbps, rival_us)
+            row += ["" if result.error is None else f"{result.error:.1e}"] if defined else []
             shown.add_row(escape(name) if i == 0 else "", escape(result.impl), *row, style=style)
     return shown

@@ -12,16 +12,34 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.bench.programs import DenseBlock
 from benchmarks.case import Case, Impl, Missing, Prepared, graphed, optional
 from onepass.nn.attention import RoutedAttention
 from onepass.nn.block import RoutedBlock
 from onepass.nn.feed_forward import FeedForward
+from onepass.nn.norm import RMSNorm
 from onepass.nn.routed import RoutedFeedForward
 
 RIVALS = {"colt5_attention": "colt5-attention"}
+
+
+class DenseBlock(nn.Module):
+    """What a `RoutedBlock` stands in for: flash attention of all to all, a dense feed-forward 4 times as wide."""
+
+    def __init__(self, dim: int, heads: int = 8, dim_head: int = 64) -> None:
+        super().__init__()
+        self.heads, self.dim_head = heads, dim_head
+        self.norm = RMSNorm(dim)
+        self.qkv = nn.Linear(dim, 3 * heads * dim_head, bias=False)
+        self.out = nn.Linear(heads * dim_head, dim, bias=False)
+        self.feed_forward = FeedForward(dim, 4 * dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, self.heads, self.dim_head)).permute(2, 0, 3, 1, 4)
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        return x + self.feed_forward(x)  # type: ignore[no-any-return]
 
 
 @contextlib.contextmanager

@@ -1,9 +1,9 @@
-"""onepass's norms in torchtitan's models, by its overrides and without a change of the models' code.
+"""onepass's norms and experts in torchtitan's models, by its overrides and without a change of the models' code.
 
-    torchtitan_train … --override.imports onepass.torchtitan.rms_norm onepass.torchtitan.qwen3_5_offset_rms_norm
+    torchtitan_train … --override.imports onepass.torchtitan.rms_norm onepass.torchtitan.routed_experts
 
 Each override replaces a module by a subclass with the same parameters, initialization, sharding and checkpoint keys;
-only `forward` is one kernel. Written for torchtitan 0.3.
+only `forward` is ours. Written for torchtitan 0.3.
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ import importlib.util
 from dataclasses import dataclass
 
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
+from onepass.ops.experts.op import experts as _experts
 from onepass.ops.norm.op import rms_norm as _rms_norm
 
 try:
     from torchtitan.config import derive, override
-    from torchtitan.models.common import nn_modules
+    from torchtitan.models.common import moe, nn_modules
 except ImportError as error:
     raise ImportError(f"onepass.torchtitan needs torchtitan 0.3 (pip install torchtitan): {error}") from error
 
@@ -37,6 +39,32 @@ class RMSNorm(nn_modules.RMSNorm):
 def rms_norm(config: nn_modules.RMSNorm.Config) -> RMSNorm.Config:
     """Override every RMS norm over one dimension: ``y = x·weight/√(mean(x²) + eps)``."""
     return derive(config, RMSNorm.Config)
+
+
+class RoutedExperts(moe.RoutedExperts):
+    """torchtitan's `RoutedExperts` by `onepass.experts`; with expert parallelism torchtitan's own."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(moe.RoutedExperts.Config):
+        """As torchtitan's."""
+
+    def forward(self, x: Tensor, scores: Tensor, expert_ids: Tensor, tokens_per_expert: Tensor) -> Tensor:
+        if getattr(self.token_dispatcher, "ep_mesh", None) is not None:
+            return super().forward(x, scores, expert_ids, tokens_per_expert)
+        own = self.inner_experts
+        local = (w.to_local() if isinstance(w, DTensor) else w for w in (own.w1_EFD, own.w3_EFD, own.w2_EDF))
+        # products in bf16, as torchtitan's
+        gate, up, down = (w.bfloat16().mT for w in local)
+        chosen = expert_ids.flatten(0, 1), scores.flatten(0, 1)
+        y = _experts(x.flatten(0, 1).bfloat16(), *chosen, up, down, activation="swiglu", gate=gate)
+        return y.type_as(x).view_as(x)
+
+
+@override(target=moe.RoutedExperts.Config, exact=True, description="onepass.experts")
+def routed_experts(config: moe.RoutedExperts.Config) -> moe.RoutedExperts.Config:
+    """Override ``y = Σ_j score_j · (silu(x·w1ᵀ) ⊙ (x·w3ᵀ))·w2ᵀ``; experts of another class stay as they are."""
+    plain = type(config.inner_experts) is moe.GroupedExperts.Config
+    return derive(config, RoutedExperts.Config) if plain else config
 
 
 # Qwen3.5's model imports flash-linear-attention

@@ -172,7 +172,7 @@ def test_warm_starts_this_command_in_parts(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_parts_share_the_cases_of_the_device(fake_operator: SimpleNamespace, tmp_path: Path) -> None:
-    """Whatever is declared for the other one; a failure of ours is exit code 1."""
+    """Whatever is declared for the other one."""
     ones = {"onepass": thunk(torch.ones(2))}
     devices = ("cuda", "cpu", "cuda", "cpu")
     fake_operator.CASES = [case(lambda: ones, params={"i": i}, device=d) for i, d in enumerate(devices)]
@@ -183,8 +183,6 @@ def test_parts_share_the_cases_of_the_device(fake_operator: SimpleNamespace, tmp
         (record,) = read(path)[1]
         measured.append(record["case"]["i"])
     assert measured == [1, 3]
-    fake_operator.CASES = [case(lambda: {"onepass": thunk(ValueError("no [good] reason"))})]
-    assert main([]) == 1
 
 
 def test_a_busy_machine_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,8 +13,9 @@ import torch
 from bench_fakes import FakeTimer, case, everything, thunk
 from benchmarks.bench import runner
 from benchmarks.bench.compare import disagreement, error
+from benchmarks.bench.records import record
 from benchmarks.bench.runner import DISAGREES, FAILED, OK, label
-from benchmarks.case import Prepared, backward_of, upstream
+from benchmarks.case import Definition, Prepared, backward_of, upstream
 
 
 def results(*cases: Any, timer: FakeTimer | None = None, **options: Any) -> dict[str, runner.Result]:
@@ -36,6 +37,16 @@ def test_inputs_that_cannot_be_built_and_zeros_are_not_measured() -> None:
         found = results(case(make))["onepass"]
         assert found.status == status
         assert note in found.note
+
+
+def test_a_definition_judges_ours_too() -> None:
+    right = torch.ones(4)
+    impls = {"onepass": thunk(right + 1e-5), "rival": thunk(right + 1), "nothing": thunk(())}
+    found = results(case(lambda: {"definition": Definition(right.double), **impls}))
+    assert {impl: r.status for impl, r in found.items()} == {"onepass": OK, "rival": DISAGREES, "nothing": OK}
+    assert record(found["onepass"], 1.0)["error"] == pytest.approx(1e-5, rel=0.01)
+    strict = results(case(lambda: {"definition": Definition(right.double), **impls}, check=1e-6))
+    assert (strict["onepass"].status, strict["nothing"].error) == (DISAGREES, None)
 
 
 def test_preparation_waits_for_its_turn() -> None:

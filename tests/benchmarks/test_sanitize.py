@@ -65,7 +65,7 @@ def test_calls_reach_every_kernel(
         return bool(x.dtype != torch.float64)
 
     monkeypatch.setattr(geometry, "_sm_count", lambda index: 132)
-    pretended = {"launch": note, "uses_triton": on_gpu, "on_triton": on_gpu,
+    pretended = {"launch": note, "launch_specialized": note, "uses_triton": on_gpu, "on_triton": on_gpu,
                  "sm_count": lambda x: geometry._sm_count(0)}  # fmt: skip
     for name in (
         *(f"onepass.{op}" if op == "fused" else f"onepass.ops.{op}" for op in OPERATORS),
