@@ -27,8 +27,8 @@ def tests_for(name: str) -> list[str]:
             return ["tests/nn", "tests/sharded"]
         case ("src", "onepass", "fused", "packing.py" | "parts.py" | "row.py"):
             return ["tests/fused", "tests/nn", "tests/sharded"]
-        case ("src", "onepass", "ops", operator, "sharding.py"):
-            return [f"tests/ops/{operator}", "tests/sharded"]
+        case ("src", "onepass", "ops", operator, "op.py" | "sharding.py"):
+            return [f"tests/ops/{operator}", "tests/contract", "tests/sharded"]
         case ("src", "onepass", "optim", "sharded.py" | "state.py" | "step.py"):
             return ["tests/optim", "tests/sharded"]
         case ("src", "onepass", "ops", "_shared", *_):

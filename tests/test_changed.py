@@ -11,7 +11,6 @@ from conftest import concerns
 @pytest.mark.parametrize(
     ("changed", "tests"),
     [
-        (["src/onepass/ops/norm/op.py"], ["tests/contract", "tests/ops/norm"]),
         (["src/onepass/nn/norm.py"], ["tests/nn"]),
         (["src/onepass/train/loop.py"], ["tests/train"]),
         (["src/onepass/core/launch.py"], ["tests/contract", "tests/core", "tests/test_import.py"]),
@@ -26,7 +25,7 @@ from conftest import concerns
         (["Makefile", ".github/workflows/test.yml"], ["tests/test_project_files.py"]),
         (["benchmarks/ab.py", "research/ablate/text.py"], ["tests/benchmarks", "tests/research"]),
         (["README.md"], ["tests/test_readme.py"]),
-        (["src/onepass/ops/norm/sharding.py"], ["tests/ops/norm", "tests/sharded"]),
+        (["src/onepass/ops/norm/op.py"], ["tests/contract", "tests/ops/norm", "tests/sharded"]),
         (["src/onepass/core/sharding.py"], ["tests/contract", "tests/core", "tests/sharded", "tests/test_import.py"]),
     ],
 )

@@ -327,10 +327,12 @@ def test_the_operators_calls_are_replayed(
     gpu: FakeGpu, name: str, shape: tuple[int, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing but allocations, views and launches lies between their arguments and their results."""
+    if name == "stable" and shape[-1] > 8192:
+        pytest.skip("torch computes such rows")
     pytest.importorskip("triton")
     from onepass.ops._shared import kernels_partials
-    from onepass.ops.norm import family
     from onepass.ops.norm import launch as norm_launch
+    from onepass.ops.norm import op as norm_op
     from onepass.ops.norm.options import NONE
     from onepass.ops.weighted_sum import kernels, op
 
@@ -342,7 +344,7 @@ def test_the_operators_calls_are_replayed(
     for module in (norm_launch, kernels):
         monkeypatch.setattr(module, "sm_count", lambda x: 132)
     monkeypatch.setattr(kernels_partials, "dependent_launch", lambda x: True)
-    for module in (family, op):
+    for module in (norm_op, op):
         monkeypatch.setattr(module, "uses_triton", lambda x: True)
     x, w, r = (torch.empty(size, dtype=dtype) for size in (shape, shape[-1], shape))
     if name == "weighted_sum":
@@ -353,8 +355,8 @@ def test_the_operators_calls_are_replayed(
         has_mean, stable = name != "rms_norm", name == "stable"
         options = (1e-5, 0.0, has_mean, stable, *NONE)
         b = torch.empty(shape[-1], dtype=dtype) if has_mean else None
-        run, calls = counted(family._forward)
-        back, back_calls = counted(family._backward)
+        run, calls = counted(norm_op._forward)
+        back, back_calls = counted(norm_op._backward)
         forward = (x, r if name == "residual" else None, None, w, b, options)
         stats = torch.empty(1 + has_mean + stable, x.numel() // shape[-1])
         ds = torch.empty(shape, dtype=dtype) if name == "residual" else None

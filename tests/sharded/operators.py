@@ -14,7 +14,7 @@ from torch.distributed.tensor import Partial, Shard, distribute_tensor
 import onepass
 from harness import SPECS, build, maker, replace
 from onepass.core.spec import Spec
-from onepass.ops.norm import family as norm
+from onepass.ops.norm import op as norm
 from onepass.ops.norm.options import NONE
 from onepass.ops.routing.op import scatter_add, score
 from onepass.ops.span_attention.op import span_attention

@@ -6,16 +6,16 @@ from collections.abc import Iterator
 from typing import Any
 
 from codegen.kernel import Kernel, kernel
-from onepass.ops.norm import shapes
+from onepass.ops.norm import launch
 
 _FORWARD = kernel("ops.norm.kernels_triton", "forward_kernel")
 _BACKWARD = kernel("ops.norm.kernels_triton", "backward_kernel")
 _TEAM_BACKWARD = kernel("ops.norm.kernels_team", "team_backward_kernel")
-_WIDE_FORWARD = kernel("ops.norm.kernels_wide", "wide_forward_kernel")
+_WIDE_FORWARD = kernel("ops.norm.kernels_triton", "wide_forward_kernel")
 _FINISH = kernel("ops._shared.kernels_partials", "vector_partials_kernel")
 
 
-def _team_constants(team: shapes.Team) -> dict[str, Any]:
+def _team_constants(team: launch.Team) -> dict[str, Any]:
     return {
         "BLOCK_C": team.cols, "TEAM": team.size, "WIDTH": team.width(), "R": team.rows, "LAG": team.lag,
         "STAGES": team.stages, "COOPERATIVE": team.cooperative,
@@ -59,14 +59,14 @@ def _kernels() -> Iterator[Kernel]:
         for cols, registers in (
             (128, 72), (768, 64), (1024, 80), (3000, 128), (4096, 128), (5120, 144), (8192, 128), (16384, 96),
         ):  # fmt: skip
-            tile, early = shapes.forward_tile(cols, size), shapes.forward_early(cols, size, False, True)
+            tile, early = launch.forward_tile(cols, size), launch.forward_early(cols, size, False, True)
             yield Kernel(
                 f"norm forward {t} N={cols}", _FORWARD, forward | _TABLES,
                 plain | no_residual | _PLAIN_FORWARD
                 | {"N_COLS": cols, "BLOCK_R": tile.rows, "BLOCK_C": tile.cols, "EARLY": early},
                 _DIVISIBLE, num_warps=tile.warps, max_registers=registers,
             )  # fmt: skip
-        tile = shapes.forward_tile(128, size)
+        tile = launch.forward_tile(128, size)
         inference = {k: v for k, v in forward.items() if k != "stats_ptr"}
         yield Kernel(
             f"norm forward {t} N=128 inference", _FORWARD, inference | _TABLES,
@@ -78,7 +78,7 @@ def _kernels() -> Iterator[Kernel]:
         for cols, registers in (
             (128, 192), (768, 224), (1024, 192), (2048, 192), (3000, 224), (4096, 128), (5120, 224), (8192, 128),
         ):  # fmt: skip
-            tile = shapes.backward_tile(cols, size, 2, _SHARED_BYTES)
+            tile = launch.backward_tile(cols, size, 2, _SHARED_BYTES)
             yield Kernel(
                 f"norm backward {t} N={cols}", _BACKWARD, backward | _TABLES,
                 plain | both | no_ds | _PLAIN_BACKWARD
@@ -87,7 +87,7 @@ def _kernels() -> Iterator[Kernel]:
                 # False for chunks of 4 16-bit elements per thread: 8-byte loads, yet faster than chunks of 8
                 vector_loads=tile.rows * tile.cols * size >= 16 * 32 * tile.warps,
             )  # fmt: skip
-        tile = shapes.backward_tile(2048, size, 3, _SHARED_BYTES, stable=True)
+        tile = launch.backward_tile(2048, size, 3, _SHARED_BYTES, stable=True)
         yield Kernel(
             f"norm backward {t} N=2048 stable residual", _BACKWARD,
             backward | _TABLES | {"ds_ptr": pointers["ds_ptr"]},
@@ -97,7 +97,7 @@ def _kernels() -> Iterator[Kernel]:
         )  # fmt: skip
 
         for cols in (40000, 65536, 262144):
-            backward_team = shapes.backward_team(cols, size, 2, _SHARED_BYTES)
+            backward_team = launch.backward_team(cols, size, 2, _SHARED_BYTES)
             yield Kernel(
                 f"norm team backward {t} N={cols}", _TEAM_BACKWARD,
                 {k: v for k, v in backward.items() if k != "eps"} | {"words_ptr": "*i64"},
@@ -110,7 +110,7 @@ def _kernels() -> Iterator[Kernel]:
 
         sources = {k: pointers[k] for k in ("r_ptr", "s_ptr")}
         if size == 2:
-            tile = shapes.forward_tile(32768, size)
+            tile = launch.forward_tile(32768, size)
             yield Kernel(
                 f"norm forward {t} N=32768 residual", _FORWARD, forward | _TABLES | sources,
                 plain | _PLAIN_FORWARD
@@ -118,12 +118,11 @@ def _kernels() -> Iterator[Kernel]:
                 _DIVISIBLE, num_warps=tile.warps, max_registers=64,
             )  # fmt: skip
         for cols, residual in ((24000, False), (40000, True), (65536, False), (65536, True)):
-            tile, registers = shapes.wide_tile(cols, size, residual)
+            tile, registers = launch.wide_tile(cols, size, residual)
             yield Kernel(
                 f"norm wide forward {t} N={cols}{' residual' * residual}", _WIDE_FORWARD,
                 forward | (sources if residual else {}),
-                wide | ({} if residual else no_residual)
-                | {"N_COLS": cols, "BLOCK_C": tile.cols, "STAGES": tile.stages},
+                wide | (no_residual, {})[residual] | {"N_COLS": cols, "BLOCK_C": tile.cols, "STAGES": tile.stages},
                 _DIVISIBLE, num_warps=tile.warps, maxnreg=registers, max_registers=registers,
             )  # fmt: skip
     yield Kernel(

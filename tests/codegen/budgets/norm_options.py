@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from codegen.kernel import Kernel, i32, kernel, pointers
-from onepass.ops.norm import shapes
+from onepass.ops.norm import launch
 
 _SHARED_BYTES = 232448  # of an H200
 _NUMBERS = {"eps": "fp32", "offset": "fp32", **i32("n_rows", "z_row_stride", "repeat", "n_entries", "x_row_stride")}
@@ -24,10 +24,10 @@ def _arguments(t: str, names: tuple[str, ...], given: str) -> tuple[dict[str, st
 
 def _forward(t: str, what: str, cols: int, given: str, **options: Any) -> Kernel:
     size = 2 if t == "bf16" else 4
-    tile = shapes.forward_tile(cols, size, options.get("GATE", 0) > 0, options.get("QUANT", 0) > 0)
+    tile = launch.forward_tile(cols, size, options.get("GATE", 0) > 0, options.get("QUANT", 0) > 0)
     signature, absent = _arguments(t, _FORWARD, given)
     constants = {"HAS_MEAN": False, "STABLE": False, "TABLE": False, "TWICE": False, "GATE": 0, "QUANT": 0} | options
-    early = shapes.forward_early(cols, size, constants["TABLE"], False)
+    early = launch.forward_early(cols, size, constants["TABLE"], False)
     shape = {"N_COLS": cols, "VEC": 8, "BLOCK_R": tile.rows, "BLOCK_C": tile.cols, "EARLY": early}
     return Kernel(
         f"norm forward {t} N={cols} {what}", kernel("ops.norm.kernels_triton", "forward_kernel"),
@@ -47,7 +47,7 @@ def _backward(t: str, what: str, cols: int, given: str, **options: Any) -> Kerne
         "NEED_W": True,
         "NEED_B": False,
     } | options
-    tile = shapes.backward_tile(
+    tile = launch.backward_tile(
         cols, 2 if t == "bf16" else 4, 2 + bool(gate), _SHARED_BYTES, False, 1 + constants["NEED_B"], gate,
         16 if constants["TABLE"] else 1,
     )  # fmt: skip

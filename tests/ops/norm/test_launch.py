@@ -12,10 +12,9 @@ from harness import call, close, float64, gradients
 from onepass import layer_norm, rms_norm
 from onepass.core.launch import cdiv
 from onepass.core.spec import Sample
-from onepass.ops.norm import reference, shapes
+from onepass.ops.norm import reference
 
-triton = pytest.importorskip("triton")
-tl = pytest.importorskip("triton.language")
+launch = pytest.importorskip("onepass.ops.norm.launch")
 
 WIDTHS = [*range(1, 40), 64, 100, 127, 300, 511, 768, 1000, 1024, 2047, 3000, 4096, 5120, 6144, 7168, 8191, 8192]
 WIDE = [9000, 12288, 16384, 20480, 32767, 32768]
@@ -28,7 +27,7 @@ def _is_power_of_two(n: int) -> bool:
 @pytest.mark.parametrize("itemsize", [2, 4])
 def test_forward_tiles(itemsize: int) -> None:
     for cols in WIDTHS + WIDE:
-        tile = shapes.forward_tile(cols, itemsize)
+        tile = launch.forward_tile(cols, itemsize)
         assert all(map(_is_power_of_two, (tile.rows, tile.cols, tile.warps)))
         chunks = cdiv(cols, tile.cols)
         per_thread = tile.rows * chunks * tile.cols / (32 * tile.warps)
@@ -41,7 +40,7 @@ def test_forward_tiles(itemsize: int) -> None:
 @pytest.mark.parametrize("itemsize", [2, 4])
 def test_backward_tiles(itemsize: int, shared: int, stable: bool) -> None:
     for cols, tensors in itertools.product(WIDTHS, (2, 3)):
-        tile = shapes.backward_tile(cols, itemsize, tensors, shared, stable)
+        tile = launch.backward_tile(cols, itemsize, tensors, shared, stable)
         assert all(map(_is_power_of_two, (tile.rows, tile.cols, tile.warps)))
         chunks = cdiv(cols, tile.cols)
         per_thread = tile.rows * chunks * tile.cols / (32 * tile.warps)
@@ -52,13 +51,13 @@ def test_backward_tiles(itemsize: int, shared: int, stable: bool) -> None:
 
 def test_a_row_that_fits_no_program_is_refused() -> None:
     with pytest.raises(ValueError, match="8193 columns"):
-        shapes.backward_tile(8193, 2, 2, 232448)
+        launch.backward_tile(8193, 2, 2, 232448)
 
 
 @pytest.fixture
 def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("MAX_FORWARD_COLS", 16), ("MAX_BACKWARD_COLS", 16), ("WIDE_WARP_COLS", 2)):
-        monkeypatch.setattr(shapes, name, value)
+        monkeypatch.setattr(launch, name, value)
 
 
 @pytest.mark.interpret
@@ -89,10 +88,9 @@ def test_rows_in_tiles(cols: int) -> None:
 
 @pytest.mark.skipif(INTERPRET, reason="an interpreted kernel has no parameters")
 def test_kernels_do_not_specialise_on_rows_or_strides() -> None:
-    pytest.importorskip("triton")
-    from onepass.ops.norm import kernels_team, kernels_triton, kernels_wide
+    from onepass.ops.norm import kernels_team, kernels_triton
 
-    for module in (kernels_triton, kernels_team, kernels_wide):
+    for module in (kernels_triton, kernels_team):
         for name in dir(module):
             for p in getattr(getattr(module, name), "params", ()) if name.endswith("_kernel") else ():
                 if not p.is_constexpr and not p.name.endswith("_ptr") and p.name not in ("eps", "offset"):

@@ -1,8 +1,9 @@
 """Triton kernels of layer_norm and rms_norm: constexprs and None pointers choose the operator and its options.
 
-A row lives in registers as chunks of `BLOCK_C` columns, so that a width such as 5120 wastes no lanes. Wider rows have
-kernels of their own (packed, team, wide). The width is a constexpr, as a model has few of them: column masks then fold
-away or prove their alignment, which keeps loads 16 bytes wide. The number of rows is an argument.
+A row lives in registers as chunks of `BLOCK_C` columns, so that a width such as 5120 wastes no lanes. Forward walks a
+wider row twice (`wide_forward_kernel`), and backward shares it among programs (`kernels_team`). The width is a
+constexpr, as a model has few of them: column masks then fold away or prove their alignment, which keeps loads 16 bytes
+wide. The number of rows is an argument.
 """
 
 from __future__ import annotations
@@ -12,7 +13,112 @@ import triton.language as tl
 
 from onepass.ops._shared.kernels_memory import load, store
 
-from .kernels_e4m3 import e4m3_codes, scales_of
+LARGEST_E4M3 = tl.constexpr(448.0)
+# least number that a scale maps to 448: the reciprocal of a smaller scale may leave fp32
+LEAST = tl.constexpr(2.0**-40)
+SMALLEST_E4M3 = tl.constexpr(2.0**-6)
+
+
+@triton.jit
+def scales_of(largest):
+    """Return the fp32 scale that maps e4m3's 448 to the largest number, and its reciprocal."""
+    largest = tl.maximum(largest, LEAST)
+    most = tl.full(largest.shape, LARGEST_E4M3, tl.float32)
+    return tl.div_rn(largest, most), tl.div_rn(most, largest)
+
+
+@triton.jit
+def e4m3_codes(x, dtype: tl.constexpr):
+    """Round fp32 to e4m3, to nearest even and at most 448; in uint8 for GPUs without this dtype, with the same bits."""
+    if dtype != tl.uint8:
+        codes = x.to(dtype)
+    else:
+        size = tl.minimum(tl.abs(x), LARGEST_E4M3)
+        bits = size.to(tl.int32, bitcast=True)
+        normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
+        # an fp32 number from 2¹⁴ on has steps of 2⁻⁹, as e4m3 has below its normal numbers
+        subnormal = (size + 16384.0).to(tl.int32, bitcast=True) & 15
+        codes = tl.where(x == x, tl.where(size < SMALLEST_E4M3, subnormal, normal), 0x7F)
+        codes = (codes | ((x.to(tl.int32, bitcast=True) >> 24) & 0x80)).to(tl.uint8)
+    return codes
+
+
+@triton.jit(do_not_specialize=["x_row_stride", "r_row_stride", "n_rows"])
+def wide_forward_kernel(
+    x_ptr,  # (n_rows, N_COLS), unit column stride
+    r_ptr,  # (n_rows, N_COLS), unit column stride; None: no residual
+    w_ptr,  # (N_COLS,) or None
+    b_ptr,  # (N_COLS,) or None
+    y_ptr,  # (n_rows, N_COLS), contiguous
+    s_ptr,  # (n_rows, N_COLS), contiguous; None without residual
+    stats_ptr,  # (1 or 2, n_rows) fp32: 1/σ, mean
+    x_row_stride,  # in units of VEC elements
+    r_row_stride,
+    n_rows,
+    eps,
+    offset,
+    N_COLS: tl.constexpr,
+    VEC: tl.constexpr,
+    HAS_MEAN: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Normalise one row per program in two walks; the second finds the row in L2.
+
+    The first walk sums x − shift and its square, where shift is the mean of the first tile: that avoids most of the
+    cancellation of E[x²] − mean².
+    """
+    MASKED: tl.constexpr = N_COLS % BLOCK_C != 0
+    row = tl.program_id(0).to(tl.int64)
+    x_ptr += row * x_row_stride * VEC
+    y_ptr += row * N_COLS
+    if r_ptr is not None:
+        r_ptr += row * r_row_stride * VEC
+        s_ptr += row * N_COLS
+
+    shift = 0.0
+    if HAS_MEAN:
+        cols = tl.arange(0, BLOCK_C)
+        first = add_residual(load_tile(x_ptr, cols, cols < N_COLS, MASKED), r_ptr, s_ptr, cols, cols < N_COLS, MASKED)
+        shift = tl.sum(first, 0) / min(N_COLS, BLOCK_C)
+
+    sums = tl.zeros((BLOCK_C,), tl.float32)
+    squares = tl.zeros((BLOCK_C,), tl.float32)
+    for start in tl.range(0, N_COLS, BLOCK_C, num_stages=STAGES):
+        cols = start + tl.arange(0, BLOCK_C)
+        x = load_streamed(x_ptr, cols, cols < N_COLS, MASKED)
+        if r_ptr is not None:
+            x = add_residual(x, r_ptr, s_ptr, cols, cols < N_COLS, MASKED)
+            store(s_ptr, cols, x, cols < N_COLS, MASKED)
+        if HAS_MEAN:
+            x -= shift
+            if MASKED:
+                x = tl.where(cols < N_COLS, x, 0.0)
+            sums += x
+        squares += x * x
+    var = tl.sum(squares, 0) / N_COLS
+    if HAS_MEAN:
+        drift = tl.sum(sums, 0) / N_COLS
+        var = tl.maximum(var - drift * drift, 0.0)
+        shift += drift
+    rstd = tl.rsqrt(var + eps)
+
+    for start in tl.range(0, N_COLS, BLOCK_C, num_stages=STAGES):
+        cols = start + tl.arange(0, BLOCK_C)
+        # read for the last time and written once: such lines leave L2 first, which keeps the rows of other programs
+        x = load(x_ptr, cols, cols < N_COLS, MASKED, "evict_first").to(tl.float32)
+        x = add_residual(x, r_ptr, s_ptr, cols, cols < N_COLS, MASKED)
+        y = (x - shift) * rstd
+        if w_ptr is not None:
+            y *= load_tile(w_ptr, cols, cols < N_COLS, MASKED) + offset
+        if b_ptr is not None:
+            y += load_tile(b_ptr, cols, cols < N_COLS, MASKED)
+        store(y_ptr, cols, y, cols < N_COLS, MASKED, "evict_first")
+
+    tl.store(stats_ptr + row, rstd)
+    if HAS_MEAN:
+        tl.store(stats_ptr + n_rows + row, shift)
+
 
 # smallest normal float: 1/TINY is finite
 TINY = tl.constexpr(1.1754943508222875e-38)

@@ -12,8 +12,7 @@ from torch import Tensor
 from onepass.core.spec import BadCall, Sample, Spec
 
 from . import reference
-from .family import backward_op, forward_op
-from .op import layer_norm, rms_norm
+from .op import backward_op, forward_op, layer_norm, rms_norm
 from .options import NONE
 
 
