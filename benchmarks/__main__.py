@@ -26,8 +26,6 @@ _EPILOG = """\
 examples:
   python -m benchmarks weighted_sum --dtype bf16 --no-compile
   python -m benchmarks norm --case 4096 --stage backward
-  python -m benchmarks --device cpu --quick
-  python -m benchmarks fused                                         kernels of routed layers, and the modules
   python -m benchmarks --json benchmarks/results/h200/               one file per operator folder
   python -m benchmarks --report benchmarks/results/h200              tables from what is there
   python -m benchmarks --performance docs/performance.md             every bar, from all committed results

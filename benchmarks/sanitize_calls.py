@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterator
@@ -330,6 +331,29 @@ def lion() -> Iterator[Call]:
         yield name, lambda a=(dtype, clip, offset, options): both(*a)  # type: ignore[misc]
 
 
+def experts() -> Iterator[Call]:
+    """Every sample, also without gradients, where few tokens take a way of their own; the router and its parts."""
+    from onepass.ops.experts import definition, kernels_choice
+    from onepass.ops.experts.choice import choose_experts
+
+    def parts() -> None:
+        weight = maker(FP32)(5, 33)
+        found = kernels_choice.parts(weight, 3).view(3, 5, 33).float().sum(0)
+        torch.testing.assert_close(found, weight, rtol=2**-23, atol=0.0)
+
+    for found, dtype in itertools.product(load("experts").SPECS, (FP32, BF16)):
+        yield from of_spec(found, dtype)
+        alone = dataclasses.replace(found, op=torch.no_grad()(found.op), reference=torch.no_grad()(found.reference))
+        yield from of_spec(alone, dtype)
+    for score, dtype in itertools.product(("sigmoid", "softmax"), (FP32, BF16)):
+        router = Sample(score, (maker(dtype)(37, 24), maker(FP32)(5, 24)))
+        ours: Any = lambda u, w, s=score: choose_experts(u, w, None, None, 3, s, True)[0]  # noqa: E731
+        theirs: Any = lambda u, w, s=score: definition.choose(u @ w.t(), None, None, 3, s, True)[0]  # noqa: E731
+        name = f"choice of experts by {score}, {str(dtype)[6:]}"
+        yield name, functools.partial(check, ours, theirs, router, 1e-2 if dtype == BF16 else 1e-4)
+    yield "parts of a router's weight", parts
+
+
 def planted() -> Iterator[Call]:
     """An error for each tool: a load beyond the end, two writers of one shared word, a load of what nobody wrote."""
     import triton
@@ -355,7 +379,7 @@ def planted() -> Iterator[Call]:
 
 
 OWN: dict[str, Callable[[], Iterator[Call]]] = {
-    "coor_descent": coor_descent, "fused": fused, "lion": lion, "norm": norm, "routing": routing,
+    "coor_descent": coor_descent, "experts": experts, "fused": fused, "lion": lion, "norm": norm, "routing": routing,
     "soft_topk": soft_topk, "topk": topk, "weighted_sum": weighted_sum, PLANTED: planted,
 }  # fmt: skip
 

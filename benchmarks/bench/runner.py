@@ -8,7 +8,7 @@ import gc
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -56,15 +56,9 @@ class Result:
 class _Ready:
     """An implementation that ran, and its comparison with ours."""
 
-    name: str
     call: Callable[[], Any]
     result: Any  # of ours only, to compare the others with
-    status: str
-    note: str
-    peak: int | None
-    kept: int | None
-    seconds: float  # spent so far
-    error: float | None
+    untimed: Result
 
 
 class DeviceLostError(Exception):
@@ -107,7 +101,7 @@ def _check_device(timer: Timer, after: str) -> None:
 
 
 def _prepare(
-    case: Case, name: str, impl: Prepared | Callable[[], Any], ours: Any, defined: Any, timer: Timer, limit_s: float
+    folder: str, case: Case, name: str, impl: Any, ours: Any, defined: Any, timer: Timer, limit_s: float
 ) -> _Ready:
     """Build an implementation, let it compile (rivals at most `limit_s`), measure its memory, compare its results."""
     began, before = time.perf_counter(), timer.held_bytes()
@@ -132,13 +126,12 @@ def _prepare(
     peak = None if peak is None or before is None else peak - before
     kept = None if kept is None or before is None else kept - before
     result = result if name == OURS and case.check is not None else None
-    return _Ready(name, call, result, status, note, peak, kept, time.perf_counter() - began, error)
+    spent = time.perf_counter() - began
+    return _Ready(call, result, Result(folder, case, name, status, None, None, note, peak, kept, spent, error))
 
 
-def _timed(folder: str, case: Case, ready: _Ready, us: float, host_us: float | None, seconds: float) -> Result:
-    spent = ready.seconds + seconds
-    found = us, host_us, ready.note, ready.peak, ready.kept, spent, ready.error
-    return Result(folder, case, ready.name, ready.status, *found)
+def _timed(ready: _Ready, us: float, host_us: float | None, seconds: float) -> Result:
+    return replace(ready.untimed, us=us, host_us=host_us, seconds=ready.untimed.seconds + seconds)
 
 
 def _ready(
@@ -167,7 +160,7 @@ def _ready(
         started(name)
         began = time.perf_counter()
         try:
-            ready = _prepare(case, name, impl, ours, defined, timer, limit_s)  # type: ignore[arg-type]
+            ready = _prepare(folder, case, name, impl, ours, defined, timer, limit_s)
             ours = ready.result if name == OURS else ours
             del impl
             yield ready
@@ -209,10 +202,10 @@ def run_case(
             try:
                 us = timer.us(found.call)
                 host_us = timer.host_us(found.call) if us < SLOW_US else None
-                result = _timed(folder, case, found, us, host_us, time.perf_counter() - began)
+                result = _timed(found, us, host_us, time.perf_counter() - began)
             except Exception as error:
-                _check_device(timer, f"{found.name} at {case.op} {label(case.params)}")
-                result = Result(folder, case, found.name, FAILED, note=one_line(error))
+                _check_device(timer, f"{found.untimed.impl} at {case.op} {label(case.params)}")
+                result = Result(folder, case, found.untimed.impl, FAILED, note=one_line(error))
             yield result
         del found  # free its memory before the next one is built
     if isinstance(timer, CpuTimer) and waiting:
@@ -222,7 +215,7 @@ def run_case(
         # the calls took turns, so share the time equally
         each = (time.perf_counter() - began) / len(waiting)
         for ready, us, host_us in times:
-            yield _timed(folder, case, ready, us, host_us, each)
+            yield _timed(ready, us, host_us, each)
 
 
 def run(

@@ -97,18 +97,14 @@ def _list(cases: Sequence[tuple[str, Case]], console: Console) -> None:
         console.print(line + ("" if case.device == "cuda" else f"  ({case.device})"), markup=False, soft_wrap=True)
 
 
-def pick_device(wanted: str | None) -> str:
-    """Return the device to measure on: `wanted`, or cuda where there is one; raise UserError if it is absent."""
-    import torch
-
-    if wanted == "cuda" and not torch.cuda.is_available():
-        raise UserError("--device cuda: torch sees no CUDA GPU here; `onepass doctor` says more")
-    return wanted or ("cuda" if torch.cuda.is_available() else "cpu")
-
-
 def here(cases: Sequence[tuple[str, Case]], wanted: str | None) -> tuple[str, list[tuple[str, Case]]]:
     """Return (device, its cases); raise UserError if this machine lacks the device or no case is for it."""
-    device = pick_device(wanted)
+    import torch
+
+    there = torch.cuda.is_available()
+    if wanted == "cuda" and not there:
+        raise UserError("--device cuda: torch sees no CUDA GPU here; `onepass doctor` says more")
+    device = wanted or ("cuda" if there else "cpu")
     here = [(f, c) for f, c in cases if c.device == device]
     if not here and device == "cpu":
         raise UserError("these cases need a CUDA GPU and torch sees none here; `onepass doctor` says more")

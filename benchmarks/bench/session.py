@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from itertools import groupby
@@ -14,10 +15,19 @@ from rich.live import Live
 from rich.text import Text
 
 from benchmarks.case import Case
-from onepass.core.about import device_name, dtype_name, settings, versions
+from onepass.core.about import device_name, distribution_version, dtype_name, settings, versions
 
-from . import records, rivals, runner, table
+from . import records, runner, table
 from .timers import Timer
+
+
+def installed(rivals: Mapping[str, str]) -> dict[str, str]:
+    """Return {distribution: version} of the installed rivals."""
+    return {
+        distribution: distribution_version(distribution) or "unknown version"
+        for module, distribution in rivals.items()
+        if importlib.util.find_spec(module.partition(".")[0]) is not None
+    }
 
 
 def json_path(target: Path, folder: str) -> Path:
@@ -51,7 +61,7 @@ class Session:
             "gpu": device_name(torch.device(device)),
             "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
             "settings": settings(),
-            "rivals": rivals.installed(known),
+            "rivals": installed(known),
         }
         self.copy_gbps = 0.0
         self.results: list[runner.Result] = []

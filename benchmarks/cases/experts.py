@@ -1,8 +1,8 @@
 """Bench cases of experts without norm and router, forward and backward, beside the products alone and rivals.
 
-"products" are the grouped products of both passes on rows in order: what nothing around them can undercut. "torch" is
-their composition with gathers alone, no scatter, so that it is deterministic and compiles into few kernels. Each rival
-gets its own layout of the weights, made before. A CUDA graph's time is the GPU's; the others' hold the host's too.
+"products" are the grouped products of both passes on rows in order. "torch" composes them with gathers alone: it is
+deterministic and compiles into few kernels. Rivals get weights in layouts of their own, made before. A CUDA graph's
+time is the GPU's; the others' hold the host's too.
 """
 
 from __future__ import annotations

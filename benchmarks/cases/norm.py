@@ -131,5 +131,3 @@ CASES = [
     for dtype in (torch.bfloat16, torch.float32)
     for stage in ("forward", "backward")
 ]
-
-__all__ = ["CASES", "RIVALS"]

@@ -178,5 +178,3 @@ def _cases(device: str) -> list[Case]:
 
 CASES = _cases("cuda")
 RIVALS = {"fla": "flash-linear-attention"}
-
-__all__ = ["BF16", "CASES", "RIVALS", "case", "rms"]

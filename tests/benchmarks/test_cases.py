@@ -9,8 +9,8 @@ import pytest
 
 from bench_fakes import FakeTimer
 from benchmarks import cases
-from benchmarks.bench.rivals import installed
 from benchmarks.bench.runner import FAILED, MISSING, OK, OURS, STAGES, label, run_case
+from benchmarks.bench.session import installed
 from benchmarks.case import Case
 from benchmarks.cases import all_cases
 
