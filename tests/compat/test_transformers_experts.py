@@ -30,16 +30,16 @@ def build(cls: str, config: str, options: dict[str, Any]) -> Any:
 def results(model: Any, implementation: str) -> list[torch.Tensor]:
     model.set_experts_implementation(implementation)
     assert model.config._experts_implementation == implementation
-    ids = torch.arange(2, 20).view(2, 9)
+    ids = torch.arange(2, 20, device=model.device).view(2, 9)
     out = model(input_ids=ids, labels=ids)
-    model.zero_grad()
-    out.loss.backward()
-    return [out.logits.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+    gradients = torch.autograd.grad(out.loss, [*model.parameters()], allow_unused=True)
+    return [out.logits.detach(), *(g for g in gradients if g is not None)]
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("name", MODELS)
-def test_logits_and_gradients_are_those_of_its_own_experts(name: str) -> None:
-    model = build(*MODELS[name])
+def test_logits_and_gradients_are_those_of_its_own_experts(name: str, device: str) -> None:
+    model = build(*MODELS[name]).to(device)
     for ours, theirs in zip(results(model, "onepass"), results(model, "eager"), strict=True):
         # sums of up to 96 numbers, some thirty of them one after another
         atol = 96 * 30 * torch.finfo(torch.float32).eps * float(theirs.abs().max())
