@@ -28,7 +28,7 @@ examples:
   python -m benchmarks norm --case 4096 --stage backward
   python -m benchmarks --json benchmarks/results/h200/               one file per operator folder
   python -m benchmarks --report benchmarks/results/h200              tables from what is there
-  python -m benchmarks --performance docs/performance.md             every bar, from all committed results
+  python -m benchmarks --performance benchmarks/results/bars.md      every bar, from all committed results
   python -m benchmarks norm --warm 12                                compile in 12 processes, then measure in one
   python -m benchmarks norm --part 1/2 --json a.json             every other case
 """

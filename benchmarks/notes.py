@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-_RAW = "../benchmarks/results/h200/raw"
-_LAB = "lab"
+_RAW = "h200/raw"
+_LAB = "../../docs/lab"
 
 # a note and the bars that it explains, as "operator pass, words"; the page shows it where one of them is missed
 NOTES: Mapping[str, Sequence[str]] = {
@@ -39,7 +39,7 @@ NOTES: Mapping[str, Sequence[str]] = {
         "coor_descent backward, torch.compile",
     ),
     "`topk` also makes gates and settles ties by the lowest index. These are cells of earlier kernels; [the present "
-    "ones](../src/onepass/ops/topk/README.md) were measured on their own.": (
+    "ones](../../docs/performance.md#topk) were measured on their own.": (
         "topk forward, torch.topk, which makes no gates",
     ),
     "Bound by the host: the kernel is a small part of the step. "
@@ -78,8 +78,8 @@ Later changes were timed in turns against revision 18994a1 on one H200:
 - Forward bits depend on a row alone: norms and `weighted_sum` stay within 2 % ([record]({_RAW}/ab_row_bits.txt)).
 - Replay saves host time ([record]({_RAW}/replay.json)). Changed and not timed again: `weighted_sum` and \
 norms on a CPU, the router's score kernel, norms forward above 16384 columns (an \
-[H100](../benchmarks/results/h100/less/norm_wide.json) has them: 0.83 to 1.45 times the time).
+[H100](h100/less/norm_wide.json) has them: 0.83 to 1.45 times the time).
 
 Elsewhere: [Lion and AdamW in training]({_RAW}/lion_training.md), [a causal block]({_RAW}/causal_block.txt), \
-[routing that learns](../research/ablate/README.md).
+[routing that learns](../../docs/evidence.md).
 """

@@ -1,4 +1,4 @@
-"""docs/performance.md from the committed records: each bar, the worst cell that was measured, met or missed."""
+"""results/bars.md from the committed records: each bar, the worst cell that was measured, met or missed."""
 
 from __future__ import annotations
 
@@ -18,15 +18,14 @@ from .notes import NOTES, SINCE
 RESULTS = Path(__file__).parent / "results"
 
 _INTRO = """\
-# How fast it is today
+# Every bar, met or missed
 
-<!-- written by `python -m benchmarks --performance docs/performance.md`; `make test` compares -->
+<!-- written by `python -m benchmarks --performance benchmarks/results/bars.md`; `make test` compares -->
 
 A *bar* is a target that was set before measuring, a *cell* one shape in one dtype. A bar is met when every cell meets
 it. *% of copy* is the time of copying as many bytes as an operator must read and write, in the same run, over the
 operator's time. *×* with ≥ is the rival's time over ours: above 1 ours is faster. *×* with ≤ is ours over the other's.
-Every cell stands in [results](../benchmarks/results); [benchmarks/README.md](../benchmarks/README.md) says how it is
-measured.
+[Speed](../../docs/performance.md) has what a user asks; [benchmarks/README.md](../README.md) says how it is measured.
 """
 _HEAD = "| operator | pass | cells, rival | bar | worst | in which cell | cells met |\n|---|---|---|---|---|---|---|\n"
 _VERSIONS = ("gpu", "torch", "triton", "date")

@@ -14,12 +14,12 @@ SOURCES = ("program.json", "program_graphs.json", "program_tokens.json")
 _HEAD = """\
 ## Routed layers in programs
 One forward and backward pass, bf16 autocast over fp32 parameters, k = n/16, windows of 128 (the default is 256 now)
-([records](../benchmarks/results/h200/raw/program_tokens.json)). Each cell: GPU µs / host µs, and in brackets how many
+([records](h200/raw/program_tokens.json)). Each cell: GPU µs / host µs, and in brackets how many
 times as fast a whole step is as the dense layer's in the same mode. The host of this machine is slow and shared: its
 times differ by a third from run to run. *graph*: one CUDA graph of the whole step. A causal block takes {least:.0%} to
 {most:.0%} less time on the GPU than a `RoutedBlock`.
 
-![A block's training step over the number of tokens](step_over_tokens.png)
+![A block's training step over the number of tokens](../../docs/step_over_tokens.png)
 
 """
 

@@ -17,8 +17,8 @@ from onepass.optim import Lion
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 READMES = sorted((ROOT / "src").rglob("README.md"))
-# lab notes are history; the examples of swap.md have a test of their own
-PAGES = [*READMES, *(p for p in sorted(DOCS.rglob("*.md")) if p.name != "swap.md" and p.parent.name != "lab")]
+# lab notes are history
+PAGES = [*READMES, *(p for p in sorted(DOCS.rglob("*.md")) if p.parent.name != "lab")]
 BLOCKS = [
     (f"{path.relative_to(ROOT)}:{number}", code)
     for path in PAGES

@@ -1,4 +1,4 @@
-"""The README's examples run as they stand, and every figure of README and which.md is that of a committed record."""
+"""The README's examples run as they stand, and every figure of README and start.md is that of a committed record."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def envelope() -> Iterable[str]:
 FIGURES: dict[str, list[Callable[[], Iterable[str]]]] = {
     "README.md": [swapped, norms, selection, lion, steps, envelope],
     "docs/compatibility.md": [],
-    "docs/which.md": [few_tokens, states],
+    "docs/start.md": [few_tokens, states],
 }
 
 

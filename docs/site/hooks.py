@@ -16,43 +16,41 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[2]
-# operator folder → what its page shows of the package before the README
-OPERATORS = {
-    "norm": ("layer_norm", "rms_norm", "Quantized", "nn.LayerNorm", "nn.RMSNorm"),
-    "qk_norm_rope": ("qk_norm_rope",),
-    "weighted_sum": ("weighted_sum", "nn.WeightedSum"),
-    "soft_topk": ("soft_topk",),
-    "coor_descent": ("coor_descent",),
-    "topk": ("topk", "TopK", "kth_value"),
-    "routing": ("nn.Router",),
-    "span_attention": ("nn.LocalAttention",),
-    "causal_choice": ("nn.CausalRouter",),
-    "lion": ("optim.Lion", "optim.clip_grad_norm", "optim.release_gradients"),
-}
-MODULES = (
-    "Routed",
-    "RoutedFeedForward",
-    "RoutedAttention",
-    "RoutedCrossAttention",
-    "RoutedBlock",
-    "Decoder",
-    "routing_stats",
-    "graphed",
-)
+# folder of the package with a README → what its page shows of the package before the README
+FOLDERS = {
+    "ops/norm": ("layer_norm", "rms_norm", "Quantized", "nn.LayerNorm", "nn.RMSNorm"),
+    "ops/qk_norm_rope": ("qk_norm_rope",),
+    "ops/weighted_sum": ("weighted_sum", "nn.WeightedSum"),
+    "ops/soft_topk": ("soft_topk",),
+    "ops/coor_descent": ("coor_descent",),
+    "ops/topk": ("topk", "TopK", "kth_value"),
+    "ops/routing": ("nn.Router",),
+    "ops/span_attention": ("nn.LocalAttention",),
+    "ops/causal_choice": ("nn.CausalRouter",),
+    "ops/experts": (
+        "nn.Experts", "nn.update_balance", "nn.load_balancing_loss", "nn.router_z_loss", "experts", "expert_order",
+    ),
+    "ops/lion": ("optim.Lion", "optim.clip_grad_norm", "optim.release_gradients"),
+    "fused": (
+        "nn.RoutedBlock", "nn.RoutedFeedForward", "nn.RoutedAttention", "nn.RoutedCrossAttention", "nn.Routed",
+        "nn.Decoder", "nn.routing_stats", "nn.graphed",
+    ),
+}  # fmt: skip
 # file of the repository → page of the site
 PAGES = {
     "README.md": "index.md",
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
     "examples/README.md": "examples.md",
-    "src/onepass/fused/README.md": "operators/fused.md",
     "src/onepass/core/launch/README.md": "launch.md",
     "benchmarks/README.md": "measuring.md",
-    "research/ablate/README.md": "evidence.md",
-    **{f"src/onepass/ops/{name}/README.md": f"operators/{name}.md" for name in OPERATORS},
+    "research/ablate/README.md": "ablate.md",
+    **{f"src/onepass/{name}/README.md": f"operators/{posixpath.basename(name)}.md" for name in FOLDERS},
 }
 # pages whose tables take the room of the list of headings
-WIDE = ("compatibility.md", "examples.md", "performance.md")
+WIDE = ("examples.md", "performance.md", "reliability.md", "files/benchmarks/results/bars.md")
+# lab notes and raw records are read by who follows a link
+UNSEARCHED = ("lab/", "files/", "ablate.md", "measuring.md", "launch.md", "changelog.md")
 LINK = re.compile(r"(!?\[(?:[^\[\]]|\[[^\]]*\])*\])\(([^)\s]+)\)")
 FENCE = re.compile(r"(^```.*?^```[^\n]*$)", re.DOTALL | re.MULTILINE)
 
@@ -116,15 +114,12 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     site = Site(config)
     for path, place in PAGES.items():
         site.add(path, place, "")
-    for name, members in OPERATORS.items():
+    for name, members in FOLDERS.items():
         # the README's title first, then the package's own words, then the rest of the README
-        place = f"operators/{name}.md"
+        place = f"operators/{posixpath.basename(name)}.md"
         title, _, rest = site.files[place].content_string.partition("\n")
         api = "\n".join(f"::: onepass.{member}\n" for member in members)
         site.files[place] = File.generated(config, place, content=f"{title}\n\n{api}\n## Inside\n{deeper(rest)}")
-    modules = "\n".join(f"::: onepass.nn.{member}\n" for member in MODULES)
-    text = f"# Routed layers\n\nHow they are built: [fused](operators/fused.md).\n\n{modules}"
-    site.files["modules.md"] = File.generated(config, "modules.md", content=text)
     for file in list(files):
         if file.is_documentation_page():
             # finds what the written pages link to; their text is rewritten in `on_page_markdown`
@@ -145,6 +140,8 @@ def on_page_markdown(markdown: str, page: Any, config: MkDocsConfig, files: File
     """Rewrite the links of the pages in `docs/`; those of other pages are rewritten already."""
     if page.file.src_uri in WIDE:
         page.meta["hide"] = ["toc"]
+    if page.file.src_uri.startswith(UNSEARCHED):
+        page.meta["search"] = {"exclude": True}
     if page.file.generated_by:
         return markdown
     text: str = config.extra["site"].rewritten(markdown, f"docs/{page.file.src_uri}", page.file.src_uri)

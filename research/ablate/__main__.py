@@ -84,7 +84,6 @@ def command_line() -> Parser:
         one.set_defaults(run=run, extra="train")
     report = kinds.add_parser("report", help=REPORT, description=f"Write {REPORT}: report.md and a picture a task.")
     report.add_argument("out", type=Path, metavar="DIR")
-    report.add_argument("--page", type=Path, metavar="FILE", help="also a page of the records of --equal-time")
     report.set_defaults(run=write_report, extra="train")
     return parser
 
@@ -215,13 +214,11 @@ def write_report(args: argparse.Namespace) -> int:
     from research.ablate import curves, tables
     from research.ablate.equal import report
 
-    if page := getattr(args, "page", None):
-        command.write_page(args.out, page)
     records, found = tables.load(args.out), report.here(args.out)
     if found:
         report.write(args.out)
     if not records:
-        if found or page:
+        if found:
             return 0
         raise UserError(f"there are no records of `research.ablate` in {args.out}")
     table = tables.markdown(records)

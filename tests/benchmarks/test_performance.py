@@ -13,7 +13,7 @@ from benchmarks.bench.records import read, write
 from benchmarks.notes import NOTES
 from onepass.train.commands.errors import UserError
 
-PAGE = Path(__file__).parents[2] / "docs" / "performance.md"
+PAGE = Path(__file__).parents[2] / "benchmarks" / "results" / "bars.md"
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""`research.ablate text --equal-time`: what docs/equal_time.md says of a pair, of the clock and of the rates."""
+"""`research.ablate text --equal-time`: what docs/evidence.md says of a pair, of the clock and of the rates."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def run(**changes: Any) -> records.Record:
     return {**head, **about, "parameters": 5, "curve": [point, last], "final": {"step": 10, "bits": 2.0}, **changes}
 
 
-PAGE = ROOT / "docs" / "equal_time.md"
-RESULTS = "benchmarks/results/h200/equal_time"
+PAGE = ROOT / "docs" / "evidence.md"
+RESULTS = ROOT / "benchmarks" / "results" / "h200" / "equal_time"
 
 
 @pytest.fixture(autouse=True)
@@ -183,12 +183,9 @@ def test_the_command_resumes_and_writes_every_run_once(tmp_path: Path, capsys: p
     assert [(made["arm"], made["seed"]) for made in second] == [("learned", 1), ("dense", 1)]
     assert len(records.load(tmp_path)) == 4
     capsys.readouterr()
-    assert main(["report", str(tmp_path), "--page", str(tmp_path / "page.md")]) == 0
+    assert main(["report", str(tmp_path)]) == 0
     assert "| next byte | 64 | 16 | 32; 0.0625; 0.5·d | 2 |" in capsys.readouterr().out
     assert (tmp_path / "equal_time.png").read_bytes().startswith(b"\x89PNG")
-    written = (tmp_path / "page.md").read_text()
-    assert "| next byte | 64 | 16 | 32; 0.0625; 0.5·d | 2 |" in written
-    assert "[equal.b.json](equal.b.json)" in written.replace("](./", "](")
     # runs of another length of training are no part of this comparison
     assert main([*TINY[:-1], "7", *out, "--seed", "0"]) == 2
     assert "has asked_steps 6, this command 7" in capsys.readouterr().err
@@ -229,9 +226,15 @@ def test_ahead_is_more_than_three_times_the_spread(gains: tuple[float, ...], ver
         assert "| never | 93 % (1.9 s) |" in line
 
 
-def test_the_committed_page_is_what_the_command_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
-    assert report.page(Path(RESULTS), Path("docs")) == PAGE.read_text()
+def test_the_page_and_the_committed_table_are_of_the_records() -> None:
+    table = report.tables(records.load(RESULTS))
+    assert table in (RESULTS / "equal_time.md").read_text(encoding="utf-8")
+    page = PAGE.read_text(encoding="utf-8")
+    pairs = [line.split(" | ") for line in table.splitlines() if " × the spread" in line]
+    assert len(pairs) == 10
+    for what, n, dim, _, _, *bits_and_who in (cells[:8] for cells in pairs):
+        start, end = f"{what}, {n}, {dim}", f" | {' | '.join(bits_and_who)} |"
+        assert any(line.startswith(start) and line.endswith(end) for line in page.splitlines())
 
 
 @pytest.mark.gpu

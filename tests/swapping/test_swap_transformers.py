@@ -258,14 +258,11 @@ def test_on_a_gpu(name: str, dtype: torch.dtype) -> None:
     assert float((a - b).abs().max()) <= bound
 
 
-def test_the_examples_of_the_page(capsys) -> None:
-    """docs/swap.md: its code runs, and prints the report that stands there."""
-    page = (Path(__file__).parents[2] / "docs" / "swap.md").read_text()
-    codes = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
-    printed = "".join(re.findall(r"^```text\n(.*?)^```", page, re.DOTALL | re.MULTILINE))
-    assert len(codes) == 2
-    for code in codes:
-        exec(compile(code, "docs/swap.md", "exec"), {})
+def test_the_example_of_the_page(capsys) -> None:
+    """docs/norms.md: the code above its report prints it."""
+    page = (Path(__file__).parents[2] / "docs" / "norms.md").read_text()
+    ((code, printed),) = re.findall(r"^```python\n(.*?)^```\n```text\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    exec(compile(code, "docs/norms.md", "exec"), {})
     assert capsys.readouterr().out == printed
 
 

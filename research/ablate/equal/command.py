@@ -6,7 +6,6 @@ import argparse
 import math
 import re
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from onepass.train.cli import pick_device
@@ -200,11 +199,3 @@ def cells(args: argparse.Namespace, base: str, device: Any) -> list[Cell]:
         ask = Ask(size.steps, args.budget or 0.0, runner.about(device)["device"], read.digest[:16])
         found += [Cell(task, size, ask) for task in ((args.task,) if args.task else TASKS)]
     return found
-
-
-def write_page(folder: Path, target: Path) -> None:
-    """Write the page of the documentation from a directory's records."""
-    from onepass.train.commands import files
-    from research.ablate.equal import report
-
-    files.write(target, report.page(folder, target.parent))

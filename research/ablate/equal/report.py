@@ -1,9 +1,8 @@
-"""Tables, picture and page of the documentation, all made of the records."""
+"""Tables and picture, made of the records."""
 
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,27 +15,7 @@ from research.ablate.tables import spread
 WANTED = 3  # times the spread of the paired differences, to be called ahead
 PICTURE = "equal_time.png"
 
-_PAGE = """\
-# Routed against dense at equal time
-
-<!-- written by `python -m research.ablate report {folder} --page docs/equal_time.md`; a test compares -->
-
-With the same seconds on the same GPU, is a routed model better than a dense one? The routed arm (`learned` of
-[research.ablate](../research/ablate/README.md)) trains for its steps, the dense arm for as many seconds: the number of
-its steps follows from the time of one step, so that its learning rate too comes down to zero.
-
-- **routed**: `RoutedBlock`s in one CUDA graph. Their setting: the window of the local attention in bytes, the share of
-  the bytes in the heavy branch, the hidden units of the light feed-forward. The defaults of a block are 256 and 0.5·d.
-- **dense**: attention from every token to every token with the faster of torch's kernels (flash attention, cuDNN), then
-  a feed-forward of 4·d for every token; `torch.compile`, in one CUDA graph.
-- All else is the same. Each arm has the best of the learning rates that were tried for a third of the time, with
-  another seed. The clock runs in training steps alone.
-- Runs are short. The arm whose steps are cheaper takes more of them, and that counts most at first.
-
-*Ahead* is an arm whose paired difference is more than {wanted} times its spread, the standard deviation over the seeds.
-"""
 _SHAPE = "tokens in view | d | routed: window, share, light"
-_EMPTY = "\nThere are no records yet.\n"
 
 
 def here(folder: Path) -> bool:
@@ -59,22 +38,6 @@ def write(folder: Path) -> int:
     for line in text.splitlines():
         say(line)
     return 0
-
-
-def page(folder: Path, target: Path) -> str:
-    """Return the page of the documentation; links are seen from the directory `target`."""
-    runs = load(folder) if folder.is_dir() else []
-    path = Path(os.path.relpath(folder, target)).as_posix()
-    shown = Path(os.path.relpath(folder, target.parent)).as_posix()
-    text = _PAGE.format(folder=shown, wanted=WANTED)
-    if not runs:
-        return text + _EMPTY
-    found = pairs(runs)
-    lines = "\n".join([*_about(runs), *(["", *_results(found, whole=False)] if found else [])])
-    picture = f"\n![Loss over wall-clock time]({path}/{PICTURE})\n" if found else ""
-    names = ", ".join(f"[{one.name}]({path}/{one.name})" for one in sorted(folder.glob(PATTERN)))
-    whole = f"[Steps, speeds, rates and when one arm reaches the other's loss]({path}/equal_time.md)"
-    return f"{text}\n{lines}\n{picture}\n{whole}. Every run: {names}.\n"
 
 
 def tables(runs: Sequence[Record]) -> str:
@@ -121,18 +84,17 @@ def _row(name: tuple[Any, ...]) -> str:
     return f"{NAMES.get(task, task)} | {n:,} | {dim:,} | {window:,}; {k:g}; {light:g}·d"
 
 
-def _results(found: dict[tuple[Any, ...], Seeds], whole: bool = True) -> list[str]:
-    """Return a line for each pair; the page does without the last three columns, which are in the record's table."""
+def _results(found: dict[tuple[Any, ...], Seeds]) -> list[str]:
+    """Return a line for each pair."""
     last = ["dense − routed", "routed at dense's last loss", "dense at routed's"]
-    heads = ["task", _SHAPE, "seeds", "routed, bits per byte", "dense", "ahead", *(last if whole else [])]
+    heads = ["task", _SHAPE, "seeds", "routed, bits per byte", "dense", "ahead", *last]
     lines = [f"| {' | '.join(heads)} |", "|---" * (len(heads) + 2) + "|"]
     for name, seeds in found.items():
         bits = {arm: [arms[arm]["final"]["bits"] for arms in seeds.values()] for arm in ARMS}
         mean, deviation = ahead(seeds)
         differences = [dense - routed for routed, dense in zip(bits["learned"], bits["dense"], strict=True)]
         cells = [_row(name), str(len(seeds)), spread(bits["learned"]), spread(bits["dense"]), _verdict(mean, deviation)]
-        if whole:
-            cells += [spread(differences), _reached(seeds, "learned", "dense"), _reached(seeds, "dense", "learned")]
+        cells += [spread(differences), _reached(seeds, "learned", "dense"), _reached(seeds, "dense", "learned")]
         lines.append(f"| {' | '.join(cells)} |")
     return lines
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -61,14 +59,6 @@ def test_bits(name: str, dtype: torch.dtype) -> None:
         assert dtype == torch.float32 or (y != want).float().mean() <= 1e-3
     else:
         assert torch.equal(y, want)
-
-
-def test_the_examples_of_the_page() -> None:
-    page = (Path(__file__).parents[3] / "docs" / "norms.md").read_text()
-    blocks = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
-    assert len(blocks) == 2
-    for block in blocks:
-        exec(compile(block, "docs/norms.md", "exec"), {})
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=lambda d: str(d)[6:])
