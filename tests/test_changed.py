@@ -19,7 +19,7 @@ from conftest import concerns
         (["tests/nn/test_norm.py"], ["tests/nn/test_norm.py"]),
         (["tests/nn/layers.py"], ["tests/nn"]),
         (["tests/test_that_was_removed.py", "LICENSE"], []),
-        (["docs/stability.md", "src/onepass/ops/norm/README.md"], ["tests/test_docs.py", "tests/test_readme.py"]),
+        (["docs/reliability.md", "src/onepass/ops/norm/README.md"], ["tests/test_docs.py", "tests/test_readme.py"]),
         (["examples/fsdp2.py"], ["tests/test_examples.py"]),
         (["examples/sparse_attention.py"], ["tests/test_examples.py", "tests/test_sparse_attention.py"]),
         (["Makefile", ".github/workflows/test.yml"], ["tests/test_project_files.py"]),

@@ -44,7 +44,7 @@ def test_all_pages_are_read_in_an_afternoon() -> None:
     counted = [
         p for p in (*pages, ROOT / "benchmarks" / "README.md") if p.name != "CHANGELOG.md" and p.parent.name != "lab"
     ]
-    assert sum(len(path.read_text().split()) for path in counted) <= 23_000
+    assert sum(len(path.read_text().split()) for path in counted) <= 22_000
 
 
 def test_links_lead_somewhere() -> None:
@@ -55,13 +55,15 @@ def test_links_lead_somewhere() -> None:
 
 
 def test_each_line_of_the_compatibility_table_is_a_test() -> None:
-    rows = [line for line in (DOCS / "compatibility.md").read_text().splitlines() if line.startswith("| ")][1:]
-    assert len(rows) > 20
+    part = (DOCS / "reliability.md").read_text().partition("## What it works with")[2].partition("\n## ")[0]
+    rows = [line for line in part.splitlines() if line.startswith("| ")][1:]
+    assert len(rows) > 15
     for row in rows:
-        (named,) = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", row)
-        tree = ast.parse((ROOT / named[0]).read_text())
-        names = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
-        assert named[1] in names, row
+        named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", row)
+        assert named, row
+        for path, test in named:
+            tree = ast.parse((ROOT / path).read_text())
+            assert test in {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}, row
 
 
 def _bytes(optimizer: torch.optim.Optimizer, weight: torch.Tensor) -> float:

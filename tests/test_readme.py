@@ -147,7 +147,6 @@ def envelope() -> Iterable[str]:
 
 FIGURES: dict[str, list[Callable[[], Iterable[str]]]] = {
     "README.md": [swapped, norms, selection, lion, steps, envelope],
-    "docs/compatibility.md": [],
     "docs/start.md": [few_tokens, states],
 }
 

@@ -1,4 +1,4 @@
-"""What docs/stability.md freezes: public names, and the keys of everything that is saved.
+"""What docs/reliability.md freezes: public names, and the keys of everything that is saved.
 
 The listing stands in stability.json. A failure shows what differs; a wanted change is written down with
 `python tests/test_stability.py > tests/stability.json` and named in the changelog.

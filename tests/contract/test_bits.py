@@ -1,4 +1,4 @@
-"""docs/bits.md: the bits of a row depend on this row, its width, dtype, device and the options alone."""
+"""docs/reliability.md: the bits of a row depend on this row, its width, dtype, device and the options alone."""
 
 from __future__ import annotations
 

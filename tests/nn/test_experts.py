@@ -150,7 +150,7 @@ def test_transforms_of_torch_func() -> None:
 def test_compiled_in_one_graph_and_exported(device: str) -> None:
     """The same bits as eager; counts too; any length."""
     layer = Experts(16, 4).to(device)
-    # compiled, a norm's gradient has other bits: docs/bits.md
+    # compiled, a norm's gradient has other bits: docs/reliability.md
     layer.norm = nn.Identity()
     x, mask = torch.randn(2, 9, 16, device=device, requires_grad=True), torch.rand(2, 9, device=device) < 0.8
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager" if device == "cpu" else "inductor")

@@ -57,7 +57,7 @@ class Spec:
         tolerances: per dtype, for values.
         grad_factor: the tolerance of gradients, as a multiple of that of values.
         of_rows: `of_rows(make, width)` returns functions by name; each maps a tensor (rows, width) to (rows, ...), and
-            the bits of a row must depend on this row alone (docs/bits.md).
+            the bits of a row must depend on this row alone (docs/reliability.md).
     """
 
     name: str
