@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 from codegen.kernel import Kernel, i32, kernel, pointers
 
-_ROWS, _CHOICE, _PRODUCTS = (f"ops.experts.kernels_{name}" for name in ("rows", "choice", "products"))
+_NAMES = ("rows", "choice", "products", "few")
+_ROWS, _CHOICE, _PRODUCTS, _FEW = (f"ops.experts.kernels_{name}" for name in _NAMES)
 _SIZES = i32("n", "n_experts")
 
 
@@ -97,7 +98,24 @@ def _products(t: str) -> Iterator[Kernel]:
     )  # fmt: skip
 
 
+def _few(t: str) -> Iterator[Kernel]:
+    strides = i32("expert_stride", "row_stride")
+    sizes, shape = _SIZES | strides, {"K": 2, "D": 1024, "H": 2048}
+    tensors = {"x_ptr": f"*{t}", "id_ptr": "*i64", "weight_ptr": "*fp32", "up_ptr": f"*{t}", "gate_ptr": f"*{t}"}
+    tensors |= {"a_ptr": "*fp32"}
+    yield Kernel(
+        f"experts few, hidden {t}", kernel(_FEW, "hidden_kernel"),
+        tensors | sizes | i32("gate_expert_stride", "gate_row_stride"), shape | {"BLOCK_D": 128, "BLOCK_H": 32},
+        (*pointers(tensors), "expert_stride", "row_stride", "gate_expert_stride", "gate_row_stride"), max_registers=168,
+    )  # fmt: skip
+    tensors = {"a_ptr": "*fp32", "id_ptr": "*i64", "down_ptr": f"*{t}", "y_ptr": f"*{t}"}
+    yield Kernel(
+        f"experts few, out {t}", kernel(_FEW, "out_kernel"), tensors | sizes, shape | {"BLOCK_D": 16, "BLOCK_H": 256},
+        (*pointers(tensors), *strides), max_registers=168,
+    )  # fmt: skip
+
+
 KERNELS = [
-    *_order(), *_choice(), *(k for t in ("bf16", "fp32") for k in _rows(t)),
+    *_order(), *_choice(), *(k for t in ("bf16", "fp32") for k in (*_rows(t), *_few(t))),
     *(k for t in ("fp16", "fp32") for k in _products(t)),
 ]  # fmt: skip

@@ -122,6 +122,25 @@ def test_loads(device: str, load: str) -> None:
         assert not dx.any()
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("tokens", [1, 8])
+def test_few_tokens_without_gradients(device: str, gated: bool, tokens: int) -> None:
+    """As in decoding: kernels of their own on a GPU, the same function."""
+    x, weights, up, down = (t.detach() for t in _tensors(tokens, 40, 72, 5, 3, device))
+    gate = torch.randn_like(up) / 40**0.5 if gated else None
+    indices = torch.stack([torch.randperm(5)[:3] for _ in range(tokens)]).to(device)
+    indices[-1, 1] = -1
+    options = {"activation": "swiglu" if gated else "gelu", "gate": gate}
+    y = onepass.experts(x, indices, weights, up, down, **options)
+    wide = {**options, "gate": None if gate is None else gate.cpu().double()}
+    expected = definition.experts(
+        *(t.cpu().double() if t.is_floating_point() else t.cpu() for t in (x, indices, weights, up, down)), **wide
+    )
+    torch.testing.assert_close(y.cpu().double(), expected, rtol=1e-4, atol=1e-5)
+    assert torch.equal(y, onepass.experts(x, indices, weights, up, down, **options))
+
+
 def test_one_column() -> None:
     _equals_definition(torch.tensor([[0], [1], [1]]), _tensors(3, 1, 1, 2, 1))
 

@@ -95,6 +95,19 @@ def _forward(
     return y, h, x.new_empty(0) if linear is None else linear, places, rows, ends
 
 
+def _without_gradients(
+    x: Tensor, indices: Tensor, weights: Tensor, up: Tensor, down: Tensor, gate: Tensor | None, activation: str
+) -> Tensor:
+    """Return y alone; of few tokens, as in decoding, by two launches that read the chosen experts alone."""
+    matrices = [up, down] if gate is None else [up, down, gate]
+    if uses_triton(x) and x.numel() and all(m.stride(2) == 1 for m in matrices):
+        from . import kernels_few
+
+        if 0 < indices.numel() <= kernels_few.MOST:
+            return kernels_few.few(x.contiguous(), indices.contiguous(), weights.contiguous(), up, down, gate)  # type: ignore[no-any-return]
+    return _forward(x, indices, weights, up, down, gate, activation)[0]
+
+
 def _backward(
     dy: Tensor, x: Tensor, weights: Tensor, up: Tensor, down: Tensor, gate: Tensor | None, h: Tensor, linear: Tensor,
     places: Tensor, rows: Tensor, ends: Tensor, need_x: bool, need_w: bool, need_up: bool, need_down: bool,
@@ -164,7 +177,7 @@ def _gradients(ctx: Any, run: Any, dy: Tensor, *unused: Any) -> tuple[Tensor | N
 
 _call = bind(
     name="experts", forward=_forward, forward_op=forward_op, backward=_backward, backward_op=backward_op, save=_save,
-    gradients=_gradients, check=_check,
+    gradients=_gradients, check=_check, inference=_without_gradients,
 )  # fmt: skip
 
 
