@@ -99,19 +99,22 @@ def _products(t: str) -> Iterator[Kernel]:
 
 
 def _few(t: str) -> Iterator[Kernel]:
-    strides = i32("expert_stride", "row_stride")
-    sizes, shape = _SIZES | strides, {"K": 2, "D": 1024, "H": 2048}
-    tensors = {"x_ptr": f"*{t}", "id_ptr": "*i64", "weight_ptr": "*fp32", "up_ptr": f"*{t}", "gate_ptr": f"*{t}"}
-    tensors |= {"a_ptr": "*fp32"}
+    strides, tile = i32("expert_stride", "row_stride"), {"D": 1024, "H": 2048, "DEEP": 128, "WIDE": 64}
+    gate = i32("gate_expert_stride", "gate_row_stride")
+    tensors = {"x_ptr": f"*{t}", "id_ptr": "*i64", "up_ptr": f"*{t}", "gate_ptr": f"*{t}", "part_ptr": "*fp32"}
     yield Kernel(
-        f"experts few, hidden {t}", kernel(_FEW, "hidden_kernel"),
-        tensors | sizes | i32("gate_expert_stride", "gate_row_stride"), shape | {"BLOCK_D": 128, "BLOCK_H": 32},
-        (*pointers(tensors), "expert_stride", "row_stride", "gate_expert_stride", "gate_row_stride"), max_registers=168,
+        f"experts few, hidden {t}", kernel(_FEW, "hidden_kernel"), tensors | _SIZES | strides | gate, tile | {"K": 2},
+        (*pointers(tensors), *strides, *gate), max_registers=168,
     )  # fmt: skip
-    tensors = {"a_ptr": "*fp32", "id_ptr": "*i64", "down_ptr": f"*{t}", "y_ptr": f"*{t}"}
+    tensors = {"part_ptr": "*fp32", "id_ptr": "*i64", "weight_ptr": "*fp32", "down_ptr": f"*{t}", "out_ptr": "*fp32"}
     yield Kernel(
-        f"experts few, out {t}", kernel(_FEW, "out_kernel"), tensors | sizes, shape | {"BLOCK_D": 16, "BLOCK_H": 256},
-        (*pointers(tensors), *strides), max_registers=168,
+        f"experts few, out {t}", kernel(_FEW, "out_kernel"), tensors | _SIZES | strides | i32("n_parts"),
+        tile | {"GATED": True, "PARTS": 8}, (*pointers(tensors), *strides), max_registers=168,
+    )  # fmt: skip
+    tensors = {"part_ptr": "*fp32", "y_ptr": f"*{t}"}
+    yield Kernel(
+        f"experts few, sum {t}", kernel(_FEW, "sum_kernel"), tensors | i32("n_parts"),
+        {"D": 1024, "PARTS": 32, "WIDE": 64}, pointers(tensors), max_registers=80,
     )  # fmt: skip
 
 

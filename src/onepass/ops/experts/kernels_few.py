@@ -1,4 +1,7 @@
-"""Triton kernels for few tokens without gradients, as in decoding: two launches that read the chosen experts alone."""
+"""Triton kernels for few tokens without gradients, as in decoding: three launches that read the chosen experts alone.
+
+Many programs share a matrix, one tile each, so that memory is busy although there is little to do: sums come in parts.
+"""
 
 from __future__ import annotations
 
@@ -7,23 +10,30 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from onepass.core.launch import cdiv, device_guard, launch, replayed
+from onepass.core.launch import cdiv, device_guard, launch, next_power_of_2, replayed
 
 from .kernels_rows import activation_parts, load_experts
 
-INTS = ["n", "n_experts", "expert_stride", "row_stride", "gate_expert_stride", "gate_row_stride"]
+INTS = ["n", "n_experts", "expert_stride", "row_stride", "gate_expert_stride", "gate_row_stride", "n_parts"]
 # choices up to which these kernels run: beyond, experts are shared by tokens, and each token reads its own again here
 MOST = 64
+# a tile: terms of a sum, and sums
+DEEP, WIDE = 128, 64
+
+
+@triton.jit
+def load_tile(ptr, rows, cols, row_stride, ROWS: tl.constexpr, COLS: tl.constexpr, found):
+    mask = ((rows < ROWS) & found)[:, None] & (cols < COLS)[None, :]
+    return tl.load(ptr + rows[:, None] * row_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit(do_not_specialize=INTS)
 def hidden_kernel(
     x_ptr,  # (tokens, D), contiguous
     id_ptr,  # (n,) int32 or int64, n = tokens·K
-    weight_ptr,  # (n,)
     up_ptr,  # (n_experts, D, H), unit column stride
     gate_ptr,  # the same; None: GELU
-    a_ptr,  # (n, H) fp32
+    part_ptr,  # (parts of D, n, H) fp32; for the gate as many again
     n,
     n_experts,
     expert_stride,
@@ -33,79 +43,97 @@ def hidden_kernel(
     K: tl.constexpr,
     D: tl.constexpr,
     H: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_H: tl.constexpr,
+    DEEP: tl.constexpr,
+    WIDE: tl.constexpr,
 ):
-    """a[p] = weight[p] · act(x[p // K] · up[e]); 0 for a choice of no expert."""
-    p = tl.program_id(0)
-    h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    """Write x[p // K] · up[e], and for the gate, over some of the columns of x."""
+    p, part = tl.program_id(0), tl.program_id(2)
+    d, h = part * DEEP + tl.arange(0, DEEP), tl.program_id(1) * WIDE + tl.arange(0, WIDE)
     e = load_experts(id_ptr, p, n, n_experts).to(tl.int64)
-    hidden, linear = tl.zeros((BLOCK_H,), tl.float32), tl.zeros((BLOCK_H,), tl.float32)
-    if e >= 0:
-        for first in range(0, D, BLOCK_D):
-            d = first + tl.arange(0, BLOCK_D)
-            mask = (d < D)[:, None] & (h < H)[None, :]
-            x = tl.load(x_ptr + (p // K) * D + d, mask=d < D, other=0.0).to(tl.float32)[:, None]
-            up = tl.load(up_ptr + e * expert_stride + d[:, None] * row_stride + h[None, :], mask=mask, other=0.0)
-            linear += tl.sum(x * up.to(tl.float32), 0)
-            if gate_ptr is not None:
-                at = e * gate_expert_stride + d[:, None] * gate_row_stride + h[None, :]
-                hidden += tl.sum(x * tl.load(gate_ptr + at, mask=mask, other=0.0).to(tl.float32), 0)
-    # the activation takes what a product would have written
-    dtype = x_ptr.dtype.element_ty
-    linear = linear.to(dtype).to(tl.float32)
-    a, _ = activation_parts(linear if gate_ptr is None else hidden.to(dtype).to(tl.float32), gate_ptr is None)
-    a = (a if gate_ptr is None else a * linear) * tl.load(weight_ptr + p).to(tl.float32)
-    tl.store(a_ptr + p * H + h, a, mask=h < H)
+    x = tl.load(x_ptr + (p // K) * D + d, mask=d < D, other=0.0).to(tl.float32)[:, None]
+    at = part_ptr + (part * n + p) * H + h
+    up = load_tile(up_ptr + e * expert_stride, d, h, row_stride, D, H, e >= 0)
+    tl.store(at, tl.sum(x * up, 0), mask=h < H)
+    if gate_ptr is not None:
+        gate = load_tile(gate_ptr + e * gate_expert_stride, d, h, gate_row_stride, D, H, e >= 0)
+        tl.store(at + tl.num_programs(2) * n * H, tl.sum(x * gate, 0), mask=h < H)
 
 
 @triton.jit(do_not_specialize=INTS)
 def out_kernel(
-    a_ptr,  # (n, H) fp32
+    part_ptr,  # of `hidden_kernel`
     id_ptr,  # (n,) int32 or int64
+    weight_ptr,  # (n,)
     down_ptr,  # (n_experts, H, D), unit column stride
-    y_ptr,  # (n // K, D), contiguous
+    out_ptr,  # (n, parts of H, D) fp32
     n,
     n_experts,
     expert_stride,
     row_stride,
-    K: tl.constexpr,
+    n_parts,  # of D
+    GATED: tl.constexpr,
     D: tl.constexpr,
     H: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_H: tl.constexpr,
+    PARTS: tl.constexpr,  # a power of two ≥ n_parts
+    DEEP: tl.constexpr,
+    WIDE: tl.constexpr,
 ):
-    """y[t] = Σ_j a[t·K + j] · down[e]; one program for a token and some columns."""
-    t = tl.program_id(0)
-    d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-    total = tl.zeros((BLOCK_D,), tl.float32)
-    for j in range(K):
-        e = load_experts(id_ptr, t * K + j, n, n_experts).to(tl.int64)
-        if e >= 0:
-            for first in range(0, H, BLOCK_H):
-                h = first + tl.arange(0, BLOCK_H)
-                a = tl.load(a_ptr + (t * K + j) * H + h, mask=h < H, other=0.0)[:, None]
-                at = e * expert_stride + h[:, None] * row_stride + d[None, :]
-                down = tl.load(down_ptr + at, mask=(h < H)[:, None] & (d < D)[None, :], other=0.0)
-                total += tl.sum(a * down.to(tl.float32), 0)
-    tl.store(y_ptr + t * D + d, total.to(y_ptr.dtype.element_ty), mask=d < D)
+    """Write weight · act(hidden) · down[e] over some of the hidden units; 0 for a choice of no expert."""
+    p, some = tl.program_id(0), tl.program_id(2)
+    h, d = some * DEEP + tl.arange(0, DEEP), tl.program_id(1) * WIDE + tl.arange(0, WIDE)
+    e = load_experts(id_ptr, p, n, n_experts).to(tl.int64)
+    part = tl.arange(0, PARTS)[:, None]
+    at, mask = part_ptr + (part * n + p) * H + h[None, :], (part < n_parts) & (h < H)[None, :]
+    # the activation takes what a product would have written
+    dtype = down_ptr.dtype.element_ty
+    linear = tl.sum(tl.load(at, mask=mask, other=0.0), 0).to(dtype).to(tl.float32)
+    if GATED:
+        gate = tl.sum(tl.load(at + n_parts * n * H, mask=mask, other=0.0), 0).to(dtype).to(tl.float32)
+        a, _ = activation_parts(gate, False)
+        a *= linear
+    else:
+        a, _ = activation_parts(linear, True)
+    a *= tl.load(weight_ptr + p).to(tl.float32)
+    down = load_tile(down_ptr + e * expert_stride, h, d, row_stride, H, D, e >= 0)
+    tl.store(out_ptr + (p * tl.num_programs(2) + some) * D + d, tl.sum(a[:, None] * down, 0), mask=d < D)
+
+
+@triton.jit(do_not_specialize=INTS)
+def sum_kernel(
+    part_ptr,  # (tokens, n_parts, D) fp32
+    y_ptr,  # (tokens, D)
+    n_parts,
+    D: tl.constexpr,
+    PARTS: tl.constexpr,  # a power of two ≥ n_parts
+    WIDE: tl.constexpr,
+):
+    part, d = tl.arange(0, PARTS)[:, None], tl.program_id(1) * WIDE + tl.arange(0, WIDE)
+    at = part_ptr + (tl.program_id(0) * n_parts + part) * D + d[None, :]
+    total = tl.sum(tl.load(at, mask=(part < n_parts) & (d < D)[None, :], other=0.0), 0)
+    tl.store(y_ptr + tl.program_id(0) * D + d, total.to(y_ptr.dtype.element_ty), mask=d < D)
 
 
 @replayed
 def few(x: Tensor, ids: Tensor, weights: Tensor, up: Tensor, down: Tensor, gate: Tensor | None) -> Tensor:
     """Return y (T, d) of tokens x; all tensors contiguous but for the experts' and rows' strides of the matrices."""
     (tokens, k), (n_experts, dim, hidden) = ids.shape, up.shape
+    n, deep, some = tokens * k, cdiv(dim, DEEP), cdiv(hidden, DEEP)
     y = torch.empty_like(x)
-    a = torch.empty((tokens * k, hidden), dtype=torch.float32, device=x.device)
-    strides = up.stride()[:2], down.stride()[:2], (0, 0) if gate is None else gate.stride()[:2]
-    sizes = (tokens * k, n_experts)
+    parts = torch.empty((1 if gate is None else 2, deep, n, hidden), dtype=torch.float32, device=x.device)
+    outs = torch.empty((n, some, dim), dtype=torch.float32, device=x.device)
+    strides = (*up.stride()[:2], *((0, 0) if gate is None else gate.stride()[:2]))
     with device_guard(x):
         launch(
-            hidden_kernel, (tokens * k, cdiv(hidden, 32), 1), (x, ids, weights, up, gate, a),
-            (*sizes, *strides[0], *strides[2]), (k, dim, hidden, 128, 32), num_warps=4,
+            hidden_kernel, (n, cdiv(hidden, WIDE), deep), (x, ids, up, gate, parts), (n, n_experts, *strides),
+            (k, dim, hidden, DEEP, WIDE), num_warps=4,
         )  # fmt: skip
         launch(
-            out_kernel, (tokens, cdiv(dim, 16), 1), (a, ids, down, y), (*sizes, *strides[1]), (k, dim, hidden, 16, 256),
-            num_warps=4,
+            out_kernel, (n, cdiv(dim, WIDE), some), (parts, ids, weights, down, outs),
+            (n, n_experts, *down.stride()[:2], deep),
+            (gate is not None, dim, hidden, next_power_of_2(deep), DEEP, WIDE), num_warps=4,
+        )  # fmt: skip
+        launch(
+            sum_kernel, (tokens, cdiv(dim, WIDE), 1), (outs, y), (k * some,),
+            (dim, next_power_of_2(k * some), WIDE), num_warps=4,
         )  # fmt: skip
     return y
