@@ -30,7 +30,7 @@ NEEDS = {
     "fsdp2": (),
     "sparse_attention": (),
     "sparse_autoencoder": (),
-    "moe_router": (),
+    "mixture_of_experts": (),
 }
 # an experiment of six arms; its layer has tests/test_sparse_attention.py
 LINES = {"sparse_attention": 180}
@@ -214,36 +214,13 @@ def test_a_sparse_autoencoder_keeps_the_first_of_equals_and_reaches_dead_latents
 
 
 @pytest.mark.slow
-def test_moe_router(tmp_path: Path) -> None:
-    said = output("moe_router", tmp_path, options=("--steps", "30"))
-    found = re.findall(r"^([a-z -]+?) +([\d.]+)% +([\d.]+)% +(\d+) +([\d.]+) ([\d.]+)$", said, re.MULTILINE)
-    assert [way for way, *_ in found] == ["no limit", "first come", "best first", "experts choose", "weighted gates"]
-    # a model that knows nothing has 1
-    assert all(float(error) < 0.9 for row in found for error in row[4:])
-
-
-@pytest.mark.parametrize("way", ["first come", "best first", "experts choose", "weighted gates"])
-def test_experts_have_their_exact_capacity(way: str) -> None:
-    torch.manual_seed(0)
-    program = runpy.run_path(str(EXAMPLES / "moe_router.py"))
-    model, x = program["Experts"](way), torch.randn(64, program["DIM"])
-    y, tokens, _ = model(x)
-    weights = model.router(x).softmax(1)
-    assert tokens.shape == (8, 16)
-    two = torch.zeros_like(weights).scatter(1, weights.topk(2).indices, 1.0)
-    expected = torch.zeros_like(x)
-    for expert in range(8):
-        score, weight = model.router(x)[:, expert], weights[:, expert]
-        if way in ("first come", "best first"):
-            weight = weight * two[:, expert] / (weights * two).sum(1)
-            score = weight if way == "best first" else two[:, expert]
-        best = score.sort(descending=True, stable=True).indices[:16]
-        kept = best[weight[best] > 0].sort().values
-        assert tokens[expert][tokens[expert] >= 0].tolist() == kept.tolist()
-        expected[kept] += weight[kept, None] * ((x[kept] @ model.up[expert]).relu() @ model.down[expert])
-    torch.testing.assert_close(y, expected)
-    y.square().sum().backward()
-    assert model.router.weight.grad.any()
+def test_mixture_of_experts(tmp_path: Path) -> None:
+    said = output("mixture_of_experts", tmp_path)
+    rows = re.findall(r"^(\w[a-z ]*?) +([\d.]+) +([\d.]+)$", said, re.MULTILINE)
+    found = {name: (float(error), float(busiest)) for name, error, busiest in rows}
+    assert found.keys() == {"dense", "no balance", "balanced"}
+    assert found["balanced"][0] < 0.8 * found["dense"][0]
+    assert found["balanced"][1] < 1.4 < 2 < found["no balance"][1]
 
 
 @pytest.mark.slow

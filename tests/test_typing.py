@@ -51,6 +51,8 @@ def functions(some: Tensor | None) -> None:
     assert_type(onepass.qk_norm_rope(x, x, x, None, cos=x, sin=x, positions=x), tuple[Tensor, Tensor])
     onepass.qk_norm_rope(x, x)  # wrong
     assert_type(onepass.weighted_sum(x, x), Tensor)
+    assert_type(onepass.expert_order(x, 2), tuple[Tensor, Tensor, Tensor])
+    assert_type(onepass.experts(x, x, x, x, x, activation="swiglu", gate=some), Tensor)
     assert_type(onepass.soft_topk(x, 2), Tensor)
     assert_type(onepass.coor_descent(x, n_iters=1, k=2), Tensor)
     with onepass.swap(linear, include="layers.*", exclude=["a", "b"], strict=True, dry_run=True) as report:
@@ -90,6 +92,11 @@ def modules(asked: bool) -> None:
     assert_type(nn.RoutedFeedForward(8, k=2)(x, return_routing=False), Tensor)
     nn.RoutedFeedForward(8, k=2, balance="even")  # wrong
     nn.Routed(linear, linear, nn.Router(8), 2, True)  # wrong
+    assert_type(nn.Experts(8, 4, top_k=1)(x), Tensor)
+    assert_type(nn.Experts(8, 4)(x, return_routing=True), tuple[Tensor, nn.ExpertRouting])
+    routing = nn.Experts(8, 4)(x, None, True)[1]
+    assert_type(nn.load_balancing_loss(routing) + nn.router_z_loss(routing), Tensor)
+    assert_type(nn.update_balance(linear), None)
     assert_type(nn.RoutedBlock(8, k=2)(x), Tensor)
     assert_type(nn.RoutedFeedForward(8, k=2)(x, None, True), tuple[Tensor, RouterOutput])
     assert_type(nn.RoutedAttention(8, k_q=2, k_kv=2)(x), Tensor)
