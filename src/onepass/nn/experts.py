@@ -13,6 +13,7 @@ from onepass.core import check
 from onepass.ops._shared import arguments
 from onepass.ops.experts.choice import choose_experts
 from onepass.ops.experts.op import ACTIVATIONS, experts
+from onepass.ops.norm.op import rms_norm
 
 from .count import check_flag, check_number, check_size
 from .norm import RMSNorm
@@ -84,7 +85,8 @@ class Experts(nn.Module):
 
     Shapes: ``layer(x, mask=None)`` with x ``(…, dim)`` and mask ``(…)`` bool, True at real tokens, gives y like x: 0 at
     masked tokens, which are in no expert's rows and in no count. ``layer(x, mask, return_routing=True)`` gives
-    ``(y, ExpertRouting)``. Logits are in fp32 under autocast too. In training a forward adds its counts to the buffer
+    ``(y, ExpertRouting)``. Logits are in fp32 under autocast too, of tokens that the norm
+    wrote in autocast's dtype. In training a forward adds its counts to the buffer
     ``tokens_per_expert``, in place, so that a CUDA graph repeats it; in eval mode and under torch.func it does not.
 
     All weights are in memory, a token multiplies by those of top_k experts (docs/experts.md). Results are the same bit
@@ -178,17 +180,20 @@ class Experts(nn.Module):
                 raise ValueError(f"Experts: mask must be {tuple(x.shape[:-1])}, got {tuple(mask.shape)}")
             # 0·NaN is NaN in a weight's gradient
             x, mask = x.masked_fill(~mask[..., None], 0), mask.reshape(-1)
-        u = self.norm(x).reshape(-1, self.dim)
+        matrices: list[Any] = [self.up, self.down, self.gate]
+        if torch.is_autocast_enabled(x.device.type):
+            dtype = torch.get_autocast_dtype(x.device.type)
+            # the norm writes what the products read
+            u = rms_norm(x, self.norm.weight, eps=self.norm.eps, out_dtype=dtype)
+            matrices = [None if t is None else t.to(dtype) for t in matrices]
+        else:
+            u = self.norm(x)
+        u = u.reshape(-1, self.dim)
         weights, indices, counts, logits = choose_experts(
             u, self.router.weight, self.expert_bias, mask, self.top_k, self.score_func, self.norm_topk
         )
         if self.training and not torch._C._are_functorch_transforms_active():
             _here(self.tokens_per_expert).add_(_here(counts))
-        matrices: list[Any] = [self.up, self.down, self.gate]
-        if torch.is_autocast_enabled(x.device.type):
-            dtype = torch.get_autocast_dtype(x.device.type)
-            u = u.to(dtype)
-            matrices = [None if t is None else t.to(dtype) for t in matrices]
         up, down, gate = matrices
         y = experts(u, indices, weights, up, down, activation=self.activation, gate=gate)
         if self.shared is not None:
