@@ -17,7 +17,7 @@ from .kernels_rows import activation_parts, load_experts
 INTS = ["n", "n_experts", "expert_stride", "row_stride", "gate_expert_stride", "gate_row_stride", "n_parts"]
 # choices up to which these kernels run: beyond, experts are shared by tokens, and each token reads its own again here
 MOST = 64
-# a tile: terms of a sum, and sums
+# a tile: terms of a sum, and sums. Neighbouring programs read neighbouring columns of the same rows
 DEEP, WIDE = 128, 64
 
 
@@ -47,8 +47,8 @@ def hidden_kernel(
     WIDE: tl.constexpr,
 ):
     """Write x[p // K] · up[e], and for the gate, over some of the columns of x."""
-    p, part = tl.program_id(0), tl.program_id(2)
-    d, h = part * DEEP + tl.arange(0, DEEP), tl.program_id(1) * WIDE + tl.arange(0, WIDE)
+    p, part = tl.program_id(2), tl.program_id(1)
+    d, h = part * DEEP + tl.arange(0, DEEP), tl.program_id(0) * WIDE + tl.arange(0, WIDE)
     e = load_experts(id_ptr, p, n, n_experts).to(tl.int64)
     x = tl.load(x_ptr + (p // K) * D + d, mask=d < D, other=0.0).to(tl.float32)[:, None]
     at = part_ptr + (part * n + p) * H + h
@@ -56,7 +56,7 @@ def hidden_kernel(
     tl.store(at, tl.sum(x * up, 0), mask=h < H)
     if gate_ptr is not None:
         gate = load_tile(gate_ptr + e * gate_expert_stride, d, h, gate_row_stride, D, H, e >= 0)
-        tl.store(at + tl.num_programs(2) * n * H, tl.sum(x * gate, 0), mask=h < H)
+        tl.store(at + tl.num_programs(1) * n * H, tl.sum(x * gate, 0), mask=h < H)
 
 
 @triton.jit(do_not_specialize=INTS)
@@ -79,8 +79,8 @@ def out_kernel(
     WIDE: tl.constexpr,
 ):
     """Write weight · act(hidden) · down[e] over some of the hidden units; 0 for a choice of no expert."""
-    p, some = tl.program_id(0), tl.program_id(2)
-    h, d = some * DEEP + tl.arange(0, DEEP), tl.program_id(1) * WIDE + tl.arange(0, WIDE)
+    p, some = tl.program_id(2), tl.program_id(1)
+    h, d = some * DEEP + tl.arange(0, DEEP), tl.program_id(0) * WIDE + tl.arange(0, WIDE)
     e = load_experts(id_ptr, p, n, n_experts).to(tl.int64)
     part = tl.arange(0, PARTS)[:, None]
     at, mask = part_ptr + (part * n + p) * H + h[None, :], (part < n_parts) & (h < H)[None, :]
@@ -95,7 +95,7 @@ def out_kernel(
         a, _ = activation_parts(linear, True)
     a *= tl.load(weight_ptr + p).to(tl.float32)
     down = load_tile(down_ptr + e * expert_stride, h, d, row_stride, H, D, e >= 0)
-    tl.store(out_ptr + (p * tl.num_programs(2) + some) * D + d, tl.sum(a[:, None] * down, 0), mask=d < D)
+    tl.store(out_ptr + (p * tl.num_programs(1) + some) * D + d, tl.sum(a[:, None] * down, 0), mask=d < D)
 
 
 @triton.jit(do_not_specialize=INTS)
@@ -124,11 +124,11 @@ def few(x: Tensor, ids: Tensor, weights: Tensor, up: Tensor, down: Tensor, gate:
     strides = (*up.stride()[:2], *((0, 0) if gate is None else gate.stride()[:2]))
     with device_guard(x):
         launch(
-            hidden_kernel, (n, cdiv(hidden, WIDE), deep), (x, ids, up, gate, parts), (n, n_experts, *strides),
+            hidden_kernel, (cdiv(hidden, WIDE), deep, n), (x, ids, up, gate, parts), (n, n_experts, *strides),
             (k, dim, hidden, DEEP, WIDE), num_warps=4,
         )  # fmt: skip
         launch(
-            out_kernel, (n, cdiv(dim, WIDE), some), (parts, ids, weights, down, outs),
+            out_kernel, (cdiv(dim, WIDE), some, n), (parts, ids, weights, down, outs),
             (n, n_experts, *down.stride()[:2], deep),
             (gate is not None, dim, hidden, next_power_of_2(deep), DEEP, WIDE), num_warps=4,
         )  # fmt: skip
