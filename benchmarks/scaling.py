@@ -220,12 +220,7 @@ def work(folder: Path, kind: str) -> None:
     with parallel.joined() as world:
         corpus = data.load([])
         preset = "gpu" if kind == "cuda" else "cpu"
-        values = {
-            "task": "masked",
-            "route": "learned",
-            "device": kind,
-            "precision": "bf16" if kind == "cuda" else "fp32",
-        }
+        values = {"task": "masked", "device": kind, "precision": "bf16" if kind == "cuda" else "fp32"}
         config = configs.build(preset, **{**values, "threads": 1, "seed": 0, "data": "", "paths": (), **size["job"]})
         whole = dataclasses.replace(config, batch=config.batch * world.size)
         world.start(folder, whole)

@@ -98,7 +98,7 @@ def checkpoint_keys() -> dict[str, Any]:
 
     listed: dict[str, Any] = {"config": sorted(f.name for f in dataclasses.fields(Config)), "format": FORMAT}
     sizes = {"dim": 8, "blocks": 1, "seq": 16, "batch": 2, "steps": 1}
-    rest = {"route": "learned", "seed": 0, "device": "cpu", "precision": "fp32", "threads": 1, "data": "", "paths": ()}
+    rest = {"seed": 0, "device": "cpu", "precision": "fp32", "threads": 1, "data": "", "paths": ()}
     for task in ("masked", "causal"):
         config = build("cpu", task=task, **sizes, **rest)
         model = new(config)

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from onepass.nn import RoutedFeedForward, Router, RouterOutput
 from onepass.nn.feed_forward import FeedForward
-from onepass.train.routes import DeviceRandomRouter, use_chance, use_nobody
 
+from .routes import use_chance, use_nobody
 from .runner import Rates
 
 
@@ -118,7 +118,7 @@ class Model(nn.Module):
         if arm == "dense":
             self.layer = FeedForward(size.dim, hidden)
         if arm == "random":
-            use_chance(self, DeviceRandomRouter)
+            use_chance(self)
         if arm == "light":
             use_nobody(self)
         if arm == "oracle":

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from onepass.optim import Lion
-from onepass.train.captured import Gradients
+from onepass.train.captured import EAGER, Gradients
 from onepass.train.commands import files
 from onepass.train.commands.errors import UserError
 from onepass.train.model import parameter_groups
@@ -58,7 +58,7 @@ class Step:
         """Take a step at `share` of the peak learning rate; return the loss before it."""
         for group in self.optimizer.param_groups:
             group["lr"] = self.lr * group["scale"] * share
-        loss = self.gradients(*inputs)
+        loss: Tensor = self.gradients(*inputs)
         self.optimizer.step()
         return loss
 
@@ -214,7 +214,7 @@ def pace(task: Task, rates: Rates, seconds: float = 1.0) -> float:
         synchronize(task.device)
         return (time.perf_counter() - start) / steps
 
-    row(3)
+    row(EAGER + 1)
     if task.device.type == "cuda" and one.gradients.why_eager:
         raise UserError(f"the {task.arm} arm's step can't be captured: {one.gradients.why_eager}")
     guess = row(5)

@@ -18,8 +18,8 @@ from onepass.nn.feed_forward import FeedForward
 from onepass.train import data
 from onepass.train.language import ByteModel
 from onepass.train.model import Attention, angles
-from onepass.train.routes import DeviceRandomRouter, use_chance, use_nobody
 
+from .routes import use_chance, use_nobody
 from .runner import Rates
 
 
@@ -89,7 +89,7 @@ def build(arm: str, size: Size, causal: bool, hidden: int) -> ByteModel:
     if arm in ("dense", "hybrid"):
         model.blocks = nn.ModuleList(DenseBlock(size, hidden, causal) for _ in range(size.blocks))
     if arm == "random":
-        use_chance(model, DeviceRandomRouter)
+        use_chance(model)
     if arm == "light":
         use_nobody(model)
     return model

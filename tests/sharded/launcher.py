@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 from onepass.__main__ import main
+from onepass.train import parallel
 from train.tiny import TINY, printed, quick
 
 ROOT = Path(__file__).parents[2]
@@ -53,5 +55,7 @@ def own_lines(faults: str) -> list[str]:
 
 
 if __name__ == "__main__":
+    if seconds := os.environ.get("ONEPASS_TEST_COLLECTIVE"):
+        parallel.COLLECTIVE = datetime.timedelta(seconds=float(seconds))
     with quick():
         sys.exit(main())

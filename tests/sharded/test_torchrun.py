@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from safetensors.torch import load_file
 
 from harness import tolerance
 from onepass.__main__ import PATIENCE, main
-from onepass.train import parallel, spread
+from onepass.train import parallel
 from onepass.train.commands.errors import UserError
 from sharded.launcher import SECONDS, ended, own_lines, start, train
 from train.tiny import TINY, config, rows, write_texts
@@ -71,7 +72,7 @@ def same(many: Path, one: Path) -> None:
 
 
 def test_two_processes_have_the_loss_curve_of_one(texts: Path, of: Runs, tmp_path: Path) -> None:
-    said, two, one = train(2, texts, tmp_path / "two", "--sequence-parallel"), tmp_path / "two", of(1)
+    said, two, one = train(2, texts, tmp_path / "two"), tmp_path / "two", of(1)
     assert said.count("2 processes") == 1
     assert said.count("step 12/12") == 1
     same(two, one)
@@ -83,8 +84,8 @@ def test_two_processes_have_the_loss_curve_of_one(texts: Path, of: Runs, tmp_pat
 
 TASKS: list[tuple[int, str]] = [
     *((2, options) for options in (
-        "", "--route random", "--task causal", "--task causal --route random", "--sequence-parallel --route random",
-        "--sequence-parallel --route none", "--sequence-parallel --task causal",
+        "--fsdp", "--task causal", "--fsdp --task causal",
+        "--sequence-parallel --task causal",
     )),
     (4, "--sequence-parallel"), (4, "--sequence-parallel --task causal"),
 ]  # fmt: skip
@@ -94,7 +95,7 @@ TASKS: list[tuple[int, str]] = [
 @pytest.mark.parametrize(("processes", "options"), TASKS)
 def test_every_task(texts: Path, of: Runs, tmp_path: Path, processes: int, options: str) -> None:
     train(processes, texts, tmp_path / "many", *options.split())
-    same(tmp_path / "many", of(1, *options.replace("--sequence-parallel", "").split()))
+    same(tmp_path / "many", of(1, *options.replace("--sequence-parallel", "").replace("--fsdp", "").split()))
 
 
 @pytest.mark.slow
@@ -171,6 +172,37 @@ def test_a_killed_process_ends_the_job_and_a_restart_loses_nothing(
 
 
 @pytest.mark.slow
+def test_a_process_that_hangs_ends_the_others(texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ONEPASS_TEST_COLLECTIVE", "5")
+    out = tmp_path / "run"
+    with start(2, texts, "--out", out, *TINY, "--threads", 1, "--steps", 10**6, "--checkpoint-every", 5) as running:
+        wait_for(out, 12)
+        # torchrun kills it as the last one
+        os.kill(process(running, 1), signal.SIGSTOP)
+        _, faults = ended(running)
+    assert running.returncode != 0
+    told_lost(faults, out, "go on with the same command and --resume")
+    assert "onepass/train" not in faults
+
+
+def test_a_gpu_that_hangs_ends_its_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def end(world: parallel.Processes, code: int, message: str) -> None:
+        raise SystemExit(f"{code}: {message}")
+
+    monkeypatch.setattr(parallel, "ANSWER", 0.01)
+    monkeypatch.setattr(parallel.Processes, "end", end)
+    world = object.__new__(parallel.Processes)
+    world.path = tmp_path
+    never = mock.Mock(query=lambda: False)
+    with pytest.raises(
+        SystemExit, match=r"1: a process of this run has ended \(GPUs gave no answer for 0 s\); .*--resume"
+    ):
+        world._settle(never)
+    never.record.assert_called_once()
+    world._settle(mock.Mock(query=lambda: True))
+
+
+@pytest.mark.slow
 def test_a_signal_to_torchrun_saves_and_stops(texts: Path, of: Runs, tmp_path: Path) -> None:
     out = tmp_path / "run"
     with start(2, texts, "--out", out, *TINY, "--threads", 1, *LONG) as running:
@@ -224,6 +256,11 @@ def test_a_restart_needs_a_directory(texts: Path) -> None:
 
 
 def test_what_processes_can_not_share() -> None:
+    alone = parallel.World()
+    alone.check(config())
+    alone.fsdp = True
+    with pytest.raises(UserError, match="--fsdp: one process holds all weights; start several with torchrun"):
+        alone.check(config())
     world = object.__new__(parallel.Processes)
     world.size = 3
     with pytest.raises(UserError, match="--batch 16: 3 processes take equal parts of a batch; give a multiple of 3"):
@@ -233,13 +270,11 @@ def test_what_processes_can_not_share() -> None:
     world.check(config(batch=1, seq=33))
     with pytest.raises(UserError, match="--seq 256: 3 processes take equal parts of a row"):
         world.check(config(seq=256))
-    with pytest.raises(UserError, match="--sequence-parallel: --task causal needs --route learned, got random"):
-        spread.check(config(seq=33, task="causal", route="random"), 3)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-@pytest.mark.parametrize("layout", [(), ("--sequence-parallel",)], ids=["rows", "tokens"])
+@pytest.mark.parametrize("layout", [(), ("--fsdp",), ("--sequence-parallel",)], ids=["rows", "shards", "tokens"])
 @pytest.mark.parametrize("task", ["masked", "causal"])
 def test_two_gpus(texts: Path, of: Runs, tmp_path: Path, layout: tuple[str, ...], task: str) -> None:
     options = ("--device", "cuda", "--preset", "cpu", "--task", task)

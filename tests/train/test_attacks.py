@@ -163,7 +163,7 @@ WORDS = (
 # of each command: its options, and what keeps a vector that is accepted from working for hours (the last one counts)
 COMMANDS: dict[str, tuple[str, str]] = {
     "train": (
-        "--out --preset --task --device --route --steps --seed --batch --seq --dim --blocks --lr --checkpoint-every "
+        "--out --preset --task --device --steps --seed --batch --seq --dim --blocks --lr --checkpoint-every "
         "--resume --force --config",
         "--preset cpu --dim 8 --seq 8 --batch 1 --blocks 1 --device cpu --steps 1",
     ),

@@ -15,7 +15,7 @@ from safetensors.torch import save
 from onepass.optim import Lion
 from onepass.train import checkpoint
 from onepass.train.commands.errors import UserError
-from onepass.train.config import RANGES, ROUTES, TASKS, Config, from_json
+from onepass.train.config import RANGES, TASKS, Config, from_json
 from onepass.train.metrics import Mark
 from onepass.train.model import RoutedEncoder, new, parameter_groups
 from train.tiny import TINY, config, refused
@@ -180,7 +180,7 @@ def test_any_configuration_is_compared(good: Path, tmp_path: Path, data: st.Data
     """Values at the ends of their ranges: a configuration that is invalid, or that the file's tensors don't fit."""
     names = data.draw(st.lists(st.sampled_from(["light_mult", "heavy_mult", "routed", "window", "seq"]), unique=True))
     values = {"dim": 2**10, **{n: RANGES[n][data.draw(st.integers(0, 1))] for n in names}}
-    values |= {"task": data.draw(st.sampled_from(TASKS)), "route": data.draw(st.sampled_from(ROUTES))}
+    values["task"] = data.draw(st.sampled_from(TASKS))
     said = not_loaded(strangers(good, config=values), tmp_path / "strange")
     assert "another configuration" in said or "_mult must be at least 1" in said
 
@@ -237,7 +237,7 @@ def test_what_resuming_refuses(finished: Path, texts: Path):
         return refused("train", texts, *TINY, "--resume", "--out", finished, *options)
 
     assert "--steps 8: the run has 12; give more to train longer" in said("--steps", 8)
-    assert "route is none here and learned in the run" in said("--route", "none")
+    assert "task is causal here and masked in the run" in said("--task", "causal")
     assert "binary is True here and False in the run" in said("--binary")
 
     path = finished / checkpoint.NAME

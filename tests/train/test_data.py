@@ -148,7 +148,7 @@ def test_the_digest_sees_every_change(texts: Path):
 @given(n=st.integers(8, 300), share=st.floats(0.01, 0.9), seed=st.integers(0, 2**63 - 1))
 def test_hiding(n: int, share: float, seed: int):
     windows = np.random.default_rng(0).integers(0, 256, (3, n))
-    batch = data.hide(windows, share, data.generator(seed, data.TRAINING, 5), 5)
+    batch = data.hide(windows, share, data.generator(seed, data.TRAINING, 5))
     count = max(1, round(share * n))
     assert batch.hidden.shape == batch.bytes.shape == (3, count)
     for row in range(3):
@@ -161,7 +161,7 @@ def test_hiding(n: int, share: float, seed: int):
 
 def test_hiding_is_uniform():
     windows = np.zeros((20_000, 20), dtype=np.int64)
-    share = (data.hide(windows, 0.15, data.generator(0, data.TRAINING, 0), 0).tokens == data.MASK).mean(axis=0)
+    share = (data.hide(windows, 0.15, data.generator(0, data.TRAINING, 0)).tokens == data.MASK).mean(axis=0)
     assert share == pytest.approx(0.15, abs=0.01)
 
 

@@ -96,7 +96,6 @@ def test_what_stderr_says(run: Path, capsys: pytest.CaptureFixture[str], monkeyp
         (["nowhere", "--prompt", "a"], "there is no run with a checkpoint in nowhere"),
         (["cut", "--prompt", "a"], "cut off"),
         (["masked", "--prompt", "a"], "guesses hidden bytes; generate needs one of --task causal"),
-        (["none", "--prompt", "a"], "has --route none; generate needs --route learned"),
         pytest.param(
             ["run", "--prompt", "a", "--device", "cuda"], "sees no CUDA device",
             marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is one"),
@@ -111,8 +110,6 @@ def test_mistakes(
     if arguments[0] == "cut":
         shutil.copytree(run, folder)
         (folder / "checkpoint.safetensors").write_bytes((run / "checkpoint.safetensors").read_bytes()[:1000])
-    elif arguments[0] == "none":
-        printed("train", texts, *TINY, *CAUSAL, "--steps", 1, "--route", "none", "--out", folder)
     else:
         folder = {"masked": finished, "run": run}.get(arguments[0], Path("nowhere"))
     assert said in refused("generate", folder, *arguments[1:])

@@ -12,27 +12,16 @@ import pytest
 import torch
 
 from onepass.train import data
+from onepass.train.commands.errors import UserError
 from onepass.train.config import Config, from_json
 from onepass.train.loop import learning_rate
-from onepass.train.model import RandomRouter, RoutedLanguageModel, new, parameter_groups
+from onepass.train.model import RoutedLanguageModel, new, parameter_groups
 from onepass.train.trace import trace
 from train.tiny import TINY, config, printed, rows
 
 
 def causal(**values: object) -> Config:
     return config(**{"task": "causal", "seq": 48, "window": 8, **values})
-
-
-ROUTES = pytest.mark.parametrize("route", ["learned", "random", "none"])
-
-
-def test_no_route_means_no_heavy_branch():
-    light, learned, random = (
-        sum(parameter.numel() for parameter in new(config(route=route)).parameters())
-        for route in ("none", "learned", "random")
-    )
-    assert light < random < learned
-    assert learned - random == 2 * 16
 
 
 def test_positions_are_told_apart():
@@ -53,36 +42,6 @@ def test_initial_weights_depend_on_the_seed_and_leave_torchs_random_state_alone(
     assert torch.equal(torch.get_rng_state(), state)
     assert torch.equal(one.head.weight, same.head.weight)
     assert not torch.equal(one.head.weight, other.head.weight)
-
-
-def test_random_router():
-    """A function of seed and draw; a part of a batch has the routes of the batch; masked tokens are left alone."""
-    router, x, found = RandomRouter(3), torch.zeros(5, 20, 8), []
-    for router.draw in (5, 6, 5):
-        found.append(router(x, 6))
-    assert torch.equal(found[0].indices, found[2].indices)
-    assert not torch.equal(found[0].indices, found[1].indices)
-    assert all(len(set(row)) == 6 for row in found[0].indices.tolist())
-    assert (found[0].gates == 1).all()
-    parts = []
-    for first, last in ((0, 0), (0, 2), (2, 5)):
-        router.rows = first, 5
-        parts.append(router(x[first:last], 6).indices)
-    assert torch.equal(torch.cat(parts), found[0].indices)
-    mask = torch.ones(2, 20, dtype=torch.bool)
-    mask[1, 3:] = False
-    out = RandomRouter(0)(torch.zeros(2, 20, 8), 5, mask)
-    assert sorted(out.indices[1].tolist()) == [-1, -1, 0, 1, 2]
-    assert out.gates[1].sum() == 3
-
-
-def test_random_router_is_uniform():
-    router = RandomRouter(0)
-    counts = torch.zeros(16)
-    for draw in range(500):
-        router.draw = draw
-        counts += torch.bincount(router(torch.zeros(4, 16, 1), 4).indices.flatten(), minlength=16)
-    assert counts / counts.sum() == pytest.approx(1 / 16, rel=0.12)
 
 
 def test_decay_is_for_matrices_and_high_rates_for_what_no_block_holds():
@@ -124,31 +83,27 @@ def test_each_byte_is_asked_for_and_the_one_before_it_shown():
     assert (measured.tokens[:, 1:] == measured.bytes[:, :-1]).all()
 
 
-@ROUTES
-def test_no_guess_depends_on_a_later_byte(route: str):
-    model = new(causal(route=route)).eval()
+def test_no_guess_depends_on_a_later_byte():
+    model = new(causal()).eval()
     assert isinstance(model, RoutedLanguageModel)
     tokens = torch.randint(256, (1, 48))
     asked = torch.arange(48)[None]
     with torch.no_grad():
-        logits = model(tokens, asked, draw=3).logits
+        logits = model(tokens, asked).logits
         assert logits.shape == (1, 48, 256)
         for place in range(1, 48):
             other = tokens.clone()
             other[0, place:] = torch.randint(256, (48 - place,))
-            assert torch.equal(model(other, asked, draw=3).logits[:, :place], logits[:, :place])
+            assert torch.equal(model(other, asked).logits[:, :place], logits[:, :place])
 
 
-@ROUTES
 @pytest.mark.parametrize("make", [config, causal])
-def test_every_parameter_in_use_gets_a_gradient(make: Callable[..., Config], route: str):
-    model = new(make(route=route))
+def test_every_parameter_in_use_gets_a_gradient(make: Callable[..., Config]):
+    model = new(make())
     model(torch.randint(257, (3, 48)), torch.arange(48).expand(3, -1)).logits.square().mean().backward()
-    silent = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
-    # nothing is routed to: neither what attends nor what an unrouted token gets in its place
-    assert [name for name in silent if route != "none" or "null" not in name] == []
+    assert [name for name, p in model.named_parameters() if p.grad is None] == []
     routers = [p for name, p in model.named_parameters() if "router" in name]
-    assert bool(routers) == (route == "learned")
+    assert routers
     assert all(p.grad.any() for p in routers)
 
 
@@ -170,27 +125,21 @@ def test_trace_guesses_every_byte():
 def test_runs_from_before_there_was_a_choice_are_masked():
     values = json.loads(config().to_json())
     del values["task"], values["window"]
-    assert from_json(json.dumps(values), "").task == "masked"
+    assert from_json(json.dumps({**values, "route": "learned"}), "").task == "masked"
+    with pytest.raises(UserError, match=r"config\.json: route 'random' is that of an earlier version; here routers"):
+        from_json(json.dumps({**values, "route": "random"}), "config.json: ")
 
 
 @pytest.mark.parametrize("task", ["masked", "causal"])
-@ROUTES
-def test_metrics_hold_what_the_loop_counts_of_the_routers(
-    train: Callable[..., int], tmp_path: Path, task: str, route: str
-) -> None:
-    assert train("--out", tmp_path / "run", "--task", task, "--route", route, "--steps", 2) == 0
+def test_metrics_hold_what_the_loop_counts_of_the_routers(train: Callable[..., int], tmp_path: Path, task: str) -> None:
+    assert train("--out", tmp_path / "run", "--task", task, "--steps", 2) == 0
     measured = [row for row in rows(tmp_path / "run") if "routed" in row]
     assert measured
     for row in measured:
         found = {name: value for name, value in row.items() if name.startswith("routing/")}
         shares = [value for name, value in found.items() if name.endswith("feed_forward.router/share")]
-        if route == "none":
-            assert not found
-            continue
         assert sum(shares) / len(shares) == pytest.approx(row["routed"])
         # of two blocks, a token is chosen by both, by one or by none: |A| + |B| − |A ∩ B| = |A ∪ B|
         overlap = found["routing/blocks.1.feed_forward.router/overlap"]
         assert sum(shares) - overlap * shares[1] == pytest.approx(row["routed_once_at_least"])
-        # random choices have gates of 1
-        saturated = found["routing/blocks.0.feed_forward.router/saturated"]
-        assert saturated == 1 if route == "random" else 0 <= saturated < 1
+        assert 0 <= found["routing/blocks.0.feed_forward.router/saturated"] < 1

@@ -26,10 +26,9 @@ def config(run: Path) -> dict[str, object]:
     return json.loads((run / "config.json").read_text())
 
 
-@pytest.mark.parametrize("route", ["learned", "random"])
 @pytest.mark.parametrize("task", ["masked", pytest.param("causal", marks=slow)])
-def test_resuming_changes_nothing(train: Train, tmp_path: Path, route: str, task: str):
-    options = ("--route", route, "--task", task, "--checkpoint-every", 3)
+def test_resuming_changes_nothing(train: Train, tmp_path: Path, task: str):
+    options = ("--task", task, "--checkpoint-every", 3)
     assert train("--out", tmp_path / "whole", *options) == 0
     # two rows after the last checkpoint are cut off again
     cut_off(8, lambda: train("--out", tmp_path / "parts", *options))

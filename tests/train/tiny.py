@@ -49,7 +49,7 @@ def write_texts(folder: Path) -> Path:
 
 
 def config(**values: object) -> Config:
-    small = {"route": "learned", "seed": 0, "dim": 16, "blocks": 2, "seq": 32, "batch": 4, "steps": 100}
+    small = {"seed": 0, "dim": 16, "blocks": 2, "seq": 32, "batch": 4, "steps": 100}
     rest = {"device": "cpu", "precision": "fp32", "threads": 1, "data": "d", "paths": ("a", "b")}
     return build("cpu", **{**small, **rest, **values})
 

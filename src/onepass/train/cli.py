@@ -45,7 +45,7 @@ what is left in DIR:
 """
 # options that decide the result, named as in a configuration
 SETTINGS = (
-    "preset", "task", "route", "steps", "seed", "device", "batch", "seq", "dim", "blocks", "lr", "threads", "binary",
+    "preset", "task", "steps", "seed", "device", "batch", "seq", "dim", "blocks", "lr", "threads", "binary",
     "follow_links",
 )  # fmt: skip
 SHOWN = 3  # files of each reason that the terminal names
@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
     threads = torch.get_num_threads()
     with parallel.joined() as world:
         options.fill(args)
-        world.sequence_parallel = bool(args.sequence_parallel)
+        world.fsdp, world.sequence_parallel = bool(args.fsdp), bool(args.sequence_parallel)
         if args.tensorboard:
             board.require()
         try:
@@ -163,7 +163,7 @@ def started(args: argparse.Namespace) -> tuple[Config, Corpus, str | None]:
     # the gpu preset uses bf16 on a GPU that supports it; on a CPU bf16 would be slower
     bf16 = preset == "gpu" and device == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
     given = {name: getattr(args, name) for name in SETTINGS if name not in ("preset", "device", "threads")}
-    given = {**given, "task": args.task or "masked", "route": args.route or "learned", "seed": args.seed or 0}
+    given = {**given, "task": args.task or "masked", "seed": args.seed or 0}
     config = configs.build(
         preset,
         device=device,
@@ -266,8 +266,7 @@ def introduce(training: Training) -> None:
     say(f"data        {learned}, {held_out}")
     for note in (*corpus.notes, *left_out(corpus)):
         say(f"            {note}")
-    heavy = f"heavy branch for {100 * config.routed:g} % of the bytes, {config.route} routing"
-    heavy = "no heavy branch" if config.route == "none" else heavy
+    heavy = f"heavy branch for {100 * config.routed:g} % of the bytes"
     say(f"model       {parameters(training):,} parameters: {config.blocks} blocks of width {config.dim}, {heavy}")
     step = f"steps of {config.batch} × {config.seq:,} bytes on {config.device}, {config.precision}"
     by = f", {training.world.size} processes" if training.world.size > 1 else ""

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from onepass.train.commands.errors import UserError
 
 TASKS = ("masked", "causal")
-ROUTES = ("learned", "random", "none")
 DEVICES = ("cpu", "cuda")
 PRECISIONS = ("fp32", "bf16")
 FORMAT = 1
@@ -22,7 +21,6 @@ class Config:
 
     preset: str
     task: str  # one of TASKS: guess hidden bytes, or each next byte
-    route: str  # one of ROUTES: what chooses the tokens of the heavy branch
     device: str
     precision: str  # of the matrix products; parameters and momentum are always fp32
     seed: int
@@ -94,7 +92,7 @@ RANGES: dict[str, tuple[float, float]] = {
 }  # fmt: skip
 # how data is read, and no change by --resume yet
 DATA: dict[str, object] = {"binary": False, "follow_links": False, "changes": ()}
-CHOICES = {"preset": tuple(PRESETS), "task": TASKS, "route": ROUTES, "device": DEVICES, "precision": PRECISIONS}
+CHOICES = {"preset": tuple(PRESETS), "task": TASKS, "device": DEVICES, "precision": PRECISIONS}
 
 
 def build(preset: str, **values: object) -> Config:
@@ -160,6 +158,8 @@ def from_json(text: str, where: str) -> Config:
         raise UserError(f"{where}is no JSON ({error!s:.80})") from None
     if not isinstance(values, dict) or values.pop("onepass_run", None) != FORMAT:
         raise UserError(f"{where}is no configuration of an onepass run (format {FORMAT})")
+    if (route := values.pop("route", "learned")) != "learned":
+        raise UserError(f"{where}route {route!r:.40} is that of an earlier version; here routers learn")
     # defaults for values that older runs did not record
     then = {"task": "masked", "window": 64, "outside": 1.0, "beta1": 0.9, "beta2": 0.99}
     return checked({**DATA, **then, **values}, where)

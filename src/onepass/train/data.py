@@ -124,15 +124,14 @@ class Batch:
     tokens: Ints
     hidden: Ints
     bytes: Ints
-    draw: int  # number of the draw for random routers: equal numbers give equal choices
 
     def rows(self, first: int, last: int) -> Batch:
         """Return the sequences from `first` to before `last`."""
         rows = slice(first, last)
-        return Batch(self.tokens[rows], self.hidden[rows], self.bytes[rows], self.draw)
+        return Batch(self.tokens[rows], self.hidden[rows], self.bytes[rows])
 
 
-def hide(windows: Ints, share: float, draws: np.random.Generator, draw: int) -> Batch:
+def hide(windows: Ints, share: float, draws: np.random.Generator) -> Batch:
     """Replace round(share·n) bytes of every sequence, at least one, by MASK.
 
     BERT keeps or randomises some of the chosen bytes; here MASK replaces all of them. The loss then measures only bytes
@@ -143,26 +142,26 @@ def hide(windows: Ints, share: float, draws: np.random.Generator, draw: int) -> 
     places.sort(axis=1)
     tokens = windows.copy()
     np.put_along_axis(tokens, places, MASK, axis=1)
-    return Batch(tokens, places, np.take_along_axis(windows, places, axis=1), draw)
+    return Batch(tokens, places, np.take_along_axis(windows, places, axis=1))
 
 
-def shift(windows: Ints, draw: int) -> Batch:
+def shift(windows: Ints) -> Batch:
     """Shift sequences by one byte, so that each position guesses the byte after its input; the first input is MASK."""
     tokens = np.roll(windows, 1, axis=1)
     tokens[:, :1] = MASK
-    return Batch(tokens, np.broadcast_to(np.arange(windows.shape[1]), windows.shape).copy(), windows, draw)
+    return Batch(tokens, np.broadcast_to(np.arange(windows.shape[1]), windows.shape).copy(), windows)
 
 
-def ask(windows: Ints, share: float | None, draws: np.random.Generator, draw: int) -> Batch:
+def ask(windows: Ints, share: float | None, draws: np.random.Generator) -> Batch:
     """Return a batch with a share of the bytes hidden, or, with None, one that asks for each next byte."""
-    return shift(windows, draw) if share is None else hide(windows, share, draws, draw)
+    return shift(windows) if share is None else hide(windows, share, draws)
 
 
 def training_batch(text: Bytes, batch: int, seq: int, share: float | None, seed: int, step: int) -> Batch:
     """Draw the sequences of one training step, anywhere in the text; `share` as in `ask`."""
     draws = generator(seed, TRAINING, step)
     starts = draws.integers(0, len(text) - seq + 1, size=(batch, 1))
-    return ask(text[starts + np.arange(seq)].astype(np.int64), share, draws, step)
+    return ask(text[starts + np.arange(seq)].astype(np.int64), share, draws)
 
 
 def validation_starts(text: Bytes, seq: int, count: int) -> Ints:
@@ -178,7 +177,7 @@ def validation_batches(text: Bytes, batch: int, seq: int, share: float | None, c
     draws = generator(0, MEASURING, 0)
     for first in range(0, len(starts), batch):
         windows = text[starts[first : first + batch, None] + np.arange(seq)].astype(np.int64)
-        yield ask(windows, share, draws, first)
+        yield ask(windows, share, draws)
 
 
 def unigram_entropy(text: Bytes, seq: int, count: int) -> float:

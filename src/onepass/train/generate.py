@@ -110,8 +110,6 @@ def load(directory: Path) -> tuple[ByteModel, int]:
     saved = checkpoint.load(checkpoint.of_run(directory))
     if saved.config.task != "causal":
         raise UserError(f"the run in {directory} guesses hidden bytes; generate needs one of --task causal")
-    if saved.config.route != "learned":
-        raise UserError(f"the run in {directory} has --route {saved.config.route}; generate needs --route learned")
     model = new(saved.config)
     checkpoint.restore_model(saved, model)
     assert isinstance(model, RoutedLanguageModel)

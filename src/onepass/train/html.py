@@ -102,9 +102,7 @@ def page(trace: Trace, source: str) -> str:
 
 
 def _summary(trace: Trace) -> str:
-    """Return a table of the kinds of bytes and the compute that they get; empty without a heavy branch."""
-    if trace.config.route == "none":
-        return ""
+    """Return a table of the kinds of bytes and the compute that they get."""
     rows = [
         f"<tr><th>{name}</th><td>{100 * share:.1f} %</td><td>{mean:.2f}</td></tr>" for name, share, mean in kinds(trace)
     ]
@@ -119,13 +117,10 @@ def numbers(trace: Trace) -> str:
     n = max(len(trace.content), 1)
     right = int((trace.guess == np.frombuffer(trace.content, dtype=np.uint8)).sum())
     hidden = int(trace.hidden.sum())
-    if config.route == "none":
-        chosen = f"{config.blocks} blocks with a light branch only"
-    else:
-        chosen = (
-            f"{config.blocks} blocks, {config.route} routing: each gives {100 * trace.routed.mean():.1f} % "
-            f"of the bytes its heavy branch; {100 * (trace.counts > 0).sum() / n:.1f} % get one at least"
-        )
+    chosen = (
+        f"{config.blocks} blocks: each gives {100 * trace.routed.mean():.1f} % of the bytes its heavy branch; "
+        f"{100 * (trace.counts > 0).sum() / n:.1f} % get one at least"
+    )
     guessed = f"{hidden:,} bytes hidden, {right:,} guessed right"
     if config.hides is None:
         guessed = f"Of {len(trace.content):,} bytes {right:,} guessed right from those before"

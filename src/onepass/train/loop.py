@@ -20,10 +20,10 @@ from onepass.nn import routing_stats
 from onepass.optim import Lion
 from onepass.train import checkpoint as checkpoints
 from onepass.train import data
-from onepass.train.captured import Gradients
+from onepass.train.captured import EAGER, Captured, Gradients
 from onepass.train.commands.errors import UserError
 from onepass.train.config import Config
-from onepass.train.model import MEASURING_DRAWS, Guess, Model, parameter_groups
+from onepass.train.model import Guess, Model, parameter_groups
 from onepass.train.parallel import World
 from onepass.train.progress import Display
 from onepass.train.run import Run
@@ -68,11 +68,13 @@ class Training:
         self.device = self.world.device(self.config.device)
         self.model: Model = self.world.model(self.config, self.device)
         groups = parameter_groups(self.model, self.config.weight_decay, self.config.outside)
-        self.optimizer = Lion(groups, lr=self.config.lr, betas=(self.config.beta1, self.config.beta2))
-        # a graph would repeat the numbers that the first step drew
-        why = "random routing draws its tokens on the host" if self.config.route == "random" else self.world.why_eager
-        self.gradients = Gradients(self._training_loss, list(self.model.parameters()), self.device, why)
-        self.draw = 0
+        betas = self.config.beta1, self.config.beta2
+        # on a GPU the rate is a tensor there, which a graph of the step reads
+        self.optimizer = Lion(groups, lr=self.config.lr, betas=betas, capturable=self.device.type == "cuda")
+        why, parameters = self.world.why_eager, list(self.model.parameters())
+        self.gradients = Gradients(self._training_loss, parameters, self.device, why, together=self.world.replicas)
+        # one call later: it reads the gradients where their graph writes them
+        self.update = Captured(self.optimizer.step, self.device, why, EAGER + 1)
 
     def restore(self, checkpoint: checkpoints.Checkpoint | None) -> None:
         """Continue from a checkpoint, or start at step 0 without one."""
@@ -117,8 +119,8 @@ class Training:
                 self.seconds += spent
                 self.world.agree(received, stopped)
                 display.update(self.step, loss, loss / math.log(2), speed)
-                if self.gradients.why_eager and not told:
-                    display.note(f"the step runs without a CUDA graph, which is slower: {self.gradients.why_eager}")
+                if self.update.why_eager and not told:
+                    display.note(f"the step runs without a CUDA graph, which is slower: {self.update.why_eager}")
                     told = True
                 if measure:
                     bits = self.measure(config.eval_windows)
@@ -140,14 +142,17 @@ class Training:
     def _one_step(self) -> Tensor:
         config = self.config
         for group in self.optimizer.param_groups:
-            group["lr"] = group["scale"] * learning_rate(config, self.step)
+            rate = group["scale"] * learning_rate(config, self.step)
+            group["lr"] = group["lr"].fill_(rate) if isinstance(group["lr"], Tensor) else rate
         batch = data.training_batch(
             self.corpus.training, config.batch, config.seq, config.hides, config.seed, self.step
         )
-        batch = self.world.training(batch)
-        self.draw = batch.draw
-        loss = self.gradients(*self._on_device(batch))
-        self.optimizer.step()
+        loss: Tensor = self.gradients(*self._on_device(self.world.training(batch)))
+        # outside the graphs: one all-reduce between two of them loses little, and replays of collectives may hang
+        self.world.average(self.gradients.flat)
+        # a graph of the update would read gradients where they no longer are
+        self.update.why_eager = self.update.why_eager or self.gradients.why_eager
+        self.update()
         return loss
 
     def _on_device(self, batch: data.Batch) -> tuple[Tensor, ...]:
@@ -158,16 +163,14 @@ class Training:
         return tuple(part.to(self.device, non_blocking=True) for part in parts)
 
     def _training_loss(self, tokens: Tensor, hidden: Tensor, value: Tensor) -> Tensor:
-        return self._loss(tokens, hidden, value, self.draw, self.world.scale)[0]
+        return self._loss(tokens, hidden, value, self.world.scale)[0]
 
-    def _loss(
-        self, tokens: Tensor, hidden: Tensor, value: Tensor, draw: int, scale: float | None = None
-    ) -> tuple[Tensor, Guess]:
+    def _loss(self, tokens: Tensor, hidden: Tensor, value: Tensor, scale: float | None = None) -> tuple[Tensor, Guess]:
         """Return the mean cross entropy of the hidden bytes in nats, or its sum times `scale`; and the guesses."""
         bf16 = self.config.precision == "bf16"
         # no cache of cast weights: one from before a capture would be read inside it
         with torch.autocast(self.device.type, torch.bfloat16, enabled=bf16, cache_enabled=False):
-            guess: Guess = self.model(tokens, hidden, draw=draw)
+            guess: Guess = self.model(tokens, hidden)
         guesses, answers = guess.logits.flatten(0, 1), value.flatten()
         if scale is None:
             return F.cross_entropy(guesses, answers), guess
@@ -224,9 +227,8 @@ class Training:
             tokens, hidden = tokens + batch.tokens.size, hidden + batch.hidden.size
             batch = self.world.measuring(batch)
             given, places, value = self._on_device(batch)
-            loss, guess = self._loss(given, places, value, MEASURING_DRAWS + batch.draw)
-            if config.route != "none":
-                passes.append(guess.routings)
+            loss, guess = self._loss(given, places, value)
+            passes.append(guess.routings)
             if not batch.tokens.size:
                 # this process helped to gather weights, and has no row
                 continue

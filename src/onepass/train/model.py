@@ -9,15 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from onepass.nn import BlockRouting, RMSNorm, RoutedFeedForward, RouterOutput
-from onepass.nn.feed_forward import FeedForward
 from onepass.train.config import Config
 from onepass.train.data import VOCABULARY
 from onepass.train.language import ByteModel
-from onepass.train.routes import RandomRouter, use_chance, use_nobody
 
 ROTARY_BASE = 10_000.0
-# draws while measuring start here, so that a random router doesn't repeat those of training
-MEASURING_DRAWS = 2**40
 
 
 class Guess(NamedTuple):
@@ -77,24 +73,17 @@ def angles(n: int, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 class Block(nn.Module):
-    """x + attention(x), then x + feed-forward(x): routed, or with route "none" the light branch alone."""
+    """x + attention(x), then x + routed feed-forward(x)."""
 
-    def __init__(self, config: Config, index: int) -> None:
+    def __init__(self, config: Config) -> None:
         super().__init__()
         self.attention = Attention(config.dim, config.heads, config.blocks)
-        self.feed_forward: RoutedFeedForward | FeedForward
-        if config.route == "none":
-            self.feed_forward = FeedForward(config.dim, max(1, int(config.dim * config.light_mult)))
-            return
-        router = RandomRouter(config.seed * 257 + index) if config.route == "random" else None
         self.feed_forward = RoutedFeedForward(
-            config.dim, config.routed, light_mult=config.light_mult, heavy_mult=config.heavy_mult, router=router
+            config.dim, config.routed, light_mult=config.light_mult, heavy_mult=config.heavy_mult
         )
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, RouterOutput | None]:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, RouterOutput]:
         x = x + self.attention(x, cos, sin)
-        if isinstance(self.feed_forward, FeedForward):
-            return x + self.feed_forward(x), None
         y, routing = self.feed_forward(x, return_routing=True)
         return x + y, routing
 
@@ -111,25 +100,20 @@ class RoutedEncoder(nn.Module):
         self.head_width = config.dim // config.heads
         self.embedding = nn.Embedding(VOCABULARY, config.dim)
         self.neighbours = nn.Conv1d(config.dim, config.dim, 7, padding=3, groups=config.dim)
-        self.blocks = nn.ModuleList(Block(config, index) for index in range(config.blocks))
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.blocks))
         self.norm = RMSNorm(config.dim)
         self.head = nn.Linear(config.dim, 256)
         nn.init.normal_(self.head.weight, std=config.dim**-0.5)
         nn.init.zeros_(self.head.bias)
 
-    def forward(self, tokens: Tensor, asked: Tensor, *, draw: int = 0) -> Guess:
-        """Guess the bytes at `asked` (batch, m) of `tokens` (batch, n); equal `draw` gives equal random routing."""
-        for module in self.modules():
-            if isinstance(module, RandomRouter):
-                module.draw = draw
+    def forward(self, tokens: Tensor, asked: Tensor) -> Guess:
+        """Guess the bytes at `asked` (batch, m) of `tokens` (batch, n)."""
         x = self.embedding(tokens)
         x = x + self.neighbours(x.mT).mT
         cos, sin = angles(tokens.shape[1], self.head_width, tokens.device)
         routings: dict[str, RouterOutput | BlockRouting] = {}
         for i, block in enumerate(self.blocks):
-            x, routing = block(x, cos, sin)
-            if routing is not None:
-                routings[f"blocks.{i}.feed_forward"] = routing
+            x, routings[f"blocks.{i}.feed_forward"] = block(x, cos, sin)
         x = x.gather(1, asked[..., None].expand(-1, -1, x.shape[-1]))
         return Guess(self.head(self.norm(x)).float(), routings)
 
@@ -142,16 +126,9 @@ class RoutedLanguageModel(ByteModel):
             config.dim, config.blocks, k=config.routed, heads=config.heads, window=min(config.window, config.seq),
             causal=True, light_mult=config.light_mult, heavy_mult=config.heavy_mult,
         )  # fmt: skip
-        if config.route == "random":
-            use_chance(self, seed=config.seed)
-        elif config.route == "none":
-            use_nobody(self)
 
-    def forward(self, tokens: Tensor, asked: Tensor, *, draw: int = 0) -> Guess:  # type: ignore[override]
+    def forward(self, tokens: Tensor, asked: Tensor) -> Guess:  # type: ignore[override]
         """Guess at every position of `tokens` (batch, n) the byte that follows it; `asked` is not read."""
-        for module in self.modules():
-            if isinstance(module, RandomRouter):
-                module.draw = draw
         logits, routing = super().forward(tokens)
         return Guess(logits, {f"blocks.{i}": each for i, each in enumerate(routing)})
 

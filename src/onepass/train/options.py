@@ -12,10 +12,9 @@ from typing import Any
 from onepass.train.commands.errors import UserError
 from onepass.train.commands.files import read
 from onepass.train.commands.options import number
-from onepass.train.config import PRESETS, RANGES, ROUTES, TASKS
+from onepass.train.config import PRESETS, RANGES, TASKS
 
 CHECKPOINT_EVERY = 50
-ROUTE_HELP = "how the heavy branch's bytes are chosen: by a learned router, at random, or none are"
 NUMBERS = {
     "steps": "training steps; with --resume more than before trains longer",
     "seed": "of weights, data order and hidden bytes (default: 0)",
@@ -30,11 +29,11 @@ CHOICES = {
     "preset": tuple(PRESETS),
     "task": TASKS,
     "device": ("auto", "cpu", "cuda"),
-    "route": ROUTES,
 }
 FLAGS = {
     "binary": "read files with NUL bytes as well; without it they are no text",
     "follow_links": "read files behind links that lead out of a given directory",
+    "fsdp": "with torchrun: each process holds a part of the weights, for a model that fits on no GPU; slower",
     "sequence_parallel": "with torchrun: spread the tokens of each sequence over the processes, not the sequences",
     "tensorboard": "write the metrics for TensorBoard into DIR, too (needs the package tensorboard)",
 }
@@ -51,7 +50,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "preset": f"cpu: {cpu}, < 4 minutes on 2 cores; gpu: {gpu}, bf16 (default: by the device)",
         "task": "guess hidden bytes, or each next byte (default: masked)",
         "device": "where to train (default: auto, cuda if there is one)",
-        "route": f"{ROUTE_HELP} (default: learned)",
     }
     for name, values in CHOICES.items():
         add(f"--{name}", choices=values, help=helps[name])

@@ -1,7 +1,8 @@
 """The processes of a run that torchrun started: who computes what, and how they agree.
 
-Weights, gradients and momenta are in shards (FSDP2). A batch and its order are those of one process: each process takes
-its rows, or with `--sequence-parallel` its tokens of every row. The first process alone prints and writes.
+Each process has the whole model and the mean of all gradients; with `--fsdp` weights, gradients and momenta are in
+shards (FSDP2). A batch and its order are those of one process: each process takes its rows, or with
+`--sequence-parallel` its tokens of every row. The first process alone prints and writes.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 import traceback
 import warnings
 from collections.abc import Iterator, Sequence
@@ -31,12 +33,12 @@ from onepass.train.commands.errors import UserError, printable
 from onepass.train.config import Config, from_json
 from onepass.train.data import Batch
 from onepass.train.model import Model, new
-from onepass.train.routes import RandomRouter
 from onepass.train.run import CONFIG, Run
 
 PLAN, PRINTED = "plan", "printed"  # keys of the store that all processes read
 WAIT = datetime.timedelta(days=7)  # for the first process to read its data; if that dies, torchrun ends this one
 COLLECTIVE = datetime.timedelta(minutes=30)  # longer than the first process writes a checkpoint
+ANSWER = 20 * 60.0  # seconds that a GPU may take for some steps; NCCL aborts the process after COLLECTIVE
 GRACE = 25.0  # seconds from a stop signal to the end of this process; torchrun kills after 30
 
 
@@ -46,6 +48,8 @@ class World:
     rank, size = 0, 1
     restarts = most_restarts = 0  # how often torchrun has started this process again, and will at most
     why_eager = ""  # reason not to capture the step in a CUDA graph
+    fsdp = False  # whether each process holds a part of the weights
+    replicas = False  # whether each of several processes holds all weights and computes its own gradients
     sequence_parallel = False  # whether processes share the tokens of each row, not the rows
     # factor on the sum of this process's losses, whose mean over the processes is the loss; None: take their mean
     scale: float | None = None
@@ -67,7 +71,9 @@ class World:
         return self.restarts > 0 and run is not None and (run / CONFIG).is_file()
 
     def check(self, config: Config) -> None:
-        """Raise UserError if the processes can't share the batches of a configuration."""
+        """Raise UserError if the processes can't share the weights, or the batches of a configuration."""
+        if self.fsdp:
+            raise UserError("--fsdp: one process holds all weights; start several with torchrun --nproc-per-node N")
 
     def announce(self, run: Run, config: Config, saved: Checkpoint | None) -> None:
         """Tell the other processes what the run is; from here on all compute together."""
@@ -98,6 +104,9 @@ class World:
     def whole_rows(self) -> None:
         """From here on, all processes compute the same rows."""
 
+    def average(self, gradients: Tensor) -> None:
+        """Replace the gradients of this process by their mean over the processes; FSDP2 does so itself."""
+
     def mean(self, values: Tensor) -> Tensor:
         """Return the mean over the processes."""
         return values
@@ -120,8 +129,6 @@ class World:
 
 class Processes(World):
     """One of the processes that torchrun started."""
-
-    why_eager = "several processes gather weights between its kernels"
 
     def __init__(self) -> None:
         # some builds of torch lack it
@@ -174,25 +181,25 @@ class Processes(World):
         return torch.device(kind, self.local_rank) if kind == "cuda" else torch.device(kind)
 
     def model(self, config: Config, device: torch.device) -> Model:
-        """Return the model in shards. The first process alone draws the weights: those of a run of one process.
-
-        The other processes never hold a whole model: it is on the meta device until it is in shards.
-        """
-        from torch.distributed.fsdp import fully_shard
-
+        """Return the model, whole or in shards. The first process draws the weights: those of a run of one process."""
+        self.replicas = not (self.fsdp or self.sequence_parallel)
+        self.why_eager = "" if self.replicas else "several processes gather weights between its kernels"
         drawn = new(config).state_dict() if self.first else {}
+        # the other processes never hold a whole model that will be in shards
         with torch.device("meta"):
             model = new(config)
         self.tokens = spread.Spread(self.mesh)
         if self.sequence_parallel:
             self.tokens.attach(model)
-        self.random = [module for module in model.modules() if isinstance(module, RandomRouter)]
-        for block in model.blocks:
-            fully_shard(block, mesh=self.mesh)
-        # back to shards after each forward: a checkpoint may follow a measurement, which has no backward
-        fully_shard(model, mesh=self.mesh, reshard_after_forward=True)
-        # harmless: nothing changes the logits, which are a view, in place
-        warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view", UserWarning)
+        if not self.replicas:
+            from torch.distributed.fsdp import fully_shard
+
+            for block in model.blocks:
+                fully_shard(block, mesh=self.mesh)
+            # back to shards after each forward: a checkpoint may follow a measurement, which has no backward
+            fully_shard(model, mesh=self.mesh, reshard_after_forward=True)
+            # harmless: nothing changes the logits, which are a view, in place
+            warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view", UserWarning)
         model.to_empty(device=device)
         with torch.no_grad():
             for name, value in model.state_dict().items():
@@ -205,6 +212,9 @@ class Processes(World):
 
         device = self.device(self.mesh.device_type)
         here = torch.empty(sample.shape, dtype=sample.dtype, device=device) if whole is None else whole.to(device)
+        if self.replicas:
+            dist.broadcast(here, 0)
+            return here
         return distribute_tensor(here, self.mesh, like.placements, src_data_rank=0)
 
     def placed(self, saved: Checkpoint, model: nn.Module) -> Checkpoint:
@@ -229,15 +239,18 @@ class Processes(World):
     def measuring(self, batch: Batch) -> Batch:
         self.tokens.on = False
         total = len(batch.tokens)
-        first, last = (total * rank // self.size for rank in (self.rank, self.rank + 1))
-        for router in self.random:
-            router.rows = first, total
-        return batch.rows(first, last)
+        return batch.rows(*(total * rank // self.size for rank in (self.rank, self.rank + 1)))
 
     def whole_rows(self) -> None:
         self.tokens.on = False
-        for router in self.random:
-            router.rows = None
+
+    def average(self, gradients: Tensor) -> None:
+        if not self.replicas:
+            return
+        # gloo has no mean
+        dist.all_reduce(gradients, dist.ReduceOp.AVG if gradients.is_cuda else dist.ReduceOp.SUM)
+        if not gradients.is_cuda:
+            gradients /= self.size
 
     def mean(self, values: Tensor) -> Tensor:
         return self.total(values) / self.size
@@ -245,7 +258,18 @@ class Processes(World):
     def total(self, values: Tensor) -> Tensor:
         values = values.clone()
         dist.all_reduce(values)
+        if values.is_cuda:
+            self._settle(torch.cuda.Event())  # type: ignore[no-untyped-call]
         return values
+
+    def _settle(self, done: Any) -> None:
+        """Wait for the GPU, which waits for all others, and end this process if that takes too long."""
+        done.record()
+        last = time.monotonic() + ANSWER
+        while not done.query():
+            if time.monotonic() > last:
+                self.end(1, self._gone(f"GPUs gave no answer for {ANSWER:,.0f} s"))
+            time.sleep(1e-4)
 
     def stopping(self, received: list[int]) -> list[int]:
         # Python runs no signal handler during a collective; this byte is written at once
@@ -288,7 +312,7 @@ class Processes(World):
             self.end(2, str(error))
         if isinstance(error, KeyboardInterrupt):
             self.end(130, "interrupted")
-        if isinstance(error, dist.DistError) or "gloo" in str(error):
+        if isinstance(error, dist.DistError) or any(word in str(error) for word in ("gloo", "NCCL", "CUDA error")):
             # gloo begins with a place in its source, in brackets
             why = (str(error).splitlines() or [type(error).__name__])[0].rpartition("] ")[2]
             self.end(1, self._gone(f"{why:.80}"))

@@ -74,7 +74,7 @@ def loss_png(metrics: Iterable[Row], config: Config, unigram: float) -> bytes:
     axes.set_xlim(0, config.steps * 1.05)
     axes.set_xlabel(f"step ({config.batch} × {config.seq:,} bytes each)")
     axes.set_ylabel("bits per byte" if config.hides is None else "bits per hidden byte")
-    axes.set_title(f"{config.route} routing, {config.blocks} blocks of {config.dim}, seed {config.seed}", loc="left")
+    axes.set_title(f"{config.blocks} blocks of {config.dim}, seed {config.seed}", loc="left")
     axes.legend(frameon=False, loc="upper right")
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)

@@ -32,8 +32,6 @@ def check(config: Config, size: int) -> None:
             f"--seq {config.seq:,}: {size} processes take equal parts of a row with --sequence-parallel; "
             f"give a multiple of {size}"
         )
-    if config.task == "causal" and config.route != "learned":
-        raise UserError(f"--sequence-parallel: --task causal needs --route learned, got {config.route}")
 
 
 class Spread:
@@ -56,7 +54,7 @@ class Spread:
         order = np.argsort(~here, axis=1, kind="stable")[:, : np.max(np.sum(here, axis=1))]
         places, values = np.where(here, batch.hidden - begin, 0), np.where(here, batch.bytes, IGNORED)
         places, values = (np.take_along_axis(each, order, axis=1) for each in (places, values))
-        return Batch(batch.tokens[:, begin:end], places, values, batch.draw)
+        return Batch(batch.tokens[:, begin:end], places, values)
 
     def attach(self, model: Model) -> None:
         """Add the hooks, before FSDP2 adds its own: those then see plain tensors."""

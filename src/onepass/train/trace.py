@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from onepass.train import data
 from onepass.train.config import Config
-from onepass.train.model import MEASURING_DRAWS, Model
+from onepass.train.model import Model
 
 
 @dataclass
@@ -44,10 +44,10 @@ def trace(model: Model, config: Config, name: str, content: bytes, limit: int) -
     device = next(model.parameters()).device
     draws = data.generator(0, data.MEASURING, 1)
     for start in range(0, n, config.seq):
-        batch = data.ask(text[None, start : start + config.seq], config.hides, draws, start)
+        batch = data.ask(text[None, start : start + config.seq], config.hides, draws)
         tokens, asked = torch.from_numpy(batch.tokens).to(device), torch.from_numpy(batch.hidden).to(device)
         with torch.autocast(device.type, torch.bfloat16, enabled=config.precision == "bf16"):
-            found = model(tokens, asked, draw=MEASURING_DRAWS + start)
+            found = model(tokens, asked)
         logits = found.logits
         for block, chosen in enumerate(found.chosen):
             indices = chosen[0].cpu().numpy()

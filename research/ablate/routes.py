@@ -8,28 +8,6 @@ from torch import Tensor, nn
 from onepass.nn import RoutedAttention, RoutedFeedForward, RouterOutput
 
 
-class RandomRouter(nn.Module):
-    """Choose k random tokens with gate 1: the baseline for a learned router at equal compute.
-
-    Equal `draw` gives equal tokens, whatever was drawn before, so a checkpoint needs no random state. The choice is
-    sorted by position and does not depend on the tokens' values. With `rows` = (first, total), x is a part of a batch
-    of `total` rows, and its choice that part of the batch's.
-    """
-
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        self.seed = seed
-        self.draw = 0
-        self.rows: tuple[int, int] | None = None
-
-    def forward(self, x: Tensor, k: int, mask: Tensor | None = None) -> RouterOutput:
-        random = torch.Generator().manual_seed((self.seed * 1_000_003 + self.draw) % 2**63)
-        batch, n = x.shape[:2]
-        first, total = self.rows or (0, batch)
-        scores = torch.rand(total, n, generator=random)[first : first + batch]
-        return choose(scores.to(x.device), k, mask)
-
-
 class DeviceRandomRouter(nn.Module):
     """Choose k random tokens from the device's random numbers: a CUDA graph draws new ones at every replay."""
 
@@ -56,20 +34,13 @@ def choose(scores: Tensor, k: int, mask: Tensor | None) -> RouterOutput:
     return RouterOutput(indices.where(real, -1), real.to(scores.dtype), scores)
 
 
-def use_chance(model: nn.Module, make: type[DeviceRandomRouter] | None = None, seed: int = 0) -> None:
-    """Replace every router of a model by a random one: a seeded RandomRouter, or `make()` if given."""
-    count = 0
-
-    def router() -> nn.Module:
-        nonlocal count
-        count += 1
-        return make() if make else RandomRouter(seed * 257 + count - 1)
-
+def use_chance(model: nn.Module) -> None:
+    """Replace every router of a model by a random one."""
     for part in model.modules():
         if isinstance(part, RoutedAttention):
-            part.router_q, part.router_kv = router(), router()
+            part.router_q, part.router_kv = DeviceRandomRouter(), DeviceRandomRouter()
         elif isinstance(part, RoutedFeedForward):
-            part.router = router()
+            part.router = DeviceRandomRouter()
 
 
 def use_nobody(model: nn.Module) -> None:
