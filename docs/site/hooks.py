@@ -42,7 +42,6 @@ PAGES = {
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
     "examples/README.md": "examples.md",
-    "src/onepass/core/launch/README.md": "launch.md",
     "benchmarks/README.md": "measuring.md",
     "research/ablate/README.md": "ablate.md",
     **{f"src/onepass/{name}/README.md": f"operators/{posixpath.basename(name)}.md" for name in FOLDERS},
@@ -50,7 +49,7 @@ PAGES = {
 # pages whose tables take the room of the list of headings
 WIDE = ("examples.md", "performance.md", "reliability.md", "files/benchmarks/results/bars.md")
 # lab notes and raw records are read by who follows a link
-UNSEARCHED = ("lab/", "files/", "ablate.md", "measuring.md", "launch.md", "changelog.md")
+UNSEARCHED = ("lab/", "files/", "ablate.md", "measuring.md", "changelog.md")
 LINK = re.compile(r"(!?\[(?:[^\[\]]|\[[^\]]*\])*\])\(([^)\s]+)\)")
 FENCE = re.compile(r"(^```.*?^```[^\n]*$)", re.DOTALL | re.MULTILINE)
 
