@@ -104,7 +104,7 @@ def test_arguments_of_the_rivals_exist() -> None:
     table = {
         lion.Lion: "lr weight_decay use_triton decoupled_weight_decay",
         colt5.coor_descent: "n_iters k eps eps_init eps_decay mask",
-        colt5.topk: "k coor_descent_k_ratio n_iters eps non_differentiable",
+        colt5.topk: "k coor_descent_k_ratio n_iters eps",
         colt5.CoordinateDescentRouter: "num_routing_tokens straight_through eps n_iters fetch_k_ratio",
         colt5.ConditionalRoutedFeedForward: "num_heavy_tokens light_ff_mult heavy_ff_mult",
         colt5.ConditionalRoutedAttention: "num_heavy_tokens_q num_heavy_tokens_kv light_heads heavy_heads "
