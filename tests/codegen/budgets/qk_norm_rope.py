@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from codegen.kernel import Kernel, i32, kernel, pointers
-from onepass.ops.qk_norm_rope import shapes
+from onepass.ops.qk_norm_rope import kernels
 
 
 def _kernel(t: str, what: str, backward: bool, d: int, rotary: int, interleaved: bool = False) -> Kernel:
@@ -17,16 +17,16 @@ def _kernel(t: str, what: str, backward: bool, d: int, rotary: int, interleaved:
     signature = {f"{n}_ptr": types.get(n, f"*{t}") for n in names}
     integers = ["q_rows", "k_rows", "q_heads", "k_heads", "tokens", *(f"{n}_{s}" for n in strided for s in of_two)]
     integers += ["n_positions", "cos_stride", "sin_stride", "positions_batch_stride", "positions_stride"]
-    tile = shapes.BACKWARD_BYTES // (2 if t == "bf16" else 4) if backward else shapes.FORWARD_TILE
-    heads = shapes.heads(d, rotary, interleaved, tile)
+    tile = kernels.BACKWARD_BYTES // (2 if t == "bf16" else 4) if backward else kernels.FORWARD_TILE
+    heads = kernels.heads_of(d, rotary, interleaved, tile)
     of_heads = ("D", "VEC", "TABLE_VEC", "ROTARY", "HALF", "REST", "INTERLEAVED", "BLOCK_R")
     constants = dict(zip(of_heads, heads, strict=True))
     return Kernel(
         f"qk_norm_rope {'backward' if backward else 'forward'} {t} D={d} {what}",
-        kernel("ops.qk_norm_rope.kernels_triton", f"rope_{'backward' if backward else 'forward'}_kernel"),
+        kernel("ops.qk_norm_rope.kernels", f"rope_{'backward' if backward else 'forward'}_kernel"),
         signature | {"eps": "fp32", "offset": "fp32"} | i32(*integers, *(() if backward else ("q_tiles",))),
-        constants | ({"STAGES": shapes.BACKWARD_STAGES} if backward else {}), pointers(signature),
-        num_warps=shapes.WARPS, max_registers=168, max_amd_spills=52,
+        constants | ({"STAGES": kernels.BACKWARD_STAGES} if backward else {}), pointers(signature),
+        num_warps=kernels.WARPS, max_registers=168, max_amd_spills=52,
     )  # fmt: skip
 
 

@@ -94,12 +94,12 @@ def test_as_qwen_3_does(dtype: torch.dtype) -> None:
 
 @pytest.mark.skipif(not INTERPRET, reason="on a CPU the call raises")
 def test_a_position_outside_of_the_table_gives_nan_where_values_are_not_read() -> None:
-    from onepass.ops.qk_norm_rope import launch
+    from onepass.ops.qk_norm_rope import kernels
 
     q, k, _ = packed("cpu", torch.float32)
     cos, sin = angles(5, 8)
     for wrong in (-1, 5, 1 << 40):
         at = torch.tensor([0, 1, wrong, 3, 4])
-        out, _ = launch.forward(q, k, None, None, cos, sin, at, 1e-6, 0.0, False)
+        out, _ = kernels.forward(q, k, None, None, cos, sin, at, 1e-6, 0.0, False)
         assert out[:, 2].isnan().all()
         assert not out[:, [0, 1, 3, 4]].isnan().any()

@@ -13,9 +13,39 @@ from onepass.core.bind import bind
 from onepass.core.eager import plain
 from onepass.core.launch import uses_triton
 from onepass.core.register import register, register_backward, register_fake
+from onepass.core.sharding import REPLICATE, Way, beside, gradient, row_dims
 from onepass.ops.norm.op import rms_norm
 
-from . import sharding, torch_path
+from . import definition
+
+
+def _dims(q: Any, positions: Any) -> list[tuple[int, Any]]:
+    """Return the dimensions along which q (..., T, heads, D) may be sharded, and the placement of positions beside it.
+
+    Tokens may be if each has a position of its own.
+    """
+    heads = q.ndim - 2
+    dims = [d for d in row_dims(q) if d != heads - 1 or positions is not None]
+    return [(d, None if positions is None else REPLICATE if d == heads else beside(positions, heads, d)) for d in dims]
+
+
+def forward_ways(
+    q: Any, k: Any, q_weight: Any, k_weight: Any, cos: Any, sin: Any, positions: Any, *rest: Any
+) -> list[Way]:
+    """List the ways to shard q, k, the weights, cos, sin and positions, with q and k rotated."""
+    whole = (REPLICATE,) * 4
+    return [((d, d), (d, d, *whole, at)) for d, at in _dims(q, positions)]
+
+
+def backward_ways(dq: Any, dk: Any, q: Any, k: Any, *rest: Any) -> list[Way]:
+    """List the ways to shard the gradients, q, k, the weights, cos, sin and positions, with what backward returns."""
+    need_q, need_k, *of_weights = rest[-4:]
+    vectors = [gradient(REPLICATE, need) for need in of_weights]
+    return [
+        ((gradient(d, need_q), gradient(d, need_k), *vectors), (d, d, d, d, *(REPLICATE,) * 4, at))
+        for d, at in _dims(q, rest[4])
+    ]
+
 
 OP = "qk_norm_rope"
 # widest head of the kernels; wider ones are normed by the kernels of `rms_norm` and rotated by torch operations
@@ -82,17 +112,17 @@ def _forward(
     rest = cos, sin, positions, eps, offset, interleaved
     if _on_triton(q, k, q_weight, k_weight, cos, sin):
         if q.shape[-1] <= MAX_HEAD:
-            from . import launch
+            from . import kernels
 
-            return launch.forward(q, k, _vector(q_weight), _vector(k_weight), *rest)
+            return kernels.forward(q, k, _vector(q_weight), _vector(k_weight), *rest)
         # torch's mean of a row would depend on how many rows there are
         normed = (
             rms_norm(x, weight, eps=eps, offset=offset, out_dtype=torch.float32)
             for x, weight in ((q, q_weight), (k, k_weight))
         )
-        new_q, new_k = (torch_path.rotated(n, cos, sin, positions, interleaved) for n in normed)
+        new_q, new_k = (definition.rotated(n, cos, sin, positions, interleaved) for n in normed)
         return new_q.to(q.dtype), new_k.to(k.dtype)
-    return torch_path.forward(q, q_weight, *rest), torch_path.forward(k, k_weight, *rest)
+    return definition.forward(q, q_weight, *rest), definition.forward(k, k_weight, *rest)
 
 
 def _vector(v: Tensor | None) -> Tensor | None:
@@ -115,17 +145,17 @@ def _backward(
         tensors = zip((q, k, q_weight, k_weight), needs, strict=True)
         return tuple(torch.zeros_like(t) if t is not None and need else None for t, need in tensors)
     if q.shape[-1] <= MAX_HEAD and _on_triton(q, k, q_weight, k_weight, cos, sin, dq, dk):
-        from . import launch
+        from . import kernels
 
-        return launch.backward(dq, dk, q, k, _vector(q_weight), _vector(k_weight), *rest, needs)
-    dq_in, dq_weight = torch_path.backward(dq, q, q_weight, *rest, need_q, need_qw)
-    dk_in, dk_weight = torch_path.backward(dk, k, k_weight, *rest, need_k, need_kw)
+        return kernels.backward(dq, dk, q, k, _vector(q_weight), _vector(k_weight), *rest, needs)
+    dq_in, dq_weight = definition.backward(dq, q, q_weight, *rest, need_q, need_qw)
+    dk_in, dk_weight = definition.backward(dk, k, k_weight, *rest, need_k, need_kw)
     return dq_in, dk_in, dq_weight, dk_weight
 
 
-forward_op = register("qk_norm_rope", _forward, sharding.forward)
+forward_op = register("qk_norm_rope", _forward, forward_ways)
 backward_op = register_backward(
-    "qk_norm_rope_backward", _backward, sharding.backward, of=("q", "k", "q_weight", "k_weight")
+    "qk_norm_rope_backward", _backward, backward_ways, of=("q", "k", "q_weight", "k_weight")
 )
 
 

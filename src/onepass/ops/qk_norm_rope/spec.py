@@ -10,7 +10,7 @@ from torch import Tensor
 
 from onepass.core.spec import BadCall, Sample, Spec
 
-from . import reference
+from . import definition
 from .op import backward_op, forward_op, qk_norm_rope
 
 
@@ -90,7 +90,7 @@ SPECS = [
     Spec(
         name="qk_norm_rope",
         op=qk_norm_rope,
-        reference=reference.qk_norm_rope,
+        reference=definition.qk_norm_rope,
         samples=_samples,
         bad_calls=tuple(_bad_calls()),
         opchecks=_opchecks,
