@@ -87,7 +87,7 @@ class Host:
             runs,
         )
         from onepass.ops._shared import kernels_partials
-        from onepass.ops.causal_choice import kernels_triton as kernels_causal
+        from onepass.ops.causal_choice import kernels as kernels_causal
         from onepass.ops.causal_choice import op as op_causal
         from onepass.ops.routing import kernels_triton as kernels_rows
         from onepass.ops.routing import rows

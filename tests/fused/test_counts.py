@@ -10,7 +10,7 @@ import torch
 from onepass.core.launch import INTERPRET
 from onepass.fused.choice import first_of_each, row_counts
 from onepass.nn import RoutedFeedForward, Router
-from onepass.ops.causal_choice.reference import fraction
+from onepass.ops.causal_choice.definition import fraction
 
 WHERE = [
     pytest.param("cpu", id="interpreter", marks=[pytest.mark.interpret, pytest.mark.skipif(not INTERPRET, reason="-")]),

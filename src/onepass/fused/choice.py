@@ -13,7 +13,7 @@ from torch import Tensor
 
 from onepass.core.launch import uses_triton
 from onepass.ops.causal_choice import op as causal_choice
-from onepass.ops.causal_choice.reference import fraction, nearest
+from onepass.ops.causal_choice.definition import fraction, nearest
 from onepass.ops.soft_topk import op as soft_topk
 from onepass.ops.topk import op as op_topk
 

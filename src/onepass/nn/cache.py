@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from onepass.ops.causal_choice.reference import fraction, ranked
+from onepass.ops.causal_choice.definition import fraction, ranked
 from onepass.ops.routing.op import gather
 from onepass.ops.span_attention.op_rotary import BASE, apply_rotary, rotary
 

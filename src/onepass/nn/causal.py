@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from onepass.fused.choice import Choice, of_sequence, windows
+from onepass.ops.causal_choice.definition import places
 from onepass.ops.causal_choice.op import MEMORY, check_sizes
-from onepass.ops.causal_choice.reference import places
 
 from .count import check_size
 from .router import Router, RouterOutput

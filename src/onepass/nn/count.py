@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from onepass.ops.causal_choice.reference import fraction, nearest
+from onepass.ops.causal_choice.definition import fraction, nearest
 
 
 def check_size(module: str, name: str, size: int) -> None:

@@ -33,7 +33,7 @@ def _kernel(title: str, fn: Any, masked: bool, warps: int, registers: int, const
 def _kernels() -> Iterator[Kernel]:
     if not triton_installed():
         return
-    from onepass.ops.causal_choice import kernels_triton as kt
+    from onepass.ops.causal_choice import kernels as kt
 
     for n, block, memory, masked in ((32768, 128, 2048, False), (65536, 8, 8192, True)):
         s = kt.shape(n, block, memory)

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from onepass.core.launch import INTERPRET
-from onepass.ops.causal_choice import op, torch_path
+from onepass.ops.causal_choice import definition, op
+from onepass.ops.causal_choice.definition import reference
 from onepass.ops.causal_choice.op import causal_choice
-from onepass.ops.causal_choice.reference import reference
 
 EPS = 0.3
 
@@ -89,7 +89,7 @@ def _compare(scores: Tensor, k: int | float, block: int, memory: int, mask: Tens
     if k:
         places = (actual.indices.shape[1], k) if isinstance(k, float) else (min(k, scores.shape[1]), 0.0)
         _, _, *state = op.forward(scores, mask, *places, EPS, block, memory)
-        _, _, *other = torch_path.forward(scores, mask, *places, EPS, block, memory)
+        _, _, *other = definition.forward(scores, mask, *places, EPS, block, memory)
         for a, e in zip(state, other, strict=True):
             assert torch.equal(a, e)
 
@@ -110,10 +110,10 @@ def test_kernels_interpreted(batch: int, n: int, k: int | float, block: int, mem
 @pytest.mark.interpret
 def test_walks_in_several_steps_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of more blocks than one step of a walk takes, at a length that the interpreter can bear."""
-    from onepass.ops.causal_choice import kernels_triton
+    from onepass.ops.causal_choice import kernels
 
-    monkeypatch.setattr(kernels_triton, "STEP", 4)
-    monkeypatch.setattr(kernels_triton, "TILE", 8)
+    monkeypatch.setattr(kernels, "STEP", 4)
+    monkeypatch.setattr(kernels, "TILE", 8)
     _compare(_scores(1, 60), 25, 4, 8, None)
     _compare(_scores(3, 60), 0.4, 4, 8, _mask(3, 60))
 

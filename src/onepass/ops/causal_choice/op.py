@@ -12,10 +12,22 @@ from onepass.core import check
 from onepass.core.bind import bind
 from onepass.core.launch import cdiv, uses_triton
 from onepass.core.register import register, register_fake
+from onepass.core.sharding import Way, row_dims
 from onepass.ops._shared import arguments
 
-from . import sharding, torch_path
-from .reference import fraction, nothing, places
+from . import definition
+from .definition import fraction, nothing, places
+
+
+def forward_ways(scores: Any, *rest: Any) -> list[Way]:
+    """List the ways to shard scores and mask, with gates, indices, thresholds and starts."""
+    return [((0,) * 4, (0, 0)) for _ in row_dims(scores)]
+
+
+def backward_ways(g_gates: Any, scores: Any, *rest: Any) -> list[Way]:
+    """List the ways to shard all tensors, with the gradient of the scores."""
+    return [((0,), (0,) * 7) for _ in row_dims(scores)]
+
 
 # default: tokens before a block that its threshold is computed from
 MEMORY = 2048
@@ -59,9 +71,9 @@ def check_sizes(caller: str, block: int, memory: int) -> None:
 def _fused(scores: Tensor, block: int, memory: int) -> bool:
     if not uses_triton(scores):
         return False
-    from . import kernels_triton
+    from . import kernels
 
-    return kernels_triton.fits(block, memory)
+    return kernels.fits(block, memory)
 
 
 def forward(
@@ -73,11 +85,11 @@ def forward(
     autograd, for larger autograd nodes; 1 ≤ k ≤ n, batch ≥ 1.
     """
     if _fused(scores, block, memory):
-        from . import kernels_triton
+        from . import kernels
 
         of_tokens = fraction(share) if share else (k, scores.shape[1])
-        return kernels_triton.forward(scores, mask, k, of_tokens, eps, block, memory)
-    return torch_path.forward(scores, mask, k, share, eps, block, memory)
+        return kernels.forward(scores, mask, k, of_tokens, eps, block, memory)
+    return definition.forward(scores, mask, k, share, eps, block, memory)
 
 
 def backward(
@@ -89,16 +101,16 @@ def backward(
     With `into`, contiguous and like scores, it is written there.
     """
     if _fused(scores, block, memory):
-        from . import kernels_triton
+        from . import kernels
 
         gates, thresholds, starts = gates.contiguous(), thresholds.contiguous(), starts.contiguous()
-        return kernels_triton.backward(g_gates, scores, mask, gates, thresholds, starts, eps, block, into)
-    ds = torch_path.backward(g_gates, scores, mask, gates, indices, thresholds, eps, block)
+        return kernels.backward(g_gates, scores, mask, gates, thresholds, starts, eps, block, into)
+    ds = definition.backward(g_gates, scores, mask, gates, indices, thresholds, eps, block)
     return ds if into is None else into.copy_(ds)
 
 
-forward_op = register("causal_choice", forward, sharding.forward)
-backward_op = register("causal_choice_backward", backward, sharding.backward)
+forward_op = register("causal_choice", forward, forward_ways)
+backward_op = register("causal_choice_backward", backward, backward_ways)
 
 
 @register_fake(forward_op)

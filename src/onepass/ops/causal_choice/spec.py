@@ -11,8 +11,8 @@ from torch import Tensor
 
 from onepass.core.spec import BadCall, Sample, Spec
 
+from .definition import reference
 from .op import backward_op, causal_choice, forward_op
-from .reference import reference
 
 
 def _mask(batch: int, n: int, device: torch.device) -> Tensor:
