@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from onepass.core.launch import replayed
-from onepass.ops.routing.rows import add_rows, scatter_backward
+from onepass.ops.routing.op import add_rows, scatter_backward
 from onepass.ops.span_attention import op as span
 from onepass.ops.span_attention.op_rotary import BASE, apply_rotary, split
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from onepass.core.launch import replayed, uses_triton
-from onepass.ops.routing.rows import add_rows, as_bytes
+from onepass.ops.routing.op import add_rows, as_bytes
 
 from . import torch_path
 

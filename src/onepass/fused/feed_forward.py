@@ -22,7 +22,7 @@ from torch import Tensor
 from onepass.core.eager import fast_apply, node_backward
 from onepass.core.launch import replayed
 from onepass.core.products import weight_gradient
-from onepass.ops.routing.rows import add_rows, scatter_backward
+from onepass.ops.routing.op import add_rows, scatter_backward
 
 from . import branch
 from .choice import choose, choose_backward

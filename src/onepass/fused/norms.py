@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onepass.ops.routing.rows import add_rows, as_bytes, on_triton
+from onepass.ops.routing.op import add_rows, as_bytes, on_triton
 
 from . import branch, torch_path
 from .plans import AttentionPlan, FeedForwardPlan

@@ -13,13 +13,13 @@ def _rows(t: str) -> Iterator[Kernel]:
     signature = {"x_ptr": f"*{t}", "index_ptr": "*i64", "y_ptr": f"*{t}", **i32("x_batch_stride", "x_row_stride")}
     shape = {"D": 1024, "BLOCK_R": 4, "BLOCK_C": 1024}
     yield Kernel(
-        f"routing gather {t}", kernel("ops.routing.kernels_triton", "gather_kernel"), signature | counts,
+        f"routing gather {t}", kernel("ops.routing.kernels", "gather_kernel"), signature | counts,
         shape | {"VEC": 8},
         pointers(signature), max_registers=48 if wide else 40,
     )  # fmt: skip
     signature = {"y_ptr": f"*{t}", "u_ptr": f"*{t}", "g_ptr": "*fp32", "index_ptr": "*i64"}
     yield Kernel(
-        f"routing add {t}", kernel("ops.routing.kernels_triton", "add_kernel"), signature | counts | i32("routes",
+        f"routing add {t}", kernel("ops.routing.kernels", "add_kernel"), signature | counts | i32("routes",
         "route"),
         shape | {"shift_ptr": None}, pointers(signature), max_registers=72,
     )  # fmt: skip
@@ -28,7 +28,7 @@ def _rows(t: str) -> Iterator[Kernel]:
         "dg_ptr": "*fp32", **i32("dy_batch_stride", "dy_row_stride"),
     }  # fmt: skip
     yield Kernel(
-        f"routing add backward {t}", kernel("ops.routing.kernels_triton", "add_backward_kernel"), signature | counts,
+        f"routing add backward {t}", kernel("ops.routing.kernels", "add_backward_kernel"), signature | counts,
         shape | {"VEC": 8, "shift_ptr": None}, pointers(signature), max_registers=88 if wide else 64,
     )  # fmt: skip
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from onepass.core.spec import BadCall, Sample, Spec
 
-from . import op_score, reference
+from . import op, reference
 from .op import gather, gather_backward_op, gather_op, scatter_add, scatter_backward_op, scatter_op, score
 
 
@@ -75,10 +75,10 @@ def _scatter_samples(make: Callable[..., Tensor]) -> Iterator[Sample]:
 def _score_opchecks() -> Iterator[tuple[Any, tuple[Any, ...]]]:
     for w in (torch.randn(10), torch.randn(3, 10)):
         x = torch.randn(2, 6, 10, requires_grad=True)
-        yield op_score.forward_op, (x, w.clone().requires_grad_(), 1e-6)
-        s, inverse = op_score.forward_op(x.detach(), w, 1e-6)
-        yield op_score.backward_op, (torch.randn_like(s), x.detach(), w, s, inverse, True, True)
-        yield op_score.backward_op, (torch.randn_like(s), x.detach(), w, s, inverse, False, True)
+        yield op.score_op, (x, w.clone().requires_grad_(), 1e-6)
+        s, inverse = op.score_op(x.detach(), w, 1e-6)
+        yield op.score_backward_op, (torch.randn_like(s), x.detach(), w, s, inverse, True, True)
+        yield op.score_backward_op, (torch.randn_like(s), x.detach(), w, s, inverse, False, True)
 
 
 def _gather_opchecks() -> Iterator[tuple[Any, tuple[Any, ...]]]:
