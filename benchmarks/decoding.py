@@ -33,7 +33,7 @@ from benchmarks.case import graphed
 from onepass.core.about import device_name, versions
 from onepass.nn import Decoder, RMSNorm, RoutedBlock
 from onepass.nn.feed_forward import FeedForward
-from onepass.ops.span_attention.op_rotary import rotary
+from onepass.ops.span_attention.op import rotary
 from onepass.train.commands import files
 
 STEPS, TURNS, VOCABULARY, K, WINDOW = 64, 3, 256, 1 / 16, 256

@@ -93,8 +93,8 @@ class Host:
         from onepass.ops.routing import op as op_rows
         from onepass.ops.soft_topk import kernels_backward as kernels_soft
         from onepass.ops.soft_topk import kernels_chosen, kernels_triton, op
-        from onepass.ops.span_attention import kernels_rotary, op_rotary
-        from onepass.ops.span_attention import kernels_triton as kernels_span
+        from onepass.ops.span_attention import kernels as kernels_span
+        from onepass.ops.span_attention import kernels_rotary
         from onepass.ops.span_attention import op as op_span
         from onepass.ops.topk import compute, kernels_backward, kernels_select
 
@@ -119,7 +119,7 @@ class Host:
                        kernels_explore, kernels_triton, kernels_select, kernels_backward, kernels_soft,
                        kernels_chosen, kernels_rotary, kernels_span, kernels_causal, kernels_partials):  # fmt: skip
             monkeypatch.setattr(module, "launch", launch)
-        for module in (branch, choice, op_rows, op, compute, op_rotary, op_span, op_causal):
+        for module in (branch, choice, op_rows, op, compute, op_span, op_causal):
             monkeypatch.setattr(module, "uses_triton", lambda x: True)
         monkeypatch.setattr(replay, "_on_gpu", lambda x: True)
         self.stretches = [

@@ -8,8 +8,7 @@ from torch import Tensor, nn
 
 from onepass.nn.count import check_size
 from onepass.nn.norm import LayerNorm
-from onepass.ops.span_attention.op import span_attention
-from onepass.ops.span_attention.op_rotary import rotary
+from onepass.ops.span_attention.op import rotary, span_attention
 
 from .router import ScaledNorm
 

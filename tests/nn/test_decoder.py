@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from onepass.core.launch import INTERPRET
 from onepass.fused import attention
 from onepass.nn import Decoder, RoutedBlock, cache
-from onepass.ops.span_attention import op_rotary
+from onepass.ops.span_attention import op
 
 DIM, WINDOW, VOCABULARY = 16, 8, 64
 pytestmark = pytest.mark.skipif(INTERPRET, reason="steps run no kernel of their own")
@@ -174,7 +174,7 @@ class _Operations(TorchDispatchMode):
 def test_a_prompt_fills_caches_by_few_operations(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a block, two are the forward's. The host takes longer to call a small one than a GPU to run it."""
     model, counts = Model(), []
-    forward, rotate = attention.forward, op_rotary.apply_rotary
+    forward, rotate = attention.forward, op.apply_rotary
     for blocks in (1, 4):
         decoder = Decoder([model.blocks[0]] * blocks, model.embedding, model.head, batch=3, max_tokens=60)
         with _Operations() as operations:

@@ -9,10 +9,8 @@ from torch import Tensor, nn
 from nn.layers import first, tokens
 from onepass.nn import CausalRouter, RoutedAttention, RoutedBlock, RoutedCrossAttention, RoutedFeedForward, Router
 from onepass.nn.local_attention import neighbours
-from onepass.ops.span_attention.op import span_attention
-from onepass.ops.span_attention.op_rotary import rotary_attention
-from onepass.ops.span_attention.reference import reference
-from onepass.ops.span_attention.torch_rotary import attention_reference
+from onepass.ops.span_attention.definition import attention_reference, reference
+from onepass.ops.span_attention.op import rotary_attention, span_attention
 
 pytestmark = pytest.mark.gpu
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]

@@ -11,7 +11,7 @@ from torch import Tensor
 from onepass.core.launch import replayed
 from onepass.ops.routing.op import add_rows, scatter_backward
 from onepass.ops.span_attention import op as span
-from onepass.ops.span_attention.op_rotary import BASE, apply_rotary, split
+from onepass.ops.span_attention.op import BASE, apply_rotary, split
 
 from . import branch
 from .choice import choose, choose_backward, choose_keys, choose_keys_backward

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from onepass.core.launch import cdiv, device_guard, launch, next_power_of_2, uses_triton
-from onepass.ops.span_attention.op_rotary import BASE
+from onepass.ops.span_attention.op import BASE
 
 # sequences side by side: the rows of one product
 MOST_ROWS = 64

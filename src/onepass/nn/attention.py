@@ -14,8 +14,7 @@ from onepass.fused.attention import routed_attention, with_keys
 from onepass.fused.norms import fits_one_program
 from onepass.fused.plans import AttentionPlan
 from onepass.ops.routing.op import gather, scatter_add
-from onepass.ops.span_attention.op import span_attention
-from onepass.ops.span_attention.op_rotary import rotary
+from onepass.ops.span_attention.op import rotary, span_attention
 
 from .causal import CausalRouter, choose_per_block, router_of_windows
 from .count import check_count, check_dtype, count

@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from onepass.ops.causal_choice.definition import fraction, ranked
 from onepass.ops.routing.op import gather
-from onepass.ops.span_attention.op_rotary import BASE, apply_rotary, rotary
+from onepass.ops.span_attention.op import BASE, apply_rotary, rotary
 
 from .router import RouterOutput, asked
 

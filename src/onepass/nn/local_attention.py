@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from onepass.fused.runs import neighbours
-from onepass.ops.span_attention.op_rotary import rotary_attention
+from onepass.ops.span_attention.op import rotary_attention
 
 from .count import check_dtype, check_size
 from .norm import RMSNorm

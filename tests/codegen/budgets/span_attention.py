@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from codegen.kernel import Kernel, i32, kernel
-from onepass.ops.span_attention.shapes import shape
+from onepass.ops.span_attention.kernels import shape
 
 _STRIDES = [f"{t}_{d}" for t in "qkv" for d in ("batch", "row", "head")]
 _COMMON = i32(*_STRIDES, "span_batch", "n", "m", "heads") | {"scale": "fp32"}
@@ -38,7 +38,7 @@ def _kernels() -> Iterator[Kernel]:
             signature = _pointers(pointers, element)
             kind = f"{name} {element} {precision}"
             yield Kernel(
-                f"span_attention {kind}", kernel("ops.span_attention.kernels_triton", f"{name}_kernel"),
+                f"span_attention {kind}", kernel("ops.span_attention.kernels", f"{name}_kernel"),
                 signature | _COMMON | _MORE[name],
                 {"UNIT": 16, "BLOCK_Q": block_q, "BLOCK_K": block_k, "D": 64, "BLOCK_D": block_d, "HAS_MASK": False,
                  "PRECISION": precision},

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from onepass.ops.span_attention.op_rotary import rotary
+from onepass.ops.span_attention.op import rotary
 
 PI = Decimal("3.14159265358979323846264338327950288419716939937510")
 WIDTH = 64

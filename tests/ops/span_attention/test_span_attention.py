@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from onepass.ops.span_attention.definition import reference
 from onepass.ops.span_attention.op import forward, span_attention
-from onepass.ops.span_attention.reference import reference
 
 
 def _random(*shape: int, seed: int = 1) -> Tensor:

@@ -10,10 +10,9 @@ from torch import Tensor
 
 from onepass.core.spec import BadCall, Sample, Spec
 
-from . import op_rotary, torch_rotary
-from .op import backward_op, forward_op, span_attention
-from .op_rotary import rotary, rotary_attention
-from .reference import reference
+from . import definition, op
+from .definition import reference
+from .op import backward_op, forward_op, rotary, rotary_attention, span_attention
 
 
 def _qkv(make: Callable[..., Tensor], batch: int, n: int, m: int, heads: int, width: int) -> tuple[Tensor, ...]:
@@ -98,17 +97,17 @@ def _packed_samples(make: Callable[..., Tensor]) -> Iterator[Sample]:
 
 def _rotary_opchecks() -> Iterator[tuple[Any, tuple[Any, ...]]]:
     x = torch.randn(2, 3, 2, 4, requires_grad=True)
-    yield op_rotary.rotary_op, (x, torch.tensor([[5, 6, 7]]), 100.0, False)
-    yield op_rotary.rotary_op, (x, None, 100.0, True)
+    yield op.rotary_op, (x, torch.tensor([[5, 6, 7]]), 100.0, False)
+    yield op.rotary_op, (x, None, 100.0, True)
 
 
 def _packed_opchecks() -> Iterator[tuple[Any, tuple[Any, ...]]]:
     qkv = torch.randn(2, 5, 3, 2, 4, requires_grad=True)
     i = torch.arange(5, dtype=torch.int32)[None]
     rest = (i, i + 2, torch.ones(2, 5, dtype=torch.bool), 100.0, 0.5)
-    yield op_rotary.forward_op, (qkv, *rest)
-    saved = op_rotary.forward_op(qkv.detach(), *rest)
-    yield op_rotary.backward_op, (torch.randn(2, 5, 2, 4), qkv.detach(), *saved, *rest)
+    yield op.packed_forward_op, (qkv, *rest)
+    saved = op.packed_forward_op(qkv.detach(), *rest)
+    yield op.packed_backward_op, (torch.randn(2, 5, 2, 4), qkv.detach(), *saved, *rest)
 
 
 _ROTARY_BAD = (
@@ -138,7 +137,7 @@ SPECS = [
     Spec(
         name="rotary",
         op=rotary,
-        reference=torch_rotary.reference,
+        reference=definition.rotary_reference,
         samples=_rotary_samples,
         bad_calls=_ROTARY_BAD,
         opchecks=_rotary_opchecks,
@@ -146,7 +145,7 @@ SPECS = [
     Spec(
         name="rotary_attention",
         op=rotary_attention,
-        reference=torch_rotary.attention_reference,
+        reference=definition.attention_reference,
         samples=_packed_samples,
         bad_calls=_PACKED_BAD,
         opchecks=_packed_opchecks,

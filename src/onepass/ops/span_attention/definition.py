@@ -1,4 +1,4 @@
-"""The torch path (CPU, float64, no Triton): tiles of queries × keys, only those where some query sees some key.
+"""The definitions of `span_attention` and the rotation, and the torch path.
 
 Tiles lie on a fixed grid, as in the kernels. Other queries may add a tile to a query's sums, but only one of exact
 zeros, so that the last bit of a result does not depend on the other queries.
@@ -11,6 +11,66 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
+
+
+def reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    first: Tensor,
+    last: Tensor,
+    *,
+    mask: Tensor | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """Return softmax(scale·q·kᵀ) v over the keys j with first_i ≤ j < last_i that mask allows; 0 without such a key."""
+    acc = torch.promote_types(q.dtype, torch.float32)
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    keys = torch.arange(k.shape[1], device=q.device)
+    seen = (keys >= first[..., None]) & (keys < last[..., None])
+    seen = seen.expand(q.shape[0], *seen.shape[-2:])
+    if mask is not None:
+        seen = seen & mask[:, None]
+    scores = torch.einsum("bnhd,bmhd->bhnm", q.to(acc), k.to(acc)) * scale
+    seen = seen[:, None]
+    # a query that sees no key would give 0/0
+    p = scores.masked_fill(~seen, -math.inf).masked_fill(~seen.any(-1, keepdim=True), 0.0).softmax(-1)
+    return torch.einsum("bhnm,bmhd->bnhd", p.masked_fill(~seen, 0.0), v.to(acc)).to(q.dtype)
+
+
+def rotate(x: Tensor, positions: Tensor | None, base: float, inverse: bool = False) -> Tensor:
+    """Rotate the pairs (x_c, x_{c + width/2}) of x (batch, n, heads, width) by position·base^(−2c/width)."""
+    width = x.shape[-1]
+    if positions is None:
+        positions = torch.arange(x.shape[1], device=x.device)
+    speeds = base ** (-torch.arange(0, width, 2, device=x.device, dtype=torch.float64) / width)
+    acc = torch.promote_types(x.dtype, torch.float32)
+    angle = (positions[..., None] * speeds)[..., None, :]
+    cos, sin = angle.cos().to(acc), angle.sin().to(acc)
+    if inverse:
+        sin = -sin
+    a, b = x.to(acc).chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1).to(x.dtype)
+
+
+def rotary_reference(x: Tensor, positions: Tensor | None = None, *, base: float = 10_000.0) -> Tensor:
+    """Return the result of `rotary` by its definition."""
+    return rotate(x, positions, base)
+
+
+def attention_reference(
+    qkv: Tensor,
+    first: Tensor,
+    last: Tensor,
+    *,
+    mask: Tensor | None = None,
+    base: float = 10_000.0,
+    scale: float | None = None,
+) -> Tensor:
+    """Return the result of `rotary_attention` by its definition."""
+    q, k, v = qkv.unbind(2)
+    return reference(rotate(q, None, base), rotate(k, None, base), v, first, last, mask=mask, scale=scale)
+
 
 QUERIES = KEYS = 128
 
