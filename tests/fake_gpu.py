@@ -96,7 +96,7 @@ class Host:
         from onepass.ops.span_attention import kernels as kernels_span
         from onepass.ops.span_attention import kernels_rotary
         from onepass.ops.span_attention import op as op_span
-        from onepass.ops.topk import compute, kernels_backward, kernels_select
+        from onepass.ops.topk import compute, kernels_select
 
         # runs that a test on a CPU has left have no edges for kernels
         runs._KEPT.clear()
@@ -116,7 +116,7 @@ class Host:
             run()
 
         for module in (kernels_rows, kernels_attention, kernels_branch, kernels_cast, kernels_counts, kernels_norm,
-                       kernels_explore, kernels_triton, kernels_select, kernels_backward, kernels_soft,
+                       kernels_explore, kernels_triton, kernels_select, kernels_soft,
                        kernels_chosen, kernels_rotary, kernels_span, kernels_causal, kernels_partials):  # fmt: skip
             monkeypatch.setattr(module, "launch", launch)
         for module in (branch, choice, op_rows, op, compute, op_span, op_causal):

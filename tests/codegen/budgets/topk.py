@@ -37,7 +37,7 @@ def _kernel(
 
 def _in_one_launch(plain: dict[str, Any], dtypes: dict[str, torch.dtype]) -> Iterator[Kernel]:
     """Rows that one program selects, sorts and fetches from."""
-    from onepass.ops.topk import kernels_narrow, kernels_whole, kernels_wide
+    from onepass.ops.topk import kernels_pivot, kernels_whole
 
     for dtype, n_rows, cols, k in (
         ("fp32", 1 << 16, 64, 8), ("bf16", 1 << 15, 256, 8), ("fp32", 4096, 65536, 32), ("bf16", 1 << 14, 24576, 64),
@@ -51,13 +51,13 @@ def _in_one_launch(plain: dict[str, Any], dtypes: dict[str, torch.dtype]) -> Ite
             blocks: dict[str, Any] = {
                 "PARTS": one.parts, "BLOCK_R": one.block_r, "BLOCK_C": one.block_c, "BLOCK_K": one.block_k,
             }  # fmt: skip
-            kernel = kernels_narrow.narrow_kernel
+            kernel = kernels_whole.narrow_kernel
             yield _kernel(f"topk narrow {dtype} {cols}", kernel, constants | blocks, one.warps, 80, **for_all)
         elif isinstance(one, plan.Wide):
             blocks = {
                 "CHUNK": one.chunk, "GROUP": one.group, "GROUPS": one.groups, "AGAIN": one.again, "ROOM": one.room,
             }  # fmt: skip
-            kernel = kernels_wide.wide_kernel
+            kernel = kernels_pivot.wide_kernel
             yield _kernel(f"topk wide {dtype} {cols}", kernel, constants | blocks, one.warps, 120, **for_all)
         else:
             assert isinstance(one, plan.Whole)
@@ -77,8 +77,8 @@ def _in_one_launch(plain: dict[str, Any], dtypes: dict[str, torch.dtype]) -> Ite
 def _kernels() -> Iterator[Kernel]:
     if not triton_installed():
         return
-    from onepass.ops.topk import kernels_backward as kb
     from onepass.ops.topk import kernels_pivot as kp
+    from onepass.ops.topk import kernels_select as kb
     from onepass.ops.topk import kernels_sort as ks
 
     ranged: dict[str, Any] = {"mask_ptr": None, "UNIT": 16, "LARGEST": True}

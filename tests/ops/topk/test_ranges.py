@@ -13,7 +13,7 @@ from torch import Tensor
 
 import onepass
 from onepass.core.launch import INTERPRET
-from onepass.ops.topk import torch_path
+from onepass.ops.topk import definition
 from topk_plans import KINDS, expected, rows_of, same, shrink
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
@@ -60,7 +60,7 @@ def test_every_option(
             patch, SIGMAS=sigmas, MAX_COLS=128 if way == "whole" else 16, MAX_SORTED=32,
             NARROW=512 if way == "narrow" else 0, WIDE=1 if way == "wide" else 1 << 40,
         )  # fmt: skip
-        patch.setattr(torch_path, "AT_ONCE", at_once)
+        patch.setattr(definition, "AT_ONCE", at_once)
         s = rows_of(kind, rows, n, generator, k).to(dtype)
         start = torch.randint(0, n + 1, (rows,), generator=generator) if ranged in ("start", "both") else None
         lengths = None

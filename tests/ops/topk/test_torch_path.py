@@ -12,7 +12,7 @@ from torch import Tensor
 
 import onepass
 from onepass.core.launch import INTERPRET
-from onepass.ops.topk import torch_path
+from onepass.ops.topk import definition
 from topk_plans import KINDS, expected, rows_of, same
 
 pytestmark = pytest.mark.skipif(INTERPRET, reason="kernels select there")
@@ -39,9 +39,9 @@ def test_every_way_is_exact(
     """Every way takes any scores."""
     s = rows_of(kind, rows, n, torch.Generator().manual_seed(seed)).to(dtype)
     k = 1 + round(share * (n - 1))
-    ways: list[Any] = [torch_path._from_rows, torch_path._anywhere]
+    ways: list[Any] = [definition._from_rows, definition._anywhere]
     if dtype != torch.float64:
-        ways.append(torch_path._by_number)
+        ways.append(definition._by_number)
     for way in ways:
         check(way(s, k, best_first), s, k, best_first)
 

@@ -12,7 +12,7 @@ from onepass.ops._shared import arguments
 from onepass.ops.soft_topk.op import backward_chosen
 from onepass.ops.soft_topk.op import forward as soft_forward
 
-from . import ranges, torch_path
+from . import definition
 
 
 def index_dtype(narrow: bool) -> torch.dtype:
@@ -41,7 +41,7 @@ def select(
             lead=tuple(scores.shape[:-1]),
         )  # fmt: skip
         return found.values, found.indices
-    return torch_path.select(scores, mask, start, lengths, k, largest, is_sorted, index_dtype(narrow))
+    return definition.select(scores, mask, start, lengths, k, largest, is_sorted, index_dtype(narrow))
 
 
 def solve(
@@ -49,7 +49,7 @@ def solve(
     eps_value: float, kind: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return soft_topk's gates and solution for the valid scores."""
-    return soft_forward(scores, None, eps, ranges.allowed(scores, mask, start, lengths), float(k), eps_value, kind)
+    return soft_forward(scores, None, eps, definition.allowed(scores, mask, start, lengths), float(k), eps_value, kind)
 
 
 def forward(
@@ -75,11 +75,11 @@ def forward(
         )  # fmt: skip
         assert found.gates is not None
         return found.values, found.indices, found.gates, state
-    values, indices = torch_path.select(
+    values, indices = definition.select(
         scores, mask, start, lengths, k, largest, is_sorted, index_dtype(narrow)
     )  # fmt: skip
     if soft is None:
-        return values, indices, torch_path.hard_gates(values, indices), None
+        return values, indices, definition.hard_gates(values, indices), None
     chosen = soft.gather(-1, indices.clamp(min=0).long())
     return values, indices, torch.where(indices >= 0, chosen, 0.0), state
 
@@ -118,7 +118,7 @@ def backward(
     need_eps = need_eps and eps is not None
     ds = of_eps = None
     if g_gates is not None:
-        mask = ranges.allowed(scores, mask, start, lengths)
+        mask = definition.allowed(scores, mask, start, lengths)
         if state is None or not state.shape[-1]:
             _, state = solve(scores, eps, mask, None, None, indices.shape[-1], eps_value, kind)
         ds, of_eps = backward_chosen(
@@ -136,10 +136,10 @@ def backward(
 def _add_chosen(ds: Tensor, indices: Tensor, gradient: Tensor) -> Tensor:
     """Add the gradient of the chosen entries to ds, contiguous, which is returned."""
     if uses_triton(ds):
-        from . import kernels_backward
+        from . import kernels_select
 
         rows = (-1, indices.shape[-1])
-        kernels_backward.add(ds.view(-1, ds.shape[-1]), indices.contiguous().view(rows), gradient.reshape(rows))
+        kernels_select.add(ds.view(-1, ds.shape[-1]), indices.contiguous().view(rows), gradient.reshape(rows))
         return ds
     present = torch.where(indices >= 0, gradient, 0.0).to(ds.dtype)
     return ds.scatter_add_(-1, indices.clamp(min=0).long(), present)

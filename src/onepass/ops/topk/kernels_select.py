@@ -1,4 +1,4 @@
-"""Launch the selection: find the survivors of each row, put them in order, fetch their scores and gates."""
+"""Launch the selection: find the survivors of each row, put them in order, fetch their scores and gates; backward too."""
 
 from __future__ import annotations
 
@@ -12,12 +12,24 @@ from torch.nn.functional import pad
 from onepass.core.launch import cdiv, device_guard, launch, sm_count
 
 from . import plan
-from .kernels_keys import COUNTERS
-from .kernels_narrow import narrow_kernel
-from .kernels_pivot import choose_kernel, pass_kernel, pivot_kernel
-from .kernels_sort import merge_kernel, run_kernel, sort_kernel
-from .kernels_whole import whole_kernel
-from .kernels_wide import wide_kernel
+from .kernels_pivot import choose_kernel, pass_kernel, pivot_kernel, wide_kernel
+from .kernels_sort import COUNTERS, add_kernel, merge_kernel, run_kernel, sort_kernel
+from .kernels_whole import narrow_kernel, whole_kernel
+
+# chosen entries of a program
+BLOCK = 1024
+
+
+def add(ds: Tensor, indices: Tensor, gradient: Tensor) -> None:
+    """Add the gradient (rows, k) of chosen entries to ds (rows, n); ds and indices (rows, k) are contiguous."""
+    n_rows, k = indices.shape
+    if not n_rows:
+        return
+    with device_guard(ds):
+        launch(
+            add_kernel, (cdiv(n_rows * k, BLOCK), 1, 1), (indices, gradient, ds),
+            (*gradient.stride(), n_rows, ds.shape[1], k), (BLOCK,), num_warps=4,
+        )  # fmt: skip
 
 
 class Rows(NamedTuple):

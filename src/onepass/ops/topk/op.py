@@ -14,10 +14,47 @@ from onepass.core.bind import batch_first, bind
 from onepass.core.eager import plain
 from onepass.core.launch import replayed, uses_triton
 from onepass.core.register import register, register_backward, register_fake
+from onepass.core.sharding import Way, beside, gradient, row_dims
 from onepass.ops._shared import arguments
 from onepass.ops.soft_topk.op import KINDS
 
-from . import compute, ranges, sharding
+from . import compute, definition
+
+
+def select_ways(scores: Any, mask: Any, start: Any, lengths: Any, *rest: Any) -> list[Way]:
+    """List the ways to shard scores, mask, start and lengths, with values and indices."""
+    n = scores.ndim
+    return [
+        ((d, d), (d, beside(mask, n, d), beside(start, n - 1, d), beside(lengths, n - 1, d))) for d in row_dims(scores)
+    ]
+
+
+def forward_ways(scores: Any, eps: Any, mask: Any, start: Any, lengths: Any, *rest: Any) -> list[Way]:
+    """List the ways to shard scores, eps, mask, start and lengths, with values, indices, gates and solution."""
+    n = scores.ndim
+    return [
+        (
+            (d, d, d, d),
+            (d, beside(eps, n - 1, d), beside(mask, n, d), beside(start, n - 1, d), beside(lengths, n - 1, d)),
+        )
+        for d in row_dims(scores)
+    ]
+
+
+def backward_ways(
+    g_values: Any, g_gates: Any, scores: Any, indices: Any, state: Any, eps: Any, mask: Any, start: Any, lengths: Any,
+    *rest: Any,
+) -> list[Way]:  # fmt: skip
+    """List the ways to shard all tensors, with the gradients of scores and eps."""
+    need_scores, need_eps = rest[-2:]
+    n = scores.ndim
+    ways: list[Way] = []
+    for d in row_dims(scores):
+        of_eps = beside(eps, n - 1, d)
+        results = gradient(d, need_scores), gradient(of_eps, need_eps)
+        ranges = beside(start, n - 1, d), beside(lengths, n - 1, d)
+        ways.append((results, (d, d, d, d, d, of_eps, beside(mask, n, d), *ranges)))
+    return ways
 
 
 class TopK(NamedTuple):
@@ -33,7 +70,7 @@ class TopK(NamedTuple):
         return (self.indices >= 0).sum(-1)
 
 
-select_op = register("topk_select", compute.select, sharding.select)
+select_op = register("topk_select", compute.select, select_ways)
 
 
 @register_fake(select_op)
@@ -94,8 +131,8 @@ def _forward_all(
     return (*found, state)  # type: ignore[return-value]
 
 
-forward_op = register("topk", _forward_all, sharding.forward)
-backward_op = register_backward("topk_backward", compute.backward, sharding.backward, of=("scores", "eps"))
+forward_op = register("topk", _forward_all, forward_ways)
+backward_op = register_backward("topk_backward", compute.backward, backward_ways, of=("scores", "eps"))
 
 
 @register_fake(forward_op)
@@ -215,7 +252,7 @@ def _last_of_equals(
     """`topk` with ties to the highest index: that of a copy with the columns in reverse."""
     n = scores.shape[-1]
     if start is not None or lengths is not None:
-        begin, lengths = ranges.clamped(n, start, lengths)
+        begin, lengths = definition.clamped(n, start, lengths)
         start = n - begin - lengths
     mask = None if mask is None else mask.flip(-1)
     found = topk(scores.flip(-1), k, mask=mask, start=start, lengths=lengths, sorted=is_sorted, **options)
@@ -331,7 +368,7 @@ def topk(
         raise TypeError(f"topk: index_dtype must be torch.int32 or torch.int64, got {index_dtype}")
     if ties not in ("first", "last"):
         raise ValueError(f"topk: ties must be 'first' or 'last', got {ties!r}")
-    ranges.check_ranges("topk", scores, start, lengths)
+    definition.check_ranges("topk", scores, start, lengths)
     narrow = index_dtype == torch.int32
     if out is not None:
         _check_out(out, scores, k, eps, index_dtype)
@@ -391,7 +428,7 @@ def kth_value(scores: Tensor, k: int, *, lengths: Tensor | None = None, start: T
     arguments.whole("kth_value", "k", k, 1)
     if k > scores.shape[-1]:
         raise ValueError(f"kth_value: k must be at most the row's length {scores.shape[-1]}, got {k}")
-    ranges.check_ranges("kth_value", scores, start, lengths)
+    definition.check_ranges("kth_value", scores, start, lengths)
     return topk(scores, k, lengths=lengths, start=start).values[..., -1]
 
 

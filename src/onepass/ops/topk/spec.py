@@ -11,7 +11,7 @@ from torch import Tensor
 from onepass.core.spec import BadCall, Sample, Spec
 from onepass.ops._shared.spec_parts import some_mask, tensors
 
-from . import op, reference
+from . import definition, op
 from .op import topk
 
 
@@ -68,7 +68,7 @@ def _of_rows(make: Callable[..., Tensor], n: int) -> Mapping[str, Callable[[Tens
 
 SPECS = [
     Spec(
-        name="topk", op=topk, reference=reference.topk, samples=_samples, bad_calls=_BAD_CALLS,
+        name="topk", op=topk, reference=definition.topk, samples=_samples, bad_calls=_BAD_CALLS,
         opchecks=_opchecks, of_rows=_of_rows,
     ),
 ]  # fmt: skip
