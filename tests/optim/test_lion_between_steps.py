@@ -161,7 +161,7 @@ def test_an_equal_single_element_is_another_parameter(device: str) -> None:
 def tables(monkeypatch: pytest.MonkeyPatch) -> Tables:
     """(words, tensors, groups) of every launch."""
     pytest.importorskip("triton")
-    from onepass.ops.lion import kernels_triton
+    from onepass.ops.lion import kernels
     from onepass.optim import step as steps
 
     seen: Tables = []
@@ -169,7 +169,7 @@ def tables(monkeypatch: pytest.MonkeyPatch) -> Tables:
     def launch(table: Tensor, n_chunks: int, n_tensors: int, n_groups: int, *_: Any) -> None:
         seen.append((table.tolist(), n_tensors, n_groups))
 
-    monkeypatch.setattr(kernels_triton, "launch", launch)
+    monkeypatch.setattr(kernels, "launch", launch)
     monkeypatch.setattr(steps, "uses_triton", lambda x: True)
     return seen
 

@@ -50,7 +50,7 @@ def _kernels() -> Iterator[Kernel]:
                 budget = _MIXED.get(name, budget) if aligned and not cautious else budget
                 yield Kernel(
                     f"lion {', '.join(words)}{', no PTX' if m == 'i8' and not ptx else ''}",
-                    kernel("ops.lion.kernels_triton", "step_kernel"), signature,
+                    kernel("ops.lion.kernels", "step_kernel"), signature,
                     {
                         "P_TYPE": p, "G_TYPE": g, "M_TYPE": m, "E_TYPE": e, "MODE": mode, "ALIGNED": aligned,
                         "CAUTIOUS": cautious, "CAUTIOUS_DECAY": cautious, "COUNT": count, "HAS_SCALE": True,
@@ -64,7 +64,7 @@ def _kernels() -> Iterator[Kernel]:
                 )  # fmt: skip
     for g in ("fp32", "bf16", "fp16"):
         yield Kernel(
-            f"gradient norm {g}", kernel("ops.lion.kernels_triton", "norm_kernel"),
+            f"gradient norm {g}", kernel("ops.lion.kernels", "norm_kernel"),
             {
                 "table_ptr": "*i64", "before_ptr": "*fp32", "partial_ptr": "*fp32", "ticket_ptr": "*i32",
                 "out_ptr": "*fp32", "max_norm_ptr": "*fp32", "scale_ptr": "*fp32", "n_tensors": "i32",

@@ -208,7 +208,7 @@ class Launch:
 
     def step(self, rows: Rows, scalars: Scalars, capturable: bool) -> None:
         """Launch the update."""
-        from . import kernels_triton
+        from . import kernels
 
         table = self.table(rows.packed, capturable)
         if rows.places:
@@ -218,16 +218,16 @@ class Launch:
                 [t.to(self.device) for t in rows.scalars],
             )
         agreed = torch.empty(len(self.sizes), dtype=torch.int64, device=self.device) if self.cautious else None
-        kernels_triton.launch(
+        kernels.launch(
             table, self.n_chunks, len(self.sizes), len(rows.packed) // (4 * ROW_FLOATS), self.dtypes, self.mode,
             self.aligned, agreed, self.cautious_decay, *scalars.to(self.device), (self.span, *self.shape),
         )  # fmt: skip
 
     def norm(self, rows: Rows, before: Tensor | None, room: Any, out: Tensor, max_norm: Tensor, scale: Any) -> None:
         """Launch the norm of the gradients; `before` is added to the sum of squares."""
-        from . import kernels_triton
+        from . import kernels
 
-        kernels_triton.launch_norm(
+        kernels.launch_norm(
             self.table(rows.packed), self.n_chunks, len(self.sizes), len(rows.packed) // (4 * ROW_FLOATS),
             self.dtypes[1], self.aligned, before, room, out, max_norm, scale, self.span, self.chunk,
         )  # fmt: skip
@@ -340,7 +340,7 @@ class Plan:
 
     def norm(self, rows: Rows, max_norm: Tensor, grad_scale: Tensor | None) -> Tensor:
         """Return (sum of squares, norm, clip coefficient) of the gradients of one device; call `refresh` before."""
-        from .kernels_triton import norm_programs
+        from .kernels import norm_programs
 
         device = self.launches[0].device
         # rows of 4 keep each result at 16 bytes, the alignment that kernels are compiled for

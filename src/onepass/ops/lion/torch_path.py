@@ -1,16 +1,42 @@
-"""The Lion update without Triton: tile by tile on a CPU, and a plain form that takes every option."""
+"""The Lion update without Triton: tile by tile on a CPU, in one pass by torch.compile, and a plain form for every option."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .compiled import one_pass
-from .reference import Number, reference
+from .reference import Number, reference, sign
 from .storage import dequantize, narrow_, quantize_, widen
+
+# (parameter, gradient, momentum, extra, hyperparameters): vectors, updated in place
+Update = Callable[[Tensor, Tensor, Tensor, "Tensor | None", Tensor], None]
+
+
+@functools.cache
+def one_pass(mode: int, cautious_decay: bool) -> Update:
+    """Return the compiled update of one mode.
+
+    The first call with each combination of dtypes takes seconds and needs a C++ compiler. Other lengths and
+    hyperparameters reuse the compiled code.
+    """
+
+    def update_(p: Tensor, g: Tensor, m: Tensor, extra: Tensor | None, hyper: Tensor) -> None:
+        """Update in place; hyper: lr, weight decay, β1, (1 − β1)·factor, β2, (1 − β2)·factor in the compute dtype."""
+        lr, weight_decay, beta1, rest1, beta2, rest2 = hyper.unbind()
+        value, grad, momentum = widen(p, extra, mode, hyper.dtype), g.to(hyper.dtype), m.to(hyper.dtype)
+        s = sign(momentum * beta1 + grad * rest1)
+        decay = value * weight_decay
+        if cautious_decay:
+            decay = torch.where(s * value > 0, decay, torch.zeros_like(decay))
+        narrow_(p, extra, mode, value - (s + decay) * lr)
+        m.copy_(momentum * beta2 + grad * rest2)
+
+    return torch.compile(update_, dynamic=True)
+
 
 # elements per thread of a tile, which goes through all steps before the next one: a few megabytes, which stay in cache
 TILE = 1 << 19

@@ -1,4 +1,4 @@
-"""Launch the selection: find the survivors of each row, put them in order, fetch their scores and gates; backward too."""
+"""Launch the selection: find each row's survivors, put them in order, fetch scores and gates; and backward."""
 
 from __future__ import annotations
 
