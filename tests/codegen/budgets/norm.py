@@ -8,10 +8,10 @@ from typing import Any
 from codegen.kernel import Kernel, kernel
 from onepass.ops.norm import launch
 
-_FORWARD = kernel("ops.norm.kernels_triton", "forward_kernel")
-_BACKWARD = kernel("ops.norm.kernels_triton", "backward_kernel")
+_FORWARD = kernel("ops.norm.kernels", "forward_kernel")
+_BACKWARD = kernel("ops.norm.kernels", "backward_kernel")
 _TEAM_BACKWARD = kernel("ops.norm.kernels_team", "team_backward_kernel")
-_WIDE_FORWARD = kernel("ops.norm.kernels_triton", "wide_forward_kernel")
+_WIDE_FORWARD = kernel("ops.norm.kernels", "wide_forward_kernel")
 _FINISH = kernel("ops._shared.kernels_partials", "vector_partials_kernel")
 
 

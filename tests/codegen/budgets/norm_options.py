@@ -30,7 +30,7 @@ def _forward(t: str, what: str, cols: int, given: str, **options: Any) -> Kernel
     early = launch.forward_early(cols, size, constants["TABLE"], False)
     shape = {"N_COLS": cols, "VEC": 8, "BLOCK_R": tile.rows, "BLOCK_C": tile.cols, "EARLY": early}
     return Kernel(
-        f"norm forward {t} N={cols} {what}", kernel("ops.norm.kernels_triton", "forward_kernel"),
+        f"norm forward {t} N={cols} {what}", kernel("ops.norm.kernels", "forward_kernel"),
         signature | _NUMBERS | i32("r_row_stride"), constants | shape | absent, pointers(signature),
         num_warps=tile.warps, max_registers=128 if early else 96, least_arch=89 if "codes" in given else 80,
         amd="codes" not in given,
@@ -54,7 +54,7 @@ def _backward(t: str, what: str, cols: int, given: str, **options: Any) -> Kerne
     signature, absent = _arguments(t, _BACKWARD, given)
     shape = {"N_COLS": cols, "VEC": 8, "BLOCK_R": tile.rows, "BLOCK_C": tile.cols, "STAGES": tile.stages}
     return Kernel(
-        f"norm backward {t} N={cols} {what}", kernel("ops.norm.kernels_triton", "backward_kernel"),
+        f"norm backward {t} N={cols} {what}", kernel("ops.norm.kernels", "backward_kernel"),
         signature | _NUMBERS | i32("dy_row_stride", "ds_row_stride"), constants | shape | absent, pointers(signature),
         # a gate before the norm keeps x and itself for dz: 32 elements per thread take all registers, and a few more
         num_warps=tile.warps, max_registers=128 if tile.warps > 8 else 255 if gate == 2 and cols > 4096 else 192,

@@ -88,9 +88,9 @@ def test_rows_in_tiles(cols: int) -> None:
 
 @pytest.mark.skipif(INTERPRET, reason="an interpreted kernel has no parameters")
 def test_kernels_do_not_specialise_on_rows_or_strides() -> None:
-    from onepass.ops.norm import kernels_team, kernels_triton
+    from onepass.ops.norm import kernels, kernels_team
 
-    for module in (kernels_triton, kernels_team):
+    for module in (kernels, kernels_team):
         for name in dir(module):
             for p in getattr(getattr(module, name), "params", ()) if name.endswith("_kernel") else ():
                 if not p.is_constexpr and not p.name.endswith("_ptr") and p.name not in ("eps", "offset"):

@@ -17,7 +17,7 @@ if INTERPRET:
     import triton
     import triton.language as tl
 
-    from onepass.ops.norm.kernels_triton import e4m3_codes
+    from onepass.ops.norm.kernels import e4m3_codes
 
     @triton.jit
     def codes_kernel(x_ptr, out_ptr, N: tl.constexpr):

@@ -1,4 +1,4 @@
-"""The Lion update without Triton: tile by tile on a CPU, in one pass by torch.compile, and a plain form for every option."""
+"""The Lion update without Triton: by tiles on a CPU, in one pass by torch.compile, and plainly for every option."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .kernels_triton import add_pairs
+from .kernels import add_pairs
 
 # number of polls, about a minute: a missing member ends in a CUDA error instead of a hang
 PATIENCE = tl.constexpr(1 << 27)

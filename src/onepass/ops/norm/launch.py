@@ -25,8 +25,8 @@ from onepass.core.launch import (
 )
 from onepass.ops._shared.kernels_partials import add_vector_partials
 
+from .kernels import backward_kernel, forward_kernel, wide_forward_kernel
 from .kernels_team import team_backward_kernel, zeros_kernel
-from .kernels_triton import backward_kernel, forward_kernel, wide_forward_kernel
 from .options import Needs, Options, Table
 
 WARP = 32
