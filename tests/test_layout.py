@@ -17,18 +17,18 @@ FILES = sorted((SRC / "onepass").rglob("*.py"))
 # them from another room in the same commit. CONTRIBUTING has the rule by which a second way of doing a thing stays
 MOST_LINES: dict[str, tuple[str, int, int]] = {
     "core": ("src/onepass/core src/onepass/ops/_shared src/onepass/ops/__init__.py", 2571, 2250),
-    "norms": ("src/onepass/ops/norm src/onepass/ops/qk_norm_rope src/onepass/ops/weighted_sum", 4335, 3250),
-    "topk": ("src/onepass/ops/soft_topk src/onepass/ops/coor_descent src/onepass/ops/topk", 5294, 4300),
-    "lion": ("src/onepass/ops/lion src/onepass/optim", 2839, 2550),
-    "routing": ("src/onepass/ops/causal_choice src/onepass/ops/routing src/onepass/ops/span_attention", 3511, 2800),
+    "norms": ("src/onepass/ops/norm src/onepass/ops/qk_norm_rope src/onepass/ops/weighted_sum", 4311, 3250),
+    "topk": ("src/onepass/ops/soft_topk src/onepass/ops/coor_descent src/onepass/ops/topk", 5216, 4300),
+    "lion": ("src/onepass/ops/lion src/onepass/optim", 2815, 2550),
+    "routing": ("src/onepass/ops/causal_choice src/onepass/ops/routing src/onepass/ops/span_attention", 3415, 2800),
     "experts": ("src/onepass/ops/experts src/onepass/nn/experts.py", 1651, 1000),
-    "layers": ("src/onepass/fused src/onepass/nn", 7823, 5700),
+    "layers": ("src/onepass/fused src/onepass/nn", 7822, 5700),
     "others": ("src/onepass/swapping src/onepass/compat src/onepass/t*.py", 1213, 1150),
     "doctor": ("src/onepass/doctor", 496, 496),
     "train": ("src/onepass/train", 3751, 2900),
-    "tests": ("tests", 25581, 19000),
+    "tests": ("tests", 25579, 19000),
     "measured": ("benchmarks research", 7914, 6000),
-    "contrib": ("contrib", 1438, 1438),
+    "contrib": ("contrib", 1437, 1438),
     "examples": ("examples", 844, 900),
 }
 
