@@ -16,7 +16,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[2]
-# folder of the package with a README → what its page shows of the package before the README
+# folder of the package with a README → what its page shows of the package after the README's start
 FOLDERS = {
     "ops/norm": ("layer_norm", "rms_norm", "Quantized", "nn.LayerNorm", "nn.RMSNorm"),
     "ops/qk_norm_rope": ("qk_norm_rope",),
@@ -114,11 +114,12 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for path, place in PAGES.items():
         site.add(path, place, "")
     for name, members in FOLDERS.items():
-        # the README's title first, then the package's own words, then the rest of the README
+        # the README's example first, then the package's own words, then the rest of the README
         place = f"operators/{posixpath.basename(name)}.md"
-        title, _, rest = site.files[place].content_string.partition("\n")
+        start, _, rest = site.files[place].content_string.partition("\n## ")
         api = "\n".join(f"::: onepass.{member}\n" for member in members)
-        site.files[place] = File.generated(config, place, content=f"{title}\n\n{api}\n## Inside\n{deeper(rest)}")
+        inside = f"\n## Inside\n{deeper(f'## {rest}')}" if rest else ""
+        site.files[place] = File.generated(config, place, content=f"{start}\n\n{api}{inside}")
     for file in list(files):
         if file.is_documentation_page():
             # finds what the written pages link to; their text is rewritten in `on_page_markdown`
