@@ -63,10 +63,10 @@ def _vmap_rule(op: Any, at_once: Callable[..., Any] | None) -> Callable[..., Any
 
 
 def _flat(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that hands on the items of its tuples: a registered operator takes each by itself."""
+    """Return a function that hands on the items of its tuples and lists: a registered operator takes each by itself."""
 
     def run(*args: Any) -> Any:
-        return function(*(item for a in args for item in (a if isinstance(a, tuple) else (a,))))
+        return function(*(item for a in args for item in (a if isinstance(a, (tuple, list)) else (a,))))
 
     return run
 
@@ -110,7 +110,7 @@ def bind(
         forward: the kernels; positional arguments, returns a tensor or a tuple of which the first
             `n_public` belong to the user and the rest are saved for backward.
         forward_op: the operator that `core.register` made of `forward`. Where `forward` or `backward` take a tuple of
-            options, the operator, and `save` from it, get each by itself.
+            options or a list of tensors, the operator, and `save` from it, get each by itself.
         backward: the backward kernels. They return None or an empty tensor for a gradient that is not needed.
         backward_op: the operator made of `backward`; an empty tensor stands for a gradient that is not needed.
         save: `save(ctx, inputs, output)` keeps what backward needs.

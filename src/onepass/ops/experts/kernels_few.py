@@ -16,9 +16,9 @@ from .kernels_rows import activation_parts, load_experts
 
 INTS = ["n", "n_experts", "expert_stride", "row_stride", "gate_expert_stride", "gate_row_stride", "n_parts"]
 # choices up to which these kernels run: beyond, experts are shared by tokens, and each token reads its own again here
-MOST = 64
+MOST = 32
 # a tile: terms of a sum, and sums. Neighbouring programs read neighbouring columns of the same rows
-DEEP, WIDE = 128, 64
+DEEP, WIDE = 256, 32
 
 
 @triton.jit

@@ -109,17 +109,24 @@ def _without_gradients(
 
 
 def _backward(
-    dy: Tensor, x: Tensor, weights: Tensor, up: Tensor, down: Tensor, gate: Tensor | None, h: Tensor, linear: Tensor,
+    dy: Tensor, x: Tensor, weights: Tensor, up: Tensor, down: Tensor, gate: Tensor | None, hidden: list[Tensor],
     places: Tensor, rows: Tensor, ends: Tensor, need_x: bool, need_w: bool, need_up: bool, need_down: bool,
     need_gate: bool,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Return the gradients of x, weights, up, down and gate; each large tensor goes after its last use."""
+    """Return the gradients of x, weights, up, down and gate.
+
+    `hidden` holds what the activation took, and its linear part. It is emptied, and each large tensor goes after its
+    last use: fewer of them exist at once.
+    """
     steps = _steps(x) if places.numel() and x.shape[1] else torch_path
     dys = steps.spread(dy.contiguous(), places)
     # the gradient of the hidden units, which becomes that of h in place
     dh = steps.product(dys, down.mT, ends)
+    h, linear = hidden
+    hidden.clear()
     own = None if gate is None else linear
     a, d_linear, d_weights = steps.activate_backward(dh, h, own, weights.contiguous(), rows, ends)
+    del h, linear, own
     d_down = steps.weight_product(a, dys, ends) if need_down else None
     del a, dys
     d_up_out = dh if d_linear is None else d_linear
@@ -135,6 +142,15 @@ def _backward(
     return dx, d_weights if need_w else None, d_up, d_down, d_gate
 
 
+def _backward_of_op(
+    dy: Tensor, x: Tensor, weights: Tensor, up: Tensor, down: Tensor, gate: Tensor | None, h: Tensor, linear: Tensor,
+    places: Tensor, rows: Tensor, ends: Tensor, need_x: bool, need_w: bool, need_up: bool, need_down: bool,
+    need_gate: bool,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    needs = (need_x, need_w, need_up, need_down, need_gate)
+    return _backward(dy, x, weights, up, down, gate, [h, linear], places, rows, ends, *needs)
+
+
 def _ways(x: Any, *rest: Any) -> list[Way]:
     """Tokens may be sharded; ends are then parts of a sum, and places and rows are those of the device."""
     return [((0, 0, 0, 0, 0, PARTIAL), (0, 0, 0, REPLICATE, REPLICATE, REPLICATE if rest[4] is not None else None))]
@@ -148,7 +164,9 @@ def _ways_back(*args: Any) -> list[Way]:
 
 
 forward_op = register("experts", _forward, _ways)
-backward_op = register_backward("experts_backward", _backward, _ways_back, of=("x", "weights", "up", "down", "gate"))
+backward_op = register_backward(
+    "experts_backward", _backward_of_op, _ways_back, of=("x", "weights", "up", "down", "gate")
+)
 
 
 @register_fake(forward_op)
@@ -167,10 +185,14 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 
 
 def _gradients(ctx: Any, run: Any, dy: Tensor, *unused: Any) -> tuple[Tensor | None, ...]:
-    saved = ctx.saved_tensors
-    x, _, w, up, down, gate, _ = ctx.needs_input_grad
-    needs = (x, w, up, down, gate)
-    found = run(dy, *saved, *needs)
+    *saved, h, linear, places, rows, ends = ctx.saved_tensors
+    hidden = [h, linear]
+    del h, linear
+    if plain(dy):
+        # `hidden` is now the only owner, unless the graph is kept
+        ctx.maybe_clear_saved_tensors()
+    needs = tuple(need for i, need in enumerate(ctx.needs_input_grad[:6]) if i != 1)
+    found = run(dy, *saved, hidden, places, rows, ends, *needs)
     dx, dw, d_up, d_down, d_gate = (g if need else None for g, need in zip(found, needs, strict=True))
     return dx, None, dw, d_up, d_down, d_gate, None
 
