@@ -1,13 +1,11 @@
-"""Routed layers over a spread row against half of the row on one device, the main job, and Lion on shards.
+"""The main job and Lion on shards, on one process and on several.
 
     python -m benchmarks.scaling --json benchmarks/results/h100/raw/scaling.json
 
 Each number of processes (default: 1 and all GPUs) is one torchrun. The main job keeps its batch per process, so that
-tokens per second and process should stay; one process runs with and without its CUDA graph, as FSDP2 has none. With
-several processes, `layers` times forward and backward of each layer on a part of a row alone, on the whole row alone,
-and on the row over all processes, with plain weights (`plain`) and DTensors (`placed`); `host_ms` is the time until
-the call returns, `kernels_ms` and `nccl_ms` are sums of the device's time. `lion` is one step on the parameters of
-`layers` as FSDP2 shards them, and on plain tensors of the shards' sizes.
+tokens per second and process should stay; one process runs with and without its CUDA graph, as FSDP2 has none. `lion`
+is one step on parameters in FSDP2's shards, and on plain tensors of the shards' sizes; `host_ms` is the time until the
+call returns, `kernels_ms` and `nccl_ms` are sums of the device's time.
 """
 
 # ruff: noqa: T201
@@ -30,10 +28,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from onepass.core.about import device_name, versions
-from onepass.nn import RoutedBlock, RoutedFeedForward
 from onepass.optim import Lion
 from onepass.train import config as configs
 from onepass.train import data, parallel
@@ -42,18 +39,11 @@ from onepass.train.loop import FLUSH, Training
 
 # sizes: on a GPU as the questions are asked, on a CPU as small as shows that it runs
 SIZES: dict[str, dict[str, Any]] = {
-    "cuda": {
-        "steps": 40, "job": {}, "width": 4096, "layers": 8, "repeats": 12, "rows": (65536, 262144),
-        "dim": 1024, "attention": {"heads": 8, "dim_head": 64, "window": 128},
-        "dtype": torch.bfloat16,
-    },
+    "cuda": {"steps": 40, "job": {}, "width": 4096, "layers": 8, "repeats": 12},
     "cpu": {
         "steps": 10, "job": {"dim": 16, "seq": 64, "batch": 2, "blocks": 1}, "width": 64, "layers": 2, "repeats": 3,
-        "rows": (512,), "dim": 16, "attention": {"heads": 2, "dim_head": 8, "window": 16},
-        "dtype": torch.float32,
     },
 }  # fmt: skip
-K, K_KV = 1 / 16, 1 / 8
 
 
 def wait(device: torch.device) -> None:
@@ -150,64 +140,13 @@ def lion(world: parallel.World, size: dict[str, Any], device: torch.device) -> d
     return found
 
 
-def one_row(n: int, dim: int, size: dict[str, Any], device: torch.device) -> Tensor:
-    """Return tokens (1, n, dim), the same in every process."""
-    random = torch.Generator(device).manual_seed(0)
-    return torch.randn(1, n, dim, generator=random, device=device).to(size["dtype"])
-
-
-def both_passes(
-    layer: nn.Module, x: Tensor, size: dict[str, Any], device: torch.device, together: bool
-) -> dict[str, Any]:  # fmt: skip
-    """Return the time of forward and backward."""
-    x, up = x.detach().requires_grad_(), torch.ones_like(x)
-
-    def call() -> None:
-        layer.zero_grad()
-        x.grad = None
-        layer(x).backward(up)
-
-    return measured(call, size["repeats"], device, together)
-
-
-def layers(world: parallel.Processes, size: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """Return the times of each layer on a part of a row and on all of it alone, and over all processes."""
-    from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
-
-    dim, attention = size["dim"], size["attention"]
-    makes: dict[str, Callable[[], nn.Module]] = {
-        "block": lambda: RoutedBlock(dim, K, k_kv=K_KV, **attention),
-        "causal block": lambda: RoutedBlock(dim, K, k_kv=K_KV, causal=True, **attention),
-        "feed-forward": lambda: RoutedFeedForward(dim, K),
-    }
-    found: dict[str, Any] = {}
-    for n in size["rows"]:
-        x = one_row(n, dim, size, device)
-        spread = distribute_tensor(x, world.mesh, [Shard(1)], src_data_rank=None)
-        for name, make in makes.items():
-            torch.manual_seed(0)
-            layer = make().to(device, size["dtype"])
-            part = both_passes(layer, x[:, : n // world.size].contiguous(), size, device, True)
-            whole = both_passes(layer, x, size, device, True)
-            plain = both_passes(layer, spread, size, device, True)
-            placed = both_passes(distribute_module(layer, world.mesh), spread, size, device, True)
-            found[f"{name}, {n}"] = {"part_alone": part, "whole_alone": whole, "plain": plain, "placed": placed}
-    return found
-
-
 def table(records: list[dict[str, Any]]) -> list[str]:
     """Return the rows of the bars' table for the last record."""
     one, last = records[0], records[-1]
     rows = [f"{last['processes']} processes"]
-    for name, ways in last.get("layers", {}).items():
-        alone = ways["part_alone"]
-        for way, found in ways.items():
-            more = "".join(f", {key} {found[key]}" for key in found if key not in ("ms",))
-            ratio = found["ms"] / alone["ms"]
-            rows.append(f"{name}, {way}: {found['ms']:.2f} ms, {ratio:.2f} of a part alone{more}")
     rows += [f"Lion on {name}: {last['lion'][name]}" for name in ("shards", "plain")]
     speed = one["main_job"]["tokens_per_s_and_process"]
-    for job in ("main_job", "main_job_eager", "main_job_sequence_parallel"):
+    for job in ("main_job", "main_job_eager"):
         if job in last:
             own = last[job]["tokens_per_s_and_process"]
             rows.append(f"{job}: {own} tokens/s and process, {own / speed:.2f} of one process")
@@ -231,13 +170,7 @@ def work(folder: Path, kind: str) -> None:
         }
         if world.size == 1 and kind == "cuda":
             record["main_job_eager"] = main_job(world, whole, corpus, size["steps"], "measured without")
-        if world.size > 1:
-            # the same rows, their tokens over the processes
-            world.sequence_parallel = True
-            record["main_job_sequence_parallel"] = main_job(world, whole, corpus, size["steps"], "")
         record["lion"] = lion(world, size, device)
-        if isinstance(world, parallel.Processes):
-            record["layers"] = layers(world, size, device)
         if world.first:
             files.write(folder / "record.json", json.dumps(record))
         world.leave(0)

@@ -23,10 +23,8 @@ def tests_for(name: str) -> list[str]:
             return ["tests/test_docs.py", "tests/test_readme.py"]
         case ("src", "onepass", "core", "sharding.py"):
             return [*SHARED, "tests/sharded"]
-        case ("src", "onepass", "nn", "halo.py" | "over_sequence.py" | "packed.py" | "routed.py"):
+        case ("src", "onepass", "nn", "whole_rows.py"):
             return ["tests/nn", "tests/sharded"]
-        case ("src", "onepass", "fused", "packing.py" | "parts.py" | "row.py"):
-            return ["tests/fused", "tests/nn", "tests/sharded"]
         case ("src", "onepass", "ops", operator, "op.py" | "sharding.py"):
             return [f"tests/ops/{operator}", "tests/contract", "tests/sharded"]
         case ("src", "onepass", "optim", "sharded.py" | "state.py" | "step.py"):

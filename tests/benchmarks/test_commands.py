@@ -76,14 +76,9 @@ def test_scaling(tmp_path: Path) -> None:
     assert (one["processes"], two["processes"]) == (1, 2)
     # weak scaling: as many sequences per process; strong scaling of the others
     assert two["main_job"]["batch"] == 2 * one["main_job"]["batch"]
-    assert two["main_job_sequence_parallel"]["tokens_per_s_and_process"] > 0
     assert two["lion"]["parameters"] == one["lion"]["parameters"]
     assert two["lion"]["shards"]["host_ms"] > 0
-    assert set(two["layers"]) == {"block, 512", "causal block, 512", "feed-forward, 512"}
-    for ways in two["layers"].values():
-        assert {*ways} == {"part_alone", "whole_alone", "plain", "placed"}
-        assert all(found["ms"] > 0 for found in ways.values())
-    assert "block, 512, placed: " in said
+    assert "Lion on shards: " in said
 
 
 @slow

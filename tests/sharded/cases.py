@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from interpreter import speed_up
 from onepass.core.launch import INTERPRET
-from sharded import experts, modules, operators, optimizer, packed  # noqa: F401
+from sharded import experts, modules, operators, optimizer  # noqa: F401
 from sharded.compare import CASES
 from sharded.processes import main
 
 # kernels run in the interpreter there, which is slow
-KERNELS = ("modules: spread over the sequence", "packed: as on one process")
+KERNELS = ("modules: each process has whole rows",)
 
 if __name__ == "__main__":
     if INTERPRET:

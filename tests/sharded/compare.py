@@ -194,7 +194,7 @@ def many(name: str, options: dict[str, Sequence[Any]]) -> Callable[[Callable[...
 
 def narrow() -> bool:
     """Return whether cases are in fp32, as on GPUs, where fp64 takes the torch path."""
-    return device_type() == "cuda" or "CASES_IN_FP32" in os.environ
+    return device_type() == "cuda" or INTERPRET or "CASES_IN_FP32" in os.environ
 
 
 def wide(*shape: int) -> Tensor:

@@ -1,9 +1,8 @@
-"""Routed layers on tokens that are spread over processes, against one process."""
+"""Routed layers whose rows are over processes, against one process."""
 
 from __future__ import annotations
 
 import copy
-import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +18,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 import onepass
-from nn.layers import first
 from onepass.core.launch import INTERPRET
 from onepass.nn import (
     LocalAttention,
@@ -96,42 +94,13 @@ ATTENTIONS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@many("spread over the sequence", {"layer": [*LAYERS, *ATTENTIONS], "n": [32, 33, 17, 5, 1], "masked": [False, True]})
-def _(layer: str, n: int, masked: bool) -> None:
-    if layer in LAYERS and n == 17:
-        return  # an edge of windows
-    if INTERPRET and (layer not in ("feed-forward", "attention", "causal attention") or n != 33 or not masked):
-        return
-    x = wide(2 if INTERPRET else 3, n, DIM).to(device_type())
-    mask = first(n, *(n, max(1, n // 2), 0)[: len(x)]).to(x.device)
-    same_layer(
-        {**LAYERS, **ATTENTIONS}[layer](), x.float() if INTERPRET else x, mask if masked else None, mesh(), [Shard(1)]
-    )
-
-
-@many("batch and sequence", {"masked": [False, True]})
-def _(masked: bool) -> None:
-    world = dist.get_world_size()
-    on = mesh(world // 2, 2)
-    x = wide(4, 20, DIM).to(device_type())
-    mask = torch.rand(4, 20, device=x.device) < 0.7 if masked else None
-    same_layer(_feed_forward(), x, mask, on, [Shard(0), Shard(1)])
-    same_layer(_feed_forward(), x, None, on, [R, Shard(1)])
-    same_layer(ATTENTIONS["block"](), x, None, on, [Shard(0), Shard(1)])
-
-
-@many("fewer rows than processes along the batch", {"layer": ["feed-forward", "causal block", "own branches"]})
-def _(layer: str) -> None:
-    x = wide(1, 20, DIM).to(device_type())
-    on, make = mesh(dist.get_world_size(), 1), {**LAYERS, **ATTENTIONS}[layer]
-    same_layer(make(), x, torch.rand(1, 20, device=x.device) < 0.7, on, [Shard(0), Shard(1)])
-
-
 EVERY = {**LAYERS, **ATTENTIONS, "local": _Local, "cross": _Cross}
 
 
 @many("each process has whole rows", {"layer": list(EVERY), "rows": [5, 1]})
 def _(layer: str, rows: int) -> None:
+    if INTERPRET and layer not in ("feed-forward", "attention", "causal attention"):
+        return
     x = wide(rows, 20, DIM).to(device_type())
     mask = torch.rand(rows, 20, device=x.device) < 0.7
     same_layer(EVERY[layer](), x, mask, mesh(), [Shard(0)])
@@ -169,8 +138,17 @@ def _(layer: str) -> None:
             m(placed(wide(rows, 20, DIM).to(x.device), mesh(), [Shard(0)]))
 
 
-@many("the forward of a subclass, as FSDP2 makes one, runs once", {"kind": [0, 1], "dim": [0, 1]})
-def _(kind: int, dim: int) -> None:
+@many("a mesh of two axes", {"layer": ["feed-forward", "block"], "masked": [False, True]})
+def _(layer: str, masked: bool) -> None:
+    x = wide(5, 20, DIM).to(device_type())
+    mask = torch.rand(5, 20, device=x.device) < 0.7 if masked else None
+    on = mesh(dist.get_world_size() // 2, 2)
+    same_layer(EVERY[layer](), x, mask, on, [Shard(0), R])
+    same_layer(EVERY[layer](), x, mask, on, [R, Shard(0)])
+
+
+@many("the forward of a subclass, as FSDP2 makes one, runs once", {"kind": [0, 1]})
+def _(kind: int) -> None:
     base: Any = (RoutedAttention, RoutedFeedForward)[kind]
 
     class Shifted(base):
@@ -179,7 +157,7 @@ def _(kind: int, dim: int) -> None:
 
     layer = Shifted(DIM, 1 / 4) if kind else Shifted(DIM, 1 / 4, 1 / 2, **HEADS)
     x = wide(4, 20, DIM).to(device_type())
-    same_layer(layer, x, None, mesh(), [Shard(dim)])
+    same_layer(layer, x, None, mesh(), [Shard(0)])
     bounds = torch.tensor([0, 7, 20], device=x.device)
     alone = torch.cat([layer(x[:1, :7]), layer(x[:1, 7:])], 1)
     torch.testing.assert_close(layer(x[:1], cu_seqlens=bounds, max_seqlen=13), alone, **tolerance(x.dtype))
@@ -195,90 +173,47 @@ def _() -> None:
     same_layer(_feed_forward(), wide(4, 20, DIM).to(device_type()), None, mesh(), [R], branch)
 
 
-@many("torch.compile leaves layers of DTensors to eager", {"dim": [0, 1]})
-def _(dim: int) -> None:
-    layer = distribute_module((_linear() if dim else ATTENTIONS["block"]()).to(device_type()), mesh())
-    x = placed(wide(4, 20, DIM).float().to(device_type()), mesh(), [Shard(dim)])
+@many("torch.compile leaves layers of DTensors to eager", {"layer": ["own branches", "block", "local"]})
+def _(layer: str) -> None:
+    module = EVERY[layer]().layer if layer == "local" else EVERY[layer]()
+    layer = distribute_module(module.to(device_type()), mesh())
+    x = placed(wide(4, 20, DIM).float().to(device_type()), mesh(), [Shard(0)])
     y, got = layer(x), torch.compile(layer, backend="aot_eager")(x)
     got.sum().backward()
     torch.testing.assert_close(whole(got.detach()), whole(y.detach()))
 
 
-@case("weights in shards")
-def _() -> None:
-    same_layer(_feed_forward(), wide(2, 24, DIM).to(device_type()), None, mesh(), [Shard(1)], in_shards)
-
-
-@many(
-    "plain weights",
-    {
-        "layer": ["feed-forward", "attention", "causal attention", "causal block"],
-        "dtype": [torch.float32, torch.float64],
-    },
-)
-def _(layer: str, dtype: torch.dtype) -> None:
-    """Each process has whole weights, as FSDP2 hands them; the parts of their gradients add up."""
-    x = wide(2, 24, DIM).to(device_type(), dtype)
-    module = {**LAYERS, **ATTENTIONS}[layer]().to(x.device, x.dtype)
-    other = copy.deepcopy(module)
-    a = x.clone().requires_grad_()
-    b = placed(x, mesh(), [Shard(1)]).requires_grad_()
-    y, got = module(a), other(b)
-    tight = tolerance(dtype)
-    torch.testing.assert_close(whole(got.detach()), y.detach(), **tight)
-    y.backward(torch.ones_like(y))
-    got.backward(placed(torch.ones_like(y), mesh(), [Shard(1)]))
-    torch.testing.assert_close(whole(b.grad), a.grad, **tight)
-    for (name, p), q in zip(module.named_parameters(), other.parameters(), strict=True):
-        assert q.grad is not None, name
-        dist.all_reduce(q.grad)
-        torch.testing.assert_close(q.grad, p.grad, **tight, msg=lambda m, n=name: f"{n}: {m}")
-
-
 class Calls(torch.utils._python_dispatch.TorchDispatchMode):
-    """Collectives, how much each sends, operators on DTensors, and how many operators only a spread layer has."""
+    """Collectives, and operators on DTensors."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.sent: list[tuple[str, int]] = []
+        self.sent: list[str] = []
         self.on_dtensors: list[str] = []
-        self.seams = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if "c10d" in str(func):
-            tensors = [t for a in args for t in (a if isinstance(a, list | tuple) else [a]) if isinstance(t, Tensor)]
-            self.sent.append((str(func), max(t.numel() for t in tensors)))
+            self.sent.append(str(func))
         if any(issubclass(t, DTensor) for t in types):
             self.on_dtensors.append(str(func))
-        frame: Any = sys._getframe(1)
-        while frame and not frame.f_code.co_filename.startswith(onepass.__path__[0]):
-            frame = frame.f_back
-        self.seams += frame is not None and frame.f_code.co_filename.endswith(("row.py", "over_sequence.py"))
         return func(*args, **(kwargs or {}))
 
 
-@many("few collectives, and no operator on DTensors", {"layer": list(ATTENTIONS), "placed": [False, True]})
+@many("one collective, and no operator on DTensors", {"layer": list(EVERY), "placed": [False, True]})
 def _(layer: str, placed: bool) -> None:
-    """Scores, edges of windows, keys and values; a block also sends the feed-forward's scores. Weights: one sum."""
-    module = ATTENTIONS[layer]().to(device_type())
+    """The sum of a layer's gradients of weights; a block has two layers."""
+    module = EVERY[layer]().to(device_type())
     module = distribute_module(module, mesh()) if placed else module
-    x = distribute_tensor(torch.randn(1, 64, DIM, device=device_type()), mesh(), [Shard(1)]).requires_grad_()
-    up = distribute_tensor(torch.ones_like(x), mesh(), [Shard(1)])
+    x = distribute_tensor(torch.randn(4, 64, DIM, device=device_type()), mesh(), [Shard(0)]).requires_grad_()
+    up = distribute_tensor(torch.ones_like(x), mesh(), [Shard(0)])
     x.grad = torch.zeros_like(x)
     module(x)
     with Calls() as forward:
-        y = module(x)
+        y, _ = module(x, return_routing=True)
     with Calls() as backward:
         y.backward(up)
-    block = "block" in layer
-    assert len(forward.sent) == 3 + block, forward.sent
-    assert len(backward.sent) == 3 + block + placed, backward.sent
-    weights = placed * len(list(module.parameters()))
-    assert forward.seams <= 52 + 10 * block + weights, forward.seams
-    assert backward.seams <= 48 + 20 * block + weights, backward.seams
-    assert not forward.on_dtensors
-    # autograd alone: it adds to x.grad, and keeps each weight's gradient
-    assert {*backward.on_dtensors} <= {"aten.add_.Tensor", "aten.detach.default"}, backward.on_dtensors
+    assert not forward.sent
+    assert len(backward.sent) == placed * (1 + ("block" in layer)), backward.sent
 
 
 @many("meta device, FSDP2, to_empty, reset: nothing is left uninitialised", {"causal": [False, True]})
@@ -319,51 +254,14 @@ def _() -> None:
     assert ddp.module[0].weight.grad is not None
 
 
-WRONG: dict[str, tuple[str, Callable[[int, Tensor, nn.Module], tuple[Any, Any]]]] = {
-    "mask": ("mask", lambda rank, x, _: (x, None if rank else _part(torch.ones(2, 24, dtype=torch.bool)))),
-    "dtype": ("weights", lambda rank, x, layer: (layer.to(torch.float32 if rank else torch.float64), (x, None))[1]),
-    "length": ("x", lambda rank, x, _: (_part(torch.randn(2, 24 + 9 * rank, DIM)), None)),
-    "placing": ("distribute_tensor", lambda rank, x, _: (_unlike(rank), None)),
-    "plain mask": ("mask must be a DTensor", lambda rank, x, _: (x, torch.ones(2, 24, dtype=torch.bool))),
-}
-
-
-def _part(t: Tensor) -> DTensor:
-    """Return t with this process's tokens alone, without asking the others."""
-    own = t.chunk(dist.get_world_size(), 1)[dist.get_rank()].contiguous().to(device_type())
-    return DTensor.from_local(own, mesh(), [Shard(1)], run_check=False)
-
-
-def _unlike(rank: int) -> DTensor:
-    """24 tokens, of which the first process has one more than its share, and the second one less."""
-    here = 24 // dist.get_world_size() + (1, -1, 0, 0)[rank]
-    part = torch.randn(2, here, DIM, device=device_type())
-    return DTensor.from_local(part, mesh(), [Shard(1)], run_check=False, shape=(2, 24, DIM), stride=(24 * DIM, DIM, 1))
-
-
-@many("a call unlike those of the others is named everywhere", {"wrong": list(WRONG), "layer": list(ATTENTIONS)[1:3]})
-def _(wrong: str, layer: str) -> None:
-    said, make = WRONG[wrong]
-    module = ATTENTIONS[layer]().to(device_type())
-    x, mask = make(dist.get_rank(), _part(torch.randn(2, 24, DIM)), module)
-    with pytest.raises((ValueError, TypeError), match=said):
-        module(x.to(device_type()), mask)
-
-
-@many("only scores, windows and chosen keys travel", {"layer": ["feed-forward", "attention"]})
+@many("what rows over devices are refused", {"layer": list(EVERY)})
 def _(layer: str) -> None:
-    """The largest tensors sent are rows of scores, chosen keys and values, and weights' gradients."""
-    n, world = 2048, dist.get_world_size()
-    module = _feed_forward() if layer == "feed-forward" else RoutedAttention(DIM, 1 / 64, 1 / 64, **HEADS)
-    module = distribute_module(module.to(device_type()), mesh())
-    x = placed(wide(2, n, DIM).float().to(device_type()), mesh(), [Shard(1)]).requires_grad_()
-
-    module(x)
-    with Calls() as calls:
-        y = module(x)
-        y.backward(DTensor.from_local(torch.ones_like(y.to_local()), mesh(), [Shard(1)], run_check=False))
-    sent = [count for _, count in calls.sent]
-    assert sent
-    # what a device has and the windows beside it may be copied to itself
-    beside = 2 * (n // world + 4 * HEADS["window"]) * DIM if layer == "attention" else 0
-    assert max(sent) <= max(2 * n, beside) < 2 * n * DIM, sent
+    module, x = EVERY[layer]().to(device_type()), torch.randn(4, 24, DIM, device=device_type())
+    mask = torch.ones(4, 24, dtype=torch.bool, device=x.device)
+    with pytest.raises(ValueError, match=r"rows must be whole on a device, .*; write distribute_tensor\(x, mesh, \["):
+        module(placed(x, mesh(), [Shard(1)]))
+    with pytest.raises(TypeError, match="mask must be a DTensor, as the other tensors are"):
+        module(placed(x, mesh(), [Shard(0)]), mask)
+    if layer in ("attention", "causal block"):
+        with pytest.raises(TypeError, match="x must be a plain tensor, got a DTensor; give each device whole"):
+            module(placed(x.flatten(0, 1), mesh(), [Shard(0)]), cu_seqlens=torch.tensor([0, 96]), max_seqlen=96)

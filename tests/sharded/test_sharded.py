@@ -1,4 +1,4 @@
-"""DTensors in several processes; cases.py gathers them from operators.py, optimizer.py, modules.py and packed.py."""
+"""DTensors in several processes; cases.py gathers them from operators.py, optimizer.py, experts.py and modules.py."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_kernels_in_two_processes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-@pytest.mark.parametrize("room", ["experts", "modules", "operators", "optimizer", "packed"])
+@pytest.mark.parametrize("room", ["experts", "modules", "operators", "optimizer"])
 def test_two_gpus(room: str) -> None:
     errors = run("cases.py", 2, "cpu:gloo,cuda:nccl", room)
     assert not errors, errors

@@ -83,11 +83,7 @@ def test_two_processes_have_the_loss_curve_of_one(texts: Path, of: Runs, tmp_pat
 
 
 TASKS: list[tuple[int, str]] = [
-    *((2, options) for options in (
-        "--fsdp", "--task causal", "--fsdp --task causal",
-        "--sequence-parallel --task causal",
-    )),
-    (4, "--sequence-parallel"), (4, "--sequence-parallel --task causal"),
+    (2, "--fsdp"), (2, "--task causal"), (2, "--fsdp --task causal"), (4, ""), (4, "--fsdp --task causal"),
 ]  # fmt: skip
 
 
@@ -95,7 +91,7 @@ TASKS: list[tuple[int, str]] = [
 @pytest.mark.parametrize(("processes", "options"), TASKS)
 def test_every_task(texts: Path, of: Runs, tmp_path: Path, processes: int, options: str) -> None:
     train(processes, texts, tmp_path / "many", *options.split())
-    same(tmp_path / "many", of(1, *options.replace("--sequence-parallel", "").replace("--fsdp", "").split()))
+    same(tmp_path / "many", of(1, *options.replace("--fsdp", "").split()))
 
 
 @pytest.mark.slow
@@ -266,15 +262,11 @@ def test_what_processes_can_not_share() -> None:
     with pytest.raises(UserError, match="--batch 16: 3 processes take equal parts of a batch; give a multiple of 3"):
         world.check(config(batch=16))
     world.check(config(batch=6))
-    world.sequence_parallel = True
-    world.check(config(batch=1, seq=33))
-    with pytest.raises(UserError, match="--seq 256: 3 processes take equal parts of a row"):
-        world.check(config(seq=256))
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-@pytest.mark.parametrize("layout", [(), ("--fsdp",), ("--sequence-parallel",)], ids=["rows", "shards", "tokens"])
+@pytest.mark.parametrize("layout", [(), ("--fsdp",)], ids=["rows", "shards"])
 @pytest.mark.parametrize("task", ["masked", "causal"])
 def test_two_gpus(texts: Path, of: Runs, tmp_path: Path, layout: tuple[str, ...], task: str) -> None:
     options = ("--device", "cuda", "--preset", "cpu", "--task", task)

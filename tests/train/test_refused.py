@@ -47,6 +47,7 @@ TRAIN = {
     "text --preset tpu": "--preset: invalid choice: 'tpu'",
     "text --task best": "--task: invalid choice: 'best'",
     "text --resume --force": "not allowed with argument",
+    "text --sequence-parallel": "--sequence-parallel went with rows over several processes: leave it out",
     "text --out letters": "letters holds other things than a run ('a.txt')",
     "text --out text/1.txt": "is a file",
     "text --out text/1.txt/below": "or below one",

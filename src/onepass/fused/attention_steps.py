@@ -52,23 +52,19 @@ def before_products(
 
 
 def _attend_light(
-    qkv: Tensor, batch: int, plan: Plan, precision: str, left: int, here: int, mask: Tensor | None, first: Tensor,
-    last: Tensor,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Rotate queries and keys of qkv (batch·tokens, 3·inner) in place; return the attention's rows and denominators.
-
-    Tokens before the first `left` and after the next `here` of a sequence are keys alone.
-    """
+    qkv: Tensor, batch: int, plan: Plan, mask: Tensor | None, first: Tensor, last: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Rotate queries and keys of qkv (batch·n, 3·inner) in place; return the attention's rows and denominators."""
     qk, v = split(_heads(plan, qkv, batch, 3, plan.light_heads))
     apply_rotary(qk, None, BASE, False, qk)
     q, k = qk.chunk(2, dim=2)
-    light, lse = span.forward(q[:, left : left + here], k, v, first, last, mask, 1 / math.sqrt(plan.width))
-    return light.view(batch * here, -1), lse
+    light, lse = span.forward(q, k, v, first, last, mask, 1 / math.sqrt(plan.width))
+    return light.view(len(qkv), -1), lse
 
 
 def _attend_heavy(
-    q: Tensor, kv: Tensor, gates_kv: Tensor, at_q: Tensor, at_kv: Tensor, plan: Plan, precision: str,
-    mask: Tensor | None, first: Tensor, last: Tensor,
+    q: Tensor, kv: Tensor, gates_kv: Tensor, at_q: Tensor, at_kv: Tensor, plan: Plan, mask: Tensor | None,
+    first: Tensor, last: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     query = _heads(plan, q, len(at_q), 1, plan.heavy_heads).select(2, 0)
     k, v = _heads(plan, kv, len(at_q), 2, plan.heavy_heads).unbind(2)
@@ -82,25 +78,17 @@ def _attend_heavy(
 @replayed
 def attend(
     qkv: Tensor, q: Tensor, kv: Tensor, gates_kv: Tensor, at_q: Tensor, at_kv: Tensor, plan: Plan, precision: str,
-    here: int, light_mask: Tensor | None, light_first: Tensor, light_last: Tensor,
-    heavy_mask: Tensor | None, heavy_first: Tensor, heavy_last: Tensor,
+    light_mask: Tensor | None, light_first: Tensor, light_last: Tensor, heavy_mask: Tensor | None,
+    heavy_first: Tensor, heavy_last: Tensor,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Rotate queries and keys in place (the node alone holds them), gate the values, compute both attentions.
 
     qkv, q and kv are rows of products, and so are the attentions' results. `precision` is that of fp32 products, which
     decides the kernels' tiles (torch.get_float32_matmul_precision); it is part of what a replay is known by.
     """
-    light = _attend_light(qkv, len(at_q), plan, precision, 0, here, light_mask, light_first, light_last)
-    heavy = _attend_heavy(q, kv, gates_kv, at_q, at_kv, plan, precision, heavy_mask, heavy_first, heavy_last)
+    light = _attend_light(qkv, len(at_q), plan, light_mask, light_first, light_last)
+    heavy = _attend_heavy(q, kv, gates_kv, at_q, at_kv, plan, heavy_mask, heavy_first, heavy_last)
     return *light, *heavy
-
-
-# a row that is spread over devices waits for others between the steps
-score = replayed(score_tokens)
-choose_both = replayed(_choose_both)
-norm_both = replayed(_norm_both)
-attend_light = replayed(_attend_light)
-attend_heavy = replayed(_attend_heavy)
 
 
 add_chosen = replayed(add_rows)
@@ -138,7 +126,7 @@ def before_backward_products(
 def attend_backward(
     d_light: Tensor, qkv: Tensor, light: Tensor, light_lse: Tensor, d_heavy: Tensor, q: Tensor, kv: Tensor,
     gated: Tensor, heavy: Tensor, heavy_lse: Tensor, gates_kv: Tensor, at_q: Tensor, at_kv: Tensor, plan: Plan,
-    precision: str, left: int, here: int, light_mask: Tensor | None, light_first: Tensor, light_last: Tensor,
+    precision: str, light_mask: Tensor | None, light_first: Tensor, light_last: Tensor,
     light_begin: Tensor | None, light_end: Tensor | None, heavy_mask: Tensor | None, heavy_first: Tensor,
     heavy_last: Tensor, heavy_begin: Tensor | None, heavy_end: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
@@ -154,18 +142,11 @@ def attend_backward(
     d_qkv = torch.empty_like(qkv)
     (qk, light_v), (d_qk, d_light_v) = split(light_rows(qkv, 3)), split(light_rows(d_qkv, 3))
     (light_q, light_k), (d_light_q, d_light_k) = qk.chunk(2, dim=2), d_qk.chunk(2, dim=2)
-    own = slice(left, left + here)
-    d_own = d_light_q[:, own]
-    if batch > 1 and d_light_q.shape[1] > here:
-        # kernels write sequences one after another
-        d_own = torch.empty(d_own.shape, dtype=d_own.dtype, device=d_own.device)
     span.backward(
-        light_rows(d_light, 1).select(2, 0), light_q[:, own], light_k, light_v, light_rows(light, 1).select(2, 0),
-        light_lse, light_first, light_last, light_mask, scale, (d_own, d_light_k, d_light_v),
+        light_rows(d_light, 1).select(2, 0), light_q, light_k, light_v, light_rows(light, 1).select(2, 0),
+        light_lse, light_first, light_last, light_mask, scale, (d_light_q, d_light_k, d_light_v),
         None if light_begin is None or light_end is None else (light_begin, light_end),
     )  # fmt: skip
-    if batch > 1 and d_light_q.shape[1] > here:
-        d_light_q[:, own] = d_own
     apply_rotary(d_qk, None, BASE, True, d_qk)
     dq, dkv = torch.empty_like(q), torch.empty_like(kv)
     (k, v), (dk, dv), d_query = (
@@ -196,9 +177,6 @@ def _choose_both_backward(
         plan.window if plan.causal else 0, ds[1],
     )  # fmt: skip
     return ds
-
-
-choose_both_backward = replayed(_choose_both_backward)
 
 
 @replayed

@@ -28,7 +28,6 @@ from . import branch
 from .choice import choose, choose_backward
 from .norms import Chosen, norm_chosen, score_tokens, through_norms
 from .plans import FeedForwardPlan as Plan
-from .row import Row
 
 # how many of the saved tensors `backward_tokens` takes
 TOKENS = 12
@@ -46,11 +45,6 @@ def _before_products(
     return y, tokens, scores, stats, indices, gates, state, starts, chosen, chosen_stats, *copies
 
 
-# a row that is spread over devices waits for others between the steps
-_score_part = replayed(score_tokens)
-_choose_part = replayed(choose)
-_choose_part_backward = replayed(choose_backward)
-_norm_part = replayed(norm_chosen)
 _add_chosen = replayed(add_rows)
 
 
@@ -128,23 +122,15 @@ def _as(t: Tensor, dtype: torch.dtype) -> Tensor:
 
 def forward(
     x: Tensor, vectors: Tensor, light_norm: Tensor | None, heavy_norm: Tensor | None, mask: Tensor | None, plan: Plan,
-    *weights: Tensor | None, row: Row | None = None,
+    *weights: Tensor | None,
 ) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], list[Tensor | None], list[Tensor | None]]:  # fmt: skip
     """Return (y, indices, gates, scores), what backward needs of the activations, and the weights as multiplied.
 
-    The last are copies in the branches' dtype, and empty where the weights have it. With a `row`, x and mask are those
-    of this device's tokens; indices, gates and scores are those of the row, and `row` keeps what is here of them.
+    The last are copies in the branches' dtype, and empty where the weights have it.
     """
-    if row is None:
-        y, tokens, scores, stats, indices, gates, state, starts, chosen, chosen_stats, *copies = _before_products(
-            x, vectors, light_norm, heavy_norm, mask, plan, *weights
-        )
-    else:
-        y, tokens, scores, stats, *copies = _score_part(x, vectors.view(-1), light_norm, mask, plan, *weights)
-        scores = row.whole(scores, mask)
-        gates, indices, state, starts = _choose_part(scores, row.mask, plan.choice)
-        found = row.sort(indices)
-        counts = row.ask(found)
+    y, tokens, scores, stats, indices, gates, state, starts, chosen, chosen_stats, *copies = _before_products(
+        x, vectors, light_norm, heavy_norm, mask, plan, *weights
+    )
     cast: Any = copies or weights
     up, up_bias, down, down_bias, heavy_up, heavy_up_bias, heavy_down, heavy_down_bias = cast
     u = F.linear(tokens, up, up_bias)
@@ -154,18 +140,13 @@ def forward(
         rows = torch.mm(h, down.t(), out=out)
     else:
         rows = torch.addmm(down_bias, h, down.t(), out=out)
-    at, at_gates = indices, gates
-    if row is not None:
-        # the host waits here, when the light branch is on its way
-        at, at_gates = row.choose(found, gates, counts.read())
-        chosen, chosen_stats = _norm_part(x, at, heavy_norm, plan.heavy_eps, plan.dtype)
     heavy_u = F.linear(chosen, heavy_up, heavy_up_bias)
     heavy_h = F.gelu(heavy_u)
     update = F.linear(heavy_h, heavy_down, heavy_down_bias)
     if y is None:
-        y = branch.add_residual(x, rows, update, at_gates, at, None)
+        y = branch.add_residual(x, rows, update, gates, indices, None)
     else:
-        _add_chosen(rows, update, at_gates, at)
+        _add_chosen(rows, update, gates, indices)
     kept = [stats, state, starts, chosen_stats, tokens, u, h, chosen, heavy_u, heavy_h, update]
     return (y, indices, gates, scores), kept, [up, down, heavy_up, heavy_down] if copies else []
 
@@ -273,13 +254,13 @@ class _RoutedFeedForward(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, vectors: Tensor, light_norm: Tensor | None, heavy_norm: Tensor | None,
-        mask: Tensor | None, plan: Plan, row: Row | None, *weights: Tensor | None,
+        mask: Tensor | None, plan: Plan, *weights: Tensor | None,
     ) -> Any:  # fmt: skip
-        public, kept, matrices = forward(x, vectors, light_norm, heavy_norm, mask, plan, *weights, row=row)
+        public, kept, matrices = forward(x, vectors, light_norm, heavy_norm, mask, plan, *weights)
         ctx.save_for_backward(
             x, vectors, light_norm, heavy_norm, mask, *public[1:], *kept, *(matrices or weights[::2])
         )  # fmt: skip
-        ctx.plan, ctx.row, ctx.dtypes = plan, row, [None if w is None else w.dtype for w in weights]
+        ctx.plan, ctx.dtypes = plan, [None if w is None else w.dtype for w in weights]
         ctx.mark_non_differentiable(public[1])
         ctx.set_materialize_grads(False)
         return public
@@ -290,36 +271,14 @@ class _RoutedFeedForward(torch.autograd.Function):
         dy, _, g_gates, g_scores = grads_out
         saved = list(ctx.saved_tensors)
         ctx.maybe_clear_saved_tensors()  # `saved` is now the only owner, unless the graph is retained
-        needs, plan, row = ctx.needs_input_grad, ctx.plan, ctx.row
+        needs, plan = ctx.needs_input_grad, ctx.plan
         inputs, activations = saved[:TOKENS], [*saved[4:7], *saved[TOKENS:]]
         del saved
-        if row is not None:
-            # this device's tokens in place of the row's; the row keeps the rest
-            indices, gates, scores = inputs[5:8]
-            inputs[5:8] = row.own.places, row.gates, row.scores
-            activations[1:3] = row.own.places, row.gates
-            plan = plan._replace(explore_stride=0)
         products: tuple[Tensor | None, ...] = (None,) * 12
         if dy is not None:
-            products = backward_products(activations, plan, ctx.dtypes, (*needs[:4], *needs[7:]), dy)
-        d_probed = None
-        if row is not None and (needs[0] or needs[1]):
-            explore = ctx.plan.explore_stride if needs[1] else 0
-            (d_gates,), d_probed = row.backward(
-                dy, inputs[0], inputs[4], inputs[8][1], [(gates, products[2], row.own.slots)], explore,
-                plan.explore_weight,
-            )  # fmt: skip
-            d_gates = d_gates if g_gates is None else g_gates if d_gates is None else d_gates + g_gates
-            if d_gates is not None:
-                ds = _choose_part_backward(d_gates, scores, row.mask, plan.choice, indices, gates, *inputs[9:11])
-                g_scores = ds if g_scores is None else ds + g_scores
-            g_gates, products = None, (*products[:2], None, *products[3:])
-            g_scores = None if g_scores is None else row.here(g_scores, inputs[0].shape[1])
+            products = backward_products(activations, plan, ctx.dtypes, (*needs[:4], *needs[6:]), dy)
         grads = backward_tokens(inputs, plan, needs[:4], products[:4], dy, g_gates, g_scores)
-        dx, dv, *d_norms = grads
-        if d_probed is not None and dv is not None:
-            dv = dv + d_probed.to(dv.dtype)
-        return dx, dv, *d_norms, None, None, None, *products[4:]
+        return *grads, None, None, *products[4:]
 
 
 _apply: Callable[..., Any] = fast_apply(_RoutedFeedForward)
@@ -327,7 +286,7 @@ _apply: Callable[..., Any] = fast_apply(_RoutedFeedForward)
 
 def routed_feed_forward(
     x: Tensor, vectors: Tensor, light_norm: Tensor | None, heavy_norm: Tensor | None, mask: Tensor | None, plan: Plan,
-    *weights: Tensor | None, row: Row | None = None,
+    *weights: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return y, in the shape of x and the branches' dtype, indices, gates and scores; see the module's docstring.
 
@@ -335,9 +294,8 @@ def routed_feed_forward(
 
     `weights`: for the light, then the heavy branch, weight and bias (or None) of the first linear layer, then of the
     second; `vectors` (1, dim): the score vector. Gradients of gates and scores flow to x and the vectors. The gradient
-    of y reaches the gates inside the node, so autograd finds no path from y to the gates returned here. `row`: as
-    `forward`; indices, gates and scores are whole rows on each device, and so are gradients of the latter two.
+    of y reaches the gates inside the node, so autograd finds no path from y to the gates returned here.
     Callers guarantee that `core.eager.plain` and `fits_one_program` hold, that the arguments are checked, and that
     there are tokens and k ≥ 1.
     """
-    return _apply(x, vectors, light_norm, heavy_norm, mask, plan, row, *weights)  # type: ignore[no-any-return]
+    return _apply(x, vectors, light_norm, heavy_norm, mask, plan, *weights)  # type: ignore[no-any-return]

@@ -78,21 +78,6 @@ def window_runs(n: int, window: int, causal: bool, queries: Queries) -> Runs:
     return _of(neighbours, (n, window, causal), n, queries)
 
 
-def _part(
-    n: int, window: int, causal: bool, begin: int, here: int, shift: int, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    first, last = (t[begin : begin + here] - shift for t in neighbours(n, window, causal, device))
-    # a token that stands in for none sees itself
-    return (first, last) if len(first) else _all(here, here, device)
-
-
-def part_runs(
-    n: int, window: int, causal: bool, begin: int, here: int, shift: int, keys: int, queries: Queries
-) -> Runs:  # fmt: skip
-    """Return the runs of `neighbours` for `here` tokens from `begin` on, among `keys` of which the first is `shift`."""
-    return _of(_part, (n, window, causal, begin, here, shift), keys, queries)
-
-
 def _all(n: int, keys: int, device: torch.device) -> tuple[Tensor, Tensor]:
     last = torch.full((n,), keys, dtype=torch.int32, device=device)
     return torch.zeros_like(last), last

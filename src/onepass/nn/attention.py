@@ -22,7 +22,6 @@ from .explore import explore
 from .feed_forward import branch_dtype, has_no_overrides
 from .local_attention import LocalAttention, check_heads
 from .norm import RMSNorm
-from .over_sequence import Door, sequence_axis, spread_rows
 from .packed import packed
 from .router import NORM_EPS, Router, RouterOutput, asked
 from .whole_rows import takes_whole_rows, whole_rows
@@ -193,8 +192,6 @@ class RoutedAttention(nn.Module):
             if cache is not None:
                 cache.fill(self, x, routing)
                 cache.light.fill(self.light, x)
-        elif (axis := sequence_axis(x)) is not None and x.numel() and cache is None:
-            return spread_rows(self, x, axis, mask, return_routing)  # type: ignore[no-any-return]
         elif cache is None and takes_whole_rows(self, x):
             return whole_rows(RoutedAttention, self, x, mask, return_routing=return_routing)  # type: ignore[no-any-return]
         else:
@@ -221,7 +218,7 @@ class RoutedAttention(nn.Module):
         y = self.light(x, mask, **of_light).flatten(0, 1)
         y = y + self.null.to(y.dtype)
         q, kv = routing.q.indices, routing.kv.indices
-        if self.k_q:
+        if q.shape[1] or not x.numel():
             heavy = self.heavy
             tokens = heavy.norm_q(gather(x, q)), heavy.norm_kv(gather(x, kv))
             last, seen = self.seen(routing, x.shape[1], mask)
@@ -256,12 +253,12 @@ class RoutedAttention(nn.Module):
         return AttentionRouting(q, choose_per_block(self.router_kv, x, self.quota(n), self.window, mask))
 
     def _fused(
-        self, x: Tensor, mask: Tensor | None, dtype: torch.dtype, residual: bool = False, door: Door | None = None,
+        self, x: Tensor, mask: Tensor | None, dtype: torch.dtype, residual: bool = False,
         cache: AttentionCache | None = None,
     ) -> tuple[Tensor, AttentionRouting]:  # fmt: skip
         """Return the same (x + y with `residual`) by one autograd node, or one operator through the dispatcher."""
         light, heavy, q, kv = self.light, self.heavy, self.router_q, self.router_kv
-        n = x.shape[1] if door is None else door.length
+        n = x.shape[1]
         assert isinstance(q, Router)
         assert isinstance(kv, Router)
         q.check(x, 0, mask)
@@ -274,11 +271,7 @@ class RoutedAttention(nn.Module):
             light.norm.weight, heavy.norm_q.weight, heavy.norm_kv.weight, self.null, light.qkv.weight, light.out.weight,
             heavy.q.weight, heavy.kv.weight, heavy.out.weight,
         )  # fmt: skip
-        if door is not None:
-            vectors = (door.weight(router.weight) for router in (q, kv))
-            norm, *rest = map(door.weight, weights)
-            y, *choice = routed_attention(plan, x, *vectors, norm, mask, *rest, row=door.row())
-        elif cache is not None:
+        if cache is not None:
             (y, *choice), *chosen = with_keys(plan, x, q.weight, kv.weight, weights[0], mask, *weights[1:])
             cache.heavy.fill(*chosen)
         else:
@@ -312,10 +305,8 @@ class RoutedAttention(nn.Module):
         k = count(self.k_kv, n)
         return min(self.window, max(1, round(self.window * k / n))) if k else 0
 
-    def _fused_dtype(self, x: Tensor, mask: Tensor | None, spread: bool = False) -> torch.dtype | None:
+    def _fused_dtype(self, x: Tensor, mask: Tensor | None) -> torch.dtype | None:
         """Return the branches' dtype where `_fused` gives the same as `_composed`, else None.
-
-        `spread`: x are tokens of a row that is spread over devices, and weights may be DTensors.
 
         None if something intercepts the call (a compiler, a transform, a hook), if a branch or router is not the
         default one, or if there is nothing to choose.
@@ -340,7 +331,7 @@ class RoutedAttention(nn.Module):
         if any(m._parameters.get("bias") is not None for m in inner):
             return None
         weights = [p for m in parts for p in m._parameters.values() if p is not None]
-        return branch_dtype(x, mask, weights, weights, spread)
+        return branch_dtype(x, mask, weights, weights)
 
     def extra_repr(self) -> str:
         return f"{self.dim}, k_q={self.k_q}, k_kv={self.k_kv}, window={self.window}, causal={self.causal}"

@@ -17,7 +17,6 @@ from .causal import CausalRouter, router_of_windows
 from .count import check_count, check_dtype, check_number, check_size, count, refuse_gone
 from .feed_forward import has_no_overrides
 from .local_attention import LocalAttention
-from .over_sequence import Door, sequence_axis, uncompiled
 from .packed import packed
 from .padding import check_mask
 from .routed import RoutedFeedForward
@@ -117,19 +116,9 @@ class RoutedBlock(nn.Module):
             return packed(RoutedBlock, self, x, mask, return_routing, cu_seqlens, max_seqlen)  # type: ignore[no-any-return]
         if cache is not None:
             return self._cached(x, mask, return_routing, cache)
-        if (axis := sequence_axis(x)) is not None and None not in (dtypes := self._open_dtypes(x, mask)):
-            return self._spread(x, axis, mask, dtypes, return_routing)  # type: ignore[no-any-return]
         x, attention = self._added(self.attention, x, mask)
         x, feed_forward = self._added(self.feed_forward, x, mask)
         return (x, BlockRouting(attention, feed_forward)) if return_routing else x
-
-    @uncompiled
-    def _spread(self, x: Any, axis: int, mask: Any, dtypes: list[Any], return_routing: bool) -> Any:
-        """Return what both layers return for tokens that are spread along an axis of their mesh."""
-        door = Door(self, x, axis, mask)
-        y, attention = door.fused(self.attention, door.tokens, True, dtypes[0])
-        y, feed_forward = door.fused(self.feed_forward, y, True, dtypes[1])
-        return (door.leave(y), door.routing(BlockRouting(attention, feed_forward))) if return_routing else door.leave(y)
 
     @torch.no_grad()
     def _cached(
@@ -230,15 +219,6 @@ class RoutedBlock(nn.Module):
         """
         call: Any = self
         return call(x, mask, cache=cache) if x.shape[1] else x  # type: ignore[no-any-return]
-
-    def _open_dtypes(self, x: Tensor, mask: Tensor | None) -> list[torch.dtype | None]:
-        """Return the branches' dtypes, with None unless a spread row may pass both layers without a DTensor between."""
-        layers: list[Any] = [self.attention, self.feed_forward]
-        drops = self.training and self.dropout > 0
-        if drops or [*map(type, layers)] != [RoutedAttention, RoutedFeedForward] or not has_no_overrides(*layers):
-            return [None]
-        self.attention._check_tokens(x)
-        return [layer._fused_dtype(x, mask, spread=True) for layer in layers]
 
     def _added(self, layer: Any, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Any]:
         """Return x + layer(x) and the routing: from one node where nothing looks at the layer's own output."""

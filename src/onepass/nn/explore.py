@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from onepass.core.eager import fast_apply, plain
-from onepass.fused.packing import Samples, of_rows
 
 from .router import NORM_EPS, Router
 
@@ -45,25 +44,7 @@ def explore(y: Tensor, x: Tensor, router: nn.Module, k: int | float, mask: Tenso
     same = plain(y, x) and not y._is_view()
     # x gets no gradient here, so it needs no edge in the graph
     rest = x.detach(), router.weight, mask, stride, router.explore, same
-    return (_explore if same else _Explore.apply)(y, *rest, None, None)
-
-
-def explore_part(
-    y: Tensor, x: Tensor, router: Router, weight: Tensor, stride: int, samples: Samples, group: Any
-) -> Tensor:
-    """`explore` for one device's tokens of rows that are spread over a process group.
-
-    Args:
-        y: the output at this device's tokens.
-        x: these tokens.
-        router: decides the weight of the gradient.
-        weight: the routing vectors; they get this device's part of the gradient.
-        stride: the distance of sampled tokens in the whole row.
-        samples: those of them that are here.
-        group: the devices that share the rows.
-    """
-    rest = x.detach(), weight, None, stride, router.explore, False
-    return _Explore.apply(y, *rest, samples, group)  # type: ignore[no-any-return, no-untyped-call]
+    return (_explore if same else _Explore.apply)(y, *rest)
 
 
 class _Explore(torch.autograd.Function):
@@ -73,14 +54,13 @@ class _Explore(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        y: Tensor, x: Tensor, weight: Tensor, mask: Tensor | None, stride: int, explore_weight: float, same: bool,
-         samples: Samples | None, group: Any,
+        y: Tensor, x: Tensor, weight: Tensor, mask: Tensor | None, stride: int, explore_weight: float, same: bool
     ) -> Tensor:  # fmt: skip
         return y if same else y.view_as(y)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        y, x, weight, mask, ctx.stride, ctx.explore_weight, same, ctx.samples, ctx.group = inputs
+        y, x, weight, mask, ctx.stride, ctx.explore_weight, same = inputs
         if same:
             ctx.mark_dirty(y)
         ctx.save_for_backward(x, weight, mask)
@@ -91,25 +71,21 @@ class _Explore(torch.autograd.Function):
         grad_rows = grad.detach().view(x.shape)
         dim = x.shape[-1]
         dtype = torch.promote_types(x.dtype, torch.float32)
-        pick, real, total, back = ctx.samples or of_rows(slice(None, None, ctx.stride), mask)
-        sample = pick(x).to(dtype)
-        gain = torch.linalg.vector_norm(pick(grad_rows), dim=-1, dtype=dtype)
-        if real is None and ctx.group is None:
+        sample = x[:, :: ctx.stride].to(dtype)
+        gain = torch.linalg.vector_norm(grad_rows[:, :: ctx.stride], dim=-1, dtype=dtype)
+        if mask is None:
             gain = gain - gain.mean(-1, keepdim=True)
         else:
-            real = torch.ones_like(gain, dtype=torch.bool) if real is None else real
+            real = mask[:, :: ctx.stride]
             # keep the content of padding out, even NaN
             gain = gain.masked_fill(~real, 0)
-            sums = torch.stack((total(gain), total(real).to(dtype)))
-            if ctx.group is not None:
-                torch.distributed.all_reduce(sums, group=ctx.group)
-            gain = (gain - back(sums[0] / sums[1].clamp_min(1))) * real
+            gain = (gain - gain.sum(-1, True) / real.sum(-1, True).clamp_min(1)) * real
             sample = sample.masked_fill(~real[..., None], 0)
         square = torch.linalg.vector_norm(sample, dim=-1).square()
         explore_grad = gain * torch.rsqrt(square + dim * NORM_EPS) * (-ctx.explore_weight * ctx.stride * math.sqrt(dim))
         # no matrix product: a backward under autocast would round it, and a reshape would tie a graph to one length
         toward = (explore_grad[..., None] * sample).sum((0, 1)).expand(weight.shape)
-        return grad, None, toward.to(weight.dtype), None, None, None, None, None, None
+        return grad, None, toward.to(weight.dtype), None, None, None, None
 
 
 _explore: Callable[..., Tensor] = fast_apply(_Explore)

@@ -72,14 +72,14 @@ def has_no_overrides(*modules: nn.Module) -> bool:
 
 
 def branch_dtype(
-    x: Tensor, mask: Tensor | None, weights: Sequence[Tensor], multiplied: Sequence[Tensor], spread: bool
+    x: Tensor, mask: Tensor | None, weights: Sequence[Tensor], multiplied: Sequence[Tensor]
 ) -> torch.dtype | None:
     """Return the dtype of the branches of a fused layer; None where its modules have to compute.
 
     That is where something intercepts the call, or where weights are on another device or, without autocast, of another
-    dtype than x. With `spread`, x are tokens of a row that is spread over devices, and weights may be DTensors.
+    dtype than x.
     """
-    if not (spread or plain(x, mask, *weights) or takes_operators(x, mask, *weights)):
+    if not (plain(x, mask, *weights) or takes_operators(x, mask, *weights)):
         return None
     # kernels don't check devices; the modules raise the error
     if {w.device for w in weights} != {x.device}:

@@ -14,7 +14,6 @@ from torch import Tensor
 from onepass.core import check
 from onepass.core.eager import plain
 
-from .over_sequence import Bounds, sequence_axis
 from .padding import check_bounds
 
 if TYPE_CHECKING:
@@ -100,25 +99,7 @@ def packed(
         if getattr(one, "causal", False) or getattr(getattr(one, "router", None), "causal", False):
             for name in ("k", "k_q", "k_kv"):
                 refuse_int(type(one).__name__, name, getattr(one, name, None))
-    if hasattr(x, "to_local"):
-        bounds = Bounds(_checked(type(layer).__name__, x, mask, cu_seqlens), max_seqlen)
-        return _spread(kind, layer, x, bounds, return_routing)
     padded, where = unpack(type(layer).__name__, x, mask, cu_seqlens, max_seqlen)
     y, routing = kind.forward(layer, padded, where.mask, return_routing=True)
     y = y.flatten(0, 1).index_select(0, where.slots).view(x.shape)
     return (y, routing) if return_routing else y
-
-
-def _spread(kind: Any, layer: nn.Module, x: Any, bounds: Bounds, return_routing: bool) -> Any:
-    """Do as `packed` for a DTensor x whose tokens are spread over devices: the layer takes bounds for a mask."""
-    tokens = x if x.dim() == 3 else x.unsqueeze(0)
-    if sequence_axis(tokens) is None or any(p.is_shard(0) for p in tokens.placements) or not x.numel():
-        raise TypeError(
-            f"{type(layer).__name__}: with cu_seqlens, x must be a plain tensor, or a DTensor whose tokens are in "
-            f"shards along one axis of its mesh: distribute_tensor(x, mesh, [Shard({x.dim() - 2})]); got "
-            f"{tuple(x.shape)}, {x.placements}"
-        )
-    found = kind.forward(layer, tokens, bounds, return_routing)
-    if x.dim() == 3:
-        return found
-    return (found[0].squeeze(0), found[1]) if return_routing else found.squeeze(0)

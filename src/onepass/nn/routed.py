@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -19,9 +19,8 @@ from onepass.ops.routing.op import gather, scatter_add
 
 from .causal import CausalRouter
 from .count import check_count, check_number, check_size, refuse_gone
-from .explore import explore, explore_part
+from .explore import explore
 from .feed_forward import FeedForward, branch_dtype, has_no_overrides
-from .over_sequence import Bounds, Door, sequence_axis, spread_rows, uncompiled
 from .packed import packed
 from .padding import zero_padding
 from .router import NORM_EPS, Router, RouterOutput, asked
@@ -51,8 +50,7 @@ class Routed(nn.Module):
     dim)``, sequences one after another, and bounds ``(sequences + 1,)`` int32 or int64, where each begins and the last
     ends. Each gives what it gives alone; a causal layer needs shares for that and refuses an int k. It computes on a
     batch padded to max_seqlen, which a CPU reads from the bounds if it is not given; the routing is that of the padded
-    batch. On a GPU, values of bounds are not checked. Over a row that is spread over devices (docs/scale.md), layers
-    compute on the row itself, the router must be a `Router`, and all devices compare and check the bounds.
+    batch. On a GPU, values of bounds are not checked.
 
     Masked tokens get the light output and never the heavy one. Rows with fewer real tokens than k use those they have.
     No row's output depends on another row. There is no residual inside: write ``x + routed(x)``.
@@ -92,16 +90,13 @@ class Routed(nn.Module):
         check.tensor(type(self).__name__, "x", x)
         if x.dim() != 3:
             raise ValueError(f"{type(self).__name__}: x must be (batch, n, dim), got {tuple(x.shape)}")
-        k, axis = asked(self.router, self.k, x.shape[1]), sequence_axis(x)
-        if axis is not None:
-            y, routing = self._over_sequence(x, k, mask, axis)
-            return (y, routing) if return_routing else y
+        k = asked(self.router, self.k, x.shape[1])
         if takes_whole_rows(self, x):
             return whole_rows(Routed, self, x, mask, return_routing=return_routing)  # type: ignore[no-any-return]
         routing = self.router(x, k, mask)
         y = self._light(x)
-        if self.k:
-            # also of no tokens: every weight has a gradient then, and processes of DDP have the same ones
+        if routing.indices.shape[-1] or not x.numel():
+            # also of a batch without tokens: every weight has a gradient then, as on other processes of DDP
             update = self._heavy(x, routing.indices)
             y = scatter_add(y, update, routing.gates, routing.indices, inplace=self._owns_light_output())
         y = explore(y, x, self.router, k, mask)
@@ -148,51 +143,6 @@ class Routed(nn.Module):
         out = self.heavy(chosen)
         self.same_shape("heavy", out, chosen.shape)
         return out.reshape(*indices.shape, x.shape[-1])  # type: ignore[no-any-return]
-
-    @uncompiled
-    def _over_sequence(self, x: Any, k: int | float, mask: Any, axis: int) -> tuple[Tensor, RouterOutput]:
-        """Return y and the routing for a DTensor x whose tokens are spread along one axis of its mesh.
-
-        Every device chooses from the whole row. The heavy branch then runs where the chosen tokens are, on as many as
-        the row with the most of them has there.
-        """
-
-        def heavy(tokens: Tensor) -> Tensor:
-            update = door.run(self.heavy, tokens)
-            self.same_shape("heavy", update, tokens.shape)
-            return update
-
-        door, router = Door(self, x, axis, mask), self.router
-        if door.packing is not None and not isinstance(router, Router):
-            raise TypeError(
-                f"{type(self).__name__}: packed sequences over a row that is spread over devices need a Router, got "
-                f"{type(router).__name__}; pad them and pass a mask"
-            )
-        row, tokens = door.row(), door.tokens
-        routing = door.route(router, x, k, mask)
-        indices = door.choice(routing.indices)
-        batch, *routes, places = indices.shape
-        lead = batch if door.packing is None else 1, *routes
-        found = None
-        if places:
-            found = row.sort(indices.reshape(-1, places) if door.packing is None else indices)
-        counts = None if found is None else row.ask(found)
-        y = door.run(self.light, tokens)
-        self.same_shape("light", y, tokens.shape)
-        if found is not None and counts is not None:
-            read = counts.read()
-            own = row.pick(found, read)
-            at, slots, real = (t.view(*lead, -1) for t in (*own, row.real(own.places)))
-            chosen = gather(tokens, at)
-            update = heavy(chosen.flatten(1, -2)).reshape(chosen.shape)
-            gates = row.flat(door.choice(routing.gates)).view(*lead, -1)
-            gates = torch.where(real, gates.gather(-1, slots), 0)
-            y = scatter_add(y, update, gates, at)
-        if isinstance(router, Router) and y.requires_grad and (stride := router.explore_stride(k, door.length)):
-            some = row.samples(stride, None if door.mask is None else door.cut(door.mask))
-            weight = door.weight(router.weight)
-            y = explore_part(door.cut(y), door.cut(tokens), router, weight, stride, some, door.group)
-        return door.leave(y), routing
 
     def same_shape(self, branch: str, out: Tensor, shape: torch.Size) -> None:
         """Raise ValueError unless a branch kept the shape of its tokens."""
@@ -275,14 +225,10 @@ class RoutedFeedForward(Routed):
             y, routing = self._cached(x, mask, cache)
             return (y, routing) if return_routing else y
         dtype = self._fused_dtype(x, mask)
-        axis = sequence_axis(x) if dtype is None else None
-        if axis is not None and self._fused_dtype(x, mask, spread=True):
-            return spread_rows(self, x, axis, mask, return_routing)  # type: ignore[no-any-return]
-        if axis is None and x.dim() == 3 and takes_whole_rows(self, x):
+        if dtype is None and x.dim() == 3 and takes_whole_rows(self, x):
             return whole_rows(RoutedFeedForward, self, x, mask, return_routing=return_routing)  # type: ignore[no-any-return]
         if dtype is None:
-            x = x if isinstance(mask, Bounds) else zero_padding("RoutedFeedForward", x, mask)
-            return super().forward(x, mask, return_routing)
+            return super().forward(zero_padding("RoutedFeedForward", x, mask), mask, return_routing)
         y, routing = self._fused(x, mask, dtype)
         return (y, routing) if return_routing else y
 
@@ -290,11 +236,11 @@ class RoutedFeedForward(Routed):
         check.tensor("RoutedFeedForward", "x", x)
 
     def _fused(
-        self, x: Tensor, mask: Tensor | None, dtype: torch.dtype, residual: bool = False, door: Door | None = None
+        self, x: Tensor, mask: Tensor | None, dtype: torch.dtype, residual: bool = False
     ) -> tuple[Tensor, RouterOutput]:
         """Return the same (x + y with `residual`) by one autograd node, or one operator through the dispatcher."""
         light, heavy, router = self.light, self.heavy, self.router
-        n = x.shape[1] if door is None else door.length
+        n = x.shape[1]
         assert isinstance(light, FeedForward)
         assert isinstance(heavy, FeedForward)
         assert isinstance(router, Router)
@@ -304,20 +250,12 @@ class RoutedFeedForward(Routed):
             light.norm.eps_for(x), heavy.norm.eps_for(x), NORM_EPS,
         )  # fmt: skip
         (light_norm, *linear), (heavy_norm, *more) = light.weights(), heavy.weights()
-        if door is not None:
-            vectors = door.weight(router.weight)
-            light_norm, heavy_norm, *linear = map(door.weight, (light_norm, heavy_norm, *linear, *more))
-            row = door.row()
-            y, *routing = routed_feed_forward(x, vectors, light_norm, heavy_norm, mask, plan, *linear, row=row)
-        else:
-            run = routed_feed_forward if plain(x, mask, light_norm) else feed_forward_op.routed_feed_forward
-            y, *routing = run(x, router.weight, light_norm, heavy_norm, mask, plan, *linear, *more)
+        run = routed_feed_forward if plain(x, mask, light_norm) else feed_forward_op.routed_feed_forward
+        y, *routing = run(x, router.weight, light_norm, heavy_norm, mask, plan, *linear, *more)
         return y, RouterOutput(*routing)
 
-    def _fused_dtype(self, x: Tensor, mask: Tensor | None, spread: bool = False) -> torch.dtype | None:
+    def _fused_dtype(self, x: Tensor, mask: Tensor | None) -> torch.dtype | None:
         """Return the branches' dtype where the fused form gives the same as the composition of modules, else None.
-
-        `spread`: x are tokens of a row that is spread over devices, and weights may be DTensors.
 
         None for a transform of torch.func, for a hook inside, if a branch or the router is not a default one, or if
         there is nothing to choose.
@@ -334,4 +272,4 @@ class RoutedFeedForward(Routed):
         (light_norm, *linear), (heavy_norm, *more) = light.weights(), heavy.weights()
         multiplied = [w for w in (*linear, *more) if w is not None]
         norms = [w for w in (light_norm, heavy_norm) if w is not None]
-        return branch_dtype(x, mask, [router.weight, *norms, *multiplied], multiplied, spread)
+        return branch_dtype(x, mask, [router.weight, *norms, *multiplied], multiplied)

@@ -10,13 +10,13 @@ from torch import Tensor, nn
 
 from onepass.core import check
 from onepass.fused.choice import Choice, decide
-from onepass.fused.packing import Packing
 from onepass.ops.routing.op import MAX_VECTORS, score
 from onepass.ops.soft_topk.op import KINDS
 
 from .count import check_number, check_size, count, refuse_gone
 from .packed import refuse_int, unpack
 from .padding import check_mask
+from .whole_rows import takes_whole_rows, whole_rows
 
 GATES = ("soft", "straight_through")
 # ε of the norm inside a score: a token of zeros scores 0 and its gradient stays finite
@@ -132,11 +132,9 @@ class Router(nn.Module):
             if self.causal:
                 refuse_int(type(self).__name__, "k", k)
             x, (mask, _) = unpack("Router", x, mask, cu_seqlens, max_seqlen)
-        packing: Any = mask
-        if isinstance(packing, Packing):
-            scores, real = packing.padded(self.scores(x))
-            return self.decide(scores, k, real)
         self.check(x, k, mask)
+        if takes_whole_rows(self, x):
+            return whole_rows(Router, self, x, mask, k=k)  # type: ignore[no-any-return]
         return self.decide(self.scores(x), k, mask)
 
     if TYPE_CHECKING:

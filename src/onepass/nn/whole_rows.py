@@ -1,9 +1,12 @@
-"""Layers of DTensors whose rows are whole on each device."""
+"""Layers of DTensors whose rows are whole on each device: DTensors at the door, plain tensors inside."""
 
 from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Callable
+from copy import copy
+from functools import wraps
 from typing import Any
 
 import torch
@@ -11,21 +14,39 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from .over_sequence import named, opened, parameters, uncompiled
 from .padding import check_mask
+
+
+def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function as `torch.compile` leaves it to eager: it would trace collectives for a minute, or fail."""
+
+    @wraps(function)
+    def call(*args: Any, **options: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return torch.compiler.disable(function)(*args, **options)  # type: ignore[no-untyped-call]
+        return function(*args, **options)
+
+    return call
 
 
 def takes_whole_rows(layer: nn.Module, *tokens: Any) -> bool:
     """Return whether tokens are DTensors and no hook inside makes DTensors again, as those of tensor parallelism do.
 
     Raises:
-        ValueError: hooks inside would meet what torch's operators on DTensors do not take.
+        ValueError: tokens are in shards along their rows, or hooks inside would meet what torch's operators on DTensors
+            do not take.
     """
     # without an import of torch.distributed
     tensors: Any = sys.modules.get("torch.distributed.tensor")
     placed = [] if tensors is None else [x for x in tokens if isinstance(x, tensors.DTensor)]
     if not placed:
         return False
+    for x in placed:
+        if any(getattr(p, "dim", None) == 1 for p in x.placements):
+            raise ValueError(
+                f"{type(layer).__name__}: rows must be whole on a device, got {tuple(x.shape)} on {x.placements}; "
+                "write distribute_tensor(x, mesh, [Shard(0)]), or x.redistribute(placements=[Replicate()])"
+            )
     if not any(m._forward_hooks or m._forward_pre_hooks for m in layer.modules() if m is not layer):
         return True
     x = placed[0]
@@ -74,7 +95,7 @@ def whole_rows(kind: Any, layer: nn.Module, *given: Any, **options: Any) -> Any:
         shape = torch.Size((batch, *found.shape[1:]))
         return DTensor.from_local(found, mesh, placements, run_check=False, shape=shape, stride=found.stride())
 
-    return leave(functional_call(_Forward(kind, layer), plain, tuple(parts), options))
+    return leave(functional_call(_Forward(kind, layer), plain, (), {**dict(zip(keys, parts, strict=True)), **options}))
 
 
 class _Forward(nn.Module):
@@ -84,5 +105,98 @@ class _Forward(nn.Module):
         super().__init__()
         self.kind, self.layer = kind, layer
 
-    def forward(self, *args: Any, **options: Any) -> Any:
-        return self.kind.forward(self.layer, *args, **options)
+    def forward(self, **given: Any) -> Any:
+        return self.kind.forward(self.layer, **given)
+
+
+def opened(name: str, mesh: Any, placements: Any, weights: list[Any]) -> dict[int, Tensor]:
+    """Return weights of DTensors as plain tensors, by id; their gradients are summed over all parts of x at once."""
+    from torch.distributed.tensor import DTensor
+
+    found: dict[int, Tensor] = {}
+    learn = {}
+    for p in (p for p in weights if isinstance(p, DTensor)):
+        if p.device_mesh != mesh:
+            raise ValueError(f"{name}: weights are on {p.device_mesh} but x is on {mesh}; use one mesh")
+        if p.requires_grad and torch.is_grad_enabled():
+            learn[id(p)] = p
+        else:
+            found[id(p)] = _local(_whole(p))
+    if learn:
+        groups = [mesh.get_group(i) for i, p in enumerate(placements) if p.is_shard()]
+        plain = _Opened.apply(groups, *learn.values())  # type: ignore[no-untyped-call]
+        found.update(zip(learn, plain, strict=True))
+    return found
+
+
+def parameters(module: nn.Module) -> list[Tensor]:
+    """Return parameters and buffers, shared ones each time: torch's own walk takes five times as long."""
+    inner = (p for m in module._modules.values() if m is not None for p in parameters(m))
+    return [p for p in (*module._parameters.values(), *module._buffers.values(), *inner) if p is not None]
+
+
+def named(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """Return parameters and buffers with their names."""
+    return [*module.named_parameters(), *module.named_buffers()]
+
+
+def _whole(p: Any) -> Any:
+    """Return a parameter as every device has it."""
+    from torch.distributed.tensor import Replicate
+
+    replicated = all(q.is_replicate() for q in p.placements)
+    return p if replicated else p.redistribute(placements=[Replicate()] * p.device_mesh.ndim)
+
+
+def _local(t: Any) -> Tensor:
+    # at hand, where `to_local` makes a view; the result of a collective may still be on its way
+    part = t._local_tensor
+    return part.wait() if hasattr(part, "wait") else part  # type: ignore[no-any-return]
+
+
+class _Opened(torch.autograd.Function):
+    """Whole weights as plain tensors; their gradients are summed by one all-reduce."""
+
+    @staticmethod
+    def forward(ctx: Any, groups: list[Any], *weights: Any) -> tuple[Tensor, ...]:
+        whole = [_whole(w) for w in weights]
+        ctx.groups, ctx.specs, ctx.placements = groups, [w._spec for w in whole], [w.placements for w in weights]
+        ctx.set_materialize_grads(False)
+        # an alias: autograd marks what a Function returns
+        return tuple(_local(w).detach() for w in whole)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        from torch.distributed.tensor import DTensor
+
+        # `from_local` takes four times as long, for each weight; typed since torch 2.14
+        make: Any = DTensor
+        found = [
+            None if g is None else make(g, copy(spec), requires_grad=False)
+            for g, spec in zip(total(grads, ctx.groups), ctx.specs, strict=True)
+        ]
+        return None, *(
+            g if g is None or g.placements == placed else g.redistribute(placements=placed)
+            for g, placed in zip(found, ctx.placements, strict=True)
+        )
+
+
+def total(grads: tuple[Tensor | None, ...], groups: list[Any]) -> list[Tensor | None]:
+    """Return the sums of tensors over the devices of the groups: one all-reduce for each dtype and group."""
+    import torch.distributed as dist
+
+    out: list[Tensor | None] = [None] * len(grads)
+    for dtype in {g.dtype: None for g in grads if g is not None}:
+        # each begins at a whole number of 128 bytes, as kernels like it
+        grain = 128 // dtype.itemsize
+        some = [(i, g) for i, g in enumerate(grads) if g is not None and g.dtype == dtype]
+        sizes = [size for _, g in some for size in (g.numel(), -g.numel() % grain)]
+        flat = some[0][1].new_zeros(sum(sizes))
+        pieces: Any = torch.split_with_sizes(flat, sizes)
+        views = [t if g.dim() == 1 else t.view(g.shape) for t, (_, g) in zip(pieces[::2], some, strict=True)]
+        torch._foreach_copy_(views, [g for _, g in some])
+        for group in groups:
+            dist.all_reduce(flat, group=group)
+        for (i, _), t in zip(some, views, strict=True):
+            out[i] = t
+    return out

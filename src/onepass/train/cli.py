@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
     threads = torch.get_num_threads()
     with parallel.joined() as world:
         options.fill(args)
-        world.fsdp, world.sequence_parallel = bool(args.fsdp), bool(args.sequence_parallel)
+        world.fsdp = bool(args.fsdp)
         if args.tensorboard:
             board.require()
         try:
@@ -307,7 +307,6 @@ def conclude(training: Training, checkpoint: str) -> None:
     measured = training.finish()
     name, content = validation_text(corpus, 3 * config.seq)
     training.model.eval()
-    training.world.whole_rows()
     traced = trace(training.model, config, name, content, max(8192, config.seq))
     if not training.world.first:
         return

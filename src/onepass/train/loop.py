@@ -147,7 +147,7 @@ class Training:
         batch = data.training_batch(
             self.corpus.training, config.batch, config.seq, config.hides, config.seed, self.step
         )
-        loss: Tensor = self.gradients(*self._on_device(self.world.training(batch)))
+        loss: Tensor = self.gradients(*self._on_device(self.world.part(batch)))
         # outside the graphs: one all-reduce between two of them loses little, and replays of collectives may hang
         self.world.average(self.gradients.flat)
         # a graph of the update would read gradients where they no longer are
@@ -163,18 +163,15 @@ class Training:
         return tuple(part.to(self.device, non_blocking=True) for part in parts)
 
     def _training_loss(self, tokens: Tensor, hidden: Tensor, value: Tensor) -> Tensor:
-        return self._loss(tokens, hidden, value, self.world.scale)[0]
+        return self._loss(tokens, hidden, value)[0]
 
-    def _loss(self, tokens: Tensor, hidden: Tensor, value: Tensor, scale: float | None = None) -> tuple[Tensor, Guess]:
-        """Return the mean cross entropy of the hidden bytes in nats, or its sum times `scale`; and the guesses."""
+    def _loss(self, tokens: Tensor, hidden: Tensor, value: Tensor) -> tuple[Tensor, Guess]:
+        """Return the mean cross entropy of the hidden bytes in nats, and the guesses."""
         bf16 = self.config.precision == "bf16"
         # no cache of cast weights: one from before a capture would be read inside it
         with torch.autocast(self.device.type, torch.bfloat16, enabled=bf16, cache_enabled=False):
             guess: Guess = self.model(tokens, hidden)
-        guesses, answers = guess.logits.flatten(0, 1), value.flatten()
-        if scale is None:
-            return F.cross_entropy(guesses, answers), guess
-        return F.cross_entropy(guesses, answers, reduction="sum") * scale, guess
+        return F.cross_entropy(guess.logits.flatten(0, 1), value.flatten()), guess
 
     def _flush(self) -> float:
         """Log the losses since the last flush; return the last one."""
@@ -225,7 +222,7 @@ class Training:
         passes = []
         for batch in batches:
             tokens, hidden = tokens + batch.tokens.size, hidden + batch.hidden.size
-            batch = self.world.measuring(batch)
+            batch = self.world.part(batch)
             given, places, value = self._on_device(batch)
             loss, guess = self._loss(given, places, value)
             passes.append(guess.routings)

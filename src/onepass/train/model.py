@@ -50,13 +50,9 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         b, n, dim = x.shape
         q, k, v = self.qkv(self.norm(x)).view(b, n, 3, self.heads, dim // self.heads).permute(2, 0, 3, 1, 4)
-        k, v = self.whole_row(rotate(k, cos, sin)), self.whole_row(v)
-        y = F.scaled_dot_product_attention(rotate(q, cos, sin), k, v, is_causal=self.causal)
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
         return self.out(y.transpose(1, 2).reshape(b, n, dim))  # type: ignore[no-any-return]
-
-    def whole_row(self, t: Tensor) -> Tensor:
-        """Return keys or values of all tokens, given those of the tokens here; `onepass.train.spread` gathers them."""
-        return t
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -34,9 +34,9 @@ FLAGS = {
     "binary": "read files with NUL bytes as well; without it they are no text",
     "follow_links": "read files behind links that lead out of a given directory",
     "fsdp": "with torchrun: each process holds a part of the weights, for a model that fits on no GPU; slower",
-    "sequence_parallel": "with torchrun: spread the tokens of each sequence over the processes, not the sequences",
     "tensorboard": "write the metrics for TensorBoard into DIR, too (needs the package tensorboard)",
 }
+GONE = {"sequence_parallel": "went with rows over several processes: leave it out, each takes its rows of a batch"}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -61,6 +61,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--checkpoint-every", type=_number("checkpoint_every"), metavar="N", help=every)
     for name, what in FLAGS.items():
         add(f"--{name.replace('_', '-')}", action="store_true", default=None, help=what)
+    for name in GONE:
+        add(f"--{name.replace('_', '-')}", action="store_true", default=None, help=argparse.SUPPRESS)
 
 
 def _number(name: str) -> Callable[[str], int | float]:
@@ -73,6 +75,9 @@ def fill(args: argparse.Namespace) -> None:
     for name, value in from_file(args.config).items() if args.config else ():
         if getattr(args, name) in (None, []):
             setattr(args, name, value)
+    for name, why in GONE.items():
+        if getattr(args, name):
+            raise UserError(f"--{name.replace('_', '-')} {why}")
     args.checkpoint_every = args.checkpoint_every or CHECKPOINT_EVERY
 
 
@@ -94,7 +99,7 @@ def _checked(path: Path, name: str, value: object) -> object:
     if name in CHOICES:
         if value not in CHOICES[name]:
             raise UserError(f"{where} must be one of {', '.join(CHOICES[name])}, got {value!r:.40}")
-    elif name in FLAGS:
+    elif name in FLAGS or name in GONE:
         if not isinstance(value, bool):
             raise UserError(f"{where} must be true or false, got {value!r:.40}")
     elif name in NUMBERS or name == "checkpoint_every":

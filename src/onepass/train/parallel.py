@@ -1,8 +1,8 @@
 """The processes of a run that torchrun started: who computes what, and how they agree.
 
 Each process has the whole model and the mean of all gradients; with `--fsdp` weights, gradients and momenta are in
-shards (FSDP2). A batch and its order are those of one process: each process takes its rows, or with
-`--sequence-parallel` its tokens of every row. The first process alone prints and writes.
+shards (FSDP2). A batch and its order are those of one process: each process takes its rows. The first process alone
+prints and writes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from onepass.train import metrics, spread
+from onepass.train import metrics
 from onepass.train.checkpoint import Checkpoint
 from onepass.train.commands.errors import UserError, printable
 from onepass.train.config import Config, from_json
@@ -50,9 +50,6 @@ class World:
     why_eager = ""  # reason not to capture the step in a CUDA graph
     fsdp = False  # whether each process holds a part of the weights
     replicas = False  # whether each of several processes holds all weights and computes its own gradients
-    sequence_parallel = False  # whether processes share the tokens of each row, not the rows
-    # factor on the sum of this process's losses, whose mean over the processes is the loss; None: take their mean
-    scale: float | None = None
 
     def __init__(self) -> None:
         if dist.is_available() and dist.is_torchelastic_launched():
@@ -93,16 +90,9 @@ class World:
         """Return a checkpoint whose tensors are placed like the model's parameters."""
         return saved
 
-    def training(self, batch: Batch) -> Batch:
-        """Return this process's part of a training batch."""
+    def part(self, batch: Batch) -> Batch:
+        """Return this process's rows of a batch, perhaps none."""
         return batch
-
-    def measuring(self, batch: Batch) -> Batch:
-        """Return this process's rows of a validation batch, perhaps none."""
-        return batch
-
-    def whole_rows(self) -> None:
-        """From here on, all processes compute the same rows."""
 
     def average(self, gradients: Tensor) -> None:
         """Replace the gradients of this process by their mean over the processes; FSDP2 does so itself."""
@@ -144,12 +134,10 @@ class Processes(World):
         self.stopped = threading.Event()
 
     def check(self, config: Config) -> None:
-        if self.sequence_parallel:
-            spread.check(config, self.size)
-        elif config.batch % self.size:
+        if config.batch % self.size:
             raise UserError(
                 f"--batch {config.batch}: {self.size} processes take equal parts of a batch; "
-                f"give a multiple of {self.size}, or --sequence-parallel"
+                f"give a multiple of {self.size}"
             )
 
     def announce(self, run: Run, config: Config, saved: Checkpoint | None) -> None:
@@ -182,15 +170,12 @@ class Processes(World):
 
     def model(self, config: Config, device: torch.device) -> Model:
         """Return the model, whole or in shards. The first process draws the weights: those of a run of one process."""
-        self.replicas = not (self.fsdp or self.sequence_parallel)
+        self.replicas = not self.fsdp
         self.why_eager = "" if self.replicas else "several processes gather weights between its kernels"
         drawn = new(config).state_dict() if self.first else {}
         # the other processes never hold a whole model that will be in shards
         with torch.device("meta"):
             model = new(config)
-        self.tokens = spread.Spread(self.mesh)
-        if self.sequence_parallel:
-            self.tokens.attach(model)
         if not self.replicas:
             from torch.distributed.fsdp import fully_shard
 
@@ -228,21 +213,9 @@ class Processes(World):
             tensors[name] = self._place(value if self.first else None, value, like)
         return replace(saved, tensors=tensors)
 
-    def training(self, batch: Batch) -> Batch:
-        if not self.sequence_parallel:
-            return self.measuring(batch)
-        self.whole_rows()
-        self.tokens.on = True
-        self.scale = self.size / batch.hidden.size
-        return self.tokens.part(batch)
-
-    def measuring(self, batch: Batch) -> Batch:
-        self.tokens.on = False
+    def part(self, batch: Batch) -> Batch:
         total = len(batch.tokens)
         return batch.rows(*(total * rank // self.size for rank in (self.rank, self.rank + 1)))
-
-    def whole_rows(self) -> None:
-        self.tokens.on = False
 
     def average(self, gradients: Tensor) -> None:
         if not self.replicas:
