@@ -51,7 +51,7 @@ interpret: .venv-dev/ready
 	TRITON_INTERPRET=1 $(PYTEST) $(PARALLEL) -m 'not slow' $(KERNELS) $(ARGS)
 
 doctest: .venv-dev/ready
-	$(PYTEST) --doctest-modules --ignore-glob='*kernels_*' --ignore-glob='*/torchtitan.py' --ignore-glob='*/onepass/transformers.py' src
+	$(PYTEST) --doctest-modules --ignore-glob='*kernels*' --ignore-glob='*/torchtitan.py' --ignore-glob='*/onepass/transformers.py' src
 
 # every kernel compiled, within its budget of registers, by one Triton: the oldest, whose language is the smallest and
 # with which the committed figures were measured. It keeps what it compiled.

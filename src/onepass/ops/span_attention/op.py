@@ -152,7 +152,7 @@ def rotary(x: Tensor, positions: Tensor | None = None, *, base: float = BASE) ->
 
     Example:
         >>> import torch
-        >>> from onepass.ops.span_attention.op_rotary import rotary
+        >>> from onepass.ops.span_attention.op import rotary
         >>> q, k = torch.randn(2, 1, 1, 1, 8)
         >>> def product(i, j):
         ...     return (rotary(q, torch.tensor([i])) * rotary(k, torch.tensor([j]))).sum()
@@ -268,7 +268,7 @@ def rotary_attention(
 
     Example:
         >>> import torch
-        >>> from onepass.ops.span_attention.op_rotary import rotary_attention
+        >>> from onepass.ops.span_attention.op import rotary_attention
         >>> i = torch.arange(10)
         >>> rotary_attention(torch.randn(2, 10, 3, 4, 8), i - 3, i + 1).shape
         torch.Size([2, 10, 4, 8])
