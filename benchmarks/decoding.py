@@ -1,14 +1,16 @@
-"""One token after a long text: milliseconds, kernels and bytes of causal routed blocks, beside dense ones.
+"""One token after a long text: milliseconds, kernels and bytes of causal blocks, beside the same in torch.
 
     python -m benchmarks.decoding --json benchmarks/results/h100/raw/decoding.json      on a GPU: 2 k to 64 k tokens
     python -m benchmarks.decoding --prefill                                  prompts alone, beside the forward alone
     python -m benchmarks.decoding --device cpu --tokens 1024 --dim 128               a size that a CPU takes
 
-Both models have the same width, heads, embedding, head and number of blocks, take the likeliest token, and on a GPU run
-one CUDA graph per token. The dense one runs a 4× feed-forward and attends to exactly the tokens before, by the fastest
-of torch's attentions, in a cache of random numbers: a graph for one length, of no use for the next. The routed one
-has k = 1/16, k_kv = 1/8 and windows of 256, reads a prompt of random tokens, and writes on with growing lengths; first
-tokens of windows are among those timed. The floor is the bytes that have to be read over the bandwidth of a copy.
+All models have the same width, heads, embedding, head and number of blocks, take the likeliest token, and on a GPU run
+one CUDA graph per token. "windows" are `TransformerBlock`s with windows of 256, every fourth global; "experts" have 16
+experts of 2·dim beside, 2 a token; "routed" has k = 1/16, k_kv = 1/8 and windows of 256. These read a prompt of random
+tokens and write on with growing lengths; first tokens of windows are among those timed. Torch's rivals, "dense" and
+"torch windows", have a 4× feed-forward and attend to exactly the tokens before (of windows 1.5·256, the mean), without
+norms of heads, by the fastest of torch's attentions, in a cache of random numbers: a graph for one length, of no use
+for the next. The floors are the bytes that have to be read over the bandwidth of a copy.
 Prompts are timed one by one, of one length again and again, and "new" of lengths that were not seen before.
 """
 
@@ -21,6 +23,7 @@ import json
 import time
 from collections.abc import Callable
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +34,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.case import graphed
 from onepass.core.about import device_name, versions
-from onepass.nn import Decoder, RMSNorm, RoutedBlock
+from onepass.nn import Decoder, RMSNorm, RoutedBlock, TransformerBlock
 from onepass.nn.feed_forward import FeedForward
 from onepass.ops.span_attention.op import rotary
 from onepass.train.commands import files
 
-STEPS, TURNS, VOCABULARY, K, WINDOW = 64, 3, 256, 1 / 16, 256
+STEPS, TURNS, VOCABULARY, K, WINDOW, EXPERTS = 64, 3, 256, 1 / 16, 256, 16
 ATTENTIONS = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
@@ -71,13 +74,18 @@ class Ends(nn.Module):
         self.embedding, self.head = nn.Embedding(VOCABULARY, dim), nn.Linear(dim, VOCABULARY)
 
 
-def dense(blocks: nn.ModuleList, ends: Ends, batch: int, tokens: int) -> tuple[Callable[[], object], str, int]:
-    """Return a step, by the fastest attention, its name, and the bytes kept per sequence."""
+def dense(
+    blocks: nn.ModuleList, ends: Ends, batch: int, tokens: int, window: int | None = None
+) -> tuple[Callable[[], object], str, int]:
+    """Return a step, by the fastest attention, its name, and the bytes kept per sequence; every fourth block global."""
     weight = ends.head.weight
     heads, dim = blocks[0].heads, weight.shape[1]  # type: ignore[union-attr]
+    seen = [
+        tokens + 1 if window is None or i % 4 == 3 else min(tokens + 1, window * 3 // 2) for i in range(len(blocks))
+    ]
     caches = [
-        torch.randn(2, batch, tokens + 1, heads, dim // heads, device=weight.device, dtype=weight.dtype)
-        for _ in blocks  # type: ignore[operator, arg-type]
+        torch.randn(2, batch, n, heads, dim // heads, device=weight.device, dtype=weight.dtype)
+        for n in seen  # type: ignore[operator, arg-type]
     ]
     token = torch.randint(VOCABULARY, (batch, 1), device=weight.device)
     position = torch.full((1,), tokens, device=weight.device)
@@ -147,78 +155,81 @@ def kernels(step: Callable[[], object]) -> int | None:
     return len(events) or None
 
 
-def floor_bytes(model: nn.ModuleList, batch: int, tokens: int) -> int:
-    """Return the bytes that a routed token has to read: weights, two windows, and what chosen tokens attend to."""
-    any_chosen, total = 1 - (1 - K) ** batch, 0.0
-    for name, p in model.named_parameters():
-        total += p.nbytes * (any_chosen if ".heavy." in name else 1)
-    width = model[0].attention.dim * model[0].attention.light.qkv.weight.element_size() * 2  # type: ignore[union-attr, operator]
-    return int(total + len(model) * batch * width * (1.5 * WINDOW + K * 2 * K * tokens))  # type: ignore[operator]
+def floor_bytes(blocks: nn.ModuleList, batch: int, tokens: int) -> int:
+    """Return the bytes that a token has to read: weights, two windows or all keys, and what chosen tokens attend to."""
+    total = 0.0
+    for name, p in blocks.named_parameters():
+        # weights of a heavy branch, and those of experts, have readers with some probability
+        share = K if ".heavy." in name else 2 / EXPERTS if p.dim() == 3 else 1.0
+        total += p.nbytes * (1 - (1 - share) ** batch)
+    for block in blocks:
+        attention: Any = block.attention
+        keys = 1.5 * WINDOW if attention.window else tokens
+        keys += K * 2 * K * tokens if isinstance(block, RoutedBlock) else 0
+        total += keys * batch * attention.dim * 2 * next(attention.parameters()).element_size()
+    return int(total)
 
 
-def models(args: argparse.Namespace) -> tuple[Ends, nn.ModuleList, nn.ModuleList]:
-    """Return embedding and head, routed blocks, and dense ones."""
+def models(args: argparse.Namespace) -> tuple[Ends, nn.ModuleList, dict[str, nn.ModuleList]]:
+    """Return embedding and head, the blocks of torch's rivals, and ours by name."""
     torch.manual_seed(0)
-    dim, heads = args.dim, args.dim // 64
+    dim, count, block = args.dim, range(args.blocks), partial(TransformerBlock, args.dim, causal=True)
+    heads, windows = dim // 64, [None if i % 4 == 3 else WINDOW for i in count]
     with torch.device(args.device):
-        made = [
-            Ends(dim),
-            nn.ModuleList(RoutedBlock(dim, K, heads=heads, window=WINDOW, causal=True) for _ in range(args.blocks)),
-            nn.ModuleList(DenseBlock(dim, heads) for _ in range(args.blocks)),
-        ]
-    ends, blocks, rival = (m.to(torch.bfloat16 if args.device == "cuda" else torch.float32).eval() for m in made)
-    return ends, blocks, rival  # type: ignore[return-value]
+        ends, rival = Ends(dim), nn.ModuleList(DenseBlock(dim, heads) for _ in count)
+        ours: dict[str, list[nn.Module]] = {
+            "routed": [RoutedBlock(dim, K, heads=heads, window=WINDOW, causal=True) for _ in count],
+            "windows": [block(window=w) for w in windows],
+            "experts": [block(window=w, num_experts=EXPERTS, hidden_dim=2 * dim) for w in windows],
+        }
+    dtype = torch.bfloat16 if args.device == "cuda" else torch.float32
+    made = {name: nn.ModuleList(blocks).to(dtype).eval() for name, blocks in ours.items()}
+    return ends.to(dtype).eval(), rival.to(dtype).eval(), made
 
 
 def measure(
-    args: argparse.Namespace, of: tuple[Ends, nn.ModuleList, nn.ModuleList], tokens: int, batch: int, bandwidth: float
+    args: argparse.Namespace, of: tuple[Ends, nn.ModuleList, dict[str, nn.ModuleList]], tokens: int, batch: int,
+    bandwidth: float,
 ) -> dict[str, Any]:  # fmt: skip
-    """Return what both models keep of a sequence, and what prompts and steps take."""
-    ends, blocks, rival = of
+    """Return what the models keep of a sequence, and what prompts and steps take."""
+    ends, rival, ours = of
     device, dtype = ends.head.weight.device, ends.head.weight.dtype
-    decoder = Decoder(
-        blocks, ends.embedding, ends.head, batch=batch, max_tokens=tokens + STEPS * (TURNS + 1) + 8, temperature=0
-    )  # fmt: skip
-    prompt = torch.randint(VOCABULARY, (batch, tokens), device=device)
-
-    def forward(prompt: Tensor) -> None:
-        x = ends.embedding(prompt)
-        for block in blocks:
-            x = block(x)
-        ends.head(x[:, -1:])
-
     record: dict[str, Any] = {
         "tokens": tokens, "dim": args.dim, "heads": args.dim // 64, "blocks": args.blocks, "batch": batch,
-        "dtype": str(dtype)[6:], **prompts({"forward": forward, "prefill": decoder.prefill}, prompt),
+        "dtype": str(dtype)[6:],
     }  # fmt: skip
-    if args.prefill:
-        return record
-    decoder.prefill(prompt)
-    dense_step, attention, dense_bytes = dense(rival, ends, batch, tokens)
-    steps: dict[str, Callable[[], object]] = {"routed": decoder._advance, "dense": dense_step}
+    prompt, steps = torch.randint(VOCABULARY, (batch, tokens), device=device), {}
+    for name, blocks in ours.items():
+        decoder = Decoder(
+            blocks, ends.embedding, ends.head, batch=batch, max_tokens=tokens + STEPS * (TURNS + 1) + 8, temperature=0
+        )  # fmt: skip
+
+        def forward(prompt: Tensor, blocks: nn.ModuleList = blocks) -> None:
+            x = ends.embedding(prompt)
+            for block in blocks:
+                x = block(x)
+            ends.head(x[:, -1:])
+
+        if name == "routed":
+            record |= prompts({"forward": forward, "prefill": decoder.prefill}, prompt)
+        if args.prefill:
+            return record
+        decoder.prefill(prompt)
+        steps[name] = decoder._advance
+        # per sequence, for as many tokens as the dense cache holds
+        record[f"{name} bytes"] = sum(b.new_cache(1, tokens + 1).nbytes for b in blocks)  # type: ignore[operator]
+        record[f"{name} floor ms"] = (
+            round(1e3 * floor_bytes(blocks, batch, tokens) / bandwidth, 4) if bandwidth else None
+        )
+    for name, window in (("dense", None), ("torch windows", WINDOW)):
+        steps[name], record[f"{name} attention"], record[f"{name} bytes"] = dense(rival, ends, batch, tokens, window)
     times: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(TURNS):
         for name, step in steps.items():
             times[name].append(milliseconds(step, device, STEPS - 1))
     if device.type == "cuda":
         record |= {f"{name} kernels": kernels(step) for name, step in steps.items()}
-        record["floor ms"] = round(1e3 * floor_bytes(blocks, batch, tokens) / bandwidth, 4)
-    record |= {f"{name} ms": round(sorted(t)[len(t) // 2], 4) for name, t in times.items()}
-    # per sequence, for as many tokens as the dense cache holds
-    kept = sum(block.new_cache(1, tokens + 1).nbytes for block in blocks)  # type: ignore[operator]
-    return record | {"dense attention": attention, "routed bytes": kept, "dense bytes": dense_bytes}
-
-
-def kernels_of_a_block(dim: int) -> int | None:
-    """Return how many kernels one more block adds to a token."""
-    counts = []
-    for n in (1, 2):
-        ends = Ends(dim).to("cuda", torch.bfloat16)
-        blocks = [RoutedBlock(dim, K, heads=dim // 64, causal=True).to("cuda", torch.bfloat16).eval() for _ in range(n)]
-        decoder = Decoder(blocks, ends.embedding, ends.head, batch=1, max_tokens=1024, temperature=0)
-        decoder.prefill(torch.randint(VOCABULARY, (1, 300), device="cuda"))
-        counts.append(kernels(decoder._advance))
-    return None if None in counts else counts[1] - counts[0]  # type: ignore[operator]
+    return record | {f"{name} ms": round(sorted(t)[len(t) // 2], 4) for name, t in times.items()}
 
 
 def writing(device: str) -> float:
@@ -259,7 +270,7 @@ def main(argv: list[str] | None = None) -> int:
         into = torch.empty_like(source)
         bandwidth = 2e3 * source.nbytes / milliseconds(lambda: into.copy_(source), source.device, 10)
         del source, into
-        about |= {"copy TB/s": round(bandwidth / 1e12, 3), "kernels a block": kernels_of_a_block(args.dim)}
+        about["copy TB/s"] = round(bandwidth / 1e12, 3)
         print(about)
     records, of = [], models(args)
     for tokens in args.tokens:

@@ -56,6 +56,8 @@ def modules() -> dict[str, nn.Module]:
         "RoutedCrossAttention": one.RoutedCrossAttention(8, k_q=2, k_kv=2, **attention),
         "RoutedFeedForward": one.RoutedFeedForward(8, k=2),
         "Router": one.Router(8),
+        "TransformerBlock": one.TransformerBlock(8, **attention),
+        "TransformerBlock(num_experts=2)": one.TransformerBlock(8, num_experts=2, **attention),
         "WeightedSum": one.WeightedSum(8),
         "Experts": one.Experts(8, 4),
         "Experts(swiglu, shared)": one.Experts(8, 4, activation="swiglu", shared_dim=8),

@@ -128,6 +128,10 @@ def modules(asked: bool) -> None:
     assert_type(cross(x, x, None, None, True), tuple[Tensor, AttentionRouting])
     assert_type(cross(x, x, return_routing=asked), Tensor | tuple[Tensor, AttentionRouting])
     nn.RoutedBlock(8, k=2)(x).feed_forward  # wrong
+    assert_type(nn.TransformerBlock(8, dim_head=4, window=4)(x), Tensor)
+    block = nn.TransformerBlock(8, dim_head=4, num_experts=4)
+    assert_type(block(x, return_routing=True), tuple[Tensor, nn.ExpertRouting | None])
+    nn.TransformerBlock(8, 2)  # wrong
 
 
 def optimizers() -> None:

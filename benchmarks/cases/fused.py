@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from benchmarks.case import Case, Impl, Missing, Prepared, graphed, optional
 from onepass.nn.attention import RoutedAttention
@@ -21,6 +22,7 @@ from onepass.nn.block import RoutedBlock
 from onepass.nn.feed_forward import FeedForward
 from onepass.nn.norm import RMSNorm
 from onepass.nn.routed import RoutedFeedForward
+from onepass.nn.transformer import TransformerBlock
 
 RIVALS = {"colt5_attention": "colt5-attention"}
 
@@ -142,7 +144,60 @@ def _block(n: int, dim: int, dtype: torch.dtype, causal: bool) -> Case:
     return Case("routed_block", "forward+backward", params, dtype, 4 * batch * n * dim * dtype.itemsize, make)
 
 
+class _TorchBlock(nn.Module):
+    """A causal `TransformerBlock` by torch alone: heads normed and turned, flex_attention for windows, else flash."""
+
+    def __init__(self, dim: int, n: int, window: int | None) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.RMSNorm(width) for width in (dim, dim, 64, 64))
+        self.qkv, self.out = nn.Linear(dim, 3 * dim, bias=False), nn.Linear(dim, dim, bias=False)
+        self.up, self.down = nn.Linear(dim, 4 * dim, bias=False), nn.Linear(4 * dim, dim, bias=False)
+        angle = torch.arange(n, device="cuda")[:, None] * 10_000 ** (-torch.arange(0, 64, 2, device="cuda") / 64)
+        self.cos, self.sin = angle.cos().bfloat16(), angle.sin().bfloat16()
+        self.mask = None
+        if window is not None:
+            self.mask = create_block_mask(
+                lambda b, h, i, j: (j <= i) & (i // window - j // window <= 1), None, None, n, n, device="cuda"
+            )
+
+    def _turned(self, x: Tensor) -> Tensor:
+        a, b = x.chunk(2, -1)
+        return torch.cat((a * self.cos - b * self.sin, b * self.cos + a * self.sin), -1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        of_attention, of_feed_forward, of_q, of_k = self.norms
+        q, k, v = self.qkv(of_attention(x)).unflatten(-1, (3, -1, 64)).permute(2, 0, 3, 1, 4)
+        q, k = (self._turned(norm(t).to(v.dtype)) for norm, t in ((of_q, q), (of_k, k)))
+        if self.mask is None:
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        else:
+            y = flex_attention(q, k, v, block_mask=self.mask)  # type: ignore[assignment]
+        x = x + self.out(y.transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(of_feed_forward(x))))  # type: ignore[no-any-return]
+
+
+def _transformer(batch: int, n: int, dim: int, window: int | None) -> Case:
+    """The residual stream in fp32, the rest under bf16 autocast, as in `_block`."""
+
+    def make() -> Mapping[str, Impl]:
+        x = torch.randn(batch, n, dim, device="cuda", requires_grad=True)
+        ours = partial(TransformerBlock, dim, window=window, causal=True)
+        made: dict[str, Callable[[], Any]] = {
+            "onepass": ours,
+            "onepass, torch.compile": lambda: torch.compile(ours().cuda(), dynamic=False),
+            "torch.compile": lambda: torch.compile(_TorchBlock(dim, n, window).cuda(), dynamic=False),
+        }
+        steps = {name: both_passes(module, x, True) for name, module in made.items()}
+        return steps | {f"{name}, CUDA graph": graphed(step.build) for name, step in steps.items()}
+
+    params = {"batch": batch, "n": n, "dim": dim, "window": window or 0}
+    return Case("transformer_block", "forward+backward", params, torch.bfloat16, 8 * batch * n * dim, make)
+
+
 def _cases() -> Iterator[Case]:
+    for batch, n, dim in ((2, 8192, 256), (2, 8192, 512), (1, 32768, 512)):
+        for window in (128, 256, None):
+            yield _transformer(batch, n, dim, window)
     for n in (32768, 8192):
         for dim in (1024, 512):
             yield _block(n, dim, torch.bfloat16, False)

@@ -32,8 +32,8 @@ FOLDERS = {
     ),
     "ops/lion": ("optim.Lion", "optim.clip_grad_norm", "optim.release_gradients"),
     "fused": (
-        "nn.RoutedBlock", "nn.RoutedFeedForward", "nn.RoutedAttention", "nn.RoutedCrossAttention", "nn.Routed",
-        "nn.Decoder", "nn.routing_stats", "nn.graphed",
+        "nn.TransformerBlock", "nn.RoutedBlock", "nn.RoutedFeedForward", "nn.RoutedAttention",
+        "nn.RoutedCrossAttention", "nn.Routed", "nn.Decoder", "nn.routing_stats", "nn.graphed",
     ),
 }  # fmt: skip
 # file of the repository → page of the site

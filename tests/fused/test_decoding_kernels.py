@@ -10,7 +10,7 @@ from torch import nn
 
 from onepass.core.launch import INTERPRET
 from onepass.fused import decoding
-from onepass.nn import RoutedBlock
+from onepass.nn import RoutedBlock, TransformerBlock
 
 WHERE = [
     pytest.param("cpu", id="interpreter", marks=[pytest.mark.interpret, pytest.mark.skipif(not INTERPRET, reason="-")]),
@@ -54,6 +54,28 @@ def test_a_step(device: str, size: dict[str, Any], rows: int, monkeypatch: pytes
 
 @torch.no_grad()
 @pytest.mark.parametrize("device", WHERE)
+@pytest.mark.parametrize("window", [8, None])
+def test_a_step_of_a_transformer_block(device: str, window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With heads that fill no tile; all tokens have their keys in two parts, and steps cross from one to the other."""
+    torch.manual_seed(0)
+    block = TransformerBlock(24, heads=3, dim_head=6, window=window, causal=True).to(device).eval()
+    nn.init.uniform_(block.attention.q_weight, 0.5, 1.5)
+    nn.init.uniform_(block.attention.k_weight, 0.5, 1.5)
+    x, found = torch.randn(2, 516, 24, device=device), []
+    for kernels in (True, False):
+        with monkeypatch.context() as patch:
+            if not kernels:
+                patch.setattr(decoding, "fits", lambda x: False)
+            cache = block.new_cache(2, 600)
+            block(x[:, :508], cache=cache)
+            steps = torch.cat([block(x[:, i : i + 1], cache=cache) for i in range(508, 516)], 1)
+        found.append({"steps": steps, **cache.state_dict()})
+    torch.testing.assert_close(*found, rtol=1e-4, atol=2e-5)
+    torch.testing.assert_close(steps, block(x)[:, 508:], rtol=1e-4, atol=2e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("device", WHERE)
 def test_a_token_that_comes_again_ties_with_itself(device: str) -> None:
     """Of two tokens in turns, the scores are the thresholds: a last bit would choose another query.
 
@@ -74,13 +96,17 @@ def test_a_token_that_comes_again_ties_with_itself(device: str) -> None:
 @torch.no_grad()
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_and_many_keys(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("routed", [True, False])
+def test_half_precision_and_many_keys(dtype: torch.dtype, routed: bool) -> None:
     """Every token chosen, so that no choice hangs on rounding; far keys in several parts; beside float64."""
     torch.manual_seed(0)
-    block = RoutedBlock(256, 1.0, heads=4, dim_head=64, window=128, causal=True).to("cuda", dtype).eval()
+    block: Any = TransformerBlock(256, causal=True)
+    if routed:
+        block = RoutedBlock(256, 1.0, heads=4, dim_head=64, window=128, causal=True)
+    block = block.to("cuda", dtype).eval()
     x = torch.randn(2, 2100, 256, device="cuda", dtype=dtype)
     cache = block.new_cache(2, 2100)
-    block.prefill(x[:, :2040], cache)
-    steps = torch.stack([block.step(x[:, i], cache) for i in range(2040, 2100)], 1)
+    block(x[:, :2040], cache=cache)
+    steps = torch.cat([block(x[:, i : i + 1], cache=cache) for i in range(2040, 2100)], 1)
     expected = block.double()(x.double())[:, 2040:]
     assert (steps.double() - expected).norm() / expected.norm() < (0.01 if dtype == torch.bfloat16 else 2e-3)

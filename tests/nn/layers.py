@@ -38,6 +38,8 @@ def watched(layer: nn.Module) -> list[str]:
 
 def outputs(routing: Any) -> list[Any]:
     """The `RouterOutput`s of any routing."""
+    if routing is None:
+        return []
     return [routing] if hasattr(routing, "indices") else [output for part in routing for output in outputs(part)]
 
 

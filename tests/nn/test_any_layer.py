@@ -12,7 +12,14 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from nn.layers import first, holes, tokens, watched
-from onepass.nn import LocalAttention, RoutedAttention, RoutedBlock, RoutedCrossAttention, RoutedFeedForward
+from onepass.nn import (
+    LocalAttention,
+    RoutedAttention,
+    RoutedBlock,
+    RoutedCrossAttention,
+    RoutedFeedForward,
+    TransformerBlock,
+)
 from onepass.nn.causal import CausalRouter
 
 DIM = 16
@@ -24,11 +31,13 @@ def layers(draw: st.DrawFn, n: int, causal: bool) -> nn.Module:
     k, k_kv, window = draw(share), draw(share), draw(st.sampled_from((1, 4, 8)))
     heads = {"heads": 2, "dim_head": 8, "window": window, "causal": causal}
     torch.manual_seed(draw(st.integers(0, 2**31)))
-    match draw(st.sampled_from(("local", "attention", "feed forward", "block"))):
+    match draw(st.sampled_from(("local", "attention", "feed forward", "block", "transformer"))):
         case "local":
             layer: nn.Module = LocalAttention(DIM, **heads)
         case "attention":
             layer = RoutedAttention(DIM, k, k_kv, **heads)
+        case "transformer":
+            layer = TransformerBlock(DIM, **heads | {"window": draw(st.sampled_from((None, window)))})
         case "block":
             layer = RoutedBlock(DIM, k, k_kv=k_kv, **heads)
         case _:

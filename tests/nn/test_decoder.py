@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from onepass.core.launch import INTERPRET
 from onepass.fused import attention
-from onepass.nn import Decoder, RoutedBlock, cache
+from onepass.nn import Decoder, RoutedBlock, TransformerBlock, cache
 from onepass.ops.span_attention import op
 
 DIM, WINDOW, VOCABULARY = 16, 8, 64
@@ -19,14 +19,20 @@ pytestmark = pytest.mark.skipif(INTERPRET, reason="steps run no kernel of their 
 
 
 class Model(nn.Module):
-    def __init__(self, device: str = "cpu", **options: Any) -> None:
+    def __init__(self, device: str = "cpu", kind: str = "routed", **options: Any) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.embedding, self.head = nn.Embedding(VOCABULARY, DIM), nn.Linear(DIM, VOCABULARY)
-        self.blocks = nn.ModuleList(
-            RoutedBlock(DIM, 1 / 4, heads=2, dim_head=8, window=window, causal=True, **options)
-            for window in (WINDOW, 2 * WINDOW)
-        )
+        blocks: list[nn.Module] = [
+            TransformerBlock(DIM, dim_head=8, window=window, causal=True, **options)
+            for window in (WINDOW, None, 2 * WINDOW) if kind != "routed"
+        ]  # fmt: skip
+        if kind != "transformer":
+            blocks += [
+                RoutedBlock(DIM, 1 / 4, heads=2, dim_head=8, window=window, causal=True, **options)
+                for window in (WINDOW, 2 * WINDOW)
+            ]
+        self.blocks = nn.ModuleList(blocks)
         # graphs repeat the kernels, which compute in fp32
         self.to(device, torch.float64 if device == "cpu" else torch.float32).eval()
 
@@ -51,6 +57,7 @@ def _near(device: str) -> dict[str, float]:
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 LENGTHS = [20, WINDOW, 13]
+of_every_kind = pytest.mark.parametrize("kind", ["routed", "transformer", "both"])
 
 
 def _steps_are_the_full_forward(model: Model, decoder: Decoder, device: str) -> None:
@@ -66,18 +73,20 @@ def _steps_are_the_full_forward(model: Model, decoder: Decoder, device: str) -> 
 
 @torch.no_grad()
 @pytest.mark.parametrize("device", DEVICES)
-def test_steps_equal_the_full_forward(device: str) -> None:
+@of_every_kind
+def test_steps_equal_the_full_forward(device: str, kind: str) -> None:
     """Twice with the same decoder: nothing of the first prompt is left."""
-    model = Model(device)
+    model = Model(device, kind)
     decoder = model.decoder()
     for _ in range(2):
         _steps_are_the_full_forward(model, decoder, device)
 
 
 @torch.no_grad()
-def test_what_graphs_repeat_equals_the_full_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+@of_every_kind
+def test_what_graphs_repeat_equals_the_full_forward(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A graph knows of the host's counts only whether some sequence begins a window."""
-    model = Model()
+    model = Model(kind=kind)
     decoder = model.decoder()
     step = decoder._step
 
@@ -141,8 +150,9 @@ def test_the_seed_decides_the_draws_but_at_the_smallest_temperatures() -> None:
     assert all(texts(4, temperature=t) == likeliest for t in (5e-324, 1e-308, 1e-30))
 
 
-def test_a_state_is_saved_and_continued() -> None:
-    model, x = Model(), _prompt()
+@of_every_kind
+def test_a_state_is_saved_and_continued(kind: str) -> None:
+    model, x = Model(kind=kind), _prompt()
     decoder, other = model.decoder(), model.decoder()
     decoder.prefill(x[:, :20], LENGTHS)
     other.load_state_dict({name: t.clone() for name, t in decoder.state_dict().items()})
@@ -192,6 +202,13 @@ def test_bytes_kept() -> None:
     assert long - short <= 1024 * 2 * 2 * DIM * 8 * 0.51
 
 
+def test_bytes_kept_of_windows_and_of_all_tokens() -> None:
+    """Two windows of a block with windows, whatever the length, and every token of a global one."""
+    short, long = (Model(kind="transformer").decoder(1, n).nbytes for n in (1024, 2048))
+    assert long - short == 1024 * 2 * DIM * 8
+    assert short == (1024 + 2 * WINDOW + 4 * WINDOW) * 2 * DIM * 8
+
+
 def _no_room() -> None:
     decoder = Model().decoder(3, 9)
     decoder.prefill(_prompt()[:, :9])
@@ -206,7 +223,11 @@ def _no_room() -> None:
         (lambda: Model().decoder(top_p=0), ValueError, "top_p must be a probability"),
         (lambda: Model().decoder(top_k=0), ValueError, "top_k must be ≥ 1"),
         (lambda: Model().decoder(batch=0), ValueError, "batch must be ≥ 1"),
-        (lambda: Decoder([nn.ReLU()], nn.ReLU(), nn.ReLU(), batch=1, max_tokens=1), TypeError, "RoutedBlock"),
+        (
+            lambda: Decoder([nn.ReLU()], nn.ReLU(), nn.ReLU(), batch=1, max_tokens=1),
+            TypeError,
+            "must be TransformerBlock",
+        ),
         (lambda: Model().decoder().prefill(_prompt(2)), ValueError, r"batch = 3, got \(2, 60\)"),
         (lambda: Model().decoder().prefill(_prompt()[:, :9], [9, 9]), ValueError, "lengths must be 3 numbers"),
         (lambda: Model().decoder().prefill(_prompt()[:, :9], [9, 0, 9]), ValueError, "from 1 to n = 9"),

@@ -22,6 +22,7 @@ from onepass.nn import (
     RoutedCrossAttention,
     RoutedFeedForward,
     Router,
+    TransformerBlock,
     WeightedSum,
     routing_stats,
 )
@@ -34,6 +35,7 @@ LAYERS: dict[str, Callable[..., nn.Module]] = {
     "RoutedFeedForward": lambda k=3, **o: RoutedFeedForward(16, k, **o),
     "RoutedAttention": lambda k=3, **o: RoutedAttention(16, k, 4, **HEADS, **o),
     "RoutedBlock": lambda k=3, **o: RoutedBlock(16, k, **HEADS, **o),
+    "TransformerBlock": lambda **o: TransformerBlock(16, **HEADS, **o),
 }
 
 
@@ -68,9 +70,9 @@ ROWS: list[tuple[type[Exception], str, Callable[[], Any]]] = [
     *((TypeError, f"{name}: x must be a tensor, got list", lambda name=name: LAYERS[name]()([[0.0]]))
       for name in ("Routed", "RoutedFeedForward", "RoutedAttention")),
     *((ValueError, r"x must be \(batch, n, (16|dim)\), got \(9, 16\)", lambda name=name: LAYERS[name]()(X[0]))
-      for name in ("RoutedFeedForward", "RoutedAttention", "RoutedBlock")),
+      for name in ("RoutedFeedForward", "RoutedAttention", "RoutedBlock", "TransformerBlock")),
     *((ValueError, r"x must be \(batch, n, 16\), got \(2, 9, 15\)", lambda name=name: LAYERS[name]()(X[..., 1:]))
-      for name in ("RoutedAttention", "RoutedBlock")),
+      for name in ("RoutedAttention", "RoutedBlock", "TransformerBlock")),
     *((TypeError, "RoutedAttention: x must be float32", lambda name=name: LAYERS[name]()(X.int()))
       for name in ("RoutedAttention", "RoutedBlock")),
     *((ValueError, "weight is on meta but x is on cpu",
@@ -103,6 +105,25 @@ ROWS: list[tuple[type[Exception], str, Callable[[], Any]]] = [
     *((ValueError, r"context must be \(2, m, 8\), got", lambda shape=shape: cross()(X, torch.ones(shape)))
       for shape in ((2, 33, 16), (3, 33, 8), (33, 8))),
     (TypeError, "dim_context must be an int, got str", lambda: RoutedCrossAttention(8, 1, 1, dim_context="8")),
+    *((error, f"(TransformerBlock|Experts): {match}", lambda options=options: TransformerBlock(100, **options))
+      for options, error, match in (
+        ({}, ValueError, "dim must be a multiple of dim_head where heads is not given, got dim = 100 and"),
+        ({"window": 0, "heads": 2}, ValueError, "window must be ≥ 1, got 0"),
+        ({"window": 2.5, "heads": 2}, TypeError, "window must be an int, got float"),
+        ({"heads": 0}, ValueError, "heads must be ≥ 1, got 0"),
+        ({"dim_head": 5}, ValueError, "dim_head must be even"),
+        ({"dim_head": 10, "hidden_dim": 0}, ValueError, "hidden_dim must be ≥ 1, got 0"),
+        ({"dim_head": 10, "num_experts": -1}, ValueError, "num_experts must be ≥ 0, got -1"),
+        ({"dim_head": 10, "num_experts": 2, "top_k": 3}, ValueError, "top_k must be ≤ num_experts = 2, got 3"),
+        ({"dim_head": 10, "causal": 1}, TypeError, "causal must be a bool, got int"),
+        ({"dim_head": 10, "dropout": 2}, ValueError, "dropout must be between 0 and 1, got 2"))),
+    *((error, f"TransformerBlock: {match}", lambda args=args, o=o: LAYERS["TransformerBlock"]()(*args, **o))
+      for args, o, error, match in (
+        ((X.int(),), {}, TypeError, "x must be float32"),
+        ((X.bfloat16(),), {}, TypeError, "x is torch.bfloat16 and the weights are torch.float32; convert one"),
+        ((X[0], None), {"cu_seqlens": torch.tensor([0, 8])}, ValueError, "cu_seqlens must rise from 0 to the 9 tokens"),
+        ((X,), {"cu_seqlens": torch.tensor([0, 9])}, ValueError, "with cu_seqlens, x must be"),
+        ((X[0],), {"max_seqlen": 9}, ValueError, "max_seqlen belongs to cu_seqlens"))),
     # routers
     (ValueError, "dim must be ≥ 1, got 0", lambda: Router(0)),
     (ValueError, "num_routes must be 1 to 16, got 17", lambda: Router(8, 17)),

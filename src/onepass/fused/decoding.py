@@ -28,7 +28,7 @@ def fits(x: Tensor) -> bool:
 def attention(layer: Any, cache: Any, x: Tensor, score_eps: float) -> Tensor:
     """Return x + attention (batch, 1, dim) of one more token of each sequence."""
     light, heavy, position = layer.light, layer.heavy, cache.clock.position
-    keys, far, dim = cache.light.keys, cache.heavy.keys, x.shape[-1]
+    far, dim = cache.heavy.keys, x.shape[-1]
     x = x.contiguous()
     for_light, for_heavy, gates = _choose(
         layer.router_q, cache.queries, x, (light.norm, heavy.norm_q), score_eps, cache.tokens
@@ -36,32 +36,65 @@ def attention(layer: Any, cache: Any, x: Tensor, score_eps: float) -> Tensor:
     qkv, q = _both(
         (for_light, light.qkv.weight, None), (for_heavy, heavy.q.weight, None), gates, gelu=False
     )  # fmt: skip
-    near, update = x.new_empty(len(x), light.qkv.out_features // 3), torch.empty_like(q)
+    near, update = attend(light, cache.light, qkv), torch.empty_like(q)
     half, parts = heavy.dim_head // 2, min(PARTS, cdiv(far.shape[1], PART))
-    sums = torch.empty(len(x), heavy.heads, parts, 2 * half, dtype=torch.float32, device=x.device)
-    weights, tops = torch.empty(2, len(x), heavy.heads, parts, dtype=torch.float32, device=x.device)
+    kept = _parts_of(len(x), heavy, parts, x.device)
     from . import kernels_decoding as kernels
 
-    block_h, block_heavy = (max(8, next_power_of_2(d // 2)) for d in (light.dim_head, heavy.dim_head))
+    block_heavy = max(8, next_power_of_2(half))
     with device_guard(x):
         launch(
-            kernels.local_kernel, (light.heads, len(x), 1),
-            (qkv, position, keys, cache.light.values, near), (light.dim_head**-0.5, *_LOG2_BASE),
-            (light.heads, light.dim_head // 2, light.window, block_h, _keys(2 * light.window, block_h)), num_warps=8,
-        )  # fmt: skip
-        launch(
             kernels.far_kernel, (parts, heavy.heads, len(x)),
-            (q, position, gates, far, cache.heavy.values, sums, weights, tops), (heavy.dim_head**-0.5, *_LOG2_BASE),
+            (q, position, gates, far, cache.heavy.values, *kept), (heavy.dim_head**-0.5, *_LOG2_BASE),
             (
                 heavy.heads, half, layer.window, cache.heavy.quota, far.shape[1], parts, block_heavy,
                 _keys(PART, block_heavy) // 2,
             ), num_warps=4,
         )  # fmt: skip
-        launch(
-            kernels.merge_kernel, (heavy.heads, len(x), 1), (sums, weights, tops, gates, update), (),
-            (heavy.heads, half, parts, block_heavy, next_power_of_2(parts)), num_warps=2,
-        )  # fmt: skip
+    _merge(heavy, kept, gates, update)
     return _sum((near, light.out.weight, None), (update, heavy.out.weight, None), gates, layer.null, x, dim)
+
+
+def attend(layer: Any, cache: Any, qkv: Tensor, weights: tuple[Any, Any] = (None, None), eps: float = 0.0) -> Tensor:
+    """Return the attention (batch, heads·dim_head) of one more token, by its projection (batch, 1, 3·heads·dim_head).
+
+    Its key and value are kept. With `weights`, queries and keys are normed per head.
+    """
+    places, half, out = cache.keys.shape[1], layer.dim_head // 2, qkv.new_empty(len(qkv), qkv.shape[-1] // 3)
+    parts, block_h = min(PARTS, cdiv(places, PART)), max(8, next_power_of_2(half))
+    kept = _parts_of(len(qkv), layer, parts, qkv.device) if parts > 1 else (None,) * 3
+    from . import kernels_decoding as kernels
+
+    with device_guard(qkv):
+        launch(
+            kernels.near_kernel, (parts, layer.heads, len(qkv)),
+            (qkv, *weights, cache.clock.position, cache.keys, cache.values, out, *kept),
+            (layer.dim_head**-0.5, float(eps), *_LOG2_BASE),
+            (
+                layer.heads, half, layer.window or 0, places, parts, block_h,
+                _keys(places, block_h) if parts == 1 else _keys(PART, block_h) // 2,
+            ), num_warps=8 if parts == 1 else 4,
+        )  # fmt: skip
+    if parts > 1:
+        _merge(layer, kept, None, out)
+    return out
+
+
+def _parts_of(batch: int, layer: Any, parts: int, device: torch.device) -> tuple[Tensor, ...]:
+    """Return memory for sums, weights and maxima of the parts of a layer's keys."""
+    sums = torch.empty(batch, layer.heads, parts, layer.dim_head, dtype=torch.float32, device=device)
+    return sums, *torch.empty(2, batch, layer.heads, parts, dtype=torch.float32, device=device)
+
+
+def _merge(layer: Any, kept: tuple[Tensor | None, ...], gates: Tensor | None, out: Tensor) -> None:
+    from . import kernels_decoding as kernels
+
+    parts, half = kept[0].shape[2], layer.dim_head // 2  # type: ignore[union-attr]
+    with device_guard(out):
+        launch(
+            kernels.merge_kernel, (layer.heads, len(out), 1), (*kept, gates, out), (),
+            (layer.heads, half, parts, max(8, next_power_of_2(half)), next_power_of_2(parts)), num_warps=2,
+        )  # fmt: skip
 
 
 def feed_forward(layer: Any, cache: Any, x: Tensor, score_eps: float) -> Tensor:

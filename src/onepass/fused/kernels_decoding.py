@@ -166,10 +166,14 @@ def sum_kernel(
 
 
 @triton.jit
-def turned(x_ptr, channel, cos, sin, HALF: tl.constexpr):
-    """Return both halves of a head's rotated channels, rounded as memory holds them, in fp32."""
+def turned(x_ptr, weight_ptr, channel, cos, sin, eps, HALF: tl.constexpr):
+    """Return both halves of a head's rotated channels, rounded as memory holds them; with a weight, normed before."""
     left = tl.load(x_ptr + channel, mask=channel < HALF, other=0.0).to(tl.float32)
     right = tl.load(x_ptr + HALF + channel, mask=channel < HALF, other=0.0).to(tl.float32)
+    if weight_ptr is not None:
+        scale = tl.rsqrt((tl.sum(left * left, 0) + tl.sum(right * right, 0)) / (2 * HALF) + eps)
+        left *= scale * tl.load(weight_ptr + channel, mask=channel < HALF, other=0.0).to(tl.float32)
+        right *= scale * tl.load(weight_ptr + HALF + channel, mask=channel < HALF, other=0.0).to(tl.float32)
     kind = x_ptr.dtype.element_ty
     return (left * cos - right * sin).to(kind), (left * sin + right * cos).to(kind)
 
@@ -186,50 +190,81 @@ def more_keys(
     logits += tl.sum(tl.load(at + HALF, mask=mask, other=0.0).to(tl.float32) * right.to(tl.float32)[None, :], 1)
     logits = tl.where(seen, logits * scale, float("-inf"))
     top = tl.maximum(m, tl.max(logits, 0))
-    p = tl.where(seen, tl.exp(logits - top), 0.0)
+    # while no key is seen, −∞ − −∞ would be NaN
+    base = tl.where(top > float("-inf"), top, 0.0)
+    p = tl.where(seen, tl.exp(logits - base), 0.0)
     mask = seen[:, None] & (wide < 2 * HALF)[None, :]
     values = tl.load(values_ptr + rows[:, None] + wide[None, :], mask=mask, other=0.0).to(tl.float32)
-    before = tl.exp(m - top)
+    before = tl.exp(m - base)
     return top, weight * before + tl.sum(p, 0), acc * before + tl.sum(values * p[:, None], 0)
 
 
 @triton.jit
-def local_kernel(
-    qkv_ptr,  # (batch, 3, HEADS, 2·HALF)
-    position_ptr,  # (batch,) int64
-    keys_ptr, values_ptr,  # (batch, 2·WINDOW, HEADS, 2·HALF): rings; this token's key and value are written
-    out_ptr,  # (batch, HEADS, 2·HALF)
-    scale, log2_base_high, log2_base_low,
-    HEADS: tl.constexpr, HALF: tl.constexpr, WINDOW: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr,
+def store_part(
+    m, weight, acc, sums_ptr, weights_ptr, tops_ptr, at, WIDTH: tl.constexpr, BLOCK_H: tl.constexpr
 ):  # fmt: skip
-    """Attend with one head to this window's tokens and to those of the window before."""
-    h, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    """Keep what one part of the keys gives, for `merge_kernel`."""
+    wide = tl.arange(0, 2 * BLOCK_H)
+    tl.store(weights_ptr + at, weight)
+    tl.store(tops_ptr + at, m)
+    tl.store(sums_ptr + at * WIDTH + wide, acc, mask=wide < WIDTH)
+
+
+@triton.jit
+def near_kernel(
+    qkv_ptr,  # (batch, 3, HEADS, 2·HALF)
+    q_weight_ptr, k_weight_ptr,  # (2·HALF,): of the heads' norms, or None
+    position_ptr,  # (batch,) int64
+    keys_ptr, values_ptr,  # (batch, PLACES, HEADS, 2·HALF): rings; this token's key and value are written
+    out_ptr,  # (batch, HEADS, 2·HALF), written where there is one part
+    sums_ptr,  # (batch, HEADS, PARTS, 2·HALF) fp32, written where there are several: see `merge_kernel`
+    weights_ptr, tops_ptr,  # (batch, HEADS, PARTS) fp32, likewise
+    scale, eps, log2_base_high, log2_base_low,
+    HEADS: tl.constexpr, HALF: tl.constexpr,
+    WINDOW: tl.constexpr,  # 0: every token is seen, and has a place of its own
+    PLACES: tl.constexpr, PARTS: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Attend with one head to one part of the places: this window's tokens and those of the window before, or all."""
+    part, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     WIDTH: tl.constexpr = 2 * HALF
-    PLACES: tl.constexpr = 2 * WINDOW
+    PART: tl.constexpr = ((PLACES + PARTS - 1) // PARTS + BLOCK_N - 1) // BLOCK_N * BLOCK_N
     i = tl.load(position_ptr + b)
     channel, wide = tl.arange(0, BLOCK_H), tl.arange(0, 2 * BLOCK_H)
     cos, sin = cos_sin(i, channel, log2_base_high, log2_base_low, HALF)
     qkv_ptr += (b * (3 * HEADS) + h) * WIDTH
-    q_left, q_right = turned(qkv_ptr, channel, cos, sin, HALF)
-    k_left, k_right = turned(qkv_ptr + HEADS * WIDTH, channel, cos, sin, HALF)
-    value = tl.load(qkv_ptr + 2 * HEADS * WIDTH + wide, mask=wide < WIDTH, other=0.0)
-    own = ((b * PLACES + i % PLACES) * HEADS + h) * WIDTH
-    tl.store(keys_ptr + own + channel, k_left, mask=channel < HALF)
-    tl.store(keys_ptr + own + HALF + channel, k_right, mask=channel < HALF)
-    tl.store(values_ptr + own + wide, value, mask=wide < WIDTH)
-    # the token itself comes from registers, because other threads may not see it in memory yet
-    m = tl.sum(q_left.to(tl.float32) * k_left.to(tl.float32) + q_right.to(tl.float32) * k_right.to(tl.float32), 0)
-    m, weight, acc = m * scale, 1.0, value.to(tl.float32)
-    oldest = tl.minimum(i, i % WINDOW + WINDOW)
-    for start in tl.range(0, PLACES, BLOCK_N):
+    q_left, q_right = turned(qkv_ptr, q_weight_ptr, channel, cos, sin, eps, HALF)
+    first, at = part * PART, (i % PLACES).to(tl.int32)
+    m, weight, acc = float("-inf"), 0.0, tl.zeros((2 * BLOCK_H,), tl.float32)
+    if (at >= first) & (at < first + PART):
+        # the token itself comes from registers, because other threads may not see it in memory yet
+        k_left, k_right = turned(qkv_ptr + HEADS * WIDTH, k_weight_ptr, channel, cos, sin, eps, HALF)
+        value = tl.load(qkv_ptr + 2 * HEADS * WIDTH + wide, mask=wide < WIDTH, other=0.0)
+        own = ((b * PLACES + at) * HEADS + h) * WIDTH
+        tl.store(keys_ptr + own + channel, k_left, mask=channel < HALF)
+        tl.store(keys_ptr + own + HALF + channel, k_right, mask=channel < HALF)
+        tl.store(values_ptr + own + wide, value, mask=wide < WIDTH)
+        m = scale * tl.sum(
+            q_left.to(tl.float32) * k_left.to(tl.float32) + q_right.to(tl.float32) * k_right.to(tl.float32), 0
+        )  # fmt: skip
+        weight, acc = 1.0, value.to(tl.float32)
+    oldest = i
+    if WINDOW:
+        oldest = tl.minimum(i, i % WINDOW + WINDOW)
+    end = tl.minimum(tl.minimum(i + 1, PLACES).to(tl.int32), first + PART)
+    for start in tl.range(first, end, BLOCK_N, num_stages=2):
         place = start + tl.arange(0, BLOCK_N)
-        age = (i + PLACES - place) % PLACES
-        seen = (place < PLACES) & (age > 0) & (age <= oldest)
+        age = tl.where(place <= at, at - place, at - place + PLACES)
+        seen = (place < end) & (age > 0) & (age <= oldest)
         rows = ((b * PLACES + place) * HEADS + h) * WIDTH
         m, weight, acc = more_keys(
             m, weight, acc, q_left, q_right, keys_ptr, values_ptr, rows, seen, scale, HALF, BLOCK_H
         )  # fmt: skip
-    tl.store(out_ptr + (b * HEADS + h) * WIDTH + wide, (acc / weight).to(value.dtype), mask=wide < WIDTH)
+    if PARTS == 1:
+        kind = out_ptr.dtype.element_ty
+        tl.store(out_ptr + (b * HEADS + h) * WIDTH + wide, (acc / weight).to(kind), mask=wide < WIDTH)
+    else:
+        at_part = (b * HEADS + h) * PARTS + part
+        store_part(m, weight, acc, sums_ptr, weights_ptr, tops_ptr, at_part, WIDTH, BLOCK_H)
 
 
 @triton.jit
@@ -250,9 +285,9 @@ def far_kernel(
         WIDTH: tl.constexpr = 2 * HALF
         PART: tl.constexpr = ((PLACES + PARTS - 1) // PARTS + BLOCK_N - 1) // BLOCK_N * BLOCK_N
         i = tl.load(position_ptr + b)
-        channel, wide = tl.arange(0, BLOCK_H), tl.arange(0, 2 * BLOCK_H)
+        channel = tl.arange(0, BLOCK_H)
         cos, sin = cos_sin(i, channel, log2_base_high, log2_base_low, HALF)
-        left, right = turned(q_ptr + (b * HEADS + h) * WIDTH, channel, cos, sin, HALF)
+        left, right = turned(q_ptr + (b * HEADS + h) * WIDTH, None, channel, cos, sin, 0.0, HALF)
         first = part * PART
         end = tl.minimum((i // WINDOW * QUOTA).to(tl.int32), first + PART)
         m, weight, acc = float("-inf"), 0.0, tl.zeros((2 * BLOCK_H,), tl.float32)
@@ -263,21 +298,22 @@ def far_kernel(
                 m, weight, acc, left, right, keys_ptr, values_ptr, rows, place < end, scale, HALF, BLOCK_H
             )  # fmt: skip
         at = (b * HEADS + h) * PARTS + part
-        tl.store(weights_ptr + at, weight)
-        tl.store(tops_ptr + at, m)
-        tl.store(sums_ptr + at * WIDTH + wide, acc, mask=wide < WIDTH)
+        store_part(m, weight, acc, sums_ptr, weights_ptr, tops_ptr, at, WIDTH, BLOCK_H)
 
 
 @triton.jit
 def merge_kernel(
-    sums_ptr, weights_ptr, tops_ptr,  # as `far_kernel` writes them
-    gates_ptr,  # (batch,)
+    sums_ptr, weights_ptr, tops_ptr,  # as `near_kernel` and `far_kernel` write them
+    gates_ptr,  # (batch,); None: all tokens are chosen
     out_ptr,  # (batch, HEADS, 2·HALF)
     HEADS: tl.constexpr, HALF: tl.constexpr, PARTS: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
     """Combine the parts of a chosen token's head; without any key the result is 0."""
     h, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    if tl.load(gates_ptr + b) > 0:
+    gate = 1.0
+    if gates_ptr is not None:
+        gate = tl.load(gates_ptr + b)
+    if gate > 0:
         WIDTH: tl.constexpr = 2 * HALF
         part, wide = tl.arange(0, BLOCK_P), tl.arange(0, 2 * BLOCK_H)
         at = (b * HEADS + h) * PARTS + part

@@ -37,40 +37,45 @@ Make = Callable[..., tuple[Tensor, Tensor]]
 Queries = tuple[torch.device, torch.dtype, int, str]
 
 
-def _runs(make: Make, sizes: tuple[int, ...], keys: int, where: torch.device, like: Tensor) -> Runs:
-    """Return the runs `make(*sizes, where)` with their edges, on the device of `like`, for its width and dtype."""
-    first, last = (t[None] for t in make(*sizes, where))
-    edges = span.edges(like, first, last, keys) or (None, None)
-    return Runs(None, *(None if t is None else t.to(like.device) for t in (first, last, *edges)))  # type: ignore[arg-type]
-
-
-# runs by what they follow from, the oldest first; the next one to be made pushes the oldest out
-_KEPT: dict[tuple[Any, ...], Runs] = {}
+# tensors by what they follow from, the oldest first; the next ones to be made push the oldest out
+_KEPT: dict[tuple[Any, ...], tuple[Any, ...]] = {}
 _MOST = 64
-# runs whose addresses a CUDA graph holds: they stay as long as the process, a few kB each
-_CAPTURED: dict[tuple[Any, ...], Runs] = {}
+# tensors whose addresses a CUDA graph holds: they stay as long as the process
+_CAPTURED: dict[tuple[Any, ...], tuple[Any, ...]] = {}
 
 
-def _of(make: Make, sizes: tuple[int, ...], keys: int, queries: Queries) -> Runs:
-    key = make, sizes, keys, queries
-    runs = _KEPT.get(key) or _CAPTURED.get(key)
-    device, dtype, width, _ = queries
+def kept(
+    key: tuple[Any, ...], device: torch.device, make: Callable[[torch.device], tuple[Any, ...]]
+) -> tuple[Any, ...]:  # fmt: skip
+    """Return what `make` makes on a device, on `device`: from an earlier call with this key, which names the device."""
+    value = _KEPT.get(key) or _CAPTURED.get(key)
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        if runs is not None:
+        if value is not None:
             # 19 launches fewer in the graph of each attention
-            _CAPTURED[key] = runs
-            return runs
+            _CAPTURED[key] = value
+            return value
         # a captured graph owns the memory allocated in it: don't keep these
-        return _runs(make, sizes, keys, device, torch.empty(width, dtype=dtype, device=device))
-    if runs is None:
+        return make(device)
+    if value is None:
         # made on the CPU and copied, so that they are ready for every stream when the copy returns; outside inference
         # mode, because autograd can't save tensors made in it
         with torch.inference_mode(False):
-            runs = _runs(make, sizes, keys, torch.device("cpu"), torch.empty(width, dtype=dtype, device=device))
+            value = tuple(None if t is None else t.to(device) for t in make(torch.device("cpu")))
         if len(_KEPT) >= _MOST:
             _KEPT.pop(next(iter(_KEPT)), None)
-        _KEPT[key] = runs
-    return runs
+        _KEPT[key] = value
+    return value
+
+
+def _of(make: Make, sizes: tuple[int, ...], keys: int, queries: Queries) -> Runs:
+    device, dtype, width, _ = queries
+
+    def runs(where: torch.device) -> Runs:
+        first, last = (t[None] for t in make(*sizes, where))
+        like = torch.empty(width, dtype=dtype, device=device)
+        return Runs(None, first, last, *(span.edges(like, first, last, keys) or (None, None)))
+
+    return Runs(*kept((make, sizes, keys, queries), device, runs))
 
 
 def window_runs(n: int, window: int, causal: bool, queries: Queries) -> Runs:

@@ -12,11 +12,12 @@ from .norm import LayerNorm, RMSNorm
 from .routed import Routed, RoutedFeedForward
 from .router import Router, RouterOutput
 from .stats import routing_stats
+from .transformer import TransformerBlock
 from .weighted_sum import WeightedSum
 
 __all__ = [
     "AttentionRouting", "BlockRouting", "CausalRouter", "Decoder", "ExpertRouting", "Experts", "LayerNorm",
     "LocalAttention", "RMSNorm", "Routed", "RoutedAttention", "RoutedBlock", "RoutedCrossAttention",
-    "RoutedFeedForward", "Router", "RouterOutput", "WeightedSum", "graphed", "load_balancing_loss", "router_z_loss",
-    "routing_stats", "update_balance",
+    "RoutedFeedForward", "Router", "RouterOutput", "TransformerBlock", "WeightedSum", "graphed", "load_balancing_loss",
+    "router_z_loss", "routing_stats", "update_balance",
 ]  # fmt: skip

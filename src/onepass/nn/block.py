@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from onepass.fused import decoding
 
 from .attention import AttentionRouting, HeavyAttention, RoutedAttention
-from .cache import AttentionCache, BlockCache, ChoiceCache, Clock, HeavyCache, LocalCache
+from .cache import AttentionCache, BlockCache, ChoiceCache, Clock, HeavyCache, KeyCache
 from .causal import CausalRouter, router_of_windows
 from .count import check_count, check_dtype, check_number, check_size, count, refuse_gone
 from .feed_forward import has_no_overrides
@@ -181,7 +181,7 @@ class RoutedBlock(nn.Module):
         owns_clock, clock = clock is None, clock or Clock(batch, max_tokens, weight.device)
         quota = count(layer.k_kv, layer.window)
         attention = AttentionCache(
-            ChoiceCache(layer.router_q, float(layer.k_q), clock), LocalCache(layer.light, clock),  # type: ignore[arg-type]
+            ChoiceCache(layer.router_q, float(layer.k_q), clock), KeyCache(layer.light, clock),  # type: ignore[arg-type]
             HeavyCache(layer.heavy, layer.window, quota, clock), weight.new_zeros(batch, layer.window, layer.dim),
         )  # fmt: skip
         router: Any = self.feed_forward.router

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -139,7 +140,8 @@ def clear(buffers: Sequence[tuple[str, Tensor]]) -> None:
     """Forget all tokens in the named buffers of caches."""
     for dtype in {b.dtype for _, b in buffers}:
         torch._foreach_zero_([b for _, b in buffers if b.dtype == dtype])
-    torch._foreach_add_([b for name, b in buffers if name.endswith(("scores", "threshold"))], -math.inf)
+    if lowest := [b for name, b in buffers if name.endswith(("scores", "threshold"))]:
+        torch._foreach_add_(lowest, -math.inf)
 
 
 class ChoiceCache(_Cache):
@@ -211,11 +213,12 @@ def _at(scores: Tensor, tokens: Tensor) -> Tensor:
     return torch.where(tokens >= 0, scores.gather(2, tokens.clamp_min(0).expand(len(scores), -1, -1)), -math.inf)
 
 
-class LocalCache(_Cache):
-    """What a causal `LocalAttention` keeps.
+class KeyCache(_Cache):
+    """What a causal `LocalAttention` or the attention of a `TransformerBlock` keeps: two windows, or all tokens.
 
     Attributes:
-        keys, values: ``(batch, 2·window, heads, dim_head)``: those of token i in place i mod 2·window, keys rotated.
+        keys, values: ``(batch, places, heads, dim_head)``: those of token i in place i mod places, keys rotated. There
+            are 2·window places, or without a window max_tokens.
     """
 
     keys: Tensor
@@ -223,24 +226,35 @@ class LocalCache(_Cache):
 
     def __init__(self, layer: Any, clock: Clock) -> None:
         super().__init__(clock)
-        shape = len(clock.counts), 2 * layer.window, layer.heads, layer.dim_head
+        self.window, places = layer.window, 2 * layer.window if layer.window else clock.max_tokens
         for name in ("keys", "values"):
-            self.register_buffer(name, layer.qkv.weight.new_zeros(shape))
+            self.register_buffer(
+                name, layer.qkv.weight.new_zeros(len(clock.counts), places, layer.heads, layer.dim_head)
+            )
 
-    def attend(self, qkv: Tensor) -> Tensor:
-        """Return the attention (batch, 1, heads, dim_head) of one more token (batch, 1, 3, heads, dim_head)."""
-        i, places, heads = self.clock.position, self.keys.shape[1], qkv.shape[3]
-        turned = rotary(qkv[:, :, :2].flatten(2, 3), i[:, None])
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Return the attention of one more token (batch, 1, heads, dim_head), whose query and key are rotated."""
+        i, places = self.clock.position, self.keys.shape[1]
         rows, at = torch.arange(len(i), device=i.device), i % places
-        self.keys.index_put_((rows, at), turned[:, 0, heads:].to(self.keys.dtype))
-        self.values.index_put_((rows, at), qkv[:, 0, 2].to(self.values.dtype))
-        age = (i[:, None] - torch.arange(places, device=i.device)) % places
+        self.keys.index_put_((rows, at), k[:, 0].to(self.keys.dtype))
+        self.values.index_put_((rows, at), v[:, 0].to(self.values.dtype))
+        used = places if self.clock.forced is not None else min(places, max(self.clock.counts) + 1)
+        age = (i[:, None] - torch.arange(used, device=i.device)) % places
         # the tokens of this window and of the one before
-        seen = age <= (i % (places // 2) + places // 2).minimum(i)[:, None]
-        return _attend(turned[:, :, :heads], self.keys, self.values, seen)
+        oldest = i if self.window is None else (i % self.window + self.window).minimum(i)
+        return _attend(q, self.keys[:, :used], self.values[:, :used], age <= oldest[:, None])
+
+    def keep(self, k: Tensor, v: Tensor) -> None:
+        """Keep rotated keys and values (batch, n, heads, dim_head) of a prompt, or the last ones."""
+        for room, new in ((self.keys, k), (self.values, v)):
+            if self.window is None:
+                self.clock.kept.append((room[:, : new.shape[1]], new))
+            else:
+                last = gather(new.flatten(2), self.clock.last_in(room.shape[1]))
+                self.clock.kept.append((room, last.view(room.shape)))
 
     def fill(self, layer: Any, x: Tensor) -> None:
-        """Keep keys and values of the last tokens of a prompt."""
+        """Keep keys and values of the last tokens of a prompt (batch, n, dim) for a `LocalAttention`."""
         at = self.clock.last_in(self.keys.shape[1])
         _, k, v = layer.qkv(layer.norm(gather(x, at))).unflatten(-1, (3, layer.heads, layer.dim_head)).unbind(2)
         apply_rotary(k, at, BASE, False, self.keys)
@@ -319,7 +333,7 @@ class AttentionCache(_Cache):
 
     tokens: Tensor
 
-    def __init__(self, queries: ChoiceCache, light: LocalCache, heavy: HeavyCache, tokens: Tensor) -> None:
+    def __init__(self, queries: ChoiceCache, light: KeyCache, heavy: HeavyCache, tokens: Tensor) -> None:
         super().__init__(queries.clock)
         self.queries, self.light, self.heavy = queries, light, heavy
         self.register_buffer("tokens", tokens)
@@ -359,17 +373,32 @@ class AttentionCache(_Cache):
 
 
 class BlockCache(_Cache):
-    """What a causal `RoutedBlock` keeps of the tokens before; ``cache.nbytes`` is its size.
+    """What a causal `RoutedBlock` or `TransformerBlock` keeps of the tokens before; ``cache.nbytes`` is its size.
 
     A module of buffers: ``state_dict``, ``load_state_dict``, ``to`` and ``copy.deepcopy`` save, move and copy it.
     """
 
-    def __init__(self, attention: AttentionCache, feed_forward: ChoiceCache, owns_clock: bool) -> None:
+    # `AttentionCache` and `ChoiceCache`, or `KeyCache` and None
+    attention: Any
+    feed_forward: Any
+
+    def __init__(
+        self, attention: AttentionCache | KeyCache, feed_forward: ChoiceCache | None, owns_clock: bool
+    ) -> None:  # fmt: skip
         super().__init__(attention.clock)
         self.attention, self.feed_forward, self.owns_clock = attention, feed_forward, owns_clock
         if owns_clock:
             del self.__dict__["clock"]
             self.clock = attention.clock
+
+    @contextmanager
+    def reading(self, x: Tensor, mask: Tensor | None) -> Iterator[None]:
+        """Count tokens (batch, n, dim) that are read meanwhile, unless the model does."""
+        if self.owns_clock:
+            self.clock.begin(x, mask)
+        yield
+        if self.owns_clock:
+            self.clock.end()
 
     @property
     def position(self) -> int:

@@ -1,4 +1,4 @@
-"""`Decoder`: a stack of causal routed blocks writes after prompts, on a GPU with one CUDA graph per token."""
+"""`Decoder`: a stack of causal blocks writes after prompts, on a GPU with one CUDA graph per token."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from .block import RoutedBlock
 from .cache import BlockCache, Clock, clear
 from .count import check_int, check_number, check_size
 from .graphed import refuse_changed, settings
+from .transformer import TransformerBlock
 
 # tokens that a GPU writes before the host looks at them
 CHUNK = 32
@@ -26,15 +27,16 @@ CHUNK = 32
 class Decoder:
     r"""Write tokens after prompts: the full forward reads a prompt, then each token takes one step of all blocks.
 
-    Steps make the choices of the full forward and equal it to rounding. On a CUDA device a step is one CUDA graph. A
-    second graph has what only the first token of a window needs; the host's count of tokens chooses between them, and
-    the host reads nothing per token. On a CPU, and in float64, the same steps run without graphs.
+    Steps make the choices of the full forward and equal it to rounding. On a CUDA device a step is one CUDA graph, and
+    the host reads nothing per token. With routed blocks a second graph has what only the first token of a window needs;
+    the host's count of tokens chooses between them. On a CPU, and in float64, the same steps run without graphs.
 
     A token is drawn from ``softmax(logits / temperature)`` at a number that the CPU draws from the seed, so both
     devices draw alike.
 
     Args:
-        blocks: `RoutedBlock` modules, causal, every k a share (see `RoutedBlock.new_cache`); in evaluation mode.
+        blocks: `TransformerBlock` or `RoutedBlock` modules, causal, every k a share (see `RoutedBlock.new_cache`); in
+            evaluation mode.
         embed: called with tokens ``(batch, n)`` int64, gives ``(batch, n, dim)``.
         head: called with ``(batch, n, dim)``, gives logits ``(batch, n, vocabulary)``.
         batch: how many sequences are written side by side. They may have prompts of unequal lengths.
@@ -61,22 +63,23 @@ class Decoder:
 
     Example:
         >>> import torch
-        >>> from onepass.nn import Decoder, RoutedBlock
+        >>> from onepass.nn import Decoder, TransformerBlock
         >>> embedding, head = torch.nn.Embedding(256, 32), torch.nn.Linear(32, 256)
-        >>> blocks = [RoutedBlock(32, k=1 / 8, heads=2, dim_head=16, window=16, causal=True).eval() for _ in range(2)]
+        >>> blocks = [TransformerBlock(32, dim_head=16, window=w, causal=True).eval() for w in (8, 8, None)]
         >>> decoder = Decoder(blocks, embedding, head, batch=2, max_tokens=100, top_p=0.9)
         >>> decoder.generate(torch.randint(256, (2, 30)), 50, lengths=[30, 7]).shape
         torch.Size([2, 50])
     """
 
     def __init__(
-        self, blocks: Sequence[RoutedBlock] | nn.ModuleList, embed: Callable[[Tensor], Tensor],
+        self, blocks: Sequence[RoutedBlock | TransformerBlock] | nn.ModuleList, embed: Callable[[Tensor], Tensor],
         head: Callable[[Tensor], Tensor], *, batch: int, max_tokens: int, lookback: int = 0, temperature: float = 1.0,
         top_k: int | None = None, top_p: float | None = None, seed: int = 0, stop: int | None = None,
     ) -> None:  # fmt: skip
         self.blocks: list[Any] = list(blocks)
-        if not self.blocks or not all(isinstance(block, RoutedBlock) for block in self.blocks):
-            raise TypeError(f"Decoder: blocks must be RoutedBlock modules, got {[type(b).__name__ for b in blocks]}")
+        if not self.blocks or not all(isinstance(block, RoutedBlock | TransformerBlock) for block in self.blocks):
+            names = [type(block).__name__ for block in self.blocks]
+            raise TypeError(f"Decoder: blocks must be TransformerBlock or RoutedBlock modules, got {names}")
         for name, size in (("batch", batch), ("max_tokens", max_tokens), ("top_k", 1 if top_k is None else top_k)):
             check_size("Decoder", name, size)
         check_int("Decoder", "lookback", lookback)
@@ -89,7 +92,7 @@ class Decoder:
             raise ValueError(f"Decoder: top_p must be a probability 0 < top_p ≤ 1, got {top_p}")
         self.embed, self.head, self.lookback = embed, head, lookback
         self.temperature, self.top_k, self.top_p, self.stop = temperature, top_k, top_p, stop
-        weight = self.blocks[0].attention.light.qkv.weight
+        weight = next(self.blocks[0].attention.parameters())
         self.clock, device = Clock(batch, max_tokens, weight.device), weight.device
         self.caches: list[BlockCache] = [b.new_cache(batch, max_tokens, clock=self.clock) for b in self.blocks]
         self.buffers = [buffer for cache in self.caches for buffer in cache.named_buffers()]
@@ -285,11 +288,11 @@ class Decoder:
 
     @torch.no_grad()
     def _capture(self) -> None:
-        """Capture a step of any token, and one of a token that begins a window for some sequence."""
+        """Capture a step of any token; of routed blocks also one of a token that begins a window for some sequence."""
         stream = torch.cuda.Stream(self.tokens.device)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with collected(), torch.cuda.device(self.tokens.device):
-            for turns in (False, True):
+            for turns in (False, True) if self.clock.periods else (False,):
                 self.clock.forced, graph = turns, torch.cuda.CUDAGraph()
                 # the first pass compiles kernels and makes the libraries' workspaces
                 with torch.cuda.stream(stream):

@@ -181,7 +181,7 @@ class Experts(nn.Module):
             # 0·NaN is NaN in a weight's gradient
             x, mask = x.masked_fill(~mask[..., None], 0), mask.reshape(-1)
         matrices: list[Any] = [self.up, self.down, self.gate]
-        if torch.is_autocast_enabled(x.device.type):
+        if not x.is_meta and torch.is_autocast_enabled(x.device.type):
             dtype = torch.get_autocast_dtype(x.device.type)
             # the norm writes what the products read
             u = rms_norm(x, self.norm.weight, eps=self.norm.eps, out_dtype=dtype)
@@ -201,10 +201,8 @@ class Experts(nn.Module):
         y = y.to(x.dtype).view(x.shape)
         if not return_routing:
             return y
-        shape = x.shape[:-1]
-        return y, ExpertRouting(
-            indices.view(*shape, self.top_k), weights.view(*shape, self.top_k), logits.view(*shape, -1), counts
-        )
+        chosen, logits = (*x.shape[:-1], self.top_k), logits.view(*x.shape[:-1], self.num_experts)
+        return y, ExpertRouting(indices.view(chosen), weights.view(chosen), logits, counts)
 
     if TYPE_CHECKING:
         __call__: RoutedCall[ExpertRouting]

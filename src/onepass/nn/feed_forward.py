@@ -16,7 +16,10 @@ from .norm import RMSNorm
 
 
 class FeedForward(nn.Module):
-    """``down(gelu(up(norm(x))))``: one branch of `RoutedFeedForward`, with a norm of its own."""
+    """``down(gelu(up(norm(x))))``: one branch of `RoutedFeedForward`, with a norm of its own.
+
+    With a residual it takes ``x + residual`` for x, and returns that sum as well.
+    """
 
     def __init__(
         self, dim: int, hidden: int, *, bias: bool = True, device: torch.device | str | None = None,
@@ -27,9 +30,11 @@ class FeedForward(nn.Module):
         self.up = nn.Linear(dim, hidden, bias=bias, device=device, dtype=dtype)
         self.down = nn.Linear(hidden, dim, bias=bias, device=device, dtype=dtype)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         check_dtype("FeedForward", x, self.up)
-        return self.down(F.gelu(self.up(self.norm(x))))  # type: ignore[no-any-return]
+        normed, *total = (self.norm(x),) if residual is None else self.norm(x, residual)
+        y = self.down(F.gelu(self.up(normed)))
+        return (y, *total) if total else y  # type: ignore[return-value]
 
     def layers(self) -> tuple[nn.Module, nn.Module, nn.Module]:
         """Return the norm and the two linear layers."""

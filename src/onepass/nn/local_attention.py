@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from onepass.fused.runs import neighbours
-from onepass.ops.span_attention.op import rotary_attention
+from onepass.ops.span_attention.op import rotary, rotary_attention
 
 from .count import check_dtype, check_size
 from .norm import RMSNorm
@@ -16,7 +16,7 @@ from .padding import zero_padding
 from .whole_rows import takes_whole_rows, whole_rows
 
 if TYPE_CHECKING:
-    from .cache import LocalCache
+    from .cache import KeyCache
 
 
 class LocalAttention(nn.Module):
@@ -62,7 +62,7 @@ class LocalAttention(nn.Module):
         self.qkv = nn.Linear(dim, 3 * heads * dim_head, bias=False, device=device, dtype=dtype)
         self.out = nn.Linear(heads * dim_head, dim, bias=False, device=device, dtype=dtype)
 
-    def forward(self, x: Tensor, mask: Tensor | None = None, *, cache: LocalCache | None = None) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor | None = None, *, cache: KeyCache | None = None) -> Tensor:
         if cache is None and takes_whole_rows(self, x):
             return whole_rows(LocalAttention, self, x, mask)  # type: ignore[no-any-return]
         x = zero_padding("LocalAttention", x, mask)
@@ -70,14 +70,15 @@ class LocalAttention(nn.Module):
         qkv = self.qkv(self.norm(x)).unflatten(-1, (3, self.heads, self.dim_head))
         if cache is not None:
             if x.shape[1] == 1:
-                return self.out(cache.attend(qkv).flatten(2))  # type: ignore[no-any-return]
+                q, k = rotary(qkv[:, :, :2].flatten(2, 3), cache.clock.position[:, None]).chunk(2, dim=2)
+                return self.out(cache.attend(q, k, qkv[:, :, 2]).flatten(2))  # type: ignore[no-any-return]
             cache.fill(self, x)
         first, last = neighbours(x.shape[1], self.window, self.causal, x.device)
         return self.out(rotary_attention(qkv, first, last, mask=mask).flatten(2))  # type: ignore[no-any-return]
 
     if TYPE_CHECKING:
 
-        def __call__(self, x: Tensor, mask: Tensor | None = None, *, cache: LocalCache | None = None) -> Tensor: ...
+        def __call__(self, x: Tensor, mask: Tensor | None = None, *, cache: KeyCache | None = None) -> Tensor: ...
 
     def extra_repr(self) -> str:
         return f"heads={self.heads}, dim_head={self.dim_head}, window={self.window}, causal={self.causal}"

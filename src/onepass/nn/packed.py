@@ -52,7 +52,8 @@ def places(caller: str, total: int, device: torch.device, cu_seqlens: Tensor, ma
     return Places(mask, row * max_seqlen + token - begin.index_select(0, row))
 
 
-def _checked(caller: str, x: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
+def checked(caller: str, x: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
+    """Return cu_seqlens; raise TypeError or ValueError unless a call gave packed tokens x and nothing else."""
     if cu_seqlens is None:
         raise ValueError(f"{caller}: max_seqlen belongs to cu_seqlens, which is not given")
     if mask is not None:
@@ -60,6 +61,10 @@ def _checked(caller: str, x: Tensor, mask: Tensor | None, cu_seqlens: Tensor | N
     check.floating(caller, "x", x)
     if x.dim() not in (2, 3) or (x.dim() == 3 and len(x) != 1):
         raise ValueError(f"{caller}: with cu_seqlens, x must be (total, dim) or (1, total, dim), got {tuple(x.shape)}")
+    if hasattr(x, "to_local"):
+        raise TypeError(
+            f"{caller}: with cu_seqlens, x must be a plain tensor, got a DTensor; give each device whole sequences"
+        )
     return cu_seqlens
 
 
@@ -67,11 +72,7 @@ def unpack(
     caller: str, x: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, max_seqlen: int | None
 ) -> tuple[Tensor, Places]:
     """Return packed tokens (total, dim) or (1, total, dim) as a padded batch (sequences, longest, dim), and places."""
-    cu_seqlens = _checked(caller, x, mask, cu_seqlens)
-    if hasattr(x, "to_local"):
-        raise TypeError(
-            f"{caller}: with cu_seqlens, x must be a plain tensor, got a DTensor; give each device whole sequences"
-        )
+    cu_seqlens = checked(caller, x, mask, cu_seqlens)
     tokens = x.reshape(-1, x.shape[-1])
     where = places(caller, len(tokens), x.device, cu_seqlens, max_seqlen)
     rows, longest = where.mask.shape

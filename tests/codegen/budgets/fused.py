@@ -184,10 +184,18 @@ def _decoding() -> Iterator[Kernel]:
     heads = {"HEADS": 16, "HALF": 32, "BLOCK_H": 32}
     floats = dict.fromkeys(("scale", "log2_base_high", "log2_base_low"), "fp32")
     signature = {f"{name}_ptr": t for name in ("qkv", "keys", "values", "out")} | {"position_ptr": "*i64"}
+    weights = {f"{name}_weight_ptr": "*fp32" for name in "qk"}
+    parts = {f"{name}_ptr": "*fp32" for name in ("sums", "weights", "tops")}
+    near, eps = kernel(source, "near_kernel"), {"eps": "fp32"}
     yield Kernel(
-        "decoding local", kernel(source, "local_kernel"), signature | floats,
-        heads | {"WINDOW": 256, "BLOCK_N": 256}, pointers(signature), num_warps=8, max_registers=168,
-        max_spill_bytes=32,
+        "decoding near, windows", near, signature | floats | eps,
+        heads | dict.fromkeys(weights | parts) | {"WINDOW": 256, "PLACES": 512, "PARTS": 1, "BLOCK_N": 256},
+        pointers(signature), num_warps=8, max_registers=168, max_spill_bytes=32,
+    )  # fmt: skip
+    yield Kernel(
+        "decoding near, all", near, signature | weights | parts | floats | eps,
+        heads | {"WINDOW": 0, "PLACES": 65536, "PARTS": 64, "BLOCK_N": 128}, pointers(signature | weights | parts),
+        max_registers=168, max_spill_bytes=32,
     )  # fmt: skip
     partial = {f"{name}_ptr": "*fp32" for name in ("sums", "weights", "tops", "gates")}
     signature = {f"{name}_ptr": t for name in ("q", "keys", "values")} | {"position_ptr": "*i64"} | partial

@@ -1,0 +1,292 @@
+"""`TransformerBlock`: attention within windows or over all tokens, then a feed-forward or experts."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from onepass.core import check
+from onepass.core.eager import plain
+from onepass.core.launch import next_power_of_2
+from onepass.fused import decoding
+from onepass.fused.runs import kept
+from onepass.ops.qk_norm_rope.op import qk_norm_rope
+from onepass.ops.span_attention.op import BASE, span_attention
+
+from .cache import BlockCache, Clock, KeyCache
+from .count import check_dtype, check_flag, check_int, check_number, check_size
+from .experts import ExpertRouting, Experts
+from .feed_forward import FeedForward
+from .local_attention import check_heads
+from .norm import RMSNorm
+from .packed import checked, places
+from .padding import zero_padding
+
+if TYPE_CHECKING:
+    from .calls import RoutedCall
+
+
+# added to the mean of squares of a head
+EPS = 1e-6
+
+
+class Sequences(NamedTuple):
+    """Where packed tokens stand: in their sequence, where it begins, and where it ends; (total,) int32 each."""
+
+    positions: Tensor
+    begin: Tensor
+    end: Tensor
+
+
+class SelfAttention(nn.Module):
+    """``out(attention(qkv(rms_norm(x))))``: the attention of a `TransformerBlock`, without the residual.
+
+    Queries and keys are normed per head and rotated by their positions (`onepass.qk_norm_rope`).
+    """
+
+    def __init__(
+        self, dim: int, heads: int, dim_head: int, window: int | None, causal: bool, *,
+        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.dim, self.heads, self.dim_head, self.window, self.causal = dim, heads, dim_head, window, causal
+        self.norm = RMSNorm(dim, device=device, dtype=dtype)
+        self.qkv = nn.Linear(dim, 3 * heads * dim_head, bias=False, device=device, dtype=dtype)
+        self.q_weight, self.k_weight = (
+            nn.Parameter(torch.empty(dim_head, device=device, dtype=dtype)) for _ in range(2)
+        )
+        self.out = nn.Linear(heads * dim_head, dim, bias=False, device=device, dtype=dtype)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Set the weights of the heads' norms to 1; submodules have their own `reset_parameters`."""
+        nn.init.ones_(self.q_weight)
+        nn.init.ones_(self.k_weight)
+
+    def forward(
+        self, x: Tensor, mask: Tensor | None = None, packed: Sequences | None = None, cache: KeyCache | None = None
+    ) -> Tensor:
+        check_dtype("TransformerBlock", x, self.qkv)
+        n, step, weights = x.shape[1], cache is not None and x.shape[1] == 1, (self.q_weight, self.k_weight)
+        qkv = self.qkv(self.norm(x))
+        if cache is not None and step and decoding.fits(x):
+            return self.out(decoding.attend(self, cache, qkv, weights, EPS)[:, None])  # type: ignore[no-any-return]
+        q, k, v = qkv.unflatten(-1, (3, self.heads, self.dim_head)).unbind(2)
+        positions = None if packed is None else packed.positions
+        if cache is not None and step:
+            n, positions = cache.clock.max_tokens, cache.clock.position[:, None]
+        cos, sin = angles(n, self.dim_head, q)
+        q, k = qk_norm_rope(q, k, *weights, cos=cos, sin=sin, positions=positions, eps=EPS)
+        if cache is not None and step:
+            return self.out(cache.attend(q, k, v).flatten(2))  # type: ignore[no-any-return]
+        if cache is not None:
+            cache.keep(k, v)
+        if self.window is None and mask is None and packed is None:
+            q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal).transpose(1, 2)
+        else:
+            # torch's attention would read a mask of n × n
+            y = span_attention(q, k, v, *self.spans(n, q, packed), mask=mask)
+        return self.out(y.flatten(2))  # type: ignore[no-any-return]
+
+    def spans(self, n: int, like: Tensor, packed: Sequences | None) -> tuple[Tensor, Tensor]:
+        """Return the first token that each of n tokens sees, and one past the last one, (n,) int32 each."""
+        window, causal = self.window, self.causal
+
+        def make(device: torch.device) -> tuple[Tensor, Tensor]:
+            token = torch.arange(n, device=device, dtype=torch.int32)
+            positions, begin, end = packed or (token, torch.zeros_like(token), torch.full_like(token, n))
+            if window is not None:
+                start = token - positions % window
+                begin, end = (start - window).maximum(begin), (start + 2 * window).minimum(end)
+            return begin, token + 1 if causal else end
+
+        if packed is not None or not plain(like):
+            return make(like.device)
+        return kept(("spans", n, window, causal, like.device), like.device, make)
+
+    def extra_repr(self) -> str:
+        return f"heads={self.heads}, dim_head={self.dim_head}, window={self.window}, causal={self.causal}"
+
+
+class TransformerBlock(nn.Module):
+    r"""A pre-norm transformer block: ``h = x + attention(x)``, ``y = h + feed_forward(h)``.
+
+    .. math::
+        h = x + \mathrm{out}(\mathrm{attention}(q, k, v)), \qquad (q, k, v) = W\,\mathrm{rms}(x), \qquad
+        y = h + \mathrm{down}(\mathrm{gelu}(\mathrm{up}(\mathrm{rms}(h))))
+
+    with queries and keys normed per head and rotated by their positions (`onepass.qk_norm_rope`).
+    With a window w token i sees the tokens of the windows ⌊i/w⌋ − 1 to ⌊i/w⌋ + 1 (causal: those of ⌊i/w⌋ − 1 and
+    ⌊i/w⌋ up to itself), by `span_attention`; without one all tokens (causal: those up to itself), by torch's
+    attention, or with a mask or packed sequences by `span_attention`, whose memory is that of the tokens. A few global
+    blocks among blocks with windows read far and cost little.
+
+    With experts, `Experts` stands for the feed-forward: every token takes the `top_k` that its router chooses.
+
+    Args:
+        dim: width of the tokens.
+        heads, dim_head: number of heads, default ``dim // dim_head``, and channels of each (even).
+        window: w, tokens of a window; None: attention over all tokens.
+        causal: no token sees a later one: for language models.
+        hidden_dim: hidden width of the feed-forward, default 4·dim, or of one expert, default that of `Experts`.
+        num_experts, top_k: how many experts there are, and how many a token takes; 0: a feed-forward for all tokens.
+        dropout: while training, the probability with which an element of what a layer adds to the residual stream is
+            zero; the others are divided by 1 − dropout.
+        device, dtype: of all parameters.
+
+    Shapes: ``block(x, mask=None)`` with x ``(batch, n, dim)`` of any float dtype, mask ``(batch, n)`` bool, True at
+    real tokens, gives y like x. No token sees a masked one; masked tokens count as zeros whatever they hold.
+    ``block(x, mask, return_routing=True)`` gives ``(y, ExpertRouting)``, or ``(y, None)`` without experts. Packed
+    sequences: ``block(x, cu_seqlens=bounds, max_seqlen=longest)`` with x ``(total, dim)`` or ``(1, total, dim)``, as
+    flash attention takes them; each gives what it gives alone, and nothing is padded. Works under autocast,
+    `torch.compile`, `torch.export`, CUDA graphs and activation checkpointing.
+
+    Raises:
+        TypeError: a size is not an int, or causal is not a bool.
+        ValueError: a size is out of range, dim is not a multiple of dim_head where heads is not given, or shapes don't
+            fit.
+
+    Source: Vaswani et al. (arXiv:1706.03762), pre-norm; windows beside global attention as in Longformer
+    (arXiv:2004.05150) and Gemma 3 (arXiv:2503.19786).
+
+    Example:
+        >>> import torch
+        >>> from onepass.nn import TransformerBlock
+        >>> near = TransformerBlock(64, dim_head=32, window=16, causal=True)
+        >>> far = TransformerBlock(64, dim_head=32, causal=True)
+        >>> far(near(torch.randn(2, 100, 64))).shape
+        torch.Size([2, 100, 64])
+        >>> bounds = torch.tensor([0, 64, 105], dtype=torch.int32)
+        >>> near(torch.randn(105, 64), cu_seqlens=bounds).shape
+        torch.Size([105, 64])
+    """
+
+    def __init__(
+        self, dim: int, *, heads: int | None = None, dim_head: int = 64, window: int | None = None,
+        causal: bool = False, hidden_dim: int | None = None, num_experts: int = 0, top_k: int = 2,
+        dropout: float = 0.0, device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        name = "TransformerBlock"
+        check_heads(name, dim, 1 if heads is None else heads, dim_head)
+        if heads is None and dim % dim_head:
+            raise ValueError(
+                f"{name}: dim must be a multiple of dim_head where heads is not given, got dim = {dim} and dim_head = "
+                f"{dim_head}: write heads="
+            )
+        for what, size in (("window", window), ("hidden_dim", hidden_dim)):
+            if size is not None:
+                check_size(name, what, size)
+        check_int(name, "num_experts", num_experts)
+        check_flag(name, "causal", causal)
+        check_number(name, "dropout", dropout)
+        if not 0 <= dropout <= 1:
+            raise ValueError(f"{name}: dropout must be between 0 and 1, got {dropout}")
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.dropout = dropout
+        self.attention = SelfAttention(dim, heads or dim // dim_head, dim_head, window, causal, **factory)
+        if num_experts:
+            self.feed_forward: nn.Module = Experts(dim, num_experts, top_k, hidden_dim=hidden_dim, **factory)
+        else:
+            self.feed_forward = FeedForward(dim, hidden_dim or 4 * dim, bias=False, **factory)
+
+    if TYPE_CHECKING:
+        __call__: RoutedCall[ExpertRouting | None]
+
+    def forward(
+        self, x: Tensor, mask: Tensor | None = None, return_routing: bool = False, *,
+        cu_seqlens: Tensor | None = None, max_seqlen: int | None = None, cache: BlockCache | None = None,
+    ) -> Tensor | tuple[Tensor, ExpertRouting | None]:  # fmt: skip
+        check.floating("TransformerBlock", "x", x)
+        packed = None
+        shape = x.shape
+        if cu_seqlens is not None or max_seqlen is not None:
+            x, packed = sequences(x, mask, cu_seqlens, max_seqlen)
+        if x.dim() != 3 or x.shape[-1] != self.attention.dim:
+            raise ValueError(f"TransformerBlock: x must be (batch, n, {self.attention.dim}), got {tuple(shape)}")
+        if cache is None:
+            y, routing = self._forward(zero_padding("TransformerBlock", x, mask), mask, packed, None)
+        elif packed is not None:
+            raise ValueError("TransformerBlock: cache and cu_seqlens exclude each other: give a batch with a mask")
+        else:
+            with torch.no_grad(), cache.reading(x, mask):
+                y, routing = self._forward(zero_padding("TransformerBlock", x, mask), mask, None, cache.attention)
+        return (y.view(shape), routing) if return_routing else y.view(shape)
+
+    def _forward(
+        self, x: Tensor, mask: Tensor | None, packed: Sequences | None, cache: KeyCache | None
+    ) -> tuple[Tensor, ExpertRouting | None]:
+        y, routing = self._dropped(self.attention(x, mask, packed, cache)), None
+        if isinstance(self.feed_forward, FeedForward):
+            y, x = self.feed_forward(y, x)
+        else:
+            x = x + y
+            y, routing = self.feed_forward(x, mask, return_routing=True)
+        return x + self._dropped(y), routing
+
+    def new_cache(self, batch: int, max_tokens: int = 4096, *, clock: Clock | None = None) -> BlockCache:
+        """Return the cache of `batch` sequences without tokens, for ``block(x, mask, cache=cache)`` and `Decoder`.
+
+        A first call may read prompts (batch, n, dim), each later one one more token (batch, 1, dim) of each sequence;
+        outputs equal those of the full forward to rounding, and nothing is differentiable. The cache keeps two windows
+        of keys and values, or without a window those of `max_tokens` tokens of each sequence, on the device and in the
+        dtype of the block's weights. `clock` is that of a model of several blocks, which then counts the tokens.
+
+        Raises:
+            TypeError: batch or max_tokens is not an int.
+            ValueError: the block is not causal, or batch or max_tokens is < 1. In a call: the cache is full, or holds
+                another number of sequences.
+
+        Example:
+            >>> import torch
+            >>> from onepass.nn import TransformerBlock
+            >>> block = TransformerBlock(32, dim_head=16, window=8, causal=True).eval()
+            >>> x, cache = torch.randn(2, 21, 32), block.new_cache(2)
+            >>> steps = torch.cat([block(x[:, i : i + 1], cache=cache) for i in range(21)], 1)
+            >>> torch.allclose(steps, block(x), atol=1e-5)
+            True
+        """
+        check_size("TransformerBlock", "batch", batch)
+        check_size("TransformerBlock", "max_tokens", max_tokens)
+        if not self.attention.causal:
+            raise ValueError("TransformerBlock: decoding needs causal=True; this block's tokens see later ones")
+        owns_clock, clock = clock is None, clock or Clock(batch, max_tokens, self.attention.qkv.weight.device)
+        return BlockCache(KeyCache(self.attention, clock), None, owns_clock)
+
+    def _dropped(self, y: Tensor) -> Tensor:
+        return F.dropout(y, self.dropout, self.training)
+
+
+def sequences(
+    x: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, max_seqlen: int | None
+) -> tuple[Tensor, Sequences]:
+    """Return packed tokens as one row (1, total, dim), and where they stand."""
+    cu_seqlens = checked("TransformerBlock", x, mask, cu_seqlens)
+    x = x.reshape(1, -1, x.shape[-1])
+    total = x.shape[1]
+    real, slots = places("TransformerBlock", total, x.device, cu_seqlens, max_seqlen)
+    row, positions = slots // max(real.shape[1], 1), slots % max(real.shape[1], 1)
+    begin = torch.arange(total, device=x.device) - positions
+    end = begin + real.sum(-1).index_select(0, row)
+    return x, Sequences(*(t.to(torch.int32) for t in (positions, begin, end)))
+
+
+def angles(n: int, width: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Return cosines and sines (n, width / 2) of rotary positions 0 … n − 1, in fp32 or wider."""
+    wide = torch.promote_types(like.dtype, torch.float32)
+
+    def make(rows: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        kind: dict[str, Any] = {"device": device, "dtype": torch.float64}
+        angle = torch.arange(rows, **kind)[:, None] * BASE ** (-torch.arange(0, width, 2, **kind) / width)
+        return angle.cos().to(wide), angle.sin().to(wide)
+
+    if not plain(like):
+        return make(n, like.device)
+    rows = next_power_of_2(n)
+    cos, sin = kept(("angles", rows, width, wide, like.device), like.device, partial(make, rows))
+    return cos[:n], sin[:n]

@@ -1,0 +1,167 @@
+"""`TransformerBlock` against its definition in float64; `test_every_layer.py` has what every layer owes PyTorch."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from nn.layers import attend, first, holes, rms, tokens, turned
+from onepass.nn import Experts, TransformerBlock, graphed
+
+DIM, N = 32, 40
+shapes = pytest.mark.parametrize(("window", "causal"), [(None, False), (None, True), (8, False), (8, True), (1, True)])
+
+
+def block(window: int | None = 8, causal: bool = False, dtype: torch.dtype = torch.float64, **options: Any) -> Any:
+    torch.manual_seed(2)
+    made = TransformerBlock(DIM, **{"dim_head": 16, **options}, window=window, causal=causal, dtype=dtype)
+    for weight in (made.attention.q_weight, made.attention.k_weight, made.attention.norm.weight):
+        nn.init.uniform_(weight, 0.5, 1.5)
+    return made
+
+
+def defined(made: TransformerBlock, x: Tensor, mask: Tensor) -> Tensor:
+    """One sequence (n, dim), with full matrices; masked tokens count as zeros."""
+    part, at = made.attention, torch.arange(len(x))
+    x = x * mask[:, None]
+    q, k, v = part.qkv(rms(x, part.norm.weight)).view(len(x), 3, part.heads, -1).unbind(1)
+    q, k = (
+        turned(t / (t.square().mean(-1, keepdim=True) + 1e-6).sqrt() * w, at)
+        for t, w in ((q, part.q_weight), (k, part.k_weight))
+    )
+    window = len(x) if part.window is None else part.window
+    seen = ((at // window)[:, None] - at // window).abs() <= 1
+    seen = (seen.tril() if part.causal else seen) & mask
+    h = x + part.out(attend(q, k, v, seen))
+    part, u = made.feed_forward, rms(h * mask[:, None], made.feed_forward.norm.weight)
+    if not isinstance(part, Experts):
+        up = made.feed_forward.up(rms(h, part.norm.weight))
+        return h + part.down(up * (1 + torch.erf(up / math.sqrt(2))) / 2)
+    scores = (u @ part.router.weight.T).sigmoid()
+    chosen = (scores.topk(part.top_k).values[:, -1:] <= scores) * mask[:, None]
+    weights = scores * chosen / (scores * chosen).sum(-1, keepdim=True).clamp_min(1e-30)
+    up = torch.einsum("nd,edh->neh", u, part.up)
+    up = up / 2 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (up + 0.044715 * up**3)))
+    return h + torch.einsum("ne,neh,ehd->nd", weights, up, part.down)
+
+
+def results(y: Tensor, x: Tensor, made: nn.Module) -> list[Tensor]:
+    up = torch.cos(torch.arange(y.numel(), dtype=y.dtype)).view(y.shape)
+    return [y.detach(), *torch.autograd.grad(y, [x, *made.parameters()], up)]
+
+
+@shapes
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("options", [{"hidden_dim": 24}, {"heads": 3}, {"num_experts": 5, "hidden_dim": 8}])
+def test_values_and_gradients_are_those_of_the_definition(
+    window: int | None, causal: bool, masked: bool, options: dict[str, Any]
+) -> None:
+    made, x = block(window, causal, **options), tokens(3, N, DIM, dtype=torch.float64).requires_grad_()
+    mask = holes(N) if masked else torch.ones(3, N, dtype=torch.bool)
+    expected = torch.stack([defined(made, row, real) for row, real in zip(x, mask, strict=True)])
+    y = made(x, mask if masked else None)
+    torch.testing.assert_close(results(y, x, made), results(expected, x, made), rtol=1e-9, atol=1e-9)
+
+
+@shapes
+@pytest.mark.parametrize(("lead", "num_experts"), [((), 0), ((1,), 4)])
+def test_packed_sequences_give_what_they_give_alone(
+    window: int | None, causal: bool, lead: tuple[int, ...], num_experts: int
+) -> None:
+    made, bounds = block(window, causal, num_experts=num_experts), [0, 5, 5, 29, N]
+    x = tokens(*lead, N, DIM, dtype=torch.float64).requires_grad_()
+    y = made(x, cu_seqlens=torch.tensor(bounds, dtype=torch.int32))
+    rows = x.view(1, N, DIM)
+    alone = [made(rows[:, b:e]) for b, e in itertools.pairwise(bounds)]
+    expected = torch.cat(alone, 1).view(x.shape)
+    torch.testing.assert_close(results(y, x, made), results(expected, x, made), rtol=1e-9, atol=1e-9)
+
+
+def test_packed_sequences_compile_in_one_graph() -> None:
+    torch._dynamo.reset()
+    made, x, bounds = block(), tokens(N, DIM, dtype=torch.float64), torch.tensor([0, 5, N])
+    compiled = torch.compile(made, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x, cu_seqlens=bounds, max_seqlen=N), made(x, cu_seqlens=bounds))
+
+
+@pytest.mark.parametrize("window", [None, 8])
+@pytest.mark.parametrize("masked", [False, True])
+def test_an_exported_program_takes_any_batch_and_length(window: int | None, masked: bool) -> None:
+    made, batch, n = block(window), torch.export.Dim("batch", min=2), torch.export.Dim("n", min=2, max=4096)
+
+    def given(*sizes: int) -> tuple[Tensor, ...]:
+        x = tokens(*sizes, DIM, dtype=torch.float64)
+        return (x, torch.rand(sizes) < 0.7) if masked else (x,)
+
+    dynamic = tuple({0: batch, 1: n} for _ in given(2, 2))
+    program = torch.export.export(made, given(2, 20), dynamic_shapes=dynamic).module()
+    inputs = given(5, 77)
+    torch.testing.assert_close(program(*inputs), made(*inputs))
+
+
+def test_padding_gets_what_zeros_get() -> None:
+    made, mask, x = block(), first(N, N, 9, 0), tokens(3, N, DIM, dtype=torch.float64)
+    y = made(x.masked_fill(~mask[..., None], math.nan), mask)
+    assert torch.equal(y, made(x.masked_fill(~mask[..., None], 0), mask))
+    assert y.isfinite().all()
+
+
+@pytest.mark.parametrize(("window", "num_experts"), [(None, 0), (8, 4)])
+def test_a_process_without_rows_has_gradients_of_zero(window: int | None, num_experts: int) -> None:
+    made = block(window, num_experts=num_experts)
+    made(torch.empty(0, N, DIM, dtype=torch.float64)).sum().backward()
+    assert all(p.grad is not None and not p.grad.any() for p in made.parameters())
+
+
+def test_dropout_is_on_what_a_layer_adds_while_training() -> None:
+    made, x = block(dropout=0.5), tokens(3, N, DIM, dtype=torch.float64)
+    torch.manual_seed(0)
+    h = x + nn.functional.dropout(made.attention(x), 0.5)
+    expected = h + nn.functional.dropout(made.feed_forward(h), 0.5)
+    torch.manual_seed(0)
+    torch.testing.assert_close(made(x), expected)
+    assert torch.equal(made.eval()(x), made(x))
+
+
+def test_no_routing_without_experts() -> None:
+    assert block()(tokens(1, N, DIM, dtype=torch.float64), return_routing=True)[1] is None
+
+
+@pytest.mark.gpu
+@shapes
+def test_a_graph_repeats_forward_and_backward(window: int | None, causal: bool) -> None:
+    made, x = block(window, causal, torch.float32).cuda(), tokens(2, 300, DIM).cuda()
+    with torch.autocast("cuda", torch.bfloat16):
+        run = graphed(made, x)
+        for seed in (3, 4):
+            x = tokens(2, 300, DIM, seed=seed).cuda()
+            expected = torch.autograd.grad(made(x).square().sum(), list(made.parameters()))
+            grads = torch.autograd.grad(run(x).square().sum(), list(made.parameters()))
+            torch.testing.assert_close(grads, expected, rtol=1e-2, atol=1e-2)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("window", "num_experts"), [(None, 0), (8, 0), (8, 4)])
+@pytest.mark.parametrize("prefilled", [0, 1, 13, 20])
+def test_steps_equal_the_full_forward(window: int | None, num_experts: int, prefilled: int) -> None:
+    made, x = block(window, True, num_experts=num_experts).eval(), tokens(2, N, DIM, dtype=torch.float64)
+    cache = made.new_cache(2, N)
+    parts = [made(x[:, :prefilled], cache=cache)] if prefilled else []
+    parts += [made(x[:, i : i + 1], cache=cache) for i in range(prefilled, N)]
+    torch.testing.assert_close(torch.cat(parts, 1), made(x), rtol=1e-9, atol=1e-9)
+    assert cache.position == N
+    with pytest.raises(ValueError, match=f"max_tokens = {N} tokens, got token {N + 1}: make one with a larger"):
+        made(x[:, :1], cache=cache)
+
+
+def test_what_decoding_refuses() -> None:
+    x = tokens(2, N, DIM, dtype=torch.float64)
+    with pytest.raises(ValueError, match=r"decoding needs causal=True"):
+        block().new_cache(2)
+    with pytest.raises(ValueError, match="cache and cu_seqlens exclude each other"):
+        block(None, True)(x[0], cu_seqlens=torch.tensor([0, N]), cache=block(None, True).new_cache(1))
