@@ -91,8 +91,8 @@ class Host:
         from onepass.ops.causal_choice import op as op_causal
         from onepass.ops.routing import kernels as kernels_rows
         from onepass.ops.routing import op as op_rows
-        from onepass.ops.soft_topk import kernels_backward as kernels_soft
-        from onepass.ops.soft_topk import kernels_chosen, kernels_triton, op
+        from onepass.ops.soft_topk import kernels as kernels_soft
+        from onepass.ops.soft_topk import kernels_backward, kernels_chosen, op
         from onepass.ops.span_attention import kernels as kernels_span
         from onepass.ops.span_attention import kernels_rotary
         from onepass.ops.span_attention import op as op_span
@@ -116,7 +116,7 @@ class Host:
             run()
 
         for module in (kernels_rows, kernels_attention, kernels_branch, kernels_cast, kernels_counts, kernels_norm,
-                       kernels_explore, kernels_triton, kernels_select, kernels_soft,
+                       kernels_explore, kernels_soft, kernels_select, kernels_backward,
                        kernels_chosen, kernels_rotary, kernels_span, kernels_causal, kernels_partials):  # fmt: skip
             monkeypatch.setattr(module, "launch", launch)
         for module in (branch, choice, op_rows, op, compute, op_span, op_causal):

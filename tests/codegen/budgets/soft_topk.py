@@ -36,16 +36,16 @@ def _kernels() -> Iterator[Kernel]:
     if not triton_installed():
         return
     from onepass.ops._shared import kernels_mailbox, kernels_rows
-    from onepass.ops.soft_topk import kernels_backward, kernels_chosen, kernels_triton
+    from onepass.ops.soft_topk import kernels, kernels_backward, kernels_chosen
 
     plain: dict[str, Any] = {"k_ptr": None, "eps_ptr": None, "mask_ptr": None}
     for dtype, kind, cols in _FORWARD_SHAPES:
-        plan = kernels_triton.forward_shape(1 << 16, cols, kind)
+        plan = kernels.forward_shape(1 << 16, cols, kind)
         yield Kernel(
             f"soft_topk forward {KINDS[kind]} {dtype} {plan.block_r}x{cols}",
-            lambda: kernels_triton.forward_kernel, signature(_FORWARD, dtype),
+            lambda: kernels.forward_kernel, signature(_FORWARD, dtype),
             {**plain, "mailbox_ptr": None, "KIND": kind, "TEAM": 0, "WIDTH": 1, "BLOCK_R": plan.block_r,
-             "BLOCK_C": cols, "VEC": 16}, DIVISIBLE, **kernels_triton.forward_options(plan, kind), max_registers=176,
+             "BLOCK_C": cols, "VEC": 16}, DIVISIBLE, **kernels.forward_options(plan, kind), max_registers=176,
             max_spill_bytes=_CROWDED.get((kind, cols), 0),
         )  # fmt: skip
     for dtype, cols in (("fp32", 64), ("fp32", 1024), ("fp32", 8192), ("bf16", 8192)):
@@ -80,11 +80,11 @@ def _kernels() -> Iterator[Kernel]:
              "BLOCK_C": cols, "BLOCK_K": kernels_chosen.chosen_at_a_time(plan, k), "VEC": 16}, DIVISIBLE,
             num_warps=plan.warps, max_registers=80,
         )  # fmt: skip
-    block, warps, per_sm = kernels_triton.TEAM
+    block, warps, per_sm = kernels.TEAM
     team = {"TEAM": 64, "WIDTH": 256, "BLOCK_R": 1, "BLOCK_C": block}
     for kind in (0, 1):
         yield Kernel(
-            f"soft_topk team {KINDS[kind]}", lambda: kernels_triton.forward_kernel, signature(_FORWARD, "fp32"),
+            f"soft_topk team {KINDS[kind]}", lambda: kernels.forward_kernel, signature(_FORWARD, "fp32"),
             {**plain, **team, "KIND": kind, "VEC": 16}, DIVISIBLE,
             **kernels_mailbox.resident(warps, per_sm), max_registers=128,
             max_spill_bytes=256 if kind else 16, amd=False,

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import onepass
 from onepass.core.launch import INTERPRET
-from onepass.ops.soft_topk.torch_gates import KINDS
+from onepass.ops.soft_topk.op import KINDS
 
 pytestmark = pytest.mark.skipif(INTERPRET, reason="a hundred passes over a thousand rows")
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

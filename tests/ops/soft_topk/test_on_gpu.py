@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import onepass
-from onepass.ops.soft_topk.torch_gates import KINDS
+from onepass.ops.soft_topk.op import KINDS
 
 pytestmark = pytest.mark.gpu
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import onepass
 from onepass.core.launch import INTERPRET
-from onepass.ops.soft_topk.torch_gates import KINDS
+from onepass.ops.soft_topk.op import KINDS
 from ops.soft_topk.distributions import NAMES, draw
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import onepass
 from onepass.core.launch import INTERPRET
-from onepass.ops.soft_topk.torch_gates import KINDS
+from onepass.ops.soft_topk.op import KINDS
 from ops.soft_topk.distributions import NAMES, draw
 
 # the interpreter takes a millisecond per program and pass
@@ -208,7 +208,7 @@ def test_gradients_of_chosen_entries_alone(
     gy = torch.zeros(3, n).scatter_(1, indices.clamp(min=0), torch.where(indices >= 0, g, 0.0))
     gy[2].scatter_(0, indices[2, : k // 2], g[2, : k // 2])
     actual = op.backward_chosen(g, indices, s, state, eps, mask, 0.0, number, True, True)
-    ds, _, deps = op.backward(gy, s, state, None, eps, mask, 0.0, number, True, False, True)
+    ds, _, deps = op.backward(gy, s, None, eps, mask, state, 1.0, 0.0, number, True, False, True)
     for a, e in zip(actual, (ds, deps), strict=True):
         assert (a - e).abs().max() <= 1e-5 * max(1.0, e.abs().max().item())
 
@@ -224,7 +224,7 @@ def _short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 @ALL_KINDS
 def test_rows_beyond_the_registers_are_torchs(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Forward and backward. The interpreter has no teams."""
-    from onepass.ops.soft_topk import kernels_triton, op
+    from onepass.ops.soft_topk import kernels, op
 
     def run() -> tuple[Tensor, ...]:
         y = onepass.soft_topk(s, k, eps=0.3, kind=kind)
@@ -232,7 +232,7 @@ def test_rows_beyond_the_registers_are_torchs(kind: str, monkeypatch: pytest.Mon
 
     s, gy = torch.randn(2, 300, requires_grad=True), torch.randn(2, 300)
     k = torch.tensor([2.5, 100.3], requires_grad=True)
-    monkeypatch.setattr(kernels_triton, "LONGEST", (256,) * 4)
+    monkeypatch.setattr(kernels, "LONGEST", (256,) * 4)
     actual = run()
     monkeypatch.setattr(op, "uses_triton", lambda x: False)
     assert all(map(torch.equal, actual, run()))

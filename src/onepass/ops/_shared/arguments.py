@@ -16,7 +16,7 @@ from onepass.core.launch import as_rows
 # largest finite fp32 number
 LARGEST = torch.finfo(torch.float32).max
 # entries of a definition's rows that are computed at a time
-AT_ONCE = 1 << 15
+AT_ONCE = 1 << 14
 # most vectors of one call
 MAX_VECTORS = 16
 
@@ -195,25 +195,9 @@ def accumulator(like: Tensor) -> torch.dtype:
     return torch.promote_types(like.dtype, torch.float32)
 
 
-def torch_rows(like: Tensor, allowed: Tensor | None) -> Tensor:
-    """Return the scores for the torch path: (R, n), contiguous, in fp32 or wider, -inf where masked."""
-    if allowed is not None:
-        like = like.masked_fill(~allowed, -math.inf)
-    return like.reshape(math.prod(like.shape[:-1]), like.shape[-1]).to(accumulator(like)).contiguous()
-
-
 def from_rows(rows: Tensor, like: Tensor) -> Tensor:
     """Return gates in the shape and dtype of the scores; avoid views, which autograd forbids to change in place."""
     rows = rows.to(like.dtype)
     if rows.shape == like.shape:
         return rows
     return torch.ops.aten._unsafe_view(rows, like.shape)  # type: ignore[no-any-return]
-
-
-def torch_column(value: Tensor | None, number: float, like: Tensor, rows: Tensor) -> Tensor:
-    """Return k or eps as (R, 1) for the torch path; NaN where a tensor's value is not > 0, as it may be unchecked."""
-    given = per_row(value, like)
-    if given is None:
-        return rows.new_full((len(rows), 1), number)
-    given = given.to(rows.dtype)[:, None]
-    return torch.where(given > 0, given, math.nan)

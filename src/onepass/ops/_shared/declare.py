@@ -31,6 +31,8 @@ class Role(NamedTuple):
     shaped: str = ""
     # its placement next to rows, of so many dimensions, that are sharded along a dimension; None: not a tensor
     placed: Callable[[Any, int, int], Placement] | None = None
+    # per row: what is given as a tensor or None and a number
+    split: str = ""
 
 
 # (..., n), any strides: every operator's first argument
@@ -49,7 +51,10 @@ VECTORS = Role(
 PER_ROW = Role(
     Tensor | None, "_positive({op!r}, {a!r}, {a}, {rows})", "_per_row({a}, {rows})",
     "_to_shape(d_{a}, {a}, {rows}) if need_{a} and {a} is not None else None", lambda t, n, d: beside(t, n - 1, d),
+    "_split({a})",
 )  # fmt: skip
+# the same of a k, which may follow from a symbolic shape
+COUNT = PER_ROW._replace(split="_split_count({a}, {rows})")
 # bool, broadcasts to the rows
 MASK = Role(Tensor | None, "_mask({op!r}, {a}, {rows})", "_mask_rows({a}, {rows})", placed=beside)
 # dtype of the result, or None
@@ -126,7 +131,7 @@ def declare(
     rows = next(iter(roles))
     tensors = [a for a, role in roles.items() if role.placed is not None]
     graded = [a for a in tensors if roles[a].shaped]
-    per_row = [a for a in tensors if roles[a].flat == PER_ROW.flat]
+    per_row = [a for a in tensors if roles[a].split]
     options = [a for a in roles if a not in tensors]
     numbers = [*(f"{a}_value" for a in per_row), *options]
     taken, needs = [*tensors, *numbers], [f"need_{a}" for a in graded]
@@ -152,7 +157,7 @@ def declare(
     }  # fmt: skip
     text = {key: "".join(f"{item}, " for item in items) or "()" for key, items in lists.items()}
     text["checks"] = "; ".join(line for line in code("check").values() if line) or "pass"
-    text["split"] = "; ".join(f"{a}, {a}_value = _split_count({a}, {rows})" for a in per_row) or "pass"
+    text["split"] = "; ".join(f"{a}, {a}_value = {code('split')[a]}" for a in per_row) or "pass"
     text["made"] = ", ".join(made[: 1 + len(kept)]).format(rows=rows, **text)
     names = {
         **{f"_{f}": v for f, v in vars(arguments).items()},

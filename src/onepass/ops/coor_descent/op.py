@@ -11,7 +11,7 @@ from torch import Tensor
 
 from onepass.core.launch import uses_triton
 from onepass.ops._shared import arguments
-from onepass.ops._shared.declare import MASK, PER_ROW, ROWS, Role, declare
+from onepass.ops._shared.declare import COUNT, MASK, ROWS, Role, declare
 
 from . import definition
 
@@ -28,7 +28,7 @@ def _width(n_iters: int, *rest: Any) -> int:
 
 _operator = declare(
     "coor_descent",
-    {"scores": ROWS, "k": PER_ROW, "mask": MASK, "n_iters": Role(int), "eps": Role(float), "eps_init": Role(float),
+    {"scores": ROWS, "k": COUNT, "mask": MASK, "n_iters": Role(int), "eps": Role(float), "eps_init": Role(float),
      "eps_decay": Role(float), "want_trace": Role(bool)},
     _way, state=_width,
 )  # fmt: skip
@@ -38,7 +38,7 @@ _call, _check, forward, backward, forward_op, backward_op = _operator
 def _wants_trace(scores: Tensor, k: Tensor | float) -> bool:
     if torch._C._are_functorch_transforms_active():
         return True
-    return torch.is_grad_enabled() and any(getattr(t, "requires_grad", False) for t in (scores, k))
+    return torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in (scores, k))
 
 
 def coor_descent(

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from onepass.core.launch import device_guard, launch, next_power_of_2
+from onepass.core.launch import as_rows, device_guard, launch, next_power_of_2
 from onepass.ops._shared.kernels_gates import gates_and_slopes, offsets
 from onepass.ops._shared.kernels_rows import (
     HALF_PER_WARP,
@@ -141,12 +141,20 @@ def backward_kernel(
 
 
 def backward(
+    gy: Tensor, scores: Tensor, k: Tensor | None, eps: Tensor | None, mask: Tensor | None, solution: Tensor,
+    k_value: float, eps_value: float, kind: int, need_s: bool, need_k: bool, need_eps: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return ds (rows, n) in the dtype of the scores, or empty, and dk and deps (rows, 1) in fp32."""
+    return of_rows(as_rows(gy), as_rows(scores), solution, eps, mask, eps_value, kind, need_s, need_eps)
+
+
+def of_rows(
     gy: Tensor | None, s: Tensor, solution: Tensor, eps: Tensor | None, mask: Tensor | None, eps_value: float,
     kind: int, need_s: bool, need_eps: bool, ds: Tensor | None = None, sums: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return ds (rows, n) in the dtype of s, or empty, and dk and deps (rows, 1) in fp32, deps empty if not needed.
+    """Return `backward` of rows with unit column stride; deps are empty if not needed.
 
-    gy and s are (rows, n) with unit column stride. A given ds, contiguous, is written to. With `sums` (rows, 2), which
+    A given ds, contiguous, is written to. With `sums` (rows, 2), which
     are Σ gy·w and Σ gy·w·x, ds is what entries without a gradient of their own get, and gy is None.
     """
     n_rows, n_cols = s.shape

@@ -255,7 +255,7 @@ def backward(
             sums_kernel, (programs, 1, 1), (indices, g, s, eps, solution, of_chosen),
             (*strides, n_rows, k, eps_value), (kind, block_r, block_k), num_warps=warps,
         )  # fmt: skip
-        ds, q, deps = kernels_backward.backward(
+        ds, q, deps = kernels_backward.of_rows(
             None, s, solution, eps, mask, eps_value, kind, need_s, need_eps, ds, of_chosen
         )
         if need_s:

@@ -1,99 +1,38 @@
-"""`soft_topk`: checks, registration with the dispatcher, autograd, the public function."""
+"""`soft_topk`: its declaration, the gradient of chosen entries, the public function."""
 
 from __future__ import annotations
 
+import functools
+from importlib import import_module
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from onepass.core.bind import bind
 from onepass.core.launch import as_rows, uses_triton
-from onepass.core.register import register, register_backward, register_fake
 from onepass.ops._shared import arguments
+from onepass.ops._shared.declare import COUNT, MASK, PER_ROW, ROWS, Role, declare
 
-from . import sharding, torch_path
-from .torch_gates import KINDS
-
-
-def _check(scores: Tensor, k: Tensor | float, eps: Tensor | float, mask: Tensor | None, kind: object) -> None:
-    arguments.rows("soft_topk", "scores", scores)
-    arguments.positive("soft_topk", "k", k, scores)
-    arguments.positive("soft_topk", "eps", eps, scores)
-    arguments.mask("soft_topk", mask, scores)
-    if kind not in KINDS:
-        raise ValueError(f"soft_topk: kind must be one of {', '.join(KINDS)}; got {kind!r}")
+from . import definition
+from .definition import KINDS
 
 
-def _in_kernels(scores: Tensor, kind: int) -> bool:
-    if not uses_triton(scores):
-        return False
-    from . import kernels_triton
-
-    return kernels_triton.holds(scores, kind)
+@functools.cache
+def _kernels() -> Any:
+    forward, backward = (import_module(f".{name}", __package__) for name in ("kernels", "kernels_backward"))
+    return SimpleNamespace(holds=forward.holds, forward=forward.forward, backward=backward.backward)
 
 
-def forward(
-    scores: Tensor,
-    k: Tensor | None,
-    eps: Tensor | None,
-    mask: Tensor | None,
-    k_value: float,
-    eps_value: float,
-    kind: int,
-) -> tuple[Tensor, Tensor]:
-    """Return gates and solution (..., 2), without checks and autograd, for operators built on them."""
-    if _in_kernels(scores, kind):
-        from . import kernels_triton
-
-        y, state = kernels_triton.forward(
-            as_rows(scores), arguments.per_row(k, scores), arguments.per_row(eps, scores),
-            arguments.mask_rows(mask, scores), k_value, eps_value, kind, scores.shape,
-        )  # fmt: skip
-        return y, state
-    rows = arguments.torch_rows(scores, mask)
-    k_rows = arguments.torch_column(k, k_value, scores, rows)
-    y, state = torch_path.soft_forward(rows, k_rows, arguments.torch_column(eps, eps_value, scores, rows), kind)
-    return arguments.from_rows(y, scores), state.view(*scores.shape[:-1], 2)
+def _way(scores: Tensor, *numbers: Any) -> Any:
+    return _kernels() if uses_triton(scores) and _kernels().holds(scores, numbers[-1]) else definition
 
 
-def backward(
-    gy: Tensor,
-    scores: Tensor,
-    state: Tensor,
-    k: Tensor | None,
-    eps: Tensor | None,
-    mask: Tensor | None,
-    eps_value: float,
-    kind: int,
-    need_scores: bool,
-    need_k: bool,
-    need_eps: bool,
-    into: Tensor | None = None,
-) -> tuple[Any, ...]:
-    """Return the gradients of scores, k and eps, None where not needed, from the gates' gradient and the solution.
-
-    With `into`, contiguous and like scores, the gradient of the scores is written there.
-    """
-    if _in_kernels(scores, kind):
-        from . import kernels_backward
-
-        ds, dk, deps = kernels_backward.backward(
-            as_rows(gy), as_rows(scores), state.contiguous(), arguments.per_row(eps, scores),
-            arguments.mask_rows(mask, scores), eps_value, kind, need_scores, need_eps, into,
-        )  # fmt: skip
-    else:
-        rows = arguments.torch_rows(scores, mask)
-        eps_rows = arguments.torch_column(eps, eps_value, scores, rows)
-        ds, dk, deps = torch_path.soft_backward(
-            gy.reshape(rows.shape).to(rows.dtype), rows, state.reshape(len(rows), 2), eps_rows, kind, need_eps
-        )
-        ds = ds if into is None else into.copy_(ds.view(into.shape))
-    return (
-        ds.to(scores.dtype).view(scores.shape) if need_scores else None,
-        arguments.to_shape(dk, k, scores) if need_k and k is not None else None,
-        arguments.to_shape(deps, eps, scores) if need_eps and eps is not None else None,
-    )
+_operator = declare(
+    "soft_topk", {"scores": ROWS, "k": COUNT, "eps": PER_ROW, "mask": MASK, "kind": Role(int)}, _way,
+    state=lambda kind: 2,
+)  # fmt: skip
+_call, _, forward, backward, forward_op, backward_op = _operator
 
 
 def backward_chosen(
@@ -113,11 +52,12 @@ def backward_chosen(
 
     Indices are distinct within a row, or -1: those have none.
     """
-    if not _in_kernels(scores, kind):
+    if _way(scores, kind) is definition:
         g = torch.where(indices >= 0, g, 0.0).to(scores.dtype)
         gy = scores.new_zeros(scores.shape).scatter_add_(-1, indices.clamp(min=0).long(), g)
-        ds, _, deps = backward(gy, scores, state, None, eps, mask, eps_value, kind, need_scores, False, need_eps, into)
-        return ds, deps
+        needs = need_scores, False, need_eps
+        ds, _, deps = backward(gy, scores, None, eps, mask, state, 1.0, eps_value, kind, *needs)
+        return ds if into is None or ds is None else into.copy_(ds), deps
     from . import kernels_chosen
 
     k = indices.shape[-1]
@@ -129,51 +69,6 @@ def backward_chosen(
         ds.view(scores.shape) if need_scores else None,
         arguments.to_shape(deps, eps, scores) if need_eps and eps is not None else None,
     )
-
-
-forward_op = register("soft_topk", forward, sharding.forward)
-backward_op = register_backward("soft_topk_backward", backward, sharding.backward, of=("scores", "k", "eps"))
-
-
-@register_fake(forward_op)
-def _(
-    scores: Tensor,
-    k: Tensor | None,
-    eps: Tensor | None,
-    mask: Tensor | None,
-    k_value: float,
-    eps_value: float,
-    kind: int,
-) -> tuple[Tensor, Tensor]:
-    _check(scores, k_value if k is None else k, eps_value if eps is None else eps, mask, KINDS[kind])
-    state = scores.new_empty((*scores.shape[:-1], 2), dtype=arguments.accumulator(scores))
-    return scores.new_empty(scores.shape), state
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    scores, k, eps, mask, _, eps_value, kind = inputs
-    ctx.save_for_backward(scores, output[1], k, eps, mask)
-    ctx.options = eps_value, kind
-    ctx.set_materialize_grads(False)
-
-
-def _gradients(ctx: Any, run: Any, gy: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
-    if gy is None:
-        return (None,) * 7
-    scores, state, k, eps, mask = ctx.saved_tensors
-    needs = (
-        ctx.needs_input_grad[0],
-        k is not None and ctx.needs_input_grad[1],
-        eps is not None and ctx.needs_input_grad[2],
-    )
-    grads = run(gy, scores, state, k, eps, mask, *ctx.options, *needs)
-    return (*(g if need else None for g, need in zip(grads, needs, strict=True)), None, None, None, None)
-
-
-_call = bind(
-    name="soft_topk", forward=forward, forward_op=forward_op, backward=backward, backward_op=backward_op,
-    save=_save, gradients=_gradients,
-)  # fmt: skip
 
 
 def soft_topk(
@@ -236,10 +131,9 @@ def soft_topk(
         >>> [round(v, 3) for v in y.tolist()], round(y.sum().item(), 3)
         ([1.0, 0.119, 0.879, 0.002], 2.0)
     """
-    _check(scores, k, eps, mask, kind)
-    k_tensor, k_value = arguments.split_count(k, scores)
-    eps_tensor, eps_value = arguments.split(eps)
-    return _call(scores, k_tensor, eps_tensor, mask, k_value, eps_value, KINDS.index(kind))  # type: ignore[no-any-return]
+    if kind not in KINDS:
+        raise ValueError(f"soft_topk: kind must be one of {', '.join(KINDS)}; got {kind!r}")
+    return _call(scores, k, eps, mask, KINDS.index(kind))  # type: ignore[no-any-return]
 
 
 __all__ = ["KINDS", "backward", "backward_chosen", "backward_op", "forward", "forward_op", "soft_topk"]

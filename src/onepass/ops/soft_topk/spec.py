@@ -13,7 +13,8 @@ from torch import Tensor
 from onepass.core.spec import BadCall, Sample, Spec
 from onepass.ops._shared.spec_parts import arguments_refused, some_mask, tensors
 
-from . import op, reference
+from . import op
+from .definition import definition
 from .op import KINDS, soft_topk
 
 
@@ -45,7 +46,7 @@ def _opchecks() -> Iterator[tuple[Any, tuple[Any, ...]]]:
     yield op.forward_op, (s, None, None, None, 2.5, 0.5, 1)
     for needs in ((True, True, True), (False, True, False), (False, False, True)):
         gradient = tensors(2, 3, 10)
-        yield op.backward_op, (gradient, s.detach(), state, k.detach(), eps.detach(), allowed, 0.0, 0, *needs)
+        yield op.backward_op, (gradient, s.detach(), k.detach(), eps.detach(), allowed, state, 0.0, 0.0, 0, *needs)
 
 
 _S = torch.zeros(2, 3)
@@ -80,7 +81,7 @@ def _of_rows(make: Callable[..., Tensor], n: int) -> Mapping[str, Callable[[Tens
 
 SPECS = [
     Spec(
-        name="soft_topk", op=soft_topk, reference=reference.soft_topk, samples=_samples, bad_calls=_BAD_CALLS,
+        name="soft_topk", op=soft_topk, reference=definition, samples=_samples, bad_calls=_BAD_CALLS,
         opchecks=_opchecks, of_rows=_of_rows,
     ),
 ]  # fmt: skip

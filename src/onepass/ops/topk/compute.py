@@ -49,7 +49,7 @@ def solve(
     eps_value: float, kind: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return soft_topk's gates and solution for the valid scores."""
-    return soft_forward(scores, None, eps, definition.allowed(scores, mask, start, lengths), float(k), eps_value, kind)
+    return soft_forward(scores, None, eps, definition.allowed(scores, mask, start, lengths), float(k), eps_value, kind)  # type: ignore[no-any-return]
 
 
 def forward(

@@ -12,7 +12,7 @@ from onepass.core import check
 from onepass.core.eager import plain
 from onepass.ops._shared import arguments
 from onepass.ops._shared.reference import valid_entries
-from onepass.ops.soft_topk.reference import soft_topk
+from onepass.ops.soft_topk.definition import definition as soft_topk
 
 
 def topk(
