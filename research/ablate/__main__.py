@@ -15,7 +15,6 @@ from onepass.__main__ import Parser, run_command
 from onepass.train.cli import pick_device
 from onepass.train.commands.errors import UserError
 from onepass.train.commands.options import number
-from research.ablate.equal import command
 
 if TYPE_CHECKING:
     import torch
@@ -35,8 +34,6 @@ examples:
   python -m research.ablate planted --size small     about two minutes on a CPU; leaves runs/ablate
   python -m research.ablate planted --start adverse  routers begin pointing away from what they have to find
   python -m research.ablate text --task causal --arm learned --arm random --seed 0 --seed 1
-  python -m research.ablate text --equal-time        routed against dense with the same seconds; leaves runs/ablate
-  python -m research.ablate text --envelope --out runs/envelope    the best width of each for 60, 200 and 600 seconds
   python -m research.ablate report runs/ablate       tables and curves of all records in a directory
 """
 TASKS = {
@@ -48,8 +45,16 @@ ARMS = {
     "planted": ("learned", "random", "oracle", "light", "dense"),
     "text": ("learned", "random", "light", "dense", "all"),
 }
-MORE = ("hybrid",)  # arms of --envelope alone
 SEEDS = 5
+# of the text's model
+MODEL = {
+    "n": ("tokens in view", number(64, 2**20)), "dim": ("width of a token", number(8, 2**14)),
+    "blocks": ("number of blocks", number(1, 256)), "heads": ("heads of attention", number(1, 256)),
+    "batch": ("sequences a step", number(1, 4096)),
+    "window": ("tokens of a window of the routed arms' local attention", number(1, 2**14)),
+    "share": ("part of the tokens that get the heavy branch, 0 < X ≤ 1", number(1e-6, 1.0, float)),
+    "light": ("hidden units of the light feed-forward, as a multiple of dim", number(1e-3, 64.0, float)),
+}  # fmt: skip
 
 
 def command_line() -> Parser:
@@ -61,21 +66,19 @@ def command_line() -> Parser:
         one = kinds.add_parser(task, help=what, description=TEXT, formatter_class=form)
         add = one.add_argument
         if task == "text":
-            what = "what to guess (default: masked; with --equal-time both)"
-            add("--task", choices=("masked", "causal"), help=what)
+            add("--task", choices=("masked", "causal"), default="masked", help="what to guess (default: masked)")
             files = "text files or a directory of them, instead of Python's sources; may be repeated"
             add("--data", action="append", metavar="DIR", help=files)
-            command.add_options(one)
+            for name, (what, kind) in MODEL.items():
+                add(f"--{name}", type=kind, metavar="X", help=f"{what} (default: by the size)")
         else:
             where = "where learned routers begin: anywhere, or pointing away from the planted tokens"
             add("--start", choices=("random", "adverse"), default="random", help=where)
-        names = (*ARMS[task], *(MORE if task == "text" else ()))
-        add("--arm", action="append", choices=names, help="one arm; may be repeated (default: every arm)")
+        add("--arm", action="append", choices=ARMS[task], help="one arm; may be repeated (default: every arm)")
         seeds = f"may be repeated (default: 0 to {SEEDS - 1})"
         add("--seed", action="append", type=number(0, 2**31), metavar="N", help=seeds)
         sizes = "small: for a CPU; full: for a GPU (default: by the device)"
-        large = "; 100m: 100 million parameters, with --equal-time" if task == "text" else ""
-        add("--size", choices=("small", "full", *["100m"] * bool(large)), help=sizes + large)
+        add("--size", choices=("small", "full"), help=sizes)
         add("--steps", type=number(1, 10**8), metavar="N", help="training steps (default: by the size)")
         add("--seconds", type=number(1, 10**8, float), metavar="X", help="stop after this time, keeping what there is")
         add("--device", choices=("auto", "cpu", "cuda"), help="where to train (default: auto, cuda if there is one)")
@@ -99,14 +102,6 @@ def run(args: argparse.Namespace) -> int:
 
     from onepass.train.progress import say
 
-    if args.kind == "text":
-        command.check(args)
-        if args.envelope:
-            from research.ablate.equal import envelope
-
-            return envelope.run(args)
-        if args.equal_time:
-            return command.run(args)
     deadline = time.monotonic() + args.seconds if args.seconds else math.inf
     module: Any = importlib.import_module(f"research.ablate.{args.kind}")
     device = torch.device(pick_device(args.device))
@@ -141,12 +136,15 @@ class Trials:
             self.name = "planted" + (f"-{args.start}" if args.start != "random" else "")
             changes["start"] = args.start
         else:
-            self.name = f"text-{args.task or 'masked'}"
+            self.name = f"text-{args.task}"
             self.options["causal"] = args.task == "causal"
             changes["paths"] = tuple(args.data or ())
-            if any(getattr(args, name) for name in command.MODEL):
-                (size,) = command.sizes(args, base, (size.n,))
+            names = {"share": "k", "light": "light_mult"}
+            given = {names.get(name, name): getattr(args, name) for name in MODEL}
+            changes.update({name: value for name, value in given.items() if value is not None})
         self.size = dataclasses.replace(size, **changes)
+        if args.kind == "text":
+            _check_model(self.size)
 
     def task(self, arm: str, seed: int, hidden: int = 0) -> Any:
         """Build one arm with one seed."""
@@ -207,19 +205,26 @@ class Trials:
         return found
 
 
+def _check_model(size: Any) -> None:
+    """Raise UserError for a text's model that no block is made of, or that leaves a part of it without work."""
+    if size.dim % size.heads or size.dim // size.heads % 2:
+        raise UserError(f"--heads {size.heads}: {size.dim} channels do not part into that many heads of even width")
+    if size.window >= size.n:
+        raise UserError(f"--window {size.window}: must be smaller than the {size.n:,} tokens in view (--n)")
+    if size.k * size.n < 1:
+        raise UserError(f"--share {size.k:g}: is less than one of the {size.n:,} tokens in view (--n)")
+    if size.light_mult * size.dim < 1:
+        raise UserError(f"--light {size.light_mult:g}: is less than one hidden unit at {size.dim} channels (--dim)")
+
+
 def write_report(args: argparse.Namespace) -> int:
     """Write tables and curves of a directory's records, and show the tables."""
     from onepass.train.commands import files
     from onepass.train.progress import say
     from research.ablate import curves, tables
-    from research.ablate.equal import report
 
-    records, found = tables.load(args.out), report.here(args.out)
-    if found:
-        report.write(args.out)
+    records = tables.load(args.out)
     if not records:
-        if found:
-            return 0
         raise UserError(f"there are no records of `research.ablate` in {args.out}")
     table = tables.markdown(records)
     files.write(args.out / "report.md", table)

@@ -14,7 +14,7 @@ from research.ablate.tables import Record, by_arm, figure
 
 COLOURS = {
     "learned": "#c23b22", "random": "#2f78bd", "oracle": "#2e8b57", "light": "#8a8f98", "dense": "#222a35",
-    "all": "#c9962b", "hybrid": "#2e8b57",
+    "all": "#c9962b",
 }  # fmt: skip
 # figures of the choices that are worth a panel, where a task has them
 PANELS = {

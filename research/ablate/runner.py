@@ -13,11 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from onepass.optim import Lion
-from onepass.train.captured import EAGER, Gradients
+from onepass.train.captured import Gradients
 from onepass.train.commands import files
-from onepass.train.commands.errors import UserError
 from onepass.train.model import parameter_groups
-from research.ablate import resume
 
 POINTS = 24  # measurements over a run, the first before the first step
 WARMUP = 0.1  # share of the steps over which the learning rate rises
@@ -80,8 +78,8 @@ def rate(step: int, steps: int) -> float:
 class Clock:
     """Seconds of steps in a row, which begin when the device has done all before them."""
 
-    def __init__(self, device: torch.device, steps: int = 0, seconds: float = 0.0) -> None:
-        self.device, self.steps, self.seconds = device, steps, seconds
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.steps, self.seconds = device, 0, 0.0
         self.begun: tuple[int, float] | None = None
 
     def start(self, step: int) -> None:
@@ -108,28 +106,19 @@ def train(
     steps: int,
     rates: Rates,
     *,
-    points: int = POINTS,
-    closing: bool = False,
     deadline: float = math.inf,
     say: Callable[[int, dict[str, Any]], None] = lambda step, figures: None,
-    cut: Path | None = None,
 ) -> dict[str, Any]:
     """Train to the last step or to the deadline (of `time.monotonic`); return curve, figures and speed.
 
-    `points` measurements lie between the first step and the last; with `closing` another one follows the last step, on
-    the same text as those before. Their `seconds` are those of as many steps at the run's mean speed: measurements, and
-    the first steps, which compile kernels and capture the graph, are left out of it. A run that the deadline ends
-    leaves its state in the file `cut`, if one is given, and the next call goes on from there.
+    `seconds` of a measurement are those of as many steps at the run's mean speed: measurements, and the first steps,
+    which compile kernels and capture the graph, are left out of it.
     """
     one = Step(task, rates)
-    marks = {round(point * steps / points) for point in range(points)}
-    begun, curve, clock = 0, list[dict[str, Any]](), Clock(task.device)
-    if cut is not None and cut.exists():
-        state = resume.load(cut, task, one.optimizer)
-        begun, curve, clock = state["step"], state["curve"], Clock(task.device, state["counted"], state["seconds"])
-    done = begun
-    settled = begun + min(20, (steps - begun) // 2)
-    for step in range(begun, steps):
+    marks = {round(point * steps / POINTS) for point in range(POINTS)}
+    done, curve, clock = 0, list[dict[str, Any]](), Clock(task.device)
+    settled = min(20, steps // 2)
+    for step in range(steps):
         late = time.monotonic() > deadline
         if late or step == settled or step in marks:
             clock.stop(step)
@@ -144,11 +133,6 @@ def train(
         done = step + 1
     else:
         clock.stop(steps)
-        if closing:
-            curve.append({"step": done, **measure(task, False)})
-    if cut is not None and done < steps:
-        state = {"steps": steps, "step": done, "curve": curve, "counted": clock.steps, "seconds": clock.seconds}
-        resume.save(cut, task, one.optimizer, state)
     for point in curve:
         point["seconds"] = round(point["step"] * clock.ms / 1e3, 4)
     final = measure(task, True)
@@ -196,29 +180,6 @@ def race(runners: Sequence[Timed], rounds: int = 30) -> list[float]:
     """Median milliseconds of a step of each, taken in turn: what else the device does meets all of them alike."""
     times = [[one.ms() for one in runners] for _ in range(rounds)]
     return [sorted(column)[rounds // 2] for column in zip(*times, strict=True)]
-
-
-def pace(task: Task, rates: Rates, seconds: float = 1.0) -> float:
-    """Milliseconds of a step in a row of steps, data and update included, after what compiles and captures.
-
-    The row lasts about `seconds`, and 5 steps at least. The task is spoilt: its weights and its draws have moved on.
-    Raises UserError where a CUDA device does not capture the step: its time would be the host's.
-    """
-    one = Step(task, rates)
-
-    def row(steps: int) -> float:
-        synchronize(task.device)
-        start = time.perf_counter()
-        for _ in range(steps):
-            one(task.inputs(0), 1e-3)
-        synchronize(task.device)
-        return (time.perf_counter() - start) / steps
-
-    row(EAGER + 1)
-    if task.device.type == "cuda" and one.gradients.why_eager:
-        raise UserError(f"the {task.arm} arm's step can't be captured: {one.gradients.why_eager}")
-    guess = row(5)
-    return 1e3 * row(max(5, min(200, int(seconds / guess))))
 
 
 def synchronize(device: torch.device) -> None:

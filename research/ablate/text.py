@@ -35,7 +35,6 @@ class Size:
     steps: int
     packages: tuple[str, ...] = ()  # their sources are read as well
     paths: tuple[str, ...] = ()  # text files and directories to read instead
-    dense_heads: int = 0  # of the arm that attends from every token to every token; 0: as many as heads
     k: float = 1 / 16
     window: int = 128
     light_mult: float = 0.5  # hidden units of the light feed-forward, as a multiple of dim
@@ -47,7 +46,6 @@ class Size:
     weight_decay: float = 0.1
     curve_windows: int = 32
     final_windows: int = 384
-    measured: int = 0  # windows at a time in measurements; 0: as batch
 
     def rates(self) -> Rates:
         """What the optimizer is given."""
@@ -69,10 +67,11 @@ class DenseBlock(nn.Module):
 
     def __init__(self, size: Size, hidden: int, causal: bool) -> None:
         super().__init__()
-        heads = size.dense_heads or size.heads
-        self.attention = Attention(size.dim, heads, size.blocks, causal=causal)
+        self.attention = Attention(size.dim, size.heads, size.blocks, causal=causal)
         self.feed_forward = FeedForward(size.dim, hidden)
-        for name, values in zip(("cos", "sin"), angles(size.n, size.dim // heads, torch.device("cpu")), strict=True):
+        for name, values in zip(
+            ("cos", "sin"), angles(size.n, size.dim // size.heads, torch.device("cpu")), strict=True
+        ):
             self.register_buffer(name, values, persistent=False)
 
     def forward(self, x: Tensor, return_routing: bool = True) -> tuple[Tensor, None]:
@@ -86,7 +85,7 @@ def build(arm: str, size: Size, causal: bool, hidden: int) -> ByteModel:
     model = ByteModel(
         size.dim, size.blocks, k=k, heads=size.heads, window=size.window, causal=causal, light_mult=size.light_mult
     )
-    if arm in ("dense", "hybrid"):
+    if arm == "dense":
         model.blocks = nn.ModuleList(DenseBlock(size, hidden, causal) for _ in range(size.blocks))
     if arm == "random":
         use_chance(model)
@@ -117,12 +116,8 @@ class Task:
         self.digest = text.digest
         self.draws = torch.Generator(device).manual_seed(seed + 1_000_003)
         torch.manual_seed(seed)
-        self.model = self.build(hidden).to(device)
+        self.model = build(arm, size, causal, hidden).to(device)
         self.before: dict[str, Tensor] = {}
-
-    def build(self, hidden: int) -> ByteModel:
-        """Make the arm's model."""
-        return build(self.arm, self.size, self.causal, hidden)
 
     def inputs(self, step: int) -> tuple[Tensor, ...]:
         size = self.size
@@ -154,9 +149,8 @@ class Task:
         starts = self.starts if last else some
         draws = torch.Generator(self.device).manual_seed(7)
         nats, count = 0.0, 0
-        rows = size.measured or size.batch
-        for first in range(0, len(starts), rows):
-            asked = self._ask(self.validation, starts[first : first + rows].to(self.device), draws)
+        for first in range(0, len(starts), size.batch):
+            asked = self._ask(self.validation, starts[first : first + size.batch].to(self.device), draws)
             logits, _ = self.model(asked[0], asked[2] if len(asked) > 2 else None)
             nats += F.cross_entropy(logits.flatten(0, 1), asked[1].flatten(), reduction="sum").double().item()
             count += asked[1].numel()

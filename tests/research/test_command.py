@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
+import torch
 
-from research.ablate import tables
+from research.ablate import planted, runner, tables
 from research.ablate.__main__ import main
 
 QUICK = ["--size", "small", "--device", "cpu", "--steps", "4"]
@@ -75,5 +77,20 @@ def test_the_model_of_the_text_has_options(tmp_path: Path, capsys: pytest.Captur
     (record,) = tables.load(tmp_path)
     size = record["size"]
     assert (size["n"], size["window"], size["k"], size["steps"]) == (64, 16, 0.25, 1)
-    assert main([*some, "--n", "64", "--n", "128"]) == 2
-    assert "--n" in capsys.readouterr().err
+    assert main([*some, "--n", "64", "--window", "64"]) == 2
+    assert "--window 64: must be smaller than the 64 tokens in view" in capsys.readouterr().err
+
+
+def test_the_clock_leaves_measurements_out() -> None:
+    class Slow(planted.Task):
+        def measure(self, last: bool) -> dict[str, float]:
+            time.sleep(0.1)
+            return super().measure(last)
+
+    began = time.perf_counter()
+    result = runner.train(Slow("light", 0, planted.SIZES["small"], torch.device("cpu")), 24, runner.Rates(1e-3))
+    # with the 25 measurements it would be nearly the whole
+    assert 0 < result["seconds"] < time.perf_counter() - began - 25 * 0.1
+    times = [point["seconds"] for point in result["curve"]]
+    assert times[0] == 0
+    assert times == sorted(times)

@@ -1,0 +1,1 @@
+"""`research.budget`: the best byte model for a budget of seconds, every family at its best."""

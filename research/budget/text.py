@@ -1,0 +1,62 @@
+"""A folder's text as one file: a line of JSON, the bytes that train, then the bytes that measure."""
+
+from __future__ import annotations
+
+import json
+import lzma
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from onepass.train import data
+from onepass.train.commands.errors import UserError, reason
+
+
+class Text(NamedTuple):
+    """What every run of a comparison reads, as bytes on a device; `digest` is that of the files' names and bytes."""
+
+    training: Tensor
+    validation: Tensor
+    digest: str
+
+
+def write(folder: Path, out: Path) -> str:
+    """Write the text files of a folder, split by file as `onepass train` splits them; return a line about it.
+
+    A name that ends in .xz is compressed.
+    """
+    found = data.load([str(folder)])
+    head = {"digest": found.digest, "training": len(found.training), "validation": len(found.validation)}
+    try:
+        with _open(out, "wb") as file:
+            file.write(json.dumps(head).encode() + b"\n")
+            file.write(found.training.tobytes())
+            file.write(found.validation.tobytes())
+    except OSError as error:
+        raise UserError(f"can't write {out}: {reason(error)}") from None
+    return f"{len(found.sources):,} files, {head}"
+
+
+def read(path: Path, device: torch.device) -> Text:
+    """Read what `write` wrote."""
+    try:
+        with _open(path, "rb") as file:
+            head = json.loads(file.readline(1000))
+            content = bytearray(file.read())
+        training, validation = int(head["training"]), int(head["validation"])
+        if len(content) != training + validation:
+            raise ValueError(f"{len(content):,} bytes, {training + validation:,} are named")
+        whole = torch.frombuffer(content, dtype=torch.uint8).to(device)
+        return Text(whole[:training], whole[training:], str(head["digest"]))
+    except OSError as error:
+        raise UserError(f"can't read {path}: {reason(error)}") from None
+    except (ValueError, KeyError, TypeError, EOFError, lzma.LZMAError) as error:
+        raise UserError(
+            f"{path} is no text of `research.budget text DIR FILE` ({error!s:.60}); write it again"
+        ) from None
+
+
+def _open(path: Path, mode: str) -> Any:
+    return lzma.open(path, mode) if path.suffix == ".xz" else path.open(mode)

@@ -1,0 +1,289 @@
+"""`research.budget`: what a run promises, whose turn it is, what goes on after a stop, tables of the records."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from onepass.train import data
+from onepass.train.commands.errors import UserError
+from research.budget import report, runs, text, train
+from research.budget.__main__ import main
+from research.budget.model import ByteModel, Chosen
+from research.budget.runs import FAMILIES, Run, parse
+
+CPU = torch.device("cpu")
+pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without")
+ROOT = Path(__file__).parents[2]
+TINY: dict[str, Any] = {"n": 64, "batch": 1, "width": 64, "depth": 2, "window": 16, "experts": 4, "seconds": 0.05}
+# every family, and what only some runs have
+MODELS = {
+    **{family: Run(family, **TINY) for family in FAMILIES},
+    "hidden bytes": Run("global", **{**TINY, "task": "hidden", "every": 2}),
+    "shared, tables": Run("experts", **{**TINY, "every": 2, "shared": 1.0, "grams": 256}),
+    "bf16": Run("windows", **{**TINY, "stream": "bf16", "weights": "bf16"}),
+    "chosen": Run("dense", **{**TINY, "n": 512, "chosen": 2}),
+}
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "text.xz"
+    assert main(["text", str(ROOT / "research"), str(path)]) == 0
+    return path
+
+
+def few(patch: pytest.MonkeyPatch) -> None:
+    for name, value in {"PACE": 1, "EAGER": 1, "CURVE": 128, "FINAL": 256, "POINTS": 2}.items():
+        patch.setattr(train, name, value)
+
+
+def test_a_text_is_the_split_of_its_folder(file: Path) -> None:
+    found, wanted = text.read(file, CPU), data.load([str(ROOT / "research")])
+    assert bytes(found.training.numpy()) == wanted.training.tobytes()
+    assert bytes(found.validation.numpy()) == wanted.validation.tobytes()
+    assert found.digest == wanted.digest
+
+
+# torch's flex attention has no backward on a CPU
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "chosen"])
+def test_every_family_trains(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    few(monkeypatch)
+    run = MODELS[name]
+    record = train.train(run, text.read(file, CPU), tmp_path / "cut", math.inf)
+    assert record is not None
+    assert 0 < record["bits"] < 10
+    assert record["curve"][-1]["step"] == record["steps"]
+    assert len(record["load"]) == (run.depth if run.family == "experts" else 0)
+    assert record["parameters"] == sum(p.numel() for p in ByteModel(run).parameters())
+
+
+@pytest.mark.parametrize("name", [name for name, run in MODELS.items() if run.task == "next"])
+def test_no_byte_reads_a_later_one(name: str) -> None:
+    run = MODELS[name]
+    torch.manual_seed(0)
+    model = ByteModel(dataclasses.replace(run, stream="fp32", weights="fp32")).eval()
+    for table in model.grams:
+        torch.nn.init.normal_(table.table.weight)
+    tokens = torch.randint(256, (1, run.n))
+    other = tokens.clone()
+    place = 3 * run.n // 4 + 5
+    other[:, place:] = torch.randint(256, other[:, place:].shape)
+    with torch.no_grad():
+        before, after = model(tokens)[:, :place], model(other)[:, :place]
+    torch.testing.assert_close(before, after)
+
+
+def test_chosen_blocks_are_all_of_them_where_there_are_no_more() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(1, 512, 64)
+    chosen = Chosen(Run("dense", **{**TINY, "n": 512, "chosen": 4})).requires_grad_(False)
+    whole: Any = ByteModel(Run("dense", **{**TINY, "n": 512})).requires_grad_(False).blocks[0].attention
+    whole.load_state_dict(chosen.state_dict())
+    torch.testing.assert_close(chosen(x), whole(x))
+    chosen.count = 1
+    # the second block has one earlier block; the later ones read one of several
+    torch.testing.assert_close(chosen(x)[:, :256], whole(x)[:, :256])
+    assert not torch.allclose(chosen(x), whole(x))
+
+
+def test_a_line_is_every_combination() -> None:
+    found = parse("family=dense,global width=256,512 rate=2e-4")
+    assert [(run.family, run.width, run.rate) for run in found] == [
+        ("dense", 256, 2e-4), ("dense", 512, 2e-4), ("global", 256, 2e-4), ("global", 512, 2e-4),
+    ]  # fmt: skip
+    assert [parse("family=" + run.name.replace("_", " ").replace("top k", "top_k")) for run in found] == [
+        [run] for run in found
+    ]
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("width=256", "give a family"),
+        ("family=dens", "family must be one of dense"),
+        ("family=dense wdth=1", "'wdth' is no option of a run"),
+        ("family=dense window=64", "window is no option of dense"),
+        ("family=dense width=wide", "width takes numbers"),
+        ("family=dense width=100", "width must be a multiple of 64"),
+        ("family=dense seconds=nan", "seconds must be above 0, got nan"),
+        ("family=windows window=8192", "window must be smaller than n"),
+        ("family=experts experts=2 top_k=3", "top_k must be at most experts = 2"),
+        ("family=dense task=both", "task must be one of next, hidden, got 'both'"),
+        ("family=dense task=hidden grams=9", "grams needs task=next"),
+        ("family=dense n=100 chosen=2", "chosen needs task=next"),
+    ],
+)
+def test_bad_runs_are_refused(line: str, words: str) -> None:
+    with pytest.raises(UserError) as error:
+        parse(line)
+    assert words in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_bad_files_are_refused(tmp_path: Path, file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def refused(*options: str) -> str:
+        assert main([str(option) for option in options]) == 2
+        return capsys.readouterr().err
+
+    out, dense = str(tmp_path / "out"), ("--run", "family=dense")
+    assert "give some" in refused("run", out, "--text", str(file))
+    assert "can't read" in refused("run", out, "--text", str(tmp_path / "none"), *dense)
+    (tmp_path / "cut.xz").write_bytes(file.read_bytes()[:-100])
+    assert "is no text of" in refused("run", out, "--text", str(tmp_path / "cut.xz"), *dense)
+    assert "there are no records" in refused("report", str(tmp_path / "none"))
+    (tmp_path / "some.json").write_text("{}")
+    assert "is no record of" in refused("report", str(tmp_path))
+    long = ["--text", str(file), "--device", "cpu", "--run", "family=windows n=1000000 batch=1"]
+    assert "give more text" in refused("run", out, *long)
+
+
+def test_a_claim_ends_with_its_holder_and_a_record_ends_the_run(tmp_path: Path) -> None:
+    run = Run("dense")
+    code = (
+        "import sys, time; from pathlib import Path; from research.budget import runs\n"
+        "with runs.claim(Path(sys.argv[1]), runs.Run('dense')) as ours: print(ours, flush=True); time.sleep(60)"
+    )
+    other = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    assert other.stdout is not None
+    try:
+        assert other.stdout.readline() == "True\n"
+        with runs.claim(tmp_path, run) as ours, runs.claim(tmp_path, Run("dense", seed=1)) as free:
+            assert (ours, free) == (False, True)
+    finally:
+        other.kill()
+        other.communicate()
+    with runs.claim(tmp_path, run) as ours:
+        assert ours
+    runs.save(tmp_path, run, {"bits": 1.0})
+    with runs.claim(tmp_path, run) as ours:
+        assert not ours
+
+
+def test_commands_at_once_share_a_list(tmp_path: Path, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def one(run: Run, *rest: Any) -> runs.Record:
+        seen.append(run)
+        time.sleep(0.1)
+        return {"bits": 1.0, "ms": 1.0, "steps": 1, "peak_mib": 0, "setup": 0.0}
+
+    monkeypatch.setattr(train, "train", one)
+    (tmp_path / "list.txt").write_text("# tiny\nfamily=windows n=64 window=16 seed=0,1,2,3,4,5\n")
+    command = ["run", str(tmp_path), "--list", str(tmp_path / "list.txt"), "--text", str(file), "--device", "cpu"]
+    with ThreadPoolExecutor(3) as pool:
+        assert list(pool.map(main, [command] * 3)) == [0, 0, 0]
+    assert sorted(run.seed for run in seen) == [0, 1, 2, 3, 4, 5]
+    assert sorted(run.seed for run, _ in runs.load(tmp_path)) == [0, 1, 2, 3, 4, 5]
+
+
+def test_a_run_that_is_cut_goes_on_as_if_it_had_not_been(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few(monkeypatch)
+    timed = train.Step.timed
+    # the same number of steps for both
+    monkeypatch.setattr(train.Step, "timed", lambda self, steps: math.copysign(10.0, timed(self, steps)))
+    run, read, cut = (
+        Run("experts", **{**TINY, "seconds": 0.1, "grams": 64}),
+        text.read(file, CPU),
+        tmp_path / "some.cut",
+    )
+    whole = train.train(run, read, cut, math.inf)
+    # one step a call
+    times = 0
+    while (record := train.train(run, read, cut, time.monotonic() if times < 3 else math.inf)) is None:
+        assert cut.exists()
+        times += 1
+    assert times == 3
+    assert whole is not None
+    assert (record["steps"], record["bits"]) == (whole["steps"], whole["bits"]) == (10, whole["bits"])
+    assert [(p["step"], p["bits"]) for p in record["curve"]] == [(p["step"], p["bits"]) for p in whole["curve"]]
+    assert not cut.exists()
+    cut.write_bytes(b"{}")
+    with pytest.raises(UserError, match="is no state of this run"):
+        train.train(run, read, cut, math.inf)
+
+
+def test_the_command_from_text_to_table(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    few(monkeypatch)
+    monkeypatch.setattr(train, "update_balance", _fails_once(train.update_balance))
+    tiny = "n=64 batch=1 width=64 depth=1 seconds=0.05"
+    command = ["run", str(tmp_path), "--text", str(file), "--device", "cpu"]
+    command += ["--run", f"family=dense seed=0,1 {tiny}", "--run", f"family=experts experts=4 window=16 {tiny}"]
+    # a run that fails stops no other, and its record says why
+    assert main(command) == 1
+    assert {record.get("error") for _, record in runs.load(tmp_path)} == {None, "RuntimeError: no"}
+    next(path for path in tmp_path.glob("*.json") if "error" in path.read_text()).unlink()
+    assert main(command) == 0
+    made = runs.load(tmp_path)
+    assert sorted((run.family, run.seed) for run, _ in made) == [("dense", 0), ("dense", 1), ("experts", 0)]
+    capsys.readouterr()
+    assert main(command) == 0
+    assert capsys.readouterr().out == ""
+    assert main(["report", str(tmp_path)]) == 0
+    told = capsys.readouterr().out
+    assert told == (tmp_path / "budget.md").read_text()
+    assert "| next byte | 64 | 0.05 | windows + global + experts |" in told
+    assert (tmp_path / "budget.png").read_bytes().startswith(b"\x89PNG")
+
+
+def _fails_once(call: Any) -> Any:
+    left = [True]
+
+    def once(model: Any) -> None:
+        if left:
+            left.clear()
+            raise RuntimeError("no")
+        call(model)
+
+    return once
+
+
+def test_the_best_model_is_that_of_the_fewest_mean_bits(tmp_path: Path) -> None:
+    numbers = {"ms": 2.0, "steps": 9, "parameters": 10**6, "peak_mib": 7, "card": "c", "torch": "t", "text": "x"}
+    rows = [
+        (Run("global", rate=2e-4), 0.80), (Run("global", rate=2e-4, seed=1), 0.90), (Run("global"), 0.83),
+        (Run("dense"), 0.86), (Run("dense", task="hidden"), 0.5), (Run("dense", seconds=200.0), 0.7),
+    ]  # fmt: skip
+    lines = [json.dumps({"run": dataclasses.asdict(run), "bits": bits, **numbers, "date": "d"}) for run, bits in rows]
+    (tmp_path / "all.jsonl").write_text("\n".join(lines) + "\n")
+    table = report.table(runs.load(tmp_path)).splitlines()
+    assert table[6].startswith("| next byte | 8,192 | 60 | dense | 0.8600 | 0.030 | d 256, 4 blocks, rate 0.0004 | 1 |")
+    assert table[7].startswith("| next byte | 8,192 | 60 | windows + global | **0.8300** |  | d 256, 4 blocks, rate")
+    assert table[8].startswith("| next byte | 8,192 | 200 | dense | **0.7000** |")
+    assert table[9].startswith("| hidden bytes | 8,192 | 60 | dense | **0.5000** |")
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "benchmarks" / "results").rglob("budget.md")))
+def test_committed_tables_are_of_their_records(path: Path) -> None:
+    assert path.read_text(encoding="utf-8") == report.table(runs.load(path.parent))
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "research" / "budget").glob("*.txt")), ids=lambda path: path.name)
+def test_the_lists_are_of_different_runs(path: Path) -> None:
+    found = runs.read_list(path)
+    assert found
+    assert len(set(found)) == len(found)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "bf16"])
+def test_a_step_is_a_graph_that_trains(file: Path, tmp_path: Path, name: str) -> None:
+    run = dataclasses.replace(MODELS[name], seconds=2.0)
+    record = train.train(run, text.read(file, torch.device("cuda")), tmp_path / "cut", math.inf)
+    assert record is not None
+    assert record["graph"]
+    assert record["bits"] < 6
