@@ -1,4 +1,7 @@
-"""Grouped products: torch's for bf16 from sm_90 on, Triton's where torch has none that leaves the host alone."""
+"""Grouped products: torch's for bf16 from sm_90 on, Triton's where torch has none that leaves the host alone.
+
+These take any dtype, width and strides.
+"""
 
 from __future__ import annotations
 
@@ -86,13 +89,18 @@ def _torch_waits(index: int) -> bool:
     return torch.cuda.get_device_capability(index) < (9, 0)
 
 
-def _is_torchs(a: Tensor) -> bool:
-    return a.is_cuda and a.dtype == torch.bfloat16 and not _torch_waits(a.device.index)
+def _is_torchs(a: Tensor, b: Tensor) -> bool:
+    """Return whether torch's product takes contiguous rows a, and b of any strides, without a wait of the host."""
+    if not a.is_cuda or a.dtype != torch.bfloat16 or _torch_waits(a.device.index) or b.data_ptr() % 16:
+        return False
+    # rows of whole 16 bytes
+    *strides, column = sorted((*b.stride(), a.shape[1]), reverse=True)
+    return column == 1 and not any(stride % 8 for stride in strides)
 
 
 def product(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
     """Return a[p] · b[expert of p] for rows a (N, D) and b (E, D, M); rows of no expert hold anything."""
-    if _is_torchs(a):
+    if _is_torchs(a, b):
         return F.grouped_mm(a, b, offs=ends)
     (experts, d, m), n = b.shape, len(a)
     out = torch.empty((n, m), dtype=a.dtype, device=a.device)
@@ -107,7 +115,7 @@ def product(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
 
 def weight_product(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
     """Return aᵀ · b over each expert's rows (E, P, Q), for a (N, P) and b (N, Q)."""
-    if _is_torchs(a):
+    if _is_torchs(a, b):
         return F.grouped_mm(a.t(), b, offs=ends)
     (p, q), experts = (a.shape[1], b.shape[1]), len(ends)
     out = torch.empty((experts, p, q), dtype=a.dtype, device=a.device)

@@ -73,11 +73,6 @@ def _check(
     if indices.shape != weights.shape or indices.shape[0] != x.shape[0]:
         shapes = f"{tuple(indices.shape)} and {tuple(weights.shape)}"
         raise ValueError(f"experts: indices and weights must be (tokens = {x.shape[0]}, k), got {shapes}")
-    if x.is_cuda and x.element_size() == 2 and (dim % 8 or hidden % 8):
-        raise ValueError(
-            f"experts: on a GPU dim and hidden must be multiples of 8 in {x.dtype}, got {dim} and {hidden}; pad them, "
-            "or use float32"
-        )
 
 
 def _forward(
@@ -232,8 +227,7 @@ def experts(
 
     Raises:
         TypeError: a tensor is not floating-point, indices are not integers, or the dtypes of x and a matrix differ.
-        ValueError: shapes don't fit, devices differ, an index is out of range (CPU), or dim or hidden is no multiple
-            of 8 in 16 bits on a GPU.
+        ValueError: shapes don't fit, devices differ, or an index is out of range (CPU).
         NotImplementedError: for second and forward-mode derivatives.
 
     Source: Shazeer et al., Outrageously large neural networks (arXiv:1701.06538).
