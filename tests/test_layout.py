@@ -26,13 +26,8 @@ MOST_LINES: dict[str, tuple[str, int, int]] = {
     "others": ("src/onepass/swapping src/onepass/compat src/onepass/t*.py", 1213, 1150),
     "doctor": ("src/onepass/doctor", 496, 496),
     "train": ("src/onepass/train", 3590, 2900),
-<<<<<<< HEAD
     "tests": ("tests", 25429, 19000),
     "measured": ("benchmarks research", 7575, 6000),
-=======
-    "tests": ("tests", 25429, 19000),
-    "measured": ("benchmarks research", 7913, 6000),
->>>>>>> cd92b1e (Sizes)
     "contrib": ("contrib", 1437, 1438),
     "examples": ("examples", 844, 900),
 }
