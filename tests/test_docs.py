@@ -40,7 +40,7 @@ def test_all_pages_are_read_in_an_afternoon() -> None:
     rooms = [ROOT / room for room in ("docs", "src", "research", "examples")]
     pages = [*ROOT.glob("*.md"), ROOT / "benchmarks" / "README.md", *(p for room in rooms for p in room.rglob("*.md"))]
     counted = [p for p in pages if p.name != "CHANGELOG.md" and p.parent.name != "lab"]
-    assert sum(len(path.read_text().split()) for path in counted) <= 18_250
+    assert sum(len(path.read_text().split()) for path in counted) <= 18_000
     nav = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
     assert nav.count(".md\n") <= 15 + 1  # and the changelog
 

@@ -121,14 +121,6 @@ def steps() -> Iterable[str]:
         yield f"| {case.replace('x', '×')} | " + " | ".join(step("RoutedBlock", case, mode) for mode in MODES) + " |"
 
 
-def few_tokens() -> Iterable[str]:
-    told = [step("RoutedFeedForward", "2x8192, d 512", mode) for mode in MODES]
-    yield 'd 512: {} a dense one in eager, {} compiled, {} with `mode="reduce-overhead"`, {} in a CUDA graph'.format(
-        *told
-    )
-    yield "`RoutedBlock`: " + ", ".join(step("RoutedBlock", "2x8192, d 512", mode) for mode in MODES)
-
-
 def envelope() -> Iterable[str]:
     folder = ROOT / "benchmarks" / "results" / "h100" / "envelope"
     runs = [r for path in sorted(folder.glob("*/equal*.json")) for r in json.loads(path.read_text())["runs"]]
@@ -147,8 +139,15 @@ def envelope() -> Iterable[str]:
 
 FIGURES: dict[str, list[Callable[[], Iterable[str]]]] = {
     "README.md": [swapped, norms, selection, lion, steps, envelope],
-    "docs/start.md": [few_tokens, states],
+    "docs/start.md": [states],
 }
+
+
+def test_the_page_of_speed_has_the_steps_of_the_record() -> None:
+    page = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+    for case in ("2x8192, d 512", "2x32768, d 1024"):
+        for layer in ("RoutedFeedForward", "RoutedBlock"):
+            assert f"| `{layer}` | " + " | ".join(step(layer, case, mode) for mode in MODES) + " |" in page
 
 
 @pytest.mark.parametrize(("file", "layer"), [("block", "RoutedBlock"), ("routed", "RoutedFeedForward")])
