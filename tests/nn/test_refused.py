@@ -53,9 +53,9 @@ ROWS: list[tuple[type[Exception], str, Callable[[], Any]]] = [
     # layers
     *((error, f"{name}: k(_q)? must be an int", lambda name=name, k=k: LAYERS[name](k))
       for name in ("Routed", "RoutedFeedForward", "RoutedAttention")
-      for k, error in ((-1, ValueError), (0.0, ValueError), (1.5, ValueError), (True, TypeError), ("3", TypeError))),
+      for k, error in ((0, ValueError), (0.0, ValueError), (1.5, ValueError), (True, TypeError), ("3", TypeError))),
     *((error, "must be an int", lambda k=k: LAYERS["RoutedBlock"](k))
-      for k, error in ((-1, ValueError), (1.5, ValueError), ("3", TypeError), (None, TypeError))),
+      for k, error in ((-1, ValueError), (0, ValueError), (1.5, ValueError), ("3", TypeError), (None, TypeError))),
     *((error, "RoutedAttention: k_kv must be an int", lambda k=k: RoutedAttention(16, 1, k))
       for k, error in ((-1, ValueError), (1.5, ValueError), (True, TypeError), ("3", TypeError))),
     *((TypeError, rf"^{name}: unexpected argument {wrong}{said}",

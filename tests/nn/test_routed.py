@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import onepass.nn.routed as routed_module
 from nn.layers import tokens
-from onepass.nn import CausalRouter, Routed, RoutedFeedForward, Router, RouterOutput
+from onepass.nn import CausalRouter, Routed, RoutedBlock, RoutedFeedForward, Router, RouterOutput
 
 DIM = 24
 on_devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -306,7 +306,7 @@ def test_the_light_output_is_not_touched() -> None:
     ("k", "n", "chosen"),
     [
         (3, 10, 3), (30, 10, 10), (0.25, 10, 2), (0.26, 10, 3), (0.24, 10, 2), (0.01, 10, 1), (1.0, 10, 10), (1, 10, 1),
-        (0, 10, 0), (0.5, 0, 0), (4, 0, 0),
+        (0.5, 0, 0), (4, 0, 0),
     ],
 )  # fmt: skip
 def test_k_is_an_int_or_a_share_of_n(k: float, n: int, chosen: int) -> None:
@@ -315,6 +315,13 @@ def test_k_is_an_int_or_a_share_of_n(k: float, n: int, chosen: int) -> None:
     assert routing.indices.shape == (2, chosen)
     assert chosen or torch.equal(y, layer.light(x))
     y.sum().backward()
+
+
+def test_a_warning_points_at_the_callers_line() -> None:
+    for kind in (RoutedFeedForward, RoutedBlock):
+        with pytest.warns(UserWarning, match="one token of a sequence") as caught:
+            kind(DIM, 1)
+        assert {one.filename for one in caught} == {__file__}
 
 
 def test_masked_tokens_get_the_light_output_alone() -> None:

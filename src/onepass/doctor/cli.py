@@ -72,33 +72,6 @@ def _coloured(text: str, colour: int) -> str:
     return f"\x1b[{colour}m{text}\x1b[0m" if _is_terminal() and not os.environ.get("NO_COLOR") else text
 
 
-def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return rows of cells as lines, each column as wide as its widest cell."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-
-
-def _show(versions: dict[str, str | None], devices: Sequence[Device]) -> None:
-    rows = [(name, version or "none") for name, version in versions.items()]
-    rows += [(str(found.device), f"{found.name}, {found.details}") for found in devices]
-    print(*_columns(rows), "", sep="\n")
-
-
-def _show_verdicts(verdicts: Sequence[Verdict]) -> None:
-    from onepass.core.about import dtype_name
-
-    from .report import outcome, taken_path
-
-    rows: list[tuple[str, ...]] = [("operator", "on", "path", "why", "self-test")]
-    for verdict in verdicts:
-        where = f"{verdict.device} {dtype_name(verdict.dtype)}"
-        rows.append((verdict.operator, where, *taken_path(verdict), outcome(verdict)))
-    header, *lines = _columns(rows)
-    print(header)
-    for verdict, line in zip(verdicts, lines, strict=True):
-        print(_coloured(line, 31) if verdict.problems else line)
-
-
 def run(args: argparse.Namespace) -> int:
     """Run the command; return 1 if something is wrong, else 0."""
     from onepass.core.about import dtype_name, settings
@@ -109,8 +82,6 @@ def run(args: argparse.Namespace) -> int:
 
     versions = all_versions()
     devices, problems = facts.devices()
-    _show(versions, devices)
-
     checks, unloadable = plan(devices)
     problems += facts.problems(versions) + unloadable
 
@@ -123,18 +94,12 @@ def run(args: argparse.Namespace) -> int:
     verdicts = selftest.perform(checks, math.inf if args.full else selftest.SECONDS, started=started)
     if _is_terminal():
         print("\r\x1b[K", end="")
-    _show_verdicts(verdicts)
     problems += [line for v in verdicts for line in report.told(v)]
-    advice = facts.advice(versions)
-
-    for problem in problems:
-        print(_coloured(printable(f"✗ {problem}"), 31))
-    for hint in advice:
-        print(_coloured(printable(f"! {hint}"), 33))
-    print("\npaste this into a bug report:")
+    print("paste this into a bug report:")
     print("```")
-    for line in report.block(versions, devices, settings(), verdicts, problems, advice).splitlines():
-        print(printable(line))
+    for line in report.block(versions, devices, settings(), verdicts, problems, facts.advice(versions)).splitlines():
+        wrong, hint = line.startswith("problem: ") or "; WRONG in " in line, line.startswith("advice: ")
+        print(_coloured(printable(line), 31 if wrong else 33 if hint else 0))
     print("```")
     if problems:
         print(_coloured(f"{len(problems)} problem{'s' * (len(problems) > 1)} found", 31))

@@ -39,12 +39,12 @@ def taken_path(verdict: Verdict) -> tuple[str, str]:
 
 def outcome(verdict: Verdict) -> str:
     """Return the outcome of a self-test in a few words."""
-    count = f"{verdict.ran}/{verdict.samples}"
+    tried = "all samples" if verdict.ran == verdict.samples else f"{verdict.ran} samples (--full tries all)"
     if verdict.problems:
         return f"WRONG in {len(verdict.problems)} of {verdict.ran}"
     if not verdict.ran:
         return "no time (use --full)"
-    return f"ok, {count} samples, error up to {100 * verdict.worst:.0f} % of the tolerance"
+    return f"ok in {tried}, error up to {100 * verdict.worst:.0f} % of the tolerance"
 
 
 def told(verdict: Verdict) -> list[str]:

@@ -20,9 +20,8 @@ def check_int(module: str, name: str, value: int, least: int = 0, most: int = 2*
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{module}: {name} must be an int, got {type(value).__name__}")
     if not least <= value <= most:
-        raise ValueError(
-            f"{module}: {name} must be ≥ {least}{f' and ≤ {most}' if most < 2**63 - 1 else ''}, got {value}"
-        )
+        above = f" and ≤ {most}" if most < 2**63 - 1 else ""
+        raise ValueError(f"{module}: {name} must be ≥ {least}{above}, got {value}")
 
 
 def check_number(module: str, name: str, value: float) -> None:
@@ -50,11 +49,11 @@ _GONE = {
 
 
 def check_count(module: str, name: str, k: int | float) -> None:
-    """Raise TypeError unless k is an int or a float, ValueError unless it is an int ≥ 0 or a float 0 < k ≤ 1."""
+    """Raise TypeError unless k is an int or a float, ValueError unless it is an int ≥ 1 or a float 0 < k ≤ 1."""
     if isinstance(k, bool) or not isinstance(k, (int, float)):
         raise TypeError(f"{module}: {name} must be an int or a float, got {type(k).__name__}")
-    if (isinstance(k, int) and k < 0) or (isinstance(k, float) and not 0 < k <= 1):
-        raise ValueError(f"{module}: {name} must be an int ≥ 0 or a share 0 < {name} ≤ 1 of n, got {k}")
+    if (isinstance(k, int) and k < 1) or (isinstance(k, float) and not 0 < k <= 1):
+        raise ValueError(f"{module}: {name} must be an int ≥ 1 or a share 0 < {name} ≤ 1 of n, got {k}")
 
 
 def check_dtype(module: str, x: Tensor, linear: nn.Module) -> None:

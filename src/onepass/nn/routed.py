@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import warnings
 from typing import TYPE_CHECKING, NoReturn
 
@@ -39,7 +40,7 @@ class Routed(nn.Module):
         heavy: token-wise module, ``(batch, k, dim) → (batch, k, dim)``; sees the chosen tokens alone.
         router: `Router`, or any module called as ``router(x, k, mask) → RouterOutput``. With R routes, a token that
             several of them chose gets the heavy output once per route, times that route's gate.
-        k: how many tokens of each sequence the heavy branch sees: an int ≥ 0 (at most n are taken), or a float
+        k: how many tokens of each sequence the heavy branch sees: an int ≥ 1 (at most n are taken), or a float
             0 < k ≤ 1, a share of its m real tokens: ``max(1, round(k·m))``, so that a padded sequence gives what it
             gives alone. (A router that is not a `Router` is called with ``max(1, round(k·n))``, n the padded length.)
 
@@ -78,7 +79,10 @@ class Routed(nn.Module):
         check_count(type(self).__name__, "k", k)
         refuse_gone(type(self).__name__, gone)
         if isinstance(k, int) and k == 1:
-            warnings.warn("the int k=1 is one token of a sequence; write k=1.0 for all of them", stacklevel=2)
+            level = 2  # the line that made the layer, not one of the package
+            while sys._getframe(level - 1).f_globals["__name__"].startswith("onepass."):
+                level += 1
+            warnings.warn("the int k=1 is one token of a sequence; write k=1.0 for all of them", stacklevel=level)
         self.light, self.heavy, self.router, self.k = light, heavy, router, k
 
     def forward(
@@ -99,8 +103,7 @@ class Routed(nn.Module):
             # also of a batch without tokens: every weight has a gradient then, as on other processes of DDP
             update = self._heavy(x, routing.indices)
             y = scatter_add(y, update, routing.gates, routing.indices, inplace=self._owns_light_output())
-        y = explore(y, x, self.router, k, mask)
-        y = y.reshape(x.shape)
+        y = explore(y, x, self.router, k, mask).reshape(x.shape)
         return (y, routing) if return_routing else y
 
     if TYPE_CHECKING:
@@ -203,10 +206,8 @@ class RoutedFeedForward(Routed):
         def branch(name: str, mult: float) -> FeedForward:
             check_number("RoutedFeedForward", name, mult)
             if not 1 <= dim * mult < math.inf:
-                raise ValueError(
-                    f"RoutedFeedForward: {name} = {mult} of dim {dim} leaves a hidden width of {dim * mult:g}; "
-                    f"it must be finite and ≥ 1"
-                )
+                told = f"{name} = {mult} of dim {dim} leaves a hidden width of {dim * mult:g}"
+                raise ValueError(f"RoutedFeedForward: {told}; it must be finite and ≥ 1")
             return FeedForward(dim, int(dim * mult), bias=bias, device=device, dtype=dtype)
 
         check_size("RoutedFeedForward", "dim", dim)

@@ -347,7 +347,9 @@ def _as_torchs(
 ) -> tuple[Tensor | None, Tensor | None, float | None]:
     """Return weight, bias and eps of a call with the arguments of torch's function, or say how to write it."""
     if not isinstance(weight, _SEQUENCES):
-        raise TypeError(f"{op}: options are keywords: write {op}(x, weight, bias, eps={(*more, bias)[0]!r})")
+        given, kind = next((n for n in (*more, bias) if isinstance(n, float)), "..."), type(weight).__name__
+        keywords = f"{op}: options are keywords: write {op}(x, weight, bias, eps={given}), or as torch"
+        raise TypeError(f"{keywords} {op}(x, (n,), weight); weight is of type {kind}")
     check.floating(op, "x", x)
     if not all(isinstance(n, (int, torch.SymInt)) for n in weight):
         check.tensor(op, "weight", weight)
@@ -356,10 +358,9 @@ def _as_torchs(
             f"{op}: normalized_shape must be ({x.shape[-1] if x.dim() else 1},), the last dimension of x, got "
             f"{tuple(weight)}; flatten several last dimensions, or use the modules of onepass.nn"
         )
-    if len(more) > (2 if op == "layer_norm" else 1):
+    more = (None, *more) if op == "rms_norm" else more
+    if len(more) > 2:
         raise TypeError(f"{op}: too many positional arguments; options are keywords")
-    if op == "rms_norm":
-        return bias, None, more[0] if more else eps
     return bias, more[0] if more else None, more[1] if len(more) > 1 else eps
 
 

@@ -149,9 +149,7 @@ def _bad_calls(op: Callable[..., Any], name: str) -> Iterator[BadCall]:
     yield BadCall("groups, 8 bits", lambda: op(x, groups=3, quantize="row"), ValueError, "quantize takes no groups")
     yield BadCall("groups, weights", lambda: op(x, torch.ones(2, 3), groups=3), ValueError, "with groups, weight must")
     yield BadCall("dtype", lambda: op(x, out_dtype=torch.int8), ValueError, "out_dtype must be float32.*int8")
-    yield BadCall(
-        "wide dtype", lambda: op(x, out_dtype=torch.float64), ValueError, "out_dtype must be float32.*float64"
-    )
+    yield BadCall("float64", lambda: op(x, out_dtype=torch.float64), ValueError, "out_dtype must be float32.*float64")
     yield BadCall("0-d x", lambda: op(torch.ones(())), ValueError, "at least one dimension")
     yield BadCall("integer x", lambda: op(torch.ones(2, 3, dtype=torch.int64)), TypeError, "x must be float.*int64")
     yield BadCall("list", lambda: op([1.0]), TypeError, "x must be a tensor, got list")
@@ -162,6 +160,7 @@ def _bad_calls(op: Callable[..., Any], name: str) -> Iterator[BadCall]:
     yield BadCall("eps nan", lambda: op(x, w, eps=math.nan), ValueError, "eps must be ≥ 0, got nan")
     yield BadCall("shape", lambda: op(x, (2, 3), w), ValueError, r"normalized_shape must be \(3,\).*got \(2, 3\)")
     yield BadCall("eps by place", lambda: op(x, w, None, 1e-5), TypeError, r"write \w+\(x, weight, bias, eps=1e-05\)")
+    yield BadCall("n for (n,)", lambda: op(x, 3, w, w), TypeError, r"eps=\.\.\.\), or as.* weight is of type int$")
     yield BadCall("weight list", lambda: op(x, [1.0] * 3), TypeError, "weight must be a tensor, got list")
     yield BadCall("device", lambda: op(x, w.to("meta")), ValueError, "weight is on meta but x is on cpu")
 
