@@ -53,9 +53,12 @@ def check_contents(sdist: Path, wheel: Path) -> None:
         sys.exit(f"{wheel.name} requires more than torch: {required}")
 
 
-def link_torch(site: Path) -> None:
-    """Link torch and its requirements from this environment into another."""
-    todo, done = ["torch"], set()
+def fresh(directory: Path, *names: str) -> Path:
+    """Make an environment with these packages and their requirements, linked from this one; return where they are."""
+    venv.create(directory, with_pip=False, symlinks=True)
+    python = directory / "bin" / "python"
+    paths = subprocess.check_output([python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], text=True)
+    site, todo, done = Path(paths.strip()), list(names), set()
     while todo:
         name = todo.pop()
         if name in done:
@@ -67,14 +70,13 @@ def link_torch(site: Path) -> None:
                 (site / top).symlink_to(Path(str(dist.locate_file(top))).resolve())
         wanted = map(Requirement, dist.requires or ())
         todo += [one.name for one in wanted if one.marker is None or one.marker.evaluate({"extra": ""})]
+    return site
 
 
 def use(wheel: Path, directory: Path) -> None:
     """Install the wheel beside torch alone; use modules, optimizer and doctor; see a command name its extra."""
-    venv.create(directory, with_pip=False, symlinks=True)
+    fresh(directory, "torch")
     python = directory / "bin" / "python"
-    site = subprocess.check_output([python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], text=True)
-    link_torch(Path(site.strip()))
     pip = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps", wheel]
     subprocess.run(pip, check=True)
 

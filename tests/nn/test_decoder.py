@@ -226,8 +226,9 @@ def _no_room() -> None:
         (
             lambda: Decoder([nn.ReLU()], nn.ReLU(), nn.ReLU(), batch=1, max_tokens=1),
             TypeError,
-            "must be TransformerBlock",
+            "list of TransformerBlock",
         ),
+        (lambda: Decoder(nn.ReLU(), nn.ReLU(), nn.ReLU(), batch=1, max_tokens=1), TypeError, "a list of .* got ReLU$"),
         (lambda: Model().decoder().prefill(_prompt(2)), ValueError, r"batch = 3, got \(2, 60\)"),
         (lambda: Model().decoder().prefill(_prompt()[:, :9], [9, 9]), ValueError, "lengths must be 3 numbers"),
         (lambda: Model().decoder().prefill(_prompt()[:, :9], [9, 0, 9]), ValueError, "from 1 to n = 9"),

@@ -76,10 +76,10 @@ class Decoder:
         head: Callable[[Tensor], Tensor], *, batch: int, max_tokens: int, lookback: int = 0, temperature: float = 1.0,
         top_k: int | None = None, top_p: float | None = None, seed: int = 0, stop: int | None = None,
     ) -> None:  # fmt: skip
-        self.blocks: list[Any] = list(blocks)
+        self.blocks: list[Any] = list(blocks) if hasattr(blocks, "__iter__") else []
         if not self.blocks or not all(isinstance(block, RoutedBlock | TransformerBlock) for block in self.blocks):
-            names = [type(block).__name__ for block in self.blocks]
-            raise TypeError(f"Decoder: blocks must be TransformerBlock or RoutedBlock modules, got {names}")
+            got = [type(block).__name__ for block in self.blocks] or type(blocks).__name__
+            raise TypeError(f"Decoder: blocks must be a list of TransformerBlock or RoutedBlock modules, got {got}")
         for name, size in (("batch", batch), ("max_tokens", max_tokens), ("top_k", 1 if top_k is None else top_k)):
             check_size("Decoder", name, size)
         check_int("Decoder", "lookback", lookback)
