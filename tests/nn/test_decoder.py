@@ -223,12 +223,11 @@ def _no_room() -> None:
         (lambda: Model().decoder(top_p=0), ValueError, "top_p must be a probability"),
         (lambda: Model().decoder(top_k=0), ValueError, "top_k must be ≥ 1"),
         (lambda: Model().decoder(batch=0), ValueError, "batch must be ≥ 1"),
-        (
-            lambda: Decoder([nn.ReLU()], nn.ReLU(), nn.ReLU(), batch=1, max_tokens=1),
-            TypeError,
-            "list of TransformerBlock",
+        *(
+            (lambda b=b: Decoder(b, nn.ReLU(), nn.ReLU(), batch=1, max_tokens=1), TypeError, r"list of .* got \W*ReLU")
+            for b in (nn.ReLU(), [nn.ReLU()])
         ),
-        (lambda: Decoder(nn.ReLU(), nn.ReLU(), nn.ReLU(), batch=1, max_tokens=1), TypeError, "a list of .* got ReLU$"),
+        (lambda: Model(dropout=0.1).train().decoder().prefill(_prompt()), ValueError, r"call eval\(\) on the model"),
         (lambda: Model().decoder().prefill(_prompt(2)), ValueError, r"batch = 3, got \(2, 60\)"),
         (lambda: Model().decoder().prefill(_prompt()[:, :9], [9, 9]), ValueError, "lengths must be 3 numbers"),
         (lambda: Model().decoder().prefill(_prompt()[:, :9], [9, 0, 9]), ValueError, "from 1 to n = 9"),

@@ -127,9 +127,7 @@ class Decoder:
         """
         counts, n, device = self._counts(prompt, lengths), prompt.shape[1], self.tokens.device
         if n > self.clock.max_tokens:
-            raise ValueError(
-                f"Decoder: the caches hold max_tokens = {self.clock.max_tokens} tokens, got a prompt of {n}"
-            )
+            raise ValueError(f"Decoder: caches hold max_tokens = {self.clock.max_tokens} tokens, got a prompt of {n}")
         self._check_captured()
         last = torch.tensor(counts, device=device)
         # a prompt of one token is a step
@@ -308,6 +306,8 @@ class Decoder:
         return settings(self.modules, self.tokens.device, self)
 
     def _check_captured(self) -> None:
+        if any(block.training and block.dropout for block in self.blocks):
+            raise ValueError("Decoder: blocks in training mode drop what they add: call eval() on the model first")
         if self.graphs:
             refuse_changed(self.captured, self._settings(), "Decoder")
 
