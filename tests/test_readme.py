@@ -29,7 +29,6 @@ def of_llama() -> list[Record]:
 
 
 def swapped() -> Iterable[str]:
-    """Wall times; compiled ones beside eager ones."""
     runs = {(r["program"].split(", ")[1], r["mode"]): r for r in records("h100/raw/swapped_llama.json") if "mode" in r}
     told = {run: f"{r['wall_us'] / 1e3:.1f} ms and {r['peak_mib']:.0f} MiB" for run, r in runs.items()}
     yield f"{told['as it is', 'compiled']} at the peak without onepass, and {told['swapped', 'compiled']} swapped"
@@ -60,8 +59,8 @@ def selection() -> Iterable[str]:
     yield f"takes {ours:.1f} ms, with `torch.topk` {torch:.1f}"
     many = cells[8, 1 << 20, 65536, "bfloat16"]
     assert fastest(many) == many["flashinfer no order"]
-    told = (many[way] for way in ("onepass by index", "torch.topk unsorted", "flashinfer no order"))
-    yield "{:.0f} µs, `torch.topk` {:.0f}, FlashInfer without an order {:.0f}".format(*told)
+    told = f"{many['onepass by index']:.0f} µs, `torch.topk` {many['torch.topk unsorted']:.0f}"
+    yield f"{told}, FlashInfer without an order {fastest(many):.0f}"
     ratios = [r["flashinfer no order"] / r["onepass by index"] for r in rows if r["rows"] <= 64 and r["k"] == 2048]
     yield f"FlashInfer, without order and determinism, takes {min(ratios):.2f} to {max(ratios):.2f} times our time"
     yield topk_on_a_cpu()
@@ -75,8 +74,7 @@ def topk_on_a_cpu() -> str:
 
 def kept(r: Record) -> int:
     """Bytes a weight without the gradient, which the records count as well."""
-    bytes_kept = round(r["kept_mib"] * 2**20 / r["case"]["elements"])
-    return bytes_kept - {"float32": 4, "bfloat16": 2}[r["dtype"]]
+    return round(r["kept_mib"] * 2**20 / r["case"]["elements"]) - {"float32": 4, "bfloat16": 2}[r["dtype"]]
 
 
 def llama_step(impl: str, dtype: str, low: str = "none") -> tuple[float, int]:
@@ -161,9 +159,8 @@ def small_llama(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder where the name of the model in README leads to a small one."""
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-    (name,) = re.findall(r'from_pretrained\("(.*?)"\)', README)
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=64, **sizes))
-    model.save_pretrained(tmp_path / name)
+    model.save_pretrained(tmp_path / re.findall(r'from_pretrained\("(.*?)"\)', README)[0])
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
