@@ -127,7 +127,7 @@ def test_every_folder_with_kernels_is_gated() -> None:
 
     gated = {k.fn().fn.__module__.rpartition(".")[0] for k in all_kernels()}
     root = Path(onepass.__path__[0])
-    found = {p.parent.relative_to(root.parent) for p in root.rglob("kernels_*.py") if os.access(p, os.R_OK)}
+    found = {p.parent.relative_to(root.parent) for p in root.rglob("kernels*.py") if os.access(p, os.R_OK)}
     assert gated == {".".join(folder.parts) for folder in found}
 
 
