@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from onepass.core.bind import batch_first, bind
-from onepass.core.register import register, register_backward, register_fake
-from onepass.core.sharding import PARTIAL, REPLICATE, Placement, Way, beside, gradient, row_dims
+from onepass.core.bind import batch_first
+from onepass.core.operator import listed, operator
+from onepass.core.sharding import PARTIAL, REPLICATE, Placement, Way, beside, row_dims
 
 from . import arguments
 
@@ -61,21 +61,23 @@ MASK = Role(Tensor | None, "_mask({op!r}, {a}, {rows})", "_mask_rows({a}, {rows}
 RESULT_DTYPE = Role(torch.dtype | None, "_result_dtype({op!r}, {a!r}, {a})")
 
 
-class Operator(NamedTuple):
+class Declared(NamedTuple):
     """A declared operator; `call` serves its public function and takes the arguments in the order declared."""
 
     call: Callable[..., Any]
-    check: Callable[..., None]
     forward: Callable[..., Any]
     backward: Callable[..., Any]
     forward_op: Any
     backward_op: Any
 
 
-# what an eager call runs, written out for the operator's arguments: loops over roles would take µs of each call
+# written out for the operator's arguments, as that of `core.operator`
 _PROGRAM = """
 def check({given}):
     {checks}
+
+def check_taken({taken}):
+    check({as_given})
 
 def forward({taken}):
     return way({taken}).forward({flat})
@@ -83,25 +85,6 @@ def forward({taken}):
 def backward(gy, {back}):
     {grads} = way({taken}).backward(gy, {flat_back})
     return {shaped}
-
-def fake({taken}):
-    check({checkable})
-    return {made}
-
-def save(ctx, inputs, output):
-    {taken} = inputs
-    ctx.save_for_backward({saved})
-    ctx.numbers = {numbers}
-    ctx.set_materialize_grads(False)
-
-def gradients(ctx, run, gy, *_):
-    if gy is None:
-        return {nothing}
-    {needs_of_taken} = ctx.needs_input_grad
-    {tensors_and_state} = ctx.saved_tensors
-    {numbers} = ctx.numbers
-    {grads} = run(gy, {back})
-    return {wanted}
 
 def call({given}):
     check({given})
@@ -114,7 +97,7 @@ def declare(
     name: str, roles: Mapping[str, Role], way: Callable[..., Any], *,
     result: Callable[..., tuple[Any, torch.dtype]] = lambda rows, *_: (rows.shape, rows.dtype),
     state: Callable[..., int] | None = None, replay: bool = False,
-) -> Operator:  # fmt: skip
+) -> Declared:  # fmt: skip
     """Return the operator `name`: its arguments are tensors with gradients, other tensors, options.
 
     Args:
@@ -140,47 +123,31 @@ def declare(
     def code(part: str) -> dict[str, str]:
         return {a: getattr(role, part).format(a=a, rows=rows, op=name) for a, role in roles.items()}
 
-    flat, shaped = code("flat"), code("shaped")
-    made = [
-        "new({rows}, *result({taken}))",
-        "new({rows}, (*{rows}.shape[:-1], width({options})), _accumulator({rows}))",
-    ]
+    flat, shaped, back = code("flat"), code("shaped"), [*tensors, *kept, *numbers, *needs]
     lists = {
-        "given": roles, "taken": taken, "numbers": numbers, "options": options, "needs": needs,
-        "flat": [*map(flat.get, tensors), *numbers], "back": [*tensors, *kept, *numbers, *needs],
+        "given": roles, "taken": taken, "flat": [*map(flat.get, tensors), *numbers], "back": back,
         "flat_back": [*map(flat.get, tensors), *(f"{k}.contiguous()" for k in kept), *numbers, *needs],
         "grads": [f"d_{a}" for a in graded], "shaped": map(shaped.get, graded),
-        "saved": [*tensors, *("output[1]" for _ in kept)], "nothing": ["None"] * len(taken),
-        "needs_of_taken": [f"need_{a}" for a in taken], "tensors_and_state": [*tensors, *kept],
-        "wanted": [f"d_{a} if need_{a} else None" if a in graded else "None" for a in taken],
-        "checkable": [f"{a}_value if {a} is None else {a}" if a in per_row else a for a in roles],
+        "as_given": [f"{a}_value if {a} is None else {a}" if a in per_row else a for a in roles],
     }  # fmt: skip
-    text = {key: "".join(f"{item}, " for item in items) or "()" for key, items in lists.items()}
+    text = {key: listed(items) for key, items in lists.items()}
     text["checks"] = "; ".join(line for line in code("check").values() if line) or "pass"
     text["split"] = "; ".join(f"{a}, {a}_value = {code('split')[a]}" for a in per_row) or "pass"
-    text["made"] = ", ".join(made[: 1 + len(kept)]).format(rows=rows, **text)
-    names = {
-        **{f"_{f}": v for f, v in vars(arguments).items()},
-        "way": way,
-        "result": result,
-        "width": state,
-        "new": _new,
-    }
+    names = {**{f"_{f}": v for f, v in vars(arguments).items()}, "way": way}
     exec(compile(_PROGRAM.format(**text), f"<declared {name}>", "exec"), names)
-
-    def typed(function: str, of: Mapping[str, Any]) -> Any:
-        names[function].__annotations__ = of
-        return names[function]
-
+    forward, backward = names["forward"], names["backward"]
     types = {a: roles[a].type if a in roles else float for a in taken}
-    of_state = dict.fromkeys(kept, Tensor)
-    forward = typed("forward", {**types, "return": tuple[Tensor, Tensor] if kept else Tensor})
-    of_tensors = {a: types[a] for a in tensors}
-    backward = typed(
-        "backward",
-        {"gy": Tensor, **of_tensors, **of_state, **{a: types[a] for a in numbers}, **dict.fromkeys(needs, bool),
-         "return": tuple[Tensor | None, ...]},
-    )  # fmt: skip
+    types |= {"gy": Tensor, "state": Tensor, **dict.fromkeys(needs, bool)}
+    forward.__annotations__ = {a: types[a] for a in taken} | {"return": tuple[Tensor, Tensor] if kept else Tensor}
+    backward.__annotations__ = {a: types[a] for a in ("gy", *back)} | {"return": tuple[Tensor | None, ...]}
+
+    def fake(like: Tensor, *rest: Any) -> Any:
+        shape, dtype = result(like, *rest)
+        y = like.new_empty(shape, dtype=dtype)
+        if state is None:
+            return y
+        width = state(*rest[len(rest) - len(options) :])
+        return y, like.new_empty((*like.shape[:-1], width), dtype=arguments.accumulator(like))
 
     def ways(*args: Any) -> list[Way]:
         given = dict(zip(tensors, args, strict=False))
@@ -196,17 +163,6 @@ def declare(
                 found.append(((ndim - 1,), (REPLICATE, 0)))
         return found
 
-    def ways_back(gy: Any, *args: Any) -> list[Way]:
-        found: list[Way] = []
-        for (of_y, *of_kept), placed in ways(*args):
-            wanted = [gradient(p, need) for p, need in zip(placed, args[-len(needs) :], strict=False)]
-            found.append((wanted, (REPLICATE if of_y == PARTIAL else of_y, *placed, *of_kept)))
-        return found
-
-    forward_op = register(name, forward, ways)
-    backward_op = register_backward(f"{name}_backward", backward, ways_back, tuple(graded))
-    register_fake(forward_op)(names["fake"])
-
     def rows_at_once(size: int, dims: tuple[int | None, ...], *args: Any) -> Any:
         """Return a batch of rows that share all else as more rows; None: one call per element."""
         if dims[0] is None or any(d is not None for d in dims[1:]):
@@ -215,22 +171,17 @@ def declare(
 
     def rows_back_at_once(size: int, dims: tuple[int | None, ...], *args: Any) -> Any:
         n, (need, *needs_of_others) = 1 + len(tensors), args[-len(needs) :]
-        shared = [d for d in dims[2:n] if d is not None]
-        if shared or not need or any(needs_of_others):
+        if any(d is not None for d in dims[2:n]) or not need or any(needs_of_others):
             return None
         first = [batch_first(args[i], dims[i], size) for i in (0, 1, *range(n, n + len(kept)))]
         found = backward_op(*first[:2], *args[2:n], *first[2:], *args[n + len(kept) :])
         return found, (0, *[None] * (len(graded) - 1))
 
-    names["bound"] = bind(
-        name=name, forward=forward, forward_op=forward_op, backward=backward, backward_op=backward_op,
-        save=names["save"], gradients=names["gradients"], replay=replay,
-        check=names["check"] if not per_row else lambda *args: None,
+    # what is per row is checked as it is given
+    checks = {"check_fake": names["check_taken"]} if per_row else {"check": names["check"]}
+    bound, forward_op, backward_op = operator(
+        name, forward, backward, ("y", *kept), fake=fake, ways=ways, **checks, replay=replay,
         vmap_forward=rows_at_once, vmap_backward=rows_back_at_once,
     )  # fmt: skip
-    call = names["call"] if per_row else names["bound"]
-    return Operator(call, names["check"], forward, backward, forward_op, backward_op)
-
-
-def _new(rows: Tensor, shape: Any, dtype: torch.dtype) -> Tensor:
-    return rows.new_empty(shape, dtype=dtype)
+    names["bound"] = bound
+    return Declared(names["call"] if per_row else bound, forward, backward, forward_op, backward_op)

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from onepass.core import check
-from onepass.core.bind import bind
 from onepass.core.launch import cdiv, uses_triton
-from onepass.core.register import register, register_fake
+from onepass.core.operator import operator
 from onepass.core.sharding import Way, row_dims
 from onepass.ops._shared import arguments
 
@@ -19,14 +18,9 @@ from . import definition
 from .definition import fraction, nothing, places
 
 
-def forward_ways(scores: Any, *rest: Any) -> list[Way]:
+def ways(scores: Any, *rest: Any) -> list[Way]:
     """List the ways to shard scores and mask, with gates, indices, thresholds and starts."""
     return [((0,) * 4, (0, 0)) for _ in row_dims(scores)]
-
-
-def backward_ways(g_gates: Any, scores: Any, *rest: Any) -> list[Way]:
-    """List the ways to shard all tensors, with the gradient of the scores."""
-    return [((0,), (0,) * 7) for _ in row_dims(scores)]
 
 
 # default: tokens before a block that its threshold is computed from
@@ -109,12 +103,7 @@ def backward(
     return ds if into is None else into.copy_(ds)
 
 
-forward_op = register("causal_choice", forward, forward_ways)
-backward_op = register("causal_choice_backward", backward, backward_ways)
-
-
-@register_fake(forward_op)
-def _(
+def _fake(
     scores: Tensor, mask: Tensor | None, k: int, share: float, eps: float, block: int, memory: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     batch, n = scores.shape
@@ -127,25 +116,9 @@ def _(
     )
 
 
-@register_fake(backward_op)
-def _(g_gates: Tensor, scores: Tensor, *rest: Any) -> Tensor:
-    return scores.new_empty(scores.shape)
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    scores, mask, _, _, *ctx.options = inputs
-    ctx.save_for_backward(scores, mask, *output)
-    ctx.set_materialize_grads(False)
-
-
-def _gradients(ctx: Any, run: Any, g_gates: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
-    ds = None if g_gates is None else run(g_gates, *ctx.saved_tensors, *ctx.options)
-    return ds, None, None, None, None, None, None
-
-
-_call = bind(
-    name="causal_choice", forward=forward, forward_op=forward_op, backward=backward, backward_op=backward_op,
-    save=_save, gradients=_gradients, n_public=2, replay=True,
+_call, forward_op, backward_op = operator(
+    "causal_choice", forward, backward, ("gates", "indices", "thresholds", "starts"), fake=_fake, ways=ways,
+    of=("scores",), n_public=2, replay=True,
 )  # fmt: skip
 
 

@@ -32,7 +32,7 @@ _operator = declare(
      "eps_decay": Role(float), "want_trace": Role(bool)},
     _way, state=_width,
 )  # fmt: skip
-_call, _check, forward, backward, forward_op, backward_op = _operator
+_call, forward, backward, forward_op, backward_op = _operator
 
 
 def _wants_trace(scores: Tensor, k: Tensor | float) -> bool:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from onepass.core import check
-from onepass.core.bind import bind
 from onepass.core.eager import plain
 from onepass.core.launch import uses_triton
-from onepass.core.register import register, register_backward, register_fake
-from onepass.core.sharding import REPLICATE, Way, beside, gradient, row_dims
+from onepass.core.operator import operator
+from onepass.core.sharding import REPLICATE, Way, beside, row_dims
 from onepass.ops.norm.op import rms_norm
 
 from . import definition
@@ -29,22 +27,10 @@ def _dims(q: Any, positions: Any) -> list[tuple[int, Any]]:
     return [(d, None if positions is None else REPLICATE if d == heads else beside(positions, heads, d)) for d in dims]
 
 
-def forward_ways(
-    q: Any, k: Any, q_weight: Any, k_weight: Any, cos: Any, sin: Any, positions: Any, *rest: Any
-) -> list[Way]:
+def ways(q: Any, k: Any, q_weight: Any, k_weight: Any, cos: Any, sin: Any, positions: Any, *rest: Any) -> list[Way]:
     """List the ways to shard q, k, the weights, cos, sin and positions, with q and k rotated."""
     whole = (REPLICATE,) * 4
     return [((d, d), (d, d, *whole, at)) for d, at in _dims(q, positions)]
-
-
-def backward_ways(dq: Any, dk: Any, q: Any, k: Any, *rest: Any) -> list[Way]:
-    """List the ways to shard the gradients, q, k, the weights, cos, sin and positions, with what backward returns."""
-    need_q, need_k, *of_weights = rest[-4:]
-    vectors = [gradient(REPLICATE, need) for need in of_weights]
-    return [
-        ((gradient(d, need_q), gradient(d, need_k), *vectors), (d, d, d, d, *(REPLICATE,) * 4, at))
-        for d, at in _dims(q, rest[4])
-    ]
 
 
 OP = "qk_norm_rope"
@@ -137,10 +123,10 @@ def _empty(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
 def _backward(
     dq: Tensor, dk: Tensor, q: Tensor, k: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, cos: Tensor,
     sin: Tensor, positions: Tensor | None, eps: float, offset: float, interleaved: bool, need_q: bool, need_k: bool,
-    need_qw: bool, need_kw: bool,
+    need_q_weight: bool, need_k_weight: bool,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Return the gradients of q, k and both weights; None for those that are not needed."""
-    needs, rest = (need_q, need_k, need_qw, need_kw), (cos, sin, positions, eps, offset, interleaved)
+    needs, rest = (need_q, need_k, need_q_weight, need_k_weight), (cos, sin, positions, eps, offset, interleaved)
     if not q.numel() or not k.numel():
         tensors = zip((q, k, q_weight, k_weight), needs, strict=True)
         return tuple(torch.zeros_like(t) if t is not None and need else None for t, need in tensors)
@@ -148,39 +134,18 @@ def _backward(
         from . import kernels
 
         return kernels.backward(dq, dk, q, k, _vector(q_weight), _vector(k_weight), *rest, needs)
-    dq_in, dq_weight = definition.backward(dq, q, q_weight, *rest, need_q, need_qw)
-    dk_in, dk_weight = definition.backward(dk, k, k_weight, *rest, need_k, need_kw)
+    dq_in, dq_weight = definition.backward(dq, q, q_weight, *rest, need_q, need_q_weight)
+    dk_in, dk_weight = definition.backward(dk, k, k_weight, *rest, need_k, need_k_weight)
     return dq_in, dk_in, dq_weight, dk_weight
 
 
-forward_op = register("qk_norm_rope", _forward, forward_ways)
-backward_op = register_backward(
-    "qk_norm_rope_backward", _backward, backward_ways, of=("q", "k", "q_weight", "k_weight")
-)
-
-
-@register_fake(forward_op)
-def _(q: Tensor, k: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    _check(q, k, *rest)
+def _fake(q: Tensor, k: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     return _empty(q, k)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, eps, offset, interleaved = inputs
-    ctx.options = eps, offset, interleaved
-    ctx.save_for_backward(*tensors)
-
-
-def _gradients(ctx: Any, run: Any, dq: Tensor, dk: Tensor) -> tuple[Tensor | None, ...]:
-    needs = ctx.needs_input_grad[:4]
-    gradients = run(dq, dk, *ctx.saved_tensors, *ctx.options, *needs)
-    return *(g if need else None for g, need in zip(gradients, needs, strict=True)), *(None,) * 6
-
-
-_call: Callable[..., tuple[Tensor, Tensor]] = bind(
-    name=OP, forward=_forward, forward_op=forward_op, backward=_backward, backward_op=backward_op, check=_check,
-    save=_save, gradients=_gradients, n_public=2, replay=True,
-)  # fmt: skip
+_call, forward_op, backward_op = operator(
+    OP, _forward, _backward, ("new_q", "new_k"), fake=_fake, ways=ways, check=_check, n_public=2, replay=True
+)
 
 
 def qk_norm_rope(
@@ -240,4 +205,4 @@ def qk_norm_rope(
         >>> q.shape
         torch.Size([2, 8, 2, 8])
     """
-    return _call(q, k, q_weight, k_weight, cos, sin, positions, eps, float(offset), interleaved)
+    return _call(q, k, q_weight, k_weight, cos, sin, positions, eps, float(offset), interleaved)  # type: ignore[no-any-return]

@@ -11,8 +11,9 @@ from onepass.core import check
 from onepass.core.bind import bind
 from onepass.core.eager import once, plain
 from onepass.core.launch import uses_triton
+from onepass.core.operator import operator
 from onepass.core.register import register, register_backward, register_fake
-from onepass.core.sharding import PARTIAL, REPLICATE, Placement, Way, gradient
+from onepass.core.sharding import PARTIAL, REPLICATE, Placement, Way
 
 from . import torch_path
 
@@ -20,16 +21,6 @@ from . import torch_path
 def score_ways(x: Any, weight: Any, *rest: Any) -> list[Way]:
     """List the ways to shard x (batch, n, dim) and weight, with scores and 1/rms: along batch or tokens."""
     return [((0, 0), (0, REPLICATE)), ((weight.ndim, 1), (1, REPLICATE))]
-
-
-def score_backward_ways(ds: Any, x: Any, weight: Any, *rest: Any) -> list[Way]:
-    """List the ways to shard ds, x, weight, scores and 1/rms, with dx and dw."""
-    need_x, need_w = rest[-2:]
-    dw = gradient(REPLICATE, need_w)
-    return [
-        ((gradient(0, need_x), dw), (0, 0, REPLICATE, 0, 0)),
-        ((gradient(1, need_x), dw), (weight.ndim, 1, REPLICATE, weight.ndim, 1)),
-    ]
 
 
 def gather_ways(x: Any, indices: Any) -> list[Way]:
@@ -207,7 +198,7 @@ def _score(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 
 def _score_backward(
-    ds: Tensor, x: Tensor, weight: Tensor, scores: Tensor, inverse: Tensor, need_x: bool, need_w: bool
+    ds: Tensor, x: Tensor, weight: Tensor, scores: Tensor, inverse: Tensor, need_x: bool, need_weight: bool
 ) -> tuple[Tensor | None, Tensor | None]:
     vectors = _vectors(weight)
     shape = (x.shape[0], len(vectors), x.shape[1])
@@ -215,42 +206,21 @@ def _score_backward(
     if uses_triton(x) and x.numel():
         from . import kernels_score
 
-        dx, dw = kernels_score.backward(ds, x, vectors.contiguous(), scores, inverse, need_x, need_w)
+        dx, dw = kernels_score.backward(ds, x, vectors.contiguous(), scores, inverse, need_x, need_weight)
     else:
-        dx, dw = torch_path.score_backward(ds, x, vectors, scores, inverse, need_x, need_w)
+        dx, dw = torch_path.score_backward(ds, x, vectors, scores, inverse, need_x, need_weight)
     return dx, None if dw is None else dw.view(weight.shape)
 
 
-score_op = register("routing_score", _score, score_ways)
-score_backward_op = register_backward(
-    "routing_score_backward", _score_backward, score_backward_ways, of=("x", "weight")
-)
-
-
-@register_fake(score_op)
-def _(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    check_score(x, weight, eps)
+def _fake_score(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     dtype = torch.promote_types(x.dtype, torch.float32)
     shape = (x.shape[0], *weight.shape[:-1], x.shape[1])
     return x.new_empty(shape, dtype=dtype), x.new_empty(x.shape[:2], dtype=dtype)
 
 
-def _save_score(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(inputs[0], inputs[1], *output)
-
-
-def _score_gradients(ctx: Any, run: Any, ds: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
-    if ds is None:
-        return None, None, None
-    need_x, need_w = ctx.needs_input_grad[:2]
-    dx, dw = run(ds, *ctx.saved_tensors, need_x, need_w)
-    return dx if need_x else None, dw if need_w else None, None
-
-
-_call_score = bind(
-    name="score", forward=_score, forward_op=score_op, backward=_score_backward, backward_op=score_backward_op,
-    save=_save_score, gradients=_score_gradients,
+_call_score, score_op, score_backward_op = operator(
+    "score", _score, _score_backward, ("scores", "inverse"), fake=_fake_score, ways=score_ways,
+    registered="routing_score", check_fake=check_score,
 )  # fmt: skip
 
 

@@ -32,7 +32,7 @@ _operator = declare(
     "soft_topk", {"scores": ROWS, "k": COUNT, "eps": PER_ROW, "mask": MASK, "kind": Role(int)}, _way,
     state=lambda kind: 2,
 )  # fmt: skip
-_call, _, forward, backward, forward_op, backward_op = _operator
+_call, forward, backward, forward_op, backward_op = _operator
 
 
 def backward_chosen(

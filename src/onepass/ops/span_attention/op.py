@@ -11,6 +11,7 @@ from torch import Tensor
 from onepass.core import check
 from onepass.core.bind import bind
 from onepass.core.launch import uses_triton
+from onepass.core.operator import operator
 from onepass.core.register import register, register_fake
 from onepass.core.sharding import REPLICATE, Placement, Way
 from onepass.ops._shared import arguments
@@ -23,21 +24,11 @@ def _batch(t: Any) -> Placement:
     return REPLICATE if t is None or t.shape[0] == 1 else 0
 
 
-def forward_ways(q: Any, k: Any, v: Any, first: Any, last: Any, mask: Any, *rest: Any) -> list[Way]:
+def ways(q: Any, k: Any, v: Any, first: Any, last: Any, mask: Any, *rest: Any) -> list[Way]:
     """List the ways to shard q, k, v, first, last and mask, with the output and lse (batch, heads, n)."""
     return [
         ((0, 0), (0, 0, 0, _batch(first), _batch(last), 0)),
         ((2, 1), (2, 2, 2, REPLICATE, REPLICATE, REPLICATE)),
-    ]
-
-
-def backward_ways(
-    dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, first: Any, last: Any, mask: Any, *rest: Any
-) -> list[Way]:
-    """List the ways to shard all tensors, with the gradients of q, k and v."""
-    return [
-        ((0, 0, 0), (0, 0, 0, 0, 0, 0, _batch(first), _batch(last), 0)),
-        ((2, 2, 2), (2, 2, 2, 2, 2, 1, REPLICATE, REPLICATE, REPLICATE)),
     ]
 
 
@@ -48,16 +39,9 @@ def rotary_ways(x: Any, positions: Any, *rest: Any) -> list[Way]:
     return ways if positions is None else [*ways, ((1,), (1, 1))]
 
 
-def packed_forward_ways(qkv: Any, first: Any, last: Any, mask: Any, *rest: Any) -> list[Way]:
+def packed_ways(qkv: Any, first: Any, last: Any, mask: Any, *rest: Any) -> list[Way]:
     """List the ways to shard qkv (batch, n, 3, heads, width), first, last and mask, with three results."""
     return [((0, 0, 0), (0, _batch(first), _batch(last), 0))]
-
-
-def packed_backward_ways(
-    dout: Any, qkv: Any, out: Any, lse: Any, qk: Any, first: Any, last: Any, mask: Any, *rest: Any
-) -> list[Way]:
-    """List the ways to shard all tensors, with the gradient of qkv."""
-    return [((0,), (0, 0, 0, 0, 0, _batch(first), _batch(last), 0))]
 
 
 BASE = 10_000.0
@@ -201,37 +185,15 @@ def packed_backward(
     return grad
 
 
-packed_forward_op = register("rotary_attention", packed_forward, packed_forward_ways)
-packed_backward_op = register("rotary_attention_backward", packed_backward, packed_backward_ways)
-
-
-@register_fake(packed_forward_op)
-def _(qkv: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _fake_packed(qkv: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     batch, n, _, heads, width = qkv.shape
-    out = torch.empty((batch, n, heads, width), dtype=qkv.dtype, device=qkv.device)
-    acc = torch.promote_types(qkv.dtype, torch.float32)
-    lse = torch.empty((batch, heads, n), dtype=acc, device=qkv.device)
-    return out, lse, torch.empty((batch, n, 2 * heads, width), dtype=qkv.dtype, device=qkv.device)
+    lse = qkv.new_empty((batch, heads, n), dtype=torch.promote_types(qkv.dtype, torch.float32))
+    return qkv.new_empty((batch, n, heads, width)), lse, qkv.new_empty((batch, n, 2 * heads, width))
 
 
-@register_fake(packed_backward_op)
-def _(dout: Tensor, qkv: Tensor, *rest: Any) -> Tensor:
-    return torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
-
-
-def _save_packed(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    qkv, first, last, mask, *ctx.options = inputs
-    ctx.save_for_backward(qkv, *output, first, last, mask)
-
-
-def _packed_gradients(ctx: Any, run: Any, dout: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-    return (run(dout, *ctx.saved_tensors, *ctx.options), None, None, None, None, None)
-
-
-_call_packed = bind(
-    name="rotary_attention",
-    forward=packed_forward, forward_op=packed_forward_op, backward=packed_backward, backward_op=packed_backward_op,
-    save=_save_packed, gradients=_packed_gradients,
+_call_packed, packed_forward_op, packed_backward_op = operator(
+    "rotary_attention", packed_forward, packed_backward, ("out", "lse", "turned"), fake=_fake_packed,
+    ways=packed_ways, of=("qkv",),
 )  # fmt: skip
 
 
@@ -417,35 +379,13 @@ def _bytes(mask: Tensor | None) -> Tensor | None:
     return None if mask is None else mask.contiguous().view(torch.uint8)
 
 
-forward_op = register("span_attention", forward, forward_ways)
-backward_op = register("span_attention_backward", backward, backward_ways)
+def _fake(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    return q.new_empty(q.shape), q.new_empty(_lse_shape(q), dtype=torch.promote_types(q.dtype, torch.float32))
 
 
-@register_fake(forward_op)
-def _(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    lse = q.new_empty(_lse_shape(q), dtype=torch.promote_types(q.dtype, torch.float32))
-    return torch.empty(q.shape, dtype=q.dtype, device=q.device), lse
-
-
-@register_fake(backward_op)
-def _(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return _like(q, k, v)
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, first, last, mask, scale = inputs
-    ctx.save_for_backward(q, k, v, *output, first, last, mask)
-    ctx.scale = scale
-
-
-def _gradients(ctx: Any, run: Any, dout: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-    return (*run(dout, *ctx.saved_tensors, ctx.scale), None, None, None, None)
-
-
-_call = bind(
-    name="span_attention", forward=forward, forward_op=forward_op, backward=backward, backward_op=backward_op,
-    save=_save, gradients=_gradients,
-)  # fmt: skip
+_call, forward_op, backward_op = operator(
+    "span_attention", forward, backward, ("out", "lse"), fake=_fake, ways=ways, of=("q", "k", "v")
+)
 
 
 def span_attention(

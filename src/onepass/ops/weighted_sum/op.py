@@ -30,7 +30,7 @@ def _result(x: Tensor, weight: Tensor, out_dtype: torch.dtype | None) -> tuple[t
 _operator = declare(
     "weighted_sum", {"x": SUMMED, "weight": VECTORS, "out_dtype": RESULT_DTYPE}, _way, result=_result, replay=True
 )
-_call, _, forward, backward, forward_op, backward_op = _operator
+_call, forward, backward, forward_op, backward_op = _operator
 
 
 def weighted_sum(x: Tensor, weight: Tensor, *, out_dtype: torch.dtype | None = None) -> Tensor:

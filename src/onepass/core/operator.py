@@ -1,0 +1,120 @@
+"""An operator from its forward and backward: the names of backward's arguments say what is kept, and what it makes."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+from .bind import bind
+from .register import register, register_backward, register_fake
+from .sharding import PARTIAL, REPLICATE, Rule, Way, gradient
+
+# written out for the operator's arguments, as eager calls run it: loops over them would take µs of each call
+_PROGRAM = """
+def save(ctx, inputs, output):
+    {taken} = inputs
+    {results} = output
+    ctx.save_for_backward({kept})
+    ctx.numbers = {numbers}
+    ctx.set_materialize_grads({several})
+
+def gradients(ctx, run, {upstream} *_):
+    if {first} is None:
+        return {nothing}
+    {needs_of_taken} = ctx.needs_input_grad
+    {kept} = ctx.saved_tensors
+    {numbers} = ctx.numbers
+    {grads} = run({back})
+    return {wanted}
+"""
+
+
+class Operator(NamedTuple):
+    """A differentiable call, and what it is registered as."""
+
+    call: Callable[..., Any]
+    forward_op: Any
+    backward_op: Any
+
+
+def listed(items: Iterable[Any]) -> str:
+    """Return the items as Python writes a tuple without its brackets, each with a comma."""
+    return "".join(f"{item}, " for item in items) or "()"
+
+
+def operator(
+    name: str, forward: Callable[..., Any], backward: Callable[..., Any], results: tuple[str, ...], *,
+    fake: Callable[..., Any], ways: Rule, of: tuple[str, ...] = (), registered: str | None = None,
+    check: Callable[..., None] = lambda *args: None, check_fake: Callable[..., None] | None = None, **bound: Any,
+) -> Operator:  # fmt: skip
+    """Return the operator of these functions.
+
+    Args:
+        name: of the public function, for messages.
+        forward: as `core.bind` has it; its arguments with a default are not the operator's.
+        backward: takes the gradients of public results first; then, by their names, arguments and results of forward;
+            last `need_x` for each argument x with a gradient. It returns these gradients.
+        results: names of what forward returns.
+        fake: returns empty tensors like these, for FakeTensors.
+        ways: how DTensors may be placed, as `core.sharding` has it; backward's follow from it.
+        of: where backward has no `need_x`: the arguments whose gradients it always makes.
+        registered: the operator's name in `torch.ops`, by default that of the public function.
+        check: raises on bad arguments, in eager calls and in the fake.
+        check_fake: does so in the fake in its place.
+        bound: further arguments of `core.bind`.
+    """
+    taken, back = (
+        [p.name for p in inspect.signature(f).parameters.values() if p.default is p.empty] for f in (forward, backward)
+    )
+    tensors = [a for a in taken if "Tensor" in str(forward.__annotations__[a])]
+    needs = [a for a in back if a.startswith("need_")]
+    graded = [a.removeprefix("need_") for a in needs] or [*of]
+    upstream = [a for a in back if a not in (*taken, *results, *needs)]
+    kept = [a for a in back if a in tensors or a in results]
+    numbers = [a for a in back if a in taken and a not in tensors]
+    text = {
+        "taken": listed(taken), "kept": listed(kept), "numbers": listed(numbers), "back": listed(back),
+        "results": results[0] if len(results) == 1 else listed(results), "several": len(upstream) > 1,
+        "upstream": listed(upstream), "first": upstream[0], "nothing": listed("None" for _ in taken),
+        "needs_of_taken": listed(f"need_{a}" for a in taken),
+        "grads": ("".join if len(of) == 1 else listed)(f"d_{a}" for a in graded),
+        "wanted": listed(f"d_{a} if need_{a} else None" if a in graded else "None" for a in taken),
+    }  # fmt: skip
+    names: dict[str, Any] = {}
+    exec(compile(_PROGRAM.format(**text), f"<operator {name}>", "exec"), names)
+
+    def ways_back(*args: Any) -> list[Way]:
+        given = dict(zip(back, args, strict=True))
+        found: list[Way] = []
+        for made, placed in ways(*map(given.get, taken)):
+            at = dict(zip((*tensors, *results), (*placed, *made), strict=True))
+            grads = [gradient(at[a], given.get(f"need_{a}", True)) for a in graded]
+            of_results = [REPLICATE if p == PARTIAL else p for p, _ in zip(made, upstream, strict=False)]
+            found.append((grads, (*of_results, *map(at.get, kept))))
+        return found
+
+    forward_op = register(registered or name, forward, ways)
+
+    @register_fake(forward_op)
+    def _(*args: Any) -> Any:
+        (check_fake or check)(*args)
+        return fake(*args)
+
+    named = f"{registered or name}_backward"
+    if needs:
+        backward_op = register_backward(named, backward, ways_back, tuple(graded))
+    else:
+        backward_op = register(named, backward, ways_back)
+        at = [back.index(a) for a in of]
+
+        @register_fake(backward_op)
+        def like_arguments(*args: Any) -> Any:
+            made = [args[i].new_empty(args[i].shape) for i in at]
+            return made[0] if len(made) == 1 else tuple(made)
+
+    call = bind(
+        name=name, forward=forward, forward_op=forward_op, backward=backward, backward_op=backward_op,
+        save=names["save"], gradients=names["gradients"], check=check, **bound,
+    )  # fmt: skip
+    return Operator(call, forward_op, backward_op)
