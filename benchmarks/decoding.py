@@ -234,12 +234,11 @@ def measure(
 
 def writing(device: str) -> float:
     """Return how many bytes a second a model of the training job's gpu preset writes after a prompt of 1,000."""
-    from onepass.train.config import PRESETS
-    from onepass.train.language import ByteModel
+    from onepass.train.config import build
+    from onepass.train.model import new
 
-    torch.manual_seed(0)
-    size: dict[str, Any] = {name: PRESETS["gpu"][name] for name in ("dim", "blocks", "heads", "window")}
-    model = ByteModel(**size, k=PRESETS["gpu"]["routed"], causal=True).to(device).eval()
+    rest = {"seed": 0, "device": device, "precision": "fp32", "threads": 1, "data": "", "paths": ()}
+    model = new(build("gpu", task="causal", **rest)).to(device).eval()
     count = 1024 if device == "cuda" else 64
     decoder, prompt = model.decoder(1, 2100), torch.randint(256, (1, 1000), device=device)
     decoder.generate(prompt, 2)

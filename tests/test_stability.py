@@ -94,15 +94,15 @@ def checkpoint_keys() -> dict[str, Any]:
 
     from onepass.optim import Lion
     from onepass.train import checkpoint
-    from onepass.train.config import FORMAT, Config, build
+    from onepass.train.config import FORMAT, MODELS, Config, build
     from onepass.train.metrics import Mark
     from onepass.train.model import new, parameter_groups
 
     listed: dict[str, Any] = {"config": sorted(f.name for f in dataclasses.fields(Config)), "format": FORMAT}
-    sizes = {"dim": 8, "blocks": 1, "seq": 16, "batch": 2, "steps": 1}
+    sizes = {"experts": 2, "dim": 8, "blocks": 1, "seq": 16, "batch": 2, "steps": 1}
     rest = {"seed": 0, "device": "cpu", "precision": "fp32", "threads": 1, "data": "", "paths": ()}
-    for task in ("masked", "causal"):
-        config = build("cpu", task=task, **sizes, **rest)
+    for name in MODELS:
+        config = build("cpu", task="causal", model=name, **sizes, **rest)
         model = new(config)
         optimizer = Lion(parameter_groups(model, 0.1))
         for p in model.parameters():
@@ -112,7 +112,7 @@ def checkpoint_keys() -> dict[str, Any]:
             path = Path(directory) / checkpoint.NAME
             checkpoint.save(path, model, optimizer, config, step=1, metrics=Mark(), seconds=0.0)
             with safe_open(path, "pt") as file:
-                listed[f"tensors, {task}"] = sorted(file.keys())
+                listed[f"tensors, {name}"] = sorted(file.keys())
                 header = file.metadata()
         listed["header"] = sorted(header)
         listed["record"] = sorted(json.loads(header["onepass"]))

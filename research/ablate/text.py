@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -13,11 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from onepass.nn import RouterOutput
-from onepass.nn.feed_forward import FeedForward
+from onepass.nn import RouterOutput, TransformerBlock
 from onepass.train import data
-from onepass.train.language import ByteModel
-from onepass.train.model import Attention, angles
+from onepass.train.language import ByteModel, routed
 
 from .routes import use_chance, use_nobody
 from .runner import Rates
@@ -59,34 +57,16 @@ SIZES = {
 }
 
 
-class DenseBlock(nn.Module):
-    """Attention of every token to every token, then a feed-forward for every token, each added to the stream."""
-
-    cos: Tensor
-    sin: Tensor
-
-    def __init__(self, size: Size, hidden: int, causal: bool) -> None:
-        super().__init__()
-        self.attention = Attention(size.dim, size.heads, size.blocks, causal=causal)
-        self.feed_forward = FeedForward(size.dim, hidden)
-        for name, values in zip(
-            ("cos", "sin"), angles(size.n, size.dim // size.heads, torch.device("cpu")), strict=True
-        ):
-            self.register_buffer(name, values, persistent=False)
-
-    def forward(self, x: Tensor, return_routing: bool = True) -> tuple[Tensor, None]:
-        x = x + self.attention(x, self.cos, self.sin)
-        return x + self.feed_forward(x), None
-
-
 def build(arm: str, size: Size, causal: bool, hidden: int) -> ByteModel:
     """Make the model of an arm; equal seeds give equal initial weights to all arms with routed blocks."""
     k = 1.0 if arm == "all" else size.k
-    model = ByteModel(
+    blocks: Iterable[nn.Module] = routed(
         size.dim, size.blocks, k=k, heads=size.heads, window=size.window, causal=causal, light_mult=size.light_mult
     )
     if arm == "dense":
-        model.blocks = nn.ModuleList(DenseBlock(size, hidden, causal) for _ in range(size.blocks))
+        form: dict[str, Any] = {"heads": size.heads, "dim_head": size.dim // size.heads, "causal": causal}
+        blocks = (TransformerBlock(size.dim, hidden_dim=hidden, **form) for _ in range(size.blocks))
+    model = ByteModel(size.dim, blocks, causal=causal)
     if arm == "random":
         use_chance(model)
     if arm == "light":

@@ -31,7 +31,7 @@ TEXT = "One-pass PyTorch operators and conditional computation."
 EXAMPLES = """\
 examples:
   onepass doctor                   is this machine ready, and which path does each operator take?
-  onepass train ~/notes            train a routed model on your own text
+  onepass train ~/notes            train a model on your own text
   onepass generate runs/notes --prompt "def "   let a trained language model write on
 
 `onepass COMMAND --help` has more of each. `python -m benchmarks`, in a copy of the repository, measures the operators.

@@ -21,7 +21,7 @@ from train.tiny import command, contents, quick
 OPTIONS = ("--dim", "16", "--blocks", "1", "--seq", "16", "--batch", "2", "--device", "cpu")
 RESUME = ("train", "texts", "--resume", "--out", "run")
 FILES = ("config.json", "data.json", "metrics.jsonl", "checkpoint.safetensors")
-PICTURES = ("loss.png", "routing.png", "routing.html")
+PICTURES = ("loss.png", "routing.html")
 FEW = settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], max_examples=12)
 
 
@@ -164,7 +164,7 @@ WORDS = (
 COMMANDS: dict[str, tuple[str, str]] = {
     "train": (
         "--out --preset --task --device --steps --seed --batch --seq --dim --blocks --lr --checkpoint-every "
-        "--resume --force --config",
+        "--resume --force",
         "--preset cpu --dim 8 --seq 8 --batch 1 --blocks 1 --device cpu --steps 1",
     ),
     "show": ("--out --bytes", ""),

@@ -26,40 +26,29 @@ def _training(path: Path, **values: object) -> loop.Training:
     return loop.Training(settings, corpus, run, 50)
 
 
-def test_each_call_gives_the_gradients_of_this_call_alone() -> None:
-    model = nn.Linear(3, 2)
-    run = Gradients(lambda x: model(x).square().mean(), list(model.parameters()), torch.device("cpu"))
-    for _ in range(2):
+@pytest.mark.parametrize("together", [False, True])
+def test_each_call_gives_the_gradients_of_this_call_alone(together: bool) -> None:
+    """In one buffer each begins where kernels may read 16 bytes; a parameter without a gradient keeps none."""
+    model, idle, count = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 5)), nn.Parameter(torch.ones(4)), torch.zeros(3)
+    parameters, cpu, buffers = [*model.parameters(), idle], torch.device("cpu"), set()
+    run = Gradients(
+        lambda x: model(x + count.add_(1)).square().mean(), parameters, cpu, together=together, beside=[count]
+    )
+    for call in (1.0, 2.0):
         x = torch.randn(5, 3)
-        loss = run(x)
-        want = model(x).square().mean()
-        grads = torch.autograd.grad(want, list(model.parameters()))
+        loss, want = run(x), model(x + call).square().mean()
         assert torch.equal(loss, want)
         assert not loss.requires_grad
-        for parameter, grad in zip(model.parameters(), grads, strict=True):
+        for parameter, grad in zip(parameters, torch.autograd.grad(want, parameters[:-1]), strict=False):
             assert torch.equal(parameter.grad, grad)
-    assert run.why_eager == "no CUDA device"
-
-
-def test_gradients_of_one_buffer_are_those_of_backward() -> None:
-    """Each is a view that begins where kernels may read 16 bytes; a parameter without a gradient keeps none."""
-    model, idle = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 5)), nn.Parameter(torch.ones(4))
-    parameters = [*model.parameters(), idle]
-    run = Gradients(lambda x: model(x).square().mean(), parameters, torch.device("cpu"), together=True)
-    flat = None
-    for _ in range(2):
-        x = torch.randn(5, 3)
-        run(x)
-        grads = torch.autograd.grad(run.loss(x), parameters[:-1])
-        for parameter, grad in zip(parameters, grads, strict=False):
-            assert torch.equal(parameter.grad, grad)
-            assert parameter.grad.untyped_storage().data_ptr() == run.flat.untyped_storage().data_ptr()
-            assert parameter.grad.storage_offset() % 4 == 0
+            assert not together or parameter.grad.storage_offset() % 4 == 0
         assert idle.grad is None
-        assert flat is None or run.flat is flat
-        flat = run.flat
+        assert [mean.tolist() for mean in run.means] == [[call] * 3] * together
+        buffers.add(run.flat.data_ptr())
+    assert run.why_eager == "no CUDA device"
     run.flat.zero_()
-    assert not any(parameter.grad.any() for parameter in model.parameters())
+    assert len(buffers) == 1
+    assert any(parameter.grad.any() for parameter in parameters[:-1]) == (not together)
 
 
 @gpu

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from onepass.train.html import _safe
-from onepass.train.pictures import _printable
 from onepass.train.progress import Display, say
 from train.tiny import TINY, Terminal, printed, refused
 
@@ -83,4 +82,3 @@ def test_lines_and_notes(capsys: pytest.CaptureFixture[str], monkeypatch: pytest
 def test_pages_and_pictures():
     assert _safe(f"<b>{ORDERS}") == f"&lt;b&gt;{SHOWN}"
     assert _safe("\ud800") == r"\ud800"
-    assert _printable(f"{ORDERS}$") == rf"{SHOWN}\$"

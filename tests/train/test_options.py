@@ -1,8 +1,7 @@
-"""A configuration file, TensorBoard, and what is said about files that were left out."""
+"""TensorBoard, and what is said about files that were left out."""
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from collections.abc import Callable
@@ -14,30 +13,6 @@ from onepass.train import machine
 from train.tiny import TINY, printed, refused, rows
 
 Train = Callable[..., int]
-FILE = """
-dim = 16
-blocks = 2
-seq = 32
-batch = 4
-steps = 12
-device = "cpu"
-checkpoint-every = 3
-paths = ["texts"]
-out = "from_file"
-lr = 0.002
-binary = true
-"""
-
-
-def test_a_configuration_file(whole: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.chdir(tmp_path)
-    Path("run.toml").write_text(FILE)
-    printed("train", "--config", "run.toml", "--lr", "0.001")
-    values = json.loads(Path("from_file/config.json").read_text())
-    # the command line wins
-    assert (values["dim"], values["lr"], values["binary"]) == (16, 0.001, True)
-    assert rows(Path("from_file")) == rows(whole)
-    printed("train", "--config", "run.toml", "--lr", "0.001", "--resume")
 
 
 def test_no_tensorboard(texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

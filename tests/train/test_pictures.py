@@ -7,6 +7,7 @@ import warnings
 from html.parser import HTMLParser
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -32,7 +33,7 @@ def _encoded(_quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def traced(content: bytes, name: str = "text.txt", **values: object) -> Trace:
-    values = {"dim": 8, "blocks": 1, "seq": 16, **values}
+    values = {"model": "routed", "dim": 8, "blocks": 1, "seq": 16, **values}
     return trace(new(config(**values)).eval(), config(**values), name, content, 4096)
 
 
@@ -85,8 +86,9 @@ def test_the_page_shows_every_byte_with_its_choices():
     content = b"def f(x):\n    return x < 3 and x > 1\n" * 6
     seen = traced(content, blocks=2)
     page = html.page(seen, "here")
-    for name, share, mean in kinds(seen):
-        assert f"<tr><th>{name}</th><td>{100 * share:.1f} %</td><td>{mean:.2f}</td></tr>" in page
+    for name, there in kinds(seen):
+        share, mean = 100 * there.mean(), seen.counts[there].mean()
+        assert f"<tr><th>{name}</th><td>{share:.1f} %</td><td>{mean:.2f}</td></tr>" in page
     reader = Reader(page)
     shown = "".join(character for character, _ in reader.text)
     assert shown.replace("↵", "") == content.decode()
@@ -97,6 +99,44 @@ def test_the_page_shows_every_byte_with_its_choices():
             assert (f"r{block + 1}" in names[place].split()) == seen.routed[block, place]
         assert ("h" in names[place].split()) == seen.hidden[place]
         assert ("w" in names[place].split()) == (seen.hidden[place] and seen.guess[place] != content[place])
+
+
+@pytest.mark.parametrize("task", ["masked", "causal"])
+def test_the_page_colours_every_byte_by_its_expert(task: str):
+    content = b"def f(x):\n    return x < 3 and x > 1\n" * 6
+    seen = traced(content, blocks=2, model="transformer", experts=5, task=task)
+    assert seen.chosen.shape == (2, len(content), 2)
+    assert (seen.chosen[..., 0] != seen.chosen[..., 1]).all()
+    page = html.page(seen, "here")
+    reader = Reader(page)
+    assert set(reader.tags) <= TAGS
+    names = [names.split() for character, names in reader.text if character != "\n"]
+    for place, best in enumerate(seen.chosen[..., 0].T):
+        assert {f"b{block + 1}x{expert + 1}" for block, expert in enumerate(best)} <= set(names[place])
+    # a table a block: loads have a mean of 1, a kind's parts are all of its choices
+    tables = re.findall(r"<table.*?</table>", page)
+    assert len(tables) == 2
+    for block, table in enumerate(tables):
+        cells = [re.findall(r"<td>(.*?)</td>", row) for row in re.findall(r"<tr>.*?</tr>", table)[1:]]
+        loads = [float(row[0].split()[-1]) for row in cells]
+        there = np.bincount(seen.chosen[block].ravel(), minlength=5)
+        assert loads == pytest.approx(there / there.mean(), abs=0.006)
+        parts = np.array([[int(cell.split()[0]) for cell in row[1:]] for row in cells])
+        assert parts.sum(0) == pytest.approx(100, abs=3)
+    assert f"--x5: {colours.expert_colour(4, 5)};" in page
+
+
+@pytest.mark.parametrize("task", ["masked", "causal"])
+def test_without_choices_the_page_shades_bytes_by_surprise(task: str):
+    content = b"def f(x):\n    return x < 3 and x > 1\n" * 6
+    seen = traced(content, model="transformer", experts=0, task=task)
+    page = html.page(seen, "here")
+    names = [names.split() for character, names in Reader(page).text if character != "\n"]
+    shaded = [place for place, found in enumerate(names) if "c4" in found]
+    assert shaded == list(np.flatnonzero((seen.guess >= 0) & (seen.chance <= 2.0**-4)))
+    assert shaded
+    rows = re.findall(r"<tr><th>.*?</th><td>([\d,]+)</td><td>(\d+) %</td>", page)
+    assert sum(int(count) for count, _ in rows) == (seen.guess >= 0).sum()
 
 
 @settings(max_examples=30)
@@ -111,22 +151,6 @@ def test_no_text_breaks_out(text: str, name: str):
     assert not re.search(r"https?:|//|url\(|@import", rest)
     shown = "".join(character for character, _ in reader.text)
     assert shown.startswith(EVIL.replace("\n", "↵\n"))
-
-
-TEXTS = {
-    "one": b"a", "line feed": b"\n", "unicode": "é日本\u202e\n\t$x^2$ \\ %s".encode(),
-    "every byte": bytes(range(1, 256)) * 3, "long line": b"x" * 3000, "many lines": b"\n" * 300,
-}  # fmt: skip
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("text", "blocks"), [*((text, 1) for text in TEXTS), ("unicode", 9), ("every byte", 9)])
-def test_pictures_of_any_text(text: str, blocks: int):
-    seen = traced(TEXTS[text], "$na_me^$日.txt", blocks=blocks)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert pictures.routing_png(seen, "$so_urce^$日").startswith(PNG)
-    Reader(html.page(seen, "here"))
 
 
 def _linear(colour: str) -> list[float]:
@@ -146,6 +170,9 @@ def _contrast(one: str, other: str) -> float:
 def test_shades_can_be_told_apart_and_read_on(blocks: int, dark: bool):
     shades = [shade(count, blocks, dark=dark) for count in range(blocks + 1)]
     ink, wrong = (colours.DARK_INK, colours.DARK_WRONG) if dark else (INK, WRONG)
+    experts = [colours.expert_colour(expert, 3 * blocks, dark=dark) for expert in range(3 * blocks)]
+    assert len(set(experts)) == 3 * blocks
+    assert min(_contrast(colour, ink) for colour in experts) > 4.5
     assert len(set(shades)) == blocks + 1
     # in order of lightness, for eyes and printers without hues
     away = [_contrast(shades[0], colour) for colour in shades]
@@ -172,26 +199,22 @@ def test_kinds_of_bytes():
     content = "ab 1_\n\té7".encode()
     seen = traced(content * 2, blocks=2)
     n = len(content)
-    seen.routed[:], seen.hidden[:] = False, False
-    seen.routed[0, :n] = True  # the first half in block 1
-    seen.routed[1, [0, n]] = True  # both a in block 2
-    assert kinds(seen) == [
-        ("letters", pytest.approx(4 / 20), pytest.approx(4 / 4)),
-        ("digits", pytest.approx(4 / 20), pytest.approx(2 / 4)),
-        ("whitespace", pytest.approx(6 / 20), pytest.approx(3 / 6)),
-        ("punctuation", pytest.approx(2 / 20), pytest.approx(1 / 2)),
-        ("other bytes", pytest.approx(4 / 20), pytest.approx(2 / 4)),
-    ]
+    seen.chosen[:], seen.hidden[:] = -1, False
+    seen.chosen[0, :n] = 0  # the first half in block 1
+    seen.chosen[1, [0, n]] = 0  # both a in block 2
+    counted = [(name, there.sum(), seen.counts[there].sum()) for name, there in kinds(seen)]
+    assert counted == [
+        ("letters", 4, 4), ("digits", 4, 2), ("whitespace", 6, 3), ("punctuation", 2, 1), ("other bytes", 4, 2),
+    ]  # fmt: skip
     seen.hidden[0] = True
-    assert kinds(seen)[-1] == ("hidden from the model", pytest.approx(1 / 20), 2.0)
-    assert kinds(seen)[0] == ("letters", pytest.approx(3 / 20), pytest.approx(2 / 3))
+    assert [(name, list(np.flatnonzero(there))) for name, there in kinds(seen)][-1] == ("hidden from the model", [0])
+    assert kinds(seen)[0][1].sum() == 3
 
 
 @given(st.binary(max_size=60))
 def test_kinds_are_all_of_the_text(content: bytes):
     seen = traced(content)
-    assert sum(share for _, share, _ in kinds(seen)) == pytest.approx(float(bool(content)))
-    assert sum(share * mean for _, share, mean in kinds(seen)) * len(content) == pytest.approx(seen.counts.sum())
+    assert sum(there.astype(int) for _, there in kinds(seen)) == pytest.approx(np.ones(len(content)))
 
 
 def test_loss_picture():
@@ -208,9 +231,8 @@ def test_loss_picture():
 def test_show(texts: Path, tmp_path: Path):
     run, letter, other = tmp_path / "run", tmp_path / "a letter.txt", tmp_path / "new" / "place"
     printed("train", texts, *TINY, "--steps", 2, "--out", run)
-    for name in ("routing.png", "loss.png"):
-        assert (run / name).read_bytes().startswith(PNG)
-    assert "Which bytes get the heavy branch" in (run / "routing.html").read_text()
+    assert (run / "loss.png").read_bytes().startswith(PNG)
+    assert "Which expert takes each byte" in (run / "routing.html").read_text()
     letter.write_text("Dear reader,\n" + EVIL)
     printed("show", run, letter)
     printed("show", run, letter, "--out", other, "--bytes", 20)
@@ -218,7 +240,6 @@ def test_show(texts: Path, tmp_path: Path):
         page = (folder / "a letter.txt.routing.html").read_text()
         assert "Dear" in re.sub("<[^>]*>", "", page)
         assert "<script" not in page
-        assert (folder / "a letter.txt.routing.png").read_bytes().startswith(PNG)
     assert "the first 20 of" in page
     # a name that is no text
     strange = os.fsdecode(bytes(tmp_path) + b"/caf\xe9.txt")
@@ -226,4 +247,4 @@ def test_show(texts: Path, tmp_path: Path):
     printed("show", run, strange)
     # a directory with pictures of ours is still a run, and may be started over
     printed("train", texts, *TINY, "--steps", 2, "--out", run, "--force")
-    assert not (run / "a letter.txt.routing.png").exists()
+    assert not (run / "a letter.txt.routing.html").exists()

@@ -14,20 +14,9 @@ import torch
 
 from train.tiny import TINY, contents, printed, refused
 
-CONFIG_FAULTS = {
-    "steps = 0": "steps must be from 1 to 1,000,000,000, got 0",
-    "steps = 1.5": "steps must be a whole number, got '1.5'",
-    "steps = true": "steps must be a number, got True",
-    'task = "best"': "task must be one of masked, causal, got 'best'",
-    "binary = 1": "binary must be true or false, got 1",
-    'paths = "notes"': "paths must be a list of texts, got 'notes'",
-    "out = 1": "out must be a text, got 1",
-    "layers = 2": "layers is unknown; the file may set batch, binary, blocks,",
-}
 TRAIN = {
     "nowhere.txt": "can't read nowhere.txt: no such file or directory",
     "pipe": "pipe is neither a file nor a directory",
-    "--config folder": "folder is a directory, not a file",
     "folder": "there is no text in folder",
     "empty.txt": "empty.txt is no text (it is empty)",
     "white.txt": "white.txt is no text (it is only white space)",
@@ -51,9 +40,8 @@ TRAIN = {
     "text --out letters": "letters holds other things than a run ('a.txt')",
     "text --out text/1.txt": "is a file",
     "text --out text/1.txt/below": "or below one",
-    "--config not_toml": "not_toml is no TOML (Invalid value",
-    "--config noise": "noise is no TOML (not UTF-8)",
-    **{f"--config {i}.toml": f"onepass train: {i}.toml: {said}" for i, said in enumerate(CONFIG_FAULTS.values())},
+    "--config run.toml": "--config went with files of options: write them on the command line",
+    "--route random": "--route went with the choices to compare with: leave it out, routers learn",
     **({} if torch.cuda.is_available() else {"text --device cuda": "--device cuda: torch sees no CUDA device here"}),
 }
 SHOW = {
@@ -76,8 +64,7 @@ def _here(texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         Path(name).mkdir()
     files = {
         "empty.txt": b"", "white.txt": b" \n\n", "program": b"\x7fELF\2\1\1\0\0", "noise": bytes([255, *range(256)]),
-        "binaries/program": b"\x7fELF\0", "letters/a.txt": b"", "zero": b"\0", "not_toml": b"steps =",
-        **{f"{i}.toml": text.encode() for i, text in enumerate(CONFIG_FAULTS)},
+        "binaries/program": b"\x7fELF\0", "letters/a.txt": b"", "zero": b"\0",
     }  # fmt: skip
     for name, content in files.items():
         Path(name).write_bytes(content)
@@ -163,7 +150,7 @@ def test_as_a_process():
     assert re.fullmatch(
         r"validation  \d\.\d{3} bits per byte; byte-unigram entropy of the same text \d\.\d{3} \([+-]\d+ %\)", last[0]
     )
-    pictures = {"loss.png", "routing.html", "routing.png"}
+    pictures = {"loss.png", "routing.html"}
     assert contents(Path("run")).keys() == pictures | {
         "checkpoint.safetensors", "config.json", "data.json", "metrics.jsonl"
     }  # fmt: skip

@@ -119,7 +119,7 @@ def test_a_signal_between_a_step_and_its_checkpoint(train: Train, tmp_path: Path
     def interrupted(self: loop.Training, windows: int) -> loop.Measured:
         # the loop has decided by now that this step needs no checkpoint
         os.kill(os.getpid(), signal.SIGINT)
-        return loop.Measured(0.0, 0.0, 0.0, 0.0, {})
+        return loop.Measured(0.0, {})
 
     with monkeypatch.context() as patch:
         patch.setattr(loop.Training, "measure", interrupted)

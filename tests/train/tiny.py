@@ -21,8 +21,8 @@ from onepass.train import loop, machine, pictures
 from onepass.train.config import COMMON, PRESETS, Config, build
 
 TINY = ["--dim", "16", "--blocks", "2", "--seq", "32", "--batch", "4", "--steps", "12", "--device", "cpu"]
-# measurements take most of a small run's time
-WINDOWS = {"eval_windows": 4, "final_windows": 8}
+# measurements take most of a small run's time; with experts there are choices to test
+WINDOWS = {"eval_windows": 4, "final_windows": 8, "experts": 4}
 WORDS = ["route", "token", "heavy", "light", "byte", "k", "norm", "=", "(x)", "é", "\n", "mask\n"]
 
 

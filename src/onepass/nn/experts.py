@@ -245,13 +245,17 @@ def update_balance(model: nn.Module, group: Any = None) -> None:
     layers = [m for m in model.modules() if isinstance(m, Experts)]
     if not layers:
         return
-    sizes = [m.num_experts for m in layers]
     counts = torch.cat([_here(m.tokens_per_expert) for m in layers])
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.all_reduce(counts, group=group)
-    for layer, count in zip(layers, torch.split(counts, sizes), strict=True):
-        _here(layer.expert_bias).add_((count.mean() - count).sign(), alpha=layer.balance_rate)
-        _here(layer.tokens_per_expert).zero_()
+    for layer, count in zip(layers, torch.split(counts, [m.num_experts for m in layers]), strict=True):
+        move_bias(layer, count)
+
+
+def move_bias(layer: Experts, count: Tensor) -> None:
+    """Move a bias by the counts of all processes, and clear those of this one."""
+    _here(layer.expert_bias).add_((count.mean() - count).sign(), alpha=layer.balance_rate)
+    _here(layer.tokens_per_expert).zero_()
 
 
 def _of_real(values: Tensor, routing: ExpertRouting) -> Tensor:

@@ -19,33 +19,32 @@ if TYPE_CHECKING:
     from onepass.train.parallel import Processes, World
     from onepass.train.run import Run
 
-HELP = "train a routed model on text and see which bytes it spends its compute on"
+HELP = "train a model on text and see what it makes of each byte"
 TEXT = """\
-Train a routed model on the files it is given: an encoder that guesses hidden bytes (15 % of the bytes, all of them
-behind a mask token), or with --task causal a language model that guesses each byte from those before it. Every byte
-passes a light branch; in each block a router chooses the few that also get a heavy branch. Directories are read with
-all the text files below them. Each whole file is learned from or measured on, by a hash of its path. With no PATH it
-reads the sources of Python's own standard library."""
+Train a model on the files it is given: an encoder that guesses hidden bytes (15 % of the bytes, all of them behind a
+mask token), or with --task causal a language model that guesses each byte from those before it. With the GPU's preset
+routers choose the experts that a byte takes; with --model routed, the few bytes that get a heavy branch. Directories
+are read with all the text files below them. Each whole file is learned from or measured on, by a hash of its path. With
+no PATH it reads the sources of Python's own standard library."""
 EXAMPLES = """\
 examples:
   onepass train                              a few minutes on a CPU; everything is left in runs/<time>
   onepass train ~/notes --out runs/notes     your own text
-  onepass train --task causal --steps 400    a language model, routed by what it has read so far
+  onepass train --task causal --steps 400    a language model, for `onepass generate`
   onepass train --resume                     go on with the newest run below runs/, as if it had never stopped
   onepass train --resume --steps 1600        train a run longer; the learning rate follows the longer schedule
   torchrun --standalone --nproc-per-node 2 -m onepass train --out runs/two
                                              the same run by two GPUs (docs/scale.md); any number of them resumes it
-  onepass train --config run.toml            options from a file, such as: steps = 400 and paths = ["notes"]
   onepass show runs/notes letter.txt         see the routing of any other file
 
 what is left in DIR:
-  routing.html, routing.png   a validation text, every byte shaded by the blocks that gave it their heavy branch
+  routing.html                a validation text, every byte in the colour of its expert, its compute or its surprise
   loss.png, metrics.jsonl     bits per byte over the steps
   checkpoint.safetensors      weights, momentum and place; config.json and data.json say what the run is
 """
 # options that decide the result, named as in a configuration
 SETTINGS = (
-    "preset", "task", "steps", "seed", "device", "batch", "seq", "dim", "blocks", "lr", "threads", "binary",
+    "preset", "task", "model", "steps", "seed", "device", "batch", "seq", "dim", "blocks", "lr", "threads", "binary",
     "follow_links",
 )  # fmt: skip
 SHOWN = 3  # files of each reason that the terminal names
@@ -163,7 +162,7 @@ def started(args: argparse.Namespace) -> tuple[Config, Corpus, str | None]:
     # the gpu preset uses bf16 on a GPU that supports it; on a CPU bf16 would be slower
     bf16 = preset == "gpu" and device == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
     given = {name: getattr(args, name) for name in SETTINGS if name not in ("preset", "device", "threads")}
-    given = {**given, "task": args.task or "masked", "seed": args.seed or 0}
+    given = {**given, "task": args.task or "masked", "model": args.model or "transformer", "seed": args.seed or 0}
     config = configs.build(
         preset,
         device=device,
@@ -257,6 +256,7 @@ def train(
 
 def introduce(training: Training) -> None:
     """Print the data, the model and the run's directory."""
+    from onepass.train import model
     from onepass.train.progress import say, size
 
     config, corpus = training.config, training.corpus
@@ -266,8 +266,8 @@ def introduce(training: Training) -> None:
     say(f"data        {learned}, {held_out}")
     for note in (*corpus.notes, *left_out(corpus)):
         say(f"            {note}")
-    heavy = f"heavy branch for {100 * config.routed:g} % of the bytes"
-    say(f"model       {parameters(training):,} parameters: {config.blocks} blocks of width {config.dim}, {heavy}")
+    size_ = f"{parameters(training):,} parameters: {config.blocks} blocks of width {config.dim}"
+    say(f"model       {size_}, {model.words(config)}")
     step = f"steps of {config.batch} × {config.seq:,} bytes on {config.device}, {config.precision}"
     by = f", {training.world.size} processes" if training.world.size > 1 else ""
     after = f", going on after step {training.step:,}" if training.step else ""
@@ -298,7 +298,7 @@ def parameters(training: Training) -> int:
 
 def conclude(training: Training, checkpoint: str) -> None:
     """Measure the trained model, draw the pictures, print the summary."""
-    from onepass.train import data, html, pictures
+    from onepass.train import choices, data, html, pictures
     from onepass.train import run as runs
     from onepass.train.progress import say
     from onepass.train.trace import trace
@@ -314,7 +314,6 @@ def conclude(training: Training, checkpoint: str) -> None:
     run_.write(runs.LOSS, pictures.loss_png(run_.rows(), config, unigram))
     bits = f"{measured.bits:.3f} bits per byte of all validation text"
     source = f"{name}, a validation file; {bits} after {training.step:,} steps, {run_.path.name}"
-    run_.write(f"{runs.PICTURE}.png", pictures.routing_png(traced, source))
     run_.write(f"{runs.PICTURE}.html", html.page(traced, source))
     change = 100 * (measured.bits / unigram - 1) if unigram else 0.0
     say()
@@ -322,10 +321,10 @@ def conclude(training: Training, checkpoint: str) -> None:
     say(f"validation  {measured.bits:.3f} bits per byte; {beside}")
     say(f"parameters  {parameters(training):,}")
     say(f"speed       {training.speed():,.0f} tokens/s")
-    each, once = 100 * measured.routed, 100 * measured.touched
-    say(f"routed      {each:.1f} % of the tokens in each block; {once:.1f} % in one block at least")
+    if measured.numbers:
+        say(choices.summary(measured.numbers))
     say(f"drawn       {name}: {html.numbers(traced)}")
-    names = [f"{runs.PICTURE}.html", f"{runs.PICTURE}.png", runs.LOSS, runs.METRICS, runs.CONFIG, checkpoint]
+    names = [f"{runs.PICTURE}.html", runs.LOSS, runs.METRICS, runs.CONFIG, checkpoint]
     say(f"files       {run_.path}{os.sep} {'  '.join(names)}")
 
 

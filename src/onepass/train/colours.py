@@ -27,6 +27,12 @@ def shade(count: int, blocks: int, *, dark: bool = False) -> str:
     return _hex(*(low + (high - low) * share for low, high in zip(least, most, strict=True)))
 
 
+def expert_colour(expert: int, experts: int, *, dark: bool = False) -> str:
+    """Return the colour of an expert: hues around the circle, every second one lighter."""
+    lightness = (0.34, 0.46) if dark else (0.88, 0.76)
+    return _hex(lightness[expert % 2], 0.09 if dark else 0.1, 360 * expert / experts + 25)
+
+
 def _hex(lightness: float, chroma: float, hue: float) -> str:
     """Return an OKLCH colour as #rrggbb; the matrices are those of Björn Ottosson's Oklab."""
     a, b = chroma * math.cos(math.radians(hue)), chroma * math.sin(math.radians(hue))

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from onepass.train.commands.errors import UserError
 
 TASKS = ("masked", "causal")
+MODELS = ("transformer", "routed")
 DEVICES = ("cpu", "cuda")
 PRECISIONS = ("fp32", "bf16")
 FORMAT = 1
@@ -21,6 +22,7 @@ class Config:
 
     preset: str
     task: str  # one of TASKS: guess hidden bytes, or each next byte
+    model: str  # one of MODELS: what its blocks are
     device: str
     precision: str  # of the matrix products; parameters and momentum are always fp32
     seed: int
@@ -30,10 +32,14 @@ class Config:
     dim: int
     blocks: int
     heads: int
-    routed: float  # share of a sequence's tokens that the heavy branch gets
+    global_every: int  # of so many transformer blocks the last one attends to all bytes, the others in windows
+    experts: int  # of a transformer block; 0: a feed-forward for all bytes
+    top_k: int  # experts that a byte takes
+    hidden_mult: float  # hidden width of a feed-forward or of an expert, times dim
+    routed: float  # share of a sequence's tokens that the heavy branch of a routed block gets
     light_mult: float
     heavy_mult: float
-    window: int  # bytes in a local attention window; task causal only, as attention sees every byte in task masked
+    window: int  # bytes in a local attention window
     masked: float  # share of the bytes that are hidden and guessed
     lr: float  # peak learning rate of the blocks
     outside: float  # factor on the learning rate outside the blocks: embedding, convolution, last norm, head
@@ -63,28 +69,35 @@ class Config:
         return json.dumps(self.as_dict(), indent=2) + "\n"
 
 
-# values of each preset; options of the command line override most of them
+# values of each preset; options of the command line override most of them. On a CPU blocks without experts were ahead
+# at equal processor time (benchmarks/results/cpu/raw/train_models.txt), on a GPU those with 32
 PRESETS: dict[str, dict[str, int | float]] = {
     "cpu": {
-        "steps": 800, "batch": 16, "seq": 256, "dim": 128, "blocks": 3, "heads": 4, "routed": 0.125, "window": 64,
-        "lr": 1e-3, "eval_windows": 128, "final_windows": 1024,
+        "steps": 800, "batch": 16, "seq": 256, "dim": 128, "blocks": 3, "heads": 2, "window": 64, "global_every": 1,
+        "experts": 0, "hidden_mult": 1.0, "lr": 2e-3, "eval_windows": 128, "final_windows": 1024,
     },
     "gpu": {
-        "steps": 8000, "batch": 2, "seq": 8192, "dim": 512, "blocks": 6, "heads": 8, "routed": 0.125, "window": 256,
-        "lr": 2e-4, "eval_windows": 16, "final_windows": 128,
+        "steps": 40000, "batch": 2, "seq": 8192, "dim": 256, "blocks": 4, "heads": 4, "window": 128, "global_every": 4,
+        "experts": 32, "hidden_mult": 2.0, "lr": 4e-4, "eval_windows": 16, "final_windows": 128,
     },
 }  # fmt: skip
+# what differs with --model routed
+ROUTED: dict[str, dict[str, int | float]] = {
+    "cpu": {"heads": 4},
+    "gpu": {"steps": 8000, "dim": 512, "blocks": 6, "heads": 8, "window": 256, "lr": 2e-4},
+}
 # `outside`: Lion needs a larger rate outside the blocks. One rate for all is too small for the output layer or too
 # large for the matrices of the blocks; AdamW tolerates too large a rate, an update by signs does not
 COMMON: dict[str, int | float] = {
-    "light_mult": 0.5, "heavy_mult": 4.0, "masked": 0.15, "outside": 10.0, "beta1": 0.9,
-    "beta2": 0.95, "weight_decay": 0.1,
+    "top_k": 2, "routed": 0.125, "light_mult": 0.5, "heavy_mult": 4.0, "masked": 0.15,
+    "outside": 10.0, "beta1": 0.9, "beta2": 0.95, "weight_decay": 0.1,
 }  # fmt: skip
 
 # smallest and largest accepted values
 RANGES: dict[str, tuple[float, float]] = {
     "seed": (0, 2**63 - 1), "steps": (1, 10**9), "batch": (1, 2**16), "seq": (8, 2**20), "dim": (8, 2**14),
-    "blocks": (1, 256), "heads": (1, 512), "routed": (1e-6, 1.0), "light_mult": (1e-4, 64.0),
+    "blocks": (1, 256), "heads": (1, 512), "global_every": (1, 256), "experts": (0, 4096), "top_k": (1, 4096),
+    "hidden_mult": (1e-4, 64.0), "routed": (1e-6, 1.0), "light_mult": (1e-4, 64.0),
     "heavy_mult": (1e-4, 64.0), "window": (1, 2**20), "masked": (0.01, 0.9), "lr": (0.0, 10.0),
     "outside": (0.0, 1e4), "beta1": (0.0, 0.999999), "beta2": (0.0, 0.999999), "warmup": (0, 10**9),
     "weight_decay": (0.0, 10.0), "eval_every": (1, 10**9), "eval_windows": (1, 10**6), "final_windows": (1, 10**6),
@@ -92,13 +105,14 @@ RANGES: dict[str, tuple[float, float]] = {
 }  # fmt: skip
 # how data is read, and no change by --resume yet
 DATA: dict[str, object] = {"binary": False, "follow_links": False, "changes": ()}
-CHOICES = {"preset": tuple(PRESETS), "task": TASKS, "device": DEVICES, "precision": PRECISIONS}
+CHOICES = {"preset": tuple(PRESETS), "task": TASKS, "model": MODELS, "device": DEVICES, "precision": PRECISIONS}
 
 
 def build(preset: str, **values: object) -> Config:
     """Return the configuration of a preset; `values` override it where they are not None."""
-    merged: dict[str, object] = {"task": "masked", **DATA, **COMMON, **PRESETS[preset], "preset": preset}
-    merged.update({name: value for name, value in values.items() if value is not None})
+    given = {name: value for name, value in values.items() if value is not None}
+    merged: dict[str, object] = {"task": "masked", "model": "transformer", **DATA, **COMMON, **PRESETS[preset]}
+    merged |= {**(ROUTED[preset] if given.get("model") == "routed" else {}), "preset": preset, **given}
     steps, dim = merged["steps"], merged["dim"]
     if isinstance(steps, int):
         merged.setdefault("warmup", min(100, steps // 10))
@@ -144,6 +158,8 @@ def checked(values: dict[str, object], where: str) -> Config:
             f"{where}dim must be a multiple of 2 × heads (rotary positions turn pairs), "
             f"got dim {config.dim} and {config.heads} heads"
         )
+    if 0 < config.experts < config.top_k:
+        raise UserError(f"{where}top_k must be at most experts, got top_k {config.top_k} and {config.experts} experts")
     for name, mult in (("light_mult", config.light_mult), ("heavy_mult", config.heavy_mult)):
         if config.dim * mult < 1:
             raise UserError(f"{where}dim {config.dim} times {name} must be at least 1, got {config.dim * mult:g}")
@@ -160,8 +176,11 @@ def from_json(text: str, where: str) -> Config:
         raise UserError(f"{where}is no configuration of an onepass run (format {FORMAT})")
     if (route := values.pop("route", "learned")) != "learned":
         raise UserError(f"{where}route {route!r:.40} is that of an earlier version; here routers learn")
+    if "model" not in values and values.get("task", "masked") == "masked":
+        raise UserError(f"{where}is of an encoder of an earlier version, which this one has no longer; train it anew")
     # defaults for values that older runs did not record
-    then = {"task": "masked", "window": 64, "outside": 1.0, "beta1": 0.9, "beta2": 0.99}
+    then = {"model": "routed", "global_every": 1, "experts": 0, "top_k": 2, "hidden_mult": 1.0}
+    then |= {"task": "masked", "window": 64, "outside": 1.0, "beta1": 0.9, "beta2": 0.99}
     return checked({**DATA, **then, **values}, where)
 
 

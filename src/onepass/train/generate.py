@@ -17,9 +17,8 @@ if TYPE_CHECKING:
 
 TEXT = """\
 Let the language model of a run, trained with --task causal, write on after a prompt. It reads the prompt once, then
-takes one step per byte. Steps make the choices of the full model; they keep two windows of the text before and a share
-of the rest. The text appears as it is written; the same seed gives the same text on the same machine. On a terminal,
-the last line tells how fast it was."""
+takes one step per byte, with the choices of the full model. The text appears as it is written; the same seed gives the
+same text on the same machine. On a terminal, the last line tells how fast it was."""
 # bytes of a text, prompt included, that the caches have room for
 MOST = 2**17
 EXAMPLES = """\
@@ -105,14 +104,13 @@ def run(args: argparse.Namespace) -> int:
 def load(directory: Path) -> tuple[ByteModel, int]:
     """Return the language model of a run, and how many bytes it was trained on at a time; raise UserError."""
     from onepass.train import checkpoint
-    from onepass.train.model import RoutedLanguageModel, new
+    from onepass.train.model import new
 
     saved = checkpoint.load(checkpoint.of_run(directory))
     if saved.config.task != "causal":
         raise UserError(f"the run in {directory} guesses hidden bytes; generate needs one of --task causal")
     model = new(saved.config)
     checkpoint.restore_model(saved, model)
-    assert isinstance(model, RoutedLanguageModel)
     return model.eval(), saved.config.seq
 
 

@@ -7,19 +7,10 @@ from itertools import groupby
 
 import numpy as np
 
-from onepass.train.colours import (
-    DARK_INK,
-    DARK_PAPER,
-    DARK_QUIET,
-    DARK_WRONG,
-    INK,
-    PAPER,
-    QUIET,
-    WRONG,
-    shade,
-)
+from onepass.train.colours import DARK_INK, DARK_PAPER, DARK_QUIET, DARK_WRONG, INK, PAPER, QUIET, WRONG
 from onepass.train.commands.errors import printable
-from onepass.train.trace import Trace, cells, kinds, name_of
+from onepass.train.looks import Look, box, look
+from onepass.train.trace import Trace, cells, name_of
 
 _STYLE = """
 :root { color-scheme: light dark; }
@@ -29,13 +20,14 @@ h1 { font-size: 1.4rem; margin: 0; }
 p { margin: .3rem 0; }
 .about { color: var(--about); }
 .key { display: flex; flex-wrap: wrap; gap: .3rem 1rem; align-items: center; margin: .7rem 0; font-size: .92rem; }
-.key b { display: inline-block; min-width: 1.5em; padding: 0 .3em;
+.key b, th b { display: inline-block; min-width: 1.5em; padding: 0 .3em;
  border: 1px solid var(--line); font: 14px/1.5 ui-monospace, monospace; text-align: center; }
 table { border-collapse: collapse; margin: .7rem 0; font-size: .92rem; }
 caption { text-align: left; color: var(--about); }
 th, td { padding: .1rem 1.2rem .1rem 0; text-align: right; font-weight: 400; font-variant-numeric: tabular-nums; }
 th:first-child { text-align: left; }
 tr:first-child th { border-bottom: 1px solid var(--line); }
+.of { display: none; }
 label { cursor: pointer; margin-right: .8rem; }
 pre { font: 14px/1.65 ui-monospace, "DejaVu Sans Mono", Menlo, Consolas, monospace; white-space: pre-wrap;
  overflow-wrap: anywhere; border-top: 1px solid var(--line); padding-top: 1rem;
@@ -47,34 +39,28 @@ pre u { display: inline-block; width: .25em; height: 1em; vertical-align: -.15em
 """
 
 
-def _palette(blocks: int, *, dark: bool) -> str:
-    """Return the page's colours as CSS variables; `--sN` is the shade of N blocks, `--one` that of a single block."""
+def _palette(look: Look, *, dark: bool) -> str:
+    """Return the page's colours as CSS variables."""
     ink, paper, quiet, wrong = (DARK_INK, DARK_PAPER, DARK_QUIET, DARK_WRONG) if dark else (INK, PAPER, QUIET, WRONG)
     about, line = ("#a3abb5", "#3a4149") if dark else ("#555c66", "#cfd5dc")
     colours = {"ink": ink, "paper": paper, "quiet": quiet, "wrong": wrong, "about": about, "line": line}
-    colours |= {f"s{count}": shade(count, blocks, dark=dark) for count in range(blocks + 1)}
-    colours["one"] = shade(1, 1, dark=dark)
-    return ":root { " + " ".join(f"--{name}: {colour};" for name, colour in colours.items()) + " }"
+    return ":root { " + " ".join(f"--{n}: {c};" for n, c in (colours | look.palette(dark)).items()) + " }"
 
 
 def page(trace: Trace, source: str) -> str:
     """Return the page with every byte of the trace; `source` describes text and model."""
-    blocks = trace.config.blocks
-    style = [_palette(blocks, dark=False)]
-    style += ["@media (prefers-color-scheme: dark) {", _palette(blocks, dark=True), "}", _STYLE]
-    # the checked radio button decides which classes are coloured: cN for bytes in N blocks, rN for bytes in block N
-    for block in range(1, blocks + 1):
-        style.append(f"#all:checked ~ pre .c{block} {{ background: var(--s{block}); }}")
-        style.append(f"#b{block}:checked ~ pre .r{block} {{ background: var(--one); }}")
-    # the selector `~` needs the buttons as earlier siblings of the text, so no label wraps its button
-    buttons = ['<input type="radio" name="pick" id="all" checked><label for="all"> all blocks </label>']
-    buttons += [
-        f'<input type="radio" name="pick" id="b{block}"><label for="b{block}"> block {block} </label>'
-        for block in range(1, blocks + 1)
-    ]
-    key = [
-        f'<span><b style="background: var(--s{count})">a</b> {count_words(count)}</span>' for count in range(blocks + 1)
-    ]
+    shown = look(trace)
+    style = [_palette(shown, dark=False)]
+    style += ["@media (prefers-color-scheme: dark) {", _palette(shown, dark=True), "}", _STYLE]
+    # the checked radio button decides which classes are coloured and which table is shown. The selector `~` needs the
+    # buttons as earlier siblings of these, so no label wraps its button
+    buttons = []
+    for place, (name, label, colours) in enumerate(shown.buttons()):
+        style += [f"#{name}:checked ~ pre .{each} {{ background: var(--{c}); }}" for each, c in colours.items()]
+        style.append(f"#{name}:checked ~ .of.{name} {{ display: table; }}")
+        checked = " checked" * (not place)
+        buttons.append(f'<input type="radio" name="pick" id="{name}"{checked}><label for="{name}"> {label} </label>')
+    key = [f"<span>{box(name, inside)} {words}</span>" for name, inside, words in shown.key()]
     if trace.config.hides is not None:
         key.append('<span><b class="h">a</b> hidden from the model, guessed right</span>')
         key.append('<span><b class="h w">a</b> hidden, guessed wrong</span>')
@@ -87,50 +73,36 @@ def page(trace: Trace, source: str) -> str:
             "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">",
             f"<title>Routing of {_safe(trace.name)}</title>",
             f"<style>{chr(10).join(style)}</style></head><body>",
-            "<h1>Which bytes get the heavy branch</h1>",
+            f"<h1>{shown.title}</h1>",
             f'<p class="about">{_safe(source)}</p>',
             f'<p class="about">{_safe(numbers(trace))}</p>',
-            _summary(trace),
             f'<div class="key">{"".join(key)}</div>',
             "<p>Show the choices of</p>",
             "".join(buttons),
-            f"<pre>{_text(trace)}</pre>",
+            *(_table(*each) for each in shown.tables()),
+            f"<pre>{_text(trace, shown)}</pre>",
             "</body></html>",
             "",
         ]
     )
 
 
-def _summary(trace: Trace) -> str:
-    """Return a table of the kinds of bytes and the compute that they get."""
-    rows = [
-        f"<tr><th>{name}</th><td>{100 * share:.1f} %</td><td>{mean:.2f}</td></tr>" for name, share, mean in kinds(trace)
-    ]
-    blocks_head = f"blocks of {trace.config.blocks} that gave it their heavy branch, on average"
-    head = f"<tr><th>kind of byte</th><th>share of the text</th><th>{blocks_head}</th></tr>"
-    return f"<table><caption>Which kinds of bytes get compute</caption>{head}{''.join(rows)}</table>"
+def _table(name: str, caption: str, rows: list[list[str]]) -> str:
+    """Return a table; the first row and the first column are heads."""
+    lines = ["".join(f"<th>{cell}</th>" for cell in rows[0])]
+    lines += ["".join((f"<th>{row[0]}</th>", *(f"<td>{cell}</td>" for cell in row[1:]))) for row in rows[1:]]
+    body = "".join(f"<tr>{line}</tr>" for line in lines)
+    return f'<table class="{name}"><caption>{caption}</caption>{body}</table>'
 
 
 def numbers(trace: Trace) -> str:
     """Return a sentence with the shares of the trace."""
-    config = trace.config
-    n = max(len(trace.content), 1)
     right = int((trace.guess == np.frombuffer(trace.content, dtype=np.uint8)).sum())
-    hidden = int(trace.hidden.sum())
-    chosen = (
-        f"{config.blocks} blocks: each gives {100 * trace.routed.mean():.1f} % of the bytes its heavy branch; "
-        f"{100 * (trace.counts > 0).sum() / n:.1f} % get one at least"
-    )
-    guessed = f"{hidden:,} bytes hidden, {right:,} guessed right"
-    if config.hides is None:
+    guessed = f"{int(trace.hidden.sum()):,} bytes hidden, {right:,} guessed right"
+    if trace.config.hides is None:
         guessed = f"Of {len(trace.content):,} bytes {right:,} guessed right from those before"
     whole = "" if len(trace.content) == trace.total else f"; the first {len(trace.content):,} of {trace.total:,} bytes"
-    return f"{chosen}. {guessed}{whole}."
-
-
-def count_words(count: int) -> str:
-    """Return the legend text of a shade."""
-    return "in no block" if count == 0 else f"in {count} block" + "s" * (count > 1)
+    return f"{look(trace).sentence()}. {guessed}{whole}."
 
 
 def _safe(text: str) -> str:
@@ -138,25 +110,21 @@ def _safe(text: str) -> str:
     return escape(printable(text))
 
 
-def _text(trace: Trace) -> str:
-    counts, shown = trace.counts, cells(trace.content)
+def _text(trace: Trace, how: Look) -> str:
+    shown = cells(trace.content)
     out: list[str] = []
 
-    def look(place: int) -> tuple[str, str]:
+    def shape(place: int) -> tuple[str, str]:
         """Return class names and tool tip of a byte; equal neighbours share one element."""
-        blocks = [block + 1 for block in range(trace.config.blocks) if trace.routed[block, place]]
-        names = [f"c{counts[place]}", *(f"r{block}" for block in blocks)] if blocks else []
-        tip = ""
+        names, tip = how.names(place), ""
         if trace.hidden[place]:
             value, guess = trace.content[place], int(trace.guess[place])
             names.append("h" if guess == value else "h w")
             chance = 100 * trace.chance[place]
             tip = f"hidden {name_of(value)}: guessed {name_of(guess)}, gave the true byte {chance:.0f} %"
-        if blocks:
-            tip += ("; " if tip else "") + "heavy branch in block " + ", ".join(map(str, blocks))
-        return " ".join(names), tip
+        return " ".join(names), "; ".join(filter(None, (tip, how.tip(place))))
 
-    for (names, tip), places in groupby(range(len(shown)), key=look):
+    for (names, tip), places in groupby(range(len(shown)), key=shape):
         # a hidden byte has an element of its own, as its tool tip is about it alone
         for group in [[place] for place in places] if "hidden" in tip else [list(places)]:
             text = "".join(_glyph(shown[place]) for place in group)

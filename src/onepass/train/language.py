@@ -1,40 +1,33 @@
-"""A byte model of routed blocks: routed attention and routed feed-forward, causal or not."""
+"""A model of bytes: an embedding that sees a byte's neighbours, any blocks, a guess of bytes; causal or not."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from onepass.nn import Decoder, RMSNorm, RoutedBlock
-from onepass.nn.block import BlockRouting
 from onepass.train.data import VOCABULARY
 
 NEIGHBOURS = 7  # width of the convolution after the embedding, in bytes
 
 
 class ByteModel(nn.Module):
-    """Byte embeddings, a depthwise convolution over neighbours, routed blocks, logits over the 256 bytes.
+    """Byte embeddings, a depthwise convolution over neighbours, blocks, logits over the 256 bytes.
 
-    With ``causal``, convolution and blocks read earlier bytes only: no output depends on a later byte.
+    A small model with rotary positions alone hardly tells a byte's direct neighbours apart; the convolution provides
+    them from the first step. With ``causal``, it reads earlier bytes only, as causal blocks do: no output depends on a
+    later byte. Blocks are called with ``(x, return_routing=True)``.
     """
 
-    def __init__(
-        self, dim: int, blocks: int, *, k: int | float, heads: int, window: int, causal: bool,
-        light_mult: float = 0.5, heavy_mult: float = 4.0,
-    ) -> None:  # fmt: skip
+    def __init__(self, dim: int, blocks: Iterable[nn.Module], *, causal: bool) -> None:
         super().__init__()
         self.causal = causal
         self.embedding = nn.Embedding(VOCABULARY, dim)
         self.neighbours = nn.Conv1d(dim, dim, NEIGHBOURS, groups=dim)
-        self.blocks = nn.ModuleList(
-            RoutedBlock(
-                dim, k, heads=heads, dim_head=dim // heads, window=window, causal=causal, light_mult=light_mult,
-                heavy_mult=heavy_mult,
-            )
-            for _ in range(blocks)
-        )  # fmt: skip
+        self.blocks = nn.ModuleList(blocks)
         self.norm = RMSNorm(dim)
         self.head = nn.Linear(dim, 256)
         nn.init.normal_(self.head.weight, std=dim**-0.5)
@@ -46,10 +39,10 @@ class ByteModel(nn.Module):
         around = (NEIGHBOURS - 1, 0) if self.causal else (NEIGHBOURS // 2, NEIGHBOURS // 2)
         return x + self.neighbours(F.pad(x.mT, around)).mT  # type: ignore[no-any-return]
 
-    def forward(self, tokens: Tensor, asked: Tensor | None = None) -> tuple[Tensor, list[BlockRouting]]:
+    def forward(self, tokens: Tensor, asked: Tensor | None = None) -> tuple[Tensor, list[Any]]:
         """Return fp32 logits at all positions of (batch, n), or at `asked` (batch, m), and each block's routing."""
         x = self.embed(tokens)
-        routing: list[BlockRouting] = []
+        routing: list[Any] = []
         for block in self.blocks:
             x, chosen = block(x, return_routing=True)
             routing.append(chosen)
@@ -72,3 +65,15 @@ class ByteModel(nn.Module):
 
     def _logits(self, x: Tensor) -> Tensor:
         return self.head(self.norm(x)).float()  # type: ignore[no-any-return]
+
+
+def routed(
+    dim: int, blocks: int, *, k: int | float, heads: int, window: int, causal: bool, light_mult: float = 0.5,
+    heavy_mult: float = 4.0,
+) -> Iterator[RoutedBlock]:  # fmt: skip
+    """Yield routed blocks."""
+    for _ in range(blocks):
+        yield RoutedBlock(
+            dim, k, heads=heads, dim_head=dim // heads, window=window, causal=causal, light_mult=light_mult,
+            heavy_mult=heavy_mult,
+        )  # fmt: skip

@@ -11,19 +11,22 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from onepass.nn import routing_stats
+from onepass.nn.experts import Experts, move_bias, update_balance
 from onepass.optim import Lion
 from onepass.train import checkpoint as checkpoints
 from onepass.train import data
 from onepass.train.captured import EAGER, Captured, Gradients
+from onepass.train.choices import Choices
 from onepass.train.commands.errors import UserError
 from onepass.train.config import Config
-from onepass.train.model import Guess, Model, parameter_groups
+from onepass.train.language import ByteModel
+from onepass.train.model import parameter_groups
 from onepass.train.parallel import World
 from onepass.train.progress import Display
 from onepass.train.run import Run
@@ -44,10 +47,7 @@ class Measured:
     """Measurements of a model on the validation text."""
 
     bits: float  # per hidden byte
-    routed: float  # share of the tokens that get the heavy branch, averaged over the blocks
-    touched: float  # share of the tokens that get the heavy branch in at least one block
-    hidden: float  # as `routed`, of the hidden tokens alone
-    routers: dict[str, float]  # what `onepass.nn.routing_stats` counts, by router
+    numbers: dict[str, float]  # what routers chose, by name in the metrics
 
 
 @dataclass
@@ -66,15 +66,19 @@ class Training:
 
     def __post_init__(self) -> None:
         self.device = self.world.device(self.config.device)
-        self.model: Model = self.world.model(self.config, self.device)
+        self.model: ByteModel = self.world.model(self.config, self.device)
         groups = parameter_groups(self.model, self.config.weight_decay, self.config.outside)
         betas = self.config.beta1, self.config.beta2
         # on a GPU the rate is a tensor there, which a graph of the step reads
         self.optimizer = Lion(groups, lr=self.config.lr, betas=betas, capturable=self.device.type == "cuda")
         why, parameters = self.world.why_eager, list(self.model.parameters())
-        self.gradients = Gradients(self._training_loss, parameters, self.device, why, together=self.world.replicas)
+        self.experts = [module for module in self.model.modules() if isinstance(module, Experts)]
+        self.gradients = Gradients(
+            self._training_loss, parameters, self.device, why, together=self.world.replicas,
+            beside=[layer.tokens_per_expert for layer in self.experts],
+        )  # fmt: skip
         # one call later: it reads the gradients where their graph writes them
-        self.update = Captured(self.optimizer.step, self.device, why, EAGER + 1)
+        self.update = Captured(self._update, self.device, why, EAGER + 1)
 
     def restore(self, checkpoint: checkpoints.Checkpoint | None) -> None:
         """Continue from a checkpoint, or start at step 0 without one."""
@@ -155,6 +159,16 @@ class Training:
         self.update()
         return loss
 
+    @torch.no_grad()
+    def _update(self) -> None:
+        self.optimizer.step()
+        if not self.world.replicas:
+            update_balance(self.model)
+            return
+        for layer, mean in zip(self.experts, self.gradients.means, strict=True):
+            # counts again, which a mean may round
+            move_bias(layer, (mean * self.world.size).round())
+
     def _on_device(self, batch: data.Batch) -> tuple[Tensor, ...]:
         parts = [torch.from_numpy(part) for part in (batch.tokens, batch.hidden, batch.bytes)]
         if self.device.type == "cuda":
@@ -165,13 +179,13 @@ class Training:
     def _training_loss(self, tokens: Tensor, hidden: Tensor, value: Tensor) -> Tensor:
         return self._loss(tokens, hidden, value)[0]
 
-    def _loss(self, tokens: Tensor, hidden: Tensor, value: Tensor) -> tuple[Tensor, Guess]:
-        """Return the mean cross entropy of the hidden bytes in nats, and the guesses."""
+    def _loss(self, tokens: Tensor, hidden: Tensor, value: Tensor) -> tuple[Tensor, list[Any]]:
+        """Return the mean cross entropy of the hidden bytes in nats, and the routings."""
         bf16 = self.config.precision == "bf16"
         # no cache of cast weights: one from before a capture would be read inside it
         with torch.autocast(self.device.type, torch.bfloat16, enabled=bf16, cache_enabled=False):
-            guess: Guess = self.model(tokens, hidden)
-        return F.cross_entropy(guess.logits.flatten(0, 1), value.flatten()), guess
+            logits, routings = self.model(tokens, None if self.config.hides is None else hidden)
+        return F.cross_entropy(logits.flatten(0, 1), value.flatten()), routings
 
     def _flush(self) -> float:
         """Log the losses since the last flush; return the last one."""
@@ -192,10 +206,8 @@ class Training:
         # the last step may have made the weights infinite
         self._refuse_infinite(measured.bits, self.step)
         row = {
-            "step": self.step, "validation_bits_per_byte": measured.bits, "routed": measured.routed,
-            "routed_once_at_least": measured.touched, "routed_of_hidden": measured.hidden,
-            "tokens_per_s": self.speed(), "seconds": self.seconds,
-            **{f"routing/{name}": value for name, value in measured.routers.items()},
+            "step": self.step, "validation_bits_per_byte": measured.bits, "tokens_per_s": self.speed(),
+            "seconds": self.seconds, **measured.numbers,
         }  # fmt: skip
         self.run.append([row])
 
@@ -216,33 +228,16 @@ class Training:
         config = self.config
         self.model.eval()
         nats = torch.zeros((), dtype=torch.float64, device=self.device)
-        routed, touched, hidden_routed = (torch.zeros((), dtype=torch.int64, device=self.device) for _ in range(3))
-        tokens, hidden = 0, 0
-        batches = data.validation_batches(self.corpus.validation, config.batch, config.seq, config.hides, windows)
-        passes = []
-        for batch in batches:
-            tokens, hidden = tokens + batch.tokens.size, hidden + batch.hidden.size
-            batch = self.world.part(batch)
-            given, places, value = self._on_device(batch)
-            loss, guess = self._loss(given, places, value)
-            passes.append(guess.routings)
-            if not batch.tokens.size:
-                # this process helped to gather weights, and has no row
-                continue
-            nats += loss.double() * batch.hidden.size
-            counts = torch.zeros(batch.tokens.shape, dtype=torch.int64, device=self.device)
-            for indices in guess.chosen:
-                counts.scatter_add_(1, indices.clamp_min(0), (indices >= 0).long())
-            routed += counts.sum()
-            touched += (counts > 0).sum()
-            hidden_routed += counts.gather(1, places).sum()
+        choices = Choices(config, self.device, self.world.total)
+        for batch in data.validation_batches(self.corpus.validation, config.batch, config.seq, config.hides, windows):
+            given, places, value = self._on_device(self.world.part(batch))
+            loss, routings = self._loss(given, places, value)
+            choices.add(routings, places, given.shape)
+            # without a row, this process helped to gather weights
+            nats += loss.double() * places.numel() if given.numel() else 0.0
         self.model.train()
-        nats, routed, touched, hidden_routed = map(self.world.total, (nats, routed, touched, hidden_routed))
-        blocks = config.blocks
-        return Measured(
-            nats.item() / hidden / math.log(2), routed.item() / tokens / blocks, touched.item() / tokens,
-            hidden_routed.item() / hidden / blocks, routing_stats(passes, total=self.world.total),
-        )  # fmt: skip
+        hidden, numbers = choices.numbers()
+        return Measured(self.world.total(nats).item() / hidden / math.log(2), numbers)
 
 
 def learning_rate(config: Config, step: int) -> float:

@@ -32,7 +32,8 @@ from onepass.train.checkpoint import Checkpoint
 from onepass.train.commands.errors import UserError, printable
 from onepass.train.config import Config, from_json
 from onepass.train.data import Batch
-from onepass.train.model import Model, new
+from onepass.train.language import ByteModel
+from onepass.train.model import new
 from onepass.train.run import CONFIG, Run
 
 PLAN, PRINTED = "plan", "printed"  # keys of the store that all processes read
@@ -82,7 +83,7 @@ class World:
         """Return the device of this process."""
         return torch.device(kind)
 
-    def model(self, config: Config, device: torch.device) -> Model:
+    def model(self, config: Config, device: torch.device) -> ByteModel:
         """Return the model with its initial weights."""
         return new(config).to(device)
 
@@ -168,7 +169,7 @@ class Processes(World):
     def device(self, kind: str) -> torch.device:
         return torch.device(kind, self.local_rank) if kind == "cuda" else torch.device(kind)
 
-    def model(self, config: Config, device: torch.device) -> Model:
+    def model(self, config: Config, device: torch.device) -> ByteModel:
         """Return the model, whole or in shards. The first process draws the weights: those of a run of one process."""
         self.replicas = not self.fsdp
         self.why_eager = "" if self.replicas else "several processes gather weights between its kernels"
@@ -187,6 +188,9 @@ class Processes(World):
             warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view", UserWarning)
         model.to_empty(device=device)
         with torch.no_grad():
+            for buffer in model.buffers():
+                # counts of tokens, which no checkpoint holds
+                buffer.zero_()
             for name, value in model.state_dict().items():
                 value.copy_(self._place(drawn.get(name), value, value))
         return model
@@ -197,13 +201,13 @@ class Processes(World):
 
         device = self.device(self.mesh.device_type)
         here = torch.empty(sample.shape, dtype=sample.dtype, device=device) if whole is None else whole.to(device)
-        if self.replicas:
+        if not hasattr(like, "placements"):
             dist.broadcast(here, 0)
             return here
         return distribute_tensor(here, self.mesh, like.placements, src_data_rank=0)
 
     def placed(self, saved: Checkpoint, model: nn.Module) -> Checkpoint:
-        parameters = dict(model.named_parameters())
+        parameters = dict(model.named_buffers()) | dict(model.named_parameters())
         tensors = {}
         for name, value in sorted(saved.tensors.items()):
             kind, _, own = name.partition("/")

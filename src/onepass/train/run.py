@@ -20,7 +20,7 @@ from onepass.train.config import Config, from_json
 CONFIG, DATA, METRICS, LOSS, LOCK = "config.json", "data.json", "metrics.jsonl", "loss.png", ".lock"
 LEFT_OUT = "left_out.txt"  # files of the data that were left out, and why
 BOARD = "events.out.tfevents."  # how names of TensorBoard's files begin
-PICTURE = "routing"  # stem of the .html and .png; `onepass show` puts the file's name in front
+PICTURE = "routing"  # stem of the .html (of older runs also .png); `onepass show` puts the file's name in front
 _OWN = {CONFIG, DATA, LEFT_OUT, METRICS, LOSS, LOCK, checkpoint.NAME, f"{PICTURE}.html", f"{PICTURE}.png"}
 _SHOWN = re.compile(rf".+\.{PICTURE}\.(html|png)", re.DOTALL)
 RUNS = Path("runs")

@@ -9,12 +9,12 @@ from onepass.train.commands.errors import UserError, reason
 from onepass.train.commands.options import command, number
 
 TEXT = """\
-Draw the routing of any file as `onepass train` does for a validation text: every byte shaded by the number of blocks
-that gave it their heavy branch. Leaves <FILE's name>.routing.html and .png in the run's directory, or in --out DIR."""
+Draw the routing of any file as `onepass train` does for a validation text: every byte in the colour of its expert, or
+shaded by its heavy branches or its surprise. Leaves <FILE's name>.routing.html in RUN, or in --out DIR."""
 EXAMPLES = """\
 examples:
-  onepass show runs/notes letter.txt                         runs/notes/letter.txt.routing.html and .png
-  onepass show runs/notes letter.txt --out . --bytes 2000    its first 2000 bytes, pictures here
+  onepass show runs/notes letter.txt                         runs/notes/letter.txt.routing.html
+  onepass show runs/notes letter.txt --out . --bytes 2000    its first 2000 bytes, the page here
 """
 
 
@@ -25,7 +25,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     )
     parser.add_argument("directory", type=Path, metavar="RUN", help="directory of a run, as left by `onepass train`")
     parser.add_argument("file", type=Path, metavar="FILE", help="any text")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="where to leave the pictures (default: RUN)")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="where to leave the page (default: RUN)")
     limit = number(1, 2**24)
     parser.add_argument(
         "--bytes", type=limit, default=65536, metavar="N", help="how much of it to read (default: 65536)"
@@ -34,7 +34,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 
 def run(args: argparse.Namespace) -> int:
-    """Load the model, trace the file, write both pictures."""
+    """Load the model, trace the file, write the page."""
     from onepass.train import checkpoint, sources
     from onepass.train.commands import files
     from onepass.train.progress import say
@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     except OSError as error:
         raise UserError(f"can't use {out}: {reason(error)}") from None
 
-    from onepass.train import html, pictures
+    from onepass.train import html
     from onepass.train.model import new
     from onepass.train.trace import trace
 
@@ -62,9 +62,8 @@ def run(args: argparse.Namespace) -> int:
     checkpoint.restore_model(saved, model)
     traced = trace(model.eval(), saved.config, args.file.name, content, args.bytes)
     source = f"{args.file.name}, by {args.directory.resolve().name} after {saved.step:,} steps"
-    page, picture = (out / f"{args.file.name}.{PICTURE}.{kind}" for kind in ("html", "png"))
+    page = out / f"{args.file.name}.{PICTURE}.html"
     files.write(page, html.page(traced, source))
-    files.write(picture, pictures.routing_png(traced, source))
     say(html.numbers(traced))
-    say(f"files  {page}  {picture}")
+    say(f"file  {page}")
     return 0

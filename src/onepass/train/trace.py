@@ -1,4 +1,4 @@
-"""A trace of a trained model over a text: the bytes that got each block's heavy branch, and the guesses."""
+"""A trace of a trained model over a text: what each block's router chose for the bytes, and the guesses."""
 
 from __future__ import annotations
 
@@ -11,34 +11,42 @@ from numpy.typing import NDArray
 
 from onepass.train import data
 from onepass.train.config import Config
-from onepass.train.model import Model
+from onepass.train.language import ByteModel
 
 
 @dataclass
 class Trace:
-    """One text, byte by byte. All arrays are (n,) for n bytes; `routed` is (blocks, n)."""
+    """One text, byte by byte. All arrays are (n,) for n bytes; `chosen` is (blocks, n, top_k)."""
 
     name: str
     content: bytes
     total: int  # bytes of the whole file, of which `content` is the beginning
     config: Config
-    routed: NDArray[np.bool_]
+    chosen: NDArray[np.int64]  # experts of a byte, best first; of routed blocks 0 for the heavy branch, else −1
     hidden: NDArray[np.bool_]
     guess: NDArray[np.int64]  # most likely byte, −1 where the model was not asked
     chance: NDArray[np.float64]  # the model's probability of the true byte, 0 where it was not asked
 
     @property
+    def routed(self) -> NDArray[np.bool_]:
+        """Which bytes got the heavy branch, (blocks, n)."""
+        found: NDArray[np.bool_] = self.chosen[..., 0] >= 0
+        return found
+
+    @property
     def counts(self) -> NDArray[np.int64]:
+        """How many blocks gave a byte their heavy branch."""
         counts: NDArray[np.int64] = self.routed.sum(axis=0, dtype=np.int64)
         return counts
 
 
 @torch.no_grad()
-def trace(model: Model, config: Config, name: str, content: bytes, limit: int) -> Trace:
+def trace(model: ByteModel, config: Config, name: str, content: bytes, limit: int) -> Trace:
     """Run the model over the first `limit` bytes in sequences of the configured length, with the task of training."""
     text = np.frombuffer(content[:limit], dtype=np.uint8).astype(np.int64)
     n = len(text)
-    routed = np.zeros((config.blocks, n), dtype=bool)
+    experts = config.model == "transformer"
+    chosen = np.full((config.blocks, n, config.top_k if experts else 1), -1)
     hidden = np.zeros(n, dtype=bool)
     guess, chance = np.full(n, -1, dtype=np.int64), np.zeros(n)
     device = next(model.parameters()).device
@@ -47,35 +55,33 @@ def trace(model: Model, config: Config, name: str, content: bytes, limit: int) -
         batch = data.ask(text[None, start : start + config.seq], config.hides, draws)
         tokens, asked = torch.from_numpy(batch.tokens).to(device), torch.from_numpy(batch.hidden).to(device)
         with torch.autocast(device.type, torch.bfloat16, enabled=config.precision == "bf16"):
-            found = model(tokens, asked)
-        logits = found.logits
-        for block, chosen in enumerate(found.chosen):
-            indices = chosen[0].cpu().numpy()
-            routed[block, start + indices[indices >= 0]] = True
+            logits, routings = model(tokens, asked)
+        for block, routing in enumerate(routings if config.experts or not experts else ()):
+            indices = (routing if experts else routing.feed_forward).indices[0].cpu().numpy()
+            if experts:
+                chosen[block, start : start + len(indices)] = indices
+            else:
+                chosen[block, start + indices[indices >= 0]] = 0
         places = start + batch.hidden[0]
         # a language model has no hidden bytes
         hidden[places] = config.hides is not None
         guess[places] = logits[0].argmax(-1).cpu().numpy()
         likely = logits[0].double().softmax(-1).cpu().gather(-1, torch.from_numpy(batch.bytes[0])[:, None])
         chance[places] = likely[:, 0].numpy()
-    return Trace(name, content[:limit], len(content), config, routed, hidden, guess, chance)
+    return Trace(name, content[:limit], len(content), config, chosen, hidden, guess, chance)
 
 
-def kinds(trace: Trace) -> list[tuple[str, float, float]]:
-    """Return each kind of byte in the text: its name, its share of the text, and the mean of `counts` over it.
+def kinds(trace: Trace, *, seen: bool = True) -> list[tuple[str, NDArray[np.bool_]]]:
+    """Return each kind of byte in the text: its name, and where it is.
 
-    Hidden bytes are a kind of their own, as the model does not see what they are.
+    Of bytes as the model has `seen` them hidden ones are a kind of their own.
     """
     value = np.frombuffer(trace.content, dtype=np.uint8)
     # dtype object: names of any length
     names = np.array([_kind_of(v) for v in range(256)], dtype=object)[value]
-    names[trace.hidden] = "hidden from the model"
-    found = []
-    for name in (*_KINDS, "other bytes", "hidden from the model"):
-        those = names == name
-        if those.any():
-            found.append((name, float(those.mean()), float(trace.counts[those].mean())))
-    return found
+    names[trace.hidden & seen] = "hidden from the model"
+    found = [(name, names == name) for name in (*_KINDS, "other bytes", "hidden from the model")]
+    return [(name, those) for name, those in found if those.any()]
 
 
 _KINDS = {
