@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.case import Case, Impl, staged
-from onepass.ops.routing import reference
+from onepass.ops.routing import definition
 from onepass.ops.routing.op import gather, scatter_add, score
 
 # batch, n, dim, k: in bf16 the chosen rows of a batch are 64 MB in the first three, 8 MB in the last
@@ -72,10 +72,10 @@ def _rows_case(
 def _score_case(batch: int, n: int, dim: int, dtype: torch.dtype, stage: str, device: str = "cuda") -> Case:
     def make() -> Mapping[str, Impl]:
         x, weight = torch.randn(batch, n, dim, device=device, dtype=dtype), torch.randn(dim, device=device)
-        compiled = torch.compile(reference.score, dynamic=False)
+        compiled = torch.compile(definition.score, dynamic=False)
         impls: dict[str, Callable[[], Tensor]] = {
             "onepass": lambda: score(x, weight),
-            "torch": lambda: reference.score(x, weight),
+            "torch": lambda: definition.score(x, weight),
             "torch.compile": lambda: compiled(x, weight),
         }
         return staged(stage, impls, (x, weight))

@@ -10,7 +10,7 @@ from onepass.core.launch import INTERPRET
 from onepass.fused import branch
 from onepass.fused.choice import Choice, choose_keys
 from onepass.fused.norms import norm_backward_into, norm_forward, norm_partials
-from onepass.ops.routing import reference
+from onepass.ops.routing import definition
 
 DEVICES = [pytest.param("cpu", id="cpu"), pytest.param("cuda", id="cuda", marks=pytest.mark.gpu)]
 pytestmark = pytest.mark.parametrize("device", DEVICES)
@@ -30,7 +30,7 @@ def _norm(x: Tensor, weight: Tensor | None) -> Tensor:
 
 def _scores(x: Tensor, vectors: Tensor) -> Tensor:
     """The score's definition, with the routes first."""
-    scores = reference.score(x, vectors)
+    scores = definition.score(x, vectors)
     return scores if vectors.dim() == 1 else scores.transpose(0, 1)
 
 
@@ -83,9 +83,9 @@ def test_norm_of_chosen_tokens(device: str) -> None:
     partials = norm_partials(x, 18, w, None, 64)
     dx = norm_backward_into(partials[:, 64:], dn, x, indices, w, None, stats, None, None, True)
     x64, w64 = x.double().requires_grad_(), w.double().requires_grad_()
-    out = _norm(reference.gather(x64, indices), w64)
+    out = _norm(definition.gather(x64, indices), w64)
     (dw,) = torch.autograd.grad(out, w64, dn.double(), retain_graph=True)
-    chosen = reference.gather(x64, indices).detach().requires_grad_()
+    chosen = definition.gather(x64, indices).detach().requires_grad_()
     (rows,) = torch.autograd.grad(_norm(chosen, w64), chosen, dn.double())
     _close([normed, partials[:, 64:].sum(0)], [out, dw], limit)
     assert dx is not None
@@ -115,9 +115,9 @@ def test_what_the_probe_finds_teaches_the_vectors_alone(device: str) -> None:
     partials = norm_partials(x, 20, None, v)
     dx = norm_backward_into(partials, dn, x, None, None, v, stats, scores, ds, True, explore_grad, 3)
     x64, v64 = x.double().requires_grad_(), v.double().requires_grad_()
-    outs = [_norm(x64, None), reference.score(x64, v64)]
+    outs = [_norm(x64, None), definition.score(x64, v64)]
     theirs = _grads(outs, [x64, v64], [dn, ds])
-    (taught,) = torch.autograd.grad(reference.score(x64, v64)[:, ::3], v64, explore_grad.double())
+    (taught,) = torch.autograd.grad(definition.score(x64, v64)[:, ::3], v64, explore_grad.double())
     assert theirs[1] is not None
     _close([dx, partials.sum(0)[32:]], [theirs[0], theirs[1] + taught], limit)
 

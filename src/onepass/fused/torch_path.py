@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from onepass.core.sums import row_sum
-from onepass.ops.routing.torch_path import gather, score_backward, score_forward, widest, zero_padding
+from onepass.ops.routing.definition import gather, score_backward, score_forward, widest, zero_padding
 
 
 def norm_forward(

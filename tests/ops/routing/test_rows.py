@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from onepass.ops.routing import reference
+from onepass.ops.routing import definition
 from onepass.ops.routing.op import gather, scatter_add
 
 DEVICES = [pytest.param("cpu", id="cpu"), pytest.param("cuda", id="cuda", marks=pytest.mark.gpu)]
@@ -74,7 +74,7 @@ class TestInPlace:
         gates, indices = gates.requires_grad_(), _choice(2, 9, 4).to(device)
         dy, wanted = torch.randn(18, 8, device=device), (weight, update, gates)
         ours = scatter_add(x @ weight, update, gates, indices, inplace=True)
-        theirs = reference.scatter_add(x @ weight, update, gates, indices)
+        theirs = definition.scatter_add(x @ weight, update, gates, indices)
         torch.testing.assert_close(ours, theirs)
         grads = [torch.autograd.grad(out, wanted, dy) for out in (ours, theirs)]
         torch.testing.assert_close(*grads)
@@ -94,7 +94,7 @@ class TestInPlace:
         y, update = torch.randn(8, 18, device=device).t(), torch.randn(2, 4, 8, device=device)
         indices = _choice(2, 9, 4).to(device)
         out = scatter_add(y, update, None, indices, inplace=True)
-        torch.testing.assert_close(out, reference.scatter_add(y, update, None, indices))
+        torch.testing.assert_close(out, definition.scatter_add(y, update, None, indices))
 
 
 def test_routes_that_share_tokens_are_added_one_after_another(device: str) -> None:

@@ -15,7 +15,7 @@ from onepass.core.operator import operator
 from onepass.core.register import register, register_backward, register_fake
 from onepass.core.sharding import PARTIAL, REPLICATE, Placement, Way
 
-from . import torch_path
+from . import definition
 
 
 def score_ways(x: Any, weight: Any, *rest: Any) -> list[Way]:
@@ -150,7 +150,7 @@ def add_rows(
         return ()
     update = update if shift is None else update - shift
     for r in range(indices.shape[1]):
-        torch_path.add_rows(y, update[:, r], None if gates is None else gates[:, r], indices[:, r], len(y) // batch)
+        definition.add_rows(y, update[:, r], None if gates is None else gates[:, r], indices[:, r], len(y) // batch)
     return ()
 
 
@@ -175,7 +175,7 @@ def scatter_backward(
     else:
         rows = dy.reshape(-1, d)
         u = u if shift is None else u - shift
-        du, dg = torch_path.scatter_backward(rows, u, g, i, len(rows) // batch, need_u, need_g)
+        du, dg = definition.scatter_backward(rows, u, g, i, len(rows) // batch, need_u, need_g)
     return (
         None if du is None else du.view(update.shape),
         None if dg is None or gates is None else dg.view(gates.shape),
@@ -193,7 +193,7 @@ def _score(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
         scores, inverse = kernels_score.forward(x, vectors.contiguous(), eps)
     else:
-        scores, inverse = torch_path.score_forward(x, vectors, eps)
+        scores, inverse = definition.score_forward(x, vectors, eps)
     return (scores if weight.dim() == 2 else scores[:, 0]).contiguous(), inverse
 
 
@@ -208,7 +208,7 @@ def _score_backward(
 
         dx, dw = kernels_score.backward(ds, x, vectors.contiguous(), scores, inverse, need_x, need_weight)
     else:
-        dx, dw = torch_path.score_backward(ds, x, vectors, scores, inverse, need_x, need_weight)
+        dx, dw = definition.score_backward(ds, x, vectors, scores, inverse, need_x, need_weight)
     return dx, None if dw is None else dw.view(weight.shape)
 
 
@@ -268,7 +268,7 @@ def _gather(x: Tensor, indices: Tensor) -> Tensor:
         from . import kernels
 
         return kernels.gather(x, flat.contiguous()).view(*indices.shape, x.shape[-1])  # type: ignore[no-any-return]
-    return torch_path.gather(x, flat).view(*indices.shape, x.shape[-1])
+    return definition.gather(x, flat).view(*indices.shape, x.shape[-1])
 
 
 def _gather_backward(dy: Tensor, indices: Tensor, n: int) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from onepass.core.spec import BadCall, Sample, Spec
 
-from . import op, reference
+from . import definition, op
 from .op import gather, gather_backward_op, gather_op, scatter_add, scatter_backward_op, scatter_op, score
 
 
@@ -135,7 +135,7 @@ def _score_rows(make: Callable[..., Tensor], n: int) -> Mapping[str, Callable[[T
 
 
 SPECS = [
-    Spec("score", score, reference.score, _score_samples, _BAD_SCORE, _score_opchecks, of_rows=_score_rows),
-    Spec("gather", gather, reference.gather, _gather_samples, _BAD_GATHER, _gather_opchecks),
-    Spec("scatter_add", scatter_add, reference.scatter_add, _scatter_samples, _BAD_SCATTER, _scatter_opchecks),
+    Spec("score", score, definition.score, _score_samples, _BAD_SCORE, _score_opchecks, of_rows=_score_rows),
+    Spec("gather", gather, definition.gather, _gather_samples, _BAD_GATHER, _gather_opchecks),
+    Spec("scatter_add", scatter_add, definition.scatter_add, _scatter_samples, _BAD_SCATTER, _scatter_opchecks),
 ]

@@ -1,4 +1,7 @@
-"""The torch path: CPU, float64, no Triton. Tokens are rows of (batch·n, dim); rows without an index are not read."""
+"""The definitions of `score`, `gather`, `scatter_add`: the tests' oracle; and what a CPU, float64 and no Triton run.
+
+Tokens are rows of (batch·n, dim) there; rows without an index are not read.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,52 @@ def widest(*dtypes: torch.dtype) -> torch.dtype:
     for dtype in dtypes:
         wide = torch.promote_types(wide, dtype)
     return wide
+
+
+def score(x: Tensor, weight: Tensor, *, eps: float = 1e-6) -> Tensor:
+    """Return s[..., t] = <x_t, v> / sqrt(mean(x_t²) + eps); with vectors (R, d) s[..., r, t]."""
+    wide = widest(x.dtype, weight.dtype)
+    f = x.to(wide)
+    inverse = (f.square().mean(-1) + eps).rsqrt()
+    v = weight.to(wide)
+    s = (f * v).sum(-1) * inverse if weight.dim() == 1 else (f @ v.mT).mT * inverse[..., None, :]
+    return s.to(widest(x.dtype))
+
+
+def present(indices: Tensor, n: int) -> tuple[Tensor, Tensor]:
+    """Return which indices name a token, and the indices with 0 in place of the others."""
+    found = (indices >= 0) & (indices < n)
+    return found, indices.where(found, 0)
+
+
+def gather(x: Tensor, indices: Tensor) -> Tensor:
+    """Return y[b, j] = x[b, i_j], zeros where i_j names no token."""
+    if not x.shape[1]:
+        # an empty sum: zeros that autograd can trace back to x
+        return x.sum() * x.new_zeros((*indices.shape, x.shape[-1]))
+    found, columns = present(indices.flatten(1), x.shape[1])
+    rows = x.gather(1, columns[..., None].expand(-1, -1, x.shape[-1]))
+    return rows.where(found[..., None], 0).view(*indices.shape, x.shape[-1])
+
+
+def scatter_add(y: Tensor, update: Tensor, gates: Tensor | None, indices: Tensor) -> Tensor:
+    """Return y after y[b, i_j] += gates[b, j]·update[b, j] for each i_j that names a token; one rounding per route."""
+    batch = indices.shape[0]
+    n = y.numel() // max(1, batch * y.shape[-1])
+    if not n or not indices.numel():
+        return y.clone()
+    out = y.view(batch, n, -1) if y.dim() == 2 else y
+    wide = widest(*(t.dtype for t in (y, update, gates) if t is not None))
+    routes = indices.shape[1] if indices.dim() == 3 else 1
+    by_route = indices.view(batch, routes, -1)
+    moved = update.view(batch, routes, -1, update.shape[-1]).to(wide)
+    if gates is not None:
+        moved = moved * gates.view(batch, routes, -1, 1).to(wide)
+    for r in range(routes):
+        found, columns = present(by_route[:, r], n)
+        rows = columns[..., None].expand(-1, -1, y.shape[-1])
+        out = out.to(wide).scatter_add(1, rows, moved[:, r].where(found[..., None], 0)).to(y.dtype)
+    return out.view(y.shape)
 
 
 def rows_of(indices: Tensor, n: int) -> tuple[Tensor, Tensor]:
@@ -52,18 +101,10 @@ def score_backward(
     return dx, dw
 
 
-def gather(x: Tensor, indices: Tensor) -> Tensor:
-    """Return the rows (batch, m, d) of x (batch, n, d) at indices (batch, m), zeros where an index names no token."""
-    found, rows = rows_of(indices, x.shape[1])
-    y = x.new_zeros((indices.numel(), x.shape[-1]))
-    y[found] = x.reshape(-1, x.shape[-1])[rows]
-    return y.view(*indices.shape, x.shape[-1])
-
-
 def add_rows(y: Tensor, update: Tensor, gates: Tensor | None, indices: Tensor, n: int) -> None:
     """Add gates·update (batch, k, d) in place to y (batch·n, d); indices (batch, k) are unique in a row."""
     found, rows = rows_of(indices, n)
-    wide = widest(y.dtype, update.dtype, *(() if gates is None else (gates.dtype,)))
+    wide = widest(*(t.dtype for t in (y, update, gates) if t is not None))
     moved = update.reshape(-1, update.shape[-1])[found].to(wide)
     if gates is not None:
         moved = moved * gates.reshape(-1)[found][:, None].to(wide)
@@ -75,7 +116,7 @@ def scatter_backward(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return gates·dy[i] and <dy[i], update> for dy (batch·n, d), 0 where an index (batch, m) names no token."""
     found, rows = rows_of(indices, n)
-    wide = widest(dy.dtype, update.dtype, *(() if gates is None else (gates.dtype,)))
+    wide = widest(*(t.dtype for t in (dy, update, gates) if t is not None))
     picked = dy[rows].to(wide)
     du = dg = None
     if need_u:
