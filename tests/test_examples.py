@@ -74,7 +74,7 @@ def test_all_programs_are_listed_and_short() -> None:
 @pytest.mark.slow
 def test_hf_trainer(tmp_path: Path) -> None:
     said = output("hf_trainer", tmp_path)
-    assert "exchanged  5  LlamaRMSNorm -> onepass.nn.RMSNorm" in said
+    assert "exchanged  5  transformers.models.llama.modeling_llama.LlamaRMSNorm -> onepass.nn.RMSNorm" in said
     first, last = numbers(r"loss ([\d.]+) to ([\d.]+)", said)
     assert last < first - 0.5
     assert numbers(r"differ by ([\d.e+-]+)", said)[0] < 1e-4
