@@ -40,6 +40,10 @@ def results(model: Any, implementation: str) -> list[torch.Tensor]:
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_and_gradients_are_those_of_its_own_experts(name: str, device: str) -> None:
     model = build(*MODELS[name]).to(device)
+    model.set_experts_implementation("onepass")
+    if model.config._experts_implementation != "onepass":
+        assert name == "Aria", "transformers 5.17 has no choice for Aria alone"
+        pytest.skip("this transformers has no choice of experts for Aria")
     for ours, theirs in zip(results(model, "onepass"), results(model, "eager"), strict=True):
         # sums of up to 96 numbers, some thirty of them one after another
         atol = 96 * 30 * torch.finfo(torch.float32).eps * float(theirs.abs().max())

@@ -59,7 +59,6 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "feed-forward": _feed_forward,
     "two routes, straight through": lambda: _feed_forward(num_routes=2, gate="straight_through"),
     "own branches": _linear,
-    "no choice": lambda: RoutedFeedForward(DIM, 0),
 }
 HEADS: dict[str, Any] = {"heads": 2, "dim_head": 8, "window": 4}
 
@@ -83,7 +82,9 @@ class _Cross(nn.Module):
         self.layer = RoutedCrossAttention(DIM, 4, 1 / 2, heads=2, dim_head=8)
 
     def forward(self, x: Tensor, mask: Tensor | None = None, return_routing: bool = False) -> Any:
-        return self.layer(x, x.flip(1), mask, None if mask is None else mask.flip(1), return_routing=True)
+        # torch 2.11 flips no DTensor
+        memories, real = (None if t is None else torch.cat([t[:, 1:], t[:, :1]], 1) for t in (x, mask))
+        return self.layer(x, memories, mask, real, return_routing=True)
 
 
 ATTENTIONS: dict[str, Callable[[], nn.Module]] = {

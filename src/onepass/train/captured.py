@@ -33,6 +33,9 @@ class Captured:
         self.compute, self.eager = compute, eager
         self.why_eager = why_eager or ("" if device.type == "cuda" else "no CUDA device")
         self.graph: torch.cuda.CUDAGraph | None = None
+        # of all calls before the graph, and of its capture: autograd, and what compiles, remember a call's stream, and
+        # a capture must not wait for another one
+        self.stream: Any = None
         self.static: tuple[Tensor, ...] = ()
         self.result: Any = None
 
@@ -52,12 +55,12 @@ class Captured:
         return None if self.result is None else self.result.clone()
 
     def _beside(self, tensors: tuple[Tensor, ...]) -> Any:
-        """Call the function on a stream of its own: autograd must not remember the stream that waits for captures."""
-        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
+        """Call the function on the stream of the capture."""
+        self.stream = self.stream or torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
             result = self.compute(*tensors)
-        torch.cuda.current_stream().wait_stream(side)
+        torch.cuda.current_stream().wait_stream(self.stream)
         return result
 
     def _capture(self, tensors: tuple[Tensor, ...]) -> None:
@@ -65,7 +68,7 @@ class Captured:
         graph = torch.cuda.CUDAGraph()
         try:
             # NCCL's watchdog asks for its events from a thread of its own, which another mode would forbid
-            with collected(), torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            with collected(), torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
                 self.result = self.compute(*self.static)
             self.graph = graph
         except RuntimeError as error:

@@ -93,9 +93,9 @@ def _forward(
 def _without_gradients(
     x: Tensor, indices: Tensor, weights: Tensor, up: Tensor, down: Tensor, gate: Tensor | None, activation: str
 ) -> Tensor:
-    """Return y alone; of few tokens, as in decoding, by kernels that read the chosen experts alone."""
+    """Return y alone; of few tokens under no_grad, as in decoding, by kernels that read the chosen experts alone."""
     matrices = [up, down] if gate is None else [up, down, gate]
-    if uses_triton(x) and x.numel() and all(m.stride(2) == 1 for m in matrices):
+    if not torch.is_grad_enabled() and uses_triton(x) and x.numel() and all(m.stride(2) == 1 for m in matrices):
         from . import kernels_few
 
         if 0 < indices.numel() <= kernels_few.MOST:

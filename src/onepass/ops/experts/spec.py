@@ -44,7 +44,8 @@ def _samples(make: Callable[..., Tensor]) -> Iterator[Sample]:
 
 
 def _opchecks() -> Iterator[tuple[Any, tuple[Any, ...]]]:
-    indices = _indices(9, 3, 2, 0.2, "cpu")
+    # no choice of no expert: what its row holds is arbitrary, and opcheck compares all that an operator returns
+    indices = _indices(9, 3, 2, 0.0, "cpu")
     for gate in (None, torch.randn(3, 8, 16)):
         x, w, up, down = (torch.randn(s, requires_grad=True) for s in ((9, 8), (9, 2), (3, 8, 16), (3, 16, 8)))
         args: Any = (x, indices, w, up, down, gate, "gelu" if gate is None else "swiglu")
