@@ -33,9 +33,7 @@ class Captured:
         self.compute, self.eager = compute, eager
         self.why_eager = why_eager or ("" if device.type == "cuda" else "no CUDA device")
         self.graph: torch.cuda.CUDAGraph | None = None
-        # of all calls before the graph, and of its capture: autograd, and what compiles, remember a call's stream, and
-        # a capture must not wait for another one
-        self.stream: Any = None
+        self.stream: Any = None  # of all calls before the graph, too: autograd remembers it, and a capture waits for none
         self.static: tuple[Tensor, ...] = ()
         self.result: Any = None
 
