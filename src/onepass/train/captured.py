@@ -33,7 +33,7 @@ class Captured:
         self.compute, self.eager = compute, eager
         self.why_eager = why_eager or ("" if device.type == "cuda" else "no CUDA device")
         self.graph: torch.cuda.CUDAGraph | None = None
-        self.stream: Any = None  # of all calls before the graph, too: autograd remembers it, and a capture waits for none
+        self.stream: Any = None  # of calls before the graph, too: autograd remembers it
         self.static: tuple[Tensor, ...] = ()
         self.result: Any = None
 
