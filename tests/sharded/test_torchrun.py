@@ -214,7 +214,7 @@ def test_a_signal_to_torchrun_saves_and_stops(texts: Path, of: Runs, tmp_path: P
 @pytest.mark.parametrize(
     ("options", "line"),
     [
-        (("--batch", 3), "--batch 3: 2 processes take equal parts of a batch; give a multiple of 2, or"),
+        (("--batch", 3), "--batch 3: 2 processes take equal parts of a batch; give a multiple of 2"),
         (("--batch", "x"), "argument --batch: "),
     ],
 )
