@@ -73,7 +73,7 @@ class Config:
 # at equal processor time (benchmarks/results/cpu/raw/train_models.txt), on a GPU those with 32
 PRESETS: dict[str, dict[str, int | float]] = {
     "cpu": {
-        "steps": 800, "batch": 16, "seq": 256, "dim": 128, "blocks": 3, "heads": 2, "window": 64, "global_every": 1,
+        "steps": 1200, "batch": 16, "seq": 256, "dim": 128, "blocks": 3, "heads": 2, "window": 64, "global_every": 1,
         "experts": 0, "hidden_mult": 1.0, "lr": 2e-3, "eval_windows": 128, "final_windows": 1024,
     },
     "gpu": {
