@@ -23,7 +23,7 @@ DEEP, WIDE = 256, 32
 
 @triton.jit
 def load_tile(ptr, rows, cols, row_stride, ROWS: tl.constexpr, COLS: tl.constexpr, found):
-    mask = ((rows < ROWS) & found)[:, None] & (cols < COLS)[None, :]
+    mask = (rows < tl.where(found, ROWS, 0))[:, None] & (cols < COLS)[None, :]
     return tl.load(ptr + rows[:, None] * row_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
 
 
