@@ -28,7 +28,7 @@ def test_tensorboard_shows_what_the_metrics_hold(train: Train, tmp_path: Path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     out = tmp_path / "run"
-    assert train("--out", out, "--tensorboard", "--steps", 6) == 0
+    assert train("--out", out, "--tensorboard", "--steps", 6, "--model", "routed") == 0
     assert train("--out", out, "--tensorboard", "--resume", "--steps", 12) == 0
     board = EventAccumulator(str(out)).Reload()
     told = {event.step: event.value for event in board.Scalars("loss")}
