@@ -23,7 +23,7 @@ from conftest import concerns
         (["examples/fsdp2.py"], ["tests/test_examples.py"]),
         (["examples/sparse_attention.py"], ["tests/test_examples.py", "tests/test_sparse_attention.py"]),
         (["Makefile", ".github/workflows/test.yml"], ["tests/test_project_files.py"]),
-        (["benchmarks/ab.py", "research/ablate/text.py"], ["tests/benchmarks", "tests/research"]),
+        (["benchmarks/ab.py", "research/budget/text.py"], ["tests/benchmarks", "tests/research"]),
         (["README.md"], ["tests/test_readme.py"]),
         (["src/onepass/ops/norm/op.py"], ["tests/contract", "tests/ops/norm", "tests/sharded"]),
         (["src/onepass/core/sharding.py"], ["tests/contract", "tests/core", "tests/sharded", "tests/test_import.py"]),

@@ -43,14 +43,13 @@ PAGES = {
     "CHANGELOG.md": "changelog.md",
     "examples/README.md": "examples.md",
     "benchmarks/README.md": "measuring.md",
-    "research/ablate/README.md": "ablate.md",
     "research/budget/README.md": "budget.md",
     **{f"src/onepass/{name}/README.md": f"operators/{posixpath.basename(name)}.md" for name in FOLDERS},
 }
 # pages whose tables take the room of the list of headings
 WIDE = ("examples.md", "performance.md", "reliability.md", "files/benchmarks/results/bars.md")
 # lab notes and raw records are read by who follows a link
-UNSEARCHED = ("lab/", "files/", "ablate.md", "budget.md", "measuring.md", "changelog.md")
+UNSEARCHED = ("lab/", "files/", "budget.md", "measuring.md", "changelog.md")
 LINK = re.compile(r"(!?\[(?:[^\[\]]|\[[^\]]*\])*\])\(([^)\s]+)\)")
 FENCE = re.compile(r"(^```.*?^```[^\n]*$)", re.DOTALL | re.MULTILINE)
 

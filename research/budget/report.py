@@ -10,7 +10,6 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator
 
-from research.ablate.tables import spread
 from research.budget.runs import FAMILIES, Record, Run, best
 
 NAMES = {
@@ -36,7 +35,7 @@ def table(records: Pairs) -> str:
         means = {family: float(np.mean([r["bits"] for _, r in some])) for family, some in families.items()}
         for family, some in families.items():
             behind = means[family] - min(means.values())
-            bits = spread([record["bits"] for _, record in some])
+            bits = _spread([record["bits"] for _, record in some])
             cells = [TASKS[task], f"{n:,}", f"{seconds:g}", NAMES[family], bits if behind else f"**{bits}**"]
             cells += [f"{behind:.3f}" if behind else "", _model(some[0][0]), str(len(some)), *_numbers(some)]
             lines.append(_line(cells))
@@ -54,6 +53,12 @@ def table(records: Pairs) -> str:
 
 
 _HEADS = ("ms a step", "steps", "million weights", "MiB")
+
+
+def _spread(values: Sequence[float]) -> str:
+    """Mean ± standard deviation over seeds."""
+    mean = f"{np.mean(values):.4f}"
+    return f"{mean} ± {np.std(values, ddof=1):.4f}" if len(values) > 1 else mean
 
 
 def _bits(record: Record) -> float:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 
 import pytest
 import torch
 
-from onepass.nn import Router
-from research.ablate import planted, runner, tables
-from research.ablate.__main__ import ARMS, main
+from research import planted
 
 SMALL = planted.SIZES["small"]
 CPU = torch.device("cpu")
@@ -29,39 +28,47 @@ def test_the_mark_is_in_no_single_feature() -> None:
 
 
 def test_arms_of_a_seed_share_data_and_initial_weights() -> None:
-    arms = {arm: planted.Task(arm, 3, SMALL, CPU, 64) for arm in ARMS["planted"]}
-    batches = {arm: task.inputs(0)[0] for arm, task in arms.items()}
-    weights = {arm: dict(task.model.named_parameters()) for arm, task in arms.items()}
-    for arm in ("random", "oracle", "light"):
-        assert torch.equal(batches["learned"], batches[arm])
-        for name in ("layer.light.up.weight", "layer.heavy.down.weight"):
-            assert torch.equal(weights["learned"][name], weights[arm][name])
-    assert torch.equal(batches["learned"], batches["dense"])
+    arms = {arm: planted.Task(arm, 3, SMALL, CPU) for arm in planted.ARMS}
+    first = arms["learned"].data.batch().x
+    for arm in planted.OTHERS:
+        assert torch.equal(first, arms[arm].data.batch().x)
+        for name in ("light.up.weight", "heavy.down.weight"):
+            assert torch.equal(arms["learned"].layer.get_parameter(name), arms[arm].layer.get_parameter(name))
 
 
 def test_adverse_means_that_no_planted_token_is_chosen() -> None:
     task = planted.Task("learned", 0, dataclasses.replace(SMALL, start="adverse"), CPU)
-    assert task.measure(False)["picked"] == 0
+    assert task.measure()["picked"] == 0
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("start", ["adverse", "random"])
 def test_learned_routing_closes_four_fifths_of_the_gap(tmp_path: Path, start: str) -> None:
-    """The promise of `python -m research.ablate planted`, on the command's own records."""
+    """The promise of `python -m research.planted`, on the command's own records."""
     arms = [word for arm in ("learned", "random", "oracle") for word in ("--arm", arm)]
-    options = ["--size", "small", "--device", "cpu", "--start", start, "--seed", "0", *arms]
-    assert main(["planted", *options, "--out", str(tmp_path)]) == 0
-    records = tables.by_arm(tables.load(tmp_path))
-    assert records["random"][0]["final"]["picked"] < 0.1
-    assert records["learned"][0]["final"]["picked"] > 0.85
-    assert tables.gap_closed(records)[0] >= tables.GAP
+    options = ["--size", "small", "--device", "cpu", "--start", start, "--seed", "0", *arms, "--out", str(tmp_path)]
+    assert planted.main(options) == 0
+    final = {arm: json.loads((tmp_path / f"planted-{start}.{arm}.0.json").read_text())["final"] for arm in arms[1::2]}
+    assert final["random"]["picked"] < 0.1
+    assert final["learned"]["picked"] > 0.85
+    gap = final["random"]["loss"] - final["oracle"]["loss"]
+    assert final["random"]["loss"] - final["learned"]["loss"] >= 0.8 * gap
 
 
 def test_without_exploring_an_adverse_start_is_never_left() -> None:
     """What the test above would see if the router's own gradient were all there is."""
-    size = dataclasses.replace(SMALL, start="adverse", steps=150)
-    task = planted.Task("learned", 0, size, CPU)
-    for module in task.model.modules():
-        if isinstance(module, Router):
-            module.explore = 0.0
-    assert runner.train(task, size.steps, size.rates())["final"]["picked"] < 0.05
+    task = planted.Task("learned", 0, dataclasses.replace(SMALL, start="adverse", steps=150), CPU)
+    task.layer.router.explore = 0.0
+    assert planted.train(task)["final"]["picked"] < 0.05
+
+
+def test_what_is_there_is_not_trained_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one = ["--size", "small", "--device", "cpu", "--steps", "4", "--arm", "light", "--seed", "0", "--seed", "1"]
+    one += ["--out", str(tmp_path)]
+    assert planted.main(one) == 0
+    assert capsys.readouterr().out.strip() == (tmp_path / "report.md").read_text().strip()
+    path = tmp_path / "planted-random.light.0.json"
+    path.write_text(path.read_text().replace('"seed": 0', '"seed": 77'))
+    assert planted.main(one) == 0
+    assert json.loads(path.read_text())["seed"] == 77
+    assert "| random | light | 2 |" in (tmp_path / "report.md").read_text()
