@@ -1,11 +1,11 @@
-"""The main job and Lion on shards, on one process and on several.
+"""The main job and layers of experts, on one process and on several.
 
-    python -m benchmarks.scaling --json benchmarks/results/h100/raw/scaling.json
+    python -m benchmarks.scaling --json benchmarks/results/h100/raw/data_parallel.json
 
 Each number of processes (default: 1 and all GPUs) is one torchrun. The main job keeps its batch per process, so that
-tokens per second and process should stay; one process runs with and without its CUDA graph, as FSDP2 has none. `lion`
-is one step on parameters in FSDP2's shards, and on plain tensors of the shards' sizes; `host_ms` is the time until the
-call returns, `kernels_ms` and `nccl_ms` are sums of the device's time.
+tokens per second and process should stay: with graphs, without (`_eager`), and in FSDP2's shards. `experts` is forward
+and backward of some layers by each process's own tokens, alone, under DDP and in FSDP2's shards; `host_ms` is the time
+until the call returns, `kernels_ms` and `nccl_ms` are sums of the device's time.
 """
 
 # ruff: noqa: T201
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import os
 import statistics
@@ -29,9 +30,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 from onepass.core.about import device_name, versions
-from onepass.optim import Lion
+from onepass.nn import Experts
 from onepass.train import config as configs
 from onepass.train import data, parallel
 from onepass.train.commands import files
@@ -39,11 +42,9 @@ from onepass.train.loop import FLUSH, Training
 
 # sizes: on a GPU as the questions are asked, on a CPU as small as shows that it runs
 SIZES: dict[str, dict[str, Any]] = {
-    "cuda": {"steps": 40, "job": {}, "width": 4096, "layers": 8, "repeats": 12},
-    "cpu": {
-        "steps": 10, "job": {"dim": 16, "seq": 64, "batch": 2, "blocks": 1}, "width": 64, "layers": 2, "repeats": 3,
-    },
-}  # fmt: skip
+    "cuda": {"steps": 1500, "repeats": 20, "tokens": 16384, "width": 1024, "job": {}},
+    "cpu": {"steps": 10, "repeats": 3, "tokens": 64, "width": 16, "job": {"dim": 16, "seq": 64, "batch": 2}},
+}
 
 
 def wait(device: torch.device) -> None:
@@ -73,20 +74,13 @@ def measured(call: Callable[[], object], repeats: int, device: torch.device, tog
         dist.all_reduce(medians, dist.ReduceOp.MAX)
     found: dict[str, Any] = dict(zip(("ms", "host_ms"), (round(float(m), 4) for m in medians), strict=True))
     if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             call()
             wait(device)
         events = [e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
-        nccl = [e for e in events if "nccl" in e.name.lower()]
+        sent = sum(e.device_time for e in events if "nccl" in e.name.lower())
         total = sum(e.device_time for e in events)
-        sent = sum(e.device_time for e in nccl)
-        found |= {
-            "kernels_ms": round((total - sent) / 1e3, 3), "nccl_ms": round(sent / 1e3, 3),
-            "launches": len(events), "collectives": len(nccl),
-            "peak_mib": (torch.cuda.max_memory_allocated() - before) >> 20,
-        }  # fmt: skip
+        found |= {"kernels_ms": round((total - sent) / 1e3, 3), "nccl_ms": round(sent / 1e3, 3)}
     return found
 
 
@@ -109,34 +103,35 @@ def main_job(
             world.mean(torch.stack(losses)).tolist()
 
     take(FLUSH)
+    steps = steps if job.gradients.graph else max(FLUSH, steps // 5)
     began = time.perf_counter()
     take(steps)
     spent = (time.perf_counter() - began) / steps
-    peak = torch.cuda.max_memory_allocated() >> 20 if job.device.type == "cuda" else None
     return {
         "graph": job.gradients.graph is not None, "batch": config.batch, "seq": config.seq,
-        "step_ms": round(1e3 * spent, 3), "peak_mib": peak,
+        "step_ms": round(1e3 * spent, 3),
+        "peak_mib": torch.cuda.max_memory_allocated() >> 20 if job.device.type == "cuda" else None,
         "tokens_per_s_and_process": round(config.batch * config.seq / spent / world.size),
     }  # fmt: skip
 
 
-def lion(world: parallel.World, size: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """Return the time of one step of Lion, on shards if there are several processes, and on plain tensors of theirs."""
-    from torch.distributed.fsdp import fully_shard
+def experts(world: parallel.World, size: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    """Return the time of forward and backward of four layers of experts, alone and with all processes' gradients."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    wide = {"hidden_dim": 2 * size["width"], "device": device, "dtype": dtype}
+    model = nn.Sequential(*(Experts(size["width"], 16, **wide) for _ in range(4)))
+    x = torch.randn(size["tokens"], size["width"], device=device, dtype=dtype)
 
-    model = nn.Sequential(*(nn.Linear(size["width"], size["width"], bias=False) for _ in range(size["layers"])))
-    model = model.to(device)
-    count = sum(p.numel() for p in model.parameters())
-    if isinstance(world, parallel.Processes):
-        for layer in model:
-            fully_shard(layer, mesh=world.mesh)
-        fully_shard(model, mesh=world.mesh)
-    found: dict[str, Any] = {"parameters": count}
-    plain = [nn.Parameter(getattr(p, "to_local", lambda p=p: p)().detach().clone()) for p in model.parameters()]
-    for name, params in (("shards", list(model.parameters())), ("plain", plain)):
-        for p in params:
-            p.grad = torch.randn_like(p)
-        found[name] = measured(Lion(params).step, 3 * size["repeats"], device, world.size > 1)
+    def step(net: nn.Module) -> None:
+        net.zero_grad()
+        net(x).square().mean().backward()
+
+    found: dict[str, Any] = {"tokens": len(x), "parameters": sum(p.numel() for p in model.parameters())}
+    for how in ("alone", "ddp", "fsdp") if isinstance(world, parallel.Processes) else ("alone",):
+        net = DistributedDataParallel(model) if how == "ddp" else model
+        for part in (*model, model) if how == "fsdp" else ():
+            fully_shard(part, mesh=world.mesh)
+        found[how] = measured(functools.partial(step, net), size["repeats"], device, world.size > 1)
     return found
 
 
@@ -144,12 +139,13 @@ def table(records: list[dict[str, Any]]) -> list[str]:
     """Return the rows of the bars' table for the last record."""
     one, last = records[0], records[-1]
     rows = [f"{last['processes']} processes"]
-    rows += [f"Lion on {name}: {last['lion'][name]}" for name in ("shards", "plain")]
-    speed = one["main_job"]["tokens_per_s_and_process"]
-    for job in ("main_job", "main_job_eager"):
-        if job in last:
-            own = last[job]["tokens_per_s_and_process"]
-            rows.append(f"{job}: {own} tokens/s and process, {own / speed:.2f} of one process")
+    speed, alone = one["main_job"]["tokens_per_s_and_process"], one["experts"]["alone"]["ms"]
+    for name in sorted(name for name in last if name.startswith("main_job")):
+        own = last[name]["tokens_per_s_and_process"]
+        rows.append(f"{name}: {own} tokens/s and process, {own / speed:.3f} of one process")
+    for name in last["experts"].keys() & {"alone", "ddp", "fsdp"}:
+        own = last["experts"][name]["ms"]
+        rows.append(f"experts, {name}: {own} ms, {alone / own:.3f} of one process")
     return rows
 
 
@@ -168,9 +164,12 @@ def work(folder: Path, kind: str) -> None:
             "processes": world.size,
             "main_job": main_job(world, whole, corpus, size["steps"], ""),
         }
-        if world.size == 1 and kind == "cuda":
+        if kind == "cuda":
             record["main_job_eager"] = main_job(world, whole, corpus, size["steps"], "measured without")
-        record["lion"] = lion(world, size, device)
+        record["experts"] = experts(world, size, device)
+        if world.size > 1:
+            world.fsdp = True
+            record["main_job_fsdp"] = main_job(world, whole, corpus, size["steps"], "")
         if world.first:
             files.write(folder / "record.json", json.dumps(record))
         world.leave(0)

@@ -74,11 +74,11 @@ def test_scaling(tmp_path: Path) -> None:
     said = run("-m", "benchmarks.scaling", "--device", "cpu", "--processes", 1, 2, "--json", out).stdout
     one, two = json.loads(out.read_text())["records"]
     assert (one["processes"], two["processes"]) == (1, 2)
-    # weak scaling: as many sequences per process; strong scaling of the others
-    assert two["main_job"]["batch"] == 2 * one["main_job"]["batch"]
-    assert two["lion"]["parameters"] == one["lion"]["parameters"]
-    assert two["lion"]["shards"]["host_ms"] > 0
-    assert "Lion on shards: " in said
+    # weak scaling: as many sequences and tokens per process
+    assert two["main_job"]["batch"] == two["main_job_fsdp"]["batch"] == 2 * one["main_job"]["batch"]
+    assert two["experts"]["tokens"] == one["experts"]["tokens"]
+    assert min(two["experts"][how]["host_ms"] for how in ("alone", "ddp", "fsdp")) > 0
+    assert "experts, fsdp: " in said
 
 
 @slow
