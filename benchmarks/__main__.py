@@ -8,16 +8,14 @@ caches, and memory is not measured. A CPU has smaller cases of its own: --list s
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-
 from onepass.__main__ import Parser, run_command
 from onepass.train.commands.errors import UserError
 from onepass.train.commands.options import number
-from onepass.train.machine import busy, idle_cores
 
 from . import cases as declared
 from .bench import select
@@ -107,8 +105,9 @@ def run(args: argparse.Namespace) -> int:
         compile_only(cases, select.timer(device, args.quick), limit_s=args.limit)
     if args.compile_only and not args.list:
         return 0
-    if not args.list and (told := busy(idle_cores(), torch.get_num_threads() if device == "cpu" else 1)):
-        console.print(f"{told}: times of this run will be too long", style="yellow", markup=False)
+    if not args.list and (load := os.getloadavg()[0]) > 0.5:
+        told = f"load average {load:.1f}: beside other processes times of this run will be too long"
+        console.print(told, style="yellow", markup=False)
     return select.measure(cases, args, declared.rivals({folder for folder, _ in cases}), console)
 
 

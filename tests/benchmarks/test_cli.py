@@ -17,7 +17,6 @@ from benchmarks import warm
 from benchmarks.__main__ import main
 from benchmarks.bench import timers
 from benchmarks.bench.records import FIELDS, MEMORY, read
-from onepass.train.machine import cores
 
 __all__ = ["fake_operator"]  # pytest finds the fixture under its name
 
@@ -186,10 +185,10 @@ def test_parts_share_the_cases_of_the_device(fake_operator: SimpleNamespace, tmp
 
 
 def test_a_busy_machine_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    for idle, told in ((0.0, True), (float(cores()), False), (None, False)):
-        monkeypatch.setattr("benchmarks.__main__.idle_cores", lambda idle=idle: idle)
+    for load, told in ((1.5, True), (0.0, False)):
+        monkeypatch.setattr("os.getloadavg", lambda load=load: (load, 0.0, 0.0))
         assert main(["fakes", "--stage", "forward"]) == 0
-        assert ("CPU cores busy: times of this run will be too long" in capsys.readouterr().out) == told
+        assert ("load average 1.5: beside other processes" in capsys.readouterr().out) == told
 
 
 def test_own_failure_is_exit_code_1(fake_operator: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -13,8 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from onepass.train import data
-from onepass.train.commands.errors import UserError
-from onepass.train.config import Config, from_json
+from onepass.train.config import Config
 from onepass.train.loop import learning_rate
 from onepass.train.model import new, parameter_groups
 from onepass.train.trace import trace
@@ -119,20 +117,6 @@ def test_trace_guesses_every_byte():
     assert (traced.guess >= 0).all()
     assert (traced.chance > 0).all()
     assert traced.chosen.min() >= 0
-
-
-def test_runs_of_earlier_versions():
-    """Those of a causal routed model go on; an encoder and routes that are gone are refused by name."""
-    values = json.loads(config(task="causal", model="routed").to_json())
-    for name in ("model", "window", "experts", "top_k", "hidden_mult", "global_every"):
-        del values[name]
-    assert from_json(json.dumps({**values, "route": "learned"}), "").model == "routed"
-    for changes, said in (
-        ({"route": "random"}, "route 'random' is that of an earlier version; here routers learn"),
-        ({"task": "masked"}, "is of an encoder of an earlier version, which this one has no longer; train it anew"),
-    ):
-        with pytest.raises(UserError, match=f"^config.json: {said}"):
-            from_json(json.dumps({**values, **changes}), "config.json: ")
 
 
 @pytest.mark.parametrize("task", ["masked", "causal"])

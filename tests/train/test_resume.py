@@ -178,14 +178,6 @@ def test_other_threads(train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert config(tmp_path / "run")["changes"] == ["threads 2 to 1 after step 12"]
 
 
-def test_runs_from_before_the_record_can_be_resumed(train: Train, finished: Path):
-    values = config(finished)
-    for name in ("binary", "follow_links", "changes"):
-        del values[name]
-    (finished / "config.json").write_text(json.dumps(values))
-    assert train("--out", finished, "--resume") == 0
-
-
 @pytest.mark.gpu
 def test_the_gpu_preset(texts: Path, tmp_path: Path):
     options = ["--preset", "gpu", "--seq", "64", "--batch", "2", "--dim", "64", "--blocks", "2", "--steps", "6"]

@@ -36,7 +36,7 @@ class Checkpoint:
     config: Config
     step: int
     metrics_bytes: int  # length of metrics.jsonl at this step
-    metrics_digest: str | None  # digest of the last row at this step; None in checkpoints older than the digests
+    metrics_digest: str  # SHA-256 of those bytes
     seconds: float  # training time up to this step
     tensors: dict[str, Tensor]
 
@@ -116,10 +116,10 @@ def load(path: Path) -> Checkpoint:
         values = json.loads(record)
         config = from_json(values["config"], f"{path}: ")
         step, length, seconds = values["step"], values["metrics_bytes"], values["seconds"]
-        digest = values.get("metrics_digest")
+        digest = values["metrics_digest"]
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         raise UserError(f"{where}it was written by another version of onepass") from None
-    numbers = type(step) is int and type(length) is int and type(seconds) is float and isinstance(digest, str | None)
+    numbers = type(step) is int and type(length) is int and type(seconds) is float and isinstance(digest, str)
     if not (numbers and 0 <= step <= config.steps and length >= 0 and 0 <= seconds < math.inf):
         raise UserError(f"{where}step {step!r:.20} after {seconds!r:.20} s is none of a run of {config.steps:,} steps")
     checkpoint = Checkpoint(path, config, step, length, digest, seconds, tensors)

@@ -91,7 +91,6 @@ def lead(args: argparse.Namespace, world: World) -> int:
     """Start or resume a run as the process that writes its directory; return the exit code."""
     import torch
 
-    from onepass.train import progress
     from onepass.train.run import LEFT_OUT, Run, fresh_out, newest
 
     if world.restarted(args.out):
@@ -103,12 +102,12 @@ def lead(args: argparse.Namespace, world: World) -> int:
         if args.out:
             # refuse before reading data; checked again below under the lock
             Run(args.out).refuse_overwriting(args.force)
-        config, corpus, note = started(args)
+        config, corpus = started(args)
         world.check(config)
         run_ = Run(args.out or fresh_out())
     with run_.locked():
         if args.resume:
-            config, corpus, note, saved = resumed(args, run_)
+            config, corpus, saved = resumed(args, run_)
             world.check(config)
         else:
             # another process may have trained here while this one read the data
@@ -118,8 +117,6 @@ def lead(args: argparse.Namespace, world: World) -> int:
                 run_.write(LEFT_OUT, "".join(f"{printable(name)}: {why}\n" for name, why in corpus.left_out))
             saved = None
         torch.set_num_threads(config.threads)
-        if note:
-            progress.say(f"note        {note}")
         world.announce(run_, config, saved)
         return train(args, run_, config, corpus, saved, world)
 
@@ -148,17 +145,16 @@ def pick_device(wanted: str | None) -> str:
     return "cuda" if cuda and wanted != "cpu" else "cpu"
 
 
-def started(args: argparse.Namespace) -> tuple[Config, Corpus, str | None]:
-    """Read the data and build the configuration of a new run; the third value is a line about the machine, if any."""
+def started(args: argparse.Namespace) -> tuple[Config, Corpus]:
+    """Read the data and build the configuration of a new run."""
     import torch
 
     from onepass.train import config as configs
-    from onepass.train import data, machine
+    from onepass.train import data
 
     device = pick_device(args.device)
     preset = args.preset or ("gpu" if device == "cuda" else "cpu")
     corpus = data.load(args.paths, binary=bool(args.binary), follow_links=bool(args.follow_links))
-    threads, note = machine.threads(args.threads, torch.get_num_threads())
     # the gpu preset uses bf16 on a GPU that supports it; on a CPU bf16 would be slower
     bf16 = preset == "gpu" and device == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
     given = {name: getattr(args, name) for name in SETTINGS if name not in ("preset", "device", "threads")}
@@ -167,13 +163,13 @@ def started(args: argparse.Namespace) -> tuple[Config, Corpus, str | None]:
         preset,
         device=device,
         precision="bf16" if bf16 else "fp32",
-        threads=threads,
+        threads=args.threads or torch.get_num_threads(),
         data=corpus.digest,
         paths=tuple(os.path.abspath(path) for path in args.paths),
         **given,
     )
     refuse_longer(config, corpus)
-    return config, corpus, note
+    return config, corpus
 
 
 def refuse_longer(config: Config, corpus: Corpus) -> None:
@@ -186,7 +182,7 @@ def refuse_longer(config: Config, corpus: Corpus) -> None:
             )
 
 
-def resumed(args: argparse.Namespace, run_: Run) -> tuple[Config, Corpus, str | None, Checkpoint | None]:
+def resumed(args: argparse.Namespace, run_: Run) -> tuple[Config, Corpus, Checkpoint | None]:
     """Read configuration, data and checkpoint of a run; raise UserError if an option given now or the data differs.
 
     Two values may change on the way: more steps train longer, and another number of threads gives other last bits.
@@ -194,7 +190,7 @@ def resumed(args: argparse.Namespace, run_: Run) -> tuple[Config, Corpus, str | 
     import torch
 
     from onepass.train import config as configs
-    from onepass.train import data, machine
+    from onepass.train import data
 
     config = run_.config()
     free = ("steps", "threads")
@@ -212,10 +208,8 @@ def resumed(args: argparse.Namespace, run_: Run) -> tuple[Config, Corpus, str | 
         what = data.changed(corpus, run_ / "data.json")
         raise UserError(f"--resume: the data has changed since the run began: {what}; put it back or start another run")
     refuse_longer(config, corpus)
-    if data.damaged(corpus, run_ / "data.json"):
-        # the data has the run's digest, so its list is right
-        run_.write("data.json", corpus.manifest())
-        corpus.notes.append("data.json was damaged or gone and is written anew")
+    # the data has the run's digest, so its list is right, whatever became of the file
+    run_.write("data.json", corpus.manifest())
     saved = run_.checkpoint()
     if saved and (name := configs.contradiction(config, saved.config)):
         there, here = (str(getattr(values, name))[:40] for values in (saved.config, config))
@@ -223,8 +217,7 @@ def resumed(args: argparse.Namespace, run_: Run) -> tuple[Config, Corpus, str | 
     longer = configs.changed(config, saved.step if saved else 0, steps=args.steps, threads=args.threads)
     if longer != config:
         run_.write("config.json", longer.to_json())
-    _, note = machine.threads(longer.threads, longer.threads)
-    return longer, corpus, note, saved
+    return longer, corpus, saved
 
 
 def train(

@@ -13,7 +13,7 @@ TASKS = ("masked", "causal")
 MODELS = ("transformer", "routed")
 DEVICES = ("cpu", "cuda")
 PRECISIONS = ("fp32", "bf16")
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True)
@@ -174,14 +174,7 @@ def from_json(text: str, where: str) -> Config:
         raise UserError(f"{where}is no JSON ({error!s:.80})") from None
     if not isinstance(values, dict) or values.pop("onepass_run", None) != FORMAT:
         raise UserError(f"{where}is no configuration of an onepass run (format {FORMAT})")
-    if (route := values.pop("route", "learned")) != "learned":
-        raise UserError(f"{where}route {route!r:.40} is that of an earlier version; here routers learn")
-    if "model" not in values and values.get("task", "masked") == "masked":
-        raise UserError(f"{where}is of an encoder of an earlier version, which this one has no longer; train it anew")
-    # defaults for values that older runs did not record
-    then = {"model": "routed", "global_every": 1, "experts": 0, "top_k": 2, "hidden_mult": 1.0}
-    then |= {"task": "masked", "window": 64, "outside": 1.0, "beta1": 0.9, "beta2": 0.99}
-    return checked({**DATA, **then, **values}, where)
+    return checked(values, where)
 
 
 def changed(config: Config, step: int, **values: int | None) -> Config:

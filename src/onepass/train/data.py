@@ -11,8 +11,6 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from onepass.train.commands import files
-from onepass.train.commands.errors import UserError
 from onepass.train.sources import LeftOut, Source, gather
 
 Bytes = NDArray[np.uint8]
@@ -102,14 +100,6 @@ def changed(corpus: Corpus, manifest: Path) -> str:
             more = len(gone) + len(come) + len(other) - 1
             return f"{names[0]!r} {what}" + (f", and {more} more differ" if more else "")
     return "the order of its files is not the same"
-
-
-def damaged(corpus: Corpus, manifest: Path) -> bool:
-    """Return whether the manifest differs from the list of this data, which is known to be the run's."""
-    try:
-        return files.read(manifest) != corpus.manifest().encode()
-    except UserError:
-        return True
 
 
 def generator(seed: int, purpose: int, step: int) -> np.random.Generator:

@@ -19,7 +19,7 @@ NUMBERS = {
     "dim": "width of a token",
     "blocks": "number of blocks",
     "lr": "peak learning rate",
-    "threads": "CPU threads (default: one for each idle core)",
+    "threads": "CPU threads (default: torch's)",
 }
 CHOICES = {
     "preset": tuple(PRESETS),

@@ -333,7 +333,7 @@ def _from_outline(path: Path, config: Config, outline: dict[str, Any]) -> Checkp
         name: torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
         for name, (shape, dtype) in outline["tensors"].items()
     }
-    return Checkpoint(path, config, outline["step"], 0, None, outline["seconds"], tensors)
+    return Checkpoint(path, config, outline["step"], 0, "", outline["seconds"], tensors)
 
 
 @contextlib.contextmanager

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import re
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any
 
 from onepass.train import checkpoint, metrics, progress
 from onepass.train.checkpoint import Checkpoint
@@ -59,6 +59,7 @@ class Run:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.mark = metrics.Mark()  # where the metrics end
+        self._digest = hashlib.sha256()  # of the metrics before `mark`
         self._lock: os.stat_result | None = None  # the lock file, while held
         self.listeners: list[Callable[[metrics.Row], None]] = []  # called with each row that is written
 
@@ -168,10 +169,11 @@ class Run:
 
     def append(self, rows: Sequence[metrics.Row]) -> None:
         """Append rows to the metrics and sync them to disk."""
-        lines, after = metrics.written(rows, self.mark)
+        lines = b"".join(map(metrics.line, rows))
         self.refuse_replaced()
         files.extend(self / METRICS, lines, self.mark.length)
-        self.mark = after
+        self._digest.update(lines)
+        self.mark = metrics.Mark(self.mark.length + len(lines), self._digest.hexdigest())
         for listener in self.listeners:
             for row in rows:
                 listener(row)
@@ -182,42 +184,42 @@ class Run:
         if saved is None and where.exists() and where.stat().st_size:
             # the first checkpoint is written before the first row
             raise UserError(f"{self / checkpoint.NAME} is gone; put it back, or start over with --force")
-        self.mark = self.verify(saved) if saved else metrics.Mark()
+        self.mark = metrics.Mark()
+        if saved:
+            self._digest, self.mark = self.verify(saved)
         self.refuse_replaced()
         files.cut(where, self.mark.length)
 
-    def verify(self, saved: Checkpoint) -> metrics.Mark:
-        """Return the mark of a checkpoint; raise UserError if the metrics up to it are damaged or of another run."""
+    def verify(self, saved: Checkpoint) -> tuple[Any, metrics.Mark]:
+        """Return SHA-256 and mark of the metrics up to a checkpoint; raise UserError if they are not its run's."""
         where, length = self / METRICS, saved.metrics_bytes
         size = where.stat().st_size if where.exists() else 0
         if size < length:
             raise UserError(f"{where} has {size:,} bytes, fewer than the {length:,} at the checkpoint; put it back")
-        last = deque(self._parsed(length), maxlen=1)
-        mark = last[0][1] if last else metrics.Mark()
-        # older checkpoints have no digest
-        if saved.metrics_digest not in (None, mark.digest):
-            raise UserError(f"{where} can't be used: it is of another run than {checkpoint.NAME}; put it back")
-        return mark
+        digest = hashlib.sha256()
+        for line in self._lines(length):
+            digest.update(line)
+        mark = metrics.Mark(length, digest.hexdigest() if length else "")
+        if saved.metrics_digest != mark.digest:
+            why = f"it is damaged, or of another run than {checkpoint.NAME}"
+            raise UserError(f"{where} can't be used: {why}; put it back")
+        return digest, mark
 
     def rows(self) -> Iterator[metrics.Row]:
         """Read the metrics that were written so far."""
-        return (row for row, _ in self._parsed(self.mark.length))
+        return (metrics.parsed(line, self / METRICS) for line in self._lines(self.mark.length))
 
-    def _parsed(self, length: int) -> Iterator[tuple[metrics.Row, metrics.Mark]]:
+    def _lines(self, length: int) -> Iterator[bytes]:
         where = self / METRICS
         if not length:
             return
         try:
             with os.fdopen(files.open_regular(where, os.O_RDONLY), "rb") as file:
-                yield from metrics.parsed(_lines(file, length), where)
+                while length > 0 and (line := file.readline(length)):
+                    length -= len(line)
+                    yield line
         except OSError as error:
             raise UserError(f"can't read {where}: {reason(error)}") from None
-
-
-def _lines(file: BinaryIO, length: int) -> Iterator[bytes]:
-    while length > 0 and (line := file.readline(length)):
-        length -= len(line)
-        yield line
 
 
 def _lock(handle: int, path: Path) -> bool:
