@@ -99,17 +99,17 @@ def _products(t: str) -> Iterator[Kernel]:
 
 
 def _few(t: str) -> Iterator[Kernel]:
-    strides, tile = i32("expert_stride", "row_stride"), {"D": 1024, "H": 2048, "DEEP": 256, "WIDE": 32}
+    strides, tile = i32("expert_stride", "row_stride"), {"D": 1024, "H": 2048, "VEC": 8, "DEEP": 256, "WIDE": 32}
     gate = i32("gate_expert_stride", "gate_row_stride")
     tensors = {"x_ptr": f"*{t}", "id_ptr": "*i64", "up_ptr": f"*{t}", "gate_ptr": f"*{t}", "part_ptr": "*fp32"}
     yield Kernel(
         f"experts few, hidden {t}", kernel(_FEW, "hidden_kernel"), tensors | _SIZES | strides | gate, tile | {"K": 2},
-        (*pointers(tensors), *strides, *gate), max_registers=168,
+        pointers(tensors), max_registers=96,
     )  # fmt: skip
     tensors = {"part_ptr": "*fp32", "id_ptr": "*i64", "weight_ptr": "*fp32", "down_ptr": f"*{t}", "out_ptr": "*fp32"}
     yield Kernel(
         f"experts few, out {t}", kernel(_FEW, "out_kernel"), tensors | _SIZES | strides | i32("n_parts"),
-        tile | {"GATED": True, "PARTS": 4}, (*pointers(tensors), *strides), max_registers=168,
+        tile | {"GATED": True, "PARTS": 4}, pointers(tensors), max_registers=96,
     )  # fmt: skip
     tensors = {"part_ptr": "*fp32", "y_ptr": f"*{t}"}
     yield Kernel(

@@ -22,16 +22,18 @@ DEEP, WIDE = 256, 32
 
 
 @triton.jit
-def load_tile(ptr, rows, cols, row_stride, ROWS: tl.constexpr, COLS: tl.constexpr, found):
-    mask = (rows < tl.where(found, ROWS, 0))[:, None] & (cols < COLS)[None, :]
-    return tl.load(ptr + rows[:, None] * row_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+def load_tile(ptr, e, expert_stride, rows, row_stride, cols, ROWS: tl.constexpr, COLS: tl.constexpr, VEC: tl.constexpr):
+    """Load a tile of expert e's matrix; strides are in units of VEC elements: every row's alignment can be proved."""
+    mask = (rows < tl.where(e >= 0, ROWS, 0))[:, None] & (cols < COLS)[None, :]
+    at = ptr + e * expert_stride * VEC + (rows * row_stride * VEC)[:, None] + cols[None, :]
+    return tl.load(at, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit(do_not_specialize=INTS)
 def hidden_kernel(
     x_ptr,  # (tokens, D), contiguous
     id_ptr,  # (n,) int32 or int64, n = tokens·K
-    up_ptr,  # (n_experts, D, H), unit column stride
+    up_ptr,  # (n_experts, D, H), unit column stride; other strides as `load_tile` has them
     gate_ptr,  # the same; None: GELU
     part_ptr,  # (parts of D, n, H) fp32; for the gate as many again
     n,
@@ -43,6 +45,7 @@ def hidden_kernel(
     K: tl.constexpr,
     D: tl.constexpr,
     H: tl.constexpr,
+    VEC: tl.constexpr,
     DEEP: tl.constexpr,
     WIDE: tl.constexpr,
 ):
@@ -52,10 +55,10 @@ def hidden_kernel(
     e = load_experts(id_ptr, p, n, n_experts).to(tl.int64)
     x = tl.load(x_ptr + (p // K) * D + d, mask=d < D, other=0.0).to(tl.float32)[:, None]
     at = part_ptr + (part * n + p) * H + h
-    up = load_tile(up_ptr + e * expert_stride, d, h, row_stride, D, H, e >= 0)
+    up = load_tile(up_ptr, e, expert_stride, d, row_stride, h, D, H, VEC)
     tl.store(at, tl.sum(x * up, 0), mask=h < H)
     if gate_ptr is not None:
-        gate = load_tile(gate_ptr + e * gate_expert_stride, d, h, gate_row_stride, D, H, e >= 0)
+        gate = load_tile(gate_ptr, e, gate_expert_stride, d, gate_row_stride, h, D, H, VEC)
         tl.store(at + tl.num_programs(1) * n * H, tl.sum(x * gate, 0), mask=h < H)
 
 
@@ -75,6 +78,7 @@ def out_kernel(
     D: tl.constexpr,
     H: tl.constexpr,
     PARTS: tl.constexpr,  # a power of two ≥ n_parts
+    VEC: tl.constexpr,
     DEEP: tl.constexpr,
     WIDE: tl.constexpr,
 ):
@@ -94,7 +98,7 @@ def out_kernel(
     else:
         a, _ = activation_parts(linear, True)
     a *= tl.load(weight_ptr + p).to(tl.float32)
-    down = load_tile(down_ptr + e * expert_stride, h, d, row_stride, H, D, e >= 0)
+    down = load_tile(down_ptr, e, expert_stride, h, row_stride, d, H, D, VEC)
     tl.store(out_ptr + (p * tl.num_programs(1) + some) * D + d, tl.sum(a[:, None] * down, 0), mask=d < D)
 
 
@@ -121,16 +125,18 @@ def few(x: Tensor, ids: Tensor, weights: Tensor, up: Tensor, down: Tensor, gate:
     y = torch.empty_like(x)
     parts = torch.empty((1 if gate is None else 2, deep, n, hidden), dtype=torch.float32, device=x.device)
     outs = torch.empty((n, some, dim), dtype=torch.float32, device=x.device)
-    strides = (*up.stride()[:2], *((0, 0) if gate is None else gate.stride()[:2]))
+    strides = [s for m in (up, down, *([] if gate is None else [gate])) for s in m.stride()[:2]]
+    vec = 1 if any(s % 8 for s in strides) else 8
+    of_up, of_down, of_gate = (tuple(s // vec for s in strides[i : i + 2]) or (0, 0) for i in (0, 2, 4))
     with device_guard(x):
         launch(
-            hidden_kernel, (cdiv(hidden, WIDE), deep, n), (x, ids, up, gate, parts), (n, n_experts, *strides),
-            (k, dim, hidden, DEEP, WIDE), num_warps=4,
+            hidden_kernel, (cdiv(hidden, WIDE), deep, n), (x, ids, up, gate, parts),
+            (n, n_experts, *of_up, *of_gate), (k, dim, hidden, vec, DEEP, WIDE), num_warps=4,
         )  # fmt: skip
         launch(
             out_kernel, (cdiv(dim, WIDE), some, n), (parts, ids, weights, down, outs),
-            (n, n_experts, *down.stride()[:2], deep),
-            (gate is not None, dim, hidden, next_power_of_2(deep), DEEP, WIDE), num_warps=4,
+            (n, n_experts, *of_down, deep),
+            (gate is not None, dim, hidden, next_power_of_2(deep), vec, DEEP, WIDE), num_warps=4,
         )  # fmt: skip
         launch(
             sum_kernel, (tokens, cdiv(dim, WIDE), 1), (outs, y), (k * some,),

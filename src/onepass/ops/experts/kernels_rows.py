@@ -15,9 +15,6 @@ from torch import Tensor
 
 from onepass.core.launch import cdiv, device_guard, launch, next_power_of_2, replayed
 
-from .kernels_products import product, weight_product
-
-__all__ = ["activate", "activate_backward", "gather_sum", "order", "product", "spread", "weight_product"]
 INTS = ["n", "n_chunks", "n_experts", "row_stride"]
 # elements of a tile, and choices of a chunk
 TILE, CHUNK = 2048, 128
@@ -241,8 +238,8 @@ def activate_backward_kernel(
     weight_ptr,  # (n,)
     row_ptr,  # (n,) int32
     end_ptr,  # (n_experts,) int32
-    a_ptr,  # (n, D): the weighted hidden units once more
-    d_linear_ptr,  # (n, D); None like linear_ptr
+    a_ptr,  # (n, D): the weighted hidden units once more; may be h_ptr
+    d_linear_ptr,  # (n, D); None like linear_ptr; may be linear_ptr
     d_weight_ptr,  # (n,)
     n,
     n_experts,
@@ -282,11 +279,15 @@ def activate(h: Tensor, linear: Tensor | None, weights: Tensor, rows: Tensor, en
 
 @replayed
 def activate_backward(
-    d: Tensor, h: Tensor, linear: Tensor | None, weights: Tensor, rows: Tensor, ends: Tensor
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Return the weighted hidden units, the linear part's gradient and the weights'; d becomes the gradient of h."""
-    a, d_weights = torch.empty_like(h), torch.empty_like(weights)
-    d_linear, (block_r, block_c) = None if linear is None else torch.empty_like(h), _tile(h.shape[1])
-    tensors = (d, h, linear, weights, rows, ends, a, d_linear, d_weights)
+    d: Tensor, h: Tensor, linear: Tensor | None, weights: Tensor, rows: Tensor, ends: Tensor, spare: bool
+) -> tuple[Tensor | None, Tensor | None, Tensor]:
+    """Return the weighted hidden units, the linear part's gradient and the weights'; d becomes the gradient of h.
+
+    With `spare` the first two overwrite h and the linear part instead.
+    """
+    d_weights, (block_r, block_c) = torch.empty_like(weights), _tile(h.shape[1])
+    a, d_linear = (None if spare or t is None else torch.empty_like(t) for t in (h, linear))
+    made = (h, linear) if spare else (a, d_linear)
+    tensors = (d, h, linear, weights, rows, ends, *made, d_weights)
     _run(activate_backward_kernel, cdiv(len(h), block_r), tensors, (len(h), len(ends)), h.shape[1], block_r, block_c)
     return a, d_linear, d_weights

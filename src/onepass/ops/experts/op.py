@@ -14,18 +14,19 @@ from onepass.core.launch import uses_triton
 from onepass.core.register import register, register_backward, register_fake
 from onepass.core.sharding import PARTIAL, REPLICATE, Way, gradient
 
-from . import torch_path
+from . import definition
 
 ACTIVATIONS = ("gelu", "swiglu")
 
 
-def _steps(x: Tensor) -> Any:
-    """Return the module of the steps: kernels or torch's operations."""
-    if not uses_triton(x):
-        return torch_path
-    from . import kernels_rows
+def _on_triton(x: Tensor, choices: Tensor) -> bool:
+    return uses_triton(x) and choices.numel() > 0 and x.shape[1] > 0
 
-    return kernels_rows
+
+def _hidden(x: Tensor, choices: Tensor, up: Tensor, gate: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return empty hidden units and, for a gate, their linear part; the definition keeps none."""
+    h = x.new_empty(choices.numel() if uses_triton(x) else 0, up.shape[2])
+    return h, x.new_empty(0) if gate is None else torch.empty_like(h)
 
 
 def _check_indices(name: str, indices: Tensor, n_experts: int) -> None:
@@ -79,14 +80,19 @@ def _forward(
     x: Tensor, indices: Tensor, weights: Tensor, up: Tensor, down: Tensor, gate: Tensor | None, activation: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return y, what the activation takes (N, hidden), its linear part (empty without a gate), places, rows, ends."""
-    steps = _steps(x) if indices.numel() and x.shape[1] else torch_path
-    places, rows, ends = steps.order(indices.contiguous(), up.shape[0])
-    xs = steps.spread(x, places)
-    h = steps.product(xs, up if gate is None else gate, ends)
-    linear = None if gate is None else steps.product(xs, up, ends)
+    if not _on_triton(x, indices):
+        y = definition.experts(x, indices, weights, up, down, activation=activation, gate=gate)
+        return y, *_hidden(x, indices, up, gate), *definition.expert_order(indices, up.shape[0])
+    from .kernels_products import product
+    from .kernels_rows import activate, gather_sum, order, spread
+
+    places, rows, ends = order(indices.contiguous(), up.shape[0])
+    xs = spread(x, places)
+    h = product(xs, up if gate is None else gate, ends)
+    linear = None if gate is None else product(xs, up, ends)
     del xs
-    a = steps.activate(h, linear, weights.contiguous(), rows, ends)
-    y = steps.gather_sum(steps.product(a, down, ends), None, places, ends)
+    a = activate(h, linear, weights.contiguous(), rows, ends)
+    y = gather_sum(product(a, down, ends), None, places, ends)
     return y, h, x.new_empty(0) if linear is None else linear, places, rows, ends
 
 
@@ -104,36 +110,46 @@ def _without_gradients(
 
 
 def _backward(
-    dy: Tensor, x: Tensor, weights: Tensor, up: Tensor, down: Tensor, gate: Tensor | None, hidden: list[Tensor],
-    places: Tensor, rows: Tensor, ends: Tensor, need_x: bool, need_w: bool, need_up: bool, need_down: bool,
-    need_gate: bool,
+    dy: Tensor, x: Tensor, weights: Tensor, up: Tensor, down: Tensor, gate: Tensor | None,
+    hidden: list[Tensor] | tuple[Tensor, Tensor], places: Tensor, rows: Tensor, ends: Tensor, needs: tuple[bool, ...],
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Return the gradients of x, weights, up, down and gate.
+    """Return the gradients of x, weights, up, down and gate that `needs` names.
 
-    `hidden` holds what the activation took, and its linear part. It is emptied, and each large tensor goes after its
-    last use: fewer of them exist at once.
+    `hidden` holds what the activation took, and its linear part. Nobody else needs those in a list: gradients take
+    their memory. Each large tensor goes after its last use, so that fewer of them exist at once.
     """
-    steps = _steps(x) if places.numel() and x.shape[1] else torch_path
-    dys = steps.spread(dy.contiguous(), places)
+    if not _on_triton(x, places):
+        # a place beyond all ends is of no expert
+        indices = torch.searchsorted(ends, places, right=True)
+        found = definition.backward(dy, x, indices, weights, up, down, gate)
+        return tuple(g if need else None for g, need in zip(found, needs, strict=True))
+    from .kernels_products import product, weight_product
+    from .kernels_rows import activate_backward, gather_sum, spread
+
+    need_x, need_w, need_up, need_down, need_gate = needs
+    dys = spread(dy.contiguous(), places)
     # the gradient of the hidden units, which becomes that of h in place
-    dh = steps.product(dys, down.mT, ends)
-    h, linear = hidden
-    hidden.clear()
-    own = None if gate is None else linear
-    a, d_linear, d_weights = steps.activate_backward(dh, h, own, weights.contiguous(), rows, ends)
-    del h, linear, own
-    d_down = steps.weight_product(a, dys, ends) if need_down else None
+    dh = product(dys, down.mT, ends)
+    h, linear = hidden[0], None if gate is None else hidden[1]
+    spare = isinstance(hidden, list)
+    if isinstance(hidden, list):
+        hidden.clear()
+    a, d_linear, d_weights = activate_backward(dh, h, linear, weights.contiguous(), rows, ends, spare)
+    if spare:
+        a, d_linear = h, linear
+    del h, linear
+    d_down = weight_product(a, dys, ends) if need_down else None
     del a, dys
     d_up_out = dh if d_linear is None else d_linear
     d_up = d_gate = dx = None
     if need_up or need_gate:
-        xs = steps.spread(x, places)
-        d_up = steps.weight_product(xs, d_up_out, ends) if need_up else None
-        d_gate = steps.weight_product(xs, dh, ends) if need_gate else None
+        xs = spread(x, places)
+        d_up = weight_product(xs, d_up_out, ends) if need_up else None
+        d_gate = weight_product(xs, dh, ends) if need_gate else None
         del xs
     if need_x:
-        more = None if gate is None else steps.product(dh, gate.mT, ends)
-        dx = steps.gather_sum(steps.product(d_up_out, up.mT, ends), more, places, ends)
+        more = None if gate is None else product(dh, gate.mT, ends)
+        dx = gather_sum(product(d_up_out, up.mT, ends), more, places, ends)
     return dx, d_weights if need_w else None, d_up, d_down, d_gate
 
 
@@ -142,8 +158,8 @@ def _backward_of_op(
     places: Tensor, rows: Tensor, ends: Tensor, need_x: bool, need_w: bool, need_up: bool, need_down: bool,
     need_gate: bool,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    needs = (need_x, need_w, need_up, need_down, need_gate)
-    return _backward(dy, x, weights, up, down, gate, [h, linear], places, rows, ends, *needs)
+    needs = need_x, need_w, need_up, need_down, need_gate
+    return _backward(dy, x, weights, up, down, gate, (h, linear), places, rows, ends, needs)
 
 
 def _ways(x: Any, *rest: Any) -> list[Way]:
@@ -169,9 +185,7 @@ def _(
     x: Tensor, indices: Tensor, weights: Tensor, up: Tensor, down: Tensor, gate: Tensor | None, activation: str
 ) -> tuple[Tensor, ...]:
     _check(x, indices, weights, up, down, gate, activation)
-    h = x.new_empty(indices.numel(), up.shape[2])
-    linear = x.new_empty(0) if gate is None else torch.empty_like(h)
-    return x.new_empty(x.shape), h, linear, *order_op(indices, up.shape[0])
+    return x.new_empty(x.shape), *_hidden(x, indices, up, gate), *order_op(indices, up.shape[0])
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -181,13 +195,14 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 
 def _gradients(ctx: Any, run: Any, dy: Tensor, *unused: Any) -> tuple[Tensor | None, ...]:
     *saved, h, linear, places, rows, ends = ctx.saved_tensors
-    hidden = [h, linear]
-    del h, linear
-    if plain(dy):
-        # `hidden` is now the only owner, unless the graph is kept
+    hidden: Any = (h, linear)
+    if plain(dy) and not torch._C._autograd._get_current_graph_task_keep_graph():
+        # `hidden` becomes the only owner
+        hidden = [h, linear]
         ctx.maybe_clear_saved_tensors()
+    del h, linear
     needs = tuple(need for i, need in enumerate(ctx.needs_input_grad[:6]) if i != 1)
-    found = run(dy, *saved, hidden, places, rows, ends, *needs)
+    found = run(dy, *saved, hidden, places, rows, ends, needs)
     dx, dw, d_up, d_down, d_gate = (g if need else None for g, need in zip(found, needs, strict=True))
     return dx, None, dw, d_up, d_down, d_gate, None
 
@@ -242,8 +257,11 @@ def experts(
 
 
 def _order(indices: Tensor, n_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    steps = _steps(indices) if indices.numel() else torch_path
-    return steps.order(indices.contiguous(), n_experts)  # type: ignore[no-any-return]
+    if not uses_triton(indices) or not indices.numel():
+        return definition.expert_order(indices, n_experts)
+    from . import kernels_rows
+
+    return kernels_rows.order(indices.contiguous(), n_experts)  # type: ignore[no-any-return]
 
 
 order_op = register("expert_order", _order)
