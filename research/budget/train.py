@@ -132,7 +132,7 @@ class Step:
 
     def capture(self) -> float:
         """Take the steps that compile and capture; return milliseconds; begin with the first weights again."""
-        first = [t.clone() for t in self.weights()]
+        first = [t.detach().clone() for t in self.weights()]  # others keep nodes of autograd, with this call's stream
         self.timed(EAGER)
         if self.cuda and self.captured.graph is None:
             raise RuntimeError(f"the step can't be captured: {self.captured.why_eager}")

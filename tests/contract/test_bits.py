@@ -35,9 +35,9 @@ def calls(name: str, device: str, dtype: torch.dtype, width: int) -> Function:
 
 
 @functools.cache
-def promised(width: int) -> set[str]:
+def promised(width: int, device: str = "cpu") -> set[str]:
     """The calls whose bits are promised for rows of this width."""
-    return {name for spec in SPECS for name in spec.of_rows(maker("cpu", torch.float32), width)}
+    return {name for spec in SPECS for name in spec.of_rows(maker(device, torch.float32), width)}
 
 
 def rows_of(device: str, dtype: torch.dtype, rows: int, width: int) -> Tensor:
@@ -263,7 +263,7 @@ def replays_graphs_and_streams(f: Function, x: Tensor) -> None:
 def test_rows_on_gpu(name: str, dtype: torch.dtype) -> None:
     """All in one test: apart, several processes would compile the same kernels at the same time."""
     for width in GPU_WIDTHS:
-        if name not in promised(width):
+        if name not in promised(width, "cuda"):
             continue
         f, x = calls(name, "cuda", dtype, width), rows_of("cuda", dtype, 5, width)
         replays_graphs_and_streams(f, x)
@@ -276,7 +276,7 @@ def test_rows_on_gpu(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.slow
 @functools.partial(_each, widths=[7, 1000, 131072], dtypes=[torch.float32, torch.bfloat16])
 def test_compiled_on_gpu(name: str, width: int, dtype: torch.dtype) -> None:
-    if name in promised(width):
+    if name in promised(width, "cuda"):
         compiled(calls(name, "cuda", dtype, width), rows_of("cuda", dtype, 5, width), "inductor")
 
 

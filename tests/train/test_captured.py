@@ -81,7 +81,7 @@ def test_what_cannot_be_captured_runs_as_written() -> None:
         assert torch.equal(run(x), (model(x).mean() * x.sum()).detach())
         assert torch.isfinite(model.weight.grad).all()
     assert run.graph is None
-    assert run.why_eager
+    assert "operation not permitted" in run.why_eager
     # a failed capture would leave torch's random numbers refusing to be drawn
     assert torch.rand(2, device="cuda").isfinite().all()
 

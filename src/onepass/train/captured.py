@@ -70,7 +70,7 @@ class Captured:
                 self.result = self.compute(*self.static)
             self.graph = graph
         except RuntimeError as error:
-            self.why_eager = str(error).splitlines()[0]
+            self.why_eager = str(error.__context__ or error).splitlines()[0]  # its end fails too, and says less
             torch.cuda.synchronize()
             # after a failed capture the random generator still counts as captured, and every draw would fail; a copy of
             # its state does not
