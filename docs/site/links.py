@@ -1,7 +1,7 @@
 """Check a built site: every link and picture leads to a file that is there, every fragment to an element with that id.
 
 MkDocs checks Markdown links; this also reads what themes, docstrings and raw HTML wrote. It finds examples whose
-prompts (>>>) Markdown read as quotations, too.
+prompts (>>>) Markdown read as quotations, and tables and lists that it read as text, too.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Page(HTMLParser):
         super().__init__()
         self.links: set[str] = set()
         self.ids: set[str] = set()
-        self.quotes = False
+        self.quotes = self.flat = False
         self.feed(path.read_text(encoding="utf-8"))
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
@@ -30,6 +30,10 @@ class Page(HTMLParser):
             if name in ("id", "name") and value:
                 self.ids.add(value)
 
+    def handle_data(self, data: str) -> None:
+        code = self.lasttag in ("code", "pre", "span", "style", "script")
+        self.flat = self.flat or (not code and ("|---" in data or "\n- " in data))
+
 
 def dead(root: Path) -> list[str]:
     """Return a line for each link that leads nowhere and each page with a quotation; other sites are not visited."""
@@ -38,6 +42,8 @@ def dead(root: Path) -> list[str]:
     for path, page in pages.items():
         if page.quotes:
             found.append(f"{path.relative_to(root)}: a quotation, most likely an example that is no code")
+        if page.flat:
+            found.append(f"{path.relative_to(root)}: a table or list that is text: put an empty line before it")
         for link in sorted(page.links):
             parts = urlsplit(link)
             # the page of missing addresses has links from the site's root
