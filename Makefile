@@ -17,7 +17,7 @@ KERNELS = tests/contract tests/ops tests/fused tests/core/test_replay_kernels.py
 PIP = -m pip install --quiet --disable-pip-version-check
 LOCKED = $(PIP) $(if $(LOCK),--constraint $(LOCK))
 
-.PHONY: run quick test test-all newest gpu slow lint types unit interpret codegen doctest dist docs lock fuzz soak clean FORCE
+.PHONY: run quick test test-all newest gpu slow lint types unit peers interpret codegen doctest dist docs lock fuzz soak clean FORCE
 
 run: .venv/ready  ## train a routed transformer on the standard library's own sources
 	.venv/bin/onepass train $(ARGS)
@@ -25,7 +25,7 @@ run: .venv/ready  ## train a routed transformer on the standard library's own so
 quick: lint types  ## lint, types and the tests of what changed since BASE
 	tests=$$($(DEV)/python tests/changed.py $(BASE)) && { [ -z "$$tests" ] || $(PYTEST) $(PARALLEL) -m 'not slow' $$tests; }
 
-test: lint types unit interpret codegen doctest  ## everything that needs no GPU, without the slow tests
+test: lint types unit peers interpret codegen doctest  ## everything that needs no GPU, without the slow tests
 
 test-all: test slow dist docs  ## the slow tests, the built packages and the site as well
 
@@ -35,6 +35,7 @@ newest:  ## `test` with the newest of everything; what leans on another library'
 	PYTHONPATH= $(PYTEST) $(PARALLEL) -m 'not slow' tests/codegen
 	@echo 'The tests that follow lean on the inside of other libraries: a failure is a change of theirs.'
 	$(MAKE) LOCK= unit ARGS="-m 'peer and not slow'"
+	$(MAKE) LOCK= peers
 
 lint: .venv-dev/ready
 	$(DEV)/ruff check .
@@ -44,7 +45,10 @@ types: .venv-dev/ready
 	$(DEV)/mypy
 
 unit: .venv-dev/ready
-	$(PYTEST) $(PARALLEL) -m 'not slow' --ignore=tests/codegen $(ARGS)
+	$(PYTEST) $(PARALLEL) -m 'not slow' --ignore=tests/codegen --ignore=tests/peers $(ARGS)
+
+peers: .venv-dev/ready  ## torch's own samples of topk and norms, its topics of optimizers on Lion, entmax's own tests
+	$(PYTEST) $(PARALLEL) tests/peers $(ARGS)
 
 # the Triton kernels themselves, run by Triton's interpreter on the CPU
 interpret: .venv-dev/ready

@@ -171,7 +171,7 @@ ROWS: list[tuple[type[Exception], str, Callable[[], Any]]] = [
         ([4, "a"], TypeError, r"must be an int or a sequence of ints, got \[4, 'a'\]"),
         (-1, ValueError, "must be ≥ 0, got -1"),
         ((3, -8), ValueError, r"must be ≥ 0, got \(3, -8\)"))),
-    *((ValueError, rf"{kind.__name__}: x must end in normalized_shape \(3, 8\), got",
+    *((ValueError, r"_norm: x must end in normalized_shape \(3, 8\), got",
        lambda kind=kind, shape=shape: kind((3, 8))(torch.ones(shape)))
       for kind in (LayerNorm, RMSNorm) for shape in ((8,), (2, 3, 7), (2, 4, 8))),
     *((ValueError, r"residual must have the shape of x \(2, 3, 8\); got",
@@ -180,6 +180,8 @@ ROWS: list[tuple[type[Exception], str, Callable[[], Any]]] = [
     *((TypeError, f"{name} must be a tensor, got list", lambda kind=kind, shape=shape, args=args: kind(shape)(*args))
       for kind in (LayerNorm, RMSNorm) for shape in ((8,), (3, 8))
       for name, args in (("x", ([1.0] * 8,)), ("residual", (torch.ones(2, 3, 8), [1.0] * 8)))),
+    *((ValueError, "Norm: eps must be ≥ 0, got -1.0", lambda kind=kind: kind(8, eps=-1.0))
+      for kind in (LayerNorm, RMSNorm)),
     (ValueError, "rounding must be 'once' or 'twice', got 'never'", lambda: RMSNorm(8, rounding="never")),
     (ValueError, "takes no offset", lambda: RMSNorm(8, rounding="twice", offset=1.0)),
     (TypeError, "RMSNorm: offset must be a number, got str", lambda: RMSNorm(4, offset="one")),

@@ -89,6 +89,19 @@ def _(x: bool, w: bool, b: bool) -> None:
         assert s[1].grad.placements == (Partial(),)
 
 
+@many("torch's ways of calling", {"place": [0, 1, 2]})
+def _(place: int) -> None:
+    p, x, w = [Shard(place)], wide(4, 6, 8), wide(6, 8)
+    mask = (wide(4, 6, 8) > -1).to(mesh().device_type)
+
+    def allowed(s: Tensor) -> Tensor:
+        return distribute_tensor(mask, mesh(), p) if hasattr(s, "placements") else mask
+
+    compare(lambda s: onepass.topk(s, 3, 1, mask=allowed(s)), [x], [p])
+    compare(lambda s: onepass.soft_topk(s, 3, dim=0, mask=allowed(s)), [x], [p])
+    compare(lambda x, w: onepass.layer_norm(x, (6, 8), w, w, 1e-3), [x, w], [p, [R]])
+
+
 @case("calls that differ in a flag alone are placed anew")
 def _() -> None:
     x = distribute_tensor(wide(4, 6).to(mesh().device_type), mesh(), [Shard(0)])

@@ -30,12 +30,15 @@ def floating(op: str, name: str, value: Tensor) -> None:
         )
 
 
+def real(op: str, name: str, value: object, wanted: str = "a number") -> None:
+    """Raise TypeError unless value is a number; NumPy's scalars are numbers.Real."""
+    if not isinstance(value, (float, int, numbers.Real, torch.SymFloat, torch.SymInt)):
+        raise TypeError(f"{op}: {name} must be {wanted}, got {type(value).__name__}")
+
+
 def not_negative(op: str, name: str, value: Any) -> None:
     """Raise TypeError unless value is a number, ValueError unless it is ≥ 0."""
-    # numbers.Real includes NumPy's scalars
-    known = isinstance(value, (float, int, numbers.Real, torch.SymFloat, torch.SymInt))
-    if not known:
-        raise TypeError(f"{op}: {name} must be a number ≥ 0, got {type(value).__name__}")
+    real(op, name, value, "a number ≥ 0")
     if not value >= 0:
         raise ValueError(f"{op}: {name} must be ≥ 0, got {value}")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numbers
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
@@ -14,25 +14,6 @@ from onepass.ops.norm.op import layer_norm, rms_norm
 
 if TYPE_CHECKING:
     from .calls import NormCall
-
-
-def _over_last_dims(
-    name: str, shape: tuple[int, ...], x: Tensor, vectors: tuple[Tensor | None, ...], residual: Tensor | None,
-    norm: Callable[..., Tensor | tuple[Tensor, Tensor]], **options: Any,
-) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
-    """Normalise over several last dimensions as over one: they are flattened and given back."""
-    if x.shape[-len(shape) :] != shape:
-        raise ValueError(f"{name}: x must end in normalized_shape {shape}, got {tuple(x.shape)}")
-    if len(shape) == 1:
-        return norm(x, *vectors, residual=residual, **options)
-    if residual is not None:
-        # check before flattening, which gives (…, 3, 8) and (…, 8, 3) the same shape
-        check.tensor(name, "residual", residual)
-        if residual.shape != x.shape:
-            raise ValueError(f"{name}: residual must have the shape of x {tuple(x.shape)}; got {tuple(residual.shape)}")
-    flat = [None if t is None else t.flatten(-len(shape)) for t in (x, *vectors, residual)]
-    out = norm(*flat[:-1], residual=flat[-1], **options)
-    return out.view(x.shape) if isinstance(out, Tensor) else (out[0].view(x.shape), out[1].view(x.shape))
 
 
 def _check_shape(name: str, shape: Any) -> None:
@@ -80,6 +61,7 @@ class LayerNorm(nn.LayerNorm):
         device: torch.device | str | None = None, dtype: torch.dtype | None = None, *, stable: bool = False,
     ) -> None:  # fmt: skip
         _check_shape(type(self).__name__, normalized_shape)
+        check.not_negative(type(self).__name__, "eps", eps)
         super().__init__(normalized_shape, eps, elementwise_affine, bias, device, dtype)
         self.stable = stable
 
@@ -89,11 +71,9 @@ class LayerNorm(nn.LayerNorm):
     def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]: ...
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         """Y, or ``(y, x + residual)``."""
-        check.tensor(type(self).__name__, "x", x)
-        return _over_last_dims(
-            type(self).__name__, self.normalized_shape, x, (self.weight, self.bias), residual, layer_norm,
-            eps=self.eps, stable=self.stable,
-        )  # fmt: skip
+        return layer_norm(
+            x, self.normalized_shape, self.weight, self.bias, eps=self.eps, stable=self.stable, residual=residual
+        )
 
     if TYPE_CHECKING:
         __call__: NormCall
@@ -145,6 +125,7 @@ class RMSNorm(nn.RMSNorm):
         if rounding == "twice" and offset:
             raise ValueError("RMSNorm: rounding='twice' takes no offset")
         _check_shape(type(self).__name__, normalized_shape)
+        check.not_negative(type(self).__name__, "eps", 0.0 if eps is None else eps)
         # set first: torch's constructor calls reset_parameters
         self.offset = check.number(type(self).__name__, "offset", offset)
         self.rounding = rounding
@@ -156,10 +137,9 @@ class RMSNorm(nn.RMSNorm):
     def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]: ...
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         """Y, or ``(y, x + residual)``."""
-        check.tensor(type(self).__name__, "x", x)
-        return _over_last_dims(
-            type(self).__name__, self.normalized_shape, x, (self.weight,), residual, rms_norm,
-            eps=self.eps_for(x), offset=self.offset, rounding=self.rounding,
+        return rms_norm(
+            x, self.normalized_shape, self.weight, eps=self.eps, offset=self.offset, rounding=self.rounding,
+            residual=residual,
         )  # fmt: skip
 
     if TYPE_CHECKING:

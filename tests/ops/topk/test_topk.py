@@ -86,7 +86,9 @@ def test_vmap(dim: int | None, ranged: bool) -> None:
 
 S = torch.zeros(2, 5)
 REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"scores": torch.ones(())}, ValueError, "scores must have at least one dimension"),
+    ({"dim": 0, "mask": torch.ones(2).bool()}, ValueError, r"mask must broadcast .*\(2, 5\), got \(2,\)"),
+    ({"dim": 0, "out": (torch.ones(5, 1), torch.ones(1, 5))}, ValueError, r"out's values must have .*\(1, 5\), got"),
+    ({"call": onepass.kth_value, "scores": torch.ones(())}, ValueError, "scores must have at least one dimension"),
     ({"scores": torch.ones(3).long()}, TypeError, r"scores must be .*int64; pass scores.float\(\)"),
     ({"scores": S.to_sparse()}, TypeError, "scores must be dense, got torch.sparse_coo"),
     ({"k": torch.ones(())}, TypeError, r"k must be an int, got Tensor; pass int\(k\)"),

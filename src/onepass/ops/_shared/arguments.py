@@ -28,6 +28,24 @@ def rows(op: str, name: str, value: Tensor) -> None:
         raise ValueError(f"{op}: {name} must have at least one dimension, got a 0-d tensor")
 
 
+def along(
+    op: str, dim: Any, scores: Tensor, allowed: Tensor | None
+) -> tuple[Tensor, Tensor | None, Callable[[Tensor], Tensor]]:
+    """Return scores and their mask with dimension `dim` last, and what puts it back in a result.
+
+    A 0-d tensor is a row of one.
+    """
+    check.floating(op, "scores", scores)
+    mask(op, allowed, scores)
+    n = max(1, scores.dim())
+    if not isinstance(dim, int) or not -n <= dim < n:
+        raise ValueError(f"{op}: dim must be an int from {-n} to {n - 1}, got {dim!r}")
+    if not scores.dim():
+        return scores[None], None if allowed is None else allowed[None], lambda t: t[0]
+    moved = None if allowed is None else allowed.expand(scores.shape).movedim(dim, -1)
+    return scores.movedim(dim, -1), moved, lambda t: t.movedim(-1, dim)
+
+
 def vectors(op: str, name: str, value: Tensor, of: str, like: Tensor) -> None:
     """Raise an error unless value is one vector (D,), or up to MAX_VECTORS (R, D), for rows (..., D)."""
     check.floating(op, name, value)

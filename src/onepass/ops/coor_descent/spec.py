@@ -55,6 +55,7 @@ _EPS: Any = torch.tensor([1.0, 2.0])
 
 _BAD_CALLS = (
     *arguments_refused("coor_descent", lambda s, k, mask: coor_descent(s, n_iters=3, k=k, mask=mask)),
+    BadCall("0-d", lambda: coor_descent(_S[0, 0], n_iters=1, k=1), ValueError, "at least one dimension, got a 0-d"),
     BadCall("no steps", lambda: coor_descent(_S, n_iters=0, k=1), ValueError, "n_iters must be ≥ 1, got 0"),
     BadCall("half a step", lambda: coor_descent(_S, n_iters=1.5, k=1), TypeError, "n_iters must be an int, got float"),  # type: ignore[arg-type]
     BadCall("k zero", lambda: coor_descent(_S, n_iters=1, k=0), ValueError, "k must be > 0, got 0"),

@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from onepass.core import check
 from onepass.core.bind import batch_first, bind
@@ -16,7 +17,7 @@ from onepass.core.register import register, register_fake
 from onepass.core.sharding import REPLICATE, Way, beside, gradient, row_dims
 
 from . import reference, torch_path
-from .options import NONE, QUANTIZE, Needs, Options, check_arguments, grouped, shared_table
+from .options import NONE, QUANTIZE, Needs, Options, check_arguments, flattened, grouped, shared_table
 
 # how torch.compile and torch.export take norms without options: "torch" as torch's operations, which Inductor fuses
 # with what stands beside them and whose calls take the host half as long; "kernels" as the kernels of eager
@@ -261,9 +262,9 @@ norm: Callable[..., Any] = bind(
 Scaled = Literal["row", "block"]
 Activation = Literal["silu", "sigmoid"]
 Rounding = Literal["once", "twice"]
-# a sequence is the normalized_shape of a call as torch's
-Weight = Tensor | Sequence[int] | None
-_SEQUENCES = (tuple, list)
+# an int or a sequence is the normalized_shape of a call as torch's
+Weight = Tensor | int | Sequence[int] | None
+_SHAPES = (tuple, list, int, torch.SymInt)
 
 
 class Quantized(NamedTuple):
@@ -344,24 +345,31 @@ def _contiguous(results: Any) -> Any:
 
 def _as_torchs(
     op: str, x: Tensor, weight: Any, bias: Any, more: tuple[Any, ...], eps: float | None
-) -> tuple[Tensor | None, Tensor | None, float | None]:
-    """Return weight, bias and eps of a call with the arguments of torch's function, or say how to write it."""
-    if not isinstance(weight, _SEQUENCES):
+) -> tuple[int, Tensor | None, Tensor | None, float | None]:
+    """Return over how many dimensions a call as torch's goes, weight, bias and eps, or say how to write it."""
+    if not isinstance(weight, _SHAPES):
         given, kind = next((n for n in (*more, bias) if isinstance(n, float)), "..."), type(weight).__name__
         keywords = f"{op}: options are keywords: write {op}(x, weight, bias, eps={given}), or as torch"
         raise TypeError(f"{keywords} {op}(x, (n,), weight); weight is of type {kind}")
     check.floating(op, "x", x)
-    if not all(isinstance(n, (int, torch.SymInt)) for n in weight):
+    shape = tuple(weight) if isinstance(weight, (tuple, list)) else (weight,)
+    if not all(isinstance(n, (int, torch.SymInt)) for n in shape):
         check.tensor(op, "weight", weight)
-    if tuple(weight) != tuple(x.shape[-1:]):
-        raise ValueError(
-            f"{op}: normalized_shape must be ({x.shape[-1] if x.dim() else 1},), the last dimension of x, got "
-            f"{tuple(weight)}; flatten several last dimensions, or use the modules of onepass.nn"
-        )
+    if not shape or shape != x.shape[-len(shape) :]:
+        raise ValueError(f"{op}: x must end in normalized_shape {shape}, got {tuple(x.shape)}")
     more = (None, *more) if op == "rms_norm" else more
     if len(more) > 2:
         raise TypeError(f"{op}: too many positional arguments; options are keywords")
-    return bias, more[0] if more else None, more[1] if len(more) > 1 else eps
+    return len(shape), bias, more[0] if more else None, more[1] if len(more) > 1 else eps
+
+
+def _over_last(n: int, norm: Callable[..., Any], x: Tensor, *others: Tensor | None, **options: Any) -> Any:
+    """Return a norm over the last n dimensions, which it takes as one."""
+    flat, (weight, bias, residual, gate) = flattened(norm.__name__, n, x, *others)
+    vectors = (weight,) if bias is None else (weight, bias)
+    found = norm(flat, flat.shape[-1:], *vectors, residual=residual, gate=gate, **options)
+    # scales of rows in 8 bits stay as they are
+    return tree_map(lambda t: t.view(x.shape) if t is not None and t.shape == flat.shape else t, found)
 
 
 @overload
@@ -414,7 +422,7 @@ def layer_norm(
     :math:`m = \max|s|`, and a row of zeros has m = 1. Statistics are in fp32 (fp64 for fp64 inputs).
 
     The adaptive norm of diffusion transformers is ``layer_norm(x, scale[:, None], shift[:, None], offset=1.0)``. Calls
-    as torch's, ``layer_norm(x, (N,), weight, bias, eps)``, work too.
+    as torch's, ``layer_norm(x, normalized_shape, weight, bias, eps)``, work too, also over several last dimensions.
 
     A row of one value v is the bias exactly, on a GPU if fp32 holds N·v and one program the row (16384 columns). Else
     the mean may be off by its rounding, and y by :math:`|w v|\,2^{-23}/\sqrt{\varepsilon}`.
@@ -425,7 +433,7 @@ def layer_norm(
             shape that broadcasts to x from neighbouring dimensions, such as ``(heads, N)`` or ``(batch, 1, N)``.
         bias: like weight; if both are given they have one shape.
         *more: bias and eps of a call as torch's.
-        eps: added to the variance; ≥ 0.
+        eps: added to the variance; ≥ 0, but in a call as torch's.
         offset: added to the weight (1.0 for a model that stores weight − 1); ignored without weight.
         stable: normalise :math:`s/m` instead of :math:`s`; not with a gate.
         residual: ``(..., N)`` or None; added to x first, and the sum is returned too.
@@ -464,9 +472,16 @@ def layer_norm(
         >>> s
         tensor([1., 3.])
     """
-    if more or isinstance(weight, _SEQUENCES):
-        weight, bias, torchs_eps = _as_torchs("layer_norm", x, weight, bias, more, eps)
+    if more or isinstance(weight, _SHAPES):
+        n, weight, bias, torchs_eps = _as_torchs("layer_norm", x, weight, bias, more, eps)
         eps = eps if torchs_eps is None else torchs_eps
+        if n > 1:
+            return _over_last(
+                n, layer_norm, x, weight, bias, residual, gate, eps=eps, offset=offset, stable=stable,
+                gate_first=gate_first, gate_act=gate_act, groups=groups, quantize=quantize, out_dtype=out_dtype,
+            )  # fmt: skip
+    elif type(eps) is not float or not eps >= 0:
+        check.not_negative("layer_norm", "eps", eps)
     offset = offset if type(offset) is float else check.number("layer_norm", "offset", offset)
     if _no_options(gate, gate_first, gate_act, groups, quantize, out_dtype):
         options = (eps, offset, True, stable, *NONE)
@@ -529,15 +544,15 @@ def rms_norm(
     .. math:: y = (w + \mathrm{offset})\,\frac{s}{\sqrt{\mathrm{mean}(s^2) + \varepsilon}} + b, \qquad s = x
         \;(+\ \mathrm{residual})
 
-    The mean of squares is in fp32 (fp64 for fp64 inputs). Calls as torch's, ``rms_norm(x, (N,), weight, eps)``, work
-    too.
+    The mean of squares is in fp32 (fp64 for fp64 inputs). Calls as torch's, ``rms_norm(x, normalized_shape, weight,
+    eps)``, work too, also over several last dimensions.
 
     Args:
         x: ``(..., N)``, fp32, fp16, bf16 or fp64, any strides.
         weight: as in `layer_norm`.
         bias: as in `layer_norm`.
         *more: eps of a call as torch's.
-        eps: added to the mean of squares; ≥ 0. None: the machine epsilon of the statistics, as in F.rms_norm.
+        eps: added to the mean of squares; as in `layer_norm`, or None: the machine epsilon of the statistics, as torch.
         offset: added to the weight (1.0 for a model that stores weight − 1); ignored without weight.
         rounding: ``"once"`` computes in fp32 and rounds y. ``"twice"`` rounds the normalised row to the dtype of x,
             then its product with the weight, as the RMS norms of Llama, Qwen and T5 do (docs/norms.md); not with an
@@ -564,8 +579,15 @@ def rms_norm(
         >>> onepass.rms_norm(torch.tensor([3.0, 4.0]), gate=torch.zeros(2))
         tensor([0., 0.])
     """
-    if more or isinstance(weight, _SEQUENCES) or isinstance(bias, float):
-        weight, bias, eps = _as_torchs("rms_norm", x, weight, bias, more, eps)
+    if more or isinstance(weight, _SHAPES) or isinstance(bias, float):
+        n, weight, bias, eps = _as_torchs("rms_norm", x, weight, bias, more, eps)
+        if n > 1:
+            return _over_last(
+                n, rms_norm, x, weight, bias, residual, gate, eps=eps, offset=offset, rounding=rounding,
+                gate_first=gate_first, gate_act=gate_act, groups=groups, quantize=quantize, out_dtype=out_dtype,
+            )  # fmt: skip
+    elif eps is not None and (type(eps) is not float or not eps >= 0):
+        check.not_negative("rms_norm", "eps", eps)
     if eps is None:
         fp64 = torch.float64 in (getattr(x, "dtype", None), getattr(residual, "dtype", None))
         eps = 2.0**-52 if fp64 else 2.0**-23

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -92,6 +93,22 @@ def shared_table(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Table
     return found
 
 
+def _check_shapes(op: str, n: int, x: Tensor, tensors: Sequence[Any], when: str = "") -> None:
+    """Raise unless weight and bias have the last n dimensions of x, residual and gate all of them."""
+    for name, t in zip(("weight", "bias", "residual", "gate"), tensors, strict=True):
+        shape, of_x = (x.shape[-n:], "") if name in ("weight", "bias") else (x.shape, " of x")
+        if t is not None:
+            check.tensor(op, name, t)
+            if t.shape != shape:
+                raise ValueError(f"{op}: {when}{name} must have the shape{of_x} {tuple(shape)}; got {tuple(t.shape)}")
+
+
+def flattened(op: str, n: int, x: Tensor, *tensors: Tensor | None) -> tuple[Tensor, list[Tensor | None]]:
+    """Return x, [weight, bias, residual, gate] with the last n dimensions of x as one."""
+    _check_shapes(op, n, x, tensors)
+    return x.flatten(-n), [None if t is None else t.flatten(-n) for t in tensors]
+
+
 def grouped(op: str, groups: int, x: Tensor, *rest: Any) -> tuple[Tensor, list[Tensor | None]]:
     """Return x, [weight, bias, residual, gate] with columns split into groups (..., groups, N / groups)."""
     *tensors, quantize = rest
@@ -103,12 +120,7 @@ def grouped(op: str, groups: int, x: Tensor, *rest: Any) -> tuple[Tensor, list[T
     n_cols = x.shape[-1] if x.dim() else 0
     if groups < 1 or n_cols % groups:
         raise ValueError(f"{op}: groups must divide the {n_cols} columns of x, got {groups}")
-    for name, t in zip(("weight", "bias", "residual", "gate"), tensors, strict=True):
-        shape = (n_cols,) if name in ("weight", "bias") else tuple(x.shape)
-        if t is not None:
-            check.tensor(op, name, t)
-            if tuple(t.shape) != shape:
-                raise ValueError(f"{op}: with groups, {name} must be {shape}; got {tuple(t.shape)}")
+    _check_shapes(op, 1, x, tensors, "with groups, ")
     split = (groups, n_cols // groups)
     parts = [None if t is None else t.unflatten(-1, split) for t in tensors]
     return x.unflatten(-1, split), parts  # type: ignore[no-untyped-call]
@@ -142,7 +154,7 @@ def check_arguments(
             if rows.shape != x.shape:
                 raise ValueError(f"{op}: {name} must have the shape of x {shape}; got {tuple(rows.shape)}")
             check.same_device(op, name, rows, "x", x)
-    check.not_negative(op, "eps", o.eps)
+    check.real(op, "eps", o.eps)
     if gate is not None and (o.stable or o.quantize):
         raise ValueError(f"{op}: {'stable' if o.stable else 'quantize'} takes no gate")
     if QUANTIZE[o.quantize] == "block" and shape[-1] % 128:

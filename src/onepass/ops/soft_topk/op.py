@@ -75,11 +75,12 @@ def soft_topk(
     scores: Tensor,
     k: Tensor | float,
     *,
+    dim: int = -1,
     eps: Tensor | float = 0.3,
     mask: Tensor | None = None,
     kind: str = "capped_exp",
 ) -> Tensor:
-    r"""Return a differentiable top-k of each row: gates in [0, 1] that sum to ``k`` over the last dimension.
+    r"""Return a differentiable top-k of each row: gates in [0, 1] that sum to ``k`` over one dimension.
 
     .. math:: y_i = \varphi\!\left(\frac{s_i + c}{\varepsilon}\right), \qquad
               c \text{ such that } \sum_i y_i = k
@@ -97,8 +98,9 @@ def soft_topk(
     are finite, to rounding for the others. One implicit backward gives the gradients of all inputs.
 
     Args:
-        scores: ``(..., n)``, fp32, fp16, bf16 or fp64, any strides, any n. Computed in fp32 (fp64 for fp64).
+        scores: ``(..., n)``, or 0-d, fp32, fp16, bf16 or fp64, any strides, any n. Computed in fp32 (fp64 for fp64).
         k: how many to choose, > 0, fractions allowed: a number or a tensor that broadcasts to ``scores.shape[:-1]``.
+        dim: the dimension of rows. Where it is not the last, ``scores.shape[:-1]`` is the shape without it.
         eps: temperature, > 0: a number or a tensor that broadcasts to ``scores.shape[:-1]``. Small eps gives gates near
             0 or 1. The default is a third of the deviation of scores with unit variance, as `onepass.nn.Router` has it.
         mask: bool, broadcasts to ``scores``; True = may be chosen. Masked entries get gate 0 and gradient 0,
@@ -133,6 +135,9 @@ def soft_topk(
     """
     if kind not in KINDS:
         raise ValueError(f"soft_topk: kind must be one of {', '.join(KINDS)}; got {kind!r}")
+    if dim != -1 or (isinstance(scores, Tensor) and not scores.dim()):
+        rows, mask, back = arguments.along("soft_topk", dim, scores, mask)
+        return back(soft_topk(rows, k, eps=eps, mask=mask, kind=kind))
     return _call(scores, k, eps, mask, KINDS.index(kind))  # type: ignore[no-any-return]
 
 

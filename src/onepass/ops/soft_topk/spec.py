@@ -64,6 +64,7 @@ _BAD_CALLS = (
     BadCall("k bool", lambda: soft_topk(_S, torch.ones(2) > 0), TypeError, "k must be a number or a real tensor"),
     BadCall("eps zero", lambda: soft_topk(_S, 1, eps=0.0), ValueError, "eps must be > 0, got 0.0"),
     BadCall("eps tensor", lambda: soft_topk(_S, 1, eps=-_TWO), ValueError, "eps must be > 0 everywhere"),
+    BadCall("dim", lambda: soft_topk(_S, 1, dim=2), ValueError, "soft_topk: dim must be an int from -2 to 1, got 2"),
     BadCall("kind", lambda: soft_topk(_S, 1, kind="soft"), ValueError, "kind must be one of capped_exp, .*'soft'"),
 )
 

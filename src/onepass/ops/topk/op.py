@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -66,7 +67,10 @@ class TopK(NamedTuple):
 
     @property
     def counts(self) -> Tensor:
-        """How many entries of each row exist, int64 ``(...)``: k, or fewer where the rest is padding."""
+        """How many entries of each row exist, int64 ``(...)``: k, or fewer where the rest is padding.
+
+        Of rows along another dimension than the last, it is ``(top.indices >= 0).sum(dim)``.
+        """
         return (self.indices >= 0).sum(-1)
 
 
@@ -224,15 +228,14 @@ def _written_in_place(out: tuple[Tensor, Tensor], given: tuple[Tensor | None, ..
     return all(t.is_contiguous() and t.untyped_storage().data_ptr() not in shared for t in out)
 
 
-def _check_out(out: object, scores: Tensor, k: int, eps: object, index_dtype: torch.dtype) -> None:
+def _check_out(out: object, scores: Tensor, shape: Sequence[int], eps: object, index_dtype: torch.dtype) -> None:
     if not isinstance(out, tuple) or len(out) != 2 or not all(isinstance(t, Tensor) for t in out):
         raise TypeError(f"topk: out must be a tuple of two tensors, values and indices; got {type(out).__name__}")
-    shape = (*scores.shape[:-1], k)
     for name, given, dtype in zip(("values", "indices"), out, (scores.dtype, index_dtype), strict=True):
         if given.dtype != dtype:
             raise TypeError(f"topk: out's {name} must be {dtype}, got {given.dtype}; index_dtype= sets the indices'")
-        if tuple(given.shape) != shape:
-            raise ValueError(f"topk: out's {name} must have the shape {shape}, got {tuple(given.shape)}")
+        if given.shape != shape:
+            raise ValueError(f"topk: out's {name} must have the shape {tuple(shape)}, got {tuple(given.shape)}")
         check.same_device("topk", f"out's {name}", given, "scores", scores)
     wanting = [
         name for name, t in (("scores", scores), ("eps", eps), ("out's values", out[0]))
@@ -265,28 +268,17 @@ def _last_of_equals(
     return TopK(*(t.gather(-1, order) for t in (found.values, indices, found.gates)))
 
 
-def _check_width(scores: Tensor, k: int, dim: object, pad: object, short: bool) -> None:
-    """Refuse another dimension than the last, and more than a row holds unless something says that rows are short."""
-    if dim not in (-1, scores.dim() - 1):
-        raise ValueError(
-            f"topk: dim must be -1, the last dimension, got {dim!r}; of dimension d call topk(scores.movedim(d, -1), k)"
-        )
-    if not isinstance(pad, bool):
-        raise TypeError(f"topk: pad must be a bool, got {type(pad).__name__}")
-    if not short and not pad and k > scores.shape[-1]:
-        raise ValueError(
-            f"topk: k must be at most the row's length {scores.shape[-1]}, got {k}; pad=True fills up with index -1, "
-            "which as an index is the last element"
-        )
+def _copied(found: TopK, out: tuple[Tensor, Tensor]) -> TopK:
+    return TopK(out[0].copy_(found.values), out[1].copy_(found.indices), found.gates)
 
 
 def topk(
     scores: Tensor,
     k: int,
-    *,
     dim: int = -1,
     largest: bool = True,
     sorted: bool = True,
+    *,
     lengths: Tensor | None = None,
     start: Tensor | None = None,
     index_dtype: torch.dtype = torch.int64,
@@ -309,10 +301,10 @@ def topk(
     (``ties="last"``: to the highest). The host never waits for the device, so calls can be captured in a CUDA graph.
 
     Args:
-        scores: ``(..., n)``, fp32, fp16, bf16 or fp64, any strides.
+        scores: ``(..., n)``, fp32, fp16, bf16 or fp64, any strides. A 0-d tensor is a row of one, with 0-d results.
         k: how many to choose, an int ≥ 0. k = 0 gives empty tensors. k > n takes ``lengths``, ``start``,
             ``mask`` or ``pad``.
-        dim: -1. Other dimensions: ``topk(scores.movedim(d, -1), k)``.
+        dim: the dimension of rows. Where it is not the last, ``scores.shape[:-1]`` below is the shape without it.
         largest: False chooses the smallest: all is as for ``-scores``, except that values are the scores themselves and
             missing ones +inf. So NaN comes first there too, other than in `torch.topk`.
         sorted: best first; False gives ascending indices, which costs less.
@@ -339,9 +331,9 @@ def topk(
     Raises:
         TypeError: scores is not a floating-point tensor, k is not an int, mask is not bool, lengths or start is not
             an int tensor, index_dtype is not int32 or int64, or out is not a pair of tensors of the results' dtypes.
-        ValueError: k < 0, k > n without ``lengths``, ``start``, ``mask`` or ``pad``, dim is not the last, shapes don't
-            broadcast, devices differ, eps is not > 0, kind or ties is unknown, lengths or start reaches past a row (on
-            a CPU), out has another shape, or out is given where a gradient is asked for.
+        ValueError: k < 0, k > n without ``lengths``, ``start``, ``mask`` or ``pad``, scores have no dim, shapes
+            don't broadcast, devices differ, eps is not > 0, kind or ties is unknown, lengths or start reaches past a
+            row (on a CPU), out has another shape, or out is given where a gradient is asked for.
         NotImplementedError: for second derivatives and forward-mode derivatives.
 
     Source: CoLT5 (arXiv 2303.09752).
@@ -354,14 +346,31 @@ def topk(
         >>> onepass.topk(torch.tensor([1.0, 2.0, 3.0, 9.0]), 2, sorted=False, lengths=torch.tensor(3)).indices.tolist()
         [1, 2]
     """
-    arguments.rows("topk", "scores", scores)
+    check.floating("topk", "scores", scores)
+    n_dims = scores.dim()
+    if (dim != -1 and dim != n_dims - 1) or not n_dims:
+        rows, mask, back = arguments.along("topk", dim, scores, mask)
+        if not n_dims and k != 1:
+            raise ValueError(f"topk: k must be 1 of a 0-d tensor, got {k!r}")
+        found = TopK(*map(back, topk(
+            rows, k, -1, largest, sorted, lengths=lengths, start=start, index_dtype=index_dtype, ties=ties, pad=pad,
+            eps=eps, mask=mask, kind=kind,
+        )))  # fmt: skip
+        if out is not None:
+            _check_out(out, scores, found.values.shape, eps, index_dtype)
+        return found if out is None else _copied(found, out)
     arguments.positive("topk", "eps", eps, scores)
     if kind not in KINDS:
         raise ValueError(f"topk: kind must be one of {', '.join(KINDS)}; got {kind!r}")
     arguments.whole("topk", "k", k, 0)
-    _check_width(scores, k, dim, pad, mask is not None or start is not None or lengths is not None)
+    n = scores.shape[-1]
+    if k > n and pad is False and mask is None and start is None and lengths is None:
+        raise ValueError(
+            f"topk: k must be at most the row's length {n}, got {k}; pad=True fills up with index -1, which as an "
+            "index is the last element"
+        )
     arguments.mask("topk", mask, scores)
-    for name, option in (("largest", largest), ("sorted", sorted)):
+    for name, option in (("largest", largest), ("sorted", sorted), ("pad", pad)):
         if not isinstance(option, bool):
             raise TypeError(f"topk: {name} must be a bool, got {type(option).__name__}")
     if index_dtype not in (torch.int32, torch.int64):
@@ -371,11 +380,11 @@ def topk(
     definition.check_ranges("topk", scores, start, lengths)
     narrow = index_dtype == torch.int32
     if out is not None:
-        _check_out(out, scores, k, eps, index_dtype)
+        _check_out(out, scores, (*scores.shape[:-1], k), eps, index_dtype)
     if ties == "last":
         given = scores, k, mask, start, lengths, sorted
         found = _last_of_equals(*given, largest=largest, index_dtype=index_dtype, pad=pad, eps=eps, kind=kind)
-    elif k == 0 or scores.shape[-1] == 0:
+    elif k == 0 or n == 0:
         values, indices = select_op(scores.detach(), mask, start, lengths, k, largest, sorted, narrow)
         zeros = torch.zeros_like(values)
         if scores.requires_grad:
@@ -391,9 +400,7 @@ def topk(
             return TopK(*out, gates_of_out)
         options = *arguments.split(eps), KINDS.index(kind), True, largest, sorted, narrow
         found = TopK(*_call(scores, options[0], mask, start, lengths, k, *options[1:]))
-    if out is None:
-        return found
-    return TopK(out[0].copy_(found.values), out[1].copy_(found.indices), found.gates)
+    return found if out is None else _copied(found, out)
 
 
 def kth_value(scores: Tensor, k: int, *, lengths: Tensor | None = None, start: Tensor | None = None) -> Tensor:

@@ -55,7 +55,8 @@ _BAD_CALLS = (
     BadCall(
         "k above n", lambda: topk(_S, 4), ValueError, "topk: k must be at most the row's length 3, got 4; pad=True"
     ),
-    BadCall("dim", lambda: topk(_S, 1, dim=0), ValueError, "topk: dim must be -1, the last dimension, got 0"),
+    BadCall("dim", lambda: topk(_S, 1, dim=2), ValueError, "topk: dim must be an int from -2 to 1, got 2"),
+    BadCall("0-d", lambda: topk(_S[0, 0], 0), ValueError, "topk: k must be 1 of a 0-d tensor, got 0"),
     BadCall("eps", lambda: topk(_S, 1, eps=0.0), ValueError, "topk: eps must be > 0, got 0.0"),
     BadCall("kind", lambda: topk(_S, 1, kind="hard"), ValueError, "topk: kind must be one of .*'hard'"),
     BadCall("mask", lambda: topk(_S, 1, mask=torch.ones(2, 2).bool()), ValueError, "topk: mask must broadcast"),
