@@ -17,7 +17,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from onepass.core.launch import INTERPRET
-from onepass.fused import attention_op, feed_forward_op
+from onepass.fused import attention, feed_forward
+from onepass.fused.plans import numbers
 from onepass.nn import CausalRouter, RoutedAttention, RoutedBlock, RoutedFeedForward
 from programs import compiled, exported, graphs_for
 
@@ -58,10 +59,7 @@ def _mask(device: str, n: int = N) -> Tensor:
 @contextlib.contextmanager
 def _operators() -> Any:
     """The operators in plain eager calls too."""
-    with (
-        mock.patch("onepass.nn.attention.plain", return_value=False),
-        mock.patch("onepass.nn.routed.plain", return_value=False),
-    ):
+    with mock.patch("onepass.fused.node.plain", return_value=False):
         yield
 
 
@@ -120,12 +118,15 @@ def test_only_the_gradients_that_are_wanted(device: str, causal: bool, name: str
 def test_opcheck(
     device: str, causal: bool, name: str, residual: bool, n: int, masked: bool, dtype: torch.dtype
 ) -> None:
-    module = attention_op if name == "attention" else feed_forward_op
+    module, call = (attention, "nn.attention.routed_attention") if name == "attention" else (
+        feed_forward, "nn.routed.routed_feed_forward"
+    )  # fmt: skip
     layer, x = _layer(name, device, causal), _tokens(device, n=n)
-    with _operators(), mock.patch.object(module, "forward_op", wraps=module.forward_op) as seen:
+    with mock.patch(f"onepass.{call}", return_value=[x] * len(module.Public._fields)) as seen:
         layer._fused(x, _mask(device, n) if masked else None, dtype, residual)
+    plan, *tensors = seen.call_args.args
     opcheck(
-        module.forward_op, tuple(seen.call_args.args),
+        module.forward_op, (*tensors, *numbers(plan)),
         test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_dynamic", "test_autograd_registration"),
     )  # fmt: skip
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from fake_gpu import Host, autocast_pass, launches, still_held, torch_calls_of_a_pass
 from onepass.core.launch import INTERPRET
-from onepass.fused import attention_steps as attention_node
+from onepass.fused import attention as attention_node
 from onepass.fused import feed_forward as feed_forward_node
 from onepass.nn import CausalRouter, RoutedAttention, RoutedFeedForward
 
@@ -96,13 +96,8 @@ def test_what_torch_is_called_for_by_a_feed_forward(name: str, causal: bool) -> 
 
 @pytest.mark.usefixtures("host")
 @pytest.mark.parametrize("kept", [False, True])
-@pytest.mark.parametrize(
-    ("name", "stretch"),
-    [("attention", "after_backward_products"), ("feed-forward", "_after_backward_products")],
-)
-def test_backward_lets_go_of_what_it_has_used(
-    monkeypatch: pytest.MonkeyPatch, name: str, stretch: str, kept: bool
-) -> None:
+@pytest.mark.parametrize("name", ["attention", "feed-forward"])
+def test_backward_lets_go_of_what_it_has_used(monkeypatch: pytest.MonkeyPatch, name: str, kept: bool) -> None:
     """Not all tensors of the tokens' size live at once, unless the graph is kept for another backward."""
     x = torch.randn(2, 80, 32, requires_grad=True)
     with torch.autocast("cpu", torch.bfloat16):
@@ -115,7 +110,7 @@ def test_backward_lets_go_of_what_it_has_used(
     of_tokens = [t for t in saved if (t.numel() >= x.numel() if name == "attention" else t.shape[:1] == (160,))]
     used = [t for t in of_tokens if t.data_ptr() != x.data_ptr()]
     assert len(used) == 3
-    alive = still_held(monkeypatch, NODES[name], stretch, used)
+    alive = still_held(monkeypatch, NODES[name], "_after_backward_products", used)
     del saved, of_tokens, used
     torch.autograd.grad(y, x, torch.randn_like(y), retain_graph=kept)
     assert alive == [3 if kept else 0]

@@ -21,6 +21,11 @@ def forward_mode() -> bool:
     return forward_ad._current_level >= 0
 
 
+def is_fake(t: torch.Tensor) -> bool:
+    """Return whether the tensor has no memory: a FakeTensor, or on the meta device."""
+    return type(t) is FakeTensor or t.is_meta
+
+
 def is_plain_eager_call(args: tuple[Any, ...]) -> bool:
     """Return whether the call involves no transform, no mode, no tangents and no tensor subclass.
 

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.library import Library, infer_schema
 
-from .eager import no_second
 from .sharding import Rule, add_rule, register_rules
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -86,13 +85,3 @@ def register_backward(name: str, function: Callable[..., Any], rule: Rule, of: t
         return tuple(t.new_empty(t.shape if need else 0) for t, need in zip(likes(args), needs, strict=True))
 
     return op
-
-
-def refuse_second(name: str, *backward_ops: Any) -> None:
-    """Let a derivative of these operators raise the error for a second derivative of `name`."""
-
-    def refuse(ctx: Any, *grads: Any) -> Any:
-        raise NotImplementedError(no_second(name))
-
-    for op in backward_ops:
-        torch.library.register_autograd(op, refuse, setup_context=lambda ctx, inputs, output: None)

@@ -1,4 +1,4 @@
-"""All of routed attention as forward and backward functions, and as one autograd node for plain eager.
+"""All of routed attention as one autograd node, or as operators: see `node`.
 
     y = out(attention(norm(x))) + ν        y_i += g_i·(out'(attention'(norm_q(x_i), norm_kv(x_K))) − ν)
 
@@ -10,41 +10,97 @@ call for `core.launch.replay`, so that the host does little more than launch the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from onepass.core.eager import fast_apply, node_backward
+from onepass.core.eager import is_fake
+from onepass.core.launch import replayed
 from onepass.core.products import weight_gradient
+from onepass.ops.routing.op import add_rows, scatter_backward
 from onepass.ops.span_attention import op as span
+from onepass.ops.span_attention.op import BASE, apply_rotary, split
 
-from . import attention_steps as steps
 from . import branch
+from .choice import choose, choose_backward, choose_keys, choose_keys_backward
+from .node import fused
+from .norms import Chosen, norm_chosen, score_tokens, through_norms
 from .plans import AttentionPlan as Plan
 from .runs import Runs, whole_runs, window_runs
 
-# tensors among the arguments, of which MASK may be None; how many of the saved ones `backward_tokens` takes
-TENSORS, MASK, TOKENS = 13, 4, 18
-# where `forward` keeps keys and values of the chosen, as multiplied and as attended to
-KV = 16
+
+class Public(NamedTuple):
+    """What the caller gets: y (with ``plan.residual`` x + y, in the wider dtype), and the routing."""
+
+    y: Tensor
+    at_q: Tensor
+    gates_q: Tensor
+    at_kv: Tensor
+    gates_kv: Tensor
+    scores: Tensor  # (2, batch, n)
 
 
-def _light_runs(x: Tensor, mask: Tensor | None, plan: Plan, precision: str) -> Runs:
-    """Return the runs of the local attention."""
-    queries = x.device, plan.dtype, plan.width, precision
-    return window_runs(x.shape[1], plan.window, plan.causal, queries)._replace(mask=mask)
+@dataclass(slots=True)
+class Saved:
+    """What forward makes for backward; rows are tokens. ν and the matrices are as multiplied."""
+
+    vectors: Tensor  # both
+    stats: Tensor
+    state_q: Tensor | None  # of the choices, as their starts
+    starts: Tensor | None
+    state_kv: Tensor | None
+    within: Tensor | None  # as `choose_keys` has it, and what each query sees
+    seen: Tensor | None
+    stats_q: Tensor
+    stats_kv: Tensor
+    tokens: Tensor  # normed; so are the chosen
+    qkv: Tensor  # queries and keys are rotated
+    light: Tensor
+    light_lse: Tensor
+    chosen_q: Tensor
+    chosen_kv: Tensor
+    q: Tensor
+    kv: Tensor
+    gated: Tensor
+    heavy: Tensor
+    heavy_lse: Tensor
+    update: Tensor
+    null: Tensor
+    qkv_w: Tensor
+    light_out_w: Tensor
+    q_w: Tensor
+    kv_w: Tensor
+    heavy_out_w: Tensor
+
+
+def _no_runs(like: Tensor) -> Runs:
+    """Return what stands for the runs of a FakeTensor's attention, which reads none."""
+    first = like.new_empty((1, 1), dtype=torch.int32)
+    return Runs(None, first, first, None, None)
+
+
+def _light_runs(tokens: Tensor, mask: Tensor | None, plan: Plan, precision: str) -> Runs:
+    """Return the runs of the local attention of tokens (batch, n, dim)."""
+    if is_fake(tokens):
+        return _no_runs(tokens)
+    queries = tokens.device, plan.dtype, plan.width, precision
+    return window_runs(tokens.shape[1], plan.window, plan.causal, queries)._replace(mask=mask)
 
 
 def _heavy_runs(
-    x: Tensor, mask: Tensor | None, at_q: Tensor, at_kv: Tensor, seen: Tensor | None, plan: Plan, precision: str
+    tokens: Tensor, mask: Tensor | None, at_q: Tensor, at_kv: Tensor, seen: Tensor | None, plan: Plan, precision: str
 ) -> Runs:
     """Return the runs of the chosen queries."""
-    exist = mask is None and not (plan.causal and x.shape[1] % plan.window)
+    if is_fake(tokens):
+        return _no_runs(tokens)
+    exist = mask is None and not (plan.causal and tokens.shape[1] % plan.window)
     there = None if exist else at_kv >= 0
     if seen is None:
-        queries = x.device, plan.dtype, plan.width, precision
+        queries = tokens.device, plan.dtype, plan.width, precision
         return whole_runs(at_q.shape[1], at_kv.shape[1], queries)._replace(mask=there)
     first, last = seen.unbind()
     return Runs(there, first, last, None, None)
@@ -57,27 +113,219 @@ def _with_edges(runs: Runs, like: Tensor, keys: int) -> Runs:
     return runs._replace(begin=begin, end=end)
 
 
-def forward(
-    x: Tensor, vector_q: Tensor, vector_kv: Tensor, light_norm: Tensor, mask: Tensor | None, norm_q: Tensor,
-    norm_kv: Tensor, weights: Sequence[Tensor], plan: Plan,
-) -> tuple[tuple[Tensor, ...], list[Any], list[Tensor]]:  # fmt: skip
-    """Return (y, queries, their gates, keys, their gates, scores (2, batch, n)), what backward needs, and the matrices.
+def _heads(plan: Plan, rows: Tensor, batch: int, parts: int, heads: int) -> Tensor:
+    """Return the rows (batch·n, parts·heads·width) of a product as (batch, n, parts, heads, width)."""
+    return rows.view(batch, rows.shape[0] // batch, parts, heads, plan.width)
 
-    The last are copies of the weights in the branches' dtype, and empty where they have it. `weights`: ν, then qkv and
-    out of the light branch, q, kv and out of the heavy one.
+
+def _choose_both(scores: Tensor, mask: Tensor | None, plan: Plan) -> tuple[Any, ...]:
+    """Choose queries and keys by the scores (2, batch, n): gates, indices and state of each, as `choose_keys` says."""
+    gates_q, at_q, state_q, starts = choose(scores[0], mask, plan.queries)
+    gates_kv, at_kv, state_kv, within, seen = choose_keys(
+        scores[1], mask, plan.keys, at_q, plan.window if plan.causal else 0
+    )
+    return gates_q, at_q, state_q, starts, gates_kv.view(at_kv.shape), at_kv, state_kv, within, seen
+
+
+def _norm_both(
+    x: Tensor, at_q: Tensor, at_kv: Tensor, norm_q: Tensor, norm_kv: Tensor, plan: Plan
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the normed queries and keys as rows, each with its statistics."""
+    return *norm_chosen(x, at_q, norm_q, plan.eps, plan.dtype), *norm_chosen(x, at_kv, norm_kv, plan.eps, plan.dtype)
+
+
+def _attention(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    return (span.forward_op if is_fake(q) else span.forward)(q, *rest)  # type: ignore[no-any-return]
+
+
+def _attention_backward(dy: Tensor, *rest: Any) -> None:
+    if not is_fake(dy):
+        span.backward(dy, *rest)
+
+
+@replayed
+def _before_products(
+    x: Tensor, vectors: Tensor, light_norm: Tensor, mask: Tensor | None, norm_q: Tensor, norm_kv: Tensor, plan: Plan,
+    *weights: Tensor,
+) -> tuple[Any, ...]:  # fmt: skip
+    """Norm and score, choose twice, norm the chosen tokens; copy the weights."""
+    y, tokens, scores, stats, *copies = score_tokens(x, vectors, light_norm, mask, plan, *weights)
+    choice = _choose_both(scores, mask, plan)
+    return y, tokens, scores, stats, *choice, *_norm_both(x, choice[1], choice[5], norm_q, norm_kv, plan), *copies
+
+
+def _attend_light(
+    qkv: Tensor, batch: int, plan: Plan, mask: Tensor | None, first: Tensor, last: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Rotate queries and keys of qkv (batch·n, 3·inner) in place; return the attention's rows and denominators."""
+    qk, v = split(_heads(plan, qkv, batch, 3, plan.light_heads))
+    apply_rotary(qk, None, BASE, False, qk)
+    q, k = qk.chunk(2, dim=2)
+    light, lse = _attention(q, k, v, first, last, mask, 1 / math.sqrt(plan.width))
+    return light.view(qkv.shape[0], plan.light_heads * plan.width), lse
+
+
+def _attend_heavy(
+    q: Tensor, kv: Tensor, gates_kv: Tensor, at_q: Tensor, at_kv: Tensor, plan: Plan, mask: Tensor | None,
+    first: Tensor, last: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    query = _heads(plan, q, at_q.shape[0], 1, plan.heavy_heads).select(2, 0)
+    k, v = _heads(plan, kv, at_q.shape[0], 2, plan.heavy_heads).unbind(2)
+    apply_rotary(query, at_q, BASE, False, query)
+    apply_rotary(k, at_kv, BASE, False, k)
+    gated = branch.gate(v, gates_kv)
+    heavy, lse = _attention(query, k, gated, first, last, mask, 1 / math.sqrt(plan.width))
+    return gated, heavy.view(q.shape), lse
+
+
+@replayed
+def _attend(
+    qkv: Tensor, q: Tensor, kv: Tensor, gates_kv: Tensor, at_q: Tensor, at_kv: Tensor, plan: Plan, precision: str,
+    light_mask: Tensor | None, light_first: Tensor, light_last: Tensor, heavy_mask: Tensor | None,
+    heavy_first: Tensor, heavy_last: Tensor,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Rotate queries and keys in place (the node alone holds them), gate the values, compute both attentions.
+
+    qkv, q and kv are rows of products, and so are the attentions' results. `precision` is that of fp32 products, which
+    decides the kernels' tiles (torch.get_float32_matmul_precision); it is part of what a replay is known by.
     """
+    light = _attend_light(qkv, at_q.shape[0], plan, light_mask, light_first, light_last)
+    heavy = _attend_heavy(q, kv, gates_kv, at_q, at_kv, plan, heavy_mask, heavy_first, heavy_last)
+    return *light, *heavy
+
+
+_add_chosen = replayed(add_rows)
+
+
+@replayed
+def _before_backward_products(
+    dy: Tensor, update: Tensor, gates: Tensor, at_q: Tensor, null: Tensor, mask: Tensor | None, plan: Plan,
+    need_gates: bool, need_null: bool, need_explore: bool,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """Return dy in the branches' dtype, gradients of the heavy output and the queries' gates, explore_grad, and sums.
+
+    These are of both outputs; dy is None where it had that dtype.
+    """
+    d, copy, partials = dy.shape[-1], None, None
+    if need_null:
+        partials = branch.new_partials(dy, dy.numel() // d, 2 * d)
+        assert partials is not None
+        rows = branch.column_sums(dy.view(-1, d), partials, 0, plan.dtype)
+        dy, copy = (dy, None) if dy.dtype == plan.dtype else (rows.view(dy.shape), rows)
+    d_update, d_gates = scatter_backward(dy, update.view(*at_q.shape, d), gates, at_q, True, need_gates, null)
+    assert d_update is not None
+    d_update = d_update.view(-1, d)
+    explore_grad = sums = None
+    if need_explore:
+        scale = -plan.explore_weight * plan.explore_stride
+        explore_grad = branch.explore_gradient(dy, mask, plan.explore_stride, scale)
+    if partials is not None:
+        branch.column_sums(d_update, partials, d)
+        sums = branch.total(partials)
+    return copy, d_update, d_gates, explore_grad, sums
+
+
+@replayed
+def _attend_backward(
+    d_light: Tensor, qkv: Tensor, light: Tensor, light_lse: Tensor, d_heavy: Tensor, q: Tensor, kv: Tensor,
+    gated: Tensor, heavy: Tensor, heavy_lse: Tensor, gates_kv: Tensor, at_q: Tensor, at_kv: Tensor, plan: Plan,
+    precision: str, light_mask: Tensor | None, light_first: Tensor, light_last: Tensor,
+    light_begin: Tensor | None, light_end: Tensor | None, heavy_mask: Tensor | None, heavy_first: Tensor,
+    heavy_last: Tensor, heavy_begin: Tensor | None, heavy_end: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return gradients of qkv, q, kv and the keys' gates through attention, rotary and gating; rows as in `_attend`."""
+    scale, batch = 1 / math.sqrt(plan.width), at_q.shape[0]
+
+    def light_rows(rows: Tensor, parts: int) -> Tensor:
+        return _heads(plan, rows, batch, parts, plan.light_heads)
+
+    def heavy_rows(rows: Tensor, parts: int) -> Tensor:
+        return _heads(plan, rows, batch, parts, plan.heavy_heads)
+
+    d_qkv = torch.empty_like(qkv)
+    (qk, light_v), (d_qk, d_light_v) = split(light_rows(qkv, 3)), split(light_rows(d_qkv, 3))
+    (light_q, light_k), (d_light_q, d_light_k) = qk.chunk(2, dim=2), d_qk.chunk(2, dim=2)
+    _attention_backward(
+        light_rows(d_light, 1).select(2, 0), light_q, light_k, light_v, light_rows(light, 1).select(2, 0),
+        light_lse, light_first, light_last, light_mask, scale, (d_light_q, d_light_k, d_light_v),
+        None if light_begin is None or light_end is None else (light_begin, light_end),
+    )  # fmt: skip
+    apply_rotary(d_qk, None, BASE, True, d_qk)
+    dq, dkv = torch.empty_like(q), torch.empty_like(kv)
+    (k, v), (dk, dv), d_query = (
+        heavy_rows(kv, 2).unbind(2),
+        heavy_rows(dkv, 2).unbind(2),
+        heavy_rows(dq, 1).select(2, 0),
+    )
+    _attention_backward(
+        heavy_rows(d_heavy, 1).select(2, 0), heavy_rows(q, 1).select(2, 0), k, gated,
+        heavy_rows(heavy, 1).select(2, 0), heavy_lse, heavy_first, heavy_last, heavy_mask, scale, (d_query, dk, dv),
+        None if heavy_begin is None or heavy_end is None else (heavy_begin, heavy_end),
+    )  # fmt: skip
+    apply_rotary(d_query, at_q, BASE, True, d_query)
+    apply_rotary(dk, at_kv, BASE, True, dk)
+    return d_qkv, dq, dkv, branch.gate_backward(dv, v, gates_kv)
+
+
+def _choose_both_backward(
+    d_gates_q: Tensor, d_gates_kv: Tensor, scores: Tensor, mask: Tensor | None, plan: Plan, at_q: Tensor,
+    gates_q: Tensor, at_kv: Tensor, gates_kv: Tensor, state_q: Tensor | None, starts: Tensor | None,
+    state_kv: Tensor | None, within: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """Return the gradient of the scores (2, batch, n) from those of both gates."""
+    ds = torch.empty_like(scores)
+    choose_backward(d_gates_q, scores[0], mask, plan.queries, at_q, gates_q, state_q, starts, ds[0])
+    choose_keys_backward(
+        d_gates_kv, scores[1], mask, plan.keys, at_kv if within is None else within, gates_kv, state_kv,
+        plan.window if plan.causal else 0, ds[1],
+    )  # fmt: skip
+    return ds
+
+
+@replayed
+def _after_backward_products(
+    x: Tensor, vectors: Tensor, light_norm: Tensor, norm_q: Tensor, norm_kv: Tensor, mask: Tensor | None,
+    at_q: Tensor, gates_q: Tensor, at_kv: Tensor, gates_kv: Tensor, scores: Tensor, stats: Tensor,
+    state_q: Tensor | None, starts: Tensor | None, state_kv: Tensor | None, within: Tensor | None,
+    stats_q: Tensor, stats_kv: Tensor, plan: Plan, d_normed: Tensor | None, d_q: Tensor | None, d_kv: Tensor | None,
+    d_gates_q: Tensor | None, d_gates_kv: Tensor | None, g_scores: Tensor | None,
+    explore_grad: Tensor | None, residual: Tensor | None,
+    need_x: bool, need_sums: bool, need_q: bool, need_kv: bool,
+) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+    """Return dx through all norms, choices and scores, and sums: light norm, vectors, then the chosen tokens'."""
+    ds = None
+    if d_gates_q is not None and d_gates_kv is not None:
+        ds = _choose_both_backward(
+            d_gates_q, d_gates_kv, scores, mask, plan, at_q, gates_q, at_kv, gates_kv, state_q, starts, state_kv, within
+        )  # fmt: skip
+    if g_scores is not None:
+        ds = g_scores if ds is None else ds + g_scores
+    lists: list[Chosen] = [(d_q, at_q, norm_q, stats_q, need_q), (d_kv, at_kv, norm_kv, stats_kv, need_kv)]
+    return through_norms(
+        x, light_norm, vectors, mask, stats, scores, d_normed, ds, lists, explore_grad, plan.explore_stride, residual,
+        need_x, need_sums,
+    )  # fmt: skip
+
+
+def forward(
+    plan: Plan, x: Tensor, vector_q: Tensor, vector_kv: Tensor, light_norm: Tensor, mask: Tensor | None,
+    norm_q: Tensor, norm_kv: Tensor, null: Tensor, qkv_w: Tensor, light_out_w: Tensor, q_w: Tensor, kv_w: Tensor,
+    heavy_out_w: Tensor,
+) -> tuple[Public, Saved]:  # fmt: skip
+    """Return the results, and what backward needs."""
     precision = torch.get_float32_matmul_precision()
     vectors = torch.cat((vector_q, vector_kv))
+    weights = null, qkv_w, light_out_w, q_w, kv_w, heavy_out_w
     (
         y, tokens, scores, stats, gates_q, at_q, state_q, starts, gates_kv, at_kv, state_kv, within, seen, chosen_q,
         stats_q, chosen_kv, stats_kv, *copies,
-    ) = steps.before_products(x, vectors, light_norm, mask, norm_q, norm_kv, plan, *weights)  # fmt: skip
+    ) = _before_products(x, vectors, light_norm, mask, norm_q, norm_kv, plan, *weights)  # fmt: skip
     null, qkv_w, light_out_w, q_w, kv_w, heavy_out_w = copies or weights
     qkv = torch.mm(tokens, qkv_w.t())
     heavy_runs = _heavy_runs(x, mask, at_q, at_kv, seen, plan, precision)
     q, kv = torch.mm(chosen_q, q_w.t()), torch.mm(chosen_kv, kv_w.t())
     light_runs = _light_runs(x, mask, plan, precision)
-    light, light_lse, gated, heavy, heavy_lse = steps.attend(
+    light, light_lse, gated, heavy, heavy_lse = _attend(
         qkv, q, kv, gates_kv, at_q, at_kv, plan, precision, *light_runs[:3], *heavy_runs[:3]
     )
     rows = torch.addmm(null, light, light_out_w.t(), out=None if y is None else y.view(tokens.shape))
@@ -85,85 +333,73 @@ def forward(
     if y is None:
         y = branch.add_residual(x, rows, update, gates_q, at_q, null)
     else:
-        steps.add_chosen(rows, update, gates_q, at_q, null)
-    kept = [
-        vectors, stats, state_q, starts, state_kv, within, stats_q, stats_kv, seen, tokens, qkv, light, light_lse,
-        chosen_q, chosen_kv, q, kv, gated, heavy, heavy_lse, update,
-    ]  # fmt: skip
-    return (y, at_q, gates_q, at_kv, gates_kv, scores), kept, copies
+        _add_chosen(rows, update, gates_q, at_q, null)
+    return Public(y, at_q, gates_q, at_kv, gates_kv, scores), Saved(
+        vectors, stats, state_q, starts, state_kv, within, seen, stats_q, stats_kv, tokens, qkv, light, light_lse,
+        chosen_q, chosen_kv, q, kv, gated, heavy, heavy_lse, update, null, qkv_w, light_out_w, q_w, kv_w, heavy_out_w,
+    )  # fmt: skip
 
 
 def backward_products(
-    saved: list[Any], plan: Plan, dtypes: Sequence[torch.dtype], needs: Sequence[bool], dy: Tensor
-) -> tuple[Tensor | None, ...]:
-    """Return the gradients of the normed tokens, queries and keys, of both gates, explore_grad, ν's and the matrices'.
-
-    `saved` holds x, mask, queries, their gates, keys, their gates, then seen to update as :func:`forward` kept them,
-    and ν and the matrices as multiplied. This function empties the list: each tensor is freed after its last use if the
-    caller holds no other reference. `needs` as in :func:`backward_tokens`, then of ν and the matrices; a gradient is
-    None where it is False.
-    """
-    (
-        x, mask, at_q, gates_q, at_kv, gates_kv, seen, tokens, qkv, light, light_lse, chosen_q, chosen_kv, q, kv, gated,
-        heavy, heavy_lse, update, null, qkv_w, light_out_w, q_w, kv_w, heavy_out_w,
-    ) = saved  # fmt: skip
-    saved.clear()
-    need_x, need_v, need_light_norm, need_norm_q, need_norm_kv, need_null, *need_weights = needs
-    need_gates, dim, precision = need_x or need_v, x.shape[-1], torch.get_float32_matmul_precision()
-    light_runs = _light_runs(x, mask, plan, precision)
-    heavy_runs = _heavy_runs(x, mask, at_q, at_kv, seen, plan, precision)
-    grads: list[Tensor | None] = [None] * 5
+    saved: Saved, plan: Plan, needs: Sequence[bool], dtypes: Sequence[torch.dtype], dy: Tensor, mask: Tensor | None,
+    at_q: Tensor, gates_q: Tensor, at_kv: Tensor, gates_kv: Tensor,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """Return the gradients of normed tokens, queries, keys, of both gates, explore_grad, and those of the weights."""
+    need_x, need_vector_q, need_vector_kv, need_light_norm, need_norm_q, need_norm_kv, need_null, *need_weights = needs
+    need_v, dim, precision = need_vector_q or need_vector_kv, dy.shape[-1], torch.get_float32_matmul_precision()
+    need_gates = need_x or need_v
+    light_runs = _light_runs(dy, mask, plan, precision)
+    heavy_runs = _heavy_runs(dy, mask, at_q, at_kv, saved.seen, plan, precision)
+    grads: list[Tensor | None] = [None] * 6
 
     def gradient(which: int, dy: Tensor, x: Tensor) -> None:
         if need_weights[which]:
-            grads[which] = weight_gradient(dy, x, dtypes[1 + which])
+            grads[1 + which] = weight_gradient(dy, x, dtypes[1 + which])
 
     # one pass over dy rounds it and sums its rows
     dy = (dy if need_null else dy.to(plan.dtype)).contiguous()
-    rounded, du, d_gates_q, explore_grad, sums = steps.before_backward_products(
-        dy, update, gates_q, at_q, null, mask, plan, need_gates, need_null, plan.explore_stride > 0 and need_v
-    )
+    rounded, du, d_gates_q, explore_grad, sums = _before_backward_products(
+        dy, saved.update, gates_q, at_q, saved.null, mask, plan, need_gates, need_null,
+        plan.explore_stride > 0 and need_v,
+    )  # fmt: skip
     dy = (dy if rounded is None else rounded).view(-1, dim)
-    del rounded
-    gradient(1, dy, light)
-    gradient(4, du, heavy)
-    d_null = None
+    del rounded, saved.update
+    gradient(1, dy, saved.light)
+    gradient(4, du, saved.heavy)
     if sums is not None:
         of_dy, of_du = sums.split_with_sizes((dim, dim))
-        d_null = (of_dy - of_du).to(dtypes[0])
-    d_light, d_heavy = torch.mm(dy, light_out_w), torch.mm(du, heavy_out_w)
-    del dy, du, update
-    light_runs = _with_edges(light_runs, gated, x.shape[1])
-    heavy_runs = _with_edges(heavy_runs, gated, at_kv.shape[1])
-    d_qkv, dq, dkv, d_gates_kv = steps.attend_backward(
-        d_light, qkv, light, light_lse, d_heavy, q, kv, gated, heavy, heavy_lse, gates_kv, at_q, at_kv, plan, precision,
-        *light_runs, *heavy_runs,
+        grads[0] = (of_dy - of_du).to(dtypes[0])
+    d_light, d_heavy = torch.mm(dy, saved.light_out_w), torch.mm(du, saved.heavy_out_w)
+    del dy, du
+    light_runs = _with_edges(light_runs, saved.gated, saved.qkv.shape[0] // at_q.shape[0])
+    heavy_runs = _with_edges(heavy_runs, saved.gated, at_kv.shape[1])
+    d_qkv, dq, dkv, d_gates_kv = _attend_backward(
+        d_light, saved.qkv, saved.light, saved.light_lse, d_heavy, saved.q, saved.kv, saved.gated, saved.heavy,
+        saved.heavy_lse, gates_kv, at_q, at_kv, plan, precision, *light_runs, *heavy_runs,
     )  # fmt: skip
-    del qkv, light, d_light
-    gradient(2, dq, chosen_q)
-    d_q = torch.mm(dq, q_w) if need_x or need_norm_q else None
-    gradient(0, d_qkv, tokens)
-    del tokens
-    d_normed = torch.mm(d_qkv, qkv_w) if need_x or need_light_norm else None
-    gradient(3, dkv, chosen_kv)
-    d_kv = torch.mm(dkv, kv_w) if need_x or need_norm_kv else None
-    return d_normed, d_q, d_kv, d_gates_q, d_gates_kv if need_gates else None, explore_grad, d_null, *grads
+    del saved.qkv, saved.light, d_light
+    gradient(2, dq, saved.chosen_q)
+    d_q = torch.mm(dq, saved.q_w) if need_x or need_norm_q else None
+    gradient(0, d_qkv, saved.tokens)
+    del saved.tokens
+    d_normed = torch.mm(d_qkv, saved.qkv_w) if need_x or need_light_norm else None
+    gradient(3, dkv, saved.chosen_kv)
+    d_kv = torch.mm(dkv, saved.kv_w) if need_x or need_norm_kv else None
+    return d_normed, d_q, d_kv, d_gates_q, d_gates_kv if need_gates else None, explore_grad, *grads
 
 
 def backward_tokens(
-    saved: Sequence[Any], plan: Plan, needs: Sequence[bool], products: Sequence[Tensor | None], dy: Tensor | None,
+    plan: Plan, needs: Sequence[bool], d_normed: Tensor | None, d_q: Tensor | None, d_kv: Tensor | None,
+    d_gates_q: Tensor | None, d_gates_kv: Tensor | None, d_explore: Tensor | None, residual: Tensor | None,
     g_gates_q: Tensor | None, g_gates_kv: Tensor | None, g_scores: Tensor | None,
+    x: Tensor, vectors: Tensor, light_norm: Tensor, norm_q: Tensor, norm_kv: Tensor, mask: Tensor | None,
+    at_q: Tensor, gates_q: Tensor, at_kv: Tensor, gates_kv: Tensor, scores: Tensor, stats: Tensor,
+    state_q: Tensor | None, starts: Tensor | None, state_kv: Tensor | None, within: Tensor | None, stats_q: Tensor,
+    stats_kv: Tensor,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Return the gradients of x, both vectors (2, dim), and the norms of tokens, queries and keys; None if not needed.
-
-    `saved` holds x, vectors, the three norms, mask, queries, their gates, keys, their gates, scores, and stats to
-    stats_kv as :func:`forward` kept them. `products` are the first six results of :func:`backward_products`, None
-    without dy, the gradient of y.
-    """
-    x, vectors, *norms = saved[:5]
-    need_x, need_v, *need_norms = needs
-    d_normed, d_q, d_kv, d_gates_q, d_gates_kv, explore_grad = products
-    gates_q, gates_kv = saved[7], saved[9]
+    """Return the gradients of x, the routers' vectors and the norms: through norms, choices and scores."""
+    need_x, need_vector_q, need_vector_kv, *need_norms = needs[:6]
+    need_v = need_vector_q or need_vector_kv
     if need_x or need_v:
         # without any gradient of the gates, zeros: the choices' backward then gives zeros
         d_gates_q, d_gates_kv = (
@@ -171,15 +407,15 @@ def backward_tokens(
             for own, g, like in ((d_gates_q, g_gates_q, gates_q), (d_gates_kv, g_gates_kv, gates_kv))
         )
     needed = [need and d is not None for need, d in zip(need_norms, (d_normed, d_q, d_kv), strict=True)]
-    dx, sums = steps.after_backward_products(
-        x, *saved[1:6], plan, *saved[6:], d_normed, d_q, d_kv, d_gates_q, d_gates_kv, g_scores, explore_grad,
-        dy.contiguous() if plan.residual and dy is not None else None, need_x,
-        need_v or needed[0], *needed[1:],
+    dx, sums = _after_backward_products(
+        x, vectors, light_norm, norm_q, norm_kv, mask, at_q, gates_q, at_kv, gates_kv, scores, stats, state_q, starts,
+        state_kv, within, stats_q, stats_kv, plan, d_normed, d_q, d_kv, d_gates_q, d_gates_kv, g_scores, d_explore,
+        None if residual is None else residual.contiguous(), need_x, need_v or needed[0], *needed[1:],
     )  # fmt: skip
-    d_vectors, d_norms = None, [None] * 3
+    d_vectors, d_norms = [None, None], [None] * 3
     if sums is not None:
-        d = x.shape[-1]
-        totals = list(sums.split_with_sizes((d,) * (len(sums) // d)))
+        d, norms = x.shape[-1], (light_norm, norm_q, norm_kv)
+        totals = list(sums.split_with_sizes((d,) * (sums.shape[0] // d)))
         for i in (2, 1):
             if needed[i]:
                 d_norms[i] = totals.pop().to(norms[i].dtype)
@@ -187,61 +423,24 @@ def backward_tokens(
             d_norms[0] = totals[0].to(norms[0].dtype)
         if need_v:
             d_vectors = [t.view(1, d).to(vectors.dtype) for t in totals[1:3]]
-    return dx, *(d_vectors or (None, None)), *d_norms
+    return dx, *d_vectors, *d_norms
 
 
-class _RoutedAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, plan: Plan, *tensors: Any) -> Any:
-        x, vector_q, vector_kv, light_norm, mask, norm_q, norm_kv, *weights = tensors
-        public, kept, matrices = forward(x, vector_q, vector_kv, light_norm, mask, norm_q, norm_kv, weights, plan)
-        ctx.save_for_backward(
-            x, kept[0], light_norm, norm_q, norm_kv, mask, *public[1:], *kept[1:], *(matrices or weights)
-        )
-        ctx.plan, ctx.dtypes = plan, [w.dtype for w in weights]  # type: ignore[union-attr]
-        ctx.mark_non_differentiable(public[1], public[3])
-        ctx.set_materialize_grads(False)
-        return public
-
-    @staticmethod
-    @node_backward("RoutedAttention")
-    def backward(ctx: Any, grads_out: tuple[Tensor | None, ...]) -> Any:
-        dy, _, g_gates_q, _, g_gates_kv, g_scores = grads_out
-        saved = list(ctx.saved_tensors)
-        ctx.maybe_clear_saved_tensors()  # `saved` is now the only owner, unless the graph is retained
-        tokens, activations = saved[:TOKENS], [saved[0], saved[5], *saved[6:10], *saved[TOKENS:]]
-        del saved
-        needs = [need for i, need in enumerate(ctx.needs_input_grad[1:]) if i != MASK]
-        # both vectors' gradients come from one sum
-        needs = [needs[0], needs[1] or needs[2], *needs[3:]]
-        products: tuple[Tensor | None, ...] = (None,) * 12
-        if dy is not None:
-            products = backward_products(activations, ctx.plan, ctx.dtypes, needs, dy)
-        dx, dv_q, dv_kv, *d_norms = backward_tokens(
-            tokens, ctx.plan, needs[:5], products[:6], dy, g_gates_q, g_gates_kv, g_scores
-        )
-        return None, dx, dv_q, dv_kv, d_norms[0], None, *d_norms[1:], *products[6:]
+def _multiplications(plan: Plan, x: Any, null: Any, *matrices: Any) -> int:
+    batch, n, _ = x
+    keys = -(-n // plan.window) * plan.keys.k if plan.causal else plan.keys.k
+    rows = n, n, plan.queries.k, keys, plan.queries.k
+    total: int = 2 * batch * sum(m * w[0] * w[1] for m, w in zip(rows, matrices, strict=True))
+    return total
 
 
-_apply: Callable[..., Any] = fast_apply(_RoutedAttention)
+routed_attention, forward_op = fused(
+    "RoutedAttention", Plan, forward, backward_products, backward_tokens, _multiplications, 6
+)
 
 
-def routed_attention(plan: Plan, *tensors: Tensor | None) -> tuple[Tensor, ...]:
-    """Return y like x in the branches' dtype, indices and gates of queries and of keys, and scores (2, batch, n).
-
-    With ``plan.residual`` y is x + y, in the wider dtype of the two.
-
-    `tensors`: x, the routers' vectors (1, dim) of queries and of keys, the norm's weight of all tokens, the mask or
-    None, the norms' weights of queries and of keys, ν, then qkv and out of the light branch, q, kv and out of the heavy
-    one. Callers guarantee that `core.eager.plain` and `fits_one_program` hold, that the arguments are checked, and that
-    there are tokens and k ≥ 1.
-    """
-    return _apply(plan, *tensors)  # type: ignore[no-any-return]
-
-
-def with_keys(plan: Plan, *tensors: Any) -> tuple[tuple[Tensor, ...], Tensor, Tensor]:
+def with_keys(plan: Plan, *tensors: Any) -> tuple[Public, Tensor, Tensor]:
     """Return the same without gradients, and the chosen rotated keys and gated values (batch, k, heads, width)."""
-    x, vector_q, vector_kv, light_norm, mask, norm_q, norm_kv, *weights = tensors
-    public, kept, _ = forward(x, vector_q, vector_kv, light_norm, mask, norm_q, norm_kv, weights, plan)
-    kv, values = kept[KV : KV + 2]
-    return public, kv.view(*values.shape[:2], 2, *values.shape[2:])[:, :, 0], values
+    public, saved = forward(plan, *tensors)
+    values = saved.gated
+    return public, saved.kv.view(*values.shape[:2], 2, *values.shape[2:])[:, :, 0], values

@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from onepass.core.launch import uses_triton
+from onepass.core.eager import is_fake
+from onepass.core.launch import cdiv, uses_triton
 from onepass.ops.causal_choice import op as causal_choice
 from onepass.ops.causal_choice.definition import fraction, nearest
 from onepass.ops.soft_topk import op as soft_topk
@@ -65,11 +66,22 @@ def decide(scores: Tensor, mask: Tensor | None, how: Choice) -> tuple[Tensor, Te
     return indices, torch.where(indices >= 0, soft.gather(-1, indices.clamp_min(0)), 0.0)
 
 
+def _empty_choice(scores: Tensor, how: Choice, masked: bool) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Return empty tensors like the results of :func:`choose`."""
+    if how.block:
+        return causal_choice.forward_op(scores, None, how.k, how.share, how.eps, how.block, how.memory)  # type: ignore[no-any-return]
+    shape = (*scores.shape[:-1], how.k)
+    state = None if how.hard and not (how.share and masked) else scores.new_empty((*scores.shape[:-1], 2))
+    return scores.new_empty(shape), scores.new_empty(shape, dtype=torch.int64), state, None
+
+
 def choose(scores: Tensor, mask: Tensor | None, how: Choice) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Return gates, indices, and the state and starts that :func:`choose_backward` needs.
 
     The state is None for hard gates of k tokens in each row, whose backward computes it.
     """
+    if is_fake(scores):
+        return _empty_choice(scores, how, mask is not None)
     if how.block:
         return causal_choice.forward(scores, mask, how.k, how.share, how.eps, how.block, how.memory)
     if not (how.share and mask is not None):
@@ -97,6 +109,8 @@ def choose_backward(
     state: Tensor | None, starts: Tensor | None, into: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Return the gradient of the scores, written to `into`, contiguous, if that is given."""
+    if is_fake(scores):
+        return torch.empty_like(scores) if into is None else into
     if how.block and state is not None and starts is not None:
         return causal_choice.backward(
             d_gates, scores, mask, gates, indices, state, starts, how.eps, how.block, how.memory, into
@@ -104,15 +118,6 @@ def choose_backward(
     ds, _ = op_topk.backward(None, d_gates, scores, indices, state, None, mask, how.eps, how.kind, True, False, into)
     assert ds is not None
     return ds
-
-
-def empty_choice(scores: Tensor, how: Choice, masked: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return empty tensors like the results of :func:`choose`; one without elements stands for None."""
-    if how.block:
-        return causal_choice.forward_op(scores, None, how.k, how.share, how.eps, how.block, how.memory)  # type: ignore[no-any-return]
-    shape = (*scores.shape[:-1], how.k)
-    state = scores.new_empty(0 if how.hard and not (how.share and masked) else (*scores.shape[:-1], 2))
-    return scores.new_empty(shape), scores.new_empty(shape, dtype=torch.int64), state, scores.new_empty(0)
 
 
 def choose_keys(
@@ -128,6 +133,14 @@ def choose_keys(
     if not window:
         gates, indices, state, _ = choose(scores, mask, how)
         return gates, indices, state, None, None
+    if is_fake(scores):
+        batch, n = scores.shape
+        parts = scores.new_empty((batch * cdiv(n, window), window))
+        # only hard gates ask about the last window: the question ties a graph to some lengths
+        masked = mask is not None or bool(how.hard and n % window)
+        gates, within, state, _ = _empty_choice(parts, how, masked)
+        shape, seen = (batch, cdiv(n, window) * how.k), within.new_empty((2, *at_q.shape), dtype=torch.int32)
+        return gates.new_empty(shape), within.new_empty(shape), state, within, seen
     gates, within, state, _ = choose(*windows(scores, mask, window), how)
     if uses_triton(scores):
         from . import kernels_attention
@@ -147,6 +160,8 @@ def choose_keys_backward(
     """Write the gradient of the scores (batch, n) to `into`; `indices` are those within windows if `window` > 0."""
     if not window:
         choose_backward(d_gates, scores, mask, how, indices, gates, state, None, into)
+        return
+    if is_fake(scores):
         return
     parts, real = windows(scores, mask, window)
     whole = parts.numel() == into.numel()

@@ -1,4 +1,4 @@
-"""All of a routed feed-forward as one forward and one backward function, and as one autograd node for plain eager.
+"""All of a routed feed-forward as one autograd node, or as operators: see `node`.
 
     y = down(gelu(up(norm(x))))        y_i += gate_i · down'(gelu(up'(norm'(x_i))))        for the chosen tokens i
 
@@ -10,27 +10,56 @@ call for `core.launch.replay`, so that the host does little more than launch the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from onepass.core.eager import fast_apply, node_backward
+from onepass.core.eager import is_fake
 from onepass.core.launch import replayed
 from onepass.core.products import weight_gradient
 from onepass.ops.routing.op import add_rows, scatter_backward
 
 from . import branch
 from .choice import choose, choose_backward
+from .node import fused
 from .norms import Chosen, norm_chosen, score_tokens, through_norms
 from .plans import FeedForwardPlan as Plan
 
-# how many of the saved tensors `backward_tokens` takes
-TOKENS = 12
+
+class Public(NamedTuple):
+    """What the caller gets: y (with ``plan.residual`` x + y, in the wider dtype), and the routing."""
+
+    y: Tensor
+    indices: Tensor
+    gates: Tensor
+    scores: Tensor
+
+
+@dataclass(slots=True)
+class Saved:
+    """What forward makes for backward; rows are tokens. The four matrices are as multiplied."""
+
+    stats: Tensor
+    state: Tensor | None  # of the choice, as its starts
+    starts: Tensor | None
+    chosen_stats: Tensor
+    tokens: Tensor  # normed; so are the chosen
+    u: Tensor  # h = gelu(u)
+    h: Tensor
+    chosen: Tensor
+    heavy_u: Tensor
+    heavy_h: Tensor
+    update: Tensor
+    up: Tensor
+    down: Tensor
+    heavy_up: Tensor
+    heavy_down: Tensor
 
 
 @replayed
@@ -90,9 +119,9 @@ def _gelu_backward(
 
 @replayed
 def _after_backward_products(
-    x: Tensor, vectors: Tensor, light_norm: Tensor | None, heavy_norm: Tensor | None, mask: Tensor | None, plan: Plan,
+    x: Tensor, vectors: Tensor, light_norm: Tensor | None, heavy_norm: Tensor | None, mask: Tensor | None,
     indices: Tensor, gates: Tensor, scores: Tensor, stats: Tensor, state: Tensor | None, starts: Tensor | None,
-    chosen_stats: Tensor, d_normed: Tensor | None, d_chosen: Tensor | None, d_gates: Tensor | None,
+    chosen_stats: Tensor, plan: Plan, d_normed: Tensor | None, d_chosen: Tensor | None, d_gates: Tensor | None,
     d_scores: Tensor | None, explore_grad: Tensor | None, residual: Tensor | None, need_x: bool, need_sums: bool,
     need_heavy_norm: bool,
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
@@ -121,18 +150,16 @@ def _as(t: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def forward(
-    x: Tensor, vectors: Tensor, light_norm: Tensor | None, heavy_norm: Tensor | None, mask: Tensor | None, plan: Plan,
-    *weights: Tensor | None,
-) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], list[Tensor | None], list[Tensor | None]]:  # fmt: skip
-    """Return (y, indices, gates, scores), what backward needs of the activations, and the weights as multiplied.
-
-    The last are copies in the branches' dtype, and empty where the weights have it.
-    """
+    plan: Plan, x: Tensor, vectors: Tensor, light_norm: Tensor | None, heavy_norm: Tensor | None, mask: Tensor | None,
+    up: Tensor, up_bias: Tensor | None, down: Tensor, down_bias: Tensor | None,
+    heavy_up: Tensor, heavy_up_bias: Tensor | None, heavy_down: Tensor, heavy_down_bias: Tensor | None,
+) -> tuple[Public, Saved]:  # fmt: skip
+    """Return the results, and what backward needs."""
+    weights: Any = up, up_bias, down, down_bias, heavy_up, heavy_up_bias, heavy_down, heavy_down_bias
     y, tokens, scores, stats, indices, gates, state, starts, chosen, chosen_stats, *copies = _before_products(
         x, vectors, light_norm, heavy_norm, mask, plan, *weights
     )
-    cast: Any = copies or weights
-    up, up_bias, down, down_bias, heavy_up, heavy_up_bias, heavy_down, heavy_down_bias = cast
+    up, up_bias, down, down_bias, heavy_up, heavy_up_bias, heavy_down, heavy_down_bias = copies or weights
     u = F.linear(tokens, up, up_bias)
     h = F.gelu(u)
     out = None if y is None else y.view(tokens.shape)
@@ -147,65 +174,61 @@ def forward(
         y = branch.add_residual(x, rows, update, gates, indices, None)
     else:
         _add_chosen(rows, update, gates, indices)
-    kept = [stats, state, starts, chosen_stats, tokens, u, h, chosen, heavy_u, heavy_h, update]
-    return (y, indices, gates, scores), kept, [up, down, heavy_up, heavy_down] if copies else []
+    return Public(y, indices, gates, scores), Saved(
+        stats, state, starts, chosen_stats, tokens, u, h, chosen, heavy_u, heavy_h, update, up, down, heavy_up,
+        heavy_down,
+    )  # fmt: skip
 
 
 def backward_products(
-    saved: list[Any], plan: Plan, dtypes: Sequence[Any], needs: Sequence[bool], dy: Tensor
-) -> tuple[Tensor | None, ...]:
-    """Return the gradients of the normed tokens, of all and of the chosen, the gates', explore_grad, and the weights'.
-
-    `saved` holds mask, indices, gates, then tokens to update as :func:`forward` kept them, and the four matrices as
-    multiplied. This function empties the list, so that each tensor is freed after its last use if the caller holds no
-    other reference: fewer tensors of the tokens' size then exist at once. `needs` as in :func:`backward_tokens`, then
-    of the eight weights; a gradient is None where it is False.
-    """
-    (
-        mask, indices, gates, tokens, u, h, chosen, heavy_u, heavy_h, update, up, down, heavy_up, heavy_down
-    ) = saved  # fmt: skip
-    saved.clear()
+    saved: Saved, plan: Plan, needs: Sequence[bool], dtypes: Sequence[Any], dy: Tensor, mask: Tensor | None,
+    indices: Tensor, gates: Tensor,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """Return the gradients of the normed tokens, all and chosen, the gates', explore_grad, and those of the weights."""
     need_x, need_v, need_light_norm, need_heavy_norm, *need_weights = needs
     grads: list[Tensor | None] = [None] * 8
     d = dy.shape[-1]
     need_chosen = need_x or need_heavy_norm
     need_normed, need_update = need_x or need_light_norm, need_chosen or True in need_weights[4:]
-    widths, offsets = _columns((u.shape[1], d, heavy_u.shape[1], d), tuple(need_weights[1::2]))
+    # a symbolic size has no hash
+    columns = _columns.__wrapped__ if is_fake(dy) else _columns
+    widths, offsets = columns((saved.u.shape[1], d, saved.heavy_u.shape[1], d), tuple(need_weights[1::2]))
     # one pass over dy rounds it and sums its rows; without a bias there are no sums
     dy = (dy if widths[1] else _as(dy, plan.dtype)).contiguous()
     rounded, partials, d_update, d_gates, explore_grad = _before_backward_products(
-        dy, update, gates, indices, mask, plan, widths, offsets, need_update, need_x or need_v,
+        dy, saved.update, gates, indices, mask, plan, widths, offsets, need_update, need_x or need_v,
         plan.explore_stride > 0 and need_v,
     )  # fmt: skip
+    del saved.update
     dy = (dy if rounded is None else rounded).view(-1, d)
     del rounded
-    dh, heavy_dh, update, d_normed, d_chosen = None, None, None, None, None
+    dh, heavy_dh, d_normed, d_chosen = None, None, None, None
     if d_update is not None:
         if need_weights[6]:
-            grads[6] = weight_gradient(d_update, heavy_h, dtypes[6])
+            grads[6] = weight_gradient(d_update, saved.heavy_h, dtypes[6])
         if need_chosen or need_weights[4] or need_weights[5]:
-            heavy_dh = torch.mm(d_update, heavy_down)
-        d_update = heavy_h = None
+            heavy_dh = torch.mm(d_update, saved.heavy_down)
+    del d_update, saved.heavy_h
     if need_weights[2]:
-        grads[2] = weight_gradient(dy, h, dtypes[2])
-    h = None
+        grads[2] = weight_gradient(dy, saved.h, dtypes[2])
+    del saved.h
     if need_normed or need_weights[0] or need_weights[1]:
-        dh = torch.mm(dy, down)
+        dh = torch.mm(dy, saved.down)
     del dy
-    (sums,) = _gelu_backward(u, dh, heavy_u, heavy_dh, partials, widths, offsets)
-    u = heavy_u = None
+    (sums,) = _gelu_backward(saved.u, dh, saved.heavy_u, heavy_dh, partials, widths, offsets)
+    del saved.u, saved.heavy_u
     if heavy_dh is not None:
         if need_weights[4]:
-            grads[4] = weight_gradient(heavy_dh, chosen, dtypes[4])
+            grads[4] = weight_gradient(heavy_dh, saved.chosen, dtypes[4])
         if need_chosen:
-            d_chosen = torch.mm(heavy_dh, heavy_up)
-    heavy_dh = chosen = None
+            d_chosen = torch.mm(heavy_dh, saved.heavy_up)
+    del heavy_dh, saved.chosen
     if dh is not None:
         if need_weights[0]:
-            grads[0] = weight_gradient(dh, tokens, dtypes[0])
-        tokens = None
+            grads[0] = weight_gradient(dh, saved.tokens, dtypes[0])
+        del saved.tokens
         if need_normed:
-            d_normed = torch.mm(dh, up)
+            d_normed = torch.mm(dh, saved.up)
     if sums is not None:
         for i, total in zip((1, 3, 5, 7), sums.split_with_sizes(widths), strict=True):
             if need_weights[i]:
@@ -214,88 +237,43 @@ def backward_products(
 
 
 def backward_tokens(
-    saved: Sequence[Any], plan: Plan, needs: Sequence[bool], products: Sequence[Tensor | None], dy: Tensor | None,
-    g_gates: Tensor | None, g_scores: Tensor | None,
+    plan: Plan, needs: Sequence[bool], d_normed: Tensor | None, d_chosen: Tensor | None, d_gates: Tensor | None,
+    d_explore: Tensor | None, residual: Tensor | None, g_gates: Tensor | None, g_scores: Tensor | None,
+    x: Tensor, vectors: Tensor, light_norm: Tensor | None, heavy_norm: Tensor | None, mask: Tensor | None,
+    indices: Tensor, gates: Tensor, scores: Tensor, stats: Tensor, state: Tensor | None, starts: Tensor | None,
+    chosen_stats: Tensor,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Return the gradients of x, vectors and both norms, None where `needs` is False.
-
-    `saved` holds x, vectors, both norms, mask, indices, gates, scores, and the first four that :func:`forward` kept.
-    `products` are the first four results of :func:`backward_products`, None without dy, the gradient of y.
-    """
-    x, vectors, light_norm, heavy_norm, *_ = saved
-    need_x, need_v, need_light_norm, need_heavy_norm = needs
-    d_normed, d_chosen, d_gates, explore_grad = products
-    need_light_norm, need_heavy_norm = (
-        need_light_norm and d_normed is not None,
-        need_heavy_norm and d_chosen is not None,
-    )
+    """Return the gradients of x, vectors and both norms: through the norms, the choice and the scores."""
+    need_x, need_v, need_light_norm, need_heavy_norm, *_ = needs
+    need_light_norm = need_light_norm and d_normed is not None
+    need_heavy_norm = need_heavy_norm and d_chosen is not None
     need_gates = need_x or need_v
     if g_gates is not None and need_gates:
         d_gates = g_gates if d_gates is None else d_gates + g_gates
     dx, sums = _after_backward_products(
-        *saved[:5], plan, *saved[5:], d_normed, d_chosen, d_gates, g_scores if need_gates else None, explore_grad,
-        dy.contiguous() if plan.residual and dy is not None else None, need_x, need_v or need_light_norm,
-        need_heavy_norm,
+        x, vectors, light_norm, heavy_norm, mask, indices, gates, scores, stats, state, starts, chosen_stats, plan,
+        d_normed, d_chosen, d_gates, g_scores if need_gates else None, d_explore,
+        None if residual is None else residual.contiguous(), need_x, need_v or need_light_norm, need_heavy_norm,
     )  # fmt: skip
     d_vectors = d_light_norm = d_heavy_norm = None
     if sums is not None:
         d = x.shape[-1]
-        totals = sums.split_with_sizes((d,) * (len(sums) // d))
-        if need_light_norm:
+        totals = sums.split_with_sizes((d,) * (sums.shape[0] // d))
+        if need_light_norm and light_norm is not None:
             d_light_norm = _as(totals[0], light_norm.dtype)
         if need_v and len(totals) > 1 + need_heavy_norm:
             d_vectors = _as(totals[1].view(vectors.shape), vectors.dtype)
-        if need_heavy_norm:
+        if need_heavy_norm and heavy_norm is not None:
             d_heavy_norm = _as(totals[-1], heavy_norm.dtype)
     return dx, d_vectors, d_light_norm, d_heavy_norm
 
 
-class _RoutedFeedForward(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, vectors: Tensor, light_norm: Tensor | None, heavy_norm: Tensor | None,
-        mask: Tensor | None, plan: Plan, *weights: Tensor | None,
-    ) -> Any:  # fmt: skip
-        public, kept, matrices = forward(x, vectors, light_norm, heavy_norm, mask, plan, *weights)
-        ctx.save_for_backward(
-            x, vectors, light_norm, heavy_norm, mask, *public[1:], *kept, *(matrices or weights[::2])
-        )  # fmt: skip
-        ctx.plan, ctx.dtypes = plan, [None if w is None else w.dtype for w in weights]
-        ctx.mark_non_differentiable(public[1])
-        ctx.set_materialize_grads(False)
-        return public
-
-    @staticmethod
-    @node_backward("RoutedFeedForward")
-    def backward(ctx: Any, grads_out: tuple[Tensor | None, ...]) -> Any:
-        dy, _, g_gates, g_scores = grads_out
-        saved = list(ctx.saved_tensors)
-        ctx.maybe_clear_saved_tensors()  # `saved` is now the only owner, unless the graph is retained
-        needs, plan = ctx.needs_input_grad, ctx.plan
-        inputs, activations = saved[:TOKENS], [*saved[4:7], *saved[TOKENS:]]
-        del saved
-        products: tuple[Tensor | None, ...] = (None,) * 12
-        if dy is not None:
-            products = backward_products(activations, plan, ctx.dtypes, (*needs[:4], *needs[6:]), dy)
-        grads = backward_tokens(inputs, plan, needs[:4], products[:4], dy, g_gates, g_scores)
-        return *grads, None, None, *products[4:]
+def _multiplications(plan: Plan, x: Any, up: Any, *rest: Any) -> int:
+    (batch, n, d), heavy_up = x, rest[3]
+    total: int = 4 * batch * d * (n * up[0] + plan.choice.k * heavy_up[0])
+    return total
 
 
-_apply: Callable[..., Any] = fast_apply(_RoutedFeedForward)
-
-
-def routed_feed_forward(
-    x: Tensor, vectors: Tensor, light_norm: Tensor | None, heavy_norm: Tensor | None, mask: Tensor | None, plan: Plan,
-    *weights: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return y, in the shape of x and the branches' dtype, indices, gates and scores; see the module's docstring.
-
-    With ``plan.residual`` y is x + y, in the wider dtype of the two.
-
-    `weights`: for the light, then the heavy branch, weight and bias (or None) of the first linear layer, then of the
-    second; `vectors` (1, dim): the score vector. Gradients of gates and scores flow to x and the vectors. The gradient
-    of y reaches the gates inside the node, so autograd finds no path from y to the gates returned here.
-    Callers guarantee that `core.eager.plain` and `fits_one_program` hold, that the arguments are checked, and that
-    there are tokens and k ≥ 1.
-    """
-    return _apply(x, vectors, light_norm, heavy_norm, mask, plan, *weights)  # type: ignore[no-any-return]
+routed_feed_forward, forward_op = fused(
+    "RoutedFeedForward", Plan, forward, backward_products, backward_tokens, _multiplications, 8
+)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from onepass.core.eager import outside_autocast
 from onepass.ops.routing.op import add_rows, as_bytes, on_triton
 
 from . import branch, torch_path
@@ -35,7 +36,7 @@ def norm_forward(
             x, indices, as_bytes(mask), weight, vectors, eps, score_eps, dtype
         )  # fmt: skip
     # a caller's autocast would round the scores to 16 bits and thereby change the choice of tokens
-    with torch.autocast(x.device.type, enabled=False):
+    with outside_autocast(x.device):
         return torch_path.norm_forward(x, indices, mask, weight, vectors, eps, score_eps, dtype)
 
 

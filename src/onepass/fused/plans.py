@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, get_type_hints
 
 import torch
 
 from .choice import Choice
-
-# how an operator takes a plan: the branches' dtype, whole numbers and conditions, other numbers
-Numbers = tuple[torch.dtype, Sequence[int], Sequence[float]]
 
 
 class FeedForwardPlan(NamedTuple):
@@ -24,21 +21,6 @@ class FeedForwardPlan(NamedTuple):
     eps: float  # of the norm of all tokens
     heavy_eps: float  # of that of the chosen ones
     score_eps: float
-
-    def numbers(self) -> Numbers:
-        """Return the plan as an operator takes it."""
-        how = self.choice
-        ints = [how.k, how.kind, int(how.hard), how.block, how.memory, self.explore_stride, int(self.residual)]
-        floats = [how.eps, how.share, self.explore_weight, self.eps, self.heavy_eps, self.score_eps]
-        return self.dtype, ints, floats
-
-    @classmethod
-    def of(cls, dtype: torch.dtype, ints: Sequence[int], floats: Sequence[float]) -> FeedForwardPlan:
-        """Return the plan of such numbers."""
-        k, kind, hard, block, memory, stride, residual = ints
-        eps, share, weight, *norms = floats
-        how = Choice(k, eps, kind, bool(hard), block, memory, share)
-        return cls(dtype, how, stride, weight, bool(residual), *norms)
 
 
 class AttentionPlan(NamedTuple):
@@ -58,27 +40,34 @@ class AttentionPlan(NamedTuple):
     eps: float  # of the norms
     score_eps: float
 
-    def numbers(self) -> Numbers:
-        """Return the plan as an operator takes it."""
-        q, kv = self.queries, self.keys
-        ints = [
-            self.light_heads, self.heavy_heads, self.width, self.window, int(self.causal), q.k, q.kind, int(q.hard),
-            q.block, q.memory, kv.k, kv.kind, int(kv.hard), self.explore_stride, int(self.residual),
-        ]  # fmt: skip
-        floats = [q.eps, q.share, kv.eps, kv.share, self.explore_weight, self.eps, self.score_eps]
-        return self.dtype, ints, floats
 
-    @classmethod
-    def of(cls, dtype: torch.dtype, ints: Sequence[int], floats: Sequence[float]) -> AttentionPlan:
-        """Return the plan of such numbers."""
-        (
-            light_heads, heavy_heads, width, window, causal, q_k, q_kind, q_hard, q_block, q_memory, kv_k, kv_kind,
-            kv_hard, stride, residual,
-        ) = ints  # fmt: skip
-        q_eps, q_share, kv_eps, kv_share, weight, *norms = floats
-        queries = Choice(q_k, q_eps, q_kind, bool(q_hard), q_block, q_memory, q_share)
-        keys = Choice(kv_k, kv_eps, kv_kind, bool(kv_hard), share=kv_share)
-        return cls(
-            dtype, light_heads, heavy_heads, width, window, bool(causal), queries, keys, stride, weight,
-            bool(residual), *norms,
-        )  # fmt: skip
+# how an operator takes a plan: the branches' dtype, whole numbers and conditions, other numbers
+NUMBERS = (("dtype", torch.dtype), ("ints", Sequence[int]), ("floats", Sequence[float]))
+_TYPES = {kind: tuple(get_type_hints(kind).values()) for kind in (Choice, FeedForwardPlan, AttentionPlan)}
+
+
+def numbers(plan: FeedForwardPlan | AttentionPlan) -> tuple[torch.dtype, list[int], list[float]]:
+    """Return the plan as an operator takes it."""
+    ints: list[int] = []
+    floats: list[float] = []
+    part: Any
+    for part in (plan, *(field for field in plan if isinstance(field, Choice))):
+        for value, kind in zip(part, _TYPES[type(part)], strict=True):
+            if kind is float:
+                floats.append(value)
+            elif kind is int or kind is bool:
+                ints.append(value if kind is int else int(value))
+    return plan.dtype, ints, floats
+
+
+def plan_of(kind: type[Any], dtype: torch.dtype, ints: Sequence[int], floats: Sequence[float]) -> Any:
+    """Return the plan of such numbers."""
+    whole, others = iter(ints), iter(floats)
+
+    def fields(kind: type[Any]) -> list[Any]:
+        read: dict[Any, Any] = {int: whole.__next__, bool: lambda: bool(next(whole)), float: others.__next__}
+        return [dtype if t is torch.dtype else None if t is Choice else read[t]() for t in _TYPES[kind]]
+
+    # the plan's own numbers come first, then those of its choices
+    own = zip(fields(kind), _TYPES[kind], strict=True)
+    return kind(*(Choice(*fields(Choice)) if t is Choice else value for value, t in own))

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from onepass.core import check
 from onepass.core.eager import plain
-from onepass.fused import attention_op
 from onepass.fused.attention import routed_attention, with_keys
 from onepass.fused.norms import fits_one_program
 from onepass.fused.plans import AttentionPlan
@@ -275,8 +274,7 @@ class RoutedAttention(nn.Module):
             (y, *choice), *chosen = with_keys(plan, x, q.weight, kv.weight, weights[0], mask, *weights[1:])
             cache.heavy.fill(*chosen)
         else:
-            run = routed_attention if plain(x, mask) else attention_op.routed_attention
-            y, *choice = run(plan, x, q.weight, kv.weight, weights[0], mask, *weights[1:])
+            y, *choice = routed_attention(plan, x, q.weight, kv.weight, weights[0], mask, *weights[1:])
         at_q, gates_q, at_kv, gates_kv, scores = choice
         scores_q, scores_kv = scores.unbind(0)
         return y, AttentionRouting(

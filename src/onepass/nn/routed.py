@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from onepass.core import check
 from onepass.core.eager import plain
-from onepass.fused import feed_forward_op
 from onepass.fused.feed_forward import routed_feed_forward
 from onepass.fused.norms import fits_one_program
 from onepass.fused.plans import FeedForwardPlan
@@ -251,8 +250,7 @@ class RoutedFeedForward(Routed):
             light.norm.eps_for(x), heavy.norm.eps_for(x), NORM_EPS,
         )  # fmt: skip
         (light_norm, *linear), (heavy_norm, *more) = light.weights(), heavy.weights()
-        run = routed_feed_forward if plain(x, mask, light_norm) else feed_forward_op.routed_feed_forward
-        y, *routing = run(x, router.weight, light_norm, heavy_norm, mask, plan, *linear, *more)
+        y, *routing = routed_feed_forward(plan, x, router.weight, light_norm, heavy_norm, mask, *linear, *more)
         return y, RouterOutput(*routing)
 
     def _fused_dtype(self, x: Tensor, mask: Tensor | None) -> torch.dtype | None:

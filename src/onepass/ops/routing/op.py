@@ -9,7 +9,7 @@ from torch import Tensor
 
 from onepass.core import check
 from onepass.core.bind import bind
-from onepass.core.eager import once, plain
+from onepass.core.eager import is_fake, once, plain
 from onepass.core.launch import uses_triton
 from onepass.core.operator import operator
 from onepass.core.register import register, register_backward, register_fake
@@ -136,7 +136,7 @@ def add_rows(
 
     With `shift` (d,), contiguous, it adds gates·(update − shift).
     """
-    if not indices.numel() or not y.numel():
+    if is_fake(y) or not indices.numel() or not y.numel():
         return ()
     batch, k = indices.shape[0], indices.shape[-1]
     indices, update = indices.reshape(batch, -1, k), update.reshape(batch, -1, k, y.shape[-1])
@@ -160,7 +160,7 @@ def scatter_backward(
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
     """Return the gradients of update and gates, None where not needed; dy is that of the result of :func:`add_rows`."""
     need_g = need_g and gates is not None
-    if not indices.numel() or not dy.numel():
+    if is_fake(dy) or not indices.numel() or not dy.numel():
         return (
             update.new_zeros(update.shape) if need_u else None,
             gates.new_zeros(gates.shape) if need_g and gates is not None else None,

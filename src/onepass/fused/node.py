@@ -1,0 +1,229 @@
+"""A fused layer from three functions: one autograd node in plain eager, operators where torch's dispatcher takes part.
+
+* ``forward(plan, *arguments)`` → ``(Public, Saved)``: what the caller gets, and what forward makes for backward.
+* ``backward_products(saved, plan, needs, dtypes, dy, *kept)`` → gradients of what went into the products: those that
+  `backward_tokens` takes, then those of the weights, in `dtypes`. It deletes the fields of `saved` that it has used, so
+  that each tensor is free after its last use.
+* ``backward_tokens(plan, needs, *d, residual, *g, *kept)`` → gradients of the other arguments.
+
+A parameter ``d_…`` is a gradient from `backward_products`, ``g_…`` that of a public result, `residual` that of y where
+y is x + y. Other names are what is kept: a field of Saved, a result in Public, or an argument; weights as multiplied
+are fields with the names of the arguments. `saved` has the fields that `backward_tokens` does not name. `needs` are of
+all arguments but the mask; a gradient is None where False.
+
+torch.compile, export, FakeTensor and dispatch modes see one operator where a composition of modules has dozens, and two
+in backward, so that what the first needs is free when the second allocates the gradient of x. They run the functions of
+the eager node, on real tensors and on FakeTensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from inspect import Parameter, Signature, signature
+from operator import itemgetter
+from types import GenericAlias
+from typing import Any, NamedTuple, get_args, get_type_hints
+
+import torch
+from torch import Tensor
+from torch.library import register_autograd
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from onepass.core.bind import outside_autocast
+from onepass.core.eager import fast_apply, no_second, node_backward, plain
+from onepass.core.flops import flop_formula, register_formulas
+from onepass.core.operator import listed
+from onepass.core.register import register, register_fake
+
+from .plans import NUMBERS, numbers, plan_of
+
+
+class Fused(NamedTuple):
+    """A fused layer: ``call(plan, *arguments)`` returns the public results."""
+
+    call: Callable[..., Any]
+    forward_op: Any
+
+
+def _filled(tensors: Iterable[Tensor | None], like: Any, given: Sequence[Any] = ()) -> tuple[Tensor, ...]:
+    """Return the tensors with an empty one for None and for each that was given: an operator returns new tensors."""
+    known = {id(t) for t in (None, *given)}
+    return tuple(like.new_empty(0) if t is None or id(t) in known else t for t in tensors)
+
+
+def _there(t: Tensor | None) -> Tensor | None:
+    """Return None for the empty tensor that stands for it."""
+    return None if t is None or (t.dim() == 1 and t.shape[0] == 0) else t
+
+
+def _memoryless(run: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
+    """Return `run` for FakeTensors: as on a CPU, because kernels need memory."""
+
+    def fake(*args: Any) -> tuple[Tensor, ...]:
+        device = next(t.device for t in tree_leaves(args) if isinstance(t, Tensor))
+        if device.type in ("cpu", "meta"):
+            return run(*args)
+
+        def on(where: Any) -> Callable[[Tensor], Tensor]:
+            return lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=where)
+
+        return tree_map_only(Tensor, on(device), run(*tree_map_only(Tensor, on("cpu"), args)))  # type: ignore[no-any-return]
+
+    return fake
+
+
+def fused(
+    name: str, plan: type[Any], forward: Callable[..., Any], backward_products: Callable[..., Any],
+    backward_tokens: Callable[..., Any], multiplications: Callable[..., int], weights: int,
+) -> Fused:  # fmt: skip
+    """Return the layer that these functions define, as the module's docstring has them; `plan`: a type of `plans`.
+
+    The operators have the `name` in small letters. ``multiplications(plan, x, *weights)`` counts those, and additions,
+    of the products with weights, from shapes. The last `weights` arguments are such weights.
+    """
+    hints = get_type_hints(forward)
+    public, saved = get_args(hints["return"])
+    arguments = [a for a in hints if a not in ("plan", "return")]
+    fields = list(get_type_hints(saved))
+    n_args, n_public, mask = len(arguments), len(public._fields), arguments.index("mask")
+    names = list(signature(backward_tokens).parameters)
+    n_products = sum(n.startswith("d_") for n in names)
+    upstream = ["y", *(n.removeprefix("g_") for n in names if n.startswith("g_"))]
+
+    # where forward has what is kept, and where in that is what both functions take
+    where = {a: f"args[{i}]" for i, a in enumerate(arguments)} | {p: f"results.{p}" for p in public._fields}
+    where |= {f: f"made.{f}" for f in fields}
+    for_tokens = [n for n in names if n in where]
+    for_products = [n for n in signature(backward_products).parameters if n in where]
+    own = [f for f in fields if f not in for_tokens]
+    kept = list(dict.fromkeys((*own, *for_products, *for_tokens)))
+    fixed = [p for p in public._fields if p not in upstream]
+    # written out, as every call runs it
+    save = eval(
+        f"lambda ctx, args, results, made: (ctx.save_for_backward({listed(where[n] for n in kept)}),"
+        f" ctx.mark_non_differentiable({listed(where[p] for p in fixed)}))"
+    )
+    beside, of_tokens = (itemgetter(*map(kept.index, some)) for some in (for_products, for_tokens))
+    # the fields of `saved` from (None, *kept)
+    of_own = itemgetter(*(1 + kept.index(f) if f in own else 0 for f in fields))
+    of_arguments = itemgetter(*(i for i in range(n_args) if i != mask))
+    incoming = itemgetter(*map(public._fields.index, upstream))
+
+    class Node(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, plan: Any, *args: Any) -> Any:
+            results, made = forward(plan, *args)
+            save(ctx, args, results, made)
+            ctx.plan, ctx.dtypes = plan, [None if w is None else w.dtype for w in args[-weights:]]
+            ctx.set_materialize_grads(False)
+            return results
+
+        @staticmethod
+        @node_backward(name)
+        def backward(ctx: Any, grads_out: tuple[Tensor | None, ...]) -> Any:
+            dy, *others = incoming(grads_out)
+            tensors = ctx.saved_tensors
+            ctx.maybe_clear_saved_tensors()  # `activations` is now the only owner, unless the graph is retained
+            activations, some, more = saved(*of_own((None, *tensors))), beside(tensors), of_tokens(tensors)
+            del tensors
+            plan, needs = ctx.plan, of_arguments(ctx.needs_input_grad[1:])
+            found: Any = (None,) * (n_products + weights)
+            if dy is not None:
+                found = backward_products(activations, plan, needs, ctx.dtypes, dy, *some)
+            residual = dy if plan.residual else None
+            grads = backward_tokens(plan, needs, *found[:n_products], residual, *others, *more)
+            return None, *grads[:mask], None, *grads[mask:], *found[n_products:]
+
+    # what profilers and autograd's errors show
+    Node._backward_cls.__name__ = f"_{name}Backward"
+    eager = fast_apply(Node)
+
+    def run_forward(*args: Any) -> tuple[Tensor, ...]:
+        tensors = args[:n_args]
+        results, made = forward(plan_of(plan, *args[n_args:]), *tensors)
+        return *results, *_filled((getattr(made, f) for f in fields), tensors[0], tensors)
+
+    typed = *((a, hints[a]) for a in arguments), *NUMBERS
+    run_forward.__signature__ = Signature(  # type: ignore[attr-defined]
+        [Parameter(n, Parameter.POSITIONAL_OR_KEYWORD, annotation=t) for n, t in typed]
+    )
+
+    def run_products(
+        dy: Tensor, kept: Sequence[Tensor | None], beside: Sequence[Tensor | None], weights: Sequence[Tensor | None],
+        needs: Sequence[bool], dtype: torch.dtype, ints: Sequence[int], floats: Sequence[float],
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        given = dict(zip(arguments[-len(weights) :], weights, strict=True))
+        # a matrix that forward did not cast was multiplied as it is
+        there = {f: given.get(f) if _there(t) is None else t for f, t in zip(own, kept, strict=True)}
+        activations, dtypes = saved(*map(there.get, fields)), [None if w is None else w.dtype for w in weights]
+        of_plan = plan_of(plan, dtype, ints, floats)
+        return _filled(backward_products(activations, of_plan, needs, dtypes, dy, *beside), dy)
+
+    def run_tokens(
+        products: Sequence[Tensor | None], residual: Tensor | None, upstream: Sequence[Tensor | None],
+        kept: Sequence[Tensor | None], needs: Sequence[bool],
+        dtype: torch.dtype, ints: Sequence[int], floats: Sequence[float],
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        of_plan = plan_of(plan, dtype, ints, floats)
+        found, tensors = map(_there, products), [*map(_there, kept)]
+        return _filled(backward_tokens(of_plan, needs, *found, residual, *upstream, *tensors), kept[0])
+
+    low = "".join(f"_{c.lower()}" if c.isupper() else c for c in name).strip("_")
+
+    def registered(what: str, run: Callable[..., tuple[Tensor, ...]], results: int) -> Any:
+        run_outside: Any = outside_autocast(run)  # the caller's autocast has become the plan's dtype
+        run_outside.__signature__ = signature(run, eval_str=True)
+        op = register(low + what, run_outside, results=GenericAlias(tuple, (Tensor,) * results))
+        register_fake(op)(_memoryless(run_outside))
+        return op
+
+    forward_op = registered("", run_forward, n_public + len(fields))
+    products_op = registered("_products_backward", run_products, n_products + weights)
+    tokens_op = registered("_tokens_backward", run_tokens, n_args - 1 - weights)
+
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        found = dict(zip((*arguments, *public._fields, *fields), (*inputs[:n_args], *output), strict=True))
+        ctx.numbers = inputs[n_args:]
+        ctx.save_for_backward(*map(found.get, kept), *inputs[n_args - weights : n_args])
+        ctx.mark_non_differentiable(*map(found.get, fixed), *output[n_public:])
+        ctx.set_materialize_grads(False)
+
+    def differentiate(ctx: Any, *grads_out: Tensor | None) -> tuple[Any, ...]:
+        none = (None,) * (n_args + len(ctx.numbers))
+        dy, *others = incoming(grads_out)
+        if dy is None and not any(g is not None for g in others):
+            return none
+        tensors, needs = ctx.saved_tensors, list(of_arguments(ctx.needs_input_grad))
+        found: Any = none[: n_products + weights]
+        if dy is not None:
+            activations, of_weights = tensors[: len(own)], tensors[len(kept) :]
+            found = products_op(dy, activations, beside(tensors), of_weights, needs, *ctx.numbers)
+        residual = dy if plan_of(plan, *ctx.numbers).residual else None
+        grads = tokens_op(found[:n_products], residual, others, of_tokens(tensors), needs, *ctx.numbers)
+        grads = [*map(_there, (*grads, *found[n_products:]))]
+        return *grads[:mask], None, *grads[mask:], *none[n_args:]
+
+    register_autograd(forward_op, differentiate, setup_context=setup_context)
+
+    def refuse(ctx: Any, *grads: Any) -> Any:
+        raise NotImplementedError(no_second(name))
+
+    for op in (products_op, tokens_op):
+        register_autograd(op, refuse, setup_context=lambda ctx, inputs, output: None)
+
+    @flop_formula(forward_op)
+    def _(*args: Any, **_: Any) -> int:
+        return multiplications(plan_of(plan, *args[n_args:]), args[0], *args[n_args - weights : n_args])
+
+    @flop_formula(products_op)
+    def _(dy: Any, kept: Any, beside: Any, shapes: Any, needs: Any, *of_plan: Any, **_: Any) -> int:
+        both = any(needs[:-weights]) + any(needs[-weights:])
+        return multiplications(plan_of(plan, *of_plan), dy, *shapes) * both
+
+    def call(plan: Any, *args: Any) -> Any:
+        if plain(args[0], args[mask - 1], args[mask]):
+            return eager(plan, *args)
+        register_formulas()
+        return forward_op(*args, *numbers(plan))[:n_public]
+
+    return Fused(call, forward_op)
