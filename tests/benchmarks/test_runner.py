@@ -14,7 +14,7 @@ from bench_fakes import FakeTimer, case, everything, thunk
 from benchmarks.bench import runner
 from benchmarks.bench.compare import disagreement, error
 from benchmarks.bench.records import record
-from benchmarks.bench.runner import DISAGREES, FAILED, OK, label
+from benchmarks.bench.runner import DISAGREES, FAILED, OK
 from benchmarks.case import Definition, Prepared, backward_of, upstream
 
 
@@ -117,19 +117,6 @@ def test_only_rivals_are_given_up() -> None:
 
     found = results(case(lambda: {"onepass": slow, "rival": slow}), limit_s=0.02)
     assert (found["onepass"].status, found["rival"].status) == (OK, FAILED)
-
-
-@pytest.mark.parametrize(
-    ("params", "text"),
-    [
-        ({"rows": 64, "cols": 1024}, "64x1024"),
-        ({"rows": 64, "cols": 1024, "T": 20, "eps": 0.1}, "64x1024 T=20 eps=0.1"),
-        ({"model": "gpt2-124M", "tensors": 148, "elements": 124439808, "state": "int8"}, "gpt2-124M int8"),
-        ({}, ""),
-    ],
-)
-def test_labels(params: dict[str, Any], text: str) -> None:
-    assert label(params) == text
 
 
 class TestComparison:

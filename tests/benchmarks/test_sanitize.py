@@ -82,20 +82,6 @@ def test_calls_reach_every_kernel(
     assert sanitize.kernels(op) - launched == set()
 
 
-def test_calls_that_reach_more_come_first(sanitize: ModuleType) -> None:
-    reached = {"a": ["1"], "b": ["1", "2"], "c": [], "d": ["2", "3"], "e": ["3"]}
-    assert sanitize.reaching_more(reached) == ["b", "d"]
-    assert sanitize.reaching_more({}) == []
-
-
-def test_processes_of_a_tool_are_one_row(sanitize: ModuleType) -> None:
-    one = {"seconds": 2.0, "exit": 0, "errors": 1, "calls": 3, "wrong": 0, "launches": {"norm.kernels_triton.a": 2}}
-    row = sanitize.merged("norm", "memcheck", [one, one])
-    assert (row["errors"], row["calls"], row["launches"]) == (2, 6, {"norm.kernels_triton.a": 4})
-    assert set(row["kernels not launched"]) == sanitize.kernels("norm")
-    assert sanitize.merged("norm", "memcheck", [one, one | {"errors": None}])["errors"] is None
-
-
 def test_a_wrong_result_is_an_error(calls: ModuleType) -> None:
     make = calls.maker(calls.FP32)
     sample = Sample("x", (make(3),))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -62,18 +61,3 @@ def test_what_was_left_out_is_named(texts: Path, tmp_path: Path):
         "left out, b"
     )
     printed("train", "--out", tmp_path / "binary", "--resume")
-
-
-def test_the_terminal_agrees_with_the_page(texts: Path, tmp_path: Path):
-    lines = printed("train", texts, *TINY, "--threads", 1, "--steps", 1, "--out", tmp_path / "run").splitlines()
-    said = dict(line.split(maxsplit=1) for line in lines if line)
-    page = (tmp_path / "run/routing.html").read_text()
-    bits = said["validation"].split(" bits")[0]
-    assert re.fullmatch(r"\d\.\d{3}", bits)
-    assert f"{bits} bits per byte" in page
-    assert said["drawn"].partition(": ")[2] in page
-
-
-def test_the_command_alone_shows_its_help():
-    said = printed()
-    assert all(command in said for command in ("doctor", "train", "show", "bench"))
