@@ -17,7 +17,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from codegen.launched import GPUS, Launch, on
+from onepass import weighted_sum
 from onepass.core.launch import INTERPRET
+from onepass.ops.routing.op import score
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),
@@ -25,54 +28,24 @@ pytestmark = [
 ]
 
 
-def _launched(module: Any, monkeypatch: pytest.MonkeyPatch, call: Callable[[], Any]) -> dict[str, Any]:
-    """Arguments by name and options of the first launch of `call`, of `module` or of a sum of partials."""
-    from onepass.ops._shared import kernels_partials
-
-    seen: list[dict[str, Any]] = []
-
-    def launch(kernel: Any, grid: Any, tensors: Any, numbers: Any, constants: Any, **options: Any) -> None:
-        named = dict(zip(kernel.arg_names, (*tensors, *numbers, *constants), strict=True))
-        seen.append({"kernel": kernel, "named": named, "options": options})
-
-    for of in (module, kernels_partials):
-        monkeypatch.setattr(of, "launch", launch)
-    call()
-    return seen[0]
+def _weighted_sum(x: Tensor, vectors: int) -> Launch:
+    """The first launch of a weighted sum."""
+    with on(GPUS["sm_90"]) as launched:
+        weighted_sum(x, torch.empty(vectors, x.shape[1], device="meta"))
+    return launched[0]
 
 
-def _weighted_sum(monkeypatch: pytest.MonkeyPatch, x: Tensor, vectors: int) -> dict[str, Any]:
-    from onepass.ops.weighted_sum import kernels
-
-    w = x.new_empty(vectors, x.shape[1])
-    return _launched(kernels, monkeypatch, lambda: kernels.forward(x, w, None))
-
-
-def _score(monkeypatch: pytest.MonkeyPatch, x: Tensor, vectors: int) -> dict[str, Any]:
-    from onepass.ops.routing import kernels_score
-
-    w = torch.empty(vectors, x.shape[1], device=x.device)
-    return _launched(kernels_score, monkeypatch, lambda: kernels_score.forward(x[None], w, 1e-6))
+def _score(x: Tensor, vectors: int) -> Launch:
+    with on(GPUS["sm_90"]) as launched:
+        score(x[None], torch.empty(vectors, x.shape[1], device="meta"))
+    return launched[0]
 
 
-def _ptx(found: dict[str, Any], **options: Any) -> str:
-    import triton
+def _ptx(launch: Launch, **options: Any) -> str:
     from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
 
-    signature, constants, attributes = {}, {}, {}
-    for i, (name, value) in enumerate(found["named"].items()):
-        if isinstance(value, Tensor):
-            signature[name] = "*fp32"
-            if value.data_ptr() % 16 == 0:
-                attributes[i,] = [["tt.divisibility", 16]]
-        elif name.isupper():
-            signature[name], constants[i,] = "constexpr", value
-        else:
-            signature[name] = "fp32" if isinstance(value, float) else "i32"
-    source = ASTSource(fn=found["kernel"], signature=signature, constexprs=constants, attrs=attributes)
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=found["options"] | options)
-    return str(compiled.asm["ptx"])
+    changed = launch._replace(options=tuple((dict(launch.options) | options).items()))
+    return str(changed.compile(GPUTarget("cuda", 90, 32)).asm["ptx"])
 
 
 def _contracted(ptx: str) -> int:
@@ -94,26 +67,24 @@ def _contracted(ptx: str) -> int:
     ],
 )  # fmt: skip
 def test_no_product_is_contracted_into_a_sum_across_lanes(
-    monkeypatch: pytest.MonkeyPatch, launched: Callable[..., Any], shape: tuple[int, int], vectors: int, offset: int
+    launched: Callable[..., Launch], shape: tuple[int, int], vectors: int, offset: int
 ) -> None:
-    x = torch.empty(math.prod(shape) + offset)[offset:].view(shape)
-    assert _contracted(_ptx(launched(monkeypatch, x, vectors))) == 0
+    x = torch.empty(math.prod(shape) + offset, device="meta")[offset:].view(shape)
+    assert _contracted(_ptx(launched(x, vectors))) == 0
 
 
-def test_contraction_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert _contracted(_ptx(_score(monkeypatch, torch.empty(6, 7), 1), enable_fp_fusion=True)) > 0
+def test_contraction_is_seen() -> None:
+    assert _contracted(_ptx(_score(torch.empty(6, 7, device="meta"), 1), enable_fp_fusion=True)) > 0
 
 
 @pytest.mark.parametrize("vectors", [1, 4])
 @pytest.mark.parametrize("shape", [(37, 1), (37, 7), (37, 64), (37, 100), (37, 3000), (5, 65536)])
-def test_products_of_weighted_sum_are_explicit_fma(
-    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int], vectors: int
-) -> None:
+def test_products_of_weighted_sum_are_explicit_fma(shape: tuple[int, int], vectors: int) -> None:
     """A product left to the compiler is contracted in one of two ways: a row's bits would depend on its place."""
-    assert "mul.f32" not in _ptx(_weighted_sum(monkeypatch, torch.empty(shape), vectors))
+    assert "mul.f32" not in _ptx(_weighted_sum(torch.empty(shape, device="meta"), vectors))
 
 
 @pytest.mark.parametrize("shape", [(37, 64), (37, 3000), (5, 65536)])
-def test_scores_are_never_contracted(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int]) -> None:
+def test_scores_are_never_contracted(shape: tuple[int, int]) -> None:
     """Two rows of one thread were contracted differently: a score's last bits depended on the token's place."""
-    assert _score(monkeypatch, torch.empty(shape), 1)["options"]["enable_fp_fusion"] is False
+    assert dict(_score(torch.empty(shape, device="meta"), 1).options)["enable_fp_fusion"] is False

@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from codegen.budgets.weighted_sum import _BACKWARD, _FORWARD, _WEIGHT
 from onepass import weighted_sum
 from onepass.core.launch import INTERPRET
 
@@ -134,28 +133,11 @@ def test_long_rows_use_several_programs() -> None:
 
 
 class TestLaunch:
-    """The launch formulas, and that the code generation gate compiles what they give."""
+    """The launch formulas."""
 
     @pytest.fixture(autouse=True)
     def _kernels(self) -> None:
         pytest.importorskip("triton")
-
-    @pytest.mark.parametrize(("name", "size"), [("bf16", 2), ("fp32", 4)])
-    def test_the_gate_compiles_what_is_launched(self, name: str, size: int) -> None:
-        from onepass.ops.weighted_sum import kernels as k
-
-        for (cols, vectors), (unit, *tile, _) in _FORWARD[name].items():
-            assert unit == k._unit(cols, cols)
-            assert tuple(tile) == k._forward_tile(cols, min(unit, 16 // size), vectors)
-        for (cols, vectors), (unit, *tile, _) in _BACKWARD[name].items():
-            assert unit == k._unit(cols, cols)
-            assert tuple(tile) == k._backward_tile(1 << 20, cols, min(unit, 16 // size), vectors)
-        for (cols, dtype), (unit, *tile, _) in _WEIGHT.items():
-            if dtype == name:
-                assert unit == k._unit(cols, cols)
-                assert tuple(tile) == k._weight_tile(1 << 20, cols, min(unit, 16 // size))
-        assert k._dot_tile(64) == (64, 64, 4, 4)
-        assert k._dot_tile(512) == k._dot_tile(3000) == (64, 128, 4, 4)
 
     @given(st.integers(1, 1 << 22), st.integers(1, 1 << 21), st.sampled_from([1, 2, 4, 8]), st.integers(1, 16))
     def test_tiles_are_powers_of_two_and_waste_little(self, rows: int, cols: int, vector: int, vectors: int) -> None:

@@ -1,4 +1,4 @@
-"""Samples, bad calls, kernel budgets and bench cases of `weighted_sum`."""
+"""Samples and bad calls of `weighted_sum`."""
 
 from __future__ import annotations
 
