@@ -33,9 +33,7 @@ def counts(report: Path) -> dict[str, object]:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python tests/gpu.py", description=__doc__)
     parser.add_argument("--record", type=Path, help="write counts, versions and seconds to this JSON file")
-    parser.add_argument(
-        "--jobs", type=int, default=min(os.cpu_count() or 1, 14), help="processes (default: %(default)s)"
-    )
+    parser.add_argument("--jobs", type=int, default=min(os.cpu_count() or 1, 14), help="processes (%(default)s)")
     parser.add_argument("--sharded", action="store_true", help="tests/sharded alone, on two GPUs or more")
     parser.add_argument("tests", nargs="*", help="files and folders (default: all)")
     args = parser.parse_args()

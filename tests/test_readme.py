@@ -145,9 +145,22 @@ def budget() -> Iterable[str]:
     yield "{} bits with experts and {} without; dense {}, windows alone {}, routed blocks {} bits".format(*told)
 
 
+def processes() -> Iterable[str]:
+    """What two keep of one's speed."""
+    one, two = records("h200/raw/data_parallel.json")["records"]
+    job, both, shards = one["main_job"], two["main_job"], two["main_job_fsdp"]
+    kept = [f"{100 * r['tokens_per_s_and_process'] / job['tokens_per_s_and_process']:.0f} %" for r in (both, shards)]
+    yield f"{job['batch']} × {job['seq']} bytes a process, a step takes {job['step_ms']:.1f} ms"
+    yield f"{both['step_ms']:.1f} ms on two H200, which keep {kept[0]}"
+    yield f"{shards['step_ms']:.1f} ms, {kept[1]}"
+    times = one["experts"]["alone"]["ms"], two["experts"]["ddp"]["ms"], two["experts"]["fsdp"]["ms"]
+    yield "{:.1f} ms alone, under DDP {:.1f} ms, in FSDP2's shards {:.1f} ms".format(*times)
+
+
 FIGURES: dict[str, list[Callable[[], Iterable[str]]]] = {
     "README.md": [swapped, selection, lion, experts, budget],
     "docs/start.md": [states],
+    "docs/scale.md": [processes],
 }
 
 

@@ -16,8 +16,8 @@ Case = Callable[[], None]
 SECONDS = 600
 
 
-def run(script: str, world: int, backend: str = "gloo", room: str = "") -> str:
-    """Run the cases, or a room's, of a script beside this file in `world` processes; return errors by case and rank."""
+def run(script: str, world: int, backend: str = "gloo", room: str = "") -> None:
+    """Run the cases, or a room's, of a script beside this file in `world` processes; fail with all errors."""
     path = Path(__file__).with_name(script)
     with tempfile.TemporaryDirectory() as folder:
         paths = [str(path.parents[1]), *sys.path]
@@ -38,11 +38,10 @@ def run(script: str, world: int, backend: str = "gloo", room: str = "") -> str:
         errors = []
         for rank in range(world):
             results = Path(folder, f"{rank}.json")
-            if not results.exists():
-                return f"rank {rank} ended early:\n{said[rank][-4000:]}"
+            assert results.exists(), f"rank {rank} ended early:\n{said[rank][-4000:]}"
             for name, error in json.loads(results.read_text(encoding="utf-8")).items():
-                errors.append(f"{name}, rank {rank}: {error}" if error else "")
-        return "\n".join(filter(None, errors))
+                errors += [f"{name}, rank {rank}: {error}"] if error else []
+        assert not errors, "\n".join(errors)
 
 
 def device_type() -> str:
