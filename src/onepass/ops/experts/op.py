@@ -24,8 +24,8 @@ def _on_triton(x: Tensor, choices: Tensor) -> bool:
 
 
 def _hidden(x: Tensor, choices: Tensor, up: Tensor, gate: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return empty hidden units and, for a gate, their linear part; the definition keeps none."""
-    h = x.new_empty(choices.numel() if uses_triton(x) else 0, up.shape[2])
+    """Return empty hidden units and, for a gate, their linear part; the definition keeps none, of all rows (shards)."""
+    h = x.new_empty(choices.numel(), up.shape[2] if uses_triton(x) else 0)
     return h, x.new_empty(0) if gate is None else torch.empty_like(h)
 
 
