@@ -8,7 +8,6 @@ import math
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -168,23 +167,6 @@ def test_a_claim_ends_with_its_holder_and_a_record_ends_the_run(tmp_path: Path) 
     runs.save(tmp_path, run, {"bits": 1.0})
     with runs.claim(tmp_path, run) as ours:
         assert not ours
-
-
-def test_commands_at_once_share_a_list(tmp_path: Path, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = []
-
-    def one(run: Run, *rest: Any) -> runs.Record:
-        seen.append(run)
-        time.sleep(0.1)
-        return {"bits": 1.0, "ms": 1.0, "steps": 1, "peak_mib": 0, "setup": 0.0}
-
-    monkeypatch.setattr(train, "train", one)
-    (tmp_path / "list.txt").write_text("# tiny\nfamily=windows n=64 window=16 seed=0,1,2,3,4,5\n")
-    command = ["run", str(tmp_path), "--list", str(tmp_path / "list.txt"), "--text", str(file), "--device", "cpu"]
-    with ThreadPoolExecutor(3) as pool:
-        assert list(pool.map(main, [command] * 3)) == [0, 0, 0]
-    assert sorted(run.seed for run in seen) == [0, 1, 2, 3, 4, 5]
-    assert sorted(run.seed for run, _ in runs.load(tmp_path)) == [0, 1, 2, 3, 4, 5]
 
 
 def test_a_run_that_is_cut_goes_on_as_if_it_had_not_been(
