@@ -93,11 +93,11 @@ def graphed(prepare: Callable[[], Callable[[], Any]]) -> Prepared:
                 run()
         torch.cuda.synchronize()
         with collected(), torch.cuda.graph(graph, stream=stream):
-            kept = run()
+            kept = run, run()  # what only `run` owns, the graph reads
 
         def replay() -> Any:
             graph.replay()
-            return kept
+            return kept[1]
 
         return replay
 

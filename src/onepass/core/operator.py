@@ -17,10 +17,10 @@ def save(ctx, inputs, output):
     {results} = output
     ctx.save_for_backward({kept})
     ctx.numbers = {numbers}
-    ctx.set_materialize_grads({several})
+    ctx.set_materialize_grads({zeros})
 
 def gradients(ctx, run, {upstream} *_):
-    if {first} is None:
+    if {unknown}:
         return {nothing}
     {needs_of_taken} = ctx.needs_input_grad
     {kept} = ctx.saved_tensors
@@ -53,8 +53,8 @@ def operator(
     Args:
         name: of the public function, for messages.
         forward: as `core.bind` has it; its arguments with a default are not the operator's.
-        backward: takes the gradients of public results first; then, by their names, arguments and results of forward;
-            last `need_x` for each argument x with a gradient. It returns these gradients.
+        backward: takes the gradients of public results first, zeros for a missing one unless it takes None; then, by
+            their names, arguments and results of forward; last `need_x` for each x whose gradient it returns.
         results: names of what forward returns.
         fake: returns empty tensors like these, for FakeTensors.
         ways: how DTensors may be placed, as `core.sharding` has it; backward's follow from it.
@@ -73,11 +73,12 @@ def operator(
     upstream = [a for a in back if a not in (*taken, *results, *needs)]
     kept = [a for a in back if a in tensors or a in results]
     numbers = [a for a in back if a in taken and a not in tensors]
+    zeros = len(upstream) > 1 and "None" not in str(backward.__annotations__[upstream[0]])
     text = {
         "taken": listed(taken), "kept": listed(kept), "numbers": listed(numbers), "back": listed(back),
-        "results": results[0] if len(results) == 1 else listed(results), "several": len(upstream) > 1,
-        "upstream": listed(upstream), "first": upstream[0], "nothing": listed("None" for _ in taken),
-        "needs_of_taken": listed(f"need_{a}" for a in taken),
+        "results": results[0] if len(results) == 1 else listed(results), "zeros": zeros,
+        "upstream": listed(upstream), "unknown": " and ".join(f"{g} is None" for g in upstream),
+        "nothing": listed("None" for _ in taken), "needs_of_taken": listed(f"need_{a}" for a in taken),
         "grads": ("".join if len(of) == 1 else listed)(f"d_{a}" for a in graded),
         "wanted": listed(f"d_{a} if need_{a} else None" if a in graded else "None" for a in taken),
     }  # fmt: skip
@@ -90,8 +91,8 @@ def operator(
         for made, placed in ways(*map(given.get, taken)):
             at = dict(zip((*tensors, *results), (*placed, *made), strict=True))
             grads = [gradient(at[a], given.get(f"need_{a}", True)) for a in graded]
-            of_results = [REPLICATE if p == PARTIAL else p for p, _ in zip(made, upstream, strict=False)]
-            found.append((grads, (*of_results, *map(at.get, kept))))
+            back_at = zip(upstream, (REPLICATE if p == PARTIAL else p for p in made), strict=False)
+            found.append((grads, [*(None if given[g] is None else p for g, p in back_at), *map(at.get, kept)]))
         return found
 
     forward_op = register(registered or name, forward, ways)

@@ -189,7 +189,7 @@ class Experts(nn.Module):
         else:
             u = self.norm(x)
         u = u.reshape(-1, self.dim)
-        weights, indices, counts, logits = choose_experts(
+        weights, logits, indices, counts = choose_experts(
             u, self.router.weight, self.expert_bias, mask, self.top_k, self.score_func, self.norm_topk
         )
         if self.training and not torch._C._are_functorch_transforms_active():

@@ -65,7 +65,7 @@ def test_choice_is_its_definition(device: str, data: st.DataObject) -> None:
     mask = torch.rand(tokens, generator=generator) < 0.7 if data.draw(st.booleans()) else None
     own = [t.to(device).requires_grad_() for t in (u, weight)]
     here = [None if t is None else t.to(device) for t in (bias, mask)]
-    weights, indices, counts, logits = choice.choose_experts(*own, *here, k, score_func, norm)
+    weights, logits, indices, counts = choice.choose_experts(*own, *here, k, score_func, norm)
     wide = [t.double().requires_grad_() for t in (u, weight)]
     z = wide[0] @ wide[1].t()
     # the choice of fp32 scores: those of float64 may tell apart what is equal in fp32
@@ -99,7 +99,7 @@ def test_ties_and_nan(device: str) -> None:
     eye = torch.eye(4, device=device)
     u = torch.tensor([[1.0, 1.0, 1.0, 1.0], [0.0, 0.0, torch.nan, 0.0], [0.0, 2.0, 0.0, 2.0]], device=device)
     u = u.nan_to_num(nan=0.0) if device == "cpu" and INTERPRET else u
-    weights, indices, _, _ = choice.choose_experts(u, eye, None, None, 2, "sigmoid", True)
+    weights, _, indices, _ = choice.choose_experts(u, eye, None, None, 2, "sigmoid", True)
     assert indices[0].tolist() == [0, 1]
     assert indices[2].tolist() == [1, 3]
     # a NaN in a token reaches all of its logits

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -20,53 +18,58 @@ def expert_order(indices: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Ten
     return places.view(indices.shape).int(), rows.int(), ends.int()
 
 
-def _wide(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
+def _product(rows: Tensor, chosen: Tensor, matrices: Tensor) -> Tensor:
+    """Return rows (N, D) times the matrices (E, D, M) that they chose, in the dtype of the rows; 0 for no expert."""
+    out = rows.new_zeros(len(rows), matrices.shape[2])
+    for e, matrix in enumerate(matrices.to(rows.dtype)):
+        at = chosen == e
+        out[at] = rows[at] @ matrix
+    return out
 
 
-def _linear(u: Tensor, matrices: list[Tensor | None], e: int) -> list[Tensor]:
-    """Return tokens times the matrices of an expert that are there."""
-    return [u @ m[e].to(u.dtype) for m in matrices if m is not None]
+def _rows(x: Tensor, indices: Tensor) -> Tensor:
+    """Return tokens in fp32, or float64, once for each of their choices."""
+    return x.to(torch.promote_types(x.dtype, torch.float32)).repeat_interleave(indices.shape[1], 0)
+
+
+def _summed(rows: Tensor, indices: Tensor, like: Tensor) -> Tensor:
+    return rows.view(*indices.shape, rows.shape[1]).sum(1).to(like.dtype)
 
 
 def experts(
     x: Tensor, indices: Tensor, weights: Tensor, up: Tensor, down: Tensor, *, activation: str = "gelu",
     gate: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Return Σ_j weights[t, j] · act(x[t] · up[e]) · down[e] with e = indices[t, j], expert by expert in fp32."""
-    y = torch.zeros(x.shape, dtype=_wide(x), device=x.device)
-    for e in range(len(up)):
-        t, j = (indices == e).nonzero(as_tuple=True)
-        h, *z = _linear(x[t].to(y.dtype), [up, gate], e)
-        a = F.silu(z[0]) * h if z else F.gelu(h, approximate="tanh")
-        y = y.index_add(0, t, (weights[t, j, None].to(y.dtype) * a) @ down[e].to(y.dtype))
-    return y.to(x.dtype)
+    """Return Σ_j weights[t, j] · act(x[t] · up[e]) · down[e] with e = indices[t, j], in fp32."""
+    rows, chosen = _rows(x, indices), indices.flatten()
+    h = _product(rows, chosen, up)
+    a = F.gelu(h, approximate="tanh") if gate is None else F.silu(_product(rows, chosen, gate)) * h
+    return _summed(_product(weights.flatten()[:, None].to(a.dtype) * a, chosen, down), indices, x)
 
 
 def backward(
     dy: Tensor, x: Tensor, indices: Tensor, weights: Tensor, up: Tensor, down: Tensor, gate: Tensor | None
-) -> list[Tensor | None]:
+) -> tuple[Tensor | None, ...]:
     """Return the gradients of x, weights, up, down and gate."""
-    given: tuple[Any, ...] = (x, weights, up, down, gate)
-    wide = _wide(x)
-    grads: list[Any] = [None if g is None else torch.zeros(g.shape, dtype=wide, device=g.device) for g in given]
-    dx, d_weights, d_up, d_down, d_gate = grads
-    for e in range(len(up)):
-        t, j = (indices == e).nonzero(as_tuple=True)
-        u, w, d_out = x[t].to(wide), weights[t, j, None].to(wide), dy[t].to(wide)
-        h, *z = _linear(u, [up, gate], e)
-        silu = F.silu(z[0]) if z else h
-        a, da = silu * h if z else F.gelu(h, approximate="tanh"), d_out @ down[e].to(wide).t()
-        d_weights[t, j], d_down[e] = (da * a).sum(1), (w * a).t() @ d_out
-        da = da * w
-        dh = da * silu if z else torch.ops.aten.gelu_backward(da, h, approximate="tanh")
-        d_up[e] = u.t() @ dh
-        du = dh @ up[e].to(wide).t()
-        if z:
-            dz = torch.ops.aten.silu_backward(da * h, z[0])
-            d_gate[e], du = u.t() @ dz, du + dz @ given[4][e].to(wide).t()
-        dx.index_add_(0, t, du)
-    return [None if g is None else d.to(g.dtype) for d, g in zip(grads, given, strict=True)]
+    rows, chosen, d_rows = _rows(x, indices), indices.flatten(), _rows(dy, indices)
+    w = weights.flatten()[:, None].to(rows.dtype)
+
+    def gradient(a: Tensor, b: Tensor, matrices: Tensor) -> Tensor:
+        found = [a[chosen == e].t() @ b[chosen == e] for e in range(len(matrices))]
+        return torch.stack(found).to(matrices.dtype)
+
+    h, da = _product(rows, chosen, up), _product(d_rows, chosen, down.mT)
+    if gate is None:
+        a, d_gate = F.gelu(h, approximate="tanh"), None
+        dh = torch.ops.aten.gelu_backward(da * w, h, approximate="tanh")
+        dx = _product(dh, chosen, up.mT)
+    else:
+        z = _product(rows, chosen, gate)
+        silu = F.silu(z)
+        a, dh, dz = silu * h, da * w * silu, torch.ops.aten.silu_backward(da * w * h, z)
+        d_gate, dx = gradient(rows, dz, gate), _product(dh, chosen, up.mT) + _product(dz, chosen, gate.mT)
+    d_weights = (da * a).sum(1).to(weights.dtype).view(weights.shape)
+    return _summed(dx, indices, x), d_weights, gradient(rows, dh, up), gradient(w * a, d_rows, down), d_gate
 
 
 def choose(

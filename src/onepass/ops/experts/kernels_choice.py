@@ -178,7 +178,7 @@ def _shape(n: int, n_experts: int) -> tuple[tuple[int, int, int], int, int]:
 def choose(
     parts: Tensor, bias: Tensor | None, mask: Tensor | None, n_experts: int, k: int, softmax: bool, norm: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return weights (T, k), indices (T, k), counts (E,) and logits (T, E) of their parts; mask (T,) is uint8."""
+    """Return weights (T, k), logits (T, E), indices (T, k) and counts (E,) of parts of logits; mask (T,) is uint8."""
     n, several = parts.shape[0], parts.shape[1] // n_experts
     weights = torch.empty((n, k), dtype=torch.float32, device=parts.device)
     indices = torch.empty((n, k), dtype=torch.int64, device=parts.device)
@@ -190,7 +190,7 @@ def choose(
             choose_kernel, grid, (parts, bias, mask, logits, weights, indices, counts), (n, n_experts),
             (several, k, softmax, norm, *block, next_power_of_2(k)), num_warps=WARPS,
         )  # fmt: skip
-    return weights, indices, counts, parts if logits is None else logits
+    return weights, parts if logits is None else logits, indices, counts
 
 
 @replayed

@@ -15,10 +15,11 @@ from onepass.core.launch import cdiv, device_guard, launch, next_power_of_2, rep
 from .kernels_rows import activation_parts, load_experts
 
 INTS = ["n", "n_experts", "expert_stride", "row_stride", "gate_expert_stride", "gate_row_stride", "n_parts"]
-# choices up to which these kernels run: beyond, experts are shared by tokens, and each token reads its own again here
-MOST = 32
-# a tile: terms of a sum, and sums. Neighbouring programs read neighbouring columns of the same rows
-DEEP, WIDE = 256, 32
+# choices up to which these kernels run. Each reads its expert again: beyond as many choices as experts, or 64 MB, the
+# way of many tokens is as fast
+MOST, MOST_BYTES = 128, 1 << 26
+# terms of a tile's sums, and bytes of its rows. Neighbouring programs read neighbouring columns of the same rows
+DEEP, ROW_BYTES = 256, 128
 
 
 @triton.jit
@@ -53,9 +54,9 @@ def hidden_kernel(
     p, part = tl.program_id(2), tl.program_id(1)
     d, h = part * DEEP + tl.arange(0, DEEP), tl.program_id(0) * WIDE + tl.arange(0, WIDE)
     e = load_experts(id_ptr, p, n, n_experts).to(tl.int64)
+    up = load_tile(up_ptr, e, expert_stride, d, row_stride, h, D, H, VEC)
     x = tl.load(x_ptr + (p // K) * D + d, mask=d < D, other=0.0).to(tl.float32)[:, None]
     at = part_ptr + (part * n + p) * H + h
-    up = load_tile(up_ptr, e, expert_stride, d, row_stride, h, D, H, VEC)
     tl.store(at, tl.sum(x * up, 0), mask=h < H)
     if gate_ptr is not None:
         gate = load_tile(gate_ptr, e, gate_expert_stride, d, gate_row_stride, h, D, H, VEC)
@@ -86,6 +87,8 @@ def out_kernel(
     p, some = tl.program_id(2), tl.program_id(1)
     h, d = some * DEEP + tl.arange(0, DEEP), tl.program_id(0) * WIDE + tl.arange(0, WIDE)
     e = load_experts(id_ptr, p, n, n_experts).to(tl.int64)
+    # these loads are under way while others wait
+    down = load_tile(down_ptr, e, expert_stride, h, row_stride, d, H, D, VEC)
     part = tl.arange(0, PARTS)[:, None]
     at, mask = part_ptr + (part * n + p) * H + h[None, :], (part < n_parts) & (h < H)[None, :]
     # the activation takes what a product would have written
@@ -98,7 +101,6 @@ def out_kernel(
     else:
         a, _ = activation_parts(linear, True)
     a *= tl.load(weight_ptr + p).to(tl.float32)
-    down = load_tile(down_ptr, e, expert_stride, h, row_stride, d, H, D, VEC)
     tl.store(out_ptr + (p * tl.num_programs(1) + some) * D + d, tl.sum(a[:, None] * down, 0), mask=d < D)
 
 
@@ -117,11 +119,18 @@ def sum_kernel(
     tl.store(y_ptr + tl.program_id(0) * D + d, total.to(y_ptr.dtype.element_ty), mask=d < D)
 
 
+def takes(choices: int, up: Tensor, gate: Tensor | None) -> bool:
+    """Return whether these kernels are the faster way for so many choices."""
+    n_experts, dim, hidden = up.shape
+    size = (2 if gate is None else 3) * dim * hidden * up.element_size()
+    return 0 < choices <= min(MOST, max(n_experts, MOST_BYTES // max(1, size)))
+
+
 @replayed
 def few(x: Tensor, ids: Tensor, weights: Tensor, up: Tensor, down: Tensor, gate: Tensor | None) -> Tensor:
     """Return y (T, d) of tokens x; all tensors contiguous but for the experts' and rows' strides of the matrices."""
     (tokens, k), (n_experts, dim, hidden) = ids.shape, up.shape
-    n, deep, some = tokens * k, cdiv(dim, DEEP), cdiv(hidden, DEEP)
+    n, deep, some, wide = tokens * k, cdiv(dim, DEEP), cdiv(hidden, DEEP), ROW_BYTES // up.element_size()
     y = torch.empty_like(x)
     parts = torch.empty((1 if gate is None else 2, deep, n, hidden), dtype=torch.float32, device=x.device)
     outs = torch.empty((n, some, dim), dtype=torch.float32, device=x.device)
@@ -130,16 +139,16 @@ def few(x: Tensor, ids: Tensor, weights: Tensor, up: Tensor, down: Tensor, gate:
     of_up, of_down, of_gate = (tuple(s // vec for s in strides[i : i + 2]) or (0, 0) for i in (0, 2, 4))
     with device_guard(x):
         launch(
-            hidden_kernel, (cdiv(hidden, WIDE), deep, n), (x, ids, up, gate, parts),
-            (n, n_experts, *of_up, *of_gate), (k, dim, hidden, vec, DEEP, WIDE), num_warps=4,
+            hidden_kernel, (cdiv(hidden, wide), deep, n), (x, ids, up, gate, parts),
+            (n, n_experts, *of_up, *of_gate), (k, dim, hidden, vec, DEEP, wide), num_warps=4,
         )  # fmt: skip
         launch(
-            out_kernel, (cdiv(dim, WIDE), some, n), (parts, ids, weights, down, outs),
+            out_kernel, (cdiv(dim, wide), some, n), (parts, ids, weights, down, outs),
             (n, n_experts, *of_down, deep),
-            (gate is not None, dim, hidden, next_power_of_2(deep), vec, DEEP, WIDE), num_warps=4,
+            (gate is not None, dim, hidden, next_power_of_2(deep), vec, DEEP, wide), num_warps=4,
         )  # fmt: skip
         launch(
-            sum_kernel, (tokens, cdiv(dim, WIDE), 1), (outs, y), (k * some,),
-            (dim, next_power_of_2(k * some), WIDE), num_warps=4,
+            sum_kernel, (tokens, cdiv(dim, 32), 1), (outs, y), (k * some,),
+            (dim, next_power_of_2(k * some), 32), num_warps=4,
         )  # fmt: skip
     return y

@@ -104,7 +104,7 @@ def _without_gradients(
     if not torch.is_grad_enabled() and uses_triton(x) and x.numel() and all(m.stride(2) == 1 for m in matrices):
         from . import kernels_few
 
-        if 0 < indices.numel() <= kernels_few.MOST:
+        if kernels_few.takes(indices.numel(), up, gate):
             return kernels_few.few(x.contiguous(), indices.contiguous(), weights.contiguous(), up, down, gate)  # type: ignore[no-any-return]
     return _forward(x, indices, weights, up, down, gate, activation)[0]
 

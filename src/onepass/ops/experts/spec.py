@@ -58,7 +58,7 @@ def _opchecks() -> Iterator[tuple[Any, tuple[Any, ...]]]:
     for score_func in ("sigmoid", "softmax"):
         args = (u, weight, torch.zeros(4), torch.arange(9) % 4 != 1, 2, score_func, True)
         yield choice.forward_op, args
-        weights, found, _, logits = (t.detach() for t in choice.forward_op(*args))
+        weights, logits, found, _ = (t.detach() for t in choice.forward_op(*args))
         kept = (u.detach(), weight.detach(), logits, found, weights, score_func, True)
         yield choice.backward_op, (torch.randn_like(weights), None, *kept, True, True)
         yield choice.backward_op, (torch.randn_like(weights), torch.randn_like(logits), *kept, True, False)
