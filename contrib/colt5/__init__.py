@@ -1,7 +1,7 @@
 """colt5-attention's modules, on top of onepass; in a checkout of the repository alone, not in the package.
 
 Names, arguments and state_dict keys are the original's: ``load_state_dict`` takes its weights as they are.
-docs/moving.md lists where results differ, because the original is faulty or limited.
+README.md lists where results differ, because the original is faulty or limited.
 """
 
 from .attention import (
