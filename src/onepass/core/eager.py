@@ -22,8 +22,8 @@ def forward_mode() -> bool:
 
 
 def is_fake(t: torch.Tensor) -> bool:
-    """Return whether the tensor has no memory: a FakeTensor, or on the meta device."""
-    return type(t) is FakeTensor or t.is_meta
+    """Return whether the tensor has a shape but no memory."""
+    return type(t) is FakeTensor
 
 
 def is_plain_eager_call(args: tuple[Any, ...]) -> bool:
