@@ -23,7 +23,7 @@ def tests_for(name: str) -> list[str]:
             return ["tests/test_docs.py", "tests/test_readme.py"]
         case ("src", "onepass", "core", "sharding.py"):
             return [*SHARED, "tests/sharded"]
-        case ("src", "onepass", "nn", "whole_rows.py"):
+        case ("src", "onepass", "nn", "calls.py" | "whole_rows.py"):
             return ["tests/nn", "tests/sharded"]
         case ("src", "onepass", "ops", operator, "op.py" | "sharding.py"):
             return [f"tests/ops/{operator}", "tests/contract", "tests/sharded"]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from onepass.core import check
 from onepass.nn.count import check_size
-from onepass.nn.padding import check_mask
+from onepass.nn.packed import check_mask
 from onepass.ops.routing.op import gather, scatter_add
 
 from .heavy import HeavyAttention, LocalAttention

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from onepass.core import check
 from onepass.nn.count import check_number, check_size
-from onepass.nn.padding import check_mask
+from onepass.nn.packed import check_mask
 from onepass.ops.coor_descent.op import coor_descent
 from onepass.ops.norm.op import rms_norm
 from onepass.ops.routing.op import gather, scatter_add

@@ -123,7 +123,7 @@ def test_opcheck(
     )  # fmt: skip
     layer, x = _layer(name, device, causal), _tokens(device, n=n)
     with mock.patch(f"onepass.{call}", return_value=[x] * len(module.Public._fields)) as seen:
-        layer._fused(x, _mask(device, n) if masked else None, dtype, residual)
+        layer.fused(x, _mask(device, n) if masked else None, dtype, residual)
     plan, *tensors = seen.call_args.args
     opcheck(
         module.forward_op, (*tensors, *numbers(plan)),

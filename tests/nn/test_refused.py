@@ -51,6 +51,9 @@ def on_meta(layer: nn.Module, part: str) -> nn.Module:
 CHOICE = Router(16)(X, 4)
 ROWS: list[tuple[type[Exception], str, Callable[[], Any]]] = [
     # layers
+    *((ValueError, f"{type(block).__name__}: cache and cu_seqlens exclude each other",
+       lambda block=block: block(X[0], cu_seqlens=torch.tensor([0, 9]), cache=block.new_cache(1)))
+      for block in (RoutedBlock(16, 0.5, causal=True, **HEADS), TransformerBlock(16, causal=True, **HEADS))),
     *((error, f"{name}: k(_q)? must be an int", lambda name=name, k=k: LAYERS[name](k))
       for name in ("Routed", "RoutedFeedForward", "RoutedAttention")
       for k, error in ((0, ValueError), (0.0, ValueError), (1.5, ValueError), (True, TypeError), ("3", TypeError))),

@@ -36,7 +36,7 @@ def counted() -> Iterator[list[int]]:
 
 def composed() -> Any:
     """The modules one by one."""
-    return patch.object(RoutedFeedForward, "_fused_dtype", lambda self, x, mask: None)
+    return patch.object(RoutedFeedForward, "fused_dtype", lambda self, x, mask: None)
 
 
 def _mask(device: str = "cpu") -> Tensor:

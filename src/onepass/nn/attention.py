@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,15 +15,14 @@ from onepass.fused.plans import AttentionPlan
 from onepass.ops.routing.op import gather, scatter_add
 from onepass.ops.span_attention.op import rotary, span_attention
 
+from .calls import Layer, as_written, branch_dtype, parts_of
 from .causal import CausalRouter, choose_per_block, router_of_windows
 from .count import check_count, check_dtype, count
 from .explore import explore
-from .feed_forward import branch_dtype, has_no_overrides
 from .local_attention import LocalAttention, check_heads
 from .norm import RMSNorm
-from .packed import packed
+from .packed import check_mask
 from .router import NORM_EPS, Router, RouterOutput, asked
-from .whole_rows import takes_whole_rows, whole_rows
 
 if TYPE_CHECKING:
     from .cache import AttentionCache, HeavyCache
@@ -45,9 +44,8 @@ class AttentionRouting(NamedTuple):
 class HeavyAttention(nn.Module):
     """Attention of chosen queries (batch, k_q, dim) to chosen memories (batch, k_kv, dim), both normed; gated values.
 
-    It returns ``out(attention) − null``, because the caller adds `null` to every token. A query sees the first `last`
-    memories, ``(k_q,)`` or ``(batch, k_q)``, except those where `mask` is False. With `turned`, queries and keys are
-    rotated by the positions in the routing.
+    It returns ``out(attention) − null``: the caller adds `null` to every token. A query sees the first `last` memories,
+    ``(k_q,)`` or ``(batch, k_q)``, where `mask` is True. `turned` rotates both by the positions in the routing.
     """
 
     def __init__(
@@ -69,34 +67,26 @@ class HeavyAttention(nn.Module):
         mask: Tensor | None, cache: HeavyCache | None = None,
     ) -> Tensor:  # fmt: skip
         check_dtype("HeavyAttention", queries, self.q)
-        q, kv = self.q(queries), self.kv(memories)
+        q = self.q(queries).unflatten(-1, (self.heads, self.dim_head))
+        kv = self.kv(memories).unflatten(-1, (2, self.heads, self.dim_head))
         if cache is not None and cache.clock.lengths is None:
-            heads = kv.unflatten(-1, (2, self.heads, self.dim_head))
-            y = cache.attend(q.unflatten(-1, (self.heads, self.dim_head)), heads, routing.kv)
+            y = cache.attend(q, kv, routing.kv)
         else:
-            y = self.attend(q, kv, routing, last, turned=turned, mask=mask, cache=cache)
+            k, v = kv.unbind(2)
+            if turned:
+                # a missing token (−1) gets some angle too; its result is not used
+                q, k = rotary(q, routing.q.indices), rotary(k, routing.kv.indices)
+            # gates scale the values, not the logits: flash attention needs no bias, and a token with gate 0 contributes
+            # nothing
+            v = v * routing.kv.gates.to(v.dtype)[..., None, None]
+            if cache is not None:
+                cache.fill(k, v)
+            y = span_attention(q, k, v, torch.zeros_like(last), last, mask=mask)
         y = self.out(y.flatten(2))
         return y - null.to(y.dtype)  # type: ignore[no-any-return]
 
-    def attend(
-        self, q: Tensor, kv: Tensor, routing: AttentionRouting, last: Tensor, *, turned: bool, mask: Tensor | None,
-        cache: HeavyCache | None = None,
-    ) -> Tensor:  # fmt: skip
-        """Return (batch, k_q, heads, dim_head) for projected queries, and keys and values (batch, k_kv, …)."""
-        q = q.view(*q.shape[:2], self.heads, self.dim_head)
-        k, v = kv.view(*kv.shape[:2], 2, self.heads, self.dim_head).unbind(2)
-        if turned:
-            # a missing token (−1) gets some angle too; its result is not used
-            q, k = rotary(q, routing.q.indices), rotary(k, routing.kv.indices)
-        # gates scale the values, not the logits: flash attention needs no bias, and a token with gate 0 contributes
-        # nothing
-        v = v * routing.kv.gates.to(v.dtype)[..., None, None]
-        if cache is not None:
-            cache.fill(k, v)
-        return span_attention(q, k, v, torch.zeros_like(last), last, mask=mask)
 
-
-class RoutedAttention(nn.Module):
+class RoutedAttention(Layer):
     r"""Local attention for every token; for k_q routed tokens also attention to k_kv routed tokens from anywhere.
 
     .. math::
@@ -104,13 +94,12 @@ class RoutedAttention(nn.Module):
               \mathrm{out}\Big(\sum_{j \in K} \mathrm{softmax}_j(q_i\cdot k_j)\, h_j v_j\Big)
 
     with g the gates of the routed queries (0 for all others), h those of the routed keys and values K, and ν the
-    learned output (`null`) of tokens that are not routed. Both branches norm their own inputs and apply rotary
-    embedding by the original positions. There is no residual inside: write ``x + attention(x)``.
+    learned output (`null`) of tokens that are not routed. Both branches norm their own inputs and rotate by the
+    original positions. There is no residual inside: write ``x + attention(x)``.
 
     With ``causal=True`` no output depends on a later token, bit for bit, if tokens are finite. Local windows reach back
-    only. A running threshold chooses queries (`CausalRouter`). Each window gives a quota of ``max(1, round(m·k_kv))``
-    keys and values of its m real tokens or, for an int, ``max(1, round(window·k_kv/n))``. A query of window b sees
-    those of the windows before b. They are the first entries of one list, so nothing is copied per window.
+    only, a running threshold chooses queries (`CausalRouter`), and each window gives ``max(1, round(m·k_kv))`` keys and
+    values of its m real tokens or, for an int, ``max(1, round(window·k_kv/n))``, seen by queries of later windows.
 
     Args:
         dim: width of the tokens.
@@ -121,8 +110,8 @@ class RoutedAttention(nn.Module):
         window: tokens of a local window (see `LocalAttention`).
         causal: no output depends on a later token: for language models.
         router_q, router_kv: default `Router` (causal queries: `CausalRouter`); modules with their call signature and
-            one route. With causal, router_kv is called on windows as if each were a sequence, and router_q must be
-            causal and list tokens in their order; a plain `Router` is refused.
+            one route. With causal, router_kv is called on windows as if each were a sequence, and router_q must list
+            tokens in their order.
         device, dtype: of all parameters.
 
     Shapes: ``attention(x, mask=None)`` with x ``(batch, n, dim)`` of any float dtype, mask ``(batch, n)`` bool, True
@@ -176,56 +165,45 @@ class RoutedAttention(nn.Module):
         """Set `null` to 0; submodules have their own `reset_parameters`."""
         nn.init.zeros_(self.null)
 
-    def forward(
-        self, x: Tensor, mask: Tensor | None = None, return_routing: bool = False, *,
-        cu_seqlens: Tensor | None = None, max_seqlen: int | None = None, cache: AttentionCache | None = None,
-    ) -> Tensor | tuple[Tensor, AttentionRouting]:  # fmt: skip
-        if cu_seqlens is not None or max_seqlen is not None:
-            return packed(RoutedAttention, self, x, mask, return_routing, cu_seqlens, max_seqlen)  # type: ignore[no-any-return]
-        self._check_tokens(x)
-        dtype = self._fused_dtype(x, mask)
-        if cache is not None and x.shape[1] == 1:
-            y, routing = self._step(x, cache)
-        elif dtype is not None:
-            y, routing = self._fused(x, mask, dtype, cache=cache)
-            if cache is not None:
-                cache.fill(self, x, routing)
-                cache.light.fill(self.light, x)
-        elif cache is None and takes_whole_rows(self, x):
-            return whole_rows(RoutedAttention, self, x, mask, return_routing=return_routing)  # type: ignore[no-any-return]
-        else:
-            y, routing = self._composed(x, mask, cache)
-            y = explore(y, x, self.router_q, self.k_q, mask).view(x.shape)
-        return (y, routing) if return_routing else y
-
     if TYPE_CHECKING:
         __call__: RoutedCall[AttentionRouting]
 
-    def _check_tokens(self, x: Tensor) -> None:
+    def check(self, x: Tensor) -> None:
+        """Raise TypeError or ValueError unless x is (batch, n, dim) of a float dtype."""
         check.floating("RoutedAttention", "x", x)
         if x.dim() != 3 or x.shape[-1] != self.dim:
             raise ValueError(f"RoutedAttention: x must be (batch, n, {self.dim}), got {tuple(x.shape)}")
 
-    def _composed(
+    def composed(
         self, x: Tensor, mask: Tensor | None, cache: AttentionCache | None = None
     ) -> tuple[Tensor, AttentionRouting]:
-        """Return the output as (batch·n, dim) and the routing, computed module by module."""
-        routing = self._choose(x, mask)
-        of_light, of_heavy = ({}, {}) if cache is None else ({"cache": cache.light}, {"cache": cache.heavy})
-        if cache is not None:
-            cache.fill(self, x, routing)
+        """Compute module by module."""
+        n, heavy = x.shape[1], self.heavy
+        of_q, k_kv = self.router_q(x, asked(self.router_q, self.k_q, n), mask), asked(self.router_kv, self.k_kv, n)
+        if self.causal and n:
+            of_kv = choose_per_block(self.router_kv, x, self.quota(n), self.window, mask)
+        else:
+            of_kv = self.router_kv(x, k_kv, mask)
+        routing, q, kv = AttentionRouting(of_q, of_kv), of_q.indices, of_kv.indices
+        of_light, of_heavy = ({}, None) if cache is None else ({"cache": cache.light}, cache.heavy)
         y = self.light(x, mask, **of_light).flatten(0, 1)
         y = y + self.null.to(y.dtype)
-        q, kv = routing.q.indices, routing.kv.indices
         if q.shape[1] or not x.numel():
-            heavy = self.heavy
+            # without a mask, a Router always finds k tokens
+            whole = mask is None and type(self.router_kv) is Router and not (self.causal and n % self.window)
+            if self.causal:
+                quota = kv.shape[1] // max(1, -(-n // self.window))
+                # missing queries come last and see every key, so that `last` never decreases
+                last = torch.where(q >= 0, q // self.window * quota, kv.shape[1])
+            else:
+                last = torch.full(q.shape[1:], kv.shape[1], dtype=torch.int32, device=q.device)
             tokens = heavy.norm_q(gather(x, q)), heavy.norm_kv(gather(x, kv))
-            last, seen = self.seen(routing, x.shape[1], mask)
-            update = heavy(*tokens, routing, self.null, last, turned=True, mask=seen, **of_heavy)
-            y = scatter_add(y, update, routing.q.gates, q, inplace=plain())
-        return y, routing
+            there = None if whole else kv >= 0
+            update = heavy(*tokens, routing, self.null, last, turned=True, mask=there, cache=of_heavy)
+            y = scatter_add(y, update, of_q.gates, q, inplace=plain())
+        return explore(y, x, self.router_q, self.k_q, mask).view(x.shape), routing
 
-    def _step(self, x: Tensor, cache: AttentionCache) -> tuple[Tensor, AttentionRouting]:
+    def step(self, x: Tensor, cache: AttentionCache) -> tuple[Tensor, AttentionRouting]:
         """Return the outputs (batch, 1, dim) of one more token of each sequence; indices are positions, or −1."""
         heavy, q = self.heavy, self.router_q(x, self.k_q, cache=cache.queries)
         y = self.light(x, cache=cache.light)
@@ -244,14 +222,7 @@ class RoutedAttention(nn.Module):
         cache.keep(x)
         return y, routing
 
-    def _choose(self, x: Tensor, mask: Tensor | None) -> AttentionRouting:
-        n = x.shape[1]
-        q = self.router_q(x, asked(self.router_q, self.k_q, n), mask)
-        if not self.causal or n == 0:
-            return AttentionRouting(q, self.router_kv(x, asked(self.router_kv, self.k_kv, n), mask))
-        return AttentionRouting(q, choose_per_block(self.router_kv, x, self.quota(n), self.window, mask))
-
-    def _fused(
+    def fused(
         self, x: Tensor, mask: Tensor | None, dtype: torch.dtype, residual: bool = False,
         cache: AttentionCache | None = None,
     ) -> tuple[Tensor, AttentionRouting]:  # fmt: skip
@@ -260,7 +231,7 @@ class RoutedAttention(nn.Module):
         n = x.shape[1]
         assert isinstance(q, Router)
         assert isinstance(kv, Router)
-        q.check(x, 0, mask)
+        check_mask("Router", x, mask)
         keys = kv.choice(self.quota(n), self.window) if self.causal else kv.choice(self.k_kv, n)
         plan = AttentionPlan(
             dtype, light.heads, heavy.heads, heavy.dim_head, light.window, self.causal, q.choice(self.k_q, n), keys,
@@ -273,6 +244,7 @@ class RoutedAttention(nn.Module):
         if cache is not None:
             (y, *choice), *chosen = with_keys(plan, x, q.weight, kv.weight, weights[0], mask, *weights[1:])
             cache.heavy.fill(*chosen)
+            cache.light.fill(light, x)
         else:
             y, *choice = routed_attention(plan, x, q.weight, kv.weight, weights[0], mask, *weights[1:])
         at_q, gates_q, at_kv, gates_kv, scores = choice
@@ -281,21 +253,6 @@ class RoutedAttention(nn.Module):
             RouterOutput(at_q, gates_q, scores_q), RouterOutput(at_kv, gates_kv, scores_kv)
         )  # fmt: skip
 
-    def seen(self, routing: AttentionRouting, n: int, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Return how many of the chosen keys each chosen query sees, and which of them exist (None: all)."""
-        q, kv, there = routing.q.indices, routing.kv.indices, self._there(routing, n, mask)
-        if not self.causal:
-            return torch.full(q.shape[1:], kv.shape[1], dtype=torch.int32, device=q.device), there
-        quota = kv.shape[1] // max(1, -(-n // self.window))
-        # missing queries come last and see every key, so that `last` never decreases
-        return torch.where(q >= 0, q // self.window * quota, kv.shape[1]), there
-
-    def _there(self, routing: AttentionRouting, n: int, mask: Tensor | None) -> Tensor | None:
-        """Return which of the chosen keys exist; None: all."""
-        # without a mask, a Router always finds k tokens
-        whole = mask is None and type(self.router_kv) is Router and not (self.causal and n % self.window)
-        return None if whole else routing.kv.indices >= 0
-
     def quota(self, n: int) -> int | float:
         """Return how many keys and values each window gives for n > 0 tokens, or which share of its real tokens."""
         if isinstance(self.k_kv, float):
@@ -303,32 +260,22 @@ class RoutedAttention(nn.Module):
         k = count(self.k_kv, n)
         return min(self.window, max(1, round(self.window * k / n))) if k else 0
 
-    def _fused_dtype(self, x: Tensor, mask: Tensor | None) -> torch.dtype | None:
-        """Return the branches' dtype where `_fused` gives the same as `_composed`, else None.
-
-        None if something intercepts the call (a compiler, a transform, a hook), if a branch or router is not the
-        default one, or if there is nothing to choose.
-        """
+    def fused_dtype(self, x: Tensor, mask: Tensor | None) -> torch.dtype | None:
+        """Return the branches' dtype where `fused` gives the same as `composed`, else None."""
         if not (x.numel() and self.k_q and self.k_kv and fits_one_program(x.shape[-1])):
             return None
-        # read `_modules`: attributes and `modules()` take longer than everything else here
-        own = self._modules
-        branches = own["light"], own["heavy"]
-        inner: list[Any] = [m for branch in branches for m in branch._modules.values()]  # type: ignore[union-attr]
-        parts: list[Any] = [self, own["router_kv"], *branches, *inner, own["router_q"]]
+        parts = parts_of(self, "router_q", "router_kv", "light", "heavy")
         # subclasses, as FSDP2 makes them, and hooks of the layer itself see the same inputs and outputs either way
-        _, *kinds, of_q = map(type, parts)
-        if kinds != _KINDS or of_q not in (Router, CausalRouter) or not has_no_overrides(*parts[1:]):
+        if not as_written(parts, _KINDS.get(type(parts[0]))) or {parts[0].dim, parts[1].dim} != {self.dim}:
             return None
         if "null" in self.__dict__ or self.__dict__["_buffers"]:
             return None
-        norms = [m for m in parts if type(m) is RMSNorm]
-        # the fused node has one eps and multiplies by the norms' weights alone
-        if len({m.eps for m in norms}) > 1 or any(m.offset or m.rounding != "once" for m in norms):
+        # the fused node has one eps
+        if len({m.eps for m in parts if type(m) is RMSNorm}) > 1:
             return None
-        if any(m._parameters.get("bias") is not None for m in inner):
+        if [m for m in parts if m._parameters.get("bias") is not None]:
             return None
-        weights = [p for m in parts for p in m._parameters.values() if p is not None]
+        weights = [w for m in (self, *parts) for w in m._parameters.values() if w is not None]
         return branch_dtype(x, mask, weights, weights)
 
     def extra_repr(self) -> str:
@@ -342,8 +289,11 @@ def check_routers(module: str, router_q: nn.Module | None, router_kv: nn.Module 
             raise ValueError(f"{module}: {name} must have one route, got num_routes = {router.num_routes}")
 
 
-# the modules that `_fused` replaces, in the order in which `_fused_dtype` lists them; router_q has two accepted types
-_KINDS = [
-    Router, LocalAttention, HeavyAttention, RMSNorm, nn.Linear, nn.Linear, RMSNorm, RMSNorm, nn.Linear, nn.Linear,
-    nn.Linear,
-]  # fmt: skip
+# the modules that `fused` replaces, in the order in which `fused_dtype` lists them, with either router of queries
+_KINDS: dict[type, list[type]] = {
+    router: [
+        router, Router, LocalAttention, HeavyAttention, RMSNorm, nn.Linear, nn.Linear, RMSNorm, RMSNorm, nn.Linear,
+        nn.Linear, nn.Linear,
+    ]
+    for router in (Router, CausalRouter)
+}  # fmt: skip

@@ -13,12 +13,11 @@ from onepass.fused import decoding
 
 from .attention import AttentionRouting, HeavyAttention, RoutedAttention
 from .cache import AttentionCache, BlockCache, ChoiceCache, Clock, HeavyCache, KeyCache
+from .calls import Layer, has_no_overrides
 from .causal import CausalRouter, router_of_windows
 from .count import check_count, check_dtype, check_number, check_size, count, refuse_gone
-from .feed_forward import has_no_overrides
 from .local_attention import LocalAttention
-from .packed import packed
-from .padding import check_mask
+from .packed import check_mask
 from .routed import RoutedFeedForward
 from .router import NORM_EPS, Router, RouterOutput
 
@@ -38,7 +37,7 @@ class BlockRouting(NamedTuple):
     feed_forward: RouterOutput
 
 
-class RoutedBlock(nn.Module):
+class RoutedBlock(Layer):
     r"""A transformer block that spends heavy compute on k tokens: ``h = x + attention(x)``, ``y = h + ff(h)``.
 
     `RoutedAttention` and `RoutedFeedForward` with pre-norm residuals (the norms are inside, one per branch).
@@ -54,15 +53,13 @@ class RoutedBlock(nn.Module):
         heads, dim_head, light_heads, window: as `RoutedAttention`.
         light_mult, heavy_mult, bias: as `RoutedFeedForward`. With dim 256 and 512, ``light_mult=2`` was better
             in both tasks of docs/lab/ablate.md.
-        dropout: while training, the probability with which an element of what a layer adds to the residual stream is
-            zero; the others are divided by 1 − dropout. Above 0 the additions are not fused.
+        dropout: probability of a zero in what a layer adds, in training; above 0 additions are not fused.
         causal: no output depends on a later token: for language models.
         device, dtype: of all parameters.
 
     Shapes: ``block(x, mask=None)`` with x ``(batch, n, dim)`` of any float dtype, mask ``(batch, n)`` bool, True at
-    real tokens, gives y like x; ``block(x, mask, return_routing=True)`` gives ``(y, BlockRouting)``. Packed
-    sequences (``cu_seqlens=``, ``max_seqlen=``): as `Routed`. Works under autocast, `torch.compile` and activation
-    checkpointing.
+    real tokens, gives y like x, ``block(x, mask, return_routing=True)`` ``(y, BlockRouting)``. Packed sequences: as
+    `Routed`. Works under autocast, `torch.compile` and activation checkpointing.
 
     Raises:
         TypeError: a k is neither int nor float, or a size is not an int.
@@ -108,49 +105,41 @@ class RoutedBlock(nn.Module):
     if TYPE_CHECKING:
         __call__: RoutedCall[BlockRouting]
 
-    def forward(
-        self, x: Tensor, mask: Tensor | None = None, return_routing: bool = False, *,
-        cu_seqlens: Tensor | None = None, max_seqlen: int | None = None, cache: BlockCache | None = None,
-    ) -> Tensor | tuple[Tensor, BlockRouting]:  # fmt: skip
-        if cu_seqlens is not None or max_seqlen is not None:
-            return packed(RoutedBlock, self, x, mask, return_routing, cu_seqlens, max_seqlen)  # type: ignore[no-any-return]
-        if cache is not None:
-            return self._cached(x, mask, return_routing, cache)
+    # the layers open DTensors: dropout then draws for whole ones
+    opens = False
+
+    def composed(self, x: Tensor, mask: Tensor | None) -> tuple[Tensor, BlockRouting]:
+        """Compute layer by layer."""
         x, attention = self._added(self.attention, x, mask)
         x, feed_forward = self._added(self.feed_forward, x, mask)
-        return (x, BlockRouting(attention, feed_forward)) if return_routing else x
+        return x, BlockRouting(attention, feed_forward)
 
     @torch.no_grad()
-    def _cached(
-        self, x: Tensor, mask: Tensor | None, return_routing: bool, cache: BlockCache
-    ) -> Tensor | tuple[Tensor, BlockRouting]:
+    def cached(
+        self, x: Tensor, mask: Tensor | None, cache: BlockCache, return_routing: bool
+    ) -> tuple[Tensor, BlockRouting | None]:
+        """Read one more token of each sequence, or a prompt; kernels return no routing."""
         _check_decodes(self)
         # all that can be refused, before a cache changes
-        self.attention._check_tokens(x)
+        self.attention.check(x)
         check_dtype("RoutedBlock", x, self.attention.light.qkv)
         check_mask("RoutedBlock", x, mask)
-        if cache.owns_clock:
-            cache.clock.begin(x, mask)
-        kernels = self._fits_kernels(x)
-        if x.shape[1] == 1 and not return_routing and kernels:
-            cache.attention.begin_window(self.attention)
-            x = decoding.attention(self.attention, cache.attention, x, NORM_EPS)
-            x = decoding.feed_forward(self.feed_forward, cache.feed_forward, x, NORM_EPS)
-            if cache.owns_clock:
-                cache.clock.end()
-            return x
-        y, attention = self.attention(x, mask, return_routing=True, cache=cache.attention)  # type: ignore[call-overload]
-        h = x + F.dropout(y, self.dropout, self.training)
-        y, feed_forward = self.feed_forward(h, mask, return_routing=True, cache=cache.feed_forward)  # type: ignore[call-overload]
-        if kernels and x.shape[1] > 1:
-            # a threshold is a score: a token that comes again in a step has to tie with itself
-            for kept, tokens in ((cache.attention.queries, x), (cache.feed_forward, h)):
-                router, output = cache.clock.choices[kept]
-                kept.fill(router, output._replace(scores=decoding.scores(router, tokens, NORM_EPS)))
-        if cache.owns_clock:
-            cache.clock.end()
-        y = h + F.dropout(y, self.dropout, self.training)
-        return (y, BlockRouting(attention, feed_forward)) if return_routing else y
+        with cache.reading(x, mask):
+            kernels = self._fits_kernels(x)
+            if x.shape[1] == 1 and not return_routing and kernels:
+                cache.attention.begin_window(self.attention)
+                x = decoding.attention(self.attention, cache.attention, x, NORM_EPS)
+                return decoding.feed_forward(self.feed_forward, cache.feed_forward, x, NORM_EPS), None
+            y, attention = self.attention(x, mask, return_routing=True, cache=cache.attention)  # type: ignore[call-overload]
+            h = x + F.dropout(y, self.dropout, self.training)
+            y, feed_forward = self.feed_forward(h, mask, return_routing=True, cache=cache.feed_forward)  # type: ignore[call-overload]
+            if kernels and x.shape[1] > 1:
+                # a threshold is a score: a token that comes again in a step has to tie with itself
+                choices, routers = (attention.q, feed_forward), (self.attention.router_q, self.feed_forward.router)
+                caches = cache.attention.queries, cache.feed_forward
+                for kept, router, tokens, output in zip(caches, routers, (x, h), choices, strict=True):
+                    kept.fill(router, tokens, output._replace(scores=decoding.scores(router, tokens, NORM_EPS)))
+            return h + F.dropout(y, self.dropout, self.training), BlockRouting(attention, feed_forward)
 
     def _fits_kernels(self, x: Tensor) -> bool:
         """Return whether a step is what its kernels compute: default modules in one dtype, without hooks."""
@@ -159,19 +148,18 @@ class RoutedBlock(nn.Module):
             decoding.fits(x)
             and not (self.training and self.dropout)
             and has_no_overrides(attention, feed_forward)
-            and attention._fused_dtype(x, None) is not None
-            and feed_forward._fused_dtype(x, None) is not None
+            and attention.fused_dtype(x, None) is not None
+            and feed_forward.fused_dtype(x, None) is not None
         )
 
     def new_cache(self, batch: int, max_tokens: int = 4096, *, clock: Clock | None = None) -> BlockCache:
         """Return the cache of `batch` sequences without tokens, for :meth:`step` and :meth:`prefill`.
 
-        Its tensors have the device and dtype of the block's weights, and room for `max_tokens` of each sequence.
-        `clock` is that of a model of several blocks, which then counts the tokens (`Decoder`).
+        Its tensors have the device and dtype of the block's weights, and room for `max_tokens` of each sequence. With
+        the `clock` of a model of several blocks that model counts the tokens (`Decoder`).
 
         Raises:
-            TypeError: a k is an int, which is a share of a length that is not known yet; a part is of another class, or
-                its forward is overridden; or batch or max_tokens is not an int.
+            TypeError: a k is an int, a part's class or forward is another one, or a size is not an int.
             ValueError: the block is not causal, or batch or max_tokens is < 1.
         """
         check_size("RoutedBlock", "batch", batch)
@@ -190,9 +178,8 @@ class RoutedBlock(nn.Module):
     def step(self, x: Tensor, cache: BlockCache) -> Tensor:
         """Return the outputs (batch, dim) of one more token (batch, dim) of each sequence, and update the cache.
 
-        The choices are those of the full forward of all tokens so far, and the output equals its last one to rounding.
-        Hooks run as in the full forward. Nothing is differentiable. A CPU skips a heavy branch that no token chose; a
-        GPU runs it on all rows, with gate 0, so that the host waits for nothing.
+        Choices are those of the full forward of all tokens so far, and the output equals its last one to rounding.
+        Hooks run. Nothing is differentiable. A CPU skips a heavy branch that no token chose; a GPU runs it on all rows.
 
         Raises:
             ValueError: the cache is full, or holds another number of sequences.
@@ -224,10 +211,10 @@ class RoutedBlock(nn.Module):
         """Return x + layer(x) and the routing: from one node where nothing looks at the layer's own output."""
         drops = self.training and self.dropout > 0
         if not drops and type(layer) in (RoutedAttention, RoutedFeedForward) and has_no_overrides(layer):
-            layer._check_tokens(x)
-            dtype = layer._fused_dtype(x, mask)
+            layer.check(x)
+            dtype = layer.fused_dtype(x, mask)
             if dtype is not None:
-                return layer._fused(x, mask, dtype, residual=True)  # type: ignore[no-any-return]
+                return layer.fused(x, mask, dtype, residual=True)  # type: ignore[no-any-return]
         y, routing = layer(x, mask, return_routing=True)
         return x + F.dropout(y, self.dropout, self.training), routing
 
@@ -246,7 +233,7 @@ def _check_decodes(block: RoutedBlock) -> None:
         raise ValueError("RoutedBlock: decoding needs causal=True; this block's tokens see later ones")
     for name, kind in _CLASSES:
         module = attrgetter(name)(block) if name else block
-        if type(module).forward is not kind.forward or "forward" in module.__dict__:
+        if not isinstance(module, kind) or type(module).forward is not kind.forward or "forward" in module.__dict__:
             what = type(module).__name__ if type(module) is not kind else "one whose forward is overridden"
             raise TypeError(
                 f"RoutedBlock: decoding needs {name or 'itself'} to be a {kind.__name__}, got {what}: a step would not "

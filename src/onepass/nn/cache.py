@@ -35,8 +35,8 @@ class Clock(nn.Module):
         position: ``(batch,)`` int64.
         counts: the same numbers on the host.
         lengths: ``(batch,)`` int64: of the prompt that is being read; None in a step.
-        read: how many tokens of each sequence are being read, on the host.
-        choices: routers and choices of that prompt, by the caches that keep them.
+        read: the same, or ones, on the host.
+        choices: those of that prompt, by the caches that keep them.
         kept: buffers, and what each will hold of that prompt.
         periods: the blocks and windows of the layers; see `turns`.
         forced: what `turns` returns; None: what the counts say.
@@ -52,7 +52,7 @@ class Clock(nn.Module):
         self.register_buffer("position", torch.zeros(batch, dtype=torch.int64, device=device))
         self.lengths: Any = None
         self.read: list[int] = []
-        self.choices: dict[ChoiceCache, tuple[Any, RouterOutput]] = {}
+        self.choices: dict[ChoiceCache, RouterOutput] = {}
         self.kept: list[tuple[Tensor, Tensor]] = []
         self.last: dict[int, Tensor] = {}
 
@@ -125,10 +125,20 @@ class _Cache(nn.Module):
 
     clock: Clock
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Clock, **buffers: Tensor) -> None:
         super().__init__()
         # no submodule: many layers share it
         self.__dict__["clock"] = clock
+        for name, buffer in buffers.items():
+            self.register_buffer(name, buffer)
+
+    def put(self, at: Tensor, due: Tensor | None = None, **new: Tensor) -> None:
+        """Write new tokens (batch, m, …) to places (batch, m) of the named buffers, in the sequences that are due."""
+        rows = torch.arange(len(at), device=at.device)[:, None]
+        for name, tokens in new.items():
+            buffer = getattr(self, name)
+            tokens = tokens.to(buffer.dtype)
+            buffer.index_put_((rows, at), tokens if due is None else torch.where(due, tokens, buffer[rows, at]))
 
     @property
     def nbytes(self) -> int:
@@ -158,15 +168,12 @@ class ChoiceCache(_Cache):
     taken: Tensor
 
     def __init__(self, router: Any, share: float, clock: Clock) -> None:
-        super().__init__(clock)
-        self.share, batch = fraction(share), len(clock.counts)
+        dtype, batch = torch.promote_types(router.weight.dtype, torch.float32), len(clock.counts)
+        lowest = torch.full((batch, router.memory), -math.inf, dtype=dtype, device=router.weight.device)
+        taken = torch.zeros(batch, dtype=torch.int64, device=lowest.device)
+        super().__init__(clock, scores=lowest, threshold=lowest[:, 0].clone(), taken=taken)
+        self.share, self.block = fraction(share), router.block
         clock.periods.add(router.block)
-        options: dict[str, Any] = {
-            "dtype": torch.promote_types(router.weight.dtype, torch.float32), "device": router.weight.device
-        }  # fmt: skip
-        self.register_buffer("scores", torch.full((batch, router.memory), -math.inf, **options))
-        self.register_buffer("threshold", torch.full((batch,), -math.inf, **options))
-        self.register_buffer("taken", torch.zeros(batch, dtype=torch.int64, device=router.weight.device))
 
     def choose(self, router: Any, scores: Tensor) -> tuple[Tensor, Tensor]:
         """Take scores (batch, 1) of one more token; return its position or −1, and its gate or 0, (batch, 1)."""
@@ -187,16 +194,16 @@ class ChoiceCache(_Cache):
             due = (i < router.block) | (i % router.block == 0)
             self.threshold.copy_(torch.where(due, ranked(self.scores, self.share), self.threshold))
 
-    def fill(self, router: Any, output: RouterOutput) -> None:
+    def fill(self, layer: Any, x: Tensor, routing: RouterOutput) -> None:
         """Keep what steps through the tokens of a prompt would, at its end."""
-        self.clock.choices[self] = router, output
+        self.clock.choices[self] = routing
 
 
 def _choices(clock: Clock) -> None:
     """Keep the choices of a prompt: those of all routers that count alike by the same few operations."""
     alike: dict[Any, list[tuple[ChoiceCache, RouterOutput]]] = defaultdict(list)
-    for cache, (router, output) in clock.choices.items():
-        alike[router.block, cache.share, cache.scores.shape, cache.scores.dtype].append((cache, output))
+    for cache, output in clock.choices.items():
+        alike[cache.block, cache.share, cache.scores.shape, cache.scores.dtype].append((cache, output))
     for (block, share, (_, memory), dtype), group in alike.items():
         scores = torch.stack([output.scores.to(dtype) for _, output in group])
         taken = (torch.stack([output.indices for _, output in group]) >= 0).sum(-1)
@@ -225,19 +232,15 @@ class KeyCache(_Cache):
     values: Tensor
 
     def __init__(self, layer: Any, clock: Clock) -> None:
-        super().__init__(clock)
-        self.window, places = layer.window, 2 * layer.window if layer.window else clock.max_tokens
-        for name in ("keys", "values"):
-            self.register_buffer(
-                name, layer.qkv.weight.new_zeros(len(clock.counts), places, layer.heads, layer.dim_head)
-            )
+        places = 2 * layer.window if layer.window else clock.max_tokens
+        shape = len(clock.counts), places, layer.heads, layer.dim_head
+        super().__init__(clock, **{name: layer.qkv.weight.new_zeros(shape) for name in ("keys", "values")})
+        self.window = layer.window
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Return the attention of one more token (batch, 1, heads, dim_head), whose query and key are rotated."""
         i, places = self.clock.position, self.keys.shape[1]
-        rows, at = torch.arange(len(i), device=i.device), i % places
-        self.keys.index_put_((rows, at), k[:, 0].to(self.keys.dtype))
-        self.values.index_put_((rows, at), v[:, 0].to(self.values.dtype))
+        self.put((i % places)[:, None], keys=k, values=v)
         used = places if self.clock.forced is not None else min(places, max(self.clock.counts) + 1)
         age = (i[:, None] - torch.arange(used, device=i.device)) % places
         # the tokens of this window and of the one before
@@ -273,13 +276,11 @@ class HeavyCache(_Cache):
     values: Tensor
 
     def __init__(self, layer: Any, window: int, quota: int, clock: Clock) -> None:
-        super().__init__(clock)
-        self.window, self.quota = window, quota
-        clock.periods.add(window)
         # the last window gives its keys to the tokens after it
         shape = len(clock.counts), max(1, (clock.max_tokens - 1) // window) * quota, layer.heads, layer.dim_head
-        for name in ("keys", "values"):
-            self.register_buffer(name, layer.kv.weight.new_zeros(shape))
+        super().__init__(clock, **{name: layer.kv.weight.new_zeros(shape) for name in ("keys", "values")})
+        self.window, self.quota = window, quota
+        clock.periods.add(window)
 
     def attend(self, q: Tensor, kv: Tensor, chosen: RouterOutput) -> Tensor:
         """Return the attention (batch, 1, heads, dim_head) of one more token to what earlier windows gave.
@@ -301,14 +302,11 @@ class HeavyCache(_Cache):
     def give(self, kv: Tensor, chosen: RouterOutput) -> None:
         """Keep what the window before gives, for the sequences that begin a window."""
         i = self.clock.position
-        due = ((i % self.window == 0) & (i > 0))[:, None]
+        due = ((i % self.window == 0) & (i > 0))[:, None, None, None]
         window = (i // self.window - 1).clamp_min(0)[:, None]
         to = (window * self.quota + torch.arange(self.quota, device=i.device)) % self.keys.shape[1]
-        rows = torch.arange(len(i), device=i.device)[:, None]
-        keys, values = rotary(kv[:, :, 0], chosen.indices), kv[:, :, 1] * chosen.gates.to(kv.dtype)[..., None, None]
-        for room, new in ((self.keys, keys), (self.values, values)):
-            old = room[rows, to]
-            room.index_put_((rows, to), torch.where(due[..., None, None], new.to(room.dtype), old))
+        k, v = rotary(kv[:, :, 0], chosen.indices), kv[:, :, 1] * chosen.gates.to(kv.dtype)[..., None, None]
+        self.put(to, due, keys=k, values=v)
 
     def fill(self, keys: Tensor, values: Tensor) -> None:
         """Keep the rotated keys and gated values (batch, m, heads, dim_head) that the windows of a prompt gave."""
@@ -334,9 +332,8 @@ class AttentionCache(_Cache):
     tokens: Tensor
 
     def __init__(self, queries: ChoiceCache, light: KeyCache, heavy: HeavyCache, tokens: Tensor) -> None:
-        super().__init__(queries.clock)
+        super().__init__(queries.clock, tokens=tokens)
         self.queries, self.light, self.heavy = queries, light, heavy
-        self.register_buffer("tokens", tokens)
 
     def given(self, layer: Any, begins: bool) -> tuple[Tensor, RouterOutput]:
         """Return the tokens (batch, m, dim) that the window before gives where a sequence begins one, and the choice.
@@ -363,13 +360,12 @@ class AttentionCache(_Cache):
 
     def fill(self, layer: Any, x: Tensor, routing: Any) -> None:
         """Keep the tokens of a prompt (batch, n, dim) and the choice of queries; the parts keep theirs."""
-        self.queries.fill(layer.router_q, routing.q)
+        self.queries.fill(layer, x, routing.q)
         self.clock.kept.append((self.tokens, gather(x, self.clock.last_in(layer.window))))
 
     def keep(self, x: Tensor) -> None:
         """Keep one more token (batch, 1, dim)."""
-        i, window = self.clock.position, self.tokens.shape[1]
-        self.tokens.index_put_((torch.arange(len(i), device=i.device), i % window), x[:, 0].to(self.tokens.dtype))
+        self.put((self.clock.position % self.tokens.shape[1])[:, None], tokens=x)
 
 
 class BlockCache(_Cache):

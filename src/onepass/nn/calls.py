@@ -1,28 +1,29 @@
-"""What a call of a module returns, for type checkers alone: `torch.nn.Module` declares that every call returns Any.
+"""One ladder of calls: which way of a layer computes is asked here, once, and in one order.
 
-A module that declares ``__call__`` with one of these under `TYPE_CHECKING` is called as before; nothing here runs.
+packed sequences → DTensors → a cache → the fused form → the composition of modules
 """
 
 from __future__ import annotations
 
-from typing import Literal, Protocol, TypeVar, overload
+from collections.abc import Sequence
+from typing import Any, Literal, Protocol, TypeVar, overload
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
+
+from onepass.core import check
+from onepass.core.eager import plain, takes_operators
+
+from .norm import RMSNorm
+from .packed import refuse_int, unpack
+from .whole_rows import takes_whole_rows, whole_rows
 
 Routing = TypeVar("Routing", covariant=True)
 
 
-class NormCall(Protocol):
-    """``norm(x, residual=None)``: a residual brings the sum as well."""
-
-    @overload
-    def __call__(self, x: Tensor, residual: None = ...) -> Tensor: ...
-    @overload
-    def __call__(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]: ...
-
-
 class RoutedCall(Protocol[Routing]):
-    """``layer(x, mask=None, return_routing=False, *, cu_seqlens=None, max_seqlen=None)``."""
+    """``layer(x, mask=None, return_routing=False, *, cu_seqlens=None, max_seqlen=None)``, for type checkers alone."""
 
     @overload
     def __call__(
@@ -31,12 +32,7 @@ class RoutedCall(Protocol[Routing]):
     ) -> Tensor: ...  # fmt: skip
     @overload
     def __call__(
-        self, x: Tensor, mask: Tensor | None = ..., *, return_routing: Literal[True],
-        cu_seqlens: Tensor | None = ..., max_seqlen: int | None = ...,
-    ) -> tuple[Tensor, Routing]: ...  # fmt: skip
-    @overload
-    def __call__(
-        self, x: Tensor, mask: Tensor | None, return_routing: Literal[True], *,
+        self, x: Tensor, mask: Tensor | None = ..., return_routing: Literal[True] = ..., *,
         cu_seqlens: Tensor | None = ..., max_seqlen: int | None = ...,
     ) -> tuple[Tensor, Routing]: ...  # fmt: skip
     @overload
@@ -44,3 +40,123 @@ class RoutedCall(Protocol[Routing]):
         self, x: Tensor, mask: Tensor | None = ..., return_routing: bool = ..., *,
         cu_seqlens: Tensor | None = ..., max_seqlen: int | None = ...,
     ) -> Tensor | tuple[Tensor, Routing]: ...  # fmt: skip
+
+
+class Layer(nn.Module):
+    """A layer of tokens (batch, n, dim) that returns its output and, if asked, its choices.
+
+    A subclass has `composed`, perhaps `fused` and `step`; each returns (y, routing) and computes alone.
+    """
+
+    # whether each device computes its rows of DTensors; False: the modules inside do
+    opens = True
+
+    def forward(
+        self, x: Tensor, mask: Tensor | None = None, return_routing: bool = False, *,
+        cu_seqlens: Tensor | None = None, max_seqlen: int | None = None, cache: Any = None,
+    ) -> Any:  # fmt: skip
+        if cu_seqlens is not None or max_seqlen is not None:
+            name = type(self).__name__
+            if cache is not None:
+                raise ValueError(f"{name}: cache and cu_seqlens exclude each other: give a batch with a mask")
+            y, routing = self.packed(name, x, mask, cu_seqlens, max_seqlen)
+            return (y, routing) if return_routing else y
+        self.check(x)
+        if type(x) is not Tensor and self.opens and cache is None and takes_whole_rows(self, x):
+            return whole_rows(Layer, self, x, mask, return_routing=return_routing)
+        if cache is not None:
+            y, routing = self.cached(x, mask, cache, return_routing)
+        elif (dtype := self.fused_dtype(x, mask)) is not None:
+            y, routing = self.fused(x, mask, dtype)
+        else:
+            y, routing = self.composed(x, mask)
+        return (y, routing) if return_routing else y
+
+    fused: Any
+    composed: Any
+    step: Any
+
+    def check(self, x: Tensor) -> None:
+        """Raise TypeError or ValueError unless x can be tokens of this layer."""
+
+    def fused_dtype(self, x: Tensor, mask: Tensor | None) -> torch.dtype | None:
+        """Return the branches' dtype where `fused` gives the same as `composed`, else None.
+
+        None where something intercepts the call (a transform, a hook), or a module inside is not the default one.
+        """
+        return None
+
+    def packed(
+        self, name: str, x: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, max_seqlen: int | None
+    ) -> tuple[Tensor, Any]:
+        """Compute packed sequences as a padded batch; the routing is that of the batch."""
+        for one in (self, *self.children()):
+            if getattr(one, "causal", False) or getattr(getattr(one, "router", None), "causal", False):
+                for of_k in ("k", "k_q", "k_kv"):
+                    refuse_int(type(one).__name__, of_k, getattr(one, of_k, None))
+        padded, where = unpack(name, x, mask, cu_seqlens, max_seqlen)
+        # the forward of a subclass has run up to here
+        y, routing = Layer.forward(self, padded, where.mask, True)
+        return y.flatten(0, 1).index_select(0, where.slots).view(x.shape), routing
+
+    def cached(self, x: Tensor, mask: Tensor | None, cache: Any, return_routing: bool) -> tuple[Tensor, Any]:
+        """Read one more token of each sequence, or a prompt."""
+        if x.shape[1] == 1:
+            return self.step(x, cache)  # type: ignore[no-any-return]
+        dtype = self.fused_dtype(x, mask)
+        y, routing = self.composed(x, mask, cache) if dtype is None else self.fused(x, mask, dtype, cache=cache)
+        cache.fill(self, x, routing)
+        return y, routing
+
+
+def parts_of(layer: nn.Module, *names: str) -> list[Any]:
+    """Return a layer's modules of these names, then theirs."""
+    # read `_modules`: attributes and `modules()` take longer than everything else before a fused call
+    own = layer._modules
+    parts: list[Any] = [own[name] for name in names]
+    return parts + [m for part in parts for m in part._modules.values()]
+
+
+def as_written(parts: Sequence[nn.Module], kinds: list[type] | None) -> bool:
+    """Return whether modules are of these classes, and a call of them runs only what `fused` computes."""
+    if [*map(type, parts)] != kinds or not has_no_overrides(*parts):
+        return False
+    # fused nodes multiply by the norms' weights alone
+    return not [m for m in parts if type(m) is RMSNorm and (m.offset or m.rounding != "once")]
+
+
+def has_no_overrides(*modules: nn.Module) -> bool:
+    """Return whether a call of these modules runs only what their classes define, on their own parameters.
+
+    False for any hook, global ones included; for a forward set on an instance; and for another tensor in place of a
+    parameter, such as a hypernetwork's output, the view of a wrapper that shards or replicates, or a buffer.
+    """
+    if torch_module._has_any_global_hook():  # type: ignore[no-untyped-call]
+        return False
+    for m in modules:
+        own = m.__dict__
+        if own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]:
+            return False
+        if "forward" in own or "weight" in own or "bias" in own or "null" in own or own["_buffers"]:
+            return False
+    return True
+
+
+def branch_dtype(
+    x: Tensor, mask: Tensor | None, weights: Sequence[Tensor], multiplied: Sequence[Tensor]
+) -> torch.dtype | None:
+    """Return the dtype of the branches of a fused layer; None where its modules have to compute.
+
+    That is where something intercepts the call, or where weights are on another device or, without autocast, of another
+    dtype than x. The modules then raise the errors, also for what is not dense or of no float dtype.
+    """
+    if x.layout is not torch.strided or x.dtype not in check.FLOATS:
+        return None
+    if not (plain(x, mask, *weights) or takes_operators(x, mask, *weights)):
+        return None
+    if {w.device for w in weights} != {x.device}:
+        return None
+    dtypes = {w.dtype for w in multiplied}
+    if torch.is_autocast_enabled(x.device.type):
+        return None if torch.float64 in (x.dtype, *dtypes) else torch.get_autocast_dtype(x.device.type)
+    return x.dtype if dtypes == {x.dtype} else None

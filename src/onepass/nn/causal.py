@@ -31,15 +31,13 @@ class CausalRouter(Router):
 
     where P_b are the real tokens in the last ``memory`` tokens before block b. In the first block, P are the tokens
     before i; the first token of a sequence has none and is chosen. Tokens above their threshold are chosen in order,
-    as long as the number chosen up to the end of block b stays within ⌈r·(R_b + block)⌉, where R_b are the real tokens
-    before the block; later blocks may use the places that earlier ones left.
+    while the number chosen up to the end of block b stays within ⌈r·(R_b + block)⌉, R_b real tokens before the block.
 
-    With a float k, r is k: what is chosen depends on the row's real tokens so far alone, not on how many follow or how
-    far the batch is padded. With an int k, r is k/n and depends on the length n.
+    A float k is r: a choice depends on the row's real tokens so far alone. An int k means k/n, which depends on n.
 
-    A chosen gate lies between ½ and 1 and always has a gradient in its own score (a capped exponential would be
-    exactly 1 above the threshold, without gradient). Gradients also flow through the thresholds, which move with the
-    scores that they are computed from (`onepass.ops.causal_choice`): if all scores rise together, no gate changes.
+    A chosen gate lies between ½ and 1 and has a gradient in its own score (a capped exponential has none above the
+    threshold). Gradients flow through the thresholds too (`onepass.ops.causal_choice`): if all scores rise together,
+    no gate changes.
 
     Args:
         dim: width of the tokens.
@@ -48,9 +46,8 @@ class CausalRouter(Router):
         memory: tokens before a block that its threshold is computed from; a multiple of block.
         score, device, dtype: as `Router`.
 
-    Shapes: as `Router` with one route; ``indices`` are in the order of the tokens, −1 after the last. Fewer than k
-    may be chosen. A share has as many places as its last block can fill (`onepass.ops.causal_choice`). Masked tokens
-    are never chosen and count in no threshold.
+    Shapes: as `Router` with one route; ``indices`` are in the order of the tokens, −1 after the last; a share has as
+    many places as its last block can fill. Masked tokens are never chosen and count in no threshold.
 
     Raises:
         TypeError: block or memory is not an int; otherwise as `Router`.
@@ -113,14 +110,13 @@ def choose_per_block(
 ) -> RouterOutput:  # fmt: skip
     """Choose `quota` tokens of each block, as if it were a sequence; return indices (batch, blocks·places) in order.
 
-    A float quota is a share of each block's real tokens. Indices are −1 where a block has fewer real tokens. A choice
-    depends on its whole block, so the tokens of block b may attend to the choices of the blocks before b.
+    Indices are −1 where a block has fewer real tokens. A choice depends on its whole block.
 
     Args:
         choose: a router, called with tokens ``(batch·blocks, block, dim)``, or its `decide`, called with scores
             ``(batch·blocks, block)``.
         values: the tokens or scores of whole sequences.
-        quota: an int, or a share as a float.
+        quota: an int, or a share of each block's real tokens.
         block: tokens of a block.
         mask: ``(batch, n)`` bool, True at real tokens.
     """

@@ -30,12 +30,7 @@ class CrossCall(Protocol):
     @overload
     def __call__(
         self, x: Tensor, context: Tensor, mask: Tensor | None = ..., context_mask: Tensor | None = ...,
-        *, return_routing: Literal[True],
-    ) -> tuple[Tensor, AttentionRouting]: ...  # fmt: skip
-    @overload
-    def __call__(
-        self, x: Tensor, context: Tensor, mask: Tensor | None, context_mask: Tensor | None,
-        return_routing: Literal[True],
+        return_routing: Literal[True] = ...,
     ) -> tuple[Tensor, AttentionRouting]: ...  # fmt: skip
     @overload
     def __call__(
@@ -52,9 +47,8 @@ class RoutedCrossAttention(nn.Module):
               \mathrm{out}\Big(\sum_{j \in K} \mathrm{softmax}_j(q_i\cdot k_j)\, h_j v_j\Big)
 
     with g the gates of the routed tokens (0 for all others), h those of the routed memories K, and ν (`null`)
-    learned. Every memory is read once for its score; only the k_kv chosen ones are gathered, normed and projected, so
-    a million memories cost one pass over their bytes. Tokens and memories share no positions, so there is no rotary
-    embedding. There is no residual inside: write ``x + attention(x, context)``.
+    learned. A memory is read once for its score; only chosen ones are gathered, normed and projected. Tokens and
+    memories share no positions, so nothing is rotated. Write ``x + attention(x, context)``.
 
     Args:
         dim: width of the tokens.
@@ -67,8 +61,8 @@ class RoutedCrossAttention(nn.Module):
 
     Shapes: ``attention(x, context, mask=None, context_mask=None)`` with x ``(batch, n, dim)``, context ``(batch, m,
     dim_context)``, mask ``(batch, n)`` and context_mask ``(batch, m)`` bool, True at real tokens and memories, gives y
-    like x; with ``return_routing=True`` ``(y, AttentionRouting)``. Masked tokens are not chosen, masked memories
-    neither chosen nor seen. A row without memories gives its tokens ``(1 − g)·null``.
+    like x; with ``return_routing=True`` ``(y, AttentionRouting)``. Masked tokens and memories are not chosen. A row
+    without memories gives its tokens ``(1 − g)·null``.
 
     Raises:
         TypeError: k_q or k_kv is neither int nor float, or a size is not an int.
@@ -127,17 +121,11 @@ class RoutedCrossAttention(nn.Module):
         of_context = asked(self.router_kv, self.k_kv, context.shape[1])
         kv: RouterOutput = self.router_kv(context, of_context, context_mask)
         routing = AttentionRouting(q, kv)
-        k_kv = kv.indices.shape[1]
-        update = self.heavy(
-            self.heavy.norm_q(gather(x, q.indices)),
-            self.heavy.norm_kv(gather(context, kv.indices)),
-            routing,
-            self.null,
-            torch.full(q.indices.shape[1:], k_kv, dtype=torch.int32, device=x.device),
-            turned=False,
-            # without a mask, a Router always finds k memories
-            mask=None if context_mask is None and type(self.router_kv) is Router else kv.indices >= 0,
-        )
+        tokens = self.heavy.norm_q(gather(x, q.indices)), self.heavy.norm_kv(gather(context, kv.indices))
+        last = torch.full(q.indices.shape[1:], kv.indices.shape[1], dtype=torch.int32, device=x.device)
+        # without a mask, a Router always finds k memories
+        there = None if context_mask is None and type(self.router_kv) is Router else kv.indices >= 0
+        update = self.heavy(*tokens, routing, self.null, last, turned=False, mask=there)
         y = self.null.to(update.dtype).repeat(x.shape[0] * x.shape[1], 1)
         y = scatter_add(y, update, q.gates, q.indices, inplace=plain())
         y = explore(y, x, self.router_q, self.k_q, mask).view(x.shape)

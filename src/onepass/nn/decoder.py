@@ -28,11 +28,9 @@ class Decoder:
     r"""Write tokens after prompts: the full forward reads a prompt, then each token takes one step of all blocks.
 
     Steps make the choices of the full forward and equal it to rounding. On a CUDA device a step is one CUDA graph, and
-    the host reads nothing per token. With routed blocks a second graph has what only the first token of a window needs;
-    the host's count of tokens chooses between them. On a CPU, and in float64, the same steps run without graphs.
-
-    A token is drawn from ``softmax(logits / temperature)`` at a number that the CPU draws from the seed, so both
-    devices draw alike.
+    the host reads nothing per token; routed blocks have a second one, for tokens that begin a window. On a CPU, and in
+    float64, the same steps run without graphs. A token is drawn from ``softmax(logits / temperature)`` at a number that
+    the CPU draws from the seed, so all devices draw alike.
 
     Args:
         blocks: `TransformerBlock` or `RoutedBlock` modules, causal, every k a share (see `RoutedBlock.new_cache`); in
@@ -41,14 +39,12 @@ class Decoder:
         head: called with ``(batch, n, dim)``, gives logits ``(batch, n, vocabulary)``.
         batch: how many sequences are written side by side. They may have prompts of unequal lengths.
         max_tokens: how many tokens of a sequence the caches hold, prompt included. One more raises.
-        lookback: how many tokens before a token its embedding depends on. In steps embed gets these and the token;
-            they are −1 before the first.
+        lookback: how many tokens before it embed gets with a token in steps; −1 before the first.
         temperature: 0 takes the likeliest token, the first of equals.
         top_k: draw from the k likeliest tokens alone.
         top_p: draw from the fewest likeliest tokens alone whose probabilities reach this sum.
         seed: of the draws, an int ≥ 0.
-        stop: a token that ends a sequence: where it is read or written after the prompt, it is written on to the end,
-            while other sequences go on.
+        stop: a token that ends a sequence: after it, it alone is written there, while other sequences go on.
 
     Attributes:
         caches: the blocks' `BlockCache`; ``nbytes`` is their size.
@@ -57,9 +53,8 @@ class Decoder:
 
     Raises:
         TypeError: a block can't be decoded, or an argument has another type.
-        ValueError: an argument is out of range. In a call: there are more tokens than the caches hold, or a prompt of
-            another batch size; on a GPU, a setting, parameter or hook was set, replaced, added or moved since the
-            graphs were captured (weights may change in place).
+        ValueError: an argument is out of range. In a call: more tokens than the caches hold, or another batch; on a GPU
+            a setting, parameter or hook changed since the graphs were captured (weights may change in place).
 
     Example:
         >>> import torch
@@ -164,7 +159,7 @@ class Decoder:
         return self.logits
 
     def stream(self, prompt: Tensor, count: int, lengths: Sequence[int] | Tensor | None = None) -> Iterator[Tensor]:
-        """Yield the tokens of :meth:`generate` as they are written, (batch, m); ends early where all sequences have.
+        """Yield the tokens of :meth:`generate`, (batch, m), as they are written; ends early where all sequences have.
 
         m is 1 on a CPU and at most 32 on a GPU, where the host waits once for as many.
         """

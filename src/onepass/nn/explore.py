@@ -18,16 +18,16 @@ def explore(y: Tensor, x: Tensor, router: nn.Module, k: int | float, mask: Tenso
     r"""Return y; in backward, push up the scores of sampled tokens where the gradient of y is large.
 
     A gate's gradient, ⟨∂L/∂y_i, heavy(x_i)⟩, exists for chosen tokens alone, and means little until the heavy branch
-    has learned from tokens of that kind: a router that starts with the wrong tokens keeps them. ∂L/∂y_i, however, is
-    known for every token. If the heavy branch returned a unit step downhill, the gate's gradient would be
-    −‖∂L/∂y_i‖. Every (n/k)-th token's score gets this optimistic gradient, minus its mean, with a small weight:
+    has learned from such tokens: a router that starts with the wrong ones keeps them. ∂L/∂y_i is known for every token;
+    if the heavy branch returned a unit step downhill, the gate's gradient would be −‖∂L/∂y_i‖. Every (n/k)-th token's
+    score gets this gradient, minus its mean, with a small weight:
 
     .. math:: \frac{\partial L}{\partial s_i} \mathrel{+}= -\,\lambda\,\frac nk\,
               \Big(\Big\|\frac{\partial L}{\partial y_i}\Big\| - \mathrm{mean}_j\Big\|\frac{\partial L}{\partial y_j}
               \Big\|\Big), \qquad \lambda = \text{router.explore}
 
-    It reaches the routing vectors alone, not x. The tokens lie at equal distances, so nothing is random and about as
-    many are read as are chosen. It vanishes with ∂L/∂y, when there is nothing left to gain.
+    It reaches the routing vectors alone, not x, and vanishes with ∂L/∂y. The tokens lie at equal distances: nothing is
+    random, and about as many are read as are chosen.
 
     Args:
         y: the routed layer's output, ``(batch, n, dim)``, or its rows ``(batch·n, dim)``. The caller gives it up: y

@@ -11,11 +11,7 @@ from torch.nn.modules import module as torch_module
 
 from onepass.core.garbage import collected
 
-
-class _Calls:
-    """How many calls there were: the activations of a graph are those of the last one."""
-
-    last = 0
+from .count import check_size
 
 
 class _Fresh(torch.autograd.Function):
@@ -26,14 +22,14 @@ class _Fresh(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, calls: _Calls, *tensors: Tensor) -> tuple[Tensor, ...]:
-        calls.last += 1
-        ctx.calls, ctx.call = calls, calls.last
+    def forward(ctx: Any, calls: list[int], *tensors: Tensor) -> tuple[Tensor, ...]:
+        calls[0] += 1
+        ctx.calls, ctx.call = calls, calls[0]
         return tuple(t.view_as(t) for t in tensors)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        if ctx.call != ctx.calls.last:
+        if ctx.call != ctx.calls[0]:
             raise RuntimeError(
                 "graphed: another call came between a call and its backward, and overwrote what backward needs: "
                 "run backward before the next call, or capture the module once for each"
@@ -100,9 +96,8 @@ def graphed(module: nn.Module, *tensors: Tensor, warmup: int = 3) -> Callable[..
     A graph costs the host a few µs where a routed block's launches take milliseconds. Results are bit-equal to those of
     the module. Gradients accumulate in ``.grad`` as always; an optimizer reads and writes the same parameters.
 
-    A graph repeats what was captured: one shape, one dtype, one set of settings, what hooks did to the tensors. The
-    function compares every call with what was captured and refuses another by name, instead of replaying old values.
-    The values in the tensors, masks included, are free to change.
+    A graph repeats one shape, one dtype, one set of settings, what hooks did to the tensors. The function refuses any
+    other call by name. The values in the tensors, masks included, are free to change.
 
     Args:
         module: any module of tensors, on a CUDA device. Call `graphed` under the autocast that calls will have.
@@ -110,14 +105,13 @@ def graphed(module: nn.Module, *tensors: Tensor, warmup: int = 3) -> Callable[..
         warmup: eager passes before the capture; ≥ 1.
 
     Returns:
-        A function of as many tensors, which returns what the module returns. Its outputs are overwritten by its next
-        call: use or copy them before that, and run backward before that.
+        A function of as many tensors, which returns what the module returns. Its next call overwrites its outputs: use
+        or copy them, and run backward, before that.
 
     Raises:
         TypeError: module is not an `nn.Module`, an argument is not a tensor, or warmup is not an int.
-        ValueError: a tensor is not on a CUDA device, gradients are disabled, or warmup < 1. In a call: a tensor differs
-            from its sample, or a setting, class, hook or forward of a module, autocast, grad mode or a parameter's
-            address has changed since the capture.
+        ValueError: a tensor is not on a CUDA device, gradients are disabled, or warmup < 1. In a call: a tensor,
+            module, mode or parameter's address is not as it was captured.
         RuntimeError: in backward: the function was called again in between.
 
     Source: CUDA graphs by `torch.cuda.make_graphed_callables`.
@@ -132,10 +126,7 @@ def graphed(module: nn.Module, *tensors: Tensor, warmup: int = 3) -> Callable[..
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"graphed: module must be an nn.Module, got {type(module).__name__}")
-    if isinstance(warmup, bool) or not isinstance(warmup, int):
-        raise TypeError(f"graphed: warmup must be an int, got {type(warmup).__name__}")
-    if warmup < 1:
-        raise ValueError(f"graphed: warmup must be ≥ 1, got {warmup}")
+    check_size("graphed", "warmup", warmup)
     _check_tensors(tensors)
     for i, t in enumerate(tensors):
         if not t.is_cuda:
@@ -149,7 +140,8 @@ def graphed(module: nn.Module, *tensors: Tensor, warmup: int = 3) -> Callable[..
     autocast = captured["autocast"]
     # the parameters as arguments, so that each call hands in views of its own; a frozen one needs no gradient
     parameters = [p for p in module.parameters() if p.requires_grad]
-    calls = _Calls()
+    # how many there were: the activations of a graph are those of the last one
+    calls = [0]
 
     def body(*given: Tensor) -> Any:
         return module(*given[: len(samples)])

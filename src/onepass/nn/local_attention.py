@@ -12,7 +12,7 @@ from onepass.ops.span_attention.op import rotary, rotary_attention
 
 from .count import check_dtype, check_size
 from .norm import RMSNorm
-from .padding import zero_padding
+from .packed import zero_padding
 from .whole_rows import takes_whole_rows, whole_rows
 
 if TYPE_CHECKING:
@@ -34,8 +34,7 @@ class LocalAttention(nn.Module):
         device, dtype: of all parameters.
 
     Shapes: ``attention(x, mask=None)`` with x ``(batch, n, dim)``, mask ``(batch, n)`` bool, True at real tokens,
-    gives y like x. No token sees a masked one; masked tokens count as zeros whatever they hold. n need not be a
-    multiple of w.
+    gives y like x, for any n. No token sees a masked one; masked tokens count as zeros whatever they hold.
 
     Raises:
         TypeError: dim, heads, dim_head or window is not an int.
@@ -77,8 +76,7 @@ class LocalAttention(nn.Module):
         return self.out(rotary_attention(qkv, first, last, mask=mask).flatten(2))  # type: ignore[no-any-return]
 
     if TYPE_CHECKING:
-
-        def __call__(self, x: Tensor, mask: Tensor | None = None, *, cache: KeyCache | None = None) -> Tensor: ...
+        __call__ = forward
 
     def extra_repr(self) -> str:
         return f"heads={self.heads}, dim_head={self.dim_head}, window={self.window}, causal={self.causal}"

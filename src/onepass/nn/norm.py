@@ -12,9 +12,6 @@ from torch import Tensor, nn
 from onepass.core import check
 from onepass.ops.norm.op import layer_norm, rms_norm
 
-if TYPE_CHECKING:
-    from .calls import NormCall
-
 
 def _check_shape(name: str, shape: Any) -> None:
     """Raise unless shape is an int or a sequence of ints, none of them negative."""
@@ -76,7 +73,7 @@ class LayerNorm(nn.LayerNorm):
         )
 
     if TYPE_CHECKING:
-        __call__: NormCall
+        __call__ = forward
 
     def extra_repr(self) -> str:
         return super().extra_repr() + (", stable=True" if self.stable else "")
@@ -143,7 +140,7 @@ class RMSNorm(nn.RMSNorm):
         )  # fmt: skip
 
     if TYPE_CHECKING:
-        __call__: NormCall
+        __call__ = forward
 
     def eps_for(self, x: Tensor) -> float:
         """Return the ε that x is normalised with."""

@@ -1,23 +1,19 @@
-"""Packed sequences: tokens of several sequences one after another, with `cu_seqlens` as flash attention takes it.
+"""Batches of unequal sequences: padded, with a mask, or packed one after another, with `cu_seqlens`.
 
-Layers compute on a padded batch. A share counts real tokens, so each sequence gets the result that it gets alone.
+Layers compute packed sequences on a padded batch. A share counts real tokens, so each gets what it gets alone.
 """
 
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from onepass.core import check
 from onepass.core.eager import plain
-
-from .padding import check_bounds
-
-if TYPE_CHECKING:
-    from torch import nn
+from onepass.ops._shared import arguments
 
 
 class Places(NamedTuple):
@@ -90,17 +86,41 @@ def refuse_int(caller: str, name: str, k: int | float | None) -> None:
         )
 
 
-def packed(
-    kind: Any, layer: nn.Module, x: Tensor, mask: Tensor | None, return_routing: bool, cu_seqlens: Tensor | None,
-    max_seqlen: int | None,
-) -> Any:  # fmt: skip
-    """Return what kind.forward(layer, …) returns for packed sequences; the routing is that of the padded batch."""
-    # the caller's class: the forward of a subclass has run up to here
-    for one in (layer, *layer.children()):
-        if getattr(one, "causal", False) or getattr(getattr(one, "router", None), "causal", False):
-            for name in ("k", "k_q", "k_kv"):
-                refuse_int(type(one).__name__, name, getattr(one, name, None))
-    padded, where = unpack(type(layer).__name__, x, mask, cu_seqlens, max_seqlen)
-    y, routing = kind.forward(layer, padded, where.mask, return_routing=True)
-    y = y.flatten(0, 1).index_select(0, where.slots).view(x.shape)
-    return (y, routing) if return_routing else y
+def check_mask(module: str, x: Tensor, mask: Tensor | None, name: str = "mask") -> None:
+    """Raise TypeError or ValueError unless mask is None or a bool mask (batch, n) of tokens x (batch, n, dim)."""
+    if mask is None:
+        return
+    arguments.boolean(module, mask, "real token")
+    if mask.shape != x.shape[:2]:
+        raise ValueError(f"{module}: {name} must be (batch, n) = {tuple(x.shape[:2])}, got {tuple(mask.shape)}")
+    check.same_device(module, name, mask, "x", x)
+
+
+def check_bounds(module: str, cu_seqlens: Tensor, max_seqlen: int | None, device: torch.device) -> None:
+    """Raise TypeError or ValueError unless these can be the bounds of packed sequences; their values are not read."""
+    check.tensor(module, "cu_seqlens", cu_seqlens)
+    if cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{module}: cu_seqlens must be int32 or int64, got {cu_seqlens.dtype}")
+    if cu_seqlens.dim() != 1 or not len(cu_seqlens):
+        raise ValueError(f"{module}: cu_seqlens must be (sequences + 1,), got {tuple(cu_seqlens.shape)}")
+    if cu_seqlens.device != device:
+        raise ValueError(f"{module}: cu_seqlens is on {cu_seqlens.device} but x is on {device}; move one of them")
+    if max_seqlen is not None and (isinstance(max_seqlen, bool) or not isinstance(max_seqlen, (int, torch.SymInt))):
+        raise TypeError(f"{module}: max_seqlen must be an int, got {type(max_seqlen).__name__}")
+    if max_seqlen is None and not (plain(cu_seqlens) and device.type == "cpu"):
+        raise ValueError(
+            f"{module}: max_seqlen, the length of the longest sequence, must be given where the host does not see "
+            f"cu_seqlens: on {device}, or when compiled"
+        )
+
+
+def zero_padding(module: str, x: Tensor, mask: Tensor | None) -> Tensor:
+    """Return x with zeros where the mask is False.
+
+    A gradient of 0 for masked tokens is not enough: a weight's gradient is a sum over all tokens, and 0·NaN is NaN.
+    """
+    check.tensor(module, "x", x)
+    if x.dim() != 3:
+        raise ValueError(f"{module}: x must be (batch, n, dim), got {tuple(x.shape)}")
+    check_mask(module, x, mask)
+    return x if mask is None else x.masked_fill(~mask[..., None], 0)

@@ -17,21 +17,21 @@ from onepass.fused.norms import fits_one_program
 from onepass.fused.plans import FeedForwardPlan
 from onepass.ops.routing.op import gather, scatter_add
 
+from .calls import Layer, as_written, branch_dtype, parts_of
 from .causal import CausalRouter
 from .count import check_count, check_number, check_size, refuse_gone
 from .explore import explore
-from .feed_forward import FeedForward, branch_dtype, has_no_overrides
-from .packed import packed
-from .padding import zero_padding
+from .feed_forward import FeedForward
+from .norm import RMSNorm
+from .packed import check_mask, zero_padding
 from .router import NORM_EPS, Router, RouterOutput, asked
-from .whole_rows import takes_whole_rows, whole_rows
 
 if TYPE_CHECKING:
     from .cache import ChoiceCache
     from .calls import RoutedCall
 
 
-class Routed(nn.Module):
+class Routed(Layer):
     r"""``y = light(x)``, and for each chosen token i: ``y_i += gate_i · heavy(x_i)``.
 
     Args:
@@ -39,23 +39,20 @@ class Routed(nn.Module):
         heavy: token-wise module, ``(batch, k, dim) → (batch, k, dim)``; sees the chosen tokens alone.
         router: `Router`, or any module called as ``router(x, k, mask) → RouterOutput``. With R routes, a token that
             several of them chose gets the heavy output once per route, times that route's gate.
-        k: how many tokens of each sequence the heavy branch sees: an int ≥ 1 (at most n are taken), or a float
-            0 < k ≤ 1, a share of its m real tokens: ``max(1, round(k·m))``, so that a padded sequence gives what it
-            gives alone. (A router that is not a `Router` is called with ``max(1, round(k·n))``, n the padded length.)
+        k: how many tokens of each sequence the heavy branch sees: an int ≥ 1 (at most n are taken), or a share
+            0 < k ≤ 1 of its m real tokens: ``max(1, round(k·m))``, so that a padded sequence gives what it gives
+            alone. (A router that is not a `Router` gets ``max(1, round(k·n))``, n the padded length.)
 
     Shapes: ``routed(x, mask=None)`` with x ``(batch, n, dim)`` of any float dtype and strides, mask ``(batch, n)``
     bool, True at real tokens, gives y like x; ``routed(x, mask, return_routing=True)`` gives ``(y, RouterOutput)``.
 
     Packed sequences: ``routed(x, cu_seqlens=bounds, max_seqlen=longest)`` with x ``(total, dim)`` or ``(1, total,
-    dim)``, sequences one after another, and bounds ``(sequences + 1,)`` int32 or int64, where each begins and the last
-    ends. Each gives what it gives alone; a causal layer needs shares for that and refuses an int k. It computes on a
-    batch padded to max_seqlen, which a CPU reads from the bounds if it is not given; the routing is that of the padded
-    batch. On a GPU, values of bounds are not checked.
+    dim)`` and bounds ``(sequences + 1,)`` int32 or int64, where each begins and the last ends. Each gives what it gives
+    alone, so a causal layer refuses an int k. It computes on a batch padded to max_seqlen, which a CPU can read from
+    the bounds; the routing is that of the batch. On a GPU, values of bounds are not checked.
 
-    Masked tokens get the light output and never the heavy one. Rows with fewer real tokens than k use those they have.
-    No row's output depends on another row. There is no residual inside: write ``x + routed(x)``.
-
-    Deterministic: the indices of one route are unique in a row, so no two additions race.
+    Masked tokens get the light output alone. No row depends on another. Deterministic: the indices of one route are
+    unique in a row, so no two additions race. There is no residual inside: write ``x + routed(x)``.
 
     Raises:
         TypeError: k is neither int nor float.
@@ -84,36 +81,34 @@ class Routed(nn.Module):
             warnings.warn("the int k=1 is one token of a sequence; write k=1.0 for all of them", stacklevel=level)
         self.light, self.heavy, self.router, self.k = light, heavy, router, k
 
-    def forward(
-        self, x: Tensor, mask: Tensor | None = None, return_routing: bool = False, *,
-        cu_seqlens: Tensor | None = None, max_seqlen: int | None = None,
-    ) -> Tensor | tuple[Tensor, RouterOutput]:  # fmt: skip
-        if cu_seqlens is not None or max_seqlen is not None:
-            return packed(Routed, self, x, mask, return_routing, cu_seqlens, max_seqlen)  # type: ignore[no-any-return]
+    if TYPE_CHECKING:
+        __call__: RoutedCall[RouterOutput]
+
+    def check(self, x: Tensor) -> None:
+        """Raise TypeError or ValueError unless x is (batch, n, dim)."""
         check.tensor(type(self).__name__, "x", x)
         if x.dim() != 3:
             raise ValueError(f"{type(self).__name__}: x must be (batch, n, dim), got {tuple(x.shape)}")
+
+    def composed(self, x: Tensor, mask: Tensor | None, cache: ChoiceCache | None = None) -> tuple[Tensor, RouterOutput]:
+        """Compute module by module."""
         k = asked(self.router, self.k, x.shape[1])
-        if takes_whole_rows(self, x):
-            return whole_rows(Routed, self, x, mask, return_routing=return_routing)  # type: ignore[no-any-return]
         routing = self.router(x, k, mask)
         y = self._light(x)
         if routing.indices.shape[-1] or not x.numel():
             # also of a batch without tokens: every weight has a gradient then, as on other processes of DDP
-            update = self._heavy(x, routing.indices)
-            y = scatter_add(y, update, routing.gates, routing.indices, inplace=self._owns_light_output())
-        y = explore(y, x, self.router, k, mask).reshape(x.shape)
-        return (y, routing) if return_routing else y
+            # a missing token is gathered as zeros, and its output is not used
+            chosen = gather(x, routing.indices).flatten(1, -2)
+            update = self.heavy(chosen)
+            self.same_shape("heavy", update, chosen.shape)
+            update = update.reshape(*routing.indices.shape, x.shape[-1])
+            # a linear layer's output is new and not needed in backward; other modules may return x, a hook may keep it
+            inplace = plain() and isinstance(self.light, FeedForward) and self.light.is_plain()
+            y = scatter_add(y, update, routing.gates, routing.indices, inplace=inplace)
+        return explore(y, x, self.router, k, mask).reshape(x.shape), routing
 
-    if TYPE_CHECKING:
-        __call__: RoutedCall[RouterOutput]
-
-    def _cached(self, x: Tensor, mask: Tensor | None, cache: ChoiceCache) -> tuple[Tensor, RouterOutput]:
-        """Return the outputs of a prompt or of one more token of each sequence, and the choice; see `RoutedBlock`."""
-        if x.shape[1] > 1:
-            y, routing = self.forward(x, mask, True)
-            cache.fill(self.router, routing)  # type: ignore[arg-type]
-            return y, routing
+    def step(self, x: Tensor, cache: ChoiceCache) -> tuple[Tensor, RouterOutput]:
+        """Compute one more token (batch, 1, dim) of each sequence."""
         routing = self.router(x, self.k, cache=cache)
         y = self._light(x).view(x.shape)
         # a CPU skips a branch that no token chose; on a GPU the host would wait longer than the branch takes
@@ -124,27 +119,12 @@ class Routed(nn.Module):
         return y, routing
 
     def _light(self, x: Tensor) -> Tensor:
-        """Return the light output; of a `FeedForward` as rows (batch·n, dim), no view, so that it may be written to."""
+        """Return the light output; of a `FeedForward` as rows (batch·n, dim), which are no view and may be written."""
         if isinstance(self.light, FeedForward):
             return self.light(x.reshape(-1, x.shape[-1]))  # type: ignore[no-any-return]
         y = self.light(x)
         self.same_shape("light", y, x.shape)
         return y  # type: ignore[no-any-return]
-
-    def _owns_light_output(self) -> bool:
-        """Return whether the light output may be overwritten.
-
-        A plain `FeedForward` ends in a linear layer, whose output is new and not needed in backward. Any other module
-        may return its input, and a hook may keep the output.
-        """
-        return plain() and isinstance(self.light, FeedForward) and self.light.is_plain()
-
-    def _heavy(self, x: Tensor, indices: Tensor) -> Tensor:
-        """Return the heavy output (batch, [R,] k, dim); a missing token counts as zeros, and its output is not used."""
-        chosen = gather(x, indices).flatten(1, -2)
-        out = self.heavy(chosen)
-        self.same_shape("heavy", out, chosen.shape)
-        return out.reshape(*indices.shape, x.shape[-1])  # type: ignore[no-any-return]
 
     def same_shape(self, branch: str, out: Tensor, shape: torch.Size) -> None:
         """Raise ValueError unless a branch kept the shape of its tokens."""
@@ -160,8 +140,7 @@ class Routed(nn.Module):
 class RoutedFeedForward(Routed):
     r"""A small feed-forward for every token, a large one for the k that a router chose: ``light(x) + gate·heavy(x)``.
 
-    Each branch is ``down(gelu(up(rms_norm(x))))`` with a norm of its own, as in CoLT5: the heavy norm then runs on k
-    tokens alone, and the two branches may scale their inputs differently. There is no residual inside:
+    Each branch is ``down(gelu(up(rms_norm(x))))`` with a norm of its own, as in CoLT5. There is no residual inside:
     write ``x + ff(x)``.
 
     A step over few tokens waits for the host. Speed against a dense one, bf16, 2×8192 tokens, d 512, on an H200:
@@ -170,16 +149,14 @@ class RoutedFeedForward(Routed):
     Args:
         dim: width of the tokens.
         k: how many tokens the heavy branch sees: an int, or a share 0 < k ≤ 1 of the real tokens (see `Routed`).
-        light_mult: hidden width of the light branch, in units of dim.
-        heavy_mult: hidden width of the heavy branch, in units of dim.
+        light_mult, heavy_mult: hidden width of the light and the heavy branch, in units of dim.
         router: default ``Router(dim)``; any module with its call signature.
         bias: biases in the linear layers.
         device, dtype: of all parameters.
 
     Shapes, masks, packed sequences and errors: as `Routed`; masked tokens count as zeros whatever they hold. Works
-    under autocast, `torch.compile`, `torch.export` and activation checkpointing. Losses on the returned gates and
-    scores reach x and the router. Where the fused form runs (docs/in_program.md), autograd finds no path from y to
-    these two: the gradient of y reaches x and the router directly.
+    under autocast, `torch.compile`, `torch.export` and activation checkpointing. Losses on gates and scores reach x and
+    the router; so does the gradient of y, in the fused form (docs/in_program.md) by no path through these two.
 
     Raises:
         TypeError: k is neither int nor float, dim is not an int, or a width is not a number.
@@ -214,37 +191,21 @@ class RoutedFeedForward(Routed):
         router = Router(dim, device=device, dtype=dtype) if router is None else router
         super().__init__(light, heavy, router, k, **gone)
 
-    def forward(
-        self, x: Tensor, mask: Tensor | None = None, return_routing: bool = False, *,
-        cu_seqlens: Tensor | None = None, max_seqlen: int | None = None, cache: ChoiceCache | None = None,
-    ) -> Tensor | tuple[Tensor, RouterOutput]:  # fmt: skip
-        if cu_seqlens is not None or max_seqlen is not None:
-            return packed(RoutedFeedForward, self, x, mask, return_routing, cu_seqlens, max_seqlen)  # type: ignore[no-any-return]
-        self._check_tokens(x)
-        if cache is not None:
-            y, routing = self._cached(x, mask, cache)
-            return (y, routing) if return_routing else y
-        dtype = self._fused_dtype(x, mask)
-        if dtype is None and x.dim() == 3 and takes_whole_rows(self, x):
-            return whole_rows(RoutedFeedForward, self, x, mask, return_routing=return_routing)  # type: ignore[no-any-return]
-        if dtype is None:
-            return super().forward(zero_padding("RoutedFeedForward", x, mask), mask, return_routing)
-        y, routing = self._fused(x, mask, dtype)
-        return (y, routing) if return_routing else y
+    def composed(self, x: Tensor, mask: Tensor | None, cache: ChoiceCache | None = None) -> tuple[Tensor, RouterOutput]:
+        """Compute module by module; masked tokens count as zeros."""
+        return super().composed(zero_padding("RoutedFeedForward", x, mask), mask, cache)
 
-    def _check_tokens(self, x: Tensor) -> None:
-        check.tensor("RoutedFeedForward", "x", x)
-
-    def _fused(
-        self, x: Tensor, mask: Tensor | None, dtype: torch.dtype, residual: bool = False
-    ) -> tuple[Tensor, RouterOutput]:
+    def fused(
+        self, x: Tensor, mask: Tensor | None, dtype: torch.dtype, residual: bool = False,
+        cache: ChoiceCache | None = None,
+    ) -> tuple[Tensor, RouterOutput]:  # fmt: skip
         """Return the same (x + y with `residual`) by one autograd node, or one operator through the dispatcher."""
         light, heavy, router = self.light, self.heavy, self.router
         n = x.shape[1]
         assert isinstance(light, FeedForward)
         assert isinstance(heavy, FeedForward)
         assert isinstance(router, Router)
-        router.check(x, 0, mask)
+        check_mask("Router", x, mask)
         plan = FeedForwardPlan(
             dtype, router.choice(self.k, n), router.explore_stride(self.k, n), router.explore, residual,
             light.norm.eps_for(x), heavy.norm.eps_for(x), NORM_EPS,
@@ -253,22 +214,24 @@ class RoutedFeedForward(Routed):
         y, *routing = routed_feed_forward(plan, x, router.weight, light_norm, heavy_norm, mask, *linear, *more)
         return y, RouterOutput(*routing)
 
-    def _fused_dtype(self, x: Tensor, mask: Tensor | None) -> torch.dtype | None:
-        """Return the branches' dtype where the fused form gives the same as the composition of modules, else None.
-
-        None for a transform of torch.func, for a hook inside, if a branch or the router is not a default one, or if
-        there is nothing to choose.
-        """
-        light, heavy, router = self.light, self.heavy, self.router
-        if type(light) is not FeedForward or type(heavy) is not FeedForward:
+    def fused_dtype(self, x: Tensor, mask: Tensor | None) -> torch.dtype | None:
+        """Return the branches' dtype where `fused` gives the same as `composed`, else None."""
+        if not (x.numel() and self.k and fits_one_program(x.shape[-1])):
             return None
-        if type(router) is not Router and type(router) is not CausalRouter:
+        parts = parts_of(self, "router", "light", "heavy")
+        if not as_written(parts, _KINDS.get(type(parts[0]))):
             return None
-        if not (x.dim() == 3 and x.numel() and self.k and router.num_routes == 1 and fits_one_program(x.shape[-1])):
-            return None
-        if not (light.is_plain() and heavy.is_plain() and has_no_overrides(router)):
+        router, light, heavy, *_ = parts
+        if router.num_routes != 1 or router.dim != x.shape[-1]:
             return None
         (light_norm, *linear), (heavy_norm, *more) = light.weights(), heavy.weights()
         multiplied = [w for w in (*linear, *more) if w is not None]
         norms = [w for w in (light_norm, heavy_norm) if w is not None]
         return branch_dtype(x, mask, [router.weight, *norms, *multiplied], multiplied)
+
+
+# the modules that `fused` replaces, with either router
+_KINDS: dict[type, list[type]] = {
+    router: [router, FeedForward, FeedForward, *2 * (RMSNorm, nn.Linear, nn.Linear)]
+    for router in (Router, CausalRouter)
+}

@@ -14,8 +14,7 @@ from onepass.ops.routing.op import MAX_VECTORS, score
 from onepass.ops.soft_topk.op import KINDS
 
 from .count import check_number, check_size, count, refuse_gone
-from .packed import refuse_int, unpack
-from .padding import check_mask
+from .packed import check_mask, refuse_int, unpack
 from .whole_rows import takes_whole_rows, whole_rows
 
 GATES = ("soft", "straight_through")
@@ -27,8 +26,8 @@ class RouterOutput(NamedTuple):
     """A router's decision.
 
     Attributes:
-        indices: ``(batch, k)`` int64, or ``(batch, R, k)`` for R routes: the chosen tokens, best score first, each at
-            most once per row; −1 where a row has fewer than k real tokens, or a share of them is less than k.
+        indices: ``(batch, k)`` int64, or ``(batch, R, k)`` for R routes: the chosen tokens, best first, each at most
+            once in a row; −1 after the last.
         gates: same shape, in [0, 1], differentiable: factors of the heavy branch's output; 0 at index −1.
         scores: ``(batch, n)`` or ``(batch, R, n)``, fp32 or wider; those of masked tokens are meaningless.
     """
@@ -45,12 +44,11 @@ class Router(nn.Module):
         s_i = \Big\langle \frac{x_i}{\mathrm{rms}(x_i)}, v\Big\rangle, \qquad
         g = \mathrm{soft\_topk}(s, k, \varepsilon), \qquad v \sim \mathcal N(0, 1/d)
 
-    The defaults are chosen to learn. Scores start with a standard deviation of 1 at every width, so that ε means the
-    same everywhere. The gates come from the converged operator with the k that is selected, so some of the selected
-    tokens are not saturated and the vector gets a gradient from the first step (a raw dot product with ε = 0.03 and
-    9/8·k gets exactly zero: every selected gate is 1). The vector's entries are as small as those of a linear layer,
-    so that optimizers with steps of a fixed size, such as Adam and Lion, rotate it soon enough. In training, tokens
-    that were not chosen also give it a gradient (`explore`).
+    The defaults learn. Scores start with a standard deviation of 1 at every width, so ε means the same everywhere. The
+    gates are converged for the k that is selected, so some are not saturated, and the vector has a gradient from the
+    first step (a raw dot product with ε = 0.03 and 9/8·k has none: every selected gate is 1). Its entries are as small
+    as those of a linear layer, so Adam and Lion, whose steps have a fixed size, rotate it soon enough. In training,
+    tokens that were not chosen give it a gradient too (`explore`).
 
     Args:
         dim: width of the tokens.
@@ -58,19 +56,16 @@ class Router(nn.Module):
         eps: temperature ε of the gates, in units of the scores' initial standard deviation. Smaller is harder: fewer
             tokens around the threshold share the gradient.
         kind: shape of the gates, see `onepass.soft_topk`.
-        gate: the factor of the heavy output. "soft": the soft gate itself, so that a barely chosen token counts for
-            less. "straight_through": 1, with the gradient of the soft gate. In a first comparison on text "soft" gave
-            the lower loss and is the default.
-        explore: weight of the gradient from tokens that were not chosen: in training mode, a routed layer pushes up
-            the scores of sampled tokens where the gradient of its output is large; see `onepass.nn.explore.explore`.
-            0 turns it off; then ``weight.grad`` is that of the gates alone.
+        gate: the factor of the heavy output. "soft": the soft gate, which had the lower loss on text.
+            "straight_through": 1, with the gradient of the soft gate.
+        explore: weight of the gradient from tokens that were not chosen (`onepass.nn.explore.explore`), in training
+            mode; with 0 ``weight.grad`` is that of the gates alone.
         device, dtype: of the vectors.
 
     Shapes: ``router(x, k, mask=None)`` with x ``(batch, n, dim)``, k an int ≥ 0 and mask ``(batch, n)`` bool, True at
     real tokens, gives a `RouterOutput` of ``min(k, n)`` choices per row. Masked tokens are never chosen. No row
-    depends on another. With k ≥ the number of real tokens nothing is left to choose: all gates are 1, without gradient.
-    A float 0 < k ≤ 1 is a share of each row's real tokens: of m it takes ``max(1, round(k·m))``, in
-    ``max(1, round(k·n))`` places, so that a padded row gives what its tokens give alone. Packed
+    depends on another. Where k tokens or fewer are real, all gates are 1, without gradient. A float 0 < k ≤ 1 is a
+    share of each row's m real tokens: ``max(1, round(k·m))`` of them, in ``max(1, round(k·n))`` places. Packed
     sequences (``cu_seqlens=``, ``max_seqlen=``, see `Routed`) give one row each, indices within the sequence.
 
     Raises:
@@ -138,11 +133,7 @@ class Router(nn.Module):
         return self.decide(self.scores(x), k, mask)
 
     if TYPE_CHECKING:
-
-        def __call__(
-            self, x: Tensor, k: int | float, mask: Tensor | None = None, *,
-            cu_seqlens: Tensor | None = None, max_seqlen: int | None = None,
-        ) -> RouterOutput: ...  # fmt: skip
+        __call__ = forward
 
     def decide(self, scores: Tensor, k: int | float, mask: Tensor | None = None) -> RouterOutput:
         """Choose and gate by the scores of this router; the caller has checked the arguments."""

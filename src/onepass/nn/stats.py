@@ -36,26 +36,24 @@ def routing_stats(
         \text{entropy} = -\frac{1}{\log 16}\sum_{b=1}^{16} p_b \log p_b, \qquad
         \text{overlap} = \frac{|A \cap B|}{|A|}
 
-    - ``share``: the share of the real tokens that were chosen.
-    - ``entropy``: p_b is the share of the choices that fall into the b-th sixteenth of their sequence's real tokens. 1:
-      all positions alike; 0: all choices in one sixteenth. It needs some hundred choices to reach 1, and sequences of
-      16 tokens or more.
-    - ``overlap``: B are the tokens that the router of the same role (feed-forward, queries, keys) in the layer before
-      chose. Layers that choose independently overlap by about B's share.
-    - ``saturated``, ``closed``: of the gates of the chosen, those with g ≥ 1 − 0.001, and those with g ≤ 0.001. They
-      give their router no gradient, or nearly none. (Of ``gate="straight_through"`` all gates are 1.)
+    - ``share`` of the real tokens that were chosen.
+    - ``entropy``: p_b is the share of the choices in the b-th sixteenth of their sequence's real tokens. 1: all
+      positions alike; 0: all in one sixteenth. To reach 1 takes some hundred choices in sequences of 16 or more.
+    - ``overlap``: B is what the router of the same role (feed-forward, queries, keys) in the layer before chose.
+      Independent layers overlap by about B's share.
+    - ``saturated``, ``closed``: chosen gates ≥ 1 − 0.001 and ≤ 0.001, which give their router next to no gradient. (Of
+      ``gate="straight_through"`` all gates are 1.)
 
     Args:
         passes: for each pass what the layers of a model returned with ``return_routing=True``: a list in their order,
             or a dict with their names, of a `RouterOutput`, `AttentionRouting` or `BlockRouting` each.
         masks: for each pass ``(batch, n)`` bool, True at real tokens, as the layers got it, or None.
         context_masks: of the memories, if these are `RoutedCrossAttention` layers.
-        total: returns the sum of an int64 tensor over processes: the numbers then count the rows of all. Each process
-            calls this, perhaps with passes without rows.
+        total: returns the sum of an int64 tensor over processes, each of which calls this.
 
     Returns:
-        Numbers as ``{"blocks.0.feed_forward.router/share": 0.0625, …}``: the layer's name, its router's, a slash and
-        the number's. Undefined ones are left out, such as the first layer's overlap. The device is waited for once.
+        Numbers as ``{"blocks.0.feed_forward.router/share": 0.0625, …}``, without undefined ones, such as the first
+        layer's overlap. The host waits for the device once.
 
     Raises:
         TypeError: a routing is none of these, or a mask is not bool.

@@ -18,13 +18,13 @@ from onepass.ops.qk_norm_rope.op import qk_norm_rope
 from onepass.ops.span_attention.op import BASE, span_attention
 
 from .cache import BlockCache, Clock, KeyCache
+from .calls import Layer
 from .count import check_dtype, check_flag, check_int, check_number, check_size
 from .experts import ExpertRouting, Experts
 from .feed_forward import FeedForward
 from .local_attention import check_heads
 from .norm import RMSNorm
-from .packed import checked, places
-from .padding import zero_padding
+from .packed import checked, places, zero_padding
 
 if TYPE_CHECKING:
     from .calls import RoutedCall
@@ -113,7 +113,7 @@ class SelfAttention(nn.Module):
         return f"heads={self.heads}, dim_head={self.dim_head}, window={self.window}, causal={self.causal}"
 
 
-class TransformerBlock(nn.Module):
+class TransformerBlock(Layer):
     r"""A pre-norm transformer block: ``h = x + attention(x)``, ``y = h + feed_forward(h)``.
 
     .. math::
@@ -121,12 +121,9 @@ class TransformerBlock(nn.Module):
         y = h + \mathrm{down}(\mathrm{gelu}(\mathrm{up}(\mathrm{rms}(h))))
 
     with queries and keys normed per head and rotated by their positions (`onepass.qk_norm_rope`).
-    With a window w token i sees the tokens of the windows ⌊i/w⌋ − 1 to ⌊i/w⌋ + 1 (causal: those of ⌊i/w⌋ − 1 and
-    ⌊i/w⌋ up to itself), by `span_attention`; without one all tokens (causal: those up to itself), by torch's
-    attention, or with a mask or packed sequences by `span_attention`, whose memory is that of the tokens. A few global
-    blocks among blocks with windows read far and cost little.
-
-    With experts, `Experts` stands for the feed-forward: every token takes the `top_k` that its router chooses.
+    With a window w token i sees the windows ⌊i/w⌋ − 1 to ⌊i/w⌋ + 1 (causal: up to itself), by `span_attention`; without
+    one all tokens (causal: those up to itself), by torch's attention, or with a mask or packed sequences by
+    `span_attention`, whose memory is that of the tokens. A few global blocks among windows read far and cost little.
 
     Args:
         dim: width of the tokens.
@@ -134,17 +131,15 @@ class TransformerBlock(nn.Module):
         window: w, tokens of a window; None: attention over all tokens.
         causal: no token sees a later one: for language models.
         hidden_dim: hidden width of the feed-forward, default 4·dim, or of one expert, default that of `Experts`.
-        num_experts, top_k: how many experts there are, and how many a token takes; 0: a feed-forward for all tokens.
-        dropout: while training, the probability with which an element of what a layer adds to the residual stream is
-            zero; the others are divided by 1 − dropout.
+        num_experts, top_k: `Experts` in place of the feed-forward, and how many a token takes; 0: none.
+        dropout: probability of a zero in what a layer adds, in training.
         device, dtype: of all parameters.
 
     Shapes: ``block(x, mask=None)`` with x ``(batch, n, dim)`` of any float dtype, mask ``(batch, n)`` bool, True at
     real tokens, gives y like x. No token sees a masked one; masked tokens count as zeros whatever they hold.
     ``block(x, mask, return_routing=True)`` gives ``(y, ExpertRouting)``, or ``(y, None)`` without experts. Packed
-    sequences: ``block(x, cu_seqlens=bounds, max_seqlen=longest)`` with x ``(total, dim)`` or ``(1, total, dim)``, as
-    flash attention takes them; each gives what it gives alone, and nothing is padded. Works under autocast,
-    `torch.compile`, `torch.export`, CUDA graphs and activation checkpointing.
+    sequences: as `Routed` takes them, but nothing is padded. Works under autocast, `torch.compile`, `torch.export`,
+    CUDA graphs and activation checkpointing.
 
     Raises:
         TypeError: a size is not an int, or causal is not a bool.
@@ -198,29 +193,37 @@ class TransformerBlock(nn.Module):
     if TYPE_CHECKING:
         __call__: RoutedCall[ExpertRouting | None]
 
-    def forward(
-        self, x: Tensor, mask: Tensor | None = None, return_routing: bool = False, *,
-        cu_seqlens: Tensor | None = None, max_seqlen: int | None = None, cache: BlockCache | None = None,
-    ) -> Tensor | tuple[Tensor, ExpertRouting | None]:  # fmt: skip
-        check.floating("TransformerBlock", "x", x)
-        packed = None
-        shape = x.shape
-        if cu_seqlens is not None or max_seqlen is not None:
-            x, packed = sequences(x, mask, cu_seqlens, max_seqlen)
-        if x.dim() != 3 or x.shape[-1] != self.attention.dim:
-            raise ValueError(f"TransformerBlock: x must be (batch, n, {self.attention.dim}), got {tuple(shape)}")
-        if cache is None:
-            y, routing = self._forward(zero_padding("TransformerBlock", x, mask), mask, packed, None)
-        elif packed is not None:
-            raise ValueError("TransformerBlock: cache and cu_seqlens exclude each other: give a batch with a mask")
-        else:
-            with torch.no_grad(), cache.reading(x, mask):
-                y, routing = self._forward(zero_padding("TransformerBlock", x, mask), mask, None, cache.attention)
-        return (y.view(shape), routing) if return_routing else y.view(shape)
+    # the modules inside take DTensors
+    opens = False
 
-    def _forward(
-        self, x: Tensor, mask: Tensor | None, packed: Sequences | None, cache: KeyCache | None
+    def check(self, x: Tensor) -> None:
+        """Raise TypeError or ValueError unless x is (batch, n, dim) of a float dtype."""
+        check.floating("TransformerBlock", "x", x)
+        if x.dim() != 3 or x.shape[-1] != self.attention.dim:
+            raise ValueError(f"TransformerBlock: x must be (batch, n, {self.attention.dim}), got {tuple(x.shape)}")
+
+    def packed(
+        self, name: str, x: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, max_seqlen: int | None
     ) -> tuple[Tensor, ExpertRouting | None]:
+        """Compute packed sequences as one row, without padding."""
+        row, where = sequences(x, mask, cu_seqlens, max_seqlen)
+        self.check(row)
+        y, routing = self.composed(row, None, where)
+        return y.view(x.shape), routing
+
+    @torch.no_grad()
+    def cached(
+        self, x: Tensor, mask: Tensor | None, cache: BlockCache, return_routing: bool
+    ) -> tuple[Tensor, ExpertRouting | None]:
+        """Read one more token of each sequence, or a prompt."""
+        with cache.reading(x, mask):
+            return self.composed(x, mask, None, cache.attention)
+
+    def composed(
+        self, x: Tensor, mask: Tensor | None, packed: Sequences | None = None, cache: KeyCache | None = None
+    ) -> tuple[Tensor, ExpertRouting | None]:
+        """Compute module by module."""
+        x = zero_padding("TransformerBlock", x, mask)
         y, routing = self._dropped(self.attention(x, mask, packed, cache)), None
         if isinstance(self.feed_forward, FeedForward):
             y, x = self.feed_forward(y, x)
@@ -233,14 +236,13 @@ class TransformerBlock(nn.Module):
         """Return the cache of `batch` sequences without tokens, for ``block(x, mask, cache=cache)`` and `Decoder`.
 
         A first call may read prompts (batch, n, dim), each later one one more token (batch, 1, dim) of each sequence;
-        outputs equal those of the full forward to rounding, and nothing is differentiable. The cache keeps two windows
-        of keys and values, or without a window those of `max_tokens` tokens of each sequence, on the device and in the
-        dtype of the block's weights. `clock` is that of a model of several blocks, which then counts the tokens.
+        outputs equal those of the full forward to rounding, and nothing is differentiable. The cache keeps keys and
+        values of two windows, or of `max_tokens` tokens of each sequence. With the `clock` of a model of several
+        blocks that model counts the tokens.
 
         Raises:
             TypeError: batch or max_tokens is not an int.
-            ValueError: the block is not causal, or batch or max_tokens is < 1. In a call: the cache is full, or holds
-                another number of sequences.
+            ValueError: the block is not causal, or a size is < 1. In a call: the cache is full, or of another batch.
 
         Example:
             >>> import torch

@@ -67,8 +67,7 @@ class WeightedSum(nn.Module):
         return weighted_sum(x, self.weight, out_dtype=self.out_dtype)
 
     if TYPE_CHECKING:
-
-        def __call__(self, x: Tensor) -> Tensor: ...
+        __call__ = forward
 
     def extra_repr(self) -> str:
         return f"{self.dim}, num_vectors={self.num_vectors}"

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable
 from copy import copy
-from functools import wraps
 from typing import Any
 
 import torch
@@ -14,19 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from .padding import check_mask
-
-
-def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function as `torch.compile` leaves it to eager: it would trace collectives for a minute, or fail."""
-
-    @wraps(function)
-    def call(*args: Any, **options: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return torch.compiler.disable(function)(*args, **options)  # type: ignore[no-untyped-call]
-        return function(*args, **options)
-
-    return call
+from .packed import check_mask
 
 
 def takes_whole_rows(layer: nn.Module, *tokens: Any) -> bool:
@@ -59,13 +45,19 @@ def takes_whole_rows(layer: nn.Module, *tokens: Any) -> bool:
     return False
 
 
-@uncompiled
 def whole_rows(kind: Any, layer: nn.Module, *given: Any, **options: Any) -> Any:
     """Return kind.forward(layer, *given, **options) for DTensors: each device computes the rows that it has.
 
     The first half of `given` are tokens (batch, n, dim), the second their masks. Other placements than Replicate and
     those of the batch are redistributed, as for torch's own operators.
     """
+    if torch.compiler.is_compiling():
+        # dynamo would trace collectives for a minute, or fail
+        return torch.compiler.disable(_whole_rows)(kind, layer, *given, **options)  # type: ignore[no-untyped-call]
+    return _whole_rows(kind, layer, *given, **options)
+
+
+def _whole_rows(kind: Any, layer: nn.Module, *given: Any, **options: Any) -> Any:
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
     name, half = type(layer).__name__, len(given) // 2
@@ -86,7 +78,8 @@ def whole_rows(kind: Any, layer: nn.Module, *given: Any, **options: Any) -> Any:
         # a row of zeros, so that all devices have gradients of the same weights
         parts = [None if t is None else F.pad(t, (0, 0) * (t.dim() - 1) + (0, 1)) for t in parts]
     weights = opened(name, mesh, placements, parameters(layer))
-    plain = {f"layer.{n}": weights.get(id(p), p) for n, p in named(layer)}
+    named = *layer.named_parameters(), *layer.named_buffers()
+    plain = {f"layer.{n}": weights.get(id(p), p) for n, p in named}
 
     def leave(found: Any) -> Any:
         if not isinstance(found, Tensor):
@@ -133,11 +126,6 @@ def parameters(module: nn.Module) -> list[Tensor]:
     """Return parameters and buffers, shared ones each time: torch's own walk takes five times as long."""
     inner = (p for m in module._modules.values() if m is not None for p in parameters(m))
     return [p for p in (*module._parameters.values(), *module._buffers.values(), *inner) if p is not None]
-
-
-def named(module: nn.Module) -> list[tuple[str, Tensor]]:
-    """Return parameters and buffers with their names."""
-    return [*module.named_parameters(), *module.named_buffers()]
 
 
 def _whole(p: Any) -> Any:
