@@ -17,7 +17,7 @@ KERNELS = tests/contract tests/ops tests/fused tests/core/test_replay_kernels.py
 PIP = -m pip install --quiet --disable-pip-version-check
 LOCKED = $(PIP) $(if $(LOCK),--constraint $(LOCK))
 
-.PHONY: run quick test test-all newest gpu slow lint types unit peers interpret codegen doctest dist docs lock fuzz soak clean FORCE
+.PHONY: run quick test test-all newest gpu slow lint types unit peers interpret codegen doctest dist docs release lock fuzz soak clean FORCE
 
 run: .venv/ready  ## train a routed transformer on the standard library's own sources
 	.venv/bin/onepass train $(ARGS)
@@ -76,6 +76,9 @@ dist: .venv-dev/ready  ## build sdist and wheel into dist/, check them and try t
 docs: .venv-docs/ready  ## the documentation as a site in .site/; a dead link is an error
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/python -m mkdocs build --quiet $(ARGS)
 	.venv-docs/bin/python docs/site/links.py .site
+
+release:  ## write VERSION, today and URL where they belong, and say what is left to do
+	$(PYTHON) docs/site/release.py '$(VERSION)' '$(URL)'
 
 clean:
 	rm -rf .venv .venv-dev .venv-docs .triton-oldest .site .requirement .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +59,25 @@ def test_the_release_keeps_no_secret() -> None:
     assert read(ROOT / ".github/workflows/release.yml")["jobs"]["publish"]["permissions"] == {"id-token": "write"}
     # the check of the tag finds the version where it stands
     assert re.search(r'__version__ = "(.+)"', (ROOT / "src/onepass/__init__.py").read_text())[1] == onepass.__version__
+
+
+def test_a_release_fills_in_where_it_is(tmp_path: Path) -> None:
+    """Twice, as a second run replaces the first; what it wrote is read by who reads it."""
+    for name in ("pyproject.toml", "CITATION.cff", "mkdocs.yml", "CHANGELOG.md", "src/onepass/__init__.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text((ROOT / name).read_text())
+    command = [sys.executable, ROOT / "docs/site/release.py", "--root", tmp_path]
+    for version in ("7.8.9", "7.9.0"):
+        said = subprocess.check_output([*command, version, f"https://h/o/of-{version}"], text=True)
+    assert "tag v7.9.0" in said
+    text, url = "".join(path.read_text() for path in tmp_path.rglob("*.*")), "https://h/o/of-7.9.0"
+    for line in (f"repository-code: {url}", f"repo_url: {url}", "[project.urls]", f'Issues = "{url}/issues"',
+                 "version: 7.9.0", '__version__ = "7.9.0"'):  # fmt: skip
+        assert text.count(f"{line}\n") == 1, line
+    assert f"[7.9.0] - {read(tmp_path / 'CITATION.cff')['date-released']}" in text
+    assert "of-7.8.9" not in text
+    for wrong in (["7.9", url], ["7.9.0", "owner/name"]):
+        assert subprocess.run([*command, *wrong], capture_output=True, check=False).returncode == 1
 
 
 def test_every_promise_names_its_test() -> None:

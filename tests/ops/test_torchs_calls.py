@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import onepass
+from harness import outputs
 
 MASK, PER_ROW, W = torch.rand(5, 6) > 0.2, 0.1 + torch.rand(3, 6).double(), torch.randn(5, 6).double()
 RAGGED = {"lengths": torch.tensor([[5, 4, 3, 2, 1, 0]]), "start": torch.tensor(0), "sorted": False}
@@ -29,9 +30,7 @@ def _quantized(x: Tensor) -> tuple[Tensor, ...]:
 CALLS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Tensor], Any]]] = {
     "topk": (
         lambda x: onepass.topk(x, 2, 1, False, True, eps=PER_ROW, mask=MASK),
-        lambda x: [
-            t.mT for t in onepass.topk(x.mT, 2, largest=False, eps=PER_ROW, mask=MASK.mT)
-        ],
+        lambda x: [t.mT for t in onepass.topk(x.mT, 2, largest=False, eps=PER_ROW, mask=MASK.mT)],
     ),
     "topk, ranges": (
         lambda x: onepass.topk(x, 5, -2, ties="last", **RAGGED),
@@ -49,10 +48,7 @@ CALLS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Tensor], Any]]] = {
         lambda x: onepass.rms_norm(x, [5, 6], W, offset=1.0, residual=x),
         lambda x: _norm(x, onepass.rms_norm, offset=1.0),
     ),
-    "an int": (
-        lambda x: onepass.layer_norm(x, 6, W[0], None, 0.1),
-        lambda x: onepass.layer_norm(x, W[0], eps=0.1),
-    ),
+    "an int": (lambda x: onepass.layer_norm(x, 6, W[0], None, 0.1), lambda x: onepass.layer_norm(x, W[0], eps=0.1)),
     "8 bits": (lambda x: onepass.rms_norm(x, (5, 6), quantize="row", out_dtype=x.dtype), _quantized),
 }  # fmt: skip
 
@@ -74,16 +70,12 @@ WAYS: dict[str, Callable[[Callable[[Tensor], Any], Tensor], Any]] = {
 }
 
 
-def _floats(found: Any) -> list[Tensor]:
-    return [found] if isinstance(found, Tensor) else list(found)
-
-
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", CALLS)
 def test_call(name: str, way: str) -> None:
     x = torch.randn(3, 5, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0), requires_grad=True)
     call, plain = CALLS[name]
-    found, expected = _floats(WAYS[way](call, x)), _floats(plain(x))
+    found, expected = outputs(WAYS[way](call, x)), outputs(plain(x))
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a[1] if way == "vmap" else a, b)
     if way != "export":

@@ -78,16 +78,6 @@ def test_ways_agree_and_a_checkpoint_goes_on(options: dict[str, Any]) -> None:
             torch.testing.assert_close([p.detach() for p in found], expected)
 
 
-def test_groups_have_their_own_options() -> None:
-    params = [nn.Parameter(torch.ones(3)) for _ in range(3)]
-    groups = [{"params": p} | own for p, own in zip(params, ({"weight_decay": 0.5}, {"lr": 0.0}, {}), strict=True)]
-    optimizer = Lion(groups, lr=0.1)
-    for p in params:
-        p.grad = torch.ones(3)
-    optimizer.step()
-    torch.testing.assert_close(torch.stack(params).detach()[:, 0], torch.tensor([1 - 0.1 - 0.05, 1.0, 1 - 0.1]))
-
-
 REFUSED = get_error_inputs_for_all_optims("cpu", torch.float32)
 
 
