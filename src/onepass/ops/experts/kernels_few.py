@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from onepass.core.launch import cdiv, device_guard, launch, next_power_of_2, replayed
+from onepass.ops._shared.kernels_partials import add_vector_partials
 
 from .kernels_rows import activation_parts, load_experts
 
@@ -104,21 +105,6 @@ def out_kernel(
     tl.store(out_ptr + (p * tl.num_programs(1) + some) * D + d, tl.sum(a[:, None] * down, 0), mask=d < D)
 
 
-@triton.jit(do_not_specialize=INTS)
-def sum_kernel(
-    part_ptr,  # (tokens, n_parts, D) fp32
-    y_ptr,  # (tokens, D)
-    n_parts,
-    D: tl.constexpr,
-    PARTS: tl.constexpr,  # a power of two ≥ n_parts
-    WIDE: tl.constexpr,
-):
-    part, d = tl.arange(0, PARTS)[:, None], tl.program_id(1) * WIDE + tl.arange(0, WIDE)
-    at = part_ptr + (tl.program_id(0) * n_parts + part) * D + d[None, :]
-    total = tl.sum(tl.load(at, mask=(part < n_parts) & (d < D)[None, :], other=0.0), 0)
-    tl.store(y_ptr + tl.program_id(0) * D + d, total.to(y_ptr.dtype.element_ty), mask=d < D)
-
-
 def takes(choices: int, up: Tensor, gate: Tensor | None) -> bool:
     """Return whether these kernels are the faster way for so many choices."""
     n_experts, dim, hidden = up.shape
@@ -147,8 +133,5 @@ def few(x: Tensor, ids: Tensor, weights: Tensor, up: Tensor, down: Tensor, gate:
             (n, n_experts, *of_down, deep),
             (gate is not None, dim, hidden, next_power_of_2(deep), vec, DEEP, wide), num_warps=4,
         )  # fmt: skip
-        launch(
-            sum_kernel, (tokens, cdiv(dim, 32), 1), (outs, y), (k * some,),
-            (dim, next_power_of_2(k * some), 32), num_warps=4,
-        )  # fmt: skip
+        add_vector_partials(outs[None], y, None, k * some, tokens)
     return y

@@ -1,7 +1,4 @@
-"""Grouped products: torch's for bf16 from sm_90 on, Triton's where torch has none that leaves the host alone.
-
-These take any dtype, width and strides.
-"""
+"""Grouped products: torch's for bf16 from sm_90 on, Triton's where torch has none that leaves the host alone."""
 
 from __future__ import annotations
 

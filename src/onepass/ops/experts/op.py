@@ -69,6 +69,11 @@ def _check(
             raise TypeError(f"experts: x is {x.dtype} and {label} is {value.dtype}; pass {label}.to(x.dtype)")
         if value.shape != wanted:
             raise ValueError(f"experts: {label} must be {tuple(wanted)} beside this up, got {tuple(value.shape)}")
+    if x.is_cuda and x.element_size() == 2 and (dim % 8 or hidden % 8):
+        raise ValueError(
+            f"experts: dim and hidden must be multiples of 8 in {x.dtype} on a GPU, got {dim} and {hidden}; "
+            "append zeros to x and the weights, or pass float32"
+        )
     _check_indices("experts", indices, n_experts)
     check.same_device("experts", "indices", indices, "x", x)
     if indices.shape != weights.shape or indices.shape[0] != x.shape[0]:
@@ -225,7 +230,8 @@ def experts(
     in fp32, in the order of its choices.
 
     Args:
-        x: ``(tokens, dim)``, fp32, fp16, bf16 or fp64; autocast changes nothing here.
+        x: ``(tokens, dim)``, fp32, fp16, bf16 or fp64; autocast changes nothing here. In 16 bits on a GPU dim and
+            hidden are multiples of 8, so that rows begin at whole 16 bytes.
         indices: ``(tokens, k)`` int32 or int64: the experts of a token; −1 is no expert. Others outside
             0 … experts − 1 raise on a CPU; on a GPU the nearest of −1 and the last expert is taken.
         weights: ``(tokens, k)``, floating-point: how much each choice counts.
@@ -242,7 +248,7 @@ def experts(
 
     Raises:
         TypeError: a tensor is not floating-point, indices are not integers, or the dtypes of x and a matrix differ.
-        ValueError: shapes don't fit, devices differ, or an index is out of range (CPU).
+        ValueError: shapes don't fit, devices differ, or an index is out of range (CPU), or a width no multiple of 8.
         NotImplementedError: for second and forward-mode derivatives.
 
     Source: Shazeer et al., Outrageously large neural networks (arXiv:1701.06538).
