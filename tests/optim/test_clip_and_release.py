@@ -49,21 +49,6 @@ def test_clipping_is_torchs(dtype: torch.dtype, max_norm: float) -> None:
         assert torch.allclose(m, n, rtol=1e-2 if dtype == torch.float16 else 1e-5, atol=1e-7)
 
 
-def test_the_coefficient_is_for_one_step_and_zero_grad_forgets_it() -> None:
-    p = torch.zeros(4, requires_grad=True)
-    optimizer = Lion([p], betas=(0.9, 0.5))
-    p.grad = torch.full((4,), 3.0)
-    assert clip_grad_norm(p, 1.0) == 6.0
-    optimizer.zero_grad()
-    assert optimizer.clip_coefficient is None
-    p.grad = torch.full((4,), 3.0)
-    optimizer.step()
-    assert torch.equal(optimizer.state[p]["exp_avg"], torch.full((4,), 1.5))
-    clip_grad_norm([p], torch.tensor(3.0))
-    optimizer.step()
-    assert torch.allclose(optimizer.state[p]["exp_avg"], torch.full((4,), 1.5))
-
-
 def test_nan_norm_reaches_the_weights() -> None:
     p, q = torch.ones(3, requires_grad=True), torch.ones(2, requires_grad=True)
     optimizer = Lion([p, q])

@@ -17,19 +17,6 @@ from onepass.optim import Lion
 from onepass.optim.state import prepare_state
 
 SHAPES = [(3, 4), (5,), (40_001,)]
-KINDS: list[tuple[torch.dtype, dict[str, Any]]] = [
-    (torch.float32, {}),
-    (torch.float32, {"state_dtype": torch.bfloat16}),
-    (torch.float32, {"fused": True}),
-    (torch.bfloat16, {}),
-    (torch.bfloat16, {"state_dtype": torch.float32}),
-    (torch.bfloat16, {"state_dtype": "int8"}),
-    (torch.float32, {"state_dtype": "int8", "cautious": True}),
-    (torch.bfloat16, {"low_precision": "none"}),
-    (torch.float16, {}),
-    (torch.float64, {}),
-    (torch.complex64, {"state_dtype": torch.float32}),
-]
 
 
 def train(optimizer: torch.optim.Optimizer, params: list[Tensor], steps: range) -> None:
@@ -46,34 +33,6 @@ def through_disk(state: dict[str, Any]) -> dict[str, Any]:
     buffer.seek(0)
     loaded: dict[str, Any] = torch.load(buffer, weights_only=True)
     return loaded
-
-
-@pytest.mark.parametrize(("dtype", "options"), KINDS, ids=str)
-def test_resumed_is_uninterrupted(dtype: torch.dtype, options: dict[str, Any]) -> None:
-    a = make_params(dtype, SHAPES)
-    through = Lion(a, lr=1e-3, weight_decay=0.1, **options)
-    train(through, a, range(4))
-    b, state = clones(a), through_disk(through.state_dict())
-    resumed = Lion(b, lr=9.0)
-    resumed.load_state_dict(state)
-    kept = {key: t.clone() for key, t in state["state"][0].items()}
-    assert_same_states(through, a, resumed, b)
-    train(through, a, range(4, 9))
-    train(resumed, b, range(4, 9))
-    assert_same(a, b)
-    assert_same_states(through, a, resumed, b)
-    for key, value in kept.items():
-        assert torch.equal(state["state"][0][key], value), "stepping must not write into the checkpoint"
-
-
-def test_state_dict_of_a_running_optimizer_does_not_tie_two_together() -> None:
-    p, q = torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True)
-    a, b = Lion([p], lr=0.5), Lion([q], lr=0.5)
-    train(a, [p], range(1))
-    b.load_state_dict(a.state_dict())
-    before = b.state[q]["exp_avg"].clone()
-    train(a, [p], range(1, 2))
-    assert torch.equal(b.state[q]["exp_avg"], before)
 
 
 @pytest.mark.parametrize(("library", "tolerance"), [("lion_pytorch", 1e-13), ("optimi", 1e-12)])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 import weakref
 from types import SimpleNamespace
 from typing import Any
@@ -36,36 +34,6 @@ def test_closure_returns_the_loss_with_gradients_enabled() -> None:
         loss = optimizer.step(closure)
     assert loss == 9.0
     assert p.item() == 2.5
-
-
-def test_sparse_gradients_are_refused() -> None:
-    p = torch.ones(3, requires_grad=True)
-    p.grad = torch.ones(3).to_sparse()
-    for optimizer in (Lion([p]), Lion([p], foreach=False)):
-        with pytest.raises(RuntimeError, match="Lion does not support sparse gradients"):
-            optimizer.step()
-    dense = torch.ones(3, requires_grad=True)
-    dense.grad = torch.ones(3)
-    optimizer = Lion([dense])
-    optimizer.step()
-    dense.grad = torch.ones(3).to_sparse()
-    with pytest.raises(RuntimeError, match="sparse"):
-        optimizer.step()
-
-
-def test_missing_gradients_are_skipped_and_may_come_back() -> None:
-    p, q = torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True)
-    optimizer = Lion([{"params": [p]}, {"params": [q]}], lr=0.5)
-    optimizer.step()
-    assert not optimizer.state
-    for give in ((p,), (p, q), (q,), (), (p, q)):
-        optimizer.zero_grad()
-        before = p.detach().clone(), q.detach().clone()
-        for x in give:
-            x.grad = torch.ones(3)
-        optimizer.step()
-        for x, old in zip((p, q), before, strict=True):
-            assert torch.equal(x, old - 0.5 * any(x is y for y in give))
 
 
 @pytest.mark.parametrize("layout", ["transposed", "channels_last", "gaps", "unlike"])
@@ -198,21 +166,6 @@ def test_bad_options(options: dict[str, Any], error: type[Exception], match: str
     assert len(good.param_groups) == 1
 
 
-@pytest.mark.parametrize("option", ["low_precision", "state_dtype"])
-def test_a_word_that_a_group_gets_later_is_read_as_the_constructor_reads_it(option: str) -> None:
-    w = torch.ones(2, dtype=torch.bfloat16, requires_grad=True)
-    optimizer = Lion([w], lr=0.1)
-    w.grad = torch.ones_like(w)
-    for _ in range(2):
-        before = w.detach().clone()
-        optimizer.param_groups[0][option] = "auto8"
-        with pytest.raises(ValueError, match=f"Invalid {option}: 'auto8'; "):
-            optimizer.step()
-        assert torch.equal(w, before)
-        optimizer.param_groups[0][option] = "auto" if option == "low_precision" else None
-        optimizer.step()
-
-
 def test_bad_parameters() -> None:
     with pytest.raises(TypeError, match="floating-point or complex tensors, got torch"):
         Lion([torch.ones(2, dtype=torch.int64)])
@@ -223,18 +176,6 @@ def test_bad_parameters() -> None:
             Lion([torch.ones(2, dtype=torch.complex64)], state_dtype=dtype)
     with pytest.raises(ValueError, match="empty parameter list"):
         Lion([])
-
-
-def test_deepcopy_and_pickle_go_on() -> None:
-    p = torch.ones(3, requires_grad=True)
-    optimizer = Lion([p], lr=0.5)
-    p.grad = torch.ones(3)
-    optimizer.step()
-    for twin in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
-        (q,) = twin.param_groups[0]["params"]
-        q.grad = torch.ones(3)
-        twin.step()
-        assert torch.equal(q, torch.zeros(3))
 
 
 def test_a_step_is_named_in_profiles_and_runs_hooks() -> None:
@@ -315,24 +256,6 @@ def test_named_parameters_and_their_names_in_a_state() -> None:
     named = Lion(model.named_parameters())
     named.load_state_dict(state)
     assert named.param_groups[0]["param_names"] == ["weight", "bias"]
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_complex_is_pairs_of_reals(device: str) -> None:
-    options: list[dict[str, Any]] = [
-        {}, {"lr": torch.tensor(0.001)}, {"betas": (0.8, 0.95)}, {"weight_decay": 0.1, "maximize": True},
-        {"weight_decay": 0.1, "decouple_lr": True, "foreach": False}, {"foreach": True},
-    ]  # fmt: skip
-    for kwargs in options:
-        a = torch.randn(10, 5, device=device, dtype=torch.complex64, requires_grad=True)
-        real, imaginary = (part.clone().detach().requires_grad_() for part in (a.detach().real, a.detach().imag))
-        one, two = Lion([a], **kwargs), Lion([real, imaginary], **kwargs)
-        for _ in range(3):
-            a.grad = torch.randn_like(a)
-            real.grad, imaginary.grad = a.grad.real.clone(), a.grad.imag.clone()
-            one.step()
-            two.step()
-            torch.testing.assert_close(torch.complex(real.detach(), imaginary.detach()), a.detach())
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -102,16 +102,6 @@ def test_many_steps_with_infinite_gradients(
     assert skipped == [step for step, event in enumerate(EVENTS) if event is not None]
 
 
-def test_a_first_step_that_is_skipped_leaves_the_parameters() -> None:
-    for fused in (False, True):
-        p = torch.ones(3, requires_grad=True)
-        optimizer = Lion([p], lr=0.5, weight_decay=0.5, fused=fused)
-        p.grad = torch.full((3,), float("inf"))
-        new_scaler().step(optimizer)
-        assert torch.equal(p, torch.ones(3))
-        assert all(not s.any() for s in optimizer.state[p].values())
-
-
 @pytest.mark.parametrize("device", DEVICES)
 def test_fp16_gradients_need_fused(device: str) -> None:
     """GradScaler's own rule, for every optimizer: it unscales no fp16 gradient in place."""

@@ -189,8 +189,8 @@ class Work:
         groups = optimizer.param_groups
         live = shards(live) if self.sharded else live
         scalars = Scalars(getattr(optimizer, "grad_scale", None), clip, getattr(optimizer, "found_inf", None))
+        rows = self._rows(groups)  # a bad option of any group raises before anything moves
         if self.plan is not None:
-            rows = self._rows(groups)
             self.plan = self._current_plan(optimizer, live)
             self.plan.step(rows, scalars, any(group["capturable"] for group in groups))
             # kernels write without raising the version counters that autograd checks

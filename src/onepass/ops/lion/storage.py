@@ -20,7 +20,7 @@ INT8_NAN = -128
 def widen(p: Tensor, extra: Tensor | None, mode: int, dtype: torch.dtype) -> Tensor:
     """Return the full-precision parameter; p itself if it already is."""
     if mode == REMAINDER and extra is not None:
-        return join(p, extra)
+        return join(p, extra).to(dtype)
     return p.to(dtype)
 
 
