@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.case import Case, Impl, Missing, optional, staged
+from onepass.ops.norm.definition import to_e4m3
 from onepass.ops.norm.op import layer_norm, rms_norm
-from onepass.ops.norm.reference import quantize
 
 BF16 = torch.bfloat16
 # implementations by name, and the tensors that need gradients
@@ -150,7 +150,7 @@ def _in_8_bits(rows: int, cols: int, by: Any, device: str) -> list[Case]:
 
     def setup(device: str) -> Any:
         x, w = (torch.randn(*shape, device=device, dtype=BF16) for shape in ((rows, cols), (cols,)))
-        composed = torch.compile(lambda x, w: quantize(rms(x, w).to(x.dtype), columns))
+        composed = torch.compile(lambda x, w: to_e4m3(rms(x, w).to(x.dtype), columns))
 
         def wide(pair: Any) -> tuple[Tensor, Tensor]:
             return pair[0].view(torch.uint8), pair[1]

@@ -333,7 +333,7 @@ def test_the_operators_calls_are_replayed(
     from onepass.ops._shared import kernels_partials
     from onepass.ops.norm import launch as norm_launch
     from onepass.ops.norm import op as norm_op
-    from onepass.ops.norm.options import NONE
+    from onepass.ops.norm.definition import NONE
     from onepass.ops.weighted_sum import kernels, op
 
     def launch(kernel: Any, grid: Any, tensors: Any, numbers: Any, constants: Any, **options: Any) -> None:

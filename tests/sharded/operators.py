@@ -15,7 +15,7 @@ import onepass
 from harness import SPECS, build, maker, replace
 from onepass.core.spec import Spec
 from onepass.ops.norm import op as norm
-from onepass.ops.norm.options import NONE
+from onepass.ops.norm.definition import NONE
 from onepass.ops.routing.op import scatter_add, score
 from onepass.ops.span_attention.op import span_attention
 from onepass.ops.weighted_sum import op as weighted_sum

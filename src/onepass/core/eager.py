@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -38,6 +38,17 @@ def is_plain_eager_call(args: tuple[Any, ...]) -> bool:
     if _PLAIN_ARGUMENTS.issuperset(map(type, args)):
         return True
     return all(type(a) in PLAIN_TYPES for a in args if isinstance(a, torch.Tensor))
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[None]:
+    """Record operations for autograd, inside a registered operator too, where torch records none."""
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    for key in ("AutogradFunctionality", "AutogradOther", "ADInplaceOrView"):
+        excluded = excluded.remove(getattr(torch._C.DispatchKey, key))
+    included = torch._C._dispatch_tls_local_include_set()
+    with torch._C._ForceDispatchKeyGuard(included, excluded), torch.enable_grad():
+        yield
 
 
 def plain(*tensors: torch.Tensor | None) -> bool:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from functools import wraps
+from itertools import islice
 from types import GenericAlias
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_type_hints
 
 import torch
 from torch import Tensor
@@ -24,20 +25,30 @@ _LIBRARY: Any = Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]
 def register(name: str, function: Callable[..., Any], rule: Rule | None = None, results: Any = None) -> Any:
     """Return the operator `onepass::name` that runs `function` on every device; `rule` is for DTensor (core.sharding).
 
-    Its schema follows from the annotations, without arguments that have a default; `results` replaces that of the
-    results. The arguments are left as they are, and no output shares memory with one. `torch.library.custom_op` checks
-    both at each call, for 6 µs and more (benchmarks/results/cpu/raw/registration.json); here the tests check it, by
-    `torch.library.opcheck`.
+    Its schema follows from the annotations, without arguments that have a default, and with each field of a NamedTuple
+    as an argument of its own; `results` replaces that of the results. The arguments are left as they are, and no output
+    shares memory with one. `torch.library.custom_op` checks both at each call, for 6 µs and more
+    (benchmarks/results/cpu/raw/registration.json); here the tests check it, by `torch.library.opcheck`.
     """
     signature = inspect.signature(function, eval_str=True)
     required = [p for p in signature.parameters.values() if p.default is p.empty]
+    fields = [get_type_hints(p.annotation) if hasattr(p.annotation, "_fields") else None for p in required]
     results = signature.return_annotation if results is None else results
 
     def prototype() -> None: ...
 
-    prototype.__signature__ = signature.replace(parameters=required, return_annotation=results)  # type: ignore[attr-defined]
+    def gathered(*args: Any) -> Any:
+        given = iter(args)
+        return function(*(next(given) if names is None else tuple(islice(given, len(names))) for names in fields))
+
+    flat = [
+        p.replace(name=name, annotation=kind)
+        for p, names in zip(required, fields, strict=True)
+        for name, kind in ({p.name: p.annotation} if names is None else names).items()
+    ]
+    prototype.__signature__ = signature.replace(parameters=flat, return_annotation=results)  # type: ignore[attr-defined]
     _LIBRARY.define(name + infer_schema(prototype, mutates_args=()))
-    _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
+    _LIBRARY.impl(name, gathered if any(fields) else function, "CompositeExplicitAutograd")
     op = getattr(getattr(torch.ops, NAMESPACE), name).default
     if rule is not None:
         add_rule(op, rule)

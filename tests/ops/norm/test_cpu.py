@@ -11,8 +11,7 @@ from torch import Tensor
 
 from onepass import layer_norm, rms_norm
 from onepass.core.launch import INTERPRET
-from onepass.ops.norm.options import NONE
-from onepass.ops.norm.torch_path import native
+from onepass.ops.norm.definition import NONE, native
 
 pytestmark = pytest.mark.skipif(INTERPRET, reason="kernels run on the CPU")
 

@@ -12,7 +12,7 @@ from harness import call, close, float64, gradients
 from onepass import layer_norm, rms_norm
 from onepass.core.launch import cdiv
 from onepass.core.spec import Sample
-from onepass.ops.norm import reference
+from onepass.ops.norm import definition
 
 launch = pytest.importorskip("onepass.ops.norm.launch")
 
@@ -71,16 +71,16 @@ def test_rows_in_tiles(cols: int) -> None:
     ties[2] = 0
     ties[3] *= 1e12
     w, b = torch.randn(cols), torch.randn(cols)
-    for norm, definition, args, options in (
-        (layer_norm, reference.layer_norm, (x, w, b), {}),
-        (layer_norm, reference.layer_norm, (x, None, b), {}),
-        (layer_norm, reference.layer_norm, (ties, w, b), {"stable": True, "eps": 0.1}),
-        (layer_norm, reference.layer_norm, (x, w, b), {"residual": r}),
-        (rms_norm, reference.rms_norm, (x, w), {"offset": 1.0}),
-        (rms_norm, reference.rms_norm, (x,), {"residual": r}),
+    for norm, oracle, args, options in (
+        (layer_norm, definition.layer_norm, (x, w, b), {}),
+        (layer_norm, definition.layer_norm, (x, None, b), {}),
+        (layer_norm, definition.layer_norm, (ties, w, b), {"stable": True, "eps": 0.1}),
+        (layer_norm, definition.layer_norm, (x, w, b), {"residual": r}),
+        (rms_norm, definition.rms_norm, (x, w), {"offset": 1.0}),
+        (rms_norm, definition.rms_norm, (x,), {"residual": r}),
     ):
         sample = Sample("", args, options)
-        calls = ((norm, sample), (definition, float64(sample)))
+        calls = ((norm, sample), (oracle, float64(sample)))
         found, exact = ([*call(fn, given), *gradients(fn, given).values()] for fn, given in calls)
         for a, e in zip(found, exact, strict=True):
             close(a, e, 1e-4, 1e-4, f"{norm.__name__} {[*options]}")

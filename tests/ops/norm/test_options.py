@@ -10,8 +10,8 @@ from torch import Tensor
 
 import onepass
 from onepass.core.launch import INTERPRET
-from onepass.ops.norm import reference
-from onepass.ops.norm.options import table
+from onepass.ops.norm import definition
+from onepass.ops.norm.definition import table
 
 if INTERPRET:
     import triton
@@ -56,7 +56,7 @@ def test_dtypes_of_y_and_the_residual_stream(op: Any, device: str) -> None:
         y, s = op(x, w, residual=stream, out_dtype=out_dtype)
         assert (y.dtype, s.dtype) == (expected, torch.float32)
         torch.testing.assert_close(s, x.float() + stream, rtol=0, atol=0)
-        want = getattr(reference, op.__name__)(x.double(), w.double(), residual=stream.double())[0]
+        want = getattr(definition, op.__name__)(x.double(), w.double(), residual=stream.double())[0]
         torch.testing.assert_close(
             y.double(), want, rtol=1e-2 if y.dtype == HALF else 1e-5, atol=1e-2 if y.dtype == HALF else 1e-5
         )
@@ -66,7 +66,7 @@ def test_dtypes_of_y_and_the_residual_stream(op: Any, device: str) -> None:
     assert stream.grad.dtype == torch.float32
     # fp32 y of a wide row of 16 bits: the kernels of every width write it
     wide = numbers(2, 20000, dtype=HALF, device=device)
-    want = getattr(reference, op.__name__)(wide.float())
+    want = getattr(definition, op.__name__)(wide.float())
     torch.testing.assert_close(op(wide, out_dtype=torch.float32), want, rtol=1e-5, atol=1e-5)
 
 
@@ -79,7 +79,7 @@ def test_gradients_of_a_wider_stream(cols: int, wanted: tuple[int, ...], device:
     tensors = [x.to(HALF), stream, w]
     dy, ds = numbers(3, cols, dtype=HALF, device=device, seed=4), numbers(3, cols, device=device, seed=5)
     found, expected = [], []
-    for op, up, out in ((onepass.rms_norm, lambda t: t, found), (reference.rms_norm, torch.Tensor.double, expected)):
+    for op, up, out in ((onepass.rms_norm, lambda t: t, found), (definition.rms_norm, torch.Tensor.double, expected)):
         leaves = [up(t).clone().requires_grad_(i in wanted) for i, t in enumerate(tensors)]
         y, s = op(leaves[0], leaves[2], residual=leaves[1])
         assert y.dtype == leaves[0].dtype
@@ -111,7 +111,7 @@ def test_no_option_is_lost_in_wide_rows(name: str, device: str) -> None:
     tensors = [t.requires_grad_() for t in (x, w, *(v for v in options.values() if isinstance(v, Tensor)))]
     wide = [t.detach().double().requires_grad_() for t in tensors]
     theirs = {k: wide[2] if k == "gate" else v for k, v in options.items()}
-    y, want = onepass.rms_norm(x, w, **options), reference.rms_norm(wide[0], wide[1], **theirs)
+    y, want = onepass.rms_norm(x, w, **options), definition.rms_norm(wide[0], wide[1], **theirs)
     if name.endswith("bits"):
         torch.testing.assert_close(y.scales.double(), want[1].double(), rtol=1e-5, atol=0)
         y, want = y.y, want[2]
@@ -141,7 +141,7 @@ def test_8_bits_are_those_of_quantizing_afterwards(by: Any, cols: int, device: s
             # in their last bit, and y by that and its own rounding
             limit = 4 * torch.finfo(dtype).eps * float(plain.abs().max())
             torch.testing.assert_close(y, plain, rtol=0, atol=0 if device == "cpu" and not INTERPRET else limit)
-            values, scales = reference.quantize(y, columns)
+            values, scales = definition.to_e4m3(y, columns)
             for found in (alone, beside):
                 assert found.values.dtype == torch.float8_e4m3fn
                 assert torch.equal(found.values.view(torch.uint8), values.view(torch.uint8))
@@ -153,7 +153,7 @@ def test_8_bits_are_those_of_quantizing_afterwards(by: Any, cols: int, device: s
         wide, s = onepass.rms_norm(x, w, residual=x.float(), quantize=by)
         assert torch.equal(s, x.float() * 2)
         same, _ = onepass.rms_norm(x, w, residual=x.float(), quantize=by, out_dtype=dtype)
-        want = reference.quantize(same.y, columns)[0]
+        want = definition.to_e4m3(same.y, columns)[0]
         assert torch.equal(wide.values.view(torch.uint8), want.view(torch.uint8))
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from onepass import layer_norm
-from onepass.ops.norm.reference import layer_norm as reference
+from onepass.ops.norm.definition import layer_norm as reference
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 

@@ -25,9 +25,9 @@ from onepass.core.launch import (
 )
 from onepass.ops._shared.kernels_partials import add_vector_partials
 
+from .definition import Needs, Options, Table
 from .kernels import backward_kernel, forward_kernel, wide_forward_kernel
 from .kernels_team import team_backward_kernel, zeros_kernel
-from .options import Needs, Options, Table
 
 WARP = 32
 # columns of a warp whose threads store 16 codes of 8 bits at once
@@ -420,12 +420,14 @@ def _teams_run(x: Tensor, size: int) -> bool:
     return not INTERPRET and torch.version.hip is None and 2 * size <= sm_count(x)
 
 
-def has_backward(x: Tensor, dy: Tensor, gate: Tensor | None, table: Table, stable: bool) -> bool:
-    """Return whether a program's or a team's registers hold a row of x and dy; else torch computes the gradients."""
+def has_backward(x: Tensor, itemsize: int, gate: Tensor | None, table: Table, stable: bool) -> bool:
+    """Return whether registers of a program or a team hold a row of x and dy, whose wider one has the itemsize.
+
+    Else torch computes the gradients.
+    """
     n_cols = x.shape[-1]
     if n_cols <= MAX_BACKWARD_COLS:
         return True
-    itemsize = max(x.element_size(), dy.element_size())
     team = backward_team(n_cols, itemsize, 2, _shared_memory(x))
     return gate is None and not stable and table.entries == 1 and _teams_run(x, team.size)
 
@@ -439,11 +441,11 @@ def backward(
     n_rows = x.numel() // n_cols
     in_team = n_cols > MAX_BACKWARD_COLS
     # a team computes dx in any case
-    dx = _empty(x) if needs.x or in_team else None
-    dx_copy = _empty(x, x_dtype) if needs.x and x_dtype != x.dtype and not in_team else None
-    dz = _empty(gate) if needs.gate and gate is not None else None
-    dw = _empty(weight) if needs.weight and weight is not None else None
-    db = _empty(bias) if needs.bias and bias is not None else None
+    dx = _empty(x) if needs.need_x or in_team else None
+    dx_copy = _empty(x, x_dtype) if needs.need_x and x_dtype != x.dtype and not in_team else None
+    dz = _empty(gate) if needs.need_z and gate is not None else None
+    dw = _empty(weight) if needs.need_w and weight is not None else None
+    db = _empty(bias) if needs.need_b and bias is not None else None
     weight, bias = (v if v is None else v.contiguous() for v in (weight, bias))
     sums = (dw is not None) + (db is not None)
     itemsize = max(t.element_size() for t in (x, dy, gate) if t is not None)
@@ -486,7 +488,7 @@ def backward(
             )  # fmt: skip
         if partials is not None:
             add_vector_partials(partials, dw, db, programs, entries)
-    return dx if needs.x else None, dz, dw, db, dx_copy
+    return dx if needs.need_x else None, dz, dw, db, dx_copy
 
 
 def _launch_team(

@@ -15,9 +15,10 @@ from onepass.core.bind import batch_first, bind
 from onepass.core.launch import uses_triton
 from onepass.core.register import register, register_fake
 from onepass.core.sharding import REPLICATE, Way, beside, gradient, row_dims
+from onepass.ops._shared.arguments import accumulator
 
-from . import reference, torch_path
-from .options import NONE, QUANTIZE, Needs, Options, check_arguments, flattened, grouped, shared_table
+from . import definition
+from .definition import NONE, QUANTIZE, Needs, Options, Table, table
 
 # how torch.compile and torch.export take norms without options: "torch" as torch's operations, which Inductor fuses
 # with what stands beside them and whose calls take the host half as long; "kernels" as the kernels of eager
@@ -53,6 +54,79 @@ def backward_ways(dy: Any, ds: Any, x: Any, gate: Any, stats: Any, weight: Any, 
     return ways
 
 
+def _check_shapes(op: str, n: int, x: Tensor, tensors: Sequence[Any], when: str = "") -> None:
+    """Raise unless weight and bias have the last n dimensions of x, residual and gate all of them."""
+    for name, t in zip(("weight", "bias", "residual", "gate"), tensors, strict=True):
+        shape, of_x = (x.shape[-n:], "") if name in ("weight", "bias") else (x.shape, " of x")
+        if t is not None:
+            check.tensor(op, name, t)
+            if t.shape != shape:
+                raise ValueError(f"{op}: {when}{name} must have the shape{of_x} {tuple(shape)}; got {tuple(t.shape)}")
+
+
+def flattened(op: str, n: int, x: Tensor, *tensors: Tensor | None) -> tuple[Tensor, list[Tensor | None]]:
+    """Return x, [weight, bias, residual, gate] with the last n dimensions of x as one."""
+    _check_shapes(op, n, x, tensors)
+    return x.flatten(-n), [None if t is None else t.flatten(-n) for t in tensors]
+
+
+def grouped(op: str, groups: int, x: Tensor, *rest: Any) -> tuple[Tensor, list[Tensor | None]]:
+    """Return x, [weight, bias, residual, gate] with columns split into groups (..., groups, N / groups)."""
+    *tensors, quantize = rest
+    if isinstance(groups, bool) or not isinstance(groups, int):
+        raise TypeError(f"{op}: groups must be an int, got {type(groups).__name__}")
+    if quantize is not None:
+        raise ValueError(f"{op}: quantize takes no groups")
+    check.floating(op, "x", x)
+    n_cols = x.shape[-1] if x.dim() else 0
+    if groups < 1 or n_cols % groups:
+        raise ValueError(f"{op}: groups must divide the {n_cols} columns of x, got {groups}")
+    _check_shapes(op, 1, x, tensors, "with groups, ")
+    split = (groups, n_cols // groups)
+    parts = [None if t is None else t.unflatten(-1, split) for t in tensors]
+    return x.unflatten(-1, split), parts  # type: ignore[no-untyped-call]
+
+
+def check_arguments(
+    x: Tensor, residual: Tensor | None, gate: Tensor | None, weight: Tensor | None, bias: Tensor | None,
+    options: Sequence[Any],
+) -> None:  # fmt: skip
+    """Raise an error unless the arguments of a norm fit together."""
+    o = Options(*options)
+    op = "layer_norm" if o.has_mean else "rms_norm"
+    check.floating(op, "x", x)
+    if x.dim() < 1:
+        raise ValueError(f"{op}: x must have at least one dimension, got a 0-d tensor")
+    shape = tuple(x.shape)
+    for name, vector in (("weight", weight), ("bias", bias)):
+        if vector is not None:
+            check.floating(op, name, vector)
+            if table(x.shape, vector) is None:
+                raise ValueError(
+                    f"{op}: {name} must be ({shape[-1]},), the last dimension of x {shape}, or broadcast to x from "
+                    f"neighbouring dimensions, as (heads, N) and (batch, 1, N) do; got {tuple(vector.shape)}"
+                )
+            check.same_device(op, name, vector, "x", x)
+    if weight is not None and bias is not None and table(x.shape, weight) != table(x.shape, bias):
+        raise ValueError(f"{op}: bias must have the shape of weight {tuple(weight.shape)}; got {tuple(bias.shape)}")
+    for name, rows in (("residual", residual), ("gate", gate)):
+        if rows is not None:
+            check.floating(op, name, rows)
+            if rows.shape != x.shape:
+                raise ValueError(f"{op}: {name} must have the shape of x {shape}; got {tuple(rows.shape)}")
+            check.same_device(op, name, rows, "x", x)
+    check.real(op, "eps", o.eps)
+    if gate is not None and (o.stable or o.quantize):
+        raise ValueError(f"{op}: {'stable' if o.stable else 'quantize'} takes no gate")
+    if QUANTIZE[o.quantize] == "block" and shape[-1] % 128:
+        raise ValueError(f"{op}: quantize='block' needs rows of whole blocks of 128 columns, got {shape[-1]} columns")
+    if o.twice and (o.offset or bias is not None):
+        raise ValueError(f"{op}: rounding='twice' takes no {'offset' if o.offset else 'bias'}")
+    if o.dtype is not None and (o.dtype not in check.FLOATS or (o.dtype == torch.float64 and x.dtype != o.dtype)):
+        accepted = "float32, float16 or bfloat16 (float64 for float64 x)"
+        raise ValueError(f"{op}: out_dtype must be {accepted}, got {o.dtype}")
+
+
 # an operator cannot return None: its results that are left out are empty tensors
 Five = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 Results = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
@@ -63,9 +137,15 @@ def _on_triton(*rows: Tensor | None) -> bool:
     return uses_triton(rows[0]) and all(t is None or t.dtype != torch.float64 for t in rows)  # type: ignore[arg-type]
 
 
+def _table(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Table:
+    found = table(x.shape, bias if weight is None else weight)
+    assert found is not None
+    return found
+
+
 def _forward(
     x: Tensor, residual: Tensor | None, gate: Tensor | None, weight: Tensor | None, bias: Tensor | None,
-    options: tuple[Any, ...], keep: bool = True,
+    options: Options, keep: bool = True,
 ) -> Results:  # fmt: skip
     """Return y, s, e4m3 codes, scales and statistics; None for those that the options leave out."""
     o = Options(*options)
@@ -74,13 +154,28 @@ def _forward(
     if _on_triton(x, residual, gate):
         from . import launch
 
-        table = shared_table(x, weight, bias)
-        if launch.has_forward(x, gate, table, o):
-            return launch.forward(x, residual, gate, weight, bias, table, o, keep)
+        of_rows = _table(x, weight, bias)
+        if launch.has_forward(x, gate, of_rows, o):
+            return launch.forward(x, residual, gate, weight, bias, of_rows, o, keep)
+    if o.quantize:
+        y, s, _, _, stats = _forward(x, residual, gate, weight, bias, o._replace(quantize=0, keep_y=True))
+        codes, scales = definition.to_e4m3(y, 128 if o.quantize == 2 else x.shape[-1])  # type: ignore[arg-type]
+        return y if o.keep_y else None, s, codes.view(torch.uint8), scales, stats
     s = x if residual is None else torch.add(x, residual).contiguous()
-    y, coded, stats = torch_path.forward(x, s, gate, weight, bias, o)
-    codes, scales = (None, None) if coded is None else (coded[0].view(torch.uint8), coded[1])
-    return y if o.keep_y else None, None if residual is None else s, codes, scales, stats
+    # the definition's backward needs no statistics
+    stats = s.new_zeros((1 + o.has_mean + o.stable, *x.shape[:-1]), dtype=accumulator(s))
+
+    def by_kernels(f: Tensor, *_: Any) -> Any:
+        from . import launch
+
+        alone = Options(o.eps, 0.0, o.has_mean, False, *NONE)
+        found = launch.forward(f, None, None, None, None, Table(1, 1), alone)
+        stats.copy_(found[4])  # type: ignore[arg-type]
+        return found[0]
+
+    normalise = by_kernels if _on_triton(s) and not o.stable else definition.normalised
+    y = definition.forward(s, gate, weight, bias, o, x.dtype, normalise)
+    return y, None if residual is None else s, None, None, stats
 
 
 def _shapes(x: Tensor, residual: Tensor | None, o: Options) -> Results:
@@ -91,34 +186,23 @@ def _shapes(x: Tensor, residual: Tensor | None, o: Options) -> Results:
 
     s = None if residual is None else rows(torch.promote_types(x.dtype, residual.dtype))
     scales_shape = (*x.shape[:-1], x.shape[-1] // 128 if o.quantize == 2 else 1)
-    stats_dtype = torch.float64 if torch.float64 in (x.dtype, None if s is None else s.dtype) else torch.float32
     return (
         rows(o.dtype) if o.keep_y else None,
         s,
         rows(torch.uint8) if o.quantize else None,
         torch.ones(scales_shape, dtype=torch.float32, device=x.device) if o.quantize else None,
-        x.new_zeros((1 + o.has_mean + o.stable, *x.shape[:-1]), dtype=stats_dtype),
+        x.new_zeros((1 + o.has_mean + o.stable, *x.shape[:-1]), dtype=accumulator(x if s is None else s)),
     )
 
 
-def _all(results: Results, x: Tensor) -> Five:
-    dtypes = x.dtype, x.dtype, torch.uint8, torch.float32, torch.float32
-    every = (x.new_empty(0, dtype=dtype) if t is None else t for t, dtype in zip(results, dtypes, strict=True))
-    return tuple(every)  # type: ignore[return-value]
-
-
-def _forward_all(
-    x: Tensor, residual: Tensor | None, gate: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float,
-    offset: float, has_mean: bool, stable: bool, twice: bool, gate_first: bool, sigmoid: bool,
-    quantize: int, dtype: torch.dtype | None, keep_y: bool,
-) -> Five:  # fmt: skip
-    options = eps, offset, has_mean, stable, twice, gate_first, sigmoid, quantize, dtype, keep_y
-    return _all(_forward(x, residual, gate, weight, bias, options), x)
+def _normalised(f: Tensor, eps: float, has_mean: bool, stable: bool) -> Tensor:
+    """Return rows that are too wide for the kernels' options normalised by the kernels of plain calls."""
+    return norm(f, None, None, None, None, (eps, 0.0, has_mean, stable, *NONE))  # type: ignore[no-any-return]
 
 
 def _backward(
     dy: Tensor, ds: Tensor | None, x: Tensor, gate: Tensor | None, stats: Tensor, weight: Tensor | None,
-    bias: Tensor | None, options: tuple[Any, ...], x_dtype: torch.dtype, needs: tuple[bool, ...],
+    bias: Tensor | None, options: Options, x_dtype: torch.dtype, needs: Needs,
 ) -> Results:  # fmt: skip
     """Return dx, dz, dw and db, and where x is a sum, dx in the dtype of what was added; None if not needed."""
     o, need = Options(*options), Needs(*needs)
@@ -126,32 +210,42 @@ def _backward(
         empty = zip((x, gate, weight, bias), need, strict=True)
         dx, dz, dw, db = (None if t is None or not wanted else t.new_zeros(t.shape) for t, wanted in empty)
         return dx, dz, dw, db, None
-    # the kernels and torch's operator read memory by address; a batching rule may pass a strided view
-    stats = stats.contiguous()
     if _on_triton(x, gate):
         from . import launch
 
-        table = shared_table(x, weight, bias)
-        if launch.has_backward(x, dy, gate, table, o.stable):
-            return launch.backward(dy, ds, x, gate, stats, weight, bias, table, o, x_dtype, need)
-    return *torch_path.backward(dy, ds, x, gate, stats, weight, bias, o, need), None
+        of_rows = _table(x, weight, bias)
+        if launch.has_backward(x, max(x.element_size(), dy.element_size()), gate, of_rows, o.stable):
+            # kernels read memory by address; a batching rule may pass a strided view
+            return launch.backward(dy, ds, x, gate, stats.contiguous(), weight, bias, of_rows, o, x_dtype, need)
+    normalise: Callable[..., Tensor] = definition.normalised
+    if _on_triton(x) and not o.stable:
+        from . import launch
+
+        # a plain call of rows that are too wide for this ends here
+        normalise = _normalised if launch.has_backward(x, 4, None, Table(1, 1), False) else normalise
+    return *definition.backward(dy, ds, x, gate, weight, bias, o, need, normalise), None  # type: ignore[return-value]
+
+
+def _filled(results: Results, x: Tensor) -> Five:
+    return tuple(x.new_empty(0) if t is None else t for t in results)  # type: ignore[return-value]
+
+
+def _forward_all(
+    x: Tensor, residual: Tensor | None, gate: Tensor | None, weight: Tensor | None, bias: Tensor | None,
+    options: Options,
+) -> Five:  # fmt: skip
+    return _filled(_forward(x, residual, gate, weight, bias, options), x)
 
 
 def _backward_all(
     dy: Tensor, ds: Tensor | None, x: Tensor, gate: Tensor | None, stats: Tensor, weight: Tensor | None,
-    bias: Tensor | None, eps: float, offset: float, has_mean: bool, stable: bool, twice: bool, gate_first: bool,
-    sigmoid: bool, quantize: int, dtype: torch.dtype | None, keep_y: bool, x_dtype: torch.dtype, need_x: bool,
-    need_z: bool, need_w: bool, need_b: bool,
+    bias: Tensor | None, options: Options, x_dtype: torch.dtype, needs: Needs,
 ) -> Five:  # fmt: skip
-    options = eps, offset, has_mean, stable, twice, gate_first, sigmoid, quantize, dtype, keep_y
-    needs = need_x, need_z, need_w, need_b
-    *gradients, copy = _backward(dy, ds, x, gate, stats, weight, bias, options, x_dtype, needs)
+    dx, dz, dw, db, copy = _backward(dy, ds, x, gate, stats, weight, bias, options, x_dtype, needs)
     # an operator has the same results for every width: a copy of dx that no kernel has written is made here
-    if copy is None and gradients[0] is not None and x_dtype != x.dtype:
-        copy = gradients[0].to(x_dtype)
-    dtypes = (*((x if t is None else t).dtype for t in (x, gate, weight, bias)), x_dtype)
-    every = zip((*gradients, copy), dtypes, strict=True)
-    return tuple(x.new_empty(0, dtype=dtype) if t is None else t for t, dtype in every)  # type: ignore[return-value]
+    if copy is None and dx is not None and x_dtype != x.dtype:
+        copy = dx.to(x_dtype)
+    return _filled((dx, dz, dw, db, copy), x)
 
 
 forward_op = register("norm", _forward_all, forward_ways)
@@ -161,19 +255,17 @@ backward_op = register("norm_backward", _backward_all, backward_ways)
 @register_fake(forward_op)
 def _fake(x: Tensor, residual: Tensor | None, *rest: Any) -> Five:
     gate, weight, bias, *options = rest
-    check_arguments(x, residual, gate, weight, bias, tuple(options))
-    return _all(_shapes(x, residual, Options(*options)), x)
+    check_arguments(x, residual, gate, weight, bias, options)
+    return _filled(_shapes(x, residual, Options(*options)), x)
 
 
 @register_fake(backward_op)
 def _fake_backward(dy: Tensor, ds: Tensor | None, x: Tensor, *rest: Any) -> Five:
     gate, _, weight, bias, *_, x_dtype, need_x, need_z, need_w, need_b = rest
-    copy = x.new_empty(x.shape if need_x and x_dtype != x.dtype else 0, dtype=x_dtype)
     wanted = zip((x, gate, weight, bias), (need_x, need_z, need_w, need_b), strict=True)
-    gradients = (
-        x.new_empty(0 if t is None or not need else t.shape, dtype=(x if t is None else t).dtype) for t, need in wanted
-    )
-    return *gradients, copy  # type: ignore[return-value]
+    dx, dz, dw, db = (None if t is None or not need else t.new_empty(t.shape) for t, need in wanted)
+    copy = x.new_empty(x.shape, dtype=x_dtype) if need_x and x_dtype != x.dtype else None
+    return _filled((dx, dz, dw, db, copy), x)
 
 
 def _public(results: Results) -> Any:
@@ -246,7 +338,7 @@ def _vmap_backward(
 
 def _infer(
     x: Tensor, residual: Tensor | None, gate: Tensor | None, weight: Tensor | None, bias: Tensor | None,
-    options: tuple[Any, ...],
+    options: Options,
 ) -> Any:  # fmt: skip
     return _public(_forward(x, residual, gate, weight, bias, options, False))
 
@@ -254,7 +346,7 @@ def _infer(
 norm: Callable[..., Any] = bind(
     name="layer_norm, rms_norm",
     forward=_forward, forward_op=forward_op, backward=_backward, backward_op=backward_op, check=check_arguments,
-    inference=_infer, save=_save, gradients=_gradients, public=_public, replay=True, native=torch_path.native,
+    inference=_infer, save=_save, gradients=_gradients, public=_public, replay=True, native=definition.native,
     vmap_forward=_vmap_forward, vmap_backward=_vmap_backward,
 )  # fmt: skip
 
@@ -282,27 +374,64 @@ class Quantized(NamedTuple):
     y: Tensor | None
 
 
-def _with_options(
-    op: str, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, offset: float, has_mean: bool,
-    stable: bool, rounding: str, residual: Tensor | None, gate: Tensor | None, gate_first: bool, gate_act: str,
-    groups: int, quantize: str | None, out_dtype: torch.dtype | None,
-) -> Any:  # fmt: skip
+def _y_and_s(results: Any, residual: Tensor | None) -> Any:
+    """Return y, or with a residual (y, s); the operator has four results."""
+    if residual is None:
+        return results if isinstance(results, Tensor) else results[0]
+    return results[:2]
+
+
+def _decomposes(options: tuple[Any, ...], weight: Tensor | None, bias: Tensor | None) -> bool:
+    """Return whether a compiler sees this call and takes it as torch's operations; see COMPILED."""
+    if COMPILED != "torch" or not torch.compiler.is_compiling():
+        return False
+    o = Options(*options)
+    # a value that is not a tensor raises later
+    one_weight = getattr(weight, "ndim", 1) == 1 and getattr(bias, "ndim", 1) == 1
+    return one_weight and not (o.stable or (o.has_mean and o.offset))
+
+
+def _decomposed(
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, options: tuple[Any, ...]
+) -> Any:
+    check_arguments(x, residual, None, weight, bias, options)
+    s = x if residual is None else x + residual
+    # with the strides of the kernels' results, so that a view of them fits compiled or not
+    y = definition.definition(s, None, weight, bias, Options(*options), x.dtype).contiguous()
+    return y if residual is None else (y, s.contiguous())
+
+
+def _call(op: str, n: int, x: Tensor, weight: Any, bias: Any, residual: Any, gate: Any, eps: Any, *given: Any) -> Any:
+    """Return a norm over the last n dimensions, which are flattened to one; `given` are the options."""
+    if n > 1:
+        flat, tensors = flattened(op, n, x, weight, bias, residual, gate)
+        found = _call(op, 1, flat, *tensors, eps, *given)
+        # scales of rows in 8 bits stay as they are
+        return tree_map(lambda t: t.view(x.shape) if t is not None and t.shape == flat.shape else t, found)
+    offset, has_mean, stable, rounding, gate_first, gate_act, groups, quantize, out_dtype = given
+    offset = offset if type(offset) is float else check.number(op, "offset", offset)
+    gated = gate is not None or gate_first or gate_act != "silu"
+    if not gated and groups == 1 and quantize is None and out_dtype is None and rounding == "once":
+        options: tuple[Any, ...] = (eps, offset, has_mean, stable, *NONE)
+        if _decomposes(options, weight, bias):
+            return _decomposed(x, residual, weight, bias, options)
+        return _y_and_s(norm(x, residual, None, weight, bias, options), residual)
     if rounding not in ("once", "twice"):
         raise ValueError(f"{op}: rounding must be 'once' or 'twice', got {rounding!r}")
     if quantize not in QUANTIZE:
         raise ValueError(f"{op}: quantize must be 'row', 'block' or None, got {quantize!r}")
     if gate_act not in ("silu", "sigmoid"):
         raise ValueError(f"{op}: gate_act must be 'silu' or 'sigmoid', got {gate_act!r}")
-    if gate is None and (gate_first or gate_act != "silu"):
+    if gate is None and gated:
         raise ValueError(f"{op}: {'gate_first' if gate_first else 'gate_act'} needs a gate")
     if groups != 1:
         x, (weight, bias, residual, gate) = grouped(op, groups, x, weight, bias, residual, gate, quantize)
     keep_y = quantize is None or out_dtype is not None
-    options = Options(
+    options = (
         eps, offset, has_mean, stable, rounding == "twice", gate_first, gate_act == "sigmoid",
         QUANTIZE.index(quantize), out_dtype, keep_y,
     )  # fmt: skip
-    results = norm(x, residual, gate, weight, bias, tuple(options))
+    results = norm(x, residual, gate, weight, bias, options)
     if quantize is not None:
         y, s, codes, scales = results
         quantized = Quantized(codes.view(torch.float8_e4m3fn), scales, y if keep_y else None)
@@ -311,36 +440,6 @@ def _with_options(
     if groups == 1:
         return out
     return out.flatten(-2) if residual is None else tuple(t.flatten(-2) for t in out)
-
-
-def _y_and_s(results: Any, residual: Tensor | None) -> Any:
-    """Return y, or with a residual (y, s); the operator has four results."""
-    if residual is None:
-        return results if isinstance(results, Tensor) else results[0]
-    return results[:2]
-
-
-def _no_options(
-    gate: Tensor | None, gate_first: bool, gate_act: str, groups: int, quantize: str | None,
-    out_dtype: torch.dtype | None,
-) -> bool:  # fmt: skip
-    gated = gate is not None or gate_first or gate_act != "silu"
-    return not gated and quantize is None and out_dtype is None and groups == 1
-
-
-def _one_weight(weight: Tensor | None, bias: Tensor | None) -> bool:
-    # a value that is not a tensor raises later
-    return getattr(weight, "ndim", 1) == 1 and getattr(bias, "ndim", 1) == 1
-
-
-def _decomposes() -> bool:
-    """Return whether a compiler sees this call and takes it as torch's operations; see COMPILED."""
-    return COMPILED == "torch" and torch.compiler.is_compiling()
-
-
-def _contiguous(results: Any) -> Any:
-    """Return torch's results with the strides of the kernels', so that a view of them fits compiled or not."""
-    return tuple(t.contiguous() for t in results) if isinstance(results, tuple) else results.contiguous()
 
 
 def _as_torchs(
@@ -361,15 +460,6 @@ def _as_torchs(
     if len(more) > 2:
         raise TypeError(f"{op}: too many positional arguments; options are keywords")
     return len(shape), bias, more[0] if more else None, more[1] if len(more) > 1 else eps
-
-
-def _over_last(n: int, norm: Callable[..., Any], x: Tensor, *others: Tensor | None, **options: Any) -> Any:
-    """Return a norm over the last n dimensions, which it takes as one."""
-    flat, (weight, bias, residual, gate) = flattened(norm.__name__, n, x, *others)
-    vectors = (weight,) if bias is None else (weight, bias)
-    found = norm(flat, flat.shape[-1:], *vectors, residual=residual, gate=gate, **options)
-    # scales of rows in 8 bits stay as they are
-    return tree_map(lambda t: t.view(x.shape) if t is not None and t.shape == flat.shape else t, found)
 
 
 @overload
@@ -472,26 +562,15 @@ def layer_norm(
         >>> s
         tensor([1., 3.])
     """
+    n = 1
     if more or isinstance(weight, _SHAPES):
         n, weight, bias, torchs_eps = _as_torchs("layer_norm", x, weight, bias, more, eps)
         eps = eps if torchs_eps is None else torchs_eps
-        if n > 1:
-            return _over_last(
-                n, layer_norm, x, weight, bias, residual, gate, eps=eps, offset=offset, stable=stable,
-                gate_first=gate_first, gate_act=gate_act, groups=groups, quantize=quantize, out_dtype=out_dtype,
-            )  # fmt: skip
     elif type(eps) is not float or not eps >= 0:
         check.not_negative("layer_norm", "eps", eps)
-    offset = offset if type(offset) is float else check.number("layer_norm", "offset", offset)
-    if _no_options(gate, gate_first, gate_act, groups, quantize, out_dtype):
-        options = (eps, offset, True, stable, *NONE)
-        if _decomposes() and not (stable or offset) and _one_weight(weight, bias):
-            check_arguments(x, residual, None, weight, bias, options)
-            return _contiguous(reference.layer_norm(x, weight, bias, eps=eps, residual=residual))
-        return _y_and_s(norm(x, residual, None, weight, bias, options), residual)
-    return _with_options(
-        "layer_norm", x, weight, bias, eps, offset, True, stable, "once", residual, gate, gate_first,
-        gate_act, groups, quantize, out_dtype,
+    return _call(
+        "layer_norm", n, x, weight, bias, residual, gate, eps, offset, True, stable, "once", gate_first, gate_act,
+        groups, quantize, out_dtype,
     )  # fmt: skip
 
 
@@ -579,26 +658,15 @@ def rms_norm(
         >>> onepass.rms_norm(torch.tensor([3.0, 4.0]), gate=torch.zeros(2))
         tensor([0., 0.])
     """
+    n = 1
     if more or isinstance(weight, _SHAPES) or isinstance(bias, float):
         n, weight, bias, eps = _as_torchs("rms_norm", x, weight, bias, more, eps)
-        if n > 1:
-            return _over_last(
-                n, rms_norm, x, weight, bias, residual, gate, eps=eps, offset=offset, rounding=rounding,
-                gate_first=gate_first, gate_act=gate_act, groups=groups, quantize=quantize, out_dtype=out_dtype,
-            )  # fmt: skip
     elif eps is not None and (type(eps) is not float or not eps >= 0):
         check.not_negative("rms_norm", "eps", eps)
     if eps is None:
         fp64 = torch.float64 in (getattr(x, "dtype", None), getattr(residual, "dtype", None))
         eps = 2.0**-52 if fp64 else 2.0**-23
-    offset = offset if type(offset) is float else check.number("rms_norm", "offset", offset)
-    if rounding == "once" and _no_options(gate, gate_first, gate_act, groups, quantize, out_dtype):
-        options = (eps, offset, False, False, *NONE)
-        if _decomposes() and _one_weight(weight, bias):
-            check_arguments(x, residual, None, weight, bias, options)
-            return _contiguous(reference.rms_norm(x, weight, bias, eps=eps, offset=offset, residual=residual))
-        return _y_and_s(norm(x, residual, None, weight, bias, options), residual)
-    return _with_options(
-        "rms_norm", x, weight, bias, eps, offset, False, False, rounding, residual, gate, gate_first,
-        gate_act, groups, quantize, out_dtype,
+    return _call(
+        "rms_norm", n, x, weight, bias, residual, gate, eps, offset, False, False, rounding, gate_first, gate_act,
+        groups, quantize, out_dtype,
     )  # fmt: skip

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from onepass.core.spec import BadCall, Sample, Spec
 
-from . import reference
+from . import definition
+from .definition import NONE
 from .op import backward_op, forward_op, layer_norm, rms_norm
-from .options import NONE
 
 
 def _shared_samples(make: Callable[..., Tensor]) -> Iterator[Sample]:
@@ -245,7 +245,7 @@ SPECS = [
     Spec(
         name="layer_norm",
         op=layer_norm,
-        reference=reference.layer_norm,
+        reference=definition.layer_norm,
         samples=_layer_norm_samples,
         bad_calls=_LAYER_NORM_BAD,
         opchecks=lambda: iter((*_opchecks(True), *_opchecks(True, True))),
@@ -254,7 +254,7 @@ SPECS = [
     Spec(
         name="rms_norm",
         op=rms_norm,
-        reference=reference.rms_norm,
+        reference=definition.rms_norm,
         samples=_rms_norm_samples,
         bad_calls=_RMS_NORM_BAD,
         opchecks=lambda: _opchecks(False),

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from onepass.core.sums import row_sum
-from onepass.ops.norm.reference import rms_norm
+from onepass.ops.norm.definition import rms_norm
 
 
 def qk_norm_rope(
