@@ -108,7 +108,7 @@ def _forward(
         )
         new_q, new_k = (definition.rotated(n, cos, sin, positions, interleaved) for n in normed)
         return new_q.to(q.dtype), new_k.to(k.dtype)
-    return definition.forward(q, q_weight, *rest), definition.forward(k, k_weight, *rest)
+    return definition.one(q.detach(), q_weight, *rest), definition.one(k.detach(), k_weight, *rest)
 
 
 def _vector(v: Tensor | None) -> Tensor | None:
