@@ -75,17 +75,7 @@ class Host:
     launches = 0
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, node: Any) -> None:
-        from onepass.fused import (
-            branch,
-            choice,
-            kernels_attention,
-            kernels_branch,
-            kernels_cast,
-            kernels_counts,
-            kernels_explore,
-            kernels_norm,
-            runs,
-        )
+        from onepass.fused import branch, choice, kernels, kernels_norm, runs
         from onepass.ops._shared import kernels_partials
         from onepass.ops.causal_choice import kernels as kernels_causal
         from onepass.ops.causal_choice import op as op_causal
@@ -115,8 +105,7 @@ class Host:
                 core._recording.listener.launched(entry, grid, tensors, (*numbers, *constants))
             run()
 
-        for module in (kernels_rows, kernels_attention, kernels_branch, kernels_cast, kernels_counts, kernels_norm,
-                       kernels_explore, kernels_soft, kernels_select, kernels_backward,
+        for module in (kernels_rows, kernels, kernels_norm, kernels_soft, kernels_select, kernels_backward,
                        kernels_chosen, kernels_rotary, kernels_span, kernels_causal, kernels_partials):  # fmt: skip
             monkeypatch.setattr(module, "launch", launch)
         for module in (branch, choice, op_rows, op, compute, op_span, op_causal):

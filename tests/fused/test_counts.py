@@ -22,20 +22,20 @@ WHERE = [
 @pytest.mark.parametrize("share", [1 / 16, 0.1, 0.5, 0.575, 1.0])
 @pytest.mark.parametrize("n", [1, 7, 1024, 2500])
 def test_counts(device: str, share: float, n: int) -> None:
-    from onepass.fused import kernels_counts
+    from onepass.fused import kernels
 
     mask = torch.rand(5, 2 * n, generator=torch.Generator().manual_seed(1))[:, ::2] < 0.6
     mask[0], mask[1] = True, False
     mask = mask.to(device)
     expected = row_counts(share, mask).clamp_min(1)
-    assert torch.equal(kernels_counts.counts(mask, fraction(share)).long(), expected)
+    assert torch.equal(kernels.counts(mask, fraction(share)).long(), expected)
 
 
 @pytest.mark.parametrize("device", WHERE)
 @pytest.mark.parametrize("hard", [False, True])
 @pytest.mark.parametrize(("rows", "k", "n"), [(1, 1, 1), (3, 5, 9), (4, 700, 900)])
 def test_cut(device: str, hard: bool, rows: int, k: int, n: int) -> None:
-    from onepass.fused import kernels_counts
+    from onepass.fused import kernels
 
     generator = torch.Generator().manual_seed(2)
     indices = torch.rand(rows, n, generator=generator).argsort(-1)[:, :k].contiguous()
@@ -45,7 +45,7 @@ def test_cut(device: str, hard: bool, rows: int, k: int, n: int) -> None:
     expected = first_of_each(indices, counts)
     of_all = gates if hard else soft.gather(-1, indices.clamp_min(0))
     mine, own = indices.to(device), gates.to(device)
-    kernels_counts.cut(mine, own, None if hard else soft.to(device), counts.float().to(device))
+    kernels.cut(mine, own, None if hard else soft.to(device), counts.float().to(device))
     assert torch.equal(mine.cpu(), expected)
     assert torch.equal(own.cpu(), torch.where(expected >= 0, of_all, 0.0))
 

@@ -6,6 +6,8 @@ of a whole backward pass.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -15,14 +17,22 @@ from onepass.ops.routing.op import add_rows, as_bytes
 from . import torch_path
 
 
+def kernels_for(x: Tensor) -> Any:
+    """Return the module of kernels; None where torch computes."""
+    if not uses_triton(x):
+        return None
+    from . import kernels
+
+    return kernels
+
+
 def cast(weights: tuple[Tensor | None, ...], dtype: torch.dtype) -> tuple[Tensor | None, ...]:
     """Copy up to eight tensors to `dtype`, by one kernel where possible; None stays None."""
     there = [t for t in weights if t is not None]
-    if uses_triton(there[0]) and all(t.is_contiguous() and t.dtype != dtype for t in there):
-        from . import kernels_cast
-
-        missing = (None,) * (kernels_cast.TENSORS - len(weights))
-        return kernels_cast.cast(*weights, *missing, dtype)[: len(weights)]  # type: ignore[no-any-return]
+    kernels = kernels_for(there[0])
+    if kernels and all(t.is_contiguous() and t.dtype != dtype for t in there):
+        missing = (None,) * (kernels.TENSORS - len(weights))
+        return kernels.cast(*weights, *missing, dtype)[: len(weights)]  # type: ignore[no-any-return]
     return tuple(None if t is None else t.to(dtype) for t in weights)
 
 
@@ -30,11 +40,9 @@ def new_partials(like: Tensor, rows: int, width: int) -> Tensor | None:
     """Return a buffer for partials of sums over `rows` rows, `width` columns in all; None for no columns."""
     if not width:
         return None
-    if not uses_triton(like):
-        return torch.empty((1, width), dtype=torch.promote_types(like.dtype, torch.float32), device=like.device)
-    from . import kernels_branch
-
-    return torch.empty((kernels_branch.programs(like, rows), width), dtype=torch.float32, device=like.device)
+    kernels = kernels_for(like)
+    programs = kernels.programs(like, rows) if kernels else 1
+    return torch.empty((programs, width), dtype=torch.promote_types(like.dtype, torch.float32), device=like.device)
 
 
 def column_sums(x: Tensor, partials: Tensor, offset: int, dtype: torch.dtype | None = None) -> Tensor:
@@ -43,10 +51,8 @@ def column_sums(x: Tensor, partials: Tensor, offset: int, dtype: torch.dtype | N
     With a `dtype` x is returned rounded to it, and the sums are of that: one pass over x.
     """
     other = None if dtype == x.dtype else dtype
-    if uses_triton(x):
-        from . import kernels_branch
-
-        (copy,) = kernels_branch.column_sums(x, partials, offset, other)
+    if kernels := kernels_for(x):
+        (copy,) = kernels.column_sums(x, partials, offset, other)
         return x if copy is None else copy
     x = x if other is None else x.to(other)
     partials[:, offset : offset + x.shape[1]] = x.sum(0, dtype=partials.dtype)
@@ -55,19 +61,14 @@ def column_sums(x: Tensor, partials: Tensor, offset: int, dtype: torch.dtype | N
 
 def total(partials: Tensor) -> Tensor:
     """Return the sums (width,) of all rows of a buffer of partials."""
-    if not uses_triton(partials):
-        return partials.sum(0)
-    from . import kernels_branch
-
-    return kernels_branch.total(partials)  # type: ignore[no-any-return]
+    kernels = kernels_for(partials)
+    return kernels.total(partials) if kernels else partials.sum(0)
 
 
 def gelu_backward(dh: Tensor, u: Tensor, partials: Tensor | None, offset: int) -> None:
     """Overwrite dh of h = gelu(u), (rows, width), with du; unless partials is None, write sums as `column_sums`."""
-    if uses_triton(dh):
-        from . import kernels_branch
-
-        kernels_branch.gelu_backward(dh, u, partials, offset)
+    if kernels := kernels_for(dh):
+        kernels.gelu_backward(dh, u, partials, offset)
         return
     dh.copy_(torch.ops.aten.gelu_backward(dh, u))
     if partials is not None:
@@ -76,28 +77,21 @@ def gelu_backward(dh: Tensor, u: Tensor, partials: Tensor | None, offset: int) -
 
 def explore_gradient(dy: Tensor, mask: Tensor | None, stride: int, scale: float) -> Tensor:
     """Return scale·(length − its mean over a sequence's real tokens) of each `stride`-th row of dy (batch, n, d)."""
-    if not uses_triton(dy):
-        return torch_path.explore_gradient(dy, mask, stride, scale)
-    from . import kernels_explore
-
-    return kernels_explore.explore_gradient(dy, as_bytes(mask), stride, scale)  # type: ignore[no-any-return]
+    if kernels := kernels_for(dy):
+        return kernels.explore_gradient(dy, as_bytes(mask), stride, scale)  # type: ignore[no-any-return]
+    return torch_path.explore_gradient(dy, mask, stride, scale)
 
 
 def gate(v: Tensor, gates: Tensor) -> Tensor:
     """Return gates·v for values v (batch, m, heads, width) and gates (batch, m)."""
-    if not uses_triton(v):
-        return v * gates.to(v.dtype)[..., None, None]
-    from . import kernels_attention
-
-    return kernels_attention.gate(v, gates)  # type: ignore[no-any-return]
+    kernels = kernels_for(v)
+    return kernels.gate(v, gates) if kernels else v * gates.to(v.dtype)[..., None, None]
 
 
 def gate_backward(dv: Tensor, v: Tensor, gates: Tensor) -> Tensor:
     """Return the gradient of the gates; overwrite dv, the gradient of :func:`gate`, with that of v."""
-    if uses_triton(v):
-        from . import kernels_attention
-
-        return kernels_attention.gate_backward(dv, v, gates)  # type: ignore[no-any-return]
+    if kernels := kernels_for(v):
+        return kernels.gate_backward(dv, v, gates)  # type: ignore[no-any-return]
     d_gates: Tensor = torch.linalg.vecdot(dv.flatten(2).to(gates.dtype), v.flatten(2).to(gates.dtype))
     dv.mul_(gates.to(dv.dtype)[..., None, None])
     return d_gates
@@ -108,10 +102,9 @@ def add_residual(
     x: Tensor, rows: Tensor, update: Tensor, gates: Tensor, indices: Tensor, shift: Tensor | None
 ) -> Tensor:
     """Return x + rows like x in the wider dtype, with gates·(update − shift) added to the chosen tokens."""
-    if uses_triton(x) and uses_triton(rows) and x.is_contiguous():
-        from . import kernels_branch
-
-        y = kernels_branch.residual_sum(x, rows)
+    kernels = kernels_for(x) and kernels_for(rows)
+    if kernels and x.is_contiguous():
+        y: Tensor = kernels.residual_sum(x, rows)
     else:
         y = torch.empty(x.shape, dtype=torch.promote_types(x.dtype, rows.dtype), device=x.device)
         torch.add(x, rows.view(x.shape), out=y)

@@ -88,16 +88,16 @@ def choose(scores: Tensor, mask: Tensor | None, how: Choice) -> tuple[Tensor, Te
         _, indices, gates, state = op_topk.forward(scores, None, mask, how.k, how.eps, how.kind, how.hard)
         return gates, indices, state, None
     _, indices, gates, _ = op_topk.forward(scores, None, mask, how.k, how.eps, how.kind, True)
-    kernels = uses_triton(scores)
-    if kernels:
-        from . import kernels_counts
+    on_triton = uses_triton(scores)
+    if on_triton:
+        from . import kernels
 
-        counts = kernels_counts.counts(mask, fraction(how.share))
+        counts = kernels.counts(mask, fraction(how.share))
     else:
         counts = row_counts(how.share, mask).clamp_min(1).to(scores.dtype)
     soft, state = soft_topk.forward(scores, counts, None, mask, 0.0, how.eps, how.kind)
-    if kernels:
-        kernels_counts.cut(indices, gates, None if how.hard else soft, counts)
+    if on_triton:
+        kernels.cut(indices, gates, None if how.hard else soft, counts)
         return gates, indices, state, None
     indices = first_of_each(indices, counts)
     gates = gates if how.hard else soft.gather(-1, indices.clamp_min(0))
@@ -143,9 +143,9 @@ def choose_keys(
         return gates.new_empty(shape), within.new_empty(shape), state, within, seen
     gates, within, state, _ = choose(*windows(scores, mask, window), how)
     if uses_triton(scores):
-        from . import kernels_attention
+        from . import kernels
 
-        indices, seen = kernels_attention.place(within, at_q, window)
+        indices, seen = kernels.place(within, at_q, window)
     else:
         indices = of_sequence(within, len(scores), window)
         last = torch.where(at_q >= 0, at_q // window * how.k, indices.shape[1]).to(torch.int32)

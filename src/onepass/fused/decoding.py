@@ -16,13 +16,20 @@ from onepass.ops.span_attention.op import BASE
 
 # sequences side by side: the rows of one product
 MOST_ROWS = 64
-# keys of a far part, and how many parts at most
+# split-K: keys per split; most splits
 PART, PARTS = 512, 64
 
 
 def fits(x: Tensor) -> bool:
     """Return whether tokens (batch, 1, dim) can go through these kernels, as far as the tokens decide."""
     return uses_triton(x) and len(x) <= MOST_ROWS and not torch.is_autocast_enabled(x.device.type)
+
+
+def _launch(kernel: str, like: Tensor, grid: Any, tensors: Any, numbers: Any, constants: Any, **options: int) -> None:
+    from . import kernels_decoding
+
+    with device_guard(like):
+        launch(getattr(kernels_decoding, kernel), grid, tensors, numbers, constants, **options)
 
 
 def attention(layer: Any, cache: Any, x: Tensor, score_eps: float) -> Tensor:
@@ -39,18 +46,15 @@ def attention(layer: Any, cache: Any, x: Tensor, score_eps: float) -> Tensor:
     near, update = attend(light, cache.light, qkv), torch.empty_like(q)
     half, parts = heavy.dim_head // 2, min(PARTS, cdiv(far.shape[1], PART))
     kept = _parts_of(len(x), heavy, parts, x.device)
-    from . import kernels_decoding as kernels
-
     block_heavy = max(8, next_power_of_2(half))
-    with device_guard(x):
-        launch(
-            kernels.far_kernel, (parts, heavy.heads, len(x)),
-            (q, position, gates, far, cache.heavy.values, *kept), (heavy.dim_head**-0.5, *_LOG2_BASE),
-            (
-                heavy.heads, half, layer.window, cache.heavy.quota, far.shape[1], parts, block_heavy,
-                _keys(PART, block_heavy) // 2,
-            ), num_warps=4,
-        )  # fmt: skip
+    _launch(
+        "far_kernel", x, (parts, heavy.heads, len(x)),
+        (q, position, gates, far, cache.heavy.values, *kept), (heavy.dim_head**-0.5, *_LOG2_BASE),
+        (
+            heavy.heads, half, layer.window, cache.heavy.quota, far.shape[1], parts, block_heavy,
+            _keys(PART, block_heavy) // 2,
+        ), num_warps=4,
+    )  # fmt: skip
     _merge(heavy, kept, gates, update)
     return _sum((near, light.out.weight, None), (update, heavy.out.weight, None), gates, layer.null, x, dim)
 
@@ -63,18 +67,15 @@ def attend(layer: Any, cache: Any, qkv: Tensor, weights: tuple[Any, Any] = (None
     places, half, out = cache.keys.shape[1], layer.dim_head // 2, qkv.new_empty(len(qkv), qkv.shape[-1] // 3)
     parts, block_h = min(PARTS, cdiv(places, PART)), max(8, next_power_of_2(half))
     kept = _parts_of(len(qkv), layer, parts, qkv.device) if parts > 1 else (None,) * 3
-    from . import kernels_decoding as kernels
-
-    with device_guard(qkv):
-        launch(
-            kernels.near_kernel, (parts, layer.heads, len(qkv)),
-            (qkv, *weights, cache.clock.position, cache.keys, cache.values, out, *kept),
-            (layer.dim_head**-0.5, float(eps), *_LOG2_BASE),
-            (
-                layer.heads, half, layer.window or 0, places, parts, block_h,
-                _keys(places, block_h) if parts == 1 else _keys(PART, block_h) // 2,
-            ), num_warps=8 if parts == 1 else 4,
-        )  # fmt: skip
+    _launch(
+        "near_kernel", qkv, (parts, layer.heads, len(qkv)),
+        (qkv, *weights, cache.clock.position, cache.keys, cache.values, out, *kept),
+        (layer.dim_head**-0.5, float(eps), *_LOG2_BASE),
+        (
+            layer.heads, half, layer.window or 0, places, parts, block_h,
+            _keys(places, block_h) if parts == 1 else _keys(PART, block_h) // 2,
+        ), num_warps=8 if parts == 1 else 4,
+    )  # fmt: skip
     if parts > 1:
         _merge(layer, kept, None, out)
     return out
@@ -87,14 +88,11 @@ def _parts_of(batch: int, layer: Any, parts: int, device: torch.device) -> tuple
 
 
 def _merge(layer: Any, kept: tuple[Tensor | None, ...], gates: Tensor | None, out: Tensor) -> None:
-    from . import kernels_decoding as kernels
-
     parts, half = kept[0].shape[2], layer.dim_head // 2  # type: ignore[union-attr]
-    with device_guard(out):
-        launch(
-            kernels.merge_kernel, (layer.heads, len(out), 1), (*kept, gates, out), (),
-            (layer.heads, half, parts, max(8, next_power_of_2(half)), next_power_of_2(parts)), num_warps=2,
-        )  # fmt: skip
+    _launch(
+        "merge_kernel", out, (layer.heads, len(out), 1), (*kept, gates, out), (),
+        (layer.heads, half, parts, max(8, next_power_of_2(half)), next_power_of_2(parts)), num_warps=2,
+    )  # fmt: skip
 
 
 def feed_forward(layer: Any, cache: Any, x: Tensor, score_eps: float) -> Tensor:
@@ -113,15 +111,12 @@ def feed_forward(layer: Any, cache: Any, x: Tensor, score_eps: float) -> Tensor:
 
 def scores(router: Any, x: Tensor, score_eps: float) -> Tensor:
     """Return the scores (batch, n) of a prompt with the bits that steps give the same tokens."""
-    from . import kernels_decoding as kernels
-
     batch, n, dim = x.shape
     result, block = torch.empty(batch, n, dtype=torch.float32, device=x.device), next_power_of_2(dim)
-    with device_guard(x):
-        launch(
-            kernels.score_kernel, (batch * n, 1, 1), (x.contiguous(), router.weight, result), (float(score_eps),),
-            (dim, block), num_warps=_warps(block),
-        )  # fmt: skip
+    _launch(
+        "score_kernel", x, (batch * n, 1, 1), (x.contiguous(), router.weight, result), (float(score_eps),),
+        (dim, block), num_warps=_warps(block),
+    )  # fmt: skip
     return result
 
 
@@ -133,24 +128,21 @@ def _choose(
     router: Any, cache: Any, x: Tensor, norms: tuple[Any, Any], score_eps: float, tokens: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return x normed for both branches, and the gates (batch,)."""
-    from . import kernels_decoding as kernels
-
     cache.refresh(router)
     (batch, _, dim), (numerator, denominator) = x.shape, cache.share
     light, heavy = torch.empty(2, batch, dim, dtype=x.dtype, device=x.device)
     gates = torch.empty(batch, dtype=torch.float32, device=x.device)
     block = next_power_of_2(dim)
-    with device_guard(x):
-        launch(
-            kernels.choose_kernel, (batch, 1, 1),
-            (
-                x, router.weight, norms[0].weight, norms[1].weight, cache.clock.position, cache.scores,
-                cache.threshold, cache.taken, tokens, gates, light, heavy,
-            ),
-            (numerator, denominator, *(float(norm.eps_for(x)) for norm in norms), float(score_eps), float(router.eps)),
-            (dim, router.block, router.memory, 1 if tokens is None else tokens.shape[1], block),
-            num_warps=_warps(block),
-        )  # fmt: skip
+    _launch(
+        "choose_kernel", x, (batch, 1, 1),
+        (
+            x, router.weight, norms[0].weight, norms[1].weight, cache.clock.position, cache.scores,
+            cache.threshold, cache.taken, tokens, gates, light, heavy,
+        ),
+        (numerator, denominator, *(float(norm.eps_for(x)) for norm in norms), float(score_eps), float(router.eps)),
+        (dim, router.block, router.memory, 1 if tokens is None else tokens.shape[1], block),
+        num_warps=_warps(block),
+    )  # fmt: skip
     return light, heavy, gates
 
 
@@ -158,32 +150,26 @@ Linear = tuple[Tensor, Tensor, Any]
 
 
 def _both(light: Linear, heavy: Linear, gates: Tensor, *, gelu: bool) -> tuple[Tensor, Tensor]:
-    from . import kernels_decoding as kernels
-
     (x, w, _), (_, more, _) = light, heavy
     (n, k), m, rows = w.shape, len(more), len(gates)
     y, update = x.new_empty(rows, n), x.new_empty(rows, m)
     block_n, block_k = 16, _columns(k, w)
-    with device_guard(x):
-        launch(
-            kernels.both_kernel, (cdiv(n, block_n) + cdiv(m, block_n), 1, 1),
-            (*_contiguous(light), y, *_contiguous(heavy), update, gates), (),
-            (gelu, rows, n, m, k, max(16, next_power_of_2(rows)), block_n, block_k), num_warps=4,
-        )  # fmt: skip
+    _launch(
+        "both_kernel", x, (cdiv(n, block_n) + cdiv(m, block_n), 1, 1),
+        (*_contiguous(light), y, *_contiguous(heavy), update, gates), (),
+        (gelu, rows, n, m, k, max(16, next_power_of_2(rows)), block_n, block_k), num_warps=4,
+    )  # fmt: skip
     return y, update
 
 
 def _sum(light: Linear, heavy: Linear, gates: Tensor, null: Tensor | None, x: Tensor, dim: int) -> Tensor:
-    from . import kernels_decoding as kernels
-
     rows, block_n, y = len(gates), 16, torch.empty_like(x)
     k, m = light[1].shape[1], heavy[1].shape[1]
-    with device_guard(x):
-        launch(
-            kernels.sum_kernel, (cdiv(dim, block_n), 1, 1),
-            (*_contiguous(light), *_contiguous(heavy), gates, null, x, y), (),
-            (rows, dim, k, m, max(16, next_power_of_2(rows)), block_n, _columns(max(k, m), light[1])), num_warps=4,
-        )  # fmt: skip
+    _launch(
+        "sum_kernel", x, (cdiv(dim, block_n), 1, 1),
+        (*_contiguous(light), *_contiguous(heavy), gates, null, x, y), (),
+        (rows, dim, k, m, max(16, next_power_of_2(rows)), block_n, _columns(max(k, m), light[1])), num_warps=4,
+    )  # fmt: skip
     return y
 
 
