@@ -118,22 +118,6 @@ def _heads(plan: Plan, rows: Tensor, batch: int, parts: int, heads: int) -> Tens
     return rows.view(batch, rows.shape[0] // batch, parts, heads, plan.width)
 
 
-def _choose_both(scores: Tensor, mask: Tensor | None, plan: Plan) -> tuple[Any, ...]:
-    """Choose queries and keys by the scores (2, batch, n): gates, indices and state of each, as `choose_keys` says."""
-    gates_q, at_q, state_q, starts = choose(scores[0], mask, plan.queries)
-    gates_kv, at_kv, state_kv, within, seen = choose_keys(
-        scores[1], mask, plan.keys, at_q, plan.window if plan.causal else 0
-    )
-    return gates_q, at_q, state_q, starts, gates_kv.view(at_kv.shape), at_kv, state_kv, within, seen
-
-
-def _norm_both(
-    x: Tensor, at_q: Tensor, at_kv: Tensor, norm_q: Tensor, norm_kv: Tensor, plan: Plan
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the normed queries and keys as rows, each with its statistics."""
-    return *norm_chosen(x, at_q, norm_q, plan.eps, plan.dtype), *norm_chosen(x, at_kv, norm_kv, plan.eps, plan.dtype)
-
-
 def _attention(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     return (span.forward_op if is_fake(q) else span.forward)(q, *rest)  # type: ignore[no-any-return]
 
@@ -150,8 +134,15 @@ def _before_products(
 ) -> tuple[Any, ...]:  # fmt: skip
     """Norm and score, choose twice, norm the chosen tokens; copy the weights."""
     y, tokens, scores, stats, *copies = score_tokens(x, vectors, light_norm, mask, plan, *weights)
-    choice = _choose_both(scores, mask, plan)
-    return y, tokens, scores, stats, *choice, *_norm_both(x, choice[1], choice[5], norm_q, norm_kv, plan), *copies
+    gates_q, at_q, state_q, starts = choose(scores[0], mask, plan.queries)
+    window = plan.window if plan.causal else 0
+    gates_kv, at_kv, state_kv, within, seen = choose_keys(scores[1], mask, plan.keys, at_q, window)
+    chosen_q, stats_q = norm_chosen(x, at_q, norm_q, plan.eps, plan.dtype)
+    chosen_kv, stats_kv = norm_chosen(x, at_kv, norm_kv, plan.eps, plan.dtype)
+    return (
+        y, tokens, scores, stats, gates_q, at_q, state_q, starts, gates_kv.view(at_kv.shape), at_kv, state_kv, within,
+        seen, chosen_q, stats_q, chosen_kv, stats_kv, *copies,
+    )  # fmt: skip
 
 
 def _attend_light(
@@ -267,21 +258,6 @@ def _attend_backward(
     return d_qkv, dq, dkv, branch.gate_backward(dv, v, gates_kv)
 
 
-def _choose_both_backward(
-    d_gates_q: Tensor, d_gates_kv: Tensor, scores: Tensor, mask: Tensor | None, plan: Plan, at_q: Tensor,
-    gates_q: Tensor, at_kv: Tensor, gates_kv: Tensor, state_q: Tensor | None, starts: Tensor | None,
-    state_kv: Tensor | None, within: Tensor | None,
-) -> Tensor:  # fmt: skip
-    """Return the gradient of the scores (2, batch, n) from those of both gates."""
-    ds = torch.empty_like(scores)
-    choose_backward(d_gates_q, scores[0], mask, plan.queries, at_q, gates_q, state_q, starts, ds[0])
-    choose_keys_backward(
-        d_gates_kv, scores[1], mask, plan.keys, at_kv if within is None else within, gates_kv, state_kv,
-        plan.window if plan.causal else 0, ds[1],
-    )  # fmt: skip
-    return ds
-
-
 @replayed
 def _after_backward_products(
     x: Tensor, vectors: Tensor, light_norm: Tensor, norm_q: Tensor, norm_kv: Tensor, mask: Tensor | None,
@@ -295,8 +271,11 @@ def _after_backward_products(
     """Return dx through all norms, choices and scores, and sums: light norm, vectors, then the chosen tokens'."""
     ds = None
     if d_gates_q is not None and d_gates_kv is not None:
-        ds = _choose_both_backward(
-            d_gates_q, d_gates_kv, scores, mask, plan, at_q, gates_q, at_kv, gates_kv, state_q, starts, state_kv, within
+        ds = torch.empty_like(scores)
+        choose_backward(d_gates_q, scores[0], mask, plan.queries, at_q, gates_q, state_q, starts, ds[0])
+        choose_keys_backward(
+            d_gates_kv, scores[1], mask, plan.keys, at_kv if within is None else within, gates_kv, state_kv,
+            plan.window if plan.causal else 0, ds[1],
         )  # fmt: skip
     if g_scores is not None:
         ds = g_scores if ds is None else ds + g_scores

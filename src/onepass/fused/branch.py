@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from onepass.core.launch import replayed, uses_triton
+from onepass.ops.routing.definition import widest
 from onepass.ops.routing.op import add_rows, as_bytes
-
-from . import torch_path
 
 
 def kernels_for(x: Tensor) -> Any:
@@ -79,7 +78,13 @@ def explore_gradient(dy: Tensor, mask: Tensor | None, stride: int, scale: float)
     """Return scale·(length − its mean over a sequence's real tokens) of each `stride`-th row of dy (batch, n, d)."""
     if kernels := kernels_for(dy):
         return kernels.explore_gradient(dy, as_bytes(mask), stride, scale)  # type: ignore[no-any-return]
-    return torch_path.explore_gradient(dy, mask, stride, scale)
+    lengths: Tensor = torch.linalg.vector_norm(dy[:, ::stride], dim=-1, dtype=widest(dy.dtype))
+    if mask is None:
+        return (lengths - lengths.mean(-1, keepdim=True)) * scale
+    real = mask[:, ::stride]
+    lengths = lengths.where(real, 0)
+    mean = lengths.sum(-1, keepdim=True) / real.sum(-1, keepdim=True).clamp_min(1)
+    return ((lengths - mean) * scale).where(real, 0)
 
 
 def gate(v: Tensor, gates: Tensor) -> Tensor:

@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from onepass.core.eager import outside_autocast
+from onepass.core.sums import row_sum
+from onepass.ops.routing.definition import gather, score_backward, score_forward, widest, zero_padding
 from onepass.ops.routing.op import add_rows, as_bytes, on_triton
 
-from . import branch, torch_path
+from . import branch
 from .plans import AttentionPlan, FeedForwardPlan
 
 
@@ -37,7 +39,18 @@ def norm_forward(
         )  # fmt: skip
     # a caller's autocast would round the scores to 16 bits and thereby change the choice of tokens
     with outside_autocast(x.device):
-        return torch_path.norm_forward(x, indices, mask, weight, vectors, eps, score_eps, dtype)
+        x = zero_padding(x, mask)
+        scores = None
+        if vectors is not None:
+            scores, inverse = score_forward(x, vectors.view(-1, x.shape[-1]), score_eps)
+            scores = scores.transpose(0, 1).contiguous().view(*vectors.shape[:-1], *x.shape[:2])
+        f = (x if indices is None else gather(x, indices)).to(widest(x.dtype)).contiguous()
+        rstd = row_sum(f.square()).div_(x.shape[-1]).add_(eps).rsqrt_()
+        y = f * rstd
+        if weight is not None:
+            y = y * weight
+        stats = rstd.view(1, -1) if vectors is None else torch.stack((rstd.view(-1), inverse.view(-1)))
+        return y.to(dtype).contiguous(), scores, stats
 
 
 def norm_backward_into(
@@ -59,12 +72,35 @@ def norm_backward_into(
             residual,
         )  # fmt: skip
         return dx  # type: ignore[no-any-return]
-    dx, grads = torch_path.norm_backward(
-        dy, x, indices, mask, weight, vectors, stats, scores, ds, explore_grad, stride, need_x, partials is not None
-    )  # fmt: skip
-    if partials is not None and grads is not None:
-        partials[:, : grads.numel()] = grads.view(1, -1)
-    return dx if dx is None or residual is None else (dx + residual).to(dx.dtype)
+    x, dy = zero_padding(x, mask), zero_padding(dy, mask)
+    wide = widest(x.dtype)
+    f = (x if indices is None else gather(x, indices)).to(wide)
+    rstd = stats[0].view(*dy.shape[:2], 1)
+    n, g = f * rstd, dy.to(wide)
+    grads = [(g * n).sum((0, 1), keepdim=True)[0]]
+    if weight is not None:
+        g = g * weight.to(wide)
+    dx = torch.addcmul(g, n, (g * n).mean(-1, keepdim=True), value=-1).mul_(rstd)
+    if vectors is not None and scores is not None and ds is not None:
+        inverse, shape = stats[1].view(x.shape[:2]), (-1, *x.shape[:2])
+        vectors, ds = vectors.view(-1, x.shape[-1]), ds.view(shape)
+        ds = ds if mask is None else ds.where(mask, 0)
+        of_rows, known = ds.transpose(0, 1), scores.view(shape).transpose(0, 1)
+        more, dv = score_backward(of_rows, x, vectors, known, inverse, need_x, partials is not None)
+        dx = dx if more is None else dx + more
+        if dv is not None:
+            grads.append(dv.to(wide))
+            if explore_grad is not None:
+                probed = (explore_grad * inverse[:, ::stride].where(explore_grad != 0, 0)).to(wide)
+                tokens = x[:, ::stride].to(wide).where((explore_grad != 0)[..., None], 0)
+                grads[1][0] += (probed.reshape(1, -1) @ tokens.reshape(-1, x.shape[-1]))[0]
+    if partials is not None:
+        width = sum(g.numel() for g in grads)
+        partials[:, :width] = torch.cat(grads).view(1, -1)
+    if not need_x:
+        return None
+    dx = dx.to(x.dtype).contiguous()
+    return dx if residual is None else (dx + residual).to(dx.dtype)
 
 
 def norm_partials(x: Tensor, rows: int, weight: Tensor | None, vectors: Tensor | None, more: int = 0) -> Tensor:
