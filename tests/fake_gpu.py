@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
+import pkgutil
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable
 from types import SimpleNamespace
@@ -65,6 +68,19 @@ def scale(gpu: FakeGpu) -> Callable[..., Any]:
     return run
 
 
+def everywhere(monkeypatch: pytest.MonkeyPatch, **functions: Callable[..., Any]) -> None:
+    """Put functions in the place of those that modules of the package, all kernels' among them, have by these names."""
+    import onepass
+
+    for found in pkgutil.walk_packages(onepass.__path__, "onepass."):
+        if ".kernels" in found.name:
+            importlib.import_module(found.name)
+    for name, module in [*sys.modules.items()]:
+        for key in functions.keys() & vars(module).keys() if name.startswith("onepass.") else ():
+            if callable(vars(module)[key]):
+                monkeypatch.setattr(module, key, functions[key])
+
+
 class Host:
     """CPU tensors that take the way of CUDA tensors; counts launches, and how often a stretch of a node ran as written.
 
@@ -75,18 +91,7 @@ class Host:
     launches = 0
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, node: Any) -> None:
-        from onepass.fused import branch, choice, kernels, kernels_norm, runs
-        from onepass.ops._shared import kernels_partials
-        from onepass.ops.causal_choice import kernels as kernels_causal
-        from onepass.ops.causal_choice import op as op_causal
-        from onepass.ops.routing import kernels as kernels_rows
-        from onepass.ops.routing import op as op_rows
-        from onepass.ops.soft_topk import kernels as kernels_soft
-        from onepass.ops.soft_topk import kernels_backward, kernels_chosen, op
-        from onepass.ops.span_attention import kernels as kernels_span
-        from onepass.ops.span_attention import kernels_rotary
-        from onepass.ops.span_attention import op as op_span
-        from onepass.ops.topk import compute, kernels_select
+        from onepass.fused import runs
 
         # runs that a test on a CPU has left have no edges for kernels
         runs._KEPT.clear()
@@ -105,11 +110,7 @@ class Host:
                 core._recording.listener.launched(entry, grid, tensors, (*numbers, *constants))
             run()
 
-        for module in (kernels_rows, kernels, kernels_norm, kernels_soft, kernels_select, kernels_backward,
-                       kernels_chosen, kernels_rotary, kernels_span, kernels_causal, kernels_partials):  # fmt: skip
-            monkeypatch.setattr(module, "launch", launch)
-        for module in (branch, choice, op_rows, op, compute, op_span, op_causal):
-            monkeypatch.setattr(module, "uses_triton", lambda x: True)
+        everywhere(monkeypatch, launch=launch, uses_triton=lambda x: True)
         monkeypatch.setattr(replay, "_on_gpu", lambda x: True)
         self.stretches = [
             name for name, f in vars(node).items() if getattr(f, "__qualname__", "") == "replayed.<locals>.run"

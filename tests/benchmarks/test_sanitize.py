@@ -6,7 +6,6 @@ import importlib
 import importlib.util
 import itertools
 import os
-import pkgutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +16,8 @@ import pytest
 import torch
 
 from benchmarks.sanitize_calls import OPERATORS
-from onepass.core.launch import INTERPRET, geometry
+from fake_gpu import everywhere
+from onepass.core.launch import INTERPRET
 from onepass.core.spec import Sample
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "sanitize.py"
@@ -64,18 +64,8 @@ def test_calls_reach_every_kernel(
     def on_gpu(x: Any, *args: Any) -> bool:
         return bool(x.dtype != torch.float64)
 
-    monkeypatch.setattr(geometry, "_sm_count", lambda index: 132)
-    pretended = {"launch": note, "launch_specialized": note, "uses_triton": on_gpu, "on_triton": on_gpu,
-                 "sm_count": lambda x: geometry._sm_count(0)}  # fmt: skip
-    for name in (
-        *(f"onepass.{op}" if op == "fused" else f"onepass.ops.{op}" for op in OPERATORS),
-        "onepass.ops._shared",
-    ):
-        package = importlib.import_module(name)
-        for found in pkgutil.iter_modules(package.__path__):
-            module = importlib.import_module(f"{package.__name__}.{found.name}")
-            for patched in pretended.keys() & vars(module).keys():
-                monkeypatch.setattr(module, patched, pretended[patched])
+    everywhere(monkeypatch, launch=note, launch_specialized=note, uses_triton=on_gpu, on_triton=on_gpu,
+               sm_count=lambda x: 132)  # fmt: skip
     monkeypatch.setattr(torch.testing, "assert_close", lambda *args, **options: None)
     for _, call in calls.calls(op):
         call()

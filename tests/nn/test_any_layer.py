@@ -81,8 +81,11 @@ def test_nothing_reaches_what_it_must_not(data: st.DataObject) -> None:
     assert torch.equal(again[0][mask[0]], y[0][mask[0]]), "another row of the batch reaches this one"
     if causal:
         at = data.draw(st.integers(0, n - 1))
-        ahead = layer(torch.cat((filled[:, :at], other[:, at:]), 1), mask).detach()
-        assert torch.equal(ahead[:, :at][mask[:, :at]], y[:, :at][mask[:, :at]]), f"token {at} reaches an earlier one"
+        missing = torch.full_like(other, data.draw(st.sampled_from((math.nan, math.inf))))
+        for later in (other, missing):
+            with torch.set_grad_enabled(data.draw(st.booleans())):
+                ahead = layer(torch.cat((filled[:, :at], later[:, at:]), 1), mask).detach()
+            assert torch.equal(ahead[:, :at][mask[:, :at]], y[:, :at][mask[:, :at]]), f"token {at} reaches earlier ones"
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
