@@ -227,26 +227,21 @@ class RoutedAttention(Layer):
         cache: AttentionCache | None = None,
     ) -> tuple[Tensor, AttentionRouting]:  # fmt: skip
         """Return the same (x + y with `residual`) by one autograd node, or one operator through the dispatcher."""
-        light, heavy, q, kv = self.light, self.heavy, self.router_q, self.router_kv
-        n = x.shape[1]
-        assert isinstance(q, Router)
-        assert isinstance(kv, Router)
+        n, (q, kv, light, heavy, *inner) = x.shape[1], parts_of(self, *_PARTS)
+        norm, qkv, out, norm_q, norm_kv, *of_heavy = (m._parameters["weight"] for m in inner)
         check_mask("Router", x, mask)
         keys = kv.choice(self.quota(n), self.window) if self.causal else kv.choice(self.k_kv, n)
         plan = AttentionPlan(
             dtype, light.heads, heavy.heads, heavy.dim_head, light.window, self.causal, q.choice(self.k_q, n), keys,
-            q.explore_stride(self.k_q, n), q.explore, residual, light.norm.eps_for(x), NORM_EPS,
+            q.explore_stride(self.k_q, n), q.explore, residual, inner[0].eps_for(x), NORM_EPS,
         )  # fmt: skip
-        weights = (
-            light.norm.weight, heavy.norm_q.weight, heavy.norm_kv.weight, self.null, light.qkv.weight, light.out.weight,
-            heavy.q.weight, heavy.kv.weight, heavy.out.weight,
-        )  # fmt: skip
+        weights = q.weight, kv.weight, norm, mask, norm_q, norm_kv, self.null, qkv, out, *of_heavy
         if cache is not None:
-            (y, *choice), *chosen = with_keys(plan, x, q.weight, kv.weight, weights[0], mask, *weights[1:])
+            (y, *choice), *chosen = with_keys(plan, x, *weights)
             cache.heavy.fill(*chosen)
             cache.light.fill(light, x)
         else:
-            y, *choice = routed_attention(plan, x, q.weight, kv.weight, weights[0], mask, *weights[1:])
+            y, *choice = routed_attention(plan, x, *weights)
         at_q, gates_q, at_kv, gates_kv, scores = choice
         scores_q, scores_kv = scores.unbind(0)
         return y, AttentionRouting(
@@ -264,7 +259,7 @@ class RoutedAttention(Layer):
         """Return the branches' dtype where `fused` gives the same as `composed`, else None."""
         if not (x.numel() and self.k_q and self.k_kv and fits_one_program(x.shape[-1])):
             return None
-        parts = parts_of(self, "router_q", "router_kv", "light", "heavy")
+        parts = parts_of(self, *_PARTS)
         # subclasses, as FSDP2 makes them, and hooks of the layer itself see the same inputs and outputs either way
         if not as_written(parts, _KINDS.get(type(parts[0]))) or {parts[0].dim, parts[1].dim} != {self.dim}:
             return None
@@ -289,7 +284,8 @@ def check_routers(module: str, router_q: nn.Module | None, router_kv: nn.Module 
             raise ValueError(f"{module}: {name} must have one route, got num_routes = {router.num_routes}")
 
 
-# the modules that `fused` replaces, in the order in which `fused_dtype` lists them, with either router of queries
+# the modules that `fused` replaces, then those in them, with either router of queries
+_PARTS = "router_q", "router_kv", "light", "heavy"
 _KINDS: dict[type, list[type]] = {
     router: [
         router, Router, LocalAttention, HeavyAttention, RMSNorm, nn.Linear, nn.Linear, RMSNorm, RMSNorm, nn.Linear,

@@ -86,9 +86,7 @@ class RoutedBlock(Layer):
         super().__init__()
         check_count("RoutedBlock", "k", k)
         refuse_gone("RoutedBlock", gone)
-        check_number("RoutedBlock", "dropout", dropout)
-        if not 0 <= dropout <= 1:
-            raise ValueError(f"RoutedBlock: dropout must be between 0 and 1, got {dropout}")
+        check_number("RoutedBlock", "dropout", dropout, "between 0 and 1", lambda dropout: 0 <= dropout <= 1)
         if k_kv is None:
             k_kv = min(1.0, 2 * k) if isinstance(k, float) else 2 * k
         self.attention = RoutedAttention(

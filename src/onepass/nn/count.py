@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,10 +25,14 @@ def check_int(module: str, name: str, value: int, least: int = 0, most: int = 2*
         raise ValueError(f"{module}: {name} must be ≥ {least}{above}, got {value}")
 
 
-def check_number(module: str, name: str, value: float) -> None:
-    """Raise TypeError unless value is an int or a float."""
+def check_number(
+    module: str, name: str, value: float, accepted: str = "", holds: Callable[[float], bool] = lambda value: True
+) -> None:
+    """Raise TypeError unless value is an int or a float, ValueError with what is accepted unless `holds` of it."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{module}: {name} must be a number, got {type(value).__name__}")
+    if not holds(value):
+        raise ValueError(f"{module}: {name} must be {accepted}, got {value}")
 
 
 def check_flag(module: str, name: str, value: bool) -> None:

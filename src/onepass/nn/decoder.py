@@ -79,12 +79,10 @@ class Decoder:
             check_size("Decoder", name, size)
         check_int("Decoder", "lookback", lookback)
         check_int("Decoder", "seed", seed)
-        check_number("Decoder", "temperature", temperature)
-        check_number("Decoder", "top_p", 1 if top_p is None else top_p)
-        if not 0 <= temperature < math.inf:
-            raise ValueError(f"Decoder: temperature must be a finite number ≥ 0, got {temperature}")
-        if top_p is not None and not 0 < top_p <= 1:
-            raise ValueError(f"Decoder: top_p must be a probability 0 < top_p ≤ 1, got {top_p}")
+        check_number("Decoder", "temperature", temperature, "a finite number ≥ 0", lambda t: 0 <= t < math.inf)
+        check_number(
+            "Decoder", "top_p", 1 if top_p is None else top_p, "a probability 0 < top_p ≤ 1", lambda p: 0 < p <= 1
+        )
         self.embed, self.head, self.lookback = embed, head, lookback
         self.temperature, self.top_k, self.top_p, self.stop = temperature, top_k, top_p, stop
         weight = next(self.blocks[0].attention.parameters())

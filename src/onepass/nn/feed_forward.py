@@ -32,12 +32,6 @@ class FeedForward(nn.Module):
         y = self.down(F.gelu(self.up(normed)))
         return (y, *total) if total else y  # type: ignore[return-value]
 
-    def weights(self) -> tuple[Tensor | None, ...]:
-        """Return the norm's weight, then weight and bias of the first linear layer, then those of the second."""
-        # read `_modules`: an attribute of a module is searched in three dictionaries, which adds up in short calls
-        norm, up, down = (m._parameters for m in self._modules.values())  # type: ignore[union-attr]
-        return norm["weight"], up["weight"], up["bias"], down["weight"], down["bias"]
-
     def is_plain(self) -> bool:
         """Return whether a call runs `forward` as written here and nothing else."""
         return as_written([self, *self._modules.values()], _KINDS)  # type: ignore[list-item]

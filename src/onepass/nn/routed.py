@@ -200,37 +200,33 @@ class RoutedFeedForward(Routed):
         cache: ChoiceCache | None = None,
     ) -> tuple[Tensor, RouterOutput]:  # fmt: skip
         """Return the same (x + y with `residual`) by one autograd node, or one operator through the dispatcher."""
-        light, heavy, router = self.light, self.heavy, self.router
-        n = x.shape[1]
-        assert isinstance(light, FeedForward)
-        assert isinstance(heavy, FeedForward)
-        assert isinstance(router, Router)
+        n, (router, _, _, norm, up, down, heavy_norm, heavy_up, heavy_down) = x.shape[1], parts_of(self, *_PARTS)
         check_mask("Router", x, mask)
         plan = FeedForwardPlan(
             dtype, router.choice(self.k, n), router.explore_stride(self.k, n), router.explore, residual,
-            light.norm.eps_for(x), heavy.norm.eps_for(x), NORM_EPS,
+            norm.eps_for(x), heavy_norm.eps_for(x), NORM_EPS,
         )  # fmt: skip
-        (light_norm, *linear), (heavy_norm, *more) = light.weights(), heavy.weights()
-        y, *routing = routed_feed_forward(plan, x, router.weight, light_norm, heavy_norm, mask, *linear, *more)
+        vectors = (m._parameters["weight"] for m in (router, norm, heavy_norm))
+        linear = [m._parameters[name] for m in (up, down, heavy_up, heavy_down) for name in ("weight", "bias")]
+        y, *routing = routed_feed_forward(plan, x, *vectors, mask, *linear)
         return y, RouterOutput(*routing)
 
     def fused_dtype(self, x: Tensor, mask: Tensor | None) -> torch.dtype | None:
         """Return the branches' dtype where `fused` gives the same as `composed`, else None."""
         if not (x.numel() and self.k and fits_one_program(x.shape[-1])):
             return None
-        parts = parts_of(self, "router", "light", "heavy")
+        parts = parts_of(self, *_PARTS)
         if not as_written(parts, _KINDS.get(type(parts[0]))):
             return None
-        router, light, heavy, *_ = parts
-        if router.num_routes != 1 or router.dim != x.shape[-1]:
+        if parts[0].num_routes != 1 or parts[0].dim != x.shape[-1]:
             return None
-        (light_norm, *linear), (heavy_norm, *more) = light.weights(), heavy.weights()
-        multiplied = [w for w in (*linear, *more) if w is not None]
-        norms = [w for w in (light_norm, heavy_norm) if w is not None]
-        return branch_dtype(x, mask, [router.weight, *norms, *multiplied], multiplied)
+        weights = [w for m in parts for w in m._parameters.values() if w is not None]
+        multiplied = [w for m in parts if type(m) is nn.Linear for w in m._parameters.values() if w is not None]
+        return branch_dtype(x, mask, weights, multiplied)
 
 
-# the modules that `fused` replaces, with either router
+# the modules that `fused` replaces, then those in them, with either router
+_PARTS = "router", "light", "heavy"
 _KINDS: dict[type, list[type]] = {
     router: [router, FeedForward, FeedForward, *2 * (RMSNorm, nn.Linear, nn.Linear)]
     for router in (Router, CausalRouter)

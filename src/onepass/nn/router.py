@@ -95,14 +95,10 @@ class Router(nn.Module):
         refuse_gone(type(self).__name__, gone)
         check_size("Router", "dim", dim)
         check_size("Router", "num_routes", num_routes)
-        check_number("Router", "eps", eps)
-        check_number("Router", "explore", explore)
+        check_number("Router", "eps", eps, "a finite number > 0", lambda eps: 0 < eps < math.inf)
+        check_number("Router", "explore", explore, "a finite number ≥ 0", lambda weight: 0 <= weight < math.inf)
         if num_routes > MAX_VECTORS:
             raise ValueError(f"Router: num_routes must be 1 to {MAX_VECTORS}, got {num_routes}")
-        if not 0 < eps < math.inf:
-            raise ValueError(f"Router: eps must be a finite number > 0, got {eps}")
-        if not 0 <= explore < math.inf:
-            raise ValueError(f"Router: explore must be a finite number ≥ 0, got {explore}")
         for name, value, accepted in (("kind", kind, KINDS), ("gate", gate, GATES)):
             if value not in accepted:
                 raise ValueError(f"Router: {name} must be one of {', '.join(accepted)}; got {value!r}")

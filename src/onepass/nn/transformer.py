@@ -179,9 +179,7 @@ class TransformerBlock(Layer):
                 check_size(name, what, size)
         check_int(name, "num_experts", num_experts)
         check_flag(name, "causal", causal)
-        check_number(name, "dropout", dropout)
-        if not 0 <= dropout <= 1:
-            raise ValueError(f"{name}: dropout must be between 0 and 1, got {dropout}")
+        check_number(name, "dropout", dropout, "between 0 and 1", lambda dropout: 0 <= dropout <= 1)
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.dropout = dropout
         self.attention = SelfAttention(dim, heads or dim // dim_head, dim_head, window, causal, **factory)
