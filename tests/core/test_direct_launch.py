@@ -169,6 +169,7 @@ def test_a_launch_past_the_recorder_is_written_nowhere() -> None:
         for node in ast.walk(ast.parse(path.read_text())):
             if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Subscript) or path.name == "spec.py":
                 continue
-            if not ast.unparse(node.func.value).isupper():
+            # a launch has arguments
+            if node.args and not ast.unparse(node.func.value).isupper():
                 found.append((str(path.relative_to(root)), ast.unparse(node.func)))
     assert found == [("core/launch/compiled.py", "kernel[grid]")]

@@ -16,7 +16,7 @@ from onepass.train.config import Config
 from onepass.train.loop import learning_rate
 from onepass.train.model import new, parameter_groups
 from onepass.train.trace import trace
-from train.tiny import TINY, config, printed, rows
+from train.tiny import config, rows
 
 
 def causal(**values: object) -> Config:
@@ -102,13 +102,6 @@ def test_every_parameter_in_use_gets_a_gradient(make: Callable[..., Config]):
     assert [name for name, p in model.named_parameters() if p.grad is None] == []
     grads = [p.grad.any() for name, p in model.named_parameters() if "router" in name]
     assert all(grads or [False])
-
-
-def test_show_and_pictures_of_a_causal_model(texts: Path, tmp_path: Path):
-    printed("train", texts, *TINY, "--task", "causal", "--steps", 2, "--out", tmp_path / "run")
-    assert "guessed right from those before" in printed("show", tmp_path / "run", texts / "1.txt")
-    page = (tmp_path / "run" / "1.txt.routing.html").read_text()
-    assert "hidden" not in page[page.index("</style>") :]
 
 
 def test_trace_guesses_every_byte():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 from pathlib import Path
@@ -82,3 +83,10 @@ def test_lines_and_notes(capsys: pytest.CaptureFixture[str], monkeypatch: pytest
 def test_pages_and_pictures():
     assert _safe(f"<b>{ORDERS}") == f"&lt;b&gt;{SHOWN}"
     assert _safe("\ud800") == r"\ud800"
+
+
+def test_a_terminal_that_knows_ascii_only(monkeypatch: pytest.MonkeyPatch):
+    raw = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
+    say("16 × 256 bytes of caf\udce9")
+    assert raw.getvalue() == b"16 \\xd7 256 bytes of caf\\udce9\n"
