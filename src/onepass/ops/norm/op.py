@@ -314,26 +314,21 @@ def _vmap_forward(size: int, in_dims: InDims, *args: Any) -> Any:
     if in_dims[3] is not None or in_dims[4] is not None:
         return None
     rows = [None if t is None else batch_first(t, d, size) for t, d in zip(args[:3], in_dims, strict=False)]
-    options = Options(*args[5:])
-    # a result that is left out is empty in each element of the batch
-    present = options.keep_y, rows[1] is not None, options.quantize, options.quantize, True
-    results = zip(forward_op(*rows, *args[3:]), present, strict=True)
-    return tuple(t if yes else t.new_empty((size, 0)) for t, yes in results), (0, 0, 0, 0, 1)
+    o = Options(*args[5:])
+    # a result that is left out is empty, without a batch
+    present = o.keep_y, rows[1] is not None, o.quantize, o.quantize
+    return forward_op(*rows, *args[3:]), (*(0 if yes else None for yes in present), 1)
 
 
-def _vmap_backward(
-    size: int, in_dims: InDims, dy: Tensor, ds: Tensor | None, x: Tensor, gate: Tensor | None, stats: Tensor,
-    *rest: Any,
-) -> Any:  # fmt: skip
+def _vmap_backward(size: int, in_dims: InDims, *args: Any) -> Any:
     """Treat the batch as more rows; None (no rule) if dw or db is needed: each batch element has its own."""
-    need_x, need_z, need_w, need_b = rest[-4:]
+    x_dtype, need_x, need_z, need_w, need_b = args[-5:]
     if in_dims[5] is not None or in_dims[6] is not None or need_w or need_b or not (need_x or need_z):
         return None
-    rows = [None if t is None else batch_first(t, d, size) for t, d in zip((dy, ds, x, gate), in_dims, strict=False)]
-    x_dtype = rest[-5]
-    present = need_x, need_z, False, False, need_x and x_dtype != x.dtype
-    gradients = backward_op(*rows, batch_first(stats, in_dims[4], size).movedim(0, 1), *rest)
-    return gradients, tuple(0 if yes else None for yes in present)
+    rows = [None if t is None else batch_first(t, d, size) for t, d in zip(args[:5], in_dims, strict=False)]
+    present = need_x, need_z, False, False, need_x and x_dtype != args[2].dtype
+    rows[4] = rows[4].movedim(0, 1)  # type: ignore[union-attr]
+    return backward_op(*rows, *args[5:]), tuple(0 if yes else None for yes in present)
 
 
 def _infer(
