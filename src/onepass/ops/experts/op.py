@@ -145,16 +145,15 @@ def _backward(
     del h, linear
     d_down = weight_product(a, dys, ends) if need_down else None
     del a, dys
-    d_up_out = dh if d_linear is None else d_linear
+    d_u = dh if d_linear is None else d_linear
     d_up = d_gate = dx = None
+    if need_x:
+        # two tensors of the rows' size at once for a gate, so before the gradients of up and gate are there
+        dx = gather_sum(product(d_u, up.mT, ends), None if gate is None else product(dh, gate.mT, ends), places, ends)
     if need_up or need_gate:
         xs = spread(x, places)
-        d_up = weight_product(xs, d_up_out, ends) if need_up else None
+        d_up = weight_product(xs, d_u, ends) if need_up else None
         d_gate = weight_product(xs, dh, ends) if need_gate else None
-        del xs
-    if need_x:
-        more = None if gate is None else product(dh, gate.mT, ends)
-        dx = gather_sum(product(d_up_out, up.mT, ends), more, places, ends)
     return dx, d_weights if need_w else None, d_up, d_down, d_gate
 
 
