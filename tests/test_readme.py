@@ -118,7 +118,7 @@ def experts() -> Iterable[str]:
         assert best == [r["arms"]["torch, compiled"] for r in rows]
         over = [[2 * a["graph"] / sum(r["products"]) for a, r in zip(arm, rows, strict=True)] for arm in (ours, best)]
         times = [f"{min(x):.2f} to {max(x):.2f} times" for x in over]
-        peaks = "{:.0f} and {:.0f} MiB".format(ours[-1]["peak_mib"], best[-1]["peak_mib"])
+        peaks = "{onepass:.0f} and {torch, compiled:.0f} MiB".format_map(rows[-1]["peak_mib"])
         yield f"with {told} {times[0]}, torch compiled {times[1]} (peak of the largest size: {peaks})"
 
 
