@@ -1,4 +1,4 @@
-"""Kernels of a choice by shares against integers counted by the host."""
+"""Kernels of a choice by shares against integers counted by the host, and whole layers."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import copy
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves
 
 from onepass.core.launch import INTERPRET
 from onepass.fused.choice import first_of_each, row_counts
-from onepass.nn import RoutedFeedForward, Router
+from onepass.nn import RoutedBlock, RoutedFeedForward, Router
 from onepass.ops.causal_choice.definition import fraction
 
 WHERE = [
@@ -68,3 +70,17 @@ def test_a_whole_layer(device: str, gate: str, k: float, bias: bool) -> None:
     assert torch.equal(found[0][0], found[1][0])
     for a, b in zip(found[0][1], found[1][1], strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_shapes_without_memory(device: str, causal: bool) -> None:
+    """FakeTensors take no kernel: on a GPU that is not there, and under Triton's interpreter."""
+    outs = []
+    for mode in (FakeTensorMode(), torch.device("cpu")):
+        with mode, torch.device(device if isinstance(mode, FakeTensorMode) else "cpu"):
+            block = RoutedBlock(32, 1 / 8, heads=2, dim_head=16, window=16, causal=causal).eval()
+            outs.append(tree_leaves(block(torch.randn(2, 73, 32), return_routing=True)))
+    assert {t.device.type for t in outs[0]} == {device}
+    found, expected = ([(t.shape, t.stride(), t.dtype) for t in some] for some in outs)
+    assert found == expected

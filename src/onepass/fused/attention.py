@@ -20,12 +20,12 @@ from torch import Tensor
 
 from onepass.core.eager import is_fake
 from onepass.core.launch import replayed
-from onepass.core.products import weight_gradient
 from onepass.ops.routing.op import add_rows, scatter_backward
 from onepass.ops.span_attention import op as span
 from onepass.ops.span_attention.op import BASE, apply_rotary, split
 
 from . import branch
+from .branch import weight_gradient
 from .choice import choose, choose_backward, choose_keys, choose_keys_backward
 from .node import fused
 from .norms import Chosen, norm_chosen, score_tokens, through_norms
@@ -77,33 +77,23 @@ class Saved:
     heavy_out_w: Tensor
 
 
-def _no_runs(like: Tensor) -> Runs:
-    """Return what stands for the runs of a FakeTensor's attention, which reads none."""
-    first = like.new_empty((1, 1), dtype=torch.int32)
-    return Runs(None, first, first, None, None)
-
-
-def _light_runs(tokens: Tensor, mask: Tensor | None, plan: Plan, precision: str) -> Runs:
-    """Return the runs of the local attention of tokens (batch, n, dim)."""
-    if is_fake(tokens):
-        return _no_runs(tokens)
-    queries = tokens.device, plan.dtype, plan.width, precision
-    return window_runs(tokens.shape[1], plan.window, plan.causal, queries)._replace(mask=mask)
-
-
-def _heavy_runs(
+def _runs(
     tokens: Tensor, mask: Tensor | None, at_q: Tensor, at_kv: Tensor, seen: Tensor | None, plan: Plan, precision: str
-) -> Runs:
-    """Return the runs of the chosen queries."""
+) -> tuple[Runs, Runs]:
+    """Return the runs of the local attention of tokens (batch, n, dim), and of the chosen queries."""
+    n = tokens.shape[1]
     if is_fake(tokens):
-        return _no_runs(tokens)
-    exist = mask is None and not (plan.causal and tokens.shape[1] % plan.window)
+        # attention without memory reads none, and a symbolic size has no hash
+        none = Runs(None, at_q, at_q, None, None)
+        return none, none
+    queries = tokens.device, plan.dtype, plan.width, precision
+    light = window_runs(n, plan.window, plan.causal, queries)._replace(mask=mask)
+    exist = mask is None and not (plan.causal and n % plan.window)
     there = None if exist else at_kv >= 0
     if seen is None:
-        queries = tokens.device, plan.dtype, plan.width, precision
-        return whole_runs(at_q.shape[1], at_kv.shape[1], queries)._replace(mask=there)
+        return light, whole_runs(at_q.shape[1], at_kv.shape[1], queries)._replace(mask=there)
     first, last = seen.unbind()
-    return Runs(there, first, last, None, None)
+    return light, Runs(there, first, last, None, None)
 
 
 def _with_edges(runs: Runs, like: Tensor, keys: int) -> Runs:
@@ -301,9 +291,8 @@ def forward(
     ) = _before_products(x, vectors, light_norm, mask, norm_q, norm_kv, plan, *weights)  # fmt: skip
     null, qkv_w, light_out_w, q_w, kv_w, heavy_out_w = copies or weights
     qkv = torch.mm(tokens, qkv_w.t())
-    heavy_runs = _heavy_runs(x, mask, at_q, at_kv, seen, plan, precision)
+    light_runs, heavy_runs = _runs(x, mask, at_q, at_kv, seen, plan, precision)
     q, kv = torch.mm(chosen_q, q_w.t()), torch.mm(chosen_kv, kv_w.t())
-    light_runs = _light_runs(x, mask, plan, precision)
     light, light_lse, gated, heavy, heavy_lse = _attend(
         qkv, q, kv, gates_kv, at_q, at_kv, plan, precision, *light_runs[:3], *heavy_runs[:3]
     )
@@ -327,8 +316,7 @@ def backward_products(
     need_x, need_vector_q, need_vector_kv, need_light_norm, need_norm_q, need_norm_kv, need_null, *need_weights = needs
     need_v, dim, precision = need_vector_q or need_vector_kv, dy.shape[-1], torch.get_float32_matmul_precision()
     need_gates = need_x or need_v
-    light_runs = _light_runs(dy, mask, plan, precision)
-    heavy_runs = _heavy_runs(dy, mask, at_q, at_kv, saved.seen, plan, precision)
+    light_runs, heavy_runs = _runs(dy, mask, at_q, at_kv, saved.seen, plan, precision)
     grads: list[Tensor | None] = [None] * 6
 
     def gradient(which: int, dy: Tensor, x: Tensor) -> None:

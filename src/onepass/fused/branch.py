@@ -115,3 +115,12 @@ def add_residual(
         torch.add(x, rows.view(x.shape), out=y)
     add_rows(y.view(rows.shape), update, gates, indices, shift)
     return y
+
+
+def weight_gradient(dy: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return dyᵀ·x in `dtype` for rows dy and x; fp32 results on CUDA skip the rounding to 16 bits."""
+    if dtype == dy.dtype:
+        return torch.mm(dy.t(), x)
+    if dy.is_cuda and dtype == torch.float32:
+        return torch.mm(dy.t(), x, out_dtype=dtype)
+    return torch.mm(dy.t(), x).to(dtype)

@@ -22,10 +22,10 @@ from torch import Tensor
 
 from onepass.core.eager import is_fake
 from onepass.core.launch import replayed
-from onepass.core.products import weight_gradient
 from onepass.ops.routing.op import add_rows, scatter_backward
 
 from . import branch
+from .branch import weight_gradient
 from .choice import choose, choose_backward
 from .node import fused
 from .norms import Chosen, norm_chosen, score_tokens, through_norms

@@ -109,11 +109,12 @@ def norm_partials(x: Tensor, rows: int, weight: Tensor | None, vectors: Tensor |
     `more` columns come after those, for the norms of other rows.
     """
     width = x.shape[-1] + (0 if vectors is None else vectors.numel()) + more
-    if not on_triton(x, weight, vectors):
-        return torch.empty((1, width), dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
-    from . import kernels_norm
+    programs = 1
+    if on_triton(x, weight, vectors):
+        from . import kernels_norm
 
-    return torch.empty((kernels_norm.programs(x, rows, x.shape[-1]), width), dtype=torch.float32, device=x.device)
+        programs = kernels_norm.programs(x, rows, x.shape[-1])
+    return torch.empty((programs, width), dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
 
 
 def score_tokens(

@@ -62,11 +62,11 @@ def numbers(plan: FeedForwardPlan | AttentionPlan) -> tuple[torch.dtype, list[in
 
 def plan_of(kind: type[Any], dtype: torch.dtype, ints: Sequence[int], floats: Sequence[float]) -> Any:
     """Return the plan of such numbers."""
-    whole, others = iter(ints), iter(floats)
+    whole = iter(ints)
+    read: dict[Any, Any] = {int: whole, bool: map(bool, whole), float: iter(floats), torch.dtype: iter((dtype,))}
 
     def fields(kind: type[Any]) -> list[Any]:
-        read: dict[Any, Any] = {int: whole.__next__, bool: lambda: bool(next(whole)), float: others.__next__}
-        return [dtype if t is torch.dtype else None if t is Choice else read[t]() for t in _TYPES[kind]]
+        return [None if t is Choice else next(read[t]) for t in _TYPES[kind]]
 
     # the plan's own numbers come first, then those of its choices
     own = zip(fields(kind), _TYPES[kind], strict=True)

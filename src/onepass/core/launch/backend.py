@@ -9,6 +9,8 @@ import os
 import torch
 from torch import Tensor
 
+from onepass.core.eager import is_fake
+
 # Triton reads this when a kernel is decorated, so it stays as it was at import.
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
 # "auto" uses Triton wherever it runs; "torch" forces the torch path (to compare, or to let Inductor fuse).
@@ -38,4 +40,6 @@ def path(x: Tensor) -> tuple[str, str]:
 
 def uses_triton(x: Tensor) -> bool:
     """Return whether a tensor like x goes to the Triton kernels: `path` without its reason, for every call."""
-    return (x.is_cuda or INTERPRET) and x.dtype != torch.float64 and BACKEND != "torch" and triton_installed()
+    # the interpreter reads memory
+    there = x.is_cuda or (INTERPRET and not is_fake(x))
+    return there and x.dtype != torch.float64 and BACKEND != "torch" and triton_installed()
