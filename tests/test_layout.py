@@ -18,7 +18,7 @@ FILES = sorted((SRC / "onepass").rglob("*.py"))
 MOST_LINES: dict[str, tuple[str, int, int]] = {
     "core": ("src/onepass/core src/onepass/ops/_shared src/onepass/ops/__init__.py", 2657, 2250),
     "norms": ("src/onepass/ops/norm src/onepass/ops/qk_norm_rope src/onepass/ops/weighted_sum", 4076, 3250),
-    "topk": ("src/onepass/ops/soft_topk src/onepass/ops/coor_descent src/onepass/ops/topk", 4760, 4300),
+    "topk": ("src/onepass/ops/soft_topk src/onepass/ops/coor_descent src/onepass/ops/topk", 4757, 4300),
     "lion": ("src/onepass/ops/lion src/onepass/optim", 2815, 2550),
     "routing": ("src/onepass/ops/causal_choice src/onepass/ops/routing src/onepass/ops/span_attention", 3280, 2800),
     "experts": ("src/onepass/ops/experts src/onepass/nn/experts.py", 1643, 1000),
@@ -26,7 +26,7 @@ MOST_LINES: dict[str, tuple[str, int, int]] = {
     "others": ("src/onepass/swapping src/onepass/compat src/onepass/t*.py", 1213, 1150),
     "doctor": ("src/onepass/doctor", 461, 461),
     "train": ("src/onepass/train", 3449, 2900),
-    "tests": ("tests", 24187, 19000),
+    "tests": ("tests", 24158, 19000),
     "measured": ("benchmarks research", 6711, 6000),
     "contrib": ("contrib", 1437, 1438),
     "examples": ("examples", 844, 900),

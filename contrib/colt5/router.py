@@ -15,7 +15,7 @@ from onepass.nn.packed import check_mask
 from onepass.ops.coor_descent.op import coor_descent
 from onepass.ops.norm.op import rms_norm
 from onepass.ops.routing.op import gather, scatter_add
-from onepass.ops.topk.op import gates, select
+from onepass.ops.topk.op import gates, topk
 from onepass.ops.weighted_sum.op import MAX_VECTORS, weighted_sum
 
 # the original divides by max(|x|, 1e-12); as a mean of squares this is 1e-24 / dim
@@ -171,7 +171,7 @@ class CoordinateDescentRouter(nn.Module):
             mask = None if mask is None else _blocks(mask, blocks, block)
             num_tokens, n = min(block, math.ceil(num_tokens / blocks)), block
         if random_route:
-            _, indices = select(torch.randn_like(scores), num_tokens, mask)
+            indices = topk(torch.randn_like(scores), num_tokens, mask=mask, pad=True).indices
             chosen = (indices >= 0).to(scores.dtype)
         else:
             soft = coor_descent(
@@ -179,7 +179,7 @@ class CoordinateDescentRouter(nn.Module):
                 eps_init=self.eps_init, eps_decay=self.eps_decay, mask=mask,
             )  # fmt: skip
             # by score, not by gate: more than k gates can be exactly 1
-            _, indices = select(scores, num_tokens, mask)
+            indices = topk(scores, num_tokens, mask=mask, pad=True).indices
             if self.straight_through:
                 chosen = gates(soft, indices)
             else:

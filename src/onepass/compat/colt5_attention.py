@@ -22,7 +22,7 @@ from onepass.compat._absent import absent
 from onepass.core import check
 from onepass.ops._shared import arguments
 from onepass.ops.coor_descent.op import coor_descent as _coor_descent
-from onepass.ops.topk.op import gates, select
+from onepass.ops.topk import op as _op
 
 __all__ = ["TopkReturn", "coor_descent", "topk", "triton_coor_descent"]
 
@@ -95,7 +95,7 @@ def topk(
     check.floating("topk", "x", x)
     if x.dim() < 1:
         raise ValueError("topk: x must have at least one dimension, got a 0-d tensor")
-    values, indices = select(x, k, mask)
+    values, indices, _ = _op.topk(x, k, mask=mask, pad=True)
     if non_differentiable:
         return TopkReturn(values, indices, None, None)
     if x.shape[-1] == 0:
@@ -105,7 +105,7 @@ def topk(
         eps_decay=eps_decay, mask=mask,
     )  # fmt: skip
     chosen = torch.where(indices >= 0, soft.gather(-1, indices.clamp(min=0)), 0.0)
-    return TopkReturn(values, indices, chosen, gates(soft, indices))
+    return TopkReturn(values, indices, chosen, _op.gates(soft, indices))
 
 
 if not TYPE_CHECKING:  # with this function, a type checker would accept any name

@@ -55,8 +55,7 @@ def decide(scores: Tensor, mask: Tensor | None, how: Choice) -> tuple[Tensor, Te
         return none.long(), none
     kind = soft_topk.KINDS[how.kind]
     if not (how.share and mask is not None):
-        chosen = op_topk.choose(scores, how.k, how.eps, mask, kind, how.hard)
-        return chosen.indices, chosen.gates
+        return op_topk.choose(scores, how.k, how.eps, mask, kind, how.hard)[1:]
     counts = row_counts(how.share, mask)
     soft = soft_topk.soft_topk(scores, counts.clamp_min(1).to(scores.dtype), eps=how.eps, mask=mask, kind=kind)
     _, best, *_ = op_topk.select_op(scores.detach(), mask, None, None, how.k, True, True, False)
@@ -85,9 +84,9 @@ def choose(scores: Tensor, mask: Tensor | None, how: Choice) -> tuple[Tensor, Te
     if how.block:
         return causal_choice.forward(scores, mask, how.k, how.share, how.eps, how.block, how.memory)
     if not (how.share and mask is not None):
-        _, indices, gates, state = op_topk.forward(scores, None, mask, how.k, how.eps, how.kind, how.hard)
+        _, indices, gates, state = op_topk.forward(scores, None, mask, None, None, how.k, how.eps, how.kind, how.hard)
         return gates, indices, state, None
-    _, indices, gates, _ = op_topk.forward(scores, None, mask, how.k, how.eps, how.kind, True)
+    _, indices, gates, _ = op_topk.forward(scores, None, mask, None, None, how.k, how.eps, how.kind, True)
     on_triton = uses_triton(scores)
     if on_triton:
         from . import kernels
@@ -115,7 +114,8 @@ def choose_backward(
         return causal_choice.backward(
             d_gates, scores, mask, gates, indices, state, starts, how.eps, how.block, how.memory, into
         )  # fmt: skip
-    ds, _ = op_topk.backward(None, d_gates, scores, indices, state, None, mask, how.eps, how.kind, True, False, into)
+    given = scores, indices, state, None, mask, None, None
+    ds, _ = op_topk.backward(None, d_gates, *given, how.eps, how.kind, True, True, False, into)
     assert ds is not None
     return ds
 

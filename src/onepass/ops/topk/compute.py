@@ -44,17 +44,9 @@ def select(
     return definition.select(scores, mask, start, lengths, k, largest, is_sorted, index_dtype(narrow))
 
 
-def solve(
-    scores: Tensor, eps: Tensor | None, mask: Tensor | None, start: Tensor | None, lengths: Tensor | None, k: int,
-    eps_value: float, kind: int,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return soft_topk's gates and solution for the valid scores."""
-    return soft_forward(scores, None, eps, definition.allowed(scores, mask, start, lengths), float(k), eps_value, kind)  # type: ignore[no-any-return]
-
-
 def forward(
     scores: Tensor, eps: Tensor | None, mask: Tensor | None, start: Tensor | None, lengths: Tensor | None, k: int,
-    eps_value: float, kind: int, hard: bool, largest: bool, is_sorted: bool, narrow: bool,
+    eps_value: float, kind: int, hard: bool, largest: bool = True, is_sorted: bool = True, narrow: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
     """Return (values, indices, gates, solution of soft_topk); k ≥ 1, n ≥ 1.
 
@@ -62,9 +54,8 @@ def forward(
     """
     soft = state = None
     if not hard:
-        soft, state = solve(
-            scores if largest else -scores, eps, mask, start, lengths, k, eps_value, kind
-        )  # fmt: skip
+        valid = definition.allowed(scores, mask, start, lengths)
+        soft, state = soft_forward(scores if largest else -scores, None, eps, valid, float(k), eps_value, kind)
     if uses_triton(scores):
         from . import kernels_select
 
@@ -85,22 +76,10 @@ def forward(
 
 
 def backward(
-    g_values: Tensor | None,
-    g_gates: Tensor | None,
-    scores: Tensor,
-    indices: Tensor,
-    state: Tensor | None,
-    eps: Tensor | None,
-    mask: Tensor | None,
-    start: Tensor | None,
-    lengths: Tensor | None,
-    eps_value: float,
-    kind: int,
-    largest: bool,
-    need_scores: bool,
-    need_eps: bool,
-    into: Tensor | None = None,
-) -> tuple[Tensor | None, Tensor | None]:
+    g_values: Tensor | None, g_gates: Tensor | None, scores: Tensor, indices: Tensor, state: Tensor | None,
+    eps: Tensor | None, mask: Tensor | None, start: Tensor | None, lengths: Tensor | None, eps_value: float, kind: int,
+    largest: bool, need_scores: bool, need_eps: bool, into: Tensor | None = None,
+) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
     """Return the gradients of scores and eps, None where not needed; a missing upstream gradient is None.
 
     A state that is None or has no columns is solved for. With `into`, contiguous and like scores, the gradient of the
@@ -120,7 +99,7 @@ def backward(
     if g_gates is not None:
         mask = definition.allowed(scores, mask, start, lengths)
         if state is None or not state.shape[-1]:
-            _, state = solve(scores, eps, mask, None, None, indices.shape[-1], eps_value, kind)
+            _, state = soft_forward(scores, None, eps, mask, float(indices.shape[-1]), eps_value, kind)
         ds, of_eps = backward_chosen(
             g_gates, indices, scores, state, eps, mask, eps_value, kind, need_scores, need_eps, into
         )  # fmt: skip
@@ -129,20 +108,15 @@ def backward(
     if need_scores and g_values is not None:
         if ds is None:
             ds = scores.new_zeros(scores.shape) if into is None else into.zero_()
-        ds = _add_chosen(ds, indices, g_values)
+        if uses_triton(ds):
+            from . import kernels_select
+
+            rows = (-1, indices.shape[-1])
+            kernels_select.add(ds.view(-1, ds.shape[-1]), indices.contiguous().view(rows), g_values.reshape(rows))
+        else:
+            present = torch.where(indices >= 0, g_values, 0.0).to(ds.dtype)
+            ds.scatter_add_(-1, indices.clamp(min=0).long(), present)
     return ds, of_eps
 
 
-def _add_chosen(ds: Tensor, indices: Tensor, gradient: Tensor) -> Tensor:
-    """Add the gradient of the chosen entries to ds, contiguous, which is returned."""
-    if uses_triton(ds):
-        from . import kernels_select
-
-        rows = (-1, indices.shape[-1])
-        kernels_select.add(ds.view(-1, ds.shape[-1]), indices.contiguous().view(rows), gradient.reshape(rows))
-        return ds
-    present = torch.where(indices >= 0, gradient, 0.0).to(ds.dtype)
-    return ds.scatter_add_(-1, indices.clamp(min=0).long(), present)
-
-
-__all__ = ["backward", "forward", "index_dtype", "rows_of", "select", "solve"]
+__all__ = ["backward", "forward", "index_dtype", "rows_of", "select"]

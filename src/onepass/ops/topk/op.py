@@ -20,6 +20,7 @@ from onepass.ops._shared import arguments
 from onepass.ops.soft_topk.op import KINDS
 
 from . import compute, definition
+from .compute import backward, forward
 
 
 def select_ways(scores: Any, mask: Any, start: Any, lengths: Any, *rest: Any) -> list[Way]:
@@ -106,16 +107,6 @@ def _select_batched(
 register_vmap(select_op, _select_batched)
 
 
-def select(scores: Tensor, k: int, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return (values, indices) of the k largest valid scores, best first; values have the gradient of a gather."""
-    arguments.whole("topk", "k", k, 0)
-    arguments.mask("topk", mask, scores)
-    _, indices = select_op(scores.detach(), mask, None, None, k, True, True, False)
-    if k == 0 or scores.shape[-1] == 0:
-        return scores.new_full(indices.shape, -math.inf), indices
-    return torch.where(indices >= 0, scores.gather(-1, indices.clamp(min=0)), -math.inf), indices
-
-
 def gates(soft: Tensor, indices: Tensor) -> Tensor:
     """Return 1 with the gradient of the soft gate at each index, and 0 where the index is -1."""
     chosen = soft.gather(-1, indices.clamp(min=0))
@@ -177,28 +168,6 @@ _call = bind(
     name="topk", forward=compute.forward, forward_op=forward_op, backward=compute.backward, backward_op=backward_op,
     save=_save, gradients=_gradients, n_public=3, replay=True,
 )  # fmt: skip
-
-
-def forward(
-    scores: Tensor, eps: Tensor | None, mask: Tensor | None, k: int, eps_value: float, kind: int, hard: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return (values, indices, gates, solution of soft_topk); hard gates are 1 and come without a solution.
-
-    No checks and no autograd, for callers that have their own; k ≥ 1, n ≥ 1.
-    """
-    return compute.forward(scores, eps, mask, None, None, k, eps_value, kind, hard, True, True, False)
-
-
-def backward(
-    g_values: Tensor | None, g_gates: Tensor | None, scores: Tensor, indices: Tensor, state: Tensor | None,
-    eps: Tensor | None, mask: Tensor | None, eps_value: float, kind: int, need_scores: bool, need_eps: bool,
-    into: Tensor | None = None,
-) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
-    """Return the gradients of scores and eps of :func:`forward`, None where not needed; `into` takes the scores'."""
-    return compute.backward(
-        g_values, g_gates, scores, indices, state, eps, mask, None, None, eps_value, kind, True, need_scores, need_eps,
-        into,
-    )  # fmt: skip
 
 
 def choose(scores: Tensor, k: int, eps: Tensor | float, mask: Tensor | None, kind: str, hard: bool) -> TopK:
@@ -436,7 +405,11 @@ def kth_value(scores: Tensor, k: int, *, lengths: Tensor | None = None, start: T
     if k > scores.shape[-1]:
         raise ValueError(f"kth_value: k must be at most the row's length {scores.shape[-1]}, got {k}")
     definition.check_ranges("kth_value", scores, start, lengths)
+    differentiated = scores.requires_grad and torch.is_grad_enabled()
+    if plain(scores, start, lengths) and not differentiated and not uses_triton(scores):
+        # nobody asks for the index
+        return definition.masked(scores, None, start, lengths, -math.inf).topk(k).values[..., -1]
     return topk(scores, k, lengths=lengths, start=start).values[..., -1]
 
 
-__all__ = ["TopK", "backward", "choose", "forward", "gates", "kth_value", "select", "select_op", "topk"]
+__all__ = ["TopK", "backward", "choose", "forward", "gates", "kth_value", "select_op", "topk"]
