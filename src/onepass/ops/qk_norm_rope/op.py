@@ -17,20 +17,14 @@ from onepass.ops.norm.op import rms_norm
 from . import definition
 
 
-def _dims(q: Any, positions: Any) -> list[tuple[int, Any]]:
-    """Return the dimensions along which q (..., T, heads, D) may be sharded, and the placement of positions beside it.
-
-    Tokens may be if each has a position of its own.
-    """
-    heads = q.ndim - 2
-    dims = [d for d in row_dims(q) if d != heads - 1 or positions is not None]
-    return [(d, None if positions is None else REPLICATE if d == heads else beside(positions, heads, d)) for d in dims]
-
-
 def ways(q: Any, k: Any, q_weight: Any, k_weight: Any, cos: Any, sin: Any, positions: Any, *rest: Any) -> list[Way]:
-    """List the ways to shard q, k, the weights, cos, sin and positions, with q and k rotated."""
-    whole = (REPLICATE,) * 4
-    return [((d, d), (d, d, *whole, at)) for d, at in _dims(q, positions)]
+    """List the ways to shard q, k, the weights, cos, sin and positions, with q and k rotated.
+
+    Tokens may be sharded if each has a position of its own.
+    """
+    whole, heads = (REPLICATE,) * 4, q.ndim - 2
+    dims = [d for d in row_dims(q) if d != heads - 1 or positions is not None]
+    return [((d, d), (d, d, *whole, REPLICATE if d == heads else beside(positions, heads, d))) for d in dims]
 
 
 OP = "qk_norm_rope"
@@ -139,13 +133,10 @@ def _backward(
     return dq_in, dk_in, dq_weight, dk_weight
 
 
-def _fake(q: Tensor, k: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    return _empty(q, k)
-
-
 _call, forward_op, backward_op = operator(
-    OP, _forward, _backward, ("new_q", "new_k"), fake=_fake, ways=ways, check=_check, n_public=2, replay=True
-)
+    OP, _forward, _backward, ("new_q", "new_k"), fake=lambda q, k, *rest: _empty(q, k), ways=ways, check=_check,
+    n_public=2, replay=True,
+)  # fmt: skip
 
 
 def qk_norm_rope(
