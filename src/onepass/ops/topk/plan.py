@@ -9,56 +9,56 @@ import torch
 
 from onepass.core.launch import cdiv, next_power_of_2
 
-# narrow rows, and how many scores are found one after another; elements and warps of a tile
-NARROW, FEW_OF_NARROW = 512, 16
-NARROW_TILE, NARROW_WARPS, NARROW_PER_THREAD = 512, 1, 16
-# wide rows, and how many scores are found by maxima of groups; bytes of a chunk, twice as many from WIDE_LONG bytes a
-# row on, and of a warp; bytes of the neighbours in a group, one load; scores that are read again at a time
-WIDE, WIDEST, FEW_OF_WIDE = 8193, 1 << 18, 64
-WIDE_CHUNK, WIDE_PER_WARP = 1 << 14, 1 << 12
-WIDE_LONG = 3 << 15
-VECTOR = 16
-WIDE_AGAIN = 1024
-# longest row that one program holds in registers, and its bytes where rows are many; elements per warp
-MAX_COLS, MAX_BYTES_OF_MANY = 8192, 1 << 16
-PER_WARP = 1024
-# registers of a thread that holds a part of MAX_COLS: three programs run side by side instead of two
-REGISTERS = 80
-# most survivors that the program of a row sorts; a kernel of their own sorts more
-SORTED_BY_WHOLE = 512
-# rows are many from this many per multiprocessor on
-MANY = 4
-# longer rows: elements, warps and buffers of a tile of the pass; programs per multiprocessor; one program per row from
-# MANY on
-TILE = 512
+MANY = 4  # rows are many from this many per multiprocessor on
+VECTOR = 16  # bytes of one load of a thread
+
+# rows whose best are found one after another, many rows a program
+NARROW = 512  # longest row
+FEW_OF_NARROW = 16  # most k
+NARROW_TILE = 512  # elements of a program
+NARROW_WARPS = 1
+NARROW_PER_THREAD = 16  # elements of a thread
+
+# rows that are selected by maxima of groups
+WIDE = 8193  # shortest row
+WIDEST = 1 << 18  # longest row
+FEW_OF_WIDE = 64  # most k
+WIDE_CHUNK = 1 << 14  # bytes of a chunk, twice as many for rows of WIDE_LONG
+WIDE_LONG = 3 << 15  # bytes of a row
+WIDE_PER_WARP = 1 << 12  # bytes of a chunk for each warp
+WIDE_AGAIN = 1024  # least scores that are read again at a time
+
+# rows that one program holds in registers
+MAX_COLS = 8192  # longest row where rows are few
+MAX_BYTES_OF_MANY = 1 << 16  # of the longest row where rows are many
+PER_WARP = 1024  # elements of a warp
+REGISTERS = 80  # of a thread that holds a part of MAX_COLS: three programs run side by side instead of two
+SORTED_BY_WHOLE = 512  # most survivors that the program sorts; a kernel of their own sorts more
+
+# longer rows: sample, pass, choice
+TILE = 512  # elements of a tile of the pass
 TILE_WARPS = 1
-TILE_STAGES = 2
-PER_SM = 32
-# sampled elements of a row, with few rows and with many; elements of one group, which share a sector of memory
-SAMPLE = 16384
-SAMPLE_OF_MANY = 8192
-SECTOR = 32
-# by how many standard deviations of the sample's count the pivot lies beyond the k-th score
-SIGMAS = 5.0
-# sampled elements, and candidates, per warp of the kernels that hold them in registers
-SAMPLE_PER_WARP = 1024
-PER_CHOOSING_WARP = 512
-# registers of a thread that chooses with many rows: most rows fill half of its places, and need no more
-CHOOSING_REGISTERS = 64
-# elements of the tile in which a program goes through a row alone
-ALONE = 8192
-# most survivors of a row that one program sorts; bytes per warp with many rows, and registers of a thread that holds
-# 8-byte numbers (without a limit fewer programs run); elements per warp with few
-MAX_SORTED = 4096
-SORT_PER_WARP = 4096
-SORT_REGISTERS = 128
-SORT_PER_WARP_OF_FEW = 64
-# more survivors: length of a sorted run, runs merged at a time, elements per program of a merge
-RUN = 1024
-WAYS = 4
-MERGED = 128
-# bits of a 32-bit key that are the same for all scores of a dtype
-CONSTANT_BITS = {torch.bfloat16: 16, torch.float16: 13}
+TILE_STAGES = 2  # buffers of a tile
+PER_SM = 32  # programs of the pass per multiprocessor; one a row from MANY on
+SAMPLE = 16384  # sampled elements of a row
+SAMPLE_OF_MANY = 8192  # the same with many rows
+SECTOR = 32  # bytes of a sampled group, which share a sector of memory
+SIGMAS = 5.0  # standard deviations of the sample's count by which the pivot lies beyond the k-th score
+SAMPLE_PER_WARP = 1024  # sampled elements, held in registers
+PER_CHOOSING_WARP = 512  # candidates, held in registers
+CHOOSING_REGISTERS = 64  # of a thread with many rows: most rows fill half of its places, and need no more
+ALONE = 8192  # elements of the tile in which a program goes through a row alone
+
+# the sort of survivors
+MAX_SORTED = 4096  # most of a row that one program sorts
+SORT_PER_WARP = 4096  # bytes of a warp with many rows
+SORT_REGISTERS = 128  # of a thread that holds 8-byte numbers; without a limit fewer programs run
+SORT_PER_WARP_OF_FEW = 64  # elements of a warp with few rows
+RUN = 1024  # length of a sorted run of more survivors
+WAYS = 4  # runs merged at a time
+MERGED = 128  # elements per program of a merge
+
+CONSTANT_BITS = {torch.bfloat16: 16, torch.float16: 13}  # of a 32-bit key, the same for all scores of a dtype
 
 
 class Narrow(NamedTuple):
