@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import subprocess
 import sys
@@ -232,21 +231,6 @@ def _fails_once(call: Any) -> Any:
         call(model)
 
     return once
-
-
-def test_the_best_model_is_that_of_the_fewest_mean_bits(tmp_path: Path) -> None:
-    numbers = {"ms": 2.0, "steps": 9, "parameters": 10**6, "peak_mib": 7, "card": "c", "torch": "t", "text": "x"}
-    rows = [
-        (Run("global", rate=2e-4), 0.80), (Run("global", rate=2e-4, seed=1), 0.90), (Run("global"), 0.83),
-        (Run("dense"), 0.86), (Run("dense", task="hidden"), 0.5), (Run("dense", seconds=200.0), 0.7),
-    ]  # fmt: skip
-    lines = [json.dumps({"run": dataclasses.asdict(run), "bits": bits, **numbers, "date": "d"}) for run, bits in rows]
-    (tmp_path / "all.jsonl").write_text("\n".join(lines) + "\n")
-    table = report.table(runs.load(tmp_path)).splitlines()
-    assert table[6].startswith("| next byte | 8,192 | 60 | dense | 0.8600 | 0.030 | d 256, 4 blocks, rate 0.0004 | 1 |")
-    assert table[7].startswith("| next byte | 8,192 | 60 | windows + global | **0.8300** |  | d 256, 4 blocks, rate")
-    assert table[8].startswith("| next byte | 8,192 | 200 | dense | **0.7000** |")
-    assert table[9].startswith("| hidden bytes | 8,192 | 60 | dense | **0.5000** |")
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "benchmarks" / "results").rglob("budget.md")))
