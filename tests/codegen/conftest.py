@@ -29,7 +29,7 @@ def read() -> dict[str, dict[str, list[int]]]:
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     # with -n, the workers' reports arrive here
-    if not config.getoption("--write") or hasattr(config, "workerinput"):
+    if not config.getoption("--write", default=False) or hasattr(config, "workerinput"):
         return
     from codegen.test_codegen import cases
 

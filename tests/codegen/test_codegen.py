@@ -133,7 +133,7 @@ def test_kernel(
     import triton
 
     usage = _usage(_launches(target)[name], target, tmp_path)
-    if request.config.getoption("--write"):
+    if request.config.getoption("--write", default=False):
         assert str(triton.__version__) == BUDGETS_OF
         record_property("usage", (target, name, usage))
         return
