@@ -56,6 +56,12 @@ def test_equal_options_of_two_types(
     assert bool(found[0][0] != found[0][1]) == on
 
 
+def test_an_array_as_rate_meets_tensors_of_any_device() -> None:
+    p = torch.zeros(4, device="meta", requires_grad=True)
+    p.grad = torch.zeros_like(p)
+    Lion([p], lr=np.array(0.125)).step()  # type: ignore[arg-type]
+
+
 @pytest.fixture
 def tables(monkeypatch: pytest.MonkeyPatch) -> Tables:
     """(words, tensors, groups) of every launch."""

@@ -238,13 +238,6 @@ def test_committed_tables_are_of_their_records(path: Path) -> None:
     assert path.read_text(encoding="utf-8") == report.table(runs.load(path.parent))
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "research" / "budget").glob("*.txt")), ids=lambda path: path.name)
-def test_the_lists_are_of_different_runs(path: Path) -> None:
-    found = runs.read_list(path)
-    assert found
-    assert len(set(found)) == len(found)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "bf16"])
 def test_a_step_is_a_graph_that_trains(file: Path, tmp_path: Path, name: str) -> None:

@@ -36,11 +36,6 @@ def test_arms_of_a_seed_share_data_and_initial_weights() -> None:
             assert torch.equal(arms["learned"].layer.get_parameter(name), arms[arm].layer.get_parameter(name))
 
 
-def test_adverse_means_that_no_planted_token_is_chosen() -> None:
-    task = planted.Task("learned", 0, dataclasses.replace(SMALL, start="adverse"), CPU)
-    assert task.measure()["picked"] == 0
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("start", ["adverse", "random"])
 def test_learned_routing_closes_four_fifths_of_the_gap(tmp_path: Path, start: str) -> None:

@@ -169,7 +169,7 @@ def through_norms(
             into, dy = None if partials is None or not need else partials[:, begin:], dy.view(*indices.shape, d)
             update = norm_backward_into(into, dy, x, indices, of_list, None, of_rows, None, None, need_x)
             updates.append((update, indices))
-            begin += d * need
+            begin += d if need else 0
     dx = None
     if need_x or need_sums:
         dx = norm_backward_into(

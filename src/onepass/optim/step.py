@@ -273,7 +273,7 @@ def plain_group_(
     factor: float | Tensor = 1.0, mean: Callable[[Tensor], Tensor] = torch.mean,
 ) -> None:  # fmt: skip
     """Update one tensor with the options of its group, by the reference."""
-    lr, wd, factor = (t.to(p.device) if isinstance(t, Tensor) else t for t in (*hyperparameters(group), factor))
+    lr, wd, factor = (t.to(p.device) if isinstance(t, Tensor) else float(t) for t in (*hyperparameters(group), factor))
     plain_(
         p, g, m, extra, mode, lr=lr, weight_decay=wd, betas=betas_of(group),
         factor=factor * (-1.0 if group["maximize"] else 1.0), cautious=cautious_factor(group),
