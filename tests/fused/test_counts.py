@@ -72,10 +72,10 @@ def test_a_whole_layer(device: str, gate: str, k: float, bias: bool) -> None:
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("causal", [False, True])
 def test_shapes_without_memory(device: str, causal: bool) -> None:
-    """FakeTensors take no kernel: on a GPU that is not there, and under Triton's interpreter."""
+    """FakeTensors take no kernel, under Triton's interpreter neither."""
     outs = []
     for mode in (FakeTensorMode(), torch.device("cpu")):
         with mode, torch.device(device if isinstance(mode, FakeTensorMode) else "cpu"):
