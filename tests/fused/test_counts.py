@@ -9,6 +9,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
+from harness import DEVICES
 from onepass.core.launch import INTERPRET
 from onepass.fused.choice import first_of_each, row_counts
 from onepass.nn import RoutedBlock, RoutedFeedForward, Router

@@ -51,7 +51,6 @@ def test_learned_routing_closes_four_fifths_of_the_gap(tmp_path: Path, start: st
 
 
 def test_without_exploring_an_adverse_start_is_never_left() -> None:
-    """What the test above would see if the router's own gradient were all there is."""
     task = planted.Task("learned", 0, dataclasses.replace(SMALL, start="adverse", steps=150), CPU)
     task.layer.router.explore = 0.0
     assert planted.train(task)["final"]["picked"] < 0.05
