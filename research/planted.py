@@ -3,7 +3,7 @@
 A token is a payload of Gaussian numbers plus two hidden features of ±`size` along two hidden directions. Tokens where
 both are positive are planted; filler has any of the three other combinations, so that neither feature alone is a mark:
 of the tokens with one of them positive, most are filler. A planted token wants a random two-layer function of its
-payload, filler wants 0. The light branch has too few hidden units for that function, and nobody says where it applies.
+payload, filler wants 0. The light branch has too few hidden units for that function; the loss alone tells where.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ TEXT = """\
 The planted task: a few tokens of a long row carry a computation; who finds them?
 
   learned  a router        random  chance, at the same compute
-  oracle   the planted tokens      light   nobody: no heavy branch
+  oracle   the planted tokens      light   no heavy branch
 
 Each arm with each seed leaves one JSON in DIR; what is there is not trained again, so a stopped command goes on."""
 
@@ -153,7 +153,7 @@ class Task:
             layer.router = OTHERS[arm]()
         elif size.start == "adverse":
             layer.router.get_parameter("weight").data.copy_(-self.data.mark)
-        # the heavy branch gets no gradient where nobody is chosen
+        # without chosen tokens the heavy branch has no gradient
         layer.heavy.requires_grad_(arm != "light")
         self.optimizer = Lion([p for p in layer.parameters() if p.requires_grad], lr=size.lr)
         self.gradients = Gradients(self.loss, list(layer.parameters()), device)

@@ -407,7 +407,7 @@ def kth_value(scores: Tensor, k: int, *, lengths: Tensor | None = None, start: T
     definition.check_ranges("kth_value", scores, start, lengths)
     differentiated = scores.requires_grad and torch.is_grad_enabled()
     if plain(scores, start, lengths) and not differentiated and not uses_triton(scores):
-        # nobody asks for the index
+        # the value alone: the order of equal scores does not matter
         return definition.masked(scores, None, start, lengths, -math.inf).topk(k).values[..., -1]
     return topk(scores, k, lengths=lengths, start=start).values[..., -1]
 
