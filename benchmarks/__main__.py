@@ -26,7 +26,6 @@ examples:
   python -m benchmarks norm --case 4096 --stage backward
   python -m benchmarks --json benchmarks/results/h200/               one file per operator folder
   python -m benchmarks --report benchmarks/results/h200              tables from what is there
-  python -m benchmarks --performance benchmarks/results/bars.md      every bar, from all committed results
   python -m benchmarks norm --warm 12                                compile in 12 processes, then measure in one
   python -m benchmarks norm --part 1/2 --json a.json             every other case
 """
@@ -45,9 +44,6 @@ def command_line() -> Parser:
         "--compile-only", action="store_true", help="compile (with --warm: in N processes) and measure nothing"
     )
     parser.add_argument("--report", type=Path, metavar="DIR", help="build tables from the JSON files in DIR")
-    parser.add_argument(
-        "--performance", type=Path, metavar="FILE", help="write the page of all bars from the committed results to FILE"
-    )
     parser.set_defaults(run=run, extra="train")
     return parser
 
@@ -79,12 +75,6 @@ def run(args: argparse.Namespace) -> int:
 
         for path in build(args.report):
             console.print(f"wrote {path}", markup=False, soft_wrap=True)
-        return 0
-    if args.performance is not None:
-        from .performance import write
-
-        write(args.performance)
-        console.print(f"wrote {args.performance}", markup=False, soft_wrap=True)
         return 0
 
     from .warm import compile_only, warm

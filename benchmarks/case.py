@@ -26,10 +26,11 @@ class Prepared:
 
     Use it for set-up that is costly or may fail: a backward pass needs its forward first, a rival may not import.
     `build()` returns the thunk to time. An ImportError inside counts as `Missing`, any other exception as a failure
-    of this implementation alone.
+    of this implementation alone. `seen(result)`, outside the time, is what of its result is compared.
     """
 
     build: Callable[[], Callable[[], Any]]
+    seen: Callable[[Any], Any] = lambda result: result
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ def staged(stage: str, impls: Mapping[str, Callable[[], Any] | Missing], inputs:
     return {name: f if isinstance(f, Missing) else backward_of(f, inputs) for name, f in impls.items()}
 
 
-def graphed(prepare: Callable[[], Callable[[], Any]]) -> Prepared:
+def graphed(prepare: Callable[[], Callable[[], Any]], seen: Callable[[Any], Any] = lambda r: r) -> Prepared:
     """Return the replay of a CUDA graph of the call that `prepare` returns, as an implementation to time."""
 
     def build() -> Callable[[], Any]:
@@ -101,7 +102,7 @@ def graphed(prepare: Callable[[], Callable[[], Any]]) -> Prepared:
 
         return replay
 
-    return Prepared(build)
+    return Prepared(build, seen)
 
 
 @dataclass(frozen=True)

@@ -111,6 +111,7 @@ def _prepare(
         timer.synchronize()
         kept = timer.held_bytes()
         peak, result = timer.peak_bytes(call)
+        result = impl.seen(result) if isinstance(impl, Prepared) else result
         status, note, error = OK, "", None
         if defined is not None:
             error = norm_error(defined, result)
