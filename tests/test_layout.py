@@ -16,11 +16,11 @@ FILES = sorted((SRC / "onepass").rglob("*.py"))
 # a room's places, the lines of Python it may have, and its target. The lines may only fall: whoever needs more takes
 # them from another room in the same commit. CONTRIBUTING has the rule by which a second way of doing a thing stays
 MOST_LINES: dict[str, tuple[str, int, int]] = {
-    "core": ("src/onepass/core src/onepass/ops/_shared src/onepass/ops/__init__.py", 2657, 2250),
+    "core": ("src/onepass/core src/onepass/ops/_shared src/onepass/ops/__init__.py", 2653, 2250),
     "norms": ("src/onepass/ops/norm src/onepass/ops/qk_norm_rope src/onepass/ops/weighted_sum", 4067, 3250),
-    "topk": ("src/onepass/ops/soft_topk src/onepass/ops/coor_descent src/onepass/ops/topk", 4757, 4300),
+    "topk": ("src/onepass/ops/soft_topk src/onepass/ops/coor_descent src/onepass/ops/topk", 4754, 4300),
     "lion": ("src/onepass/ops/lion src/onepass/optim", 2815, 2550),
-    "routing": ("src/onepass/ops/causal_choice src/onepass/ops/routing src/onepass/ops/span_attention", 3280, 2800),
+    "routing": ("src/onepass/ops/causal_choice src/onepass/ops/routing src/onepass/ops/span_attention", 3158, 2800),
     "experts": ("src/onepass/ops/experts src/onepass/nn/experts.py", 1645, 1000),
     "layers": ("src/onepass/fused src/onepass/nn", 6542, 5700),
     "others": ("src/onepass/swapping src/onepass/compat src/onepass/t*.py", 1213, 1150),

@@ -32,7 +32,7 @@ def test_real_and_fake_results_agree_whatever_is_needed(gates: bool, need_u: boo
 
 def test_arguments_with_a_default_are_not_in_the_schema() -> None:
     names = [a.name for a in routing.scatter_backward_op._schema.arguments]
-    assert names == ["dy", "update", "gates", "indices", "need_u", "need_g"]
+    assert names == ["d_y", "update", "gates", "indices", "need_update", "need_gates"]
     assert "into" not in [a.name for a in causal_choice.backward_op._schema.arguments]
 
 

@@ -45,8 +45,9 @@ def listed(items: Iterable[Any]) -> str:
 
 def operator(
     name: str, forward: Callable[..., Any], backward: Callable[..., Any], results: tuple[str, ...], *,
-    fake: Callable[..., Any], ways: Rule, of: tuple[str, ...] = (), registered: str | None = None,
-    check: Callable[..., None] = lambda *args: None, check_fake: Callable[..., None] | None = None, **bound: Any,
+    fake: Callable[..., Any], ways: Rule, of: tuple[str, ...] = (), fake_back: Callable[..., Any] | None = None,
+    registered: str | None = None, check: Callable[..., None] = lambda *args: None,
+    check_fake: Callable[..., None] | None = None, **bound: Any,
 ) -> Operator:  # fmt: skip
     """Return the operator of these functions.
 
@@ -54,11 +55,13 @@ def operator(
         name: of the public function, for messages.
         forward: as `core.bind` has it; its arguments with a default are not the operator's.
         backward: takes the gradients of public results first, zeros for a missing one unless it takes None; then, by
-            their names, arguments and results of forward; last `need_x` for each x whose gradient it returns.
+            their names, arguments and results of forward; last `need_x` for each x whose gradient it returns. A public
+            result's gradient named `d_x` is x's, as it is.
         results: names of what forward returns.
         fake: returns empty tensors like these, for FakeTensors.
         ways: how DTensors may be placed, as `core.sharding` has it; backward's follow from it.
         of: where backward has no `need_x`: the arguments whose gradients it always makes.
+        fake_back: returns empty tensors like these gradients, where backward does not take all of the arguments.
         registered: the operator's name in `torch.ops`, by default that of the public function.
         check: raises on bad arguments, in eager calls and in the fake.
         check_fake: does so in the fake in its place.
@@ -71,6 +74,7 @@ def operator(
     needs = [a for a in back if a.startswith("need_")]
     graded = [a.removeprefix("need_") for a in needs] or [*of]
     upstream = [a for a in back if a not in (*taken, *results, *needs)]
+    made = [f"d_{a}" for a in graded]
     kept = [a for a in back if a in tensors or a in results]
     numbers = [a for a in back if a in taken and a not in tensors]
     zeros = len(upstream) > 1 and "None" not in str(backward.__annotations__[upstream[0]])
@@ -79,8 +83,8 @@ def operator(
         "results": results[0] if len(results) == 1 else listed(results), "zeros": zeros,
         "upstream": listed(upstream), "unknown": " and ".join(f"{g} is None" for g in upstream),
         "nothing": listed("None" for _ in taken), "needs_of_taken": listed(f"need_{a}" for a in taken),
-        "grads": ("".join if len(of) == 1 else listed)(f"d_{a}" for a in graded),
-        "wanted": listed(f"d_{a} if need_{a} else None" if a in graded else "None" for a in taken),
+        "grads": ("".join if len(of) == 1 else listed)(made),
+        "wanted": listed(f"d_{a} if need_{a} else None" if f"d_{a}" in (*made, *upstream) else "None" for a in taken),
     }  # fmt: skip
     names: dict[str, Any] = {}
     exec(compile(_PROGRAM.format(**text), f"<operator {name}>", "exec"), names)
@@ -88,10 +92,10 @@ def operator(
     def ways_back(*args: Any) -> list[Way]:
         given = dict(zip(back, args, strict=True))
         found: list[Way] = []
-        for made, placed in ways(*map(given.get, taken)):
-            at = dict(zip((*tensors, *results), (*placed, *made), strict=True))
+        for own, placed in ways(*(given.get(a, given.get(f"d_{a}")) for a in taken)):
+            at = dict(zip((*tensors, *results), (*placed, *own), strict=True))
             grads = [gradient(at[a], given.get(f"need_{a}", True)) for a in graded]
-            back_at = zip(upstream, (REPLICATE if p == PARTIAL else p for p in made), strict=False)
+            back_at = zip(upstream, (REPLICATE if p == PARTIAL else p for p in own), strict=False)
             found.append((grads, [*(None if given[g] is None else p for g, p in back_at), *map(at.get, kept)]))
         return found
 
@@ -107,12 +111,12 @@ def operator(
         backward_op = register_backward(named, backward, ways_back, tuple(graded))
     else:
         backward_op = register(named, backward, ways_back)
-        at = [back.index(a) for a in of]
 
-        @register_fake(backward_op)
         def like_arguments(*args: Any) -> Any:
-            made = [args[i].new_empty(args[i].shape) for i in at]
-            return made[0] if len(made) == 1 else tuple(made)
+            like = [args[i].new_empty(args[i].shape) for i in map(back.index, of)]
+            return like[0] if len(like) == 1 else tuple(like)
+
+        register_fake(backward_op)(fake_back or like_arguments)
 
     call = bind(
         name=name, forward=forward, forward_op=forward_op, backward=backward, backward_op=backward_op,

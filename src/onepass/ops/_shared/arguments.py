@@ -173,6 +173,18 @@ def per_row(value: Tensor | None, like: Tensor) -> Tensor | None:
     return None if value is None else value.expand(like.shape[:-1]).reshape(math.prod(like.shape[:-1]))
 
 
+def beside_rows(value: Tensor | float, scores: Tensor) -> Tensor:
+    """Return k or eps as one value per row, (..., 1), in the dtype of the scores."""
+    rows = torch.as_tensor(value, dtype=scores.dtype, device=scores.device)
+    return rows.expand(scores.shape[:-1])[..., None]
+
+
+def valid_entries(scores: Tensor, mask: Tensor | None) -> Tensor:
+    """Return True where an entry may be chosen: not masked and not -inf."""
+    allowed = scores != -math.inf
+    return allowed if mask is None else allowed & mask
+
+
 def mask_rows(value: Tensor | None, like: Tensor) -> Tensor | None:
     """Return the mask as uint8 rows like as_rows(scores); a mask shared by all rows stays one row with stride 0."""
     return None if value is None else as_rows(value.view(torch.uint8).expand(like.shape))

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from onepass.core.sums import row_sum
-from onepass.ops._shared.arguments import accumulator, by_rows, column, from_rows, wide_rows
-from onepass.ops._shared.reference import per_row, valid_entries
+from onepass.ops._shared.arguments import accumulator, beside_rows, by_rows, column, from_rows, valid_entries, wide_rows
 
 
 def schedule(n_iters: int, eps: float, eps_init: float | None, eps_decay: float) -> list[float]:
@@ -47,7 +46,7 @@ def definition(
     if not scores.numel():
         return scores * 1
     s = torch.where(valid_entries(scores, mask), scores, -math.inf)
-    return _steps(s, per_row(k, scores), schedule(n_iters, eps, eps_init, eps_decay))[0]
+    return _steps(s, beside_rows(k, scores), schedule(n_iters, eps, eps_init, eps_decay))[0]
 
 
 def forward(

@@ -21,12 +21,8 @@ def widest(*dtypes: torch.dtype) -> torch.dtype:
 
 def score(x: Tensor, weight: Tensor, *, eps: float = 1e-6) -> Tensor:
     """Return s[..., t] = <x_t, v> / sqrt(mean(x_t²) + eps); with vectors (R, d) s[..., r, t]."""
-    wide = widest(x.dtype, weight.dtype)
-    f = x.to(wide)
-    inverse = (f.square().mean(-1) + eps).rsqrt()
-    v = weight.to(wide)
-    s = (f * v).sum(-1) * inverse if weight.dim() == 1 else (f @ v.mT).mT * inverse[..., None, :]
-    return s.to(widest(x.dtype))
+    scores, _ = score_forward(x, weight.view(-1, x.shape[-1]), eps)
+    return scores if weight.dim() == 2 else scores[:, 0]
 
 
 def present(indices: Tensor, n: int) -> tuple[Tensor, Tensor]:
@@ -47,29 +43,10 @@ def gather(x: Tensor, indices: Tensor) -> Tensor:
 
 def scatter_add(y: Tensor, update: Tensor, gates: Tensor | None, indices: Tensor) -> Tensor:
     """Return y after y[b, i_j] += gates[b, j]·update[b, j] for each i_j that names a token; one rounding per route."""
-    batch = indices.shape[0]
-    n = y.numel() // max(1, batch * y.shape[-1])
-    if not n or not indices.numel():
-        return y.clone()
-    out = y.view(batch, n, -1) if y.dim() == 2 else y
-    wide = widest(*(t.dtype for t in (y, update, gates) if t is not None))
-    routes = indices.shape[1] if indices.dim() == 3 else 1
-    by_route = indices.view(batch, routes, -1)
-    moved = update.view(batch, routes, -1, update.shape[-1]).to(wide)
-    if gates is not None:
-        moved = moved * gates.view(batch, routes, -1, 1).to(wide)
-    for r in range(routes):
-        found, columns = present(by_route[:, r], n)
-        rows = columns[..., None].expand(-1, -1, y.shape[-1])
-        out = out.to(wide).scatter_add(1, rows, moved[:, r].where(found[..., None], 0)).to(y.dtype)
-    return out.view(y.shape)
-
-
-def rows_of(indices: Tensor, n: int) -> tuple[Tensor, Tensor]:
-    """Return which of the batch·k indices name a token, and the rows of those among batch·n tokens."""
-    found = (indices >= 0) & (indices < n)
-    rows = indices + torch.arange(indices.shape[0], device=indices.device)[:, None] * n
-    return found.view(-1), rows[found]
+    out = torch.empty(y.shape, dtype=y.dtype, device=y.device).copy_(y)
+    if out.numel() and indices.numel():
+        add_rows(out.flatten(0, -2), update, gates, indices)
+    return out
 
 
 def score_forward(x: Tensor, vectors: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -101,33 +78,33 @@ def score_backward(
     return dx, dw
 
 
-def add_rows(y: Tensor, update: Tensor, gates: Tensor | None, indices: Tensor, n: int) -> None:
-    """Add gates·update (batch, k, d) in place to y (batch·n, d); indices (batch, k) are unique in a row."""
-    found, rows = rows_of(indices, n)
-    wide = widest(*(t.dtype for t in (y, update, gates) if t is not None))
-    moved = update.reshape(-1, update.shape[-1])[found].to(wide)
-    if gates is not None:
-        moved = moved * gates.reshape(-1)[found][:, None].to(wide)
-    y[rows] = (y[rows].to(wide) + moved).to(y.dtype)
+def add_rows(y: Tensor, update: Tensor, gates: Tensor | None, indices: Tensor, shift: Tensor | None = None) -> None:
+    """Add gates·(update − shift) in place to y (batch·n, d), one route after another; shapes as in `scatter_add`."""
+    batch, k, d = len(indices), indices.shape[-1], y.shape[-1]
+    n, wide = len(y) // batch, widest(*(t.dtype for t in (y, update, gates) if t is not None))
+    update, by_route = update.reshape(batch, -1, k, d), indices.reshape(batch, -1, k)
+    for r in range(by_route.shape[1]):
+        found, columns = present(by_route[:, r], n)
+        rows = (columns + torch.arange(batch, device=y.device)[:, None] * n)[found]
+        moved = update[:, r][found].to(wide)
+        moved = moved if shift is None else moved - shift
+        if gates is not None:
+            moved = moved * gates.reshape(batch, -1, k)[:, r][found][:, None].to(wide)
+        y[rows] = (y[rows].to(wide) + moved).to(y.dtype)
 
 
-def scatter_backward(
-    dy: Tensor, update: Tensor, gates: Tensor | None, indices: Tensor, n: int, need_u: bool, need_g: bool
+def add_backward(
+    dy: Tensor, update: Tensor, gates: Tensor | None, indices: Tensor, need_u: bool, need_g: bool, shift: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return gates·dy[i] and <dy[i], update> for dy (batch·n, d), 0 where an index (batch, m) names no token."""
-    found, rows = rows_of(indices, n)
+    """Return gates·dy[i] and <dy[i], update − shift> for dy (batch, n, d), 0 where an index names no token."""
     wide = widest(*(t.dtype for t in (dy, update, gates) if t is not None))
-    picked = dy[rows].to(wide)
-    du = dg = None
+    found, _ = present(indices, dy.shape[1])
+    picked, du, dg = gather(dy, indices).to(wide), None, None
     if need_u:
-        du = update.new_zeros((indices.numel(), update.shape[-1]))
-        part = picked if gates is None else picked * gates.reshape(-1)[found][:, None].to(wide)
-        du[found] = part.to(du.dtype)
-        du = du.view(update.shape)
+        du = (picked if gates is None else picked * gates.where(found, 0)[..., None].to(wide)).to(update.dtype)
     if need_g and gates is not None:
-        dg = gates.new_zeros(indices.numel())
-        dg[found] = torch.linalg.vecdot(picked, update.reshape(-1, update.shape[-1])[found].to(wide)).to(dg.dtype)
-        dg = dg.view(gates.shape)
+        moved = update.where(found[..., None], 0).to(wide)
+        dg = torch.linalg.vecdot(picked, moved if shift is None else moved - shift).to(gates.dtype)
     return du, dg
 
 

@@ -126,16 +126,16 @@ def add_backward_kernel(
 
 @replayed
 def gather(x: Tensor, indices: Tensor) -> Tensor:
-    """Return the rows (batch, k, d) of x (batch, n, d) at indices (batch, k), contiguous."""
+    """Return the rows (…, d) of x (batch, n, d) at indices (batch, …), contiguous."""
     x, batch_stride, row_stride = strided(x)
-    (_, n, d), total = x.shape, indices.numel()
+    (batch, n, d), total = x.shape, indices.numel()
     y = torch.empty((*indices.shape, d), dtype=x.dtype, device=x.device)
     vec = math.gcd(8, batch_stride, row_stride)
     block_r, block_c = tile(d)
     with device_guard(x):
         launch(
             gather_kernel, (cdiv(total, block_r), 1, 1), (x, indices, y),
-            (batch_stride // vec, row_stride // vec, n, indices.shape[1], total), (d, vec, block_r, block_c),
+            (batch_stride // vec, row_stride // vec, n, total // batch, total), (d, vec, block_r, block_c),
             num_warps=WARPS,
         )  # fmt: skip
     return y
@@ -143,9 +143,9 @@ def gather(x: Tensor, indices: Tensor) -> Tensor:
 
 @replayed
 def add_rows(y: Tensor, update: Tensor, gates: Tensor | None, indices: Tensor, shift: Tensor | None) -> tuple[()]:
-    """Add gates·(update − shift) (batch, R, k, d) in place to y (rows, d), contiguous; indices are (batch, R, k)."""
-    batch, routes, k = indices.shape
-    d, total = y.shape[-1], batch * k
+    """Add gates·(update − shift) in place to y (batch·n, d), all contiguous; shapes as in `scatter_add`."""
+    batch, k, d = len(indices), indices.shape[-1], y.shape[-1]
+    routes, total = indices.numel() // (batch * k), batch * k
     block_r, block_c = tile(d)
     with device_guard(y):
         for route in range(routes):
@@ -162,9 +162,9 @@ def add_backward(
     dy: Tensor, update: Tensor, gates: Tensor | None, indices: Tensor, need_u: bool, need_g: bool,
     shift: Tensor | None,
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
-    """Return du and dg for dy (batch, n, d); update (batch, k, d), gates and indices (batch, k) are contiguous."""
+    """Return du and dg for dy (batch, n, d); update, gates and indices are contiguous, of as many routes as given."""
     dy, batch_stride, row_stride = strided(dy)
-    (_, n, d), total = dy.shape, indices.numel()
+    (batch, n, d), total = dy.shape, indices.numel()
     du = torch.empty_like(update) if need_u else None
     dg = torch.empty_like(gates) if need_g and gates is not None else None
     vec = math.gcd(8, batch_stride, row_stride)
@@ -172,7 +172,7 @@ def add_backward(
     with device_guard(dy):
         launch(
             add_backward_kernel, (cdiv(total, block_r), 1, 1), (dy, update, gates, indices, shift, du, dg),
-            (batch_stride // vec, row_stride // vec, n, indices.shape[1], total), (d, vec, block_r, block_c),
+            (batch_stride // vec, row_stride // vec, n, total // batch, total), (d, vec, block_r, block_c),
             num_warps=WARPS,
         )  # fmt: skip
     return du, dg

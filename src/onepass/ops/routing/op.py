@@ -1,75 +1,33 @@
-"""`score`, `gather`, `scatter_add`: checks, shards, registration with the dispatcher, autograd, public functions."""
+"""`score`, `gather`, `scatter_add`: their operators and the public functions."""
 
 from __future__ import annotations
 
+import functools
+from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from onepass.core import check
-from onepass.core.bind import bind
 from onepass.core.eager import is_fake, once, plain
 from onepass.core.launch import uses_triton
 from onepass.core.operator import operator
-from onepass.core.register import register, register_backward, register_fake
-from onepass.core.sharding import PARTIAL, REPLICATE, Placement, Way
+from onepass.core.sharding import REPLICATE, Way
+from onepass.ops._shared.arguments import MAX_VECTORS, vectors
 
 from . import definition
 
-
-def score_ways(x: Any, weight: Any, *rest: Any) -> list[Way]:
-    """List the ways to shard x (batch, n, dim) and weight, with scores and 1/rms: along batch or tokens."""
-    return [((0, 0), (0, REPLICATE)), ((weight.ndim, 1), (1, REPLICATE))]
+_kernels = functools.cache(lambda: import_module(".kernels", __package__))
+_kernels_score = functools.cache(lambda: import_module(".kernels_score", __package__))
 
 
-def gather_ways(x: Any, indices: Any) -> list[Way]:
-    """List the ways to shard x and indices, with the rows: along batch, features or chosen tokens."""
-    return [((0,), (0, 0)), ((indices.ndim,), (2, REPLICATE)), ((indices.ndim - 1,), (REPLICATE, indices.ndim - 1))]
-
-
-def gather_backward_ways(dy: Any, indices: Any, n: int) -> list[Way]:
-    """List the ways to shard dy and indices, with dx."""
-    chosen = indices.ndim - 1
-    return [((0,), (0, 0)), ((2,), (indices.ndim, REPLICATE)), ((PARTIAL,), (chosen, chosen))]
-
-
-def scatter_add_ways(y: Any, update: Any, gates: Any, indices: Any) -> list[Way]:
-    """List the ways to shard y, update, gates and indices, with the sum: along features or, for 3-d y, the batch."""
-    ways: list[Way] = [((y.ndim - 1,), (y.ndim - 1, update.ndim - 1, REPLICATE, REPLICATE))]
-    return [*ways, ((0,), (0, 0, 0, 0))] if y.ndim == 3 else ways
-
-
-def scatter_add_backward_ways(dy: Any, update: Any, gates: Any, indices: Any, need_u: bool, need_g: bool) -> list[Way]:
-    """List the ways to shard dy, update, gates and indices, with the gradients of update and gates."""
-
-    def way(du: Placement, dg: Placement, *inputs: Placement) -> Way:
-        return (du if need_u else REPLICATE, dg if need_g and gates is not None else REPLICATE), inputs
-
-    last = update.ndim - 1
-    ways = [way(last, PARTIAL, dy.ndim - 1, last, REPLICATE, REPLICATE)]
-    return [*ways, way(0, 0, 0, 0, 0, 0)] if dy.ndim == 3 else ways
-
-
-MAX_VECTORS = 16
-
-
-def check_score(x: Tensor, weight: Tensor, eps: float) -> None:
-    """Raise TypeError or ValueError for arguments that :func:`score` does not accept."""
+def _check_score(x: Tensor, weight: Tensor, eps: float) -> None:
     check.floating("score", "x", x)
-    check.floating("score", "weight", weight)
     if x.dim() != 3 or x.shape[-1] < 1:
         raise ValueError(f"score: x must be (batch, n, dim) with dim ≥ 1, got {tuple(x.shape)}")
-    if weight.dim() not in (1, 2) or weight.shape[-1] != x.shape[-1]:
-        raise ValueError(
-            f"score: weight must be (dim,) or (R, dim) with dim = {x.shape[-1]} of x {tuple(x.shape)}; "
-            f"got {tuple(weight.shape)}"
-        )
-    if weight.dim() == 2 and not 1 <= weight.shape[0] <= MAX_VECTORS:
-        raise ValueError(f"score: weight (R, dim) takes 1 ≤ R ≤ {MAX_VECTORS} vectors, got R = {weight.shape[0]}")
-    if eps < 0:
-        raise ValueError(f"score: eps must be ≥ 0, got {eps}")
-    check.same_device("score", "weight", weight, "x", x)
+    vectors("score", "weight", weight, "x", x)
+    check.not_negative("score", "eps", eps)
 
 
 def _indices(op: str, indices: Tensor, name: str, other: Tensor) -> None:
@@ -81,8 +39,7 @@ def _indices(op: str, indices: Tensor, name: str, other: Tensor) -> None:
     check.same_device(op, "indices", indices, name, other)
 
 
-def check_gather(x: Tensor, indices: Tensor) -> None:
-    """Raise TypeError or ValueError for arguments that :func:`gather` does not accept."""
+def _check_gather(x: Tensor, indices: Tensor, *_: int) -> None:
     check.floating("gather", "x", x)
     if x.dim() != 3:
         raise ValueError(f"gather: x must be (batch, n, dim), got {tuple(x.shape)}")
@@ -91,8 +48,7 @@ def check_gather(x: Tensor, indices: Tensor) -> None:
         raise ValueError(f"gather: indices {tuple(indices.shape)} must have the batch {x.shape[0]} of x")
 
 
-def check_scatter_add(y: Tensor, update: Tensor, gates: Tensor | None, indices: Tensor) -> None:
-    """Raise TypeError or ValueError for arguments that :func:`scatter_add` does not accept."""
+def _check_scatter(y: Tensor, update: Tensor, gates: Tensor | None, indices: Tensor) -> None:
     op = "scatter_add"
     check.floating(op, "y", y)
     check.floating(op, "update", update)
@@ -136,62 +92,36 @@ def add_rows(
 
     With `shift` (d,), contiguous, it adds gates·(update − shift).
     """
-    if is_fake(y) or not indices.numel() or not y.numel():
-        return ()
-    batch, k = indices.shape[0], indices.shape[-1]
-    indices, update = indices.reshape(batch, -1, k), update.reshape(batch, -1, k, y.shape[-1])
-    gates = None if gates is None else gates.reshape(batch, -1, k)
-    if on_triton(y, update, gates):
-        from . import kernels
-
-        kernels.add_rows(
-            y, update.contiguous(), None if gates is None else gates.contiguous(), indices.contiguous(), shift
-        )
-        return ()
-    update = update if shift is None else update - shift
-    for r in range(indices.shape[1]):
-        definition.add_rows(y, update[:, r], None if gates is None else gates[:, r], indices[:, r], len(y) // batch)
+    if not is_fake(y) and indices.numel() and y.numel():
+        way = _kernels() if on_triton(y, update, gates) else definition
+        gates = gates if gates is None else gates.contiguous()
+        way.add_rows(y, update.contiguous(), gates, indices.contiguous(), shift)
     return ()
 
 
 def scatter_backward(
-    dy: Tensor, update: Tensor, gates: Tensor | None, indices: Tensor, need_u: bool, need_g: bool,
+    d_y: Tensor, update: Tensor, gates: Tensor | None, indices: Tensor, need_update: bool, need_gates: bool,
     shift: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
-    """Return the gradients of update and gates, None where not needed; dy is that of the result of :func:`add_rows`."""
-    need_g = need_g and gates is not None
-    if is_fake(dy) or not indices.numel() or not dy.numel():
+    """Return the gradients of update and gates, None where not needed; of d_y, that of the result of `add_rows`."""
+    if not (need_update or need_gates):
+        return None, None
+    if is_fake(d_y) or not indices.numel() or not d_y.numel():
         return (
-            update.new_zeros(update.shape) if need_u else None,
-            gates.new_zeros(gates.shape) if need_g and gates is not None else None,
+            torch.zeros_like(update, memory_format=torch.contiguous_format) if need_update else None,
+            None if gates is None or not need_gates else gates.new_zeros(gates.shape),
         )
-    batch, d = indices.shape[0], dy.shape[-1]
-    u, i = update.reshape(batch, -1, d).contiguous(), indices.reshape(batch, -1).contiguous()
-    g = None if gates is None else gates.reshape(batch, -1).contiguous()
-    if on_triton(dy, update, gates):
-        from . import kernels
-
-        du, dg = kernels.add_backward(dy.reshape(batch, -1, d), u, g, i, need_u, need_g, shift)
-    else:
-        rows = dy.reshape(-1, d)
-        u = u if shift is None else u - shift
-        du, dg = definition.scatter_backward(rows, u, g, i, len(rows) // batch, need_u, need_g)
-    return (
-        None if du is None else du.view(update.shape),
-        None if dg is None or gates is None else dg.view(gates.shape),
-    )
-
-
-def _vectors(weight: Tensor) -> Tensor:
-    return weight if weight.dim() == 2 else weight[None]
+    way = _kernels() if on_triton(d_y, update, gates) else definition
+    gates = gates if gates is None else gates.contiguous()
+    rows = d_y.reshape(len(indices), -1, d_y.shape[-1])
+    found = way.add_backward(rows, update.contiguous(), gates, indices.contiguous(), need_update, need_gates, shift)
+    return found  # type: ignore[no-any-return]
 
 
 def _score(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    vectors = _vectors(weight)
+    vectors = weight.reshape(-1, x.shape[-1])
     if uses_triton(x) and x.numel():
-        from . import kernels_score
-
-        scores, inverse = kernels_score.forward(x, vectors.contiguous(), eps)
+        scores, inverse = _kernels_score().forward(x, vectors.contiguous(), eps)
     else:
         scores, inverse = definition.score_forward(x, vectors, eps)
     return (scores if weight.dim() == 2 else scores[:, 0]).contiguous(), inverse
@@ -200,13 +130,11 @@ def _score(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 def _score_backward(
     ds: Tensor, x: Tensor, weight: Tensor, scores: Tensor, inverse: Tensor, need_x: bool, need_weight: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    vectors = _vectors(weight)
+    vectors = weight.reshape(-1, x.shape[-1]).contiguous()
     shape = (x.shape[0], len(vectors), x.shape[1])
     ds, scores, inverse = ds.reshape(shape).contiguous(), scores.reshape(shape).contiguous(), inverse.contiguous()
     if uses_triton(x) and x.numel():
-        from . import kernels_score
-
-        dx, dw = kernels_score.backward(ds, x, vectors.contiguous(), scores, inverse, need_x, need_weight)
+        dx, dw = _kernels_score().backward(ds, x, vectors, scores, inverse, need_x, need_weight)
     else:
         dx, dw = definition.score_backward(ds, x, vectors, scores, inverse, need_x, need_weight)
     return dx, None if dw is None else dw.view(weight.shape)
@@ -218,9 +146,14 @@ def _fake_score(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     return x.new_empty(shape, dtype=dtype), x.new_empty(x.shape[:2], dtype=dtype)
 
 
+def _score_ways(x: Any, weight: Any, *rest: Any) -> list[Way]:
+    """Shard along the batch or the tokens."""
+    return [((0, 0), (0, REPLICATE)), ((weight.ndim, 1), (1, REPLICATE))]
+
+
 _call_score, score_op, score_backward_op = operator(
-    "score", _score, _score_backward, ("scores", "inverse"), fake=_fake_score, ways=score_ways,
-    registered="routing_score", check_fake=check_score,
+    "score", _score, _score_backward, ("scores", "inverse"), fake=_fake_score, ways=_score_ways,
+    registered="routing_score", check_fake=_check_score,
 )  # fmt: skip
 
 
@@ -256,19 +189,14 @@ def score(x: Tensor, weight: Tensor, *, eps: float = 1e-6) -> Tensor:
         >>> score(torch.tensor([[[3.0, 4.0], [0.0, 2.0]]]), torch.tensor([1.0, 0.0]))
         tensor([[0.8485, 0.0000]])
     """
-    check_score(x, weight, eps)
+    _check_score(x, weight, eps)
     return _call_score(x, weight, float(eps))  # type: ignore[no-any-return]
 
 
-def _gather(x: Tensor, indices: Tensor) -> Tensor:
+def _gather(x: Tensor, indices: Tensor, n: int) -> Tensor:
     if not indices.numel() or not x.numel():
         return x.new_zeros((*indices.shape, x.shape[-1]))
-    flat = indices.flatten(1)
-    if uses_triton(x):
-        from . import kernels
-
-        return kernels.gather(x, flat.contiguous()).view(*indices.shape, x.shape[-1])  # type: ignore[no-any-return]
-    return definition.gather(x, flat).view(*indices.shape, x.shape[-1])
+    return (_kernels() if uses_triton(x) else definition).gather(x, indices.contiguous())  # type: ignore[no-any-return]
 
 
 def _gather_backward(dy: Tensor, indices: Tensor, n: int) -> Tensor:
@@ -277,34 +205,17 @@ def _gather_backward(dy: Tensor, indices: Tensor, n: int) -> Tensor:
     return dx.view(indices.shape[0], n, dy.shape[-1])
 
 
-gather_op = register("routing_gather", _gather, gather_ways)
-gather_backward_op = register("routing_gather_backward", _gather_backward, gather_backward_ways)
+def _gather_ways(x: Any, indices: Any, n: int) -> list[Way]:
+    """Shard along the batch, the features or the chosen tokens."""
+    last = indices.ndim
+    return [((0,), (0, 0)), ((last,), (2, REPLICATE)), ((last - 1,), (REPLICATE, last - 1))]
 
 
-@register_fake(gather_op)
-def _(x: Tensor, indices: Tensor) -> Tensor:
-    check_gather(x, indices)
-    return x.new_empty((*indices.shape, x.shape[-1]))
-
-
-@register_fake(gather_backward_op)
-def _(dy: Tensor, indices: Tensor, n: int) -> Tensor:
-    return dy.new_empty((indices.shape[0], n, dy.shape[-1]))
-
-
-def _save_gather(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(inputs[1])
-    ctx.n = inputs[0].shape[1]
-
-
-def _gather_gradients(ctx: Any, run: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-    return run(dy, *ctx.saved_tensors, ctx.n), None
-
-
-_call_gather = bind(
-    name="gather",
-    forward=_gather, forward_op=gather_op, backward=_gather_backward, backward_op=gather_backward_op,
-    save=_save_gather, gradients=_gather_gradients,
+# n: the tokens of x, whose gradient needs no more of it
+_call_gather, gather_op, gather_backward_op = operator(
+    "gather", _gather, _gather_backward, ("y",), fake=lambda x, i, n: x.new_empty((*i.shape, x.shape[-1])),
+    ways=_gather_ways, of=("x",), fake_back=lambda dy, i, n: dy.new_empty((i.shape[0], n, dy.shape[-1])),
+    registered="routing_gather", check_fake=_check_gather,
 )  # fmt: skip
 
 
@@ -335,8 +246,8 @@ def gather(x: Tensor, indices: Tensor) -> Tensor:
         tensor([[[3., 4.],
                  [0., 0.]]])
     """
-    check_gather(x, indices)
-    return _call_gather(x, indices)  # type: ignore[no-any-return]
+    _check_gather(x, indices)
+    return _call_gather(x, indices, x.shape[1])  # type: ignore[no-any-return]
 
 
 def _scatter(y: Tensor, update: Tensor, gates: Tensor | None, indices: Tensor) -> Tensor:
@@ -345,33 +256,18 @@ def _scatter(y: Tensor, update: Tensor, gates: Tensor | None, indices: Tensor) -
     return out
 
 
-scatter_op = register("routing_scatter_add", _scatter, scatter_add_ways)
-scatter_backward_op = register_backward(
-    "routing_scatter_add_backward", scatter_backward, scatter_add_backward_ways, of=("update", "gates")
-)
+def _scatter_ways(y: Any, update: Any, gates: Any, indices: Any) -> list[Way]:
+    """Shard along the features or, for 3-d y, the batch."""
+    own, last = y.ndim - 1, update.ndim - 1
+    of_gates = None if gates is None else REPLICATE
+    ways: list[Way] = [((own,), (own, last, of_gates, REPLICATE))]
+    return [*ways, ((0,), (0, 0, gates if gates is None else 0, 0))] if y.ndim == 3 else ways
 
 
-@register_fake(scatter_op)
-def _(y: Tensor, update: Tensor, gates: Tensor | None, indices: Tensor) -> Tensor:
-    check_scatter_add(y, update, gates, indices)
-    return torch.empty(y.shape, dtype=y.dtype, device=y.device)
-
-
-def _save_scatter(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[1:])
-
-
-def _scatter_gradients(ctx: Any, run: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-    update, gates, indices = ctx.saved_tensors
-    need_y, need_u, need_g = ctx.needs_input_grad[:3]
-    du, dg = run(dy, update, gates, indices, need_u, need_g) if need_u or need_g else (None, None)
-    return dy if need_y else None, du if need_u else None, dg if need_g else None, None
-
-
-_call_scatter = bind(
-    name="scatter_add",
-    forward=_scatter, forward_op=scatter_op, backward=scatter_backward, backward_op=scatter_backward_op,
-    save=_save_scatter, gradients=_scatter_gradients,
+_call_scatter, scatter_op, scatter_backward_op = operator(
+    "scatter_add", _scatter, scatter_backward, ("out",), ways=_scatter_ways,
+    fake=lambda y, *rest: torch.empty(y.shape, dtype=y.dtype, device=y.device),
+    registered="routing_scatter_add", check_fake=_check_scatter,
 )  # fmt: skip
 
 
@@ -390,7 +286,12 @@ class _InPlace(torch.autograd.Function):
         return _in_place_backward(ctx, dy)
 
 
-_in_place_backward = once("scatter_add", lambda ctx, dy: _scatter_gradients(ctx, scatter_backward, dy))
+def _gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    need_y, *needs, _ = ctx.needs_input_grad
+    return dy if need_y else None, *scatter_backward(dy, *ctx.saved_tensors, *needs), None
+
+
+_in_place_backward = once("scatter_add", _gradients)
 
 
 def scatter_add(y: Tensor, update: Tensor, gates: Tensor | None, indices: Tensor, *, inplace: bool = False) -> Tensor:
@@ -428,7 +329,7 @@ def scatter_add(y: Tensor, update: Tensor, gates: Tensor | None, indices: Tensor
                  [0.0000, 0.0000],
                  [1.0000, 2.0000]]])
     """
-    check_scatter_add(y, update, gates, indices)
+    _check_scatter(y, update, gates, indices)
     if inplace and plain(y, update, gates, indices) and y.is_contiguous():
         if torch.is_grad_enabled():
             return _InPlace.apply(y, update, gates, indices)  # type: ignore[no-untyped-call, no-any-return]

@@ -84,7 +84,7 @@ def _score_opchecks() -> Iterator[tuple[Any, tuple[Any, ...]]]:
 def _gather_opchecks() -> Iterator[tuple[Any, tuple[Any, ...]]]:
     for routes in (0, 2):
         indices = _choice(2, 6, 4, torch.device("cpu"), routes)
-        yield gather_op, (torch.randn(2, 6, 10, requires_grad=True), indices)
+        yield gather_op, (torch.randn(2, 6, 10, requires_grad=True), indices, 6)
         yield gather_backward_op, (torch.randn(*indices.shape, 10), indices, 6)
 
 
@@ -104,7 +104,7 @@ _U, _G = torch.ones(2, 1, 3), torch.ones(2, 1)
 
 _BAD_SCORE = (
     BadCall("2-d x", lambda: score(torch.ones(2, 3), torch.ones(3)), ValueError, r"x must be \(batch, n, dim\)"),
-    BadCall("width", lambda: score(_X, torch.ones(4)), ValueError, r"weight must be .*dim = 3.*\(4,\)"),
+    BadCall("width", lambda: score(_X, torch.ones(4)), ValueError, r"weight must be .*D = 3.*\(4,\)"),
     BadCall("17 vectors", lambda: score(_X, torch.ones(17, 3)), ValueError, "R = 17"),
     BadCall("no columns", lambda: score(torch.ones(2, 3, 0), torch.ones(0)), ValueError, "dim ≥ 1"),
     BadCall("eps", lambda: score(_X, torch.ones(3), eps=-1.0), ValueError, "eps must be ≥ 0, got -1.0"),

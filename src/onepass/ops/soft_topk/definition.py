@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from onepass.core.sums import row_sum
-from onepass.ops._shared.arguments import accumulator, by_rows, column, from_rows, wide_rows
-from onepass.ops._shared.reference import per_row, valid_entries
+from onepass.ops._shared.arguments import accumulator, beside_rows, by_rows, column, from_rows, valid_entries, wide_rows
 
 KINDS = ("capped_exp", "sigmoid", "laplace", "clamp")
 # far enough to saturate every gate
@@ -107,7 +106,7 @@ def definition(
     if not scores.numel():
         return scores * 1
     lead, valid = scores.shape[:-1], valid_entries(scores, mask)
-    k, eps = per_row(k, scores), per_row(eps, scores)
+    k, eps = beside_rows(k, scores), beside_rows(eps, scores)
     s = torch.where(valid, scores, -math.inf)
     with torch.no_grad():
         rows, of_k, of_eps = (t.detach().reshape(-1, t.shape[-1]).double() for t in (s, k, eps))

@@ -12,7 +12,6 @@ from onepass.core import check
 from onepass.core.eager import plain
 from onepass.core.launch import cdiv
 from onepass.ops._shared import arguments
-from onepass.ops._shared.reference import valid_entries
 from onepass.ops.soft_topk.definition import definition as soft_topk
 
 
@@ -26,7 +25,7 @@ def topk(
     pad: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (values, indices, gates) by a stable sort of the valid scores; gates are 1 with soft_topk's gradient."""
-    valid = valid_entries(scores, mask)
+    valid = arguments.valid_entries(scores, mask)
     order = torch.where(valid, scores, -math.inf).sort(dim=-1, descending=True, stable=True).indices[..., :k]
     present = valid.gather(-1, order)
     soft = soft_topk(scores, k, eps=eps, mask=mask, kind=kind).gather(-1, order) if k else scores[..., :0]
