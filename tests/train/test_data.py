@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onepass.train import data, sources
-from onepass.train.commands.errors import UserError
 
 
 def test_the_place_of_a_file_depends_on_its_name_alone_and_never_changes():
@@ -211,18 +210,3 @@ def test_the_standard_library_is_there_to_be_read():
     assert len(names) > 300
     assert "argparse.py" in names
     assert all(name.endswith(".py") for name in names)
-
-
-def test_installed_packages_are_read_without_importing_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    folder = tmp_path / "a_package_to_read"
-    for name in ("__init__.py", "deep/one.py", "tests/two.py", "three.txt"):
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(f"raise ImportError({name!r})")
-    monkeypatch.syspath_prepend(tmp_path)
-    alone = data.load(())
-    both = data.load((), ("a_package_to_read",))
-    new = both.sources[len(alone.sources) :]
-    assert [source.name for source in new] == ["a_package_to_read/__init__.py", "a_package_to_read/deep/one.py"]
-    assert [source.validation for source in both.sources[: len(alone.sources)]] == [s.validation for s in alone.sources]
-    with pytest.raises(UserError, match="no installed package 'no_such_package'"):
-        data.load((), ("no_such_package",))

@@ -1,46 +1,10 @@
-"""TensorBoard, and what is said about files that were left out."""
+"""What is said about files that were left out."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
 from pathlib import Path
 
-import pytest
-
-from train.tiny import TINY, printed, refused, rows
-
-Train = Callable[..., int]
-
-
-def test_no_tensorboard(texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(sys.modules, "tensorboard", None)
-    said = refused("train", texts, "--out", tmp_path / "run", "--tensorboard")
-    assert said == "onepass train: --tensorboard needs tensorboard: pip install tensorboard\n"
-    assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.slow
-def test_tensorboard_shows_what_the_metrics_hold(train: Train, tmp_path: Path):
-    pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    out = tmp_path / "run"
-    assert train("--out", out, "--tensorboard", "--steps", 6, "--model", "routed") == 0
-    assert train("--out", out, "--tensorboard", "--resume", "--steps", 12) == 0
-    board = EventAccumulator(str(out)).Reload()
-    told = {event.step: event.value for event in board.Scalars("loss")}
-    assert told == pytest.approx({row["step"]: row["loss"] for row in rows(out) if "loss" in row}, rel=1e-6)
-    # the last measurement of the shorter run stays visible here
-    name = "validation_bits_per_byte"
-    told = {event.step: event.value for event in board.Scalars(name)}
-    assert {row["step"]: pytest.approx(row[name], rel=1e-6) for row in rows(out) if name in row}.items() <= told.items()
-    name = "routing/blocks.1.feed_forward.router/overlap"
-    shown = {event.step: event.value for event in board.Scalars(name)}
-    assert shown[12] == pytest.approx(next(row[name] for row in rows(out)[::-1] if name in row), rel=1e-6)
-    # the files belong to the run
-    assert train("--out", out, "--force") == 0
-    assert not list(out.glob("events.out.tfevents.*"))
+from train.tiny import TINY, printed
 
 
 def test_what_was_left_out_is_named(texts: Path, tmp_path: Path):

@@ -40,6 +40,7 @@ TRAIN = {
     "text --out letters": "letters holds other things than a run ('a.txt')",
     "text --out text/1.txt": "is a file",
     "text --out text/1.txt/below": "or below one",
+    "text --tensorboard": "--tensorboard went: metrics.jsonl has the same numbers",
     "--config run.toml": "--config went with files of options: write them on the command line",
     "--route random": "--route went with the choices to compare with: leave it out, routers learn",
     **({} if torch.cuda.is_available() else {"text --device cuda": "--device cuda: torch sees no CUDA device here"}),

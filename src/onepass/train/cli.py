@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import shlex
 from typing import TYPE_CHECKING
@@ -67,14 +66,12 @@ def run(args: argparse.Namespace) -> int:
     """Train, draw the pictures, print a summary; return the exit code."""
     import torch
 
-    from onepass.train import board, loop, options, parallel, progress
+    from onepass.train import loop, options, parallel, progress
 
     threads = torch.get_num_threads()
     with parallel.joined() as world:
         options.fill(args)
         world.fsdp = bool(args.fsdp)
-        if args.tensorboard:
-            board.require()
         try:
             if isinstance(world, parallel.Processes) and not world.first:
                 return world.leave(follow(args, world))
@@ -226,20 +223,18 @@ def train(
     """Train in the locked directory, then write pictures and a summary; return the exit code."""
     import torch
 
-    from onepass.train import board, loop, progress
-    from onepass.train import checkpoint as checkpoints
+    from onepass.train import loop, progress
 
     try:
         training = loop.Training(config, corpus, run_, args.checkpoint_every, world)
         training.restore(saved)
         introduce(training)
         display = progress.Display(config.steps, training.step)
-        with board.written(run_, training.step) if args.tensorboard and world.first else contextlib.nullcontext():
-            try:
-                training.go(display)
-            finally:
-                display.close()
-            conclude(training, (run_ / checkpoints.NAME).name)
+        try:
+            training.go(display)
+        finally:
+            display.close()
+        conclude(training)
     except torch.OutOfMemoryError:
         raise UserError(
             f"the device has too little memory for {config.batch} × {config.seq:,} bytes a step; lower --batch or --seq"
@@ -289,9 +284,9 @@ def parameters(training: Training) -> int:
     return sum(parameter.numel() for parameter in training.model.parameters() if parameter.requires_grad)
 
 
-def conclude(training: Training, checkpoint: str) -> None:
+def conclude(training: Training) -> None:
     """Measure the trained model, draw the pictures, print the summary."""
-    from onepass.train import choices, data, html, pictures
+    from onepass.train import checkpoint, choices, data, html, pictures
     from onepass.train import run as runs
     from onepass.train.progress import say
     from onepass.train.trace import trace
@@ -317,7 +312,7 @@ def conclude(training: Training, checkpoint: str) -> None:
     if measured.numbers:
         say(choices.summary(measured.numbers))
     say(f"drawn       {name}: {html.numbers(traced)}")
-    names = [f"{runs.PICTURE}.html", runs.LOSS, runs.METRICS, runs.CONFIG, checkpoint]
+    names = [f"{runs.PICTURE}.html", runs.LOSS, runs.METRICS, runs.CONFIG, checkpoint.NAME]
     say(f"files       {run_.path}{os.sep} {'  '.join(names)}")
 
 

@@ -31,12 +31,12 @@ FLAGS = {
     "binary": "read files with NUL bytes as well; without it they are no text",
     "follow_links": "read files behind links that lead out of a given directory",
     "fsdp": "with torchrun: each process holds a part of the weights, for a model that fits on no GPU; slower",
-    "tensorboard": "write the metrics for TensorBoard into DIR, too (needs the package tensorboard)",
 }
 GONE = {
     "config": "went with files of options: write them on the command line, which a script can hold",
     "route": "went with the choices to compare with: leave it out, routers learn",
     "sequence_parallel": "went with rows over several processes: leave it out, each takes its rows of a batch",
+    "tensorboard": "went: metrics.jsonl has the same numbers, a JSON object a line",
 }
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +18,14 @@ from onepass.train.config import Config, from_json
 
 CONFIG, DATA, METRICS, LOSS, LOCK = "config.json", "data.json", "metrics.jsonl", "loss.png", ".lock"
 LEFT_OUT = "left_out.txt"  # files of the data that were left out, and why
-BOARD = "events.out.tfevents."  # how names of TensorBoard's files begin
-PICTURE = "routing"  # stem of the .html (of older runs also .png); `onepass show` puts the file's name in front
-_OWN = {CONFIG, DATA, LEFT_OUT, METRICS, LOSS, LOCK, checkpoint.NAME, f"{PICTURE}.html", f"{PICTURE}.png"}
-_SHOWN = re.compile(rf".+\.{PICTURE}\.(html|png)", re.DOTALL)
+PICTURE = "routing"  # stem of the .html; `onepass show` puts the file's name in front
+_OWN = {CONFIG, DATA, LEFT_OUT, METRICS, LOSS, LOCK, checkpoint.NAME, f"{PICTURE}.html"}
 RUNS = Path("runs")
 
 
 def _is_own(name: str) -> bool:
     name = files.partial_of(name) or name
-    return name in _OWN or name.startswith(BOARD) or bool(_SHOWN.fullmatch(name))
+    return name in _OWN or name.removesuffix(f".{PICTURE}.html") not in ("", name)
 
 
 def fresh_out() -> Path:
@@ -61,7 +58,6 @@ class Run:
         self.mark = metrics.Mark()  # where the metrics end
         self._digest = hashlib.sha256()  # of the metrics before `mark`
         self._lock: os.stat_result | None = None  # the lock file, while held
-        self.listeners: list[Callable[[metrics.Row], None]] = []  # called with each row that is written
 
     def __truediv__(self, name: str) -> Path:
         return self.path / name
@@ -174,9 +170,6 @@ class Run:
         files.extend(self / METRICS, lines, self.mark.length)
         self._digest.update(lines)
         self.mark = metrics.Mark(self.mark.length + len(lines), self._digest.hexdigest())
-        for listener in self.listeners:
-            for row in rows:
-                listener(row)
 
     def rewind(self, saved: Checkpoint | None) -> None:
         """Check the metrics up to the checkpoint and cut off what follows; without a checkpoint, cut all."""

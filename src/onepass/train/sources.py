@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import os
 import sysconfig
 from collections.abc import Iterator, Sequence
@@ -60,17 +59,7 @@ def read_text(path: Path, *, binary: bool = False) -> bytes:
     return content
 
 
-def package(name: str) -> Path:
-    """Return the directory of an installed package, found without importing it."""
-    spec = importlib.util.find_spec(name)
-    if spec is None or not spec.submodule_search_locations:
-        raise UserError(f"there is no installed package {name!r} to read")
-    return Path(next(iter(spec.submodule_search_locations)))
-
-
-def gather(
-    paths: Sequence[str], packages: Sequence[str], *, binary: bool, follow_links: bool
-) -> tuple[list[Source], list[LeftOut]]:
+def gather(paths: Sequence[str], *, binary: bool, follow_links: bool) -> tuple[list[Source], list[LeftOut]]:
     """Read the files that are given or found; return them and what was left out of the directories."""
     left_out: list[LeftOut] = []
     found: list[tuple[str, Path, bool]] = []
@@ -81,9 +70,8 @@ def gather(
         else:
             found.append((root.name, root, True))
     if not paths:
-        roots = [("", standard_library()), *((f"{name}/", package(name)) for name in packages)]
-        for prefix, root in roots:
-            found += [(prefix + path.relative_to(root).as_posix(), path, False) for path in python_sources(root)]
+        root = standard_library()
+        found += [(path.relative_to(root).as_posix(), path, False) for path in python_sources(root)]
     sources: list[Source] = []
     seen: dict[str, str] = {}
     for name, path, named in found:
