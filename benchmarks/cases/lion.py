@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.case import Case, Impl, Missing, Prepared
+from benchmarks.case import Case, Definition, Impl, Missing, Prepared
 from onepass.optim import Lion, clip_grad_norm
 
 
@@ -61,6 +61,8 @@ RIVALS = {
     "optimi": "torch-optimi",
 }
 _OPTIONS: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0.1}
+# two steps move a weight by 2e-4; 16 bits round to 4e-3
+_CHECK = {torch.float32: 2e-6, torch.bfloat16: 4e-3}
 _ADAMW = {"lr": 1e-4, "weight_decay": 0.1, "fused": True}
 # name → (module, class, options)
 _PLAIN: Mapping[str, tuple[str, str, dict[str, Any]]] = {
@@ -80,19 +82,43 @@ _INT8: Mapping[str, tuple[str, str, dict[str, Any]]] = {
 }
 
 
+def _parameters(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: str) -> list[Tensor]:
+    """Return parameters with gradients, the same in each call."""
+    torch.manual_seed(0)
+    params = [torch.randn(s, device=device, dtype=dtype).requires_grad_() for s in shapes]
+    for p in params:
+        p.grad = torch.randn_like(p)
+    return params
+
+
+def _ends(params: list[Tensor]) -> list[Tensor]:
+    """Return what is compared: numbers of the first and the last parameter."""
+    return [p.detach().flatten()[:4096].clone() for p in (params[0], params[-1])]
+
+
+def _defined(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: str) -> list[Tensor]:
+    """Return them after the two steps before a comparison: from no momentum both take the gradient's sign."""
+    params = _parameters(shapes, dtype, device)
+    signs = [p.grad.flatten()[:4096].sign() for p in (params[0], params[-1])]  # type: ignore[union-attr]
+    lr, decay = _OPTIONS["lr"], _OPTIONS["weight_decay"]
+    found = _ends(params)
+    for _ in range(2):
+        found = [p.double() * (1 - lr * decay) - lr * s for p, s in zip(found, signs, strict=True)]
+    return found
+
+
 def _prepared(
     build: Callable[[list[Tensor]], Any], shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: str = "cuda"
 ) -> Prepared:
     """Prepare an optimizer with parameters of its own, built late: one optimizer at a time holds memory."""
+    params: list[Tensor] = []
 
     def make() -> Callable[[], Any]:
-        params = [torch.randn(s, device=device, dtype=dtype).requires_grad_() for s in shapes]
-        for p in params:
-            p.grad = torch.randn_like(p)
+        params[:] = _parameters(shapes, dtype, device)
         step: Callable[[], Any] = build(params).step
         return step
 
-    return Prepared(make)
+    return Prepared(make, lambda _: _ends(params))
 
 
 def _rival(module: str, name: str, options: dict[str, Any]) -> Callable[[list[Tensor]], Any]:
@@ -139,7 +165,8 @@ def _case(
         return Clipped()
 
     def make() -> Mapping[str, Impl]:
-        impls: dict[str, Impl] = {"onepass": _prepared(ours, shapes, dtype)}
+        impls: dict[str, Impl] = {"definition": Definition(lambda: _defined(shapes, dtype, "cuda"))}
+        impls["onepass"] = _prepared(ours, shapes, dtype)
         if clip:
             impls["torch clip_grad_norm_ + AdamW fused"] = _prepared(torch_clip, shapes, dtype)
         for name, (module, cls, options) in (rivals or {}).items():
@@ -157,7 +184,7 @@ def _case(
         params["cautious"] = "cautious"
     if clip:
         params["clip"] = "clip"
-    return Case("lion", "step", params, dtype, round(elements * each), make)
+    return Case("lion", "step", params, dtype, round(elements * each), make, _CHECK[dtype])
 
 
 _CPU_MODELS: Mapping[str, Sequence[tuple[int, ...]]] = {
@@ -196,14 +223,16 @@ def _cpu_case(model: str, fused: bool) -> Case:
             "lion-pytorch torch.compile": _Compiled,
         }
         there = importlib.util.find_spec("lion_pytorch") is not None
-        return {"onepass": _prepared(ours, shapes, fp32, "cpu")} | {
-            name: _prepared(build, shapes, fp32, "cpu") if there else Missing("lion-pytorch")
-            for name, build in rivals.items()
-        }
+        impls: dict[str, Impl] = {"definition": Definition(lambda: _defined(shapes, fp32, "cpu"))}
+        impls["onepass"] = _prepared(ours, shapes, fp32, "cpu")
+        for name, build in rivals.items():
+            impls[name] = _prepared(build, shapes, fp32, "cpu") if there else Missing("lion-pytorch")
+        return impls
 
     elements = count(shapes)
     params = {"model": model, "tensors": len(shapes), "elements": elements} | ({"fused": "fused"} if fused else {})
-    return Case("lion", "step", params, fp32, round(elements * floor_bytes(fp32, fp32, "none")), make, device="cpu")
+    floor = round(elements * floor_bytes(fp32, fp32, "none"))
+    return Case("lion", "step", params, fp32, floor, make, _CHECK[fp32], "cpu")
 
 
 def _cases() -> Iterator[Case]:

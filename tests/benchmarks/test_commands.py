@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 
 ROOT = Path(__file__).parents[2]
 slow = pytest.mark.slow
@@ -65,20 +64,6 @@ def test_every_fault_of_the_soak_once(tmp_path: Path) -> None:
     assert len(found["faults"]) == 6
     assert set(found["faults"].values()) == {1}
     assert found["equal_bit_for_bit"]["tensors"] > 0
-
-
-@slow
-@pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")
-def test_scaling(tmp_path: Path) -> None:
-    out = tmp_path / "scaling.json"
-    said = run("-m", "benchmarks.scaling", "--device", "cpu", "--processes", 1, 2, "--json", out).stdout
-    one, two = json.loads(out.read_text())["records"]
-    assert (one["processes"], two["processes"]) == (1, 2)
-    # weak scaling: as many sequences and tokens per process
-    assert two["main_job"]["batch"] == two["main_job_fsdp"]["batch"] == 2 * one["main_job"]["batch"]
-    assert two["experts"]["tokens"] == one["experts"]["tokens"]
-    assert min(two["experts"][how]["host_ms"] for how in ("alone", "ddp", "fsdp")) > 0
-    assert "experts, fsdp: " in said
 
 
 @slow
