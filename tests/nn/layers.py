@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -41,6 +42,45 @@ def outputs(routing: Any) -> list[Any]:
     if routing is None:
         return []
     return [routing] if hasattr(routing, "indices") else [output for part in routing for output in outputs(part)]
+
+
+def rows_of(lengths: list[int], width: int, seed: int) -> list[Tensor]:
+    return [tokens(n, width, seed=seed + i, dtype=torch.float64).requires_grad_() for i, n in enumerate(lengths)]
+
+
+def bounds(lengths: list[int], dtype: torch.dtype = torch.int32) -> Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0).to(dtype)
+
+
+def each_is_as_alone(
+    layer: nn.Module, call: Callable[[list[Tensor]], tuple[list[Tensor], Any]], rows: list[Tensor]
+) -> None:
+    """Outputs by row of `call`, and the choices if it has them, equal those of one call a row; gradients too."""
+    upstream = [tokens(*row.shape, seed=100 + i, dtype=row.dtype) for i, row in enumerate(rows)]
+    ys, routing = call(rows)
+    alone = [layer(row[None], return_routing=True) for row in rows]
+    for i, (y, (expected, own)) in enumerate(zip(ys, alone, strict=True)):
+        torch.testing.assert_close(y, expected[0], rtol=1e-10, atol=1e-10)
+        for a, b in zip(outputs(routing) if routing else (), outputs(own), strict=bool(routing)):
+            if a.indices.shape[1:-1] == a.scores.shape[1:]:
+                continue  # the choices of experts are rows of tokens
+            chosen, there = a.indices[i] >= 0, b.indices[0] >= 0
+            assert torch.equal(a.indices[i][chosen], b.indices[0][there])
+            torch.testing.assert_close(a.gates[i][chosen], b.gates[0][there], rtol=1e-10, atol=1e-10)
+    found = [
+        torch.autograd.grad([*r], [*rows, *layer.parameters()], upstream, allow_unused=True, materialize_grads=True)
+        for r in (ys, [y[0] for y, _ in alone])
+    ]
+    torch.testing.assert_close(*found, rtol=1e-9, atol=1e-9)
+
+
+def padded_is_as_alone(layer: nn.Module, rows: list[Tensor], n: int, held: float = math.nan) -> None:
+    def padded(rows: list[Tensor]) -> tuple[list[Tensor], Any]:
+        x = torch.stack([nn.functional.pad(row, (0, 0, 0, n - len(row)), value=held) for row in rows])
+        y, routing = layer(x, first(n, *map(len, rows)), return_routing=True)
+        return [part[: len(row)] for part, row in zip(y, rows, strict=True)], routing
+
+    each_is_as_alone(layer, padded, rows)
 
 
 def rms(x: Tensor, weight: Tensor) -> Tensor:

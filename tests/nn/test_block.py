@@ -76,14 +76,3 @@ def test_fault_2_of_the_public_library_block_wise_routing_raises_index_error(n: 
     out = choose_per_block(Router(DIM), tokens(3, n, DIM), 2, WINDOW, first(n, n, n // 2, 0))
     assert out.indices.shape == (3, 2 * -(-n // WINDOW))
     assert (out.indices < n).all()
-
-
-def test_dropout_is_on_what_a_layer_adds_while_training() -> None:
-    block, x = _block(False, dropout=0.5), tokens(3, 40, DIM)
-    torch.manual_seed(0)
-    h = x + torch.nn.functional.dropout(block.attention(x), 0.5)
-    expected = h + torch.nn.functional.dropout(block.feed_forward(h), 0.5)
-    torch.manual_seed(0)
-    torch.testing.assert_close(block(x), expected)
-    h = x + block.attention(x)
-    torch.testing.assert_close(block.eval()(x), h + block.feed_forward(h))

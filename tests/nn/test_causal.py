@@ -1,4 +1,4 @@
-"""The rules that choose without looking ahead; that nothing later counts is in `test_any_layer.py`."""
+"""The rules that choose without looking ahead; that nothing later counts is in `test_contracts.py`."""
 
 from __future__ import annotations
 

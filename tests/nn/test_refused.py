@@ -65,25 +65,12 @@ ROWS: list[tuple[type[Exception], str, Callable[[], Any]]] = [
        lambda name=name, wrong=wrong: LAYERS[name](**{wrong: True}))
       for name in ("Routed", "RoutedFeedForward", "RoutedBlock")
       for wrong, said in (("balance", "; it went with rows over several"), ("windows", "$"))),
-    *((error, match, lambda name=name, mask=mask: LAYERS[name]()(X, mask))
-      for name in LAYERS if name != "Routed" for mask, error, match in (
-        (torch.ones(2, 9), TypeError, "mask must be bool"),
-        (torch.ones(2, 5).bool(), ValueError, r"mask must be \(batch, n\) = \(2, 9\), got \(2, 5\)"),
-        (torch.ones(2, 9, device="meta").bool(), ValueError, "mask is on meta but x is on cpu"))),
-    *((TypeError, f"{name}: x must be a tensor, got list", lambda name=name: LAYERS[name]()([[0.0]]))
-      for name in ("Routed", "RoutedFeedForward", "RoutedAttention")),
     *((ValueError, r"x must be \(batch, n, (16|dim)\), got \(9, 16\)", lambda name=name: LAYERS[name]()(X[0]))
       for name in ("RoutedFeedForward", "RoutedAttention", "RoutedBlock", "TransformerBlock")),
-    *((ValueError, r"x must be \(batch, n, 16\), got \(2, 9, 15\)", lambda name=name: LAYERS[name]()(X[..., 1:]))
-      for name in ("RoutedAttention", "RoutedBlock", "TransformerBlock")),
-    *((TypeError, "RoutedAttention: x must be float32", lambda name=name: LAYERS[name]()(X.int()))
-      for name in ("RoutedAttention", "RoutedBlock")),
     *((ValueError, "weight is on meta but x is on cpu",
        lambda name=name, part=part: on_meta(RoutedBlock(16, 3, **HEADS).get_submodule(name), part)(X))
       for name in ("attention", "feed_forward") for part in ("", "light.norm", "heavy")),
     (TypeError, "RoutedAttention: x must be a tensor, got str", lambda: LAYERS["RoutedBlock"]()("abc")),
-    (TypeError, r"x is torch.bfloat16 and the weights are torch.float32; convert one",
-     lambda: LAYERS["RoutedBlock"]()(X.bfloat16())),
     (ValueError, "dropout must be between 0 and 1", lambda: LAYERS["RoutedBlock"](dropout=1.5)),
     (ValueError, r"light branch must keep the shape \(2, 9, 16\), got \(2, 9, 32\)",
      lambda: Routed(WIDE, LINEAR, Router(16), 3)(X)),
@@ -120,13 +107,6 @@ ROWS: list[tuple[type[Exception], str, Callable[[], Any]]] = [
         ({"dim_head": 10, "num_experts": 2, "top_k": 3}, ValueError, "top_k must be ≤ num_experts = 2, got 3"),
         ({"dim_head": 10, "causal": 1}, TypeError, "causal must be a bool, got int"),
         ({"dim_head": 10, "dropout": 2}, ValueError, "dropout must be between 0 and 1, got 2"))),
-    *((error, f"TransformerBlock: {match}", lambda args=args, o=o: LAYERS["TransformerBlock"]()(*args, **o))
-      for args, o, error, match in (
-        ((X.int(),), {}, TypeError, "x must be float32"),
-        ((X.bfloat16(),), {}, TypeError, "x is torch.bfloat16 and the weights are torch.float32; convert one"),
-        ((X[0], None), {"cu_seqlens": torch.tensor([0, 8])}, ValueError, "cu_seqlens must rise from 0 to the 9 tokens"),
-        ((X,), {"cu_seqlens": torch.tensor([0, 9])}, ValueError, "with cu_seqlens, x must be"),
-        ((X[0],), {"max_seqlen": 9}, ValueError, "max_seqlen belongs to cu_seqlens"))),
     # routers
     (ValueError, "dim must be ≥ 1, got 0", lambda: Router(0)),
     (ValueError, "num_routes must be 1 to 16, got 17", lambda: Router(8, 17)),
@@ -155,7 +135,6 @@ ROWS: list[tuple[type[Exception], str, Callable[[], Any]]] = [
         ((X, True), TypeError, "k must be an int or a float, got bool"),
         ((X, -1), ValueError, "k must be an int ≥ 0 or a share.*, got -1"),
         ((X, 1, torch.ones(2, 9)), TypeError, "mask must be bool.*float32"),
-        ((X, 1, torch.ones(5).bool()), ValueError, r"mask must be .*\(2, 9\), got \(5,\)"),
         ((X, 1, [True]), TypeError, "mask must be a tensor"))),
     # statistics of choices
     (TypeError, "routing must be a RouterOutput, AttentionRouting or BlockRouting, got Tensor",

@@ -1,7 +1,7 @@
 """`Router`: scores, choices, gates; faults 5, 6 and 8 of the public routing library by name.
 
 2 is in `test_block.py`, where masks under autocast would show 7 (the documented block crashes); 1 (cross-attention)
-and 3 (several routes read other sequences) would fail `test_every_layer.py`, 4 (later tokens count) `test_causal.py`.
+and 3 (several routes read other sequences) would fail `test_contracts.py`, 4 (later tokens count) `test_causal.py`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""`TransformerBlock` against its definition in float64; `test_every_layer.py` has what every layer owes PyTorch."""
+"""`TransformerBlock` against its definition in float64; `test_contracts.py` has what every layer owes PyTorch."""
 
 from __future__ import annotations
 
-import itertools
 import math
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from nn.layers import attend, first, holes, rms, tokens, turned
+from nn.layers import attend, holes, rms, tokens, turned
 from onepass.nn import Experts, TransformerBlock, graphed
 
 DIM, N = 32, 40
@@ -66,66 +65,6 @@ def test_values_and_gradients_are_those_of_the_definition(
     expected = torch.stack([defined(made, row, real) for row, real in zip(x, mask, strict=True)])
     y = made(x, mask if masked else None)
     torch.testing.assert_close(results(y, x, made), results(expected, x, made), rtol=1e-9, atol=1e-9)
-
-
-@shapes
-@pytest.mark.parametrize(("lead", "num_experts"), [((), 0), ((1,), 4)])
-def test_packed_sequences_give_what_they_give_alone(
-    window: int | None, causal: bool, lead: tuple[int, ...], num_experts: int
-) -> None:
-    made, bounds = block(window, causal, num_experts=num_experts), [0, 5, 5, 29, N]
-    x = tokens(*lead, N, DIM, dtype=torch.float64).requires_grad_()
-    y = made(x, cu_seqlens=torch.tensor(bounds, dtype=torch.int32))
-    rows = x.view(1, N, DIM)
-    alone = [made(rows[:, b:e]) for b, e in itertools.pairwise(bounds)]
-    expected = torch.cat(alone, 1).view(x.shape)
-    torch.testing.assert_close(results(y, x, made), results(expected, x, made), rtol=1e-9, atol=1e-9)
-
-
-def test_packed_sequences_compile_in_one_graph() -> None:
-    torch._dynamo.reset()
-    made, x, bounds = block(), tokens(N, DIM, dtype=torch.float64), torch.tensor([0, 5, N])
-    compiled = torch.compile(made, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(x, cu_seqlens=bounds, max_seqlen=N), made(x, cu_seqlens=bounds))
-
-
-@pytest.mark.parametrize("window", [None, 8])
-@pytest.mark.parametrize("masked", [False, True])
-def test_an_exported_program_takes_any_batch_and_length(window: int | None, masked: bool) -> None:
-    made, batch, n = block(window), torch.export.Dim("batch", min=2), torch.export.Dim("n", min=2, max=4096)
-
-    def given(*sizes: int) -> tuple[Tensor, ...]:
-        x = tokens(*sizes, DIM, dtype=torch.float64)
-        return (x, torch.rand(sizes) < 0.7) if masked else (x,)
-
-    dynamic = tuple({0: batch, 1: n} for _ in given(2, 2))
-    program = torch.export.export(made, given(2, 20), dynamic_shapes=dynamic).module()
-    inputs = given(5, 77)
-    torch.testing.assert_close(program(*inputs), made(*inputs))
-
-
-def test_padding_gets_what_zeros_get() -> None:
-    made, mask, x = block(), first(N, N, 9, 0), tokens(3, N, DIM, dtype=torch.float64)
-    y = made(x.masked_fill(~mask[..., None], math.nan), mask)
-    assert torch.equal(y, made(x.masked_fill(~mask[..., None], 0), mask))
-    assert y.isfinite().all()
-
-
-@pytest.mark.parametrize(("window", "num_experts"), [(None, 0), (8, 4)])
-def test_a_process_without_rows_has_gradients_of_zero(window: int | None, num_experts: int) -> None:
-    made = block(window, num_experts=num_experts)
-    made(torch.empty(0, N, DIM, dtype=torch.float64)).sum().backward()
-    assert all(p.grad is not None and not p.grad.any() for p in made.parameters())
-
-
-def test_dropout_is_on_what_a_layer_adds_while_training() -> None:
-    made, x = block(dropout=0.5), tokens(3, N, DIM, dtype=torch.float64)
-    torch.manual_seed(0)
-    h = x + nn.functional.dropout(made.attention(x), 0.5)
-    expected = h + nn.functional.dropout(made.feed_forward(h), 0.5)
-    torch.manual_seed(0)
-    torch.testing.assert_close(made(x), expected)
-    assert torch.equal(made.eval()(x), made(x))
 
 
 def test_no_routing_without_experts() -> None:
