@@ -16,6 +16,7 @@ from pathlib import Path
 from onepass.__main__ import Parser, run_command
 from onepass.train.commands.errors import UserError
 from onepass.train.commands.options import number
+from onepass.train.progress import say
 
 from . import cases as declared
 from .bench import select
@@ -69,12 +70,11 @@ def _selection(args: argparse.Namespace) -> list[str]:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command; 1 when one of our own implementations failed."""
-    console = select.console()
     if args.report is not None:
         from .report import build
 
         for path in build(args.report):
-            console.print(f"wrote {path}", markup=False, soft_wrap=True)
+            say(f"wrote {path}")
         return 0
 
     from .warm import compile_only, warm
@@ -88,17 +88,16 @@ def run(args: argparse.Namespace) -> int:
     if not cases:
         raise UserError(f"--part {args.part}: there are fewer cases than parts")
     if args.warm and not args.list:
-        console.print(f"compiling in {args.warm} processes", style="dim", markup=False)
+        say(f"compiling in {args.warm} processes")
         spent = warm(_selection(args), (first, every), args.warm)
-        console.print(f"compiled in {spent:.0f} s", style="dim", markup=False)
+        say(f"compiled in {spent:.0f} s")
     elif args.compile_only and not args.list:
         compile_only(cases, select.timer(device, args.quick), limit_s=args.limit)
     if args.compile_only and not args.list:
         return 0
     if not args.list and (load := os.getloadavg()[0]) > 0.5:
-        told = f"load average {load:.1f}: beside other processes times of this run will be too long"
-        console.print(told, style="yellow", markup=False)
-    return select.measure(cases, args, declared.rivals({folder for folder, _ in cases}), console)
+        say(f"load average {load:.1f}: beside other processes times of this run will be too long")
+    return select.measure(cases, args, declared.rivals({folder for folder, _ in cases}))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

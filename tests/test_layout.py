@@ -27,7 +27,7 @@ MOST_LINES: dict[str, tuple[str, int, int]] = {
     "doctor": ("src/onepass/doctor", 461, 461),
     "train": ("src/onepass/train", 3388, 2900),
     "tests": ("tests", 23762, 19000),
-    "measured": ("benchmarks research", 6050, 6000),
+    "measured": ("benchmarks research", 5951, 6000),
     "contrib": ("contrib", 1437, 1438),
     "examples": ("examples", 844, 900),
 }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
 import sys
 import time
@@ -135,9 +134,7 @@ def _timed(ready: _Ready, us: float, host_us: float | None, seconds: float) -> R
     return replace(ready.untimed, us=us, host_us=host_us, seconds=ready.untimed.seconds + seconds)
 
 
-def _ready(
-    folder: str, case: Case, timer: Timer, compile: bool, limit_s: float, started: Callable[[str], None]
-) -> Iterator[_Ready | Result]:
+def _ready(folder: str, case: Case, timer: Timer, compile: bool, limit_s: float) -> Iterator[_Ready | Result]:
     """Yield each implementation of a case, ours first: ready to time, or a result that says why not."""
     torch.manual_seed(SEED)
     defined: Any = None
@@ -158,7 +155,6 @@ def _ready(
         if compiles(name) and not compile:
             yield Result(folder, case, name, SKIPPED, note="--no-compile")
             continue
-        started(name)
         began = time.perf_counter()
         try:
             ready = _prepare(folder, case, name, impl, ours, defined, timer, limit_s)
@@ -182,18 +178,10 @@ def _ready(
                 return
 
 
-def run_case(
-    folder: str,
-    case: Case,
-    timer: Timer,
-    *,
-    compile: bool = True,
-    limit_s: float = 0.0,
-    started: Callable[[str], None] = lambda impl: None,
-) -> Iterator[Result]:
+def run_case(folder: str, case: Case, timer: Timer, *, compile: bool = True, limit_s: float = 0.0) -> Iterator[Result]:
     """Measure every implementation of one case, ours first."""
     waiting: list[_Ready] = []
-    for found in _ready(folder, case, timer, compile, limit_s, started):
+    for found in _ready(folder, case, timer, compile, limit_s):
         if isinstance(found, Result):
             yield found
         elif isinstance(timer, CpuTimer):
@@ -220,19 +208,13 @@ def run_case(
 
 
 def run(
-    cases: Sequence[tuple[str, Case]],
-    timer: Timer,
-    *,
-    compile: bool = True,
-    limit_s: float = 0.0,
-    started: Callable[[Case, str], None] = lambda case, impl: None,
+    cases: Sequence[tuple[str, Case]], timer: Timer, *, compile: bool = True, limit_s: float = 0.0
 ) -> Iterator[Result]:
     """Measure (folder, case) pairs one after another; raise DeviceLostError if an implementation breaks the device."""
     with _kept_graphs():
         for folder, case in cases:
             release()
-            on = functools.partial(started, case)
-            yield from run_case(folder, case, timer, compile=compile, limit_s=limit_s, started=on)
+            yield from run_case(folder, case, timer, compile=compile, limit_s=limit_s)
     release()
 
 

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING
 
 from onepass.train.commands.errors import UserError
 from onepass.train.commands.options import number
+from onepass.train.progress import say
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from benchmarks.case import Case
 
     from .timers import Timer
@@ -79,22 +78,14 @@ def select(cases: Sequence[tuple[str, Case]], args: argparse.Namespace) -> list[
     return found
 
 
-def console() -> Console:
-    """Return the console for tables, 120 columns wide unless it is a terminal."""
-    from rich.console import Console
-
-    terminal = Console(highlight=False)
-    return terminal if terminal.is_terminal else Console(highlight=False, width=120)
-
-
-def _list(cases: Sequence[tuple[str, Case]], console: Console) -> None:
+def _list(cases: Sequence[tuple[str, Case]]) -> None:
     from onepass.core.about import dtype_name
 
     from .runner import label
 
     for folder, case in cases:
         line = f"{folder}  {case.op}  {case.stage}  {dtype_name(case.dtype)}  {label(case.params)}"
-        console.print(line + ("" if case.device == "cuda" else f"  ({case.device})"), markup=False, soft_wrap=True)
+        say(line + ("" if case.device == "cuda" else f"  ({case.device})"))
 
 
 def here(cases: Sequence[tuple[str, Case]], wanted: str | None) -> tuple[str, list[tuple[str, Case]]]:
@@ -121,17 +112,15 @@ def timer(device: str, quick: bool) -> Timer:
     return kind(measure_ms=QUICK_MS if quick else MEASURE_MS)
 
 
-def measure(
-    cases: Sequence[tuple[str, Case]], args: argparse.Namespace, rivals: Mapping[str, str], console: Console
-) -> int:
+def measure(cases: Sequence[tuple[str, Case]], args: argparse.Namespace, rivals: Mapping[str, str]) -> int:
     """List the cases or measure them; return 1 if an implementation of onepass failed, else 0."""
     if args.list:
-        _list(cases, console)
+        _list(cases)
         return 0
     device, cases = here(cases, args.device)
 
     from .session import Session
 
     kept = {"compile": not args.no_compile, "limit_s": args.limit}
-    session = Session(cases, device, rivals, console, args.json, **kept)
+    session = Session(cases, device, rivals, args.json, **kept)
     return session.run(timer(device, args.quick))
