@@ -20,7 +20,7 @@ MOST_LINES: dict[str, tuple[str, int, int]] = {
     "norms": ("src/onepass/ops/norm src/onepass/ops/qk_norm_rope src/onepass/ops/weighted_sum", 4067, 3250),
     "topk": ("src/onepass/ops/soft_topk src/onepass/ops/coor_descent src/onepass/ops/topk", 4754, 4300),
     "lion": ("src/onepass/ops/lion src/onepass/optim", 2815, 2550),
-    "routing": ("src/onepass/ops/causal_choice src/onepass/ops/routing src/onepass/ops/span_attention", 3158, 2800),
+    "routing": ("src/onepass/ops/causal_choice src/onepass/ops/routing src/onepass/ops/span_attention", 3075, 2800),
     "experts": ("src/onepass/ops/experts src/onepass/nn/experts.py", 1645, 1000),
     "layers": ("src/onepass/fused src/onepass/nn", 6542, 5700),
     "others": ("src/onepass/swapping src/onepass/compat src/onepass/t*.py", 1213, 1150),

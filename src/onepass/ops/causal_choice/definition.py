@@ -1,4 +1,4 @@
-"""The definition in torch, with gradients by autograd; then the torch path, which has its thresholds and choice."""
+"""The definition in torch: the tests' oracle; and what a CPU, float64 and sizes that no kernel takes run."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from onepass.core.eager import recording
 
 # largest denominator of a share: products with the number of tokens stay exact in int64
 DENOMINATOR = 1 << 20
@@ -54,24 +56,29 @@ def reference(
     mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return indices (batch, k) and gates of the tokens that a running threshold chooses; see `op.causal_choice`."""
-    batch, n = scores.shape
-    share = fraction(k) if isinstance(k, float) else (min(k, n), n)
+    n, share = scores.shape[1], k if isinstance(k, float) else 0.0
     k = places(k, n, block) if isinstance(k, float) else min(k, n)
-    if not (k and batch):
+    if not (k and len(scores)):
         return nothing(scores, k)
-    known = scores.detach()
-    threshold = per_token(running_threshold(known, share, block, memory, mask), n, block)
-    indices, _ = arrivals(known > threshold, k, share, block, mask)
-    found, at = indices >= 0, indices.clamp_min(0)
-    shift = common_shift(scores, threshold, eps, block, mask).repeat_interleave(block, 1)[:, :n]
-    above = (scores - shift).gather(1, at) - threshold.gather(1, at)
-    return indices, torch.where(found, torch.sigmoid(above.masked_fill(~found, 0.0) / eps), 0.0)
+    _, indices, thresholds, _ = forward(scores.detach(), mask, k, share, eps, block, memory)
+    return indices, _gates(scores, mask, indices, thresholds, eps, block)
 
 
 def nothing(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Return empty indices and gates (batch, k) where nothing can be chosen; backward() runs through the gates."""
     gates = scores.new_zeros(len(scores), k) + scores[:, :0].sum(-1, keepdim=True)
     return scores.new_zeros(len(scores), k, dtype=torch.int64), gates
+
+
+def _gates(
+    scores: Tensor, mask: Tensor | None, indices: Tensor, thresholds: Tensor, eps: float, block: int
+) -> Tensor:  # fmt: skip
+    """Return the gates of the chosen tokens, with a gradient through their thresholds."""
+    threshold = per_token(thresholds, scores.shape[1], block)
+    found, at = indices >= 0, indices.clamp_min(0)
+    shift = common_shift(scores, threshold, eps, block, mask).repeat_interleave(block, 1)[:, : scores.shape[1]]
+    above = (scores - shift).gather(1, at) - threshold.gather(1, at)
+    return torch.where(found, torch.sigmoid(above.masked_fill(~found, 0.0) / eps), 0.0)
 
 
 def common_shift(scores: Tensor, threshold: Tensor, eps: float, block: int, mask: Tensor | None) -> Tensor:
@@ -89,9 +96,10 @@ def common_shift(scores: Tensor, threshold: Tensor, eps: float, block: int, mask
         slope, scores = slope.masked_fill(~mask, 0), scores.masked_fill(~mask, 0)
     sums = F.pad(torch.stack((slope * scores, slope)), (0, -n % block)).reshape(2, len(slope), -1, block).sum(-1)
     weighted, weight = sums.cumsum(-1).roll(1, -1).unbind(0)
-    first = torch.arange(weight.shape[-1], device=scores.device) == 0
-    mean = torch.where(first | (weight <= 0), 0.0, weighted / weight.clamp_min(torch.finfo(weight.dtype).tiny))
-    return (mean - mean.detach()).nan_to_num(0.0)
+    later = torch.arange(weight.shape[-1], device=scores.device) > 0
+    follows = later & (weight > 0) & (weighted / weight).isfinite()
+    mean = weighted.where(follows, 0.0) / weight.where(follows, 1.0).clamp_min(torch.finfo(weight.dtype).tiny)
+    return mean - mean.detach()
 
 
 def running_threshold(scores: Tensor, share: tuple[int, int], block: int, memory: int, mask: Tensor | None) -> Tensor:
@@ -172,26 +180,11 @@ def forward(
 
 
 def backward(
-    g_gates: Tensor, scores: Tensor, mask: Tensor | None, gates: Tensor, indices: Tensor, thresholds: Tensor,
-    eps: float, block: int,
-) -> Tensor:  # fmt: skip
-    """Return the gradient of the scores: chosen ones through their gates, earlier ones through later thresholds."""
-    n = scores.shape[1]
-
-    def per_block(t: Tensor) -> Tensor:
-        return F.pad(t, (0, -n % block)).view(len(t), -1, block).sum(-1)
-
-    s, g = scores.to(thresholds.dtype), gates.to(thresholds.dtype)
-    of_chosen = torch.where(indices >= 0, g_gates.to(s.dtype) * g * (1 - g) / eps, 0.0)
-    own = torch.zeros_like(s).scatter_add_(1, indices.clamp_min(0), of_chosen)
-    gate = torch.sigmoid((s - per_token(thresholds, n, block)) / eps)
-    slope = gate * (1 - gate)
-    if mask is not None:
-        slope, s = slope.masked_fill(~mask, 0), s.masked_fill(~mask, 0)
-    weight, weighted = (F.pad(per_block(t).cumsum(-1), (1, -1)) for t in (slope, slope * s))
-    follows = (weight > 0) & (weighted / weight).isfinite()
-    share = torch.where(follows, per_block(own) / weight.clamp_min(torch.finfo(s.dtype).tiny), 0.0)
-    share[:, 0] = 0
-    later = share.flip(-1).cumsum(-1).flip(-1) - share
-    ds = own - slope * later.repeat_interleave(block, 1)[:, :n]
+    g_gates: Tensor, scores: Tensor, mask: Tensor | None, indices: Tensor, thresholds: Tensor, eps: float, block: int
+) -> Tensor:
+    """Return the gradient of the scores, by autograd: through the gates of the chosen, and through their thresholds."""
+    s = scores.detach().to(thresholds.dtype)
+    with recording():
+        gates = _gates(s.requires_grad_(), mask, indices, thresholds, eps, block)
+        (ds,) = torch.autograd.grad(gates, s, g_gates.to(s.dtype))
     return ds.to(scores.dtype)

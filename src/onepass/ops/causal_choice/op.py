@@ -1,8 +1,9 @@
-"""`causal_choice`: argument checks, registration with the dispatcher, autograd, the public function."""
+"""`causal_choice`: its operator and the public function."""
 
 from __future__ import annotations
 
-import math
+import functools
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
@@ -17,12 +18,7 @@ from onepass.ops._shared import arguments
 from . import definition
 from .definition import fraction, nothing, places
 
-
-def ways(scores: Any, *rest: Any) -> list[Way]:
-    """List the ways to shard scores and mask, with gates, indices, thresholds and starts."""
-    return [((0,) * 4, (0, 0)) for _ in row_dims(scores)]
-
-
+_kernels = functools.cache(lambda: import_module(".kernels", __package__))
 # default: tokens before a block that its threshold is computed from
 MEMORY = 2048
 
@@ -42,10 +38,7 @@ def _check(scores: Tensor, mask: Tensor | None, k: int | float, eps: float, bloc
         arguments.whole("causal_choice", name, value, least)
     if isinstance(k, float) and not 0 < k <= 1:
         raise ValueError(f"causal_choice: k must be an int ≥ 0 or a share 0 < k ≤ 1, got {k}")
-    if isinstance(eps, bool) or not isinstance(eps, (int, float, torch.SymInt, torch.SymFloat)):
-        raise TypeError(f"causal_choice: eps must be a number, got {type(eps).__name__}")
-    if not 0 < eps < math.inf:
-        raise ValueError(f"causal_choice: eps must be finite and > 0, got {eps}")
+    arguments.number("causal_choice", "eps", eps, arguments.LARGEST)
     check_sizes("causal_choice", block, memory)
     if mask is not None:
         arguments.boolean("causal_choice", mask, "real token")
@@ -62,12 +55,8 @@ def check_sizes(caller: str, block: int, memory: int) -> None:
         raise ValueError(f"{caller}: memory must be a positive multiple of block = {block}, got {memory}")
 
 
-def _fused(scores: Tensor, block: int, memory: int) -> bool:
-    if not uses_triton(scores):
-        return False
-    from . import kernels
-
-    return kernels.fits(block, memory)
+def _by_kernels(scores: Tensor, block: int, memory: int) -> bool:
+    return uses_triton(scores) and _kernels().fits(block, memory)
 
 
 def forward(
@@ -78,11 +67,9 @@ def forward(
     k is the number of places, of which a share of the tokens is chosen; 0.0: the share k/n. Without checks and
     autograd, for larger autograd nodes; 1 ≤ k ≤ n, batch ≥ 1.
     """
-    if _fused(scores, block, memory):
-        from . import kernels
-
+    if _by_kernels(scores, block, memory):
         of_tokens = fraction(share) if share else (k, scores.shape[1])
-        return kernels.forward(scores, mask, k, of_tokens, eps, block, memory)
+        return _kernels().forward(scores, mask, k, of_tokens, eps, block, memory)  # type: ignore[no-any-return]
     return definition.forward(scores, mask, k, share, eps, block, memory)
 
 
@@ -94,12 +81,10 @@ def backward(
 
     With `into`, contiguous and like scores, it is written there.
     """
-    if _fused(scores, block, memory):
-        from . import kernels
-
+    if _by_kernels(scores, block, memory):
         gates, thresholds, starts = gates.contiguous(), thresholds.contiguous(), starts.contiguous()
-        return kernels.backward(g_gates, scores, mask, gates, thresholds, starts, eps, block, into)
-    ds = definition.backward(g_gates, scores, mask, gates, indices, thresholds, eps, block)
+        return _kernels().backward(g_gates, scores, mask, gates, thresholds, starts, eps, block, into)  # type: ignore[no-any-return]
+    ds = definition.backward(g_gates, scores, mask, indices, thresholds, eps, block)
     return ds if into is None else into.copy_(ds)
 
 
@@ -116,8 +101,13 @@ def _fake(
     )
 
 
+def _ways(scores: Any, *rest: Any) -> list[Way]:
+    """Shard along the batch."""
+    return [((0,) * 4, (0, 0)) for _ in row_dims(scores)]
+
+
 _call, forward_op, backward_op = operator(
-    "causal_choice", forward, backward, ("gates", "indices", "thresholds", "starts"), fake=_fake, ways=ways,
+    "causal_choice", forward, backward, ("gates", "indices", "thresholds", "starts"), fake=_fake, ways=_ways,
     of=("scores",), n_public=2, replay=True,
 )  # fmt: skip
 

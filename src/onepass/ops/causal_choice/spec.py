@@ -57,9 +57,9 @@ _BAD = (
     BadCall("k", lambda: causal_choice(_S, -1), ValueError, "k must be ≥ 0, got -1"),
     BadCall("share", lambda: causal_choice(_S, 1.5), ValueError, r"int ≥ 0 or a share 0 < k ≤ 1, got 1\.5"),
     BadCall("text k", lambda: causal_choice(_S, "1"), TypeError, "k must be an int, got str"),  # type: ignore[arg-type]
-    BadCall("eps", lambda: causal_choice(_S, 1, eps=0.0), ValueError, "eps must be finite and > 0, got 0.0"),
-    BadCall("infinite eps", lambda: causal_choice(_S, 1, eps=math.inf), ValueError, "finite and > 0, got inf"),
-    BadCall("eps tensor", lambda: causal_choice(_S, 1, eps=_S), TypeError, "eps must be a number, got Tensor"),  # type: ignore[arg-type]
+    BadCall("eps", lambda: causal_choice(_S, 1, eps=0.0), ValueError, "eps must be > 0, got 0.0"),
+    BadCall("infinite eps", lambda: causal_choice(_S, 1, eps=math.inf), ValueError, "eps must be ≤ .*, got inf"),
+    BadCall("eps tensor", lambda: causal_choice(_S, 1, eps=_S), TypeError, "eps must be a number > 0, got Tensor"),  # type: ignore[arg-type]
     BadCall("block", lambda: causal_choice(_S, 1, block=0), ValueError, "block must be ≥ 1, got 0"),
     BadCall("memory", lambda: causal_choice(_S, 1, block=8, memory=12), ValueError, "multiple of block = 8, got 12"),
     BadCall("mask", lambda: causal_choice(_S, 1, mask=torch.ones(2, 5).bool()), ValueError, r"mask must be \(2, 6\)"),

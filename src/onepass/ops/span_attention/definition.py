@@ -38,7 +38,9 @@ def reference(
     return torch.einsum("bhnm,bmhd->bnhd", p.masked_fill(~seen, 0.0), v.to(acc)).to(q.dtype)
 
 
-def rotate(x: Tensor, positions: Tensor | None, base: float, inverse: bool = False) -> Tensor:
+def rotate(
+    x: Tensor, positions: Tensor | None = None, *, base: float = 10_000.0, inverse: bool = False
+) -> Tensor:  # fmt: skip
     """Rotate the pairs (x_c, x_{c + width/2}) of x (batch, n, heads, width) by position·base^(−2c/width)."""
     width = x.shape[-1]
     if positions is None:
@@ -53,11 +55,6 @@ def rotate(x: Tensor, positions: Tensor | None, base: float, inverse: bool = Fal
     return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1).to(x.dtype)
 
 
-def rotary_reference(x: Tensor, positions: Tensor | None = None, *, base: float = 10_000.0) -> Tensor:
-    """Return the result of `rotary` by its definition."""
-    return rotate(x, positions, base)
-
-
 def attention_reference(
     qkv: Tensor,
     first: Tensor,
@@ -69,7 +66,7 @@ def attention_reference(
 ) -> Tensor:
     """Return the result of `rotary_attention` by its definition."""
     q, k, v = qkv.unbind(2)
-    return reference(rotate(q, None, base), rotate(k, None, base), v, first, last, mask=mask, scale=scale)
+    return reference(rotate(q, base=base), rotate(k, base=base), v, first, last, mask=mask, scale=scale)
 
 
 QUERIES = KEYS = 128

@@ -1,22 +1,28 @@
-"""`span_attention`, `rotary` and both at once: checks, shards, registration, autograd, the public functions."""
+"""`span_attention`, `rotary` and both at once: their operators and the public functions."""
 
 from __future__ import annotations
 
+import functools
 import math
+from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from onepass.core import check
-from onepass.core.bind import bind
 from onepass.core.launch import uses_triton
 from onepass.core.operator import operator
-from onepass.core.register import register, register_fake
 from onepass.core.sharding import REPLICATE, Placement, Way
 from onepass.ops._shared import arguments
+from onepass.ops.routing.op import as_bytes
 
 from . import definition
+
+BASE = 10_000.0
+_INTS = torch.int32, torch.int64
+_kernels = functools.cache(lambda: import_module(".kernels", __package__))
+_kernels_rotary = functools.cache(lambda: import_module(".kernels_rotary", __package__))
 
 
 def _batch(t: Any) -> Placement:
@@ -24,89 +30,57 @@ def _batch(t: Any) -> Placement:
     return REPLICATE if t is None or t.shape[0] == 1 else 0
 
 
-def ways(q: Any, k: Any, v: Any, first: Any, last: Any, mask: Any, *rest: Any) -> list[Way]:
-    """List the ways to shard q, k, v, first, last and mask, with the output and lse (batch, heads, n)."""
-    return [
-        ((0, 0), (0, 0, 0, _batch(first), _batch(last), 0)),
-        ((2, 1), (2, 2, 2, REPLICATE, REPLICATE, REPLICATE)),
-    ]
-
-
-def rotary_ways(x: Any, positions: Any, *rest: Any) -> list[Way]:
-    """List the ways to shard x (batch, n, heads, width) and positions (1 or batch, n), with the result."""
-    ways: list[Way] = [((0,), (0, _batch(positions))), ((2,), (2, REPLICATE))]
-    # without positions, the first token of a shard would count as token 0
-    return ways if positions is None else [*ways, ((1,), (1, 1))]
-
-
-def packed_ways(qkv: Any, first: Any, last: Any, mask: Any, *rest: Any) -> list[Way]:
-    """List the ways to shard qkv (batch, n, 3, heads, width), first, last and mask, with three results."""
-    return [((0, 0, 0), (0, _batch(first), _batch(last), 0))]
-
-
-BASE = 10_000.0
+def _places(op: str, name: str, t: Tensor, dtypes: tuple[torch.dtype, ...], of: str, like: Tensor) -> Tensor:
+    """Check places in a sequence, (n,) or (batch, n) beside `like` (batch, n, …); return them in two dimensions."""
+    check.tensor(op, name, t)
+    if t.dtype not in dtypes:
+        accepted = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
+        raise TypeError(f"{op}: {name} must be {accepted}, got {t.dtype}")
+    batch, n = like.shape[:2]
+    if t.shape not in ((n,), (batch, n)):
+        raise ValueError(f"{op}: {name} must be (n,) = {(n,)} or (batch, n) = {(batch, n)}, got {tuple(t.shape)}")
+    check.same_device(op, name, t, of, like)
+    return t if t.dim() == 2 else t[None]
 
 
 def apply_rotary(x: Tensor, positions: Tensor | None, base: float, inverse: bool, out: Tensor) -> None:
     """Rotate x and write the result to out, which may be x."""
     if not uses_triton(x):
-        out.copy_(definition.rotate(x, positions, base, inverse))
+        out.copy_(definition.rotate(x, positions, base=base, inverse=inverse))
     elif x.numel():
-        from . import kernels_rotary
-
-        x = x if x.stride(-1) == 1 else x.contiguous()
-        kernels_rotary.rotate(x, None if positions is None else positions.contiguous(), base, inverse, out)
+        positions = None if positions is None else positions.contiguous()
+        _kernels_rotary().rotate(_unit_width(x), positions, base, inverse, out)
 
 
-def _rotary(x: Tensor, positions: Tensor | None, base: float, inverse: bool) -> Tensor:
+def _rotary(x: Tensor, positions: Tensor | None, base: float, inverse: bool = False) -> Tensor:
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     apply_rotary(x, positions, base, inverse, out)
     return out
 
 
-rotary_op = register("rotary", _rotary, rotary_ways)
-rotary_backward_op = register("rotary_backward", _rotary, rotary_ways)
+def _rotary_backward(dy: Tensor, positions: Tensor | None, base: float) -> Tensor:
+    return _rotary(dy, positions, base, True)
 
 
-@register_fake(rotary_op)
-@register_fake(rotary_backward_op)
-def _(x: Tensor, *rest: Any) -> Tensor:
+def _rotary_ways(x: Any, positions: Any, *rest: Any) -> list[Way]:
+    """Shard along the batch, the heads, or tokens that have positions: without, a shard's first would be token 0."""
+    ways: list[Way] = [((0,), (0, _batch(positions))), ((2,), (2, REPLICATE))]
+    return ways if positions is None else [*ways, ((1,), (1, 1))]
+
+
+def _like(x: Tensor, *rest: Any) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
-def _save_rotary(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(inputs[1])
-    ctx.options = inputs[2:]
+_call_rotary, rotary_op, _ = operator(
+    "rotary", _rotary, _rotary_backward, ("y",), fake=_like, ways=_rotary_ways, of=("x",), fake_back=_like
+)
 
 
-def _rotary_gradients(ctx: Any, run: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-    base, inverse = ctx.options
-    return run(dy, ctx.saved_tensors[0], base, not inverse), None, None, None
-
-
-_call_rotary = bind(
-    name="rotary",
-    forward=_rotary, forward_op=rotary_op, backward=_rotary, backward_op=rotary_backward_op,
-    save=_save_rotary, gradients=_rotary_gradients,
-)  # fmt: skip
-
-
-def _check_rotary(name: str, x: Tensor, positions: Tensor | None, base: float) -> None:
+def _check_rotary(name: str, x: Tensor, base: float) -> None:
     if x.shape[-1] % 2:
         raise ValueError(f"{name}: the width of a head must be even, got {x.shape[-1]}")
-    if not 0 < base < math.inf:
-        raise ValueError(f"{name}: base must be a finite number > 0, got {base}")
-    if positions is None:
-        return
-    check.tensor(name, "positions", positions)
-    if positions.dtype != torch.int64:
-        raise TypeError(f"{name}: positions must be int64, got {positions.dtype}")
-    if positions.shape not in ((x.shape[1],), x.shape[:2]):
-        raise ValueError(
-            f"{name}: positions must be (n,) = {(x.shape[1],)} or (batch, n) = {tuple(x.shape[:2])}, "
-            f"got {tuple(positions.shape)}"
-        )
-    check.same_device(name, "positions", positions, "x", x)
+    arguments.number(name, "base", base, arguments.LARGEST)
 
 
 def rotary(x: Tensor, positions: Tensor | None = None, *, base: float = BASE) -> Tensor:
@@ -146,9 +120,10 @@ def rotary(x: Tensor, positions: Tensor | None = None, *, base: float = BASE) ->
     check.floating("rotary", "x", x)
     if x.dim() != 4:
         raise ValueError(f"rotary: x must be (batch, n, heads, width), got {tuple(x.shape)}")
-    _check_rotary("rotary", x, positions, base)
-    positions = positions[None] if positions is not None and positions.dim() == 1 else positions
-    return _call_rotary(x, positions, float(base), False)  # type: ignore[no-any-return]
+    _check_rotary("rotary", x, base)
+    if positions is not None:
+        positions = _places("rotary", "positions", positions, _INTS[1:], "x", x)
+    return _call_rotary(x, positions, float(base))  # type: ignore[no-any-return]
 
 
 def split(qkv: Tensor) -> tuple[Tensor, Tensor]:
@@ -164,7 +139,7 @@ def packed_forward(
     """Return output, denominators, rotated queries and keys: `rotary_attention` without checks and autograd."""
     qkv = qkv.contiguous()
     qk, v = split(qkv)
-    turned = _rotary(qk, None, base, False)
+    turned = _rotary(qk, None, base)
     q, k = turned.chunk(2, dim=2)
     out, lse = forward(q, k, v, first, last, mask, scale)
     return out, lse, turned
@@ -191,9 +166,14 @@ def _fake_packed(qkv: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     return qkv.new_empty((batch, n, heads, width)), lse, qkv.new_empty((batch, n, 2 * heads, width))
 
 
+def _packed_ways(qkv: Any, first: Any, last: Any, mask: Any, *rest: Any) -> list[Way]:
+    """Shard along the batch."""
+    return [((0, 0, 0), (0, _batch(first), _batch(last), 0))]
+
+
 _call_packed, packed_forward_op, packed_backward_op = operator(
     "rotary_attention", packed_forward, packed_backward, ("out", "lse", "turned"), fake=_fake_packed,
-    ways=packed_ways, of=("qkv",),
+    ways=_packed_ways, of=("qkv",),
 )  # fmt: skip
 
 
@@ -238,9 +218,8 @@ def rotary_attention(
     check.floating("rotary_attention", "qkv", qkv)
     if qkv.dim() != 5 or qkv.shape[2] != 3:
         raise ValueError(f"rotary_attention: qkv must be (batch, n, 3, heads, width), got {tuple(qkv.shape)}")
-    _check_rotary("rotary_attention", qkv, None, base)
-    first, last = checked_spans("rotary_attention", qkv, qkv, first, last, mask)
-    scale = checked_scale("rotary_attention", scale, qkv.shape[-1])
+    _check_rotary("rotary_attention", qkv, base)
+    first, last, scale = _checked("rotary_attention", qkv, qkv, first, last, mask, scale)
     return _call_packed(qkv, first, last, mask, float(base), scale)  # type: ignore[no-any-return]
 
 
@@ -260,24 +239,20 @@ def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
         )
 
 
-def checked_spans(
-    op: str, q: Tensor, k: Tensor, first: Tensor, last: Tensor, mask: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Check first, last and mask against q (batch, n) and k (batch, m); return first, last as (batch or 1, n) int32."""
-    batch, n = q.shape[:2]
-    for name, t in (("first", first), ("last", last)):
-        check.tensor(op, name, t)
-        if t.dtype not in (torch.int32, torch.int64):
-            raise TypeError(f"{op}: {name} must be int32 or int64, got {t.dtype}")
-        if t.shape not in ((n,), (batch, n)):
-            raise ValueError(f"{op}: {name} must be (n,) = {(n,)} or (batch, n) = {(batch, n)}, got {tuple(t.shape)}")
-        check.same_device(op, name, t, "q", q)
+def _checked(
+    op: str, q: Tensor, k: Tensor, first: Tensor, last: Tensor, mask: Tensor | None, scale: float | None
+) -> tuple[Tensor, Tensor, float]:
+    """Check these beside q (batch, n) and k (batch, m); return first, last as (batch or 1, n) int32, and the scale."""
+    first = _beside(q, _places(op, "first", first, _INTS, "q", q).to(torch.int32))
+    last = _beside(q, _places(op, "last", last, _INTS, "q", q).to(torch.int32))
     if mask is not None:
         arguments.boolean(op, mask, "may be seen")
         if mask.shape != k.shape[:2]:
             raise ValueError(f"{op}: mask must be (batch, keys) = {tuple(k.shape[:2])}, got {tuple(mask.shape)}")
-    first, last = ((t if t.dim() == 2 else t[None]).to(torch.int32) for t in (first, last))
-    return _beside(q, first), _beside(q, last)
+    if scale is None:
+        return first, last, 1 / math.sqrt(max(q.shape[-1], 1))
+    arguments.number(op, "scale", scale, arguments.LARGEST)
+    return first, last, float(scale)
 
 
 def _beside(q: Any, t: Any) -> Tensor:
@@ -287,15 +262,6 @@ def _beside(q: Any, t: Any) -> Tensor:
     from torch.distributed.tensor import DTensor, Replicate
 
     return DTensor.from_local(t, q.device_mesh, [Replicate()] * q.device_mesh.ndim, run_check=False)
-
-
-def checked_scale(op: str, scale: float | None, width: int) -> float:
-    """Return the scale of the scores, 1/√width by default; raise ValueError unless it is finite and > 0."""
-    if scale is None:
-        return 1 / math.sqrt(max(width, 1))
-    if not 0 < scale < math.inf:
-        raise ValueError(f"{op}: scale must be a finite number > 0, got {scale}")
-    return float(scale)
 
 
 def _unit_width(t: Tensor) -> Tensor:
@@ -318,12 +284,10 @@ def forward(
         with torch.autocast(q.device.type, enabled=False):
             return definition.forward(q, k, v, first, last, mask, scale)
     if not q.numel() or not k.numel():
-        lse = torch.full(_lse_shape(q), math.inf, dtype=torch.float32, device=q.device)
-        return torch.zeros(q.shape, dtype=q.dtype, device=q.device), lse
-    from . import kernels
-
+        out, lse = _fake(q)
+        return out.zero_(), lse.fill_(math.inf)
     q, k, v = map(_unit_width, (q, k, v))
-    return kernels.forward(q, k, v, *_runs(first, last), _bytes(mask), scale)
+    return _kernels().forward(q, k, v, *_runs(first, last), as_bytes(mask), scale)  # type: ignore[no-any-return]
 
 
 def backward(
@@ -335,7 +299,7 @@ def backward(
 
     `edges` as :func:`edges`.
     """
-    grads = _like(q, k, v) if grads is None else grads
+    grads = (_like(q), _like(k), _like(v)) if grads is None else grads
     if not uses_triton(q):
         found = definition.backward(dout, q, k, v, out, lse, first, last, mask, scale)
         for grad, value in zip(grads, found, strict=True):
@@ -344,13 +308,11 @@ def backward(
         for grad in grads:
             grad.zero_()
     else:
-        from . import kernels
-
         q, k, v = map(_unit_width, (q, k, v))
         # `.sum().backward()` passes a gradient with stride 0
         first, last = _runs(first, last)
         dout, out, lse = dout.contiguous(), out.contiguous(), lse.contiguous()
-        kernels.backward(dout, q, k, v, out, lse, first, last, _bytes(mask), scale, grads, edges)
+        _kernels().backward(dout, q, k, v, out, lse, first, last, as_bytes(mask), scale, grads, edges)
     return grads
 
 
@@ -361,30 +323,25 @@ def edges(like: Tensor, first: Tensor, last: Tensor, m: int) -> tuple[Tensor, Te
     """
     if not uses_triton(like) or not m or not first.numel():
         return None
-    from . import kernels
-
-    return kernels.askers(*_runs(first, last), m, like.shape[-1], like.dtype)
-
-
-def _lse_shape(q: Tensor) -> tuple[int, int, int]:
-    return q.shape[0], q.shape[2], q.shape[1]
-
-
-def _like(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
-    return dq, dk, dv
-
-
-def _bytes(mask: Tensor | None) -> Tensor | None:
-    return None if mask is None else mask.contiguous().view(torch.uint8)
+    return _kernels().askers(*_runs(first, last), m, like.shape[-1], like.dtype)  # type: ignore[no-any-return]
 
 
 def _fake(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    return q.new_empty(q.shape), q.new_empty(_lse_shape(q), dtype=torch.promote_types(q.dtype, torch.float32))
+    batch, n, heads, _ = q.shape
+    lse = torch.empty((batch, heads, n), dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
+    return _like(q), lse
+
+
+def _ways(q: Any, k: Any, v: Any, first: Any, last: Any, mask: Any, *rest: Any) -> list[Way]:
+    """Shard along the batch or the heads."""
+    return [
+        ((0, 0), (0, 0, 0, _batch(first), _batch(last), 0)),
+        ((2, 1), (2, 2, 2, REPLICATE, REPLICATE, REPLICATE)),
+    ]
 
 
 _call, forward_op, backward_op = operator(
-    "span_attention", forward, backward, ("out", "lse"), fake=_fake, ways=ways, of=("q", "k", "v")
+    "span_attention", forward, backward, ("out", "lse"), fake=_fake, ways=_ways, of=("q", "k", "v")
 )
 
 
@@ -438,6 +395,5 @@ def span_attention(
                 [0., 0., 1.]])
     """
     _check(q, k, v)
-    first, last = checked_spans("span_attention", q, k, first, last, mask)
-    scale = checked_scale("span_attention", scale, q.shape[-1])
+    first, last, scale = _checked("span_attention", q, k, first, last, mask, scale)
     return _call(q, k, v, first, last, mask, scale)  # type: ignore[no-any-return]
