@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from bench_fakes import FakeTimer, case, everything, fake_operator, thunk
+from bench_fakes import FakeTimer, case, fake_operator
 from benchmarks import warm
 from benchmarks.__main__ import main
 from benchmarks.bench import timers
@@ -51,21 +49,6 @@ def test_json(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
-def test_a_rival_that_tunes_itself_for_ever(fake_operator: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:
-    def tunes() -> torch.Tensor:
-        while True:
-            with contextlib.suppress(Exception):
-                time.sleep(0.01)
-
-    fake_operator.CASES = [
-        case(lambda: {"onepass": thunk(torch.ones(2)), "tunes": tunes, "agrees": thunk(torch.ones(2))})
-    ]
-    assert main(["--limit", "1"]) == 0
-    out = capsys.readouterr().out
-    assert "failed: took longer than 1 s" in out
-    assert "agrees" in out
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -90,14 +73,6 @@ def test_mistakes_cost_one_line(arguments: list[str], words: str, capsys: pytest
     assert words in err
     assert err.startswith("python -m benchmarks: ")
     assert err.count("\n") == 1
-
-
-def test_cases_for_a_gpu_need_one(fake_operator: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:
-    fake_operator.CASES = [case(everything, device="cuda")]
-    assert main([]) == 2
-    assert "need a CUDA GPU" in capsys.readouterr().err
-    assert main(["--device", "cuda"]) == 2
-    assert "torch sees no CUDA GPU" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("error", "code"), [(KeyboardInterrupt(), 130), (RuntimeError("launch failed"), 1)])
@@ -125,14 +100,6 @@ def test_an_interruption_and_a_lost_device_keep_what_was_measured(
     assert len(records) == 6
 
 
-def test_compile_only_measures_nothing(fake_operator: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:
-    calls = []
-    fake_operator.CASES = [case(lambda: {"onepass": lambda: calls.append(1) or torch.ones(1)})]
-    assert main(["--compile-only"]) == 0
-    assert 1 <= len(calls) <= 2
-    assert capsys.readouterr().out == ""
-
-
 def test_warm_starts_this_command_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """With compile-only all compiling is the processes'."""
     started = []
@@ -145,23 +112,3 @@ def test_warm_starts_this_command_in_parts(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(warm, "compile_only", lambda *_, **__: pytest.fail("compiled in this process"))
     assert main(["--compile-only", "--warm", "2"]) == 0
     assert len(started) == 2
-
-
-def test_parts_share_the_cases_of_the_device(fake_operator: SimpleNamespace, tmp_path: Path) -> None:
-    """Whatever is declared for the other one."""
-    ones = {"onepass": thunk(torch.ones(2))}
-    devices = ("cuda", "cpu", "cuda", "cpu")
-    fake_operator.CASES = [case(lambda: ones, params={"i": i}, device=d) for i, d in enumerate(devices)]
-    measured = []
-    for part in ("1/2", "2/2"):
-        path = tmp_path / f"{part[0]}.json"
-        assert main(["--part", part, "--json", str(path)]) == 0
-        (record,) = read(path)[1]
-        measured.append(record["case"]["i"])
-    assert measured == [1, 3]
-
-
-def test_own_failure_is_exit_code_1(fake_operator: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:
-    fake_operator.CASES = [case(lambda: {"onepass": thunk(ValueError("no [good] reason"))})]
-    assert main([]) == 1
-    assert "failed: ValueError: no [good] reason" in capsys.readouterr().out

@@ -18,7 +18,6 @@ import torch
 from benchmarks.sanitize_calls import OPERATORS
 from fake_gpu import everywhere
 from onepass.core.launch import INTERPRET
-from onepass.core.spec import Sample
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "sanitize.py"
 
@@ -70,13 +69,6 @@ def test_calls_reach_every_kernel(
     for _, call in calls.calls(op):
         call()
     assert sanitize.kernels(op) - launched == set()
-
-
-def test_a_wrong_result_is_an_error(calls: ModuleType) -> None:
-    make = calls.maker(calls.FP32)
-    sample = Sample("x", (make(3),))
-    with pytest.raises(AssertionError):
-        calls.check(lambda x: 2 * x, lambda x: 2.1 * x, sample, 1e-3)
 
 
 def test_what_a_log_says(sanitize: ModuleType) -> None:

@@ -27,15 +27,6 @@ def test_the_mark_is_in_no_single_feature() -> None:
         assert batch.planted[features[..., feature] > 0].float().mean() < 0.25
 
 
-def test_arms_of_a_seed_share_data_and_initial_weights() -> None:
-    arms = {arm: planted.Task(arm, 3, SMALL, CPU) for arm in planted.ARMS}
-    first = arms["learned"].data.batch().x
-    for arm in planted.OTHERS:
-        assert torch.equal(first, arms[arm].data.batch().x)
-        for name in ("light.up.weight", "heavy.down.weight"):
-            assert torch.equal(arms["learned"].layer.get_parameter(name), arms[arm].layer.get_parameter(name))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("start", ["adverse", "random"])
 def test_learned_routing_closes_four_fifths_of_the_gap(tmp_path: Path, start: str) -> None:
@@ -54,15 +45,3 @@ def test_without_exploring_an_adverse_start_is_never_left() -> None:
     task = planted.Task("learned", 0, dataclasses.replace(SMALL, start="adverse", steps=150), CPU)
     task.layer.router.explore = 0.0
     assert planted.train(task)["final"]["picked"] < 0.05
-
-
-def test_what_is_there_is_not_trained_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    one = ["--size", "small", "--device", "cpu", "--steps", "4", "--arm", "light", "--seed", "0", "--seed", "1"]
-    one += ["--out", str(tmp_path)]
-    assert planted.main(one) == 0
-    assert capsys.readouterr().out.strip() == (tmp_path / "report.md").read_text().strip()
-    path = tmp_path / "planted-random.light.0.json"
-    path.write_text(path.read_text().replace('"seed": 0', '"seed": 77'))
-    assert planted.main(one) == 0
-    assert json.loads(path.read_text())["seed"] == 77
-    assert "| random | light | 2 |" in (tmp_path / "report.md").read_text()

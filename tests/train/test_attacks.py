@@ -131,31 +131,6 @@ def test_the_target_of_a_planted_link_stays_as_it_was(
     assert not victim.exists() if dangling else victim.read_bytes() == content
 
 
-ANY_TEXT = st.binary(max_size=300) | st.text(max_size=200).map(lambda t: t.encode("utf-8", "replace"))
-NAMES = st.text(st.characters(exclude_characters="/\0", exclude_categories=("Cs",)), min_size=1, max_size=20)
-
-
-@FEW
-@given(
-    files=st.dictionaries(NAMES.filter(lambda n: n not in (".", "..")), ANY_TEXT, min_size=1, max_size=3),
-    times=st.sampled_from((1, 30)),
-    show=st.booleans(),
-)
-def test_any_text_under_any_name(
-    unfinished: tuple[Path, dict[str, bytes]], home: Path, files: dict[str, bytes], times: int, show: bool
-) -> None:
-    fresh(home, unfinished[0])
-    (home / "in").mkdir()
-    for name, content in files.items():
-        (home / "in" / name).write_bytes(content * times)
-    before = contents(home / "in")
-    if show:
-        call("show", "--out", "out", "--", "run", f"in/{next(iter(files))}", where=home)
-    else:
-        call("train", *OPTIONS, "--steps", "1", "--out", "out", "--", "in", where=home)
-    assert contents(home / "in") == before
-
-
 WORDS = (
     "", " ", "-", "--", "-1", "0", "2", "1e999", "nan", "-inf", "0x10", "１２", "9" * 20, "missing", "in", "in/a.txt",
     "run", "/", "/proc/self/mem", "/dev/null", "/root/x", "é\n", "\x1b[31mred", "x" * 300, "bf16", "cuda", "%s", "{}",

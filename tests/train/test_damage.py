@@ -71,17 +71,6 @@ def test_rows_that_are_none(row: str):
         metrics.parsed(row.encode(), Path("metrics.jsonl"))
 
 
-@FUZZ
-@given(st.data())
-def test_a_damaged_manifest_never_ends_in_a_traceback(tmp_path: Path, data: st.DataObject):
-    corpus = manifest_corpus()
-    content = bytearray(corpus.manifest().encode())
-    for place in data.draw(st.lists(st.integers(0, len(content) - 1), max_size=3)):
-        content[place] = data.draw(st.integers(0, 255))
-    content = content[: data.draw(st.integers(0, len(content)))]
-    manifest_said(tmp_path, bytes(content))
-
-
 @pytest.mark.parametrize(
     "content",
     [b"3", b"null", b"{}", b'{"a": 1}', b"[1]", b"[[]]", b"[{}]", b'[["a", Infinity, "b"]]', b'[["a", null, 1]]',

@@ -96,15 +96,6 @@ def test_links_out_of_a_directory(texts: Path, tmp_path: Path):
     assert [s.name for s in data.load([str(texts / "folder")]).sources] == ["other.txt"]
 
 
-def test_one_file_that_is_most_of_the_data(tmp_path: Path):
-    for number in range(4):
-        (tmp_path / f"{number}.txt").write_text(f"text {number} " * 10)
-    assert data.load([tmp_path]).notes == []
-    (tmp_path / "all.txt").write_text("much more " * 1000)
-    (note,) = data.load([tmp_path]).notes
-    assert note == "all.txt is 97 % of the data, all of it in the training part"
-
-
 @pytest.mark.parametrize(
     ("content", "text"),
     [
@@ -158,12 +149,6 @@ def test_hiding(n: int, share: float, seed: int):
         assert (batch.tokens[row, seen] == windows[row, seen]).all()
 
 
-def test_hiding_is_uniform():
-    windows = np.zeros((20_000, 20), dtype=np.int64)
-    share = (data.hide(windows, 0.15, data.generator(0, data.TRAINING, 0)).tokens == data.MASK).mean(axis=0)
-    assert share == pytest.approx(0.15, abs=0.01)
-
-
 def test_a_step_is_a_function_of_seed_and_number():
     text = np.random.default_rng(1).integers(0, 256, 5000).astype(np.uint8)
 
@@ -172,14 +157,6 @@ def test_a_step_is_a_function_of_seed_and_number():
 
     assert step(0, 7) == step(0, 7)
     assert len({step(0, 7), step(0, 8), step(1, 7)}) == 3
-
-
-def test_training_reaches_both_ends_of_the_text():
-    text = np.arange(40, dtype=np.uint8)
-    batch = data.training_batch(text, 2000, 32, 0.15, 0, 0)
-    np.put_along_axis(batch.tokens, batch.hidden, batch.bytes, axis=1)
-    assert {int(start) for start in batch.tokens[:, 0]} == set(range(9))
-    assert (np.diff(batch.tokens) == 1).all()
 
 
 @given(length=st.integers(32, 5000), count=st.integers(1, 200))
@@ -197,16 +174,3 @@ def test_what_is_measured_does_not_depend_on_the_batch_size():
         np.concatenate([batch.tokens for batch in data.validation_batches(text, size, 32, 0.15, 50)]) for size in (1, 4)
     )
     assert (one == four).all()
-
-
-def test_unigram_entropy():
-    text = np.frombuffer(b"abcd" * 100, dtype=np.uint8)
-    assert data.unigram_entropy(text, 40, 10) == pytest.approx(2.0)
-    assert data.unigram_entropy(np.zeros(64, dtype=np.uint8), 8, 8) == 0.0
-
-
-def test_the_standard_library_is_there_to_be_read():
-    names = [path.name for path in sources.python_sources(sources.standard_library())]
-    assert len(names) > 300
-    assert "argparse.py" in names
-    assert all(name.endswith(".py") for name in names)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from onepass.train.commands import files
-from onepass.train.commands.errors import UserError, printable
+from onepass.train.commands.errors import UserError
 
 
 @pytest.fixture
@@ -131,28 +131,6 @@ def test_a_file_that_something_else_wrote_to_is_not_extended(victim: Path):
 )
 def test_names_of_unfinished_files(name: str, final: str | None):
     assert files.partial_of(name) == final
-
-
-def test_names_that_no_file_can_have():
-    for name in ("a\0b", "\ud800"):
-        with pytest.raises(UserError, match="no file can have this name"):
-            files.read(Path(name))
-
-
-@pytest.mark.parametrize(
-    ("text", "shown"),
-    [
-        ("plain é × 漢字 €", "plain é × 漢字 €"),
-        ("a\x1b]0;t\x07b", r"a\x1b]0;t\x07b"),
-        ("two\nlines\r", r"two\nlines\r"),
-        ("\u202etxt.exe", r"\u202etxt.exe"),
-        ("caf\udce9", r"caf\udce9"),
-        ("\x7f\x9b31m", r"\x7f\x9b31m"),
-        ("", ""),
-    ],
-)
-def test_printable(text: str, shown: str):
-    assert printable(text) == shown
 
 
 def test_there_is_one_writer():

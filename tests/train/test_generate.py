@@ -10,7 +10,7 @@ import torch
 
 from onepass.train.generate import load
 from onepass.train.language import ByteModel
-from train.tiny import TINY, command, printed, quick, refused
+from train.tiny import TINY, printed, quick, refused
 
 CAUSAL = ("--task", "causal", "--seq", "32")
 
@@ -66,18 +66,6 @@ def test_what_a_terminal_would_obey_is_escaped(run: Path, monkeypatch: pytest.Mo
     assert printed("generate", run, "--prompt", "é\x07") == "é\\x07é\\x1b[2J\n\tÿ\ufffd\n"
 
 
-def test_what_stderr_says(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a text gets too long; else nothing."""
-
-    def noted(length: int) -> str:
-        return command("generate", run, "--prompt", "to", "--temperature", 0, "--length", length)[2]
-
-    assert noted(30) == ""
-    assert noted(31) == "note: what follows byte 32 is longer than any text the model has seen\n"
-    monkeypatch.setattr("onepass.train.generate.MOST", 8)
-    assert noted(9) == "note: a text ends at 8 bytes, where its caches are full\n"
-
-
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -107,10 +95,3 @@ def test_mistakes(
     else:
         folder = {"masked": finished, "run": run}.get(arguments[0], Path("nowhere"))
     assert said in refused("generate", folder, *arguments[1:])
-
-
-def test_weights_that_are_no_numbers(capsys: pytest.CaptureFixture[str], run: Path) -> None:
-    model, _ = load(run)
-    torch.nn.init.constant_(model.head.bias, torch.nan)
-    with pytest.raises(ValueError, match="logits are not finite"):
-        model.decoder(1, 10).generate(torch.tensor([[1]]), 2)

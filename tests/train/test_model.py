@@ -15,24 +15,11 @@ from onepass.train import data
 from onepass.train.config import Config
 from onepass.train.loop import learning_rate
 from onepass.train.model import new, parameter_groups
-from onepass.train.trace import trace
 from train.tiny import config, rows
 
 
 def causal(**values: object) -> Config:
     return config(**{"task": "causal", "seq": 48, "window": 8, **values})
-
-
-def test_positions_are_told_apart():
-    # without positions, moving a distant byte would change nothing but the order of a sum
-    model = new(config())
-    tokens = torch.full((1, 40), 65)
-    tokens[0, 30] = 90
-    moved = torch.full((1, 40), 65)
-    moved[0, 35] = 90
-    asked = torch.tensor([[0]])
-    with torch.no_grad():
-        assert (model(tokens, asked)[0] - model(moved, asked)[0]).abs().max() > 1e-4
 
 
 def test_initial_weights_depend_on_the_seed_and_leave_torchs_random_state_alone():
@@ -95,23 +82,6 @@ def test_no_guess_depends_on_a_later_byte():
             assert torch.equal(model(other, asked)[0][:, :place], logits[:, :place])
 
 
-@pytest.mark.parametrize("make", [config, causal])
-def test_every_parameter_in_use_gets_a_gradient(make: Callable[..., Config]):
-    model = new(make())
-    model(torch.randint(257, (3, 48)), torch.arange(48).expand(3, -1))[0].square().mean().backward()
-    assert [name for name, p in model.named_parameters() if p.grad is None] == []
-    grads = [p.grad.any() for name, p in model.named_parameters() if "router" in name]
-    assert all(grads or [False])
-
-
-def test_trace_guesses_every_byte():
-    traced = trace(new(causal()).eval(), causal(), "text", bytes(range(65, 100)) * 4, 100)
-    assert not traced.hidden.any()
-    assert (traced.guess >= 0).all()
-    assert (traced.chance > 0).all()
-    assert traced.chosen.min() >= 0
-
-
 @pytest.mark.parametrize("task", ["masked", "causal"])
 def test_metrics_hold_what_the_loop_counts_of_the_routers(train: Callable[..., int], tmp_path: Path, task: str) -> None:
     assert train("--out", tmp_path / "run", "--task", task, "--model", "routed", "--steps", 2) == 0
@@ -137,16 +107,3 @@ def test_experts_are_balanced_once_a_step_and_counted(finished: Path) -> None:
     for row in (row for row in rows(finished) if "validation_bits_per_byte" in row):
         for name in ("routing/blocks.0.feed_forward", "routing/blocks.1.feed_forward"):
             assert 0 <= row[f"{name}/emptiest"] <= 1 <= row[f"{name}/fullest"] <= 4
-
-
-@pytest.mark.parametrize("task", ["masked", "causal"])
-def test_windows_and_global_blocks(task: str) -> None:
-    """The first byte reaches two windows and what the convolution adds, by a global block the whole row."""
-    tokens = torch.randint(256, (2, 32))
-    tokens[1, 1:] = tokens[0, 1:]
-    for blocks, windows in ((1, [4]), (2, [4, None])):
-        model = new(config(task=task, window=4, seq=32, blocks=blocks, global_every=2)).eval()
-        assert [block.attention.window for block in model.blocks] == windows
-        with torch.no_grad():
-            one, other = model(tokens)[0]
-        assert (one != other)[16:].any() == (blocks == 2)

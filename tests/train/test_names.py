@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import io
-import json
 import sys
 from pathlib import Path
 
 import pytest
 
-from onepass.train.html import _safe
 from onepass.train.progress import Display, say
-from train.tiny import TINY, Terminal, printed, refused
+from train.tiny import Terminal, refused
 
 ORDERS = "a\x1b]0;owned\x07\x1b[31m\n\x9b2Jfake: \u202eline [red]"
 SHOWN = r"a\x1b]0;owned\x07\x1b[31m\n\x9b2Jfake: \u202eline [red]"
@@ -40,29 +38,6 @@ def test_errors():
     assert "holds other things than a run" in refused("train", __file__, "--out", "folder")
 
 
-def test_what_argparse_says():
-    assert SHOWN in refused("train", f"--{ORDERS}")
-    assert r"\x1b" in refused("train", "--steps", ORDERS)
-    assert r"\x1b" in refused("train", "--preset", ORDERS)
-    # argparse names the command itself when it knows none of that name
-    refused(ORDERS)
-
-
-@pytest.mark.slow
-def test_train_and_show(texts: Path):
-    out = ORDERS.replace("/", "")
-    for path in sorted(texts.rglob("*.txt")):
-        path.rename(path.with_name(f"{out}{path.name}"))
-    # the run's directory twice, and the drawn file
-    assert printed("train", texts, *TINY, "--out", out).count(SHOWN) == 3
-    assert SHOWN in plain(printed("show", out, next(texts.glob("*.txt"))), 2)
-    for page in Path(out).glob("*.html"):
-        text = page.read_text()
-        assert SHOWN in text
-        plain(text, text.count("\n"))
-    assert json.loads(Path(out, "data.json").read_text())
-
-
 def test_lines_and_notes(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     say(ORDERS)
     Display(10, 0).note(ORDERS)
@@ -78,11 +53,6 @@ def test_lines_and_notes(capsys: pytest.CaptureFixture[str], monkeypatch: pytest
     # the bar's own orders are there; ours came as text, and [red] is no colour
     assert SHOWN in terminal.getvalue()
     assert "\x1b]0;" not in terminal.getvalue()
-
-
-def test_pages_and_pictures():
-    assert _safe(f"<b>{ORDERS}") == f"&lt;b&gt;{SHOWN}"
-    assert _safe("\ud800") == r"\ud800"
 
 
 def test_a_terminal_that_knows_ascii_only(monkeypatch: pytest.MonkeyPatch):

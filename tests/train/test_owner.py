@@ -184,14 +184,6 @@ def test_unfinished_files_are_swept(train: Train, finished: Path, tmp_path: Path
     assert {path.name for path in run.iterdir()} == whole
 
 
-def test_names_that_only_look_like_a_runs(train: Train, finished: Path):
-    for name in ("routing", "my.routing", "notes.partial", "routing.html.txt", ".routing.html"):
-        (finished / name).write_text("precious")
-        assert train("--out", finished, "--force") == 2
-        assert (finished / name).read_text() == "precious"
-        (finished / name).unlink()
-
-
 def test_an_owner_without_a_lock_file_is_refused(tmp_path: Path):
     run = Run(tmp_path / "run")
     with run.locked():

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from onepass.train import html, pictures
 from onepass.train.model import new
-from onepass.train.trace import Trace, kinds, trace
+from onepass.train.trace import Trace, trace
 from train.tiny import TINY, config, printed
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -57,30 +57,6 @@ class Reader(HTMLParser):
         self.text += data if "pre" in self.within else ""
 
 
-def test_trace():
-    content = ("routed bytes and others, " * 9).encode()
-    seen = traced(content, blocks=3)
-    assert seen.routed.shape == (3, len(content))
-    # 14 sequences of 16 bytes and one byte more: an eighth of each, at least one byte
-    assert (seen.routed.sum(axis=1) == 14 * 2 + 1).all()
-    assert (seen.counts == seen.routed.sum(axis=0)).all()
-    assert seen.hidden.sum() == 14 * 2 + 1
-    assert ((seen.guess >= 0) == seen.hidden).all()
-    assert ((seen.chance > 0) == seen.hidden).all()
-
-
-@pytest.mark.parametrize("model", ["routed", "transformer"])
-def test_the_page_holds_every_byte_and_the_numbers_of_its_kinds(model: str):
-    content = b"def f(x):\n    return x < 3 and x > 1\n" * 6
-    seen = traced(content, blocks=2, model=model)
-    page = html.page(seen, "here")
-    assert sum(there.astype(int) for _, there in kinds(seen)[:5]).tolist() == [1] * len(content)
-    for name, there in kinds(seen) if model == "routed" else ():
-        share, mean = 100 * there.mean(), seen.counts[there].mean()
-        assert f"<tr><th>{name}</th><td>{share:.1f} %</td><td>{mean:.2f}</td></tr>" in page
-    assert Reader(page).text.replace("↵", "") == content.decode()
-
-
 @settings(max_examples=30)
 @given(text=st.text(max_size=80), name=st.text(max_size=20))
 def test_no_text_breaks_out(text: str, name: str):
@@ -92,13 +68,6 @@ def test_no_text_breaks_out(text: str, name: str):
     rest = re.sub(r"<pre>.*</pre>", "", page, flags=re.DOTALL).replace(EVIL, "")
     assert not re.search(r"https?:|//|url\(|@import", rest)
     assert reader.text.startswith(EVIL.replace("\n", "↵\n"))
-
-
-def test_loss_picture():
-    rows = [{"step": step, "bits_per_byte": 8.0 / step} for step in range(1, 9)]
-    rows += [{"step": 4, "validation_bits_per_byte": 3.0}]
-    for some in (rows[:1], rows):
-        assert pictures.loss_png(some, config(), 4.4).startswith(PNG)
 
 
 @pytest.mark.slow
