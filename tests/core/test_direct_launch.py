@@ -6,6 +6,7 @@ import ast
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -51,6 +52,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> _Kernel:
     from triton.runtime import driver
 
     monkeypatch.setattr(core, "_compiled", {})
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     stand_in = SimpleNamespace(get_current_stream=lambda device: 7 + device, get_current_device=lambda: 0)
     monkeypatch.setattr(type(driver), "active", property(lambda self: stand_in))
     return _Kernel()
@@ -67,6 +69,16 @@ def test_the_second_launch_runs_what_the_first_compiled(kernel: _Kernel) -> None
     _launch(kernel, _OnGpu(address=8192), None, numbers=(6, 0.25))
     assert len(kernel.plain) == 1
     assert kernel.direct == [(3, 1, 1, 7, "f", "m", None, None, None, 8192, None, 6, 0.25, 16)]
+
+
+def test_the_tensors_device_is_the_current_one_meanwhile(kernel: _Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device", lambda i: mock.patch("torch.cuda.current_device", return_value=i))
+    noted: list[int] = []
+    monkeypatch.setattr(core, "launch_specialized", lambda *args, **_: noted.append(torch.cuda.current_device()))
+    far = mock.Mock(spec=_OnGpu, is_cuda=True, device=SimpleNamespace(index=1), dtype=torch.float32, data_ptr=int)
+    for tensors, numbers in (((None, far), (5,)), ((far,), (2**31,)), ((_OnGpu(),), (5,))):
+        _launch(kernel, *tensors, numbers=numbers)
+    assert noted == [1, 1, 0]
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch._C._functorch import is_legacy_batchedtensor
 from torch.library import register_autograd, register_vmap
 
-from .eager import fast_apply, forward_mode, is_plain_eager_call, no_second, once
+from .eager import fast_apply, forward_mode, is_plain_eager_call, no_second, once, outside_autocast
 from .launch import replayed
 
 Outputs = Tensor | tuple[Tensor | None, ...]
@@ -67,20 +67,6 @@ def _flat(function: Callable[..., Any]) -> Callable[..., Any]:
 
     def run(*args: Any) -> Any:
         return function(*(item for a in args for item in (a if isinstance(a, (tuple, list)) else (a,))))
-
-    return run
-
-
-def outside_autocast(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Return fn with autocast off: its arguments' dtypes decide, and inner matmuls keep their precision."""
-
-    def run(*args: Any) -> Any:
-        if torch._C._is_any_autocast_enabled():
-            for device in ("cuda", "cpu"):
-                if torch.is_autocast_enabled(device):
-                    with torch.autocast(device, enabled=False):
-                        return run(*args)
-        return fn(*args)
 
     return run
 

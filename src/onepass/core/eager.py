@@ -123,11 +123,21 @@ def once(name: str, backward: Callable[..., Any], leaves: bool = False) -> Calla
     return run
 
 
-def outside_autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Return the context that disables autocast, or an empty one: to enter the former takes the host 10 µs and more."""
-    if not torch._C._is_any_autocast_enabled():
-        return contextlib.nullcontext()
-    return torch.autocast(device.type, enabled=False)
+def outside_autocast(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Return fn with autocast off: its arguments' dtypes decide, and inner matmuls keep their precision.
+
+    To switch it off takes the host 10 µs and more, so only where it is on.
+    """
+
+    def run(*args: Any) -> Any:
+        if torch._C._is_any_autocast_enabled():
+            for device in ("cuda", "cpu"):
+                if torch.is_autocast_enabled(device):
+                    with torch.autocast(device, enabled=False):
+                        return run(*args)
+        return fn(*args)
+
+    return run
 
 
 Backward = Callable[[Any, tuple[torch.Tensor | None, ...]], Any]
@@ -137,11 +147,6 @@ def node_backward(name: str) -> Callable[[Backward], Callable[..., Any]]:
     """Decorate a Function's backward, which gets its gradients as a tuple: no autocast, no second derivative."""
 
     def decorate(backward: Backward) -> Callable[..., Any]:
-        def run(ctx: Any, *grads: torch.Tensor | None) -> Any:
-            device = next((g.device for g in grads if g is not None), torch.device("cpu"))
-            with outside_autocast(device):
-                return backward(ctx, grads)
-
-        return once(name, run, leaves=True)
+        return once(name, outside_autocast(lambda ctx, *grads: backward(ctx, grads)), leaves=True)
 
     return decorate

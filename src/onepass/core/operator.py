@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args, get_type_hints
+
+from torch import Tensor
 
 from .bind import bind
-from .register import register, register_backward, register_fake
+from .register import register, register_backward, register_fake, there
 from .sharding import PARTIAL, REPLICATE, Rule, Way, gradient
 
 # written out for the operator's arguments, as eager calls run it: loops over them would take µs of each call
@@ -15,7 +17,7 @@ _PROGRAM = """
 def save(ctx, inputs, output):
     {taken} = inputs
     {results} = output
-    ctx.save_for_backward({kept})
+    ctx.save_for_backward({saved})
     ctx.numbers = {numbers}
     ctx.set_materialize_grads({zeros})
 
@@ -54,10 +56,10 @@ def operator(
     Args:
         name: of the public function, for messages.
         forward: as `core.bind` has it; its arguments with a default are not the operator's.
-        backward: takes the gradients of public results first, zeros for a missing one unless it takes None; then, by
-            their names, arguments and results of forward; last `need_x` for each x whose gradient it returns. A public
-            result's gradient named `d_x` is x's, as it is.
-        results: names of what forward returns.
+        backward: takes by their names arguments and results of forward, last `need_x` for each x whose gradient it
+            returns. Other names are the gradients of public results, zeros for a missing one unless it takes None; one
+            named `d_x` is x's, as it is.
+        results: names of what forward returns; one that may be None is of type `Tensor | None`.
         fake: returns empty tensors like these, for FakeTensors.
         ways: how DTensors may be placed, as `core.sharding` has it; backward's follow from it.
         of: where backward has no `need_x`: the arguments whose gradients it always makes.
@@ -78,15 +80,19 @@ def operator(
     kept = [a for a in back if a in tensors or a in results]
     numbers = [a for a in back if a in taken and a not in tensors]
     zeros = len(upstream) > 1 and "None" not in str(backward.__annotations__[upstream[0]])
+    kinds = dict(zip(results, get_args(get_type_hints(forward)["return"]), strict=False))
+    may_be_none = [a for a, kind in kinds.items() if kind != Tensor]
     text = {
-        "taken": listed(taken), "kept": listed(kept), "numbers": listed(numbers), "back": listed(back),
-        "results": results[0] if len(results) == 1 else listed(results), "zeros": zeros,
-        "upstream": listed(upstream), "unknown": " and ".join(f"{g} is None" for g in upstream),
+        "taken": listed(taken), "kept": listed(kept),
+        "saved": listed(f"there({a})" if a in may_be_none else a for a in kept), "numbers": listed(numbers),
+        "back": listed(back), "results": results[0] if len(results) == 1 else listed(results),
+        "zeros": zeros, "upstream": listed(upstream),
+        "unknown": " and ".join(f"{g} is None" for g in upstream),
         "nothing": listed("None" for _ in taken), "needs_of_taken": listed(f"need_{a}" for a in taken),
         "grads": ("".join if len(of) == 1 else listed)(made),
         "wanted": listed(f"d_{a} if need_{a} else None" if f"d_{a}" in (*made, *upstream) else "None" for a in taken),
     }  # fmt: skip
-    names: dict[str, Any] = {}
+    names: dict[str, Any] = {"there": there}
     exec(compile(_PROGRAM.format(**text), f"<operator {name}>", "exec"), names)
 
     def ways_back(*args: Any) -> list[Way]:
@@ -95,8 +101,8 @@ def operator(
         for own, placed in ways(*(given.get(a, given.get(f"d_{a}")) for a in taken)):
             at = dict(zip((*tensors, *results), (*placed, *own), strict=True))
             grads = [gradient(at[a], given.get(f"need_{a}", True)) for a in graded]
-            back_at = zip(upstream, (REPLICATE if p == PARTIAL else p for p in own), strict=False)
-            found.append((grads, [*(None if given[g] is None else p for g, p in back_at), *map(at.get, kept)]))
+            at |= zip(upstream, (REPLICATE if p == PARTIAL else p for p in own), strict=False)
+            found.append((grads, [None if given[a] is None else at[a] for a in back if a in at]))
         return found
 
     forward_op = register(registered or name, forward, ways)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from functools import wraps
 from itertools import islice
 from types import GenericAlias
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, TypeVar, get_args, get_type_hints
 
 import torch
 from torch import Tensor
@@ -22,33 +22,50 @@ NAMESPACE = __name__.partition(".")[0]
 _LIBRARY: Any = Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]
 
 
-def register(name: str, function: Callable[..., Any], rule: Rule | None = None, results: Any = None) -> Any:
+def filled(found: Iterable[Tensor | None], args: Iterable[Any]) -> tuple[Tensor, ...]:
+    """Return the tensors, with an empty one for None, which an operator cannot return: like the first of `args`."""
+    several = (a if isinstance(a, (list, tuple)) else (a,) for a in args)
+    like: Any = next((t for some in several for t in some if isinstance(t, Tensor)), None)
+    return tuple(like.new_empty(0) if t is None else t for t in found)
+
+
+def there(t: Tensor | None) -> Tensor | None:
+    """Return None for the empty tensor that stands for it."""
+    return None if t is None or (t.dim() == 1 and t.shape[0] == 0) else t
+
+
+def register(name: str, function: Callable[..., Any], rule: Rule | None = None, results: int = 0) -> Any:
     """Return the operator `onepass::name` that runs `function` on every device; `rule` is for DTensor (core.sharding).
 
     Its schema follows from the annotations, without arguments that have a default, and with each field of a NamedTuple
-    as an argument of its own; `results` replaces that of the results. The arguments are left as they are, and no output
-    shares memory with one. `torch.library.custom_op` checks both at each call, for 6 µs and more
+    as an argument of its own. An empty tensor stands for a result that is None; `results` is their number where the
+    annotation does not tell it. The arguments are left as they are, and no output shares memory with one:
+    `torch.library.custom_op` checks both at each call, for 6 µs and more
     (benchmarks/results/cpu/raw/registration.json); here the tests check it, by `torch.library.opcheck`.
     """
     signature = inspect.signature(function, eval_str=True)
     required = [p for p in signature.parameters.values() if p.default is p.empty]
     fields = [get_type_hints(p.annotation) if hasattr(p.annotation, "_fields") else None for p in required]
-    results = signature.return_annotation if results is None else results
+    several = get_args(signature.return_annotation)
+    may_be_none = bool(results) or any(kind != Tensor for kind in several)
+    results = results or len(several)
 
     def prototype() -> None: ...
 
-    def gathered(*args: Any) -> Any:
+    def run(*args: Any) -> Any:
         given = iter(args)
-        return function(*(next(given) if names is None else tuple(islice(given, len(names))) for names in fields))
+        found = function(*(next(given) if names is None else tuple(islice(given, len(names))) for names in fields))
+        return filled(found, args) if may_be_none else found
 
     flat = [
         p.replace(name=name, annotation=kind)
         for p, names in zip(required, fields, strict=True)
         for name, kind in ({p.name: p.annotation} if names is None else names).items()
     ]
-    prototype.__signature__ = signature.replace(parameters=flat, return_annotation=results)  # type: ignore[attr-defined]
+    returned = GenericAlias(tuple, (Tensor,) * results) if results else Tensor
+    prototype.__signature__ = signature.replace(parameters=flat, return_annotation=returned)  # type: ignore[attr-defined]
     _LIBRARY.define(name + infer_schema(prototype, mutates_args=()))
-    _LIBRARY.impl(name, gathered if any(fields) else function, "CompositeExplicitAutograd")
+    _LIBRARY.impl(name, run if any(fields) or may_be_none else function, "CompositeExplicitAutograd")
     op = getattr(getattr(torch.ops, NAMESPACE), name).default
     if rule is not None:
         add_rule(op, rule)
@@ -62,7 +79,8 @@ def register_fake(op: Any) -> Callable[[F], F]:
         @wraps(function)
         def fake(*args: Any) -> Any:
             register_rules()
-            return function(*args)
+            found = function(*args)
+            return filled(found, args) if isinstance(found, tuple) else found
 
         torch.library.register_fake(op, fake, lib=_LIBRARY)
         return function
@@ -74,25 +92,15 @@ def register_backward(name: str, function: Callable[..., Any], rule: Rule, of: t
     """Return the operator `onepass::name` of a backward pass, and register its fake.
 
     `function` returns the gradients of the arguments named in `of`. Its last arguments are bools: which of them are
-    needed. It may return None for the others. The operator then returns an empty tensor, since an op cannot return
-    None, with the dtype of the argument, or of the first one for an argument that is None.
+    needed. It may return None for the others.
     """
     names = list(inspect.signature(function).parameters)
-    places = [names.index(argument) for argument in of]
-
-    def likes(args: tuple[Any, ...]) -> Iterator[Tensor]:
-        return (args[places[0] if args[i] is None else i] for i in places)
-
-    @wraps(function)
-    def run(*args: Any) -> tuple[Tensor, ...]:
-        found = zip(function(*args), likes(args), strict=True)
-        return tuple(like.new_empty(0) if g is None else g for g, like in found)
-
-    op = register(name, run, rule, GenericAlias(tuple, (Tensor,) * len(of)))
+    op = register(name, function, rule, len(of))
 
     @register_fake(op)
-    def _(*args: Any) -> tuple[Tensor, ...]:
-        needs = (need and args[i] is not None for need, i in zip(args[-len(of) :], places, strict=True))
-        return tuple(t.new_empty(t.shape if need else 0) for t, need in zip(likes(args), needs, strict=True))
+    def _(*args: Any) -> tuple[Tensor | None, ...]:
+        likes = (args[names.index(a)] for a in of)
+        needed = zip(likes, args[-len(of) :], strict=True)
+        return tuple(like.new_empty(like.shape) if need and like is not None else None for like, need in needed)
 
     return op

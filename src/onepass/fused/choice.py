@@ -83,10 +83,10 @@ def choose(scores: Tensor, mask: Tensor | None, how: Choice) -> tuple[Tensor, Te
         return _empty_choice(scores, how, mask is not None)
     if how.block:
         return causal_choice.forward(scores, mask, how.k, how.share, how.eps, how.block, how.memory)
+    given = scores, None, mask, None, None, how.k, how.eps, how.kind
     if not (how.share and mask is not None):
-        _, indices, gates, state = op_topk.forward(scores, None, mask, None, None, how.k, how.eps, how.kind, how.hard)
-        return gates, indices, state, None
-    _, indices, gates, _ = op_topk.forward(scores, None, mask, None, None, how.k, how.eps, how.kind, True)
+        return (*op_topk.forward(*given, how.hard, True, True, False)[1:], None)
+    _, gates, indices, _ = op_topk.forward(*given, True, True, True, False)
     on_triton = uses_triton(scores)
     if on_triton:
         from . import kernels
@@ -114,8 +114,8 @@ def choose_backward(
         return causal_choice.backward(
             d_gates, scores, mask, gates, indices, state, starts, how.eps, how.block, how.memory, into
         )  # fmt: skip
-    given = scores, indices, state, None, mask, None, None
-    ds, _ = op_topk.backward(None, d_gates, *given, how.eps, how.kind, True, True, False, into)
+    given = indices, state, None, mask, None, None, how.eps, how.kind
+    ds, _ = op_topk.backward(scores, None, d_gates, *given, True, True, False, into)
     assert ds is not None
     return ds
 

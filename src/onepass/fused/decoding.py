@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onepass.core.launch import cdiv, device_guard, launch, next_power_of_2, uses_triton
+from onepass.core.launch import cdiv, launch, next_power_of_2, uses_triton
 from onepass.ops.span_attention.op import BASE
 
 # sequences side by side: the rows of one product
@@ -25,11 +25,10 @@ def fits(x: Tensor) -> bool:
     return uses_triton(x) and len(x) <= MOST_ROWS and not torch.is_autocast_enabled(x.device.type)
 
 
-def _launch(kernel: str, like: Tensor, grid: Any, tensors: Any, numbers: Any, constants: Any, **options: int) -> None:
+def _launch(kernel: str, grid: Any, tensors: Any, numbers: Any, constants: Any, **options: int) -> None:
     from . import kernels_decoding
 
-    with device_guard(like):
-        launch(getattr(kernels_decoding, kernel), grid, tensors, numbers, constants, **options)
+    launch(getattr(kernels_decoding, kernel), grid, tensors, numbers, constants, **options)
 
 
 def attention(layer: Any, cache: Any, x: Tensor, score_eps: float) -> Tensor:
@@ -48,7 +47,7 @@ def attention(layer: Any, cache: Any, x: Tensor, score_eps: float) -> Tensor:
     kept = _parts_of(len(x), heavy, parts, x.device)
     block_heavy = max(8, next_power_of_2(half))
     _launch(
-        "far_kernel", x, (parts, heavy.heads, len(x)),
+        "far_kernel", (parts, heavy.heads, len(x)),
         (q, position, gates, far, cache.heavy.values, *kept), (heavy.dim_head**-0.5, *_LOG2_BASE),
         (
             heavy.heads, half, layer.window, cache.heavy.quota, far.shape[1], parts, block_heavy,
@@ -68,7 +67,7 @@ def attend(layer: Any, cache: Any, qkv: Tensor, weights: tuple[Any, Any] = (None
     parts, block_h = min(PARTS, cdiv(places, PART)), max(8, next_power_of_2(half))
     kept = _parts_of(len(qkv), layer, parts, qkv.device) if parts > 1 else (None,) * 3
     _launch(
-        "near_kernel", qkv, (parts, layer.heads, len(qkv)),
+        "near_kernel", (parts, layer.heads, len(qkv)),
         (qkv, *weights, cache.clock.position, cache.keys, cache.values, out, *kept),
         (layer.dim_head**-0.5, float(eps), *_LOG2_BASE),
         (
@@ -90,7 +89,7 @@ def _parts_of(batch: int, layer: Any, parts: int, device: torch.device) -> tuple
 def _merge(layer: Any, kept: tuple[Tensor | None, ...], gates: Tensor | None, out: Tensor) -> None:
     parts, half = kept[0].shape[2], layer.dim_head // 2  # type: ignore[union-attr]
     _launch(
-        "merge_kernel", out, (layer.heads, len(out), 1), (*kept, gates, out), (),
+        "merge_kernel", (layer.heads, len(out), 1), (*kept, gates, out), (),
         (layer.heads, half, parts, max(8, next_power_of_2(half)), next_power_of_2(parts)), num_warps=2,
     )  # fmt: skip
 
@@ -114,7 +113,7 @@ def scores(router: Any, x: Tensor, score_eps: float) -> Tensor:
     batch, n, dim = x.shape
     result, block = torch.empty(batch, n, dtype=torch.float32, device=x.device), next_power_of_2(dim)
     _launch(
-        "score_kernel", x, (batch * n, 1, 1), (x.contiguous(), router.weight, result), (float(score_eps),),
+        "score_kernel", (batch * n, 1, 1), (x.contiguous(), router.weight, result), (float(score_eps),),
         (dim, block), num_warps=_warps(block),
     )  # fmt: skip
     return result
@@ -134,7 +133,7 @@ def _choose(
     gates = torch.empty(batch, dtype=torch.float32, device=x.device)
     block = next_power_of_2(dim)
     _launch(
-        "choose_kernel", x, (batch, 1, 1),
+        "choose_kernel", (batch, 1, 1),
         (
             x, router.weight, norms[0].weight, norms[1].weight, cache.clock.position, cache.scores,
             cache.threshold, cache.taken, tokens, gates, light, heavy,
@@ -155,7 +154,7 @@ def _both(light: Linear, heavy: Linear, gates: Tensor, *, gelu: bool) -> tuple[T
     y, update = x.new_empty(rows, n), x.new_empty(rows, m)
     block_n, block_k = 16, _columns(k, w)
     _launch(
-        "both_kernel", x, (cdiv(n, block_n) + cdiv(m, block_n), 1, 1),
+        "both_kernel", (cdiv(n, block_n) + cdiv(m, block_n), 1, 1),
         (*_contiguous(light), y, *_contiguous(heavy), update, gates), (),
         (gelu, rows, n, m, k, max(16, next_power_of_2(rows)), block_n, block_k), num_warps=4,
     )  # fmt: skip
@@ -166,7 +165,7 @@ def _sum(light: Linear, heavy: Linear, gates: Tensor, null: Tensor | None, x: Te
     rows, block_n, y = len(gates), 16, torch.empty_like(x)
     k, m = light[1].shape[1], heavy[1].shape[1]
     _launch(
-        "sum_kernel", x, (cdiv(dim, block_n), 1, 1),
+        "sum_kernel", (cdiv(dim, block_n), 1, 1),
         (*_contiguous(light), *_contiguous(heavy), gates, null, x, y), (),
         (rows, dim, k, m, max(16, next_power_of_2(rows)), block_n, _columns(max(k, m), light[1])), num_warps=4,
     )  # fmt: skip

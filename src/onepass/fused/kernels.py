@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from onepass.core.launch import as_rows, cdiv, device_guard, launch, next_power_of_2, replayed, sm_count
+from onepass.core.launch import as_rows, cdiv, launch, next_power_of_2, replayed, sm_count
 from onepass.ops._shared.kernels_partials import add_partials
 from onepass.ops._shared.kernels_tokens import WARPS
 from onepass.ops._shared.kernels_tokens import tile as tile_of
@@ -151,11 +151,10 @@ def column_sums(x: Tensor, partials: Tensor, offset: int, dtype: torch.dtype | N
     rows, d = x.shape
     block_r, block_c = _sums_tile(x)
     copy = None if dtype is None else torch.empty((rows, d), dtype=dtype, device=x.device)
-    with device_guard(x):
-        launch(
-            sums_kernel, (cdiv(d, block_c), partials.shape[0], 1), (x, copy, partials), (rows, partials.shape[1]),
-            (d, offset, SUMS_UNROLL, block_r, block_c), num_warps=SUMS_WARPS,
-        )  # fmt: skip
+    launch(
+        sums_kernel, (cdiv(d, block_c), partials.shape[0], 1), (x, copy, partials), (rows, partials.shape[1]),
+        (d, offset, SUMS_UNROLL, block_r, block_c), num_warps=SUMS_WARPS,
+    )  # fmt: skip
     return (copy,)
 
 
@@ -165,12 +164,11 @@ def gelu_backward(dh: Tensor, u: Tensor, partials: Tensor | None, offset: int) -
     rows, d = u.shape
     block_r, block_c = _sums_tile(u)
     groups = programs(u, rows) if partials is None else partials.shape[0]
-    with device_guard(u):
-        launch(
-            gelu_backward_kernel, (cdiv(d, block_c), groups, 1), (dh, u, partials),
-            (rows, 0 if partials is None else partials.shape[1]), (d, offset, GELU_UNROLL, block_r, block_c),
-            num_warps=SUMS_WARPS,
-        )  # fmt: skip
+    launch(
+        gelu_backward_kernel, (cdiv(d, block_c), groups, 1), (dh, u, partials),
+        (rows, 0 if partials is None else partials.shape[1]), (d, offset, GELU_UNROLL, block_r, block_c),
+        num_warps=SUMS_WARPS,
+    )  # fmt: skip
     return ()
 
 
@@ -179,8 +177,7 @@ def total(partials: Tensor) -> Tensor:
     """Return the sums over the rows of `partials`."""
     width = partials.shape[1]
     out = torch.empty(width, dtype=torch.float32, device=partials.device)
-    with device_guard(partials):
-        add_partials(partials, out, math.gcd(width, 16))
+    add_partials(partials, out, math.gcd(width, 16))
     return out
 
 
@@ -188,11 +185,10 @@ def residual_sum(x: Tensor, y: Tensor) -> Tensor:
     """Return x + y in the shape of x and the wider dtype, for contiguous tensors of as many elements."""
     out = torch.empty(x.shape, dtype=torch.promote_types(x.dtype, y.dtype), device=x.device)
     unit = math.gcd(16, x.numel())
-    with device_guard(x):
-        launch(
-            residual_kernel, (cdiv(x.numel(), RESIDUAL_BLOCK), 1, 1), (x, y, out), (x.numel() // unit,),
-            (unit, RESIDUAL_BLOCK), num_warps=4,
-        )  # fmt: skip
+    launch(
+        residual_kernel, (cdiv(x.numel(), RESIDUAL_BLOCK), 1, 1), (x, y, out), (x.numel() // unit,),
+        (unit, RESIDUAL_BLOCK), num_warps=4,
+    )  # fmt: skip
     return out
 
 
@@ -282,11 +278,10 @@ def gate(v: Tensor, gates: Tensor) -> Tensor:
     stride, vec, d = _rows(v)
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     block_r, block_c = tile_of(d)
-    with device_guard(v):
-        launch(
-            gate_kernel, (cdiv(gates.numel(), block_r), 1, 1), (v, gates, out), (stride // vec, gates.numel()),
-            (d, vec, block_r, block_c), num_warps=WARPS,
-        )  # fmt: skip
+    launch(
+        gate_kernel, (cdiv(gates.numel(), block_r), 1, 1), (v, gates, out), (stride // vec, gates.numel()),
+        (d, vec, block_r, block_c), num_warps=WARPS,
+    )  # fmt: skip
     return out
 
 
@@ -297,11 +292,10 @@ def gate_backward(dv: Tensor, v: Tensor, gates: Tensor) -> Tensor:
     vec = min(dv_vec, v_vec)
     d_gates = torch.empty_like(gates)
     block_r, block_c = tile_of(d)
-    with device_guard(v):
-        launch(
-            gate_backward_kernel, (cdiv(gates.numel(), block_r), 1, 1), (dv, v, gates, d_gates),
-            (dv_stride // vec, v_stride // vec, gates.numel()), (d, vec, block_r, block_c), num_warps=WARPS,
-        )  # fmt: skip
+    launch(
+        gate_backward_kernel, (cdiv(gates.numel(), block_r), 1, 1), (dv, v, gates, d_gates),
+        (dv_stride // vec, v_stride // vec, gates.numel()), (d, vec, block_r, block_c), num_warps=WARPS,
+    )  # fmt: skip
     return d_gates
 
 
@@ -312,11 +306,10 @@ def place(within: Tensor, at_q: Tensor, window: int) -> tuple[Tensor, Tensor]:
     windows = within.shape[0] // batch
     at = torch.empty((batch, windows * per_window), dtype=torch.int64, device=within.device)
     seen = torch.empty((2, *at_q.shape), dtype=torch.int32, device=within.device)
-    with device_guard(within):
-        launch(
-            place_kernel, (cdiv(max(at.numel(), at_q.numel()), PLACES), 1, 1), (within, at_q, at, seen),
-            (per_window, windows, window, at.numel(), at_q.numel()), (PLACES,), num_warps=4,
-        )  # fmt: skip
+    launch(
+        place_kernel, (cdiv(max(at.numel(), at_q.numel()), PLACES), 1, 1), (within, at_q, at, seen),
+        (per_window, windows, window, at.numel(), at_q.numel()), (PLACES,), num_warps=4,
+    )  # fmt: skip
     return at, seen
 
 
@@ -365,11 +358,10 @@ def cast(
     out = [None if t is None else torch.empty(t.shape, dtype=dtype, device=t.device) for t in tensors]
     sizes = [0 if t is None else t.numel() for t in tensors]
     unit = math.gcd(16, *sizes)
-    with device_guard(a0):
-        launch(
-            cast_kernel, (cdiv(max(sizes), CAST_BLOCK), TENSORS, 1), (*tensors, *out), tuple(n // unit for n in sizes),
-            (unit, CAST_BLOCK), num_warps=4,
-        )  # fmt: skip
+    launch(
+        cast_kernel, (cdiv(max(sizes), CAST_BLOCK), TENSORS, 1), (*tensors, *out), tuple(n // unit for n in sizes),
+        (unit, CAST_BLOCK), num_warps=4,
+    )  # fmt: skip
     return tuple(out)
 
 
@@ -426,21 +418,19 @@ def counts(mask: Tensor, share: tuple[int, int]) -> Tensor:
     rows = as_rows(mask.view(torch.uint8))
     out = torch.empty(len(rows), dtype=torch.float32, device=mask.device)
     block = min(TOKENS, next_power_of_2(mask.shape[1]))
-    with device_guard(mask):
-        launch(
-            count_kernel, (len(rows), 1, 1), (rows, out), (rows.stride(0), rows.shape[1], *share), (block,), num_warps=4
-        )  # fmt: skip
+    launch(
+        count_kernel, (len(rows), 1, 1), (rows, out), (rows.stride(0), rows.shape[1], *share), (block,), num_warps=4
+    )  # fmt: skip
     return out
 
 
 def cut(indices: Tensor, gates: Tensor, soft: Tensor | None, counts: Tensor) -> None:
     """Keep the first `counts` of each row (rows, k), with their gates from `soft` (rows, n) if given; in place."""
     total = indices.numel()
-    with device_guard(indices):
-        launch(
-            cut_kernel, (cdiv(total, PLACES), 1, 1), (indices, gates, soft, counts),
-            (0 if soft is None else soft.stride(0), indices.shape[1], total), (PLACES,), num_warps=4,
-        )  # fmt: skip
+    launch(
+        cut_kernel, (cdiv(total, PLACES), 1, 1), (indices, gates, soft, counts),
+        (0 if soft is None else soft.stride(0), indices.shape[1], total), (PLACES,), num_warps=4,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=INTS)
@@ -510,13 +500,12 @@ def explore_gradient(dy: Tensor, mask: Tensor | None, stride: int, scale: float)
     block_r, block_c = tile_of(d)
     lengths = torch.empty((batch, count), dtype=torch.float32, device=dy.device)
     explore_grad = torch.empty_like(lengths)
-    with device_guard(dy):
-        launch(
-            length_kernel, (cdiv(batch * count, block_r), 1, 1), (dy, lengths),
-            (n, stride, count, batch * count), (d, block_r, block_c), num_warps=WARPS,
-        )  # fmt: skip
-        launch(
-            centre_kernel, (batch, 1, 1), (lengths, mask, explore_grad),
-            (stride, count, 0 if mask is None else mask.stride(0), float(scale)), (TOKENS,), num_warps=WARPS,
-        )  # fmt: skip
+    launch(
+        length_kernel, (cdiv(batch * count, block_r), 1, 1), (dy, lengths),
+        (n, stride, count, batch * count), (d, block_r, block_c), num_warps=WARPS,
+    )  # fmt: skip
+    launch(
+        centre_kernel, (batch, 1, 1), (lengths, mask, explore_grad),
+        (stride, count, 0 if mask is None else mask.stride(0), float(scale)), (TOKENS,), num_warps=WARPS,
+    )  # fmt: skip
     return explore_grad

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from onepass.core.launch import aligned, cdiv, device_guard, even_rows, launch, next_power_of_2, replayed, sm_count
+from onepass.core.launch import aligned, cdiv, even_rows, launch, next_power_of_2, replayed, sm_count
 from onepass.ops._shared.kernels_tokens import named, strided
 
 # a program keeps whole rows in registers between the sums and the result
@@ -244,12 +244,11 @@ def forward(
     stats = torch.empty((2 if routes else 1, batch * m), dtype=torch.float32, device=x.device)
     vec = math.gcd(8, d)
     block_r, block_c, warps = _forward_tile(d, x.element_size())
-    with device_guard(x):
-        launch(
-            forward_kernel, (cdiv(batch * m, block_r), 1, 1), (x, indices, mask, weight, vectors, y, scores, stats),
-            (batch_stride // vec, row_stride // vec, n, m, batch * m, float(eps), float(score_eps)),
-            (d, vec, routes, block_r, block_c), num_warps=warps,
-        )  # fmt: skip
+    launch(
+        forward_kernel, (cdiv(batch * m, block_r), 1, 1), (x, indices, mask, weight, vectors, y, scores, stats),
+        (batch_stride // vec, row_stride // vec, n, m, batch * m, float(eps), float(score_eps)),
+        (d, vec, routes, block_r, block_c), num_warps=warps,
+    )  # fmt: skip
     return y, scores, stats
 
 
@@ -280,14 +279,13 @@ def backward(
     block_r, block_c, warps, stages, _ = _backward_tile(d)
     grid = programs(x, batch * m, d) if partials is None else partials.shape[0]
     dx = torch.empty((batch, m, d), dtype=x.dtype, device=x.device) if need_x else None
-    with device_guard(x):
-        launch(
-            backward_kernel, (grid, 1, 1),
-            (dy, x, indices, mask, weight, vectors, stats, scores, ds, explore_grad, residual, dx, partials),
-            (
-                batch_stride // vec, row_stride // vec, n, m, batch * m, stride,
-                0 if explore_grad is None else explore_grad.shape[1], 0 if partials is None else partials.stride(0),
-            ),
-            (d, vec, routes, block_r, block_c, stages), num_warps=warps,
-        )  # fmt: skip
+    launch(
+        backward_kernel, (grid, 1, 1),
+        (dy, x, indices, mask, weight, vectors, stats, scores, ds, explore_grad, residual, dx, partials),
+        (
+            batch_stride // vec, row_stride // vec, n, m, batch * m, stride,
+            0 if explore_grad is None else explore_grad.shape[1], 0 if partials is None else partials.stride(0),
+        ),
+        (d, vec, routes, block_r, block_c, stages), num_warps=warps,
+    )  # fmt: skip
     return (dx,)

@@ -18,10 +18,9 @@ the eager node, on real tensors and on FakeTensors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from inspect import Parameter, Signature, signature
 from operator import itemgetter
-from types import GenericAlias
 from typing import Any, NamedTuple, get_args, get_type_hints
 
 import torch
@@ -29,11 +28,10 @@ from torch import Tensor
 from torch.library import register_autograd
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from onepass.core.bind import outside_autocast
-from onepass.core.eager import fast_apply, no_second, node_backward, plain
+from onepass.core.eager import fast_apply, no_second, node_backward, outside_autocast, plain
 from onepass.core.flops import flop_formula, register_formulas
 from onepass.core.operator import listed
-from onepass.core.register import register, register_fake
+from onepass.core.register import register, register_fake, there
 
 from .plans import NUMBERS, numbers, plan_of
 
@@ -45,21 +43,10 @@ class Fused(NamedTuple):
     forward_op: Any
 
 
-def _filled(tensors: Iterable[Tensor | None], like: Any, given: Sequence[Any] = ()) -> tuple[Tensor, ...]:
-    """Return the tensors with an empty one for None and for each that was given: an operator returns new tensors."""
-    known = {id(t) for t in (None, *given)}
-    return tuple(like.new_empty(0) if t is None or id(t) in known else t for t in tensors)
-
-
-def _there(t: Tensor | None) -> Tensor | None:
-    """Return None for the empty tensor that stands for it."""
-    return None if t is None or (t.dim() == 1 and t.shape[0] == 0) else t
-
-
-def _memoryless(run: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
+def _memoryless(run: Callable[..., Any]) -> Callable[..., Any]:
     """Return `run` for FakeTensors: as on a CPU, because kernels need memory."""
 
-    def fake(*args: Any) -> tuple[Tensor, ...]:
+    def fake(*args: Any) -> Any:
         device = next(t.device for t in tree_leaves(args) if isinstance(t, Tensor))
         if device.type == "cpu":
             return run(*args)
@@ -67,7 +54,7 @@ def _memoryless(run: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[T
         def on(where: Any) -> Callable[[Tensor], Tensor]:
             return lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=where)
 
-        return tree_map_only(Tensor, on(device), run(*tree_map_only(Tensor, on("cpu"), args)))  # type: ignore[no-any-return]
+        return tree_map_only(Tensor, on(device), run(*tree_map_only(Tensor, on("cpu"), args)))
 
     return fake
 
@@ -138,10 +125,12 @@ def fused(
     Node._backward_cls.__name__ = f"_{name}Backward"
     eager = fast_apply(Node)
 
-    def run_forward(*args: Any) -> tuple[Tensor, ...]:
+    def run_forward(*args: Any) -> tuple[Tensor | None, ...]:
         tensors = args[:n_args]
         results, made = forward(plan_of(plan, *args[n_args:]), *tensors)
-        return *results, *_filled((getattr(made, f) for f in fields), tensors[0], tensors)
+        # an operator returns new tensors
+        given = {id(t) for t in tensors}
+        return *results, *(None if id(t) in given else t for t in (getattr(made, f) for f in fields))
 
     typed = *((a, hints[a]) for a in arguments), *NUMBERS
     run_forward.__signature__ = Signature(  # type: ignore[attr-defined]
@@ -151,29 +140,29 @@ def fused(
     def run_products(
         dy: Tensor, kept: Sequence[Tensor | None], beside: Sequence[Tensor | None], weights: Sequence[Tensor | None],
         needs: Sequence[bool], dtype: torch.dtype, ints: Sequence[int], floats: Sequence[float],
-    ) -> tuple[Tensor, ...]:  # fmt: skip
+    ) -> tuple[Tensor | None, ...]:  # fmt: skip
         given = dict(zip(arguments[-len(weights) :], weights, strict=True))
         # a matrix that forward did not cast was multiplied as it is
-        there = {f: given.get(f) if _there(t) is None else t for f, t in zip(own, kept, strict=True)}
-        activations, dtypes = saved(*map(there.get, fields)), [None if w is None else w.dtype for w in weights]
+        known = {f: given.get(f) if there(t) is None else t for f, t in zip(own, kept, strict=True)}
+        activations, dtypes = saved(*map(known.get, fields)), [None if w is None else w.dtype for w in weights]
         of_plan = plan_of(plan, dtype, ints, floats)
-        return _filled(backward_products(activations, of_plan, needs, dtypes, dy, *beside), dy)
+        return backward_products(activations, of_plan, needs, dtypes, dy, *beside)  # type: ignore[no-any-return]
 
     def run_tokens(
         products: Sequence[Tensor | None], residual: Tensor | None, upstream: Sequence[Tensor | None],
         kept: Sequence[Tensor | None], needs: Sequence[bool],
         dtype: torch.dtype, ints: Sequence[int], floats: Sequence[float],
-    ) -> tuple[Tensor, ...]:  # fmt: skip
+    ) -> tuple[Tensor | None, ...]:  # fmt: skip
         of_plan = plan_of(plan, dtype, ints, floats)
-        found, tensors = map(_there, products), [*map(_there, kept)]
-        return _filled(backward_tokens(of_plan, needs, *found, residual, *upstream, *tensors), kept[0])
+        found, tensors = map(there, products), [*map(there, kept)]
+        return backward_tokens(of_plan, needs, *found, residual, *upstream, *tensors)  # type: ignore[no-any-return]
 
     low = "".join(f"_{c.lower()}" if c.isupper() else c for c in name).strip("_")
 
-    def registered(what: str, run: Callable[..., tuple[Tensor, ...]], results: int) -> Any:
+    def registered(what: str, run: Callable[..., Any], results: int) -> Any:
         run_outside: Any = outside_autocast(run)  # the caller's autocast has become the plan's dtype
         run_outside.__signature__ = signature(run, eval_str=True)
-        op = register(low + what, run_outside, results=GenericAlias(tuple, (Tensor,) * results))
+        op = register(low + what, run_outside, results=results)
         register_fake(op)(_memoryless(run_outside))
         return op
 
@@ -200,7 +189,7 @@ def fused(
             found = products_op(dy, activations, beside(tensors), of_weights, needs, *ctx.numbers)
         residual = dy if plan_of(plan, *ctx.numbers).residual else None
         grads = tokens_op(found[:n_products], residual, others, of_tokens(tensors), needs, *ctx.numbers)
-        grads = [*map(_there, (*grads, *found[n_products:]))]
+        grads = [*map(there, (*grads, *found[n_products:]))]
         return *grads[:mask], None, *grads[mask:], *none[n_args:]
 
     register_autograd(forward_op, differentiate, setup_context=setup_context)

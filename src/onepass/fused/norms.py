@@ -22,6 +22,25 @@ def fits_one_program(d: int) -> bool:
     return d <= 4096
 
 
+@outside_autocast  # a caller's would round the scores to 16 bits and thereby change the choice of tokens
+def _by_torch(
+    x: Tensor, indices: Tensor | None, mask: Tensor | None, weight: Tensor | None, vectors: Tensor | None, eps: float,
+    score_eps: float, dtype: torch.dtype,
+) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
+    x = zero_padding(x, mask)
+    scores = None
+    if vectors is not None:
+        scores, inverse = score_forward(x, vectors.view(-1, x.shape[-1]), score_eps)
+        scores = scores.transpose(0, 1).contiguous().view(*vectors.shape[:-1], *x.shape[:2])
+    f = (x if indices is None else gather(x, indices)).to(widest(x.dtype)).contiguous()
+    rstd = row_sum(f.square()).div_(x.shape[-1]).add_(eps).rsqrt_()
+    y = f * rstd
+    if weight is not None:
+        y = y * weight
+    stats = rstd.view(1, -1) if vectors is None else torch.stack((rstd.view(-1), inverse.view(-1)))
+    return y.to(dtype).contiguous(), scores, stats
+
+
 def norm_forward(
     x: Tensor, indices: Tensor | None, weight: Tensor | None, vectors: Tensor | None, eps: float, score_eps: float,
     dtype: torch.dtype, mask: Tensor | None = None,
@@ -31,26 +50,11 @@ def norm_forward(
     Scores are (batch, m) for a vector (d,), (R, batch, m) for vectors (R, d), None for None. `mask` (batch, n) is for
     calls without indices: a token that is False there counts as zeros, whatever it holds, and has no gradient.
     """
-    if on_triton(x, weight, vectors):
-        from . import kernels_norm
+    if not on_triton(x, weight, vectors):
+        return _by_torch(x, indices, mask, weight, vectors, eps, score_eps, dtype)  # type: ignore[no-any-return]
+    from .kernels_norm import forward
 
-        return kernels_norm.forward(  # type: ignore[no-any-return]
-            x, indices, as_bytes(mask), weight, vectors, eps, score_eps, dtype
-        )  # fmt: skip
-    # a caller's autocast would round the scores to 16 bits and thereby change the choice of tokens
-    with outside_autocast(x.device):
-        x = zero_padding(x, mask)
-        scores = None
-        if vectors is not None:
-            scores, inverse = score_forward(x, vectors.view(-1, x.shape[-1]), score_eps)
-            scores = scores.transpose(0, 1).contiguous().view(*vectors.shape[:-1], *x.shape[:2])
-        f = (x if indices is None else gather(x, indices)).to(widest(x.dtype)).contiguous()
-        rstd = row_sum(f.square()).div_(x.shape[-1]).add_(eps).rsqrt_()
-        y = f * rstd
-        if weight is not None:
-            y = y * weight
-        stats = rstd.view(1, -1) if vectors is None else torch.stack((rstd.view(-1), inverse.view(-1)))
-        return y.to(dtype).contiguous(), scores, stats
+    return forward(x, indices, as_bytes(mask), weight, vectors, eps, score_eps, dtype)  # type: ignore[no-any-return]
 
 
 def norm_backward_into(

@@ -5,7 +5,7 @@ measurements.
 """
 
 from .backend import INTERPRET, path, triton_installed, uses_triton
-from .compiled import device_guard, launch
+from .compiled import launch
 from .geometry import aligned, as_rows, cdiv, even_rows, next_power_of_2, sm_count
 from .replay import replayed
 
@@ -14,7 +14,6 @@ __all__ = [
     "aligned",
     "as_rows",
     "cdiv",
-    "device_guard",
     "even_rows",
     "launch",
     "next_power_of_2",

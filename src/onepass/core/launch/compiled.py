@@ -101,14 +101,20 @@ def launch(
     takes longer than a small kernel runs. Here a dictionary finds it by kernel, device, dtypes, constants and options.
     These decide the compilation as long as pointers are 16-byte aligned and integers fit 32 bits (kernels declare
     their integers `do_not_specialize`, and floats must be floats). In any other case, and while a profiler's launch
-    hooks are set, Triton's own launch runs.
+    hooks are set, Triton's own launch runs. The device is that of the tensors, whichever is the current one.
     """
     first = tensors[0]
-    if INTERPRET or first is None or not first.is_cuda or max(numbers, default=0) > _INT32_MAX:
+    if first is None:
+        first = next(t for t in tensors if t is not None)
+    device = first.device.index
+    if first.is_cuda and device != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            launch(kernel, grid, tensors, numbers, constants, **options)
+        return
+    if INTERPRET or not first.is_cuda or max(numbers, default=0) > _INT32_MAX:
         launch_specialized(kernel, grid, *tensors, *numbers, *constants, **options)
         return
     pointers: list[int | None] = []
-    device = first.device.index
     key: list[Any] = [id(kernel), device, constants, *options.items()]
     alignment = 0
     for tensor in tensors:
@@ -178,13 +184,3 @@ def _launcher_version(launcher: Any) -> str | None:
         and not getattr(launcher, "gsan_enabled", False)
     )
     return version if known else None
-
-
-_NO_GUARD = contextlib.nullcontext()
-
-
-def device_guard(x: Tensor) -> contextlib.AbstractContextManager[Any]:
-    """Return a context that makes x's device the current one; free where it already is."""
-    if not x.is_cuda or x.device.index == torch.cuda.current_device():
-        return _NO_GUARD
-    return torch.cuda.device(x.device)

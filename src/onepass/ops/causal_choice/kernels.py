@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from onepass.core.launch import as_rows, cdiv, device_guard, launch, next_power_of_2
+from onepass.core.launch import as_rows, cdiv, launch, next_power_of_2
 
 # the int32 key of -inf, and the largest int32
 NOTHING = tl.constexpr(-2139095041)
@@ -448,18 +448,17 @@ def forward(
     came = torch.empty((batch, programs), dtype=torch.int32, device=device)
     real = None if mask is None else torch.empty_like(came)
     s, masks, mask_row = _rows(scores, mask)
-    with device_guard(s):
-        launch(
-            threshold_kernel, (batch * programs, 1, 1), (s, masks, thresholds, came, real),
-            (s.stride(0), mask_row, n, *share, block, memory, plan.n_blocks, plan.n_first),
-            (mask is not None, plan.block_m, plan.block_r, plan.block_c), num_warps=plan.warps,
-        )  # fmt: skip
-        launch(
-            choose_kernel, (batch * cdiv(plan.n_blocks, plan.block_b), 1, 1),
-            (s, masks, thresholds, came, real, indices, gates, starts),
-            (s.stride(0), mask_row, n, k, *share, block, plan.n_blocks, plan.n_first, eps),
-            (mask is not None, next_power_of_2(plan.n_first), plan.step, plan.block_b, plan.block_c), num_warps=4,
-        )  # fmt: skip
+    launch(
+        threshold_kernel, (batch * programs, 1, 1), (s, masks, thresholds, came, real),
+        (s.stride(0), mask_row, n, *share, block, memory, plan.n_blocks, plan.n_first),
+        (mask is not None, plan.block_m, plan.block_r, plan.block_c), num_warps=plan.warps,
+    )  # fmt: skip
+    launch(
+        choose_kernel, (batch * cdiv(plan.n_blocks, plan.block_b), 1, 1),
+        (s, masks, thresholds, came, real, indices, gates, starts),
+        (s.stride(0), mask_row, n, k, *share, block, plan.n_blocks, plan.n_first, eps),
+        (mask is not None, next_power_of_2(plan.n_first), plan.step, plan.block_b, plan.block_c), num_warps=4,
+    )  # fmt: skip
     return gates, indices, thresholds, starts
 
 
@@ -477,12 +476,11 @@ def backward(
     grid = (batch * cdiv(plan.n_blocks, plan.block_b), 1, 1)
     kept = (s, masks, thresholds, gates, starts, g_gates.contiguous())
     numbers = (s.stride(0), mask_row, n, gates.shape[1], block, plan.n_blocks, eps)
-    with device_guard(s):
-        launch(
-            sums_kernel, grid, (*kept, sums), numbers, (mask is not None, plan.block_b, plan.block_c), num_warps=4
-        )  # fmt: skip
-        launch(
-            gradient_kernel, grid, (*kept, sums, ds), numbers,
-            (mask is not None, plan.step, plan.block_b, plan.block_c), num_warps=4,
-        )  # fmt: skip
+    launch(
+        sums_kernel, grid, (*kept, sums), numbers, (mask is not None, plan.block_b, plan.block_c), num_warps=4
+    )  # fmt: skip
+    launch(
+        gradient_kernel, grid, (*kept, sums, ds), numbers,
+        (mask is not None, plan.step, plan.block_b, plan.block_c), num_warps=4,
+    )  # fmt: skip
     return ds

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from onepass.core.launch import as_rows, cdiv, device_guard, launch, next_power_of_2
+from onepass.core.launch import as_rows, cdiv, launch, next_power_of_2
 from onepass.ops._shared.kernels_mailbox import in_registers, poll, publish, resident, team_of, team_sums
 from onepass.ops._shared.kernels_rows import (
     CROWDED,
@@ -402,19 +402,18 @@ def forward(
     vec = math.gcd(16, n_cols)
     numbers = (s.stride(0) // vec, stride(k), stride(mask) // vec, n_rows, n_cols // vec, k_value, n_iters,
                n_changing_of(n_iters, eps, eps_init, eps_decay), *schedule)  # fmt: skip
-    with device_guard(s):
-        if plan.splits == 1:
-            launch(
-                forward_kernel, (plan.programs, 1, 1), (s, k, mask, y, notes, None), numbers,
-                (0, 1, plan.block_r, plan.block_c, vec), **forward_options(plan),
-            )  # fmt: skip
-            return y, trace
-        team = team_of(s, *TEAM)
-        slots = torch.zeros(team.teams * 4 * team.size, dtype=torch.int64, device=s.device)
+    if plan.splits == 1:
         launch(
-            forward_kernel, (team.teams * team.size, 1, 1), (s, k, mask, y, notes, slots), numbers,
-            (team.size, team.width, 1, team.block_c, vec), **team.options,
+            forward_kernel, (plan.programs, 1, 1), (s, k, mask, y, notes, None), numbers,
+            (0, 1, plan.block_r, plan.block_c, vec), **forward_options(plan),
         )  # fmt: skip
+        return y, trace
+    team = team_of(s, *TEAM)
+    slots = torch.zeros(team.teams * 4 * team.size, dtype=torch.int64, device=s.device)
+    launch(
+        forward_kernel, (team.teams * team.size, 1, 1), (s, k, mask, y, notes, slots), numbers,
+        (team.size, team.width, 1, team.block_c, vec), **team.options,
+    )  # fmt: skip
     return y, trace
 
 
@@ -435,20 +434,19 @@ def backward(
     vec = math.gcd(16, n_cols, gy.stride(0), s.stride(0), stride(mask))
     strides = (gy.stride(0) // vec, s.stride(0) // vec, stride(k), stride(mask) // vec)
     block_c, warps, col_programs = plan.block_c, plan.warps, 1
-    with device_guard(s):
-        if partial is not None:
-            launch(
-                gradient_sum_kernel, (n_rows, plan.splits, 1), (gy, s, mask, trace, partial),
-                (*strides[:2], strides[3], n_rows, n_cols // vec, plan.chunk // TILE, n_iters, *schedule),
-                (TILE, vec), num_warps=4,
-            )  # fmt: skip
-            block_c, warps, col_programs = TILE, TILE // HALF_PER_WARP, cdiv(n_cols, TILE)
-        n_splits = 0 if partial is None else next_power_of_2(plan.splits)
+    if partial is not None:
         launch(
-            backward_kernel, (plan.programs, col_programs, 1), (gy, s, k, mask, trace, partial, ds, dk),
-            (*strides, n_rows, n_cols // vec, plan.splits, k_value, n_iters,
-             n_changing_of(n_iters, eps, eps_init, eps_decay), *schedule),
-            (n_splits, plan.block_r, block_c, vec),
-            **(resident(warps, 2) if warps == 16 else {"num_warps": warps}),
+            gradient_sum_kernel, (n_rows, plan.splits, 1), (gy, s, mask, trace, partial),
+            (*strides[:2], strides[3], n_rows, n_cols // vec, plan.chunk // TILE, n_iters, *schedule),
+            (TILE, vec), num_warps=4,
         )  # fmt: skip
+        block_c, warps, col_programs = TILE, TILE // HALF_PER_WARP, cdiv(n_cols, TILE)
+    n_splits = 0 if partial is None else next_power_of_2(plan.splits)
+    launch(
+        backward_kernel, (plan.programs, col_programs, 1), (gy, s, k, mask, trace, partial, ds, dk),
+        (*strides, n_rows, n_cols // vec, plan.splits, k_value, n_iters,
+         n_changing_of(n_iters, eps, eps_init, eps_decay), *schedule),
+        (n_splits, plan.block_r, block_c, vec),
+        **(resident(warps, 2) if warps == 16 else {"num_warps": warps}),
+    )  # fmt: skip
     return ds, dk

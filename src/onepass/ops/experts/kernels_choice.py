@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from onepass.core.launch import cdiv, device_guard, launch, next_power_of_2, replayed
+from onepass.core.launch import cdiv, launch, next_power_of_2, replayed
 
 INTS = ["n", "n_experts"]
 # logits of a tile, and its warps
@@ -48,11 +48,10 @@ def parts_kernel(
 def parts(weight: Tensor, n: int) -> Tensor:
     """Return 16-bit parts (3·E, dim) of a weight (E, dim): three that add up to it, or for n = 2 high, high and low."""
     out = torch.empty((3 * weight.shape[0], weight.shape[1]), dtype=torch.bfloat16, device=weight.device)
-    with device_guard(weight):
-        launch(
-            parts_kernel, (cdiv(weight.numel(), 1024), 1, 1), (weight.contiguous(), out), (weight.numel(),),
-            (n == 3, 1024), num_warps=4,
-        )  # fmt: skip
+    launch(
+        parts_kernel, (cdiv(weight.numel(), 1024), 1, 1), (weight.contiguous(), out), (weight.numel(),),
+        (n == 3, 1024), num_warps=4,
+    )  # fmt: skip
     return out
 
 
@@ -185,11 +184,10 @@ def choose(
     counts = torch.zeros(n_experts, dtype=torch.int32, device=parts.device)
     logits = torch.empty((n, n_experts), dtype=torch.float32, device=parts.device) if several > 1 else None
     grid, *block = _shape(n, n_experts)
-    with device_guard(parts):
-        launch(
-            choose_kernel, grid, (parts, bias, mask, logits, weights, indices, counts), (n, n_experts),
-            (several, k, softmax, norm, *block, next_power_of_2(k)), num_warps=WARPS,
-        )  # fmt: skip
+    launch(
+        choose_kernel, grid, (parts, bias, mask, logits, weights, indices, counts), (n, n_experts),
+        (several, k, softmax, norm, *block, next_power_of_2(k)), num_warps=WARPS,
+    )  # fmt: skip
     return weights, parts if logits is None else logits, indices, counts
 
 
@@ -203,9 +201,8 @@ def choose_backward(
     shape, dtype = ((n, 3 * experts), torch.bfloat16) if in_parts else ((n, experts), torch.float32)
     out = torch.empty(shape, dtype=dtype, device=logits.device)
     grid, *block = _shape(n, experts)
-    with device_guard(logits):
-        launch(
-            choose_backward_kernel, grid, (logits, indices, weights, d_weights, more, out), (n, experts),
-            (indices.shape[1], softmax, norm, in_parts, *block), num_warps=WARPS,
-        )  # fmt: skip
+    launch(
+        choose_backward_kernel, grid, (logits, indices, weights, d_weights, more, out), (n, experts),
+        (indices.shape[1], softmax, norm, in_parts, *block), num_warps=WARPS,
+    )  # fmt: skip
     return out

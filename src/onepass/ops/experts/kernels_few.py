@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from onepass.core.launch import cdiv, device_guard, launch, next_power_of_2, replayed
+from onepass.core.launch import cdiv, launch, next_power_of_2, replayed
 from onepass.ops._shared.kernels_partials import add_vector_partials
 
 from .kernels_rows import activation_parts, load_experts
@@ -123,15 +123,14 @@ def few(x: Tensor, ids: Tensor, weights: Tensor, up: Tensor, down: Tensor, gate:
     strides = [s for m in (up, down, *([] if gate is None else [gate])) for s in m.stride()[:2]]
     vec = 1 if any(s % 8 for s in strides) else 8
     of_up, of_down, of_gate = (tuple(s // vec for s in strides[i : i + 2]) or (0, 0) for i in (0, 2, 4))
-    with device_guard(x):
-        launch(
-            hidden_kernel, (cdiv(hidden, wide), deep, n), (x, ids, up, gate, parts),
-            (n, n_experts, *of_up, *of_gate), (k, dim, hidden, vec, DEEP, wide), num_warps=4,
-        )  # fmt: skip
-        launch(
-            out_kernel, (cdiv(dim, wide), some, n), (parts, ids, weights, down, outs),
-            (n, n_experts, *of_down, deep),
-            (gate is not None, dim, hidden, next_power_of_2(deep), vec, DEEP, wide), num_warps=4,
-        )  # fmt: skip
-        add_vector_partials(outs[None], y, None, k * some, tokens)
+    launch(
+        hidden_kernel, (cdiv(hidden, wide), deep, n), (x, ids, up, gate, parts),
+        (n, n_experts, *of_up, *of_gate), (k, dim, hidden, vec, DEEP, wide), num_warps=4,
+    )  # fmt: skip
+    launch(
+        out_kernel, (cdiv(dim, wide), some, n), (parts, ids, weights, down, outs),
+        (n, n_experts, *of_down, deep),
+        (gate is not None, dim, hidden, next_power_of_2(deep), vec, DEEP, wide), num_warps=4,
+    )  # fmt: skip
+    add_vector_partials(outs[None], y, None, k * some, tokens)
     return y

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from onepass.core.launch import cdiv, device_guard, next_power_of_2
+from onepass.core.launch import cdiv, next_power_of_2
 from onepass.core.launch.compiled import launch_specialized
 
 
@@ -103,7 +103,7 @@ def product(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
     out = torch.empty((n, m), dtype=a.dtype, device=a.device)
     size, depth, warps = (64, 32, 4) if a.element_size() > 2 else (128, 64, 8)
     grid, width = (cdiv(n, size) + experts, cdiv(m, size)), next_power_of_2(experts)
-    with device_guard(a):
+    with torch.cuda.device_of(a):
         launch_specialized(
             rows_kernel, grid, a, b, ends, out, *b.stride(), d, m, experts, width, size, depth, num_warps=warps
         )
@@ -116,7 +116,7 @@ def weight_product(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
         return F.grouped_mm(a.t(), b, offs=ends)
     (p, q), experts = (a.shape[1], b.shape[1]), len(ends)
     out = torch.empty((experts, p, q), dtype=a.dtype, device=a.device)
-    with device_guard(a):
+    with torch.cuda.device_of(a):
         launch_specialized(
             weights_kernel, (experts, cdiv(p, 64), cdiv(q, 64)), a, b, ends, out, p, q, 32, 64, num_warps=4
         )

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from onepass.core.launch import cdiv, device_guard, launch, next_power_of_2, replayed
+from onepass.core.launch import cdiv, launch, next_power_of_2, replayed
 
 INTS = ["n", "n_chunks", "n_experts", "row_stride"]
 # elements of a tile, and choices of a chunk
@@ -90,8 +90,7 @@ def place_kernel(
 
 
 def _run(kernel: Any, programs: int, tensors: tuple[Any, ...], numbers: tuple[int, ...], *constants: Any) -> None:
-    with device_guard(tensors[0]):
-        launch(kernel, (programs, 1, 1), tensors, numbers, constants, num_warps=4)
+    launch(kernel, (programs, 1, 1), tensors, numbers, constants, num_warps=4)
 
 
 @replayed

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from onepass.core.launch import INTERPRET, device_guard, sm_count
+from onepass.core.launch import INTERPRET, sm_count
 from onepass.core.launch import launch as launch_kernel
 from onepass.ops._shared.kernels_memory import load
 
@@ -491,22 +491,21 @@ def launch(
     if agreed is not None:
         agreed.zero_()
         counts = (True, False)
-    with device_guard(table):
-        for count in counts:
-            launch_kernel(
-                step_kernel, (n_chunks, 1, 1),
-                (
-                    table, table if grad_scale is None else grad_scale, table if clip is None else clip,
-                    table if found_inf is None else found_inf, table if agreed is None else agreed,
-                ),
-                (n_tensors, n_groups),
-                (
-                    p_type, g_type, m_type, e_type, mode, aligned, agreed is not None, cautious_decay,
-                    grad_scale is not None, clip is not None, found_inf is not None, count, stream, span, block, tiles,
-                    PTX,
-                ),
-                num_warps=num_warps,
-            )  # fmt: skip
+    for count in counts:
+        launch_kernel(
+            step_kernel, (n_chunks, 1, 1),
+            (
+                table, table if grad_scale is None else grad_scale, table if clip is None else clip,
+                table if found_inf is None else found_inf, table if agreed is None else agreed,
+            ),
+            (n_tensors, n_groups),
+            (
+                p_type, g_type, m_type, e_type, mode, aligned, agreed is not None, cautious_decay,
+                grad_scale is not None, clip is not None, found_inf is not None, count, stream, span, block, tiles,
+                PTX,
+            ),
+            num_warps=num_warps,
+        )  # fmt: skip
 
 
 def norm_programs(table: Tensor) -> int:
@@ -534,14 +533,13 @@ def launch_norm(
     `room` is (partials, ticket), see `norm_kernel`.
     """
     programs = norm_programs(table)
-    with device_guard(table):
-        launch_kernel(
-            norm_kernel, (programs, 1, 1),
-            (
-                table, table if before is None else before, *room, out, max_norm,
-                table if grad_scale is None else grad_scale,
-            ),
-            (n_tensors, n_groups, n_chunks),
-            (TYPES[dtype], aligned, before is not None, grad_scale is not None, span, chunk, 2048, programs),
-            num_warps=8,
-        )  # fmt: skip
+    launch_kernel(
+        norm_kernel, (programs, 1, 1),
+        (
+            table, table if before is None else before, *room, out, max_norm,
+            table if grad_scale is None else grad_scale,
+        ),
+        (n_tensors, n_groups, n_chunks),
+        (TYPES[dtype], aligned, before is not None, grad_scale is not None, span, chunk, 2048, programs),
+        num_warps=8,
+    )  # fmt: skip

@@ -17,7 +17,6 @@ from onepass.core.launch import (
     aligned,
     as_rows,
     cdiv,
-    device_guard,
     even_rows,
     launch,
     next_power_of_2,
@@ -393,25 +392,24 @@ def forward(
         stats = torch.empty((n_stats, *x.shape[:-1]), dtype=torch.float32, device=x.device)
     tensors = (x_rows, residual, weight, bias, y, s, stats)
     numbers = (x_stride // vec, r_stride // vec, n_rows, float(options.eps), float(options.offset))
-    with device_guard(x):
-        if one_program:
-            has_table = _has_table(table, options)
-            tile = forward_tile(n_cols, itemsize, gate is not None, options.quantize > 0)
-            early = forward_early(n_cols, itemsize, has_table, not _has_options(gate, table, options))
-            launch(
-                forward_kernel, (cdiv(n_rows, tile.rows), 1, 1), (*tensors, gate, stored_codes, scales),
-                (*numbers, z_stride // vec, *table),
-                (n_cols, vec, options.has_mean, options.stable, tile.rows, tile.cols, early, has_table, options.twice,
-                 _gate_constant(gate, options), options.quantize),
-                num_warps=tile.warps,
-            )  # fmt: skip
-        else:
-            tile, registers = wide_tile(n_cols, itemsize, residual is not None)
-            launch(
-                wide_forward_kernel, (n_rows, 1, 1), tensors, numbers,
-                (n_cols, vec, options.has_mean, tile.cols, tile.stages),
-                num_warps=tile.warps, **({} if torch.version.hip else {"maxnreg": registers}),
-            )  # fmt: skip
+    if one_program:
+        has_table = _has_table(table, options)
+        tile = forward_tile(n_cols, itemsize, gate is not None, options.quantize > 0)
+        early = forward_early(n_cols, itemsize, has_table, not _has_options(gate, table, options))
+        launch(
+            forward_kernel, (cdiv(n_rows, tile.rows), 1, 1), (*tensors, gate, stored_codes, scales),
+            (*numbers, z_stride // vec, *table),
+            (n_cols, vec, options.has_mean, options.stable, tile.rows, tile.cols, early, has_table, options.twice,
+             _gate_constant(gate, options), options.quantize),
+            num_warps=tile.warps,
+        )  # fmt: skip
+    else:
+        tile, registers = wide_tile(n_cols, itemsize, residual is not None)
+        launch(
+            wide_forward_kernel, (n_rows, 1, 1), tensors, numbers,
+            (n_cols, vec, options.has_mean, tile.cols, tile.stages),
+            num_warps=tile.warps, **({} if torch.version.hip else {"maxnreg": registers}),
+        )  # fmt: skip
     return y, s, codes, scales, stats
 
 
@@ -473,21 +471,20 @@ def backward(
     if sums:
         partials = torch.empty((sums, entries, programs, n_cols), dtype=torch.float32, device=x.device)
     tensors = (dy_rows, ds, x_rows, weight, stats, dx, partials)
-    with device_guard(x):
-        if in_team:
-            numbers = (*strides, float(options.offset))
-            _launch_team(team, programs, tensors, numbers, (n_cols, vec, options.has_mean, *needed))
-        else:
-            launch(
-                backward_kernel, (programs, 1, 1) if entries == 1 else (entries, programs, 1),
-                (*tensors, gate, bias, dz, dx_copy),
-                (*strides, float(options.eps), float(options.offset), z_stride // vec, *table),
-                (n_cols, vec, options.has_mean, options.stable, *needed, tile.rows, tile.cols, tile.stages, entries > 1,
-                 _gate_constant(gate, options)),
-                num_warps=tile.warps,
-            )  # fmt: skip
-        if partials is not None:
-            add_vector_partials(partials, dw, db, programs, entries)
+    if in_team:
+        numbers = (*strides, float(options.offset))
+        _launch_team(team, programs, tensors, numbers, (n_cols, vec, options.has_mean, *needed))
+    else:
+        launch(
+            backward_kernel, (programs, 1, 1) if entries == 1 else (entries, programs, 1),
+            (*tensors, gate, bias, dz, dx_copy),
+            (*strides, float(options.eps), float(options.offset), z_stride // vec, *table),
+            (n_cols, vec, options.has_mean, options.stable, *needed, tile.rows, tile.cols, tile.stages, entries > 1,
+             _gate_constant(gate, options)),
+            num_warps=tile.warps,
+        )  # fmt: skip
+    if partials is not None:
+        add_vector_partials(partials, dw, db, programs, entries)
     return dx if needs.need_x else None, dz, dw, db, dx_copy
 
 

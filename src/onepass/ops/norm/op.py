@@ -127,8 +127,6 @@ def check_arguments(
         raise ValueError(f"{op}: out_dtype must be {accepted}, got {o.dtype}")
 
 
-# an operator cannot return None: its results that are left out are empty tensors
-Five = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 Results = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 InDims = tuple[int | None, ...]
 
@@ -226,46 +224,34 @@ def _backward(
     return *definition.backward(dy, ds, x, gate, weight, bias, o, need, normalise), None  # type: ignore[return-value]
 
 
-def _filled(results: Results, x: Tensor) -> Five:
-    return tuple(x.new_empty(0) if t is None else t for t in results)  # type: ignore[return-value]
-
-
-def _forward_all(
-    x: Tensor, residual: Tensor | None, gate: Tensor | None, weight: Tensor | None, bias: Tensor | None,
-    options: Options,
-) -> Five:  # fmt: skip
-    return _filled(_forward(x, residual, gate, weight, bias, options), x)
-
-
 def _backward_all(
     dy: Tensor, ds: Tensor | None, x: Tensor, gate: Tensor | None, stats: Tensor, weight: Tensor | None,
     bias: Tensor | None, options: Options, x_dtype: torch.dtype, needs: Needs,
-) -> Five:  # fmt: skip
+) -> Results:  # fmt: skip
     dx, dz, dw, db, copy = _backward(dy, ds, x, gate, stats, weight, bias, options, x_dtype, needs)
     # an operator has the same results for every width: a copy of dx that no kernel has written is made here
     if copy is None and dx is not None and x_dtype != x.dtype:
         copy = dx.to(x_dtype)
-    return _filled((dx, dz, dw, db, copy), x)
+    return dx, dz, dw, db, copy
 
 
-forward_op = register("norm", _forward_all, forward_ways)
+forward_op = register("norm", _forward, forward_ways)
 backward_op = register("norm_backward", _backward_all, backward_ways)
 
 
 @register_fake(forward_op)
-def _fake(x: Tensor, residual: Tensor | None, *rest: Any) -> Five:
+def _fake(x: Tensor, residual: Tensor | None, *rest: Any) -> Results:
     gate, weight, bias, *options = rest
     check_arguments(x, residual, gate, weight, bias, options)
-    return _filled(_shapes(x, residual, Options(*options)), x)
+    return _shapes(x, residual, Options(*options))
 
 
 @register_fake(backward_op)
-def _fake_backward(dy: Tensor, ds: Tensor | None, x: Tensor, *rest: Any) -> Five:
+def _fake_backward(dy: Tensor, ds: Tensor | None, x: Tensor, *rest: Any) -> tuple[Tensor | None, ...]:
     gate, _, weight, bias, *_, x_dtype, need_x, need_z, need_w, need_b = rest
     wanted = zip((x, gate, weight, bias), (need_x, need_z, need_w, need_b), strict=True)
-    dx, dz, dw, db = (None if t is None or not need else t.new_empty(t.shape) for t, need in wanted)
-    copy = x.new_empty(x.shape, dtype=x_dtype) if need_x and x_dtype != x.dtype else None
-    return _filled((dx, dz, dw, db, copy), x)
+    grads = (None if t is None or not need else t.new_empty(t.shape) for t, need in wanted)
+    return *grads, x.new_empty(x.shape, dtype=x_dtype) if need_x and x_dtype != x.dtype else None
 
 
 def _public(results: Results) -> Any:

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from onepass.core.launch import cdiv, device_guard, even_rows, launch, next_power_of_2, sm_count
+from onepass.core.launch import cdiv, even_rows, launch, next_power_of_2, sm_count
 from onepass.ops._shared.kernels_partials import add_vector_partials
 
 # elements of a forward tile, bytes of a backward one: 32 elements per thread, and at most 16
@@ -399,12 +399,11 @@ def forward(
     sizes = _sizes(q, k)
     tiles = [cdiv(rows, heads.rows) for rows in sizes[:2]]
     (q, q_strides), (k, k_strides) = _heads(q), _heads(k)
-    with device_guard(q):
-        launch(
-            rope_forward_kernel, (sum(tiles), 1, 1), (q, k, q_weight, k_weight, *tables, new_q, new_k),
-            (*sizes, *q_strides, *k_strides, *places, tiles[0], float(eps), float(offset)), heads,
-            num_warps=WARPS,
-        )  # fmt: skip
+    launch(
+        rope_forward_kernel, (sum(tiles), 1, 1), (q, k, q_weight, k_weight, *tables, new_q, new_k),
+        (*sizes, *q_strides, *k_strides, *places, tiles[0], float(eps), float(offset)), heads,
+        num_warps=WARPS,
+    )  # fmt: skip
     return new_q, new_k
 
 
@@ -430,13 +429,12 @@ def backward(
     if n_weights:
         partials = torch.empty((n_weights, programs, q.shape[-1]), dtype=torch.float32, device=q.device)
         q_partials, k_partials = partials[0] if needs[2] else None, partials[-1] if needs[3] else None
-    with device_guard(q):
-        launch(
-            rope_backward_kernel, (programs, 1, 1),
-            (*(t for t, _ in rows), q_weight, k_weight, *tables, dq_in, dk_in, q_partials, k_partials),
-            (*sizes, *strides, *places, float(eps), float(offset)), (*heads, BACKWARD_STAGES),
-            num_warps=WARPS,
-        )  # fmt: skip
-        if n_weights:
-            add_vector_partials(partials, dq_weight, dk_weight, programs, 1)
+    launch(
+        rope_backward_kernel, (programs, 1, 1),
+        (*(t for t, _ in rows), q_weight, k_weight, *tables, dq_in, dk_in, q_partials, k_partials),
+        (*sizes, *strides, *places, float(eps), float(offset)), (*heads, BACKWARD_STAGES),
+        num_warps=WARPS,
+    )  # fmt: skip
+    if n_weights:
+        add_vector_partials(partials, dq_weight, dk_weight, programs, 1)
     return dq_in, dk_in, dq_weight, dk_weight

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from onepass.core.launch import cdiv, device_guard, launch, replayed
+from onepass.core.launch import cdiv, launch, replayed
 from onepass.ops._shared.kernels_tokens import WARPS, named, strided, tile
 
 INTS = ["x_batch_stride", "x_row_stride", "dy_batch_stride", "dy_row_stride", "n", "k", "routes", "route", "total"]
@@ -132,12 +132,11 @@ def gather(x: Tensor, indices: Tensor) -> Tensor:
     y = torch.empty((*indices.shape, d), dtype=x.dtype, device=x.device)
     vec = math.gcd(8, batch_stride, row_stride)
     block_r, block_c = tile(d)
-    with device_guard(x):
-        launch(
-            gather_kernel, (cdiv(total, block_r), 1, 1), (x, indices, y),
-            (batch_stride // vec, row_stride // vec, n, total // batch, total), (d, vec, block_r, block_c),
-            num_warps=WARPS,
-        )  # fmt: skip
+    launch(
+        gather_kernel, (cdiv(total, block_r), 1, 1), (x, indices, y),
+        (batch_stride // vec, row_stride // vec, n, total // batch, total), (d, vec, block_r, block_c),
+        num_warps=WARPS,
+    )  # fmt: skip
     return y
 
 
@@ -147,13 +146,12 @@ def add_rows(y: Tensor, update: Tensor, gates: Tensor | None, indices: Tensor, s
     batch, k, d = len(indices), indices.shape[-1], y.shape[-1]
     routes, total = indices.numel() // (batch * k), batch * k
     block_r, block_c = tile(d)
-    with device_guard(y):
-        for route in range(routes):
-            # one launch per route: a row that several routes chose gets their updates in order
-            launch(
-                add_kernel, (cdiv(total, block_r), 1, 1), (y, update, gates, indices, shift),
-                (y.shape[0] // batch, k, routes, route, total), (d, block_r, block_c), num_warps=WARPS,
-            )  # fmt: skip
+    for route in range(routes):
+        # one launch per route: a row that several routes chose gets their updates in order
+        launch(
+            add_kernel, (cdiv(total, block_r), 1, 1), (y, update, gates, indices, shift),
+            (y.shape[0] // batch, k, routes, route, total), (d, block_r, block_c), num_warps=WARPS,
+        )  # fmt: skip
     return ()
 
 
@@ -169,10 +167,9 @@ def add_backward(
     dg = torch.empty_like(gates) if need_g and gates is not None else None
     vec = math.gcd(8, batch_stride, row_stride)
     block_r, block_c = tile(d)
-    with device_guard(dy):
-        launch(
-            add_backward_kernel, (cdiv(total, block_r), 1, 1), (dy, update, gates, indices, shift, du, dg),
-            (batch_stride // vec, row_stride // vec, n, total // batch, total), (d, vec, block_r, block_c),
-            num_warps=WARPS,
-        )  # fmt: skip
+    launch(
+        add_backward_kernel, (cdiv(total, block_r), 1, 1), (dy, update, gates, indices, shift, du, dg),
+        (batch_stride // vec, row_stride // vec, n, total // batch, total), (d, vec, block_r, block_c),
+        num_warps=WARPS,
+    )  # fmt: skip
     return du, dg

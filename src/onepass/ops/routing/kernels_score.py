@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from onepass.core.launch import aligned, cdiv, device_guard, even_rows, launch, replayed, sm_count
+from onepass.core.launch import aligned, cdiv, even_rows, launch, replayed, sm_count
 from onepass.ops._shared.kernels_partials import add_partials
 from onepass.ops._shared.kernels_tokens import least_padding, strided
 
@@ -150,12 +150,11 @@ def forward(x: Tensor, vectors: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     block_r = max(1, loads * FORWARD_WARPS * 32 * vector // block_c)
     # no fused multiply-add: the compiler fuses differently for two rows of one thread, so that a score's bits would
     # depend on the token's place
-    with device_guard(x):
-        launch(
-            forward_kernel, (cdiv(total, block_r), 1, 1), (x, vectors, scores, inverse),
-            (batch_stride // vec, row_stride // vec, n, total, float(eps)),
-            (d, vec, routes, min(vector, block_c), block_r, block_c), num_warps=FORWARD_WARPS, enable_fp_fusion=False,
-        )  # fmt: skip
+    launch(
+        forward_kernel, (cdiv(total, block_r), 1, 1), (x, vectors, scores, inverse),
+        (batch_stride // vec, row_stride // vec, n, total, float(eps)),
+        (d, vec, routes, min(vector, block_c), block_r, block_c), num_warps=FORWARD_WARPS, enable_fp_fusion=False,
+    )  # fmt: skip
     return scores, inverse
 
 
@@ -177,12 +176,11 @@ def backward(
     if need_w:
         partials = torch.empty((groups, routes, d), dtype=torch.float32, device=x.device)
         dw = torch.empty_like(vectors)
-    with device_guard(x):
-        launch(
-            backward_kernel, (columns, groups, 1), (ds, x, vectors, scores, inverse, dx, partials),
-            (batch_stride // vec, row_stride // vec, n, total), (d, vec, routes, unroll, block_r, block_c),
-            num_warps=BACKWARD_WARPS,
-        )  # fmt: skip
-        if partials is not None and dw is not None:
-            add_partials(partials.view(groups, -1), dw, math.gcd(dw.numel(), 16))
+    launch(
+        backward_kernel, (columns, groups, 1), (ds, x, vectors, scores, inverse, dx, partials),
+        (batch_stride // vec, row_stride // vec, n, total), (d, vec, routes, unroll, block_r, block_c),
+        num_warps=BACKWARD_WARPS,
+    )  # fmt: skip
+    if partials is not None and dw is not None:
+        add_partials(partials.view(groups, -1), dw, math.gcd(dw.numel(), 16))
     return dx, dw

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from onepass.core.launch import as_rows, device_guard, launch
+from onepass.core.launch import as_rows, launch
 from onepass.ops._shared.kernels_gates import CAPPED_EXP, CLAMP, LAPLACE, SIGMOID, gates_and_slopes, offsets
 from onepass.ops._shared.kernels_mailbox import in_registers, poll, publish, team_of, team_sums
 from onepass.ops._shared.kernels_rows import (
@@ -650,17 +650,16 @@ def forward(
     strides = (s.stride(0), stride(k), stride(eps), stride(mask))
     vec = math.gcd(16, n_cols)
     numbers = (strides[0] // vec, *strides[1:3], strides[3] // vec, n_rows, n_cols // vec, k_value, eps_value)
-    with device_guard(s):
-        if plan.splits == 1:
-            launch(
-                forward_kernel, (plan.programs, 1, 1), (s, k, eps, mask, y, solution, None), numbers,
-                (kind, 0, 1, plan.block_r, plan.block_c, vec), **forward_options(plan, kind),
-            )  # fmt: skip
-            return y, solution
-        team = team_of(s, *TEAM)
-        slots = torch.zeros(team.teams * 4 * team.size, dtype=torch.int64, device=s.device)
+    if plan.splits == 1:
         launch(
-            forward_kernel, (team.teams * team.size, 1, 1), (s, k, eps, mask, y, solution, slots), numbers,
-            (kind, team.size, team.width, 1, team.block_c, vec), **team.options,
+            forward_kernel, (plan.programs, 1, 1), (s, k, eps, mask, y, solution, None), numbers,
+            (kind, 0, 1, plan.block_r, plan.block_c, vec), **forward_options(plan, kind),
         )  # fmt: skip
+        return y, solution
+    team = team_of(s, *TEAM)
+    slots = torch.zeros(team.teams * 4 * team.size, dtype=torch.int64, device=s.device)
+    launch(
+        forward_kernel, (team.teams * team.size, 1, 1), (s, k, eps, mask, y, solution, slots), numbers,
+        (kind, team.size, team.width, 1, team.block_c, vec), **team.options,
+    )  # fmt: skip
     return y, solution

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from onepass.core.launch import as_rows, device_guard, launch, next_power_of_2
+from onepass.core.launch import as_rows, launch, next_power_of_2
 from onepass.ops._shared.kernels_gates import gates_and_slopes, offsets
 from onepass.ops._shared.kernels_rows import (
     HALF_PER_WARP,
@@ -170,13 +170,12 @@ def of_rows(
     vec = math.gcd(16, n_cols, stride(gy), s.stride(0), stride(mask))
     strides = (stride(gy) // vec, s.stride(0) // vec, stride(eps), stride(mask) // vec)
     n_splits = 0 if whole else next_power_of_2(plan.splits)
-    with device_guard(s):
-        for sums_only in (False,) if whole else (True, False):
-            launch(
-                backward_kernel, (plan.programs, plan.splits, 1),
-                (gy, s, eps, mask, solution, sums, partial, ds, dk, deps),
-                (*strides, n_rows, n_cols // vec, plan.splits, plan.chunk // plan.block_c, eps_value),
-                (kind, need_s, need_eps, sums_only, n_splits, plan.block_r,
-                 plan.block_c, vec), num_warps=plan.warps,
-            )  # fmt: skip
+    for sums_only in (False,) if whole else (True, False):
+        launch(
+            backward_kernel, (plan.programs, plan.splits, 1),
+            (gy, s, eps, mask, solution, sums, partial, ds, dk, deps),
+            (*strides, n_rows, n_cols // vec, plan.splits, plan.chunk // plan.block_c, eps_value),
+            (kind, need_s, need_eps, sums_only, n_splits, plan.block_r,
+             plan.block_c, vec), num_warps=plan.warps,
+        )  # fmt: skip
     return ds, dk, deps

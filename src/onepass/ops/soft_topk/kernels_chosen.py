@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from onepass.core.launch import cdiv, device_guard, launch, next_power_of_2
+from onepass.core.launch import cdiv, launch, next_power_of_2
 from onepass.ops._shared.kernels_gates import gates_and_slopes, offsets
 from onepass.ops._shared.kernels_rows import (
     CROWDED,
@@ -236,31 +236,30 @@ def backward(
         return ds, scratch(s, n_rows if need_eps else 0, 1).zero_()
     plan = shape(n_rows, n_cols, HALF_PER_WARP * (2 if n_cols > CROWDED else 1), LONGEST)
     strides = (*g.stride(), s.stride(0), stride(eps))
-    with device_guard(s):
-        if plan.splits == 1:
-            deps = scratch(s, n_rows if need_eps else 0, 1)
-            vec = math.gcd(16, n_cols, s.stride(0), stride(mask))
-            row_strides = (s.stride(0) // vec, stride(eps), stride(mask) // vec)
-            launch(
-                row_kernel, (plan.programs, 1, 1), (indices, g, s, eps, mask, solution, ds, deps),
-                (*g.stride(), *row_strides, n_rows, n_cols // vec, k, eps_value),
-                (kind, need_s, need_eps, plan.block_r, plan.block_c, chosen_at_a_time(plan, k), vec),
-                num_warps=plan.warps,
-            )  # fmt: skip
-            return ds, deps
-        block_r, block_k, warps = shape_of_chosen(k)
-        programs = cdiv(n_rows, block_r)
-        of_chosen = scratch(s, n_rows, 2)
+    if plan.splits == 1:
+        deps = scratch(s, n_rows if need_eps else 0, 1)
+        vec = math.gcd(16, n_cols, s.stride(0), stride(mask))
+        row_strides = (s.stride(0) // vec, stride(eps), stride(mask) // vec)
         launch(
-            sums_kernel, (programs, 1, 1), (indices, g, s, eps, solution, of_chosen),
-            (*strides, n_rows, k, eps_value), (kind, block_r, block_k), num_warps=warps,
+            row_kernel, (plan.programs, 1, 1), (indices, g, s, eps, mask, solution, ds, deps),
+            (*g.stride(), *row_strides, n_rows, n_cols // vec, k, eps_value),
+            (kind, need_s, need_eps, plan.block_r, plan.block_c, chosen_at_a_time(plan, k), vec),
+            num_warps=plan.warps,
         )  # fmt: skip
-        ds, q, deps = kernels_backward.of_rows(
-            None, s, solution, eps, mask, eps_value, kind, need_s, need_eps, ds, of_chosen
-        )
-        if need_s:
-            launch(
-                chosen_kernel, (programs, cdiv(k, block_k), 1), (indices, g, s, eps, solution, q, ds),
-                (*strides, n_rows, n_cols, k, eps_value), (kind, block_r, block_k), num_warps=warps,
-            )  # fmt: skip
+        return ds, deps
+    block_r, block_k, warps = shape_of_chosen(k)
+    programs = cdiv(n_rows, block_r)
+    of_chosen = scratch(s, n_rows, 2)
+    launch(
+        sums_kernel, (programs, 1, 1), (indices, g, s, eps, solution, of_chosen),
+        (*strides, n_rows, k, eps_value), (kind, block_r, block_k), num_warps=warps,
+    )  # fmt: skip
+    ds, q, deps = kernels_backward.of_rows(
+        None, s, solution, eps, mask, eps_value, kind, need_s, need_eps, ds, of_chosen
+    )
+    if need_s:
+        launch(
+            chosen_kernel, (programs, cdiv(k, block_k), 1), (indices, g, s, eps, solution, q, ds),
+            (*strides, n_rows, n_cols, k, eps_value), (kind, block_r, block_k), num_warps=warps,
+        )  # fmt: skip
     return ds, deps

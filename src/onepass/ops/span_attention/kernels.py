@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from onepass.core.launch import cdiv, device_guard, launch, next_power_of_2
+from onepass.core.launch import cdiv, launch, next_power_of_2
 
 # queries, keys, warps, stages of (forward, queries, keys), for heads up to 64 wide
 _16_BITS = ((128, 64, 8, 2), (64, 64, 4, 3), (32, 64, 4, 1))
@@ -303,12 +303,11 @@ def forward(
     unit, strides = _strides(q, k, v)
     block_q, _, constants, options = _constants("forward", unit, width, mask, q.dtype)
     span_batch = first.stride(0) if len(first) > 1 else 0
-    with device_guard(q):
-        launch(
-            forward_kernel, (cdiv(n, block_q), batch * heads, 1),
-            (q, k, v, first, last, mask, out, lse), (*strides, span_batch, n, k.shape[1], heads, float(scale)),
-            constants, **options,
-        )  # fmt: skip
+    launch(
+        forward_kernel, (cdiv(n, block_q), batch * heads, 1),
+        (q, k, v, first, last, mask, out, lse), (*strides, span_batch, n, k.shape[1], heads, float(scale)),
+        constants, **options,
+    )  # fmt: skip
     return out, lse
 
 
@@ -351,18 +350,17 @@ def backward(
     unit, (*strides, _, dq_row, _, _, dkv_row, _) = _strides(q, k, v, dq, dk)
     span_batch = first.stride(0) if len(first) > 1 else 0
     sizes = n, m, heads, float(scale)
-    with device_guard(q):
-        block_q, _, constants, options = _constants("queries", unit, width, mask, q.dtype)
-        launch(
-            queries_kernel, (cdiv(n, block_q), batch * heads, 1),
-            (dout, q, k, v, out, lse, first, last, mask, dq, delta), (*strides, dq_row, span_batch, *sizes),
-            constants, **options,
-        )  # fmt: skip
-        _, block_k, constants, options = _constants("keys", unit, width, mask, q.dtype)
-        begin, end = edges or askers(first, last, m, width, q.dtype)
-        launch(
-            keys_kernel, (cdiv(m, block_k), batch * heads, 1),
-            (dout, q, k, v, lse, delta, first, last, mask, begin, end, dk, dv),
-            (*strides, dkv_row, span_batch, begin.stride(0) if len(begin) > 1 else 0, *sizes),
-            constants, **options,
-        )  # fmt: skip
+    block_q, _, constants, options = _constants("queries", unit, width, mask, q.dtype)
+    launch(
+        queries_kernel, (cdiv(n, block_q), batch * heads, 1),
+        (dout, q, k, v, out, lse, first, last, mask, dq, delta), (*strides, dq_row, span_batch, *sizes),
+        constants, **options,
+    )  # fmt: skip
+    _, block_k, constants, options = _constants("keys", unit, width, mask, q.dtype)
+    begin, end = edges or askers(first, last, m, width, q.dtype)
+    launch(
+        keys_kernel, (cdiv(m, block_k), batch * heads, 1),
+        (dout, q, k, v, lse, delta, first, last, mask, begin, end, dk, dv),
+        (*strides, dkv_row, span_batch, begin.stride(0) if len(begin) > 1 else 0, *sizes),
+        constants, **options,
+    )  # fmt: skip

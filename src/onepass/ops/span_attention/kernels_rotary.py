@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from onepass.core.launch import cdiv, device_guard, launch, next_power_of_2
+from onepass.core.launch import cdiv, launch, next_power_of_2
 
 # of a number in [1/2, 1), how many steps fp32 has to 1
 _BITS = 2.0**24
@@ -92,9 +92,8 @@ def rotate(x: Tensor, positions: Tensor | None, base: float, inverse: bool, out:
     strides = *x.stride()[:3], *out.stride()[:3]
     unit = 16 if all(s % 16 == 0 for s in strides) else 1
     position_batch = 0 if positions is None or len(positions) == 1 else positions.stride(0)
-    with device_guard(x):
-        launch(
-            rotary_kernel, (cdiv(n, block_n), batch, 1), (x, positions, out),
-            (*(s // unit for s in strides), position_batch, n, heads, *log2_base),
-            (unit, half, inverse, positions is not None, block_n, block_c), num_warps=2,
-        )  # fmt: skip
+    launch(
+        rotary_kernel, (cdiv(n, block_n), batch, 1), (x, positions, out),
+        (*(s // unit for s in strides), position_batch, n, heads, *log2_base),
+        (unit, half, inverse, positions is not None, block_n, block_c), num_warps=2,
+    )  # fmt: skip

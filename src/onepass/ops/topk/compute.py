@@ -46,9 +46,9 @@ def select(
 
 def forward(
     scores: Tensor, eps: Tensor | None, mask: Tensor | None, start: Tensor | None, lengths: Tensor | None, k: int,
-    eps_value: float, kind: int, hard: bool, largest: bool = True, is_sorted: bool = True, narrow: bool = False,
+    eps_value: float, kind: int, hard: bool, largest: bool, is_sorted: bool, narrow: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """Return (values, indices, gates, solution of soft_topk); k ≥ 1, n ≥ 1.
+    """Return (values, gates, indices, solution of soft_topk); k ≥ 1, n ≥ 1.
 
     Hard gates are 1 and need no solution: backward solves, if it is ever called.
     """
@@ -65,30 +65,30 @@ def forward(
             tuple(scores.shape[:-1]),
         )  # fmt: skip
         assert found.gates is not None
-        return found.values, found.indices, found.gates, state
+        return found.values, found.gates, found.indices, state
     values, indices = definition.select(
         scores, mask, start, lengths, k, largest, is_sorted, index_dtype(narrow)
     )  # fmt: skip
     if soft is None:
-        return values, indices, definition.hard_gates(values, indices), None
+        return values, definition.hard_gates(values, indices), indices, None
     chosen = soft.gather(-1, indices.clamp(min=0).long())
-    return values, indices, torch.where(indices >= 0, chosen, 0.0), state
+    return values, torch.where(indices >= 0, chosen, 0.0), indices, state
 
 
 def backward(
-    g_values: Tensor | None, g_gates: Tensor | None, scores: Tensor, indices: Tensor, state: Tensor | None,
+    scores: Tensor, g_values: Tensor | None, g_gates: Tensor | None, indices: Tensor, state: Tensor | None,
     eps: Tensor | None, mask: Tensor | None, start: Tensor | None, lengths: Tensor | None, eps_value: float, kind: int,
     largest: bool, need_scores: bool, need_eps: bool, into: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
     """Return the gradients of scores and eps, None where not needed; a missing upstream gradient is None.
 
-    A state that is None or has no columns is solved for. With `into`, contiguous and like scores, the gradient of the
-    scores is written there.
+    A state that is None is solved for. With `into`, contiguous and like scores, the gradient of the scores is written
+    there. (Scores come first: torch 2.11 reads the mesh of DTensors from the first argument.)
     """
     if not largest:
         # the gradients of the largest of -scores
         ds, deps = backward(
-            None if g_values is None else -g_values, g_gates, -scores, indices, state, eps, mask, start, lengths,
+            -scores, None if g_values is None else -g_values, g_gates, indices, state, eps, mask, start, lengths,
             eps_value, kind, True, need_scores, need_eps,
         )  # fmt: skip
         if ds is not None:
@@ -98,7 +98,7 @@ def backward(
     ds = of_eps = None
     if g_gates is not None:
         mask = definition.allowed(scores, mask, start, lengths)
-        if state is None or not state.shape[-1]:
+        if state is None:
             _, state = soft_forward(scores, None, eps, mask, float(indices.shape[-1]), eps_value, kind)
         ds, of_eps = backward_chosen(
             g_gates, indices, scores, state, eps, mask, eps_value, kind, need_scores, need_eps, into

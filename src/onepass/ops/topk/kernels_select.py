@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from onepass.core.launch import cdiv, device_guard, launch, sm_count
+from onepass.core.launch import cdiv, launch, sm_count
 
 from . import plan
 from .kernels_pivot import choose_kernel, pass_kernel, pivot_kernel, wide_kernel
@@ -25,11 +25,10 @@ def add(ds: Tensor, indices: Tensor, gradient: Tensor) -> None:
     n_rows, k = indices.shape
     if not n_rows:
         return
-    with device_guard(ds):
-        launch(
-            add_kernel, (cdiv(n_rows * k, BLOCK), 1, 1), (indices, gradient, ds),
-            (*gradient.stride(), n_rows, ds.shape[1], k), (BLOCK,), num_warps=4,
-        )  # fmt: skip
+    launch(
+        add_kernel, (cdiv(n_rows * k, BLOCK), 1, 1), (indices, gradient, ds),
+        (*gradient.stride(), n_rows, ds.shape[1], k), (BLOCK,), num_warps=4,
+    )  # fmt: skip
 
 
 class Rows(NamedTuple):
@@ -204,29 +203,28 @@ def select(
     if not values.numel():
         return Found(indices, values, gates)
     results = indices, s, soft, values, gates
-    with device_guard(s):
-        shape = plan.of_selection(n_rows, n_cols, k, s.element_size(), sm_count(s))
-        chosen: _Survivors | None
-        if isinstance(shape, plan.Pivot):
-            chosen = _survivors(rows, k, shape)
-        else:
-            chosen = _in_one_launch(rows, k, shape, (indices, soft, values, gates), is_sorted)
-        if chosen is None:
-            return Found(indices, values, gates)
-        if k <= plan.MAX_SORTED or isinstance(shape, plan.Whole):
-            block_r, block_k, warps, registers = plan.of_sort(n_rows, k, chosen.packed.element_size(), sm_count(s))
-            constants = is_sorted, rows.largest, block_r, block_k, warps
-            launch(
-                sort_kernel, (cdiv(n_rows, block_r), 1, 1), (chosen.packed, chosen.state, *results),
-                (s.stride(0), n_rows, n_cols, k), constants, num_warps=warps, **_limit(registers),
-            )  # fmt: skip
-            return Found(indices, values, gates)
-        spare = torch.empty_like(chosen.packed)
-        numbers = s.stride(0), n_cols
-        if not is_sorted:
-            # the k best of them, by score
-            best = _merged(chosen, True, k, spare, None, numbers, rows.largest)
-            spare = chosen.packed if best is spare else spare
-            chosen = _Survivors(best, chosen.state)
-        _merged(chosen, is_sorted, k, spare, results, numbers, rows.largest)
+    shape = plan.of_selection(n_rows, n_cols, k, s.element_size(), sm_count(s))
+    chosen: _Survivors | None
+    if isinstance(shape, plan.Pivot):
+        chosen = _survivors(rows, k, shape)
+    else:
+        chosen = _in_one_launch(rows, k, shape, (indices, soft, values, gates), is_sorted)
+    if chosen is None:
+        return Found(indices, values, gates)
+    if k <= plan.MAX_SORTED or isinstance(shape, plan.Whole):
+        block_r, block_k, warps, registers = plan.of_sort(n_rows, k, chosen.packed.element_size(), sm_count(s))
+        constants = is_sorted, rows.largest, block_r, block_k, warps
+        launch(
+            sort_kernel, (cdiv(n_rows, block_r), 1, 1), (chosen.packed, chosen.state, *results),
+            (s.stride(0), n_rows, n_cols, k), constants, num_warps=warps, **_limit(registers),
+        )  # fmt: skip
+        return Found(indices, values, gates)
+    spare = torch.empty_like(chosen.packed)
+    numbers = s.stride(0), n_cols
+    if not is_sorted:
+        # the k best of them, by score
+        best = _merged(chosen, True, k, spare, None, numbers, rows.largest)
+        spare = chosen.packed if best is spare else spare
+        chosen = _Survivors(best, chosen.state)
+    _merged(chosen, is_sorted, k, spare, results, numbers, rows.largest)
     return Found(indices, values, gates)

@@ -11,11 +11,12 @@ from torch import Tensor
 from torch.library import register_vmap
 
 from onepass.core import check
-from onepass.core.bind import batch_first, bind
+from onepass.core.bind import batch_first
 from onepass.core.eager import plain
 from onepass.core.launch import replayed, uses_triton
-from onepass.core.register import register, register_backward, register_fake
-from onepass.core.sharding import Way, beside, gradient, row_dims
+from onepass.core.operator import operator
+from onepass.core.register import register, register_fake
+from onepass.core.sharding import REPLICATE, Way, beside, row_dims
 from onepass.ops._shared import arguments
 from onepass.ops.soft_topk.op import KINDS
 
@@ -23,40 +24,24 @@ from . import compute, definition
 from .compute import backward, forward
 
 
-def select_ways(scores: Any, mask: Any, start: Any, lengths: Any, *rest: Any) -> list[Way]:
-    """List the ways to shard scores, mask, start and lengths, with values and indices."""
-    n = scores.ndim
-    return [
-        ((d, d), (d, beside(mask, n, d), beside(start, n - 1, d), beside(lengths, n - 1, d))) for d in row_dims(scores)
-    ]
-
-
-def forward_ways(scores: Any, eps: Any, mask: Any, start: Any, lengths: Any, *rest: Any) -> list[Way]:
-    """List the ways to shard scores, eps, mask, start and lengths, with values, indices, gates and solution."""
+def forward_ways(
+    scores: Any, eps: Any, mask: Any, start: Any, lengths: Any, k: Any = 0, eps_value: Any = 0, kind: Any = 0,
+    hard: Any = False, *rest: Any,
+) -> list[Way]:  # fmt: skip
+    """List the ways to shard scores, eps, mask, start and lengths, with values, gates, indices and solution."""
     n = scores.ndim
     return [
         (
-            (d, d, d, d),
-            (d, beside(eps, n - 1, d), beside(mask, n, d), beside(start, n - 1, d), beside(lengths, n - 1, d)),
+            (d, d, d, REPLICATE if hard else d),
+            (d, *(beside(t, m, d) for t, m in ((eps, n - 1), (mask, n), (start, n - 1), (lengths, n - 1)))),
         )
         for d in row_dims(scores)
     ]
 
 
-def backward_ways(
-    g_values: Any, g_gates: Any, scores: Any, indices: Any, state: Any, eps: Any, mask: Any, start: Any, lengths: Any,
-    *rest: Any,
-) -> list[Way]:  # fmt: skip
-    """List the ways to shard all tensors, with the gradients of scores and eps."""
-    need_scores, need_eps = rest[-2:]
-    n = scores.ndim
-    ways: list[Way] = []
-    for d in row_dims(scores):
-        of_eps = beside(eps, n - 1, d)
-        results = gradient(d, need_scores), gradient(of_eps, need_eps)
-        ranges = beside(start, n - 1, d), beside(lengths, n - 1, d)
-        ways.append((results, (d, d, d, d, d, of_eps, beside(mask, n, d), *ranges)))
-    return ways
+def select_ways(scores: Any, mask: Any, start: Any, lengths: Any, *rest: Any) -> list[Way]:
+    """List the ways to shard scores, mask, start and lengths, with values and indices."""
+    return [(made[:2], (d, *at)) for made, (d, _, *at) in forward_ways(scores, None, mask, start, lengths)]
 
 
 class TopK(NamedTuple):
@@ -113,67 +98,30 @@ def gates(soft: Tensor, indices: Tensor) -> Tensor:
     return torch.where(indices >= 0, 1 + (chosen - chosen.detach()), 0.0)
 
 
-def _forward_all(
+def _fake(
     scores: Tensor, eps: Tensor | None, mask: Tensor | None, start: Tensor | None, lengths: Tensor | None, k: int,
     eps_value: float, kind: int, hard: bool, largest: bool, is_sorted: bool, narrow: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """`compute.forward` for the dispatcher: an op returns tensors only, so a missing solution has no columns."""
-    *found, state = compute.forward(
-        scores, eps, mask, start, lengths, k, eps_value, kind, hard, largest, is_sorted, narrow
-    )  # fmt: skip
-    if state is None:
-        state = scores.new_empty((*scores.shape[:-1], 0), dtype=arguments.accumulator(scores))
-    return (*found, state)  # type: ignore[return-value]
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
+    values = scores.new_empty((*scores.shape[:-1], k))
+    state = None if hard else scores.new_empty((*scores.shape[:-1], 2), dtype=arguments.accumulator(scores))
+    return values, torch.empty_like(values), values.new_empty(values.shape, dtype=compute.index_dtype(narrow)), state
 
 
-forward_op = register("topk", _forward_all, forward_ways)
-backward_op = register_backward("topk_backward", compute.backward, backward_ways, of=("scores", "eps"))
-
-
-@register_fake(forward_op)
-def _(
-    scores: Tensor, eps: Tensor | None, mask: Tensor | None, start: Tensor | None, lengths: Tensor | None, k: int,
-    eps_value: float, kind: int, hard: bool, largest: bool, is_sorted: bool, narrow: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    shape = (*scores.shape[:-1], k)
-    state = scores.new_empty((*scores.shape[:-1], 0 if hard else 2), dtype=arguments.accumulator(scores))
-    indices = scores.new_empty(shape, dtype=compute.index_dtype(narrow))
-    return scores.new_empty(shape), indices, scores.new_empty(shape), state
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-    scores, eps, mask, start, lengths, _, eps_value, kind, _, largest, _, _ = inputs
-    # a missing solution is None on every path: checkpointing compares what forward and its repetition save
-    state = output[3] if output[3] is not None and output[3].shape[-1] else None
-    ctx.save_for_backward(scores, output[1], state, eps, mask, start, lengths)
-    ctx.options = eps_value, kind, largest
-    ctx.set_materialize_grads(False)
-
-
-def _gradients(
-    ctx: Any, run: Any, g_values: Tensor | None, _indices: Any, g_gates: Tensor | None, *_: Any
-) -> tuple[Tensor | None, ...]:
-    if g_values is None and g_gates is None:
-        return (None,) * 12
-    scores, indices, state, eps, *others = ctx.saved_tensors
-    needs = ctx.needs_input_grad[0], eps is not None and ctx.needs_input_grad[1]
-    if g_values is None and hasattr(scores, "to_local"):
-        # torch 2.11 reads the mesh of DTensors from the first argument
-        g_values = torch.zeros_like(g_gates)  # type: ignore[arg-type]
-    grads = run(g_values, g_gates, scores, indices, state, eps, *others, *ctx.options, *needs)
-    return (*(g if need else None for g, need in zip(grads, needs, strict=True)), *(None,) * 10)
-
-
-_call = bind(
-    name="topk", forward=compute.forward, forward_op=forward_op, backward=compute.backward, backward_op=backward_op,
-    save=_save, gradients=_gradients, n_public=3, replay=True,
+_call, forward_op, backward_op = operator(
+    "topk", forward, backward, ("values", "gates", "indices", "state"), fake=_fake, ways=forward_ways, n_public=3,
+    replay=True,
 )  # fmt: skip
 
 
 def choose(scores: Tensor, k: int, eps: Tensor | float, mask: Tensor | None, kind: str, hard: bool) -> TopK:
     """`topk` for checked arguments, k ≥ 1, n ≥ 1; without `hard` the gates are those of soft_topk."""
     eps_tensor, eps_value = arguments.split(eps)
-    return TopK(*_call(scores, eps_tensor, mask, None, None, k, eps_value, KINDS.index(kind), hard, True, True, False))
+    return _topk(scores, eps_tensor, mask, None, None, k, eps_value, KINDS.index(kind), hard, True, True, False)
+
+
+def _topk(*args: Any) -> TopK:
+    values, gates, indices = _call(*args)
+    return TopK(values, indices, gates)
 
 
 @replayed
@@ -368,7 +316,7 @@ def topk(
             torch.autograd.graph.increment_version(out)
             return TopK(*out, gates_of_out)
         options = *arguments.split(eps), KINDS.index(kind), True, largest, sorted, narrow
-        found = TopK(*_call(scores, options[0], mask, start, lengths, k, *options[1:]))
+        found = _topk(scores, options[0], mask, start, lengths, k, *options[1:])
     return found if out is None else _copied(found, out)
 
 

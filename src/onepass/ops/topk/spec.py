@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from onepass.core.register import there
 from onepass.core.spec import BadCall, Sample, Spec
 from onepass.ops._shared.spec_parts import some_mask, tensors
 
@@ -37,13 +38,13 @@ def _opchecks() -> Iterator[tuple[Any, tuple[Any, ...]]]:
     yield op.forward_op, (s, None, None, None, None, 12, 0.5, 1, False, True, True, False)
     yield op.forward_op, (s, eps, None, start, lengths, 4, 0.0, 0, True, False, False, True)
     for hard in (True, False):
-        values, indices, _, state = op.forward_op(
+        values, _, indices, state = op.forward_op(
             s.detach(), eps.detach(), allowed, start, lengths, 4, 0.0, 0, hard, True, True, False
         )
-        saved = s.detach(), indices, state, eps.detach(), allowed, start, lengths, 0.0, 0, True
+        saved = indices, there(state), eps.detach(), allowed, start, lengths, 0.0, 0, True
         gradient = torch.ones_like(values)
-        yield op.backward_op, (gradient, gradient, *saved, True, True)
-        yield op.backward_op, (None, gradient, *saved, False, True)
+        yield op.backward_op, (s.detach(), gradient, gradient, *saved, True, True)
+        yield op.backward_op, (s.detach(), None, gradient, *saved, False, True)
 
 
 _S = torch.zeros(2, 3)

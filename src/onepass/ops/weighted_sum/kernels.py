@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from onepass.core.launch import aligned, as_rows, cdiv, device_guard, even_rows, launch, next_power_of_2, sm_count
+from onepass.core.launch import aligned, as_rows, cdiv, even_rows, launch, next_power_of_2, sm_count
 from onepass.ops._shared.kernels_memory import load
 from onepass.ops._shared.kernels_partials import add_partials
 from onepass.ops._shared.kernels_tokens import least_padding
@@ -287,8 +287,7 @@ def forward(x: Tensor, weight: Tensor, out_dtype: torch.dtype | None) -> Tensor:
     y = torch.empty(x.shape[:-1] + weight.shape[:-1], dtype=dtype, device=x.device)
     if not x.numel():
         return y.zero_()
-    with device_guard(x):
-        _forward_pass(even_rows(as_rows(x)), aligned(_matrix(weight)), y)
+    _forward_pass(even_rows(as_rows(x)), aligned(_matrix(weight)), y)
     return y
 
 
@@ -306,12 +305,11 @@ def backward(
     # `.sum().backward()` gives dy with stride 0
     dy = dy.reshape(-1, len(vectors)).contiguous()
     of_x, of_w = (None if t is None else t.view(-1, x.shape[-1]) for t in (dx, dw))
-    with device_guard(dy):
-        if of_x is not None and of_w is not None and _in_two_passes(of_x, len(vectors)):
-            _backward_pass(dy, rows, None, None, of_w)
-            _backward_pass(dy, None, vectors, of_x, None)
-        elif need_x or need_w:
-            _backward_pass(dy, rows, vectors, of_x, of_w)
+    if of_x is not None and of_w is not None and _in_two_passes(of_x, len(vectors)):
+        _backward_pass(dy, rows, None, None, of_w)
+        _backward_pass(dy, None, vectors, of_x, None)
+    elif need_x or need_w:
+        _backward_pass(dy, rows, vectors, of_x, of_w)
     return dx, dw
 
 
