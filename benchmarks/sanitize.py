@@ -1,8 +1,8 @@
 """Every kernel on tiny odd shapes, for NVIDIA's compute-sanitizer: forward, backward, and against the definition.
 
-    python benchmarks/sanitize.py                        all operators under memcheck, racecheck and initcheck
-    python benchmarks/sanitize.py --op norm --tool memcheck --json out.json
-    compute-sanitizer --tool memcheck python benchmarks/sanitize.py --op norm --bare
+    python -m benchmarks.sanitize                        all operators under memcheck, racecheck and initcheck
+    python -m benchmarks.sanitize --op norm --tool memcheck --json out.json
+    compute-sanitizer --tool memcheck python -m benchmarks.sanitize --op norm --bare
 
 Without --bare this starts itself: every operator as it is, to fill Triton's cache (compiling under the tool takes
 minutes) and to see which call launches which kernels; then every operator under every tool, all at the same time, on
@@ -35,8 +35,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from sanitize_calls import OPERATORS, PLANTED, calls
 
+from benchmarks.sanitize_calls import OPERATORS, PLANTED, calls
 from onepass.core.launch import compiled
 from onepass.train.commands import files
 
@@ -135,7 +135,7 @@ OPTIONS = {"memcheck": ("--padding", "64")}
 
 
 def _command(op: str, seconds: float, tool: str | None, part: str, order: Path) -> list[str]:
-    own = [sys.executable, __file__, "--op", op, "--bare", "--seconds", str(seconds), "--part", part]
+    own = [sys.executable, "-m", "benchmarks.sanitize", "--op", op, "--bare", "--seconds", str(seconds), "--part", part]
     if tool is None:
         return own
     return [

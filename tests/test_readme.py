@@ -24,14 +24,23 @@ def records(name: str) -> Any:
     return json.loads((ROOT / "benchmarks" / "results" / name).read_text(encoding="utf-8"))
 
 
+def made(header: Record) -> str:
+    """The card and the day of a record."""
+    return f"{re.findall('H[12]00', header['gpu'])[0]}, {header['date']}"
+
+
 def of_llama() -> list[Record]:
     return [r for r in records("h200/lion.json")[1:] if r["case"].get("model") == "llama-1b"]
 
 
 def swapped() -> Iterable[str]:
-    runs = {(r["program"].split(", ")[1], r["mode"]): r for r in records("h100/raw/swapped_llama.json") if "mode" in r}
+    header, *found = records("h100/raw/swapped_llama.json")
+    runs = {(r["program"].split(", ")[1], r["mode"]): r for r in found if "mode" in r}
     told = {run: f"{r['wall_us'] / 1e3:.1f} ms and {r['peak_mib']:.0f} MiB" for run, r in runs.items()}
-    yield f"{told['as it is', 'compiled']} at the peak without onepass, and {told['swapped', 'compiled']} swapped"
+    first = f"({made(header)}) takes {told['as it is', 'compiled']}".replace(
+        "(", "(random weights, 1×4096 tokens, bf16, "
+    )
+    yield f"{first} at the peak without onepass, and {told['swapped', 'compiled']} swapped"
     eager = (told[way, "eager"] for way in ("as it is", "Liger's norms", "swapped"))
     yield "{} as it is, {} with Liger's norms, {} swapped".format(*eager)
 
@@ -42,7 +51,9 @@ def fastest(row: Record) -> float:
 
 
 def selection() -> Iterable[str]:
-    rows = records("h100/raw/topk_rivals.json")["rows"]
+    record = records("h100/raw/topk_rivals.json")
+    rows = record["rows"]
+    yield f"{made(record)}, torch {record['torch'].partition('+')[0][:4]}, in CUDA graphs with a cold L2"
     few = [row for row in rows if row["k"] <= 64]
     ratios = [row["torch.topk"] / row["onepass"] for row in few]
     yield f"`torch.topk` takes {min(ratios):.0f} to {max(ratios):.0f} times our time"
@@ -52,11 +63,12 @@ def selection() -> Iterable[str]:
     calls = ("autoencoder", 4096, 65536, 32), ("expert router", 65536, 64, 8), ("vocabulary", 4096, 50257, 50)
     for name, *call in calls:
         found = [cells[(*call, dtype)] for dtype in ("float32", "bfloat16")]
-        told = " | ".join(f"{r['onepass']:.0f} | {r['torch.topk']:.0f} | {fastest(r):.0f}" for r in found)
+        told = " | ".join(f"{r['onepass']:.0f}, {r['torch.topk']:.0f}, {fastest(r):.0f}" for r in found)
         yield "| {}: {}×{}, k = {} | ".format(name, *call) + told + " |"
-    steps = [r for r in records("h100/raw/topk_trainers.json")["rows"] if r["what"].startswith("autoencoder step")]
+    trainers = records("h100/raw/topk_trainers.json")
+    steps = [r for r in trainers["rows"] if r["what"].startswith("autoencoder step")]
     ours, torch = (min(r["us"] for r in steps if r["way"] == way) / 1e3 for way in ("onepass", "torch.topk"))
-    yield f"takes {ours:.1f} ms, with `torch.topk` {torch:.1f}"
+    yield f"takes {ours:.1f} ms, with `torch.topk` {torch:.1f} ({made(trainers['header'])})"
     many = cells[8, 1 << 20, 65536, "bfloat16"]
     assert fastest(many) == many["flashinfer no order"]
     told = f"{many['onepass by index']:.0f} µs, `torch.topk` {many['torch.topk unsorted']:.0f}"
@@ -94,6 +106,7 @@ def states() -> Iterable[str]:
 
 def lion() -> Iterable[str]:
     """Beside ours the fastest of all others with as many bytes, and AdamW."""
+    yield f"eager step of Llama 3.2 1B, {made(records('h200/lion.json')[0])}"
     names = {"lion-pytorch triton": "lion-pytorch, Triton", "optimi kahan": "optimi, Kahan"}
     default, without = ("bf16, its default remainder", "bfloat16", "remainder"), ("bf16 without", "bfloat16", "none")
     for what, dtype, low in (("fp32", "float32", "none"), default, without):
@@ -112,8 +125,10 @@ def lion() -> Iterable[str]:
 
 def experts() -> Iterable[str]:
     """Over the mean of two readings of the products, and the least of all others; memory beside the same rival."""
+    record = records("h200/raw/experts.json")
+    yield f"forward and backward (CUDA graph, bf16, {made(record)})"
     for act, told in (("gelu", "GELU"), ("swiglu", "SwiGLU")):
-        rows = [r for r in records("h200/raw/experts.json")["rows"] if r["act"] == act]
+        rows = [r for r in record["rows"] if r["act"] == act]
         ours = [r["arms"]["onepass"] for r in rows]
         best = [min((r["arms"][w] for w in r["arms"] if "onepass" not in w), key=lambda a: a["graph"]) for r in rows]
         assert best == [r["arms"]["torch, compiled"] for r in rows]

@@ -1,4 +1,4 @@
-"""benchmarks/sanitize.py without a sanitizer: its calls compute what they claim, and its verdict can be bad."""
+"""`benchmarks.sanitize` without a sanitizer: its calls compute what they claim, and its verdict can be bad."""
 
 from __future__ import annotations
 
@@ -7,40 +7,21 @@ import importlib.util
 import itertools
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
+from benchmarks import sanitize
+from benchmarks import sanitize_calls as calls
 from benchmarks.sanitize_calls import OPERATORS
 from fake_gpu import everywhere
 from onepass.core.launch import INTERPRET
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "sanitize.py"
-
-
-@pytest.fixture(scope="module")
-def sanitize() -> Iterator[ModuleType]:
-    sys.path.insert(0, str(SCRIPT.parent))
-    found = importlib.util.spec_from_file_location("sanitize", SCRIPT)
-    assert found is not None
-    assert found.loader is not None
-    module = importlib.util.module_from_spec(found)
-    found.loader.exec_module(module)
-    yield module
-    sys.path.remove(str(SCRIPT.parent))
-
-
-@pytest.fixture(scope="module")
-def calls(sanitize: ModuleType) -> ModuleType:
-    return sys.modules["sanitize_calls"]
-
 
 @pytest.mark.parametrize("op", OPERATORS)
-def test_every_operator_has_calls_that_agree(calls: ModuleType, op: str) -> None:
+def test_every_operator_has_calls_that_agree(op: str) -> None:
     found = list(itertools.islice(calls.calls(op), 6))
     assert found, f"{op}: nothing to run"
     for _, call in found:
@@ -51,9 +32,7 @@ def test_every_operator_has_calls_that_agree(calls: ModuleType, op: str) -> None
 @pytest.mark.skipif(INTERPRET, reason="teams never run under the interpreter")
 # lion asks its tensors whether they are CUDA's; both of its kernels are in every step
 @pytest.mark.parametrize("op", [op for op in OPERATORS if op != "lion"])
-def test_calls_reach_every_kernel(
-    sanitize: ModuleType, calls: ModuleType, monkeypatch: pytest.MonkeyPatch, op: str
-) -> None:
+def test_calls_reach_every_kernel(monkeypatch: pytest.MonkeyPatch, op: str) -> None:
     """On a GPU of 132 multiprocessors, whose launches are noted here and compute nothing."""
     launched: set[str] = set()
 
@@ -71,7 +50,7 @@ def test_calls_reach_every_kernel(
     assert sanitize.kernels(op) - launched == set()
 
 
-def test_what_a_log_says(sanitize: ModuleType) -> None:
+def test_what_a_log_says() -> None:
     clean = 'RESULT {"calls": 3, "wrong": 0}\n========= ERROR SUMMARY: 0 errors\n'
     assert sanitize.read_log(clean) == {"errors": 0, "calls": 3, "wrong": 0}
     many = (
@@ -84,9 +63,7 @@ def test_what_a_log_says(sanitize: ModuleType) -> None:
 
 
 @pytest.mark.parametrize(("planted", "ours", "code"), [(1, 0, 0), (0, 0, 1), (1, 1, 1)])
-def test_verdict(
-    sanitize: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, planted: int, ours: int, code: int
-) -> None:
+def test_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, planted: int, ours: int, code: int) -> None:
     """Clean is: no error in the operator, and the planted one seen."""
     tool = tmp_path / "compute-sanitizer"
     tool.write_text(
