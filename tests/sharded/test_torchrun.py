@@ -23,7 +23,7 @@ from harness import tolerance
 from onepass.__main__ import PATIENCE, main
 from onepass.train import parallel
 from onepass.train.commands.errors import UserError
-from sharded.launcher import SECONDS, ended, own_lines, start, train
+from sharded.launcher import BF16, SECONDS, ended, own_lines, start, train
 from train.tiny import TINY, config, rows, write_texts
 from train.tiny import same as bit_for_bit
 
@@ -197,17 +197,21 @@ def test_a_gpu_that_hangs_ends_its_process(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.slow
-def test_a_signal_to_torchrun_saves_and_stops(texts: Path, of: Runs, tmp_path: Path) -> None:
-    out = tmp_path / "run"
-    with start(2, texts, "--out", out, *TINY, "--threads", 1, *LONG) as running:
+def test_a_signal_to_torchrun_saves_and_stops(
+    texts: Path, of: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With weights of 16 bits in shards, whose remainders are on their way as wider numbers."""
+    monkeypatch.setenv(BF16, "1")
+    out, options = tmp_path / "run", (*LONG, "--fsdp")
+    with start(2, texts, "--out", out, *TINY, "--threads", 1, *options) as running:
         wait_for(out, 12)
         running.send_signal(signal.SIGTERM)
         said, faults = ended(running)
     assert own_lines(faults) == []
     assert re.search(r"stopped after \d+ of 60 steps, all of them saved", said), faults[-4000:]
     assert said.count("go on with: onepass train --resume") == 1
-    train(2, texts, out, "--resume", *LONG)
-    assert rows(out) == rows(of(2, *LONG))
+    train(2, texts, out, "--resume", *options)
+    bit_for_bit(out, of(2, *options))
 
 
 @pytest.mark.slow

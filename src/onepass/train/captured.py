@@ -86,18 +86,17 @@ class Gradients(Captured):
         parameters: whose ``.grad`` each call sets to its own gradients.
         device, why_eager: as in `Captured`.
         together: whether all gradients are views of one buffer, `flat`, for one all-reduce of them.
-        beside: tensors that `loss` writes and that are to be reduced with the gradients.
 
     """
 
     def __init__(
         self, loss: Callable[..., Tensor], parameters: Sequence[Tensor], device: torch.device, why_eager: str = "",
-        *, together: bool = False, beside: Sequence[Tensor] = (),
+        *, together: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(self._compute, device, why_eager)
-        self.loss, self.parameters, self.together, self.beside = loss, parameters, together, beside
+        self.loss, self.parameters, self.together = loss, parameters, together
         self.flat = torch.empty(0)
-        self.views: dict[int, Tensor] = {}  # by place of the parameter; those of `beside` follow
+        self.views: dict[int, Tensor] = {}  # by place of the parameter
 
     def _compute(self, *tensors: Tensor) -> Tensor:
         # backward then makes new gradients; inside a capture each replay writes these anew
@@ -111,8 +110,7 @@ class Gradients(Captured):
 
     def _gather(self) -> None:
         """Move the gradients into the buffer; a parameter without one keeps none, so that the optimizer skips it."""
-        grads = (*(parameter.grad for parameter in self.parameters), *self.beside)
-        found = {place: grad for place, grad in enumerate(grads) if grad is not None}
+        found = {place: p.grad for place, p in enumerate(self.parameters) if p.grad is not None}
         if found.keys() != self.views.keys():
             lengths = [-(-grad.numel() // ALIGN) * ALIGN for grad in found.values()]
             self.flat = next(iter(found.values())).new_zeros(sum(lengths))
@@ -121,8 +119,3 @@ class Gradients(Captured):
         torch._foreach_copy_(list(self.views.values()), list(found.values()))
         for place, parameter in enumerate(self.parameters):
             parameter.grad = self.views.get(place)
-
-    @property
-    def means(self) -> list[Tensor]:
-        """Return the views of the buffer that hold what `beside` held, or after an all-reduce its means."""
-        return [view for place, view in self.views.items() if place >= len(self.parameters)]

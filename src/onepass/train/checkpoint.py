@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from onepass.optim.sharded import whole
+from onepass.optim.state import gatherable
 from onepass.train.commands import files
 from onepass.train.commands.errors import UserError
 from onepass.train.config import Config, from_json
@@ -62,13 +63,13 @@ def save(
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     tensors = {f"model/{name}": value for name, value in model.state_dict().items()}
     for parameter, state in optimizer.state.items():
-        name = names[id(parameter)]
-        for key, value in state.items():
-            tensors[f"optimizer/{name}/{key}"] = value
+        for key, value in gatherable(state).items():
+            tensors[f"optimizer/{names[id(parameter)]}/{key}"] = value
     for name in sorted(tensors):
         value = whole(tensors[name].detach())
         if first:
-            tensors[name] = value.cpu().contiguous()
+            # remainders were widened for the way
+            tensors[name] = (value.short() if value.dtype == torch.int32 else value).cpu().contiguous()
     if not first:
         return
     values = {
@@ -133,11 +134,12 @@ def _stored(tensor: Tensor | None) -> str:
 
 
 def compare(checkpoint: Checkpoint, model: nn.Module) -> None:
-    """Raise UserError unless the checkpoint holds the weights of this model and nothing else but their momentum."""
+    """Raise UserError unless the checkpoint holds the weights of this model and nothing else but Lion's states."""
     wanted = {f"model/{name}": value for name, value in model.state_dict().items()}
-    momentum = {f"optimizer/{name}/exp_avg": value for name, value in model.named_parameters()}
+    states: dict[str, Tensor] = {f"optimizer/{n}/exp_avg": p for n, p in model.named_parameters()}
+    states |= {f"optimizer/{n}/remainder": p.short() for n, p in model.named_parameters() if p.dtype == torch.bfloat16}
     for name in sorted(wanted.keys() | checkpoint.tensors.keys()):
-        saved, own = checkpoint.tensors.get(name), wanted.get(name, momentum.get(name))
+        saved, own = checkpoint.tensors.get(name), wanted.get(name, states.get(name))
         if (there := _stored(saved)) != (here := _stored(own)):
             what = name.removeprefix("model/")
             raise UserError(
@@ -152,7 +154,7 @@ def restore_model(checkpoint: Checkpoint, model: nn.Module) -> None:
 
 
 def restore_optimizer(checkpoint: Checkpoint, model: nn.Module, optimizer: Optimizer) -> None:
-    """Load the momentum into the optimizer; learning rate and decay come from the configuration."""
+    """Load Lion's states into the optimizer; learning rate and decay come from the configuration."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     states: dict[int, dict[str, object]] = {}
     order = [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]

@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
 
     threads = torch.get_num_threads()
     with parallel.joined() as world:
-        options.fill(args)
+        options.refuse_gone(args)
         world.fsdp = bool(args.fsdp)
         try:
             if isinstance(world, parallel.Processes) and not world.first:
@@ -223,10 +223,11 @@ def train(
     """Train in the locked directory, then write pictures and a summary; return the exit code."""
     import torch
 
-    from onepass.train import loop, progress
+    from onepass.train import loop, options, progress
 
     try:
-        training = loop.Training(config, corpus, run_, args.checkpoint_every, world)
+        every = args.checkpoint_every or options.CHECKPOINT_EVERY[config.preset]
+        training = loop.Training(config, corpus, run_, every, world)
         training.restore(saved)
         introduce(training)
         display = progress.Display(config.steps, training.step)

@@ -24,7 +24,7 @@ class Config:
     task: str  # one of TASKS: guess hidden bytes, or each next byte
     model: str  # one of MODELS: what its blocks are
     device: str
-    precision: str  # of the matrix products; parameters and momentum are always fp32
+    precision: str  # of weights, momentum and products; beside bf16 weights Lion keeps what they leave of fp32 ones
     seed: int
     steps: int
     batch: int  # sequences per step

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from onepass.nn.experts import Experts, move_bias, update_balance
+from onepass.nn.experts import Experts, move_bias
 from onepass.optim import Lion
 from onepass.train import checkpoint as checkpoints
 from onepass.train import data
@@ -73,10 +73,12 @@ class Training:
         self.optimizer = Lion(groups, lr=self.config.lr, betas=betas, capturable=self.device.type == "cuda")
         why, parameters = self.world.why_eager, list(self.model.parameters())
         self.experts = [module for module in self.model.modules() if isinstance(module, Experts)]
-        self.gradients = Gradients(
-            self._training_loss, parameters, self.device, why, together=self.world.replicas,
-            beside=[layer.tokens_per_expert for layer in self.experts],
-        )  # fmt: skip
+        # one tensor for the counts of all layers
+        self.counts = torch.zeros(len(self.experts), self.config.experts, device=self.device)
+        for layer, count in zip(self.experts, self.counts, strict=True):
+            layer.tokens_per_expert = count
+        together = self.world.replicas
+        self.gradients = Gradients(self._training_loss, parameters, self.device, why, together=together)
         # one call later: it reads the gradients where their graph writes them
         self.update = Captured(self._update, self.device, why, EAGER + 1)
 
@@ -152,8 +154,8 @@ class Training:
             self.corpus.training, config.batch, config.seq, config.hides, config.seed, self.step
         )
         loss: Tensor = self.gradients(*self._on_device(self.world.part(batch)))
-        # outside the graphs: one all-reduce between two of them loses little, and replays of collectives may hang
-        self.world.average(self.gradients.flat)
+        # outside the graphs: all-reduces between two of them lose little, and replays of collectives may hang
+        self.world.average(self.gradients.flat, self.counts)
         # a graph of the update would read gradients where they no longer are
         self.update.why_eager = self.update.why_eager or self.gradients.why_eager
         self.update()
@@ -162,12 +164,8 @@ class Training:
     @torch.no_grad()
     def _update(self) -> None:
         self.optimizer.step()
-        if not self.world.replicas:
-            update_balance(self.model)
-            return
-        for layer, mean in zip(self.experts, self.gradients.means, strict=True):
-            # counts again, which a mean may round
-            move_bias(layer, (mean * self.world.size).round())
+        for layer in self.experts:
+            move_bias(layer, layer.tokens_per_expert)
 
     def _on_device(self, batch: data.Batch) -> tuple[Tensor, ...]:
         parts = [torch.from_numpy(part) for part in (batch.tokens, batch.hidden, batch.bytes)]
@@ -181,10 +179,7 @@ class Training:
 
     def _loss(self, tokens: Tensor, hidden: Tensor, value: Tensor) -> tuple[Tensor, list[Any]]:
         """Return the mean cross entropy of the hidden bytes in nats, and the routings."""
-        bf16 = self.config.precision == "bf16"
-        # no cache of cast weights: one from before a capture would be read inside it
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=bf16, cache_enabled=False):
-            logits, routings = self.model(tokens, None if self.config.hides is None else hidden)
+        logits, routings = self.model(tokens, None if self.config.hides is None else hidden)
         return F.cross_entropy(logits.flatten(0, 1), value.flatten()), routings
 
     def _flush(self) -> float:

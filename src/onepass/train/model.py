@@ -30,10 +30,14 @@ def blocks(config: Config) -> Iterator[nn.Module]:
 
 
 def new(config: Config) -> ByteModel:
-    """Return the model of a configuration with initial weights; torch's global random state stays as it was."""
+    """Return the model of a configuration with initial weights, in bf16 where it says so: Lion has their other halves.
+
+    torch's global random state stays as it was.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
-        return ByteModel(config.dim, blocks(config), causal=config.task == "causal")
+        model = ByteModel(config.dim, blocks(config), causal=config.task == "causal")
+    return model.bfloat16() if config.precision == "bf16" else model
 
 
 def words(config: Config) -> str:

@@ -10,7 +10,7 @@ from onepass.train.commands.errors import UserError
 from onepass.train.commands.options import number
 from onepass.train.config import MODELS, PRESETS, RANGES, TASKS
 
-CHECKPOINT_EVERY = 50
+CHECKPOINT_EVERY = {"cpu": 50, "gpu": 1000}  # a GPU takes a step in the hundredth part of what writing takes
 NUMBERS = {
     "steps": "training steps; with --resume more than before trains longer",
     "seed": "of weights, data order and hidden bytes (default: 0)",
@@ -58,7 +58,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         values = tuple(str(preset[name]) for preset in PRESETS.values() if name in preset)
         default = f" (default: {' or '.join(values)}, by preset)" if values else ""
         add(f"--{name}", type=_number(name), metavar="X" if name == "lr" else "N", help=what + default)
-    every = f"steps between checkpoints (default: {CHECKPOINT_EVERY})"
+    every = f"steps between checkpoints (default: {' or '.join(map(str, CHECKPOINT_EVERY.values()))}, by preset)"
     add("--checkpoint-every", type=_number("checkpoint_every"), metavar="N", help=every)
     for name, what in FLAGS.items():
         add(f"--{name.replace('_', '-')}", action="store_true", default=None, help=what)
@@ -71,9 +71,8 @@ def _number(name: str) -> Callable[[str], int | float]:
     return number(low, high, float if name == "lr" else int)
 
 
-def fill(args: argparse.Namespace) -> None:
-    """Refuse options that are gone; set the interval of checkpoints if it is left open."""
+def refuse_gone(args: argparse.Namespace) -> None:
+    """Refuse options that are gone."""
     for name, why in GONE.items():
         if getattr(args, name):
             raise UserError(f"--{name.replace('_', '-')} {why}")
-    args.checkpoint_every = args.checkpoint_every or CHECKPOINT_EVERY

@@ -95,8 +95,8 @@ class World:
         """Return this process's rows of a batch, perhaps none."""
         return batch
 
-    def average(self, gradients: Tensor) -> None:
-        """Replace the gradients of this process by their mean over the processes; FSDP2 does so itself."""
+    def average(self, gradients: Tensor, counts: Tensor) -> None:
+        """Replace counts by their sums over the processes, and gradients by their means, which FSDP2 does itself."""
 
     def mean(self, values: Tensor) -> Tensor:
         """Return the mean over the processes."""
@@ -214,6 +214,8 @@ class Processes(World):
             like = parameters.get(own if kind == "model" else own.rpartition("/")[0])
             if like is None or like.shape != value.shape:
                 raise UserError(f"{saved.path}: {name} {tuple(value.shape)} fits no parameter of this model")
+            # neither gloo nor NCCL sends 16-bit numbers, and Lion takes them back
+            value = value.int() if value.dtype == torch.int16 else value
             tensors[name] = self._place(value if self.first else None, value, like)
         return replace(saved, tensors=tensors)
 
@@ -221,7 +223,9 @@ class Processes(World):
         total = len(batch.tokens)
         return batch.rows(*(total * rank // self.size for rank in (self.rank, self.rank + 1)))
 
-    def average(self, gradients: Tensor) -> None:
+    def average(self, gradients: Tensor, counts: Tensor) -> None:
+        if counts.numel():
+            dist.all_reduce(counts)
         if not self.replicas:
             return
         # gloo has no mean

@@ -54,8 +54,7 @@ def trace(model: ByteModel, config: Config, name: str, content: bytes, limit: in
     for start in range(0, n, config.seq):
         batch = data.ask(text[None, start : start + config.seq], config.hides, draws)
         tokens, asked = torch.from_numpy(batch.tokens).to(device), torch.from_numpy(batch.hidden).to(device)
-        with torch.autocast(device.type, torch.bfloat16, enabled=config.precision == "bf16"):
-            logits, routings = model(tokens, asked)
+        logits, routings = model(tokens, asked)
         for block, routing in enumerate(routings if config.experts or not experts else ()):
             indices = (routing if experts else routing.feed_forward).indices[0].cpu().numpy()
             if experts:
