@@ -64,7 +64,6 @@ def test_round_trip(tmp_path: Path, precision: str, states: set[str]):
     assert len(ours) == len(list(model.parameters()))
     for index, state in ours.items():
         assert state.keys() == theirs[index].keys() == states
-        assert all(value.dtype == theirs[index][key].dtype for key, value in state.items())
         assert all(torch.equal(value, theirs[index][key]) for key, value in state.items())
 
 
