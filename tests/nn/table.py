@@ -48,20 +48,40 @@ class Called(nn.Module):
             out = self.layer(x, spec.k, mask, **packed)
             return (out.gates, out) if return_routing else out.gates
         if spec.width is not None:
-            arguments.append(x.flip(1)[..., : spec.width])
+            arguments.append(_turned(x)[..., : spec.width])
         if "mask" in spec.takes:
             arguments.append(mask)
         if spec.width is not None:
-            arguments.append(mask.flip(1) if isinstance(mask, Tensor) else mask)
+            arguments.append(_turned(mask) if isinstance(mask, Tensor) else mask)
         if not return_routing or "routing" not in spec.takes:
             y = self.layer(*arguments, **packed)
             return (y, None) if return_routing else y
         return self.layer(*arguments, return_routing=True, **packed)
 
 
+class Scale(nn.Module):
+    """A branch's buffer, which `distribute_module` makes a DTensor."""
+
+    def __init__(self, **factory: Any) -> None:
+        super().__init__()
+        self.register_buffer("by", torch.empty(DIM, **factory))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        self.by.copy_(torch.linspace(1, 2, DIM))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.by
+
+
+def _turned(t: Tensor) -> Tensor:
+    """The tokens in another order: the memories of cross-attention. torch 2.11 flips no DTensor."""
+    return torch.cat([t[:, 1:], t[:, :1]], 1)
+
+
 def _routed(**f: Any) -> nn.Module:
     light = nn.Linear(DIM, DIM, **f)
-    return onn.Routed(light, nn.Sequential(nn.Linear(DIM, DIM, **f), nn.Tanh()), onn.Router(DIM, **f), k=0.25)
+    return onn.Routed(light, nn.Sequential(nn.Linear(DIM, DIM, **f), Scale(**f)), onn.Router(DIM, **f), k=0.25)
 
 
 def _own_routers(**f: Any) -> nn.Module:

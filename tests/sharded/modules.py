@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -18,89 +19,28 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 import onepass
+from nn.table import DIM, LOCAL, TABLE, Called
 from onepass.core.launch import INTERPRET
 from onepass.nn import (
-    LocalAttention,
     RMSNorm,
-    Routed,
     RoutedAttention,
     RoutedBlock,
-    RoutedCrossAttention,
     RoutedFeedForward,
-    Router,
     WeightedSum,
 )
 from sharded.compare import R, case, in_shards, many, mesh, placed, same_layer, tolerance, whole, wide
 from sharded.processes import device_type
 
-DIM = 16
-
-
-def _feed_forward(**options: Any) -> nn.Module:
-    return RoutedFeedForward(DIM, 1 / 4, router=Router(DIM, **options) if options else None)
-
-
-class _Scale(nn.Module):
-    """A branch's buffer, which `distribute_module` makes a DTensor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("by", torch.linspace(1, 2, DIM))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.by
-
-
-def _linear() -> nn.Module:
-    return Routed(nn.Linear(DIM, DIM), nn.Sequential(nn.Linear(DIM, DIM), _Scale()), Router(DIM), 5)
-
-
-LAYERS: dict[str, Callable[[], nn.Module]] = {
-    "feed-forward": _feed_forward,
-    "two routes, straight through": lambda: _feed_forward(num_routes=2, gate="straight_through"),
-    "own branches": _linear,
-}
-HEADS: dict[str, Any] = {"heads": 2, "dim_head": 8, "window": 4}
-
-
-class _Local(nn.Module):
-    """`LocalAttention`, which chooses nothing, called as the others."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = LocalAttention(DIM, **HEADS)
-
-    def forward(self, x: Tensor, mask: Tensor | None = None, return_routing: bool = False) -> Any:
-        return self.layer(x, mask), ()
-
-
-class _Cross(nn.Module):
-    """`RoutedCrossAttention` whose memories are the tokens in another order."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = RoutedCrossAttention(DIM, 4, 1 / 2, heads=2, dim_head=8)
-
-    def forward(self, x: Tensor, mask: Tensor | None = None, return_routing: bool = False) -> Any:
-        # torch 2.11 flips no DTensor
-        memories, real = (None if t is None else torch.cat([t[:, 1:], t[:, :1]], 1) for t in (x, mask))
-        return self.layer(x, memories, mask, real, return_routing=True)
-
-
-ATTENTIONS: dict[str, Callable[[], nn.Module]] = {
-    "attention": lambda: RoutedAttention(DIM, 1 / 4, 1 / 2, **HEADS),
-    "causal attention": lambda: RoutedAttention(DIM, 1 / 4, 1 / 2, causal=True, **HEADS),
-    "block": lambda: RoutedBlock(DIM, 1 / 4, **HEADS),
-    "causal block": lambda: RoutedBlock(DIM, 1 / 4, causal=True, **HEADS),
-}
-
-
-EVERY = {**LAYERS, **ATTENTIONS, "local": _Local, "cross": _Cross}
+NAMES = (
+    "Routed", "RoutedFeedForward", "RoutedFeedForward by three", "RoutedAttention", "RoutedAttention causal",
+    "RoutedAttention with routers", "RoutedCrossAttention", "RoutedBlock", "RoutedBlock causal", "LocalAttention",
+)  # fmt: skip
+EVERY: dict[str, Callable[[], nn.Module]] = {s.name: functools.partial(Called, s) for s in TABLE if s.name in NAMES}
 
 
 @many("each process has whole rows", {"layer": list(EVERY), "rows": [5, 1]})
 def _(layer: str, rows: int) -> None:
-    if INTERPRET and layer not in ("feed-forward", "attention", "causal attention"):
+    if INTERPRET and layer not in ("RoutedFeedForward", "RoutedAttention", "RoutedAttention causal"):
         return
     x = wide(rows, 20, DIM).to(device_type())
     mask = torch.rand(rows, 20, device=x.device) < 0.7
@@ -139,7 +79,7 @@ def _(layer: str) -> None:
             m(placed(wide(rows, 20, DIM).to(x.device), mesh(), [Shard(0)]))
 
 
-@many("a mesh of two axes", {"layer": ["feed-forward", "block"], "masked": [False, True]})
+@many("a mesh of two axes", {"layer": ["RoutedFeedForward", "RoutedBlock"], "masked": [False, True]})
 def _(layer: str, masked: bool) -> None:
     x = wide(5, 20, DIM).to(device_type())
     mask = torch.rand(5, 20, device=x.device) < 0.7 if masked else None
@@ -156,7 +96,7 @@ def _(kind: int) -> None:
         def forward(self, x: Tensor, *args: Any, **options: Any) -> Any:
             return super().forward(x + 1, *args, **options)
 
-    layer = Shifted(DIM, 1 / 4) if kind else Shifted(DIM, 1 / 4, 1 / 2, **HEADS)
+    layer = Shifted(DIM, 1 / 4) if kind else Shifted(DIM, 1 / 4, 1 / 2, **LOCAL)
     x = wide(4, 20, DIM).to(device_type())
     same_layer(layer, x, None, mesh(), [Shard(0)])
     bounds = torch.tensor([0, 7, 20], device=x.device)
@@ -171,13 +111,12 @@ def _() -> None:
             style = ColwiseParallel() if name.endswith("up") else RowwiseParallel(use_local_output=False)
             parallelize_module(module, on, style)
 
-    same_layer(_feed_forward(), wide(4, 20, DIM).to(device_type()), None, mesh(), [R], branch)
+    same_layer(RoutedFeedForward(DIM, 1 / 4), wide(4, 20, DIM).to(device_type()), None, mesh(), [R], branch)
 
 
-@many("torch.compile leaves layers of DTensors to eager", {"layer": ["own branches", "block", "local"]})
+@many("torch.compile leaves layers of DTensors to eager", {"layer": ["Routed", "RoutedBlock", "LocalAttention"]})
 def _(layer: str) -> None:
-    module = EVERY[layer]().layer if layer == "local" else EVERY[layer]()
-    layer = distribute_module(module.to(device_type()), mesh())
+    layer = distribute_module(EVERY[layer]().to(device_type()), mesh())
     x = placed(wide(4, 20, DIM).float().to(device_type()), mesh(), [Shard(0)])
     y, got = layer(x), torch.compile(layer, backend="aot_eager")(x)
     got.sum().backward()
@@ -214,7 +153,7 @@ def _(layer: str, placed: bool) -> None:
     with Calls() as backward:
         y.backward(up)
     assert not forward.sent
-    assert len(backward.sent) == placed * (1 + ("block" in layer)), backward.sent
+    assert len(backward.sent) == placed * (1 + ("Block" in layer)), backward.sent
 
 
 @many("meta device, FSDP2, to_empty, reset: nothing is left uninitialised", {"causal": [False, True]})
@@ -263,6 +202,6 @@ def _(layer: str) -> None:
         module(placed(x, mesh(), [Shard(1)]))
     with pytest.raises(TypeError, match="mask must be a DTensor, as the other tensors are"):
         module(placed(x, mesh(), [Shard(0)]), mask)
-    if layer in ("attention", "causal block"):
+    if layer in ("RoutedAttention", "RoutedBlock causal"):
         with pytest.raises(TypeError, match="x must be a plain tensor, got a DTensor; give each device whole"):
             module(placed(x.flatten(0, 1), mesh(), [Shard(0)]), cu_seqlens=torch.tensor([0, 96]), max_seqlen=96)

@@ -151,15 +151,6 @@ def _(place: int, positions: int | None) -> None:
     compare(call, [wide(4, 6, 4, 8), wide(4, 6, 4, 8), wide(8)], [p, p, [R]], out=p)
 
 
-@case("norms: the weight is redistributed, one row, no rows, fewer rows than processes")
-def _() -> None:
-    compare(onepass.rms_norm, [wide(4, 6), wide(6)], [[Shard(0)], [Shard(0)]])
-    compare(onepass.rms_norm, [wide(6), wide(6)], [[Shard(0)], [R]], out=[R])
-    compare(onepass.rms_norm, [wide(1, 6), wide(6)], [[Shard(0)], [R]])
-    compare(onepass.rms_norm, [wide(0, 6), wide(6)], [[Shard(0)], [R]])
-    compare(onepass.rms_norm, [wide(4, 1), wide(1)], [[Shard(0)], [R]])
-
-
 @case("weighted_sum: a sharded sum gives a partial result")
 def _() -> None:
     compare(onepass.weighted_sum, [wide(5, 7), wide(7)], [[Shard(1)], [Shard(0)]], out=[Partial()])
@@ -194,31 +185,6 @@ def _(k: str | None, eps: str | None, mask: tuple[int, ...] | None, place: str) 
 
     places = [PLACES[place], of_k[1], of_eps[1], [R]]
     compare(call, [wide(5, 6, 7), of_k[0], of_eps[0], of_mask], places, out=PLACES[place])
-
-
-@many("coor_descent", {"k": [None, *BESIDE], "mask": [None, (7,), (5, 6, 7)], "place": ["0", "1"]})
-def _(k: str | None, mask: tuple[int, ...] | None, place: str) -> None:
-    shape, where = ((), {}) if k is None else BESIDE[k]
-    of_k = None if k is None else torch.rand(shape, dtype=torch.float64) + 1.5
-
-    def call(s: Tensor, k: Tensor | None, mask: Tensor | None) -> Tensor:
-        return onepass.coor_descent(s, n_iters=6, k=2.5 if k is None else k, eps=0.5, mask=mask)
-
-    of_mask = None if mask is None else torch.rand(mask) < 0.8
-    compare(call, [wide(5, 6, 7), of_k, of_mask], [PLACES[place], where.get(place, [R]), [R]], out=PLACES[place])
-
-
-@many("topk", {"eps": [None, "()", "(5,6)"], "mask": [None, (5, 6, 7)], "place": ["0", "1"], "k": [0, 4, 9]})
-def _(eps: str | None, mask: tuple[int, ...] | None, place: str, k: int) -> None:
-    shape, where = ((), {}) if eps is None else BESIDE[eps]
-    of_eps = None if eps is None else torch.rand(shape, dtype=torch.float64) + 0.5
-
-    def call(s: Tensor, eps: Tensor | None, mask: Tensor | None) -> Any:
-        return onepass.topk(s, k, eps=0.5 if eps is None else eps, mask=mask, pad=True)
-
-    of_mask = None if mask is None else torch.rand(mask) < 0.8
-    places = [PLACES[place], where.get(place, [R]), [R]]
-    compare(call, [wide(5, 6, 7), of_eps, of_mask], places, gradients=k > 0)
 
 
 @many("scores sharded along the sequence", {"op": ["soft_topk", "coor_descent", "topk"], "n": [64, 65], "rows": [1, 4]})

@@ -16,6 +16,7 @@ def test_processes(count: int) -> None:
     run("cases.py", count)
 
 
+@pytest.mark.slow
 def test_layers_in_the_dtype_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """A case that names its own dtype beside that of `wide` would fail where nobody runs it, on two GPUs."""
     monkeypatch.setenv("CASES_IN_FP32", "1")

@@ -178,7 +178,7 @@ def windows(values: Tensor, mask: Tensor | None, block: int) -> tuple[Tensor, Te
     batch, n, *rest = values.shape
     missing = -n % block
     if missing:
-        mask = torch.ones(batch, n, dtype=torch.bool, device=values.device) if mask is None else mask
+        mask = values.new_ones(batch, n, dtype=torch.bool) if mask is None else mask
         values, mask = F.pad(values, (*(0, 0) * len(rest), 0, missing)), F.pad(mask, (0, missing))
     return values.reshape(-1, block, *rest), None if mask is None else mask.reshape(-1, block)
 
