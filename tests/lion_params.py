@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from onepass.core.launch import uses_triton
+from onepass.ops.lion.definition import Row
 from onepass.ops.lion.table import Columns, Plan, Scalars, pack_rows
-from onepass.ops.lion.torch_path import Row, update_
+from onepass.ops.lion.torch_path import update_
 
 SHAPES = [(3, 4), (5,), (0,), (), (130, 300)]
 # tiles and their neighbours, many tiles, and an odd number of them

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lion_params import clones, make_params, run
-from onepass.ops.lion.reference import join, reference
+from onepass.ops.lion.definition import Row, join, reference
 from onepass.ops.lion.torch_path import SMALL
 from onepass.optim import Lion
 
@@ -128,13 +128,13 @@ def test_fused_on_a_cpu_is_the_definition() -> None:
     params = make_params(torch.float32, COMPILED_SHAPES)
     exact = [p.detach().double() for p in params]
     momenta = [torch.zeros_like(p) for p in exact]
-    options: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.3, "betas": (0.9137, 0.97)}
-    optimizer = Lion(params, fused=True, maximize=True, **options)
+    optimizer = Lion(params, 1e-2, (0.9137, 0.97), 0.3, fused=True, maximize=True)
+    row = Row(1e-2, 0.3, 0.9137, 1 - 0.9137, 0.97, 1 - 0.97)
     for _ in range(3):
         run(1, (optimizer, params))
         for i, p in enumerate(params):
             assert p.grad is not None
-            exact[i], momenta[i] = reference(exact[i], -p.grad.double(), momenta[i], **options)
+            exact[i], momenta[i] = reference(exact[i], -p.grad.double(), momenta[i], row)
     for p, q, m in zip(params, exact, momenta, strict=True):
         assert torch.allclose(p.double(), q, rtol=1e-6, atol=1e-7)
         assert torch.allclose(optimizer.state[p]["exp_avg"].double(), m, rtol=1e-5, atol=1e-7)

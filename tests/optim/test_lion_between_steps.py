@@ -71,8 +71,8 @@ def tables(monkeypatch: pytest.MonkeyPatch) -> Tables:
 
     seen: Tables = []
 
-    def launch(table: Tensor, n_chunks: int, n_tensors: int, n_groups: int, *_: Any) -> None:
-        seen.append((table.tolist(), n_tensors, n_groups))
+    def launch(of: Any, table: Tensor, n_groups: int, *_: Any) -> None:
+        seen.append((table.tolist(), len(of.sizes), n_groups))
 
     monkeypatch.setattr(kernels, "launch", launch)
     monkeypatch.setattr(steps, "uses_triton", lambda x: True)
@@ -143,8 +143,8 @@ def test_an_unchanged_step_lays_out_no_numbers(tables: Tables, monkeypatch: pyte
 
     optimizer = Lion([{"params": [new()]} for _ in range(5)], lr=1e-3)
     optimizer.step()
-    rows_of, calls = steps.rows_of, []
-    monkeypatch.setattr(steps, "rows_of", lambda groups: calls.append(None) or rows_of(groups))
+    pack_rows, calls = steps.pack_rows, []
+    monkeypatch.setattr(steps, "pack_rows", lambda rows: calls.append(None) or pack_rows(rows))
     optimizer.step()
     assert not calls
     optimizer.param_groups[4]["lr"] = 1e-2

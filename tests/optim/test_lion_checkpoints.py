@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lion_params import assert_same, assert_same_states, clones, make_params
-from onepass.ops.lion.reference import join
+from onepass.ops.lion.definition import join
 from onepass.optim import Lion
 from onepass.optim.state import prepare_state
 

@@ -20,8 +20,7 @@ from lion_params import (
     update_lists_,
     waiting_is_an_error,
 )
-from onepass.ops.lion.op import NONE
-from onepass.ops.lion.torch_path import Row
+from onepass.ops.lion.definition import NONE, Row
 from onepass.optim import Lion, clip_grad_norm, release_gradients
 
 pytestmark = pytest.mark.gpu

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from onepass.ops.lion.storage import (
+from onepass.ops.lion.definition import (
     INT8_BLOCK,
     dequantize,
     quantize_,

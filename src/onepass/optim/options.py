@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onepass.ops.lion.op import NONE, REMAINDER, Row
+from onepass.ops.lion.definition import NONE, REMAINDER, Row
 from onepass.optim.sharded import is_sharded, scale_shape
 
 LOW_PRECISION = ("auto", "none", "remainder")
@@ -61,21 +61,17 @@ def betas_of(group: dict[str, Any]) -> tuple[float, float]:
 
 def check_options(group: dict[str, Any]) -> None:
     """Raise an error for options out of range, in the words of torch.optim."""
-    lr, wd = group["lr"], group["weight_decay"]
-    for name, value in (("learning rate", lr), ("weight_decay value", wd)):
+    for name, words in (("lr", "learning rate"), ("weight_decay", "weight_decay value")):
+        value = group[name]
         if not (isinstance(value, Tensor) or _is_number(value)):
-            raise TypeError(f"Invalid {name}: {value!r}; a number or a tensor of one element is accepted")
-    if isinstance(lr, Tensor) and lr.numel() != 1:
-        raise ValueError(f"Tensor lr must be 1-element, got shape {tuple(lr.shape)}")
-    if isinstance(wd, Tensor) and wd.numel() != 1:
-        raise ValueError(f"Tensor weight_decay must be 1-element, got shape {tuple(wd.shape)}")
-    if not lr >= 0.0:
-        raise ValueError(f"Invalid learning rate: {lr}; lr must be ≥ 0")
+            raise TypeError(f"Invalid {words}: {value!r}; a number or a tensor of one element is accepted")
+        if isinstance(value, Tensor) and value.numel() != 1:
+            raise ValueError(f"Tensor {name} must be 1-element, got shape {tuple(value.shape)}")
+        if not value >= 0.0:
+            raise ValueError(f"Invalid {words}: {value}; {name} must be ≥ 0")
     for i, beta in enumerate(betas_of(group)):
         if not 0.0 <= beta < 1.0:
             raise ValueError(f"Invalid beta parameter at index {i}: {beta}; betas must be ≥ 0 and < 1")
-    if not wd >= 0.0:
-        raise ValueError(f"Invalid weight_decay value: {wd}; weight_decay must be ≥ 0")
     cautious_factor(group)
     if group["state_dtype"] not in STATE_DTYPES:
         raise ValueError(f"Invalid state_dtype: {group['state_dtype']!r}; accepted: {STATE_DTYPES}")
@@ -151,26 +147,18 @@ def peak_lr(group: dict[str, Any]) -> float:
     raise ValueError("decouple_lr=True needs a positive peak learning rate: give the param group a 'peak_lr'")
 
 
-def hyperparameters(group: dict[str, Any]) -> tuple[float | Tensor, float | Tensor]:
-    """Return (lr, weight decay relative to lr): tensors if reading them would wait for a device, else numbers."""
+def row_of(group: dict[str, Any]) -> Row:
+    """Return the hyperparameters of a group; lr and decay are tensors where reading them would wait for a device."""
     lr, wd = group["lr"], group["weight_decay"]
     if not (group["differentiable"] or torch.compiler.is_compiling()):
         lr, wd = (float(t) if isinstance(t, Tensor) and t.device.type == "cpu" else t for t in (lr, wd))
     if group["decouple_lr"]:
+        # relative to lr
         wd = wd / peak_lr(group)
     # shape () instead of (1,), which would give a 0-dim parameter a dimension
-    lr, wd = (t.reshape(()) if isinstance(t, Tensor) else t for t in (lr, wd))
-    return lr, wd
-
-
-def row_of(group: dict[str, Any]) -> tuple[Row, list[tuple[int, Tensor]]]:
-    """Return the row of a group for the kernels, and (field, tensor) for values that only the device has."""
-    lr, wd = hyperparameters(group)
-    on_device = [(field, t) for field, t in ((0, lr), (1, wd)) if isinstance(t, Tensor)]
-    beta1, beta2 = betas_of(group)
-    cautious = cautious_factor(group)
+    lr, wd = (t.reshape(()) if isinstance(t, Tensor) else float(t) for t in (lr, wd))
+    (beta1, beta2), cautious = betas_of(group), cautious_factor(group)
     return Row(
-        0.0 if isinstance(lr, Tensor) else float(lr), 0.0 if isinstance(wd, Tensor) else float(wd),
-        beta1, 1.0 - beta1, beta2, 1.0 - beta2, -1.0 if group["maximize"] else 1.0,
+        lr, wd, beta1, 1.0 - beta1, beta2, 1.0 - beta2, -1.0 if group["maximize"] else 1.0,
         1.0 if group["cautious_weight_decay"] else 0.0, 1.0 if cautious is None else cautious,
-    ), on_device  # fmt: skip
+    )  # fmt: skip

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onepass.ops.lion.storage import INT8_BLOCK
+from onepass.ops.lion.definition import INT8_BLOCK
 
 _shard = attrgetter("_local_tensor")
 

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onepass.ops.lion.op import NONE, REMAINDER
-from onepass.ops.lion.storage import dequantize, quantize_, scales_for
+from onepass.ops.lion.definition import NONE, REMAINDER, dequantize, quantize_, scales_for
 from onepass.optim.options import mode_of, momentum_dtype
 from onepass.optim.sharded import is_sharded, local, place_like, scale_shape, whole, zero_scales
 

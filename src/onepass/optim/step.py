@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from operator import attrgetter, itemgetter
 from typing import Any
@@ -12,18 +12,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from onepass.core.launch import uses_triton
-from onepass.ops.lion.op import Row, same_dense_layout, split_complex
+from onepass.ops.lion.definition import Row, split_complex
 from onepass.ops.lion.table import KERNEL_DTYPES, Columns, Plan, Rows, Scalars, pack_rows
 from onepass.ops.lion.torch_path import foreach_, plain_, update_
-from onepass.optim.options import (
-    betas_of,
-    cautious_factor,
-    hyperparameters,
-    may_vary,
-    numbers,
-    routing,
-    row_of,
-)
+from onepass.optim.options import cautious_factor, may_vary, numbers, routing, row_of
 from onepass.optim.sharded import global_mean, is_sharded, shards
 from onepass.optim.state import EXTRA_KEYS, SCALE_KEY, check_placements, check_places, prepare_state
 from onepass.optim.watch import Layouts, Objects
@@ -35,6 +27,25 @@ def check_dense(g: Tensor) -> None:
     """Raise an error for a sparse gradient."""
     if g.layout != torch.strided:
         raise RuntimeError(f"Lion does not support sparse gradients, got one of layout {g.layout}")
+
+
+def _strides(t: Tensor) -> list[tuple[int, int]]:
+    # skip dimensions of size 1: their strides do not matter
+    return [(stride, n) for stride, n in zip(t.stride(), t.shape, strict=True) if n != 1]
+
+
+def same_dense_layout(p: Tensor, *others: Tensor | None) -> bool:
+    """Return whether all fill their memory in the same order without gaps: the update then treats them as vectors."""
+    tensors = [p, *(t for t in others if t is not None)]
+    if all(t.is_contiguous() for t in tensors):
+        return True
+    strides = _strides(p)
+    covered = 1
+    for stride, n in sorted(strides):
+        if stride != covered:
+            return False
+        covered *= n
+    return all(_strides(t) == strides for t in tensors)
 
 
 def _may_be_turned(p: Tensor) -> bool:
@@ -203,7 +214,7 @@ class Work:
         now = list(map(numbers, groups))
         varying = any(map(may_vary, now))
         if varying or self._known is None or now != self._known[0]:
-            rows = rows_of(groups)
+            rows = pack_rows([*map(row_of, groups)])
             self._known = None if varying else (now, rows)
             return rows
         return self._known[1]
@@ -239,22 +250,17 @@ class Work:
     def _run_others(self, groups: Any, columns: Columns, factor: float | Tensor | None) -> None:
         for own in self.foreach.values():
             params, gradients, exp_avgs = ([split_complex(c[j]) for j in own] for c in columns[:3])
-            row, on_device = row_of(groups[self.groups[own[0]]])
-            if on_device or isinstance(factor, Tensor):
+            row = _scaled(row_of(groups[self.groups[own[0]]]), factor)
+            if any(isinstance(x, Tensor) for x in row):
                 self._run_plain(groups, columns, own, factor)
             else:
-                foreach_(params, gradients, exp_avgs, _scaled(row, factor))
+                foreach_(params, gradients, exp_avgs, row)
         for own in self.foreach_cpu.values():
-            mode = self.modes[own[0]]
-            params, gradients, exp_avgs = ([c[j] for j in own] for c in columns[:3])
-            if params[0].is_complex():
-                params, gradients, exp_avgs = (list(map(split_complex, c)) for c in (params, gradients, exp_avgs))
+            mode, group = self.modes[own[0]], groups[self.groups[own[0]]]
+            params, gradients, exp_avgs = ([split_complex(c[j]) for j in own] for c in columns[:3])
             extras = [e for e in (columns.extras[j] for j in own) if e is not None] if mode else []
-            group = groups[self.groups[own[0]]]
-            row, on_device = row_of(group)
-            for field, t in on_device:  # on another device than these tensors
-                row = row._replace(**{Row._fields[field]: float(t)})
-            row = _scaled(row, None if factor is None else float(factor))
+            # numbers, also of tensors on another device than these
+            row = Row._make(map(float, _scaled(row_of(group), factor)))
             update_(params, gradients, exp_avgs, extras, mode, row, compiled=bool(group["fused"]))
         self._run_plain(groups, columns, self.plain, factor)
 
@@ -263,35 +269,13 @@ class Work:
         for j in where:
             group = groups[self.groups[j]]
             p, g, m = (split_complex(c[j]) for c in columns[:3])
-            scale: Any = 1.0 if factor is None else factor
+            row = _scaled(row_of(group), factor)
+            row = Row._make(t.to(p.device) if isinstance(t, Tensor) else t for t in row)
             mean = partial(global_mean, self.params[j]) if is_sharded(self.params[j]) else torch.mean
-            plain_group_(group, p, g, m, columns.extras[j], self.modes[j], columns.scales[j], scale, mean)
-
-
-def plain_group_(
-    group: dict[str, Any], p: Tensor, g: Tensor, m: Tensor, extra: Tensor | None, mode: int, scales: Tensor | None,
-    factor: float | Tensor = 1.0, mean: Callable[[Tensor], Tensor] = torch.mean,
-) -> None:  # fmt: skip
-    """Update one tensor with the options of its group, by the reference."""
-    lr, wd, factor = (t.to(p.device) if isinstance(t, Tensor) else float(t) for t in (*hyperparameters(group), factor))
-    plain_(
-        p, g, m, extra, mode, lr=lr, weight_decay=wd, betas=betas_of(group),
-        factor=factor * (-1.0 if group["maximize"] else 1.0), cautious=cautious_factor(group),
-        cautious_weight_decay=group["cautious_weight_decay"], differentiable=group["differentiable"], scales=scales,
-        mean=mean,
-    )  # fmt: skip
-
-
-def rows_of(groups: Sequence[dict[str, Any]]) -> Rows:
-    """Return the hyperparameters of all groups in the layout of the table."""
-    rows, places, scalars = [], [], []
-    for k, group in enumerate(groups):
-        row, on_device = row_of(group)
-        rows.append(row)
-        for field, t in on_device:
-            places.append((k, field))
-            scalars.append(t)
-    return pack_rows(rows, places, scalars)
+            plain_(
+                p, g, m, columns.extras[j], self.modes[j], row, columns.scales[j],
+                differentiable=group["differentiable"], mean=mean,
+            )  # fmt: skip
 
 
 def _factor(scalars: Scalars) -> float | Tensor | None:
@@ -306,5 +290,5 @@ def _factor(scalars: Scalars) -> float | Tensor | None:
     return scale.reciprocal() if clip is None else clip / scale.to(clip.device)
 
 
-def _scaled(row: Row, factor: float | None) -> Row:
+def _scaled(row: Row, factor: float | Tensor | None) -> Row:
     return row if factor is None else row._replace(factor=row.factor * factor)

@@ -21,9 +21,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from torch import Tensor
 
 from onepass.core.launch import INTERPRET
-from onepass.ops.lion.op import REMAINDER
-from onepass.ops.lion.reference import join, reference
-from onepass.ops.lion.storage import dequantize, quantize_, scales_for
+from onepass.ops.lion.definition import REMAINDER, Row, dequantize, join, quantize_, reference, scales_for
 from onepass.optim import Lion, clip_grad_norm
 from onepass.optim.options import mode_of
 
@@ -360,12 +358,12 @@ class Machine(RuleBasedStateMachine):
         if skipped:
             assert torch.equal(self._value(p, group), value)
             return
-        want, new = reference(
-            value, g, momentum, lr=float(group["lr"]), betas=(beta1, beta2),
-            cautious=None if cautious == 1 else cautious,
-            weight_decay=float(group["weight_decay"]) / (0.5 if group["decouple_lr"] else 1),
-            cautious_weight_decay=group["cautious_weight_decay"],
+        decay = float(group["weight_decay"]) / (0.5 if group["decouple_lr"] else 1)
+        row = Row(
+            float(group["lr"]), decay, beta1, 1 - beta1, beta2, 1 - beta2,
+            cautious_decay=group["cautious_weight_decay"], cautious=cautious,
         )  # fmt: skip
+        want, new = reference(value, g, momentum, row)
         # where both terms cancel, fp32 may find the other sign
         u, size = momentum * beta1 + g * (1 - beta1), momentum.abs() * beta1 + g.abs() * (1 - beta1)
         sure = (u.abs() > 1e-5 * size) | (size == 0)

@@ -11,9 +11,8 @@ from torch import Tensor
 
 from lion_params import update_lists_
 from onepass.core.launch import INTERPRET
-from onepass.ops.lion.op import NONE, REMAINDER
-from onepass.ops.lion.reference import join, reference, split
-from onepass.ops.lion.torch_path import SMALL, TILE, Row, update_
+from onepass.ops.lion.definition import NONE, REMAINDER, Row, join, reference, split
+from onepass.ops.lion.torch_path import SMALL, TILE, update_
 
 # with β1 = 0.9 some 16-bit numbers are exact ties, g = −9·m, whose sign is a matter of rounding
 B1, B2 = 0.9137, 0.8071
@@ -26,8 +25,7 @@ HALF_ULP = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0
 
 
 def expected(p: Tensor, g: Tensor, m: Tensor, row: Tensor) -> tuple[Tensor, Tensor]:
-    lr, wd, beta1, _, beta2, _, factor, _ = row.tolist()
-    return reference(p.double(), g.double() * factor, m.double(), lr=lr, weight_decay=wd, betas=(beta1, beta2))
+    return reference(p.double(), g.double(), m.double(), Row(*row.tolist()))
 
 
 def assert_near(got: Tensor, want: Tensor, ulp: float) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -11,7 +13,7 @@ from onepass.core.launch import INTERPRET, sm_count
 from onepass.core.launch import launch as launch_kernel
 from onepass.ops._shared.kernels_memory import load
 
-from .storage import REMAINDER
+from .definition import REMAINDER
 
 # a code means (|code| / 127)^4 of the scale; kernels raise code / 256, which is exact, and multiply the scale by LEVELS
 LEVELS = tl.constexpr((256 / 127) ** 4)
@@ -451,58 +453,41 @@ TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", t
 
 
 def launch(
-    table: Tensor,
-    n_chunks: int,
-    n_tensors: int,
-    n_groups: int,
-    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
-    mode: int,
-    aligned: bool,
-    agreed: Tensor | None,
-    cautious_decay: bool,
-    grad_scale: Tensor | None,
-    clip: Tensor | None,
+    of: Any, table: Tensor, n_groups: int, agreed: Tensor | None, grad_scale: Tensor | None, clip: Tensor | None,
     found_inf: Tensor | None,
-    shape: tuple[int, int, int, int, bool],
-) -> None:
+) -> None:  # fmt: skip
     """Update every tensor of a table.
 
     Args:
-        table: as `table.py` lays it out.
-        n_chunks: chunks of all tensors.
-        n_tensors: tensors in the table.
+        of: the `table.Launch` that laid it out.
+        table: on the device.
         n_groups: param groups in the table.
-        dtypes: of parameter, gradient, momentum.
-        mode: how a 16-bit parameter is stored, see storage.py.
-        aligned: all addresses are multiples of 16.
-        agreed: for cautious updates, (n_tensors,) int64 counters; else None.
-        cautious_decay: whether any group has a cautious weight decay.
+        agreed: for cautious updates, (tensors,) int64 counters; else None.
         grad_scale: divides gradients.
         clip: multiplies gradients.
         found_inf: non-zero skips the update.
-        shape: span of the map, elements of a tile, tiles of a chunk, warps, whether to use streaming caches.
     """
-    p_type, g_type, m_type = (TYPES[t] for t in dtypes)
+    p_type, g_type, m_type = (TYPES[t] for t in of.dtypes)
     e_type = p_type
-    if mode == REMAINDER:
+    if of.mode == REMAINDER:
         p_type = e_type = "i16"
-    span, block, tiles, num_warps, stream = shape
+    block, tiles, num_warps, stream = of.shape
     counts = (False,)
     if agreed is not None:
         agreed.zero_()
         counts = (True, False)
     for count in counts:
         launch_kernel(
-            step_kernel, (n_chunks, 1, 1),
+            step_kernel, (of.n_chunks, 1, 1),
             (
                 table, table if grad_scale is None else grad_scale, table if clip is None else clip,
                 table if found_inf is None else found_inf, table if agreed is None else agreed,
             ),
-            (n_tensors, n_groups),
+            (len(of.sizes), n_groups),
             (
-                p_type, g_type, m_type, e_type, mode, aligned, agreed is not None, cautious_decay,
-                grad_scale is not None, clip is not None, found_inf is not None, count, stream, span, block, tiles,
-                PTX,
+                p_type, g_type, m_type, e_type, of.mode, of.aligned, agreed is not None, of.cautious_decay,
+                grad_scale is not None, clip is not None, found_inf is not None, count, stream, of.span, block,
+                tiles, PTX,
             ),
             num_warps=num_warps,
         )  # fmt: skip
@@ -514,23 +499,12 @@ def norm_programs(table: Tensor) -> int:
 
 
 def launch_norm(
-    table: Tensor,
-    n_chunks: int,
-    n_tensors: int,
-    n_groups: int,
-    dtype: torch.dtype,
-    aligned: bool,
-    before: Tensor | None,
-    room: tuple[Tensor, Tensor],
-    out: Tensor,
-    max_norm: Tensor,
-    grad_scale: Tensor | None,
-    span: int,
-    chunk: int,
-) -> None:
-    """Write sum of squares, norm and clip coefficient of a table's gradients to `out`; `before` is added to the sum.
+    of: Any, table: Tensor, n_groups: int, before: Tensor | None, room: tuple[Tensor, Tensor], out: Tensor,
+    max_norm: Tensor, grad_scale: Tensor | None,
+) -> None:  # fmt: skip
+    """Write sum of squares, norm and clip coefficient of the gradients of `of`, a `table.Launch`, to `out`.
 
-    `room` is (partials, ticket), see `norm_kernel`.
+    `before` is added to the sum; `room` is (partials, ticket), see `norm_kernel`.
     """
     programs = norm_programs(table)
     launch_kernel(
@@ -539,7 +513,10 @@ def launch_norm(
             table, table if before is None else before, *room, out, max_norm,
             table if grad_scale is None else grad_scale,
         ),
-        (n_tensors, n_groups, n_chunks),
-        (TYPES[dtype], aligned, before is not None, grad_scale is not None, span, chunk, 2048, programs),
+        (len(of.sizes), n_groups, of.n_chunks),
+        (
+            TYPES[of.dtypes[1]], of.aligned, before is not None, grad_scale is not None, of.span, of.chunk, 2048,
+            programs,
+        ),
         num_warps=8,
     )  # fmt: skip

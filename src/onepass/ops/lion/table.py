@@ -16,6 +16,7 @@ from __future__ import annotations
 import struct
 from array import array
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from onepass.core.launch import cdiv
 
-from .torch_path import Row
+from .definition import Row
 
 ROW_FLOATS = 10
 REAL = {torch.complex64: torch.float32, torch.complex32: torch.float16}
@@ -73,10 +74,12 @@ class Rows(NamedTuple):
     scalars: Sequence[Tensor] = ()
 
 
-def pack_rows(rows: Sequence[Row], places: Sequence[tuple[int, int]] = (), scalars: Sequence[Tensor] = ()) -> Rows:
-    """Pack hyperparameters; `places` are the (group, field) of each of the device `scalars`."""
-    packed = struct.pack("9f4x" * len(rows), *(x for row in rows for x in row))
-    return Rows(packed, [ROW_FLOATS * k + field for k, field in places], scalars)
+def pack_rows(rows: Sequence[Row]) -> Rows:
+    """Pack hyperparameters; rates and decays that are tensors stay on their device."""
+    scalars = [(ROW_FLOATS * k + i, t) for k, row in enumerate(rows) for i, t in enumerate(row[:2])]
+    scalars = [(place, t) for place, t in scalars if isinstance(t, Tensor)]
+    packed = struct.pack("9f4x" * len(rows), *(0.0 if isinstance(x, Tensor) else x for row in rows for x in row))
+    return Rows(packed, [place for place, _ in scalars], [t for _, t in scalars])  # type: ignore[misc]
 
 
 class Columns(NamedTuple):
@@ -150,20 +153,18 @@ class Launch:
     def take_grads(self, addresses: Sequence[int]) -> bool:
         """Take new addresses of gradients; return False, and keep the old ones, if they lack the launch's alignment."""
         words = array("q", addresses)
-        if self.aligned and not _multiples_of_16(words):
-            return False
-        self._grads, self._grads_moved = words, True
-        return True
+        taken = not self.aligned or _multiples_of_16(words)
+        if taken:
+            self._grads, self._grads_moved = words, True
+        return taken
 
     def take_fixed(self, addresses: Sequence[Sequence[int]]) -> bool:
         """Take new addresses of parameters and states; return False as `take_grads` does."""
-        words = array("q")
-        for column in addresses:
-            words.extend(column)
-        if self.aligned and not _multiples_of_16(words):
-            return False
-        self._fixed, self._fixed_moved = words.tobytes(), True
-        return True
+        words = array("q", chain.from_iterable(addresses))
+        taken = not self.aligned or _multiples_of_16(words)
+        if taken:
+            self._fixed, self._fixed_moved = words.tobytes(), True
+        return taken
 
     def _pinned(self, n_bytes: int) -> Tensor | None:
         if self.device.type != "cuda":
@@ -218,19 +219,14 @@ class Launch:
                 [t.to(self.device) for t in rows.scalars],
             )
         agreed = torch.empty(len(self.sizes), dtype=torch.int64, device=self.device) if self.cautious else None
-        kernels.launch(
-            table, self.n_chunks, len(self.sizes), len(rows.packed) // (4 * ROW_FLOATS), self.dtypes, self.mode,
-            self.aligned, agreed, self.cautious_decay, *scalars.to(self.device), (self.span, *self.shape),
-        )  # fmt: skip
+        kernels.launch(self, table, len(rows.packed) // (4 * ROW_FLOATS), agreed, *scalars.to(self.device))
 
     def norm(self, rows: Rows, before: Tensor | None, room: Any, out: Tensor, max_norm: Tensor, scale: Any) -> None:
         """Launch the norm of the gradients; `before` is added to the sum of squares."""
         from . import kernels
 
-        kernels.launch_norm(
-            self.table(rows.packed), self.n_chunks, len(self.sizes), len(rows.packed) // (4 * ROW_FLOATS),
-            self.dtypes[1], self.aligned, before, room, out, max_norm, scale, self.span, self.chunk,
-        )  # fmt: skip
+        n_groups = len(rows.packed) // (4 * ROW_FLOATS)
+        kernels.launch_norm(self, self.table(rows.packed), n_groups, before, room, out, max_norm, scale)
 
 
 def _multiples_of_16(words: array[int]) -> bool:
@@ -263,7 +259,7 @@ class Plan:
     ) -> None:
         self.fixed = columns._replace(params=list(columns.params), grads=())
         self.launches: list[Launch] = []
-        launches: dict[object, Launch] = {}
+        launches: dict[tuple[Any, ...], Launch] = {}
         for i, (p, g, m, e, s) in enumerate(zip(*columns, strict=True)):
             size = p.numel() * (2 if p.is_complex() else 1)
             if not size:
@@ -273,7 +269,7 @@ class Plan:
             careful = cautious is not None and cautious[i]
             key = (p.device, dtypes, modes[i], aligned, careful)
             if key not in launches:
-                launches[key] = Launch(p.device, dtypes, modes[i], aligned, careful, cautious_decay)
+                launches[key] = Launch(*key, cautious_decay)
             launch = launches[key]
             launch.where.append(i)
             launch.sizes.append(size)

@@ -4,39 +4,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .reference import Number, reference, sign
-from .storage import dequantize, narrow_, quantize_, widen
-
-# (parameter, gradient, momentum, extra, hyperparameters): vectors, updated in place
-Update = Callable[[Tensor, Tensor, Tensor, "Tensor | None", Tensor], None]
-
-
-@functools.cache
-def one_pass(mode: int, cautious_decay: bool) -> Update:
-    """Return the compiled update of one mode.
-
-    The first call with each combination of dtypes takes seconds and needs a C++ compiler. Other lengths and
-    hyperparameters reuse the compiled code.
-    """
-
-    def update_(p: Tensor, g: Tensor, m: Tensor, extra: Tensor | None, hyper: Tensor) -> None:
-        """Update in place; hyper: lr, weight decay, β1, (1 − β1)·factor, β2, (1 − β2)·factor in the compute dtype."""
-        lr, weight_decay, beta1, rest1, beta2, rest2 = hyper.unbind()
-        value, grad, momentum = widen(p, extra, mode, hyper.dtype), g.to(hyper.dtype), m.to(hyper.dtype)
-        s = sign(momentum * beta1 + grad * rest1)
-        decay = value * weight_decay
-        if cautious_decay:
-            decay = torch.where(s * value > 0, decay, torch.zeros_like(decay))
-        narrow_(p, extra, mode, value - (s + decay) * lr)
-        m.copy_(momentum * beta2 + grad * rest2)
-
-    return torch.compile(update_, dynamic=True)
-
+from .definition import Row, dequantize, narrow_, quantize_, reference, widen
 
 # elements per thread of a tile, which goes through all steps before the next one: a few megabytes, which stay in cache
 TILE = 1 << 19
@@ -48,65 +20,46 @@ GATHERED = SMALL - 1
 LANES = 64
 
 
-class Row(NamedTuple):
-    """A param group's hyperparameters as the kernels take them; fp32 on the device."""
-
-    lr: float
-    weight_decay: float
-    beta1: float
-    rest1: float  # 1 − β1, subtracted in double precision
-    beta2: float
-    rest2: float
-    factor: float  # multiplies the gradient: −1 to maximise
-    cautious_decay: float  # 0 or 1
-    cautious: float = 1.0  # multiplies updates that disagree with the gradient
-
-
 def accumulator(*tensors: Tensor) -> torch.dtype:
     """Return fp64 if any tensor is fp64, else fp32."""
     return torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
 
 
 def plain_(
-    p: Tensor,
-    g: Tensor,
-    m: Tensor,
-    extra: Tensor | None,
-    mode: int,
-    *,
-    lr: Number,
-    weight_decay: Number,
-    betas: tuple[float, float],
-    factor: Number,
-    cautious: float | None,
-    cautious_weight_decay: bool,
-    differentiable: bool = False,
-    scales: Tensor | None = None,
-    mean: Callable[[Tensor], Tensor] = torch.mean,
-) -> None:
+    p: Tensor, g: Tensor, m: Tensor, extra: Tensor | None, mode: int, row: Row, scales: Tensor | None = None, *,
+    differentiable: bool = False, mean: Callable[[Tensor], Tensor] = torch.mean,
+) -> None:  # fmt: skip
     """Update one tensor in place by the reference: any layout, any option, tensor hyperparameters without a sync.
 
     With `scales`, m holds int8 codes. `mean` is that of `reference`. `differentiable` leaves tensors unchanged that
     autograd saved.
     """
-    codes = None
+    codes = m
     if scales is not None:
-        codes, m = m, dequantize(m, scales)
+        m = dequantize(codes, scales)
     dtype = accumulator(p, g, m)
-    if differentiable:
-        # autograd saves factors of products; clone them, as the writes below are in place
-        p_now, m_now = p.clone(), m.clone()
-    else:
-        p_now, m_now = p, m
-    new_p, new_m = reference(
-        widen(p_now, extra, mode, dtype), g.to(dtype) * factor, m_now.to(dtype), lr=lr, weight_decay=weight_decay,
-        betas=betas, cautious=cautious, cautious_weight_decay=cautious_weight_decay, mean=mean,
-    )  # fmt: skip
+    # autograd saves factors of products; clone them, as the writes below are in place
+    p_now, m_now = (p.clone(), m.clone()) if differentiable else (p, m)
+    new_p, new_m = reference(widen(p_now, extra, mode, dtype), g.to(dtype), m_now.to(dtype), row, mean)
     narrow_(p, extra, mode, new_p)
-    if codes is not None and scales is not None:
-        quantize_(new_m, codes, scales)
-    else:
+    if scales is None:
         m.copy_(new_m)
+    else:
+        quantize_(new_m, codes, scales)
+
+
+@functools.cache
+def one_pass(mode: int, cautious_decay: bool) -> Callable[..., None]:
+    """Return the compiled update of one mode: of (p, g, m, extra, hyper), vectors, in place.
+
+    hyper: lr, weight decay, β1, (1 − β1)·factor, β2, (1 − β2)·factor in the compute dtype. The first call with each
+    combination of dtypes takes seconds and needs a C++ compiler. Other lengths and hyperparameters reuse the code.
+    """
+
+    def update_(p: Tensor, g: Tensor, m: Tensor, extra: Tensor | None, hyper: Tensor) -> None:
+        plain_(p, g, m, extra, mode, Row(*hyper.unbind(), cautious_decay=cautious_decay))  # type: ignore[misc, arg-type]
+
+    return torch.compile(update_, dynamic=True)
 
 
 # sign(u) is clamp(u·SCALE, ±CLIP) / CLIP, which keeps nan. SCALE lifts the smallest denormal number above CLIP; only
