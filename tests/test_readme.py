@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from packages import fresh
+from research.budget import runs
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -152,20 +153,20 @@ def step(layer: str, case: str, mode: str) -> str:
 
 
 def budgets() -> dict[str, str]:
-    """Each family's best bits by its name and seconds; those with tables of the last bytes apart."""
-    paths = (ROOT / "benchmarks/results/h200/budget").glob("*.jsonl")
-    best: dict[str, float] = {}
-    for line in (line for path in paths for line in path.read_text(encoding="utf-8").splitlines()):
-        run, bits = (record := json.loads(line))["run"], record["bits"]
-        assert (run["task"], run["n"]) == ("next", 8192)
-        key = f"{run['family']}{run['seconds']:.0f}{'grams' * (run['grams'] > 0)}"
-        best[key] = min(bits, best.get(key, 9.0))
-    return {key: f"{bits:.3f}" for key, bits in best.items()}
+    """Bits of each family's best model, means over seeds, by its name and seconds; tables of the last bytes apart."""
+    found = runs.load(ROOT / "benchmarks/results/h200/budget")
+    assert {(run.task, run.n) for run, _ in found} == {("next", 8192)}
+    return {
+        f"{family}{seconds:.0f}{'grams' * grams}": f"{fmean(record['bits'] for _, record in seeds):.3f}"
+        for grams in (False, True)
+        for (_, _, seconds), best in runs.best(pair for pair in found if (pair[0].grams > 0) == grams).items()
+        for family, seeds in best.items()
+    }
 
 
 def budget() -> Iterable[str]:
     told = "{experts60} bits with experts and {global60} without; dense {dense60}, windows alone {windows60}, "
-    yield (told + "routed blocks {routed60}; after 200 s {experts200} and {global200}").format(**budgets())
+    yield (told + "routed blocks {routed60}; after 200 s {experts200} and {global200} (two seeds)").format(**budgets())
 
 
 def test_the_page_of_evidence_has_the_bits_of_the_records() -> None:
@@ -181,15 +182,13 @@ def test_the_page_of_evidence_has_the_bits_of_the_records() -> None:
 
 def processes() -> Iterable[str]:
     """What two keep of one's speed."""
-    runs = records("h200/raw/train_16_bits.json")["runs"]
-    alone, both = (fmean(r["step_ms"] for r in runs if (r["weights"], r["processes"]) == ("bf16", n)) for n in (1, 2))
+    steps = records("h200/raw/train_16_bits.json")["runs"]
+    alone, both = (fmean(r["step_ms"] for r in steps if (r["weights"], r["processes"]) == ("bf16", n)) for n in (1, 2))
     yield f"2 × 8192 bytes a process, a step takes {alone:.1f} ms alone and {both:.1f} ms on two H200"
     yield f"keep {100 * alone / both:.1f} %"
     one, two = records("h200/raw/data_parallel.json")["records"]
     speed, shards = one["main_job"]["tokens_per_s_and_process"], two["main_job_fsdp"]
     yield f"{shards['step_ms']:.1f} ms, {100 * shards['tokens_per_s_and_process'] / speed:.0f} %"
-    times = one["experts"]["alone"]["ms"], two["experts"]["ddp"]["ms"], two["experts"]["fsdp"]["ms"]
-    yield "{:.1f} ms alone, under DDP {:.1f} ms, in FSDP2's shards {:.1f} ms".format(*times)
 
 
 FIGURES: dict[str, list[Callable[[], Iterable[str]]]] = {
