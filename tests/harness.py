@@ -50,17 +50,20 @@ def spec_samples() -> list[Any]:
     ]
 
 
-def fullest(spec: Spec) -> str:
-    """The sample of most arguments."""
-    samples = spec.samples(maker("cpu", torch.float32))
-    return max(samples, key=lambda sample: len(sample.args) + len(sample.kwargs)).name
+def largest_small(spec: Spec) -> list[str]:
+    """The four samples of most arguments, among those with rows and columns whose first argument is small."""
+    given = [s for s in spec.samples(maker("cpu", torch.float64)) if s.args[0].dim() > 1]
+    given = [s for s in given if min(s.args[0].shape) > 1 and s.args[0].numel() <= 1300]
+    return [s.name for s in sorted(given, key=lambda s: -len(s.args) - len(s.kwargs))[:4]]
 
 
 def samples_in_turn(turn: int) -> list[Any]:
     """All; under the interpreter the fullest and every third, as values and gradients of all are tested there."""
     if not INTERPRET:
         return spec_samples()
-    chosen = {(spec.name, n) for i, spec in enumerate(SPECS) for n in (fullest(spec), *sample_names(i)[turn::3])}
+    chosen = {
+        (spec.name, n) for i, spec in enumerate(SPECS) for n in (largest_small(spec)[0], *sample_names(i)[turn::3])
+    }
     return [p for p in spec_samples() if (p.values[0].name, p.values[1]) in chosen]
 
 

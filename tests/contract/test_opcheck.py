@@ -2,42 +2,99 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.library import opcheck
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from harness import SPECS
+from harness import DEVICES, SPECS, build, floats, gradients, largest_small, maker
 from onepass.core.launch import INTERPRET
-from onepass.core.spec import Spec
+from onepass.ops.experts.choice import choose_experts
+from onepass.ops.experts.op import expert_order, experts
+from onepass.ops.topk.op import select_op
 
 pytestmark = pytest.mark.skipif(INTERPRET, reason="the dispatcher is the same in both jobs")
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+Make = Callable[..., Tensor]
 
 
-def _checks() -> list[Any]:
-    """(spec, place in its list): the first two of each registered op; the others are slow."""
-    found, seen = [], Counter[str]()
+class Calls(TorchDispatchMode):
+    """Notes the last arguments of every registered operator that is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: dict[Any, tuple[Any, ...]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "onepass":
+            self.found[func] = args
+        return func(*args, **(kwargs or {}))
+
+
+def _sample(spec: Any, name: str, needs: str, make: Make) -> None:
+    sample = build(spec, name, make(1).device.type, torch.float32)
+    wanted = [*floats(sample)]
+    gradients(spec.op, sample, wanted[-1:] if needs == "last" else wanted)
+
+
+def _rows(spec: Any, name: str, make: Make) -> None:
+    out = spec.of_rows(make, 10)[name](make(3, 10).requires_grad_())
+    (out if isinstance(out, Tensor) else out[0]).sum().backward()
+
+
+def _experts(gated: bool, make: Make) -> None:
+    # every choice is of an expert: what else lies in a row is arbitrary, and opcheck compares all results
+    x, *matrices = (make(*s).requires_grad_() for s in ((9, 8), (9, 2), (3, 8, 16), (3, 16, 8), (3, 8, 16)))
+    options: Any = {"activation": "swiglu", "gate": matrices.pop()} if gated else {}
+    indices = torch.arange(18, device=x.device).view(9, 2) % 3
+    experts(x, indices, *matrices[:3], **options).sum().backward()
+    expert_order(indices, 3)
+
+
+def _choice(score_func: str, make: Make) -> None:
+    u, weight = make(9, 8).requires_grad_(), make(4, 8).requires_grad_()
+    found = choose_experts(u, weight, make(4), u[:, 0] > -1, 2, score_func, True)
+    found[0].square().sum().backward()
+
+
+def _runs() -> Iterator[tuple[str, Callable[[Make], Any], bool]]:
+    """(name, run, slow): of each operator the first two samples are not slow."""
     for spec in SPECS:
-        for i, (op, _) in enumerate(spec.opchecks()):
-            seen[str(op)] += 1
-            marks = [pytest.mark.slow] if seen[str(op)] > 2 else []
-            found.append(pytest.param(spec, i, id=f"{spec.name}-{i}", marks=marks))
-    return found
+        for i, name in enumerate(largest_small(spec) if spec.name != "experts" else ()):
+            needs = ("all", "last")[i % 2]
+            yield f"{spec.name}-{name}-{needs}", partial(_sample, spec, name, needs), i > 1
+        for name in spec.of_rows(maker("cpu", torch.float32), 10):
+            yield f"{name}-rows", partial(_rows, spec, name), True
+    for gated in (False, True):
+        yield f"experts-{gated}", partial(_experts, gated), False
+        yield f"choice-{gated}", partial(_choice, ("sigmoid", "softmax")[gated]), gated
+    yield "select", lambda make: select_op(make(3, 10), make(3, 10) > 0, None, None, 4, True, True, False), False
+
+
+RUNS = {name: (run, slow) for name, run, slow in _runs()}
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("spec", "i"), _checks())
-def test_opcheck(spec: Spec, i: int, device: str) -> None:
-    op, args = list(spec.opchecks())[i]
-    opcheck(op, tuple(
-        a.detach().to(device).requires_grad_(a.requires_grad) if isinstance(a, torch.Tensor) else a for a in args
-    ))  # fmt: skip
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * slow) for n, (_, slow) in RUNS.items()])
+def test_opcheck(name: str, device: str) -> None:
+    with Calls() as calls:
+        RUNS[name][0](maker(device, torch.float32))
+    for op, args in calls.found.items():
+        needs = "backward" not in str(op)
+        opcheck(op, tuple(
+            a.detach().clone().requires_grad_(needs and a.requires_grad) if isinstance(a, Tensor) else a for a in args
+        ))  # fmt: skip
 
 
-@pytest.mark.parametrize("spec", SPECS, ids=lambda s: s.name)
-def test_every_operator_declares_opchecks(spec) -> None:
-    assert list(spec.opchecks())
+def test_every_operator_is_checked() -> None:
+    with Calls() as calls:
+        for run, _ in RUNS.values():
+            run(maker("cpu", torch.float32))
+    registered = {n for n in torch._C._dispatch_get_all_op_names() if n.startswith("onepass::")}
+    # those of whole layers: tests/fused/test_operators.py
+    assert {n for n in registered if "routed" not in n} == {op._name for op in calls.found}

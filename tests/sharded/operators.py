@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import Partial, Shard, distribute_tensor
 
 import onepass
-from harness import SPECS, build, maker, replace
-from onepass.core.spec import Spec
+from harness import SPECS, build, largest_small, replace
 from onepass.ops.norm import op as norm
 from onepass.ops.norm.definition import NONE
 from onepass.ops.routing.op import scatter_add, score
@@ -21,19 +20,7 @@ from onepass.ops.span_attention.op import span_attention
 from onepass.ops.weighted_sum import op as weighted_sum
 from sharded.compare import PLACES, Placements, R, case, compare, many, mesh, placed, whole, wide
 
-
-def _samples() -> dict[str, tuple[Spec, str]]:
-    """Of each operator the four samples of most arguments, among those with rows and columns."""
-    found: dict[str, tuple[Spec, str]] = {}
-    for spec in SPECS:
-        given = [s for s in spec.samples(maker("cpu", torch.float64)) if s.args[0].dim() > 1]
-        given = [s for s in given if min(s.args[0].shape) > 1 and s.args[0].numel() <= 1300]
-        given.sort(key=lambda s: -len(s.args) - len(s.kwargs))
-        found |= {f"{spec.name}, {s.name}": (spec, s.name) for s in given[:4]}
-    return found
-
-
-SAMPLES = _samples()
+SAMPLES = {f"{spec.name}, {name}": (spec, name) for spec in SPECS for name in largest_small(spec)}
 # their results lie where their rows lie
 BY_ROWS = ("layer_norm", "rms_norm", "weighted_sum", "soft_topk", "coor_descent", "topk")
 

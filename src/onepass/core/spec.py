@@ -53,7 +53,6 @@ class Spec:
         samples: `samples(make)` yields `Sample`s; `make(*shape)` gives a random tensor of the dtype and device
             under test (fixed seed), so one declaration serves every dtype and device.
         bad_calls: calls that must raise.
-        opchecks: yields (registered op, arguments) for `torch.library.opcheck`.
         tolerances: per dtype, for values.
         grad_factor: the tolerance of gradients, as a multiple of that of values.
         of_rows: `of_rows(make, width)` returns functions by name; each maps a tensor (rows, width) to (rows, ...), and
@@ -65,7 +64,6 @@ class Spec:
     reference: Callable[..., Any]
     samples: Callable[[Callable[..., Tensor]], Iterator[Sample]]
     bad_calls: Sequence[BadCall] = ()
-    opchecks: Callable[[], Iterator[tuple[Any, tuple[Any, ...]]]] = lambda: iter(())
     tolerances: Mapping[torch.dtype, Tolerance] = field(default_factory=lambda: DEFAULT_TOLERANCES)
     grad_factor: float = 4.0
     of_rows: Callable[[Callable[..., Tensor], int], Mapping[str, Callable[[Tensor], Any]]] = lambda make, width: {}

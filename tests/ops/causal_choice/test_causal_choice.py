@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from harness import DEVICES
 from onepass.core.launch import INTERPRET
 from onepass.ops.causal_choice import definition, op
 from onepass.ops.causal_choice.definition import reference
@@ -54,12 +55,13 @@ def test_rank_and_budget_by_lists(n: int, block: int, memory: int, k: int | floa
         assert [int(i) for i in indices[b] if i >= 0] == taken
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("n", [9, 61] if INTERPRET else [1, 7, 8, 9, 24, 40, 61])
-def test_a_share_knows_no_length(n: int) -> None:
+def test_a_share_knows_no_length(n: int, device: str) -> None:
     """What a prefix chooses is what the whole chooses there, and padding at the end changes nothing."""
-    scores, sizes = _scores(3, 80), {"eps": EPS, "block": 8, "memory": 16}
+    scores, sizes = _scores(3, 80).to(device), {"eps": EPS, "block": 8, "memory": 16}
     whole, prefix = causal_choice(scores, 0.21, **sizes), causal_choice(scores[:, :n], 0.21, **sizes)
-    mask = (torch.arange(80) < n).expand(3, 80)
+    mask = (torch.arange(80, device=device) < n).expand(3, 80)
     padded = causal_choice(scores, 0.21, mask=mask, **sizes)
     for b in range(3):
         count = int((prefix.indices[b] >= 0).sum())
@@ -125,6 +127,7 @@ def test_walks_in_several_steps_interpreted(monkeypatch: pytest.MonkeyPatch) -> 
         *SMALL, (2, 8192, 512, 128, 2048, False), (3, 8190, 512, 128, 2048, True), (2, 65536, 4096, 128, 2048, True),
         (2, 4000, 3999, 64, 8192, False), (2, 5000, 700, 1024, 1024, True), (2, 20000, 300, 8, 64, False),
         (1, 1 << 20, 1 << 16, 128, 2048, False), (3, 8190, 1 / 16, 128, 2048, True), (2, 5000, 700, 2048, 2048, True),
+        (2, 20000, 900, 512, 1 << 14, False),  # as the one before, of sizes that no kernel takes
     ],
 )  # fmt: skip
 def test_kernels_on_gpu(batch: int, n: int, k: int | float, block: int, memory: int, masked: bool) -> None:
@@ -132,9 +135,6 @@ def test_kernels_on_gpu(batch: int, n: int, k: int | float, block: int, memory: 
     _compare(_scores(batch, n).cuda(), k, block, memory, mask)
     # scores that tie, and have zeros of both signs
     _compare((_scores(batch, n) * 2).round().cuda() * 0.5, k, block, memory, mask)
-
-
-DEVICES = [pytest.param("cpu", id="cpu"), pytest.param("cuda", id="cuda", marks=pytest.mark.gpu)]
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -160,8 +160,6 @@ def test_an_infinite_score_concerns_the_gradient_of_later_blocks_alone(device: s
     scores[0, 5] = math.inf
     mine, wide = scores.to(device).requires_grad_(), scores.double().requires_grad_()
     actual, expected = (_gradient(causal_choice(s, 12, **sizes), s) for s in (mine, wide))
-    reference_gradient = _gradient(reference(wide, 12, **sizes), wide)
-    torch.testing.assert_close(expected, reference_gradient)
     assert expected[0, :4].any()
     torch.testing.assert_close(actual.cpu().double(), expected, rtol=0, atol=1e-5)
 
@@ -177,12 +175,6 @@ def test_what_lies_in_masked_tokens_is_not_read(device: str) -> None:
     for a, b in zip(*found, strict=True):
         assert torch.equal(a, b)
     assert not found[0][2][~mask].any()
-
-
-@pytest.mark.skipif(INTERPRET, reason="no kernel runs")
-@pytest.mark.gpu
-def test_sizes_that_no_kernel_takes() -> None:
-    _compare(_scores(2, 20000).cuda(), 900, 512, 1 << 14, None)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from onepass.core.spec import BadCall, Sample, Spec
-from onepass.ops._shared.spec_parts import arguments_refused, some_mask, tensors
+from onepass.ops._shared.spec_parts import arguments_refused, some_mask
 
-from . import op
 from .definition import definition
 from .op import coor_descent
 
@@ -37,17 +36,6 @@ def _samples(make: Callable[..., Tensor]) -> Iterator[Sample]:
     yield Sample("wide", (make(2, 1500),), {"n_iters": 10, "k": 100.5, "eps": 0.5})
     yield Sample("no columns", (make(4, 0),), {"n_iters": 3, "k": 2.0})
     yield Sample("no rows", (make(0, 4),), {"n_iters": 3, "k": 2.0})
-
-
-def _opchecks() -> Iterator[tuple[Any, tuple[Any, ...]]]:
-    s, k = tensors(2, 3, 10).requires_grad_(), torch.tensor([[2.5], [3.5]], requires_grad=True)
-    allowed = some_mask(s, 10)
-    options = (0.0, 5, 0.3, 2.0, 0.7, True)
-    trace = op.forward_op(s.detach(), k.detach(), allowed, *options)[1]
-    yield op.forward_op, (s, k, allowed, *options)
-    yield op.forward_op, (s.detach(), None, None, 2.5, *options[1:-1], False)
-    for needs in ((True, True), (False, True)):
-        yield op.backward_op, (tensors(2, 3, 10), s.detach(), k.detach(), allowed, trace, *options, *needs)
 
 
 _S = torch.zeros(2, 3)
@@ -79,6 +67,6 @@ def _of_rows(make: Callable[..., Tensor], n: int) -> Mapping[str, Callable[[Tens
 SPECS = [
     Spec(
         name="coor_descent", op=coor_descent, reference=definition, samples=_samples,
-        bad_calls=_BAD_CALLS, opchecks=_opchecks, of_rows=_of_rows,
+        bad_calls=_BAD_CALLS, of_rows=_of_rows,
     ),
 ]  # fmt: skip

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from onepass.core.spec import BadCall, Sample, Spec
 
-from . import choice, definition, op
+from . import definition
 from .op import expert_order, experts
 
 # name, tokens, dim, hidden, experts, k, share of choices that are no expert's
@@ -46,29 +46,6 @@ def _samples(make: Callable[..., Tensor]) -> Iterator[Sample]:
             yield Sample("swiglu", (x, indices.int(), weights, up, down), gated)
 
 
-def _opchecks() -> Iterator[tuple[Any, tuple[Any, ...]]]:
-    # no choice of no expert: what its row holds is arbitrary, and opcheck compares all that an operator returns
-    indices = _indices(9, 3, 2, 0.0, "cpu")
-    for gate in (None, torch.randn(3, 8, 16)):
-        x, w, up, down = (torch.randn(s, requires_grad=True) for s in ((9, 8), (9, 2), (3, 8, 16), (3, 16, 8)))
-        args: Any = (x, indices, w, up, down, gate, "gelu" if gate is None else "swiglu")
-        yield op.forward_op, args
-        y, *_, places, rows, ends = op.forward_op(*args)
-        given = [t.detach() for t in (torch.randn_like(y), x, w, up, down)]
-        h = torch.randn(18, 16)  # as a GPU keeps it, whose kernels read it
-        hidden = h, h[:0, 0].clone() if gate is None else torch.randn_like(h)
-        yield op.backward_op, (*given, gate, *hidden, places, rows, ends, True, True, True, False, gate is not None)
-    yield op.order_op, (indices, 3)
-    u, weight = torch.randn(9, 8, requires_grad=True), torch.randn(4, 8, requires_grad=True)
-    for score_func in ("sigmoid", "softmax"):
-        args = (u, weight, torch.zeros(4), torch.arange(9) % 4 != 1, 2, score_func, True)
-        yield choice.forward_op, args
-        weights, logits, found, _ = (t.detach() for t in choice.forward_op(*args))
-        kept = (u.detach(), weight.detach(), logits, found, weights, score_func, True)
-        yield choice.backward_op, (torch.randn_like(weights), None, *kept, True, True)
-        yield choice.backward_op, (torch.randn_like(weights), torch.randn_like(logits), *kept, True, False)
-
-
 _X, _I, _W = torch.ones(4, 8), torch.zeros(4, 2, dtype=torch.int64), torch.ones(4, 2)
 _UP, _DOWN = torch.ones(3, 8, 16), torch.ones(3, 16, 8)
 
@@ -101,4 +78,4 @@ _BAD_CALLS = (
     BadCall("order", lambda: expert_order(_I[0], 3), ValueError, r"indices must be \(tokens, k\)"),
 )  # fmt: skip
 
-SPECS = [Spec("experts", experts, definition.experts, _samples, _BAD_CALLS, _opchecks)]
+SPECS = [Spec("experts", experts, definition.experts, _samples, _BAD_CALLS)]

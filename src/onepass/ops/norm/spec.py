@@ -12,8 +12,7 @@ from torch import Tensor
 from onepass.core.spec import BadCall, Sample, Spec
 
 from . import definition
-from .definition import NONE
-from .op import backward_op, forward_op, layer_norm, rms_norm
+from .op import layer_norm, rms_norm
 
 
 def _shared_samples(make: Callable[..., Tensor]) -> Iterator[Sample]:
@@ -92,39 +91,6 @@ def _rms_norm_samples(make: Callable[..., Tensor]) -> Iterator[Sample]:
     # the default is the machine epsilon of fp32 or fp64: the definition in float64 has another
     for sample in _rms_norm_all(make):
         yield sample._replace(kwargs={"eps": 1e-6, **sample.kwargs})
-
-
-def _opchecks(has_mean: bool, stable: bool = False) -> Iterator[tuple[Any, tuple[Any, ...]]]:
-    def rows() -> Tensor:
-        return torch.randn(2, 3, 10, requires_grad=True)
-
-    def saved(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
-        return tuple(None if t is None else t.detach() for t in tensors)
-
-    x = rows()
-    w = torch.randn(10, requires_grad=True)
-    b = torch.randn(10, requires_grad=True) if has_mean else None
-    options: tuple[Any, ...] = (1e-5, 0.0 if has_mean else 1.0, has_mean, stable, *NONE)
-    yield forward_op, (x, None, None, w, b, *options)
-    yield forward_op, (x, None, None, None, None, *options)
-    yield forward_op, (x, rows(), None, w, b, *options)
-    stats = forward_op(*saved(x, None, None, w, None), *options)[4]
-    of_plain = (*saved(x, None, stats, w, b), *options, torch.float32)
-    yield backward_op, (torch.randn(2, 3, 10), None, *of_plain, True, False, True, has_mean)
-    yield backward_op, (torch.randn(2, 3, 10), torch.randn(2, 3, 10), *of_plain, True, False, False, False)
-    if stable:
-        return
-    gate, heads = rows(), torch.randn(3, 10, requires_grad=True)
-    rest = 1e-5, 0.5, has_mean, False, False
-    fp16, fp32 = torch.float16, torch.float32
-    yield forward_op, (x, x.detach(), gate, heads, heads if has_mean else None, *rest, True, True, 0, fp32, True)
-    yield forward_op, (x, None, None, w, None, *rest, False, False, 1, fp16, False)
-    yield forward_op, (x, None, None, None, None, *rest, False, False, 1, fp32, True)
-    options = (*rest, False, True, 0, fp32, True)
-    stats = forward_op(*saved(x, None, gate, heads, None), *options)[4]
-    of_gate = (*saved(x, gate, stats, heads, heads if has_mean else None), *options)
-    yield backward_op, (torch.randn(2, 3, 10), None, *of_gate, fp16, True, True, True, has_mean)
-    yield backward_op, (torch.randn(2, 3, 10), None, *of_gate, fp32, False, True, False, False)
 
 
 def _bad_calls(op: Callable[..., Any], name: str) -> Iterator[BadCall]:
@@ -248,7 +214,6 @@ SPECS = [
         reference=definition.layer_norm,
         samples=_layer_norm_samples,
         bad_calls=_LAYER_NORM_BAD,
-        opchecks=lambda: iter((*_opchecks(True), *_opchecks(True, True))),
         of_rows=_layer_norm_rows,
     ),
     Spec(
@@ -257,7 +222,6 @@ SPECS = [
         reference=definition.rms_norm,
         samples=_rms_norm_samples,
         bad_calls=_RMS_NORM_BAD,
-        opchecks=lambda: _opchecks(False),
         of_rows=_rms_norm_rows,
     ),
 ]

@@ -11,7 +11,7 @@ from torch import Tensor
 from onepass.core.spec import BadCall, Sample, Spec
 
 from . import definition
-from .op import backward_op, forward_op, qk_norm_rope
+from .op import qk_norm_rope
 
 
 def _samples(make: Callable[..., Tensor]) -> Iterator[Sample]:
@@ -33,20 +33,6 @@ def _samples(make: Callable[..., Tensor]) -> Iterator[Sample]:
     yield sample("many heads", (2, 9), (6, 3), 80, 80)
     yield sample("two columns, one token, no weights", (1,), (1, 1), 2, 2, bare=True)
     yield sample("no tokens", (2, 0), (2, 1), 4, 4)
-
-
-def _opchecks() -> Iterator[tuple[Any, tuple[Any, ...]]]:
-    def rows(*shape: int) -> Tensor:
-        return torch.randn(*shape, requires_grad=True)
-
-    angles, at = torch.randn(5, 2), torch.tensor([4, 0, 2])
-    tensors = rows(2, 3, 2, 6), rows(2, 3, 1, 6), rows(6), rows(6), angles.cos(), angles.sin()
-    yield forward_op, (*tensors, at, 1e-6, 0.0, False)
-    yield forward_op, (*tensors[:2], None, tensors[3], *tensors[4:], None, 1e-6, 1.0, True)
-    saved = (*(t.detach() for t in tensors), at, 1e-6, 0.0, False)
-    dq, dk = torch.randn(2, 3, 2, 6), torch.randn(2, 3, 1, 6)
-    yield backward_op, (dq, dk, *saved, True, True, True, True)
-    yield backward_op, (dq, dk, *saved, False, True, True, False)
 
 
 def _bad_calls() -> Iterator[BadCall]:
@@ -93,7 +79,6 @@ SPECS = [
         reference=definition.qk_norm_rope,
         samples=_samples,
         bad_calls=tuple(_bad_calls()),
-        opchecks=_opchecks,
         of_rows=_of_rows,
     ),
 ]

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from onepass.core.spec import BadCall, Sample, Spec
 
-from . import definition, op
-from .op import gather, gather_backward_op, gather_op, scatter_add, scatter_backward_op, scatter_op, score
+from . import definition
+from .op import gather, scatter_add, score
 
 
 def _score_samples(make: Callable[..., Tensor]) -> Iterator[Sample]:
@@ -62,41 +62,14 @@ def _gather_samples(make: Callable[..., Tensor]) -> Iterator[Sample]:
 
 
 def _scatter_samples(make: Callable[..., Tensor]) -> Iterator[Sample]:
-    for name, batch, n, k, d, routes in _CHOICES:
-        y = make(batch, n, d)
-        indices = _choice(batch, n, k, y.device, routes)
-        yield Sample(name, (y, make(*indices.shape, d), make(*indices.shape), indices))
     y = make(2 * 9, 12)
     indices = _choice(2, 9, 4, y.device)
     yield Sample("flat rows", (y, make(2, 4, 12), make(2, 4), indices))
     yield Sample("no gates", (y, make(2, 4, 12), None, indices))
-
-
-def _score_opchecks() -> Iterator[tuple[Any, tuple[Any, ...]]]:
-    for w in (torch.randn(10), torch.randn(3, 10)):
-        x = torch.randn(2, 6, 10, requires_grad=True)
-        yield op.score_op, (x, w.clone().requires_grad_(), 1e-6)
-        s, inverse = op.score_op(x.detach(), w, 1e-6)
-        yield op.score_backward_op, (torch.randn_like(s), x.detach(), w, s, inverse, True, True)
-        yield op.score_backward_op, (torch.randn_like(s), x.detach(), w, s, inverse, False, True)
-
-
-def _gather_opchecks() -> Iterator[tuple[Any, tuple[Any, ...]]]:
-    for routes in (0, 2):
-        indices = _choice(2, 6, 4, torch.device("cpu"), routes)
-        yield gather_op, (torch.randn(2, 6, 10, requires_grad=True), indices, 6)
-        yield gather_backward_op, (torch.randn(*indices.shape, 10), indices, 6)
-
-
-def _scatter_opchecks() -> Iterator[tuple[Any, tuple[Any, ...]]]:
-    for routes in (0, 2):
-        indices = _choice(2, 6, 4, torch.device("cpu"), routes)
-        x, u = torch.randn(2, 6, 10, requires_grad=True), torch.randn(*indices.shape, 10, requires_grad=True)
-        gates = torch.rand(indices.shape, requires_grad=True)
-        yield scatter_op, (x, u, gates, indices)
-        yield scatter_op, (x, u, None, indices)
-        yield scatter_backward_op, (x.detach(), u.detach(), gates.detach(), indices, True, True)
-        yield scatter_backward_op, (x.detach(), u.detach(), gates.detach(), indices, False, True)
+    for name, batch, n, k, d, routes in _CHOICES:
+        y = make(batch, n, d)
+        indices = _choice(batch, n, k, y.device, routes)
+        yield Sample(name, (y, make(*indices.shape, d), make(*indices.shape), indices))
 
 
 _X, _I = torch.ones(2, 5, 3), torch.zeros(2, 1, dtype=torch.int64)
@@ -135,7 +108,7 @@ def _score_rows(make: Callable[..., Tensor], n: int) -> Mapping[str, Callable[[T
 
 
 SPECS = [
-    Spec("score", score, definition.score, _score_samples, _BAD_SCORE, _score_opchecks, of_rows=_score_rows),
-    Spec("gather", gather, definition.gather, _gather_samples, _BAD_GATHER, _gather_opchecks),
-    Spec("scatter_add", scatter_add, definition.scatter_add, _scatter_samples, _BAD_SCATTER, _scatter_opchecks),
+    Spec("score", score, definition.score, _score_samples, _BAD_SCORE, of_rows=_score_rows),
+    Spec("gather", gather, definition.gather, _gather_samples, _BAD_GATHER),
+    Spec("scatter_add", scatter_add, definition.scatter_add, _scatter_samples, _BAD_SCATTER),
 ]

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from onepass.core.spec import BadCall, Sample, Spec
-from onepass.ops._shared.spec_parts import arguments_refused, some_mask, tensors
+from onepass.ops._shared.spec_parts import arguments_refused, some_mask
 
-from . import op
 from .definition import definition
 from .op import KINDS, soft_topk
 
@@ -35,18 +34,6 @@ def _samples(make: Callable[..., Tensor]) -> Iterator[Sample]:
     yield Sample("wide", (make(2, 1500), 150.5), {"eps": 0.3})
     yield Sample("no columns", (make(4, 0), 2.0), {})
     yield Sample("no rows", (make(0, 4), 2.0), {})
-
-
-def _opchecks() -> Iterator[tuple[Any, tuple[Any, ...]]]:
-    s = tensors(2, 3, 10).requires_grad_()
-    k, eps = torch.tensor([[2.5], [3.5]], requires_grad=True), torch.tensor(0.5, requires_grad=True)
-    allowed = some_mask(s, 10)
-    state = op.forward_op(s.detach(), k.detach(), eps.detach(), allowed, 0.0, 0.0, 0)[1]
-    yield op.forward_op, (s, k, eps, allowed, 0.0, 0.0, 0)
-    yield op.forward_op, (s, None, None, None, 2.5, 0.5, 1)
-    for needs in ((True, True, True), (False, True, False), (False, False, True)):
-        gradient = tensors(2, 3, 10)
-        yield op.backward_op, (gradient, s.detach(), k.detach(), eps.detach(), allowed, state, 0.0, 0.0, 0, *needs)
 
 
 _S = torch.zeros(2, 3)
@@ -83,6 +70,6 @@ def _of_rows(make: Callable[..., Tensor], n: int) -> Mapping[str, Callable[[Tens
 SPECS = [
     Spec(
         name="soft_topk", op=soft_topk, reference=definition, samples=_samples, bad_calls=_BAD_CALLS,
-        opchecks=_opchecks, of_rows=_of_rows,
+        of_rows=_of_rows,
     ),
 ]  # fmt: skip

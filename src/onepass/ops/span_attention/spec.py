@@ -10,8 +10,8 @@ from torch import Tensor
 
 from onepass.core.spec import BadCall, Sample, Spec
 
-from . import definition, op
-from .op import backward_op, forward_op, rotary, rotary_attention, span_attention
+from . import definition
+from .op import rotary, rotary_attention, span_attention
 
 
 def _qkv(make: Callable[..., Tensor], batch: int, n: int, m: int, heads: int, width: int) -> tuple[Tensor, ...]:
@@ -39,17 +39,6 @@ def _samples(make: Callable[..., Tensor]) -> Iterator[Sample]:
     yield Sample("no key seen", (*_qkv(make, 1, 4, 3, 1, 8), i[:4], i[:4]))
     yield Sample("no keys", (*_qkv(make, 2, 4, 0, 1, 8), i[:4], i[:4] + 1))
     yield Sample("no queries", (*_qkv(make, 2, 0, 4, 1, 8), i[:0], i[:0]))
-
-
-def _opchecks() -> Iterator[tuple[Any, tuple[Any, ...]]]:
-    q, k, v = (torch.randn(2, 5, 2, 4, requires_grad=True) for _ in range(3))
-    i = torch.arange(5, dtype=torch.int32)[None]
-    out, lse = forward_op(q.detach(), k.detach(), v.detach(), i, i + 2, None, 0.5)
-    yield forward_op, (q, k, v, i, i + 2, torch.ones(2, 5, dtype=torch.bool), 0.5)
-    yield (
-        backward_op,
-        (torch.randn(2, 5, 2, 4), q.detach(), k.detach(), v.detach(), out, lse, i, i + 2, None, 0.5),
-    )
 
 
 def _call(q: Any = None, k: Any = None, first: Any = None, last: Any = None, **options: Any) -> Callable[[], Tensor]:
@@ -94,21 +83,6 @@ def _packed_samples(make: Callable[..., Tensor]) -> Iterator[Sample]:
     yield Sample("no tokens", (make(2, 0, 3, 1, 8), i[:0], i[:0]))
 
 
-def _rotary_opchecks() -> Iterator[tuple[Any, tuple[Any, ...]]]:
-    x = torch.randn(2, 3, 2, 4, requires_grad=True)
-    yield op.rotary_op, (x, torch.tensor([[5, 6, 7]]), 100.0)
-    yield op.rotary_op, (x, None, 100.0)
-
-
-def _packed_opchecks() -> Iterator[tuple[Any, tuple[Any, ...]]]:
-    qkv = torch.randn(2, 5, 3, 2, 4, requires_grad=True)
-    i = torch.arange(5, dtype=torch.int32)[None]
-    rest = (i, i + 2, torch.ones(2, 5, dtype=torch.bool), 100.0, 0.5)
-    yield op.packed_forward_op, (qkv, *rest)
-    saved = op.packed_forward_op(qkv.detach(), *rest)
-    yield op.packed_backward_op, (torch.randn(2, 5, 2, 4), qkv.detach(), *saved, *rest)
-
-
 _ROTARY_BAD = (
     BadCall("3-d x", lambda: rotary(torch.ones(2, 3, 4)), ValueError, r"x must be \(batch, n, heads, width\)"),
     BadCall("odd width", lambda: rotary(torch.ones(2, 3, 1, 5)), ValueError, "must be even, got 5"),
@@ -133,10 +107,9 @@ _PACKED_BAD = (
 )
 
 SPECS = [
-    Spec("rotary", rotary, definition.rotate, _rotary_samples, _ROTARY_BAD, _rotary_opchecks),
+    Spec("rotary", rotary, definition.rotate, _rotary_samples, _ROTARY_BAD),
     Spec(
         "rotary_attention", rotary_attention, definition.attention_reference, _packed_samples, _PACKED_BAD,
-        _packed_opchecks,
     ),
-    Spec("span_attention", span_attention, definition.reference, _samples, _BAD, _opchecks),
+    Spec("span_attention", span_attention, definition.reference, _samples, _BAD),
 ]  # fmt: skip

@@ -8,11 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onepass.core.register import there
 from onepass.core.spec import BadCall, Sample, Spec
-from onepass.ops._shared.spec_parts import some_mask, tensors
+from onepass.ops._shared.spec_parts import some_mask
 
-from . import definition, op
+from . import definition
 from .op import topk
 
 
@@ -27,24 +26,6 @@ def _samples(make: Callable[..., Tensor]) -> Iterator[Sample]:
     yield Sample("one column", (make(3, 1), 1), {})
     yield Sample("wide", (make(2, 1500), 150), {"eps": 0.3})
     yield Sample("no rows", (make(0, 4), 2), {})
-
-
-def _opchecks() -> Iterator[tuple[Any, tuple[Any, ...]]]:
-    s, eps = tensors(2, 3, 10).requires_grad_(), torch.tensor(0.5, requires_grad=True)
-    allowed, start, lengths = some_mask(s, 10), torch.tensor([0, 2, 5]), torch.tensor([[5], [3]], dtype=torch.int32)
-    yield op.select_op, (s.detach(), allowed, None, None, 4, True, True, False)
-    yield op.select_op, (s.detach(), None, start, lengths, 12, False, False, True)
-    yield op.forward_op, (s, eps, allowed, None, None, 4, 0.0, 0, True, True, True, False)
-    yield op.forward_op, (s, None, None, None, None, 12, 0.5, 1, False, True, True, False)
-    yield op.forward_op, (s, eps, None, start, lengths, 4, 0.0, 0, True, False, False, True)
-    for hard in (True, False):
-        values, _, indices, state = op.forward_op(
-            s.detach(), eps.detach(), allowed, start, lengths, 4, 0.0, 0, hard, True, True, False
-        )
-        saved = indices, there(state), eps.detach(), allowed, start, lengths, 0.0, 0, True
-        gradient = torch.ones_like(values)
-        yield op.backward_op, (s.detach(), gradient, gradient, *saved, True, True)
-        yield op.backward_op, (s.detach(), None, gradient, *saved, False, True)
 
 
 _S = torch.zeros(2, 3)
@@ -71,6 +52,6 @@ def _of_rows(make: Callable[..., Tensor], n: int) -> Mapping[str, Callable[[Tens
 SPECS = [
     Spec(
         name="topk", op=topk, reference=definition.topk, samples=_samples, bad_calls=_BAD_CALLS,
-        opchecks=_opchecks, of_rows=_of_rows,
+        of_rows=_of_rows,
     ),
 ]  # fmt: skip

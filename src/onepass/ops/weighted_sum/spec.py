@@ -11,7 +11,7 @@ from torch import Tensor
 from onepass.core.spec import BadCall, Sample, Spec
 
 from .definition import definition
-from .op import backward_op, forward_op, weighted_sum
+from .op import weighted_sum
 
 
 def _samples(make: Callable[..., Tensor]) -> Iterator[Sample]:
@@ -28,15 +28,6 @@ def _samples(make: Callable[..., Tensor]) -> Iterator[Sample]:
     yield Sample("no columns", (make(4, 0), make(0)))
     yield Sample("no rows", (make(0, 4), make(4)))
     yield Sample("no rows, vectors", (make(0, 4), make(2, 4)))
-
-
-def _opchecks() -> Iterator[tuple[Any, tuple[Any, ...]]]:
-    for w in (torch.randn(10), torch.randn(3, 10)):
-        x = torch.randn(2, 6, 10, requires_grad=True)
-        y = torch.randn(x.shape[:-1] + w.shape[:-1])
-        yield forward_op, (x, w.requires_grad_(), torch.float32)
-        yield backward_op, (y, x.detach(), w.detach(), None, True, True)
-        yield backward_op, (y, x.detach(), w.detach(), None, False, True)
 
 
 _BAD = (
@@ -75,7 +66,6 @@ SPECS = [
         reference=definition,
         samples=_samples,
         bad_calls=_BAD,
-        opchecks=_opchecks,
         of_rows=_of_rows,
     )
 ]
