@@ -16,8 +16,10 @@ from harness import (
     floats,
     gradients,
     in_turn,
+    leaves,
     replace,
     samples_in_turn,
+    upstream,
 )
 from onepass.core.launch import INTERPRET
 from onepass.core.spec import Spec
@@ -69,3 +71,39 @@ def test_strides(spec: Spec, name: str, device: str) -> None:
     expanded = replace(sample, {k: _expanded(t) for k, t in floats(sample).items()})
     for a, e in zip(call(spec.op, expanded), call(spec.reference, float64(expanded)), strict=True):
         close(a, e, rtol, atol, "expanded")
+
+
+# whose first result backward doesn't read
+FREE = ("layer_norm", "rms_norm", "weighted_sum", "soft_topk", "coor_descent", "topk", "experts", "qk_norm_rope")
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("spec", "name"), samples_in_turn(0))
+def test_results_are_the_callers(spec: Spec, name: str, device: str) -> None:
+    """They may be changed in place; upstream gradients have any layout, and are left as they were."""
+    sample = build(spec, name, device, torch.float32)
+    inputs = leaves(sample)
+    outs = [o for o in call(spec.op, replace(sample, inputs)) if o.requires_grad]
+    gy = [g.to(o) for o, g in zip(outs, upstream(outs), strict=True)]
+
+    def grads(outs: list[Tensor], gy: list[Tensor]) -> list[Tensor]:
+        found = torch.autograd.grad(outs, [*inputs.values()], gy, retain_graph=True, materialize_grads=True)
+        return [g.detach() for g in found]
+
+    if not outs:
+        return
+    plain = grads(outs, gy)
+    for layout in [in_turn(LAYOUTS, spec, name)] if INTERPRET else LAYOUTS:
+        given = [layout(g) for g in gy]
+        torch.testing.assert_close(grads(outs, given), plain, rtol=1e-5, atol=1e-5)
+        assert all(map(torch.equal, given, gy)), layout.__name__
+    ones = [torch.ones((), device=device).expand(o.shape) for o in outs]
+    torch.testing.assert_close(grads(outs, ones), grads(outs, [o.contiguous() for o in ones]), rtol=1e-5, atol=1e-5)
+    doubled = grads(outs, [2 * gy[0], *gy[1:]])
+    try:
+        outs[0].mul_(2)
+        torch.testing.assert_close(grads(outs, gy), doubled, rtol=1e-5, atol=1e-5)
+    except RuntimeError as error:
+        # what backward reads torch guards
+        if spec.name in FREE or "inplace" not in str(error):
+            raise

@@ -19,7 +19,7 @@ from onepass.__main__ import main
 from onepass.core import about
 from onepass.core.launch import backend
 from onepass.core.spec import Sample, Spec
-from onepass.doctor import cli, facts, report, selftest
+from onepass.doctor import facts, report, selftest
 from onepass.ops._shared import specs as operators
 
 CPU = torch.device("cpu")
@@ -113,33 +113,6 @@ def test_a_broken_operator_is_named_and_the_others_go_on(
     assert "2 problems found" in out
 
 
-def test_samples_that_raise_and_operators_that_do_not_import(monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_samples(make: Callable[..., Tensor]) -> Iterator[Sample]:
-        raise LookupError("lost")
-
-    install(monkeypatch, Spec(name="double", op=double, reference=double, samples=no_samples))
-    assert "double on cpu in float32: samples: LookupError: lost" in doctor(1)
-    monkeypatch.undo()
-    monkeypatch.setattr(entry, "COMMANDS", ("onepass.doctor.cli",))
-    monkeypatch.setattr(operators, "folders", lambda: ["absent"])
-    monkeypatch.setattr(selftest, "lion_checks", lambda device, dtype: iter(()))
-    assert "onepass.ops.absent does not import: ModuleNotFoundError" in doctor(1)
-
-
-def test_a_wrong_lion(monkeypatch: pytest.MonkeyPatch) -> None:
-    from onepass.optim import Lion
-
-    class Forgetful(Lion):
-        def step(self, closure: Any = None) -> Any:
-            for group in self.param_groups:
-                group["weight_decay"] = 0.0
-            return super().step(closure)
-
-    assert selftest.check_lion(CPU, torch.float32) <= 1
-    monkeypatch.setattr("onepass.optim.Lion", Forgetful)
-    assert selftest.check_lion(CPU, torch.float32) > 1
-
-
 def test_without_triton_and_with_a_setting(monkeypatch: pytest.MonkeyPatch) -> None:
     version = about.importlib.metadata.version
 
@@ -188,20 +161,6 @@ def test_a_gpu_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
     assert problems == ["cuda:0 can't be used: RuntimeError: CUDA error: no kernel image"]
 
 
-class TestTime:
-    def test_first_fp32_samples_run_even_when_time_is_up(self) -> None:
-        now = iter(range(1000))
-        checks = [selftest.spec_checks(operator(double, n), CPU, torch.float32) for n in ("a", "b")]
-        checks.append(selftest.spec_checks(operator(double, "a"), CPU, torch.bfloat16))
-        found = selftest.perform(checks, seconds=0.5, clock=lambda: next(now))
-        assert [(v.ran, v.samples) for v in found] == [(1, 2), (1, 2), (0, 2)]
-        assert report.outcome(found[2]) == "no time (use --full)"
-
-    def test_everything_runs_when_there_is_time(self) -> None:
-        checks = [selftest.spec_checks(operator(double), CPU, torch.bfloat16)]
-        assert selftest.perform(checks)[0].ran == 2
-
-
 class TestBlock:
     @pytest.mark.parametrize(
         ("text", "kept"),
@@ -215,11 +174,6 @@ class TestBlock:
     def test_directories_are_scrubbed(self, text: str, kept: str) -> None:
         assert report.scrub(text) == kept
 
-    def test_names_are_scrubbed(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(getpass, "getuser", lambda: "lovelace")
-        monkeypatch.setattr(platform, "node", lambda: "secret-host")
-        assert report.scrub("lovelace at secret-host") == "... at ..."
-
     def test_is_plain_and_private(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def leaky(x: Tensor) -> Tensor:
             raise OSError("/home/ada/cache/kernel.cubin: gone")
@@ -231,14 +185,6 @@ class TestBlock:
         assert "\x1b" not in text
         assert "/home" not in text
         assert ".../kernel.cubin: gone" in text
-
-
-def test_plan_covers_every_device() -> None:
-    cuda = facts.Device(torch.device("cuda", 0), "GPU", "")
-    cpu = facts.Device(CPU, "CPU", "")
-    checks, problems = cli.plan([cpu, cuda])
-    assert len(checks) == (len(SPECS) + 1) * 3
-    assert problems == []
 
 
 @pytest.mark.gpu

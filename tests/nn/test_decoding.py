@@ -87,12 +87,6 @@ def test_steps_equal_the_full_forward(
     _compare(block, _tokens(batch, n, seed, dtype), tolerance, data.draw(st.integers(0, n), label="prefilled"))
 
 
-@pytest.mark.parametrize("n", [1, WINDOW - 1, WINDOW, WINDOW + 1, 2 * WINDOW, 5 * WINDOW, 5 * WINDOW + 3])
-@pytest.mark.parametrize("prefilled", [0, 1, WINDOW, 2 * WINDOW + 1])
-def test_edges_of_windows(n: int, prefilled: int) -> None:
-    _compare(_block(), _tokens(2, n, 3), 1e-10, min(n, prefilled))
-
-
 def test_default_routers_and_a_longer_sequence() -> None:
     torch.manual_seed(1)
     block = RoutedBlock(DIM, 1 / 16, heads=2, dim_head=8, window=32, causal=True).double().eval()
@@ -100,13 +94,6 @@ def test_default_routers_and_a_longer_sequence() -> None:
     cache = block.new_cache(1)
     steps = torch.stack([block.step(x[:, i], cache) for i in range(700)], 1)
     torch.testing.assert_close(steps, block(x), rtol=1e-10, atol=1e-10)
-
-
-def test_a_cache_does_not_grow_with_every_token() -> None:
-    """Of the past it keeps two windows, and a share of the rest: one key of a window of 8."""
-    block = _block(1 / 16, memory=WINDOW)
-    short, long = (block.new_cache(1, n).nbytes for n in (1024, 2048))
-    assert long - short <= 1024 * 2 * DIM * 8 / 8
 
 
 def test_sequences_of_unequal_lengths() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ import torch.nn.functional as F
 from torch import nn
 
 import onepass.nn
-from onepass import layer_norm
 from onepass.nn import WeightedSum
 
 CASES = [
@@ -43,14 +41,6 @@ def test_norms_are_torchs(name: str, shape: Any, options: dict[str, Any], dtype:
             p(x).square().sum().backward()
         for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
             torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-4)
-
-
-def test_stable() -> None:
-    norm = onepass.nn.LayerNorm(16, eps=0.1, stable=True)
-    assert "stable=True" in repr(norm)
-    x = torch.randn(3, 16)
-    torch.testing.assert_close(norm(x), layer_norm(x, eps=0.1, stable=True))
-    assert copy.deepcopy(norm).stable
 
 
 def test_rounding_twice_is_llamas() -> None:

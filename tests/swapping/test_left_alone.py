@@ -129,14 +129,3 @@ def test_an_rms_norm_without_a_bias_of_its_own_is_known() -> None:
         type("RMSNorm", (FooRMSNorm,), {"__module__": "diffusers.models"})(16), lambda m: setattr(m, "bias", None)
     )
     assert onepass.swap(norm, strict=True).exchanged
-
-
-def test_a_container_is_not_a_norm() -> None:
-    class PreLayerNorm(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm = nn.LayerNorm(8)
-
-    (layer,) = swap(nn.Sequential(PreLayerNorm())).layers
-    assert layer.names == ("0.norm",)
-    assert layer.becomes

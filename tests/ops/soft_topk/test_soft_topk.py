@@ -11,26 +11,10 @@ from torch import Tensor
 import onepass
 from onepass.core.launch import INTERPRET
 from onepass.ops.soft_topk.op import KINDS
-from ops.soft_topk.distributions import NAMES, draw
 
 # the interpreter takes a millisecond per program and pass
 SIZES, SHARES, ROWS = ((40,), (0.02, 0.7), 1) if INTERPRET else ((40, 1000, 8192), (0.002, 0.125, 0.7), 3)
 ALL_KINDS = pytest.mark.parametrize("kind", KINDS)
-
-
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("eps", [1.0, 0.03] if INTERPRET else [1.0, 0.1, 0.03])
-@ALL_KINDS
-def test_float32_rows_sum_to_k(eps: float, kind: str, device: str) -> None:
-    """|Σy - k| ≤ 1e-6·k for every distribution."""
-    for n in SIZES if device == "cpu" else (*SIZES, 40000):
-        s = torch.cat([draw(name, ROWS, n, seed=n) for name in NAMES]).float().to(device)
-        for share in SHARES:
-            k = max(share * n, 0.5) + 0.3
-            y = onepass.soft_topk(s, k, eps=eps, kind=kind)
-            errors = (y.double().sum(-1) - k).abs() / k
-            worst = int(errors.argmax())
-            assert errors[worst] <= 1e-6, f"{NAMES[worst // ROWS]}, n = {n}, k = {k}: {errors[worst]:.1e}"
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -110,15 +94,6 @@ def test_numbers_that_float32_cannot_hold(kind: str, dtype: torch.dtype) -> None
         torch.testing.assert_close(onepass.soft_topk(s, 3, eps=huge, kind=kind), torch.full_like(s, 3 / 8))
     far = torch.tensor([3e38, -3e38, 0.0], dtype=dtype)
     torch.testing.assert_close(onepass.soft_topk(far, 1, eps=0.1, kind=kind), far.new_tensor([1.0, 0.0, 0.0]))
-
-
-@pytest.mark.parametrize("shape", [(9,), (2, 9), (2, 3, 9)])
-def test_results_may_be_changed_in_place(shape: tuple[int, ...]) -> None:
-    s = torch.randn(shape, requires_grad=True)
-    for y in (onepass.soft_topk(s, 2.5), onepass.coor_descent(s, n_iters=5, k=2.5), onepass.topk(s, 3).values):
-        gy = torch.randn_like(y)
-        (expected,) = torch.autograd.grad(y, s, 2 * gy, retain_graph=True)
-        assert torch.equal(torch.autograd.grad(y.mul_(2), s, gy)[0], expected)
 
 
 @ALL_KINDS

@@ -70,21 +70,6 @@ def test_results_may_be_written_over_their_scores(n: int, k: int) -> None:
     assert torch.equal(memory[:, :k], expected.values)
 
 
-@pytest.mark.parametrize("ranged", [False, True])
-@pytest.mark.parametrize("dim", [None, 0])
-def test_vmap(dim: int | None, ranged: bool) -> None:
-    s, mask, lengths = torch.randn(3, 2, 12), torch.rand(3, 12) > 0.3, torch.tensor([3, 12, 0])
-    m, n = (mask, lengths) if dim == 0 else (mask[0], lengths[0])
-
-    def call(s: Any, m: Any, n: Any) -> tuple[Any, ...]:
-        return tuple(onepass.topk(s, 4, lengths=n, sorted=False) if ranged else onepass.topk(s, 4, mask=m))
-
-    mapped = torch.vmap(call, (0, dim, dim))(s, m, n)
-    for i in range(3):
-        expected = call(s[i], *((mask[i], lengths[i]) if dim == 0 else (m, n)))
-        assert all(torch.equal(a[i], e) for a, e in zip(mapped, expected, strict=True))
-
-
 S = torch.zeros(2, 5)
 REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"dim": 0, "mask": torch.ones(2).bool()}, ValueError, r"mask must broadcast .*\(2, 5\), got \(2,\)"),
