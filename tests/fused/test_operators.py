@@ -20,8 +20,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from onepass.core.launch import INTERPRET
+from onepass.core.register import flat
 from onepass.fused import attention, feed_forward
-from onepass.fused.plans import numbers
 from onepass.nn import CausalRouter, RoutedAttention, RoutedBlock, RoutedFeedForward
 from programs import compiled, exported, graphs_for
 
@@ -126,7 +126,7 @@ def test_opcheck(
         layer.fused(x, _mask(device, n) if masked else None, dtype, residual)
     plan, *tensors = seen.call_args.args
     opcheck(
-        module.forward_op, (*tensors, *numbers(plan)),
+        module.forward_op, (*tensors, *flat(plan)),
         test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_dynamic", "test_autograd_registration"),
     )  # fmt: skip
 

@@ -138,15 +138,3 @@ def outside_autocast(fn: Callable[..., Any]) -> Callable[..., Any]:
         return fn(*args)
 
     return run
-
-
-Backward = Callable[[Any, tuple[torch.Tensor | None, ...]], Any]
-
-
-def node_backward(name: str) -> Callable[[Backward], Callable[..., Any]]:
-    """Decorate a Function's backward, which gets its gradients as a tuple: no autocast, no second derivative."""
-
-    def decorate(backward: Backward) -> Callable[..., Any]:
-        return once(name, outside_autocast(lambda ctx, *grads: backward(ctx, grads)), leaves=True)
-
-    return decorate

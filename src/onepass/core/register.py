@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import wraps
-from itertools import islice
 from types import GenericAlias
 from typing import Any, TypeVar, get_args, get_type_hints
 
@@ -34,18 +34,41 @@ def there(t: Tensor | None) -> Tensor | None:
     return None if t is None or (t.dim() == 1 and t.shape[0] == 0) else t
 
 
+@functools.cache
+def _fields(kind: Any) -> dict[str, Any] | None:
+    return get_type_hints(kind) if hasattr(kind, "_fields") else None
+
+
+def flat(value: Any) -> list[Any]:
+    """Return the items of a tuple, and those of one inside, one after the other; another value by itself."""
+    return [one for item in value for one in flat(item)] if isinstance(value, tuple) else [value]
+
+
+def gathered(kind: Any, items: Iterator[Any]) -> Any:
+    """Return the value of this type from what `flat` made of it."""
+    fields = _fields(kind)
+    return next(items) if fields is None else kind(*(gathered(of, items) for of in fields.values()))
+
+
+def _leaves(name: str, kind: Any, inside: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield names and types of what `flat` returns of an argument; names of its fields begin with `inside`."""
+    for field, of in (_fields(kind) or {}).items():
+        yield from _leaves(inside + field, of, f"{field}_")
+    if _fields(kind) is None:
+        yield name, kind
+
+
 def register(name: str, function: Callable[..., Any], rule: Rule | None = None, results: int = 0) -> Any:
     """Return the operator `onepass::name` that runs `function` on every device; `rule` is for DTensor (core.sharding).
 
     Its schema follows from the annotations, without arguments that have a default, and with each field of a NamedTuple
-    as an argument of its own. An empty tensor stands for a result that is None; `results` is their number where the
-    annotation does not tell it. The arguments are left as they are, and no output shares memory with one:
+    as an argument of its own (`flat`). An empty tensor stands for a result that is None; `results` is their number
+    where the annotation does not tell it. The arguments are left as they are, and no output shares memory with one:
     `torch.library.custom_op` checks both at each call, for 6 µs and more
     (benchmarks/results/cpu/raw/registration.json); here the tests check it, by `torch.library.opcheck`.
     """
     signature = inspect.signature(function, eval_str=True)
     required = [p for p in signature.parameters.values() if p.default is p.empty]
-    fields = [get_type_hints(p.annotation) if hasattr(p.annotation, "_fields") else None for p in required]
     several = get_args(signature.return_annotation)
     may_be_none = bool(results) or any(kind != Tensor for kind in several)
     results = results or len(several)
@@ -53,19 +76,17 @@ def register(name: str, function: Callable[..., Any], rule: Rule | None = None, 
     def prototype() -> None: ...
 
     def run(*args: Any) -> Any:
-        given = iter(args)
-        found = function(*(next(given) if names is None else tuple(islice(given, len(names))) for names in fields))
+        items = iter(args)
+        found = function(*(gathered(p.annotation, items) for p in required))
         return filled(found, args) if may_be_none else found
 
-    flat = [
-        p.replace(name=name, annotation=kind)
-        for p, names in zip(required, fields, strict=True)
-        for name, kind in ({p.name: p.annotation} if names is None else names).items()
-    ]
+    parameters = [p.replace(name=n, annotation=t) for p in required for n, t in _leaves(p.name, p.annotation)]
     returned = GenericAlias(tuple, (Tensor,) * results) if results else Tensor
-    prototype.__signature__ = signature.replace(parameters=flat, return_annotation=returned)  # type: ignore[attr-defined]
+    prototype.__signature__ = signature.replace(parameters=parameters, return_annotation=returned)  # type: ignore[attr-defined]
     _LIBRARY.define(name + infer_schema(prototype, mutates_args=()))
-    _LIBRARY.impl(name, run if any(fields) or may_be_none else function, "CompositeExplicitAutograd")
+    _LIBRARY.impl(
+        name, run if may_be_none or len(parameters) > len(required) else function, "CompositeExplicitAutograd"
+    )
     op = getattr(getattr(torch.ops, NAMESPACE), name).default
     if rule is not None:
         add_rule(op, rule)

@@ -18,6 +18,8 @@ the eager node, on real tensors and on FakeTensors.
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections.abc import Callable, Sequence
 from inspect import Parameter, Signature, signature
 from operator import itemgetter
@@ -26,14 +28,30 @@ from typing import Any, NamedTuple, get_args, get_type_hints
 import torch
 from torch import Tensor
 from torch.library import register_autograd
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from onepass.core.eager import fast_apply, no_second, node_backward, outside_autocast, plain
-from onepass.core.flops import flop_formula, register_formulas
+from onepass.core.eager import fast_apply, no_second, once, outside_autocast, plain
 from onepass.core.operator import listed
-from onepass.core.register import register, register_fake, there
+from onepass.core.register import flat, gathered, register, register_fake, there
 
-from .plans import NUMBERS, numbers, plan_of
+# multiplications and additions of operators by the shapes of their arguments: torch.utils.flop_counter imports Triton,
+# so they wait until the user imports it
+_formulas: dict[Any, Callable[..., int]] = {}
+
+
+def _register_formulas() -> None:
+    """Hand the formulas to the flop counter, and to those that count now, which have copied its list."""
+    module: Any = sys.modules.get("torch.utils.flop_counter")
+    if module is None or torch.compiler.is_compiling():
+        return
+    for op, formula in _formulas.items():
+        if op not in module.flop_registry:
+            module.register_flop_formula(op)(formula)
+    for mode in _get_current_dispatch_mode_stack():
+        registry = getattr(getattr(mode, "counter", None), "flop_registry", None)
+        if registry is not None:
+            registry.update({op: module.flop_registry[op] for op in _formulas if op not in registry})
 
 
 class Fused(NamedTuple):
@@ -106,8 +124,9 @@ def fused(
             return results
 
         @staticmethod
-        @node_backward(name)
-        def backward(ctx: Any, grads_out: tuple[Tensor | None, ...]) -> Any:
+        @functools.partial(once, name, leaves=True)
+        @outside_autocast
+        def backward(ctx: Any, *grads_out: Tensor | None) -> Any:
             dy, *others = incoming(grads_out)
             tensors = ctx.saved_tensors
             ctx.maybe_clear_saved_tensors()  # `activations` is now the only owner, unless the graph is retained
@@ -127,43 +146,43 @@ def fused(
 
     def run_forward(*args: Any) -> tuple[Tensor | None, ...]:
         tensors = args[:n_args]
-        results, made = forward(plan_of(plan, *args[n_args:]), *tensors)
+        results, made = forward(args[n_args], *tensors)
         # an operator returns new tensors
         given = {id(t) for t in tensors}
         return *results, *(None if id(t) in given else t for t in (getattr(made, f) for f in fields))
 
-    typed = *((a, hints[a]) for a in arguments), *NUMBERS
+    typed = *((a, hints[a]) for a in arguments), ("plan", plan)
     run_forward.__signature__ = Signature(  # type: ignore[attr-defined]
         [Parameter(n, Parameter.POSITIONAL_OR_KEYWORD, annotation=t) for n, t in typed]
     )
 
     def run_products(
         dy: Tensor, kept: Sequence[Tensor | None], beside: Sequence[Tensor | None], weights: Sequence[Tensor | None],
-        needs: Sequence[bool], dtype: torch.dtype, ints: Sequence[int], floats: Sequence[float],
+        needs: Sequence[bool], of_plan: Any,
     ) -> tuple[Tensor | None, ...]:  # fmt: skip
         given = dict(zip(arguments[-len(weights) :], weights, strict=True))
         # a matrix that forward did not cast was multiplied as it is
         known = {f: given.get(f) if there(t) is None else t for f, t in zip(own, kept, strict=True)}
         activations, dtypes = saved(*map(known.get, fields)), [None if w is None else w.dtype for w in weights]
-        of_plan = plan_of(plan, dtype, ints, floats)
         return backward_products(activations, of_plan, needs, dtypes, dy, *beside)  # type: ignore[no-any-return]
 
     def run_tokens(
-        products: Sequence[Tensor | None], residual: Tensor | None, upstream: Sequence[Tensor | None],
-        kept: Sequence[Tensor | None], needs: Sequence[bool],
-        dtype: torch.dtype, ints: Sequence[int], floats: Sequence[float],
+        products: Sequence[Tensor | None], of_residual: Tensor | None, upstream: Sequence[Tensor | None],
+        kept: Sequence[Tensor | None], needs: Sequence[bool], of_plan: Any,
     ) -> tuple[Tensor | None, ...]:  # fmt: skip
-        of_plan = plan_of(plan, dtype, ints, floats)
         found, tensors = map(there, products), [*map(there, kept)]
-        return backward_tokens(of_plan, needs, *found, residual, *upstream, *tensors)  # type: ignore[no-any-return]
+        return backward_tokens(of_plan, needs, *found, of_residual, *upstream, *tensors)  # type: ignore[no-any-return]
 
     low = "".join(f"_{c.lower()}" if c.isupper() else c for c in name).strip("_")
 
     def registered(what: str, run: Callable[..., Any], results: int) -> Any:
         run_outside: Any = outside_autocast(run)  # the caller's autocast has become the plan's dtype
-        run_outside.__signature__ = signature(run, eval_str=True)
+        as_written = signature(run, eval_str=True)
+        typed = [p.replace(annotation=plan) if p.annotation is Any else p for p in as_written.parameters.values()]
+        run_outside.__signature__ = as_written.replace(parameters=typed)
         op = register(low + what, run_outside, results=results)
-        register_fake(op)(_memoryless(run_outside))
+        before = len(typed) - 1
+        register_fake(op)(_memoryless(lambda *args: run_outside(*args[:before], gathered(plan, iter(args[before:])))))
         return op
 
     forward_op = registered("", run_forward, n_public + len(fields))
@@ -187,7 +206,7 @@ def fused(
         if dy is not None:
             activations, of_weights = tensors[: len(own)], tensors[len(kept) :]
             found = products_op(dy, activations, beside(tensors), of_weights, needs, *ctx.numbers)
-        residual = dy if plan_of(plan, *ctx.numbers).residual else None
+        residual = dy if gathered(plan, iter(ctx.numbers)).residual else None
         grads = tokens_op(found[:n_products], residual, others, of_tokens(tensors), needs, *ctx.numbers)
         grads = [*map(there, (*grads, *found[n_products:]))]
         return *grads[:mask], None, *grads[mask:], *none[n_args:]
@@ -200,19 +219,19 @@ def fused(
     for op in (products_op, tokens_op):
         register_autograd(op, refuse, setup_context=lambda ctx, inputs, output: None)
 
-    @flop_formula(forward_op)
-    def _(*args: Any, **_: Any) -> int:
-        return multiplications(plan_of(plan, *args[n_args:]), args[0], *args[n_args - weights : n_args])
+    def of_forward(*args: Any, **_: Any) -> int:
+        return multiplications(gathered(plan, iter(args[n_args:])), args[0], *args[n_args - weights : n_args])
 
-    @flop_formula(products_op)
-    def _(dy: Any, kept: Any, beside: Any, shapes: Any, needs: Any, *of_plan: Any, **_: Any) -> int:
+    def of_products(dy: Any, kept: Any, beside: Any, shapes: Any, needs: Any, *of_plan: Any, **_: Any) -> int:
         both = any(needs[:-weights]) + any(needs[-weights:])
-        return multiplications(plan_of(plan, *of_plan), dy, *shapes) * both
+        return multiplications(gathered(plan, iter(of_plan)), dy, *shapes) * both
+
+    _formulas.update({forward_op.overloadpacket: of_forward, products_op.overloadpacket: of_products})
 
     def call(plan: Any, *args: Any) -> Any:
         if plain(args[0], args[mask - 1], args[mask]):
             return eager(plan, *args)
-        register_formulas()
-        return forward_op(*args, *numbers(plan))[:n_public]
+        _register_formulas()
+        return forward_op(*args, *flat(plan))[:n_public]
 
     return Fused(call, forward_op)
