@@ -74,8 +74,7 @@ def refuse_others(state_dict: dict[str, Any]) -> None:
         what = f"it has {signs[0]}" if signs else "no betas"
         raise ValueError(
             f"Lion.load_state_dict: this is another optimizer's state ({what}), whose rate and decay would replace "
-            "Lion's: load the model alone, and start with a new Lion of about a fifth of AdamW's lr and five times its "
-            "weight_decay (docs/lion.md)"
+            "Lion's: load the model alone, and start with a new Lion (docs/lion.md: which lr and weight_decay)"
         )
 
 
