@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +10,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 import onepass
 from examples import sparse_attention as EXAMPLE
@@ -21,7 +18,6 @@ SPARSE = ("window", "untrained", "distil", "gates", "both")
 
 
 WIDTH, HEADS, DIM = 8, 2, 16
-COLUMNS = (("bits", ".3f"), ("ms", ".0f"), ("chosen", ".3f"))
 
 
 def layer(arm: str, k: int, seed: int = 0) -> Any:
@@ -114,26 +110,3 @@ def test_what_trains_the_indexer(arm: str) -> None:
         of_loss = gradients(loss, module, x)
         assert of_loss[-2].abs().max() > 1e-4
         assert all(not grad.any() for grad in of_loss[:3])
-
-
-@pytest.mark.parametrize("arm", ["full", *SPARSE])
-def test_a_checkpoint_in_bf16_has_the_same_bits(arm: str) -> None:
-    """What a GPU runs: scores in bf16 tie, and the second forward has to choose as the first did."""
-    x, module, found = tokens(128).float(), layer(arm, 16).float(), []
-    for again in (False, True):
-        with torch.autocast("cpu", torch.bfloat16):
-            y, loss, _ = checkpoint(module, x, use_reentrant=False) if again else module(x)
-        assert y.dtype == torch.bfloat16
-        found.append([y, loss, *gradients(y.float().square().sum() + loss, module, x.requires_grad_())[1:]])
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
-
-
-def test_the_table_is_of_the_record() -> None:
-    root = Path(__file__).parents[1]
-    rows = json.loads((root / "benchmarks/results/cpu/raw/sparse_attention.json").read_text())["rows"]
-    page = (root / "docs/lab/topk.md").read_text(encoding="utf-8")
-    for arm in EXAMPLE.ARMS:
-        of_arm = [row for row in rows if row["arm"] == arm]
-        assert len(of_arm) == 2
-        bits, ms, chosen = (" / ".join(f"{row[what]:{digits}}" for row in of_arm) for what, digits in COLUMNS)
-        assert f"| `{arm}` | {bits} | {chosen} | {ms} |" in page

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+
+from nn.table import TABLE
 
 LISTING = Path(__file__).with_name("stability.json")
 
@@ -36,33 +37,6 @@ def public_names() -> dict[str, list[str]]:
         own = [n for n, v in vars(module).items() if n[0] != "_" and getattr(v, "__module__", None) == name]
         listed[name] = sorted(getattr(module, "__all__", own))
     return listed
-
-
-def modules() -> dict[str, nn.Module]:
-    """Every module of `onepass.nn`, with what adds parameters."""
-    import onepass.nn as one
-
-    attention = {"heads": 2, "dim_head": 4}
-    return {
-        "CausalRouter": one.CausalRouter(8),
-        "LayerNorm": one.LayerNorm(8),
-        "LocalAttention": one.LocalAttention(8, **attention),
-        "RMSNorm": one.RMSNorm(8),
-        "Routed": one.Routed(nn.Linear(8, 8), nn.Linear(8, 8), one.Router(8), k=2),
-        "RoutedAttention": one.RoutedAttention(8, k_q=2, k_kv=2, **attention),
-        "RoutedAttention(causal=True)": one.RoutedAttention(8, k_q=2, k_kv=2, causal=True, **attention),
-        "RoutedBlock": one.RoutedBlock(8, k=2, **attention),
-        "RoutedBlock(causal=True)": one.RoutedBlock(8, k=2, causal=True, **attention),
-        "RoutedCrossAttention": one.RoutedCrossAttention(8, k_q=2, k_kv=2, **attention),
-        "RoutedFeedForward": one.RoutedFeedForward(8, k=2),
-        "Router": one.Router(8),
-        "TransformerBlock": one.TransformerBlock(8, **attention),
-        "TransformerBlock(num_experts=2)": one.TransformerBlock(8, num_experts=2, **attention),
-        "WeightedSum": one.WeightedSum(8),
-        "Experts": one.Experts(8, 4),
-        "Experts(swiglu, shared)": one.Experts(8, 4, activation="swiglu", shared_dim=8),
-        "WeightedSum(num_vectors=2)": one.WeightedSum(8, 2),
-    }
 
 
 LIONS: dict[str, dict[str, Any]] = {
@@ -123,18 +97,10 @@ def listing() -> dict[str, Any]:
     """All that is frozen."""
     return {
         "names": public_names(),
-        "state_dict of modules": {name: sorted(module.state_dict()) for name, module in modules().items()},
+        "state_dict of modules": {spec.name: sorted(spec.build().state_dict()) for spec in TABLE},
         "state of Lion": {name: lion_keys(options) for name, options in LIONS.items()},
         "checkpoint.safetensors": checkpoint_keys(),
     }
-
-
-def test_every_module_is_listed() -> None:
-    import onepass.nn
-
-    public = {name for name in onepass.nn.__all__ if isinstance(found := getattr(onepass.nn, name), type)
-              and issubclass(found, nn.Module)}  # fmt: skip
-    assert {name.split("(")[0] for name in modules()} == public
 
 
 def test_listing() -> None:

@@ -18,7 +18,7 @@ from onepass.ops.norm.definition import NONE
 from onepass.ops.routing.op import scatter_add, score
 from onepass.ops.span_attention.op import span_attention
 from onepass.ops.weighted_sum import op as weighted_sum
-from sharded.compare import PLACES, Placements, R, case, compare, many, mesh, placed, whole, wide
+from sharded.compare import PLACES, Placements, R, case, compare, many, mesh, wide
 
 SAMPLES = {f"{spec.name}, {name}": (spec, name) for spec in SPECS for name in largest_small(spec)}
 # their results lie where their rows lie
@@ -55,27 +55,6 @@ def _(sample: str, place: int | str, alike: bool) -> None:
     )
 
 
-@many("norms: what needs a gradient", {"x": [True, False], "w": [True, False], "b": [True, False]})
-def _(x: bool, w: bool, b: bool) -> None:
-    tensors = wide(4, 6), wide(6), wide(6)
-    a = [t.clone().to(mesh().device_type).requires_grad_(n) for t, n in zip(tensors, (x, w, b), strict=True)]
-    s = [
-        placed(t.detach(), mesh(), p).requires_grad_(t.requires_grad)
-        for t, p in zip(a, ([Shard(0)], [R], [R]), strict=True)
-    ]
-    if not (x or w or b):
-        return
-    onepass.layer_norm(*a).square().sum().backward()
-    onepass.layer_norm(*s).square().sum().backward()
-    for e, g in zip(a, s, strict=True):
-        assert (e.grad is None) == (g.grad is None)
-        if e.grad is not None:
-            most = 1e-5 if e.is_cuda else 1e-12
-            torch.testing.assert_close(whole(g.grad), e.grad, rtol=most, atol=most)
-    if w:
-        assert s[1].grad.placements == (Partial(),)
-
-
 @many("torch's ways of calling", {"place": [0, 1, 2]})
 def _(place: int) -> None:
     p, x, w = [Shard(place)], wide(4, 6, 8), wide(6, 8)
@@ -102,40 +81,6 @@ def _() -> None:
         dx, dw = weighted_sum.backward_op(y, x, w, None, need_x, need_w)
         assert (dx.shape, dw.shape) == ((4, 6) if need_x else (0,), (6,) if need_w else (0,))
         assert dw.placements == ((Partial(),) if need_w else (R,))
-
-
-@many("what the forward pass keeps for backward is placed as it says", {"d": [0, 1]})
-def _(d: int) -> None:
-    x = wide(5, 6, 7).to(mesh().device_type)
-    placed_x = distribute_tensor(x, mesh(), [Shard(d)])
-    calls: list[Callable[[Tensor], Any]] = [
-        lambda x: norm.forward_op(x, None, None, None, None, 1e-5, 0.0, True, True, *NONE),
-        lambda x: norm.forward_op(x, x, None, None, None, 1e-5, 0.0, True, False, *NONE),
-        lambda x: torch.ops.onepass.soft_topk(x, None, None, None, 2.5, 0.5, 0),
-        lambda x: torch.ops.onepass.coor_descent(x, None, None, 2.5, 4, 0.5, 0.5, 1.0, True),
-        lambda x: torch.ops.onepass.topk(x, None, None, None, None, 3, 0.5, 0, True, True, True, False),
-    ]
-    for call in calls:
-        for e, g in zip(call(x), call(placed_x), strict=True):
-            assert g.placements != (R,) or not e.numel()
-            torch.testing.assert_close(g.full_tensor(), e)
-
-
-@many("qk_norm_rope", {"place": [0, 1, 2], "positions": [None, 1, 2]})
-def _(place: int, positions: int | None) -> None:
-    if place == 1 and positions is None:
-        return
-    angles = wide(8, 3)
-    at = None if positions is None else torch.arange(24).view(4, 6).remainder(8)[slice(None) if positions == 2 else 0]
-
-    def call(q: Tensor, k: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-        tables = angles.cos().to(q.device), angles.sin().to(q.device), None if at is None else at.to(q.device)
-        if hasattr(q, "placements"):
-            tables = tuple(None if t is None else distribute_tensor(t, mesh(), [R]) for t in tables)
-        return onepass.qk_norm_rope(q, k, w, None, cos=tables[0], sin=tables[1], positions=tables[2])
-
-    p = [Shard(place)]
-    compare(call, [wide(4, 6, 4, 8), wide(4, 6, 4, 8), wide(8)], [p, p, [R]], out=p)
 
 
 @case("weighted_sum: a sharded sum gives a partial result")

@@ -43,16 +43,3 @@ def test_an_exported_program_takes_other_lengths(name: str, strict: bool) -> Non
     program = torch.export.export(Model(), (torch.randn(3, 12),), dynamic_shapes=shapes, strict=strict).module()
     x = torch.randn(2, 20)
     torch.testing.assert_close(program(x), CALLS[name](x))
-
-
-def test_a_number_stays_a_number() -> None:
-    # as a tensor it would cost a launch
-    seen: list[list[str]] = []
-
-    def backend(graph: torch.fx.GraphModule, _inputs: list[Tensor]) -> Callable[..., object]:
-        seen.append([str(node.target) for node in graph.graph.nodes if node.op == "call_function"])
-        return graph.forward
-
-    torch.compiler.reset()
-    torch.compile(lambda x: onepass.soft_topk(x, 2.5), dynamic=True, backend=backend)(torch.randn(3, 12))
-    assert not any("full" in name for names in seen for name in names)
