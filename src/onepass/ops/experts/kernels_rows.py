@@ -15,6 +15,10 @@ from torch import Tensor
 
 from onepass.core.launch import cdiv, launch, next_power_of_2, replayed
 
+from .kernels_products import product, weight_product
+
+__all__ = ["activate", "activate_backward", "gather_sum", "order", "product", "spread", "weight_product"]
+
 INTS = ["n", "n_chunks", "n_experts", "row_stride"]
 # elements of a tile, and choices of a chunk
 TILE, CHUNK = 2048, 128
@@ -89,8 +93,9 @@ def place_kernel(
     tl.store(row_ptr + place, at, mask=at < n)
 
 
-def _run(kernel: Any, programs: int, tensors: tuple[Any, ...], numbers: tuple[int, ...], *constants: Any) -> None:
-    launch(kernel, (programs, 1, 1), tensors, numbers, constants, num_warps=4)
+def run(kernel: Any, programs: int, tensors: Any, numbers: tuple[int, ...], *constants: Any, warps: int = 4) -> None:
+    """Launch so many programs of a kernel."""
+    launch(kernel, (programs, 1, 1), tensors, numbers, constants, num_warps=warps)
 
 
 @replayed
@@ -100,9 +105,9 @@ def order(ids: Tensor, n_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     chunks = cdiv(n, CHUNK)
     shapes = (chunks, width), (width,), ids.shape, (n,), (n_experts,)
     counts, totals, places, rows, ends = (torch.empty(s, dtype=torch.int32, device=ids.device) for s in shapes)
-    _run(count_kernel, chunks, (ids, counts), (n, n_experts), CHUNK, width)
-    _run(scan_kernel, width, (counts, totals), (chunks,), min(1024, next_power_of_2(chunks)), width)
-    _run(place_kernel, chunks, (ids, counts, totals, places, rows, ends), (n, n_experts), CHUNK, width)
+    run(count_kernel, chunks, (ids, counts), (n, n_experts), CHUNK, width)
+    run(scan_kernel, width, (counts, totals), (chunks,), min(1024, next_power_of_2(chunks)), width)
+    run(place_kernel, chunks, (ids, counts, totals, places, rows, ends), (n, n_experts), CHUNK, width)
     return places, rows, ends
 
 
@@ -176,7 +181,7 @@ def spread(x: Tensor, places: Tensor) -> Tensor:
     out = torch.empty((n * k, d), dtype=x.dtype, device=x.device)
     block_r, block_c = _tile(d)
     vec = 8 if x.stride(0) % 8 == 0 else 1
-    _run(spread_kernel, cdiv(n, block_r), (x, places, out), (x.stride(0) // vec, n), k, d, vec, block_r, block_c)
+    run(spread_kernel, cdiv(n, block_r), (x, places, out), (x.stride(0) // vec, n), k, d, vec, block_r, block_c)
     return out
 
 
@@ -187,7 +192,7 @@ def gather_sum(rows: Tensor, more: Tensor | None, places: Tensor, ends: Tensor) 
     y = torch.empty((n, d), dtype=rows.dtype, device=rows.device)
     block_r, block_c = _tile(d)
     tensors = (rows, more, places, ends, y)
-    _run(gather_sum_kernel, cdiv(n, block_r), tensors, (n, len(ends)), k, d, block_r, block_c)
+    run(gather_sum_kernel, cdiv(n, block_r), tensors, (n, len(ends)), k, d, block_r, block_c)
     return y
 
 
@@ -272,7 +277,7 @@ def activate(h: Tensor, linear: Tensor | None, weights: Tensor, rows: Tensor, en
     """Return weight·act(h) (N, hidden), times the linear part where there is one; weights (T, K) are contiguous."""
     a, (block_r, block_c) = torch.empty_like(h), _tile(h.shape[1])
     tensors = (h, linear, weights, rows, ends, a)
-    _run(activate_kernel, cdiv(len(h), block_r), tensors, (len(h), len(ends)), h.shape[1], block_r, block_c)
+    run(activate_kernel, cdiv(len(h), block_r), tensors, (len(h), len(ends)), h.shape[1], block_r, block_c)
     return a
 
 
@@ -288,5 +293,5 @@ def activate_backward(
     a, d_linear = (None if spare or t is None else torch.empty_like(t) for t in (h, linear))
     made = (h, linear) if spare else (a, d_linear)
     tensors = (d, h, linear, weights, rows, ends, *made, d_weights)
-    _run(activate_backward_kernel, cdiv(len(h), block_r), tensors, (len(h), len(ends)), h.shape[1], block_r, block_c)
+    run(activate_backward_kernel, cdiv(len(h), block_r), tensors, (len(h), len(ends)), h.shape[1], block_r, block_c)
     return a, d_linear, d_weights

@@ -8,25 +8,22 @@ import torch
 from torch import Tensor
 
 from onepass.core import check
-from onepass.core.bind import bind
 from onepass.core.eager import plain
 from onepass.core.launch import uses_triton
-from onepass.core.register import register, register_backward, register_fake
-from onepass.core.sharding import PARTIAL, REPLICATE, Way, gradient
-
-from . import definition
+from onepass.core.operator import operator
+from onepass.core.register import register, register_fake
+from onepass.core.sharding import PARTIAL, REPLICATE, Way
 
 ACTIVATIONS = ("gelu", "swiglu")
 
 
-def _on_triton(x: Tensor, choices: Tensor) -> bool:
-    return uses_triton(x) and choices.numel() > 0 and x.shape[1] > 0
-
-
-def _hidden(x: Tensor, choices: Tensor, up: Tensor, gate: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return empty hidden units and, for a gate, their linear part; the definition keeps none, of all rows (shards)."""
-    h = x.new_empty(choices.numel(), up.shape[2] if uses_triton(x) else 0)
-    return h, x.new_empty(0) if gate is None else torch.empty_like(h)
+def _way(x: Tensor, choices: Tensor) -> Any:
+    """Return the pieces of a call: the kernels' launchers, or the same in torch."""
+    if uses_triton(x) and choices.numel() and x.shape[1]:
+        from . import kernels_rows as way
+    else:
+        from . import torch_path as way  # type: ignore[no-redef]
+    return way
 
 
 def _check_indices(name: str, indices: Tensor, n_experts: int) -> None:
@@ -83,22 +80,17 @@ def _check(
 
 def _forward(
     x: Tensor, indices: Tensor, weights: Tensor, up: Tensor, down: Tensor, gate: Tensor | None, activation: str
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return y, what the activation takes (N, hidden), its linear part (empty without a gate), places, rows, ends."""
-    if not _on_triton(x, indices):
-        y = definition.experts(x, indices, weights, up, down, activation=activation, gate=gate)
-        return y, *_hidden(x, indices, up, gate), *definition.expert_order(indices, up.shape[0])
-    from .kernels_products import product
-    from .kernels_rows import activate, gather_sum, order, spread
-
-    places, rows, ends = order(indices.contiguous(), up.shape[0])
-    xs = spread(x, places)
-    h = product(xs, up if gate is None else gate, ends)
-    linear = None if gate is None else product(xs, up, ends)
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor, Tensor]:
+    """Return y, what the activation takes (N, hidden), its linear part (None without a gate), places, rows, ends."""
+    way = _way(x, indices)
+    places, rows, ends = way.order(indices.contiguous(), up.shape[0])
+    xs = way.spread(x, places)
+    h = way.product(xs, up if gate is None else gate, ends)
+    linear = None if gate is None else way.product(xs, up, ends)
     del xs
-    a = activate(h, linear, weights.contiguous(), rows, ends)
-    y = gather_sum(product(a, down, ends), None, places, ends)
-    return y, h, x.new_empty(0) if linear is None else linear, places, rows, ends
+    a = way.activate(h, linear, weights.contiguous(), rows, ends)
+    y = way.gather_sum(way.product(a, down, ends), None, places, ends)
+    return y, h, linear, places, rows, ends
 
 
 def _without_gradients(
@@ -115,55 +107,41 @@ def _without_gradients(
 
 
 def _backward(
-    dy: Tensor, x: Tensor, weights: Tensor, up: Tensor, down: Tensor, gate: Tensor | None,
-    hidden: list[Tensor] | tuple[Tensor, Tensor], places: Tensor, rows: Tensor, ends: Tensor, needs: tuple[bool, ...],
+    dy: Tensor, x: Tensor, weights: Tensor, up: Tensor, down: Tensor, gate: Tensor | None, h: Tensor,
+    linear: Tensor | None, places: Tensor, rows: Tensor, ends: Tensor, need_x: bool, need_weights: bool, need_up: bool,
+    need_down: bool, need_gate: bool,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Return the gradients of x, weights, up, down and gate that `needs` names.
+    """Return the gradients of x, weights, up, down and gate that are needed.
 
-    `hidden` holds what the activation took, and its linear part. Nobody else needs those in a list: gradients take
-    their memory. Each large tensor goes after its last use, so that fewer of them exist at once.
+    A list of both in place of h says that nobody else needs them: gradients take their memory. Each large tensor goes
+    after its last use, so that fewer of them exist at once.
     """
-    if not _on_triton(x, places):
-        # a place beyond all ends is of no expert
-        indices = torch.searchsorted(ends, places, right=True)
-        found = definition.backward(dy, x, indices, weights, up, down, gate)
-        return tuple(g if need else None for g, need in zip(found, needs, strict=True))
-    from .kernels_products import product, weight_product
-    from .kernels_rows import activate_backward, gather_sum, spread
-
-    need_x, need_w, need_up, need_down, need_gate = needs
-    dys = spread(dy.contiguous(), places)
+    way = _way(x, places)
+    dys = way.spread(dy.contiguous(), places)
     # the gradient of the hidden units, which becomes that of h in place
-    dh = product(dys, down.mT, ends)
-    h, linear = hidden[0], None if gate is None else hidden[1]
-    spare = isinstance(hidden, list)
-    if isinstance(hidden, list):
-        hidden.clear()
-    a, d_linear, d_weights = activate_backward(dh, h, linear, weights.contiguous(), rows, ends, spare)
-    if spare:
+    dh = way.product(dys, down.mT, ends)
+    held: Any = h
+    if spare := isinstance(held, list):
+        h, linear = held
+        held.clear()
+    a, d_linear, d_weights = way.activate_backward(dh, h, linear, weights.contiguous(), rows, ends, spare)
+    if a is None:
         a, d_linear = h, linear
     del h, linear
-    d_down = weight_product(a, dys, ends) if need_down else None
+    d_down = way.weight_product(a, dys, ends) if need_down else None
     del a, dys
     d_u = dh if d_linear is None else d_linear
     d_up = d_gate = dx = None
     if need_x:
         # two tensors of the rows' size at once for a gate, so before the gradients of up and gate are there
-        dx = gather_sum(product(d_u, up.mT, ends), None if gate is None else product(dh, gate.mT, ends), places, ends)
+        more = None if gate is None else way.product(dh, gate.mT, ends)
+        dx = way.gather_sum(way.product(d_u, up.mT, ends), more, places, ends)
+        del more
     if need_up or need_gate:
-        xs = spread(x, places)
-        d_up = weight_product(xs, d_u, ends) if need_up else None
-        d_gate = weight_product(xs, dh, ends) if need_gate else None
-    return dx, d_weights if need_w else None, d_up, d_down, d_gate
-
-
-def _backward_of_op(
-    dy: Tensor, x: Tensor, weights: Tensor, up: Tensor, down: Tensor, gate: Tensor | None, h: Tensor, linear: Tensor,
-    places: Tensor, rows: Tensor, ends: Tensor, need_x: bool, need_w: bool, need_up: bool, need_down: bool,
-    need_gate: bool,
-) -> tuple[Tensor | None, ...]:  # fmt: skip
-    needs = need_x, need_w, need_up, need_down, need_gate
-    return _backward(dy, x, weights, up, down, gate, (h, linear), places, rows, ends, needs)
+        xs = way.spread(x, places)
+        d_up = way.weight_product(xs, d_u, ends) if need_up else None
+        d_gate = way.weight_product(xs, dh, ends) if need_gate else None
+    return dx, d_weights if need_weights else None, d_up, d_down, d_gate
 
 
 def _ways(x: Any, *rest: Any) -> list[Way]:
@@ -171,49 +149,30 @@ def _ways(x: Any, *rest: Any) -> list[Way]:
     return [((0, 0, 0, 0, 0, PARTIAL), (0, 0, 0, REPLICATE, REPLICATE, REPLICATE if rest[4] is not None else None))]
 
 
-def _ways_back(*args: Any) -> list[Way]:
-    has_gate, needs = args[5] is not None, args[-5:]
-    own = [gradient(0 if i < 2 else REPLICATE, need) for i, need in enumerate(needs)]
-    gate = REPLICATE if has_gate else None
-    return [(own, (0, 0, 0, REPLICATE, REPLICATE, gate, 0, 0 if has_gate else REPLICATE, 0, 0, PARTIAL))]
+def _fake(x: Tensor, indices: Tensor, weights: Tensor, up: Tensor, down: Tensor, gate: Any, activation: str) -> Any:
+    h = x.new_empty(indices.numel(), up.shape[2])
+    return x.new_empty(x.shape), h, None if gate is None else torch.empty_like(h), *order_op(indices, up.shape[0])
 
 
-forward_op = register("experts", _forward, _ways)
-backward_op = register_backward(
-    "experts_backward", _backward_of_op, _ways_back, of=("x", "weights", "up", "down", "gate")
-)
-
-
-@register_fake(forward_op)
-def _(
-    x: Tensor, indices: Tensor, weights: Tensor, up: Tensor, down: Tensor, gate: Tensor | None, activation: str
-) -> tuple[Tensor, ...]:
-    _check(x, indices, weights, up, down, gate, activation)
-    return x.new_empty(x.shape), *_hidden(x, indices, up, gate), *order_op(indices, up.shape[0])
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, _, weights, up, down, gate, _ = inputs
-    ctx.save_for_backward(x, weights, up, down, gate, *output[1:])
-
-
-def _gradients(ctx: Any, run: Any, dy: Tensor, *unused: Any) -> tuple[Tensor | None, ...]:
-    *saved, h, linear, places, rows, ends = ctx.saved_tensors
-    hidden: Any = (h, linear)
+def _gradients(ctx: Any, run: Any, dy: Tensor | None, *unused: Any) -> tuple[Tensor | None, ...]:
+    if dy is None:
+        return (None,) * 7
+    x, weights, up, down, gate, h, linear, *order = ctx.saved_tensors
+    need_x, _, *needs, _ = ctx.needs_input_grad
+    kept: Any = (h, linear)
     if plain(dy) and not torch._C._autograd._get_current_graph_task_keep_graph():
-        # `hidden` becomes the only owner
-        hidden = [h, linear]
+        # the list becomes the only owner; to a registered operator `run` hands its items, and none of ()
+        kept = [h, linear], ()
         ctx.maybe_clear_saved_tensors()
     del h, linear
-    needs = tuple(need for i, need in enumerate(ctx.needs_input_grad[:6]) if i != 1)
-    found = run(dy, *saved, hidden, places, rows, ends, needs)
-    dx, dw, d_up, d_down, d_gate = (g if need else None for g, need in zip(found, needs, strict=True))
-    return dx, None, dw, d_up, d_down, d_gate, None
+    found = run(dy, x, weights, up, down, gate, *kept, *order, need_x, *needs)
+    dx, *others = (g if need else None for g, need in zip(found, (need_x, *needs), strict=True))
+    return dx, None, *others, None
 
 
-_call = bind(
-    name="experts", forward=_forward, forward_op=forward_op, backward=_backward, backward_op=backward_op, save=_save,
-    gradients=_gradients, check=_check, inference=_without_gradients,
+_call, forward_op, backward_op = operator(
+    "experts", _forward, _backward, ("y", "h", "linear", "places", "rows", "ends"), fake=_fake, ways=_ways,
+    check=_check, gradients=_gradients, inference=_without_gradients,
 )  # fmt: skip
 
 
@@ -262,11 +221,7 @@ def experts(
 
 
 def _order(indices: Tensor, n_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    if not uses_triton(indices) or not indices.numel():
-        return definition.expert_order(indices, n_experts)
-    from . import kernels_rows
-
-    return kernels_rows.order(indices.contiguous(), n_experts)  # type: ignore[no-any-return]
+    return _way(indices, indices).order(indices.contiguous(), n_experts)  # type: ignore[no-any-return]
 
 
 order_op = register("expert_order", _order)
