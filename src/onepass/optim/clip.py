@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from itertools import chain
 from operator import is_
-from typing import ParamSpec, TypeVar
+from typing import TYPE_CHECKING
 from weakref import WeakSet
 
 import torch
@@ -13,21 +13,9 @@ from torch import Tensor
 
 from onepass.optim.lion import Lion
 
-Arguments = ParamSpec("Arguments")
-Result = TypeVar("Result")
-
-
-def _untraced(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """`torch.compiler.disable`, which has no types, with the types of the function."""
-    disabled: Callable[Arguments, Result] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
-    return disabled
-
-
 _ROOM: dict[tuple[torch.device, float], Tensor] = {}
 
 
-# torch.compile must not trace what a step keeps for the next one
-@_untraced
 def clip_grad_norm(
     parameters: Tensor | Iterable[Tensor], max_norm: float | Tensor, *, optimizer: Lion | None = None,
     grad_scale: Tensor | None = None,
@@ -83,6 +71,11 @@ def clip_grad_norm(
     with torch.no_grad():
         norm, owner.clip_coefficient = _norm(owner, params, max_norm, grad_scale)
     return norm
+
+
+if not TYPE_CHECKING:  # it has no types
+    # torch.compile must not trace what a step keeps for the next one
+    clip_grad_norm = torch.compiler.disable(clip_grad_norm)
 
 
 def _parameters(optimizer: Lion) -> list[Tensor]:

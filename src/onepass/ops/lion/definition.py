@@ -109,13 +109,14 @@ def scales_for(n: int) -> int:
     return -(-n // INT8_BLOCK)
 
 
-def _vector(t: Tensor) -> Tensor:
+def vector(t: Tensor) -> Tensor:
+    """Return the memory of a dense tensor in its order."""
     return t.view(-1) if t.is_contiguous() else t.as_strided((t.numel(),), (1,))
 
 
 def dequantize(codes: Tensor, scales: Tensor) -> Tensor:
     """Return the fp32 values of int8 codes and fp32 scales per block of memory, with the strides of the codes."""
-    flat = _vector(codes)
+    flat = vector(codes)
     x = flat.float() * (1 / 127)
     square = x * x
     value = (square * square).copysign(x) * scales.repeat_interleave(INT8_BLOCK)[: flat.numel()]
@@ -136,12 +137,12 @@ def quantize_(value: Tensor, codes: Tensor, scales: Tensor) -> None:
     laid_out.copy_(value)
     n = codes.numel()
     padded = torch.zeros(len(scales) * INT8_BLOCK, dtype=torch.float32, device=codes.device)
-    padded[:n] = _vector(laid_out)
+    padded[:n] = vector(laid_out)
     blocks = padded.view(-1, INT8_BLOCK)
     largest = blocks.nan_to_num(0.0, float("inf"), float("-inf")).abs().amax(1)
     scale = torch.where(largest > 0, largest.clamp(*INT8_SCALES), torch.zeros_like(largest))
     share = (blocks.abs() * torch.where(scale > 0, 1 / scale, scale)[:, None]).clamp(max=1.0)
     code = (share.sqrt().sqrt() * 127 + 0.5).floor().copysign(blocks)
     code = torch.where(blocks.isnan(), torch.full_like(code, INT8_NAN), code)
-    _vector(codes).copy_(code.view(-1)[:n])
+    vector(codes).copy_(code.view(-1)[:n])
     scales.copy_(scale)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from .definition import Row, dequantize, narrow_, quantize_, reference, widen
+from .definition import Row, dequantize, narrow_, quantize_, reference, vector, widen
 
 # elements per thread of a tile, which goes through all steps before the next one: a few megabytes, which stay in cache
 TILE = 1 << 19
@@ -91,21 +91,6 @@ def _advance_(p: Tensor, g: Tensor, m: Tensor, row: Row, u: Tensor) -> None:
     torch.autograd.graph.increment_version([p])
 
 
-def _tile_(p: Tensor, g: Tensor, m: Tensor, extra: Tensor | None, mode: int, row: Row, room: Tensor) -> None:
-    dtype = room.dtype
-    wide_p, wide_m = widen(p, extra, mode, dtype), m.to(dtype)
-    _advance_(wide_p, g.to(dtype), wide_m, row, room[: p.numel()])
-    narrow_(p, extra, mode, wide_p)
-    if wide_m is not m:
-        m.copy_(wide_m)
-
-
-def _flat(t: Tensor) -> Tensor:
-    if t.dim() == 1:
-        return t
-    return t.view(-1) if t.is_contiguous() else t.as_strided((t.numel(),), (1,))
-
-
 def _batches(sizes: Sequence[int]) -> Iterator[slice]:
     """Yield runs of tensors that hold at most GATHERED elements together."""
     first = filled = 0
@@ -122,7 +107,14 @@ Advance = Callable[[Tensor, Tensor, Tensor, "Tensor | None"], None]
 
 
 def _in_tiles(mode: int, row: Row, room: Tensor) -> Advance:
-    return lambda p, g, m, extra: _tile_(p, g, m, extra, mode, row, room)
+    def tile_(p: Tensor, g: Tensor, m: Tensor, extra: Tensor | None) -> None:
+        wide_p, wide_m = widen(p, extra, mode, room.dtype), m.to(room.dtype)
+        _advance_(wide_p, g.to(room.dtype), wide_m, row, room[: p.numel()])
+        narrow_(p, extra, mode, wide_p)
+        if wide_m is not m:
+            m.copy_(wide_m)
+
+    return tile_
 
 
 def _compiled(mode: int, row: Row, dtype: torch.dtype) -> Advance:
@@ -174,11 +166,11 @@ def update_(
     if compiled:
         whole_advance, tile = _compiled(mode, row, dtype), max(sizes)
     columns = [c for c in (params, grads, exp_avgs, extras) if c]
-    short = [[_flat(c[i]) for i, n in enumerate(sizes) if 0 < n < SMALL] for c in columns]
+    short = [[vector(c[i]) for i, n in enumerate(sizes) if 0 < n < SMALL] for c in columns]
     for i, n in enumerate(sizes):
         if n < SMALL:
             continue
-        whole, flat = n - n % grain, [_flat(c[i]) for c in columns]
+        whole, flat = n - n % grain, [vector(c[i]) for c in columns]
         for piece in zip(*(torch.split(v[:whole], tile) for v in flat), strict=True):
             whole_advance(piece[0], piece[1], piece[2], piece[3] if mode else None)
         if whole < n:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from onepass.core.spec import BadCall, Sample, Spec
-from onepass.ops._shared.spec_parts import arguments_refused, some_mask
+from onepass.ops._shared.specs import arguments_refused, some_mask
 
 from .definition import definition
 from .op import KINDS, soft_topk

@@ -147,23 +147,22 @@ def packed_forward(
 
 def packed_backward(
     dout: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, turned: Tensor, first: Tensor, last: Tensor,
-    mask: Tensor | None, base: float, scale: float, edges: tuple[Tensor, Tensor] | None = None,
+    mask: Tensor | None, base: float, scale: float,
 ) -> Tensor:  # fmt: skip
-    """Return the gradient of qkv as one tensor; `edges` as `backward` takes them."""
+    """Return the gradient of qkv as one tensor."""
     _, v = split(qkv.contiguous())
     q, k = turned.chunk(2, dim=2)
     grad = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
     dqk, dv = split(grad)
     dq, dk = dqk.chunk(2, dim=2)
-    backward(dout, q, k, v, out, lse, first, last, mask, scale, (dq, dk, dv), edges)
+    backward(dout, q, k, v, out, lse, first, last, mask, scale, (dq, dk, dv))
     apply_rotary(dqk, None, base, True, dqk)
     return grad
 
 
 def _fake_packed(qkv: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     batch, n, _, heads, width = qkv.shape
-    lse = qkv.new_empty((batch, heads, n), dtype=torch.promote_types(qkv.dtype, torch.float32))
-    return qkv.new_empty((batch, n, heads, width)), lse, qkv.new_empty((batch, n, 2 * heads, width))
+    return *_fake(qkv[:, :, 0]), qkv.new_empty((batch, n, 2 * heads, width))
 
 
 def _packed_ways(qkv: Any, first: Any, last: Any, mask: Any, *rest: Any) -> list[Way]:
@@ -219,7 +218,7 @@ def rotary_attention(
     if qkv.dim() != 5 or qkv.shape[2] != 3:
         raise ValueError(f"rotary_attention: qkv must be (batch, n, 3, heads, width), got {tuple(qkv.shape)}")
     _check_rotary("rotary_attention", qkv, base)
-    first, last, scale = _checked("rotary_attention", qkv, qkv, first, last, mask, scale)
+    first, last, scale = _checked("rotary_attention", "qkv", qkv, qkv, first, last, mask, scale)
     return _call_packed(qkv, first, last, mask, float(base), scale)  # type: ignore[no-any-return]
 
 
@@ -240,11 +239,11 @@ def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def _checked(
-    op: str, q: Tensor, k: Tensor, first: Tensor, last: Tensor, mask: Tensor | None, scale: float | None
+    op: str, of: str, q: Tensor, k: Tensor, first: Tensor, last: Tensor, mask: Tensor | None, scale: float | None
 ) -> tuple[Tensor, Tensor, float]:
     """Check these beside q (batch, n) and k (batch, m); return first, last as (batch or 1, n) int32, and the scale."""
-    first = _beside(q, _places(op, "first", first, _INTS, "q", q).to(torch.int32))
-    last = _beside(q, _places(op, "last", last, _INTS, "q", q).to(torch.int32))
+    first = _beside(q, _places(op, "first", first, _INTS, of, q).to(torch.int32))
+    last = _beside(q, _places(op, "last", last, _INTS, of, q).to(torch.int32))
     if mask is not None:
         arguments.boolean(op, mask, "may be seen")
         if mask.shape != k.shape[:2]:
@@ -395,5 +394,5 @@ def span_attention(
                 [0., 0., 1.]])
     """
     _check(q, k, v)
-    first, last, scale = _checked("span_attention", q, k, first, last, mask, scale)
+    first, last, scale = _checked("span_attention", "q", q, k, first, last, mask, scale)
     return _call(q, k, v, first, last, mask, scale)  # type: ignore[no-any-return]

@@ -91,25 +91,20 @@ _ROTARY_BAD = (
     BadCall("base", lambda: rotary(torch.ones(2, 3, 1, 4), base=0.0), ValueError, "base must be > 0, got 0.0"),
     BadCall("floats", lambda: rotary(torch.ones(2, 3, 1, 4), torch.ones(3)), TypeError, "positions must be int64"),
 )
+
+
+def _packed(*shape: int, queries: int = 3, device: str = "cpu") -> Callable[[], Tensor]:
+    return lambda: rotary_attention(torch.ones(shape, device=device), torch.arange(queries), torch.arange(3))
+
+
 _PACKED_BAD = (
-    BadCall(
-        "not packed",
-        lambda: rotary_attention(torch.ones(2, 3, 1, 4), torch.arange(3), torch.arange(3)),
-        ValueError,
-        r"qkv must be \(batch, n, 3, heads, width\)",
-    ),
-    BadCall(
-        "short span",
-        lambda: rotary_attention(torch.ones(2, 3, 3, 1, 4), torch.arange(2), torch.arange(3)),
-        ValueError,
-        "rotary_attention: first must be",
-    ),
+    BadCall("not packed", _packed(2, 3, 1, 4), ValueError, r"qkv must be \(batch, n, 3, heads, width\)"),
+    BadCall("short span", _packed(2, 3, 3, 1, 4, queries=2), ValueError, "rotary_attention: first must be"),
+    BadCall("device", _packed(2, 3, 3, 1, 4, device="meta"), ValueError, "first is on cpu but qkv is on meta"),
 )
 
 SPECS = [
     Spec("rotary", rotary, definition.rotate, _rotary_samples, _ROTARY_BAD),
-    Spec(
-        "rotary_attention", rotary_attention, definition.attention_reference, _packed_samples, _PACKED_BAD,
-    ),
+    Spec("rotary_attention", rotary_attention, definition.attention_reference, _packed_samples, _PACKED_BAD),
     Spec("span_attention", span_attention, definition.reference, _samples, _BAD),
-]  # fmt: skip
+]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from onepass.core.spec import BadCall, Sample, Spec
-from onepass.ops._shared.spec_parts import some_mask
+from onepass.ops._shared.specs import some_mask
 
 from . import definition
 from .op import topk
