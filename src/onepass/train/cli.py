@@ -46,7 +46,6 @@ SETTINGS = (
     "preset", "task", "model", "steps", "seed", "device", "batch", "seq", "dim", "blocks", "lr", "threads", "binary",
     "follow_links",
 )  # fmt: skip
-SHOWN = 3  # files of each reason that the terminal names
 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -247,42 +246,22 @@ def introduce(training: Training) -> None:
     """Print the data, the model and the run's directory."""
     from onepass.train import model
     from onepass.train.progress import say, size
+    from onepass.train.run import LEFT_OUT
 
     config, corpus = training.config, training.corpus
     measured = sum(source.validation for source in corpus.sources)
     learned = f"{size(len(corpus.training))} to learn from ({len(corpus.sources) - measured:,} files)"
     held_out = f"{size(len(corpus.validation))} to measure on ({measured or 1:,})"
     say(f"data        {learned}, {held_out}")
-    for note in (*corpus.notes, *left_out(corpus)):
+    left_out = [f"left out: {len(corpus.left_out):,} files, {LEFT_OUT} says why"] if corpus.left_out else []
+    for note in (*corpus.notes, *left_out):
         say(f"            {note}")
-    size_ = f"{parameters(training):,} parameters: {config.blocks} blocks of width {config.dim}"
-    say(f"model       {size_}, {model.words(config)}")
+    count = sum(parameter.numel() for parameter in training.model.parameters())
+    say(f"model       {count:,} parameters: {config.blocks} blocks of width {config.dim}, {model.words(config)}")
     step = f"steps of {config.batch} × {config.seq:,} bytes on {config.device}, {config.precision}"
     by = f", {training.world.size} processes" if training.world.size > 1 else ""
     after = f", going on after step {training.step:,}" if training.step else ""
     say(f"run         {training.run.path}: {config.steps:,} {step}{by}{after}")
-
-
-def left_out(corpus: Corpus) -> list[str]:
-    """Return lines that name the files that were left out, SHOWN of each reason."""
-    from onepass.train.run import LEFT_OUT
-
-    reasons: dict[str, list[str]] = {}
-    for name, why in corpus.left_out:
-        # one line for all copies and all binaries: what differs within a reason stands in the file
-        kind = "a copy of another file" if why.startswith("its text") else why.partition(": byte")[0]
-        reasons.setdefault(kind, []).append(name)
-    lines = []
-    for why, names in reasons.items():
-        more = f" and {len(names) - SHOWN:,} more (all in {LEFT_OUT})" if len(names) > SHOWN else ""
-        hint = "; --binary reads it" if why == "it is binary" else ""
-        lines.append(f"left out, {why.removeprefix('it is ')}: {', '.join(names[:SHOWN])}{more}{hint}")
-    return lines
-
-
-def parameters(training: Training) -> int:
-    """Return the number of trained parameters."""
-    return sum(parameter.numel() for parameter in training.model.parameters() if parameter.requires_grad)
 
 
 def conclude(training: Training) -> None:
@@ -308,7 +287,6 @@ def conclude(training: Training) -> None:
     say()
     beside = f"byte-unigram entropy of the same text {unigram:.3f} ({change:+.0f} %)"
     say(f"validation  {measured.bits:.3f} bits per byte; {beside}")
-    say(f"parameters  {parameters(training):,}")
     say(f"speed       {training.speed():,.0f} tokens/s")
     if measured.numbers:
         say(choices.summary(measured.numbers))

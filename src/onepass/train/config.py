@@ -105,6 +105,11 @@ RANGES: dict[str, tuple[float, float]] = {
 }  # fmt: skip
 # how data is read, and no change by --resume yet
 DATA: dict[str, object] = {"binary": False, "follow_links": False, "changes": ()}
+# the types of a field's values in a file, in words; math.isfinite is asked as well
+KINDS: dict[str, tuple[tuple[type, ...], str]] = {
+    "int": ((int,), "a whole number"), "float": ((int, float), "a number"), "bool": ((bool,), "true or false"),
+    "str": ((str,), "a text"), "tuple": ((list, tuple), "a list of texts"),
+}  # fmt: skip
 CHOICES = {"preset": tuple(PRESETS), "task": TASKS, "model": MODELS, "device": DEVICES, "precision": PRECISIONS}
 
 
@@ -133,23 +138,17 @@ def checked(values: dict[str, object], where: str) -> Config:
     clean: dict[str, object] = {}
     for name, kind in fields.items():
         value = values[name]
-        if kind == "int" and not (isinstance(value, int) and not isinstance(value, bool)):
-            raise UserError(f"{where}{name} must be a whole number, got {value!r:.40}")
-        number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < math.inf
-        if kind == "float" and not number:
-            raise UserError(f"{where}{name} must be a number, got {value!r:.40}")
-        if kind == "bool" and not isinstance(value, bool):
-            raise UserError(f"{where}{name} must be true or false, got {value!r:.40}")
-        if kind == "str" and not isinstance(value, str):
-            raise UserError(f"{where}{name} must be a text, got {value!r:.40}")
+        accepted, words = KINDS[kind.partition("[")[0]]
+        if type(value) not in accepted or (isinstance(value, float) and not math.isfinite(value)):
+            raise UserError(f"{where}{name} must be {words}, got {value!r:.40}")
         if name in CHOICES and value not in CHOICES[name]:
             raise UserError(f"{where}{name} must be one of {', '.join(CHOICES[name])}, got {value!r:.40}")
         if name in RANGES and isinstance(value, int | float) and not RANGES[name][0] <= value <= RANGES[name][1]:
             low, high = RANGES[name]
             raise UserError(f"{where}{name} must be from {low:,} to {high:,}, got {value!s:.40}")
-        if kind.startswith("tuple"):
-            if not isinstance(value, list | tuple) or not all(isinstance(text, str) for text in value):
-                raise UserError(f"{where}{name} must be a list of texts, got {value!r:.40}")
+        if isinstance(value, list | tuple):
+            if not all(isinstance(text, str) for text in value):
+                raise UserError(f"{where}{name} must be {words}, got {value!r:.40}")
             value = tuple(value)
         clean[name] = float(value) if kind == "float" and isinstance(value, int) else value
     config = Config(**clean)  # type: ignore[arg-type]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from onepass.nn import Decoder, RMSNorm, RoutedBlock
+from onepass.nn import Decoder, RMSNorm
 from onepass.train.data import VOCABULARY
 
 NEIGHBOURS = 7  # width of the convolution after the embedding, in bytes
@@ -65,15 +65,3 @@ class ByteModel(nn.Module):
 
     def _logits(self, x: Tensor) -> Tensor:
         return self.head(self.norm(x)).float()  # type: ignore[no-any-return]
-
-
-def routed(
-    dim: int, blocks: int, *, k: int | float, heads: int, window: int, causal: bool, light_mult: float = 0.5,
-    heavy_mult: float = 4.0,
-) -> Iterator[RoutedBlock]:  # fmt: skip
-    """Yield routed blocks."""
-    for _ in range(blocks):
-        yield RoutedBlock(
-            dim, k, heads=heads, dim_head=dim // heads, window=window, causal=causal, light_mult=light_mult,
-            heavy_mult=heavy_mult,
-        )  # fmt: skip

@@ -2,62 +2,63 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
+from numpy.typing import NDArray
 
 from onepass.train.colours import expert_colour, shade
 from onepass.train.trace import Trace, kinds
 
 
-class Heavy:
-    """Bytes shaded by the number of blocks that gave them their heavy branch."""
+class Shades:
+    """Bytes shaded by a number of each, whose values `words` name; of 0 they have no shade."""
 
-    title = "Which bytes get the heavy branch"
+    title: str
+    view: str  # what the page's only button says
+    words: list[str]
 
-    def __init__(self, trace: Trace) -> None:
-        self.trace, self.blocks, self.counts = trace, trace.config.blocks, trace.counts
+    def __init__(self, trace: Trace, counts: NDArray[np.int64]) -> None:
+        self.trace, self.counts = trace, counts
 
     def palette(self, dark: bool) -> dict[str, str]:
-        """Return colours of the page by name: `sN` is the shade of N blocks, `one` that of a single block."""
-        shades = {f"s{count}": shade(count, self.blocks, dark=dark) for count in range(self.blocks + 1)}
-        return shades | {"one": shade(1, 1, dark=dark)}
+        """Return colours of the page by name."""
+        return {f"s{count}": shade(count, len(self.words) - 1, dark=dark) for count in range(len(self.words))}
 
     def buttons(self) -> list[tuple[str, str, dict[str, str]]]:
-        """Return (id, label, colours by class) of the page's views: cN for N blocks, rN for block N."""
-        every = range(1, self.blocks + 1)
-        whole = {f"c{block}": f"s{block}" for block in every}
-        return [
-            ("all", "all blocks", whole),
-            *((f"b{block}", f"block {block}", {f"r{block}": "one"}) for block in every),
-        ]
+        """Return (id, label, colours by class) of the page's views."""
+        return [("all", self.view, {f"c{count}": f"s{count}" for count in range(1, len(self.words))})]
 
     def names(self, place: int) -> list[str]:
         """Return the classes of a byte."""
-        chosen = [f"r{block + 1}" for block in np.flatnonzero(self.trace.routed[:, place])]
-        return [f"c{self.counts[place]}", *chosen] if chosen else []
+        return [f"c{self.counts[place]}"] if self.counts[place] else []
+
+    def key(self) -> list[tuple[str, str, str]]:
+        """Return (colour's name, text inside, words beside) of the legend."""
+        return [(f"s{count}", "a", each) for count, each in enumerate(self.words)]
+
+
+class Heavy(Shades):
+    """Bytes shaded by the number of blocks that gave them their heavy branch."""
+
+    title, view = "Which bytes get the heavy branch", "all blocks"
+
+    def __init__(self, trace: Trace) -> None:
+        super().__init__(trace, trace.counts)
+        self.blocks = trace.config.blocks
+        self.words = ["in no block", *(f"in {n} block{'s' * (n > 1)}" for n in range(1, self.blocks + 1))]
 
     def tip(self, place: int) -> str:
         """Return what is said about a byte under the mouse."""
         blocks = ", ".join(str(block + 1) for block in np.flatnonzero(self.trace.routed[:, place]))
         return f"heavy branch in block {blocks}" if blocks else ""
 
-    def key(self) -> list[tuple[str, str, str]]:
-        """Return (colour's name, text inside, words beside) of the legend."""
-        return [(f"s{count}", "a", count_words(count)) for count in range(self.blocks + 1)]
-
     def tables(self) -> list[tuple[str, str, list[list[str]]]]:
         """Return (class, caption, rows) of tables; the first row is the head."""
-        head = [
-            "kind of byte",
-            "share of the text",
-            f"blocks of {self.blocks} that gave it their heavy branch, on average",
-        ]
+        average = f"blocks of {self.blocks} that gave it their heavy branch, on average"
         rows = [
             [name, f"{100 * there.mean():.1f} %", f"{self.counts[there].mean():.2f}"]
             for name, there in kinds(self.trace)
         ]
-        return [("", "Which kinds of bytes get compute", [head, *rows])]
+        return [("", "Which kinds of bytes get compute", [["kind of byte", "share of the text", average], *rows])]
 
     def sentence(self) -> str:
         """Return the numbers of the picture in words."""
@@ -121,43 +122,29 @@ class Colours:
         )
 
 
-class Guesses:
+class Guesses(Shades):
     """Bytes shaded by how little the model expected them: of a model whose blocks choose nothing."""
 
-    title = "Which bytes surprise the model"
+    title, view = "Which bytes surprise the model", "the model"
     steps = (0.5, 1.0, 2.0, 4.0)  # bits
 
     def __init__(self, trace: Trace) -> None:
-        self.trace, self.asked = trace, trace.guess >= 0
+        self.asked = trace.guess >= 0
         self.bits = -np.log2(np.maximum(np.where(self.asked, trace.chance, 1.0), 2.0**-64))
-        self.counts = np.searchsorted(self.steps, self.bits, side="right")
-
-    def palette(self, dark: bool) -> dict[str, str]:
-        return {f"s{count}": shade(count, len(self.steps), dark=dark) for count in range(len(self.steps) + 1)}
-
-    def buttons(self) -> list[tuple[str, str, dict[str, str]]]:
-        return [("all", "the model", {f"c{count}": f"s{count}" for count in range(1, len(self.steps) + 1)})]
-
-    def names(self, place: int) -> list[str]:
-        return [f"c{self.counts[place]}"] if self.counts[place] else []
+        super().__init__(trace, np.searchsorted(self.steps, self.bits, side="right"))
+        self.words = [f"less than {self.steps[0]:g} bits", *(f"{step:g} bits or more" for step in self.steps)]
 
     def tip(self, place: int) -> str:
         return f"{self.bits[place]:.1f} bits" if self.counts[place] and not self.trace.hidden[place] else ""
 
-    def key(self) -> list[tuple[str, str, str]]:
-        words = [f"less than {self.steps[0]:g} bits", *(f"{step:g} bits or more" for step in self.steps)]
-        return [(f"s{count}", "a", each) for count, each in enumerate(words)]
-
     def tables(self) -> list[tuple[str, str, list[list[str]]]]:
-        rows, right = [["kind of byte", "guessed", "right", "bits of one"]], self.trace.guess == self._values()
+        rows = [["kind of byte", "guessed", "right", "bits of one"]]
+        right = self.trace.guess == np.frombuffer(self.trace.content, dtype=np.uint8)
         for name, there in kinds(self.trace, seen=False):
             if (asked := there & self.asked).any():
                 share, bits = 100 * right[asked].mean(), self.bits[asked].mean()
                 rows.append([name, f"{asked.sum():,}", f"{share:.0f} %", f"{bits:.2f}"])
         return [("", "Which kinds of bytes are guessed", rows)]
-
-    def _values(self) -> np.ndarray[Any, Any]:
-        return np.frombuffer(self.trace.content, dtype=np.uint8)
 
     def sentence(self) -> str:
         return f"{self.trace.config.blocks} blocks, which choose nothing"
@@ -176,8 +163,3 @@ def look(trace: Trace) -> Look:
 def box(colour: str, inside: str) -> str:
     """Return a box of a colour of the page, as HTML."""
     return f'<b style="background: var(--{colour})">{inside}</b>'
-
-
-def count_words(count: int) -> str:
-    """Return the legend text of a shade."""
-    return "in no block" if count == 0 else f"in {count} block" + "s" * (count > 1)

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from onepass.nn import TransformerBlock
+from onepass.nn import RoutedBlock, TransformerBlock
 from onepass.train.config import Config
-from onepass.train.language import ByteModel, routed
+from onepass.train.language import ByteModel
 
 
 def blocks(config: Config) -> Iterator[nn.Module]:
@@ -23,10 +23,11 @@ def blocks(config: Config) -> Iterator[nn.Module]:
                 hidden_dim=max(1, round(config.hidden_mult * dim)),
             )  # fmt: skip
     else:
-        yield from routed(
-            dim, config.blocks, k=config.routed, heads=heads, window=window, causal=causal,
-            light_mult=config.light_mult, heavy_mult=config.heavy_mult,
-        )  # fmt: skip
+        for _ in range(config.blocks):
+            yield RoutedBlock(
+                dim, config.routed, heads=heads, dim_head=dim // heads, window=window, causal=causal,
+                light_mult=config.light_mult, heavy_mult=config.heavy_mult,
+            )  # fmt: skip
 
 
 def new(config: Config) -> ByteModel:

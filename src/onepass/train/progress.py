@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from onepass.train.commands.errors import printable
@@ -13,13 +14,6 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
 LINES = 20  # plain lines per run
-
-
-def clock(seconds: float) -> str:
-    """Write a duration as 1:05 or 2:03:00."""
-    whole = max(0, round(seconds))
-    hours, minutes = divmod(whole // 60, 60)
-    return f"{hours}:{minutes:02}:{whole % 60:02}" if hours else f"{minutes}:{whole % 60:02}"
 
 
 def size(count: int) -> str:
@@ -60,8 +54,8 @@ class Display:
     def update(self, step: int, loss: float, bits: float, speed: float) -> None:
         """Show the state after `step` steps; without a terminal, about LINES times per run."""
         done = step - self.first
-        left = (time.perf_counter() - self.started) / max(done, 1) * (self.total - step)
-        state = f"loss {loss:.3f}  {bits:.2f} bits/byte  {speed:,.0f} tokens/s  {clock(left)} left"
+        left = timedelta(seconds=round((time.perf_counter() - self.started) / max(done, 1) * (self.total - step)))
+        state = f"loss {loss:.3f}  {bits:.2f} bits/byte  {speed:,.0f} tokens/s  {left} left"
         if self.bar:
             self.bar.update(self.task, completed=step, state=state)
         elif step * LINES // self.total != self.line or step == self.total:
