@@ -1,11 +1,6 @@
 """All of routed attention as one autograd node, or as operators: see `node`.
 
-    y = out(attention(norm(x))) + ν        y_i += g_i·(out'(attention'(norm_q(x_i), norm_kv(x_K))) − ν)
-
-The node is faster than a composition of modules. It norms and scores x in one read, norms the chosen tokens while it
-gathers them, adds their gradients in place to those of all tokens, casts all weights together, and computes weight
-gradients directly in the weights' dtype. torch computes the matrix products; all kernels between two products are one
-call for `core.launch.replay`, so that the host does little more than launch them.
+y = out(attention(norm(x))) + ν        y_i += g_i·(out'(attention'(norm_q(x_i), norm_kv(x_K))) − ν)
 """
 
 from __future__ import annotations
@@ -30,7 +25,7 @@ from .choice import choose, choose_backward, choose_keys, choose_keys_backward
 from .node import fused
 from .norms import Chosen, norm_chosen, score_tokens, through_norms
 from .plans import AttentionPlan as Plan
-from .runs import Runs, whole_runs, window_runs
+from .runs import Runs, neighbours, runs_of, whole
 
 
 class Public(NamedTuple):
@@ -87,11 +82,12 @@ def _runs(
         none = Runs(None, at_q, at_q, None, None)
         return none, none
     queries = tokens.device, plan.dtype, plan.width, precision
-    light = window_runs(n, plan.window, plan.causal, queries)._replace(mask=mask)
+    light = runs_of(neighbours, (n, plan.window, plan.causal), n, queries)._replace(mask=mask)
     exist = mask is None and not (plan.causal and n % plan.window)
     there = None if exist else at_kv >= 0
     if seen is None:
-        return light, whole_runs(at_q.shape[1], at_kv.shape[1], queries)._replace(mask=there)
+        sizes = at_q.shape[1], at_kv.shape[1]
+        return light, runs_of(whole, sizes, sizes[1], queries)._replace(mask=there)
     first, last = seen.unbind()
     return light, Runs(there, first, last, None, None)
 

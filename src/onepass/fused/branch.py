@@ -74,17 +74,22 @@ def gelu_backward(dh: Tensor, u: Tensor, partials: Tensor | None, offset: int) -
         column_sums(dh, partials, offset)
 
 
-def explore_gradient(dy: Tensor, mask: Tensor | None, stride: int, scale: float) -> Tensor:
+def gains(dy: Tensor, mask: Tensor | None, stride: int, scale: float) -> Tensor:
     """Return scale·(length − its mean over a sequence's real tokens) of each `stride`-th row of dy (batch, n, d)."""
-    if kernels := kernels_for(dy):
-        return kernels.explore_gradient(dy, as_bytes(mask), stride, scale)  # type: ignore[no-any-return]
     lengths: Tensor = torch.linalg.vector_norm(dy[:, ::stride], dim=-1, dtype=widest(dy.dtype))
     if mask is None:
         return (lengths - lengths.mean(-1, keepdim=True)) * scale
     real = mask[:, ::stride]
+    # keep the content of padding out, even NaN
     lengths = lengths.where(real, 0)
     mean = lengths.sum(-1, keepdim=True) / real.sum(-1, keepdim=True).clamp_min(1)
     return ((lengths - mean) * scale).where(real, 0)
+
+
+def explore_gradient(dy: Tensor, mask: Tensor | None, stride: int, scale: float) -> Tensor:
+    """Return `gains`, by kernels where possible."""
+    kernels = kernels_for(dy)
+    return kernels.explore_gradient(dy, as_bytes(mask), stride, scale) if kernels else gains(dy, mask, stride, scale)
 
 
 def gate(v: Tensor, gates: Tensor) -> Tensor:

@@ -1,11 +1,6 @@
 """All of a routed feed-forward as one autograd node, or as operators: see `node`.
 
-    y = down(gelu(up(norm(x))))        y_i += gate_i · down'(gelu(up'(norm'(x_i))))        for the chosen tokens i
-
-The node is faster than a composition of modules. It norms and scores x in one read, norms the chosen tokens while it
-gathers them, adds the heavy branch's output and gradient in place, casts all weights together, and computes weight
-gradients directly in the weights' dtype. torch computes the matrix products; all kernels between two products are one
-call for `core.launch.replay`, so that the host does little more than launch them.
+y = down(gelu(up(norm(x))))        y_i += gate_i · down'(gelu(up'(norm'(x_i))))        for the chosen tokens i
 """
 
 from __future__ import annotations

@@ -1,5 +1,10 @@
 """A fused layer from three functions: one autograd node in plain eager, operators where torch's dispatcher takes part.
 
+Nodes are faster than a composition of modules: they norm and score x in one read, norm the chosen tokens while they
+gather them, add the heavy branch's output and gradients in place, cast all weights together, and compute weight
+gradients directly in the weights' dtype. torch computes the matrix products; all kernels between two products are one
+call for `core.launch.replay`, so that the host does little more than launch them.
+
 * ``forward(plan, *arguments)`` → ``(Public, Saved)``: what the caller gets, and what forward makes for backward.
 * ``backward_products(saved, plan, needs, dtypes, dy, *kept)`` → gradients of what went into the products: those that
   `backward_tokens` takes, then those of the weights, in `dtypes`. It deletes the fields of `saved` that it has used, so

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,14 +11,24 @@ from torch import Tensor
 from onepass.ops.span_attention import op as span
 
 
-def neighbours(n: int, window: int, causal: bool, device: torch.device) -> tuple[Tensor, Tensor]:
+def neighbours(
+    n: int, window: int, causal: bool, device: torch.device, packed: Sequence[Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
     """Return first and last + 1 of the tokens that each of n tokens sees: its window, the one before, the one after.
 
-    With `causal` a token sees nothing after itself.
+    With `causal` a token sees nothing after itself. A window of more than n tokens is all of them. Of packed sequences:
+    each token's position in its sequence, where that begins, and where it ends, (n,) int32.
     """
-    i = torch.arange(n, device=device, dtype=torch.int32)
-    start = i // window * window
-    return (start - window).clamp_min(0), i + 1 if causal else (start + 2 * window).clamp_max(n)
+    token = torch.arange(n, device=device, dtype=torch.int32)
+    positions, begin, end = packed or (token, 0, n)
+    start = token - positions % window
+    return (start - window).clamp_min(begin), token + 1 if causal else (start + 2 * window).clamp_max(end)
+
+
+def whole(n: int, keys: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the same of n queries that see all `keys` keys."""
+    last = torch.full((n,), keys, dtype=torch.int32, device=device)
+    return torch.zeros_like(last), last
 
 
 class Runs(NamedTuple):
@@ -67,7 +77,8 @@ def kept(
     return value
 
 
-def _of(make: Make, sizes: tuple[int, ...], keys: int, queries: Queries) -> Runs:
+def runs_of(make: Make, sizes: tuple[int, ...], keys: int, queries: Queries) -> Runs:
+    """Return the runs that `make` makes of these sizes, `neighbours` or `whole`, with their edges."""
     device, dtype, width, _ = queries
 
     def runs(where: torch.device) -> Runs:
@@ -76,18 +87,3 @@ def _of(make: Make, sizes: tuple[int, ...], keys: int, queries: Queries) -> Runs
         return Runs(None, first, last, *(span.edges(like, first, last, keys) or (None, None)))
 
     return Runs(*kept((make, sizes, keys, queries), device, runs))
-
-
-def window_runs(n: int, window: int, causal: bool, queries: Queries) -> Runs:
-    """Return the runs of `neighbours`."""
-    return _of(neighbours, (n, window, causal), n, queries)
-
-
-def _all(n: int, keys: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    last = torch.full((n,), keys, dtype=torch.int32, device=device)
-    return torch.zeros_like(last), last
-
-
-def whole_runs(n: int, keys: int, queries: Queries) -> Runs:
-    """Return the runs of n queries that see all `keys` keys."""
-    return _of(_all, (n, keys), keys, queries)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from onepass.core.eager import fast_apply, plain
+from onepass.fused.branch import gains
 
 from .router import NORM_EPS, Router
 
@@ -68,21 +69,14 @@ class _Explore(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, mask = ctx.saved_tensors
-        grad_rows = grad.detach().view(x.shape)
         dim = x.shape[-1]
-        dtype = torch.promote_types(x.dtype, torch.float32)
-        sample = x[:, :: ctx.stride].to(dtype)
-        gain = torch.linalg.vector_norm(grad_rows[:, :: ctx.stride], dim=-1, dtype=dtype)
-        if mask is None:
-            gain = gain - gain.mean(-1, keepdim=True)
-        else:
-            real = mask[:, :: ctx.stride]
-            # keep the content of padding out, even NaN
-            gain = gain.masked_fill(~real, 0)
-            gain = (gain - gain.sum(-1, True) / real.sum(-1, True).clamp_min(1)) * real
-            sample = sample.masked_fill(~real[..., None], 0)
+        sample = x[:, :: ctx.stride].to(torch.promote_types(x.dtype, torch.float32))
+        if mask is not None:
+            sample = sample.masked_fill(~mask[:, :: ctx.stride, None], 0)
         square = torch.linalg.vector_norm(sample, dim=-1).square()
-        explore_grad = gain * torch.rsqrt(square + dim * NORM_EPS) * (-ctx.explore_weight * ctx.stride * math.sqrt(dim))
+        scale = -ctx.explore_weight * ctx.stride * math.sqrt(dim)
+        explore_grad = gains(grad.detach().view(x.shape), mask, ctx.stride, scale)
+        explore_grad = explore_grad * torch.rsqrt(square + dim * NORM_EPS)
         # no matrix product: a backward under autocast would round it, and a reshape would tie a graph to one length
         toward = (explore_grad[..., None] * sample).sum((0, 1)).expand(weight.shape)
         return grad, None, toward.to(weight.dtype), None, None, None, None

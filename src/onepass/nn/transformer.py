@@ -13,7 +13,7 @@ from onepass.core import check
 from onepass.core.eager import plain
 from onepass.core.launch import next_power_of_2
 from onepass.fused import decoding
-from onepass.fused.runs import kept
+from onepass.fused.runs import kept, neighbours
 from onepass.ops.qk_norm_rope.op import qk_norm_rope
 from onepass.ops.span_attention.op import BASE, span_attention
 
@@ -95,19 +95,10 @@ class SelfAttention(nn.Module):
 
     def spans(self, n: int, like: Tensor, packed: Sequences | None) -> tuple[Tensor, Tensor]:
         """Return the first token that each of n tokens sees, and one past the last one, (n,) int32 each."""
-        window, causal = self.window, self.causal
-
-        def make(device: torch.device) -> tuple[Tensor, Tensor]:
-            token = torch.arange(n, device=device, dtype=torch.int32)
-            positions, begin, end = packed or (token, torch.zeros_like(token), torch.full_like(token, n))
-            if window is not None:
-                start = token - positions % window
-                begin, end = (start - window).maximum(begin), (start + 2 * window).minimum(end)
-            return begin, token + 1 if causal else end
-
+        sizes = n, self.window or n + 1, self.causal
         if packed is not None or not plain(like):
-            return make(like.device)
-        return kept(("spans", n, window, causal, like.device), like.device, make)
+            return neighbours(*sizes, like.device, packed)
+        return kept(("spans", *sizes, like.device), like.device, partial(neighbours, *sizes))
 
     def extra_repr(self) -> str:
         return f"heads={self.heads}, dim_head={self.dim_head}, window={self.window}, causal={self.causal}"
