@@ -14,7 +14,7 @@ from typing import Any
 
 from onepass.__main__ import Parser, run_command
 from onepass.train.cli import pick_device
-from onepass.train.commands.errors import UserError, reason
+from onepass.train.commands.errors import UserError, told
 from onepass.train.commands.options import number
 
 TEXT = """\
@@ -87,10 +87,8 @@ def train(args: argparse.Namespace) -> int:
     asked += runs.read_list(args.list) if args.list else []
     if not asked:
         raise UserError('there is no run to train; give some, as in --run "family=dense width=256,512", or --list FILE')
-    try:
+    with told(f"use {args.out}"):
         args.out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"can't use {args.out}: {reason(error)}") from None
     read = text.read(args.text, torch.device(pick_device(args.device)))
     failed = False
     for run in dict.fromkeys(asked):
@@ -101,8 +99,8 @@ def train(args: argparse.Namespace) -> int:
             if ours and (record := _one(args.out, run, read, deadline)):
                 runs.save(args.out, run, record)
                 failed |= "bits" not in record
-                told = "bits {bits:.4f}  {ms:.2f} ms  {steps:,} steps  {peak_mib:,} MiB  setup {setup:.0f} s"
-                say(f"{run.name}  {told.format(**record) if 'bits' in record else record['error']}")
+                line = "bits {bits:.4f}  {ms:.2f} ms  {steps:,} steps  {peak_mib:,} MiB  setup {setup:.0f} s"
+                say(f"{run.name}  {line.format(**record) if 'bits' in record else record['error']}")
     return int(failed)
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from onepass.train import data
-from onepass.train.commands.errors import UserError, reason
+from onepass.train.commands.errors import UserError, told
 
 
 class Text(NamedTuple):
@@ -29,20 +29,17 @@ def write(folder: Path, out: Path) -> str:
     """
     found = data.load([str(folder)])
     head = {"digest": found.digest, "training": len(found.training), "validation": len(found.validation)}
-    try:
-        with _open(out, "wb") as file:
-            file.write(json.dumps(head).encode() + b"\n")
-            file.write(found.training.tobytes())
-            file.write(found.validation.tobytes())
-    except OSError as error:
-        raise UserError(f"can't write {out}: {reason(error)}") from None
+    with told(f"write {out}"), _open(out, "wb") as file:
+        file.write(json.dumps(head).encode() + b"\n")
+        file.write(found.training.tobytes())
+        file.write(found.validation.tobytes())
     return f"{len(found.sources):,} files, {head}"
 
 
 def read(path: Path, device: torch.device) -> Text:
     """Read what `write` wrote."""
     try:
-        with _open(path, "rb") as file:
+        with told(f"read {path}"), _open(path, "rb") as file:
             head = json.loads(file.readline(1000))
             content = bytearray(file.read())
         training, validation = int(head["training"]), int(head["validation"])
@@ -50,8 +47,6 @@ def read(path: Path, device: torch.device) -> Text:
             raise ValueError(f"{len(content):,} bytes, {training + validation:,} are named")
         whole = torch.frombuffer(content, dtype=torch.uint8).to(device)
         return Text(whole[:training], whole[training:], str(head["digest"]))
-    except OSError as error:
-        raise UserError(f"can't read {path}: {reason(error)}") from None
     except (ValueError, KeyError, TypeError, EOFError, lzma.LZMAError) as error:
         raise UserError(
             f"{path} is no text of `research.budget text DIR FILE` ({error!s:.60}); write it again"

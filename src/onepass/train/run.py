@@ -13,7 +13,7 @@ from typing import Any
 from onepass.train import checkpoint, metrics, progress
 from onepass.train.checkpoint import Checkpoint
 from onepass.train.commands import files
-from onepass.train.commands.errors import UserError, reason
+from onepass.train.commands.errors import UserError, reason, told
 from onepass.train.config import Config, from_json
 
 CONFIG, DATA, METRICS, LOSS, LOCK = "config.json", "data.json", "metrics.jsonl", "loss.png", ".lock"
@@ -93,12 +93,10 @@ class Run:
 
         A directory is a run if it has config.json, so this file is deleted first and written last.
         """
-        try:
+        with told(f"empty {self.path}"):
             for name in sorted(os.listdir(self.path), key=lambda name: (name != CONFIG, name)):
                 if name != LOCK:
                     (self / name).unlink()
-        except OSError as error:
-            raise UserError(f"can't empty {self.path}: {reason(error)}") from None
         self.write(DATA, manifest)
         self.write(CONFIG, config.to_json())
 
@@ -110,14 +108,10 @@ class Run:
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
         """Lock the directory against other processes. The system releases the lock however this process ends."""
-        try:
+        with told(f"use {self.path}"):
             self.path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(f"can't use {self.path}: {reason(error)}") from None
-        try:
+        with told(f"use {self / LOCK}"):
             handle = files.open_regular(self / LOCK, os.O_RDWR | os.O_CREAT)
-        except OSError as error:
-            raise UserError(f"can't use {self / LOCK}: {reason(error)}") from None
         try:
             if not _lock(handle, self.path):
                 progress.say(f"note        {self.path} is on a file system without locks: let one process use it")
@@ -206,13 +200,10 @@ class Run:
         where = self / METRICS
         if not length:
             return
-        try:
-            with os.fdopen(files.open_regular(where, os.O_RDONLY), "rb") as file:
-                while length > 0 and (line := file.readline(length)):
-                    length -= len(line)
-                    yield line
-        except OSError as error:
-            raise UserError(f"can't read {where}: {reason(error)}") from None
+        with told(f"read {where}"), os.fdopen(files.open_regular(where, os.O_RDONLY), "rb") as file:
+            while length > 0 and (line := file.readline(length)):
+                length -= len(line)
+                yield line
 
 
 def _lock(handle: int, path: Path) -> bool:

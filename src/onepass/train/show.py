@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from onepass.train.commands.errors import UserError, reason
+from onepass.train.commands.errors import UserError, told
 from onepass.train.commands.options import command, number
 
 TEXT = """\
@@ -49,10 +49,8 @@ def run(args: argparse.Namespace) -> int:
     if (args.directory / METRICS).exists():
         Run(args.directory).verify(saved)
     out = args.out or args.directory
-    try:
+    with told(f"use {out}"):
         out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"can't use {out}: {reason(error)}") from None
 
     from onepass.train import html
     from onepass.train.model import new

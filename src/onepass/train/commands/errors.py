@@ -1,5 +1,8 @@
 """Errors that a command reports to its user."""
 
+import contextlib
+from collections.abc import Iterator
+
 
 class UserError(Exception):
     """A one-line message for the command line: what was given, what is accepted. Exit code 2, no traceback."""
@@ -8,6 +11,15 @@ class UserError(Exception):
 def reason(error: OSError) -> str:
     """Return the operating system's reason in a few words."""
     return (error.strerror or str(error)).lower()
+
+
+@contextlib.contextmanager
+def told(doing: str) -> Iterator[None]:
+    """Turn an error of the operating system into one line: can't do this, and its reason."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"can't {doing}: {reason(error)}") from None
 
 
 def printable(text: str) -> str:

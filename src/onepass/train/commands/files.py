@@ -14,7 +14,7 @@ import secrets
 import stat
 from pathlib import Path
 
-from onepass.train.commands.errors import UserError, reason
+from onepass.train.commands.errors import UserError, told
 
 _PARTIAL = re.compile(r"(.+?)(\.[0-9a-f]{8})?\.partial", re.DOTALL)
 # errors from file systems that can't sync a directory
@@ -30,7 +30,7 @@ def write(path: Path, content: bytes | str) -> None:
     """
     data = content.encode() if isinstance(content, str) else content
     partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}.partial")
-    try:
+    with told(f"write {path}"):
         file = open(partial, "xb")  # noqa: SIM115
         try:
             with file:
@@ -43,8 +43,6 @@ def write(path: Path, content: bytes | str) -> None:
                 partial.unlink()
             raise
         sync_directory(path.parent)
-    except OSError as error:
-        raise UserError(f"can't write {path}: {reason(error)}") from None
 
 
 def partial_of(name: str) -> str | None:
@@ -71,40 +69,31 @@ def open_regular(path: Path, flags: int) -> int:
 
 def extend(path: Path, content: bytes, length: int) -> None:
     """Append `content` to a file of `length` bytes and sync it; raise UserError for a file of another length."""
-    try:
-        with os.fdopen(open_regular(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab") as file:
-            if (size := os.fstat(file.fileno()).st_size) != length:
-                raise UserError(f"{path} has {size:,} bytes instead of {length:,}: something else wrote to it")
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as error:
-        raise UserError(f"can't write {path}: {reason(error)}") from None
+    opened = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+    with told(f"write {path}"), os.fdopen(open_regular(path, opened), "ab") as file:
+        if (size := os.fstat(file.fileno()).st_size) != length:
+            raise UserError(f"{path} has {size:,} bytes instead of {length:,}: something else wrote to it")
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def cut(path: Path, length: int) -> None:
     """Truncate a file to `length` bytes and sync it; create an absent one."""
-    try:
-        handle = open_regular(path, os.O_WRONLY | os.O_CREAT)
-        try:
-            os.ftruncate(handle, length)
-            os.fsync(handle)
-        finally:
-            os.close(handle)
-    except OSError as error:
-        raise UserError(f"can't write {path}: {reason(error)}") from None
+    with told(f"write {path}"), os.fdopen(open_regular(path, os.O_WRONLY | os.O_CREAT), "ab") as file:
+        file.truncate(length)
+        os.fsync(file.fileno())
 
 
 def read(path: Path) -> bytes:
     """Read a whole file; raise UserError for a directory, and for a pipe or a device, which may never end."""
     try:
-        mode = path.stat().st_mode
-        if not stat.S_ISREG(mode):
-            what = "a directory, not a file" if stat.S_ISDIR(mode) else "neither a file nor a directory"
-            raise UserError(f"{path} is {what}")
-        return path.read_bytes()
-    except OSError as error:
-        raise UserError(f"can't read {path}: {reason(error)}") from None
+        with told(f"read {path}"):
+            mode = path.stat().st_mode
+            if not stat.S_ISREG(mode):
+                what = "a directory, not a file" if stat.S_ISDIR(mode) else "neither a file nor a directory"
+                raise UserError(f"{path} is {what}")
+            return path.read_bytes()
     except ValueError:
         # the name holds a NUL byte or half of a surrogate pair
         raise UserError(f"can't read {path}: no file can have this name") from None
