@@ -223,18 +223,3 @@ def test_mixture_of_experts(tmp_path: Path) -> None:
     assert found.keys() == {"dense", "no balance", "balanced"}
     assert found["balanced"][0] < 0.8 * found["dense"][0]
     assert found["balanced"][1] < 1.4 < 2 < found["no balance"][1]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (("--steps", "0"), "argument --steps: must be from 1 to 1,000,000, got 0"),
-        (("--out", "nowhere/found.json"), "--out needs a folder that exists"),
-    ],
-)
-def test_sparse_attention_refuses(tmp_path: Path, options: tuple[str, str], said: str) -> None:
-    done = ran("sparse_attention", tmp_path, options=options)
-    assert done.returncode == 2
-    assert said in done.stderr.splitlines()[-1]
-    assert "Traceback" not in done.stderr

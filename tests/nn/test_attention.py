@@ -133,17 +133,6 @@ def test_what_stands_in_for_a_linear_layer_is_asked(name: str, causal: bool) -> 
     assert not torch.allclose(layer(x), before)
 
 
-@pytest.mark.parametrize("put", [setattr, nn.Module.register_buffer])
-def test_a_null_that_is_no_parameter_counts(put: Any) -> None:
-    x, layer = tokens(2, 20, DIM), _layer()
-    nn.init.zeros_(layer.null)
-    before = layer(x)
-    del layer.null
-    put(layer, "null", torch.ones(DIM))
-    y, left = _nothing_found(layer, x)
-    torch.testing.assert_close(y, before + left)
-
-
 class FirstToken(nn.Module):
     """Choose the first token and nothing else, however many are asked for."""
 

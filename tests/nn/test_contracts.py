@@ -208,7 +208,7 @@ def test_any_strides(spec: Layer, layout: str) -> None:
 
 
 @on_devices
-@those("mask", without="routers narrow shared")
+@those("mask", without="routers narrow shared Experts LocalAttention")
 def test_compiled_in_one_graph(spec: Layer, device: str) -> None:
     """With a mask, and packed; without either `fused/test_operators.py` has them."""
     torch._dynamo.reset()
@@ -222,9 +222,9 @@ def test_compiled_in_one_graph(spec: Layer, device: str) -> None:
         torch.testing.assert_close(compiled(x[0], **packed), layer(x[0], **packed), **near)
 
 
-@those("mask", without="routers narrow three shared")
+@those("mask", without="routers narrow three shared Experts LocalAttention causal")
 def test_exported_with_named_batch_and_length(spec: Layer) -> None:
-    """With a mask; without one `fused/test_operators.py` has them."""
+    """With a mask; without one, and causal, `fused/test_operators.py` has them."""
     layer, batch, n = made(spec).eval(), torch.export.Dim("batch", min=2), torch.export.Dim("n", min=16, max=4096)
     dynamic = ({0: batch, 1: n}, {0: batch, 1: n})
     program = torch.export.export(layer, (_x(), holes(40)), dynamic_shapes=dynamic).module()
@@ -341,6 +341,49 @@ def test_every_parameter_gets_a_gradient_from_gates_alone(spec: Layer) -> None:
     for where, p in layer.named_parameters():
         assert p.grad is not None, where
         assert p.grad.any(), where
+
+
+@layers
+def test_a_graph_is_the_callers(spec: Layer) -> None:
+    """Kept, it gives the same twice; saved tensors may travel, y be changed in place; a node ignores autocast then."""
+    layer, x = made(spec), _x().requires_grad_()
+    node = getattr(layer.layer, "fused_dtype", lambda *_: None)(x, None) is not None
+    wanted = [x, *layer.parameters()]
+    expected, y = torch.autograd.grad(layer(x).square().sum(), wanted), layer(x)
+    with torch.autograd.graph.save_on_cpu():
+        z = layer(x)
+    for out, kept in ((y, True), (y, True), (z, False)):
+        with torch.autocast("cpu", torch.bfloat16, enabled=out is z and node):
+            assert all(map(torch.equal, torch.autograd.grad(out, wanted, 2 * out, retain_graph=kept), expected))
+    y *= 2
+    torch.testing.assert_close(torch.autograd.grad(y, wanted, 2 * y), tuple(4 * g for g in expected))
+
+
+@layers
+def test_a_gradient_alone_is_that_beside_all_others(spec: Layer) -> None:
+    layer, x = made(spec, dtype=WIDE).eval(), _x(dtype=WIDE).requires_grad_()
+    leaves = {"x": x, **dict(layer.layer.named_parameters())}
+    together = dict(zip(leaves, torch.autograd.grad(layer(x).square().sum(), [*leaves.values()]), strict=True))
+    for wanted in dict.fromkeys(name.rpartition(".")[0] or name for name in leaves):
+        for name, leaf in leaves.items():
+            leaf.requires_grad_(name.startswith(wanted))
+        some = [name for name, leaf in leaves.items() if leaf.requires_grad]
+        found = torch.autograd.grad(layer(x).square().sum(), [leaves[name] for name in some])
+        torch.testing.assert_close(found, tuple(together[name] for name in some), msg=lambda m, at=wanted: f"{at}: {m}")
+
+
+@pytest.mark.parametrize("put", [setattr, nn.Module.register_buffer])
+@those("mask", without="Experts experts")
+def test_another_tensor_in_a_parameters_place(spec: Layer, put: Callable[..., None]) -> None:
+    """As who shards, replicates, freezes or computes a weight leaves it: it counts, and gets its gradient."""
+    for where, p in [*made(spec).layer.named_parameters()]:
+        layer, (path, _, name) = made(spec).eval(), where.rpartition(".")
+        module, expected, other = layer.layer.get_submodule(path), layer(_x()), p.detach().clone().requires_grad_()
+        delattr(module, name)
+        put(module, name, other)
+        y = layer(_x())
+        torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-5)
+        assert torch.autograd.grad(y.square().sum(), other)[0].any(), where
 
 
 @those("mask", without="Experts")

@@ -87,8 +87,6 @@ def _detached(self: FooRMSNorm, h: Tensor) -> Tensor:
 
 
 Centred = _like("Centred", _centred, "Divides by the standard deviation with N − 1, as older layer norms do.")
-OutsideEps = _like("OutsideEps", lambda self, h: self.weight * h / (h.square().mean(-1, keepdim=True).sqrt() + 1e-6))
-Unbiased = _like("Unbiased", lambda self, h: _rms(self, h) * ((h.shape[-1] - 1) / h.shape[-1]) ** 0.5)
 Unlike = _like("Unlike", lambda self, h: self.weight * nn.functional.normalize(h, p=1, dim=-1))
 Detached = _like("Detached", _detached, "The same output, another gradient.")
 Widening = _like("Widening", lambda self, h: _rms(self, h.float()))
