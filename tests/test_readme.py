@@ -126,18 +126,22 @@ def lion() -> Iterable[str]:
 
 
 def experts() -> Iterable[str]:
-    """Over the mean of two readings of the products, and the least of all others; memory beside the same rival."""
-    record = records("h200/raw/experts.json")
-    yield f"forward and backward (CUDA graph, bf16, {made(record)})"
-    for act, told in (("gelu", "GELU"), ("swiglu", "SwiGLU")):
-        rows = [r for r in record["rows"] if r["act"] == act]
-        ours = [r["arms"]["onepass"] for r in rows]
-        best = [min((r["arms"][w] for w in r["arms"] if "onepass" not in w), key=lambda a: a["graph"]) for r in rows]
-        assert best == [r["arms"]["torch, compiled"] for r in rows]
-        over = [[2 * a["graph"] / sum(r["products"]) for a, r in zip(arm, rows, strict=True)] for arm in (ours, best)]
-        times = [f"{min(x):.2f} to {max(x):.2f} times" for x in over]
-        peaks = "{onepass:.0f} and {torch, compiled:.0f} MiB".format_map(rows[-1]["peak_mib"])
-        yield f"with {told} {times[0]}, torch compiled {times[1]} (peak of the largest size: {peaks})"
+    """Over the products in the same run, and the least of all others; memory of a call without a graph."""
+    yield f"forward and backward (CUDA graph, bf16, {made(records('h200/raw/experts.json')[0])})"
+    beside = (
+        ("experts", "GELU", "torch, torch.compile", "torch compiled"),
+        ("experts_swiglu", "SwiGLU", "sonic-moe", "SonicMoE"),
+    )
+    for file, told, rival, name in beside:
+        cells: dict[str, dict[str, Record]] = {}
+        for r in records(f"h200/raw/{file}.json")[1:]:
+            cells.setdefault(str(r["case"]), {})[r["impl"]] = r
+        graphs = [{i[:-12]: r["us"] for i, r in cell.items() if i.endswith(", CUDA graph")} for cell in cells.values()]
+        assert {min(us.keys() - {"onepass", "products"}, key=us.__getitem__) for us in graphs} == {rival}
+        over = ([us[i] / us["products"] for us in graphs] for i in ("onepass", rival))
+        ours, best = (f"{min(x):.2f} to {max(x):.2f} times" for x in over)
+        peaks = " and ".join(f"{[*cells.values()][-1][i]['peak_mib']:.0f}" for i in ("onepass", rival))
+        yield f"with {told} {ours}, {name} {best} (peak of the largest size: {peaks} MiB)"
 
 
 MODES = ("eager", "compiled", "reduce-overhead", "graph")

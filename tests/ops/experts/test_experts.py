@@ -140,10 +140,8 @@ def test_few_tokens_without_gradients(device: str, gated: bool, tokens: int) -> 
     with torch.no_grad():
         y = onepass.experts(x, indices, weights, up, down, **options)
         assert torch.equal(y, onepass.experts(x, indices, weights, up, down, **options))
-    wide = {**options, "gate": None if gate is None else gate.cpu().double()}
-    expected = definition.experts(
-        *(t.cpu().double() if t.is_floating_point() else t.cpu() for t in (x, indices, weights, up, down)), **wide
-    )
+    wide = [None if t is None else t.cpu().double() for t in (x, weights, up, down, gate)]
+    expected = definition.experts(wide[0], indices.cpu(), *wide[1:4], **{**options, "gate": wide[4]})
     torch.testing.assert_close(y.cpu().double(), expected, rtol=1e-4, atol=1e-5)
 
 
